@@ -1,0 +1,22 @@
+//! Bakes the git revision of the source into the binary, so that every record names the code that made it.
+use std::process::Command;
+
+fn git(args: &[&str]) -> Option<String> {
+    let output = Command::new("git").args(args).output().ok()?;
+    output
+        .status
+        .success()
+        .then(|| String::from_utf8_lossy(&output.stdout).trim().to_string())
+}
+
+fn main() {
+    let revision = git(&["rev-parse", "--short=7", "HEAD"]).unwrap_or_else(|| "unknown".into());
+    let dirty = git(&["status", "--porcelain", "--", "src", "Cargo.toml", "Cargo.lock"])
+        .is_some_and(|changes| !changes.is_empty());
+    println!("cargo:rustc-env=KVSIEVE_GIT_REV={revision}");
+    println!("cargo:rustc-env=KVSIEVE_GIT_DIRTY={dirty}");
+    println!("cargo:rustc-env=KVSIEVE_PROFILE={}", std::env::var("PROFILE").unwrap_or_default());
+    for path in [".git/HEAD", ".git/index", "src", "Cargo.toml"] {
+        println!("cargo:rerun-if-changed={path}");
+    }
+}

@@ -1,0 +1,71 @@
+//! What the backward passes share: `delta = rowsum(do * o)`, and the step from scores to their gradients.
+//!
+//! With `P = exp(logit - lse)` recomputed from the saved `lse` and `dP = do vᵀ`, the gradient of the inner product
+//! is `dS = P * (dP - delta) * scale`, times `1 - (logit / cap)²` under a soft-cap; then `dv = Pᵀ do`, `dq = dS k`,
+//! `dk = dSᵀ q` (FlashAttention-2, arXiv 2307.08691, section 3.1).
+
+use super::{Backward, Params};
+use crate::device::simd;
+use pulp::Arch;
+use rayon::prelude::*;
+use std::f32::consts::LOG2_E;
+use std::ops::Range;
+
+impl Backward<'_> {
+    /// Writes `delta` `[B, Hq, Lq]`: the inner product of each row of `do` with the same row of `o`.
+    pub(super) fn row_deltas(&self, delta: &mut [f32]) {
+        let (shape, arch) = (self.forward.shape, self.forward.cpu.arch());
+        self.forward.cpu.install(|| {
+            delta.par_chunks_mut(shape.q_len).enumerate().for_each(|(head, delta)| {
+                let (batch, q_head) = (head / shape.q_heads, head % shape.q_heads);
+                let (mut o, mut grad_o) = ([0.0; super::Shape::MAX_HEAD_DIM], [0.0; super::Shape::MAX_HEAD_DIM]);
+                for (i, delta) in delta.iter_mut().enumerate() {
+                    let o = self.o.rows(batch, q_head, i, 1, &mut o);
+                    *delta = simd::dot(arch, o, self.grad_o.rows(batch, q_head, i, 1, &mut grad_o));
+                }
+            });
+        });
+    }
+}
+
+/// Saved values of the rows of a tile.
+pub(super) struct Grad<'a> {
+    /// Log-sum-exp of each row, natural log.
+    pub lse: &'a [f32],
+    /// `rowsum(do * o)` of each row.
+    pub delta: &'a [f32],
+    /// Columns of the tile.
+    pub columns: usize,
+}
+
+/// In place: `p` from inner products to probabilities, `ds` from `dP` to the gradients of the inner products. Keys
+/// outside `visible(row)` get zero in both.
+pub(super) fn score_gradients(
+    arch: Arch,
+    params: &Params,
+    tile: &Grad<'_>,
+    p: &mut [f32],
+    ds: &mut [f32],
+    visible: impl Fn(usize) -> Range<usize>,
+) {
+    let rows = p.chunks_exact_mut(tile.columns).zip(ds.chunks_exact_mut(tile.columns));
+    for (i, ((p, ds), (&lse, &delta))) in rows.zip(tile.lse.iter().zip(tile.delta)).enumerate() {
+        let seen = visible(i);
+        for row in [&mut *p, &mut *ds] {
+            row[..seen.start].fill(0.0);
+            row[seen.end..].fill(0.0);
+        }
+        let (p, ds) = (&mut p[seen.clone()], &mut ds[seen]);
+        match params.softcap {
+            None => simd::scale(arch, p, params.scale),
+            Some(cap) => simd::soft_cap(arch, p, params.scale, cap),
+        }
+        let slope = |logit: f32| params.softcap.map_or(1.0, |cap| 1.0 - (logit / cap) * (logit / cap));
+        for (gradient, &logit) in ds.iter_mut().zip(&*p) {
+            *gradient = (*gradient - delta) * params.scale * slope(logit);
+        }
+        simd::scale(arch, p, LOG2_E);
+        simd::exp2_sum(arch, p, lse * LOG2_E);
+        ds.iter_mut().zip(&*p).for_each(|(gradient, &probability)| *gradient *= probability);
+    }
+}

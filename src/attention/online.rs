@@ -1,0 +1,127 @@
+//! The online softmax: a running maximum and sum to which blocks of scores are added.
+//!
+//! Rows of `tiled` and partial results of `decode` are the same thing, an unnormalised output with the maximum and
+//! the sum it was built with, and [`Running::merge`] is associative: tiles, splits of the keys and threads all meet
+//! here. Scores are in base 2 (`scale * log2(e)` folded into one factor) so that the exponential is `exp2`.
+
+use super::Params;
+use crate::device::simd;
+use pulp::Arch;
+use std::f32::consts::{LN_2, LOG2_E};
+
+/// Maximum and sum of the exponentials seen so far, in base 2.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Running {
+    max: f32,
+    sum: f32,
+}
+
+/// Turns inner products into base-2 logits in place and returns the largest.
+pub fn logits(arch: Arch, params: &Params, row: &mut [f32]) -> f32 {
+    match params.softcap {
+        None => simd::scale_max(arch, row, params.scale * LOG2_E),
+        Some(cap) => {
+            simd::soft_cap(arch, row, params.scale, cap);
+            simd::scale_max(arch, row, LOG2_E)
+        }
+    }
+}
+
+impl Running {
+    /// Nothing seen yet: the neutral element of [`Running::merge`].
+    pub const EMPTY: Running = Running { max: f32::NEG_INFINITY, sum: 0.0 };
+
+    /// Takes in a block of inner products: leaves their unnormalised probabilities in `row` and rescales `output`,
+    /// to which the caller then adds `row * values`.
+    pub fn absorb(&mut self, arch: Arch, params: &Params, row: &mut [f32], output: &mut [f32]) {
+        let max = logits(arch, params, row);
+        if max > self.max {
+            self.rescale(arch, max, output);
+        }
+        if self.max == f32::NEG_INFINITY {
+            return row.fill(0.0);
+        }
+        self.sum += simd::exp2_sum(arch, row, self.max);
+    }
+
+    /// Takes in another partial result over other keys.
+    pub fn merge(&mut self, arch: Arch, output: &mut [f32], other: Running, other_output: &[f32]) {
+        if other.max == f32::NEG_INFINITY {
+            return;
+        }
+        if other.max > self.max {
+            self.rescale(arch, other.max, output);
+        }
+        let factor = (other.max - self.max).exp2();
+        self.sum += factor * other.sum;
+        simd::weighted_rows(arch, &[factor], other_output, output);
+    }
+
+    /// Normalises `output` and returns the natural log-sum-exp; zeros and `-inf` if nothing was seen.
+    pub fn finish(self, arch: Arch, output: &mut [f32]) -> f32 {
+        if self.sum == 0.0 {
+            output.fill(0.0);
+            return f32::NEG_INFINITY;
+        }
+        simd::scale(arch, output, 1.0 / self.sum);
+        (self.max + self.sum.log2()) * LN_2
+    }
+
+    fn rescale(&mut self, arch: Arch, max: f32, output: &mut [f32]) {
+        let factor = (self.max - max).exp2();
+        self.max = max;
+        self.sum *= factor;
+        simd::scale(arch, output, factor);
+    }
+}
+
+impl From<[f32; 2]> for Running {
+    fn from([max, sum]: [f32; 2]) -> Self {
+        Running { max, sum }
+    }
+}
+
+impl From<Running> for [f32; 2] {
+    fn from(state: Running) -> Self {
+        [state.max, state.sum]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// The running state and output over some scores, with value rows `[1, score]`.
+    fn over(scores: &[f32]) -> (Running, [f32; 2]) {
+        let (arch, mut state, mut output) = (Arch::new(), Running::EMPTY, [0.0; 2]);
+        let mut row = scores.to_vec();
+        state.absorb(arch, &Params::new(1, false), &mut row, &mut output);
+        for (weight, score) in row.iter().zip(scores) {
+            output[0] += weight;
+            output[1] += weight * score;
+        }
+        (state, output)
+    }
+
+    proptest! {
+        #[test]
+        fn merging_is_the_same_in_every_grouping(
+            parts in prop::collection::vec(prop::collection::vec(-60.0f32..60.0, 0..20), 3),
+        ) {
+            let arch = Arch::new();
+            let [a, b, c] = [0, 1, 2].map(|part: usize| over(&parts[part]));
+            let merged = |mut left: (Running, [f32; 2]), right: (Running, [f32; 2])| {
+                left.0.merge(arch, &mut left.1, right.0, &right.1);
+                left
+            };
+            let finish = |(state, mut output): (Running, [f32; 2])| (state.finish(arch, &mut output), output);
+            let whole = finish(over(&parts.concat()));
+            for (lse, output) in [finish(merged(merged(a, b), c)), finish(merged(a, merged(b, c))), finish(merged(merged(c, a), b))] {
+                prop_assert!(lse == whole.0 || (lse - whole.0).abs() < 1e-4, "{lse} {}", whole.0);
+                prop_assert!((output[1] - whole.1[1]).abs() < 1e-3 * (1.0 + whole.1[1].abs()));
+            }
+            prop_assert_eq!(finish(merged(over(&[]), a)), finish(a));
+        }
+    }
+}

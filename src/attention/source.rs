@@ -1,0 +1,84 @@
+//! Where keys and values come from: two tensors, or a cache whose heads keep different tokens.
+
+use super::AttentionError;
+use crate::tensor::{DType, TensorView};
+
+/// Keys and values of `[B, Hkv]` lists of rows. Lists may differ in length; kernels read them in order.
+pub trait KvRows: Sync {
+    /// Rows in the list of `(batch, KV head)`.
+    fn len(&self, batch: usize, head: usize) -> usize;
+
+    /// Element type in which rows are kept.
+    fn dtype(&self) -> DType;
+
+    /// Key rows `start .. start + count` in f32, `[count, D]`; `scratch` holds as much and may be used for it.
+    fn keys<'s>(
+        &'s self,
+        batch: usize,
+        head: usize,
+        start: usize,
+        count: usize,
+        scratch: &'s mut [f32],
+    ) -> &'s [f32];
+
+    /// Value rows, as [`KvRows::keys`].
+    fn values<'s>(
+        &'s self,
+        batch: usize,
+        head: usize,
+        start: usize,
+        count: usize,
+        scratch: &'s mut [f32],
+    ) -> &'s [f32];
+}
+
+/// Keys and values in two tensors `[B, Hkv, Lk, D]`.
+#[derive(Clone, Copy)]
+pub struct DenseKv<'a> {
+    k: TensorView<'a>,
+    v: TensorView<'a>,
+}
+
+impl<'a> DenseKv<'a> {
+    /// Pairs the tensors.
+    ///
+    /// # Errors
+    /// When shapes or element types differ.
+    pub fn new(k: TensorView<'a>, v: TensorView<'a>) -> Result<Self, AttentionError> {
+        if k.dims() != v.dims() || k.dtype() != v.dtype() {
+            return Err(AttentionError::Shape(format!(
+                "k is {} {:?} and v is {} {:?}; they must agree",
+                k.dtype(),
+                k.dims(),
+                v.dtype(),
+                v.dims()
+            )));
+        }
+        Ok(DenseKv { k, v })
+    }
+}
+
+impl KvRows for DenseKv<'_> {
+    fn len(&self, _batch: usize, _head: usize) -> usize {
+        self.k.dims()[2]
+    }
+
+    fn dtype(&self) -> DType {
+        self.k.dtype()
+    }
+
+    fn keys<'s>(&'s self, batch: usize, head: usize, start: usize, count: usize, scratch: &'s mut [f32]) -> &'s [f32] {
+        self.k.rows(batch, head, start, count, scratch)
+    }
+
+    fn values<'s>(
+        &'s self,
+        batch: usize,
+        head: usize,
+        start: usize,
+        count: usize,
+        scratch: &'s mut [f32],
+    ) -> &'s [f32] {
+        self.v.rows(batch, head, start, count, scratch)
+    }
+}

@@ -1,0 +1,132 @@
+//! The CPU: a pool of a known number of threads, and the vector instructions that the machine offers.
+
+use rayon::{ThreadPool, ThreadPoolBuilder};
+use std::fs;
+use std::sync::{Mutex, PoisonError};
+
+/// A pool of threads in which kernels run, with the instruction path they take.
+pub struct Cpu {
+    pool: ThreadPool,
+    arch: pulp::Arch,
+}
+
+/// The pool could not be made.
+#[derive(Debug, thiserror::Error)]
+pub enum CpuError {
+    /// Not a usable number of threads.
+    #[error("{threads} threads asked; 1 to 1024 are possible")]
+    Threads {
+        /// The number asked for.
+        threads: usize,
+    },
+    /// The system gave no threads.
+    #[error("cannot start {threads} threads: {reason}")]
+    System {
+        /// The number asked for.
+        threads: usize,
+        /// The system's own words.
+        reason: String,
+    },
+}
+
+impl Cpu {
+    /// A pool of `threads` threads; without a number, `RAYON_NUM_THREADS` or else every core.
+    ///
+    /// # Errors
+    /// When the number is not between 1 and 1024 or the system gives no threads.
+    pub fn new(threads: Option<usize>) -> Result<Self, CpuError> {
+        if let Some(threads) = threads.filter(|threads| !(1..=1024).contains(threads)) {
+            return Err(CpuError::Threads { threads });
+        }
+        let wanted = threads.unwrap_or(0);
+        let pool = ThreadPoolBuilder::new()
+            .num_threads(wanted)
+            .thread_name(|index| format!("kvsieve-{index}"))
+            .build()
+            .map_err(|error| CpuError::System { threads: wanted, reason: error.to_string() })?;
+        Ok(Cpu { pool, arch: pulp::Arch::new() })
+    }
+
+    /// Number of threads in the pool.
+    pub fn threads(&self) -> usize {
+        self.pool.current_num_threads()
+    }
+
+    /// Runs `work` inside the pool, so that its parallel iterators use these threads.
+    pub fn install<R: Send>(&self, work: impl FnOnce() -> R + Send) -> R {
+        self.pool.install(work)
+    }
+
+    /// The dispatch point of vector code: what runs inside is compiled for each instruction set.
+    pub fn arch(&self) -> pulp::Arch {
+        self.arch
+    }
+
+    /// Name of the instruction path that [`Cpu::arch`] takes.
+    pub fn isa_path(&self) -> &'static str {
+        match self.arch {
+            #[cfg(target_arch = "x86_64")]
+            pulp::Arch::V4(_) => "avx512",
+            #[cfg(target_arch = "x86_64")]
+            pulp::Arch::V3(_) => "avx2",
+            _ => "portable",
+        }
+    }
+}
+
+/// Scratch memory cut into one slot for each thread of a pool.
+pub(crate) struct Slots<'a>(Vec<Mutex<&'a mut [f32]>>);
+
+impl<'a> Slots<'a> {
+    /// `threads` equal slots of `scratch`.
+    pub fn new(scratch: &'a mut [f32], threads: usize) -> Self {
+        let slot_len = (scratch.len() / threads).max(1);
+        Slots(scratch.chunks_mut(slot_len).take(threads).map(Mutex::new).collect())
+    }
+
+    /// Lends the calling thread its slot. Never contended: a thread of the pool has a slot of its own, and the code
+    /// inside must not start parallel work (a stolen task would ask for the same slot again).
+    pub fn with<R>(&self, work: impl FnOnce(&mut [f32]) -> R) -> R {
+        let index = rayon::current_thread_index().unwrap_or(0);
+        let mut slot = self.0[index].lock().unwrap_or_else(PoisonError::into_inner);
+        work(&mut slot)
+    }
+}
+
+/// Facts about the processor, for records and `doctor`.
+#[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
+pub struct CpuInfo {
+    /// Marketing name.
+    pub model: String,
+    /// Logical cores that this process may use.
+    pub cores: usize,
+    /// Vector extensions that kernels could use.
+    pub isa: Vec<String>,
+    /// Frequency governor, where the system tells.
+    pub governor: Option<String>,
+}
+
+impl CpuInfo {
+    /// Asks the system.
+    pub fn probe() -> Self {
+        let text = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+        let line = |name: &str| {
+            text.lines().find_map(|line| {
+                let (key, value) = line.split_once(':')?;
+                (key.trim() == name).then(|| value.trim().to_string())
+            })
+        };
+        let flags = line("flags").or_else(|| line("Features")).unwrap_or_default();
+        let known =
+            ["avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_bf16", "avx512_fp16", "amx_bf16", "asimd"];
+        let isa = known.iter().filter(|name| flags.split(' ').any(|flag| flag == **name));
+        CpuInfo {
+            model: line("model name").unwrap_or_else(|| std::env::consts::ARCH.to_string()),
+            cores: std::thread::available_parallelism().map_or(1, usize::from),
+            isa: isa.map(|name| name.to_string()).collect(),
+            governor: fs::read_to_string("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
+                .ok()
+                .map(|text| text.trim().to_string()),
+        }
+    }
+}

@@ -1,0 +1,8 @@
+//! Where the work runs: the CPU's threads and vector instructions, and what is known of a GPU.
+
+pub mod cpu;
+pub mod gemm;
+pub mod gpu;
+pub mod simd;
+
+pub use cpu::Cpu;

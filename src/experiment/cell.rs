@@ -1,0 +1,109 @@
+//! A cell: one point of an experiment's grid, fully resolved.
+
+use crate::attention::{Params, Shape};
+use crate::tensor::DType;
+use serde::{Deserialize, Serialize};
+
+/// What a cell measures.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Measure {
+    /// A forward pass over the whole context: `Lq = Lk = context_tokens`.
+    Forward,
+    /// A backward pass over the whole context.
+    Backward,
+    /// One new query against `context_tokens` cached keys.
+    Decode,
+    /// Prefill, eviction by a policy, then `new_tokens` decode steps over what stayed.
+    Evict,
+}
+
+impl Measure {
+    /// Name as it stands in experiment files and records.
+    pub fn name(self) -> &'static str {
+        match self {
+            Measure::Forward => "forward",
+            Measure::Backward => "backward",
+            Measure::Decode => "decode",
+            Measure::Evict => "evict",
+        }
+    }
+}
+
+/// One point of the grid. Its canonical JSON, with the workload's hash in it, is what [`Cell::id`] hashes.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Cell {
+    /// What is measured.
+    pub measure: Measure,
+    /// Kernel, with parameters: `tiled:br=64,bc=256`.
+    pub kernel: String,
+    /// `B`.
+    pub batch: usize,
+    /// `Hq`.
+    pub q_heads: usize,
+    /// `Hkv`.
+    pub kv_heads: usize,
+    /// `D`.
+    pub head_dim: usize,
+    /// Tokens of the context.
+    pub context_tokens: usize,
+    /// Tokens decoded after the context (0 where nothing is decoded).
+    pub new_tokens: usize,
+    /// Element type of q, k, v and o.
+    pub dtype: DType,
+    /// Bottom-right causal mask.
+    pub causal: bool,
+    /// Sliding window, if any.
+    pub window: Option<usize>,
+    /// Soft-cap of the logits, if any.
+    pub softcap: Option<f32>,
+    /// Eviction policy, with parameters; `None` where nothing is evicted by design.
+    pub policy: Option<String>,
+    /// Budget as it was written: `0.25`, `512` or `64MiB`.
+    pub budget: Option<String>,
+    /// Seed of the workload and of the policy.
+    pub seed: u64,
+    /// Hash of the workload: its knobs, or the bytes of the tensor file.
+    pub workload_hash: String,
+}
+
+impl Cell {
+    /// Hash of the resolved cell: the same cell has the same id in every run.
+    pub fn id(&self) -> String {
+        let canonical = serde_json::to_string(self).expect("a cell is plain data");
+        blake3::hash(canonical.as_bytes()).to_hex()[..16].to_string()
+    }
+
+    /// Extents of the pass over the whole context (of one step for [`Measure::Decode`]).
+    pub fn shape(&self) -> Shape {
+        Shape {
+            batch: self.batch,
+            q_heads: self.q_heads,
+            kv_heads: self.kv_heads,
+            q_len: if self.measure == Measure::Decode { 1 } else { self.context_tokens },
+            kv_len: self.context_tokens,
+            head_dim: self.head_dim,
+        }
+    }
+
+    /// Scale, mask and soft-cap.
+    pub fn params(&self) -> Params {
+        Params { softcap: self.softcap, window: self.window, ..Params::new(self.head_dim, self.causal) }
+    }
+
+    /// Heads as people write them: `8/2` is 8 query heads on 2 KV heads.
+    pub fn heads(&self) -> String {
+        format!("{}/{}", self.q_heads, self.kv_heads)
+    }
+
+    /// A short name for progress bars and tables.
+    pub fn label(&self) -> String {
+        let policy = match (&self.policy, &self.budget) {
+            (Some(policy), Some(budget)) => format!(" {policy}@{budget}"),
+            (Some(policy), None) => format!(" {policy}"),
+            _ => String::new(),
+        };
+        let tokens = crate::experiment::units::tokens(self.context_tokens);
+        format!("{} {} {}{policy} {} {tokens}", self.measure.name(), self.kernel, self.heads(), self.dtype)
+    }
+}

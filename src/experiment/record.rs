@@ -1,0 +1,151 @@
+//! The record of a finished cell: one JSON line, every field named with its unit.
+
+use super::cell::Cell;
+use crate::memory::LabelBytes;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+
+/// Name and version of the record's schema.
+pub const SCHEMA: &str = "kvsieve/cell/v1";
+
+/// How a cell ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Status {
+    /// Measured and checked.
+    Ok,
+    /// Its memory would exceed, or exceeded, the limit.
+    Oom,
+    /// Ran and is not to be trusted; `reason` says why.
+    Failed,
+    /// Not run; `reason` says why.
+    Skipped,
+}
+
+/// One finished cell.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Record {
+    /// [`SCHEMA`].
+    pub schema: String,
+    /// The run that made it.
+    pub run_id: String,
+    /// Hash of `cell`.
+    pub cell_id: String,
+    /// How it ended.
+    pub status: Status,
+    /// Why, unless it is `ok`.
+    pub reason: Option<String>,
+    /// UTC time.
+    pub started_at: String,
+    /// Wall time spent on the cell, all rounds together.
+    pub wall_ns: u64,
+    /// A command that runs the cell's experiment again.
+    pub repro: String,
+    /// What a reader should know before trusting the numbers.
+    pub warnings: Vec<String>,
+    /// The cell itself.
+    pub cell: Cell,
+    /// Threads that computed.
+    pub threads: usize,
+    /// Instruction path that ran: `avx512`, `avx2`, `portable`.
+    pub isa_path: String,
+    /// Memory; for an `oom` cell only the prediction.
+    pub memory: Option<Memory>,
+    /// Times by phase: `forward`, `backward`, `prefill`, `score`, `evict`, `decode`, `decode_evict`.
+    pub latency: BTreeMap<String, Latency>,
+    /// Work of one pass.
+    pub work: Option<Work>,
+    /// Distance from the dense f64 result.
+    pub drift: Option<Drift>,
+    /// What a policy did.
+    pub eviction: Option<Eviction>,
+}
+
+/// Memory of a cell, in bytes.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct Memory {
+    /// Peak computed from the shapes before the cell ran.
+    pub predicted_peak_bytes: u64,
+    /// Peak that the arena saw, inputs included.
+    pub peak_bytes: u64,
+    /// Measured minus predicted: 0.
+    pub residual_bytes: i64,
+    /// Peak of each label.
+    pub peak_by_label: LabelBytes,
+    /// Scratch memory and materialised scores of the kernel.
+    pub workspace_bytes: u64,
+    /// Growth of the arena over the inputs that were there before, at its peak.
+    pub arena_growth_bytes: u64,
+    /// Growth of the process's resident set, at its peak; `None` where the system does not tell.
+    pub rss_growth_bytes: Option<u64>,
+    /// The limit that the cell ran under.
+    pub limit_bytes: u64,
+}
+
+/// Times of one phase, in nanoseconds.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Latency {
+    /// Every timed sample, in order.
+    pub samples_ns: Vec<u64>,
+    /// Median.
+    pub median_ns: f64,
+    /// 10th percentile.
+    pub p10_ns: f64,
+    /// 90th percentile.
+    pub p90_ns: f64,
+    /// Lower end of the bootstrap 95% interval of the median.
+    pub ci95_low_ns: f64,
+    /// Upper end.
+    pub ci95_high_ns: f64,
+    /// Untimed runs before the first sample.
+    pub warmups: usize,
+    /// Why sampling stopped: `interval`, `time cap` or `rounds`.
+    pub stop_reason: String,
+}
+
+/// Work of one pass.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Work {
+    /// Floating-point operations of the pass (FlashAttention-3's formula).
+    pub flops: u64,
+    /// Key and value bytes that one decode step must read; 0 where nothing is decoded.
+    pub kv_bytes_read: u64,
+    /// FLOP/s at the median.
+    pub flops_per_s: f64,
+}
+
+/// Distance from the dense f64 result.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Drift {
+    /// `|o - o_ref| / |o_ref|` over the checked rows.
+    pub rel_l2: f64,
+    /// Lower end of the bootstrap 95% interval over queries.
+    pub ci95_low: f64,
+    /// Upper end.
+    pub ci95_high: f64,
+    /// Rows compared.
+    pub checked_rows: usize,
+}
+
+/// What a policy did to the cache.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Eviction {
+    /// Tokens that each KV head may keep.
+    pub budget_tokens: usize,
+    /// Tokens of the context that stayed, on average over KV heads, as a fraction of the context.
+    pub kept_fraction: f64,
+    /// Tokens that were evicted, summed over KV heads, prefill and decode together.
+    pub evicted_tokens: u64,
+    /// KV bytes of the context without eviction.
+    pub kv_bytes_dense: u64,
+    /// KV bytes of whole pages in use after the eviction that follows prefill.
+    pub kv_bytes_live: u64,
+    /// Most KV bytes in use at one moment.
+    pub kv_bytes_peak: u64,
+    /// Needles whose value a late query still retrieves, as a fraction; `None` without planted needles.
+    pub needle_recall: Option<f64>,
+    /// Share of the dense attention mass of late queries that falls on tokens that stayed.
+    pub attention_mass_kept: f64,
+    /// Share of scores that equal another score of the same head, so that the tie rule decides.
+    pub tie_rate: f64,
+}

@@ -1,0 +1,12 @@
+//! kvsieve measures what attention costs at a context length, and what may be thrown away.
+//!
+//! The modules are floors of one house; each uses only those below it:
+//! [`experiment`] and [`report`] over [`workload`], [`policy`], [`cache`], [`attention`], [`device`],
+//! [`tensor`] and [`memory`]. `ARCHITECTURE.md` is the map.
+
+pub mod attention;
+pub mod device;
+pub mod memory;
+pub mod named;
+pub mod tensor;
+pub mod experiment;

@@ -1,0 +1,57 @@
+//! What a byte is for.
+
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+
+/// The purpose of an allocation. Peaks are kept for each label and in total.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Label {
+    /// Tensors an experiment reads: generated or loaded, the same for every cell of a comparison.
+    Input,
+    /// Keys and values that a token may still attend to.
+    Kv,
+    /// Pages that a cache holds but that no token occupies.
+    KvSlack,
+    /// Outputs, log-sum-exps and gradients.
+    Activations,
+    /// Materialised score matrices, `[B, Hq, Lq, Lk]`.
+    Scores,
+    /// Scratch memory of a kernel.
+    Workspace,
+    /// Importance scores and statistics of an eviction policy.
+    Policy,
+    /// Positions and page tables.
+    Metadata,
+}
+
+impl Label {
+    /// Every label, in the order in which they are shown.
+    pub const ALL: [Label; 8] = [
+        Label::Input,
+        Label::Kv,
+        Label::KvSlack,
+        Label::Activations,
+        Label::Scores,
+        Label::Workspace,
+        Label::Policy,
+        Label::Metadata,
+    ];
+
+    /// The label's name as it stands in records and on screen.
+    pub fn name(self) -> &'static str {
+        match self {
+            Label::Input => "input",
+            Label::Kv => "kv",
+            Label::KvSlack => "kv_slack",
+            Label::Activations => "activations",
+            Label::Scores => "scores",
+            Label::Workspace => "workspace",
+            Label::Policy => "policy",
+            Label::Metadata => "metadata",
+        }
+    }
+}
+
+/// Bytes for each label; labels that hold nothing are left out.
+pub type LabelBytes = BTreeMap<Label, u64>;

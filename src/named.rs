@@ -1,0 +1,162 @@
+//! `name:key=value,key=value`: how kernels and policies are named on the command line and in experiment files.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::str::FromStr;
+
+/// A name with parameters, not yet given a meaning.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Named {
+    /// The part before the colon.
+    pub name: String,
+    arguments: BTreeMap<String, String>,
+}
+
+/// What a parameter is, for help texts and for checking.
+#[derive(Debug, Clone, Copy)]
+pub struct Parameter {
+    /// Its key.
+    pub name: &'static str,
+    /// Its default, as text.
+    pub default: &'static str,
+    /// One line.
+    pub about: &'static str,
+}
+
+/// A name or parameter that means nothing.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum NamedError {
+    /// Not of the form `name:key=value,...`.
+    #[error("'{text}' is not of the form NAME or NAME:key=value,key=value")]
+    Syntax {
+        /// What was given.
+        text: String,
+    },
+    /// No such name.
+    #[error("unknown {kind} '{name}'; there are {known}")]
+    Unknown {
+        /// What kind of thing was looked for.
+        kind: &'static str,
+        /// The name.
+        name: String,
+        /// The names there are.
+        known: String,
+    },
+    /// No such parameter.
+    #[error("'{name}' has no parameter '{key}'; it has {known}")]
+    Parameter {
+        /// The thing named.
+        name: String,
+        /// The parameter.
+        key: String,
+        /// The parameters there are.
+        known: String,
+    },
+    /// A parameter with a value that it cannot have.
+    #[error("{name}: {key} is '{value}'; it must be {expected}")]
+    Value {
+        /// The thing named.
+        name: String,
+        /// The parameter.
+        key: String,
+        /// The value.
+        value: String,
+        /// What would be right.
+        expected: String,
+    },
+}
+
+impl FromStr for Named {
+    type Err = NamedError;
+    fn from_str(text: &str) -> Result<Self, NamedError> {
+        let syntax = || NamedError::Syntax { text: text.into() };
+        let (name, rest) = text.split_once(':').map_or((text, None), |(name, rest)| (name, Some(rest)));
+        if name.is_empty() || rest == Some("") {
+            return Err(syntax());
+        }
+        let mut arguments = BTreeMap::new();
+        for pair in rest.into_iter().flat_map(|rest| rest.split(',')) {
+            let (key, value) = pair.split_once('=').ok_or_else(syntax)?;
+            let taken = arguments.insert(key.trim().to_string(), value.trim().to_string()).is_some();
+            if taken || key.trim().is_empty() || value.trim().is_empty() {
+                return Err(syntax());
+            }
+        }
+        Ok(Named { name: name.trim().into(), arguments })
+    }
+}
+
+impl fmt::Display for Named {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str(&self.name)?;
+        for (index, (key, value)) in self.arguments.iter().enumerate() {
+            write!(formatter, "{}{key}={value}", if index == 0 { ':' } else { ',' })?;
+        }
+        Ok(())
+    }
+}
+
+impl Named {
+    /// Refuses parameters that are not in `known`.
+    ///
+    /// # Errors
+    /// Names the first parameter that is unknown.
+    pub fn check(&self, known: &[Parameter]) -> Result<(), NamedError> {
+        let stranger = self.arguments.keys().find(|key| known.iter().all(|parameter| parameter.name != **key));
+        match stranger {
+            None => Ok(()),
+            Some(key) => Err(NamedError::Parameter {
+                name: self.name.clone(),
+                key: key.clone(),
+                known: match known {
+                    [] => "none".into(),
+                    known => known.iter().map(|parameter| parameter.name).collect::<Vec<_>>().join(", "),
+                },
+            }),
+        }
+    }
+
+    /// The text of a parameter, if it was given.
+    pub fn text(&self, key: &str) -> Option<&str> {
+        self.arguments.get(key).map(String::as_str)
+    }
+
+    /// The whole number a parameter has, or `default`; `least` is the smallest that is right.
+    ///
+    /// # Errors
+    /// When it is not a whole number or less than `least`.
+    pub fn count(&self, key: &str, default: usize, least: usize) -> Result<usize, NamedError> {
+        let Some(text) = self.text(key) else { return Ok(default) };
+        text.parse()
+            .ok()
+            .filter(|value| *value >= least)
+            .ok_or_else(|| self.wrong(key, format!("a whole number of at least {least}")))
+    }
+
+    /// The error for a parameter whose value is wrong.
+    pub fn wrong(&self, key: &str, expected: String) -> NamedError {
+        let value = self.text(key).unwrap_or_default().to_string();
+        NamedError::Value { name: self.name.clone(), key: key.into(), value, expected }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_with_parameters_are_read_and_printed_in_one_order() {
+        let named: Named = "snapkv:window=32,kernel=7".parse().unwrap();
+        assert_eq!(named.to_string(), "snapkv:kernel=7,window=32");
+        assert_eq!(named.count("window", 64, 1), Ok(32));
+        assert_eq!(named.count("sink", 4, 0), Ok(4));
+        for bad in ["", ":", "x:", "x:a", "x:a=", "x:=1", "x:a=1,,b=2", "x:a=1,a=2"] {
+            assert!(bad.parse::<Named>().is_err(), "{bad}");
+        }
+        let known = [Parameter { name: "window", default: "64", about: "" }];
+        let error = named.check(&known).unwrap_err().to_string();
+        assert_eq!(error, "'snapkv' has no parameter 'kernel'; it has window");
+        let named: Named = "x:window=-1".parse().unwrap();
+        assert!(named.count("window", 1, 1).unwrap_err().to_string().contains("window is '-1'"));
+    }
+}

@@ -1,0 +1,82 @@
+//! Element types and their conversion to and from f32, the type in which every kernel accumulates.
+
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::str::FromStr;
+
+/// Element type of a tensor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum DType {
+    /// 32-bit IEEE.
+    F32,
+    /// 16-bit brain float: f32's exponent, 8 bits of mantissa.
+    Bf16,
+    /// 16-bit IEEE.
+    F16,
+}
+
+impl DType {
+    /// Every element type.
+    pub const ALL: [DType; 3] = [DType::F32, DType::Bf16, DType::F16];
+
+    /// Bytes of one element.
+    pub fn bytes(self) -> usize {
+        match self {
+            DType::F32 => 4,
+            DType::Bf16 | DType::F16 => 2,
+        }
+    }
+
+    /// Name as it stands on the command line and in records.
+    pub fn name(self) -> &'static str {
+        match self {
+            DType::F32 => "f32",
+            DType::Bf16 => "bf16",
+            DType::F16 => "f16",
+        }
+    }
+
+    /// Rounds `source` into raw elements of this type; `target` holds `source.len() * self.bytes()` bytes.
+    pub fn encode(self, source: &[f32], target: &mut [u8]) {
+        match self {
+            DType::F32 => target.copy_from_slice(bytemuck::cast_slice(source)),
+            DType::F16 => bytemuck::cast_slice_mut::<u8, f16>(target).convert_from_f32_slice(source),
+            DType::Bf16 => bytemuck::cast_slice_mut::<u8, bf16>(target).convert_from_f32_slice(source),
+        }
+    }
+
+    /// Widens raw elements of this type into `target`.
+    pub fn decode(self, source: &[u8], target: &mut [f32]) {
+        match self {
+            DType::F32 => target.copy_from_slice(bytemuck::cast_slice(source)),
+            DType::F16 => bytemuck::cast_slice::<u8, f16>(source).convert_to_f32_slice(target),
+            DType::Bf16 => widen_bf16(bytemuck::cast_slice(source), target),
+        }
+    }
+}
+
+/// bf16 to f32 is a shift; written as one so that it vectorises on every target.
+pub(crate) fn widen_bf16(source: &[bf16], target: &mut [f32]) {
+    for (wide, narrow) in target.iter_mut().zip(source) {
+        *wide = f32::from_bits(u32::from(narrow.to_bits()) << 16);
+    }
+}
+
+impl fmt::Display for DType {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.pad(self.name())
+    }
+}
+
+impl FromStr for DType {
+    type Err = String;
+    fn from_str(text: &str) -> Result<Self, String> {
+        DType::ALL
+            .into_iter()
+            .find(|dtype| dtype.name() == text)
+            .ok_or_else(|| format!("unknown dtype '{text}'; use f32, bf16 or f16"))
+    }
+}

@@ -1,0 +1,280 @@
+//! safetensors files: memory-mapped on the way in, written to a temporary name and renamed on the way out.
+
+use super::{DType, Tensor};
+use crate::memory::{Arena, ArenaError, Label};
+use memmap2::Mmap;
+use safetensors::tensor::{Metadata, TensorView as Stored};
+use safetensors::{Dtype, SafeTensors};
+use std::collections::HashMap;
+use std::fs::File;
+use std::path::{Path, PathBuf};
+
+/// A file or a tensor in it that cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum FileError {
+    /// The file cannot be opened or mapped.
+    #[error("cannot read '{path}': {reason}")]
+    Open {
+        /// The file.
+        path: PathBuf,
+        /// The system's own words.
+        reason: String,
+    },
+    /// The file is not a safetensors file.
+    #[error("'{path}' is not a valid safetensors file: {reason}")]
+    Format {
+        /// The file.
+        path: PathBuf,
+        /// What the parser found.
+        reason: String,
+    },
+    /// A tensor that is needed is not there.
+    #[error("'{path}' has no tensor '{name}'; it holds {found}")]
+    Missing {
+        /// The file.
+        path: PathBuf,
+        /// The tensor asked for.
+        name: String,
+        /// The names that are there.
+        found: String,
+    },
+    /// A tensor of another element type.
+    #[error("tensor '{name}' in '{path}' is {found}; F32, F16 or BF16 are read")]
+    DType {
+        /// The file.
+        path: PathBuf,
+        /// The tensor.
+        name: String,
+        /// Its element type.
+        found: String,
+    },
+    /// A tensor without four axes.
+    #[error("tensor '{name}' in '{path}' has shape {found:?}; {expected} is needed")]
+    Shape {
+        /// The file.
+        path: PathBuf,
+        /// The tensor.
+        name: String,
+        /// Its shape.
+        found: Vec<usize>,
+        /// The shape that would be right.
+        expected: String,
+    },
+    /// A NaN or an infinity.
+    #[error("tensor '{name}' in '{path}' holds {value} at {index:?}; every element must be finite")]
+    NonFinite {
+        /// The file.
+        path: PathBuf,
+        /// The tensor.
+        name: String,
+        /// Where, `[d0, d1, d2, d3]`.
+        index: [usize; 4],
+        /// The element.
+        value: f32,
+    },
+    /// The arena has no room.
+    #[error(transparent)]
+    Arena(#[from] ArenaError),
+    /// The output could not be written; nothing is left behind.
+    #[error("cannot write '{path}': {reason}")]
+    Write {
+        /// The file.
+        path: PathBuf,
+        /// The system's own words.
+        reason: String,
+    },
+}
+
+/// A safetensors file, mapped.
+pub struct TensorFile {
+    path: PathBuf,
+    map: Mmap,
+}
+
+impl TensorFile {
+    /// Maps a file and checks its header.
+    ///
+    /// # Errors
+    /// When it cannot be read or is not a safetensors file.
+    pub fn open(path: &Path) -> Result<Self, FileError> {
+        let fail = |error: std::io::Error| FileError::Open { path: path.into(), reason: error.to_string() };
+        let file = File::open(path).map_err(fail)?;
+        if !file.metadata().map_err(fail)?.is_file() {
+            return Err(FileError::Open { path: path.into(), reason: "it is not a regular file".into() });
+        }
+        // SAFETY: the map is read-only and private to this process; the contract that nobody truncates the file
+        // while it is open is the one every memory-mapped reader has, and the tensors are copied out at once.
+        let map = unsafe { Mmap::map(&file) }.map_err(fail)?;
+        let file = TensorFile { path: path.into(), map };
+        file.parse()?;
+        Ok(file)
+    }
+
+    /// Names of the tensors, sorted.
+    ///
+    /// # Errors
+    /// When the header is damaged.
+    pub fn names(&self) -> Result<Vec<String>, FileError> {
+        let mut names: Vec<String> = self.parse()?.names().iter().map(|name| name.to_string()).collect();
+        names.sort();
+        Ok(names)
+    }
+
+    /// The file's free-form metadata.
+    ///
+    /// # Errors
+    /// When the header is damaged.
+    pub fn metadata(&self) -> Result<HashMap<String, String>, FileError> {
+        let (_, metadata): (_, Metadata) =
+            SafeTensors::read_metadata(&self.map).map_err(|error| self.bad_format(&error))?;
+        Ok(metadata.metadata().clone().unwrap_or_default())
+    }
+
+    /// Shape `[d0, d1, d2, d3]` and element type of a tensor.
+    ///
+    /// # Errors
+    /// When it is missing, has not four axes, or an element type that is not read.
+    pub fn describe(&self, name: &str) -> Result<([usize; 4], DType), FileError> {
+        let (dims, dtype, _) = self.find(name)?;
+        Ok((dims, dtype))
+    }
+
+    /// Copies a tensor into the arena, refusing NaN and infinity.
+    ///
+    /// # Errors
+    /// As [`TensorFile::describe`], and when an element is not finite or the arena has no room.
+    pub fn load(&self, name: &str, arena: &Arena, label: Label) -> Result<Tensor, FileError> {
+        let (dims, dtype, range) = self.find(name)?;
+        let mut tensor = Tensor::zeros(arena, label, dtype, dims)?;
+        tensor.bytes_mut().copy_from_slice(&self.map[range]);
+        match tensor.first_non_finite() {
+            Some((index, value)) => {
+                Err(FileError::NonFinite { path: self.path.clone(), name: name.into(), index, value })
+            }
+            None => Ok(tensor),
+        }
+    }
+
+    fn parse(&self) -> Result<SafeTensors<'_>, FileError> {
+        SafeTensors::deserialize(&self.map).map_err(|error| self.bad_format(&error))
+    }
+
+    fn bad_format(&self, error: &dyn std::fmt::Display) -> FileError {
+        FileError::Format { path: self.path.clone(), reason: error.to_string() }
+    }
+
+    fn find(&self, name: &str) -> Result<([usize; 4], DType, std::ops::Range<usize>), FileError> {
+        let tensors = self.parse()?;
+        let stored = tensors.tensor(name).map_err(|_| FileError::Missing {
+            path: self.path.clone(),
+            name: name.into(),
+            found: self.names().map(|names| names.join(", ")).unwrap_or_default(),
+        })?;
+        let dtype = match stored.dtype() {
+            Dtype::F32 => DType::F32,
+            Dtype::F16 => DType::F16,
+            Dtype::BF16 => DType::Bf16,
+            other => {
+                let found = format!("{other:?}");
+                return Err(FileError::DType { path: self.path.clone(), name: name.into(), found });
+            }
+        };
+        let dims = <[usize; 4]>::try_from(stored.shape()).map_err(|_| self.bad_shape(name, stored.shape()))?;
+        if dims.contains(&0) {
+            return Err(self.bad_shape(name, &dims));
+        }
+        let start = stored.data().as_ptr().addr() - self.map.as_ptr().addr();
+        Ok((dims, dtype, start..start + stored.data().len()))
+    }
+
+    fn bad_shape(&self, name: &str, found: &[usize]) -> FileError {
+        let expected = "[batch, heads, tokens, head dim], each at least 1,".to_string();
+        FileError::Shape { path: self.path.clone(), name: name.into(), found: found.to_vec(), expected }
+    }
+}
+
+/// A tensor to be written: raw little-endian elements, their type, and the shape.
+pub struct Output<'a> {
+    /// Name in the file.
+    pub name: &'a str,
+    /// Element type in the file.
+    pub dtype: Dtype,
+    /// Any number of axes.
+    pub shape: Vec<usize>,
+    /// The elements.
+    pub bytes: &'a [u8],
+}
+
+impl<'a> Output<'a> {
+    /// A tensor of the arena.
+    pub fn tensor(name: &'a str, tensor: &'a Tensor) -> Self {
+        let dtype = match tensor.dtype() {
+            DType::F32 => Dtype::F32,
+            DType::Bf16 => Dtype::BF16,
+            DType::F16 => Dtype::F16,
+        };
+        Output { name, dtype, shape: tensor.dims().to_vec(), bytes: tensor.bytes() }
+    }
+
+    /// f32 numbers.
+    pub fn f32(name: &'a str, shape: Vec<usize>, values: &'a [f32]) -> Self {
+        Output { name, dtype: Dtype::F32, shape, bytes: bytemuck::cast_slice(values) }
+    }
+
+    /// i64 numbers.
+    pub fn i64(name: &'a str, shape: Vec<usize>, values: &'a [i64]) -> Self {
+        Output { name, dtype: Dtype::I64, shape, bytes: bytemuck::cast_slice(values) }
+    }
+}
+
+/// Writes tensors to `path`: whole or not at all.
+///
+/// # Errors
+/// When the folder cannot be written or the disk is full.
+pub fn write(path: &Path, outputs: &[Output<'_>]) -> Result<(), FileError> {
+    let fail = |reason: &dyn std::fmt::Display| FileError::Write { path: path.into(), reason: reason.to_string() };
+    let folder = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let temporary = tempfile::NamedTempFile::new_in(folder).map_err(|error| fail(&error))?;
+    let stored = outputs
+        .iter()
+        .map(|output| Ok((output.name, Stored::new(output.dtype, output.shape.clone(), output.bytes)?)))
+        .collect::<Result<Vec<_>, safetensors::SafeTensorError>>()
+        .map_err(|error| fail(&error))?;
+    safetensors::serialize_to_file(stored, None, temporary.path()).map_err(|error| fail(&error))?;
+    temporary.as_file().sync_all().map_err(|error| fail(&error))?;
+    temporary.persist(path).map_err(|error| fail(&error.error))?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_written_is_read_back_in_every_dtype() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("x.safetensors");
+        let arena = Arena::unlimited();
+        let values: Vec<f32> = (0..24).map(|index| index as f32 - 7.5).collect();
+        for dtype in DType::ALL {
+            let tensor = Tensor::from_f32(&arena, Label::Input, dtype, [1, 2, 3, 4], &values).unwrap();
+            write(&path, &[Output::tensor("q", &tensor), Output::i64("kept", vec![2], &[3, -1])]).unwrap();
+            let file = TensorFile::open(&path).unwrap();
+            assert_eq!(file.names().unwrap(), ["kept", "q"]);
+            assert_eq!(file.load("q", &arena, Label::Input).unwrap().to_f32(), values);
+            assert!(matches!(file.describe("kept"), Err(FileError::DType { .. })));
+            assert!(matches!(file.describe("v"), Err(FileError::Missing { .. })));
+        }
+    }
+
+    #[test]
+    fn damaged_files_are_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("x.safetensors");
+        for bytes in [&b""[..], b"not a tensor file", &[0xff; 64], b"\x08\0\0\0\0\0\0\0{\"q\":1}."] {
+            std::fs::write(&path, bytes).unwrap();
+            assert!(matches!(TensorFile::open(&path), Err(FileError::Format { .. } | FileError::Open { .. })));
+        }
+        assert!(matches!(TensorFile::open(folder.path()), Err(FileError::Open { .. })));
+    }
+}
