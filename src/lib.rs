@@ -5,6 +5,7 @@
 //! [`tensor`] and [`memory`]. `ARCHITECTURE.md` is the map.
 
 pub mod attention;
+pub mod cache;
 pub mod device;
 pub mod memory;
 pub mod named;
