@@ -9,5 +9,7 @@ pub mod cache;
 pub mod device;
 pub mod memory;
 pub mod named;
+pub mod policy;
 pub mod tensor;
+pub mod units;
 pub mod experiment;

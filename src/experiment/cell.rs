@@ -103,7 +103,7 @@ impl Cell {
             (Some(policy), None) => format!(" {policy}"),
             _ => String::new(),
         };
-        let tokens = crate::experiment::units::tokens(self.context_tokens);
+        let tokens = crate::units::tokens(self.context_tokens);
         format!("{} {} {}{policy} {} {tokens}", self.measure.name(), self.kernel, self.heads(), self.dtype)
     }
 }

@@ -1,1 +1,1 @@
-pub mod cell; pub mod record; pub mod units;
+pub mod cell; pub mod record; 

@@ -1,0 +1,40 @@
+//! `random`: every token draws a number once. The lower bound of every comparison.
+
+use super::{Context, Needs, Policy, PolicyEntry, PolicyError, Scorer};
+use crate::named::Parameter;
+use rand::Rng;
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::SeedableRng;
+
+/// The registry's line.
+pub const ENTRY: PolicyEntry = PolicyEntry {
+    name: "random",
+    about: "keeps a random subset: the lower bound",
+    paper: "",
+    parameters: &[Parameter { name: "every", default: "0", about: "decode steps between evictions; 0: only after prefill" }],
+    needs: Needs::Positions,
+    build: |named| Ok(Policy::after_prefill(Random).every(named.count("every", 0, 0)?)),
+};
+
+struct Random;
+
+impl Scorer for Random {
+    fn needs(&self) -> Needs {
+        Needs::Positions
+    }
+
+    fn score(&self, context: &Context<'_>, scores: &mut [f32]) -> Result<(), PolicyError> {
+        let shape = context.call.shape;
+        for (list, scores) in scores.chunks_mut(shape.kv_len).enumerate() {
+            let mut rng = ChaCha8Rng::seed_from_u64(context.seed);
+            rng.set_stream(list as u64);
+            let len = context.call.kv.len(list / shape.kv_heads, list % shape.kv_heads);
+            for (slot, score) in scores[..len].iter_mut().enumerate() {
+                // The number belongs to the position: judged again, a token has the same importance.
+                rng.set_word_pos((context.positions)(list, slot) as u128);
+                *score = (rng.next_u32() >> 8) as f32 / (1 << 24) as f32;
+            }
+        }
+        Ok(())
+    }
+}

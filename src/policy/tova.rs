@@ -1,0 +1,48 @@
+//! TOVA (arXiv 2401.06104): token omission via attention. Tokens to which the latest query pays least attention go,
+//! the same ones in every head of the layer; the latest token stays.
+
+use super::snapkv::recent_attention;
+use super::{Context, Needs, Policy, PolicyEntry, PolicyError, Protect, Scorer};
+use crate::attention::{Shape, export};
+use crate::named::Parameter;
+
+/// The registry's line.
+pub const ENTRY: PolicyEntry = PolicyEntry {
+    name: "tova",
+    about: "keeps what the latest query attends to, averaged over all heads",
+    paper: "2401.06104",
+    parameters: &[Parameter { name: "every", default: "1", about: "decode steps between evictions; 0: only after prefill" }],
+    needs: Needs::RecentQueries,
+    build: |named| Ok(Policy::after_prefill(Tova).every(named.count("every", 1, 0)?)),
+};
+
+struct Tova;
+
+impl Scorer for Tova {
+    fn needs(&self) -> Needs {
+        Needs::RecentQueries
+    }
+
+    fn protect(&self, _: usize) -> Protect {
+        Protect { sink: 0, window: 1 }
+    }
+
+    fn scratch_bytes(&self, shape: &Shape, threads: usize) -> u64 {
+        4 * export::workspace(shape, threads) as u64
+    }
+
+    fn score(&self, context: &Context<'_>, scores: &mut [f32]) -> Result<(), PolicyError> {
+        let shape = context.call.shape;
+        recent_attention(context, 1, scores)?;
+        for sequence in scores.chunks_mut(shape.kv_heads * shape.kv_len) {
+            // Every head evicts the same slots, so lists of a sequence have the same tokens in the same order.
+            let (mean, heads) = sequence.split_at_mut(shape.kv_len);
+            for head in heads.chunks_exact(shape.kv_len) {
+                mean.iter_mut().zip(head).for_each(|(sum, score)| *sum += score);
+            }
+            mean.iter_mut().for_each(|sum| *sum /= shape.kv_heads as f32);
+            heads.chunks_exact_mut(shape.kv_len).for_each(|head| head.copy_from_slice(mean));
+        }
+        Ok(())
+    }
+}
