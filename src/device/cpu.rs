@@ -35,6 +35,9 @@ impl Cpu {
     /// # Errors
     /// When the number is not between 1 and 1024 or the system gives no threads.
     pub fn new(threads: Option<usize>) -> Result<Self, CpuError> {
+        // rayon reads the variable too, but would try to start any number of threads.
+        let from_environment = || std::env::var("RAYON_NUM_THREADS").ok()?.parse().ok().filter(|&count| count > 0);
+        let threads = threads.or_else(from_environment);
         if let Some(threads) = threads.filter(|threads| !(1..=1024).contains(threads)) {
             return Err(CpuError::Threads { threads });
         }

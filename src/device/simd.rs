@@ -23,7 +23,8 @@ const ROUND: f32 = 12_582_912.0;
 
 #[inline(always)]
 fn exp2(x: f32) -> f32 {
-    let clamped = if x > -126.0 { x } else { -126.0 };
+    // A NaN (of scores that overflowed) fails both comparisons and stays one: it must not become a quiet zero.
+    let clamped = if x <= -126.0 { -126.0 } else { x };
     let shifted = clamped + ROUND;
     let fraction = clamped - (shifted - ROUND);
     let mut power = EXP2[0];
@@ -32,7 +33,7 @@ fn exp2(x: f32) -> f32 {
     }
     let exponent = f32::from_bits((shifted.to_bits() << 23).wrapping_add(127 << 23));
     // Below the smallest normal number a probability is zero, as a masked one must be.
-    if x > -126.0 { power * exponent } else { 0.0 }
+    if x <= -126.0 { 0.0 } else { power * exponent }
 }
 
 /// Folds `combine` over the elements in lanes, then over the lanes.

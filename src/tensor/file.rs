@@ -232,17 +232,35 @@ impl<'a> Output<'a> {
 /// # Errors
 /// When the folder cannot be written or the disk is full.
 pub fn write(path: &Path, outputs: &[Output<'_>]) -> Result<(), FileError> {
-    let fail = |reason: &dyn std::fmt::Display| FileError::Write { path: path.into(), reason: reason.to_string() };
+    replace(path, |temporary| {
+        let stored = outputs
+            .iter()
+            .map(|output| Ok((output.name, Stored::new(output.dtype, output.shape.clone(), output.bytes)?)))
+            .collect::<Result<Vec<_>, safetensors::SafeTensorError>>()
+            .map_err(|error| error.to_string())?;
+        safetensors::serialize_to_file(stored, None, temporary).map_err(|error| error.to_string())
+    })
+}
+
+/// Lets `fill` write the file at a temporary name beside `path` and renames it to `path`: whoever looks sees the old
+/// file or the whole new one. Its permissions are those of any new file, not a temporary file's.
+///
+/// # Errors
+/// When the folder cannot be written, the disk is full, or `fill` fails; nothing is left behind.
+pub fn replace(path: &Path, fill: impl FnOnce(&Path) -> Result<(), String>) -> Result<(), FileError> {
+    let fail = |reason: String| FileError::Write { path: path.into(), reason };
+    let system = |error: std::io::Error| fail(error.to_string());
     let folder = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let temporary = tempfile::NamedTempFile::new_in(folder).map_err(|error| fail(&error))?;
-    let stored = outputs
-        .iter()
-        .map(|output| Ok((output.name, Stored::new(output.dtype, output.shape.clone(), output.bytes)?)))
-        .collect::<Result<Vec<_>, safetensors::SafeTensorError>>()
-        .map_err(|error| fail(&error))?;
-    safetensors::serialize_to_file(stored, None, temporary.path()).map_err(|error| fail(&error))?;
-    temporary.as_file().sync_all().map_err(|error| fail(&error))?;
-    temporary.persist(path).map_err(|error| fail(&error.error))?;
+    let mut builder = tempfile::Builder::new();
+    #[cfg(unix)]
+    builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
+    let temporary = builder.tempfile_in(folder).map_err(system)?;
+    let permissions = temporary.as_file().metadata().map_err(system)?.permissions();
+    fill(temporary.path()).map_err(fail)?;
+    // `fill` may have put another file in the place of the first one, as the safetensors crate does.
+    let filled = File::options().write(true).open(temporary.path()).map_err(system)?;
+    filled.set_permissions(permissions).and_then(|()| filled.sync_all()).map_err(system)?;
+    temporary.persist(path).map_err(|error| system(error.error))?;
     Ok(())
 }
 

@@ -1,0 +1,167 @@
+//! `kvsieve attend`: attention over the tensors of a file, timed, counted, and checked against the f64 reference.
+
+mod pass;
+mod report;
+
+use super::failure::Failure;
+use super::{Compute, output};
+use kvsieve::attention::{self, AttentionError, Params, Shape};
+use kvsieve::experiment::units;
+use kvsieve::memory::Arena;
+use kvsieve::named::Named;
+use kvsieve::tensor::file::{self, Output, TensorFile};
+use kvsieve::tensor::{DType, Tensor};
+use pass::{Problem, Solution};
+use report::Report;
+use std::path::{Path, PathBuf};
+
+const EXAMPLES: &str = "\
+Tensors: the input is a safetensors file (F32, F16 or BF16) with q [B, Hq, Lq, D] and k, v [B, Hkv, Lk, D], where Hq \
+is a multiple of Hkv and D at most 256; with --backward also do [B, Hq, Lq, D]. The output holds o in the input's \
+type (or --dtype), lse [B, Hq, Lq] in F32 (natural log), and with --backward dq, dk and dv.\n\n\
+Times: with --repeat above 1, one untimed pass warms up before the timed ones. The time of a backward pass is its \
+own, without the forward pass.\n\n\
+Drift is the relative L2 distance of o from the f64 reference, on up to 64 queries of each head.\n\n\
+Examples:
+  kvsieve attend --input in.safetensors --output out.safetensors --causal
+  kvsieve attend --input in.safetensors --output out.safetensors --kernel naive --repeat 5 --json -
+  kvsieve attend --input in.safetensors --output out.safetensors --kernel tiled:br=32 --dtype bf16
+  kvsieve attend --input in.safetensors --output out.safetensors --causal --backward";
+
+/// Compute attention over your own tensors; measure time, memory and drift
+#[derive(clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Args {
+    /// File with q, k and v (and do)
+    #[arg(long, value_name = "FILE.safetensors")]
+    input: PathBuf,
+    /// File to write: o and lse (and dq, dk, dv)
+    #[arg(long, value_name = "FILE.safetensors")]
+    output: PathBuf,
+    /// Kernel, perhaps with parameters: reference, naive, tiled[:br=..,bc=..], decode (see `kvsieve list kernels`)
+    #[arg(long, value_name = "NAME[:key=value,...]", default_value = "tiled")]
+    kernel: String,
+    /// A query sees no later key: query i sees keys j <= i + Lk - Lq
+    #[arg(long)]
+    causal: bool,
+    /// A query sees its own key and the W-1 before it, and no later one
+    #[arg(long, value_name = "W", allow_negative_numbers = true)]
+    window: Option<usize>,
+    /// Soft-cap of the logits, C * tanh(logit / C): after the scale, before the mask
+    #[arg(long, value_name = "C", allow_negative_numbers = true)]
+    softcap: Option<f32>,
+    /// Factor of the inner products [default: 1/sqrt(D)]
+    #[arg(long, value_name = "S", allow_negative_numbers = true)]
+    scale: Option<f32>,
+    /// Convert the inputs to this type after loading [default: the file's]
+    #[arg(long, value_name = "f32|bf16|f16")]
+    dtype: Option<DType>,
+    /// Also compute the gradients dq, dk and dv (kernels naive and tiled)
+    #[arg(long)]
+    backward: bool,
+    #[command(flatten)]
+    compute: Compute,
+    /// Timed passes
+    #[arg(long, value_name = "N", default_value_t = 1, allow_negative_numbers = true,
+          value_parser = clap::value_parser!(u32).range(1..=1_000_000), help_heading = "What is reported")]
+    repeat: u32,
+    /// Write every allocation and release of memory, in order, as JSON
+    #[arg(long, value_name = "FILE.json", help_heading = "What is reported")]
+    timeline: Option<PathBuf>,
+    /// Write the measurements as JSON instead of the summary, to standard output (-) or a file
+    #[arg(long, value_name = "-|FILE", help_heading = "What is reported")]
+    json: Option<PathBuf>,
+}
+
+pub fn run(args: &Args) -> Result<(), Failure> {
+    let name: Named = args.kernel.parse()?;
+    let kernel = attention::kernel(&args.kernel)?;
+    let cpu = args.compute.cpu()?;
+    args.check_files()?;
+    let file = TensorFile::open(&args.input)?;
+    let problem = args.problem(&file)?;
+    let sizes = problem.sizes(&*kernel, cpu.threads())?;
+
+    let limit_bytes = args.compute.limit_bytes();
+    if sizes.peak_bytes > limit_bytes {
+        return Err(Failure::work(format!(
+            "out of memory: the peak will be {} bytes ({}), the limit is {limit_bytes} bytes ({}); shorten the \
+             context, choose a kernel with linear memory, or raise --limit-memory",
+            sizes.peak_bytes,
+            units::bytes(sizes.peak_bytes),
+            units::bytes(limit_bytes)
+        )));
+    }
+    let arena = Arena::with_limit(limit_bytes);
+    if args.timeline.is_some() {
+        arena.record_timeline();
+    }
+    let solution = problem.solve(&*kernel, &sizes, &file, &arena, &cpu, args.repeat)?;
+    let report = Report::new(name.to_string(), &problem, &sizes, &solution, arena.usage(), &cpu, limit_bytes);
+
+    write(&args.output, &problem.shape, &solution)?;
+    if let Some(timeline) = &args.timeline {
+        output::json(timeline, &arena.timeline())?;
+    }
+    match &args.json {
+        Some(target) => output::json(target, &report),
+        None => output::print(&report.summary(&args.output)),
+    }
+}
+
+impl Args {
+    fn check_files(&self) -> Result<(), Failure> {
+        let json = self.json.as_deref().filter(|target| !output::is_stdout(target));
+        let optional = [("--timeline", self.timeline.as_deref()), ("--json", json)];
+        let mut writes: Vec<(&str, &Path)> = vec![("--output", &self.output)];
+        writes.extend(optional.into_iter().filter_map(|(option, path)| Some((option, path?))));
+        output::check_files(&[("--input", &self.input)], &writes)
+    }
+
+    /// What the file and the options ask for, checked without reading a tensor.
+    fn problem(&self, file: &TensorFile) -> Result<Problem, Failure> {
+        let names: &[&'static str] = if self.backward { &["q", "k", "v", "do"] } else { &["q", "k", "v"] };
+        let mut stored = Vec::new();
+        for &name in names {
+            let (dims, dtype) = file.describe(name)?;
+            stored.push((name, dims, dtype));
+        }
+        let dims = |index: usize| stored[index].1;
+        let shape = Shape::of(dims(0), dims(1), dims(2))?;
+        if self.backward && dims(3) != shape.q_dims() {
+            return Err(AttentionError::Shape(format!(
+                "do is {:?} and q is {:?}; they must have the same shape",
+                dims(3),
+                dims(0)
+            ))
+            .into());
+        }
+        let dtype = match self.dtype {
+            Some(dtype) => dtype,
+            None if stored.iter().all(|tensor| tensor.2 == stored[0].2) => stored[0].2,
+            None => {
+                let found: Vec<_> = stored.iter().map(|(name, _, dtype)| format!("{name} is {dtype}")).collect();
+                let found = found.join(", ");
+                return Err(Failure::usage(format!("{found}; give --dtype f32, bf16 or f16 to make them one type")));
+            }
+        };
+        let default = Params::new(shape.head_dim, self.causal);
+        let scale = self.scale.unwrap_or(default.scale);
+        let params = Params { scale, softcap: self.softcap, window: self.window, ..default };
+        params.check()?;
+        Ok(Problem { shape, params, dtype, backward: self.backward, stored })
+    }
+}
+
+/// Writes the output file.
+fn write(path: &Path, shape: &Shape, solution: &Solution) -> Result<(), Failure> {
+    let lse_dims = vec![shape.batch, shape.q_heads, shape.q_len];
+    let mut outputs =
+        vec![Output::tensor("o", &solution.outputs.o), Output::f32("lse", lse_dims, &solution.outputs.lse)];
+    if let Some(backward) = &solution.backward {
+        let named: [(&str, &Tensor); 3] =
+            [("dq", &backward.gradients.q), ("dk", &backward.gradients.k), ("dv", &backward.gradients.v)];
+        outputs.extend(named.map(|(name, tensor)| Output::tensor(name, tensor)));
+    }
+    Ok(file::write(path, &outputs)?)
+}

@@ -1,0 +1,188 @@
+//! The passes themselves: load, predict, run, check.
+
+use super::Failure;
+use kvsieve::attention::{
+    AttentionError, Backward, DenseKv, Forward, Gradients, Kernel, Outputs, Params, Shape, WorkspaceSize, reference,
+};
+use kvsieve::device::Cpu;
+use kvsieve::memory::{Arena, Label};
+use kvsieve::tensor::file::TensorFile;
+use kvsieve::tensor::{DType, Tensor};
+use std::time::Instant;
+
+/// Queries of each head that are compared with the reference.
+const CHECKED_QUERIES: usize = 64;
+
+/// What is to be computed.
+pub struct Problem {
+    pub shape: Shape,
+    pub params: Params,
+    /// Type of the inputs as they are computed with, and of the outputs.
+    pub dtype: DType,
+    pub backward: bool,
+    /// Tensors of the file, in the order in which they are loaded: name, extents, type in the file.
+    pub stored: Vec<(&'static str, [usize; 4], DType)>,
+}
+
+/// Memory that the problem will take, known from shapes alone.
+pub struct Sizes {
+    pub forward: WorkspaceSize,
+    pub backward: Option<WorkspaceSize>,
+    pub peak_bytes: u64,
+}
+
+/// What came out.
+pub struct Solution {
+    pub outputs: Outputs,
+    pub samples_ns: Vec<u64>,
+    pub warmups: u32,
+    pub backward: Option<BackwardSolution>,
+    /// Relative L2 distance from the reference.
+    pub rel_l2: f64,
+    pub checked_rows: usize,
+}
+
+/// What came out of the backward pass.
+pub struct BackwardSolution {
+    pub gradients: Gradients,
+    pub samples_ns: Vec<u64>,
+}
+
+impl Problem {
+    /// The memory that [`Problem::solve`] takes, to the byte.
+    pub fn sizes(&self, kernel: &dyn Kernel, threads: usize) -> Result<Sizes, AttentionError> {
+        let forward = kernel.workspace(&self.shape, &self.params, self.dtype, threads);
+        let backward = self.backward.then(|| {
+            let size = kernel.backward_workspace(&self.shape, &self.params, threads);
+            size.ok_or(AttentionError::Unsupported {
+                kernel: kernel.name(),
+                what: "backward pass",
+                instead: "naive or tiled",
+            })
+        });
+        let backward = backward.transpose()?;
+
+        // A tensor that is converted is there twice until its copy in the file's type is given back.
+        let (mut inputs, mut peak_bytes) = (0, 0);
+        for &(_, dims, stored) in &self.stored {
+            let kept = Tensor::bytes_of(self.dtype, dims);
+            let twice = if stored == self.dtype { 0 } else { Tensor::bytes_of(stored, dims) };
+            peak_bytes = peak_bytes.max(inputs + kept + twice);
+            inputs += kept;
+        }
+        let held = inputs + Outputs::bytes(&self.shape, self.dtype);
+        peak_bytes = peak_bytes.max(held + forward.bytes());
+        if let Some(workspace) = backward {
+            peak_bytes = peak_bytes.max(held + Gradients::bytes(&self.shape, self.dtype) + workspace.bytes());
+        }
+        Ok(Sizes { forward, backward, peak_bytes })
+    }
+
+    /// Loads the tensors, runs the passes `repeat` times, and checks what they wrote.
+    pub fn solve(
+        &self,
+        kernel: &dyn Kernel,
+        sizes: &Sizes,
+        file: &TensorFile,
+        arena: &Arena,
+        cpu: &Cpu,
+        repeat: u32,
+    ) -> Result<Solution, Failure> {
+        let inputs = self.stored.iter().map(|&(name, ..)| self.load(file, name, arena));
+        let inputs = inputs.collect::<Result<Vec<Tensor>, Failure>>()?;
+        let kv = DenseKv::new(inputs[1].view(), inputs[2].view())?;
+        let call = Forward { shape: self.shape, params: self.params, q: inputs[0].view(), kv: &kv, cpu };
+        let warmups = u32::from(repeat > 1);
+
+        let mut outputs = Outputs::allocate(arena, &self.shape, self.dtype)?;
+        let mut workspace = sizes.forward.allocate(arena)?;
+        let samples_ns = timed(warmups, repeat, || kernel.forward(&call, &mut outputs, &mut workspace))?;
+        drop(workspace);
+        refuse_non_finite("o", &outputs.o)?;
+        self.refuse_wrong_lse(&outputs.lse)?;
+
+        let backward = match sizes.backward {
+            None => None,
+            Some(size) => {
+                let mut gradients = Gradients::allocate(arena, &self.shape, self.dtype)?;
+                let mut workspace = size.allocate(arena)?;
+                let (o, lse, grad_o) = (outputs.o.view(), &*outputs.lse, inputs[3].view());
+                let call = Backward { forward: call, o, lse, grad_o };
+                let samples_ns = timed(warmups, repeat, || kernel.backward(&call, &mut gradients, &mut workspace))?;
+                for (name, tensor) in [("dq", &gradients.q), ("dk", &gradients.k), ("dv", &gradients.v)] {
+                    refuse_non_finite(name, tensor)?;
+                }
+                Some(BackwardSolution { gradients, samples_ns })
+            }
+        };
+
+        let at = reference::sample_rows(&self.shape, CHECKED_QUERIES);
+        let rel_l2 = reference::relative_error(&outputs.o.view(), &at, &reference::rows(&call, &at));
+        if !rel_l2.is_finite() {
+            return Err(Failure::work(format!("drift from the f64 reference is {rel_l2}; nothing was written")));
+        }
+        Ok(Solution { outputs, samples_ns, warmups, backward, rel_l2, checked_rows: at.len() })
+    }
+
+    /// Loads a tensor and converts it to the type that is computed with.
+    fn load(&self, file: &TensorFile, name: &str, arena: &Arena) -> Result<Tensor, Failure> {
+        let stored = file.load(name, arena, Label::Input)?;
+        if stored.dtype() == self.dtype {
+            return Ok(stored);
+        }
+        let (width, dtype) = (stored.dims()[3], self.dtype);
+        let mut tensor = Tensor::zeros(arena, Label::Input, dtype, stored.dims())?;
+        let mut row = vec![0.0; width];
+        let sources = stored.bytes().chunks_exact(width * stored.dtype().bytes());
+        for (source, target) in sources.zip(tensor.bytes_mut().chunks_exact_mut(width * dtype.bytes())) {
+            stored.dtype().decode(source, &mut row);
+            dtype.encode(&row, target);
+        }
+        match tensor.first_non_finite() {
+            None => Ok(tensor),
+            Some((index, _)) => Err(Failure::usage(format!(
+                "tensor '{name}' holds a number at {index:?} that is too large for {dtype}; use --dtype bf16 or f32"
+            ))),
+        }
+    }
+
+    /// A log-sum-exp is finite, but `-inf` where the query sees no key.
+    fn refuse_wrong_lse(&self, lse: &[f32]) -> Result<(), Failure> {
+        let Shape { q_heads, q_len, kv_len, .. } = self.shape;
+        for (row, &value) in lse.iter().enumerate() {
+            let (head, i) = (row / q_len, row % q_len);
+            let sees_nothing = self.params.visible(i, q_len, kv_len).is_empty();
+            if !(value.is_finite() || sees_nothing && value == f32::NEG_INFINITY) {
+                return Err(bad_result("lse", &[head / q_heads, head % q_heads, i], value));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Runs `pass` untimed `warmups` times, then `repeat` times; the times of the latter in nanoseconds.
+fn timed(
+    warmups: u32,
+    repeat: u32,
+    mut pass: impl FnMut() -> Result<(), AttentionError>,
+) -> Result<Vec<u64>, AttentionError> {
+    for _ in 0..warmups {
+        pass()?;
+    }
+    let sample = |_| {
+        let started = Instant::now();
+        pass()?;
+        Ok(started.elapsed().as_nanos() as u64)
+    };
+    (0..repeat).map(sample).collect()
+}
+
+fn refuse_non_finite(name: &str, tensor: &Tensor) -> Result<(), Failure> {
+    tensor.first_non_finite().map_or(Ok(()), |(index, value)| Err(bad_result(name, &index, value)))
+}
+
+fn bad_result(name: &str, index: &[usize], value: f32) -> Failure {
+    Failure::work(format!(
+        "the result '{name}' holds {value} at {index:?}, so nothing was written; are the inputs or the scale too large?"
+    ))
+}

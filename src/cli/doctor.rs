@@ -1,0 +1,123 @@
+//! `kvsieve doctor`: what this machine offers, what is missing, and what to do about it.
+
+use super::failure::Failure;
+use super::{default_limit_bytes, output};
+use kvsieve::device::Cpu;
+use kvsieve::device::cpu::CpuInfo;
+use kvsieve::device::gpu::Gpu;
+use kvsieve::experiment::units;
+use kvsieve::memory::os;
+use serde::Serialize;
+use std::fmt::Write;
+use std::path::PathBuf;
+
+const EXAMPLES: &str = "\
+Nothing is changed and nothing has to be there: what is missing is named, with what would help.
+
+Examples:
+  kvsieve doctor
+  kvsieve doctor --json -           for a bug report or a script";
+
+/// Say what this machine offers: CPU, memory, GPU, and what is missing
+#[derive(clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Args {
+    /// Write JSON instead of the text, to standard output (-) or a file
+    #[arg(long, value_name = "-|FILE")]
+    json: Option<PathBuf>,
+}
+
+#[derive(Serialize)]
+struct Report {
+    version: &'static str,
+    git_rev: &'static str,
+    git_dirty: bool,
+    profile: &'static str,
+    cpu: CpuInfo,
+    isa_path: &'static str,
+    threads: usize,
+    memory: Memory,
+    gpu: Gpu,
+    /// Devices on which this build computes.
+    compute_devices: [&'static str; 1],
+}
+
+/// Memory of the machine; `None` where the system does not tell.
+#[derive(Serialize)]
+struct Memory {
+    total_bytes: Option<u64>,
+    available_bytes: Option<u64>,
+    default_limit_bytes: Option<u64>,
+    /// Whether the peak of the resident set can be measured anew for each cell.
+    os_peak_resets: bool,
+}
+
+pub fn run(args: &Args) -> Result<(), Failure> {
+    let cpu = Cpu::new(None)?;
+    let machine = os::machine();
+    let report = Report {
+        version: env!("CARGO_PKG_VERSION"),
+        git_rev: env!("KVSIEVE_GIT_REV"),
+        git_dirty: env!("KVSIEVE_GIT_DIRTY") == "true",
+        profile: env!("KVSIEVE_PROFILE"),
+        cpu: CpuInfo::probe(),
+        isa_path: cpu.isa_path(),
+        threads: cpu.threads(),
+        memory: Memory {
+            total_bytes: machine.map(|machine| machine.total_bytes),
+            available_bytes: machine.map(|machine| machine.available_bytes),
+            default_limit_bytes: default_limit_bytes(),
+            os_peak_resets: os::reset_peak(),
+        },
+        gpu: Gpu::probe(),
+        compute_devices: ["cpu"],
+    };
+    match &args.json {
+        None => output::print(&text(&report)),
+        Some(target) => output::json(target, &report),
+    }
+}
+
+fn text(report: &Report) -> String {
+    let Report { cpu, memory, gpu, .. } = report;
+    let or_unknown = |bytes: Option<u64>| bytes.map_or("unknown (the system does not tell)".into(), units::bytes);
+    let dirty = if report.git_dirty { ", with local changes" } else { "" };
+    let slow = if report.profile == "release" { "" } else { "; times mean little, build with --release" };
+    let peak = match memory.os_peak_resets {
+        true => "yes: the arena's peak is checked against the system's",
+        false => "no: the arena's peak is not checked against the system's (Linux has this switch)",
+    };
+    let found = |paths: &[PathBuf], missing: &str| match paths {
+        [] => format!("not found; {missing}"),
+        paths => paths.iter().map(|path| path.display().to_string()).collect::<Vec<_>>().join("\n                "),
+    };
+    let driver = match &gpu.driver_version {
+        Some(version) => format!("{version} (/proc/driver/nvidia/version)"),
+        None => "not found; for an NVIDIA GPU, install its driver (in a container: start it with --gpus all)".into(),
+    };
+    let lines = [
+        ("kvsieve", format!("{} (git {}{dirty}), {} build{slow}", report.version, report.git_rev, report.profile)),
+        ("", String::new()),
+        ("cpu", cpu.model.clone()),
+        ("cores", format!("{}, threads used: {}", cpu.cores, report.threads)),
+        ("instructions", format!("{} (found: {})", report.isa_path, cpu.isa.join(", "))),
+        ("governor", cpu.governor.clone().unwrap_or_else(|| "unknown (the system does not tell)".into())),
+        ("", String::new()),
+        ("memory", or_unknown(memory.total_bytes)),
+        ("available", or_unknown(memory.available_bytes)),
+        ("limit", format!("{}, unless --limit-memory says otherwise", or_unknown(memory.default_limit_bytes))),
+        ("peak resets", peak.into()),
+        ("", String::new()),
+        ("gpu", if gpu.devices.is_empty() { "none listed by a driver".into() } else { gpu.devices.join(", ") }),
+        ("driver", driver),
+        ("libcuda.so.1", found(&gpu.libcuda, "it comes with the driver; LD_LIBRARY_PATH is searched too")),
+        ("nvrtc", found(&gpu.nvrtc, "pip install nvidia-cuda-nvrtc, or set CUDA_HOME")),
+        ("used", "the CPU only: this build has no CUDA kernels yet".into()),
+    ];
+    let mut text = String::new();
+    for (name, value) in lines {
+        // Writing to a string cannot fail.
+        let _ = writeln!(text, "{}", format!("{name:14}  {value}").trim_end());
+    }
+    text
+}

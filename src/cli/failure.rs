@@ -1,0 +1,90 @@
+//! How an error becomes an exit status: each error of the library is classed once, here.
+//!
+//! What the user can put right by giving other input or arguments is a [`Failure::Usage`] (files, shapes, names,
+//! values); what goes wrong although they are right is a [`Failure::Work`] (no memory, a full disk, a bad result).
+
+use kvsieve::attention::AttentionError;
+use kvsieve::device::cpu::CpuError;
+use kvsieve::memory::ArenaError;
+use kvsieve::named::NamedError;
+use kvsieve::tensor::file::FileError;
+use std::fmt;
+use std::process::ExitCode;
+
+/// Why a command did not do what it was asked to do.
+#[derive(Debug)]
+pub enum Failure {
+    /// The input or the arguments are wrong: exit status 2.
+    Usage(anyhow::Error),
+    /// Failed while working: exit status 1.
+    Work(anyhow::Error),
+}
+
+impl Failure {
+    /// A user's mistake, in words.
+    pub fn usage(message: String) -> Self {
+        Failure::Usage(anyhow::Error::msg(message))
+    }
+
+    /// A failure while working, in words.
+    pub fn work(message: String) -> Self {
+        Failure::Work(anyhow::Error::msg(message))
+    }
+
+    /// The status that the process ends with.
+    pub fn exit_code(&self) -> ExitCode {
+        match self {
+            Failure::Usage(_) => ExitCode::from(2),
+            Failure::Work(_) => ExitCode::from(1),
+        }
+    }
+}
+
+/// The error and its causes in one line, whatever line breaks a path or a message of the system holds.
+impl fmt::Display for Failure {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (Failure::Usage(error) | Failure::Work(error)) = self;
+        let text = format!("{error:#}");
+        formatter.write_str(&text.lines().map(str::trim).collect::<Vec<_>>().join(" "))
+    }
+}
+
+impl From<NamedError> for Failure {
+    fn from(error: NamedError) -> Self {
+        Failure::Usage(error.into())
+    }
+}
+
+impl From<AttentionError> for Failure {
+    fn from(error: AttentionError) -> Self {
+        match error {
+            AttentionError::Arena(error) => error.into(),
+            error => Failure::Usage(error.into()),
+        }
+    }
+}
+
+impl From<FileError> for Failure {
+    fn from(error: FileError) -> Self {
+        match error {
+            FileError::Arena(error) => error.into(),
+            FileError::Write { .. } => Failure::Work(error.into()),
+            error => Failure::Usage(error.into()),
+        }
+    }
+}
+
+impl From<ArenaError> for Failure {
+    fn from(error: ArenaError) -> Self {
+        Failure::Work(error.into())
+    }
+}
+
+impl From<CpuError> for Failure {
+    fn from(error: CpuError) -> Self {
+        match error {
+            CpuError::Threads { .. } => Failure::Usage(error.into()),
+            CpuError::System { .. } => Failure::Work(error.into()),
+        }
+    }
+}

@@ -1,0 +1,92 @@
+//! `kvsieve list`: what there is to choose from, straight from the registries.
+
+use super::failure::Failure;
+use super::output;
+use kvsieve::attention::KERNELS;
+use kvsieve::named::Parameter;
+use serde::Serialize;
+use std::fmt::Write;
+use std::path::PathBuf;
+
+const EXAMPLES: &str = "\
+Parameters are shown with their defaults; give others as NAME:key=value,key=value.
+
+Examples:
+  kvsieve list kernels
+  kvsieve list kernels --json -
+  kvsieve attend --kernel tiled:br=32,bc=128 ...";
+
+/// List what there is to choose from, with parameters and their defaults
+#[derive(clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Args {
+    /// What to list
+    #[arg(value_enum)]
+    things: Things,
+    /// Write JSON instead of the table, to standard output (-) or a file
+    #[arg(long, value_name = "-|FILE")]
+    json: Option<PathBuf>,
+}
+
+#[derive(Clone, Copy, clap::ValueEnum)]
+enum Things {
+    /// Attention kernels
+    Kernels,
+}
+
+impl Things {
+    fn rows(self) -> Vec<Row> {
+        match self {
+            Things::Kernels => {
+                KERNELS.iter().map(|entry| Row::new(entry.name, entry.about, entry.parameters)).collect()
+            }
+        }
+    }
+}
+
+/// One thing of a registry.
+#[derive(Serialize)]
+struct Row {
+    name: &'static str,
+    about: &'static str,
+    parameters: Vec<ParameterRow>,
+}
+
+#[derive(Serialize)]
+struct ParameterRow {
+    name: &'static str,
+    default: &'static str,
+    about: &'static str,
+}
+
+impl Row {
+    fn new(name: &'static str, about: &'static str, parameters: &[Parameter]) -> Self {
+        let parameters =
+            parameters.iter().map(|&Parameter { name, default, about }| ParameterRow { name, default, about });
+        Row { name, about, parameters: parameters.collect() }
+    }
+}
+
+pub fn run(args: &Args) -> Result<(), Failure> {
+    let rows = args.things.rows();
+    match &args.json {
+        None => output::print(&table(&rows)),
+        Some(target) => output::json(target, &rows),
+    }
+}
+
+fn table(rows: &[Row]) -> String {
+    let setting = |parameter: &ParameterRow| format!("{}={}", parameter.name, parameter.default);
+    let longest = |widths: &mut dyn Iterator<Item = usize>| widths.max().unwrap_or(0);
+    let names = longest(&mut rows.iter().map(|row| row.name.len()));
+    let settings = longest(&mut rows.iter().flat_map(|row| &row.parameters).map(|parameter| setting(parameter).len()));
+    let mut text = String::new();
+    for row in rows {
+        // Writing to a string cannot fail.
+        let _ = writeln!(text, "{:names$}  {}", row.name, row.about);
+        for parameter in &row.parameters {
+            let _ = writeln!(text, "{:names$}    {:settings$}  {}", "", setting(parameter), parameter.about);
+        }
+    }
+    text
+}

@@ -1,0 +1,118 @@
+//! The command line: one file per subcommand, each of which parses, calls the library and prints.
+//!
+//! A new command is one file with `Args` and `run`, one line in [`Command`] and one in [`Command::run`]. What several
+//! commands share is here: where work runs ([`Compute`]) and how results leave the program ([`output`]). Every error
+//! of the library is classed once, in [`failure`], so that `?` is all a command needs.
+
+mod attend;
+mod completions;
+mod doctor;
+mod failure;
+mod list;
+mod output;
+
+use clap::Parser;
+use clap::error::ErrorKind;
+use failure::Failure;
+use kvsieve::device::Cpu;
+use kvsieve::experiment::units;
+use kvsieve::memory::os;
+
+const EXAMPLES: &str = "\
+Examples:
+  kvsieve doctor                    what this machine offers
+  kvsieve list kernels              the attention kernels and their parameters
+  kvsieve attend --input qkv.safetensors --output o.safetensors --kernel tiled --causal
+                                    attention over your own tensors: time, memory, drift
+  kvsieve completions bash          completions for your shell
+
+Exit status: 0 done, 1 failed while working, 2 the input or the arguments are wrong.
+Every command has examples of its own: kvsieve COMMAND --help";
+
+const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), " (", env!("KVSIEVE_GIT_REV"), ")");
+
+/// Measures what attention costs at a context length, and what may be thrown away
+#[derive(Parser)]
+#[command(name = "kvsieve", version = VERSION, after_help = EXAMPLES, max_term_width = 100)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(clap::Subcommand)]
+enum Command {
+    Attend(attend::Args),
+    List(list::Args),
+    Doctor(doctor::Args),
+    Completions(completions::Args),
+}
+
+impl Command {
+    fn run(self) -> Result<(), Failure> {
+        match self {
+            Command::Attend(args) => attend::run(&args),
+            Command::List(args) => list::run(&args),
+            Command::Doctor(args) => doctor::run(&args),
+            Command::Completions(args) => completions::run(&args),
+        }
+    }
+}
+
+/// Parses the arguments and does what they say. Help and version texts are printed and end the process here.
+pub fn run() -> Result<(), Failure> {
+    Cli::try_parse().map_err(wrong_arguments)?.command.run()
+}
+
+/// clap's account of wrong arguments in one line: what was wrong and its tips, without the usage text.
+fn wrong_arguments(error: clap::Error) -> Failure {
+    use ErrorKind::{DisplayHelp, DisplayHelpOnMissingArgumentOrSubcommand, DisplayVersion};
+    if matches!(error.kind(), DisplayHelp | DisplayVersion | DisplayHelpOnMissingArgumentOrSubcommand) {
+        error.exit();
+    }
+    let text = error.to_string();
+    let paragraphs = text.strip_prefix("error: ").unwrap_or(&text).split("\n\n");
+    let said = paragraphs.filter(|text| !text.starts_with("Usage:") && !text.starts_with("For more information"));
+    Failure::usage(said.map(str::trim).collect::<Vec<_>>().join("; "))
+}
+
+/// Where a command computes: the options of every command that does.
+#[derive(clap::Args)]
+#[command(next_help_heading = "Where it runs")]
+struct Compute {
+    /// Device that computes
+    #[arg(long, value_name = "cpu|cuda[:N]", default_value = "cpu")]
+    device: String,
+    /// Threads that compute [default: RAYON_NUM_THREADS, else every core]
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    threads: Option<usize>,
+    /// Most memory that tensors may take, as 8GiB or 512MiB [default: 80% of what is available]
+    #[arg(long, value_name = "BYTES", value_parser = units::parse_bytes, allow_negative_numbers = true)]
+    limit_memory: Option<u64>,
+}
+
+impl Compute {
+    /// The CPU, with as many threads as were asked for.
+    fn cpu(&self) -> Result<Cpu, Failure> {
+        let cuda = self.device.strip_prefix("cuda");
+        let is_cuda = cuda.is_some_and(|rest| {
+            rest.is_empty() || rest.strip_prefix(':').is_some_and(|index| index.parse::<u32>().is_ok())
+        });
+        match self.device.as_str() {
+            "cpu" => Ok(Cpu::new(self.threads)?),
+            device if is_cuda => {
+                Err(Failure::usage(format!("device '{device}': this build has no CUDA kernels; use --device cpu")))
+            }
+            device => Err(Failure::usage(format!("unknown device '{device}'; use cpu or cuda[:N]"))),
+        }
+    }
+
+    /// The limit that was asked for, or the default one.
+    fn limit_bytes(&self) -> u64 {
+        self.limit_memory.or_else(default_limit_bytes).unwrap_or(u64::MAX)
+    }
+}
+
+/// 80% of the memory that can be taken without swapping; `None` where the system does not tell.
+fn default_limit_bytes() -> Option<u64> {
+    os::machine().map(|machine| machine.available_bytes / 5 * 4)
+}
