@@ -1,0 +1,173 @@
+//! From an experiment file to its cells.
+
+use super::cell::{Cell, Measure};
+use super::spec::{Grid, Spec, SpecError};
+use crate::attention::kernel;
+use crate::policy::{Budget, Registry};
+use crate::tensor::DType;
+use crate::workload::FileSource;
+
+/// An experiment with its cells and the source of its inputs.
+pub struct Experiment {
+    /// What the file said.
+    pub spec: Spec,
+    /// The user's tensors, if the inputs are not synthetic.
+    pub file: Option<FileSource>,
+    /// The points of all grids, each once, in order.
+    pub cells: Vec<Cell>,
+}
+
+impl Experiment {
+    /// Expands the grids, checking every name, shape and budget before anything runs. `origin` stands in errors.
+    ///
+    /// # Errors
+    /// Names the first value that makes no sense.
+    pub fn new(spec: Spec, origin: &str, registry: &Registry) -> Result<Self, SpecError> {
+        let value = |message: String| SpecError::Value { origin: origin.into(), message };
+        let file = match &spec.file {
+            Some(file) => Some(FileSource::open(&file.path).map_err(|error| value(error.to_string()))?),
+            None => None,
+        };
+        let workload_hash = match &file {
+            Some(file) => file.hash().map_err(|error| value(error.to_string()))?,
+            None => {
+                let knobs = serde_json::to_string(&spec.synthetic.clone().unwrap_or_default());
+                blake3::hash(knobs.expect("knobs are plain data").as_bytes()).to_hex()[..16].to_string()
+            }
+        };
+        let mut cells: Vec<Cell> = Vec::new();
+        for (index, grid) in spec.grid.iter().enumerate() {
+            let context = format!("grid {} ({})", index + 1, grid.measure.name());
+            let expanded = expand(grid, file.as_ref(), &workload_hash)
+                .and_then(|cells| cells.into_iter().map(|cell| check(cell, registry)).collect::<Result<Vec<_>, _>>())
+                .map_err(|message| value(format!("{context}: {message}")))?;
+            for cell in expanded {
+                if !cells.contains(&cell) {
+                    cells.push(cell);
+                }
+            }
+        }
+        Ok(Experiment { spec, file, cells })
+    }
+
+    /// Hash of what is measured and how: runs with the same hash can be resumed and merged.
+    pub fn config_hash(&self) -> String {
+        let text = serde_json::to_string(&(&self.cells, &self.spec.timing)).expect("cells are plain data");
+        blake3::hash(text.as_bytes()).to_hex()[..8].to_string()
+    }
+}
+
+/// The product of a grid's axes.
+fn expand(grid: &Grid, file: Option<&FileSource>, workload_hash: &str) -> Result<Vec<Cell>, String> {
+    let from_file = file.map(FileSource::extents);
+    if from_file.is_some() && !(grid.heads.0.is_empty() && grid.head_dim.0.is_empty() && grid.batch.0.is_empty() && grid.dtype.0.is_empty()) {
+        return Err("heads, head_dim, batch and dtype come from the tensor file; leave them out".into());
+    }
+    let heads: Vec<(usize, usize)> = match from_file {
+        Some((_, q_heads, kv_heads, ..)) => vec![(q_heads, kv_heads)],
+        None => grid.heads.0.iter().map(|text| parse_heads(text)).collect::<Result<_, _>>()?,
+    };
+    if heads.is_empty() {
+        return Err("heads are missing; write heads = \"8/2\" (query heads / KV heads)".into());
+    }
+    let head_dims = from_file.map_or_else(|| grid.head_dim.or(64), |(.., head_dim, _)| vec![head_dim]);
+    let dtypes = from_file.map_or_else(|| grid.dtype.or(DType::F32), |(.., dtype)| vec![dtype]);
+    let batches = from_file.map_or_else(|| grid.batch.or(1), |(batch, ..)| vec![batch]);
+    let kernels = grid.kernel.or(if grid.measure == Measure::Decode { "decode" } else { "tiled" }.into());
+    let evicts = grid.measure == Measure::Evict;
+    if !evicts && !(grid.policy.0.is_empty() && grid.budget.0.is_empty() && grid.new_tokens.is_none()) {
+        return Err("policy, budget and new_tokens belong to measure = \"evict\"".into());
+    }
+    if evicts && grid.policy.0.is_empty() {
+        return Err("policy is missing; write policy = [\"full\", \"snapkv\"]".into());
+    }
+    let budgets: Vec<Option<String>> = grid.budget.0.iter().map(|budget| Some(budget.0.clone())).collect();
+    let mut choices: Vec<(Option<String>, Option<String>)> = Vec::new();
+    for policy in &grid.policy.0 {
+        if policy == "full" {
+            choices.push((Some(policy.clone()), None));
+        } else if budgets.is_empty() {
+            return Err(format!("policy '{policy}' needs a budget; write budget = [0.25, 0.5]"));
+        } else {
+            choices.extend(budgets.iter().map(|budget| (Some(policy.clone()), budget.clone())));
+        }
+    }
+    if !evicts {
+        choices.push((None, None));
+    }
+
+    let mut cells = Vec::new();
+    for &context_tokens in grid.context_tokens.0.iter().flat_map(|tokens| &tokens.0) {
+        for &(q_heads, kv_heads) in &heads {
+            for &head_dim in &head_dims {
+                for &dtype in &dtypes {
+                    for &batch in &batches {
+                        for seed in grid.seed.or(0) {
+                            for kernel in &kernels {
+                                for (policy, budget) in &choices {
+                                    cells.push(Cell {
+                                        measure: grid.measure,
+                                        kernel: kernel.clone(),
+                                        batch,
+                                        q_heads,
+                                        kv_heads,
+                                        head_dim,
+                                        context_tokens,
+                                        new_tokens: if evicts { grid.new_tokens.unwrap_or(32) } else { 0 },
+                                        dtype,
+                                        causal: grid.causal,
+                                        window: grid.window,
+                                        softcap: grid.softcap,
+                                        policy: policy.clone(),
+                                        budget: budget.clone(),
+                                        seed,
+                                        workload_hash: workload_hash.into(),
+                                    });
+                                }
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+    Ok(cells)
+}
+
+/// Refuses a cell that could never run.
+fn check(cell: Cell, registry: &Registry) -> Result<Cell, String> {
+    let text = |error: &dyn std::fmt::Display| error.to_string();
+    cell.shape().check().map_err(|error| text(&error))?;
+    cell.params().check().map_err(|error| text(&error))?;
+    let kernel = kernel(&cell.kernel).map_err(|error| text(&error))?;
+    if cell.measure == Measure::Backward
+        && kernel.backward_workspace(&cell.shape(), &cell.params(), 1).is_none()
+    {
+        return Err(format!("kernel '{}' has no backward pass; use naive or tiled", cell.kernel));
+    }
+    if cell.measure == Measure::Evict {
+        if !cell.causal || cell.window.is_some() {
+            return Err("eviction is measured with a causal mask and without a window".into());
+        }
+        if cell.new_tokens == 0 {
+            return Err("new_tokens is 0; at least 1 decode step is needed to see what eviction does".into());
+        }
+    }
+    if let Some(policy) = &cell.policy {
+        registry.policy(policy).map_err(|error| text(&error))?;
+    }
+    if let Some(budget) = &cell.budget {
+        let budget: Budget = budget.parse().map_err(|error| text(&error))?;
+        let token_bytes = (2 * cell.head_dim * cell.dtype.bytes()) as u64;
+        budget.tokens(cell.context_tokens, token_bytes, cell.batch * cell.kv_heads).map_err(|error| text(&error))?;
+    }
+    Ok(cell)
+}
+
+/// Reads `8/2` as 8 query heads on 2 KV heads.
+fn parse_heads(text: &str) -> Result<(usize, usize), String> {
+    let wrong = || format!("heads is '{text}'; write query heads / KV heads such as \"8/2\"");
+    let (q_heads, kv_heads) = text.split_once('/').ok_or_else(wrong)?;
+    let number = |part: &str| part.trim().parse::<usize>().ok().filter(|heads| (1..=4096).contains(heads));
+    Ok((number(q_heads).ok_or_else(wrong)?, number(kv_heads).ok_or_else(wrong)?))
+}

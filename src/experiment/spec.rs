@@ -1,0 +1,413 @@
+//! Experiment files: what the TOML says, before it is expanded into cells.
+//!
+//! Unknown keys are refused. Every axis of a grid takes one value or a list, and lengths also take ranges such as
+//! `"1k..32k*2"` (doubling) or `"1k..8k+1k"` (in steps).
+
+use super::cell::Measure;
+use crate::policy::Budget;
+use crate::tensor::DType;
+use crate::units;
+use crate::workload::SyntheticSpec;
+use serde::de::{self, Deserializer, IntoDeserializer, SeqAccess, Visitor};
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::marker::PhantomData;
+use std::path::{Path, PathBuf};
+
+/// An experiment file.
+#[derive(Debug, Clone, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub struct Spec {
+    /// Name of the experiment and of its folder under the results: lower-case letters, digits, `-` and `_`.
+    pub name: String,
+    /// One or two sentences for the report.
+    #[serde(default)]
+    pub description: String,
+    /// Memory limit such as `"8GiB"`; without it 80% of what is available. `--limit-memory` goes before it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub limit_memory: Option<String>,
+    /// How long and how often cells are measured.
+    #[serde(default)]
+    pub timing: Timing,
+    /// Inputs from a file; without it they are synthetic.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub file: Option<FileSpec>,
+    /// Knobs of the synthetic inputs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub synthetic: Option<SyntheticSpec>,
+    /// Grids of cells.
+    pub grid: Vec<Grid>,
+}
+
+/// Tensors of a real model.
+#[derive(Debug, Clone, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub struct FileSpec {
+    /// A safetensors file with `q` `[B, Hq, L, D]`, `k` and `v` `[B, Hkv, L, D]`, after RoPE. Relative to the working
+    /// folder.
+    pub path: PathBuf,
+}
+
+/// How long and how often cells are measured.
+#[derive(Debug, Clone, Deserialize, Serialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Timing {
+    /// Untimed rounds before the first sample (the first of them is the checked one).
+    pub warmups: usize,
+    /// Fewest samples of a cell.
+    pub min_rounds: usize,
+    /// Most samples of a cell.
+    pub max_rounds: usize,
+    /// Sampling stops when the half-width of the 95% interval is at most this fraction of the median.
+    pub target: f64,
+    /// Sampling stops when a cell has taken this long, all rounds together.
+    pub cap_s: f64,
+}
+
+impl Default for Timing {
+    fn default() -> Self {
+        Timing { warmups: 1, min_rounds: 5, max_rounds: 30, target: 0.03, cap_s: 10.0 }
+    }
+}
+
+/// One grid: the product of its axes.
+#[derive(Debug, Clone, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub struct Grid {
+    /// `forward`, `backward`, `decode` or `evict`.
+    pub measure: Measure,
+    /// Kernels; by default `tiled`, and `decode` for `decode`. For `evict` the one that does the prefill.
+    #[serde(default)]
+    pub kernel: Many<String>,
+    /// Context lengths.
+    pub context_tokens: Many<Tokens>,
+    /// Heads as `"8/2"`: 8 query heads on 2 KV heads. From the file when there is one.
+    #[serde(default)]
+    pub heads: Many<String>,
+    /// Head dims. From the file when there is one.
+    #[serde(default)]
+    pub head_dim: Many<usize>,
+    /// Batch sizes; 1 by default.
+    #[serde(default)]
+    pub batch: Many<usize>,
+    /// Element types; f32 by default. From the file when there is one.
+    #[serde(default)]
+    pub dtype: Many<DType>,
+    /// Causal mask; true by default.
+    #[serde(default = "yes")]
+    pub causal: bool,
+    /// Sliding window.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub window: Option<usize>,
+    /// Soft-cap of the logits.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub softcap: Option<f32>,
+    /// Policies, for `evict`.
+    #[serde(default)]
+    pub policy: Many<String>,
+    /// Budgets, for `evict`; `full` needs none.
+    #[serde(default)]
+    pub budget: Many<BudgetText>,
+    /// Tokens decoded after the context, for `evict`; 32 by default.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub new_tokens: Option<usize>,
+    /// Seeds; 0 by default.
+    #[serde(default)]
+    pub seed: Many<u64>,
+}
+
+fn yes() -> bool {
+    true
+}
+
+/// One value or a list of them.
+#[derive(Debug, Clone, Serialize)]
+#[serde(transparent)]
+pub struct Many<T>(pub Vec<T>);
+
+impl<T> Default for Many<T> {
+    fn default() -> Self {
+        Many(Vec::new())
+    }
+}
+
+impl<T: Clone> Many<T> {
+    /// The values, or `default` where none was given.
+    pub fn or(&self, default: T) -> Vec<T> {
+        if self.0.is_empty() { vec![default] } else { self.0.clone() }
+    }
+}
+
+impl<'de, T: Deserialize<'de>> Deserialize<'de> for Many<T> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct OneOrMany<T>(PhantomData<T>);
+        /// A single value, handed on to `T`.
+        macro_rules! one {
+            ($visit:ident, $type:ty) => {
+                fn $visit<E: de::Error>(self, value: $type) -> Result<Self::Value, E> {
+                    Ok(Many(vec![T::deserialize(value.into_deserializer())?]))
+                }
+            };
+        }
+        impl<'de, T: Deserialize<'de>> Visitor<'de> for OneOrMany<T> {
+            type Value = Many<T>;
+            fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+                formatter.write_str("a value or a list of values")
+            }
+            one!(visit_str, &str);
+            one!(visit_i64, i64);
+            one!(visit_u64, u64);
+            one!(visit_f64, f64);
+            one!(visit_bool, bool);
+            fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Self::Value, A::Error> {
+                let mut values = Vec::new();
+                while let Some(value) = list.next_element()? {
+                    values.push(value);
+                }
+                if values.is_empty() {
+                    return Err(de::Error::custom("the list is empty; give at least one value or leave the key out"));
+                }
+                Ok(Many(values))
+            }
+        }
+        deserializer.deserialize_any(OneOrMany(PhantomData))
+    }
+}
+
+/// Context lengths that one entry stands for.
+#[derive(Debug, Clone, Serialize)]
+#[serde(transparent)]
+pub struct Tokens(pub Vec<usize>);
+
+impl Tokens {
+    fn parse(text: &str) -> Result<Self, String> {
+        let Some((first, rest)) = text.split_once("..") else {
+            return Ok(Tokens(vec![units::parse_tokens(text)?]));
+        };
+        let wrong = || format!("'{text}' is not a range; write \"1k..32k*2\" (doubling) or \"1k..8k+1k\" (steps)");
+        let first = units::parse_tokens(first)?;
+        let (last, next): (&str, Box<dyn Fn(usize) -> usize>) = if let Some((last, factor)) = rest.split_once('*') {
+            let factor = factor.trim().parse::<usize>().ok().filter(|factor| *factor >= 2).ok_or_else(wrong)?;
+            (last, Box::new(move |tokens| tokens.saturating_mul(factor)))
+        } else if let Some((last, step)) = rest.split_once('+') {
+            let step = units::parse_tokens(step)?;
+            (last, Box::new(move |tokens| tokens.saturating_add(step)))
+        } else {
+            return Err(wrong());
+        };
+        let last = units::parse_tokens(last)?;
+        let lengths: Vec<usize> =
+            std::iter::successors(Some(first), |&tokens| Some(next(tokens))).take_while(|&tokens| tokens <= last).take(1000).collect();
+        if lengths.is_empty() { Err(wrong()) } else { Ok(Tokens(lengths)) }
+    }
+}
+
+impl<'de> Deserialize<'de> for Tokens {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let text = NumberOrText::deserialize(deserializer)?.0;
+        Tokens::parse(&text).map_err(de::Error::custom)
+    }
+}
+
+/// A budget as it was written.
+#[derive(Debug, Clone, Serialize)]
+#[serde(transparent)]
+pub struct BudgetText(pub String);
+
+impl<'de> Deserialize<'de> for BudgetText {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let text = NumberOrText::deserialize(deserializer)?.0;
+        let budget: Budget = text.parse().map_err(de::Error::custom)?;
+        Ok(BudgetText(budget.to_string()))
+    }
+}
+
+/// A number or a text, as text.
+struct NumberOrText(String);
+
+impl<'de> Deserialize<'de> for NumberOrText {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Either;
+        impl Visitor<'_> for Either {
+            type Value = NumberOrText;
+            fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+                formatter.write_str("a number or a text")
+            }
+            fn visit_str<E: de::Error>(self, text: &str) -> Result<NumberOrText, E> {
+                Ok(NumberOrText(text.into()))
+            }
+            fn visit_i64<E: de::Error>(self, number: i64) -> Result<NumberOrText, E> {
+                Ok(NumberOrText(number.to_string()))
+            }
+            fn visit_u64<E: de::Error>(self, number: u64) -> Result<NumberOrText, E> {
+                Ok(NumberOrText(number.to_string()))
+            }
+            fn visit_f64<E: de::Error>(self, number: f64) -> Result<NumberOrText, E> {
+                Ok(NumberOrText(format!("{number:?}")))
+            }
+        }
+        deserializer.deserialize_any(Either)
+    }
+}
+
+/// An experiment file that cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum SpecError {
+    /// The file cannot be read.
+    #[error("cannot read experiment '{path}': {reason}; shipped experiments are {shipped}")]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// The system's own words.
+        reason: String,
+        /// Names that work without a file.
+        shipped: String,
+    },
+    /// The text is not an experiment.
+    #[error("{origin}:{line}:{column}: {message}")]
+    Syntax {
+        /// The file.
+        origin: String,
+        /// Line, from 1.
+        line: usize,
+        /// Column, from 1.
+        column: usize,
+        /// What was wrong.
+        message: String,
+    },
+    /// A value that makes no sense together with the others.
+    #[error("{origin}: {message}")]
+    Value {
+        /// The file.
+        origin: String,
+        /// What was wrong.
+        message: String,
+    },
+}
+
+/// The experiments that come with kvsieve, by name.
+pub const SHIPPED: &[(&str, &str)] = &[
+    ("quickstart", include_str!("../../experiments/quickstart.toml")),
+    ("memory-vs-context", include_str!("../../experiments/memory-vs-context.toml")),
+    ("latency-vs-context", include_str!("../../experiments/latency-vs-context.toml")),
+    ("gqa-vs-mha", include_str!("../../experiments/gqa-vs-mha.toml")),
+    ("eviction-policies", include_str!("../../experiments/eviction-policies.toml")),
+];
+
+impl Spec {
+    /// Reads an experiment file, or a shipped experiment by its name or as `experiments/NAME.toml`.
+    ///
+    /// # Errors
+    /// When there is neither, or the text is not an experiment.
+    pub fn load(path: &Path) -> Result<Self, SpecError> {
+        let origin = path.display().to_string();
+        match std::fs::read_to_string(path) {
+            Ok(text) => Self::parse(&text, &origin),
+            Err(error) => {
+                let name = origin.strip_prefix("experiments/").unwrap_or(&origin);
+                let name = name.strip_suffix(".toml").unwrap_or(name);
+                match SHIPPED.iter().find(|(shipped, _)| *shipped == name) {
+                    Some((_, text)) => Self::parse(text, &origin),
+                    None => Err(SpecError::Read {
+                        path: path.into(),
+                        reason: error.to_string(),
+                        shipped: SHIPPED.iter().map(|(name, _)| *name).collect::<Vec<_>>().join(", "),
+                    }),
+                }
+            }
+        }
+    }
+
+    /// Reads the text of an experiment; `origin` stands in errors.
+    ///
+    /// # Errors
+    /// When the text is not an experiment; the error names line and column.
+    pub fn parse(text: &str, origin: &str) -> Result<Self, SpecError> {
+        let spec: Spec = toml::from_str(text).map_err(|error| {
+            let before = &text[..error.span().map_or(0, |span| span.start.min(text.len()))];
+            let line = before.matches('\n').count() + 1;
+            let column = before.chars().rev().take_while(|&c| c != '\n').count() + 1;
+            let message = error.message().lines().collect::<Vec<_>>().join("; ");
+            SpecError::Syntax { origin: origin.into(), line, column, message }
+        })?;
+        spec.check().map_err(|message| SpecError::Value { origin: origin.into(), message })?;
+        Ok(spec)
+    }
+
+    fn check(&self) -> Result<(), String> {
+        let plain = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-' || c == '_';
+        if self.name.is_empty() || !self.name.chars().all(plain) {
+            return Err(format!("name is '{}'; use lower-case letters, digits, '-' and '_'", self.name));
+        }
+        let Timing { warmups, min_rounds, max_rounds, target, cap_s } = self.timing;
+        if min_rounds == 0 || max_rounds < min_rounds {
+            return Err(format!("timing: min_rounds is {min_rounds}, max_rounds {max_rounds}; need 1 <= min <= max"));
+        }
+        if max_rounds > 10_000 || warmups > 100 {
+            return Err(format!("timing: {max_rounds} rounds, {warmups} warm-ups; at most 10000 and 100 make sense"));
+        }
+        if !(target > 0.0 && target < 1.0) || !(cap_s > 0.0 && cap_s.is_finite()) {
+            return Err(format!("timing: target is {target} (between 0 and 1), cap_s {cap_s} (seconds, above 0)"));
+        }
+        if self.file.is_some() && self.synthetic.is_some() {
+            return Err("both [file] and [synthetic] are given; inputs come from one of them".into());
+        }
+        if self.grid.is_empty() {
+            return Err("there is no [[grid]]; give at least one".into());
+        }
+        self.synthetic.as_ref().map_or(Ok(()), |knobs| knobs.check().map_err(|error| error.to_string()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LEAST: &str = "name = \"x\"\n[[grid]]\nmeasure = \"forward\"\ncontext_tokens = 64\nheads = \"2/1\"\nhead_dim = 8\n";
+
+    #[test]
+    fn lengths_are_single_lists_and_ranges() {
+        for (text, expected) in [
+            ("64", vec![64]),
+            ("\"2k\"", vec![2048]),
+            ("[64, \"1k\"]", vec![64, 1024]),
+            ("\"1k..8k*2\"", vec![1024, 2048, 4096, 8192]),
+            ("\"1k..3k+1k\"", vec![1024, 2048, 3072]),
+            ("[\"512..1k*2\", 4096]", vec![512, 1024, 4096]),
+        ] {
+            let spec = Spec::parse(&LEAST.replace("= 64", &format!("= {text}")), "x.toml").unwrap();
+            assert_eq!(spec.grid[0].context_tokens.0.iter().flat_map(|t| t.0.clone()).collect::<Vec<_>>(), expected);
+        }
+    }
+
+    #[test]
+    fn mistakes_are_named_with_line_and_column() {
+        let cases = [
+            (LEAST.replace("head_dim", "head_dims"), "x.toml:6:1: unknown field `head_dims`"),
+            (LEAST.replace("= 64", "= \"1k..2k\""), "x.toml:4:18: '1k..2k' is not a range"),
+            (LEAST.replace("= 64", "= 0"), "x.toml:4:18: '0' is not a token count"),
+            (LEAST.replace("= 64", "= []"), "x.toml:4:18: the list is empty"),
+            (LEAST.replace("\"forward\"", "\"sideways\""), "x.toml:3:11: unknown variant `sideways`"),
+            (LEAST.replace("= 8\n", "= "), "x.toml:6:"),
+            (LEAST.replace("\"x\"", "\"../x\""), "x.toml: name is '../x'"),
+            (format!("{LEAST}budget = 1.5\n"), "x.toml:7:10: '1.5' is not a budget"),
+            (LEAST.replace("[[grid]]", "[timing]\ntarget = 2\n[[grid]]"), "x.toml: timing: target is 2"),
+            (LEAST.replace("[[grid]]", "[file]\npath = \"a\"\n[synthetic]\n[[grid]]"), "x.toml: both [file] and"),
+            ("name = \"x\"".into(), "x.toml:1:1: missing field `grid`"),
+        ];
+        for (text, expected) in cases {
+            let error = Spec::parse(&text, "x.toml").unwrap_err().to_string();
+            assert!(error.starts_with(expected), "{error}");
+            assert!(!error.contains('\n'), "{error}");
+        }
+    }
+
+    #[test]
+    fn shipped_experiments_are_found_by_name_and_path() {
+        for (name, _) in SHIPPED {
+            assert_eq!(Spec::load(Path::new(name)).unwrap().name, *name);
+            assert_eq!(Spec::load(Path::new(&format!("experiments/{name}.toml"))).unwrap().name, *name);
+        }
+        assert!(Spec::load(Path::new("nothing")).unwrap_err().to_string().contains("quickstart"));
+    }
+}
