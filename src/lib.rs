@@ -9,4 +9,5 @@ pub mod device;
 pub mod memory;
 pub mod named;
 pub mod tensor;
+pub mod workload;
 pub mod experiment;
