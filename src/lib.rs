@@ -7,9 +7,11 @@
 pub mod attention;
 pub mod cache;
 pub mod device;
+pub mod experiment;
 pub mod memory;
 pub mod named;
 pub mod policy;
+pub mod report;
 pub mod tensor;
 pub mod units;
-pub mod experiment;
+pub mod workload;

@@ -6,7 +6,7 @@ mod report;
 use super::failure::Failure;
 use super::{Compute, output};
 use kvsieve::attention::{self, AttentionError, Params, Shape};
-use kvsieve::experiment::units;
+use kvsieve::units;
 use kvsieve::memory::Arena;
 use kvsieve::named::Named;
 use kvsieve::tensor::file::{self, Output, TensorFile};

@@ -5,7 +5,7 @@ use super::{default_limit_bytes, output};
 use kvsieve::device::Cpu;
 use kvsieve::device::cpu::CpuInfo;
 use kvsieve::device::gpu::Gpu;
-use kvsieve::experiment::units;
+use kvsieve::units;
 use kvsieve::memory::os;
 use serde::Serialize;
 use std::fmt::Write;

@@ -15,7 +15,7 @@ use clap::Parser;
 use clap::error::ErrorKind;
 use failure::Failure;
 use kvsieve::device::Cpu;
-use kvsieve::experiment::units;
+use kvsieve::units;
 use kvsieve::memory::os;
 
 const EXAMPLES: &str = "\

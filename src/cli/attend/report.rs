@@ -3,7 +3,7 @@
 use super::pass::{Problem, Sizes, Solution};
 use kvsieve::attention::Shape;
 use kvsieve::device::Cpu;
-use kvsieve::experiment::units;
+use kvsieve::units;
 use kvsieve::memory::{LabelBytes, Usage};
 use kvsieve::tensor::DType;
 use serde::Serialize;

@@ -1,0 +1,240 @@
+//! A user's own queries, keys and values from a safetensors file.
+
+use super::{Extents, Workload, WorkloadError};
+use crate::memory::{Arena, Label};
+use crate::tensor::file::{FileError, TensorFile};
+use crate::tensor::{DType, Tensor};
+use safetensors::tensor::Metadata;
+use std::fs::File;
+use std::io::{Error, Read, Seek, SeekFrom};
+use std::path::{Path, PathBuf};
+
+/// A file with `q` `[B, Hq, N, D]`, `k` and `v` `[B, Hkv, N, D]` after RoPE, in one element type.
+pub struct FileSource {
+    path: PathBuf,
+    q_dims: [usize; 4],
+    kv_heads: usize,
+    dtype: DType,
+    /// Where `q`, `k` and `v` begin in the file, in bytes.
+    starts: [u64; 3],
+}
+
+impl FileSource {
+    /// Reads the file's header and checks that the three tensors belong together.
+    ///
+    /// # Errors
+    /// When the file cannot be read, lacks a tensor, or the tensors' shapes or types do not fit together.
+    pub fn open(path: &Path) -> Result<Self, WorkloadError> {
+        let file = TensorFile::open(path)?;
+        let (q_dims, dtype) = file.describe("q")?;
+        let kv_heads = file.describe("k")?.0[1];
+        let expected = [q_dims[0], kv_heads, q_dims[2], q_dims[3]];
+        for name in ["k", "v"] {
+            let (found, found_dtype) = file.describe(name)?;
+            if found != expected {
+                let expected = format!("{expected:?} (batch, tokens and head dim as q {q_dims:?}, heads as k)");
+                return Err(
+                    FileError::Shape { path: path.into(), name: name.into(), found: found.into(), expected }.into()
+                );
+            }
+            if found_dtype != dtype {
+                let (found, asked) = (found_dtype.to_string(), format!("{dtype}, as in q"));
+                return Err(mismatched(path, "in k or v", found, asked, "store all three in one element type"));
+            }
+        }
+        let starts = starts(path).map_err(|error| unreadable(path, &error))?;
+        Ok(FileSource { path: path.into(), q_dims, kv_heads, dtype, starts })
+    }
+
+    /// `(B, Hq, Hkv, N, D, type)` of the file.
+    pub fn extents(&self) -> (usize, usize, usize, usize, usize, DType) {
+        let [batch, q_heads, tokens, head_dim] = self.q_dims;
+        (batch, q_heads, self.kv_heads, tokens, head_dim, self.dtype)
+    }
+
+    /// Loads the first `context_tokens + new_tokens` tokens; only these are read from the file.
+    ///
+    /// # Errors
+    /// When the file is too short or otherwise not what is asked for, holds a NaN or an infinity, or the arena has no
+    /// room.
+    pub fn load(&self, extents: &Extents, arena: &Arena) -> Result<Workload, WorkloadError> {
+        extents.check()?;
+        let (batch, q_heads, kv_heads, tokens, head_dim, dtype) = self.extents();
+        let fixed = [
+            ("sequences", batch, extents.batch),
+            ("query heads", q_heads, extents.q_heads),
+            ("KV heads", kv_heads, extents.kv_heads),
+            ("as head dim", head_dim, extents.head_dim),
+        ];
+        for (what, found, asked) in fixed {
+            if found != asked {
+                let remedy = "ask for what the file has";
+                return Err(mismatched(&self.path, what, found.to_string(), asked.to_string(), remedy));
+            }
+        }
+        if dtype != extents.dtype {
+            let (found, asked) = (dtype.to_string(), extents.dtype.to_string());
+            return Err(mismatched(&self.path, "as element type", found, asked, "ask for the file's own"));
+        }
+        if tokens < extents.total_tokens() {
+            let asked = format!("{} and {} new", extents.context_tokens, extents.new_tokens);
+            let remedy = "shorten the context or decode fewer tokens";
+            return Err(mismatched(&self.path, "tokens", tokens.to_string(), asked, remedy));
+        }
+        Ok(Workload {
+            q: self.tensor("q", self.starts[0], extents.q_dims(), arena)?,
+            k: self.tensor("k", self.starts[1], extents.kv_dims(), arena)?,
+            v: self.tensor("v", self.starts[2], extents.kv_dims(), arena)?,
+            needles: Vec::new(),
+        })
+    }
+
+    /// BLAKE3 hash of the whole file, in hexadecimal.
+    ///
+    /// # Errors
+    /// When the file can no longer be read.
+    pub fn hash(&self) -> Result<String, WorkloadError> {
+        let fail = |error| unreadable(&self.path, &error);
+        let mut hasher = blake3::Hasher::new();
+        hasher.update_reader(File::open(&self.path).map_err(fail)?).map_err(fail)?;
+        Ok(hasher.finalize().to_hex().to_string())
+    }
+
+    /// The first tokens of every head of a tensor.
+    fn tensor(&self, name: &str, start: u64, dims: [usize; 4], arena: &Arena) -> Result<Tensor, WorkloadError> {
+        let fail = |error| unreadable(&self.path, &error);
+        let mut tensor = Tensor::zeros(arena, Label::Input, self.dtype, dims)?;
+        let row_bytes = dims[3] * self.dtype.bytes();
+        let stored_bytes = (self.q_dims[2] * row_bytes) as u64;
+        let mut file = File::open(&self.path).map_err(fail)?;
+        for (head, target) in tensor.bytes_mut().chunks_exact_mut(dims[2] * row_bytes).enumerate() {
+            file.seek(SeekFrom::Start(start + head as u64 * stored_bytes)).map_err(fail)?;
+            file.read_exact(target).map_err(fail)?;
+        }
+        match tensor.first_non_finite() {
+            None => Ok(tensor),
+            Some((index, value)) => {
+                Err(FileError::NonFinite { path: self.path.clone(), name: name.into(), index, value }.into())
+            }
+        }
+    }
+}
+
+/// Where the data of `q`, `k` and `v` begin. Read apart from [`TensorFile`], which loads tensors only whole.
+fn starts(path: &Path) -> Result<[u64; 3], Error> {
+    let mut file = File::open(path)?;
+    let mut length = [0; 8];
+    file.read_exact(&mut length)?;
+    let length = u64::from_le_bytes(length);
+    let mut header = Vec::new();
+    file.take(length).read_to_end(&mut header)?;
+    let metadata: Metadata = serde_json::from_slice(&header)?;
+    let start = |name| -> Result<u64, Error> {
+        let info = metadata.info(name).ok_or_else(|| Error::other(format!("tensor '{name}' is gone")))?;
+        Ok(8 + length + info.data_offsets.0 as u64)
+    };
+    Ok([start("q")?, start("k")?, start("v")?])
+}
+
+fn unreadable(path: &Path, error: &Error) -> WorkloadError {
+    FileError::Open { path: path.into(), reason: error.to_string() }.into()
+}
+
+fn mismatched(path: &Path, what: &'static str, found: String, asked: String, remedy: &str) -> WorkloadError {
+    WorkloadError::Mismatch { path: path.into(), what, found, asked, remedy: remedy.into() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tensor::file::{Output, write};
+    use tempfile::TempDir;
+
+    const ASKED: Extents =
+        Extents { batch: 2, q_heads: 4, kv_heads: 2, head_dim: 8, context_tokens: 5, new_tokens: 2, dtype: DType::F16 };
+
+    /// A file of 9 tokens whose elements count up, except `spoilt`, which is replaced in `k`.
+    fn source(spoilt: Option<(usize, f32)>) -> (TempDir, Result<FileSource, WorkloadError>) {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("in.safetensors");
+        let arena = Arena::unlimited();
+        let tensor = |heads: usize, first: f32, spoilt: Option<(usize, f32)>| {
+            let mut values: Vec<f32> = (0..2 * heads * 9 * 8).map(|index| first + index as f32).collect();
+            spoilt.into_iter().for_each(|(index, value)| values[index] = value);
+            Tensor::from_f32(&arena, Label::Input, DType::F16, [2, heads, 9, 8], &values).unwrap()
+        };
+        let (q, k, v) = (tensor(4, 0.0, None), tensor(2, 1000.0, spoilt), tensor(2, -500.0, None));
+        write(&path, &[Output::tensor("q", &q), Output::tensor("k", &k), Output::tensor("v", &v)]).unwrap();
+        (folder, FileSource::open(&path))
+    }
+
+    #[test]
+    fn the_first_tokens_of_every_head_are_loaded_and_nothing_else_takes_memory() {
+        let (_folder, file) = source(None);
+        let file = file.unwrap();
+        assert_eq!(file.extents(), (2, 4, 2, 9, 8, DType::F16));
+        let arena = Arena::unlimited();
+        let workload = file.load(&ASKED, &arena).unwrap();
+        assert_eq!(arena.usage().peak_bytes, Workload::bytes(&ASKED));
+        assert_eq!(Workload::bytes(&ASKED), 2 * (2 * 4 * 7 * 8 + 2 * 2 * 2 * 7 * 8));
+        assert!(workload.needles.is_empty());
+        for (tensor, heads, start) in [(&workload.q, 4, 0.0), (&workload.k, 2, 1000.0), (&workload.v, 2, -500.0)] {
+            assert_eq!(tensor.dims(), [2, heads, 7, 8]);
+            for (index, value) in tensor.to_f32().into_iter().enumerate() {
+                let (head, within) = (index / 56, index % 56);
+                assert_eq!(value, start + (head * 72 + within) as f32);
+            }
+        }
+    }
+
+    #[test]
+    fn what_the_file_does_not_have_is_refused() {
+        let (_folder, file) = source(None);
+        let file = file.unwrap();
+        let cases = [
+            (Extents { new_tokens: 5, ..ASKED }, "has 9 tokens; needed: 5 and 5 new; shorten"),
+            (Extents { q_heads: 8, ..ASKED }, "has 4 query heads; needed: 8"),
+            (Extents { kv_heads: 4, ..ASKED }, "has 2 KV heads; needed: 4"),
+            (Extents { batch: 1, ..ASKED }, "has 2 sequences; needed: 1"),
+            (Extents { head_dim: 16, ..ASKED }, "has 8 as head dim; needed: 16"),
+            (Extents { dtype: DType::F32, ..ASKED }, "has f16 as element type; needed: f32"),
+        ];
+        for (extents, expected) in cases {
+            let error = file.load(&extents, &Arena::unlimited()).err().unwrap().to_string();
+            assert!(error.contains(expected), "{error}");
+        }
+    }
+
+    #[test]
+    fn infinities_count_only_where_they_are_read() {
+        let arena = Arena::unlimited();
+        // Token 8 of the second head of k, beyond the seven tokens asked for; then token 6.
+        let (_folder, file) = source(Some((72 + 8 * 8, f32::INFINITY)));
+        assert!(file.unwrap().load(&ASKED, &arena).is_ok());
+        let (_folder, file) = source(Some((72 + 6 * 8 + 3, f32::INFINITY)));
+        let error = file.unwrap().load(&ASKED, &arena).err().unwrap().to_string();
+        assert!(error.contains("tensor 'k'") && error.contains("[0, 1, 6, 3]"), "{error}");
+    }
+
+    #[test]
+    fn the_hash_is_that_of_the_bytes_and_strangers_are_refused() {
+        let (folder, file) = source(None);
+        let path = folder.path().join("in.safetensors");
+        let hash = file.unwrap().hash().unwrap();
+        assert_eq!(hash, blake3::hash(&std::fs::read(&path).unwrap()).to_hex().to_string());
+        let arena = Arena::unlimited();
+        let zeros = |dtype, tokens| Tensor::zeros(&arena, Label::Input, dtype, [1, 1, tokens, 8]).unwrap();
+        let (q, short, narrow) = (zeros(DType::F32, 4), zeros(DType::F32, 3), zeros(DType::Bf16, 4));
+        for (k, v, expected) in [
+            (&short, &short, "tensor 'k' in"),
+            (&q, &short, "tensor 'v' in"),
+            (&q, &narrow, "has bf16 in k or v; needed: f32, as in q"),
+        ] {
+            write(&path, &[Output::tensor("q", &q), Output::tensor("k", k), Output::tensor("v", v)]).unwrap();
+            let error = FileSource::open(&path).err().unwrap().to_string();
+            assert!(error.contains(expected), "{error}");
+        }
+        write(&path, &[Output::tensor("q", &q), Output::tensor("k", &q)]).unwrap();
+        assert!(FileSource::open(&path).err().unwrap().to_string().contains("no tensor 'v'"));
+    }
+}

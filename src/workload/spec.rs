@@ -1,0 +1,137 @@
+//! The knobs of the synthetic workload, with their defaults and ranges.
+
+use super::WorkloadError;
+use serde::{Deserialize, Serialize};
+
+/// Knobs of the synthetic workload. Masses are shares of the softmax of a late query in the full cache.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct SyntheticSpec {
+    /// Standard deviation of the logits' noise, 0 to 4. Default 1.
+    pub noise: f64,
+    /// Base of RoPE's frequencies, above 1. Default 500000.
+    pub rope_theta: f64,
+    /// First tokens that act as attention sinks, 1 to 64. Default 4.
+    pub sinks: usize,
+    /// Mass on the sinks. Default 0.35.
+    pub sink_mass: f64,
+    /// Fraction of the context that are heavy hitters, 0 to 0.4. Default 0.02.
+    pub heavy_hitters: f64,
+    /// Mass on the heavy hitters, the `r`-th strongest with a weight of `1/r`. Default 0.15.
+    pub heavy_mass: f64,
+    /// Mass on the last 64 tokens in retrieval heads. Default 0.25.
+    pub band_mass: f64,
+    /// Mass on the last 64 tokens in the other heads. Default 0.4.
+    pub local_band_mass: f64,
+    /// Needles for each retrieval head; at most as many as there are late tokens are planted. Default 8.
+    pub needles: usize,
+    /// Fraction of the KV heads that have needles (at least one head), 0 to 1. Default 0.5.
+    pub retrieval_heads: f64,
+    /// How far a needle stands off the cone of the keys: 0 as an ordinary token, 1 as a sink. Default 0.25.
+    pub needle_salience: f64,
+    /// Mass on a needle in the query that asks for it. Default 0.6.
+    pub needle_mass: f64,
+    /// Fraction of the needles that one of the last 32 tokens of the context asks for too, 0 to 1. Default 0.5.
+    pub hinted: f64,
+}
+
+impl Default for SyntheticSpec {
+    fn default() -> Self {
+        SyntheticSpec {
+            noise: 1.0,
+            rope_theta: 500_000.0,
+            sinks: 4,
+            sink_mass: 0.35,
+            heavy_hitters: 0.02,
+            heavy_mass: 0.15,
+            band_mass: 0.25,
+            local_band_mass: 0.4,
+            needles: 8,
+            retrieval_heads: 0.5,
+            needle_salience: 0.25,
+            needle_mass: 0.6,
+            hinted: 0.5,
+        }
+    }
+}
+
+impl SyntheticSpec {
+    /// Says whether every knob is in its range and the masses leave something for the background.
+    ///
+    /// # Errors
+    /// Names the first knob that is wrong and what would be right.
+    pub fn check(&self) -> Result<(), WorkloadError> {
+        let ranges = [
+            ("noise", self.noise, 0.0, 4.0),
+            ("rope_theta", self.rope_theta, 2.0, 1e12),
+            // Sinks set the scale against which everything else is salient, so they cannot have nothing.
+            ("sink_mass", self.sink_mass, 0.01, 0.99),
+            ("heavy_hitters", self.heavy_hitters, 0.0, 0.4),
+            ("heavy_mass", self.heavy_mass, 0.0, 0.99),
+            ("band_mass", self.band_mass, 0.0, 0.99),
+            ("local_band_mass", self.local_band_mass, 0.0, 0.99),
+            ("retrieval_heads", self.retrieval_heads, 0.0, 1.0),
+            ("needle_salience", self.needle_salience, 0.0, 1.0),
+            ("needle_mass", self.needle_mass, 0.01, 0.99),
+            ("hinted", self.hinted, 0.0, 1.0),
+        ];
+        let wrong = |knob, value: String, expected| Err(WorkloadError::Knob { knob, value, expected });
+        for (knob, value, least, most) in ranges {
+            // A NaN is in no range.
+            if !(least..=most).contains(&value) {
+                return wrong(knob, value.to_string(), format!("between {least} and {most}"));
+            }
+        }
+        if !(1..=64).contains(&self.sinks) {
+            return wrong("sinks", self.sinks.to_string(), "between 1 and 64".into());
+        }
+        for (knob, band) in [("band_mass", self.band_mass), ("local_band_mass", self.local_band_mass)] {
+            let salient = self.sink_mass + self.heavy_mass;
+            if salient + band > 0.99 {
+                let expected = format!(
+                    "less: together with sink_mass {} and heavy_mass {} it makes {:.3}, and at most 0.99 leaves room \
+                     for the background",
+                    self.sink_mass,
+                    self.heavy_mass,
+                    salient + band
+                );
+                return wrong(knob, band.to_string(), expected);
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn knobs_out_of_range_are_named_with_their_value() {
+        assert!(SyntheticSpec::default().check().is_ok());
+        type Change = fn(&mut SyntheticSpec);
+        let cases: [(&str, Change); 7] = [
+            ("noise is NaN", |spec| spec.noise = f64::NAN),
+            ("rope_theta is inf", |spec| spec.rope_theta = f64::INFINITY),
+            ("sink_mass is 0;", |spec| spec.sink_mass = 0.0),
+            ("sinks is 0;", |spec| spec.sinks = 0),
+            ("hinted is -0.5", |spec| spec.hinted = -0.5),
+            ("local_band_mass is 0.5; it must be less: together", |spec| spec.local_band_mass = 0.5),
+            ("band_mass is 0.25; it must be less: together", |spec| spec.sink_mass = 0.6),
+        ];
+        for (expected, change) in cases {
+            let mut spec = SyntheticSpec::default();
+            change(&mut spec);
+            let message = spec.check().unwrap_err().to_string();
+            assert!(message.contains(expected), "{message}");
+        }
+    }
+
+    #[test]
+    fn a_spec_is_written_with_the_knobs_that_differ_and_refuses_strangers() {
+        let spec: SyntheticSpec = toml::from_str("needles = 3\nnoise = 0.5").unwrap();
+        assert_eq!(spec, SyntheticSpec { needles: 3, noise: 0.5, ..SyntheticSpec::default() });
+        let error = toml::from_str::<SyntheticSpec>("needle = 3").unwrap_err().to_string();
+        assert!(error.contains("unknown field `needle`"), "{error}");
+    }
+}
