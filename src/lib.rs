@@ -10,3 +10,4 @@ pub mod memory;
 pub mod named;
 pub mod tensor;
 pub mod experiment;
+pub mod report;
