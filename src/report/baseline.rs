@@ -1,0 +1,37 @@
+//! What a cell is compared with: the same cell with the kernel `naive`, or with the policy `full`.
+
+use super::{palette, text};
+use crate::experiment::cell::{Cell, Measure};
+use crate::experiment::record::{Record, Status};
+
+/// The `ok` baseline of `record` among `records`; `None` when there is none.
+pub fn of<'a>(record: &Record, records: &[&'a Record]) -> Option<&'a Record> {
+    let wanted = without_choice(&record.cell);
+    let candidates = records.iter().copied().filter(|other| other.status == Status::Ok && is_one(other));
+    candidates.into_iter().find(|other| without_choice(&other.cell) == wanted)
+}
+
+/// Whether a cell is a baseline itself.
+pub fn is_one(record: &Record) -> bool {
+    match record.cell.measure {
+        Measure::Evict => record.cell.policy.as_deref().is_some_and(palette::is_baseline),
+        _ => palette::is_baseline(&record.cell.kernel),
+    }
+}
+
+/// How many times faster `record` is than its baseline, by the medians of the phase it is measured for.
+pub fn speed_up(record: &Record, records: &[&Record]) -> Option<f64> {
+    if record.status != Status::Ok {
+        return None;
+    }
+    let theirs = text::main_phase(of(record, records)?)?.median_ns;
+    Some(theirs / text::main_phase(record)?.median_ns).filter(|ratio| ratio.is_finite())
+}
+
+/// The cell without what is compared: two cells that agree in this are one question with two answers.
+fn without_choice(cell: &Cell) -> Cell {
+    match cell.measure {
+        Measure::Evict => Cell { policy: None, budget: None, ..cell.clone() },
+        _ => Cell { kernel: String::new(), ..cell.clone() },
+    }
+}

@@ -1,0 +1,68 @@
+//! The legend: one line for each series, on the right, in the order in which the curves end.
+
+use super::canvas::{Align, Canvas, Stroke, Words, text_width};
+use super::{Frame, INK, SMALL};
+use crate::report::ReportError;
+use crate::report::chart::{Chart, Series};
+
+const LINE: f64 = 18.0;
+const SWATCH: f64 = 26.0;
+const GAP: f64 = 14.0;
+/// Longer names are shortened; the CSV and the tables have them in full.
+const MOST_WIDTH: f64 = 250.0;
+
+/// The legend of a chart.
+pub struct Legend<'a> {
+    series: Vec<(&'a Series, String)>,
+}
+
+impl<'a> Legend<'a> {
+    /// Names and order of the series.
+    pub fn of(chart: &'a Chart) -> Self {
+        let mut series: Vec<&Series> = chart.series.iter().collect();
+        // What ran out of memory would have ended on top.
+        let end = |series: &Series| {
+            let last = series.points.last();
+            last.map_or(f64::NEG_INFINITY, |point| point.y.or(point.model).unwrap_or(f64::INFINITY))
+        };
+        series.sort_by(|a, b| end(b).total_cmp(&end(a)));
+        Legend { series: series.into_iter().map(|series| (series, shortened(&series.name))).collect() }
+    }
+
+    /// Height in pixels.
+    pub fn height(&self) -> f64 {
+        LINE * self.series.len() as f64
+    }
+
+    /// Width in pixels, with the gap to the plot.
+    pub fn width(&self) -> f64 {
+        let widest = self.series.iter().map(|(_, name)| text_width(name, SMALL)).fold(0.0, f64::max);
+        GAP + SWATCH + 8.0 + widest
+    }
+
+    /// Draws it to the right of the plot.
+    pub fn draw(&self, canvas: &Canvas, frame: &Frame) -> Result<(), ReportError> {
+        let left = frame.right + GAP;
+        for (row, (series, name)) in self.series.iter().enumerate() {
+            let middle = frame.top + LINE * (row as f64 + 0.5);
+            let style = series.style;
+            let stroke = Stroke { colour: style.colour, width: 2.0, dashed: style.dashed };
+            canvas.line(&[(left, middle), (left + SWATCH, middle)], stroke)?;
+            canvas.marker((left + SWATCH / 2.0, middle), style.marker, style.colour)?;
+            let words = Words { size: SMALL, colour: INK, bold: false, align: Align::Start };
+            canvas.words((left + SWATCH + 8.0, middle), name, words)?;
+        }
+        Ok(())
+    }
+}
+
+fn shortened(name: &str) -> String {
+    let mut text = name.to_string();
+    while text_width(&text, SMALL) > MOST_WIDTH {
+        // Names differ at the end more often than in the middle.
+        let letters: Vec<char> = text.chars().filter(|letter| *letter != '…').collect();
+        let cut = letters.len() * 3 / 5;
+        text = letters[..cut - 1].iter().chain(['…'].iter()).chain(&letters[cut..]).collect();
+    }
+    text
+}

@@ -1,0 +1,162 @@
+//! What stands inside the plot: rules, bands, curves, points and crosses.
+
+use super::canvas::{Align, Canvas, Place, Stroke, Words, text_width};
+use super::{FAINT_INK, Frame, INK};
+use crate::report::ReportError;
+use crate::report::chart::{Axis, Chart, Interval, Point, Series};
+use crate::report::palette::Colour;
+
+const STRIP: Colour = Colour(0xF4, 0xF4, 0xF4);
+const BAND_OPACITY: f64 = 0.16;
+const NOTE: f64 = 11.0;
+
+/// Rows of the strip above the plot: one for each series with cells that have no height.
+pub fn strip_rows(chart: &Chart) -> usize {
+    chart.series.iter().filter(|series| series.points.iter().any(Point::has_no_height)).count()
+}
+
+/// Draws everything inside the plot, what matters most last.
+pub fn draw(canvas: &Canvas, chart: &Chart, frame: &Frame) -> Result<(), ReportError> {
+    let strip = strip(canvas, chart, frame)?;
+    for rule in chart.rules.iter().filter(|rule| frame.y.holds(rule.y)) {
+        let (_, height) = frame.place(1.0, rule.y);
+        let stroke = Stroke { colour: FAINT_INK, width: 1.0, dashed: true };
+        canvas.line(&[(frame.left, height), (frame.right, height)], stroke)?;
+        let words = Words { size: NOTE, colour: FAINT_INK, bold: false, align: Align::Start };
+        canvas.words((frame.left + 6.0, height - 8.0), &rule.label, words)?;
+    }
+    for series in &chart.series {
+        band(canvas, &chart.y, frame, series)?;
+    }
+    for series in &chart.series {
+        curve(canvas, &chart.y, frame, series)?;
+    }
+    for series in &chart.series {
+        for point in series.points.iter().filter(|point| point.y.is_some_and(|y| chart.y.shows(y))) {
+            let place = frame.place(point.x, point.y.expect("just looked"));
+            canvas.marker(place, series.style.marker, series.style.colour)?;
+        }
+    }
+    crosses(canvas, chart, frame, &strip)
+}
+
+/// The strip and the height of each series' row in it.
+fn strip(canvas: &Canvas, chart: &Chart, frame: &Frame) -> Result<Vec<Option<f64>>, ReportError> {
+    if frame.strip > 0.0 {
+        let bottom = frame.top + frame.strip - 3.0;
+        let corners = [(frame.left, frame.top), (frame.right, frame.top), (frame.right, bottom), (frame.left, bottom)];
+        canvas.polygon(&corners, STRIP, 1.0)?;
+        let words = Words { size: NOTE, colour: INK, bold: false, align: Align::End };
+        canvas.words((frame.left - 7.0, (frame.top + bottom) / 2.0), "oom", words)?;
+    }
+    let mut next = frame.top + 8.0;
+    let row = |series: &Series| {
+        series.points.iter().any(Point::has_no_height).then(|| {
+            next += 11.0;
+            next - 11.0
+        })
+    };
+    Ok(chart.series.iter().map(row).collect())
+}
+
+/// The interval: a band along a curve, a bar at a point that stands alone.
+fn band(canvas: &Canvas, axis: &Axis, frame: &Frame, series: &Series) -> Result<(), ReportError> {
+    let ends = |point: &Point| -> Option<(f64, Interval)> {
+        let interval = point.interval?;
+        (axis.shows(interval.high) && point.y.is_some_and(|y| axis.shows(y))).then_some(())?;
+        // An interval that starts at 0 reaches below every logarithmic axis.
+        let low = if axis.shows(interval.low) { interval.low } else { frame.y.lowest() };
+        Some((point.x, Interval { low, ..interval }))
+    };
+    let ends: Vec<(f64, Interval)> = series.points.iter().filter_map(ends).collect();
+    let low = |(x, interval): &(f64, Interval)| frame.place(*x, interval.low.max(frame.y.lowest()));
+    let high = |(x, interval): &(f64, Interval)| frame.place(*x, interval.high);
+    if let [alone] = &ends[..] {
+        let stroke = Stroke { colour: series.style.colour, width: 1.5, dashed: false };
+        return canvas.line(&[low(alone), high(alone)], stroke);
+    }
+    let outline: Vec<Place> = ends.iter().map(high).chain(ends.iter().rev().map(low)).collect();
+    if outline.is_empty() { Ok(()) } else { canvas.polygon(&outline, series.style.colour, BAND_OPACITY) }
+}
+
+fn curve(canvas: &Canvas, axis: &Axis, frame: &Frame, series: &Series) -> Result<(), ReportError> {
+    let places: Vec<Place> = series
+        .points
+        .iter()
+        .filter(|point| point.y.is_some())
+        .filter_map(|point| point.model.or(point.y).filter(|y| axis.shows(*y)).map(|y| frame.place(point.x, y)))
+        .collect();
+    let stroke = Stroke { colour: series.style.colour, width: 1.8, dashed: series.style.dashed };
+    if places.len() < 2 { Ok(()) } else { canvas.line(&places, stroke) }
+}
+
+/// Cells that ran out of memory, each joined to the curve's last measured point by a thin dashed line.
+fn crosses(canvas: &Canvas, chart: &Chart, frame: &Frame, strip: &[Option<f64>]) -> Result<(), ReportError> {
+    let mut notes = Notes { taken: Vec::new() };
+    for rule in &chart.rules {
+        let (_, height) = frame.place(1.0, rule.y);
+        notes.taken.push((((frame.left + frame.right) / 2.0, height), ((frame.right - frame.left) / 2.0, 1.0)));
+    }
+    let mut at_height = Vec::new();
+    for (series, row) in chart.series.iter().zip(strip) {
+        let mut last = series
+            .points
+            .iter()
+            .rfind(|point| point.y.is_some_and(|y| chart.y.shows(y)))
+            .map(|point| (point.x, frame.place(point.x, point.model.or(point.y).expect("has a height"))));
+        for point in series.points.iter().filter(|point| point.y.is_none()) {
+            let predicted = point.model.filter(|y| chart.y.shows(*y)).map(|y| frame.place(point.x, y));
+            let Some(place) = predicted.or(row.map(|row| (frame.across(point.x), row))) else { continue };
+            if let Some((x, from)) = last.filter(|(x, _)| *x < point.x) {
+                let stroke = Stroke { colour: series.style.colour, width: 1.0, dashed: true };
+                canvas.line(&[from, place], stroke)?;
+                // In the strip, crosses stand in a row that needs no line between them.
+                last = predicted.map(|place| (point.x.max(x), place));
+            }
+            canvas.cross(place, series.style.colour)?;
+            notes.block(place);
+            at_height.extend(predicted.map(|place| (place, series.style.colour)));
+        }
+    }
+    for (index, &(place, colour)) in at_height.iter().enumerate() {
+        // Crosses of several series on one spot need the word once.
+        let near = |&((x, y), _): &(Place, Colour)| (x - place.0).abs() < 8.0 && (y - place.1).abs() < 14.0;
+        if at_height[..index].iter().any(near) {
+            continue;
+        }
+        if let Some(free) = notes.free_place(place, "oom", frame) {
+            canvas.words(free, "oom", Words { size: NOTE, colour, bold: false, align: Align::Middle })?;
+        }
+    }
+    Ok(())
+}
+
+/// Boxes that a further note must not cover: centre and half extents.
+struct Notes {
+    taken: Vec<(Place, Place)>,
+}
+
+impl Notes {
+    fn block(&mut self, place: Place) {
+        self.taken.push((place, (5.0, 5.0)));
+    }
+
+    /// The centre of the first free place around `anchor` for `text`, which is taken from then on.
+    fn free_place(&mut self, (x, y): Place, text: &str, frame: &Frame) -> Option<Place> {
+        let half = (text_width(text, NOTE) / 2.0, NOTE / 2.0);
+        let beside = half.0 + 7.0;
+        let around = [(x - beside, y - 3.0), (x, y - 13.0), (x, y + 13.0), (x + beside, y)];
+        let inside = |&(x, y): &Place| {
+            x - half.0 > frame.left && x + half.0 < frame.right && y - half.1 > frame.top && y + half.1 < frame.bottom
+        };
+        let clear = |&(x, y): &Place| {
+            let apart = |((other_x, other_y), (wide, high)): &(Place, Place)| {
+                (x - other_x).abs() >= half.0 + wide || (y - other_y).abs() >= half.1 + high
+            };
+            self.taken.iter().all(apart)
+        };
+        let free = around.into_iter().find(|place| inside(place) && clear(place))?;
+        self.taken.push((free, half));
+        Some(free)
+    }
+}

@@ -1,0 +1,126 @@
+//! A [`Chart`] as SVG: where everything stands.
+//!
+//! From top to bottom: title, what the series have in common, the name of the y axis (level, so that it can be read
+//! without turning the head), the plot, the x axis. The legend stands on the right, in the order in which the curves
+//! end, and never over data. Cells that ran out of memory are crosses: at their predicted height where there is one,
+//! else in a strip above the plot.
+
+mod canvas;
+mod legend;
+mod marks;
+
+use super::ReportError;
+use super::chart::{Axis, Chart};
+use super::palette::Colour;
+use super::ticks::{Span, Tick};
+use canvas::{Align, Canvas, Place, Stroke, Words, text_width};
+
+const WIDTH: f64 = 800.0;
+const HEIGHT: f64 = 430.0;
+const MARGIN: f64 = 16.0;
+const TOP: f64 = 78.0;
+const BOTTOM: f64 = 52.0;
+const SMALL: f64 = 12.0;
+
+const INK: Colour = Colour(0x22, 0x22, 0x22);
+const FAINT_INK: Colour = Colour(0x5A, 0x5A, 0x5A);
+const GRID: Colour = Colour(0xE6, 0xE6, 0xE6);
+const WHITE: Colour = Colour(0xFF, 0xFF, 0xFF);
+
+/// The plot: a rectangle of pixels with a span on each side.
+struct Frame {
+    left: f64,
+    right: f64,
+    top: f64,
+    bottom: f64,
+    x: Span,
+    y: Span,
+    /// Height of the strip inside the top for cells without a height; 0 without such cells.
+    strip: f64,
+}
+
+impl Frame {
+    /// Where a point lies.
+    fn place(&self, x: f64, y: f64) -> Place {
+        (self.across(x), self.bottom - self.y.place(y) * (self.bottom - self.top - self.strip))
+    }
+
+    /// How far right a value of x lies.
+    fn across(&self, x: f64) -> f64 {
+        self.left + self.x.place(x) * (self.right - self.left)
+    }
+}
+
+/// Draws `chart` as an SVG document.
+///
+/// # Errors
+/// [`ReportError::Empty`] when no point of the chart has a place on its axes, [`ReportError::Draw`] when the drawing
+/// library fails.
+pub fn svg(chart: &Chart) -> Result<String, ReportError> {
+    let empty = || ReportError::Empty(chart.id.clone());
+    let x = chart.x.span(chart.x_values()).ok_or_else(empty)?;
+    // A chart of nothing but cells without a height still has a y axis.
+    let y = chart.y.span(chart.y_values()).or_else(|| chart.y.span([1.0].into_iter())).ok_or_else(empty)?;
+    let y_ticks = chart.y.ticks(&y, 8);
+    let tick_width = y_ticks.iter().map(|tick| text_width(&tick.label, SMALL)).fold(24.0, f64::max);
+    let legend = legend::Legend::of(chart);
+    let rows = marks::strip_rows(chart);
+    let height = HEIGHT.max(TOP + BOTTOM + legend.height());
+    let frame = Frame {
+        left: MARGIN + tick_width + 8.0,
+        right: WIDTH - MARGIN - legend.width(),
+        top: TOP,
+        bottom: height - BOTTOM,
+        x,
+        y,
+        strip: if rows == 0 { 0.0 } else { 8.0 + 11.0 * rows as f64 },
+    };
+    let description = format!("{}: {} against {}", chart.title, chart.y.label, chart.x.label);
+    canvas::svg((WIDTH, height), &description, |canvas| {
+        let corners = [(0.0, 0.0), (WIDTH, 0.0), (WIDTH, height), (0.0, height)];
+        canvas.polygon(&corners, WHITE, 1.0)?;
+        headings(canvas, chart, &frame)?;
+        axes(canvas, &chart.x, &frame, &y_ticks)?;
+        marks::draw(canvas, chart, &frame)?;
+        legend.draw(canvas, &frame)
+    })
+}
+
+fn headings(canvas: &Canvas, chart: &Chart, frame: &Frame) -> Result<(), ReportError> {
+    let title = Words { size: 16.0, colour: INK, bold: true, align: Align::Start };
+    canvas.words((MARGIN, 20.0), &chart.title, title)?;
+    let plain = Words { size: SMALL, colour: FAINT_INK, bold: false, align: Align::Start };
+    canvas.words((MARGIN, 40.0), &chart.subtitle, plain)?;
+    canvas.words((MARGIN, TOP - 14.0), &chart.y.label, Words { colour: INK, ..plain })?;
+    let below = ((frame.left + frame.right) / 2.0, frame.bottom + 38.0);
+    canvas.words(below, &chart.x.label, Words { colour: INK, align: Align::Middle, ..plain })
+}
+
+fn axes(canvas: &Canvas, x: &Axis, frame: &Frame, y_ticks: &[Tick]) -> Result<(), ReportError> {
+    let grid = Stroke { colour: GRID, width: 1.0, dashed: false };
+    let label = Words { size: SMALL, colour: INK, bold: false, align: Align::End };
+    for tick in y_ticks {
+        let (_, height) = frame.place(1.0, tick.at);
+        canvas.line(&[(frame.left, height), (frame.right, height)], grid)?;
+        canvas.words((frame.left - 7.0, height), &tick.label, label)?;
+    }
+    for tick in x_ticks(x, frame) {
+        let across = frame.across(tick.at);
+        canvas.line(&[(across, frame.top + frame.strip), (across, frame.bottom)], grid)?;
+        canvas.words((across, frame.bottom + 15.0), &tick.label, Words { align: Align::Middle, ..label })?;
+    }
+    let edge = Stroke { colour: FAINT_INK, width: 1.0, dashed: false };
+    canvas.line(&[(frame.left, frame.top), (frame.left, frame.bottom), (frame.right, frame.bottom)], edge)
+}
+
+/// As many ticks as fit side by side.
+fn x_ticks(axis: &Axis, frame: &Frame) -> Vec<Tick> {
+    let room = frame.right - frame.left;
+    let fits = |ticks: &Vec<Tick>| {
+        let centre = |tick: &Tick| frame.across(tick.at);
+        let half = |tick: &Tick| text_width(&tick.label, SMALL) / 2.0;
+        ticks.windows(2).all(|pair| centre(&pair[0]) + half(&pair[0]) + 6.0 < centre(&pair[1]) - half(&pair[1]))
+    };
+    let most = (room / 30.0) as usize;
+    (3..=most.max(3)).rev().map(|most| axis.ticks(&frame.x, most)).find(fits).unwrap_or_default()
+}

@@ -1,0 +1,240 @@
+//! The figures: one file each, one line each in [`FIGURES`].
+//!
+//! A figure is a function from the records of a run to a [`Chart`], or to nothing when the records hold nothing for
+//! it. What they share lives here: which records may be drawn at all, and how cells become the points of a series.
+
+mod decode_latency_vs_kv_bytes;
+mod drift_vs_budget;
+mod drift_vs_context;
+mod drift_vs_kv_bytes;
+mod kv_heads;
+mod kv_vs_context;
+mod latency_vs_context;
+mod memory_vs_context;
+mod needle_recall_vs_budget;
+mod rounding;
+mod scoring_cost;
+
+use super::chart::{Chart, Interval, Point, Series};
+use super::naming::Naming;
+use super::palette::{self, Style};
+use crate::experiment::cell::{Cell, Measure};
+use crate::experiment::record::{Latency, Record, Status};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Every figure, in the order in which the report shows them.
+pub const FIGURES: &[fn(&Data) -> Option<Chart>] = &[
+    memory_vs_context::forward,
+    memory_vs_context::backward,
+    latency_vs_context::forward,
+    latency_vs_context::backward,
+    latency_vs_context::decode,
+    drift_vs_context::forward,
+    drift_vs_context::backward,
+    kv_vs_context::chart,
+    drift_vs_budget::chart,
+    drift_vs_kv_bytes::chart,
+    needle_recall_vs_budget::chart,
+    decode_latency_vs_kv_bytes::chart,
+    scoring_cost::chart,
+    kv_heads::bytes_per_token,
+    kv_heads::forward_latency,
+    kv_heads::decode_latency,
+];
+
+/// The records of a run that may be drawn: those that are `ok`, and those that ran out of memory.
+///
+/// A `failed` or `skipped` cell is left out here, once, so that no figure can show a number of it.
+pub struct Data<'a> {
+    records: Vec<&'a Record>,
+    /// Place of each kernel among the kernels and of each policy among the policies: what a style goes by.
+    places: BTreeMap<&'a str, usize>,
+}
+
+/// What a figure reads from one `ok` or `oom` cell.
+pub struct Reading {
+    /// Place on the horizontal axis.
+    pub x: f64,
+    /// Measured value; `None` where the cell ran out of memory.
+    pub y: Option<f64>,
+    /// Lower and upper end of the value's own 95% interval.
+    pub ci95: Option<(f64, f64)>,
+    /// Value by formula.
+    pub model: Option<f64>,
+}
+
+impl<'a> Data<'a> {
+    /// The drawable ones of `records`.
+    pub fn new(records: &[&'a Record]) -> Self {
+        let records: Vec<&Record> =
+            records.iter().copied().filter(|record| matches!(record.status, Status::Ok | Status::Oom)).collect();
+        let kernels: BTreeSet<&str> = records.iter().map(|record| record.cell.kernel.as_str()).collect();
+        let policies: BTreeSet<&str> = records.iter().filter_map(|record| record.cell.policy.as_deref()).collect();
+        let numbered = |names: BTreeSet<&'a str>| {
+            names.into_iter().filter(|name| !palette::is_baseline(name) && !palette::is_oracle(name)).zip(0..)
+        };
+        let places = numbered(kernels).chain(numbered(policies)).collect();
+        Data { records, places }
+    }
+
+    /// The drawable records of one measure.
+    pub fn of(&self, measure: Measure) -> Vec<&'a Record> {
+        self.records.iter().copied().filter(|record| record.cell.measure == measure).collect()
+    }
+
+    /// The drawable records of one measure whose configuration was measured at two contexts or more: those that make
+    /// a curve. What was measured at one context alone is a point of another figure.
+    pub fn over_contexts(&self, measure: Measure) -> Vec<&'a Record> {
+        curves(self.of(measure), |cell| std::mem::take(&mut cell.context_tokens))
+    }
+
+    /// The `ok` records of [`Measure::Evict`] at the longest context that has any.
+    pub fn evicted_at_longest_context(&self) -> Vec<&'a Record> {
+        let mut records = self.of(Measure::Evict);
+        records.retain(|record| record.status == Status::Ok && record.eviction.is_some());
+        let longest = records.iter().map(|record| record.cell.context_tokens).max();
+        records.retain(|record| Some(record.cell.context_tokens) == longest);
+        records
+    }
+
+    /// Series of `records`, named by `lead` (a kernel or a policy) and by what else sets them apart.
+    ///
+    /// Cells of one series with the same `key` are one point: the median of them, with the range from the least to
+    /// the greatest. A point is `oom` when no cell of it has a value and at least one ran out of memory.
+    pub fn series(
+        &self,
+        records: &[&Record],
+        naming: &Naming,
+        lead: impl Fn(&Record) -> String,
+        key: impl Fn(&Record) -> String,
+        read: impl Fn(&Record) -> Option<Reading>,
+    ) -> Vec<Series> {
+        type Cells<'r> = Vec<(&'r Record, Reading)>;
+        let mut groups: BTreeMap<(String, String), BTreeMap<String, Cells>> = BTreeMap::new();
+        for &record in records {
+            if let Some(reading) = read(record).filter(Reading::is_finite) {
+                let lead = lead(record);
+                let name = format!("{lead}{}", naming.apart(record));
+                groups.entry((lead, name)).or_default().entry(key(record)).or_default().push((record, reading));
+            }
+        }
+        let styles = self.styles(groups.keys());
+        let series = groups.into_iter().zip(styles).map(|(((_, name), points), style)| {
+            let mut points: Vec<Point> = points.into_values().map(|cells| point(&cells)).collect();
+            points.sort_by(|a, b| a.x.total_cmp(&b.x));
+            Series { name, style, points }
+        });
+        series.collect()
+    }
+
+    /// Styles for series given as (lead, name), in their order.
+    fn styles<'n>(&self, names: impl Iterator<Item = &'n (String, String)> + Clone) -> Vec<Style> {
+        let mut variants: BTreeMap<&str, usize> = BTreeMap::new();
+        let leads: Vec<(&str, usize)> = names
+            .map(|(lead, _)| {
+                let seen = variants.entry(lead).or_default();
+                *seen += 1;
+                (lead.as_str(), *seen - 1)
+            })
+            .collect();
+        let one_each = variants.values().all(|count| *count == 1);
+        let mut next = 0;
+        let style = |&(lead, variant): &(&str, usize)| {
+            let place = self.places.get(lead).copied().filter(|_| one_each).unwrap_or(next);
+            next += usize::from(!palette::is_baseline(lead) && !palette::is_oracle(lead));
+            palette::style(lead, place, variant)
+        };
+        leads.iter().map(style).collect()
+    }
+}
+
+impl Reading {
+    /// A measured value with its own interval.
+    pub fn measured(x: f64, y: f64, ci95: Option<(f64, f64)>) -> Reading {
+        Reading { x, y: Some(y), ci95, model: None }
+    }
+
+    /// The median of a phase, with its interval.
+    pub fn latency(x: f64, latency: &Latency) -> Reading {
+        Reading::measured(x, latency.median_ns, Some((latency.ci95_low_ns, latency.ci95_high_ns)))
+    }
+
+    fn is_finite(&self) -> bool {
+        let ends = self.ci95.map(|(low, high)| [low, high]);
+        let values = [self.x].into_iter().chain(self.y).chain(self.model).chain(ends.into_iter().flatten());
+        values.into_iter().all(f64::is_finite)
+    }
+}
+
+/// Median drift of a record, with its interval, at `x`.
+fn drift_at(x: f64, record: &Record) -> Option<Reading> {
+    let drift = record.drift.as_ref()?;
+    Some(Reading::measured(x, drift.rel_l2, Some((drift.ci95_low, drift.ci95_high))))
+}
+
+/// The policy of an eviction cell.
+fn policy(record: &Record) -> String {
+    record.cell.policy.clone().unwrap_or_else(|| "no policy".into())
+}
+
+/// The budget of an eviction cell, as it was written.
+fn budget(record: &Record) -> String {
+    record.cell.budget.clone().unwrap_or_default()
+}
+
+/// The context of a cell.
+fn context(record: &Record) -> String {
+    record.cell.context_tokens.to_string()
+}
+
+/// The records among `records` that share their configuration with one at another place of the axis. `take` returns
+/// the cell's place and blanks it.
+fn curves(mut records: Vec<&Record>, take: impl Fn(&mut Cell) -> usize) -> Vec<&Record> {
+    let split = |record: &Record| {
+        let mut cell = Cell { seed: 0, workload_hash: String::new(), ..record.cell.clone() };
+        let place = take(&mut cell);
+        (cell.id(), place)
+    };
+    let mut places: BTreeMap<String, BTreeSet<usize>> = BTreeMap::new();
+    for record in &records {
+        let (configuration, place) = split(record);
+        places.entry(configuration).or_default().insert(place);
+    }
+    records.retain(|record| places[&split(record).0].len() > 1);
+    records
+}
+
+fn point(cells: &[(&Record, Reading)]) -> Point {
+    let measured: Vec<&(&Record, Reading)> = cells.iter().filter(|(_, reading)| reading.y.is_some()).collect();
+    let shown = if measured.is_empty() { cells.iter().collect() } else { measured };
+    let readings = || shown.iter().map(|(_, reading)| reading);
+    let y = median(readings().filter_map(|reading| reading.y));
+    let interval = match (&shown[..], y) {
+        (_, None) => None,
+        ([(_, only)], _) => only.ci95.map(|(low, high)| Interval { low, high, kind: "ci95" }),
+        _ => {
+            let ends = readings().filter_map(|reading| reading.y);
+            let (low, high) = (ends.clone().fold(f64::INFINITY, f64::min), ends.fold(f64::NEG_INFINITY, f64::max));
+            Some(Interval { low, high, kind: "min_max" })
+        }
+    };
+    Point {
+        x: median(readings().map(|reading| reading.x)).expect("a group has a cell"),
+        y,
+        interval,
+        model: median(readings().filter_map(|reading| reading.model)),
+        status: if y.is_some() { Status::Ok } else { Status::Oom },
+        cell_ids: shown.iter().map(|(record, _)| record.cell_id.clone()).collect(),
+    }
+}
+
+fn median(values: impl Iterator<Item = f64>) -> Option<f64> {
+    let mut values: Vec<f64> = values.collect();
+    values.sort_by(f64::total_cmp);
+    let middle = values.len() / 2;
+    match values.len() {
+        0 => None,
+        count if count % 2 == 1 => Some(values[middle]),
+        _ => Some((values[middle - 1] + values[middle]) / 2.0),
+    }
+}

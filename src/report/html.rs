@@ -1,0 +1,150 @@
+//! The page and `summary.md`: figures, tables and words in one file each.
+//!
+//! Text from records and experiment files is data: the template engine escapes all of it. Only the SVG of the
+//! figures, whose text [`super::draw`] has escaped, goes in as it is.
+
+use super::naming::{Naming, SEED};
+use super::summary::{status, summary_table};
+use super::text::{self, NOTHING};
+use super::{Figure, ReportError, Run, baseline, findings, latest};
+use crate::experiment::record::{Record, Status};
+use crate::experiment::units;
+use minijinja::{Environment, Value, context};
+use serde_json::Value as Json;
+use std::collections::BTreeMap;
+
+const TEMPLATE: &str = include_str!("report.html");
+
+/// `report.html`.
+///
+/// # Errors
+/// [`ReportError::Page`] when the template cannot be filled in.
+pub fn page(sections: &[(&Run, Vec<Figure>)]) -> Result<String, ReportError> {
+    let mut templates = Environment::new();
+    templates.add_template("report.html", TEMPLATE)?;
+    let runs: Vec<Value> = sections.iter().map(|(run, figures)| section(run, figures)).collect();
+    let redraw = if runs.len() == 1 { "kvsieve report ." } else { "kvsieve report DIR..." };
+    Ok(templates
+        .get_template("report.html")?
+        .render(context! { runs, redraw, version => env!("CARGO_PKG_VERSION") })?)
+}
+
+/// `summary.md`.
+pub fn summary(sections: &[(&Run, Vec<Figure>)]) -> String {
+    let section = |(run, figures): &(&Run, Vec<Figure>)| {
+        let findings = findings::of(&latest(&run.records)).into_iter().map(|finding| format!("- {finding}\n"));
+        let pictures = figures.iter().map(|figure| format!("![{}]({}.svg)\n\n", figure.chart.title, figure.stem));
+        format!(
+            "# {}\n\n{}\n\nRun `{}`: {}. Again: `{}`\n\n{}\n{}\n{}",
+            run.experiment,
+            run.description.trim(),
+            run.run_id,
+            tally(&latest(&run.records)),
+            run.repro,
+            findings.collect::<String>(),
+            pictures.collect::<String>(),
+            summary_table(&run.records),
+        )
+    };
+    sections.iter().map(section).collect::<Vec<_>>().join("\n")
+}
+
+/// A run as the template reads it.
+fn section(run: &Run, figures: &[Figure]) -> Value {
+    let records = latest(&run.records);
+    let rows = |records: &[&Record]| {
+        let naming = Naming::over(records, &[SEED]);
+        records.iter().map(|record| row(record, records, &naming)).collect::<Vec<_>>()
+    };
+    let of_measures = records.chunk_by(|a, b| a.cell.measure == b.cell.measure);
+    let mut warnings: BTreeMap<&str, usize> = BTreeMap::new();
+    for warning in records.iter().flat_map(|record| &record.warnings) {
+        *warnings.entry(warning).or_default() += 1;
+    }
+    let mut environment = Vec::new();
+    flatten("", &run.environment, &mut environment);
+    let without_numbers = records.iter().filter(|record| record.status != Status::Ok);
+    context! {
+        experiment => &run.experiment,
+        description => &run.description,
+        run_id => &run.run_id,
+        repro => &run.repro,
+        tally => tally(&records),
+        findings => findings::of(&records).into_iter().map(|finding| finding.replace('`', "")).collect::<Vec<_>>(),
+        figures => figures.iter().map(picture).collect::<Vec<_>>(),
+        cells => of_measures.flat_map(rows).collect::<Vec<_>>(),
+        troubles => without_numbers.map(|record| trouble(record)).collect::<Vec<_>>(),
+        warnings => warnings.into_iter().map(|(text, cells)| context! { text, cells }).collect::<Vec<_>>(),
+        environment => environment.into_iter().map(|(key, value)| context! { key, value }).collect::<Vec<_>>(),
+    }
+}
+
+fn picture(figure: &Figure) -> Value {
+    // Inside a page an SVG needs no namespace.
+    let svg = figure.svg.replacen(" xmlns=\"http://www.w3.org/2000/svg\"", "", 1);
+    context! { caption => &figure.chart.caption, svg, stem => &figure.stem }
+}
+
+/// A cell that has no numbers, and why.
+fn trouble(record: &Record) -> Value {
+    context! {
+        status => status(record.status),
+        cell => record.cell.label(),
+        reason => record.reason.as_deref().unwrap_or(NOTHING),
+        repro => &record.repro,
+    }
+}
+
+/// A line of the table of cells.
+fn row(record: &Record, records: &[&Record], naming: &Naming) -> Value {
+    let cell = &record.cell;
+    let or_nothing = |text: Option<String>| text.unwrap_or(NOTHING.into());
+    let ok = Some(record).filter(|record| record.status == Status::Ok);
+    let phase = ok.and_then(text::main_phase);
+    let eviction = ok.and_then(|record| record.eviction.as_ref());
+    context! {
+        cell_id => &record.cell_id,
+        status => status(record.status),
+        measure => cell.measure.name(),
+        kernel => &cell.kernel,
+        heads => cell.heads(),
+        dtype => cell.dtype.name(),
+        apart => naming.apart(record),
+        context => units::tokens(cell.context_tokens),
+        policy => cell.policy.as_deref().unwrap_or(NOTHING),
+        budget => cell.budget.as_deref().unwrap_or(NOTHING),
+        peak => text::peak(record),
+        kv => or_nothing(eviction.map(|eviction| units::bytes(eviction.kv_bytes_live))),
+        median => or_nothing(phase.map(|phase| units::nanoseconds(phase.median_ns))),
+        interval => phase.map(text::half_width).unwrap_or_default(),
+        drift => or_nothing(ok.and_then(|record| Some(text::drift(record.drift.as_ref()?.rel_l2)))),
+        recall => or_nothing(eviction.and_then(|eviction| eviction.needle_recall).map(text::percent)),
+        speed_up => or_nothing(baseline::speed_up(record, records).map(text::times)),
+    }
+}
+
+/// `42 cells: 40 ok, 2 oom`.
+fn tally(records: &[&Record]) -> String {
+    let count = |wanted: Status| records.iter().filter(|record| record.status == wanted).count();
+    let statuses = [Status::Ok, Status::Oom, Status::Failed, Status::Skipped];
+    let counts = statuses.into_iter().map(|wanted| (count(wanted), status(wanted))).filter(|(count, _)| *count > 0);
+    let counts: Vec<String> = counts.map(|(count, name)| format!("{count} {name}")).collect();
+    format!("{} cells: {}", records.len(), counts.join(", "))
+}
+
+/// Nested JSON as `outer.inner` and value, in the order of the file.
+fn flatten(path: &str, value: &Json, lines: &mut Vec<(String, String)>) {
+    let below = |key: &str| if path.is_empty() { key.to_string() } else { format!("{path}.{key}") };
+    let plain = |value: &Json| value.as_str().map_or_else(|| value.to_string(), String::from);
+    match value {
+        Json::Null => {}
+        Json::Object(fields) => fields.iter().for_each(|(key, value)| flatten(&below(key), value, lines)),
+        Json::Array(items) if items.iter().all(|item| !item.is_object() && !item.is_array()) => {
+            lines.push((path.into(), items.iter().map(plain).collect::<Vec<_>>().join(", ")));
+        }
+        Json::Array(items) => {
+            items.iter().enumerate().for_each(|(index, item)| flatten(&below(&index.to_string()), item, lines));
+        }
+        value => lines.push((path.into(), plain(value))),
+    }
+}

@@ -1,0 +1,166 @@
+//! Records to figures, tables and one page.
+//!
+//! [`write`] turns the records of one or more runs into SVG figures, the CSV behind each, `summary.md` and a
+//! `report.html` that needs nothing else: no script, no font, no image from elsewhere. The steps know little of one
+//! another: `figures` reads records and makes a `chart::Chart`, `draw` makes SVG of a chart, `csv` a table, `html` a
+//! page. Adding a figure is one file and one line in `figures::FIGURES`.
+
+mod baseline;
+mod chart;
+mod csv;
+mod draw;
+mod figures;
+mod files;
+mod findings;
+mod html;
+mod naming;
+mod palette;
+#[cfg(test)]
+mod samples;
+mod summary;
+#[cfg(test)]
+mod tests;
+mod text;
+mod ticks;
+
+pub use summary::summary_table;
+
+use crate::experiment::record::Record;
+use crate::experiment::units;
+use chart::Chart;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+/// One run to be shown.
+#[derive(Debug, Clone)]
+pub struct Run {
+    /// Name of the experiment.
+    pub experiment: String,
+    /// What the experiment asks, in a sentence or two.
+    pub description: String,
+    /// Id of the run.
+    pub run_id: String,
+    /// The command that runs it again.
+    pub repro: String,
+    /// `env.json`: machine, system and build.
+    pub environment: serde_json::Value,
+    /// The cells. Of several records of one cell the last counts.
+    pub records: Vec<Record>,
+}
+
+/// What [`write`] wrote.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Drawn {
+    /// `report.html`.
+    pub html: PathBuf,
+    /// `summary.md`.
+    pub summary: PathBuf,
+    /// Every SVG; the CSV behind it has the same name with the ending `csv`.
+    pub figures: Vec<PathBuf>,
+}
+
+/// A report that could not be written.
+#[derive(Debug, thiserror::Error)]
+pub enum ReportError {
+    /// No run was given.
+    #[error("there is no run to report; name at least one directory that holds cells.jsonl")]
+    NoRun,
+    /// A file could not be written.
+    #[error("cannot write '{path}': {reason}; give a directory that can be written to")]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// The system's own words.
+        reason: std::io::Error,
+    },
+    /// A chart without a point that its axes can show.
+    #[error("figure '{0}' has no point that its axes can show; a figure needs at least one")]
+    Empty(String),
+    /// The drawing library failed.
+    #[error("cannot draw: {0}")]
+    Draw(String),
+    /// A table could not be written.
+    #[error("cannot write the table behind a figure: {0}")]
+    Csv(#[from] ::csv::Error),
+    /// The page could not be filled in.
+    #[error("cannot fill in report.html: {0}")]
+    Page(#[from] minijinja::Error),
+}
+
+/// A figure, drawn, and where its files lie relative to the report.
+struct Figure {
+    chart: Chart,
+    svg: String,
+    csv: String,
+    stem: String,
+}
+
+/// Writes `plots/*.svg`, `plots/*.csv`, `summary.md` and `report.html` into `folder`; the figures of the second and
+/// further `runs` go to `plots/<run_id>/`. Every file is written under a temporary name and then renamed, so that a
+/// reader never sees half of one.
+///
+/// # Errors
+/// [`ReportError`] when there is no run, or when something cannot be drawn or written.
+pub fn write(folder: &Path, runs: &[Run]) -> Result<Drawn, ReportError> {
+    if runs.is_empty() {
+        return Err(ReportError::NoRun);
+    }
+    let folders = plot_folders(runs);
+    let section = |(run, plots): (_, String)| draw_all(run, &plots).map(|figures| (run, figures));
+    let sections = runs.iter().zip(folders).map(section).collect::<Result<Vec<(&Run, Vec<Figure>)>, _>>()?;
+    let mut drawn = Drawn { html: folder.join("report.html"), summary: folder.join("summary.md"), figures: Vec::new() };
+    for figure in sections.iter().flat_map(|(_, figures)| figures) {
+        let path = folder.join(format!("{}.svg", figure.stem));
+        files::replace(&path, &figure.svg)?;
+        files::replace(&path.with_extension("csv"), &figure.csv)?;
+        drawn.figures.push(path);
+    }
+    files::replace(&drawn.summary, &html::summary(&sections))?;
+    files::replace(&drawn.html, &html::page(&sections)?)?;
+    Ok(drawn)
+}
+
+fn draw_all(run: &Run, plots: &str) -> Result<Vec<Figure>, ReportError> {
+    let data = figures::Data::new(&latest(&run.records));
+    let charts = figures::FIGURES.iter().filter_map(|figure| figure(&data));
+    let draw = |chart: Chart| {
+        let stem = format!("{plots}/{}", chart.id);
+        match draw::svg(&chart) {
+            // Records may hold nothing but zeros, for which a logarithmic axis has no place.
+            Err(ReportError::Empty(_)) => None,
+            svg => Some(svg.and_then(|svg| Ok(Figure { csv: csv::write(&chart)?, svg, stem, chart }))),
+        }
+    };
+    charts.filter_map(draw).collect()
+}
+
+/// `plots` for the first run, `plots/<run_id>` for the others, each once.
+fn plot_folders(runs: &[Run]) -> Vec<String> {
+    let mut folders: Vec<String> = Vec::new();
+    for run in runs {
+        // A run id comes from a file: it must not lead out of the folder.
+        let plain = |letter: char| if letter.is_ascii_alphanumeric() || "-_.".contains(letter) { letter } else { '-' };
+        let id: String = run.run_id.chars().map(plain).collect();
+        let base = if folders.is_empty() { "plots".into() } else { format!("plots/{}", id.trim_start_matches('.')) };
+        let numbered = (1..).map(|count| if count == 1 { base.clone() } else { format!("{base}-{count}") });
+        let free = numbered.into_iter().find(|folder| !folders.contains(folder) && !folder.ends_with('/'));
+        folders.extend(free);
+    }
+    folders
+}
+
+/// The last record of each cell, sorted by measure, context, kernel, policy, budget and seed.
+fn latest(records: &[Record]) -> Vec<&Record> {
+    let by_id: BTreeMap<&str, &Record> = records.iter().map(|record| (record.cell_id.as_str(), record)).collect();
+    let mut records: Vec<&Record> = by_id.into_values().collect();
+    // Fractions, tokens and bytes each ascend; bits of positive numbers are ordered as the numbers are.
+    let size = |budget: &str| budget.parse().map_or_else(|_| units::parse_bytes(budget).unwrap_or(0), f64::to_bits);
+    let key = |record: &Record| {
+        let cell = &record.cell;
+        let budget = cell.budget.clone().map(|budget| (size(&budget), budget));
+        let heads = (cell.q_heads, cell.kv_heads);
+        (cell.measure, cell.context_tokens, cell.kernel.clone(), cell.policy.clone(), budget, heads, cell.seed)
+    };
+    records.sort_by_cached_key(|record| key(record));
+    records
+}

@@ -1,0 +1,88 @@
+//! What cells have in common and in what they differ.
+//!
+//! A figure names its series by what differs (`tiled 8/2 heads`) and says once, in its subtitle, what is the same for
+//! all. Whatever can change a number is one of the dimensions here, so that no two different configurations are ever
+//! taken for two seeds of one.
+
+use crate::experiment::cell::Cell;
+use crate::experiment::record::Record;
+use crate::experiment::units;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// A property of a cell, in words; empty where there is nothing to say.
+pub type Dimension = fn(&Record) -> String;
+
+/// Query heads and KV heads.
+pub const HEADS: Dimension = |record| format!("{} heads", record.cell.heads());
+/// Query heads alone, where KV heads are the axis.
+pub const Q_HEADS: Dimension = |record| format!("{} query heads", record.cell.q_heads);
+/// The kernel.
+pub const KERNEL: Dimension = |record| record.cell.kernel.clone();
+/// Length of the context.
+pub const CONTEXT: Dimension = |record| format!("{} context", units::tokens(record.cell.context_tokens));
+/// Seed of workload and policy.
+pub const SEED: Dimension = |record| format!("seed {}", record.cell.seed);
+
+const BATCH: Dimension = |record| format!("B {}", record.cell.batch);
+const HEAD_DIM: Dimension = |record| format!("D {}", record.cell.head_dim);
+const DTYPE: Dimension = |record| record.cell.dtype.name().into();
+const MASK: Dimension = |record| {
+    let mask = if record.cell.causal { "causal" } else { "no mask" };
+    record.cell.window.map_or(mask.into(), |window| format!("{mask}, window {window}"))
+};
+const SOFTCAP: Dimension = |record| record.cell.softcap.map_or(String::new(), |cap| format!("soft-cap {cap}"));
+const NEW_TOKENS: Dimension = |record| match record.cell.new_tokens {
+    0 => String::new(),
+    count => format!("{count} new tokens"),
+};
+const THREADS: Dimension =
+    |record| format!("{} {}", record.threads, if record.threads == 1 { "thread" } else { "threads" });
+const ISA: Dimension = |record| record.isa_path.clone();
+const WORKLOAD: Dimension = |record| {
+    let hash = &record.cell.workload_hash;
+    format!("workload {}", hash.char_indices().nth(6).map_or(&hash[..], |(end, _)| &hash[..end]))
+};
+
+/// The dimensions of a set of records, split into those that differ and those that do not.
+pub struct Naming {
+    differ: Vec<Dimension>,
+    /// What all have in common: `8/2 heads, D 64, f32, causal`.
+    pub common: String,
+}
+
+impl Naming {
+    /// Compares `records` in the dimensions `first` and in those that matter to every figure. Seed, policy, budget and
+    /// whatever else of kernel, heads and context is not among `first` is left to the caller.
+    pub fn over(records: &[&Record], first: &[Dimension]) -> Naming {
+        let mut all = first.to_vec();
+        all.extend([BATCH, HEAD_DIM, DTYPE, MASK, SOFTCAP, NEW_TOKENS, THREADS, ISA]);
+        if workloads_compete(records) {
+            all.push(WORKLOAD);
+        }
+        let values = |dimension: &Dimension| records.iter().map(|record| dimension(record)).collect::<BTreeSet<_>>();
+        let (differ, common): (Vec<_>, Vec<_>) = all.into_iter().partition(|dimension| values(dimension).len() > 1);
+        let mut common: Vec<String> = common.iter().flat_map(values).filter(|text| !text.is_empty()).collect();
+        common.retain(|text| text != "B 1");
+        Naming { differ, common: common.join(" · ") }
+    }
+
+    /// What sets `record` apart, to be put behind its kernel or policy; empty or with a leading space.
+    pub fn apart(&self, record: &Record) -> String {
+        self.differ
+            .iter()
+            .map(|dimension| dimension(record))
+            .filter(|text| !text.is_empty())
+            .fold(String::new(), |text, part| format!("{text} {part}"))
+    }
+}
+
+/// Whether two cells differ in nothing but their workload. A hash that merely follows the seed or the context is no
+/// difference worth a name.
+fn workloads_compete(records: &[&Record]) -> bool {
+    let mut hashes: BTreeMap<String, &str> = BTreeMap::new();
+    records.iter().any(|record| {
+        let elsewhere = Cell { workload_hash: String::new(), ..record.cell.clone() };
+        let hash = record.cell.workload_hash.as_str();
+        hashes.insert(elsewhere.id(), hash).is_some_and(|other| other != hash)
+    })
+}

@@ -1,0 +1,225 @@
+//! Synthetic records for the tests: made by simple formulas, so that every figure has something to show.
+
+use super::Run;
+use crate::experiment::cell::{Cell, Measure};
+use crate::experiment::record::{Drift, Eviction, Latency, Memory, Record, SCHEMA, Status, Work};
+use crate::memory::Label;
+use crate::tensor::DType;
+use std::collections::BTreeMap;
+
+/// Budgets of the eviction cells.
+pub const BUDGETS: [f64; 5] = [0.0625, 0.125, 0.25, 0.5, 0.75];
+/// Policies of the eviction cells, each with its drift at a budget of 1/16.
+pub const POLICIES: [(&str, f64); 7] = [
+    ("full", 3e-7),
+    ("oracle", 0.06),
+    ("snapkv:kernel=7,window=32", 0.14),
+    ("h2o", 0.19),
+    ("keydiff", 0.33),
+    ("streaming-llm:sink=4", 0.52),
+    ("random", 0.78),
+];
+
+const LIMIT_BYTES: u64 = 8 << 30;
+
+/// An `ok` record without numbers.
+pub fn record(measure: Measure, kernel: &str, context_tokens: usize) -> Record {
+    let cell = Cell {
+        measure,
+        kernel: kernel.into(),
+        batch: 1,
+        q_heads: 8,
+        kv_heads: 2,
+        head_dim: 64,
+        context_tokens,
+        new_tokens: if measure == Measure::Evict { 32 } else { 0 },
+        dtype: DType::F32,
+        causal: true,
+        window: None,
+        softcap: None,
+        policy: None,
+        budget: None,
+        seed: 0,
+        workload_hash: "5ee5ca1e".into(),
+    };
+    Record {
+        schema: SCHEMA.into(),
+        run_id: "2031-01-02T03-04-05Z-0123abcd-4567def".into(),
+        cell_id: cell.id(),
+        status: Status::Ok,
+        reason: None,
+        started_at: "2031-01-02T03:04:05Z".into(),
+        wall_ns: 1_000_000,
+        repro: "kvsieve run quickstart".into(),
+        warnings: Vec::new(),
+        cell,
+        threads: 2,
+        isa_path: "avx2".into(),
+        memory: None,
+        latency: BTreeMap::new(),
+        work: None,
+        drift: None,
+        eviction: None,
+    }
+}
+
+/// `record` with its cell changed and its id made again.
+pub fn with_cell(mut record: Record, change: impl FnOnce(&mut Cell)) -> Record {
+    change(&mut record.cell);
+    record.cell_id = record.cell.id();
+    record
+}
+
+/// `record` turned into a cell that failed with absurd numbers, which must appear nowhere.
+pub fn failed(record: Record) -> Record {
+    let mut failed = Record { status: Status::Failed, reason: Some("the output holds a NaN".into()), ..record };
+    for latency in failed.latency.values_mut() {
+        *latency = self::latency(7.77e15);
+    }
+    if let Some(memory) = &mut failed.memory {
+        memory.peak_bytes = 7_777_777_777_777_777;
+    }
+    if let Some(drift) = &mut failed.drift {
+        drift.rel_l2 = 7777.7;
+    }
+    failed
+}
+
+/// Every measure, several kernels, heads and policies, with cells that ran out of memory and one that failed.
+pub fn run() -> Run {
+    let mut records = Vec::new();
+    for context in [1024, 2048, 4096, 8192, 16_384, 32_768, 65_536] {
+        for kernel in ["naive", "tiled:bc=256,br=64", "tiled:bc=128,br=32"] {
+            records.push(pass(Measure::Forward, kernel, context));
+            if context <= 16_384 {
+                records.push(pass(Measure::Backward, kernel, context));
+            }
+        }
+        records.push(pass(Measure::Decode, "naive", context));
+        records.push(pass(Measure::Decode, "decode", context));
+    }
+    for kv_heads in [1, 4, 8] {
+        for measure in [Measure::Forward, Measure::Decode] {
+            let kernel = if measure == Measure::Decode { "decode" } else { "tiled:bc=256,br=64" };
+            let mut of_heads = with_cell(pass(measure, kernel, 65_536), |cell| cell.kv_heads = kv_heads);
+            scale(&mut of_heads, 0.4 + 0.3 * kv_heads as f64);
+            records.push(of_heads);
+        }
+    }
+    for context in [4096, 8192, 16_384, 32_768] {
+        for (policy, _) in POLICIES {
+            let budgets = if policy == "full" { &[1.0][..] } else { &BUDGETS[..] };
+            records.extend(budgets.iter().map(|budget| evicted(context, policy, *budget)));
+        }
+    }
+    let broken = records.iter().position(|record| record.cell.measure == Measure::Evict).unwrap_or(0) + 8;
+    records[broken] = failed(records[broken].clone());
+    records[0].warnings.push("the CPU's clock changed by 12% while the cell ran".into());
+    Run {
+        experiment: "quickstart".into(),
+        description: "What attention costs at a context length, and what may be thrown away.".into(),
+        run_id: records[0].run_id.clone(),
+        repro: "kvsieve run quickstart".into(),
+        environment: serde_json::json!({
+            "kvsieve": {"version": "0.1.0", "git_rev": "4567def"},
+            "cpu": {"model": "Example CPU", "cores": 2, "features": ["avx2", "fma"]},
+            "memory_bytes": 16_u64 << 30,
+        }),
+        records,
+    }
+}
+
+/// A pass of a kernel; `naive` runs out of memory where its scores pass the limit.
+pub fn pass(measure: Measure, kernel: &str, context: usize) -> Record {
+    let mut record = record(measure, kernel, context);
+    let naive = kernel == "naive";
+    let tokens = context as f64;
+    let kv_bytes = 2 * 2 * 64 * 4 * context as u64;
+    let inputs = kv_bytes + 2 * 8 * 64 * 4 * context as u64;
+    let rows = if measure == Measure::Decode { 1 } else { context as u64 };
+    let passes = if measure == Measure::Backward { 2 } else { 1 };
+    let scratch = if naive { 8 * 4 * rows * context as u64 * passes } else { (1 << 20) * passes };
+    let predicted_peak_bytes = inputs * passes + scratch;
+    let out = predicted_peak_bytes > LIMIT_BYTES;
+    record.memory = Some(Memory {
+        predicted_peak_bytes,
+        peak_bytes: if out { 0 } else { predicted_peak_bytes },
+        peak_by_label: BTreeMap::from([(Label::Kv, kv_bytes)]),
+        limit_bytes: LIMIT_BYTES,
+        ..Memory::default()
+    });
+    if out {
+        record.status = Status::Oom;
+        record.reason = Some(format!("predicted peak {predicted_peak_bytes} bytes, limit {LIMIT_BYTES} bytes"));
+        return record;
+    }
+    let speed = if naive { 9.0 } else { 14.0 + kernel.len() as f64 };
+    let nanoseconds = 8.0 * 64.0 * tokens * rows as f64 * 2.0 * passes as f64 / speed + 2e3;
+    record.latency.insert(measure.name().into(), latency(nanoseconds));
+    record.work = Some(Work { flops: 1, kv_bytes_read: kv_bytes, flops_per_s: 1e10 });
+    let rel_l2 = 2e-7 * tokens.powf(0.1) * if naive { 1.3 } else { 1.0 };
+    record.drift = Some(Drift { rel_l2, ci95_low: rel_l2 * 0.9, ci95_high: rel_l2 * 1.15, checked_rows: 64 });
+    record
+}
+
+/// A cell of a policy at a budget.
+pub fn evicted(context: usize, policy: &str, budget: f64) -> Record {
+    let whole = POLICIES.iter().find(|(name, _)| *name == policy).map_or(0.5, |(_, drift)| *drift);
+    let mut record = with_cell(record(Measure::Evict, "tiled", context), |cell| {
+        cell.policy = Some(policy.into());
+        cell.budget = Some(budget.to_string());
+    });
+    let dense = 2 * 2 * 64 * 4 * context as u64;
+    let live = (dense as f64 * budget) as u64;
+    let tokens = context as f64;
+    let lost = whole * (0.0625 / budget).powf(0.6) * (1.02 - budget);
+    let rel_l2 = if policy == "full" { whole } else { lost };
+    record.memory = Some(Memory {
+        predicted_peak_bytes: dense * 5,
+        peak_bytes: dense * 5,
+        limit_bytes: LIMIT_BYTES,
+        ..Memory::default()
+    });
+    record.latency.insert("prefill".into(), latency(tokens * tokens * 60.0));
+    if policy != "full" {
+        record.latency.insert("score".into(), latency(tokens * 900.0 * (1.0 + 40.0 * (1.0 - whole))));
+        record.latency.insert("evict".into(), latency(tokens * 40.0));
+    }
+    record.latency.insert("decode".into(), latency(20e3 + live as f64 / 9.0 * (1.0 + whole / 8.0)));
+    record.drift = Some(Drift { rel_l2, ci95_low: rel_l2 * 0.85, ci95_high: rel_l2 * 1.2, checked_rows: 256 });
+    record.eviction = Some(Eviction {
+        budget_tokens: (tokens * budget) as usize,
+        kept_fraction: budget,
+        evicted_tokens: ((1.0 - budget) * tokens * 2.0) as u64,
+        kv_bytes_dense: dense,
+        kv_bytes_live: live,
+        kv_bytes_peak: dense,
+        needle_recall: Some((1.0 - whole * (1.0 - budget)).clamp(0.0, 1.0)),
+        attention_mass_kept: 0.9,
+        tie_rate: 0.0,
+    });
+    record
+}
+
+fn scale(record: &mut Record, factor: f64) {
+    for latency in record.latency.values_mut() {
+        *latency = self::latency(latency.median_ns * factor);
+    }
+    if let Some(memory) = &mut record.memory {
+        memory.peak_by_label =
+            BTreeMap::from([(Label::Kv, 2 * record.cell.kv_heads as u64 * 64 * 4 * record.cell.context_tokens as u64)]);
+    }
+}
+
+fn latency(median_ns: f64) -> Latency {
+    Latency {
+        samples_ns: vec![median_ns as u64; 5],
+        median_ns,
+        p10_ns: median_ns * 0.95,
+        p90_ns: median_ns * 1.1,
+        ci95_low_ns: median_ns * 0.96,
+        ci95_high_ns: median_ns * 1.05,
+        warmups: 5,
+        stop_reason: "interval".into(),
+    }
+}

@@ -1,0 +1,146 @@
+//! The tables for the terminal and for `summary.md`: one line for each cell, at most 100 columns wide.
+//!
+//! Names are long and the width is not, so what a table's cells have in common stands in its heading, and a cell
+//! without a time says there why it has none.
+
+use super::naming::{CONTEXT, Dimension, HEADS, KERNEL, Naming, SEED};
+use super::text::{self, NOTHING};
+use super::{baseline, latest};
+use crate::experiment::cell::Measure;
+use crate::experiment::record::{Record, Status};
+use crate::experiment::units;
+
+/// Width that no line passes, in characters.
+const MOST_COLUMNS: usize = 100;
+
+/// Heading of the columns that hold words and may be shortened.
+const NAMES: [&str; 2] = ["kernel", "policy"];
+
+/// A column: its heading, and what stands in it.
+type Column<'a> = (&'static str, Box<dyn Fn(&Record) -> String + 'a>);
+
+/// Tables of `records` in markdown, one for each measure (and, where cells evict, for each context); a line for each
+/// cell, sorted by context, kernel, policy and budget. A cell that is not `ok` has its status in place of its time,
+/// and no numbers but the predicted peak (`~`) if it ran out of memory. The last column is how many times faster a
+/// cell is than `naive` or, where cells evict, how many times faster it decodes than `full`.
+pub fn summary_table(records: &[Record]) -> String {
+    let records = latest(records);
+    let together = |a: &&Record, b: &&Record| {
+        let evicting = a.cell.measure == Measure::Evict;
+        a.cell.measure == b.cell.measure && !(evicting && a.cell.context_tokens != b.cell.context_tokens)
+    };
+    let tables = records.chunk_by(together).map(table);
+    tables.collect::<Vec<_>>().join("\n")
+}
+
+fn table(records: &[&Record]) -> String {
+    let measure = records[0].cell.measure;
+    let evicting = measure == Measure::Evict;
+    let choices: &[Dimension] = if evicting { &[CONTEXT, HEADS, KERNEL, SEED] } else { &[HEADS, SEED] };
+    let naming = Naming::over(records, choices);
+    let columns = if evicting { evict_columns(&naming, records) } else { kernel_columns(&naming, records) };
+    let headings = columns.iter().map(|(heading, _)| heading.to_string()).collect();
+    let row = |record: &&Record| columns.iter().map(|(_, content)| content(record)).collect();
+    let rows: Vec<Vec<String>> = std::iter::once(headings).chain(records.iter().map(row)).collect();
+    format!("### {}\n\n{}\n\n{}", measure.name(), shortened(&naming.common, MOST_COLUMNS), lines(rows))
+}
+
+fn kernel_columns<'a>(naming: &'a Naming, records: &'a [&Record]) -> Vec<Column<'a>> {
+    let mut columns: Vec<Column> = vec![
+        ("context", Box::new(|record| units::tokens(record.cell.context_tokens))),
+        ("kernel", Box::new(|record| format!("{}{}", record.cell.kernel, naming.apart(record)))),
+        ("peak", Box::new(text::peak)),
+    ];
+    columns.extend(time_and_drift("median"));
+    columns.push(("vs naive", Box::new(|record| speed_up(record, records))));
+    columns
+}
+
+fn evict_columns<'a>(naming: &'a Naming, records: &'a [&Record]) -> Vec<Column<'a>> {
+    let policy = |record: &Record| record.cell.policy.clone().unwrap_or_else(|| NOTHING.into());
+    let mut columns: Vec<Column> = vec![
+        ("policy", Box::new(move |record| format!("{}{}", policy(record), naming.apart(record)))),
+        ("budget", Box::new(|record| record.cell.budget.clone().unwrap_or_else(|| NOTHING.into()))),
+        measured("kv", |record| Some(units::bytes(record.eviction.as_ref()?.kv_bytes_live))),
+    ];
+    columns.extend(time_and_drift("decode"));
+    columns.push(measured("recall", |record| Some(text::percent(record.eviction.as_ref()?.needle_recall?))));
+    columns.push(("vs full", Box::new(|record| speed_up(record, records))));
+    columns
+}
+
+fn time_and_drift(phase: &'static str) -> [Column<'static>; 3] {
+    let time = |record: &Record| text::main_phase(record).map(|phase| units::nanoseconds(phase.median_ns));
+    [
+        (
+            phase,
+            Box::new(move |record| match record.status {
+                Status::Ok => time(record).unwrap_or(NOTHING.into()),
+                other => status(other).into(),
+            }),
+        ),
+        measured("±", |record| Some(text::half_width(text::main_phase(record)?))),
+        measured("drift", |record| Some(text::drift(record.drift.as_ref()?.rel_l2))),
+    ]
+}
+
+/// A column that only `ok` cells have.
+fn measured(heading: &'static str, content: fn(&Record) -> Option<String>) -> Column<'static> {
+    let of_ok = move |record: &Record| (record.status == Status::Ok).then(|| content(record)).flatten();
+    (heading, Box::new(move |record| of_ok(record).unwrap_or(NOTHING.into())))
+}
+
+fn speed_up(record: &Record, records: &[&Record]) -> String {
+    baseline::speed_up(record, records).map_or(NOTHING.into(), text::times)
+}
+
+/// A status as it stands in records.
+pub fn status(status: Status) -> &'static str {
+    match status {
+        Status::Ok => "ok",
+        Status::Oom => "oom",
+        Status::Failed => "failed",
+        Status::Skipped => "skipped",
+    }
+}
+
+/// Rows, the first of them the headings, as aligned markdown. The name column gives way when there is no room.
+fn lines(mut rows: Vec<Vec<String>>) -> String {
+    for cell in rows.iter_mut().flatten() {
+        // A bar or a line break would end the cell.
+        *cell = cell.replace('|', "/").replace(char::is_control, " ");
+    }
+    let width = |text: &String| text.chars().count();
+    let mut widths: Vec<usize> =
+        (0..rows[0].len()).map(|column| rows.iter().map(|row| width(&row[column])).max().unwrap_or(0)).collect();
+    let over = (widths.iter().sum::<usize>() + 3 * widths.len() + 1).saturating_sub(MOST_COLUMNS);
+    let is_words: Vec<bool> = rows[0].iter().map(|heading| NAMES.contains(&heading.as_str())).collect();
+    for (width, _) in widths.iter_mut().zip(&is_words).filter(|(_, is_words)| **is_words) {
+        *width = width.saturating_sub(over).max(1);
+    }
+    let mut text = String::new();
+    for (index, row) in rows.iter().enumerate() {
+        for ((cell, &width), is_words) in row.iter().zip(&widths).zip(&is_words) {
+            let cell = shortened(cell, width);
+            // Words to the left, numbers to the right.
+            text += &if *is_words { format!("| {cell:<width$} ") } else { format!("| {cell:>width$} ") };
+        }
+        text += "|\n";
+        if index == 0 {
+            for (&width, is_words) in widths.iter().zip(&is_words) {
+                let dashes = "-".repeat(width + 1);
+                text += &if *is_words { format!("|{dashes}-") } else { format!("|{dashes}:") };
+            }
+            text += "|\n";
+        }
+    }
+    text
+}
+
+/// At most `most` characters of `text`, with a sign where something is missing.
+fn shortened(text: &str, most: usize) -> String {
+    if text.chars().count() <= most {
+        return text.into();
+    }
+    text.chars().take(most.saturating_sub(1)).chain(['…']).collect()
+}

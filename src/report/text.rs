@@ -1,0 +1,70 @@
+//! Numbers as the tables show them.
+
+use crate::experiment::record::{Latency, Record, Status};
+use crate::experiment::units;
+
+/// What a table shows where a cell has no such number.
+pub const NOTHING: &str = "–";
+
+/// A relative error: three digits, or a power of ten below 0.001.
+pub fn drift(value: f64) -> String {
+    match value.abs() {
+        0.0 => "0".into(),
+        magnitude if magnitude < 1e-3 => format!("{value:.1e}"),
+        magnitude if magnitude < 0.1 => format!("{value:.4}"),
+        magnitude if magnitude < 1.0 => format!("{value:.3}"),
+        _ => units::three_digits(value),
+    }
+}
+
+/// A share as whole percent.
+pub fn percent(value: f64) -> String {
+    format!("{:.0}%", value * 100.0)
+}
+
+/// Half the width of an interval of the median, as a share of the median: `±2%`.
+pub fn half_width(latency: &Latency) -> String {
+    let half = (latency.ci95_high_ns - latency.median_ns).max(latency.median_ns - latency.ci95_low_ns);
+    let share = 100.0 * half / latency.median_ns;
+    if !share.is_finite() {
+        return NOTHING.into();
+    }
+    if share < 9.5 { format!("±{share:.1}%") } else { format!("±{share:.0}%") }
+}
+
+/// How many times something is larger: `3.20x`.
+pub fn times(ratio: f64) -> String {
+    format!("{}x", units::three_digits(ratio))
+}
+
+/// The phase that a cell is measured for: decoding where something is evicted, the pass itself elsewhere.
+pub fn main_phase(record: &Record) -> Option<&Latency> {
+    let name = match record.cell.measure.name() {
+        "evict" => "decode",
+        name => name,
+    };
+    record.latency.get(name)
+}
+
+/// The peak that was measured, or that was predicted for a cell that ran out of memory, with a tilde.
+pub fn peak(record: &Record) -> String {
+    match (&record.memory, record.status) {
+        (Some(memory), Status::Ok) => units::bytes(memory.peak_bytes),
+        (Some(memory), Status::Oom) => format!("~{}", units::bytes(memory.predicted_peak_bytes)),
+        _ => NOTHING.into(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_are_short_and_keep_three_digits() {
+        let cases = [(0.0, "0"), (3.14e-7, "3.1e-7"), (0.0312, "0.0312"), (0.5, "0.500"), (12.34, "12.3")];
+        for (value, expected) in cases {
+            assert_eq!(drift(value), expected);
+        }
+        assert_eq!((percent(0.875), times(3.2), times(123.4)), ("88%".into(), "3.20x".into(), "123x".into()));
+    }
+}
