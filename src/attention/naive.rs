@@ -19,9 +19,9 @@ use std::f32::consts::LN_2;
 pub struct Naive;
 
 impl Naive {
-    /// One thread's copies of a head's rows in f32: two of queries' length, two of keys' length.
+    /// One thread's copies of a head's rows in f32: queries or outputs, keys or values.
     fn slot(shape: &Shape) -> usize {
-        2 * (shape.q_len + shape.kv_len) * shape.head_dim
+        (shape.q_len + shape.kv_len) * shape.head_dim
     }
 }
 

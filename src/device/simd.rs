@@ -18,12 +18,17 @@ const EXP2: [f32; 8] = [
     6.931_472e-1,
     1.0,
 ];
+/// Coefficients of `tanh(y) / y` in powers of `y²`, highest first; below [`TANH_SERIES`] the first term left out is
+/// below half a unit in the last place.
+const TANH: [f32; 6] = [-8.863_235_5e-3, 2.186_948_8e-2, -5.396_825_4e-2, 1.333_333_4e-1, -3.333_333_4e-1, 1.0];
+const TANH_SERIES: f32 = 0.35;
 /// Adding it rounds an f32 to the nearest integer and leaves that integer in the low bits.
 const ROUND: f32 = 12_582_912.0;
 
+/// `2^x` for `x` up to 127, zero below -126. A NaN stays one: what went wrong must show in the result.
 #[inline(always)]
 fn exp2(x: f32) -> f32 {
-    let clamped = if x > -126.0 { x } else { -126.0 };
+    let clamped = if x < -126.0 { -126.0 } else { x };
     let shifted = clamped + ROUND;
     let fraction = clamped - (shifted - ROUND);
     let mut power = EXP2[0];
@@ -32,7 +37,20 @@ fn exp2(x: f32) -> f32 {
     }
     let exponent = f32::from_bits((shifted.to_bits() << 23).wrapping_add(127 << 23));
     // Below the smallest normal number a probability is zero, as a masked one must be.
-    if x > -126.0 { power * exponent } else { 0.0 }
+    if x < -126.0 { 0.0 } else { power * exponent }
+}
+
+/// `tanh(y)`. The series serves small `y`, where `1 - t` cancels and a large soft-cap would magnify the error.
+#[inline(always)]
+fn tanh(y: f32) -> f32 {
+    let square = y * y;
+    let mut series = TANH[0];
+    for coefficient in &TANH[1..] {
+        series = series.mul_add(square, *coefficient);
+    }
+    let t = exp2(-2.0 * std::f32::consts::LOG2_E * y.abs());
+    let magnitude = (1.0 - t) / (1.0 + t);
+    if y.abs() < TANH_SERIES { y * series } else { magnitude.copysign(y) }
 }
 
 /// Folds `combine` over the elements in lanes, then over the lanes.
@@ -68,13 +86,7 @@ pub fn soft_cap(arch: Arch, row: &mut [f32], factor: f32, cap: f32) {
     let inner = factor / cap;
     arch.dispatch(
         #[inline(always)]
-        || {
-            for x in row.iter_mut() {
-                let y = *x * inner;
-                let t = exp2(-2.0 * std::f32::consts::LOG2_E * y.abs());
-                *x = (cap * (1.0 - t) / (1.0 + t)).copysign(y);
-            }
-        },
+        || row.iter_mut().for_each(|x| *x = cap * tanh(*x * inner)),
     )
 }
 
@@ -94,6 +106,34 @@ pub fn scale(arch: Arch, row: &mut [f32], factor: f32) {
     arch.dispatch(
         #[inline(always)]
         || row.iter_mut().for_each(|x| *x *= factor),
+    )
+}
+
+/// `row = (row + shift) * factor`.
+pub fn shift_scale(arch: Arch, row: &mut [f32], shift: f32, factor: f32) {
+    arch.dispatch(
+        #[inline(always)]
+        || row.iter_mut().for_each(|x| *x = (*x + shift) * factor),
+    )
+}
+
+/// `row *= 1 - (capped / cap)²`: the slope of a soft-cap where it gave `capped`.
+pub fn cap_slope(arch: Arch, row: &mut [f32], capped: &[f32], cap: f32) {
+    arch.dispatch(
+        #[inline(always)]
+        || {
+            for (x, y) in row.iter_mut().zip(capped) {
+                *x *= 1.0 - (y / cap) * (y / cap);
+            }
+        },
+    )
+}
+
+/// `target *= source`.
+pub fn multiply(arch: Arch, target: &mut [f32], source: &[f32]) {
+    arch.dispatch(
+        #[inline(always)]
+        || target.iter_mut().zip(source).for_each(|(to, from)| *to *= from),
     )
 }
 
@@ -172,6 +212,19 @@ mod tests {
         assert_eq!(exp2(f32::NEG_INFINITY), 0.0);
         assert_eq!(exp2(-200.0), 0.0);
         assert_eq!(exp2(0.0), 1.0);
+        assert!(exp2(f32::NAN).is_nan());
+    }
+
+    #[test]
+    fn tanh_is_within_four_units_in_the_last_place() {
+        for step in -200_000..200_000 {
+            let y = step as f32 * 1e-4;
+            let exact = f64::from(y).tanh();
+            let error = (f64::from(tanh(y)) - exact).abs();
+            assert!(error <= 4.8e-7 * exact.abs(), "tanh({y}) is off by {error:e}");
+        }
+        assert_eq!([f32::NEG_INFINITY, 1e-30, f32::INFINITY].map(tanh), [-1.0, 1e-30, 1.0]);
+        assert!(tanh(f32::NAN).is_nan());
     }
 
     proptest! {
