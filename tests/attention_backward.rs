@@ -120,8 +120,7 @@ fn kernels_agree_with_each_other_on_large_problems() {
 #[test]
 fn rows_and_keys_that_meet_nothing_have_no_gradient() {
     // 9 causal queries over 4 keys: the first five see none. A window of one leaves each key to one query.
-    let problem =
-        Problem { shape: shape([1, 2, 1, 9, 4, 8]), params: Params::new(8, true), dtype: DType::F32 };
+    let problem = Problem { shape: shape([1, 2, 1, 9, 4, 8]), params: Params::new(8, true), dtype: DType::F32 };
     let (data, grad) = (inputs(&problem, 1), grad_o(&problem, 1));
     for name in WITH_BACKWARD {
         let [dq, dk, dv] = backward(name, &problem, &data, &grad, 2);

@@ -65,7 +65,8 @@ fn logits_far_from_zero_lose_no_more_than_their_own_rounding() {
             check(what, &problem, &with_logits(&problem, &levels), 1e-6 + rounding, 1e-6 + rounding);
         }
         let mut large = common::inputs(&problem, 5);
-        large.q = tensor(DType::F32, problem.shape.q_dims(), &normal(&mut rng(6), problem.shape.rows() * WIDTH, size / 4.0));
+        large.q =
+            tensor(DType::F32, problem.shape.q_dims(), &normal(&mut rng(6), problem.shape.rows() * WIDTH, size / 4.0));
         // Random products of this scale reach about four times the size.
         check("random", &problem, &large, 1e-6 + 4.0 * rounding, 1e-6 + 4.0 * rounding);
     }

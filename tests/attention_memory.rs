@@ -106,7 +106,8 @@ fn only_naive_is_quadratic() {
 #[test]
 fn no_kernel_takes_memory_beside_the_arena() {
     let _alone = alone();
-    let problem = Problem { shape: shape([1, 2, 1, 2048, 2048, 64]), params: Params::new(64, true), dtype: DType::Bf16 };
+    let problem =
+        Problem { shape: shape([1, 2, 1, 2048, 2048, 64]), params: Params::new(64, true), dtype: DType::Bf16 };
     let Problem { shape, params, dtype } = problem;
     let inputs = inputs(&problem, 1);
     let kv = DenseKv::new(inputs.k.view(), inputs.v.view()).unwrap();
@@ -133,7 +134,9 @@ fn no_kernel_takes_memory_beside_the_arena() {
             let mut workspace = size.allocate(&arena).unwrap();
             let (forward, grad_o) = (call(&problem, &inputs, &kv, 2), inputs.q.view());
             let call = Backward { forward, o: outputs.o.view(), lse: &outputs.lse, grad_o };
-            growth(&format!("{name} backward"), &mut || kernel.backward(&call, &mut gradients, &mut workspace).unwrap());
+            growth(&format!("{name} backward"), &mut || {
+                kernel.backward(&call, &mut gradients, &mut workspace).unwrap()
+            });
         }
     }
 }

@@ -2,22 +2,14 @@
 //!
 //! This is the one place that a faster, hand-written path has to replace. Every function takes the dispatch point
 //! ([`pulp::Arch`], from [`super::Cpu::arch`]), whose closure is compiled with AVX-512, AVX2 + FMA, or the target's
-//! baseline. Sums run over 16 fixed lanes, so that a result depends on the instruction set only through rounding.
+//! baseline. A result depends on the instruction set only through the order in which lanes are summed.
 
-use pulp::Arch;
+use pulp::{Arch, NullaryFnOnce, Simd, WithSimd};
 
 const LANES: usize = 16;
 /// Taylor coefficients of `2^f` on `[-0.5, 0.5]`; the first term left out is below half a unit in the last place.
-const EXP2: [f32; 8] = [
-    1.525_273_4e-5,
-    1.540_353e-4,
-    1.333_355_8e-3,
-    9.618_129e-3,
-    5.550_411e-2,
-    2.402_265_1e-1,
-    6.931_472e-1,
-    1.0,
-];
+const EXP2: [f32; 8] =
+    [1.525_273_4e-5, 1.540_353e-4, 1.333_355_8e-3, 9.618_129e-3, 5.550_411e-2, 2.402_265_1e-1, 6.931_472e-1, 1.0];
 /// Coefficients of `tanh(y) / y` in powers of `y²`, highest first; below [`TANH_SERIES`] the first term left out is
 /// below half a unit in the last place.
 const TANH: [f32; 6] = [-8.863_235_5e-3, 2.186_948_8e-2, -5.396_825_4e-2, 1.333_333_4e-1, -3.333_333_4e-1, 1.0];
@@ -40,6 +32,26 @@ fn exp2(x: f32) -> f32 {
     if x < -126.0 { 0.0 } else { power * exponent }
 }
 
+/// A loop to be compiled for each instruction set.
+struct Loop<F>(F);
+
+impl<R, F: FnMut() -> R> NullaryFnOnce for Loop<F> {
+    type Output = R;
+
+    #[inline(always)]
+    fn call(mut self) -> R {
+        (self.0)()
+    }
+}
+
+/// Runs `work`, a closure marked `inline(always)`, with the instructions of `arch`. A bare closure would be called
+/// through `FnOnce`, for which one that borrows has a shim that need not be inlined; the loop would then be compiled
+/// for the baseline, at a tenth of the speed. [`Loop`] calls it by reference, which reaches the closure itself.
+#[inline(always)]
+fn vectorised<R>(arch: Arch, work: impl FnMut() -> R) -> R {
+    arch.dispatch(Loop(work))
+}
+
 /// `tanh(y)`. The series serves small `y`, where `1 - t` cancels and a large soft-cap would magnify the error.
 #[inline(always)]
 fn tanh(y: f32) -> f32 {
@@ -51,6 +63,19 @@ fn tanh(y: f32) -> f32 {
     let t = exp2(-2.0 * std::f32::consts::LOG2_E * y.abs());
     let magnitude = (1.0 - t) / (1.0 + t);
     if y.abs() < TANH_SERIES { y * series } else { magnitude.copysign(y) }
+}
+
+/// Combines the lanes in halves, which stays in vector registers and rounds less than one after the other.
+#[inline(always)]
+fn reduce(mut lanes: [f32; LANES], combine: impl Fn(f32, f32) -> f32) -> f32 {
+    let mut half = LANES / 2;
+    while half > 0 {
+        for lane in 0..half {
+            lanes[lane] = combine(lanes[lane], lanes[lane + half]);
+        }
+        half /= 2;
+    }
+    lanes[0]
 }
 
 /// Folds `combine` over the elements in lanes, then over the lanes.
@@ -67,12 +92,13 @@ fn fold(values: &[f32], start: f32, combine: impl Fn(f32, f32) -> f32) -> f32 {
     for (lane, &value) in lanes.iter_mut().zip(tail) {
         *lane = combine(*lane, value);
     }
-    lanes.into_iter().fold(start, combine)
+    reduce(lanes, combine)
 }
 
 /// `row *= factor`, and the largest element after it (`-inf` for an empty row).
 pub fn scale_max(arch: Arch, row: &mut [f32], factor: f32) -> f32 {
-    arch.dispatch(
+    vectorised(
+        arch,
         #[inline(always)]
         || {
             row.iter_mut().for_each(|x| *x *= factor);
@@ -84,7 +110,8 @@ pub fn scale_max(arch: Arch, row: &mut [f32], factor: f32) -> f32 {
 /// `row = cap * tanh(row * factor / cap)`.
 pub fn soft_cap(arch: Arch, row: &mut [f32], factor: f32, cap: f32) {
     let inner = factor / cap;
-    arch.dispatch(
+    vectorised(
+        arch,
         #[inline(always)]
         || row.iter_mut().for_each(|x| *x = cap * tanh(*x * inner)),
     )
@@ -92,7 +119,8 @@ pub fn soft_cap(arch: Arch, row: &mut [f32], factor: f32, cap: f32) {
 
 /// `row = 2^(row - shift)`, and the sum of the result.
 pub fn exp2_sum(arch: Arch, row: &mut [f32], shift: f32) -> f32 {
-    arch.dispatch(
+    vectorised(
+        arch,
         #[inline(always)]
         || {
             row.iter_mut().for_each(|x| *x = exp2(*x - shift));
@@ -103,7 +131,8 @@ pub fn exp2_sum(arch: Arch, row: &mut [f32], shift: f32) -> f32 {
 
 /// `row *= factor`.
 pub fn scale(arch: Arch, row: &mut [f32], factor: f32) {
-    arch.dispatch(
+    vectorised(
+        arch,
         #[inline(always)]
         || row.iter_mut().for_each(|x| *x *= factor),
     )
@@ -111,7 +140,8 @@ pub fn scale(arch: Arch, row: &mut [f32], factor: f32) {
 
 /// `row = (row + shift) * factor`.
 pub fn shift_scale(arch: Arch, row: &mut [f32], shift: f32, factor: f32) {
-    arch.dispatch(
+    vectorised(
+        arch,
         #[inline(always)]
         || row.iter_mut().for_each(|x| *x = (*x + shift) * factor),
     )
@@ -119,7 +149,8 @@ pub fn shift_scale(arch: Arch, row: &mut [f32], shift: f32, factor: f32) {
 
 /// `row *= 1 - (capped / cap)²`: the slope of a soft-cap where it gave `capped`.
 pub fn cap_slope(arch: Arch, row: &mut [f32], capped: &[f32], cap: f32) {
-    arch.dispatch(
+    vectorised(
+        arch,
         #[inline(always)]
         || {
             for (x, y) in row.iter_mut().zip(capped) {
@@ -131,7 +162,8 @@ pub fn cap_slope(arch: Arch, row: &mut [f32], capped: &[f32], cap: f32) {
 
 /// `target *= source`.
 pub fn multiply(arch: Arch, target: &mut [f32], source: &[f32]) {
-    arch.dispatch(
+    vectorised(
+        arch,
         #[inline(always)]
         || target.iter_mut().zip(source).for_each(|(to, from)| *to *= from),
     )
@@ -139,55 +171,71 @@ pub fn multiply(arch: Arch, target: &mut [f32], source: &[f32]) {
 
 /// `target += source`.
 pub fn add(arch: Arch, target: &mut [f32], source: &[f32]) {
-    arch.dispatch(
+    vectorised(
+        arch,
         #[inline(always)]
         || target.iter_mut().zip(source).for_each(|(to, from)| *to += from),
     )
 }
 
-/// Inner product of two vectors of the same length.
-#[inline(always)]
-fn dot_lanes(a: &[f32], b: &[f32]) -> f32 {
-    let mut lanes = [0.0f32; LANES];
-    let (a_chunks, b_chunks) = (a.chunks_exact(LANES), b.chunks_exact(LANES));
-    let tail = a_chunks.remainder().iter().zip(b_chunks.remainder());
-    for (lane, (x, y)) in lanes.iter_mut().zip(tail) {
-        *lane = x * y;
-    }
-    for (x, y) in a_chunks.zip(b_chunks) {
-        for lane in 0..LANES {
-            lanes[lane] = x[lane].mul_add(y[lane], lanes[lane]);
-        }
-    }
-    lanes.into_iter().sum()
+/// Inner products of `query` with rows. Written with explicit vectors: a compiler splits the lanes of one sum into
+/// pairs when it sees them added up at the end.
+struct RowDots<'a> {
+    query: &'a [f32],
+    rows: &'a [f32],
+    scores: &'a mut [f32],
 }
 
-/// Inner product of two vectors of the same length.
-pub fn dot(arch: Arch, a: &[f32], b: &[f32]) -> f32 {
-    arch.dispatch(
-        #[inline(always)]
-        || dot_lanes(a, b),
-    )
+impl WithSimd for RowDots<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        let (query, query_tail) = S::as_simd_f32s(self.query);
+        for (score, row) in self.scores.iter_mut().zip(self.rows.chunks_exact(self.query.len())) {
+            let (row, row_tail) = S::as_simd_f32s(row);
+            let mut lanes = simd.splat_f32s(0.0);
+            for (&x, &y) in query.iter().zip(row) {
+                lanes = simd.mul_add_e_f32s(x, y, lanes);
+            }
+            let tail: f32 = query_tail.iter().zip(row_tail).map(|(x, y)| x * y).sum();
+            *score = simd.reduce_sum_f32s(lanes) + tail;
+        }
+    }
 }
 
 /// `scores[j] = query . rows[j]` for the rows (`query.len()` wide) of a block of keys.
 pub fn row_dots(arch: Arch, query: &[f32], rows: &[f32], scores: &mut [f32]) {
-    arch.dispatch(
-        #[inline(always)]
-        || {
-            for (score, row) in scores.iter_mut().zip(rows.chunks_exact(query.len())) {
-                *score = dot_lanes(query, row);
-            }
-        },
-    )
+    arch.dispatch(RowDots { query, rows, scores });
 }
 
-/// `output += sum_j weights[j] * rows[j]` for the rows (`output.len()` wide) of a block of values.
+/// Inner product of two vectors of the same length.
+pub fn dot(arch: Arch, a: &[f32], b: &[f32]) -> f32 {
+    let mut score = [0.0];
+    row_dots(arch, a, b, &mut score);
+    score[0]
+}
+
+/// `output += sum_j weights[j] * rows[j]` for the rows (`output.len()` wide) of a block of values. Four rows at a time,
+/// in order, so that the output is read and written once for all four.
 pub fn weighted_rows(arch: Arch, weights: &[f32], rows: &[f32], output: &mut [f32]) {
-    arch.dispatch(
+    vectorised(
+        arch,
         #[inline(always)]
         || {
-            for (&weight, row) in weights.iter().zip(rows.chunks_exact(output.len())) {
+            let width = output.len();
+            let (fours, rest) = weights.as_chunks::<4>();
+            let (four_rows, rest_rows) = rows.split_at(4 * fours.len() * width);
+            for ([a, b, c, d], rows) in fours.iter().zip(four_rows.chunks_exact(4 * width)) {
+                let ((first, second), (third, fourth)) =
+                    (rows[..2 * width].split_at(width), rows[2 * width..].split_at(width));
+                for ((out, (w, x)), (y, z)) in
+                    output.iter_mut().zip(first.iter().zip(second)).zip(third.iter().zip(fourth))
+                {
+                    *out = d.mul_add(*z, c.mul_add(*y, b.mul_add(*x, a.mul_add(*w, *out))));
+                }
+            }
+            for (&weight, row) in rest.iter().zip(rest_rows.chunks_exact(width)) {
                 for (out, &value) in output.iter_mut().zip(row) {
                     *out = weight.mul_add(value, *out);
                 }
@@ -238,6 +286,12 @@ mod tests {
             let sum = exp2_sum(arch, &mut powers, max);
             let exact: f64 = row.iter().map(|&x| f64::from(x - max).exp2()).sum();
             prop_assert!((f64::from(sum) - exact).abs() < 1e-5 * exact);
+            let mut sums = row.clone();
+            let rows: Vec<f32> = (0..7).flat_map(|j| values.iter().map(move |x| x * j as f32)).collect();
+            weighted_rows(arch, &[1.0, -2.0, 0.5, 0.0, 3.0, 1.5, -1.0], &rows, &mut sums);
+            for ((sum, before), x) in sums.iter().zip(&row).zip(&values) {
+                prop_assert!((before + 12.5 * x - sum).abs() < 1e-4, "{} {}", sum, x);
+            }
             let exact: f64 = values.iter().zip(&row).map(|(&a, &b)| f64::from(a) * f64::from(b)).sum();
             prop_assert!((f64::from(dot(arch, &values, &row)) - exact).abs() < 1e-3);
             let mut capped = values.clone();
