@@ -4,6 +4,7 @@
 //! is `dS = P * (dP - delta) * scale`, times `1 - (logit / cap)²` under a soft-cap; then `dv = Pᵀ do`, `dq = dS k`,
 //! `dk = dSᵀ q` (FlashAttention-2, arXiv 2307.08691, section 3.1).
 
+use super::online::logits;
 use super::{Backward, Params};
 use crate::device::simd;
 use pulp::Arch;
@@ -56,16 +57,12 @@ pub(super) fn score_gradients(
             row[seen.end..].fill(0.0);
         }
         let (p, ds) = (&mut p[seen.clone()], &mut ds[seen]);
-        match params.softcap {
-            None => simd::scale(arch, p, params.scale),
-            Some(cap) => simd::soft_cap(arch, p, params.scale, cap),
+        simd::shift_scale(arch, ds, -delta, params.scale);
+        logits(arch, params, p);
+        if let Some(cap) = params.softcap {
+            simd::cap_slope(arch, ds, p, cap * LOG2_E);
         }
-        let slope = |logit: f32| params.softcap.map_or(1.0, |cap| 1.0 - (logit / cap) * (logit / cap));
-        for (gradient, &logit) in ds.iter_mut().zip(&*p) {
-            *gradient = (*gradient - delta) * params.scale * slope(logit);
-        }
-        simd::scale(arch, p, LOG2_E);
         simd::exp2_sum(arch, p, lse * LOG2_E);
-        ds.iter_mut().zip(&*p).for_each(|(gradient, &probability)| *gradient *= probability);
+        simd::multiply(arch, ds, p);
     }
 }

@@ -64,7 +64,7 @@ impl Kernel for Decode {
         let splits = shape.kv_len.div_ceil(SPLIT);
         let (partial_o, rest) = workspace.scratch.split_at_mut(units(&shape) * rows * width);
         let (partial_state, scratch) = rest.split_at_mut(units(&shape) * rows * 2);
-        let states: &mut [[f32; 2]] = bytemuck::cast_slice_mut(partial_state);
+        let states: &mut [Running] = bytemuck::cast_slice_mut(partial_state);
         let slots = Slots::new(scratch, call.cpu.threads());
         let row_bytes = width * outputs.o.dtype().bytes();
         let dtype = outputs.o.dtype();
@@ -85,7 +85,7 @@ impl Kernel for Decode {
                 let mut state = Running::EMPTY;
                 for split in 0..splits {
                     let at = (kv_head * splits + split) * rows + row;
-                    state.merge(arch, o, Running::from(states[at]), &partial_o[at * width..][..width]);
+                    state.merge(arch, o, states[at], &partial_o[at * width..][..width]);
                 }
                 *lse = state.finish(arch, o);
                 dtype.encode(o, target);
@@ -96,7 +96,7 @@ impl Kernel for Decode {
 }
 
 /// The partial results of all query rows of KV head `head` (counted over the batch) over the keys from `start` on.
-fn partial(call: &Forward<'_>, head: usize, start: usize, o: &mut [f32], states: &mut [[f32; 2]], slot: &mut [f32]) {
+fn partial(call: &Forward<'_>, head: usize, start: usize, o: &mut [f32], states: &mut [Running], slot: &mut [f32]) {
     let (shape, arch, width) = (call.shape, call.cpu.arch(), call.shape.head_dim);
     let (batch, kv_head) = (head / shape.kv_heads, head % shape.kv_heads);
     let rows = group_rows(&shape);
@@ -106,7 +106,7 @@ fn partial(call: &Forward<'_>, head: usize, start: usize, o: &mut [f32], states:
         call.q.read_rows(batch, kv_head * shape.group() + member, 0, q);
     }
     o.fill(0.0);
-    states.fill(Running::EMPTY.into());
+    states.fill(Running::EMPTY);
     let kv_len = call.kv.len(batch, kv_head);
     let visible = |row: usize| call.params.visible(row % shape.q_len, shape.q_len, kv_len);
     let seen = visible(0).start.max(start)..visible(shape.q_len - 1).end.min(start + SPLIT);
@@ -122,9 +122,7 @@ fn partial(call: &Forward<'_>, head: usize, start: usize, o: &mut [f32], states:
             let to = seen.end.saturating_sub(first).clamp(from, count);
             scores[..from].fill(0.0);
             scores[to..].fill(0.0);
-            let mut state = Running::from(states[row]);
-            state.absorb(arch, &call.params, &mut scores[from..to], &mut o[row * width..][..width]);
-            states[row] = state.into();
+            states[row].absorb(arch, &call.params, &mut scores[from..to], &mut o[row * width..][..width]);
         }
         let values = call.kv.values(batch, kv_head, first, count, block);
         for (row, o) in o.chunks_exact_mut(width).enumerate() {

@@ -45,7 +45,9 @@ pub fn column_sums(call: &Forward<'_>, lse: &[f32], queries: Range<usize>, sums:
             sums.fill(0.0);
             let keys = first..(first + sums.len()).min(call.kv.len(head / shape.kv_heads, head % shape.kv_heads));
             if !keys.is_empty() {
-                slots.with(|slot| key_tile(call, lse, queries.clone(), head, keys.clone(), &mut sums[..keys.len()], slot));
+                slots.with(|slot| {
+                    key_tile(call, lse, queries.clone(), head, keys.clone(), &mut sums[..keys.len()], slot)
+                });
             }
         });
     });

@@ -22,8 +22,8 @@ pub use tiled::{TileSizes, Tiled};
 pub use workspace::{Workspace, WorkspaceSize};
 
 use crate::device::Cpu;
-use crate::named::{Named, NamedError, Parameter};
 use crate::memory::{Arena, ArenaError, Buffer, Label};
+use crate::named::{Named, NamedError, Parameter};
 use crate::tensor::{DType, Tensor, TensorView};
 
 /// A kernel as the registry knows it.

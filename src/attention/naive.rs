@@ -19,9 +19,9 @@ use std::f32::consts::LN_2;
 pub struct Naive;
 
 impl Naive {
-    /// One thread's copies of a head's rows in f32: two of queries' length, two of keys' length.
+    /// One thread's copies of a head's rows in f32: queries or outputs, keys or values.
     fn slot(shape: &Shape) -> usize {
-        2 * (shape.q_len + shape.kv_len) * shape.head_dim
+        (shape.q_len + shape.kv_len) * shape.head_dim
     }
 }
 
@@ -83,23 +83,25 @@ impl Kernel for Naive {
                 product(scores, kv_len, q, k.transposed(), false, threads);
             });
 
-            scores.par_chunks_mut(kv_len).zip(outputs.lse.par_iter_mut()).enumerate().for_each(|(index, (row, lse))| {
-                let (batch, _, kv_head) = place(index / q_len);
-                let visible = call.params.visible(index % q_len, q_len, call.kv.len(batch, kv_head));
-                let max = logits(arch, &call.params, row);
-                row[..visible.start].fill(0.0);
-                row[visible.end..].fill(0.0);
-                let seen = &mut row[visible];
-                if seen.is_empty() {
-                    *lse = f32::NEG_INFINITY;
-                    return;
-                }
-                // The maximum over masked keys too is only a shift; the seen ones may be far below it.
-                let max = if seen.len() == kv_len { max } else { seen.iter().copied().fold(f32::MIN, f32::max) };
-                let sum = simd::exp2_sum(arch, seen, max);
-                simd::scale(arch, seen, 1.0 / sum);
-                *lse = (max + sum.log2()) * LN_2;
-            });
+            scores.par_chunks_mut(kv_len).zip(outputs.lse.par_iter_mut()).enumerate().for_each(
+                |(index, (row, lse))| {
+                    let (batch, _, kv_head) = place(index / q_len);
+                    let visible = call.params.visible(index % q_len, q_len, call.kv.len(batch, kv_head));
+                    let max = logits(arch, &call.params, row);
+                    row[..visible.start].fill(0.0);
+                    row[visible.end..].fill(0.0);
+                    let seen = &mut row[visible];
+                    if seen.is_empty() {
+                        *lse = f32::NEG_INFINITY;
+                        return;
+                    }
+                    // The maximum over masked keys too is only a shift; the seen ones may be far below it.
+                    let max = if seen.len() == kv_len { max } else { seen.iter().copied().fold(f32::MIN, f32::max) };
+                    let sum = simd::exp2_sum(arch, seen, max);
+                    simd::scale(arch, seen, 1.0 / sum);
+                    *lse = (max + sum.log2()) * LN_2;
+                },
+            );
 
             let row_bytes = width * dtype.bytes();
             let heads: Vec<_> = outputs.o.bytes_mut().chunks_mut(q_len * row_bytes).collect();
@@ -122,10 +124,7 @@ impl Kernel for Naive {
     fn backward_workspace(&self, shape: &Shape, _: &Params, threads: usize) -> Option<WorkspaceSize> {
         let gradients = (shape.q_len + 2 * shape.kv_len) * shape.head_dim;
         let inputs = (2 * shape.q_len + 2 * shape.kv_len) * shape.head_dim;
-        Some(WorkspaceSize {
-            scores: 2 * shape.scores(),
-            scratch: shape.rows() + threads * (inputs + gradients),
-        })
+        Some(WorkspaceSize { scores: 2 * shape.scores(), scratch: shape.rows() + threads * (inputs + gradients) })
     }
 
     fn backward(
@@ -170,8 +169,7 @@ impl Kernel for Naive {
                             let q_head = kv_head * group + member;
                             let rows = (batch * shape.q_heads + q_head) * q_len;
                             let q = Matrix::new(q.rows(batch, q_head, 0, q_len, q_slot), q_len, width);
-                            let grad_o =
-                                Matrix::new(call.grad_o.rows(batch, q_head, 0, q_len, do_slot), q_len, width);
+                            let grad_o = Matrix::new(call.grad_o.rows(batch, q_head, 0, q_len, do_slot), q_len, width);
                             let (p, ds) = pair.split_at_mut(q_len * kv_len);
                             product(p, kv_len, q, k.transposed(), false, 1);
                             product(ds, kv_len, grad_o, v.transposed(), false, 1);

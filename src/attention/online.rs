@@ -9,8 +9,9 @@ use crate::device::simd;
 use pulp::Arch;
 use std::f32::consts::{LN_2, LOG2_E};
 
-/// Maximum and sum of the exponentials seen so far, in base 2.
-#[derive(Debug, Clone, Copy, PartialEq)]
+/// Maximum and sum of the exponentials seen so far, in base 2. Two floats, so that scratch memory can hold them.
+#[derive(Debug, Clone, Copy, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
 pub struct Running {
     max: f32,
     sum: f32,
@@ -32,21 +33,21 @@ impl Running {
     pub const EMPTY: Running = Running { max: f32::NEG_INFINITY, sum: 0.0 };
 
     /// Takes in a block of inner products: leaves their unnormalised probabilities in `row` and rescales `output`,
-    /// to which the caller then adds `row * values`.
+    /// to which the caller then adds `row * values`. Inner products that overflowed make the sum NaN.
     pub fn absorb(&mut self, arch: Arch, params: &Params, row: &mut [f32], output: &mut [f32]) {
+        if row.is_empty() {
+            return;
+        }
         let max = logits(arch, params, row);
         if max > self.max {
             self.rescale(arch, max, output);
-        }
-        if self.max == f32::NEG_INFINITY {
-            return row.fill(0.0);
         }
         self.sum += simd::exp2_sum(arch, row, self.max);
     }
 
     /// Takes in another partial result over other keys.
     pub fn merge(&mut self, arch: Arch, output: &mut [f32], other: Running, other_output: &[f32]) {
-        if other.max == f32::NEG_INFINITY {
+        if other.sum == 0.0 {
             return;
         }
         if other.max > self.max {
@@ -72,18 +73,6 @@ impl Running {
         self.max = max;
         self.sum *= factor;
         simd::scale(arch, output, factor);
-    }
-}
-
-impl From<[f32; 2]> for Running {
-    fn from([max, sum]: [f32; 2]) -> Self {
-        Running { max, sum }
-    }
-}
-
-impl From<Running> for [f32; 2] {
-    fn from(state: Running) -> Self {
-        [state.max, state.sum]
     }
 }
 

@@ -3,7 +3,8 @@
 //! Every other kernel is checked against it before it is timed. Its cost is linear in the number of rows, so long
 //! contexts are checked on a sample of rows ([`rows`]) and short ones in full.
 
-use super::{AttentionError, Forward, Kernel, KernelEntry, KvRows, Outputs, Params, Shape, Workspace, WorkspaceSize};
+use super::{AttentionError, Forward, Kernel, KernelEntry, Outputs, Params, Shape, Workspace, WorkspaceSize};
+use crate::device::cpu::Slots;
 use crate::tensor::{DType, TensorView};
 use rayon::prelude::*;
 
@@ -30,44 +31,57 @@ impl Params {
     }
 }
 
-/// Computes query row `i` of query head `q_head` in f64.
-fn row(shape: &Shape, params: &Params, q: &TensorView<'_>, kv: &dyn KvRows, at: [usize; 3]) -> Row {
-    let [batch, q_head, i] = at;
-    let (width, kv_head) = (shape.head_dim, q_head / shape.group());
-    let mut query = vec![0.0; width];
-    q.read_rows(batch, q_head, i, &mut query);
-    let visible = params.visible(i, shape.q_len, kv.len(batch, kv_head));
-    let mut block = vec![0.0; BLOCK * width];
+/// f32 elements of the scratch memory for one row: its logits in f64, and a block of keys or values. Even, so that
+/// slots laid end to end keep the alignment of f64.
+fn slot(shape: &Shape) -> usize {
+    2 * shape.kv_len + BLOCK * shape.head_dim
+}
 
-    let mut logits = Vec::with_capacity(visible.len());
-    for start in visible.clone().step_by(BLOCK) {
-        let count = BLOCK.min(visible.end - start);
-        for key in kv.keys(batch, kv_head, start, count, &mut block).chunks_exact(width) {
+/// Computes query row `i` of query head `q_head` in f64: writes its output to `o` and returns its log-sum-exp.
+fn row(call: &Forward<'_>, [batch, q_head, i]: [usize; 3], o: &mut [f64], slot: &mut [f32]) -> f64 {
+    let Forward { shape, params, q, kv, .. } = *call;
+    let (width, kv_head) = (shape.head_dim, q_head / shape.group());
+    let (logits, block) = slot.split_at_mut(2 * shape.kv_len);
+    let visible = params.visible(i, shape.q_len, kv.len(batch, kv_head));
+    let logits = &mut bytemuck::cast_slice_mut::<f32, f64>(logits)[..visible.len()];
+    o.fill(0.0);
+    if visible.is_empty() {
+        return f64::NEG_INFINITY;
+    }
+    let mut query = [0.0; Shape::MAX_HEAD_DIM];
+    let query = &mut query[..width];
+    q.read_rows(batch, q_head, i, query);
+
+    for (start, logits) in visible.clone().step_by(BLOCK).zip(logits.chunks_mut(BLOCK)) {
+        let keys = kv.keys(batch, kv_head, start, logits.len(), block).chunks_exact(width);
+        for (logit, key) in logits.iter_mut().zip(keys) {
             let inner = query.iter().zip(key).map(|(&a, &b)| f64::from(a) * f64::from(b)).sum();
-            logits.push(params.logit(inner));
+            *logit = params.logit(inner);
         }
     }
     let max = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-    if max == f64::NEG_INFINITY {
-        return Row { o: vec![0.0; width], lse: f64::NEG_INFINITY };
-    }
     let sum: f64 = logits.iter().map(|logit| (logit - max).exp()).sum();
 
-    let mut o = vec![0.0; width];
-    for start in visible.clone().step_by(BLOCK) {
-        let count = BLOCK.min(visible.end - start);
-        let values = kv.values(batch, kv_head, start, count, &mut block);
-        for (value, logit) in values.chunks_exact(width).zip(&logits[start - visible.start..]) {
+    for (start, logits) in visible.step_by(BLOCK).zip(logits.chunks(BLOCK)) {
+        let values = kv.values(batch, kv_head, start, logits.len(), block).chunks_exact(width);
+        for (value, logit) in values.zip(logits) {
             let probability = (logit - max).exp() / sum;
             o.iter_mut().zip(value).for_each(|(out, &v)| *out += probability * f64::from(v));
         }
     }
-    Row { o, lse: max + sum.ln() }
+    max + sum.ln()
 }
 
-/// Computes the given query rows `[batch, query head, query]` in f64, in parallel.
+/// Computes the given query rows `[batch, query head, query]` in f64, in parallel, with scratch memory of its own: an
+/// oracle is no part of what is measured.
 pub fn rows(call: &Forward<'_>, at: &[[usize; 3]]) -> Vec<Row> {
-    call.cpu.install(|| at.par_iter().map(|&at| row(&call.shape, &call.params, &call.q, call.kv, at)).collect())
+    let scratch = || vec![0.0f64; slot(&call.shape) / 2];
+    let one = |scratch: &mut Vec<f64>, &at: &[usize; 3]| {
+        let mut o = vec![0.0; call.shape.head_dim];
+        let lse = row(call, at, &mut o, bytemuck::cast_slice_mut(scratch));
+        Row { o, lse }
+    };
+    call.cpu.install(|| at.par_iter().map_init(scratch, one).collect())
 }
 
 /// Query rows to check: all of them for at most `most` queries, else `most` queries spread evenly from the first to
@@ -114,21 +128,28 @@ impl Kernel for Reference {
         "reference"
     }
 
-    fn workspace(&self, _: &Shape, _: &Params, _: DType, _: usize) -> WorkspaceSize {
-        WorkspaceSize::default()
+    fn workspace(&self, shape: &Shape, _: &Params, _: DType, threads: usize) -> WorkspaceSize {
+        WorkspaceSize { scores: 0, scratch: threads * slot(shape) }
     }
 
-    fn forward(&self, call: &Forward<'_>, outputs: &mut Outputs, _: &mut Workspace) -> Result<(), AttentionError> {
-        let at = sample_rows(&call.shape, call.shape.q_len);
-        let row_bytes = call.shape.head_dim * outputs.o.dtype().bytes();
+    fn forward(
+        &self,
+        call: &Forward<'_>,
+        outputs: &mut Outputs,
+        workspace: &mut Workspace,
+    ) -> Result<(), AttentionError> {
+        let Shape { q_heads, q_len, head_dim: width, .. } = call.shape;
         let dtype = outputs.o.dtype();
-        let (o, lse) = (outputs.o.bytes_mut(), &mut outputs.lse);
+        let slots = Slots::new(&mut workspace.scratch, call.cpu.threads());
         call.cpu.install(|| {
-            o.par_chunks_mut(row_bytes).zip(lse.par_iter_mut()).zip(&at).for_each(|((o, lse), &at)| {
-                let row = row(&call.shape, &call.params, &call.q, call.kv, at);
-                let narrow: Vec<f32> = row.o.iter().map(|&x| x as f32).collect();
-                dtype.encode(&narrow, o);
-                *lse = row.lse as f32;
+            let results = outputs.o.bytes_mut().par_chunks_mut(width * dtype.bytes()).zip(outputs.lse.par_iter_mut());
+            results.enumerate().for_each(|(index, (target, lse))| {
+                let (head, i) = (index / q_len, index % q_len);
+                let (mut o, mut narrow) = ([0.0; Shape::MAX_HEAD_DIM], [0.0; Shape::MAX_HEAD_DIM]);
+                let at = [head / q_heads, head % q_heads, i];
+                *lse = slots.with(|slot| row(call, at, &mut o[..width], slot)) as f32;
+                narrow.iter_mut().zip(&o[..width]).for_each(|(narrow, &wide)| *narrow = wide as f32);
+                dtype.encode(&narrow[..width], target);
             });
         });
         Ok(())

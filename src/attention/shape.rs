@@ -44,14 +44,7 @@ impl Shape {
         if q[3] != k[3] {
             return wrong("q and k differ in head dim");
         }
-        let shape = Shape {
-            batch: q[0],
-            q_heads: q[1],
-            kv_heads: k[1],
-            q_len: q[2],
-            kv_len: k[2],
-            head_dim: q[3],
-        };
+        let shape = Shape { batch: q[0], q_heads: q[1], kv_heads: k[1], q_len: q[2], kv_len: k[2], head_dim: q[3] };
         shape.check()?;
         Ok(shape)
     }
@@ -160,7 +153,8 @@ impl Params {
         }
         // `own` is one past the query's own key; it is 0 or less for queries before the first key.
         let end = (i + 1 + kv_len).saturating_sub(q_len).min(kv_len);
-        let start = self.window.map_or(0, |window| (i + 1 + kv_len).saturating_sub(q_len + window).min(end));
+        let start =
+            self.window.map_or(0, |window| (i + 1 + kv_len).saturating_sub(q_len.saturating_add(window)).min(end));
         start..end
     }
 }
@@ -185,6 +179,7 @@ mod tests {
             (windowed, 0, 1, 5, 3..5),
             (windowed, 0, 5, 3, 0..0),
             (Params { window: Some(9), ..causal }, 1, 2, 3, 0..3),
+            (Params { window: Some(usize::MAX), ..causal }, 1, 2, 3, 0..3),
             (Params::new(4, false), 0, 5, 3, 0..3),
         ];
         for (params, i, q_len, kv_len, expected) in cases {

@@ -12,24 +12,11 @@ pub trait KvRows: Sync {
     fn dtype(&self) -> DType;
 
     /// Key rows `start .. start + count` in f32, `[count, D]`; `scratch` holds as much and may be used for it.
-    fn keys<'s>(
-        &'s self,
-        batch: usize,
-        head: usize,
-        start: usize,
-        count: usize,
-        scratch: &'s mut [f32],
-    ) -> &'s [f32];
+    fn keys<'s>(&'s self, batch: usize, head: usize, start: usize, count: usize, scratch: &'s mut [f32]) -> &'s [f32];
 
     /// Value rows, as [`KvRows::keys`].
-    fn values<'s>(
-        &'s self,
-        batch: usize,
-        head: usize,
-        start: usize,
-        count: usize,
-        scratch: &'s mut [f32],
-    ) -> &'s [f32];
+    fn values<'s>(&'s self, batch: usize, head: usize, start: usize, count: usize, scratch: &'s mut [f32])
+    -> &'s [f32];
 }
 
 /// Keys and values in two tensors `[B, Hkv, Lk, D]`.

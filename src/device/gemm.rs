@@ -45,14 +45,7 @@ impl<'a> Matrix<'a> {
 ///
 /// # Panics
 /// When the shapes do not fit together or reach past the end of a slice.
-pub fn product(
-    target: &mut [f32],
-    row_stride: usize,
-    left: Matrix<'_>,
-    right: Matrix<'_>,
-    add: bool,
-    threads: usize,
-) {
+pub fn product(target: &mut [f32], row_stride: usize, left: Matrix<'_>, right: Matrix<'_>, add: bool, threads: usize) {
     let (m, n, k) = (left.rows, right.columns, left.columns);
     assert_eq!(k, right.rows, "inner extents of a product differ");
     if m == 0 || n == 0 {

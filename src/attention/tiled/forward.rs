@@ -7,10 +7,10 @@ use crate::device::cpu::Slots;
 use crate::device::gemm::{Matrix, product};
 use rayon::prelude::*;
 
-/// Elements of one thread's scratch: tiles of q, o, k or v, and scores. K and V share one tile: the scores are done
-/// with the keys before the values are read.
+/// Elements of one thread's scratch: tiles of q, o, k or v, and scores, and each row's running state. K and V share
+/// one tile: the scores are done with the keys before the values are read.
 pub(super) fn slot(shape: &Shape, tile: TileSizes) -> usize {
-    2 * tile.br * shape.head_dim + tile.bc * shape.head_dim + tile.br * tile.bc
+    2 * tile.br * shape.head_dim + tile.bc * shape.head_dim + tile.br * tile.bc + 2 * tile.br
 }
 
 /// `BR` queries of one head, and where their results go.
@@ -71,28 +71,31 @@ fn block<'s>(
     let (q_tile, rest) = slot.split_at_mut(tile.br * width);
     let (kv_tile, rest) = rest.split_at_mut(tile.bc * width);
     let (scores, rest) = rest.split_at_mut(tile.br * tile.bc);
-    let o = &mut rest[..rows * width];
+    let (o, states) = rest.split_at_mut(tile.br * width);
+    let o = &mut o[..rows * width];
+    let states: &mut [Running] = bytemuck::cast_slice_mut(&mut states[..2 * rows]);
     let q = Matrix::new(call.q.rows(batch, q_head, first, rows, q_tile), rows, width);
     o.fill(0.0);
-    let mut state = [Running::EMPTY; TileSizes::MAX];
+    states.fill(Running::EMPTY);
 
     for start in (visible(0).start..visible(rows - 1).end).step_by(tile.bc) {
         let count = tile.bc.min(visible(rows - 1).end - start);
         let k = Matrix::new(call.kv.keys(batch, kv_head, start, count, kv_tile), count, width);
         let scores = &mut scores[..rows * count];
         product(scores, count, q, k.transposed(), false, 1);
-        for (i, (row, o)) in scores.chunks_exact_mut(count).zip(o.chunks_exact_mut(width)).enumerate() {
+        let rows = scores.chunks_exact_mut(count).zip(o.chunks_exact_mut(width)).zip(&mut *states);
+        for (i, ((row, o), state)) in rows.enumerate() {
             let seen = visible(i);
             let from = seen.start.saturating_sub(start).min(count);
             let to = seen.end.saturating_sub(start).clamp(from, count);
             row[..from].fill(0.0);
             row[to..].fill(0.0);
-            state[i].absorb(arch, &call.params, &mut row[from..to], o);
+            state.absorb(arch, &call.params, &mut row[from..to], o);
         }
         let v = Matrix::new(call.kv.values(batch, kv_head, start, count, kv_tile), count, width);
-        product(o, width, Matrix::new(scores, rows, count), v, true, 1);
+        product(o, width, Matrix::new(scores, lse.len(), count), v, true, 1);
     }
-    for ((lse, o), state) in lse.iter_mut().zip(o.chunks_exact_mut(width)).zip(state) {
+    for ((lse, o), state) in lse.iter_mut().zip(o.chunks_exact_mut(width)).zip(states) {
         *lse = state.finish(arch, o);
     }
     o

@@ -27,19 +27,29 @@ impl TileSizes {
     /// Largest extent of a tile.
     pub const MAX: usize = 4096;
 
-    /// Measured defaults: a tile of scores stays in the second-level cache beside its keys and values.
-    pub const DEFAULT: TileSizes = TileSizes { br: 64, bc: 256 };
-
-    /// The tile cut down to the problem, so that short sequences do not pay for empty rows.
-    fn fit(self, shape: &Shape) -> TileSizes {
-        TileSizes { br: self.br.min(shape.q_len), bc: self.bc.min(shape.kv_len) }
+    /// The measured best for `q_len` queries. Each product packs its keys anew for each block of queries, so that
+    /// large blocks pay, up to where scores, keys and values leave the second-level cache. An eighth of the queries
+    /// leaves a head blocks enough for many threads and a causal mask little waste on the diagonal. Nothing else of
+    /// the problem counts, lest a sequence's rounding depend on its batch.
+    pub fn best(q_len: usize) -> TileSizes {
+        TileSizes { br: (q_len / 8 / 64 * 64).clamp(64, 256), bc: 256 }
     }
 }
 
 /// Attention by tiles.
 pub struct Tiled {
-    /// Tile sizes.
-    pub sizes: TileSizes,
+    /// `BR`, unless it is to be [`TileSizes::best`].
+    pub br: Option<usize>,
+    /// `BC`, likewise.
+    pub bc: Option<usize>,
+}
+
+impl Tiled {
+    /// The tile for a problem, cut down to it so that short sequences do not pay for empty rows.
+    fn sizes(&self, shape: &Shape) -> TileSizes {
+        let TileSizes { br, bc } = TileSizes::best(shape.q_len);
+        TileSizes { br: self.br.unwrap_or(br).min(shape.q_len), bc: self.bc.unwrap_or(bc).min(shape.kv_len) }
+    }
 }
 
 /// The registry's line.
@@ -47,17 +57,18 @@ pub const ENTRY: KernelEntry = KernelEntry {
     name: "tiled",
     about: "online softmax over tiles (FlashAttention-type): linear memory",
     parameters: &[
-        Parameter { name: "br", default: "64", about: "queries of a tile" },
+        Parameter { name: "br", default: "Lq/8, 64 to 256", about: "queries of a tile" },
         Parameter { name: "bc", default: "256", about: "keys of a tile" },
     ],
     build: |named| {
-        let extent = |key, default| {
-            let value = named.count(key, default, 1)?;
-            let in_range = value <= TileSizes::MAX;
-            in_range.then_some(value).ok_or_else(|| named.wrong(key, format!("at most {}", TileSizes::MAX)))
+        let extent = |key| match named.text(key) {
+            None => Ok(None),
+            Some(_) => match named.count(key, 1, 1)? {
+                value if value <= TileSizes::MAX => Ok(Some(value)),
+                _ => Err(named.wrong(key, format!("at most {}", TileSizes::MAX))),
+            },
         };
-        let TileSizes { br, bc } = TileSizes::DEFAULT;
-        Ok(Box::new(Tiled { sizes: TileSizes { br: extent("br", br)?, bc: extent("bc", bc)? } }))
+        Ok(Box::new(Tiled { br: extent("br")?, bc: extent("bc")? }))
     },
 };
 
@@ -67,7 +78,7 @@ impl Kernel for Tiled {
     }
 
     fn workspace(&self, shape: &Shape, _: &Params, _: DType, threads: usize) -> WorkspaceSize {
-        WorkspaceSize { scores: 0, scratch: threads * forward::slot(shape, self.sizes.fit(shape)) }
+        WorkspaceSize { scores: 0, scratch: threads * forward::slot(shape, self.sizes(shape)) }
     }
 
     fn forward(
@@ -76,12 +87,12 @@ impl Kernel for Tiled {
         outputs: &mut Outputs,
         workspace: &mut Workspace,
     ) -> Result<(), AttentionError> {
-        forward::run(self.sizes.fit(&call.shape), call, outputs, &mut workspace.scratch);
+        forward::run(self.sizes(&call.shape), call, outputs, &mut workspace.scratch);
         Ok(())
     }
 
     fn backward_workspace(&self, shape: &Shape, _: &Params, threads: usize) -> Option<WorkspaceSize> {
-        let slot = backward::slot(shape, self.sizes.fit(shape));
+        let slot = backward::slot(shape, self.sizes(shape));
         Some(WorkspaceSize { scores: 0, scratch: shape.rows() + threads * slot })
     }
 
@@ -91,7 +102,7 @@ impl Kernel for Tiled {
         gradients: &mut Gradients,
         workspace: &mut Workspace,
     ) -> Result<(), AttentionError> {
-        backward::run(self.sizes.fit(&call.forward.shape), call, gradients, &mut workspace.scratch);
+        backward::run(self.sizes(&call.forward.shape), call, gradients, &mut workspace.scratch);
         Ok(())
     }
 }

@@ -1,0 +1,62 @@
+//! Lists of keys and values whose lengths differ from head to head, as a cache after eviction has them.
+
+use kvsieve::attention::KvRows;
+use kvsieve::tensor::DType;
+
+/// `[B, Hkv]` lists of f32 rows.
+pub struct Ragged {
+    kv_heads: usize,
+    width: usize,
+    /// Keys of each list, `[len, D]`.
+    pub k: Vec<Vec<f32>>,
+    /// Values of each list, `[len, D]`.
+    pub v: Vec<Vec<f32>>,
+}
+
+impl Ragged {
+    /// The first `lens[list]` rows of each list of dense `[B, Hkv, Lk, D]` tensors.
+    pub fn prefixes(kv_heads: usize, width: usize, kv_len: usize, k: &[f32], v: &[f32], lens: &[usize]) -> Self {
+        let cut = |values: &[f32]| -> Vec<Vec<f32>> {
+            let lists = values.chunks_exact(kv_len * width).zip(lens);
+            lists.map(|(list, &len)| list[..len * width].to_vec()).collect()
+        };
+        Ragged { kv_heads, width, k: cut(k), v: cut(v) }
+    }
+
+    fn rows<'s>(&'s self, lists: &'s [Vec<f32>], at: [usize; 4], scratch: &'s mut [f32]) -> &'s [f32] {
+        let [batch, head, start, count] = at;
+        let list = batch * self.kv_heads + head;
+        let rows = &lists[list][start * self.width..][..count * self.width];
+        // Odd lists are copied, even ones lent: kernels must cope with both.
+        if list.is_multiple_of(2) {
+            return rows;
+        }
+        scratch[..rows.len()].copy_from_slice(rows);
+        &scratch[..rows.len()]
+    }
+}
+
+impl KvRows for Ragged {
+    fn len(&self, batch: usize, head: usize) -> usize {
+        self.k[batch * self.kv_heads + head].len() / self.width
+    }
+
+    fn dtype(&self) -> DType {
+        DType::F32
+    }
+
+    fn keys<'s>(&'s self, batch: usize, head: usize, start: usize, count: usize, scratch: &'s mut [f32]) -> &'s [f32] {
+        self.rows(&self.k, [batch, head, start, count], scratch)
+    }
+
+    fn values<'s>(
+        &'s self,
+        batch: usize,
+        head: usize,
+        start: usize,
+        count: usize,
+        scratch: &'s mut [f32],
+    ) -> &'s [f32] {
+        self.rows(&self.v, [batch, head, start, count], scratch)
+    }
+}
