@@ -1,1 +1,15 @@
-pub mod cell; pub mod record; 
+//! Experiments: a TOML file becomes a grid of cells, each is measured beside the others, each leaves one record.
+
+pub mod cell;
+pub mod environment;
+pub mod grid;
+pub mod measure;
+pub mod record;
+pub mod runner;
+pub mod spec;
+pub mod stats;
+pub mod store;
+
+pub use grid::Experiment;
+pub use runner::{Options, Outcome, Progress, run};
+pub use spec::Spec;

@@ -10,6 +10,7 @@ mod budget;
 mod dms;
 mod full;
 mod h2o;
+mod judge;
 mod keydiff;
 mod knorm;
 mod oracle;

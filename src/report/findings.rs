@@ -4,7 +4,7 @@ use super::naming::{HEADS, KERNEL, Naming};
 use super::{baseline, palette, text};
 use crate::experiment::cell::Measure;
 use crate::experiment::record::{Record, Status};
-use crate::experiment::units;
+use crate::units;
 use std::collections::BTreeMap;
 
 /// Sentences about `records`; each stands on numbers of cells that are `ok`, or on predictions of those that ran out of

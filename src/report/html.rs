@@ -8,7 +8,7 @@ use super::summary::{status, summary_table};
 use super::text::{self, NOTHING};
 use super::{Figure, ReportError, Run, baseline, findings, latest};
 use crate::experiment::record::{Record, Status};
-use crate::experiment::units;
+use crate::units;
 use minijinja::{Environment, Value, context};
 use serde_json::Value as Json;
 use std::collections::BTreeMap;

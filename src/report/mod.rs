@@ -26,7 +26,7 @@ mod ticks;
 pub use summary::summary_table;
 
 use crate::experiment::record::Record;
-use crate::experiment::units;
+use crate::units;
 use chart::Chart;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

@@ -6,7 +6,7 @@
 
 use crate::experiment::cell::Cell;
 use crate::experiment::record::Record;
-use crate::experiment::units;
+use crate::units;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// A property of a cell, in words; empty where there is nothing to say.

@@ -8,7 +8,7 @@ use super::text::{self, NOTHING};
 use super::{baseline, latest};
 use crate::experiment::cell::Measure;
 use crate::experiment::record::{Record, Status};
-use crate::experiment::units;
+use crate::units;
 
 /// Width that no line passes, in characters.
 const MOST_COLUMNS: usize = 100;

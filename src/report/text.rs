@@ -1,7 +1,7 @@
 //! Numbers as the tables show them.
 
 use crate::experiment::record::{Latency, Record, Status};
-use crate::experiment::units;
+use crate::units;
 
 /// What a table shows where a cell has no such number.
 pub const NOTHING: &str = "–";

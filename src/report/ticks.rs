@@ -4,7 +4,7 @@
 //! ticks at powers of two. Times and errors are log10 with ticks at 1, 2 and 5, or finer. Shares are linear from 0 to 1.
 
 use super::chart::{Axis, Quantity};
-use crate::experiment::units;
+use crate::units;
 
 /// A tick: where it is, and what is written there.
 #[derive(Debug, Clone, PartialEq)]

@@ -3,7 +3,7 @@
 use super::{Data, Reading, context};
 use crate::experiment::cell::Measure;
 use crate::experiment::record::{Record, Status};
-use crate::experiment::units;
+use crate::units;
 use crate::report::chart::{Axis, Chart, Quantity, Rule};
 use crate::report::naming::{HEADS, Naming};
 

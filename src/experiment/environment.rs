@@ -1,0 +1,45 @@
+//! Where and with what a run was made: `env.json`.
+
+use crate::device::Cpu;
+use crate::device::cpu::CpuInfo;
+use crate::memory::os;
+use serde_json::{Value, json};
+
+/// Git revision of the source that the binary was built from, with `-dirty` if it had changes.
+pub fn revision() -> String {
+    let dirty = if env!("KVSIEVE_GIT_DIRTY") == "true" { "-dirty" } else { "" };
+    format!("{}{dirty}", env!("KVSIEVE_GIT_REV"))
+}
+
+/// The environment as one JSON object.
+pub fn probe(cpu: &Cpu, command: &str) -> Value {
+    let info = CpuInfo::probe();
+    let read = |path: &str| std::fs::read_to_string(path).ok().map(|text| text.trim().to_string());
+    let machine = os::machine();
+    json!({
+        "tool": {
+            "version": env!("CARGO_PKG_VERSION"),
+            "git": revision(),
+            "profile": env!("KVSIEVE_PROFILE"),
+            "arch": std::env::consts::ARCH,
+        },
+        "machine": {
+            "cpu": info.model,
+            "cores": info.cores,
+            "isa": info.isa,
+            "governor": info.governor,
+            "os": std::env::consts::OS,
+            "kernel": read("/proc/sys/kernel/osrelease"),
+            "ram_bytes": machine.map(|machine| machine.total_bytes),
+            "available_bytes": machine.map(|machine| machine.available_bytes),
+            "load_before": read("/proc/loadavg").and_then(|text| text.split(' ').next().map(str::to_string)),
+        },
+        "run": {
+            "threads": cpu.threads(),
+            "isa_path": cpu.isa_path(),
+            "rng": "ChaCha8",
+            "command": command,
+            "started_at": humantime::format_rfc3339_seconds(std::time::SystemTime::now()).to_string(),
+        },
+    })
+}

@@ -1,0 +1,54 @@
+//! `decode`: one new query against a cache of the whole context, in pages.
+
+use super::check::{accurate, finite};
+use super::{Bench, Prepared, Turn, TurnError, timed};
+use crate::attention::{Forward, Outputs};
+use crate::cache::{CacheShape, PAGE_TOKENS, PagedCache};
+
+/// Steps that make one sample, so that short steps are not lost in the clock's grain; their mean is recorded.
+const STEPS: u64 = 4;
+
+fn cache_shape(prepared: &Prepared) -> CacheShape {
+    let cell = &prepared.cell;
+    CacheShape {
+        batch: cell.batch,
+        kv_heads: cell.kv_heads,
+        head_dim: cell.head_dim,
+        dtype: cell.dtype,
+        max_tokens: cell.context_tokens,
+        with_attention: false,
+    }
+}
+
+pub(super) fn predict(prepared: &Prepared, threads: usize) -> u64 {
+    let cache = cache_shape(prepared);
+    let pages = cache.lists() * prepared.cell.context_tokens.div_ceil(PAGE_TOKENS);
+    let outputs = Outputs::bytes(&prepared.cell.shape(), prepared.cell.dtype);
+    cache.bytes(pages, pages).values().sum::<u64>() + outputs + prepared.workspace_bytes(threads)
+}
+
+pub(super) fn turn(prepared: &Prepared, bench: Bench<'_>) -> Result<Turn, TurnError> {
+    let cell = &prepared.cell;
+    let (shape, params, tokens) = (cell.shape(), cell.params(), cell.context_tokens);
+    let mut cache = PagedCache::new(bench.arena, cache_shape(prepared))?;
+    cache.append(bench.workload.k.view(), bench.workload.v.view(), 0..tokens)?;
+    let mut workspace =
+        prepared.kernel.workspace(&shape, &params, cell.dtype, bench.cpu.threads()).allocate(bench.arena)?;
+    let mut outputs = Outputs::allocate(bench.arena, &shape, cell.dtype)?;
+    bench.poison(&mut outputs);
+    let q = bench.workload.q.view().tokens(tokens - 1..tokens);
+    let call = Forward { shape, params, q, kv: &cache, cpu: bench.cpu };
+    let (steps_ns, result) =
+        timed(|| (0..STEPS).try_for_each(|_| prepared.kernel.forward(&call, &mut outputs, &mut workspace)));
+    result?;
+
+    let mut turn = Turn { samples_ns: [("decode", steps_ns / STEPS)].into(), ..Turn::default() };
+    if let Some(truth) = bench.truth {
+        finite(&outputs)?;
+        let o = outputs.o.view();
+        let drift = truth.drift(cell.head_dim, |[batch, head, _], row| o.read_rows(batch, head, 0, row));
+        accurate(&drift, cell.dtype)?;
+        turn.drift = Some(drift);
+    }
+    Ok(turn)
+}

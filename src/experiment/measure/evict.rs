@@ -1,0 +1,461 @@
+//! `evict`: prefill, one judgement of the context by a policy, then decode steps over what stayed.
+//!
+//! Prefill attention is dense and timed; the cache then shrinks for real, and decoding reads only what is left. While
+//! decoding, the policy's schedule judges again. Late queries are compared with the dense f64 result.
+
+use super::check::finite;
+use super::{Bench, Prepared, Truth, Turn, TurnError, timed};
+use crate::attention::{Forward, Outputs, Shape, export, kernel};
+use crate::cache::{CacheShape, PAGE_TOKENS, PagedCache};
+use crate::experiment::record::Eviction;
+use crate::memory::{Buffer, Label};
+use crate::policy::{Allotment, Context, Future, Needs, Policy, Schedule, Selection, select, selection_bytes};
+use crate::workload::Needle;
+
+fn cache_shape(prepared: &Prepared) -> CacheShape {
+    let cell = &prepared.cell;
+    CacheShape {
+        batch: cell.batch,
+        kv_heads: cell.kv_heads,
+        head_dim: cell.head_dim,
+        dtype: cell.dtype,
+        max_tokens: cell.context_tokens + cell.new_tokens,
+        with_attention: prepared.policy.as_ref().and_then(Policy::needs) == Some(Needs::AllQueries),
+    }
+}
+
+/// One decode step over at most everything; the workspace is taken once for all steps.
+fn step_shape(prepared: &Prepared) -> Shape {
+    let tokens = prepared.cell.context_tokens + prepared.cell.new_tokens;
+    Shape { q_len: 1, kv_len: tokens, ..prepared.cell.shape() }
+}
+
+/// The future queries over the whole sequence, for the oracle.
+fn future_shape(prepared: &Prepared) -> Shape {
+    let tokens = prepared.cell.context_tokens + prepared.cell.new_tokens;
+    Shape { q_len: prepared.cell.new_tokens, kv_len: tokens, ..prepared.cell.shape() }
+}
+
+/// Queries that a judgement during decoding looks at.
+fn recent_queries(policy: &Policy, budget_tokens: usize) -> usize {
+    match &policy.scorer {
+        Some(scorer) if scorer.needs() == Needs::RecentQueries => scorer.protect(budget_tokens).window.max(1),
+        _ => 1,
+    }
+}
+
+/// Peak bytes besides the inputs: the largest of prefill, judgement and decoding. The first two are exact; decoding is
+/// an upper bound, which is the largest only where many more tokens are decoded than the context has.
+pub(super) fn predict(prepared: &Prepared, threads: usize) -> u64 {
+    let cell = &prepared.cell;
+    let (shape, params, cache) = (cell.shape(), cell.params(), cache_shape(prepared));
+    let (lists, context, new) = (cache.lists(), cell.context_tokens, cell.new_tokens);
+    let held = |tokens: usize| {
+        let pages = lists * tokens.div_ceil(PAGE_TOKENS);
+        cache.bytes(pages, pages).values().sum::<u64>()
+    };
+    let decode = kernel("decode").expect("the decode kernel is built in");
+    let workspace = |shape: &Shape| decode.workspace(shape, &params, cell.dtype, threads).bytes();
+    let lse_bytes = |shape: &Shape| 4 * shape.rows() as u64;
+
+    let prefill = held(context) + Outputs::bytes(&shape, cell.dtype) + prepared.workspace_bytes(threads);
+    let mut judgement = 0;
+    let mut judged_again = 0;
+    let mut tokens_after = context + new;
+    if let Some((policy, scorer)) = prepared.policy.as_ref().and_then(|p| Some((p, p.scorer.as_ref()?))) {
+        let needs = scorer.needs();
+        let judge = |scored: &Shape, kv_len: usize| {
+            let row = 4 * (lists * kv_len) as u64;
+            let accumulated = if needs == Needs::AllQueries { row } else { 0 };
+            let export = if needs == Needs::AllQueries { 4 * export::workspace(scored, threads) as u64 } else { 0 };
+            accumulated + export.max(row + scorer.scratch_bytes(scored, threads).max(selection_bytes(lists, kv_len)))
+        };
+        let mut scored = shape;
+        let mut oracle = 0;
+        let mut oracle_pass = 0;
+        if needs == Needs::FutureQueries {
+            scored = future_shape(prepared);
+            oracle = lse_bytes(&scored);
+            oracle_pass = Outputs::bytes(&scored, cell.dtype) + workspace(&scored);
+        }
+        judgement = held(context) + lse_bytes(&shape) + oracle_pass.max(oracle + judge(&scored, context));
+        tokens_after = (prepared.budget_tokens + new).min(context + new)
+            + if policy.allotment == Allotment::Threshold { 2 * PAGE_TOKENS } else { 0 };
+        if policy.schedule != Schedule::AfterPrefill {
+            let kv_len = if policy.allotment == Allotment::Threshold { context + new } else { tokens_after };
+            let recent = Shape { q_len: recent_queries(policy, prepared.budget_tokens), kv_len, ..shape };
+            let pass = Outputs::bytes(&recent, cell.dtype) + workspace(&recent);
+            judged_again = pass.max(lse_bytes(&recent) + judge(&recent, kv_len));
+        }
+    }
+    let step = step_shape(prepared);
+    let results = 4 * (new * step.rows() * (cell.head_dim + 1)) as u64;
+    let decoding =
+        held(tokens_after) + results + Outputs::bytes(&step, cell.dtype) + workspace(&step) + judged_again;
+    prefill.max(judgement).max(decoding)
+}
+
+/// What happens in a turn, and what it leaves behind.
+struct Session<'a> {
+    prepared: &'a Prepared,
+    bench: Bench<'a>,
+    cache: PagedCache,
+    thresholds: Vec<f32>,
+    tie_rate: f64,
+    evicted_tokens: u64,
+}
+
+pub(super) fn turn(prepared: &Prepared, bench: Bench<'_>) -> Result<Turn, TurnError> {
+    let cell = &prepared.cell;
+    let context = cell.context_tokens;
+    let (k, v) = (bench.workload.k.view(), bench.workload.v.view());
+    let mut cache = PagedCache::new(bench.arena, cache_shape(prepared))?;
+    cache.append(k, v, 0..context)?;
+    let mut session =
+        Session { prepared, bench, cache, thresholds: Vec::new(), tie_rate: 0.0, evicted_tokens: 0 };
+    let mut turn = Turn::default();
+
+    let (prefill_ns, lse) = session.prefill()?;
+    turn.samples_ns.insert("prefill", prefill_ns);
+    if let Some(policy) = prepared.policy.as_ref().filter(|policy| policy.scorer.is_some()) {
+        let (score_ns, evict_ns) = session.evict_context(policy, &lse)?;
+        turn.samples_ns.extend([("score", score_ns), ("evict", evict_ns)]);
+    }
+    drop(lse);
+    let kept: usize = session.cache.lens().iter().sum();
+    let kv_bytes_live = bench.arena.live_bytes(Label::Kv);
+
+    let late = session.decode(&mut turn)?;
+    if let Some(truth) = bench.truth {
+        let shape = *session.cache.shape();
+        let drift = truth.drift(cell.head_dim, |at, row| row.copy_from_slice(late.o(cell, at)));
+        if prepared.policy.as_ref().is_some_and(|policy| policy.scorer.is_some()) && session.evicted_tokens == 0 {
+            let budget = prepared.budget_tokens;
+            return Err(TurnError::Failed(format!(
+                "the policy evicted nothing: a budget of {budget} tokens per KV head against a context of {context}"
+            )));
+        }
+        turn.drift = Some(drift);
+        turn.eviction = Some(Eviction {
+            budget_tokens: prepared.budget_tokens,
+            kept_fraction: kept as f64 / (shape.lists() * context) as f64,
+            evicted_tokens: session.evicted_tokens,
+            kv_bytes_dense: (shape.lists() * context.div_ceil(PAGE_TOKENS)) as u64 * shape.page_bytes(),
+            kv_bytes_live,
+            kv_bytes_peak: bench.arena.usage().peak.get(&Label::Kv).copied().unwrap_or(0),
+            needle_recall: needle_recall(cell, bench, &late),
+            attention_mass_kept: late.attention_mass(cell, truth),
+            tie_rate: session.tie_rate,
+        });
+        if let Some(protected) = prepared.policy.as_ref().and_then(|policy| policy.scorer.as_ref()) {
+            let window = protected.protect(prepared.budget_tokens).window;
+            if window >= prepared.budget_tokens {
+                turn.warnings.push(format!(
+                    "the policy's window of {window} recent tokens takes the whole budget of {} tokens",
+                    prepared.budget_tokens
+                ));
+            }
+        }
+    }
+    Ok(turn)
+}
+
+impl<'a> Session<'a> {
+    /// Dense attention over the context; returns its time and the log-sum-exps.
+    fn prefill(&self) -> Result<(u64, Buffer<f32>), TurnError> {
+        let (cell, bench) = (&self.prepared.cell, self.bench);
+        let shape = cell.shape();
+        let size = self.prepared.kernel.workspace(&shape, &cell.params(), cell.dtype, bench.cpu.threads());
+        let mut workspace = size.allocate(bench.arena)?;
+        let mut outputs = Outputs::allocate(bench.arena, &shape, cell.dtype)?;
+        bench.poison(&mut outputs);
+        let kv = bench.dense(cell.context_tokens)?;
+        let call = bench.forward(cell, shape, &kv);
+        let (prefill_ns, result) = timed(|| self.prepared.kernel.forward(&call, &mut outputs, &mut workspace));
+        result?;
+        if bench.truth.is_some() {
+            finite(&outputs)?;
+        }
+        Ok((prefill_ns, outputs.lse))
+    }
+
+    /// Judges the context once and shrinks the cache; returns the times of scoring and of evicting.
+    fn evict_context(&mut self, policy: &Policy, lse: &[f32]) -> Result<(u64, u64), TurnError> {
+        let (cell, bench) = (&self.prepared.cell, self.bench);
+        let shape = cell.shape();
+        let kv = bench.dense(cell.context_tokens)?;
+        let call = bench.forward(cell, shape, &kv);
+        // The bound's own pass over the future is no cost of a policy: it is not timed.
+        let future_lse = match policy.needs() {
+            Some(Needs::FutureQueries) => Some(self.future_lse()?),
+            _ => None,
+        };
+        let all = bench.dense(cell.context_tokens + cell.new_tokens)?;
+        let future = future_lse.as_ref().map(|lse| Future {
+            call: Forward {
+                shape: future_shape(self.prepared),
+                q: bench.workload.q.view().tokens(cell.context_tokens..cell.context_tokens + cell.new_tokens),
+                kv: &all,
+                ..call
+            },
+            lse,
+        });
+        let (score_ns, scores) = timed(|| -> Result<_, TurnError> {
+            let accumulated = self.accumulate(policy, &call, lse)?;
+            let context = Context {
+                call,
+                lse,
+                future,
+                accumulated: accumulated.as_deref(),
+                positions: &|_, slot| slot,
+                budget_tokens: self.prepared.budget_tokens,
+                seed: cell.seed,
+                arena: bench.arena,
+            };
+            Ok((policy.score(&context)?, accumulated))
+        });
+        let (scores, accumulated) = scores?;
+        let scores = scores.expect("a policy with a scorer gives scores");
+        let (evict_ns, selection) = timed(|| -> Result<_, TurnError> {
+            let selection = self.select(policy, &scores, shape.kv_len)?;
+            self.keep(&selection);
+            Ok(selection)
+        });
+        let selection = selection?;
+        drop(accumulated);
+        self.tie_rate = selection.tie_rate;
+        self.thresholds = selection.thresholds;
+        Ok((score_ns, evict_ns))
+    }
+
+    fn future_lse(&self) -> Result<Buffer<f32>, TurnError> {
+        let (cell, bench) = (&self.prepared.cell, self.bench);
+        let (shape, tokens) = (future_shape(self.prepared), cell.context_tokens + cell.new_tokens);
+        let kv = bench.dense(tokens)?;
+        let q = bench.workload.q.view().tokens(cell.context_tokens..tokens);
+        let call = Forward { shape, params: cell.params(), q, kv: &kv, cpu: bench.cpu };
+        Ok(self.pass(&call)?.lse)
+    }
+
+    /// A pass by the decode kernel, for its log-sum-exps.
+    fn pass(&self, call: &Forward<'_>) -> Result<Outputs, TurnError> {
+        let (cell, bench) = (&self.prepared.cell, self.bench);
+        let kernel = kernel("decode").expect("the decode kernel is built in");
+        let size = kernel.workspace(&call.shape, &call.params, cell.dtype, bench.cpu.threads());
+        let mut workspace = size.allocate(bench.arena)?;
+        let mut outputs = Outputs::allocate(bench.arena, &call.shape, cell.dtype)?;
+        kernel.forward(call, &mut outputs, &mut workspace)?;
+        Ok(outputs)
+    }
+
+    /// For a policy that accumulates attention: adds what the queries of `call` give to each token of the cache, and
+    /// returns the sums so far, `[B, Hkv, kv_len]`.
+    fn accumulate(
+        &mut self,
+        policy: &Policy,
+        call: &Forward<'_>,
+        lse: &[f32],
+    ) -> Result<Option<Buffer<f32>>, TurnError> {
+        if policy.needs() != Some(Needs::AllQueries) {
+            return Ok(None);
+        }
+        let (shape, arena) = (call.shape, self.bench.arena);
+        let lists = self.cache.shape().lists();
+        let mut sums = arena.alloc::<f32>(Label::Policy, lists * shape.kv_len)?;
+        let elements = export::workspace(&shape, call.cpu.threads());
+        let mut scratch = arena.alloc(Label::Workspace, elements)?;
+        export::column_sums(call, lse, 0..shape.q_len, &mut sums, &mut scratch);
+        Ok(Some(self.add_attention(sums, shape.kv_len)))
+    }
+
+    fn add_attention(&mut self, mut sums: Buffer<f32>, kv_len: usize) -> Buffer<f32> {
+        for (list, sums) in sums.chunks_mut(kv_len).enumerate() {
+            self.cache.add_attention(list, sums);
+            let len = self.cache.lens()[list];
+            sums[..len].iter_mut().enumerate().for_each(|(slot, sum)| *sum = self.cache.attention(list, slot));
+        }
+        sums
+    }
+
+    fn select(&self, policy: &Policy, scores: &[f32], kv_len: usize) -> Result<Selection, TurnError> {
+        let (arena, budget) = (self.bench.arena, self.prepared.budget_tokens);
+        let heads = self.cache.shape().kv_heads;
+        Ok(select(arena, policy.allotment, scores, self.cache.lens(), heads, kv_len, budget)?)
+    }
+
+    /// Shrinks every list to what was selected.
+    fn keep(&mut self, selection: &Selection) {
+        for list in 0..self.cache.shape().lists() {
+            let kept = selection.kept(list);
+            self.evicted_tokens += (self.cache.lens()[list] - kept.len()) as u64;
+            self.cache.retain(list, kept.iter().map(|&slot| slot as usize));
+        }
+        self.cache.release();
+    }
+
+    /// Decodes the new tokens one by one; adds the mean times of a step and of what the schedule costs.
+    fn decode(&mut self, turn: &mut Turn) -> Result<Late, TurnError> {
+        let (cell, bench) = (&self.prepared.cell, self.bench);
+        let (k, v, q) = (bench.workload.k.view(), bench.workload.v.view(), bench.workload.q.view());
+        let kernel = kernel("decode").expect("the decode kernel is built in");
+        let shape = step_shape(self.prepared);
+        let mut workspace =
+            kernel.workspace(&shape, &cell.params(), cell.dtype, bench.cpu.threads()).allocate(bench.arena)?;
+        let mut outputs = Outputs::allocate(bench.arena, &shape, cell.dtype)?;
+        let mut late = Late {
+            o: bench.arena.alloc(Label::Activations, cell.new_tokens * shape.rows() * cell.head_dim)?,
+            lse: bench.arena.alloc(Label::Activations, cell.new_tokens * shape.rows())?,
+        };
+        let (mut decode_ns, mut judge_ns) = (0, 0);
+        for step in 0..cell.new_tokens {
+            let token = cell.context_tokens + step;
+            self.cache.append(k, v, token..token + 1)?;
+            let shape = Shape { kv_len: self.cache.max_len(), ..shape };
+            let q = q.tokens(token..token + 1);
+            let call = Forward { shape, params: cell.params(), q, kv: &self.cache, cpu: bench.cpu };
+            bench.poison(&mut outputs);
+            let (step_ns, result) = timed(|| kernel.forward(&call, &mut outputs, &mut workspace));
+            result?;
+            decode_ns += step_ns;
+            if bench.truth.is_some() {
+                finite(&outputs)?;
+                late.store(step, &outputs);
+            }
+            if let Some(policy) = self.prepared.policy.as_ref().filter(|policy| policy.scorer.is_some()) {
+                let (ns, result) = timed(|| self.judge_step(policy, step, &outputs.lse));
+                result?;
+                judge_ns += ns;
+            }
+        }
+        let steps = cell.new_tokens as u64;
+        turn.samples_ns.insert("decode", decode_ns / steps);
+        if self.prepared.policy.as_ref().is_some_and(|policy| policy.schedule != Schedule::AfterPrefill) {
+            turn.samples_ns.insert("decode_evict", judge_ns / steps);
+        }
+        Ok(late)
+    }
+
+    /// What the schedule asks for after a decode step.
+    fn judge_step(&mut self, policy: &Policy, step: usize, step_lse: &[f32]) -> Result<(), TurnError> {
+        let due = match policy.schedule {
+            Schedule::AfterPrefill => return Ok(()),
+            Schedule::EverySteps(steps) => (step + 1).is_multiple_of(steps),
+            Schedule::Delayed => true,
+        };
+        let (cell, bench) = (&self.prepared.cell, self.bench);
+        let budget_tokens = self.prepared.budget_tokens;
+        let end = cell.context_tokens + step + 1;
+        let kv_len = self.cache.max_len();
+        let view = |tokens: usize| bench.workload.q.view().tokens(end - tokens..end);
+        let params = cell.params();
+        // The attention of every query counts, also in steps that evict nothing.
+        let accumulated = if policy.needs() == Some(Needs::AllQueries) {
+            let shape = Shape { q_len: 1, kv_len, ..cell.shape() };
+            let mut sums = bench.arena.alloc::<f32>(Label::Policy, self.cache.shape().lists() * kv_len)?;
+            let elements = export::workspace(&shape, bench.cpu.threads());
+            let mut scratch = bench.arena.alloc(Label::Workspace, elements)?;
+            let call = Forward { shape, params, q: view(1), kv: &self.cache, cpu: bench.cpu };
+            export::column_sums(&call, step_lse, 0..1, &mut sums, &mut scratch);
+            Some(self.add_attention(sums, kv_len))
+        } else {
+            None
+        };
+        if !due {
+            return Ok(());
+        }
+        let recent = recent_queries(policy, budget_tokens).min(end);
+        let shape = Shape { q_len: recent, kv_len, ..cell.shape() };
+        let call = Forward { shape, params, q: view(recent), kv: &self.cache, cpu: bench.cpu };
+        let lse = if recent > 1 { Some(self.pass(&call)?.lse) } else { None };
+        let cache = &self.cache;
+        let context = Context {
+            call,
+            lse: lse.as_deref().unwrap_or(step_lse),
+            future: None,
+            accumulated: accumulated.as_deref(),
+            positions: &|list, slot| cache.position(list, slot),
+            budget_tokens,
+            seed: cell.seed,
+            arena: bench.arena,
+        };
+        let scores = policy.score(&context)?.expect("a policy with a scorer gives scores");
+        if policy.schedule == Schedule::Delayed {
+            let window = policy.scorer.as_ref().map_or(0, |scorer| scorer.protect(budget_tokens).window);
+            self.judge_leaving(&scores, kv_len, window);
+        } else {
+            let selection = self.select(policy, &scores, kv_len)?;
+            self.keep(&selection);
+        }
+        Ok(())
+    }
+
+    /// Drops, in each list, the token that has just left the window if it scores below the threshold of prefill.
+    fn judge_leaving(&mut self, scores: &[f32], kv_len: usize, window: usize) {
+        for list in 0..self.cache.shape().lists() {
+            let len = self.cache.lens()[list];
+            let Some(slot) = len.checked_sub(window + 1) else { continue };
+            if scores[list * kv_len + slot] < self.thresholds[list / self.cache.shape().kv_heads] {
+                self.cache.retain(list, (0..len).filter(|&other| other != slot));
+                self.evicted_tokens += 1;
+            }
+        }
+        self.cache.release();
+    }
+}
+
+/// Outputs `[T, B, Hq, D]` and log-sum-exps `[T, B, Hq]` of the decoded tokens.
+struct Late {
+    o: Buffer<f32>,
+    lse: Buffer<f32>,
+}
+
+impl Late {
+    fn store(&mut self, step: usize, outputs: &Outputs) {
+        let (o_len, lse_len) = (outputs.o.dims().iter().product::<usize>(), outputs.lse.len());
+        outputs.o.dtype().decode(outputs.o.bytes(), &mut self.o[step * o_len..][..o_len]);
+        self.lse[step * lse_len..][..lse_len].copy_from_slice(&outputs.lse);
+    }
+
+    fn row(cell: &crate::experiment::cell::Cell, [batch, head, token]: [usize; 3]) -> usize {
+        ((token - cell.context_tokens) * cell.batch + batch) * cell.q_heads + head
+    }
+
+    fn o(&self, cell: &crate::experiment::cell::Cell, at: [usize; 3]) -> &[f32] {
+        &self.o[Self::row(cell, at) * cell.head_dim..][..cell.head_dim]
+    }
+
+    /// Mean share of the dense attention mass that stayed: `exp(lse - lse_dense)`, since a log-sum-exp over fewer keys
+    /// is the log of a part of the same sum.
+    fn attention_mass(&self, cell: &crate::experiment::cell::Cell, truth: &Truth) -> f64 {
+        let shares = truth.at.iter().zip(&truth.rows).map(|(&at, dense)| {
+            (f64::from(self.lse[Self::row(cell, at)]) - dense.lse).exp().min(1.0)
+        });
+        shares.sum::<f64>() / truth.at.len() as f64
+    }
+}
+
+/// Share of asked needles whose value the asking queries retrieve: of all needles of the KV head, the right one's
+/// value has the largest cosine with the output. Averaged over the query heads of the group.
+fn needle_recall(cell: &crate::experiment::cell::Cell, bench: Bench<'_>, late: &Late) -> Option<f64> {
+    let group = cell.q_heads / cell.kv_heads;
+    let value = |needle: &Needle| {
+        let mut row = vec![0.0; cell.head_dim];
+        bench.workload.v.view().read_rows(needle.batch, needle.kv_head, needle.position, &mut row);
+        let norm = row.iter().map(|x| x * x).sum::<f32>().sqrt();
+        row.iter_mut().for_each(|x| *x /= norm);
+        row
+    };
+    let needles: Vec<(&Needle, Vec<f32>)> = bench.workload.needles.iter().map(|needle| (needle, value(needle))).collect();
+    let (mut found, mut asked) = (0, 0);
+    for (needle, _) in &needles {
+        for head in needle.kv_head * group..(needle.kv_head + 1) * group {
+            let o = late.o(cell, [needle.batch, head, needle.asked_by]);
+            let inner = |value: &[f32]| -> f32 { o.iter().zip(value).map(|(a, b)| a * b).sum() };
+            let rivals = needles.iter().filter(|(other, _)| (other.batch, other.kv_head) == (needle.batch, needle.kv_head));
+            let best = rivals.max_by(|a, b| inner(&a.1).total_cmp(&inner(&b.1)));
+            found += usize::from(best.is_some_and(|(best, _)| best.position == needle.position));
+            asked += 1;
+        }
+    }
+    (asked > 0).then(|| found as f64 / asked as f64)
+}

@@ -1,0 +1,183 @@
+//! The folder of a run: written so that nothing that finished is ever lost.
+//!
+//! `config.toml` and `env.json` are there before the first cell; each record is appended to `cells.jsonl` in one write
+//! and synced as its cell ends. A run that was killed is found again by the hash of its configuration; a last line
+//! that was torn by the kill is cut off.
+
+use super::record::{Record, Status};
+use std::collections::HashSet;
+use std::fs::{self, File, OpenOptions};
+use std::io::{Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
+
+/// Name of the records' file.
+pub const CELLS: &str = "cells.jsonl";
+
+/// A folder that cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum StoreError {
+    /// The system refuses.
+    #[error("cannot write '{path}': {reason}")]
+    Write {
+        /// The file or folder.
+        path: PathBuf,
+        /// The system's own words.
+        reason: String,
+    },
+    /// The folder cannot be read.
+    #[error("cannot read '{path}': {reason}")]
+    Read {
+        /// The file or folder.
+        path: PathBuf,
+        /// The system's own words.
+        reason: String,
+    },
+    /// A line before the last that is not a record.
+    #[error("'{path}' line {line} is not a record: {reason}; remove the line or name another folder")]
+    Damaged {
+        /// The file.
+        path: PathBuf,
+        /// Line, from 1.
+        line: usize,
+        /// What the parser found.
+        reason: String,
+    },
+    /// Another process writes to the same run.
+    #[error("'{path}' is being written by another kvsieve; wait for it to end")]
+    Busy {
+        /// The file.
+        path: PathBuf,
+    },
+}
+
+/// A run's folder, open for appending.
+pub struct Store {
+    /// The folder.
+    pub folder: PathBuf,
+    /// The folder's name.
+    pub run_id: String,
+    cells: File,
+}
+
+impl Store {
+    /// Makes `base/<time>-<config hash>-<revision>[suffix]` with its configuration and environment.
+    ///
+    /// # Errors
+    /// When the system refuses.
+    pub fn create(
+        base: &Path,
+        config_hash: &str,
+        suffix: &str,
+        config: &str,
+        environment: &serde_json::Value,
+    ) -> Result<Self, StoreError> {
+        let seconds = humantime::format_rfc3339_seconds(std::time::SystemTime::now()).to_string();
+        let time: String = seconds.chars().filter(|c| !matches!(c, '-' | ':')).collect();
+        let name = format!("{time}-{config_hash}-{}{suffix}", super::environment::revision());
+        fs::create_dir_all(base).map_err(|error| failed(base, &error))?;
+        // Two runs may start in one second.
+        let (run_id, folder) = (0..100)
+            .map(|index| if index == 0 { name.clone() } else { format!("{name}-{index}") })
+            .map(|name| (name.clone(), base.join(name)))
+            .find(|(_, folder)| !folder.exists())
+            .ok_or_else(|| StoreError::Write { path: base.join(&name), reason: "it exists already".into() })?;
+        fs::create_dir(&folder).map_err(|error| failed(&folder, &error))?;
+        let environment = serde_json::to_string_pretty(environment).expect("the environment is plain data");
+        for (file, text) in [("config.toml", config), ("env.json", &environment)] {
+            let path = folder.join(file);
+            fs::write(&path, text).map_err(|error| failed(&path, &error))?;
+        }
+        let cells = open(&folder.join(CELLS))?;
+        Ok(Store { folder, run_id, cells })
+    }
+
+    /// Opens the latest run of this configuration and revision under `base`, with its records; `None` without one.
+    ///
+    /// # Errors
+    /// When its records are damaged, or another process writes to it.
+    pub fn resume(base: &Path, config_hash: &str, suffix: &str) -> Result<Option<(Self, Vec<Record>)>, StoreError> {
+        let wanted = format!("-{config_hash}-{}{suffix}", super::environment::revision());
+        let Ok(entries) = fs::read_dir(base) else { return Ok(None) };
+        let mut found: Vec<PathBuf> = entries
+            .flatten()
+            .map(|entry| entry.path())
+            .filter(|path| path.file_name().is_some_and(|name| name.to_string_lossy().ends_with(&wanted)))
+            .collect();
+        found.sort();
+        let Some(folder) = found.pop() else { return Ok(None) };
+        let path = folder.join(CELLS);
+        let mut cells = open(&path)?;
+        let (records, whole) = read_records(&path)?;
+        cells.set_len(whole).and_then(|()| cells.seek(SeekFrom::End(0))).map_err(|error| failed(&path, &error))?;
+        let run_id = folder.file_name().map(|name| name.to_string_lossy().to_string()).unwrap_or_default();
+        Ok(Some((Store { folder, run_id, cells }, records)))
+    }
+
+    /// Appends a record: on disk when this returns.
+    ///
+    /// # Errors
+    /// When the system refuses; records that were appended before stay.
+    pub fn append(&mut self, record: &Record) -> Result<(), StoreError> {
+        let mut line = serde_json::to_string(record).expect("a record is plain data");
+        line.push('\n');
+        let written = self.cells.write_all(line.as_bytes()).and_then(|()| self.cells.sync_data());
+        written.map_err(|error| failed(&self.folder.join(CELLS), &error))
+    }
+}
+
+/// Cells that need not run again: measured, or known not to fit.
+pub fn finished(records: &[Record]) -> HashSet<String> {
+    let done = records.iter().filter(|record| matches!(record.status, Status::Ok | Status::Oom | Status::Skipped));
+    done.map(|record| record.cell_id.clone()).collect()
+}
+
+/// Reads the records of a run's folder and their environment, as written so far; a torn last line is left out.
+///
+/// # Errors
+/// When the folder holds no records or they are damaged.
+pub fn read(folder: &Path) -> Result<(Vec<Record>, serde_json::Value), StoreError> {
+    let (records, _) = read_records(&folder.join(CELLS))?;
+    let path = folder.join("env.json");
+    let environment = match fs::read_to_string(&path) {
+        Ok(text) => serde_json::from_str(&text)
+            .map_err(|error| StoreError::Read { path, reason: format!("it is not JSON: {error}") })?,
+        Err(_) => serde_json::Value::Null,
+    };
+    Ok((records, environment))
+}
+
+/// Records of a file and the length of its whole lines in bytes.
+fn read_records(path: &Path) -> Result<(Vec<Record>, u64), StoreError> {
+    let bytes =
+        fs::read(path).map_err(|error| StoreError::Read { path: path.into(), reason: error.to_string() })?;
+    let whole = bytes.iter().rposition(|&byte| byte == b'\n').map_or(0, |last| last + 1);
+    let mut records = Vec::new();
+    for (index, line) in bytes[..whole].split(|&byte| byte == b'\n').enumerate() {
+        if line.is_empty() {
+            continue;
+        }
+        let damaged =
+            |reason: String| StoreError::Damaged { path: path.into(), line: index + 1, reason };
+        records.push(serde_json::from_slice(line).map_err(|error| damaged(error.to_string()))?);
+    }
+    Ok((records, whole as u64))
+}
+
+fn open(path: &Path) -> Result<File, StoreError> {
+    let file = OpenOptions::new()
+        .create(true)
+        .truncate(false)
+        .read(true)
+        .write(true)
+        .open(path)
+        .map_err(|error| failed(path, &error))?;
+    match file.try_lock() {
+        Ok(()) => Ok(file),
+        Err(fs::TryLockError::WouldBlock) => Err(StoreError::Busy { path: path.into() }),
+        Err(fs::TryLockError::Error(error)) => Err(failed(path, &error)),
+    }
+}
+
+fn failed(path: &Path, error: &std::io::Error) -> StoreError {
+    StoreError::Write { path: path.into(), reason: error.to_string() }
+}

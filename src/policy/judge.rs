@@ -1,0 +1,41 @@
+//! One judgement: scores with protected tokens above all others.
+
+use super::{Budget, BudgetError, Context, Policy, PolicyError, protect_scores};
+use crate::memory::{Buffer, Label};
+
+impl Policy {
+    /// Scores every token that `context` shows, `[B, Hkv, kv_len]`, protected tokens above all others; `None` for a
+    /// policy that keeps everything.
+    ///
+    /// # Errors
+    /// When the scorer lacks a statistic or gives a score that is no number, or the arena has no room.
+    pub fn score(&self, context: &Context<'_>) -> Result<Option<Buffer<f32>>, PolicyError> {
+        let Some(scorer) = &self.scorer else { return Ok(None) };
+        let shape = context.call.shape;
+        let mut scores = context.arena.alloc(Label::Policy, shape.batch * shape.kv_heads * shape.kv_len)?;
+        scorer.score(context, &mut scores)?;
+        protect_scores(context, scorer.protect(context.budget_tokens), &mut scores)?;
+        Ok(Some(scores))
+    }
+
+    /// Tokens of a context that each KV head may keep under `budget`; all of them for a policy that keeps everything.
+    ///
+    /// # Errors
+    /// When nothing would stay, or fewer than the sinks and one token more.
+    pub fn budget_tokens(
+        &self,
+        name: &str,
+        budget: Option<&Budget>,
+        context_tokens: usize,
+        token_bytes: u64,
+        lists: usize,
+    ) -> Result<usize, BudgetError> {
+        let (Some(scorer), Some(budget)) = (&self.scorer, budget) else { return Ok(context_tokens) };
+        let tokens = budget.tokens(context_tokens, token_bytes, lists)?;
+        let sink = scorer.protect(tokens).sink;
+        if tokens <= sink && tokens < context_tokens {
+            return Err(BudgetError::Sinks { budget: budget.to_string(), tokens, policy: name.into(), sink });
+        }
+        Ok(tokens)
+    }
+}
