@@ -66,7 +66,7 @@ fn errors(problem: &Problem, seed: u64, variants: &[&str]) -> (f64, f64) {
     (worst_o, worst_lse)
 }
 
-const LENGTHS: [(usize, usize); 12] = [
+const LENGTHS: [(usize, usize); 14] = [
     (1, 1),
     (5, 3),
     (3, 5),
@@ -76,6 +76,8 @@ const LENGTHS: [(usize, usize); 12] = [
     (113, 203),
     (113, 128),
     (3, 799),
+    (1, 2100),
+    (4, 3000),
     (256, 512),
     (1023, 1024),
     (1024, 1023),

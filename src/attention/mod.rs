@@ -184,7 +184,8 @@ pub trait Kernel: Send + Sync {
         None
     }
 
-    /// Computes the gradients, recomputing the probabilities from `lse`. Deterministic.
+    /// Computes the gradients, recomputing the probabilities from `lse`. Deterministic. Every list of keys must be
+    /// `shape.kv_len` long.
     ///
     /// # Errors
     /// When the kernel cannot do this problem.

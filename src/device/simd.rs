@@ -9,10 +9,10 @@ use pulp::{Arch, NullaryFnOnce, Simd, WithSimd};
 const LANES: usize = 16;
 /// Taylor coefficients of `2^f` on `[-0.5, 0.5]`; the first term left out is below half a unit in the last place.
 const EXP2: [f32; 8] =
-    [1.525_273_4e-5, 1.540_353e-4, 1.333_355_8e-3, 9.618_129e-3, 5.550_411e-2, 2.402_265_1e-1, 6.931_472e-1, 1.0];
+    [1.525_273_4e-5, 1.540_353e-4, 1.333_355_8e-3, 9.618_129e-3, 5.550_411e-2, 2.402_265e-1, 6.931_472e-1, 1.0];
 /// Coefficients of `tanh(y) / y` in powers of `y²`, highest first; below [`TANH_SERIES`] the first term left out is
 /// below half a unit in the last place.
-const TANH: [f32; 6] = [-8.863_235_5e-3, 2.186_948_8e-2, -5.396_825_4e-2, 1.333_333_4e-1, -3.333_333_4e-1, 1.0];
+const TANH: [f32; 6] = [-8.863_235e-3, 2.186_948_8e-2, -5.396_825_4e-2, 1.333_333_4e-1, -3.333_333_4e-1, 1.0];
 const TANH_SERIES: f32 = 0.35;
 /// Adding it rounds an f32 to the nearest integer and leaves that integer in the low bits.
 const ROUND: f32 = 12_582_912.0;

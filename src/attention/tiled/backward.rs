@@ -91,8 +91,7 @@ fn recompute(
     rows: Range<usize>,
     columns: Range<usize>,
     operands: [Matrix<'_>; 4],
-    p: &mut [f32],
-    ds: &mut [f32],
+    [p, ds]: [&mut [f32]; 2],
 ) {
     let Forward { shape, params, cpu, .. } = call.forward;
     let [q, grad_o, k, v] = operands;
@@ -133,7 +132,7 @@ fn query_block<'s>(
         let v = Matrix::new(kv.values(batch, kv_head, start, columns.len(), tiles.v), columns.len(), width);
         let p = &mut tiles.p[..count * columns.len()];
         let ds = &mut tiles.ds[..count * columns.len()];
-        recompute(call, delta, head * shape.q_len, rows.clone(), columns.clone(), [q, grad_o, k, v], p, ds);
+        recompute(call, delta, head * shape.q_len, rows.clone(), columns.clone(), [q, grad_o, k, v], [p, ds]);
         product(dq, width, Matrix::new(ds, count, columns.len()), k, true, 1);
     }
     dq
@@ -173,7 +172,7 @@ fn key_block<'s>(
             let p = &mut tiles.p[..rows.len() * count];
             let ds = &mut tiles.ds[..rows.len() * count];
             let row_base = (batch * shape.q_heads + q_head) * shape.q_len;
-            recompute(call, delta, row_base, rows.clone(), columns.clone(), [q, grad_o, k, v], p, ds);
+            recompute(call, delta, row_base, rows.clone(), columns.clone(), [q, grad_o, k, v], [p, ds]);
             product(dv, width, Matrix::new(p, rows.len(), count).transposed(), grad_o, true, 1);
             product(dk, width, Matrix::new(ds, rows.len(), count).transposed(), q, true, 1);
         }
