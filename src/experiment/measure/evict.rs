@@ -183,25 +183,25 @@ impl<'a> Session<'a> {
     fn evict_context(&mut self, policy: &Policy, lse: &[f32]) -> Result<(u64, u64), TurnError> {
         let (cell, bench) = (&self.prepared.cell, self.bench);
         let shape = cell.shape();
-        let kv = bench.dense(cell.context_tokens)?;
-        let call = bench.forward(cell, shape, &kv);
         // The bound's own pass over the future is no cost of a policy: it is not timed.
         let future_lse = match policy.needs() {
             Some(Needs::FutureQueries) => Some(self.future_lse()?),
             _ => None,
         };
-        let all = bench.dense(cell.context_tokens + cell.new_tokens)?;
-        let future = future_lse.as_ref().map(|lse| Future {
-            call: Forward {
-                shape: future_shape(self.prepared),
-                q: bench.workload.q.view().tokens(cell.context_tokens..cell.context_tokens + cell.new_tokens),
-                kv: &all,
-                ..call
-            },
-            lse,
-        });
         let (score_ns, scores) = timed(|| -> Result<_, TurnError> {
-            let accumulated = self.accumulate(policy, &call, lse)?;
+            let kv = bench.dense(cell.context_tokens)?;
+            let accumulated = self.accumulate(policy, lse)?;
+            let all = bench.dense(cell.context_tokens + cell.new_tokens)?;
+            let call = bench.forward(cell, shape, &kv);
+            let future = future_lse.as_ref().map(|lse| Future {
+                call: Forward {
+                    shape: future_shape(self.prepared),
+                    q: bench.workload.q.view().tokens(cell.context_tokens..cell.context_tokens + cell.new_tokens),
+                    kv: &all,
+                    ..call
+                },
+                lse,
+            });
             let context = Context {
                 call,
                 lse,
@@ -212,7 +212,8 @@ impl<'a> Session<'a> {
                 seed: cell.seed,
                 arena: bench.arena,
             };
-            Ok((policy.score(&context)?, accumulated))
+            let scores = policy.score(&context)?;
+            Ok((scores, accumulated))
         });
         let (scores, accumulated) = scores?;
         let scores = scores.expect("a policy with a scorer gives scores");
@@ -248,24 +249,25 @@ impl<'a> Session<'a> {
         Ok(outputs)
     }
 
-    /// For a policy that accumulates attention: adds what the queries of `call` give to each token of the cache, and
-    /// returns the sums so far, `[B, Hkv, kv_len]`.
-    fn accumulate(
-        &mut self,
-        policy: &Policy,
-        call: &Forward<'_>,
-        lse: &[f32],
-    ) -> Result<Option<Buffer<f32>>, TurnError> {
+    /// For a policy that accumulates attention: adds what the context's queries give to each token of the cache, and
+    /// returns the sums, `[B, Hkv, kv_len]`.
+    fn accumulate(&mut self, policy: &Policy, lse: &[f32]) -> Result<Option<Buffer<f32>>, TurnError> {
         if policy.needs() != Some(Needs::AllQueries) {
             return Ok(None);
         }
-        let (shape, arena) = (call.shape, self.bench.arena);
-        let lists = self.cache.shape().lists();
-        let mut sums = arena.alloc::<f32>(Label::Policy, lists * shape.kv_len)?;
-        let elements = export::workspace(&shape, call.cpu.threads());
-        let mut scratch = arena.alloc(Label::Workspace, elements)?;
-        export::column_sums(call, lse, 0..shape.q_len, &mut sums, &mut scratch);
+        let (cell, bench) = (&self.prepared.cell, self.bench);
+        let shape = cell.shape();
+        let kv = bench.dense(cell.context_tokens)?;
+        let sums = self.column_sums(&bench.forward(cell, shape, &kv), lse)?;
         Ok(Some(self.add_attention(sums, shape.kv_len)))
+    }
+
+    fn column_sums(&self, call: &Forward<'_>, lse: &[f32]) -> Result<Buffer<f32>, TurnError> {
+        let (shape, arena) = (call.shape, self.bench.arena);
+        let mut sums = arena.alloc::<f32>(Label::Policy, self.cache.shape().lists() * shape.kv_len)?;
+        let mut scratch = arena.alloc(Label::Workspace, export::workspace(&shape, call.cpu.threads()))?;
+        export::column_sums(call, lse, 0..shape.q_len, &mut sums, &mut scratch);
+        Ok(sums)
     }
 
     fn add_attention(&mut self, mut sums: Buffer<f32>, kv_len: usize) -> Buffer<f32> {
@@ -296,7 +298,7 @@ impl<'a> Session<'a> {
     /// Decodes the new tokens one by one; adds the mean times of a step and of what the schedule costs.
     fn decode(&mut self, turn: &mut Turn) -> Result<Late, TurnError> {
         let (cell, bench) = (&self.prepared.cell, self.bench);
-        let (k, v, q) = (bench.workload.k.view(), bench.workload.v.view(), bench.workload.q.view());
+        let (k, v) = (bench.workload.k.view(), bench.workload.v.view());
         let kernel = kernel("decode").expect("the decode kernel is built in");
         let shape = step_shape(self.prepared);
         let mut workspace =
@@ -311,7 +313,7 @@ impl<'a> Session<'a> {
             let token = cell.context_tokens + step;
             self.cache.append(k, v, token..token + 1)?;
             let shape = Shape { kv_len: self.cache.max_len(), ..shape };
-            let q = q.tokens(token..token + 1);
+            let q = bench.workload.q.view().tokens(token..token + 1);
             let call = Forward { shape, params: cell.params(), q, kv: &self.cache, cpu: bench.cpu };
             bench.poison(&mut outputs);
             let (step_ns, result) = timed(|| kernel.forward(&call, &mut outputs, &mut workspace));
@@ -346,16 +348,12 @@ impl<'a> Session<'a> {
         let budget_tokens = self.prepared.budget_tokens;
         let end = cell.context_tokens + step + 1;
         let kv_len = self.cache.max_len();
-        let view = |tokens: usize| bench.workload.q.view().tokens(end - tokens..end);
         let params = cell.params();
         // The attention of every query counts, also in steps that evict nothing.
         let accumulated = if policy.needs() == Some(Needs::AllQueries) {
             let shape = Shape { q_len: 1, kv_len, ..cell.shape() };
-            let mut sums = bench.arena.alloc::<f32>(Label::Policy, self.cache.shape().lists() * kv_len)?;
-            let elements = export::workspace(&shape, bench.cpu.threads());
-            let mut scratch = bench.arena.alloc(Label::Workspace, elements)?;
-            let call = Forward { shape, params, q: view(1), kv: &self.cache, cpu: bench.cpu };
-            export::column_sums(&call, step_lse, 0..1, &mut sums, &mut scratch);
+            let q = bench.workload.q.view().tokens(end - 1..end);
+            let sums = self.column_sums(&Forward { shape, params, q, kv: &self.cache, cpu: bench.cpu }, step_lse)?;
             Some(self.add_attention(sums, kv_len))
         } else {
             None
@@ -365,7 +363,8 @@ impl<'a> Session<'a> {
         }
         let recent = recent_queries(policy, budget_tokens).min(end);
         let shape = Shape { q_len: recent, kv_len, ..cell.shape() };
-        let call = Forward { shape, params, q: view(recent), kv: &self.cache, cpu: bench.cpu };
+        let q = bench.workload.q.view().tokens(end - recent..end);
+        let call = Forward { shape, params, q, kv: &self.cache, cpu: bench.cpu };
         let lse = if recent > 1 { Some(self.pass(&call)?.lse) } else { None };
         let cache = &self.cache;
         let context = Context {

@@ -193,7 +193,7 @@ impl<'a> Bench<'a> {
     }
 
     /// A forward pass of the first `shape.q_len` queries over `kv`.
-    fn forward(&self, cell: &Cell, shape: Shape, kv: &'a DenseKv<'a>) -> Forward<'a> {
+    fn forward<'x>(&'x self, cell: &Cell, shape: Shape, kv: &'x DenseKv<'_>) -> Forward<'x> {
         let q = self.workload.q.view().tokens(0..shape.q_len);
         Forward { shape, params: cell.params(), q, kv, cpu: self.cpu }
     }

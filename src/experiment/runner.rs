@@ -1,0 +1,393 @@
+//! Runs an experiment: interleaved rounds, checked turns, records as cells end.
+//!
+//! Cells of one context length are a group. Their inputs are made once and their samples are taken in turn, round
+//! after round (A B C A B C), so that a slow moment of the machine falls on all of them. A cell leaves the rotation,
+//! and its record is written, when its interval is tight or its time is up.
+
+use super::cell::Cell;
+use super::grid::Experiment;
+use super::measure::{Bench, Prepared, TurnError};
+use super::record::{Latency, Memory, Record, SCHEMA, Status, Work};
+use super::spec::Timing;
+use super::stats::{median_with_interval, quantile};
+use super::store::{Store, StoreError, finished};
+use crate::device::Cpu;
+use crate::memory::{Arena, os};
+use crate::policy::Registry;
+use crate::workload::{Extents, Workload, WorkloadError};
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::time::{Duration, Instant, SystemTime};
+
+/// How a run is made.
+pub struct Options {
+    /// Folder in which `<experiment>/<run id>/` is made.
+    pub out: PathBuf,
+    /// Go on with the latest run of the same configuration, if there is one.
+    pub resume: bool,
+    /// Run only the cells of shard `.0` (from 1) of `.1`.
+    pub shard: Option<(usize, usize)>,
+    /// Cells predicted to need more are `oom`.
+    pub limit_bytes: u64,
+    /// The command that makes the run again, for the records.
+    pub repro: String,
+}
+
+/// What a run tells while it goes on.
+pub enum Progress<'a> {
+    /// So many cells will run; so many are there already.
+    Start {
+        /// Cells to run.
+        cells: usize,
+        /// Cells that an earlier run finished.
+        resumed: usize,
+    },
+    /// A sample of this cell is taken.
+    Turn(&'a Cell),
+    /// A cell ended.
+    Done(&'a Record),
+}
+
+/// What a run left behind.
+pub struct Outcome {
+    /// The run's folder.
+    pub folder: PathBuf,
+    /// Its name.
+    pub run_id: String,
+    /// All records, those of an earlier run included.
+    pub records: Vec<Record>,
+}
+
+/// Why a run stopped.
+#[derive(Debug, thiserror::Error)]
+pub enum RunError {
+    /// The results cannot be written.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// The inputs cannot be made.
+    #[error(transparent)]
+    Workload(#[from] WorkloadError),
+    /// A cell means nothing.
+    #[error("{0}")]
+    Cell(String),
+}
+
+/// Runs the cells of an experiment that are not finished yet.
+///
+/// # Errors
+/// When inputs cannot be made or results cannot be written; cells that fail are records, not errors.
+pub fn run(
+    experiment: &Experiment,
+    registry: &Registry,
+    cpu: &Cpu,
+    options: &Options,
+    progress: &mut dyn FnMut(Progress<'_>),
+) -> Result<Outcome, RunError> {
+    let base = options.out.join(&experiment.spec.name);
+    let suffix = options.shard.map_or(String::new(), |(index, count)| format!("-shard{index}of{count}"));
+    let hash = experiment.config_hash();
+    let resumed = if options.resume { Store::resume(&base, &hash, &suffix)? } else { None };
+    let (store, records) = match resumed {
+        Some(found) => found,
+        None => {
+            let config = toml::to_string_pretty(&experiment.spec).expect("a spec is plain data");
+            let environment = super::environment::probe(cpu, &options.repro);
+            (Store::create(&base, &hash, &suffix, &config, &environment)?, Vec::new())
+        }
+    };
+    let done = finished(&records);
+    let cells = shard(prepare(experiment, registry)?, options.shard);
+    let todo: Vec<Prepared> = cells.into_iter().filter(|prepared| !done.contains(&prepared.cell.id())).collect();
+    progress(Progress::Start { cells: todo.len(), resumed: done.len() });
+
+    let mut runner = Runner { experiment, cpu, options, store, records, progress };
+    for group in groups(todo, options.limit_bytes) {
+        runner.group(group)?;
+    }
+    Ok(Outcome { folder: runner.store.folder, run_id: runner.store.run_id, records: runner.records })
+}
+
+/// Resolves every cell of an experiment.
+///
+/// # Errors
+/// Names the first cell that means nothing.
+pub fn prepare(experiment: &Experiment, registry: &Registry) -> Result<Vec<Prepared>, RunError> {
+    let prepared = |cell: &Cell| {
+        Prepared::new(cell.clone(), registry).map_err(|error| RunError::Cell(format!("{}: {error}", cell.label())))
+    };
+    experiment.cells.iter().map(prepared).collect()
+}
+
+/// The cells of one shard: sorted by work and dealt in turn, so that shards cost about the same.
+fn shard(mut cells: Vec<Prepared>, shard: Option<(usize, usize)>) -> Vec<Prepared> {
+    let Some((index, count)) = shard else { return cells };
+    cells.sort_by_cached_key(|prepared| (std::cmp::Reverse(prepared.work().0), prepared.cell.id()));
+    cells.into_iter().enumerate().filter(|(place, _)| place % count == index - 1).map(|(_, prepared)| prepared).collect()
+}
+
+/// Cells that are interleaved: those of one context length, as long as their inputs together take at most an eighth
+/// of the memory limit; otherwise those of one input.
+fn groups(cells: Vec<Prepared>, limit_bytes: u64) -> Vec<Vec<Prepared>> {
+    let mut by_length: BTreeMap<usize, Vec<Prepared>> = BTreeMap::new();
+    for prepared in cells {
+        by_length.entry(prepared.cell.context_tokens).or_default().push(prepared);
+    }
+    let mut groups = Vec::new();
+    for cells in by_length.into_values() {
+        let mut by_input: Vec<((Extents, u64), Vec<Prepared>)> = Vec::new();
+        for prepared in cells {
+            let key = (prepared.extents(), prepared.cell.seed);
+            match by_input.iter_mut().find(|(known, _)| *known == key) {
+                Some((_, cells)) => cells.push(prepared),
+                None => by_input.push((key, vec![prepared])),
+            }
+        }
+        let input_bytes: u64 = by_input.iter().map(|((extents, _), _)| Workload::bytes(extents)).sum();
+        if input_bytes <= limit_bytes / 8 {
+            groups.push(by_input.into_iter().flat_map(|(_, cells)| cells).collect());
+        } else {
+            groups.extend(by_input.into_iter().map(|(_, cells)| cells));
+        }
+    }
+    groups
+}
+
+/// A cell in the rotation.
+struct Running {
+    prepared: Prepared,
+    input: usize,
+    record: Record,
+    samples_ns: BTreeMap<&'static str, Vec<u64>>,
+    spent: Duration,
+}
+
+/// Inputs of a group and the arena they live in.
+struct Input {
+    key: (Extents, u64),
+    arena: Arena,
+    workload: Workload,
+}
+
+struct Runner<'a> {
+    experiment: &'a Experiment,
+    cpu: &'a Cpu,
+    options: &'a Options,
+    store: Store,
+    records: Vec<Record>,
+    progress: &'a mut dyn FnMut(Progress<'_>),
+}
+
+impl Runner<'_> {
+    fn group(&mut self, cells: Vec<Prepared>) -> Result<(), RunError> {
+        let mut inputs: Vec<Input> = Vec::new();
+        let mut rotation = Vec::new();
+        for prepared in cells {
+            let record = self.new_record(&prepared);
+            let predicted = prepared.predict(self.cpu.threads());
+            if predicted > self.options.limit_bytes {
+                let reason = format!(
+                    "needs {predicted} bytes, {} are allowed (--limit-memory)",
+                    self.options.limit_bytes
+                );
+                self.end(Record { status: Status::Oom, reason: Some(reason), ..record })?;
+                continue;
+            }
+            if prepared.cell.budget.is_some() && prepared.budget_tokens >= prepared.cell.context_tokens {
+                let reason = format!(
+                    "the budget holds the whole context of {} tokens: nothing to evict",
+                    prepared.cell.context_tokens
+                );
+                self.end(Record { status: Status::Skipped, reason: Some(reason), ..record })?;
+                continue;
+            }
+            let key = (prepared.extents(), prepared.cell.seed);
+            let input = match inputs.iter().position(|input| input.key == key) {
+                Some(input) => input,
+                None => {
+                    inputs.push(self.input(key)?);
+                    inputs.len() - 1
+                }
+            };
+            let running =
+                Running { prepared, input, record, samples_ns: BTreeMap::new(), spent: Duration::ZERO };
+            if let Some(running) = self.checked_turn(running, &inputs[input])? {
+                rotation.push(running);
+            }
+        }
+        self.rounds(rotation, &inputs)
+    }
+
+    fn input(&self, key: (Extents, u64)) -> Result<Input, RunError> {
+        let arena = Arena::with_limit(self.options.limit_bytes);
+        let workload = match &self.experiment.file {
+            Some(file) => file.load(&key.0, &arena)?,
+            None => self.experiment.spec.synthetic.clone().unwrap_or_default().generate(&key.0, key.1, &arena)?,
+        };
+        Ok(Input { key, arena, workload })
+    }
+
+    /// The first turn of a cell: compared with the reference, its memory measured by the arena and by the system.
+    fn checked_turn(&mut self, mut running: Running, input: &Input) -> Result<Option<Running>, RunError> {
+        (self.progress)(Progress::Turn(&running.prepared.cell));
+        let start = Instant::now();
+        let truth = running.prepared.truth(&input.workload, self.cpu);
+        let before_bytes = input.arena.usage().live_bytes;
+        input.arena.reset_peak();
+        let can_reset = os::reset_peak();
+        let resident = os::resident();
+        let result = truth.and_then(|truth| {
+            let (arena, workload) = (&input.arena, &input.workload);
+            running.prepared.turn(Bench { cpu: self.cpu, arena, workload, truth: Some(&truth) })
+        });
+        let resident_after = os::resident();
+        running.spent += start.elapsed();
+
+        let usage = input.arena.usage();
+        let memory = running.record.memory.get_or_insert_default();
+        memory.peak_bytes = usage.peak_bytes;
+        memory.residual_bytes = usage.peak_bytes as i64 - memory.predicted_peak_bytes as i64;
+        memory.peak_by_label = usage.peak;
+        memory.arena_growth_bytes = usage.peak_bytes - before_bytes;
+        memory.rss_growth_bytes = match (can_reset, resident, resident_after) {
+            (true, Some(before), Some(after)) => Some(after.peak_bytes.saturating_sub(before.now_bytes)),
+            _ => None,
+        };
+        match result {
+            Ok(turn) => {
+                running.record.drift = turn.drift;
+                running.record.eviction = turn.eviction;
+                running.record.warnings.extend(turn.warnings);
+                if memory.residual_bytes != 0 {
+                    let residual = memory.residual_bytes;
+                    running.record.warnings.push(format!("measured peak differs from the predicted by {residual} bytes"));
+                }
+                Ok(Some(running))
+            }
+            Err(error) => {
+                let status = if matches!(error, TurnError::Memory(_)) { Status::Oom } else { Status::Failed };
+                self.finish(running, status, Some(error.to_string()), "")?;
+                Ok(None)
+            }
+        }
+    }
+
+    fn rounds(&mut self, mut rotation: Vec<Running>, inputs: &[Input]) -> Result<(), RunError> {
+        let timing = &self.experiment.spec.timing;
+        for round in 1.. {
+            let mut stay = Vec::new();
+            for mut running in rotation {
+                (self.progress)(Progress::Turn(&running.prepared.cell));
+                let input = &inputs[running.input];
+                let start = Instant::now();
+                let bench = Bench { cpu: self.cpu, arena: &input.arena, workload: &input.workload, truth: None };
+                let result = running.prepared.turn(bench);
+                running.spent += start.elapsed();
+                match result {
+                    Err(error) => {
+                        self.finish(running, Status::Failed, Some(error.to_string()), "")?;
+                        continue;
+                    }
+                    // The checked turn was the first warm-up.
+                    Ok(_) if round < timing.warmups => {}
+                    Ok(turn) => {
+                        for (phase, ns) in turn.samples_ns {
+                            running.samples_ns.entry(phase).or_default().push(ns);
+                        }
+                    }
+                }
+                match stop_reason(timing, &running) {
+                    Some(reason) => self.finish(running, Status::Ok, None, reason)?,
+                    None => stay.push(running),
+                }
+            }
+            if stay.is_empty() {
+                return Ok(());
+            }
+            rotation = stay;
+        }
+        Ok(())
+    }
+
+    fn new_record(&self, prepared: &Prepared) -> Record {
+        Record {
+            schema: SCHEMA.into(),
+            run_id: self.store.run_id.clone(),
+            cell_id: prepared.cell.id(),
+            status: Status::Ok,
+            reason: None,
+            started_at: humantime::format_rfc3339_seconds(SystemTime::now()).to_string(),
+            wall_ns: 0,
+            repro: self.options.repro.clone(),
+            warnings: Vec::new(),
+            cell: prepared.cell.clone(),
+            threads: self.cpu.threads(),
+            isa_path: self.cpu.isa_path().into(),
+            memory: Some(Memory {
+                predicted_peak_bytes: prepared.predict(self.cpu.threads()),
+                workspace_bytes: prepared.workspace_bytes(self.cpu.threads()),
+                limit_bytes: self.options.limit_bytes,
+                ..Memory::default()
+            }),
+            latency: BTreeMap::new(),
+            work: None,
+            drift: None,
+            eviction: None,
+        }
+    }
+
+    fn finish(&mut self, running: Running, status: Status, reason: Option<String>, stop: &str) -> Result<(), RunError> {
+        let Running { prepared, mut record, samples_ns, spent, .. } = running;
+        let warmups = self.experiment.spec.timing.warmups.max(1);
+        record.status = status;
+        record.reason = reason;
+        record.wall_ns = spent.as_nanos() as u64;
+        record.latency = samples_ns
+            .into_iter()
+            .map(|(phase, samples)| (phase.to_string(), latency(samples, warmups, stop)))
+            .collect();
+        let phase = if prepared.main_phase() == "decode" && record.eviction.is_some() { "prefill" } else { prepared.main_phase() };
+        if let Some(latency) = record.latency.get(phase) {
+            let (flops, kv_bytes_read) = prepared.work();
+            record.work = Some(Work { flops, kv_bytes_read, flops_per_s: flops as f64 / (latency.median_ns / 1e9) });
+        }
+        self.end(record)
+    }
+
+    fn end(&mut self, record: Record) -> Result<(), RunError> {
+        self.store.append(&record)?;
+        (self.progress)(Progress::Done(&record));
+        self.records.push(record);
+        Ok(())
+    }
+}
+
+/// Why a cell has enough samples, if it has.
+fn stop_reason(timing: &Timing, running: &Running) -> Option<&'static str> {
+    let samples = running.samples_ns.get(running.prepared.main_phase())?;
+    if samples.len() >= timing.min_rounds {
+        let values: Vec<f64> = samples.iter().map(|&ns| ns as f64).collect();
+        let (median, low, high) = median_with_interval(&values);
+        if (high - low) / 2.0 <= timing.target * median {
+            return Some("interval");
+        }
+    }
+    if samples.len() >= timing.max_rounds {
+        return Some("rounds");
+    }
+    (running.spent.as_secs_f64() >= timing.cap_s).then_some("time cap")
+}
+
+fn latency(samples_ns: Vec<u64>, warmups: usize, stop_reason: &str) -> Latency {
+    let values: Vec<f64> = samples_ns.iter().map(|&ns| ns as f64).collect();
+    let (median_ns, ci95_low_ns, ci95_high_ns) = median_with_interval(&values);
+    Latency {
+        median_ns,
+        p10_ns: quantile(&values, 0.1),
+        p90_ns: quantile(&values, 0.9),
+        ci95_low_ns,
+        ci95_high_ns,
+        samples_ns,
+        warmups,
+        stop_reason: stop_reason.into(),
+    }
+}
