@@ -5,9 +5,15 @@
 
 use kvsieve::attention::AttentionError;
 use kvsieve::device::cpu::CpuError;
+use kvsieve::experiment::runner::RunError;
+use kvsieve::experiment::spec::SpecError;
+use kvsieve::experiment::store::StoreError;
 use kvsieve::memory::ArenaError;
 use kvsieve::named::NamedError;
+use kvsieve::policy::{BudgetError, PolicyError};
+use kvsieve::report::ReportError;
 use kvsieve::tensor::file::FileError;
+use kvsieve::workload::WorkloadError;
 use std::fmt;
 use std::process::ExitCode;
 
@@ -85,6 +91,66 @@ impl From<CpuError> for Failure {
         match error {
             CpuError::Threads { .. } => Failure::Usage(error.into()),
             CpuError::System { .. } => Failure::Work(error.into()),
+        }
+    }
+}
+
+impl From<BudgetError> for Failure {
+    fn from(error: BudgetError) -> Self {
+        Failure::Usage(error.into())
+    }
+}
+
+impl From<PolicyError> for Failure {
+    fn from(error: PolicyError) -> Self {
+        match error {
+            PolicyError::Arena(error) => error.into(),
+            PolicyError::Score { .. } => Failure::Work(error.into()),
+            error => Failure::Usage(error.into()),
+        }
+    }
+}
+
+impl From<SpecError> for Failure {
+    fn from(error: SpecError) -> Self {
+        Failure::Usage(error.into())
+    }
+}
+
+impl From<WorkloadError> for Failure {
+    fn from(error: WorkloadError) -> Self {
+        match error {
+            WorkloadError::Arena(error) => error.into(),
+            WorkloadError::File(error) => error.into(),
+            error => Failure::Usage(error.into()),
+        }
+    }
+}
+
+impl From<StoreError> for Failure {
+    fn from(error: StoreError) -> Self {
+        match error {
+            StoreError::Write { .. } | StoreError::Busy { .. } => Failure::Work(error.into()),
+            StoreError::Read { .. } | StoreError::Damaged { .. } => Failure::Usage(error.into()),
+        }
+    }
+}
+
+impl From<RunError> for Failure {
+    fn from(error: RunError) -> Self {
+        match error {
+            RunError::Store(error) => error.into(),
+            RunError::Workload(error) => error.into(),
+            RunError::Cell(_) => Failure::Usage(error.into()),
+        }
+    }
+}
+
+impl From<ReportError> for Failure {
+    fn from(error: ReportError) -> Self {
+        match error {
+            ReportError::NoRun => Failure::Usage(error.into()),
+            error => Failure::Work(error.into()),
         }
     }
 }

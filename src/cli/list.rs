@@ -3,7 +3,9 @@
 use super::failure::Failure;
 use super::output;
 use kvsieve::attention::KERNELS;
+use kvsieve::experiment::spec::{SHIPPED, Spec};
 use kvsieve::named::Parameter;
+use kvsieve::policy::{POLICIES, PolicyEntry};
 use serde::Serialize;
 use std::fmt::Write;
 use std::path::PathBuf;
@@ -13,7 +15,8 @@ Parameters are shown with their defaults; give others as NAME:key=value,key=valu
 
 Examples:
   kvsieve list kernels
-  kvsieve list kernels --json -
+  kvsieve list policies
+  kvsieve list experiments --json -
   kvsieve attend --kernel tiled:br=32,bc=128 ...";
 
 /// List what there is to choose from, with parameters and their defaults
@@ -32,6 +35,10 @@ pub struct Args {
 enum Things {
     /// Attention kernels
     Kernels,
+    /// Eviction policies
+    Policies,
+    /// Experiments that come with kvsieve
+    Experiments,
 }
 
 impl Things {
@@ -40,15 +47,28 @@ impl Things {
             Things::Kernels => {
                 KERNELS.iter().map(|entry| Row::new(entry.name, entry.about, entry.parameters)).collect()
             }
+            Things::Policies => POLICIES.iter().map(policy).collect(),
+            Things::Experiments => SHIPPED.iter().map(|(name, text)| experiment(name, text)).collect(),
         }
     }
+}
+
+fn policy(entry: &PolicyEntry) -> Row {
+    let paper = if entry.paper.is_empty() { String::new() } else { format!(" (arXiv {})", entry.paper) };
+    let about = format!("{}{paper}; needs {}", entry.about, entry.needs.describe());
+    Row::new(entry.name, &about, entry.parameters)
+}
+
+fn experiment(name: &'static str, text: &str) -> Row {
+    let description = Spec::parse(text, name).map(|spec| spec.description).unwrap_or_default();
+    Row::new(name, &description, &[])
 }
 
 /// One thing of a registry.
 #[derive(Serialize)]
 struct Row {
     name: &'static str,
-    about: &'static str,
+    about: String,
     parameters: Vec<ParameterRow>,
 }
 
@@ -60,10 +80,10 @@ struct ParameterRow {
 }
 
 impl Row {
-    fn new(name: &'static str, about: &'static str, parameters: &[Parameter]) -> Self {
+    fn new(name: &'static str, about: &str, parameters: &[Parameter]) -> Self {
         let parameters =
             parameters.iter().map(|&Parameter { name, default, about }| ParameterRow { name, default, about });
-        Row { name, about, parameters: parameters.collect() }
+        Row { name, about: about.into(), parameters: parameters.collect() }
     }
 }
 

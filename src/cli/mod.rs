@@ -7,9 +7,12 @@
 mod attend;
 mod completions;
 mod doctor;
+mod evict;
 mod failure;
 mod list;
 mod output;
+mod report;
+mod run;
 
 use clap::Parser;
 use clap::error::ErrorKind;
@@ -20,10 +23,14 @@ use kvsieve::memory::os;
 
 const EXAMPLES: &str = "\
 Examples:
+  kvsieve run                       the first figures: memory, latency and drift against context
+  kvsieve run eviction-policies     every eviction policy at several budgets
   kvsieve doctor                    what this machine offers
-  kvsieve list kernels              the attention kernels and their parameters
+  kvsieve list policies             the eviction policies and their parameters
   kvsieve attend --input qkv.safetensors --output o.safetensors --kernel tiled --causal
                                     attention over your own tensors: time, memory, drift
+  kvsieve evict --input qkv.safetensors --output kept.safetensors --policy snapkv --budget 0.25
+                                    which tokens a policy keeps of your own tensors
   kvsieve completions bash          completions for your shell
 
 Exit status: 0 done, 1 failed while working, 2 the input or the arguments are wrong.
@@ -41,7 +48,10 @@ struct Cli {
 
 #[derive(clap::Subcommand)]
 enum Command {
+    Run(run::Args),
+    Report(report::Args),
     Attend(attend::Args),
+    Evict(evict::Args),
     List(list::Args),
     Doctor(doctor::Args),
     Completions(completions::Args),
@@ -50,7 +60,10 @@ enum Command {
 impl Command {
     fn run(self) -> Result<(), Failure> {
         match self {
+            Command::Run(args) => run::run(&args),
+            Command::Report(args) => report::run(&args),
             Command::Attend(args) => attend::run(&args),
+            Command::Evict(args) => evict::run(&args),
             Command::List(args) => list::run(&args),
             Command::Doctor(args) => doctor::run(&args),
             Command::Completions(args) => completions::run(&args),

@@ -2,6 +2,7 @@
 
 pub mod cell;
 pub mod environment;
+pub mod estimate;
 pub mod grid;
 pub mod measure;
 pub mod record;

@@ -19,11 +19,13 @@ mod registry;
 mod select;
 mod snapkv;
 mod streaming_llm;
+mod tensors;
 mod tova;
 
 pub use budget::{Budget, BudgetError};
 pub use registry::{PolicyEntry, Registry};
 pub use select::{Selection, select, selection_bytes};
+pub use tensors::{Judged, judge};
 
 use crate::attention::Forward;
 use crate::memory::{Arena, ArenaError};

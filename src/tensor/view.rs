@@ -4,29 +4,25 @@ use super::DType;
 use super::dtype::widen_bf16;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
-use ndarray::{ArrayView4, s};
+use ndarray::ArrayView4;
 use std::ops::Range;
 
 /// A read-only view `[d0, d1, d2, d3]` of any strides over elements of any [`DType`].
 #[derive(Clone, Copy)]
-pub enum TensorView<'a> {
-    /// f32 elements.
-    F32(ArrayView4<'a, f32>),
-    /// bf16 elements.
-    Bf16(ArrayView4<'a, bf16>),
-    /// f16 elements.
-    F16(ArrayView4<'a, f16>),
+pub struct TensorView<'a> {
+    elements: Elements<'a>,
+    dims: [usize; 4],
+    /// Distance between neighbours along each axis, in elements.
+    strides: [usize; 4],
+    /// Where element `[0, 0, 0, 0]` lies.
+    offset: usize,
 }
 
-/// Runs the same expression for each element type.
-macro_rules! each_dtype {
-    ($view:expr, $array:ident => $body:expr) => {
-        match $view {
-            TensorView::F32($array) => $body,
-            TensorView::Bf16($array) => $body,
-            TensorView::F16($array) => $body,
-        }
-    };
+#[derive(Clone, Copy)]
+enum Elements<'a> {
+    F32(&'a [f32]),
+    Bf16(&'a [bf16]),
+    F16(&'a [f16]),
 }
 
 impl<'a> TensorView<'a> {
@@ -35,46 +31,53 @@ impl<'a> TensorView<'a> {
     /// # Panics
     /// When `bytes` is not as long as `dims` say, or not aligned to the element.
     pub fn contiguous(dtype: DType, dims: [usize; 4], bytes: &'a [u8]) -> Self {
-        fn shaped<T: bytemuck::Pod>(dims: [usize; 4], bytes: &[u8]) -> ArrayView4<'_, T> {
-            ArrayView4::from_shape(dims, bytemuck::cast_slice(bytes)).expect("dims and length of a tensor agree")
-        }
-        match dtype {
-            DType::F32 => TensorView::F32(shaped(dims, bytes)),
-            DType::Bf16 => TensorView::Bf16(shaped(dims, bytes)),
-            DType::F16 => TensorView::F16(shaped(dims, bytes)),
-        }
+        assert_eq!(bytes.len(), dims.iter().product::<usize>() * dtype.bytes(), "dims and length of a tensor agree");
+        let elements = match dtype {
+            DType::F32 => Elements::F32(bytemuck::cast_slice(bytes)),
+            DType::Bf16 => Elements::Bf16(bytemuck::cast_slice(bytes)),
+            DType::F16 => Elements::F16(bytemuck::cast_slice(bytes)),
+        };
+        let strides = [dims[1] * dims[2] * dims[3], dims[2] * dims[3], dims[3], 1];
+        TensorView { elements, dims, strides, offset: 0 }
+    }
+
+    /// An ndarray view of f32, in any order of axes; `None` if its memory has gaps or runs backwards.
+    pub fn from_ndarray(array: ArrayView4<'a, f32>) -> Option<Self> {
+        let (dims, strides) = (array.dim().into(), array.strides().to_vec());
+        let strides: Vec<usize> = strides.into_iter().map(usize::try_from).collect::<Result<_, _>>().ok()?;
+        let elements = Elements::F32(array.to_slice_memory_order()?);
+        Some(TensorView { elements, dims, strides: strides.try_into().ok()?, offset: 0 })
     }
 
     /// The element type.
     pub fn dtype(&self) -> DType {
-        match self {
-            TensorView::F32(_) => DType::F32,
-            TensorView::Bf16(_) => DType::Bf16,
-            TensorView::F16(_) => DType::F16,
+        match self.elements {
+            Elements::F32(_) => DType::F32,
+            Elements::Bf16(_) => DType::Bf16,
+            Elements::F16(_) => DType::F16,
         }
     }
 
     /// The four extents.
     pub fn dims(&self) -> [usize; 4] {
-        each_dtype!(self, array => array.dim().into())
+        self.dims
     }
 
     /// The tokens `range` of the third axis (the sequence).
+    ///
+    /// # Panics
+    /// When there are fewer tokens.
     pub fn tokens(&self, range: Range<usize>) -> TensorView<'a> {
-        match *self {
-            TensorView::F32(array) => TensorView::F32(array.slice_move(s![.., .., range, ..])),
-            TensorView::Bf16(array) => TensorView::Bf16(array.slice_move(s![.., .., range, ..])),
-            TensorView::F16(array) => TensorView::F16(array.slice_move(s![.., .., range, ..])),
-        }
+        assert!(range.start <= range.end && range.end <= self.dims[2], "tokens {range:?} of {}", self.dims[2]);
+        let mut view = *self;
+        view.dims[2] = range.len();
+        view.offset += range.start * self.strides[2];
+        view
     }
 
     /// The view with its axes in another order, as `[B, L, H, D]` data seen as `[B, H, L, D]`.
     pub fn permuted(&self, axes: [usize; 4]) -> TensorView<'a> {
-        match *self {
-            TensorView::F32(array) => TensorView::F32(array.permuted_axes(axes)),
-            TensorView::Bf16(array) => TensorView::Bf16(array.permuted_axes(axes)),
-            TensorView::F16(array) => TensorView::F16(array.permuted_axes(axes)),
-        }
+        TensorView { dims: axes.map(|axis| self.dims[axis]), strides: axes.map(|axis| self.strides[axis]), ..*self }
     }
 
     /// Rows `start .. start + count` of head `[d0, d1]` in f32, `[count, D]` contiguous: the memory itself where it
@@ -86,13 +89,11 @@ impl<'a> TensorView<'a> {
     where
         'a: 's,
     {
-        let scratch_len = count * self.dims()[3];
-        if let TensorView::F32(array) = *self {
-            if let Some(rows) = array.slice_move(s![d0, d1, start..start + count, ..]).to_slice() {
-                return rows;
-            }
+        if let (Elements::F32(elements), true) = (self.elements, self.rows_are_contiguous()) {
+            let first = self.first_of_row(d0, d1, start, count);
+            return &elements[first..first + count * self.dims[3]];
         }
-        let scratch = &mut scratch[..scratch_len];
+        let scratch = &mut scratch[..count * self.dims[3]];
         self.read_rows(d0, d1, start, scratch);
         scratch
     }
@@ -102,47 +103,41 @@ impl<'a> TensorView<'a> {
     /// # Panics
     /// When the rows do not exist.
     pub fn read_rows(&self, d0: usize, d1: usize, start: usize, target: &mut [f32]) {
-        let width = self.dims()[3];
-        let count = target.len() / width;
-        match *self {
-            TensorView::F32(array) => {
-                copy(array, d0, d1, start..start + count, target, |from, to| to.copy_from_slice(from), |x| x)
-            }
-            TensorView::Bf16(array) => {
-                copy(array, d0, d1, start..start + count, target, widen_bf16, |x| x.to_f32())
-            }
-            TensorView::F16(array) => copy(
-                array,
-                d0,
-                d1,
-                start..start + count,
-                target,
-                |from, to| from.convert_to_f32_slice(to),
-                |x| x.to_f32(),
-            ),
+        let first = self.first_of_row(d0, d1, start, target.len() / self.dims[3]);
+        match self.elements {
+            Elements::F32(elements) => self.copy(elements, first, target, |from, to| to.copy_from_slice(from)),
+            Elements::Bf16(elements) => self.copy(elements, first, target, widen_bf16),
+            Elements::F16(elements) => self.copy(elements, first, target, |from, to| from.convert_to_f32_slice(to)),
         }
     }
-}
 
-/// Copies rows of one head: whole slices where memory is contiguous, element by element where it is not.
-fn copy<T: Copy>(
-    array: ArrayView4<'_, T>,
-    d0: usize,
-    d1: usize,
-    rows: Range<usize>,
-    target: &mut [f32],
-    convert: impl Fn(&[T], &mut [f32]),
-    widen: impl Fn(T) -> f32,
-) {
-    let block = array.slice_move(s![d0, d1, rows, ..]);
-    if let Some(slice) = block.to_slice() {
-        return convert(slice, target);
+    fn rows_are_contiguous(&self) -> bool {
+        self.strides[3] == 1 && self.strides[2] == self.dims[3]
     }
-    let width = block.ncols();
-    for (row, out) in block.rows().into_iter().zip(target.chunks_exact_mut(width)) {
-        match row.to_slice() {
-            Some(slice) => convert(slice, out),
-            None => out.iter_mut().zip(row.iter()).for_each(|(to, &from)| *to = widen(from)),
+
+    /// Where row `[d0, d1, start]` begins; panics unless it and the `count - 1` rows after it exist.
+    fn first_of_row(&self, d0: usize, d1: usize, start: usize, count: usize) -> usize {
+        let [n0, n1, n2, _] = self.dims;
+        assert!(d0 < n0 && d1 < n1 && start + count <= n2, "rows [{d0}, {d1}, {start}..+{count}] of {:?}", self.dims);
+        self.offset + d0 * self.strides[0] + d1 * self.strides[1] + start * self.strides[2]
+    }
+
+    /// Copies rows from element `first` on: in one piece, row by row, or element by element, as the strides allow.
+    fn copy<T: Copy>(&self, elements: &[T], first: usize, target: &mut [f32], convert: impl Fn(&[T], &mut [f32])) {
+        let width = self.dims[3];
+        if self.rows_are_contiguous() {
+            return convert(&elements[first..first + target.len()], target);
+        }
+        for (index, row) in target.chunks_exact_mut(width).enumerate() {
+            let start = first + index * self.strides[2];
+            if self.strides[3] == 1 {
+                convert(&elements[start..start + width], row);
+            } else {
+                for (column, out) in row.iter_mut().enumerate() {
+                    let at = start + column * self.strides[3];
+                    convert(&elements[at..=at], std::slice::from_mut(out));
+                }
+            }
         }
     }
 }
@@ -150,7 +145,7 @@ fn copy<T: Copy>(
 #[cfg(test)]
 mod tests {
     use crate::memory::{Arena, Label};
-    use crate::tensor::{DType, Tensor};
+    use crate::tensor::{DType, Tensor, TensorView};
 
     #[test]
     fn rows_of_contiguous_transposed_and_half_views_agree() {
@@ -173,7 +168,22 @@ mod tests {
             assert_eq!(straight, permuted.rows(1, 2, 1, 3, &mut two));
             assert_eq!(straight[0], 104.0);
             assert_eq!(tensor.view().tokens(1..4).rows(1, 2, 0, 3, &mut one), straight);
+            // The last two axes exchanged twice: element by element, and back.
+            let turned = tensor.view().permuted([0, 1, 3, 2]);
+            assert_eq!(turned.rows(1, 2, 2, 1, &mut one)[..5], [102.0, 106.0, 110.0, 114.0, 118.0][..]);
+            assert_eq!(turned.permuted([0, 1, 3, 2]).rows(1, 2, 1, 3, &mut one), straight);
         }
+    }
+
+    #[test]
+    fn ndarray_views_are_taken_in_any_order_of_axes() {
+        let array = ndarray::Array4::from_shape_fn((1, 2, 3, 4), |(_, h, l, d)| (h * 100 + l * 10 + d) as f32);
+        let view = TensorView::from_ndarray(array.view()).unwrap();
+        assert_eq!(view.rows(0, 1, 2, 1, &mut []), [120.0, 121.0, 122.0, 123.0]);
+        let moved = TensorView::from_ndarray(array.view().permuted_axes([0, 2, 1, 3])).unwrap();
+        assert_eq!(moved.dims(), [1, 3, 2, 4]);
+        assert_eq!(moved.rows(0, 2, 1, 1, &mut [0.0; 4]), [120.0, 121.0, 122.0, 123.0]);
+        assert!(TensorView::from_ndarray(array.slice(ndarray::s![.., .., ..;2, ..])).is_none());
     }
 
     #[test]

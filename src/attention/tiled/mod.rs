@@ -72,6 +72,11 @@ pub const ENTRY: KernelEntry = KernelEntry {
     },
 };
 
+impl Tiled {
+    /// Tile sizes chosen by the length of the queries.
+    pub const AUTO: Tiled = Tiled { br: None, bc: None };
+}
+
 impl Kernel for Tiled {
     fn name(&self) -> &'static str {
         "tiled"

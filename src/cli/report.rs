@@ -1,0 +1,66 @@
+//! `kvsieve report`: figures and page again, from the records alone.
+
+use super::failure::Failure;
+use super::output;
+use kvsieve::experiment::{Spec, store};
+use kvsieve::report::{self, Drawn, Run};
+use std::path::{Path, PathBuf};
+
+const EXAMPLES: &str = "\
+A folder is that of one run (it holds cells.jsonl), as `kvsieve run` prints it. With several folders, runs of the \
+same configuration (such as shards) are merged into one section; the page is written into the first folder, or into \
+--out.\n\n\
+Examples:
+  kvsieve report results/quickstart/20260101T120000Z-0a1b2c3d-1234567
+  kvsieve report results/quickstart/* --out comparison";
+
+/// Draw the figures and the page of runs again, from their records
+#[derive(clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Args {
+    /// Folders of runs
+    #[arg(value_name = "DIR", required = true)]
+    folders: Vec<PathBuf>,
+    /// Folder to write into [default: the first DIR]
+    #[arg(long, value_name = "DIR")]
+    out: Option<PathBuf>,
+}
+
+pub fn run(args: &Args) -> Result<(), Failure> {
+    let out = args.out.as_ref().unwrap_or(&args.folders[0]);
+    if let Some(out) = &args.out {
+        std::fs::create_dir_all(out)
+            .map_err(|error| Failure::work(format!("cannot make folder '{}': {error}", out.display())))?;
+    }
+    let drawn = draw(out, &args.folders)?;
+    output::print(&format!("{} figures\nreport: {}\n", drawn.figures.len(), drawn.html.display()))
+}
+
+/// Reads the runs in `folders` and writes their report into `out`.
+pub fn draw(out: &Path, folders: &[PathBuf]) -> Result<Drawn, Failure> {
+    let mut runs: Vec<(String, Run)> = Vec::new();
+    for folder in folders {
+        let (records, environment) = store::read(folder)?;
+        let config = std::fs::read_to_string(folder.join("config.toml")).unwrap_or_default();
+        let spec = Spec::parse(&config, &folder.join("config.toml").display().to_string()).ok();
+        let name = folder.canonicalize().unwrap_or_else(|_| folder.clone());
+        let run_id = name.file_name().map(|name| name.to_string_lossy().to_string()).unwrap_or_default();
+        // Shards of one configuration are one run.
+        match runs.iter_mut().find(|(known, _)| !config.is_empty() && *known == config) {
+            Some((_, run)) => run.records.extend(records),
+            None => runs.push((
+                config,
+                Run {
+                    experiment: spec.as_ref().map_or_else(|| run_id.clone(), |spec| spec.name.clone()),
+                    description: spec.map(|spec| spec.description).unwrap_or_default(),
+                    repro: records.first().map_or_else(String::new, |record| record.repro.clone()),
+                    run_id,
+                    environment,
+                    records,
+                },
+            )),
+        }
+    }
+    let runs: Vec<Run> = runs.into_iter().map(|(_, run)| run).collect();
+    Ok(report::write(out, &runs)?)
+}

@@ -1,0 +1,170 @@
+//! `kvsieve run`: experiments, from their files to a report.
+
+use super::failure::Failure;
+use super::{Compute, output, report};
+use indicatif::{ProgressBar, ProgressStyle};
+use kvsieve::experiment::record::{Record, Status};
+use kvsieve::experiment::{Experiment, Options, Outcome, Progress, Spec, estimate, runner};
+use kvsieve::policy::Registry;
+use kvsieve::units;
+use std::fmt::Write;
+use std::path::{Path, PathBuf};
+
+const EXAMPLES: &str = "\
+An experiment is a TOML file, or the name of one that comes with kvsieve: quickstart, memory-vs-context, \
+latency-vs-context, gqa-vs-mha, eviction-policies. Results go to OUT/<experiment>/<time>-<hash>-<revision>/: \
+records as cells.jsonl, figures as SVG and CSV, summary.md and report.html.\n\n\
+Examples:
+  kvsieve run                                   quickstart: the first figures, in a few minutes
+  kvsieve run eviction-policies --dry-run       the cells, what memory and time each will take
+  kvsieve run my.toml --out results             your own experiment
+  kvsieve run my.toml --resume                  go on where a run was stopped or killed
+  kvsieve run my.toml --shard 1/4               a quarter of the cells, for a job array
+  kvsieve run my.toml --limit-memory 8GiB       cells that would need more are recorded as oom";
+
+/// Run experiments and draw their figures
+#[derive(clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Args {
+    /// Experiment files, or names of shipped experiments
+    #[arg(value_name = "EXPERIMENT", default_value = "experiments/quickstart.toml")]
+    experiments: Vec<PathBuf>,
+    /// Folder for results
+    #[arg(long, value_name = "DIR", default_value = "results")]
+    out: PathBuf,
+    /// Go on with the latest run of the same configuration: only missing cells run
+    #[arg(long)]
+    resume: bool,
+    /// List the cells with predicted memory and time, and run nothing
+    #[arg(long)]
+    dry_run: bool,
+    /// Run only shard I of N; shards cost about the same
+    #[arg(long, value_name = "I/N", value_parser = parse_shard)]
+    shard: Option<(usize, usize)>,
+    #[command(flatten)]
+    compute: Compute,
+    /// Print each record as a line of JSON to standard output (-) instead of the summary
+    #[arg(long, value_name = "-", value_parser = ["-"], help_heading = "What is reported")]
+    json: Option<String>,
+}
+
+fn parse_shard(text: &str) -> Result<(usize, usize), String> {
+    let wrong = || format!("'{text}' is not a shard; write I/N with 1 <= I <= N, such as 1/4");
+    let (index, count) = text.split_once('/').ok_or_else(wrong)?;
+    let (index, count) = (index.parse().map_err(|_| wrong())?, count.parse().map_err(|_| wrong())?);
+    if index >= 1 && index <= count { Ok((index, count)) } else { Err(wrong()) }
+}
+
+pub fn run(args: &Args) -> Result<(), Failure> {
+    let cpu = args.compute.cpu()?;
+    let registry = Registry::default();
+    // Every experiment is read and checked before the first one runs.
+    let mut experiments = Vec::new();
+    for path in &args.experiments {
+        let origin = path.display().to_string();
+        experiments.push((path, Experiment::new(Spec::load(path)?, &origin, &registry)?));
+    }
+    let mut failed = Vec::new();
+    for (path, experiment) in &experiments {
+        let limit_bytes = args.limit_bytes(experiment)?;
+        if args.dry_run {
+            let cells = runner::prepare(experiment, &registry)?;
+            output::print(&estimate::table(&cells, &experiment.spec.timing, &cpu, limit_bytes))?;
+            continue;
+        }
+        let options = Options {
+            out: args.out.clone(),
+            resume: args.resume,
+            shard: args.shard,
+            limit_bytes,
+            repro: args.repro(path),
+        };
+        let outcome = with_progress(args.json.is_some(), |progress| {
+            runner::run(experiment, &registry, &cpu, &options, progress).map_err(Failure::from)
+        })?;
+        let drawn = report::draw(&outcome.folder, &[outcome.folder.clone()])?;
+        if args.json.is_none() {
+            output::print(&ending(&outcome, &drawn.html))?;
+        }
+        failed.extend(outcome.records.into_iter().filter(|record| record.status == Status::Failed));
+    }
+    match failed.first() {
+        None => Ok(()),
+        Some(first) => Err(Failure::work(format!(
+            "{} of the cells failed; the first is '{}': {}",
+            failed.len(),
+            first.cell.label(),
+            first.reason.as_deref().unwrap_or("no reason given")
+        ))),
+    }
+}
+
+impl Args {
+    /// `--limit-memory`, else the experiment's limit, else the default.
+    fn limit_bytes(&self, experiment: &Experiment) -> Result<u64, Failure> {
+        match (&self.compute.limit_memory, &experiment.spec.limit_memory) {
+            (None, Some(text)) => units::parse_bytes(text)
+                .map_err(|error| Failure::usage(format!("{}: limit_memory: {error}", experiment.spec.name))),
+            _ => Ok(self.compute.limit_bytes()),
+        }
+    }
+
+    /// The command that runs the experiment again.
+    fn repro(&self, path: &Path) -> String {
+        let mut command = format!("kvsieve run {}", path.display());
+        if let Some(threads) = self.compute.threads {
+            let _ = write!(command, " --threads {threads}");
+        }
+        if let Some(bytes) = self.compute.limit_memory {
+            let _ = write!(command, " --limit-memory {bytes}B");
+        }
+        command
+    }
+}
+
+/// Runs `work` with a progress bar on stderr, which shows only on a terminal; with `json`, records go to stdout.
+fn with_progress(
+    json: bool,
+    work: impl FnOnce(&mut dyn FnMut(Progress<'_>)) -> Result<Outcome, Failure>,
+) -> Result<Outcome, Failure> {
+    let bar = ProgressBar::new(0);
+    let style = ProgressStyle::with_template("{elapsed_precise} [{bar:30}] {pos}/{len} cells  {wide_msg}");
+    bar.set_style(style.expect("the template is right").progress_chars("=> "));
+    bar.enable_steady_tick(std::time::Duration::from_millis(200));
+    let mut printed = Ok(());
+    let outcome = work(&mut |progress| match progress {
+        Progress::Start { cells, resumed } => {
+            bar.set_length((cells + resumed) as u64);
+            bar.set_position(resumed as u64);
+        }
+        Progress::Turn(cell) => bar.set_message(cell.label()),
+        Progress::Done(record) => {
+            bar.inc(1);
+            if json && printed.is_ok() {
+                printed = print_record(record);
+            }
+        }
+    })?;
+    bar.finish_and_clear();
+    printed.map(|()| outcome)
+}
+
+fn print_record(record: &Record) -> Result<(), Failure> {
+    let line = serde_json::to_string(record).expect("a record is plain data");
+    output::print(&format!("{line}\n"))
+}
+
+/// The table and where everything is.
+fn ending(outcome: &Outcome, html: &Path) -> String {
+    let count = |status| outcome.records.iter().filter(|record| record.status == status).count();
+    format!(
+        "{}\n{} cells: {} ok, {} oom, {} skipped, {} failed\nreport: {}\n",
+        kvsieve::report::summary_table(&outcome.records),
+        outcome.records.len(),
+        count(Status::Ok),
+        count(Status::Oom),
+        count(Status::Skipped),
+        count(Status::Failed),
+        html.display(),
+    )
+}

@@ -1,0 +1,97 @@
+//! `--dry-run`: what the cells will take, before they run.
+
+use super::cell::Measure;
+use super::measure::Prepared;
+use super::spec::Timing;
+use crate::attention::{DenseKv, Forward, Kernel, Outputs, Params, Shape, Tiled, kernel};
+use crate::device::Cpu;
+use crate::memory::{Arena, Label};
+use crate::tensor::{DType, Tensor};
+use crate::units;
+use std::fmt::Write;
+use std::time::Instant;
+
+/// Bytes per second at which fresh memory is taken and inputs are copied: a rough figure, it only rounds estimates.
+const FRESH_BYTES_PER_S: f64 = 3e9;
+
+/// What this machine does, measured in a moment.
+struct Rates {
+    flops_per_s: f64,
+    kv_bytes_per_s: f64,
+}
+
+impl Rates {
+    fn measure(cpu: &Cpu) -> Self {
+        let rate = |kernel: &dyn Kernel, q_len: usize, kv_len: usize, work: &dyn Fn(&Shape) -> f64| {
+            let shape = Shape { batch: 1, q_heads: 4, kv_heads: 4, q_len, kv_len, head_dim: 64 };
+            let arena = Arena::unlimited();
+            let zeros = |dims| Tensor::zeros(&arena, Label::Input, DType::F32, dims).ok();
+            let (q, k, v) = (zeros(shape.q_dims())?, zeros(shape.kv_dims())?, zeros(shape.kv_dims())?);
+            let kv = DenseKv::new(k.view(), v.view()).ok()?;
+            let call = Forward { shape, params: Params::new(64, false), q: q.view(), kv: &kv, cpu };
+            let mut outputs = Outputs::allocate(&arena, &shape, DType::F32).ok()?;
+            let size = kernel.workspace(&shape, &call.params, DType::F32, cpu.threads());
+            let mut workspace = size.allocate(&arena).ok()?;
+            let mut best_s = f64::INFINITY;
+            for _ in 0..3 {
+                let start = Instant::now();
+                kernel.forward(&call, &mut outputs, &mut workspace).ok()?;
+                best_s = best_s.min(start.elapsed().as_secs_f64());
+            }
+            Some(work(&shape) / best_s)
+        };
+        let flops = |shape: &Shape| shape.flops(&Params::new(64, false)) as f64;
+        let bytes = |shape: &Shape| 2.0 * Tensor::bytes_of(DType::F32, shape.kv_dims()) as f64;
+        let decode = kernel("decode").expect("the decode kernel is built in");
+        Rates {
+            flops_per_s: rate(&Tiled::AUTO, 512, 512, &flops).unwrap_or(1e10),
+            kv_bytes_per_s: rate(&*decode, 1, 8192, &bytes).unwrap_or(1e9),
+        }
+    }
+
+    /// Seconds that a cell will take, all its rounds together: within a factor of two or so.
+    fn seconds(&self, prepared: &Prepared, timing: &Timing, predicted_bytes: u64) -> f64 {
+        let (flops, kv_bytes) = prepared.work();
+        let (flops, kv_bytes) = (flops as f64 / self.flops_per_s, kv_bytes as f64 / self.kv_bytes_per_s);
+        // The baseline computes what is masked too.
+        let masked = if prepared.cell.kernel == "naive" && prepared.cell.causal { 2.0 } else { 1.0 };
+        let work = match prepared.cell.measure {
+            Measure::Forward => flops * masked,
+            Measure::Backward => flops * masked * 1.4,
+            Measure::Decode => kv_bytes * 4.0,
+            Measure::Evict => flops * 1.5 + kv_bytes * prepared.cell.new_tokens as f64 * 2.0,
+        };
+        let turn = work + predicted_bytes as f64 / FRESH_BYTES_PER_S;
+        let rounds = (timing.cap_s / turn).clamp(1.0, timing.min_rounds as f64 + 2.0);
+        turn * (rounds + timing.warmups as f64)
+    }
+}
+
+/// A table of cells with predicted peak memory and time, and the sums.
+pub fn table(cells: &[Prepared], timing: &Timing, cpu: &Cpu, limit_bytes: u64) -> String {
+    let rates = Rates::measure(cpu);
+    let width = cells.iter().map(|prepared| prepared.cell.label().chars().count()).max().unwrap_or(0);
+    let mut text = format!("{:width$}  {:>15}  {:>9}\n", "cell", "predicted peak", "time");
+    let (mut total_s, mut oom) = (0.0, 0);
+    for prepared in cells {
+        let bytes = prepared.predict(cpu.threads());
+        let seconds = rates.seconds(prepared, timing, bytes);
+        let time = if bytes > limit_bytes {
+            oom += 1;
+            "oom".to_string()
+        } else {
+            total_s += seconds;
+            units::nanoseconds(seconds * 1e9)
+        };
+        // Writing to a string cannot fail.
+        let _ = writeln!(text, "{:width$}  {:>15}  {time:>9}", prepared.cell.label(), units::bytes(bytes));
+    }
+    let _ = writeln!(
+        text,
+        "{} cells, {oom} of them over the limit of {}; about {:.0} s in all",
+        cells.len(),
+        units::bytes(limit_bytes),
+        total_s
+    );
+    text
+}
