@@ -19,6 +19,9 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::{Duration, Instant, SystemTime};
 
+/// Samples that a cell takes even when its time is up.
+const LEAST_SAMPLES: usize = 3;
+
 /// How a run is made.
 pub struct Options {
     /// Folder in which `<experiment>/<run id>/` is made.
@@ -374,7 +377,9 @@ fn stop_reason(timing: &Timing, running: &Running) -> Option<&'static str> {
     if samples.len() >= timing.max_rounds {
         return Some("rounds");
     }
-    (running.spent.as_secs_f64() >= timing.cap_s).then_some("time cap")
+    // An interval over fewer samples says nothing, however slow they are.
+    let enough = samples.len() >= timing.min_rounds.min(LEAST_SAMPLES);
+    (enough && running.spent.as_secs_f64() >= timing.cap_s).then_some("time cap")
 }
 
 fn latency(samples_ns: Vec<u64>, warmups: usize, stop_reason: &str) -> Latency {

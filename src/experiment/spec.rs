@@ -60,7 +60,7 @@ pub struct Timing {
     pub max_rounds: usize,
     /// Sampling stops when the half-width of the 95% interval is at most this fraction of the median.
     pub target: f64,
-    /// Sampling stops when a cell has taken this long, all rounds together.
+    /// Sampling stops when a cell has taken this long, all rounds together (but not before three samples).
     pub cap_s: f64,
 }
 
