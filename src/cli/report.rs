@@ -41,8 +41,13 @@ pub fn draw(out: &Path, folders: &[PathBuf]) -> Result<Drawn, Failure> {
     let mut runs: Vec<(String, Run)> = Vec::new();
     for folder in folders {
         let (records, environment) = store::read(folder)?;
-        let config = std::fs::read_to_string(folder.join("config.toml")).unwrap_or_default();
-        let spec = Spec::parse(&config, &folder.join("config.toml").display().to_string()).ok();
+        let path = folder.join("config.toml");
+        let config = std::fs::read_to_string(&path).unwrap_or_default();
+        // Records alone are enough; a configuration that is there must be right.
+        let spec = match config.as_str() {
+            "" => None,
+            text => Some(Spec::parse(text, &path.display().to_string())?),
+        };
         let name = folder.canonicalize().unwrap_or_else(|_| folder.clone());
         let run_id = name.file_name().map(|name| name.to_string_lossy().to_string()).unwrap_or_default();
         // Shards of one configuration are one run.

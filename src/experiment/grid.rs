@@ -97,7 +97,7 @@ fn expand(grid: &Grid, file: Option<&FileSource>, workload_hash: &str) -> Result
     }
 
     let mut cells = Vec::new();
-    for &context_tokens in grid.context_tokens.0.iter().flat_map(|tokens| &tokens.0) {
+    for &context_tokens in grid.context_tokens.0.iter().flat_map(|tokens| &tokens.lengths) {
         for &(q_heads, kv_heads) in &heads {
             for &head_dim in &head_dims {
                 for &dtype in &dtypes {

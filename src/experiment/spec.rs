@@ -77,21 +77,21 @@ pub struct Grid {
     /// `forward`, `backward`, `decode` or `evict`.
     pub measure: Measure,
     /// Kernels; by default `tiled`, and `decode` for `decode`. For `evict` the one that does the prefill.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Many::is_empty")]
     pub kernel: Many<String>,
     /// Context lengths.
     pub context_tokens: Many<Tokens>,
     /// Heads as `"8/2"`: 8 query heads on 2 KV heads. From the file when there is one.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Many::is_empty")]
     pub heads: Many<String>,
     /// Head dims. From the file when there is one.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Many::is_empty")]
     pub head_dim: Many<usize>,
     /// Batch sizes; 1 by default.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Many::is_empty")]
     pub batch: Many<usize>,
     /// Element types; f32 by default. From the file when there is one.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Many::is_empty")]
     pub dtype: Many<DType>,
     /// Causal mask; true by default.
     #[serde(default = "yes")]
@@ -103,16 +103,16 @@ pub struct Grid {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub softcap: Option<f32>,
     /// Policies, for `evict`.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Many::is_empty")]
     pub policy: Many<String>,
     /// Budgets, for `evict`; `full` needs none.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Many::is_empty")]
     pub budget: Many<BudgetText>,
     /// Tokens decoded after the context, for `evict`; 32 by default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub new_tokens: Option<usize>,
     /// Seeds; 0 by default.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Many::is_empty")]
     pub seed: Many<u64>,
 }
 
@@ -128,6 +128,13 @@ pub struct Many<T>(pub Vec<T>);
 impl<T> Default for Many<T> {
     fn default() -> Self {
         Many(Vec::new())
+    }
+}
+
+impl<T> Many<T> {
+    /// Whether none was given.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
     }
 }
 
@@ -175,14 +182,24 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for Many<T> {
 }
 
 /// Context lengths that one entry stands for.
-#[derive(Debug, Clone, Serialize)]
-#[serde(transparent)]
-pub struct Tokens(pub Vec<usize>);
+#[derive(Debug, Clone)]
+pub struct Tokens {
+    /// The entry as it was written.
+    text: String,
+    /// The lengths.
+    pub lengths: Vec<usize>,
+}
+
+impl Serialize for Tokens {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(&self.text)
+    }
+}
 
 impl Tokens {
     fn parse(text: &str) -> Result<Self, String> {
         let Some((first, rest)) = text.split_once("..") else {
-            return Ok(Tokens(vec![units::parse_tokens(text)?]));
+            return Ok(Tokens { text: text.into(), lengths: vec![units::parse_tokens(text)?] });
         };
         let wrong = || format!("'{text}' is not a range; write \"1k..32k*2\" (doubling) or \"1k..8k+1k\" (steps)");
         let first = units::parse_tokens(first)?;
@@ -198,7 +215,7 @@ impl Tokens {
         let last = units::parse_tokens(last)?;
         let lengths: Vec<usize> =
             std::iter::successors(Some(first), |&tokens| Some(next(tokens))).take_while(|&tokens| tokens <= last).take(1000).collect();
-        if lengths.is_empty() { Err(wrong()) } else { Ok(Tokens(lengths)) }
+        if lengths.is_empty() { Err(wrong()) } else { Ok(Tokens { text: text.into(), lengths }) }
     }
 }
 
@@ -376,7 +393,7 @@ mod tests {
             ("[\"512..1k*2\", 4096]", vec![512, 1024, 4096]),
         ] {
             let spec = Spec::parse(&LEAST.replace("= 64", &format!("= {text}")), "x.toml").unwrap();
-            assert_eq!(spec.grid[0].context_tokens.0.iter().flat_map(|t| t.0.clone()).collect::<Vec<_>>(), expected);
+            assert_eq!(spec.grid[0].context_tokens.0.iter().flat_map(|t| t.lengths.clone()).collect::<Vec<_>>(), expected);
         }
     }
 
@@ -399,6 +416,16 @@ mod tests {
             let error = Spec::parse(&text, "x.toml").unwrap_err().to_string();
             assert!(error.starts_with(expected), "{error}");
             assert!(!error.contains('\n'), "{error}");
+        }
+    }
+
+    #[test]
+    fn what_is_written_into_a_run_is_read_back() {
+        for (name, text) in SHIPPED {
+            let spec = Spec::parse(text, name).unwrap();
+            let written = toml::to_string_pretty(&spec).unwrap();
+            let again = Spec::parse(&written, name).unwrap();
+            assert_eq!(toml::to_string_pretty(&again).unwrap(), written);
         }
     }
 
