@@ -4,19 +4,21 @@
 //! after round (A B C A B C), so that a slow moment of the machine falls on all of them. A cell leaves the rotation,
 //! and its record is written, when its interval is tight or its time is up.
 
-use super::cell::Cell;
+use super::cell::{Cell, Measure};
 use super::grid::Experiment;
-use super::measure::{Bench, Prepared, TurnError};
+use super::measure::{Bench, Prepared, Truth, TurnError};
 use super::record::{Latency, Memory, Record, SCHEMA, Status, Work};
 use super::spec::Timing;
 use super::stats::{median_with_interval, quantile};
 use super::store::{Store, StoreError, finished};
+use crate::attention::Params;
 use crate::device::Cpu;
 use crate::memory::{Arena, os};
 use crate::policy::Registry;
 use crate::workload::{Extents, Workload, WorkloadError};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
+use std::rc::Rc;
 use std::time::{Duration, Instant, SystemTime};
 
 /// Samples that a cell takes even when its time is up.
@@ -169,6 +171,21 @@ struct Input {
     key: (Extents, u64),
     arena: Arena,
     workload: Workload,
+    /// What the reference says, for each kind of pass over these inputs.
+    truths: Vec<((Measure, Params), Rc<Truth>)>,
+}
+
+impl Input {
+    /// The reference's rows for a cell, computed once for all cells that are checked on the same.
+    fn truth(&mut self, cell: &Cell, cpu: &Cpu) -> Result<Rc<Truth>, TurnError> {
+        let key = (cell.measure, cell.params());
+        if let Some((_, truth)) = self.truths.iter().find(|(known, _)| *known == key) {
+            return Ok(truth.clone());
+        }
+        let truth = Rc::new(Truth::compute(cell, &self.workload, cpu)?);
+        self.truths.push((key, truth.clone()));
+        Ok(truth)
+    }
 }
 
 struct Runner<'a> {
@@ -213,7 +230,7 @@ impl Runner<'_> {
             };
             let running =
                 Running { prepared, input, record, samples_ns: BTreeMap::new(), spent: Duration::ZERO };
-            if let Some(running) = self.checked_turn(running, &inputs[input])? {
+            if let Some(running) = self.checked_turn(running, &mut inputs[input])? {
                 rotation.push(running);
             }
         }
@@ -226,14 +243,14 @@ impl Runner<'_> {
             Some(file) => file.load(&key.0, &arena)?,
             None => self.experiment.spec.synthetic.clone().unwrap_or_default().generate(&key.0, key.1, &arena)?,
         };
-        Ok(Input { key, arena, workload })
+        Ok(Input { key, arena, workload, truths: Vec::new() })
     }
 
     /// The first turn of a cell: compared with the reference, its memory measured by the arena and by the system.
-    fn checked_turn(&mut self, mut running: Running, input: &Input) -> Result<Option<Running>, RunError> {
+    fn checked_turn(&mut self, mut running: Running, input: &mut Input) -> Result<Option<Running>, RunError> {
         (self.progress)(Progress::Turn(&running.prepared.cell));
+        let truth = input.truth(&running.prepared.cell, self.cpu);
         let start = Instant::now();
-        let truth = running.prepared.truth(&input.workload, self.cpu);
         let before_bytes = input.arena.usage().live_bytes;
         input.arena.reset_peak();
         let can_reset = os::reset_peak();

@@ -167,11 +167,6 @@ impl Prepared {
         }
     }
 
-    /// What the reference says about the rows that a checked turn compares.
-    pub fn truth(&self, workload: &Workload, cpu: &Cpu) -> Result<Truth, TurnError> {
-        Truth::compute(&self.cell, workload, cpu)
-    }
-
     /// Runs and times one sample.
     ///
     /// # Errors
