@@ -196,8 +196,10 @@ impl Tokens {
             return Err(wrong());
         };
         let last = units::parse_tokens(last)?;
-        let lengths: Vec<usize> =
-            std::iter::successors(Some(first), |&tokens| Some(next(tokens))).take_while(|&tokens| tokens <= last).take(1000).collect();
+        let lengths: Vec<usize> = std::iter::successors(Some(first), |&tokens| Some(next(tokens)))
+            .take_while(|&tokens| tokens <= last)
+            .take(1000)
+            .collect();
         if lengths.is_empty() { Err(wrong()) } else { Ok(Tokens(lengths)) }
     }
 }
@@ -363,7 +365,8 @@ impl Spec {
 mod tests {
     use super::*;
 
-    const LEAST: &str = "name = \"x\"\n[[grid]]\nmeasure = \"forward\"\ncontext_tokens = 64\nheads = \"2/1\"\nhead_dim = 8\n";
+    const LEAST: &str =
+        "name = \"x\"\n[[grid]]\nmeasure = \"forward\"\ncontext_tokens = 64\nheads = \"2/1\"\nhead_dim = 8\n";
 
     #[test]
     fn lengths_are_single_lists_and_ranges() {

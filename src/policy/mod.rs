@@ -222,11 +222,7 @@ impl Policy {
 ///
 /// # Errors
 /// Names the first score that is NaN or infinite.
-pub fn protect_scores(
-    context: &Context<'_>,
-    protect: Protect,
-    scores: &mut [f32],
-) -> Result<(), PolicyError> {
+pub fn protect_scores(context: &Context<'_>, protect: Protect, scores: &mut [f32]) -> Result<(), PolicyError> {
     let shape = context.call.shape;
     let len = |list: usize| context.call.kv.len(list / shape.kv_heads, list % shape.kv_heads);
     let mut max = f32::NEG_INFINITY;
