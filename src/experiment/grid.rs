@@ -80,7 +80,7 @@ fn expand(grid: &Grid, file: Option<&FileSource>, workload_hash: &str) -> Result
     let batches = from_file.map_or_else(|| grid.batch.or(1), |(batch, ..)| vec![batch]);
     let kernels = grid.kernel.or(if grid.measure == Measure::Decode { "decode" } else { "tiled" }.into());
     let evicts = grid.measure == Measure::Evict;
-    if !evicts && !(grid.policy.0.is_empty() && grid.budget.0.is_empty() && grid.new_tokens.is_none()) {
+    if !evicts && (!grid.policy.0.is_empty() || !grid.budget.0.is_empty() || grid.new_tokens.is_some()) {
         return Err("policy, budget and new_tokens belong to measure = \"evict\"".into());
     }
     if evicts && grid.policy.0.is_empty() {
