@@ -2,7 +2,7 @@
 //!
 //! A kernel computes `o = softmax(mask(cap(scale * q kᵀ))) v` for `q` `[B, Hq, Lq, D]` and `k`, `v`
 //! `[B, Hkv, Lk, D]`, and the log-sum-exp of each row. The meaning of every option is defined once, by
-//! [`Params`] and the f64 [`reference`]; an implementation may not change it. Implementations do not import one
+//! [`Params`] and the f64 [`mod@reference`]; an implementation may not change it. Implementations do not import one
 //! another. Adding a kernel is one file and one line in [`KERNELS`].
 
 mod backward;

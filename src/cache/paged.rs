@@ -291,11 +291,14 @@ mod tests {
 
     #[test]
     fn the_predicted_bytes_are_what_the_arena_shows() {
-        for (tokens, dtype, with_attention) in [(1, DType::F32, false), (1500, DType::Bf16, true), (5000, DType::F16, false)] {
+        for (tokens, dtype, with_attention) in
+            [(1, DType::F32, false), (1500, DType::Bf16, true), (5000, DType::F16, false)]
+        {
             let arena = Arena::unlimited();
             let (k, v) = (tensor(&arena, 3, tokens, 0), tensor(&arena, 3, tokens, 1));
             let before = arena.usage().live_bytes;
-            let shape = CacheShape { batch: 1, kv_heads: 3, head_dim: WIDTH, dtype, max_tokens: tokens, with_attention };
+            let shape =
+                CacheShape { batch: 1, kv_heads: 3, head_dim: WIDTH, dtype, max_tokens: tokens, with_attention };
             let mut cache = PagedCache::new(&arena, shape).unwrap();
             cache.append(k.view(), v.view(), 0..tokens).unwrap();
             let predicted: u64 = shape.bytes(3 * tokens.div_ceil(PAGE_TOKENS), 0).values().sum();

@@ -138,7 +138,9 @@ fn future_queries(
     let dims = future.dims();
     if [dims[0], dims[1], dims[3]] != [shape.batch, shape.q_heads, shape.head_dim] {
         let (batch, heads, width) = (shape.batch, shape.q_heads, shape.head_dim);
-        return Err(Failure::usage(format!("q_future is {dims:?}; it must be [{batch}, {heads}, any, {width}] like q")));
+        return Err(Failure::usage(format!(
+            "q_future is {dims:?}; it must be [{batch}, {heads}, any, {width}] like q"
+        )));
     }
     Ok(Some(future))
 }
@@ -162,7 +164,8 @@ fn write(args: &Args, shape: &Shape, judged: &Judged) -> Result<(), Failure> {
 }
 
 fn summary(report: &Report) -> String {
-    let said = if report.evicted_tokens == 0 { "\nnothing was evicted: the budget holds the whole context" } else { "" };
+    let said =
+        if report.evicted_tokens == 0 { "\nnothing was evicted: the budget holds the whole context" } else { "" };
     format!(
         "{} at {}: {} of {} tokens per KV head stay on average ({:.1}%)\n\
          KV {} -> {}, ties {:.1}%, judged in {}{said}\n",

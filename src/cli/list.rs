@@ -54,9 +54,11 @@ impl Things {
 }
 
 fn policy(entry: &PolicyEntry) -> Row {
-    let paper = if entry.paper.is_empty() { String::new() } else { format!(" (arXiv {})", entry.paper) };
-    let about = format!("{}{paper}; needs {}", entry.about, entry.needs.describe());
-    Row::new(entry.name, &about, entry.parameters)
+    Row {
+        paper: (!entry.paper.is_empty()).then_some(entry.paper),
+        needs: Some(entry.needs.describe()),
+        ..Row::new(entry.name, entry.about, entry.parameters)
+    }
 }
 
 fn experiment(name: &'static str, text: &str) -> Row {
@@ -69,6 +71,10 @@ fn experiment(name: &'static str, text: &str) -> Row {
 struct Row {
     name: &'static str,
     about: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    paper: Option<&'static str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    needs: Option<&'static str>,
     parameters: Vec<ParameterRow>,
 }
 
@@ -83,7 +89,7 @@ impl Row {
     fn new(name: &'static str, about: &str, parameters: &[Parameter]) -> Self {
         let parameters =
             parameters.iter().map(|&Parameter { name, default, about }| ParameterRow { name, default, about });
-        Row { name, about: about.into(), parameters: parameters.collect() }
+        Row { name, about: about.into(), paper: None, needs: None, parameters: parameters.collect() }
     }
 }
 
@@ -104,6 +110,10 @@ fn table(rows: &[Row]) -> String {
     for row in rows {
         // Writing to a string cannot fail.
         let _ = writeln!(text, "{:names$}  {}", row.name, row.about);
+        if let Some(needs) = row.needs {
+            let paper = row.paper.map_or(String::new(), |paper| format!("arXiv {paper}; "));
+            let _ = writeln!(text, "{:names$}    {paper}needs {needs}", "");
+        }
         for parameter in &row.parameters {
             let _ = writeln!(text, "{:names$}    {:settings$}  {}", "", setting(parameter), parameter.about);
         }

@@ -18,8 +18,8 @@ use clap::Parser;
 use clap::error::ErrorKind;
 use failure::Failure;
 use kvsieve::device::Cpu;
-use kvsieve::units;
 use kvsieve::memory::os;
+use kvsieve::units;
 
 const EXAMPLES: &str = "\
 Examples:

@@ -82,7 +82,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
         let outcome = with_progress(args.json.is_some(), |progress| {
             runner::run(experiment, &registry, &cpu, &options, progress).map_err(Failure::from)
         })?;
-        let drawn = report::draw(&outcome.folder, &[outcome.folder.clone()])?;
+        let drawn = report::draw(&outcome.folder, std::slice::from_ref(&outcome.folder))?;
         if args.json.is_none() {
             output::print(&ending(&outcome, &drawn.html))?;
         }

@@ -60,7 +60,12 @@ impl Experiment {
 /// The product of a grid's axes.
 fn expand(grid: &Grid, file: Option<&FileSource>, workload_hash: &str) -> Result<Vec<Cell>, String> {
     let from_file = file.map(FileSource::extents);
-    if from_file.is_some() && !(grid.heads.0.is_empty() && grid.head_dim.0.is_empty() && grid.batch.0.is_empty() && grid.dtype.0.is_empty()) {
+    if from_file.is_some()
+        && !(grid.heads.0.is_empty()
+            && grid.head_dim.0.is_empty()
+            && grid.batch.0.is_empty()
+            && grid.dtype.0.is_empty())
+    {
         return Err("heads, head_dim, batch and dtype come from the tensor file; leave them out".into());
     }
     let heads: Vec<(usize, usize)> = match from_file {
@@ -75,7 +80,7 @@ fn expand(grid: &Grid, file: Option<&FileSource>, workload_hash: &str) -> Result
     let batches = from_file.map_or_else(|| grid.batch.or(1), |(batch, ..)| vec![batch]);
     let kernels = grid.kernel.or(if grid.measure == Measure::Decode { "decode" } else { "tiled" }.into());
     let evicts = grid.measure == Measure::Evict;
-    if !evicts && !(grid.policy.0.is_empty() && grid.budget.0.is_empty() && grid.new_tokens.is_none()) {
+    if !evicts && (!grid.policy.0.is_empty() || !grid.budget.0.is_empty() || grid.new_tokens.is_some()) {
         return Err("policy, budget and new_tokens belong to measure = \"evict\"".into());
     }
     if evicts && grid.policy.0.is_empty() {
@@ -140,9 +145,7 @@ fn check(cell: Cell, registry: &Registry) -> Result<Cell, String> {
     cell.shape().check().map_err(|error| text(&error))?;
     cell.params().check().map_err(|error| text(&error))?;
     let kernel = kernel(&cell.kernel).map_err(|error| text(&error))?;
-    if cell.measure == Measure::Backward
-        && kernel.backward_workspace(&cell.shape(), &cell.params(), 1).is_none()
-    {
+    if cell.measure == Measure::Backward && kernel.backward_workspace(&cell.shape(), &cell.params(), 1).is_none() {
         return Err(format!("kernel '{}' has no backward pass; use naive or tiled", cell.kernel));
     }
     if cell.measure == Measure::Evict {

@@ -127,7 +127,12 @@ pub fn prepare(experiment: &Experiment, registry: &Registry) -> Result<Vec<Prepa
 fn shard(mut cells: Vec<Prepared>, shard: Option<(usize, usize)>) -> Vec<Prepared> {
     let Some((index, count)) = shard else { return cells };
     cells.sort_by_cached_key(|prepared| (std::cmp::Reverse(prepared.work().0), prepared.cell.id()));
-    cells.into_iter().enumerate().filter(|(place, _)| place % count == index - 1).map(|(_, prepared)| prepared).collect()
+    cells
+        .into_iter()
+        .enumerate()
+        .filter(|(place, _)| place % count == index - 1)
+        .map(|(_, prepared)| prepared)
+        .collect()
 }
 
 /// Cells that are interleaved: those of one context length, as long as their inputs together take at most an eighth
@@ -205,10 +210,8 @@ impl Runner<'_> {
             let record = self.new_record(&prepared);
             let predicted = prepared.predict(self.cpu.threads());
             if predicted > self.options.limit_bytes {
-                let reason = format!(
-                    "needs {predicted} bytes, {} are allowed (--limit-memory)",
-                    self.options.limit_bytes
-                );
+                let reason =
+                    format!("needs {predicted} bytes, {} are allowed (--limit-memory)", self.options.limit_bytes);
                 self.end(Record { status: Status::Oom, reason: Some(reason), ..record })?;
                 continue;
             }
@@ -228,8 +231,7 @@ impl Runner<'_> {
                     inputs.len() - 1
                 }
             };
-            let running =
-                Running { prepared, input, record, samples_ns: BTreeMap::new(), spent: Duration::ZERO };
+            let running = Running { prepared, input, record, samples_ns: BTreeMap::new(), spent: Duration::ZERO };
             if let Some(running) = self.checked_turn(running, &mut inputs[input])? {
                 rotation.push(running);
             }
@@ -279,7 +281,10 @@ impl Runner<'_> {
                 running.record.warnings.extend(turn.warnings);
                 if memory.residual_bytes != 0 {
                     let residual = memory.residual_bytes;
-                    running.record.warnings.push(format!("measured peak differs from the predicted by {residual} bytes"));
+                    running
+                        .record
+                        .warnings
+                        .push(format!("measured peak differs from the predicted by {residual} bytes"));
                 }
                 Ok(Some(running))
             }
@@ -365,7 +370,11 @@ impl Runner<'_> {
             .into_iter()
             .map(|(phase, samples)| (phase.to_string(), latency(samples, warmups, stop)))
             .collect();
-        let phase = if prepared.main_phase() == "decode" && record.eviction.is_some() { "prefill" } else { prepared.main_phase() };
+        let phase = if prepared.main_phase() == "decode" && record.eviction.is_some() {
+            "prefill"
+        } else {
+            prepared.main_phase()
+        };
         if let Some(latency) = record.latency.get(phase) {
             let (flops, kv_bytes_read) = prepared.work();
             record.work = Some(Work { flops, kv_bytes_read, flops_per_s: flops as f64 / (latency.median_ns / 1e9) });

@@ -213,8 +213,10 @@ impl Tokens {
             return Err(wrong());
         };
         let last = units::parse_tokens(last)?;
-        let lengths: Vec<usize> =
-            std::iter::successors(Some(first), |&tokens| Some(next(tokens))).take_while(|&tokens| tokens <= last).take(1000).collect();
+        let lengths: Vec<usize> = std::iter::successors(Some(first), |&tokens| Some(next(tokens)))
+            .take_while(|&tokens| tokens <= last)
+            .take(1000)
+            .collect();
         if lengths.is_empty() { Err(wrong()) } else { Ok(Tokens { text: text.into(), lengths }) }
     }
 }
@@ -380,7 +382,8 @@ impl Spec {
 mod tests {
     use super::*;
 
-    const LEAST: &str = "name = \"x\"\n[[grid]]\nmeasure = \"forward\"\ncontext_tokens = 64\nheads = \"2/1\"\nhead_dim = 8\n";
+    const LEAST: &str =
+        "name = \"x\"\n[[grid]]\nmeasure = \"forward\"\ncontext_tokens = 64\nheads = \"2/1\"\nhead_dim = 8\n";
 
     #[test]
     fn lengths_are_single_lists_and_ranges() {
@@ -393,7 +396,10 @@ mod tests {
             ("[\"512..1k*2\", 4096]", vec![512, 1024, 4096]),
         ] {
             let spec = Spec::parse(&LEAST.replace("= 64", &format!("= {text}")), "x.toml").unwrap();
-            assert_eq!(spec.grid[0].context_tokens.0.iter().flat_map(|t| t.lengths.clone()).collect::<Vec<_>>(), expected);
+            assert_eq!(
+                spec.grid[0].context_tokens.0.iter().flat_map(|t| t.lengths.clone()).collect::<Vec<_>>(),
+                expected
+            );
         }
     }
 

@@ -148,16 +148,14 @@ pub fn read(folder: &Path) -> Result<(Vec<Record>, serde_json::Value), StoreErro
 
 /// Records of a file and the length of its whole lines in bytes.
 fn read_records(path: &Path) -> Result<(Vec<Record>, u64), StoreError> {
-    let bytes =
-        fs::read(path).map_err(|error| StoreError::Read { path: path.into(), reason: error.to_string() })?;
+    let bytes = fs::read(path).map_err(|error| StoreError::Read { path: path.into(), reason: error.to_string() })?;
     let whole = bytes.iter().rposition(|&byte| byte == b'\n').map_or(0, |last| last + 1);
     let mut records = Vec::new();
     for (index, line) in bytes[..whole].split(|&byte| byte == b'\n').enumerate() {
         if line.is_empty() {
             continue;
         }
-        let damaged =
-            |reason: String| StoreError::Damaged { path: path.into(), line: index + 1, reason };
+        let damaged = |reason: String| StoreError::Damaged { path: path.into(), line: index + 1, reason };
         records.push(serde_json::from_slice(line).map_err(|error| damaged(error.to_string()))?);
     }
     Ok((records, whole as u64))

@@ -79,13 +79,9 @@ struct Ledger {
 impl Ledger {
     fn change(&mut self, label: Label, delta_bytes: i64, started: Instant) {
         let slot = label as usize;
-        self.live[slot] = self.live[slot]
-            .checked_add_signed(delta_bytes)
-            .expect("a label gave back more than it took");
-        self.live_total = self
-            .live_total
-            .checked_add_signed(delta_bytes)
-            .expect("the arena gave back more than it took");
+        self.live[slot] = self.live[slot].checked_add_signed(delta_bytes).expect("a label gave back more than it took");
+        self.live_total =
+            self.live_total.checked_add_signed(delta_bytes).expect("the arena gave back more than it took");
         self.peak[slot] = self.peak[slot].max(self.live[slot]);
         self.peak_total = self.peak_total.max(self.live_total);
         let live_bytes = self.live_total;
@@ -115,8 +111,7 @@ pub struct Arena(Arc<Inner>);
 impl Arena {
     /// An arena that refuses to grow past `limit_bytes`.
     pub fn with_limit(limit_bytes: u64) -> Self {
-        let ledger =
-            Ledger { live: [0; LABELS], peak: [0; LABELS], live_total: 0, peak_total: 0, timeline: None };
+        let ledger = Ledger { live: [0; LABELS], peak: [0; LABELS], live_total: 0, peak_total: 0, timeline: None };
         Arena(Arc::new(Inner { ledger: Mutex::new(ledger), limit_bytes, started: Instant::now() }))
     }
 
@@ -155,9 +150,8 @@ impl Arena {
     /// Moves `bytes` from one label to another without touching memory (a page that becomes occupied or free).
     pub fn relabel(&self, from: Label, to: Label, bytes: u64) {
         let mut ledger = self.0.ledger();
-        ledger.live[from as usize] = ledger.live[from as usize]
-            .checked_sub(bytes)
-            .expect("relabelled more bytes than the label holds");
+        ledger.live[from as usize] =
+            ledger.live[from as usize].checked_sub(bytes).expect("relabelled more bytes than the label holds");
         let slot = to as usize;
         ledger.live[slot] += bytes;
         ledger.peak[slot] = ledger.peak[slot].max(ledger.live[slot]);
@@ -265,8 +259,7 @@ mod tests {
         let arena = Arena::with_limit(1000);
         let _held = arena.alloc::<u8>(Label::Input, 900).unwrap();
         let error = arena.alloc::<u8>(Label::Scores, 101).err().unwrap();
-        let expected =
-            ArenaError::Limit { label: Label::Scores, asked_bytes: 101, live_bytes: 900, limit_bytes: 1000 };
+        let expected = ArenaError::Limit { label: Label::Scores, asked_bytes: 101, live_bytes: 900, limit_bytes: 1000 };
         assert_eq!(error, expected);
         assert!(arena.alloc::<u8>(Label::Scores, 100).is_ok());
     }

@@ -36,9 +36,8 @@ pub fn machine() -> Option<Machine> {
     let text = fs::read_to_string("/proc/meminfo").ok()?;
     let mut machine =
         Machine { total_bytes: field(&text, "MemTotal:")?, available_bytes: field(&text, "MemAvailable:")? };
-    let control_group = |name: &str| -> Option<u64> {
-        fs::read_to_string(format!("/sys/fs/cgroup/{name}")).ok()?.trim().parse().ok()
-    };
+    let control_group =
+        |name: &str| -> Option<u64> { fs::read_to_string(format!("/sys/fs/cgroup/{name}")).ok()?.trim().parse().ok() };
     if let Some(limit) = control_group("memory.max") {
         let used = control_group("memory.current").unwrap_or(0);
         machine.total_bytes = machine.total_bytes.min(limit);

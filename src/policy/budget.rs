@@ -19,7 +19,9 @@ pub enum Budget {
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum BudgetError {
     /// Not a budget.
-    #[error("'{text}' is not a budget; write a fraction kept such as 0.25, tokens per KV head such as 512, or bytes such as 64MiB")]
+    #[error(
+        "'{text}' is not a budget; write a fraction kept such as 0.25, tokens per KV head such as 512, or bytes such as 64MiB"
+    )]
     Syntax {
         /// What was given.
         text: String,

@@ -27,11 +27,7 @@ pub const ENTRY: PolicyEntry = PolicyEntry {
             Some(_) => return Err(named.wrong("scorer", "keydiff or knorm".into())),
         };
         let scorer = Dms { inner, window: named.count("window", 128, 1)? };
-        Ok(Policy {
-            allotment: Allotment::Threshold,
-            schedule: Schedule::Delayed,
-            ..Policy::after_prefill(scorer)
-        })
+        Ok(Policy { allotment: Allotment::Threshold, schedule: Schedule::Delayed, ..Policy::after_prefill(scorer) })
     },
 };
 

@@ -9,7 +9,5 @@ pub const ENTRY: PolicyEntry = PolicyEntry {
     paper: "",
     parameters: &[],
     needs: Needs::Positions,
-    build: |_| {
-        Ok(Policy { scorer: None, allotment: Allotment::Uniform, schedule: Schedule::AfterPrefill })
-    },
+    build: |_| Ok(Policy { scorer: None, allotment: Allotment::Uniform, schedule: Schedule::AfterPrefill }),
 };

@@ -11,7 +11,11 @@ pub const ENTRY: PolicyEntry = PolicyEntry {
     name: "keydiff",
     about: "keeps the keys least similar to the mean key of their head",
     paper: "2504.15364",
-    parameters: &[Parameter { name: "every", default: "0", about: "decode steps between evictions; 0: only after prefill" }],
+    parameters: &[Parameter {
+        name: "every",
+        default: "0",
+        about: "decode steps between evictions; 0: only after prefill",
+    }],
     needs: Needs::Keys,
     build: |named| Ok(Policy::after_prefill(KeyDiff).every(named.count("every", 0, 0)?)),
 };

@@ -9,7 +9,11 @@ pub const ENTRY: PolicyEntry = PolicyEntry {
     name: "knorm",
     about: "keeps the keys of smallest L2 norm",
     paper: "2406.11430",
-    parameters: &[Parameter { name: "every", default: "0", about: "decode steps between evictions; 0: only after prefill" }],
+    parameters: &[Parameter {
+        name: "every",
+        default: "0",
+        about: "decode steps between evictions; 0: only after prefill",
+    }],
     needs: Needs::Keys,
     build: |named| Ok(Policy::after_prefill(Knorm).every(named.count("every", 0, 0)?)),
 };

@@ -98,7 +98,7 @@ impl Needs {
     /// In words, for lists.
     pub fn describe(self) -> &'static str {
         match self {
-            Needs::Positions => "positions (free)",
+            Needs::Positions => "nothing but positions",
             Needs::Keys => "keys (one read of K)",
             Needs::RecentQueries => "attention of the last queries (one thin pass)",
             Needs::AllQueries => "attention of all queries (one tiled pass, one row per step)",
@@ -222,11 +222,7 @@ impl Policy {
 ///
 /// # Errors
 /// Names the first score that is NaN or infinite.
-pub fn protect_scores(
-    context: &Context<'_>,
-    protect: Protect,
-    scores: &mut [f32],
-) -> Result<(), PolicyError> {
+pub fn protect_scores(context: &Context<'_>, protect: Protect, scores: &mut [f32]) -> Result<(), PolicyError> {
     let shape = context.call.shape;
     let len = |list: usize| context.call.kv.len(list / shape.kv_heads, list % shape.kv_heads);
     let mut max = f32::NEG_INFINITY;

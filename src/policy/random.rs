@@ -11,7 +11,11 @@ pub const ENTRY: PolicyEntry = PolicyEntry {
     name: "random",
     about: "keeps a random subset: the lower bound",
     paper: "",
-    parameters: &[Parameter { name: "every", default: "0", about: "decode steps between evictions; 0: only after prefill" }],
+    parameters: &[Parameter {
+        name: "every",
+        default: "0",
+        about: "decode steps between evictions; 0: only after prefill",
+    }],
     needs: Needs::Positions,
     build: |named| Ok(Policy::after_prefill(Random).every(named.count("every", 0, 0)?)),
 };

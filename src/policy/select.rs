@@ -60,9 +60,8 @@ pub fn select(
             }
         }
         let scores = &scores[sequence * heads * kv_len..][..heads * kv_len];
-        let best_first = |&a: &u32, &b: &u32| -> Ordering {
-            scores[b as usize].total_cmp(&scores[a as usize]).then(b.cmp(&a))
-        };
+        let best_first =
+            |&a: &u32, &b: &u32| -> Ordering { scores[b as usize].total_cmp(&scores[a as usize]).then(b.cmp(&a)) };
         let mut start = 0;
         for head in 0..heads {
             let list = &mut order[start..start + lens[sequence * heads + head]];

@@ -72,8 +72,7 @@ pub fn judge(
             &all
         }
     };
-    let mut selection =
-        select(arena, policy.allotment, ranked, &lens, shape.kv_heads, shape.kv_len, budget_tokens)?;
+    let mut selection = select(arena, policy.allotment, ranked, &lens, shape.kv_heads, shape.kv_len, budget_tokens)?;
     if scores.is_none() {
         selection.tie_rate = 0.0;
     }

@@ -11,7 +11,11 @@ pub const ENTRY: PolicyEntry = PolicyEntry {
     name: "tova",
     about: "keeps what the latest query attends to, averaged over all heads",
     paper: "2401.06104",
-    parameters: &[Parameter { name: "every", default: "1", about: "decode steps between evictions; 0: only after prefill" }],
+    parameters: &[Parameter {
+        name: "every",
+        default: "1",
+        about: "decode steps between evictions; 0: only after prefill",
+    }],
     needs: Needs::RecentQueries,
     build: |named| Ok(Policy::after_prefill(Tova).every(named.count("every", 1, 0)?)),
 };

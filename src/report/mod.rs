@@ -1,6 +1,6 @@
 //! Records to figures, tables and one page.
 //!
-//! [`write`] turns the records of one or more runs into SVG figures, the CSV behind each, `summary.md` and a
+//! [`write()`] turns the records of one or more runs into SVG figures, the CSV behind each, `summary.md` and a
 //! `report.html` that needs nothing else: no script, no font, no image from elsewhere. The steps know little of one
 //! another: `figures` reads records and makes a `chart::Chart`, `draw` makes SVG of a chart, `csv` a table, `html` a
 //! page. Adding a figure is one file and one line in `figures::FIGURES`.
@@ -48,7 +48,7 @@ pub struct Run {
     pub records: Vec<Record>,
 }
 
-/// What [`write`] wrote.
+/// What [`write()`] wrote.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Drawn {
     /// `report.html`.

@@ -3,9 +3,9 @@
 use super::pass::{Problem, Sizes, Solution};
 use kvsieve::attention::Shape;
 use kvsieve::device::Cpu;
-use kvsieve::units;
 use kvsieve::memory::{LabelBytes, Usage};
 use kvsieve::tensor::DType;
+use kvsieve::units;
 use serde::Serialize;
 use std::path::Path;
 

@@ -54,7 +54,9 @@ fn identities(bench: Bench<'_>, outputs: &Outputs, gradients: &Gradients) -> Res
     ];
     for (identity, (left, left_size), (right, right_size)) in pairs {
         // Rounding of single elements averages out; 1% of the absolute sum is far above it and far below a mistake.
-        if !((left - right).abs() <= 0.01 * (left_size + right_size)) {
+        let agree = (left - right).abs() <= 0.01 * (left_size + right_size);
+        // A NaN agrees with nothing.
+        if !agree {
             return Err(TurnError::Failed(format!("gradients break {identity}: {left:e} and {right:e}")));
         }
     }

@@ -106,5 +106,7 @@ pub(super) fn accurate(drift: &Drift, dtype: DType) -> Result<(), TurnError> {
         return Ok(());
     }
     let error = drift.rel_l2;
-    Err(TurnError::Failed(format!("the result is {error:.2e} from the f64 reference; {dtype} must be within {limit:.0e}")))
+    Err(TurnError::Failed(format!(
+        "the result is {error:.2e} from the f64 reference; {dtype} must be within {limit:.0e}"
+    )))
 }

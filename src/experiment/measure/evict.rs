@@ -90,8 +90,7 @@ pub(super) fn predict(prepared: &Prepared, threads: usize) -> u64 {
     }
     let step = step_shape(prepared);
     let results = 4 * (new * step.rows() * (cell.head_dim + 1)) as u64;
-    let decoding =
-        held(tokens_after) + results + Outputs::bytes(&step, cell.dtype) + workspace(&step) + judged_again;
+    let decoding = held(tokens_after) + results + Outputs::bytes(&step, cell.dtype) + workspace(&step) + judged_again;
     prefill.max(judgement).max(decoding)
 }
 
@@ -111,8 +110,7 @@ pub(super) fn turn(prepared: &Prepared, bench: Bench<'_>) -> Result<Turn, TurnEr
     let (k, v) = (bench.workload.k.view(), bench.workload.v.view());
     let mut cache = PagedCache::new(bench.arena, cache_shape(prepared))?;
     cache.append(k, v, 0..context)?;
-    let mut session =
-        Session { prepared, bench, cache, thresholds: Vec::new(), tie_rate: 0.0, evicted_tokens: 0 };
+    let mut session = Session { prepared, bench, cache, thresholds: Vec::new(), tie_rate: 0.0, evicted_tokens: 0 };
     let mut turn = Turn::default();
 
     let (prefill_ns, lse) = session.prefill()?;
@@ -426,9 +424,11 @@ impl Late {
     /// Mean share of the dense attention mass that stayed: `exp(lse - lse_dense)`, since a log-sum-exp over fewer keys
     /// is the log of a part of the same sum.
     fn attention_mass(&self, cell: &crate::experiment::cell::Cell, truth: &Truth) -> f64 {
-        let shares = truth.at.iter().zip(&truth.rows).map(|(&at, dense)| {
-            (f64::from(self.lse[Self::row(cell, at)]) - dense.lse).exp().min(1.0)
-        });
+        let shares = truth
+            .at
+            .iter()
+            .zip(&truth.rows)
+            .map(|(&at, dense)| (f64::from(self.lse[Self::row(cell, at)]) - dense.lse).exp().min(1.0));
         shares.sum::<f64>() / truth.at.len() as f64
     }
 }
@@ -444,13 +444,15 @@ fn needle_recall(cell: &crate::experiment::cell::Cell, bench: Bench<'_>, late: &
         row.iter_mut().for_each(|x| *x /= norm);
         row
     };
-    let needles: Vec<(&Needle, Vec<f32>)> = bench.workload.needles.iter().map(|needle| (needle, value(needle))).collect();
+    let needles: Vec<(&Needle, Vec<f32>)> =
+        bench.workload.needles.iter().map(|needle| (needle, value(needle))).collect();
     let (mut found, mut asked) = (0, 0);
     for (needle, _) in &needles {
         for head in needle.kv_head * group..(needle.kv_head + 1) * group {
             let o = late.o(cell, [needle.batch, head, needle.asked_by]);
             let inner = |value: &[f32]| -> f32 { o.iter().zip(value).map(|(a, b)| a * b).sum() };
-            let rivals = needles.iter().filter(|(other, _)| (other.batch, other.kv_head) == (needle.batch, needle.kv_head));
+            let rivals =
+                needles.iter().filter(|(other, _)| (other.batch, other.kv_head) == (needle.batch, needle.kv_head));
             let best = rivals.max_by(|a, b| inner(&a.1).total_cmp(&inner(&b.1)));
             found += usize::from(best.is_some_and(|(best, _)| best.position == needle.position));
             asked += 1;

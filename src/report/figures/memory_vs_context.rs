@@ -3,9 +3,9 @@
 use super::{Data, Reading, context};
 use crate::experiment::cell::Measure;
 use crate::experiment::record::{Record, Status};
-use crate::units;
 use crate::report::chart::{Axis, Chart, Quantity, Rule};
 use crate::report::naming::{HEADS, Naming};
+use crate::units;
 
 /// Of forward passes.
 pub fn forward(data: &Data) -> Option<Chart> {
