@@ -157,9 +157,11 @@ fn print_record(record: &Record) -> Result<(), Failure> {
 /// The table and where everything is.
 fn ending(outcome: &Outcome, html: &Path) -> String {
     let count = |status| outcome.records.iter().filter(|record| record.status == status).count();
+    let findings = kvsieve::report::findings(&outcome.records);
     format!(
-        "{}\n{} cells: {} ok, {} oom, {} skipped, {} failed\nreport: {}\n",
+        "{}\n{}\n{} cells: {} ok, {} oom, {} skipped, {} failed\nreport: {}\n",
         kvsieve::report::summary_table(&outcome.records),
+        findings.iter().map(|finding| format!("- {finding}\n")).collect::<String>(),
         outcome.records.len(),
         count(Status::Ok),
         count(Status::Oom),

@@ -365,7 +365,7 @@ impl Spec {
         if max_rounds > 10_000 || warmups > 100 {
             return Err(format!("timing: {max_rounds} rounds, {warmups} warm-ups; at most 10000 and 100 make sense"));
         }
-        if !(target > 0.0 && target < 1.0) || !(cap_s > 0.0 && cap_s.is_finite()) {
+        if !(target > 0.0 && target < 1.0 && cap_s > 0.0 && cap_s.is_finite()) {
             return Err(format!("timing: target is {target} (between 0 and 1), cap_s {cap_s} (seconds, above 0)"));
         }
         if self.file.is_some() && self.synthetic.is_some() {

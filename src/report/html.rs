@@ -70,7 +70,7 @@ fn section(run: &Run, figures: &[Figure]) -> Value {
         run_id => &run.run_id,
         repro => &run.repro,
         tally => tally(&records),
-        findings => findings::of(&records).into_iter().map(|finding| finding.replace('`', "")).collect::<Vec<_>>(),
+        findings => super::findings(&run.records),
         figures => figures.iter().map(picture).collect::<Vec<_>>(),
         cells => of_measures.flat_map(rows).collect::<Vec<_>>(),
         troubles => without_numbers.map(|record| trouble(record)).collect::<Vec<_>>(),

@@ -120,6 +120,11 @@ pub fn write(folder: &Path, runs: &[Run]) -> Result<Drawn, ReportError> {
     Ok(drawn)
 }
 
+/// What the records say, in a few sentences.
+pub fn findings(records: &[Record]) -> Vec<String> {
+    findings::of(&latest(records)).into_iter().map(|finding| finding.replace('`', "")).collect()
+}
+
 fn draw_all(run: &Run, plots: &str) -> Result<Vec<Figure>, ReportError> {
     let data = figures::Data::new(&latest(&run.records));
     let charts = figures::FIGURES.iter().filter_map(|figure| figure(&data));
