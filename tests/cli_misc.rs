@@ -19,7 +19,7 @@ fn stdout(arguments: &[&str]) -> String {
 #[test]
 fn help_texts_are_as_reviewed() {
     insta::assert_snapshot!("help", stdout(&["--help"]));
-    for command in ["attend", "list", "doctor", "completions"] {
+    for command in ["run", "report", "attend", "evict", "list", "doctor", "completions"] {
         insta::assert_snapshot!(format!("help_{command}"), stdout(&[command, "--help"]));
     }
 }
@@ -52,16 +52,30 @@ fn kernels_are_listed_with_their_parameters() {
     assert_eq!(names, known);
     let tiled = listed.as_array().unwrap().iter().find(|row| row["name"] == "tiled").unwrap();
     assert_eq!(tiled["parameters"][0]["name"], "br");
-    assert_eq!(tiled["parameters"][0]["default"], "64");
+    assert_eq!(tiled["parameters"][1]["default"], "256");
 }
 
 #[test]
-fn listed_defaults_are_what_a_kernel_takes() {
-    for entry in kvsieve::attention::KERNELS {
-        let settings: Vec<_> = entry.parameters.iter().map(|p| format!("{}={}", p.name, p.default)).collect();
+fn policies_and_experiments_are_listed() {
+    insta::assert_snapshot!("list_policies", stdout(&["list", "policies"]));
+    insta::assert_snapshot!("list_experiments", stdout(&["list", "experiments"]));
+}
+
+#[test]
+fn listed_defaults_are_what_a_kernel_or_policy_takes() {
+    let text = |name: &str, parameters: &[kvsieve::named::Parameter]| {
+        let settings: Vec<_> = parameters.iter().map(|p| format!("{}={}", p.name, p.default)).collect();
         let separator = if settings.is_empty() { "" } else { ":" };
-        let text = format!("{}{separator}{}", entry.name, settings.join(","));
+        format!("{name}{separator}{}", settings.join(","))
+    };
+    for entry in kvsieve::attention::KERNELS {
+        let text = text(entry.name, entry.parameters);
         assert!(kvsieve::attention::kernel(&text).is_ok(), "{text}");
+    }
+    let registry = kvsieve::policy::Registry::default();
+    for entry in registry.entries() {
+        let text = text(entry.name, entry.parameters);
+        assert!(registry.policy(&text).is_ok(), "{text}");
     }
 }
 

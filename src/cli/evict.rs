@@ -19,9 +19,9 @@ where heads keep different counts), kept_len I64 [B, Hkv], and scores F32 [B, Hk
 (protected tokens above all others).\n\n\
 Ties: of equal scores the later token stays; tie_rate says how many scores have an equal.\n\n\
 Examples:
-  kvsieve evict --input qkv.safetensors --output kept.safetensors --policy snapkv --budget 0.25
-  kvsieve evict --input qkv.safetensors --output kept.safetensors --policy h2o:window=64 --budget 512
-  kvsieve evict --input qkv.safetensors --output kept.safetensors --policy keydiff --budget 64MiB --json -";
+  kvsieve evict --input in.safetensors --output kept.safetensors --policy snapkv --budget 0.25
+  kvsieve evict --input in.safetensors --output kept.safetensors --policy h2o --budget 512
+  kvsieve evict --input in.safetensors --output kept.safetensors --policy dms --budget 8MiB";
 
 /// Apply an eviction policy once to your own tensors: which tokens stay, and why
 #[derive(clap::Args)]

@@ -12,14 +12,14 @@ pub const ENTRY: PolicyEntry = PolicyEntry {
     about: "keeps the tokens with most accumulated attention, and a recent window",
     paper: "2306.14048",
     parameters: &[
-        Parameter { name: "window", default: "half of the budget", about: "recent tokens kept" },
+        Parameter { name: "window", default: "auto", about: "recent tokens kept; auto: half of the budget" },
         Parameter { name: "every", default: "1", about: "decode steps between evictions; 0: only after prefill" },
     ],
     needs: Needs::AllQueries,
     build: |named| {
         let window = match named.text("window") {
+            None | Some("auto") => None,
             Some(_) => Some(named.count("window", 0, 0)?),
-            None => None,
         };
         Ok(Policy::after_prefill(H2o { window }).every(named.count("every", 1, 0)?))
     },

@@ -57,12 +57,12 @@ pub const ENTRY: KernelEntry = KernelEntry {
     name: "tiled",
     about: "online softmax over tiles (FlashAttention-type): linear memory",
     parameters: &[
-        Parameter { name: "br", default: "Lq/8, 64 to 256", about: "queries of a tile" },
+        Parameter { name: "br", default: "auto", about: "queries of a tile; auto: Lq/8, 64 to 256" },
         Parameter { name: "bc", default: "256", about: "keys of a tile" },
     ],
     build: |named| {
         let extent = |key| match named.text(key) {
-            None => Ok(None),
+            None | Some("auto") => Ok(None),
             Some(_) => match named.count(key, 1, 1)? {
                 value if value <= TileSizes::MAX => Ok(Some(value)),
                 _ => Err(named.wrong(key, format!("at most {}", TileSizes::MAX))),
