@@ -27,14 +27,14 @@ Examples:
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Args {
-    /// File with q, k and v
-    #[arg(long, value_name = "FILE.safetensors")]
+    /// Safetensors file with q, k and v
+    #[arg(long, value_name = "FILE")]
     input: PathBuf,
-    /// File to write: kept, kept_len and scores
-    #[arg(long, value_name = "FILE.safetensors")]
+    /// Safetensors file to write: kept, kept_len and scores
+    #[arg(long, value_name = "FILE")]
     output: PathBuf,
-    /// Policy, perhaps with parameters (see `kvsieve list policies`)
-    #[arg(long, value_name = "NAME[:key=value,...]")]
+    /// Policy, perhaps with parameters: NAME[:key=value,...] (see `kvsieve list policies`)
+    #[arg(long, value_name = "POLICY")]
     policy: String,
     /// What may stay: a fraction (0.25), tokens per KV head (512) or bytes (64MiB)
     #[arg(long, value_name = "BUDGET", allow_negative_numbers = true)]
