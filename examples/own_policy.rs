@@ -2,10 +2,9 @@
 //! `sink-norm` always keeps the first tokens and, for half of the budget, the latest; between them it keeps the keys
 //! of smallest norm. docs/adding-a-policy.md says what else a policy can look at.
 
-use kvsieve::device::Cpu;
 use kvsieve::experiment::{Experiment, Options, Spec, run, store};
 use kvsieve::policy::{Context, Needs, Policy, PolicyEntry, PolicyError, Protect, Registry, Scorer};
-use kvsieve::report::{self, Run};
+use kvsieve::{device::Cpu, report};
 
 const EXPERIMENT: &str = r#"
 name = "own-policy"
@@ -54,7 +53,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     println!("{}", report::summary_table(&outcome.records));
     let (records, environment) = store::read(&outcome.folder)?;
     let (experiment, description) = (experiment.spec.name, experiment.spec.description);
-    let run = Run { experiment, description, run_id: outcome.run_id, repro: options.repro, environment, records };
+    let run =
+        report::Run { experiment, description, run_id: outcome.run_id, repro: options.repro, environment, records };
     println!("report: {}", report::write(&outcome.folder, &[run])?.html.display());
     Ok(())
 }
