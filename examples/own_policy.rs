@@ -1,6 +1,5 @@
-//! A policy of your own beside the built-in ones: `cargo run --release --example own_policy` (a few seconds).
-//! `sink-norm` always keeps the first tokens and, for half of the budget, the latest; between them it keeps the keys
-//! of smallest norm. docs/adding-a-policy.md says what else a policy can look at.
+//! A policy of your own beside the built-in ones: `cargo run --release --example own_policy` (a few seconds). It always
+//! keeps the first tokens and, for half of the budget, the latest; between them it keeps the keys of smallest norm.
 
 use kvsieve::experiment::{Experiment, Options, Spec, run, store};
 use kvsieve::policy::{Context, Needs, Policy, PolicyEntry, PolicyError, Protect, Registry, Scorer};
@@ -8,7 +7,7 @@ use kvsieve::{device::Cpu, report};
 
 const EXPERIMENT: &str = r#"
 name = "own-policy"
-timing = { min_rounds = 5, max_rounds = 9 }
+timing = { max_rounds = 9 }
 [[grid]]
 measure = "evict"
 heads = "8/2"
