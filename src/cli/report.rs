@@ -28,10 +28,6 @@ pub struct Args {
 
 pub fn run(args: &Args) -> Result<(), Failure> {
     let out = args.out.as_ref().unwrap_or(&args.folders[0]);
-    if let Some(out) = &args.out {
-        std::fs::create_dir_all(out)
-            .map_err(|error| Failure::work(format!("cannot make folder '{}': {error}", out.display())))?;
-    }
     let drawn = draw(out, &args.folders)?;
     output::print(&format!("{} figures\nreport: {}\n", drawn.figures.len(), drawn.html.display()))
 }
@@ -67,5 +63,7 @@ pub fn draw(out: &Path, folders: &[PathBuf]) -> Result<Drawn, Failure> {
         }
     }
     let runs: Vec<Run> = runs.into_iter().map(|(_, run)| run).collect();
+    std::fs::create_dir_all(out)
+        .map_err(|error| Failure::work(format!("cannot make folder '{}': {error}", out.display())))?;
     Ok(report::write(out, &runs)?)
 }

@@ -88,6 +88,8 @@ pub fn run(
     options: &Options,
     progress: &mut dyn FnMut(Progress<'_>),
 ) -> Result<Outcome, RunError> {
+    // Everything that a user can have got wrong is said before a folder is made.
+    let cells = shard(prepare(experiment, registry)?, options.shard);
     let base = options.out.join(&experiment.spec.name);
     let suffix = options.shard.map_or(String::new(), |(index, count)| format!("-shard{index}of{count}"));
     let hash = experiment.config_hash();
@@ -101,7 +103,6 @@ pub fn run(
         }
     };
     let done = finished(&records);
-    let cells = shard(prepare(experiment, registry)?, options.shard);
     let todo: Vec<Prepared> = cells.into_iter().filter(|prepared| !done.contains(&prepared.cell.id())).collect();
     progress(Progress::Start { cells: todo.len(), resumed: done.len() });
 
@@ -112,15 +113,26 @@ pub fn run(
     Ok(Outcome { folder: runner.store.folder, run_id: runner.store.run_id, records: runner.records })
 }
 
-/// Resolves every cell of an experiment.
+/// Resolves every cell of an experiment and checks that its inputs can be made.
 ///
 /// # Errors
-/// Names the first cell that means nothing.
+/// Names the first cell that means nothing, or what its inputs lack.
 pub fn prepare(experiment: &Experiment, registry: &Registry) -> Result<Vec<Prepared>, RunError> {
     let prepared = |cell: &Cell| {
         Prepared::new(cell.clone(), registry).map_err(|error| RunError::Cell(format!("{}: {error}", cell.label())))
     };
-    experiment.cells.iter().map(prepared).collect()
+    let cells = experiment.cells.iter().map(prepared).collect::<Result<Vec<_>, _>>()?;
+    let mut checked: Vec<Extents> = Vec::new();
+    for extents in cells.iter().map(Prepared::extents) {
+        if !checked.contains(&extents) {
+            match &experiment.file {
+                Some(file) => file.check(&extents)?,
+                None => experiment.spec.synthetic.clone().unwrap_or_default().check_extents(&extents)?,
+            }
+            checked.push(extents);
+        }
+    }
+    Ok(cells)
 }
 
 /// The cells of one shard: sorted by work and dealt in turn, so that shards cost about the same.
@@ -215,7 +227,7 @@ impl Runner<'_> {
                 self.end(Record { status: Status::Oom, reason: Some(reason), ..record })?;
                 continue;
             }
-            if prepared.cell.budget.is_some() && prepared.budget_tokens >= prepared.cell.context_tokens {
+            if prepared.budget_holds_context() {
                 let reason = format!(
                     "the budget holds the whole context of {} tokens: nothing to evict",
                     prepared.cell.context_tokens

@@ -371,6 +371,9 @@ impl Spec {
         if self.file.is_some() && self.synthetic.is_some() {
             return Err("both [file] and [synthetic] are given; inputs come from one of them".into());
         }
+        if let Some(text) = &self.limit_memory {
+            units::parse_bytes(text).map_err(|error| format!("limit_memory: {error}"))?;
+        }
         if self.grid.is_empty() {
             return Err("there is no [[grid]]; give at least one".into());
         }

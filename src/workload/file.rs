@@ -58,6 +58,20 @@ impl FileSource {
     /// When the file is too short or otherwise not what is asked for, holds a NaN or an infinity, or the arena has no
     /// room.
     pub fn load(&self, extents: &Extents, arena: &Arena) -> Result<Workload, WorkloadError> {
+        self.check(extents)?;
+        Ok(Workload {
+            q: self.tensor("q", self.starts[0], extents.q_dims(), arena)?,
+            k: self.tensor("k", self.starts[1], extents.kv_dims(), arena)?,
+            v: self.tensor("v", self.starts[2], extents.kv_dims(), arena)?,
+            needles: Vec::new(),
+        })
+    }
+
+    /// Says whether the file has what [`FileSource::load`] would be asked for, without reading the tensors.
+    ///
+    /// # Errors
+    /// When the file is too short or its extents or element type differ.
+    pub fn check(&self, extents: &Extents) -> Result<(), WorkloadError> {
         extents.check()?;
         let (batch, q_heads, kv_heads, tokens, head_dim, dtype) = self.extents();
         let fixed = [
@@ -81,12 +95,7 @@ impl FileSource {
             let remedy = "shorten the context or decode fewer tokens";
             return Err(mismatched(&self.path, "tokens", tokens.to_string(), asked, remedy));
         }
-        Ok(Workload {
-            q: self.tensor("q", self.starts[0], extents.q_dims(), arena)?,
-            k: self.tensor("k", self.starts[1], extents.kv_dims(), arena)?,
-            v: self.tensor("v", self.starts[2], extents.kv_dims(), arena)?,
-            needles: Vec::new(),
-        })
+        Ok(())
     }
 
     /// BLAKE3 hash of the whole file, in hexadecimal.

@@ -32,6 +32,14 @@ struct Scene<'a> {
 }
 
 impl SyntheticSpec {
+    /// Says whether a workload of these extents can be planted, without making it.
+    ///
+    /// # Errors
+    /// As [`SyntheticSpec::generate`], but for what depends on the seed and for memory.
+    pub fn check_extents(&self, extents: &Extents) -> Result<(), WorkloadError> {
+        Scene::new(self, extents, 0).map(|_| ())
+    }
+
     /// Generates a workload. It depends on the knobs, the extents and the seed only, not on the number of threads.
     ///
     /// # Errors

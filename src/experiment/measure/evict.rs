@@ -127,10 +127,9 @@ pub(super) fn turn(prepared: &Prepared, bench: Bench<'_>) -> Result<Turn, TurnEr
     if let Some(truth) = bench.truth {
         let shape = *session.cache.shape();
         let drift = truth.drift(cell.head_dim, |at, row| row.copy_from_slice(late.o(cell, at)));
-        if prepared.policy.as_ref().is_some_and(|policy| policy.scorer.is_some()) && session.evicted_tokens == 0 {
-            let budget = prepared.budget_tokens;
+        if let (Some(budget), 0) = (&cell.budget, session.evicted_tokens) {
             return Err(TurnError::Failed(format!(
-                "the policy evicted nothing: a budget of {budget} tokens per KV head against a context of {context}"
+                "the policy evicted nothing: a budget of {budget} against a context of {context} tokens"
             )));
         }
         turn.drift = Some(drift);

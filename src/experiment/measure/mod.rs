@@ -117,6 +117,13 @@ impl Prepared {
         Ok(Prepared { cell, kernel, policy, budget_tokens })
     }
 
+    /// Whether the budget leaves its policy nothing to evict. A policy that keeps everything whatever its budget is
+    /// another matter: it runs, and is found out.
+    pub fn budget_holds_context(&self) -> bool {
+        let judges = self.policy.as_ref().is_some_and(|policy| policy.scorer.is_some());
+        judges && self.cell.budget.is_some() && self.budget_tokens >= self.cell.context_tokens
+    }
+
     /// Extents of the inputs.
     pub fn extents(&self) -> Extents {
         let Cell { batch, q_heads, kv_heads, head_dim, context_tokens, new_tokens, dtype, .. } = self.cell;

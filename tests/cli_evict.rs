@@ -1,0 +1,363 @@
+//! `kvsieve evict` as its users meet it: which tokens stay, in files and numbers, and one line for every mistake.
+
+mod common;
+
+use assert_cmd::Command;
+use common::{normal, rng, tensor};
+use kvsieve::policy::POLICIES;
+use kvsieve::tensor::DType;
+use kvsieve::tensor::file::{self, Output};
+use serde_json::Value;
+use std::fs;
+use std::path::{Path, PathBuf};
+use tempfile::TempDir;
+
+/// A tensor of a test file.
+struct Spec {
+    name: &'static str,
+    dtype: DType,
+    dims: [usize; 4],
+    values: Vec<f32>,
+}
+
+const Q: [usize; 4] = [2, 4, 33, 16];
+const KV: [usize; 4] = [2, 2, 70, 16];
+const FUTURE: [usize; 4] = [2, 4, 5, 16];
+
+/// `q`, `k`, `v` and `q_future`, noise.
+fn problem(dtype: DType) -> Vec<Spec> {
+    let tensors = [("q", Q), ("k", KV), ("v", KV), ("q_future", FUTURE)];
+    let specs = tensors.into_iter().zip(1..).map(|((name, dims), seed)| Spec {
+        name,
+        dtype,
+        dims,
+        values: normal(&mut rng(seed), dims.iter().product(), 1.0),
+    });
+    specs.collect()
+}
+
+fn save(path: &Path, specs: &[Spec]) {
+    let tensors: Vec<_> = specs.iter().map(|spec| tensor(spec.dtype, spec.dims, &spec.values)).collect();
+    let outputs = specs.iter().zip(&tensors).map(|(spec, tensor)| Output::tensor(spec.name, tensor));
+    file::write(path, &outputs.collect::<Vec<_>>()).unwrap();
+}
+
+/// What the output file holds.
+#[derive(Debug, PartialEq)]
+struct Kept {
+    dims: Vec<usize>,
+    kept: Vec<i64>,
+    kept_len: Vec<i64>,
+    scores: Option<Vec<f32>>,
+}
+
+impl Kept {
+    /// Positions that stay in a list, checked for order and padding.
+    fn list(&self, list: usize) -> &[i64] {
+        let columns = self.dims[2];
+        let row = &self.kept[list * columns..][..columns];
+        let (kept, padding) = row.split_at(self.kept_len[list] as usize);
+        assert!(kept.windows(2).all(|pair| pair[0] < pair[1]), "{row:?}");
+        assert!(kept.iter().all(|position| (0..KV[2] as i64).contains(position)), "{row:?}");
+        assert!(padding.iter().all(|position| *position == -1), "{row:?}");
+        kept
+    }
+}
+
+/// A folder with an input file and room for an output file.
+struct Desk {
+    folder: TempDir,
+}
+
+impl Desk {
+    fn with(specs: &[Spec]) -> Self {
+        let desk = Desk { folder: tempfile::tempdir().unwrap() };
+        save(&desk.path("in.safetensors"), specs);
+        desk
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    /// `kvsieve evict` in the folder; options that are not given have defaults.
+    fn evict(&self, options: &[&str]) -> Command {
+        let mut command = Command::cargo_bin("kvsieve").unwrap();
+        command.current_dir(self.folder.path()).arg("evict");
+        let defaults =
+            [("--input", "in.safetensors"), ("--output", "out.safetensors"), ("--policy", "knorm"), ("--budget", "20")];
+        for (option, default) in defaults {
+            if !options.contains(&option) {
+                command.args([option, default]);
+            }
+        }
+        command.args(options);
+        command
+    }
+
+    /// Runs it with `--json -` and reads what it prints.
+    fn measure(&self, options: &[&str]) -> Value {
+        let output = self.evict(options).args(["--json", "-"]).assert().success().get_output().stdout.clone();
+        serde_json::from_slice(&output).unwrap()
+    }
+
+    fn result(&self) -> Kept {
+        let bytes = fs::read(self.path("out.safetensors")).unwrap();
+        let tensors = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+        let integers = |name: &str| {
+            let stored = tensors.tensor(name).unwrap();
+            assert_eq!(stored.dtype(), safetensors::Dtype::I64);
+            let values = stored.data().chunks_exact(8).map(|bytes| i64::from_le_bytes(bytes.try_into().unwrap()));
+            (stored.shape().to_vec(), values.collect::<Vec<i64>>())
+        };
+        let (dims, kept) = integers("kept");
+        let (len_dims, kept_len) = integers("kept_len");
+        assert_eq!((&dims[..2], &len_dims[..]), (&KV[..2], &KV[..2]));
+        assert_eq!(dims[2] as i64, *kept_len.iter().max().unwrap());
+        let scores = tensors.tensor("scores").ok().map(|stored| {
+            assert_eq!((stored.dtype(), stored.shape()), (safetensors::Dtype::F32, &KV[..3]));
+            stored.data().chunks_exact(4).map(|bytes| f32::from_le_bytes(bytes.try_into().unwrap())).collect()
+        });
+        Kept { dims, kept, kept_len, scores }
+    }
+
+    /// Names in the folder.
+    fn names(&self) -> Vec<std::ffi::OsString> {
+        let mut names: Vec<_> =
+            fs::read_dir(self.folder.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        names.sort();
+        names
+    }
+
+    /// Runs a command that must end with `status`, one line on stderr (which is returned), nothing on stdout and no
+    /// new file.
+    fn fails(&self, options: &[&str], status: i32) -> String {
+        let before = self.names();
+        let output = self.evict(options).output().unwrap();
+        let stderr = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(status), "{options:?}: {stderr}");
+        assert!(stderr.starts_with("error: ") && stderr.ends_with('\n'), "{options:?}: {stderr}");
+        assert_eq!(stderr.lines().count(), 1, "{options:?}: {stderr}");
+        assert!(output.stdout.is_empty(), "{options:?}: printed something");
+        assert_eq!(self.names(), before, "{options:?}: left a file");
+        stderr
+    }
+}
+
+#[test]
+fn every_policy_keeps_its_budget_in_every_dtype() {
+    for dtype in DType::ALL {
+        let desk = Desk::with(&problem(dtype));
+        for policy in POLICIES {
+            let report = desk.measure(&["--policy", policy.name, "--budget", "20"]);
+            let kept = desk.result();
+            let lens: Vec<usize> = (0..4).map(|list| kept.list(list).len()).collect();
+            let total: usize = lens.iter().sum();
+            match policy.name {
+                "full" => assert_eq!(lens, [70; 4]),
+                "dms" => assert_eq!((lens[0] + lens[1], lens[2] + lens[3]), (40, 40)),
+                _ => assert_eq!(lens, [20; 4], "{}", policy.name),
+            }
+            assert_eq!(kept.scores.is_none(), policy.name == "full", "{}", policy.name);
+            assert_eq!(report["policy"], policy.name);
+            assert_eq!(report["dtype"], dtype.to_string());
+            assert_eq!(report["evicted_tokens"], 4 * 70 - total);
+            assert_eq!(report["kept_fraction"], total as f64 / 280.0);
+            assert_eq!(report["kv_bytes_dense"], 280 * 2 * 16 * dtype.bytes());
+            assert_eq!(report["kv_bytes_kept"], total * 2 * 16 * dtype.bytes());
+            assert!(report["peak_bytes"].as_u64() > report["kv_bytes_dense"].as_u64());
+        }
+    }
+}
+
+#[test]
+fn heads_that_keep_different_counts_are_padded() {
+    let mut specs = problem(DType::F32);
+    // The second head's keys are larger: under a threshold on norms the first head keeps nearly all of the budget.
+    for (index, value) in specs[1].values.iter_mut().enumerate() {
+        *value *= if index / (70 * 16) % 2 == 1 { 10.0 } else { 1.0 };
+    }
+    let desk = Desk::with(&specs);
+    desk.evict(&["--policy", "dms:scorer=knorm,window=3"]).assert().success();
+    let kept = desk.result();
+    assert_eq!((kept.dims[2], &kept.kept_len[..]), (37, &[37, 3, 37, 3][..]));
+    assert_eq!(kept.list(1), [67, 68, 69]);
+    assert_eq!(kept.kept.iter().filter(|position| **position == -1).count(), 2 * 34);
+}
+
+#[test]
+fn kept_tokens_are_those_of_the_highest_scores() {
+    let desk = Desk::with(&problem(DType::F32));
+    desk.evict(&["--policy", "snapkv:window=8,kernel=3"]).assert().success();
+    let kept = desk.result();
+    for (list, scores) in kept.scores.as_ref().unwrap().chunks_exact(70).enumerate() {
+        let stays = |slot: &usize| kept.list(list).contains(&(*slot as i64));
+        let least = (0..70).filter(stays).map(|slot| scores[slot]).fold(f32::INFINITY, f32::min);
+        let best_lost = (0..70).filter(|slot| !stays(slot)).map(|slot| scores[slot]).fold(0.0, f32::max);
+        assert!(best_lost < least);
+        // Protected tokens stand above all others.
+        let judged = scores[..62].iter().copied().fold(0.0, f32::max);
+        assert!(scores[62..].iter().all(|score| *score > judged) && (62..70).all(|slot| stays(&slot)));
+    }
+}
+
+#[test]
+fn budgets_seeds_and_threads_do_what_they_say() {
+    let desk = Desk::with(&problem(DType::Bf16));
+    // 4 lists, 64 bytes a token.
+    for (budget, tokens) in [("0.25", 17), ("1.0", 70), ("512", 70), ("7", 7), ("4KiB", 16), ("256B", 1)] {
+        let report = desk.measure(&["--budget", budget]);
+        assert_eq!(report["budget_tokens"], tokens, "{budget}");
+        assert_eq!(desk.result().kept_len, [tokens; 4], "{budget}");
+    }
+    let random = |options: &[&str]| {
+        desk.evict(&[&["--policy", "random"], options].concat()).assert().success();
+        desk.result()
+    };
+    let first = random(&["--seed", "1", "--threads", "1"]);
+    assert_eq!(first, random(&["--seed", "1", "--threads", "3"]));
+    assert_ne!(first, random(&["--seed", "2"]));
+    assert_eq!(random(&[]), random(&["--seed", "0"]));
+}
+
+#[test]
+fn the_report_has_every_field_and_the_summary_says_what_happened() {
+    let desk = Desk::with(&problem(DType::F32));
+    desk.evict(&["--json", "report.json", "--threads", "2", "--seed", "5"]).assert().success().stdout("");
+    let report: Value = serde_json::from_slice(&fs::read(desk.path("report.json")).unwrap()).unwrap();
+    let expected = serde_json::json!({
+        "policy": "knorm", "budget": "20", "budget_tokens": 20, "batch": 2, "q_heads": 4, "kv_heads": 2, "q_len": 33,
+        "kv_len": 70, "head_dim": 16, "dtype": "f32", "seed": 5, "threads": 2, "tie_rate": 0.0, "evicted_tokens": 200,
+        "kv_bytes_dense": 35840, "kv_bytes_kept": 10240,
+    });
+    for (field, value) in expected.as_object().unwrap() {
+        assert_eq!(&report[field], value, "{field}");
+    }
+    assert!(report["judge_ns"].as_u64().unwrap() > 0);
+    let text = |options: &[&str]| String::from_utf8(desk.evict(options).output().unwrap().stdout).unwrap();
+    let shown = text(&[]);
+    assert!(shown.contains("knorm at 20: 20.0 of 70 tokens per KV head stay on average (28.6%)"), "{shown}");
+    assert!(shown.contains("KV 35.0 KiB -> 10.0 KiB"), "{shown}");
+    assert!(text(&["--budget", "70"]).contains("nothing was evicted"));
+}
+
+#[test]
+fn wrong_options_are_named_in_one_line() {
+    let desk = Desk::with(&problem(DType::F32));
+    fs::create_dir(desk.path("folder")).unwrap();
+    let cases: &[(&[&str], i32, &str)] = &[
+        (&["--input", "none.safetensors"], 2, "cannot read 'none.safetensors': No such file"),
+        (&["--input", "folder"], 2, "cannot read 'folder'"),
+        (&["--policy", "snap"], 2, "unknown policy 'snap'; there are full, random, streaming-llm"),
+        (&["--policy", ""], 2, "is not of the form NAME"),
+        (&["--policy", "snapkv:"], 2, "'snapkv:' is not of the form NAME"),
+        (&["--policy", "snapkv:sink=1"], 2, "'snapkv' has no parameter 'sink'; it has window, kernel, every"),
+        (&["--policy", "snapkv:kernel=4"], 2, "snapkv: kernel is '4'; it must be odd"),
+        (&["--policy", "snapkv:window=0"], 2, "snapkv: window is '0'; it must be a whole number of at least 1"),
+        (&["--policy", "h2o:window=-1"], 2, "h2o: window is '-1'"),
+        (&["--policy", "dms:scorer=h2o"], 2, "dms: scorer is 'h2o'; it must be keydiff or knorm"),
+        (&["--policy", "streaming-llm", "--budget", "4"], 2, "'streaming-llm' keeps 4 sinks and needs at least 5"),
+        (&["--budget", "0"], 2, "'0' is not a budget"),
+        (&["--budget", "-1"], 2, "'-1' is not a budget"),
+        (&["--budget", "-0.5"], 2, "'-0.5' is not a budget"),
+        (&["--budget", "nan"], 2, "'nan' is not a budget"),
+        (&["--budget", "1.5"], 2, "'1.5' is not a budget"),
+        (&["--budget", "half"], 2, "'half' is not a budget; write a fraction kept such as 0.25"),
+        (&["--budget", "0.001"], 2, "budget 0.001 leaves no token of 70 in a KV head"),
+        (&["--budget", "10B"], 2, "budget 10B leaves no token of 70"),
+        (&["--seed", "-1"], 2, "unexpected argument '-1' found"),
+        (&["--seed", "x"], 2, "invalid value 'x' for '--seed <N>'"),
+        (&["--threads", "0"], 2, "0 threads asked; 1 to 1024 are possible"),
+        (&["--device", "cuda"], 2, "device 'cuda': this build has no CUDA kernels; use --device cpu"),
+        (&["--device", "tpu"], 2, "unknown device 'tpu'; use cpu or cuda[:N]"),
+        (&["--limit-memory", "8"], 2, "'8' is not an amount of memory"),
+        (&["--limit-memory", "16KiB"], 1, "out of memory: 16896 bytes for input asked"),
+        (&["--output", "none/out.safetensors"], 2, "there is no folder 'none'"),
+        (&["--output", "folder"], 2, "'folder' exists and is not a regular file"),
+        (&["--output", "./in.safetensors"], 2, "the same file as --input; give each its own"),
+        (&["--json", "out.safetensors"], 2, "--json is 'out.safetensors', the same file as --output"),
+        (&["--json", "none/x"], 2, "there is no folder 'none'"),
+        (&["--buget", "3"], 2, "unexpected argument '--buget' found"),
+    ];
+    for (options, status, expected) in cases {
+        let stderr = desk.fails(options, *status);
+        assert!(stderr.contains(expected), "{options:?}: expected '{expected}' in: {stderr}");
+    }
+    let output = Command::cargo_bin("kvsieve").unwrap().args(["evict", "--input", "x"]).output().unwrap();
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    assert_eq!((output.status.code(), stderr.lines().count()), (Some(2), 1), "{stderr}");
+    assert!(stderr.contains("--policy") && stderr.contains("--budget"), "{stderr}");
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn a_place_that_takes_no_files_is_refused_before_the_work() {
+    let desk = Desk::with(&problem(DType::F32));
+    let stderr = desk.fails(&["--output", "/proc/out.safetensors"], 1);
+    assert!(stderr.contains("cannot write '/proc/out.safetensors'"), "{stderr}");
+}
+
+#[test]
+fn wrong_tensors_are_named_in_one_line() {
+    type Change = fn(&mut Vec<Spec>);
+    fn dims(spec: &mut Spec, dims: [usize; 4]) {
+        spec.dims = dims;
+        spec.values = vec![0.5; dims.iter().product()];
+    }
+    let cases: &[(Change, &[&str], i32, &str)] = &[
+        (|all| all.truncate(2), &[], 2, "has no tensor 'v'; it holds k, q"),
+        (|all| all.truncate(3), &["--policy", "oracle"], 2, "has no tensor 'q_future'; it holds k, q, v"),
+        (
+            |all| dims(&mut all[3], [2, 4, 5, 8]),
+            &["--policy", "oracle"],
+            2,
+            "q_future is [2, 4, 5, 8]; it must be [2, 4, any, 16] like q",
+        ),
+        (|all| dims(&mut all[3], [2, 2, 5, 16]), &["--policy", "oracle"], 2, "q_future is [2, 2, 5, 16]"),
+        (
+            |all| all[3].values[7] = f32::NAN,
+            &["--policy", "oracle"],
+            2,
+            "tensor 'q_future' in 'in.safetensors' holds NaN",
+        ),
+        (|all| dims(&mut all[2], [2, 2, 71, 16]), &[], 2, "k and v differ in shape"),
+        (|all| dims(&mut all[0], [1, 4, 33, 16]), &[], 2, "q and k differ in batch"),
+        (|all| dims(&mut all[0], [2, 3, 33, 16]), &[], 2, "3 query heads cannot share 2 KV heads"),
+        (|all| all.iter_mut().for_each(|spec| dims(spec, [1, 1, 2, 257])), &[], 2, "head dim is 257; at most 256"),
+        (|all| all[2].dtype = DType::F16, &[], 2, "k is f32"),
+        (
+            |all| all[1].values[70 * 16 + 18] = f32::INFINITY,
+            &[],
+            2,
+            "tensor 'k' in 'in.safetensors' holds inf at [0, 1, 1, 2]",
+        ),
+        // Finite numbers whose squares are not: no number, and nothing is written.
+        (|all| all[1].values[3 * 16] = 1e30, &[], 1, "policy gave the score -inf to slot 3 of KV head 0, sequence 0"),
+    ];
+    for (change, options, status, expected) in cases {
+        let mut specs = problem(DType::F32);
+        change(&mut specs);
+        let stderr = Desk::with(&specs).fails(options, *status);
+        assert!(stderr.contains(expected), "expected '{expected}' in: {stderr}");
+    }
+}
+
+#[test]
+fn files_that_hold_no_problem_are_named_in_one_line() {
+    let desk = Desk::with(&problem(DType::F32));
+    let path = desk.path("in.safetensors");
+    let whole = fs::read(&path).unwrap();
+    let cases: &[(&[u8], &str)] = &[
+        (&whole[..whole.len() - 1], "is not a valid safetensors file"),
+        (b"", "'in.safetensors'"),
+        (&[0xff; 100], "is not a valid safetensors file"),
+    ];
+    for (bytes, expected) in cases {
+        fs::write(&path, bytes).unwrap();
+        let stderr = desk.fails(&[], 2);
+        assert!(stderr.contains(expected), "expected '{expected}' in: {stderr}");
+    }
+    let integers = ["q", "k", "v"].map(|name| Output::i64(name, vec![1, 2, 2, 1], &[1, 2, 3, 4]));
+    file::write(&path, &integers).unwrap();
+    assert!(desk.fails(&[], 2).contains("tensor 'q' in 'in.safetensors' is I64; F32, F16 or BF16"));
+}

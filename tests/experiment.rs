@@ -1,0 +1,404 @@
+//! Experiments through the library: what is measured, what memory is accounted for, and what is no quiet number.
+
+mod common;
+
+use common::{cpu, normal, rng, tensor};
+use kvsieve::cache::PAGE_TOKENS;
+use kvsieve::experiment::record::{Record, Status};
+use kvsieve::experiment::{Experiment, Options, Outcome, Progress, Spec, runner, store};
+use kvsieve::policy::{Context, Needs, Policy, PolicyEntry, PolicyError, Registry, Scorer};
+use kvsieve::tensor::DType;
+use kvsieve::tensor::file::{self, Output};
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::Path;
+
+const TIMING: &str = "[timing]\nmin_rounds = 1\nmax_rounds = 2\ncap_s = 0.05\n";
+
+fn experiment_of(grids: &str, registry: &Registry) -> Experiment {
+    let text = format!("name = \"x\"\n{TIMING}{grids}");
+    Experiment::new(Spec::parse(&text, "x.toml").unwrap(), "x.toml", registry).unwrap()
+}
+
+fn options(out: &Path) -> Options {
+    Options { out: out.into(), resume: false, shard: None, limit_bytes: 1 << 30, repro: "kvsieve run x.toml".into() }
+}
+
+/// Runs an experiment into a folder of its own.
+fn run(grids: &str) -> Vec<Record> {
+    let folder = tempfile::tempdir().unwrap();
+    run_in(grids, &Registry::default(), 2, options(folder.path())).records
+}
+
+fn run_in(grids: &str, registry: &Registry, threads: usize, options: Options) -> Outcome {
+    let outcome = runner::run(&experiment_of(grids, registry), registry, cpu(threads), &options, &mut |_| ()).unwrap();
+    let on_disk = store::read(&outcome.folder).unwrap().0;
+    assert!(on_disk == outcome.records, "records read back differ from those returned");
+    outcome
+}
+
+const EVICT: &str = "[[grid]]\nmeasure = \"evict\"\nheads = \"4/2\"\nhead_dim = 32\nnew_tokens = 8\n";
+
+fn evict(rest: &str) -> String {
+    format!("{EVICT}{rest}\n")
+}
+
+/// Every policy of the registry, as the list of a grid.
+fn every_policy() -> String {
+    let names: Vec<&str> = kvsieve::policy::POLICIES.iter().map(|entry| entry.name).collect();
+    format!("policy = {names:?}\n")
+}
+
+fn assert_sound(record: &Record) {
+    let label = record.cell.label();
+    assert_eq!(record.status, Status::Ok, "{label}: {:?}", record.reason);
+    assert_eq!(record.reason, None);
+    let memory = record.memory.as_ref().unwrap();
+    assert_eq!(memory.residual_bytes, 0, "{label}: {memory:?}");
+    assert_eq!(memory.peak_bytes, memory.predicted_peak_bytes, "{label}");
+    assert!(memory.arena_growth_bytes > 0 && memory.arena_growth_bytes < memory.peak_bytes, "{label}");
+    let tight = |warning: &String| warning.contains("takes the whole budget");
+    assert!(record.warnings.iter().all(tight), "{label}: {:?}", record.warnings);
+    for (phase, latency) in &record.latency {
+        assert!((1..=2).contains(&latency.samples_ns.len()), "{label} {phase}");
+        assert!(latency.ci95_low_ns <= latency.median_ns && latency.median_ns <= latency.ci95_high_ns);
+    }
+    let drift = record.drift.as_ref().unwrap();
+    assert!(drift.rel_l2.is_finite() && drift.checked_rows > 0, "{label}");
+    assert!(drift.ci95_low <= drift.rel_l2 && drift.rel_l2 <= drift.ci95_high, "{label}: {drift:?}");
+}
+
+#[test]
+fn every_kernel_and_measure_is_accounted_for_to_the_byte() {
+    let axes =
+        "heads = [\"2/1\", \"4/2\"]\nhead_dim = 32\ndtype = [\"f32\", \"bf16\", \"f16\"]\ncontext_tokens = 256\n";
+    let grids = [
+        format!("[[grid]]\nmeasure = \"forward\"\nkernel = [\"naive\", \"tiled\", \"tiled:br=16,bc=48\"]\n{axes}"),
+        format!("[[grid]]\nmeasure = \"forward\"\nbatch = 2\ncausal = false\nsoftcap = 20\n{axes}"),
+        format!("[[grid]]\nmeasure = \"backward\"\nkernel = [\"naive\", \"tiled\"]\nwindow = 100\n{axes}"),
+        format!("[[grid]]\nmeasure = \"decode\"\nkernel = [\"decode\", \"tiled\", \"naive\"]\n{axes}"),
+    ];
+    let records = run(&grids.concat());
+    assert_eq!(records.len(), 6 * (3 + 1 + 2 + 3));
+    for record in &records {
+        assert_sound(record);
+        let rounding = match record.cell.dtype {
+            DType::F32 => 1e-5,
+            DType::F16 => 5e-3,
+            DType::Bf16 => 3e-2,
+        };
+        assert!(record.drift.as_ref().unwrap().rel_l2 < rounding, "{}", record.cell.label());
+        assert!(record.latency.contains_key(record.cell.measure.name()), "{}", record.cell.label());
+        assert!(record.work.as_ref().unwrap().flops > 0);
+        assert!(record.eviction.is_none());
+    }
+}
+
+#[test]
+fn every_policy_gives_back_its_bytes_and_none_beats_the_oracle() {
+    for (seed, dtype) in [(0, "f32"), (1, "bf16")] {
+        let axes = format!("dtype = \"{dtype}\"\ncontext_tokens = 384\nbudget = [0.125, 90]\nseed = {seed}\n");
+        let records = run(&evict(&format!("{}{axes}", every_policy())));
+        assert_eq!(records.len(), 2 * kvsieve::policy::POLICIES.len() - 1);
+        let of = |policy: &str, budget: usize| {
+            let same = |record: &&Record| record.eviction.as_ref().unwrap().budget_tokens == budget;
+            records.iter().filter(same).find(|record| record.cell.policy.as_deref() == Some(policy)).unwrap()
+        };
+        let full = of("full", 384);
+        let (full_drift, page_bytes) = (full.drift.as_ref().unwrap().rel_l2, (PAGE_TOKENS * 2 * 32) as u64);
+        let page_bytes = page_bytes * if dtype == "f32" { 4 } else { 2 };
+        assert!(full_drift < if dtype == "f32" { 1e-5 } else { 3e-2 });
+        assert_eq!(full.eviction.as_ref().unwrap().needle_recall, Some(1.0));
+        for record in &records {
+            assert_sound(record);
+            let (label, eviction) = (record.cell.label(), record.eviction.as_ref().unwrap());
+            let policy = record.cell.policy.as_deref().unwrap();
+            let pages = |tokens: usize| 2 * tokens.div_ceil(PAGE_TOKENS) as u64 * page_bytes;
+            assert_eq!(eviction.kv_bytes_dense, pages(384), "{label}");
+            assert!(eviction.kv_bytes_peak >= eviction.kv_bytes_dense, "{label}");
+            let kept = (eviction.kept_fraction * 384.0 * 2.0).round() as usize;
+            assert_eq!(kept, 2 * eviction.budget_tokens, "{label}");
+            if policy == "dms" {
+                let least = (kept as u64).div_ceil(PAGE_TOKENS as u64) * page_bytes;
+                assert!((least..=least + page_bytes).contains(&eviction.kv_bytes_live), "{label}");
+            } else {
+                assert_eq!(eviction.kv_bytes_live, pages(eviction.budget_tokens), "{label}");
+            }
+            assert!((0.0..=1.0).contains(&eviction.attention_mass_kept), "{label}");
+            assert!(eviction.needle_recall.is_some_and(|recall| (0.0..=1.0).contains(&recall)), "{label}");
+            assert_eq!(eviction.evicted_tokens == 0, policy == "full", "{label}");
+            if policy != "full" {
+                assert!(eviction.evicted_tokens >= (2 * 384 - kept) as u64, "{label}");
+                assert!(record.drift.as_ref().unwrap().rel_l2 > full_drift, "{label}");
+                assert_eq!(
+                    record.latency.contains_key("decode_evict"),
+                    ["streaming-llm", "h2o", "tova", "dms"].contains(&policy),
+                    "{label}"
+                );
+                assert!(record.latency.contains_key("score") && record.latency.contains_key("evict"), "{label}");
+            }
+            // Of all ways to keep as many tokens of each head, the oracle's keeps most attention.
+            if policy != "full" && policy != "dms" {
+                let bound = of("oracle", eviction.budget_tokens).eviction.as_ref().unwrap().attention_mass_kept;
+                assert!(eviction.attention_mass_kept <= bound + 1e-3, "{label}");
+            }
+        }
+        for budget in [48, 90] {
+            let drift = |policy| of(policy, budget).drift.as_ref().unwrap().rel_l2;
+            assert!(drift("oracle") < drift("random"), "at {budget} tokens");
+            // Back to the budget after every step: as many are evicted as are added.
+            let evicted = of("h2o", budget).eviction.as_ref().unwrap().evicted_tokens;
+            assert_eq!(evicted, 2 * (384 - budget + 8) as u64);
+        }
+    }
+}
+
+#[test]
+fn bytes_are_predicted_for_odd_lengths_and_several_sequences() {
+    // More slabs than one, and pages that are not full.
+    let text = format!("{}batch = 3\ncontext_tokens = [250, 700]\nbudget = 0.5\n", every_policy());
+    let grids = evict(&text);
+    for record in run(&grids) {
+        assert_sound(&record);
+    }
+}
+
+/// A policy that says it evicts, and does not.
+const LAZY: PolicyEntry = PolicyEntry {
+    name: "lazy",
+    about: "",
+    paper: "",
+    parameters: &[],
+    needs: Needs::Positions,
+    build: |_| {
+        let mut policy = Policy::after_prefill(Constant(0.0));
+        policy.scorer = None;
+        Ok(policy)
+    },
+};
+
+/// One whose scores are no numbers.
+const BROKEN: PolicyEntry =
+    PolicyEntry { name: "broken", build: |_| Ok(Policy::after_prefill(Constant(f32::NAN))), ..LAZY };
+
+/// One of a user's own that works.
+const OWN: PolicyEntry = PolicyEntry { name: "own", build: |_| Ok(Policy::after_prefill(Constant(1.0))), ..LAZY };
+
+struct Constant(f32);
+
+impl Scorer for Constant {
+    fn needs(&self) -> Needs {
+        Needs::Positions
+    }
+
+    fn score(&self, _: &Context<'_>, scores: &mut [f32]) -> Result<(), PolicyError> {
+        scores.fill(self.0);
+        Ok(())
+    }
+}
+
+#[test]
+fn a_policy_that_does_nothing_or_gives_no_numbers_fails_by_name() {
+    let registry = Registry::default().with(LAZY).with(BROKEN).with(OWN);
+    let folder = tempfile::tempdir().unwrap();
+    let grids = evict("policy = [\"lazy\", \"broken\", \"own\"]\nbudget = 0.25\ncontext_tokens = 256");
+    let first = run_in(&grids, &registry, 2, options(folder.path()));
+    let of = |records: &[Record], policy: &str| -> Record {
+        records.iter().rfind(|record| record.cell.policy.as_deref() == Some(policy)).unwrap().clone()
+    };
+    let lazy = of(&first.records, "lazy");
+    assert_eq!(lazy.status, Status::Failed);
+    let reason = "the policy evicted nothing: a budget of 0.25 against a context of 256 tokens";
+    assert_eq!(lazy.reason.as_deref(), Some(reason));
+    let broken = of(&first.records, "broken");
+    assert_eq!(broken.status, Status::Failed);
+    assert!(broken.reason.as_ref().unwrap().contains("gave the score NaN to slot 0 of KV head 0"), "{broken:?}");
+    assert!(lazy.latency.is_empty() && lazy.eviction.is_none() && broken.drift.is_none());
+    let own = of(&first.records, "own");
+    assert_sound(&own);
+    assert_eq!(own.eviction.unwrap().tie_rate, 1.0);
+    // Failed cells run again on resuming, finished ones do not.
+    let resumed = Options { resume: true, ..options(folder.path()) };
+    let second = run_in(&grids, &registry, 2, resumed);
+    assert_eq!(second.folder, first.folder);
+    let policies: Vec<&str> = second.records.iter().flat_map(|record| record.cell.policy.as_deref()).collect();
+    assert_eq!(policies.iter().filter(|policy| **policy == "own").count(), 1);
+    assert_eq!(policies.iter().filter(|policy| **policy == "lazy").count(), 2);
+}
+
+#[test]
+fn what_does_not_fit_is_oom_with_its_prediction_and_never_runs() {
+    let grids = "[[grid]]\nmeasure = \"forward\"\nkernel = [\"naive\", \"tiled\"]\nheads = \"2/1\"\nhead_dim = 32\ncontext_tokens = 512\n";
+    let fits = run(grids);
+    let predicted = |record: &Record| record.memory.as_ref().unwrap().predicted_peak_bytes;
+    let (naive, tiled) = (predicted(&fits[0]), predicted(&fits[1]));
+    assert!(naive > tiled);
+    let with_limit = |limit_bytes: u64| -> (Vec<Record>, usize) {
+        let folder = tempfile::tempdir().unwrap();
+        let (registry, mut turns) = (Registry::default(), 0);
+        let options = Options { limit_bytes, ..options(folder.path()) };
+        let outcome = runner::run(&experiment_of(grids, &registry), &registry, cpu(2), &options, &mut |progress| {
+            turns += usize::from(matches!(progress, Progress::Turn(_)));
+        });
+        (outcome.unwrap().records, turns)
+    };
+    let (records, turns) = with_limit(1 << 16);
+    assert_eq!(turns, 0);
+    for (record, bytes) in records.iter().zip([naive, tiled]) {
+        assert_eq!(record.status, Status::Oom);
+        assert_eq!(predicted(record), bytes);
+        assert_eq!(
+            record.reason.as_ref().unwrap(),
+            &format!("needs {bytes} bytes, 65536 are allowed (--limit-memory)")
+        );
+        assert_eq!((record.memory.as_ref().unwrap().peak_bytes, record.latency.len()), (0, 0));
+        assert!(record.drift.is_none() && record.work.is_none());
+    }
+    // The prediction is exact: a byte less is too little, and it is enough.
+    let status =
+        |limit_bytes| -> Vec<Status> { with_limit(limit_bytes).0.iter().map(|record| record.status).collect() };
+    assert_eq!(status(naive - 1), [Status::Oom, Status::Ok]);
+    assert_eq!(status(naive), [Status::Ok, Status::Ok]);
+    assert_eq!(status(tiled - 1), [Status::Oom, Status::Oom]);
+}
+
+#[test]
+fn a_budget_that_holds_everything_is_skipped() {
+    let records =
+        run(&evict("policy = [\"knorm\", \"full\"]\nbudget = [1.0, 256, 4096, \"1GiB\", 255]\ncontext_tokens = 256"));
+    let statuses: Vec<Status> = records.iter().map(|record| record.status).collect();
+    // Skipped cells end before the first turn.
+    assert_eq!(statuses, [[Status::Skipped; 4].as_slice(), &[Status::Ok; 2]].concat());
+    let reason = "the budget holds the whole context of 256 tokens: nothing to evict";
+    assert!(records[..4].iter().all(|record| record.reason.as_deref() == Some(reason)));
+}
+
+#[test]
+fn shards_are_disjoint_and_complete() {
+    let grids =
+        "[[grid]]\nmeasure = \"forward\"\nheads = [\"2/1\", \"2/2\"]\nhead_dim = 32\ncontext_tokens = \"128..512*2\"\n";
+    let folder = tempfile::tempdir().unwrap();
+    let whole: BTreeSet<String> = run(grids).into_iter().map(|record| record.cell_id).collect();
+    assert_eq!(whole.len(), 6);
+    for count in [1, 4, 7] {
+        let mut seen = BTreeSet::new();
+        for index in 1..=count {
+            let options = Options { shard: Some((index, count)), ..options(folder.path()) };
+            let outcome = run_in(grids, &Registry::default(), 2, options);
+            assert!(outcome.run_id.contains(&format!("-shard{index}of{count}")), "{}", outcome.run_id);
+            assert!(outcome.records.len().abs_diff(6 / count) <= 1, "{index} of {count}");
+            for record in outcome.records {
+                assert!(seen.insert(record.cell_id), "a cell is in two shards");
+            }
+        }
+        assert_eq!(seen, whole, "{count} shards");
+    }
+}
+
+/// Writes noise as `q`, `k` and `v` of `tokens` tokens.
+fn tensor_file(path: &Path, tokens: usize, seed: u64) {
+    let mut rng = rng(seed);
+    let mut make =
+        |heads: usize| tensor(DType::Bf16, [2, heads, tokens, 16], &normal(&mut rng, 2 * heads * tokens * 16, 1.0));
+    let (q, k, v) = (make(4), make(2), make(2));
+    file::write(path, &[Output::tensor("q", &q), Output::tensor("k", &k), Output::tensor("v", &v)]).unwrap();
+}
+
+#[test]
+fn inputs_come_from_a_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("in.safetensors");
+    tensor_file(&path, 150, 1);
+    let grids = format!(
+        "[file]\npath = {path:?}\n[[grid]]\nmeasure = \"forward\"\ncontext_tokens = [100, 150]\n\
+         [[grid]]\nmeasure = \"evict\"\nnew_tokens = 6\ncontext_tokens = 144\npolicy = [\"full\", \"h2o\", \"oracle\"]\nbudget = 40\n"
+    );
+    let records = run(&grids);
+    assert_eq!(records.len(), 5);
+    for record in &records {
+        assert_sound(record);
+        let cell = &record.cell;
+        assert_eq!((cell.batch, cell.q_heads, cell.kv_heads, cell.head_dim, cell.dtype), (2, 4, 2, 16, DType::Bf16));
+        assert!(record.eviction.as_ref().is_none_or(|eviction| eviction.needle_recall.is_none()));
+    }
+    // Other bytes are another workload.
+    tensor_file(&path, 150, 2);
+    let other = run(&grids);
+    let ids =
+        |records: &[Record]| -> BTreeSet<String> { records.iter().map(|record| record.cell_id.clone()).collect() };
+    assert!(ids(&records).is_disjoint(&ids(&other)));
+    // A file that is too short is found out before anything is written.
+    let registry = Registry::default();
+    tensor_file(&path, 149, 1);
+    let out = folder.path().join("out");
+    let error =
+        runner::run(&experiment_of(&grids, &registry), &registry, cpu(2), &options(&out), &mut |_| ()).err().unwrap();
+    assert!(error.to_string().contains("has 149 tokens; needed: 150 and 0 new"), "{error}");
+    assert!(!out.exists());
+}
+
+#[test]
+fn the_same_seed_gives_the_same_numbers_on_any_number_of_threads() {
+    let numbers = |seed: u64, threads: usize| {
+        let folder = tempfile::tempdir().unwrap();
+        let grids = evict(&format!("{}budget = 0.25\ncontext_tokens = 256\nseed = {seed}\n", every_policy()));
+        let records = run_in(&grids, &Registry::default(), threads, options(folder.path())).records;
+        let mut numbers: Vec<_> =
+            records.into_iter().map(|record| (record.cell.policy, record.drift, record.eviction)).collect();
+        numbers.sort_by(|a, b| a.0.cmp(&b.0));
+        numbers
+    };
+    let first = numbers(3, 2);
+    assert_eq!(first, numbers(3, 2));
+    assert_eq!(first, numbers(3, 1), "threads");
+    for (one, other) in first.iter().zip(numbers(4, 2)) {
+        assert_ne!(one.1, other.1, "{:?}", one.0);
+    }
+}
+
+#[test]
+fn samples_of_competing_cells_are_taken_in_turn() {
+    let registry = Registry::default();
+    let text = "name = \"x\"\n[timing]\nwarmups = 2\nmin_rounds = 3\nmax_rounds = 3\n[[grid]]\nmeasure = \"forward\"\n\
+                kernel = [\"naive\", \"tiled\", \"decode\"]\nheads = \"2/1\"\nhead_dim = 32\ncontext_tokens = 128\n";
+    let experiment = Experiment::new(Spec::parse(text, "x.toml").unwrap(), "x.toml", &registry).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let mut turns = Vec::new();
+    let outcome = runner::run(&experiment, &registry, cpu(2), &options(folder.path()), &mut |progress| {
+        if let Progress::Turn(cell) = progress {
+            turns.push(cell.kernel.clone());
+        }
+    });
+    // A checked turn, a second warm-up, three samples.
+    assert_eq!(turns, ["naive", "tiled", "decode"].repeat(5));
+    for record in outcome.unwrap().records {
+        let latency = &record.latency["forward"];
+        assert_eq!((latency.samples_ns.len(), latency.warmups), (3, 2));
+    }
+}
+
+#[test]
+fn a_finished_run_is_resumed_to_nothing_and_another_configuration_is_another_run() {
+    let folder = tempfile::tempdir().unwrap();
+    let registry = Registry::default();
+    let grid = |tokens: &str| {
+        format!("[[grid]]\nmeasure = \"decode\"\nheads = \"2/1\"\nhead_dim = 32\ncontext_tokens = {tokens}\n").repeat(2)
+    };
+    let first = run_in(&grid("[128, 256]"), &registry, 1, options(folder.path()));
+    assert_eq!(first.records.len(), 2, "a cell in two grids runs once");
+    let before = fs::read(first.folder.join(store::CELLS)).unwrap();
+    let resume = || Options { resume: true, ..options(folder.path()) };
+    let mut started = None;
+    let again =
+        runner::run(&experiment_of(&grid("[128, 256]"), &registry), &registry, cpu(1), &resume(), &mut |progress| {
+            if let Progress::Start { cells, resumed } = progress {
+                started = Some((cells, resumed));
+            }
+        });
+    assert_eq!(started, Some((0, 2)));
+    assert_eq!(again.unwrap().records, first.records);
+    assert_eq!(fs::read(first.folder.join(store::CELLS)).unwrap(), before);
+    let other = run_in(&grid("[128, 512]"), &registry, 1, resume());
+    assert_ne!(other.folder, first.folder);
+    assert_eq!(other.records.len(), 2);
+}
