@@ -301,8 +301,7 @@ impl Runner<'_> {
                 Ok(Some(running))
             }
             Err(error) => {
-                let status = if matches!(error, TurnError::Memory(_)) { Status::Oom } else { Status::Failed };
-                self.finish(running, status, Some(error.to_string()), "")?;
+                self.finish(running, status_of(&error), Some(error.to_string()), "")?;
                 Ok(None)
             }
         }
@@ -321,7 +320,7 @@ impl Runner<'_> {
                 running.spent += start.elapsed();
                 match result {
                     Err(error) => {
-                        self.finish(running, Status::Failed, Some(error.to_string()), "")?;
+                        self.finish(running, status_of(&error), Some(error.to_string()), "")?;
                         continue;
                     }
                     // The checked turn was the first warm-up.
@@ -399,6 +398,14 @@ impl Runner<'_> {
         (self.progress)(Progress::Done(&record));
         self.records.push(record);
         Ok(())
+    }
+}
+
+/// How a cell ends that met this error.
+fn status_of(error: &TurnError) -> Status {
+    match error {
+        TurnError::Memory(_) => Status::Oom,
+        TurnError::Failed(_) => Status::Failed,
     }
 }
 

@@ -3,19 +3,26 @@
 use super::{Budget, BudgetError, Context, Policy, PolicyError, protect_scores};
 use crate::memory::{Buffer, Label};
 
+/// Scores of a context.
+pub struct Scored {
+    /// `[B, Hkv, kv_len]`: protected tokens above all others.
+    pub values: Buffer<f32>,
+    /// The highest score of a token that is judged; what lies above it is protected.
+    pub highest_judged: f32,
+}
+
 impl Policy {
-    /// Scores every token that `context` shows, `[B, Hkv, kv_len]`, protected tokens above all others; `None` for a
-    /// policy that keeps everything.
+    /// Scores every token that `context` shows; `None` for a policy that keeps everything.
     ///
     /// # Errors
     /// When the scorer lacks a statistic or gives a score that is no number, or the arena has no room.
-    pub fn score(&self, context: &Context<'_>) -> Result<Option<Buffer<f32>>, PolicyError> {
+    pub fn score(&self, context: &Context<'_>) -> Result<Option<Scored>, PolicyError> {
         let Some(scorer) = &self.scorer else { return Ok(None) };
         let shape = context.call.shape;
-        let mut scores = context.arena.alloc(Label::Policy, shape.batch * shape.kv_heads * shape.kv_len)?;
-        scorer.score(context, &mut scores)?;
-        protect_scores(context, scorer.protect(context.budget_tokens), &mut scores)?;
-        Ok(Some(scores))
+        let mut values = context.arena.alloc(Label::Policy, shape.batch * shape.kv_heads * shape.kv_len)?;
+        scorer.score(context, &mut values)?;
+        let highest_judged = protect_scores(context, scorer.protect(context.budget_tokens), &mut values)?;
+        Ok(Some(Scored { values, highest_judged }))
     }
 
     /// Tokens of a context that each KV head may keep under `budget`; all of them for a policy that keeps everything.

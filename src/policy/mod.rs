@@ -23,6 +23,7 @@ mod tensors;
 mod tova;
 
 pub use budget::{Budget, BudgetError};
+pub use judge::Scored;
 pub use registry::{PolicyEntry, Registry};
 pub use select::{Selection, select, selection_bytes};
 pub use tensors::{Judged, judge};
@@ -218,11 +219,11 @@ impl Policy {
 }
 
 /// Scores with the protected tokens above all others: recent ones at the maximum + 1 (as kvpress does), sinks at the
-/// maximum + 2. Refuses scores that are not numbers.
+/// maximum + 2. Returns the maximum; refuses scores that are not numbers.
 ///
 /// # Errors
 /// Names the first score that is NaN or infinite.
-pub fn protect_scores(context: &Context<'_>, protect: Protect, scores: &mut [f32]) -> Result<(), PolicyError> {
+pub fn protect_scores(context: &Context<'_>, protect: Protect, scores: &mut [f32]) -> Result<f32, PolicyError> {
     let shape = context.call.shape;
     let len = |list: usize| context.call.kv.len(list / shape.kv_heads, list % shape.kv_heads);
     let mut max = f32::NEG_INFINITY;
@@ -247,5 +248,5 @@ pub fn protect_scores(context: &Context<'_>, protect: Protect, scores: &mut [f32
             *score = max + 2.0;
         }
     }
-    Ok(())
+    Ok(max)
 }

@@ -3,7 +3,7 @@
 //! Higher scores stay; of equal scores the token later in the list stays, so that a selection depends on nothing but
 //! the scores. How often that rule had to decide between equals is the tie rate.
 
-use super::Allotment;
+use super::{Allotment, Scored};
 use crate::memory::{Arena, ArenaError, Buffer, Label};
 use std::cmp::Ordering;
 
@@ -15,7 +15,7 @@ pub struct Selection {
     spans: Vec<(usize, usize)>,
     /// Smallest score that stayed under [`Allotment::Threshold`], for each sequence.
     pub thresholds: Vec<f32>,
-    /// Share of scores that equal another score of the same list.
+    /// Share of judged tokens whose score equals that of another of the same list; protected tokens do not count.
     pub tie_rate: f64,
 }
 
@@ -33,14 +33,14 @@ pub fn selection_bytes(lists: usize, kv_len: usize) -> u64 {
 }
 
 /// Chooses `budget_tokens` of each list (uniform), or the best `heads * budget_tokens` of each sequence over all its
-/// heads (threshold). `scores` is `[sequences, heads, kv_len]`, `lens` `[sequences * heads]`; scores must be numbers.
+/// heads (threshold). Scores are `[sequences, heads, kv_len]`, `lens` `[sequences * heads]`; scores must be numbers.
 ///
 /// # Errors
 /// When the arena has no room.
 pub fn select(
     arena: &Arena,
     allotment: Allotment,
-    scores: &[f32],
+    scored: &Scored,
     lens: &[usize],
     heads: usize,
     kv_len: usize,
@@ -59,16 +59,17 @@ pub fn select(
                 count += 1;
             }
         }
-        let scores = &scores[sequence * heads * kv_len..][..heads * kv_len];
+        let scores = &scored.values[sequence * heads * kv_len..][..heads * kv_len];
         let best_first =
             |&a: &u32, &b: &u32| -> Ordering { scores[b as usize].total_cmp(&scores[a as usize]).then(b.cmp(&a)) };
         let mut start = 0;
         for head in 0..heads {
             let list = &mut order[start..start + lens[sequence * heads + head]];
             list.sort_unstable_by(best_first);
+            start += list.len();
+            let list = &list[list.partition_point(|&entry| scores[entry as usize] > scored.highest_judged)..];
             tied += equal_neighbours(list, scores);
             judged += list.len();
-            start += list.len();
         }
         match allotment {
             Allotment::Uniform => {
@@ -125,15 +126,24 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
+    fn scored(arena: &Arena, scores: &[f32], highest_judged: f32) -> Scored {
+        let mut values = arena.alloc(Label::Policy, scores.len()).unwrap();
+        values.copy_from_slice(scores);
+        Scored { values, highest_judged }
+    }
+
     #[test]
     fn the_best_stay_and_later_tokens_win_ties() {
         let arena = Arena::unlimited();
         let scores = [1.0, 3.0, 2.0, 3.0, 9.0, /* */ 5.0, 5.0, 5.0, 0.0, 0.0];
-        let selection = select(&arena, Allotment::Uniform, &scores, &[5, 3], 2, 5, 2).unwrap();
+        let scored = scored(&arena, &scores, 9.0);
+        let selection = select(&arena, Allotment::Uniform, &scored, &[5, 3], 2, 5, 2).unwrap();
         assert_eq!(selection.kept(0), [3, 4]);
         assert_eq!(selection.kept(1), [1, 2]);
         assert_eq!(selection.tie_rate, 5.0 / 8.0);
-        let selection = select(&arena, Allotment::Threshold, &scores, &[5, 3], 2, 5, 2).unwrap();
+        let protected = Scored { highest_judged: 2.0, ..scored };
+        let selection = select(&arena, Allotment::Threshold, &protected, &[5, 3], 2, 5, 2).unwrap();
+        assert_eq!(selection.tie_rate, 0.0);
         assert_eq!((selection.kept(0), selection.kept(1)), (&[4][..], &[0, 1, 2][..]));
         assert_eq!(selection.thresholds, [5.0]);
     }
@@ -149,8 +159,8 @@ mod tests {
             let arena = Arena::unlimited();
             let scores: Vec<f32> = values.iter().map(|&value| f32::from(value)).collect();
             let allotment = if threshold { Allotment::Threshold } else { Allotment::Uniform };
-            let selection = select(&arena, allotment, &scores, &lens, 2, 6, budget).unwrap();
-            prop_assert_eq!(arena.usage().peak_bytes, selection_bytes(4, 6));
+            let selection = select(&arena, allotment, &scored(&arena, &scores, 6.0), &lens, 2, 6, budget).unwrap();
+            prop_assert_eq!(arena.usage().peak_bytes - 4 * 24, selection_bytes(4, 6));
             for list in 0..4 {
                 let kept = selection.kept(list);
                 prop_assert!(kept.windows(2).all(|pair| pair[0] < pair[1]));

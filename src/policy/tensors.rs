@@ -1,6 +1,6 @@
 //! A policy applied once to tensors: what `kvsieve evict` does, and what a library user calls without a cache.
 
-use super::{Context, Future, Needs, Policy, PolicyError, Selection, select};
+use super::{Context, Future, Needs, Policy, PolicyError, Scored, Selection, select};
 use crate::attention::{Forward, Kernel, Outputs, Shape, Tiled, export};
 use crate::memory::{Arena, Buffer, Label};
 use crate::tensor::TensorView;
@@ -63,20 +63,13 @@ pub fn judge(
         seed,
         arena,
     };
-    let scores = policy.score(&context)?;
-    let all;
-    let ranked: &[f32] = match &scores {
-        Some(scores) => scores,
-        None => {
-            all = arena.alloc(Label::Policy, lists * shape.kv_len)?;
-            &all
-        }
+    let scored = match policy.score(&context)? {
+        Some(scored) => scored,
+        // Everything is protected, so nothing is judged and nothing ties.
+        None => Scored { values: arena.alloc(Label::Policy, lists * shape.kv_len)?, highest_judged: f32::NEG_INFINITY },
     };
-    let mut selection = select(arena, policy.allotment, ranked, &lens, shape.kv_heads, shape.kv_len, budget_tokens)?;
-    if scores.is_none() {
-        selection.tie_rate = 0.0;
-    }
-    Ok(Judged { scores, selection })
+    let selection = select(arena, policy.allotment, &scored, &lens, shape.kv_heads, shape.kv_len, budget_tokens)?;
+    Ok(Judged { scores: policy.scorer.is_some().then_some(scored.values), selection })
 }
 
 /// Log-sum-exps of a call, `[B, Hq, Lq]`.

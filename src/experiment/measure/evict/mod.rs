@@ -3,14 +3,19 @@
 //! Prefill attention is dense and timed; the cache then shrinks for real, and decoding reads only what is left. While
 //! decoding, the policy's schedule judges again. Late queries are compared with the dense f64 result.
 
-use super::check::finite;
-use super::{Bench, Prepared, Truth, Turn, TurnError, timed};
+mod late;
+mod predict;
+
+pub(super) use predict::predict;
+
+use super::check::{accurate, finite};
+use super::{Bench, Prepared, Turn, TurnError, timed};
 use crate::attention::{Forward, Outputs, Shape, export, kernel};
 use crate::cache::{CacheShape, PAGE_TOKENS, PagedCache};
 use crate::experiment::record::Eviction;
 use crate::memory::{Buffer, Label};
-use crate::policy::{Allotment, Context, Future, Needs, Policy, Schedule, Selection, select, selection_bytes};
-use crate::workload::Needle;
+use crate::policy::{Context, Future, Needs, Policy, Schedule, Scored, Selection, select};
+use late::{Late, needle_recall};
 
 fn cache_shape(prepared: &Prepared) -> CacheShape {
     let cell = &prepared.cell;
@@ -42,56 +47,6 @@ fn recent_queries(policy: &Policy, budget_tokens: usize) -> usize {
         Some(scorer) if scorer.needs() == Needs::RecentQueries => scorer.protect(budget_tokens).window.max(1),
         _ => 1,
     }
-}
-
-/// Peak bytes besides the inputs: the largest of prefill, judgement and decoding. The first two are exact; decoding is
-/// an upper bound, which is the largest only where many more tokens are decoded than the context has.
-pub(super) fn predict(prepared: &Prepared, threads: usize) -> u64 {
-    let cell = &prepared.cell;
-    let (shape, params, cache) = (cell.shape(), cell.params(), cache_shape(prepared));
-    let (lists, context, new) = (cache.lists(), cell.context_tokens, cell.new_tokens);
-    let held = |tokens: usize| {
-        let pages = lists * tokens.div_ceil(PAGE_TOKENS);
-        cache.bytes(pages, pages).values().sum::<u64>()
-    };
-    let decode = kernel("decode").expect("the decode kernel is built in");
-    let workspace = |shape: &Shape| decode.workspace(shape, &params, cell.dtype, threads).bytes();
-    let lse_bytes = |shape: &Shape| 4 * shape.rows() as u64;
-
-    let prefill = held(context) + Outputs::bytes(&shape, cell.dtype) + prepared.workspace_bytes(threads);
-    let mut judgement = 0;
-    let mut judged_again = 0;
-    let mut tokens_after = context + new;
-    if let Some((policy, scorer)) = prepared.policy.as_ref().and_then(|p| Some((p, p.scorer.as_ref()?))) {
-        let needs = scorer.needs();
-        let judge = |scored: &Shape, kv_len: usize| {
-            let row = 4 * (lists * kv_len) as u64;
-            let accumulated = if needs == Needs::AllQueries { row } else { 0 };
-            let export = if needs == Needs::AllQueries { 4 * export::workspace(scored, threads) as u64 } else { 0 };
-            accumulated + export.max(row + scorer.scratch_bytes(scored, threads).max(selection_bytes(lists, kv_len)))
-        };
-        let mut scored = shape;
-        let mut oracle = 0;
-        let mut oracle_pass = 0;
-        if needs == Needs::FutureQueries {
-            scored = future_shape(prepared);
-            oracle = lse_bytes(&scored);
-            oracle_pass = Outputs::bytes(&scored, cell.dtype) + workspace(&scored);
-        }
-        judgement = held(context) + lse_bytes(&shape) + oracle_pass.max(oracle + judge(&scored, context));
-        tokens_after = (prepared.budget_tokens + new).min(context + new)
-            + if policy.allotment == Allotment::Threshold { 2 * PAGE_TOKENS } else { 0 };
-        if policy.schedule != Schedule::AfterPrefill {
-            let kv_len = if policy.allotment == Allotment::Threshold { context + new } else { tokens_after };
-            let recent = Shape { q_len: recent_queries(policy, prepared.budget_tokens), kv_len, ..shape };
-            let pass = Outputs::bytes(&recent, cell.dtype) + workspace(&recent);
-            judged_again = pass.max(lse_bytes(&recent) + judge(&recent, kv_len));
-        }
-    }
-    let step = step_shape(prepared);
-    let results = 4 * (new * step.rows() * (cell.head_dim + 1)) as u64;
-    let decoding = held(tokens_after) + results + Outputs::bytes(&step, cell.dtype) + workspace(&step) + judged_again;
-    prefill.max(judgement).max(decoding)
 }
 
 /// What happens in a turn, and what it leaves behind.
@@ -131,6 +86,9 @@ pub(super) fn turn(prepared: &Prepared, bench: Bench<'_>) -> Result<Turn, TurnEr
             return Err(TurnError::Failed(format!(
                 "the policy evicted nothing: a budget of {budget} against a context of {context} tokens"
             )));
+        }
+        if cell.budget.is_none() {
+            accurate(&drift, cell.dtype)?;
         }
         turn.drift = Some(drift);
         turn.eviction = Some(Eviction {
@@ -276,7 +234,7 @@ impl<'a> Session<'a> {
         sums
     }
 
-    fn select(&self, policy: &Policy, scores: &[f32], kv_len: usize) -> Result<Selection, TurnError> {
+    fn select(&self, policy: &Policy, scores: &Scored, kv_len: usize) -> Result<Selection, TurnError> {
         let (arena, budget) = (self.bench.arena, self.prepared.budget_tokens);
         let heads = self.cache.shape().kv_heads;
         Ok(select(arena, policy.allotment, scores, self.cache.lens(), heads, kv_len, budget)?)
@@ -386,76 +344,15 @@ impl<'a> Session<'a> {
     }
 
     /// Drops, in each list, the token that has just left the window if it scores below the threshold of prefill.
-    fn judge_leaving(&mut self, scores: &[f32], kv_len: usize, window: usize) {
+    fn judge_leaving(&mut self, scores: &Scored, kv_len: usize, window: usize) {
         for list in 0..self.cache.shape().lists() {
             let len = self.cache.lens()[list];
             let Some(slot) = len.checked_sub(window + 1) else { continue };
-            if scores[list * kv_len + slot] < self.thresholds[list / self.cache.shape().kv_heads] {
+            if scores.values[list * kv_len + slot] < self.thresholds[list / self.cache.shape().kv_heads] {
                 self.cache.retain(list, (0..len).filter(|&other| other != slot));
                 self.evicted_tokens += 1;
             }
         }
         self.cache.release();
     }
-}
-
-/// Outputs `[T, B, Hq, D]` and log-sum-exps `[T, B, Hq]` of the decoded tokens.
-struct Late {
-    o: Buffer<f32>,
-    lse: Buffer<f32>,
-}
-
-impl Late {
-    fn store(&mut self, step: usize, outputs: &Outputs) {
-        let (o_len, lse_len) = (outputs.o.dims().iter().product::<usize>(), outputs.lse.len());
-        outputs.o.dtype().decode(outputs.o.bytes(), &mut self.o[step * o_len..][..o_len]);
-        self.lse[step * lse_len..][..lse_len].copy_from_slice(&outputs.lse);
-    }
-
-    fn row(cell: &crate::experiment::cell::Cell, [batch, head, token]: [usize; 3]) -> usize {
-        ((token - cell.context_tokens) * cell.batch + batch) * cell.q_heads + head
-    }
-
-    fn o(&self, cell: &crate::experiment::cell::Cell, at: [usize; 3]) -> &[f32] {
-        &self.o[Self::row(cell, at) * cell.head_dim..][..cell.head_dim]
-    }
-
-    /// Mean share of the dense attention mass that stayed: `exp(lse - lse_dense)`, since a log-sum-exp over fewer keys
-    /// is the log of a part of the same sum.
-    fn attention_mass(&self, cell: &crate::experiment::cell::Cell, truth: &Truth) -> f64 {
-        let shares = truth
-            .at
-            .iter()
-            .zip(&truth.rows)
-            .map(|(&at, dense)| (f64::from(self.lse[Self::row(cell, at)]) - dense.lse).exp().min(1.0));
-        shares.sum::<f64>() / truth.at.len() as f64
-    }
-}
-
-/// Share of asked needles whose value the asking queries retrieve: of all needles of the KV head, the right one's
-/// value has the largest cosine with the output. Averaged over the query heads of the group.
-fn needle_recall(cell: &crate::experiment::cell::Cell, bench: Bench<'_>, late: &Late) -> Option<f64> {
-    let group = cell.q_heads / cell.kv_heads;
-    let value = |needle: &Needle| {
-        let mut row = vec![0.0; cell.head_dim];
-        bench.workload.v.view().read_rows(needle.batch, needle.kv_head, needle.position, &mut row);
-        let norm = row.iter().map(|x| x * x).sum::<f32>().sqrt();
-        row.iter_mut().for_each(|x| *x /= norm);
-        row
-    };
-    let needles: Vec<(&Needle, Vec<f32>)> =
-        bench.workload.needles.iter().map(|needle| (needle, value(needle))).collect();
-    let (mut found, mut asked) = (0, 0);
-    for (needle, _) in &needles {
-        for head in needle.kv_head * group..(needle.kv_head + 1) * group {
-            let o = late.o(cell, [needle.batch, head, needle.asked_by]);
-            let inner = |value: &[f32]| -> f32 { o.iter().zip(value).map(|(a, b)| a * b).sum() };
-            let rivals =
-                needles.iter().filter(|(other, _)| (other.batch, other.kv_head) == (needle.batch, needle.kv_head));
-            let best = rivals.max_by(|a, b| inner(&a.1).total_cmp(&inner(&b.1)));
-            found += usize::from(best.is_some_and(|(best, _)| best.position == needle.position));
-            asked += 1;
-        }
-    }
-    (asked > 0).then(|| found as f64 / asked as f64)
 }

@@ -1,0 +1,68 @@
+//! What the decoded tokens gave, and how much of the dense result is in it.
+
+use crate::attention::Outputs;
+use crate::experiment::cell::Cell;
+use crate::experiment::measure::{Bench, Truth};
+use crate::memory::Buffer;
+use crate::workload::Needle;
+
+/// Outputs `[T, B, Hq, D]` and log-sum-exps `[T, B, Hq]` of the decoded tokens.
+pub(super) struct Late {
+    pub o: Buffer<f32>,
+    pub lse: Buffer<f32>,
+}
+
+impl Late {
+    pub fn store(&mut self, step: usize, outputs: &Outputs) {
+        let (o_len, lse_len) = (outputs.o.dims().iter().product::<usize>(), outputs.lse.len());
+        outputs.o.dtype().decode(outputs.o.bytes(), &mut self.o[step * o_len..][..o_len]);
+        self.lse[step * lse_len..][..lse_len].copy_from_slice(&outputs.lse);
+    }
+
+    fn row(cell: &Cell, [batch, head, token]: [usize; 3]) -> usize {
+        ((token - cell.context_tokens) * cell.batch + batch) * cell.q_heads + head
+    }
+
+    pub fn o(&self, cell: &Cell, at: [usize; 3]) -> &[f32] {
+        &self.o[Self::row(cell, at) * cell.head_dim..][..cell.head_dim]
+    }
+
+    /// Mean share of the dense attention mass that stayed: `exp(lse - lse_dense)`, since a log-sum-exp over fewer keys
+    /// is the log of a part of the same sum.
+    pub fn attention_mass(&self, cell: &Cell, truth: &Truth) -> f64 {
+        let shares = truth
+            .at
+            .iter()
+            .zip(&truth.rows)
+            .map(|(&at, dense)| (f64::from(self.lse[Self::row(cell, at)]) - dense.lse).exp().min(1.0));
+        shares.sum::<f64>() / truth.at.len() as f64
+    }
+}
+
+/// Share of asked needles whose value the asking queries retrieve: of all needles of the KV head, the right one's
+/// value has the largest cosine with the output. Averaged over the query heads of the group.
+pub(super) fn needle_recall(cell: &Cell, bench: Bench<'_>, late: &Late) -> Option<f64> {
+    let group = cell.q_heads / cell.kv_heads;
+    let value = |needle: &Needle| {
+        let mut row = vec![0.0; cell.head_dim];
+        bench.workload.v.view().read_rows(needle.batch, needle.kv_head, needle.position, &mut row);
+        let norm = row.iter().map(|x| x * x).sum::<f32>().sqrt();
+        row.iter_mut().for_each(|x| *x /= norm);
+        row
+    };
+    let needles: Vec<(&Needle, Vec<f32>)> =
+        bench.workload.needles.iter().map(|needle| (needle, value(needle))).collect();
+    let (mut found, mut asked) = (0, 0);
+    for (needle, _) in &needles {
+        for head in needle.kv_head * group..(needle.kv_head + 1) * group {
+            let o = late.o(cell, [needle.batch, head, needle.asked_by]);
+            let inner = |value: &[f32]| -> f32 { o.iter().zip(value).map(|(a, b)| a * b).sum() };
+            let rivals =
+                needles.iter().filter(|(other, _)| (other.batch, other.kv_head) == (needle.batch, needle.kv_head));
+            let best = rivals.max_by(|a, b| inner(&a.1).total_cmp(&inner(&b.1)));
+            found += usize::from(best.is_some_and(|(best, _)| best.position == needle.position));
+            asked += 1;
+        }
+    }
+    (asked > 0).then(|| found as f64 / asked as f64)
+}

@@ -1,0 +1,57 @@
+//! Peak memory of the measure, from the shapes.
+
+use super::{cache_shape, future_shape, recent_queries, step_shape};
+use crate::attention::{Outputs, Shape, export, kernel};
+use crate::cache::PAGE_TOKENS;
+use crate::experiment::measure::Prepared;
+use crate::policy::{Allotment, Needs, Schedule, selection_bytes};
+
+/// Peak bytes besides the inputs: the largest of prefill, judgement and decoding. The first two are exact; decoding is
+/// an upper bound, which is the largest only where many more tokens are decoded than the context has.
+pub(in crate::experiment::measure) fn predict(prepared: &Prepared, threads: usize) -> u64 {
+    let cell = &prepared.cell;
+    let (shape, params, cache) = (cell.shape(), cell.params(), cache_shape(prepared));
+    let (lists, context, new) = (cache.lists(), cell.context_tokens, cell.new_tokens);
+    let held = |tokens: usize| {
+        let pages = lists * tokens.div_ceil(PAGE_TOKENS);
+        cache.bytes(pages, pages).values().sum::<u64>()
+    };
+    let decode = kernel("decode").expect("the decode kernel is built in");
+    let workspace = |shape: &Shape| decode.workspace(shape, &params, cell.dtype, threads).bytes();
+    let lse_bytes = |shape: &Shape| 4 * shape.rows() as u64;
+
+    let prefill = held(context) + Outputs::bytes(&shape, cell.dtype) + prepared.workspace_bytes(threads);
+    let mut judgement = 0;
+    let mut judged_again = 0;
+    let mut tokens_after = context + new;
+    if let Some((policy, scorer)) = prepared.policy.as_ref().and_then(|p| Some((p, p.scorer.as_ref()?))) {
+        let needs = scorer.needs();
+        let judge = |scored: &Shape, kv_len: usize| {
+            let row = 4 * (lists * kv_len) as u64;
+            let accumulated = if needs == Needs::AllQueries { row } else { 0 };
+            let export = if needs == Needs::AllQueries { 4 * export::workspace(scored, threads) as u64 } else { 0 };
+            accumulated + export.max(row + scorer.scratch_bytes(scored, threads).max(selection_bytes(lists, kv_len)))
+        };
+        let mut scored = shape;
+        let mut oracle = 0;
+        let mut oracle_pass = 0;
+        if needs == Needs::FutureQueries {
+            scored = future_shape(prepared);
+            oracle = lse_bytes(&scored);
+            oracle_pass = Outputs::bytes(&scored, cell.dtype) + workspace(&scored);
+        }
+        judgement = held(context) + lse_bytes(&shape) + oracle_pass.max(oracle + judge(&scored, context));
+        tokens_after = (prepared.budget_tokens + new).min(context + new)
+            + if policy.allotment == Allotment::Threshold { 2 * PAGE_TOKENS } else { 0 };
+        if policy.schedule != Schedule::AfterPrefill {
+            let kv_len = if policy.allotment == Allotment::Threshold { context + new } else { tokens_after };
+            let recent = Shape { q_len: recent_queries(policy, prepared.budget_tokens), kv_len, ..shape };
+            let pass = Outputs::bytes(&recent, cell.dtype) + workspace(&recent);
+            judged_again = pass.max(lse_bytes(&recent) + judge(&recent, kv_len));
+        }
+    }
+    let step = step_shape(prepared);
+    let results = 4 * (new * step.rows() * (cell.head_dim + 1)) as u64;
+    let decoding = held(tokens_after) + results + Outputs::bytes(&step, cell.dtype) + workspace(&step) + judged_again;
+    prefill.max(judgement).max(decoding)
+}
