@@ -9,7 +9,7 @@ use crate::tensor::DType;
 use crate::units;
 use crate::workload::SyntheticSpec;
 use serde::de::{self, Deserializer, IntoDeserializer, SeqAccess, Visitor};
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Serialize, Serializer};
 use std::fmt;
 use std::marker::PhantomData;
 use std::path::{Path, PathBuf};
@@ -77,21 +77,22 @@ pub struct Grid {
     /// `forward`, `backward`, `decode` or `evict`.
     pub measure: Measure,
     /// Kernels; by default `tiled`, and `decode` for `decode`. For `evict` the one that does the prefill.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Many::is_empty")]
     pub kernel: Many<String>,
     /// Context lengths.
+    #[serde(serialize_with = "each_length")]
     pub context_tokens: Many<Tokens>,
     /// Heads as `"8/2"`: 8 query heads on 2 KV heads. From the file when there is one.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Many::is_empty")]
     pub heads: Many<String>,
     /// Head dims. From the file when there is one.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Many::is_empty")]
     pub head_dim: Many<usize>,
     /// Batch sizes; 1 by default.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Many::is_empty")]
     pub batch: Many<usize>,
     /// Element types; f32 by default. From the file when there is one.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Many::is_empty")]
     pub dtype: Many<DType>,
     /// Causal mask; true by default.
     #[serde(default = "yes")]
@@ -103,21 +104,26 @@ pub struct Grid {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub softcap: Option<f32>,
     /// Policies, for `evict`.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Many::is_empty")]
     pub policy: Many<String>,
     /// Budgets, for `evict`; `full` needs none.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Many::is_empty")]
     pub budget: Many<BudgetText>,
     /// Tokens decoded after the context, for `evict`; 32 by default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub new_tokens: Option<usize>,
     /// Seeds; 0 by default.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Many::is_empty")]
     pub seed: Many<u64>,
 }
 
 fn yes() -> bool {
     true
+}
+
+/// Ranges as the lengths that they stand for, so that what is written can be read again.
+fn each_length<S: Serializer>(tokens: &Many<Tokens>, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_seq(tokens.0.iter().flat_map(|tokens| &tokens.0))
 }
 
 /// One value or a list of them.
@@ -128,6 +134,12 @@ pub struct Many<T>(pub Vec<T>);
 impl<T> Default for Many<T> {
     fn default() -> Self {
         Many(Vec::new())
+    }
+}
+
+impl<T> Many<T> {
+    fn is_empty(&self) -> bool {
+        self.0.is_empty()
     }
 }
 
@@ -175,8 +187,7 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for Many<T> {
 }
 
 /// Context lengths that one entry stands for.
-#[derive(Debug, Clone, Serialize)]
-#[serde(transparent)]
+#[derive(Debug, Clone)]
 pub struct Tokens(pub Vec<usize>);
 
 impl Tokens {
