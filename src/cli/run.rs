@@ -62,7 +62,9 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     let mut experiments = Vec::new();
     for path in &args.experiments {
         let origin = path.display().to_string();
-        experiments.push((path, Experiment::new(Spec::load(path)?, &origin, &registry)?));
+        let experiment = Experiment::new(Spec::load(path)?, &origin, &registry)?;
+        runner::prepare(&experiment, &registry)?;
+        experiments.push((path, experiment));
     }
     let mut failed = Vec::new();
     for (path, experiment) in &experiments {

@@ -41,13 +41,22 @@ pub(in crate::experiment::measure) fn predict(prepared: &Prepared, threads: usiz
             oracle_pass = Outputs::bytes(&scored, cell.dtype) + workspace(&scored);
         }
         judgement = held(context) + lse_bytes(&shape) + oracle_pass.max(oracle + judge(&scored, context));
-        tokens_after = (prepared.budget_tokens + new).min(context + new)
+        // A list grows until the schedule cuts it back to the budget.
+        let grown = match policy.schedule {
+            Schedule::EverySteps(steps) => steps.min(new),
+            Schedule::AfterPrefill | Schedule::Delayed => new,
+        };
+        tokens_after = (prepared.budget_tokens + grown).min(context + new)
             + if policy.allotment == Allotment::Threshold { 2 * PAGE_TOKENS } else { 0 };
         if policy.schedule != Schedule::AfterPrefill {
             let kv_len = if policy.allotment == Allotment::Threshold { context + new } else { tokens_after };
             let recent = Shape { q_len: recent_queries(policy, prepared.budget_tokens), kv_len, ..shape };
-            let pass = Outputs::bytes(&recent, cell.dtype) + workspace(&recent);
-            judged_again = pass.max(lse_bytes(&recent) + judge(&recent, kv_len));
+            judged_again = judge(&recent, kv_len);
+            // A single query has its log-sum-exps from its own step.
+            if recent.q_len > 1 {
+                let pass = Outputs::bytes(&recent, cell.dtype) + workspace(&recent);
+                judged_again = pass.max(lse_bytes(&recent) + judged_again);
+            }
         }
     }
     let step = step_shape(prepared);

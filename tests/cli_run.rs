@@ -1,0 +1,447 @@
+//! `kvsieve run` and `kvsieve report` as their users meet them: results that survive a kill, and one line for every
+//! mistake.
+
+mod common;
+
+use common::tensor;
+use kvsieve::tensor::DType;
+use kvsieve::tensor::file::{self, Output};
+use serde_json::Value;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+use tempfile::TempDir;
+
+/// Three cells that take no time.
+const SMALL: &str = r#"name = "x"
+[timing]
+min_rounds = 1
+max_rounds = 2
+[[grid]]
+measure = "evict"
+heads = "4/2"
+head_dim = 32
+context_tokens = 256
+new_tokens = 4
+policy = ["full", "knorm"]
+budget = [0.25, 0.5]
+"#;
+
+/// A folder with an experiment `x.toml` and room for results in `out`.
+struct Desk {
+    folder: TempDir,
+}
+
+impl Desk {
+    fn with(experiment: &str) -> Self {
+        let desk = Desk { folder: tempfile::tempdir().unwrap() };
+        fs::write(desk.path("x.toml"), experiment).unwrap();
+        desk
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    fn command(&self, arguments: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_kvsieve"));
+        command.current_dir(self.folder.path()).args(arguments).stdin(Stdio::null());
+        command
+    }
+
+    /// Runs a command that must succeed, silent on stderr; returns what it printed.
+    fn works(&self, arguments: &[&str]) -> String {
+        let output = self.command(arguments).output().unwrap();
+        let stderr = String::from_utf8(output.stderr).unwrap();
+        assert_eq!((output.status.code(), stderr.as_str()), (Some(0), ""), "{arguments:?}");
+        String::from_utf8(output.stdout).unwrap()
+    }
+
+    /// Runs a command that must end with `status` and one line on stderr, which is returned.
+    fn fails(&self, arguments: &[&str], status: i32) -> String {
+        let output = self.command(arguments).output().unwrap();
+        let stderr = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(status), "{arguments:?}: {stderr}");
+        assert!(stderr.starts_with("error: ") && stderr.ends_with('\n'), "{arguments:?}: {stderr}");
+        assert_eq!(stderr.lines().count(), 1, "{arguments:?}: {stderr}");
+        stderr
+    }
+
+    /// As [`Desk::fails`] with status 2, and nothing printed or written.
+    fn refuses(&self, arguments: &[&str]) -> String {
+        let before = names(self.folder.path());
+        let stderr = self.fails(arguments, 2);
+        assert_eq!(names(self.folder.path()), before, "{arguments:?}: left something behind");
+        stderr
+    }
+
+    /// Runs `x.toml` into `out` and returns the folder of the run.
+    fn run(&self, options: &[&str]) -> PathBuf {
+        self.works(&[&["run", "x.toml", "--out", "out"], options].concat());
+        self.only_run()
+    }
+
+    fn only_run(&self) -> PathBuf {
+        let runs = names(&self.path("out/x"));
+        assert_eq!(runs.len(), 1, "{runs:?}");
+        self.path("out/x").join(runs.first().unwrap())
+    }
+}
+
+/// Names in a folder.
+fn names(folder: &Path) -> BTreeSet<String> {
+    fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
+}
+
+fn cells(run: &Path) -> Vec<u8> {
+    fs::read(run.join("cells.jsonl")).unwrap()
+}
+
+fn records(text: &[u8]) -> Vec<Value> {
+    let whole = text.split(|&byte| byte == b'\n').filter(|line| !line.is_empty());
+    whole.map(|line| serde_json::from_slice(line).unwrap()).collect()
+}
+
+/// Every file below a folder with its bytes.
+fn files(folder: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
+    let mut found = BTreeMap::new();
+    for entry in fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        match path.is_dir() {
+            true => found.extend(files(&path)),
+            false => {
+                found.insert(path.clone(), fs::read(&path).unwrap());
+            }
+        }
+    }
+    found
+}
+
+#[test]
+fn a_run_leaves_records_figures_and_a_page() {
+    let desk = Desk::with(SMALL);
+    let shown = desk.works(&["run", "x.toml", "--out", "out"]);
+    let run = desk.only_run();
+    assert!(shown.contains("3 cells: 3 ok, 0 oom, 0 skipped, 0 failed"), "{shown}");
+    assert!(shown.contains("report: out/x/"), "{shown}");
+    let expected = ["cells.jsonl", "config.toml", "env.json", "plots", "report.html", "summary.md"];
+    assert_eq!(names(&run), BTreeSet::from(expected.map(String::from)));
+    let plots = names(&run.join("plots"));
+    let svg: Vec<&String> = plots.iter().filter(|name| name.ends_with(".svg")).collect();
+    assert!(!svg.is_empty());
+    for name in svg {
+        assert!(plots.contains(&name.replace(".svg", ".csv")), "{plots:?}");
+    }
+    let records = records(&cells(&run));
+    assert_eq!(records.len(), 3);
+    for record in &records {
+        assert_eq!((&record["status"], &record["schema"]), (&"ok".into(), &"kvsieve/cell/v1".into()));
+        assert_eq!(record["memory"]["residual_bytes"], 0);
+        assert_eq!(record["repro"], "kvsieve run x.toml");
+        assert_eq!(record["run_id"], run.file_name().unwrap().to_str().unwrap());
+    }
+    let environment: Value = serde_json::from_slice(&fs::read(run.join("env.json")).unwrap()).unwrap();
+    assert!(environment["machine"]["cores"].as_u64().unwrap() > 0);
+    // The configuration that is kept is an experiment itself: that of the run.
+    fs::copy(run.join("config.toml"), desk.path("x.toml")).unwrap();
+    let before = cells(&run);
+    assert_eq!(desk.run(&["--resume"]), run);
+    assert_eq!(cells(&run), before);
+}
+
+#[test]
+fn json_prints_a_record_on_each_line_and_nothing_else() {
+    let desk = Desk::with(SMALL);
+    let shown = desk.works(&["run", "x.toml", "--out", "out", "--json", "-"]);
+    assert_eq!(shown.as_bytes(), cells(&desk.only_run()));
+    assert_eq!(shown.lines().count(), 3);
+}
+
+#[test]
+fn a_dry_run_lists_the_cells_and_writes_nothing() {
+    let desk = Desk::with(SMALL);
+    let shown = desk.works(&["run", "x.toml", "--out", "out", "--dry-run"]);
+    assert!(shown.contains("evict tiled 4/2 knorm@0.25 f32 256"), "{shown}");
+    assert!(shown.contains("3 cells, 0 of them over the limit"), "{shown}");
+    let shown = desk.works(&["run", "x.toml", "--dry-run", "--limit-memory", "64KiB"]);
+    assert!(shown.contains("3 cells, 3 of them over the limit of 64.0 KiB"), "{shown}");
+    assert_eq!(names(desk.folder.path()), BTreeSet::from(["x.toml".to_string()]));
+    // The installed program needs no file: the default experiment comes with it.
+    fs::remove_file(desk.path("x.toml")).unwrap();
+    assert!(desk.works(&["run", "--dry-run"]).contains("forward naive 8/8 f32 512"));
+    assert!(names(desk.folder.path()).is_empty());
+}
+
+#[test]
+fn a_killed_run_goes_on_where_it_was() {
+    // Contexts of their own are groups of their own, so cells end one after another.
+    let text = "name = \"x\"\n[timing]\nmin_rounds = 6\nmax_rounds = 6\n[[grid]]\nmeasure = \"forward\"\nheads = \"8/8\"\n\
+                head_dim = 64\ncontext_tokens = [64, 1500, 1501, 1502, 1503]\n";
+    let desk = Desk::with(text);
+    let mut child =
+        desk.command(&["run", "x.toml", "--out", "out", "--threads", "1"]).stdout(Stdio::null()).spawn().unwrap();
+    let start = Instant::now();
+    let found = || -> Option<PathBuf> {
+        let folder = fs::read_dir(desk.path("out/x")).ok()?.next()?.unwrap().path();
+        fs::read(folder.join("cells.jsonl")).ok()?.contains(&b'\n').then_some(folder)
+    };
+    let run = loop {
+        if let Some(run) = found() {
+            break run;
+        }
+        assert!(start.elapsed() < Duration::from_secs(60), "no record in a minute");
+        std::thread::sleep(Duration::from_millis(2));
+    };
+    child.kill().unwrap();
+    child.wait().unwrap();
+    let before = cells(&run);
+    let done = before.iter().filter(|&&byte| byte == b'\n').count();
+    assert!((1..5).contains(&done), "{done} cells had ended");
+    // A kill in the middle of a write leaves half a line.
+    let half = &before[..before.len() / done / 2];
+    fs::write(run.join("cells.jsonl"), [&before[..], half].concat()).unwrap();
+    assert!(desk.works(&["report", run.to_str().unwrap()]).contains("report.html"));
+
+    let printed = desk.works(&["run", "x.toml", "--out", "out", "--resume", "--json", "-"]);
+    assert_eq!(printed.lines().count(), 5 - done, "only missing cells run");
+    assert_eq!(desk.only_run(), run);
+    let after = cells(&run);
+    assert!(after.starts_with(&before), "finished cells are as they were, byte for byte");
+    let records = records(&after);
+    let ids: BTreeSet<&str> = records.iter().map(|record| record["cell_id"].as_str().unwrap()).collect();
+    assert_eq!((records.len(), ids.len()), (5, 5));
+    assert!(records.iter().all(|record| record["status"] == "ok"));
+    assert!(run.join("report.html").exists());
+}
+
+#[test]
+fn torn_last_lines_are_cut_off_and_damaged_ones_are_named() {
+    let desk = Desk::with(SMALL);
+    let run = desk.run(&[]);
+    let path = run.join("cells.jsonl");
+    let whole = cells(&run);
+    let lines: Vec<&[u8]> = whole.split_inclusive(|&byte| byte == b'\n').collect();
+    for cut in [1, 40, lines[2].len() - 1] {
+        fs::write(&path, &whole[..whole.len() - cut]).unwrap();
+        desk.works(&["report", run.to_str().unwrap()]);
+        assert_eq!(desk.run(&["--resume"]), run);
+        let again = cells(&run);
+        assert!(again.starts_with(&whole[..whole.len() - lines[2].len()]));
+        assert_eq!(records(&again).len(), 3, "cut by {cut}");
+    }
+    let damaged = [lines[0], &lines[1][..50], b"\n", lines[2]].concat();
+    fs::write(&path, &damaged).unwrap();
+    for arguments in [vec!["report", run.to_str().unwrap()], vec!["run", "x.toml", "--out", "out", "--resume"]] {
+        let stderr = desk.refuses(&arguments);
+        assert!(stderr.contains("cells.jsonl' line 2 is not a record"), "{stderr}");
+    }
+    assert_eq!(fs::read(&path).unwrap(), damaged, "nothing of it is lost");
+}
+
+#[test]
+fn a_run_that_another_process_writes_to_is_left_alone() {
+    let desk = Desk::with(SMALL);
+    let run = desk.run(&[]);
+    let before = files(&run);
+    let held = File::open(run.join("cells.jsonl")).unwrap();
+    held.lock().unwrap();
+    let stderr = desk.fails(&["run", "x.toml", "--out", "out", "--resume"], 1);
+    assert!(stderr.contains("cells.jsonl' is being written by another kvsieve; wait for it to end"), "{stderr}");
+    assert!(files(&run) == before);
+    held.unlock().unwrap();
+    desk.run(&["--resume"]);
+}
+
+#[test]
+fn a_report_is_drawn_again_from_the_records_alone() {
+    let desk = Desk::with(SMALL);
+    let run = desk.run(&[]);
+    let before = files(&run);
+    fs::remove_dir_all(run.join("plots")).unwrap();
+    fs::remove_file(run.join("report.html")).unwrap();
+    fs::remove_file(run.join("summary.md")).unwrap();
+    let shown = desk.works(&["report", run.to_str().unwrap()]);
+    assert!(shown.contains("figures\nreport: "), "{shown}");
+    let after = files(&run);
+    assert_eq!(after.keys().collect::<Vec<_>>(), before.keys().collect::<Vec<_>>());
+    for (path, bytes) in &before {
+        assert!(after[path] == *bytes, "{} differs", path.display());
+    }
+    desk.works(&["report", run.to_str().unwrap(), "--out", "a/b"]);
+    assert!(desk.path("a/b/report.html").exists());
+    assert!(files(&run) == before);
+}
+
+#[test]
+fn shards_make_one_report() {
+    let desk = Desk::with(SMALL);
+    for shard in ["1/2", "2/2"] {
+        desk.works(&["run", "x.toml", "--out", "out", "--shard", shard]);
+    }
+    let runs: Vec<String> = names(&desk.path("out/x")).iter().map(|name| format!("out/x/{name}")).collect();
+    assert_eq!(runs.len(), 2);
+    let counts: Vec<usize> = runs.iter().map(|run| records(&cells(&desk.path(run))).len()).collect();
+    assert_eq!(counts.iter().sum::<usize>(), 3);
+    desk.works(&["report", &runs[0], &runs[1], "--out", "both"]);
+    let summary = fs::read_to_string(desk.path("both/summary.md")).unwrap();
+    assert!(summary.starts_with("# x\n"), "{summary}");
+    assert_eq!(summary.lines().filter(|line| line.starts_with("| knorm")).count(), 2, "{summary}");
+}
+
+#[test]
+fn cells_that_do_not_fit_are_no_error_and_cells_that_fail_are() {
+    let desk = Desk::with(SMALL);
+    let shown = desk.works(&["run", "x.toml", "--out", "out", "--limit-memory", "64KiB"]);
+    assert!(shown.contains("3 cells: 0 ok, 3 oom, 0 skipped, 0 failed"), "{shown}");
+    // Scores that overflow f32 give outputs that are no numbers.
+    let values: Vec<f32> = (0..64).map(|index| [1e20, 1e20, 0.0, -1e20][index % 4] * (1.0 + index as f32)).collect();
+    let large = tensor(DType::F32, [1, 1, 16, 4], &values);
+    let outputs = ["q", "k", "v"].map(|name| Output::tensor(name, &large));
+    file::write(&desk.path("in.safetensors"), &outputs).unwrap();
+    let text =
+        "name = \"x\"\n[file]\npath = \"in.safetensors\"\n[[grid]]\nmeasure = \"forward\"\ncontext_tokens = [16]\n";
+    fs::write(desk.path("x.toml"), text).unwrap();
+    let stderr = desk.fails(&["run", "x.toml", "--out", "failed"], 1);
+    assert!(stderr.contains("1 of the cells failed; the first is 'forward tiled 1/1 f32 16': "), "{stderr}");
+    let run = desk.path("failed/x").join(names(&desk.path("failed/x")).first().unwrap());
+    assert_eq!(records(&cells(&run))[0]["status"], "failed");
+}
+
+#[test]
+fn every_wrong_value_of_an_experiment_is_named_in_one_line() {
+    // What is replaced in the experiment, by what, and what the error says.
+    let cases: &[(&str, &str, &str)] = &[
+        ("head_dim = 32", "head_dims = 32", "error: x.toml:8:1: unknown field `head_dims`"),
+        ("min_rounds = 1", "min_round = 1", "error: x.toml:3:1: unknown field `min_round`"),
+        ("name = \"x\"", "nam = \"x\"", "error: x.toml:1:1: unknown field `nam`"),
+        ("name = \"x\"", "name = \"../x\"", "name is '../x'; use lower-case letters"),
+        ("name = \"x\"", "name = \"\"", "name is ''"),
+        ("name = \"x\"", "name = \"x\"\nname = \"y\"", "x.toml:2:1: duplicate key"),
+        ("name = \"x\"", "name = \"x\"\nlimit_memory = \"8\"", "limit_memory: '8' is not an amount of memory"),
+        ("[[grid]]", "[[grid]", "x.toml:5:"),
+        ("\"knorm\"", "\"knrm\"", "x.toml: grid 1 (evict): unknown policy 'knrm'; there are full, random"),
+        ("\"knorm\"", "\"knorm:window=3\"", "'knorm' has no parameter 'window'; it has every"),
+        ("\"knorm\"", "3", "x.toml:11:19: "),
+        ("budget = [0.25, 0.5]\n", "", "policy 'knorm' needs a budget; write budget = [0.25, 0.5]"),
+        ("[0.25, 0.5]", "0", "x.toml:12:10: '0' is not a budget"),
+        ("[0.25, 0.5]", "-1", "x.toml:12:10: '-1' is not a budget"),
+        ("[0.25, 0.5]", "nan", "x.toml:12:10: 'NaN' is not a budget"),
+        ("[0.25, 0.5]", "1.5", "x.toml:12:10: '1.5' is not a budget"),
+        ("[0.25, 0.5]", "\"much\"", "x.toml:12:10: 'much' is not a budget"),
+        ("[0.25, 0.5]", "0.001", "budget 0.001 leaves no token of 256 in a KV head"),
+        ("[0.25, 0.5]", "\"100B\"", "budget 100B leaves no token of 256"),
+        ("\"knorm\"]\nbudget = [0.25, 0.5]", "\"streaming-llm\"]\nbudget = 4", "keeps 4 sinks and needs at least 5"),
+        ("policy = [\"full\", \"knorm\"]\n", "", "policy is missing; write policy = "),
+        ("policy = [\"full\", \"knorm\"]", "policy = []", "x.toml:11:10: the list is empty"),
+        ("\"evict\"", "\"sideways\"", "x.toml:6:11: unknown variant `sideways`"),
+        ("\"evict\"", "\"forward\"", "policy, budget and new_tokens belong to measure = \"evict\""),
+        ("\"4/2\"", "\"3/2\"", "3 query heads cannot share 2 KV heads evenly"),
+        ("\"4/2\"", "\"4\"", "heads is '4'; write query heads / KV heads such as \"8/2\""),
+        ("\"4/2\"", "\"4/0\"", "heads is '4/0'"),
+        ("\"4/2\"", "4", "x.toml:7:9: invalid type: integer `4`"),
+        ("heads = \"4/2\"\n", "", "heads are missing"),
+        ("head_dim = 32", "head_dim = 0", "head dim is 0; every extent must be at least 1"),
+        ("head_dim = 32", "head_dim = 300", "head dim is 300; at most 256"),
+        ("head_dim = 32", "head_dim = 31", "head dim is 31; it must be an even number of at least 8"),
+        ("head_dim = 32", "head_dim = -1", "x.toml:8:12: invalid value: integer `-1`"),
+        ("context_tokens = 256", "context_tokens = 0", "x.toml:9:18: '0' is not a token count"),
+        ("context_tokens = 256", "context_tokens = \"2k..1k*2\"", "x.toml:9:18: '2k..1k*2' is not a range"),
+        ("context_tokens = 256", "context_tokens = \"10m\"", "rope_theta must be at least"),
+        ("context_tokens = 256\n", "", "missing field `context_tokens`"),
+        ("new_tokens = 4", "new_tokens = 0", "new_tokens is 0; at least 1 decode step"),
+        ("new_tokens = 4", "batch = 0", "batch is 0; every extent must be at least 1"),
+        ("new_tokens = 4", "dtype = \"f64\"", "x.toml:10:9: "),
+        ("new_tokens = 4", "kernel = \"flash\"", "unknown kernel 'flash'; there are reference, naive, tiled, decode"),
+        ("new_tokens = 4", "kernel = \"tiled:br=0\"", "tiled: br is '0'"),
+        ("new_tokens = 4", "seed = -1", "x.toml:10:8: invalid value: integer `-1`"),
+        ("new_tokens = 4", "causal = false", "eviction is measured with a causal mask and without a window"),
+        ("new_tokens = 4", "window = 9", "eviction is measured with a causal mask and without a window"),
+        ("new_tokens = 4", "softcap = 0", "soft-cap is 0; it must be finite and above 0"),
+        ("max_rounds = 2", "max_rounds = 0", "timing: min_rounds is 1, max_rounds 0"),
+        ("max_rounds = 2", "cap_s = nan", "cap_s NaN (seconds, above 0)"),
+        ("[timing]", "[synthetic]\nsinks = 0\n[timing]", "workload: sinks is 0; it must be between 1 and 64"),
+        ("[timing]", "[synthetic]\nneedle = 1\n[timing]", "x.toml:3:1: unknown field `needle`"),
+        ("[timing]", "[file]\npath = \"a\"\n[synthetic]\n[timing]", "both [file] and [synthetic] are given"),
+        ("[timing]", "[file]\npath = \"a\"\n[timing]", "cannot read 'a': No such file"),
+        ("[timing]", "[file]\npath = \"x.toml\"\n[timing]", "'x.toml' is not a valid safetensors file"),
+        ("[timing]", "[file]\npath = \"in.safetensors\"\n[timing]", "come from the tensor file; leave them out"),
+        (
+            "[timing]\nmin_rounds = 1\nmax_rounds = 2\n[[grid]]\nmeasure = \"evict\"\nheads = \"4/2\"\nhead_dim = 32\n",
+            "[file]\npath = \"in.safetensors\"\n[[grid]]\nmeasure = \"evict\"\n",
+            "has 20 tokens; needed: 256 and 4 new; shorten the context",
+        ),
+    ];
+    let desk = Desk::with(SMALL);
+    let small = tensor(DType::F32, [1, 1, 20, 4], &[0.5; 80]);
+    file::write(&desk.path("in.safetensors"), &["q", "k", "v"].map(|name| Output::tensor(name, &small))).unwrap();
+    for (from, to, expected) in cases {
+        assert!(SMALL.contains(from), "{from}");
+        fs::write(desk.path("x.toml"), SMALL.replacen(from, to, 1)).unwrap();
+        let stderr = desk.refuses(&["run", "x.toml", "--out", "out"]);
+        assert!(stderr.contains(expected), "{to}: expected '{expected}' in: {stderr}");
+        assert_eq!(desk.refuses(&["run", "x.toml", "--dry-run"]), stderr, "a dry run says the same");
+    }
+    for (bytes, expected) in [(&b""[..], "missing field `name`"), (b"\xff\xfe", "cannot read experiment 'x.toml'")] {
+        fs::write(desk.path("x.toml"), bytes).unwrap();
+        let stderr = desk.refuses(&["run", "x.toml", "--out", "out"]);
+        assert!(stderr.contains(expected), "{stderr}");
+    }
+}
+
+#[test]
+fn every_wrong_option_is_named_in_one_line() {
+    let desk = Desk::with(SMALL);
+    fs::create_dir(desk.path("empty")).unwrap();
+    let cases: &[(&[&str], &str)] = &[
+        (&["run", "none.toml"], "cannot read experiment 'none.toml': No such file"),
+        (&["run", "none.toml"], "shipped experiments are quickstart, memory-vs-context"),
+        (&["run", "empty"], "cannot read experiment 'empty'"),
+        (&["run", "x.toml", "none.toml"], "cannot read experiment 'none.toml'"),
+        (&["run", "x.toml", "--device", "cuda"], "device 'cuda': this build has no CUDA kernels; use --device cpu"),
+        (&["run", "x.toml", "--device", "tpu"], "unknown device 'tpu'"),
+        (&["run", "x.toml", "--threads", "0"], "0 threads asked; 1 to 1024 are possible"),
+        (&["run", "x.toml", "--shard", "0/4"], "'0/4' is not a shard; write I/N with 1 <= I <= N, such as 1/4"),
+        (&["run", "x.toml", "--shard", "5/4"], "'5/4' is not a shard"),
+        (&["run", "x.toml", "--shard", "1"], "'1' is not a shard"),
+        (&["run", "x.toml", "--shard", "-1/2"], "unexpected argument '-1' found"),
+        (&["run", "x.toml", "--shard", "1/0"], "'1/0' is not a shard"),
+        (&["run", "x.toml", "--limit-memory", "8"], "'8' is not an amount of memory; write 8GiB"),
+        (&["run", "x.toml", "--limit-memory", "-8GiB"], "unexpected argument '-8' found"),
+        (&["run", "x.toml", "--limit-memory", "0GiB"], "'0GiB' is not an amount of memory"),
+        (&["run", "x.toml", "--json", "records"], "invalid value 'records' for '--json <->'"),
+        (&["run", "x.toml", "--dryrun"], "unexpected argument '--dryrun' found"),
+        (&["report"], "<DIR>..."),
+        (&["report", "none"], "cannot read 'none/cells.jsonl': No such file"),
+        (&["report", "empty"], "cannot read 'empty/cells.jsonl'"),
+        (&["report", "empty", "--out", "new"], "cannot read 'empty/cells.jsonl'"),
+        (&["report", "x.toml"], "cannot read 'x.toml/cells.jsonl'"),
+    ];
+    for (arguments, expected) in cases {
+        let stderr = desk.refuses(arguments);
+        assert!(stderr.contains(expected), "{arguments:?}: expected '{expected}' in: {stderr}");
+    }
+    // A second experiment that means nothing stops the first one before it starts.
+    fs::write(desk.path("y.toml"), SMALL.replace("4/2", "3/2")).unwrap();
+    assert!(desk.refuses(&["run", "x.toml", "y.toml", "--out", "out"]).contains("y.toml: grid 1"));
+    fs::write(desk.path("y.toml"), SMALL.replace("head_dim = 32", "head_dim = 31")).unwrap();
+    assert!(desk.refuses(&["run", "x.toml", "y.toml", "--out", "out"]).contains("head dim is 31"));
+}
+
+#[test]
+fn a_place_that_takes_no_results_is_a_failure() {
+    let desk = Desk::with(SMALL);
+    let mut places = vec!["x.toml/below"];
+    if cfg!(target_os = "linux") {
+        // Nobody, not even root, makes folders in /proc.
+        places.push("/proc/results");
+    }
+    for place in places {
+        let stderr = desk.fails(&["run", "x.toml", "--out", place], 1);
+        assert!(stderr.contains(&format!("cannot write '{place}/x'")), "{stderr}");
+    }
+    let run = desk.run(&[]);
+    let stderr = desk.fails(&["report", run.to_str().unwrap(), "--out", "x.toml/below"], 1);
+    assert!(stderr.contains("cannot make folder 'x.toml/below'"), "{stderr}");
+}
