@@ -143,6 +143,12 @@ fn expand(grid: &Grid, file: Option<&FileSource>, workload_hash: &str) -> Result
 fn check(cell: Cell, registry: &Registry) -> Result<Cell, String> {
     let text = |error: &dyn std::fmt::Display| error.to_string();
     cell.shape().check().map_err(|error| text(&error))?;
+    // Bytes are counted in 64 bits; the score matrix is the largest thing that could be asked for.
+    let shape = cell.shape();
+    let extents = [shape.batch, shape.q_heads, shape.q_len, shape.kv_len];
+    if extents.iter().map(|&extent| extent as u128).product::<u128>() > 1 << 58 {
+        return Err(format!("{} tokens with {} heads are more than can be counted", shape.kv_len, cell.heads()));
+    }
     cell.params().check().map_err(|error| text(&error))?;
     let kernel = kernel(&cell.kernel).map_err(|error| text(&error))?;
     if cell.measure == Measure::Backward && kernel.backward_workspace(&cell.shape(), &cell.params(), 1).is_none() {

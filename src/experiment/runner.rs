@@ -238,10 +238,18 @@ impl Runner<'_> {
             let key = (prepared.extents(), prepared.cell.seed);
             let input = match inputs.iter().position(|input| input.key == key) {
                 Some(input) => input,
-                None => {
-                    inputs.push(self.input(key)?);
-                    inputs.len() - 1
-                }
+                None => match self.input(key) {
+                    Ok(input) => {
+                        inputs.push(input);
+                        inputs.len() - 1
+                    }
+                    Err(error) => {
+                        let status =
+                            if matches!(error, WorkloadError::Arena(_)) { Status::Oom } else { Status::Failed };
+                        self.end(Record { status, reason: Some(error.to_string()), ..record })?;
+                        continue;
+                    }
+                },
             };
             let running = Running { prepared, input, record, samples_ns: BTreeMap::new(), spent: Duration::ZERO };
             if let Some(running) = self.checked_turn(running, &mut inputs[input])? {
@@ -251,7 +259,7 @@ impl Runner<'_> {
         self.rounds(rotation, &inputs)
     }
 
-    fn input(&self, key: (Extents, u64)) -> Result<Input, RunError> {
+    fn input(&self, key: (Extents, u64)) -> Result<Input, WorkloadError> {
         let arena = Arena::with_limit(self.options.limit_bytes);
         let workload = match &self.experiment.file {
             Some(file) => file.load(&key.0, &arena)?,

@@ -7,8 +7,10 @@
 use super::record::{Record, Status};
 use std::collections::HashSet;
 use std::fs::{self, File, OpenOptions};
-use std::io::{Seek, SeekFrom, Write};
+use std::io::{ErrorKind, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
+use std::thread::sleep;
+use std::time::Duration;
 
 /// Name of the records' file.
 pub const CELLS: &str = "cells.jsonl";
@@ -71,17 +73,19 @@ impl Store {
         config: &str,
         environment: &serde_json::Value,
     ) -> Result<Self, StoreError> {
-        let seconds = humantime::format_rfc3339_seconds(std::time::SystemTime::now()).to_string();
-        let time: String = seconds.chars().filter(|c| !matches!(c, '-' | ':')).collect();
-        let name = format!("{time}-{config_hash}-{}{suffix}", super::environment::revision());
         fs::create_dir_all(base).map_err(|error| failed(base, &error))?;
-        // Two runs may start in one second.
-        let (run_id, folder) = (0..100)
-            .map(|index| if index == 0 { name.clone() } else { format!("{name}-{index}") })
-            .map(|name| (name.clone(), base.join(name)))
-            .find(|(_, folder)| !folder.exists())
-            .ok_or_else(|| StoreError::Write { path: base.join(&name), reason: "it exists already".into() })?;
-        fs::create_dir(&folder).map_err(|error| failed(&folder, &error))?;
+        let (run_id, folder) = loop {
+            let seconds = humantime::format_rfc3339_seconds(std::time::SystemTime::now()).to_string();
+            let time: String = seconds.chars().filter(|c| !matches!(c, '-' | ':')).collect();
+            let run_id = format!("{time}-{config_hash}-{}{suffix}", super::environment::revision());
+            let folder = base.join(&run_id);
+            match fs::create_dir(&folder) {
+                Ok(()) => break (run_id, folder),
+                // Another run of the same configuration has this second.
+                Err(error) if error.kind() == ErrorKind::AlreadyExists => sleep(Duration::from_millis(100)),
+                Err(error) => return Err(failed(&folder, &error)),
+            }
+        };
         let environment = serde_json::to_string_pretty(environment).expect("the environment is plain data");
         for (file, text) in [("config.toml", config), ("env.json", &environment)] {
             let path = folder.join(file);
