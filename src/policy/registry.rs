@@ -60,3 +60,17 @@ impl Registry {
         Ok((entry.build)(&named)?)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_listed_is_what_the_scorer_says() {
+        let registry = Registry::default();
+        for entry in registry.entries() {
+            let policy = registry.policy(entry.name).unwrap();
+            assert_eq!(policy.needs().unwrap_or(Needs::Positions), entry.needs, "{}", entry.name);
+        }
+    }
+}
