@@ -1,0 +1,157 @@
+//! Values of an experiment file's axes: one or many, lengths and ranges of lengths, budgets.
+
+use crate::policy::Budget;
+use crate::units;
+use serde::de::{self, Deserializer, IntoDeserializer, SeqAccess, Visitor};
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::marker::PhantomData;
+
+/// One value or a list of them.
+#[derive(Debug, Clone, Serialize)]
+#[serde(transparent)]
+pub struct Many<T>(pub Vec<T>);
+
+impl<T> Default for Many<T> {
+    fn default() -> Self {
+        Many(Vec::new())
+    }
+}
+
+impl<T> Many<T> {
+    /// Whether none was given.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+}
+
+impl<T: Clone> Many<T> {
+    /// The values, or `default` where none was given.
+    pub fn or(&self, default: T) -> Vec<T> {
+        if self.0.is_empty() { vec![default] } else { self.0.clone() }
+    }
+}
+
+impl<'de, T: Deserialize<'de>> Deserialize<'de> for Many<T> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct OneOrMany<T>(PhantomData<T>);
+        /// A single value, handed on to `T`.
+        macro_rules! one {
+            ($visit:ident, $type:ty) => {
+                fn $visit<E: de::Error>(self, value: $type) -> Result<Self::Value, E> {
+                    Ok(Many(vec![T::deserialize(value.into_deserializer())?]))
+                }
+            };
+        }
+        impl<'de, T: Deserialize<'de>> Visitor<'de> for OneOrMany<T> {
+            type Value = Many<T>;
+            fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+                formatter.write_str("a value or a list of values")
+            }
+            one!(visit_str, &str);
+            one!(visit_i64, i64);
+            one!(visit_u64, u64);
+            one!(visit_f64, f64);
+            one!(visit_bool, bool);
+            fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Self::Value, A::Error> {
+                let mut values = Vec::new();
+                while let Some(value) = list.next_element()? {
+                    values.push(value);
+                }
+                if values.is_empty() {
+                    return Err(de::Error::custom("the list is empty; give at least one value or leave the key out"));
+                }
+                Ok(Many(values))
+            }
+        }
+        deserializer.deserialize_any(OneOrMany(PhantomData))
+    }
+}
+
+/// Context lengths that one entry stands for.
+#[derive(Debug, Clone)]
+pub struct Tokens {
+    /// The entry as it was written.
+    text: String,
+    /// The lengths.
+    pub lengths: Vec<usize>,
+}
+
+impl Serialize for Tokens {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(&self.text)
+    }
+}
+
+impl Tokens {
+    fn parse(text: &str) -> Result<Self, String> {
+        let Some((first, rest)) = text.split_once("..") else {
+            return Ok(Tokens { text: text.into(), lengths: vec![units::parse_tokens(text)?] });
+        };
+        let wrong = || format!("'{text}' is not a range; write \"1k..32k*2\" (doubling) or \"1k..8k+1k\" (steps)");
+        let first = units::parse_tokens(first)?;
+        let (last, next): (&str, Box<dyn Fn(usize) -> usize>) = if let Some((last, factor)) = rest.split_once('*') {
+            let factor = factor.trim().parse::<usize>().ok().filter(|factor| *factor >= 2).ok_or_else(wrong)?;
+            (last, Box::new(move |tokens| tokens.saturating_mul(factor)))
+        } else if let Some((last, step)) = rest.split_once('+') {
+            let step = units::parse_tokens(step)?;
+            (last, Box::new(move |tokens| tokens.saturating_add(step)))
+        } else {
+            return Err(wrong());
+        };
+        let last = units::parse_tokens(last)?;
+        let lengths: Vec<usize> = std::iter::successors(Some(first), |&tokens| Some(next(tokens)))
+            .take_while(|&tokens| tokens <= last)
+            .take(1000)
+            .collect();
+        if lengths.is_empty() { Err(wrong()) } else { Ok(Tokens { text: text.into(), lengths }) }
+    }
+}
+
+impl<'de> Deserialize<'de> for Tokens {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let text = NumberOrText::deserialize(deserializer)?.0;
+        Tokens::parse(&text).map_err(de::Error::custom)
+    }
+}
+
+/// A budget as it was written.
+#[derive(Debug, Clone, Serialize)]
+#[serde(transparent)]
+pub struct BudgetText(pub String);
+
+impl<'de> Deserialize<'de> for BudgetText {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let text = NumberOrText::deserialize(deserializer)?.0;
+        let budget: Budget = text.parse().map_err(de::Error::custom)?;
+        Ok(BudgetText(budget.to_string()))
+    }
+}
+
+/// A number or a text, as text.
+struct NumberOrText(String);
+
+impl<'de> Deserialize<'de> for NumberOrText {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Either;
+        impl Visitor<'_> for Either {
+            type Value = NumberOrText;
+            fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+                formatter.write_str("a number or a text")
+            }
+            fn visit_str<E: de::Error>(self, text: &str) -> Result<NumberOrText, E> {
+                Ok(NumberOrText(text.into()))
+            }
+            fn visit_i64<E: de::Error>(self, number: i64) -> Result<NumberOrText, E> {
+                Ok(NumberOrText(number.to_string()))
+            }
+            fn visit_u64<E: de::Error>(self, number: u64) -> Result<NumberOrText, E> {
+                Ok(NumberOrText(number.to_string()))
+            }
+            fn visit_f64<E: de::Error>(self, number: f64) -> Result<NumberOrText, E> {
+                Ok(NumberOrText(format!("{number:?}")))
+            }
+        }
+        deserializer.deserialize_any(Either)
+    }
+}
