@@ -3,9 +3,8 @@
 use super::{DType, Tensor};
 use crate::memory::{Arena, ArenaError, Label};
 use memmap2::Mmap;
-use safetensors::tensor::{Metadata, TensorView as Stored};
+use safetensors::tensor::TensorView as Stored;
 use safetensors::{Dtype, SafeTensors};
-use std::collections::HashMap;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
@@ -118,16 +117,6 @@ impl TensorFile {
         let mut names: Vec<String> = self.parse()?.names().iter().map(|name| name.to_string()).collect();
         names.sort();
         Ok(names)
-    }
-
-    /// The file's free-form metadata.
-    ///
-    /// # Errors
-    /// When the header is damaged.
-    pub fn metadata(&self) -> Result<HashMap<String, String>, FileError> {
-        let (_, metadata): (_, Metadata) =
-            SafeTensors::read_metadata(&self.map).map_err(|error| self.bad_format(&error))?;
-        Ok(metadata.metadata().clone().unwrap_or_default())
     }
 
     /// Shape `[d0, d1, d2, d3]` and element type of a tensor.
