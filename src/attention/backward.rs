@@ -6,8 +6,8 @@
 
 use super::online::logits;
 use super::{Backward, Params};
-use crate::device::simd;
-use pulp::Arch;
+use crate::device::simd::Isa;
+use crate::device::simd::loops;
 use rayon::prelude::*;
 use std::f32::consts::LOG2_E;
 use std::ops::Range;
@@ -15,14 +15,14 @@ use std::ops::Range;
 impl Backward<'_> {
     /// Writes `delta` `[B, Hq, Lq]`: the inner product of each row of `do` with the same row of `o`.
     pub(super) fn row_deltas(&self, delta: &mut [f32]) {
-        let (shape, arch) = (self.forward.shape, self.forward.cpu.arch());
+        let (shape, isa) = (self.forward.shape, self.forward.cpu.isa());
         self.forward.cpu.install(|| {
             delta.par_chunks_mut(shape.q_len).enumerate().for_each(|(head, delta)| {
                 let (batch, q_head) = (head / shape.q_heads, head % shape.q_heads);
                 let (mut o, mut grad_o) = ([0.0; super::Shape::MAX_HEAD_DIM], [0.0; super::Shape::MAX_HEAD_DIM]);
                 for (i, delta) in delta.iter_mut().enumerate() {
                     let o = self.o.rows(batch, q_head, i, 1, &mut o);
-                    *delta = simd::dot(arch, o, self.grad_o.rows(batch, q_head, i, 1, &mut grad_o));
+                    *delta = loops::dot(isa, o, self.grad_o.rows(batch, q_head, i, 1, &mut grad_o));
                 }
             });
         });
@@ -42,7 +42,7 @@ pub(super) struct Grad<'a> {
 /// In place: `p` from inner products to probabilities, `ds` from `dP` to the gradients of the inner products. Keys
 /// outside `visible(row)` get zero in both.
 pub(super) fn score_gradients(
-    arch: Arch,
+    isa: Isa,
     params: &Params,
     tile: &Grad<'_>,
     p: &mut [f32],
@@ -57,12 +57,12 @@ pub(super) fn score_gradients(
             row[seen.end..].fill(0.0);
         }
         let (p, ds) = (&mut p[seen.clone()], &mut ds[seen]);
-        simd::shift_scale(arch, ds, -delta, params.scale);
-        logits(arch, params, p);
+        loops::shift_scale(isa, ds, -delta, params.scale);
+        logits(isa, params, p);
         if let Some(cap) = params.softcap {
-            simd::cap_slope(arch, ds, p, cap * LOG2_E);
+            loops::cap_slope(isa, ds, p, cap * LOG2_E);
         }
-        simd::exp2_sum(arch, p, lse * LOG2_E);
-        simd::multiply(arch, ds, p);
+        loops::exp2_sum(isa, p, lse * LOG2_E);
+        loops::multiply(isa, ds, p);
     }
 }

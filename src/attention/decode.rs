@@ -7,7 +7,7 @@
 use super::online::Running;
 use super::{AttentionError, Forward, Kernel, KernelEntry, Outputs, Params, Shape, Workspace, WorkspaceSize};
 use crate::device::cpu::Slots;
-use crate::device::simd;
+use crate::device::simd::loops;
 use crate::tensor::DType;
 use rayon::prelude::*;
 
@@ -59,7 +59,7 @@ impl Kernel for Decode {
         outputs: &mut Outputs,
         workspace: &mut Workspace,
     ) -> Result<(), AttentionError> {
-        let (shape, arch) = (call.shape, call.cpu.arch());
+        let (shape, isa) = (call.shape, call.cpu.isa());
         let (width, rows) = (shape.head_dim, group_rows(&shape));
         let splits = shape.kv_len.div_ceil(SPLIT);
         let (partial_o, rest) = workspace.scratch.split_at_mut(units(&shape) * rows * width);
@@ -85,9 +85,9 @@ impl Kernel for Decode {
                 let mut state = Running::EMPTY;
                 for split in 0..splits {
                     let at = (kv_head * splits + split) * rows + row;
-                    state.merge(arch, o, states[at], &partial_o[at * width..][..width]);
+                    state.merge(isa, o, states[at], &partial_o[at * width..][..width]);
                 }
-                *lse = state.finish(arch, o);
+                *lse = state.finish(isa, o);
                 dtype.encode(o, target);
             });
         });
@@ -97,7 +97,7 @@ impl Kernel for Decode {
 
 /// The partial results of all query rows of KV head `head` (counted over the batch) over the keys from `start` on.
 fn partial(call: &Forward<'_>, head: usize, start: usize, o: &mut [f32], states: &mut [Running], slot: &mut [f32]) {
-    let (shape, arch, width) = (call.shape, call.cpu.arch(), call.shape.head_dim);
+    let (shape, isa, width) = (call.shape, call.cpu.isa(), call.shape.head_dim);
     let (batch, kv_head) = (head / shape.kv_heads, head % shape.kv_heads);
     let rows = group_rows(&shape);
     let (q, rest) = slot.split_at_mut(rows * width);
@@ -116,17 +116,17 @@ fn partial(call: &Forward<'_>, head: usize, start: usize, o: &mut [f32], states:
         let keys = call.kv.keys(batch, kv_head, first, count, block);
         for (row, q) in q.chunks_exact(width).enumerate() {
             let scores = &mut scores[row * BLOCK..][..count];
-            simd::row_dots(arch, q, keys, scores);
+            loops::row_dots(isa, q, keys, scores);
             let seen = visible(row);
             let from = seen.start.saturating_sub(first).min(count);
             let to = seen.end.saturating_sub(first).clamp(from, count);
             scores[..from].fill(0.0);
             scores[to..].fill(0.0);
-            states[row].absorb(arch, &call.params, &mut scores[from..to], &mut o[row * width..][..width]);
+            states[row].absorb(isa, &call.params, &mut scores[from..to], &mut o[row * width..][..width]);
         }
         let values = call.kv.values(batch, kv_head, first, count, block);
         for (row, o) in o.chunks_exact_mut(width).enumerate() {
-            simd::weighted_rows(arch, &scores[row * BLOCK..][..count], values, o);
+            loops::weighted_rows(isa, &scores[row * BLOCK..][..count], values, o);
         }
     }
 }

@@ -8,7 +8,7 @@ use super::online::logits;
 use super::{Forward, Shape};
 use crate::device::cpu::Slots;
 use crate::device::gemm::{Matrix, product};
-use crate::device::simd;
+use crate::device::simd::loops;
 use rayon::prelude::*;
 use std::f32::consts::LOG2_E;
 use std::ops::Range;
@@ -62,7 +62,7 @@ fn key_tile(
     sums: &mut [f32],
     slot: &mut [f32],
 ) {
-    let (shape, arch, width) = (call.shape, call.cpu.arch(), call.shape.head_dim);
+    let (shape, isa, width) = (call.shape, call.cpu.isa(), call.shape.head_dim);
     let (batch, kv_head) = (head / shape.kv_heads, head % shape.kv_heads);
     let kv_len = call.kv.len(batch, kv_head);
     let (k_tile, rest) = slot.split_at_mut(BC.min(shape.kv_len) * width);
@@ -85,11 +85,11 @@ fn key_tile(
                 let from = seen.start.clamp(keys.start, keys.end) - keys.start;
                 let to = seen.end.clamp(keys.start + from, keys.end) - keys.start;
                 let row = &mut row[from..to];
-                logits(arch, &call.params, row);
-                simd::exp2_sum(arch, row, lse[i] * LOG2_E);
-                simd::add(arch, &mut sums[from..to], row);
+                logits(isa, &call.params, row);
+                loops::exp2_sum(isa, row, lse[i] * LOG2_E);
+                loops::add(isa, &mut sums[from..to], row);
             }
         }
     }
-    simd::scale(arch, sums, 1.0 / shape.group() as f32);
+    loops::scale(isa, sums, 1.0 / shape.group() as f32);
 }

@@ -10,7 +10,7 @@ use super::{
 };
 use crate::device::cpu::Slots;
 use crate::device::gemm::{Matrix, product};
-use crate::device::simd;
+use crate::device::simd::loops;
 use crate::tensor::DType;
 use rayon::prelude::*;
 use std::f32::consts::LN_2;
@@ -68,7 +68,7 @@ impl Kernel for Naive {
         workspace: &mut Workspace,
     ) -> Result<(), AttentionError> {
         let Shape { q_heads, q_len, kv_len, head_dim: width, .. } = call.shape;
-        let arch = call.cpu.arch();
+        let isa = call.cpu.isa();
         let place = |head: usize| (head / q_heads, head % q_heads, head % q_heads / call.shape.group());
         let dtype = outputs.o.dtype();
         let (scores, scratch) = (&mut workspace.scores, &mut workspace.scratch);
@@ -87,7 +87,7 @@ impl Kernel for Naive {
                 |(index, (row, lse))| {
                     let (batch, _, kv_head) = place(index / q_len);
                     let visible = call.params.visible(index % q_len, q_len, call.kv.len(batch, kv_head));
-                    let max = logits(arch, &call.params, row);
+                    let max = logits(isa, &call.params, row);
                     row[..visible.start].fill(0.0);
                     row[visible.end..].fill(0.0);
                     let seen = &mut row[visible];
@@ -97,8 +97,8 @@ impl Kernel for Naive {
                     }
                     // The maximum over masked keys too is only a shift; the seen ones may be far below it.
                     let max = if seen.len() == kv_len { max } else { seen.iter().copied().fold(f32::MIN, f32::max) };
-                    let sum = simd::exp2_sum(arch, seen, max);
-                    simd::scale(arch, seen, 1.0 / sum);
+                    let sum = loops::exp2_sum(isa, seen, max);
+                    loops::scale(isa, seen, 1.0 / sum);
                     *lse = (max + sum.log2()) * LN_2;
                 },
             );
@@ -135,7 +135,7 @@ impl Kernel for Naive {
     ) -> Result<(), AttentionError> {
         let Forward { shape, params, cpu, q, kv, .. } = call.forward;
         let Shape { q_len, kv_len, head_dim: width, .. } = shape;
-        let (group, arch, dtype) = (shape.group(), cpu.arch(), gradients.q.dtype());
+        let (group, isa, dtype) = (shape.group(), cpu.isa(), gradients.q.dtype());
         let (delta, scratch) = workspace.scratch.split_at_mut(shape.rows());
         call.row_deltas(delta);
         let delta = &*delta;
@@ -178,7 +178,7 @@ impl Kernel for Naive {
                                 delta: &delta[rows..][..q_len],
                                 columns: kv_len,
                             };
-                            score_gradients(arch, &params, &tile, p, ds, |i| params.visible(i, q_len, kv_len));
+                            score_gradients(isa, &params, &tile, p, ds, |i| params.visible(i, q_len, kv_len));
                             let p = Matrix::new(p, q_len, kv_len);
                             let ds = Matrix::new(ds, q_len, kv_len);
                             product(dv, width, p.transposed(), grad_o, member > 0, 1);

@@ -5,8 +5,8 @@
 //! here. Scores are in base 2 (`scale * log2(e)` folded into one factor) so that the exponential is `exp2`.
 
 use super::Params;
-use crate::device::simd;
-use pulp::Arch;
+use crate::device::simd::Isa;
+use crate::device::simd::loops;
 use std::f32::consts::{LN_2, LOG2_E};
 
 /// Maximum and sum of the exponentials seen so far, in base 2. Two floats, so that scratch memory can hold them.
@@ -18,12 +18,12 @@ pub struct Running {
 }
 
 /// Turns inner products into base-2 logits in place and returns the largest.
-pub fn logits(arch: Arch, params: &Params, row: &mut [f32]) -> f32 {
+pub fn logits(isa: Isa, params: &Params, row: &mut [f32]) -> f32 {
     match params.softcap {
-        None => simd::scale_max(arch, row, params.scale * LOG2_E),
+        None => loops::scale_max(isa, row, params.scale * LOG2_E),
         Some(cap) => {
-            simd::soft_cap(arch, row, params.scale, cap);
-            simd::scale_max(arch, row, LOG2_E)
+            loops::soft_cap(isa, row, params.scale, cap);
+            loops::scale_max(isa, row, LOG2_E)
         }
     }
 }
@@ -34,45 +34,45 @@ impl Running {
 
     /// Takes in a block of inner products: leaves their unnormalised probabilities in `row` and rescales `output`,
     /// to which the caller then adds `row * values`. Inner products that overflowed make the sum NaN.
-    pub fn absorb(&mut self, arch: Arch, params: &Params, row: &mut [f32], output: &mut [f32]) {
+    pub fn absorb(&mut self, isa: Isa, params: &Params, row: &mut [f32], output: &mut [f32]) {
         if row.is_empty() {
             return;
         }
-        let max = logits(arch, params, row);
+        let max = logits(isa, params, row);
         if max > self.max {
-            self.rescale(arch, max, output);
+            self.rescale(isa, max, output);
         }
-        self.sum += simd::exp2_sum(arch, row, self.max);
+        self.sum += loops::exp2_sum(isa, row, self.max);
     }
 
     /// Takes in another partial result over other keys.
-    pub fn merge(&mut self, arch: Arch, output: &mut [f32], other: Running, other_output: &[f32]) {
+    pub fn merge(&mut self, isa: Isa, output: &mut [f32], other: Running, other_output: &[f32]) {
         if other.sum == 0.0 {
             return;
         }
         if other.max > self.max {
-            self.rescale(arch, other.max, output);
+            self.rescale(isa, other.max, output);
         }
         let factor = (other.max - self.max).exp2();
         self.sum += factor * other.sum;
-        simd::weighted_rows(arch, &[factor], other_output, output);
+        loops::weighted_rows(isa, &[factor], other_output, output);
     }
 
     /// Normalises `output` and returns the natural log-sum-exp; zeros and `-inf` if nothing was seen.
-    pub fn finish(self, arch: Arch, output: &mut [f32]) -> f32 {
+    pub fn finish(self, isa: Isa, output: &mut [f32]) -> f32 {
         if self.sum == 0.0 {
             output.fill(0.0);
             return f32::NEG_INFINITY;
         }
-        simd::scale(arch, output, 1.0 / self.sum);
+        loops::scale(isa, output, 1.0 / self.sum);
         (self.max + self.sum.log2()) * LN_2
     }
 
-    fn rescale(&mut self, arch: Arch, max: f32, output: &mut [f32]) {
+    fn rescale(&mut self, isa: Isa, max: f32, output: &mut [f32]) {
         let factor = (self.max - max).exp2();
         self.max = max;
         self.sum *= factor;
-        simd::scale(arch, output, factor);
+        loops::scale(isa, output, factor);
     }
 }
 
@@ -83,9 +83,9 @@ mod tests {
 
     /// The running state and output over some scores, with value rows `[1, score]`.
     fn over(scores: &[f32]) -> (Running, [f32; 2]) {
-        let (arch, mut state, mut output) = (Arch::new(), Running::EMPTY, [0.0; 2]);
+        let (isa, mut state, mut output) = (Isa::PORTABLE, Running::EMPTY, [0.0; 2]);
         let mut row = scores.to_vec();
-        state.absorb(arch, &Params::new(1, false), &mut row, &mut output);
+        state.absorb(isa, &Params::new(1, false), &mut row, &mut output);
         for (weight, score) in row.iter().zip(scores) {
             output[0] += weight;
             output[1] += weight * score;
@@ -98,13 +98,13 @@ mod tests {
         fn merging_is_the_same_in_every_grouping(
             parts in prop::collection::vec(prop::collection::vec(-60.0f32..60.0, 0..20), 3),
         ) {
-            let arch = Arch::new();
+            let isa = Isa::PORTABLE;
             let [a, b, c] = [0, 1, 2].map(|part: usize| over(&parts[part]));
             let merged = |mut left: (Running, [f32; 2]), right: (Running, [f32; 2])| {
-                left.0.merge(arch, &mut left.1, right.0, &right.1);
+                left.0.merge(isa, &mut left.1, right.0, &right.1);
                 left
             };
-            let finish = |(state, mut output): (Running, [f32; 2])| (state.finish(arch, &mut output), output);
+            let finish = |(state, mut output): (Running, [f32; 2])| (state.finish(isa, &mut output), output);
             let whole = finish(over(&parts.concat()));
             for (lse, output) in [finish(merged(merged(a, b), c)), finish(merged(a, merged(b, c))), finish(merged(merged(c, a), b))] {
                 prop_assert!(lse == whole.0 || (lse - whole.0).abs() < 1e-4, "{lse} {}", whole.0);

@@ -1,7 +1,7 @@
 //! Where keys and values come from: two tensors, or a cache whose heads keep different tokens.
 
 use super::AttentionError;
-use crate::tensor::{DType, TensorView};
+use crate::tensor::{DType, Rows, TensorView};
 
 /// Keys and values of `[B, Hkv]` lists of rows. Lists may differ in length; kernels read them in order.
 pub trait KvRows: Sync {
@@ -11,12 +11,42 @@ pub trait KvRows: Sync {
     /// Element type in which rows are kept.
     fn dtype(&self) -> DType;
 
+    /// Key rows from `start` on, `[_, D]`: as many as lie evenly in memory, at least one.
+    fn key_rows(&self, batch: usize, head: usize, start: usize) -> Rows<'_>;
+
+    /// Value rows, as [`KvRows::key_rows`].
+    fn value_rows(&self, batch: usize, head: usize, start: usize) -> Rows<'_>;
+
     /// Key rows `start .. start + count` in f32, `[count, D]`; `scratch` holds as much and may be used for it.
-    fn keys<'s>(&'s self, batch: usize, head: usize, start: usize, count: usize, scratch: &'s mut [f32]) -> &'s [f32];
+    fn keys<'s>(&'s self, batch: usize, head: usize, start: usize, count: usize, scratch: &'s mut [f32]) -> &'s [f32] {
+        widened(|row| self.key_rows(batch, head, row), start, count, scratch)
+    }
 
     /// Value rows, as [`KvRows::keys`].
-    fn values<'s>(&'s self, batch: usize, head: usize, start: usize, count: usize, scratch: &'s mut [f32])
-    -> &'s [f32];
+    fn values<'s>(
+        &'s self,
+        batch: usize,
+        head: usize,
+        start: usize,
+        count: usize,
+        scratch: &'s mut [f32],
+    ) -> &'s [f32] {
+        widened(|row| self.value_rows(batch, head, row), start, count, scratch)
+    }
+}
+
+/// Rows in f32: the memory itself where they lie there so, else a copy.
+fn widened<'s>(rows_from: impl Fn(usize) -> Rows<'s>, start: usize, count: usize, scratch: &'s mut [f32]) -> &'s [f32] {
+    let mut next = start;
+    while next < start + count {
+        let rows = rows_from(next).first(start + count - next);
+        if let (true, Some(rows)) = (rows.count() == count, rows.as_f32()) {
+            return rows;
+        }
+        rows.widen(&mut scratch[(next - start) * rows.width()..]);
+        next += rows.count();
+    }
+    &scratch[..count * rows_from(start).width()]
 }
 
 /// Keys and values in two tensors `[B, Hkv, Lk, D]`.
@@ -54,18 +84,11 @@ impl KvRows for DenseKv<'_> {
         self.k.dtype()
     }
 
-    fn keys<'s>(&'s self, batch: usize, head: usize, start: usize, count: usize, scratch: &'s mut [f32]) -> &'s [f32] {
-        self.k.rows(batch, head, start, count, scratch)
+    fn key_rows(&self, batch: usize, head: usize, start: usize) -> Rows<'_> {
+        self.k.head(batch, head, start)
     }
 
-    fn values<'s>(
-        &'s self,
-        batch: usize,
-        head: usize,
-        start: usize,
-        count: usize,
-        scratch: &'s mut [f32],
-    ) -> &'s [f32] {
-        self.v.rows(batch, head, start, count, scratch)
+    fn value_rows(&self, batch: usize, head: usize, start: usize) -> Rows<'_> {
+        self.v.head(batch, head, start)
     }
 }

@@ -4,7 +4,7 @@ use super::pool::{PageId, PagePool};
 use super::{CacheShape, PAGE_TOKENS};
 use crate::attention::KvRows;
 use crate::memory::{Arena, ArenaError, Buffer, Label};
-use crate::tensor::{DType, TensorView};
+use crate::tensor::{DType, Rows, TensorView};
 use std::ops::Range;
 
 /// A cache of keys and values in pages, one list of pages per (sequence, KV head).
@@ -166,24 +166,11 @@ impl PagedCache {
         list * columns + index
     }
 
-    /// Rows of a list in f32: the page's own memory where it is f32 and the rows lie in one page, else a copy.
-    fn read<'s>(&'s self, list: usize, part: usize, rows: Range<usize>, scratch: &'s mut [f32]) -> &'s [f32] {
-        let width = self.shape.head_dim;
-        let one_page = rows.start / PAGE_TOKENS == (rows.end - 1) / PAGE_TOKENS;
-        if one_page && self.shape.dtype == DType::F32 {
-            let (page, token) = self.token(list, rows.start);
-            return bytemuck::cast_slice(self.pool.rows(page, part, token, rows.len()));
-        }
-        let target = &mut scratch[..rows.len() * width];
-        let mut next = rows.start;
-        while next < rows.end {
-            let (page, token) = self.token(list, next);
-            let count = (PAGE_TOKENS - token).min(rows.end - next);
-            let out = &mut target[(next - rows.start) * width..][..count * width];
-            self.shape.dtype.decode(self.pool.rows(page, part, token, count), out);
-            next += count;
-        }
-        target
+    /// The rows of a list from `start` to the end of its page.
+    fn rows(&self, list: usize, part: usize, start: usize) -> Rows<'_> {
+        let (page, token) = self.token(list, start);
+        let count = (PAGE_TOKENS - token).min(self.lens[list] - start);
+        Rows::contiguous(self.shape.dtype, self.pool.rows(page, part, token, count), self.shape.head_dim)
     }
 }
 
@@ -196,19 +183,12 @@ impl KvRows for PagedCache {
         self.shape.dtype
     }
 
-    fn keys<'s>(&'s self, batch: usize, head: usize, start: usize, count: usize, scratch: &'s mut [f32]) -> &'s [f32] {
-        self.read(self.list(batch, head), 0, start..start + count, scratch)
+    fn key_rows(&self, batch: usize, head: usize, start: usize) -> Rows<'_> {
+        self.rows(self.list(batch, head), 0, start)
     }
 
-    fn values<'s>(
-        &'s self,
-        batch: usize,
-        head: usize,
-        start: usize,
-        count: usize,
-        scratch: &'s mut [f32],
-    ) -> &'s [f32] {
-        self.read(self.list(batch, head), 1, start..start + count, scratch)
+    fn value_rows(&self, batch: usize, head: usize, start: usize) -> Rows<'_> {
+        self.rows(self.list(batch, head), 1, start)
     }
 }
 

@@ -61,7 +61,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
         git_dirty: env!("KVSIEVE_GIT_DIRTY") == "true",
         profile: env!("KVSIEVE_PROFILE"),
         cpu: CpuInfo::probe(),
-        isa_path: cpu.isa_path(),
+        isa_path: cpu.isa().name(),
         threads: cpu.threads(),
         memory: Memory {
             total_bytes: machine.map(|machine| machine.total_bytes),

@@ -89,7 +89,7 @@ impl From<ArenaError> for Failure {
 impl From<CpuError> for Failure {
     fn from(error: CpuError) -> Self {
         match error {
-            CpuError::Threads { .. } => Failure::Usage(error.into()),
+            CpuError::Threads { .. } | CpuError::Isa(_) => Failure::Usage(error.into()),
             CpuError::System { .. } => Failure::Work(error.into()),
         }
     }

@@ -1,5 +1,6 @@
 //! The CPU: a pool of a known number of threads, and the vector instructions that the machine offers.
 
+use super::simd::{Isa, IsaError};
 use rayon::{ThreadPool, ThreadPoolBuilder};
 use std::fs;
 use std::sync::{Mutex, PoisonError};
@@ -7,7 +8,7 @@ use std::sync::{Mutex, PoisonError};
 /// A pool of threads in which kernels run, with the instruction path they take.
 pub struct Cpu {
     pool: ThreadPool,
-    arch: pulp::Arch,
+    isa: Isa,
 }
 
 /// The pool could not be made.
@@ -19,6 +20,9 @@ pub enum CpuError {
         /// The number asked for.
         threads: usize,
     },
+    /// The environment asks for an instruction path that is not there.
+    #[error(transparent)]
+    Isa(#[from] IsaError),
     /// The system gave no threads.
     #[error("cannot start {threads} threads: {reason}")]
     System {
@@ -33,8 +37,17 @@ impl Cpu {
     /// A pool of `threads` threads; without a number, `RAYON_NUM_THREADS` or else every core.
     ///
     /// # Errors
-    /// When the number is not between 1 and 1024 or the system gives no threads.
+    /// When the number is not between 1 and 1024, the system gives no threads, or `KVSIEVE_ISA` names an instruction
+    /// path that this machine lacks.
     pub fn new(threads: Option<usize>) -> Result<Self, CpuError> {
+        Self::with_isa(threads, Isa::chosen()?)
+    }
+
+    /// As [`Cpu::new`], with an instruction path instead of the environment's.
+    ///
+    /// # Errors
+    /// When the number is not between 1 and 1024 or the system gives no threads.
+    pub fn with_isa(threads: Option<usize>, isa: Isa) -> Result<Self, CpuError> {
         // rayon reads the variable too, but would try to start any number of threads.
         let from_environment = || std::env::var("RAYON_NUM_THREADS").ok()?.parse().ok().filter(|&count| count > 0);
         let threads = threads.or_else(from_environment);
@@ -47,7 +60,7 @@ impl Cpu {
             .thread_name(|index| format!("kvsieve-{index}"))
             .build()
             .map_err(|error| CpuError::System { threads: wanted, reason: error.to_string() })?;
-        Ok(Cpu { pool, arch: pulp::Arch::new() })
+        Ok(Cpu { pool, isa })
     }
 
     /// Number of threads in the pool.
@@ -60,20 +73,9 @@ impl Cpu {
         self.pool.install(work)
     }
 
-    /// The dispatch point of vector code: what runs inside is compiled for each instruction set.
-    pub fn arch(&self) -> pulp::Arch {
-        self.arch
-    }
-
-    /// Name of the instruction path that [`Cpu::arch`] takes.
-    pub fn isa_path(&self) -> &'static str {
-        match self.arch {
-            #[cfg(target_arch = "x86_64")]
-            pulp::Arch::V4(_) => "avx512",
-            #[cfg(target_arch = "x86_64")]
-            pulp::Arch::V3(_) => "avx2",
-            _ => "portable",
-        }
+    /// The instruction path that vector code takes.
+    pub fn isa(&self) -> Isa {
+        self.isa
     }
 }
 

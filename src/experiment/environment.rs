@@ -36,7 +36,7 @@ pub fn probe(cpu: &Cpu, command: &str) -> Value {
         },
         "run": {
             "threads": cpu.threads(),
-            "isa_path": cpu.isa_path(),
+            "isa_path": cpu.isa().name(),
             "rng": "ChaCha8",
             "command": command,
             "started_at": humantime::format_rfc3339_seconds(std::time::SystemTime::now()).to_string(),

@@ -365,7 +365,7 @@ impl Runner<'_> {
             warnings: Vec::new(),
             cell: prepared.cell.clone(),
             threads: self.cpu.threads(),
-            isa_path: self.cpu.isa_path().into(),
+            isa_path: self.cpu.isa().name().into(),
             memory: Some(Memory {
                 predicted_peak_bytes: prepared.predict(self.cpu.threads()),
                 workspace_bytes: prepared.workspace_bytes(self.cpu.threads()),

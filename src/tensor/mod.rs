@@ -6,9 +6,12 @@
 
 mod dtype;
 pub mod file;
+mod rows;
 mod view;
 
 pub use dtype::DType;
+pub(crate) use rows::each;
+pub use rows::{Rows, Strided};
 pub use view::TensorView;
 
 use crate::memory::{Arena, ArenaError, Buffer, Label};

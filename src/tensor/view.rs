@@ -1,8 +1,6 @@
 //! Strided, read-only views whose rows can be had in f32.
 
-use super::DType;
-use super::dtype::widen_bf16;
-use half::slice::HalfFloatSliceExt;
+use super::{DType, Rows, Strided};
 use half::{bf16, f16};
 use ndarray::ArrayView4;
 use std::ops::Range;
@@ -80,6 +78,22 @@ impl<'a> TensorView<'a> {
         TensorView { dims: axes.map(|axis| self.dims[axis]), strides: axes.map(|axis| self.strides[axis]), ..*self }
     }
 
+    /// The rows of head `[d0, d1]` from `start` on, `[L - start, D]`, in their own type.
+    ///
+    /// # Panics
+    /// When the head or row `start` does not exist.
+    pub fn head(&self, d0: usize, d1: usize, start: usize) -> Rows<'a> {
+        let [n0, n1, n2, width] = self.dims;
+        assert!(d0 < n0 && d1 < n1 && start < n2, "row [{d0}, {d1}, {start}] of {:?}", self.dims);
+        let first = self.offset + d0 * self.strides[0] + d1 * self.strides[1] + start * self.strides[2];
+        let (strides, count) = ([self.strides[2], self.strides[3]], n2 - start);
+        match self.elements {
+            Elements::F32(elements) => Rows::F32(Strided::new(&elements[first..], strides, count, width)),
+            Elements::Bf16(elements) => Rows::Bf16(Strided::new(&elements[first..], strides, count, width)),
+            Elements::F16(elements) => Rows::F16(Strided::new(&elements[first..], strides, count, width)),
+        }
+    }
+
     /// Rows `start .. start + count` of head `[d0, d1]` in f32, `[count, D]` contiguous: the memory itself where it
     /// is contiguous f32, else converted into `scratch`.
     ///
@@ -89,13 +103,13 @@ impl<'a> TensorView<'a> {
     where
         'a: 's,
     {
-        if let (Elements::F32(elements), true) = (self.elements, self.rows_are_contiguous()) {
-            let first = self.first_of_row(d0, d1, start, count);
-            return &elements[first..first + count * self.dims[3]];
+        let rows = self.head(d0, d1, start).first(count);
+        assert_eq!(rows.count(), count, "rows [{d0}, {d1}, {start}..+{count}] of {:?}", self.dims);
+        if let Some(rows) = rows.as_f32() {
+            return rows;
         }
-        let scratch = &mut scratch[..count * self.dims[3]];
-        self.read_rows(d0, d1, start, scratch);
-        scratch
+        rows.widen(scratch);
+        &scratch[..count * self.dims[3]]
     }
 
     /// Copies rows from `start` on of head `[d0, d1]` into `target` as f32, as many as fit.
@@ -103,42 +117,10 @@ impl<'a> TensorView<'a> {
     /// # Panics
     /// When the rows do not exist.
     pub fn read_rows(&self, d0: usize, d1: usize, start: usize, target: &mut [f32]) {
-        let first = self.first_of_row(d0, d1, start, target.len() / self.dims[3]);
-        match self.elements {
-            Elements::F32(elements) => self.copy(elements, first, target, |from, to| to.copy_from_slice(from)),
-            Elements::Bf16(elements) => self.copy(elements, first, target, widen_bf16),
-            Elements::F16(elements) => self.copy(elements, first, target, |from, to| from.convert_to_f32_slice(to)),
-        }
-    }
-
-    fn rows_are_contiguous(&self) -> bool {
-        self.strides[3] == 1 && self.strides[2] == self.dims[3]
-    }
-
-    /// Where row `[d0, d1, start]` begins; panics unless it and the `count - 1` rows after it exist.
-    fn first_of_row(&self, d0: usize, d1: usize, start: usize, count: usize) -> usize {
-        let [n0, n1, n2, _] = self.dims;
-        assert!(d0 < n0 && d1 < n1 && start + count <= n2, "rows [{d0}, {d1}, {start}..+{count}] of {:?}", self.dims);
-        self.offset + d0 * self.strides[0] + d1 * self.strides[1] + start * self.strides[2]
-    }
-
-    /// Copies rows from element `first` on: in one piece, row by row, or element by element, as the strides allow.
-    fn copy<T: Copy>(&self, elements: &[T], first: usize, target: &mut [f32], convert: impl Fn(&[T], &mut [f32])) {
-        let width = self.dims[3];
-        if self.rows_are_contiguous() {
-            return convert(&elements[first..first + target.len()], target);
-        }
-        for (index, row) in target.chunks_exact_mut(width).enumerate() {
-            let start = first + index * self.strides[2];
-            if self.strides[3] == 1 {
-                convert(&elements[start..start + width], row);
-            } else {
-                for (column, out) in row.iter_mut().enumerate() {
-                    let at = start + column * self.strides[3];
-                    convert(&elements[at..=at], std::slice::from_mut(out));
-                }
-            }
-        }
+        let count = target.len() / self.dims[3];
+        let rows = self.head(d0, d1, start).first(count);
+        assert_eq!(rows.count(), count, "rows [{d0}, {d1}, {start}..+{count}] of {:?}", self.dims);
+        rows.widen(target);
     }
 }
 

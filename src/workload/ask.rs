@@ -1,6 +1,6 @@
 //! How strongly a query must ask for its needle: solved on the keys themselves, so that the mass is exact.
 
-use crate::device::simd;
+use crate::device::simd::{Isa, loops};
 use crate::tensor::{DType, TensorView};
 
 /// Keys whose scores are computed at a time.
@@ -36,13 +36,13 @@ impl<'a> Asker<'a> {
 
     /// Logits of the first `count` keys as `base + amount * slope`.
     fn logits(&mut self, query: &[f32], direction: &[f32], count: usize) {
-        let (arch, scale) = (pulp::Arch::new(), 1.0 / (self.width as f32).sqrt());
+        let (isa, scale) = (Isa::fastest(), 1.0 / (self.width as f32).sqrt());
         for start in (0..count).step_by(BLOCK) {
             let end = count.min(start + BLOCK);
             let rows = self.keys.rows(0, 0, start, end - start, &mut self.block);
             for (vector, logits) in [(query, &mut self.base), (direction, &mut self.slope)] {
-                simd::row_dots(arch, vector, rows, &mut logits[start..end]);
-                simd::scale(arch, &mut logits[start..end], scale);
+                loops::row_dots(isa, vector, rows, &mut logits[start..end]);
+                loops::scale(isa, &mut logits[start..end], scale);
             }
         }
     }

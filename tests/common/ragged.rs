@@ -1,7 +1,7 @@
 //! Lists of keys and values whose lengths differ from head to head, as a cache after eviction has them.
 
 use kvsieve::attention::KvRows;
-use kvsieve::tensor::DType;
+use kvsieve::tensor::{DType, Rows, Strided};
 
 /// `[B, Hkv]` lists of f32 rows.
 pub struct Ragged {
@@ -23,16 +23,13 @@ impl Ragged {
         Ragged { kv_heads, width, k: cut(k), v: cut(v) }
     }
 
-    fn rows<'s>(&'s self, lists: &'s [Vec<f32>], at: [usize; 4], scratch: &'s mut [f32]) -> &'s [f32] {
-        let [batch, head, start, count] = at;
+    fn rows<'s>(&'s self, lists: &'s [Vec<f32>], [batch, head, start]: [usize; 3]) -> Rows<'s> {
         let list = batch * self.kv_heads + head;
-        let rows = &lists[list][start * self.width..][..count * self.width];
-        // Odd lists are copied, even ones lent: kernels must cope with both.
-        if list.is_multiple_of(2) {
-            return rows;
-        }
-        scratch[..rows.len()].copy_from_slice(rows);
-        &scratch[..rows.len()]
+        let rows = &lists[list][start * self.width..];
+        let count = rows.len() / self.width;
+        // Odd lists come in short runs, even ones in one piece: kernels must cope with both.
+        let run = if list.is_multiple_of(2) { count } else { count.min(7 - start % 7) };
+        Rows::F32(Strided::new(rows, [self.width, 1], run, self.width))
     }
 }
 
@@ -45,18 +42,11 @@ impl KvRows for Ragged {
         DType::F32
     }
 
-    fn keys<'s>(&'s self, batch: usize, head: usize, start: usize, count: usize, scratch: &'s mut [f32]) -> &'s [f32] {
-        self.rows(&self.k, [batch, head, start, count], scratch)
+    fn key_rows(&self, batch: usize, head: usize, start: usize) -> Rows<'_> {
+        self.rows(&self.k, [batch, head, start])
     }
 
-    fn values<'s>(
-        &'s self,
-        batch: usize,
-        head: usize,
-        start: usize,
-        count: usize,
-        scratch: &'s mut [f32],
-    ) -> &'s [f32] {
-        self.rows(&self.v, [batch, head, start, count], scratch)
+    fn value_rows(&self, batch: usize, head: usize, start: usize) -> Rows<'_> {
+        self.rows(&self.v, [batch, head, start])
     }
 }

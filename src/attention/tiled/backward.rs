@@ -100,7 +100,7 @@ fn recompute(
     product(ds, count, grad_o, v.transposed(), false, 1);
     let saved = row_base + rows.start..row_base + rows.end;
     let tile = Grad { lse: &call.lse[saved.clone()], delta: &delta[saved], columns: count };
-    score_gradients(cpu.arch(), &params, &tile, p, ds, |i| {
+    score_gradients(cpu.isa(), &params, &tile, p, ds, |i| {
         let seen = params.visible(rows.start + i, shape.q_len, shape.kv_len);
         let from = seen.start.clamp(columns.start, columns.end);
         from - columns.start..seen.end.clamp(from, columns.end) - columns.start

@@ -64,7 +64,7 @@ fn block<'s>(
     lse: &mut [f32],
     slot: &'s mut [f32],
 ) -> &'s [f32] {
-    let (width, arch, rows) = (call.shape.head_dim, call.cpu.arch(), lse.len());
+    let (width, isa, rows) = (call.shape.head_dim, call.cpu.isa(), lse.len());
     let kv_head = q_head / call.shape.group();
     let kv_len = call.kv.len(batch, kv_head);
     let visible = |i: usize| call.params.visible(first + i, call.shape.q_len, kv_len);
@@ -90,13 +90,13 @@ fn block<'s>(
             let to = seen.end.saturating_sub(start).clamp(from, count);
             row[..from].fill(0.0);
             row[to..].fill(0.0);
-            state.absorb(arch, &call.params, &mut row[from..to], o);
+            state.absorb(isa, &call.params, &mut row[from..to], o);
         }
         let v = Matrix::new(call.kv.values(batch, kv_head, start, count, kv_tile), count, width);
         product(o, width, Matrix::new(scores, lse.len(), count), v, true, 1);
     }
     for ((lse, o), state) in lse.iter_mut().zip(o.chunks_exact_mut(width)).zip(states) {
-        *lse = state.finish(arch, o);
+        *lse = state.finish(isa, o);
     }
     o
 }

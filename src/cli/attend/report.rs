@@ -85,7 +85,7 @@ impl Report {
             kernel,
             device: "cpu",
             threads: cpu.threads(),
-            isa_path: cpu.isa_path(),
+            isa_path: cpu.isa().name(),
             dtype: problem.dtype,
             batch,
             q_heads,

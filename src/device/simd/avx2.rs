@@ -1,0 +1,168 @@
+//! AVX2 and FMA: vectors of 8 f32.
+
+use super::{Native, Simd, Task};
+use half::{bf16, f16};
+use std::arch::x86_64::*;
+
+/// The path. Made only by [`run`].
+#[derive(Clone, Copy)]
+pub struct Avx2(());
+
+/// Runs a task with AVX2 and FMA.
+#[target_feature(enable = "avx2,fma,f16c")]
+pub fn run<T: Task>(task: T) -> T::Output {
+    task.run(Avx2(()))
+}
+
+/// An intrinsic that touches registers only.
+macro_rules! register {
+    ($call:expr) => {
+        // SAFETY: an `Avx2` exists only where the processor has the instructions; no memory is touched.
+        unsafe { $call }
+    };
+}
+
+impl Simd for Avx2 {
+    const LANES: usize = 8;
+    const COLUMNS: usize = 2;
+    type Vector = __m256;
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> __m256 {
+        register!(_mm256_set1_ps(x))
+    }
+
+    #[inline(always)]
+    unsafe fn load(self, from: *const f32) -> __m256 {
+        // SAFETY: the caller's promise.
+        unsafe { _mm256_loadu_ps(from) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_bf16(self, from: *const bf16) -> __m256 {
+        // SAFETY: the caller's promise; a bf16 is the upper half of the f32 of the same value.
+        unsafe {
+            let bits = _mm256_cvtepu16_epi32(_mm_loadu_si128(from.cast()));
+            _mm256_castsi256_ps(_mm256_slli_epi32::<16>(bits))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load_f16(self, from: *const f16) -> __m256 {
+        // SAFETY: the caller's promise.
+        unsafe { _mm256_cvtph_ps(_mm_loadu_si128(from.cast())) }
+    }
+
+    #[inline(always)]
+    unsafe fn store(self, to: *mut f32, x: __m256) {
+        // SAFETY: the caller's promise.
+        unsafe { _mm256_storeu_ps(to, x) }
+    }
+
+    #[inline(always)]
+    fn add(self, a: __m256, b: __m256) -> __m256 {
+        register!(_mm256_add_ps(a, b))
+    }
+
+    #[inline(always)]
+    fn sub(self, a: __m256, b: __m256) -> __m256 {
+        register!(_mm256_sub_ps(a, b))
+    }
+
+    #[inline(always)]
+    fn mul(self, a: __m256, b: __m256) -> __m256 {
+        register!(_mm256_mul_ps(a, b))
+    }
+
+    #[inline(always)]
+    fn mul_add(self, a: __m256, b: __m256, c: __m256) -> __m256 {
+        register!(_mm256_fmadd_ps(a, b, c))
+    }
+
+    #[inline(always)]
+    fn div(self, a: __m256, b: __m256) -> __m256 {
+        register!(_mm256_div_ps(a, b))
+    }
+
+    #[inline(always)]
+    fn select_less(self, a: __m256, b: __m256, x: __m256, y: __m256) -> __m256 {
+        register!(_mm256_blendv_ps(y, x, _mm256_cmp_ps::<_CMP_LT_OQ>(a, b)))
+    }
+
+    #[inline(always)]
+    fn max(self, a: __m256, b: __m256) -> __m256 {
+        register!(_mm256_max_ps(a, b))
+    }
+
+    #[inline(always)]
+    fn round(self, x: __m256) -> __m256 {
+        register!(_mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x))
+    }
+
+    #[inline(always)]
+    fn scale_or_zero(self, x: __m256, exponent: __m256, limit: __m256) -> __m256 {
+        register!({
+            let biased = _mm256_add_epi32(_mm256_cvtps_epi32(exponent), _mm256_set1_epi32(127));
+            let scaled = _mm256_mul_ps(x, _mm256_castsi256_ps(_mm256_slli_epi32::<23>(biased)));
+            _mm256_and_ps(scaled, _mm256_cmp_ps::<_CMP_NLT_UQ>(limit, _mm256_set1_ps(-126.0)))
+        })
+    }
+
+    #[inline(always)]
+    fn sum(self, x: __m256) -> f32 {
+        register!({
+            let four = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps::<1>(x));
+            let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+            _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)))
+        })
+    }
+
+    #[inline(always)]
+    fn largest(self, x: __m256) -> f32 {
+        register!({
+            let four = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps::<1>(x));
+            let two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+            _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)))
+        })
+    }
+
+    #[inline(always)]
+    unsafe fn transpose(self, from: *const u8, from_stride_bytes: usize, to: *mut f32, to_stride: usize) {
+        // SAFETY: the caller's promise, for each row.
+        let row = |index: usize| unsafe { self.load(from.add(index * from_stride_bytes).cast()) };
+        // Each half of `quads[half][c]` holds four rows of a column: `c` in the lower, `4 + c` in the upper.
+        let quads = [0, 4].map(|first| {
+            let [a, b, c, d] = [0, 1, 2, 3].map(|offset| row(first + offset));
+            register!({
+                let (ab, ab_high) = (_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
+                let (cd, cd_high) = (_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
+                [
+                    _mm256_shuffle_ps::<0x44>(ab, cd),
+                    _mm256_shuffle_ps::<0xee>(ab, cd),
+                    _mm256_shuffle_ps::<0x44>(ab_high, cd_high),
+                    _mm256_shuffle_ps::<0xee>(ab_high, cd_high),
+                ]
+            })
+        });
+        for column in 0..4 {
+            let [upper, lower] = [quads[0][column], quads[1][column]];
+            let (left, right) =
+                register!((_mm256_permute2f128_ps::<0x20>(upper, lower), _mm256_permute2f128_ps::<0x31>(upper, lower)));
+            // SAFETY: the caller's promise.
+            unsafe {
+                self.store(to.add(column * to_stride), left);
+                self.store(to.add((4 + column) * to_stride), right);
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn prefetch(self, at: *const u8) {
+        // A prefetch of an address that cannot be read does nothing.
+        register!(_mm_prefetch::<_MM_HINT_T0>(at.cast()));
+    }
+}
+
+impl Native for Avx2 {
+    type Bf16 = f32;
+}

@@ -1,0 +1,238 @@
+//! AVX-512: vectors of 16 f32, and with AVX512-BF16 dot products of pairs of bf16.
+
+use super::{Native, Simd, Task, Unit};
+use half::{bf16, f16};
+use std::arch::x86_64::*;
+
+/// The path; `BF16` says whether it has AVX512-BF16. Made only by the two functions below.
+#[derive(Clone, Copy)]
+pub struct Avx512<const BF16: bool>(());
+
+/// Runs a task with AVX-512.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+pub fn run<T: Task>(task: T) -> T::Output {
+    task.run(Avx512::<false>(()))
+}
+
+/// Runs a task with AVX-512 and AVX512-BF16.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]
+pub fn run_bf16<T: Task>(task: T) -> T::Output {
+    task.run(Avx512::<true>(()))
+}
+
+/// An intrinsic that touches registers only.
+macro_rules! register {
+    ($call:expr) => {
+        // SAFETY: an `Avx512` exists only where the processor has the instructions; no memory is touched.
+        unsafe { $call }
+    };
+}
+
+impl<const BF16: bool> Simd for Avx512<BF16> {
+    const LANES: usize = 16;
+    const COLUMNS: usize = 4;
+    type Vector = __m512;
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> __m512 {
+        register!(_mm512_set1_ps(x))
+    }
+
+    #[inline(always)]
+    unsafe fn load(self, from: *const f32) -> __m512 {
+        // SAFETY: the caller's promise.
+        unsafe { _mm512_loadu_ps(from) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_bf16(self, from: *const bf16) -> __m512 {
+        // SAFETY: the caller's promise; a bf16 is the upper half of the f32 of the same value.
+        unsafe {
+            let bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256(from.cast()));
+            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(bits))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load_f16(self, from: *const f16) -> __m512 {
+        // SAFETY: the caller's promise.
+        unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(from.cast())) }
+    }
+
+    #[inline(always)]
+    unsafe fn store(self, to: *mut f32, x: __m512) {
+        // SAFETY: the caller's promise.
+        unsafe { _mm512_storeu_ps(to, x) }
+    }
+
+    #[inline(always)]
+    fn add(self, a: __m512, b: __m512) -> __m512 {
+        register!(_mm512_add_ps(a, b))
+    }
+
+    #[inline(always)]
+    fn sub(self, a: __m512, b: __m512) -> __m512 {
+        register!(_mm512_sub_ps(a, b))
+    }
+
+    #[inline(always)]
+    fn mul(self, a: __m512, b: __m512) -> __m512 {
+        register!(_mm512_mul_ps(a, b))
+    }
+
+    #[inline(always)]
+    fn mul_add(self, a: __m512, b: __m512, c: __m512) -> __m512 {
+        register!(_mm512_fmadd_ps(a, b, c))
+    }
+
+    #[inline(always)]
+    fn div(self, a: __m512, b: __m512) -> __m512 {
+        register!(_mm512_div_ps(a, b))
+    }
+
+    #[inline(always)]
+    fn select_less(self, a: __m512, b: __m512, x: __m512, y: __m512) -> __m512 {
+        register!(_mm512_mask_blend_ps(_mm512_cmp_ps_mask::<_CMP_LT_OQ>(a, b), y, x))
+    }
+
+    #[inline(always)]
+    fn max(self, a: __m512, b: __m512) -> __m512 {
+        register!(_mm512_max_ps(a, b))
+    }
+
+    #[inline(always)]
+    fn round(self, x: __m512) -> __m512 {
+        register!(_mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x))
+    }
+
+    #[inline(always)]
+    fn scale_or_zero(self, x: __m512, exponent: __m512, limit: __m512) -> __m512 {
+        register!({
+            let keep = _mm512_cmp_ps_mask::<_CMP_NLT_UQ>(limit, _mm512_set1_ps(-126.0));
+            _mm512_maskz_scalef_ps(keep, x, exponent)
+        })
+    }
+
+    #[inline(always)]
+    fn sum(self, x: __m512) -> f32 {
+        register!(_mm512_reduce_add_ps(x))
+    }
+
+    #[inline(always)]
+    fn largest(self, x: __m512) -> f32 {
+        register!(_mm512_reduce_max_ps(x))
+    }
+
+    #[inline(always)]
+    unsafe fn transpose(self, from: *const u8, from_stride_bytes: usize, to: *mut f32, to_stride: usize) {
+        // SAFETY: the caller's promise, for each row.
+        let row = |index: usize| unsafe { self.load(from.add(index * from_stride_bytes).cast()) };
+        let mut quads = [self.splat(0.0); 16];
+        for group in 0..4 {
+            let [a, b, c, d] = [0, 1, 2, 3].map(|offset| row(4 * group + offset));
+            let pairs: [__m512d; 4] = register!({
+                [_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b), _mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d)]
+                    .map(|pair| _mm512_castps_pd(pair))
+            });
+            // Lane `k` of `quads[4 * group + c]` now holds rows `4 * group ..+ 4` of column `4 * k + c`.
+            register!({
+                quads[4 * group] = _mm512_castpd_ps(_mm512_unpacklo_pd(pairs[0], pairs[2]));
+                quads[4 * group + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(pairs[0], pairs[2]));
+                quads[4 * group + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(pairs[1], pairs[3]));
+                quads[4 * group + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(pairs[1], pairs[3]));
+            });
+        }
+        for column in 0..4 {
+            let [a, b, c, d] = [0, 4, 8, 12].map(|group| quads[group + column]);
+            let columns = register!({
+                let (upper_even, upper_odd) = (_mm512_shuffle_f32x4::<0x88>(a, b), _mm512_shuffle_f32x4::<0xdd>(a, b));
+                let (lower_even, lower_odd) = (_mm512_shuffle_f32x4::<0x88>(c, d), _mm512_shuffle_f32x4::<0xdd>(c, d));
+                [
+                    _mm512_shuffle_f32x4::<0x88>(upper_even, lower_even),
+                    _mm512_shuffle_f32x4::<0x88>(upper_odd, lower_odd),
+                    _mm512_shuffle_f32x4::<0xdd>(upper_even, lower_even),
+                    _mm512_shuffle_f32x4::<0xdd>(upper_odd, lower_odd),
+                ]
+            });
+            for (lane, words) in columns.into_iter().enumerate() {
+                // SAFETY: the caller's promise.
+                unsafe { self.store(to.add((4 * lane + column) * to_stride), words) };
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn prefetch(self, at: *const u8) {
+        // A prefetch of an address that cannot be read does nothing.
+        register!(_mm_prefetch::<_MM_HINT_T0>(at.cast()));
+    }
+}
+
+impl Native for Avx512<false> {
+    type Bf16 = f32;
+}
+
+impl Native for Avx512<true> {
+    type Bf16 = Bf16Pair;
+}
+
+/// Two bf16, the first in the lower half.
+#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(transparent)]
+pub struct Bf16Pair(u32);
+
+impl Bf16Pair {
+    /// Pairs of an element of each of two rows of 16.
+    #[inline(always)]
+    pub fn interleave(_: Avx512<true>, even: &[bf16], odd: &[bf16], to: &mut [Self]) {
+        assert!(even.len() >= 16 && odd.len() >= 16 && to.len() >= 16);
+        // SAFETY: the assertion above.
+        unsafe {
+            let [even, odd] = [even, odd].map(|row| _mm512_cvtepu16_epi32(_mm256_loadu_si256(row.as_ptr().cast())));
+            let pairs = _mm512_or_si512(even, _mm512_slli_epi32::<16>(odd));
+            _mm512_storeu_si512(to.as_mut_ptr().cast(), pairs);
+        }
+    }
+}
+
+impl Unit<Avx512<true>> for Bf16Pair {
+    const DEPTH: usize = 2;
+    type Operand = __m512i;
+
+    #[inline(always)]
+    unsafe fn load(_: Avx512<true>, from: *const Self) -> __m512i {
+        // SAFETY: the caller's promise.
+        unsafe { _mm512_loadu_si512(from.cast()) }
+    }
+
+    #[inline(always)]
+    unsafe fn broadcast(_: Avx512<true>, from: *const Self) -> __m512i {
+        // SAFETY: the caller's promise.
+        unsafe { _mm512_set1_epi32((*from).0 as i32) }
+    }
+
+    #[inline(always)]
+    fn mul_add(_: Avx512<true>, a: __m512i, b: __m512i, acc: __m512) -> __m512 {
+        // SAFETY: the two types are names of the same 64 bytes; the rest is as in `register`.
+        register!(_mm512_dpbf16_ps(acc, std::mem::transmute::<__m512i, __m512bh>(a), std::mem::transmute(b)))
+    }
+
+    #[inline(always)]
+    fn put(_: Avx512<true>, to: &mut [Self], low: __m512, high: __m512) {
+        assert!(to.len() >= 16);
+        // SAFETY: the assertion above.
+        unsafe { _mm512_storeu_si512(to.as_mut_ptr().cast(), std::mem::transmute(_mm512_cvtne2ps_pbh(high, low))) }
+    }
+
+    #[inline(always)]
+    fn put_rows(_: Avx512<true>, to: &mut [Self], even: __m512, odd: __m512) {
+        assert!(to.len() >= 16);
+        // SAFETY: the assertion above; the transmutes rename the same 32 bytes.
+        unsafe {
+            let [even, odd] = [even, odd]
+                .map(|x| _mm512_cvtepu16_epi32(std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(x))));
+            let pairs = _mm512_or_si512(even, _mm512_slli_epi32::<16>(odd));
+            _mm512_storeu_si512(to.as_mut_ptr().cast(), pairs);
+        }
+    }
+}

@@ -1,0 +1,131 @@
+//! Vector code: one dispatch point, one trait of vectors, and an implementation of it for each instruction set.
+//!
+//! A kernel's inner part is a [`Task`]: code written once over the trait [`Simd`]. [`Isa::run`] compiles it for each
+//! path (AVX-512 with and without bf16 dot products, AVX2 + FMA, portable) and picks at run time. Everything that a task
+//! calls must be `#[inline(always)]`: an ordinary function would be compiled for the target's baseline, where every
+//! intrinsic is a call. On top of the trait stand [`math`] (exponentials), [`product`] (the one register-blocked matrix
+//! product that all tiled kernels share), [`pack`] (rows of any element type into the layout that it reads) and
+//! [`loops`], which the compiler vectorises by itself. A result depends on the path only through the order in which
+//! lanes are summed, and for bf16 on whether products are taken in bf16 pairs.
+
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+pub(crate) mod loops;
+pub(crate) mod math;
+pub(crate) mod pack;
+mod portable;
+pub(crate) mod product;
+mod vector;
+
+pub use vector::{Element, Native, Simd, Unit};
+
+/// Code to be compiled for each instruction path.
+pub trait Task {
+    /// What it computes.
+    type Output;
+
+    /// The code; mark it and all that it calls `#[inline(always)]`.
+    fn run<S: Native>(self, simd: S) -> Self::Output;
+}
+
+/// An instruction path that this machine has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Isa(Path);
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Path {
+    Avx512Bf16,
+    Avx512,
+    Avx2,
+    Portable,
+}
+
+/// `KVSIEVE_ISA` names no path of this machine.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[error("KVSIEVE_ISA is '{asked}'; this machine has {available}")]
+pub struct IsaError {
+    asked: String,
+    available: String,
+}
+
+impl Isa {
+    /// The path without any extension, which every machine has.
+    pub const PORTABLE: Isa = Isa(Path::Portable);
+
+    /// The paths of this machine, fastest first.
+    pub fn available() -> impl Iterator<Item = Isa> {
+        [Path::Avx512Bf16, Path::Avx512, Path::Avx2, Path::Portable].into_iter().filter(|path| path.is_here()).map(Isa)
+    }
+
+    /// The fastest path of this machine.
+    pub fn fastest() -> Isa {
+        Isa::available().next().unwrap_or(Isa::PORTABLE)
+    }
+
+    /// The path that the environment variable `KVSIEVE_ISA` names, else the fastest.
+    ///
+    /// # Errors
+    /// When the variable names no path of this machine.
+    pub fn chosen() -> Result<Isa, IsaError> {
+        let asked = std::env::var("KVSIEVE_ISA").unwrap_or_default();
+        let mut available = Isa::available().filter(|isa| asked.is_empty() || isa.name() == asked);
+        available.next().ok_or_else(|| IsaError {
+            asked,
+            available: Isa::available().map(Isa::name).collect::<Vec<_>>().join(", "),
+        })
+    }
+
+    /// Its name in records, and for `KVSIEVE_ISA`.
+    pub fn name(self) -> &'static str {
+        match self.0 {
+            Path::Avx512Bf16 => "avx512-bf16",
+            Path::Avx512 => "avx512",
+            Path::Avx2 => "avx2",
+            Path::Portable => "portable",
+        }
+    }
+
+    /// Runs a task with the instructions of this path.
+    #[inline]
+    pub fn run<T: Task>(self, task: T) -> T::Output {
+        match self.0 {
+            // SAFETY: an `Isa` is made only of a path that `is_here`.
+            #[cfg(target_arch = "x86_64")]
+            Path::Avx512Bf16 => unsafe { avx512::run_bf16(task) },
+            // SAFETY: as above.
+            #[cfg(target_arch = "x86_64")]
+            Path::Avx512 => unsafe { avx512::run(task) },
+            // SAFETY: as above.
+            #[cfg(target_arch = "x86_64")]
+            Path::Avx2 => unsafe { avx2::run(task) },
+            _ => task.run(portable::Portable),
+        }
+    }
+}
+
+impl Path {
+    #[cfg(target_arch = "x86_64")]
+    fn is_here(self) -> bool {
+        match self {
+            Path::Avx512Bf16 => Path::Avx512.is_here() && is_x86_feature_detected!("avx512bf16"),
+            Path::Avx512 => {
+                Path::Avx2.is_here()
+                    && is_x86_feature_detected!("avx512f")
+                    && is_x86_feature_detected!("avx512bw")
+                    && is_x86_feature_detected!("avx512dq")
+                    && is_x86_feature_detected!("avx512vl")
+            }
+            Path::Avx2 => {
+                is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c")
+            }
+            Path::Portable => true,
+        }
+    }
+
+    #[cfg(not(target_arch = "x86_64"))]
+    fn is_here(self) -> bool {
+        self == Path::Portable
+    }
+}

@@ -1,0 +1,136 @@
+//! Vectors of four f32 that any target's compiler can place in registers (SSE2 and NEON have them).
+
+use super::{Native, Simd};
+use half::{bf16, f16};
+
+/// The path without extensions.
+#[derive(Clone, Copy)]
+pub struct Portable;
+
+type Lanes = [f32; 4];
+
+#[inline(always)]
+fn zip(a: Lanes, b: Lanes, f: impl Fn(f32, f32) -> f32) -> Lanes {
+    std::array::from_fn(|lane| f(a[lane], b[lane]))
+}
+
+/// Adding it rounds an f32 below 2^22 to the nearest integer.
+const ROUND: f32 = 12_582_912.0;
+
+impl Simd for Portable {
+    const LANES: usize = 4;
+    const COLUMNS: usize = if cfg!(target_arch = "aarch64") { 4 } else { 2 };
+    type Vector = Lanes;
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> Lanes {
+        [x; 4]
+    }
+
+    #[inline(always)]
+    unsafe fn load(self, from: *const f32) -> Lanes {
+        // SAFETY: the caller's promise.
+        unsafe { from.cast::<Lanes>().read_unaligned() }
+    }
+
+    #[inline(always)]
+    unsafe fn load_bf16(self, from: *const bf16) -> Lanes {
+        // SAFETY: the caller's promise.
+        let bits = unsafe { from.cast::<[u16; 4]>().read_unaligned() };
+        bits.map(|bits| f32::from_bits(u32::from(bits) << 16))
+    }
+
+    #[inline(always)]
+    unsafe fn load_f16(self, from: *const f16) -> Lanes {
+        // SAFETY: the caller's promise.
+        unsafe { from.cast::<[f16; 4]>().read_unaligned() }.map(f16::to_f32)
+    }
+
+    #[inline(always)]
+    unsafe fn store(self, to: *mut f32, x: Lanes) {
+        // SAFETY: the caller's promise.
+        unsafe { to.cast::<Lanes>().write_unaligned(x) }
+    }
+
+    #[inline(always)]
+    fn add(self, a: Lanes, b: Lanes) -> Lanes {
+        zip(a, b, |a, b| a + b)
+    }
+
+    #[inline(always)]
+    fn sub(self, a: Lanes, b: Lanes) -> Lanes {
+        zip(a, b, |a, b| a - b)
+    }
+
+    #[inline(always)]
+    fn mul(self, a: Lanes, b: Lanes) -> Lanes {
+        zip(a, b, |a, b| a * b)
+    }
+
+    #[inline(always)]
+    fn mul_add(self, a: Lanes, b: Lanes, c: Lanes) -> Lanes {
+        // Without the instruction a fused multiply-add is a call of the C library.
+        if cfg!(any(target_feature = "fma", target_arch = "aarch64")) {
+            std::array::from_fn(|lane| a[lane].mul_add(b[lane], c[lane]))
+        } else {
+            std::array::from_fn(|lane| a[lane] * b[lane] + c[lane])
+        }
+    }
+
+    #[inline(always)]
+    fn div(self, a: Lanes, b: Lanes) -> Lanes {
+        zip(a, b, |a, b| a / b)
+    }
+
+    #[inline(always)]
+    fn select_less(self, a: Lanes, b: Lanes, x: Lanes, y: Lanes) -> Lanes {
+        std::array::from_fn(|lane| if a[lane] < b[lane] { x[lane] } else { y[lane] })
+    }
+
+    #[inline(always)]
+    fn max(self, a: Lanes, b: Lanes) -> Lanes {
+        zip(a, b, |a, b| if a > b { a } else { b })
+    }
+
+    #[inline(always)]
+    fn round(self, x: Lanes) -> Lanes {
+        x.map(|x| (x + ROUND) - ROUND)
+    }
+
+    #[inline(always)]
+    fn scale_or_zero(self, x: Lanes, exponent: Lanes, limit: Lanes) -> Lanes {
+        std::array::from_fn(|lane| {
+            let bits = (exponent[lane] + ROUND).to_bits() << 23;
+            let scaled = x[lane] * f32::from_bits(bits.wrapping_add(127 << 23));
+            if limit[lane] < -126.0 { 0.0 } else { scaled }
+        })
+    }
+
+    #[inline(always)]
+    fn sum(self, x: Lanes) -> f32 {
+        (x[0] + x[2]) + (x[1] + x[3])
+    }
+
+    #[inline(always)]
+    fn largest(self, x: Lanes) -> f32 {
+        x.into_iter().fold(f32::NEG_INFINITY, |a, b| if b > a { b } else { a })
+    }
+
+    #[inline(always)]
+    unsafe fn transpose(self, from: *const u8, from_stride_bytes: usize, to: *mut f32, to_stride: usize) {
+        // SAFETY: the caller's promise, for each row.
+        let rows: [Lanes; 4] =
+            std::array::from_fn(|row| unsafe { self.load(from.add(row * from_stride_bytes).cast()) });
+        for column in 0..4 {
+            // SAFETY: likewise.
+            unsafe { self.store(to.add(column * to_stride), rows.map(|row| row[column])) };
+        }
+    }
+
+    #[inline(always)]
+    fn prefetch(self, _at: *const u8) {}
+}
+
+impl Native for Portable {
+    type Bf16 = f32;
+}

@@ -1,0 +1,148 @@
+//! The matrix product of all tiled kernels: `C (+)= A B` on tiles that stay in the caches.
+//!
+//! A register tile is [`ROWS`] rows by up to [`Simd::COLUMNS`] vectors: with AVX-512 6 x 4 = 24 accumulators, so that
+//! each step along the inner extent loads 4 vectors of `B`, broadcasts 6 elements of `A`, and keeps both multiply-add
+//! pipes busy through their latency. `B` is packed by [`super::pack`] into rows of units, `A` is read where it lies,
+//! with any two strides: the same code multiplies by `P` and by its transpose. Operands are f32, or pairs of bf16
+//! where the processor multiplies those ([`Unit`]).
+
+use super::{Simd, Unit};
+
+/// Rows of a register tile: extents of `C` and `A` are multiples of it.
+pub const ROWS: usize = 6;
+
+/// The left operand: unit `(row, step)` lies at `row * row_stride + step * step_stride`.
+#[derive(Clone, Copy)]
+pub struct Left<'a, U> {
+    /// The units.
+    pub units: &'a [U],
+    /// Distance of neighbouring rows.
+    pub row_stride: usize,
+    /// Distance of neighbours along the inner extent.
+    pub step_stride: usize,
+}
+
+/// The right operand: unit `(step, column)` lies at `step * stride + column`.
+#[derive(Clone, Copy)]
+pub struct Right<'a, U> {
+    /// The units.
+    pub units: &'a [U],
+    /// Distance of neighbouring steps.
+    pub stride: usize,
+}
+
+/// Extents of a product: `rows` a multiple of [`ROWS`], `columns` of [`Simd::LANES`], `steps` in units.
+#[derive(Clone, Copy)]
+pub struct Extents {
+    /// Rows of `A` and `C`.
+    pub rows: usize,
+    /// Columns of `B` and `C`.
+    pub columns: usize,
+    /// Units along the inner extent.
+    pub steps: usize,
+}
+
+/// `C = A B`, or with `ADD` `C += A B`; row `i` of `C` begins at `i * c_stride`.
+///
+/// # Panics
+/// When extents are no multiples as [`Extents`] says, or reach past the end of a slice.
+#[inline(always)]
+pub fn product<S: Simd, U: Unit<S>, const ADD: bool>(
+    simd: S,
+    extents: Extents,
+    a: Left<'_, U>,
+    b: Right<'_, U>,
+    c: &mut [f32],
+    c_stride: usize,
+) {
+    let Extents { rows, columns, steps } = extents;
+    if rows == 0 || columns == 0 || steps == 0 {
+        assert!(ADD || rows == 0 || columns == 0, "an empty sum is not written");
+        return;
+    }
+    assert!(rows.is_multiple_of(ROWS) && columns.is_multiple_of(S::LANES), "whole register tiles");
+    assert!((rows - 1) * a.row_stride + (steps - 1) * a.step_stride < a.units.len(), "A is too short");
+    assert!((steps - 1) * b.stride + columns <= b.units.len(), "B is too short");
+    assert!((rows - 1) * c_stride + columns <= c.len() && columns <= c_stride, "C is too short");
+    let vectors = columns / S::LANES;
+    let panels = vectors.div_ceil(S::COLUMNS);
+    for panel in 0..panels {
+        let (first, end) = (panel * vectors / panels, (panel + 1) * vectors / panels);
+        for row in (0..rows).step_by(ROWS) {
+            // SAFETY: the assertions keep rows `row ..+ ROWS`, columns `LANES * first .. LANES * end` and all steps
+            // inside the three slices; `c` is borrowed mutably, so nothing aliases it.
+            unsafe {
+                let tile = Tile {
+                    a: a.units.as_ptr().add(row * a.row_stride),
+                    a_row: a.row_stride,
+                    a_step: a.step_stride,
+                    b: b.units.as_ptr().add(first * S::LANES),
+                    b_step: b.stride,
+                    c: c.as_mut_ptr().add(row * c_stride + first * S::LANES),
+                    c_row: c_stride,
+                    steps,
+                };
+                match end - first {
+                    1 => tile.multiply::<S, 1, ADD>(simd),
+                    2 => tile.multiply::<S, 2, ADD>(simd),
+                    3 => tile.multiply::<S, 3, ADD>(simd),
+                    _ => tile.multiply::<S, 4, ADD>(simd),
+                }
+            }
+        }
+    }
+}
+
+/// A register tile: where its operands begin, and their strides in elements.
+struct Tile<U> {
+    a: *const U,
+    a_row: usize,
+    a_step: usize,
+    b: *const U,
+    b_step: usize,
+    c: *mut f32,
+    c_row: usize,
+    steps: usize,
+}
+
+impl<U> Tile<U> {
+    /// # Safety
+    /// `ROWS` rows and `VECTORS` vectors of columns exist in all three operands, for every step.
+    #[inline(always)]
+    unsafe fn multiply<S: Simd, const VECTORS: usize, const ADD: bool>(self, simd: S)
+    where
+        U: Unit<S>,
+    {
+        let mut sums = [[simd.splat(0.0); VECTORS]; ROWS];
+        if ADD {
+            for (row, sums) in sums.iter_mut().enumerate() {
+                for (column, sum) in sums.iter_mut().enumerate() {
+                    // SAFETY: the caller's promise.
+                    *sum = unsafe { simd.load(self.c.add(row * self.c_row + column * S::LANES)) };
+                }
+            }
+        }
+        let (mut a, mut b) = (self.a, self.b);
+        for _ in 0..self.steps {
+            // SAFETY: the caller's promise; `wrapping_add` below may leave the slice after the last step only.
+            unsafe {
+                let right: [U::Operand; VECTORS] =
+                    std::array::from_fn(|column| U::load(simd, b.add(column * S::LANES)));
+                for (row, sums) in sums.iter_mut().enumerate() {
+                    let left = U::broadcast(simd, a.add(row * self.a_row));
+                    for (sum, right) in sums.iter_mut().zip(right) {
+                        *sum = U::mul_add(simd, left, right, *sum);
+                    }
+                }
+            }
+            a = a.wrapping_add(self.a_step);
+            b = b.wrapping_add(self.b_step);
+        }
+        for (row, sums) in sums.into_iter().enumerate() {
+            for (column, sum) in sums.into_iter().enumerate() {
+                // SAFETY: the caller's promise.
+                unsafe { simd.store(self.c.add(row * self.c_row + column * S::LANES), sum) };
+            }
+        }
+    }
+}

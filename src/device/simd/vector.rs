@@ -1,0 +1,201 @@
+//! The traits that kernels are written over: vectors of f32, the elements that they are loaded from, and the units of
+//! which packed operands of a matrix product are made.
+
+use bytemuck::Pod;
+use half::{bf16, f16};
+
+/// Vectors of f32 in the registers of one instruction set. A value of an implementing type is the proof that the
+/// processor has it.
+pub trait Simd: Copy + Send + Sync + 'static {
+    /// Elements of a vector: at most 16.
+    const LANES: usize;
+    /// Vectors in a row of the register tile of [`super::product`]: what the number of registers allows.
+    const COLUMNS: usize;
+    /// A vector.
+    type Vector: Copy;
+
+    /// `x` in every lane.
+    fn splat(self, x: f32) -> Self::Vector;
+    /// Reads a vector.
+    ///
+    /// # Safety
+    /// `from` is the start of [`Simd::LANES`] readable elements, of any alignment.
+    unsafe fn load(self, from: *const f32) -> Self::Vector;
+    /// Widens a vector of bf16.
+    ///
+    /// # Safety
+    /// As [`Simd::load`].
+    unsafe fn load_bf16(self, from: *const bf16) -> Self::Vector;
+    /// Widens a vector of f16.
+    ///
+    /// # Safety
+    /// As [`Simd::load`].
+    unsafe fn load_f16(self, from: *const f16) -> Self::Vector;
+    /// Writes a vector.
+    ///
+    /// # Safety
+    /// `to` is the start of [`Simd::LANES`] writable elements, of any alignment.
+    unsafe fn store(self, to: *mut f32, x: Self::Vector);
+    /// `a + b`.
+    fn add(self, a: Self::Vector, b: Self::Vector) -> Self::Vector;
+    /// `a - b`.
+    fn sub(self, a: Self::Vector, b: Self::Vector) -> Self::Vector;
+    /// `a * b`.
+    fn mul(self, a: Self::Vector, b: Self::Vector) -> Self::Vector;
+    /// `a * b + c`.
+    fn mul_add(self, a: Self::Vector, b: Self::Vector, c: Self::Vector) -> Self::Vector;
+    /// `a / b`.
+    fn div(self, a: Self::Vector, b: Self::Vector) -> Self::Vector;
+    /// `x` in lanes where `a < b`, else `y`.
+    fn select_less(self, a: Self::Vector, b: Self::Vector, x: Self::Vector, y: Self::Vector) -> Self::Vector;
+    /// The larger of each lane; either where one is NaN.
+    fn max(self, a: Self::Vector, b: Self::Vector) -> Self::Vector;
+    /// The nearest integer.
+    fn round(self, x: Self::Vector) -> Self::Vector;
+    /// `x * 2^exponent` for a whole `exponent` from -126 to 127, and zero where `x` belongs to a `limit` below -126.
+    /// A NaN in either stays one.
+    fn scale_or_zero(self, x: Self::Vector, exponent: Self::Vector, limit: Self::Vector) -> Self::Vector;
+    /// Sum of the lanes.
+    fn sum(self, x: Self::Vector) -> f32;
+    /// The largest lane.
+    fn largest(self, x: Self::Vector) -> f32;
+    /// Exchanges rows and columns of a square of `LANES x LANES` 32-bit words.
+    ///
+    /// # Safety
+    /// `LANES` readable rows of `LANES` words begin at `from`, `from_stride_bytes` apart; likewise the writable rows
+    /// at `to`, `to_stride` words apart.
+    unsafe fn transpose(self, from: *const u8, from_stride_bytes: usize, to: *mut f32, to_stride: usize);
+    /// Asks for the cache line at `at`, which need not be readable.
+    fn prefetch(self, at: *const u8);
+
+    /// The first [`Simd::LANES`] elements of a slice.
+    #[inline(always)]
+    fn read(self, from: &[f32]) -> Self::Vector {
+        assert!(from.len() >= Self::LANES);
+        // SAFETY: the assertion above.
+        unsafe { self.load(from.as_ptr()) }
+    }
+
+    /// Writes the first [`Simd::LANES`] elements of a slice.
+    #[inline(always)]
+    fn write(self, to: &mut [f32], x: Self::Vector) {
+        assert!(to.len() >= Self::LANES);
+        // SAFETY: the assertion above.
+        unsafe { self.store(to.as_mut_ptr(), x) }
+    }
+}
+
+/// An instruction path with the unit in which it multiplies bf16.
+pub trait Native: Simd {
+    /// A pair of bf16 where the processor has dot products of them, else f32.
+    type Bf16: super::pack::Packed<Self>;
+}
+
+/// An element type that rows are kept in.
+pub trait Element: Pod + Send + Sync {
+    /// Reads a vector of elements as f32.
+    ///
+    /// # Safety
+    /// `from` is the start of `S::LANES` readable elements, of any alignment.
+    unsafe fn load<S: Simd>(simd: S, from: *const Self) -> S::Vector;
+    /// The element as f32.
+    fn widen(self) -> f32;
+}
+
+impl Element for f32 {
+    #[inline(always)]
+    unsafe fn load<S: Simd>(simd: S, from: *const Self) -> S::Vector {
+        // SAFETY: the caller's promise.
+        unsafe { simd.load(from) }
+    }
+
+    #[inline(always)]
+    fn widen(self) -> f32 {
+        self
+    }
+}
+
+impl Element for bf16 {
+    #[inline(always)]
+    unsafe fn load<S: Simd>(simd: S, from: *const Self) -> S::Vector {
+        // SAFETY: the caller's promise.
+        unsafe { simd.load_bf16(from) }
+    }
+
+    #[inline(always)]
+    fn widen(self) -> f32 {
+        self.to_f32()
+    }
+}
+
+impl Element for f16 {
+    #[inline(always)]
+    unsafe fn load<S: Simd>(simd: S, from: *const Self) -> S::Vector {
+        // SAFETY: the caller's promise.
+        unsafe { simd.load_f16(from) }
+    }
+
+    #[inline(always)]
+    fn widen(self) -> f32 {
+        self.to_f32()
+    }
+}
+
+/// What a packed operand of a product is made of: 32 bits that hold [`Unit::DEPTH`] neighbours along the inner extent.
+pub trait Unit<S: Simd>: Pod + Send + Sync {
+    /// Elements in a unit.
+    const DEPTH: usize;
+    /// A vector of units.
+    type Operand: Copy;
+
+    /// Reads a vector of units.
+    ///
+    /// # Safety
+    /// `from` is the start of `S::LANES` readable units.
+    unsafe fn load(simd: S, from: *const Self) -> Self::Operand;
+    /// One unit in every lane.
+    ///
+    /// # Safety
+    /// `from` is readable.
+    unsafe fn broadcast(simd: S, from: *const Self) -> Self::Operand;
+    /// `acc` plus the products of the units' elements.
+    fn mul_add(simd: S, a: Self::Operand, b: Self::Operand, acc: S::Vector) -> S::Vector;
+    /// Rounds `2 * LANES` neighbours along the inner extent into `2 * LANES / DEPTH` units at the start of `to`.
+    fn put(simd: S, to: &mut [Self], low: S::Vector, high: S::Vector);
+    /// Rounds `LANES` elements of each of [`Unit::DEPTH`] rows into units that hold one element of each row, at the
+    /// start of `to`; `odd` counts where a unit holds two.
+    fn put_rows(simd: S, to: &mut [Self], even: S::Vector, odd: S::Vector);
+}
+
+impl<S: Simd> Unit<S> for f32 {
+    const DEPTH: usize = 1;
+    type Operand = S::Vector;
+
+    #[inline(always)]
+    unsafe fn load(simd: S, from: *const Self) -> S::Vector {
+        // SAFETY: the caller's promise.
+        unsafe { simd.load(from) }
+    }
+
+    #[inline(always)]
+    unsafe fn broadcast(simd: S, from: *const Self) -> S::Vector {
+        // SAFETY: the caller's promise.
+        simd.splat(unsafe { *from })
+    }
+
+    #[inline(always)]
+    fn mul_add(simd: S, a: S::Vector, b: S::Vector, acc: S::Vector) -> S::Vector {
+        simd.mul_add(a, b, acc)
+    }
+
+    #[inline(always)]
+    fn put(simd: S, to: &mut [Self], low: S::Vector, high: S::Vector) {
+        simd.write(to, low);
+        simd.write(&mut to[S::LANES..], high);
+    }
+
+    #[inline(always)]
+    fn put_rows(simd: S, to: &mut [Self], even: S::Vector, _odd: S::Vector) {
+        simd.write(to, even);
+    }
+}

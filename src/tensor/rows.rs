@@ -1,0 +1,174 @@
+//! Rows of a tensor or cache in the type in which they are kept, for code that reads each type itself.
+
+use super::DType;
+use super::dtype::widen_bf16;
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
+
+/// Some rows that lie at one distance from each other.
+#[derive(Debug, Clone, Copy)]
+pub enum Rows<'a> {
+    /// Of f32.
+    F32(Strided<'a, f32>),
+    /// Of bf16.
+    Bf16(Strided<'a, bf16>),
+    /// Of f16.
+    F16(Strided<'a, f16>),
+}
+
+/// `count` rows of `width` elements.
+#[derive(Debug, Clone, Copy)]
+pub struct Strided<'a, T> {
+    elements: &'a [T],
+    row_stride: usize,
+    column_stride: usize,
+    count: usize,
+    width: usize,
+}
+
+/// The same for each variant.
+macro_rules! each {
+    ($rows:expr, $strided:ident => $result:expr) => {
+        match $rows {
+            Rows::F32($strided) => $result,
+            Rows::Bf16($strided) => $result,
+            Rows::F16($strided) => $result,
+        }
+    };
+}
+pub(crate) use each;
+
+impl<'a> Rows<'a> {
+    /// Number of rows.
+    pub fn count(&self) -> usize {
+        each!(self, rows => rows.count)
+    }
+
+    /// Contiguous raw rows.
+    ///
+    /// # Panics
+    /// When `bytes` is not `count * width` elements long or not aligned to them.
+    pub fn contiguous(dtype: DType, bytes: &'a [u8], width: usize) -> Self {
+        let count = bytes.len() / (width * dtype.bytes());
+        let strides = [width, 1];
+        match dtype {
+            DType::F32 => Rows::F32(Strided::new(bytemuck::cast_slice(bytes), strides, count, width)),
+            DType::Bf16 => Rows::Bf16(Strided::new(bytemuck::cast_slice(bytes), strides, count, width)),
+            DType::F16 => Rows::F16(Strided::new(bytemuck::cast_slice(bytes), strides, count, width)),
+        }
+    }
+
+    /// Elements of a row.
+    pub fn width(&self) -> usize {
+        each!(self, rows => rows.width)
+    }
+
+    /// All rows, if they are contiguous f32.
+    pub fn as_f32(&self) -> Option<&'a [f32]> {
+        match self {
+            Rows::F32(rows) => rows.contiguous(),
+            _ => None,
+        }
+    }
+
+    /// Copies all rows into the start of `target` as f32.
+    ///
+    /// # Panics
+    /// When `target` is shorter.
+    pub fn widen(&self, target: &mut [f32]) {
+        match self {
+            Rows::F32(rows) => rows.convert(target, |from, to| to.copy_from_slice(from)),
+            Rows::Bf16(rows) => rows.convert(target, widen_bf16),
+            Rows::F16(rows) => rows.convert(target, |from, to| from.convert_to_f32_slice(to)),
+        }
+    }
+
+    /// The first `count` rows, or all if there are fewer.
+    #[inline(always)]
+    pub fn first(self, count: usize) -> Self {
+        match self {
+            Rows::F32(rows) => Rows::F32(rows.first(count)),
+            Rows::Bf16(rows) => Rows::Bf16(rows.first(count)),
+            Rows::F16(rows) => Rows::F16(rows.first(count)),
+        }
+    }
+
+    /// The rows from `start` on.
+    ///
+    /// # Panics
+    /// When there are not so many.
+    #[inline(always)]
+    pub fn skip(self, start: usize) -> Self {
+        match self {
+            Rows::F32(rows) => Rows::F32(rows.skip(start)),
+            Rows::Bf16(rows) => Rows::Bf16(rows.skip(start)),
+            Rows::F16(rows) => Rows::F16(rows.skip(start)),
+        }
+    }
+}
+
+impl<'a, T: Copy> Strided<'a, T> {
+    /// Rows whose elements `(row, column)` lie at `row * row_stride + column * column_stride`.
+    ///
+    /// # Panics
+    /// When they reach past the end of `elements`.
+    pub fn new(elements: &'a [T], [row_stride, column_stride]: [usize; 2], count: usize, width: usize) -> Self {
+        let end = count.saturating_sub(1) * row_stride + width.saturating_sub(1) * column_stride;
+        assert!(count == 0 || width == 0 || end < elements.len(), "rows reach past their elements");
+        Strided { elements, row_stride, column_stride, count, width }
+    }
+
+    fn contiguous(&self) -> Option<&'a [T]> {
+        (self.column_stride == 1 && self.row_stride == self.width).then(|| &self.elements[..self.count * self.width])
+    }
+
+    /// Converts in one piece, row by row, or element by element, as the strides allow.
+    fn convert(&self, target: &mut [f32], convert: impl Fn(&[T], &mut [f32])) {
+        let target = &mut target[..self.count * self.width];
+        if let Some(all) = self.contiguous() {
+            return convert(all, target);
+        }
+        for (index, to) in target.chunks_exact_mut(self.width).enumerate() {
+            match self.row(index) {
+                Some(row) => convert(row, to),
+                None => to.iter_mut().enumerate().for_each(|(column, to)| {
+                    convert(&[self.element(index, column)], std::slice::from_mut(to));
+                }),
+            }
+        }
+    }
+
+    fn first(self, count: usize) -> Self {
+        Strided { count: self.count.min(count), ..self }
+    }
+
+    fn skip(self, start: usize) -> Self {
+        assert!(start <= self.count, "row {start} of {}", self.count);
+        let elements = if start == self.count { &[] } else { &self.elements[start * self.row_stride..] };
+        Strided { elements, count: self.count - start, ..self }
+    }
+
+    /// Elements of a row.
+    pub fn width(&self) -> usize {
+        self.width
+    }
+
+    /// Distance of neighbouring rows, in elements.
+    pub fn row_stride(&self) -> usize {
+        self.row_stride
+    }
+
+    /// A row, if its elements are neighbours.
+    #[inline(always)]
+    pub fn row(&self, index: usize) -> Option<&'a [T]> {
+        assert!(index < self.count, "row {index} of {}", self.count);
+        (self.column_stride == 1).then(|| &self.elements[index * self.row_stride..][..self.width])
+    }
+
+    /// An element.
+    #[inline(always)]
+    pub fn element(&self, row: usize, column: usize) -> T {
+        debug_assert!(row < self.count && column < self.width);
+        self.elements[row * self.row_stride + column * self.column_stride]
+    }
+}
