@@ -60,6 +60,27 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
+    unsafe fn store_bf16(self, to: *mut bf16, x: __m256) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let bits = _mm256_castps_si256(x);
+            let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
+            let up = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+            let nan = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(x, x));
+            let quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x40_0000));
+            let rounded = _mm256_srli_epi32::<16>(_mm256_blendv_epi8(up, quiet, nan));
+            let packed = _mm_packus_epi32(_mm256_castsi256_si128(rounded), _mm256_extracti128_si256::<1>(rounded));
+            _mm_storeu_si128(to.cast(), packed);
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn store_f16(self, to: *mut f16, x: __m256) {
+        // SAFETY: the caller's promise.
+        unsafe { _mm_storeu_si128(to.cast(), _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(x)) }
+    }
+
+    #[inline(always)]
     fn add(self, a: __m256, b: __m256) -> __m256 {
         register!(_mm256_add_ps(a, b))
     }

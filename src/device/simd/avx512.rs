@@ -66,6 +66,30 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     }
 
     #[inline(always)]
+    unsafe fn store_bf16(self, to: *mut bf16, x: __m512) {
+        // SAFETY: the caller's promise, and for the first branch that `BF16` is true only where the processor has it.
+        unsafe {
+            let rounded = if BF16 {
+                std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(x))
+            } else {
+                let bits = _mm512_castps_si512(x);
+                let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
+                let up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+                let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(x, x);
+                let quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x40_0000));
+                _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(_mm512_mask_blend_epi32(nan, up, quiet)))
+            };
+            _mm256_storeu_si256(to.cast(), rounded);
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn store_f16(self, to: *mut f16, x: __m512) {
+        // SAFETY: the caller's promise.
+        unsafe { _mm256_storeu_si256(to.cast(), _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(x)) }
+    }
+
+    #[inline(always)]
     fn add(self, a: __m512, b: __m512) -> __m512 {
         register!(_mm512_add_ps(a, b))
     }

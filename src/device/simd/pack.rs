@@ -21,6 +21,9 @@ pub trait Packed<S: Simd>: Unit<S> {
     /// zero. A unit of one element takes no `odd` row.
     fn across(simd: S, even: Rows<'_>, odd: Option<Rows<'_>>, to: &mut [Self]);
 
+    /// Turns the sign of every element.
+    fn negate(units: &mut [Self]);
+
     /// Where the first row begins, and the distance of rows in bytes, if whole units already lie in memory as
     /// [`Packed::along`] would write them.
     fn in_place(rows: &Rows<'_>) -> Option<(*const u8, usize)>;
@@ -55,6 +58,11 @@ impl<S: Simd> Packed<S> for f32 {
     #[inline(always)]
     fn across(simd: S, even: Rows<'_>, _odd: Option<Rows<'_>>, to: &mut [f32]) {
         Self::along(simd, even, to);
+    }
+
+    #[inline(always)]
+    fn negate(units: &mut [f32]) {
+        units.iter_mut().for_each(|x| *x = -*x);
     }
 
     #[inline(always)]
@@ -112,6 +120,11 @@ mod pairs {
                 let element = |row: &Rows<'_>| if column < width { narrow(row, column) } else { bf16::ZERO };
                 *to = bytemuck::cast([element(&even), odd.as_ref().map_or(bf16::ZERO, element)]);
             }
+        }
+
+        #[inline(always)]
+        fn negate(units: &mut [Self]) {
+            bytemuck::cast_slice_mut::<Self, bf16>(units).iter_mut().for_each(|x| *x = -*x);
         }
 
         #[inline(always)]
