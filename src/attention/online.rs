@@ -76,7 +76,12 @@ impl Running {
         }
         if let Some(SoftCap { inner, cap }) = logits.cap {
             let (inner, cap) = (simd.splat(inner), simd.splat(cap));
-            math::map(simd, row, |x| simd.mul(cap, math::tanh(simd, simd.mul(x, inner))));
+            math::map(
+                simd,
+                row,
+                #[inline(always)]
+                |x| simd.mul(cap, math::tanh(simd, simd.mul(x, inner))),
+            );
         }
         row[..seen.start].fill(f32::NEG_INFINITY);
         row[seen.end..].fill(f32::NEG_INFINITY);
@@ -90,15 +95,13 @@ impl Running {
             let factor = (self.max - max).exp2();
             self.max = max;
             self.sum *= factor;
-            let factor = simd.splat(factor);
-            math::map(simd, output, |x| simd.mul(x, factor));
+            math::scale(simd, output, factor);
         }
         let (factor, shift) = (simd.splat(logits.factor), simd.splat(-self.max));
         let mut sums = [simd.splat(0.0); 2];
         for at in (0..row.len()).step_by(2 * S::LANES) {
-            let exp = |x: &[f32]| math::exp2(simd, simd.mul_add(simd.read(x), factor, shift));
-            let (low, high) = row[at..].split_at(S::LANES);
-            let (low, high) = (exp(low), exp(high));
+            let low = math::exp2(simd, simd.mul_add(simd.read(&row[at..]), factor, shift));
+            let high = math::exp2(simd, simd.mul_add(simd.read(&row[at + S::LANES..]), factor, shift));
             sums = [simd.add(sums[0], low), simd.add(sums[1], high)];
             U::put(simd, bytemuck::cast_slice_mut(&mut row[at / U::DEPTH..]), low, high);
         }
@@ -112,8 +115,7 @@ impl Running {
             output.fill(0.0);
             return f32::NEG_INFINITY;
         }
-        let factor = simd.splat(1.0 / self.sum);
-        math::map(simd, output, |x| simd.mul(x, factor));
+        math::scale(simd, output, 1.0 / self.sum);
         (self.max + self.sum.log2()) * LN_2
     }
 

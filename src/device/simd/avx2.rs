@@ -149,12 +149,20 @@ impl Simd for Avx2 {
 
     #[inline(always)]
     unsafe fn transpose(self, from: *const u8, from_stride_bytes: usize, to: *mut f32, to_stride: usize) {
-        // SAFETY: the caller's promise, for each row.
-        let row = |index: usize| unsafe { self.load(from.add(index * from_stride_bytes).cast()) };
         // Each half of `quads[half][c]` holds four rows of a column: `c` in the lower, `4 + c` in the upper.
-        let quads = [0, 4].map(|first| {
-            let [a, b, c, d] = [0, 1, 2, 3].map(|offset| row(first + offset));
-            register!({
+        let mut quads = [[self.splat(0.0); 4]; 2];
+        for (half, quads) in quads.iter_mut().enumerate() {
+            // SAFETY: the caller's promise, for each row.
+            let [a, b, c, d] = unsafe {
+                let first = from.add(4 * half * from_stride_bytes);
+                [
+                    self.load(first.cast()),
+                    self.load(first.add(from_stride_bytes).cast()),
+                    self.load(first.add(2 * from_stride_bytes).cast()),
+                    self.load(first.add(3 * from_stride_bytes).cast()),
+                ]
+            };
+            *quads = register!({
                 let (ab, ab_high) = (_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
                 let (cd, cd_high) = (_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
                 [
@@ -163,8 +171,8 @@ impl Simd for Avx2 {
                     _mm256_shuffle_ps::<0x44>(ab_high, cd_high),
                     _mm256_shuffle_ps::<0xee>(ab_high, cd_high),
                 ]
-            })
-        });
+            });
+        }
         for column in 0..4 {
             let [upper, lower] = [quads[0][column], quads[1][column]];
             let (left, right) =

@@ -126,8 +126,10 @@ impl<U> Tile<U> {
         for _ in 0..self.steps {
             // SAFETY: the caller's promise; `wrapping_add` below may leave the slice after the last step only.
             unsafe {
-                let right: [U::Operand; VECTORS] =
-                    std::array::from_fn(|column| U::load(simd, b.add(column * S::LANES)));
+                let right: [U::Operand; VECTORS] = std::array::from_fn(
+                    #[inline(always)]
+                    |column| U::load(simd, b.add(column * S::LANES)),
+                );
                 for (row, sums) in sums.iter_mut().enumerate() {
                     let left = U::broadcast(simd, a.add(row * self.a_row));
                     for (sum, right) in sums.iter_mut().zip(right) {
