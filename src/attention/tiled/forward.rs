@@ -11,6 +11,9 @@ use crate::device::simd::{Native, Simd, Task, narrow};
 use crate::tensor::DType;
 use rayon::prelude::*;
 
+/// Keys whose weighted values are summed before the sum is added to the output: longer sums would round more.
+const CHAIN: usize = 6 * SPAN;
+
 /// The parts of a thread's scratch, in f32 words.
 struct Layout {
     group: usize,
@@ -150,11 +153,14 @@ fn block<S: Simd, U: Packed<S>>(simd: S, work: Block<'_, '_, '_>) {
                 let seen = within(seen.start)..within(seen.end).min(to - from);
                 state.absorb_tile::<S, U>(simd, &logits, &mut row[..to - from], seen, o);
             }
-            let depth = (to.min(end - start) - from).div_ceil(U::DEPTH);
-            let extents = Extents { columns, steps: depth, ..extents };
-            let weights = Left { units: bytemuck::cast_slice(scores), row_stride: keys, step_stride: 1 };
-            let values = Right { units: &v[from / U::DEPTH * columns..], stride: columns };
-            product::<S, U, true>(simd, extents, weights, values, &mut o[strip.row * columns..], columns);
+            let to = to.min(end - start);
+            for chain in (from..to).step_by(CHAIN) {
+                let extents = Extents { columns, steps: CHAIN.min(to - chain).div_ceil(U::DEPTH), ..extents };
+                let weights = bytemuck::cast_slice(&scores[(chain - from) / U::DEPTH..]);
+                let weights = Left { units: weights, row_stride: keys, step_stride: 1 };
+                let values = Right { units: &v[chain / U::DEPTH * columns..], stride: columns };
+                product::<S, U, true>(simd, extents, weights, values, &mut o[strip.row * columns..], columns);
+            }
         }
     }
 
