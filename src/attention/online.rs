@@ -5,8 +5,7 @@
 //! here. Scores are in base 2 (`scale * log2(e)` folded into one factor) so that the exponential is `exp2`.
 
 use super::Params;
-use crate::device::simd::Isa;
-use crate::device::simd::loops;
+use crate::device::simd::{Isa, Simd, loops, math};
 use std::f32::consts::{LN_2, LOG2_E};
 
 /// Maximum and sum of the exponentials seen so far, in base 2. Two floats, so that scratch memory can hold them.
@@ -43,6 +42,33 @@ impl Running {
             self.rescale(isa, max, output);
         }
         self.sum += loops::exp2_sum(isa, row, self.max);
+    }
+
+    /// As [`Running::absorb`], within a task.
+    #[inline(always)]
+    pub fn absorb_in<S: Simd>(&mut self, simd: S, params: &Params, row: &mut [f32], output: &mut [f32]) {
+        if row.is_empty() {
+            return;
+        }
+        let max = match params.softcap {
+            None => {
+                let factor = simd.splat(params.scale * LOG2_E);
+                math::map_largest(simd, row, |x| simd.mul(x, factor))
+            }
+            Some(cap) => {
+                let (inner, outer) = (simd.splat(params.scale / cap), simd.splat(cap * LOG2_E));
+                math::map_largest(simd, row, |x| simd.mul(outer, math::tanh(simd, simd.mul(x, inner))))
+            }
+        };
+        if max > self.max {
+            let factor = (self.max - max).exp2();
+            self.max = max;
+            self.sum *= factor;
+            let factor = simd.splat(factor);
+            math::map(simd, output, |x| simd.mul(x, factor));
+        }
+        let max = simd.splat(self.max);
+        self.sum += math::map_sum(simd, row, |x| math::exp2(simd, simd.sub(x, max)));
     }
 
     /// Takes in another partial result over other keys.

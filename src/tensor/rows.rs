@@ -108,6 +108,11 @@ impl<'a> Rows<'a> {
 }
 
 impl<'a, T: Copy> Strided<'a, T> {
+    /// Number of rows.
+    pub fn count(&self) -> usize {
+        self.count
+    }
+
     /// Rows whose elements `(row, column)` lie at `row * row_stride + column * column_stride`.
     ///
     /// # Panics
@@ -138,7 +143,9 @@ impl<'a, T: Copy> Strided<'a, T> {
         }
     }
 
-    fn first(self, count: usize) -> Self {
+    /// The first `count` rows, or all if there are fewer.
+    #[inline(always)]
+    pub fn first(self, count: usize) -> Self {
         Strided { count: self.count.min(count), ..self }
     }
 
@@ -156,6 +163,13 @@ impl<'a, T: Copy> Strided<'a, T> {
     /// Distance of neighbouring rows, in elements.
     pub fn row_stride(&self) -> usize {
         self.row_stride
+    }
+
+    /// The elements from the first row's first to the last row's last, if those of a row are neighbours.
+    #[inline(always)]
+    pub fn span(&self) -> Option<&'a [T]> {
+        let end = if self.count == 0 { 0 } else { (self.count - 1) * self.row_stride + self.width };
+        (self.column_stride == 1).then(|| &self.elements[..end])
     }
 
     /// A row, if its elements are neighbours.

@@ -57,6 +57,34 @@ pub fn map<S: Simd>(simd: S, row: &mut [f32], f: impl Fn(S::Vector) -> S::Vector
     }
 }
 
+/// As [`map`]; returns the largest element of the result. Of a NaN nothing is said.
+#[inline(always)]
+pub fn map_largest<S: Simd>(simd: S, row: &mut [f32], f: impl Fn(S::Vector) -> S::Vector) -> f32 {
+    let mut largest = simd.splat(f32::NEG_INFINITY);
+    let (whole, tail) = row.split_at_mut(row.len() - row.len() % S::LANES);
+    for x in whole.chunks_exact_mut(S::LANES) {
+        let y = f(simd.read(x));
+        largest = simd.max(largest, y);
+        simd.write(x, y);
+    }
+    map(simd, tail, f);
+    tail.iter().fold(simd.largest(largest), |a, &b| if b > a { b } else { a })
+}
+
+/// As [`map`]; returns the sum of the result.
+#[inline(always)]
+pub fn map_sum<S: Simd>(simd: S, row: &mut [f32], f: impl Fn(S::Vector) -> S::Vector) -> f32 {
+    let mut sum = simd.splat(0.0);
+    let (whole, tail) = row.split_at_mut(row.len() - row.len() % S::LANES);
+    for x in whole.chunks_exact_mut(S::LANES) {
+        let y = f(simd.read(x));
+        sum = simd.add(sum, y);
+        simd.write(x, y);
+    }
+    map(simd, tail, f);
+    tail.iter().fold(simd.sum(sum), |a, &b| a + b)
+}
+
 /// `2^(row - shift)` in place of a row.
 pub struct Exp2<'a> {
     /// The exponents.
