@@ -53,11 +53,21 @@ impl Running {
         let max = match params.softcap {
             None => {
                 let factor = simd.splat(params.scale * LOG2_E);
-                math::map_largest(simd, row, |x| simd.mul(x, factor))
+                math::map_largest(
+                    simd,
+                    row,
+                    #[inline(always)]
+                    |x| simd.mul(x, factor),
+                )
             }
             Some(cap) => {
                 let (inner, outer) = (simd.splat(params.scale / cap), simd.splat(cap * LOG2_E));
-                math::map_largest(simd, row, |x| simd.mul(outer, math::tanh(simd, simd.mul(x, inner))))
+                math::map_largest(
+                    simd,
+                    row,
+                    #[inline(always)]
+                    |x| simd.mul(outer, math::tanh(simd, simd.mul(x, inner))),
+                )
             }
         };
         if max > self.max {
@@ -65,10 +75,20 @@ impl Running {
             self.max = max;
             self.sum *= factor;
             let factor = simd.splat(factor);
-            math::map(simd, output, |x| simd.mul(x, factor));
+            math::map(
+                simd,
+                output,
+                #[inline(always)]
+                |x| simd.mul(x, factor),
+            );
         }
         let max = simd.splat(self.max);
-        self.sum += math::map_sum(simd, row, |x| math::exp2(simd, simd.sub(x, max)));
+        self.sum += math::map_sum(
+            simd,
+            row,
+            #[inline(always)]
+            |x| math::exp2(simd, simd.sub(x, max)),
+        );
     }
 
     /// Takes in another partial result over other keys.

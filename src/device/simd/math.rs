@@ -40,7 +40,7 @@ pub fn tanh<S: Simd>(simd: S, y: S::Vector) -> S::Vector {
     simd.select_less(size, simd.splat(TANH_SERIES), simd.mul(y, series), signed)
 }
 
-/// `row = f(row)`, whatever its length.
+/// `row = f(row)`, whatever its length. Mark a closure `inline(always)`.
 #[inline(always)]
 pub fn map<S: Simd>(simd: S, row: &mut [f32], f: impl Fn(S::Vector) -> S::Vector) {
     let whole = row.len() - row.len() % S::LANES;
@@ -99,7 +99,12 @@ impl Task for Exp2<'_> {
     #[inline(always)]
     fn run<S: Native>(self, simd: S) {
         let shift = simd.splat(self.shift);
-        map(simd, self.row, |x| exp2(simd, simd.sub(x, shift)));
+        map(
+            simd,
+            self.row,
+            #[inline(always)]
+            |x| exp2(simd, simd.sub(x, shift)),
+        );
     }
 }
 
@@ -119,7 +124,12 @@ impl Task for SoftCap<'_> {
     #[inline(always)]
     fn run<S: Native>(self, simd: S) {
         let (inner, cap) = (simd.splat(self.factor / self.cap), simd.splat(self.cap));
-        map(simd, self.row, |x| simd.mul(cap, tanh(simd, simd.mul(x, inner))));
+        map(
+            simd,
+            self.row,
+            #[inline(always)]
+            |x| simd.mul(cap, tanh(simd, simd.mul(x, inner))),
+        );
     }
 }
 
