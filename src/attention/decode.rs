@@ -151,11 +151,13 @@ impl Unit<'_> {
         let visible = |row: usize| call.params.visible(row % shape.q_len, shape.q_len, kv_len);
         let seen = visible(0).start.max(start)..visible(shape.q_len - 1).end.min(start + SPLIT);
 
+        let keys = |row| call.kv.key_rows(batch, kv_head, row);
+        let values = |row| call.kv.value_rows(batch, kv_head, row);
         for first in seen.clone().step_by(BLOCK) {
             let count = BLOCK.min(seen.end - first);
-            let keys = |row| call.kv.key_rows(batch, kv_head, row);
-            let keys = RowList::<T>::collect(keys, first, count, kv_len, width, copies);
-            dots(simd, &keys, queries, stride, scores);
+            let end = first + count;
+            let list = RowList::<T>::collect(keys, first..end, values, first..end, width, copies);
+            dots(simd, &list, queries, stride, scores);
             let rows = scores.chunks_exact_mut(BLOCK).zip(o.chunks_exact_mut(stride)).zip(&mut *states);
             for (row, ((scores, o), state)) in rows.enumerate() {
                 let seen = visible(row);
@@ -165,9 +167,8 @@ impl Unit<'_> {
                 scores[to..count].fill(0.0);
                 state.absorb_in(simd, &call.params, &mut scores[from..to], o);
             }
-            let values = |row| call.kv.value_rows(batch, kv_head, row);
-            let values = RowList::<T>::collect(values, first, count, kv_len, width, copies);
-            accumulate(simd, &values, scores, o, stride);
+            let list = RowList::<T>::collect(values, first..end, keys, end..kv_len, width, copies);
+            accumulate(simd, &list, scores, o, stride);
         }
     }
 }

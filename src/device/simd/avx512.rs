@@ -155,10 +155,8 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
             // Each quarter now holds four partial sums, one of each vector.
             let quarters = _mm512_add_ps(low, high);
             let halves = _mm512_castps_pd(quarters);
-            let two = _mm256_add_ps(
-                _mm512_castps512_ps256(quarters),
-                _mm256_castpd_ps(_mm512_extractf64x4_pd::<1>(halves)),
-            );
+            let two =
+                _mm256_add_ps(_mm512_castps512_ps256(quarters), _mm256_castpd_ps(_mm512_extractf64x4_pd::<1>(halves)));
             let one = _mm_add_ps(_mm256_castps256_ps128(two), _mm256_extractf128_ps::<1>(two));
             std::mem::transmute::<__m128, [f32; 4]>(one)
         })
