@@ -160,6 +160,7 @@ impl PagedCache {
         self.table[at] = page;
     }
 
+    #[inline]
     fn table_index(&self, list: usize, index: usize) -> usize {
         let columns = self.shape.max_tokens.div_ceil(PAGE_TOKENS);
         assert!(index < columns, "a list grew past {} tokens", self.shape.max_tokens);
@@ -167,10 +168,11 @@ impl PagedCache {
     }
 
     /// The rows of a list from `start` to the end of its page.
+    #[inline]
     fn rows(&self, list: usize, part: usize, start: usize) -> Rows<'_> {
         let (page, token) = self.token(list, start);
         let count = (PAGE_TOKENS - token).min(self.lens[list] - start);
-        Rows::contiguous(self.shape.dtype, self.pool.rows(page, part, token, count), self.shape.head_dim)
+        Rows::contiguous(self.shape.dtype, self.pool.rows(page, part, token, count), [count, self.shape.head_dim])
     }
 }
 

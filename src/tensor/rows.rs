@@ -44,12 +44,12 @@ impl<'a> Rows<'a> {
         each!(self, rows => rows.count)
     }
 
-    /// Contiguous raw rows.
+    /// Contiguous raw rows, `[count, width]`.
     ///
     /// # Panics
-    /// When `bytes` is not `count * width` elements long or not aligned to them.
-    pub fn contiguous(dtype: DType, bytes: &'a [u8], width: usize) -> Self {
-        let count = bytes.len() / (width * dtype.bytes());
+    /// When `bytes` is shorter, or not aligned to the elements.
+    #[inline]
+    pub fn contiguous(dtype: DType, bytes: &'a [u8], [count, width]: [usize; 2]) -> Self {
         let strides = [width, 1];
         match dtype {
             DType::F32 => Rows::F32(Strided::new(bytemuck::cast_slice(bytes), strides, count, width)),
@@ -117,6 +117,7 @@ impl<'a, T: Copy> Strided<'a, T> {
     ///
     /// # Panics
     /// When they reach past the end of `elements`.
+    #[inline]
     pub fn new(elements: &'a [T], [row_stride, column_stride]: [usize; 2], count: usize, width: usize) -> Self {
         let end = count.saturating_sub(1) * row_stride + width.saturating_sub(1) * column_stride;
         assert!(count == 0 || width == 0 || end < elements.len(), "rows reach past their elements");
