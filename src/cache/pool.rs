@@ -91,7 +91,14 @@ impl PagePool {
         }
     }
 
-    /// Keys (`part` 0) or values (`part` 1) of the tokens `first .. first + count` of a page, raw.
+    /// Whether the keys, and the values, of the second page lie just behind those of the first.
+    #[inline]
+    pub fn follows(first: PageId, second: PageId) -> bool {
+        second == first + 1 && !second.is_multiple_of(SLAB_PAGES as PageId)
+    }
+
+    /// Keys (`part` 0) or values (`part` 1) of the tokens `first .. first + count` of a page and of those that follow
+    /// it, raw.
     #[inline]
     pub fn rows(&self, page: PageId, part: usize, first: usize, count: usize) -> &[u8] {
         &self.slab(page).kv[self.row_range(page, part, first, count)]
