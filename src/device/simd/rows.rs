@@ -85,18 +85,25 @@ impl<'a, T: Element> RowList<'a, T> {
         RowList { at, count, width, ahead, rows: PhantomData }
     }
 
-    /// Where a row begins.
+    /// Where a row begins, or would be asked for.
+    ///
+    /// # Safety
+    /// `index` is below `count + ahead`.
     #[inline(always)]
-    fn row(&self, index: usize) -> *const T {
-        debug_assert!(index < BLOCK + AHEAD);
-        // SAFETY: callers stay below `count`, at most `BLOCK`, or `ahead`, at most `AHEAD`, beyond it.
+    unsafe fn row(&self, index: usize) -> *const T {
+        debug_assert!(index < self.count + self.ahead);
+        // SAFETY: the caller's promise; `count` is at most `BLOCK`, `ahead` at most `AHEAD`.
         unsafe { *self.at.get_unchecked(index) }
     }
 
     /// Asks for `len_bytes` from column `column` on of the row that is read some way after row `index`.
+    ///
+    /// # Safety
+    /// `index` is below `count`.
     #[inline(always)]
-    fn prefetch<S: Simd>(&self, simd: S, index: usize, column: usize, len_bytes: usize) {
-        let from = self.row(index + self.ahead).wrapping_add(column).cast::<u8>();
+    unsafe fn prefetch<S: Simd>(&self, simd: S, index: usize, column: usize, len_bytes: usize) {
+        // SAFETY: the caller's promise.
+        let from = unsafe { self.row(index + self.ahead) }.wrapping_add(column).cast::<u8>();
         for line in (0..len_bytes).step_by(LINE_BYTES) {
             simd.prefetch(from.wrapping_add(line));
         }
@@ -125,9 +132,16 @@ pub fn dots<S: Simd, T: Element>(simd: S, rows: &RowList<'_, T>, queries: &[f32]
     let quads = rows.count - rows.count % KEYS;
     for key in (0..quads).step_by(KEYS) {
         for key in key..key + KEYS {
-            rows.prefetch(simd, key, 0, row_bytes);
+            // SAFETY: `quads` is at most `count`.
+            unsafe { rows.prefetch(simd, key, 0, row_bytes) };
         }
-        let keys: [*const T; KEYS] = std::array::from_fn(|offset| rows.row(key + offset));
+        let keys: [*const T; KEYS] = std::array::from_fn(
+            #[inline(always)]
+            |offset| {
+                // SAFETY: as above.
+                unsafe { rows.row(key + offset) }
+            },
+        );
         let mut query = 0;
         while query < query_count {
             let scores = &mut scores[query * BLOCK..];
