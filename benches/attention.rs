@@ -3,8 +3,9 @@
 
 use criterion::{BenchmarkId, Criterion, SamplingMode, Throughput, criterion_group, criterion_main};
 use kvsieve::attention::{
-    Backward, DenseKv, Forward, Gradients, Inputs, Outputs, Params, Shape, Workspace, export, kernel,
+    Backward, DenseKv, Forward, Gradients, Inputs, KvRows, Outputs, Params, Shape, Workspace, export, kernel,
 };
+use kvsieve::cache::{CacheShape, PagedCache};
 use kvsieve::device::Cpu;
 use kvsieve::memory::{Arena, Label};
 use kvsieve::tensor::{DType, Tensor};
@@ -108,21 +109,53 @@ fn backward(criterion: &mut Criterion) {
     }
 }
 
-/// One query for each of 32 heads: the bytes are those of keys and values, each read once.
+/// Memory that the copies of one cache take together, so that no cache of a processor holds them: each pass reads
+/// another copy, as each layer of a model does.
+const COLD_BYTES: u64 = 128 << 20;
+
+/// One query for each head: the bytes are those of keys and values, each read once.
 fn decode(criterion: &mut Criterion) {
-    for dtype in [DType::F32, DType::Bf16] {
-        for kv_heads in [8, 32] {
-            let shape = Shape { batch: 1, q_heads: 32, kv_heads, q_len: 1, kv_len: 8192, head_dim: 128 };
+    for dtype in DType::ALL {
+        for (q_heads, kv_len) in [(8, 8192), (32, 8192), (8, 32768), (32, 32768)] {
+            let shape = Shape { batch: 1, q_heads, kv_heads: 8, q_len: 1, kv_len, head_dim: 128 };
             let mut bench = Bench::new(shape, true, dtype);
-            let mut group = criterion.benchmark_group(format!("decode/{dtype}/D128/L8192/heads-32-{kv_heads}"));
+            let kv_bytes = 2 * Tensor::bytes_of(dtype, shape.kv_dims());
+            let copy = |tensor: &Tensor| {
+                let mut copy = Tensor::zeros(&bench.arena, Label::Input, dtype, tensor.dims()).unwrap();
+                copy.bytes_mut().copy_from_slice(tensor.bytes());
+                copy
+            };
+            let copies = COLD_BYTES.div_ceil(kv_bytes).max(2);
+            let caches: Vec<_> = (0..copies).map(|_| (copy(&bench.inputs.k), copy(&bench.inputs.v))).collect();
+            let dense: Vec<_> = caches.iter().map(|(k, v)| DenseKv::new(k.view(), v.view()).unwrap()).collect();
+            let paged: Vec<_> = caches.iter().map(|(k, v)| paged(&bench.arena, shape, k, v)).collect();
+            let mut group = criterion.benchmark_group(format!("decode/{dtype}/D128/L{kv_len}/heads-{q_heads}-8"));
             group.sampling_mode(SamplingMode::Flat);
-            group.throughput(Throughput::Bytes(2 * Tensor::bytes_of(dtype, shape.kv_dims())));
-            for name in ["naive", "decode"] {
-                let mut workspace = bench.workspace(name);
-                group.bench_function(name, |bencher| bencher.iter(|| bench.forward(name, &mut workspace)));
+            group.throughput(Throughput::Bytes(kv_bytes));
+            for (name, what) in [("naive", "naive"), ("decode", "decode"), ("decode", "decode-paged")] {
+                let (kernel, mut workspace, mut turn) = (kernel(name).unwrap(), bench.workspace(name), 0);
+                group.bench_function(what, |bencher| {
+                    bencher.iter(|| {
+                        turn = (turn + 1) % dense.len();
+                        let kv: &dyn KvRows = if what == "decode-paged" { &paged[turn] } else { &dense[turn] };
+                        let (q, params, cpu) = (bench.inputs.q.view(), bench.params, &bench.cpu);
+                        let call = Forward { shape, params, q, kv, cpu };
+                        kernel.forward(&call, &mut bench.outputs, &mut workspace).unwrap();
+                    });
+                });
             }
         }
     }
+}
+
+/// The tensors in pages.
+fn paged(arena: &Arena, shape: Shape, k: &Tensor, v: &Tensor) -> PagedCache {
+    let Shape { batch, kv_heads, kv_len, head_dim, .. } = shape;
+    let dtype = k.dtype();
+    let shape = CacheShape { batch, kv_heads, head_dim, dtype, max_tokens: kv_len, with_attention: false };
+    let mut cache = PagedCache::new(arena, shape).unwrap();
+    cache.append(k.view(), v.view(), 0..kv_len).unwrap();
+    cache
 }
 
 /// The attention that each key received from all queries (as H2O asks) and from the last 64 (as SnapKV does).

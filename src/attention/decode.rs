@@ -1,14 +1,18 @@
 //! Decode: few queries against a long cache, split over the keys.
 //!
 //! The unit of work is one KV head and [`SPLIT`] of its keys, for all query heads of the group: each key and value
-//! row is read once for the whole group. Partial results are merged in the order of the splits, so the result does
-//! not depend on the number of threads (Flash-Decoding).
+//! row is read once, in its own type, for the whole group, so that the time is that of reading the cache. Partial
+//! results are merged in the order of the splits, so the result does not depend on the number of threads
+//! (Flash-Decoding).
 
-use super::online::Running;
+use super::online::{Logits, Running};
+use super::strip::{LANES, SPAN};
 use super::{AttentionError, Forward, Kernel, KernelEntry, Outputs, Params, Shape, Workspace, WorkspaceSize};
 use crate::device::cpu::Slots;
-use crate::device::simd::loops;
+use crate::device::simd::rows::{BLOCK, RowList, accumulate, dots};
+use crate::device::simd::{Element, Native, Simd, Task};
 use crate::tensor::DType;
+use half::{bf16, f16};
 use rayon::prelude::*;
 
 /// Attention for short queries.
@@ -16,8 +20,6 @@ pub struct Decode;
 
 /// Keys of one unit of work.
 const SPLIT: usize = 1024;
-/// Keys that are scored before their values are read.
-const BLOCK: usize = 64;
 
 /// Query rows that share a KV head.
 fn group_rows(shape: &Shape) -> usize {
@@ -29,9 +31,15 @@ fn units(shape: &Shape) -> usize {
     shape.batch * shape.kv_heads * shape.kv_len.div_ceil(SPLIT)
 }
 
-/// Elements of a thread's scratch: its query rows, a block of keys or values, and a block of scores.
+/// Elements of a padded row.
+fn padded(shape: &Shape) -> usize {
+    shape.head_dim.next_multiple_of(LANES)
+}
+
+/// Elements of a thread's scratch: its query rows, a block of scores, and a block of keys or values whose elements are
+/// no neighbours where they lie.
 fn slot(shape: &Shape) -> usize {
-    (group_rows(shape) + BLOCK) * shape.head_dim + group_rows(shape) * BLOCK
+    group_rows(shape) * (padded(shape) + BLOCK) + BLOCK * shape.head_dim
 }
 
 /// The registry's line.
@@ -49,7 +57,7 @@ impl Kernel for Decode {
 
     fn workspace(&self, shape: &Shape, _: &Params, _: DType, threads: usize) -> WorkspaceSize {
         // Each partial result is an output row, a maximum and a sum.
-        let partials = units(shape) * group_rows(shape) * (shape.head_dim + 2);
+        let partials = units(shape) * group_rows(shape) * (padded(shape) + 2);
         WorkspaceSize { scores: 0, scratch: partials + threads * slot(shape) }
     }
 
@@ -60,18 +68,20 @@ impl Kernel for Decode {
         workspace: &mut Workspace,
     ) -> Result<(), AttentionError> {
         let (shape, isa) = (call.shape, call.cpu.isa());
-        let (width, rows) = (shape.head_dim, group_rows(&shape));
+        let (width, stride, rows) = (shape.head_dim, padded(&shape), group_rows(&shape));
         let splits = shape.kv_len.div_ceil(SPLIT);
-        let (partial_o, rest) = workspace.scratch.split_at_mut(units(&shape) * rows * width);
+        let (partial_o, rest) = workspace.scratch.split_at_mut(units(&shape) * rows * stride);
         let (partial_state, scratch) = rest.split_at_mut(units(&shape) * rows * 2);
         let states: &mut [Running] = bytemuck::cast_slice_mut(partial_state);
         let slots = Slots::new(scratch, call.cpu.threads());
         let row_bytes = width * outputs.o.dtype().bytes();
         let dtype = outputs.o.dtype();
         call.cpu.install(|| {
-            let partials = partial_o.par_chunks_mut(rows * width).zip(states.par_chunks_mut(rows));
+            let partials = partial_o.par_chunks_mut(rows * stride).zip(states.par_chunks_mut(rows));
             partials.enumerate().with_max_len(1).for_each(|(unit, (o, states))| {
-                slots.with(|slot| partial(call, unit / splits, unit % splits * SPLIT, o, states, slot));
+                slots.with(|slot| {
+                    isa.run(Unit { call, head: unit / splits, start: unit % splits * SPLIT, o, states, slot });
+                });
             });
 
             let results = outputs.o.bytes_mut().par_chunks_mut(row_bytes).zip(outputs.lse.par_iter_mut());
@@ -85,7 +95,7 @@ impl Kernel for Decode {
                 let mut state = Running::EMPTY;
                 for split in 0..splits {
                     let at = (kv_head * splits + split) * rows + row;
-                    state.merge(isa, o, states[at], &partial_o[at * width..][..width]);
+                    state.merge(isa, o, states[at], &partial_o[at * stride..][..width]);
                 }
                 *lse = state.finish(isa, o);
                 dtype.encode(o, target);
@@ -96,37 +106,68 @@ impl Kernel for Decode {
 }
 
 /// The partial results of all query rows of KV head `head` (counted over the batch) over the keys from `start` on.
-fn partial(call: &Forward<'_>, head: usize, start: usize, o: &mut [f32], states: &mut [Running], slot: &mut [f32]) {
-    let (shape, isa, width) = (call.shape, call.cpu.isa(), call.shape.head_dim);
-    let (batch, kv_head) = (head / shape.kv_heads, head % shape.kv_heads);
-    let rows = group_rows(&shape);
-    let (q, rest) = slot.split_at_mut(rows * width);
-    let (block, scores) = rest.split_at_mut(BLOCK * width);
-    for (member, q) in q.chunks_exact_mut(shape.q_len * width).enumerate() {
-        call.q.read_rows(batch, kv_head * shape.group() + member, 0, q);
-    }
-    o.fill(0.0);
-    states.fill(Running::EMPTY);
-    let kv_len = call.kv.len(batch, kv_head);
-    let visible = |row: usize| call.params.visible(row % shape.q_len, shape.q_len, kv_len);
-    let seen = visible(0).start.max(start)..visible(shape.q_len - 1).end.min(start + SPLIT);
+struct Unit<'a> {
+    call: &'a Forward<'a>,
+    head: usize,
+    start: usize,
+    o: &'a mut [f32],
+    states: &'a mut [Running],
+    slot: &'a mut [f32],
+}
 
-    for first in seen.clone().step_by(BLOCK) {
-        let count = BLOCK.min(seen.end - first);
-        let keys = call.kv.keys(batch, kv_head, first, count, block);
-        for (row, q) in q.chunks_exact(width).enumerate() {
-            let scores = &mut scores[row * BLOCK..][..count];
-            loops::row_dots(isa, q, keys, scores);
-            let seen = visible(row);
-            let from = seen.start.saturating_sub(first).min(count);
-            let to = seen.end.saturating_sub(first).clamp(from, count);
-            scores[..from].fill(0.0);
-            scores[to..].fill(0.0);
-            states[row].absorb(isa, &call.params, &mut scores[from..to], &mut o[row * width..][..width]);
+impl Task for Unit<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Native>(self, simd: S) {
+        match self.call.kv.dtype() {
+            DType::F32 => self.over::<S, f32>(simd),
+            DType::Bf16 => self.over::<S, bf16>(simd),
+            DType::F16 => self.over::<S, f16>(simd),
         }
-        let values = call.kv.values(batch, kv_head, first, count, block);
-        for (row, o) in o.chunks_exact_mut(width).enumerate() {
-            loops::weighted_rows(isa, &scores[row * BLOCK..][..count], values, o);
+    }
+}
+
+impl Unit<'_> {
+    /// The unit over rows of one element type.
+    #[inline(always)]
+    fn over<S: Simd, T: Element>(self, simd: S) {
+        let Unit { call, head, start, o, states, slot } = self;
+        let (shape, width, stride) = (call.shape, call.shape.head_dim, padded(&call.shape));
+        let (batch, kv_head) = (head / shape.kv_heads, head % shape.kv_heads);
+        let (rows, logits) = (group_rows(&shape), Logits::new(&call.params));
+        let (queries, rest) = slot.split_at_mut(rows * stride);
+        let (scores, copies) = rest.split_at_mut(rows * BLOCK);
+        let copies: &mut [T] = bytemuck::cast_slice_mut(copies);
+        for (row, query) in queries.chunks_exact_mut(stride).enumerate() {
+            let (query, padding) = query.split_at_mut(width);
+            call.q.read_rows(batch, kv_head * shape.group() + row / shape.q_len, row % shape.q_len, query);
+            if logits.negative {
+                query.iter_mut().for_each(|x| *x = -*x);
+            }
+            padding.fill(0.0);
+        }
+        o.fill(0.0);
+        states.fill(Running::EMPTY);
+        let kv_len = call.kv.len(batch, kv_head);
+        let visible = |row: usize| call.params.visible(row % shape.q_len, shape.q_len, kv_len);
+        let seen = visible(0).start.max(start)..visible(shape.q_len - 1).end.min(start + SPLIT);
+
+        let keys = |row| call.kv.key_rows(batch, kv_head, row);
+        let values = |row| call.kv.value_rows(batch, kv_head, row);
+        for first in seen.clone().step_by(BLOCK) {
+            let count = BLOCK.min(seen.end - first);
+            let end = first + count;
+            let list = RowList::<T>::collect(keys, first..end, values, first..end, width, copies);
+            dots(simd, &list, queries, stride, scores);
+            let rows = scores.chunks_exact_mut(BLOCK).zip(o.chunks_exact_mut(stride)).zip(&mut *states);
+            for (row, ((scores, o), state)) in rows.enumerate() {
+                let seen = visible(row);
+                let seen = seen.start.clamp(first, end) - first..seen.end.clamp(first, end) - first;
+                state.absorb::<S, f32>(simd, &logits, &mut scores[..count.next_multiple_of(SPAN)], seen, o);
+            }
+            let list = RowList::<T>::collect(values, first..end, keys, end..kv_len, width, copies);
+            accumulate(simd, &list, scores, o, stride);
         }
     }
 }

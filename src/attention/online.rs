@@ -86,11 +86,11 @@ impl Logits {
 }
 
 impl Running {
-    /// Takes in a row of a tile of inner products, a whole number of double vectors, of which the keys in `seen` are
-    /// visible: leaves their unnormalised probabilities at the start of `row` as units, zeros for the others, and
-    /// rescales `output`, to which the caller then adds their product with the values.
+    /// Takes in a row of inner products, a whole number of double vectors, of which the keys in `seen` are visible: leaves their unnormalised probabilities at the start of `row` as units, zeros for the others, and
+    /// rescales `output`, to which the caller then adds their product with the values. Products that overflowed make the
+    /// sum NaN.
     #[inline(always)]
-    pub fn absorb_tile<S: Simd, U: Unit<S>>(
+    pub fn absorb<S: Simd, U: Unit<S>>(
         &mut self,
         simd: S,
         logits: &Logits,
@@ -115,11 +115,12 @@ impl Running {
             self.sum *= factor;
             math::scale(simd, output, factor);
         }
-        let (factor, shift) = (simd.splat(logits.factor), simd.splat(-self.max));
+        // Not one multiply-add: the largest must become exactly 1, so that a single key returns its value.
+        let (factor, max) = (simd.splat(logits.factor), simd.splat(self.max));
         let mut sums = [simd.splat(0.0); 2];
         for at in (0..row.len()).step_by(2 * S::LANES) {
-            let low = math::exp2(simd, simd.mul_add(simd.read(&row[at..]), factor, shift));
-            let high = math::exp2(simd, simd.mul_add(simd.read(&row[at + S::LANES..]), factor, shift));
+            let low = math::exp2(simd, simd.sub(simd.mul(simd.read(&row[at..]), factor), max));
+            let high = math::exp2(simd, simd.sub(simd.mul(simd.read(&row[at + S::LANES..]), factor), max));
             sums = [simd.add(sums[0], low), simd.add(sums[1], high)];
             U::put(simd, bytemuck::cast_slice_mut(&mut row[at / U::DEPTH..]), low, high);
         }
@@ -139,19 +140,6 @@ impl Running {
 
     /// Nothing seen yet: the neutral element of [`Running::merge`].
     pub const EMPTY: Running = Running { max: f32::NEG_INFINITY, sum: 0.0 };
-
-    /// Takes in a block of inner products: leaves their unnormalised probabilities in `row` and rescales `output`,
-    /// to which the caller then adds `row * values`. Inner products that overflowed make the sum NaN.
-    pub fn absorb(&mut self, isa: Isa, params: &Params, row: &mut [f32], output: &mut [f32]) {
-        if row.is_empty() {
-            return;
-        }
-        let max = logits(isa, params, row);
-        if max > self.max {
-            self.rescale(isa, max, output);
-        }
-        self.sum += loops::exp2_sum(isa, row, self.max);
-    }
 
     /// Takes in another partial result over other keys.
     pub fn merge(&mut self, isa: Isa, output: &mut [f32], other: Running, other_output: &[f32]) {
@@ -187,13 +175,30 @@ impl Running {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::device::simd::{Native, Task};
     use proptest::prelude::*;
+
+    struct Absorb<'a> {
+        state: &'a mut Running,
+        row: &'a mut [f32],
+        seen: Range<usize>,
+    }
+
+    impl Task for Absorb<'_> {
+        type Output = ();
+
+        #[inline(always)]
+        fn run<S: Native>(self, simd: S) {
+            self.state.absorb::<S, f32>(simd, &Logits::new(&Params::new(1, false)), self.row, self.seen, &mut []);
+        }
+    }
 
     /// The running state and output over some scores, with value rows `[1, score]`.
     fn over(scores: &[f32]) -> (Running, [f32; 2]) {
-        let (isa, mut state, mut output) = (Isa::PORTABLE, Running::EMPTY, [0.0; 2]);
+        let (mut state, mut output) = (Running::EMPTY, [0.0; 2]);
         let mut row = scores.to_vec();
-        state.absorb(isa, &Params::new(1, false), &mut row, &mut output);
+        row.resize(scores.len().next_multiple_of(32), f32::NAN);
+        Isa::fastest().run(Absorb { state: &mut state, row: &mut row, seen: 0..scores.len() });
         for (weight, score) in row.iter().zip(scores) {
             output[0] += weight;
             output[1] += weight * score;

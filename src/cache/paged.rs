@@ -7,6 +7,9 @@ use crate::memory::{Arena, ArenaError, Buffer, Label};
 use crate::tensor::{DType, Rows, TensorView};
 use std::ops::Range;
 
+/// Most pages that are looked up to find rows that lie evenly.
+const MOST_PAGES: usize = 16;
+
 /// A cache of keys and values in pages, one list of pages per (sequence, KV head).
 pub struct PagedCache {
     shape: CacheShape,
@@ -160,17 +163,25 @@ impl PagedCache {
         self.table[at] = page;
     }
 
+    #[inline]
     fn table_index(&self, list: usize, index: usize) -> usize {
         let columns = self.shape.max_tokens.div_ceil(PAGE_TOKENS);
         assert!(index < columns, "a list grew past {} tokens", self.shape.max_tokens);
         list * columns + index
     }
 
-    /// The rows of a list from `start` to the end of its page.
+    /// The rows of a list from `start` to the end of its page, and of pages after it that lie behind one another in
+    /// memory, as those of one append do.
+    #[inline]
     fn rows(&self, list: usize, part: usize, start: usize) -> Rows<'_> {
-        let (page, token) = self.token(list, start);
-        let count = (PAGE_TOKENS - token).min(self.lens[list] - start);
-        Rows::contiguous(self.shape.dtype, self.pool.rows(page, part, token, count), self.shape.head_dim)
+        let left = self.lens[list] - start;
+        let token = start % PAGE_TOKENS;
+        let from = self.table_index(list, start / PAGE_TOKENS);
+        let pages = &self.table[from..][..(token + left).div_ceil(PAGE_TOKENS).min(MOST_PAGES)];
+        let followers = pages.windows(2).take_while(|pair| PagePool::follows(pair[0], pair[1])).count();
+        let count = ((1 + followers) * PAGE_TOKENS - token).min(left);
+        let bytes = self.pool.rows(pages[0], part, token, count);
+        Rows::contiguous(self.shape.dtype, bytes, [count, self.shape.head_dim])
     }
 }
 

@@ -7,7 +7,8 @@ use crate::memory::{Arena, ArenaError, Buffer, Label};
 pub(super) type PageId = u32;
 
 struct Slab {
-    /// `[SLAB_PAGES, 2 (keys, values), PAGE_TOKENS, D]`.
+    /// `[2 (keys, values), SLAB_PAGES, PAGE_TOKENS, D]`: keys of pages that were taken one after the other are
+    /// neighbours, so that reading them is one stream.
     kv: Buffer<u8>,
     positions: Buffer<u32>,
     attention: Option<Buffer<f32>>,
@@ -90,7 +91,15 @@ impl PagePool {
         }
     }
 
-    /// Keys (`part` 0) or values (`part` 1) of the tokens `first .. first + count` of a page, raw.
+    /// Whether the keys, and the values, of the second page lie just behind those of the first.
+    #[inline]
+    pub fn follows(first: PageId, second: PageId) -> bool {
+        second == first + 1 && !second.is_multiple_of(SLAB_PAGES as PageId)
+    }
+
+    /// Keys (`part` 0) or values (`part` 1) of the tokens `first .. first + count` of a page and of those that follow
+    /// it, raw.
+    #[inline]
     pub fn rows(&self, page: PageId, part: usize, first: usize, count: usize) -> &[u8] {
         &self.slab(page).kv[self.row_range(page, part, first, count)]
     }
@@ -135,12 +144,14 @@ impl PagePool {
         self.set_attention(to.0, to.1, attention);
     }
 
+    #[inline]
     fn row_range(&self, page: PageId, part: usize, first: usize, count: usize) -> std::ops::Range<usize> {
         let row_bytes = self.shape.head_dim * self.shape.dtype.bytes();
-        let start = (2 * place(page).1 + part * PAGE_TOKENS + first) * row_bytes;
+        let start = (part * SLAB_PAGES * PAGE_TOKENS + place(page).1 + first) * row_bytes;
         start..start + count * row_bytes
     }
 
+    #[inline]
     fn slab(&self, page: PageId) -> &Slab {
         self.slabs[place(page).0].as_ref().expect("a page in use lies in a slab that is there")
     }

@@ -44,12 +44,12 @@ impl<'a> Rows<'a> {
         each!(self, rows => rows.count)
     }
 
-    /// Contiguous raw rows.
+    /// Contiguous raw rows, `[count, width]`.
     ///
     /// # Panics
-    /// When `bytes` is not `count * width` elements long or not aligned to them.
-    pub fn contiguous(dtype: DType, bytes: &'a [u8], width: usize) -> Self {
-        let count = bytes.len() / (width * dtype.bytes());
+    /// When `bytes` is shorter, or not aligned to the elements.
+    #[inline]
+    pub fn contiguous(dtype: DType, bytes: &'a [u8], [count, width]: [usize; 2]) -> Self {
         let strides = [width, 1];
         match dtype {
             DType::F32 => Rows::F32(Strided::new(bytemuck::cast_slice(bytes), strides, count, width)),
@@ -108,10 +108,16 @@ impl<'a> Rows<'a> {
 }
 
 impl<'a, T: Copy> Strided<'a, T> {
+    /// Number of rows.
+    pub fn count(&self) -> usize {
+        self.count
+    }
+
     /// Rows whose elements `(row, column)` lie at `row * row_stride + column * column_stride`.
     ///
     /// # Panics
     /// When they reach past the end of `elements`.
+    #[inline]
     pub fn new(elements: &'a [T], [row_stride, column_stride]: [usize; 2], count: usize, width: usize) -> Self {
         let end = count.saturating_sub(1) * row_stride + width.saturating_sub(1) * column_stride;
         assert!(count == 0 || width == 0 || end < elements.len(), "rows reach past their elements");
@@ -138,7 +144,9 @@ impl<'a, T: Copy> Strided<'a, T> {
         }
     }
 
-    fn first(self, count: usize) -> Self {
+    /// The first `count` rows, or all if there are fewer.
+    #[inline(always)]
+    pub fn first(self, count: usize) -> Self {
         Strided { count: self.count.min(count), ..self }
     }
 
@@ -156,6 +164,13 @@ impl<'a, T: Copy> Strided<'a, T> {
     /// Distance of neighbouring rows, in elements.
     pub fn row_stride(&self) -> usize {
         self.row_stride
+    }
+
+    /// The elements from the first row's first to the last row's last, if those of a row are neighbours.
+    #[inline(always)]
+    pub fn span(&self) -> Option<&'a [T]> {
+        let end = if self.count == 0 { 0 } else { (self.count - 1) * self.row_stride + self.width };
+        (self.column_stride == 1).then(|| &self.elements[..end])
     }
 
     /// A row, if its elements are neighbours.

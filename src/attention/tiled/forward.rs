@@ -151,7 +151,7 @@ fn block<S: Simd, U: Packed<S>>(simd: S, work: Block<'_, '_, '_>) {
             for (i, ((row, o), state)) in rows.zip(&mut states[strip.row..]).take(strip.count).enumerate() {
                 let (seen, within) = (visible(first + i), |key: usize| key.clamp(start + from, end) - start - from);
                 let seen = within(seen.start)..within(seen.end).min(to - from);
-                state.absorb_tile::<S, U>(simd, &logits, &mut row[..to - from], seen, o);
+                state.absorb::<S, U>(simd, &logits, &mut row[..to - from], seen, o);
             }
             let to = to.min(end - start);
             for chain in (from..to).step_by(CHAIN) {

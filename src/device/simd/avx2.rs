@@ -22,6 +22,33 @@ macro_rules! register {
     };
 }
 
+/// The first `count` of eight 16-bit words, zeros after them. AVX2 has no masked load of such words; a copy to memory
+/// would stall the load that follows it.
+///
+/// # Safety
+/// `count` words are readable, at most 8.
+#[inline(always)]
+unsafe fn part(from: *const u16, count: usize) -> __m128i {
+    // SAFETY: the caller's promise, for each piece of the words: four, two and one, as the bits of `count` say.
+    unsafe {
+        if count >= 8 {
+            return _mm_loadu_si128(from.cast());
+        }
+        let mut words = 0u64;
+        let (pair, last) = (from.add(count & 4), from.add(count & 6));
+        if count & 1 != 0 {
+            words = u64::from(last.read_unaligned());
+        }
+        if count & 2 != 0 {
+            words = words << 32 | u64::from(pair.cast::<u32>().read_unaligned());
+        }
+        match count & 4 {
+            0 => _mm_cvtsi64_si128(words as i64),
+            _ => _mm_set_epi64x(words as i64, from.cast::<i64>().read_unaligned()),
+        }
+    }
+}
+
 impl Simd for Avx2 {
     const LANES: usize = 8;
     const COLUMNS: usize = 2;
@@ -51,6 +78,30 @@ impl Simd for Avx2 {
     unsafe fn load_f16(self, from: *const f16) -> __m256 {
         // SAFETY: the caller's promise.
         unsafe { _mm256_cvtph_ps(_mm_loadu_si128(from.cast())) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_part(self, from: *const f32, count: usize) -> __m256 {
+        // SAFETY: the caller's promise; lanes that the mask leaves out are not read.
+        unsafe {
+            let lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+            _mm256_maskload_ps(from, _mm256_cmpgt_epi32(_mm256_set1_epi32(count as i32), lanes))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load_bf16_part(self, from: *const bf16, count: usize) -> __m256 {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let bits = _mm256_cvtepu16_epi32(part(from.cast(), count));
+            _mm256_castsi256_ps(_mm256_slli_epi32::<16>(bits))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load_f16_part(self, from: *const f16, count: usize) -> __m256 {
+        // SAFETY: the caller's promise.
+        unsafe { _mm256_cvtph_ps(part(from.cast(), count)) }
     }
 
     #[inline(always)]
@@ -135,6 +186,15 @@ impl Simd for Avx2 {
             let four = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps::<1>(x));
             let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
             _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)))
+        })
+    }
+
+    #[inline(always)]
+    fn sums(self, [a, b, c, d]: [__m256; 4]) -> [f32; 4] {
+        register!({
+            let halves = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+            let one = _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps::<1>(halves));
+            std::mem::transmute::<__m128, [f32; 4]>(one)
         })
     }
 

@@ -28,6 +28,12 @@ macro_rules! register {
     };
 }
 
+/// The mask of the first `count` lanes, at most 16.
+#[inline(always)]
+fn first(count: usize) -> __mmask16 {
+    ((1u32 << count) - 1) as __mmask16
+}
+
 impl<const BF16: bool> Simd for Avx512<BF16> {
     const LANES: usize = 16;
     const COLUMNS: usize = 4;
@@ -57,6 +63,27 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     unsafe fn load_f16(self, from: *const f16) -> __m512 {
         // SAFETY: the caller's promise.
         unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(from.cast())) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_part(self, from: *const f32, count: usize) -> __m512 {
+        // SAFETY: the caller's promise; lanes that the mask leaves out are not read.
+        unsafe { _mm512_maskz_loadu_ps(first(count), from) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_bf16_part(self, from: *const bf16, count: usize) -> __m512 {
+        // SAFETY: as above.
+        unsafe {
+            let bits = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first(count), from.cast()));
+            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(bits))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load_f16_part(self, from: *const f16, count: usize) -> __m512 {
+        // SAFETY: as above.
+        unsafe { _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first(count), from.cast())) }
     }
 
     #[inline(always)]
@@ -140,6 +167,23 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     #[inline(always)]
     fn sum(self, x: __m512) -> f32 {
         register!(_mm512_reduce_add_ps(x))
+    }
+
+    #[inline(always)]
+    fn sums(self, [a, b, c, d]: [__m512; 4]) -> [f32; 4] {
+        register!({
+            let ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+            let cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+            let (ab, cd) = (_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+            let [low, high] = [_mm512_unpacklo_pd(ab, cd), _mm512_unpackhi_pd(ab, cd)].map(|x| _mm512_castpd_ps(x));
+            // Each quarter now holds four partial sums, one of each vector.
+            let quarters = _mm512_add_ps(low, high);
+            let halves = _mm512_castps_pd(quarters);
+            let two =
+                _mm256_add_ps(_mm512_castps512_ps256(quarters), _mm256_castpd_ps(_mm512_extractf64x4_pd::<1>(halves)));
+            let one = _mm_add_ps(_mm256_castps256_ps128(two), _mm256_extractf128_ps::<1>(two));
+            std::mem::transmute::<__m128, [f32; 4]>(one)
+        })
     }
 
     #[inline(always)]

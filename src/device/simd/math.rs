@@ -40,7 +40,7 @@ pub fn tanh<S: Simd>(simd: S, y: S::Vector) -> S::Vector {
     simd.select_less(size, simd.splat(TANH_SERIES), simd.mul(y, series), signed)
 }
 
-/// `row = f(row)`, whatever its length.
+/// `row = f(row)`, whatever its length. Mark a closure `inline(always)`.
 #[inline(always)]
 pub fn map<S: Simd>(simd: S, row: &mut [f32], f: impl Fn(S::Vector) -> S::Vector) {
     let whole = row.len() - row.len() % S::LANES;

@@ -1,6 +1,6 @@
 //! Vectors of four f32 that any target's compiler can place in registers (SSE2 and NEON have them).
 
-use super::{Native, Simd};
+use super::{Element, Native, Simd};
 use half::{bf16, f16};
 
 /// The path without extensions.
@@ -12,6 +12,16 @@ type Lanes = [f32; 4];
 #[inline(always)]
 fn zip(a: Lanes, b: Lanes, f: impl Fn(f32, f32) -> f32) -> Lanes {
     std::array::from_fn(|lane| f(a[lane], b[lane]))
+}
+
+/// The first `count` elements, zeros after them.
+///
+/// # Safety
+/// `count` elements are readable.
+#[inline(always)]
+unsafe fn part<T: Element>(from: *const T, count: usize) -> Lanes {
+    // SAFETY: the caller's promise.
+    std::array::from_fn(|lane| if lane < count { unsafe { from.add(lane).read_unaligned() }.widen() } else { 0.0 })
 }
 
 /// Adding it rounds an f32 below 2^22 to the nearest integer.
@@ -44,6 +54,24 @@ impl Simd for Portable {
     unsafe fn load_f16(self, from: *const f16) -> Lanes {
         // SAFETY: the caller's promise.
         unsafe { from.cast::<[f16; 4]>().read_unaligned() }.map(f16::to_f32)
+    }
+
+    #[inline(always)]
+    unsafe fn load_part(self, from: *const f32, count: usize) -> Lanes {
+        // SAFETY: the caller's promise.
+        unsafe { part(from, count) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_bf16_part(self, from: *const bf16, count: usize) -> Lanes {
+        // SAFETY: the caller's promise.
+        unsafe { part(from, count) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_f16_part(self, from: *const f16, count: usize) -> Lanes {
+        // SAFETY: the caller's promise.
+        unsafe { part(from, count) }
     }
 
     #[inline(always)]
@@ -121,6 +149,11 @@ impl Simd for Portable {
     #[inline(always)]
     fn sum(self, x: Lanes) -> f32 {
         (x[0] + x[2]) + (x[1] + x[3])
+    }
+
+    #[inline(always)]
+    fn sums(self, x: [Lanes; 4]) -> [f32; 4] {
+        x.map(|x| self.sum(x))
     }
 
     #[inline(always)]

@@ -1,7 +1,7 @@
 //! The traits that kernels are written over: vectors of f32, the elements that they are loaded from, and the units of
 //! which packed operands of a matrix product are made.
 
-use crate::tensor::DType;
+use crate::tensor::{DType, Rows, Strided};
 use bytemuck::Pod;
 use half::{bf16, f16};
 
@@ -32,6 +32,21 @@ pub trait Simd: Copy + Send + Sync + 'static {
     /// # Safety
     /// As [`Simd::load`].
     unsafe fn load_f16(self, from: *const f16) -> Self::Vector;
+    /// Reads the first `count` lanes; the others become zero.
+    ///
+    /// # Safety
+    /// `from` is the start of `count` readable elements, of any alignment, at most [`Simd::LANES`].
+    unsafe fn load_part(self, from: *const f32, count: usize) -> Self::Vector;
+    /// As [`Simd::load_part`], of bf16.
+    ///
+    /// # Safety
+    /// As [`Simd::load_part`].
+    unsafe fn load_bf16_part(self, from: *const bf16, count: usize) -> Self::Vector;
+    /// As [`Simd::load_part`], of f16.
+    ///
+    /// # Safety
+    /// As [`Simd::load_part`].
+    unsafe fn load_f16_part(self, from: *const f16, count: usize) -> Self::Vector;
     /// Writes a vector.
     ///
     /// # Safety
@@ -68,6 +83,8 @@ pub trait Simd: Copy + Send + Sync + 'static {
     fn scale_or_zero(self, x: Self::Vector, exponent: Self::Vector, limit: Self::Vector) -> Self::Vector;
     /// Sum of the lanes.
     fn sum(self, x: Self::Vector) -> f32;
+    /// Sums of the lanes of four vectors.
+    fn sums(self, x: [Self::Vector; 4]) -> [f32; 4];
     /// The largest lane.
     fn largest(self, x: Self::Vector) -> f32;
     /// Exchanges rows and columns of a square of `LANES x LANES` 32-bit words.
@@ -132,8 +149,15 @@ pub trait Element: Pod + Send + Sync {
     /// # Safety
     /// `from` is the start of `S::LANES` readable elements, of any alignment.
     unsafe fn load<S: Simd>(simd: S, from: *const Self) -> S::Vector;
+    /// Reads the first `count` lanes; the others become zero.
+    ///
+    /// # Safety
+    /// `from` is the start of `count` readable elements, of any alignment, at most `S::LANES`.
+    unsafe fn load_part<S: Simd>(simd: S, from: *const Self, count: usize) -> S::Vector;
     /// The element as f32.
     fn widen(self) -> f32;
+    /// The rows, if they are of this type.
+    fn rows(rows: Rows<'_>) -> Option<Strided<'_, Self>>;
 }
 
 impl Element for f32 {
@@ -144,8 +168,22 @@ impl Element for f32 {
     }
 
     #[inline(always)]
+    unsafe fn load_part<S: Simd>(simd: S, from: *const Self, count: usize) -> S::Vector {
+        // SAFETY: the caller's promise.
+        unsafe { simd.load_part(from, count) }
+    }
+
+    #[inline(always)]
     fn widen(self) -> f32 {
         self
+    }
+
+    #[inline(always)]
+    fn rows(rows: Rows<'_>) -> Option<Strided<'_, Self>> {
+        match rows {
+            Rows::F32(rows) => Some(rows),
+            _ => None,
+        }
     }
 }
 
@@ -157,8 +195,22 @@ impl Element for bf16 {
     }
 
     #[inline(always)]
+    unsafe fn load_part<S: Simd>(simd: S, from: *const Self, count: usize) -> S::Vector {
+        // SAFETY: the caller's promise.
+        unsafe { simd.load_bf16_part(from, count) }
+    }
+
+    #[inline(always)]
     fn widen(self) -> f32 {
         self.to_f32()
+    }
+
+    #[inline(always)]
+    fn rows(rows: Rows<'_>) -> Option<Strided<'_, Self>> {
+        match rows {
+            Rows::Bf16(rows) => Some(rows),
+            _ => None,
+        }
     }
 }
 
@@ -170,8 +222,22 @@ impl Element for f16 {
     }
 
     #[inline(always)]
+    unsafe fn load_part<S: Simd>(simd: S, from: *const Self, count: usize) -> S::Vector {
+        // SAFETY: the caller's promise.
+        unsafe { simd.load_f16_part(from, count) }
+    }
+
+    #[inline(always)]
     fn widen(self) -> f32 {
         self.to_f32()
+    }
+
+    #[inline(always)]
+    fn rows(rows: Rows<'_>) -> Option<Strided<'_, Self>> {
+        match rows {
+            Rows::F16(rows) => Some(rows),
+            _ => None,
+        }
     }
 }
 

@@ -1,0 +1,452 @@
+//! Inner products with rows, and weighted sums of rows, that are read once, in their own type, where they lie: what
+//! decoding does with a cache, at the speed of the memory.
+//!
+//! A [`RowList`] is some rows' addresses, so that rows of pages and rows of one tensor are the same thing and give the
+//! same bits. Each row is widened in registers and used for up to four query rows at a time. The memory is kept busy
+//! by reading it in one order and asking for cache lines a fixed way ahead in that order, past the end of the list into
+//! what will be read next. Lists are long, because each change of the place that is read costs time.
+
+use super::{Element, Simd};
+use crate::tensor::Rows;
+use std::marker::PhantomData;
+use std::ops::Range;
+
+/// Most rows of a list.
+pub const BLOCK: usize = 256;
+/// How far ahead of the row that is read cache lines are asked for: what memory delivers in about twice its latency.
+const AHEAD_BYTES: usize = 8192;
+/// The same in rows, at most.
+const AHEAD: usize = 128;
+/// Bytes of a cache line.
+const LINE_BYTES: usize = 64;
+/// Rows of the register tile of inner products, beside up to four query rows.
+const KEYS: usize = 4;
+/// Rows that all outputs are given before the next ones are read: few enough for the first-level cache.
+const CHUNK: usize = 16;
+
+/// Addresses of up to [`BLOCK`] rows, and of the rows that will be read after them.
+pub struct RowList<'a, T> {
+    /// `count` rows that may be read; behind them, addresses that may only be asked for.
+    at: [*const T; BLOCK + AHEAD],
+    count: usize,
+    width: usize,
+    /// Rows from one that is read to one that is asked for.
+    ahead: usize,
+    rows: PhantomData<&'a [T]>,
+}
+
+impl<'a, T: Element> RowList<'a, T> {
+    /// The rows `range`, `width` elements each, that will be followed by the rows `next_range` of `next`. `rows(i)`
+    /// gives row `i` and as many after it as lie evenly. Rows whose elements are no neighbours are copied to `copies`,
+    /// which holds as many elements.
+    ///
+    /// # Panics
+    /// When there are more than [`BLOCK`] rows, rows of another type or width, or no room for copies.
+    #[inline(always)]
+    pub fn collect<'r: 'a>(
+        rows: impl Fn(usize) -> Rows<'r>,
+        range: Range<usize>,
+        next: impl Fn(usize) -> Rows<'r>,
+        next_range: Range<usize>,
+        width: usize,
+        copies: &'a mut [T],
+    ) -> Self {
+        let count = range.len();
+        let ahead = (AHEAD_BYTES / (width * size_of::<T>())).clamp(1, AHEAD);
+        let mut at = [copies.as_ptr(); BLOCK + AHEAD];
+        let (mut listed, mut copies) = (0, copies);
+        while listed < count {
+            let run = T::rows(rows(range.start + listed)).expect("rows are of the type that their source names");
+            let run = run.first(count - listed);
+            assert!(run.width() == width && run.count() > 0, "rows of {} elements, not {width}", run.width());
+            let at = &mut at[..BLOCK][listed..][..run.count()];
+            match run.span() {
+                Some(span) => spread(span, run.row_stride(), at),
+                None => {
+                    for (index, at) in at.iter_mut().enumerate() {
+                        let (copy, rest) = copies.split_at_mut(width);
+                        copy.iter_mut().enumerate().for_each(|(column, to)| *to = run.element(index, column));
+                        (*at, copies) = (copy.as_ptr(), rest);
+                    }
+                }
+            }
+            listed += run.count();
+        }
+        let wanted = ahead.min(next_range.len());
+        let mut listed = 0;
+        while listed < wanted {
+            let Some(run) = T::rows(next(next_range.start + listed)).map(|run| run.first(wanted - listed)) else {
+                break;
+            };
+            let Some(span) = run.span() else { break };
+            spread(span, run.row_stride(), &mut at[count + listed..][..run.count()]);
+            listed += run.count();
+        }
+        RowList { at, count, width, ahead, rows: PhantomData }
+    }
+
+    /// Where a row begins, or would be asked for.
+    ///
+    /// # Safety
+    /// `index` is below `count + ahead`.
+    #[inline(always)]
+    unsafe fn row(&self, index: usize) -> *const T {
+        debug_assert!(index < self.count + self.ahead);
+        // SAFETY: the caller's promise; `count` is at most `BLOCK`, `ahead` at most `AHEAD`.
+        unsafe { *self.at.get_unchecked(index) }
+    }
+
+    /// Asks for `len_bytes` from column `column` on of the row that is read some way after row `index`.
+    ///
+    /// # Safety
+    /// `index` is below `count`.
+    #[inline(always)]
+    unsafe fn prefetch<S: Simd>(&self, simd: S, index: usize, column: usize, len_bytes: usize) {
+        // SAFETY: the caller's promise.
+        let from = unsafe { self.row(index + self.ahead) }.wrapping_add(column).cast::<u8>();
+        for line in (0..len_bytes).step_by(LINE_BYTES) {
+            simd.prefetch(from.wrapping_add(line));
+        }
+    }
+}
+
+/// The addresses of rows that lie evenly.
+#[inline(always)]
+fn spread<T>(span: &[T], stride: usize, at: &mut [*const T]) {
+    for (index, at) in at.iter_mut().enumerate() {
+        *at = span.as_ptr().wrapping_add(index * stride);
+    }
+}
+
+/// `scores[i][j] = queries[i] . rows[j]`: query row `i` begins at `i * stride` of `queries` and is followed by zeros up
+/// to whole vectors, its scores begin at `i * BLOCK` of `scores`.
+///
+/// # Panics
+/// When a slice is too short.
+#[inline(always)]
+pub fn dots<S: Simd, T: Element>(simd: S, rows: &RowList<'_, T>, queries: &[f32], stride: usize, scores: &mut [f32]) {
+    let query_count = queries.len() / stride;
+    assert!(rows.width <= stride && stride.is_multiple_of(S::LANES), "queries in whole vectors");
+    assert!(scores.len() >= query_count * BLOCK, "scores are too short");
+    let row_bytes = rows.width * size_of::<T>();
+    let quads = rows.count - rows.count % KEYS;
+    for key in (0..quads).step_by(KEYS) {
+        for key in key..key + KEYS {
+            // SAFETY: `quads` is at most `count`.
+            unsafe { rows.prefetch(simd, key, 0, row_bytes) };
+        }
+        let keys: [*const T; KEYS] = std::array::from_fn(
+            #[inline(always)]
+            |offset| {
+                // SAFETY: as above.
+                unsafe { rows.row(key + offset) }
+            },
+        );
+        let mut query = 0;
+        while query < query_count {
+            let scores = &mut scores[query * BLOCK..];
+            // SAFETY: listed rows hold `width` elements; query rows from `query` on hold `stride`, whole vectors.
+            query += unsafe {
+                let from = queries.as_ptr().add(query * stride);
+                match query_count - query {
+                    1 => put(simd, tile::<S, T, KEYS, 1>(simd, keys, rows.width, from, stride), scores, key),
+                    2 | 3 => put(simd, tile::<S, T, KEYS, 2>(simd, keys, rows.width, from, stride), scores, key),
+                    _ if S::COLUMNS < 4 => {
+                        put(simd, tile::<S, T, KEYS, 2>(simd, keys, rows.width, from, stride), scores, key)
+                    }
+                    _ => put(simd, tile::<S, T, KEYS, 4>(simd, keys, rows.width, from, stride), scores, key),
+                }
+            };
+        }
+    }
+    for key in quads..rows.count {
+        for query in 0..query_count {
+            // SAFETY: as above.
+            let [[sum]] = unsafe {
+                tile::<S, T, 1, 1>(simd, [rows.row(key)], rows.width, queries.as_ptr().add(query * stride), stride)
+            };
+            scores[query * BLOCK + key] = simd.sum(sum);
+        }
+    }
+}
+
+/// Writes the sums of a tile's lanes; returns the number of its query rows.
+#[inline(always)]
+fn put<S: Simd, const QUERIES: usize>(
+    simd: S,
+    tile: [[S::Vector; KEYS]; QUERIES],
+    scores: &mut [f32],
+    key: usize,
+) -> usize {
+    for (query, sums) in tile.into_iter().enumerate() {
+        scores[query * BLOCK + key..][..KEYS].copy_from_slice(&simd.sums(sums));
+    }
+    QUERIES
+}
+
+/// Inner products of rows and query rows, to be summed over the lanes.
+///
+/// # Safety
+/// Each row holds `width` elements; `QUERIES` query rows, `stride` apart, hold whole vectors of at least as many.
+#[inline(always)]
+unsafe fn tile<S: Simd, T: Element, const ROWS: usize, const QUERIES: usize>(
+    simd: S,
+    rows: [*const T; ROWS],
+    width: usize,
+    queries: *const f32,
+    stride: usize,
+) -> [[S::Vector; ROWS]; QUERIES] {
+    let mut sums = [[simd.splat(0.0); ROWS]; QUERIES];
+    let tail = width % S::LANES;
+    let whole = width - tail;
+    // SAFETY: the caller's promise.
+    unsafe {
+        let mut column = 0;
+        while column < whole {
+            let keys: [S::Vector; ROWS] = std::array::from_fn(
+                #[inline(always)]
+                |row| T::load(simd, rows[row].add(column)),
+            );
+            add(simd, &mut sums, keys, queries.add(column), stride);
+            column += S::LANES;
+        }
+        if tail > 0 {
+            let keys: [S::Vector; ROWS] = std::array::from_fn(
+                #[inline(always)]
+                |row| T::load_part(simd, rows[row].add(whole), tail),
+            );
+            add(simd, &mut sums, keys, queries.add(whole), stride);
+        }
+    }
+    sums
+}
+
+/// Adds the products of a vector of each row and of each query row.
+///
+/// # Safety
+/// `QUERIES` vectors, `stride` apart, are readable.
+#[inline(always)]
+unsafe fn add<S: Simd, const ROWS: usize, const QUERIES: usize>(
+    simd: S,
+    sums: &mut [[S::Vector; ROWS]; QUERIES],
+    keys: [S::Vector; ROWS],
+    queries: *const f32,
+    stride: usize,
+) {
+    for (query, sums) in sums.iter_mut().enumerate() {
+        // SAFETY: the caller's promise.
+        let x = unsafe { simd.load(queries.add(query * stride)) };
+        for (sum, key) in sums.iter_mut().zip(keys) {
+            *sum = simd.mul_add(x, key, *sum);
+        }
+    }
+}
+
+/// `outputs[i] += sum_j weights[i][j] * rows[j]`: output row `i` begins at `i * stride` of `outputs`, its weights at
+/// `i * BLOCK` of `weights`. What lies behind a row's width, up to whole vectors, stays as it is.
+///
+/// # Panics
+/// When a slice is too short.
+#[inline(always)]
+pub fn accumulate<S: Simd, T: Element>(
+    simd: S,
+    rows: &RowList<'_, T>,
+    weights: &[f32],
+    outputs: &mut [f32],
+    stride: usize,
+) {
+    let output_count = outputs.len() / stride;
+    assert!(rows.width <= stride && stride.is_multiple_of(S::LANES), "outputs in whole vectors");
+    assert!(weights.len() >= output_count * BLOCK, "weights are too short");
+    for first in (0..rows.count).step_by(CHUNK) {
+        let end = rows.count.min(first + CHUNK);
+        let mut output = 0;
+        while output < output_count {
+            // SAFETY: output rows from `output` on are there, `stride` apart, and `BLOCK` weights for each of them.
+            output += unsafe {
+                let (weights, to) = (weights.as_ptr().add(output * BLOCK), outputs.as_mut_ptr().add(output * stride));
+                let sum = Sum { rows, first, end, weights, to, stride, prefetch: output == 0 };
+                match output_count - output {
+                    1 => sum.panels::<S, 1>(simd),
+                    2 | 3 => sum.panels::<S, 2>(simd),
+                    _ if S::COLUMNS < 4 => sum.panels::<S, 2>(simd),
+                    _ => sum.panels::<S, 4>(simd),
+                }
+            };
+        }
+    }
+}
+
+/// The sums of rows `first .. end` for some outputs.
+struct Sum<'a, T> {
+    rows: &'a RowList<'a, T>,
+    first: usize,
+    end: usize,
+    weights: *const f32,
+    to: *mut f32,
+    stride: usize,
+    /// Whether these are the first outputs that the rows are read for.
+    prefetch: bool,
+}
+
+impl<T: Element> Sum<'_, T> {
+    /// Adds to `OUTPUTS` rows, panel by panel of columns; returns their number.
+    ///
+    /// # Safety
+    /// `OUTPUTS` output rows of whole vectors, at least as wide as `rows`, are writable, `stride` apart; each has
+    /// [`BLOCK`] weights.
+    #[inline(always)]
+    unsafe fn panels<S: Simd, const OUTPUTS: usize>(&self, simd: S) -> usize {
+        let mut column = 0;
+        while column < self.rows.width {
+            // SAFETY: the caller's promise; a panel is as wide as the columns that are left, or narrower.
+            column += unsafe {
+                match (self.rows.width - column) / S::LANES {
+                    0 => self.panel::<S, OUTPUTS, 1, true>(simd, column),
+                    1 => self.panel::<S, OUTPUTS, 1, false>(simd, column),
+                    2 | 3 => self.panel::<S, OUTPUTS, 2, false>(simd, column),
+                    8.. if OUTPUTS <= 2 && S::COLUMNS == 4 => self.panel::<S, OUTPUTS, 8, false>(simd, column),
+                    _ => self.panel::<S, OUTPUTS, 4, false>(simd, column),
+                }
+            };
+        }
+        OUTPUTS
+    }
+
+    /// Adds `VECTORS` vectors of columns from `column` on, or the `PART` of a vector that there is; returns the number
+    /// of columns.
+    ///
+    /// # Safety
+    /// As [`Sum::panels`], of those columns.
+    #[inline(always)]
+    unsafe fn panel<S: Simd, const OUTPUTS: usize, const VECTORS: usize, const PART: bool>(
+        &self,
+        simd: S,
+        column: usize,
+    ) -> usize {
+        let part = self.rows.width - column;
+        let columns = VECTORS * S::LANES;
+        let mut sums = [[simd.splat(0.0); VECTORS]; OUTPUTS];
+        // SAFETY: the caller's promise.
+        unsafe {
+            let to = self.to.add(column);
+            for (output, sums) in sums.iter_mut().enumerate() {
+                for (vector, sum) in sums.iter_mut().enumerate() {
+                    *sum = simd.load(to.add(output * self.stride + vector * S::LANES));
+                }
+            }
+            for index in self.first..self.end {
+                if self.prefetch {
+                    self.rows.prefetch(simd, index, column, columns * size_of::<T>());
+                }
+                let from = self.rows.row(index).add(column);
+                let values: [S::Vector; VECTORS] = std::array::from_fn(
+                    #[inline(always)]
+                    |vector| match PART {
+                        true => T::load_part(simd, from, part),
+                        false => T::load(simd, from.add(vector * S::LANES)),
+                    },
+                );
+                for (output, sums) in sums.iter_mut().enumerate() {
+                    let weight = simd.splat(*self.weights.add(output * BLOCK + index));
+                    for (sum, value) in sums.iter_mut().zip(values) {
+                        *sum = simd.mul_add(weight, value, *sum);
+                    }
+                }
+            }
+            for (output, sums) in sums.into_iter().enumerate() {
+                for (vector, sum) in sums.into_iter().enumerate() {
+                    simd.store(to.add(output * self.stride + vector * S::LANES), sum);
+                }
+            }
+        }
+        columns
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Isa, Native, Task};
+    use super::*;
+    use crate::tensor::{Strided, each};
+    use half::{bf16, f16};
+
+    /// Both functions against their definition in f64, for `queries` query rows, over rows in runs of `run`.
+    struct Check<'a> {
+        rows: Rows<'a>,
+        run: usize,
+        queries: usize,
+    }
+
+    impl Task for Check<'_> {
+        type Output = ();
+
+        #[inline(always)]
+        fn run<S: Native>(self, simd: S) {
+            match self.rows {
+                Rows::F32(_) => self.check::<S, f32>(simd),
+                Rows::Bf16(_) => self.check::<S, bf16>(simd),
+                Rows::F16(_) => self.check::<S, f16>(simd),
+            }
+        }
+    }
+
+    impl Check<'_> {
+        #[inline(always)]
+        fn check<S: Simd, T: Element>(self, simd: S) {
+            let Check { rows, run, queries } = self;
+            let (count, width) = (rows.count(), rows.width());
+            let element = |row, column| f64::from(each!(&rows, rows => rows.element(row, column).widen()));
+            let stride = width.next_multiple_of(16);
+            let source = |row: usize| rows.skip(row).first(run - row % run);
+            let mut copies = vec![T::zeroed(); count * width];
+            let list = RowList::<T>::collect(source, 0..count, source, 0..count, width, &mut copies);
+
+            let mut x = vec![0.0; queries * stride];
+            x.iter_mut()
+                .enumerate()
+                .for_each(|(at, x)| *x = if at % stride < width { (at % 13) as f32 - 6.0 } else { 0.0 });
+            let mut scores = vec![f32::NAN; queries * BLOCK];
+            dots(simd, &list, &x, stride, &mut scores);
+            let mut weights = vec![f32::NAN; queries * BLOCK];
+            for query in 0..queries {
+                for row in 0..count {
+                    let exact: f64 = (0..width).map(|d| f64::from(x[query * stride + d]) * element(row, d)).sum();
+                    let got = f64::from(scores[query * BLOCK + row]);
+                    assert!((got - exact).abs() < 1e-2, "query {query}, row {row}: {got}, not {exact}");
+                    weights[query * BLOCK + row] = ((query + row) % 7) as f32 - 2.5;
+                }
+            }
+            let mut sums = vec![1.0; queries * stride];
+            accumulate(simd, &list, &weights, &mut sums, stride);
+            for (at, &got) in sums.iter().enumerate() {
+                let (query, d) = (at / stride, at % stride);
+                let weight = |row| f64::from(weights[query * BLOCK + row]);
+                let sum = |d| (0..count).map(|row| weight(row) * element(row, d)).sum::<f64>();
+                let exact = 1.0 + if d < width { sum(d) } else { 0.0 };
+                assert!((f64::from(got) - exact).abs() < 1e-1, "output {query}, column {d}: {got}, not {exact}");
+            }
+        }
+    }
+
+    #[test]
+    fn products_with_rows_and_sums_of_rows_are_what_they_say() {
+        let wide: Vec<f32> = (0..70_000).map(|x| (x % 251) as f32 * 0.25 - 30.0).collect();
+        let bf16s: Vec<bf16> = wide.iter().map(|&x| bf16::from_f32(x)).collect();
+        let f16s: Vec<f16> = wide.iter().map(|&x| f16::from_f32(x)).collect();
+        let shapes = [(1, 1), (2, 7), (5, 8), (4, 15), (16, 16), (33, 40), (19, 64), (50, 111), (256, 128), (6, 256)];
+        for (index, (count, width)) in shapes.into_iter().enumerate() {
+            for strides in [[width, 1], [width + 3, 1], [1, count]] {
+                for isa in Isa::available() {
+                    for queries in [1, 2, 3, 4, 7] {
+                        let run = [16, 1000, 7][(index + queries) % 3];
+                        let check = |rows| isa.run(Check { rows, run, queries });
+                        check(Rows::F32(Strided::new(&wide[..], strides, count, width)));
+                        check(Rows::Bf16(Strided::new(&bf16s, strides, count, width)));
+                        check(Rows::F16(Strided::new(&f16s, strides, count, width)));
+                    }
+                }
+            }
+        }
+    }
+}
