@@ -96,9 +96,15 @@ impl Kernel for Tiled {
         Ok(())
     }
 
-    fn backward_workspace(&self, shape: &Shape, _: &Params, threads: usize) -> Option<WorkspaceSize> {
-        let slot = backward::slot(shape, self.sizes(shape));
-        Some(WorkspaceSize { scores: 0, scratch: shape.rows() + threads * slot })
+    fn backward_workspace(
+        &self,
+        shape: &Shape,
+        _: &Params,
+        dtype: DType,
+        threads: usize,
+    ) -> Option<WorkspaceSize> {
+        let scratch = backward::Blocks::new(shape, self.br, self.bc).scratch(dtype, threads);
+        Some(WorkspaceSize { scores: 0, scratch })
     }
 
     fn backward(
@@ -107,7 +113,8 @@ impl Kernel for Tiled {
         gradients: &mut Gradients,
         workspace: &mut Workspace,
     ) -> Result<(), AttentionError> {
-        backward::run(self.sizes(&call.forward.shape), call, gradients, &mut workspace.scratch);
+        let blocks = backward::Blocks::new(&call.forward.shape, self.br, self.bc);
+        backward::run(blocks, call, gradients, &mut workspace.scratch);
         Ok(())
     }
 }

@@ -1,0 +1,297 @@
+//! A block of keys of one KV head, and all queries that see it.
+
+use super::scores::{Factors, Rows, Saved, gradients};
+use super::{Blocks, Plan, whole};
+use crate::attention::Forward;
+use crate::device::simd::pack::{self, Packed};
+use crate::device::simd::product::{Extents, ROWS, Left, Right, product};
+use crate::device::simd::{Native, Simd, Task};
+use crate::tensor::{DType, Rows as TensorRows};
+use std::ops::Range;
+
+/// Queries of a strip: where a mask cuts through a tile, strips of it are computed as far as they see.
+const STRIP: usize = 48;
+/// Columns of a tile come in multiples of it: two vectors of the widest path.
+const COLUMNS: usize = 32;
+/// f32 elements of a cache line.
+const LINE: usize = 16;
+
+/// The parts of a thread's scratch, in 32-bit words: f32, or units of an operand. Strides are an odd number of cache
+/// lines, lest rows of an operand meet in few sets of the first-level cache.
+#[derive(Clone, Copy)]
+pub(super) struct Layout {
+    head_dim: usize,
+    /// Rows of a block of queries, padded.
+    queries: usize,
+    /// Columns of a tile, padded.
+    columns: usize,
+    /// Distance of rows whose columns are keys.
+    key_stride: usize,
+    /// Distance of rows whose columns are the head dim.
+    stride: usize,
+    /// Width of a row of gradients.
+    width: usize,
+}
+
+impl Layout {
+    pub(super) fn of(blocks: &Blocks) -> Self {
+        let odd_lines = |words: usize| (words.div_ceil(LINE) | 1) * LINE;
+        let columns = (blocks.keys + ROWS - 1).next_multiple_of(COLUMNS);
+        let head_dim = blocks.shape.head_dim;
+        Layout {
+            head_dim,
+            queries: whole(blocks.queries),
+            columns,
+            key_stride: odd_lines(columns),
+            stride: odd_lines(head_dim),
+            width: head_dim.next_multiple_of(LINE),
+        }
+    }
+
+    /// The words of each part: `kᵀ`, `vᵀ`, `k`, `q`, `do`, scores, `dP`, `dq`, `dk`, `dv`.
+    fn parts(&self) -> [usize; 10] {
+        let Layout { head_dim, queries, columns, key_stride, stride, width } = *self;
+        let (transposed, stacked) = (head_dim * key_stride, queries * stride);
+        let (tile, keys) = (queries * key_stride, columns * width);
+        let parts = [transposed, transposed, columns * stride, stacked, stacked, tile, tile, queries * width, keys, keys];
+        parts.map(|words| words.next_multiple_of(LINE))
+    }
+
+    pub(super) fn words(&self) -> usize {
+        self.parts().into_iter().sum()
+    }
+
+    /// Cuts a slot up.
+    fn cut<'s>(&self, slot: &'s mut [f32]) -> [&'s mut [f32]; 10] {
+        let mut rest = slot;
+        self.parts().map(|words| rest.split_off_mut(..words).expect("a slot holds its parts"))
+    }
+}
+
+/// Columns that hold `keys` keys: whole vectors and, as rows of `dk` and `dv`, whole register tiles.
+fn padded(keys: usize) -> usize {
+    whole(keys).next_multiple_of(COLUMNS)
+}
+
+/// The work on one block of keys.
+pub(super) struct KeyBlock<'p, 'a, 'g, 's> {
+    pub(super) plan: &'p Plan<'a, 'g>,
+    /// Which: `[key blocks, B * Hkv]`.
+    pub(super) index: usize,
+    pub(super) slot: &'s mut [f32],
+}
+
+impl Task for KeyBlock<'_, '_, '_, '_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Native>(self, simd: S) {
+        let Forward { q, kv, .. } = self.plan.call.forward;
+        let types = [q.dtype(), kv.dtype(), self.plan.call.grad_o.dtype()];
+        if types == [DType::Bf16; 3] {
+            self.compute::<S, S::Bf16>(simd);
+        } else {
+            self.compute::<S, f32>(simd);
+        }
+    }
+}
+
+/// `Q` and `dO` of a block, or `P` and `dS` of a tile: operands that come in pairs.
+type Pair<T> = [T; 2];
+
+impl KeyBlock<'_, '_, '_, '_> {
+    #[inline(always)]
+    fn compute<S: Simd, U: Packed<S>>(self, simd: S) {
+        let KeyBlock { plan, index, slot } = self;
+        let (blocks, Forward { shape, params, q, kv, .. }) = (plan.blocks, plan.call.forward);
+        let lists = shape.batch * shape.kv_heads;
+        let (key_block, list) = (index / lists, index % lists);
+        let (batch, kv_head) = (list / shape.kv_heads, list % shape.kv_heads);
+        let keys = blocks.key_rows(key_block);
+        let layout = Layout::of(&blocks);
+        let Layout { key_stride, stride, width, .. } = layout;
+        let [kt, vt, k, packed_q, packed_do, scores, grad_p, dq, dk, dv] = layout.cut(slot);
+        let [kt, vt, k, packed_q, packed_do] =
+            [kt, vt, k, packed_q, packed_do].map(|words| bytemuck::cast_slice_mut::<f32, U>(words));
+        let key_rows = |row| kv.key_rows(batch, kv_head, keys.start + row);
+        let value_rows = |row| kv.value_rows(batch, kv_head, keys.start + row);
+        pack::transposed(simd, key_rows, keys.len(), shape.head_dim, layout.columns, kt, key_stride);
+        pack::transposed(simd, value_rows, keys.len(), shape.head_dim, layout.columns, vt, key_stride);
+        stacked(simd, key_rows, keys.len(), layout.columns, k, stride);
+        dk.fill(0.0);
+        dv.fill(0.0);
+
+        let factors = Factors::new(simd, &params);
+        for member in 0..shape.group() {
+            let q_head = kv_head * shape.group() + member;
+            let head = batch * shape.q_heads + q_head;
+            for query_block in (0..blocks.query_blocks()).rev() {
+                if !plan.turns(query_block).contains(&key_block) {
+                    continue;
+                }
+                let queries = blocks.query_rows(query_block);
+                let count = queries.len();
+                let sources = [q, plan.call.grad_o].map(|tensor| tensor.head(batch, q_head, queries.start).first(count));
+                let [q, grad_o] = [(sources[0], &mut *packed_q), (sources[1], &mut *packed_do)]
+                    .map(|(rows, to)| Queries::pack(simd, rows, to, stride));
+                let mut touched = 0..0;
+                let sees_all = plan.sees_all(&queries, &keys);
+                let strip_rows = if sees_all { count } else { STRIP };
+                for first in (0..count).step_by(strip_rows) {
+                    let strip = first..count.min(first + strip_rows);
+                    let at = queries.start + strip.start..queries.start + strip.end;
+                    let seen = plan.seen(&at);
+                    let seen = seen.start.max(keys.start)..seen.end.min(keys.end);
+                    if seen.is_empty() {
+                        continue;
+                    }
+                    let from = (seen.start - keys.start) / COLUMNS * COLUMNS;
+                    let columns = padded(seen.end - keys.start - from);
+                    let rows = whole(strip.len());
+                    let extents = Extents { rows, columns, steps: shape.head_dim.div_ceil(U::DEPTH) };
+                    for (rows, columns, to) in [(&q, &*kt, &mut *scores), (&grad_o, &*vt, &mut *grad_p)] {
+                        let right = Right { units: &columns[from..], stride: key_stride };
+                        product::<S, U, false>(simd, extents, rows.along(strip.start), right, to, key_stride);
+                    }
+
+                    let masked = !(sees_all && seen.len() == columns && strip.len() == rows);
+                    let saved = |row: usize| {
+                        if row >= strip.len() {
+                            return Saved::NOTHING;
+                        }
+                        let row = at.start + row;
+                        let seen = params.visible(row, shape.q_len, shape.kv_len);
+                        let column = |key: usize| key.saturating_sub(keys.start + from).min(columns);
+                        let seen = column(seen.start)..column(seen.end.min(keys.end));
+                        let row = head * shape.q_len + row;
+                        Saved { lse: plan.call.lse[row], delta: plan.delta[row], seen }
+                    };
+                    for row in (0..rows).step_by(U::DEPTH) {
+                        let at = row * key_stride;
+                        let tile = Rows { scores: &mut scores[at..], grad_p: &mut grad_p[at..], stride: key_stride, columns };
+                        gradients::<S, U>(simd, &factors, [&saved(row), &saved(row + U::DEPTH - 1)], tile, masked);
+                    }
+
+                    let [p, ds]: Pair<&[U]> = [&*scores, &*grad_p].map(|words| bytemuck::cast_slice(words));
+                    let across = if U::DEPTH == 1 { ds } else { &p[key_stride..] };
+                    let extents = Extents {
+                        rows: whole(seen.end - keys.start - from),
+                        columns: width,
+                        steps: rows / U::DEPTH,
+                    };
+                    for (units, right, to) in [(p, &grad_o, &mut *dv), (across, &q, &mut *dk)] {
+                        let left = Left { units, row_stride: 1, step_stride: U::DEPTH * key_stride };
+                        let right = right.across(strip.start);
+                        product::<S, U, true>(simd, extents, left, right, &mut to[from * width..], width);
+                    }
+                    let left = Left { units: ds, row_stride: key_stride, step_stride: 1 };
+                    let right = Right { units: &k[from / U::DEPTH * stride..], stride };
+                    let extents = Extents { rows, columns: width, steps: columns / U::DEPTH };
+                    product::<S, U, false>(simd, extents, left, right, &mut dq[strip.start * width..], width);
+                    touched = if touched.is_empty() { strip } else { touched.start..strip.end };
+                }
+
+                let mut cell = plan.wait(head, query_block, key_block);
+                cell.add(touched, dq, width, params.scale, shape.head_dim);
+                if cell.turns.is_empty() {
+                    cell.finish(plan.dtype);
+                }
+            }
+        }
+        let mut targets = plan.targets[index].lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let row_bytes = shape.head_dim * plan.dtype.bytes();
+        for (target, (sum, factor)) in targets.iter_mut().zip([(dk, params.scale), (dv, 1.0)]) {
+            for (to, row) in target.chunks_exact_mut(row_bytes).zip(sum.chunks_exact_mut(width)) {
+                let row = &mut row[..shape.head_dim];
+                row.iter_mut().for_each(|x| *x *= factor);
+                plan.dtype.encode(row, to);
+            }
+        }
+    }
+}
+
+/// Rows packed one above the other, zeros up to `padded` rows.
+#[inline(always)]
+fn stacked<'a, S: Simd, U: Packed<S>>(
+    simd: S,
+    rows: impl Fn(usize) -> TensorRows<'a>,
+    count: usize,
+    padded: usize,
+    to: &mut [U],
+    stride: usize,
+) {
+    pack::stacked(simd, rows, count, to, stride);
+    to[count.div_ceil(U::DEPTH) * stride..padded.div_ceil(U::DEPTH) * stride].fill(U::zeroed());
+}
+
+/// Rows of `q` or `do` of a block, packed both as a left and as a right operand; padding rows are zero.
+struct Queries<'s, U> {
+    along: &'s [U],
+    along_stride: usize,
+    across: &'s [U],
+    stride: usize,
+}
+
+impl<'s, U> Queries<'s, U> {
+    #[inline(always)]
+    fn pack<S: Simd>(simd: S, rows: TensorRows<'_>, to: &'s mut [U], stride: usize) -> Self
+    where
+        U: Packed<S>,
+    {
+        let (count, padded) = (rows.count(), whole(rows.count()));
+        let (across, along) = to.split_at_mut(padded / U::DEPTH * stride);
+        stacked(simd, |row| rows.skip(row), count, padded, across, stride);
+        if U::DEPTH == 1 {
+            // An element is its own unit: one layout serves both.
+            let across = &*across;
+            return Queries { along: across, along_stride: stride, across, stride };
+        }
+        let along_stride = stride / U::DEPTH;
+        let along = &mut along[..padded * along_stride];
+        for (row, to) in along.chunks_exact_mut(along_stride).enumerate() {
+            if row < count {
+                U::along(simd, rows.skip(row).first(1), to);
+            } else {
+                to.fill(U::zeroed());
+            }
+        }
+        Queries { along, along_stride, across, stride }
+    }
+
+    /// Rows from `first` on, their elements along the inner extent.
+    #[inline(always)]
+    fn along(&self, first: usize) -> Left<'_, U> {
+        Left { units: &self.along[first * self.along_stride..], row_stride: self.along_stride, step_stride: 1 }
+    }
+
+    /// Rows from `first` on, which is even, being the inner extent.
+    #[inline(always)]
+    fn across<S: Simd>(&self, first: usize) -> Right<'_, U>
+    where
+        U: Packed<S>,
+    {
+        Right { units: &self.across[first / U::DEPTH * self.stride..], stride: self.stride }
+    }
+}
+
+impl super::Cell<'_> {
+    /// Adds a tile's share of `dq` and passes the turn on.
+    #[inline(always)]
+    fn add(&mut self, rows: Range<usize>, dq: &[f32], width: usize, scale: f32, head_dim: usize) {
+        if std::mem::take(&mut self.empty) {
+            self.sum.fill(0.0);
+        }
+        for row in rows {
+            let from = &dq[row * width..][..head_dim];
+            self.sum[row * head_dim..][..head_dim].iter_mut().zip(from).for_each(|(to, from)| *to += scale * from);
+        }
+        self.turns.start += 1;
+    }
+
+    /// All blocks of keys have been here.
+    fn finish(&mut self, dtype: DType) {
+        if let Some(encoded) = &mut self.encoded {
+            dtype.encode(self.sum, encoded);
+        }
+    }
+}
