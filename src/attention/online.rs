@@ -5,9 +5,9 @@
 //! here. Scores are in base 2 (`scale * log2(e)` folded into one factor) so that the exponential is `exp2`.
 
 use super::Params;
-use crate::device::simd::Isa;
-use crate::device::simd::loops;
+use crate::device::simd::{Isa, Simd, Unit, loops, math};
 use std::f32::consts::{LN_2, LOG2_E};
+use std::ops::Range;
 
 /// Maximum and sum of the exponentials seen so far, in base 2. Two floats, so that scratch memory can hold them.
 #[derive(Debug, Clone, Copy, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
@@ -28,7 +28,97 @@ pub fn logits(isa: Isa, params: &Params, row: &mut [f32]) -> f32 {
     }
 }
 
+/// How inner products become base-2 logits in a tile: `factor * x` of a product whose queries were negated if
+/// `negative`, or of its soft-cap.
+pub struct Logits {
+    /// The scale is below zero. The largest product times the scale is then the smallest logit, so that the queries
+    /// carry the sign instead.
+    pub negative: bool,
+    factor: f32,
+    cap: Option<SoftCap>,
+}
+
+/// `cap * tanh(x / cap)` with the scale folded into both factors.
+struct SoftCap {
+    inner: f32,
+    cap: f32,
+}
+
+impl Logits {
+    /// The mathematics of `params`.
+    pub fn new(params: &Params) -> Self {
+        // Never quite zero: a masked product is -inf, and must stay so.
+        let scale = params.scale.abs().max(f32::MIN_POSITIVE);
+        let (factor, cap) = match params.softcap {
+            None => (scale * LOG2_E, None),
+            Some(cap) => (1.0, Some(SoftCap { inner: scale / cap, cap: cap * LOG2_E })),
+        };
+        Logits { negative: params.scale < 0.0, factor, cap }
+    }
+}
+
 impl Running {
+    /// Takes in a row of a tile of inner products, a whole number of double vectors, of which the keys in `seen` are
+    /// visible: leaves their unnormalised probabilities at the start of `row` as units, zeros for the others, and
+    /// rescales `output`, to which the caller then adds their product with the values.
+    #[inline(always)]
+    pub fn absorb_tile<S: Simd, U: Unit<S>>(
+        &mut self,
+        simd: S,
+        logits: &Logits,
+        row: &mut [f32],
+        seen: Range<usize>,
+        output: &mut [f32],
+    ) {
+        if seen.is_empty() {
+            row.fill(0.0);
+            return;
+        }
+        if let Some(SoftCap { inner, cap }) = logits.cap {
+            let (inner, cap) = (simd.splat(inner), simd.splat(cap));
+            math::map(
+                simd,
+                row,
+                #[inline(always)]
+                |x| simd.mul(cap, math::tanh(simd, simd.mul(x, inner))),
+            );
+        }
+        row[..seen.start].fill(f32::NEG_INFINITY);
+        row[seen.end..].fill(f32::NEG_INFINITY);
+        let mut largest = [simd.splat(f32::NEG_INFINITY); 2];
+        for pair in row.chunks_exact(2 * S::LANES) {
+            let (low, high) = pair.split_at(S::LANES);
+            largest = [simd.max(simd.read(low), largest[0]), simd.max(simd.read(high), largest[1])];
+        }
+        let max = simd.largest(simd.max(largest[0], largest[1])) * logits.factor;
+        if max > self.max {
+            let factor = (self.max - max).exp2();
+            self.max = max;
+            self.sum *= factor;
+            math::scale(simd, output, factor);
+        }
+        let (factor, shift) = (simd.splat(logits.factor), simd.splat(-self.max));
+        let mut sums = [simd.splat(0.0); 2];
+        for at in (0..row.len()).step_by(2 * S::LANES) {
+            let low = math::exp2(simd, simd.mul_add(simd.read(&row[at..]), factor, shift));
+            let high = math::exp2(simd, simd.mul_add(simd.read(&row[at + S::LANES..]), factor, shift));
+            sums = [simd.add(sums[0], low), simd.add(sums[1], high)];
+            U::put(simd, bytemuck::cast_slice_mut(&mut row[at / U::DEPTH..]), low, high);
+        }
+        self.sum += simd.sum(simd.add(sums[0], sums[1]));
+    }
+
+    /// As [`Running::finish`], within a task.
+    #[inline(always)]
+    pub fn normalise<S: Simd>(&self, simd: S, output: &mut [f32]) -> f32 {
+        if self.sum == 0.0 {
+            output.fill(0.0);
+            return f32::NEG_INFINITY;
+        }
+        math::scale(simd, output, 1.0 / self.sum);
+        (self.max + self.sum.log2()) * LN_2
+    }
+
     /// Nothing seen yet: the neutral element of [`Running::merge`].
     pub const EMPTY: Running = Running { max: f32::NEG_INFINITY, sum: 0.0 };
 

@@ -1,6 +1,7 @@
 //! What the attention tests share: problems, seeded inputs, and runs of a kernel in poisoned memory.
 #![allow(dead_code)] // each test binary uses a part of it
 
+pub mod accuracy;
 pub mod exact;
 pub mod ragged;
 

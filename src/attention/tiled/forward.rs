@@ -1,102 +1,234 @@
-//! The forward pass: one unit of work is `BR` queries of one head.
+//! The forward pass: blocks of queries against packed tiles of keys and values.
 
 use super::TileSizes;
-use crate::attention::online::Running;
+use crate::attention::online::{Logits, Running};
 use crate::attention::{Forward, Outputs, Shape};
 use crate::device::cpu::Slots;
-use crate::device::gemm::{Matrix, product};
+use crate::device::simd::pack::{Packed, stacked, transposed};
+use crate::device::simd::product::{Extents, Left, ROWS, Right, product};
+use crate::device::simd::{Native, Simd, Task, narrow};
+use crate::tensor::DType;
 use rayon::prelude::*;
 
-/// Elements of one thread's scratch: tiles of q, o, k or v, and scores, and each row's running state. K and V share
-/// one tile: the scores are done with the keys before the values are read.
-pub(super) fn slot(shape: &Shape, tile: TileSizes) -> usize {
-    2 * tile.br * shape.head_dim + tile.bc * shape.head_dim + tile.br * tile.bc + 2 * tile.br
+/// Queries of a head whose scores against a tile are in the first-level cache at once.
+const STRIP: usize = 8 * ROWS;
+/// Vectors are at most 16 elements, and probabilities are written two vectors at a time: extents rounded up to these
+/// serve every instruction path, so that the memory is the same on each.
+const LANES: usize = 16;
+const SPAN: usize = 2 * LANES;
+
+/// The parts of a thread's scratch, in f32 words.
+struct Layout {
+    group: usize,
+    /// Queries of each head, rounded up to whole register tiles.
+    rows: usize,
+    width: usize,
+    /// The head dim and the keys of a tile, rounded up.
+    columns: usize,
+    keys: usize,
 }
 
-/// `BR` queries of one head, and where their results go.
+impl Layout {
+    fn new(shape: &Shape, tile: TileSizes) -> Self {
+        Layout {
+            group: shape.group(),
+            rows: tile.br.next_multiple_of(ROWS),
+            width: shape.head_dim,
+            columns: shape.head_dim.next_multiple_of(LANES),
+            keys: tile.bc.next_multiple_of(SPAN),
+        }
+    }
+
+    fn parts(&self) -> [usize; 6] {
+        let rows = self.group * self.rows;
+        let strip = STRIP.min(self.rows) * self.keys;
+        [rows * self.width, self.width * self.keys, self.keys * self.columns, strip, rows * self.columns, 2 * rows]
+    }
+}
+
+/// Elements of one thread's scratch: queries, a tile of keys and one of values, scores, outputs, and the state of each
+/// row.
+pub(super) fn slot(shape: &Shape, tile: TileSizes) -> usize {
+    Layout::new(shape, tile).parts().iter().sum()
+}
+
+/// `BR` queries of each query head that shares a KV head, and where their results go.
 struct Unit<'a> {
     batch: usize,
-    q_head: usize,
+    kv_head: usize,
     first: usize,
-    o: &'a mut [u8],
-    lse: &'a mut [f32],
+    results: Vec<(&'a mut [u8], &'a mut [f32])>,
 }
 
 pub(super) fn run(tile: TileSizes, call: &Forward<'_>, outputs: &mut Outputs, scratch: &mut [f32]) {
     let shape = call.shape;
-    let row_bytes = shape.head_dim * outputs.o.dtype().bytes();
     let dtype = outputs.o.dtype();
+    let row_bytes = shape.head_dim * dtype.bytes();
     let heads = outputs.o.bytes_mut().chunks_mut(shape.q_len * row_bytes).zip(outputs.lse.chunks_mut(shape.q_len));
-    let mut units: Vec<Unit<'_>> = heads
-        .enumerate()
-        .flat_map(|(head, (o, lse))| {
-            let blocks = o.chunks_mut(tile.br * row_bytes).zip(lse.chunks_mut(tile.br));
-            blocks.enumerate().map(move |(block, (o, lse))| Unit {
-                batch: head / shape.q_heads,
-                q_head: head % shape.q_heads,
-                first: block * tile.br,
-                o,
-                lse,
-            })
-        })
-        .collect();
+    let mut blocks: Vec<_> =
+        heads.map(|(o, lse)| o.chunks_mut(tile.br * row_bytes).zip(lse.chunks_mut(tile.br))).collect();
+    let mut units: Vec<Unit<'_>> = Vec::new();
+    for (list, group) in blocks.chunks_mut(shape.group()).enumerate() {
+        for first in (0..shape.q_len).step_by(tile.br) {
+            let results = group.iter_mut().filter_map(Iterator::next).collect();
+            units.push(Unit { batch: list / shape.kv_heads, kv_head: list % shape.kv_heads, first, results });
+        }
+    }
     // Under a causal mask late queries see most keys: the heaviest units go first, so that no thread ends alone.
     units.sort_by_key(|unit| std::cmp::Reverse(unit.first));
     let slots = Slots::new(scratch, call.cpu.threads());
     call.cpu.install(|| {
         units.into_par_iter().with_max_len(1).for_each(|unit| {
-            slots.with(|slot| {
-                let rows = unit.lse.len();
-                let o = block(tile, call, unit.batch, unit.q_head, unit.first, unit.lse, slot);
-                dtype.encode(&o[..rows * shape.head_dim], unit.o);
-            });
+            slots.with(|slot| call.cpu.isa().run(Block { tile, call, dtype, unit, slot }));
         });
     });
 }
 
-/// Computes the queries `first .. first + lse.len()` of a head; returns their output in f32.
-fn block<'s>(
+/// The work on a unit.
+struct Block<'a, 'u, 's> {
     tile: TileSizes,
-    call: &Forward<'_>,
-    batch: usize,
-    q_head: usize,
-    first: usize,
-    lse: &mut [f32],
+    call: &'a Forward<'a>,
+    dtype: DType,
+    unit: Unit<'u>,
     slot: &'s mut [f32],
-) -> &'s [f32] {
-    let (width, isa, rows) = (call.shape.head_dim, call.cpu.isa(), lse.len());
-    let kv_head = q_head / call.shape.group();
-    let kv_len = call.kv.len(batch, kv_head);
-    let visible = |i: usize| call.params.visible(first + i, call.shape.q_len, kv_len);
-    let (q_tile, rest) = slot.split_at_mut(tile.br * width);
-    let (kv_tile, rest) = rest.split_at_mut(tile.bc * width);
-    let (scores, rest) = rest.split_at_mut(tile.br * tile.bc);
-    let (o, states) = rest.split_at_mut(tile.br * width);
-    let o = &mut o[..rows * width];
-    let states: &mut [Running] = bytemuck::cast_slice_mut(&mut states[..2 * rows]);
-    let q = Matrix::new(call.q.rows(batch, q_head, first, rows, q_tile), rows, width);
+}
+
+impl Task for Block<'_, '_, '_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Native>(self, simd: S) {
+        // Pairs hold what is bf16 already; everything else is computed in f32.
+        if self.call.q.dtype() == DType::Bf16 && self.call.kv.dtype() == DType::Bf16 {
+            block::<S, S::Bf16>(simd, self);
+        } else {
+            block::<S, f32>(simd, self);
+        }
+    }
+}
+
+#[inline(always)]
+fn block<S: Simd, U: Packed<S>>(simd: S, work: Block<'_, '_, '_>) {
+    let Block { tile, call, dtype, unit, slot } = work;
+    let Forward { shape, params, kv, .. } = *call;
+    let layout = Layout::new(&shape, tile);
+    let Layout { rows: padded, width, columns, keys, .. } = layout;
+    let steps = width.div_ceil(U::DEPTH);
+    let (batch, kv_head, count) = (unit.batch, unit.kv_head, unit.results[0].1.len());
+    let kv_len = kv.len(batch, kv_head);
+    let visible = |i: usize| params.visible(unit.first + i, shape.q_len, kv_len);
+    let logits = Logits::new(&params);
+
+    let [q, k, v, scores, o, states] = cut(slot, layout.parts());
+    let (q, k, v) = (bytemuck::cast_slice_mut(q), bytemuck::cast_slice_mut(k), bytemuck::cast_slice_mut(v));
+    let states: &mut [Running] = bytemuck::cast_slice_mut(states);
+    pack_queries::<S, U>(simd, call, &unit, logits.negative, [padded, steps], q);
     o.fill(0.0);
     states.fill(Running::EMPTY);
 
-    for start in (visible(0).start..visible(rows - 1).end).step_by(tile.bc) {
-        let count = tile.bc.min(visible(rows - 1).end - start);
-        let k = Matrix::new(call.kv.keys(batch, kv_head, start, count, kv_tile), count, width);
-        let scores = &mut scores[..rows * count];
-        product(scores, count, q, k.transposed(), false, 1);
-        let rows = scores.chunks_exact_mut(count).zip(o.chunks_exact_mut(width)).zip(&mut *states);
-        for (i, ((row, o), state)) in rows.enumerate() {
-            let seen = visible(i);
-            let from = seen.start.saturating_sub(start).min(count);
-            let to = seen.end.saturating_sub(start).clamp(from, count);
-            row[..from].fill(0.0);
-            row[to..].fill(0.0);
-            state.absorb(isa, &call.params, &mut row[from..to], o);
+    // Tiles begin at multiples of `BC`, wherever the first visible key is: how a row is summed must not depend on the
+    // block that it is in.
+    let seen = visible(0).start..visible(count - 1).end;
+    for start in (seen.start / tile.bc * tile.bc..seen.end).step_by(tile.bc) {
+        let end = seen.end.min(start + tile.bc);
+        let filled = (end - start).next_multiple_of(SPAN);
+        let key_rows = |row: usize| kv.key_rows(batch, kv_head, start + row);
+        let value_rows = |row: usize| kv.value_rows(batch, kv_head, start + row);
+        transposed::<S, U>(simd, key_rows, end - start, width, filled, k, keys);
+        stacked::<S, U>(simd, value_rows, end - start, v, columns);
+        for strip in (0..shape.group() * padded).step_by(padded).flat_map(|head| strips(head, count)) {
+            let (first, last) = (strip.first, strip.first + strip.count - 1);
+            let seen = visible(first).start.max(start)..visible(last).end.min(end);
+            if seen.is_empty() {
+                continue;
+            }
+            // Of a tile on the diagonal only the columns that some query of the strip sees.
+            let (from, to) = ((seen.start - start) / SPAN * SPAN, (seen.end - start).next_multiple_of(SPAN));
+            let extents = Extents { rows: strip.count.next_multiple_of(ROWS), columns: to - from, steps };
+            let queries = Left { units: &q[strip.row * steps..], row_stride: steps, step_stride: 1 };
+            product::<S, U, false>(simd, extents, queries, Right { units: &k[from..], stride: keys }, scores, keys);
+            let rows = scores.chunks_mut(keys).zip(o[strip.row * columns..].chunks_exact_mut(columns));
+            for (i, ((row, o), state)) in rows.zip(&mut states[strip.row..]).take(strip.count).enumerate() {
+                let (seen, within) = (visible(first + i), |key: usize| key.clamp(start + from, end) - start - from);
+                let seen = within(seen.start)..within(seen.end).min(to - from);
+                state.absorb_tile::<S, U>(simd, &logits, &mut row[..to - from], seen, o);
+            }
+            let depth = (to.min(end - start) - from).div_ceil(U::DEPTH);
+            let extents = Extents { columns, steps: depth, ..extents };
+            let weights = Left { units: bytemuck::cast_slice(scores), row_stride: keys, step_stride: 1 };
+            let values = Right { units: &v[from / U::DEPTH * columns..], stride: columns };
+            product::<S, U, true>(simd, extents, weights, values, &mut o[strip.row * columns..], columns);
         }
-        let v = Matrix::new(call.kv.values(batch, kv_head, start, count, kv_tile), count, width);
-        product(o, width, Matrix::new(scores, lse.len(), count), v, true, 1);
     }
-    for ((lse, o), state) in lse.iter_mut().zip(o.chunks_exact_mut(width)).zip(states) {
-        *lse = state.finish(isa, o);
+
+    for (member, (target, lse)) in unit.results.into_iter().enumerate() {
+        let rows = o[member * padded * columns..].chunks_exact_mut(columns).zip(&states[member * padded..]);
+        for ((target, lse), (o, state)) in target.chunks_exact_mut(width * dtype.bytes()).zip(lse).zip(rows) {
+            *lse = state.normalise(simd, o);
+            narrow(simd, dtype, &o[..width], target);
+        }
     }
-    o
+}
+
+/// Consecutive queries of a head.
+struct Strip {
+    /// Where they begin in the thread's scratch, in rows.
+    row: usize,
+    /// The first query, counted from the block's first.
+    first: usize,
+    count: usize,
+}
+
+/// The strips of a head whose `count` queries begin at row `head` of the scratch.
+fn strips(head: usize, count: usize) -> impl Iterator<Item = Strip> {
+    (0..count).step_by(STRIP).map(move |first| Strip { row: head + first, first, count: STRIP.min(count - first) })
+}
+
+/// Packs the queries of each head, negated under a negative scale; rows up to `padded` become zero.
+#[inline(always)]
+fn pack_queries<S: Simd, U: Packed<S>>(
+    simd: S,
+    call: &Forward<'_>,
+    unit: &Unit<'_>,
+    negative: bool,
+    [padded, steps]: [usize; 2],
+    to: &mut [U],
+) {
+    let count = unit.results[0].1.len();
+    for (member, to) in to.chunks_exact_mut(padded * steps).take(call.shape.group()).enumerate() {
+        let rows = call.q.head(unit.batch, unit.kv_head * call.shape.group() + member, unit.first);
+        for (row, to) in to.chunks_exact_mut(steps).enumerate() {
+            if row < count {
+                U::along(simd, rows.skip(row).first(1), to);
+                if negative {
+                    U::negate(to);
+                }
+            } else {
+                to.fill(U::zeroed());
+            }
+        }
+    }
+}
+
+/// Cuts the start of a slice into parts.
+pub(super) fn cut<const N: usize>(mut slice: &mut [f32], parts: [usize; N]) -> [&mut [f32]; N] {
+    parts.map(|len| {
+        let (part, rest) = std::mem::take(&mut slice).split_at_mut(len);
+        slice = rest;
+        part
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn strips_cover_every_query_once() {
+        for count in [1, 47, 48, 49, 240] {
+            let covered: Vec<usize> = strips(300, count).flat_map(|s| s.first..s.first + s.count).collect();
+            assert_eq!(covered, (0..count).collect::<Vec<_>>());
+            assert!(strips(300, count).all(|strip| strip.row == 300 + strip.first));
+        }
+    }
 }

@@ -1,9 +1,9 @@
 //! Tiled attention with an online softmax (FlashAttention-type): linear memory, nothing materialised.
 //!
 //! A thread takes `BR` queries and walks over the keys they see in tiles of `BC`; scores live only in the thread's
-//! own `BR x BC` tile. Tiles that no query of the block sees are never computed. The backward pass recomputes
-//! probabilities from the saved log-sum-exp in two sweeps, one by query tiles for `dq` and one by key tiles for `dk`
-//! and `dv`, so that every sum has one owner and one order: deterministic without atomics.
+//! own `BR x BC` tile. Tiles that no query of the block sees are never computed. The backward pass ([`backward`]) walks
+//! over the keys instead and recomputes the probabilities of each tile from the saved log-sum-exp. Every sum has one
+//! order, whatever the number of threads.
 
 mod backward;
 mod forward;
@@ -27,12 +27,21 @@ impl TileSizes {
     /// Largest extent of a tile.
     pub const MAX: usize = 4096;
 
-    /// The measured best for `q_len` queries. Each product packs its keys anew for each block of queries, so that
-    /// large blocks pay, up to where scores, keys and values leave the second-level cache. An eighth of the queries
-    /// leaves a head blocks enough for many threads and a causal mask little waste on the diagonal. Nothing else of
-    /// the problem counts, lest a sequence's rounding depend on its batch.
-    pub fn best(q_len: usize) -> TileSizes {
-        TileSizes { br: (q_len / 8 / 64 * 64).clamp(64, 256), bc: 256 }
+    /// Query rows that share a packed tile, over all heads of a group.
+    const ROWS: usize = 240;
+    /// Fewest queries of a head in a block.
+    const LEAST: usize = 48;
+
+    /// The measured best: each tile of keys and values is packed once for a block of queries, so that large blocks
+    /// pay, up to where their outputs leave the second-level cache; smaller ones where threads would stand idle. A
+    /// row's bits do not depend on `br`.
+    fn best(shape: &Shape, threads: usize) -> TileSizes {
+        let lists = shape.batch * shape.kv_heads;
+        let mut br = (Self::ROWS / shape.group()).max(Self::LEAST);
+        while br > Self::LEAST && lists * shape.q_len.div_ceil(br) < 4 * threads {
+            br -= Self::LEAST;
+        }
+        TileSizes { br, bc: 192 }
     }
 }
 
@@ -46,8 +55,8 @@ pub struct Tiled {
 
 impl Tiled {
     /// The tile for a problem, cut down to it so that short sequences do not pay for empty rows.
-    fn sizes(&self, shape: &Shape) -> TileSizes {
-        let TileSizes { br, bc } = TileSizes::best(shape.q_len);
+    fn sizes(&self, shape: &Shape, threads: usize) -> TileSizes {
+        let TileSizes { br, bc } = TileSizes::best(shape, threads);
         TileSizes { br: self.br.unwrap_or(br).min(shape.q_len), bc: self.bc.unwrap_or(bc).min(shape.kv_len) }
     }
 }
@@ -57,8 +66,8 @@ pub const ENTRY: KernelEntry = KernelEntry {
     name: "tiled",
     about: "online softmax over tiles (FlashAttention-type): linear memory",
     parameters: &[
-        Parameter { name: "br", default: "auto", about: "queries of a tile; auto: Lq/8, 64 to 256" },
-        Parameter { name: "bc", default: "256", about: "keys of a tile" },
+        Parameter { name: "br", default: "auto", about: "queries of a tile; auto: 48 to 240" },
+        Parameter { name: "bc", default: "192", about: "keys of a tile" },
     ],
     build: |named| {
         let extent = |key| match named.text(key) {
@@ -83,7 +92,7 @@ impl Kernel for Tiled {
     }
 
     fn workspace(&self, shape: &Shape, _: &Params, _: DType, threads: usize) -> WorkspaceSize {
-        WorkspaceSize { scores: 0, scratch: threads * forward::slot(shape, self.sizes(shape)) }
+        WorkspaceSize { scores: 0, scratch: threads * forward::slot(shape, self.sizes(shape, threads)) }
     }
 
     fn forward(
@@ -92,7 +101,7 @@ impl Kernel for Tiled {
         outputs: &mut Outputs,
         workspace: &mut Workspace,
     ) -> Result<(), AttentionError> {
-        forward::run(self.sizes(&call.shape), call, outputs, &mut workspace.scratch);
+        forward::run(self.sizes(&call.shape, call.cpu.threads()), call, outputs, &mut workspace.scratch);
         Ok(())
     }
 

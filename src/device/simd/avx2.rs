@@ -60,6 +60,27 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
+    unsafe fn store_bf16(self, to: *mut bf16, x: __m256) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let bits = _mm256_castps_si256(x);
+            let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
+            let up = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+            let nan = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(x, x));
+            let quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x40_0000));
+            let rounded = _mm256_srli_epi32::<16>(_mm256_blendv_epi8(up, quiet, nan));
+            let packed = _mm_packus_epi32(_mm256_castsi256_si128(rounded), _mm256_extracti128_si256::<1>(rounded));
+            _mm_storeu_si128(to.cast(), packed);
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn store_f16(self, to: *mut f16, x: __m256) {
+        // SAFETY: the caller's promise.
+        unsafe { _mm_storeu_si128(to.cast(), _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(x)) }
+    }
+
+    #[inline(always)]
     fn add(self, a: __m256, b: __m256) -> __m256 {
         register!(_mm256_add_ps(a, b))
     }
@@ -128,12 +149,20 @@ impl Simd for Avx2 {
 
     #[inline(always)]
     unsafe fn transpose(self, from: *const u8, from_stride_bytes: usize, to: *mut f32, to_stride: usize) {
-        // SAFETY: the caller's promise, for each row.
-        let row = |index: usize| unsafe { self.load(from.add(index * from_stride_bytes).cast()) };
         // Each half of `quads[half][c]` holds four rows of a column: `c` in the lower, `4 + c` in the upper.
-        let quads = [0, 4].map(|first| {
-            let [a, b, c, d] = [0, 1, 2, 3].map(|offset| row(first + offset));
-            register!({
+        let mut quads = [[self.splat(0.0); 4]; 2];
+        for (half, quads) in quads.iter_mut().enumerate() {
+            // SAFETY: the caller's promise, for each row.
+            let [a, b, c, d] = unsafe {
+                let first = from.add(4 * half * from_stride_bytes);
+                [
+                    self.load(first.cast()),
+                    self.load(first.add(from_stride_bytes).cast()),
+                    self.load(first.add(2 * from_stride_bytes).cast()),
+                    self.load(first.add(3 * from_stride_bytes).cast()),
+                ]
+            };
+            *quads = register!({
                 let (ab, ab_high) = (_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
                 let (cd, cd_high) = (_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
                 [
@@ -142,8 +171,8 @@ impl Simd for Avx2 {
                     _mm256_shuffle_ps::<0x44>(ab_high, cd_high),
                     _mm256_shuffle_ps::<0xee>(ab_high, cd_high),
                 ]
-            })
-        });
+            });
+        }
         for column in 0..4 {
             let [upper, lower] = [quads[0][column], quads[1][column]];
             let (left, right) =

@@ -66,6 +66,30 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     }
 
     #[inline(always)]
+    unsafe fn store_bf16(self, to: *mut bf16, x: __m512) {
+        // SAFETY: the caller's promise, and for the first branch that `BF16` is true only where the processor has it.
+        unsafe {
+            let rounded = if BF16 {
+                std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(x))
+            } else {
+                let bits = _mm512_castps_si512(x);
+                let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
+                let up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+                let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(x, x);
+                let quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x40_0000));
+                _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(_mm512_mask_blend_epi32(nan, up, quiet)))
+            };
+            _mm256_storeu_si256(to.cast(), rounded);
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn store_f16(self, to: *mut f16, x: __m512) {
+        // SAFETY: the caller's promise.
+        unsafe { _mm256_storeu_si256(to.cast(), _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(x)) }
+    }
+
+    #[inline(always)]
     fn add(self, a: __m512, b: __m512) -> __m512 {
         register!(_mm512_add_ps(a, b))
     }
@@ -125,14 +149,25 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
 
     #[inline(always)]
     unsafe fn transpose(self, from: *const u8, from_stride_bytes: usize, to: *mut f32, to_stride: usize) {
-        // SAFETY: the caller's promise, for each row.
-        let row = |index: usize| unsafe { self.load(from.add(index * from_stride_bytes).cast()) };
         let mut quads = [self.splat(0.0); 16];
         for group in 0..4 {
-            let [a, b, c, d] = [0, 1, 2, 3].map(|offset| row(4 * group + offset));
-            let pairs: [__m512d; 4] = register!({
-                [_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b), _mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d)]
-                    .map(|pair| _mm512_castps_pd(pair))
+            // SAFETY: the caller's promise, for each row.
+            let [a, b, c, d] = unsafe {
+                let first = from.add(4 * group * from_stride_bytes);
+                [
+                    self.load(first.cast()),
+                    self.load(first.add(from_stride_bytes).cast()),
+                    self.load(first.add(2 * from_stride_bytes).cast()),
+                    self.load(first.add(3 * from_stride_bytes).cast()),
+                ]
+            };
+            let pairs = register!({
+                [
+                    _mm512_castps_pd(_mm512_unpacklo_ps(a, b)),
+                    _mm512_castps_pd(_mm512_unpackhi_ps(a, b)),
+                    _mm512_castps_pd(_mm512_unpacklo_ps(c, d)),
+                    _mm512_castps_pd(_mm512_unpackhi_ps(c, d)),
+                ]
             });
             // Lane `k` of `quads[4 * group + c]` now holds rows `4 * group ..+ 4` of column `4 * k + c`.
             register!({
@@ -143,7 +178,7 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
             });
         }
         for column in 0..4 {
-            let [a, b, c, d] = [0, 4, 8, 12].map(|group| quads[group + column]);
+            let (a, b, c, d) = (quads[column], quads[4 + column], quads[8 + column], quads[12 + column]);
             let columns = register!({
                 let (upper_even, upper_odd) = (_mm512_shuffle_f32x4::<0x88>(a, b), _mm512_shuffle_f32x4::<0xdd>(a, b));
                 let (lower_even, lower_odd) = (_mm512_shuffle_f32x4::<0x88>(c, d), _mm512_shuffle_f32x4::<0xdd>(c, d));
@@ -188,7 +223,8 @@ impl Bf16Pair {
         assert!(even.len() >= 16 && odd.len() >= 16 && to.len() >= 16);
         // SAFETY: the assertion above.
         unsafe {
-            let [even, odd] = [even, odd].map(|row| _mm512_cvtepu16_epi32(_mm256_loadu_si256(row.as_ptr().cast())));
+            let even = _mm512_cvtepu16_epi32(_mm256_loadu_si256(even.as_ptr().cast()));
+            let odd = _mm512_cvtepu16_epi32(_mm256_loadu_si256(odd.as_ptr().cast()));
             let pairs = _mm512_or_si512(even, _mm512_slli_epi32::<16>(odd));
             _mm512_storeu_si512(to.as_mut_ptr().cast(), pairs);
         }
@@ -229,8 +265,8 @@ impl Unit<Avx512<true>> for Bf16Pair {
         assert!(to.len() >= 16);
         // SAFETY: the assertion above; the transmutes rename the same 32 bytes.
         unsafe {
-            let [even, odd] = [even, odd]
-                .map(|x| _mm512_cvtepu16_epi32(std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(x))));
+            let even = _mm512_cvtepu16_epi32(std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(even)));
+            let odd = _mm512_cvtepu16_epi32(std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(odd)));
             let pairs = _mm512_or_si512(even, _mm512_slli_epi32::<16>(odd));
             _mm512_storeu_si512(to.as_mut_ptr().cast(), pairs);
         }

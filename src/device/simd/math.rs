@@ -57,6 +57,18 @@ pub fn map<S: Simd>(simd: S, row: &mut [f32], f: impl Fn(S::Vector) -> S::Vector
     }
 }
 
+/// `row *= factor`.
+#[inline(always)]
+pub fn scale<S: Simd>(simd: S, row: &mut [f32], factor: f32) {
+    let factor = simd.splat(factor);
+    map(
+        simd,
+        row,
+        #[inline(always)]
+        |x| simd.mul(x, factor),
+    );
+}
+
 /// `2^(row - shift)` in place of a row.
 pub struct Exp2<'a> {
     /// The exponents.
@@ -71,7 +83,12 @@ impl Task for Exp2<'_> {
     #[inline(always)]
     fn run<S: Native>(self, simd: S) {
         let shift = simd.splat(self.shift);
-        map(simd, self.row, |x| exp2(simd, simd.sub(x, shift)));
+        map(
+            simd,
+            self.row,
+            #[inline(always)]
+            |x| exp2(simd, simd.sub(x, shift)),
+        );
     }
 }
 
@@ -91,7 +108,12 @@ impl Task for SoftCap<'_> {
     #[inline(always)]
     fn run<S: Native>(self, simd: S) {
         let (inner, cap) = (simd.splat(self.factor / self.cap), simd.splat(self.cap));
-        map(simd, self.row, |x| simd.mul(cap, tanh(simd, simd.mul(x, inner))));
+        map(
+            simd,
+            self.row,
+            #[inline(always)]
+            |x| simd.mul(cap, tanh(simd, simd.mul(x, inner))),
+        );
     }
 }
 

@@ -19,6 +19,7 @@ mod portable;
 pub(crate) mod product;
 mod vector;
 
+pub(crate) use vector::narrow;
 pub use vector::{Element, Native, Simd, Unit};
 
 /// Code to be compiled for each instruction path.

@@ -21,6 +21,9 @@ pub trait Packed<S: Simd>: Unit<S> {
     /// zero. A unit of one element takes no `odd` row.
     fn across(simd: S, even: Rows<'_>, odd: Option<Rows<'_>>, to: &mut [Self]);
 
+    /// Turns the sign of every element.
+    fn negate(units: &mut [Self]);
+
     /// Where the first row begins, and the distance of rows in bytes, if whole units already lie in memory as
     /// [`Packed::along`] would write them.
     fn in_place(rows: &Rows<'_>) -> Option<(*const u8, usize)>;
@@ -55,6 +58,11 @@ impl<S: Simd> Packed<S> for f32 {
     #[inline(always)]
     fn across(simd: S, even: Rows<'_>, _odd: Option<Rows<'_>>, to: &mut [f32]) {
         Self::along(simd, even, to);
+    }
+
+    #[inline(always)]
+    fn negate(units: &mut [f32]) {
+        units.iter_mut().for_each(|x| *x = -*x);
     }
 
     #[inline(always)]
@@ -115,6 +123,11 @@ mod pairs {
         }
 
         #[inline(always)]
+        fn negate(units: &mut [Self]) {
+            bytemuck::cast_slice_mut::<Self, bf16>(units).iter_mut().for_each(|x| *x = -*x);
+        }
+
+        #[inline(always)]
         fn in_place(rows: &Rows<'_>) -> Option<(*const u8, usize)> {
             match rows {
                 Rows::Bf16(rows) if rows.width().is_multiple_of(2) => {
@@ -144,20 +157,20 @@ pub fn transposed<'a, S: Simd, U: Packed<S>>(
     assert!(steps * stride <= to.len(), "a packed tile is too short");
     let mut block = [U::zeroed(); MAX_LANES * MAX_WIDTH];
     for first in (0..columns).step_by(S::LANES) {
-        let lie_evenly = || {
-            let rows = (first < count).then(|| rows(first))?;
-            (rows.count().min(count - first) >= S::LANES && steps.is_multiple_of(S::LANES)).then_some(())?;
-            U::in_place(&rows)
-        };
-        let (from, stride_bytes) = lie_evenly().unwrap_or_else(|| {
-            for (row, to) in (first..first + S::LANES).zip(block.chunks_exact_mut(MAX_WIDTH)) {
-                match row < count {
-                    true => U::along(simd, rows(row).first(1), &mut to[..steps.next_multiple_of(S::LANES)]),
-                    false => to.fill(U::zeroed()),
+        let lie_evenly = first + S::LANES <= count && steps.is_multiple_of(S::LANES);
+        let in_place = lie_evenly.then(|| rows(first)).filter(|rows| rows.count() >= S::LANES);
+        let (from, stride_bytes) = match in_place.and_then(|rows| U::in_place(&rows)) {
+            Some(rows) => rows,
+            None => {
+                for (row, to) in (first..first + S::LANES).zip(block.chunks_exact_mut(MAX_WIDTH)) {
+                    match row < count {
+                        true => U::along(simd, rows(row).first(1), &mut to[..steps.next_multiple_of(S::LANES)]),
+                        false => to.fill(U::zeroed()),
+                    }
                 }
+                (block.as_ptr().cast(), 4 * MAX_WIDTH)
             }
-            (block.as_ptr().cast(), 4 * MAX_WIDTH)
-        });
+        };
         for step in (0..steps).step_by(S::LANES) {
             let mut square = [0.0f32; MAX_LANES * MAX_LANES];
             // SAFETY: `from` is the start of `LANES` rows of at least `steps` units of 4 bytes, rounded up to whole

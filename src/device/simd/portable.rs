@@ -53,6 +53,18 @@ impl Simd for Portable {
     }
 
     #[inline(always)]
+    unsafe fn store_bf16(self, to: *mut bf16, x: Lanes) {
+        // SAFETY: the caller's promise.
+        unsafe { to.cast::<[bf16; 4]>().write_unaligned(x.map(bf16::from_f32)) }
+    }
+
+    #[inline(always)]
+    unsafe fn store_f16(self, to: *mut f16, x: Lanes) {
+        // SAFETY: the caller's promise.
+        unsafe { to.cast::<[f16; 4]>().write_unaligned(x.map(f16::from_f32)) }
+    }
+
+    #[inline(always)]
     fn add(self, a: Lanes, b: Lanes) -> Lanes {
         zip(a, b, |a, b| a + b)
     }

@@ -114,20 +114,14 @@ impl<U> Tile<U> {
         U: Unit<S>,
     {
         let mut sums = [[simd.splat(0.0); VECTORS]; ROWS];
-        if ADD {
-            for (row, sums) in sums.iter_mut().enumerate() {
-                for (column, sum) in sums.iter_mut().enumerate() {
-                    // SAFETY: the caller's promise.
-                    *sum = unsafe { simd.load(self.c.add(row * self.c_row + column * S::LANES)) };
-                }
-            }
-        }
         let (mut a, mut b) = (self.a, self.b);
         for _ in 0..self.steps {
             // SAFETY: the caller's promise; `wrapping_add` below may leave the slice after the last step only.
             unsafe {
-                let right: [U::Operand; VECTORS] =
-                    std::array::from_fn(|column| U::load(simd, b.add(column * S::LANES)));
+                let right: [U::Operand; VECTORS] = std::array::from_fn(
+                    #[inline(always)]
+                    |column| U::load(simd, b.add(column * S::LANES)),
+                );
                 for (row, sums) in sums.iter_mut().enumerate() {
                     let left = U::broadcast(simd, a.add(row * self.a_row));
                     for (sum, right) in sums.iter_mut().zip(right) {
@@ -141,7 +135,11 @@ impl<U> Tile<U> {
         for (row, sums) in sums.into_iter().enumerate() {
             for (column, sum) in sums.into_iter().enumerate() {
                 // SAFETY: the caller's promise.
-                unsafe { simd.store(self.c.add(row * self.c_row + column * S::LANES), sum) };
+                unsafe {
+                    let at = self.c.add(row * self.c_row + column * S::LANES);
+                    // Added at the end: many short sums round less than a long one.
+                    simd.store(at, if ADD { simd.add(simd.load(at), sum) } else { sum });
+                }
             }
         }
     }

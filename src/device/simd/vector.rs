@@ -1,6 +1,7 @@
 //! The traits that kernels are written over: vectors of f32, the elements that they are loaded from, and the units of
 //! which packed operands of a matrix product are made.
 
+use crate::tensor::DType;
 use bytemuck::Pod;
 use half::{bf16, f16};
 
@@ -36,6 +37,16 @@ pub trait Simd: Copy + Send + Sync + 'static {
     /// # Safety
     /// `to` is the start of [`Simd::LANES`] writable elements, of any alignment.
     unsafe fn store(self, to: *mut f32, x: Self::Vector);
+    /// Rounds a vector to bf16, to the nearest, ties to even.
+    ///
+    /// # Safety
+    /// `to` is the start of [`Simd::LANES`] writable elements, of any alignment.
+    unsafe fn store_bf16(self, to: *mut bf16, x: Self::Vector);
+    /// Rounds a vector to f16, to the nearest, ties to even.
+    ///
+    /// # Safety
+    /// As [`Simd::store_bf16`].
+    unsafe fn store_f16(self, to: *mut f16, x: Self::Vector);
     /// `a + b`.
     fn add(self, a: Self::Vector, b: Self::Vector) -> Self::Vector;
     /// `a - b`.
@@ -83,6 +94,29 @@ pub trait Simd: Copy + Send + Sync + 'static {
         // SAFETY: the assertion above.
         unsafe { self.store(to.as_mut_ptr(), x) }
     }
+}
+
+/// Rounds a row to raw elements of a type.
+///
+/// # Panics
+/// When `to` is not as long as the row, or not aligned to its elements.
+#[inline(always)]
+pub(crate) fn narrow<S: Simd>(simd: S, dtype: DType, row: &[f32], to: &mut [u8]) {
+    assert_eq!(row.len() * dtype.bytes(), to.len(), "a row and its place differ in length");
+    let (whole, tail) = row.split_at(row.len() - row.len() % S::LANES);
+    let (to, to_tail) = to.split_at_mut(whole.len() * dtype.bytes());
+    for (from, to) in whole.chunks_exact(S::LANES).zip(to.chunks_exact_mut(S::LANES * dtype.bytes())) {
+        let (x, to) = (simd.read(from), to.as_mut_ptr());
+        // SAFETY: `to` is the start of `LANES` elements.
+        unsafe {
+            match dtype {
+                DType::F32 => simd.store(to.cast(), x),
+                DType::Bf16 => simd.store_bf16(to.cast(), x),
+                DType::F16 => simd.store_f16(to.cast(), x),
+            }
+        }
+    }
+    dtype.encode(tail, to_tail);
 }
 
 /// An instruction path with the unit in which it multiplies bf16.

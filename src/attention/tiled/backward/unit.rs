@@ -1,12 +1,13 @@
 //! A block of keys of one KV head, and all queries that see it.
 
 use super::scores::{Factors, Rows, Saved, gradients};
-use super::{Blocks, Plan, whole};
+use super::{Blocks, Cell, Plan, whole};
+use crate::attention::tiled::forward::cut;
 use crate::attention::Forward;
 use crate::device::simd::pack::{self, Packed};
 use crate::device::simd::product::{Extents, ROWS, Left, Right, product};
-use crate::device::simd::{Native, Simd, Task};
-use crate::tensor::{DType, Rows as TensorRows};
+use crate::device::simd::{Native, Simd, Task, narrow};
+use crate::tensor::{DType, Rows as TensorRows, TensorView};
 use std::ops::Range;
 
 /// Queries of a strip: where a mask cuts through a tile, strips of it are computed as far as they see.
@@ -60,12 +61,6 @@ impl Layout {
     pub(super) fn words(&self) -> usize {
         self.parts().into_iter().sum()
     }
-
-    /// Cuts a slot up.
-    fn cut<'s>(&self, slot: &'s mut [f32]) -> [&'s mut [f32]; 10] {
-        let mut rest = slot;
-        self.parts().map(|words| rest.split_off_mut(..words).expect("a slot holds its parts"))
-    }
 }
 
 /// Columns that hold `keys` keys: whole vectors and, as rows of `dk` and `dv`, whole register tiles.
@@ -96,9 +91,6 @@ impl Task for KeyBlock<'_, '_, '_, '_> {
     }
 }
 
-/// `Q` and `dO` of a block, or `P` and `dS` of a tile: operands that come in pairs.
-type Pair<T> = [T; 2];
-
 impl KeyBlock<'_, '_, '_, '_> {
     #[inline(always)]
     fn compute<S: Simd, U: Packed<S>>(self, simd: S) {
@@ -110,14 +102,14 @@ impl KeyBlock<'_, '_, '_, '_> {
         let keys = blocks.key_rows(key_block);
         let layout = Layout::of(&blocks);
         let Layout { key_stride, stride, width, .. } = layout;
-        let [kt, vt, k, packed_q, packed_do, scores, grad_p, dq, dk, dv] = layout.cut(slot);
-        let [kt, vt, k, packed_q, packed_do] =
-            [kt, vt, k, packed_q, packed_do].map(|words| bytemuck::cast_slice_mut::<f32, U>(words));
+        let [kt, vt, k, packed_q, packed_do, scores, grad_p, dq, dk, dv] = cut(slot, layout.parts());
+        let (kt, vt, k) = (bytemuck::cast_slice_mut(kt), bytemuck::cast_slice_mut(vt), bytemuck::cast_slice_mut(k));
+        let (packed_q, packed_do) = (bytemuck::cast_slice_mut(packed_q), bytemuck::cast_slice_mut(packed_do));
         let key_rows = |row| kv.key_rows(batch, kv_head, keys.start + row);
         let value_rows = |row| kv.value_rows(batch, kv_head, keys.start + row);
-        pack::transposed(simd, key_rows, keys.len(), shape.head_dim, layout.columns, kt, key_stride);
-        pack::transposed(simd, value_rows, keys.len(), shape.head_dim, layout.columns, vt, key_stride);
-        stacked(simd, key_rows, keys.len(), layout.columns, k, stride);
+        pack::transposed::<S, U>(simd, key_rows, keys.len(), shape.head_dim, layout.columns, kt, key_stride);
+        pack::transposed::<S, U>(simd, value_rows, keys.len(), shape.head_dim, layout.columns, vt, key_stride);
+        stacked::<S, U>(simd, key_rows, keys.len(), layout.columns, k, stride);
         dk.fill(0.0);
         dv.fill(0.0);
 
@@ -131,9 +123,10 @@ impl KeyBlock<'_, '_, '_, '_> {
                 }
                 let queries = blocks.query_rows(query_block);
                 let count = queries.len();
-                let sources = [q, plan.call.grad_o].map(|tensor| tensor.head(batch, q_head, queries.start).first(count));
-                let [q, grad_o] = [(sources[0], &mut *packed_q), (sources[1], &mut *packed_do)]
-                    .map(|(rows, to)| Queries::pack(simd, rows, to, stride));
+                let rows = |tensor: &TensorView<'_>| tensor.head(batch, q_head, queries.start).first(count);
+                let (q, grad_o) = (rows(&q), rows(&plan.call.grad_o));
+                let q: Queries<'_, U> = Queries::pack(simd, q, packed_q, stride);
+                let grad_o: Queries<'_, U> = Queries::pack(simd, grad_o, packed_do, stride);
                 let mut touched = 0..0;
                 let sees_all = plan.sees_all(&queries, &keys);
                 let strip_rows = if sees_all { count } else { STRIP };
@@ -155,7 +148,8 @@ impl KeyBlock<'_, '_, '_, '_> {
                     }
 
                     let masked = !(sees_all && seen.len() == columns && strip.len() == rows);
-                    let saved = |row: usize| {
+                    let saved = #[inline(always)]
+                    |row: usize| {
                         if row >= strip.len() {
                             return Saved::NOTHING;
                         }
@@ -172,7 +166,7 @@ impl KeyBlock<'_, '_, '_, '_> {
                         gradients::<S, U>(simd, &factors, [&saved(row), &saved(row + U::DEPTH - 1)], tile, masked);
                     }
 
-                    let [p, ds]: Pair<&[U]> = [&*scores, &*grad_p].map(|words| bytemuck::cast_slice(words));
+                    let (p, ds) = (bytemuck::cast_slice(scores), bytemuck::cast_slice(grad_p));
                     let across = if U::DEPTH == 1 { ds } else { &p[key_stride..] };
                     let extents = Extents {
                         rows: whole(seen.end - keys.start - from),
@@ -193,8 +187,8 @@ impl KeyBlock<'_, '_, '_, '_> {
 
                 let mut cell = plan.wait(head, query_block, key_block);
                 cell.add(touched, dq, width, params.scale, shape.head_dim);
-                if cell.turns.is_empty() {
-                    cell.finish(plan.dtype);
+                if let (true, Cell { sum, encoded: Some(to), .. }) = (cell.turns.is_empty(), &mut *cell) {
+                    narrow(simd, plan.dtype, sum, to);
                 }
             }
         }
@@ -204,7 +198,7 @@ impl KeyBlock<'_, '_, '_, '_> {
             for (to, row) in target.chunks_exact_mut(row_bytes).zip(sum.chunks_exact_mut(width)) {
                 let row = &mut row[..shape.head_dim];
                 row.iter_mut().for_each(|x| *x *= factor);
-                plan.dtype.encode(row, to);
+                narrow(simd, plan.dtype, row, to);
             }
         }
     }
@@ -240,7 +234,15 @@ impl<'s, U> Queries<'s, U> {
     {
         let (count, padded) = (rows.count(), whole(rows.count()));
         let (across, along) = to.split_at_mut(padded / U::DEPTH * stride);
-        stacked(simd, |row| rows.skip(row), count, padded, across, stride);
+        stacked(
+            simd,
+            #[inline(always)]
+            |row| rows.skip(row),
+            count,
+            padded,
+            across,
+            stride,
+        );
         if U::DEPTH == 1 {
             // An element is its own unit: one layout serves both.
             let across = &*across;
@@ -274,7 +276,7 @@ impl<'s, U> Queries<'s, U> {
     }
 }
 
-impl super::Cell<'_> {
+impl Cell<'_> {
     /// Adds a tile's share of `dq` and passes the turn on.
     #[inline(always)]
     fn add(&mut self, rows: Range<usize>, dq: &[f32], width: usize, scale: f32, head_dim: usize) {
@@ -286,12 +288,5 @@ impl super::Cell<'_> {
             self.sum[row * head_dim..][..head_dim].iter_mut().zip(from).for_each(|(to, from)| *to += scale * from);
         }
         self.turns.start += 1;
-    }
-
-    /// All blocks of keys have been here.
-    fn finish(&mut self, dtype: DType) {
-        if let Some(encoded) = &mut self.encoded {
-            dtype.encode(self.sum, encoded);
-        }
     }
 }
