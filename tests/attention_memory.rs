@@ -79,9 +79,8 @@ fn only_naive_is_quadratic() {
     let extents = |len| Shape { q_len: len, kv_len: len, ..shape([1, 4, 2, 1, 1, 64]) };
     let params = Params::new(64, true);
     let bytes = |name: &str, len| kernel(name).unwrap().workspace(&extents(len), &params, DType::Bf16, 2).bytes();
-    let backward = |name: &str, len, dtype| {
-        kernel(name).unwrap().backward_workspace(&extents(len), &params, dtype, 2).unwrap()
-    };
+    let backward =
+        |name: &str, len, dtype| kernel(name).unwrap().backward_workspace(&extents(len), &params, dtype, 2).unwrap();
 
     let size = kernel("naive").unwrap().workspace(&extents(3000), &params, DType::Bf16, 2);
     assert_eq!(4 * size.scores as u64, 4 * 4 * 3000 * 3000, "4 bytes for each of B * Hq * Lq * Lk scores");
@@ -93,7 +92,11 @@ fn only_naive_is_quadratic() {
             let (short, long) = (backward(name, 1 << 13, dtype), backward(name, 1 << 14, dtype));
             assert_eq!((short.scores, long.scores), (0, 0));
             let more = long.scratch - short.scratch;
-            assert_eq!(more, row * 4 * (1 << 13), "{name}: for each row a delta and in bf16 the sum of dq, no more tiles");
+            assert_eq!(
+                more,
+                row * 4 * (1 << 13),
+                "{name}: for each row a delta and in bf16 the sum of dq, no more tiles"
+            );
         }
     }
     assert!(bytes("tiled", 16) < bytes("tiled", 1 << 13), "a short problem takes small tiles");

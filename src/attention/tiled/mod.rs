@@ -105,13 +105,7 @@ impl Kernel for Tiled {
         Ok(())
     }
 
-    fn backward_workspace(
-        &self,
-        shape: &Shape,
-        _: &Params,
-        dtype: DType,
-        threads: usize,
-    ) -> Option<WorkspaceSize> {
+    fn backward_workspace(&self, shape: &Shape, _: &Params, dtype: DType, threads: usize) -> Option<WorkspaceSize> {
         let scratch = backward::Blocks::new(shape, self.br, self.bc).scratch(dtype, threads);
         Some(WorkspaceSize { scores: 0, scratch })
     }

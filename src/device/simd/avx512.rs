@@ -263,10 +263,12 @@ impl Unit<Avx512<true>> for Bf16Pair {
     #[inline(always)]
     fn put_rows(_: Avx512<true>, to: &mut [Self], even: __m512, odd: __m512) {
         assert!(to.len() >= 16);
-        // SAFETY: the assertion above; the transmutes rename the same 32 bytes.
+        // SAFETY: the assertion above; the transmute renames the same 64 bytes.
         unsafe {
-            let even = _mm512_cvtepu16_epi32(std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(even)));
-            let odd = _mm512_cvtepu16_epi32(std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(odd)));
+            // One conversion for both rows, whose halves are then interleaved.
+            let halves: __m512i = std::mem::transmute(_mm512_cvtne2ps_pbh(odd, even));
+            let even = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(halves));
+            let odd = _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64::<1>(halves));
             let pairs = _mm512_or_si512(even, _mm512_slli_epi32::<16>(odd));
             _mm512_storeu_si512(to.as_mut_ptr().cast(), pairs);
         }

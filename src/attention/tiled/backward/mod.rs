@@ -31,10 +31,11 @@ pub(super) struct Blocks {
 }
 
 impl Blocks {
-    /// Blocks as asked, else of the measured best size: all that a tile needs fits into a second-level cache of 1 MiB.
-    /// Only the head dim counts, lest a sequence's rounding depend on its batch.
+    /// Blocks as asked, else of the measured best sizes. What is packed of a block of keys serves every query, so that
+    /// large blocks pay; a head is left about six of them for the threads. Only the length of the keys counts, lest a
+    /// sequence's rounding depend on its batch.
     pub(super) fn new(shape: &Shape, queries: Option<usize>, keys: Option<usize>) -> Self {
-        let keys = keys.unwrap_or(if shape.head_dim > 128 { 96 } else { 192 });
+        let keys = keys.unwrap_or((shape.kv_len / 6 / 96 * 96).clamp(192, 384));
         Blocks { shape: *shape, queries: queries.unwrap_or(96).min(shape.q_len), keys: keys.min(shape.kv_len) }
     }
 
@@ -156,16 +157,14 @@ pub(super) fn run(blocks: Blocks, call: &Backward<'_>, gradients: &mut Gradients
         let head_bytes = shape.kv_len * row_bytes;
         let heads = gradients.k.bytes_mut().chunks_mut(head_bytes).zip(gradients.v.bytes_mut().chunks_mut(head_bytes));
         let block_bytes = blocks.keys * row_bytes;
-        let mut heads: Vec<_> =
-            heads.map(|(k, v)| k.chunks_mut(block_bytes).zip(v.chunks_mut(block_bytes))).collect();
+        let mut heads: Vec<_> = heads.map(|(k, v)| k.chunks_mut(block_bytes).zip(v.chunks_mut(block_bytes))).collect();
         let mut targets = Vec::new();
         for _ in 0..shape.kv_len.div_ceil(blocks.keys) {
             targets.extend(heads.iter_mut().filter_map(Iterator::next).map(|(k, v)| Mutex::new([k, v])));
         }
         targets
     };
-    let mut plan =
-        Plan { call, blocks, delta, cells: Vec::new(), targets, dtype, failed: AtomicBool::new(false) };
+    let mut plan = Plan { call, blocks, delta, cells: Vec::new(), targets, dtype, failed: AtomicBool::new(false) };
     let (sums, encoded) = match dtype {
         DType::F32 => (bytemuck::cast_slice_mut(gradients.q.bytes_mut()), &mut [][..]),
         _ => (sums, gradients.q.bytes_mut()),

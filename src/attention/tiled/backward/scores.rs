@@ -61,7 +61,7 @@ impl<S: Simd> Row<S> {
         }
     }
 
-    /// Probabilities, and the gradients of the logits, of a vector of inner products and one of `dP`; with `MASKED`
+    /// Probabilities, and the gradients of the logits, of the first vector of inner products and of `dP`; with `MASKED`
     /// zeros in columns that the query does not see.
     #[inline(always)]
     fn gradients<const MASKED: bool, const CAPPED: bool>(
@@ -69,9 +69,10 @@ impl<S: Simd> Row<S> {
         simd: S,
         factors: &Factors<S>,
         columns: S::Vector,
-        score: S::Vector,
-        grad_p: S::Vector,
+        scores: &[f32],
+        grad_p: &[f32],
     ) -> [S::Vector; 2] {
+        let (score, grad_p) = (simd.read(scores), simd.read(grad_p));
         let slope = simd.sub(grad_p, self.delta);
         let [mut p, mut ds] = if CAPPED {
             let bounded = tanh(simd, simd.mul(score, factors.inner));
@@ -137,8 +138,7 @@ fn convert<S: Simd, U: Unit<S>, const MASKED: bool, const CAPPED: bool>(
     if U::DEPTH == 1 {
         let tile = scores[..columns].chunks_exact_mut(S::LANES).zip(grad_p[..columns].chunks_exact_mut(S::LANES));
         for (score, grad_p) in tile {
-            let [p, ds] =
-                even.gradients::<MASKED, CAPPED>(simd, factors, at, simd.read(score), simd.read(grad_p));
+            let [p, ds] = even.gradients::<MASKED, CAPPED>(simd, factors, at, score, grad_p);
             simd.write(score, p);
             simd.write(grad_p, ds);
             at = simd.add(at, step);
@@ -151,41 +151,21 @@ fn convert<S: Simd, U: Unit<S>, const MASKED: bool, const CAPPED: bool>(
     let (scores, odd_scores) = (&mut scores[..columns], &mut odd_scores[..columns]);
     let (grad_p, odd_grad_p) = (&mut grad_p[..columns], &mut odd_grad_p[..columns]);
     for first in (0..columns).step_by(2 * S::LANES) {
-        let (middle, next) = (first + S::LANES, simd.add(at, step));
-        let [p, ds] = even.gradients::<MASKED, CAPPED>(
-            simd,
-            factors,
-            at,
-            simd.read(&scores[first..]),
-            simd.read(&grad_p[first..]),
-        );
-        let [odd_p, odd_ds] = odd.gradients::<MASKED, CAPPED>(
-            simd,
-            factors,
-            at,
-            simd.read(&odd_scores[first..]),
-            simd.read(&odd_grad_p[first..]),
-        );
-        let [p_high, ds_high] = even.gradients::<MASKED, CAPPED>(
-            simd,
-            factors,
-            next,
-            simd.read(&scores[middle..]),
-            simd.read(&grad_p[middle..]),
-        );
-        let [odd_p_high, odd_ds_high] = odd.gradients::<MASKED, CAPPED>(
-            simd,
-            factors,
-            next,
-            simd.read(&odd_scores[middle..]),
-            simd.read(&odd_grad_p[middle..]),
-        );
-        U::put_rows(simd, bytemuck::cast_slice_mut(&mut scores[first..middle]), p, odd_p);
-        U::put_rows(simd, bytemuck::cast_slice_mut(&mut scores[middle..middle + S::LANES]), p_high, odd_p_high);
-        U::put_rows(simd, bytemuck::cast_slice_mut(&mut odd_scores[first..middle]), ds, odd_ds);
-        U::put_rows(simd, bytemuck::cast_slice_mut(&mut odd_scores[middle..middle + S::LANES]), ds_high, odd_ds_high);
+        let (low, high) = (first..first + S::LANES, first + S::LANES..first + 2 * S::LANES);
+        let [p, ds] = even.gradients::<MASKED, CAPPED>(simd, factors, at, &scores[first..], &grad_p[first..]);
+        let [odd_p, odd_ds] =
+            odd.gradients::<MASKED, CAPPED>(simd, factors, at, &odd_scores[first..], &odd_grad_p[first..]);
+        at = simd.add(at, step);
+        let [p_high, ds_high] =
+            even.gradients::<MASKED, CAPPED>(simd, factors, at, &scores[high.start..], &grad_p[high.start..]);
+        let [odd_p_high, odd_ds_high] =
+            odd.gradients::<MASKED, CAPPED>(simd, factors, at, &odd_scores[high.start..], &odd_grad_p[high.start..]);
+        at = simd.add(at, step);
+        U::put_rows(simd, bytemuck::cast_slice_mut(&mut scores[low.clone()]), p, odd_p);
+        U::put_rows(simd, bytemuck::cast_slice_mut(&mut scores[high.clone()]), p_high, odd_p_high);
+        U::put_rows(simd, bytemuck::cast_slice_mut(&mut odd_scores[low]), ds, odd_ds);
+        U::put_rows(simd, bytemuck::cast_slice_mut(&mut odd_scores[high]), ds_high, odd_ds_high);
         U::put(simd, bytemuck::cast_slice_mut(&mut grad_p[first / 2..][..S::LANES]), ds, ds_high);
         U::put(simd, bytemuck::cast_slice_mut(&mut odd_grad_p[first / 2..][..S::LANES]), odd_ds, odd_ds_high);
-        at = simd.add(next, step);
     }
 }

@@ -2,13 +2,15 @@
 
 use super::scores::{Factors, Rows, Saved, gradients};
 use super::{Blocks, Cell, Plan, whole};
-use crate::attention::tiled::forward::cut;
 use crate::attention::Forward;
+use crate::attention::tiled::forward::cut;
+use crate::device::simd::math::scale;
 use crate::device::simd::pack::{self, Packed};
-use crate::device::simd::product::{Extents, ROWS, Left, Right, product};
+use crate::device::simd::product::{Extents, Left, ROWS, Right, product};
 use crate::device::simd::{Native, Simd, Task, narrow};
-use crate::tensor::{DType, Rows as TensorRows, TensorView};
+use crate::tensor::{DType, Rows as TensorRows};
 use std::ops::Range;
+use std::sync::PoisonError;
 
 /// Queries of a strip: where a mask cuts through a tile, strips of it are computed as far as they see.
 const STRIP: usize = 48;
@@ -54,7 +56,8 @@ impl Layout {
         let Layout { head_dim, queries, columns, key_stride, stride, width } = *self;
         let (transposed, stacked) = (head_dim * key_stride, queries * stride);
         let (tile, keys) = (queries * key_stride, columns * width);
-        let parts = [transposed, transposed, columns * stride, stacked, stacked, tile, tile, queries * width, keys, keys];
+        let parts =
+            [transposed, transposed, columns * stride, stacked, stacked, tile, tile, queries * width, keys, keys];
         parts.map(|words| words.next_multiple_of(LINE))
     }
 
@@ -99,108 +102,151 @@ impl KeyBlock<'_, '_, '_, '_> {
         let lists = shape.batch * shape.kv_heads;
         let (key_block, list) = (index / lists, index % lists);
         let (batch, kv_head) = (list / shape.kv_heads, list % shape.kv_heads);
-        let keys = blocks.key_rows(key_block);
         let layout = Layout::of(&blocks);
-        let Layout { key_stride, stride, width, .. } = layout;
+        let Layout { stride, width, .. } = layout;
         let [kt, vt, k, packed_q, packed_do, scores, grad_p, dq, dk, dv] = cut(slot, layout.parts());
         let (kt, vt, k) = (bytemuck::cast_slice_mut(kt), bytemuck::cast_slice_mut(vt), bytemuck::cast_slice_mut(k));
         let (packed_q, packed_do) = (bytemuck::cast_slice_mut(packed_q), bytemuck::cast_slice_mut(packed_do));
+        let keys = blocks.key_rows(key_block);
         let key_rows = |row| kv.key_rows(batch, kv_head, keys.start + row);
         let value_rows = |row| kv.value_rows(batch, kv_head, keys.start + row);
-        pack::transposed::<S, U>(simd, key_rows, keys.len(), shape.head_dim, layout.columns, kt, key_stride);
-        pack::transposed::<S, U>(simd, value_rows, keys.len(), shape.head_dim, layout.columns, vt, key_stride);
+        pack::transposed::<S, U>(simd, key_rows, keys.len(), shape.head_dim, layout.columns, kt, layout.key_stride);
+        pack::transposed::<S, U>(simd, value_rows, keys.len(), shape.head_dim, layout.columns, vt, layout.key_stride);
         stacked::<S, U>(simd, key_rows, keys.len(), layout.columns, k, stride);
         dk.fill(0.0);
         dv.fill(0.0);
 
         let factors = Factors::new(simd, &params);
-        for member in 0..shape.group() {
-            let q_head = kv_head * shape.group() + member;
+        let mut tile = Tile { plan, layout, keys, factors, kt, vt, k, scores, grad_p, dq, dk, dv };
+        for q_head in kv_head * shape.group()..(kv_head + 1) * shape.group() {
             let head = batch * shape.q_heads + q_head;
             for query_block in (0..blocks.query_blocks()).rev() {
                 if !plan.turns(query_block).contains(&key_block) {
                     continue;
                 }
-                let queries = blocks.query_rows(query_block);
-                let count = queries.len();
-                let rows = |tensor: &TensorView<'_>| tensor.head(batch, q_head, queries.start).first(count);
-                let (q, grad_o) = (rows(&q), rows(&plan.call.grad_o));
-                let q: Queries<'_, U> = Queries::pack(simd, q, packed_q, stride);
-                let grad_o: Queries<'_, U> = Queries::pack(simd, grad_o, packed_do, stride);
-                let mut touched = 0..0;
-                let sees_all = plan.sees_all(&queries, &keys);
+                let rows = blocks.query_rows(query_block);
+                let (first, count) = (rows.start, rows.len());
+                let q = Queries::pack(simd, q.head(batch, q_head, first).first(count), packed_q, stride);
+                let grad_o = plan.call.grad_o.head(batch, q_head, first).first(count);
+                let grad_o = Queries::pack(simd, grad_o, packed_do, stride);
+                let sees_all = plan.sees_all(&rows, &tile.keys);
                 let strip_rows = if sees_all { count } else { STRIP };
-                for first in (0..count).step_by(strip_rows) {
-                    let strip = first..count.min(first + strip_rows);
-                    let at = queries.start + strip.start..queries.start + strip.end;
-                    let seen = plan.seen(&at);
-                    let seen = seen.start.max(keys.start)..seen.end.min(keys.end);
-                    if seen.is_empty() {
-                        continue;
+                let mut computed = 0..0;
+                for start in (0..count).step_by(strip_rows) {
+                    let strip = start..count.min(start + strip_rows);
+                    let queries = first + strip.start..first + strip.end;
+                    if tile.strip(simd, Strip { head, queries, start, sees_all }, &q, &grad_o) {
+                        computed = if computed.is_empty() { strip } else { computed.start..strip.end };
                     }
-                    let from = (seen.start - keys.start) / COLUMNS * COLUMNS;
-                    let columns = padded(seen.end - keys.start - from);
-                    let rows = whole(strip.len());
-                    let extents = Extents { rows, columns, steps: shape.head_dim.div_ceil(U::DEPTH) };
-                    for (rows, columns, to) in [(&q, &*kt, &mut *scores), (&grad_o, &*vt, &mut *grad_p)] {
-                        let right = Right { units: &columns[from..], stride: key_stride };
-                        product::<S, U, false>(simd, extents, rows.along(strip.start), right, to, key_stride);
-                    }
-
-                    let masked = !(sees_all && seen.len() == columns && strip.len() == rows);
-                    let saved = #[inline(always)]
-                    |row: usize| {
-                        if row >= strip.len() {
-                            return Saved::NOTHING;
-                        }
-                        let row = at.start + row;
-                        let seen = params.visible(row, shape.q_len, shape.kv_len);
-                        let column = |key: usize| key.saturating_sub(keys.start + from).min(columns);
-                        let seen = column(seen.start)..column(seen.end.min(keys.end));
-                        let row = head * shape.q_len + row;
-                        Saved { lse: plan.call.lse[row], delta: plan.delta[row], seen }
-                    };
-                    for row in (0..rows).step_by(U::DEPTH) {
-                        let at = row * key_stride;
-                        let tile = Rows { scores: &mut scores[at..], grad_p: &mut grad_p[at..], stride: key_stride, columns };
-                        gradients::<S, U>(simd, &factors, [&saved(row), &saved(row + U::DEPTH - 1)], tile, masked);
-                    }
-
-                    let (p, ds) = (bytemuck::cast_slice(scores), bytemuck::cast_slice(grad_p));
-                    let across = if U::DEPTH == 1 { ds } else { &p[key_stride..] };
-                    let extents = Extents {
-                        rows: whole(seen.end - keys.start - from),
-                        columns: width,
-                        steps: rows / U::DEPTH,
-                    };
-                    for (units, right, to) in [(p, &grad_o, &mut *dv), (across, &q, &mut *dk)] {
-                        let left = Left { units, row_stride: 1, step_stride: U::DEPTH * key_stride };
-                        let right = right.across(strip.start);
-                        product::<S, U, true>(simd, extents, left, right, &mut to[from * width..], width);
-                    }
-                    let left = Left { units: ds, row_stride: key_stride, step_stride: 1 };
-                    let right = Right { units: &k[from / U::DEPTH * stride..], stride };
-                    let extents = Extents { rows, columns: width, steps: columns / U::DEPTH };
-                    product::<S, U, false>(simd, extents, left, right, &mut dq[strip.start * width..], width);
-                    touched = if touched.is_empty() { strip } else { touched.start..strip.end };
                 }
 
                 let mut cell = plan.wait(head, query_block, key_block);
-                cell.add(touched, dq, width, params.scale, shape.head_dim);
+                cell.add(computed, tile.dq, width, params.scale, shape.head_dim);
                 if let (true, Cell { sum, encoded: Some(to), .. }) = (cell.turns.is_empty(), &mut *cell) {
                     narrow(simd, plan.dtype, sum, to);
                 }
             }
         }
-        let mut targets = plan.targets[index].lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+
+        let mut targets = plan.targets[index].lock().unwrap_or_else(PoisonError::into_inner);
         let row_bytes = shape.head_dim * plan.dtype.bytes();
-        for (target, (sum, factor)) in targets.iter_mut().zip([(dk, params.scale), (dv, 1.0)]) {
+        for (target, (sum, factor)) in targets.iter_mut().zip([(tile.dk, params.scale), (tile.dv, 1.0)]) {
             for (to, row) in target.chunks_exact_mut(row_bytes).zip(sum.chunks_exact_mut(width)) {
                 let row = &mut row[..shape.head_dim];
-                row.iter_mut().for_each(|x| *x *= factor);
+                scale(simd, row, factor);
                 narrow(simd, plan.dtype, row, to);
             }
         }
+    }
+}
+
+/// Queries of a block that are computed together.
+struct Strip {
+    /// Counted over the batch.
+    head: usize,
+    queries: Range<usize>,
+    /// Where they begin in their block.
+    start: usize,
+    /// They, and the rest of their block, see all keys of the tile.
+    sees_all: bool,
+}
+
+/// A packed block of keys, and what is computed of it.
+struct Tile<'p, 'a, 'g, 's, S: Simd, U> {
+    plan: &'p Plan<'a, 'g>,
+    layout: Layout,
+    keys: Range<usize>,
+    factors: Factors<S>,
+    kt: &'s mut [U],
+    vt: &'s mut [U],
+    k: &'s mut [U],
+    scores: &'s mut [f32],
+    grad_p: &'s mut [f32],
+    /// `[queries, width]`, without the factor `scale`, as `dk` is.
+    dq: &'s mut [f32],
+    dk: &'s mut [f32],
+    dv: &'s mut [f32],
+}
+
+impl<S: Simd, U: Packed<S>> Tile<'_, '_, '_, '_, S, U> {
+    /// The five products of some queries: writes their rows of `dq`, adds to `dk` and `dv`. Columns that none of them
+    /// sees are left out; false when that is all.
+    #[inline(always)]
+    fn strip(&mut self, simd: S, strip: Strip, q: &Queries<'_, U>, grad_o: &Queries<'_, U>) -> bool {
+        let seen = self.plan.seen(&strip.queries);
+        let seen = seen.start.max(self.keys.start)..seen.end.min(self.keys.end);
+        if seen.is_empty() {
+            return false;
+        }
+        let Layout { head_dim, key_stride, stride, width, .. } = self.layout;
+        let from = (seen.start - self.keys.start) / COLUMNS * COLUMNS;
+        let columns = padded(seen.end - self.keys.start - from);
+        let rows = whole(strip.queries.len());
+
+        let extents = Extents { rows, columns, steps: head_dim.div_ceil(U::DEPTH) };
+        for (left, right, to) in [(q, &*self.kt, &mut *self.scores), (grad_o, &*self.vt, &mut *self.grad_p)] {
+            let right = Right { units: &right[from..], stride: key_stride };
+            product::<S, U, false>(simd, extents, left.along(strip.start), right, to, key_stride);
+        }
+
+        let masked = !(strip.sees_all && seen.len() == columns && strip.queries.len() == rows);
+        let first_key = self.keys.start + from;
+        for row in (0..rows).step_by(U::DEPTH) {
+            let saved = (self.saved(&strip, row, first_key), self.saved(&strip, row + U::DEPTH - 1, first_key));
+            let at = row * key_stride;
+            let (scores, grad_p) = (&mut self.scores[at..], &mut self.grad_p[at..]);
+            let tile = Rows { scores, grad_p, stride: key_stride, columns };
+            gradients::<S, U>(simd, &self.factors, [&saved.0, &saved.1], tile, masked);
+        }
+
+        // Where `gradients` left `P` and `dS`, the latter both across rows and along them.
+        let (p, along) = (bytemuck::cast_slice(self.scores), bytemuck::cast_slice(self.grad_p));
+        let across = if U::DEPTH == 1 { along } else { &p[key_stride..] };
+        let seen_keys = whole(seen.end - self.keys.start - from);
+        let extents = Extents { rows: seen_keys, columns: width, steps: rows / U::DEPTH };
+        for (units, right, to) in [(p, grad_o, &mut *self.dv), (across, q, &mut *self.dk)] {
+            let left = Left { units, row_stride: 1, step_stride: U::DEPTH * key_stride };
+            product::<S, U, true>(simd, extents, left, right.across(strip.start), &mut to[from * width..], width);
+        }
+        let left = Left { units: along, row_stride: key_stride, step_stride: 1 };
+        let right = Right { units: &self.k[from / U::DEPTH * stride..], stride };
+        let extents = Extents { rows, columns: width, steps: columns / U::DEPTH };
+        product::<S, U, false>(simd, extents, left, right, &mut self.dq[strip.start * width..], width);
+        true
+    }
+
+    /// What was saved of a query of a strip, or nothing for a row that pads it.
+    #[inline(always)]
+    fn saved(&self, strip: &Strip, row: usize, first_key: usize) -> Saved {
+        let (query, Forward { shape, params, .. }) = (strip.queries.start + row, self.plan.call.forward);
+        if query >= strip.queries.end {
+            return Saved::NOTHING;
+        }
+        let seen = params.visible(query, shape.q_len, shape.kv_len);
+        let (from, to) = (seen.start.max(first_key), seen.end.min(self.keys.end));
+        let seen = from - first_key..to.max(from) - first_key;
+        let row = strip.head * shape.q_len + query;
+        Saved { lse: self.plan.call.lse[row], delta: self.plan.delta[row], seen }
     }
 }
 
