@@ -161,3 +161,8 @@ fn a_kernel_without_a_backward_pass_says_who_has_one() {
         assert_eq!(error, format!("kernel '{name}' has no backward pass; use naive or tiled"));
     }
 }
+
+#[test]
+fn every_instruction_path_passes_these_tests() {
+    common::pass_on_every_path();
+}

@@ -112,3 +112,8 @@ fn a_query_range_that_is_empty_gives_zeros() {
     let sums = by_tiles(&problem, inputs.q.view(), &lists, &[0.0; 8], 2..2, 2);
     assert_eq!(sums, [0.0; 9]);
 }
+
+#[test]
+fn every_instruction_path_passes_these_tests() {
+    common::pass_on_every_path();
+}

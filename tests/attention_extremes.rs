@@ -184,3 +184,8 @@ fn what_is_not_a_number_shows_in_the_rows_that_saw_it_and_in_no_other() {
         }
     }
 }
+
+#[test]
+fn every_instruction_path_passes_these_tests() {
+    common::pass_on_every_path();
+}

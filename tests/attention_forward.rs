@@ -180,3 +180,8 @@ fn a_kernel_that_reads_one_key_too_many_would_be_seen() {
     let wrong = common::forward("tiled", &moved, &longer, 1).0;
     assert!(common::relative_l2(&wrong, &widen(&right)) > 0.1);
 }
+
+#[test]
+fn every_instruction_path_passes_these_tests() {
+    common::pass_on_every_path();
+}

@@ -151,3 +151,8 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn every_instruction_path_passes_these_tests() {
+    common::pass_on_every_path();
+}

@@ -157,3 +157,8 @@ fn without_room_a_workspace_is_an_error_and_not_a_crash() {
     let error = size.allocate(&Arena::with_limit(1 << 20)).err().unwrap().to_string();
     assert!(error.contains("536870912 bytes for scores asked"), "{error}");
 }
+
+#[test]
+fn every_instruction_path_passes_these_tests() {
+    common::pass_on_every_path();
+}

@@ -9,7 +9,7 @@ mod common;
 use common::accuracy::{Described, Judged};
 use common::{Problem, grad_o, inputs};
 use kvsieve::attention::{Backward, DenseKv, Forward, Gradients, Inputs, Kernel, Outputs, Workspace, kernel};
-use kvsieve::device::{Cpu, cpu::CpuInfo};
+use kvsieve::device::{Cpu, cpu::CpuInfo, probe};
 use kvsieve::memory::Arena;
 use kvsieve::tensor::Tensor;
 use kvsieve::tensor::file::{self, Output};
@@ -128,14 +128,14 @@ impl Bench {
 
 fn info() -> Answer {
     let cpu = CpuInfo::probe();
-    Ok(json!({ "model": cpu.model, "cores": cpu.cores, "isa": cpu.isa, "isa_path": Cpu::new(Some(1))?.isa_path() }))
+    Ok(json!({ "model": cpu.model, "cores": cpu.cores, "isa": cpu.isa, "isa_path": Cpu::new(Some(1))?.isa().name() }))
 }
 
-fn per_second(ceiling: Ceiling, _cpu: &Cpu) -> Option<f64> {
+fn per_second(ceiling: Ceiling, cpu: &Cpu) -> Option<f64> {
     match ceiling {
-        Ceiling::Fma => None,
-        Ceiling::Bf16 => None,
-        Ceiling::Read => None,
+        Ceiling::Fma => Some(probe::fma_flops(cpu)),
+        Ceiling::Bf16 => probe::bf16_dot_flops(cpu),
+        Ceiling::Read => Some(probe::read_bytes(cpu)),
     }
 }
 

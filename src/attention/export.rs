@@ -4,26 +4,34 @@
 //! each tile of probabilities can be recomputed on its own, so a pass over key tiles sums them in linear memory. All
 //! queries give H2O's accumulated attention, the last few SnapKV's window, the last one TOVA's.
 
-use super::online::logits;
+use super::online::Logits;
+use super::strip::{SPAN, STRIP, cut, pack_queries};
 use super::{Forward, Shape};
 use crate::device::cpu::Slots;
-use crate::device::gemm::{Matrix, product};
-use crate::device::simd::loops;
+use crate::device::simd::pack::{Packed, transposed};
+use crate::device::simd::product::{Extents, Left, ROWS, Right, product};
+use crate::device::simd::{Native, Simd, Task, math};
+use crate::tensor::DType;
 use rayon::prelude::*;
-use std::f32::consts::LOG2_E;
 use std::ops::Range;
 
-/// Queries and keys of a tile.
-const BR: usize = 64;
-const BC: usize = 256;
+/// Keys of a tile.
+const BC: usize = 192;
 
-fn slot(shape: &Shape) -> usize {
-    (BR.min(shape.q_len) + BC.min(shape.kv_len)) * shape.head_dim + BR.min(shape.q_len) * BC.min(shape.kv_len)
+/// The parts of a thread's scratch: a tile of keys, a strip of queries, their scores, and sums of whole vectors.
+fn parts(shape: &Shape) -> [usize; 4] {
+    let (keys, rows) = (keys(shape), STRIP.min(shape.q_len).next_multiple_of(ROWS));
+    [shape.head_dim * keys, rows * shape.head_dim, rows * keys, keys]
+}
+
+/// Keys of a tile, cut down to the problem, in whole spans.
+fn keys(shape: &Shape) -> usize {
+    BC.min(shape.kv_len).next_multiple_of(SPAN)
 }
 
 /// Scratch elements of [`column_sums`].
 pub fn workspace(shape: &Shape, threads: usize) -> usize {
-    threads * slot(shape)
+    threads * parts(shape).iter().sum::<usize>()
 }
 
 /// For each key, the softmax probabilities that `queries` (a range of `0..Lq`) give it, summed over these queries and
@@ -33,63 +41,89 @@ pub fn workspace(shape: &Shape, threads: usize) -> usize {
 /// length of a shorter list get zero); `scratch` holds [`workspace`] elements.
 pub fn column_sums(call: &Forward<'_>, lse: &[f32], queries: Range<usize>, sums: &mut [f32], scratch: &mut [f32]) {
     let shape = call.shape;
-    let bc = BC.min(shape.kv_len);
     let slots = Slots::new(scratch, call.cpu.threads());
     let units: Vec<(usize, usize, &mut [f32])> = sums
         .chunks_mut(shape.kv_len)
         .enumerate()
-        .flat_map(|(head, sums)| sums.chunks_mut(bc).enumerate().map(move |(tile, sums)| (head, tile * bc, sums)))
+        .flat_map(|(head, sums)| sums.chunks_mut(BC).enumerate().map(move |(tile, sums)| (head, tile * BC, sums)))
         .collect();
     call.cpu.install(|| {
         units.into_par_iter().with_max_len(1).for_each(|(head, first, sums)| {
-            sums.fill(0.0);
-            let keys = first..(first + sums.len()).min(call.kv.len(head / shape.kv_heads, head % shape.kv_heads));
-            if !keys.is_empty() {
+            let (batch, kv_head) = (head / shape.kv_heads, head % shape.kv_heads);
+            let end = (first + sums.len()).min(call.kv.len(batch, kv_head));
+            let (seen, hidden) = sums.split_at_mut(end.saturating_sub(first));
+            hidden.fill(0.0);
+            if !seen.is_empty() {
                 slots.with(|slot| {
-                    key_tile(call, lse, queries.clone(), head, keys.clone(), &mut sums[..keys.len()], slot)
+                    let queries = queries.clone();
+                    call.cpu.isa().run(KeyTile { call, lse, queries, batch, kv_head, first, sums: seen, slot });
                 });
             }
         });
     });
 }
 
-fn key_tile(
-    call: &Forward<'_>,
-    lse: &[f32],
+/// The keys from `first` on of a KV head, as many as `sums`.
+struct KeyTile<'a, 's> {
+    call: &'a Forward<'a>,
+    lse: &'a [f32],
     queries: Range<usize>,
-    head: usize,
-    keys: Range<usize>,
-    sums: &mut [f32],
-    slot: &mut [f32],
-) {
-    let (shape, isa, width) = (call.shape, call.cpu.isa(), call.shape.head_dim);
-    let (batch, kv_head) = (head / shape.kv_heads, head % shape.kv_heads);
-    let kv_len = call.kv.len(batch, kv_head);
-    let (k_tile, rest) = slot.split_at_mut(BC.min(shape.kv_len) * width);
-    let (q_tile, scores) = rest.split_at_mut(BR.min(shape.q_len) * width);
-    let k = Matrix::new(call.kv.keys(batch, kv_head, keys.start, keys.len(), k_tile), keys.len(), width);
-    for q_head in kv_head * shape.group()..(kv_head + 1) * shape.group() {
-        let lse = &lse[(batch * shape.q_heads + q_head) * shape.q_len..][..shape.q_len];
-        for first in queries.clone().step_by(BR) {
-            let rows = first..queries.end.min(first + BR);
-            let seen = call.params.visible(rows.start, shape.q_len, kv_len).start
-                ..call.params.visible(rows.end - 1, shape.q_len, kv_len).end;
-            if seen.end <= keys.start || seen.start >= keys.end {
+    batch: usize,
+    kv_head: usize,
+    first: usize,
+    sums: &'s mut [f32],
+    slot: &'s mut [f32],
+}
+
+impl Task for KeyTile<'_, '_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Native>(self, simd: S) {
+        if self.call.q.dtype() == DType::Bf16 && self.call.kv.dtype() == DType::Bf16 {
+            key_tile::<S, S::Bf16>(simd, self);
+        } else {
+            key_tile::<S, f32>(simd, self);
+        }
+    }
+}
+
+#[inline(always)]
+fn key_tile<S: Simd, U: Packed<S>>(simd: S, tile: KeyTile<'_, '_>) {
+    let KeyTile { call, lse, queries, batch, kv_head, first, sums, slot } = tile;
+    let (shape, params, count) = (call.shape, call.params, sums.len());
+    let (kv_len, stride, end) = (call.kv.len(batch, kv_head), keys(&shape), first + sums.len());
+    let (steps, logits) = (shape.head_dim.div_ceil(U::DEPTH), Logits::new(&params));
+    let [k, q, scores, totals] = cut(slot, parts(&shape));
+    let (k, q) = (bytemuck::cast_slice_mut(k), bytemuck::cast_slice_mut(q));
+    let key_rows = |row: usize| call.kv.key_rows(batch, kv_head, first + row);
+    transposed::<S, U>(simd, key_rows, count, shape.head_dim, count.next_multiple_of(SPAN), k, stride);
+    totals.fill(0.0);
+    for head in batch * shape.q_heads + kv_head * shape.group()..batch * shape.q_heads + (kv_head + 1) * shape.group() {
+        let lse = &lse[head * shape.q_len..][..shape.q_len];
+        for start in queries.clone().step_by(STRIP) {
+            let rows = start..queries.end.min(start + STRIP);
+            let visible = |i: usize| params.visible(i, shape.q_len, kv_len);
+            let seen = visible(start).start.max(first)..visible(rows.end - 1).end.min(end);
+            if seen.is_empty() {
                 continue;
             }
-            let q = Matrix::new(call.q.rows(batch, q_head, first, rows.len(), q_tile), rows.len(), width);
-            let scores = &mut scores[..rows.len() * keys.len()];
-            product(scores, keys.len(), q, k.transposed(), false, 1);
-            for (i, row) in rows.clone().zip(scores.chunks_exact_mut(keys.len())) {
-                let seen = call.params.visible(i, shape.q_len, kv_len);
-                let from = seen.start.clamp(keys.start, keys.end) - keys.start;
-                let to = seen.end.clamp(keys.start + from, keys.end) - keys.start;
-                let row = &mut row[from..to];
-                logits(isa, &call.params, row);
-                loops::exp2_sum(isa, row, lse[i] * LOG2_E);
-                loops::add(isa, &mut sums[from..to], row);
+            let (from, to) = ((seen.start - first) / SPAN * SPAN, (seen.end - first).next_multiple_of(SPAN));
+            let padded = rows.len().next_multiple_of(ROWS);
+            let source = call.q.head(batch, head % shape.q_heads, start).first(rows.len());
+            pack_queries::<S, U>(simd, source, logits.negative, steps, &mut q[..padded * steps]);
+            let extents = Extents { rows: padded, columns: to - from, steps };
+            let left = Left { units: q, row_stride: steps, step_stride: 1 };
+            product::<S, U, false>(simd, extents, left, Right { units: &k[from..], stride }, scores, stride);
+            for (i, row) in rows.zip(scores.chunks_exact_mut(stride)) {
+                let (seen, within) = (visible(i), |key: usize| key.clamp(first + from, end) - first - from);
+                let seen = within(seen.start)..within(seen.end).min(to - from);
+                if !seen.is_empty() {
+                    logits.add_probabilities(simd, &mut row[..to - from], seen, lse[i], &mut totals[from..to]);
+                }
             }
         }
     }
-    loops::scale(isa, sums, 1.0 / shape.group() as f32);
+    math::scale(simd, totals, 1.0 / shape.group() as f32);
+    sums.copy_from_slice(&totals[..count]);
 }

@@ -13,6 +13,7 @@ mod online;
 pub mod reference;
 mod shape;
 mod source;
+mod strip;
 mod tiled;
 mod workspace;
 

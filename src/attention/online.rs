@@ -55,6 +55,34 @@ impl Logits {
         };
         Logits { negative: params.scale < 0.0, factor, cap }
     }
+
+    /// Caps a row of products, and makes those that are not `seen` minus infinity.
+    #[inline(always)]
+    fn mask<S: Simd>(&self, simd: S, row: &mut [f32], seen: Range<usize>) {
+        if let Some(SoftCap { inner, cap }) = self.cap {
+            let (inner, cap) = (simd.splat(inner), simd.splat(cap));
+            math::map(
+                simd,
+                row,
+                #[inline(always)]
+                |x| simd.mul(cap, math::tanh(simd, simd.mul(x, inner))),
+            );
+        }
+        row[..seen.start].fill(f32::NEG_INFINITY);
+        row[seen.end..].fill(f32::NEG_INFINITY);
+    }
+
+    /// Adds the probabilities of a row of products, whole vectors of which `seen` are visible, to `sums`; `lse` is the
+    /// row's log-sum-exp.
+    #[inline(always)]
+    pub fn add_probabilities<S: Simd>(&self, simd: S, row: &mut [f32], seen: Range<usize>, lse: f32, sums: &mut [f32]) {
+        self.mask(simd, row, seen);
+        let (factor, shift) = (simd.splat(self.factor), simd.splat(-lse * LOG2_E));
+        for (x, sum) in row.chunks_exact(S::LANES).zip(sums.chunks_exact_mut(S::LANES)) {
+            let p = math::exp2(simd, simd.mul_add(simd.read(x), factor, shift));
+            simd.write(sum, simd.add(simd.read(sum), p));
+        }
+    }
 }
 
 impl Running {
@@ -74,17 +102,7 @@ impl Running {
             row.fill(0.0);
             return;
         }
-        if let Some(SoftCap { inner, cap }) = logits.cap {
-            let (inner, cap) = (simd.splat(inner), simd.splat(cap));
-            math::map(
-                simd,
-                row,
-                #[inline(always)]
-                |x| simd.mul(cap, math::tanh(simd, simd.mul(x, inner))),
-            );
-        }
-        row[..seen.start].fill(f32::NEG_INFINITY);
-        row[seen.end..].fill(f32::NEG_INFINITY);
+        logits.mask(simd, row, seen);
         let mut largest = [simd.splat(f32::NEG_INFINITY); 2];
         for pair in row.chunks_exact(2 * S::LANES) {
             let (low, high) = pair.split_at(S::LANES);

@@ -3,6 +3,7 @@
 pub mod cpu;
 pub mod gemm;
 pub mod gpu;
+pub mod probe;
 pub mod simd;
 
 pub use cpu::Cpu;

@@ -8,12 +8,13 @@ pub mod ragged;
 use kvsieve::attention::{
     Backward, DenseKv, Forward, Gradients, Inputs, KERNELS, Kernel, KvRows, Outputs, Params, Shape, Workspace, kernel,
 };
-use kvsieve::device::Cpu;
+use kvsieve::device::{Cpu, simd::Isa};
 use kvsieve::memory::{Arena, Label};
 use kvsieve::tensor::{DType, Tensor, TensorView};
 use rand::{Rng, RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use rand_distr::StandardNormal;
+use std::process::Command;
 use std::sync::OnceLock;
 
 /// Kernels under test, with tiles that are odd, square, degenerate and default.
@@ -42,6 +43,18 @@ pub fn shape([batch, q_heads, kv_heads, q_len, kv_len, head_dim]: [usize; 6]) ->
 pub fn cpu(threads: usize) -> &'static Cpu {
     static POOLS: [OnceLock<Cpu>; 3] = [const { OnceLock::new() }; 3];
     POOLS[threads - 1].get_or_init(|| Cpu::new(Some(threads)).unwrap())
+}
+
+/// Runs the tests of this binary once more on each slower instruction path of the machine.
+pub fn pass_on_every_path() {
+    if std::env::var_os("KVSIEVE_ISA").is_some() {
+        return;
+    }
+    for isa in Isa::available().skip(1) {
+        let tests = Command::new(std::env::current_exe().unwrap()).env("KVSIEVE_ISA", isa.name()).output().unwrap();
+        let said = String::from_utf8_lossy(&tests.stdout);
+        assert!(tests.status.success(), "on the path {}:\n{said}", isa.name());
+    }
 }
 
 /// Every registered kernel is among the variants, so that a new one cannot go untested.

@@ -2,6 +2,7 @@
 
 use super::TileSizes;
 use crate::attention::online::{Logits, Running};
+use crate::attention::strip::{LANES, SPAN, STRIP, cut, pack_queries};
 use crate::attention::{Forward, Outputs, Shape};
 use crate::device::cpu::Slots;
 use crate::device::simd::pack::{Packed, stacked, transposed};
@@ -10,12 +11,8 @@ use crate::device::simd::{Native, Simd, Task, narrow};
 use crate::tensor::DType;
 use rayon::prelude::*;
 
-/// Queries of a head whose scores against a tile are in the first-level cache at once.
-const STRIP: usize = 8 * ROWS;
-/// Vectors are at most 16 elements, and probabilities are written two vectors at a time: extents rounded up to these
-/// serve every instruction path, so that the memory is the same on each.
-const LANES: usize = 16;
-const SPAN: usize = 2 * LANES;
+/// Keys whose weighted values are summed before the sum is added to the output: longer sums would round more.
+const CHAIN: usize = 6 * SPAN;
 
 /// The parts of a thread's scratch, in f32 words.
 struct Layout {
@@ -122,7 +119,10 @@ fn block<S: Simd, U: Packed<S>>(simd: S, work: Block<'_, '_, '_>) {
     let [q, k, v, scores, o, states] = cut(slot, layout.parts());
     let (q, k, v) = (bytemuck::cast_slice_mut(q), bytemuck::cast_slice_mut(k), bytemuck::cast_slice_mut(v));
     let states: &mut [Running] = bytemuck::cast_slice_mut(states);
-    pack_queries::<S, U>(simd, call, &unit, logits.negative, [padded, steps], q);
+    for (member, q) in q.chunks_exact_mut(padded * steps).take(layout.group).enumerate() {
+        let rows = call.q.head(batch, kv_head * layout.group + member, unit.first).first(count);
+        pack_queries::<S, U>(simd, rows, logits.negative, steps, q);
+    }
     o.fill(0.0);
     states.fill(Running::EMPTY);
 
@@ -153,11 +153,14 @@ fn block<S: Simd, U: Packed<S>>(simd: S, work: Block<'_, '_, '_>) {
                 let seen = within(seen.start)..within(seen.end).min(to - from);
                 state.absorb_tile::<S, U>(simd, &logits, &mut row[..to - from], seen, o);
             }
-            let depth = (to.min(end - start) - from).div_ceil(U::DEPTH);
-            let extents = Extents { columns, steps: depth, ..extents };
-            let weights = Left { units: bytemuck::cast_slice(scores), row_stride: keys, step_stride: 1 };
-            let values = Right { units: &v[from / U::DEPTH * columns..], stride: columns };
-            product::<S, U, true>(simd, extents, weights, values, &mut o[strip.row * columns..], columns);
+            let to = to.min(end - start);
+            for chain in (from..to).step_by(CHAIN) {
+                let extents = Extents { columns, steps: CHAIN.min(to - chain).div_ceil(U::DEPTH), ..extents };
+                let weights = bytemuck::cast_slice(&scores[(chain - from) / U::DEPTH..]);
+                let weights = Left { units: weights, row_stride: keys, step_stride: 1 };
+                let values = Right { units: &v[chain / U::DEPTH * columns..], stride: columns };
+                product::<S, U, true>(simd, extents, weights, values, &mut o[strip.row * columns..], columns);
+            }
         }
     }
 
@@ -182,41 +185,6 @@ struct Strip {
 /// The strips of a head whose `count` queries begin at row `head` of the scratch.
 fn strips(head: usize, count: usize) -> impl Iterator<Item = Strip> {
     (0..count).step_by(STRIP).map(move |first| Strip { row: head + first, first, count: STRIP.min(count - first) })
-}
-
-/// Packs the queries of each head, negated under a negative scale; rows up to `padded` become zero.
-#[inline(always)]
-fn pack_queries<S: Simd, U: Packed<S>>(
-    simd: S,
-    call: &Forward<'_>,
-    unit: &Unit<'_>,
-    negative: bool,
-    [padded, steps]: [usize; 2],
-    to: &mut [U],
-) {
-    let count = unit.results[0].1.len();
-    for (member, to) in to.chunks_exact_mut(padded * steps).take(call.shape.group()).enumerate() {
-        let rows = call.q.head(unit.batch, unit.kv_head * call.shape.group() + member, unit.first);
-        for (row, to) in to.chunks_exact_mut(steps).enumerate() {
-            if row < count {
-                U::along(simd, rows.skip(row).first(1), to);
-                if negative {
-                    U::negate(to);
-                }
-            } else {
-                to.fill(U::zeroed());
-            }
-        }
-    }
-}
-
-/// Cuts the start of a slice into parts.
-pub(super) fn cut<const N: usize>(mut slice: &mut [f32], parts: [usize; N]) -> [&mut [f32]; N] {
-    parts.map(|len| {
-        let (part, rest) = std::mem::take(&mut slice).split_at_mut(len);
-        slice = rest;
-        part
-    })
 }
 
 #[cfg(test)]

@@ -28,7 +28,7 @@ impl TileSizes {
     pub const MAX: usize = 4096;
 
     /// Query rows that share a packed tile, over all heads of a group.
-    const ROWS: usize = 240;
+    const ROWS: usize = 480;
     /// Fewest queries of a head in a block.
     const LEAST: usize = 48;
 
@@ -41,7 +41,7 @@ impl TileSizes {
         while br > Self::LEAST && lists * shape.q_len.div_ceil(br) < 4 * threads {
             br -= Self::LEAST;
         }
-        TileSizes { br, bc: 192 }
+        TileSizes { br, bc: 384 }
     }
 }
 
@@ -66,8 +66,8 @@ pub const ENTRY: KernelEntry = KernelEntry {
     name: "tiled",
     about: "online softmax over tiles (FlashAttention-type): linear memory",
     parameters: &[
-        Parameter { name: "br", default: "auto", about: "queries of a tile; auto: 48 to 240" },
-        Parameter { name: "bc", default: "192", about: "keys of a tile" },
+        Parameter { name: "br", default: "auto", about: "queries of a tile; auto: 48 to 480" },
+        Parameter { name: "bc", default: "384", about: "keys of a tile" },
     ],
     build: |named| {
         let extent = |key| match named.text(key) {

@@ -122,15 +122,6 @@ pub fn multiply(isa: Isa, target: &mut [f32], source: &[f32]) {
     )
 }
 
-/// `target += source`.
-pub fn add(isa: Isa, target: &mut [f32], source: &[f32]) {
-    vectorised(
-        isa,
-        #[inline(always)]
-        || target.iter_mut().zip(source).for_each(|(to, from)| *to += from),
-    )
-}
-
 /// Inner products of `query` with rows. Written with explicit vectors: a compiler splits the lanes of one sum into
 /// pairs when it sees them added up at the end.
 struct RowDots<'a> {

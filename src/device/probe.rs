@@ -1,0 +1,120 @@
+//! What the CPU can do at best: the ceilings against which kernels are judged.
+//!
+//! Each probe runs on all threads of a pool at once and is the best of a few short runs. A multiply-add counts as two
+//! operations, a dot product of a pair as four.
+
+use super::Cpu;
+use super::simd::{Native, Simd, Task, Unit};
+use std::hint::black_box;
+use std::time::Instant;
+
+/// Independent accumulators, enough to hide the latency of two pipes.
+const CHAINS: usize = 16;
+const STEPS: usize = 1_000_000;
+const RUNS: usize = 5;
+/// What is read in one run: far more than the last-level cache of most machines.
+const READ_BYTES: usize = 256 << 20;
+
+/// Operations per second of f32 multiply-adds.
+pub fn fma_flops(cpu: &Cpu) -> f64 {
+    best(cpu, || cpu.isa().run(MultiplyAdds { bf16: false }))
+}
+
+/// Operations per second of dot products of pairs of bf16; `None` where the path has none.
+pub fn bf16_dot_flops(cpu: &Cpu) -> Option<f64> {
+    let probe = || cpu.isa().run(MultiplyAdds { bf16: true });
+    (probe() > 0.0).then(|| best(cpu, probe))
+}
+
+/// Bytes per second read from memory.
+pub fn read_bytes(cpu: &Cpu) -> f64 {
+    // Not zeros: the system would back all of those by the same page.
+    let memory = vec![1.0f32; READ_BYTES / 4];
+    let share = memory.len() / cpu.threads();
+    best(cpu, || {
+        let index = rayon::current_thread_index().unwrap_or(0);
+        cpu.isa().run(Read(&memory[index * share..][..share]))
+    })
+}
+
+/// The work of all threads together, by what each returns, per second of the best run.
+fn best(cpu: &Cpu, work: impl Fn() -> f64 + Sync) -> f64 {
+    let run = |_| {
+        let start = Instant::now();
+        let done: f64 = cpu.install(|| rayon::broadcast(|_| work())).iter().sum();
+        done / start.elapsed().as_secs_f64()
+    };
+    (0..RUNS).map(run).fold(0.0, f64::max)
+}
+
+/// Multiply-adds in registers; returns their operations.
+struct MultiplyAdds {
+    bf16: bool,
+}
+
+impl Task for MultiplyAdds {
+    type Output = f64;
+
+    #[inline(always)]
+    fn run<S: Native>(self, simd: S) -> f64 {
+        match (self.bf16, <S::Bf16 as Unit<S>>::DEPTH) {
+            (true, 1) => 0.0,
+            (true, _) => multiply_adds::<S, S::Bf16>(simd),
+            (false, _) => multiply_adds::<S, f32>(simd),
+        }
+    }
+}
+
+#[inline(always)]
+fn multiply_adds<S: Simd, U: Unit<S>>(simd: S) -> f64 {
+    let unit = black_box([U::zeroed(); 16]);
+    // SAFETY: 16 units, as many as the widest vector has lanes.
+    let (a, b) = unsafe { (U::load(simd, unit.as_ptr()), U::broadcast(simd, unit.as_ptr())) };
+    let mut sums = [simd.splat(0.0); CHAINS];
+    for _ in 0..STEPS {
+        for sum in &mut sums {
+            *sum = U::mul_add(simd, a, b, *sum);
+        }
+    }
+    for sum in sums {
+        black_box(simd.sum(sum));
+    }
+    (STEPS * CHAINS * S::LANES * U::DEPTH * 2) as f64
+}
+
+/// Reads a slice once; returns its bytes.
+struct Read<'a>(&'a [f32]);
+
+impl Task for Read<'_> {
+    type Output = f64;
+
+    #[inline(always)]
+    fn run<S: Native>(self, simd: S) -> f64 {
+        let mut sums = [simd.splat(0.0); 4];
+        for chunk in self.0.chunks_exact(4 * S::LANES) {
+            for (sum, x) in sums.iter_mut().zip(chunk.chunks_exact(S::LANES)) {
+                *sum = simd.add(*sum, simd.read(x));
+            }
+        }
+        for sum in sums {
+            black_box(simd.sum(sum));
+        }
+        4.0 * self.0.len() as f64
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::simd::Isa;
+
+    #[test]
+    fn every_path_has_ceilings() {
+        for isa in Isa::available() {
+            let cpu = Cpu::with_isa(Some(1), isa).unwrap();
+            assert!(fma_flops(&cpu) > 1e8, "{}", isa.name());
+            assert_eq!(bf16_dot_flops(&cpu).is_some(), isa.name() == "avx512-bf16");
+        }
+        assert!(read_bytes(&Cpu::new(Some(1)).unwrap()) > 1e7);
+    }
+}
