@@ -3,7 +3,7 @@
 use super::scores::{Factors, Rows, Saved, gradients};
 use super::{Blocks, Cell, Plan, whole};
 use crate::attention::Forward;
-use crate::attention::tiled::forward::cut;
+use crate::attention::strip::{SPAN, STRIP, cut, pack_queries};
 use crate::device::simd::math::scale;
 use crate::device::simd::pack::{self, Packed};
 use crate::device::simd::product::{Extents, Left, ROWS, Right, product};
@@ -12,10 +12,6 @@ use crate::tensor::{DType, Rows as TensorRows};
 use std::ops::Range;
 use std::sync::PoisonError;
 
-/// Queries of a strip: where a mask cuts through a tile, strips of it are computed as far as they see.
-const STRIP: usize = 48;
-/// Columns of a tile come in multiples of it: two vectors of the widest path.
-const COLUMNS: usize = 32;
 /// f32 elements of a cache line.
 const LINE: usize = 16;
 
@@ -39,7 +35,7 @@ pub(super) struct Layout {
 impl Layout {
     pub(super) fn of(blocks: &Blocks) -> Self {
         let odd_lines = |words: usize| (words.div_ceil(LINE) | 1) * LINE;
-        let columns = (blocks.keys + ROWS - 1).next_multiple_of(COLUMNS);
+        let columns = (blocks.keys + ROWS - 1).next_multiple_of(SPAN);
         let head_dim = blocks.shape.head_dim;
         Layout {
             head_dim,
@@ -68,7 +64,7 @@ impl Layout {
 
 /// Columns that hold `keys` keys: whole vectors and, as rows of `dk` and `dv`, whole register tiles.
 fn padded(keys: usize) -> usize {
-    whole(keys).next_multiple_of(COLUMNS)
+    whole(keys).next_multiple_of(SPAN)
 }
 
 /// The work on one block of keys.
@@ -129,6 +125,7 @@ impl KeyBlock<'_, '_, '_, '_> {
                 let q = Queries::pack(simd, q.head(batch, q_head, first).first(count), packed_q, stride);
                 let grad_o = plan.call.grad_o.head(batch, q_head, first).first(count);
                 let grad_o = Queries::pack(simd, grad_o, packed_do, stride);
+                // Where a mask cuts through a tile, strips of it are computed as far as they see.
                 let sees_all = plan.sees_all(&rows, &tile.keys);
                 let strip_rows = if sees_all { count } else { STRIP };
                 let mut computed = 0..0;
@@ -199,7 +196,7 @@ impl<S: Simd, U: Packed<S>> Tile<'_, '_, '_, '_, S, U> {
             return false;
         }
         let Layout { head_dim, key_stride, stride, width, .. } = self.layout;
-        let from = (seen.start - self.keys.start) / COLUMNS * COLUMNS;
+        let from = (seen.start - self.keys.start) / SPAN * SPAN;
         let columns = padded(seen.end - self.keys.start - from);
         let rows = whole(strip.queries.len());
 
@@ -296,13 +293,7 @@ impl<'s, U> Queries<'s, U> {
         }
         let along_stride = stride / U::DEPTH;
         let along = &mut along[..padded * along_stride];
-        for (row, to) in along.chunks_exact_mut(along_stride).enumerate() {
-            if row < count {
-                U::along(simd, rows.skip(row).first(1), to);
-            } else {
-                to.fill(U::zeroed());
-            }
-        }
+        pack_queries(simd, rows, false, along_stride, along);
         Queries { along, along_stride, across, stride }
     }
 
