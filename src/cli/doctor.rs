@@ -2,7 +2,7 @@
 
 use super::failure::Failure;
 use super::{default_limit_bytes, output};
-use kvsieve::device::Cpu;
+use kvsieve::device::{Cpu, simd::Isa};
 use kvsieve::device::cpu::CpuInfo;
 use kvsieve::device::gpu::Gpu;
 use kvsieve::memory::os;
@@ -35,6 +35,8 @@ struct Report {
     profile: &'static str,
     cpu: CpuInfo,
     isa_path: &'static str,
+    /// Every path of this machine, fastest first; `KVSIEVE_ISA` forces one.
+    isa_paths: Vec<&'static str>,
     threads: usize,
     memory: Memory,
     gpu: Gpu,
@@ -62,6 +64,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
         profile: env!("KVSIEVE_PROFILE"),
         cpu: CpuInfo::probe(),
         isa_path: cpu.isa().name(),
+        isa_paths: Isa::available().map(Isa::name).collect(),
         threads: cpu.threads(),
         memory: Memory {
             total_bytes: machine.map(|machine| machine.total_bytes),
@@ -101,6 +104,7 @@ fn text(report: &Report) -> String {
         ("cpu", cpu.model.clone()),
         ("cores", format!("{}, threads used: {}", cpu.cores, report.threads)),
         ("instructions", format!("{} (found: {})", report.isa_path, cpu.isa.join(", "))),
+        ("paths", format!("{}; KVSIEVE_ISA forces one", report.isa_paths.join(", "))),
         ("governor", cpu.governor.clone().unwrap_or_else(|| "unknown (the system does not tell)".into())),
         ("", String::new()),
         ("memory", or_unknown(memory.total_bytes)),
