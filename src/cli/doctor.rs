@@ -2,9 +2,9 @@
 
 use super::failure::Failure;
 use super::{default_limit_bytes, output};
-use kvsieve::device::{Cpu, simd::Isa};
 use kvsieve::device::cpu::CpuInfo;
 use kvsieve::device::gpu::Gpu;
+use kvsieve::device::{Cpu, simd::Isa};
 use kvsieve::memory::os;
 use kvsieve::units;
 use serde::Serialize;

@@ -67,7 +67,7 @@ pub const ENTRY: KernelEntry = KernelEntry {
     about: "online softmax over tiles (FlashAttention-type): linear memory",
     parameters: &[
         Parameter { name: "br", default: "auto", about: "queries of a tile; auto: 48 to 480" },
-        Parameter { name: "bc", default: "384", about: "keys of a tile" },
+        Parameter { name: "bc", default: "auto", about: "keys of a tile; auto: 384, backward Lk/6 but 192 to 384" },
     ],
     build: |named| {
         let extent = |key| match named.text(key) {

@@ -7,6 +7,17 @@
 //! earliest one at work never waits, and there is no deadlock with any number of threads. Waiting is rare: units are
 //! claimed key block by key block over all heads, and every unit begins at the last query block, so that neighbours
 //! of one head follow each other like a wave.
+//!
+//! What each step brought: GFLOP/s of one core, causal and full (2 heads, L 2048, D 128, Zen 5 shared with other work;
+//! its peak is 244 in f32 and 489 in bf16 pairs):
+//!
+//! | step | causal | full |
+//! |------|-------:|-----:|
+//! | two sweeps, seven products by `gemm` | 112 | 142 |
+//! | one sweep, five products by `product`, keys and values packed anew for each query block | 178 | 189 |
+//! | packed once for all query blocks | 203 | 208 |
+//! | probabilities and score gradients in one loop | 208 | 210 |
+//! | bf16: operands in pairs | 370 | 389 |
 
 mod scores;
 mod unit;
