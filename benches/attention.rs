@@ -85,26 +85,29 @@ fn forward(criterion: &mut Criterion) {
 }
 
 fn backward(criterion: &mut Criterion) {
-    for (head_dim, len) in [(64, 1024), (128, 1024)] {
-        let mut bench = Bench::new(square(len, head_dim), true, DType::F32);
-        let mut workspace = bench.workspace("tiled");
-        bench.forward("tiled", &mut workspace);
-        let kv = DenseKv::new(bench.inputs.k.view(), bench.inputs.v.view()).unwrap();
-        let Bench { shape, params, .. } = bench;
-        let forward = Forward { shape, params, q: bench.inputs.q.view(), kv: &kv, cpu: &bench.cpu };
-        let (o, lse) = (bench.outputs.o.view(), &bench.outputs.lse);
-        let call = Backward { forward, o, lse, grad_o: bench.grad_o.view() };
-        let mut gradients = Gradients::allocate(&bench.arena, &shape, bench.dtype).unwrap();
-        let mut group = criterion.benchmark_group(format!("backward/causal/f32/D{head_dim}/L{len}"));
-        group.sampling_mode(SamplingMode::Flat);
-        group.throughput(Throughput::Elements(shape.flops(&params) * 5 / 2));
-        for name in ["naive", "tiled"] {
-            let kernel = kernel(name).unwrap();
-            let size = kernel.backward_workspace(&shape, &params, bench.cpu.threads()).unwrap();
-            let mut workspace = size.allocate(&bench.arena).unwrap();
-            group.bench_function(name, |bencher| {
-                bencher.iter(|| kernel.backward(&call, &mut gradients, &mut workspace).unwrap());
-            });
+    for (dtype, head_dim) in [(DType::F32, 64), (DType::F32, 128), (DType::Bf16, 64), (DType::Bf16, 128)] {
+        for (mask, causal) in [("full", false), ("causal", true)] {
+            let len = 2048;
+            let mut bench = Bench::new(square(len, head_dim), causal, dtype);
+            let mut workspace = bench.workspace("tiled");
+            bench.forward("tiled", &mut workspace);
+            let kv = DenseKv::new(bench.inputs.k.view(), bench.inputs.v.view()).unwrap();
+            let Bench { shape, params, .. } = bench;
+            let forward = Forward { shape, params, q: bench.inputs.q.view(), kv: &kv, cpu: &bench.cpu };
+            let (o, lse) = (bench.outputs.o.view(), &bench.outputs.lse);
+            let call = Backward { forward, o, lse, grad_o: bench.grad_o.view() };
+            let mut gradients = Gradients::allocate(&bench.arena, &shape, dtype).unwrap();
+            let mut group = criterion.benchmark_group(format!("backward/{mask}/{dtype}/D{head_dim}/L{len}"));
+            group.sampling_mode(SamplingMode::Flat);
+            group.throughput(Throughput::Elements(shape.flops(&params) * 5 / 2));
+            for name in ["naive", "tiled"] {
+                let kernel = kernel(name).unwrap();
+                let size = kernel.backward_workspace(&shape, &params, dtype, bench.cpu.threads()).unwrap();
+                let mut workspace = size.allocate(&bench.arena).unwrap();
+                group.bench_function(name, |bencher| {
+                    bencher.iter(|| kernel.backward(&call, &mut gradients, &mut workspace).unwrap());
+                });
+            }
         }
     }
 }

@@ -151,7 +151,7 @@ fn a_kernel_without_a_backward_pass_says_who_has_one() {
     let arena = Arena::unlimited();
     for name in ["decode", "reference"] {
         let kernel = kernel(name).unwrap();
-        assert!(kernel.backward_workspace(&problem.shape, &problem.params, 1).is_none());
+        assert!(kernel.backward_workspace(&problem.shape, &problem.params, DType::F32, 1).is_none());
         let forward = common::call(&problem, &inputs, &kv, 1);
         let outputs = common::forward_call(&*kernel, &common::call(&problem, &inputs, &kv, 1), DType::F32);
         let call = Backward { forward, o: outputs.o.view(), lse: &outputs.lse, grad_o: grad_o.view() };

@@ -33,7 +33,7 @@ fn residuals(name: &str, problem: &Problem, threads: usize) -> (i64, Option<i64>
     assert_eq!(arena.usage().live.get(&Label::Scores).copied().unwrap_or(0), 4 * size.scores as u64);
     drop(workspace);
 
-    let backward_residual = kernel.backward_workspace(&shape, &params, threads).map(|size| {
+    let backward_residual = kernel.backward_workspace(&shape, &params, dtype, threads).map(|size| {
         arena.reset_peak();
         let grad_o = input(shape.q_dims());
         let mut gradients = Gradients::allocate(&arena, &shape, dtype).unwrap();
@@ -79,17 +79,25 @@ fn only_naive_is_quadratic() {
     let extents = |len| Shape { q_len: len, kv_len: len, ..shape([1, 4, 2, 1, 1, 64]) };
     let params = Params::new(64, true);
     let bytes = |name: &str, len| kernel(name).unwrap().workspace(&extents(len), &params, DType::Bf16, 2).bytes();
-    let backward = |name: &str, len| kernel(name).unwrap().backward_workspace(&extents(len), &params, 2).unwrap();
+    let backward =
+        |name: &str, len, dtype| kernel(name).unwrap().backward_workspace(&extents(len), &params, dtype, 2).unwrap();
 
     let size = kernel("naive").unwrap().workspace(&extents(3000), &params, DType::Bf16, 2);
     assert_eq!(4 * size.scores as u64, 4 * 4 * 3000 * 3000, "4 bytes for each of B * Hq * Lq * Lk scores");
-    assert_eq!(backward("naive", 3000).scores, 2 * size.scores);
+    assert_eq!(backward("naive", 3000, DType::Bf16).scores, 2 * size.scores);
 
     for name in VARIANTS.into_iter().filter(|name| name.starts_with("tiled")) {
         assert_eq!(bytes(name, 1 << 13), bytes(name, 1 << 20), "{name}: beyond a tile the length does not matter");
-        let (short, long) = (backward(name, 1 << 13), backward(name, 1 << 14));
-        assert_eq!((short.scores, long.scores), (0, 0));
-        assert_eq!(long.scratch - short.scratch, 4 * (1 << 13), "{name}: a delta for each row, tiles as before");
+        for (dtype, row) in [(DType::F32, 1), (DType::Bf16, 1 + 64)] {
+            let (short, long) = (backward(name, 1 << 13, dtype), backward(name, 1 << 14, dtype));
+            assert_eq!((short.scores, long.scores), (0, 0));
+            let more = long.scratch - short.scratch;
+            assert_eq!(
+                more,
+                row * 4 * (1 << 13),
+                "{name}: for each row a delta and in bf16 the sum of dq, no more tiles"
+            );
+        }
     }
     assert!(bytes("tiled", 16) < bytes("tiled", 1 << 13), "a short problem takes small tiles");
     // The oracle keeps one row of logits for each thread.
@@ -129,7 +137,7 @@ fn no_kernel_takes_memory_beside_the_arena() {
         let mut outputs = Outputs::allocate(&arena, &shape, dtype).unwrap();
         let mut workspace = kernel.workspace(&shape, &params, dtype, 2).allocate(&arena).unwrap();
         growth(name, &mut || kernel.forward(&call(&problem, &inputs, &kv, 2), &mut outputs, &mut workspace).unwrap());
-        if let Some(size) = kernel.backward_workspace(&shape, &params, 2) {
+        if let Some(size) = kernel.backward_workspace(&shape, &params, dtype, 2) {
             let mut gradients = Gradients::allocate(&arena, &shape, dtype).unwrap();
             let mut workspace = size.allocate(&arena).unwrap();
             let (forward, grad_o) = (call(&problem, &inputs, &kv, 2), inputs.q.view());

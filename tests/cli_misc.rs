@@ -52,7 +52,7 @@ fn kernels_are_listed_with_their_parameters() {
     assert_eq!(names, known);
     let tiled = listed.as_array().unwrap().iter().find(|row| row["name"] == "tiled").unwrap();
     assert_eq!(tiled["parameters"][0]["name"], "br");
-    assert_eq!(tiled["parameters"][1]["default"], "256");
+    assert_eq!(tiled["parameters"][1]["default"], "auto");
 }
 
 #[test]

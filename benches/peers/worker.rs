@@ -251,8 +251,9 @@ impl Prepared {
 impl BackwardPart {
     fn new(kernel: &dyn Kernel, problem: &Problem, cpu: &Cpu, arena: &Arena) -> Result<Self, Box<dyn Error>> {
         let Problem { shape, params, dtype } = *problem;
-        let size =
-            kernel.backward_workspace(&shape, &params, cpu.threads()).ok_or("this kernel has no backward pass")?;
+        let size = kernel
+            .backward_workspace(&shape, &params, problem.dtype, cpu.threads())
+            .ok_or("this kernel has no backward pass")?;
         let gradients = Gradients::allocate(arena, &shape, dtype)?;
         Ok(BackwardPart { grad_o: grad_o(problem, 0), gradients, workspace: size.allocate(arena)? })
     }

@@ -181,7 +181,13 @@ pub trait Kernel: Send + Sync {
     ) -> Result<(), AttentionError>;
 
     /// Scratch memory of a backward pass; `None` when the kernel has none.
-    fn backward_workspace(&self, _shape: &Shape, _params: &Params, _threads: usize) -> Option<WorkspaceSize> {
+    fn backward_workspace(
+        &self,
+        _shape: &Shape,
+        _params: &Params,
+        _dtype: DType,
+        _threads: usize,
+    ) -> Option<WorkspaceSize> {
         None
     }
 

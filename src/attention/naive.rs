@@ -121,7 +121,7 @@ impl Kernel for Naive {
         Ok(())
     }
 
-    fn backward_workspace(&self, shape: &Shape, _: &Params, threads: usize) -> Option<WorkspaceSize> {
+    fn backward_workspace(&self, shape: &Shape, _: &Params, _: DType, threads: usize) -> Option<WorkspaceSize> {
         let gradients = (shape.q_len + 2 * shape.kv_len) * shape.head_dim;
         let inputs = (2 * shape.q_len + 2 * shape.kv_len) * shape.head_dim;
         Some(WorkspaceSize { scores: 2 * shape.scores(), scratch: shape.rows() + threads * (inputs + gradients) })

@@ -151,7 +151,9 @@ fn check(cell: Cell, registry: &Registry) -> Result<Cell, String> {
     }
     cell.params().check().map_err(|error| text(&error))?;
     let kernel = kernel(&cell.kernel).map_err(|error| text(&error))?;
-    if cell.measure == Measure::Backward && kernel.backward_workspace(&cell.shape(), &cell.params(), 1).is_none() {
+    if cell.measure == Measure::Backward
+        && kernel.backward_workspace(&cell.shape(), &cell.params(), cell.dtype, 1).is_none()
+    {
         return Err(format!("kernel '{}' has no backward pass; use naive or tiled", cell.kernel));
     }
     if cell.measure == Measure::Evict {

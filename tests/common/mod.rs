@@ -147,7 +147,7 @@ pub fn backward(name: &str, problem: &Problem, inputs: &Inputs, grad_o: &Tensor,
     let Problem { shape, params, dtype } = *problem;
     let outputs = forward_call(&*kernel, &call(problem, inputs, &kv, threads), dtype);
     let arena = Arena::unlimited();
-    let mut workspace = kernel.backward_workspace(&shape, &params, threads).unwrap().allocate(&arena).unwrap();
+    let mut workspace = kernel.backward_workspace(&shape, &params, dtype, threads).unwrap().allocate(&arena).unwrap();
     let mut gradients = Gradients::allocate(&arena, &shape, dtype).unwrap();
     poison(&mut workspace);
     [&mut gradients.q, &mut gradients.k, &mut gradients.v].into_iter().for_each(poison_tensor);

@@ -1,9 +1,9 @@
 //! Tiled attention with an online softmax (FlashAttention-type): linear memory, nothing materialised.
 //!
 //! A thread takes `BR` queries and walks over the keys they see in tiles of `BC`; scores live only in the thread's
-//! own `BR x BC` tile. Tiles that no query of the block sees are never computed. The backward pass recomputes
-//! probabilities from the saved log-sum-exp in two sweeps, one by query tiles for `dq` and one by key tiles for `dk`
-//! and `dv`, so that every sum has one owner and one order: deterministic without atomics.
+//! own `BR x BC` tile. Tiles that no query of the block sees are never computed. The backward pass ([`backward`]) walks
+//! over the keys instead and recomputes the probabilities of each tile from the saved log-sum-exp. Every sum has one
+//! order, whatever the number of threads.
 
 mod backward;
 mod forward;
@@ -67,7 +67,7 @@ pub const ENTRY: KernelEntry = KernelEntry {
     about: "online softmax over tiles (FlashAttention-type): linear memory",
     parameters: &[
         Parameter { name: "br", default: "auto", about: "queries of a tile; auto: 48 to 480" },
-        Parameter { name: "bc", default: "384", about: "keys of a tile" },
+        Parameter { name: "bc", default: "auto", about: "keys of a tile; auto: 384, backward Lk/6 but 192 to 384" },
     ],
     build: |named| {
         let extent = |key| match named.text(key) {
@@ -105,9 +105,9 @@ impl Kernel for Tiled {
         Ok(())
     }
 
-    fn backward_workspace(&self, shape: &Shape, _: &Params, threads: usize) -> Option<WorkspaceSize> {
-        let slot = backward::slot(shape, self.sizes(shape, 1));
-        Some(WorkspaceSize { scores: 0, scratch: shape.rows() + threads * slot })
+    fn backward_workspace(&self, shape: &Shape, _: &Params, dtype: DType, threads: usize) -> Option<WorkspaceSize> {
+        let scratch = backward::Blocks::new(shape, self.br, self.bc).scratch(dtype, threads);
+        Some(WorkspaceSize { scores: 0, scratch })
     }
 
     fn backward(
@@ -116,7 +116,8 @@ impl Kernel for Tiled {
         gradients: &mut Gradients,
         workspace: &mut Workspace,
     ) -> Result<(), AttentionError> {
-        backward::run(self.sizes(&call.forward.shape, 1), call, gradients, &mut workspace.scratch);
+        let blocks = backward::Blocks::new(&call.forward.shape, self.br, self.bc);
+        backward::run(blocks, call, gradients, &mut workspace.scratch);
         Ok(())
     }
 }

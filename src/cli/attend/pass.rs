@@ -53,7 +53,7 @@ impl Problem {
     pub fn sizes(&self, kernel: &dyn Kernel, threads: usize) -> Result<Sizes, AttentionError> {
         let forward = kernel.workspace(&self.shape, &self.params, self.dtype, threads);
         let backward = self.backward.then(|| {
-            let size = kernel.backward_workspace(&self.shape, &self.params, threads);
+            let size = kernel.backward_workspace(&self.shape, &self.params, self.dtype, threads);
             size.ok_or(AttentionError::Unsupported {
                 kernel: kernel.name(),
                 what: "backward pass",

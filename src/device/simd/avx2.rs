@@ -233,8 +233,8 @@ impl Simd for Avx2 {
                 ]
             });
         }
-        for column in 0..4 {
-            let [upper, lower] = [quads[0][column], quads[1][column]];
+        let [upper, lower] = quads;
+        for (column, (upper, lower)) in upper.into_iter().zip(lower).enumerate() {
             let (left, right) =
                 register!((_mm256_permute2f128_ps::<0x20>(upper, lower), _mm256_permute2f128_ps::<0x31>(upper, lower)));
             // SAFETY: the caller's promise.

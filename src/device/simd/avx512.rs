@@ -294,23 +294,31 @@ impl Unit<Avx512<true>> for Bf16Pair {
     #[inline(always)]
     fn mul_add(_: Avx512<true>, a: __m512i, b: __m512i, acc: __m512) -> __m512 {
         // SAFETY: the two types are names of the same 64 bytes; the rest is as in `register`.
-        register!(_mm512_dpbf16_ps(acc, std::mem::transmute::<__m512i, __m512bh>(a), std::mem::transmute(b)))
+        register!({
+            let (a, b) = (std::mem::transmute::<__m512i, __m512bh>(a), std::mem::transmute::<__m512i, __m512bh>(b));
+            _mm512_dpbf16_ps(acc, a, b)
+        })
     }
 
     #[inline(always)]
     fn put(_: Avx512<true>, to: &mut [Self], low: __m512, high: __m512) {
         assert!(to.len() >= 16);
-        // SAFETY: the assertion above.
-        unsafe { _mm512_storeu_si512(to.as_mut_ptr().cast(), std::mem::transmute(_mm512_cvtne2ps_pbh(high, low))) }
+        // SAFETY: the assertion above; the transmute renames the same 64 bytes.
+        unsafe {
+            let pairs = std::mem::transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(high, low));
+            _mm512_storeu_si512(to.as_mut_ptr().cast(), pairs);
+        }
     }
 
     #[inline(always)]
     fn put_rows(_: Avx512<true>, to: &mut [Self], even: __m512, odd: __m512) {
         assert!(to.len() >= 16);
-        // SAFETY: the assertion above; the transmutes rename the same 32 bytes.
+        // SAFETY: the assertion above; the transmute renames the same 64 bytes.
         unsafe {
-            let even = _mm512_cvtepu16_epi32(std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(even)));
-            let odd = _mm512_cvtepu16_epi32(std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(odd)));
+            // One conversion for both rows, whose halves are then interleaved.
+            let halves = std::mem::transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(odd, even));
+            let even = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(halves));
+            let odd = _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64::<1>(halves));
             let pairs = _mm512_or_si512(even, _mm512_slli_epi32::<16>(odd));
             _mm512_storeu_si512(to.as_mut_ptr().cast(), pairs);
         }

@@ -25,7 +25,7 @@ pub(super) fn turn(prepared: &Prepared, bench: Bench<'_>) -> Result<Turn, TurnEr
     prepared.kernel.forward(&forward, &mut outputs, &mut workspace)?;
     drop(workspace);
 
-    let size = prepared.kernel.backward_workspace(&shape, &params, threads).unwrap_or_default();
+    let size = prepared.kernel.backward_workspace(&shape, &params, cell.dtype, threads).unwrap_or_default();
     let mut workspace = size.allocate(bench.arena)?;
     let mut gradients = Gradients::allocate(bench.arena, &shape, cell.dtype)?;
     let call = Backward { forward, o: outputs.o.view(), lse: &outputs.lse, grad_o: forward.q };

@@ -146,7 +146,7 @@ impl Prepared {
         let (shape, params) = (self.cell.shape(), self.cell.params());
         match self.cell.measure {
             Measure::Backward => {
-                self.kernel.backward_workspace(&shape, &params, threads).map_or(0, |size| size.bytes())
+                self.kernel.backward_workspace(&shape, &params, self.cell.dtype, threads).map_or(0, |size| size.bytes())
             }
             _ => self.kernel.workspace(&shape, &params, self.cell.dtype, threads).bytes(),
         }
