@@ -15,6 +15,10 @@ const RUNS: usize = 5;
 /// What is read in one run: far more than the last-level cache of most machines.
 const READ_BYTES: usize = 256 << 20;
 
+/// Bytes of a cache line, and how far ahead of the reading lines are asked for.
+const LINE_BYTES: usize = 64;
+const AHEAD_BYTES: usize = 8192;
+
 /// Operations per second of f32 multiply-adds.
 pub fn fma_flops(cpu: &Cpu) -> f64 {
     best(cpu, || cpu.isa().run(MultiplyAdds { bf16: false }))
@@ -91,8 +95,10 @@ impl Task for Read<'_> {
     #[inline(always)]
     fn run<S: Native>(self, simd: S) -> f64 {
         let mut sums = [simd.splat(0.0); 4];
-        for chunk in self.0.chunks_exact(4 * S::LANES) {
-            for (sum, x) in sums.iter_mut().zip(chunk.chunks_exact(S::LANES)) {
+        // Hardware prefetchers stop at the end of a page: asking ahead is what reads fastest.
+        for line in self.0.chunks_exact(LINE_BYTES / 4) {
+            simd.prefetch(line.as_ptr().cast::<u8>().wrapping_add(AHEAD_BYTES));
+            for (sum, x) in sums.iter_mut().zip(line.chunks_exact(S::LANES)) {
                 *sum = simd.add(*sum, simd.read(x));
             }
         }

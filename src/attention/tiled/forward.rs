@@ -135,7 +135,14 @@ fn block<S: Simd, U: Packed<S>>(simd: S, work: Block<'_, '_, '_>) {
         let key_rows = |row: usize| kv.key_rows(batch, kv_head, start + row);
         let value_rows = |row: usize| kv.value_rows(batch, kv_head, start + row);
         transposed::<S, U>(simd, key_rows, end - start, width, filled, k, keys);
-        stacked::<S, U>(simd, value_rows, end - start, v, columns);
+        let in_place = value_rows(0).first(end - start);
+        let v = match U::stacked_in_place(&in_place) {
+            Some(values) if in_place.count() == end - start && width == columns => values,
+            _ => {
+                stacked::<S, U>(simd, value_rows, end - start, v, columns);
+                &*v
+            }
+        };
         for strip in (0..shape.group() * padded).step_by(padded).flat_map(|head| strips(head, count)) {
             let (first, last) = (strip.first, strip.first + strip.count - 1);
             let seen = visible(first).start.max(start)..visible(last).end.min(end);

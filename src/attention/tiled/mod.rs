@@ -28,7 +28,7 @@ impl TileSizes {
     pub const MAX: usize = 4096;
 
     /// Query rows that share a packed tile, over all heads of a group.
-    const ROWS: usize = 480;
+    const ROWS: usize = 576;
     /// Fewest queries of a head in a block.
     const LEAST: usize = 48;
 
@@ -36,11 +36,11 @@ impl TileSizes {
     /// pay, up to where their outputs leave the second-level cache; smaller ones where threads would stand idle. A
     /// row's bits do not depend on `br`.
     fn best(shape: &Shape, threads: usize) -> TileSizes {
-        let lists = shape.batch * shape.kv_heads;
-        let mut br = (Self::ROWS / shape.group()).max(Self::LEAST);
-        while br > Self::LEAST && lists * shape.q_len.div_ceil(br) < 4 * threads {
-            br -= Self::LEAST;
-        }
+        let most = (Self::ROWS / shape.group()).max(Self::LEAST);
+        let wanted = (4 * threads).div_ceil(shape.batch * shape.kv_heads);
+        // Blocks of one size: a short last one would pack as much for less.
+        let blocks = shape.q_len.div_ceil(most).max(wanted);
+        let br = shape.q_len.div_ceil(blocks).next_multiple_of(Self::LEAST);
         TileSizes { br, bc: 384 }
     }
 }

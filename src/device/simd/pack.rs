@@ -21,6 +21,9 @@ pub trait Packed<S: Simd>: Unit<S> {
     /// zero. A unit of one element takes no `odd` row.
     fn across(simd: S, even: Rows<'_>, odd: Option<Rows<'_>>, to: &mut [Self]);
 
+    /// All rows as [`stacked`] would pack them, if they lie in memory so.
+    fn stacked_in_place<'a>(rows: &Rows<'a>) -> Option<&'a [Self]>;
+
     /// Turns the sign of every element.
     fn negate(units: &mut [Self]);
 
@@ -58,6 +61,11 @@ impl<S: Simd> Packed<S> for f32 {
     #[inline(always)]
     fn across(simd: S, even: Rows<'_>, _odd: Option<Rows<'_>>, to: &mut [f32]) {
         Self::along(simd, even, to);
+    }
+
+    #[inline(always)]
+    fn stacked_in_place<'a>(rows: &Rows<'a>) -> Option<&'a [f32]> {
+        rows.as_f32()
     }
 
     #[inline(always)]
@@ -120,6 +128,11 @@ mod pairs {
                 let element = |row: &Rows<'_>| if column < width { narrow(row, column) } else { bf16::ZERO };
                 *to = bytemuck::cast([element(&even), odd.as_ref().map_or(bf16::ZERO, element)]);
             }
+        }
+
+        #[inline(always)]
+        fn stacked_in_place<'a>(_: &Rows<'a>) -> Option<&'a [Self]> {
+            None
         }
 
         #[inline(always)]
