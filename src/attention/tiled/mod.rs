@@ -47,7 +47,7 @@ impl TileSizes {
 
 /// Attention by tiles.
 pub struct Tiled {
-    /// `BR`, unless it is to be [`TileSizes::best`].
+    /// `BR`, unless it is to be chosen by the problem and the threads.
     pub br: Option<usize>,
     /// `BC`, likewise.
     pub bc: Option<usize>,

@@ -10,7 +10,7 @@ use half::{bf16, f16};
 pub trait Simd: Copy + Send + Sync + 'static {
     /// Elements of a vector: at most 16.
     const LANES: usize;
-    /// Vectors in a row of the register tile of [`super::product`]: what the number of registers allows.
+    /// Vectors in a row of the register tile of a product: what the number of registers allows.
     const COLUMNS: usize;
     /// A vector.
     type Vector: Copy;
