@@ -71,11 +71,12 @@ pub(super) fn run(tile: TileSizes, call: &Forward<'_>, outputs: &mut Outputs, sc
             units.push(Unit { batch: list / shape.kv_heads, kv_head: list % shape.kv_heads, first, results });
         }
     }
-    // Under a causal mask late queries see most keys: the heaviest units go first, so that no thread ends alone.
+    // Under a causal mask late queries see most keys: threads take the heaviest units first, one at a time, so that none
+    // ends alone.
     units.sort_by_key(|unit| std::cmp::Reverse(unit.first));
     let slots = Slots::new(scratch, call.cpu.threads());
     call.cpu.install(|| {
-        units.into_par_iter().with_max_len(1).for_each(|unit| {
+        units.into_iter().par_bridge().for_each(|unit| {
             slots.with(|slot| call.cpu.isa().run(Block { tile, call, dtype, unit, slot }));
         });
     });
@@ -143,7 +144,10 @@ fn block<S: Simd, U: Packed<S>>(simd: S, work: Block<'_, '_, '_>) {
                 &*v
             }
         };
-        for strip in (0..shape.group() * padded).step_by(padded).flat_map(|head| strips(head, count)) {
+        // Shorter strips hug the edge of a mask.
+        let cut = visible(0).end < end || visible(count - 1).start > start;
+        let len = if cut { STRIP / 2 } else { STRIP };
+        for strip in (0..shape.group() * padded).step_by(padded).flat_map(|head| strips(head, count, len)) {
             let (first, last) = (strip.first, strip.first + strip.count - 1);
             let seen = visible(first).start.max(start)..visible(last).end.min(end);
             if seen.is_empty() {
@@ -189,9 +193,9 @@ struct Strip {
     count: usize,
 }
 
-/// The strips of a head whose `count` queries begin at row `head` of the scratch.
-fn strips(head: usize, count: usize) -> impl Iterator<Item = Strip> {
-    (0..count).step_by(STRIP).map(move |first| Strip { row: head + first, first, count: STRIP.min(count - first) })
+/// The strips of `len` queries of a head whose `count` queries begin at row `head` of the scratch.
+fn strips(head: usize, count: usize, len: usize) -> impl Iterator<Item = Strip> {
+    (0..count).step_by(len).map(move |first| Strip { row: head + first, first, count: len.min(count - first) })
 }
 
 #[cfg(test)]
@@ -201,9 +205,9 @@ mod tests {
     #[test]
     fn strips_cover_every_query_once() {
         for count in [1, 47, 48, 49, 240] {
-            let covered: Vec<usize> = strips(300, count).flat_map(|s| s.first..s.first + s.count).collect();
+            let covered: Vec<usize> = strips(300, count, 48).flat_map(|s| s.first..s.first + s.count).collect();
             assert_eq!(covered, (0..count).collect::<Vec<_>>());
-            assert!(strips(300, count).all(|strip| strip.row == 300 + strip.first));
+            assert!(strips(300, count, 48).all(|strip| strip.row == 300 + strip.first));
         }
     }
 }
