@@ -5,10 +5,14 @@
 mod common;
 
 use common::accuracy::{Described, Judged};
+use kvsieve::device::simd::Isa;
 use serde::Deserialize;
 
-/// kvsieve's error may be this many times PyTorch's: the order of sums differs from one CPU to another.
-const MARGIN: f64 = 1.05;
+/// kvsieve's error may be this many times PyTorch's: the order of sums differs from one CPU to another. Without a fused
+/// multiply-add, which PyTorch had when it was recorded, each product is rounded once more.
+fn margin() -> f64 {
+    if Isa::chosen().unwrap() == Isa::PORTABLE { 1.1 } else { 1.05 }
+}
 
 #[derive(Deserialize)]
 struct Recorded {
@@ -39,10 +43,15 @@ fn errors_are_no_larger_than_those_of_pytorch() {
             let error = judged.error(kernel);
             let line = format!("{kernel} {error:.3e}, PyTorch {pytorch_error:.3e}: {problem:?}, seed {seed}");
             println!("{line}");
-            if error.is_nan() || error > MARGIN * pytorch_error {
+            if error.is_nan() || error > margin() * pytorch_error {
                 too_far.push(line);
             }
         }
     }
     assert!(too_far.is_empty(), "further from f64 than PyTorch:\n{}", too_far.join("\n"));
+}
+
+#[test]
+fn every_instruction_path_passes_these_tests() {
+    common::pass_on_every_path();
 }
