@@ -17,13 +17,14 @@ fn tolerance(dtype: DType) -> f64 {
     }
 }
 
-/// Root mean square of the difference, relative to that of the expected gradient plus a tenth: inputs are standard
-/// normal, and a gradient that is nothing but cancellation (`dq` of a row that sees one key) is still only rounded.
+/// Root mean square of the difference, relative to that of the expected gradient plus 0.3: inputs are standard normal,
+/// and a gradient that is nothing but cancellation (of a row that sees one key) is still rounded as its terms are, which
+/// are of order one.
 fn error(got: &[f32], wanted: &[f64]) -> f64 {
     assert_eq!(got.len(), wanted.len());
     let mean = |sum: f64| (sum / got.len() as f64).sqrt();
     let difference = mean(got.iter().zip(wanted).map(|(&got, wanted)| (f64::from(got) - wanted).powi(2)).sum());
-    difference / (mean(wanted.iter().map(|x| x * x).sum()) + 0.1)
+    difference / (mean(wanted.iter().map(|x| x * x).sum()) + 0.3)
 }
 
 /// Checks `dq`, `dk` and `dv` of all kernels against expected ones; returns the largest error.
