@@ -66,7 +66,7 @@ pub const ENTRY: KernelEntry = KernelEntry {
     name: "tiled",
     about: "online softmax over tiles (FlashAttention-type): linear memory",
     parameters: &[
-        Parameter { name: "br", default: "auto", about: "queries of a tile; auto: 48 to 480" },
+        Parameter { name: "br", default: "auto", about: "queries of a tile; auto: 48 to 576" },
         Parameter { name: "bc", default: "auto", about: "keys of a tile; auto: 384, backward Lk/6 but 192 to 384" },
     ],
     build: |named| {
@@ -82,7 +82,7 @@ pub const ENTRY: KernelEntry = KernelEntry {
 };
 
 impl Tiled {
-    /// Tile sizes chosen by the length of the queries.
+    /// Tile sizes chosen by the problem and the threads.
     pub const AUTO: Tiled = Tiled { br: None, bc: None };
 }
 
