@@ -2,7 +2,7 @@
 //! keeps the first tokens and, for half of the budget, the latest; between them it keeps the keys of smallest norm.
 
 use kvsieve::experiment::{Experiment, Options, Spec, run, store};
-use kvsieve::policy::{Context, Needs, Policy, PolicyEntry, PolicyError, Protect, Registry, Scorer};
+use kvsieve::policy::{Context, Policy, PolicyEntry, PolicyError, Protect, Registry, Scorer, Statistic, each_list};
 use kvsieve::{device::Cpu, report};
 
 const EXPERIMENT: &str = r#"
@@ -17,21 +17,16 @@ budget = 0.25"#;
 
 struct SinkNorm;
 impl Scorer for SinkNorm {
-    fn needs(&self) -> Needs {
-        Needs::Keys
+    fn needs(&self) -> Vec<Statistic> {
+        vec![Statistic::Keys]
     }
     fn protect(&self, budget_tokens: usize) -> Protect {
         Protect { sink: 4, window: budget_tokens / 2 }
     }
     fn score(&self, context: &Context<'_>, scores: &mut [f32]) -> Result<(), PolicyError> {
-        let (shape, kv) = (context.call.shape, context.call.kv);
-        let mut row = vec![0.0; shape.head_dim];
-        for (list, scores) in scores.chunks_mut(shape.kv_len).enumerate() {
-            let (batch, head) = (list / shape.kv_heads, list % shape.kv_heads);
-            for (slot, score) in scores[..kv.len(batch, head)].iter_mut().enumerate() {
-                *score = -kv.keys(batch, head, slot, 1, &mut row).iter().map(|x| x * x).sum::<f32>();
-            }
-        }
+        each_list(context, scores, &mut [], |list, scores, _| {
+            list.keys(|slot, key| scores[slot] = -key.iter().map(|x| x * x).sum::<f32>());
+        });
         Ok(())
     }
 }
@@ -42,7 +37,6 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         about: "keeps sinks, a recent window and keys of small norm",
         paper: "",
         parameters: &[],
-        needs: Needs::Keys,
         build: |_| Ok(Policy::after_prefill(SinkNorm)),
     });
     let experiment = Experiment::new(Spec::parse(EXPERIMENT, "own_policy.rs")?, "own_policy.rs", &registry)?;

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::ops::RangeInclusive;
 use std::str::FromStr;
 
 /// A name with parameters, not yet given a meaning.
@@ -131,6 +132,36 @@ impl Named {
             .ok()
             .filter(|value| *value >= least)
             .ok_or_else(|| self.wrong(key, format!("a whole number of at least {least}")))
+    }
+
+    /// The number a parameter has, or `default`; it must lie in `range`.
+    ///
+    /// # Errors
+    /// When it is not a number or lies elsewhere.
+    pub fn number(&self, key: &str, default: f64, range: RangeInclusive<f64>) -> Result<f64, NamedError> {
+        let Some(text) = self.text(key) else { return Ok(default) };
+        // A NaN lies in no range.
+        let value = text.parse().ok().filter(|value| range.contains(value));
+        value.ok_or_else(|| self.wrong(key, format!("a number between {} and {}", range.start(), range.end())))
+    }
+
+    /// Whether a parameter is `true`, or `default`.
+    ///
+    /// # Errors
+    /// When it is neither `true` nor `false`.
+    pub fn flag(&self, key: &str, default: bool) -> Result<bool, NamedError> {
+        let Some(text) = self.text(key) else { return Ok(default) };
+        text.parse().map_err(|_| self.wrong(key, "true or false".into()))
+    }
+
+    /// Keys and values that were given, in order of the keys.
+    pub fn arguments(&self) -> impl Iterator<Item = (&str, &str)> {
+        self.arguments.iter().map(|(key, value)| (key.as_str(), value.as_str()))
+    }
+
+    /// Gives a parameter a value, in place of the one it may have.
+    pub fn set(&mut self, key: &str, value: &str) {
+        self.arguments.insert(key.into(), value.into());
     }
 
     /// The error for a parameter whose value is wrong.

@@ -155,7 +155,6 @@ fn every_policy_keeps_its_budget_in_every_dtype() {
             let total: usize = lens.iter().sum();
             match policy.name {
                 "full" => assert_eq!(lens, [70; 4]),
-                "dms" => assert_eq!((lens[0] + lens[1], lens[2] + lens[3]), (40, 40)),
                 _ => assert_eq!(lens, [20; 4], "{}", policy.name),
             }
             assert_eq!(kept.scores.is_none(), policy.name == "full", "{}", policy.name);
@@ -178,7 +177,7 @@ fn heads_that_keep_different_counts_are_padded() {
         *value *= if index / (70 * 16) % 2 == 1 { 10.0 } else { 1.0 };
     }
     let desk = Desk::with(&specs);
-    desk.evict(&["--policy", "dms:scorer=knorm,window=3"]).assert().success();
+    desk.evict(&["--policy", "knorm+ada:floor=0+delayed:window=3"]).assert().success();
     let kept = desk.result();
     assert_eq!((kept.dims[2], &kept.kept_len[..]), (37, &[37, 3, 37, 3][..]));
     assert_eq!(kept.list(1), [67, 68, 69]);
@@ -255,7 +254,7 @@ fn wrong_options_are_named_in_one_line() {
         (&["--policy", "snapkv:kernel=4"], 2, "snapkv: kernel is '4'; it must be odd"),
         (&["--policy", "snapkv:window=0"], 2, "snapkv: window is '0'; it must be a whole number of at least 1"),
         (&["--policy", "h2o:window=-1"], 2, "h2o: window is '-1'"),
-        (&["--policy", "dms:scorer=h2o"], 2, "dms: scorer is 'h2o'; it must be keydiff or knorm"),
+        (&["--policy", "h2o+delayed"], 2, "policy 'h2o+delayed': a delayed judgement compares"),
         (&["--policy", "streaming-llm", "--budget", "4"], 2, "'streaming-llm' keeps 4 sinks and needs at least 5"),
         (&["--budget", "0"], 2, "'0' is not a budget"),
         (&["--budget", "-1"], 2, "'-1' is not a budget"),

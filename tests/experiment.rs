@@ -6,7 +6,7 @@ use common::{cpu, normal, rng, tensor};
 use kvsieve::cache::PAGE_TOKENS;
 use kvsieve::experiment::record::{Record, Status};
 use kvsieve::experiment::{Experiment, Options, Outcome, Progress, Spec, runner, store};
-use kvsieve::policy::{Context, Needs, Policy, PolicyEntry, PolicyError, Registry, Scorer};
+use kvsieve::policy::{Context, Policy, PolicyEntry, PolicyError, Registry, Scorer, Statistic};
 use kvsieve::tensor::DType;
 use kvsieve::tensor::file::{self, Output};
 use std::collections::BTreeSet;
@@ -166,7 +166,7 @@ fn bytes_are_predicted_for_odd_lengths_and_several_sequences() {
 #[test]
 fn bytes_are_predicted_where_decoding_takes_most() {
     let axes = "new_tokens = 600\ncontext_tokens = 128\nbudget = [0.25, 0.9]\n";
-    let more = every_policy().replace(']', ", \"h2o:every=7\", \"snapkv:window=9,every=20\"]");
+    let more = every_policy().replace(']', ", \"h2o+every:steps=7\", \"snapkv:window=9+every:steps=20\"]");
     for record in run(&evict(&format!("{more}{axes}")).replacen("new_tokens = 8\n", "", 1)) {
         // Which heads keep what under a threshold is in the data: there the prediction is a bound.
         if record.cell.policy.as_deref() == Some("dms") {
@@ -184,7 +184,6 @@ const LAZY: PolicyEntry = PolicyEntry {
     about: "",
     paper: "",
     parameters: &[],
-    needs: Needs::Positions,
     build: |_| {
         let mut policy = Policy::after_prefill(Constant(0.0));
         policy.scorer = None;
@@ -202,8 +201,8 @@ const OWN: PolicyEntry = PolicyEntry { name: "own", build: |_| Ok(Policy::after_
 struct Constant(f32);
 
 impl Scorer for Constant {
-    fn needs(&self) -> Needs {
-        Needs::Positions
+    fn needs(&self) -> Vec<Statistic> {
+        vec![Statistic::Keys]
     }
 
     fn score(&self, _: &Context<'_>, scores: &mut [f32]) -> Result<(), PolicyError> {

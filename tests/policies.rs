@@ -4,9 +4,12 @@ mod common;
 
 use common::exact;
 use common::{Problem, cpu, inputs, normal, rng, shape, tensor, widen};
+use kvsieve::attention::rope::Frequencies;
 use kvsieve::attention::{DenseKv, Forward, Inputs, Params, Shape};
 use kvsieve::memory::{Arena, Label};
-use kvsieve::policy::{Budget, BudgetError, POLICIES, PolicyError, Registry, judge};
+use kvsieve::policy::{
+    Budget, BudgetError, Given, PARTS, POLICIES, PRESETS, PolicyError, Registry, Statistic, judge, markdown,
+};
 use kvsieve::tensor::{DType, Tensor};
 use proptest::prelude::*;
 
@@ -15,7 +18,7 @@ use proptest::prelude::*;
 struct Verdict {
     kept: Vec<Vec<u32>>,
     scores: Option<Vec<f32>>,
-    thresholds: Vec<f32>,
+    best_lost: Vec<f32>,
     tie_rate: f64,
 }
 
@@ -26,11 +29,12 @@ struct How<'a> {
     budget_tokens: usize,
     seed: u64,
     threads: usize,
+    layers: usize,
     future: Option<&'a Tensor>,
 }
 
 fn how(policy: &str, budget_tokens: usize) -> How<'_> {
-    How { policy, budget_tokens, seed: 0, threads: 2, future: None }
+    How { policy, budget_tokens, seed: 0, threads: 2, layers: 1, future: None }
 }
 
 fn try_verdict(how: How<'_>, shape: Shape, inputs: &Inputs) -> Result<Verdict, PolicyError> {
@@ -39,14 +43,22 @@ fn try_verdict(how: How<'_>, shape: Shape, inputs: &Inputs) -> Result<Verdict, P
     let params = Params::new(shape.head_dim, true);
     let call = Forward { shape, params, q: inputs.q.view(), kv: &kv, cpu: cpu(how.threads) };
     let arena = Arena::unlimited();
-    let future = how.future.map(Tensor::view);
-    let judged = judge(&policy, call, future, how.budget_tokens, how.seed, &arena)?;
+    // RoPE turns pairs of channels: heads of odd width have none.
+    let rope = shape.head_dim.is_multiple_of(2).then(|| Frequencies::new(shape.head_dim, 10_000.0));
+    let given = Given {
+        layers: how.layers,
+        future: how.future.map(Tensor::view),
+        rope: rope.as_ref(),
+        seed: how.seed,
+        ..Given::budget(how.budget_tokens)
+    };
+    let judged = judge(&policy, call, given, &arena)?;
     let lists = shape.batch * shape.kv_heads;
     let verdict = Verdict {
         kept: (0..lists).map(|list| judged.selection.kept(list).to_vec()).collect(),
         scores: judged.scores.as_ref().map(|scores| scores.to_vec()),
-        thresholds: judged.selection.thresholds.clone(),
-        tie_rate: judged.selection.tie_rate,
+        best_lost: judged.selection.best_lost.clone(),
+        tie_rate: judged.tie_rate,
     };
     drop(judged);
     assert_eq!(arena.usage().live_bytes, 0, "a judgement leaves nothing behind");
@@ -106,15 +118,20 @@ fn assert_scores(got: &[f32], wanted: &[f64], tolerance: f64) {
     }
 }
 
-/// The policies of the registry, each also with other parameters.
+/// The methods and presets of the registry, every part on some method, and some with other parameters.
 fn names() -> Vec<String> {
     let mut names: Vec<String> = POLICIES.iter().map(|entry| entry.name.to_string()).collect();
+    names.extend(PRESETS.iter().map(|preset| preset.name.to_string()));
+    names.extend(PARTS.iter().map(|part| format!("knorm+{}", part.name)));
     let more = [
         "streaming-llm:sink=0",
         "snapkv:window=3,kernel=1",
         "h2o:window=0",
         "h2o:window=5",
-        "dms:window=2,scorer=knorm",
+        "h2o:age=true+ada:floor=0.5",
+        "dms:window=2",
+        "knorm+protect:sink=2,window=3+ada",
+        "keydiff+pyramid:beta=2+ada:floor=0",
     ];
     names.extend(more.map(String::from));
     names
@@ -140,11 +157,16 @@ proptest! {
                 Ok(tokens) => tokens,
                 Err(error) => {
                     let refused = matches!(error, BudgetError::Sinks { .. });
-                    prop_assert!(refused && name == "streaming-llm" && budget <= 4, "{name}: {error}");
+                    prop_assert!(refused && budget <= 4, "{name}: {error}");
                     continue;
                 }
             };
-            let how = How { policy: &name, budget_tokens: tokens, seed, threads: 1, future: Some(&future) };
+            if head_dim % 2 == 1 && policy.looks_at(Statistic::BeforeRope) {
+                continue;
+            }
+            // The batch is as well that many layers of one sequence.
+            let layers = if seed.is_multiple_of(2) { batch } else { 1 };
+            let how = How { policy: &name, budget_tokens: tokens, seed, threads: 1, layers, future: Some(&future) };
             let one = verdict(how, shape, &made);
             for kept in &one.kept {
                 prop_assert!(kept.windows(2).all(|pair| pair[0] < pair[1]), "{name}: {kept:?}");
@@ -158,12 +180,12 @@ proptest! {
                 let scores = one.scores.as_ref().expect("every other policy has scores");
                 prop_assert!(scores.iter().all(|score| score.is_finite()), "{name}");
             }
-            if name.starts_with("dms") {
-                for sequence in one.kept.chunks(kv_heads) {
-                    prop_assert_eq!(sequence.iter().map(Vec::len).sum::<usize>(), tokens * kv_heads, "{}", &name);
-                }
-                prop_assert_eq!(one.thresholds.len(), batch);
-            } else {
+            // Layers of a sequence share its budget; with one layer every sequence has its own.
+            for sequence in one.kept.chunks(kv_heads * layers) {
+                let kept: usize = sequence.iter().map(Vec::len).sum();
+                prop_assert_eq!(kept, tokens * kv_heads * layers, "{}", &name);
+            }
+            if POLICIES.iter().any(|entry| entry.name == name) {
                 prop_assert!(one.kept.iter().all(|kept| kept.len() == tokens), "{name}");
             }
             prop_assert!((0.0..=1.0).contains(&one.tie_rate));
@@ -295,9 +317,10 @@ fn dms_divides_one_budget_over_heads_by_a_threshold() {
     let shape = shape([1, 2, 2, 4, 8, 1]);
     let keys: Vec<f32> = (1..=16).map(|norm| norm as f32).collect();
     let made = with_keys(shape, &keys);
-    let got = verdict(how("dms:window=1,scorer=knorm", 4), shape, &made);
+    let got = verdict(how("knorm+ada:floor=0+delayed:window=1", 4), shape, &made);
     assert_eq!(got.kept, [vec![0, 1, 2, 3, 4, 5, 7], vec![7]]);
-    assert_eq!(got.thresholds, [-6.0]);
+    // What a delayed judgement compares with: the best that each head lost.
+    assert_eq!(got.best_lost, [-7.0, -9.0]);
     // The window never takes more than the budget: then it is all that stays.
     let got = verdict(how("dms", 3), shape, &made);
     assert_eq!(got.kept, [[5, 6, 7]; 2]);
@@ -399,8 +422,20 @@ fn a_judgement_that_does_not_fit_is_an_error_of_the_arena() {
         let policy = Registry::default().policy(entry.name).unwrap();
         let call = Forward { shape, params: Params::new(4, true), q: made.q.view(), kv: &kv, cpu: cpu(1) };
         let arena = Arena::with_limit(700);
-        let error = judge(&policy, call, Some(made.q.view()), 50, 0, &arena).err().unwrap();
+        let rope = Frequencies::new(4, 10_000.0);
+        let given = Given { future: Some(made.q.view()), rope: Some(&rope), ..Given::budget(50) };
+        let error = judge(&policy, call, given, &arena).err().unwrap();
         assert!(matches!(error, PolicyError::Arena(_)), "{}: {error}", entry.name);
         assert_eq!(arena.live_bytes(Label::Policy), 0);
     }
+}
+
+#[test]
+fn the_page_of_policies_is_the_registry() {
+    let page = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/docs/policies.md")).unwrap();
+    let fresh = markdown(&Registry::default());
+    assert!(
+        page == fresh,
+        "docs/policies.md is old; renew it with `kvsieve list policies --markdown > docs/policies.md`"
+    );
 }

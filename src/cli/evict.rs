@@ -2,9 +2,10 @@
 
 use super::failure::Failure;
 use super::{Compute, output};
+use kvsieve::attention::rope::Frequencies;
 use kvsieve::attention::{DenseKv, Forward, Params, Shape};
 use kvsieve::memory::{Arena, Label};
-use kvsieve::policy::{Budget, Judged, Needs, Registry, judge};
+use kvsieve::policy::{Budget, Given, Judged, Policy, Registry, Statistic, judge};
 use kvsieve::tensor::Tensor;
 use kvsieve::tensor::file::{self, Output, TensorFile};
 use kvsieve::units;
@@ -13,8 +14,9 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 const EXAMPLES: &str = "\
-Tensors: the input holds q [B, Hq, Lq, D] and k, v [B, Hkv, Lk, D] after RoPE (F32, F16 or BF16), and for the policy \
-'oracle' q_future [B, Hq, Lf, D]. The output holds kept I64 [B, Hkv, max_kept] (positions, ascending, padded with -1 \
+Tensors: the input holds q [B, Hq, Lq, D] and k, v [B, Hkv, Lk, D] after RoPE (F32, F16 or BF16); for the policy \
+'oracle' q_future [B, Hq, Lf, D]; for policies that look behind RoPE the metadata rope_theta, and q_pre and k_pre if they \
+were recorded (else they are rotated back); for those that weigh values by the output projection w_o [1, Hq, D, hidden]. The output holds kept I64 [B, Hkv, max_kept] (positions, ascending, padded with -1 \
 where heads keep different counts), kept_len I64 [B, Hkv], and scores F32 [B, Hkv, Lk] where the policy has scores \
 (protected tokens above all others).\n\n\
 Ties: of equal scores the later token stays; tie_rate says how many scores have an equal.\n\n\
@@ -86,13 +88,13 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     let (q, k, v) = (load("q")?, load("k")?, load("v")?);
     let shape = Shape::of(q.dims(), k.dims(), v.dims())?;
     let kv = DenseKv::new(k.view(), v.view())?;
-    let future = future_queries(&file, &arena, policy.needs(), &shape)?;
+    let extra = Extra::load(&file, &arena, &policy, &shape)?;
     let token_bytes = (2 * shape.head_dim * k.dtype().bytes()) as u64;
     let lists = shape.batch * shape.kv_heads;
     let budget_tokens = policy.budget_tokens(&args.policy, Some(&budget), shape.kv_len, token_bytes, lists)?;
     let call = Forward { shape, params: Params::new(shape.head_dim, true), q: q.view(), kv: &kv, cpu: &cpu };
     let start = Instant::now();
-    let judged = judge(&policy, call, future.as_ref().map(Tensor::view), budget_tokens, args.seed, &arena)?;
+    let judged = judge(&policy, call, Given { budget_tokens, seed: args.seed, ..extra.given() }, &arena)?;
     let judge_ns = start.elapsed().as_nanos() as u64;
 
     let kept: usize = (0..lists).map(|list| judged.selection.kept(list).len()).sum();
@@ -115,7 +117,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
         evicted_tokens: lists * shape.kv_len - kept,
         kv_bytes_dense: (lists * shape.kv_len) as u64 * token_bytes,
         kv_bytes_kept: kept as u64 * token_bytes,
-        tie_rate: judged.selection.tie_rate,
+        tie_rate: judged.tie_rate,
         peak_bytes: arena.usage().peak_bytes,
     };
     match &args.json {
@@ -124,25 +126,68 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     }
 }
 
-/// The queries after the context, where the policy needs them.
-fn future_queries(
-    file: &TensorFile,
-    arena: &Arena,
-    needs: Option<Needs>,
-    shape: &Shape,
-) -> Result<Option<Tensor>, Failure> {
-    if needs != Some(Needs::FutureQueries) {
-        return Ok(None);
+/// What a file may hold besides q, k and v, loaded where the policy looks at it.
+struct Extra {
+    future: Option<Tensor>,
+    rope: Option<Frequencies>,
+    q_pre: Option<Tensor>,
+    k_pre: Option<Tensor>,
+    w_o: Option<Tensor>,
+}
+
+impl Extra {
+    fn load(file: &TensorFile, arena: &Arena, policy: &Policy, shape: &Shape) -> Result<Self, Failure> {
+        let Shape { batch, q_heads, kv_heads, q_len, kv_len, head_dim } = *shape;
+        let rotated = policy.looks_at(Statistic::BeforeRope);
+        let load = |name: &str, wanted: bool, expected: [Option<usize>; 4]| -> Result<Option<Tensor>, Failure> {
+            if !wanted {
+                return Ok(None);
+            }
+            let tensor = file.load(name, arena, Label::Input)?;
+            let fits = tensor.dims().iter().zip(expected).all(|(&found, expected)| expected.is_none_or(|e| e == found));
+            if !fits {
+                let expected = expected.map(|extent| extent.map_or("any".into(), |extent| extent.to_string()));
+                let (found, expected) = (tensor.dims(), expected.join(", "));
+                return Err(Failure::usage(format!("{name} is {found:?}; it must be [{expected}]")));
+            }
+            Ok(Some(tensor))
+        };
+        let future = [Some(batch), Some(q_heads), None, Some(head_dim)];
+        let q = [Some(batch), Some(q_heads), Some(q_len), Some(head_dim)];
+        let k = [Some(batch), Some(kv_heads), Some(kv_len), Some(head_dim)];
+        let w_o = [Some(1), Some(q_heads), Some(head_dim), None];
+        Ok(Extra {
+            future: load("q_future", policy.looks_at(Statistic::FutureAttention), future)?,
+            rope: rope(file, rotated, head_dim)?,
+            q_pre: load("q_pre", rotated && file.has("q_pre"), q)?,
+            k_pre: load("k_pre", rotated && file.has("k_pre"), k)?,
+            w_o: load("w_o", policy.looks_at(Statistic::Values) && file.has("w_o"), w_o)?,
+        })
     }
-    let future = file.load("q_future", arena, Label::Input)?;
-    let dims = future.dims();
-    if [dims[0], dims[1], dims[3]] != [shape.batch, shape.q_heads, shape.head_dim] {
-        let (batch, heads, width) = (shape.batch, shape.q_heads, shape.head_dim);
-        return Err(Failure::usage(format!(
-            "q_future is {dims:?}; it must be [{batch}, {heads}, any, {width}] like q"
-        )));
+
+    fn given(&self) -> Given<'_> {
+        Given {
+            future: self.future.as_ref().map(Tensor::view),
+            rope: self.rope.as_ref(),
+            q_pre: self.q_pre.as_ref().map(Tensor::view),
+            k_pre: self.k_pre.as_ref().map(Tensor::view),
+            w_o: self.w_o.as_ref().map(Tensor::view),
+            ..Given::budget(0)
+        }
     }
-    Ok(Some(future))
+}
+
+/// RoPE's frequencies from the file's metadata, where the policy looks behind RoPE.
+fn rope(file: &TensorFile, wanted: bool, head_dim: usize) -> Result<Option<Frequencies>, Failure> {
+    let Some(text) = file.metadata("rope_theta").filter(|_| wanted) else { return Ok(None) };
+    let theta = text.parse().ok().filter(|theta| (1.0..=1e12).contains(theta));
+    let theta = theta.ok_or_else(|| {
+        Failure::usage(format!("rope_theta in the file's metadata is '{text}'; it must be a number from 1 to 1e12"))
+    })?;
+    if !head_dim.is_multiple_of(2) {
+        return Err(Failure::usage(format!("head dim {head_dim} is odd; RoPE rotates pairs of channels")));
+    }
+    Ok(Some(Frequencies::new(head_dim, theta)))
 }
 
 fn write(args: &Args, shape: &Shape, judged: &Judged) -> Result<(), Failure> {

@@ -5,7 +5,7 @@ use super::output;
 use kvsieve::attention::KERNELS;
 use kvsieve::experiment::spec::{SHIPPED, Spec};
 use kvsieve::named::Parameter;
-use kvsieve::policy::{POLICIES, PolicyEntry};
+use kvsieve::policy::{PRESETS, Registry, describe, markdown};
 use serde::Serialize;
 use std::fmt::Write;
 use std::path::PathBuf;
@@ -16,6 +16,7 @@ Parameters are shown with their defaults; give others as NAME:key=value,key=valu
 Examples:
   kvsieve list kernels
   kvsieve list policies
+  kvsieve list policies --markdown > docs/policies.md
   kvsieve list experiments --json -
   kvsieve attend --kernel tiled:br=32,bc=128 ...";
 
@@ -29,6 +30,9 @@ pub struct Args {
     /// Write JSON instead of the table, to standard output (-) or a file
     #[arg(long, value_name = "-|FILE")]
     json: Option<PathBuf>,
+    /// Write the page of policies in Markdown instead of the table
+    #[arg(long, conflicts_with = "json")]
+    markdown: bool,
 }
 
 #[derive(Clone, Copy, clap::ValueEnum)]
@@ -47,18 +51,38 @@ impl Things {
             Things::Kernels => {
                 KERNELS.iter().map(|entry| Row::new(entry.name, entry.about, entry.parameters)).collect()
             }
-            Things::Policies => POLICIES.iter().map(policy).collect(),
+            Things::Policies => policies(&Registry::default()),
             Things::Experiments => SHIPPED.iter().map(|(name, text)| experiment(name, text)).collect(),
         }
     }
 }
 
-fn policy(entry: &PolicyEntry) -> Row {
-    Row {
-        paper: (!entry.paper.is_empty()).then_some(entry.paper),
-        needs: Some(entry.needs.describe()),
+/// Methods, presets and parts of policies.
+fn policies(registry: &Registry) -> Vec<Row> {
+    let looks_at = |name: &str| registry.policy(name).ok().map(|policy| describe(&policy.needs()));
+    let methods = registry.entries().iter().map(|entry| Row {
+        kind: Some("method"),
+        paper: paper(entry.paper),
+        needs: looks_at(entry.name),
         ..Row::new(entry.name, entry.about, entry.parameters)
-    }
+    });
+    let presets = PRESETS.iter().map(|preset| Row {
+        kind: Some("preset"),
+        paper: paper(preset.paper),
+        needs: looks_at(preset.name),
+        is: Some(preset.text),
+        ..Row::new(preset.name, preset.about, &registry.preset_parameters(preset))
+    });
+    let parts = registry.parts().iter().map(|part| Row {
+        kind: Some(registry.kind(part)),
+        paper: paper(part.paper),
+        ..Row::new(part.name, part.about, part.parameters)
+    });
+    methods.chain(presets).chain(parts).collect()
+}
+
+fn paper(id: &'static str) -> Option<&'static str> {
+    (!id.is_empty()).then_some(id)
 }
 
 fn experiment(name: &'static str, text: &str) -> Row {
@@ -71,10 +95,16 @@ fn experiment(name: &'static str, text: &str) -> Row {
 struct Row {
     name: &'static str,
     about: String,
+    /// Method, preset, or the kind of part.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    kind: Option<&'static str>,
+    /// The combination that a preset is.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    is: Option<&'static str>,
     #[serde(skip_serializing_if = "Option::is_none")]
     paper: Option<&'static str>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    needs: Option<&'static str>,
+    needs: Option<String>,
     parameters: Vec<ParameterRow>,
 }
 
@@ -89,11 +119,25 @@ impl Row {
     fn new(name: &'static str, about: &str, parameters: &[Parameter]) -> Self {
         let parameters =
             parameters.iter().map(|&Parameter { name, default, about }| ParameterRow { name, default, about });
-        Row { name, about: about.into(), paper: None, needs: None, parameters: parameters.collect() }
+        Row {
+            name,
+            about: about.into(),
+            kind: None,
+            is: None,
+            paper: None,
+            needs: None,
+            parameters: parameters.collect(),
+        }
     }
 }
 
 pub fn run(args: &Args) -> Result<(), Failure> {
+    if args.markdown {
+        return match args.things {
+            Things::Policies => output::print(&markdown(&Registry::default())),
+            _ => Err(Failure::usage("--markdown writes the page of policies; say list policies --markdown".into())),
+        };
+    }
     let rows = args.things.rows();
     match &args.json {
         None => output::print(&table(&rows)),
@@ -107,12 +151,24 @@ fn table(rows: &[Row]) -> String {
     let names = longest(&mut rows.iter().map(|row| row.name.len()));
     let settings = longest(&mut rows.iter().flat_map(|row| &row.parameters).map(|parameter| setting(parameter).len()));
     let mut text = String::new();
+    let mut kind = None;
     for row in rows {
+        if row.kind.is_some_and(|row| !matches!(row, "method" | "preset")) && kind.is_none() {
+            kind = row.kind;
+            text.push_str("\nparts, after a plus sign as in snapkv+ada:floor=0.1\n\n");
+        }
         // Writing to a string cannot fail.
         let _ = writeln!(text, "{:names$}  {}", row.name, row.about);
-        if let Some(needs) = row.needs {
-            let paper = row.paper.map_or(String::new(), |paper| format!("arXiv {paper}; "));
-            let _ = writeln!(text, "{:names$}    {paper}needs {needs}", "");
+        let paper = row.paper.map(|paper| format!("arXiv {paper}"));
+        let facts = [
+            row.is.map(|is| format!("= {is}")),
+            kind.and(row.kind).map(String::from),
+            paper,
+            row.needs.as_ref().map(|needs| format!("needs {needs}")),
+        ];
+        let facts: Vec<String> = facts.into_iter().flatten().collect();
+        if !facts.is_empty() {
+            let _ = writeln!(text, "{:names$}    {}", "", facts.join("; "));
         }
         for parameter in &row.parameters {
             let _ = writeln!(text, "{:names$}    {:settings$}  {}", "", setting(parameter), parameter.about);

@@ -1,6 +1,6 @@
 //! One judgement: scores with protected tokens above all others.
 
-use super::{Budget, BudgetError, Context, Policy, PolicyError, protect_scores};
+use super::{Budget, BudgetError, Context, Policy, PolicyError, Protect};
 use crate::memory::{Buffer, Label};
 
 /// Scores of a context.
@@ -18,14 +18,14 @@ impl Policy {
     /// When the scorer lacks a statistic or gives a score that is no number, or the arena has no room.
     pub fn score(&self, context: &Context<'_>) -> Result<Option<Scored>, PolicyError> {
         let Some(scorer) = &self.scorer else { return Ok(None) };
-        let shape = context.call.shape;
-        let mut values = context.arena.alloc(Label::Policy, shape.batch * shape.kv_heads * shape.kv_len)?;
+        let mut values = context.arena.alloc(Label::Policy, context.lists() * context.call.shape.kv_len)?;
         scorer.score(context, &mut values)?;
         let highest_judged = protect_scores(context, scorer.protect(context.budget_tokens), &mut values)?;
         Ok(Some(Scored { values, highest_judged }))
     }
 
-    /// Tokens of a context that each KV head may keep under `budget`; all of them for a policy that keeps everything.
+    /// Tokens of a context that each KV head may keep under `budget` on average; all of them for a policy that keeps
+    /// everything.
     ///
     /// # Errors
     /// When nothing would stay, or fewer than the sinks and one token more.
@@ -45,4 +45,33 @@ impl Policy {
         }
         Ok(tokens)
     }
+}
+
+/// Puts the protected tokens above all others: recent ones at the maximum + 1 (as kvpress does), sinks at the
+/// maximum + 2. Returns the maximum; refuses scores that are not numbers.
+fn protect_scores(context: &Context<'_>, protect: Protect, scores: &mut [f32]) -> Result<f32, PolicyError> {
+    let kv_len = context.call.shape.kv_len;
+    let mut max = f32::NEG_INFINITY;
+    for (list, scores) in scores.chunks(kv_len).enumerate() {
+        for (slot, &score) in scores[..context.len(list)].iter().enumerate() {
+            if !score.is_finite() {
+                let (batch, head) = context.list_at(list);
+                return Err(PolicyError::Score { score, batch, head, slot });
+            }
+            max = max.max(score);
+        }
+    }
+    for (list, scores) in scores.chunks_mut(kv_len).enumerate() {
+        let scores = &mut scores[..context.len(list)];
+        let recent = scores.len().saturating_sub(protect.window);
+        scores[recent..].fill(max + 1.0);
+        for (slot, score) in scores.iter_mut().enumerate().take(protect.sink) {
+            // Lists are in order of position: past the sinks there are none.
+            if (context.positions)(list, slot) >= protect.sink {
+                break;
+            }
+            *score = max + 2.0;
+        }
+    }
+    Ok(max)
 }

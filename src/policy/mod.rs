@@ -1,49 +1,69 @@
 //! Eviction policies: who stays in the cache.
 //!
 //! A policy is a scorer x an allotment x a schedule x an action. The scorer gives every cached token of every KV head
-//! an importance; the allotment divides the budget over heads; the schedule says when tokens are judged; the action
-//! here is always to drop the loser, and its bytes are given back. A published method is one combination with
-//! defaults: adding one is one file with a [`PolicyEntry`] and one line in [`POLICIES`], and a crate of your own
-//! adds its entries to a [`Registry`].
+//! an importance; the allotment divides the budget over layers and heads; the schedule says when tokens are judged;
+//! the action says what becomes of a loser before its bytes are given back. A published method is a [`PolicyEntry`]:
+//! a scorer with the method's defaults; [`PartEntry`]s replace one of these, as in `snapkv:window=64+ada:floor=0.2`,
+//! and a [`Preset`] names a combination. Adding one is one file and one line in [`POLICIES`], [`PARTS`] or [`PRESETS`];
+//! a crate of your own adds its entries to a [`Registry`].
 
+pub mod action;
+pub mod allotment;
 mod budget;
-mod dms;
-mod full;
-mod h2o;
+mod catalogue;
+mod context;
 mod judge;
-mod keydiff;
-mod knorm;
-mod oracle;
-mod random;
+mod list;
+mod presets;
 mod registry;
+mod schedule;
+mod scorers;
 mod select;
-mod snapkv;
-mod streaming_llm;
 mod tensors;
-mod tova;
 
 pub use budget::{Budget, BudgetError};
+pub use catalogue::{describe, markdown};
+pub use context::{BeforeRope, Context, Future, Protect, Statistic};
 pub use judge::Scored;
-pub use registry::{PolicyEntry, Registry};
-pub use select::{Selection, select, selection_bytes};
-pub use tensors::{Judged, judge};
+pub use list::{List, each_list};
+pub use presets::PRESETS;
+pub use registry::{Part, PartEntry, PolicyEntry, Preset, Registry};
+pub use schedule::{Decoding, Schedule};
+pub use select::{Selection, select, selection_bytes, tie_rate};
+pub use tensors::{Given, Judged, judge};
 
-use crate::attention::Forward;
-use crate::memory::{Arena, ArenaError};
+use crate::attention::Shape;
+use crate::memory::ArenaError;
 use crate::named::NamedError;
+use action::Action;
+use allotment::{OverHeads, OverLayers};
 
-/// The policies that come with kvsieve, in the order in which they are listed.
+/// The methods that come with kvsieve, in the order in which they are listed.
 pub const POLICIES: &[PolicyEntry] = &[
-    full::ENTRY,
-    random::ENTRY,
-    streaming_llm::ENTRY,
-    knorm::ENTRY,
-    keydiff::ENTRY,
-    h2o::ENTRY,
-    snapkv::ENTRY,
-    tova::ENTRY,
-    dms::ENTRY,
-    oracle::ENTRY,
+    scorers::full::ENTRY,
+    scorers::random::ENTRY,
+    scorers::streaming_llm::ENTRY,
+    scorers::knorm::ENTRY,
+    scorers::keydiff::ENTRY,
+    scorers::h2o::ENTRY,
+    scorers::h2o::OBSERVED,
+    scorers::snapkv::ENTRY,
+    scorers::tova::ENTRY,
+    scorers::oracle::ENTRY,
+];
+
+/// What may replace a part of a method, in the order in which it is listed.
+pub const PARTS: &[PartEntry] = &[
+    allotment::uniform::ENTRY,
+    allotment::pyramid::ENTRY,
+    allotment::ada::ENTRY,
+    allotment::global::ENTRY,
+    schedule::ONCE,
+    schedule::CHUNKS,
+    schedule::EVERY,
+    schedule::DELAYED,
+    scorers::protect::ENTRY,
+    action::drop::ENTRY,
 ];
 
 /// What went wrong in a policy.
@@ -52,6 +72,14 @@ pub enum PolicyError {
     /// Its name or a parameter.
     #[error(transparent)]
     Named(#[from] NamedError),
+    /// Parts that do not go together.
+    #[error("policy '{policy}': {reason}")]
+    Combination {
+        /// The policy as it was written.
+        policy: String,
+        /// Why it makes no sense.
+        reason: String,
+    },
     /// The budget.
     #[error(transparent)]
     Budget(#[from] BudgetError),
@@ -80,84 +108,24 @@ pub enum PolicyError {
     Arena(#[from] ArenaError),
 }
 
-/// What a scorer looks at, which is what it costs.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Needs {
-    /// Nothing but positions.
-    Positions,
-    /// The keys: one read of the cache.
-    Keys,
-    /// The attention of the last few queries: a pass of these queries over the keys.
-    RecentQueries,
-    /// The attention of every query so far: a pass over the context, and one per decoded token.
-    AllQueries,
-    /// The queries that will come: an upper bound, not a policy one can run.
-    FutureQueries,
-}
-
-impl Needs {
-    /// In words, for lists.
-    pub fn describe(self) -> &'static str {
-        match self {
-            Needs::Positions => "nothing but positions",
-            Needs::Keys => "keys (one read of K)",
-            Needs::RecentQueries => "attention of the last queries (one thin pass)",
-            Needs::AllQueries => "attention of all queries (one tiled pass, one row per step)",
-            Needs::FutureQueries => "attention of future queries (bound, not runnable)",
-        }
-    }
-}
-
-/// Tokens that are never judged.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Protect {
-    /// The first tokens of the sequence, by position.
-    pub sink: usize,
-    /// The latest tokens of a head's list.
-    pub window: usize,
-}
-
-/// What a scorer sees.
-pub struct Context<'a> {
-    /// The queries so far (bottom-right aligned with the keys), the cached keys and values, the mask. `kv_len` of its
-    /// shape is the longest list; lists may be shorter.
-    pub call: Forward<'a>,
-    /// Log-sum-exps of these queries over these keys, `[B, Hq, Lq]`.
-    pub lse: &'a [f32],
-    /// Queries that will come, for the oracle.
-    pub future: Option<Future<'a>>,
-    /// Attention that each token received from every query so far, `[B, Hkv, kv_len]`, for [`Needs::AllQueries`].
-    pub accumulated: Option<&'a [f32]>,
-    /// Position in its sequence of the token in `(list, slot)`.
-    pub positions: &'a (dyn Fn(usize, usize) -> usize + Sync),
-    /// Tokens that each head may keep.
-    pub budget_tokens: usize,
-    /// Seed of the cell.
-    pub seed: u64,
-    /// Where scratch memory comes from.
-    pub arena: &'a Arena,
-}
-
-/// Queries that will come, over all keys that will be there.
-pub struct Future<'a> {
-    /// The future queries and the whole sequence's keys and values.
-    pub call: Forward<'a>,
-    /// Their log-sum-exps, `[B, Hq, Lq]`.
-    pub lse: &'a [f32],
-}
-
 /// Gives each cached token an importance.
 pub trait Scorer: Send + Sync {
-    /// What it looks at.
-    fn needs(&self) -> Needs;
+    /// What it looks at besides positions.
+    fn needs(&self) -> Vec<Statistic>;
 
     /// Tokens that it never judges, under a budget of so many tokens a head.
     fn protect(&self, _budget_tokens: usize) -> Protect {
         Protect::default()
     }
 
-    /// Scratch bytes of [`Scorer::score`]: what it takes from the arena at most at one time.
-    fn scratch_bytes(&self, _call: &crate::attention::Shape, _threads: usize) -> u64 {
+    /// How many of the latest queries it looks at in a judgement between decode steps.
+    fn recent_queries(&self) -> usize {
+        1
+    }
+
+    /// Scratch bytes of [`Scorer::score`]: what it takes from the arena at most at one time. The shape is that of the
+    /// [`Context`]'s call, or of its future's for a scorer that looks there.
+    fn scratch_bytes(&self, _shape: &Shape, _threads: usize) -> u64 {
         0
     }
 
@@ -168,85 +136,56 @@ pub trait Scorer: Send + Sync {
     fn score(&self, context: &Context<'_>, scores: &mut [f32]) -> Result<(), PolicyError>;
 }
 
-/// How a budget is divided over the heads of a layer.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Allotment {
-    /// Every head keeps the same number.
-    Uniform,
-    /// One threshold for all heads of a sequence: a head keeps what scores above it.
-    Threshold,
-}
-
-/// When tokens are judged.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Schedule {
-    /// Once, after prefill.
-    AfterPrefill,
-    /// After prefill, and back to the budget every so many decode steps.
-    EverySteps(usize),
-    /// After prefill, and then each token once, when it leaves the protected window: it stays if it scores above the
-    /// threshold that prefill set.
-    Delayed,
-}
-
-/// A policy: scorer x allotment x schedule; a loser is dropped.
+/// A policy: scorer x allotment x schedule x action.
 pub struct Policy {
     /// Who is important; `None` keeps everything.
     pub scorer: Option<Box<dyn Scorer>>,
-    /// How the budget is divided.
-    pub allotment: Allotment,
+    /// How the budget is divided over layers.
+    pub layers: Box<dyn OverLayers>,
+    /// How a layer's budget is divided over its heads.
+    pub heads: Box<dyn OverHeads>,
     /// When tokens are judged.
     pub schedule: Schedule,
+    /// What becomes of a loser; `None` drops it.
+    pub action: Option<Box<dyn Action>>,
 }
 
 impl Policy {
-    /// A policy that judges once after prefill and gives every head the same budget.
+    /// A policy that keeps everything.
+    pub fn full() -> Self {
+        Policy {
+            scorer: None,
+            layers: Box::new(allotment::uniform::Uniform),
+            heads: Box::new(allotment::uniform::Uniform),
+            schedule: Schedule::default(),
+            action: None,
+        }
+    }
+
+    /// A policy that judges once after prefill, gives every head the same budget, and drops losers.
     pub fn after_prefill(scorer: impl Scorer + 'static) -> Self {
-        let scorer: Option<Box<dyn Scorer>> = Some(Box::new(scorer));
-        Policy { scorer, allotment: Allotment::Uniform, schedule: Schedule::AfterPrefill }
+        Policy { scorer: Some(Box::new(scorer)), ..Policy::full() }
     }
 
-    /// The same with evictions every `steps` decode steps (0: never after prefill).
-    pub fn every(self, steps: usize) -> Self {
-        let schedule = if steps == 0 { Schedule::AfterPrefill } else { Schedule::EverySteps(steps) };
-        Policy { schedule, ..self }
+    /// The same with evictions every `steps` decode steps.
+    pub fn every(mut self, steps: usize) -> Self {
+        self.schedule.decoding = Decoding::EverySteps(steps);
+        self
     }
 
-    /// What its scorer looks at.
-    pub fn needs(&self) -> Option<Needs> {
-        self.scorer.as_ref().map(|scorer| scorer.needs())
+    /// What its scorer, its allotments and its action look at, each once.
+    pub fn needs(&self) -> Vec<Statistic> {
+        let mut needs = self.scorer.as_ref().map_or(Vec::new(), |scorer| scorer.needs());
+        needs.extend(self.layers.needs());
+        needs.extend(self.heads.needs());
+        needs.extend(self.action.as_ref().map_or(Vec::new(), |action| action.needs()));
+        needs.sort_unstable();
+        needs.dedup();
+        needs
     }
-}
 
-/// Scores with the protected tokens above all others: recent ones at the maximum + 1 (as kvpress does), sinks at the
-/// maximum + 2. Returns the maximum; refuses scores that are not numbers.
-///
-/// # Errors
-/// Names the first score that is NaN or infinite.
-pub fn protect_scores(context: &Context<'_>, protect: Protect, scores: &mut [f32]) -> Result<f32, PolicyError> {
-    let shape = context.call.shape;
-    let len = |list: usize| context.call.kv.len(list / shape.kv_heads, list % shape.kv_heads);
-    let mut max = f32::NEG_INFINITY;
-    for (list, scores) in scores.chunks(shape.kv_len).enumerate() {
-        for (slot, &score) in scores[..len(list)].iter().enumerate() {
-            if !score.is_finite() {
-                let (batch, head) = (list / shape.kv_heads, list % shape.kv_heads);
-                return Err(PolicyError::Score { score, batch, head, slot });
-            }
-            max = max.max(score);
-        }
+    /// Whether it looks at this.
+    pub fn looks_at(&self, statistic: Statistic) -> bool {
+        self.needs().contains(&statistic)
     }
-    for (list, scores) in scores.chunks_mut(shape.kv_len).enumerate() {
-        let scores = &mut scores[..len(list)];
-        let recent = scores.len().saturating_sub(protect.window);
-        scores[recent..].fill(max + 1.0);
-        for (slot, score) in scores.iter_mut().enumerate().take(protect.sink) {
-            // Lists are in order of position: past the sinks there are none.
-            if (context.positions)(list, slot) >= protect.sink {
-                break;
-            }
-            *score = max + 2.0;
-        }
-    }
-    Ok(max)
 }

@@ -1,9 +1,15 @@
-//! Policies by name.
+//! Policies by name, and the algebra of `method:key=value+part:key=value`.
+//!
+//! A text is a method or a preset, then parts. Parts that a method brings by default are replaced without a word; two
+//! parts of the same kind in one text, and combinations that mean nothing, are refused with the reason.
 
-use super::{Needs, POLICIES, Policy, PolicyError};
+use super::action::Action;
+use super::allotment::{OverHeads, OverLayers};
+use super::scorers::protect::Protected;
+use super::{Decoding, PARTS, POLICIES, PRESETS, Policy, PolicyError, Protect, Scorer, Statistic};
 use crate::named::{Named, NamedError, Parameter};
 
-/// A policy as the registry knows it.
+/// A method as the registry knows it.
 #[derive(Clone, Copy)]
 pub struct PolicyEntry {
     /// Name on the command line and in records.
@@ -14,21 +20,117 @@ pub struct PolicyEntry {
     pub paper: &'static str,
     /// Its parameters.
     pub parameters: &'static [Parameter],
-    /// What it looks at.
-    pub needs: Needs,
-    /// Makes it.
+    /// Makes it, with the method's own allotment, schedule and action.
     pub build: fn(&Named) -> Result<Policy, NamedError>,
+}
+
+/// A part that replaces one of a method's.
+#[derive(Clone, Copy)]
+pub struct PartEntry {
+    /// Name after a `+`.
+    pub name: &'static str,
+    /// One line.
+    pub about: &'static str,
+    /// Where it was published (arXiv id), or an empty text.
+    pub paper: &'static str,
+    /// Its parameters.
+    pub parameters: &'static [Parameter],
+    /// Makes it.
+    pub build: fn(&Named) -> Result<Part, NamedError>,
+}
+
+/// A name for a combination.
+#[derive(Clone, Copy)]
+pub struct Preset {
+    /// Name on the command line and in records.
+    pub name: &'static str,
+    /// The combination.
+    pub text: &'static str,
+    /// Where it was published (arXiv id), or an empty text.
+    pub paper: &'static str,
+    /// One line.
+    pub about: &'static str,
+}
+
+/// What a [`PartEntry`] makes.
+pub enum Part {
+    /// Divides the budget over layers.
+    Layers(Box<dyn OverLayers>),
+    /// Divides a layer's budget over its heads.
+    Heads(Box<dyn OverHeads>),
+    /// Divides the budget over layers and heads.
+    Both(Box<dyn OverLayers>, Box<dyn OverHeads>),
+    /// Prefill in chunks of so many tokens.
+    Chunks(usize),
+    /// What happens while decoding.
+    Decoding(Decoding),
+    /// Delayed judgement, behind a window of recent tokens.
+    Delayed {
+        /// The window.
+        window: usize,
+    },
+    /// Makes another scorer of the method's.
+    Scorer(Box<dyn FnOnce(Box<dyn Scorer>) -> Box<dyn Scorer>>),
+    /// What becomes of a loser; `None` drops it.
+    Action(Option<Box<dyn Action>>),
+}
+
+impl Part {
+    /// The kind of the part, in the words of the catalogue.
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Part::Layers(_) => "allotment over layers",
+            Part::Heads(_) => "allotment over heads",
+            Part::Both(..) => "allotment over layers and heads",
+            Part::Chunks(_) => "schedule of prefill",
+            Part::Decoding(_) | Part::Delayed { .. } => "schedule of decoding",
+            Part::Scorer(_) => "change of the scores",
+            Part::Action(_) => "action",
+        }
+    }
+
+    /// What it settles, so that a second part cannot settle it again.
+    fn settles(&self) -> &'static [&'static str] {
+        match self {
+            Part::Layers(_) => &["how layers share the budget"],
+            Part::Heads(_) => &["how heads share the budget"],
+            Part::Both(..) => &["how layers share the budget", "how heads share the budget"],
+            Part::Chunks(_) => &["the chunks of prefill"],
+            Part::Decoding(_) | Part::Delayed { .. } => &["when tokens are judged while decoding"],
+            Part::Scorer(_) => &[],
+            Part::Action(_) => &["what becomes of a loser"],
+        }
+    }
+
+    fn apply(self, policy: &mut Policy) {
+        match self {
+            Part::Layers(layers) => policy.layers = layers,
+            Part::Heads(heads) => policy.heads = heads,
+            Part::Both(layers, heads) => (policy.layers, policy.heads) = (layers, heads),
+            Part::Chunks(tokens) => policy.schedule.chunk_tokens = Some(tokens),
+            Part::Decoding(decoding) => policy.schedule.decoding = decoding,
+            Part::Delayed { window } => {
+                policy.schedule.decoding = Decoding::Delayed;
+                policy.scorer = policy.scorer.take().map(|scorer| -> Box<dyn Scorer> {
+                    Box::new(Protected { scorer, more: Protect { sink: 0, window }, at_most_budget: true })
+                });
+            }
+            Part::Scorer(change) => policy.scorer = policy.scorer.take().map(change),
+            Part::Action(action) => policy.action = action,
+        }
+    }
 }
 
 /// The policies that an experiment may name.
 #[derive(Clone)]
 pub struct Registry {
     entries: Vec<PolicyEntry>,
+    parts: Vec<PartEntry>,
 }
 
 impl Default for Registry {
     fn default() -> Self {
-        Registry { entries: POLICIES.to_vec() }
+        Registry { entries: POLICIES.to_vec(), parts: PARTS.to_vec() }
     }
 }
 
@@ -40,25 +142,157 @@ impl Registry {
         self
     }
 
-    /// Every entry, in the order in which they are listed.
+    /// The same with one more part; a part of the same name is replaced.
+    pub fn with_part(mut self, part: PartEntry) -> Self {
+        self.parts.retain(|known| known.name != part.name);
+        self.parts.push(part);
+        self
+    }
+
+    /// Every method, in the order in which they are listed.
     pub fn entries(&self) -> &[PolicyEntry] {
         &self.entries
     }
 
-    /// Makes the policy that a text such as `snapkv:window=32` names.
+    /// Every part, in the order in which they are listed.
+    pub fn parts(&self) -> &[PartEntry] {
+        &self.parts
+    }
+
+    /// Makes the policy that a text such as `snapkv:window=32+ada` names.
     ///
     /// # Errors
-    /// When there is no such policy or parameter, or a value is wrong.
+    /// When there is no such method, part or parameter, a value is wrong, or the parts do not go together.
     pub fn policy(&self, text: &str) -> Result<Policy, PolicyError> {
-        let named: Named = text.parse()?;
-        let entry = self.entries.iter().find(|entry| entry.name == named.name).ok_or_else(|| NamedError::Unknown {
-            kind: "policy",
-            name: named.name.clone(),
-            known: self.entries.iter().map(|entry| entry.name).collect::<Vec<_>>().join(", "),
+        let mut pieces = pieces(text)?;
+        let method = pieces.remove(0);
+        let preset = PRESETS.iter().find(|preset| preset.name == method.name);
+        let (method, brought) = match preset {
+            Some(preset) => self.expand(preset, &method)?,
+            None => (method, Vec::new()),
+        };
+        let entry = self.entries.iter().find(|entry| entry.name == method.name).ok_or_else(|| {
+            let presets = PRESETS.iter().map(|preset| preset.name);
+            let known = self.entries.iter().map(|entry| entry.name).chain(presets).collect::<Vec<_>>().join(", ");
+            NamedError::Unknown { kind: "policy", name: method.name.clone(), known }
         })?;
-        named.check(entry.parameters)?;
-        Ok((entry.build)(&named)?)
+        method.check(entry.parameters)?;
+        let mut policy = (entry.build)(&method)?;
+        let refuse = |reason: String| PolicyError::Combination { policy: text.into(), reason };
+        if policy.scorer.is_none() && !pieces.is_empty() {
+            let reason = format!("'{}' keeps everything, so '{}' has nothing to do", method.name, pieces[0].name);
+            return Err(refuse(reason));
+        }
+        let mut settled: Vec<(&str, String)> = Vec::new();
+        let given = pieces.iter().map(|piece| self.part(piece)).collect::<Result<Vec<_>, _>>()?;
+        for (part, piece) in given.iter().zip(&pieces) {
+            for what in part.settles() {
+                if let Some((_, other)) = settled.iter().find(|(known, _)| known == what) {
+                    return Err(refuse(format!("'{other}' and '{}' both settle {what}; give one", piece.name)));
+                }
+                settled.push((what, piece.name.clone()));
+            }
+            if pieces.iter().filter(|other| other.name == piece.name).count() > 1 {
+                return Err(refuse(format!("'{}' is given twice", piece.name)));
+            }
+        }
+        for piece in &brought {
+            let part = self.part(piece)?;
+            if part.settles().iter().all(|what| settled.iter().all(|(known, _)| known != what)) {
+                part.apply(&mut policy);
+            }
+        }
+        given.into_iter().for_each(|part| part.apply(&mut policy));
+        sensible(&policy).map_err(refuse)?;
+        Ok(policy)
     }
+
+    /// The kind of a part, in words.
+    pub fn kind(&self, entry: &PartEntry) -> &'static str {
+        let plain: Named = entry.name.parse().expect("names of parts are plain words");
+        (entry.build)(&plain).map_or("", |part| part.kind())
+    }
+
+    fn part_entry(&self, name: &str) -> Result<&PartEntry, NamedError> {
+        self.parts.iter().find(|entry| entry.name == name).ok_or_else(|| NamedError::Unknown {
+            kind: "part of a policy",
+            name: name.into(),
+            known: self.parts.iter().map(|entry| entry.name).collect::<Vec<_>>().join(", "),
+        })
+    }
+
+    fn part(&self, named: &Named) -> Result<Part, NamedError> {
+        let entry = self.part_entry(&named.name)?;
+        named.check(entry.parameters)?;
+        (entry.build)(named)
+    }
+
+    /// Parameters of a preset: those of its method and of its parts, the first of each name.
+    pub fn preset_parameters(&self, preset: &Preset) -> Vec<Parameter> {
+        let mut parameters: Vec<Parameter> = Vec::new();
+        for (index, piece) in pieces(preset.text).unwrap_or_default().iter().enumerate() {
+            let own: &[Parameter] = match index {
+                0 => self.entries.iter().find(|entry| entry.name == piece.name).map_or(&[], |entry| entry.parameters),
+                _ => self.part_entry(&piece.name).map_or(&[], |entry| entry.parameters),
+            };
+            let fresh = own.iter().filter(|own| parameters.iter().all(|known| known.name != own.name));
+            let fresh: Vec<Parameter> = fresh.copied().collect();
+            parameters.extend(fresh);
+        }
+        parameters
+    }
+
+    /// The method and the parts of a preset, with the parameters that were given to it.
+    fn expand(&self, preset: &Preset, given: &Named) -> Result<(Named, Vec<Named>), NamedError> {
+        given.check(&self.preset_parameters(preset))?;
+        let mut pieces = pieces(preset.text)?;
+        for (key, value) in given.arguments() {
+            let has = |(index, piece): (usize, &Named)| match index {
+                0 => self.entries.iter().any(|entry| entry.name == piece.name && has_parameter(entry.parameters, key)),
+                _ => self.part_entry(&piece.name).is_ok_and(|entry| has_parameter(entry.parameters, key)),
+            };
+            if let Some(at) = pieces.iter().enumerate().position(has) {
+                pieces[at].set(key, value);
+            }
+        }
+        let method = pieces.remove(0);
+        Ok((method, pieces))
+    }
+}
+
+fn has_parameter(parameters: &[Parameter], key: &str) -> bool {
+    parameters.iter().any(|parameter| parameter.name == key)
+}
+
+/// The pieces between the plus signs; a plus before a digit belongs to a number such as `1e+4`.
+fn pieces(text: &str) -> Result<Vec<Named>, NamedError> {
+    let mut pieces: Vec<String> = Vec::new();
+    for piece in text.split('+') {
+        match pieces.last_mut() {
+            Some(last) if piece.starts_with(|c: char| c.is_ascii_digit()) => {
+                last.push('+');
+                last.push_str(piece);
+            }
+            _ => pieces.push(piece.trim().into()),
+        }
+    }
+    pieces.iter().map(|piece| piece.parse()).collect()
+}
+
+/// Says why a combination makes no sense.
+fn sensible(policy: &Policy) -> Result<(), String> {
+    let needs = policy.needs();
+    let again = policy.schedule.decoding != Decoding::Never || policy.schedule.chunk_tokens.is_some();
+    if needs.contains(&Statistic::FutureAttention) && again {
+        return Err("it looks into the future once, after prefill; it cannot judge again".into());
+    }
+    let moving = [Statistic::RecentAttention, Statistic::AccumulatedAttention];
+    if policy.schedule.decoding == Decoding::Delayed && needs.iter().any(|need| moving.contains(need)) {
+        return Err("a delayed judgement compares a score with those of prefill, and attention changes with every \
+                    query; use a scorer of keys or values, or every:steps=N"
+            .into());
+    }
+    Ok(())
 }
 
 #[cfg(test)]
@@ -66,11 +300,50 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_listed_is_what_the_scorer_says() {
+    fn every_entry_builds_with_its_defaults() {
         let registry = Registry::default();
         for entry in registry.entries() {
-            let policy = registry.policy(entry.name).unwrap();
-            assert_eq!(policy.needs().unwrap_or(Needs::Positions), entry.needs, "{}", entry.name);
+            assert!(registry.policy(entry.name).is_ok(), "{}", entry.name);
+        }
+        for preset in PRESETS {
+            assert!(registry.policy(preset.name).is_ok(), "{}", preset.name);
+        }
+        for part in registry.parts() {
+            assert!(registry.part(&part.name.parse().unwrap()).is_ok(), "{}", part.name);
+        }
+    }
+
+    #[test]
+    fn parts_replace_what_a_method_brings() {
+        let registry = Registry::default();
+        let decoding = |text: &str| registry.policy(text).unwrap().schedule.decoding;
+        assert_eq!(decoding("h2o"), Decoding::EverySteps(1));
+        assert_eq!(decoding("h2o+once"), Decoding::Never);
+        assert_eq!(decoding("snapkv + every:steps=8"), Decoding::EverySteps(8));
+        assert_eq!(decoding("dms"), Decoding::Delayed);
+        assert_eq!(decoding("dms+once"), Decoding::Never);
+        let window = |text: &str| registry.policy(text).unwrap().scorer.unwrap().protect(1000).window;
+        assert_eq!((window("dms"), window("dms:window=32"), window("ada-snapkv:window=8")), (128, 32, 8));
+    }
+
+    #[test]
+    fn combinations_that_mean_nothing_are_refused_with_the_reason() {
+        let cases = [
+            ("full+ada", "'full' keeps everything, so 'ada' has nothing to do"),
+            ("snapkv+ada+ada", "'ada' is given twice"),
+            ("snapkv+ada+global", "'ada' and 'global' both settle how heads share the budget"),
+            ("snapkv+every+once", "'every' and 'once' both settle when tokens are judged while decoding; give one"),
+            ("oracle+every", "it looks into the future once"),
+            ("snapkv+delayed", "attention changes with every query"),
+            ("snapkv+knorm", "unknown part of a policy 'knorm'"),
+            ("snapkw", "unknown policy 'snapkw'; there are full, random"),
+            ("ada-snapkv:widow=3", "'ada-snapkv' has no parameter 'widow'; it has window, kernel"),
+            ("snapkv+", "'' is not of the form NAME"),
+            ("snapkv+ada:floor=2", "ada: floor is '2'; it must be"),
+        ];
+        for (text, expected) in cases {
+            let error = Registry::default().policy(text).err().expect(text).to_string();
+            assert!(error.contains(expected), "{text}: {error}");
         }
     }
 }

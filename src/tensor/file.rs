@@ -144,6 +144,17 @@ impl TensorFile {
         }
     }
 
+    /// Whether there is a tensor of this name.
+    pub fn has(&self, name: &str) -> bool {
+        self.parse().is_ok_and(|tensors| tensors.tensor(name).is_ok())
+    }
+
+    /// A text of the file's metadata.
+    pub fn metadata(&self, key: &str) -> Option<String> {
+        let (_, header) = SafeTensors::read_metadata(&self.map).ok()?;
+        header.metadata().as_ref()?.get(key).cloned()
+    }
+
     fn parse(&self) -> Result<SafeTensors<'_>, FileError> {
         SafeTensors::deserialize(&self.map).map_err(|error| self.bad_format(&error))
     }

@@ -7,8 +7,8 @@
 //! the band's height, `f` the mean cosine of the band's pairs, `gain` the noise that a sink's small key does not have.
 //! `A` and `h` follow from two ratios of sums of this over the context.
 
-use super::rope::Frequencies;
 use super::{Extents, SyntheticSpec, WorkloadError};
+use crate::attention::rope::Frequencies;
 use std::ops::Range;
 
 /// Tokens of the local band; a quarter of a context shorter than four times that.

@@ -9,7 +9,6 @@ mod ask;
 mod calibrate;
 mod file;
 mod plan;
-pub mod rope;
 mod spec;
 mod synthetic;
 

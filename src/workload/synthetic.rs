@@ -3,8 +3,8 @@
 use super::ask::Asker;
 use super::calibrate::{Channels, QUIET_NOISE, Strengths};
 use super::plan::{Plan, Planted, Role};
-use super::rope::rotate;
 use super::{Extents, Needle, SyntheticSpec, Workload, WorkloadError};
+use crate::attention::rope::rotate;
 use crate::memory::{Arena, Label};
 use crate::tensor::Tensor;
 use rand::{Rng, SeedableRng};

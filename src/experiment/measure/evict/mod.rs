@@ -14,7 +14,7 @@ use crate::attention::{Forward, Outputs, Shape, export, kernel};
 use crate::cache::{CacheShape, PAGE_TOKENS, PagedCache};
 use crate::experiment::record::Eviction;
 use crate::memory::{Buffer, Label};
-use crate::policy::{Context, Future, Needs, Policy, Schedule, Scored, Selection, select};
+use crate::policy::{Context, Decoding, Future, Policy, Scored, Selection, Statistic, select, tie_rate};
 use late::{Late, needle_recall};
 
 fn cache_shape(prepared: &Prepared) -> CacheShape {
@@ -25,7 +25,7 @@ fn cache_shape(prepared: &Prepared) -> CacheShape {
         head_dim: cell.head_dim,
         dtype: cell.dtype,
         max_tokens: cell.context_tokens + cell.new_tokens,
-        with_attention: prepared.policy.as_ref().and_then(Policy::needs) == Some(Needs::AllQueries),
+        with_attention: prepared.policy.as_ref().is_some_and(|policy| policy.looks_at(Statistic::AccumulatedAttention)),
     }
 }
 
@@ -42,10 +42,10 @@ fn future_shape(prepared: &Prepared) -> Shape {
 }
 
 /// Queries that a judgement during decoding looks at.
-fn recent_queries(policy: &Policy, budget_tokens: usize) -> usize {
+fn recent_queries(policy: &Policy) -> usize {
     match &policy.scorer {
-        Some(scorer) if scorer.needs() == Needs::RecentQueries => scorer.protect(budget_tokens).window.max(1),
-        _ => 1,
+        Some(scorer) => scorer.recent_queries(),
+        None => 1,
     }
 }
 
@@ -54,7 +54,7 @@ struct Session<'a> {
     prepared: &'a Prepared,
     bench: Bench<'a>,
     cache: PagedCache,
-    thresholds: Vec<f32>,
+    best_lost: Vec<f32>,
     tie_rate: f64,
     evicted_tokens: u64,
 }
@@ -65,7 +65,7 @@ pub(super) fn turn(prepared: &Prepared, bench: Bench<'_>) -> Result<Turn, TurnEr
     let (k, v) = (bench.workload.k.view(), bench.workload.v.view());
     let mut cache = PagedCache::new(bench.arena, cache_shape(prepared))?;
     cache.append(k, v, 0..context)?;
-    let mut session = Session { prepared, bench, cache, thresholds: Vec::new(), tie_rate: 0.0, evicted_tokens: 0 };
+    let mut session = Session { prepared, bench, cache, best_lost: Vec::new(), tie_rate: 0.0, evicted_tokens: 0 };
     let mut turn = Turn::default();
 
     let (prefill_ns, lse) = session.prefill()?;
@@ -139,13 +139,14 @@ impl<'a> Session<'a> {
         let (cell, bench) = (&self.prepared.cell, self.bench);
         let shape = cell.shape();
         // The bound's own pass over the future is no cost of a policy: it is not timed.
-        let future_lse = match policy.needs() {
-            Some(Needs::FutureQueries) => Some(self.future_lse()?),
-            _ => None,
+        let future_lse = match policy.looks_at(Statistic::FutureAttention) {
+            true => Some(self.future_lse()?),
+            false => None,
         };
-        let (score_ns, scores) = timed(|| -> Result<_, TurnError> {
+        let (score_ns, accumulated) = timed(|| self.accumulate(policy, lse));
+        let accumulated = accumulated?;
+        let selection = {
             let kv = bench.dense(cell.context_tokens)?;
-            let accumulated = self.accumulate(policy, lse)?;
             let all = bench.dense(cell.context_tokens + cell.new_tokens)?;
             let call = bench.forward(cell, shape, &kv);
             let future = future_lse.as_ref().map(|lse| Future {
@@ -159,29 +160,31 @@ impl<'a> Session<'a> {
             });
             let context = Context {
                 call,
+                layers: 1,
                 lse,
                 future,
                 accumulated: accumulated.as_deref(),
                 positions: &|_, slot| slot,
+                seen_tokens: cell.context_tokens,
+                before_rope: None,
+                w_o: None,
                 budget_tokens: self.prepared.budget_tokens,
                 seed: cell.seed,
                 arena: bench.arena,
             };
-            let scores = policy.score(&context)?;
-            Ok((scores, accumulated))
-        });
-        let (scores, accumulated) = scores?;
-        let scores = scores.expect("a policy with a scorer gives scores");
-        let (evict_ns, selection) = timed(|| -> Result<_, TurnError> {
-            let selection = self.select(policy, &scores, shape.kv_len)?;
-            self.keep(&selection);
-            Ok(selection)
-        });
-        let selection = selection?;
+            let (ns, scored) = timed(|| policy.score(&context));
+            let mut scored = scored?.expect("a policy with a scorer gives scores");
+            let (select_ns, selection) = timed(|| select(policy, &context, &mut scored));
+            if bench.truth.is_some() {
+                self.tie_rate = tie_rate(&context, &scored);
+            }
+            (score_ns + ns, select_ns, selection?)
+        };
+        let (score_ns, select_ns, selection) = selection;
         drop(accumulated);
-        self.tie_rate = selection.tie_rate;
-        self.thresholds = selection.thresholds;
-        Ok((score_ns, evict_ns))
+        let (keep_ns, ()) = timed(|| self.keep(&selection));
+        self.best_lost = selection.best_lost;
+        Ok((score_ns, select_ns + keep_ns))
     }
 
     fn future_lse(&self) -> Result<Buffer<f32>, TurnError> {
@@ -207,7 +210,7 @@ impl<'a> Session<'a> {
     /// For a policy that accumulates attention: adds what the context's queries give to each token of the cache, and
     /// returns the sums, `[B, Hkv, kv_len]`.
     fn accumulate(&mut self, policy: &Policy, lse: &[f32]) -> Result<Option<Buffer<f32>>, TurnError> {
-        if policy.needs() != Some(Needs::AllQueries) {
+        if !policy.looks_at(Statistic::AccumulatedAttention) {
             return Ok(None);
         }
         let (cell, bench) = (&self.prepared.cell, self.bench);
@@ -232,12 +235,6 @@ impl<'a> Session<'a> {
             sums[..len].iter_mut().enumerate().for_each(|(slot, sum)| *sum = self.cache.attention(list, slot));
         }
         sums
-    }
-
-    fn select(&self, policy: &Policy, scores: &Scored, kv_len: usize) -> Result<Selection, TurnError> {
-        let (arena, budget) = (self.bench.arena, self.prepared.budget_tokens);
-        let heads = self.cache.shape().kv_heads;
-        Ok(select(arena, policy.allotment, scores, self.cache.lens(), heads, kv_len, budget)?)
     }
 
     /// Shrinks every list to what was selected.
@@ -286,7 +283,7 @@ impl<'a> Session<'a> {
         }
         let steps = cell.new_tokens as u64;
         turn.samples_ns.insert("decode", decode_ns / steps);
-        if self.prepared.policy.as_ref().is_some_and(|policy| policy.schedule != Schedule::AfterPrefill) {
+        if self.prepared.policy.as_ref().is_some_and(|policy| policy.schedule.decoding != Decoding::Never) {
             turn.samples_ns.insert("decode_evict", judge_ns / steps);
         }
         Ok(late)
@@ -294,10 +291,10 @@ impl<'a> Session<'a> {
 
     /// What the schedule asks for after a decode step.
     fn judge_step(&mut self, policy: &Policy, step: usize, step_lse: &[f32]) -> Result<(), TurnError> {
-        let due = match policy.schedule {
-            Schedule::AfterPrefill => return Ok(()),
-            Schedule::EverySteps(steps) => (step + 1).is_multiple_of(steps),
-            Schedule::Delayed => true,
+        let due = match policy.schedule.decoding {
+            Decoding::Never => return Ok(()),
+            Decoding::EverySteps(steps) => (step + 1).is_multiple_of(steps),
+            Decoding::Delayed => true,
         };
         let (cell, bench) = (&self.prepared.cell, self.bench);
         let budget_tokens = self.prepared.budget_tokens;
@@ -305,7 +302,7 @@ impl<'a> Session<'a> {
         let kv_len = self.cache.max_len();
         let params = cell.params();
         // The attention of every query counts, also in steps that evict nothing.
-        let accumulated = if policy.needs() == Some(Needs::AllQueries) {
+        let accumulated = if policy.looks_at(Statistic::AccumulatedAttention) {
             let shape = Shape { q_len: 1, kv_len, ..cell.shape() };
             let q = bench.workload.q.view().tokens(end - 1..end);
             let sums = self.column_sums(&Forward { shape, params, q, kv: &self.cache, cpu: bench.cpu }, step_lse)?;
@@ -316,7 +313,7 @@ impl<'a> Session<'a> {
         if !due {
             return Ok(());
         }
-        let recent = recent_queries(policy, budget_tokens).min(end);
+        let recent = recent_queries(policy).min(end);
         let shape = Shape { q_len: recent, kv_len, ..cell.shape() };
         let q = bench.workload.q.view().tokens(end - recent..end);
         let call = Forward { shape, params, q, kv: &self.cache, cpu: bench.cpu };
@@ -324,20 +321,24 @@ impl<'a> Session<'a> {
         let cache = &self.cache;
         let context = Context {
             call,
+            layers: 1,
             lse: lse.as_deref().unwrap_or(step_lse),
             future: None,
             accumulated: accumulated.as_deref(),
             positions: &|list, slot| cache.position(list, slot),
+            seen_tokens: end,
+            before_rope: None,
+            w_o: None,
             budget_tokens,
             seed: cell.seed,
             arena: bench.arena,
         };
-        let scores = policy.score(&context)?.expect("a policy with a scorer gives scores");
-        if policy.schedule == Schedule::Delayed {
+        let mut scores = policy.score(&context)?.expect("a policy with a scorer gives scores");
+        if policy.schedule.decoding == Decoding::Delayed {
             let window = policy.scorer.as_ref().map_or(0, |scorer| scorer.protect(budget_tokens).window);
             self.judge_leaving(&scores, kv_len, window);
         } else {
-            let selection = self.select(policy, &scores, kv_len)?;
+            let selection = select(policy, &context, &mut scores)?;
             self.keep(&selection);
         }
         Ok(())
@@ -348,7 +349,7 @@ impl<'a> Session<'a> {
         for list in 0..self.cache.shape().lists() {
             let len = self.cache.lens()[list];
             let Some(slot) = len.checked_sub(window + 1) else { continue };
-            if scores.values[list * kv_len + slot] < self.thresholds[list / self.cache.shape().kv_heads] {
+            if scores.values[list * kv_len + slot] <= self.best_lost[list] {
                 self.cache.retain(list, (0..len).filter(|&other| other != slot));
                 self.evicted_tokens += 1;
             }

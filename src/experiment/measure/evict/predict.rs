@@ -4,7 +4,7 @@ use super::{cache_shape, future_shape, recent_queries, step_shape};
 use crate::attention::{Outputs, Shape, export, kernel};
 use crate::cache::PAGE_TOKENS;
 use crate::experiment::measure::Prepared;
-use crate::policy::{Allotment, Needs, Schedule, selection_bytes};
+use crate::policy::{Decoding, Statistic, selection_bytes};
 
 /// Peak bytes besides the inputs: the largest of prefill, judgement and decoding. The first two are exact; decoding is
 /// an upper bound, which is the largest only where many more tokens are decoded than the context has.
@@ -25,32 +25,31 @@ pub(in crate::experiment::measure) fn predict(prepared: &Prepared, threads: usiz
     let mut judged_again = 0;
     let mut tokens_after = context + new;
     if let Some((policy, scorer)) = prepared.policy.as_ref().and_then(|p| Some((p, p.scorer.as_ref()?))) {
-        let needs = scorer.needs();
+        let accumulates = policy.looks_at(Statistic::AccumulatedAttention);
         let judge = |scored: &Shape, kv_len: usize| {
             let row = 4 * (lists * kv_len) as u64;
-            let accumulated = if needs == Needs::AllQueries { row } else { 0 };
-            let export = if needs == Needs::AllQueries { 4 * export::workspace(scored, threads) as u64 } else { 0 };
+            let accumulated = if accumulates { row } else { 0 };
+            let export = if accumulates { 4 * export::workspace(scored, threads) as u64 } else { 0 };
             accumulated + export.max(row + scorer.scratch_bytes(scored, threads).max(selection_bytes(lists, kv_len)))
         };
         let mut scored = shape;
         let mut oracle = 0;
         let mut oracle_pass = 0;
-        if needs == Needs::FutureQueries {
+        if policy.looks_at(Statistic::FutureAttention) {
             scored = future_shape(prepared);
             oracle = lse_bytes(&scored);
             oracle_pass = Outputs::bytes(&scored, cell.dtype) + workspace(&scored);
         }
         judgement = held(context) + lse_bytes(&shape) + oracle_pass.max(oracle + judge(&scored, context));
         // A list grows until the schedule cuts it back to the budget.
-        let grown = match policy.schedule {
-            Schedule::EverySteps(steps) => steps.min(new),
-            Schedule::AfterPrefill | Schedule::Delayed => new,
+        let grown = match policy.schedule.decoding {
+            Decoding::EverySteps(steps) => steps.min(new),
+            Decoding::Never | Decoding::Delayed => new,
         };
-        tokens_after = (prepared.budget_tokens + grown).min(context + new)
-            + if policy.allotment == Allotment::Threshold { 2 * PAGE_TOKENS } else { 0 };
-        if policy.schedule != Schedule::AfterPrefill {
-            let kv_len = if policy.allotment == Allotment::Threshold { context + new } else { tokens_after };
-            let recent = Shape { q_len: recent_queries(policy, prepared.budget_tokens), kv_len, ..shape };
+        tokens_after = (prepared.budget_tokens + grown).min(context + new) + 2 * PAGE_TOKENS;
+        if policy.schedule.decoding != Decoding::Never {
+            let kv_len = context + new;
+            let recent = Shape { q_len: recent_queries(policy), kv_len, ..shape };
             judged_again = judge(&recent, kv_len);
             // A single query has its log-sum-exps from its own step.
             if recent.q_len > 1 {

@@ -1,6 +1,6 @@
 //! `full`: nothing is evicted. The baseline of every comparison.
 
-use super::{Allotment, Needs, Policy, PolicyEntry, Schedule};
+use crate::policy::{Policy, PolicyEntry};
 
 /// The registry's line.
 pub const ENTRY: PolicyEntry = PolicyEntry {
@@ -8,6 +8,5 @@ pub const ENTRY: PolicyEntry = PolicyEntry {
     about: "keeps every token: the baseline",
     paper: "",
     parameters: &[],
-    needs: Needs::Positions,
-    build: |_| Ok(Policy { scorer: None, allotment: Allotment::Uniform, schedule: Schedule::AfterPrefill }),
+    build: |_| Ok(Policy::full()),
 };

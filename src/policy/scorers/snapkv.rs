@@ -4,10 +4,10 @@
 //! heads of the group, smoothed by an average pool of width `kernel` along the sequence; the window itself stays.
 //! Defaults and order of steps are those of NVIDIA's kvpress (window 64, kernel 5).
 
-use super::{Context, Needs, Policy, PolicyEntry, PolicyError, Protect, Scorer};
 use crate::attention::{Shape, export};
 use crate::memory::Label;
 use crate::named::Parameter;
+use crate::policy::{Context, Policy, PolicyEntry, PolicyError, Protect, Scorer, Statistic};
 
 /// The registry's line.
 pub const ENTRY: PolicyEntry = PolicyEntry {
@@ -17,15 +17,13 @@ pub const ENTRY: PolicyEntry = PolicyEntry {
     parameters: &[
         Parameter { name: "window", default: "64", about: "observing queries, and recent tokens kept" },
         Parameter { name: "kernel", default: "5", about: "width of the average pool, odd" },
-        Parameter { name: "every", default: "0", about: "decode steps between evictions; 0: only after prefill" },
     ],
-    needs: Needs::RecentQueries,
     build: |named| {
         let (window, kernel) = (named.count("window", 64, 1)?, named.count("kernel", 5, 1)?);
         if kernel.is_multiple_of(2) {
             return Err(named.wrong("kernel", "odd, so that the pool is centred".into()));
         }
-        Ok(Policy::after_prefill(SnapKv { window, kernel }).every(named.count("every", 0, 0)?))
+        Ok(Policy::after_prefill(SnapKv { window, kernel }))
     },
 };
 
@@ -35,12 +33,16 @@ struct SnapKv {
 }
 
 impl Scorer for SnapKv {
-    fn needs(&self) -> Needs {
-        Needs::RecentQueries
+    fn needs(&self) -> Vec<Statistic> {
+        vec![Statistic::RecentAttention]
     }
 
     fn protect(&self, _: usize) -> Protect {
         Protect { sink: 0, window: self.window }
+    }
+
+    fn recent_queries(&self) -> usize {
+        self.window
     }
 
     fn scratch_bytes(&self, shape: &Shape, threads: usize) -> u64 {

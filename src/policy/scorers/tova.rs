@@ -2,29 +2,23 @@
 //! the same ones in every head of the layer; the latest token stays.
 
 use super::snapkv::recent_attention;
-use super::{Context, Needs, Policy, PolicyEntry, PolicyError, Protect, Scorer};
 use crate::attention::{Shape, export};
-use crate::named::Parameter;
+use crate::policy::{Context, Policy, PolicyEntry, PolicyError, Protect, Scorer, Statistic};
 
 /// The registry's line.
 pub const ENTRY: PolicyEntry = PolicyEntry {
     name: "tova",
     about: "keeps what the latest query attends to, averaged over all heads",
     paper: "2401.06104",
-    parameters: &[Parameter {
-        name: "every",
-        default: "1",
-        about: "decode steps between evictions; 0: only after prefill",
-    }],
-    needs: Needs::RecentQueries,
-    build: |named| Ok(Policy::after_prefill(Tova).every(named.count("every", 1, 0)?)),
+    parameters: &[],
+    build: |_| Ok(Policy::after_prefill(Tova).every(1)),
 };
 
 struct Tova;
 
 impl Scorer for Tova {
-    fn needs(&self) -> Needs {
-        Needs::RecentQueries
+    fn needs(&self) -> Vec<Statistic> {
+        vec![Statistic::RecentAttention]
     }
 
     fn protect(&self, _: usize) -> Protect {

@@ -1,26 +1,19 @@
 //! KeyDiff (arXiv 2504.15364): keys unlike the others are the ones that queries pick out, so the score is the
 //! negative cosine between a key and the mean of the normalised keys of its head.
 
-use super::knorm::each_list;
-use super::{Context, Needs, Policy, PolicyEntry, PolicyError, Scorer};
 use crate::attention::Shape;
-use crate::named::Parameter;
+use crate::policy::{Context, Policy, PolicyEntry, PolicyError, Scorer, Statistic, each_list};
 
 /// The registry's line.
 pub const ENTRY: PolicyEntry = PolicyEntry {
     name: "keydiff",
     about: "keeps the keys least similar to the mean key of their head",
     paper: "2504.15364",
-    parameters: &[Parameter {
-        name: "every",
-        default: "0",
-        about: "decode steps between evictions; 0: only after prefill",
-    }],
-    needs: Needs::Keys,
-    build: |named| Ok(Policy::after_prefill(KeyDiff).every(named.count("every", 0, 0)?)),
+    parameters: &[],
+    build: |_| Ok(Policy::after_prefill(KeyDiff)),
 };
 
-pub(super) struct KeyDiff;
+struct KeyDiff;
 
 /// Norms below this count as this, so that a zero key has cosine 0 with everything.
 const LEAST_NORM: f32 = 1e-12;
@@ -30,21 +23,21 @@ fn norm(row: &[f32]) -> f32 {
 }
 
 impl Scorer for KeyDiff {
-    fn needs(&self) -> Needs {
-        Needs::Keys
+    fn needs(&self) -> Vec<Statistic> {
+        vec![Statistic::Keys]
     }
 
     fn score(&self, context: &Context<'_>, scores: &mut [f32]) -> Result<(), PolicyError> {
         let width = context.call.shape.head_dim;
-        each_list(context, scores, |keys, scores| {
+        each_list(context, scores, &mut [], |list, scores, _| {
             let mut anchor = [0.0f32; Shape::MAX_HEAD_DIM];
             let anchor = &mut anchor[..width];
-            keys.each(|_, key| {
+            list.keys(|_, key| {
                 let norm = norm(key);
                 anchor.iter_mut().zip(key).for_each(|(sum, x)| *sum += x / norm);
             });
             let anchor_norm = norm(anchor);
-            keys.each(|slot, key| {
+            list.keys(|slot, key| {
                 let inner: f32 = key.iter().zip(&*anchor).map(|(x, y)| x * y).sum();
                 scores[slot] = -inner / (norm(key) * anchor_norm);
             });

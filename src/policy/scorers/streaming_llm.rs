@@ -2,22 +2,18 @@
 //!
 //! Kept tokens keep their positions; the paper's own form re-assigns positions inside the cache.
 
-use super::{Context, Needs, Policy, PolicyEntry, PolicyError, Protect, Scorer};
 use crate::named::Parameter;
+use crate::policy::{Context, Policy, PolicyEntry, PolicyError, Protect, Scorer, Statistic};
 
 /// The registry's line.
 pub const ENTRY: PolicyEntry = PolicyEntry {
     name: "streaming-llm",
     about: "keeps the first tokens (attention sinks) and the latest",
     paper: "2309.17453",
-    parameters: &[
-        Parameter { name: "sink", default: "4", about: "first tokens kept" },
-        Parameter { name: "every", default: "1", about: "decode steps between evictions; 0: only after prefill" },
-    ],
-    needs: Needs::Positions,
+    parameters: &[Parameter { name: "sink", default: "4", about: "first tokens kept" }],
     build: |named| {
         let sink = named.count("sink", 4, 0)?;
-        Ok(Policy::after_prefill(StreamingLlm { sink }).every(named.count("every", 1, 0)?))
+        Ok(Policy::after_prefill(StreamingLlm { sink }).every(1))
     },
 };
 
@@ -26,8 +22,8 @@ struct StreamingLlm {
 }
 
 impl Scorer for StreamingLlm {
-    fn needs(&self) -> Needs {
-        Needs::Positions
+    fn needs(&self) -> Vec<Statistic> {
+        Vec::new()
     }
 
     fn protect(&self, _: usize) -> Protect {

@@ -1,7 +1,6 @@
 //! `random`: every token draws a number once. The lower bound of every comparison.
 
-use super::{Context, Needs, Policy, PolicyEntry, PolicyError, Scorer};
-use crate::named::Parameter;
+use crate::policy::{Context, Policy, PolicyEntry, PolicyError, Scorer, Statistic};
 use rand::Rng;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::SeedableRng;
@@ -11,20 +10,15 @@ pub const ENTRY: PolicyEntry = PolicyEntry {
     name: "random",
     about: "keeps a random subset: the lower bound",
     paper: "",
-    parameters: &[Parameter {
-        name: "every",
-        default: "0",
-        about: "decode steps between evictions; 0: only after prefill",
-    }],
-    needs: Needs::Positions,
-    build: |named| Ok(Policy::after_prefill(Random).every(named.count("every", 0, 0)?)),
+    parameters: &[],
+    build: |_| Ok(Policy::after_prefill(Random)),
 };
 
 struct Random;
 
 impl Scorer for Random {
-    fn needs(&self) -> Needs {
-        Needs::Positions
+    fn needs(&self) -> Vec<Statistic> {
+        Vec::new()
     }
 
     fn score(&self, context: &Context<'_>, scores: &mut [f32]) -> Result<(), PolicyError> {

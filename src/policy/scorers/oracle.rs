@@ -1,8 +1,8 @@
 //! `oracle`: keeps the tokens that the future queries really attend to. The upper bound of every comparison.
 
-use super::{Context, Needs, Policy, PolicyEntry, PolicyError, Scorer};
 use crate::attention::{Shape, export};
 use crate::memory::Label;
+use crate::policy::{Context, Policy, PolicyEntry, PolicyError, Scorer, Statistic};
 
 /// The registry's line.
 pub const ENTRY: PolicyEntry = PolicyEntry {
@@ -10,15 +10,14 @@ pub const ENTRY: PolicyEntry = PolicyEntry {
     about: "keeps what future queries attend to: the upper bound, which no real policy can reach",
     paper: "",
     parameters: &[],
-    needs: Needs::FutureQueries,
     build: |_| Ok(Policy::after_prefill(Oracle)),
 };
 
 struct Oracle;
 
 impl Scorer for Oracle {
-    fn needs(&self) -> Needs {
-        Needs::FutureQueries
+    fn needs(&self) -> Vec<Statistic> {
+        vec![Statistic::FutureAttention]
     }
 
     fn scratch_bytes(&self, shape: &Shape, threads: usize) -> u64 {

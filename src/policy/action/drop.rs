@@ -1,0 +1,12 @@
+//! The loser is dropped and leaves nothing behind: what a method does unless it says otherwise.
+
+use crate::policy::{Part, PartEntry};
+
+/// The registry's line.
+pub const ENTRY: PartEntry = PartEntry {
+    name: "drop",
+    about: "a loser is dropped",
+    paper: "",
+    parameters: &[],
+    build: |_| Ok(Part::Action(None)),
+};

@@ -1,0 +1,39 @@
+//! What becomes of a token that loses: it is dropped, or folded into one that stays, before its bytes are given back.
+
+pub mod drop;
+
+use super::{Context, PolicyError, Statistic};
+use crate::attention::Shape;
+use crate::cache::PagedCache;
+
+/// Folds losers into tokens that stay.
+pub trait Action: Send + Sync {
+    /// What it looks at besides keys and values of the cache.
+    fn needs(&self) -> Vec<Statistic> {
+        Vec::new()
+    }
+
+    /// Whether tokens of the cache carry how much was folded into them.
+    fn weighs(&self) -> bool {
+        false
+    }
+
+    /// Scratch bytes of [`Action::fold`].
+    fn scratch_bytes(&self, _shape: &Shape) -> u64 {
+        0
+    }
+
+    /// Changes tokens of `list` that stay by those that go. `kept` are the slots that stay, ascending; the list is
+    /// still whole. `scores` are those of its tokens, protected ones above all others.
+    ///
+    /// # Errors
+    /// When something it needs is missing, or the arena has no room.
+    fn fold(
+        &self,
+        context: &Context<'_>,
+        cache: &mut PagedCache,
+        list: usize,
+        kept: &[u32],
+        scores: &[f32],
+    ) -> Result<(), PolicyError>;
+}

@@ -1,0 +1,62 @@
+//! The catalogue of policies as a page: `docs/policies.md` is this text.
+
+use super::{PRESETS, PolicyEntry, Registry, Statistic};
+use crate::named::Parameter;
+use std::fmt::Write;
+
+const HEAD: &str = "\
+# Eviction policies
+
+*Written by `kvsieve list policies --markdown`; a test holds it against the registry.*
+
+A policy is a **method**, or a preset of one, and after plus signs **parts** that replace what the method brings:
+`snapkv:window=32+ada:floor=0.1+every:steps=64`. Parts of one kind exclude each other, except changes of the scores, which
+are applied in order.
+";
+
+/// The catalogue in Markdown.
+pub fn markdown(registry: &Registry) -> String {
+    let mut text = String::from(HEAD);
+    // Writing to a string cannot fail.
+    let _ = writeln!(text, "\n## Methods\n\n| name | keeps | looks at | paper | parameters |\n|---|---|---|---|---|");
+    for entry in registry.entries() {
+        let about = entry.about.strip_prefix("keeps ").unwrap_or(entry.about);
+        let [paper, parameters] = [paper(entry.paper), parameters(entry.parameters)];
+        let _ =
+            writeln!(text, "| `{}` | {about} | {} | {paper} | {parameters} |", entry.name, looks_at(registry, entry));
+    }
+    let _ = writeln!(text, "\n## Presets\n\n| name | is | | paper |\n|---|---|---|---|");
+    for preset in PRESETS {
+        let _ =
+            writeln!(text, "| `{}` | `{}` | {} | {} |", preset.name, preset.text, preset.about, paper(preset.paper));
+    }
+    let _ = writeln!(text, "\n## Parts\n\n| name | kind | | paper | parameters |\n|---|---|---|---|---|");
+    for part in registry.parts() {
+        let kind = registry.kind(part);
+        let [paper, parameters] = [paper(part.paper), parameters(part.parameters)];
+        let _ = writeln!(text, "| `{}` | {kind} | {} | {paper} | {parameters} |", part.name, part.about);
+    }
+    text
+}
+
+fn paper(id: &str) -> String {
+    if id.is_empty() { String::new() } else { format!("[{id}](https://arxiv.org/abs/{id})") }
+}
+
+fn parameters(parameters: &[Parameter]) -> String {
+    let each = parameters.iter().map(|Parameter { name, default, about }| format!("`{name}={default}` {about}"));
+    each.collect::<Vec<_>>().join("<br>")
+}
+
+fn looks_at(registry: &Registry, entry: &PolicyEntry) -> String {
+    let needs = registry.policy(entry.name).map(|policy| policy.needs()).unwrap_or_default();
+    describe(&needs)
+}
+
+/// What a policy looks at, in words.
+pub fn describe(needs: &[Statistic]) -> String {
+    match needs {
+        [] => "nothing but positions".into(),
+        needs => needs.iter().map(|need| need.describe()).collect::<Vec<_>>().join("; "),
+    }
+}

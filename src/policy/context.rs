@@ -1,0 +1,149 @@
+//! What a policy sees when it judges.
+
+use crate::attention::rope::{Frequencies, unrotate};
+use crate::attention::{Forward, KvRows};
+use crate::memory::Arena;
+use crate::tensor::TensorView;
+
+/// What a policy looks at besides positions, which is what it costs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Statistic {
+    /// The keys: one read of them.
+    Keys,
+    /// The values: one read of them.
+    Values,
+    /// Keys or queries before RoPE.
+    BeforeRope,
+    /// The queries of the context themselves.
+    Queries,
+    /// The attention of the last few queries.
+    RecentAttention,
+    /// The attention of every query so far.
+    AccumulatedAttention,
+    /// The attention of the queries that will come: an upper bound, not a policy one can run.
+    FutureAttention,
+}
+
+impl Statistic {
+    /// In words, with its cost, for lists.
+    pub fn describe(self) -> &'static str {
+        match self {
+            Statistic::Keys => "keys (one read of K)",
+            Statistic::Values => "values (one read of V)",
+            Statistic::BeforeRope => "vectors before RoPE (kept, or rotated back)",
+            Statistic::Queries => "queries of the context (one read of Q)",
+            Statistic::RecentAttention => "attention of the last queries (one thin pass)",
+            Statistic::AccumulatedAttention => "attention of all queries (one tiled pass, one row per step)",
+            Statistic::FutureAttention => "attention of future queries (bound, not runnable)",
+        }
+    }
+}
+
+/// Tokens that are never judged.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Protect {
+    /// The first tokens of the sequence, by position.
+    pub sink: usize,
+    /// The latest tokens of a head's list.
+    pub window: usize,
+}
+
+/// What a policy sees. Layers are folded into the batch: sequence `layer * (B / layers) + b`.
+pub struct Context<'a> {
+    /// The queries so far (bottom-right aligned with the keys), the cached keys and values, the mask. `kv_len` of its
+    /// shape is the longest list; lists may be shorter.
+    pub call: Forward<'a>,
+    /// Layers that are folded into the batch.
+    pub layers: usize,
+    /// Log-sum-exps of these queries over these keys, `[B, Hq, Lq]`; with a statistic of attention.
+    pub lse: &'a [f32],
+    /// Queries that will come, for the oracle.
+    pub future: Option<Future<'a>>,
+    /// Attention that each token received from every query so far, `[B, Hkv, kv_len]`, for
+    /// [`Statistic::AccumulatedAttention`].
+    pub accumulated: Option<&'a [f32]>,
+    /// Position in its sequence of the token in `(list, slot)`.
+    pub positions: &'a (dyn Fn(usize, usize) -> usize + Sync),
+    /// Tokens that each sequence has seen: the position of the next.
+    pub seen_tokens: usize,
+    /// How to look behind RoPE; `None` where the inputs do not tell.
+    pub before_rope: Option<BeforeRope<'a>>,
+    /// Output projection of each query head, `[1, Hq, D, hidden]`, where the inputs have it.
+    pub w_o: Option<TensorView<'a>>,
+    /// Tokens that each head may keep on average.
+    pub budget_tokens: usize,
+    /// Seed of the cell.
+    pub seed: u64,
+    /// Where scratch memory comes from.
+    pub arena: &'a Arena,
+}
+
+/// Queries that will come, over all keys that will be there.
+pub struct Future<'a> {
+    /// The future queries and the whole sequence's keys and values.
+    pub call: Forward<'a>,
+    /// Their log-sum-exps, `[B, Hq, Lq]`.
+    pub lse: &'a [f32],
+}
+
+/// Keys and queries as they were before RoPE: recorded, or rotated back.
+#[derive(Clone, Copy)]
+pub struct BeforeRope<'a> {
+    /// RoPE's frequencies.
+    pub frequencies: &'a Frequencies,
+    /// Recorded queries `[B, Hq, Lq, D]`, the last one aligned with the last key.
+    pub q: Option<TensorView<'a>>,
+    /// Recorded keys `[B, Hkv, L, D]` by position.
+    pub k: Option<TensorView<'a>>,
+}
+
+impl BeforeRope<'_> {
+    /// Turns the key of a list that has been at `position` back, or reads what was recorded there.
+    pub fn key(&self, batch: usize, head: usize, position: usize, key: &mut [f32]) {
+        match self.k {
+            Some(recorded) => recorded.read_rows(batch, head, position, key),
+            None => unrotate(key, position, self.frequencies),
+        }
+    }
+}
+
+impl<'a> Context<'a> {
+    /// Number of lists: `B * Hkv`.
+    pub fn lists(&self) -> usize {
+        self.call.shape.batch * self.call.shape.kv_heads
+    }
+
+    /// Sequence and KV head of a list.
+    pub fn list_at(&self, list: usize) -> (usize, usize) {
+        (list / self.call.shape.kv_heads, list % self.call.shape.kv_heads)
+    }
+
+    /// Tokens of a list.
+    pub fn len(&self, list: usize) -> usize {
+        let (batch, head) = self.list_at(list);
+        self.call.kv.len(batch, head)
+    }
+
+    /// Sequences of one layer: `B / layers`.
+    pub fn sequences(&self) -> usize {
+        self.call.shape.batch / self.layers
+    }
+
+    /// The cached keys and values.
+    pub fn kv(&self) -> &'a dyn KvRows {
+        self.call.kv
+    }
+
+    /// Query `index` of a query head as it was before RoPE, `[D]`; `None` where the inputs do not tell.
+    pub fn query_before_rope(&self, batch: usize, head: usize, index: usize, query: &mut [f32]) -> Option<()> {
+        let before = self.before_rope?;
+        match before.q {
+            Some(recorded) => recorded.read_rows(batch, head, index, query),
+            None => {
+                self.call.q.read_rows(batch, head, index, query);
+                unrotate(query, self.seen_tokens - self.call.shape.q_len + index, before.frequencies);
+            }
+        }
+        Some(())
+    }
+}
