@@ -11,6 +11,7 @@ pub mod export;
 mod naive;
 mod online;
 pub mod reference;
+pub mod rope;
 mod shape;
 mod source;
 mod strip;

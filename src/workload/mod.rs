@@ -9,10 +9,10 @@ mod ask;
 mod calibrate;
 mod file;
 mod plan;
-pub mod rope;
 mod spec;
 mod synthetic;
 
+pub use crate::attention::rope;
 pub use file::FileSource;
 pub use spec::SyntheticSpec;
 

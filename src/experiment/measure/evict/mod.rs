@@ -11,7 +11,7 @@ pub(super) use predict::predict;
 use super::check::{accurate, finite};
 use super::{Bench, Prepared, Turn, TurnError, timed};
 use crate::attention::{Forward, Outputs, Shape, export, kernel};
-use crate::cache::{CacheShape, PAGE_TOKENS, PagedCache};
+use crate::cache::{CacheShape, Column, PAGE_TOKENS, PagedCache};
 use crate::experiment::record::Eviction;
 use crate::memory::{Buffer, Label};
 use crate::policy::{Context, Future, Needs, Policy, Schedule, Scored, Selection, select};
@@ -25,7 +25,11 @@ fn cache_shape(prepared: &Prepared) -> CacheShape {
         head_dim: cell.head_dim,
         dtype: cell.dtype,
         max_tokens: cell.context_tokens + cell.new_tokens,
-        with_attention: prepared.policy.as_ref().and_then(Policy::needs) == Some(Needs::AllQueries),
+        page_tokens: PAGE_TOKENS,
+        columns: match prepared.policy.as_ref().and_then(Policy::needs) {
+            Some(Needs::AllQueries) => &[Column::Attention],
+            _ => &[],
+        },
     }
 }
 
@@ -76,7 +80,7 @@ pub(super) fn turn(prepared: &Prepared, bench: Bench<'_>) -> Result<Turn, TurnEr
     }
     drop(lse);
     let kept: usize = session.cache.lens().iter().sum();
-    let kv_bytes_live = bench.arena.live_bytes(Label::Kv);
+    let kv_bytes_live = bench.arena.live_bytes(Label::Kv) + bench.arena.live_bytes(Label::KvFragmentation);
 
     let late = session.decode(&mut turn)?;
     if let Some(truth) = bench.truth {
@@ -95,9 +99,9 @@ pub(super) fn turn(prepared: &Prepared, bench: Bench<'_>) -> Result<Turn, TurnEr
             budget_tokens: prepared.budget_tokens,
             kept_fraction: kept as f64 / (shape.lists() * context) as f64,
             evicted_tokens: session.evicted_tokens,
-            kv_bytes_dense: (shape.lists() * context.div_ceil(PAGE_TOKENS)) as u64 * shape.page_bytes(),
+            kv_bytes_dense: (shape.lists() * shape.pages(context)) as u64 * shape.page_bytes(),
             kv_bytes_live,
-            kv_bytes_peak: bench.arena.usage().peak.get(&Label::Kv).copied().unwrap_or(0),
+            kv_bytes_peak: session.cache.most_pages() as u64 * shape.page_bytes(),
             needle_recall: needle_recall(cell, bench, &late),
             attention_mass_kept: late.attention_mass(cell, truth),
             tie_rate: session.tie_rate,
@@ -174,7 +178,7 @@ impl<'a> Session<'a> {
         let scores = scores.expect("a policy with a scorer gives scores");
         let (evict_ns, selection) = timed(|| -> Result<_, TurnError> {
             let selection = self.select(policy, &scores, shape.kv_len)?;
-            self.keep(&selection);
+            self.keep(&selection)?;
             Ok(selection)
         });
         let selection = selection?;
@@ -214,7 +218,7 @@ impl<'a> Session<'a> {
         let shape = cell.shape();
         let kv = bench.dense(cell.context_tokens)?;
         let sums = self.column_sums(&bench.forward(cell, shape, &kv), lse)?;
-        Ok(Some(self.add_attention(sums, shape.kv_len)))
+        Ok(Some(self.add_attention(sums, shape.kv_len)?))
     }
 
     fn column_sums(&self, call: &Forward<'_>, lse: &[f32]) -> Result<Buffer<f32>, TurnError> {
@@ -225,13 +229,13 @@ impl<'a> Session<'a> {
         Ok(sums)
     }
 
-    fn add_attention(&mut self, mut sums: Buffer<f32>, kv_len: usize) -> Buffer<f32> {
+    fn add_attention(&mut self, mut sums: Buffer<f32>, kv_len: usize) -> Result<Buffer<f32>, TurnError> {
         for (list, sums) in sums.chunks_mut(kv_len).enumerate() {
-            self.cache.add_attention(list, sums);
+            self.cache.add_attention(list, sums)?;
             let len = self.cache.lens()[list];
             sums[..len].iter_mut().enumerate().for_each(|(slot, sum)| *sum = self.cache.attention(list, slot));
         }
-        sums
+        Ok(sums)
     }
 
     fn select(&self, policy: &Policy, scores: &Scored, kv_len: usize) -> Result<Selection, TurnError> {
@@ -241,13 +245,14 @@ impl<'a> Session<'a> {
     }
 
     /// Shrinks every list to what was selected.
-    fn keep(&mut self, selection: &Selection) {
+    fn keep(&mut self, selection: &Selection) -> Result<(), TurnError> {
         for list in 0..self.cache.shape().lists() {
             let kept = selection.kept(list);
             self.evicted_tokens += (self.cache.lens()[list] - kept.len()) as u64;
-            self.cache.retain(list, kept.iter().map(|&slot| slot as usize));
+            self.cache.retain(list, kept.iter().map(|&slot| slot as usize))?;
         }
         self.cache.release();
+        Ok(())
     }
 
     /// Decodes the new tokens one by one; adds the mean times of a step and of what the schedule costs.
@@ -309,7 +314,7 @@ impl<'a> Session<'a> {
             let shape = Shape { q_len: 1, kv_len, ..cell.shape() };
             let q = bench.workload.q.view().tokens(end - 1..end);
             let sums = self.column_sums(&Forward { shape, params, q, kv: &self.cache, cpu: bench.cpu }, step_lse)?;
-            Some(self.add_attention(sums, kv_len))
+            Some(self.add_attention(sums, kv_len)?)
         } else {
             None
         };
@@ -335,24 +340,25 @@ impl<'a> Session<'a> {
         let scores = policy.score(&context)?.expect("a policy with a scorer gives scores");
         if policy.schedule == Schedule::Delayed {
             let window = policy.scorer.as_ref().map_or(0, |scorer| scorer.protect(budget_tokens).window);
-            self.judge_leaving(&scores, kv_len, window);
+            self.judge_leaving(&scores, kv_len, window)?;
         } else {
             let selection = self.select(policy, &scores, kv_len)?;
-            self.keep(&selection);
+            self.keep(&selection)?;
         }
         Ok(())
     }
 
     /// Drops, in each list, the token that has just left the window if it scores below the threshold of prefill.
-    fn judge_leaving(&mut self, scores: &Scored, kv_len: usize, window: usize) {
+    fn judge_leaving(&mut self, scores: &Scored, kv_len: usize, window: usize) -> Result<(), TurnError> {
         for list in 0..self.cache.shape().lists() {
             let len = self.cache.lens()[list];
             let Some(slot) = len.checked_sub(window + 1) else { continue };
             if scores.values[list * kv_len + slot] < self.thresholds[list / self.cache.shape().kv_heads] {
-                self.cache.retain(list, (0..len).filter(|&other| other != slot));
+                self.cache.retain_ranges(list, [0..slot, slot + 1..len])?;
                 self.evicted_tokens += 1;
             }
         }
         self.cache.release();
+        Ok(())
     }
 }
