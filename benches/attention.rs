@@ -8,7 +8,7 @@ use criterion::{BenchmarkGroup, Criterion, SamplingMode, Throughput, criterion_g
 use kvsieve::attention::{
     Backward, DenseKv, Forward, Gradients, Inputs, KvRows, Outputs, Params, Shape, Workspace, export, kernel,
 };
-use kvsieve::cache::{CacheShape, PagedCache};
+use kvsieve::cache::{CacheShape, PAGE_TOKENS, PagedCache};
 use kvsieve::device::{Cpu, probe};
 use kvsieve::memory::{Arena, Label};
 use kvsieve::tensor::{DType, Tensor};
@@ -209,7 +209,8 @@ fn decode(criterion: &mut Criterion) {
 fn paged(arena: &Arena, shape: Shape, k: &Tensor, v: &Tensor) -> PagedCache {
     let Shape { batch, kv_heads, kv_len, head_dim, .. } = shape;
     let dtype = k.dtype();
-    let shape = CacheShape { batch, kv_heads, head_dim, dtype, max_tokens: kv_len, with_attention: false };
+    let shape =
+        CacheShape { batch, kv_heads, head_dim, dtype, max_tokens: kv_len, page_tokens: PAGE_TOKENS, columns: &[] };
     let mut cache = PagedCache::new(arena, shape).unwrap();
     cache.append(k.view(), v.view(), 0..kv_len).unwrap();
     cache

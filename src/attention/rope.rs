@@ -18,6 +18,15 @@ impl Frequencies {
     pub fn rad_per_token(&self) -> &[f64] {
         &self.0
     }
+
+    /// Sine and cosine of every pair's angle at a position.
+    fn sin_cos(&self, position: f64) -> impl ExactSizeIterator<Item = (f32, f32)> {
+        self.0.iter().map(move |frequency| {
+            // In f64: at a million tokens an f32 angle of the fastest pair would be off by several hundredths.
+            let (sin, cos) = (position * frequency).sin_cos();
+            (sin as f32, cos as f32)
+        })
+    }
 }
 
 /// Rotates one row of `D` channels, as they were before RoPE, to `position`.
@@ -36,13 +45,32 @@ pub fn unrotate(row: &mut [f32], position: usize, frequencies: &Frequencies) {
     turn(row, -(position as f64), frequencies);
 }
 
+/// Sines and cosines of a turn by some tokens, for many rows that turn alike.
+pub struct Rotation(Vec<(f32, f32)>);
+
+impl Rotation {
+    /// The turn of a row that moves by `tokens` positions; a negative number turns back.
+    pub fn new(frequencies: &Frequencies, tokens: i64) -> Self {
+        Rotation(frequencies.sin_cos(tokens as f64).collect())
+    }
+
+    /// Turns one row of `D` channels.
+    ///
+    /// # Panics
+    /// When the row is not as long as the frequencies say.
+    pub fn turn(&self, row: &mut [f32]) {
+        turn_pairs(row, self.0.iter().copied());
+    }
+}
+
 fn turn(row: &mut [f32], position: f64, frequencies: &Frequencies) {
-    assert_eq!(row.len(), 2 * frequencies.0.len(), "a row has two channels for each frequency");
-    let (first, second) = row.split_at_mut(frequencies.0.len());
-    for ((x, y), frequency) in first.iter_mut().zip(second).zip(&frequencies.0) {
-        // In f64: at a million tokens an f32 angle of the fastest pair would be off by several hundredths.
-        let (sin, cos) = (position * frequency).sin_cos();
-        let (sin, cos) = (sin as f32, cos as f32);
+    turn_pairs(row, frequencies.sin_cos(position));
+}
+
+fn turn_pairs(row: &mut [f32], sin_cos: impl ExactSizeIterator<Item = (f32, f32)>) {
+    assert_eq!(row.len(), 2 * sin_cos.len(), "a row has two channels for each frequency");
+    let (first, second) = row.split_at_mut(sin_cos.len());
+    for ((x, y), (sin, cos)) in first.iter_mut().zip(second).zip(sin_cos) {
         (*x, *y) = (*x * cos - *y * sin, *y * cos + *x * sin);
     }
 }
@@ -88,6 +116,10 @@ mod tests {
             let here = dot(&rotated(&q, position + distance, &frequencies), &rotated(&k, position, &frequencies));
             let at_start = dot(&rotated(&q, distance, &frequencies), &k);
             prop_assert!((here - at_start).abs() < 1e-3, "{here} {at_start}");
+            Rotation::new(&frequencies, distance as i64).turn(&mut turned);
+            let further = rotated(&q, position + distance, &frequencies);
+            prop_assert!(turned.iter().zip(&further).all(|(a, b)| (a - b).abs() < 1e-4), "{turned:?} {further:?}");
+            Rotation::new(&frequencies, -(distance as i64)).turn(&mut turned);
             unrotate(&mut turned, position, &frequencies);
             for (back, original) in turned.iter().zip(&q) {
                 prop_assert!((back - original).abs() < 1e-5);

@@ -1,27 +1,59 @@
 //! The KV cache: pages of tokens, one page list per (sequence, KV head), memory that really shrinks.
 //!
-//! A page holds the keys and values of [`PAGE_TOKENS`] tokens of one head. Heads may keep different tokens: eviction
-//! compacts each head's list in place and gives the pages behind it back to the pool, and the pool gives whole slabs
-//! of free pages back to the arena. The arena's label `kv` counts pages in use, `kv_slack` pages that the pool holds
-//! free (less than one slab after [`PagedCache::release`]), `metadata` positions and page tables.
+//! A page holds the keys and values of [`CacheShape::page_tokens`] tokens of one head. Heads may keep different tokens:
+//! eviction compacts each head's list in place and gives the pages behind it back to the pool, and the pool gives
+//! whole slabs of free pages back to the arena. Sequences may share pages ([`PagedCache::fork`]); a shared page is
+//! copied when one of them changes it. The arena's labels say what each byte is for: `kv` is tokens that are there,
+//! `kv_fragmentation` the empty places of pages in use, `kv_slack` pages that the pool holds free (less than one slab
+//! after [`PagedCache::release`]), `page_table` page tables and reference counts, `metadata` positions, `policy` the
+//! columns.
 
 mod paged;
 mod pool;
+mod retain;
+mod slab;
+#[cfg(test)]
+mod tests;
+mod token;
 
 pub use paged::PagedCache;
 
 use crate::memory::{Label, LabelBytes};
 use crate::tensor::DType;
 
-/// Tokens of a page.
+/// Tokens of a page where nothing else is asked for.
 pub const PAGE_TOKENS: usize = 16;
-/// Pages that are taken from the arena together.
+/// Most tokens of a page.
+pub const MOST_PAGE_TOKENS: usize = 1024;
+/// Most pages that are taken from the arena together: one free mask is one `u64`.
 const SLAB_PAGES: usize = 64;
+/// Tokens that are taken from the arena together, about.
+const SLAB_TOKENS: usize = 1024;
+
+/// A number that each token may carry.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Column {
+    /// Attention that the token has received so far (for policies that accumulate it, as H2O, arXiv 2306.14048);
+    /// begins at 0.
+    Attention,
+    /// Tokens that the token stands for: how much was merged into it (as DMC, arXiv 2403.09636); begins at 1.
+    Weight,
+}
+
+impl Column {
+    /// What a token begins with.
+    pub fn initial(self) -> f32 {
+        match self {
+            Column::Attention => 0.0,
+            Column::Weight => 1.0,
+        }
+    }
+}
 
 /// What a cache holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CacheShape {
-    /// Sequences.
+    /// Sequences. The layers of a model fold into them: sequence `b` of layer `l` is `l * B + b`.
     pub batch: usize,
     /// KV heads.
     pub kv_heads: usize,
@@ -31,8 +63,10 @@ pub struct CacheShape {
     pub dtype: DType,
     /// Most tokens that one head will hold at a time: the length of its page table.
     pub max_tokens: usize,
-    /// Whether each token carries the attention it has received (for policies that accumulate it).
-    pub with_attention: bool,
+    /// Tokens of a page, `1 ..= MOST_PAGE_TOKENS`; usually [`PAGE_TOKENS`].
+    pub page_tokens: usize,
+    /// What each token carries besides its key, value and position; 4 bytes each.
+    pub columns: &'static [Column],
 }
 
 impl CacheShape {
@@ -48,22 +82,36 @@ impl CacheShape {
 
     /// Bytes of one page.
     pub fn page_bytes(&self) -> u64 {
-        PAGE_TOKENS as u64 * self.token_bytes()
+        self.page_tokens as u64 * self.token_bytes()
     }
 
-    /// Bytes by label of a cache whose lists hold `pages` pages in all, at most `most_pages` of them at any moment
-    /// since the last release: what the arena will show.
-    pub fn bytes(&self, pages: usize, most_pages: usize) -> LabelBytes {
-        let slabs = most_pages.max(pages).div_ceil(SLAB_PAGES);
-        let held = (slabs * SLAB_PAGES * PAGE_TOKENS) as u64;
-        let kv = pages as u64 * self.page_bytes();
-        let table = 4 * (self.lists() * self.max_tokens.div_ceil(PAGE_TOKENS)) as u64;
-        let attention = if self.with_attention { 4 * held } else { 0 };
+    /// Pages of a list of so many tokens.
+    pub fn pages(&self, tokens: usize) -> usize {
+        tokens.div_ceil(self.page_tokens)
+    }
+
+    /// Pages that are taken from the arena together: about 1024 tokens, at most 64 pages.
+    pub fn slab_pages(&self) -> usize {
+        (SLAB_TOKENS / self.page_tokens).clamp(1, SLAB_PAGES)
+    }
+
+    /// Bytes by label of a cache whose lists hold `lens` tokens and share no pages, and that had at most `most_pages`
+    /// pages in use at any moment since the last release: what the arena will show.
+    pub fn bytes(&self, lens: impl IntoIterator<Item = usize>, most_pages: usize) -> LabelBytes {
+        let (tokens, pages) =
+            lens.into_iter().fold((0, 0), |(tokens, pages), len| (tokens + len, pages + self.pages(len)));
+        let slabs = most_pages.max(pages).div_ceil(self.slab_pages());
+        let held_pages = (slabs * self.slab_pages()) as u64;
+        let held_tokens = held_pages * self.page_tokens as u64;
+        let table = (self.lists() * self.pages(self.max_tokens)) as u64;
+        let (kv, used) = (tokens as u64 * self.token_bytes(), pages as u64 * self.page_bytes());
         LabelBytes::from([
             (Label::Kv, kv),
-            (Label::KvSlack, held * self.token_bytes() - kv),
-            (Label::Metadata, table + 4 * held),
-            (Label::Policy, attention),
+            (Label::KvFragmentation, used - kv),
+            (Label::KvSlack, held_pages * self.page_bytes() - used),
+            (Label::PageTable, 4 * (table + held_pages)),
+            (Label::Metadata, 4 * held_tokens),
+            (Label::Policy, 4 * held_tokens * self.columns.len() as u64),
         ])
     }
 }

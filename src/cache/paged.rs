@@ -1,22 +1,26 @@
-//! Page lists over the pool: append, read, evict.
+//! Page lists over the pool: append, share, give back, and the rows that kernels read.
 
-use super::pool::{PageId, PagePool};
-use super::{CacheShape, PAGE_TOKENS};
+use super::CacheShape;
+use super::pool::{PageId, PagePool, slab_of};
 use crate::attention::KvRows;
 use crate::memory::{Arena, ArenaError, Buffer, Label};
 use crate::tensor::{DType, Rows, TensorView};
+use std::collections::HashMap;
 use std::ops::Range;
 
-/// Most pages that are looked up to find rows that lie evenly.
-const MOST_PAGES: usize = 16;
+/// Rows for which pages are looked up to find those that lie evenly: as many as `decode` reads at a time.
+const RUN_TOKENS: usize = 256;
+/// Rows that are converted at a time.
+const APPEND_TOKENS: usize = 16;
 
 /// A cache of keys and values in pages, one list of pages per (sequence, KV head).
 pub struct PagedCache {
-    shape: CacheShape,
-    pool: PagePool,
-    /// `[B * Hkv, max_tokens / PAGE_TOKENS]` page numbers.
+    pub(super) shape: CacheShape,
+    pub(super) pool: PagePool,
+    /// `[B * Hkv, pages of max_tokens]` page numbers.
     table: Buffer<PageId>,
-    lens: Vec<usize>,
+    table_len: usize,
+    pub(super) lens: Vec<usize>,
 }
 
 impl PagedCache {
@@ -24,9 +28,17 @@ impl PagedCache {
     ///
     /// # Errors
     /// When the arena has no room for the page tables.
+    ///
+    /// # Panics
+    /// When `page_tokens` is not in `1 ..= MOST_PAGE_TOKENS`, or a column is named twice.
     pub fn new(arena: &Arena, shape: CacheShape) -> Result<Self, ArenaError> {
-        let table = arena.alloc(Label::Metadata, shape.lists() * shape.max_tokens.div_ceil(PAGE_TOKENS))?;
-        Ok(PagedCache { shape, pool: PagePool::new(shape, arena), table, lens: vec![0; shape.lists()] })
+        let most = super::MOST_PAGE_TOKENS;
+        assert!((1..=most).contains(&shape.page_tokens), "pages of 1 to {most} tokens, not {}", shape.page_tokens);
+        let named_twice = |(index, column)| shape.columns[..index].contains(column);
+        assert!(!shape.columns.iter().enumerate().any(named_twice), "a column of {:?} is named twice", shape.columns);
+        let table_len = shape.pages(shape.max_tokens);
+        let table = arena.alloc(Label::PageTable, shape.lists() * table_len)?;
+        Ok(PagedCache { shape, pool: PagePool::new(shape, arena), table, table_len, lens: vec![0; shape.lists()] })
     }
 
     /// What the cache holds.
@@ -34,9 +46,9 @@ impl PagedCache {
         &self.shape
     }
 
-    /// Number of the list of `(batch, KV head)`.
-    pub fn list(&self, batch: usize, head: usize) -> usize {
-        batch * self.shape.kv_heads + head
+    /// Number of the list of `(sequence, KV head)`.
+    pub fn list(&self, sequence: usize, head: usize) -> usize {
+        sequence * self.shape.kv_heads + head
     }
 
     /// Tokens in each list, `[B * Hkv]`.
@@ -49,139 +61,236 @@ impl PagedCache {
         self.lens.iter().copied().max().unwrap_or(0)
     }
 
-    /// Pages in use.
+    /// Pages in use; one that several lists share counts once.
     pub fn pages(&self) -> usize {
-        self.pool.used()
+        self.pool.pages()
+    }
+
+    /// Most pages that were in use at any moment so far.
+    pub fn most_pages(&self) -> usize {
+        self.pool.most_pages()
     }
 
     /// Appends the tokens `range` of `k` and `v` `[B, Hkv, L, D]` to every list; a token's position is its index.
     ///
     /// # Errors
-    /// When the arena has no room.
+    /// When the arena has no room; the cache then holds what it held before.
     ///
     /// # Panics
     /// When a list would grow past `max_tokens`.
     pub fn append<'a>(&mut self, k: TensorView<'a>, v: TensorView<'a>, range: Range<usize>) -> Result<(), ArenaError> {
-        let mut rows = vec![0.0; PAGE_TOKENS * self.shape.head_dim];
-        for batch in 0..self.shape.batch {
-            for head in 0..self.shape.kv_heads {
-                let list = self.list(batch, head);
-                let mut next = range.start;
-                while next < range.end {
-                    let token = self.lens[list] % PAGE_TOKENS;
-                    if token == 0 {
-                        let page = self.pool.take()?;
-                        self.set_page(list, self.lens[list] / PAGE_TOKENS, page);
-                    }
-                    let page = self.page(list, self.lens[list] / PAGE_TOKENS);
-                    let count = (PAGE_TOKENS - token).min(range.end - next);
-                    let rows = &mut rows[..count * self.shape.head_dim];
-                    for (part, tensor) in [k, v].into_iter().enumerate() {
-                        tensor.read_rows(batch, head, next, rows);
-                        self.shape.dtype.encode(rows, self.pool.rows_mut(page, part, token, count));
-                    }
-                    for offset in 0..count {
-                        self.pool.set_position(page, token + offset, (next + offset) as u32);
-                        self.pool.set_attention(page, token + offset, 0.0);
-                    }
-                    self.lens[list] += count;
-                    next += count;
-                }
-            }
+        let pages = (0..self.shape.lists()).map(|list| self.pages_to_append(list, range.len())).sum();
+        self.pool.reserve(pages)?;
+        (0..self.shape.batch).try_for_each(|sequence| self.append_sequence(sequence, k, v, sequence, range.clone()))
+    }
+
+    /// Appends the tokens `range` of sequence `source_batch` of `k` and `v` `[_, Hkv, L, D]` to the lists of one
+    /// sequence; a token's position is its index.
+    ///
+    /// # Errors
+    /// When the arena has no room; the cache then holds what it held before.
+    ///
+    /// # Panics
+    /// When a list would grow past `max_tokens`.
+    pub fn append_sequence<'a>(
+        &mut self,
+        sequence: usize,
+        k: TensorView<'a>,
+        v: TensorView<'a>,
+        source_batch: usize,
+        range: Range<usize>,
+    ) -> Result<(), ArenaError> {
+        let lists = self.lists_of(sequence);
+        let pages = lists.clone().map(|list| self.pages_to_append(list, range.len())).sum();
+        self.pool.reserve(pages)?;
+        for (head, list) in lists.enumerate() {
+            self.extend(list, [k, v], [source_batch, head], range.clone());
         }
+        self.pool.tell();
         Ok(())
     }
 
-    /// Keeps the tokens of a list whose slots are in `keep` (ascending, unique) and gives pages behind them back.
-    /// Works in place, front to back: no second copy of anything.
+    /// Gives the empty sequence `to` the tokens of `from`. Both share the pages, until one of them changes a page: then
+    /// that one gets its own copy.
     ///
     /// # Panics
-    /// When `keep` is not ascending or names a slot that is not there.
-    pub fn retain(&mut self, list: usize, keep: impl IntoIterator<Item = usize>) {
-        let mut kept = 0;
-        let mut least = 0;
-        for slot in keep {
-            assert!(slot >= least && slot < self.lens[list], "slots to keep must ascend and exist");
-            least = slot + 1;
-            if slot != kept {
-                self.pool.copy_token(self.token(list, slot), self.token(list, kept));
+    /// When `to` is not empty.
+    pub fn fork(&mut self, from: usize, to: usize) {
+        for (source, target) in self.lists_of(from).zip(self.lists_of(to)) {
+            assert_eq!(self.lens[target], 0, "a fork's target must be empty; free sequence {to} first");
+            for index in 0..self.shape.pages(self.lens[source]) {
+                let page = self.page(source, index);
+                self.pool.share(page);
+                self.set_page(target, index, page);
             }
-            kept += 1;
+            self.lens[target] = self.lens[source];
         }
-        for index in kept.div_ceil(PAGE_TOKENS)..self.lens[list].div_ceil(PAGE_TOKENS) {
-            self.pool.give(self.page(list, index));
+    }
+
+    /// Takes all tokens from a sequence; pages that no other sequence shares go back to the pool.
+    pub fn free(&mut self, sequence: usize) {
+        for list in self.lists_of(sequence) {
+            self.truncate_pages(list, 0);
+            self.lens[list] = 0;
         }
-        self.lens[list] = kept;
+        self.pool.tell();
     }
 
     /// Gives memory that no page needs back to the arena, moving pages together where that empties a slab.
     pub fn release(&mut self) {
-        let spare = self.pool.spare_slabs();
+        let Some(spare) = self.pool.close_spare_slabs() else { return };
+        // Where pages went that other lists hold too.
+        let mut shared = HashMap::new();
         for list in 0..self.shape.lists() {
-            for index in 0..self.lens[list].div_ceil(PAGE_TOKENS) {
+            let pages = self.shape.pages(self.lens[list]);
+            for index in 0..pages {
                 let page = self.page(list, index);
-                if PagePool::lies_in(page, &spare) {
-                    let moved = self.pool.move_out(page, &spare);
-                    self.set_page(list, index, moved);
+                if !spare[slab_of(page)] {
+                    continue;
                 }
+                let moved = shared.get(&page).copied().unwrap_or_else(|| {
+                    let follow = (index..pages).take(super::SLAB_PAGES);
+                    let wanted = follow.take_while(|&index| spare[slab_of(self.page(list, index))]).count();
+                    let moved = self.pool.move_out(page, self.page_before(list, index), wanted);
+                    if self.pool.is_shared(moved) {
+                        shared.insert(page, moved);
+                    }
+                    moved
+                });
+                self.set_page(list, index, moved);
             }
         }
         self.pool.drop_slabs(&spare);
     }
 
-    /// Position in its sequence of the token in a slot.
+    /// Position of the token in a slot: its index where it was appended from, or what [`PagedCache::rerotate`] made of
+    /// it.
+    ///
+    /// # Panics
+    /// When the slot is empty.
     pub fn position(&self, list: usize, slot: usize) -> usize {
-        let (page, token) = self.token(list, slot);
-        self.pool.position(page, token) as usize
+        let (slab, place) = self.at(list, slot);
+        slab.positions[place] as usize
     }
 
-    /// Attention that the token in a slot has received, as far as it was added.
-    pub fn attention(&self, list: usize, slot: usize) -> f32 {
-        let (page, token) = self.token(list, slot);
-        self.pool.attention(page, token)
+    /// The lists of a sequence.
+    fn lists_of(&self, sequence: usize) -> Range<usize> {
+        assert!(sequence < self.shape.batch, "sequence {sequence} of {}", self.shape.batch);
+        self.list(sequence, 0)..self.list(sequence + 1, 0)
     }
 
-    /// Adds attention `[len]` to the tokens of a list, slot by slot.
-    pub fn add_attention(&mut self, list: usize, received: &[f32]) {
-        for (slot, value) in received.iter().enumerate().take(self.lens[list]) {
-            let (page, token) = self.token(list, slot);
-            let sum = self.pool.attention(page, token) + value;
-            self.pool.set_attention(page, token, sum);
+    /// Pages that `count` more tokens need: new ones, and a copy of the last one if it is shared.
+    fn pages_to_append(&self, list: usize, count: usize) -> usize {
+        let len = self.lens[list];
+        let (last, begun) = (len / self.shape.page_tokens, !len.is_multiple_of(self.shape.page_tokens));
+        let copied = count > 0 && begun && self.pool.is_shared(self.page(list, last));
+        self.shape.pages(len + count) - self.shape.pages(len) + usize::from(copied)
+    }
+
+    /// Appends rows of head `at` of `sources` to a list; the pages are reserved.
+    fn extend(&mut self, list: usize, sources: [TensorView<'_>; 2], at: [usize; 2], range: Range<usize>) {
+        let (page_tokens, width) = (self.shape.page_tokens, self.shape.head_dim);
+        let end = self.lens[list] + range.len();
+        assert!(end <= self.shape.max_tokens, "a list of {end} tokens, but max_tokens is {}", self.shape.max_tokens);
+        let mut rows = vec![0.0; APPEND_TOKENS * width];
+        let mut next = range.start;
+        while next < range.end {
+            let (index, token) = (self.lens[list] / page_tokens, self.lens[list] % page_tokens);
+            let page = if token == 0 {
+                let page = self.pool.take(self.page_before(list, index), (range.end - next).div_ceil(page_tokens));
+                self.set_page(list, index, page);
+                page
+            } else {
+                self.own(list, index)
+            };
+            let count = (page_tokens - token).min(range.end - next).min(APPEND_TOKENS);
+            let (slab, place) = self.pool.at_mut(page, token);
+            for (part, source) in sources.into_iter().enumerate() {
+                source.read_rows(at[0], at[1], next, &mut rows[..count * width]);
+                self.shape.dtype.encode(&rows[..count * width], slab.rows_mut(part, place, count));
+            }
+            let positions = slab.positions[place..place + count].iter_mut();
+            positions.zip(next..).for_each(|(position, next)| *position = next as u32);
+            for (column, values) in self.shape.columns.iter().zip(&mut slab.columns) {
+                values[place..place + count].fill(column.initial());
+            }
+            self.pool.count(count, 0);
+            self.lens[list] += count;
+            next += count;
         }
     }
 
-    fn token(&self, list: usize, slot: usize) -> (PageId, usize) {
-        (self.page(list, slot / PAGE_TOKENS), slot % PAGE_TOKENS)
+    /// Makes a page of a list its own, so that it may be written: the page itself, or a copy of a shared one. The page
+    /// for the copy is reserved.
+    pub(super) fn own(&mut self, list: usize, index: usize) -> PageId {
+        let page = self.page(list, index);
+        if !self.pool.is_shared(page) {
+            return page;
+        }
+        let tokens = self.page_len(list, index);
+        let copy = self.pool.take(self.page_before(list, index), 1);
+        self.pool.copy((page, 0), (copy, 0), tokens);
+        self.pool.count(tokens, 0);
+        self.pool.give(page, tokens);
+        self.set_page(list, index, copy);
+        copy
     }
 
-    fn page(&self, list: usize, index: usize) -> PageId {
-        self.table[self.table_index(list, index)]
+    /// Makes pages of a list its own.
+    ///
+    /// # Errors
+    /// When the arena has no room for copies; nothing is changed then.
+    pub(super) fn own_pages(&mut self, list: usize, pages: Range<usize>) -> Result<(), ArenaError> {
+        let shared = pages.clone().filter(|&index| self.pool.is_shared(self.page(list, index))).count();
+        if shared > 0 {
+            self.pool.reserve(shared)?;
+            pages.for_each(|index| _ = self.own(list, index));
+        }
+        Ok(())
+    }
+
+    /// Gives the pages of a list from `first` on back.
+    pub(super) fn truncate_pages(&mut self, list: usize, first: usize) {
+        for index in first..self.shape.pages(self.lens[list]) {
+            self.pool.give(self.page(list, index), self.page_len(list, index));
+        }
+    }
+
+    /// Tokens in a page of a list.
+    fn page_len(&self, list: usize, index: usize) -> usize {
+        (self.lens[list] - index * self.shape.page_tokens).min(self.shape.page_tokens)
+    }
+
+    pub(super) fn page(&self, list: usize, index: usize) -> PageId {
+        self.table[list * self.table_len + index]
+    }
+
+    fn page_before(&self, list: usize, index: usize) -> Option<PageId> {
+        index.checked_sub(1).map(|before| self.page(list, before))
     }
 
     fn set_page(&mut self, list: usize, index: usize, page: PageId) {
-        let at = self.table_index(list, index);
-        self.table[at] = page;
+        self.table[list * self.table_len + index] = page;
     }
 
+    /// Where the slots from `start` on lie: page, place in it, and how many slots, at most `most`, lie behind one
+    /// another.
     #[inline]
-    fn table_index(&self, list: usize, index: usize) -> usize {
-        let columns = self.shape.max_tokens.div_ceil(PAGE_TOKENS);
-        assert!(index < columns, "a list grew past {} tokens", self.shape.max_tokens);
-        list * columns + index
+    pub(super) fn run(&self, list: usize, start: usize, most: usize) -> (PageId, usize, usize) {
+        let page_tokens = self.shape.page_tokens;
+        let token = start % page_tokens;
+        let from = list * self.table_len + start / page_tokens;
+        let pages = &self.table[from..][..(token + most).div_ceil(page_tokens)];
+        let followers = pages.windows(2).take_while(|pair| PagePool::follows(pair[0], pair[1])).count();
+        (pages[0], token, ((1 + followers) * page_tokens - token).min(most))
     }
 
-    /// The rows of a list from `start` to the end of its page, and of pages after it that lie behind one another in
-    /// memory, as those of one append do.
+    /// The rows of a list from `start` on, as many as lie behind one another.
     #[inline]
     fn rows(&self, list: usize, part: usize, start: usize) -> Rows<'_> {
-        let left = self.lens[list] - start;
-        let token = start % PAGE_TOKENS;
-        let from = self.table_index(list, start / PAGE_TOKENS);
-        let pages = &self.table[from..][..(token + left).div_ceil(PAGE_TOKENS).min(MOST_PAGES)];
-        let followers = pages.windows(2).take_while(|pair| PagePool::follows(pair[0], pair[1])).count();
-        let count = ((1 + followers) * PAGE_TOKENS - token).min(left);
-        let bytes = self.pool.rows(pages[0], part, token, count);
-        Rows::contiguous(self.shape.dtype, bytes, [count, self.shape.head_dim])
+        let (page, token, count) = self.run(list, start, (self.lens[list] - start).min(RUN_TOKENS));
+        let (slab, place) = self.pool.at(page, token);
+        Rows::contiguous(self.shape.dtype, slab.rows(part, place, count), [count, self.shape.head_dim])
     }
 }
 
@@ -200,122 +309,5 @@ impl KvRows for PagedCache {
 
     fn value_rows(&self, batch: usize, head: usize, start: usize) -> Rows<'_> {
         self.rows(self.list(batch, head), 1, start)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::cache::SLAB_PAGES;
-    use crate::tensor::Tensor;
-    use proptest::prelude::*;
-
-    const WIDTH: usize = 3;
-
-    /// Key and value of a token, different for every list, position and part.
-    fn row(list: usize, position: usize, part: usize) -> [f32; WIDTH] {
-        [0, 1, 2].map(|d| (list * 1_000_000 + position * 10 + part * 5 + d) as f32)
-    }
-
-    fn tensor(arena: &Arena, lists: usize, tokens: usize, part: usize) -> Tensor {
-        let values: Vec<f32> =
-            (0..lists).flat_map(|list| (0..tokens).flat_map(move |token| row(list, token, part))).collect();
-        Tensor::from_f32(arena, Label::Input, DType::F32, [1, lists, tokens, WIDTH], &values).unwrap()
-    }
-
-    proptest! {
-        /// A cache under random appends, evictions and releases holds what a plain list of positions says, and the
-        /// arena counts exactly the pages that are in use.
-        #[test]
-        fn the_cache_agrees_with_a_plain_model(
-            steps in prop::collection::vec((0usize..3, 1usize..900, any::<u64>()), 1..12),
-        ) {
-            let (arena, tokens, lists) = (Arena::unlimited(), 12_000, 2);
-            let (k, v) = (tensor(&arena, lists, tokens, 0), tensor(&arena, lists, tokens, 1));
-            let shape = CacheShape { batch: 1, kv_heads: lists, head_dim: WIDTH, dtype: DType::F32, max_tokens: tokens, with_attention: true };
-            let mut cache = PagedCache::new(&arena, shape).unwrap();
-            let mut model: Vec<Vec<usize>> = vec![Vec::new(); lists];
-            let mut next = 0;
-            for (action, count, seed) in steps {
-                match action {
-                    0 => {
-                        cache.append(k.view(), v.view(), next..next + count).unwrap();
-                        model.iter_mut().for_each(|list| list.extend(next..next + count));
-                        next += count;
-                    }
-                    1 => {
-                        for (list, positions) in model.iter_mut().enumerate() {
-                            let keep = |slot: usize| (slot as u64 * 0x9E37_79B9 + seed + list as u64) % 7 < seed % 7;
-                            let slots: Vec<usize> = (0..positions.len()).filter(|&slot| keep(slot)).collect();
-                            *positions = slots.iter().map(|&slot| positions[slot]).collect();
-                            cache.retain(list, slots);
-                        }
-                    }
-                    _ => {
-                        cache.release();
-                        let slack = arena.live_bytes(Label::KvSlack);
-                        prop_assert!(slack < SLAB_PAGES as u64 * shape.page_bytes(), "{slack} bytes of slack");
-                    }
-                }
-                let pages: usize = model.iter().map(|list| list.len().div_ceil(PAGE_TOKENS)).sum();
-                prop_assert_eq!(cache.pages(), pages);
-                prop_assert_eq!(arena.live_bytes(Label::Kv), pages as u64 * shape.page_bytes());
-                for (list, positions) in model.iter().enumerate() {
-                    prop_assert_eq!(cache.lens()[list], positions.len());
-                    let mut scratch = vec![0.0; positions.len() * WIDTH];
-                    if positions.is_empty() {
-                        continue;
-                    }
-                    let keys = cache.keys(0, list, 0, positions.len(), &mut scratch).to_vec();
-                    let values = cache.values(0, list, 0, positions.len(), &mut scratch);
-                    for (slot, &position) in positions.iter().enumerate() {
-                        prop_assert_eq!(cache.position(list, slot), position);
-                        prop_assert_eq!(&keys[slot * WIDTH..][..WIDTH], &row(list, position, 0));
-                        prop_assert_eq!(&values[slot * WIDTH..][..WIDTH], &row(list, position, 1));
-                    }
-                }
-            }
-            drop(cache);
-            prop_assert_eq!(arena.usage().live.keys().copied().collect::<Vec<_>>(), [Label::Input]);
-        }
-    }
-
-    #[test]
-    fn the_predicted_bytes_are_what_the_arena_shows() {
-        for (tokens, dtype, with_attention) in
-            [(1, DType::F32, false), (1500, DType::Bf16, true), (5000, DType::F16, false)]
-        {
-            let arena = Arena::unlimited();
-            let (k, v) = (tensor(&arena, 3, tokens, 0), tensor(&arena, 3, tokens, 1));
-            let before = arena.usage().live_bytes;
-            let shape =
-                CacheShape { batch: 1, kv_heads: 3, head_dim: WIDTH, dtype, max_tokens: tokens, with_attention };
-            let mut cache = PagedCache::new(&arena, shape).unwrap();
-            cache.append(k.view(), v.view(), 0..tokens).unwrap();
-            let predicted: u64 = shape.bytes(3 * tokens.div_ceil(PAGE_TOKENS), 0).values().sum();
-            assert_eq!(arena.usage().live_bytes - before, predicted);
-        }
-    }
-
-    #[test]
-    fn attention_moves_with_its_token() {
-        let arena = Arena::unlimited();
-        let (k, v) = (tensor(&arena, 1, 40, 0), tensor(&arena, 1, 40, 1));
-        let shape = CacheShape {
-            batch: 1,
-            kv_heads: 1,
-            head_dim: WIDTH,
-            dtype: DType::F32,
-            max_tokens: 40,
-            with_attention: true,
-        };
-        let mut cache = PagedCache::new(&arena, shape).unwrap();
-        cache.append(k.view(), v.view(), 0..40).unwrap();
-        let received: Vec<f32> = (0..40).map(|slot| slot as f32).collect();
-        cache.add_attention(0, &received);
-        cache.add_attention(0, &received);
-        cache.retain(0, [3, 20, 39]);
-        assert_eq!([0, 1, 2].map(|slot| cache.attention(0, slot)), [6.0, 40.0, 78.0]);
-        assert_eq!([0, 1, 2].map(|slot| cache.position(0, slot)), [3, 20, 39]);
     }
 }

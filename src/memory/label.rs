@@ -11,8 +11,12 @@ pub enum Label {
     Input,
     /// Keys and values that a token may still attend to.
     Kv,
-    /// Pages that a cache holds but that no token occupies.
+    /// Empty places of a cache's pages in use.
+    KvFragmentation,
+    /// Free pages that a cache holds.
     KvSlack,
+    /// Page tables of a cache, and how many lists hold each page.
+    PageTable,
     /// Outputs, log-sum-exps and gradients.
     Activations,
     /// Materialised score matrices, `[B, Hq, Lq, Lk]`.
@@ -21,16 +25,18 @@ pub enum Label {
     Workspace,
     /// Importance scores and statistics of an eviction policy.
     Policy,
-    /// Positions and page tables.
+    /// Positions of a cache's tokens.
     Metadata,
 }
 
 impl Label {
     /// Every label, in the order in which they are shown.
-    pub const ALL: [Label; 8] = [
+    pub const ALL: [Label; 10] = [
         Label::Input,
         Label::Kv,
+        Label::KvFragmentation,
         Label::KvSlack,
+        Label::PageTable,
         Label::Activations,
         Label::Scores,
         Label::Workspace,
@@ -43,7 +49,9 @@ impl Label {
         match self {
             Label::Input => "input",
             Label::Kv => "kv",
+            Label::KvFragmentation => "kv_fragmentation",
             Label::KvSlack => "kv_slack",
+            Label::PageTable => "page_table",
             Label::Activations => "activations",
             Label::Scores => "scores",
             Label::Workspace => "workspace",

@@ -12,6 +12,7 @@ mod plan;
 mod spec;
 mod synthetic;
 
+pub use crate::attention::rope;
 pub use file::FileSource;
 pub use spec::SyntheticSpec;
 

@@ -16,15 +16,16 @@ fn cache_shape(prepared: &Prepared) -> CacheShape {
         head_dim: cell.head_dim,
         dtype: cell.dtype,
         max_tokens: cell.context_tokens,
-        with_attention: false,
+        page_tokens: PAGE_TOKENS,
+        columns: &[],
     }
 }
 
 pub(super) fn predict(prepared: &Prepared, threads: usize) -> u64 {
     let cache = cache_shape(prepared);
-    let pages = cache.lists() * prepared.cell.context_tokens.div_ceil(PAGE_TOKENS);
+    let lens = std::iter::repeat_n(prepared.cell.context_tokens, cache.lists());
     let outputs = Outputs::bytes(&prepared.cell.shape(), prepared.cell.dtype);
-    cache.bytes(pages, pages).values().sum::<u64>() + outputs + prepared.workspace_bytes(threads)
+    cache.bytes(lens, 0).values().sum::<u64>() + outputs + prepared.workspace_bytes(threads)
 }
 
 pub(super) fn turn(prepared: &Prepared, bench: Bench<'_>) -> Result<Turn, TurnError> {

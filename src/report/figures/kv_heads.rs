@@ -83,8 +83,11 @@ fn comparable<'a>(data: &Data<'a>, measure: Measure, usable: impl Fn(&Record) ->
     records
 }
 
-/// Bytes of keys and values: as the arena counted them, else as a decode step read them.
+/// Bytes of the pages with keys and values: as the arena counted them, else as a decode step read them.
 fn kv_bytes(record: &Record) -> Option<u64> {
-    let counted = record.memory.as_ref().and_then(|memory| memory.peak_by_label.get(&Label::Kv).copied());
+    let counted = record.memory.as_ref().and_then(|memory| {
+        let peak = |label| memory.peak_by_label.get(&label).copied();
+        Some(peak(Label::Kv)? + peak(Label::KvFragmentation).unwrap_or(0))
+    });
     counted.or(record.work.as_ref().map(|work| work.kv_bytes_read)).filter(|bytes| *bytes > 0)
 }

@@ -12,10 +12,7 @@ pub(in crate::experiment::measure) fn predict(prepared: &Prepared, threads: usiz
     let cell = &prepared.cell;
     let (shape, params, cache) = (cell.shape(), cell.params(), cache_shape(prepared));
     let (lists, context, new) = (cache.lists(), cell.context_tokens, cell.new_tokens);
-    let held = |tokens: usize| {
-        let pages = lists * tokens.div_ceil(PAGE_TOKENS);
-        cache.bytes(pages, pages).values().sum::<u64>()
-    };
+    let held = |tokens: usize| cache.bytes(std::iter::repeat_n(tokens, lists), 0).values().sum::<u64>();
     let decode = kernel("decode").expect("the decode kernel is built in");
     let workspace = |shape: &Shape| decode.workspace(shape, &params, cell.dtype, threads).bytes();
     let lse_bytes = |shape: &Shape| 4 * shape.rows() as u64;

@@ -1,0 +1,72 @@
+//! A slab: the memory of some pages that are taken from the arena together.
+//!
+//! Keys of pages that follow one another are neighbours, and so are their values, so that a list whose pages follow
+//! one another is read, and moved, as one stream. Places in a slab are counted in tokens.
+
+use super::CacheShape;
+use crate::memory::{Arena, ArenaError, Buffer, Label};
+use std::ops::Range;
+
+pub(super) struct Slab {
+    /// `[2 (keys, values), slab_pages, page_tokens, D]`.
+    kv: Buffer<u8>,
+    /// `[slab_pages, page_tokens]`.
+    pub positions: Buffer<u32>,
+    /// One for each column of the shape, `[slab_pages, page_tokens]`.
+    pub columns: Vec<Buffer<f32>>,
+    /// Lists that hold each page.
+    pub refs: Buffer<u32>,
+    row_bytes: usize,
+}
+
+impl Slab {
+    pub fn allocate(arena: &Arena, shape: &CacheShape) -> Result<Self, ArenaError> {
+        let tokens = shape.slab_pages() * shape.page_tokens;
+        Ok(Slab {
+            kv: arena.alloc(Label::KvSlack, tokens * shape.token_bytes() as usize)?,
+            positions: arena.alloc(Label::Metadata, tokens)?,
+            columns: shape.columns.iter().map(|_| arena.alloc(Label::Policy, tokens)).collect::<Result<_, _>>()?,
+            refs: arena.alloc(Label::PageTable, shape.slab_pages())?,
+            row_bytes: shape.head_dim * shape.dtype.bytes(),
+        })
+    }
+
+    /// Raw keys (`part` 0) or values (`part` 1) of `count` tokens.
+    #[inline]
+    pub fn rows(&self, part: usize, token: usize, count: usize) -> &[u8] {
+        &self.kv[self.row_range(part, token, count)]
+    }
+
+    /// As [`Slab::rows`], to be written.
+    pub fn rows_mut(&mut self, part: usize, token: usize, count: usize) -> &mut [u8] {
+        let range = self.row_range(part, token, count);
+        &mut self.kv[range]
+    }
+
+    /// Moves `count` tokens with all that belongs to them; the places may overlap.
+    pub fn move_within(&mut self, from: usize, to: usize, count: usize) {
+        for part in 0..2 {
+            let (from, to) = (self.row_range(part, from, count), self.row_range(part, to, 0).start);
+            self.kv.copy_within(from, to);
+        }
+        self.positions.copy_within(from..from + count, to);
+        self.columns.iter_mut().for_each(|column| column.copy_within(from..from + count, to));
+    }
+
+    /// Copies `count` tokens of another slab with all that belongs to them.
+    pub fn copy_from(&mut self, source: &Slab, from: usize, to: usize, count: usize) {
+        for part in 0..2 {
+            self.rows_mut(part, to, count).copy_from_slice(source.rows(part, from, count));
+        }
+        self.positions[to..to + count].copy_from_slice(&source.positions[from..from + count]);
+        for (column, source) in self.columns.iter_mut().zip(&source.columns) {
+            column[to..to + count].copy_from_slice(&source[from..from + count]);
+        }
+    }
+
+    #[inline]
+    fn row_range(&self, part: usize, token: usize, count: usize) -> Range<usize> {
+        let start = (part * self.positions.len() + token) * self.row_bytes;
+        start..start + count * self.row_bytes
+    }
+}

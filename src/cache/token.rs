@@ -1,0 +1,183 @@
+//! Single tokens: what merging actions read and write, the numbers that tokens carry, and positions inside the cache.
+
+use super::slab::Slab;
+use super::{Column, PagedCache};
+use crate::attention::rope::{Frequencies, Rotation};
+use crate::memory::ArenaError;
+
+impl PagedCache {
+    /// The key in a slot, `[D]`.
+    ///
+    /// # Panics
+    /// When the slot is empty or `key` has another length.
+    pub fn read_key(&self, list: usize, slot: usize, key: &mut [f32]) {
+        self.read(list, slot, 0, key);
+    }
+
+    /// The value in a slot, `[D]`.
+    ///
+    /// # Panics
+    /// When the slot is empty or `value` has another length.
+    pub fn read_value(&self, list: usize, slot: usize, value: &mut [f32]) {
+        self.read(list, slot, 1, value);
+    }
+
+    /// Replaces the key in a slot, `[D]`, rounded to the cache's type.
+    ///
+    /// # Errors
+    /// When another sequence shares the page and the arena has no room for a copy.
+    ///
+    /// # Panics
+    /// When the slot is empty or `key` has another length.
+    pub fn write_key(&mut self, list: usize, slot: usize, key: &[f32]) -> Result<(), ArenaError> {
+        self.write(list, slot, 0, key)
+    }
+
+    /// Replaces the value in a slot, as [`PagedCache::write_key`].
+    ///
+    /// # Errors
+    /// As [`PagedCache::write_key`].
+    ///
+    /// # Panics
+    /// As [`PagedCache::write_key`].
+    pub fn write_value(&mut self, list: usize, slot: usize, value: &[f32]) -> Result<(), ArenaError> {
+        self.write(list, slot, 1, value)
+    }
+
+    /// What the token in a slot carries; what tokens begin with, if the cache does not keep the column.
+    ///
+    /// # Panics
+    /// When the slot is empty.
+    pub fn column(&self, list: usize, slot: usize, column: Column) -> f32 {
+        let (slab, place) = self.at(list, slot);
+        self.shape
+            .columns
+            .iter()
+            .position(|&kept| kept == column)
+            .map_or(column.initial(), |at| slab.columns[at][place])
+    }
+
+    /// Sets what the token in a slot carries.
+    ///
+    /// # Errors
+    /// As [`PagedCache::write_key`].
+    ///
+    /// # Panics
+    /// When the slot is empty or the cache does not keep the column.
+    pub fn set_column(&mut self, list: usize, slot: usize, column: Column, value: f32) -> Result<(), ArenaError> {
+        let at = self.kept(column);
+        let (slab, place) = self.at_mut(list, slot)?;
+        slab.columns[at][place] = value;
+        Ok(())
+    }
+
+    /// Attention that the token in a slot has received, as far as it was added.
+    ///
+    /// # Panics
+    /// When the slot is empty.
+    pub fn attention(&self, list: usize, slot: usize) -> f32 {
+        self.column(list, slot, Column::Attention)
+    }
+
+    /// Adds attention to the tokens of a list, slot by slot; numbers behind its last slot are not used.
+    ///
+    /// # Errors
+    /// When another sequence shares pages and the arena has no room for copies; nothing is added then.
+    ///
+    /// # Panics
+    /// When the cache does not keep [`Column::Attention`].
+    pub fn add_attention(&mut self, list: usize, received: &[f32]) -> Result<(), ArenaError> {
+        let at = self.kept(Column::Attention);
+        let received = &received[..received.len().min(self.lens[list])];
+        self.own_and_tell(list, 0, received.len())?;
+        let mut slot = 0;
+        while slot < received.len() {
+            let (page, token, count) = self.run(list, slot, received.len() - slot);
+            let (slab, place) = self.pool.at_mut(page, token);
+            let sums = &mut slab.columns[at][place..place + count];
+            sums.iter_mut().zip(&received[slot..]).for_each(|(sum, received)| *sum += received);
+            slot += count;
+        }
+        Ok(())
+    }
+
+    /// Turns the keys of a list from their positions to `0 .. len`, in place, and makes these the positions: the form of
+    /// StreamingLLM (arXiv 2309.17453), whose positions are those inside the cache. Keys are rounded each time they are
+    /// turned; those whose position stays are left alone.
+    ///
+    /// # Errors
+    /// When another sequence shares pages that change and the arena has no room for copies; nothing is changed then.
+    ///
+    /// # Panics
+    /// When the frequencies are of another head dim.
+    pub fn rerotate(&mut self, list: usize, rope: &Frequencies) -> Result<(), ArenaError> {
+        let len = self.lens[list];
+        let Some(first) = (0..len).find(|&slot| self.position(list, slot) != slot) else { return Ok(()) };
+        self.own_and_tell(list, first, len)?;
+        let mut key = vec![0.0; self.shape.head_dim];
+        // Tokens between two gaps turn by the same angles.
+        let mut turn: Option<(i64, Rotation)> = None;
+        for slot in first..len {
+            let by = slot as i64 - self.position(list, slot) as i64;
+            let rotation = match &turn {
+                Some((last, rotation)) if *last == by => rotation,
+                _ => &turn.insert((by, Rotation::new(rope, by))).1,
+            };
+            if by != 0 {
+                self.read_key(list, slot, &mut key);
+                rotation.turn(&mut key);
+                self.write_key(list, slot, &key)?;
+                let (slab, place) = self.at_mut(list, slot)?;
+                slab.positions[place] = slot as u32;
+            }
+        }
+        Ok(())
+    }
+
+    /// The slab and the place in it of a slot.
+    pub(super) fn at(&self, list: usize, slot: usize) -> (&Slab, usize) {
+        assert!(slot < self.lens[list], "slot {slot} of {}", self.lens[list]);
+        self.pool.at(self.page(list, slot / self.shape.page_tokens), slot % self.shape.page_tokens)
+    }
+
+    /// As `at`, in a page of the list's own.
+    fn at_mut(&mut self, list: usize, slot: usize) -> Result<(&mut Slab, usize), ArenaError> {
+        assert!(slot < self.lens[list], "slot {slot} of {}", self.lens[list]);
+        self.own_and_tell(list, slot, slot + 1)?;
+        let (index, token) = (slot / self.shape.page_tokens, slot % self.shape.page_tokens);
+        Ok(self.pool.at_mut(self.page(list, index), token))
+    }
+
+    /// Makes the pages of slots `first .. end` the list's own.
+    fn own_and_tell(&mut self, list: usize, first: usize, end: usize) -> Result<(), ArenaError> {
+        let before = self.pages();
+        self.own_pages(list, first / self.shape.page_tokens..self.shape.pages(end))?;
+        if self.pages() != before {
+            self.pool.tell();
+        }
+        Ok(())
+    }
+
+    fn kept(&self, column: Column) -> usize {
+        let at = self.shape.columns.iter().position(|&kept| kept == column);
+        at.unwrap_or_else(|| panic!("the cache keeps {:?}, not {column:?}", self.shape.columns))
+    }
+
+    fn check(&self, row: &[f32]) {
+        assert_eq!(row.len(), self.shape.head_dim, "a row of a head has as many elements as the head");
+    }
+
+    fn read(&self, list: usize, slot: usize, part: usize, row: &mut [f32]) {
+        self.check(row);
+        let (slab, place) = self.at(list, slot);
+        self.shape.dtype.decode(slab.rows(part, place, 1), row);
+    }
+
+    fn write(&mut self, list: usize, slot: usize, part: usize, row: &[f32]) -> Result<(), ArenaError> {
+        self.check(row);
+        let dtype = self.shape.dtype;
+        let (slab, place) = self.at_mut(list, slot)?;
+        dtype.encode(row, slab.rows_mut(part, place, 1));
+        Ok(())
+    }
+}
