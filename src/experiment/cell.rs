@@ -30,6 +30,15 @@ impl Measure {
     }
 }
 
+fn one() -> usize {
+    1
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde hands a reference")]
+fn is_one(layers: &usize) -> bool {
+    *layers == 1
+}
+
 /// One point of the grid. Its canonical JSON, with the workload's hash in it, is what [`Cell::id`] hashes.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Cell {
@@ -37,6 +46,9 @@ pub struct Cell {
     pub measure: Measure,
     /// Kernel, with parameters: `tiled:br=64,bc=256`.
     pub kernel: String,
+    /// Layers, for [`Measure::Evict`]; 1 otherwise.
+    #[serde(default = "one", skip_serializing_if = "is_one")]
+    pub layers: usize,
     /// `B`.
     pub batch: usize,
     /// `Hq`.
@@ -74,10 +86,10 @@ impl Cell {
         blake3::hash(canonical.as_bytes()).to_hex()[..16].to_string()
     }
 
-    /// Extents of the pass over the whole context (of one step for [`Measure::Decode`]).
+    /// Extents of the pass over the whole context (of one step for [`Measure::Decode`]), layers folded into the batch.
     pub fn shape(&self) -> Shape {
         Shape {
-            batch: self.batch,
+            batch: self.layers * self.batch,
             q_heads: self.q_heads,
             kv_heads: self.kv_heads,
             q_len: if self.measure == Measure::Decode { 1 } else { self.context_tokens },

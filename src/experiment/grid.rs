@@ -77,6 +77,7 @@ fn expand(grid: &Grid, file: Option<&FileSource>, workload_hash: &str) -> Result
     }
     let head_dims = from_file.map_or_else(|| grid.head_dim.or(64), |(.., head_dim, _)| vec![head_dim]);
     let dtypes = from_file.map_or_else(|| grid.dtype.or(DType::F32), |(.., dtype)| vec![dtype]);
+    // The sequences of a file may be layers.
     let batches = from_file.map_or_else(|| grid.batch.or(1), |(batch, ..)| vec![batch]);
     let kernels = grid.kernel.or(if grid.measure == Measure::Decode { "decode" } else { "tiled" }.into());
     let evicts = grid.measure == Measure::Evict;
@@ -101,9 +102,19 @@ fn expand(grid: &Grid, file: Option<&FileSource>, workload_hash: &str) -> Result
         choices.push((None, None));
     }
 
+    let layers = grid.layers.or(1);
+    if layers.contains(&0) || (!evicts && !grid.layers.is_empty()) {
+        return Err("layers must be at least 1, and belong to measure = \"evict\"".into());
+    }
     let mut cells = Vec::new();
     for &context_tokens in grid.context_tokens.0.iter().flat_map(|tokens| &tokens.lengths) {
-        for &(q_heads, kv_heads) in &heads {
+        for (&(q_heads, kv_heads), &layers) in heads.iter().flat_map(|heads| layers.iter().map(move |n| (heads, n))) {
+            if batches.iter().any(|batch| from_file.is_some() && !batch.is_multiple_of(layers)) {
+                return Err(format!(
+                    "layers is {layers}; the file's {} sequences must be a multiple of it",
+                    batches[0]
+                ));
+            }
             for &head_dim in &head_dims {
                 for &dtype in &dtypes {
                     for &batch in &batches {
@@ -113,7 +124,8 @@ fn expand(grid: &Grid, file: Option<&FileSource>, workload_hash: &str) -> Result
                                     cells.push(Cell {
                                         measure: grid.measure,
                                         kernel: kernel.clone(),
-                                        batch,
+                                        layers,
+                                        batch: if from_file.is_some() { batch / layers } else { batch },
                                         q_heads,
                                         kv_heads,
                                         head_dim,
@@ -170,7 +182,9 @@ fn check(cell: Cell, registry: &Registry) -> Result<Cell, String> {
     if let Some(budget) = &cell.budget {
         let budget: Budget = budget.parse().map_err(|error| text(&error))?;
         let token_bytes = (2 * cell.head_dim * cell.dtype.bytes()) as u64;
-        budget.tokens(cell.context_tokens, token_bytes, cell.batch * cell.kv_heads).map_err(|error| text(&error))?;
+        budget
+            .tokens(cell.context_tokens, token_bytes, cell.shape().batch * cell.kv_heads)
+            .map_err(|error| text(&error))?;
     }
     Ok(cell)
 }

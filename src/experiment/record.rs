@@ -148,4 +148,30 @@ pub struct Eviction {
     pub attention_mass_kept: f64,
     /// Share of scores that equal another score of the same head, so that the tie rule decides.
     pub tie_rate: f64,
+    /// KV bytes that a decode step read, on average over the steps.
+    pub kv_bytes_read: u64,
+    /// KV bytes of a cache in which every head of a layer has room for as much as the fullest one keeps: what heads
+    /// that keep different counts need without page lists of their own.
+    pub kv_bytes_padded: u64,
+    /// Fraction of the context that stayed after prefill, `[layers][Hkv]`, on average over sequences.
+    pub kept_by_head: Vec<Vec<f64>>,
+    /// Fraction that stayed of each of 64 equal stretches of the context, `[layers * Hkv][64]`, of the first sequence.
+    pub kept_by_position: Vec<Vec<f32>>,
+    /// Drift of each query head, `[layers][Hq]`.
+    pub drift_by_head: Vec<Vec<f64>>,
+    /// What was seen along the decode steps.
+    pub steps: Vec<Step>,
+}
+
+/// A moment of decoding.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Step {
+    /// Tokens decoded so far.
+    pub new_tokens: usize,
+    /// KV bytes of pages in use.
+    pub kv_bytes_live: u64,
+    /// Share of the dense attention mass that fell on tokens that are there, over all heads.
+    pub attention_mass_kept: f64,
+    /// Drift over all heads.
+    pub drift: f64,
 }

@@ -105,6 +105,9 @@ pub struct Grid {
     /// Budgets, for `evict`; `full` needs none.
     #[serde(default, skip_serializing_if = "Many::is_empty")]
     pub budget: Many<BudgetText>,
+    /// Layers that share a budget, for `evict`; 1 by default.
+    #[serde(default, skip_serializing_if = "Many::is_empty")]
+    pub layers: Many<usize>,
     /// Tokens decoded after the context, for `evict`; 32 by default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub new_tokens: Option<usize>,

@@ -184,6 +184,11 @@ impl Policy {
         needs
     }
 
+    /// Whether it leaves all lists equally long.
+    pub fn is_even(&self) -> bool {
+        self.layers.is_even() && self.heads.is_even() && self.schedule.decoding != Decoding::Delayed
+    }
+
     /// Whether it looks at this.
     pub fn looks_at(&self, statistic: Statistic) -> bool {
         self.needs().contains(&statistic)

@@ -61,6 +61,18 @@ impl<'a> TensorView<'a> {
         self.dims
     }
 
+    /// The sequences `range` of the first axis.
+    ///
+    /// # Panics
+    /// When there are fewer sequences.
+    pub fn sequences(&self, range: Range<usize>) -> TensorView<'a> {
+        assert!(range.start <= range.end && range.end <= self.dims[0], "sequences {range:?} of {}", self.dims[0]);
+        let mut view = *self;
+        view.dims[0] = range.len();
+        view.offset += range.start * self.strides[0];
+        view
+    }
+
     /// The tokens `range` of the third axis (the sequence).
     ///
     /// # Panics

@@ -15,6 +15,8 @@ pub struct FileSource {
     q_dims: [usize; 4],
     kv_heads: usize,
     dtype: DType,
+    /// From the file's metadata.
+    rope_theta: Option<f64>,
     /// Where `q`, `k` and `v` begin in the file, in bytes.
     starts: [u64; 3],
 }
@@ -43,7 +45,17 @@ impl FileSource {
             }
         }
         let starts = starts(path).map_err(|error| unreadable(path, &error))?;
-        Ok(FileSource { path: path.into(), q_dims, kv_heads, dtype, starts })
+        let rope_theta = match file.metadata("rope_theta") {
+            None => None,
+            Some(text) => match text.parse() {
+                Ok(theta) if (1.0..=1e12).contains(&theta) => Some(theta),
+                _ => {
+                    let expected = "a number from 1 to 1e12".into();
+                    return Err(mismatched(path, "as rope_theta in its metadata", text, expected, "write it again"));
+                }
+            },
+        };
+        Ok(FileSource { path: path.into(), q_dims, kv_heads, dtype, rope_theta, starts })
     }
 
     /// `(B, Hq, Hkv, N, D, type)` of the file.
@@ -64,6 +76,7 @@ impl FileSource {
             k: self.tensor("k", self.starts[1], extents.kv_dims(), arena)?,
             v: self.tensor("v", self.starts[2], extents.kv_dims(), arena)?,
             needles: Vec::new(),
+            rope_theta: self.rope_theta,
         })
     }
 
@@ -75,7 +88,7 @@ impl FileSource {
         extents.check()?;
         let (batch, q_heads, kv_heads, tokens, head_dim, dtype) = self.extents();
         let fixed = [
-            ("sequences", batch, extents.batch),
+            ("sequences (of all layers)", batch, extents.folded()),
             ("query heads", q_heads, extents.q_heads),
             ("KV heads", kv_heads, extents.kv_heads),
             ("as head dim", head_dim, extents.head_dim),

@@ -22,7 +22,7 @@ use crate::tensor::file::FileError;
 use crate::tensor::{DType, Tensor};
 use std::path::PathBuf;
 
-/// Inputs of one cell, `N = context_tokens + new_tokens`.
+/// Inputs of one cell, `N = context_tokens + new_tokens`; `B` with layers folded in.
 pub struct Workload {
     /// Queries after RoPE, `[B, Hq, N, D]`.
     pub q: Tensor,
@@ -32,6 +32,8 @@ pub struct Workload {
     pub v: Tensor,
     /// Planted tokens that a late query looks for; empty for files and without late steps.
     pub needles: Vec<Needle>,
+    /// Base of RoPE's frequencies, where it is known.
+    pub rope_theta: Option<f64>,
 }
 
 impl Workload {
@@ -44,7 +46,7 @@ impl Workload {
 /// A planted token and the late query that looks for it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Needle {
-    /// Sequence.
+    /// Sequence, layers folded in.
     pub batch: usize,
     /// KV head; all query heads of its group look for the needle.
     pub kv_head: usize,
@@ -59,7 +61,9 @@ pub struct Needle {
 /// Extents of a workload.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Extents {
-    /// `B`.
+    /// Layers, folded into the batch: sequence `layer * batch + b`.
+    pub layers: usize,
+    /// `B` of one layer.
     pub batch: usize,
     /// `Hq`, a multiple of `kv_heads`.
     pub q_heads: usize,
@@ -81,20 +85,32 @@ impl Extents {
         self.context_tokens + self.new_tokens
     }
 
-    /// `[B, Hq, N, D]`.
-    pub fn q_dims(&self) -> [usize; 4] {
-        [self.batch, self.q_heads, self.total_tokens(), self.head_dim]
+    /// Sequences of all layers.
+    pub fn folded(&self) -> usize {
+        self.layers * self.batch
     }
 
-    /// `[B, Hkv, N, D]`.
+    /// `[layers * B, Hq, N, D]`.
+    pub fn q_dims(&self) -> [usize; 4] {
+        [self.folded(), self.q_heads, self.total_tokens(), self.head_dim]
+    }
+
+    /// `[layers * B, Hkv, N, D]`.
     pub fn kv_dims(&self) -> [usize; 4] {
-        [self.batch, self.kv_heads, self.total_tokens(), self.head_dim]
+        [self.folded(), self.kv_heads, self.total_tokens(), self.head_dim]
     }
 
     /// Says whether these are the extents of an attention problem.
     fn check(&self) -> Result<(), WorkloadError> {
-        let &Extents { batch, q_heads, kv_heads, head_dim, context_tokens, .. } = self;
-        let shape = Shape { batch, q_heads, kv_heads, q_len: context_tokens, kv_len: self.total_tokens(), head_dim };
+        let &Extents { q_heads, kv_heads, head_dim, context_tokens, .. } = self;
+        let shape = Shape {
+            batch: self.folded(),
+            q_heads,
+            kv_heads,
+            q_len: context_tokens,
+            kv_len: self.total_tokens(),
+            head_dim,
+        };
         Ok(shape.check()?)
     }
 }

@@ -33,6 +33,9 @@ pub struct SyntheticSpec {
     pub needle_mass: f64,
     /// Fraction of the needles that one of the last 32 tokens of the context asks for too, 0 to 1. Default 0.5.
     pub hinted: f64,
+    /// Part of the sink and heavy mass that the lowest of several layers lacks, 0 to 0.9, falling linearly to nothing in
+    /// the highest: low layers attend broadly, as PyramidKV's authors found. Default 0.6.
+    pub funnel: f64,
 }
 
 impl Default for SyntheticSpec {
@@ -51,11 +54,23 @@ impl Default for SyntheticSpec {
             needle_salience: 0.25,
             needle_mass: 0.6,
             hinted: 0.5,
+            funnel: 0.6,
         }
     }
 }
 
 impl SyntheticSpec {
+    /// The knobs of one of several layers, lowest first.
+    pub(super) fn of_layer(&self, layer: usize, layers: usize) -> SyntheticSpec {
+        let depth = if layers == 1 { 1.0 } else { layer as f64 / (layers - 1) as f64 };
+        let there = 1.0 - self.funnel * (1.0 - depth);
+        SyntheticSpec {
+            sink_mass: (self.sink_mass * there).max(0.01),
+            heavy_mass: self.heavy_mass * there,
+            ..self.clone()
+        }
+    }
+
     /// Says whether every knob is in its range and the masses leave something for the background.
     ///
     /// # Errors
@@ -74,6 +89,7 @@ impl SyntheticSpec {
             ("needle_salience", self.needle_salience, 0.0, 1.0),
             ("needle_mass", self.needle_mass, 0.01, 0.99),
             ("hinted", self.hinted, 0.0, 1.0),
+            ("funnel", self.funnel, 0.0, 0.9),
         ];
         let wrong = |knob, value: String, expected| Err(WorkloadError::Knob { knob, value, expected });
         for (knob, value, least, most) in ranges {

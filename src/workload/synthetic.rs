@@ -27,6 +27,13 @@ struct Scene<'a> {
     extents: &'a Extents,
     seed: u64,
     channels: Channels,
+    /// Of each layer.
+    layers: Vec<LayerScene>,
+}
+
+/// What the heads of a layer have in common.
+struct LayerScene {
+    spec: SyntheticSpec,
     retrieval: Strengths,
     local: Strengths,
 }
@@ -53,6 +60,7 @@ impl SyntheticSpec {
             k: zeros(extents.kv_dims())?,
             v: zeros(extents.kv_dims())?,
             needles: Vec::new(),
+            rope_theta: Some(self.rope_theta),
         };
         let head_bytes = extents.total_tokens() * extents.head_dim * extents.dtype.bytes();
         let group_bytes = extents.q_heads / extents.kv_heads * head_bytes;
@@ -77,17 +85,23 @@ impl<'a> Scene<'a> {
         extents.check()?;
         spec.check_room(extents)?;
         let channels = Channels::new(spec, extents)?;
-        let solve = |knob, mass| Strengths::solve(spec, extents, &channels, knob, mass);
-        let retrieval = solve("band_mass", spec.band_mass)?;
-        let local = solve("local_band_mass", spec.local_band_mass)?;
-        Ok(Scene { spec, extents, seed, channels, retrieval, local })
+        let layer = |layer: usize| -> Result<LayerScene, WorkloadError> {
+            let spec = spec.of_layer(layer, extents.layers);
+            let solve = |knob, mass| Strengths::solve(&spec, extents, &channels, knob, mass);
+            let retrieval = solve("band_mass", spec.band_mass)?;
+            let local = solve("local_band_mass", spec.local_band_mass)?;
+            Ok(LayerScene { spec, retrieval, local })
+        };
+        let layers = (0..extents.layers).map(layer).collect::<Result<Vec<_>, _>>()?;
+        Ok(Scene { spec, extents, seed, channels, layers })
     }
 
     fn plan(&self, batch: usize, kv_head: usize) -> (Plan, Strengths) {
         let is_retrieval = kv_head < self.spec.retrieval_heads_of(self.extents.kv_heads);
-        let strengths = if is_retrieval { self.retrieval } else { self.local };
+        let layer = &self.layers[batch / self.extents.batch];
+        let strengths = if is_retrieval { layer.retrieval } else { layer.local };
         let mut rng = self.stream(Part::Plan, batch, kv_head);
-        (Plan::draw(self.spec, self.extents, &self.channels, &strengths, is_retrieval, &mut rng), strengths)
+        (Plan::draw(&layer.spec, self.extents, &self.channels, &strengths, is_retrieval, &mut rng), strengths)
     }
 
     /// Writes one KV head and the query heads of its group, and tells its needles.

@@ -13,6 +13,9 @@ use std::collections::BTreeMap;
 /// Queries of a long context that are compared, in every head.
 const CHECKED_QUERIES: usize = 32;
 
+/// Decode steps that are compared at most.
+const CHECKED_STEPS: usize = 128;
+
 /// Rows of the dense f64 result.
 pub struct Truth {
     /// `[batch, query head, token]` of each row.
@@ -23,7 +26,7 @@ pub struct Truth {
 
 impl Truth {
     /// Computes the rows that a cell is checked on: a sample of the context's for a pass over it, the last for
-    /// `decode`, and those of every decoded token for `evict`.
+    /// `decode`, and those of the decoded tokens for `evict`.
     ///
     /// # Errors
     /// When the inputs do not fit together.
@@ -35,8 +38,11 @@ impl Truth {
         let call = Forward { shape, params: cell.params(), q, kv: &kv, cpu };
         let at = match cell.measure {
             Measure::Forward | Measure::Backward => reference::sample_rows(&shape, CHECKED_QUERIES),
-            Measure::Decode => late_rows(&shape, tokens - 1),
-            Measure::Evict => late_rows(&shape, cell.context_tokens),
+            Measure::Decode => rows_of(&shape, &[tokens - 1]),
+            Measure::Evict => {
+                let steps = sampled_steps(cell.new_tokens).into_iter().map(|step| cell.context_tokens + step);
+                rows_of(&shape, &steps.collect::<Vec<_>>())
+            }
         };
         let rows = reference::rows(&call, &at);
         Ok(Truth { at, rows })
@@ -67,10 +73,17 @@ impl Truth {
     }
 }
 
-/// The rows of all heads for the tokens from `first` on.
-fn late_rows(shape: &Shape, first: usize) -> Vec<[usize; 3]> {
+/// Decode steps that are compared: all of them, or evenly many where they are more than [`CHECKED_STEPS`]; the last is
+/// among them.
+fn sampled_steps(steps: usize) -> Vec<usize> {
+    let count = steps.min(CHECKED_STEPS);
+    (1..=count).map(|index| index * steps / count - 1).collect()
+}
+
+/// The rows of all heads for some tokens.
+fn rows_of(shape: &Shape, tokens: &[usize]) -> Vec<[usize; 3]> {
     let heads = (0..shape.batch).flat_map(|batch| (0..shape.q_heads).map(move |head| (batch, head)));
-    heads.flat_map(|(batch, head)| (first..shape.q_len).map(move |token| [batch, head, token])).collect()
+    heads.flat_map(|(batch, head)| tokens.iter().map(move |&token| [batch, head, token])).collect()
 }
 
 impl Bench<'_> {

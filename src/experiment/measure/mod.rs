@@ -107,7 +107,7 @@ impl Prepared {
         let budget_tokens = match (&policy, &cell.policy) {
             (Some(policy), Some(name)) => {
                 let token_bytes = (2 * cell.head_dim * cell.dtype.bytes()) as u64;
-                let lists = cell.batch * cell.kv_heads;
+                let lists = cell.shape().batch * cell.kv_heads;
                 policy
                     .budget_tokens(name, budget.as_ref(), cell.context_tokens, token_bytes, lists)
                     .map_err(|error| error.to_string())?
@@ -126,8 +126,8 @@ impl Prepared {
 
     /// Extents of the inputs.
     pub fn extents(&self) -> Extents {
-        let Cell { batch, q_heads, kv_heads, head_dim, context_tokens, new_tokens, dtype, .. } = self.cell;
-        Extents { batch, q_heads, kv_heads, head_dim, context_tokens, new_tokens, dtype }
+        let Cell { layers, batch, q_heads, kv_heads, head_dim, context_tokens, new_tokens, dtype, .. } = self.cell;
+        Extents { layers, batch, q_heads, kv_heads, head_dim, context_tokens, new_tokens, dtype }
     }
 
     /// Peak bytes of a turn, inputs included, from the shapes alone.
@@ -156,7 +156,7 @@ impl Prepared {
     pub fn work(&self) -> (u64, u64) {
         let flops = self.cell.shape().flops(&self.cell.params());
         let token_bytes = (2 * self.cell.head_dim * self.cell.dtype.bytes()) as u64;
-        let read = |tokens: usize| (self.cell.batch * self.cell.kv_heads * tokens) as u64 * token_bytes;
+        let read = |tokens: usize| (self.cell.shape().batch * self.cell.kv_heads * tokens) as u64 * token_bytes;
         match self.cell.measure {
             Measure::Forward => (flops, 0),
             Measure::Backward => (flops * 5 / 2, 0),

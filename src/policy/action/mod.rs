@@ -2,9 +2,20 @@
 
 pub mod drop;
 
-use super::{Context, PolicyError, Statistic};
+use super::{PolicyError, Statistic};
 use crate::attention::Shape;
 use crate::cache::PagedCache;
+use crate::memory::Arena;
+
+/// What an action may use besides the cache.
+pub struct Fold<'a> {
+    /// Where scratch memory comes from.
+    pub arena: &'a Arena,
+    /// Seed of the cell.
+    pub seed: u64,
+    /// Tokens that the sequence has seen.
+    pub seen_tokens: usize,
+}
 
 /// Folds losers into tokens that stay.
 pub trait Action: Send + Sync {
@@ -30,7 +41,7 @@ pub trait Action: Send + Sync {
     /// When something it needs is missing, or the arena has no room.
     fn fold(
         &self,
-        context: &Context<'_>,
+        fold: &Fold<'_>,
         cache: &mut PagedCache,
         list: usize,
         kept: &[u32],

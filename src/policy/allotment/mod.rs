@@ -18,6 +18,11 @@ pub trait OverLayers: Send + Sync {
         Vec::new()
     }
 
+    /// Whether it gives the same to all.
+    fn is_even(&self) -> bool {
+        false
+    }
+
     /// Tokens that each sequence of each layer may keep in all its heads together, `[B]` with layers folded in. At
     /// most what its lists hold. `scratch` is `[B, Hkv, kv_len]`.
     ///
@@ -36,6 +41,11 @@ pub trait OverHeads: Send + Sync {
     /// What it looks at besides scores.
     fn needs(&self) -> Vec<Statistic> {
         Vec::new()
+    }
+
+    /// Whether it gives the same to all.
+    fn is_even(&self) -> bool {
+        false
     }
 
     /// Tokens that each head keeps, `[Hkv]`, `total` together where the lists of `sequence` hold as many. `scratch` is

@@ -16,6 +16,10 @@ pub const ENTRY: PartEntry = PartEntry {
 pub struct Uniform;
 
 impl OverLayers for Uniform {
+    fn is_even(&self) -> bool {
+        true
+    }
+
     fn totals(&self, context: &Context<'_>, _: &mut Scored, _: &mut [f32]) -> Result<Vec<usize>, PolicyError> {
         let mut totals = vec![0; context.call.shape.batch];
         for sequence in 0..context.sequences() {
@@ -31,6 +35,10 @@ impl OverLayers for Uniform {
 }
 
 impl OverHeads for Uniform {
+    fn is_even(&self) -> bool {
+        true
+    }
+
     fn counts(
         &self,
         context: &Context<'_>,

@@ -5,6 +5,7 @@ use super::*;
 use crate::tensor::DType;
 
 const PLAIN: Extents = Extents {
+    layers: 1,
     batch: 1,
     q_heads: 4,
     kv_heads: 2,

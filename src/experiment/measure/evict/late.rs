@@ -1,15 +1,20 @@
 //! What the decoded tokens gave, and how much of the dense result is in it.
 
 use crate::attention::Outputs;
+use crate::attention::reference::Row;
 use crate::experiment::cell::Cell;
-use crate::experiment::measure::{Bench, Truth};
+use crate::experiment::measure::Bench;
 use crate::memory::Buffer;
 use crate::workload::Needle;
 
-/// Outputs `[T, B, Hq, D]` and log-sum-exps `[T, B, Hq]` of the decoded tokens.
+/// Outputs `[T, layers * B, Hq, D]` and log-sum-exps `[T, layers * B, Hq]` of the decoded tokens.
 pub(super) struct Late {
     pub o: Buffer<f32>,
     pub lse: Buffer<f32>,
+    /// KV bytes of pages in use in each step.
+    pub live_bytes: Vec<u64>,
+    /// KV bytes that all steps together read.
+    pub read_bytes: u64,
 }
 
 impl Late {
@@ -20,22 +25,17 @@ impl Late {
     }
 
     fn row(cell: &Cell, [batch, head, token]: [usize; 3]) -> usize {
-        ((token - cell.context_tokens) * cell.batch + batch) * cell.q_heads + head
+        ((token - cell.context_tokens) * cell.layers * cell.batch + batch) * cell.q_heads + head
     }
 
     pub fn o(&self, cell: &Cell, at: [usize; 3]) -> &[f32] {
         &self.o[Self::row(cell, at) * cell.head_dim..][..cell.head_dim]
     }
 
-    /// Mean share of the dense attention mass that stayed: `exp(lse - lse_dense)`, since a log-sum-exp over fewer keys
-    /// is the log of a part of the same sum.
-    pub fn attention_mass(&self, cell: &Cell, truth: &Truth) -> f64 {
-        let shares = truth
-            .at
-            .iter()
-            .zip(&truth.rows)
-            .map(|(&at, dense)| (f64::from(self.lse[Self::row(cell, at)]) - dense.lse).exp().min(1.0));
-        shares.sum::<f64>() / truth.at.len() as f64
+    /// Share of the dense attention mass that stayed for a row: `exp(lse - lse_dense)`, since a log-sum-exp over fewer
+    /// keys is the log of a part of the same sum.
+    pub fn mass_kept(&self, cell: &Cell, at: [usize; 3], dense: &Row) -> f64 {
+        (f64::from(self.lse[Self::row(cell, at)]) - dense.lse).exp().min(1.0)
     }
 }
 

@@ -1,51 +1,94 @@
-//! `evict`: prefill, one judgement of the context by a policy, then decode steps over what stayed.
+//! `evict`: prefill, judgement of the context by a policy, then decode steps over what stayed.
 //!
-//! Prefill attention is dense and timed; the cache then shrinks for real, and decoding reads only what is left. While
-//! decoding, the policy's schedule judges again. Late queries are compared with the dense f64 result.
+//! Prefill writes keys and values into the paged cache and attends to them there, layer by layer, in one piece or in
+//! chunks. After each chunk the policy judges and the cache shrinks for real; decoding reads only what is left, and the
+//! policy's schedule judges again. Late queries are compared with the dense f64 result. Layers are folded into the
+//! batch, so a decode step is one call for all of them.
 
+mod decode;
+mod judge;
 mod late;
+mod outcome;
 mod predict;
 
 pub(super) use predict::predict;
 
-use super::check::{accurate, finite};
+use super::check::finite;
 use super::{Bench, Prepared, Turn, TurnError, timed};
-use crate::attention::{Forward, Outputs, Shape, export, kernel};
-use crate::cache::{CacheShape, PAGE_TOKENS, PagedCache};
-use crate::experiment::record::Eviction;
+use crate::attention::rope::Frequencies;
+use crate::attention::{Forward, KvRows, Outputs, Shape, Workspace};
+use crate::cache::{CacheShape, Column, PAGE_TOKENS, PagedCache};
 use crate::memory::{Buffer, Label};
-use crate::policy::{Context, Decoding, Future, Policy, Scored, Selection, Statistic, select, tie_rate};
-use late::{Late, needle_recall};
+use crate::policy::{Policy, Statistic};
+use crate::tensor::{DType, Rows};
+use judge::Queries;
+use std::ops::Range;
+
+/// The policy of a cell, if it ever judges.
+fn judging(prepared: &Prepared) -> Option<&Policy> {
+    prepared.policy.as_ref().filter(|policy| policy.scorer.is_some())
+}
 
 fn cache_shape(prepared: &Prepared) -> CacheShape {
     let cell = &prepared.cell;
+    let policy = judging(prepared);
+    let attention = policy.is_some_and(|policy| policy.looks_at(Statistic::AccumulatedAttention));
+    let weight = policy.is_some_and(|policy| policy.action.as_ref().is_some_and(|action| action.weighs()));
     CacheShape {
-        batch: cell.batch,
+        batch: cell.layers * cell.batch,
         kv_heads: cell.kv_heads,
         head_dim: cell.head_dim,
         dtype: cell.dtype,
-        max_tokens: cell.context_tokens + cell.new_tokens,
-        with_attention: prepared.policy.as_ref().is_some_and(|policy| policy.looks_at(Statistic::AccumulatedAttention)),
+        max_tokens: most_tokens(prepared),
+        page_tokens: PAGE_TOKENS,
+        columns: match (attention, weight) {
+            (false, false) => &[],
+            (true, false) => &[Column::Attention],
+            (false, true) => &[Column::Weight],
+            (true, true) => &[Column::Attention, Column::Weight],
+        },
     }
 }
 
-/// One decode step over at most everything; the workspace is taken once for all steps.
-fn step_shape(prepared: &Prepared) -> Shape {
-    let tokens = prepared.cell.context_tokens + prepared.cell.new_tokens;
-    Shape { q_len: 1, kv_len: tokens, ..prepared.cell.shape() }
+/// Tokens of a prefill chunk.
+fn chunk_tokens(prepared: &Prepared) -> usize {
+    let context = prepared.cell.context_tokens;
+    judging(prepared).and_then(|policy| policy.schedule.chunk_tokens).map_or(context, |tokens| tokens.min(context))
 }
 
-/// The future queries over the whole sequence, for the oracle.
-fn future_shape(prepared: &Prepared) -> Shape {
-    let tokens = prepared.cell.context_tokens + prepared.cell.new_tokens;
-    Shape { q_len: prepared.cell.new_tokens, kv_len: tokens, ..prepared.cell.shape() }
+/// Most tokens that one list may ever hold: in chunks, what a layer and its sequence may give to one head.
+fn most_tokens(prepared: &Prepared) -> usize {
+    let cell = &prepared.cell;
+    let chunk = chunk_tokens(prepared);
+    if chunk == cell.context_tokens {
+        return cell.context_tokens + cell.new_tokens;
+    }
+    let even = judging(prepared).is_none_or(Policy::is_even);
+    let kept = prepared.budget_tokens * if even { 1 } else { cell.kv_heads * cell.layers };
+    (kept + chunk.max(cell.new_tokens)).min(cell.context_tokens + cell.new_tokens)
 }
 
-/// Queries that a judgement during decoding looks at.
-fn recent_queries(policy: &Policy) -> usize {
-    match &policy.scorer {
-        Some(scorer) => scorer.recent_queries(),
-        None => 1,
+/// The sequences of one layer of a cache.
+struct Layer<'a> {
+    cache: &'a PagedCache,
+    first: usize,
+}
+
+impl KvRows for Layer<'_> {
+    fn len(&self, batch: usize, head: usize) -> usize {
+        self.cache.len(self.first + batch, head)
+    }
+
+    fn dtype(&self) -> DType {
+        self.cache.dtype()
+    }
+
+    fn key_rows(&self, batch: usize, head: usize, start: usize) -> Rows<'_> {
+        self.cache.key_rows(self.first + batch, head, start)
+    }
+
+    fn value_rows(&self, batch: usize, head: usize, start: usize) -> Rows<'_> {
+        self.cache.value_rows(self.first + batch, head, start)
     }
 }
 
@@ -54,306 +97,121 @@ struct Session<'a> {
     prepared: &'a Prepared,
     bench: Bench<'a>,
     cache: PagedCache,
+    /// To look behind RoPE, where the policy does and the inputs tell.
+    frequencies: Option<Frequencies>,
+    /// Highest score that each list lost after prefill.
     best_lost: Vec<f32>,
     tie_rate: f64,
     evicted_tokens: u64,
+    /// Nanoseconds of judgements so far: scoring, and choosing and evicting.
+    score_ns: u64,
+    evict_ns: u64,
 }
 
 pub(super) fn turn(prepared: &Prepared, bench: Bench<'_>) -> Result<Turn, TurnError> {
     let cell = &prepared.cell;
-    let context = cell.context_tokens;
-    let (k, v) = (bench.workload.k.view(), bench.workload.v.view());
-    let mut cache = PagedCache::new(bench.arena, cache_shape(prepared))?;
-    cache.append(k, v, 0..context)?;
-    let mut session = Session { prepared, bench, cache, best_lost: Vec::new(), tie_rate: 0.0, evicted_tokens: 0 };
     let mut turn = Turn::default();
-
-    let (prefill_ns, lse) = session.prefill()?;
+    let rope = bench.workload.rope_theta.filter(|_| {
+        judging(prepared).is_some_and(|policy| policy.looks_at(Statistic::BeforeRope))
+            && cell.head_dim.is_multiple_of(2)
+    });
+    let mut session = Session {
+        prepared,
+        bench,
+        cache: PagedCache::new(bench.arena, cache_shape(prepared))?,
+        frequencies: rope.map(|theta| Frequencies::new(cell.head_dim, theta)),
+        best_lost: Vec::new(),
+        tie_rate: 0.0,
+        evicted_tokens: 0,
+        score_ns: 0,
+        evict_ns: 0,
+    };
+    let prefill_ns = session.prefill()?;
     turn.samples_ns.insert("prefill", prefill_ns);
-    if let Some(policy) = prepared.policy.as_ref().filter(|policy| policy.scorer.is_some()) {
-        let (score_ns, evict_ns) = session.evict_context(policy, &lse)?;
-        turn.samples_ns.extend([("score", score_ns), ("evict", evict_ns)]);
+    if judging(prepared).is_some() {
+        turn.samples_ns.extend([("score", session.score_ns), ("evict", session.evict_ns)]);
     }
-    drop(lse);
-    let kept: usize = session.cache.lens().iter().sum();
-    let kv_bytes_live = bench.arena.live_bytes(Label::Kv);
-
+    let kept = session.kept();
     let late = session.decode(&mut turn)?;
     if let Some(truth) = bench.truth {
-        let shape = *session.cache.shape();
+        outcome::check(&session, &kept)?;
         let drift = truth.drift(cell.head_dim, |at, row| row.copy_from_slice(late.o(cell, at)));
-        if let (Some(budget), 0) = (&cell.budget, session.evicted_tokens) {
-            return Err(TurnError::Failed(format!(
-                "the policy evicted nothing: a budget of {budget} against a context of {context} tokens"
-            )));
-        }
         if cell.budget.is_none() {
-            accurate(&drift, cell.dtype)?;
+            super::check::accurate(&drift, cell.dtype)?;
         }
         turn.drift = Some(drift);
-        turn.eviction = Some(Eviction {
-            budget_tokens: prepared.budget_tokens,
-            kept_fraction: kept as f64 / (shape.lists() * context) as f64,
-            evicted_tokens: session.evicted_tokens,
-            kv_bytes_dense: (shape.lists() * context.div_ceil(PAGE_TOKENS)) as u64 * shape.page_bytes(),
-            kv_bytes_live,
-            kv_bytes_peak: bench.arena.usage().peak.get(&Label::Kv).copied().unwrap_or(0),
-            needle_recall: needle_recall(cell, bench, &late),
-            attention_mass_kept: late.attention_mass(cell, truth),
-            tie_rate: session.tie_rate,
-        });
-        if let Some(protected) = prepared.policy.as_ref().and_then(|policy| policy.scorer.as_ref()) {
-            let window = protected.protect(prepared.budget_tokens).window;
-            if window >= prepared.budget_tokens {
-                turn.warnings.push(format!(
-                    "the policy's window of {window} recent tokens takes the whole budget of {} tokens",
-                    prepared.budget_tokens
-                ));
-            }
-        }
+        turn.eviction = Some(outcome::eviction(&session, &kept, &late, truth));
+        turn.warnings.extend(outcome::warnings(prepared));
     }
     Ok(turn)
 }
 
-impl<'a> Session<'a> {
-    /// Dense attention over the context; returns its time and the log-sum-exps.
-    fn prefill(&self) -> Result<(u64, Buffer<f32>), TurnError> {
-        let (cell, bench) = (&self.prepared.cell, self.bench);
-        let shape = cell.shape();
-        let size = self.prepared.kernel.workspace(&shape, &cell.params(), cell.dtype, bench.cpu.threads());
-        let mut workspace = size.allocate(bench.arena)?;
-        let mut outputs = Outputs::allocate(bench.arena, &shape, cell.dtype)?;
-        bench.poison(&mut outputs);
-        let kv = bench.dense(cell.context_tokens)?;
-        let call = bench.forward(cell, shape, &kv);
-        let (prefill_ns, result) = timed(|| self.prepared.kernel.forward(&call, &mut outputs, &mut workspace));
-        result?;
-        if bench.truth.is_some() {
-            finite(&outputs)?;
-        }
-        Ok((prefill_ns, outputs.lse))
+/// What stayed after prefill.
+struct Kept {
+    lens: Vec<usize>,
+    kv_bytes_live: u64,
+    /// Fraction of each stretch of the context that stayed, for each list of the first sequence.
+    by_position: Vec<Vec<f32>>,
+}
+
+impl Session<'_> {
+    /// KV bytes of pages in use.
+    fn kv_bytes_live(&self) -> u64 {
+        self.cache.pages() as u64 * self.cache.shape().page_bytes()
     }
 
-    /// Judges the context once and shrinks the cache; returns the times of scoring and of evicting.
-    fn evict_context(&mut self, policy: &Policy, lse: &[f32]) -> Result<(u64, u64), TurnError> {
+    fn kept(&self) -> Kept {
+        Kept {
+            lens: self.cache.lens().to_vec(),
+            kv_bytes_live: self.kv_bytes_live(),
+            by_position: match self.bench.truth {
+                Some(_) => outcome::by_position(self),
+                None => Vec::new(),
+            },
+        }
+    }
+
+    /// Attention over the context, chunk by chunk and layer by layer, each chunk judged; returns the time of attention.
+    fn prefill(&mut self) -> Result<u64, TurnError> {
         let (cell, bench) = (&self.prepared.cell, self.bench);
-        let shape = cell.shape();
-        // The bound's own pass over the future is no cost of a policy: it is not timed.
-        let future_lse = match policy.looks_at(Statistic::FutureAttention) {
-            true => Some(self.future_lse()?),
-            false => None,
-        };
-        let (score_ns, accumulated) = timed(|| self.accumulate(policy, lse));
-        let accumulated = accumulated?;
-        let selection = {
-            let kv = bench.dense(cell.context_tokens)?;
-            let all = bench.dense(cell.context_tokens + cell.new_tokens)?;
-            let call = bench.forward(cell, shape, &kv);
-            let future = future_lse.as_ref().map(|lse| Future {
-                call: Forward {
-                    shape: future_shape(self.prepared),
-                    q: bench.workload.q.view().tokens(cell.context_tokens..cell.context_tokens + cell.new_tokens),
-                    kv: &all,
-                    ..call
-                },
-                lse,
-            });
-            let context = Context {
-                call,
-                layers: 1,
-                lse,
-                future,
-                accumulated: accumulated.as_deref(),
-                positions: &|_, slot| slot,
-                seen_tokens: cell.context_tokens,
-                before_rope: None,
-                w_o: None,
-                budget_tokens: self.prepared.budget_tokens,
-                seed: cell.seed,
-                arena: bench.arena,
-            };
-            let (ns, scored) = timed(|| policy.score(&context));
-            let mut scored = scored?.expect("a policy with a scorer gives scores");
-            let (select_ns, selection) = timed(|| select(policy, &context, &mut scored));
-            if bench.truth.is_some() {
-                self.tie_rate = tie_rate(&context, &scored);
+        let (context, chunk) = (cell.context_tokens, chunk_tokens(self.prepared));
+        let mut prefill_ns = 0;
+        for start in (0..context).step_by(chunk) {
+            let range = start..context.min(start + chunk);
+            self.cache.append(bench.workload.k.view(), bench.workload.v.view(), range.clone())?;
+            let (chunk_ns, lse) = self.attend(range.clone())?;
+            prefill_ns += chunk_ns;
+            if let Some(policy) = judging(self.prepared) {
+                // What is left after the last chunk is what decoding begins with.
+                self.judge(policy, &Queries { range: range.clone(), lse: &lse }, range.end == context)?;
             }
-            (score_ns + ns, select_ns, selection?)
-        };
-        let (score_ns, select_ns, selection) = selection;
-        drop(accumulated);
-        let (keep_ns, ()) = timed(|| self.keep(&selection));
-        self.best_lost = selection.best_lost;
-        Ok((score_ns, select_ns + keep_ns))
-    }
-
-    fn future_lse(&self) -> Result<Buffer<f32>, TurnError> {
-        let (cell, bench) = (&self.prepared.cell, self.bench);
-        let (shape, tokens) = (future_shape(self.prepared), cell.context_tokens + cell.new_tokens);
-        let kv = bench.dense(tokens)?;
-        let q = bench.workload.q.view().tokens(cell.context_tokens..tokens);
-        let call = Forward { shape, params: cell.params(), q, kv: &kv, cpu: bench.cpu };
-        Ok(self.pass(&call)?.lse)
-    }
-
-    /// A pass by the decode kernel, for its log-sum-exps.
-    fn pass(&self, call: &Forward<'_>) -> Result<Outputs, TurnError> {
-        let (cell, bench) = (&self.prepared.cell, self.bench);
-        let kernel = kernel("decode").expect("the decode kernel is built in");
-        let size = kernel.workspace(&call.shape, &call.params, cell.dtype, bench.cpu.threads());
-        let mut workspace = size.allocate(bench.arena)?;
-        let mut outputs = Outputs::allocate(bench.arena, &call.shape, cell.dtype)?;
-        kernel.forward(call, &mut outputs, &mut workspace)?;
-        Ok(outputs)
-    }
-
-    /// For a policy that accumulates attention: adds what the context's queries give to each token of the cache, and
-    /// returns the sums, `[B, Hkv, kv_len]`.
-    fn accumulate(&mut self, policy: &Policy, lse: &[f32]) -> Result<Option<Buffer<f32>>, TurnError> {
-        if !policy.looks_at(Statistic::AccumulatedAttention) {
-            return Ok(None);
         }
-        let (cell, bench) = (&self.prepared.cell, self.bench);
-        let shape = cell.shape();
-        let kv = bench.dense(cell.context_tokens)?;
-        let sums = self.column_sums(&bench.forward(cell, shape, &kv), lse)?;
-        Ok(Some(self.add_attention(sums, shape.kv_len)))
+        Ok(prefill_ns)
     }
 
-    fn column_sums(&self, call: &Forward<'_>, lse: &[f32]) -> Result<Buffer<f32>, TurnError> {
-        let (shape, arena) = (call.shape, self.bench.arena);
-        let mut sums = arena.alloc::<f32>(Label::Policy, self.cache.shape().lists() * shape.kv_len)?;
-        let mut scratch = arena.alloc(Label::Workspace, export::workspace(&shape, call.cpu.threads()))?;
-        export::column_sums(call, lse, 0..shape.q_len, &mut sums, &mut scratch);
-        Ok(sums)
-    }
-
-    fn add_attention(&mut self, mut sums: Buffer<f32>, kv_len: usize) -> Buffer<f32> {
-        for (list, sums) in sums.chunks_mut(kv_len).enumerate() {
-            self.cache.add_attention(list, sums);
-            let len = self.cache.lens()[list];
-            sums[..len].iter_mut().enumerate().for_each(|(slot, sum)| *sum = self.cache.attention(list, slot));
-        }
-        sums
-    }
-
-    /// Shrinks every list to what was selected.
-    fn keep(&mut self, selection: &Selection) {
-        for list in 0..self.cache.shape().lists() {
-            let kept = selection.kept(list);
-            self.evicted_tokens += (self.cache.lens()[list] - kept.len()) as u64;
-            self.cache.retain(list, kept.iter().map(|&slot| slot as usize));
-        }
-        self.cache.release();
-    }
-
-    /// Decodes the new tokens one by one; adds the mean times of a step and of what the schedule costs.
-    fn decode(&mut self, turn: &mut Turn) -> Result<Late, TurnError> {
-        let (cell, bench) = (&self.prepared.cell, self.bench);
-        let (k, v) = (bench.workload.k.view(), bench.workload.v.view());
-        let kernel = kernel("decode").expect("the decode kernel is built in");
-        let shape = step_shape(self.prepared);
-        let mut workspace =
-            kernel.workspace(&shape, &cell.params(), cell.dtype, bench.cpu.threads()).allocate(bench.arena)?;
+    /// Attention of the queries `range` to the cache; returns its time and the log-sum-exps, `[layers * B, Hq, range]`.
+    fn attend(&self, range: Range<usize>) -> Result<(u64, Buffer<f32>), TurnError> {
+        let (cell, bench, kernel) = (&self.prepared.cell, self.bench, &self.prepared.kernel);
+        let shape = Shape { batch: cell.batch, q_len: range.len(), kv_len: self.cache.max_len(), ..cell.shape() };
+        let size = kernel.workspace(&shape, &cell.params(), cell.dtype, bench.cpu.threads());
+        let mut workspace: Workspace = size.allocate(bench.arena)?;
         let mut outputs = Outputs::allocate(bench.arena, &shape, cell.dtype)?;
-        let mut late = Late {
-            o: bench.arena.alloc(Label::Activations, cell.new_tokens * shape.rows() * cell.head_dim)?,
-            lse: bench.arena.alloc(Label::Activations, cell.new_tokens * shape.rows())?,
-        };
-        let (mut decode_ns, mut judge_ns) = (0, 0);
-        for step in 0..cell.new_tokens {
-            let token = cell.context_tokens + step;
-            self.cache.append(k, v, token..token + 1)?;
-            let shape = Shape { kv_len: self.cache.max_len(), ..shape };
-            let q = bench.workload.q.view().tokens(token..token + 1);
-            let call = Forward { shape, params: cell.params(), q, kv: &self.cache, cpu: bench.cpu };
+        let mut lse: Buffer<f32> = bench.arena.alloc(Label::Activations, cell.layers * shape.rows())?;
+        let mut total_ns = 0;
+        for (layer, lse) in lse.chunks_mut(shape.rows()).enumerate() {
+            let sequences = layer * cell.batch..(layer + 1) * cell.batch;
+            let kv = Layer { cache: &self.cache, first: sequences.start };
+            let q = bench.workload.q.view().sequences(sequences).tokens(range.clone());
+            let call = Forward { shape, params: cell.params(), q, kv: &kv, cpu: bench.cpu };
             bench.poison(&mut outputs);
-            let (step_ns, result) = timed(|| kernel.forward(&call, &mut outputs, &mut workspace));
+            let (layer_ns, result) = timed(|| kernel.forward(&call, &mut outputs, &mut workspace));
             result?;
-            decode_ns += step_ns;
+            total_ns += layer_ns;
             if bench.truth.is_some() {
                 finite(&outputs)?;
-                late.store(step, &outputs);
             }
-            if let Some(policy) = self.prepared.policy.as_ref().filter(|policy| policy.scorer.is_some()) {
-                let (ns, result) = timed(|| self.judge_step(policy, step, &outputs.lse));
-                result?;
-                judge_ns += ns;
-            }
+            lse.copy_from_slice(&outputs.lse);
         }
-        let steps = cell.new_tokens as u64;
-        turn.samples_ns.insert("decode", decode_ns / steps);
-        if self.prepared.policy.as_ref().is_some_and(|policy| policy.schedule.decoding != Decoding::Never) {
-            turn.samples_ns.insert("decode_evict", judge_ns / steps);
-        }
-        Ok(late)
-    }
-
-    /// What the schedule asks for after a decode step.
-    fn judge_step(&mut self, policy: &Policy, step: usize, step_lse: &[f32]) -> Result<(), TurnError> {
-        let due = match policy.schedule.decoding {
-            Decoding::Never => return Ok(()),
-            Decoding::EverySteps(steps) => (step + 1).is_multiple_of(steps),
-            Decoding::Delayed => true,
-        };
-        let (cell, bench) = (&self.prepared.cell, self.bench);
-        let budget_tokens = self.prepared.budget_tokens;
-        let end = cell.context_tokens + step + 1;
-        let kv_len = self.cache.max_len();
-        let params = cell.params();
-        // The attention of every query counts, also in steps that evict nothing.
-        let accumulated = if policy.looks_at(Statistic::AccumulatedAttention) {
-            let shape = Shape { q_len: 1, kv_len, ..cell.shape() };
-            let q = bench.workload.q.view().tokens(end - 1..end);
-            let sums = self.column_sums(&Forward { shape, params, q, kv: &self.cache, cpu: bench.cpu }, step_lse)?;
-            Some(self.add_attention(sums, kv_len))
-        } else {
-            None
-        };
-        if !due {
-            return Ok(());
-        }
-        let recent = recent_queries(policy).min(end);
-        let shape = Shape { q_len: recent, kv_len, ..cell.shape() };
-        let q = bench.workload.q.view().tokens(end - recent..end);
-        let call = Forward { shape, params, q, kv: &self.cache, cpu: bench.cpu };
-        let lse = if recent > 1 { Some(self.pass(&call)?.lse) } else { None };
-        let cache = &self.cache;
-        let context = Context {
-            call,
-            layers: 1,
-            lse: lse.as_deref().unwrap_or(step_lse),
-            future: None,
-            accumulated: accumulated.as_deref(),
-            positions: &|list, slot| cache.position(list, slot),
-            seen_tokens: end,
-            before_rope: None,
-            w_o: None,
-            budget_tokens,
-            seed: cell.seed,
-            arena: bench.arena,
-        };
-        let mut scores = policy.score(&context)?.expect("a policy with a scorer gives scores");
-        if policy.schedule.decoding == Decoding::Delayed {
-            let window = policy.scorer.as_ref().map_or(0, |scorer| scorer.protect(budget_tokens).window);
-            self.judge_leaving(&scores, kv_len, window);
-        } else {
-            let selection = select(policy, &context, &mut scores)?;
-            self.keep(&selection);
-        }
-        Ok(())
-    }
-
-    /// Drops, in each list, the token that has just left the window if it scores below the threshold of prefill.
-    fn judge_leaving(&mut self, scores: &Scored, kv_len: usize, window: usize) {
-        for list in 0..self.cache.shape().lists() {
-            let len = self.cache.lens()[list];
-            let Some(slot) = len.checked_sub(window + 1) else { continue };
-            if scores.values[list * kv_len + slot] <= self.best_lost[list] {
-                self.cache.retain(list, (0..len).filter(|&other| other != slot));
-                self.evicted_tokens += 1;
-            }
-        }
-        self.cache.release();
+        Ok((total_ns, lse))
     }
 }

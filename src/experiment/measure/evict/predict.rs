@@ -1,62 +1,136 @@
 //! Peak memory of the measure, from the shapes.
 
-use super::{cache_shape, future_shape, recent_queries, step_shape};
+use super::decode::step_shape;
+use super::judge::future_shape;
+use super::{cache_shape, chunk_tokens, judging};
 use crate::attention::{Outputs, Shape, export, kernel};
-use crate::cache::PAGE_TOKENS;
 use crate::experiment::measure::Prepared;
-use crate::policy::{Decoding, Statistic, selection_bytes};
+use crate::policy::{Decoding, Policy, Statistic, selection_bytes};
 
-/// Peak bytes besides the inputs: the largest of prefill, judgement and decoding. The first two are exact; decoding is
-/// an upper bound, which is the largest only where many more tokens are decoded than the context has.
+/// Peak bytes besides the inputs: the largest of attention and judgement of every chunk, and of decoding. Exact where
+/// all lists keep the same number of tokens; where heads or layers keep different numbers, what follows the first
+/// judgement depends on the data, and this is an upper bound.
 pub(in crate::experiment::measure) fn predict(prepared: &Prepared, threads: usize) -> u64 {
-    let cell = &prepared.cell;
-    let (shape, params, cache) = (cell.shape(), cell.params(), cache_shape(prepared));
-    let (lists, context, new) = (cache.lists(), cell.context_tokens, cell.new_tokens);
-    let held = |tokens: usize| cache.bytes(std::iter::repeat_n(tokens, lists), 0).values().sum::<u64>();
-    let decode = kernel("decode").expect("the decode kernel is built in");
-    let workspace = |shape: &Shape| decode.workspace(shape, &params, cell.dtype, threads).bytes();
-    let lse_bytes = |shape: &Shape| 4 * shape.rows() as u64;
+    let plan = Plan { prepared, threads };
+    let (context, chunk) = (prepared.cell.context_tokens, chunk_tokens(prepared));
+    let mut peak = plan.decoding();
+    for start in (0..context).step_by(chunk) {
+        peak = peak.max(plan.chunk(start, chunk.min(context - start)));
+    }
+    peak
+}
 
-    let prefill = held(context) + Outputs::bytes(&shape, cell.dtype) + prepared.workspace_bytes(threads);
-    let mut judgement = 0;
-    let mut judged_again = 0;
-    let mut tokens_after = context + new;
-    if let Some((policy, scorer)) = prepared.policy.as_ref().and_then(|p| Some((p, p.scorer.as_ref()?))) {
-        let accumulates = policy.looks_at(Statistic::AccumulatedAttention);
-        let judge = |scored: &Shape, kv_len: usize| {
-            let row = 4 * (lists * kv_len) as u64;
-            let accumulated = if accumulates { row } else { 0 };
-            let export = if accumulates { 4 * export::workspace(scored, threads) as u64 } else { 0 };
-            accumulated + export.max(row + scorer.scratch_bytes(scored, threads).max(selection_bytes(lists, kv_len)))
-        };
-        let mut scored = shape;
-        let mut oracle = 0;
-        let mut oracle_pass = 0;
-        if policy.looks_at(Statistic::FutureAttention) {
-            scored = future_shape(prepared);
-            oracle = lse_bytes(&scored);
-            oracle_pass = Outputs::bytes(&scored, cell.dtype) + workspace(&scored);
+struct Plan<'a> {
+    prepared: &'a Prepared,
+    threads: usize,
+}
+
+impl Plan<'_> {
+    /// Whether all lists always hold the same number of tokens.
+    fn even(&self) -> bool {
+        judging(self.prepared).is_none_or(Policy::is_even)
+    }
+
+    /// Bytes of a cache whose lists hold `tokens` on average.
+    fn held(&self, tokens: usize) -> u64 {
+        let cache = cache_shape(self.prepared);
+        let even = cache.bytes(std::iter::repeat_n(tokens, cache.lists()), 0).values().sum::<u64>();
+        if self.even() {
+            return even;
         }
-        judgement = held(context) + lse_bytes(&shape) + oracle_pass.max(oracle + judge(&scored, context));
+        // Each list may have begun a page more.
+        let most_pages = cache.lists() * (cache.pages(tokens) + 1);
+        even.max(cache.bytes(std::iter::repeat_n(tokens, cache.lists()), most_pages).values().sum())
+    }
+
+    /// Tokens of the longest list where lists hold `tokens` on average, `fresh` of them not judged yet.
+    fn longest(&self, tokens: usize, fresh: usize) -> usize {
+        let cell = &self.prepared.cell;
+        let old = tokens - fresh;
+        if self.even() { tokens } else { (old * cell.kv_heads * cell.layers).min(cell.context_tokens) + fresh }
+    }
+
+    fn lse_bytes(shape: &Shape) -> u64 {
+        4 * shape.rows() as u64
+    }
+
+    /// Attention of the chunk that begins at token `start`, and its judgement.
+    fn chunk(&self, start: usize, tokens: usize) -> u64 {
+        let cell = &self.prepared.cell;
+        let old = if start == 0 { 0 } else { self.prepared.budget_tokens.min(start) };
+        let kv_len = self.longest(old + tokens, tokens);
+        let folded = Shape { q_len: tokens, kv_len, ..cell.shape() };
+        let layer = Shape { batch: cell.batch, ..folded };
+        let (params, lse) = (cell.params(), Self::lse_bytes(&folded));
+        let workspace = self.prepared.kernel.workspace(&layer, &params, cell.dtype, self.threads).bytes();
+        let attention = Outputs::bytes(&layer, cell.dtype) + workspace;
+        let judgement = judging(self.prepared).map_or(0, |policy| self.judgement(policy, &folded));
+        self.held(old + tokens) + lse + attention.max(judgement)
+    }
+
+    /// What a judgement takes at most, besides the cache and the log-sum-exps of its queries.
+    fn judgement(&self, policy: &Policy, shape: &Shape) -> u64 {
+        let row = 4 * (shape.batch * shape.kv_heads * shape.kv_len) as u64;
+        let accumulates = policy.looks_at(Statistic::AccumulatedAttention);
+        let export = if accumulates { 4 * export::workspace(shape, self.threads) as u64 } else { 0 };
+        let sums = if accumulates { row } else { 0 };
+        let future = policy.looks_at(Statistic::FutureAttention).then(|| future_shape(self.prepared));
+        let looked_at = future.unwrap_or(*shape);
+        let scratch = policy.scorer.as_ref().map_or(0, |scorer| scorer.scratch_bytes(&looked_at, self.threads));
+        let selection = selection_bytes(shape.batch * shape.kv_heads, shape.kv_len);
+        let fold = policy.action.as_ref().map_or(0, |action| row + selection + action.scratch_bytes(shape));
+        let judged = (sums + export.max(row + scratch.max(selection))).max(fold);
+        match future {
+            None => judged,
+            Some(shape) => self.pass(&shape).max(Self::lse_bytes(&shape) + judged),
+        }
+    }
+
+    /// A pass of the decode kernel.
+    fn pass(&self, shape: &Shape) -> u64 {
+        let cell = &self.prepared.cell;
+        let decode = kernel("decode").expect("the decode kernel is built in");
+        let workspace = decode.workspace(shape, &cell.params(), cell.dtype, self.threads).bytes();
+        Outputs::bytes(shape, cell.dtype) + workspace
+    }
+
+    /// Decoding, and the largest of the judgements in it.
+    fn decoding(&self) -> u64 {
+        let cell = &self.prepared.cell;
+        let (new, step) = (cell.new_tokens, step_shape(self.prepared));
+        let results = 4 * (new * step.rows() * (cell.head_dim + 1)) as u64;
+        let steps = results + self.pass(&step);
+        let Some(policy) = judging(self.prepared) else { return self.held(cell.context_tokens + new) + steps };
         // A list grows until the schedule cuts it back to the budget.
         let grown = match policy.schedule.decoding {
             Decoding::EverySteps(steps) => steps.min(new),
             Decoding::Never | Decoding::Delayed => new,
         };
-        tokens_after = (prepared.budget_tokens + grown).min(context + new) + 2 * PAGE_TOKENS;
-        if policy.schedule.decoding != Decoding::Never {
-            let kv_len = context + new;
-            let recent = Shape { q_len: recent_queries(policy), kv_len, ..shape };
-            judged_again = judge(&recent, kv_len);
-            // A single query has its log-sum-exps from its own step.
-            if recent.q_len > 1 {
-                let pass = Outputs::bytes(&recent, cell.dtype) + workspace(&recent);
-                judged_again = pass.max(lse_bytes(&recent) + judged_again);
-            }
-        }
+        let tokens = (self.prepared.budget_tokens + grown).min(cell.context_tokens + new);
+        let again = match policy.schedule.decoding {
+            Decoding::Never => 0,
+            Decoding::EverySteps(steps) if steps > new => self.accumulation(policy, tokens, grown),
+            _ => self.judged_again(policy, tokens, grown),
+        };
+        self.held(tokens) + steps + again
     }
-    let step = step_shape(prepared);
-    let results = 4 * (new * step.rows() * (cell.head_dim + 1)) as u64;
-    let decoding = held(tokens_after) + results + Outputs::bytes(&step, cell.dtype) + workspace(&step) + judged_again;
-    prefill.max(judgement).max(decoding)
+
+    /// A judgement between decode steps.
+    fn judged_again(&self, policy: &Policy, tokens: usize, grown: usize) -> u64 {
+        let recent = policy.scorer.as_ref().map_or(1, |scorer| scorer.recent_queries());
+        let recent = if policy.looks_at(Statistic::AccumulatedAttention) { 1 } else { recent };
+        let shape = Shape { q_len: recent, kv_len: self.longest(tokens, grown), ..self.prepared.cell.shape() };
+        let judged = self.judgement(policy, &shape);
+        // A single query has its log-sum-exps from its own step.
+        if recent == 1 { judged } else { self.pass(&shape).max(Self::lse_bytes(&shape) + judged) }
+    }
+
+    /// Column sums of a step that evicts nothing.
+    fn accumulation(&self, policy: &Policy, tokens: usize, grown: usize) -> u64 {
+        if !policy.looks_at(Statistic::AccumulatedAttention) {
+            return 0;
+        }
+        let shape = Shape { q_len: 1, kv_len: self.longest(tokens, grown), ..self.prepared.cell.shape() };
+        4 * (shape.batch * shape.kv_heads * shape.kv_len + export::workspace(&shape, self.threads)) as u64
+    }
 }

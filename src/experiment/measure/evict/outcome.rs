@@ -1,0 +1,139 @@
+//! What an eviction came to: bytes, who stayed where, and what that did to the results.
+
+use super::late::{Late, needle_recall};
+use super::{Kept, Session, judging};
+use crate::experiment::measure::{Prepared, Truth, TurnError};
+use crate::experiment::record::{Eviction, Step};
+use std::collections::BTreeMap;
+
+/// Stretches of the context in which kept tokens are counted.
+const STRETCHES: usize = 64;
+
+/// Moments of decoding that a record tells at most.
+const MOMENTS: usize = 128;
+
+/// Refuses a policy that evicted nothing, or did not meet its budget.
+pub(super) fn check(session: &Session<'_>, kept: &Kept) -> Result<(), TurnError> {
+    let (cell, prepared) = (&session.prepared.cell, session.prepared);
+    let Some(budget) = &cell.budget else { return Ok(()) };
+    let context = cell.context_tokens;
+    if session.evicted_tokens == 0 {
+        return Err(TurnError::Failed(format!(
+            "the policy evicted nothing: a budget of {budget} against a context of {context} tokens"
+        )));
+    }
+    let (tokens, wanted) = (kept.lens.iter().sum::<usize>(), prepared.budget_tokens * kept.lens.len());
+    if tokens != wanted {
+        return Err(TurnError::Failed(format!(
+            "the budget was not met: {tokens} tokens stayed in {} lists, {budget} allows {wanted}",
+            kept.lens.len()
+        )));
+    }
+    Ok(())
+}
+
+/// What a reader should know before trusting the numbers.
+pub(super) fn warnings(prepared: &Prepared) -> Option<String> {
+    let window = judging(prepared)?.scorer.as_ref()?.protect(prepared.budget_tokens).window;
+    let budget = prepared.budget_tokens;
+    (window >= budget)
+        .then(|| format!("the policy's window of {window} recent tokens takes the whole budget of {budget} tokens"))
+}
+
+pub(super) fn eviction(session: &Session<'_>, kept: &Kept, late: &Late, truth: &Truth) -> Eviction {
+    let (cell, shape) = (&session.prepared.cell, *session.cache.shape());
+    let context = cell.context_tokens;
+    let lists_of_layer = cell.batch * cell.kv_heads;
+    let fullest = kept.lens.chunks(lists_of_layer).map(|lens| lens.iter().copied().max().unwrap_or(0));
+    let padded: usize = fullest.map(|tokens| shape.pages(tokens) * lists_of_layer).sum();
+    let kept_by_head = kept.lens.chunks(lists_of_layer).map(|layer| {
+        let of_head = |head: usize| layer.iter().skip(head).step_by(cell.kv_heads).sum::<usize>();
+        (0..cell.kv_heads).map(|head| of_head(head) as f64 / (cell.batch * context) as f64).collect()
+    });
+    let masses = truth.at.iter().zip(&truth.rows).map(|(&at, dense)| late.mass_kept(cell, at, dense));
+    Eviction {
+        budget_tokens: session.prepared.budget_tokens,
+        kept_fraction: kept.lens.iter().sum::<usize>() as f64 / (shape.lists() * context) as f64,
+        evicted_tokens: session.evicted_tokens,
+        kv_bytes_dense: (shape.lists() * shape.pages(context)) as u64 * shape.page_bytes(),
+        kv_bytes_live: kept.kv_bytes_live,
+        kv_bytes_peak: session.cache.most_pages() as u64 * shape.page_bytes(),
+        needle_recall: needle_recall(cell, session.bench, late),
+        attention_mass_kept: masses.sum::<f64>() / truth.at.len() as f64,
+        tie_rate: session.tie_rate,
+        kv_bytes_read: late.read_bytes / cell.new_tokens as u64,
+        kv_bytes_padded: padded as u64 * shape.page_bytes(),
+        kept_by_head: kept_by_head.collect(),
+        kept_by_position: kept.by_position.clone(),
+        drift_by_head: drift_by_head(session, late, truth),
+        steps: steps(session, late, truth),
+    }
+}
+
+/// Fraction of each stretch of the context that stayed in each list of the first sequence, lowest layer first.
+pub(super) fn by_position(session: &Session<'_>) -> Vec<Vec<f32>> {
+    let (cell, cache) = (&session.prepared.cell, &session.cache);
+    let (context, stretches) = (cell.context_tokens, STRETCHES.min(cell.context_tokens));
+    let stretch = |position: usize| position * stretches / context;
+    let mut tokens = vec![0f32; stretches];
+    (0..context).for_each(|position| tokens[stretch(position)] += 1.0);
+    let lists = (0..cell.layers).flat_map(|layer| (0..cell.kv_heads).map(move |head| (layer, head)));
+    lists
+        .map(|(layer, head)| {
+            let list = cache.list(layer * cell.batch, head);
+            let mut kept = vec![0f32; stretches];
+            (0..cache.lens()[list]).for_each(|slot| kept[stretch(cache.position(list, slot))] += 1.0);
+            // Three digits are more than a picture shows.
+            kept.iter().zip(&tokens).map(|(kept, all)| (kept / all * 1000.0).round() / 1000.0).collect()
+        })
+        .collect()
+}
+
+/// Squared distance and norm, from which a drift is computed.
+#[derive(Default, Clone, Copy)]
+struct Distance {
+    apart: f64,
+    norm: f64,
+}
+
+impl Distance {
+    fn add(&mut self, got: &[f32], wanted: &[f64]) {
+        for (&got, &wanted) in got.iter().zip(wanted) {
+            self.apart += (f64::from(got) - wanted).powi(2);
+            self.norm += wanted * wanted;
+        }
+    }
+
+    fn relative(self) -> f64 {
+        if self.apart == 0.0 { 0.0 } else { (self.apart / self.norm).sqrt() }
+    }
+}
+
+fn drift_by_head(session: &Session<'_>, late: &Late, truth: &Truth) -> Vec<Vec<f64>> {
+    let cell = &session.prepared.cell;
+    let mut heads = vec![Distance::default(); cell.layers * cell.q_heads];
+    for (&at, dense) in truth.at.iter().zip(&truth.rows) {
+        heads[at[0] / cell.batch * cell.q_heads + at[1]].add(late.o(cell, at), &dense.o);
+    }
+    heads.chunks(cell.q_heads).map(|layer| layer.iter().map(|head| head.relative()).collect()).collect()
+}
+
+/// The checked decode steps, or evenly many of them.
+fn steps(session: &Session<'_>, late: &Late, truth: &Truth) -> Vec<Step> {
+    let cell = &session.prepared.cell;
+    let mut tokens: BTreeMap<usize, (Distance, f64, usize)> = BTreeMap::new();
+    for (&at, dense) in truth.at.iter().zip(&truth.rows) {
+        let (distance, mass, rows) = tokens.entry(at[2]).or_default();
+        distance.add(late.o(cell, at), &dense.o);
+        *mass += late.mass_kept(cell, at, dense);
+        *rows += 1;
+    }
+    let every = tokens.len().div_ceil(MOMENTS).max(1);
+    let moment = |(token, (distance, mass, rows)): (usize, (Distance, f64, usize))| Step {
+        new_tokens: token - cell.context_tokens + 1,
+        kv_bytes_live: late.live_bytes[token - cell.context_tokens],
+        attention_mass_kept: mass / rows as f64,
+        drift: distance.relative(),
+    };
+    tokens.into_iter().step_by(every).map(moment).collect()
+}
