@@ -2,7 +2,7 @@
 
 use super::Run;
 use crate::experiment::cell::{Cell, Measure};
-use crate::experiment::record::{Drift, Eviction, Latency, Memory, Record, SCHEMA, Status, Work};
+use crate::experiment::record::{Drift, Eviction, Latency, Memory, Record, SCHEMA, Status, Step, Work};
 use crate::memory::Label;
 use crate::tensor::DType;
 use std::collections::BTreeMap;
@@ -27,6 +27,7 @@ pub fn record(measure: Measure, kernel: &str, context_tokens: usize) -> Record {
     let cell = Cell {
         measure,
         kernel: kernel.into(),
+        layers: 1,
         batch: 1,
         q_heads: 8,
         kv_heads: 2,
@@ -197,6 +198,14 @@ pub fn evicted(context: usize, policy: &str, budget: f64) -> Record {
         needle_recall: Some((1.0 - whole * (1.0 - budget)).clamp(0.0, 1.0)),
         attention_mass_kept: 0.9,
         tie_rate: 0.0,
+        kv_bytes_read: live,
+        kv_bytes_padded: live,
+        kept_by_head: vec![vec![budget; 2]],
+        kept_by_position: vec![vec![budget as f32; 64]; 2],
+        drift_by_head: vec![vec![rel_l2; 8]],
+        steps: (1..=4)
+            .map(|step| Step { new_tokens: 8 * step, kv_bytes_live: live, attention_mass_kept: 0.9, drift: rel_l2 })
+            .collect(),
     });
     record
 }

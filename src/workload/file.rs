@@ -172,8 +172,16 @@ mod tests {
     use crate::tensor::file::{Output, write};
     use tempfile::TempDir;
 
-    const ASKED: Extents =
-        Extents { batch: 2, q_heads: 4, kv_heads: 2, head_dim: 8, context_tokens: 5, new_tokens: 2, dtype: DType::F16 };
+    const ASKED: Extents = Extents {
+        layers: 1,
+        batch: 2,
+        q_heads: 4,
+        kv_heads: 2,
+        head_dim: 8,
+        context_tokens: 5,
+        new_tokens: 2,
+        dtype: DType::F16,
+    };
 
     /// A file of 9 tokens whose elements count up, except `spoilt`, which is replaced in `k`.
     fn source(spoilt: Option<(usize, f32)>) -> (TempDir, Result<FileSource, WorkloadError>) {

@@ -31,11 +31,11 @@ impl Plan<'_> {
         judging(self.prepared).is_none_or(Policy::is_even)
     }
 
-    /// Bytes of a cache whose lists hold `tokens` on average.
-    fn held(&self, tokens: usize) -> u64 {
+    /// Bytes of a cache whose lists hold `tokens` on average; all the same number if `even`.
+    fn held(&self, tokens: usize, is_even: bool) -> u64 {
         let cache = cache_shape(self.prepared);
         let even = cache.bytes(std::iter::repeat_n(tokens, cache.lists()), 0).values().sum::<u64>();
-        if self.even() {
+        if is_even {
             return even;
         }
         // Each list may have begun a page more.
@@ -65,7 +65,7 @@ impl Plan<'_> {
         let workspace = self.prepared.kernel.workspace(&layer, &params, cell.dtype, self.threads).bytes();
         let attention = Outputs::bytes(&layer, cell.dtype) + workspace;
         let judgement = judging(self.prepared).map_or(0, |policy| self.judgement(policy, &folded));
-        self.held(old + tokens) + lse + attention.max(judgement)
+        self.held(old + tokens, start == 0 || self.even()) + lse + attention.max(judgement)
     }
 
     /// What a judgement takes at most, besides the cache and the log-sum-exps of its queries.
@@ -100,7 +100,7 @@ impl Plan<'_> {
         let (new, step) = (cell.new_tokens, step_shape(self.prepared));
         let results = 4 * (new * step.rows() * (cell.head_dim + 1)) as u64;
         let steps = results + self.pass(&step);
-        let Some(policy) = judging(self.prepared) else { return self.held(cell.context_tokens + new) + steps };
+        let Some(policy) = judging(self.prepared) else { return self.held(cell.context_tokens + new, true) + steps };
         // A list grows until the schedule cuts it back to the budget.
         let grown = match policy.schedule.decoding {
             Decoding::EverySteps(steps) => steps.min(new),
@@ -112,7 +112,7 @@ impl Plan<'_> {
             Decoding::EverySteps(steps) if steps > new => self.accumulation(policy, tokens, grown),
             _ => self.judged_again(policy, tokens, grown),
         };
-        self.held(tokens) + steps + again
+        self.held(tokens, self.even()) + steps + again
     }
 
     /// A judgement between decode steps.
