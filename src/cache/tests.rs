@@ -1,6 +1,5 @@
 //! The cache against a plain list of tokens, under random operations; what the arena shows; and kernels over pages.
 
-use super::pool::{PagePool, slab_of};
 use super::*;
 use crate::attention::rope::{Frequencies, Rotation};
 use crate::attention::{DenseKv, Forward, KvRows, Outputs, Params, Shape, kernel};
@@ -244,9 +243,7 @@ impl Pair {
         }
         prop_assert_eq!(cache.pages(), pages.len());
         for (&page, &(refs, _)) in &pages {
-            let (slab, _) = cache.pool.at(page, 0);
-            prop_assert_eq!(slab.refs[page as usize % SLAB_PAGES], refs, "lists that hold page {}", page);
-            prop_assert!(page as usize % SLAB_PAGES < shape.slab_pages());
+            prop_assert_eq!(cache.pool.refs(page), refs, "lists that hold page {}", page);
         }
         let live = |label| self.arena.live_bytes(label);
         let tokens: usize = pages.values().map(|(_, tokens)| tokens).sum();
@@ -431,12 +428,13 @@ fn lists_that_grow_in_turn_get_pages_behind_one_another() {
     (0..960).for_each(|at| cache.append(k.view(), v.view(), at..at + 1).unwrap());
     for list in 0..SEQUENCES * HEADS {
         let pages: Vec<u32> = (0..60).map(|index| cache.page(list, index)).collect();
-        let runs = 1 + pages.windows(2).filter(|pair| !PagePool::follows(pair[0], pair[1])).count();
+        let runs = 1 + pages.windows(2).filter(|pair| !cache.pool.follows(pair[0], pair[1])).count();
         assert!(runs <= 12, "60 pages of list {list} lie in {runs} runs");
     }
     // A slab that is emptied moves as one piece.
     (0..SEQUENCES * HEADS).for_each(|list| cache.retain_ranges(list, [0..if list == 0 { 960 } else { 16 }]).unwrap());
     cache.release();
-    let slabs: std::collections::BTreeSet<usize> = (0..60).map(|index| slab_of(cache.page(0, index))).collect();
+    let slabs: std::collections::BTreeSet<usize> =
+        (0..60).map(|index| cache.pool.slab_of(cache.page(0, index))).collect();
     assert_eq!(slabs.len(), 2, "65 pages take two slabs");
 }
