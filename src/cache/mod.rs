@@ -25,10 +25,11 @@ use crate::tensor::DType;
 pub const PAGE_TOKENS: usize = 16;
 /// Most tokens of a page.
 pub const MOST_PAGE_TOKENS: usize = 1024;
-/// Most pages that are taken from the arena together: one free mask is one `u64`.
-const SLAB_PAGES: usize = 64;
-/// Tokens that are taken from the arena together, about.
+/// Fewest tokens that are taken from the arena together, about.
 const SLAB_TOKENS: usize = 1024;
+/// Tokens of each list that are taken together, if that is more: lists that grow in turn then lie in runs of about so
+/// many tokens. Single pages of many lists in turn are half as slow again to read.
+const SLAB_LIST_TOKENS: usize = 128;
 
 /// A number that each token may carry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -90,9 +91,9 @@ impl CacheShape {
         tokens.div_ceil(self.page_tokens)
     }
 
-    /// Pages that are taken from the arena together: about 1024 tokens, at most 64 pages.
+    /// Pages that are taken from the arena together: about 128 tokens of each list, at least 1024 in all.
     pub fn slab_pages(&self) -> usize {
-        (SLAB_TOKENS / self.page_tokens).clamp(1, SLAB_PAGES)
+        (SLAB_TOKENS.max(SLAB_LIST_TOKENS * self.lists()) / self.page_tokens).max(1)
     }
 
     /// Bytes by label of a cache whose lists hold `lens` tokens and share no pages, and that had at most `most_pages`

@@ -1,7 +1,7 @@
 //! Page lists over the pool: append, share, give back, and the rows that kernels read.
 
 use super::CacheShape;
-use super::pool::{PageId, PagePool, slab_of};
+use super::pool::{PageId, PagePool};
 use crate::attention::KvRows;
 use crate::memory::{Arena, ArenaError, Buffer, Label};
 use crate::tensor::{DType, Rows, TensorView};
@@ -145,12 +145,12 @@ impl PagedCache {
             let pages = self.shape.pages(self.lens[list]);
             for index in 0..pages {
                 let page = self.page(list, index);
-                if !spare[slab_of(page)] {
+                if !spare[self.pool.slab_of(page)] {
                     continue;
                 }
                 let moved = shared.get(&page).copied().unwrap_or_else(|| {
-                    let follow = (index..pages).take(super::SLAB_PAGES);
-                    let wanted = follow.take_while(|&index| spare[slab_of(self.page(list, index))]).count();
+                    let follow = (index..pages).take(self.shape.slab_pages());
+                    let wanted = follow.take_while(|&index| spare[self.pool.slab_of(self.page(list, index))]).count();
                     let moved = self.pool.move_out(page, self.page_before(list, index), wanted);
                     if self.pool.is_shared(moved) {
                         shared.insert(page, moved);
@@ -281,7 +281,7 @@ impl PagedCache {
         let token = start % page_tokens;
         let from = list * self.table_len + start / page_tokens;
         let pages = &self.table[from..][..(token + most).div_ceil(page_tokens)];
-        let followers = pages.windows(2).take_while(|pair| PagePool::follows(pair[0], pair[1])).count();
+        let followers = pages.windows(2).take_while(|pair| self.pool.follows(pair[0], pair[1])).count();
         (pages[0], token, ((1 + followers) * page_tokens - token).min(most))
     }
 

@@ -4,19 +4,15 @@
 //! one if that is free, and begins elsewhere in the middle of the longest run of free pages, as far from other lists'
 //! ends as can be: lists that grow in turn do not meet soon.
 
+use super::CacheShape;
 use super::slab::Slab;
-use super::{CacheShape, SLAB_PAGES};
 use crate::memory::{Arena, ArenaError, Label};
 use std::cmp::Reverse;
 
-/// Number of a page: `slab * SLAB_PAGES + place`, also where slabs have fewer pages.
+/// Number of a page: its slab above [`PagePool::shift`] bits, its index in the slab in these.
 pub(super) type PageId = u32;
 
-/// The slab of a page.
-#[inline]
-pub(super) fn slab_of(page: PageId) -> usize {
-    page as usize / SLAB_PAGES
-}
+const WORD_BITS: usize = u64::BITS as usize;
 
 /// Slabs of pages.
 pub(super) struct PagePool {
@@ -24,7 +20,9 @@ pub(super) struct PagePool {
     arena: Arena,
     /// `None` where the memory was given back; such a number is used again first.
     slabs: Vec<Option<Slab>>,
-    /// For each slab a bit for each free page; no bits where there is no slab.
+    /// Bits of a page's index in its slab: enough for the pages of a slab and for a word of the mask.
+    shift: u32,
+    /// A bit for each free page, by number; no bits where there is no page.
     free: Vec<u64>,
     pages: usize,
     most_pages: usize,
@@ -36,7 +34,9 @@ pub(super) struct PagePool {
 impl PagePool {
     pub fn new(shape: CacheShape, arena: &Arena) -> Self {
         let arena = arena.clone();
-        PagePool { shape, arena, slabs: Vec::new(), free: Vec::new(), pages: 0, most_pages: 0, tokens: 0, told: [0; 2] }
+        let shift = shape.slab_pages().next_power_of_two().max(WORD_BITS).ilog2();
+        let (slabs, free) = (Vec::new(), Vec::new());
+        PagePool { shape, arena, slabs, shift, free, pages: 0, most_pages: 0, tokens: 0, told: [0; 2] }
     }
 
     /// Pages in use.
@@ -57,10 +57,15 @@ impl PagePool {
             let index = self.slabs.iter().position(Option::is_none).unwrap_or(self.slabs.len());
             if index == self.slabs.len() {
                 self.slabs.push(None);
-                self.free.push(0);
+                self.free.resize(self.slabs.len() * self.words(), 0);
             }
             self.slabs[index] = Some(slab);
-            self.free[index] = u64::MAX >> (SLAB_PAGES - self.shape.slab_pages());
+            let mut left = self.shape.slab_pages();
+            for word in self.mask_mut(index) {
+                let bits = left.min(WORD_BITS);
+                *word = u64::MAX.checked_shr((WORD_BITS - bits) as u32).unwrap_or(0);
+                left -= bits;
+            }
             free += self.shape.slab_pages();
         }
         Ok(())
@@ -69,7 +74,7 @@ impl PagePool {
     /// Takes a page that was reserved for a list whose last page is `after` and that will take `wanted` pages at once.
     pub fn take(&mut self, after: Option<PageId>, wanted: usize) -> PageId {
         let page = self.choose(after, wanted);
-        self.slab_mut(page).refs[page as usize % SLAB_PAGES] = 1;
+        *self.refs_mut(page) = 1;
         self.pages += 1;
         self.most_pages = self.most_pages.max(self.pages);
         page
@@ -77,20 +82,20 @@ impl PagePool {
 
     /// One more list holds the page.
     pub fn share(&mut self, page: PageId) {
-        self.slab_mut(page).refs[page as usize % SLAB_PAGES] += 1;
+        *self.refs_mut(page) += 1;
     }
 
     /// Whether several lists hold the page.
     pub fn is_shared(&self, page: PageId) -> bool {
-        self.slab(page).refs[page as usize % SLAB_PAGES] > 1
+        self.refs(page) > 1
     }
 
     /// A list with `tokens` tokens in the page holds it no more.
     pub fn give(&mut self, page: PageId, tokens: usize) {
-        let refs = &mut self.slab_mut(page).refs[page as usize % SLAB_PAGES];
+        let refs = self.refs_mut(page);
         *refs -= 1;
         if *refs == 0 {
-            self.free[slab_of(page)] |= 1 << (page as usize % SLAB_PAGES);
+            self.free[page as usize / WORD_BITS] |= 1 << (page as usize % WORD_BITS);
             self.pages -= 1;
             self.tokens -= tokens;
         }
@@ -122,11 +127,11 @@ impl PagePool {
             return None;
         }
         let mut live: Vec<usize> = (0..self.slabs.len()).filter(|&slab| self.slabs[slab].is_some()).collect();
-        live.sort_by_key(|&slab| self.free[slab].count_ones());
+        live.sort_by_key(|&slab| self.mask(slab).iter().map(|word| word.count_ones()).sum::<u32>());
         let mut spare = vec![false; self.slabs.len()];
         for slab in live.drain(needed..) {
             spare[slab] = true;
-            self.free[slab] = 0;
+            self.mask_mut(slab).fill(0);
         }
         Some(spare)
     }
@@ -135,8 +140,7 @@ impl PagePool {
     pub fn move_out(&mut self, page: PageId, after: Option<PageId>, wanted: usize) -> PageId {
         let target = self.choose(after, wanted);
         self.copy((page, 0), (target, 0), self.shape.page_tokens);
-        let refs = self.slab(page).refs[page as usize % SLAB_PAGES];
-        self.slab_mut(target).refs[target as usize % SLAB_PAGES] = refs;
+        *self.refs_mut(target) = self.refs(page);
         target
     }
 
@@ -147,8 +151,19 @@ impl PagePool {
 
     /// Whether the keys, and the values, of the second page lie just behind those of the first.
     #[inline]
-    pub fn follows(first: PageId, second: PageId) -> bool {
-        second == first + 1 && slab_of(first) == slab_of(second)
+    pub fn follows(&self, first: PageId, second: PageId) -> bool {
+        second == first + 1 && self.slab_of(first) == self.slab_of(second)
+    }
+
+    /// The slab of a page.
+    #[inline]
+    pub fn slab_of(&self, page: PageId) -> usize {
+        (page >> self.shift) as usize
+    }
+
+    /// Lists that hold a page.
+    pub fn refs(&self, page: PageId) -> u32 {
+        self.slab(page).refs[self.index(page)]
     }
 
     /// The slab of a page and the place in it of a token of the page.
@@ -165,7 +180,7 @@ impl PagePool {
 
     /// Copies `count` tokens, from pages that follow one another to pages that do; the places may overlap.
     pub fn copy(&mut self, from: (PageId, usize), to: (PageId, usize), count: usize) {
-        let (source, target) = (slab_of(from.0), slab_of(to.0));
+        let (source, target) = (self.slab_of(from.0), self.slab_of(to.0));
         let (from, to) = (self.place(from.0, from.1), self.place(to.0, to.1));
         if source == target {
             self.slabs[target].as_mut().expect(HELD).move_within(from, to, count);
@@ -177,26 +192,23 @@ impl PagePool {
 
     /// A free page, which is free no more.
     fn choose(&mut self, after: Option<PageId>, wanted: usize) -> PageId {
-        let is_free = |page: PageId| self.free[slab_of(page)] >> (page as usize % SLAB_PAGES) & 1 == 1;
-        let next = after.map(|after| (after, after + 1)).filter(|&(after, next)| Self::follows(after, next));
-        let page = match next {
-            Some((_, next)) if is_free(next) => next,
+        let is_free = |page: PageId| self.free[page as usize / WORD_BITS] >> (page as usize % WORD_BITS) & 1 == 1;
+        let page = match after {
+            Some(after) if self.follows(after, after + 1) && is_free(after + 1) => after + 1,
             _ => self.start(wanted),
         };
-        self.free[slab_of(page)] &= !(1 << (page as usize % SLAB_PAGES));
+        self.free[page as usize / WORD_BITS] &= !(1 << (page as usize % WORD_BITS));
         page
     }
 
     /// Where a list that finds no room behind its last page goes on.
     fn start(&self, wanted: usize) -> PageId {
-        let runs = self.free.iter().enumerate().filter(|(_, mask)| **mask != 0);
-        let runs = runs.map(|(slab, &mask)| (longest_run(mask), slab));
-        let ((first, len), slab) = runs
-            .max_by_key(|&((_, len), slab)| (len, Reverse(slab)))
-            .expect("pages are reserved before they are taken");
+        let runs = (0..self.slabs.len()).map(|slab| (longest_run(self.mask(slab)), slab));
+        let ((first, len), slab) = runs.max_by_key(|&((_, len), slab)| (len, Reverse(slab))).unwrap_or_default();
+        assert!(len > 0, "pages are reserved before they are taken");
         // In front of a run that begins with its slab there is no list that grows.
         let skipped = if first == 0 { 0 } else { (len / 2).min(len.saturating_sub(wanted)) };
-        (slab * SLAB_PAGES + first + skipped) as PageId
+        ((slab << self.shift) + first + skipped) as PageId
     }
 
     fn held_slabs(&self) -> usize {
@@ -205,31 +217,65 @@ impl PagePool {
 
     #[inline]
     fn place(&self, page: PageId, token: usize) -> usize {
-        page as usize % SLAB_PAGES * self.shape.page_tokens + token
+        self.index(page) * self.shape.page_tokens + token
     }
 
     #[inline]
     fn slab(&self, page: PageId) -> &Slab {
-        self.slabs[slab_of(page)].as_ref().expect(HELD)
+        self.slabs[self.slab_of(page)].as_ref().expect(HELD)
     }
 
     fn slab_mut(&mut self, page: PageId) -> &mut Slab {
-        self.slabs[slab_of(page)].as_mut().expect(HELD)
+        let slab = self.slab_of(page);
+        self.slabs[slab].as_mut().expect(HELD)
+    }
+
+    fn refs_mut(&mut self, page: PageId) -> &mut u32 {
+        let index = self.index(page);
+        &mut self.slab_mut(page).refs[index]
+    }
+
+    /// Index of a page in its slab.
+    #[inline]
+    fn index(&self, page: PageId) -> usize {
+        page as usize & ((1 << self.shift) - 1)
+    }
+
+    /// Words of the mask of a slab.
+    fn words(&self) -> usize {
+        (1 << self.shift) / WORD_BITS
+    }
+
+    fn mask(&self, slab: usize) -> &[u64] {
+        &self.free[slab * self.words()..][..self.words()]
+    }
+
+    fn mask_mut(&mut self, slab: usize) -> &mut [u64] {
+        let words = self.words();
+        &mut self.free[slab * words..][..words]
     }
 }
 
 const HELD: &str = "a page in use lies in a slab that is there";
 
-/// First page and length of the longest run of set bits.
-fn longest_run(mut mask: u64) -> (usize, usize) {
-    let mut best = (0, 0);
-    while mask != 0 {
-        let first = mask.trailing_zeros();
-        let len = (mask >> first).trailing_ones();
-        if len as usize > best.1 {
-            best = (first as usize, len as usize);
+/// First bit and length of the longest run of set bits, the first of several.
+fn longest_run(words: &[u64]) -> (usize, usize) {
+    let bits = words.len() * WORD_BITS;
+    // The next bit from `from` on in words that are turned over by `flip`.
+    let next = |from: usize, flip: u64| {
+        let (mut word, mut mask) = (from / WORD_BITS, u64::MAX << (from % WORD_BITS));
+        while word < words.len() && (words[word] ^ flip) & mask == 0 {
+            (word, mask) = (word + 1, u64::MAX);
         }
-        mask &= !(u64::MAX >> (u64::BITS - len) << first);
+        words.get(word).map_or(bits, |found| word * WORD_BITS + ((found ^ flip) & mask).trailing_zeros() as usize)
+    };
+    let (mut best, mut end) = ((0, 0), 0);
+    while end < bits {
+        let first = next(end, 0);
+        end = next(first, u64::MAX);
+        if end - first > best.1 {
+            best = (first, end - first);
+        }
     }
     best
 }
@@ -244,18 +290,19 @@ impl Drop for PagePool {
 
 #[cfg(test)]
 mod tests {
-    use super::longest_run;
+    use super::{WORD_BITS, longest_run};
     use proptest::prelude::*;
 
     proptest! {
         #[test]
-        fn the_longest_run_is_the_first_of_its_length(mask: u64, sparse: u64) {
-            for mask in [mask, mask & sparse, mask | sparse, u64::MAX << (mask % 64), u64::MAX >> (mask % 64)] {
-                let run = |first: usize| (first..64).take_while(|bit| mask >> bit & 1 == 1).count();
-                let longest = (0..64).map(run).max().unwrap();
-                let first = (0..64).find(|&first| run(first) == longest).unwrap();
-                prop_assert_eq!(longest_run(mask), if longest == 0 { (0, 0) } else { (first, longest) });
-            }
+        fn the_longest_run_is_the_first_of_its_length(
+            words in prop::collection::vec(prop_oneof![Just(0), Just(u64::MAX), any::<u64>(), (0u32..64).prop_map(|at| u64::MAX << at)], 1..4),
+        ) {
+            let bits = words.len() * WORD_BITS;
+            let run = |first: usize| (first..bits).take_while(|bit| words[bit / 64] >> (bit % 64) & 1 == 1).count();
+            let longest = (0..bits).map(run).max().unwrap();
+            let first = (0..bits).find(|&first| run(first) == longest).unwrap();
+            prop_assert_eq!(longest_run(&words), (first, longest));
         }
     }
 }

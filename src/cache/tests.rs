@@ -1,6 +1,5 @@
 //! The cache against a plain list of tokens, under random operations; what the arena shows; and kernels over pages.
 
-use super::pool::{PagePool, slab_of};
 use super::*;
 use crate::attention::rope::{Frequencies, Rotation};
 use crate::attention::{DenseKv, Forward, KvRows, Outputs, Params, Shape, kernel};
@@ -244,9 +243,7 @@ impl Pair {
         }
         prop_assert_eq!(cache.pages(), pages.len());
         for (&page, &(refs, _)) in &pages {
-            let (slab, _) = cache.pool.at(page, 0);
-            prop_assert_eq!(slab.refs[page as usize % SLAB_PAGES], refs, "lists that hold page {}", page);
-            prop_assert!(page as usize % SLAB_PAGES < shape.slab_pages());
+            prop_assert_eq!(cache.pool.refs(page), refs, "lists that hold page {}", page);
         }
         let live = |label| self.arena.live_bytes(label);
         let tokens: usize = pages.values().map(|(_, tokens)| tokens).sum();
@@ -359,8 +356,7 @@ fn the_predicted_bytes_are_what_the_arena_shows() {
                 assert_eq!(live, predicted, "pages of {page_tokens}, {tokens} tokens");
             };
             check(&cache);
-            (0..shape.lists())
-                .for_each(|list| cache.retain_ranges(list, [tokens / 2 - tokens / 3..tokens / 2]).unwrap());
+            (0..shape.lists()).for_each(|list| cache.retain(list, tokens / 2 - tokens / 3..tokens / 2).unwrap());
             check(&cache);
             assert_eq!(cache.most_pages(), most);
         }
@@ -382,9 +378,9 @@ fn a_fork_shares_pages_until_one_of_them_changes() {
     // What is in front of the gap, and whole pages behind the end, are not touched.
     (0..HEADS).for_each(|head| pair.take(Step::EvictRange { list: 2 * HEADS + head, from: 35, count: 1 }));
     assert_eq!(pages(&pair), 5);
-    (0..HEADS).for_each(|head| pair.cache.retain_ranges(2 * HEADS + head, [0..16]).unwrap());
+    (0..HEADS).for_each(|head| pair.cache.retain(2 * HEADS + head, 0..16).unwrap());
     assert_eq!(pages(&pair), 4);
-    (0..HEADS).for_each(|head| pair.cache.retain_ranges(2 * HEADS + head, [0..10]).unwrap());
+    (0..HEADS).for_each(|head| pair.cache.retain(2 * HEADS + head, 0..10).unwrap());
     assert_eq!(pages(&pair), 5);
     (0..HEADS).for_each(|head| pair.model[2 * HEADS + head].truncate(10));
     pair.check_contents().unwrap();
@@ -414,14 +410,14 @@ fn without_room_the_cache_stays_as_it_was() {
     cache.fork(0, 1);
     cache.append_sequence(2, k.view(), v.view(), 2, 330..330 + 22 * 16).unwrap();
     assert_eq!(cache.pages(), 128);
-    assert!(cache.retain_ranges(0, [1..330]).is_err());
+    assert!(cache.retain(0, 1..330).is_err());
     assert!(cache.add_attention(0, &[1.0; 330]).is_err());
     assert!(cache.write_key(0, 0, &[0.0; WIDTH]).is_err());
     let mut key = [0.0; WIDTH];
     cache.read_key(0, 0, &mut key);
     assert_eq!((cache.lens()[0], key, cache.attention(0, 329)), (330, row(0, 0, 0), 0.0));
     // Whole pages go without a copy.
-    cache.retain_ranges(0, [0..320]).unwrap();
+    cache.retain(0, 0..320).unwrap();
     assert_eq!((cache.lens()[0], cache.pages()), (320, 128));
 }
 
@@ -431,12 +427,13 @@ fn lists_that_grow_in_turn_get_pages_behind_one_another() {
     (0..960).for_each(|at| cache.append(k.view(), v.view(), at..at + 1).unwrap());
     for list in 0..SEQUENCES * HEADS {
         let pages: Vec<u32> = (0..60).map(|index| cache.page(list, index)).collect();
-        let runs = 1 + pages.windows(2).filter(|pair| !PagePool::follows(pair[0], pair[1])).count();
+        let runs = 1 + pages.windows(2).filter(|pair| !cache.pool.follows(pair[0], pair[1])).count();
         assert!(runs <= 12, "60 pages of list {list} lie in {runs} runs");
     }
     // A slab that is emptied moves as one piece.
-    (0..SEQUENCES * HEADS).for_each(|list| cache.retain_ranges(list, [0..if list == 0 { 960 } else { 16 }]).unwrap());
+    (0..SEQUENCES * HEADS).for_each(|list| cache.retain(list, 0..if list == 0 { 960 } else { 16 }).unwrap());
     cache.release();
-    let slabs: std::collections::BTreeSet<usize> = (0..60).map(|index| slab_of(cache.page(0, index))).collect();
+    let slabs: std::collections::BTreeSet<usize> =
+        (0..60).map(|index| cache.pool.slab_of(cache.page(0, index))).collect();
     assert_eq!(slabs.len(), 2, "65 pages take two slabs");
 }
