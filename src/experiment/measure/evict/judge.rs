@@ -206,7 +206,7 @@ impl Session<'_> {
             let len = self.cache.lens()[list];
             let Some(slot) = len.checked_sub(window + 1) else { continue };
             if scored.values[list * kv_len + slot] <= self.best_lost[list] {
-                self.cache.retain(list, (0..len).filter(|&other| other != slot))?;
+                self.cache.retain_ranges(list, [0..slot, slot + 1..len])?;
                 self.evicted_tokens += 1;
             }
         }
