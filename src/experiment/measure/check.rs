@@ -37,6 +37,7 @@ impl Truth {
             Measure::Forward | Measure::Backward => reference::sample_rows(&shape, CHECKED_QUERIES),
             Measure::Decode => late_rows(&shape, tokens - 1),
             Measure::Evict => late_rows(&shape, cell.context_tokens),
+            Measure::Serve => Vec::new(),
         };
         let rows = reference::rows(&call, &at);
         Ok(Truth { at, rows })
