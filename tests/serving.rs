@@ -106,7 +106,10 @@ fn axes_that_do_not_belong_are_refused() {
         (SERVE.replace("strategy = [\"max\", \"paged\"]\n", ""), "strategy and trace are both needed"),
         (SERVE.replace("\"max\"", "\"best\""), "unknown strategy 'best'; there are max, pow2, oracle, paged"),
         (SERVE.replace("alpaca", "wikitext"), "unknown trace 'wikitext'"),
-        (SERVE.replace("warmup=100", "slots=1000"), "no room for a request of 2048 tokens in a pool of 1000 slots"),
+        (
+            SERVE.replace("warmup=100", "warmup=100,slots=1000"),
+            "no room for a request of 2048 tokens in a pool of 1000 slots",
+        ),
         (format!("{decode}strategy = \"max\"\n"), "strategy and trace belong to measure = \"serve\""),
         (format!("{decode}page_tokens = \"many\"\n"), "'many' is not a page size"),
         (format!("{decode}page_tokens = 16\n").replace("decode", "forward"), "page_tokens belongs to measure = "),

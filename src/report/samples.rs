@@ -228,7 +228,7 @@ pub fn served(trace: &str, strategy: &str) -> Record {
         token_share,
         reserved_share: 0.1,
         internal_share: 0.9 - token_share,
-        external_share: 0.1 - 0.1,
+        external_share: 0.0,
         waste_of_held: 1.0 - token_share,
         mean_batch: 40.0 * token_share,
         finished_requests: 1000,

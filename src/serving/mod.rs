@@ -57,6 +57,9 @@ pub trait Strategy {
     fn reserves(&self) -> bool;
 }
 
+/// Makes a strategy over an empty pool.
+pub type Build = fn(&Named, Pool) -> Result<Box<dyn Strategy>, NamedError>;
+
 /// A strategy as the registry knows it.
 pub struct StrategyEntry {
     /// Name in experiment files and records.
@@ -66,7 +69,7 @@ pub struct StrategyEntry {
     /// Its parameters.
     pub parameters: &'static [Parameter],
     /// Makes it over an empty pool.
-    pub build: fn(&Named, Pool) -> Result<Box<dyn Strategy>, NamedError>,
+    pub build: Build,
 }
 
 /// Every allocation strategy. The three reservations are those that the vLLM paper built for its comparison with Orca.

@@ -130,6 +130,7 @@ fn mistakes_are_named() {
         ("wikitext".to_string(), "unknown trace 'wikitext'; there are sharegpt, alpaca, file"),
         ("alpaca:steps=0".into(), "steps is '0'"),
         ("alpaca:steps=100,warmup=100".into(), "less than the 100 steps"),
+        ("alpaca:steps=100".into(), "steps is '100'; it must be more than the 5000 steps of warmup"),
         ("alpaca:warp=1".into(), "no parameter 'warp'"),
         ("alpaca:prompt_cv2=NaN".into(), "prompt_cv2 is 'NaN'; it must be a number from 0 to 1000"),
         ("alpaca:prompt=-3".into(), "prompt is '-3'; it must be a number from 1 to 2047"),

@@ -125,7 +125,11 @@ impl Trace {
         let steps = number("steps", 1, 1_000_000_000)?;
         let warmup = number("warmup", 0, 1_000_000_000)?;
         if warmup >= steps {
-            return Err(named.wrong("warmup", format!("less than the {steps} steps")).into());
+            let wrong = match named.text("warmup") {
+                Some(_) => named.wrong("warmup", format!("less than the {steps} steps")),
+                None => named.wrong("steps", format!("more than the {warmup} steps of warmup")),
+            };
+            return Err(wrong.into());
         }
         let lengths = match named.text("path") {
             Some(path) => Lengths::Listed(read(Path::new(path), pool.max_tokens)?),

@@ -20,7 +20,8 @@ const PARTS: [Part; 4] = [
 /// own.
 pub fn bars(data: &Data) -> Option<Bars> {
     // Records come sorted by trace and then by strategy.
-    let mut bars: Vec<(String, String, Vec<(&Record, &Usage)>)> = Vec::new();
+    type Seeds<'r> = Vec<(&'r Record, &'r Usage)>;
+    let mut bars: Vec<(String, String, Seeds)> = Vec::new();
     for record in data.of(Measure::Serve).into_iter().filter(|record| record.status == Status::Ok) {
         let (Some(trace), Some(strategy), Some(usage)) = (&record.cell.trace, &record.cell.strategy, &record.serving)
         else {
