@@ -349,7 +349,7 @@ fn every_wrong_value_of_an_experiment_is_named_in_one_line() {
         ("context_tokens = 256", "context_tokens = 0", "x.toml:9:18: '0' is not a token count"),
         ("context_tokens = 256", "context_tokens = \"2k..1k*2\"", "x.toml:9:18: '2k..1k*2' is not a range"),
         ("context_tokens = 256", "context_tokens = \"10m\"", "rope_theta must be at least"),
-        ("context_tokens = 256\n", "", "missing field `context_tokens`"),
+        ("context_tokens = 256\n", "", "context_tokens is missing; write context_tokens = "),
         ("new_tokens = 4", "new_tokens = 0", "new_tokens is 0; at least 1 decode step"),
         ("new_tokens = 4", "batch = 0", "batch is 0; every extent must be at least 1"),
         ("new_tokens = 4", "dtype = \"f64\"", "x.toml:10:9: "),

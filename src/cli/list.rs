@@ -6,6 +6,7 @@ use kvsieve::attention::KERNELS;
 use kvsieve::experiment::spec::{SHIPPED, Spec};
 use kvsieve::named::Parameter;
 use kvsieve::policy::{PRESETS, Registry, describe, markdown};
+use kvsieve::serving::{STRATEGIES, TRACES};
 use serde::Serialize;
 use std::fmt::Write;
 use std::path::PathBuf;
@@ -41,6 +42,10 @@ enum Things {
     Kernels,
     /// Eviction policies
     Policies,
+    /// Allocation strategies of the measure `serve`
+    Strategies,
+    /// Request traces of the measure `serve`
+    Traces,
     /// Experiments that come with kvsieve
     Experiments,
 }
@@ -52,6 +57,10 @@ impl Things {
                 KERNELS.iter().map(|entry| Row::new(entry.name, entry.about, entry.parameters)).collect()
             }
             Things::Policies => policies(&Registry::default()),
+            Things::Strategies => {
+                STRATEGIES.iter().map(|entry| Row::new(entry.name, entry.about, entry.parameters)).collect()
+            }
+            Things::Traces => TRACES.iter().map(|entry| Row::new(entry.name, entry.about, entry.parameters)).collect(),
             Things::Experiments => SHIPPED.iter().map(|(name, text)| experiment(name, text)).collect(),
         }
     }

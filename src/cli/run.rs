@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 
 const EXAMPLES: &str = "\
 An experiment is a TOML file, or the name of one that comes with kvsieve: quickstart, memory-vs-context, \
-latency-vs-context, gqa-vs-mha, eviction-policies. Results go to OUT/<experiment>/<time>-<hash>-<revision>/: \
+latency-vs-context, gqa-vs-mha, eviction-policies, paging-waste. Results go to OUT/<experiment>/<time>-<hash>-<revision>/: \
 records as cells.jsonl, figures as SVG and CSV, summary.md and report.html.\n\n\
 Examples:
   kvsieve run                                   quickstart: the first figures, in a few minutes
@@ -71,7 +71,8 @@ pub fn run(args: &Args) -> Result<(), Failure> {
         let limit_bytes = args.limit_bytes(experiment)?;
         if args.dry_run {
             let cells = runner::prepare(experiment, &registry)?;
-            output::print(&estimate::table(&cells, &experiment.spec.timing, &cpu, limit_bytes))?;
+            let simulated: Vec<_> = experiment.simulated().collect();
+            output::print(&estimate::table(&cells, &simulated, &experiment.spec.timing, &cpu, limit_bytes))?;
             continue;
         }
         let options = Options {

@@ -128,6 +128,28 @@ impl<'de> Deserialize<'de> for BudgetText {
     }
 }
 
+/// Tokens of a page; 0 stands for contiguous tensors and is written `"contiguous"`.
+#[derive(Debug, Clone, Copy)]
+pub struct PageTokens(pub usize);
+
+impl Serialize for PageTokens {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self.0 {
+            0 => serializer.serialize_str("contiguous"),
+            tokens => serializer.serialize_u64(tokens as u64),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for PageTokens {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let text = NumberOrText::deserialize(deserializer)?.0;
+        let tokens = if text == "contiguous" { Some(0) } else { text.parse().ok() };
+        let wrong = || format!("'{text}' is not a page size; write a number of tokens such as 16, or \"contiguous\"");
+        tokens.map(PageTokens).ok_or_else(|| de::Error::custom(wrong()))
+    }
+}
+
 /// A number or a text, as text.
 struct NumberOrText(String);
 

@@ -16,6 +16,8 @@ pub enum Measure {
     Decode,
     /// Prefill, eviction by a policy, then `new_tokens` decode steps over what stayed.
     Evict,
+    /// A request trace through an allocation strategy: simulated, with neither tensors nor times.
+    Serve,
 }
 
 impl Measure {
@@ -26,6 +28,7 @@ impl Measure {
             Measure::Backward => "backward",
             Measure::Decode => "decode",
             Measure::Evict => "evict",
+            Measure::Serve => "serve",
         }
     }
 }
@@ -44,7 +47,7 @@ fn is_one(layers: &usize) -> bool {
 pub struct Cell {
     /// What is measured.
     pub measure: Measure,
-    /// Kernel, with parameters: `tiled:br=64,bc=256`.
+    /// Kernel, with parameters: `tiled:br=64,bc=256`. Empty for [`Measure::Serve`], where all extents are 0.
     pub kernel: String,
     /// Layers, for [`Measure::Evict`]; 1 otherwise.
     #[serde(default = "one", skip_serializing_if = "is_one")]
@@ -73,7 +76,16 @@ pub struct Cell {
     pub policy: Option<String>,
     /// Budget as it was written: `0.25`, `512` or `64MiB`.
     pub budget: Option<String>,
-    /// Seed of the workload and of the policy.
+    /// Tokens of a page in `decode`, with 0 for contiguous tensors; `None` for the cache's own pages, filled at once.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub page_tokens: Option<usize>,
+    /// Allocation strategy of `serve`, with parameters: `paged:page=16`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub strategy: Option<String>,
+    /// Request trace of `serve`, with parameters: `sharegpt:steps=50000`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub trace: Option<String>,
+    /// Seed of the workload, of the policy and of the trace.
     pub seed: u64,
     /// Hash of the workload: its knobs, or the bytes of the tensor file.
     pub workload_hash: String,
@@ -110,12 +122,20 @@ impl Cell {
 
     /// A short name for progress bars and tables.
     pub fn label(&self) -> String {
+        if let (Some(strategy), Some(trace)) = (&self.strategy, &self.trace) {
+            return format!("{} {strategy} {trace}", self.measure.name());
+        }
         let policy = match (&self.policy, &self.budget) {
             (Some(policy), Some(budget)) => format!(" {policy}@{budget}"),
             (Some(policy), None) => format!(" {policy}"),
             _ => String::new(),
         };
+        let pages = match self.page_tokens {
+            Some(0) => " contiguous".into(),
+            Some(tokens) => format!(" page {tokens}"),
+            None => String::new(),
+        };
         let tokens = crate::units::tokens(self.context_tokens);
-        format!("{} {} {}{policy} {} {tokens}", self.measure.name(), self.kernel, self.heads(), self.dtype)
+        format!("{} {} {}{policy}{pages} {} {tokens}", self.measure.name(), self.kernel, self.heads(), self.dtype)
     }
 }

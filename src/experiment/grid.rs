@@ -1,8 +1,10 @@
 //! From an experiment file to its cells.
 
 use super::cell::{Cell, Measure};
+use super::measure::serve;
 use super::spec::{Grid, Spec, SpecError};
 use crate::attention::kernel;
+use crate::cache::MOST_PAGE_TOKENS;
 use crate::policy::{Budget, Registry};
 use crate::tensor::DType;
 use crate::workload::FileSource;
@@ -50,6 +52,11 @@ impl Experiment {
         Ok(Experiment { spec, file, cells })
     }
 
+    /// The cells that are simulated, not measured.
+    pub fn simulated(&self) -> impl Iterator<Item = &Cell> {
+        self.cells.iter().filter(|cell| cell.measure == Measure::Serve)
+    }
+
     /// Hash of what is measured and how: runs with the same hash can be resumed and merged.
     pub fn config_hash(&self) -> String {
         let text = serde_json::to_string(&(&self.cells, &self.spec.timing)).expect("cells are plain data");
@@ -59,6 +66,18 @@ impl Experiment {
 
 /// The product of a grid's axes.
 fn expand(grid: &Grid, file: Option<&FileSource>, workload_hash: &str) -> Result<Vec<Cell>, String> {
+    if grid.measure == Measure::Serve {
+        return serve::expand(grid);
+    }
+    if !grid.strategy.is_empty() || !grid.trace.is_empty() {
+        return Err("strategy and trace belong to measure = \"serve\"".into());
+    }
+    if grid.context_tokens.is_empty() {
+        return Err("context_tokens is missing; write context_tokens = \"4k\" or a range such as \"1k..32k*2\"".into());
+    }
+    if grid.measure != Measure::Decode && !grid.page_tokens.is_empty() {
+        return Err("page_tokens belongs to measure = \"decode\"".into());
+    }
     let from_file = file.map(FileSource::extents);
     if from_file.is_some()
         && !(grid.heads.0.is_empty()
@@ -106,6 +125,10 @@ fn expand(grid: &Grid, file: Option<&FileSource>, workload_hash: &str) -> Result
     if layers.contains(&0) || (!evicts && !grid.layers.is_empty()) {
         return Err("layers must be at least 1, and belong to measure = \"evict\"".into());
     }
+    let pages: Vec<Option<usize>> = match &grid.page_tokens.0[..] {
+        [] => vec![None],
+        pages => pages.iter().map(|page| Some(page.0)).collect(),
+    };
     let mut cells = Vec::new();
     for &context_tokens in grid.context_tokens.0.iter().flat_map(|tokens| &tokens.lengths) {
         for (&(q_heads, kv_heads), &layers) in heads.iter().flat_map(|heads| layers.iter().map(move |n| (heads, n))) {
@@ -120,7 +143,9 @@ fn expand(grid: &Grid, file: Option<&FileSource>, workload_hash: &str) -> Result
                     for &batch in &batches {
                         for seed in grid.seed.or(0) {
                             for kernel in &kernels {
-                                for (policy, budget) in &choices {
+                                for ((policy, budget), &page_tokens) in
+                                    choices.iter().flat_map(|choice| pages.iter().map(move |page| (choice, page)))
+                                {
                                     cells.push(Cell {
                                         measure: grid.measure,
                                         kernel: kernel.clone(),
@@ -137,6 +162,9 @@ fn expand(grid: &Grid, file: Option<&FileSource>, workload_hash: &str) -> Result
                                         softcap: grid.softcap,
                                         policy: policy.clone(),
                                         budget: budget.clone(),
+                                        page_tokens,
+                                        strategy: None,
+                                        trace: None,
                                         seed,
                                         workload_hash: workload_hash.into(),
                                     });
@@ -154,6 +182,9 @@ fn expand(grid: &Grid, file: Option<&FileSource>, workload_hash: &str) -> Result
 /// Refuses a cell that could never run.
 fn check(cell: Cell, registry: &Registry) -> Result<Cell, String> {
     let text = |error: &dyn std::fmt::Display| error.to_string();
+    if cell.measure == Measure::Serve {
+        return Ok(cell);
+    }
     cell.shape().check().map_err(|error| text(&error))?;
     // Bytes are counted in 64 bits; the score matrix is the largest thing that could be asked for.
     let shape = cell.shape();
@@ -167,6 +198,11 @@ fn check(cell: Cell, registry: &Registry) -> Result<Cell, String> {
         && kernel.backward_workspace(&cell.shape(), &cell.params(), cell.dtype, 1).is_none()
     {
         return Err(format!("kernel '{}' has no backward pass; use naive or tiled", cell.kernel));
+    }
+    if let Some(tokens) = cell.page_tokens.filter(|&tokens| tokens > MOST_PAGE_TOKENS) {
+        return Err(format!(
+            "page_tokens is {tokens}; pages hold 1 to {MOST_PAGE_TOKENS} tokens, or write \"contiguous\""
+        ));
     }
     if cell.measure == Measure::Evict {
         if !cell.causal || cell.window.is_some() {

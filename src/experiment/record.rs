@@ -2,6 +2,7 @@
 
 use super::cell::Cell;
 use crate::memory::LabelBytes;
+use crate::serving::Usage;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -59,6 +60,9 @@ pub struct Record {
     pub drift: Option<Drift>,
     /// What a policy did.
     pub eviction: Option<Eviction>,
+    /// Where the slots of a simulated pool were, for `serve`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub serving: Option<Usage>,
 }
 
 /// Memory of a cell, in bytes.

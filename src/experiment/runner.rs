@@ -6,7 +6,7 @@
 
 use super::cell::{Cell, Measure};
 use super::grid::Experiment;
-use super::measure::{Bench, Prepared, Truth, TurnError};
+use super::measure::{Bench, Prepared, Truth, TurnError, serve};
 use super::record::{Latency, Memory, Record, SCHEMA, Status, Work};
 use super::spec::Timing;
 use super::stats::{median_with_interval, quantile};
@@ -90,6 +90,7 @@ pub fn run(
 ) -> Result<Outcome, RunError> {
     // Everything that a user can have got wrong is said before a folder is made.
     let cells = shard(prepare(experiment, registry)?, options.shard);
+    let simulated = deal(experiment.simulated().collect(), options.shard);
     let base = options.out.join(&experiment.spec.name);
     let suffix = options.shard.map_or(String::new(), |(index, count)| format!("-shard{index}of{count}"));
     let hash = experiment.config_hash();
@@ -104,16 +105,20 @@ pub fn run(
     };
     let done = finished(&records);
     let todo: Vec<Prepared> = cells.into_iter().filter(|prepared| !done.contains(&prepared.cell.id())).collect();
-    progress(Progress::Start { cells: todo.len(), resumed: done.len() });
+    let simulations: Vec<&Cell> = simulated.into_iter().filter(|cell| !done.contains(&cell.id())).collect();
+    progress(Progress::Start { cells: todo.len() + simulations.len(), resumed: done.len() });
 
     let mut runner = Runner { experiment, cpu, options, store, records, progress };
+    for cell in simulations {
+        runner.simulation(cell)?;
+    }
     for group in groups(todo, options.limit_bytes) {
         runner.group(group)?;
     }
     Ok(Outcome { folder: runner.store.folder, run_id: runner.store.run_id, records: runner.records })
 }
 
-/// Resolves every cell of an experiment and checks that its inputs can be made.
+/// Resolves every cell of an experiment that is measured and checks that its inputs can be made.
 ///
 /// # Errors
 /// Names the first cell that means nothing, or what its inputs lack.
@@ -121,7 +126,8 @@ pub fn prepare(experiment: &Experiment, registry: &Registry) -> Result<Vec<Prepa
     let prepared = |cell: &Cell| {
         Prepared::new(cell.clone(), registry).map_err(|error| RunError::Cell(format!("{}: {error}", cell.label())))
     };
-    let cells = experiment.cells.iter().map(prepared).collect::<Result<Vec<_>, _>>()?;
+    let measured = experiment.cells.iter().filter(|cell| cell.measure != Measure::Serve);
+    let cells = measured.map(prepared).collect::<Result<Vec<_>, _>>()?;
     let mut checked: Vec<Extents> = Vec::new();
     for extents in cells.iter().map(Prepared::extents) {
         if !checked.contains(&extents) {
@@ -137,14 +143,16 @@ pub fn prepare(experiment: &Experiment, registry: &Registry) -> Result<Vec<Prepa
 
 /// The cells of one shard: sorted by work and dealt in turn, so that shards cost about the same.
 fn shard(mut cells: Vec<Prepared>, shard: Option<(usize, usize)>) -> Vec<Prepared> {
-    let Some((index, count)) = shard else { return cells };
-    cells.sort_by_cached_key(|prepared| (std::cmp::Reverse(prepared.work().0), prepared.cell.id()));
-    cells
-        .into_iter()
-        .enumerate()
-        .filter(|(place, _)| place % count == index - 1)
-        .map(|(_, prepared)| prepared)
-        .collect()
+    if shard.is_some() {
+        cells.sort_by_cached_key(|prepared| (std::cmp::Reverse(prepared.work().0), prepared.cell.id()));
+    }
+    deal(cells, shard)
+}
+
+/// Every n-th of `cells`; all of them without shards.
+fn deal<T>(cells: Vec<T>, shard: Option<(usize, usize)>) -> Vec<T> {
+    let (index, count) = shard.unwrap_or((1, 1));
+    cells.into_iter().skip(index - 1).step_by(count).collect()
 }
 
 /// Cells that are interleaved: those of one context length, as long as their inputs together take at most an eighth
@@ -352,30 +360,49 @@ impl Runner<'_> {
         Ok(())
     }
 
+    /// Simulates a cell and writes its record.
+    fn simulation(&mut self, cell: &Cell) -> Result<(), RunError> {
+        (self.progress)(Progress::Turn(cell));
+        let (record, start) = (self.blank_record(cell), Instant::now());
+        let result = serve::run(cell);
+        let wall_ns = start.elapsed().as_nanos() as u64;
+        self.end(match result {
+            Ok(usage) => Record { serving: Some(usage), wall_ns, ..record },
+            Err(reason) => Record { status: Status::Failed, reason: Some(reason), wall_ns, ..record },
+        })
+    }
+
     fn new_record(&self, prepared: &Prepared) -> Record {
+        let memory = Memory {
+            predicted_peak_bytes: prepared.predict(self.cpu.threads()),
+            workspace_bytes: prepared.workspace_bytes(self.cpu.threads()),
+            limit_bytes: self.options.limit_bytes,
+            ..Memory::default()
+        };
+        Record { memory: Some(memory), ..self.blank_record(&prepared.cell) }
+    }
+
+    /// A record of a cell, without numbers.
+    fn blank_record(&self, cell: &Cell) -> Record {
         Record {
             schema: SCHEMA.into(),
             run_id: self.store.run_id.clone(),
-            cell_id: prepared.cell.id(),
+            cell_id: cell.id(),
             status: Status::Ok,
             reason: None,
             started_at: humantime::format_rfc3339_seconds(SystemTime::now()).to_string(),
             wall_ns: 0,
             repro: self.options.repro.clone(),
             warnings: Vec::new(),
-            cell: prepared.cell.clone(),
+            cell: cell.clone(),
             threads: self.cpu.threads(),
             isa_path: self.cpu.isa().name().into(),
-            memory: Some(Memory {
-                predicted_peak_bytes: prepared.predict(self.cpu.threads()),
-                workspace_bytes: prepared.workspace_bytes(self.cpu.threads()),
-                limit_bytes: self.options.limit_bytes,
-                ..Memory::default()
-            }),
+            memory: None,
             latency: BTreeMap::new(),
             work: None,
             drift: None,
             eviction: None,
+            serving: None,
         }
     }
 

@@ -3,7 +3,7 @@
 //! Unknown keys are refused. Every axis of a grid takes one value or a list, and lengths also take ranges such as
 //! `"1k..32k*2"` (doubling) or `"1k..8k+1k"` (in steps).
 
-use super::axes::{BudgetText, Many, Tokens};
+use super::axes::{BudgetText, Many, PageTokens, Tokens};
 use super::cell::Measure;
 use crate::tensor::DType;
 use crate::units;
@@ -71,12 +71,13 @@ impl Default for Timing {
 #[derive(Debug, Clone, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct Grid {
-    /// `forward`, `backward`, `decode` or `evict`.
+    /// `forward`, `backward`, `decode`, `evict` or `serve`.
     pub measure: Measure,
     /// Kernels; by default `tiled`, and `decode` for `decode`. For `evict` the one that does the prefill.
     #[serde(default, skip_serializing_if = "Many::is_empty")]
     pub kernel: Many<String>,
-    /// Context lengths.
+    /// Context lengths; for every measure but `serve`.
+    #[serde(default, skip_serializing_if = "Many::is_empty")]
     pub context_tokens: Many<Tokens>,
     /// Heads as `"8/2"`: 8 query heads on 2 KV heads. From the file when there is one.
     #[serde(default, skip_serializing_if = "Many::is_empty")]
@@ -111,6 +112,15 @@ pub struct Grid {
     /// Tokens decoded after the context, for `evict`; 32 by default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub new_tokens: Option<usize>,
+    /// Tokens of a page, or `"contiguous"`, for `decode`.
+    #[serde(default, skip_serializing_if = "Many::is_empty")]
+    pub page_tokens: Many<PageTokens>,
+    /// Allocation strategies, for `serve`.
+    #[serde(default, skip_serializing_if = "Many::is_empty")]
+    pub strategy: Many<String>,
+    /// Request traces, for `serve`.
+    #[serde(default, skip_serializing_if = "Many::is_empty")]
+    pub trace: Many<String>,
     /// Seeds; 0 by default.
     #[serde(default, skip_serializing_if = "Many::is_empty")]
     pub seed: Many<u64>,
@@ -162,6 +172,7 @@ pub const SHIPPED: &[(&str, &str)] = &[
     ("latency-vs-context", include_str!("../../experiments/latency-vs-context.toml")),
     ("gqa-vs-mha", include_str!("../../experiments/gqa-vs-mha.toml")),
     ("eviction-policies", include_str!("../../experiments/eviction-policies.toml")),
+    ("paging-waste", include_str!("../../experiments/paging-waste.toml")),
 ];
 
 impl Spec {

@@ -59,6 +59,8 @@ pub enum Quantity {
     Drift,
     /// A cost relative to another; log10, `5 %`.
     Cost,
+    /// What is added to a whole, which may be less than nothing; linear from 0, `20 %`.
+    Extra,
     /// A share from 0 to 1; linear, `80 %`.
     Share,
 }

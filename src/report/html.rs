@@ -6,7 +6,8 @@
 use super::naming::{Naming, SEED};
 use super::summary::{status, summary_table};
 use super::text::{self, NOTHING};
-use super::{Figure, ReportError, Run, baseline, findings, latest};
+use super::{Figure, ReportError, Run, baseline, findings, latest, serving};
+use crate::experiment::cell::Measure;
 use crate::experiment::record::{Record, Status};
 use crate::units;
 use minijinja::{Environment, Value, context};
@@ -33,7 +34,7 @@ pub fn page(sections: &[(&Run, Vec<Figure>)]) -> Result<String, ReportError> {
 pub fn summary(sections: &[(&Run, Vec<Figure>)]) -> String {
     let section = |(run, figures): &(&Run, Vec<Figure>)| {
         let findings = findings::of(&latest(&run.records)).into_iter().map(|finding| format!("- {finding}\n"));
-        let pictures = figures.iter().map(|figure| format!("![{}]({}.svg)\n\n", figure.chart.title, figure.stem));
+        let pictures = figures.iter().map(|figure| format!("![{}]({}.svg)\n\n", figure.title, figure.stem));
         format!(
             "# {}\n\n{}\n\nRun `{}`: {}. Again: `{}`\n\n{}\n{}\n{}",
             run.experiment,
@@ -56,7 +57,9 @@ fn section(run: &Run, figures: &[Figure]) -> Value {
         let naming = Naming::over(records, &[SEED]);
         records.iter().map(|record| row(record, records, &naming)).collect::<Vec<_>>()
     };
-    let of_measures = records.chunk_by(|a, b| a.cell.measure == b.cell.measure);
+    let (simulated, measured): (Vec<&Record>, Vec<&Record>) =
+        records.iter().partition(|record| record.cell.measure == Measure::Serve);
+    let of_measures = measured.chunk_by(|a, b| a.cell.measure == b.cell.measure);
     let mut warnings: BTreeMap<&str, usize> = BTreeMap::new();
     for warning in records.iter().flat_map(|record| &record.warnings) {
         *warnings.entry(warning).or_default() += 1;
@@ -73,6 +76,7 @@ fn section(run: &Run, figures: &[Figure]) -> Value {
         findings => super::findings(&run.records),
         figures => figures.iter().map(picture).collect::<Vec<_>>(),
         cells => of_measures.flat_map(rows).collect::<Vec<_>>(),
+        simulations => serving::rows(&simulated),
         troubles => without_numbers.map(|record| trouble(record)).collect::<Vec<_>>(),
         warnings => warnings.into_iter().map(|(text, cells)| context! { text, cells }).collect::<Vec<_>>(),
         environment => environment.into_iter().map(|(key, value)| context! { key, value }).collect::<Vec<_>>(),
@@ -82,7 +86,7 @@ fn section(run: &Run, figures: &[Figure]) -> Value {
 fn picture(figure: &Figure) -> Value {
     // Inside a page an SVG needs no namespace.
     let svg = figure.svg.replacen(" xmlns=\"http://www.w3.org/2000/svg\"", "", 1);
-    context! { caption => &figure.chart.caption, svg, stem => &figure.stem }
+    context! { caption => &figure.caption, svg, stem => &figure.stem }
 }
 
 /// A cell that has no numbers, and why.

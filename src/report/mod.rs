@@ -5,6 +5,7 @@
 //! another: `figures` reads records and makes a `chart::Chart`, `draw` makes SVG of a chart, `csv` a table, `html` a
 //! page. Adding a figure is one file and one line in `figures::FIGURES`.
 
+mod bars;
 mod baseline;
 mod chart;
 mod csv;
@@ -17,6 +18,7 @@ mod naming;
 mod palette;
 #[cfg(test)]
 mod samples;
+mod serving;
 mod summary;
 #[cfg(test)]
 mod tests;
@@ -89,7 +91,8 @@ pub enum ReportError {
 
 /// A figure, drawn, and where its files lie relative to the report.
 struct Figure {
-    chart: Chart,
+    title: String,
+    caption: String,
     svg: String,
     csv: String,
     stem: String,
@@ -133,10 +136,17 @@ fn draw_all(run: &Run, plots: &str) -> Result<Vec<Figure>, ReportError> {
         match draw::svg(&chart) {
             // Records may hold nothing but zeros, for which a logarithmic axis has no place.
             Err(ReportError::Empty(_)) => None,
-            svg => Some(svg.and_then(|svg| Ok(Figure { csv: csv::write(&chart)?, svg, stem, chart }))),
+            svg => Some(svg.and_then(|svg| {
+                let csv = csv::write(&chart)?;
+                Ok(Figure { title: chart.title, caption: chart.caption, svg, csv, stem })
+            })),
         }
     };
-    charts.filter_map(draw).collect()
+    let stacked = figures::BARS.iter().filter_map(|figure| figure(&data)).map(|bars| {
+        let (svg, csv, stem) = (draw::bars::svg(&bars)?, bars.csv()?, format!("{plots}/{}", bars.id));
+        Ok(Figure { title: bars.title, caption: bars.caption, svg, csv, stem })
+    });
+    charts.filter_map(draw).chain(stacked).collect()
 }
 
 /// `plots` for the first run, `plots/<run_id>` for the others, each once.
@@ -154,7 +164,7 @@ fn plot_folders(runs: &[Run]) -> Vec<String> {
     folders
 }
 
-/// The last record of each cell, sorted by measure, context, kernel, policy, budget and seed.
+/// The last record of each cell, sorted by measure, context, kernel, policy, budget, heads, trace, strategy and seed.
 fn latest(records: &[Record]) -> Vec<&Record> {
     let by_id: BTreeMap<&str, &Record> = records.iter().map(|record| (record.cell_id.as_str(), record)).collect();
     let mut records: Vec<&Record> = by_id.into_values().collect();
@@ -164,7 +174,10 @@ fn latest(records: &[Record]) -> Vec<&Record> {
         let cell = &record.cell;
         let budget = cell.budget.clone().map(|budget| (size(&budget), budget));
         let heads = (cell.q_heads, cell.kv_heads);
-        (cell.measure, cell.context_tokens, cell.kernel.clone(), cell.policy.clone(), budget, heads, cell.seed)
+        // By length first: reservations before pages, and pages by their size.
+        let strategy = cell.strategy.clone().map(|name| (name.len(), name));
+        let serving = (std::cmp::Reverse(cell.trace.clone()), strategy, cell.page_tokens);
+        (cell.measure, cell.context_tokens, cell.kernel.clone(), cell.policy.clone(), budget, heads, serving, cell.seed)
     };
     records.sort_by_cached_key(|record| key(record));
     records

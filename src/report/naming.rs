@@ -35,6 +35,11 @@ const NEW_TOKENS: Dimension = |record| match record.cell.new_tokens {
     0 => String::new(),
     count => format!("{count} new tokens"),
 };
+const PAGES: Dimension = |record| match record.cell.page_tokens {
+    None => String::new(),
+    Some(0) => "contiguous".into(),
+    Some(tokens) => format!("page {tokens}"),
+};
 const THREADS: Dimension =
     |record| format!("{} {}", record.threads, if record.threads == 1 { "thread" } else { "threads" });
 const ISA: Dimension = |record| record.isa_path.clone();
@@ -55,7 +60,7 @@ impl Naming {
     /// whatever else of kernel, heads and context is not among `first` is left to the caller.
     pub fn over(records: &[&Record], first: &[Dimension]) -> Naming {
         let mut all = first.to_vec();
-        all.extend([BATCH, HEAD_DIM, DTYPE, MASK, SOFTCAP, NEW_TOKENS, THREADS, ISA]);
+        all.extend([BATCH, HEAD_DIM, DTYPE, MASK, SOFTCAP, NEW_TOKENS, PAGES, THREADS, ISA]);
         if workloads_compete(records) {
             all.push(WORKLOAD);
         }

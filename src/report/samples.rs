@@ -4,6 +4,7 @@ use super::Run;
 use crate::experiment::cell::{Cell, Measure};
 use crate::experiment::record::{Drift, Eviction, Latency, Memory, Record, SCHEMA, Status, Step, Work};
 use crate::memory::Label;
+use crate::serving::Usage;
 use crate::tensor::DType;
 use std::collections::BTreeMap;
 
@@ -40,6 +41,9 @@ pub fn record(measure: Measure, kernel: &str, context_tokens: usize) -> Record {
         softcap: None,
         policy: None,
         budget: None,
+        page_tokens: None,
+        strategy: None,
+        trace: None,
         seed: 0,
         workload_hash: "5ee5ca1e".into(),
     };
@@ -61,6 +65,7 @@ pub fn record(measure: Measure, kernel: &str, context_tokens: usize) -> Record {
         work: None,
         drift: None,
         eviction: None,
+        serving: None,
     }
 }
 
@@ -111,6 +116,16 @@ pub fn run() -> Run {
         for (policy, _) in POLICIES {
             let budgets = if policy == "full" { &[1.0][..] } else { &BUDGETS[..] };
             records.extend(budgets.iter().map(|budget| evicted(context, policy, *budget)));
+        }
+    }
+    for page_tokens in [0, 1, 16, 256] {
+        let mut paged = with_cell(pass(Measure::Decode, "decode", 8192), |cell| cell.page_tokens = Some(page_tokens));
+        scale(&mut paged, 1.0 + 0.3 / (page_tokens as f64 + 1.0));
+        records.push(paged);
+    }
+    for trace in ["sharegpt", "file:path=own.csv"] {
+        for strategy in ["max", "oracle", "paged:page=1", "paged:page=16", "paged:page=256"] {
+            records.push(served(trace, strategy));
         }
     }
     let broken = records.iter().position(|record| record.cell.measure == Measure::Evict).unwrap_or(0) + 8;
@@ -206,6 +221,28 @@ pub fn evicted(context: usize, policy: &str, budget: f64) -> Record {
         steps: (1..=4)
             .map(|step| Step { new_tokens: 8 * step, kv_bytes_live: live, attention_mass_kept: 0.9, drift: rel_l2 })
             .collect(),
+    });
+    record
+}
+
+/// A simulated trace.
+pub fn served(trace: &str, strategy: &str) -> Record {
+    let mut record = with_cell(record(Measure::Serve, "", 0), |cell| {
+        (cell.batch, cell.q_heads, cell.kv_heads, cell.head_dim) = (0, 0, 0, 0);
+        cell.trace = Some(trace.into());
+        cell.strategy = Some(strategy.into());
+    });
+    let token_share = strategy.len() as f64 / 20.0;
+    record.serving = Some(Usage {
+        token_share,
+        reserved_share: 0.1,
+        internal_share: 0.9 - token_share,
+        external_share: 0.0,
+        waste_of_held: 1.0 - token_share,
+        mean_batch: 40.0 * token_share,
+        finished_requests: 1000,
+        dropped_requests: 0,
+        counted_steps: 5000,
     });
     record
 }

@@ -5,16 +5,17 @@
 
 use super::naming::{CONTEXT, Dimension, HEADS, KERNEL, Naming, SEED};
 use super::text::{self, NOTHING};
-use super::{baseline, latest};
+use super::{baseline, latest, serving};
 use crate::experiment::cell::Measure;
 use crate::experiment::record::{Record, Status};
+use crate::serving::published;
 use crate::units;
 
 /// Width that no line passes, in characters.
 const MOST_COLUMNS: usize = 100;
 
 /// Heading of the columns that hold words and may be shortened.
-const NAMES: [&str; 2] = ["kernel", "policy"];
+const NAMES: [&str; 4] = ["kernel", "policy", "trace", "strategy"];
 
 /// A column: its heading, and what stands in it.
 type Column<'a> = (&'static str, Box<dyn Fn(&Record) -> String + 'a>);
@@ -35,6 +36,12 @@ pub fn summary_table(records: &[Record]) -> String {
 
 fn table(records: &[&Record]) -> String {
     let measure = records[0].cell.measure;
+    if measure == Measure::Serve {
+        let headings = serving::HEADINGS.map(String::from).to_vec();
+        let rows = std::iter::once(headings).chain(records.iter().map(|record| serving::line(record))).collect();
+        let common = format!("percent of the pool's slots · printed: tokens and batch of {}", published::SOURCE);
+        return format!("### serve\n\n{common}\n\n{}", lines(rows));
+    }
     let evicting = measure == Measure::Evict;
     let choices: &[Dimension] = if evicting { &[CONTEXT, HEADS, KERNEL, SEED] } else { &[HEADS, SEED] };
     let naming = Naming::over(records, choices);

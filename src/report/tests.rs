@@ -25,7 +25,7 @@ fn table(run: &Run, id: &str) -> Vec<BTreeMap<String, String>> {
 #[test]
 fn every_figure_is_drawn_with_the_table_behind_it() {
     let (_folder, drawn) = drawn(&[samples::run()]);
-    assert_eq!(drawn.figures.len(), figures::FIGURES.len());
+    assert_eq!(drawn.figures.len(), figures::FIGURES.len() + figures::BARS.len());
     for path in &drawn.figures {
         let svg = fs::read_to_string(path).unwrap();
         assert!(svg.starts_with("<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"800\""), "{path:?}");
@@ -113,13 +113,14 @@ fn several_seeds_are_one_point_with_their_range() {
 #[test]
 fn configurations_that_differ_never_share_a_series() {
     type Change = fn(&mut crate::experiment::cell::Cell);
-    let changes: [Change; 7] = [
+    let changes: [Change; 8] = [
         |cell| cell.kv_heads = 8,
         |cell| cell.dtype = crate::tensor::DType::Bf16,
         |cell| cell.causal = false,
         |cell| cell.window = Some(512),
         |cell| cell.softcap = Some(30.0),
         |cell| cell.batch = 2,
+        |cell| cell.page_tokens = Some(0),
         |cell| cell.workload_hash = "another".into(),
     ];
     for (index, change) in changes.into_iter().enumerate() {

@@ -1,7 +1,8 @@
 //! From values to places on an axis: the span that an axis covers, its scale and its ticks.
 //!
 //! Context lengths, bytes, head counts and fractions kept double from one to the next, so their axes are log2 with
-//! ticks at powers of two. Times and errors are log10 with ticks at 1, 2 and 5, or finer. Shares are linear from 0 to 1.
+//! ticks at powers of two. Times and errors are log10 with ticks at 1, 2 and 5, or finer. Shares are linear from 0 to 1,
+//! and what is added to a whole is linear over what there is.
 
 use super::chart::{Axis, Quantity};
 use crate::units;
@@ -27,6 +28,7 @@ pub struct Span {
 enum Scale {
     Log2,
     Log10,
+    Linear,
     Unit,
 }
 
@@ -35,6 +37,7 @@ impl Quantity {
         match self {
             Quantity::Tokens | Quantity::Bytes | Quantity::Count | Quantity::Fraction => Scale::Log2,
             Quantity::Nanoseconds | Quantity::Drift | Quantity::Cost => Scale::Log10,
+            Quantity::Extra => Scale::Linear,
             Quantity::Share => Scale::Unit,
         }
     }
@@ -54,6 +57,11 @@ impl Axis {
         if low > high {
             return None;
         }
+        if scale == Scale::Linear {
+            let (low, high) = (low.min(0.0), high.max(0.01));
+            let margin = 0.05 * (high - low);
+            return Some(Span { low: low - margin, high: high + margin, scale });
+        }
         // At least a factor of 5 (which holds two ticks of 1, 2, 5), or of 2 between contexts.
         let least = if self.quantity == Quantity::Tokens { 1.0 } else { 5f64.log2() };
         let (low, high) = (low.log2(), high.log2());
@@ -63,13 +71,14 @@ impl Axis {
 
     /// Whether the axis has a place for `value`: a logarithm has none for 0.
     pub fn shows(&self, value: f64) -> bool {
-        value.is_finite() && (self.quantity == Quantity::Share || value > 0.0)
+        value.is_finite() && (matches!(self.quantity, Quantity::Share | Quantity::Extra) || value > 0.0)
     }
 
     /// Between 1 and `most` ticks (`most` at least 3), ascending, all inside `span`.
     pub fn ticks(&self, span: &Span, most: usize) -> Vec<Tick> {
         let places = match span.scale {
             Scale::Unit => (0..=5).map(|fifth| f64::from(fifth) / 5.0).collect(),
+            Scale::Linear => evenly(span, most),
             Scale::Log2 => powers(2.0, span, most),
             Scale::Log10 => {
                 let (first, last) = (span.low.log10().floor() as i32, span.high.log10().ceil() as i32);
@@ -107,7 +116,8 @@ impl Axis {
             }
             Quantity::Drift if least < 0.9e-3 => power_of_ten(at),
             Quantity::Drift => plain(at),
-            Quantity::Cost | Quantity::Share => format!("{} %", plain(100.0 * at)),
+            Quantity::Extra if at == 0.0 => "0 %".into(),
+            Quantity::Cost | Quantity::Extra | Quantity::Share => format!("{} %", plain(100.0 * at)),
         }
     }
 }
@@ -116,7 +126,7 @@ impl Span {
     /// Where `value` lies: 0 at the low end, 1 at the high end.
     pub fn place(&self, value: f64) -> f64 {
         match self.scale {
-            Scale::Unit => (value - self.low) / (self.high - self.low),
+            Scale::Unit | Scale::Linear => (value - self.low) / (self.high - self.low),
             Scale::Log2 | Scale::Log10 => (value / self.low).ln() / (self.high / self.low).ln(),
         }
     }
@@ -140,6 +150,18 @@ fn powers(base: f64, span: &Span, most: usize) -> Vec<f64> {
         (first..=last).filter(|power| power.rem_euclid(step) == 0).map(|power| base.powi(power)).collect::<Vec<_>>()
     };
     (1..).map(spaced).find(|places| places.len() <= most).unwrap_or_default()
+}
+
+/// Multiples of 1, 2 or 5 times a power of ten inside `span`, the finest of which there are at most `most`.
+fn evenly(span: &Span, most: usize) -> Vec<f64> {
+    // The length of the span over a step tells how many there are; the last power is far above it.
+    let least = (span.high - span.low).log10().floor() as i32 - 2;
+    let steps = (least..least + 5).flat_map(|power| [1.0, 2.0, 5.0].map(|digit| digit * 10f64.powi(power)));
+    let multiples = |step: f64| {
+        let (first, last) = ((span.low / step).ceil() as i64, (span.high / step).floor() as i64);
+        (first..=last).map(|count| count as f64 * step).collect::<Vec<_>>()
+    };
+    steps.map(multiples).find(|places| places.len() <= most).unwrap_or_default()
 }
 
 /// A power of two of bytes, exactly: `64 MiB`.
@@ -197,6 +219,14 @@ mod tests {
         assert_eq!(labels(Quantity::Drift, &[2e-7, 3e-7]), ["1.5·10⁻⁷", "2·10⁻⁷", "3·10⁻⁷", "5·10⁻⁷"]);
         assert_eq!(labels(Quantity::Drift, &[0.02, 0.3]), ["0.02", "0.05", "0.1", "0.2"]);
         assert_eq!(labels(Quantity::Cost, &[0.002, 0.04]), ["0.2 %", "0.5 %", "1 %", "2 %"]);
+        assert_eq!(
+            labels(Quantity::Extra, &[0.0, 0.72]),
+            ["0 %", "10 %", "20 %", "30 %", "40 %", "50 %", "60 %", "70 %"]
+        );
+        assert_eq!(
+            labels(Quantity::Extra, &[-0.013, 0.021]),
+            ["-1 %", "-0.5 %", "0 %", "0.5 %", "1 %", "1.5 %", "2 %"]
+        );
         assert_eq!(labels(Quantity::Share, &[]).last().unwrap(), "100 %");
     }
 
@@ -209,12 +239,12 @@ mod tests {
         #[test]
         fn every_value_and_every_tick_lies_on_the_axis(
             values in prop::collection::vec(1e-9f64..1e15, 1..6),
-            kind in 0usize..7,
+            kind in 0usize..8,
             most in 3usize..10,
         ) {
             let quantity = [
                 Quantity::Tokens, Quantity::Bytes, Quantity::Count, Quantity::Fraction, Quantity::Nanoseconds,
-                Quantity::Drift, Quantity::Cost,
+                Quantity::Drift, Quantity::Cost, Quantity::Extra,
             ][kind];
             let axis = axis(quantity);
             let span = axis.span(values.iter().copied()).unwrap();

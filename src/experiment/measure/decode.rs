@@ -1,8 +1,13 @@
-//! `decode`: one new query against a cache of the whole context, in pages.
+//! `decode`: one new query against a cache of the whole context, in pages or contiguous.
+//!
+//! Without `page_tokens` the cache has its usual pages and is filled at once, list by list, so that the pages of a list
+//! lie behind one another. With it the cache is filled page by page over all lists, as it fills up when sequences are
+//! decoded side by side: neighbours in a list lie apart in memory, which is what paging costs. With 0 there is no cache
+//! and the kernel reads the contiguous tensors.
 
 use super::check::{accurate, finite};
 use super::{Bench, Prepared, Turn, TurnError, timed};
-use crate::attention::{Forward, Outputs};
+use crate::attention::{Forward, KvRows, Outputs};
 use crate::cache::{CacheShape, PAGE_TOKENS, PagedCache};
 
 /// Steps that make one sample, so that short steps are not lost in the clock's grain; their mean is recorded.
@@ -16,29 +21,53 @@ fn cache_shape(prepared: &Prepared) -> CacheShape {
         head_dim: cell.head_dim,
         dtype: cell.dtype,
         max_tokens: cell.context_tokens,
-        page_tokens: PAGE_TOKENS,
+        page_tokens: cell.page_tokens.unwrap_or(PAGE_TOKENS),
         columns: &[],
     }
 }
 
 pub(super) fn predict(prepared: &Prepared, threads: usize) -> u64 {
-    let cache = cache_shape(prepared);
-    let lens = std::iter::repeat_n(prepared.cell.context_tokens, cache.lists());
     let outputs = Outputs::bytes(&prepared.cell.shape(), prepared.cell.dtype);
-    cache.bytes(lens, 0).values().sum::<u64>() + outputs + prepared.workspace_bytes(threads)
+    let cache_bytes = match prepared.cell.page_tokens {
+        Some(0) => 0,
+        _ => {
+            let cache = cache_shape(prepared);
+            let lens = std::iter::repeat_n(prepared.cell.context_tokens, cache.lists());
+            cache.bytes(lens, 0).values().sum::<u64>()
+        }
+    };
+    cache_bytes + outputs + prepared.workspace_bytes(threads)
+}
+
+/// The cache of a cell, filled.
+fn filled_cache(prepared: &Prepared, bench: Bench<'_>) -> Result<PagedCache, TurnError> {
+    let tokens = prepared.cell.context_tokens;
+    let (k, v) = (bench.workload.k.view(), bench.workload.v.view());
+    let mut cache = PagedCache::new(bench.arena, cache_shape(prepared))?;
+    let step = prepared.cell.page_tokens.unwrap_or(tokens);
+    for start in (0..tokens).step_by(step) {
+        cache.append(k, v, start..tokens.min(start + step))?;
+    }
+    Ok(cache)
 }
 
 pub(super) fn turn(prepared: &Prepared, bench: Bench<'_>) -> Result<Turn, TurnError> {
     let cell = &prepared.cell;
     let (shape, params, tokens) = (cell.shape(), cell.params(), cell.context_tokens);
-    let mut cache = PagedCache::new(bench.arena, cache_shape(prepared))?;
-    cache.append(bench.workload.k.view(), bench.workload.v.view(), 0..tokens)?;
+    let (dense, cache);
+    let kv: &dyn KvRows = if cell.page_tokens == Some(0) {
+        dense = bench.dense(tokens)?;
+        &dense
+    } else {
+        cache = filled_cache(prepared, bench)?;
+        &cache
+    };
     let mut workspace =
         prepared.kernel.workspace(&shape, &params, cell.dtype, bench.cpu.threads()).allocate(bench.arena)?;
     let mut outputs = Outputs::allocate(bench.arena, &shape, cell.dtype)?;
     bench.poison(&mut outputs);
     let q = bench.workload.q.view().tokens(tokens - 1..tokens);
-    let call = Forward { shape, params, q, kv: &cache, cpu: bench.cpu };
+    let call = Forward { shape, params, q, kv, cpu: bench.cpu };
     let (steps_ns, result) =
         timed(|| (0..STEPS).try_for_each(|_| prepared.kernel.forward(&call, &mut outputs, &mut workspace)));
     result?;

@@ -9,6 +9,7 @@ mod check;
 mod decode;
 mod evict;
 mod forward;
+pub mod serve;
 
 pub use check::Truth;
 
@@ -138,6 +139,7 @@ impl Prepared {
                 Measure::Backward => backward::predict(self, threads),
                 Measure::Decode => decode::predict(self, threads),
                 Measure::Evict => evict::predict(self, threads),
+                Measure::Serve => 0,
             }
     }
 
@@ -162,6 +164,7 @@ impl Prepared {
             Measure::Backward => (flops * 5 / 2, 0),
             Measure::Decode => (flops, read(self.cell.context_tokens)),
             Measure::Evict => (flops, read(self.budget_tokens)),
+            Measure::Serve => (0, 0),
         }
     }
 
@@ -171,6 +174,7 @@ impl Prepared {
             Measure::Forward => "forward",
             Measure::Backward => "backward",
             Measure::Decode | Measure::Evict => "decode",
+            Measure::Serve => "serve",
         }
     }
 
@@ -184,6 +188,7 @@ impl Prepared {
             Measure::Backward => backward::turn(self, bench),
             Measure::Decode => decode::turn(self, bench),
             Measure::Evict => evict::turn(self, bench),
+            Measure::Serve => Err(TurnError::Failed("a simulation takes no turns".into())),
         }
     }
 }

@@ -5,6 +5,7 @@
 //! end, and never over data. Cells that ran out of memory are crosses: at their predicted height where there is one,
 //! else in a strip above the plot.
 
+pub mod bars;
 mod canvas;
 mod legend;
 mod marks;

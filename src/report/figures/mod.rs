@@ -8,13 +8,16 @@ mod drift_vs_budget;
 mod drift_vs_context;
 mod drift_vs_kv_bytes;
 mod kv_heads;
+mod kv_memory_use;
 mod kv_vs_context;
 mod latency_vs_context;
 mod memory_vs_context;
 mod needle_recall_vs_budget;
+mod paging_tradeoff;
 mod rounding;
 mod scoring_cost;
 
+use super::bars::Bars;
 use super::chart::{Chart, Interval, Point, Series};
 use super::naming::Naming;
 use super::palette::{self, Style};
@@ -40,7 +43,11 @@ pub const FIGURES: &[fn(&Data) -> Option<Chart>] = &[
     kv_heads::bytes_per_token,
     kv_heads::forward_latency,
     kv_heads::decode_latency,
+    paging_tradeoff::chart,
 ];
+
+/// Every figure of stacked bars, shown after the others.
+pub const BARS: &[fn(&Data) -> Option<Bars>] = &[kv_memory_use::bars];
 
 /// The records of a run that may be drawn: those that are `ok`, and those that ran out of memory.
 ///

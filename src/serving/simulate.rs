@@ -1,0 +1,117 @@
+//! The simulator: a trace through a strategy, step by step, no clock.
+//!
+//! The queue is never empty, so what is seen is the memory's limit and not the load's. In every step: requests are
+//! admitted first come, first served until the first that finds no room; every running request grows by one token (one
+//! that cannot is dropped); slots are counted; requests that have their last token leave.
+
+use super::{Holding, Request, ServingError, Trace, strategy};
+use serde::{Deserialize, Serialize};
+
+/// Where the slots of a pool were, on average over the counted steps. The first four shares add up to 1.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Usage {
+    /// Share of the slots that hold tokens.
+    pub token_share: f64,
+    /// Share that is set aside for tokens that running requests will have.
+    pub reserved_share: f64,
+    /// Share inside what requests hold that none of their tokens will ever use.
+    pub internal_share: f64,
+    /// The rest: free slots, and those that an allocator's rounding takes beyond what was asked.
+    pub external_share: f64,
+    /// Share of the slots that requests hold, rounding included, which have no token.
+    pub waste_of_held: f64,
+    /// Running requests.
+    pub mean_batch: f64,
+    /// Requests that ended with their last token.
+    pub finished_requests: u64,
+    /// Requests that were dropped because no page was free for their next token.
+    pub dropped_requests: u64,
+    /// Steps that were counted.
+    pub counted_steps: u64,
+}
+
+/// A running request.
+struct Running {
+    request: Request,
+    tokens: usize,
+    holding: Holding,
+}
+
+/// Sums over steps: slots, except for `requests`.
+#[derive(Default)]
+struct Sums {
+    tokens: u128,
+    reserved: u128,
+    internal: u128,
+    taken: u128,
+    requests: u128,
+}
+
+/// Runs `trace` through the strategy that `name` names (`paged:page=16`). Deterministic in `seed`.
+///
+/// # Errors
+/// When the name means nothing or the pool is too small for it.
+pub fn simulate(trace: &Trace, name: &str, seed: u64) -> Result<Usage, ServingError> {
+    let mut strategy = strategy(name, trace.pool)?;
+    let mut requests = trace.requests(seed);
+    let mut next = move || requests.next().expect("a trace has no end");
+    let mut pending = next();
+    let mut running: Vec<Running> = Vec::new();
+    let (mut sums, mut finished, mut dropped) = (Sums::default(), 0, 0);
+    for step in 0..trace.steps {
+        let counted = step >= trace.warmup_steps;
+        while let Some(holding) = strategy.admit(pending) {
+            running.push(Running { request: pending, tokens: pending.prompt_tokens, holding });
+            pending = next();
+        }
+        running.retain_mut(|running| {
+            let has_room = strategy.grow(&mut running.holding, running.tokens + 1);
+            running.tokens += 1;
+            if !has_room {
+                strategy.release(running.holding);
+                dropped += u64::from(counted);
+            }
+            has_room
+        });
+        if counted {
+            running.iter().for_each(|running| sums.add(running, strategy.reserves()));
+        }
+        running.retain(|running| {
+            let goes_on = running.tokens < running.request.tokens();
+            if !goes_on {
+                strategy.release(running.holding);
+                finished += u64::from(counted);
+            }
+            goes_on
+        });
+    }
+    let counted_steps = trace.steps - trace.warmup_steps;
+    let slot_steps = trace.pool.slots as f64 * counted_steps as f64;
+    let share = |slots: u128| slots as f64 / slot_steps;
+    let (token_share, reserved_share, internal_share) =
+        (share(sums.tokens), share(sums.reserved), share(sums.internal));
+    Ok(Usage {
+        token_share,
+        reserved_share,
+        internal_share,
+        external_share: 1.0 - token_share - reserved_share - internal_share,
+        waste_of_held: 1.0 - sums.tokens as f64 / sums.taken as f64,
+        mean_batch: sums.requests as f64 / counted_steps as f64,
+        finished_requests: finished,
+        dropped_requests: dropped,
+        counted_steps,
+    })
+}
+
+impl Sums {
+    fn add(&mut self, running: &Running, reserves: bool) {
+        let Holding { granted_tokens, taken_slots, .. } = running.holding;
+        // What the request will use of its holding: all its tokens to come, or those that are there.
+        let used = if reserves { running.request.tokens() } else { running.tokens };
+        self.tokens += running.tokens as u128;
+        self.reserved += (used - running.tokens) as u128;
+        self.internal += (granted_tokens - used) as u128;
+        self.taken += taken_slots as u128;
+        self.requests += 1;
+    }
+}
