@@ -16,3 +16,8 @@ pub mod serving;
 pub mod tensor;
 pub mod units;
 pub mod workload;
+
+/// Compiles the code of the guide to policies.
+#[cfg(doctest)]
+#[doc = include_str!("../docs/adding-a-policy.md")]
+struct AddingAPolicy;
