@@ -90,18 +90,36 @@ impl Kernel for Decode {
                 let (batch, q_head) = (head / shape.q_heads, head % shape.q_heads);
                 let kv_head = batch * shape.kv_heads + q_head / shape.group();
                 let row = q_head % shape.group() * shape.q_len + i;
-                let mut o = [0.0; Shape::MAX_HEAD_DIM];
-                let o = &mut o[..width];
-                let mut state = Running::EMPTY;
-                for split in 0..splits {
+                let parts = (0..splits).map(|split| {
                     let at = (kv_head * splits + split) * rows + row;
-                    state.merge(isa, o, states[at], &partial_o[at * stride..][..width]);
-                }
-                *lse = state.finish(isa, o);
+                    (states[at], &partial_o[at * stride..][..stride])
+                });
+                let mut o = [0.0; Shape::MAX_HEAD_DIM];
+                *lse = isa.run(Merge { parts, o: &mut o[..stride] });
+                let o = &o[..width];
                 dtype.encode(o, target);
             });
         });
         Ok(())
+    }
+}
+
+/// Merges partial results in order into `o`, and gives the log-sum-exp.
+struct Merge<'a, I> {
+    parts: I,
+    o: &'a mut [f32],
+}
+
+impl<'p, I: Iterator<Item = (Running, &'p [f32])>> Task for Merge<'_, I> {
+    type Output = f32;
+
+    #[inline(always)]
+    fn run<S: Native>(self, simd: S) -> f32 {
+        let mut state = Running::EMPTY;
+        for (other, other_o) in self.parts {
+            state.merge(simd, self.o, other, other_o);
+        }
+        state.normalise(simd, self.o)
     }
 }
 

@@ -86,9 +86,9 @@ impl Logits {
 }
 
 impl Running {
-    /// Takes in a row of inner products, a whole number of double vectors, of which the keys in `seen` are visible: leaves their unnormalised probabilities at the start of `row` as units, zeros for the others, and
-    /// rescales `output`, to which the caller then adds their product with the values. Products that overflowed make the
-    /// sum NaN.
+    /// Takes in a row of inner products, a whole number of double vectors, of which the keys in `seen` are visible:
+    /// leaves their unnormalised probabilities at the start of `row` as units, zeros for the others, and rescales
+    /// `output`, to which the caller then adds their product with the values. Products that overflowed make the sum NaN.
     #[inline(always)]
     pub fn absorb<S: Simd, U: Unit<S>>(
         &mut self,
@@ -109,12 +109,7 @@ impl Running {
             largest = [simd.max(simd.read(low), largest[0]), simd.max(simd.read(high), largest[1])];
         }
         let max = simd.largest(simd.max(largest[0], largest[1])) * logits.factor;
-        if max > self.max {
-            let factor = (self.max - max).exp2();
-            self.max = max;
-            self.sum *= factor;
-            math::scale(simd, output, factor);
-        }
+        self.raise(simd, max, output);
         // Not one multiply-add: the largest must become exactly 1, so that a single key returns its value.
         let (factor, max) = (simd.splat(logits.factor), simd.splat(self.max));
         let mut sums = [simd.splat(0.0); 2];
@@ -127,7 +122,7 @@ impl Running {
         self.sum += simd.sum(simd.add(sums[0], sums[1]));
     }
 
-    /// As [`Running::finish`], within a task.
+    /// Normalises `output` and returns the natural log-sum-exp; zeros and `-inf` if nothing was seen.
     #[inline(always)]
     pub fn normalise<S: Simd>(&self, simd: S, output: &mut [f32]) -> f32 {
         if self.sum == 0.0 {
@@ -142,33 +137,29 @@ impl Running {
     pub const EMPTY: Running = Running { max: f32::NEG_INFINITY, sum: 0.0 };
 
     /// Takes in another partial result over other keys.
-    pub fn merge(&mut self, isa: Isa, output: &mut [f32], other: Running, other_output: &[f32]) {
+    #[inline(always)]
+    pub fn merge<S: Simd>(&mut self, simd: S, output: &mut [f32], other: Running, other_output: &[f32]) {
         if other.sum == 0.0 {
             return;
         }
-        if other.max > self.max {
-            self.rescale(isa, other.max, output);
-        }
+        self.raise(simd, other.max, output);
         let factor = (other.max - self.max).exp2();
         self.sum += factor * other.sum;
-        loops::weighted_rows(isa, &[factor], other_output, output);
-    }
-
-    /// Normalises `output` and returns the natural log-sum-exp; zeros and `-inf` if nothing was seen.
-    pub fn finish(self, isa: Isa, output: &mut [f32]) -> f32 {
-        if self.sum == 0.0 {
-            output.fill(0.0);
-            return f32::NEG_INFINITY;
+        let factors = simd.splat(factor);
+        for (target, source) in output.chunks_exact_mut(S::LANES).zip(other_output.chunks_exact(S::LANES)) {
+            simd.write(target, simd.mul_add(factors, simd.read(source), simd.read(target)));
         }
-        loops::scale(isa, output, 1.0 / self.sum);
-        (self.max + self.sum.log2()) * LN_2
     }
 
-    fn rescale(&mut self, isa: Isa, max: f32, output: &mut [f32]) {
-        let factor = (self.max - max).exp2();
-        self.max = max;
-        self.sum *= factor;
-        loops::scale(isa, output, factor);
+    /// Rescales everything if `max` is larger than what was seen.
+    #[inline(always)]
+    fn raise<S: Simd>(&mut self, simd: S, max: f32, output: &mut [f32]) {
+        if max > self.max {
+            let factor = (self.max - max).exp2();
+            self.max = max;
+            self.sum *= factor;
+            math::scale(simd, output, factor);
+        }
     }
 }
 
@@ -193,9 +184,33 @@ mod tests {
         }
     }
 
-    /// The running state and output over some scores, with value rows `[1, score]`.
-    fn over(scores: &[f32]) -> (Running, [f32; 2]) {
-        let (mut state, mut output) = (Running::EMPTY, [0.0; 2]);
+    struct Merge<'a>(&'a mut (Running, [f32; 16]), (Running, [f32; 16]));
+
+    impl Task for Merge<'_> {
+        type Output = ();
+
+        #[inline(always)]
+        fn run<S: Native>(self, simd: S) {
+            let Merge((state, output), (other, other_output)) = self;
+            state.merge(simd, output, other, &other_output);
+        }
+    }
+
+    struct Finish((Running, [f32; 16]));
+
+    impl Task for Finish {
+        type Output = (f32, [f32; 16]);
+
+        #[inline(always)]
+        fn run<S: Native>(self, simd: S) -> (f32, [f32; 16]) {
+            let Finish((state, mut output)) = self;
+            (state.normalise(simd, &mut output), output)
+        }
+    }
+
+    /// The running state and output over some scores, with value rows `[1, score]` and zeros.
+    fn over(scores: &[f32]) -> (Running, [f32; 16]) {
+        let (mut state, mut output) = (Running::EMPTY, [0.0; 16]);
         let mut row = scores.to_vec();
         row.resize(scores.len().next_multiple_of(32), f32::NAN);
         Isa::fastest().run(Absorb { state: &mut state, row: &mut row, seen: 0..scores.len() });
@@ -211,13 +226,12 @@ mod tests {
         fn merging_is_the_same_in_every_grouping(
             parts in prop::collection::vec(prop::collection::vec(-60.0f32..60.0, 0..20), 3),
         ) {
-            let isa = Isa::PORTABLE;
             let [a, b, c] = [0, 1, 2].map(|part: usize| over(&parts[part]));
-            let merged = |mut left: (Running, [f32; 2]), right: (Running, [f32; 2])| {
-                left.0.merge(isa, &mut left.1, right.0, &right.1);
+            let merged = |mut left: (Running, [f32; 16]), right: (Running, [f32; 16])| {
+                Isa::fastest().run(Merge(&mut left, right));
                 left
             };
-            let finish = |(state, mut output): (Running, [f32; 2])| (state.finish(isa, &mut output), output);
+            let finish = |partial: (Running, [f32; 16])| Isa::fastest().run(Finish(partial));
             let whole = finish(over(&parts.concat()));
             for (lse, output) in [finish(merged(merged(a, b), c)), finish(merged(a, merged(b, c))), finish(merged(merged(c, a), b))] {
                 prop_assert!(lse == whole.0 || (lse - whole.0).abs() < 1e-4, "{lse} {}", whole.0);

@@ -2,7 +2,8 @@
 
 use crate::policy::Budget;
 use crate::units;
-use serde::de::{self, Deserializer, IntoDeserializer, SeqAccess, Visitor};
+use serde::de::value::MapAccessDeserializer;
+use serde::de::{self, Deserializer, IntoDeserializer, MapAccess, SeqAccess, Visitor};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::marker::PhantomData;
@@ -53,6 +54,9 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for Many<T> {
             one!(visit_u64, u64);
             one!(visit_f64, f64);
             one!(visit_bool, bool);
+            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<Self::Value, A::Error> {
+                Ok(Many(vec![T::deserialize(MapAccessDeserializer::new(map))?]))
+            }
             fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Self::Value, A::Error> {
                 let mut values = Vec::new();
                 while let Some(value) = list.next_element()? {

@@ -2,6 +2,7 @@
 
 use super::cell::{Cell, Measure};
 use super::measure::serve;
+use super::policy_axis::PolicyText;
 use super::spec::{Grid, Spec, SpecError};
 use crate::attention::kernel;
 use crate::cache::MOST_PAGE_TOKENS;
@@ -108,7 +109,7 @@ fn expand(grid: &Grid, file: Option<&FileSource>, workload_hash: &str) -> Result
     }
     let budgets: Vec<Option<String>> = grid.budget.0.iter().map(|budget| Some(budget.0.clone())).collect();
     let mut choices: Vec<(Option<String>, Option<String>)> = Vec::new();
-    for policy in &grid.policy.0 {
+    for PolicyText(policy) in &grid.policy.0 {
         if policy == "full" {
             choices.push((Some(policy.clone()), None));
         } else if budgets.is_empty() {

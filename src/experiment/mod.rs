@@ -6,6 +6,7 @@ pub mod environment;
 pub mod estimate;
 pub mod grid;
 pub mod measure;
+pub mod policy_axis;
 pub mod record;
 pub mod runner;
 pub mod spec;

@@ -5,6 +5,7 @@
 
 use super::axes::{BudgetText, Many, PageTokens, Tokens};
 use super::cell::Measure;
+use super::policy_axis::PolicyText;
 use crate::tensor::DType;
 use crate::units;
 use crate::workload::SyntheticSpec;
@@ -102,7 +103,7 @@ pub struct Grid {
     pub softcap: Option<f32>,
     /// Policies, for `evict`.
     #[serde(default, skip_serializing_if = "Many::is_empty")]
-    pub policy: Many<String>,
+    pub policy: Many<PolicyText>,
     /// Budgets, for `evict`; `full` needs none.
     #[serde(default, skip_serializing_if = "Many::is_empty")]
     pub budget: Many<BudgetText>,

@@ -161,34 +161,6 @@ pub fn dot(isa: Isa, a: &[f32], b: &[f32]) -> f32 {
     score[0]
 }
 
-/// `output += sum_j weights[j] * rows[j]` for the rows (`output.len()` wide) of a block of values. Four rows at a time,
-/// in order, so that the output is read and written once for all four.
-pub fn weighted_rows(isa: Isa, weights: &[f32], rows: &[f32], output: &mut [f32]) {
-    vectorised(
-        isa,
-        #[inline(always)]
-        || {
-            let width = output.len();
-            let (fours, rest) = weights.as_chunks::<4>();
-            let (four_rows, rest_rows) = rows.split_at(4 * fours.len() * width);
-            for ([a, b, c, d], rows) in fours.iter().zip(four_rows.chunks_exact(4 * width)) {
-                let ((first, second), (third, fourth)) =
-                    (rows[..2 * width].split_at(width), rows[2 * width..].split_at(width));
-                for ((out, (w, x)), (y, z)) in
-                    output.iter_mut().zip(first.iter().zip(second)).zip(third.iter().zip(fourth))
-                {
-                    *out = d.mul_add(*z, c.mul_add(*y, b.mul_add(*x, a.mul_add(*w, *out))));
-                }
-            }
-            for (&weight, row) in rest.iter().zip(rest_rows.chunks_exact(width)) {
-                for (out, &value) in output.iter_mut().zip(row) {
-                    *out = weight.mul_add(value, *out);
-                }
-            }
-        },
-    )
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -205,12 +177,6 @@ mod tests {
             let sum = exp2_sum(isa, &mut powers, max);
             let exact: f64 = row.iter().map(|&x| f64::from(x - max).exp2()).sum();
             prop_assert!((f64::from(sum) - exact).abs() < 1e-5 * exact);
-            let mut sums = row.clone();
-            let rows: Vec<f32> = (0..7).flat_map(|j| values.iter().map(move |x| x * j as f32)).collect();
-            weighted_rows(isa, &[1.0, -2.0, 0.5, 0.0, 3.0, 1.5, -1.0], &rows, &mut sums);
-            for ((sum, before), x) in sums.iter().zip(&row).zip(&values) {
-                prop_assert!((before + 12.5 * x - sum).abs() < 1e-4, "{} {}", sum, x);
-            }
             let exact: f64 = values.iter().zip(&row).map(|(&a, &b)| f64::from(a) * f64::from(b)).sum();
             prop_assert!((f64::from(dot(isa, &values, &row)) - exact).abs() < 1e-3);
             let mut capped = values.clone();

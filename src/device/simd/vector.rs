@@ -160,86 +160,40 @@ pub trait Element: Pod + Send + Sync {
     fn rows(rows: Rows<'_>) -> Option<Strided<'_, Self>>;
 }
 
-impl Element for f32 {
-    #[inline(always)]
-    unsafe fn load<S: Simd>(simd: S, from: *const Self) -> S::Vector {
-        // SAFETY: the caller's promise.
-        unsafe { simd.load(from) }
-    }
+macro_rules! element {
+    ($type:ty, $variant:ident, $load:ident, $load_part:ident) => {
+        impl Element for $type {
+            #[inline(always)]
+            unsafe fn load<S: Simd>(simd: S, from: *const Self) -> S::Vector {
+                // SAFETY: the caller's promise.
+                unsafe { simd.$load(from) }
+            }
 
-    #[inline(always)]
-    unsafe fn load_part<S: Simd>(simd: S, from: *const Self, count: usize) -> S::Vector {
-        // SAFETY: the caller's promise.
-        unsafe { simd.load_part(from, count) }
-    }
+            #[inline(always)]
+            unsafe fn load_part<S: Simd>(simd: S, from: *const Self, count: usize) -> S::Vector {
+                // SAFETY: the caller's promise.
+                unsafe { simd.$load_part(from, count) }
+            }
 
-    #[inline(always)]
-    fn widen(self) -> f32 {
-        self
-    }
+            #[inline(always)]
+            fn widen(self) -> f32 {
+                f32::from(self)
+            }
 
-    #[inline(always)]
-    fn rows(rows: Rows<'_>) -> Option<Strided<'_, Self>> {
-        match rows {
-            Rows::F32(rows) => Some(rows),
-            _ => None,
+            #[inline(always)]
+            fn rows(rows: Rows<'_>) -> Option<Strided<'_, Self>> {
+                match rows {
+                    Rows::$variant(rows) => Some(rows),
+                    _ => None,
+                }
+            }
         }
-    }
+    };
 }
 
-impl Element for bf16 {
-    #[inline(always)]
-    unsafe fn load<S: Simd>(simd: S, from: *const Self) -> S::Vector {
-        // SAFETY: the caller's promise.
-        unsafe { simd.load_bf16(from) }
-    }
-
-    #[inline(always)]
-    unsafe fn load_part<S: Simd>(simd: S, from: *const Self, count: usize) -> S::Vector {
-        // SAFETY: the caller's promise.
-        unsafe { simd.load_bf16_part(from, count) }
-    }
-
-    #[inline(always)]
-    fn widen(self) -> f32 {
-        self.to_f32()
-    }
-
-    #[inline(always)]
-    fn rows(rows: Rows<'_>) -> Option<Strided<'_, Self>> {
-        match rows {
-            Rows::Bf16(rows) => Some(rows),
-            _ => None,
-        }
-    }
-}
-
-impl Element for f16 {
-    #[inline(always)]
-    unsafe fn load<S: Simd>(simd: S, from: *const Self) -> S::Vector {
-        // SAFETY: the caller's promise.
-        unsafe { simd.load_f16(from) }
-    }
-
-    #[inline(always)]
-    unsafe fn load_part<S: Simd>(simd: S, from: *const Self, count: usize) -> S::Vector {
-        // SAFETY: the caller's promise.
-        unsafe { simd.load_f16_part(from, count) }
-    }
-
-    #[inline(always)]
-    fn widen(self) -> f32 {
-        self.to_f32()
-    }
-
-    #[inline(always)]
-    fn rows(rows: Rows<'_>) -> Option<Strided<'_, Self>> {
-        match rows {
-            Rows::F16(rows) => Some(rows),
-            _ => None,
-        }
-    }
-}
+element!(f32, F32, load, load_part);
+element!(bf16, Bf16, load_bf16, load_bf16_part);
+element!(f16, F16, load_f16, load_f16_part);
 
 /// What a packed operand of a product is made of: 32 bits that hold [`Unit::DEPTH`] neighbours along the inner extent.
 pub trait Unit<S: Simd>: Pod + Send + Sync {

@@ -1,0 +1,149 @@
+//! Policies in an experiment file: a text as on the command line, or the same as a table.
+//!
+//! `{ method = "snapkv", window = 64, with = [{ part = "ada", floor = 0.2 }, "merge"] }` is
+//! `snapkv:window=64+ada:floor=0.2+merge`, and is kept as that text.
+
+use serde::de::{self, Deserializer, MapAccess, SeqAccess, Visitor};
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+/// A policy as the command line writes it.
+#[derive(Debug, Clone, Serialize)]
+#[serde(transparent)]
+pub struct PolicyText(pub String);
+
+impl<'de> Deserialize<'de> for PolicyText {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(Piece { name: "method" }).map(PolicyText)
+    }
+}
+
+/// A method or a part: `name:key=value,...`, as a text or a table in which `self.name` is the key of the name.
+struct Piece {
+    name: &'static str,
+}
+
+impl<'de> Visitor<'de> for Piece {
+    type Value = String;
+
+    fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(formatter, "a policy such as \"snapkv:window=64\", or a table such as {{ {} = ..., ... }}", self.name)
+    }
+
+    fn visit_str<E: de::Error>(self, text: &str) -> Result<String, E> {
+        Ok(text.into())
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<String, A::Error> {
+        let (mut name, mut arguments, mut parts) = (None, Vec::new(), Vec::new());
+        while let Some(key) = map.next_key::<String>()? {
+            match key.as_str() {
+                key if key == self.name => name = Some(map.next_value::<String>()?),
+                "with" if self.name == "method" => parts = map.next_value::<Parts>()?.0,
+                key => arguments.push(format!("{key}={}", map.next_value::<Value>()?.0)),
+            }
+        }
+        let name = name.ok_or_else(|| de::Error::custom(format!("the table has no {}", self.name)))?;
+        let head = if arguments.is_empty() { name } else { format!("{name}:{}", arguments.join(",")) };
+        Ok(std::iter::once(head).chain(parts).collect::<Vec<_>>().join("+"))
+    }
+}
+
+/// The parts after a method.
+struct Parts(Vec<String>);
+
+impl<'de> Deserialize<'de> for Parts {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct List;
+        impl<'de> Visitor<'de> for List {
+            type Value = Parts;
+            fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+                formatter.write_str("a list of parts such as [\"ada\", { part = \"every\", steps = 8 }]")
+            }
+            fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Parts, A::Error> {
+                let mut parts = Vec::new();
+                while let Some(Part(part)) = list.next_element()? {
+                    parts.push(part);
+                }
+                Ok(Parts(parts))
+            }
+        }
+        deserializer.deserialize_seq(List)
+    }
+}
+
+/// One part.
+struct Part(String);
+
+impl<'de> Deserialize<'de> for Part {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(Piece { name: "part" }).map(Part)
+    }
+}
+
+/// A parameter's value, as text.
+struct Value(String);
+
+impl<'de> Deserialize<'de> for Value {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Scalar;
+        impl Visitor<'_> for Scalar {
+            type Value = Value;
+            fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+                formatter.write_str("a number, a text, or true or false")
+            }
+            fn visit_str<E: de::Error>(self, text: &str) -> Result<Value, E> {
+                Ok(Value(text.into()))
+            }
+            fn visit_i64<E: de::Error>(self, number: i64) -> Result<Value, E> {
+                Ok(Value(number.to_string()))
+            }
+            fn visit_u64<E: de::Error>(self, number: u64) -> Result<Value, E> {
+                Ok(Value(number.to_string()))
+            }
+            fn visit_f64<E: de::Error>(self, number: f64) -> Result<Value, E> {
+                Ok(Value(format!("{number:?}")))
+            }
+            fn visit_bool<E: de::Error>(self, truth: bool) -> Result<Value, E> {
+                Ok(Value(truth.to_string()))
+            }
+        }
+        deserializer.deserialize_any(Scalar)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::PolicyText;
+    use serde::Deserialize;
+
+    #[derive(Deserialize)]
+    struct One {
+        policy: PolicyText,
+    }
+
+    #[test]
+    fn tables_are_texts() {
+        let cases = [
+            ("\"h2o+once\"", "h2o+once"),
+            ("{ method = \"knorm\" }", "knorm"),
+            ("{ method = \"snapkv\", window = 64, with = [{ part = \"ada\", floor = 0.2 }, \"merge\"] }", "snapkv:window=64+ada:floor=0.2+merge"),
+            ("{ method = \"h2o\", age = true, window = \"auto\" }", "h2o:age=true,window=auto"),
+        ];
+        for (table, text) in cases {
+            let one: One = toml::from_str(&format!("policy = {table}")).unwrap();
+            assert_eq!(one.policy.0, text);
+        }
+        let cases = [
+            ("{ window = 64 }", "the table has no method"),
+            ("7", "a policy such as"),
+            ("{ method = \"h2o\", with = \"once\" }", "a list of parts"),
+            ("{ method = \"h2o\", with = [{ floor = 1 }] }", "the table has no part"),
+            ("{ method = \"h2o\", window = [1] }", "a number, a text"),
+        ];
+        for (table, expected) in cases {
+            let error = toml::from_str::<One>(&format!("policy = {table}")).err().unwrap().to_string();
+            assert!(error.contains(expected), "{error}");
+        }
+    }
+}
