@@ -1,10 +1,11 @@
-//! Column sums of the softmax: against the definition in f64, over all kinds of masks, ranges and lists.
+//! Columns of the softmax, reduced: against the definition in f64, over all kinds of masks, ranges and lists.
 
 mod common;
 
 use common::ragged::Ragged;
 use common::{Problem, bits, cpu, exact, forward_over, inputs, shape, widen};
-use kvsieve::attention::{Forward, KvRows, Params, Shape, export};
+use kvsieve::attention::export::{self, OverGroup, OverQueries, Reduction};
+use kvsieve::attention::{Forward, KvRows, Params, Shape};
 use kvsieve::tensor::{DType, TensorView};
 use proptest::prelude::*;
 use std::ops::Range;
@@ -18,12 +19,68 @@ fn by_tiles<'a>(
     queries: Range<usize>,
     threads: usize,
 ) -> Vec<f32> {
+    reduced_by_tiles(problem, q, kv, lse, queries, Reduction::RECEIVED, threads)
+}
+
+/// A reduction by the crate, in poisoned memory.
+fn reduced_by_tiles<'a>(
+    problem: &Problem,
+    q: TensorView<'a>,
+    kv: &'a dyn KvRows,
+    lse: &[f32],
+    queries: Range<usize>,
+    reduction: Reduction,
+    threads: usize,
+) -> Vec<f32> {
     let Problem { shape, params, .. } = *problem;
     let call = Forward { shape, params, q, kv, cpu: cpu(threads) };
     let mut sums = vec![f32::NAN; shape.batch * shape.kv_heads * shape.kv_len];
     let mut scratch = vec![f32::NAN; export::workspace(&shape, threads)];
-    export::column_sums(&call, lse, queries, &mut sums, &mut scratch);
+    export::columns(&call, lse, queries, reduction, &mut sums, &mut scratch);
     sums
+}
+
+/// A reduction by the definition, `[B, Hkv, Lk]`: the least and the most that rounding allows it to be.
+fn reduced_by_definition(
+    shape: &Shape,
+    params: &Params,
+    [q, k]: [&[f64]; 2],
+    queries: Range<usize>,
+    reduction: Reduction,
+) -> Vec<[f64; 2]> {
+    let p = exact::probabilities(shape, params, q, k, |_, _| shape.kv_len).0;
+    let mut reduced = Vec::new();
+    for list in 0..shape.batch * shape.kv_heads {
+        for key in 0..shape.kv_len {
+            let heads = (list * shape.group()..(list + 1) * shape.group()).map(|head| {
+                let mut of_head = [0.0f64; 2];
+                for i in queries.clone() {
+                    let row = &p[(head * shape.q_len + i) * shape.kv_len..][..shape.kv_len];
+                    let seen = (0..shape.kv_len).filter(|&j| exact::sees(params, i, j, shape.q_len, shape.kv_len));
+                    let share = row[key] * seen.count() as f64;
+                    let sees = exact::sees(params, i, key, shape.q_len, shape.kv_len);
+                    of_head = match reduction.queries {
+                        OverQueries::Sum => of_head.map(|sum| sum + row[key]),
+                        OverQueries::Max => of_head.map(|most| most.max(row[key])),
+                        // Too near to an even share to tell in f32.
+                        OverQueries::CountBelowEven if (share - 1.0).abs() < 1e-4 => [of_head[0], of_head[1] + 1.0],
+                        OverQueries::CountBelowEven if sees && share < 1.0 => of_head.map(|count| count + 1.0),
+                        OverQueries::CountBelowEven => of_head,
+                    };
+                }
+                of_head
+            });
+            let start = [0.0; 2];
+            reduced.push(match reduction.group {
+                OverGroup::Sum => heads.fold(start, |[a, b], [x, y]| [a + x, b + y]),
+                OverGroup::Max => heads.fold(start, |[a, b], [x, y]| [a.max(x), b.max(y)]),
+                OverGroup::Mean => {
+                    heads.fold(start, |[a, b], [x, y]| [a + x, b + y]).map(|sum| sum / shape.group() as f64)
+                }
+            });
+        }
+    }
+    reduced
 }
 
 /// Column sums by the definition: `[B, Hkv, Lk]`, averaged over the group.
@@ -94,6 +151,51 @@ proptest! {
         let other = by_tiles(&problem, inputs.q.view(), &lists, &lse, queries, 4 - threads);
         prop_assert_eq!(bits(&sums), bits(&other));
     }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 80, failure_persistence: None, ..Default::default() })]
+
+    #[test]
+    fn every_reduction_is_that_of_the_softmax(
+        (batch, kv_heads, group) in (1usize..3, 1usize..3, 1usize..4),
+        (q_len, kv_len, head_dim) in (1usize..70, 1usize..260, 1usize..20),
+        (causal, softcap) in (any::<bool>(), prop_oneof![Just(None), (1f32..40.0).prop_map(Some)]),
+        window in prop_oneof![Just(None), (1usize..100).prop_map(Some)],
+        last in prop_oneof![Just(1usize), Just(16), Just(usize::MAX)],
+        queries in prop::sample::select(vec![OverQueries::Sum, OverQueries::Max, OverQueries::CountBelowEven]),
+        over in prop::sample::select(vec![OverGroup::Mean, OverGroup::Sum, OverGroup::Max]),
+        seed in 0u64..1 << 40,
+    ) {
+        let shape = shape([batch, kv_heads * group, kv_heads, q_len, kv_len, head_dim]);
+        let params = Params { softcap, window, ..Params::new(head_dim, causal) };
+        let problem = Problem { shape, params, dtype: DType::F32 };
+        let inputs = inputs(&problem, seed);
+        let (k, v) = (inputs.k.to_f32(), inputs.v.to_f32());
+        let lists = Ragged::prefixes(kv_heads, head_dim, kv_len, &k, &v, &vec![kv_len; batch * kv_heads]);
+        let lse = forward_over("tiled", &problem, inputs.q.view(), &lists, cpu(1)).1;
+        let (range, reduction) = (q_len.saturating_sub(last)..q_len, Reduction { queries, group: over });
+        let got = reduced_by_tiles(&problem, inputs.q.view(), &lists, &lse, range.clone(), reduction, 1);
+        let (q64, k64) = (widen(&inputs.q.to_f32()), widen(&k));
+        let expected = reduced_by_definition(&shape, &params, [&q64, &k64], range.clone(), reduction);
+        for (index, (&got, [least, most])) in got.iter().zip(expected).enumerate() {
+            let (got, slack) = (f64::from(got), 3e-6 * (0.1 + most));
+            prop_assert!(least - slack <= got && got <= most + slack, "key {index}: {got} is not {least} to {most}");
+        }
+        let other = reduced_by_tiles(&problem, inputs.q.view(), &lists, &lse, range, reduction, 3);
+        prop_assert_eq!(bits(&got), bits(&other));
+    }
+}
+
+#[test]
+fn even_attention_is_not_below_even() {
+    let problem = Problem { shape: shape([1, 1, 1, 40, 40, 8]), params: Params::new(8, true), dtype: DType::F32 };
+    let inputs = inputs(&problem, 1);
+    let (k, v) = (vec![0.0; 40 * 8], inputs.v.to_f32());
+    let lists = Ragged::prefixes(1, 8, 40, &k, &v, &[40]);
+    let lse = forward_over("tiled", &problem, inputs.q.view(), &lists, cpu(1)).1;
+    let reduction = Reduction { queries: OverQueries::CountBelowEven, group: OverGroup::Mean };
+    assert_eq!(reduced_by_tiles(&problem, inputs.q.view(), &lists, &lse, 0..40, reduction, 1), [0.0; 40]);
 }
 
 #[test]

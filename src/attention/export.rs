@@ -1,8 +1,9 @@
-//! Attention statistics without a score matrix: column sums of the softmax, from the saved log-sum-exp.
+//! Attention statistics without a score matrix: reductions of the softmax's columns, from the saved log-sum-exp.
 //!
 //! Policies ask "how much attention did key `j` receive from these queries?". With the rows' log-sum-exps at hand,
-//! each tile of probabilities can be recomputed on its own, so a pass over key tiles sums them in linear memory. All
-//! queries give H2O's accumulated attention, the last few SnapKV's window, the last one TOVA's.
+//! each tile of probabilities can be recomputed on its own, so a pass over key tiles reduces them in linear memory.
+//! Sums over all queries give H2O's accumulated attention, over the last few SnapKV's window, over the last one TOVA's;
+//! maxima and counts serve policies that ask for the best or the typical query ([`Reduction`]).
 
 use super::online::Logits;
 use super::strip::{SPAN, STRIP, cut, pack_queries};
@@ -14,6 +15,44 @@ use crate::device::simd::{Native, Simd, Task, math};
 use crate::tensor::DType;
 use rayon::prelude::*;
 use std::ops::Range;
+
+/// How the probabilities that queries give a key become one number: first over the queries of each query head, then
+/// over the heads of the group.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Reduction {
+    /// Over the queries.
+    pub queries: OverQueries,
+    /// Over the query heads of a KV head.
+    pub group: OverGroup,
+}
+
+/// A reduction over queries.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum OverQueries {
+    /// The sum.
+    Sum,
+    /// The largest.
+    Max,
+    /// How many queries see the key and give it less than an even share, `1 / keys that the query sees`, by more than
+    /// rounding.
+    CountBelowEven,
+}
+
+/// A reduction over the query heads of a group.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum OverGroup {
+    /// The mean.
+    Mean,
+    /// The sum.
+    Sum,
+    /// The largest.
+    Max,
+}
+
+impl Reduction {
+    /// Sums over queries, means over the group: attention received.
+    pub const RECEIVED: Reduction = Reduction { queries: OverQueries::Sum, group: OverGroup::Mean };
+}
 
 /// Keys of a tile.
 const BC: usize = 192;
@@ -29,17 +68,29 @@ fn keys(shape: &Shape) -> usize {
     BC.min(shape.kv_len).next_multiple_of(SPAN)
 }
 
-/// Scratch elements of [`column_sums`].
+/// Scratch elements of [`columns`] and [`column_sums`].
 pub fn workspace(shape: &Shape, threads: usize) -> usize {
     threads * parts(shape).iter().sum::<usize>()
 }
 
 /// For each key, the softmax probabilities that `queries` (a range of `0..Lq`) give it, summed over these queries and
-/// averaged over the group's query heads.
+/// averaged over the group's query heads: [`columns`] with [`Reduction::RECEIVED`].
+pub fn column_sums(call: &Forward<'_>, lse: &[f32], queries: Range<usize>, sums: &mut [f32], scratch: &mut [f32]) {
+    columns(call, lse, queries, Reduction::RECEIVED, sums, scratch);
+}
+
+/// For each key, the softmax probabilities that `queries` (a range of `0..Lq`) give it, reduced to one number.
 ///
 /// `lse` is `[B, Hq, Lq]` of the whole call; `sums` is `[B, Hkv, shape.kv_len]` and is overwritten (columns past the
 /// length of a shorter list get zero); `scratch` holds [`workspace`] elements.
-pub fn column_sums(call: &Forward<'_>, lse: &[f32], queries: Range<usize>, sums: &mut [f32], scratch: &mut [f32]) {
+pub fn columns(
+    call: &Forward<'_>,
+    lse: &[f32],
+    queries: Range<usize>,
+    reduction: Reduction,
+    sums: &mut [f32],
+    scratch: &mut [f32],
+) {
     let shape = call.shape;
     let slots = Slots::new(scratch, call.cpu.threads());
     let units: Vec<(usize, usize, &mut [f32])> = sums
@@ -56,7 +107,8 @@ pub fn column_sums(call: &Forward<'_>, lse: &[f32], queries: Range<usize>, sums:
             if !seen.is_empty() {
                 slots.with(|slot| {
                     let queries = queries.clone();
-                    call.cpu.isa().run(KeyTile { call, lse, queries, batch, kv_head, first, sums: seen, slot });
+                    let tile = KeyTile { call, lse, queries, reduction, batch, kv_head, first, sums: seen, slot };
+                    call.cpu.isa().run(tile);
                 });
             }
         });
@@ -68,6 +120,7 @@ struct KeyTile<'a, 's> {
     call: &'a Forward<'a>,
     lse: &'a [f32],
     queries: Range<usize>,
+    reduction: Reduction,
     batch: usize,
     kv_head: usize,
     first: usize,
@@ -90,7 +143,7 @@ impl Task for KeyTile<'_, '_> {
 
 #[inline(always)]
 fn key_tile<S: Simd, U: Packed<S>>(simd: S, tile: KeyTile<'_, '_>) {
-    let KeyTile { call, lse, queries, batch, kv_head, first, sums, slot } = tile;
+    let KeyTile { call, lse, queries, reduction, batch, kv_head, first, sums, slot } = tile;
     let (shape, params, count) = (call.shape, call.params, sums.len());
     let (kv_len, stride, end) = (call.kv.len(batch, kv_head), keys(&shape), first + sums.len());
     let (steps, logits) = (shape.head_dim.div_ceil(U::DEPTH), Logits::new(&params));
@@ -98,9 +151,10 @@ fn key_tile<S: Simd, U: Packed<S>>(simd: S, tile: KeyTile<'_, '_>) {
     let (k, q) = (bytemuck::cast_slice_mut(k), bytemuck::cast_slice_mut(q));
     let key_rows = |row: usize| call.kv.key_rows(batch, kv_head, first + row);
     transposed::<S, U>(simd, key_rows, count, shape.head_dim, count.next_multiple_of(SPAN), k, stride);
-    totals.fill(0.0);
+    sums.fill(0.0);
     for head in batch * shape.q_heads + kv_head * shape.group()..batch * shape.q_heads + (kv_head + 1) * shape.group() {
         let lse = &lse[head * shape.q_len..][..shape.q_len];
+        totals.fill(0.0);
         for start in queries.clone().step_by(STRIP) {
             let rows = start..queries.end.min(start + STRIP);
             let visible = |i: usize| params.visible(i, shape.q_len, kv_len);
@@ -116,14 +170,34 @@ fn key_tile<S: Simd, U: Packed<S>>(simd: S, tile: KeyTile<'_, '_>) {
             let left = Left { units: q, row_stride: steps, step_stride: 1 };
             product::<S, U, false>(simd, extents, left, Right { units: &k[from..], stride }, scores, stride);
             for (i, row) in rows.zip(scores.chunks_exact_mut(stride)) {
-                let (seen, within) = (visible(i), |key: usize| key.clamp(first + from, end) - first - from);
-                let seen = within(seen.start)..within(seen.end).min(to - from);
-                if !seen.is_empty() {
-                    logits.add_probabilities(simd, &mut row[..to - from], seen, lse[i], &mut totals[from..to]);
+                let (visible, within) = (visible(i), |key: usize| key.clamp(first + from, end) - first - from);
+                let seen = within(visible.start)..within(visible.end).min(to - from);
+                if seen.is_empty() {
+                    continue;
+                }
+                let (row, totals) = (&mut row[..to - from], &mut totals[from..to]);
+                match reduction.queries {
+                    OverQueries::Sum => logits.add_probabilities(simd, row, seen, lse[i], totals),
+                    OverQueries::Max => {
+                        logits.probabilities(simd, row, seen, lse[i]);
+                        totals.iter_mut().zip(&*row).for_each(|(most, p)| *most = if *p > *most { *p } else { *most });
+                    }
+                    OverQueries::CountBelowEven => {
+                        logits.probabilities(simd, row, seen.clone(), lse[i]);
+                        let even = (1.0 - 1e-5) / visible.len() as f32;
+                        let pairs = totals[seen.clone()].iter_mut().zip(&row[seen]);
+                        pairs.for_each(|(count, p)| *count += if *p < even { 1.0 } else { 0.0 });
+                    }
                 }
             }
         }
+        let pairs = sums.iter_mut().zip(&*totals);
+        match reduction.group {
+            OverGroup::Mean | OverGroup::Sum => pairs.for_each(|(sum, x)| *sum += x),
+            OverGroup::Max => pairs.for_each(|(most, x)| *most = if *x > *most { *x } else { *most }),
+        }
     }
-    math::scale(simd, totals, 1.0 / shape.group() as f32);
-    sums.copy_from_slice(&totals[..count]);
+    if reduction.group == OverGroup::Mean {
+        math::scale(simd, sums, 1.0 / shape.group() as f32);
+    }
 }

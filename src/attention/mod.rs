@@ -8,6 +8,7 @@
 mod backward;
 mod decode;
 pub mod export;
+pub mod few;
 mod naive;
 mod online;
 pub mod reference;

@@ -72,6 +72,19 @@ impl Logits {
         row[seen.end..].fill(f32::NEG_INFINITY);
     }
 
+    /// Makes a row of products, whole vectors of which `seen` are visible, probabilities; `lse` is the row's log-sum-exp.
+    #[inline(always)]
+    pub fn probabilities<S: Simd>(&self, simd: S, row: &mut [f32], seen: Range<usize>, lse: f32) {
+        self.mask(simd, row, seen);
+        let (factor, shift) = (simd.splat(self.factor), simd.splat(-lse * LOG2_E));
+        math::map(
+            simd,
+            row,
+            #[inline(always)]
+            |x| math::exp2(simd, simd.mul_add(x, factor, shift)),
+        );
+    }
+
     /// Adds the probabilities of a row of products, whole vectors of which `seen` are visible, to `sums`; `lse` is the
     /// row's log-sum-exp.
     #[inline(always)]

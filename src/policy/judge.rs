@@ -9,6 +9,8 @@ pub struct Scored {
     pub values: Buffer<f32>,
     /// The highest score of a token that is judged; what lies above it is protected.
     pub highest_judged: f32,
+    /// What the scorer protects under the context's budget.
+    pub protect: Protect,
 }
 
 impl Policy {
@@ -20,8 +22,9 @@ impl Policy {
         let Some(scorer) = &self.scorer else { return Ok(None) };
         let mut values = context.arena.alloc(Label::Policy, context.lists() * context.call.shape.kv_len)?;
         scorer.score(context, &mut values)?;
-        let highest_judged = protect_scores(context, scorer.protect(context.budget_tokens), &mut values)?;
-        Ok(Some(Scored { values, highest_judged }))
+        let protect = scorer.protect(context.budget_tokens);
+        let highest_judged = protect_scores(context, protect, &mut values)?;
+        Ok(Some(Scored { values, highest_judged, protect }))
     }
 
     /// Tokens of a context that each KV head may keep under `budget` on average; all of them for a policy that keeps

@@ -49,6 +49,10 @@ pub const POLICIES: &[PolicyEntry] = &[
     scorers::h2o::OBSERVED,
     scorers::snapkv::ENTRY,
     scorers::tova::ENTRY,
+    scorers::morphkv::ENTRY,
+    scorers::scissorhands::ENTRY,
+    scorers::max_attention::ENTRY,
+    scorers::r_kv::ENTRY,
     scorers::oracle::ENTRY,
 ];
 
@@ -58,6 +62,9 @@ pub const PARTS: &[PartEntry] = &[
     allotment::pyramid::ENTRY,
     allotment::ada::ENTRY,
     allotment::global::ENTRY,
+    allotment::duo::ENTRY,
+    allotment::simlayer::ENTRY,
+    allotment::table::ENTRY,
     schedule::ONCE,
     schedule::CHUNKS,
     schedule::EVERY,

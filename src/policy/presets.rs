@@ -2,7 +2,7 @@
 
 use super::registry::Preset;
 
-/// The presets, in the order in which they are listed. A parameter given to a preset goes to the first part that has it.
+/// The presets, in the order in which they are listed. A parameter given to a preset goes to every part that has it.
 pub const PRESETS: &[Preset] = &[
     Preset {
         name: "dms",
@@ -27,5 +27,30 @@ pub const PRESETS: &[Preset] = &[
         text: "snapkv+pyramid+ada",
         paper: "2407.11550",
         about: "PyramidKV's budgets over layers, Ada-KV's over heads",
+    },
+    Preset {
+        name: "simlayerkv",
+        text: "streaming-llm+once+simlayer",
+        paper: "2410.13846",
+        about: "lazy layers keep the first and the recent tokens, the others share the rest of the budget",
+    },
+    Preset { name: "snapkv@kvpress", text: "snapkv", paper: "2404.14469", about: "SnapKV as NVIDIA's kvpress has it" },
+    Preset {
+        name: "snapkv@reference",
+        text: "snapkv:window=32,kernel=5,queries=sum",
+        paper: "2404.14469",
+        about: "SnapKV as its authors' code has it (FasterDecoding/SnapKV)",
+    },
+    Preset {
+        name: "snapkv@factory",
+        text: "snapkv:window=8,kernel=7,pool=max,queries=sum",
+        paper: "2404.14469",
+        about: "SnapKV as KVCache-Factory runs it",
+    },
+    Preset {
+        name: "snapkv@frontier",
+        text: "snapkv:window=256,kernel=7,queries=sum,span=all,local=128,sink=4",
+        paper: "2404.14469",
+        about: "SnapKV as sparse-frontier has it",
     },
 ];

@@ -254,9 +254,9 @@ impl Registry {
                 0 => self.entries.iter().any(|entry| entry.name == piece.name && has_parameter(entry.parameters, key)),
                 _ => self.part_entry(&piece.name).is_ok_and(|entry| has_parameter(entry.parameters, key)),
             };
-            if let Some(at) = pieces.iter().enumerate().position(has) {
-                pieces[at].set(key, value);
-            }
+            let all: Vec<usize> =
+                pieces.iter().enumerate().filter(|&piece| has(piece)).map(|(index, _)| index).collect();
+            all.into_iter().for_each(|index| pieces[index].set(key, value));
         }
         let method = pieces.remove(0);
         Ok((method, pieces))
@@ -326,6 +326,8 @@ mod tests {
         assert_eq!(decoding("dms"), Decoding::Delayed);
         assert_eq!(decoding("dms+once"), Decoding::Never);
         let window = |text: &str| registry.policy(text).unwrap().scorer.unwrap().protect(1000).window;
+        assert_eq!((window("snapkv@factory"), window("snapkv@factory:window=16")), (8, 16));
+        assert_eq!((window("snapkv@frontier:window=32"), window("snapkv@frontier:local=16,window=32")), (128, 16));
         assert_eq!((window("dms"), window("dms:window=32"), window("ada-snapkv:window=8")), (128, 32, 8));
     }
 
@@ -343,6 +345,19 @@ mod tests {
             ("ada-snapkv:widow=3", "'ada-snapkv' has no parameter 'widow'; it has window, kernel"),
             ("snapkv+", "'' is not of the form NAME"),
             ("snapkv+ada:floor=2", "ada: floor is '2'; it must be"),
+            ("snapkv@factory:kernel=4", "kernel is '4'; it must be odd"),
+            ("snapkv@mine", "unknown policy 'snapkv@mine'"),
+            ("snapkv:pool=median", "pool is 'median'; it must be avg or max"),
+            ("snapkv:local=16", "local is '16'; it must be at least the window of 64"),
+            ("morphkv:fusion=mean", "fusion is 'mean'; it must be sum or max"),
+            ("knorm+duo+delayed", "attention changes with every query"),
+            ("knorm+duo+ada", "'duo' and 'ada' both settle how heads share the budget"),
+            ("knorm+simlayer:recent=2,last=2", "recent is '2'; it must be more than last, which is 2"),
+            ("knorm+table:layers=3;x", "layers is '3;x'; it must be equal, or numbers of at least 0"),
+            ("knorm+table:heads=0;0", "heads is '0;0'; it must be"),
+            ("knorm+table:layers=2;1+pyramid", "'table' and 'pyramid' both settle how layers share the budget"),
+            ("knorm+pyramid:layer=8,layers=8", "layer is '8'; it must be less than layers, which is 8"),
+            ("knorm+pyramid:layer=1", "layers is ''; it must be given beside layer"),
         ];
         for (text, expected) in cases {
             let error = Registry::default().policy(text).err().expect(text).to_string();

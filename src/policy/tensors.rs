@@ -1,6 +1,7 @@
 //! A policy applied once to tensors: what `kvsieve evict` does, and what a library user calls without a cache.
 
-use super::{BeforeRope, Context, Future, Policy, PolicyError, Scored, Selection, Statistic, select, tie_rate};
+use super::{BeforeRope, Context, Future, Policy, PolicyError, Protect, Scored, Selection, Statistic};
+use super::{select, tie_rate};
 use crate::attention::rope::Frequencies;
 use crate::attention::{AttentionError, Forward, Kernel, Outputs, Params, Shape, Tiled, export};
 use crate::memory::{Arena, Buffer, Label};
@@ -95,7 +96,11 @@ pub fn judge(policy: &Policy, call: Forward<'_>, given: Given<'_>, arena: &Arena
     let mut scored = match policy.score(&context)? {
         Some(scored) => scored,
         // Everything is protected, so nothing is judged and nothing ties.
-        None => Scored { values: arena.alloc(Label::Policy, lists * shape.kv_len)?, highest_judged: f32::NEG_INFINITY },
+        None => Scored {
+            values: arena.alloc(Label::Policy, lists * shape.kv_len)?,
+            highest_judged: f32::NEG_INFINITY,
+            protect: Protect::default(),
+        },
     };
     let selection = select(policy, &context, &mut scored)?;
     let tie_rate = tie_rate(&context, &scored);

@@ -1,5 +1,7 @@
 //! Ada-KV (arXiv 2407.11550): the heads of a layer compete. A layer keeps its best tokens over all heads together,
 //! which bounds the change of its output, but every head keeps at least `floor` of an equal share.
+//!
+//! The floor is rounded down, but at least one token, as in kvpress; `floor=0` is none at all, where kvpress keeps one.
 
 use super::{OverHeads, lens, pooled};
 use crate::named::Parameter;
@@ -34,7 +36,8 @@ impl OverHeads for Ada {
         let first = sequence * lens.len() * kv_len;
         let lists: Vec<&[f32]> =
             lens.iter().enumerate().map(|(head, &len)| &scored.values[first + head * kv_len..][..len]).collect();
-        let floor = (self.floor * (total / lens.len()) as f64) as usize;
+        let equal = total / lens.len();
+        let floor = if self.floor > 0.0 { ((self.floor * equal as f64) as usize).max(1).min(equal) } else { 0 };
         Ok(pooled(&lists, floor, total, scratch))
     }
 }

@@ -5,8 +5,12 @@
 //! lists that they rule in another way.
 
 pub mod ada;
+pub mod duo;
 pub mod global;
+mod near;
 pub mod pyramid;
+pub mod simlayer;
+pub mod table;
 pub mod uniform;
 
 use super::{Context, PolicyError, Scored, Statistic};
@@ -82,15 +86,18 @@ pub fn layers_of(context: &Context<'_>, sequence: usize) -> impl Iterator<Item =
     (0..layers).map(move |layer| layer * sequences + sequence)
 }
 
-/// Whole numbers in proportion to `weights`, none above its cap, `total` together where the caps allow: what is left
-/// over goes to those that have room, in order.
+/// Whole numbers in proportion to `weights`, none above its cap, `total` together where the caps allow. What rounding
+/// down leaves goes to the largest fractions, and what the caps leave to those that have room, in order.
 pub fn share(total: usize, weights: &[f64], caps: &[usize]) -> Vec<usize> {
     let sum: f64 = weights.iter().sum();
-    let mut shares: Vec<usize> = weights
-        .iter()
-        .zip(caps)
-        .map(|(weight, &cap)| if sum > 0.0 { ((total as f64 * weight / sum).round() as usize).min(cap) } else { 0 })
-        .collect();
+    let exact: Vec<f64> =
+        weights.iter().map(|weight| if sum > 0.0 { total as f64 * (weight / sum) } else { 0.0 }).collect();
+    let mut shares: Vec<usize> = exact.iter().map(|&exact| exact as usize).collect();
+    let mut order: Vec<usize> = (0..exact.len()).filter(|&index| weights[index] > 0.0).collect();
+    order.sort_by(|&a, &b| exact[b].fract().total_cmp(&exact[a].fract()));
+    let left = total.saturating_sub(shares.iter().sum());
+    order.into_iter().take(left).for_each(|index| shares[index] += 1);
+    shares.iter_mut().zip(caps).for_each(|(share, &cap)| *share = cap.min(*share));
     level(total, &mut shares, caps);
     shares
 }
@@ -167,6 +174,15 @@ mod tests {
         assert_eq!(counts(1, 2), [1, 1]);
         assert_eq!(counts(2, 4), [2, 2]);
         assert_eq!(counts(0, 9), [3, 2]);
+    }
+
+    #[test]
+    fn shares_follow_the_weights() {
+        let caps = [100; 4];
+        assert_eq!(share(60, &[3.0, 2.0, 1.0], &caps[..3]), [30, 20, 10]);
+        assert_eq!(share(10, &[0.0, 1.0, 1.0, 1.0], &caps), [0, 4, 3, 3]);
+        assert_eq!(share(7, &[1e300, 1e300], &caps[..2]), [4, 3]);
+        assert_eq!(share(30, &[2.0, 1.0], &[5, 100]), [5, 25]);
     }
 
     proptest! {

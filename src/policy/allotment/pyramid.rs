@@ -1,6 +1,13 @@
 //! PyramidKV (arXiv 2406.02069): attention is broad in low layers and narrow in high ones, so the budget falls from
-//! layer to layer by the same step, from `2 b - b / beta` to `b / beta` of an average of `b`. Formula and rounding
-//! are those of kvpress, where the protected window is given to every layer first.
+//! layer to layer by the same step, from `2 b - b / beta` to `b / beta` of an average of `b`.
+//!
+//! Formula and rounding are those of kvpress. The window that the scorer protects is part of every layer's number: no
+//! layer may get more than the list less the window, and where the highest layer would get less than the window, all
+//! layers get `b`. With kvpress's window of 64 and `beta` of 20 that is so below 1280 tokens a head, unless the lists
+//! are short; give a smaller window. (KVCache-Factory divides whole numbers and adds the window to each.)
+//!
+//! With `layer` and `layers` the context is one layer of a stack that is judged alone: `b` is the mean of the stack, and
+//! what stays is this layer's number.
 
 use super::{OverLayers, layers_of, lens, level, sequence_total};
 use crate::named::Parameter;
@@ -11,44 +18,77 @@ pub const ENTRY: PartEntry = PartEntry {
     name: "pyramid",
     about: "more for low layers, less for high ones, by equal steps",
     paper: "2406.02069",
-    parameters: &[Parameter { name: "beta", default: "20", about: "the highest layer gets 1/beta of the average" }],
+    parameters: &[
+        Parameter { name: "beta", default: "20", about: "the highest layer gets 1/beta of the average" },
+        Parameter { name: "layer", default: "all", about: "the one layer that is judged, from 0; all: a whole stack" },
+        Parameter { name: "layers", default: "all", about: "layers of the stack of which layer is one" },
+    ],
     build: |named| {
         let beta = named.number("beta", 20.0, 1.0..=1e6)?;
-        Ok(Part::Layers(Box::new(Pyramid { beta })))
+        let text = |key| named.text(key).filter(|text| *text != "all");
+        let alone = match (text("layer"), text("layers")) {
+            (None, None) => None,
+            (Some(_), None) => return Err(named.wrong("layers", "given beside layer".into())),
+            (None, Some(_)) => return Err(named.wrong("layer", "given beside layers".into())),
+            (Some(_), Some(_)) => {
+                let (layer, layers) = (named.count("layer", 0, 0)?, named.count("layers", 1, 1)?);
+                if layer >= layers {
+                    return Err(named.wrong("layer", format!("less than layers, which is {layers}")));
+                }
+                Some((layer, layers))
+            }
+        };
+        Ok(Part::Layers(Box::new(Pyramid { beta, alone })))
     },
 };
 
 struct Pyramid {
     beta: f64,
+    alone: Option<(usize, usize)>,
 }
 
 impl OverLayers for Pyramid {
-    fn totals(&self, context: &Context<'_>, _: &mut Scored, _: &mut [f32]) -> Result<Vec<usize>, PolicyError> {
-        let heads = context.call.shape.kv_heads;
+    fn totals(&self, context: &Context<'_>, scored: &mut Scored, _: &mut [f32]) -> Result<Vec<usize>, PolicyError> {
+        let (heads, window) = (context.call.shape.kv_heads, scored.protect.window as f64);
+        if let (Some((layer, layers)), true) = (self.alone, context.layers > 1) {
+            let (policy, found) = (format!("pyramid:layer={layer},layers={layers}"), context.layers);
+            let reason = format!("it judges one layer alone, and there are {found}; leave both parameters out");
+            return Err(PolicyError::Combination { policy, reason });
+        }
         let mut totals = vec![0; context.call.shape.batch];
         for sequence in 0..context.sequences() {
             let layers: Vec<usize> = layers_of(context, sequence).collect();
             let caps: Vec<usize> = layers.iter().map(|&layer| lens(context, layer).iter().sum()).collect();
-            let longest = caps.iter().max().copied().unwrap_or(0) / heads;
-            let budgets = budgets(context.budget_tokens as f64, self.beta, longest as f64, layers.len());
-            let mut shares: Vec<usize> =
-                budgets.iter().zip(&caps).map(|(&budget, &cap)| (budget * heads).min(cap)).collect();
-            level(sequence_total(context, sequence), &mut shares, &caps);
+            let longest = (caps.iter().max().copied().unwrap_or(0) / heads) as f64;
+            let stack = self.alone.map_or(layers.len(), |(_, layers)| layers);
+            let budgets = budgets(context.budget_tokens as f64, self.beta, longest, window, stack);
+            let wanted = |layer: usize| budgets[layer] * heads;
+            let shares = match self.alone {
+                Some((layer, _)) => vec![wanted(layer).min(caps[0])],
+                None => {
+                    let mut shares: Vec<usize> =
+                        caps.iter().enumerate().map(|(layer, &cap)| wanted(layer).min(cap)).collect();
+                    level(sequence_total(context, sequence), &mut shares, &caps);
+                    shares
+                }
+            };
             layers.into_iter().zip(shares).for_each(|(layer, share)| totals[layer] = share);
         }
         Ok(totals)
     }
 }
 
-/// Tokens per head of each layer, for an average of `average` and lists of `longest`.
-fn budgets(average: f64, beta: f64, longest: f64, layers: usize) -> Vec<usize> {
+/// Tokens per head of each layer, for an average of `average`, lists of `longest` and a protected `window`.
+fn budgets(average: f64, beta: f64, longest: f64, window: f64, layers: usize) -> Vec<usize> {
     let (mut least, mut most) = (average / beta, 2.0 * average - average / beta);
-    if most > longest {
-        (most, least) = (longest, 2.0 * average - longest);
+    if most >= longest - window {
+        (most, least) = (longest - window, 2.0 * average - (longest - window));
     }
-    let step = if layers > 1 { (most - least) / (layers - 1) as f64 } else { 0.0 };
-    let first = if layers > 1 { most } else { average };
-    (0..layers).map(|layer| (first - layer as f64 * step).round_ties_even() as usize).collect()
+    if !(longest >= most && most >= least && least >= window) || layers == 1 {
+        return vec![average.round_ties_even().max(1.0) as usize; layers];
+    }
+    let step = (most - least) / (layers - 1) as f64;
+    (0..layers).map(|layer| (most - layer as f64 * step).round_ties_even() as usize).collect()
 }
 
 #[cfg(test)]
@@ -57,8 +97,16 @@ mod tests {
 
     #[test]
     fn budgets_fall_by_equal_steps_around_the_average() {
-        assert_eq!(budgets(100.0, 20.0, 1000.0, 3), [195, 100, 5]);
-        assert_eq!(budgets(100.0, 20.0, 150.0, 3), [150, 100, 50]);
-        assert_eq!(budgets(100.0, 20.0, 1000.0, 1), [100]);
+        assert_eq!(budgets(100.0, 20.0, 1000.0, 0.0, 3), [195, 100, 5]);
+        assert_eq!(budgets(100.0, 20.0, 150.0, 0.0, 3), [150, 100, 50]);
+        assert_eq!(budgets(100.0, 20.0, 1000.0, 0.0, 1), [100]);
+    }
+
+    #[test]
+    fn the_window_is_part_of_every_layers_number() {
+        assert_eq!(budgets(80.0, 20.0, 160.0, 8.0, 3), [152, 80, 8]);
+        // The highest layer would get 5 tokens of a window of 8.
+        assert_eq!(budgets(100.0, 20.0, 1000.0, 8.0, 3), [100, 100, 100]);
+        assert_eq!(budgets(160.0, 20.0, 1000.0, 8.0, 3), [312, 160, 8]);
     }
 }

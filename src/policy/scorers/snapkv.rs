@@ -1,12 +1,24 @@
 //! SnapKV (arXiv 2404.14469): what the last queries of the prompt look at is what the answer will need.
 //!
-//! The score is the attention that the last `window` queries give a token, averaged over these queries and the query
-//! heads of the group, smoothed by an average pool of width `kernel` along the sequence; the window itself stays.
-//! Defaults and order of steps are those of NVIDIA's kvpress (window 64, kernel 5).
+//! The score is the attention that the last `window` queries give a token, reduced over these queries, then over the
+//! query heads of the group, then smoothed by a pool of width `kernel` along the sequence; the last `local` tokens and
+//! the first `sink` stay. Defaults and order of steps are those of NVIDIA's kvpress (window 64, average pool 5, means).
+//! Public implementations differ in all of these, so each is a preset:
+//!
+//! - `snapkv@kvpress` is `snapkv`.
+//! - `snapkv@reference`: FasterDecoding/SnapKV, `snapkv/monkeypatch/snapkv_utils.py` at 395b54d, where `init_snapkv`
+//!   sets window 32 and kernel 5, average pool, and sums over queries. It caches keys and values per query head; here a
+//!   KV head has one list, with the mean over its group.
+//! - `snapkv@factory`: KVCache-Factory's runner, window 8 and a max pool of 7 over sums.
+//! - `snapkv@frontier`: sparse-frontier's class, window 256, average pool 7 over all columns, the window's own included
+//!   (`span=all`), with the last 128 tokens and the first 4 protected. `queries=max,group=max` is how it scores for
+//!   Ada-SnapKV.
 
-use crate::attention::{Shape, export};
+use super::pool::{Kind, Pool};
+use crate::attention::Shape;
+use crate::attention::export::{self, OverGroup, OverQueries, Reduction};
 use crate::memory::Label;
-use crate::named::Parameter;
+use crate::named::{Named, NamedError, Parameter};
 use crate::policy::{Context, Policy, PolicyEntry, PolicyError, Protect, Scorer, Statistic};
 
 /// The registry's line.
@@ -15,21 +27,63 @@ pub const ENTRY: PolicyEntry = PolicyEntry {
     about: "keeps what the last queries of the prompt attend to, and these last tokens",
     paper: "2404.14469",
     parameters: &[
-        Parameter { name: "window", default: "64", about: "observing queries, and recent tokens kept" },
-        Parameter { name: "kernel", default: "5", about: "width of the average pool, odd" },
+        Parameter { name: "window", default: "64", about: "observing queries" },
+        Parameter { name: "kernel", default: "5", about: "width of the pool, odd" },
+        Parameter { name: "pool", default: "avg", about: "avg or max" },
+        Parameter { name: "queries", default: "mean", about: "over the observing queries: mean, sum or max" },
+        Parameter { name: "group", default: "mean", about: "then over the query heads of a group: mean, max or sum" },
+        Parameter { name: "span", default: "past", about: "what is pooled: past (before the window) or all" },
+        Parameter { name: "local", default: "window", about: "recent tokens kept; window: as many as observe" },
+        Parameter { name: "sink", default: "0", about: "first tokens kept" },
     ],
-    build: |named| {
-        let (window, kernel) = (named.count("window", 64, 1)?, named.count("kernel", 5, 1)?);
-        if kernel.is_multiple_of(2) {
-            return Err(named.wrong("kernel", "odd, so that the pool is centred".into()));
-        }
-        Ok(Policy::after_prefill(SnapKv { window, kernel }))
-    },
+    build: |named| Ok(Policy::after_prefill(SnapKv::of(named)?)),
 };
 
 struct SnapKv {
     window: usize,
-    kernel: usize,
+    pool: Pool,
+    reduction: Reduction,
+    mean: bool,
+    all: bool,
+    protect: Protect,
+}
+
+impl SnapKv {
+    fn of(named: &Named) -> Result<Self, NamedError> {
+        let window = named.count("window", 64, 1)?;
+        let queries = match named.text("queries") {
+            None | Some("mean" | "sum") => OverQueries::Sum,
+            Some("max") => OverQueries::Max,
+            Some(_) => return Err(named.wrong("queries", "mean, sum or max".into())),
+        };
+        let group = match named.text("group") {
+            None | Some("mean") => OverGroup::Mean,
+            Some("sum") => OverGroup::Sum,
+            Some("max") => OverGroup::Max,
+            Some(_) => return Err(named.wrong("group", "mean, max or sum".into())),
+        };
+        let all = match named.text("span") {
+            None | Some("past") => false,
+            Some("all") => true,
+            Some(_) => return Err(named.wrong("span", "past or all".into())),
+        };
+        let local = match named.text("local") {
+            None | Some("window") => window,
+            Some(_) => named.count("local", window, 0)?,
+        };
+        if !all && local < window {
+            let why = format!("at least the window of {window}, whose tokens have no score unless span=all");
+            return Err(named.wrong("local", why));
+        }
+        Ok(SnapKv {
+            window,
+            pool: Pool::of(named, 5, Kind::Average)?,
+            reduction: Reduction { queries, group },
+            mean: matches!(named.text("queries"), None | Some("mean")),
+            all,
+            protect: Protect { sink: named.count("sink", 0, 0)?, window: local },
+        })
+    }
 }
 
 impl Scorer for SnapKv {
@@ -38,7 +92,7 @@ impl Scorer for SnapKv {
     }
 
     fn protect(&self, _: usize) -> Protect {
-        Protect { sink: 0, window: self.window }
+        self.protect
     }
 
     fn recent_queries(&self) -> usize {
@@ -51,47 +105,35 @@ impl Scorer for SnapKv {
 
     fn score(&self, context: &Context<'_>, scores: &mut [f32]) -> Result<(), PolicyError> {
         let shape = context.call.shape;
-        recent_attention(context, self.window, scores)?;
+        let observers = recent_columns(context, self.window, self.reduction, scores)?;
+        if self.mean {
+            scores.iter_mut().for_each(|score| *score /= observers as f32);
+        }
         let mut raw = context.arena.alloc::<f32>(Label::Workspace, shape.kv_len)?;
         for (list, scores) in scores.chunks_mut(shape.kv_len).enumerate() {
-            // The window's own columns are left out of the pool: past its end there are zeros.
-            let len = context.call.kv.len(list / shape.kv_heads, list % shape.kv_heads);
-            let judged = len.saturating_sub(self.window);
+            // The window's own columns are left out of the pool: past its end there is nothing.
+            let len = context.len(list);
+            let judged = if self.all { len } else { len.saturating_sub(self.window) };
             raw[..judged].copy_from_slice(&scores[..judged]);
-            average_pool(&raw[..judged], self.kernel, &mut scores[..judged]);
+            self.pool.apply(&raw[..judged], &mut scores[..judged]);
             scores[judged..len].fill(0.0);
         }
         Ok(())
     }
 }
 
-/// Mean attention that the last `window` queries give each token: `[B, Hkv, kv_len]`.
-pub(super) fn recent_attention(context: &Context<'_>, window: usize, scores: &mut [f32]) -> Result<(), PolicyError> {
+/// The softmax of the last `window` queries, reduced to a number for each token, `[B, Hkv, kv_len]`; returns how many
+/// queries there were. Takes [`export::workspace`] from the arena.
+pub(super) fn recent_columns(
+    context: &Context<'_>,
+    window: usize,
+    reduction: Reduction,
+    scores: &mut [f32],
+) -> Result<usize, PolicyError> {
     let shape = context.call.shape;
     let queries = shape.q_len.saturating_sub(window)..shape.q_len;
-    let count = queries.len() as f32;
     let elements = export::workspace(&shape, context.call.cpu.threads());
     let mut scratch = context.arena.alloc(Label::Workspace, elements)?;
-    export::column_sums(&context.call, context.lse, queries, scores, &mut scratch);
-    scores.iter_mut().for_each(|score| *score /= count);
-    Ok(())
-}
-
-/// Mean over a centred window of `width` entries, with zeros past both ends (torch's `avg_pool1d` with same padding).
-fn average_pool(source: &[f32], width: usize, target: &mut [f32]) {
-    let half = width / 2;
-    for (index, out) in target.iter_mut().enumerate() {
-        let range = index.saturating_sub(half)..source.len().min(index + half + 1);
-        *out = source[range].iter().sum::<f32>() / width as f32;
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    #[test]
-    fn the_pool_is_centred_and_padded_with_zeros() {
-        let mut target = [0.0; 5];
-        super::average_pool(&[3.0, 0.0, 0.0, 6.0, 9.0], 3, &mut target);
-        assert_eq!(target, [1.0, 1.0, 2.0, 5.0, 5.0]);
-    }
+    export::columns(&context.call, context.lse, queries.clone(), reduction, scores, &mut scratch);
+    Ok(queries.len())
 }

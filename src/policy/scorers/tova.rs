@@ -1,8 +1,9 @@
 //! TOVA (arXiv 2401.06104): token omission via attention. Tokens to which the latest query pays least attention go,
 //! the same ones in every head of the layer; the latest token stays.
 
-use super::snapkv::recent_attention;
-use crate::attention::{Shape, export};
+use super::snapkv::recent_columns;
+use crate::attention::Shape;
+use crate::attention::export::{self, Reduction};
 use crate::policy::{Context, Policy, PolicyEntry, PolicyError, Protect, Scorer, Statistic};
 
 /// The registry's line.
@@ -31,7 +32,7 @@ impl Scorer for Tova {
 
     fn score(&self, context: &Context<'_>, scores: &mut [f32]) -> Result<(), PolicyError> {
         let shape = context.call.shape;
-        recent_attention(context, 1, scores)?;
+        recent_columns(context, 1, Reduction::RECEIVED, scores)?;
         for sequence in scores.chunks_mut(shape.kv_heads * shape.kv_len) {
             // Every head evicts the same slots, so lists of a sequence have the same tokens in the same order.
             let (mean, heads) = sequence.split_at_mut(shape.kv_len);
