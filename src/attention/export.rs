@@ -133,16 +133,20 @@ impl Task for KeyTile<'_, '_> {
 
     #[inline(always)]
     fn run<S: Native>(self, simd: S) {
+        let is_sum = self.reduction.queries == OverQueries::Sum;
         if self.call.q.dtype() == DType::Bf16 && self.call.kv.dtype() == DType::Bf16 {
-            key_tile::<S, S::Bf16>(simd, self);
+            if is_sum { key_tile::<S, S::Bf16, true>(simd, self) } else { key_tile::<S, S::Bf16, false>(simd, self) }
+        } else if is_sum {
+            key_tile::<S, f32, true>(simd, self);
         } else {
-            key_tile::<S, f32>(simd, self);
+            key_tile::<S, f32, false>(simd, self);
         }
     }
 }
 
+/// `SUM` says that queries are summed: known when it is compiled, so that sums pay nothing for the others.
 #[inline(always)]
-fn key_tile<S: Simd, U: Packed<S>>(simd: S, tile: KeyTile<'_, '_>) {
+fn key_tile<S: Simd, U: Packed<S>, const SUM: bool>(simd: S, tile: KeyTile<'_, '_>) {
     let KeyTile { call, lse, queries, reduction, batch, kv_head, first, sums, slot } = tile;
     let (shape, params, count) = (call.shape, call.params, sums.len());
     let (kv_len, stride, end) = (call.kv.len(batch, kv_head), keys(&shape), first + sums.len());
@@ -177,7 +181,8 @@ fn key_tile<S: Simd, U: Packed<S>>(simd: S, tile: KeyTile<'_, '_>) {
                 }
                 let (row, totals) = (&mut row[..to - from], &mut totals[from..to]);
                 match reduction.queries {
-                    OverQueries::Sum => logits.add_probabilities(simd, row, seen, lse[i], totals),
+                    _ if SUM => logits.add_probabilities(simd, row, seen, lse[i], totals),
+                    OverQueries::Sum => unreachable!("sums are a case of their own"),
                     OverQueries::Max => {
                         logits.probabilities(simd, row, seen, lse[i]);
                         totals.iter_mut().zip(&*row).for_each(|(most, p)| *most = if *p > *most { *p } else { *most });
