@@ -15,17 +15,7 @@ use std::path::{Path, PathBuf};
 const NOT_YET: &[&str] = &[
     "blocks",
     "cam",
-    "cap",
-    "chunkkv",
-    "compactor",
-    "critical",
-    "cur",
-    "expected-attention",
-    "lagkv",
-    "leverage",
     "merge",
-    "non-causal",
-    "qfilters",
     "rerotate",
     "think",
 ];

@@ -3,6 +3,7 @@
 use super::Context;
 use crate::attention::Shape;
 use rayon::prelude::*;
+use std::ops::Range;
 
 /// The cached tokens of one (sequence, KV head).
 pub struct List<'a> {
@@ -18,6 +19,9 @@ pub struct List<'a> {
 }
 
 impl<'a> List<'a> {
+    /// Most rows of a block: what the matrix product takes at a time.
+    pub const BLOCK: usize = 48;
+
     /// A list of a context.
     pub fn new(context: &'a Context<'a>, index: usize) -> Self {
         let (batch, head) = context.list_at(index);
@@ -26,33 +30,48 @@ impl<'a> List<'a> {
 
     /// Calls `visit(slot, key)` for every key `[D]`, in order.
     pub fn keys(&self, mut visit: impl FnMut(usize, &[f32])) {
-        let kv = self.context.call.kv;
-        self.blocks(|start, count, scratch| {
-            let rows = kv.keys(self.batch, self.head, start, count, scratch);
+        self.key_blocks(0..self.len, |start, rows| {
             rows.chunks_exact(self.width()).enumerate().for_each(|(index, key)| visit(start + index, key));
         });
     }
 
     /// Calls `visit(slot, value)` for every value `[D]`, in order.
     pub fn values(&self, mut visit: impl FnMut(usize, &[f32])) {
-        let kv = self.context.call.kv;
-        self.blocks(|start, count, scratch| {
-            let rows = kv.values(self.batch, self.head, start, count, scratch);
+        self.value_blocks(0..self.len, |start, rows| {
             rows.chunks_exact(self.width()).enumerate().for_each(|(index, value)| visit(start + index, value));
         });
     }
 
-    /// Calls `visit(slot, key)` for every key as it was before RoPE; `None` where the inputs do not tell.
-    pub fn keys_before_rope(&self, mut visit: impl FnMut(usize, &[f32])) -> Option<()> {
+    /// Calls `visit(start, keys)` for the keys of a range of slots, in blocks of up to [`List::BLOCK`] rows `[_, D]`.
+    pub fn key_blocks(&self, range: Range<usize>, mut visit: impl FnMut(usize, &[f32])) {
+        let kv = self.context.call.kv;
+        Self::blocks(range, |start, count, scratch| {
+            visit(start, kv.keys(self.batch, self.head, start, count, scratch));
+        });
+    }
+
+    /// As [`List::key_blocks`], of keys as they were before RoPE, which may be changed; `None` where the inputs do not
+    /// tell.
+    pub fn keys_before_rope(&self, range: Range<usize>, mut visit: impl FnMut(usize, &mut [f32])) -> Option<()> {
         let before = self.context.before_rope?;
-        let mut row = [0.0; Shape::MAX_HEAD_DIM];
-        let row = &mut row[..self.width()];
-        self.keys(|slot, key| {
-            row.copy_from_slice(key);
-            before.key(self.batch, self.head, self.position(slot), row);
-            visit(slot, row);
+        let mut block = [0.0; List::BLOCK * Shape::MAX_HEAD_DIM];
+        self.key_blocks(range, |start, rows| {
+            let block = &mut block[..rows.len()];
+            block.copy_from_slice(rows);
+            for (index, row) in block.chunks_exact_mut(self.width()).enumerate() {
+                before.key(self.batch, self.head, self.position(start + index), row);
+            }
+            visit(start, block);
         });
         Some(())
+    }
+
+    /// As [`List::key_blocks`], of values.
+    pub fn value_blocks(&self, range: Range<usize>, mut visit: impl FnMut(usize, &[f32])) {
+        let kv = self.context.call.kv;
+        Self::blocks(range, |start, count, scratch| {
+            visit(start, kv.values(self.batch, self.head, start, count, scratch));
+        });
     }
 
     /// Position in its sequence of the token in a slot.
@@ -65,11 +84,10 @@ impl<'a> List<'a> {
         self.context.call.shape.head_dim
     }
 
-    fn blocks(&self, mut work: impl FnMut(usize, usize, &mut [f32])) {
-        const BLOCK: usize = 64;
-        let mut scratch = [0.0; BLOCK * Shape::MAX_HEAD_DIM];
-        for start in (0..self.len).step_by(BLOCK) {
-            work(start, BLOCK.min(self.len - start), &mut scratch);
+    fn blocks(range: Range<usize>, mut work: impl FnMut(usize, usize, &mut [f32])) {
+        let mut scratch = [0.0; List::BLOCK * Shape::MAX_HEAD_DIM];
+        for start in range.clone().step_by(List::BLOCK) {
+            work(start, List::BLOCK.min(range.end - start), &mut scratch);
         }
     }
 }

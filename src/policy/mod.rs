@@ -13,6 +13,7 @@ mod budget;
 mod catalogue;
 mod context;
 mod judge;
+mod linear;
 mod list;
 mod presets;
 mod registry;
@@ -27,7 +28,7 @@ pub use context::{BeforeRope, Context, Future, Protect, Statistic};
 pub use judge::Scored;
 pub use list::{List, each_list};
 pub use presets::PRESETS;
-pub use registry::{Part, PartEntry, PolicyEntry, Preset, Registry};
+pub use registry::{ChangeScorer, Part, PartEntry, PolicyEntry, Preset, Registry};
 pub use schedule::{Decoding, Schedule};
 pub use select::{Selection, select, selection_bytes, tie_rate};
 pub use tensors::{Given, Judged, judge};
@@ -45,6 +46,14 @@ pub const POLICIES: &[PolicyEntry] = &[
     scorers::streaming_llm::ENTRY,
     scorers::knorm::ENTRY,
     scorers::keydiff::ENTRY,
+    scorers::lagkv::ENTRY,
+    scorers::cur::ENTRY,
+    scorers::leverage::ENTRY,
+    scorers::non_causal::ENTRY,
+    scorers::compactor::ENTRY,
+    scorers::expected_attention::ENTRY,
+    scorers::cap::ENTRY,
+    scorers::qfilters::ENTRY,
     scorers::h2o::ENTRY,
     scorers::h2o::OBSERVED,
     scorers::snapkv::ENTRY,
@@ -70,6 +79,9 @@ pub const PARTS: &[PartEntry] = &[
     schedule::EVERY,
     schedule::DELAYED,
     scorers::protect::ENTRY,
+    scorers::vnorm::ENTRY,
+    scorers::critical::ENTRY,
+    scorers::chunkkv::ENTRY,
     action::drop::ENTRY,
 ];
 
@@ -141,6 +153,21 @@ pub trait Scorer: Send + Sync {
     /// # Errors
     /// When something it needs is missing.
     fn score(&self, context: &Context<'_>, scores: &mut [f32]) -> Result<(), PolicyError>;
+
+    /// Changes scores after the budget was divided by them: `counts` tokens stay of each list. For a method that
+    /// chooses the tokens of a head in another way than it divides the budget. `scratch` is `[B, Hkv, kv_len]`.
+    ///
+    /// # Errors
+    /// When something it needs is missing.
+    fn refine(
+        &self,
+        _context: &Context<'_>,
+        _scored: &mut Scored,
+        _counts: &[usize],
+        _scratch: &mut [f32],
+    ) -> Result<(), PolicyError> {
+        Ok(())
+    }
 }
 
 /// A policy: scorer x allotment x schedule x action.

@@ -44,6 +44,9 @@ pub fn select(policy: &Policy, context: &Context<'_>, scored: &mut Scored) -> Re
         debug_assert_eq!(of_heads.len(), heads);
         counts.extend(of_heads);
     }
+    if let Some(scorer) = &policy.scorer {
+        scorer.refine(context, scored, &counts, &mut ranks)?;
+    }
     let mut best_lost = vec![f32::NEG_INFINITY; lists];
     context.call.cpu.install(|| {
         let lists = slots.par_chunks_mut(kv_len).zip(ranks.par_chunks_mut(kv_len)).zip(&mut best_lost);

@@ -225,7 +225,7 @@ mod tests {
             (Extents { new_tokens: 5, ..ASKED }, "has 9 tokens; needed: 5 and 5 new; shorten"),
             (Extents { q_heads: 8, ..ASKED }, "has 4 query heads; needed: 8"),
             (Extents { kv_heads: 4, ..ASKED }, "has 2 KV heads; needed: 4"),
-            (Extents { batch: 1, ..ASKED }, "has 2 sequences; needed: 1"),
+            (Extents { batch: 1, ..ASKED }, "has 2 sequences (of all layers); needed: 1"),
             (Extents { head_dim: 16, ..ASKED }, "has 8 as head dim; needed: 16"),
             (Extents { dtype: DType::F32, ..ASKED }, "has f16 as element type; needed: f32"),
         ];

@@ -187,7 +187,7 @@ def allotment_cases(at: Inputs, budget: int) -> Iterator[Case]:
     press = kvpress.CriticalAdaKVPress(snapkv(), 0.2, 1e-4, 0.5)
     policy = f"{snap}+critical:first=0.5,epsilon=0.0001+ada:floor=0.2"
     yield case("critical-ada-snapkv", policy, press)
-    chunks = "whole chunks: the partial last chunk counts as one, so the number kept can miss the budget"
+    chunks = "whole chunks: the partial last chunk counts as one, so the number kept can miss the ratio; the budget is what stays"
     for name, policy, scorer in [
         ("chunkkv-knorm", "knorm", kvpress.KnormPress(ratio)),
         ("chunkkv-snapkv-aligned", "snapkv:window=20,kernel=5", kvpress.SnapKVPress(ratio, 20, 5)),
@@ -195,7 +195,9 @@ def allotment_cases(at: Inputs, budget: int) -> Iterator[Case]:
     ]:
         for length in (20, 24):
             press = kvpress.ChunkKVPress(scorer, chunk_length=length)
-            yield case(f"{name}-{length}", f"{policy}+chunkkv:length={length}", press, chunks)
+            kept = kept_by(press, at)
+            yield Case(f"{at.name}/{name}-{length}", at, f"{policy}+chunkkv:length={length}", int(kept[0, 0].sum()),
+                       type(press).__name__, kept=kept, notes=chunks)  # fmt: skip
     for layer in (0, 3, LAYERS - 1):
         at.module.layer_idx = layer
         press = kvpress.PyramidKVPress(ratio, window_size=8, kernel_size=5, beta=20)

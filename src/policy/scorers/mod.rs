@@ -1,19 +1,30 @@
 //! Scorers, one file each, and the methods that they make with their usual schedule.
 
+pub mod cap;
+pub mod chunkkv;
+pub mod compactor;
+pub mod critical;
+pub mod cur;
+pub mod expected_attention;
 pub mod full;
 pub mod h2o;
 pub mod keydiff;
 pub mod knorm;
 pub mod max_attention;
 pub mod morphkv;
+pub mod lagkv;
+pub mod leverage;
+pub mod non_causal;
 pub mod oracle;
 mod past;
 mod pool;
 pub mod protect;
 pub mod r_kv;
+pub mod qfilters;
 pub mod random;
 mod redundancy;
 pub mod scissorhands;
 pub mod snapkv;
 pub mod streaming_llm;
 pub mod tova;
+pub mod vnorm;

@@ -2,7 +2,7 @@
 
 use crate::attention::Shape;
 use crate::named::Parameter;
-use crate::policy::{Context, Part, PartEntry, PolicyError, Protect, Scorer, Statistic};
+use crate::policy::{Context, Part, PartEntry, PolicyError, Protect, Scored, Scorer, Statistic};
 
 /// The registry's line.
 pub const ENTRY: PartEntry = PartEntry {
@@ -50,5 +50,14 @@ impl Scorer for Protected {
 
     fn score(&self, context: &Context<'_>, scores: &mut [f32]) -> Result<(), PolicyError> {
         self.scorer.score(context, scores)
+    }
+    fn refine(
+        &self,
+        context: &Context<'_>,
+        scored: &mut Scored,
+        counts: &[usize],
+        scratch: &mut [f32],
+    ) -> Result<(), PolicyError> {
+        self.scorer.refine(context, scored, counts, scratch)
     }
 }

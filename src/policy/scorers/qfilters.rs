@@ -1,0 +1,148 @@
+//! Q-Filters (arXiv 2503.02812): queries of a head point one way, so a key's projection on that direction tells how much
+//! attention it will get.
+//!
+//! The direction is the first right-singular vector of a head's queries after RoPE, not centred, with the sign that most
+//! queries have on it; the filter of a KV head is the mean over its query heads. The authors and kvpress compute it once
+//! for a model from a calibration text; here it is that of the queries at hand, which after prefill are those of the
+//! context. Their two signs (minus the filter, minus the product) cancel: what points along the queries stays.
+
+use super::super::linear::{Moments, dot, matrix_len, padded};
+use crate::attention::Shape;
+use crate::memory::Label;
+use crate::policy::{Context, Policy, PolicyEntry, PolicyError, Scorer, Statistic, each_list};
+
+/// The registry's line.
+pub const ENTRY: PolicyEntry = PolicyEntry {
+    name: "qfilters",
+    about: "keeps the keys that point along the principal direction of the queries",
+    paper: "2503.02812",
+    parameters: &[],
+    build: |_| Ok(Policy::after_prefill(QFilters)),
+};
+
+/// Queries that are looked at between decode steps.
+const RECENT: usize = 64;
+/// Squarings of the matrix before the iteration, which is as if it were `2^SQUARINGS` times as long.
+const SQUARINGS: usize = 5;
+/// Steps of the iteration at most, and the change below which it is done.
+const STEPS: usize = 2000;
+const SETTLED: f64 = 1e-12;
+
+struct QFilters;
+
+/// Scratch elements of a list: the queries' outer products, and two square matrices of f64.
+fn scratch_len(width: usize) -> usize {
+    4 * width * width + matrix_len(width, width)
+}
+
+impl Scorer for QFilters {
+    fn needs(&self) -> Vec<Statistic> {
+        vec![Statistic::Keys, Statistic::Queries]
+    }
+
+    fn recent_queries(&self) -> usize {
+        RECENT
+    }
+
+    fn scratch_bytes(&self, shape: &Shape, _: usize) -> u64 {
+        4 * (shape.batch * shape.kv_heads * scratch_len(shape.head_dim)) as u64
+    }
+
+    fn score(&self, context: &Context<'_>, scores: &mut [f32]) -> Result<(), PolicyError> {
+        let call = &context.call;
+        let (width, group) = (call.shape.head_dim, call.shape.group());
+        let mut scratch = context.arena.alloc::<f32>(Label::Workspace, context.lists() * scratch_len(width))?;
+        each_list(context, scores, &mut scratch, |list, scores, scratch| {
+            let (squares, outer) = scratch.split_at_mut(4 * width * width);
+            let (square, power) = bytemuck::cast_slice_mut::<f32, f64>(squares).split_at_mut(width * width);
+            let mut filter = [0.0f64; Shape::MAX_HEAD_DIM];
+            let mut row = [0.0f32; Shape::MAX_HEAD_DIM];
+            let row = &mut row[..width];
+            for head in list.head * group..(list.head + 1) * group {
+                let mut moments = Moments::new(call.cpu.isa(), width, outer);
+                for index in 0..call.shape.q_len {
+                    call.q.read_rows(list.batch, head, index, row);
+                    moments.add_scaled(row, 1.0);
+                }
+                moments.finish();
+                for (to, from) in square.chunks_exact_mut(width).zip(outer.chunks_exact(padded(width))) {
+                    to.iter_mut().zip(from).for_each(|(to, &from)| *to = f64::from(from));
+                }
+                let direction = principal(square, power, width);
+                let along = direction.map(|x| x as f32);
+                let mut positive = 0;
+                for index in 0..call.shape.q_len {
+                    call.q.read_rows(list.batch, head, index, row);
+                    positive += usize::from(dot(row, &along[..width]) > 0.0);
+                }
+                let sign = if 2 * positive > call.shape.q_len { 1.0 } else { -1.0 };
+                filter.iter_mut().zip(&direction).for_each(|(sum, x)| *sum += sign * x / group as f64);
+            }
+            let filter = filter.map(|x| x as f32);
+            list.keys(|slot, key| scores[slot] = dot(key, &filter[..width]));
+        });
+        Ok(())
+    }
+}
+
+/// The unit eigenvector of the largest eigenvalue of a symmetric positive matrix `[n, n]`, which is overwritten; zero for
+/// a zero matrix. `other` holds as much.
+fn principal(matrix: &mut [f64], other: &mut [f64], n: usize) -> [f64; Shape::MAX_HEAD_DIM] {
+    let mut vector = [0.0f64; Shape::MAX_HEAD_DIM];
+    for _ in 0..SQUARINGS {
+        // Powers of a matrix of trace one stay within the numbers.
+        let trace: f64 = (0..n).map(|i| matrix[i * n + i]).sum();
+        if trace <= 0.0 || !trace.is_finite() {
+            return vector;
+        }
+        matrix.iter_mut().for_each(|x| *x /= trace);
+        other.fill(0.0);
+        for (row, to) in matrix.chunks_exact(n).zip(other.chunks_exact_mut(n)) {
+            for (factor, from) in row.iter().zip(matrix.chunks_exact(n)) {
+                to.iter_mut().zip(from).for_each(|(to, from)| *to += factor * from);
+            }
+        }
+        matrix.copy_from_slice(other);
+    }
+    // The column of the largest diagonal element is not orthogonal to the eigenvector.
+    let first = (0..n).max_by(|&i, &j| matrix[i * n + i].total_cmp(&matrix[j * n + j])).unwrap_or(0);
+    vector[..n].copy_from_slice(&matrix[first * n..][..n]);
+    normalise(&mut vector);
+    for _ in 0..STEPS {
+        let mut next = [0.0; Shape::MAX_HEAD_DIM];
+        for (to, row) in next.iter_mut().zip(matrix.chunks_exact(n)) {
+            *to = row.iter().zip(&vector).map(|(x, y)| x * y).sum();
+        }
+        normalise(&mut next);
+        let change = next.iter().zip(&vector).map(|(x, y)| (x - y).abs()).fold(0.0, f64::max);
+        vector = next;
+        if change < SETTLED {
+            break;
+        }
+    }
+    vector
+}
+
+fn normalise(vector: &mut [f64]) {
+    let norm = vector.iter().map(|x| x * x).sum::<f64>().sqrt();
+    if norm > 0.0 {
+        vector.iter_mut().for_each(|x| *x /= norm);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::principal;
+
+    #[test]
+    fn the_principal_direction_is_found_also_where_the_second_is_near() {
+        // Eigenvectors (3,4)/5 and (4,-3)/5 with eigenvalues 2 and b.
+        for second in [0.0, 0.5, 1.9, 1.999] {
+            let at = |x: f64, y: f64, z: f64| (2.0 * x + second * y) / 25.0 + z;
+            let mut matrix = [at(9.0, 16.0, 0.0), at(12.0, -12.0, 0.0), at(12.0, -12.0, 0.0), at(16.0, 9.0, 0.0)];
+            let got = principal(&mut matrix, &mut [0.0; 4], 2);
+            assert!((got[0] - 0.6).abs() < 1e-6 && (got[1] - 0.8).abs() < 1e-6, "{:?}", &got[..2]);
+        }
+        assert_eq!(principal(&mut [0.0; 4], &mut [0.0; 4], 2)[..2], [0.0, 0.0]);
+    }
+}
