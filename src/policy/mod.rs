@@ -28,7 +28,7 @@ pub use context::{BeforeRope, Context, Future, Protect, Statistic};
 pub use judge::Scored;
 pub use list::{List, each_list};
 pub use presets::PRESETS;
-pub use registry::{Part, PartEntry, PolicyEntry, Preset, Registry};
+pub use registry::{ChangeScorer, Part, PartEntry, PolicyEntry, Preset, Registry};
 pub use schedule::{Decoding, Schedule};
 pub use select::{Selection, select, selection_bytes, tie_rate};
 pub use tensors::{Given, Judged, judge};
@@ -75,6 +75,7 @@ pub const PARTS: &[PartEntry] = &[
     scorers::vnorm::ENTRY,
     scorers::critical::ENTRY,
     scorers::chunkkv::ENTRY,
+    scorers::blocks::ENTRY,
     action::drop::ENTRY,
 ];
 

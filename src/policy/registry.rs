@@ -52,6 +52,9 @@ pub struct Preset {
     pub about: &'static str,
 }
 
+/// Makes another scorer of one.
+pub type ChangeScorer = Box<dyn FnOnce(Box<dyn Scorer>) -> Box<dyn Scorer>>;
+
 /// What a [`PartEntry`] makes.
 pub enum Part {
     /// Divides the budget over layers.
@@ -70,7 +73,7 @@ pub enum Part {
         window: usize,
     },
     /// Makes another scorer of the method's.
-    Scorer(Box<dyn FnOnce(Box<dyn Scorer>) -> Box<dyn Scorer>>),
+    Scorer(ChangeScorer),
     /// What becomes of a loser; `None` drops it.
     Action(Option<Box<dyn Action>>),
 }

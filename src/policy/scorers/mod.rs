@@ -1,5 +1,6 @@
 //! Scorers, one file each, and the methods that they make with their usual schedule.
 
+pub mod blocks;
 pub mod cap;
 pub mod chunkkv;
 pub mod compactor;
