@@ -132,6 +132,8 @@ fn names() -> Vec<String> {
         "dms:window=2",
         "knorm+protect:sink=2,window=3+ada",
         "keydiff+pyramid:beta=2+ada:floor=0",
+        "knorm+blocks:size=7",
+        "leverage+blocks:size=20+ada",
         "lagkv:lag=5,sink=2",
         "lagkv:lag=9,cross=true",
         "cur:window=3,leverage=avg",

@@ -63,6 +63,54 @@ impl Rotation {
     }
 }
 
+/// Rotates rows back one after the other. Where positions follow each other the angles are added up, in f64 and anew
+/// every [`Unrotation::FRESH`] rows, which costs a tenth of sines and cosines for each row.
+pub struct Unrotation<'a> {
+    frequencies: &'a Frequencies,
+    /// Cosine and sine of each pair at the last row's position, and of one step.
+    at: Vec<[f64; 2]>,
+    step: Vec<[f64; 2]>,
+    next: Option<usize>,
+    left: usize,
+}
+
+impl<'a> Unrotation<'a> {
+    /// Rows until the angles are computed anew: until then they are off by less than 1e-13.
+    const FRESH: usize = 256;
+
+    /// No row yet.
+    pub fn new(frequencies: &'a Frequencies) -> Self {
+        let of = |frequency: &f64| [frequency.cos(), frequency.sin()];
+        let step: Vec<[f64; 2]> = frequencies.0.iter().map(of).collect();
+        Unrotation { frequencies, at: step.clone(), step, next: None, left: 0 }
+    }
+
+    /// Rotates a row back from `position`.
+    ///
+    /// # Panics
+    /// When the row is not as long as the frequencies say.
+    pub fn unrotate(&mut self, row: &mut [f32], position: usize) {
+        assert_eq!(row.len(), 2 * self.at.len(), "a row has two channels for each frequency");
+        if self.next == Some(position) && self.left > 0 {
+            self.left -= 1;
+            for ([cos, sin], [step_cos, step_sin]) in self.at.iter_mut().zip(&self.step) {
+                (*cos, *sin) = (*cos * step_cos - *sin * step_sin, *sin * step_cos + *cos * step_sin);
+            }
+        } else {
+            self.left = Self::FRESH;
+            for ([cos, sin], frequency) in self.at.iter_mut().zip(&self.frequencies.0) {
+                (*sin, *cos) = (position as f64 * frequency).sin_cos();
+            }
+        }
+        self.next = position.checked_add(1);
+        let (first, second) = row.split_at_mut(self.at.len());
+        for ((x, y), [cos, sin]) in first.iter_mut().zip(second).zip(&self.at) {
+            let (cos, sin) = (*cos as f32, *sin as f32);
+            (*x, *y) = (*x * cos + *y * sin, *y * cos - *x * sin);
+        }
+    }
+}
+
 fn turn(row: &mut [f32], position: f64, frequencies: &Frequencies) {
     turn_pairs(row, frequencies.sin_cos(position));
 }
@@ -123,6 +171,25 @@ mod tests {
             unrotate(&mut turned, position, &frequencies);
             for (back, original) in turned.iter().zip(&q) {
                 prop_assert!((back - original).abs() < 1e-5);
+            }
+        }
+
+        #[test]
+        fn rows_one_after_the_other_are_rotated_back_as_each_by_itself(
+            row in prop::collection::vec(-3f32..3.0, 16),
+            runs in prop::collection::vec((0usize..1_000_000, 1usize..400), 1..4),
+        ) {
+            let frequencies = Frequencies::new(16, 10_000.0);
+            let mut unrotation = Unrotation::new(&frequencies);
+            for (start, count) in runs {
+                for position in start..start + count {
+                    let (mut got, mut expected) = (row.clone(), row.clone());
+                    unrotation.unrotate(&mut got, position);
+                    unrotate(&mut expected, position, &frequencies);
+                    for (got, expected) in got.iter().zip(&expected) {
+                        prop_assert!((got - expected).abs() < 1e-6, "{got} {expected} at {position}");
+                    }
+                }
             }
         }
     }

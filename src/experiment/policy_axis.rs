@@ -127,7 +127,10 @@ mod tests {
         let cases = [
             ("\"h2o+once\"", "h2o+once"),
             ("{ method = \"knorm\" }", "knorm"),
-            ("{ method = \"snapkv\", window = 64, with = [{ part = \"ada\", floor = 0.2 }, \"merge\"] }", "snapkv:window=64+ada:floor=0.2+merge"),
+            (
+                "{ method = \"snapkv\", window = 64, with = [{ part = \"ada\", floor = 0.2 }, \"merge\"] }",
+                "snapkv:window=64+ada:floor=0.2+merge",
+            ),
             ("{ method = \"h2o\", age = true, window = \"auto\" }", "h2o:age=true,window=auto"),
         ];
         for (table, text) in cases {

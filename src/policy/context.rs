@@ -1,9 +1,10 @@
 //! What a policy sees when it judges.
 
-use crate::attention::rope::{Frequencies, unrotate};
-use crate::attention::{Forward, KvRows};
+use crate::attention::rope::{Frequencies, Unrotation};
+use crate::attention::{Forward, KvRows, Shape};
 use crate::memory::Arena;
 use crate::tensor::TensorView;
+use std::ops::Range;
 
 /// What a policy looks at besides positions, which is what it costs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -97,16 +98,6 @@ pub struct BeforeRope<'a> {
     pub k: Option<TensorView<'a>>,
 }
 
-impl BeforeRope<'_> {
-    /// Turns the key of a list that has been at `position` back, or reads what was recorded there.
-    pub fn key(&self, batch: usize, head: usize, position: usize, key: &mut [f32]) {
-        match self.k {
-            Some(recorded) => recorded.read_rows(batch, head, position, key),
-            None => unrotate(key, position, self.frequencies),
-        }
-    }
-}
-
 impl<'a> Context<'a> {
     /// Number of lists: `B * Hkv`.
     pub fn lists(&self) -> usize {
@@ -134,15 +125,30 @@ impl<'a> Context<'a> {
         self.call.kv
     }
 
-    /// Query `index` of a query head as it was before RoPE, `[D]`; `None` where the inputs do not tell.
-    pub fn query_before_rope(&self, batch: usize, head: usize, index: usize, query: &mut [f32]) -> Option<()> {
+    /// Calls `visit` for queries (indices in `0..Lq`) of a query head as they were before RoPE, `[D]`; `None` where the
+    /// inputs do not tell.
+    pub fn queries_before_rope(
+        &self,
+        batch: usize,
+        head: usize,
+        queries: Range<usize>,
+        mut visit: impl FnMut(&[f32]),
+    ) -> Option<()> {
         let before = self.before_rope?;
-        match before.q {
-            Some(recorded) => recorded.read_rows(batch, head, index, query),
-            None => {
-                self.call.q.read_rows(batch, head, index, query);
-                unrotate(query, self.seen_tokens - self.call.shape.q_len + index, before.frequencies);
+        let mut unrotation = Unrotation::new(before.frequencies);
+        let mut row = [0.0; Shape::MAX_HEAD_DIM];
+        let row = &mut row[..self.call.shape.head_dim];
+        for index in queries {
+            match before.q {
+                Some(recorded) => recorded.read_rows(batch, head, index, row),
+                None => {
+                    self.call.q.read_rows(batch, head, index, row);
+                    // Queries before the first token have no position.
+                    let position = (self.seen_tokens + index).saturating_sub(self.call.shape.q_len);
+                    unrotation.unrotate(row, position);
+                }
             }
+            visit(row);
         }
         Some(())
     }

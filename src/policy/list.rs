@@ -2,6 +2,7 @@
 
 use super::Context;
 use crate::attention::Shape;
+use crate::attention::rope::Unrotation;
 use rayon::prelude::*;
 use std::ops::Range;
 
@@ -54,12 +55,17 @@ impl<'a> List<'a> {
     /// tell.
     pub fn keys_before_rope(&self, range: Range<usize>, mut visit: impl FnMut(usize, &mut [f32])) -> Option<()> {
         let before = self.context.before_rope?;
+        let mut unrotation = Unrotation::new(before.frequencies);
         let mut block = [0.0; List::BLOCK * Shape::MAX_HEAD_DIM];
         self.key_blocks(range, |start, rows| {
             let block = &mut block[..rows.len()];
             block.copy_from_slice(rows);
             for (index, row) in block.chunks_exact_mut(self.width()).enumerate() {
-                before.key(self.batch, self.head, self.position(start + index), row);
+                let position = self.position(start + index);
+                match before.k {
+                    Some(recorded) => recorded.read_rows(self.batch, self.head, position, row),
+                    None => unrotation.unrotate(row, position),
+                }
             }
             visit(start, block);
         });

@@ -82,6 +82,7 @@ pub const PARTS: &[PartEntry] = &[
     scorers::vnorm::ENTRY,
     scorers::critical::ENTRY,
     scorers::chunkkv::ENTRY,
+    scorers::blocks::ENTRY,
     action::drop::ENTRY,
 ];
 

@@ -53,7 +53,7 @@ pub struct Preset {
 }
 
 /// Makes another scorer of one.
-pub type Change = Box<dyn FnOnce(Box<dyn Scorer>) -> Box<dyn Scorer>>;
+pub type ChangeScorer = Box<dyn FnOnce(Box<dyn Scorer>) -> Box<dyn Scorer>>;
 
 /// What a [`PartEntry`] makes.
 pub enum Part {
@@ -73,7 +73,7 @@ pub enum Part {
         window: usize,
     },
     /// Makes another scorer of the method's.
-    Scorer(Change),
+    Scorer(ChangeScorer),
     /// What becomes of a loser; `None` drops it.
     Action(Option<Box<dyn Action>>),
 }

@@ -122,6 +122,15 @@ pub fn multiply(isa: Isa, target: &mut [f32], source: &[f32]) {
     )
 }
 
+/// `target += factor * source`.
+pub fn add_scaled(isa: Isa, target: &mut [f32], factor: f32, source: &[f32]) {
+    vectorised(
+        isa,
+        #[inline(always)]
+        || target.iter_mut().zip(source).for_each(|(to, from)| *to = factor.mul_add(*from, *to)),
+    )
+}
+
 /// Inner products of `query` with rows. Written with explicit vectors: a compiler splits the lanes of one sum into
 /// pairs when it sees them added up at the end.
 struct RowDots<'a> {
@@ -177,6 +186,11 @@ mod tests {
             let sum = exp2_sum(isa, &mut powers, max);
             let exact: f64 = row.iter().map(|&x| f64::from(x - max).exp2()).sum();
             prop_assert!((f64::from(sum) - exact).abs() < 1e-5 * exact);
+            let mut sums = row.clone();
+            add_scaled(isa, &mut sums, -2.5, &values);
+            for ((sum, before), x) in sums.iter().zip(&row).zip(&values) {
+                prop_assert!((before - 2.5 * x - sum).abs() < 1e-5, "{} {}", sum, x);
+            }
             let exact: f64 = values.iter().zip(&row).map(|(&a, &b)| f64::from(a) * f64::from(b)).sum();
             prop_assert!((f64::from(dot(isa, &values, &row)) - exact).abs() < 1e-3);
             let mut capped = values.clone();

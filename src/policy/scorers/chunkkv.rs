@@ -9,7 +9,7 @@
 
 use crate::attention::Shape;
 use crate::named::Parameter;
-use crate::policy::{Context, Part, PartEntry, PolicyError, Scorer, Statistic};
+use crate::policy::{Context, Part, PartEntry, PolicyError, Scored, Scorer, Statistic};
 
 /// The registry's line.
 pub const ENTRY: PartEntry = PartEntry {
@@ -70,6 +70,16 @@ impl Scorer for Chunks {
             }
         }
         Ok(())
+    }
+
+    fn refine(
+        &self,
+        context: &Context<'_>,
+        scored: &mut Scored,
+        counts: &[usize],
+        scratch: &mut [f32],
+    ) -> Result<(), PolicyError> {
+        self.scorer.refine(context, scored, counts, scratch)
     }
 }
 

@@ -5,7 +5,8 @@
 //!
 //! The budget is divided over heads by the scores as they are, as in the authors' combination with Ada-KV
 //! (`+critical+ada`). As in kvpress, protected tokens are the first of the first stage; unlike there they stay when they
-//! are more than it has room for. Tokens of the first stage keep their order, above all others.
+//! are more than it has room for. Tokens of the first stage keep their order, above all others. Being
+//! the last word on the tokens of a head, it acts after every other part, wherever it is written.
 
 use super::super::linear::times;
 use crate::attention::Shape;

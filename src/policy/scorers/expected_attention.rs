@@ -141,13 +141,8 @@ pub(super) fn covariance(
 ) -> [f32; Shape::MAX_HEAD_DIM] {
     let width = list.width();
     let mut moments = Moments::new(context.call.cpu.isa(), width, matrix);
-    let mut row = [0.0; Shape::MAX_HEAD_DIM];
-    for index in queries {
-        // The turn to come was made of RoPE's frequencies, so they are there.
-        if context.query_before_rope(list.batch, head, index, &mut row[..width]).is_some() {
-            moments.add_shifted(&row[..width]);
-        }
-    }
+    // The turn to come was made of RoPE's frequencies, so they are there.
+    let _ = context.queries_before_rope(list.batch, head, queries, |query| moments.add_shifted(query));
     moments.centre().1
 }
 

@@ -1,5 +1,6 @@
 //! Scorers, one file each, and the methods that they make with their usual schedule.
 
+pub mod blocks;
 pub mod cap;
 pub mod chunkkv;
 pub mod compactor;
@@ -10,17 +11,17 @@ pub mod full;
 pub mod h2o;
 pub mod keydiff;
 pub mod knorm;
-pub mod max_attention;
-pub mod morphkv;
 pub mod lagkv;
 pub mod leverage;
+pub mod max_attention;
+pub mod morphkv;
 pub mod non_causal;
 pub mod oracle;
 mod past;
 mod pool;
 pub mod protect;
-pub mod r_kv;
 pub mod qfilters;
+pub mod r_kv;
 pub mod random;
 mod redundancy;
 pub mod scissorhands;

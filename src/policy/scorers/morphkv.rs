@@ -75,7 +75,7 @@ impl Scorer for MorphKv {
                 others.chunks_exact(past).for_each(|head| raise(most, head));
                 match self.max {
                     true => raise(&mut scores[..past], most),
-                    false => loops::weighted_rows(isa, &[1.0], most, &mut scores[..past]),
+                    false => loops::add_scaled(isa, &mut scores[..past], 1.0, most),
                 }
             });
         });

@@ -87,7 +87,7 @@ impl Scorer for RKv {
                 let (most, others) = logits.split_at_mut(past);
                 others.chunks_exact(past).for_each(|head| raise(most, head));
                 softmax(isa, most);
-                loops::weighted_rows(isa, &[1.0 / observers], most, importance);
+                loops::add_scaled(isa, importance, 1.0 / observers, most);
             });
             self.pool.apply(importance, &mut scores[..past]);
             for (score, redundancy) in scores[..past].iter_mut().zip(&*redundancy) {
