@@ -29,6 +29,36 @@ pub const PRESETS: &[Preset] = &[
         about: "PyramidKV's budgets over layers, Ada-KV's over heads",
     },
     Preset {
+        name: "critical-snapkv",
+        text: "snapkv+critical",
+        paper: "2502.03805",
+        about: "SnapKV, half of each head's budget by score times the norm of the projected value",
+    },
+    Preset {
+        name: "ada-critical-snapkv",
+        text: "snapkv+critical+ada",
+        paper: "2502.03805",
+        about: "the same with a layer's budget divided over its heads by score",
+    },
+    Preset {
+        name: "ada-expected-attention",
+        text: "expected-attention:epsilon=0.01+ada",
+        paper: "2510.00636",
+        about: "expected attention as kvpress's leaderboard runs it",
+    },
+    Preset {
+        name: "chunkkv",
+        text: "snapkv+chunkkv",
+        paper: "2502.00299",
+        about: "SnapKV's scores over whole chunks, the same ones in every head",
+    },
+    Preset {
+        name: "duoattention",
+        text: "streaming-llm+once+duo",
+        paper: "2410.10819",
+        about: "heads that look near keep the first and the recent tokens, the others share the rest of the budget",
+    },
+    Preset {
         name: "simlayerkv",
         text: "streaming-llm+once+simlayer",
         paper: "2410.13846",
