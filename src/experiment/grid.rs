@@ -3,7 +3,7 @@
 use super::cell::{Cell, Measure};
 use super::spec::{Grid, Spec, SpecError};
 use crate::attention::kernel;
-use crate::policy::{Budget, Registry};
+use crate::policy::{Budget, PRESETS, Registry};
 use crate::tensor::DType;
 use crate::workload::FileSource;
 
@@ -38,7 +38,7 @@ impl Experiment {
         let mut cells: Vec<Cell> = Vec::new();
         for (index, grid) in spec.grid.iter().enumerate() {
             let context = format!("grid {} ({})", index + 1, grid.measure.name());
-            let expanded = expand(grid, file.as_ref(), &workload_hash)
+            let expanded = expand(grid, file.as_ref(), &workload_hash, registry)
                 .and_then(|cells| cells.into_iter().map(|cell| check(cell, registry)).collect::<Result<Vec<_>, _>>())
                 .map_err(|message| value(format!("{context}: {message}")))?;
             for cell in expanded {
@@ -57,8 +57,14 @@ impl Experiment {
     }
 }
 
-/// The product of a grid's axes.
-fn expand(grid: &Grid, file: Option<&FileSource>, workload_hash: &str) -> Result<Vec<Cell>, String> {
+/// The product of a grid's axes. The policy `*` stands for every method and every preset, so that a new one is measured
+/// without a change of the file.
+fn expand(
+    grid: &Grid,
+    file: Option<&FileSource>,
+    workload_hash: &str,
+    registry: &Registry,
+) -> Result<Vec<Cell>, String> {
     let from_file = file.map(FileSource::extents);
     if from_file.is_some()
         && !(grid.heads.0.is_empty()
@@ -89,7 +95,10 @@ fn expand(grid: &Grid, file: Option<&FileSource>, workload_hash: &str) -> Result
     }
     let budgets: Vec<Option<String>> = grid.budget.0.iter().map(|budget| Some(budget.0.clone())).collect();
     let mut choices: Vec<(Option<String>, Option<String>)> = Vec::new();
-    for policy in &grid.policy.0 {
+    let methods = registry.entries().iter().map(|entry| entry.name);
+    let all: Vec<String> = methods.chain(PRESETS.iter().map(|preset| preset.name)).map(Into::into).collect();
+    let one = |policy: &String| if policy == "*" { all.clone() } else { vec![policy.clone()] };
+    for policy in &grid.policy.0.iter().flat_map(one).collect::<Vec<_>>() {
         if policy == "full" {
             choices.push((Some(policy.clone()), None));
         } else if budgets.is_empty() {

@@ -6,6 +6,9 @@
 use super::palette::Style;
 use crate::experiment::record::Status;
 
+/// Curves that one plot can hold apart; more become small multiples.
+pub const MOST_CURVES: usize = 10;
+
 /// A figure: axes, series and the words around them.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Chart {
@@ -61,6 +64,12 @@ pub enum Quantity {
     Cost,
     /// A share from 0 to 1; linear, `80 %`.
     Share,
+    /// Decode steps; linear from 0, `1K`.
+    Steps,
+    /// Bytes whose sums and parts are compared; linear from 0, `64 MiB`.
+    Size,
+    /// A difference of two shares, of either sign; linear, `5 %`.
+    Gap,
 }
 
 /// Points that belong together, ascending in x.

@@ -33,7 +33,7 @@ pub fn page(sections: &[(&Run, Vec<Figure>)]) -> Result<String, ReportError> {
 pub fn summary(sections: &[(&Run, Vec<Figure>)]) -> String {
     let section = |(run, figures): &(&Run, Vec<Figure>)| {
         let findings = findings::of(&latest(&run.records)).into_iter().map(|finding| format!("- {finding}\n"));
-        let pictures = figures.iter().map(|figure| format!("![{}]({}.svg)\n\n", figure.chart.title, figure.stem));
+        let pictures = figures.iter().map(|figure| format!("![{}]({}.svg)\n\n", figure.title, figure.stem));
         format!(
             "# {}\n\n{}\n\nRun `{}`: {}. Again: `{}`\n\n{}\n{}\n{}",
             run.experiment,
@@ -82,7 +82,7 @@ fn section(run: &Run, figures: &[Figure]) -> Value {
 fn picture(figure: &Figure) -> Value {
     // Inside a page an SVG needs no namespace.
     let svg = figure.svg.replacen(" xmlns=\"http://www.w3.org/2000/svg\"", "", 1);
-    context! { caption => &figure.chart.caption, svg, stem => &figure.stem }
+    context! { caption => &figure.caption, svg, stem => &figure.stem }
 }
 
 /// A cell that has no numbers, and why.
@@ -115,6 +115,7 @@ fn row(record: &Record, records: &[&Record], naming: &Naming) -> Value {
         budget => cell.budget.as_deref().unwrap_or(NOTHING),
         peak => text::peak(record),
         kv => or_nothing(eviction.map(|eviction| units::bytes(eviction.kv_bytes_live))),
+        read => or_nothing(eviction.map(|eviction| units::bytes(eviction.kv_bytes_read))),
         median => or_nothing(phase.map(|phase| units::nanoseconds(phase.median_ns))),
         interval => phase.map(text::half_width).unwrap_or_default(),
         drift => or_nothing(ok.and_then(|record| Some(text::drift(record.drift.as_ref()?.rel_l2)))),

@@ -2,8 +2,8 @@
 //!
 //! [`write()`] turns the records of one or more runs into SVG figures, the CSV behind each, `summary.md` and a
 //! `report.html` that needs nothing else: no script, no font, no image from elsewhere. The steps know little of one
-//! another: `figures` reads records and makes a `chart::Chart`, `draw` makes SVG of a chart, `csv` a table, `html` a
-//! page. Adding a figure is one file and one line in `figures::FIGURES`.
+//! another: `figures` reads records and makes a `chart::Chart`, a `rows::Rows` or a `heat::Heat`, `draw` makes SVG of it,
+//! `csv` a table, `html` a page. Adding a figure is one file and one line in `figures::FIGURES` or `figures::PANELS`.
 
 mod baseline;
 mod chart;
@@ -12,9 +12,11 @@ mod draw;
 mod figures;
 mod files;
 mod findings;
+mod heat;
 mod html;
 mod naming;
 mod palette;
+mod rows;
 #[cfg(test)]
 mod samples;
 mod summary;
@@ -27,9 +29,12 @@ pub use summary::summary_table;
 
 use crate::experiment::record::Record;
 use crate::units;
-use chart::Chart;
+use figures::Picture;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+
+/// A decode step that reads less than this part of the KV bytes held reads sparsely.
+const SPARSE: f64 = 0.9;
 
 /// One run to be shown.
 #[derive(Debug, Clone)]
@@ -87,9 +92,20 @@ pub enum ReportError {
     Page(#[from] minijinja::Error),
 }
 
+/// How far the figures go into detail.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Detail {
+    /// The heads of a layer together.
+    #[default]
+    Layers,
+    /// Each head of a layer.
+    Heads,
+}
+
 /// A figure, drawn, and where its files lie relative to the report.
 struct Figure {
-    chart: Chart,
+    title: String,
+    caption: String,
     svg: String,
     csv: String,
     stem: String,
@@ -101,12 +117,12 @@ struct Figure {
 ///
 /// # Errors
 /// [`ReportError`] when there is no run, or when something cannot be drawn or written.
-pub fn write(folder: &Path, runs: &[Run]) -> Result<Drawn, ReportError> {
+pub fn write(folder: &Path, runs: &[Run], detail: Detail) -> Result<Drawn, ReportError> {
     if runs.is_empty() {
         return Err(ReportError::NoRun);
     }
     let folders = plot_folders(runs);
-    let section = |(run, plots): (_, String)| draw_all(run, &plots).map(|figures| (run, figures));
+    let section = |(run, plots): (_, String)| draw_all(run, &plots, detail).map(|figures| (run, figures));
     let sections = runs.iter().zip(folders).map(section).collect::<Result<Vec<(&Run, Vec<Figure>)>, _>>()?;
     let mut drawn = Drawn { html: folder.join("report.html"), summary: folder.join("summary.md"), figures: Vec::new() };
     for figure in sections.iter().flat_map(|(_, figures)| figures) {
@@ -125,18 +141,25 @@ pub fn findings(records: &[Record]) -> Vec<String> {
     findings::of(&latest(records)).into_iter().map(|finding| finding.replace('`', "")).collect()
 }
 
-fn draw_all(run: &Run, plots: &str) -> Result<Vec<Figure>, ReportError> {
-    let data = figures::Data::new(&latest(&run.records));
-    let charts = figures::FIGURES.iter().filter_map(|figure| figure(&data));
-    let draw = |chart: Chart| {
-        let stem = format!("{plots}/{}", chart.id);
-        match draw::svg(&chart) {
+fn draw_all(run: &Run, plots: &str, detail: Detail) -> Result<Vec<Figure>, ReportError> {
+    let data = figures::Data::new(&latest(&run.records), detail);
+    let charts = figures::FIGURES.iter().filter_map(|figure| figure(&data)).map(Picture::Curves);
+    let panels = figures::PANELS.iter().filter_map(|figure| figure(&data));
+    let draw = |picture: Picture| {
+        let (svg, table) = match &picture {
+            Picture::Curves(chart) => (draw::svg(chart), csv::write(chart)),
+            Picture::Rows(rows) => (draw::rows(rows), csv::rows(rows)),
+            Picture::Heat(heat) => (draw::heat(heat), csv::heat(heat)),
+        };
+        let (id, title, caption) = picture.words();
+        let figure = |svg| Ok(Figure { title, caption, csv: table?, svg, stem: format!("{plots}/{id}") });
+        match svg {
             // Records may hold nothing but zeros, for which a logarithmic axis has no place.
             Err(ReportError::Empty(_)) => None,
-            svg => Some(svg.and_then(|svg| Ok(Figure { csv: csv::write(&chart)?, svg, stem, chart }))),
+            svg => Some(svg.and_then(figure)),
         }
     };
-    charts.filter_map(draw).collect()
+    charts.chain(panels).filter_map(draw).collect()
 }
 
 /// `plots` for the first run, `plots/<run_id>` for the others, each once.

@@ -5,9 +5,9 @@
 
 use super::naming::{CONTEXT, Dimension, HEADS, KERNEL, Naming, SEED};
 use super::text::{self, NOTHING};
-use super::{baseline, latest};
+use super::{SPARSE, baseline, latest};
 use crate::experiment::cell::Measure;
-use crate::experiment::record::{Record, Status};
+use crate::experiment::record::{Eviction, Record, Status};
 use crate::units;
 
 /// Width that no line passes, in characters.
@@ -63,6 +63,11 @@ fn evict_columns<'a>(naming: &'a Naming, records: &'a [&Record]) -> Vec<Column<'
         ("budget", Box::new(|record| record.cell.budget.clone().unwrap_or_else(|| NOTHING.into()))),
         measured("kv", |record| Some(units::bytes(record.eviction.as_ref()?.kv_bytes_live))),
     ];
+    // Who evicts reads what stays; a column of its own is for those who read less than they hold.
+    let sparse = |eviction: &Eviction| (eviction.kv_bytes_read as f64) < SPARSE * eviction.kv_bytes_live as f64;
+    if records.iter().filter_map(|record| record.eviction.as_ref()).any(sparse) {
+        columns.push(measured("read", |record| Some(units::bytes(record.eviction.as_ref()?.kv_bytes_read))));
+    }
     columns.extend(time_and_drift("decode"));
     columns.push(measured("recall", |record| Some(text::percent(record.eviction.as_ref()?.needle_recall?))));
     columns.push(("vs full", Box::new(|record| speed_up(record, records))));
@@ -137,10 +142,14 @@ fn lines(mut rows: Vec<Vec<String>>) -> String {
     text
 }
 
-/// At most `most` characters of `text`, with a sign where something is missing.
+/// At most `most` characters of `text`, with a sign where something is missing: names differ at both ends, so it is
+/// taken from the middle.
 fn shortened(text: &str, most: usize) -> String {
     if text.chars().count() <= most {
         return text.into();
     }
-    text.chars().take(most.saturating_sub(1)).chain(['…']).collect()
+    let letters: Vec<char> = text.chars().collect();
+    let left = most.saturating_sub(1) * 3 / 5;
+    let right = most.saturating_sub(1) - left;
+    letters[..left].iter().chain(&['…']).chain(&letters[letters.len() - right..]).collect()
 }

@@ -10,6 +10,9 @@ const STRIP: Colour = Colour(0xF4, 0xF4, 0xF4);
 const BAND_OPACITY: f64 = 0.16;
 const NOTE: f64 = 11.0;
 
+/// A curve of more points than this is dense enough to need no markers.
+const MOST_MARKERS: usize = 24;
+
 /// Rows of the strip above the plot: one for each series with cells that have no height.
 pub fn strip_rows(chart: &Chart) -> usize {
     chart.series.iter().filter(|series| series.points.iter().any(Point::has_no_height)).count()
@@ -29,9 +32,9 @@ pub fn draw(canvas: &Canvas, chart: &Chart, frame: &Frame) -> Result<(), ReportE
         band(canvas, &chart.y, frame, series)?;
     }
     for series in &chart.series {
-        curve(canvas, &chart.y, frame, series)?;
+        curve(canvas, &chart.y, frame, series, 1.8)?;
     }
-    for series in &chart.series {
+    for series in chart.series.iter().filter(|series| series.points.len() <= MOST_MARKERS) {
         for point in series.points.iter().filter(|point| point.y.is_some_and(|y| chart.y.shows(y))) {
             let place = frame.place(point.x, point.y.expect("just looked"));
             canvas.marker(place, series.style.marker, series.style.colour)?;
@@ -60,7 +63,7 @@ fn strip(canvas: &Canvas, chart: &Chart, frame: &Frame) -> Result<Vec<Option<f64
 }
 
 /// The interval: a band along a curve, a bar at a point that stands alone.
-fn band(canvas: &Canvas, axis: &Axis, frame: &Frame, series: &Series) -> Result<(), ReportError> {
+pub fn band(canvas: &Canvas, axis: &Axis, frame: &Frame, series: &Series) -> Result<(), ReportError> {
     let ends = |point: &Point| -> Option<(f64, Interval)> {
         let interval = point.interval?;
         (axis.shows(interval.high) && point.y.is_some_and(|y| axis.shows(y))).then_some(())?;
@@ -79,14 +82,15 @@ fn band(canvas: &Canvas, axis: &Axis, frame: &Frame, series: &Series) -> Result<
     if outline.is_empty() { Ok(()) } else { canvas.polygon(&outline, series.style.colour, BAND_OPACITY) }
 }
 
-fn curve(canvas: &Canvas, axis: &Axis, frame: &Frame, series: &Series) -> Result<(), ReportError> {
+/// The line through a series, `width` pixels wide.
+pub fn curve(canvas: &Canvas, axis: &Axis, frame: &Frame, series: &Series, width: f64) -> Result<(), ReportError> {
     let places: Vec<Place> = series
         .points
         .iter()
         .filter(|point| point.y.is_some())
         .filter_map(|point| point.model.or(point.y).filter(|y| axis.shows(*y)).map(|y| frame.place(point.x, y)))
         .collect();
-    let stroke = Stroke { colour: series.style.colour, width: 1.8, dashed: series.style.dashed };
+    let stroke = Stroke { colour: series.style.colour, width, dashed: series.style.dashed };
     if places.len() < 2 { Ok(()) } else { canvas.line(&places, stroke) }
 }
 
