@@ -205,3 +205,24 @@ fn parse_heads(text: &str) -> Result<(usize, usize), String> {
     let number = |part: &str| part.trim().parse::<usize>().ok().filter(|heads| (1..=4096).contains(heads));
     Ok((number(q_heads).ok_or_else(wrong)?, number(kv_heads).ok_or_else(wrong)?))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::policy::{Policy, PolicyEntry};
+
+    #[test]
+    fn a_star_is_every_method_and_preset_with_each_budget() {
+        let text = "name = \"x\"\n[[grid]]\nmeasure = \"evict\"\nheads = \"2/1\"\nhead_dim = 8\ncontext_tokens = 64\n\
+                    policy = \"*\"\nbudget = [16, 32]\n";
+        let own = PolicyEntry { name: "own", about: "", paper: "", parameters: &[], build: |_| Ok(Policy::full()) };
+        let registry = Registry::default().with(own);
+        let experiment = Experiment::new(Spec::parse(text, "x.toml").unwrap(), "x.toml", &registry).unwrap();
+        let policies: Vec<&str> = experiment.cells.iter().filter_map(|cell| cell.policy.as_deref()).collect();
+        let count = |name: &str| policies.iter().filter(|policy| **policy == name).count();
+        for name in registry.entries().iter().map(|entry| entry.name).chain(PRESETS.iter().map(|preset| preset.name)) {
+            assert_eq!(count(name), if name == "full" { 1 } else { 2 }, "{name}");
+        }
+        assert_eq!(count("own"), 2);
+    }
+}

@@ -93,6 +93,12 @@ pub fn is_oracle(name: &str) -> bool {
     stem(name) == ORACLE
 }
 
+/// Whether one of `places` has the colour of another without need: there are enough for all.
+pub fn collide(places: &[usize]) -> bool {
+    let colours: std::collections::BTreeSet<usize> = places.iter().map(|place| place % COLOURS.len()).collect();
+    places.len() <= COLOURS.len() && colours.len() < places.len()
+}
+
 /// The style of the `place`-th series that is neither baseline nor oracle; `variant` counts series of the same
 /// kernel or policy.
 pub fn style(name: &str, place: usize, variant: usize) -> Style {

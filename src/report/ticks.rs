@@ -104,6 +104,14 @@ impl Axis {
         places.into_iter().map(|at| Tick { at, label: self.tick_label(at, least) }).collect()
     }
 
+    /// A value in words, to three digits where it is measured in bytes.
+    pub fn value_label(&self, value: f64) -> String {
+        match self.quantity {
+            Quantity::Bytes | Quantity::Size => units::bytes(value as u64),
+            _ => self.tick_label(value, value),
+        }
+    }
+
     fn tick_label(&self, at: f64, least: f64) -> String {
         match self.quantity {
             Quantity::Tokens => units::tokens(at.round() as usize),
@@ -158,6 +166,8 @@ fn powers(base: f64, span: &Span, most: usize) -> Vec<f64> {
 
 /// Multiples of one step inside `span`, at most `most`: the step is a power of two for what doubles, else 1, 2 or 5.
 fn multiples(quantity: Quantity, span: &Span, most: usize) -> Vec<f64> {
+    // Halves of thousands are longer words than thousands.
+    let most = if quantity == Quantity::Steps { most.min(6) } else { most };
     let least = (span.high - span.low) / most as f64;
     let digits: &[f64] = if quantity == Quantity::Gap { &[1.0, 2.0, 5.0, 10.0, 20.0] } else { &[1.0, 2.0, 4.0] };
     let base: f64 = if quantity == Quantity::Gap { 10.0 } else { 2.0 };

@@ -65,7 +65,7 @@ fn key(canvas: &Canvas) -> Result<(), ReportError> {
     let wide = KEY / SHADES;
     for shade in 0..SHADES as usize {
         let left = left + wide * shade as f64;
-        field(canvas, (left, middle - 5.0), (wide + 0.25, 10.0), shade as f64 / (SHADES - 1.0))?;
+        field(canvas, (left, middle - 5.0), (wide, 10.0), shade as f64 / (SHADES - 1.0))?;
     }
     outline(canvas, (left, middle - 5.0), (KEY, 10.0))?;
     canvas.words((left + KEY + 6.0, middle), "100 %  kept", Words { align: Align::Start, ..words })
@@ -98,7 +98,7 @@ fn map(
         }
         if heat.across == Across::Heads {
             for (head, value) in values.iter().enumerate() {
-                let colour = if *value > 0.45 { WHITE } else { INK };
+                let colour = if *value > 0.5 { WHITE } else { INK };
                 let words = Words { colour, align: Align::Middle, ..plain };
                 let share = 100.0 * value;
                 let text = if share < 9.95 { format!("{share:.1} %") } else { format!("{share:.0} %") };
@@ -127,7 +127,9 @@ fn map(
 }
 
 fn field(canvas: &Canvas, (left, top): (f64, f64), (wide, high): (f64, f64), value: f64) -> Result<(), ReportError> {
-    let corners = [(left, top), (left + wide, top), (left + wide, top + high), (left, top + high)];
+    // A little over the edge, so that no seam of the ground shows between neighbours.
+    let (right, bottom) = (left + wide + 0.25, top + high + 0.25);
+    let corners = [(left, top), (right, top), (right, bottom), (left, bottom)];
     canvas.polygon(&corners, Colour::sequential(value), 1.0)
 }
 

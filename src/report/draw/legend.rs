@@ -1,7 +1,7 @@
 //! The legend: one line for each series, on the right, in the order in which the curves end.
 
 use super::canvas::{Align, Canvas, Stroke, Words, text_width};
-use super::{Frame, INK, SMALL, shortened};
+use super::{Frame, INK, SMALL, marks, shortened};
 use crate::report::ReportError;
 use crate::report::chart::{Chart, Series};
 
@@ -50,7 +50,9 @@ impl<'a> Legend<'a> {
             let style = series.style;
             let stroke = Stroke { colour: style.colour, width: 2.0, dashed: style.dashed };
             canvas.line(&[(left, middle), (left + SWATCH, middle)], stroke)?;
-            canvas.marker((left + SWATCH / 2.0, middle), style.marker, style.colour)?;
+            if marks::has_markers(series) {
+                canvas.marker((left + SWATCH / 2.0, middle), style.marker, style.colour)?;
+            }
             let words = Words { size: SMALL, colour: INK, bold: false, align: Align::Start };
             canvas.words((left + SWATCH + 8.0, middle), name, words)?;
         }

@@ -18,6 +18,11 @@ pub fn strip_rows(chart: &Chart) -> usize {
     chart.series.iter().filter(|series| series.points.iter().any(Point::has_no_height)).count()
 }
 
+/// Whether the points of a series are marked.
+pub fn has_markers(series: &Series) -> bool {
+    series.points.len() <= MOST_MARKERS
+}
+
 /// Draws everything inside the plot, what matters most last.
 pub fn draw(canvas: &Canvas, chart: &Chart, frame: &Frame) -> Result<(), ReportError> {
     let strip = strip(canvas, chart, frame)?;
@@ -31,10 +36,13 @@ pub fn draw(canvas: &Canvas, chart: &Chart, frame: &Frame) -> Result<(), ReportE
     for series in &chart.series {
         band(canvas, &chart.y, frame, series)?;
     }
-    for series in &chart.series {
+    // What lies below a dashed line without markers shows through it; the other way round nothing would.
+    let is_thin = |series: &&Series| series.style.dashed && !has_markers(series);
+    let (above, below): (Vec<&Series>, Vec<&Series>) = chart.series.iter().partition(is_thin);
+    for series in below.into_iter().chain(above) {
         curve(canvas, &chart.y, frame, series, 1.8)?;
     }
-    for series in chart.series.iter().filter(|series| series.points.len() <= MOST_MARKERS) {
+    for series in chart.series.iter().filter(|series| has_markers(series)) {
         for point in series.points.iter().filter(|point| point.y.is_some_and(|y| chart.y.shows(y))) {
             let place = frame.place(point.x, point.y.expect("just looked"));
             canvas.marker(place, series.style.marker, series.style.colour)?;

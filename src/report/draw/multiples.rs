@@ -6,18 +6,19 @@
 use super::canvas::{self, Align, Canvas, Stroke, Words, text_width};
 use super::{BOTTOM, FAINT_INK, Frame, GRID, INK, MARGIN, SMALL, TOP, WHITE, WIDTH, headings, marks, shortened};
 use crate::report::ReportError;
-use crate::report::chart::{Chart, Series};
+use crate::report::chart::{Chart, Point, Series};
 use crate::report::palette::{self, Colour, Style};
 
 const ACROSS: usize = 4;
 const HIGH: f64 = 112.0;
 const NAME: f64 = 22.0;
 const GAP: f64 = 14.0;
+const MOST_TICKS: usize = 6;
 const SWATCH: f64 = 20.0;
 const OTHERS: Colour = Colour(0xD2, 0xD2, 0xD2);
 const OWN: Colour = Colour(0x00, 0x72, 0xB2);
 
-/// Draws `chart` as small multiples, in the order of the curves' middle values.
+/// Draws `chart` as small multiples, in the order of its series, which is the same in all figures of a run.
 ///
 /// # Errors
 /// As [`super::svg`].
@@ -25,11 +26,10 @@ pub fn svg(chart: &Chart) -> Result<String, ReportError> {
     let empty = || ReportError::Empty(chart.id.clone());
     let x = chart.x.span(chart.x_values()).ok_or_else(empty)?;
     let y = chart.y.span(chart.y_values()).ok_or_else(empty)?;
-    let y_ticks = chart.y.ticks(&y, 4);
+    let y_ticks = chart.y.ticks(&y, MOST_TICKS);
     let tick_width = y_ticks.iter().map(|tick| text_width(&tick.label, SMALL)).fold(24.0, f64::max);
     let is_bound = |series: &&Series| palette::is_baseline(&series.name) || palette::is_oracle(&series.name);
-    let (bounds, mut own): (Vec<&Series>, Vec<&Series>) = chart.series.iter().partition(is_bound);
-    own.sort_by(|a, b| middle(a).total_cmp(&middle(b)));
+    let (bounds, own): (Vec<&Series>, Vec<&Series>) = chart.series.iter().partition(is_bound);
     let left = MARGIN + tick_width + 8.0;
     let wide = (WIDTH - MARGIN - left - GAP * (ACROSS - 1) as f64) / ACROSS as f64;
     let frame = |index: usize| {
@@ -58,6 +58,9 @@ pub fn svg(chart: &Chart) -> Result<String, ReportError> {
             }
             for bound in &bounds {
                 marks::curve(canvas, &chart.y, &frame, bound, 1.4)?;
+                if let [Point { x, y: Some(y), .. }] = bound.points[..] {
+                    canvas.marker(frame.place(x, y), bound.style.marker, bound.style.colour)?;
+                }
             }
             let series = dressed(series, OWN, false);
             marks::band(canvas, &chart.y, &frame, &series)?;
@@ -72,15 +75,19 @@ pub fn svg(chart: &Chart) -> Result<String, ReportError> {
 /// What the lines are, at the top on the right.
 fn key(canvas: &Canvas, bounds: &[&Series]) -> Result<(), ReportError> {
     let plain = |colour| Style { colour, marker: palette::Marker::Circle, dashed: false };
-    let mut entries = vec![("the named one", plain(OWN)), ("the others", plain(OTHERS))];
-    entries.extend(bounds.iter().map(|series| (series.name.as_str(), series.style)));
+    let mut entries = vec![("the named one", plain(OWN), false), ("the others", plain(OTHERS), false)];
+    entries.extend(bounds.iter().map(|series| (series.name.as_str(), series.style, series.points.len() == 1)));
     let mut right = WIDTH - MARGIN;
-    for (name, style) in entries.into_iter().rev() {
+    for (name, style, is_point) in entries.into_iter().rev() {
         let words = Words { size: SMALL, colour: INK, bold: false, align: Align::End };
         canvas.words((right, TOP - 14.0), name, words)?;
         let end = right - text_width(name, SMALL) - 4.0;
         let stroke = Stroke { colour: style.colour, width: 2.0, dashed: style.dashed };
-        canvas.line(&[(end - SWATCH, TOP - 14.0), (end, TOP - 14.0)], stroke)?;
+        if is_point {
+            canvas.marker((end - SWATCH / 2.0, TOP - 14.0), style.marker, style.colour)?;
+        } else {
+            canvas.line(&[(end - SWATCH, TOP - 14.0), (end, TOP - 14.0)], stroke)?;
+        }
         right = end - SWATCH - 14.0;
     }
     Ok(())
@@ -95,7 +102,7 @@ fn axes(
 ) -> Result<(), ReportError> {
     let grid = Stroke { colour: GRID, width: 1.0, dashed: false };
     let label = Words { size: SMALL, colour: INK, bold: false, align: Align::End };
-    for tick in chart.y.ticks(&frame.y, 4) {
+    for tick in chart.y.ticks(&frame.y, MOST_TICKS) {
         let (_, height) = frame.place(1.0, tick.at);
         canvas.line(&[(frame.left, height), (frame.right, height)], grid)?;
     }
@@ -106,7 +113,9 @@ fn axes(
     for tick in super::x_ticks(&chart.x, frame) {
         let across = frame.across(tick.at);
         canvas.line(&[(across, frame.top), (across, frame.bottom)], grid)?;
-        if is_lowest {
+        // A label at the end of an axis would run into that of the next plot.
+        let half = text_width(&tick.label, SMALL) / 2.0;
+        if is_lowest && across + half < frame.right + GAP / 2.0 - 2.0 {
             canvas.words((across, frame.bottom + 15.0), &tick.label, Words { align: Align::Middle, ..label })?;
         }
     }
@@ -116,11 +125,4 @@ fn axes(
 
 fn dressed(series: &Series, colour: Colour, dashed: bool) -> Series {
     Series { style: Style { colour, dashed, ..series.style }, ..series.clone() }
-}
-
-/// The middle of a curve's values: what the plots are ordered by.
-fn middle(series: &Series) -> f64 {
-    let mut values: Vec<f64> = series.points.iter().filter_map(|point| point.y).collect();
-    values.sort_by(f64::total_cmp);
-    values.get(values.len() / 2).copied().unwrap_or(f64::INFINITY)
 }

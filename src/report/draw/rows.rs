@@ -10,7 +10,8 @@ use crate::report::ticks::{Span, Tick};
 const MOST_NAME: f64 = 230.0;
 const KEY_LINE: f64 = 18.0;
 const SWATCH: f64 = 12.0;
-const BAR: f64 = 8.0;
+const BAR: f64 = 12.0;
+const NUMBER: f64 = 9.5;
 const DOT_ROW: f64 = 19.0;
 const BETWEEN: f64 = 12.0;
 
@@ -45,8 +46,9 @@ pub fn svg(rows: &Rows) -> Result<String, ReportError> {
     let lines = key.iter().map(|(_, line)| line + 1).max().unwrap_or(1);
     let top = TOP - 14.0 + KEY_LINE * lines as f64 + 24.0;
     let (left, bottom) = (MARGIN + names + 10.0, top + row * rows.rows.len() as f64);
-    // The last tick's label stands half outside the plot.
-    let frame = Frame { left, right: WIDTH - MARGIN - 20.0, top, bottom, row, span };
+    // The last tick's label stands half outside the plot, a bar's number behind its end.
+    let beyond = if rows.mark == Mark::Bar { 44.0 } else { 20.0 };
+    let frame = Frame { left, right: WIDTH - MARGIN - beyond, top, bottom, row, span };
     let height = bottom + 52.0;
     let description = format!("{}: {} of each", rows.title, rows.axis.label);
     canvas::svg((WIDTH, height), &description, |canvas| {
@@ -123,6 +125,8 @@ fn line(canvas: &Canvas, rows: &Rows, frame: &Frame, index: usize, row: &Row) ->
                 let bottom = top + BAR - 1.0;
                 let corners = [(frame.left, top), (across, top), (across, bottom), (frame.left, bottom)];
                 canvas.polygon(&corners, kind.colour, 1.0)?;
+                let words = Words { size: NUMBER, colour: INK, bold: false, align: Align::Start };
+                canvas.words((across + 5.0, (top + bottom) / 2.0), &rows.axis.value_label(value), words)?;
             }
         }
     }

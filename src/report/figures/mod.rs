@@ -211,7 +211,9 @@ impl<'a> Data<'a> {
                 (lead.as_str(), *seen - 1)
             })
             .collect();
-        let one_each = variants.values().all(|count| *count == 1);
+        // A policy looks the same in all figures of a run, unless few of many would look alike.
+        let known: Vec<usize> = leads.iter().filter_map(|(lead, _)| self.places.get(lead).copied()).collect();
+        let one_each = variants.values().all(|count| *count == 1) && !palette::collide(&known);
         let mut next = 0;
         let style = |&(lead, variant): &(&str, usize)| {
             let place = self.places.get(lead).copied().filter(|_| one_each).unwrap_or(next);

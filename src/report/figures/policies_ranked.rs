@@ -38,7 +38,7 @@ pub fn rows(data: &Data) -> Option<Picture> {
     let kind = |(index, (tokens, text)): (usize, &(usize, String))| {
         let tokens = units::tokens(*tokens);
         let name = if *text == tokens { format!("{tokens} tokens") } else { format!("{text} ({tokens} tokens)") };
-        Kind { name, colour: Colour::sequential((index + 1) as f64 / budgets.len() as f64) }
+        Kind { name, colour: Colour::sequential((index + 2) as f64 / (budgets.len() + 1) as f64) }
     };
     Some(Picture::Rows(Rows {
         id: "policies-ranked".into(),
