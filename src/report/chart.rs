@@ -121,6 +121,12 @@ pub struct Rule {
 }
 
 impl Chart {
+    /// Whether the eye can tell its series apart: there are few, or lines to follow. Many single points belong beside
+    /// their names, as [`super::rows::Rows`].
+    pub fn is_readable(&self) -> bool {
+        self.series.len() <= MOST_CURVES || self.series.iter().any(|series| series.points.len() > 1)
+    }
+
     /// Every value that the horizontal axis must hold.
     pub fn x_values(&self) -> impl Iterator<Item = f64> {
         self.points().map(|point| point.x)

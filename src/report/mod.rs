@@ -29,6 +29,7 @@ pub use summary::summary_table;
 
 use crate::experiment::record::Record;
 use crate::units;
+use chart::Chart;
 use figures::Picture;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -143,7 +144,8 @@ pub fn findings(records: &[Record]) -> Vec<String> {
 
 fn draw_all(run: &Run, plots: &str, detail: Detail) -> Result<Vec<Figure>, ReportError> {
     let data = figures::Data::new(&latest(&run.records), detail);
-    let charts = figures::FIGURES.iter().filter_map(|figure| figure(&data)).map(Picture::Curves);
+    let charts = figures::FIGURES.iter().filter_map(|figure| figure(&data));
+    let charts = charts.filter(Chart::is_readable).map(Picture::Curves);
     let panels = figures::PANELS.iter().filter_map(|figure| figure(&data));
     let draw = |picture: Picture| {
         let (svg, table) = match &picture {

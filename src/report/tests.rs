@@ -369,3 +369,12 @@ fn long_names_keep_both_ends_and_bytes_read_appear_where_they_are_few() {
     );
     assert!(!summary.contains(" read |") && summary_table(&samples::layers().records).contains(" read |"));
 }
+
+#[test]
+fn many_policies_at_one_budget_are_lines_with_names_and_not_a_cloud() {
+    let mut records = samples::layers().records;
+    records.retain(|record| matches!(record.cell.budget.as_deref(), Some("0.25" | "1")));
+    let (_folder, drawn) = drawn(&[of(records)]);
+    let has = |name: &str| drawn.figures.iter().any(|path| path.ends_with(format!("plots/{name}.svg")));
+    assert!(has("policies-ranked") && !has("drift-vs-budget") && !has("needle-recall-vs-budget"));
+}

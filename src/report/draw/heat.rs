@@ -1,6 +1,6 @@
 //! [`Heat`] as SVG: panels side by side, the same colours in all of them, and the scale of colours at the top.
 
-use super::canvas::{self, Align, Canvas, Stroke, Words, text_width};
+use super::canvas::{self, Align, BOLD, Canvas, Stroke, Words, text_width};
 use super::{FAINT_INK, INK, MARGIN, SMALL, TOP, WHITE, WIDTH, shortened};
 use crate::report::ReportError;
 use crate::report::heat::{Across, Heat, Panel};
@@ -46,7 +46,7 @@ pub fn svg(heat: &Heat) -> Result<String, ReportError> {
             let left = MARGIN + row_name + (index % across) as f64 * (wide + row_name + GAP);
             let top = TOP + NAME + (index / across) as f64 * panel_high;
             let name = Words { size: SMALL, colour: INK, bold: true, align: Align::Start };
-            canvas.words((left, top - NAME / 2.0), &shortened(&panel.name, wide, SMALL), name)?;
+            canvas.words((left, top - NAME / 2.0), &shortened(&panel.name, wide / BOLD, SMALL), name)?;
             map(canvas, heat, panel, (left, top), (wide, high))?;
         }
         Ok(())

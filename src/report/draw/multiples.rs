@@ -3,7 +3,7 @@
 //! All plots share their axes, so that places can be compared. Baselines and the oracle are bounds: they are drawn in
 //! every plot and have none of their own.
 
-use super::canvas::{self, Align, Canvas, Stroke, Words, text_width};
+use super::canvas::{self, Align, BOLD, Canvas, Stroke, Words, text_width};
 use super::{BOTTOM, FAINT_INK, Frame, GRID, INK, MARGIN, SMALL, TOP, WHITE, WIDTH, headings, marks, shortened};
 use crate::report::ReportError;
 use crate::report::chart::{Chart, Point, Series};
@@ -58,18 +58,25 @@ pub fn svg(chart: &Chart) -> Result<String, ReportError> {
             }
             for bound in &bounds {
                 marks::curve(canvas, &chart.y, &frame, bound, 1.4)?;
-                if let [Point { x, y: Some(y), .. }] = bound.points[..] {
-                    canvas.marker(frame.place(x, y), bound.style.marker, bound.style.colour)?;
-                }
+                alone(canvas, &frame, bound)?;
             }
             let series = dressed(series, OWN, false);
             marks::band(canvas, &chart.y, &frame, &series)?;
             marks::curve(canvas, &chart.y, &frame, &series, 2.0)?;
+            alone(canvas, &frame, &series)?;
             let name = Words { size: SMALL, colour: INK, bold: true, align: Align::Start };
-            canvas.words((frame.left, frame.top - NAME / 2.0), &shortened(&series.name, wide, SMALL), name)?;
+            canvas.words((frame.left, frame.top - NAME / 2.0), &shortened(&series.name, wide / BOLD, SMALL), name)?;
         }
         Ok(())
     })
+}
+
+/// The marker of a series of one point, which has no line.
+fn alone(canvas: &Canvas, frame: &Frame, series: &Series) -> Result<(), ReportError> {
+    match series.points[..] {
+        [Point { x, y: Some(y), .. }] => canvas.marker(frame.place(x, y), series.style.marker, series.style.colour),
+        _ => Ok(()),
+    }
 }
 
 /// What the lines are, at the top on the right.

@@ -24,7 +24,7 @@ pub fn rows(data: &Data) -> Option<Picture> {
     budgets.sort();
     let read = |record: &Record| drift_at(tokens(record) as f64, record);
     let mut series = data.series(&records, &naming, policy, budget, read);
-    if series.len() <= MOST_CURVES || budgets.len() < 2 {
+    if series.len() <= MOST_CURVES {
         return None;
     }
     series.sort_by(|a, b| mean_log(a).total_cmp(&mean_log(b)));
