@@ -42,7 +42,7 @@ fn table(records: &[&Record]) -> String {
     let headings = columns.iter().map(|(heading, _)| heading.to_string()).collect();
     let row = |record: &&Record| columns.iter().map(|(_, content)| content(record)).collect();
     let rows: Vec<Vec<String>> = std::iter::once(headings).chain(records.iter().map(row)).collect();
-    format!("### {}\n\n{}\n\n{}", measure.name(), shortened(&naming.common, MOST_COLUMNS), lines(rows))
+    format!("### {}\n\n{}\n\n{}", measure.name(), wrapped(&naming.common), lines(rows))
 }
 
 fn kernel_columns<'a>(naming: &'a Naming, records: &'a [&Record]) -> Vec<Column<'a>> {
@@ -140,6 +140,21 @@ fn lines(mut rows: Vec<Vec<String>>) -> String {
         }
     }
     text
+}
+
+/// `text` of parts joined by `·`, on as many lines as it takes.
+fn wrapped(text: &str) -> String {
+    let mut lines: Vec<String> = Vec::new();
+    for part in text.split(" · ") {
+        let part = shortened(part, MOST_COLUMNS - 2);
+        match lines.last_mut() {
+            Some(line) if line.chars().count() + 3 + part.chars().count() <= MOST_COLUMNS - 2 => {
+                *line += &format!(" · {part}");
+            }
+            _ => lines.push(part),
+        }
+    }
+    lines.join(" ·\n")
 }
 
 /// At most `most` characters of `text`, with a sign where something is missing: names differ at both ends, so it is

@@ -367,6 +367,11 @@ fn long_names_keep_both_ends_and_bytes_read_appear_where_they_are_few() {
         summary.contains("snapkv:window=32") && summary.contains("…") && summary.contains("tokens=512"),
         "{summary}"
     );
+    // What all have in common is never cut: it goes on on a second line.
+    let many = summary_table(&samples::layers().records);
+    assert!(
+        many.lines().all(|line| line.chars().count() <= 100) && many.contains("4 layers") && many.contains("2 threads")
+    );
     assert!(!summary.contains(" read |") && summary_table(&samples::layers().records).contains(" read |"));
 }
 

@@ -15,8 +15,8 @@ pub fn latency(data: &Data) -> Option<Chart> {
     let y = Axis { label, field: "median_ns", quantity: Quantity::Nanoseconds };
     let read = |x: f64, record: &Record| Some(Reading::latency(x, record.latency.get("decode")?));
     let caption = "Each line is one shape of cache; its rightmost point is the full cache, the others were evicted to \
-                   fewer bytes. The same bytes \
-                   are more tokens where there are fewer KV heads, and all query heads look at each of them.";
+                   fewer bytes. The same bytes are more tokens where there are fewer KV heads, and all query heads \
+                   look at each of them. Shapes have contexts of their own, so their samples were not taken in turn.";
     let chart = chart(data, y, caption, read)?;
     let title = "Time of decoding at equal KV bytes".into();
     Some(Chart { id: "equal-bytes-latency".into(), title, interval_fields: ("ci95_low_ns", "ci95_high_ns"), ..chart })
