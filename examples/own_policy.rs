@@ -48,6 +48,6 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let (experiment, description) = (experiment.spec.name, experiment.spec.description);
     let run =
         report::Run { experiment, description, run_id: outcome.run_id, repro: options.repro, environment, records };
-    println!("report: {}", report::write(&outcome.folder, &[run])?.html.display());
+    println!("report: {}", report::write(&outcome.folder, &[run], report::Detail::Layers)?.html.display());
     Ok(())
 }

@@ -24,7 +24,7 @@ use kvsieve::units;
 const EXAMPLES: &str = "\
 Examples:
   kvsieve run                       the first figures: memory, latency and drift against context
-  kvsieve run eviction-policies     every eviction policy at several budgets
+  kvsieve run eviction-catalogue    every eviction policy at several budgets
   kvsieve doctor                    what this machine offers
   kvsieve list policies             the eviction policies and their parameters
   kvsieve attend --input qkv.safetensors --output o.safetensors --kernel tiled --causal

@@ -3,7 +3,7 @@
 use super::failure::Failure;
 use super::output;
 use kvsieve::experiment::{Spec, store};
-use kvsieve::report::{self, Drawn, Run};
+use kvsieve::report::{self, Detail, Drawn, Run};
 use std::path::{Path, PathBuf};
 
 const EXAMPLES: &str = "\
@@ -12,7 +12,8 @@ same configuration (such as shards) are merged into one section; the page is wri
 --out.\n\n\
 Examples:
   kvsieve report results/quickstart/20260101T120000Z-0a1b2c3d-1234567
-  kvsieve report results/quickstart/* --out comparison";
+  kvsieve report results/quickstart/* --out comparison
+  kvsieve report results/eviction-catalogue/* --per-head";
 
 /// Draw the figures and the page of runs again, from their records
 #[derive(clap::Args)]
@@ -24,16 +25,20 @@ pub struct Args {
     /// Folder to write into [default: the first DIR]
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
+    /// Heat maps of kept tokens with a row for each KV head instead of each layer
+    #[arg(long)]
+    per_head: bool,
 }
 
 pub fn run(args: &Args) -> Result<(), Failure> {
     let out = args.out.as_ref().unwrap_or(&args.folders[0]);
-    let drawn = draw(out, &args.folders)?;
+    let detail = if args.per_head { Detail::Heads } else { Detail::Layers };
+    let drawn = draw(out, &args.folders, detail)?;
     output::print(&format!("{} figures\nreport: {}\n", drawn.figures.len(), drawn.html.display()))
 }
 
 /// Reads the runs in `folders` and writes their report into `out`.
-pub fn draw(out: &Path, folders: &[PathBuf]) -> Result<Drawn, Failure> {
+pub fn draw(out: &Path, folders: &[PathBuf], detail: Detail) -> Result<Drawn, Failure> {
     let mut runs: Vec<(String, Run)> = Vec::new();
     for folder in folders {
         let (records, environment) = store::read(folder)?;
@@ -65,5 +70,5 @@ pub fn draw(out: &Path, folders: &[PathBuf]) -> Result<Drawn, Failure> {
     let runs: Vec<Run> = runs.into_iter().map(|(_, run)| run).collect();
     std::fs::create_dir_all(out)
         .map_err(|error| Failure::work(format!("cannot make folder '{}': {error}", out.display())))?;
-    Ok(report::write(out, &runs)?)
+    Ok(report::write(out, &runs, detail)?)
 }

@@ -6,17 +6,19 @@ use indicatif::{ProgressBar, ProgressStyle};
 use kvsieve::experiment::record::{Record, Status};
 use kvsieve::experiment::{Experiment, Options, Outcome, Progress, Spec, estimate, runner};
 use kvsieve::policy::Registry;
+use kvsieve::report::Detail;
 use kvsieve::units;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
 const EXAMPLES: &str = "\
 An experiment is a TOML file, or the name of one that comes with kvsieve: quickstart, memory-vs-context, \
-latency-vs-context, gqa-vs-mha, eviction-policies, paging-waste. Results go to OUT/<experiment>/<time>-<hash>-<revision>/: \
+latency-vs-context, gqa-vs-mha, eviction-catalogue, ragged-memory, chunked-prefill, decode-eviction, equal-bytes, \
+paging-waste. Results go to OUT/<experiment>/<time>-<hash>-<revision>/: \
 records as cells.jsonl, figures as SVG and CSV, summary.md and report.html.\n\n\
 Examples:
   kvsieve run                                   quickstart: the first figures, in a few minutes
-  kvsieve run eviction-policies --dry-run       the cells, what memory and time each will take
+  kvsieve run eviction-catalogue --dry-run      the cells, what memory and time each will take
   kvsieve run my.toml --out results             your own experiment
   kvsieve run my.toml --resume                  go on where a run was stopped or killed
   kvsieve run my.toml --shard 1/4               a quarter of the cells, for a job array
@@ -85,7 +87,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
         let outcome = with_progress(args.json.is_some(), |progress| {
             runner::run(experiment, &registry, &cpu, &options, progress).map_err(Failure::from)
         })?;
-        let drawn = report::draw(&outcome.folder, std::slice::from_ref(&outcome.folder))?;
+        let drawn = report::draw(&outcome.folder, std::slice::from_ref(&outcome.folder), Detail::Layers)?;
         if args.json.is_none() {
             output::print(&ending(&outcome, &drawn.html))?;
         }

@@ -6,7 +6,7 @@ use super::policy_axis::PolicyText;
 use super::spec::{Grid, Spec, SpecError};
 use crate::attention::kernel;
 use crate::cache::MOST_PAGE_TOKENS;
-use crate::policy::{Budget, Registry};
+use crate::policy::{Budget, PRESETS, Registry};
 use crate::tensor::DType;
 use crate::workload::FileSource;
 
@@ -41,7 +41,7 @@ impl Experiment {
         let mut cells: Vec<Cell> = Vec::new();
         for (index, grid) in spec.grid.iter().enumerate() {
             let context = format!("grid {} ({})", index + 1, grid.measure.name());
-            let expanded = expand(grid, file.as_ref(), &workload_hash)
+            let expanded = expand(grid, file.as_ref(), &workload_hash, registry)
                 .and_then(|cells| cells.into_iter().map(|cell| check(cell, registry)).collect::<Result<Vec<_>, _>>())
                 .map_err(|message| value(format!("{context}: {message}")))?;
             for cell in expanded {
@@ -65,8 +65,14 @@ impl Experiment {
     }
 }
 
-/// The product of a grid's axes.
-fn expand(grid: &Grid, file: Option<&FileSource>, workload_hash: &str) -> Result<Vec<Cell>, String> {
+/// The product of a grid's axes. The policy `*` stands for every method and every preset, so that a new one is measured
+/// without a change of the file.
+fn expand(
+    grid: &Grid,
+    file: Option<&FileSource>,
+    workload_hash: &str,
+    registry: &Registry,
+) -> Result<Vec<Cell>, String> {
     if grid.measure == Measure::Serve {
         return serve::expand(grid);
     }
@@ -109,7 +115,10 @@ fn expand(grid: &Grid, file: Option<&FileSource>, workload_hash: &str) -> Result
     }
     let budgets: Vec<Option<String>> = grid.budget.0.iter().map(|budget| Some(budget.0.clone())).collect();
     let mut choices: Vec<(Option<String>, Option<String>)> = Vec::new();
-    for PolicyText(policy) in &grid.policy.0 {
+    let methods = registry.entries().iter().map(|entry| entry.name);
+    let all: Vec<String> = methods.chain(PRESETS.iter().map(|preset| preset.name)).map(Into::into).collect();
+    let one = |PolicyText(policy): &PolicyText| if policy == "*" { all.clone() } else { vec![policy.clone()] };
+    for policy in &grid.policy.0.iter().flat_map(one).collect::<Vec<_>>() {
         if policy == "full" {
             choices.push((Some(policy.clone()), None));
         } else if budgets.is_empty() {
@@ -232,4 +241,25 @@ fn parse_heads(text: &str) -> Result<(usize, usize), String> {
     let (q_heads, kv_heads) = text.split_once('/').ok_or_else(wrong)?;
     let number = |part: &str| part.trim().parse::<usize>().ok().filter(|heads| (1..=4096).contains(heads));
     Ok((number(q_heads).ok_or_else(wrong)?, number(kv_heads).ok_or_else(wrong)?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::policy::{Policy, PolicyEntry};
+
+    #[test]
+    fn a_star_is_every_method_and_preset_with_each_budget() {
+        let text = "name = \"x\"\n[[grid]]\nmeasure = \"evict\"\nheads = \"2/1\"\nhead_dim = 8\ncontext_tokens = 64\n\
+                    policy = \"*\"\nbudget = [16, 32]\n";
+        let own = PolicyEntry { name: "own", about: "", paper: "", parameters: &[], build: |_| Ok(Policy::full()) };
+        let registry = Registry::default().with(own);
+        let experiment = Experiment::new(Spec::parse(text, "x.toml").unwrap(), "x.toml", &registry).unwrap();
+        let policies: Vec<&str> = experiment.cells.iter().filter_map(|cell| cell.policy.as_deref()).collect();
+        let count = |name: &str| policies.iter().filter(|policy| **policy == name).count();
+        for name in registry.entries().iter().map(|entry| entry.name).chain(PRESETS.iter().map(|preset| preset.name)) {
+            assert_eq!(count(name), if name == "full" { 1 } else { 2 }, "{name}");
+        }
+        assert_eq!(count("own"), 2);
+    }
 }

@@ -101,7 +101,7 @@ pub struct Grid {
     /// Soft-cap of the logits.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub softcap: Option<f32>,
-    /// Policies, for `evict`.
+    /// Policies, for `evict`; `*` is every method and preset of the registry.
     #[serde(default, skip_serializing_if = "Many::is_empty")]
     pub policy: Many<PolicyText>,
     /// Budgets, for `evict`; `full` needs none.
@@ -172,7 +172,11 @@ pub const SHIPPED: &[(&str, &str)] = &[
     ("memory-vs-context", include_str!("../../experiments/memory-vs-context.toml")),
     ("latency-vs-context", include_str!("../../experiments/latency-vs-context.toml")),
     ("gqa-vs-mha", include_str!("../../experiments/gqa-vs-mha.toml")),
-    ("eviction-policies", include_str!("../../experiments/eviction-policies.toml")),
+    ("eviction-catalogue", include_str!("../../experiments/eviction-catalogue.toml")),
+    ("ragged-memory", include_str!("../../experiments/ragged-memory.toml")),
+    ("chunked-prefill", include_str!("../../experiments/chunked-prefill.toml")),
+    ("decode-eviction", include_str!("../../experiments/decode-eviction.toml")),
+    ("equal-bytes", include_str!("../../experiments/equal-bytes.toml")),
     ("paging-waste", include_str!("../../experiments/paging-waste.toml")),
 ];
 

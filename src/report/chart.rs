@@ -6,6 +6,9 @@
 use super::palette::Style;
 use crate::experiment::record::Status;
 
+/// Curves that one plot can hold apart; more become small multiples.
+pub const MOST_CURVES: usize = 10;
+
 /// A figure: axes, series and the words around them.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Chart {
@@ -59,10 +62,14 @@ pub enum Quantity {
     Drift,
     /// A cost relative to another; log10, `5 %`.
     Cost,
-    /// What is added to a whole, which may be less than nothing; linear from 0, `20 %`.
-    Extra,
     /// A share from 0 to 1; linear, `80 %`.
     Share,
+    /// Decode steps; linear from 0, `1K`.
+    Steps,
+    /// Bytes whose sums and parts are compared; linear from 0, `64 MiB`.
+    Size,
+    /// A difference of two shares, or what is added to a whole, of either sign; linear, `5 %`.
+    Gap,
 }
 
 /// Points that belong together, ascending in x.
@@ -114,6 +121,12 @@ pub struct Rule {
 }
 
 impl Chart {
+    /// Whether the eye can tell its series apart: there are few, or lines to follow. Many single points belong beside
+    /// their names, as [`super::rows::Rows`].
+    pub fn is_readable(&self) -> bool {
+        self.series.len() <= MOST_CURVES || self.series.iter().any(|series| series.points.len() > 1)
+    }
+
     /// Every value that the horizontal axis must hold.
     pub fn x_values(&self) -> impl Iterator<Item = f64> {
         self.points().map(|point| point.x)

@@ -1,7 +1,9 @@
-//! The table behind a figure: one line for each plotted point, with the field names of the record.
+//! The table behind a figure: one line for each plotted value, with the field names of the record.
 
 use super::ReportError;
 use super::chart::{Chart, Point, Series};
+use super::heat::{Across, Heat};
+use super::rows::Rows;
 use crate::experiment::record::Status;
 
 /// The points of `chart` as CSV.
@@ -20,6 +22,48 @@ pub fn write(chart: &Chart) -> Result<String, ReportError> {
             table.write_record(line(chart, series, point))?;
         }
     }
+    text(table)
+}
+
+/// The values of `rows` as CSV: `series`, `status`, `kind`, the value's field, `cells` and `cell_ids`.
+///
+/// # Errors
+/// [`ReportError::Csv`] when a line cannot be written.
+pub fn rows(rows: &Rows) -> Result<String, ReportError> {
+    let mut table = csv::Writer::from_writer(Vec::new());
+    table.write_record(["series", "status", "kind", rows.axis.field, "cells", "cell_ids"])?;
+    for row in &rows.rows {
+        for (kind, value) in rows.kinds.iter().zip(&row.values) {
+            if let Some((value, ids)) = value {
+                let (value, count, ids) = (value.to_string(), ids.len().to_string(), ids.join(" "));
+                table.write_record([row.name.as_str(), "ok", &kind.name, &value, &count, &ids])?;
+            }
+        }
+    }
+    text(table)
+}
+
+/// The fields of heat maps as CSV: `series`, `status`, `row`, `stretch` or `head`, the value's field, `cells` and
+/// `cell_ids`.
+///
+/// # Errors
+/// [`ReportError::Csv`] when a line cannot be written.
+pub fn heat(heat: &Heat) -> Result<String, ReportError> {
+    let mut table = csv::Writer::from_writer(Vec::new());
+    let across = if heat.across == Across::Heads { "head" } else { "stretch" };
+    table.write_record(["series", "status", "row", across, heat.field, "cells", "cell_ids"])?;
+    for panel in &heat.panels {
+        for (name, values) in &panel.rows {
+            for (place, value) in values.iter().enumerate() {
+                let (place, value) = (place.to_string(), value.to_string());
+                table.write_record([panel.name.as_str(), "ok", name, &place, &value, "1", &panel.cell_id])?;
+            }
+        }
+    }
+    text(table)
+}
+
+fn text(table: csv::Writer<Vec<u8>>) -> Result<String, ReportError> {
     let bytes = table.into_inner().map_err(|error| csv::Error::from(error.into_error()))?;
     Ok(String::from_utf8(bytes).expect("every field is text"))
 }

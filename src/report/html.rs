@@ -119,6 +119,7 @@ fn row(record: &Record, records: &[&Record], naming: &Naming) -> Value {
         budget => cell.budget.as_deref().unwrap_or(NOTHING),
         peak => text::peak(record),
         kv => or_nothing(eviction.map(|eviction| units::bytes(eviction.kv_bytes_live))),
+        read => or_nothing(eviction.map(|eviction| units::bytes(eviction.kv_bytes_read))),
         median => or_nothing(phase.map(|phase| units::nanoseconds(phase.median_ns))),
         interval => phase.map(text::half_width).unwrap_or_default(),
         drift => or_nothing(ok.and_then(|record| Some(text::drift(record.drift.as_ref()?.rel_l2)))),

@@ -2,8 +2,8 @@
 //!
 //! [`write()`] turns the records of one or more runs into SVG figures, the CSV behind each, `summary.md` and a
 //! `report.html` that needs nothing else: no script, no font, no image from elsewhere. The steps know little of one
-//! another: `figures` reads records and makes a `chart::Chart`, `draw` makes SVG of a chart, `csv` a table, `html` a
-//! page. Adding a figure is one file and one line in `figures::FIGURES`.
+//! another: `figures` reads records and makes a `chart::Chart`, a `rows::Rows` or a `heat::Heat`, `draw` makes SVG of it,
+//! `csv` a table, `html` a page. Adding a figure is one file and one line in `figures::FIGURES` or `figures::PANELS`.
 
 mod bars;
 mod baseline;
@@ -13,9 +13,11 @@ mod draw;
 mod figures;
 mod files;
 mod findings;
+mod heat;
 mod html;
 mod naming;
 mod palette;
+mod rows;
 #[cfg(test)]
 mod samples;
 mod serving;
@@ -30,8 +32,12 @@ pub use summary::summary_table;
 use crate::experiment::record::Record;
 use crate::units;
 use chart::Chart;
+use figures::Picture;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+
+/// A decode step that reads less than this part of the KV bytes held reads sparsely.
+const SPARSE: f64 = 0.9;
 
 /// One run to be shown.
 #[derive(Debug, Clone)]
@@ -89,6 +95,16 @@ pub enum ReportError {
     Page(#[from] minijinja::Error),
 }
 
+/// How far the figures go into detail.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Detail {
+    /// The heads of a layer together.
+    #[default]
+    Layers,
+    /// Each head of a layer.
+    Heads,
+}
+
 /// A figure, drawn, and where its files lie relative to the report.
 struct Figure {
     title: String,
@@ -104,12 +120,12 @@ struct Figure {
 ///
 /// # Errors
 /// [`ReportError`] when there is no run, or when something cannot be drawn or written.
-pub fn write(folder: &Path, runs: &[Run]) -> Result<Drawn, ReportError> {
+pub fn write(folder: &Path, runs: &[Run], detail: Detail) -> Result<Drawn, ReportError> {
     if runs.is_empty() {
         return Err(ReportError::NoRun);
     }
     let folders = plot_folders(runs);
-    let section = |(run, plots): (_, String)| draw_all(run, &plots).map(|figures| (run, figures));
+    let section = |(run, plots): (_, String)| draw_all(run, &plots, detail).map(|figures| (run, figures));
     let sections = runs.iter().zip(folders).map(section).collect::<Result<Vec<(&Run, Vec<Figure>)>, _>>()?;
     let mut drawn = Drawn { html: folder.join("report.html"), summary: folder.join("summary.md"), figures: Vec::new() };
     for figure in sections.iter().flat_map(|(_, figures)| figures) {
@@ -128,25 +144,27 @@ pub fn findings(records: &[Record]) -> Vec<String> {
     findings::of(&latest(records)).into_iter().map(|finding| finding.replace('`', "")).collect()
 }
 
-fn draw_all(run: &Run, plots: &str) -> Result<Vec<Figure>, ReportError> {
-    let data = figures::Data::new(&latest(&run.records));
+fn draw_all(run: &Run, plots: &str, detail: Detail) -> Result<Vec<Figure>, ReportError> {
+    let data = figures::Data::new(&latest(&run.records), detail);
     let charts = figures::FIGURES.iter().filter_map(|figure| figure(&data));
-    let draw = |chart: Chart| {
-        let stem = format!("{plots}/{}", chart.id);
-        match draw::svg(&chart) {
+    let charts = charts.filter(Chart::is_readable).map(Picture::Curves);
+    let panels = figures::PANELS.iter().filter_map(|figure| figure(&data));
+    let draw = |picture: Picture| {
+        let (svg, table) = match &picture {
+            Picture::Curves(chart) => (draw::svg(chart), csv::write(chart)),
+            Picture::Rows(rows) => (draw::rows(rows), csv::rows(rows)),
+            Picture::Heat(heat) => (draw::heat(heat), csv::heat(heat)),
+            Picture::Bars(bars) => (draw::bars::svg(bars), bars.csv()),
+        };
+        let (id, title, caption) = picture.words();
+        let figure = |svg| Ok(Figure { title, caption, csv: table?, svg, stem: format!("{plots}/{id}") });
+        match svg {
             // Records may hold nothing but zeros, for which a logarithmic axis has no place.
             Err(ReportError::Empty(_)) => None,
-            svg => Some(svg.and_then(|svg| {
-                let csv = csv::write(&chart)?;
-                Ok(Figure { title: chart.title, caption: chart.caption, svg, csv, stem })
-            })),
+            svg => Some(svg.and_then(figure)),
         }
     };
-    let stacked = figures::BARS.iter().filter_map(|figure| figure(&data)).map(|bars| {
-        let (svg, csv, stem) = (draw::bars::svg(&bars)?, bars.csv()?, format!("{plots}/{}", bars.id));
-        Ok(Figure { title: bars.title, caption: bars.caption, svg, csv, stem })
-    });
-    charts.filter_map(draw).chain(stacked).collect()
+    charts.chain(panels).filter_map(draw).collect()
 }
 
 /// `plots` for the first run, `plots/<run_id>` for the others, each once.

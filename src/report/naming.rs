@@ -23,6 +23,14 @@ pub const CONTEXT: Dimension = |record| format!("{} context", units::tokens(reco
 /// Seed of workload and policy.
 pub const SEED: Dimension = |record| format!("seed {}", record.cell.seed);
 
+/// What may stay.
+pub const BUDGET: Dimension =
+    |record| record.cell.budget.as_ref().map_or(String::new(), |budget| format!("budget {budget}"));
+/// Layers, where there are several.
+const LAYERS: Dimension = |record| match record.cell.layers {
+    1 => String::new(),
+    layers => format!("{layers} layers"),
+};
 const BATCH: Dimension = |record| format!("B {}", record.cell.batch);
 const HEAD_DIM: Dimension = |record| format!("D {}", record.cell.head_dim);
 const DTYPE: Dimension = |record| record.cell.dtype.name().into();
@@ -60,7 +68,7 @@ impl Naming {
     /// whatever else of kernel, heads and context is not among `first` is left to the caller.
     pub fn over(records: &[&Record], first: &[Dimension]) -> Naming {
         let mut all = first.to_vec();
-        all.extend([BATCH, HEAD_DIM, DTYPE, MASK, SOFTCAP, NEW_TOKENS, PAGES, THREADS, ISA]);
+        all.extend([LAYERS, BATCH, HEAD_DIM, DTYPE, MASK, SOFTCAP, NEW_TOKENS, PAGES, THREADS, ISA]);
         if workloads_compete(records) {
             all.push(WORKLOAD);
         }

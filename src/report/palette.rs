@@ -31,6 +31,23 @@ impl Colour {
     pub const BLACK: Colour = Colour(0, 0, 0);
     /// Grey of the oracle.
     pub const GREY: Colour = Colour(0x77, 0x77, 0x77);
+
+    /// From white at 0 over blue to nearly black at 1; lightness falls all the way, so it reads without colour too.
+    pub fn sequential(share: f64) -> Colour {
+        const STOPS: [Colour; 5] = [
+            Colour(0xFF, 0xFF, 0xFF),
+            Colour(0xBF, 0xD9, 0xEE),
+            Colour(0x56, 0xA3, 0xD6),
+            Colour(0x10, 0x62, 0xA6),
+            Colour(0x0A, 0x26, 0x52),
+        ];
+        let place = share.clamp(0.0, 1.0) * (STOPS.len() - 1) as f64;
+        let below = (place as usize).min(STOPS.len() - 2);
+        let part = place - below as f64;
+        let between = |low: u8, high: u8| (f64::from(low) + (f64::from(high) - f64::from(low)) * part).round() as u8;
+        let (low, high) = (STOPS[below], STOPS[below + 1]);
+        Colour(between(low.0, high.0), between(low.1, high.1), between(low.2, high.2))
+    }
 }
 
 /// Shape of a point.
@@ -74,6 +91,12 @@ pub fn is_baseline(name: &str) -> bool {
 /// Whether a policy is the oracle.
 pub fn is_oracle(name: &str) -> bool {
     stem(name) == ORACLE
+}
+
+/// Whether one of `places` has the colour of another without need: there are enough for all.
+pub fn collide(places: &[usize]) -> bool {
+    let colours: std::collections::BTreeSet<usize> = places.iter().map(|place| place % COLOURS.len()).collect();
+    places.len() <= COLOURS.len() && colours.len() < places.len()
 }
 
 /// The style of the `place`-th series that is neither baseline nor oracle; `variant` counts series of the same

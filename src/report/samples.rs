@@ -145,6 +145,60 @@ pub fn run() -> Run {
     }
 }
 
+/// Evictions over layers and many steps: heads that keep different counts, prefill in chunks, a sparse method, and the
+/// same bytes in another shape.
+pub fn layers() -> Run {
+    let plain = ["full", "oracle", "h2o", "keydiff", "knorm", "random", "snapkv", "streaming-llm", "tova", "dms"];
+    let more = ["snapkv+ada", "snapkv+global", "snapkv+chunks:tokens=512", "snapkv+chunks:tokens=1024", "quest"];
+    let mut records = Vec::new();
+    for (place, policy) in plain.into_iter().chain(more).enumerate() {
+        let budgets = if policy == "full" { &[1.0][..] } else { &BUDGETS[1..4] };
+        records.extend(budgets.iter().map(|budget| layered(policy, *budget, place)));
+    }
+    let mut wide = with_cell(layered("snapkv", 0.5, 6), |cell| {
+        cell.kv_heads = 4;
+        cell.context_tokens = 2048;
+    });
+    wide.eviction.as_mut().unwrap().kept_by_position.extend(vec![vec![0.5; 64]; 8]);
+    records.push(wide);
+    Run { experiment: "layers".into(), records, ..run() }
+}
+
+/// A cell of a policy over 4 layers and 4K decode steps.
+fn layered(policy: &str, budget: f64, place: usize) -> Record {
+    let mut record = with_cell(evicted(4096, policy, budget), |cell| {
+        cell.layers = 4;
+        cell.new_tokens = 4096;
+    });
+    record.drift.as_mut().unwrap().rel_l2 *= 1.0 + place as f64 / 16.0;
+    let eviction = record.eviction.as_mut().unwrap();
+    let ragged = if policy.contains("ada") || policy.contains("global") { 0.5 } else { 0.0 };
+    let of_layer = || vec![budget * (1.0 + ragged), budget * (1.0 - ragged)];
+    eviction.kept_by_head = vec![of_layer(); 4];
+    eviction.kept_by_position = (0..4).flat_map(|_| of_layer()).map(|kept| vec![kept as f32; 64]).collect();
+    for bytes in [
+        &mut eviction.kv_bytes_dense,
+        &mut eviction.kv_bytes_live,
+        &mut eviction.kv_bytes_read,
+        &mut eviction.kv_bytes_padded,
+    ] {
+        *bytes *= 4;
+    }
+    eviction.kv_bytes_padded = (eviction.kv_bytes_padded as f64 * (1.0 + ragged)) as u64;
+    if policy == "quest" {
+        eviction.kv_bytes_read /= 4;
+    }
+    eviction.steps = (1..=16)
+        .map(|step| Step {
+            new_tokens: 256 * step,
+            kv_bytes_live: eviction.kv_bytes_live + 1024 * step as u64,
+            attention_mass_kept: if policy == "oracle" { 0.95 } else { 0.9 - 0.01 * place as f64 },
+            drift: 0.1 + 0.01 * step as f64,
+        })
+        .collect();
+    record
+}
+
 /// A pass of a kernel; `naive` runs out of memory where its scores pass the limit.
 pub fn pass(measure: Measure, kernel: &str, context: usize) -> Record {
     let mut record = record(measure, kernel, context);

@@ -5,9 +5,9 @@
 
 use super::naming::{CONTEXT, Dimension, HEADS, KERNEL, Naming, SEED};
 use super::text::{self, NOTHING};
-use super::{baseline, latest, serving};
+use super::{SPARSE, baseline, latest, serving};
 use crate::experiment::cell::Measure;
-use crate::experiment::record::{Record, Status};
+use crate::experiment::record::{Eviction, Record, Status};
 use crate::serving::published;
 use crate::units;
 
@@ -49,7 +49,7 @@ fn table(records: &[&Record]) -> String {
     let headings = columns.iter().map(|(heading, _)| heading.to_string()).collect();
     let row = |record: &&Record| columns.iter().map(|(_, content)| content(record)).collect();
     let rows: Vec<Vec<String>> = std::iter::once(headings).chain(records.iter().map(row)).collect();
-    format!("### {}\n\n{}\n\n{}", measure.name(), shortened(&naming.common, MOST_COLUMNS), lines(rows))
+    format!("### {}\n\n{}\n\n{}", measure.name(), wrapped(&naming.common), lines(rows))
 }
 
 fn kernel_columns<'a>(naming: &'a Naming, records: &'a [&Record]) -> Vec<Column<'a>> {
@@ -70,6 +70,11 @@ fn evict_columns<'a>(naming: &'a Naming, records: &'a [&Record]) -> Vec<Column<'
         ("budget", Box::new(|record| record.cell.budget.clone().unwrap_or_else(|| NOTHING.into()))),
         measured("kv", |record| Some(units::bytes(record.eviction.as_ref()?.kv_bytes_live))),
     ];
+    // Who evicts reads what stays; a column of its own is for those who read less than they hold.
+    let sparse = |eviction: &Eviction| (eviction.kv_bytes_read as f64) < SPARSE * eviction.kv_bytes_live as f64;
+    if records.iter().filter_map(|record| record.eviction.as_ref()).any(sparse) {
+        columns.push(measured("read", |record| Some(units::bytes(record.eviction.as_ref()?.kv_bytes_read))));
+    }
     columns.extend(time_and_drift("decode"));
     columns.push(measured("recall", |record| Some(text::percent(record.eviction.as_ref()?.needle_recall?))));
     columns.push(("vs full", Box::new(|record| speed_up(record, records))));
@@ -144,10 +149,29 @@ fn lines(mut rows: Vec<Vec<String>>) -> String {
     text
 }
 
-/// At most `most` characters of `text`, with a sign where something is missing.
+/// `text` of parts joined by `·`, on as many lines as it takes.
+fn wrapped(text: &str) -> String {
+    let mut lines: Vec<String> = Vec::new();
+    for part in text.split(" · ") {
+        let part = shortened(part, MOST_COLUMNS - 2);
+        match lines.last_mut() {
+            Some(line) if line.chars().count() + 3 + part.chars().count() <= MOST_COLUMNS - 2 => {
+                *line += &format!(" · {part}");
+            }
+            _ => lines.push(part),
+        }
+    }
+    lines.join(" ·\n")
+}
+
+/// At most `most` characters of `text`, with a sign where something is missing: names differ at both ends, so it is
+/// taken from the middle.
 fn shortened(text: &str, most: usize) -> String {
     if text.chars().count() <= most {
         return text.into();
     }
-    text.chars().take(most.saturating_sub(1)).chain(['…']).collect()
+    let letters: Vec<char> = text.chars().collect();
+    let left = most.saturating_sub(1) * 3 / 5;
+    let right = most.saturating_sub(1) - left;
+    letters[..left].iter().chain(&['…']).chain(&letters[letters.len() - right..]).collect()
 }

@@ -8,7 +8,7 @@ use std::fs;
 
 fn drawn(runs: &[Run]) -> (tempfile::TempDir, Drawn) {
     let folder = tempfile::tempdir().unwrap();
-    let drawn = write(folder.path(), runs).unwrap();
+    let drawn = write(folder.path(), runs, Detail::Layers).unwrap();
     (folder, drawn)
 }
 
@@ -24,9 +24,12 @@ fn table(run: &Run, id: &str) -> Vec<BTreeMap<String, String>> {
 
 #[test]
 fn every_figure_is_drawn_with_the_table_behind_it() {
-    let (_folder, drawn) = drawn(&[samples::run()]);
-    assert_eq!(drawn.figures.len(), figures::FIGURES.len() + figures::BARS.len());
-    for path in &drawn.figures {
+    let (_folder, kernels) = drawn(&[samples::run()]);
+    let (_other, layers) = drawn(&[samples::layers()]);
+    let paths = || kernels.figures.iter().chain(&layers.figures);
+    let names: std::collections::BTreeSet<_> = paths().filter_map(|path| path.file_name()).collect();
+    assert_eq!(names.len(), figures::FIGURES.len() + figures::PANELS.len());
+    for path in paths() {
         let svg = fs::read_to_string(path).unwrap();
         assert!(svg.starts_with("<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"800\""), "{path:?}");
         assert!(!svg.contains("NaN") && !svg.contains("inf\""), "{path:?}");
@@ -147,7 +150,7 @@ fn records_without_a_curve_make_a_page_without_figures() {
         assert_eq!(drawn.figures, Vec::<PathBuf>::new());
         assert!(fs::read_to_string(drawn.html).unwrap().contains("No figure"));
     }
-    assert!(matches!(write(Path::new("nowhere"), &[]), Err(ReportError::NoRun)));
+    assert!(matches!(write(Path::new("nowhere"), &[], Detail::Layers), Err(ReportError::NoRun)));
 }
 
 #[test]
@@ -259,4 +262,125 @@ fn findings_do_not_let_a_lucky_seed_win() {
     let findings = findings::of(&latest(&records));
     assert_eq!(findings.len(), 1);
     assert!(findings[0].contains("`h2o`") && findings[0].contains("25% of the KV bytes"), "{findings:?}");
+}
+
+#[test]
+fn one_layer_and_few_steps_have_none_of_the_figures_of_many() {
+    let (_folder, drawn) = drawn(&[samples::run()]);
+    let names: Vec<String> =
+        drawn.figures.iter().filter_map(|path| Some(path.file_stem()?.to_string_lossy().to_string())).collect();
+    let of_many = ["steps", "chunk", "kept-", "ragged", "equal-bytes", "ranked", "read-vs-held"];
+    assert!(names.iter().all(|name| of_many.iter().all(|part| !name.contains(part))), "{names:?}");
+}
+
+#[test]
+fn many_curves_become_small_plots_that_name_every_one() {
+    let run = samples::layers();
+    let (folder, _) = drawn(std::slice::from_ref(&run));
+    let svg = fs::read_to_string(folder.path().join("plots/drift-vs-kv-bytes.svg")).unwrap();
+    let policies: std::collections::BTreeSet<&str> =
+        run.records.iter().filter_map(|record| record.cell.policy.as_deref()).collect();
+    for policy in policies.into_iter().filter(|policy| !policy.contains("chunks") && *policy != "full") {
+        assert_eq!(svg.matches(&format!("\n{policy}\n")).count(), 1, "{policy}");
+    }
+    let ranked = table(&run, "policies-ranked");
+    let order: Vec<&str> = ranked.iter().map(|row| row["series"].as_str()).collect();
+    assert_eq!((order[0], ranked.len()), ("oracle", 14 * 3));
+}
+
+#[test]
+fn chunks_are_places_on_an_axis_and_one_piece_is_the_context() {
+    let rows = table(&samples::layers(), "kv-peak-vs-chunk");
+    let mut places: Vec<(&str, &str)> =
+        rows.iter().map(|row| (row["series"].as_str(), row["chunk_tokens"].as_str())).collect();
+    places.dedup();
+    let suffixes: std::collections::BTreeSet<&str> = places.iter().map(|(series, _)| &series[..6]).collect();
+    assert_eq!(suffixes.into_iter().collect::<Vec<_>>(), ["snapkv"]);
+    let of_first: Vec<&str> =
+        places.iter().filter(|(series, _)| *series == places[0].0).map(|(_, place)| *place).collect();
+    assert_eq!(of_first, ["512", "1024", "4096"]);
+}
+
+#[test]
+fn regret_is_what_the_oracle_keeps_and_the_policy_does_not() {
+    let rows = table(&samples::layers(), "regret-vs-steps");
+    let of_h2o: Vec<&BTreeMap<String, String>> = rows.iter().filter(|row| row["series"].starts_with("h2o")).collect();
+    // 3 budgets, and 16 steps of which 4 are one point.
+    assert_eq!(of_h2o.len(), 3 * 4);
+    assert!(of_h2o.iter().all(|row| (row["regret"].parse::<f64>().unwrap() - 0.07).abs() < 1e-9));
+    assert!(rows.iter().all(|row| !row["series"].starts_with("oracle") && !row["series"].starts_with("full")));
+}
+
+#[test]
+fn ragged_heads_need_more_where_there_is_one_rectangle_for_all() {
+    let rows = table(&samples::layers(), "ragged-memory");
+    let bytes = |series: &str| -> Vec<u64> {
+        rows.iter().filter(|row| row["series"] == series).map(|row| row["kv_bytes"].parse().unwrap()).collect()
+    };
+    let dense = 4 * 2 * 2 * 64 * 4 * 4096;
+    assert_eq!(bytes("snapkv+ada"), [dense / 4, dense / 4, dense / 8 * 3, dense]);
+    // There are many, so those whose heads keep the same are left out.
+    assert_eq!(bytes("snapkv"), [0u64; 0]);
+}
+
+#[test]
+fn kept_tokens_are_shown_by_layer_and_on_demand_by_head() {
+    let folder = tempfile::tempdir().unwrap();
+    for (detail, rows, first) in [(Detail::Layers, 4, "0.25"), (Detail::Heads, 8, "0.375")] {
+        write(folder.path(), &[samples::layers()], detail).unwrap();
+        let mut reader = ::csv::Reader::from_path(folder.path().join("plots/kept-by-position.csv")).unwrap();
+        let lines: Vec<BTreeMap<String, String>> = reader.deserialize().map(Result::unwrap).collect();
+        let ada: Vec<&BTreeMap<String, String>> = lines.iter().filter(|row| row["series"] == "snapkv+ada").collect();
+        assert_eq!((ada.len(), ada[0]["kept_fraction"].as_str()), (rows * 64, first));
+    }
+    let by_head = table(&samples::layers(), "kept-by-head");
+    assert_eq!(by_head.len(), 2 * 4 * 2);
+}
+
+#[test]
+fn equal_bytes_join_shapes_of_one_size() {
+    let rows = table(&samples::layers(), "equal-bytes-drift");
+    let series: std::collections::BTreeSet<&str> = rows.iter().map(|row| row["series"].as_str()).collect();
+    assert!(series.contains("snapkv 8/4 heads, 2K tokens") && series.contains("snapkv 8/2 heads, 4K tokens"));
+    assert!(rows.iter().all(|row| !row["series"].starts_with("full")));
+}
+
+#[test]
+fn figures_of_layers_show_no_failed_cell() {
+    let records = samples::layers().records;
+    for broken in (0..records.len()).step_by(4) {
+        let mut records = records.clone();
+        records[broken] = failed(records[broken].clone());
+        let id = records[broken].cell_id.clone();
+        let (_folder, drawn) = drawn(&[of(records)]);
+        for path in &drawn.figures {
+            assert!(!fs::read_to_string(path.with_extension("csv")).unwrap().contains(&id), "{path:?}");
+        }
+    }
+}
+
+#[test]
+fn long_names_keep_both_ends_and_bytes_read_appear_where_they_are_few() {
+    let long = format!("snapkv:window=32+{}+chunks:tokens=512", "protect:sink=4".repeat(8));
+    let records = [evicted(4096, "full", 1.0), evicted(4096, &long, 0.25)];
+    let summary = summary_table(&records);
+    assert!(
+        summary.contains("snapkv:window=32") && summary.contains("…") && summary.contains("tokens=512"),
+        "{summary}"
+    );
+    // What all have in common is never cut: it goes on on a second line.
+    let many = summary_table(&samples::layers().records);
+    assert!(
+        many.lines().all(|line| line.chars().count() <= 100) && many.contains("4 layers") && many.contains("2 threads")
+    );
+    assert!(!summary.contains(" read |") && summary_table(&samples::layers().records).contains(" read |"));
+}
+
+#[test]
+fn many_policies_at_one_budget_are_lines_with_names_and_not_a_cloud() {
+    let mut records = samples::layers().records;
+    records.retain(|record| matches!(record.cell.budget.as_deref(), Some("0.25" | "1")));
+    let (_folder, drawn) = drawn(&[of(records)]);
+    let has = |name: &str| drawn.figures.iter().any(|path| path.ends_with(format!("plots/{name}.svg")));
+    assert!(has("policies-ranked") && !has("drift-vs-budget") && !has("needle-recall-vs-budget"));
 }

@@ -22,11 +22,11 @@ pub fn percent(value: f64) -> String {
     format!("{:.0}%", value * 100.0)
 }
 
-/// Half the width of an interval of the median, as a share of the median: `±2%`.
+/// Half the width of an interval of the median, as a share of the median: `±2%`. One sample has none.
 pub fn half_width(latency: &Latency) -> String {
     let half = (latency.ci95_high_ns - latency.median_ns).max(latency.median_ns - latency.ci95_low_ns);
     let share = 100.0 * half / latency.median_ns;
-    if !share.is_finite() {
+    if !share.is_finite() || latency.samples_ns.len() < 2 {
         return NOTHING.into();
     }
     if share < 9.5 { format!("±{share:.1}%") } else { format!("±{share:.0}%") }
@@ -59,12 +59,18 @@ pub fn peak(record: &Record) -> String {
 mod tests {
     use super::*;
 
+    fn sample() -> Latency {
+        crate::report::samples::evicted(64, "full", 1.0).latency["decode"].clone()
+    }
+
     #[test]
     fn numbers_are_short_and_keep_three_digits() {
         let cases = [(0.0, "0"), (3.14e-7, "3.1e-7"), (0.0312, "0.0312"), (0.5, "0.500"), (12.34, "12.3")];
         for (value, expected) in cases {
             assert_eq!(drift(value), expected);
         }
+        let one = Latency { samples_ns: vec![7], median_ns: 7.0, ci95_low_ns: 7.0, ci95_high_ns: 7.0, ..sample() };
+        assert_eq!(half_width(&one), NOTHING);
         assert_eq!((percent(0.875), times(3.2), times(123.4)), ("88%".into(), "3.20x".into(), "123x".into()));
     }
 }

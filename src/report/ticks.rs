@@ -1,8 +1,8 @@
 //! From values to places on an axis: the span that an axis covers, its scale and its ticks.
 //!
 //! Context lengths, bytes, head counts and fractions kept double from one to the next, so their axes are log2 with
-//! ticks at powers of two. Times and errors are log10 with ticks at 1, 2 and 5, or finer. Shares are linear from 0 to 1,
-//! and what is added to a whole is linear over what there is.
+//! ticks at powers of two. Times and errors are log10 with ticks at 1, 2 and 5, or finer. Shares are linear from 0 to 1;
+//! decode steps, bytes that are added up, and differences are linear and always hold 0.
 
 use super::chart::{Axis, Quantity};
 use crate::units;
@@ -28,8 +28,8 @@ pub struct Span {
 enum Scale {
     Log2,
     Log10,
-    Linear,
     Unit,
+    Linear,
 }
 
 impl Quantity {
@@ -37,8 +37,8 @@ impl Quantity {
         match self {
             Quantity::Tokens | Quantity::Bytes | Quantity::Count | Quantity::Fraction => Scale::Log2,
             Quantity::Nanoseconds | Quantity::Drift | Quantity::Cost => Scale::Log10,
-            Quantity::Extra => Scale::Linear,
             Quantity::Share => Scale::Unit,
+            Quantity::Steps | Quantity::Size | Quantity::Gap => Scale::Linear,
         }
     }
 }
@@ -58,9 +58,11 @@ impl Axis {
             return None;
         }
         if scale == Scale::Linear {
-            let (low, high) = (low.min(0.0), high.max(0.01));
-            let margin = 0.05 * (high - low);
-            return Some(Span { low: low - margin, high: high + margin, scale });
+            (low, high) = (low.min(0.0), high.max(0.0));
+            let margin = if low < high { 0.04 * (high - low) } else { 1.0 };
+            // Nothing lies beyond 0 unless a value does.
+            let low = if low < 0.0 { low - margin } else { 0.0 };
+            return Some(Span { low, high: high + margin, scale });
         }
         // At least a factor of 5 (which holds two ticks of 1, 2, 5), or of 2 between contexts.
         let least = if self.quantity == Quantity::Tokens { 1.0 } else { 5f64.log2() };
@@ -71,15 +73,16 @@ impl Axis {
 
     /// Whether the axis has a place for `value`: a logarithm has none for 0.
     pub fn shows(&self, value: f64) -> bool {
-        value.is_finite() && (matches!(self.quantity, Quantity::Share | Quantity::Extra) || value > 0.0)
+        let linear = matches!(self.quantity.scale(), Scale::Unit | Scale::Linear);
+        value.is_finite() && (linear || value > 0.0)
     }
 
     /// Between 1 and `most` ticks (`most` at least 3), ascending, all inside `span`.
     pub fn ticks(&self, span: &Span, most: usize) -> Vec<Tick> {
         let places = match span.scale {
             Scale::Unit => (0..=5).map(|fifth| f64::from(fifth) / 5.0).collect(),
-            Scale::Linear => evenly(span, most),
             Scale::Log2 => powers(2.0, span, most),
+            Scale::Linear => multiples(self.quantity, span, most),
             Scale::Log10 => {
                 let (first, last) = (span.low.log10().floor() as i32, span.high.log10().ceil() as i32);
                 let within = |digits: &[f64]| -> Vec<f64> {
@@ -101,10 +104,20 @@ impl Axis {
         places.into_iter().map(|at| Tick { at, label: self.tick_label(at, least) }).collect()
     }
 
+    /// A value in words, to three digits where it is measured in bytes.
+    pub fn value_label(&self, value: f64) -> String {
+        match self.quantity {
+            Quantity::Bytes | Quantity::Size => units::bytes(value as u64),
+            _ => self.tick_label(value, value),
+        }
+    }
+
     fn tick_label(&self, at: f64, least: f64) -> String {
         match self.quantity {
             Quantity::Tokens => units::tokens(at.round() as usize),
-            Quantity::Bytes => byte_label(at),
+            Quantity::Steps => units::tokens(at.round() as usize),
+            Quantity::Size if at == 0.0 => "0".into(),
+            Quantity::Bytes | Quantity::Size => byte_label(at),
             Quantity::Count => format!("{at}"),
             Quantity::Fraction if at < 1.0 => format!("1/{}", (1.0 / at).round()),
             Quantity::Fraction => format!("{at}"),
@@ -116,8 +129,7 @@ impl Axis {
             }
             Quantity::Drift if least < 0.9e-3 => power_of_ten(at),
             Quantity::Drift => plain(at),
-            Quantity::Extra if at == 0.0 => "0 %".into(),
-            Quantity::Cost | Quantity::Extra | Quantity::Share => format!("{} %", plain(100.0 * at)),
+            Quantity::Cost | Quantity::Share | Quantity::Gap => format!("{} %", plain(100.0 * at)),
         }
     }
 }
@@ -152,16 +164,19 @@ fn powers(base: f64, span: &Span, most: usize) -> Vec<f64> {
     (1..).map(spaced).find(|places| places.len() <= most).unwrap_or_default()
 }
 
-/// Multiples of 1, 2 or 5 times a power of ten inside `span`, the finest of which there are at most `most`.
-fn evenly(span: &Span, most: usize) -> Vec<f64> {
-    // The length of the span over a step tells how many there are; the last power is far above it.
-    let least = (span.high - span.low).log10().floor() as i32 - 2;
-    let steps = (least..least + 5).flat_map(|power| [1.0, 2.0, 5.0].map(|digit| digit * 10f64.powi(power)));
-    let multiples = |step: f64| {
+/// Multiples of one step inside `span`, at most `most`: the step is a power of two for what doubles, else 1, 2 or 5.
+fn multiples(quantity: Quantity, span: &Span, most: usize) -> Vec<f64> {
+    // Halves of thousands are longer words than thousands.
+    let most = if quantity == Quantity::Steps { most.min(6) } else { most };
+    let least = (span.high - span.low) / most as f64;
+    let digits: &[f64] = if quantity == Quantity::Gap { &[1.0, 2.0, 5.0, 10.0, 20.0] } else { &[1.0, 2.0, 4.0] };
+    let base: f64 = if quantity == Quantity::Gap { 10.0 } else { 2.0 };
+    let below = base.powf((least.ln() / base.ln()).floor());
+    let spaced = |step: f64| {
         let (first, last) = ((span.low / step).ceil() as i64, (span.high / step).floor() as i64);
         (first..=last).map(|count| count as f64 * step).collect::<Vec<_>>()
     };
-    steps.map(multiples).find(|places| places.len() <= most).unwrap_or_default()
+    digits.iter().map(|digit| spaced(digit * below)).find(|places| places.len() <= most).unwrap_or_default()
 }
 
 /// A power of two of bytes, exactly: `64 MiB`.
@@ -173,6 +188,9 @@ fn byte_label(at: f64) -> String {
 
 /// A number without an exponent and without noise of the last digit.
 fn plain(value: f64) -> String {
+    if value == 0.0 {
+        return "0".into();
+    }
     let digits = (2 - value.abs().log10().floor() as i32).clamp(0, 12) as usize;
     let text = format!("{value:.digits$}");
     if text.contains('.') { text.trim_end_matches('0').trim_end_matches('.').into() } else { text }
@@ -219,32 +237,31 @@ mod tests {
         assert_eq!(labels(Quantity::Drift, &[2e-7, 3e-7]), ["1.5·10⁻⁷", "2·10⁻⁷", "3·10⁻⁷", "5·10⁻⁷"]);
         assert_eq!(labels(Quantity::Drift, &[0.02, 0.3]), ["0.02", "0.05", "0.1", "0.2"]);
         assert_eq!(labels(Quantity::Cost, &[0.002, 0.04]), ["0.2 %", "0.5 %", "1 %", "2 %"]);
-        assert_eq!(
-            labels(Quantity::Extra, &[0.0, 0.72]),
-            ["0 %", "10 %", "20 %", "30 %", "40 %", "50 %", "60 %", "70 %"]
-        );
-        assert_eq!(
-            labels(Quantity::Extra, &[-0.013, 0.021]),
-            ["-1 %", "-0.5 %", "0 %", "0.5 %", "1 %", "1.5 %", "2 %"]
-        );
         assert_eq!(labels(Quantity::Share, &[]).last().unwrap(), "100 %");
+        assert_eq!(labels(Quantity::Steps, &[32.0, 4096.0]), ["0", "1K", "2K", "3K", "4K"]);
+        assert_eq!(
+            labels(Quantity::Size, &[1e6, 8e6]),
+            ["0", "1 MiB", "2 MiB", "3 MiB", "4 MiB", "5 MiB", "6 MiB", "7 MiB"]
+        );
+        assert_eq!(labels(Quantity::Gap, &[-0.02, 0.09]), ["-2 %", "0 %", "2 %", "4 %", "6 %", "8 %"]);
     }
 
     #[test]
     fn an_axis_without_a_value_that_it_can_show_has_no_span() {
         assert_eq!(axis(Quantity::Drift).span([0.0, f64::NAN, -1.0].into_iter()), None);
+        assert_eq!(axis(Quantity::Size).span([f64::NAN].into_iter()), None);
     }
 
     proptest! {
         #[test]
         fn every_value_and_every_tick_lies_on_the_axis(
             values in prop::collection::vec(1e-9f64..1e15, 1..6),
-            kind in 0usize..8,
+            kind in 0usize..10,
             most in 3usize..10,
         ) {
             let quantity = [
                 Quantity::Tokens, Quantity::Bytes, Quantity::Count, Quantity::Fraction, Quantity::Nanoseconds,
-                Quantity::Drift, Quantity::Cost, Quantity::Extra,
+                Quantity::Drift, Quantity::Cost, Quantity::Steps, Quantity::Size, Quantity::Gap,
             ][kind];
             let axis = axis(quantity);
             let span = axis.span(values.iter().copied()).unwrap();

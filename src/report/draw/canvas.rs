@@ -169,6 +169,9 @@ impl Stroke {
     }
 }
 
+/// How much wider heavy type is.
+pub const BOLD: f64 = 1.2;
+
 /// Width of `text` in pixels at a font of `size`; a little more than the widest usual sans-serif needs.
 pub fn text_width(text: &str, size: f64) -> f64 {
     let share = |letter: char| match letter {

@@ -1,7 +1,7 @@
 //! The legend: one line for each series, on the right, in the order in which the curves end.
 
 use super::canvas::{Align, Canvas, Stroke, Words, text_width};
-use super::{Frame, INK, SMALL};
+use super::{Frame, INK, SMALL, marks, shortened};
 use crate::report::ReportError;
 use crate::report::chart::{Chart, Series};
 
@@ -26,7 +26,9 @@ impl<'a> Legend<'a> {
             last.map_or(f64::NEG_INFINITY, |point| point.y.or(point.model).unwrap_or(f64::INFINITY))
         };
         series.sort_by(|a, b| end(b).total_cmp(&end(a)));
-        Legend { series: series.into_iter().map(|series| (series, shortened(&series.name))).collect() }
+        Legend {
+            series: series.into_iter().map(|series| (series, shortened(&series.name, MOST_WIDTH, SMALL))).collect(),
+        }
     }
 
     /// Height in pixels.
@@ -48,21 +50,12 @@ impl<'a> Legend<'a> {
             let style = series.style;
             let stroke = Stroke { colour: style.colour, width: 2.0, dashed: style.dashed };
             canvas.line(&[(left, middle), (left + SWATCH, middle)], stroke)?;
-            canvas.marker((left + SWATCH / 2.0, middle), style.marker, style.colour)?;
+            if marks::has_markers(series) {
+                canvas.marker((left + SWATCH / 2.0, middle), style.marker, style.colour)?;
+            }
             let words = Words { size: SMALL, colour: INK, bold: false, align: Align::Start };
             canvas.words((left + SWATCH + 8.0, middle), name, words)?;
         }
         Ok(())
     }
-}
-
-fn shortened(name: &str) -> String {
-    let mut text = name.to_string();
-    while text_width(&text, SMALL) > MOST_WIDTH {
-        // Names differ at the end more often than in the middle.
-        let letters: Vec<char> = text.chars().filter(|letter| *letter != '…').collect();
-        let cut = letters.len() * 3 / 5;
-        text = letters[..cut - 1].iter().chain(['…'].iter()).chain(&letters[cut..]).collect();
-    }
-    text
 }

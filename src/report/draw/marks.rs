@@ -10,9 +10,17 @@ const STRIP: Colour = Colour(0xF4, 0xF4, 0xF4);
 const BAND_OPACITY: f64 = 0.16;
 const NOTE: f64 = 11.0;
 
+/// A curve of more points than this is dense enough to need no markers.
+const MOST_MARKERS: usize = 24;
+
 /// Rows of the strip above the plot: one for each series with cells that have no height.
 pub fn strip_rows(chart: &Chart) -> usize {
     chart.series.iter().filter(|series| series.points.iter().any(Point::has_no_height)).count()
+}
+
+/// Whether the points of a series are marked.
+pub fn has_markers(series: &Series) -> bool {
+    series.points.len() <= MOST_MARKERS
 }
 
 /// Draws everything inside the plot, what matters most last.
@@ -28,10 +36,13 @@ pub fn draw(canvas: &Canvas, chart: &Chart, frame: &Frame) -> Result<(), ReportE
     for series in &chart.series {
         band(canvas, &chart.y, frame, series)?;
     }
-    for series in &chart.series {
-        curve(canvas, &chart.y, frame, series)?;
+    // What lies below a dashed line without markers shows through it; the other way round nothing would.
+    let is_thin = |series: &&Series| series.style.dashed && !has_markers(series);
+    let (above, below): (Vec<&Series>, Vec<&Series>) = chart.series.iter().partition(is_thin);
+    for series in below.into_iter().chain(above) {
+        curve(canvas, &chart.y, frame, series, 1.8)?;
     }
-    for series in &chart.series {
+    for series in chart.series.iter().filter(|series| has_markers(series)) {
         for point in series.points.iter().filter(|point| point.y.is_some_and(|y| chart.y.shows(y))) {
             let place = frame.place(point.x, point.y.expect("just looked"));
             canvas.marker(place, series.style.marker, series.style.colour)?;
@@ -60,7 +71,7 @@ fn strip(canvas: &Canvas, chart: &Chart, frame: &Frame) -> Result<Vec<Option<f64
 }
 
 /// The interval: a band along a curve, a bar at a point that stands alone.
-fn band(canvas: &Canvas, axis: &Axis, frame: &Frame, series: &Series) -> Result<(), ReportError> {
+pub fn band(canvas: &Canvas, axis: &Axis, frame: &Frame, series: &Series) -> Result<(), ReportError> {
     let ends = |point: &Point| -> Option<(f64, Interval)> {
         let interval = point.interval?;
         (axis.shows(interval.high) && point.y.is_some_and(|y| axis.shows(y))).then_some(())?;
@@ -79,14 +90,15 @@ fn band(canvas: &Canvas, axis: &Axis, frame: &Frame, series: &Series) -> Result<
     if outline.is_empty() { Ok(()) } else { canvas.polygon(&outline, series.style.colour, BAND_OPACITY) }
 }
 
-fn curve(canvas: &Canvas, axis: &Axis, frame: &Frame, series: &Series) -> Result<(), ReportError> {
+/// The line through a series, `width` pixels wide.
+pub fn curve(canvas: &Canvas, axis: &Axis, frame: &Frame, series: &Series, width: f64) -> Result<(), ReportError> {
     let places: Vec<Place> = series
         .points
         .iter()
         .filter(|point| point.y.is_some())
         .filter_map(|point| point.model.or(point.y).filter(|y| axis.shows(*y)).map(|y| frame.place(point.x, y)))
         .collect();
-    let stroke = Stroke { colour: series.style.colour, width: 1.8, dashed: series.style.dashed };
+    let stroke = Stroke { colour: series.style.colour, width, dashed: series.style.dashed };
     if places.len() < 2 { Ok(()) } else { canvas.line(&places, stroke) }
 }
 

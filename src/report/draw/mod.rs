@@ -3,15 +3,21 @@
 //! From top to bottom: title, what the series have in common, the name of the y axis (level, so that it can be read
 //! without turning the head), the plot, the x axis. The legend stands on the right, in the order in which the curves
 //! end, and never over data. Cells that ran out of memory are crosses: at their predicted height where there is one,
-//! else in a strip above the plot.
+//! else in a strip above the plot. More curves than one plot can hold apart become small multiples.
 
 pub mod bars;
 mod canvas;
+mod heat;
 mod legend;
 mod marks;
+mod multiples;
+mod rows;
+
+pub use heat::svg as heat;
+pub use rows::svg as rows;
 
 use super::ReportError;
-use super::chart::{Axis, Chart};
+use super::chart::{Axis, Chart, MOST_CURVES};
 use super::palette::Colour;
 use super::ticks::{Span, Tick};
 use canvas::{Align, Canvas, Place, Stroke, Words, text_width};
@@ -58,6 +64,11 @@ impl Frame {
 /// [`ReportError::Empty`] when no point of the chart has a place on its axes, [`ReportError::Draw`] when the drawing
 /// library fails.
 pub fn svg(chart: &Chart) -> Result<String, ReportError> {
+    let has_heights =
+        |chart: &Chart| chart.series.iter().flat_map(|series| &series.points).all(|point| point.y.is_some());
+    if chart.series.len() > MOST_CURVES && has_heights(chart) {
+        return multiples::svg(chart);
+    }
     let empty = || ReportError::Empty(chart.id.clone());
     let x = chart.x.span(chart.x_values()).ok_or_else(empty)?;
     // A chart of nothing but cells without a height still has a y axis.
@@ -116,12 +127,28 @@ fn axes(canvas: &Canvas, x: &Axis, frame: &Frame, y_ticks: &[Tick]) -> Result<()
 
 /// As many ticks as fit side by side.
 fn x_ticks(axis: &Axis, frame: &Frame) -> Vec<Tick> {
-    let room = frame.right - frame.left;
+    fitting(frame.right - frame.left, |most| axis.ticks(&frame.x, most), |at| frame.across(at))
+}
+
+/// The most ticks whose labels stand side by side without touching.
+fn fitting(room: f64, ticks: impl Fn(usize) -> Vec<Tick>, across: impl Fn(f64) -> f64) -> Vec<Tick> {
     let fits = |ticks: &Vec<Tick>| {
-        let centre = |tick: &Tick| frame.across(tick.at);
+        let centre = |tick: &Tick| across(tick.at);
         let half = |tick: &Tick| text_width(&tick.label, SMALL) / 2.0;
         ticks.windows(2).all(|pair| centre(&pair[0]) + half(&pair[0]) + 6.0 < centre(&pair[1]) - half(&pair[1]))
     };
     let most = (room / 30.0) as usize;
-    (3..=most.max(3)).rev().map(|most| axis.ticks(&frame.x, most)).find(fits).unwrap_or_default()
+    (3..=most.max(3)).rev().map(ticks).find(fits).unwrap_or_default()
+}
+
+/// `text` within `most` pixels at a font of `size`; what is missing, a sign stands for.
+fn shortened(text: &str, most: f64, size: f64) -> String {
+    let mut text = text.to_string();
+    while text_width(&text, size) > most {
+        // Names differ at the end more often than in the middle.
+        let letters: Vec<char> = text.chars().filter(|letter| *letter != '…').collect();
+        let cut = letters.len() * 3 / 5;
+        text = letters[..cut - 1].iter().chain(['…'].iter()).chain(&letters[cut..]).collect();
+    }
+    text
 }

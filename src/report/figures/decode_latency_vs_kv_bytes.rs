@@ -1,4 +1,4 @@
-//! What eviction buys: time of decoding against the bytes that stay.
+//! What eviction buys: time of decoding against the bytes that stay. One sample is no median and is not drawn.
 
 use super::{Data, Reading, budget, policy};
 use crate::report::chart::{Axis, Chart, Quantity, Rule, Series};
@@ -10,7 +10,8 @@ pub fn chart(data: &Data) -> Option<Chart> {
     let records = data.evicted_at_longest_context();
     let naming = Naming::over(&records, &[CONTEXT, HEADS, KERNEL]);
     let series = data.series(&records, &naming, policy, budget, |record| {
-        Some(Reading::latency(record.eviction.as_ref()?.kv_bytes_live as f64, record.latency.get("decode")?))
+        let decode = record.latency.get("decode").filter(|decode| decode.samples_ns.len() > 1)?;
+        Some(Reading::latency(record.eviction.as_ref()?.kv_bytes_live as f64, decode))
     });
     let rules = series.iter().filter(|series| palette::is_baseline(&series.name)).flat_map(rule).collect();
     (!series.is_empty()).then(|| Chart {

@@ -6,13 +6,10 @@
 use super::{Data, Reading, budget, context, policy};
 use crate::experiment::cell::Measure;
 use crate::experiment::record::{Record, Status};
-use crate::report::chart::{Axis, Chart, Quantity, Series};
+use crate::report::chart::{Axis, Chart, MOST_CURVES, Quantity, Series};
 use crate::report::naming::{HEADS, KERNEL, Naming};
 use crate::report::palette;
 use std::collections::{BTreeMap, BTreeSet};
-
-/// Curves that one figure can hold apart.
-const MOST_CURVES: usize = 10;
 
 /// The figure.
 pub fn chart(data: &Data) -> Option<Chart> {

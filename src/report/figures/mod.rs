@@ -3,10 +3,16 @@
 //! A figure is a function from the records of a run to a [`Chart`], or to nothing when the records hold nothing for
 //! it. What they share lives here: which records may be drawn at all, and how cells become the points of a series.
 
+mod bytes_read_vs_held;
+mod chunked_prefill;
 mod decode_latency_vs_kv_bytes;
+mod decode_steps;
 mod drift_vs_budget;
 mod drift_vs_context;
 mod drift_vs_kv_bytes;
+mod equal_bytes;
+mod kept_by_head;
+mod kept_by_position;
 mod kv_heads;
 mod kv_memory_use;
 mod kv_vs_context;
@@ -14,13 +20,18 @@ mod latency_vs_context;
 mod memory_vs_context;
 mod needle_recall_vs_budget;
 mod paging_tradeoff;
+mod policies_ranked;
+mod ragged_memory;
 mod rounding;
 mod scoring_cost;
 
+use super::Detail;
 use super::bars::Bars;
 use super::chart::{Chart, Interval, Point, Series};
-use super::naming::Naming;
+use super::heat::Heat;
+use super::naming::{BUDGET, CONTEXT, HEADS, KERNEL, Naming};
 use super::palette::{self, Style};
+use super::rows::Rows;
 use crate::experiment::cell::{Cell, Measure};
 use crate::experiment::record::{Latency, Record, Status};
 use std::collections::{BTreeMap, BTreeSet};
@@ -44,16 +55,54 @@ pub const FIGURES: &[fn(&Data) -> Option<Chart>] = &[
     kv_heads::forward_latency,
     kv_heads::decode_latency,
     paging_tradeoff::chart,
+    decode_steps::live_bytes,
+    decode_steps::drift,
+    decode_steps::mass_lost,
+    decode_steps::regret,
+    chunked_prefill::kv_bytes,
+    chunked_prefill::memory,
+    chunked_prefill::drift,
+    equal_bytes::latency,
+    equal_bytes::drift,
+    bytes_read_vs_held::chart,
 ];
 
-/// Every figure of stacked bars, shown after the others.
-pub const BARS: &[fn(&Data) -> Option<Bars>] = &[kv_memory_use::bars];
+/// Every figure that is not made of curves; they follow those that are.
+pub const PANELS: &[fn(&Data) -> Option<Picture>] =
+    &[policies_ranked::rows, ragged_memory::rows, kept_by_head::heat, kept_by_position::heat, |data| {
+        kv_memory_use::bars(data).map(Picture::Bars)
+    }];
+
+/// A figure of any form.
+pub enum Picture {
+    /// Curves between two axes.
+    Curves(Chart),
+    /// Values beside names.
+    Rows(Rows),
+    /// Small heat maps.
+    Heat(Heat),
+    /// Stacked bars.
+    Bars(Bars),
+}
+
+impl Picture {
+    /// Name of the file, title and caption.
+    pub fn words(&self) -> (&str, String, String) {
+        match self {
+            Picture::Curves(chart) => (&chart.id, chart.title.clone(), chart.caption.clone()),
+            Picture::Rows(rows) => (&rows.id, rows.title.clone(), rows.caption.clone()),
+            Picture::Heat(heat) => (&heat.id, heat.title.clone(), heat.caption.clone()),
+            Picture::Bars(bars) => (&bars.id, bars.title.clone(), bars.caption.clone()),
+        }
+    }
+}
 
 /// The records of a run that may be drawn: those that are `ok`, and those that ran out of memory.
 ///
 /// A `failed` or `skipped` cell is left out here, once, so that no figure can show a number of it.
 pub struct Data<'a> {
     records: Vec<&'a Record>,
+    detail: Detail,
     /// Place of each kernel among the kernels and of each policy among the policies: what a style goes by.
     places: BTreeMap<&'a str, usize>,
 }
@@ -72,7 +121,7 @@ pub struct Reading {
 
 impl<'a> Data<'a> {
     /// The drawable ones of `records`.
-    pub fn new(records: &[&'a Record]) -> Self {
+    pub fn new(records: &[&'a Record], detail: Detail) -> Self {
         let records: Vec<&Record> =
             records.iter().copied().filter(|record| matches!(record.status, Status::Ok | Status::Oom)).collect();
         let kernels: BTreeSet<&str> = records.iter().map(|record| record.cell.kernel.as_str()).collect();
@@ -81,7 +130,7 @@ impl<'a> Data<'a> {
             names.into_iter().filter(|name| !palette::is_baseline(name) && !palette::is_oracle(name)).zip(0..)
         };
         let places = numbered(kernels).chain(numbered(policies)).collect();
-        Data { records, places }
+        Data { records, detail, places }
     }
 
     /// The drawable records of one measure.
@@ -104,6 +153,22 @@ impl<'a> Data<'a> {
         records
     }
 
+    /// One `ok` eviction record for each policy of several layers, at the longest context and the middle one of the
+    /// budgets there, with the lowest seed; its name; and what all have in common. Baselines keep everything and are
+    /// left out.
+    pub fn evicted_layers(&self) -> (Vec<(String, &'a Record)>, String) {
+        let mut records = self.evicted_at_longest_context();
+        records.retain(|record| record.cell.layers > 1 && !palette::is_baseline(&policy(record)));
+        let kept = |record: &Record| record.eviction.as_ref().map_or(0, |eviction| eviction.budget_tokens);
+        let budgets: BTreeSet<usize> = records.iter().map(|record| kept(record)).collect();
+        let middle = budgets.iter().nth(budgets.len() / 2).copied();
+        records.retain(|record| Some(kept(record)) == middle);
+        let naming = Naming::over(&records, &[CONTEXT, HEADS, KERNEL, BUDGET]);
+        let mut seen = BTreeSet::new();
+        let named = records.into_iter().map(|record| (format!("{}{}", policy(record), naming.apart(record)), record));
+        (named.filter(|(name, _)| seen.insert(name.clone())).collect(), naming.common)
+    }
+
     /// Series of `records`, named by `lead` (a kernel or a policy) and by what else sets them apart.
     ///
     /// Cells of one series with the same `key` are one point: the median of them, with the range from the least to
@@ -116,13 +181,24 @@ impl<'a> Data<'a> {
         key: impl Fn(&Record) -> String,
         read: impl Fn(&Record) -> Option<Reading>,
     ) -> Vec<Series> {
+        self.series_of(records, naming, lead, |record| read(record).map(|reading| (key(record), reading)))
+    }
+
+    /// The same where one cell may be many points, each with its key.
+    pub fn series_of<I: IntoIterator<Item = (String, Reading)>>(
+        &self,
+        records: &[&Record],
+        naming: &Naming,
+        lead: impl Fn(&Record) -> String,
+        read: impl Fn(&Record) -> I,
+    ) -> Vec<Series> {
         type Cells<'r> = Vec<(&'r Record, Reading)>;
         let mut groups: BTreeMap<(String, String), BTreeMap<String, Cells>> = BTreeMap::new();
         for &record in records {
-            if let Some(reading) = read(record).filter(Reading::is_finite) {
+            for (key, reading) in read(record).into_iter().filter(|(_, reading)| reading.is_finite()) {
                 let lead = lead(record);
                 let name = format!("{lead}{}", naming.apart(record));
-                groups.entry((lead, name)).or_default().entry(key(record)).or_default().push((record, reading));
+                groups.entry((lead, name)).or_default().entry(key).or_default().push((record, reading));
             }
         }
         let styles = self.styles(groups.keys());
@@ -144,7 +220,9 @@ impl<'a> Data<'a> {
                 (lead.as_str(), *seen - 1)
             })
             .collect();
-        let one_each = variants.values().all(|count| *count == 1);
+        // A policy looks the same in all figures of a run, unless few of many would look alike.
+        let known: Vec<usize> = leads.iter().filter_map(|(lead, _)| self.places.get(lead).copied()).collect();
+        let one_each = variants.values().all(|count| *count == 1) && !palette::collide(&known);
         let mut next = 0;
         let style = |&(lead, variant): &(&str, usize)| {
             let place = self.places.get(lead).copied().filter(|_| one_each).unwrap_or(next);

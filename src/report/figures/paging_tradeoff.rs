@@ -48,7 +48,7 @@ pub fn chart(data: &Data) -> Option<Chart> {
                   apart. The band is made of the ends of both bootstrap 95% intervals. Below 0: faster."
             .into(),
         x: Axis { label: "tokens of a page".into(), field: "page_tokens", quantity: Quantity::Count },
-        y: Axis { label: "wasted memory, or added time".into(), field: "share", quantity: Quantity::Extra },
+        y: Axis { label: "wasted memory, or added time".into(), field: "share", quantity: Quantity::Gap },
         interval_fields: ("low", "high"),
         model_field: None,
         series,

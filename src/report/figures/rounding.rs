@@ -3,6 +3,9 @@
 use crate::report::chart::Series;
 use crate::report::{palette, text};
 
+/// Drift below this is rounding of f32, not of something that was lost.
+pub const LEAST_LOSS: f64 = 1e-5;
+
 /// A baseline's drift this much below every other point is rounding.
 const FAR_BELOW: f64 = 0.1;
 

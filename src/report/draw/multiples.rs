@@ -1,0 +1,135 @@
+//! A chart of more curves than one plot can hold apart: a small plot for each, with all the others in pale grey behind.
+//!
+//! All plots share their axes, so that places can be compared. Baselines and the oracle are bounds: they are drawn in
+//! every plot and have none of their own.
+
+use super::canvas::{self, Align, BOLD, Canvas, Stroke, Words, text_width};
+use super::{BOTTOM, FAINT_INK, Frame, GRID, INK, MARGIN, SMALL, TOP, WHITE, WIDTH, headings, marks, shortened};
+use crate::report::ReportError;
+use crate::report::chart::{Chart, Point, Series};
+use crate::report::palette::{self, Colour, Style};
+
+const ACROSS: usize = 4;
+const HIGH: f64 = 112.0;
+const NAME: f64 = 22.0;
+const GAP: f64 = 14.0;
+const MOST_TICKS: usize = 6;
+const SWATCH: f64 = 20.0;
+const OTHERS: Colour = Colour(0xD2, 0xD2, 0xD2);
+const OWN: Colour = Colour(0x00, 0x72, 0xB2);
+
+/// Draws `chart` as small multiples, in the order of its series, which is the same in all figures of a run.
+///
+/// # Errors
+/// As [`super::svg`].
+pub fn svg(chart: &Chart) -> Result<String, ReportError> {
+    let empty = || ReportError::Empty(chart.id.clone());
+    let x = chart.x.span(chart.x_values()).ok_or_else(empty)?;
+    let y = chart.y.span(chart.y_values()).ok_or_else(empty)?;
+    let y_ticks = chart.y.ticks(&y, MOST_TICKS);
+    let tick_width = y_ticks.iter().map(|tick| text_width(&tick.label, SMALL)).fold(24.0, f64::max);
+    let is_bound = |series: &&Series| palette::is_baseline(&series.name) || palette::is_oracle(&series.name);
+    let (bounds, own): (Vec<&Series>, Vec<&Series>) = chart.series.iter().partition(is_bound);
+    let left = MARGIN + tick_width + 8.0;
+    let wide = (WIDTH - MARGIN - left - GAP * (ACROSS - 1) as f64) / ACROSS as f64;
+    let frame = |index: usize| {
+        let (column, row) = ((index % ACROSS) as f64, (index / ACROSS) as f64);
+        let (left, top) = (left + column * (wide + GAP), TOP + 8.0 + NAME + row * (HIGH + NAME + GAP));
+        Frame { left, right: left + wide, top, bottom: top + HIGH, x, y, strip: 0.0 }
+    };
+    let bottom = frame(own.len().max(1) - 1).bottom;
+    let height = bottom + BOTTOM;
+    let whole = Frame { left, right: WIDTH - MARGIN, top: TOP, bottom, x, y, strip: 0.0 };
+    let description = format!("{}: {} against {}, a plot for each", chart.title, chart.y.label, chart.x.label);
+    canvas::svg((WIDTH, height), &description, |canvas| {
+        canvas.polygon(&[(0.0, 0.0), (WIDTH, 0.0), (WIDTH, height), (0.0, height)], WHITE, 1.0)?;
+        headings(canvas, chart, &whole)?;
+        key(canvas, &bounds)?;
+        for (index, &series) in own.iter().enumerate() {
+            let frame = frame(index);
+            axes(canvas, chart, &frame, (index % ACROSS == 0).then_some(&y_ticks[..]), index + ACROSS >= own.len())?;
+            for other in own.iter().filter(|other| other.name != series.name) {
+                marks::curve(canvas, &chart.y, &frame, &dressed(other, OTHERS, false), 1.0)?;
+            }
+            for rule in chart.rules.iter().filter(|rule| frame.y.holds(rule.y)) {
+                let (_, height) = frame.place(1.0, rule.y);
+                let stroke = Stroke { colour: FAINT_INK, width: 1.0, dashed: true };
+                canvas.line(&[(frame.left, height), (frame.right, height)], stroke)?;
+            }
+            for bound in &bounds {
+                marks::curve(canvas, &chart.y, &frame, bound, 1.4)?;
+                alone(canvas, &frame, bound)?;
+            }
+            let series = dressed(series, OWN, false);
+            marks::band(canvas, &chart.y, &frame, &series)?;
+            marks::curve(canvas, &chart.y, &frame, &series, 2.0)?;
+            alone(canvas, &frame, &series)?;
+            let name = Words { size: SMALL, colour: INK, bold: true, align: Align::Start };
+            canvas.words((frame.left, frame.top - NAME / 2.0), &shortened(&series.name, wide / BOLD, SMALL), name)?;
+        }
+        Ok(())
+    })
+}
+
+/// The marker of a series of one point, which has no line.
+fn alone(canvas: &Canvas, frame: &Frame, series: &Series) -> Result<(), ReportError> {
+    match series.points[..] {
+        [Point { x, y: Some(y), .. }] => canvas.marker(frame.place(x, y), series.style.marker, series.style.colour),
+        _ => Ok(()),
+    }
+}
+
+/// What the lines are, at the top on the right.
+fn key(canvas: &Canvas, bounds: &[&Series]) -> Result<(), ReportError> {
+    let plain = |colour| Style { colour, marker: palette::Marker::Circle, dashed: false };
+    let mut entries = vec![("the named one", plain(OWN), false), ("the others", plain(OTHERS), false)];
+    entries.extend(bounds.iter().map(|series| (series.name.as_str(), series.style, series.points.len() == 1)));
+    let mut right = WIDTH - MARGIN;
+    for (name, style, is_point) in entries.into_iter().rev() {
+        let words = Words { size: SMALL, colour: INK, bold: false, align: Align::End };
+        canvas.words((right, TOP - 14.0), name, words)?;
+        let end = right - text_width(name, SMALL) - 4.0;
+        let stroke = Stroke { colour: style.colour, width: 2.0, dashed: style.dashed };
+        if is_point {
+            canvas.marker((end - SWATCH / 2.0, TOP - 14.0), style.marker, style.colour)?;
+        } else {
+            canvas.line(&[(end - SWATCH, TOP - 14.0), (end, TOP - 14.0)], stroke)?;
+        }
+        right = end - SWATCH - 14.0;
+    }
+    Ok(())
+}
+
+fn axes(
+    canvas: &Canvas,
+    chart: &Chart,
+    frame: &Frame,
+    y_labels: Option<&[super::Tick]>,
+    is_lowest: bool,
+) -> Result<(), ReportError> {
+    let grid = Stroke { colour: GRID, width: 1.0, dashed: false };
+    let label = Words { size: SMALL, colour: INK, bold: false, align: Align::End };
+    for tick in chart.y.ticks(&frame.y, MOST_TICKS) {
+        let (_, height) = frame.place(1.0, tick.at);
+        canvas.line(&[(frame.left, height), (frame.right, height)], grid)?;
+    }
+    for tick in y_labels.unwrap_or_default() {
+        let (_, height) = frame.place(1.0, tick.at);
+        canvas.words((frame.left - 7.0, height), &tick.label, label)?;
+    }
+    for tick in super::x_ticks(&chart.x, frame) {
+        let across = frame.across(tick.at);
+        canvas.line(&[(across, frame.top), (across, frame.bottom)], grid)?;
+        // A label at the end of an axis would run into that of the next plot.
+        let half = text_width(&tick.label, SMALL) / 2.0;
+        if is_lowest && across + half < frame.right + GAP / 2.0 - 2.0 {
+            canvas.words((across, frame.bottom + 15.0), &tick.label, Words { align: Align::Middle, ..label })?;
+        }
+    }
+    let edge = Stroke { colour: FAINT_INK, width: 1.0, dashed: false };
+    canvas.line(&[(frame.left, frame.top), (frame.left, frame.bottom), (frame.right, frame.bottom)], edge)
+}
+
+fn dressed(series: &Series, colour: Colour, dashed: bool) -> Series {
+    Series { style: Style { colour, dashed, ..series.style }, ..series.clone() }
+}

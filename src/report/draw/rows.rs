@@ -1,0 +1,134 @@
+//! [`Rows`] as SVG: names on the left, bars or dots on the right, the axis above and below.
+
+use super::canvas::{self, Align, Canvas, Stroke, Words, text_width};
+use super::{FAINT_INK, GRID, INK, MARGIN, SMALL, TOP, WHITE, WIDTH, fitting, shortened};
+use crate::report::ReportError;
+use crate::report::palette::Marker;
+use crate::report::rows::{Mark, Row, Rows};
+use crate::report::ticks::{Span, Tick};
+
+const MOST_NAME: f64 = 230.0;
+const KEY_LINE: f64 = 18.0;
+const SWATCH: f64 = 12.0;
+const BAR: f64 = 12.0;
+const NUMBER: f64 = 9.5;
+const DOT_ROW: f64 = 19.0;
+const BETWEEN: f64 = 12.0;
+
+/// Where everything stands.
+struct Frame {
+    left: f64,
+    right: f64,
+    top: f64,
+    bottom: f64,
+    row: f64,
+    span: Span,
+}
+
+impl Frame {
+    fn across(&self, value: f64) -> f64 {
+        self.left + self.span.place(value) * (self.right - self.left)
+    }
+}
+
+/// Draws `rows` as an SVG document.
+///
+/// # Errors
+/// [`ReportError::Empty`] when no value has a place on the axis, [`ReportError::Draw`] when the drawing library fails.
+pub fn svg(rows: &Rows) -> Result<String, ReportError> {
+    let span = rows.axis.span(rows.values()).ok_or_else(|| ReportError::Empty(rows.id.clone()))?;
+    let names = rows.rows.iter().map(|row| text_width(&row.name, SMALL)).fold(40.0, f64::max).min(MOST_NAME);
+    let row = match rows.mark {
+        Mark::Bar => BAR * rows.kinds.len() as f64 + BETWEEN,
+        Mark::Dot => DOT_ROW,
+    };
+    let key = key_places(rows);
+    let lines = key.iter().map(|(_, line)| line + 1).max().unwrap_or(1);
+    let top = TOP - 14.0 + KEY_LINE * lines as f64 + 24.0;
+    let (left, bottom) = (MARGIN + names + 10.0, top + row * rows.rows.len() as f64);
+    // The last tick's label stands half outside the plot, a bar's number behind its end.
+    let beyond = if rows.mark == Mark::Bar { 44.0 } else { 20.0 };
+    let frame = Frame { left, right: WIDTH - MARGIN - beyond, top, bottom, row, span };
+    let height = bottom + 52.0;
+    let description = format!("{}: {} of each", rows.title, rows.axis.label);
+    canvas::svg((WIDTH, height), &description, |canvas| {
+        canvas.polygon(&[(0.0, 0.0), (WIDTH, 0.0), (WIDTH, height), (0.0, height)], WHITE, 1.0)?;
+        let plain = Words { size: SMALL, colour: FAINT_INK, bold: false, align: Align::Start };
+        canvas.words((MARGIN, 20.0), &rows.title, Words { size: 16.0, colour: INK, bold: true, ..plain })?;
+        canvas.words((MARGIN, 40.0), &rows.subtitle, plain)?;
+        for (kind, &(across, line)) in rows.kinds.iter().zip(&key) {
+            let middle = TOP - 14.0 + KEY_LINE * line as f64;
+            let box_of = |half: f64| {
+                let (left, right) = (across, across + SWATCH);
+                [(left, middle - half), (right, middle - half), (right, middle + half), (left, middle + half)]
+            };
+            match rows.mark {
+                Mark::Bar => canvas.polygon(&box_of(5.0), kind.colour, 1.0)?,
+                Mark::Dot => canvas.marker((across + SWATCH / 2.0, middle), Marker::Circle, kind.colour)?,
+            }
+            canvas.words((across + SWATCH + 6.0, middle), &kind.name, Words { colour: INK, ..plain })?;
+        }
+        axis(canvas, rows, &frame)?;
+        rows.rows.iter().enumerate().try_for_each(|(index, row)| line(canvas, rows, &frame, index, row))
+    })
+}
+
+/// Where each kind's entry of the key begins, and on which line.
+fn key_places(rows: &Rows) -> Vec<(f64, usize)> {
+    let (mut across, mut line) = (MARGIN, 0);
+    let place = |kind: &crate::report::rows::Kind| {
+        let width = SWATCH + 6.0 + text_width(&kind.name, SMALL) + 18.0;
+        if across + width > WIDTH && across > MARGIN {
+            (across, line) = (MARGIN, line + 1);
+        }
+        across += width;
+        (across - width, line)
+    };
+    rows.kinds.iter().map(place).collect()
+}
+
+fn axis(canvas: &Canvas, rows: &Rows, frame: &Frame) -> Result<(), ReportError> {
+    let grid = Stroke { colour: GRID, width: 1.0, dashed: false };
+    let words = Words { size: SMALL, colour: INK, bold: false, align: Align::Middle };
+    let ticks = fitting(frame.right - frame.left, |most| rows.axis.ticks(&frame.span, most), |at| frame.across(at));
+    for Tick { at, label } in &ticks {
+        let across = frame.across(*at);
+        canvas.line(&[(across, frame.top), (across, frame.bottom)], grid)?;
+        canvas.words((across, frame.top - 11.0), label, words)?;
+        canvas.words((across, frame.bottom + 14.0), label, words)?;
+    }
+    canvas.words(((frame.left + frame.right) / 2.0, frame.bottom + 36.0), &rows.axis.label, words)?;
+    let edge = Stroke { colour: FAINT_INK, width: 1.0, dashed: false };
+    canvas.line(&[(frame.left, frame.top), (frame.left, frame.bottom)], edge)
+}
+
+fn line(canvas: &Canvas, rows: &Rows, frame: &Frame, index: usize, row: &Row) -> Result<(), ReportError> {
+    let middle = frame.top + frame.row * (index as f64 + 0.5);
+    let words = Words { size: SMALL, colour: INK, bold: false, align: Align::End };
+    canvas.words((frame.left - 8.0, middle), &shortened(&row.name, MOST_NAME, SMALL), words)?;
+    let values = rows.kinds.iter().zip(&row.values).enumerate();
+    let shown = values.filter_map(|(place, (kind, value))| Some((place, kind, value.as_ref()?.0)));
+    let shown = shown.filter(|(_, _, value)| rows.axis.shows(*value)).collect::<Vec<_>>();
+    if rows.mark == Mark::Dot {
+        let ends = shown.iter().map(|(.., value)| frame.across(*value));
+        let (low, high) = (ends.clone().fold(f64::INFINITY, f64::min), ends.fold(f64::NEG_INFINITY, f64::max));
+        if low < high {
+            canvas.line(&[(low, middle), (high, middle)], Stroke { colour: GRID, width: 3.0, dashed: false })?;
+        }
+    }
+    for (place, kind, value) in shown {
+        let across = frame.across(value);
+        match rows.mark {
+            Mark::Dot => canvas.marker((across, middle), Marker::Circle, kind.colour)?,
+            Mark::Bar => {
+                let top = middle - frame.row / 2.0 + BETWEEN / 2.0 + BAR * place as f64;
+                let bottom = top + BAR - 1.0;
+                let corners = [(frame.left, top), (across, top), (across, bottom), (frame.left, bottom)];
+                canvas.polygon(&corners, kind.colour, 1.0)?;
+                let words = Words { size: NUMBER, colour: INK, bold: false, align: Align::Start };
+                canvas.words((across + 5.0, (top + bottom) / 2.0), &rows.axis.value_label(value), words)?;
+            }
+        }
+    }
+    Ok(())
+}

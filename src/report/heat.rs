@@ -1,0 +1,40 @@
+//! A figure of small heat maps, one for each policy: a fraction from 0 to 1 in every field of a rectangle.
+
+/// The figure.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Heat {
+    /// Name of the file without its ending.
+    pub id: String,
+    /// What is compared, in a few words.
+    pub title: String,
+    /// What all panels have in common.
+    pub subtitle: String,
+    /// What a reader must know to read the figure rightly.
+    pub caption: String,
+    /// What the fields of a row stand for, from left to right.
+    pub across: Across,
+    /// Name of the value, as in the record.
+    pub field: &'static str,
+    /// One map for each policy.
+    pub panels: Vec<Panel>,
+}
+
+/// What lies from left to right.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Across {
+    /// Equal stretches of a context of so many tokens.
+    Positions(usize),
+    /// KV heads; there are few, so each field says its value in words.
+    Heads,
+}
+
+/// One heat map.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Panel {
+    /// The policy.
+    pub name: String,
+    /// Rows from top to bottom: a name, and the value of each field.
+    pub rows: Vec<(String, Vec<f64>)>,
+    /// The cell behind it.
+    pub cell_id: String,
+}
