@@ -322,7 +322,7 @@ fn every_wrong_value_of_an_experiment_is_named_in_one_line() {
         ("name = \"x\"", "name = \"x\"\nlimit_memory = \"8\"", "limit_memory: '8' is not an amount of memory"),
         ("[[grid]]", "[[grid]", "x.toml:5:"),
         ("\"knorm\"", "\"knrm\"", "x.toml: grid 1 (evict): unknown policy 'knrm'; there are full, random"),
-        ("\"knorm\"", "\"knorm:window=3\"", "'knorm' has no parameter 'window'; it has every"),
+        ("\"knorm\"", "\"knorm:window=3\"", "'knorm' has no parameter 'window'; it has none"),
         ("\"knorm\"", "3", "x.toml:11:19: "),
         ("budget = [0.25, 0.5]\n", "", "policy 'knorm' needs a budget; write budget = [0.25, 0.5]"),
         ("[0.25, 0.5]", "0", "x.toml:12:10: '0' is not a budget"),

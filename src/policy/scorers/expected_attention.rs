@@ -155,7 +155,10 @@ pub(super) struct AverageTurn {
 impl AverageTurn {
     /// Over the next `future` positions.
     pub fn ahead(context: &Context<'_>, future: usize, policy: &'static str) -> Result<Self, PolicyError> {
-        let missing = PolicyError::Missing { policy, what: "RoPE's base, to look at queries before RoPE" };
+        let missing = PolicyError::Missing {
+            policy,
+            what: "RoPE's base, to look at queries before RoPE: rope_theta in the tensor file's metadata",
+        };
         let frequencies = context.before_rope.ok_or(missing)?.frequencies;
         let mut turn = AverageTurn { cos: [0.0; Shape::MAX_HEAD_DIM / 2], sin: [0.0; Shape::MAX_HEAD_DIM / 2] };
         for (pair, frequency) in frequencies.rad_per_token().iter().enumerate() {

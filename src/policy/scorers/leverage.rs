@@ -87,7 +87,10 @@ pub(super) fn leverages(
     span: impl Fn(&List<'_>) -> Range<usize> + Sync,
 ) -> Result<(), PolicyError> {
     if context.before_rope.is_none() {
-        return Err(PolicyError::Missing { policy, what: "RoPE's base, to look at keys before RoPE" });
+        return Err(PolicyError::Missing {
+            policy,
+            what: "RoPE's base, to look at keys before RoPE: rope_theta in the tensor file's metadata",
+        });
     }
     let width = context.call.shape.head_dim;
     let parts = parts(width, sketch);
