@@ -13,8 +13,8 @@ use std::path::{Path, PathBuf};
 
 const EXAMPLES: &str = "\
 An experiment is a TOML file, or the name of one that comes with kvsieve: quickstart, memory-vs-context, \
-latency-vs-context, gqa-vs-mha, eviction-catalogue, ragged-memory, chunked-prefill, decode-eviction, equal-bytes, \
-paging-waste. Results go to OUT/<experiment>/<time>-<hash>-<revision>/: \
+latency-vs-context, gqa-vs-mha, eviction-catalogue, eviction-cost, ragged-memory, chunked-prefill, decode-eviction, \
+equal-bytes, paging-waste. Results go to OUT/<experiment>/<time>-<hash>-<revision>/: \
 records as cells.jsonl, figures as SVG and CSV, summary.md and report.html.\n\n\
 Examples:
   kvsieve run                                   quickstart: the first figures, in a few minutes

@@ -173,6 +173,7 @@ pub const SHIPPED: &[(&str, &str)] = &[
     ("latency-vs-context", include_str!("../../experiments/latency-vs-context.toml")),
     ("gqa-vs-mha", include_str!("../../experiments/gqa-vs-mha.toml")),
     ("eviction-catalogue", include_str!("../../experiments/eviction-catalogue.toml")),
+    ("eviction-cost", include_str!("../../experiments/eviction-cost.toml")),
     ("ragged-memory", include_str!("../../experiments/ragged-memory.toml")),
     ("chunked-prefill", include_str!("../../experiments/chunked-prefill.toml")),
     ("decode-eviction", include_str!("../../experiments/decode-eviction.toml")),
