@@ -12,6 +12,8 @@ pub struct Judged {
     pub scores: Option<Buffer<f32>>,
     /// The tokens that stay.
     pub selection: Selection,
+    /// Attention that each token received from all queries, `[B, Hkv, Lk]`, where the policy looks at it.
+    pub accumulated: Option<Buffer<f32>>,
     /// Share of judged tokens whose score equals that of another of the same list.
     pub tie_rate: f64,
 }
@@ -99,7 +101,7 @@ pub fn judge(policy: &Policy, call: Forward<'_>, given: Given<'_>, arena: &Arena
     };
     let selection = select(policy, &context, &mut scored)?;
     let tie_rate = tie_rate(&context, &scored);
-    Ok(Judged { scores: policy.scorer.is_some().then_some(scored.values), selection, tie_rate })
+    Ok(Judged { scores: policy.scorer.is_some().then_some(scored.values), selection, accumulated, tie_rate })
 }
 
 /// Log-sum-exps of a call, `[B, Hq, Lq]`.
