@@ -502,9 +502,8 @@ fn turned_keys_need_the_base_of_rope() {
 
 #[test]
 fn readers_read_what_their_budget_says() {
-    let records = run(&evict(
-        "policy = [\"quest\", \"think\", \"think:ratio=0.25\"]\ncontext_tokens = 320\nbudget = [0.25, 0.5, 1.0]\n",
-    ));
+    let both = evict("policy = [\"quest\", \"think\"]\ncontext_tokens = 320\nbudget = [0.25, 0.5, 1.0]");
+    let records = run(&(both + &evict("policy = \"think:ratio=0.25\"\ncontext_tokens = 320\nbudget = 1.0")));
     // Two heads; 32 channels of f32; 8 steps from 321 tokens on, 21 pages in all of them.
     let (token, tokens) = (2 * 32 * 4, (321..=328).sum::<u64>() as f64 / 8.0);
     let drift = |policy: &str, budget: &str| -> f64 {
@@ -534,10 +533,10 @@ fn readers_read_what_their_budget_says() {
     }
     assert!(drift("think:ratio=0.25", "1.0") > 0.0);
     let refused = |policy: &str, budget: &str| {
-        let registry = Registry::default();
+        let (registry, folder) = (Registry::default(), tempfile::tempdir().unwrap());
         let grids = evict(&format!("policy = \"{policy}\"\nbudget = {budget}\ncontext_tokens = 256"));
-        let text = format!("name = \"x\"\n{TIMING}{grids}");
-        Experiment::new(Spec::parse(&text, "x.toml").unwrap(), "x.toml", &registry).err().map(|error| error.to_string())
+        let (experiment, options) = (experiment_of(&grids, &registry), options(folder.path()));
+        runner::run(&experiment, &registry, cpu(1), &options, &mut |_| ()).err().map(|error| error.to_string())
     };
     for (policy, budget, reason) in
         [("quest", "15", "reads whole pages of 16 tokens"), ("think:ratio=0.5", "0.5", "give the budget 1.0")]

@@ -13,6 +13,7 @@ use crate::attention::Shape;
 use crate::cache::PagedCache;
 use crate::device::cpu::Slots;
 use crate::device::gemm::{Matrix, product};
+use crate::device::simd::{Isa, loops};
 use crate::memory::{Buffer, Label};
 use crate::named::Parameter;
 use crate::policy::{Part, PartEntry, PolicyError};
@@ -35,7 +36,7 @@ pub const ENTRY: PartEntry = PartEntry {
 };
 
 /// Losers of a block.
-const LOSERS: usize = 128;
+const LOSERS: usize = 256;
 /// Kept keys of a tile.
 const KEPT: usize = 256;
 /// Norms below this count as this.
@@ -53,37 +54,39 @@ fn slot(width: usize) -> usize {
     (LOSERS + KEPT) * width + LOSERS * KEPT
 }
 
-fn norm(row: &[f32]) -> f32 {
-    row.iter().map(|x| x * x).sum::<f32>().sqrt()
+fn norm(isa: Isa, row: &[f32]) -> f32 {
+    loops::dot(isa, row, row).sqrt()
 }
 
 /// Keys in some slots, of norm 1.
-fn directions(cache: &PagedCache, list: usize, slots: impl Iterator<Item = usize>, target: &mut [f32]) {
+fn directions(isa: Isa, cache: &PagedCache, list: usize, slots: impl Iterator<Item = usize>, target: &mut [f32]) {
     let width = cache.shape().head_dim;
     for (slot, row) in slots.zip(target.chunks_exact_mut(width)) {
         cache.read_key(list, slot, row);
-        let norm = norm(row).max(LEAST_NORM);
-        row.iter_mut().for_each(|x| *x /= norm);
+        let norm = norm(isa, row).max(LEAST_NORM);
+        loops::scale(isa, row, 1.0 / norm);
     }
 }
 
 /// Finds the kept token for each loser of a block.
-fn search(cache: &PagedCache, list: usize, kept: &[u32], block: &mut [Match], slot: &mut [f32]) {
+fn search(isa: Isa, cache: &PagedCache, list: usize, kept: &[u32], block: &mut [Match], slot: &mut [f32]) {
     let width = cache.shape().head_dim;
     let (losers, rest) = slot.split_at_mut(LOSERS * width);
     let (keys, cosines) = rest.split_at_mut(KEPT * width);
-    directions(cache, list, block.iter().map(|found| found[1] as usize), losers);
+    directions(isa, cache, list, block.iter().map(|found| found[1] as usize), losers);
     let mut best = [f32::NEG_INFINITY; LOSERS];
     for (tile, kept) in kept.chunks(KEPT).enumerate() {
-        directions(cache, list, kept.iter().map(|&slot| slot as usize), keys);
+        directions(isa, cache, list, kept.iter().map(|&slot| slot as usize), keys);
         let (left, right) = (Matrix::new(losers, block.len(), width), Matrix::new(keys, kept.len(), width));
         product(cosines, KEPT, left, right.transposed(), false, 1);
-        for ((found, best), cosines) in block.iter_mut().zip(&mut best).zip(cosines.chunks_exact(KEPT)) {
-            for (index, &cosine) in cosines[..kept.len()].iter().enumerate() {
-                if cosine > *best {
-                    *best = cosine;
-                    (found[0], found[2]) = ((tile * KEPT + index) as u32, cosine.to_bits());
-                }
+        for ((found, best), cosines) in block.iter_mut().zip(&mut best).zip(cosines.chunks_exact_mut(KEPT)) {
+            let cosines = &mut cosines[..kept.len()];
+            // Few tiles bring a better one, so the place is looked for only then.
+            let highest = loops::scale_max(isa, cosines, 1.0);
+            if highest > *best {
+                *best = highest;
+                let index = cosines.iter().position(|&cosine| cosine == highest).unwrap_or(0);
+                (found[0], found[2]) = ((tile * KEPT + index) as u32, highest.to_bits());
             }
         }
     }
@@ -91,18 +94,24 @@ fn search(cache: &PagedCache, list: usize, kept: &[u32], block: &mut [Match], sl
 
 impl Merge {
     /// Folds the losers of one kept token into its value.
-    fn write(&self, cache: &mut PagedCache, list: usize, target: usize, losers: &[Match]) -> Result<(), PolicyError> {
+    fn write(
+        &self,
+        isa: Isa,
+        cache: &mut PagedCache,
+        [list, target]: [usize; 2],
+        losers: &[Match],
+    ) -> Result<(), PolicyError> {
         let mut rows = [[0.0; Shape::MAX_HEAD_DIM]; 2];
         let [sum, value] = rows.each_mut().map(|row| &mut row[..cache.shape().head_dim]);
         cache.read_value(list, target, sum);
-        let (own, mut total) = (norm(sum), 1.0);
+        let (own, mut total) = (norm(isa, sum), 1.0);
         for &[_, slot, cosine] in losers {
             let cosine = f32::from_bits(cosine);
             if cosine < self.threshold {
                 continue;
             }
             cache.read_value(list, slot as usize, value);
-            let size = norm(value);
+            let size = norm(isa, value);
             let weight = cosine * size / (size + own + LEAST_NORM);
             total += weight;
             sum.iter_mut().zip(&*value).for_each(|(sum, x)| *sum += weight * x);
@@ -121,7 +130,7 @@ impl Action for Merge {
     }
 
     fn fold(&self, fold: &Fold<'_>, cache: &mut PagedCache, list: usize, kept: &[u32]) -> Result<(), PolicyError> {
-        let (len, threads) = (cache.lens()[list], fold.cpu.threads());
+        let (len, threads, isa) = (cache.lens()[list], fold.cpu.threads(), fold.cpu.isa());
         let mut matches: Buffer<Match> = fold.arena.alloc(Label::Workspace, len)?;
         let mut scratch: Buffer<f32> = fold.arena.alloc(Label::Workspace, threads * slot(cache.shape().head_dim))?;
         let mut stays = kept.iter().copied().peekable();
@@ -131,12 +140,12 @@ impl Action for Merge {
         let (slots, whole) = (Slots::new(&mut scratch, threads), &*cache);
         fold.cpu.install(|| {
             let blocks = matches.par_chunks_mut(LOSERS).with_max_len(1);
-            blocks.for_each(|block| slots.with(|slot| search(whole, list, kept, block, slot)));
+            blocks.for_each(|block| slots.with(|slot| search(isa, whole, list, kept, block, slot)));
         });
         matches.sort_unstable();
         let groups = matches.chunk_by(|a, b| a[0] == b[0]);
         groups
             .map(|losers| (kept[losers[0][0] as usize] as usize, losers))
-            .try_for_each(|(target, losers)| self.write(cache, list, target, losers))
+            .try_for_each(|(target, losers)| self.write(isa, cache, [list, target], losers))
     }
 }

@@ -56,8 +56,8 @@ impl Reader for Quest {
         vec![Statistic::Keys, Statistic::Queries]
     }
 
-    fn check(&self, budget_tokens: usize, _: usize) -> Result<(), String> {
-        if budget_tokens < PAGE_TOKENS {
+    fn check(&self, budget_tokens: usize, context_tokens: usize) -> Result<(), String> {
+        if budget_tokens < PAGE_TOKENS.min(context_tokens) {
             return Err(format!("reads whole pages of {PAGE_TOKENS} tokens and needs at least one"));
         }
         Ok(())

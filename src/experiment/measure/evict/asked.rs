@@ -115,3 +115,27 @@ impl Recent {
         self.0.view().permuted([0, 2, 1, 3])
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tensor::DType;
+
+    #[test]
+    fn the_latest_queries_are_held_in_order() {
+        let arena = Arena::unlimited();
+        let values: Vec<f32> = (0..2 * 3 * 9 * 4).map(|index| index as f32).collect();
+        let q = Tensor::from_f32(&arena, Label::Input, DType::F32, [2, 3, 9, 4], &values).unwrap();
+        let mut recent = Recent::hold(&arena, q.view().tokens(1..5)).unwrap();
+        for end in 5..9 {
+            let wanted = q.view().tokens(end - 4..end);
+            assert_eq!(recent.view().dims(), wanted.dims());
+            for (sequence, head) in (0..2).flat_map(|sequence| (0..3).map(move |head| (sequence, head))) {
+                let rows = |view: TensorView<'_>| view.rows(sequence, head, 0, 4, &mut [0.0; 16]).to_vec();
+                assert_eq!(rows(recent.view()), rows(wanted), "tokens before {end}");
+            }
+            recent.push(q.view().tokens(end..end + 1));
+        }
+        assert_eq!(arena.live_bytes(Label::Policy), 2 * 3 * 4 * 4 * 4);
+    }
+}
