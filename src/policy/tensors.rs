@@ -90,7 +90,8 @@ pub fn judge(policy: &Policy, call: Forward<'_>, given: Given<'_>, arena: &Arena
         seen_tokens: shape.kv_len,
         before_rope,
         w_o: given.w_o,
-        budget_tokens: given.budget_tokens,
+        // A policy without scores keeps everything; its budget may be for what a step reads.
+        budget_tokens: if policy.scorer.is_some() { given.budget_tokens } else { shape.kv_len },
         seed: given.seed,
         arena,
     };

@@ -9,7 +9,7 @@
 //! the same logits as keys without these channels. Bytes read are counted as a cache without these channels would read
 //! them; times and bytes held are those of the whole cache.
 //!
-//! `ratio` is the fraction of channels that goes. Without it a budget says what fraction of the channels stays.
+//! `ratio` is the fraction of channels that goes. Where it is 0, the budget says what fraction of the channels stays.
 
 use super::{Reader, Reading, Start};
 use crate::attention::Shape;
@@ -36,13 +36,11 @@ pub const ENTRY: PolicyEntry = PolicyEntry {
         Parameter { name: "window", default: "32", about: "last queries of the context that are looked at" },
     ],
     build: |named| {
-        let ratio = match named.text("ratio") {
-            None => None,
-            Some(_) => match named.number("ratio", 0.5, 0.0..=1.0)? {
-                ratio if ratio > 0.0 && ratio < 1.0 => Some(ratio),
-                _ => return Err(named.wrong("ratio", "a number between 0 and 1, neither of them".into())),
-            },
-        };
+        let ratio = named.number("ratio", 0.0, 0.0..=1.0)?;
+        if ratio == 1.0 {
+            return Err(named.wrong("ratio", "a number from 0 on and less than 1".into()));
+        }
+        let ratio = (ratio > 0.0).then_some(ratio);
         Ok(Policy::reading(Think { ratio, window: named.count("window", 32, 1)? }))
     },
 };
