@@ -11,7 +11,7 @@ use kvsieve::cache::{CacheShape, PAGE_TOKENS, PagedCache};
 use kvsieve::device::Cpu;
 use kvsieve::memory::{Arena, Label};
 use kvsieve::policy::action::Fold;
-use kvsieve::policy::sparse::{Reading, Start};
+use kvsieve::policy::sparse::Start;
 use kvsieve::policy::{Budget, Given, Judged, Policy, Registry, Statistic, judge};
 use kvsieve::tensor::Tensor;
 use kvsieve::tensor::file::{self, Output, TensorFile};
@@ -109,14 +109,13 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     let start = Instant::now();
     let judged = judge(&policy, call, Given { budget_tokens, seed: args.seed, ..extra.given() }, &arena)?;
     let held = Held { policy: &policy, call: &call, k: &k, v: &v, arena: &arena };
-    let reading = held.read(budget_tokens)?;
+    let read = held.read(budget_tokens)?;
     let shrunk = held.shrink(&judged, &extra, args.seed)?;
     let judge_ns = start.elapsed().as_nanos() as u64;
 
     let kept: usize = (0..lists).map(|list| judged.selection.kept(list).len()).sum();
     let named = shrunk.map_or(Vec::new(), |cache| rows(&policy, &cache));
-    let choice = reading.as_ref().map(|(reading, _)| reading.choice());
-    write(args, &shape, &judged, &named, choice)?;
+    write(args, &shape, &judged, &named, read.as_ref())?;
     let report = Report {
         policy: args.policy.clone(),
         budget: budget.to_string(),
@@ -135,7 +134,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
         evicted_tokens: lists * shape.kv_len - kept,
         kv_bytes_dense: (lists * shape.kv_len) as u64 * token_bytes,
         kv_bytes_kept: kept as u64 * token_bytes,
-        kv_bytes_read: reading.map(|(_, bytes)| bytes),
+        kv_bytes_read: read.map(|read| read.bytes),
         tie_rate: judged.tie_rate,
         peak_bytes: arena.usage().peak_bytes,
     };
@@ -214,6 +213,13 @@ fn rope(file: &TensorFile, wanted: bool, head_dim: usize) -> Result<Option<Frequ
     Ok(Some(Frequencies::new(head_dim, theta)))
 }
 
+/// What a step reads: what was chosen, for each list, and KV bytes.
+struct Read {
+    name: &'static str,
+    chosen: Vec<Vec<i64>>,
+    bytes: u64,
+}
+
 /// Queries, keys and values, and the policy that is to shrink or read them.
 struct Held<'a> {
     policy: &'a Policy,
@@ -254,15 +260,15 @@ impl Held<'_> {
     }
 
     /// What a step with the last query reads, where the policy chooses that, and its bytes.
-    fn read(&self, budget_tokens: usize) -> Result<Option<(Box<dyn Reading>, u64)>, Failure> {
+    fn read(&self, budget_tokens: usize) -> Result<Option<Read>, Failure> {
         let Some(reader) = &self.policy.reader else { return Ok(None) };
         let (cache, cpu): (_, &Cpu) = (self.cache()?, self.call.cpu);
         let (q, q_len) = (self.call.q, self.call.shape.q_len);
         let recent = q.tokens(q_len.saturating_sub(reader.recent_queries())..q_len);
         let mut reading = reader.open(&Start { cache: &cache, q: recent, budget_tokens, cpu, arena: self.arena })?;
         reading.step(q.tokens(q_len - 1..q_len), &cache, cpu);
-        let bytes = reading.read_bytes(&cache);
-        Ok(Some((reading, bytes)))
+        let (name, chosen) = reading.choice();
+        Ok(Some(Read { name, chosen, bytes: reading.read_bytes(&cache) }))
     }
 }
 
@@ -289,7 +295,7 @@ fn write(
     shape: &Shape,
     judged: &Judged,
     rows: &[(&str, Vec<f32>)],
-    choice: Option<(&str, Vec<Vec<i64>>)>,
+    read: Option<&Read>,
 ) -> Result<(), Failure> {
     let lists = shape.batch * shape.kv_heads;
     let kept_len: Vec<i64> = (0..lists).map(|list| judged.selection.kept(list).len() as i64).collect();
@@ -308,9 +314,9 @@ fn write(
     for (name, rows) in rows {
         outputs.push(Output::f32(name, [heads.clone(), vec![columns, shape.head_dim]].concat(), rows));
     }
-    let choice = choice.map(|(name, chosen)| (name, chosen[0].len(), chosen.concat()));
-    if let Some((name, count, chosen)) = &choice {
-        outputs.push(Output::i64(name, with(*count), chosen));
+    let chosen = read.map_or(Vec::new(), |read| read.chosen.concat());
+    if let Some(read) = read {
+        outputs.push(Output::i64(read.name, with(chosen.len() / lists), &chosen));
     }
     Ok(file::write(&args.output, &outputs)?)
 }

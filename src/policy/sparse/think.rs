@@ -30,8 +30,8 @@ pub const ENTRY: PolicyEntry = PolicyEntry {
     parameters: &[
         Parameter {
             name: "ratio",
-            default: "by the budget",
-            about: "fraction of key channels dropped; budget 1.0 then",
+            default: "0",
+            about: "fraction of key channels dropped, with the budget 1.0; 0 leaves it to the budget",
         },
         Parameter { name: "window", default: "32", about: "last queries of the context that are looked at" },
     ],
