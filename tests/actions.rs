@@ -25,7 +25,7 @@ fn cache(arena: &Arena, policy: &str, dtype: DType, width: usize, keys: &[f32], 
 
 /// Shrinks the only list of a cache.
 fn shrink(arena: &Arena, policy: &str, cache: &mut PagedCache, kept: &[u32], draws: Option<&[f32]>, threads: usize) {
-    let rope = (cache.shape().head_dim % 2 == 0).then(|| Frequencies::new(cache.shape().head_dim, 10_000.0));
+    let rope = cache.shape().head_dim.is_multiple_of(2).then(|| Frequencies::new(cache.shape().head_dim, 10_000.0));
     let fold = Fold { arena, cpu: cpu(threads), seed: 7, draws, rope: rope.as_ref() };
     Registry::default().policy(policy).unwrap().shrink(&fold, cache, 0, kept).unwrap();
     assert_eq!(cache.lens(), [kept.len()]);
