@@ -122,6 +122,13 @@ fn every_policy_gives_back_its_bytes_and_none_beats_the_oracle() {
             assert_eq!(eviction.kv_bytes_dense, pages(384), "{label}");
             assert!(eviction.kv_bytes_peak >= eviction.kv_bytes_dense, "{label}");
             let kept = (eviction.kept_fraction * 384.0 * 2.0).round() as usize;
+            if Registry::default().policy(policy).unwrap().reader.is_some() {
+                assert_eq!((kept, eviction.evicted_tokens), (2 * 384, 0), "{label}");
+                assert_eq!(eviction.kv_bytes_live, pages(384), "{label}");
+                assert!(eviction.kv_bytes_read < full.eviction.as_ref().unwrap().kv_bytes_read, "{label}");
+                assert!(record.drift.as_ref().unwrap().rel_l2 > full_drift, "{label}");
+                continue;
+            }
             assert_eq!(kept, 2 * eviction.budget_tokens, "{label}");
             if policy == "dms" {
                 let least = (kept as u64).div_ceil(PAGE_TOKENS as u64) * page_bytes;
@@ -416,4 +423,126 @@ fn a_finished_run_is_resumed_to_nothing_and_another_configuration_is_another_run
     let other = run_in(&grid("[128, 512]"), &registry, 1, resume());
     assert_ne!(other.folder, first.folder);
     assert_eq!(other.records.len(), 2);
+}
+
+/// Actions, turned keys and readers, also where lists differ, prefill is in chunks, and decoding takes most.
+const SHAPED: [&str; 17] = [
+    "knorm+merge",
+    "snapkv:window=9+merge:threshold=0.5+every:steps=3",
+    "knorm+cam:window=4",
+    "h2o+cam",
+    "snapkv:window=9+cam+every:steps=3",
+    "knorm+accumulate+chunks:tokens=64",
+    "h2o+accumulate",
+    "streaming-llm+rerotate",
+    "streaming-llm+rerotate+chunks:tokens=50",
+    "snapkv:window=9+rerotate+every:steps=3",
+    "h2o+rerotate+merge",
+    "tova+accumulate+rerotate+every:steps=5",
+    "quest",
+    "think",
+    "think:window=3",
+    "snapkv:window=300+every:steps=4",
+    "random+merge+chunks:tokens=100",
+];
+
+#[test]
+fn bytes_of_actions_and_readers_are_predicted() {
+    for (new_tokens, axes) in [
+        (8, "context_tokens = [250, 700]\nbatch = 2\nbudget = 0.5\n"),
+        (8, "context_tokens = 256\nlayers = 2\ndtype = \"bf16\"\nbudget = [0.125, 90]\n"),
+        (300, "context_tokens = 128\nbudget = 0.25\n"),
+    ] {
+        let grids = evict(&format!("policy = {SHAPED:?}\n{axes}"));
+        for record in run(&grids.replacen("new_tokens = 8", &format!("new_tokens = {new_tokens}"), 1)) {
+            assert_sound(&record);
+        }
+    }
+    // Where heads keep different numbers the prediction is a bound.
+    let uneven = ["knorm+ada+merge", "dms+accumulate", "dms+rerotate", "snapkv+ada+rerotate+chunks:tokens=60"];
+    for record in run(&evict(&format!("policy = {uneven:?}\ncontext_tokens = 256\nbudget = 90\n"))) {
+        assert_eq!(record.status, Status::Ok, "{}: {:?}", record.cell.label(), record.reason);
+        assert!(record.memory.as_ref().unwrap().residual_bytes <= 0, "{}", record.cell.label());
+    }
+}
+
+#[test]
+fn a_window_that_moves_as_a_whole_may_be_turned() {
+    // Without sinks all that stays, and the query, turn by the same angles: that changes nothing but roundings. With
+    // sinks the distance to them does change.
+    let policies = [
+        "streaming-llm:sink=0",
+        "streaming-llm:sink=0+rerotate",
+        "streaming-llm:sink=4",
+        "streaming-llm:sink=4+rerotate",
+    ];
+    for more in ["", "+once", "+chunks:tokens=64"] {
+        let named: Vec<String> = policies.iter().map(|policy| format!("{policy}{more}")).collect();
+        let records = run(&evict(&format!("policy = {named:?}\ncontext_tokens = 256\nbudget = 100\n")));
+        let drift = |at: usize| {
+            let record = records.iter().find(|record| record.cell.policy.as_deref() == Some(&named[at])).unwrap();
+            assert_sound(record);
+            record.drift.as_ref().unwrap().rel_l2
+        };
+        assert!((drift(0) - drift(1)).abs() < 1e-4, "{more}: {} {}", drift(0), drift(1));
+        assert!((drift(2) - drift(3)).abs() > 1e-3, "{more}: {} {}", drift(2), drift(3));
+    }
+}
+
+#[test]
+fn turned_keys_need_the_base_of_rope() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("in.safetensors");
+    tensor_file(&path, 150, 1);
+    let records = run(&format!(
+        "[file]\npath = {path:?}\n[[grid]]\nmeasure = \"evict\"\nnew_tokens = 6\ncontext_tokens = 144\npolicy = \"knorm+rerotate\"\nbudget = 40\n"
+    ));
+    assert_eq!(records[0].status, Status::Failed);
+    assert!(records[0].reason.as_ref().unwrap().contains("'rerotate' needs rope_theta"), "{:?}", records[0].reason);
+}
+
+#[test]
+fn readers_read_what_their_budget_says() {
+    let both = evict("policy = [\"quest\", \"think\"]\ncontext_tokens = 320\nbudget = [0.25, 0.5, 1.0]");
+    let records = run(&(both + &evict("policy = \"think:ratio=0.25\"\ncontext_tokens = 320\nbudget = 1.0")));
+    // Two heads; 32 channels of f32; 8 steps from 321 tokens on, 21 pages in all of them.
+    let (token, tokens) = (2 * 32 * 4, (321..=328).sum::<u64>() as f64 / 8.0);
+    let drift = |policy: &str, budget: &str| -> f64 {
+        let same = |record: &&Record| {
+            record.cell.policy.as_deref() == Some(policy) && record.cell.budget.as_deref() == Some(budget)
+        };
+        let record = records.iter().find(same).unwrap();
+        if record.status == Status::Skipped {
+            return 0.0;
+        }
+        assert_sound(record);
+        let read = record.eviction.as_ref().unwrap().kv_bytes_read as f64;
+        let fraction: f64 = budget.parse().unwrap();
+        let wanted = match policy {
+            // The last page holds 1 to 8 tokens, on average 4.5; the index has a line for each page.
+            "quest" => 2.0 * f64::from(token) * ((fraction * 320.0 / 16.0 - 1.0) * 16.0 + 4.5 + 21.0),
+            "think" => 2.0 * tokens * (fraction * 32.0 + 32.0) * 4.0,
+            _ => 2.0 * tokens * (0.75 * 32.0 + 32.0) * 4.0,
+        };
+        assert!((read - wanted).abs() <= 1.0, "{policy} at {budget}: {read}, expected {wanted}");
+        record.drift.as_ref().unwrap().rel_l2
+    };
+    for policy in ["quest", "think"] {
+        let drifts = [drift(policy, "0.25"), drift(policy, "0.5")];
+        assert!(drifts[0] > drifts[1] && drifts[1] > 0.0, "{policy}: {drifts:?}");
+        assert_eq!(drift(policy, "1.0"), 0.0, "{policy} reads all: skipped");
+    }
+    assert!(drift("think:ratio=0.25", "1.0") > 0.0);
+    let refused = |policy: &str, budget: &str| {
+        let (registry, folder) = (Registry::default(), tempfile::tempdir().unwrap());
+        let grids = evict(&format!("policy = \"{policy}\"\nbudget = {budget}\ncontext_tokens = 256"));
+        let (experiment, options) = (experiment_of(&grids, &registry), options(folder.path()));
+        runner::run(&experiment, &registry, cpu(1), &options, &mut |_| ()).err().map(|error| error.to_string())
+    };
+    for (policy, budget, reason) in
+        [("quest", "15", "reads whole pages of 16 tokens"), ("think:ratio=0.5", "0.5", "give the budget 1.0")]
+    {
+        let error = refused(policy, budget).expect(policy);
+        assert!(error.contains(reason), "{error}");
+    }
 }

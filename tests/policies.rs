@@ -6,6 +6,7 @@ use common::exact;
 use common::{Problem, cpu, inputs, normal, rng, shape, tensor, widen};
 use kvsieve::attention::rope::Frequencies;
 use kvsieve::attention::{DenseKv, Forward, Inputs, Params, Shape};
+use kvsieve::cache::PAGE_TOKENS;
 use kvsieve::memory::{Arena, Label};
 use kvsieve::policy::{
     Budget, BudgetError, Given, PARTS, POLICIES, PRESETS, PolicyError, Registry, Statistic, judge, markdown,
@@ -170,8 +171,12 @@ proptest! {
             let tokens = match policy.budget_tokens(&name, Some(&Budget::Tokens(budget)), kv_len, 8, batch * kv_heads) {
                 Ok(tokens) => tokens,
                 Err(error) => {
-                    let refused = matches!(error, BudgetError::Sinks { .. });
-                    prop_assert!(refused && budget <= 8, "{name}: {error}");
+                    let refused = match error {
+                        BudgetError::Sinks { .. } => budget <= 8,
+                        BudgetError::Reader { .. } => policy.reader.is_some() && budget < PAGE_TOKENS,
+                        _ => false,
+                    };
+                    prop_assert!(refused, "{name}: {error}");
                     continue;
                 }
             };
@@ -186,9 +191,10 @@ proptest! {
                 prop_assert!(kept.windows(2).all(|pair| pair[0] < pair[1]), "{name}: {kept:?}");
                 prop_assert!(kept.iter().all(|&slot| (slot as usize) < kv_len), "{name}: {kept:?}");
             }
-            if name == "full" {
-                prop_assert_eq!(tokens, kv_len);
-                prop_assert!(one.scores.is_none());
+            if policy.scorer.is_none() {
+                prop_assert_eq!(tokens, if policy.reader.is_some() { budget.min(kv_len) } else { kv_len });
+                prop_assert!(one.scores.is_none() && one.kept.iter().all(|kept| kept.len() == kv_len), "{name}");
+                continue;
             } else {
                 prop_assert_eq!(tokens, budget.min(kv_len));
                 let scores = one.scores.as_ref().expect("every other policy has scores");

@@ -163,7 +163,7 @@ impl PagedCache {
         self.pool.drop_slabs(&spare);
     }
 
-    /// Position of the token in a slot: its index where it was appended from, or what [`PagedCache::rerotate`] made of
+    /// Position of the key in a slot: its index where it was appended from, or what [`PagedCache::rerotate`] made of
     /// it.
     ///
     /// # Panics
@@ -212,7 +212,8 @@ impl PagedCache {
             let positions = slab.positions[place..place + count].iter_mut();
             positions.zip(next..).for_each(|(position, next)| *position = next as u32);
             for (column, values) in self.shape.columns.iter().zip(&mut slab.columns) {
-                values[place..place + count].fill(column.initial());
+                let values = values[place..place + count].iter_mut();
+                values.zip(next..).for_each(|(value, position)| *value = column.initial(position));
             }
             self.pool.count(count, 0);
             self.lens[list] += count;

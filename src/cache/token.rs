@@ -54,7 +54,16 @@ impl PagedCache {
             .columns
             .iter()
             .position(|&kept| kept == column)
-            .map_or(column.initial(), |at| slab.columns[at][place])
+            .map_or_else(|| column.initial(slab.positions[place] as usize), |at| slab.columns[at][place])
+    }
+
+    /// Position at which the token in a slot was appended; where the cache does not keep [`Column::Origin`], the position
+    /// of its key.
+    ///
+    /// # Panics
+    /// When the slot is empty.
+    pub fn origin(&self, list: usize, slot: usize) -> usize {
+        self.column(list, slot, Column::Origin) as usize
     }
 
     /// Sets what the token in a slot carries.
@@ -111,8 +120,19 @@ impl PagedCache {
     /// # Panics
     /// When the frequencies are of another head dim.
     pub fn rerotate(&mut self, list: usize, rope: &Frequencies) -> Result<(), ArenaError> {
+        self.rerotate_from(list, 0, rope)
+    }
+
+    /// As [`PagedCache::rerotate`] where the keys before slot `from` are known to be turned already.
+    ///
+    /// # Errors
+    /// As [`PagedCache::rerotate`].
+    ///
+    /// # Panics
+    /// As [`PagedCache::rerotate`].
+    pub fn rerotate_from(&mut self, list: usize, from: usize, rope: &Frequencies) -> Result<(), ArenaError> {
         let len = self.lens[list];
-        let Some(first) = (0..len).find(|&slot| self.position(list, slot) != slot) else { return Ok(()) };
+        let Some(first) = (from..len).find(|&slot| self.position(list, slot) != slot) else { return Ok(()) };
         self.own_and_tell(list, first, len)?;
         let mut key = vec![0.0; self.shape.head_dim];
         // Tokens between two gaps turn by the same angles.

@@ -1,10 +1,17 @@
 //! `kvsieve evict`: a policy applied once to the tensors of a file.
+//!
+//! Where the policy folds losers or turns keys, a cache is filled with the tensors and shrunk as an experiment does it,
+//! and what it holds then is written; where it chooses what a step reads, it is asked with the last query.
 
 use super::failure::Failure;
 use super::{Compute, output};
 use kvsieve::attention::rope::Frequencies;
 use kvsieve::attention::{DenseKv, Forward, Params, Shape};
+use kvsieve::cache::{CacheShape, PAGE_TOKENS, PagedCache};
+use kvsieve::device::Cpu;
 use kvsieve::memory::{Arena, Label};
+use kvsieve::policy::action::Fold;
+use kvsieve::policy::sparse::Start;
 use kvsieve::policy::{Budget, Given, Judged, Policy, Registry, Statistic, judge};
 use kvsieve::tensor::Tensor;
 use kvsieve::tensor::file::{self, Output, TensorFile};
@@ -18,7 +25,10 @@ Tensors: the input holds q [B, Hq, Lq, D] and k, v [B, Hkv, Lk, D] after RoPE (F
 'oracle' q_future [B, Hq, Lf, D]; for policies that look behind RoPE the metadata rope_theta, and q_pre and k_pre if they \
 were recorded (else they are rotated back); for those that weigh values by the output projection w_o [1, Hq, D, hidden]. The output holds kept I64 [B, Hkv, max_kept] (positions, ascending, padded with -1 \
 where heads keep different counts), kept_len I64 [B, Hkv], and scores F32 [B, Hkv, Lk] where the policy has scores \
-(protected tokens above all others).\n\n\
+(protected tokens above all others). An action that changes what stays adds values F32 [B, Hkv, max_kept, D], and keys \
+where it changes them (padded with zeros); '+cam' takes its draws from draws [1, 1, Lk, 1] if that is there, '+rerotate' \
+needs rope_theta. Policies that evict nothing write what the last query reads: 'quest' pages, 'think' channels, I64 \
+[B, Hkv, n].\n\n\
 Ties: of equal scores the later token stays; tie_rate says how many scores have an equal.\n\n\
 Examples:
   kvsieve evict --input in.safetensors --output kept.safetensors --policy snapkv --budget 0.25
@@ -71,6 +81,9 @@ struct Report {
     evicted_tokens: usize,
     kv_bytes_dense: u64,
     kv_bytes_kept: u64,
+    /// Of a policy that chooses what a step reads.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    kv_bytes_read: Option<u64>,
     tie_rate: f64,
     peak_bytes: u64,
 }
@@ -95,10 +108,14 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     let call = Forward { shape, params: Params::new(shape.head_dim, true), q: q.view(), kv: &kv, cpu: &cpu };
     let start = Instant::now();
     let judged = judge(&policy, call, Given { budget_tokens, seed: args.seed, ..extra.given() }, &arena)?;
+    let held = Held { policy: &policy, call: &call, k: &k, v: &v, arena: &arena };
+    let read = held.read(budget_tokens)?;
+    let shrunk = held.shrink(&judged, &extra, args.seed)?;
     let judge_ns = start.elapsed().as_nanos() as u64;
 
     let kept: usize = (0..lists).map(|list| judged.selection.kept(list).len()).sum();
-    write(args, &shape, &judged)?;
+    let named = shrunk.map_or(Vec::new(), |cache| rows(&policy, &cache));
+    write(args, &shape, &judged, &named, read.as_ref())?;
     let report = Report {
         policy: args.policy.clone(),
         budget: budget.to_string(),
@@ -117,6 +134,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
         evicted_tokens: lists * shape.kv_len - kept,
         kv_bytes_dense: (lists * shape.kv_len) as u64 * token_bytes,
         kv_bytes_kept: kept as u64 * token_bytes,
+        kv_bytes_read: read.map(|read| read.bytes),
         tie_rate: judged.tie_rate,
         peak_bytes: arena.usage().peak_bytes,
     };
@@ -133,6 +151,8 @@ struct Extra {
     q_pre: Option<Tensor>,
     k_pre: Option<Tensor>,
     w_o: Option<Tensor>,
+    /// Numbers that an action uses in place of drawn ones, by position.
+    draws: Option<Vec<f32>>,
 }
 
 impl Extra {
@@ -155,13 +175,16 @@ impl Extra {
         let future = [Some(batch), Some(q_heads), None, Some(head_dim)];
         let q = [Some(batch), Some(q_heads), Some(q_len), Some(head_dim)];
         let k = [Some(batch), Some(kv_heads), Some(kv_len), Some(head_dim)];
+        let draws = policy.action.as_ref().is_some_and(|action| action.draws()) && file.has("draws");
+        let draws = load("draws", draws, [Some(1), Some(1), Some(kv_len), Some(1)])?;
         let w_o = [Some(1), Some(q_heads), Some(head_dim), None];
         Ok(Extra {
             future: load("q_future", policy.looks_at(Statistic::FutureAttention), future)?,
-            rope: rope(file, rotated, head_dim)?,
+            rope: rope(file, rotated || policy.rerotates, head_dim)?,
             q_pre: load("q_pre", rotated && file.has("q_pre"), q)?,
             k_pre: load("k_pre", rotated && file.has("k_pre"), k)?,
             w_o: load("w_o", policy.looks_at(Statistic::Values) && file.has("w_o"), w_o)?,
+            draws: draws.map(|tensor| tensor.to_f32()),
         })
     }
 
@@ -190,7 +213,90 @@ fn rope(file: &TensorFile, wanted: bool, head_dim: usize) -> Result<Option<Frequ
     Ok(Some(Frequencies::new(head_dim, theta)))
 }
 
-fn write(args: &Args, shape: &Shape, judged: &Judged) -> Result<(), Failure> {
+/// What a step reads: what was chosen, for each list, and KV bytes.
+struct Read {
+    name: &'static str,
+    chosen: Vec<Vec<i64>>,
+    bytes: u64,
+}
+
+/// Queries, keys and values, and the policy that is to shrink or read them.
+struct Held<'a> {
+    policy: &'a Policy,
+    call: &'a Forward<'a>,
+    k: &'a Tensor,
+    v: &'a Tensor,
+    arena: &'a Arena,
+}
+
+impl Held<'_> {
+    /// A cache of the keys and values.
+    fn cache(&self) -> Result<PagedCache, Failure> {
+        let Shape { batch, kv_heads, kv_len, head_dim, .. } = self.call.shape;
+        let (columns, dtype) = (self.policy.columns(), self.k.dtype());
+        let shape =
+            CacheShape { batch, kv_heads, head_dim, dtype, max_tokens: kv_len, page_tokens: PAGE_TOKENS, columns };
+        let mut cache = PagedCache::new(self.arena, shape)?;
+        cache.append(self.k.view(), self.v.view(), 0..kv_len)?;
+        Ok(cache)
+    }
+
+    /// What stays, where the policy changes it.
+    fn shrink(&self, judged: &Judged, extra: &Extra, seed: u64) -> Result<Option<PagedCache>, Failure> {
+        if self.policy.action.is_none() && !self.policy.rerotates {
+            return Ok(None);
+        }
+        let mut cache = self.cache()?;
+        let (draws, rope) = (extra.draws.as_deref(), extra.rope.as_ref());
+        let fold = Fold { arena: self.arena, cpu: self.call.cpu, seed, draws, rope };
+        for list in 0..cache.shape().lists() {
+            if let Some(received) = &judged.accumulated {
+                let kv_len = self.call.shape.kv_len;
+                cache.add_attention(list, &received[list * kv_len..][..kv_len])?;
+            }
+            self.policy.shrink(&fold, &mut cache, list, judged.selection.kept(list))?;
+        }
+        Ok(Some(cache))
+    }
+
+    /// What a step with the last query reads, where the policy chooses that, and its bytes.
+    fn read(&self, budget_tokens: usize) -> Result<Option<Read>, Failure> {
+        let Some(reader) = &self.policy.reader else { return Ok(None) };
+        let (cache, cpu): (_, &Cpu) = (self.cache()?, self.call.cpu);
+        let (q, q_len) = (self.call.q, self.call.shape.q_len);
+        let recent = q.tokens(q_len.saturating_sub(reader.recent_queries())..q_len);
+        let mut reading = reader.open(&Start { cache: &cache, q: recent, budget_tokens, cpu, arena: self.arena })?;
+        reading.step(q.tokens(q_len - 1..q_len), &cache, cpu);
+        let (name, chosen) = reading.choice();
+        Ok(Some(Read { name, chosen, bytes: reading.read_bytes(&cache) }))
+    }
+}
+
+/// Values of a cache, and keys if the policy changes them, padded to the longest list.
+fn rows(policy: &Policy, cache: &PagedCache) -> Vec<(&'static str, Vec<f32>)> {
+    let (width, lists, columns) = (cache.shape().head_dim, cache.shape().lists(), cache.max_len());
+    let all = |read: &dyn Fn(usize, usize, &mut [f32])| {
+        let mut rows = vec![0.0; lists * columns * width];
+        for list in 0..lists {
+            let rows = rows[list * columns * width..].chunks_exact_mut(width).take(cache.lens()[list]);
+            rows.enumerate().for_each(|(slot, row)| read(list, slot, row));
+        }
+        rows
+    };
+    let mut named = vec![("values", all(&|list, slot, row| cache.read_value(list, slot, row)))];
+    if policy.rerotates || policy.action.as_ref().is_some_and(|action| action.changes_keys()) {
+        named.push(("keys", all(&|list, slot, row| cache.read_key(list, slot, row))));
+    }
+    named
+}
+
+fn write(
+    args: &Args,
+    shape: &Shape,
+    judged: &Judged,
+    rows: &[(&str, Vec<f32>)],
+    read: Option<&Read>,
+) -> Result<(), Failure> {
     let lists = shape.batch * shape.kv_heads;
     let kept_len: Vec<i64> = (0..lists).map(|list| judged.selection.kept(list).len() as i64).collect();
     let columns = kept_len.iter().copied().max().unwrap_or(0) as usize;
@@ -205,12 +311,22 @@ fn write(args: &Args, shape: &Shape, judged: &Judged) -> Result<(), Failure> {
     if let Some(scores) = &judged.scores {
         outputs.push(Output::f32("scores", with(shape.kv_len), scores));
     }
+    for (name, rows) in rows {
+        outputs.push(Output::f32(name, [heads.clone(), vec![columns, shape.head_dim]].concat(), rows));
+    }
+    let chosen = read.map_or(Vec::new(), |read| read.chosen.concat());
+    if let Some(read) = read {
+        outputs.push(Output::i64(read.name, with(chosen.len() / lists), &chosen));
+    }
     Ok(file::write(&args.output, &outputs)?)
 }
 
 fn summary(report: &Report) -> String {
-    let said =
-        if report.evicted_tokens == 0 { "\nnothing was evicted: the budget holds the whole context" } else { "" };
+    let said = match report.kv_bytes_read {
+        Some(bytes) => format!("\nnothing is evicted; a step with the last query reads {}", units::bytes(bytes)),
+        None if report.evicted_tokens == 0 => "\nnothing was evicted: the budget holds the whole context".into(),
+        None => String::new(),
+    };
     format!(
         "{} at {}: {} of {} tokens per KV head stay on average ({:.1}%)\n\
          KV {} -> {}, ties {:.1}%, judged in {}{said}\n",

@@ -46,6 +46,16 @@ pub enum BudgetError {
         /// Its sinks.
         sink: usize,
     },
+    /// One that means nothing to a policy that chooses what is read.
+    #[error("budget {budget}: '{policy}' {reason}")]
+    Reader {
+        /// The budget.
+        budget: String,
+        /// The policy.
+        policy: String,
+        /// What would be right.
+        reason: String,
+    },
 }
 
 impl Budget {

@@ -27,11 +27,11 @@ impl Policy {
         Ok(Some(Scored { values, highest_judged, protect }))
     }
 
-    /// Tokens of a context that each KV head may keep under `budget` on average; all of them for a policy that keeps
-    /// everything.
+    /// Tokens of a context that each KV head may keep under `budget` on average, or read in a step; all of them for a
+    /// policy that keeps and reads everything.
     ///
     /// # Errors
-    /// When nothing would stay, or fewer than the sinks and one token more.
+    /// When nothing would stay, fewer than the sinks and one token more, or a budget that means nothing to a reader.
     pub fn budget_tokens(
         &self,
         name: &str,
@@ -40,7 +40,14 @@ impl Policy {
         token_bytes: u64,
         lists: usize,
     ) -> Result<usize, BudgetError> {
-        let (Some(scorer), Some(budget)) = (&self.scorer, budget) else { return Ok(context_tokens) };
+        let Some(budget) = budget else { return Ok(context_tokens) };
+        if let Some(reader) = &self.reader {
+            let tokens = budget.tokens(context_tokens, token_bytes, lists)?;
+            let refused = |reason| BudgetError::Reader { budget: budget.to_string(), policy: name.into(), reason };
+            reader.check(tokens, context_tokens).map_err(refused)?;
+            return Ok(tokens);
+        }
+        let Some(scorer) = &self.scorer else { return Ok(context_tokens) };
         let tokens = budget.tokens(context_tokens, token_bytes, lists)?;
         let sink = scorer.protect(tokens).sink;
         if tokens <= sink && tokens < context_tokens {

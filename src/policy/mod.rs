@@ -2,7 +2,8 @@
 //!
 //! A policy is a scorer x an allotment x a schedule x an action. The scorer gives every cached token of every KV head
 //! an importance; the allotment divides the budget over layers and heads; the schedule says when tokens are judged;
-//! the action says what becomes of a loser before its bytes are given back. A published method is a [`PolicyEntry`]:
+//! the action says what becomes of a loser before its bytes are given back. A reader instead keeps everything and chooses
+//! what each decode step reads. A published method is a [`PolicyEntry`]:
 //! a scorer with the method's defaults; [`PartEntry`]s replace one of these, as in `snapkv:window=64+ada:floor=0.2`,
 //! and a [`Preset`] names a combination. Adding one is one file and one line in [`POLICIES`], [`PARTS`] or [`PRESETS`];
 //! a crate of your own adds its entries to a [`Registry`].
@@ -20,6 +21,7 @@ mod registry;
 mod schedule;
 mod scorers;
 mod select;
+pub mod sparse;
 mod tensors;
 
 pub use budget::{Budget, BudgetError};
@@ -38,6 +40,7 @@ use crate::memory::ArenaError;
 use crate::named::NamedError;
 use action::Action;
 use allotment::{OverHeads, OverLayers};
+use sparse::Reader;
 
 /// The methods that come with kvsieve, in the order in which they are listed.
 pub const POLICIES: &[PolicyEntry] = &[
@@ -63,6 +66,8 @@ pub const POLICIES: &[PolicyEntry] = &[
     scorers::max_attention::ENTRY,
     scorers::r_kv::ENTRY,
     scorers::oracle::ENTRY,
+    sparse::quest::ENTRY,
+    sparse::think::ENTRY,
 ];
 
 /// What may replace a part of a method, in the order in which it is listed.
@@ -84,6 +89,10 @@ pub const PARTS: &[PartEntry] = &[
     scorers::chunkkv::ENTRY,
     scorers::blocks::ENTRY,
     action::drop::ENTRY,
+    action::merge::ENTRY,
+    action::cam::ENTRY,
+    action::accumulate::ENTRY,
+    action::rerotate::ENTRY,
 ];
 
 /// What went wrong in a policy.
@@ -183,6 +192,10 @@ pub struct Policy {
     pub schedule: Schedule,
     /// What becomes of a loser; `None` drops it.
     pub action: Option<Box<dyn Action>>,
+    /// Whether keys that stay are turned to positions inside the cache.
+    pub rerotates: bool,
+    /// What decode steps read, for a policy that keeps everything; `None` reads all that is there.
+    pub reader: Option<Box<dyn Reader>>,
 }
 
 impl Policy {
@@ -194,7 +207,14 @@ impl Policy {
             heads: Box::new(allotment::uniform::Uniform),
             schedule: Schedule::default(),
             action: None,
+            rerotates: false,
+            reader: None,
         }
+    }
+
+    /// A policy that keeps everything and reads a part of it in each decode step.
+    pub fn reading(reader: impl Reader + 'static) -> Self {
+        Policy { reader: Some(Box::new(reader)), ..Policy::full() }
     }
 
     /// A policy that judges once after prefill, gives every head the same budget, and drops losers.
@@ -208,12 +228,13 @@ impl Policy {
         self
     }
 
-    /// What its scorer, its allotments and its action look at, each once.
+    /// What its scorer, its allotments, its action and its reader look at, each once.
     pub fn needs(&self) -> Vec<Statistic> {
         let mut needs = self.scorer.as_ref().map_or(Vec::new(), |scorer| scorer.needs());
         needs.extend(self.layers.needs());
         needs.extend(self.heads.needs());
         needs.extend(self.action.as_ref().map_or(Vec::new(), |action| action.needs()));
+        needs.extend(self.reader.as_ref().map_or(Vec::new(), |reader| reader.needs()));
         needs.sort_unstable();
         needs.dedup();
         needs

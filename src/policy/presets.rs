@@ -59,6 +59,12 @@ pub const PRESETS: &[Preset] = &[
         about: "heads that look near keep the first and the recent tokens, the others share the rest of the budget",
     },
     Preset {
+        name: "streaming-llm@paper",
+        text: "streaming-llm+rerotate",
+        paper: "2309.17453",
+        about: "StreamingLLM with positions inside the cache, as its authors have it",
+    },
+    Preset {
         name: "simlayerkv",
         text: "streaming-llm+once+simlayer",
         paper: "2410.13846",

@@ -76,6 +76,8 @@ pub enum Part {
     Scorer(ChangeScorer),
     /// What becomes of a loser; `None` drops it.
     Action(Option<Box<dyn Action>>),
+    /// Turns keys to positions inside the cache.
+    Rerotate,
 }
 
 impl Part {
@@ -89,6 +91,7 @@ impl Part {
             Part::Decoding(_) | Part::Delayed { .. } => "schedule of decoding",
             Part::Scorer(_) => "change of the scores",
             Part::Action(_) => "action",
+            Part::Rerotate => "positions of keys",
         }
     }
 
@@ -102,6 +105,7 @@ impl Part {
             Part::Decoding(_) | Part::Delayed { .. } => &["when tokens are judged while decoding"],
             Part::Scorer(_) => &[],
             Part::Action(_) => &["what becomes of a loser"],
+            Part::Rerotate => &["the positions of keys"],
         }
     }
 
@@ -120,6 +124,7 @@ impl Part {
             }
             Part::Scorer(change) => policy.scorer = policy.scorer.take().map(change),
             Part::Action(action) => policy.action = action,
+            Part::Rerotate => policy.rerotates = true,
         }
     }
 }
@@ -289,6 +294,13 @@ fn sensible(policy: &Policy) -> Result<(), String> {
     if needs.contains(&Statistic::FutureAttention) && again {
         return Err("it looks into the future once, after prefill; it cannot judge again".into());
     }
+    if policy.rerotates && needs.contains(&Statistic::BeforeRope) && again {
+        return Err(
+            "it judges again by vectors before RoPE, and 'rerotate' turns keys to other positions after the first \
+                    judgement; use 'once', or leave 'rerotate' out"
+                .into(),
+        );
+    }
     let moving = [Statistic::RecentAttention, Statistic::AccumulatedAttention];
     if policy.schedule.decoding == Decoding::Delayed && needs.iter().any(|need| moving.contains(need)) {
         return Err("a delayed judgement compares a score with those of prefill, and attention changes with every \
@@ -339,6 +351,14 @@ mod tests {
             ("snapkv+ada+global", "'ada' and 'global' both settle how heads share the budget"),
             ("snapkv+every+once", "'every' and 'once' both settle when tokens are judged while decoding; give one"),
             ("oracle+every", "it looks into the future once"),
+            ("quest+merge", "'quest' keeps everything, so 'merge' has nothing to do"),
+            ("think+rerotate", "'think' keeps everything, so 'rerotate' has nothing to do"),
+            ("knorm+merge+cam", "'merge' and 'cam' both settle what becomes of a loser"),
+            ("knorm+rerotate+rerotate", "'rerotate' is given twice"),
+            ("knorm+merge:threshold=2", "merge: threshold is '2'; it must be"),
+            ("knorm+cam:window=0", "cam: window is '0'; it must be"),
+            ("think:ratio=1", "think: ratio is '1'; it must be"),
+            ("dms+cam", "attention changes with every query"),
             ("snapkv+delayed", "attention changes with every query"),
             ("snapkv+knorm", "unknown part of a policy 'knorm'"),
             ("snapkw", "unknown policy 'snapkw'; there are full, random"),

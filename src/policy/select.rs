@@ -59,7 +59,7 @@ pub fn select(policy: &Policy, context: &Context<'_>, scored: &mut Scored) -> Re
 }
 
 /// Writes the slots of the `count` best scores, ascending; returns the best score that was lost.
-fn keep_best(scores: &[f32], count: usize, ranks: &mut [f32], slots: &mut [u32]) -> f32 {
+pub(super) fn keep_best(scores: &[f32], count: usize, ranks: &mut [f32], slots: &mut [u32]) -> f32 {
     if count >= scores.len() {
         slots.iter_mut().zip(0..scores.len() as u32).for_each(|(target, slot)| *target = slot);
         return f32::NEG_INFINITY;

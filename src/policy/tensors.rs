@@ -13,6 +13,8 @@ pub struct Judged {
     pub scores: Option<Buffer<f32>>,
     /// The tokens that stay.
     pub selection: Selection,
+    /// Attention that each token received from all queries, `[B, Hkv, Lk]`, where the policy looks at it.
+    pub accumulated: Option<Buffer<f32>>,
     /// Share of judged tokens whose score equals that of another of the same list.
     pub tie_rate: f64,
 }
@@ -89,7 +91,8 @@ pub fn judge(policy: &Policy, call: Forward<'_>, given: Given<'_>, arena: &Arena
         seen_tokens: shape.kv_len,
         before_rope,
         w_o: given.w_o,
-        budget_tokens: given.budget_tokens,
+        // A policy without scores keeps everything; its budget may be for what a step reads.
+        budget_tokens: if policy.scorer.is_some() { given.budget_tokens } else { shape.kv_len },
         seed: given.seed,
         arena,
     };
@@ -104,7 +107,7 @@ pub fn judge(policy: &Policy, call: Forward<'_>, given: Given<'_>, arena: &Arena
     };
     let selection = select(policy, &context, &mut scored)?;
     let tie_rate = tie_rate(&context, &scored);
-    Ok(Judged { scores: policy.scorer.is_some().then_some(scored.values), selection, tie_rate })
+    Ok(Judged { scores: policy.scorer.is_some().then_some(scored.values), selection, accumulated, tie_rate })
 }
 
 /// Log-sum-exps of a call, `[B, Hq, Lq]`.

@@ -121,8 +121,12 @@ impl Prepared {
     /// Whether the budget leaves its policy nothing to evict. A policy that keeps everything whatever its budget is
     /// another matter: it runs, and is found out.
     pub fn budget_holds_context(&self) -> bool {
+        let context = self.cell.context_tokens;
+        if let Some(reader) = self.policy.as_ref().and_then(|policy| policy.reader.as_ref()) {
+            return self.cell.budget.is_some() && reader.reads_all(self.budget_tokens, context);
+        }
         let judges = self.policy.as_ref().is_some_and(|policy| policy.scorer.is_some());
-        judges && self.cell.budget.is_some() && self.budget_tokens >= self.cell.context_tokens
+        judges && self.cell.budget.is_some() && self.budget_tokens >= context
     }
 
     /// Extents of the inputs.
@@ -163,7 +167,13 @@ impl Prepared {
             Measure::Forward => (flops, 0),
             Measure::Backward => (flops * 5 / 2, 0),
             Measure::Decode => (flops, read(self.cell.context_tokens)),
-            Measure::Evict => (flops, read(self.budget_tokens)),
+            Measure::Evict => match self.policy.as_ref().and_then(|policy| policy.reader.as_ref()) {
+                Some(reader) => {
+                    let context = self.cell.context_tokens;
+                    (flops, reader.step_bytes(&evict::cache_shape(self), self.budget_tokens, context, context))
+                }
+                None => (flops, read(self.budget_tokens)),
+            },
             Measure::Serve => (0, 0),
         }
     }

@@ -1,12 +1,15 @@
 //! Decode steps over what stayed.
 
+use super::asked::Recent;
+use super::judge::Queries;
 use super::late::Late;
 use super::{Session, judging};
-use crate::attention::{Outputs, Shape, kernel};
+use crate::attention::{Forward, KvRows, Outputs, Shape, kernel};
 use crate::experiment::measure::check::finite;
 use crate::experiment::measure::{Prepared, Turn, TurnError, timed};
 use crate::memory::Label;
 use crate::policy::Decoding;
+use crate::policy::sparse::{Reading, Start};
 
 /// One decode step over at most everything; the workspace is taken once for all steps.
 pub(super) fn step_shape(prepared: &Prepared) -> Shape {
@@ -17,7 +20,7 @@ impl Session<'_> {
     /// Decodes the new tokens one by one; adds the mean times of a step and of what the schedule costs.
     pub(super) fn decode(&mut self, turn: &mut Turn) -> Result<Late, TurnError> {
         let (cell, bench) = (&self.prepared.cell, self.bench);
-        let (k, v) = (bench.workload.k.view(), bench.workload.v.view());
+        let q = bench.workload.q.view();
         let kernel = kernel("decode").expect("the decode kernel is built in");
         let shape = step_shape(self.prepared);
         let mut workspace =
@@ -28,14 +31,36 @@ impl Session<'_> {
             lse: bench.arena.alloc(Label::Activations, cell.new_tokens * shape.rows())?,
             live_bytes: Vec::new(),
             read_bytes: 0,
+            all_bytes: 0,
+        };
+        let mut reading = self.open_reader(turn)?;
+        let context = cell.context_tokens;
+        let mut recent = match Recent::queries(self.prepared) {
+            Some(queries) => Some(Recent::hold(bench.arena, q.tokens(context - queries..context))?),
+            None => None,
         };
         let (mut decode_ns, mut judge_ns) = (0, 0);
         for step in 0..cell.new_tokens {
             let token = cell.context_tokens + step;
-            self.cache.append(k, v, token..token + 1)?;
+            self.append(token..token + 1)?;
+            let query = q.tokens(token..token + 1);
+            let asked = self.ask(query, token + 1)?;
             bench.poison(&mut outputs);
-            let call = self.call(token..token + 1);
-            let (step_ns, result) = timed(|| kernel.forward(&call, &mut outputs, &mut workspace));
+            let (step_ns, result) = timed(|| {
+                let Some(reading) = &mut reading else {
+                    return kernel.forward(&self.call(asked.view()), &mut outputs, &mut workspace);
+                };
+                reading.step(asked.view(), &self.cache, bench.cpu);
+                let (call, rows) = (self.call(reading.query(asked.view())), reading.rows(&self.cache));
+                let call = match &rows {
+                    Some(rows) => {
+                        let kv_len = rows.max_len().min(call.shape.kv_len);
+                        Forward { shape: Shape { kv_len, ..call.shape }, kv: rows as &dyn KvRows, ..call }
+                    }
+                    None => call,
+                };
+                kernel.forward(&call, &mut outputs, &mut workspace)
+            });
             result?;
             decode_ns += step_ns;
             if bench.truth.is_some() {
@@ -43,10 +68,18 @@ impl Session<'_> {
                 late.store(step, &outputs);
                 late.live_bytes.push(self.kv_bytes_live());
                 let tokens: usize = self.cache.lens().iter().sum();
-                late.read_bytes += tokens as u64 * self.cache.shape().token_bytes();
+                let all = tokens as u64 * self.cache.shape().token_bytes();
+                late.all_bytes += all;
+                late.read_bytes += reading.as_ref().map_or(all, |reading| reading.read_bytes(&self.cache));
             }
             if let Some(policy) = judging(self.prepared) {
-                let (ns, result) = timed(|| self.judge_step(policy, step, &outputs.lse));
+                let queries = Queries { q: asked.view(), end: token + 1, lse: &outputs.lse };
+                let (ns, result) = timed(|| {
+                    if let Some(recent) = &mut recent {
+                        recent.push(query);
+                    }
+                    self.judge_step(policy, step, &queries, recent.as_ref())
+                });
                 result?;
                 judge_ns += ns;
             }
@@ -57,5 +90,22 @@ impl Session<'_> {
             turn.samples_ns.insert("decode_evict", judge_ns / steps);
         }
         Ok(late)
+    }
+
+    /// Begins to read by the policy's reader, if it has one; adds what that costs to the times.
+    fn open_reader(&self, turn: &mut Turn) -> Result<Option<Box<dyn Reading>>, TurnError> {
+        let (prepared, bench) = (self.prepared, self.bench);
+        let Some(reader) = prepared.policy.as_ref().and_then(|policy| policy.reader.as_ref()) else { return Ok(None) };
+        let context = prepared.cell.context_tokens;
+        let start = Start {
+            cache: &self.cache,
+            q: bench.workload.q.view().tokens(context.saturating_sub(reader.recent_queries())..context),
+            budget_tokens: prepared.budget_tokens,
+            cpu: bench.cpu,
+            arena: bench.arena,
+        };
+        let (ns, reading) = timed(|| reader.open(&start));
+        turn.samples_ns.insert("score", ns);
+        Ok(Some(reading?))
     }
 }

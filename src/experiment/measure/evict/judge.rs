@@ -1,18 +1,21 @@
 //! Judgements: statistics, scores, selection, and what becomes of the losers.
 
 use super::Session;
+use super::asked::Recent;
 use crate::attention::{Forward, Outputs, Shape, export, kernel};
 use crate::experiment::measure::{TurnError, timed};
 use crate::memory::{Buffer, Label};
 use crate::policy::action::Fold;
 use crate::policy::{BeforeRope, Context, Decoding, Future, Policy, Scored, Selection, Statistic, select, tie_rate};
-use std::ops::Range;
+use crate::tensor::TensorView;
 
-/// The latest queries, which have seen the cache as it is.
+/// Queries that have seen the cache as it is.
 pub(super) struct Queries<'a> {
-    /// Their tokens.
-    pub range: Range<usize>,
-    /// Their log-sum-exps, `[layers * B, Hq, range]`.
+    /// As the cache is asked, `[layers * B, Hq, n, D]`.
+    pub q: TensorView<'a>,
+    /// The token behind the last one's: tokens seen so far.
+    pub end: usize,
+    /// Their log-sum-exps, `[layers * B, Hq, n]`.
     pub lse: &'a [f32],
 }
 
@@ -23,16 +26,23 @@ pub(super) fn future_shape(prepared: &crate::experiment::measure::Prepared) -> S
 }
 
 impl Session<'_> {
-    /// Judges the cache and shrinks it to the budget. The selection of the `last` judgement of prefill is what a
-    /// delayed schedule compares with.
-    pub(super) fn judge(&mut self, policy: &Policy, queries: &Queries<'_>, last: bool) -> Result<(), TurnError> {
+    /// Judges the cache by the latest queries and shrinks it to the budget; the attention of the `fresh` ones, which came
+    /// since the last judgement or step, is added to what tokens received. The selection of the `last` judgement of
+    /// prefill is what a delayed schedule compares with.
+    pub(super) fn judge(
+        &mut self,
+        policy: &Policy,
+        queries: &Queries<'_>,
+        fresh: &Queries<'_>,
+        last: bool,
+    ) -> Result<(), TurnError> {
         let (prepared, bench) = (self.prepared, self.bench);
         // The bound's own pass over the future is no cost of a policy: it is not timed.
         let future_lse = match policy.looks_at(Statistic::FutureAttention) {
             true => Some(self.future_lse()?),
             false => None,
         };
-        let (ns, accumulated) = timed(|| self.accumulate(policy, queries));
+        let (ns, accumulated) = timed(|| self.accumulate(policy, fresh));
         self.score_ns += ns;
         let accumulated = accumulated?;
         let all = bench.dense(prepared.cell.context_tokens + prepared.cell.new_tokens)?;
@@ -42,8 +52,8 @@ impl Session<'_> {
             let (params, q) = (prepared.cell.params(), bench.workload.q.view().tokens(new));
             Future { call: Forward { shape, params, q, kv: &all, cpu: bench.cpu }, lse }
         });
-        let (selection, scored) = {
-            let positions = |list, slot| self.cache.position(list, slot);
+        let selection = {
+            let positions = |list, slot| self.cache.origin(list, slot);
             let context = Context { future, ..self.context(queries, accumulated.as_deref(), &positions) };
             let (ns, scored) = timed(|| policy.score(&context));
             let mut scored = scored?.expect("a policy with a scorer gives scores");
@@ -51,11 +61,10 @@ impl Session<'_> {
             self.tie_rate = if bench.truth.is_some() { tie_rate(&context, &scored) } else { 0.0 };
             self.score_ns += ns;
             self.evict_ns += select_ns;
-            (selection?, scored)
+            selection?
         };
         drop(accumulated);
-        let kv_len = self.cache.max_len();
-        let (ns, result) = timed(|| self.keep(policy, &selection, &scored, kv_len, queries.range.end));
+        let (ns, result) = timed(|| self.keep(policy, &selection));
         self.evict_ns += ns;
         result?;
         if last {
@@ -73,13 +82,13 @@ impl Session<'_> {
     ) -> Context<'c> {
         let (cell, bench) = (&self.prepared.cell, self.bench);
         Context {
-            call: self.call(queries.range.clone()),
+            call: self.call(queries.q),
             layers: cell.layers,
             lse: queries.lse,
             future: None,
             accumulated,
             positions,
-            seen_tokens: queries.range.end,
+            seen_tokens: queries.end,
             before_rope: self.frequencies.as_ref().map(|frequencies| BeforeRope { frequencies, q: None, k: None }),
             w_o: None,
             budget_tokens: self.prepared.budget_tokens,
@@ -88,17 +97,11 @@ impl Session<'_> {
         }
     }
 
-    /// Queries of the workload over the cache, all layers at once.
-    pub(super) fn call(&self, queries: Range<usize>) -> Forward<'_> {
-        let (cell, bench) = (&self.prepared.cell, self.bench);
-        let shape = Shape { q_len: queries.len(), kv_len: self.cache.max_len(), ..cell.shape() };
-        Forward {
-            shape,
-            params: cell.params(),
-            q: bench.workload.q.view().tokens(queries),
-            kv: &self.cache,
-            cpu: bench.cpu,
-        }
+    /// Queries over the cache, all layers at once.
+    pub(super) fn call<'c>(&'c self, q: TensorView<'c>) -> Forward<'c> {
+        let cell = &self.prepared.cell;
+        let shape = Shape { q_len: q.dims()[2], kv_len: self.cache.max_len(), ..cell.shape() };
+        Forward { shape, params: cell.params(), q, kv: &self.cache, cpu: self.bench.cpu }
     }
 
     fn future_lse(&self) -> Result<Buffer<f32>, TurnError> {
@@ -130,7 +133,7 @@ impl Session<'_> {
         if !policy.looks_at(Statistic::AccumulatedAttention) {
             return Ok(None);
         }
-        let (call, arena) = (self.call(queries.range.clone()), self.bench.arena);
+        let (call, arena) = (self.call(queries.q), self.bench.arena);
         let kv_len = call.shape.kv_len;
         let mut sums = arena.alloc::<f32>(Label::Policy, self.cache.shape().lists() * kv_len)?;
         let mut scratch = arena.alloc(Label::Workspace, export::workspace(&call.shape, call.cpu.threads()))?;
@@ -143,71 +146,80 @@ impl Session<'_> {
         Ok(Some(sums))
     }
 
-    /// Shrinks every list to what was selected; the policy's action first folds losers into tokens that stay.
-    fn keep(
-        &mut self,
-        policy: &Policy,
-        selection: &Selection,
-        scored: &Scored,
-        kv_len: usize,
-        seen_tokens: usize,
-    ) -> Result<(), TurnError> {
+    /// Shrinks every list to what was selected, as the policy does it.
+    fn keep(&mut self, policy: &Policy, selection: &Selection) -> Result<(), TurnError> {
         for list in 0..self.cache.shape().lists() {
-            let (kept, len) = (selection.kept(list), self.cache.lens()[list]);
-            if let Some(action) = policy.action.as_ref().filter(|_| kept.len() < len) {
-                let fold = Fold { arena: self.bench.arena, seed: self.prepared.cell.seed, seen_tokens };
-                action.fold(&fold, &mut self.cache, list, kept, &scored.values[list * kv_len..][..len])?;
-            }
-            self.evicted_tokens += (len - kept.len()) as u64;
-            self.cache.retain(list, kept.iter().map(|&slot| slot as usize))?;
+            self.shrink(policy, list, selection.kept(list))?;
         }
         self.cache.release();
         Ok(())
     }
 
-    /// What the schedule asks for after a decode step.
-    pub(super) fn judge_step(&mut self, policy: &Policy, step: usize, step_lse: &[f32]) -> Result<(), TurnError> {
+    fn shrink(&mut self, policy: &Policy, list: usize, kept: &[u32]) -> Result<(), TurnError> {
+        self.evicted_tokens += (self.cache.lens()[list] - kept.len()) as u64;
+        let fold = Fold {
+            arena: self.bench.arena,
+            cpu: self.bench.cpu,
+            seed: self.prepared.cell.seed,
+            draws: None,
+            rope: self.frequencies.as_ref(),
+        };
+        Ok(policy.shrink(&fold, &mut self.cache, list, kept)?)
+    }
+
+    /// What the schedule asks for after a decode step, whose query is `fresh`; `recent` holds the latest queries where
+    /// the policy looks at more than that one.
+    pub(super) fn judge_step(
+        &mut self,
+        policy: &Policy,
+        step: usize,
+        fresh: &Queries<'_>,
+        recent: Option<&Recent>,
+    ) -> Result<(), TurnError> {
         let due = match policy.schedule.decoding {
             Decoding::Never => return Ok(()),
             Decoding::EverySteps(steps) => (step + 1).is_multiple_of(steps),
             Decoding::Delayed => true,
         };
-        let end = self.prepared.cell.context_tokens + step + 1;
-        let queries = Queries { range: end - 1..end, lse: step_lse };
         if !due {
             // The attention of every query counts, also in steps that evict nothing.
-            self.accumulate(policy, &queries)?;
+            self.accumulate(policy, fresh)?;
             return Ok(());
         }
-        let recent = policy.scorer.as_ref().map_or(1, |scorer| scorer.recent_queries()).min(end);
-        if recent == 1 || policy.looks_at(Statistic::AccumulatedAttention) {
-            return self.judge_due(policy, &queries);
-        }
-        let range = end - recent..end;
-        let lse = self.pass(&self.call(range.clone()))?.lse;
-        self.judge_due(policy, &Queries { range, lse: &lse })
+        let Some(recent) = recent else { return self.judge_due(policy, fresh, fresh) };
+        let asked = self.ask(recent.view(), fresh.end)?;
+        let lse = self.pass(&self.call(asked.view()))?.lse;
+        self.judge_due(policy, &Queries { q: asked.view(), end: fresh.end, lse: &lse }, fresh)
     }
 
-    fn judge_due(&mut self, policy: &Policy, queries: &Queries<'_>) -> Result<(), TurnError> {
+    fn judge_due(&mut self, policy: &Policy, queries: &Queries<'_>, fresh: &Queries<'_>) -> Result<(), TurnError> {
         if policy.schedule.decoding != Decoding::Delayed {
-            return self.judge(policy, queries, false);
+            return self.judge(policy, queries, fresh, false);
         }
         let kv_len = self.cache.max_len();
-        let positions = |list, slot| self.cache.position(list, slot);
+        let positions = |list, slot| self.cache.origin(list, slot);
         let scored = policy.score(&self.context(queries, None, &positions))?;
         let scored = scored.expect("a policy with a scorer gives scores");
         let window = policy.scorer.as_ref().map_or(0, |scorer| scorer.protect(self.prepared.budget_tokens).window);
-        self.judge_leaving(&scored, kv_len, window)
+        self.judge_leaving(policy, &scored, kv_len, window)
     }
 
-    /// Drops, in each list, the token that has just left the window if it does not beat all that prefill lost.
-    fn judge_leaving(&mut self, scored: &Scored, kv_len: usize, window: usize) -> Result<(), TurnError> {
+    /// Evicts, in each list, the token that has just left the window if it does not beat all that prefill lost.
+    fn judge_leaving(
+        &mut self,
+        policy: &Policy,
+        scored: &Scored,
+        kv_len: usize,
+        window: usize,
+    ) -> Result<(), TurnError> {
+        let mut stays: Buffer<u32> = self.bench.arena.alloc(Label::Policy, kv_len)?;
         for list in 0..self.cache.shape().lists() {
             let len = self.cache.lens()[list];
             let Some(slot) = len.checked_sub(window + 1) else { continue };
             if scored.values[list * kv_len + slot] <= self.best_lost[list] {
-                self.cache.retain_ranges(list, [0..slot, slot + 1..len])?;
-                self.evicted_tokens += 1;
+                let others = (0..len as u32).filter(|&other| other as usize != slot);
+                stays.iter_mut().zip(others).for_each(|(stays, other)| *stays = other);
+                self.shrink(policy, list, &stays[..len - 1])?;
             }
         }
         self.cache.release();

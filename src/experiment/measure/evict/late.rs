@@ -15,6 +15,8 @@ pub(super) struct Late {
     pub live_bytes: Vec<u64>,
     /// KV bytes that all steps together read.
     pub read_bytes: u64,
+    /// KV bytes that were there in all steps together.
+    pub all_bytes: u64,
 }
 
 impl Late {
@@ -33,7 +35,8 @@ impl Late {
     }
 
     /// Share of the dense attention mass that stayed for a row: `exp(lse - lse_dense)`, since a log-sum-exp over fewer
-    /// keys is the log of a part of the same sum.
+    /// keys is the log of a part of the same sum. Where keys are changed (by merging, or turned to other positions) it is
+    /// the mass that they now draw, at most 1.
     pub fn mass_kept(&self, cell: &Cell, at: [usize; 3], dense: &Row) -> f64 {
         (f64::from(self.lse[Self::row(cell, at)]) - dense.lse).exp().min(1.0)
     }

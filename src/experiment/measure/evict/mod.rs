@@ -2,9 +2,11 @@
 //!
 //! Prefill writes keys and values into the paged cache and attends to them there, layer by layer, in one piece or in
 //! chunks. After each chunk the policy judges and the cache shrinks for real; decoding reads only what is left, and the
-//! policy's schedule judges again. Late queries are compared with the dense f64 result. Layers are folded into the
-//! batch, so a decode step is one call for all of them.
+//! policy's schedule judges again. A policy that evicts nothing may instead read a part of the cache in each step. Late
+//! queries are compared with the dense f64 result. Layers are folded into the batch, so a decode step is one call for
+//! all of them.
 
+mod asked;
 mod decode;
 mod judge;
 mod late;
@@ -17,23 +19,19 @@ use super::check::finite;
 use super::{Bench, Prepared, Turn, TurnError, timed};
 use crate::attention::rope::Frequencies;
 use crate::attention::{Forward, KvRows, Outputs, Shape, Workspace};
-use crate::cache::{CacheShape, Column, PAGE_TOKENS, PagedCache};
+use crate::cache::{CacheShape, PAGE_TOKENS, PagedCache};
 use crate::memory::{Buffer, Label};
-use crate::policy::{Policy, Statistic};
-use crate::tensor::{DType, Rows};
+use crate::policy::{Policy, PolicyError, Statistic, action::rerotate::NO_ROPE};
+use crate::tensor::{DType, Rows, TensorView};
 use judge::Queries;
-use std::ops::Range;
 
 /// The policy of a cell, if it ever judges.
 fn judging(prepared: &Prepared) -> Option<&Policy> {
     prepared.policy.as_ref().filter(|policy| policy.scorer.is_some())
 }
 
-fn cache_shape(prepared: &Prepared) -> CacheShape {
+pub(super) fn cache_shape(prepared: &Prepared) -> CacheShape {
     let cell = &prepared.cell;
-    let policy = judging(prepared);
-    let attention = policy.is_some_and(|policy| policy.looks_at(Statistic::AccumulatedAttention));
-    let weight = policy.is_some_and(|policy| policy.action.as_ref().is_some_and(|action| action.weighs()));
     CacheShape {
         batch: cell.layers * cell.batch,
         kv_heads: cell.kv_heads,
@@ -41,12 +39,7 @@ fn cache_shape(prepared: &Prepared) -> CacheShape {
         dtype: cell.dtype,
         max_tokens: most_tokens(prepared),
         page_tokens: PAGE_TOKENS,
-        columns: match (attention, weight) {
-            (false, false) => &[],
-            (true, false) => &[Column::Attention],
-            (false, true) => &[Column::Weight],
-            (true, true) => &[Column::Attention, Column::Weight],
-        },
+        columns: judging(prepared).map_or(&[], Policy::columns),
     }
 }
 
@@ -97,7 +90,7 @@ struct Session<'a> {
     prepared: &'a Prepared,
     bench: Bench<'a>,
     cache: PagedCache,
-    /// To look behind RoPE, where the policy does and the inputs tell.
+    /// To look behind RoPE or to turn keys, where the policy does and the inputs tell.
     frequencies: Option<Frequencies>,
     /// Highest score that each list lost after prefill.
     best_lost: Vec<f32>,
@@ -112,9 +105,12 @@ pub(super) fn turn(prepared: &Prepared, bench: Bench<'_>) -> Result<Turn, TurnEr
     let cell = &prepared.cell;
     let mut turn = Turn::default();
     let rope = bench.workload.rope_theta.filter(|_| {
-        judging(prepared).is_some_and(|policy| policy.looks_at(Statistic::BeforeRope))
+        judging(prepared).is_some_and(|policy| policy.rerotates || policy.looks_at(Statistic::BeforeRope))
             && cell.head_dim.is_multiple_of(2)
     });
+    if rope.is_none() && judging(prepared).is_some_and(|policy| policy.rerotates) {
+        return Err(PolicyError::into(NO_ROPE));
+    }
     let mut session = Session {
         prepared,
         bench,
@@ -134,7 +130,7 @@ pub(super) fn turn(prepared: &Prepared, bench: Bench<'_>) -> Result<Turn, TurnEr
     let kept = session.kept();
     let late = session.decode(&mut turn)?;
     if let Some(truth) = bench.truth {
-        outcome::check(&session, &kept)?;
+        outcome::check(&session, &kept, &late)?;
         let drift = truth.drift(cell.head_dim, |at, row| row.copy_from_slice(late.o(cell, at)));
         if cell.budget.is_none() {
             super::check::accurate(&drift, cell.dtype)?;
@@ -178,21 +174,23 @@ impl Session<'_> {
         let mut prefill_ns = 0;
         for start in (0..context).step_by(chunk) {
             let range = start..context.min(start + chunk);
-            self.cache.append(bench.workload.k.view(), bench.workload.v.view(), range.clone())?;
-            let (chunk_ns, lse) = self.attend(range.clone())?;
+            self.append(range.clone())?;
+            let asked = self.ask(bench.workload.q.view().tokens(range.clone()), range.end)?;
+            let (chunk_ns, lse) = self.attend(asked.view())?;
             prefill_ns += chunk_ns;
             if let Some(policy) = judging(self.prepared) {
                 // What is left after the last chunk is what decoding begins with.
-                self.judge(policy, &Queries { range: range.clone(), lse: &lse }, range.end == context)?;
+                let queries = Queries { q: asked.view(), end: range.end, lse: &lse };
+                self.judge(policy, &queries, &queries, range.end == context)?;
             }
         }
         Ok(prefill_ns)
     }
 
-    /// Attention of the queries `range` to the cache; returns its time and the log-sum-exps, `[layers * B, Hq, range]`.
-    fn attend(&self, range: Range<usize>) -> Result<(u64, Buffer<f32>), TurnError> {
+    /// Attention of the queries `q` to the cache; returns its time and the log-sum-exps, `[layers * B, Hq, n]`.
+    fn attend(&self, q: TensorView<'_>) -> Result<(u64, Buffer<f32>), TurnError> {
         let (cell, bench, kernel) = (&self.prepared.cell, self.bench, &self.prepared.kernel);
-        let shape = Shape { batch: cell.batch, q_len: range.len(), kv_len: self.cache.max_len(), ..cell.shape() };
+        let shape = Shape { batch: cell.batch, q_len: q.dims()[2], kv_len: self.cache.max_len(), ..cell.shape() };
         let size = kernel.workspace(&shape, &cell.params(), cell.dtype, bench.cpu.threads());
         let mut workspace: Workspace = size.allocate(bench.arena)?;
         let mut outputs = Outputs::allocate(bench.arena, &shape, cell.dtype)?;
@@ -201,8 +199,7 @@ impl Session<'_> {
         for (layer, lse) in lse.chunks_mut(shape.rows()).enumerate() {
             let sequences = layer * cell.batch..(layer + 1) * cell.batch;
             let kv = Layer { cache: &self.cache, first: sequences.start };
-            let q = bench.workload.q.view().sequences(sequences).tokens(range.clone());
-            let call = Forward { shape, params: cell.params(), q, kv: &kv, cpu: bench.cpu };
+            let call = Forward { shape, params: cell.params(), q: q.sequences(sequences), kv: &kv, cpu: bench.cpu };
             bench.poison(&mut outputs);
             let (layer_ns, result) = timed(|| kernel.forward(&call, &mut outputs, &mut workspace));
             result?;

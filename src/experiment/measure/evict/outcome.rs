@@ -12,11 +12,20 @@ const STRETCHES: usize = 64;
 /// Moments of decoding that a record tells at most.
 const MOMENTS: usize = 128;
 
-/// Refuses a policy that evicted nothing, or did not meet its budget.
-pub(super) fn check(session: &Session<'_>, kept: &Kept) -> Result<(), TurnError> {
+/// Refuses a policy that evicted nothing, or did not meet its budget; one that reads a part must have read less.
+pub(super) fn check(session: &Session<'_>, kept: &Kept, late: &Late) -> Result<(), TurnError> {
     let (cell, prepared) = (&session.prepared.cell, session.prepared);
     let Some(budget) = &cell.budget else { return Ok(()) };
     let context = cell.context_tokens;
+    if prepared.policy.as_ref().is_some_and(|policy| policy.reader.is_some()) {
+        if late.read_bytes < late.all_bytes {
+            return Ok(());
+        }
+        return Err(TurnError::Failed(format!(
+            "the policy read no less than all: {} of {} bytes under a budget of {budget}",
+            late.read_bytes, late.all_bytes
+        )));
+    }
     if session.evicted_tokens == 0 {
         return Err(TurnError::Failed(format!(
             "the policy evicted nothing: a budget of {budget} against a context of {context} tokens"
@@ -82,7 +91,7 @@ pub(super) fn by_position(session: &Session<'_>) -> Vec<Vec<f32>> {
         .map(|(layer, head)| {
             let list = cache.list(layer * cell.batch, head);
             let mut kept = vec![0f32; stretches];
-            (0..cache.lens()[list]).for_each(|slot| kept[stretch(cache.position(list, slot))] += 1.0);
+            (0..cache.lens()[list]).for_each(|slot| kept[stretch(cache.origin(list, slot))] += 1.0);
             // Three digits are more than a picture shows.
             kept.iter().zip(&tokens).map(|(kept, all)| (kept / all * 1000.0).round() / 1000.0).collect()
         })

@@ -1,5 +1,6 @@
 //! Peak memory of the measure, from the shapes.
 
+use super::asked::{Recent, query_bytes};
 use super::decode::step_shape;
 use super::judge::future_shape;
 use super::{cache_shape, chunk_tokens, judging};
@@ -64,21 +65,27 @@ impl Plan<'_> {
         let (params, lse) = (cell.params(), Self::lse_bytes(&folded));
         let workspace = self.prepared.kernel.workspace(&layer, &params, cell.dtype, self.threads).bytes();
         let attention = Outputs::bytes(&layer, cell.dtype) + workspace;
-        let judgement = judging(self.prepared).map_or(0, |policy| self.judgement(policy, &folded));
-        self.held(old + tokens, start == 0 || self.even()) + lse + attention.max(judgement)
+        let judgement = judging(self.prepared).map_or(0, |policy| self.judgement(policy, &folded, &folded));
+        let turned = if self.rerotates() && old < start { query_bytes(cell, tokens) } else { 0 };
+        self.held(old + tokens, start == 0 || self.even()) + lse + turned + attention.max(judgement)
     }
 
-    /// What a judgement takes at most, besides the cache and the log-sum-exps of its queries.
-    fn judgement(&self, policy: &Policy, shape: &Shape) -> u64 {
+    fn rerotates(&self) -> bool {
+        judging(self.prepared).is_some_and(|policy| policy.rerotates)
+    }
+
+    /// What a judgement takes at most, besides the cache and the log-sum-exps of its queries; `fresh` is the shape of
+    /// those whose attention is added.
+    fn judgement(&self, policy: &Policy, shape: &Shape, fresh: &Shape) -> u64 {
         let row = 4 * (shape.batch * shape.kv_heads * shape.kv_len) as u64;
         let accumulates = policy.looks_at(Statistic::AccumulatedAttention);
-        let export = if accumulates { 4 * export::workspace(shape, self.threads) as u64 } else { 0 };
+        let export = if accumulates { 4 * export::workspace(fresh, self.threads) as u64 } else { 0 };
         let sums = if accumulates { row } else { 0 };
         let future = policy.looks_at(Statistic::FutureAttention).then(|| future_shape(self.prepared));
         let looked_at = future.unwrap_or(*shape);
         let scratch = policy.scorer.as_ref().map_or(0, |scorer| scorer.scratch_bytes(&looked_at, self.threads));
         let selection = selection_bytes(shape.batch * shape.kv_heads, shape.kv_len);
-        let fold = policy.action.as_ref().map_or(0, |action| row + selection + action.scratch_bytes(shape));
+        let fold = policy.action.as_ref().map_or(0, |action| row + action.scratch_bytes(shape, self.threads));
         let judged = (sums + export.max(row + scratch.max(selection))).max(fold);
         match future {
             None => judged,
@@ -100,7 +107,11 @@ impl Plan<'_> {
         let (new, step) = (cell.new_tokens, step_shape(self.prepared));
         let results = 4 * (new * step.rows() * (cell.head_dim + 1)) as u64;
         let steps = results + self.pass(&step);
-        let Some(policy) = judging(self.prepared) else { return self.held(cell.context_tokens + new, true) + steps };
+        let Some(policy) = judging(self.prepared) else {
+            let reader = self.prepared.policy.as_ref().and_then(|policy| policy.reader.as_ref());
+            let reader = reader.map_or(0, |reader| reader.bytes(&cache_shape(self.prepared), &step, self.threads));
+            return self.held(cell.context_tokens + new, true) + steps + reader;
+        };
         // A list grows until the schedule cuts it back to the budget.
         let grown = match policy.schedule.decoding {
             Decoding::EverySteps(steps) => steps.min(new),
@@ -112,17 +123,20 @@ impl Plan<'_> {
             Decoding::EverySteps(steps) if steps > new => self.accumulation(policy, tokens, grown),
             _ => self.judged_again(policy, tokens, grown),
         };
-        self.held(tokens, self.even()) + steps + again
+        let recent = Recent::queries(self.prepared).map_or(0, |queries| query_bytes(cell, queries));
+        let turned = if self.rerotates() { query_bytes(cell, 1) } else { 0 };
+        self.held(tokens, self.even()) + steps + recent + turned + again
     }
 
     /// A judgement between decode steps.
     fn judged_again(&self, policy: &Policy, tokens: usize, grown: usize) -> u64 {
-        let recent = policy.scorer.as_ref().map_or(1, |scorer| scorer.recent_queries());
-        let recent = if policy.looks_at(Statistic::AccumulatedAttention) { 1 } else { recent };
-        let shape = Shape { q_len: recent, kv_len: self.longest(tokens, grown), ..self.prepared.cell.shape() };
-        let judged = self.judgement(policy, &shape);
+        let cell = &self.prepared.cell;
+        let fresh = Shape { q_len: 1, kv_len: self.longest(tokens, grown), ..cell.shape() };
         // A single query has its log-sum-exps from its own step.
-        if recent == 1 { judged } else { self.pass(&shape).max(Self::lse_bytes(&shape) + judged) }
+        let Some(recent) = Recent::queries(self.prepared) else { return self.judgement(policy, &fresh, &fresh) };
+        let shape = Shape { q_len: recent, ..fresh };
+        let turned = if self.rerotates() { query_bytes(cell, recent) } else { 0 };
+        turned + self.pass(&shape).max(Self::lse_bytes(&shape) + self.judgement(policy, &shape, &fresh))
     }
 
     /// Column sums of a step that evicts nothing.
