@@ -20,7 +20,13 @@ pub const PRESETS: &[Preset] = &[
         name: "pyramidkv",
         text: "snapkv+pyramid",
         paper: "2406.02069",
-        about: "SnapKV with more budget for lower layers",
+        about: "SnapKV with more budget for lower layers, as kvpress has it (uniform where the top layer would get less than the window)",
+    },
+    Preset {
+        name: "pyramidkv@factory",
+        text: "snapkv:window=8,kernel=7,pool=max,queries=sum+pyramid",
+        paper: "2406.02069",
+        about: "the same with the settings that KVCache-Factory runs",
     },
     Preset {
         name: "ada-pyramidkv",
