@@ -137,7 +137,7 @@ fn a_run_leaves_records_figures_and_a_page() {
     let records = records(&cells(&run));
     assert_eq!(records.len(), 3);
     for record in &records {
-        assert_eq!((&record["status"], &record["schema"]), (&"ok".into(), &"kvsieve/cell/v1".into()));
+        assert_eq!((&record["status"], &record["schema"]), (&"ok".into(), &"kvsieve/cell/v2".into()));
         assert_eq!(record["memory"]["residual_bytes"], 0);
         assert_eq!(record["repro"], "kvsieve run x.toml");
         assert_eq!(record["run_id"], run.file_name().unwrap().to_str().unwrap());
@@ -238,6 +238,9 @@ fn torn_last_lines_are_cut_off_and_damaged_ones_are_named() {
         assert!(stderr.contains("cells.jsonl' line 2 is not a record"), "{stderr}");
     }
     assert_eq!(fs::read(&path).unwrap(), damaged, "nothing of it is lost");
+    fs::write(&path, String::from_utf8(whole).unwrap().replace("cell/v2", "cell/v1")).unwrap();
+    let stderr = desk.refuses(&["report", run.to_str().unwrap()]);
+    assert!(stderr.contains("line 1 is not a record: its schema is kvsieve/cell/v1"), "{stderr}");
 }
 
 #[test]

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
 /// Name and version of the record's schema.
-pub const SCHEMA: &str = "kvsieve/cell/v1";
+pub const SCHEMA: &str = "kvsieve/cell/v2";
 
 /// How a cell ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
