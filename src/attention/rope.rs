@@ -64,7 +64,7 @@ impl Rotation {
 }
 
 /// Rotates rows back one after the other. Where positions follow each other the angles are added up, in f64 and anew
-/// every [`Unrotation::FRESH`] rows, which costs a tenth of sines and cosines for each row.
+/// every 256 rows, which costs a tenth of sines and cosines for each row.
 pub struct Unrotation<'a> {
     frequencies: &'a Frequencies,
     /// Cosine and sine of each pair at the last row's position, and of one step.
