@@ -7,6 +7,7 @@
 
 mod backward;
 mod decode;
+pub mod cuda;
 pub mod export;
 pub mod few;
 mod naive;
