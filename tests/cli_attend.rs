@@ -348,7 +348,11 @@ fn wrong_options_are_named_in_one_line() {
         (&["--repeat", "-1"], 2, "-1 is not in 1.."),
         (&["--threads", "0"], 2, "0 threads asked; 1 to 1024 are possible"),
         (&["--threads", "1000000"], 2, "1000000 threads asked"),
-        (&["--device", "cuda", "--kernel", "reference"], 2, "unknown kernel of --device cuda 'reference'; there are naive"),
+        (
+            &["--device", "cuda", "--kernel", "reference"],
+            2,
+            "unknown kernel of --device cuda 'reference'; there are naive",
+        ),
         (&["--device", "cuda", "--kernel", "tiled:br=32"], 2, "'tiled' has no parameter 'br'; it has none"),
         (&["--device", "cuda:x"], 2, "unknown device 'cuda:x'; use cpu or cuda[:N]"),
         (&["--limit-memory", "8"], 2, "'8' is not an amount of memory"),

@@ -23,7 +23,8 @@ fn random(arena: &Arena, dtype: DType, dims: [usize; 4], seed: u64) -> Tensor {
 #[ignore = "cuda: needs a GPU and NVRTC"]
 fn cuda_kernels_agree_with_the_reference() {
     let (device, nvrtc, cpu) = (Device::open(0).unwrap(), Nvrtc::load(None).unwrap(), Cpu::new(None).unwrap());
-    let shape = |batch, q_heads, kv_heads, q_len, kv_len, head_dim| Shape { batch, q_heads, kv_heads, q_len, kv_len, head_dim };
+    let shape =
+        |batch, q_heads, kv_heads, q_len, kv_len, head_dim| Shape { batch, q_heads, kv_heads, q_len, kv_len, head_dim };
     let shapes = [
         shape(1, 1, 1, 1, 1, 64),
         shape(2, 4, 2, 130, 190, 64),

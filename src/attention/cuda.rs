@@ -142,8 +142,20 @@ impl Plan {
             return unsupported("grid on CUDA for so many heads or queries", "a smaller batch or shorter queries");
         }
         let Params { scale, softcap, causal, window } = *params;
-        let extents =
-            Extents { batch, q_heads, kv_heads, q_len, kv_len, head_dim, dtype, causal, window, scale, softcap, split_keys };
+        let extents = Extents {
+            batch,
+            q_heads,
+            kv_heads,
+            q_len,
+            kv_len,
+            head_dim,
+            dtype,
+            causal,
+            window,
+            scale,
+            softcap,
+            split_keys,
+        };
         Ok(Plan { program: Program { family, dtype, head_dim }, launches, workspace, extents })
     }
 }

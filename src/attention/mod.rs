@@ -6,8 +6,8 @@
 //! another. Adding a kernel is one file and one line in [`KERNELS`].
 
 mod backward;
-mod decode;
 pub mod cuda;
+mod decode;
 pub mod export;
 pub mod few;
 mod naive;

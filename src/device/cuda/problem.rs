@@ -102,7 +102,8 @@ impl<'a> Problem<'a> {
     pub fn new(extents: &Extents, operands: &'a mut Operands<'_>) -> Result<Self, CudaError> {
         let Extents { batch, q_heads, kv_heads, q_len, kv_len, head_dim, dtype, .. } = *extents;
         let rows = batch * q_heads * q_len;
-        let (q_bytes, kv_bytes) = (rows * head_dim * dtype.bytes(), batch * kv_heads * kv_len * head_dim * dtype.bytes());
+        let (q_bytes, kv_bytes) =
+            (rows * head_dim * dtype.bytes(), batch * kv_heads * kv_len * head_dim * dtype.bytes());
         let has = |name: &str, buffer: &DeviceBuffer, bytes: usize| match buffer.bytes() >= bytes as u64 {
             true => Ok(buffer.address()),
             false => Err(CudaError::Operand(format!("{name} has {} bytes; {bytes} are needed", buffer.bytes()))),

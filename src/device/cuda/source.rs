@@ -123,7 +123,8 @@ mod tests {
             }
             names
         };
-        let rust = include_str!("problem.rs").split_once("pub struct Problem<'a> {").unwrap().1.split_once('}').unwrap().0;
+        let rust =
+            include_str!("problem.rs").split_once("pub struct Problem<'a> {").unwrap().1.split_once('}').unwrap().0;
         let code = rust.lines().map(str::trim).filter(|line| !line.starts_with("//"));
         let rust: Vec<&str> = code.filter_map(|line| Some(line.split_once(':')?.0)).collect();
         assert_eq!(rust[..rust.len() - 1], fields(HEADERS[1].1), "the last of Rust's fields has no size");

@@ -103,6 +103,9 @@ void run(const Problem &p) {
 #endif
 }
 
+// The larger of two errors; no number is infinitely wrong, and stays so.
+double worse(double a, double b) { return std::isnan(b) ? INFINITY : std::max(a, b); }
+
 // Attention in f64 of one row; gives its lse.
 double reference(const Tensors &t, const Problem &p, const std::vector<double> (&kv)[2], size_t head, int i, int len,
                  std::vector<double> &o) {
@@ -132,7 +135,7 @@ double reference(const Tensors &t, const Problem &p, const std::vector<double> (
 
 int main() {
     // o is rounded to its type once, and so are the probabilities before the second product.
-    const double allowed = ELEMENT == F32 ? 3e-6 : ELEMENT == BF16 ? 8e-3 : 1e-3;
+    const double allowed = ELEMENT == F32 ? 1e-5 : ELEMENT == BF16 ? 1e-2 : 1.5e-3;
     const double lse_allowed = 2e-5; // relative to 1 + |lse|
     bool failed = false;
     double worst = 0, worst_lse = 0;
@@ -183,27 +186,26 @@ int main() {
             run(p);
             runs++;
             std::vector<double> o(HEAD_DIM);
-            double squares = 0, differences = 0;
             for (size_t row = 0; row < rows; row++) {
                 size_t head = row / c.q_len;
                 int len = t.lens[head / c.q_heads * c.kv_heads + head % c.q_heads / (c.q_heads / c.kv_heads)];
                 double lse = reference(t, p, kv, head, int(row % c.q_len), len, o);
                 bool same = std::isinf(lse) && t.lse[row] == lse;
-                double distance = same ? 0 : std::fabs(lse - t.lse[row]) / (1 + std::fabs(lse));
-                if (!(distance <= lse_error)) lse_error = distance; // NaN too
+                lse_error = worse(lse_error, same ? 0 : std::fabs(lse - t.lse[row]) / (1 + std::fabs(lse)));
+                double squares = 0, differences = 0;
                 for (int d = 0; d < HEAD_DIM; d++) {
                     double x = value_of(t.o, t.o32, row * HEAD_DIM + d);
                     squares += o[d] * o[d], differences += (x - o[d]) * (x - o[d]);
                 }
+                // Of each row: one that is wrong does not hide among many that are right.
+                error = worse(error, std::sqrt(squares > 0 ? differences / squares : differences));
             }
-            double distance = squares > 0 ? std::sqrt(differences / squares) : std::sqrt(differences);
-            if (!(distance <= error)) error = distance;
         }
         bool good = error <= allowed && lse_error <= lse_allowed;
         failed |= !good;
         worst = std::max(worst, error), worst_lse = std::max(worst_lse, lse_error);
         if (!good) printf("  WRONG %s: o %.2e (allowed %.0e), lse %.2e (allowed %.0e)\n", c.name, error, allowed, lse_error, lse_allowed);
     }
-    printf("%d runs, worst error of o %.2e, of lse %.2e\n", runs, worst, worst_lse);
+    printf("%d runs, worst row of o %.2e, worst lse %.2e\n", runs, worst, worst_lse);
     return failed;
 }

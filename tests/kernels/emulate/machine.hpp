@@ -3,7 +3,7 @@
 // Every CUDA thread is a fiber with a stack of its own; blocks run one after another. What a warp or a block does
 // together (shuffles, ldmatrix, mma.sync, barriers) is a meeting point: a fiber that comes early lets others run until
 // the last one is there. Blocks end with an error instead of hanging when nobody can go on. Two things that a GPU
-// leaves open are run both ways by the tests: the order in which threads run, and whether cp.async writes at once or
+// leaves open are run both ways by the tests: which warp runs first, and then as far as it can, and whether cp.async writes at once or
 // only when it is waited for (`Schedule`). Shared memory is full of NaN when a block starts.
 //
 // Found: wrong indices (under AddressSanitizer: every access outside a tensor or shared memory), wrong fragment
@@ -91,7 +91,7 @@ inline std::function<void()> body;
 inline void *scheduler;
 inline int current;
 inline Meeting block_meeting;
-inline long meetings; // that ended: a round of the scheduler without one, and without an end, is a deadlock
+inline long meetings; // that ended, and threads that did: a round without one is a deadlock
 inline std::unique_ptr<unsigned char[]> shared;
 inline size_t shared_bytes;
 
@@ -128,6 +128,23 @@ template <class Put, class Make, class Take> void together(Put put, Make make, T
     meet(warp().meeting, 32);
 }
 
+// Runs a warp as far as it gets without the others: a warp that needs a barrier and has none runs ahead. Gives how
+// many of its threads ended.
+inline int run_warp(int warp) {
+    int ended = 0;
+    for (long before = -1; before != meetings;) {
+        before = meetings;
+        for (int i = 0; i < 32; i++) {
+            current = 32 * warp + (schedule.backwards ? 31 - i : i);
+            if (fibers[current].done) continue;
+            threadIdx.x = current;
+            switch_stack(&scheduler, fibers[current].sp);
+            if (fibers[current].done) ended++, meetings++;
+        }
+    }
+    return ended;
+}
+
 // Runs a grid. The kernel is called once in each fiber.
 inline void launch(Dim3 grid, int threads, size_t dynamic_shared, const std::function<void()> &kernel) {
     gridDim = grid;
@@ -152,15 +169,9 @@ inline void launch(Dim3 grid, int threads, size_t dynamic_shared, const std::fun
                     fiber.groups.assign(1, {});
                 }
                 for (int left = threads; left;) {
-                    long before = meetings + left;
-                    for (int i = 0; i < threads; i++) {
-                        current = schedule.backwards ? threads - 1 - i : i;
-                        if (fibers[current].done) continue;
-                        threadIdx.x = current;
-                        switch_stack(&scheduler, fibers[current].sp);
-                        if (fibers[current].done) left--, meetings++;
-                    }
-                    if (left && meetings + left == before) {
+                    const long before = meetings;
+                    for (int i = 0; i < threads / 32; i++) left -= run_warp(schedule.backwards ? threads / 32 - 1 - i : i);
+                    if (left && meetings == before) {
                         fprintf(stderr, "deadlock: %d threads of block %u %u %u wait\n", left, blockIdx.x, blockIdx.y,
                                 blockIdx.z);
                         exit(3);
