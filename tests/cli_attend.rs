@@ -348,8 +348,12 @@ fn wrong_options_are_named_in_one_line() {
         (&["--repeat", "-1"], 2, "-1 is not in 1.."),
         (&["--threads", "0"], 2, "0 threads asked; 1 to 1024 are possible"),
         (&["--threads", "1000000"], 2, "1000000 threads asked"),
-        (&["--device", "cuda"], 2, "error: device 'cuda': this build has no CUDA kernels; use --device cpu\n"),
-        (&["--device", "cuda:1"], 2, "device 'cuda:1': this build has no CUDA kernels"),
+        (
+            &["--device", "cuda", "--kernel", "reference"],
+            2,
+            "unknown kernel of --device cuda 'reference'; there are naive",
+        ),
+        (&["--device", "cuda", "--kernel", "tiled:br=32"], 2, "'tiled' has no parameter 'br'; it has none"),
         (&["--device", "cuda:x"], 2, "unknown device 'cuda:x'; use cpu or cuda[:N]"),
         (&["--limit-memory", "8"], 2, "'8' is not an amount of memory"),
         (&["--limit-memory", "16KiB", "--threads", "2"], 1, "the limit is 16384 bytes (16.0 KiB)"),
@@ -494,4 +498,15 @@ fn results_do_not_depend_on_the_number_of_threads() {
     let output = desk.attend(&[]).env("RAYON_NUM_THREADS", "100000").output().unwrap();
     assert_eq!(output.status.code(), Some(2));
     assert_eq!(output.stderr, b"error: 100000 threads asked; 1 to 1024 are possible\n");
+}
+
+/// Whatever is missing of what a GPU needs, it is one line that says so, never a panic.
+#[test]
+fn cuda_without_its_compiler_is_one_line() {
+    let desk = Desk::with(&problem(DType::F32));
+    let output = desk.attend(&["--device", "cuda", "--nvrtc", "no-such-library.so"]).output().unwrap();
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    let missing = ["no CUDA driver: libcuda.so.1 was not found", "opening the GPU failed", "no-such-library.so"];
+    assert!(matches!(output.status.code(), Some(1 | 2)), "{:?}", output.status);
+    assert!(missing.iter().any(|text| stderr.contains(text)) && stderr.lines().count() == 1, "{stderr}");
 }

@@ -274,7 +274,11 @@ fn wrong_options_are_named_in_one_line() {
         (&["--seed", "-1"], 2, "unexpected argument '-1' found"),
         (&["--seed", "x"], 2, "invalid value 'x' for '--seed <N>'"),
         (&["--threads", "0"], 2, "0 threads asked; 1 to 1024 are possible"),
-        (&["--device", "cuda"], 2, "device 'cuda': this build has no CUDA kernels; use --device cpu"),
+        (
+            &["--device", "cuda"],
+            2,
+            "device 'cuda': this command has no CUDA kernels yet, only attend has; use --device cpu",
+        ),
         (&["--device", "tpu"], 2, "unknown device 'tpu'; use cpu or cuda[:N]"),
         (&["--limit-memory", "8"], 2, "'8' is not an amount of memory"),
         (&["--limit-memory", "16KiB"], 1, "out of memory: 16896 bytes for input asked"),

@@ -6,6 +6,7 @@
 //! another. Adding a kernel is one file and one line in [`KERNELS`].
 
 mod backward;
+pub mod cuda;
 mod decode;
 pub mod export;
 pub mod few;

@@ -1,5 +1,6 @@
 //! `kvsieve attend`: attention over the tensors of a file, timed, counted, and checked against the f64 reference.
 
+mod cuda;
 mod pass;
 mod report;
 
@@ -10,9 +11,8 @@ use kvsieve::memory::Arena;
 use kvsieve::named::Named;
 use kvsieve::tensor::file::{self, Output, TensorFile};
 use kvsieve::tensor::{DType, Tensor};
-use kvsieve::units;
 use pass::{Problem, Solution};
-use report::Report;
+use report::{Place, Report};
 use std::path::{Path, PathBuf};
 
 const EXAMPLES: &str = "\
@@ -21,6 +21,8 @@ is a multiple of Hkv and D at most 256; with --backward also do [B, Hq, Lq, D]. 
 type (or --dtype), lse [B, Hq, Lq] in F32 (natural log), and with --backward dq, dk and dv.\n\n\
 Times: with --repeat above 1, one untimed pass warms up before the timed ones. The time of a backward pass is its \
 own, without the forward pass.\n\n\
+With --device cuda the kernels are naive (any type), tiled and decode (bf16 or f16, D a multiple of 8 up to 128), \
+forward only; memory is the GPU's, and times are the GPU's own.\n\n\
 Drift is the relative L2 distance of o from the f64 reference, on up to 64 queries of each head.\n\n\
 Examples:
   kvsieve attend --input in.safetensors --output out.safetensors --causal
@@ -61,6 +63,9 @@ pub struct Args {
     backward: bool,
     #[command(flatten)]
     compute: Compute,
+    /// NVRTC for --device cuda [default: KVSIEVE_NVRTC, else the first that doctor lists]
+    #[arg(long, value_name = "libnvrtc.so", help_heading = "Where it runs")]
+    nvrtc: Option<PathBuf>,
     /// Timed passes
     #[arg(long, value_name = "N", default_value_t = 1, allow_negative_numbers = true,
           value_parser = clap::value_parser!(u32).range(1..=1_000_000), help_heading = "What is reported")]
@@ -74,6 +79,9 @@ pub struct Args {
 }
 
 pub fn run(args: &Args) -> Result<(), Failure> {
+    if let Some(index) = args.compute.cuda() {
+        return cuda::run(args, index);
+    }
     let name: Named = args.kernel.parse()?;
     let kernel = attention::kernel(&args.kernel)?;
     let cpu = args.compute.cpu()?;
@@ -83,33 +91,30 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     let sizes = problem.sizes(&*kernel, cpu.threads())?;
 
     let limit_bytes = args.compute.limit_bytes();
-    if sizes.peak_bytes > limit_bytes {
-        return Err(Failure::work(format!(
-            "out of memory: the peak will be {} bytes ({}), the limit is {limit_bytes} bytes ({}); shorten the \
-             context, choose a kernel with linear memory, or raise --limit-memory",
-            sizes.peak_bytes,
-            units::bytes(sizes.peak_bytes),
-            units::bytes(limit_bytes)
-        )));
-    }
+    sizes.refuse_beyond(limit_bytes)?;
     let arena = Arena::with_limit(limit_bytes);
     if args.timeline.is_some() {
         arena.record_timeline();
     }
     let solution = problem.solve(&*kernel, &sizes, &file, &arena, &cpu, args.repeat)?;
-    let report = Report::new(name.to_string(), &problem, &sizes, &solution, arena.usage(), &cpu, limit_bytes);
-
-    write(&args.output, &problem.shape, &solution)?;
-    if let Some(timeline) = &args.timeline {
-        output::json(timeline, &arena.timeline())?;
-    }
-    match &args.json {
-        Some(target) => output::json(target, &report),
-        None => output::print(&report.summary(&args.output)),
-    }
+    let place = Place { device: "cpu".into(), isa_path: cpu.isa().name().into(), threads: Some(cpu.threads()) };
+    let report = Report::new(name.to_string(), &problem, &sizes, &solution, arena.usage(), place, limit_bytes);
+    args.finish(&report, &problem, &solution, &arena)
 }
 
 impl Args {
+    /// Writes everything that was asked for.
+    fn finish(&self, report: &Report, problem: &Problem, solution: &Solution, arena: &Arena) -> Result<(), Failure> {
+        write(&self.output, &problem.shape, solution)?;
+        if let Some(timeline) = &self.timeline {
+            output::json(timeline, &arena.timeline())?;
+        }
+        match &self.json {
+            Some(target) => output::json(target, report),
+            None => output::print(&report.summary(&self.output)),
+        }
+    }
+
     fn check_files(&self) -> Result<(), Failure> {
         let json = self.json.as_deref().filter(|target| !output::is_stdout(target));
         let optional = [("--timeline", self.timeline.as_deref()), ("--json", json)];

@@ -3,13 +3,14 @@
 use super::failure::Failure;
 use super::{default_limit_bytes, output};
 use kvsieve::device::cpu::CpuInfo;
+use kvsieve::device::cuda::{Device, Nvrtc};
 use kvsieve::device::gpu::Gpu;
 use kvsieve::device::{Cpu, simd::Isa};
 use kvsieve::memory::os;
 use kvsieve::units;
 use serde::Serialize;
 use std::fmt::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 const EXAMPLES: &str = "\
 Nothing is changed and nothing has to be there: what is missing is named, with what would help.
@@ -25,6 +26,9 @@ pub struct Args {
     /// Write JSON instead of the text, to standard output (-) or a file
     #[arg(long, value_name = "-|FILE")]
     json: Option<PathBuf>,
+    /// NVRTC to try [default: KVSIEVE_NVRTC, else the first that is found]
+    #[arg(long, value_name = "libnvrtc.so")]
+    nvrtc: Option<PathBuf>,
 }
 
 #[derive(Serialize)]
@@ -40,8 +44,46 @@ struct Report {
     threads: usize,
     memory: Memory,
     gpu: Gpu,
-    /// Devices on which this build computes.
-    compute_devices: [&'static str; 1],
+    cuda: Cuda,
+    /// Devices on which this build computes here.
+    compute_devices: Vec<&'static str>,
+}
+
+/// What is there of what `--device cuda` needs, each tried; the error where it is not.
+#[derive(Serialize)]
+struct Cuda {
+    device: Result<OpenGpu, String>,
+    nvrtc: Result<OpenNvrtc, String>,
+}
+
+#[derive(Serialize)]
+struct OpenGpu {
+    name: String,
+    architecture: String,
+    multiprocessors: usize,
+    total_bytes: u64,
+    free_bytes: u64,
+}
+
+#[derive(Serialize)]
+struct OpenNvrtc {
+    version: String,
+    path: PathBuf,
+}
+
+impl Cuda {
+    /// Opens the first GPU and loads NVRTC.
+    fn probe(nvrtc: Option<&Path>) -> Self {
+        let device = Device::open(0).map(|device| OpenGpu {
+            name: device.name().into(),
+            architecture: device.architecture(),
+            multiprocessors: device.multiprocessors(),
+            total_bytes: device.total_bytes(),
+            free_bytes: device.free_bytes(),
+        });
+        let nvrtc = Nvrtc::load(nvrtc).map(|nvrtc| OpenNvrtc { version: nvrtc.version(), path: nvrtc.path().into() });
+        Cuda { device: device.map_err(|error| error.to_string()), nvrtc: nvrtc.map_err(|error| error.to_string()) }
+    }
 }
 
 /// Memory of the machine; `None` where the system does not tell.
@@ -57,6 +99,11 @@ struct Memory {
 pub fn run(args: &Args) -> Result<(), Failure> {
     let cpu = Cpu::new(None)?;
     let machine = os::machine();
+    let cuda = Cuda::probe(args.nvrtc.as_deref());
+    let mut compute_devices = vec!["cpu"];
+    if cuda.device.is_ok() && cuda.nvrtc.is_ok() {
+        compute_devices.push("cuda");
+    }
     let report = Report {
         version: env!("CARGO_PKG_VERSION"),
         git_rev: env!("KVSIEVE_GIT_REV"),
@@ -73,7 +120,8 @@ pub fn run(args: &Args) -> Result<(), Failure> {
             os_peak_resets: os::reset_peak(),
         },
         gpu: Gpu::probe(),
-        compute_devices: ["cpu"],
+        cuda,
+        compute_devices,
     };
     match &args.json {
         None => output::print(&text(&report)),
@@ -98,6 +146,19 @@ fn text(report: &Report) -> String {
         Some(version) => format!("{version} (/proc/driver/nvidia/version)"),
         None => "not found; for an NVIDIA GPU, install its driver (in a container: start it with --gpus all)".into(),
     };
+    let used = match (&report.cuda.device, &report.cuda.nvrtc) {
+        (Ok(gpu), Ok(nvrtc)) => format!(
+            "{} ({}, {} multiprocessors, {} of {} free) by attend --device cuda; NVRTC {}",
+            gpu.name,
+            gpu.architecture,
+            gpu.multiprocessors,
+            units::bytes(gpu.free_bytes),
+            units::bytes(gpu.total_bytes),
+            nvrtc.version
+        ),
+        (Err(error), Ok(nvrtc)) => format!("the CPU only: {error} (NVRTC {} loads)", nvrtc.version),
+        (_, Err(error)) => format!("the CPU only: {error}"),
+    };
     let lines = [
         ("kvsieve", format!("{} (git {}{dirty}), {} build{slow}", report.version, report.git_rev, report.profile)),
         ("", String::new()),
@@ -116,7 +177,7 @@ fn text(report: &Report) -> String {
         ("driver", driver),
         ("libcuda.so.1", found(&gpu.libcuda, "it comes with the driver; LD_LIBRARY_PATH is searched too")),
         ("nvrtc", found(&gpu.nvrtc, "pip install nvidia-cuda-nvrtc, or set CUDA_HOME")),
-        ("used", "the CPU only: this build has no CUDA kernels yet".into()),
+        ("used", used),
     ];
     let mut text = String::new();
     for (name, value) in lines {

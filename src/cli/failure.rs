@@ -5,6 +5,7 @@
 
 use kvsieve::attention::AttentionError;
 use kvsieve::device::cpu::CpuError;
+use kvsieve::device::cuda::CudaError;
 use kvsieve::experiment::runner::RunError;
 use kvsieve::experiment::spec::SpecError;
 use kvsieve::experiment::store::StoreError;
@@ -66,6 +67,17 @@ impl From<AttentionError> for Failure {
         match error {
             AttentionError::Arena(error) => error.into(),
             error => Failure::Usage(error.into()),
+        }
+    }
+}
+
+impl From<CudaError> for Failure {
+    fn from(error: CudaError) -> Self {
+        match error {
+            CudaError::NoDriver | CudaError::NoNvrtc { .. } | CudaError::TooOld { .. } | CudaError::Operand(_) => {
+                Failure::Usage(error.into())
+            }
+            error => Failure::Work(error.into()),
         }
     }
 }

@@ -104,17 +104,21 @@ struct Compute {
 }
 
 impl Compute {
+    /// The number of the GPU that was asked for; `None` for anything else, which [`Compute::cpu`] judges.
+    fn cuda(&self) -> Option<usize> {
+        match self.device.strip_prefix("cuda")? {
+            "" => Some(0),
+            rest => rest.strip_prefix(':')?.parse::<u16>().ok().map(usize::from),
+        }
+    }
+
     /// The CPU, with as many threads as were asked for.
     fn cpu(&self) -> Result<Cpu, Failure> {
-        let cuda = self.device.strip_prefix("cuda");
-        let is_cuda = cuda.is_some_and(|rest| {
-            rest.is_empty() || rest.strip_prefix(':').is_some_and(|index| index.parse::<u32>().is_ok())
-        });
         match self.device.as_str() {
             "cpu" => Ok(Cpu::new(self.threads)?),
-            device if is_cuda => {
-                Err(Failure::usage(format!("device '{device}': this build has no CUDA kernels; use --device cpu")))
-            }
+            device if self.cuda().is_some() => Err(Failure::usage(format!(
+                "device '{device}': this command has no CUDA kernels yet, only attend has; use --device cpu"
+            ))),
             device => Err(Failure::usage(format!("unknown device '{device}'; use cpu or cuda[:N]"))),
         }
     }

@@ -126,18 +126,7 @@ impl Arena {
     /// [`ArenaError`] when the limit would be passed or the system has no memory left.
     pub fn alloc<T: Pod>(&self, label: Label, len: usize) -> Result<Buffer<T>, ArenaError> {
         let bytes = len as u64 * size_of::<T>() as u64;
-        {
-            let ledger = self.0.ledger();
-            let live_bytes = ledger.live_total;
-            if live_bytes.saturating_add(bytes) > self.0.limit_bytes {
-                return Err(ArenaError::Limit {
-                    label,
-                    asked_bytes: bytes,
-                    live_bytes,
-                    limit_bytes: self.0.limit_bytes,
-                });
-            }
-        }
+        self.refuse_beyond_limit(label, bytes)?;
         let pages = MmapOptions::new()
             .len((bytes as usize).max(1))
             .populate()
@@ -145,6 +134,24 @@ impl Arena {
             .map_err(|error| ArenaError::System { label, asked_bytes: bytes, reason: error.to_string() })?;
         self.0.ledger().change(label, bytes as i64, self.0.started);
         Ok(Buffer { pages, len, label, arena: self.clone(), element: PhantomData })
+    }
+
+    /// Counts bytes that lie elsewhere, in a device's memory, until the claim is dropped.
+    ///
+    /// # Errors
+    /// [`ArenaError::Limit`] when the limit would be passed.
+    pub fn claim(&self, label: Label, bytes: u64) -> Result<Claim, ArenaError> {
+        self.refuse_beyond_limit(label, bytes)?;
+        self.0.ledger().change(label, bytes as i64, self.0.started);
+        Ok(Claim { label, bytes, arena: self.clone() })
+    }
+
+    fn refuse_beyond_limit(&self, label: Label, asked_bytes: u64) -> Result<(), ArenaError> {
+        let (live_bytes, limit_bytes) = (self.0.ledger().live_total, self.0.limit_bytes);
+        if live_bytes.saturating_add(asked_bytes) > limit_bytes {
+            return Err(ArenaError::Limit { label, asked_bytes, live_bytes, limit_bytes });
+        }
+        Ok(())
     }
 
     /// Moves `bytes` from one label to another without touching memory (a page that becomes occupied or free).
@@ -231,6 +238,26 @@ impl<T> Drop for Buffer<T> {
     }
 }
 
+/// Bytes of another memory that the ledger counts. Dropping it takes them off again.
+pub struct Claim {
+    label: Label,
+    bytes: u64,
+    arena: Arena,
+}
+
+impl Claim {
+    /// The bytes counted.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        self.arena.0.ledger().change(self.label, -(self.bytes as i64), self.arena.0.started);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -262,6 +289,16 @@ mod tests {
         let expected = ArenaError::Limit { label: Label::Scores, asked_bytes: 101, live_bytes: 900, limit_bytes: 1000 };
         assert_eq!(error, expected);
         assert!(arena.alloc::<u8>(Label::Scores, 100).is_ok());
+    }
+
+    #[test]
+    fn claims_count_until_they_are_dropped() {
+        let arena = Arena::with_limit(1000);
+        let claim = arena.claim(Label::Scores, 900).unwrap();
+        assert_eq!((claim.bytes(), arena.live_bytes(Label::Scores)), (900, 900));
+        assert!(matches!(arena.claim(Label::Kv, 101), Err(ArenaError::Limit { live_bytes: 900, .. })));
+        drop(claim);
+        assert_eq!((arena.usage().live_bytes, arena.usage().peak_bytes), (0, 900));
     }
 
     #[test]

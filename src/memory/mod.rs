@@ -8,5 +8,5 @@ mod arena;
 mod label;
 pub mod os;
 
-pub use arena::{Arena, ArenaError, Buffer, Event, Usage};
+pub use arena::{Arena, ArenaError, Buffer, Claim, Event, Usage};
 pub use label::{Label, LabelBytes};

@@ -8,6 +8,7 @@ use kvsieve::device::Cpu;
 use kvsieve::memory::{Arena, Label};
 use kvsieve::tensor::file::TensorFile;
 use kvsieve::tensor::{DType, Tensor};
+use kvsieve::units;
 use std::time::Instant;
 
 /// Queries of each head that are compared with the reference.
@@ -29,6 +30,22 @@ pub struct Sizes {
     pub forward: WorkspaceSize,
     pub backward: Option<WorkspaceSize>,
     pub peak_bytes: u64,
+}
+
+impl Sizes {
+    /// Says before anything is allocated that the peak would pass the limit.
+    pub fn refuse_beyond(&self, limit_bytes: u64) -> Result<(), Failure> {
+        if self.peak_bytes <= limit_bytes {
+            return Ok(());
+        }
+        Err(Failure::work(format!(
+            "out of memory: the peak will be {} bytes ({}), the limit is {limit_bytes} bytes ({}); shorten the \
+             context, choose a kernel with linear memory, or raise --limit-memory",
+            self.peak_bytes,
+            units::bytes(self.peak_bytes),
+            units::bytes(limit_bytes)
+        )))
+    }
 }
 
 /// What came out.
@@ -88,8 +105,7 @@ impl Problem {
         cpu: &Cpu,
         repeat: u32,
     ) -> Result<Solution, Failure> {
-        let inputs = self.stored.iter().map(|&(name, ..)| self.load(file, name, arena));
-        let inputs = inputs.collect::<Result<Vec<Tensor>, Failure>>()?;
+        let inputs = self.load_all(file, arena)?;
         let kv = DenseKv::new(inputs[1].view(), inputs[2].view())?;
         let call = Forward { shape: self.shape, params: self.params, q: inputs[0].view(), kv: &kv, cpu };
         let warmups = u32::from(repeat > 1);
@@ -98,8 +114,7 @@ impl Problem {
         let mut workspace = sizes.forward.allocate(arena)?;
         let samples_ns = timed(warmups, repeat, || kernel.forward(&call, &mut outputs, &mut workspace))?;
         drop(workspace);
-        refuse_non_finite("o", &outputs.o)?;
-        self.refuse_wrong_lse(&outputs.lse)?;
+        self.refuse_bad(&outputs)?;
 
         let backward = match sizes.backward {
             None => None,
@@ -116,12 +131,35 @@ impl Problem {
             }
         };
 
+        let (rel_l2, checked_rows) = self.drift(&call, &outputs)?;
+        Ok(Solution { outputs, samples_ns, warmups, backward, rel_l2, checked_rows })
+    }
+
+    /// Loads every tensor, converted to the type that is computed with.
+    pub fn load_all(&self, file: &TensorFile, arena: &Arena) -> Result<Vec<Tensor>, Failure> {
+        self.stored.iter().map(|&(name, ..)| self.load(file, name, arena)).collect()
+    }
+
+    /// Checks what a device wrote for `inputs`; its distance from the reference and the number of rows compared.
+    pub fn check_forward(&self, inputs: &[Tensor], outputs: &Outputs, cpu: &Cpu) -> Result<(f64, usize), Failure> {
+        self.refuse_bad(outputs)?;
+        let kv = DenseKv::new(inputs[1].view(), inputs[2].view())?;
+        let call = Forward { shape: self.shape, params: self.params, q: inputs[0].view(), kv: &kv, cpu };
+        self.drift(&call, outputs)
+    }
+
+    fn drift(&self, call: &Forward<'_>, outputs: &Outputs) -> Result<(f64, usize), Failure> {
         let at = reference::sample_rows(&self.shape, CHECKED_QUERIES);
-        let rel_l2 = reference::relative_error(&outputs.o.view(), &at, &reference::rows(&call, &at));
+        let rel_l2 = reference::relative_error(&outputs.o.view(), &at, &reference::rows(call, &at));
         if !rel_l2.is_finite() {
             return Err(Failure::work(format!("drift from the f64 reference is {rel_l2}; nothing was written")));
         }
-        Ok(Solution { outputs, samples_ns, warmups, backward, rel_l2, checked_rows: at.len() })
+        Ok((rel_l2, at.len()))
+    }
+
+    fn refuse_bad(&self, outputs: &Outputs) -> Result<(), Failure> {
+        refuse_non_finite("o", &outputs.o)?;
+        self.refuse_wrong_lse(&outputs.lse)
     }
 
     /// Loads a tensor and converts it to the type that is computed with.

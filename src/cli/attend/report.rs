@@ -2,7 +2,6 @@
 
 use super::pass::{Problem, Sizes, Solution};
 use kvsieve::attention::Shape;
-use kvsieve::device::Cpu;
 use kvsieve::memory::{LabelBytes, Usage};
 use kvsieve::tensor::DType;
 use kvsieve::units;
@@ -13,9 +12,8 @@ use std::path::Path;
 #[derive(Serialize)]
 pub struct Report {
     kernel: String,
-    device: &'static str,
-    threads: usize,
-    isa_path: &'static str,
+    #[serde(flatten)]
+    place: Place,
     dtype: DType,
     batch: usize,
     q_heads: usize,
@@ -42,6 +40,17 @@ pub struct Report {
     backward: Option<Backward>,
 }
 
+/// Where it ran.
+#[derive(Serialize)]
+pub struct Place {
+    /// As `--device` names it.
+    pub device: String,
+    /// Threads of the CPU; `None` on a GPU.
+    pub threads: Option<usize>,
+    /// Vector instructions of the CPU; product, architecture and compiler of a GPU.
+    pub isa_path: String,
+}
+
 #[derive(Serialize)]
 struct Drift {
     rel_l2: f64,
@@ -65,7 +74,7 @@ impl Report {
         sizes: &Sizes,
         solution: &Solution,
         usage: Usage,
-        cpu: &Cpu,
+        place: Place,
         limit_bytes: u64,
     ) -> Self {
         let Shape { batch, q_heads, kv_heads, q_len, kv_len, head_dim } = problem.shape;
@@ -83,9 +92,7 @@ impl Report {
         });
         Report {
             kernel,
-            device: "cpu",
-            threads: cpu.threads(),
-            isa_path: cpu.isa().name(),
+            place,
             dtype: problem.dtype,
             batch,
             q_heads,
@@ -138,9 +145,10 @@ impl Report {
             true => "as predicted".into(),
             false => format!("{} predicted", units::bytes(self.predicted_peak_bytes)),
         };
+        let threads = self.place.threads.map_or(String::new(), |threads| format!(", threads: {threads}"));
         let Drift { rel_l2, checked_rows } = self.drift;
         let mut lines = vec![
-            ("kernel", format!("{} on {} ({}), threads: {}", self.kernel, self.device, self.isa_path, self.threads)),
+            ("kernel", format!("{} on {} ({}){threads}", self.kernel, self.place.device, self.place.isa_path)),
             ("shape", shape),
             ("forward", time(self.median_ns, self.flops_per_s)),
         ];

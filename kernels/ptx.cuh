@@ -1,0 +1,124 @@
+// Every instruction that CUDA C++ has no plain word for, each behind a small function.
+//
+// Kernels use nothing of the GPU but what is declared here, thread and block indices, and __shared__ memory. That has
+// two uses: the reader finds each PTX instruction once, with its layout; and a host build (KVSIEVE_EMULATE, see
+// tests/kernels/emulate/) puts other bodies behind the same names and runs the same kernels on a CPU.
+//
+// Needs no header of the CUDA toolkit. Conversions of bf16 and f16 are instructions of sm_80 and later.
+#pragma once
+
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+// Element types, as the macro ELEMENT names them.
+#define F32 0
+#define BF16 1
+#define F16 2
+
+#ifdef KVSIEVE_EMULATE
+#include "machine.hpp"
+#else
+
+#define DEVICE __device__ __forceinline__
+#define KERNEL(threads) extern "C" __global__ void __launch_bounds__(threads)
+// A parameter that is read where it lies: its address may be taken without a copy in local memory.
+#define ARGUMENT const __grid_constant__
+// The block's dynamic shared memory, whose size the launch tells.
+#define DYNAMIC_SHARED(name) extern __shared__ __align__(128) unsigned char name[]
+
+DEVICE void block_sync() { __syncthreads(); }
+DEVICE void warp_sync() { __syncwarp(); }
+DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+
+// Where shared memory lies in its own address space: what ldmatrix and cp.async take.
+DEVICE u32 shared_address(const void *generic) {
+    u64 wide;
+    asm("cvta.to.shared.u64 %0, %1;" : "=l"(wide) : "l"(generic));
+    return u32(wide);
+}
+
+// 16 bytes from global to shared memory, past the registers and in the background; zeros instead unless `real`.
+DEVICE void copy_async_16(u32 shared, const void *global, bool real) {
+    int bytes = real ? 16 : 0;
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
+}
+
+// Closes a group of this thread's copies.
+DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until at most `Pending` of this thread's latest groups are under way.
+template <int Pending> DEVICE void copy_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory"); }
+
+// Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8. Of each matrix lane l
+// gets elements (l / 4, 2 (l % 4)) and the next of its row.
+DEVICE void load_matrices(u32 (&r)[4], u32 shared) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(shared)
+                 : "memory");
+}
+
+// The same of the transposed matrices.
+DEVICE void load_matrices_transposed(u32 (&r)[4], u32 shared) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(shared)
+                 : "memory");
+}
+
+// d += a b with a 16x16, b 16x8, d 16x8 in f32. With g = lane / 4 and t = lane % 4 a lane holds
+//   a: register r has rows g + 8 (r & 1), columns 2t + 8 (r >> 1) and the next
+//   b: register r has rows 2t + 8 r and the next, column g
+//   d: element i has row g + 8 (i >> 1), column 2t + (i & 1)
+template <int Element> DEVICE void multiply_add(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    if constexpr (Element == BF16)
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+            "{%0, %1, %2, %3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    else
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+            "{%0, %1, %2, %3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Two floats rounded to nearest even, `low` in the lower half.
+template <int Element> DEVICE u32 pack(float low, float high) {
+    u32 both;
+    if constexpr (Element == BF16)
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    else
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+
+DEVICE float f16_to_float(u16 bits) {
+    float x;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
+    return x;
+}
+
+DEVICE float bits_to_float(u32 bits) { return __uint_as_float(bits); }
+
+// 2^x and log2(x), with an error of about 2^-22; 1/x within one unit of the last place.
+DEVICE float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+DEVICE float log2_fast(float x) {
+    float y;
+    asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+DEVICE float reciprocal(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+DEVICE float fused(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+DEVICE float larger(float a, float b) { return fmaxf(a, b); }
+
+#endif

@@ -1,0 +1,123 @@
+//! Compiled kernels, kept on the disk: the second use of a variant compiles nothing.
+//!
+//! The key is the hash of source, options (which name the architecture) and NVRTC's version. The folder is
+//! `KVSIEVE_CACHE`, else `kvsieve` in `XDG_CACHE_HOME` or `~/.cache`. A file that cannot be written costs time only.
+
+use super::{CudaError, Nvrtc, Program};
+use std::fs;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+/// First bytes of machine code: an ELF file. What else a file holds is not used.
+const MAGIC: &[u8] = b"\x7fELF";
+
+/// Where machine code came from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Origin {
+    /// It lay on the disk.
+    Cache,
+    /// It was compiled now.
+    Compiled,
+}
+
+/// Machine code of a program for an architecture such as `sm_90`.
+///
+/// # Errors
+/// [`CudaError::Compile`] when NVRTC refuses it.
+pub fn build(nvrtc: &Nvrtc, program: &Program, architecture: &str) -> Result<(Vec<u8>, Origin), CudaError> {
+    build_in(folder().as_deref(), nvrtc, program, architecture)
+}
+
+fn build_in(
+    folder: Option<&Path>,
+    nvrtc: &Nvrtc,
+    program: &Program,
+    architecture: &str,
+) -> Result<(Vec<u8>, Origin), CudaError> {
+    let (text, options) = (program.text(), program.options(architecture));
+    let file = folder.map(|folder| folder.join(format!("{}.cubin", key(&text, &options, &nvrtc.version()))));
+    let kept = file.as_ref().and_then(|file| fs::read(file).ok()).filter(|code| code.starts_with(MAGIC));
+    if let Some(code) = kept {
+        return Ok((code, Origin::Cache));
+    }
+    let code = nvrtc.compile(&text, &options).map_err(|log| CudaError::Compile {
+        version: nvrtc.version(),
+        program: program.to_string(),
+        architecture: architecture.to_string(),
+        log,
+    })?;
+    if let Some(file) = file {
+        // A cache that cannot be written is a cache that is not there.
+        let _ = keep(&file, &code);
+    }
+    Ok((code, Origin::Compiled))
+}
+
+fn key(text: &str, options: &[String], version: &str) -> String {
+    let mut hasher = blake3::Hasher::new();
+    for part in [text, version].into_iter().chain(options.iter().map(String::as_str)) {
+        hasher.update(&(part.len() as u64).to_le_bytes()).update(part.as_bytes());
+    }
+    hasher.finalize().to_hex()[..32].to_string()
+}
+
+/// Writes under another name first: a reader never sees half a file.
+fn keep(file: &Path, code: &[u8]) -> std::io::Result<()> {
+    let folder = file.parent().unwrap_or(Path::new("."));
+    fs::create_dir_all(folder)?;
+    let mut temporary = tempfile::NamedTempFile::new_in(folder)?;
+    temporary.write_all(code)?;
+    temporary.persist(file)?;
+    Ok(())
+}
+
+fn folder() -> Option<PathBuf> {
+    let variable = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    variable("KVSIEVE_CACHE")
+        .or_else(|| Some(variable("XDG_CACHE_HOME")?.join("kvsieve")))
+        .or_else(|| Some(variable("HOME")?.join(".cache/kvsieve")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::cuda::Family;
+    use crate::tensor::DType;
+
+    #[test]
+    fn the_key_depends_on_every_part() {
+        let options = |names: &[&str]| names.iter().map(|name| name.to_string()).collect::<Vec<_>>();
+        let one = key("text", &options(&["-a", "-b"]), "13.0");
+        let others = [
+            key("texts", &options(&["-a", "-b"]), "13.0"),
+            key("text", &options(&["-a"]), "13.0"),
+            key("text", &options(&["-a-b"]), "13.0"),
+            key("text", &options(&["-a", "-b"]), "13.1"),
+        ];
+        assert_eq!(one, key("text", &options(&["-a", "-b"]), "13.0"));
+        assert!(others.iter().all(|other| *other != one));
+    }
+
+    /// Runs where an NVRTC is found, which needs no GPU: CI installs the wheel and names it in `KVSIEVE_NVRTC`.
+    #[test]
+    #[ignore = "cuda: needs NVRTC"]
+    fn every_family_compiles_and_is_kept() {
+        let nvrtc = Nvrtc::load(None).unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        let build = |program: &Program| build_in(Some(folder.path()), &nvrtc, program, "sm_80").unwrap();
+        for family in [Family::Naive, Family::Tiled, Family::Decode] {
+            let program = Program { family, dtype: DType::F16, head_dim: 64 };
+            let (code, origin) = build(&program);
+            assert_eq!(origin, Origin::Compiled);
+            assert_eq!(build(&program), (code, Origin::Cache));
+        }
+        for file in fs::read_dir(folder.path()).unwrap() {
+            fs::write(file.unwrap().path(), "torn").unwrap();
+        }
+        let program = Program { family: Family::Tiled, dtype: DType::F16, head_dim: 64 };
+        assert_eq!(build(&program).1, Origin::Compiled, "a torn file is not used");
+        let wrong = Program { head_dim: 7, ..program };
+        let error = build_in(None, &nvrtc, &wrong, "sm_80").unwrap_err().to_string();
+        assert!(error.contains("tiled.cu for f16 and D 7") && error.contains("chunks of 8 elements"), "{error}");
+    }
+}

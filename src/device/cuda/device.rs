@@ -1,0 +1,220 @@
+//! A GPU: its memory by plain allocations that the arena counts, modules, launches, and times by events.
+
+use super::{CudaError, Launch, Problem, doing};
+use crate::memory::{Arena, Claim, Label};
+use cudarc::driver::sys::{CUdevice_attribute, CUevent_flags, CUfunction_attribute_enum, CUresult};
+use cudarc::driver::{
+    CudaContext, CudaFunction, CudaModule, CudaStream, DriverError, LaunchConfig, PushKernelArg, result,
+};
+use cudarc::nvrtc::Ptx;
+use std::collections::HashMap;
+use std::sync::Arc;
+
+/// A GPU in use by this process.
+pub struct Device {
+    context: Arc<CudaContext>,
+    stream: Arc<CudaStream>,
+    name: String,
+    capability: (i32, i32),
+    multiprocessors: usize,
+    total_bytes: u64,
+    free_bytes: u64,
+}
+
+impl Device {
+    /// Opens GPU `index`.
+    ///
+    /// # Errors
+    /// [`CudaError::NoDriver`] without a driver, [`CudaError::TooOld`] before compute capability 8.0, and
+    /// [`CudaError::Driver`] when there is no such GPU or it cannot be used.
+    pub fn open(index: usize) -> Result<Self, CudaError> {
+        // SAFETY: it only tries to load the driver's library, whose initialisers have no requirements.
+        if !unsafe { cudarc::driver::sys::is_culib_present() } {
+            return Err(CudaError::NoDriver);
+        }
+        let context = CudaContext::new(index).map_err(doing("opening the GPU"))?;
+        let ask = || -> Result<_, DriverError> {
+            let multiprocessors = context.attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
+            Ok((context.name()?, context.compute_capability()?, multiprocessors, context.mem_get_info()?))
+        };
+        let (name, capability, multiprocessors, (free, total)) = ask().map_err(doing("asking what the GPU is"))?;
+        if capability.0 < 8 {
+            return Err(CudaError::TooOld { name, major: capability.0, minor: capability.1 });
+        }
+        Ok(Device {
+            stream: context.default_stream(),
+            context,
+            name,
+            capability,
+            multiprocessors: multiprocessors.max(1) as usize,
+            total_bytes: total as u64,
+            free_bytes: free as u64,
+        })
+    }
+
+    /// The product's name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// What NVRTC compiles for, as `sm_90`.
+    pub fn architecture(&self) -> String {
+        format!("sm_{}{}", self.capability.0, self.capability.1)
+    }
+
+    /// Streaming multiprocessors: what a grid should fill.
+    pub fn multiprocessors(&self) -> usize {
+        self.multiprocessors
+    }
+
+    /// Memory of the GPU.
+    pub fn total_bytes(&self) -> u64 {
+        self.total_bytes
+    }
+
+    /// Memory that was free when the GPU was opened, this process's context already taken off.
+    pub fn free_bytes(&self) -> u64 {
+        self.free_bytes
+    }
+
+    /// Takes zeroed memory, counted in the arena; none at all for 0 bytes.
+    ///
+    /// # Errors
+    /// [`CudaError::Arena`] at the arena's limit, [`CudaError::OutOfMemory`] when the GPU has no room.
+    pub fn alloc(&self, arena: &Arena, label: Label, bytes: u64) -> Result<DeviceBuffer, CudaError> {
+        let claim = arena.claim(label, bytes)?;
+        self.context.bind_to_thread().map_err(doing("binding the GPU's context"))?;
+        let mut buffer = DeviceBuffer { address: 0, claim, context: self.context.clone() };
+        if bytes > 0 {
+            // SAFETY: the context is bound. The memory is freed by the buffer's drop alone.
+            buffer.address = unsafe { result::malloc_sync(bytes as usize) }.map_err(|error| match error.0 {
+                CUresult::CUDA_ERROR_OUT_OF_MEMORY => {
+                    let free_bytes = self.context.mem_get_info().map_or(0, |(free, _)| free as u64);
+                    CudaError::OutOfMemory { label, asked_bytes: bytes, free_bytes }
+                }
+                _ => CudaError::Driver { what: "taking memory", reason: error },
+            })?;
+            // SAFETY: the range is the allocation just made.
+            unsafe { result::memset_d8_sync(buffer.address, 0, bytes as usize) }.map_err(doing("clearing memory"))?;
+        }
+        Ok(buffer)
+    }
+
+    /// Loads machine code that was compiled for this GPU, and prepares the functions that `launches` name.
+    ///
+    /// # Errors
+    /// [`CudaError::Driver`] when it is not code for this GPU or lacks a function.
+    pub fn load(&self, code: Vec<u8>, launches: &[Launch]) -> Result<Module, CudaError> {
+        let module = self.context.load_module(Ptx::from_binary(code)).map_err(doing("loading the kernels"))?;
+        let mut functions = HashMap::new();
+        for launch in launches {
+            let function = module.load_function(launch.function).map_err(doing("finding a kernel"))?;
+            // Above 48 KiB a function must be told that it may have so much.
+            function
+                .set_attribute(
+                    CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                    launch.shared_bytes as i32,
+                )
+                .map_err(doing("reserving shared memory"))?;
+            functions.insert(launch.function, function);
+        }
+        Ok(Module { functions, _module: module })
+    }
+
+    /// Runs the launches in order and waits for them; the GPU's own time for them in nanoseconds.
+    ///
+    /// # Errors
+    /// [`CudaError::Operand`] when the problem lacks a buffer that a kernel uses, [`CudaError::Driver`] when a launch
+    /// or a kernel fails.
+    pub fn run(&self, module: &Module, launches: &[Launch], problem: &Problem<'_>) -> Result<u64, CudaError> {
+        let timed = || self.stream.record_event(Some(CUevent_flags::CU_EVENT_DEFAULT));
+        let start = timed().map_err(doing("recording an event"))?;
+        for launch in launches {
+            let lacks = match launch.function {
+                name if name.starts_with("naive") => !problem.has_scores(),
+                name if name.starts_with("decode") => !problem.has_partials(),
+                _ => false,
+            };
+            let function = module.functions.get(launch.function).filter(|_| !lacks).ok_or_else(|| {
+                CudaError::Operand(format!("{}: it was not loaded, or its workspace is missing", launch.function))
+            })?;
+            let config = LaunchConfig {
+                grid_dim: (launch.grid[0] as u32, launch.grid[1] as u32, launch.grid[2] as u32),
+                block_dim: (launch.threads, 1, 1),
+                shared_mem_bytes: launch.shared_bytes,
+            };
+            let mut builder = self.stream.launch_builder(function);
+            builder.arg(problem);
+            // SAFETY: every kernel takes one `Problem`, whose buffers were checked against its extents when it was
+            // made; kernels stay inside those extents (the emulation checks this under AddressSanitizer). The buffers
+            // are borrowed until the wait below.
+            unsafe { builder.launch(config) }.map_err(doing("launching a kernel"))?;
+        }
+        let end = timed().map_err(doing("recording an event"))?;
+        self.stream.synchronize().map_err(doing("running the kernels"))?;
+        let milliseconds = start.elapsed_ms(&end).map_err(doing("reading the time"))?;
+        Ok((f64::from(milliseconds) * 1e6) as u64)
+    }
+}
+
+/// Functions of loaded machine code.
+pub struct Module {
+    functions: HashMap<&'static str, CudaFunction>,
+    _module: Arc<CudaModule>,
+}
+
+/// Memory of a GPU. Dropping it gives the memory back, to the GPU and to the arena's ledger.
+pub struct DeviceBuffer {
+    address: u64,
+    claim: Claim,
+    context: Arc<CudaContext>,
+}
+
+impl DeviceBuffer {
+    /// Its size.
+    pub fn bytes(&self) -> u64 {
+        self.claim.bytes()
+    }
+
+    pub(super) fn address(&self) -> u64 {
+        self.address
+    }
+
+    /// Copies `source` to its start.
+    ///
+    /// # Errors
+    /// [`CudaError::Operand`] when there is no room for it, [`CudaError::Driver`] when the copy fails.
+    pub fn write(&mut self, source: &[u8]) -> Result<(), CudaError> {
+        self.fits(source.len())?;
+        self.context.bind_to_thread().map_err(doing("binding the GPU's context"))?;
+        // SAFETY: the buffer is at least as long as the source, and the copy is done when the call returns.
+        unsafe { result::memcpy_htod_sync(self.address, source) }.map_err(doing("copying to the GPU"))
+    }
+
+    /// Copies its start to `target`.
+    ///
+    /// # Errors
+    /// [`CudaError::Operand`] when it is shorter, [`CudaError::Driver`] when the copy fails.
+    pub fn read(&self, target: &mut [u8]) -> Result<(), CudaError> {
+        self.fits(target.len())?;
+        self.context.bind_to_thread().map_err(doing("binding the GPU's context"))?;
+        // SAFETY: the buffer is at least as long as the target, and the copy is done when the call returns.
+        unsafe { result::memcpy_dtoh_sync(target, self.address) }.map_err(doing("copying from the GPU"))
+    }
+
+    fn fits(&self, bytes: usize) -> Result<(), CudaError> {
+        match bytes as u64 <= self.bytes() {
+            true => Ok(()),
+            false => Err(CudaError::Operand(format!("{bytes} bytes to copy, the buffer has {}", self.bytes()))),
+        }
+    }
+}
+
+impl Drop for DeviceBuffer {
+    fn drop(&mut self) {
+        if self.address != 0 && self.context.bind_to_thread().is_ok() {
+            // SAFETY: the address came from `malloc_sync` and is freed once. A failure has nobody to be told to.
+            let _ = unsafe { result::free_sync(self.address) };
+        }
+    }
+}

@@ -1,0 +1,181 @@
+//! One attention problem as kernels take it: the same struct as in `kernels/problem.cuh`, made only from buffers that
+//! are large enough for its extents.
+
+use super::{CudaError, DeviceBuffer};
+use crate::tensor::DType;
+use cudarc::driver::DeviceRepr;
+use std::marker::PhantomData;
+
+/// Extents and options of a problem in the words of ARCHITECTURE.md; also how decode splits the keys.
+#[derive(Debug, Clone, Copy)]
+pub struct Extents {
+    /// `B`.
+    pub batch: usize,
+    /// `Hq`, a multiple of `kv_heads`.
+    pub q_heads: usize,
+    /// `Hkv`.
+    pub kv_heads: usize,
+    /// `Lq`.
+    pub q_len: usize,
+    /// `Lk`.
+    pub kv_len: usize,
+    /// `D`.
+    pub head_dim: usize,
+    /// Element type of q, k, v and o.
+    pub dtype: DType,
+    /// Aligned at the bottom right.
+    pub causal: bool,
+    /// A query sees its own key and the `window - 1` before it.
+    pub window: Option<usize>,
+    /// Factor of the inner product.
+    pub scale: f32,
+    /// `cap * tanh(logit / cap)`.
+    pub softcap: Option<f32>,
+    /// Keys of one split of decode; `kv_len` or more where nothing is split.
+    pub split_keys: usize,
+}
+
+impl Extents {
+    /// Parts into which decode splits the keys.
+    pub fn splits(&self) -> usize {
+        self.kv_len.div_ceil(self.split_keys)
+    }
+}
+
+/// The buffers of a problem. `scores` and `partials` may be empty where a kernel has none.
+pub struct Operands<'a> {
+    /// `[B, Hq, Lq, D]`.
+    pub q: &'a DeviceBuffer,
+    /// `[B, Hkv, Lk, D]`.
+    pub k: &'a DeviceBuffer,
+    /// `[B, Hkv, Lk, D]`.
+    pub v: &'a DeviceBuffer,
+    /// `[B, Hq, Lq, D]`.
+    pub o: &'a mut DeviceBuffer,
+    /// `[B, Hq, Lq]` in f32.
+    pub lse: &'a mut DeviceBuffer,
+    /// `[B, Hq, Lq, Lk]` in f32: naive.
+    pub scores: &'a mut DeviceBuffer,
+    /// `[B, Hq, splits, Lq, D + 2]` elements of f32: decode.
+    pub partials: &'a mut DeviceBuffer,
+}
+
+/// The argument of every kernel. It borrows its buffers.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct Problem<'a> {
+    q: u64,
+    k: u64,
+    v: u64,
+    o: u64,
+    lse: u64,
+    scores: u64,
+    partials: u64,
+    pages: u64,
+    lens: u64,
+    batch: i32,
+    q_heads: i32,
+    kv_heads: i32,
+    q_len: i32,
+    kv_len: i32,
+    causal: i32,
+    window: i32,
+    splits: i32,
+    split_keys: i32,
+    page_tokens: i32,
+    table_width: i32,
+    scale: f32,
+    softcap: f32,
+    unused: i32,
+    buffers: PhantomData<&'a mut DeviceBuffer>,
+}
+
+// SAFETY: the struct is `repr(C)`, has no padding, and holds numbers only; its fields are those of `Problem` in
+// kernels/problem.cuh (a test compares them).
+unsafe impl DeviceRepr for Problem<'_> {}
+
+impl<'a> Problem<'a> {
+    /// A problem over buffers.
+    ///
+    /// # Errors
+    /// [`CudaError::Operand`] when a buffer is smaller than the extents say, or an extent does not fit 31 bits.
+    pub fn new(extents: &Extents, operands: &'a mut Operands<'_>) -> Result<Self, CudaError> {
+        let Extents { batch, q_heads, kv_heads, q_len, kv_len, head_dim, dtype, .. } = *extents;
+        let rows = batch * q_heads * q_len;
+        let (q_bytes, kv_bytes) =
+            (rows * head_dim * dtype.bytes(), batch * kv_heads * kv_len * head_dim * dtype.bytes());
+        let has = |name: &str, buffer: &DeviceBuffer, bytes: usize| match buffer.bytes() >= bytes as u64 {
+            true => Ok(buffer.address()),
+            false => Err(CudaError::Operand(format!("{name} has {} bytes; {bytes} are needed", buffer.bytes()))),
+        };
+        // Empty where the kernel has none; a kernel that has one is launched with the size of its workspace.
+        let optional = |name: &str, buffer: &DeviceBuffer, elements: usize| match buffer.bytes() {
+            0 => Ok(0),
+            _ => has(name, buffer, 4 * elements),
+        };
+        // Kernels add two lengths and a window in 32 bits.
+        let short = |name: &str, value: usize| {
+            i32::try_from(value).ok().filter(|&value| value < 1 << 29).ok_or_else(|| {
+                CudaError::Operand(format!("{name} is {value}; the CUDA kernels take less than {}", 1 << 29))
+            })
+        };
+        Ok(Problem {
+            q: has("q", operands.q, q_bytes)?,
+            k: has("k", operands.k, kv_bytes)?,
+            v: has("v", operands.v, kv_bytes)?,
+            o: has("o", operands.o, q_bytes)?,
+            lse: has("lse", operands.lse, 4 * rows)?,
+            scores: optional("scores", operands.scores, rows * kv_len)?,
+            partials: optional("partials", operands.partials, rows * extents.splits() * (head_dim + 2))?,
+            pages: 0,
+            lens: 0,
+            batch: short("batch", batch)?,
+            q_heads: short("query heads", q_heads)?,
+            kv_heads: short("KV heads", kv_heads)?,
+            q_len: short("query length", q_len)?,
+            kv_len: short("key length", kv_len)?,
+            causal: i32::from(extents.causal),
+            // A window that reaches over every key is as good as a longer one.
+            window: extents.window.map_or(Ok(0), |window| short("window", window.min(q_len + kv_len)))?,
+            splits: short("splits", extents.splits())?,
+            split_keys: short("keys of a split", extents.split_keys.min(kv_len))?,
+            page_tokens: 0,
+            table_width: 0,
+            scale: extents.scale,
+            softcap: extents.softcap.unwrap_or(0.0),
+            unused: 0,
+            buffers: PhantomData,
+        })
+    }
+
+    pub(super) fn has_scores(&self) -> bool {
+        self.scores != 0
+    }
+
+    pub(super) fn has_partials(&self) -> bool {
+        self.partials != 0
+    }
+}
+
+/// One launch of a kernel function.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Launch {
+    /// Its name in the source.
+    pub function: &'static str,
+    /// Blocks in x, y and z.
+    pub grid: [usize; 3],
+    /// Threads of a block.
+    pub threads: u32,
+    /// Dynamic shared memory of a block.
+    pub shared_bytes: u32,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_struct_has_the_size_that_cuda_gives_it() {
+        assert_eq!(size_of::<Problem>(), 9 * 8 + 14 * 4);
+    }
+}

@@ -1,0 +1,129 @@
+#!/usr/bin/env python3
+"""Compiles every variant of every kernel with NVRTC and prints what ptxas says of it. Needs no GPU.
+
+    pip install nvidia-cuda-nvrtc==13.0.88
+    python3 tests/kernels/check.py [--arch sm_90a ...] [--nvrtc libnvrtc.so.13] [--markdown FILE]
+
+One row for each kernel function: registers, shared memory that is known at compile time, stack, spills. Exit status 0
+when all is well; 1 when a variant does not compile, spills registers, uses local memory, or draws a warning.
+"""
+
+import argparse
+import ctypes
+import glob
+import itertools
+import os
+import re
+import sys
+import time
+
+KERNELS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "kernels")
+ARCHITECTURES = ["sm_80", "sm_90a", "sm_100"]
+
+
+def variants():
+    """(file, macros) of every variant that the crate may ask for, at the head dims that matter."""
+    for element, head_dim in itertools.product(["F32", "BF16", "F16"], [64, 128, 256]):
+        yield "naive.cu", {"ELEMENT": element, "HEAD_DIM": head_dim}
+    for element, head_dim in itertools.product(["BF16", "F16"], [64, 96, 128]):
+        yield "tiled.cu", {"ELEMENT": element, "HEAD_DIM": head_dim}
+    for element, head_dim, paged in itertools.product(["BF16", "F16"], [64, 96, 128], [0, 1]):
+        yield "decode.cu", {"ELEMENT": element, "HEAD_DIM": head_dim, "PAGED": paged}
+
+
+def load_nvrtc(path):
+    """The library named, or the wheel's beside this interpreter, or the system's."""
+    found = [path] if path else []
+    for folder in sys.path:
+        found += sorted(glob.glob(os.path.join(folder, "nvidia", "*", "lib", "libnvrtc.so.*")))
+    found = [name for name in found if ".alt." not in name] + ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"]
+    for name in found:
+        # The builtins must be loaded first where no search path leads to them.
+        for builtins in glob.glob(os.path.join(os.path.dirname(name), "libnvrtc-builtins.so*")):
+            if ".alt." not in builtins:
+                ctypes.CDLL(builtins, mode=ctypes.RTLD_GLOBAL)
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    sys.exit("NVRTC not found: pip install nvidia-cuda-nvrtc==13.0.88, or give --nvrtc PATH")
+
+
+def compile_variant(nvrtc, file, macros, architecture):
+    """(whether it compiled, the compiler's log, seconds)"""
+    with open(os.path.join(KERNELS, file), encoding="utf-8") as source:
+        text = source.read().encode()
+    options = [f"--gpu-architecture={architecture}", "-std=c++17", "--ptxas-options=-v", f"--include-path={KERNELS}"]
+    options += [f"-D{name}={value}" for name, value in macros.items()]
+    program = ctypes.c_void_p()
+    if nvrtc.nvrtcCreateProgram(ctypes.byref(program), text, file.encode(), 0, None, None):
+        raise RuntimeError("nvrtcCreateProgram failed")
+    started = time.perf_counter()
+    encoded = (ctypes.c_char_p * len(options))(*[option.encode() for option in options])
+    status = nvrtc.nvrtcCompileProgram(program, len(options), encoded)
+    seconds = time.perf_counter() - started
+    size = ctypes.c_size_t()
+    nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+    log = ctypes.create_string_buffer(size.value + 1)
+    nvrtc.nvrtcGetProgramLog(program, log)
+    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+    return status == 0, log.value.decode(errors="replace"), seconds
+
+
+def functions(log):
+    """(name, registers, shared, stack, spill stores, spill loads) of every kernel function of a ptxas log."""
+    for part in re.split(r"Compiling entry function '", log)[1:]:
+        name = part.split("'")[0]
+
+        def number(pattern, default=None):
+            found = re.search(pattern, part)
+            if not found and default is None:
+                sys.exit(f"ptxas no longer says '{pattern}' of {name}: this script must follow")
+            return int(found.group(1)) if found else default
+
+        yield (
+            name,
+            number(r"Used (\d+) registers"),
+            number(r"(\d+) bytes smem", 0),
+            number(r"(\d+) bytes stack frame"),
+            number(r"(\d+) bytes spill stores"),
+            number(r"(\d+) bytes spill loads"),
+        )
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", action="append", help="an architecture; may be given again [default: all]")
+    parser.add_argument("--nvrtc", metavar="PATH", help="libnvrtc.so.N")
+    parser.add_argument("--markdown", metavar="FILE", help="write the table there too")
+    arguments = parser.parse_args()
+    nvrtc = load_nvrtc(arguments.nvrtc)
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    rows, wrong, slowest = [], [], (0.0, "")
+    for architecture, (file, macros) in itertools.product(arguments.arch or ARCHITECTURES, variants()):
+        label = f"{file} {' '.join(f'{name}={value}' for name, value in macros.items())} {architecture}"
+        compiled, log, seconds = compile_variant(nvrtc, file, macros, architecture)
+        slowest = max(slowest, (seconds, label))
+        if not compiled:
+            wrong.append(f"{label}: does not compile\n{log.strip()}")
+            continue
+        wrong += [f"{label}: {line.strip()}" for line in log.splitlines() if re.search(r"warning|C75\d\d", line)]
+        for name, registers, shared, stack, stores, loads in functions(log):
+            rows.append((architecture, name, " ".join(f"{m}={v}" for m, v in macros.items()), registers, shared, stack, stores, loads))
+            if stack or stores or loads:
+                wrong.append(f"{label}: {name} has {stack} bytes of stack, {stores} + {loads} bytes of spills")
+    header = "| arch | kernel | variant | registers | static shared | stack | spill stores | spill loads |\n|" + "---|" * 8
+    table = "\n".join([header] + ["| " + " | ".join(map(str, row)) + " |" for row in rows])
+    print(table)
+    if arguments.markdown:
+        with open(arguments.markdown, "w", encoding="utf-8") as file:
+            file.write(table + "\n")
+    print(f"\nNVRTC {major.value}.{minor.value}: {len(rows)} functions; slowest variant {slowest[0]:.2f} s ({slowest[1]})")
+    for line in wrong:
+        print("WRONG", line, file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
