@@ -37,14 +37,6 @@ pub fn rotate(row: &mut [f32], position: usize, frequencies: &Frequencies) {
     turn(row, position as f64, frequencies);
 }
 
-/// Rotates one row back from `position`: the inverse of [`rotate`].
-///
-/// # Panics
-/// When the row is not as long as the frequencies say.
-pub fn unrotate(row: &mut [f32], position: usize, frequencies: &Frequencies) {
-    turn(row, -(position as f64), frequencies);
-}
-
 /// Sines and cosines of a turn by some tokens, for many rows that turn alike.
 pub struct Rotation(Vec<(f32, f32)>);
 
@@ -168,7 +160,7 @@ mod tests {
             let further = rotated(&q, position + distance, &frequencies);
             prop_assert!(turned.iter().zip(&further).all(|(a, b)| (a - b).abs() < 1e-4), "{turned:?} {further:?}");
             Rotation::new(&frequencies, -(distance as i64)).turn(&mut turned);
-            unrotate(&mut turned, position, &frequencies);
+            Rotation::new(&frequencies, -(position as i64)).turn(&mut turned);
             for (back, original) in turned.iter().zip(&q) {
                 prop_assert!((back - original).abs() < 1e-5);
             }
@@ -185,7 +177,7 @@ mod tests {
                 for position in start..start + count {
                     let (mut got, mut expected) = (row.clone(), row.clone());
                     unrotation.unrotate(&mut got, position);
-                    unrotate(&mut expected, position, &frequencies);
+                    Rotation::new(&frequencies, -(position as i64)).turn(&mut expected);
                     for (got, expected) in got.iter().zip(&expected) {
                         prop_assert!((got - expected).abs() < 1e-6, "{got} {expected} at {position}");
                     }

@@ -1,7 +1,7 @@
 //! What a policy sees when it judges.
 
 use crate::attention::rope::{Frequencies, Unrotation};
-use crate::attention::{Forward, KvRows, Shape};
+use crate::attention::{Forward, Shape};
 use crate::memory::Arena;
 use crate::tensor::TensorView;
 use std::ops::Range;
@@ -118,11 +118,6 @@ impl<'a> Context<'a> {
     /// Sequences of one layer: `B / layers`.
     pub fn sequences(&self) -> usize {
         self.call.shape.batch / self.layers
-    }
-
-    /// The cached keys and values.
-    pub fn kv(&self) -> &'a dyn KvRows {
-        self.call.kv
     }
 
     /// Calls `visit` for queries (indices in `0..Lq`) of a query head as they were before RoPE, `[D]`; `None` where the

@@ -344,6 +344,22 @@ mod tests {
     }
 
     #[test]
+    fn a_part_of_ones_own_is_known_and_replaces_one_of_its_name() {
+        const EVERY: PartEntry = PartEntry {
+            name: "every",
+            about: "",
+            paper: "",
+            parameters: &[],
+            build: |_| Ok(Part::Decoding(Decoding::EverySteps(99))),
+        };
+        let registry = Registry::default().with_part(EVERY).with_part(PartEntry { name: "seldom", ..EVERY });
+        for text in ["knorm+every", "knorm+seldom"] {
+            assert_eq!(registry.policy(text).unwrap().schedule.decoding, Decoding::EverySteps(99), "{text}");
+        }
+        assert_eq!(registry.parts().iter().filter(|part| part.name == "every").count(), 1);
+    }
+
+    #[test]
     fn combinations_that_mean_nothing_are_refused_with_the_reason() {
         let cases = [
             ("full+ada", "'full' keeps everything, so 'ada' has nothing to do"),
