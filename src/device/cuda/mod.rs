@@ -8,6 +8,7 @@
 mod build;
 mod device;
 mod nvrtc;
+mod pages;
 mod problem;
 mod runtime;
 mod source;
@@ -15,6 +16,8 @@ mod source;
 pub use build::{Origin, build};
 pub use device::{Device, DeviceBuffer, Limits, Module};
 pub use nvrtc::Nvrtc;
+pub(crate) use pages::Pages;
+pub use pages::{PagedKv, Slabs};
 pub use problem::{Extents, Launch, Operands, Problem};
 pub use runtime::Runtime;
 pub use source::{Program, Source};
