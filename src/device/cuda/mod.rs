@@ -6,6 +6,7 @@
 //! problem is [`crate::attention::cuda`]'s.
 
 mod build;
+mod cublas;
 mod device;
 mod nvrtc;
 mod pages;
@@ -14,6 +15,7 @@ mod runtime;
 mod source;
 
 pub use build::{Origin, build};
+pub use cublas::{Cublas, Gemm};
 pub use device::{Device, DeviceBuffer, Limits, Module};
 pub use nvrtc::Nvrtc;
 pub(crate) use pages::Pages;
@@ -83,6 +85,14 @@ pub enum CudaError {
     /// Buffers that do not fit the problem.
     #[error("{0}")]
     Operand(String),
+    /// A matrix product that cuBLAS refused.
+    #[error("cuBLAS {version}: a product failed with status {status}")]
+    Cublas {
+        /// Its version.
+        version: String,
+        /// Its `cublasStatus_t`.
+        status: i32,
+    },
     /// Any other failure of the driver.
     #[error("CUDA: {what} failed: {reason}")]
     Driver {
