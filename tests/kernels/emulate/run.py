@@ -21,6 +21,10 @@ VARIANTS = [
     ("tiled", "BF16", 96, ""),
     ("decode", "BF16", 64, "PAGED=0"), ("decode", "BF16", 128, "PAGED=0"), ("decode", "F16", 72, "PAGED=0"),
     ("decode", "BF16", 64, "PAGED=1"), ("decode", "F16", 128, "PAGED=1"),
+    ("hopper", "BF16", 64, "KEYS=128 CAPPED=0 NEGATIVE=0"), ("hopper", "F16", 64, "KEYS=112 CAPPED=1 NEGATIVE=1"),
+    ("hopper", "F16", 128, "KEYS=128 CAPPED=0 NEGATIVE=0"), ("hopper", "BF16", 128, "KEYS=176 CAPPED=0 NEGATIVE=0"),
+    ("hopper", "BF16", 128, "KEYS=128 CAPPED=1 NEGATIVE=0"), ("hopper", "BF16", 128, "KEYS=128 CAPPED=0 NEGATIVE=1"),
+    ("hopper", "BF16", 256, "KEYS=80 CAPPED=0 NEGATIVE=0"), ("hopper", "F16", 256, "KEYS=64 CAPPED=1 NEGATIVE=0"),
 ]  # fmt: skip
 
 
@@ -36,9 +40,9 @@ def main():
                 continue
             program = os.path.join(folder, "emulate")
             macros = [f"-DELEMENT={element}", f"-DHEAD_DIM={head_dim}", f'-DFAMILY="{family}.hpp"']
-            macros += [f"-D{extra}"] if extra else []
+            macros += [f"-D{macro}" for macro in extra.split()]
             flags = ["-std=c++17", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-            flags += ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-unused-function", f"-I{KERNELS}", f"-I{HERE}"]
+            flags += ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-psabi", "-Wno-unused-function", f"-I{KERNELS}", f"-I{HERE}"]
             started = time.perf_counter()
             subprocess.run([arguments.cxx, *flags, *macros, os.path.join(HERE, "emulate.cpp"), "-o", program], check=True)
             built = time.perf_counter()
