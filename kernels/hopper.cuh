@@ -9,7 +9,7 @@
 #include "ptx.cuh"
 
 // A CUtensorMap: where a tensor lies and which box of it a copy takes. src/device/cuda/tensor_map.rs makes it.
-struct alignas(64) TensorMap {
+struct alignas(128) TensorMap {
     u64 opaque[16];
 };
 

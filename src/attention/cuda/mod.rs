@@ -6,6 +6,7 @@
 //! file here, one under `kernels/`, and one line in [`CUDA_KERNELS`].
 
 mod decode;
+mod hopper;
 mod naive;
 mod pass;
 mod tiled;
@@ -30,7 +31,7 @@ pub trait CudaKernel: Sync {
 }
 
 /// Every kernel for GPUs.
-pub const CUDA_KERNELS: &[&dyn CudaKernel] = &[&naive::Naive, &tiled::Tiled, &decode::Decode];
+pub const CUDA_KERNELS: &[&dyn CudaKernel] = &[&naive::Naive, &tiled::Tiled, &decode::Decode, &hopper::Hopper];
 
 /// The kernel that a text names. None has parameters.
 ///
@@ -58,6 +59,17 @@ pub struct Plan {
     pub workspace: WorkspaceSize,
     /// What kernels are told.
     pub extents: Extents,
+    /// How the copy engine takes the inputs, where a kernel uses it.
+    pub boxes: Option<Boxes>,
+}
+
+/// Rows of q, and of k and v, that are copied as one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Boxes {
+    /// Of q.
+    pub q_rows: usize,
+    /// Of k and v.
+    pub kv_rows: usize,
 }
 
 /// Blocks in y and z that a grid may have.
@@ -98,7 +110,7 @@ impl Plan {
             scores: workspace.scores,
             partials: workspace.scratch,
         };
-        Ok(Plan { program, launches, workspace, extents })
+        Ok(Plan { program, launches, workspace, extents, boxes: None })
     }
 }
 

@@ -1,7 +1,7 @@
 //! A planned pass over tensors in a GPU's memory.
 
-use super::Plan;
-use crate::device::cuda::{CudaError, Device, DeviceBuffer, Operands, Problem, Runtime};
+use super::{Boxes, Plan};
+use crate::device::cuda::{Argument, CudaError, Device, DeviceBuffer, Extents, Operands, Problem, Runtime, TensorMap};
 use crate::memory::{Arena, Label};
 
 /// What a pass reads.
@@ -57,6 +57,22 @@ impl Plan {
         let Results { o, lse } = results;
         let mut operands = Operands { q, k, v, o, lse, scores: &mut scratch.scores, partials: &mut scratch.partials };
         let problem = Problem::new(&self.extents, &mut operands)?;
-        runtime.device().run(&*runtime.module(&self.program)?, &self.launches, &[&problem])
+        let maps = self.boxes.map(|boxes| boxes.maps(&self.extents, inputs)).transpose()?;
+        let mut arguments: Vec<&dyn Argument> = vec![&problem];
+        arguments.extend(maps.iter().flatten().map(|map| map as &dyn Argument));
+        runtime.device().run(&*runtime.module(&self.program)?, &self.launches, &arguments)
+    }
+}
+
+impl Boxes {
+    /// Maps of q, k and v.
+    fn maps<'a>(&self, extents: &Extents, inputs: Inputs<'a>) -> Result<[TensorMap<'a>; 3], CudaError> {
+        let Extents { batch, q_heads, kv_heads, q_len, kv_len, head_dim, dtype, .. } = *extents;
+        let (queries, keys) = ([batch * q_heads, q_len, head_dim], [batch * kv_heads, kv_len, head_dim]);
+        Ok([
+            TensorMap::new(inputs.q, dtype, queries, self.q_rows)?,
+            TensorMap::new(inputs.k, dtype, keys, self.kv_rows)?,
+            TensorMap::new(inputs.v, dtype, keys, self.kv_rows)?,
+        ])
     }
 }

@@ -11,13 +11,16 @@ mod nvrtc;
 mod problem;
 mod runtime;
 mod source;
+mod tensor_map;
 
 pub use build::{Origin, build};
+pub(crate) use device::Argument;
 pub use device::{Device, DeviceBuffer, Limits, Module};
 pub use nvrtc::Nvrtc;
 pub use problem::{Extents, Launch, Operands, Problem};
 pub use runtime::Runtime;
 pub use source::{Program, Source};
+pub(crate) use tensor_map::TensorMap;
 
 use crate::memory::{ArenaError, Label};
 
