@@ -32,6 +32,12 @@ def variants():
         yield "tiled.cu", {"ELEMENT": element, "HEAD_DIM": head_dim}
     for element, head_dim, paged in itertools.product(["BF16", "F16"], [64, 96, 128], [0, 1]):
         yield "decode.cu", {"ELEMENT": element, "HEAD_DIM": head_dim, "PAGED": paged}
+    # Tiles of keys by head dim and soft-cap, as src/attention/cuda/hopper.rs chooses them; the sign is one number in them.
+    tiles = [(64, 128, 0), (64, 112, 1), (128, 176, 0), (128, 128, 0), (128, 128, 1), (256, 80, 0), (256, 64, 1)]
+    signs = itertools.product(["BF16", "F16"], tiles, [0])
+    for element, (head_dim, keys, capped), negative in itertools.chain(signs, [("BF16", tiles[3], 1)]):
+        macros = {"ELEMENT": element, "HEAD_DIM": head_dim, "KEYS": keys, "CAPPED": capped, "NEGATIVE": negative}
+        yield "hopper.cu", macros
 
 
 @functools.cache
@@ -108,11 +114,10 @@ def main():
     nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
     rows, wrong, slowest = [], [], (0.0, "")
     todo = [(file, macros, arch) for arch, (file, macros) in itertools.product(arguments.arch or ARCHITECTURES, variants())]
+    todo = [variant for variant in todo if ONLY.get(variant[0], variant[2]) == variant[2]]
     with ProcessPoolExecutor(max(1, arguments.jobs)) as pool:  # NVRTC holds a lock: threads would wait for each other
         compiled_all = list(pool.map(compile_variant, itertools.repeat(arguments.nvrtc), *zip(*todo)))
     for (file, macros, architecture), (compiled, log, seconds) in zip(todo, compiled_all):
-        if ONLY.get(file, architecture) != architecture:
-            continue
         label = f"{file} {' '.join(f'{name}={value}' for name, value in macros.items())} {architecture}"
         slowest = max(slowest, (seconds, label))
         if not compiled:
