@@ -1,5 +1,8 @@
 //! Kernels on a GPU against the f64 reference. Ignored unless asked for: `cargo test --release -- --ignored cuda`.
 
+mod common;
+
+use common::ragged::Ragged;
 use kvsieve::attention::cuda::{Inputs, Plan, Results, cuda_kernel, decode_paged};
 use kvsieve::attention::{DenseKv, Forward, Params, Shape, reference};
 use kvsieve::device::Cpu;
@@ -19,13 +22,55 @@ fn random(arena: &Arena, dtype: DType, dims: [usize; 4], seed: u64) -> Tensor {
     tensor
 }
 
+/// How far a kernel's output is from the reference, on up to 64 queries of each head.
+fn error_of((runtime, cpu): (&Runtime, &Cpu), kernel: &str, dtype: DType, shape: Shape, params: Params) -> f64 {
+    let device = runtime.device();
+    let host = Arena::unlimited();
+    let dims = [shape.q_dims(), shape.kv_dims(), shape.kv_dims()];
+    let inputs: Vec<Tensor> = (0..3).map(|i| random(&host, dtype, dims[i], i as u64)).collect();
+    let plan = cuda_kernel(kernel).unwrap().plan(&shape, &params, dtype, device.limits()).unwrap();
+    // Where cuBLAS is found, the products that stand in for it are tried as well.
+    let own = plan.library.is_some() && runtime.cublas().is_some();
+    let own = own.then(|| Plan { library: None, ..plan.clone() });
+    let arena = Arena::unlimited();
+    let alloc = |bytes: usize| device.alloc(&arena, Label::Activations, bytes as u64).unwrap();
+    let mut buffers: Vec<_> = inputs.iter().map(|tensor| alloc(tensor.bytes().len())).collect();
+    for (buffer, tensor) in buffers.iter_mut().zip(&inputs) {
+        buffer.write(tensor.bytes()).unwrap();
+    }
+    let mut result = Tensor::zeros(&host, Label::Activations, dtype, shape.q_dims()).unwrap();
+    let (mut o, mut lse) = (alloc(result.bytes().len()), alloc(4 * shape.rows()));
+    let mut scratch = plan.scratch(device, &arena).unwrap();
+    let tensors = Inputs { q: &buffers[0], k: &buffers[1], v: &buffers[2] };
+    let kv = DenseKv::new(inputs[1].view(), inputs[2].view()).unwrap();
+    let call = Forward { shape, params, q: inputs[0].view(), kv: &kv, cpu };
+    let at = reference::sample_rows(&shape, 64);
+    let expected = reference::rows(&call, &at);
+    let errors = [Some(plan), own].into_iter().flatten().map(|plan| {
+        o.write(&vec![0xff; result.bytes().len()]).unwrap();
+        plan.forward(runtime, tensors, Results { o: &mut o, lse: &mut lse }, &mut scratch).unwrap();
+        o.read(result.bytes_mut()).unwrap();
+        reference::relative_error(&result.view(), &at, &expected)
+    });
+    errors.fold(0.0, |worst, error| if error.is_nan() { f64::INFINITY } else { error.max(worst) })
+}
+
+fn shape(batch: usize, q_heads: usize, kv_heads: usize, q_len: usize, kv_len: usize, head_dim: usize) -> Shape {
+    Shape { batch, q_heads, kv_heads, q_len, kv_len, head_dim }
+}
+
+/// Without a mask, causal, with a window, with a soft-cap, and with a negative scale.
+fn options(head_dim: usize) -> [Params; 5] {
+    let plain = Params::new(head_dim, false);
+    let causal = Params { causal: true, ..plain };
+    let (window, softcap) = (Params { window: Some(50), ..causal }, Params { softcap: Some(5.0), ..causal });
+    [plain, causal, window, softcap, Params { scale: -plain.scale, ..causal }]
+}
+
 #[test]
 #[ignore = "cuda: needs a GPU and NVRTC"]
 fn cuda_kernels_agree_with_the_reference() {
     let (runtime, cpu) = (Runtime::open(0, None).unwrap(), Cpu::new(None).unwrap());
-    let device = runtime.device();
-    let shape =
-        |batch, q_heads, kv_heads, q_len, kv_len, head_dim| Shape { batch, q_heads, kv_heads, q_len, kv_len, head_dim };
     let shapes = [
         shape(1, 1, 1, 1, 1, 64),
         shape(2, 4, 2, 130, 190, 64),
@@ -36,10 +81,7 @@ fn cuda_kernels_agree_with_the_reference() {
         shape(1, 2, 2, 20, 90, 37),
     ];
     for shape in shapes {
-        let plain = Params::new(shape.head_dim, false);
-        let causal = Params { causal: true, ..plain };
-        let cases = [plain, causal, Params { window: Some(50), ..causal }, Params { softcap: Some(5.0), ..causal }];
-        for (params, kernel, dtype, allowed) in cases.into_iter().flat_map(|params| {
+        for (params, kernel, dtype, allowed) in options(shape.head_dim).into_iter().flat_map(|params| {
             let (naive, tiled, decode) = ("naive", "tiled", "decode");
             let kinds = [(naive, DType::F32, 3e-6), (naive, DType::Bf16, 8e-3), (tiled, DType::Bf16, 8e-3)];
             let more = [(tiled, DType::F16, 1e-3), (decode, DType::Bf16, 8e-3), (decode, DType::F16, 1e-3)];
@@ -50,34 +92,8 @@ fn cuda_kernels_agree_with_the_reference() {
                 .chain(full)
                 .map(move |(kernel, dtype, allowed)| (params, kernel, dtype, allowed))
         }) {
-            let host = Arena::unlimited();
-            let dims = [shape.q_dims(), shape.kv_dims(), shape.kv_dims()];
-            let inputs: Vec<Tensor> = (0..3).map(|i| random(&host, dtype, dims[i], i as u64)).collect();
-            let plan = cuda_kernel(kernel).unwrap().plan(&shape, &params, dtype, device.limits()).unwrap();
-            // Where cuBLAS is found, the products that stand in for it are tried as well.
-            let own = plan.library.is_some() && runtime.cublas().is_some();
-            let own = own.then(|| Plan { library: None, ..plan.clone() });
-            let arena = Arena::unlimited();
-            let alloc = |bytes: usize| device.alloc(&arena, Label::Activations, bytes as u64).unwrap();
-            let mut buffers: Vec<_> = inputs.iter().map(|tensor| alloc(tensor.bytes().len())).collect();
-            for (buffer, tensor) in buffers.iter_mut().zip(&inputs) {
-                buffer.write(tensor.bytes()).unwrap();
-            }
-            let mut result = Tensor::zeros(&host, Label::Activations, dtype, shape.q_dims()).unwrap();
-            let (mut o, mut lse) = (alloc(result.bytes().len()), alloc(4 * shape.rows()));
-            let mut scratch = plan.scratch(device, &arena).unwrap();
-            let tensors = Inputs { q: &buffers[0], k: &buffers[1], v: &buffers[2] };
-            for plan in [Some(plan), own].into_iter().flatten() {
-                o.write(&vec![0xff; result.bytes().len()]).unwrap();
-                plan.forward(&runtime, tensors, Results { o: &mut o, lse: &mut lse }, &mut scratch).unwrap();
-                o.read(result.bytes_mut()).unwrap();
-
-                let kv = DenseKv::new(inputs[1].view(), inputs[2].view()).unwrap();
-                let call = Forward { shape, params, q: inputs[0].view(), kv: &kv, cpu: &cpu };
-                let at = reference::sample_rows(&shape, 64);
-                let error = reference::relative_error(&result.view(), &at, &reference::rows(&call, &at));
-                assert!(error <= allowed, "{kernel} {dtype} {shape:?} {params:?}: {error:e}, {allowed:e} allowed");
-            }
+            let error = error_of((&runtime, &cpu), kernel, dtype, shape, params);
+            assert!(error <= allowed, "{kernel} {dtype} {shape:?} {params:?}: {error:e}, {allowed:e} allowed");
         }
     }
 }
@@ -157,5 +173,31 @@ fn cuda_decode_reads_pages() {
         let at = reference::sample_rows(&shape, 64);
         let error = reference::relative_error(&result.view(), &at, &reference::rows(&call, &at));
         assert!(error <= allowed, "{dtype}, pages of {page_tokens}: {error:e}, {allowed:e} allowed");
+    }
+}
+
+/// More items than multiprocessors, tails, groups, rows that see nothing; where the GPU is of capability 9.0.
+#[test]
+#[ignore = "cuda: needs a GPU and NVRTC"]
+fn cuda_hopper_agrees_with_the_reference() {
+    let (runtime, cpu) = (Runtime::open(0, None).unwrap(), Cpu::new(None).unwrap());
+    if runtime.device().limits().capability != (9, 0) {
+        return;
+    }
+    let many = 2 * runtime.device().limits().multiprocessors;
+    let shapes = [
+        shape(1, 1, 1, 1, 1, 64),
+        shape(2, 4, 2, 230, 290, 64),
+        shape(1, many, many / 2, 65, 600, 128),
+        shape(2, 2, 1, 300, 190, 128),
+        shape(1, 3, 3, 140, 400, 256),
+    ];
+    for shape in shapes {
+        for params in options(shape.head_dim) {
+            for (dtype, allowed) in [(DType::Bf16, 8e-3), (DType::F16, 1e-3)] {
+                let error = error_of((&runtime, &cpu), "hopper", dtype, shape, params);
+                assert!(error <= allowed, "{dtype} {shape:?} {params:?}: {error:e}, {allowed:e} allowed");
+            }
+        }
     }
 }

@@ -13,9 +13,11 @@ mod pages;
 mod problem;
 mod runtime;
 mod source;
+mod tensor_map;
 
 pub use build::{Origin, build};
 pub use cublas::{Cublas, Gemm};
+pub(crate) use device::Argument;
 pub use device::{Device, DeviceBuffer, Limits, Module};
 pub use nvrtc::Nvrtc;
 pub(crate) use pages::Pages;
@@ -23,6 +25,7 @@ pub use pages::{PagedKv, Slabs};
 pub use problem::{Extents, Launch, Operands, Problem};
 pub use runtime::Runtime;
 pub use source::{Program, Source};
+pub(crate) use tensor_map::TensorMap;
 
 use crate::memory::{ArenaError, Label};
 
