@@ -1,10 +1,26 @@
 //! Decoders of the Llama kind, read from a Hugging Face folder and run through this project's kernels and cache.
+//!
+//! [`Config`] says what a model is, [`Weights`] are its mapped files, and a [`Decoder`] runs tokens through it: chunk by
+//! chunk, with sequences of different lengths in one batch, attention only through [`crate::attention::Kernel`] over a
+//! [`crate::cache::PagedCache`] into whose sequences layers are folded.
 
 pub mod config;
+mod decoder;
+mod linear;
+mod mlp;
+mod norm;
+mod rope;
+mod sheet;
+mod weights;
 
 pub use config::Config;
+pub use decoder::{Decoder, Setup, bytes};
+pub use weights::Weights;
 
-use std::path::PathBuf;
+use crate::attention::AttentionError;
+use crate::memory::{Arena, ArenaError};
+use crate::tensor::file::FileError;
+use std::path::{Path, PathBuf};
 
 /// A model that cannot be read or run.
 #[derive(Debug, thiserror::Error)]
@@ -17,4 +33,64 @@ pub enum ModelError {
         /// What was wrong, its value, and what would be right.
         reason: String,
     },
+    /// A file of weights that cannot be read.
+    #[error(transparent)]
+    File(#[from] FileError),
+    /// Weights that do not fit the configuration.
+    #[error("'{path}': {reason}")]
+    Weights {
+        /// The file or folder.
+        path: PathBuf,
+        /// What was wrong, its value, and what would be right.
+        reason: String,
+    },
+    /// A token that the model does not have.
+    #[error("token {token} at place {place} of sequence {sequence}; the model has tokens 0 to {last}", last = vocab - 1)]
+    Token {
+        /// The token.
+        token: u32,
+        /// Its sequence.
+        sequence: usize,
+        /// Its place in the sequence.
+        place: usize,
+        /// Tokens that there are.
+        vocab: usize,
+    },
+    /// A sequence that is longer than the model was made for.
+    #[error(
+        "a sequence of {tokens} tokens; the model was made for {most} (max_position_embeddings), give \
+         --beyond-limit to run it all the same"
+    )]
+    TooLong {
+        /// Tokens of the sequence.
+        tokens: usize,
+        /// Most tokens.
+        most: usize,
+    },
+    /// Attention that cannot be computed.
+    #[error(transparent)]
+    Attention(#[from] AttentionError),
+    /// The arena has no room.
+    #[error(transparent)]
+    Arena(#[from] ArenaError),
+}
+
+/// A model ready to run.
+pub struct Model {
+    /// What it is.
+    pub config: Config,
+    /// Its parameters.
+    pub weights: Weights,
+}
+
+impl Model {
+    /// Opens a Hugging Face folder: `config.json` and safetensors in one file or shards.
+    ///
+    /// # Errors
+    /// When something is missing, damaged, or not understood.
+    pub fn open(folder: &Path, arena: &Arena) -> Result<Self, ModelError> {
+        let config = Config::read(folder)?;
+        let weights = Weights::open(folder, &config, arena)?;
+        Ok(Model { config, weights })
+    }
 }
