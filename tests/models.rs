@@ -2,7 +2,7 @@
 
 use kvsieve::device::Cpu;
 use kvsieve::memory::Arena;
-use kvsieve::model::{self, Decoder, Model, Setup};
+use kvsieve::model::{self, Decoder, Model, Sampler, Sampling, Setup, generate};
 use kvsieve::tensor::DType;
 use safetensors::SafeTensors;
 use std::path::{Path, PathBuf};
@@ -49,7 +49,7 @@ fn logits(model: &Model, tokens: &[&[u32]], chunk_tokens: usize, cpu: &Cpu) -> V
     let mut decoder = Decoder::new(model, setup(tokens.len(), chunk_tokens), cpu, &arena).unwrap();
     let mut all = vec![Vec::new(); tokens.len()];
     decoder
-        .run(tokens, |sequence, place, logits| {
+        .prefill(tokens, |sequence, place, logits| {
             assert_eq!(all[sequence].len(), place * logits.len());
             all[sequence].extend_from_slice(logits);
         })
@@ -95,19 +95,10 @@ fn greedy_continuations_are_those_of_transformers() {
         let model = Model::open(&expected.folder, &arena).unwrap();
         let setup = Setup { all_logits: false, ..setup(1, 16) };
         let mut decoder = Decoder::new(&model, setup, &cpu, &arena).unwrap();
-        let mut next = expected.tokens.clone();
-        let mut got = Vec::new();
-        for _ in 0..expected.greedy.len() {
-            let mut best = 0;
-            decoder
-                .run(&[&next], |_, _, logits| {
-                    let larger = |best: usize, at: usize| if logits[at] > logits[best] { at } else { best };
-                    best = (0..logits.len()).fold(0, larger);
-                })
-                .unwrap();
-            got.push(best as u32);
-            next = vec![best as u32];
-        }
+        let mut sampler = Sampler::new(Sampling::GREEDY);
+        let most_tokens = expected.greedy.len();
+        let generated = generate(&mut decoder, &expected.tokens, &mut sampler, &[], most_tokens, |_| ()).unwrap();
+        let got = generated.tokens;
         assert_eq!(got, expected.greedy, "{name}");
         let most = model::bytes(&model, &setup, &[expected.tokens.len()], got.len() - 1, cpu.threads());
         assert_eq!(arena.usage().peak_bytes, most, "{name}");

@@ -176,6 +176,17 @@ impl Config {
         self.q_heads * self.head_dim
     }
 
+    /// Tokens of the longest sequence that the model was made for, with its RoPE stretched.
+    pub fn most_tokens(&self) -> usize {
+        match self.rope.scaling {
+            RopeScaling::Dynamic { factor } => (self.max_positions as f64 * factor) as usize,
+            RopeScaling::Yarn { factor, original_positions, .. } => {
+                self.max_positions.max((original_positions as f64 * factor) as usize)
+            }
+            RopeScaling::None | RopeScaling::Linear { .. } | RopeScaling::Llama3 { .. } => self.max_positions,
+        }
+    }
+
     /// Elements of all KV heads.
     pub fn kv_width(&self) -> usize {
         self.kv_heads * self.head_dim

@@ -5,6 +5,8 @@
 
 mod attend;
 mod block;
+mod narrow;
+mod phases;
 
 use super::sheet::Sheet;
 use super::weights::embed;
@@ -12,9 +14,11 @@ use super::{Model, ModelError, linear, rope};
 use crate::cache::{CacheShape, Column, PAGE_TOKENS, PagedCache};
 use crate::device::Cpu;
 use crate::memory::{Arena, ArenaError, Buffer, Label};
+use crate::model::evictor::{Eviction, Evictor};
 use crate::model::norm::Norm;
 use crate::tensor::DType;
 use attend::Attend;
+pub(super) use attend::params;
 
 /// How a model is to be run.
 #[derive(Debug, Clone, Copy)]
@@ -120,6 +124,9 @@ pub struct Decoder<'a> {
     seen: Vec<usize>,
     buffers: Buffers,
     attend: Attend,
+    evictor: Option<Evictor<'a>>,
+    /// Whether tokens of a sequence were evicted, so that slots of its lists are no positions.
+    gaps: Vec<bool>,
 }
 
 impl<'a> Decoder<'a> {
@@ -137,6 +144,8 @@ impl<'a> Decoder<'a> {
             seen: vec![0; setup.batch],
             buffers: Buffers::allocate(model, &setup, arena, cpu.threads())?,
             attend: Attend::default(),
+            evictor: None,
+            gaps: vec![false; setup.batch],
         })
     }
 
@@ -145,24 +154,45 @@ impl<'a> Decoder<'a> {
         &self.cache
     }
 
+    /// KV bytes of pages in use.
+    pub fn kv_bytes(&self) -> u64 {
+        self.cache.pages() as u64 * self.cache.shape().page_bytes()
+    }
+
     /// Tokens that each sequence has seen.
     pub fn seen(&self) -> &[usize] {
         &self.seen
     }
 
-    /// Runs more tokens of each sequence, a chunk at a time. `visit(sequence, place, logits)` gets the logits `[vocab]`
-    /// of every token, or of the last of each sequence, as the setup says; `place` counts from the first token of this
-    /// call.
+    /// Puts a policy to work, before the first token. The prompts of the sequences will be `contexts` tokens long: that
+    /// is what a budget counts.
     ///
     /// # Errors
-    /// When a token is not one of the model's, or the arena has no room.
+    /// When the model cannot do what the policy does, or the budget leaves nothing.
     ///
     /// # Panics
-    /// When there are not as many sequences as the setup says, or one outgrows it.
-    pub fn run(&mut self, tokens: &[&[u32]], mut visit: impl FnMut(usize, usize, &[f32])) -> Result<(), ModelError> {
-        assert_eq!(tokens.len(), self.setup.batch, "tokens of each sequence");
-        self.check(tokens)?;
-        let horizons: Vec<usize> = self.seen.iter().zip(tokens).map(|(seen, tokens)| seen + tokens.len()).collect();
+    /// When the columns of the setup are not those of the policy.
+    pub fn evict(&mut self, eviction: Eviction<'a>, contexts: &[usize]) -> Result<(), ModelError> {
+        assert!(eviction.policy.columns() == self.setup.columns, "a cache with the columns of the policy");
+        let token_bytes = self.cache.shape().token_bytes();
+        self.evictor = Some(Evictor::new(eviction, &self.model.config, contexts, token_bytes, self.arena)?);
+        Ok(())
+    }
+
+    /// Tokens that were evicted, counted in every list.
+    pub fn evicted_tokens(&self) -> u64 {
+        self.evictor.as_ref().map_or(0, Evictor::evicted_tokens)
+    }
+
+    /// Runs more tokens of each sequence, a chunk at a time, until they have `horizons` tokens; `visit` as in
+    /// [`Decoder::prefill`], with places counted from `from`.
+    fn run(
+        &mut self,
+        tokens: &[&[u32]],
+        horizons: &[usize],
+        from: &[usize],
+        visit: &mut impl FnMut(usize, usize, &[f32]),
+    ) -> Result<(), ModelError> {
         let longest = tokens.iter().map(|tokens| tokens.len()).max().unwrap_or(0);
         for start in (0..longest).step_by(self.setup.chunk_tokens) {
             let mut parts = Vec::with_capacity(tokens.len());
@@ -186,7 +216,7 @@ impl<'a> Decoder<'a> {
             for part in &parts {
                 self.seen[part.sequence] += part.tokens;
             }
-            self.logits(&parts, |sequence| tokens[sequence].len(), start, &mut visit);
+            self.logits(&parts, |sequence| from[sequence] + start, visit);
         }
         Ok(())
     }
@@ -239,14 +269,8 @@ impl<'a> Decoder<'a> {
         Norm { weight, eps: self.model.config.norm_eps, shift }
     }
 
-    /// Logits of the rows that are wanted, handed to `visit`.
-    fn logits(
-        &mut self,
-        parts: &[Part],
-        tokens: impl Fn(usize) -> usize,
-        start: usize,
-        visit: &mut impl FnMut(usize, usize, &[f32]),
-    ) {
+    /// Logits of the rows that are wanted, handed to `visit`; `place` gives that of a part's first token.
+    fn logits(&mut self, parts: &[Part], place: impl Fn(usize) -> usize, visit: &mut impl FnMut(usize, usize, &[f32])) {
         let (config, weights) = (&self.model.config, &self.model.weights);
         let norm = self.norm(&weights.norm);
         let (hidden, vocab) = (config.hidden, config.vocab);
@@ -255,10 +279,15 @@ impl<'a> Decoder<'a> {
         for part in parts {
             let first = match self.setup.all_logits {
                 true => 0,
-                false if start + part.tokens == tokens(part.sequence) => part.tokens - 1,
+                false if part.first + part.tokens == part.horizon => part.tokens - 1,
                 false => continue,
             };
-            wanted.extend((first..part.tokens).map(|token| (part.sequence, start + token, part.row + token)));
+            let places =
+                (first..part.tokens).map(|token| (part.sequence, place(part.sequence) + token, part.row + token));
+            wanted.extend(places);
+        }
+        if wanted.is_empty() {
+            return;
         }
         let Buffers { hidden: stream, normed, logits, scratch, .. } = &mut self.buffers;
         for (to, &(_, _, row)) in wanted.iter().enumerate() {

@@ -6,19 +6,28 @@
 
 pub mod config;
 mod decoder;
+mod evictor;
+mod generate;
 mod linear;
 mod mlp;
 mod norm;
 mod rope;
+mod sample;
 mod sheet;
+mod text;
 mod weights;
 
 pub use config::Config;
 pub use decoder::{Decoder, Setup, bytes};
+pub use evictor::Eviction;
+pub use generate::{Generated, generate};
+pub use sample::{Sampler, Sampling};
+pub use text::Text;
 pub use weights::Weights;
 
 use crate::attention::AttentionError;
 use crate::memory::{Arena, ArenaError};
+use crate::policy::{BudgetError, PolicyError};
 use crate::tensor::file::FileError;
 use std::path::{Path, PathBuf};
 
@@ -58,8 +67,7 @@ pub enum ModelError {
     },
     /// A sequence that is longer than the model was made for.
     #[error(
-        "a sequence of {tokens} tokens; the model was made for {most} (max_position_embeddings), give \
-         --beyond-limit to run it all the same"
+        "a sequence of {tokens} tokens; the model was made for at most {most}, give --beyond-limit to run it all the same"
     )]
     TooLong {
         /// Tokens of the sequence.
@@ -67,9 +75,20 @@ pub enum ModelError {
         /// Most tokens.
         most: usize,
     },
+    /// A logit that is no number.
+    #[error("the logit of token {token} is {logit}; weights or activations are not finite")]
+    Logit {
+        /// The logit.
+        logit: f32,
+        /// Its token.
+        token: u32,
+    },
     /// Attention that cannot be computed.
     #[error(transparent)]
     Attention(#[from] AttentionError),
+    /// A policy that cannot be applied.
+    #[error(transparent)]
+    Policy(#[from] PolicyError),
     /// The arena has no room.
     #[error(transparent)]
     Arena(#[from] ArenaError),
@@ -92,5 +111,20 @@ impl Model {
         let config = Config::read(folder)?;
         let weights = Weights::open(folder, &config, arena)?;
         Ok(Model { config, weights })
+    }
+
+    /// Refuses a sequence that is longer than the model was made for.
+    ///
+    /// # Errors
+    /// How long it may be.
+    pub fn check_length(&self, tokens: usize) -> Result<(), ModelError> {
+        let most = self.config.most_tokens();
+        if tokens > most { Err(ModelError::TooLong { tokens, most }) } else { Ok(()) }
+    }
+}
+
+impl From<BudgetError> for ModelError {
+    fn from(error: BudgetError) -> Self {
+        ModelError::Policy(error.into())
     }
 }

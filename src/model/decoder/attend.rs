@@ -3,8 +3,10 @@
 //! Sequences that bring equally many tokens are one call; others are a call each. What a call needs is kept until one of
 //! another shape comes, so that decode steps take no memory.
 
+use super::narrow::Narrow;
 use super::{Buffers, Decoder, Part, Setup, block};
-use crate::attention::{Forward, Kernel, Outputs, Params, Shape, Workspace, kernel};
+use crate::attention::rope::Rotation;
+use crate::attention::{Forward, Kernel, KvRows, Outputs, Params, Shape, Workspace, kernel};
 use crate::cache::Sequences;
 use crate::memory::{Arena, ArenaError};
 use crate::model::{Config, Model, ModelError};
@@ -28,7 +30,7 @@ fn roomy(config: &Config, setup: &Setup, batch: usize, q_len: usize) -> Shape {
 }
 
 /// Scale, mask and soft-cap of a layer.
-pub(super) fn params(config: &Config, layer: usize) -> Params {
+pub(in crate::model) fn params(config: &Config, layer: usize) -> Params {
     Params {
         scale: config.attention_scale,
         softcap: config.attention_softcap,
@@ -88,25 +90,44 @@ fn calls(counts: &[usize]) -> Vec<(usize, usize)> {
 impl Decoder<'_> {
     /// Attention of `parts` in a layer: from the queries to the rows that the output projection reads.
     pub(super) fn attention(&mut self, layer: usize, parts: &[Part]) -> Result<(), ModelError> {
+        let windowed = self.model.config.windows[layer].is_some();
+        let narrow = |part: &Part| windowed && self.gaps[part.sequence];
         let even = parts.len() == self.setup.batch && parts.iter().all(|part| part.tokens == parts[0].tokens);
-        match even {
-            true => self.call(layer, parts),
-            false => parts.iter().try_for_each(|part| self.call(layer, std::slice::from_ref(part))),
+        if even && !parts.iter().any(narrow) {
+            return self.call(layer, parts, None);
         }
+        for part in parts {
+            match windowed && self.gaps[part.sequence] {
+                false => self.call(layer, std::slice::from_ref(part), None)?,
+                true => {
+                    (0..part.tokens).try_for_each(|token| self.call(layer, std::slice::from_ref(part), Some(token)))?
+                }
+            }
+        }
+        Ok(())
     }
 
-    /// One call for neighbouring sequences that bring equally many tokens.
-    fn call(&mut self, layer: usize, parts: &[Part]) -> Result<(), ModelError> {
-        let (config, batch, q_len) = (&self.model.config, parts.len(), parts[0].tokens);
-        let kv = Sequences { cache: &self.cache, first: layer * self.setup.batch + parts[0].sequence, step: 1 };
+    /// One call for neighbouring sequences that bring equally many tokens, or for token `only` of one sequence in a
+    /// windowed layer.
+    fn call(&mut self, layer: usize, parts: &[Part], only: Option<usize>) -> Result<(), ModelError> {
+        let (config, batch, part) = (&self.model.config, parts.len(), parts[0]);
+        let q_len = if only.is_some() { 1 } else { part.tokens };
+        let (row, width) = (part.row + only.unwrap_or(0), config.q_width());
+        self.turn_queries(layer, parts);
+        let kv = Sequences { cache: &self.cache, first: layer * self.setup.batch + part.sequence, step: 1 };
+        let narrow = only
+            .zip(config.windows[layer])
+            .map(|(token, window)| Narrow { kv, slots: self.seen_slots(&kv, &part, token, window) });
+        let (kv_len, kv, window): (usize, &dyn KvRows, _) = match &narrow {
+            Some(narrow) => (narrow.slots.iter().map(|slots| slots.len()).max().unwrap_or(0), narrow, None),
+            None => (kv.max_len(batch), &kv, config.windows[layer]),
+        };
         let roomy = roomy(config, &self.setup, batch, q_len);
-        let shape = Shape { kv_len: kv.max_len(batch), ..roomy };
         let (outputs, workspace) = self.attend.room(config, &roomy, self.cpu.threads(), self.arena)?;
         let Buffers { q, attended, .. } = &mut self.buffers;
-        let (row, width) = (parts[0].row, config.q_width());
-        let rows = &q[row * width..][..batch * q_len * width];
-        let q = block::heads(rows, batch, q_len, config.q_heads);
-        let call = Forward { shape, params: params(config, layer), q, kv: &kv, cpu: self.cpu };
+        let q = block::heads(&q[row * width..][..batch * q_len * width], batch, q_len, config.q_heads);
+        let (shape, params) = (Shape { kv_len, ..roomy }, Params { window, ..params(config, layer) });
+        let call = Forward { shape, params, q, kv, cpu: self.cpu };
         kernel_for(q_len).forward(&call, outputs, workspace)?;
 
         let o: &[f32] = bytemuck::cast_slice(outputs.o.bytes());
@@ -116,6 +137,33 @@ impl Decoder<'_> {
             let to = attended.row_mut(row + index / (q_len * config.q_heads) * q_len + token);
             to[head * head_dim..][..head_dim].copy_from_slice(o);
         }
+        let Some(evictor) = &mut self.evictor else { return Ok(()) };
+        let received = evictor.see(layer, config.layers, part.sequence, &call, &outputs.lse)?;
+        if let Some(received) = received {
+            let skipped = narrow.map_or(Vec::new(), |narrow| narrow.slots.iter().map(|slots| slots.start).collect());
+            let first = (layer * self.setup.batch + part.sequence) * config.kv_heads;
+            received.add(&mut self.cache, first, &skipped)?;
+        }
         Ok(())
+    }
+
+    /// Where keys are turned to positions inside the cache, turns the queries of a layer as far as each list is short of
+    /// the tokens that its sequence has seen.
+    fn turn_queries(&mut self, layer: usize, parts: &[Part]) {
+        let Some(rope) = self.evictor.as_ref().and_then(|evictor| evictor.turns()) else { return };
+        let config = &self.model.config;
+        let (width, head_dim, group) = (config.q_width(), config.head_dim, config.q_heads / config.kv_heads);
+        for part in parts {
+            let rows = &mut self.buffers.q[part.row * width..][..part.tokens * width];
+            for head in 0..config.q_heads {
+                let list = self.cache.list(layer * self.setup.batch + part.sequence, head / group);
+                let by = self.cache.lens()[list] as i64 - (part.first + part.tokens) as i64;
+                if by == 0 {
+                    continue;
+                }
+                let rotation = Rotation::new(rope, by);
+                rows.chunks_exact_mut(width).for_each(|row| rotation.turn(&mut row[head * head_dim..][..head_dim]));
+            }
+        }
     }
 }

@@ -39,6 +39,12 @@ impl Decoder<'_> {
             let (k, v) = (of(&k[own.clone()]), of(&v[own]));
             let sequence = layer * self.setup.batch + part.sequence;
             self.cache.append_at(sequence, k, v, 0, 0..part.tokens, part.first)?;
+            if let Some(rope) = self.evictor.as_ref().and_then(|evictor| evictor.turns()) {
+                for head in 0..config.kv_heads {
+                    let list = self.cache.list(sequence, head);
+                    self.cache.rerotate_from(list, self.cache.lens()[list] - part.tokens, rope)?;
+                }
+            }
         }
         self.attention(layer, parts)?;
 
