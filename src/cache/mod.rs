@@ -11,12 +11,14 @@
 mod paged;
 mod pool;
 mod retain;
+mod sequences;
 mod slab;
 #[cfg(test)]
 mod tests;
 mod token;
 
 pub use paged::PagedCache;
+pub use sequences::Sequences;
 
 use crate::memory::{Label, LabelBytes};
 use crate::tensor::DType;

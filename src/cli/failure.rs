@@ -10,6 +10,7 @@ use kvsieve::experiment::runner::RunError;
 use kvsieve::experiment::spec::SpecError;
 use kvsieve::experiment::store::StoreError;
 use kvsieve::memory::ArenaError;
+use kvsieve::model::ModelError;
 use kvsieve::named::NamedError;
 use kvsieve::policy::{BudgetError, PolicyError};
 use kvsieve::report::ReportError;
@@ -118,6 +119,19 @@ impl From<PolicyError> for Failure {
         match error {
             PolicyError::Arena(error) => error.into(),
             PolicyError::Score { .. } => Failure::Work(error.into()),
+            error => Failure::Usage(error.into()),
+        }
+    }
+}
+
+impl From<ModelError> for Failure {
+    fn from(error: ModelError) -> Self {
+        match error {
+            ModelError::File(error) => error.into(),
+            ModelError::Attention(error) => error.into(),
+            ModelError::Policy(error) => error.into(),
+            ModelError::Arena(error) => error.into(),
+            ModelError::Logit { .. } => Failure::Work(error.into()),
             error => Failure::Usage(error.into()),
         }
     }

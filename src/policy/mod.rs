@@ -13,6 +13,7 @@ pub mod allotment;
 mod budget;
 mod catalogue;
 mod context;
+pub mod evict;
 mod judge;
 mod linear;
 mod list;
