@@ -1,12 +1,13 @@
 //! kvsieve measures what attention costs at a context length, and what may be thrown away.
 //!
 //! The modules are floors of one house; each uses only those below it:
-//! [`experiment`] and [`report`] over [`workload`], [`model`], [`policy`], [`serving`], [`cache`], [`attention`], [`device`],
+//! [`experiment`] and [`report`] over [`workload`], [`eval`], [`task`], [`model`], [`policy`], [`serving`], [`cache`], [`attention`], [`device`],
 //! [`tensor`] and [`memory`]. `ARCHITECTURE.md` is the map.
 
 pub mod attention;
 pub mod cache;
 pub mod device;
+pub mod eval;
 pub mod experiment;
 pub mod memory;
 pub mod model;

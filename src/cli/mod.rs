@@ -5,8 +5,10 @@
 //! of the library is classed once, in [`failure`], so that `?` is all a command needs.
 
 mod attend;
+mod capture;
 mod completions;
 mod doctor;
+mod eval;
 mod evict;
 mod failure;
 mod generate;
@@ -36,6 +38,7 @@ Examples:
                                     which tokens a policy keeps of your own tensors
   kvsieve generate --model DIR --prompt 'Once upon a time' --policy snapkv --budget 0.25
                                     a model of your own, with a policy at work in its cache
+  kvsieve eval                      what a model still answers, by policy and budget
   kvsieve completions bash          completions for your shell
 
 Exit status: 0 done, 1 failed while working, 2 the input or the arguments are wrong.
@@ -59,6 +62,8 @@ enum Command {
     Evict(evict::Args),
     Logits(logits::Args),
     Generate(generate::Args),
+    Eval(eval::Args),
+    Capture(capture::Args),
     List(list::Args),
     Doctor(doctor::Args),
     Completions(completions::Args),
@@ -73,6 +78,8 @@ impl Command {
             Command::Evict(args) => evict::run(&args),
             Command::Logits(args) => logits::run(&args),
             Command::Generate(args) => generate::run(&args),
+            Command::Eval(args) => eval::run(&args),
+            Command::Capture(args) => capture::run(&args),
             Command::List(args) => list::run(&args),
             Command::Doctor(args) => doctor::run(&args),
             Command::Completions(args) => completions::run(&args),

@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 const EXAMPLES: &str = "\
 An experiment is a TOML file, or the name of one that comes with kvsieve: quickstart, memory-vs-context, \
 latency-vs-context, gqa-vs-mha, eviction-catalogue, eviction-cost, ragged-memory, chunked-prefill, decode-eviction, \
-equal-bytes, paging-waste. Results go to OUT/<experiment>/<time>-<hash>-<revision>/: \
+equal-bytes, paging-waste, eval-builtin, needle-heatmap, long-decode. Results go to OUT/<experiment>/<time>-<hash>-<revision>/: \
 records as cells.jsonl, figures as SVG and CSV, summary.md and report.html.\n\n\
 Examples:
   kvsieve run                                   quickstart: the first figures, in a few minutes
@@ -58,37 +58,58 @@ fn parse_shard(text: &str) -> Result<(usize, usize), String> {
 }
 
 pub fn run(args: &Args) -> Result<(), Failure> {
-    let cpu = args.compute.cpu()?;
+    let load = |path: &PathBuf| Ok((Spec::load(path)?, path.display().to_string(), args.repro(path)));
+    let specs = args.experiments.iter().map(load).collect::<Result<Vec<_>, Failure>>()?;
+    let way = Way {
+        out: &args.out,
+        resume: args.resume,
+        dry_run: args.dry_run,
+        shard: args.shard,
+        compute: &args.compute,
+        json: args.json.is_some(),
+    };
+    go(&specs, &way)
+}
+
+/// How experiments are run.
+pub struct Way<'a> {
+    /// Folder for results.
+    pub out: &'a Path,
+    pub resume: bool,
+    pub dry_run: bool,
+    pub shard: Option<(usize, usize)>,
+    pub compute: &'a Compute,
+    /// Whether records go to standard output instead of the summary.
+    pub json: bool,
+}
+
+/// Runs experiments, each with where it comes from and the command that runs it again.
+pub fn go(specs: &[(Spec, String, String)], way: &Way<'_>) -> Result<(), Failure> {
+    let cpu = way.compute.cpu()?;
     let registry = Registry::default();
     // Every experiment is read and checked before the first one runs.
     let mut experiments = Vec::new();
-    for path in &args.experiments {
-        let origin = path.display().to_string();
-        let experiment = Experiment::new(Spec::load(path)?, &origin, &registry)?;
+    for (spec, origin, repro) in specs {
+        let experiment = Experiment::new(spec.clone(), origin, &registry)?;
         runner::prepare(&experiment, &registry)?;
-        experiments.push((path, experiment));
+        experiments.push((repro, experiment));
     }
     let mut failed = Vec::new();
-    for (path, experiment) in &experiments {
-        let limit_bytes = args.limit_bytes(experiment)?;
-        if args.dry_run {
+    for (repro, experiment) in &experiments {
+        let limit_bytes = way.limit_bytes(experiment)?;
+        if way.dry_run {
             let cells = runner::prepare(experiment, &registry)?;
-            let simulated: Vec<_> = experiment.simulated().collect();
-            output::print(&estimate::table(&cells, &simulated, &experiment.spec.timing, &cpu, limit_bytes))?;
+            let others: Vec<_> = experiment.simulated().chain(experiment.evaluated()).collect();
+            output::print(&estimate::table(&cells, &others, &experiment.spec.timing, &cpu, limit_bytes))?;
             continue;
         }
-        let options = Options {
-            out: args.out.clone(),
-            resume: args.resume,
-            shard: args.shard,
-            limit_bytes,
-            repro: args.repro(path),
-        };
-        let outcome = with_progress(args.json.is_some(), |progress| {
+        let options =
+            Options { out: way.out.into(), resume: way.resume, shard: way.shard, limit_bytes, repro: repro.clone() };
+        let outcome = with_progress(way.json, |progress| {
             runner::run(experiment, &registry, &cpu, &options, progress).map_err(Failure::from)
         })?;
         let drawn = report::draw(&outcome.folder, std::slice::from_ref(&outcome.folder), Detail::Layers)?;
-        if args.json.is_none() {
+        if !way.json {
             output::print(&ending(&outcome, &drawn.html))?;
         }
         failed.extend(outcome.records.into_iter().filter(|record| record.status == Status::Failed));
@@ -104,7 +125,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     }
 }
 
-impl Args {
+impl Way<'_> {
     /// `--limit-memory`, else the experiment's limit, else the default.
     fn limit_bytes(&self, experiment: &Experiment) -> Result<u64, Failure> {
         match (&self.compute.limit_memory, &experiment.spec.limit_memory) {
@@ -113,7 +134,9 @@ impl Args {
             _ => Ok(self.compute.limit_bytes()),
         }
     }
+}
 
+impl Args {
     /// The command that runs the experiment again.
     fn repro(&self, path: &Path) -> String {
         let mut command = format!("kvsieve run {}", path.display());

@@ -18,6 +18,8 @@ pub enum Measure {
     Evict,
     /// A request trace through an allocation strategy: simulated, with neither tensors nor times.
     Serve,
+    /// A model's answers to a task, with its cache evicted by a policy.
+    Eval,
 }
 
 impl Measure {
@@ -29,6 +31,7 @@ impl Measure {
             Measure::Decode => "decode",
             Measure::Evict => "evict",
             Measure::Serve => "serve",
+            Measure::Eval => "eval",
         }
     }
 }
@@ -47,9 +50,27 @@ fn is_one(layers: &usize) -> bool {
 pub struct Cell {
     /// What is measured.
     pub measure: Measure,
+    /// Model of `eval`: a Hugging Face folder, or `builtin`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub model: Option<String>,
+    /// Task of `eval`, with parameters.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub task: Option<String>,
+    /// Text file whose pieces are gone on with, for the task `perplexity`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub text: Option<String>,
+    /// Samples of `eval`, at most.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub samples: Option<usize>,
+    /// Whether the policy judges after the question of `eval`, and not before it.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub query_aware: bool,
+    /// Whether a sequence may be longer than the model was made for.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub beyond_limit: bool,
     /// Kernel, with parameters: `tiled:br=64,bc=256`. Empty for [`Measure::Serve`], where all extents are 0.
     pub kernel: String,
-    /// Layers, for [`Measure::Evict`]; 1 otherwise.
+    /// Layers, for [`Measure::Evict`] and [`Measure::Eval`]; 1 otherwise.
     #[serde(default = "one", skip_serializing_if = "is_one")]
     pub layers: usize,
     /// `B`.
@@ -62,7 +83,8 @@ pub struct Cell {
     pub head_dim: usize,
     /// Tokens of the context.
     pub context_tokens: usize,
-    /// Tokens decoded after the context (0 where nothing is decoded).
+    /// Tokens decoded after the context (0 where nothing is decoded). For [`Measure::Eval`] the most of an answer, 0
+    /// being twice the right one's and 8; of a text, those behind the eviction.
     pub new_tokens: usize,
     /// Element type of q, k, v and o.
     pub dtype: DType,
@@ -89,6 +111,40 @@ pub struct Cell {
     pub seed: u64,
     /// Hash of the workload: its knobs, or the bytes of the tensor file.
     pub workload_hash: String,
+}
+
+impl Default for Cell {
+    /// A cell of nothing, for the fields that a measure does not have.
+    fn default() -> Self {
+        Cell {
+            measure: Measure::Serve,
+            model: None,
+            task: None,
+            text: None,
+            samples: None,
+            query_aware: false,
+            beyond_limit: false,
+            kernel: String::new(),
+            layers: 1,
+            batch: 0,
+            q_heads: 0,
+            kv_heads: 0,
+            head_dim: 0,
+            context_tokens: 0,
+            new_tokens: 0,
+            dtype: DType::F32,
+            causal: false,
+            window: None,
+            softcap: None,
+            policy: None,
+            budget: None,
+            page_tokens: None,
+            strategy: None,
+            trace: None,
+            seed: 0,
+            workload_hash: String::new(),
+        }
+    }
 }
 
 impl Cell {
@@ -130,6 +186,9 @@ impl Cell {
             (Some(policy), None) => format!(" {policy}"),
             _ => String::new(),
         };
+        if let Some(task) = &self.task {
+            return format!("{} {task}{policy} {}", self.measure.name(), crate::units::tokens(self.context_tokens));
+        }
         let pages = match self.page_tokens {
             Some(0) => " contiguous".into(),
             Some(tokens) => format!(" page {tokens}"),

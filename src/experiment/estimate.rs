@@ -60,7 +60,7 @@ impl Rates {
             Measure::Backward => flops * masked * 1.4,
             Measure::Decode => kv_bytes * 4.0,
             Measure::Evict => flops * 1.5 + kv_bytes * prepared.cell.new_tokens as f64 * 2.0,
-            Measure::Serve => 0.0,
+            Measure::Serve | Measure::Eval => 0.0,
         };
         let turn = work + predicted_bytes as f64 / FRESH_BYTES_PER_S;
         let rounds = (timing.cap_s / turn).clamp(1.0, timing.min_rounds as f64 + 2.0);
@@ -68,10 +68,10 @@ impl Rates {
     }
 }
 
-/// A table of cells with predicted peak memory and time, and the sums; `simulated` are cells without either.
-pub fn table(cells: &[Prepared], simulated: &[&Cell], timing: &Timing, cpu: &Cpu, limit_bytes: u64) -> String {
+/// A table of cells with predicted peak memory and time, and the sums; `others` are cells without either.
+pub fn table(cells: &[Prepared], others: &[&Cell], timing: &Timing, cpu: &Cpu, limit_bytes: u64) -> String {
     let rates = Rates::measure(cpu);
-    let labels = cells.iter().map(|prepared| &prepared.cell).chain(simulated.iter().copied()).map(Cell::label);
+    let labels = cells.iter().map(|prepared| &prepared.cell).chain(others.iter().copied()).map(Cell::label);
     let width = labels.map(|label| label.chars().count()).max().unwrap_or(0);
     let mut text = format!("{:width$}  {:>15}  {:>9}\n", "cell", "predicted peak", "time");
     let (mut total_s, mut oom) = (0.0, 0);
@@ -88,13 +88,14 @@ pub fn table(cells: &[Prepared], simulated: &[&Cell], timing: &Timing, cpu: &Cpu
         // Writing to a string cannot fail.
         let _ = writeln!(text, "{:width$}  {:>15}  {time:>9}", prepared.cell.label(), units::bytes(bytes));
     }
-    for cell in simulated {
-        let _ = writeln!(text, "{:width$}  {:>15}  {:>9}", cell.label(), "–", "simulated");
+    for cell in others {
+        let time = if cell.measure == Measure::Serve { "simulated" } else { "–" };
+        let _ = writeln!(text, "{:width$}  {:>15}  {time:>9}", cell.label(), "–");
     }
     let _ = writeln!(
         text,
         "{} cells, {oom} of them over the limit of {}; about {:.0} s in all",
-        cells.len() + simulated.len(),
+        cells.len() + others.len(),
         units::bytes(limit_bytes),
         total_s
     );

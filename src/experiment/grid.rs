@@ -1,7 +1,8 @@
 //! From an experiment file to its cells.
 
+use super::axes::{BudgetText, Many};
 use super::cell::{Cell, Measure};
-use super::measure::serve;
+use super::measure::{eval, serve};
 use super::policy_axis::PolicyText;
 use super::spec::{Grid, Spec, SpecError};
 use crate::attention::kernel;
@@ -58,6 +59,16 @@ impl Experiment {
         self.cells.iter().filter(|cell| cell.measure == Measure::Serve)
     }
 
+    /// The cells that a model answers.
+    pub fn evaluated(&self) -> impl Iterator<Item = &Cell> {
+        self.cells.iter().filter(|cell| cell.measure == Measure::Eval)
+    }
+
+    /// The cells that are timed in turns.
+    pub fn timed(&self) -> impl Iterator<Item = &Cell> {
+        self.cells.iter().filter(|cell| !matches!(cell.measure, Measure::Serve | Measure::Eval))
+    }
+
     /// Hash of what is measured and how: runs with the same hash can be resumed and merged.
     pub fn config_hash(&self) -> String {
         let text = serde_json::to_string(&(&self.cells, &self.spec.timing)).expect("cells are plain data");
@@ -76,8 +87,22 @@ fn expand(
     if grid.measure == Measure::Serve {
         return serve::expand(grid);
     }
+    if grid.measure == Measure::Eval {
+        return eval::expand(grid, registry);
+    }
     if !grid.strategy.is_empty() || !grid.trace.is_empty() {
         return Err("strategy and trace belong to measure = \"serve\"".into());
+    }
+    let of_models = [
+        ("model", grid.model.is_empty()),
+        ("task", grid.task.is_empty()),
+        ("text", grid.text.is_none()),
+        ("samples", grid.samples.is_none()),
+        ("query_aware", !grid.query_aware),
+        ("beyond_limit", !grid.beyond_limit),
+    ];
+    if let Some((name, _)) = of_models.into_iter().find(|(_, is_absent)| !is_absent) {
+        return Err(format!("{name} belongs to measure = \"eval\""));
     }
     if grid.context_tokens.is_empty() {
         return Err("context_tokens is missing; write context_tokens = \"4k\" or a range such as \"1k..32k*2\"".into());
@@ -113,20 +138,7 @@ fn expand(
     if evicts && grid.policy.0.is_empty() {
         return Err("policy is missing; write policy = [\"full\", \"snapkv\"]".into());
     }
-    let budgets: Vec<Option<String>> = grid.budget.0.iter().map(|budget| Some(budget.0.clone())).collect();
-    let mut choices: Vec<(Option<String>, Option<String>)> = Vec::new();
-    let methods = registry.entries().iter().map(|entry| entry.name);
-    let all: Vec<String> = methods.chain(PRESETS.iter().map(|preset| preset.name)).map(Into::into).collect();
-    let one = |PolicyText(policy): &PolicyText| if policy == "*" { all.clone() } else { vec![policy.clone()] };
-    for policy in &grid.policy.0.iter().flat_map(one).collect::<Vec<_>>() {
-        if policy == "full" {
-            choices.push((Some(policy.clone()), None));
-        } else if budgets.is_empty() {
-            return Err(format!("policy '{policy}' needs a budget; write budget = [0.25, 0.5]"));
-        } else {
-            choices.extend(budgets.iter().map(|budget| (Some(policy.clone()), budget.clone())));
-        }
-    }
+    let mut choices = choices(&grid.policy, &grid.budget, registry)?;
     if !evicts {
         choices.push((None, None));
     }
@@ -173,10 +185,9 @@ fn expand(
                                         policy: policy.clone(),
                                         budget: budget.clone(),
                                         page_tokens,
-                                        strategy: None,
-                                        trace: None,
                                         seed,
                                         workload_hash: workload_hash.into(),
+                                        ..Cell::default()
                                     });
                                 }
                             }
@@ -189,10 +200,36 @@ fn expand(
     Ok(cells)
 }
 
+/// Policies with their budgets. `full` has none; the policy `*` stands for every method and every preset.
+///
+/// # Errors
+/// In words, when a policy has no budget.
+pub(super) fn choices(
+    policies: &Many<PolicyText>,
+    budgets: &Many<BudgetText>,
+    registry: &Registry,
+) -> Result<Vec<(Option<String>, Option<String>)>, String> {
+    let methods = registry.entries().iter().map(|entry| entry.name);
+    let all: Vec<String> = methods.chain(PRESETS.iter().map(|preset| preset.name)).map(Into::into).collect();
+    let one = |PolicyText(policy): &PolicyText| if policy == "*" { all.clone() } else { vec![policy.clone()] };
+    let mut choices = Vec::new();
+    for policy in policies.0.iter().flat_map(one) {
+        if policy == "full" {
+            choices.push((Some(policy), None));
+        } else if budgets.is_empty() {
+            return Err(format!("policy '{policy}' needs a budget; write budget = [0.25, 0.5]"));
+        } else {
+            choices.extend(budgets.0.iter().map(|budget| (Some(policy.clone()), Some(budget.0.clone()))));
+        }
+    }
+    Ok(choices)
+}
+
 /// Refuses a cell that could never run.
 fn check(cell: Cell, registry: &Registry) -> Result<Cell, String> {
     let text = |error: &dyn std::fmt::Display| error.to_string();
-    if cell.measure == Measure::Serve {
+    // What these can do was asked when they were expanded.
+    if matches!(cell.measure, Measure::Serve | Measure::Eval) {
         return Ok(cell);
     }
     cell.shape().check().map_err(|error| text(&error))?;

@@ -1,5 +1,6 @@
 //! Experiments: a TOML file becomes a grid of cells, each is measured beside the others, each leaves one record.
 
+pub mod answers;
 pub mod axes;
 pub mod cell;
 pub mod environment;

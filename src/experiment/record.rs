@@ -1,5 +1,6 @@
 //! The record of a finished cell: one JSON line, every field named with its unit.
 
+use super::answers::Answers;
 use super::cell::Cell;
 use crate::memory::LabelBytes;
 use crate::serving::Usage;
@@ -52,7 +53,7 @@ pub struct Record {
     pub isa_path: String,
     /// Memory; for an `oom` cell only the prediction.
     pub memory: Option<Memory>,
-    /// Times by phase: `forward`, `backward`, `prefill`, `score`, `evict`, `decode`, `decode_evict`.
+    /// Times by phase: `forward`, `backward`, `prefill`, `score`, `evict`, `decode`, `decode_evict`, `first_token`.
     pub latency: BTreeMap<String, Latency>,
     /// Work of one pass.
     pub work: Option<Work>,
@@ -63,16 +64,19 @@ pub struct Record {
     /// Where the slots of a simulated pool were, for `serve`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub serving: Option<Usage>,
+    /// What a model answered, for `eval`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub answers: Option<Answers>,
 }
 
 /// Memory of a cell, in bytes.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Memory {
-    /// Peak computed from the shapes before the cell ran.
+    /// Peak computed from the shapes before the cell ran; for `eval` that of a full cache.
     pub predicted_peak_bytes: u64,
     /// Peak that the arena saw, inputs included.
     pub peak_bytes: u64,
-    /// Measured minus predicted: 0.
+    /// Measured minus predicted: 0; for `eval` what a policy saves, or needs beside it.
     pub residual_bytes: i64,
     /// Peak of each label.
     pub peak_by_label: LabelBytes,

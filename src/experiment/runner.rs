@@ -6,7 +6,7 @@
 
 use super::cell::{Cell, Measure};
 use super::grid::Experiment;
-use super::measure::{Bench, Prepared, Truth, TurnError, serve};
+use super::measure::{Bench, Prepared, Truth, TurnError, eval, serve};
 use super::record::{Latency, Memory, Record, SCHEMA, Status, Work};
 use super::spec::Timing;
 use super::stats::{median_with_interval, quantile};
@@ -91,6 +91,7 @@ pub fn run(
     // Everything that a user can have got wrong is said before a folder is made.
     let cells = shard(prepare(experiment, registry)?, options.shard);
     let simulated = deal(experiment.simulated().collect(), options.shard);
+    let evaluated = deal(eval::groups(experiment.evaluated().collect()), options.shard);
     let base = options.out.join(&experiment.spec.name);
     let suffix = options.shard.map_or(String::new(), |(index, count)| format!("-shard{index}of{count}"));
     let hash = experiment.config_hash();
@@ -106,11 +107,20 @@ pub fn run(
     let done = finished(&records);
     let todo: Vec<Prepared> = cells.into_iter().filter(|prepared| !done.contains(&prepared.cell.id())).collect();
     let simulations: Vec<&Cell> = simulated.into_iter().filter(|cell| !done.contains(&cell.id())).collect();
-    progress(Progress::Start { cells: todo.len() + simulations.len(), resumed: done.len() });
+    let missing = |group: Vec<&'_ Cell>| -> Vec<Cell> {
+        group.into_iter().filter(|cell| !done.contains(&cell.id())).cloned().collect()
+    };
+    let evaluations: Vec<Vec<Cell>> =
+        evaluated.into_iter().map(missing).filter(|group: &Vec<Cell>| !group.is_empty()).collect();
+    let cells = todo.len() + simulations.len() + evaluations.iter().map(Vec::len).sum::<usize>();
+    progress(Progress::Start { cells, resumed: done.len() });
 
     let mut runner = Runner { experiment, cpu, options, store, records, progress };
     for cell in simulations {
         runner.simulation(cell)?;
+    }
+    for group in &evaluations {
+        runner.evaluation(group, registry)?;
     }
     for group in groups(todo, options.limit_bytes) {
         runner.group(group)?;
@@ -126,8 +136,7 @@ pub fn prepare(experiment: &Experiment, registry: &Registry) -> Result<Vec<Prepa
     let prepared = |cell: &Cell| {
         Prepared::new(cell.clone(), registry).map_err(|error| RunError::Cell(format!("{}: {error}", cell.label())))
     };
-    let measured = experiment.cells.iter().filter(|cell| cell.measure != Measure::Serve);
-    let cells = measured.map(prepared).collect::<Result<Vec<_>, _>>()?;
+    let cells = experiment.timed().map(prepared).collect::<Result<Vec<_>, _>>()?;
     let mut checked: Vec<Extents> = Vec::new();
     for extents in cells.iter().map(Prepared::extents) {
         if !checked.contains(&extents) {
@@ -372,6 +381,37 @@ impl Runner<'_> {
         })
     }
 
+    /// Evaluates cells that share their samples and writes their records.
+    fn evaluation(&mut self, cells: &[Cell], registry: &Registry) -> Result<(), RunError> {
+        let start = Instant::now();
+        let (cells, limit_bytes) = (cells.iter().collect::<Vec<_>>(), self.options.limit_bytes);
+        let progress = &mut self.progress;
+        let ended = eval::run(&cells, registry, self.cpu, limit_bytes, |cell| progress(Progress::Turn(cell)));
+        // What is shared is shared out.
+        let wall_ns = start.elapsed().as_nanos() as u64 / cells.len() as u64;
+        let ended = ended.unwrap_or_else(|error| {
+            let fail = |_: &&Cell| eval::Ended { result: Err(eval::status_of(&error)), warnings: Vec::new() };
+            cells.iter().map(fail).collect()
+        });
+        for (cell, ended) in cells.into_iter().zip(ended) {
+            let record = Record { wall_ns, warnings: ended.warnings, ..self.blank_record(cell) };
+            self.end(match ended.result {
+                Err((status, reason)) => Record { status, reason: Some(reason), ..record },
+                Ok(numbers) => Record {
+                    memory: Some(numbers.memory),
+                    latency: numbers
+                        .samples_ns
+                        .into_iter()
+                        .map(|(phase, samples)| (phase.to_string(), latency(samples, 0, "samples")))
+                        .collect(),
+                    answers: Some(numbers.answers),
+                    ..record
+                },
+            })?;
+        }
+        Ok(())
+    }
+
     fn new_record(&self, prepared: &Prepared) -> Record {
         let memory = Memory {
             predicted_peak_bytes: prepared.predict(self.cpu.threads()),
@@ -403,6 +443,7 @@ impl Runner<'_> {
             drift: None,
             eviction: None,
             serving: None,
+            answers: None,
         }
     }
 

@@ -72,12 +72,12 @@ impl Default for Timing {
 #[derive(Debug, Clone, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct Grid {
-    /// `forward`, `backward`, `decode`, `evict` or `serve`.
+    /// `forward`, `backward`, `decode`, `evict`, `serve` or `eval`.
     pub measure: Measure,
     /// Kernels; by default `tiled`, and `decode` for `decode`. For `evict` the one that does the prefill.
     #[serde(default, skip_serializing_if = "Many::is_empty")]
     pub kernel: Many<String>,
-    /// Context lengths; for every measure but `serve`.
+    /// Context lengths; for every measure but `serve`. For `eval` in tokens of the model.
     #[serde(default, skip_serializing_if = "Many::is_empty")]
     pub context_tokens: Many<Tokens>,
     /// Heads as `"8/2"`: 8 query heads on 2 KV heads. From the file when there is one.
@@ -101,16 +101,17 @@ pub struct Grid {
     /// Soft-cap of the logits.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub softcap: Option<f32>,
-    /// Policies, for `evict`; `*` is every method and preset of the registry.
+    /// Policies, for `evict` and `eval`; `*` is every method and preset of the registry.
     #[serde(default, skip_serializing_if = "Many::is_empty")]
     pub policy: Many<PolicyText>,
-    /// Budgets, for `evict`; `full` needs none.
+    /// Budgets, for `evict` and `eval`; `full` needs none.
     #[serde(default, skip_serializing_if = "Many::is_empty")]
     pub budget: Many<BudgetText>,
     /// Layers that share a budget, for `evict`; 1 by default.
     #[serde(default, skip_serializing_if = "Many::is_empty")]
     pub layers: Many<usize>,
-    /// Tokens decoded after the context, for `evict`; 32 by default.
+    /// Tokens decoded after the context, for `evict`; 32 by default. For `eval` the most tokens of an answer; by default
+    /// twice those of the right one, and 8.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub new_tokens: Option<usize>,
     /// Tokens of a page, or `"contiguous"`, for `decode`.
@@ -122,9 +123,60 @@ pub struct Grid {
     /// Request traces, for `serve`.
     #[serde(default, skip_serializing_if = "Many::is_empty")]
     pub trace: Many<String>,
+    /// Models, for `eval`: Hugging Face folders, relative to the working folder, or `builtin`, which is the default.
+    #[serde(default, skip_serializing_if = "Many::is_empty")]
+    pub model: Many<String>,
+    /// Tasks, for `eval`.
+    #[serde(default, skip_serializing_if = "Many::is_empty")]
+    pub task: Many<String>,
+    /// Instead of tasks, a text file: each piece of `context_tokens` is judged, and the `new_tokens` that follow (128 by
+    /// default) are fed as they are.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub text: Option<PathBuf>,
+    /// Samples of each task, for `eval`; 20 by default.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub samples: Option<usize>,
+    /// Whether policies judge after the question, for `eval`; before it by default.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub query_aware: bool,
+    /// Whether sequences of `eval` may be longer than the model was made for.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub beyond_limit: bool,
     /// Seeds; 0 by default.
     #[serde(default, skip_serializing_if = "Many::is_empty")]
     pub seed: Many<u64>,
+}
+
+impl Grid {
+    /// A grid of a measure without any axis.
+    pub fn of(measure: Measure) -> Self {
+        Grid {
+            measure,
+            kernel: Many::default(),
+            context_tokens: Many::default(),
+            heads: Many::default(),
+            head_dim: Many::default(),
+            batch: Many::default(),
+            dtype: Many::default(),
+            causal: yes(),
+            window: None,
+            softcap: None,
+            policy: Many::default(),
+            budget: Many::default(),
+            layers: Many::default(),
+            new_tokens: None,
+            page_tokens: Many::default(),
+            strategy: Many::default(),
+            trace: Many::default(),
+            model: Many::default(),
+            task: Many::default(),
+            text: None,
+            samples: None,
+            query_aware: false,
+            beyond_limit: false,
+            seed: Many::default(),
+        }
+    }
 }
 
 fn yes() -> bool {
@@ -179,6 +231,9 @@ pub const SHIPPED: &[(&str, &str)] = &[
     ("decode-eviction", include_str!("../../experiments/decode-eviction.toml")),
     ("equal-bytes", include_str!("../../experiments/equal-bytes.toml")),
     ("paging-waste", include_str!("../../experiments/paging-waste.toml")),
+    ("eval-builtin", include_str!("../../experiments/eval-builtin.toml")),
+    ("needle-heatmap", include_str!("../../experiments/needle-heatmap.toml")),
+    ("long-decode", include_str!("../../experiments/long-decode.toml")),
 ];
 
 impl Spec {

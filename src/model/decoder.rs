@@ -5,6 +5,7 @@
 
 mod attend;
 mod block;
+mod fork;
 mod narrow;
 mod phases;
 
@@ -14,8 +15,9 @@ use super::{Model, ModelError, linear, rope};
 use crate::cache::{CacheShape, Column, PAGE_TOKENS, PagedCache};
 use crate::device::Cpu;
 use crate::memory::{Arena, ArenaError, Buffer, Label};
-use crate::model::evictor::{Eviction, Evictor};
+use crate::model::evictor::{Eviction, Evictor, Witness};
 use crate::model::norm::Norm;
+use crate::model::tap::Tap;
 use crate::tensor::DType;
 use attend::Attend;
 pub(super) use attend::params;
@@ -125,6 +127,8 @@ pub struct Decoder<'a> {
     buffers: Buffers,
     attend: Attend,
     evictor: Option<Evictor<'a>>,
+    witness: Option<Witness>,
+    tap: Option<Tap<'a>>,
     /// Whether tokens of a sequence were evicted, so that slots of its lists are no positions.
     gaps: Vec<bool>,
 }
@@ -145,6 +149,8 @@ impl<'a> Decoder<'a> {
             buffers: Buffers::allocate(model, &setup, arena, cpu.threads())?,
             attend: Attend::default(),
             evictor: None,
+            witness: None,
+            tap: None,
             gaps: vec![false; setup.batch],
         })
     }
@@ -171,9 +177,10 @@ impl<'a> Decoder<'a> {
     /// When the model cannot do what the policy does, or the budget leaves nothing.
     ///
     /// # Panics
-    /// When the columns of the setup are not those of the policy.
+    /// When the setup lacks a column of the policy.
     pub fn evict(&mut self, eviction: Eviction<'a>, contexts: &[usize]) -> Result<(), ModelError> {
-        assert!(eviction.policy.columns() == self.setup.columns, "a cache with the columns of the policy");
+        let columns = eviction.policy.columns();
+        assert!(columns.iter().all(|column| self.setup.columns.contains(column)), "a cache with the policy's columns");
         let token_bytes = self.cache.shape().token_bytes();
         self.evictor = Some(Evictor::new(eviction, &self.model.config, contexts, token_bytes, self.arena)?);
         Ok(())

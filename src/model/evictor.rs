@@ -8,15 +8,17 @@
 
 mod held;
 mod judge;
+mod witness;
 
 use crate::attention::Forward;
 use crate::attention::rope::Frequencies;
 use crate::cache::PagedCache;
-use crate::memory::{Arena, Buffer};
+use crate::memory::{Arena, ArenaError, Buffer};
 use crate::model::{Config, ModelError};
 use crate::policy::{Budget, Decoding, Policy, PolicyError, Statistic, evict};
 use held::Held;
 pub(super) use judge::Scene;
+pub(super) use witness::Witness;
 
 /// What is asked of a policy.
 #[derive(Clone, Copy)]
@@ -152,12 +154,35 @@ impl<'a> Evictor<'a> {
         if !self.is_open(policy, sequence) {
             return None;
         }
-        let recent = policy.scorer.as_ref().map_or(1, |scorer| scorer.recent_queries());
-        let over = |needs: Vec<Statistic>| needs.contains(&Statistic::RecentAttention);
         let before_decoding = self.sequences[sequence].best_lost.is_empty();
-        let all = policy.looks_at(Statistic::Queries) || over(policy.layers.needs()) || over(policy.heads.needs());
-        Some(if before_decoding && all { Wanted::All } else { Wanted::Latest(recent) })
+        Some(if before_decoding { wanted_of_prefill(policy) } else { Wanted::Latest(recent_queries(policy)) })
     }
+
+    /// Gives a sequence queries to judge by.
+    pub fn hold(&mut self, sequence: usize, held: Held) {
+        self.sequences[sequence].held = Some(held);
+    }
+
+    /// Makes what is known of sequence `to` what is known of `from`.
+    pub fn fork(&mut self, from: usize, to: usize) -> Result<(), ArenaError> {
+        let Judged { budget_tokens, best_lost, steps, held } = &self.sequences[from];
+        let held = held.as_ref().map(|held| held.latest(held.wanted())).transpose()?;
+        self.sequences[to] =
+            Judged { budget_tokens: *budget_tokens, best_lost: best_lost.clone(), steps: *steps, held };
+        Ok(())
+    }
+}
+
+/// Queries that a policy looks at in a judgement between new tokens.
+fn recent_queries(policy: &Policy) -> usize {
+    policy.scorer.as_ref().map_or(1, |scorer| scorer.recent_queries())
+}
+
+/// Queries that a policy looks at when it judges a prefill.
+fn wanted_of_prefill(policy: &Policy) -> Wanted {
+    let over = |needs: Vec<Statistic>| needs.contains(&Statistic::RecentAttention);
+    let all = policy.looks_at(Statistic::Queries) || over(policy.layers.needs()) || over(policy.heads.needs());
+    if all { Wanted::All } else { Wanted::Latest(recent_queries(policy)) }
 }
 
 /// Queries that are held.

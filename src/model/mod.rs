@@ -9,11 +9,13 @@ mod decoder;
 mod evictor;
 mod generate;
 mod linear;
+mod locate;
 mod mlp;
 mod norm;
 mod rope;
 mod sample;
 mod sheet;
+mod tap;
 mod text;
 mod weights;
 
@@ -21,7 +23,9 @@ pub use config::Config;
 pub use decoder::{Decoder, Setup, bytes};
 pub use evictor::Eviction;
 pub use generate::{Generated, generate};
+pub use locate::{BUILTIN, fingerprint, locate};
 pub use sample::{Sampler, Sampling};
+pub use tap::{Tap, Tapped};
 pub use text::Text;
 pub use weights::Weights;
 

@@ -38,6 +38,27 @@ impl Text {
         }
     }
 
+    /// Tokens of a piece of text, with nothing put before or behind it.
+    ///
+    /// # Errors
+    /// When the tokenizer has no token for a part of it.
+    pub fn piece(&self, text: &str) -> Result<Vec<u32>, ModelError> {
+        let wrong =
+            |error: tokenizers::Error| ModelError::Config { path: self.path.clone(), reason: error.to_string() };
+        Ok(self.tokenizer.encode_fast(text, false).map_err(wrong)?.get_ids().to_vec())
+    }
+
+    /// Tokens that the tokenizer puts before every text.
+    ///
+    /// # Errors
+    /// When the tokenizer has no token for the letter that this is tried with.
+    pub fn beginning(&self) -> Result<Vec<u32>, ModelError> {
+        let (bare, mut whole) = (self.piece("a")?, self.tokens("a")?);
+        let at = (0..=whole.len() - bare.len().min(whole.len())).find(|&at| whole[at..].starts_with(&bare));
+        whole.truncate(at.unwrap_or(0));
+        Ok(whole)
+    }
+
     /// The text of tokens, without those that only mark its ends.
     ///
     /// # Errors

@@ -14,7 +14,7 @@ pub fn of<'a>(record: &Record, records: &[&'a Record]) -> Option<&'a Record> {
 /// Whether a cell is a baseline itself.
 pub fn is_one(record: &Record) -> bool {
     match record.cell.measure {
-        Measure::Evict => record.cell.policy.as_deref().is_some_and(palette::is_baseline),
+        Measure::Evict | Measure::Eval => record.cell.policy.as_deref().is_some_and(palette::is_baseline),
         _ => palette::is_baseline(&record.cell.kernel),
     }
 }
@@ -31,7 +31,7 @@ pub fn speed_up(record: &Record, records: &[&Record]) -> Option<f64> {
 /// The cell without what is compared: two cells that agree in this are one question with two answers.
 fn without_choice(cell: &Cell) -> Cell {
     match cell.measure {
-        Measure::Evict => Cell { policy: None, budget: None, ..cell.clone() },
+        Measure::Evict | Measure::Eval => Cell { policy: None, budget: None, ..cell.clone() },
         _ => Cell { kernel: String::new(), ..cell.clone() },
     }
 }

@@ -43,18 +43,26 @@ pub fn rows(rows: &Rows) -> Result<String, ReportError> {
     text(table)
 }
 
-/// The fields of heat maps as CSV: `series`, `status`, `row`, `stretch` or `head`, the value's field, `cells` and
+/// The fields of heat maps as CSV: `series`, `status`, `row`, `stretch`, `head` or `context_tokens`, the value's field, `cells` and
 /// `cell_ids`.
 ///
 /// # Errors
 /// [`ReportError::Csv`] when a line cannot be written.
 pub fn heat(heat: &Heat) -> Result<String, ReportError> {
     let mut table = csv::Writer::from_writer(Vec::new());
-    let across = if heat.across == Across::Heads { "head" } else { "stretch" };
+    let across = match heat.across {
+        Across::Heads => "head",
+        Across::Positions(_) => "stretch",
+        Across::Contexts(_) => "context_tokens",
+    };
     table.write_record(["series", "status", "row", across, heat.field, "cells", "cell_ids"])?;
     for panel in &heat.panels {
         for (name, values) in &panel.rows {
             for (place, value) in values.iter().enumerate() {
+                let place = match &heat.across {
+                    Across::Contexts(contexts) => contexts[place],
+                    _ => place,
+                };
                 let (place, value) = (place.to_string(), value.to_string());
                 table.write_record([panel.name.as_str(), "ok", name, &place, &value, "1", &panel.cell_id])?;
             }

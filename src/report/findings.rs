@@ -1,7 +1,7 @@
 //! What the numbers say, in sentences: the first thing that a reader wants, and the figures show why.
 
 use super::naming::{HEADS, KERNEL, Naming};
-use super::{baseline, palette, serving, text};
+use super::{answers, baseline, palette, serving, text};
 use crate::experiment::cell::Measure;
 use crate::experiment::record::{Record, Status};
 use crate::units;
@@ -17,6 +17,7 @@ pub fn of(records: &[&Record]) -> Vec<String> {
             .filter_map(|measure| kernels(records, measure)),
     );
     sentences.extend(policies(records));
+    sentences.extend(answers::findings(records));
     sentences.extend(serving::findings(records));
     sentences
 }

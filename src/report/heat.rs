@@ -13,6 +13,8 @@ pub struct Heat {
     pub caption: String,
     /// What the fields of a row stand for, from left to right.
     pub across: Across,
+    /// What 0 and 1 mean, in a word each.
+    pub ends: (&'static str, &'static str),
     /// Name of the value, as in the record.
     pub field: &'static str,
     /// One map for each policy.
@@ -20,12 +22,14 @@ pub struct Heat {
 }
 
 /// What lies from left to right.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Across {
     /// Equal stretches of a context of so many tokens.
     Positions(usize),
     /// KV heads; there are few, so each field says its value in words.
     Heads,
+    /// Contexts of so many tokens; there are few of these too.
+    Contexts(Vec<usize>),
 }
 
 /// One heat map.

@@ -6,7 +6,7 @@
 use super::naming::{Naming, SEED};
 use super::summary::{status, summary_table};
 use super::text::{self, NOTHING};
-use super::{Figure, ReportError, Run, baseline, findings, latest, serving};
+use super::{Figure, ReportError, Run, answers, baseline, findings, latest, serving};
 use crate::experiment::cell::Measure;
 use crate::experiment::record::{Record, Status};
 use crate::units;
@@ -59,6 +59,8 @@ fn section(run: &Run, figures: &[Figure]) -> Value {
     };
     let (simulated, measured): (Vec<&Record>, Vec<&Record>) =
         records.iter().partition(|record| record.cell.measure == Measure::Serve);
+    let (evaluated, measured): (Vec<&Record>, Vec<&Record>) =
+        measured.iter().partition(|record| record.cell.measure == Measure::Eval);
     let of_measures = measured.chunk_by(|a, b| a.cell.measure == b.cell.measure);
     let mut warnings: BTreeMap<&str, usize> = BTreeMap::new();
     for warning in records.iter().flat_map(|record| &record.warnings) {
@@ -77,6 +79,7 @@ fn section(run: &Run, figures: &[Figure]) -> Value {
         figures => figures.iter().map(picture).collect::<Vec<_>>(),
         cells => of_measures.flat_map(rows).collect::<Vec<_>>(),
         simulations => serving::rows(&simulated),
+        evaluations => answers::rows(&evaluated),
         troubles => without_numbers.map(|record| trouble(record)).collect::<Vec<_>>(),
         warnings => warnings.into_iter().map(|(text, cells)| context! { text, cells }).collect::<Vec<_>>(),
         environment => environment.into_iter().map(|(key, value)| context! { key, value }).collect::<Vec<_>>(),

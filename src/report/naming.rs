@@ -31,6 +31,16 @@ const LAYERS: Dimension = |record| match record.cell.layers {
     1 => String::new(),
     layers => format!("{layers} layers"),
 };
+/// The task of an evaluation.
+pub const TASK: Dimension = |record| record.cell.task.clone().unwrap_or_default();
+/// Samples of an evaluation.
+pub const SAMPLES: Dimension =
+    |record| record.cell.samples.map_or(String::new(), |samples| format!("{samples} samples"));
+const MODEL: Dimension = |record| {
+    let model = record.cell.model.as_deref().unwrap_or_default();
+    model.rsplit('/').find(|part| !part.is_empty()).unwrap_or_default().into()
+};
+const JUDGED: Dimension = |record| if record.cell.query_aware { "query-aware".into() } else { String::new() };
 const BATCH: Dimension = |record| format!("B {}", record.cell.batch);
 const HEAD_DIM: Dimension = |record| format!("D {}", record.cell.head_dim);
 const DTYPE: Dimension = |record| record.cell.dtype.name().into();
@@ -68,7 +78,7 @@ impl Naming {
     /// whatever else of kernel, heads and context is not among `first` is left to the caller.
     pub fn over(records: &[&Record], first: &[Dimension]) -> Naming {
         let mut all = first.to_vec();
-        all.extend([LAYERS, BATCH, HEAD_DIM, DTYPE, MASK, SOFTCAP, NEW_TOKENS, PAGES, THREADS, ISA]);
+        all.extend([MODEL, JUDGED, LAYERS, BATCH, HEAD_DIM, DTYPE, MASK, SOFTCAP, NEW_TOKENS, PAGES, THREADS, ISA]);
         if workloads_compete(records) {
             all.push(WORKLOAD);
         }

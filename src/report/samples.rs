@@ -37,15 +37,8 @@ pub fn record(measure: Measure, kernel: &str, context_tokens: usize) -> Record {
         new_tokens: if measure == Measure::Evict { 32 } else { 0 },
         dtype: DType::F32,
         causal: true,
-        window: None,
-        softcap: None,
-        policy: None,
-        budget: None,
-        page_tokens: None,
-        strategy: None,
-        trace: None,
-        seed: 0,
         workload_hash: "5ee5ca1e".into(),
+        ..Cell::default()
     };
     Record {
         schema: SCHEMA.into(),
@@ -66,6 +59,7 @@ pub fn record(measure: Measure, kernel: &str, context_tokens: usize) -> Record {
         drift: None,
         eviction: None,
         serving: None,
+        answers: None,
     }
 }
 

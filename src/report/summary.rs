@@ -5,7 +5,7 @@
 
 use super::naming::{CONTEXT, Dimension, HEADS, KERNEL, Naming, SEED};
 use super::text::{self, NOTHING};
-use super::{SPARSE, baseline, latest, serving};
+use super::{SPARSE, answers, baseline, latest, serving};
 use crate::experiment::cell::Measure;
 use crate::experiment::record::{Eviction, Record, Status};
 use crate::serving::published;
@@ -41,6 +41,9 @@ fn table(records: &[&Record]) -> String {
         let rows = std::iter::once(headings).chain(records.iter().map(|record| serving::line(record))).collect();
         let common = format!("percent of the pool's slots · printed: tokens and batch of {}", published::SOURCE);
         return format!("### serve\n\n{common}\n\n{}", lines(rows));
+    }
+    if measure == Measure::Eval {
+        return answers::tables(records);
     }
     let evicting = measure == Measure::Evict;
     let choices: &[Dimension] = if evicting { &[CONTEXT, HEADS, KERNEL, SEED] } else { &[HEADS, SEED] };
@@ -117,7 +120,7 @@ pub fn status(status: Status) -> &'static str {
 }
 
 /// Rows, the first of them the headings, as aligned markdown. The name column gives way when there is no room.
-fn lines(mut rows: Vec<Vec<String>>) -> String {
+pub fn lines(mut rows: Vec<Vec<String>>) -> String {
     for cell in rows.iter_mut().flatten() {
         // A bar or a line break would end the cell.
         *cell = cell.replace('|', "/").replace(char::is_control, " ");

@@ -40,7 +40,7 @@ pub fn times(ratio: f64) -> String {
 /// The phase that a cell is measured for: decoding where something is evicted, the pass itself elsewhere.
 pub fn main_phase(record: &Record) -> Option<&Latency> {
     let name = match record.cell.measure.name() {
-        "evict" => "decode",
+        "evict" | "eval" => "decode",
         name => name,
     };
     record.latency.get(name)

@@ -43,7 +43,7 @@ impl Truth {
                 let steps = sampled_steps(cell.new_tokens).into_iter().map(|step| cell.context_tokens + step);
                 rows_of(&shape, &steps.collect::<Vec<_>>())
             }
-            Measure::Serve => Vec::new(),
+            Measure::Serve | Measure::Eval => Vec::new(),
         };
         let rows = reference::rows(&call, &at);
         Ok(Truth { at, rows })

@@ -7,6 +7,7 @@
 mod backward;
 mod check;
 mod decode;
+pub mod eval;
 mod evict;
 mod forward;
 pub mod serve;
@@ -143,7 +144,7 @@ impl Prepared {
                 Measure::Backward => backward::predict(self, threads),
                 Measure::Decode => decode::predict(self, threads),
                 Measure::Evict => evict::predict(self, threads),
-                Measure::Serve => 0,
+                Measure::Serve | Measure::Eval => 0,
             }
     }
 
@@ -174,7 +175,7 @@ impl Prepared {
                 }
                 None => (flops, read(self.budget_tokens)),
             },
-            Measure::Serve => (0, 0),
+            Measure::Serve | Measure::Eval => (0, 0),
         }
     }
 
@@ -183,7 +184,7 @@ impl Prepared {
         match self.cell.measure {
             Measure::Forward => "forward",
             Measure::Backward => "backward",
-            Measure::Decode | Measure::Evict => "decode",
+            Measure::Decode | Measure::Evict | Measure::Eval => "decode",
             Measure::Serve => "serve",
         }
     }
@@ -199,6 +200,7 @@ impl Prepared {
             Measure::Decode => decode::turn(self, bench),
             Measure::Evict => evict::turn(self, bench),
             Measure::Serve => Err(TurnError::Failed("a simulation takes no turns".into())),
+            Measure::Eval => Err(TurnError::Failed("an evaluation takes no turns".into())),
         }
     }
 }

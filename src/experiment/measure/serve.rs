@@ -6,7 +6,6 @@
 use crate::experiment::cell::{Cell, Measure};
 use crate::experiment::spec::Grid;
 use crate::serving::{Trace, Usage, simulate, strategy};
-use crate::tensor::DType;
 
 /// The cells of a grid with `measure = "serve"`: traces by strategies by seeds.
 ///
@@ -52,26 +51,12 @@ pub fn expand(grid: &Grid) -> Result<Vec<Cell>, String> {
 /// A cell without tensors.
 fn cell(strategy: &str, trace: &str, seed: u64, workload_hash: &str) -> Cell {
     Cell {
-        layers: 1,
         measure: Measure::Serve,
-        kernel: String::new(),
-        batch: 0,
-        q_heads: 0,
-        kv_heads: 0,
-        head_dim: 0,
-        context_tokens: 0,
-        new_tokens: 0,
-        dtype: DType::F32,
-        causal: false,
-        window: None,
-        softcap: None,
-        policy: None,
-        budget: None,
-        page_tokens: None,
         strategy: Some(strategy.into()),
         trace: Some(trace.into()),
         seed,
         workload_hash: workload_hash.into(),
+        ..Cell::default()
     }
 }
 

@@ -9,6 +9,7 @@ use crate::attention::rope::Rotation;
 use crate::attention::{Forward, Kernel, KvRows, Outputs, Params, Shape, Workspace, kernel};
 use crate::cache::Sequences;
 use crate::memory::{Arena, ArenaError};
+use crate::model::evictor::Witness;
 use crate::model::{Config, Model, ModelError};
 use crate::tensor::DType;
 
@@ -137,8 +138,13 @@ impl Decoder<'_> {
             let to = attended.row_mut(row + index / (q_len * config.q_heads) * q_len + token);
             to[head * head_dim..][..head_dim].copy_from_slice(o);
         }
-        let Some(evictor) = &mut self.evictor else { return Ok(()) };
-        let received = evictor.see(layer, config.layers, part.sequence, &call, &outputs.lse)?;
+        let received = match (&mut self.evictor, &mut self.witness) {
+            (Some(evictor), _) => evictor.see(layer, config.layers, part.sequence, &call, &outputs.lse)?,
+            (None, Some(witness)) if part.sequence == Witness::SEQUENCE => {
+                witness.see(layer, config.layers, &call, &outputs.lse)?
+            }
+            _ => None,
+        };
         if let Some(received) = received {
             let skipped = narrow.map_or(Vec::new(), |narrow| narrow.slots.iter().map(|slots| slots.start).collect());
             let first = (layer * self.setup.batch + part.sequence) * config.kv_heads;

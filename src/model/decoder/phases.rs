@@ -63,7 +63,7 @@ impl Decoder<'_> {
         Ok(())
     }
 
-    fn judge(
+    pub(super) fn judge(
         &mut self,
         sequence: usize,
         work: impl FnOnce(&mut super::Evictor<'_>, &mut Scene<'_>) -> Result<(), ModelError>,

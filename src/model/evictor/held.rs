@@ -75,6 +75,24 @@ impl Held {
         Ok(())
     }
 
+    /// A copy of what is wanted of the queries that are held.
+    pub fn latest(&self, wanted: Wanted) -> Result<Self, ArenaError> {
+        let (heads, row) = (self.heads, self.heads * self.width);
+        let (kept, room) = match wanted {
+            Wanted::All => (self.queries(), self.queries()),
+            Wanted::Latest(most) => (self.queries().min(most), most),
+        };
+        let copy = |((queries, sums), &fill): (&(Buffer<f32>, Buffer<f32>), &usize)| {
+            let mut fresh = self.room(room)?;
+            fresh.0[..kept * row].copy_from_slice(&queries[(fill - kept) * row..fill * row]);
+            fresh.1[..kept * heads].copy_from_slice(&sums[(fill - kept) * heads..fill * heads]);
+            Ok(fresh)
+        };
+        let layers = self.layers.iter().zip(&self.fill).map(copy).collect::<Result<Vec<_>, ArenaError>>()?;
+        let fill = vec![kept; layers.len()];
+        Ok(Held { arena: self.arena.clone(), layers, fill, wanted, heads, width: self.width })
+    }
+
     /// Forgets all but what is wanted from now on.
     pub fn narrow(&mut self, wanted: Wanted) -> Result<(), ArenaError> {
         let most = match wanted {

@@ -25,9 +25,9 @@ pub fn svg(heat: &Heat) -> Result<String, ReportError> {
     let rows = heat.panels.iter().map(|panel| panel.rows.len()).max().unwrap_or(1);
     let names = heat.panels.iter().flat_map(|panel| &panel.rows).map(|(name, _)| text_width(name, NOTE));
     let row_name = names.fold(0.0, f64::max) + 6.0;
-    let (high, least_wide) = match heat.across {
+    let (high, least_wide) = match &heat.across {
         // Words stand in the fields.
-        Across::Heads => (18.0, 40.0 * widest(heat) as f64),
+        Across::Heads | Across::Contexts(_) => (18.0, 40.0 * widest(heat) as f64),
         Across::Positions(_) => (if rows > 8 { 7.0 } else { 12.0 }, 150.0),
     };
     let room = WIDTH - 2.0 * MARGIN;
@@ -41,7 +41,7 @@ pub fn svg(heat: &Heat) -> Result<String, ReportError> {
         let plain = Words { size: SMALL, colour: FAINT_INK, bold: false, align: Align::Start };
         canvas.words((MARGIN, 20.0), &heat.title, Words { size: 16.0, colour: INK, bold: true, ..plain })?;
         canvas.words((MARGIN, 40.0), &heat.subtitle, plain)?;
-        key(canvas)?;
+        key(canvas, heat.ends)?;
         for (index, panel) in heat.panels.iter().enumerate() {
             let left = MARGIN + row_name + (index % across) as f64 * (wide + row_name + GAP);
             let top = TOP + NAME + (index / across) as f64 * panel_high;
@@ -58,17 +58,17 @@ fn widest(heat: &Heat) -> usize {
 }
 
 /// The scale of colours.
-fn key(canvas: &Canvas) -> Result<(), ReportError> {
+fn key(canvas: &Canvas, (none, all): (&str, &str)) -> Result<(), ReportError> {
     let words = Words { size: NOTE, colour: INK, bold: false, align: Align::End };
     let (left, middle) = (MARGIN + 96.0, TOP - 14.0);
-    canvas.words((left - 6.0, middle), "gone  0 %", words)?;
+    canvas.words((left - 6.0, middle), &format!("{none}  0 %"), words)?;
     let wide = KEY / SHADES;
     for shade in 0..SHADES as usize {
         let left = left + wide * shade as f64;
         field(canvas, (left, middle - 5.0), (wide, 10.0), shade as f64 / (SHADES - 1.0))?;
     }
     outline(canvas, (left, middle - 5.0), (KEY, 10.0))?;
-    canvas.words((left + KEY + 6.0, middle), "100 %  kept", Words { align: Align::Start, ..words })
+    canvas.words((left + KEY + 6.0, middle), &format!("100 %  {all}"), Words { align: Align::Start, ..words })
 }
 
 fn map(
@@ -96,7 +96,7 @@ fn map(
                 field(canvas, place, (width * same.len() as f64, high), value)?;
             }
         }
-        if heat.across == Across::Heads {
+        if !matches!(heat.across, Across::Positions(_)) {
             for (head, value) in values.iter().enumerate() {
                 let colour = if *value > 0.5 { WHITE } else { INK };
                 let words = Words { colour, align: Align::Middle, ..plain };
@@ -112,16 +112,22 @@ fn map(
         let words = Words { size: NOTE, colour: FAINT_INK, bold: false, align };
         canvas.words((place, bottom + 9.0), text, words)
     };
-    match heat.across {
+    match &heat.across {
         Across::Positions(context) => {
             note(left, "0", Align::Start)?;
-            note(left + wide, &units::tokens(context), Align::End)
+            note(left + wide, &units::tokens(*context), Align::End)
         }
         Across::Heads => {
             let heads = panel.rows.first().map_or(0, |(_, values)| values.len());
             let width = wide / heads.max(1) as f64;
             (0..heads)
                 .try_for_each(|head| note(left + width * (head as f64 + 0.5), &format!("head {head}"), Align::Middle))
+        }
+        Across::Contexts(contexts) => {
+            let width = wide / contexts.len().max(1) as f64;
+            (0..).zip(contexts).try_for_each(|(place, &context)| {
+                note(left + width * (f64::from(place) + 0.5), &units::tokens(context), Align::Middle)
+            })
         }
     }
 }

@@ -25,6 +25,7 @@ pub fn heat(data: &Data) -> Option<Picture> {
             caption: "After prefill, mean of the sequences. Policies that give every head the same are not drawn."
                 .into(),
             across: Across::Heads,
+            ends: ("gone", "kept"),
             field: "kept_fraction",
             panels,
         })

@@ -37,6 +37,7 @@ pub fn heat(data: &Data) -> Option<Picture> {
              first sequence. A row is a {what} ({rows}), the lowest layer on top."
         ),
         across: Across::Positions(context),
+        ends: ("gone", "kept"),
         field: "kept_fraction",
         panels: records.into_iter().filter_map(panel).collect(),
     }))

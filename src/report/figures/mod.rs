@@ -3,6 +3,7 @@
 //! A figure is a function from the records of a run to a [`Chart`], or to nothing when the records hold nothing for
 //! it. What they share lives here: which records may be drawn at all, and how cells become the points of a series.
 
+mod answers_vs_kept;
 mod bytes_read_vs_held;
 mod chunked_prefill;
 mod decode_latency_vs_kv_bytes;
@@ -18,6 +19,8 @@ mod kv_memory_use;
 mod kv_vs_context;
 mod latency_vs_context;
 mod memory_vs_context;
+mod model_vs_context;
+mod needle_heat_map;
 mod needle_recall_vs_budget;
 mod paging_tradeoff;
 mod policies_ranked;
@@ -65,13 +68,23 @@ pub const FIGURES: &[fn(&Data) -> Option<Chart>] = &[
     equal_bytes::latency,
     equal_bytes::drift,
     bytes_read_vs_held::chart,
+    answers_vs_kept::score_by_budget,
+    answers_vs_kept::score_by_bytes,
+    answers_vs_kept::divergence_by_budget,
+    model_vs_context::memory,
+    model_vs_context::first_token,
+    model_vs_context::step,
 ];
 
 /// Every figure that is not made of curves; they follow those that are.
-pub const PANELS: &[fn(&Data) -> Option<Picture>] =
-    &[policies_ranked::rows, ragged_memory::rows, kept_by_head::heat, kept_by_position::heat, |data| {
-        kv_memory_use::bars(data).map(Picture::Bars)
-    }];
+pub const PANELS: &[fn(&Data) -> Option<Picture>] = &[
+    policies_ranked::rows,
+    ragged_memory::rows,
+    kept_by_head::heat,
+    kept_by_position::heat,
+    needle_heat_map::heat,
+    |data| kv_memory_use::bars(data).map(Picture::Bars),
+];
 
 /// A figure of any form.
 pub enum Picture {

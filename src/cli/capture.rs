@@ -1,0 +1,199 @@
+//! `kvsieve capture`: queries, keys and values of a model's layers over a text, as tensors that the other commands read.
+
+use super::failure::Failure;
+use super::{Compute, output};
+use kvsieve::memory::{Arena, ArenaError, Buffer, Label};
+use kvsieve::model::config::RopeScaling;
+use kvsieve::model::{Config, Decoder, Model, Setup, Tapped, Text, locate};
+use kvsieve::tensor::DType;
+use kvsieve::tensor::file::{self, Output};
+use kvsieve::units;
+use serde::Serialize;
+use std::collections::HashMap;
+use std::path::PathBuf;
+
+const EXAMPLES: &str = "\
+The output holds, with the chosen layers in place of sequences, q, o [layers, Hq, L, D] and k, v [layers, Hkv, L, D] after \
+RoPE, and q_pre, k_pre before it, all F32; o is what attention gave in the model, with nothing evicted. Its metadata name \
+the layers and, where RoPE is not stretched, rope_theta.\n\n\
+Examples:
+  kvsieve capture --model DIR --text novel.txt --layers 0,3 --output qkv.safetensors
+  kvsieve attend --input qkv.safetensors --output o.safetensors --kernel tiled --causal
+  kvsieve evict --input qkv.safetensors --output kept.safetensors --policy expected-attention --budget 0.25
+In an experiment: [file] path = \"qkv.safetensors\", and layers in its grids.";
+
+/// Queries, keys and values of a model's layers over a text
+#[derive(clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Args {
+    /// Hugging Face folder, or 'builtin'
+    #[arg(long, value_name = "DIR", default_value = "builtin")]
+    model: PathBuf,
+    /// File with the text
+    #[arg(long, value_name = "FILE")]
+    text: PathBuf,
+    /// Layers, the lowest being 0 [default: all]
+    #[arg(long, value_name = "N", value_delimiter = ',', allow_negative_numbers = true)]
+    layers: Vec<usize>,
+    /// Most tokens of the text [default: all]
+    #[arg(long, value_name = "N", value_parser = units::parse_tokens, allow_negative_numbers = true)]
+    tokens: Option<usize>,
+    /// Tokens that go through the model together
+    #[arg(long, value_name = "N", default_value_t = 512, allow_negative_numbers = true)]
+    chunk: usize,
+    /// Run a text that is longer than the model was made for
+    #[arg(long)]
+    beyond_limit: bool,
+    /// Safetensors file to write
+    #[arg(long, value_name = "FILE")]
+    output: PathBuf,
+    #[command(flatten)]
+    compute: Compute,
+    /// Write what was captured as JSON instead of a line, to standard output (-) or a file
+    #[arg(long, value_name = "-|FILE", help_heading = "What is reported")]
+    json: Option<PathBuf>,
+}
+
+/// What is reported, under the names that records use.
+#[derive(Serialize)]
+struct Report {
+    model: PathBuf,
+    layers: Vec<usize>,
+    q_heads: usize,
+    kv_heads: usize,
+    head_dim: usize,
+    tokens: usize,
+    rope_theta: Option<f64>,
+    output_bytes: u64,
+    threads: usize,
+}
+
+/// What is captured, and the tensors' names.
+const NAMES: [(Tapped, &str); 6] = [
+    (Tapped::Q, "q"),
+    (Tapped::K, "k"),
+    (Tapped::V, "v"),
+    (Tapped::QBeforeRope, "q_pre"),
+    (Tapped::KBeforeRope, "k_pre"),
+    (Tapped::O, "o"),
+];
+
+pub fn run(args: &Args) -> Result<(), Failure> {
+    let mut writes = vec![("--output", args.output.as_path())];
+    writes.extend(args.json.as_deref().filter(|path| !output::is_stdout(path)).map(|path| ("--json", path)));
+    output::check_files(&[("--text", args.text.as_path())], &writes)?;
+    if args.chunk == 0 || args.tokens == Some(0) {
+        return Err(Failure::usage("--chunk and --tokens must be at least 1".into()));
+    }
+    let folder = locate(&args.model)?;
+    let config = Config::read(&folder)?;
+    let layers = layers(&args.layers, &config)?;
+    let shown = args.text.display();
+    let content = std::fs::read_to_string(&args.text)
+        .map_err(|error| Failure::usage(format!("cannot read --text '{shown}': {error}")))?;
+    let mut tokens = Text::open(&folder)?.tokens(&content)?;
+    tokens.truncate(args.tokens.unwrap_or(usize::MAX));
+    let cpu = args.compute.cpu()?;
+    let arena = Arena::with_limit(args.compute.limit_bytes());
+    let model = Model::open(&folder, &arena)?;
+    if !args.beyond_limit {
+        model.check_length(tokens.len())?;
+    }
+    let setup = Setup {
+        batch: 1,
+        max_tokens: tokens.len(),
+        chunk_tokens: args.chunk.min(tokens.len()),
+        all_logits: false,
+        // Unrounded, as what is written.
+        kv_dtype: DType::F32,
+        columns: &[],
+    };
+    let mut captured = NAMES.map(|_| None::<Captured>);
+    for (slot, (what, _)) in captured.iter_mut().zip(NAMES) {
+        *slot = Some(Captured::new(&arena, &config, what, layers.len(), tokens.len())?);
+    }
+    {
+        let mut decoder = Decoder::new(&model, setup, &cpu, &arena)?;
+        decoder.tap(Box::new(|layer, what, rows| {
+            let Some(at) = layers.iter().position(|&wanted| wanted == layer) else { return };
+            let tensors = captured.iter_mut().flatten();
+            tensors.zip(NAMES).filter(|(_, (named, _))| *named == what).for_each(|(tensor, _)| tensor.push(at, rows));
+        }));
+        decoder.prefill(&[&tokens], |_, _, _| ())?;
+    }
+    let rope_theta = (config.rope.scaling == RopeScaling::None).then_some(config.rope.theta);
+    let listed = layers.iter().map(usize::to_string).collect::<Vec<_>>().join(",");
+    let mut metadata = HashMap::from([("layers".to_string(), listed)]);
+    metadata.extend(rope_theta.map(|theta| ("rope_theta".to_string(), theta.to_string())));
+    let outputs: Vec<Output<'_>> =
+        captured.iter().flatten().zip(NAMES).map(|(tensor, (_, name))| tensor.output(name)).collect();
+    let output_bytes = outputs.iter().map(|output| output.bytes.len() as u64).sum();
+    file::write_with(&args.output, &outputs, Some(metadata))?;
+    let report = Report {
+        model: args.model.clone(),
+        layers,
+        q_heads: config.q_heads,
+        kv_heads: config.kv_heads,
+        head_dim: config.head_dim,
+        tokens: tokens.len(),
+        rope_theta,
+        output_bytes,
+        threads: cpu.threads(),
+    };
+    match &args.json {
+        Some(target) => output::json(target, &report),
+        None => output::print(&format!(
+            "{} tokens of {} layers, {}/{} heads of {}: {}\n",
+            report.tokens,
+            report.layers.len(),
+            report.q_heads,
+            report.kv_heads,
+            report.head_dim,
+            units::bytes(report.output_bytes)
+        )),
+    }
+}
+
+/// The layers that are wanted, each once, lowest first.
+fn layers(wanted: &[usize], config: &Config) -> Result<Vec<usize>, Failure> {
+    if let Some(layer) = wanted.iter().find(|&&layer| layer >= config.layers) {
+        return Err(Failure::usage(format!("--layers names {layer}; the model has layers 0 to {}", config.layers - 1)));
+    }
+    let all = 0..config.layers;
+    Ok(if wanted.is_empty() { all.collect() } else { all.filter(|layer| wanted.contains(layer)).collect() })
+}
+
+/// A tensor as it fills, `[layers, heads, L, D]`.
+struct Captured {
+    data: Buffer<f32>,
+    dims: [usize; 4],
+    /// Tokens of each layer so far.
+    fill: Vec<usize>,
+}
+
+impl Captured {
+    fn new(arena: &Arena, config: &Config, what: Tapped, layers: usize, tokens: usize) -> Result<Self, ArenaError> {
+        let heads = match what {
+            Tapped::Q | Tapped::QBeforeRope | Tapped::O => config.q_heads,
+            Tapped::K | Tapped::KBeforeRope | Tapped::V => config.kv_heads,
+        };
+        let dims = [layers, heads, tokens, config.head_dim];
+        Ok(Captured { data: arena.alloc(Label::Activations, dims.iter().product())?, dims, fill: vec![0; layers] })
+    }
+
+    /// Takes rows `[n, heads * D]` of a layer in.
+    fn push(&mut self, layer: usize, rows: &[f32]) {
+        let [_, heads, tokens, head_dim] = self.dims;
+        for row in rows.chunks_exact(heads * head_dim) {
+            for (head, values) in row.chunks_exact(head_dim).enumerate() {
+                let at = ((layer * heads + head) * tokens + self.fill[layer]) * head_dim;
+                self.data[at..][..head_dim].copy_from_slice(values);
+            }
+            self.fill[layer] += 1;
+        }
+    }
+
+    fn output<'t>(&'t self, name: &'t str) -> Output<'t> {
+        Output::f32(name, self.dims.to_vec(), &self.data)
+    }
+}

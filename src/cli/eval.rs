@@ -1,0 +1,200 @@
+//! `kvsieve eval`: a model's answers under eviction policies. The options are written as an experiment, which runs as
+//! any other.
+
+use super::failure::Failure;
+use super::{Compute, run};
+use kvsieve::experiment::axes::{BudgetText, Many};
+use kvsieve::experiment::cell::Measure;
+use kvsieve::experiment::policy_axis::PolicyText;
+use kvsieve::experiment::spec::{Grid, Spec};
+use kvsieve::tensor::DType;
+use serde::Deserialize;
+use serde::de::IntoDeserializer;
+use serde::de::value::{Error as ValueError, StrDeserializer};
+use std::path::PathBuf;
+
+const EXAMPLES: &str = "\
+Every sample is a context and questions about it. The policy judges the context before a question is seen, or after it \
+with --query-aware; the model then answers greedily, and the right answer is fed token by token to compare distributions \
+with the full cache. The first samples of each cell also run alone, for times and memory. Results go to \
+OUT/eval/<time>-<hash>-<revision>/. docs/evaluation.md says what each number is.\n\n\
+Examples:
+  kvsieve eval                                       the built-in model, 6 policies, 4 budgets, 4 tasks
+  kvsieve eval --model DIR --task niah-multikey-1,vt --context 4k,8k --policy full,snapkv,h2o --budget 0.25,512
+  kvsieve eval --model DIR --text novel.txt --evict-after 2k --new-tokens 256 --policy full,keydiff --budget 0.5
+  kvsieve list tasks                                 what there is to ask";
+
+/// What is asked where nothing is said.
+const TASKS: [&str; 4] = ["recall", "niah-single-1", "niah-multikey-1", "passkey"];
+const POLICIES: [&str; 6] = ["full", "streaming-llm", "h2o", "snapkv", "ada-snapkv", "keydiff"];
+const BUDGETS: [&str; 4] = ["0.5", "0.25", "0.125", "0.0625"];
+
+/// What a model answers under eviction policies and budgets
+#[derive(clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Args {
+    /// Hugging Face folders, or 'builtin'
+    #[arg(long, value_name = "DIR", value_delimiter = ',', default_value = "builtin")]
+    model: Vec<String>,
+    /// Tasks (see `kvsieve list tasks`) [default: recall,niah-single-1,niah-multikey-1,passkey]
+    #[arg(long, value_name = "TASK", value_parser = named)]
+    task: Vec<Names>,
+    /// Eviction policies (see `kvsieve list policies`) [default: full,streaming-llm,h2o,snapkv,ada-snapkv,keydiff]
+    #[arg(long, value_name = "POLICY", value_parser = named)]
+    policy: Vec<Names>,
+    /// What may stay: fractions (0.25), tokens per KV head (512) or bytes of all layers (64MiB) [default:
+    /// 0.5,0.25,0.125,0.0625]
+    #[arg(long, value_name = "BUDGET", value_delimiter = ',', allow_negative_numbers = true)]
+    budget: Vec<String>,
+    /// Lengths of context, question and answer together, in tokens of the model
+    #[arg(long, value_name = "N", value_delimiter = ',', default_value = "1k", conflicts_with = "evict_after")]
+    context: Vec<String>,
+    /// Samples of each task
+    #[arg(long, value_name = "N", default_value_t = 20, allow_negative_numbers = true)]
+    samples: usize,
+    /// Let policies judge after the question instead of before it
+    #[arg(long)]
+    query_aware: bool,
+    /// Instead of tasks: a text, cut into pieces, whose tokens behind the eviction are fed as they are
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["task", "query_aware"])]
+    text: Option<PathBuf>,
+    /// Tokens of a piece of the text before the eviction [default: 1k]
+    #[arg(long, value_name = "N", requires = "text")]
+    evict_after: Option<String>,
+    /// Most tokens of an answer, or tokens of a piece of the text behind the eviction [default: twice the right answer's and
+    /// 8; 128 of a text]
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    new_tokens: Option<usize>,
+    /// Element type of keys and values in the cache: f32, bf16 or f16 [default: that of the weights]
+    #[arg(long, value_name = "DTYPE")]
+    dtype: Option<DType>,
+    /// Run sequences that are longer than the model was made for
+    #[arg(long)]
+    beyond_limit: bool,
+    /// Seed of the samples and of policies that draw numbers
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    seed: u64,
+    /// Folder for results
+    #[arg(long, value_name = "DIR", default_value = "results")]
+    out: PathBuf,
+    /// Go on with the latest run of the same options: only missing cells run
+    #[arg(long)]
+    resume: bool,
+    #[command(flatten)]
+    compute: Compute,
+    /// Print each record as a line of JSON to standard output (-) instead of the leaderboard
+    #[arg(long, value_name = "-", value_parser = ["-"], help_heading = "What is reported")]
+    json: Option<String>,
+}
+
+/// Names with parameters, separated by commas.
+#[derive(Debug, Clone)]
+struct Names(Vec<String>);
+
+/// Splits `a:x=1,y=2,b` into `a:x=1,y=2` and `b`: what holds an equals sign but no colon before it belongs to the name in
+/// front of it.
+fn named(text: &str) -> Result<Names, String> {
+    let mut names: Vec<String> = Vec::new();
+    for piece in text.split(',') {
+        let is_parameter = piece.split('+').next().is_some_and(|first| first.contains('=') && !first.contains(':'));
+        match names.last_mut().filter(|_| is_parameter) {
+            Some(last) => *last += &format!(",{piece}"),
+            None if piece.is_empty() => return Err("a name is empty; separate names by single commas".into()),
+            None => names.push(piece.into()),
+        }
+    }
+    Ok(Names(names))
+}
+
+pub fn run(args: &Args) -> Result<(), Failure> {
+    let spec = args.spec()?;
+    run::go(
+        &[(spec, "eval".into(), args.repro())],
+        &run::Way {
+            out: &args.out,
+            resume: args.resume,
+            dry_run: false,
+            shard: None,
+            compute: &args.compute,
+            json: args.json.is_some(),
+        },
+    )
+}
+
+impl Args {
+    fn spec(&self) -> Result<Spec, Failure> {
+        let names = |given: &[Names], default: &[&str]| -> Vec<String> {
+            match given {
+                [] => default.iter().map(|name| name.to_string()).collect(),
+                given => given.iter().flat_map(|Names(names)| names.clone()).collect(),
+            }
+        };
+        let budgets = match &self.budget[..] {
+            [] => BUDGETS.map(String::from).to_vec(),
+            given => given.to_vec(),
+        };
+        let contexts = self.evict_after.as_ref().map_or_else(|| self.context.clone(), |after| vec![after.clone()]);
+        let context_option = if self.evict_after.is_some() { "--evict-after" } else { "--context" };
+        let grid = Grid {
+            model: Many(self.model.clone()),
+            task: Many(if self.text.is_some() { Vec::new() } else { names(&self.task, &TASKS) }),
+            text: self.text.clone(),
+            samples: Some(self.samples),
+            query_aware: self.query_aware,
+            beyond_limit: self.beyond_limit,
+            context_tokens: Many(parsed(context_option, &contexts)?),
+            policy: Many(names(&self.policy, &POLICIES).into_iter().map(PolicyText).collect()),
+            budget: Many(parsed::<BudgetText>("--budget", &budgets)?),
+            new_tokens: self.new_tokens,
+            dtype: Many(self.dtype.into_iter().collect()),
+            seed: Many(vec![self.seed]),
+            ..Grid::of(Measure::Eval)
+        };
+        let what = if self.text.is_some() { "goes on with a text" } else { "answers" };
+        Ok(Spec {
+            name: "eval".into(),
+            description: format!("What a model {what} under eviction policies, beside its full cache."),
+            limit_memory: None,
+            timing: Default::default(),
+            file: None,
+            synthetic: None,
+            grid: vec![grid],
+        })
+    }
+
+    /// The command that runs it again.
+    fn repro(&self) -> String {
+        let quoted = |word: String| match word.chars().all(|c| c.is_ascii_alphanumeric() || "-_./:=,+@".contains(c)) {
+            true => word,
+            false => format!("'{}'", word.replace('\'', r"'\''")),
+        };
+        std::iter::once("kvsieve".to_string()).chain(std::env::args().skip(1).map(quoted)).collect::<Vec<_>>().join(" ")
+    }
+}
+
+/// Values of an axis as an experiment file has them.
+fn parsed<'t, T: Deserialize<'t>>(option: &str, texts: &'t [String]) -> Result<Vec<T>, Failure> {
+    let one = |text: &'t String| {
+        let text: StrDeserializer<'t, ValueError> = text.as_str().into_deserializer();
+        T::deserialize(text).map_err(|error| Failure::usage(format!("{option}: {error}")))
+    };
+    texts.iter().map(one).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn commas_separate_names_and_parameters() {
+        for (text, expected) in [
+            ("snapkv", vec!["snapkv"]),
+            ("snapkv:window=64,kernel=5,h2o", vec!["snapkv:window=64,kernel=5", "h2o"]),
+            ("snapkv+ada:floor=0.2,h2o+every:steps=2", vec!["snapkv+ada:floor=0.2", "h2o+every:steps=2"]),
+            ("a:x=1,y=2+b:z=3,c", vec!["a:x=1,y=2+b:z=3", "c"]),
+        ] {
+            assert_eq!(named(text).unwrap().0, expected);
+        }
+        assert!(named("a,,b").is_err() && named("").is_err());
+    }
+}

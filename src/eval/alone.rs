@@ -1,0 +1,84 @@
+//! One policy by itself: what a context, a question and its answer take, without anything that other policies need.
+
+use super::session::chunked;
+use super::{EvalError, Prompt, Stage};
+use crate::memory::LabelBytes;
+use crate::model::{Decoder, Eviction, ModelError, Sampler, Sampling, Setup, bytes};
+use std::time::Instant;
+
+/// What a run took.
+#[derive(Debug, Clone)]
+pub struct Alone {
+    /// From the start to the first token of the answer: reading the context, judging it, reading the question.
+    pub first_token_ns: u64,
+    /// Between one token of the answer and the next, judgements included.
+    pub step_ns: Vec<u64>,
+    /// The answer.
+    pub written: Vec<u32>,
+    /// KV bytes of pages in use once the context was judged.
+    pub kv_bytes_live: u64,
+    /// Most KV bytes of pages in use at one moment.
+    pub kv_bytes_peak: u64,
+    /// Most bytes in use at one moment, weights included.
+    pub peak_bytes: u64,
+    /// Most bytes of each label.
+    pub peak_by_label: LabelBytes,
+    /// Peak with a full cache, from the extents alone.
+    pub full_peak_bytes: u64,
+    /// Tokens evicted, summed over the KV heads of all layers.
+    pub evicted_tokens: u64,
+}
+
+/// Reads `prompt`, lets the policy judge, asks its first question, and lets the model answer in up to `most_tokens`
+/// tokens. The arena of `stage` holds the weights and else only what this run takes.
+///
+/// # Errors
+/// When the policy cannot do this, a logit is no number, or the arena has no room.
+pub fn alone(
+    stage: &Stage<'_>,
+    eviction: Eviction<'_>,
+    prompt: &Prompt,
+    most_tokens: usize,
+) -> Result<Alone, EvalError> {
+    let Stage { model, cpu, arena, .. } = *stage;
+    let (context, question) = (&prompt.context[..], &prompt.asked[0].prompt[..]);
+    let setup = Setup {
+        batch: 1,
+        max_tokens: context.len() + question.len() + most_tokens,
+        chunk_tokens: stage.chunk_tokens,
+        all_logits: false,
+        kv_dtype: stage.kv_dtype,
+        columns: eviction.policy.columns(),
+    };
+    arena.reset_peak();
+    let mut decoder = Decoder::new(model, setup, cpu, arena)?;
+    decoder.evict(eviction, &[context.len()])?;
+    let mut sampler = Sampler::new(Sampling::GREEDY);
+    let start = Instant::now();
+    decoder.prefill(&[context], |_, _, _| ())?;
+    let kv_bytes_live = decoder.kv_bytes();
+    let mut chosen = Ok(0);
+    decoder.follow(&[question], |_, _, logits| chosen = sampler.next(logits))?;
+    let first_token_ns = start.elapsed().as_nanos() as u64;
+    let (mut written, mut step_ns) = (vec![chosen?], Vec::new());
+    while written.len() < most_tokens && !model.config.eos.contains(&written[written.len() - 1]) {
+        let start = Instant::now();
+        let mut chosen: Result<u32, ModelError> = Ok(0);
+        decoder.follow(&[&written[written.len() - 1..]], |_, _, logits| chosen = sampler.next(logits))?;
+        written.push(chosen?);
+        step_ns.push(start.elapsed().as_nanos() as u64);
+    }
+    let usage = arena.usage();
+    let steps = written.len() - 1;
+    Ok(Alone {
+        first_token_ns,
+        step_ns,
+        written,
+        kv_bytes_live,
+        kv_bytes_peak: decoder.cache().most_pages() as u64 * decoder.cache().shape().page_bytes(),
+        peak_bytes: usage.peak_bytes,
+        peak_by_label: usage.peak,
+        full_peak_bytes: bytes(model, &setup, &[context.len() + question.len()], steps, cpu.threads()),
+        evicted_tokens: decoder.evicted_tokens(),
+    })
+}

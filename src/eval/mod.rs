@@ -1,0 +1,55 @@
+//! What a model answers under a policy and a budget, beside what it answers with its full cache.
+//!
+//! A [`Prompt`] is a context and what is asked of it, as tokens. A [`Session`] reads a context once and lets every policy
+//! that judges only after prefill judge a fork of it; [`alone()`] runs one policy by itself, as a server would, and
+//! measures what that takes. `docs/evaluation.md` says what each number is.
+
+mod alone;
+mod distribution;
+mod prompt;
+mod session;
+
+pub use alone::{Alone, alone};
+pub use prompt::{Asked, Prompt, documents, prompts};
+pub use session::{Answer, Answers, Session};
+
+use crate::device::Cpu;
+use crate::memory::{Arena, ArenaError};
+use crate::model::{Model, ModelError};
+use crate::named::NamedError;
+use crate::task::TaskError;
+use crate::tensor::DType;
+
+/// An evaluation that cannot be made.
+#[derive(Debug, thiserror::Error)]
+pub enum EvalError {
+    /// The model or the policy.
+    #[error(transparent)]
+    Model(#[from] ModelError),
+    /// A task that the tokenizer or the length does not allow.
+    #[error(transparent)]
+    Task(#[from] TaskError),
+    /// No such task.
+    #[error(transparent)]
+    Named(#[from] NamedError),
+    /// The arena has no room.
+    #[error(transparent)]
+    Arena(#[from] ArenaError),
+}
+
+/// What all runs of an evaluation share.
+#[derive(Clone, Copy)]
+pub struct Stage<'a> {
+    /// The model.
+    pub model: &'a Model,
+    /// The threads.
+    pub cpu: &'a Cpu,
+    /// Where everything is allocated.
+    pub arena: &'a Arena,
+    /// Element type in which keys and values are kept.
+    pub kv_dtype: DType,
+    /// Most tokens of a sequence.
+    pub max_tokens: usize,
+    /// Tokens that go through the model together.
+    pub chunk_tokens: usize,
+}

@@ -1,0 +1,252 @@
+//! One context for many policies and many questions.
+//!
+//! A context is prefilled once, with everything kept that any of the policies looks at. Each policy judges a fork of it
+//! and each question is asked of a fork of that, so that what is the same is computed once. What was given with the full
+//! cache is what all are compared with: the same question, then the tokens of the right answer one by one
+//! (teacher-forced), and apart from that the model's own words (greedy).
+
+use super::distribution::{divergence, likeliest, nats};
+use super::{EvalError, Prompt, Stage};
+use crate::cache::Column;
+use crate::eval::Asked;
+use crate::memory::{Arena, ArenaError, Buffer, Label};
+use crate::model::{Decoder, Eviction, ModelError, Setup, Tapped, Text};
+use crate::policy::Policy;
+use crate::task::Tokens;
+use std::cell::RefCell;
+use std::rc::Rc;
+
+/// The context with a full cache.
+const CONTEXT: usize = 0;
+/// The context as a policy leaves it.
+const JUDGED: usize = 1;
+/// The same behind a question.
+const ASKED: usize = 2;
+/// The same behind a part of the right answer.
+const FORCED: usize = 3;
+const SEQUENCES: usize = 4;
+
+/// What a question gave under a policy, compared with the full cache.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Answer {
+    /// 0 to 1; `None` for a text that only goes on.
+    pub score: Option<f64>,
+    /// The same with the full cache.
+    pub full_score: Option<f64>,
+    /// Tokens of the right answer.
+    pub tokens: usize,
+    /// Divergence from the full cache's distributions, summed over these tokens.
+    pub kl_nats: f64,
+    /// Of these tokens, those where both think the same token likeliest.
+    pub agreed: usize,
+    /// Minus the log-probability of the right answer.
+    pub nll_nats: f64,
+    /// The same with the full cache.
+    pub full_nll_nats: f64,
+    /// The model's own words.
+    pub written: Vec<u32>,
+    /// Share of the full cache's own words that these begin with.
+    pub same: f64,
+    /// For each layer, squared distance of attention's outputs from the full cache's, and their squared norm.
+    pub o_distance: Vec<(f64, f64)>,
+}
+
+/// What a prompt gave under a policy.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Answers {
+    /// One for each question.
+    pub answers: Vec<Answer>,
+    /// KV bytes of whole pages that the judged context holds.
+    pub kv_bytes_live: u64,
+    /// Tokens that it holds, summed over the KV heads of all layers.
+    pub held_tokens: usize,
+}
+
+/// A decoder for evaluations of up to so many tokens.
+pub struct Session<'a> {
+    stage: Stage<'a>,
+    text: &'a Text,
+    decoder: Decoder<'a>,
+    watched: Rc<RefCell<Option<Outputs>>>,
+    /// Logits behind the last token that was fed.
+    last: Vec<f32>,
+}
+
+impl<'a> Session<'a> {
+    /// For these policies; `text` is what answers are written with.
+    ///
+    /// # Errors
+    /// When the arena has no room.
+    pub fn new(stage: Stage<'a>, text: &'a Text, choices: &[Eviction<'a>]) -> Result<Self, EvalError> {
+        let plain = choices.iter().all(|choice| choice.policy.columns().is_empty());
+        let setup = Setup {
+            batch: SEQUENCES,
+            max_tokens: stage.max_tokens,
+            chunk_tokens: stage.chunk_tokens,
+            all_logits: false,
+            kv_dtype: stage.kv_dtype,
+            columns: if plain { &[] } else { &[Column::Attention, Column::Weight, Column::Origin] },
+        };
+        let mut decoder = Decoder::new(stage.model, setup, stage.cpu, stage.arena)?;
+        decoder.witness(choices.iter().map(|choice| choice.policy).filter(|policy| !chunked(policy)));
+        let watched = Rc::new(RefCell::new(None::<Outputs>));
+        let to = watched.clone();
+        decoder.tap(Box::new(move |layer, what, rows| {
+            if let (Tapped::O, Some(outputs)) = (what, to.borrow_mut().as_mut()) {
+                outputs.push(layer, rows);
+            }
+        }));
+        let last = vec![0.0; stage.model.config.vocab];
+        Ok(Session { stage, text, decoder, watched, last })
+    }
+
+    /// Asks everything of `prompt` under each of `choices`. `most_tokens` is how long an answer may be. An error of one
+    /// policy is its own; one of the full cache is an error of all.
+    ///
+    /// # Errors
+    /// When the arena has no room for the context, or a logit is no number.
+    pub fn run(
+        &mut self,
+        prompt: &Prompt,
+        choices: &[Eviction<'a>],
+        most_tokens: impl Fn(&Asked) -> usize,
+    ) -> Result<Vec<Result<Answers, EvalError>>, EvalError> {
+        self.decoder.clear();
+        self.prefill(CONTEXT, &prompt.context)?;
+        let full = prompt.asked.iter().map(|asked| self.ask(CONTEXT, asked, most_tokens(asked)));
+        let full = full.collect::<Result<Vec<Given>, _>>()?;
+        Ok(choices.iter().map(|choice| self.judged(prompt, choice, &full, &most_tokens)).collect())
+    }
+
+    fn judged(
+        &mut self,
+        prompt: &Prompt,
+        choice: &Eviction<'a>,
+        full: &[Given],
+        most_tokens: &impl Fn(&Asked) -> usize,
+    ) -> Result<Answers, EvalError> {
+        if chunked(choice.policy) {
+            (JUDGED..SEQUENCES).for_each(|sequence| self.decoder.free(sequence));
+            self.decoder.evict(*choice, &[prompt.context.len(); SEQUENCES])?;
+            self.prefill(JUDGED, &prompt.context)?;
+        } else {
+            self.decoder.fork(CONTEXT, JUDGED)?;
+            self.decoder.judge_witnessed(JUDGED, *choice)?;
+        }
+        let (kv_bytes_live, held_tokens) = (self.decoder.sequence_kv_bytes(JUDGED), self.decoder.held_tokens(JUDGED));
+        let answer = |(asked, full): (&Asked, &Given)| {
+            let given = self.ask(JUDGED, asked, most_tokens(asked))?;
+            Ok(self.compare(asked, full, given))
+        };
+        let answers = prompt.asked.iter().zip(full).map(answer).collect::<Result<_, EvalError>>()?;
+        Ok(Answers { answers, kv_bytes_live, held_tokens })
+    }
+
+    fn prefill(&mut self, sequence: usize, tokens: &[u32]) -> Result<(), EvalError> {
+        Ok(self.decoder.prefill(&only(sequence, tokens), |_, _, _| ())?)
+    }
+
+    /// Logits behind `tokens`.
+    fn feed(&mut self, sequence: usize, tokens: &[u32]) -> Result<(), EvalError> {
+        let last = &mut self.last;
+        self.decoder.follow(&only(sequence, tokens), |_, _, logits| last.copy_from_slice(logits))?;
+        match self.last.iter().position(|logit| !logit.is_finite()) {
+            Some(token) => Err(ModelError::Logit { logit: self.last[token], token: token as u32 }.into()),
+            None => Ok(()),
+        }
+    }
+
+    fn ask(&mut self, from: usize, asked: &Asked, most_tokens: usize) -> Result<Given, EvalError> {
+        let config = &self.stage.model.config;
+        let (vocab, forced) = (config.vocab, asked.expected.len());
+        let mut logits = self.stage.arena.alloc::<f32>(Label::Activations, forced * vocab)?;
+        let rows = asked.prompt.len() + forced - 1;
+        *self.watched.borrow_mut() = Some(Outputs::new(self.stage.arena, config.layers, rows * config.q_width())?);
+        self.decoder.fork(from, ASKED)?;
+        self.feed(ASKED, &asked.prompt)?;
+        self.decoder.fork(ASKED, FORCED)?;
+        let behind_prompt = self.last.clone();
+        logits[..vocab].copy_from_slice(&self.last);
+        for (token, logits) in asked.expected.iter().zip(logits.chunks_exact_mut(vocab).skip(1)) {
+            self.feed(FORCED, &[*token])?;
+            logits.copy_from_slice(&self.last);
+        }
+        let outputs = self.watched.borrow_mut().take().expect("put there above");
+
+        let mut written = vec![likeliest(&behind_prompt) as u32];
+        while written.len() < most_tokens && !config.eos.contains(&written[written.len() - 1]) {
+            self.feed(ASKED, &written[written.len() - 1..])?;
+            written.push(likeliest(&self.last) as u32);
+        }
+        Ok(Given { logits, outputs, written })
+    }
+
+    fn compare(&self, asked: &Asked, full: &Given, given: Given) -> Answer {
+        let vocab = self.stage.model.config.vocab;
+        let rows = || full.logits.chunks_exact(vocab).zip(given.logits.chunks_exact(vocab));
+        let score = |given: &Given| Some(asked.question.as_ref()?.score(&self.text.decode(&given.written)));
+        let same = full.written.iter().zip(&given.written).take_while(|(a, b)| a == b).count();
+        Answer {
+            score: score(&given),
+            full_score: score(full),
+            tokens: asked.expected.len(),
+            kl_nats: rows().map(|(full, given)| divergence(full, given)).sum(),
+            agreed: rows().filter(|(full, given)| likeliest(full) == likeliest(given)).count(),
+            nll_nats: asked.expected.iter().zip(rows()).map(|(&token, (_, given))| nats(given, token)).sum(),
+            full_nll_nats: asked.expected.iter().zip(rows()).map(|(&token, (full, _))| nats(full, token)).sum(),
+            same: same as f64 / full.written.len() as f64,
+            o_distance: full.outputs.distance(&given.outputs),
+            written: given.written,
+        }
+    }
+}
+
+/// Tokens for one sequence.
+fn only(sequence: usize, tokens: &[u32]) -> [&[u32]; SEQUENCES] {
+    let mut all: [&[u32]; SEQUENCES] = [&[]; SEQUENCES];
+    all[sequence] = tokens;
+    all
+}
+
+/// Whether a policy judges while the context is read, so that it needs a prefill of its own.
+pub(super) fn chunked(policy: &Policy) -> bool {
+    policy.scorer.is_some() && policy.schedule.chunk_tokens.is_some()
+}
+
+/// What a question gave under one policy.
+struct Given {
+    /// `[tokens of the right answer, vocab]`.
+    logits: Buffer<f32>,
+    outputs: Outputs,
+    written: Vec<u32>,
+}
+
+/// Outputs of attention in every layer, behind one another.
+struct Outputs {
+    /// `[layers, room]`.
+    data: Buffer<f32>,
+    room: usize,
+    fill: Vec<usize>,
+}
+
+impl Outputs {
+    fn new(arena: &Arena, layers: usize, room: usize) -> Result<Self, ArenaError> {
+        Ok(Outputs { data: arena.alloc(Label::Activations, layers * room)?, room, fill: vec![0; layers] })
+    }
+
+    fn push(&mut self, layer: usize, row: &[f32]) {
+        let fill = self.fill[layer];
+        self.data[layer * self.room + fill..][..row.len()].copy_from_slice(row);
+        self.fill[layer] += row.len();
+    }
+
+    fn distance(&self, other: &Outputs) -> Vec<(f64, f64)> {
+        let layer = |(full, given): (&[f32], &[f32])| {
+            full.iter().zip(given).fold((0.0, 0.0), |(distance, norm), (&full, &given)| {
+                let (full, given) = (f64::from(full), f64::from(given));
+                (distance + (full - given).powi(2), norm + full * full)
+            })
+        };
+        self.data.chunks_exact(self.room).zip(other.data.chunks_exact(self.room)).map(layer).collect()
+    }
+}

@@ -1,0 +1,93 @@
+//! What a model answered: the part of a record that only `eval` has.
+
+use super::stats::bootstrap;
+use serde::{Deserialize, Serialize};
+
+/// A mean over samples, with its bootstrap 95% interval over them.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct Estimate {
+    /// Mean.
+    pub mean: f64,
+    /// Lower end of the interval.
+    pub ci95_low: f64,
+    /// Upper end.
+    pub ci95_high: f64,
+}
+
+impl Estimate {
+    /// Over one value for each sample; `None` without any.
+    pub fn over(values: &[f64]) -> Option<Self> {
+        if values.is_empty() {
+            return None;
+        }
+        let mean = |values: &mut dyn Iterator<Item = f64>| values.sum::<f64>();
+        let count = values.len() as f64;
+        let (ci95_low, ci95_high) =
+            bootstrap(values.len(), |picked| mean(&mut picked.iter().map(|&index| values[index])) / count);
+        Some(Estimate { mean: mean(&mut values.iter().copied()) / count, ci95_low, ci95_high })
+    }
+}
+
+/// What a model answered under a policy and a budget. Differences and agreement are with the full cache, on the same
+/// samples. Intervals are over samples; each sample is the mean of its questions, or of the tokens of their right answers.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Answers {
+    /// Samples that were asked.
+    pub samples: usize,
+    /// Questions, over all samples.
+    pub questions: usize,
+    /// Score, 0 to 1; `None` for a text that only goes on.
+    pub accuracy: Option<Estimate>,
+    /// Score minus that of the full cache.
+    pub accuracy_difference: Option<Estimate>,
+    /// Kullback-Leibler divergence from the full cache's next-token distributions, nats for each token of the right
+    /// answer, fed as it is.
+    pub kl_nats: Estimate,
+    /// Share of these tokens where both caches make the same token the likeliest.
+    pub top1_agreement: Estimate,
+    /// Minus the log-probability of these tokens, nats each; its exponential is the perplexity.
+    pub nll_nats: Estimate,
+    /// The same minus that of the full cache.
+    pub nll_difference_nats: Estimate,
+    /// Share of the full cache's own words that the answer begins with, both written greedily.
+    pub greedy_agreement: Estimate,
+    /// Relative L2 distance of attention's outputs from the full cache's in each layer, lowest first, over the tokens of
+    /// question and right answer.
+    pub o_drift_by_layer: Vec<Estimate>,
+    /// Tokens of the context that stayed, on average over samples and KV heads, as a fraction.
+    pub kept_fraction: f64,
+    /// Tokens of the judged contexts, on average.
+    pub context_tokens: f64,
+    /// Tokens of an answer, on average.
+    pub answer_tokens: f64,
+    /// KV bytes of a context without eviction, on average.
+    pub kv_bytes_dense: u64,
+    /// KV bytes of whole pages in use once the context was judged, on average.
+    pub kv_bytes_live: u64,
+    /// Most KV bytes in use at one moment, over the runs alone.
+    pub kv_bytes_peak: u64,
+    /// Tokens evicted in the first run alone, summed over the KV heads of all layers.
+    pub evicted_tokens: u64,
+    /// Score of each sample, in order.
+    pub sample_scores: Vec<f64>,
+    /// Nats for each token, by sample.
+    pub sample_kl_nats: Vec<f64>,
+    /// Where the needle of each sample lies, 0 the beginning and 1 the end; empty where there is not one.
+    pub sample_depths: Vec<f64>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_estimate_holds_its_mean_and_knows_when_nothing_varies() {
+        assert_eq!(Estimate::over(&[]), None);
+        assert_eq!(Estimate::over(&[0.5; 4]), Some(Estimate { mean: 0.5, ci95_low: 0.5, ci95_high: 0.5 }));
+        let values: Vec<f64> = (0..40).map(|index| f64::from(index % 2)).collect();
+        let estimate = Estimate::over(&values).unwrap();
+        assert!(estimate.ci95_low < 0.5 && estimate.mean == 0.5 && estimate.ci95_high > 0.5, "{estimate:?}");
+        // Half of the width of a binomial's 95% interval is about 2 sqrt(0.25 / 40) = 0.16.
+        assert!((estimate.ci95_high - estimate.ci95_low - 0.31).abs() < 0.08, "{estimate:?}");
+    }
+}

@@ -1,0 +1,180 @@
+//! From a grid with `measure = "eval"` to its cells: models and tasks are looked at before anything runs.
+
+use super::PERPLEXITY;
+use crate::eval::{EvalError, documents, prompts};
+use crate::experiment::cell::{Cell, Measure};
+use crate::experiment::grid::choices;
+use crate::experiment::spec::Grid;
+use crate::model::{BUILTIN, Config, Eviction, ModelError, Text, fingerprint, locate};
+use crate::policy::{Budget, Registry};
+use crate::task;
+use std::path::{Path, PathBuf};
+
+/// Samples where nothing is said.
+const SAMPLES: usize = 20;
+/// Tokens behind the eviction of a text, where nothing is said.
+const TEXT_NEW_TOKENS: usize = 128;
+
+/// The cells of a grid: models by contexts by tasks by policies by budgets by seeds.
+///
+/// # Errors
+/// In words, when an axis is missing, one does not belong here, a name means nothing, or a model cannot do what is asked.
+pub fn expand(grid: &Grid, registry: &Registry) -> Result<Vec<Cell>, String> {
+    let strangers = [
+        ("kernel", grid.kernel.is_empty()),
+        ("heads", grid.heads.is_empty()),
+        ("head_dim", grid.head_dim.is_empty()),
+        ("batch", grid.batch.is_empty()),
+        ("layers", grid.layers.is_empty()),
+        ("window", grid.window.is_none()),
+        ("softcap", grid.softcap.is_none()),
+        ("page_tokens", grid.page_tokens.is_empty()),
+        ("strategy", grid.strategy.is_empty()),
+        ("trace", grid.trace.is_empty()),
+    ];
+    if let Some((name, _)) = strangers.into_iter().find(|(_, is_absent)| !is_absent) {
+        return Err(format!("an evaluation has no {name}; the model decides"));
+    }
+    if grid.context_tokens.is_empty() {
+        return Err("context_tokens is missing; write context_tokens = \"1k\"".into());
+    }
+    if grid.task.is_empty() == grid.text.is_none() {
+        return Err("either task or text is needed; write task = [\"recall\", \"passkey\"], or text = \"FILE\"".into());
+    }
+    if grid.policy.is_empty() {
+        return Err("policy is missing; write policy = [\"full\", \"snapkv\"]".into());
+    }
+    if grid.query_aware && grid.text.is_some() {
+        return Err("query_aware is about questions; a text has none".into());
+    }
+    if grid.samples == Some(0) || grid.new_tokens == Some(0) {
+        return Err("samples and new_tokens must be at least 1".into());
+    }
+    let mut cells = Vec::new();
+    for model in grid.model.or(BUILTIN.into()) {
+        let opened = Opened::new(&model, grid.text.as_deref()).map_err(|error| error.to_string())?;
+        cells.extend(opened.cells(&model, grid, registry)?);
+    }
+    Ok(cells)
+}
+
+/// What a grid needs to know of a model.
+struct Opened {
+    config: Config,
+    text: Text,
+    /// The user's text and its file.
+    document: Option<(PathBuf, String)>,
+    workload_hash: String,
+}
+
+impl Opened {
+    fn new(model: &str, document: Option<&Path>) -> Result<Self, EvalError> {
+        let folder = locate(Path::new(model))?;
+        let config = Config::read(&folder)?;
+        let text = Text::open(&folder)?;
+        let document = document.map(read).transpose()?;
+        let mut hasher = blake3::Hasher::new();
+        hasher.update(fingerprint(&folder)?.as_bytes());
+        if let Some((_, content)) = &document {
+            hasher.update(content.as_bytes());
+        }
+        Ok(Opened { config, text, document, workload_hash: hasher.finalize().to_hex()[..16].to_string() })
+    }
+
+    fn cells(&self, model: &str, grid: &Grid, registry: &Registry) -> Result<Vec<Cell>, String> {
+        let config = &self.config;
+        let tasks = if grid.text.is_some() { vec![PERPLEXITY.to_string()] } else { grid.task.0.clone() };
+        let new_tokens = grid.new_tokens.unwrap_or(if grid.text.is_some() { TEXT_NEW_TOKENS } else { 0 });
+        let samples = grid.samples.unwrap_or(SAMPLES);
+        let choices = choices(&grid.policy, &grid.budget, registry)?;
+        let mut cells = Vec::new();
+        for &context_tokens in grid.context_tokens.0.iter().flat_map(|tokens| &tokens.lengths) {
+            let most = context_tokens + if grid.text.is_some() { new_tokens } else { 0 };
+            if most > config.most_tokens() && !grid.beyond_limit {
+                return Err(format!(
+                    "a sequence of {most} tokens; '{model}' was made for at most {}, write beyond_limit = true to run \
+                     it all the same",
+                    config.most_tokens()
+                ));
+            }
+            for task in &tasks {
+                for seed in grid.seed.or(0) {
+                    self.check_task(task, context_tokens, (seed, samples, new_tokens), grid.query_aware)?;
+                    for (policy, budget) in &choices {
+                        for dtype in grid.dtype.or(config.dtype) {
+                            let cell = Cell {
+                                measure: Measure::Eval,
+                                model: Some(model.into()),
+                                task: Some(task.clone()),
+                                text: grid.text.as_ref().map(|path| path.display().to_string()),
+                                samples: Some(samples),
+                                query_aware: grid.query_aware,
+                                beyond_limit: grid.beyond_limit,
+                                kernel: "tiled".into(),
+                                layers: config.layers,
+                                batch: 1,
+                                q_heads: config.q_heads,
+                                kv_heads: config.kv_heads,
+                                head_dim: config.head_dim,
+                                context_tokens,
+                                new_tokens,
+                                dtype,
+                                causal: true,
+                                policy: policy.clone(),
+                                budget: budget.clone(),
+                                seed,
+                                workload_hash: self.workload_hash.clone(),
+                                ..Cell::default()
+                            };
+                            self.check_policy(&cell, registry)?;
+                            cells.push(cell);
+                        }
+                    }
+                }
+            }
+        }
+        Ok(cells)
+    }
+
+    /// Refuses a task that this tokenizer or length does not allow, by writing its first sample.
+    fn check_task(
+        &self,
+        name: &str,
+        context_tokens: usize,
+        (seed, samples, new_tokens): (u64, usize, usize),
+        query_aware: bool,
+    ) -> Result<(), String> {
+        let written = match &self.document {
+            Some((path, content)) => documents(&self.text, (path, content), context_tokens, new_tokens, samples),
+            None => task::task(name)
+                .map_err(EvalError::from)
+                .and_then(|task| prompts((name, &*task), context_tokens, (seed, 0), query_aware, &self.text)),
+        };
+        written.map(drop).map_err(|error| error.to_string())
+    }
+
+    /// Refuses a policy or a budget that means nothing to this model.
+    fn check_policy(&self, cell: &Cell, registry: &Registry) -> Result<(), String> {
+        let Some(name) = &cell.policy else { return Ok(()) };
+        let policy = registry.policy(name).map_err(|error| error.to_string())?;
+        let budget = match &cell.budget {
+            Some(text) => Some(text.parse::<Budget>().map_err(|error| error.to_string())?),
+            None => None,
+        };
+        let eviction = Eviction { policy: &policy, name, budget, seed: cell.seed };
+        eviction.check(&self.config).map_err(|error| error.to_string())?;
+        let lists = cell.layers * cell.kv_heads;
+        let token_bytes = (2 * cell.head_dim * cell.dtype.bytes()) as u64;
+        policy
+            .budget_tokens(name, budget.as_ref(), cell.context_tokens, token_bytes, lists)
+            .map(drop)
+            .map_err(|error| error.to_string())
+    }
+}
+
+/// A text file.
+pub(super) fn read(path: &Path) -> Result<(PathBuf, String), ModelError> {
+    let content = std::fs::read_to_string(path)
+        .map_err(|error| ModelError::Config { path: path.into(), reason: error.to_string() })?;
+    Ok((path.into(), content))
+}

@@ -1,0 +1,209 @@
+//! Cells that differ only in policy and budget, evaluated together: samples outside, cells inside, so that a slow moment
+//! of the machine falls on all of them.
+
+use super::grid::read;
+use super::tally::Tally;
+use crate::device::Cpu;
+use crate::eval::{Asked, EvalError, Prompt, Session, Stage, alone, documents, prompts};
+use crate::experiment::answers::Answers;
+use crate::experiment::cell::Cell;
+use crate::experiment::record::{Memory, Status};
+use crate::memory::Arena;
+use crate::model::{Eviction, Model, ModelError, Text, locate};
+use crate::policy::{Policy, PolicyError, Registry};
+use crate::task;
+use std::collections::BTreeMap;
+use std::path::Path;
+
+/// Samples that each cell also runs alone, for times and memory.
+const ALONE_SAMPLES: usize = 3;
+/// Tokens that go through the model together.
+const CHUNK_TOKENS: usize = 512;
+/// An answer may be twice as long as a right one, and so many tokens.
+const MORE_TOKENS: usize = 8;
+
+/// How a cell ended.
+pub struct Ended {
+    /// Numbers, or why there are none.
+    pub result: Result<Numbers, (Status, String)>,
+    /// What a reader should know.
+    pub warnings: Vec<String>,
+}
+
+/// What a cell measured.
+pub struct Numbers {
+    /// What the model answered.
+    pub answers: Answers,
+    /// Of the first run alone.
+    pub memory: Memory,
+    /// Of all runs alone, by phase: `first_token` and `decode`.
+    pub samples_ns: BTreeMap<&'static str, Vec<u64>>,
+}
+
+/// Cells by what they share.
+pub fn groups(cells: Vec<&Cell>) -> Vec<Vec<&Cell>> {
+    let shared = |cell: &Cell| Cell { policy: None, budget: None, ..cell.clone() }.id();
+    let mut groups: Vec<(String, Vec<&Cell>)> = Vec::new();
+    for cell in cells {
+        let id = shared(cell);
+        match groups.iter_mut().find(|(known, _)| *known == id) {
+            Some((_, cells)) => cells.push(cell),
+            None => groups.push((id, vec![cell])),
+        }
+    }
+    groups.into_iter().map(|(_, cells)| cells).collect()
+}
+
+/// Evaluates a group; `each` is told of the cell that is at work.
+///
+/// # Errors
+/// When the model, the tokenizer or the text cannot be read any more, or the full cache already has no room.
+pub fn run(
+    cells: &[&Cell],
+    registry: &Registry,
+    cpu: &Cpu,
+    limit_bytes: u64,
+    mut each: impl FnMut(&Cell),
+) -> Result<Vec<Ended>, EvalError> {
+    let cell = cells[0];
+    let folder = locate(Path::new(cell.model.as_deref().unwrap_or_default()))?;
+    // Runs alone are in the arena of the weights and what is shared in another, so that the peak of a run is its own.
+    let arena = Arena::with_limit(limit_bytes);
+    let model = Model::open(&folder, &arena)?;
+    let shared_arena = Arena::with_limit(limit_bytes.saturating_sub(arena.usage().live_bytes));
+    let text = Text::open(&folder)?;
+    let samples = samples(cell, &text)?;
+    let limit = if cell.beyond_limit { usize::MAX } else { model.config.most_tokens() };
+    let longest = samples.iter().map(|prompt| prompt.most_tokens(|asked| most_tokens(cell, asked))).max();
+    let max_tokens = longest.unwrap_or(0).min(limit);
+    let stage = Stage {
+        model: &model,
+        cpu,
+        arena: &shared_arena,
+        kv_dtype: cell.dtype,
+        max_tokens,
+        chunk_tokens: CHUNK_TOKENS,
+    };
+    let room = |prompt: &Prompt, asked: &Asked| {
+        let left = max_tokens.saturating_sub(prompt.context.len() + asked.prompt.len());
+        most_tokens(cell, asked).clamp(1, left.max(1))
+    };
+
+    let policy = |cell: &&Cell| registry.policy(cell.policy.as_deref().unwrap_or("full"));
+    let policies = cells.iter().map(policy).collect::<Result<Vec<Policy>, _>>().map_err(ModelError::from)?;
+    let choices = cells.iter().zip(&policies).map(|(cell, policy)| choice(cell, policy));
+    let choices = choices.collect::<Result<Vec<Eviction<'_>>, _>>().map_err(ModelError::from)?;
+    let mut states: Vec<State> = choices.iter().map(|choice| State::new(choice, &model, cell)).collect();
+    let going = |states: &[State]| (0..states.len()).filter(|&at| states[at].ended.is_none()).collect::<Vec<_>>();
+    let first: Vec<Eviction<'_>> = going(&states).into_iter().map(|at| choices[at]).collect();
+    let mut session = Session::new(stage, &text, &first)?;
+    let mut alone_samples = 0..ALONE_SAMPLES;
+    for prompt in &samples {
+        let going = going(&states);
+        let Some(&at_work) = going.first() else { break };
+        each(cells[at_work]);
+        let evictions: Vec<Eviction<'_>> = going.iter().map(|&at| choices[at]).collect();
+        for (&at, given) in going.iter().zip(session.run(prompt, &evictions, |asked| room(prompt, asked))?) {
+            states[at].take(given.map(|given| (prompt, given)));
+        }
+        // Of a sample that is many prompts the first is enough.
+        if alone_samples.start != prompt.sample || alone_samples.next().is_none() {
+            continue;
+        }
+        for &at in going.iter().filter(|&&at| states[at].ended.is_none()).collect::<Vec<_>>() {
+            each(cells[at]);
+            let stage = Stage { arena: &arena, ..stage };
+            let given = alone(&stage, choices[at], prompt, room(prompt, &prompt.asked[0]));
+            match given {
+                Ok(given) => states[at].tally.run_alone(prompt.sample, given),
+                Err(error) => states[at].ended = Some(status_of(&error)),
+            }
+        }
+    }
+    Ok(states.into_iter().map(|state| state.end(limit_bytes)).collect())
+}
+
+/// The samples of a cell.
+fn samples(cell: &Cell, text: &Text) -> Result<Vec<Prompt>, EvalError> {
+    let count = cell.samples.unwrap_or(1);
+    if let Some(path) = &cell.text {
+        let (path, content) = read(Path::new(path))?;
+        return documents(text, (&path, &content), cell.context_tokens, cell.new_tokens, count);
+    }
+    let name = cell.task.as_deref().unwrap_or_default();
+    let task = task::task(name)?;
+    let sample = |sample| prompts((name, &*task), cell.context_tokens, (cell.seed, sample), cell.query_aware, text);
+    let prompts = (0..count).map(sample).collect::<Result<Vec<_>, _>>()?;
+    Ok(prompts.into_iter().flatten().collect())
+}
+
+/// How long an answer may be.
+fn most_tokens(cell: &Cell, asked: &Asked) -> usize {
+    match cell.new_tokens {
+        0 => 2 * asked.expected.len() + MORE_TOKENS,
+        tokens => tokens,
+    }
+}
+
+fn choice<'c>(cell: &'c Cell, policy: &'c Policy) -> Result<Eviction<'c>, PolicyError> {
+    let budget = cell.budget.as_ref().map(|text| text.parse()).transpose()?;
+    Ok(Eviction { policy, name: cell.policy.as_deref().unwrap_or("full"), budget, seed: cell.seed })
+}
+
+/// A cell while its group runs.
+struct State {
+    tally: Tally,
+    evicts: bool,
+    ended: Option<(Status, String)>,
+}
+
+impl State {
+    fn new(choice: &Eviction<'_>, model: &Model, cell: &Cell) -> Self {
+        let lists = cell.layers * cell.kv_heads;
+        let token_bytes = (2 * cell.head_dim * cell.dtype.bytes()) as u64;
+        let context = cell.context_tokens;
+        let budget = choice.policy.budget_tokens(choice.name, choice.budget.as_ref(), context, token_bytes, lists);
+        let evicts = choice.policy.scorer.is_some();
+        let ended = match budget {
+            Err(error) => Some((Status::Failed, error.to_string())),
+            Ok(tokens) if evicts && tokens >= context => {
+                let reason = format!("the budget holds the whole context of {context} tokens: nothing to evict");
+                Some((Status::Skipped, reason))
+            }
+            Ok(_) => None,
+        };
+        let tally = Tally::new(lists, token_bytes, model.weights.bytes());
+        State { tally, evicts, ended }
+    }
+
+    fn take(&mut self, given: Result<(&Prompt, crate::eval::Answers), EvalError>) {
+        match given {
+            Ok((prompt, given)) => self.tally.add(prompt, given),
+            Err(error) => self.ended = Some(status_of(&error)),
+        }
+    }
+
+    fn end(self, limit_bytes: u64) -> Ended {
+        let State { tally, evicts, ended } = self;
+        let warnings = tally.warnings();
+        let result = match ended {
+            Some(ended) => Err(ended),
+            None if evicts && tally.kept_everything() => {
+                Err((Status::Failed, "the policy evicted nothing, although its budget is less than the context".into()))
+            }
+            None => tally
+                .finish(limit_bytes)
+                .ok_or_else(|| (Status::Failed, "there was no sample to learn from".to_string())),
+        };
+        Ended { result, warnings }
+    }
+}
+
+/// How a cell ends that met this error.
+pub fn status_of(error: &EvalError) -> (Status, String) {
+    let memory = matches!(
+        error,
+        EvalError::Arena(_) | EvalError::Model(ModelError::Arena(_) | ModelError::Policy(PolicyError::Arena(_)))
+    );
+    (if memory { Status::Oom } else { Status::Failed }, error.to_string())
+}

@@ -1,0 +1,151 @@
+//! From answers to the numbers of a record.
+
+use super::group::Numbers;
+use crate::eval::{Alone, Answer, Answers as Given, Prompt};
+use crate::experiment::answers::{Answers, Estimate};
+use crate::experiment::record::Memory;
+use crate::memory::Label;
+use std::collections::BTreeMap;
+
+/// What one cell has given so far.
+pub(super) struct Tally {
+    /// KV heads of all layers.
+    lists: usize,
+    /// Bytes of one token of one of them.
+    token_bytes: u64,
+    weights_bytes: u64,
+    samples: BTreeMap<usize, Sample>,
+    alone: Vec<(usize, Alone)>,
+}
+
+/// One sample: all its questions.
+#[derive(Default)]
+struct Sample {
+    answers: Vec<Answer>,
+    /// Tokens of each context that was judged, KV bytes and tokens that stayed of it.
+    contexts: Vec<(usize, u64, usize)>,
+    depth: Option<f64>,
+}
+
+impl Sample {
+    fn mean(&self, value: impl Fn(&Answer) -> f64) -> f64 {
+        self.answers.iter().map(value).sum::<f64>() / self.answers.len() as f64
+    }
+
+    fn per_token(&self, value: impl Fn(&Answer) -> f64) -> f64 {
+        let tokens: usize = self.answers.iter().map(|answer| answer.tokens).sum();
+        self.answers.iter().map(value).sum::<f64>() / tokens as f64
+    }
+
+    /// `None` where there is no score.
+    fn score(&self, read: impl Fn(&Answer) -> Option<f64>) -> Option<f64> {
+        let scores: Option<Vec<f64>> = self.answers.iter().map(read).collect();
+        scores.map(|scores| scores.iter().sum::<f64>() / scores.len() as f64)
+    }
+
+    fn o_drift(&self, layer: usize) -> f64 {
+        let add = |(distance, norm): (f64, f64), answer: &Answer| {
+            (distance + answer.o_distance[layer].0, norm + answer.o_distance[layer].1)
+        };
+        let (distance, norm) = self.answers.iter().fold((0.0, 0.0), add);
+        if distance == 0.0 { 0.0 } else { (distance / norm).sqrt() }
+    }
+}
+
+impl Tally {
+    pub fn new(lists: usize, token_bytes: u64, weights_bytes: u64) -> Self {
+        Tally { lists, token_bytes, weights_bytes, samples: BTreeMap::new(), alone: Vec::new() }
+    }
+
+    pub fn add(&mut self, prompt: &Prompt, given: Given) {
+        let sample = self.samples.entry(prompt.sample).or_default();
+        sample.contexts.push((prompt.context.len(), given.kv_bytes_live, given.held_tokens));
+        sample.answers.extend(given.answers);
+        sample.depth = prompt.depth;
+    }
+
+    pub fn run_alone(&mut self, sample: usize, given: Alone) {
+        self.alone.push((sample, given));
+    }
+
+    /// Whether no context lost a token.
+    pub fn kept_everything(&self) -> bool {
+        self.contexts().all(|(tokens, _, held)| held == tokens * self.lists)
+    }
+
+    pub fn warnings(&self) -> Vec<String> {
+        let differs = |(sample, alone): &&(usize, Alone)| {
+            let shared = self.samples.get(sample).and_then(|sample| sample.answers.first());
+            shared.is_some_and(|shared| shared.written != alone.written)
+        };
+        match self.alone.iter().filter(differs).count() {
+            0 => Vec::new(),
+            count => vec![format!("{count} answers differ when the context is read for this policy alone")],
+        }
+    }
+
+    /// The numbers of a record; `None` without a sample.
+    pub fn finish(&self, limit_bytes: u64) -> Option<Numbers> {
+        let samples: Vec<&Sample> = self.samples.values().collect();
+        let (_, first) = self.alone.first()?;
+        let over = |value: &dyn Fn(&Sample) -> f64| {
+            Estimate::over(&samples.iter().map(|sample| value(sample)).collect::<Vec<_>>())
+        };
+        let scored = |value: &dyn Fn(&Sample) -> Option<f64>| -> Option<Vec<f64>> {
+            samples.iter().map(|sample| value(sample)).collect()
+        };
+        let scores = scored(&|sample| sample.score(|answer| answer.score));
+        let differences = scored(&|sample| Some(sample.score(|answer| Some(answer.score? - answer.full_score?))?));
+        let kl_nats = |sample: &Sample| sample.per_token(|answer| answer.kl_nats);
+        let layers = samples.first()?.answers.first()?.o_distance.len();
+        let questions = samples.iter().map(|sample| sample.answers.len()).sum();
+        let words: usize = samples.iter().flat_map(|sample| &sample.answers).map(|answer| answer.written.len()).sum();
+        let contexts = self.contexts().count() as f64;
+        let tokens = self.contexts().map(|(tokens, ..)| tokens as f64).sum::<f64>();
+        let held = self.contexts().map(|(_, _, held)| held as f64).sum::<f64>() / self.lists as f64;
+        let live = self.contexts().map(|(_, bytes, _)| bytes as f64).sum::<f64>();
+        let answers = Answers {
+            samples: samples.len(),
+            questions,
+            accuracy: scores.as_ref().and_then(|scores| Estimate::over(scores)),
+            accuracy_difference: differences.and_then(|differences| Estimate::over(&differences)),
+            kl_nats: over(&kl_nats)?,
+            top1_agreement: over(&|sample| sample.per_token(|answer| answer.agreed as f64))?,
+            nll_nats: over(&|sample| sample.per_token(|answer| answer.nll_nats))?,
+            nll_difference_nats: over(&|sample| sample.per_token(|answer| answer.nll_nats - answer.full_nll_nats))?,
+            greedy_agreement: over(&|sample| sample.mean(|answer| answer.same))?,
+            o_drift_by_layer: (0..layers).map(|layer| over(&|sample| sample.o_drift(layer))).collect::<Option<_>>()?,
+            kept_fraction: held / tokens,
+            context_tokens: tokens / contexts,
+            answer_tokens: words as f64 / questions as f64,
+            kv_bytes_dense: (tokens / contexts * self.lists as f64 * self.token_bytes as f64).round() as u64,
+            kv_bytes_live: (live / contexts).round() as u64,
+            kv_bytes_peak: self.alone.iter().map(|(_, alone)| alone.kv_bytes_peak).max()?,
+            evicted_tokens: first.evicted_tokens,
+            sample_scores: scores.unwrap_or_default(),
+            sample_kl_nats: samples.iter().map(|sample| kl_nats(sample)).collect(),
+            sample_depths: samples.iter().map(|sample| sample.depth).collect::<Option<_>>().unwrap_or_default(),
+        };
+        let memory = Memory {
+            predicted_peak_bytes: first.full_peak_bytes,
+            peak_bytes: first.peak_bytes,
+            residual_bytes: first.peak_bytes as i64 - first.full_peak_bytes as i64,
+            workspace_bytes: first.peak_by_label.get(&Label::Workspace).copied().unwrap_or(0),
+            peak_by_label: first.peak_by_label.clone(),
+            arena_growth_bytes: first.peak_bytes - self.weights_bytes,
+            rss_growth_bytes: None,
+            limit_bytes,
+        };
+        let first_token = self.alone.iter().map(|(_, alone)| alone.first_token_ns).collect();
+        let steps: Vec<u64> = self.alone.iter().flat_map(|(_, alone)| alone.step_ns.clone()).collect();
+        let mut samples_ns = BTreeMap::from([("first_token", first_token)]);
+        if !steps.is_empty() {
+            samples_ns.insert("decode", steps);
+        }
+        Some(Numbers { answers, memory, samples_ns })
+    }
+
+    fn contexts(&self) -> impl Iterator<Item = (usize, u64, usize)> + '_ {
+        self.samples.values().flat_map(|sample| sample.contexts.iter().copied())
+    }
+}

@@ -1,0 +1,105 @@
+//! One prefill for many policies and many questions: a sequence goes on from where another is, and a policy that judges
+//! only after prefill judges a prefill that is already there.
+//!
+//! Pages are shared until a sequence changes them, so that a fork costs nothing but page tables, and an eviction a copy
+//! of the pages that stay.
+
+use super::{Decoder, Evictor};
+use crate::model::ModelError;
+use crate::model::evictor::{Eviction, Witness};
+use crate::model::tap::Tap;
+use crate::policy::Policy;
+
+impl<'a> Decoder<'a> {
+    /// From now on keeps what `policies` look at while the first sequence is prefilled, for [`Decoder::judge_witnessed`].
+    ///
+    /// # Panics
+    /// When a policy that accumulates attention finds no column for it in the setup.
+    pub fn witness<'p>(&mut self, policies: impl Iterator<Item = &'p Policy>) {
+        let witness = Witness::new(self.arena, policies, self.setup.columns);
+        self.witness = Some(witness);
+    }
+
+    /// Shows every layer's rows to `tap` from now on.
+    pub fn tap(&mut self, tap: Tap<'a>) {
+        self.tap = Some(tap);
+    }
+
+    /// Forgets every sequence, the policy, and what was witnessed.
+    pub fn clear(&mut self) {
+        (0..self.setup.batch).for_each(|sequence| self.free(sequence));
+        self.evictor = None;
+        if let Some(witness) = &mut self.witness {
+            witness.forget();
+        }
+    }
+
+    /// Takes all tokens from a sequence.
+    pub fn free(&mut self, sequence: usize) {
+        for layer in 0..self.model.config.layers {
+            self.cache.free(layer * self.setup.batch + sequence);
+        }
+        (self.seen[sequence], self.gaps[sequence]) = (0, false);
+    }
+
+    /// Puts sequence `to` where `from` is: its tokens, and what the policy knows of it.
+    ///
+    /// # Errors
+    /// When the arena has no room.
+    ///
+    /// # Panics
+    /// When the two are the same.
+    pub fn fork(&mut self, from: usize, to: usize) -> Result<(), ModelError> {
+        assert!(from != to, "a sequence is forked into another");
+        self.free(to);
+        for layer in 0..self.model.config.layers {
+            self.cache.fork(layer * self.setup.batch + from, layer * self.setup.batch + to);
+        }
+        (self.seen[to], self.gaps[to]) = (self.seen[from], self.gaps[from]);
+        self.evictor.as_mut().map_or(Ok(()), |evictor| Ok(evictor.fork(from, to)?))
+    }
+
+    /// Lets a policy judge `sequence`, a fork of the first one after its prefill, as if it had been at work in it. A
+    /// policy that never evicts takes the place of the one before all the same.
+    ///
+    /// # Errors
+    /// When the model cannot do what the policy does, the budget leaves nothing, or the arena has no room.
+    ///
+    /// # Panics
+    /// When nothing was witnessed, the policy judges chunks of the prefill, or the cache lacks a column of it.
+    pub fn judge_witnessed(&mut self, sequence: usize, eviction: Eviction<'a>) -> Result<(), ModelError> {
+        assert!(eviction.policy.schedule.chunk_tokens.is_none(), "chunks are judged while they are read");
+        let contexts = vec![self.seen[sequence]; self.setup.batch];
+        self.evict(eviction, &contexts)?;
+        let witness = self.witness.as_ref().expect("prefill was witnessed");
+        let evictor = self.evictor.as_mut().expect("put to work above");
+        evictor.adopt(sequence, witness)?;
+        self.judge(sequence, |evictor, scene| evictor.judge_prefill(scene, true))
+    }
+
+    /// KV bytes of the pages that a sequence holds, as if it shared none.
+    pub fn sequence_kv_bytes(&self, sequence: usize) -> u64 {
+        let shape = self.cache.shape();
+        let pages: usize = self.lists_of(sequence).map(|list| shape.pages(self.cache.lens()[list])).sum();
+        pages as u64 * shape.page_bytes()
+    }
+
+    /// Tokens that a sequence holds, summed over the KV heads of all layers.
+    pub fn held_tokens(&self, sequence: usize) -> usize {
+        self.lists_of(sequence).map(|list| self.cache.lens()[list]).sum()
+    }
+
+    fn lists_of(&self, sequence: usize) -> impl Iterator<Item = usize> {
+        let heads = self.model.config.kv_heads;
+        let sequences = (0..self.model.config.layers).map(move |layer| layer * self.setup.batch + sequence);
+        sequences.flat_map(move |sequence| (0..heads).map(move |head| self.cache.list(sequence, head)))
+    }
+}
+
+impl Evictor<'_> {
+    /// Looks at what a prefill showed before this policy was put to work.
+    fn adopt(&mut self, sequence: usize, witness: &Witness) -> Result<(), ModelError> {
+        let Some(policy) = self.judging() else { return Ok(()) };
+        Ok(self.hold(sequence, witness.held_for(policy)?))
+    }
+}

@@ -1,0 +1,74 @@
+//! Where models are found, and by what they are told apart.
+
+use super::ModelError;
+use std::fs::File;
+use std::io::{Read, Seek, SeekFrom};
+use std::path::{Path, PathBuf};
+
+/// The name of the model that comes with kvsieve.
+pub const BUILTIN: &str = "builtin";
+
+/// Files up to this long are read whole for [`fingerprint`].
+const WHOLE_BYTES: u64 = 64 << 20;
+/// Of a longer one, so many pieces of so many bytes.
+const PIECES: u64 = 64;
+const PIECE_BYTES: u64 = 64 << 10;
+
+/// The folder that `name` names: the folder itself, or for `builtin` the folder `models/builtin` in the working folder,
+/// or else in the nearest folder above the program.
+///
+/// # Errors
+/// When `builtin` is in none of these places.
+pub fn locate(name: &Path) -> Result<PathBuf, ModelError> {
+    if name != Path::new(BUILTIN) {
+        return Ok(name.into());
+    }
+    let own = Path::new("models").join(BUILTIN);
+    let program = std::env::current_exe().unwrap_or_default();
+    let above = program.ancestors().skip(1).map(|folder| folder.join(&own));
+    let found = std::iter::once(own.clone()).chain(above).find(|folder| folder.join("config.json").exists());
+    found.ok_or_else(|| ModelError::Config {
+        path: own,
+        reason: "the built-in model is neither in the working folder nor above the program; name a model's folder"
+            .into(),
+    })
+}
+
+/// A hash of what decides a model's results: configuration, tokenizer and weights. Of a file longer than 64 MiB, its
+/// length and 64 pieces count.
+///
+/// # Errors
+/// When the folder or a file cannot be read.
+pub fn fingerprint(folder: &Path) -> Result<String, ModelError> {
+    let wrong =
+        |path: &Path, error: std::io::Error| ModelError::Config { path: path.into(), reason: error.to_string() };
+    let counts = |path: &PathBuf| {
+        let name = path.file_name().map(|name| name.to_string_lossy().to_string()).unwrap_or_default();
+        name == "config.json" || name == "tokenizer.json" || name.ends_with(".safetensors")
+    };
+    let entries = folder.read_dir().map_err(|error| wrong(folder, error))?;
+    let mut paths: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).filter(counts).collect();
+    paths.sort();
+    let mut hasher = blake3::Hasher::new();
+    for path in &paths {
+        hash_file(path, &mut hasher).map_err(|error| wrong(path, error))?;
+    }
+    Ok(hasher.finalize().to_hex()[..16].to_string())
+}
+
+fn hash_file(path: &Path, hasher: &mut blake3::Hasher) -> std::io::Result<()> {
+    let mut file = File::open(path)?;
+    let len = file.metadata()?.len();
+    hasher.update(&len.to_le_bytes());
+    if len <= WHOLE_BYTES {
+        hasher.update_reader(file)?;
+        return Ok(());
+    }
+    let mut piece = vec![0; PIECE_BYTES as usize];
+    for index in 0..PIECES {
+        file.seek(SeekFrom::Start((len - PIECE_BYTES) / (PIECES - 1) * index))?;
+        file.read_exact(&mut piece)?;
+        hasher.update(&piece);
+    }
+    Ok(())
+}

@@ -1,0 +1,269 @@
+//! What models answered, in tables and in words: a leaderboard of policies by budgets, and a table for each task.
+
+use super::naming::{CONTEXT, HEADS, KERNEL, Naming, SAMPLES, SEED, TASK};
+use super::summary::{lines, status};
+use super::text::{self, NOTHING};
+use super::{baseline, palette};
+use crate::experiment::answers::{Answers, Estimate};
+use crate::experiment::cell::Measure;
+use crate::experiment::record::{Record, Status};
+use crate::experiment::stats::bootstrap;
+use crate::units;
+use minijinja::{Value, context};
+use std::collections::BTreeMap;
+
+/// One policy and budget over all tasks (and seeds) that were asked.
+pub struct Pool<'a> {
+    /// The policy, and what else sets it apart.
+    pub name: String,
+    /// The policy alone.
+    pub policy: &'a str,
+    /// Its budget as it was written; empty for a full cache.
+    pub budget: String,
+    /// One for each task.
+    pub records: Vec<&'a Record>,
+}
+
+/// What an `ok` evaluation gave.
+fn answers(record: &Record) -> Option<&Answers> {
+    record.answers.as_ref().filter(|_| record.status == Status::Ok && record.cell.measure == Measure::Eval)
+}
+
+/// The pools of the longest context that has any, and what they have in common. One that lacks a task that others have is
+/// left out: its mean would be of something else.
+pub fn pools<'a>(records: &[&'a Record]) -> (Vec<Pool<'a>>, String) {
+    let mut records: Vec<&Record> = records.iter().copied().filter(|record| answers(record).is_some()).collect();
+    let longest = records.iter().map(|record| record.cell.context_tokens).max();
+    records.retain(|record| Some(record.cell.context_tokens) == longest);
+    let naming = Naming::over(&records, &[CONTEXT, SAMPLES, HEADS, KERNEL]);
+    let mut pools: Vec<Pool> = Vec::new();
+    for record in records {
+        let policy = record.cell.policy.as_deref().unwrap_or("full");
+        let (name, budget) =
+            (format!("{policy}{}", naming.apart(record)), record.cell.budget.clone().unwrap_or_default());
+        match pools.iter_mut().find(|pool| pool.name == name && pool.budget == budget) {
+            Some(pool) => pool.records.push(record),
+            None => pools.push(Pool { name, policy, budget, records: vec![record] }),
+        }
+    }
+    let most = pools.iter().map(|pool| pool.records.len()).max();
+    pools.retain(|pool| Some(pool.records.len()) == most);
+    (pools, naming.common)
+}
+
+impl Pool<'_> {
+    /// Mean score over tasks, with an interval over samples.
+    pub fn score(&self) -> Option<Estimate> {
+        self.over(|answers| &answers.sample_scores)
+    }
+
+    /// Mean divergence over tasks, likewise.
+    pub fn kl_nats(&self) -> Option<Estimate> {
+        self.over(|answers| &answers.sample_kl_nats)
+    }
+
+    /// Mean of a number over tasks.
+    pub fn mean(&self, read: impl Fn(&Answers) -> f64) -> f64 {
+        self.records.iter().filter_map(|record| answers(record)).map(read).sum::<f64>() / self.records.len() as f64
+    }
+
+    /// The cells behind it.
+    pub fn cell_ids(&self) -> Vec<String> {
+        self.records.iter().map(|record| record.cell_id.clone()).collect()
+    }
+
+    fn over(&self, read: impl Fn(&Answers) -> &Vec<f64>) -> Option<Estimate> {
+        let lists: Vec<&Vec<f64>> = self.records.iter().filter_map(|record| Some(read(answers(record)?))).collect();
+        let count = lists.iter().map(|values| values.len()).min().filter(|count| *count > 0)?;
+        let of_picked = |values: &Vec<f64>, picked: &[usize]| {
+            picked.iter().map(|&index| values[index]).sum::<f64>() / picked.len() as f64
+        };
+        let mean_over =
+            |picked: &[usize]| lists.iter().map(|values| of_picked(values, picked)).sum::<f64>() / lists.len() as f64;
+        let (ci95_low, ci95_high) = bootstrap(count, mean_over);
+        Some(Estimate { mean: mean_over(&(0..count).collect::<Vec<_>>()), ci95_low, ci95_high })
+    }
+}
+
+/// The tables of `summary.md` and of the terminal.
+pub fn tables(records: &[&Record]) -> String {
+    let mut text = leaderboard(records);
+    let mut of_tasks: Vec<&Record> = records.to_vec();
+    let task = |record: &Record| (record.cell.task.clone(), record.cell.context_tokens);
+    of_tasks.sort_by_key(|record| task(record));
+    for records in of_tasks.chunk_by(|a, b| task(a) == task(b)) {
+        text += &format!("\n{}", of_task(records));
+    }
+    text
+}
+
+/// Policies by budgets: mean score over tasks in percent, or perplexity for texts; best first.
+fn leaderboard(records: &[&Record]) -> String {
+    let (pools, common) = pools(records);
+    let scored = pools.iter().any(|pool| pool.score().is_some());
+    let value = |pool: &Pool| match scored {
+        true => pool.score().map(|score| 100.0 * score.mean),
+        false => Some(pool.mean(|answers| answers.nll_nats.mean).exp()),
+    };
+    // Written budgets in the order in which records are sorted: the least first.
+    let mut budgets: Vec<&str> = Vec::new();
+    for pool in pools.iter().rev() {
+        if !pool.budget.is_empty() && !budgets.contains(&pool.budget.as_str()) {
+            budgets.push(&pool.budget);
+        }
+    }
+    let mut rows: Vec<(f64, Vec<String>)> = Vec::new();
+    let mut names: Vec<&str> = Vec::new();
+    for pool in &pools {
+        if !names.contains(&pool.name.as_str()) {
+            names.push(&pool.name);
+        }
+    }
+    for name in names {
+        let of_name: BTreeMap<&str, f64> = pools
+            .iter()
+            .filter(|pool| pool.name == name)
+            .filter_map(|pool| Some((pool.budget.as_str(), value(pool)?)))
+            .collect();
+        let mean = of_name.values().sum::<f64>() / of_name.len().max(1) as f64;
+        let number = |value: Option<&f64>| value.map_or(NOTHING.into(), |value| format!("{value:.1}"));
+        let mut row = vec![name.to_string(), number(of_name.get(""))];
+        row.extend(budgets.iter().map(|budget| number(of_name.get(budget))));
+        rows.push((if scored { -mean } else { mean }, row));
+    }
+    if rows.is_empty() {
+        return String::from("### eval\n\nno cell has an answer\n");
+    }
+    rows.sort_by(|(a, _), (b, _)| a.total_cmp(b));
+    let headings: Vec<String> = ["policy".to_string(), "full cache".into()]
+        .into_iter()
+        .chain(budgets.iter().map(|text| text.to_string()))
+        .collect();
+    let what = if scored { "score in percent, mean over tasks" } else { "perplexity" };
+    let table = lines(std::iter::once(headings).chain(rows.into_iter().map(|(_, row)| row)).collect());
+    format!("### eval: leaderboard\n\n{what} · {common}\n\n{table}")
+}
+
+/// The cells of one task.
+fn of_task(records: &[&Record]) -> String {
+    let naming = Naming::over(records, &[TASK, CONTEXT, SAMPLES, SEED]);
+    let headings =
+        ["policy", "budget", "score", "95%", "vs full", "KL nats", "top-1", "ppl", "kv", "first", "per token"];
+    let row = |record: &&Record| {
+        let policy = record.cell.policy.as_deref().unwrap_or(NOTHING);
+        let mut row = vec![
+            format!("{policy}{}", naming.apart(record)),
+            record.cell.budget.clone().unwrap_or_else(|| NOTHING.into()),
+        ];
+        match answers(record) {
+            Some(found) => row.extend(numbers(record, found)),
+            None => {
+                row.push(status(record.status).into());
+                row.resize(headings.len(), NOTHING.into());
+            }
+        }
+        row
+    };
+    let rows = std::iter::once(headings.map(String::from).to_vec()).chain(records.iter().map(row)).collect();
+    let task = records[0].cell.task.as_deref().unwrap_or(NOTHING);
+    format!("### eval: {task}, {} context\n\n{}", units::tokens(records[0].cell.context_tokens), lines(rows))
+}
+
+/// Score, its interval, its difference, KL, agreement, perplexity, KV bytes, time to the first token and of a token.
+fn numbers(record: &Record, answers: &Answers) -> [String; 9] {
+    let or_nothing = |text: Option<String>| text.unwrap_or(NOTHING.into());
+    let percent = |value: f64| format!("{:.1}", 100.0 * value);
+    let time = |phase: &str| or_nothing(record.latency.get(phase).map(|phase| units::nanoseconds(phase.median_ns)));
+    let interval = |score: Estimate| format!("{:.0}–{:.0}", 100.0 * score.ci95_low, 100.0 * score.ci95_high);
+    [
+        or_nothing(answers.accuracy.map(|score| percent(score.mean))),
+        or_nothing(answers.accuracy.map(interval)),
+        or_nothing(answers.accuracy_difference.map(|difference| format!("{:+.1}", 100.0 * difference.mean))),
+        text::drift(answers.kl_nats.mean),
+        percent(answers.top1_agreement.mean),
+        units::three_digits(answers.nll_nats.mean.exp()),
+        units::bytes(answers.kv_bytes_live),
+        time("first_token"),
+        time("decode"),
+    ]
+}
+
+/// Lines of the page's table.
+pub fn rows(records: &[&Record]) -> Vec<Value> {
+    let naming = Naming::over(records, &[TASK, CONTEXT, SAMPLES, SEED]);
+    let row = |record: &&Record| {
+        let [score, interval, difference, kl, top1, perplexity, kv, first, step] =
+            answers(record).map_or_else(|| [NOTHING; 9].map(String::from), |found| numbers(record, found));
+        context! {
+            cell_id => &record.cell_id,
+            status => status(record.status),
+            task => record.cell.task.as_deref().unwrap_or(NOTHING),
+            context => units::tokens(record.cell.context_tokens),
+            policy => record.cell.policy.as_deref().unwrap_or(NOTHING),
+            apart => naming.apart(record),
+            budget => record.cell.budget.as_deref().unwrap_or(NOTHING),
+            seed => record.cell.seed,
+            peak => text::peak(record),
+            agreement => answers(record).map_or(NOTHING.into(), |found| text::percent(found.greedy_agreement.mean)),
+            score, interval, difference, kl, top1, perplexity, kv, first, step,
+        }
+    };
+    records.iter().map(row).collect()
+}
+
+/// For each budget: the policy with the best mean score, beside the full cache.
+pub fn findings(records: &[&Record]) -> Vec<String> {
+    let (pools, _) = pools(records);
+    let Some(full) = pools.iter().find(|pool| palette::is_baseline(pool.policy)).and_then(Pool::score) else {
+        return Vec::new();
+    };
+    let mut best: BTreeMap<&str, (&Pool, Estimate)> = BTreeMap::new();
+    for pool in pools.iter().filter(|pool| !palette::is_baseline(pool.policy)) {
+        let Some(score) = pool.score() else { continue };
+        let known = best.entry(&pool.budget).or_insert((pool, score));
+        if score.mean > known.1.mean {
+            *known = (pool, score);
+        }
+    }
+    let sentence = |(budget, (pool, score)): (&str, (&Pool, Estimate))| {
+        let speed = baseline::speed_up(pool.records[0], records);
+        let time = speed.map(|speed| format!(", a token in {} of the time", text::percent(1.0 / speed)));
+        format!(
+            "eval, budget {budget}: `{}` answers best, {} right (95% interval {} to {}; full cache {}), with {} of the \
+             KV bytes{}.",
+            pool.name,
+            text::percent(score.mean),
+            text::percent(score.ci95_low),
+            text::percent(score.ci95_high),
+            text::percent(full.mean),
+            text::percent(pool.mean(|answers| answers.kv_bytes_live as f64 / answers.kv_bytes_dense as f64)),
+            time.unwrap_or_default(),
+        )
+    };
+    best.into_iter().map(sentence).collect()
+}
+
+/// Records of each policy at the middle one of its budgets, of all lengths and tasks together; and what they have in
+/// common.
+pub fn by_length<'a>(records: &[&'a Record]) -> (Vec<(String, Vec<&'a Record>)>, String) {
+    let naming = Naming::over(records, &[SAMPLES, HEADS, KERNEL]);
+    let mut maps: BTreeMap<String, Vec<&Record>> = BTreeMap::new();
+    for &record in records {
+        let policy = record.cell.policy.as_deref().unwrap_or("full");
+        maps.entry(format!("{policy}{}", naming.apart(record))).or_default().push(record);
+    }
+    let middle = |(name, mut records): (String, Vec<&'a Record>)| {
+        let kept = |record: &Record| answers(record).map_or(0.0, |answers| answers.kept_fraction);
+        records.sort_by(|a, b| kept(a).total_cmp(&kept(b)));
+        let mut budgets: Vec<Option<String>> = Vec::new();
+        for record in &records {
+            if !budgets.contains(&record.cell.budget) {
+                budgets.push(record.cell.budget.clone());
+            }
+        }
+        let budget = budgets[budgets.len() / 2].clone();
+        records.retain(|record| record.cell.budget == budget);
+        (format!("{name}{}", budget.map_or(String::new(), |budget| format!("@{budget}"))), records)
+    };
+    (maps.into_iter().map(middle).collect(), naming.common)
+}

@@ -1,0 +1,157 @@
+//! Evaluations of a tiny random model: it answers nothing right, but what a policy does to it is seen, and a full cache is
+//! itself.
+
+#[path = "common/byte_model.rs"]
+mod byte_model;
+
+use kvsieve::device::Cpu;
+use kvsieve::experiment::record::{Record, Status};
+use kvsieve::experiment::{Experiment, Options, Outcome, Spec, run, runner::RunError};
+use kvsieve::policy::Registry;
+use std::path::Path;
+
+fn experiment(folder: &Path, grid: &str) -> Result<Experiment, String> {
+    let model = folder.join("model");
+    if !model.exists() {
+        byte_model::write(&model, 4096);
+    }
+    let text = format!("name = \"x\"\n[[grid]]\nmeasure = \"eval\"\nmodel = \"{}\"\n{grid}", model.display());
+    let spec = Spec::parse(&text, "x.toml").map_err(|error| error.to_string())?;
+    Experiment::new(spec, "x.toml", &Registry::default()).map_err(|error| error.to_string())
+}
+
+fn go(experiment: &Experiment, out: &Path, resume: bool) -> Result<Outcome, RunError> {
+    let options =
+        Options { out: out.into(), resume, shard: None, limit_bytes: 1 << 30, repro: "kvsieve run x.toml".into() };
+    run(experiment, &Registry::default(), &Cpu::new(Some(2)).unwrap(), &options, &mut |_| ())
+}
+
+fn record<'r>(records: &'r [Record], policy: &str, task: &str) -> &'r Record {
+    let wanted = |record: &&Record| {
+        record.cell.policy.as_deref() == Some(policy) && record.cell.task.as_deref().is_some_and(|name| name == task)
+    };
+    records.iter().find(wanted).unwrap_or_else(|| panic!("{policy} {task}"))
+}
+
+const GRID: &str = "context_tokens = 1500\ntask = [\"recall:queries=2\", \"passkey\"]\nsamples = 2\nbudget = 0.25\n\
+    policy = [\"full\", \"random\", \"streaming-llm\", \"h2o\", \"snapkv\", \"ada-snapkv\", \"keydiff\", \
+    \"snapkv+chunks:tokens=512\", \"h2o+every:steps=4\", \"knorm+rerotate\", \"dms\"]";
+
+#[test]
+fn a_full_cache_is_itself_and_evictions_are_seen() {
+    let folder = tempfile::tempdir().unwrap();
+    let experiment = experiment(folder.path(), GRID).unwrap();
+    let records = go(&experiment, &folder.path().join("out"), false).unwrap().records;
+    assert_eq!(records.len(), 22);
+    for record in &records {
+        assert_eq!(record.status, Status::Ok, "{}: {:?}", record.cell.label(), record.reason);
+        assert_eq!(record.warnings, Vec::<String>::new(), "{}", record.cell.label());
+        let (answers, label) = (record.answers.as_ref().unwrap(), record.cell.label());
+        assert_eq!(answers.samples, 2);
+        assert_eq!(answers.questions, if record.cell.task.as_deref() == Some("passkey") { 2 } else { 4 });
+        assert_eq!((answers.sample_scores.len(), answers.o_drift_by_layer.len()), (2, 2));
+        assert_eq!(answers.sample_depths.len(), if record.cell.task.as_deref() == Some("passkey") { 2 } else { 0 });
+        assert!(answers.context_tokens > 1300.0 && answers.context_tokens < 1500.0, "{label}: {answers:?}");
+        let memory = record.memory.as_ref().unwrap();
+        if record.cell.policy.as_deref() == Some("full") {
+            assert_eq!((answers.kl_nats.mean, answers.top1_agreement.mean), (0.0, 1.0), "{label}");
+            assert_eq!((answers.greedy_agreement.mean, answers.nll_difference_nats.mean), (1.0, 0.0), "{label}");
+            assert_eq!((answers.accuracy_difference.unwrap().mean, answers.kept_fraction), (0.0, 1.0), "{label}");
+            assert!(answers.o_drift_by_layer.iter().all(|drift| drift.mean == 0.0), "{label}");
+            assert_eq!(memory.residual_bytes, 0, "{label}: {memory:?}");
+            assert_eq!(answers.evicted_tokens, 0);
+        } else {
+            assert!(answers.kl_nats.mean > 1e-5 && answers.kl_nats.mean.is_finite(), "{label}: {:?}", answers.kl_nats);
+            assert!(answers.o_drift_by_layer.iter().all(|drift| drift.mean > 1e-4), "{label}");
+            assert!((answers.kept_fraction - 0.25).abs() < 0.02, "{label}: kept {}", answers.kept_fraction);
+            assert!(answers.kv_bytes_live < answers.kv_bytes_dense * 2 / 5, "{label}");
+            assert!(answers.kv_bytes_peak >= answers.kv_bytes_live && answers.evicted_tokens > 0, "{label}");
+        }
+        assert_eq!(record.latency["first_token"].samples_ns.len(), 2);
+        assert!(record.latency.contains_key("decode"), "{label}");
+    }
+    // Who judges chunks never holds the whole context.
+    let peak = |policy: &str| record(&records, policy, "passkey").answers.as_ref().unwrap().kv_bytes_peak;
+    assert!(peak("snapkv+chunks:tokens=512") < peak("snapkv") * 3 / 4);
+    assert_eq!(peak("snapkv"), peak("full"));
+}
+
+#[test]
+fn a_run_goes_on_where_it_was_killed() {
+    let folder = tempfile::tempdir().unwrap();
+    let grid =
+        "context_tokens = 900\ntask = \"passkey\"\nsamples = 2\nbudget = [0.25, 0.5]\npolicy = [\"full\", \"h2o\"]";
+    let experiment = experiment(folder.path(), grid).unwrap();
+    let first = go(&experiment, folder.path(), false).unwrap();
+    let path = first.folder.join("cells.jsonl");
+    let whole = std::fs::read_to_string(&path).unwrap();
+    let lines: Vec<&str> = whole.lines().collect();
+    std::fs::write(&path, format!("{}\n{}", lines[0], &lines[1][..40])).unwrap();
+    let again = go(&experiment, folder.path(), true).unwrap();
+    assert_eq!((again.folder, again.records.len()), (first.folder, 3));
+    // What is answered does not depend on who else was asked.
+    for record in &first.records {
+        let other = again.records.iter().find(|other| other.cell_id == record.cell_id).unwrap();
+        assert_eq!(other.answers, record.answers, "{}", record.cell.label());
+    }
+}
+
+#[test]
+fn query_aware_policies_judge_the_question_too() {
+    let folder = tempfile::tempdir().unwrap();
+    let of = |aware: bool| {
+        let grid = format!(
+            "context_tokens = 1000\ntask = \"recall\"\nsamples = 2\nbudget = 0.2\npolicy = [\"full\", \"snapkv\"]\n\
+             query_aware = {aware}"
+        );
+        let experiment = experiment(folder.path(), &grid).unwrap();
+        go(&experiment, folder.path(), false).unwrap().records
+    };
+    let (before, after) = (of(false), of(true));
+    let answers = |records: &[Record], policy: &str| record(records, policy, "recall").answers.clone().unwrap();
+    assert_eq!(answers(&after, "full").questions, answers(&before, "full").questions);
+    assert!(answers(&after, "full").context_tokens > answers(&before, "full").context_tokens + 5.0);
+    assert_ne!(answers(&after, "snapkv").kl_nats, answers(&before, "snapkv").kl_nats);
+    assert_eq!(answers(&after, "full").kl_nats.mean, 0.0);
+}
+
+#[test]
+fn a_text_is_gone_on_with_piece_by_piece() {
+    let folder = tempfile::tempdir().unwrap();
+    let text = folder.path().join("text.txt");
+    std::fs::write(&text, "The cat sat on the mat, and the dog lay by the door. ".repeat(40)).unwrap();
+    let grid = format!(
+        "context_tokens = 400\nnew_tokens = 60\ntext = \"{}\"\nsamples = 3\nbudget = 0.5\npolicy = [\"full\", \"knorm\"]",
+        text.display()
+    );
+    let experiment = experiment(folder.path(), &grid).unwrap();
+    let records = go(&experiment, folder.path(), false).unwrap().records;
+    let full = record(&records, "full", "perplexity").answers.clone().unwrap();
+    let evicted = record(&records, "knorm", "perplexity").answers.clone().unwrap();
+    assert_eq!((full.samples, full.accuracy, full.answer_tokens), (3, None, 60.0));
+    assert_eq!((full.kl_nats.mean, full.nll_difference_nats.mean), (0.0, 0.0));
+    // A random model expects every byte about as much as any other, or worse.
+    assert!(full.nll_nats.mean > 4.0 && evicted.kl_nats.mean > 0.0);
+    assert!((evicted.nll_nats.mean - full.nll_nats.mean - evicted.nll_difference_nats.mean).abs() < 1e-9);
+}
+
+#[test]
+fn mistakes_are_said_before_anything_runs() {
+    let folder = tempfile::tempdir().unwrap();
+    let good = "context_tokens = 900\ntask = \"passkey\"\npolicy = [\"full\", \"h2o\"]\nbudget = 0.5";
+    assert!(experiment(folder.path(), good).is_ok());
+    for (wrong, right, expected) in [
+        ("passkey", "passkeys", "unknown task 'passkeys'"),
+        ("= 900", "= 9000", "was made for at most 4096"),
+        ("= 900", "= 100", "100 tokens are too few"),
+        ("h2o", "quest", "policies evict"),
+        ("h2o", "h3o", "unknown policy"),
+        ("budget = 0.5", "", "needs a budget"),
+        ("budget = 0.5", "budget = 0.5\nheads = \"2/1\"", "an evaluation has no heads"),
+        ("task = \"passkey\"", "", "either task or text"),
+        ("task = \"passkey\"", "text = \"nothing.txt\"", "nothing.txt"),
+    ] {
+        let error = experiment(folder.path(), &good.replace(wrong, right)).err().unwrap_or_default();
+        assert!(error.contains(expected) && !error.contains('\n'), "{right}: {error}");
+    }
+}
