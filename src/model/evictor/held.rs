@@ -33,10 +33,6 @@ impl Held {
         Ok((self.arena.alloc(Label::Policy, rows * self.width)?, self.arena.alloc(Label::Policy, rows)?))
     }
 
-    pub fn wanted(&self) -> Wanted {
-        self.wanted
-    }
-
     /// Queries that are held.
     pub fn queries(&self) -> usize {
         self.fill[0]
