@@ -52,7 +52,7 @@ impl Setup {
 
 /// Tokens of one sequence in a pass.
 #[derive(Debug, Clone, Copy)]
-struct Part {
+struct Portion {
     sequence: usize,
     /// First of its rows.
     row: usize,
@@ -202,7 +202,7 @@ impl<'a> Decoder<'a> {
     ) -> Result<(), ModelError> {
         let longest = tokens.iter().map(|tokens| tokens.len()).max().unwrap_or(0);
         for start in (0..longest).step_by(self.setup.chunk_tokens) {
-            let mut parts = Vec::with_capacity(tokens.len());
+            let mut portions = Vec::with_capacity(tokens.len());
             let mut row = 0;
             for (sequence, tokens) in tokens.iter().enumerate() {
                 let left = &tokens[start.min(tokens.len())..];
@@ -211,7 +211,7 @@ impl<'a> Decoder<'a> {
                     continue;
                 }
                 let (first, horizon) = (self.seen[sequence], horizons[sequence]);
-                parts.push(Part { sequence, row, tokens: chunk.len(), first, horizon });
+                portions.push(Portion { sequence, row, tokens: chunk.len(), first, horizon });
                 for token in chunk {
                     let hidden = self.model.config.hidden;
                     let to = &mut self.buffers.hidden[row * hidden..][..hidden];
@@ -219,11 +219,11 @@ impl<'a> Decoder<'a> {
                     row += 1;
                 }
             }
-            self.pass(&parts, row)?;
-            for part in &parts {
-                self.seen[part.sequence] += part.tokens;
+            self.pass(&portions, row)?;
+            for portion in &portions {
+                self.seen[portion.sequence] += portion.tokens;
             }
-            self.logits(&parts, |sequence| from[sequence] + start, visit);
+            self.logits(&portions, |sequence| from[sequence] + start, visit);
         }
         Ok(())
     }
@@ -240,28 +240,28 @@ impl<'a> Decoder<'a> {
     }
 
     /// The blocks, over `rows` rows of the residual stream.
-    fn pass(&mut self, parts: &[Part], rows: usize) -> Result<(), ModelError> {
-        self.turn_angles(parts);
+    fn pass(&mut self, portions: &[Portion], rows: usize) -> Result<(), ModelError> {
+        self.turn_angles(portions);
         for layer in 0..self.model.config.layers {
-            self.block(layer, parts, rows)?;
+            self.block(layer, portions, rows)?;
         }
         Ok(())
     }
 
     /// Cosines and sines of every row's position.
-    fn turn_angles(&mut self, parts: &[Part]) {
+    fn turn_angles(&mut self, portions: &[Portion]) {
         let config = &self.model.config;
         let frequencies = |tokens| config.rope.frequencies(config.head_dim, config.max_positions, tokens);
         let factor = config.rope.attention_factor();
         let mut same = None;
-        for part in parts {
-            let own = (config.rope.is_dynamic() || same.is_none()).then(|| frequencies(part.horizon));
+        for portion in portions {
+            let own = (config.rope.is_dynamic() || same.is_none()).then(|| frequencies(portion.horizon));
             let frequencies = match own {
                 Some(own) => same.insert(own),
-                None => same.as_mut().expect("made for the first part"),
+                None => same.as_mut().expect("made for the first portion"),
             };
-            let rows = self.buffers.angles.chunks_exact_mut(config.head_dim).skip(part.row).take(part.tokens);
-            for (position, row) in (part.first..).zip(rows) {
+            let rows = self.buffers.angles.chunks_exact_mut(config.head_dim).skip(portion.row).take(portion.tokens);
+            for (position, row) in (portion.first..).zip(rows) {
                 rope::angles(frequencies, position, factor, row);
             }
         }
@@ -276,21 +276,26 @@ impl<'a> Decoder<'a> {
         Norm { weight, eps: self.model.config.norm_eps, shift }
     }
 
-    /// Logits of the rows that are wanted, handed to `visit`; `place` gives that of a part's first token.
-    fn logits(&mut self, parts: &[Part], place: impl Fn(usize) -> usize, visit: &mut impl FnMut(usize, usize, &[f32])) {
+    /// Logits of the rows that are wanted, handed to `visit`; `place` gives that of a portion's first token.
+    fn logits(
+        &mut self,
+        portions: &[Portion],
+        place: impl Fn(usize) -> usize,
+        visit: &mut impl FnMut(usize, usize, &[f32]),
+    ) {
         let (config, weights) = (&self.model.config, &self.model.weights);
         let norm = self.norm(&weights.norm);
         let (hidden, vocab) = (config.hidden, config.vocab);
         // Sequence, place and row of what is wanted.
         let mut wanted = Vec::new();
-        for part in parts {
+        for portion in portions {
             let first = match self.setup.all_logits {
                 true => 0,
-                false if part.first + part.tokens == part.horizon => part.tokens - 1,
+                false if portion.first + portion.tokens == portion.horizon => portion.tokens - 1,
                 false => continue,
             };
-            let places =
-                (first..part.tokens).map(|token| (part.sequence, place(part.sequence) + token, part.row + token));
+            let places = (first..portion.tokens)
+                .map(|token| (portion.sequence, place(portion.sequence) + token, portion.row + token));
             wanted.extend(places);
         }
         if wanted.is_empty() {
@@ -326,10 +331,20 @@ fn cache_shape(model: &Model, setup: &Setup) -> CacheShape {
 /// Most bytes in use at a time while sequences of `lens` tokens are run from the start with nothing evicted, and then
 /// `steps` more tokens of each, one by one: what the arena will show, weights included.
 pub fn bytes(model: &Model, setup: &Setup, lens: &[usize], steps: usize, threads: usize) -> u64 {
-    let shape = cache_shape(model, setup);
-    let lists = model.config.layers * model.config.kv_heads;
-    let held = lens.iter().flat_map(|len| std::iter::repeat_n(len + steps, lists));
-    let cache = shape.bytes(held, 0).values().sum::<u64>();
-    let attend = Attend::most_bytes(model, setup, lens, steps, threads);
-    model.weights.bytes() + cache + Buffers::bytes(model, setup, threads) + attend
+    let (shape, config) = (cache_shape(model, setup), &model.config);
+    let cache = |tokens: &dyn Fn(usize) -> usize| {
+        let held = lens.iter().flat_map(|&len| std::iter::repeat_n(tokens(len), config.layers * config.kv_heads));
+        shape.bytes(held, 0).values().sum::<u64>()
+    };
+    let attend = |counts: &[usize]| Attend::most_bytes(config, setup, counts, threads);
+    let mut most = cache(&|_| 0);
+    let longest = lens.iter().copied().max().unwrap_or(0);
+    for start in (0..longest).step_by(setup.chunk_tokens) {
+        let counts: Vec<usize> = lens.iter().map(|len| len.saturating_sub(start).min(setup.chunk_tokens)).collect();
+        most = most.max(cache(&|len| len.min(start + setup.chunk_tokens)) + attend(&counts));
+    }
+    if steps > 0 {
+        most = most.max(cache(&|len| len + steps) + attend(&vec![1; lens.len()]));
+    }
+    model.weights.bytes() + Buffers::bytes(model, setup, threads) + most
 }

@@ -52,6 +52,11 @@ impl Eviction<'_> {
                 "it turns keys and judges again by queries that were asked before; use 'once', or leave 'rerotate' out",
             );
         }
+        if self.policy.rerotates && config.windows.iter().any(Option::is_some) {
+            return refuse(
+                "it turns keys to positions inside the cache, where this model's sliding windows mean nothing",
+            );
+        }
         let uneven = config.windows.iter().any(|window| *window != config.windows[0]);
         if uneven && !self.policy.layers.is_even() {
             return refuse("it divides the budget over layers, but this model's layers have different windows");

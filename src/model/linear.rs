@@ -24,6 +24,11 @@ impl Linear {
         Linear { weight, bias }
     }
 
+    /// The weights.
+    pub fn weight(&self) -> &Matrix {
+        &self.weight
+    }
+
     /// `y = x wᵀ + b` for the first `rows` rows of `x`; rows of `y` lie `stride` apart. `scratch` holds [`scratch`]
     /// elements.
     pub fn apply(&self, cpu: &Cpu, x: &Sheet, rows: usize, y: &mut [f32], stride: usize, scratch: &mut [f32]) {

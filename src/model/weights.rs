@@ -10,7 +10,7 @@ use super::{Config, ModelError};
 use crate::memory::{Arena, Buffer, Claim, Label};
 use crate::model::config::{Family, Norms};
 use crate::tensor::file::{Entry, TensorFile, read_as};
-use crate::tensor::{DType, Rows};
+use crate::tensor::{DType, Rows, TensorView};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -36,11 +36,20 @@ enum Bytes {
 impl Matrix {
     /// All rows.
     pub fn all(&self) -> Rows<'_> {
-        let bytes = match &*self.bytes {
+        Rows::contiguous(self.dtype, self.bytes(), [self.rows, self.width])
+    }
+
+    fn bytes(&self) -> &[u8] {
+        match &*self.bytes {
             Bytes::Mapped(file) => file.bytes(self.range.clone()),
             Bytes::Copied(bytes) => &bytes[self.range.clone()],
-        };
-        Rows::contiguous(self.dtype, bytes, [self.rows, self.width])
+        }
+    }
+
+    /// A matrix `[N, Hq * D]` as `[1, Hq, D, N]`.
+    pub(super) fn by_head(&self, head_dim: usize) -> TensorView<'_> {
+        let dims = [1, self.rows, self.width / head_dim, head_dim];
+        TensorView::contiguous(self.dtype, dims, self.bytes()).permuted([0, 2, 3, 1])
     }
 
     /// Number of rows.

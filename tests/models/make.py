@@ -5,7 +5,8 @@
 
 Each folder is a Hugging Face checkpoint with random weights, and `expected.safetensors`: `tokens` I64 [1, L], `logits`
 F32 [1, L, vocab] of `transformers` in f32 with eager attention, and `greedy` I64 [N], what follows when always the
-likeliest token is taken. Weights are larger than a fresh model's, so that attention is not flat.
+likeliest token is taken. Some have `evicted` F32 [1, L, vocab] too: logits where the tokens from EVICT_AFTER on do not
+see what StreamingLLM (4 sinks, 12 tokens in all) evicts after so many tokens. Weights are larger than a fresh model's, so that attention is not flat.
 """
 
 import json
@@ -18,6 +19,8 @@ from safetensors.torch import save_file
 
 HERE = pathlib.Path(__file__).parent
 TOKENS, GREEDY = 40, 24
+EVICT_AFTER, SINKS, KEPT = 24, 4, 12
+EVICTED = ["llama", "mistral", "gemma2", "qwen3"]
 
 SMALL = dict(
     vocab_size=120,
@@ -50,7 +53,7 @@ CASES = {
     # The prompt is longer than the 16 tokens from which on the base grows.
     "dynamic": ("Llama", dict(max_position_embeddings=16, **rope("dynamic", factor=2.0))),
     "yarn": ("Llama", rope("yarn", factor=4.0, original_max_position_embeddings=32)),
-    "mistral": ("Mistral", dict(sliding_window=7)),
+    "mistral": ("Mistral", dict(sliding_window=15)),
     "qwen2": ("Qwen2", dict(use_sliding_window=True, sliding_window=9, max_window_layers=1)),
     "qwen3": ("Qwen3", dict(head_dim=16, num_hidden_layers=3)),
     "phi3": ("Phi3", dict(sliding_window=30)),
@@ -76,6 +79,37 @@ def greedy(model, tokens):
     return out
 
 
+def evicted(model, tokens):
+    """The mask of an eviction, in every layer together with the layer's window."""
+    i, j = torch.arange(TOKENS)[:, None], torch.arange(TOKENS)[None, :]
+    stays = (j < SINKS) | (j >= EVICT_AFTER - (KEPT - SINKS))
+    seen = (j <= i) & ((i < EVICT_AFTER) | stays)
+
+    def additive(seen):
+        return torch.where(seen, 0.0, torch.finfo(torch.float32).min)[None, None]
+
+    window = getattr(model.config, "sliding_window", None)
+    near = additive(seen & (i - j < window)) if window else additive(seen)
+    family = model.config.model_type
+    mask = dict(full_attention=additive(seen), sliding_attention=near) if family == "gemma2" else near
+    if family.startswith("qwen"):
+        mask = dict(full_attention=additive(seen))
+    with torch.no_grad():
+        return model(tokens, attention_mask=mask, use_cache=False).logits.contiguous()
+
+
+def tokenizer(folder, vocab_size):
+    """A word for each token: w4, w5, ..."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3, **{f"w{i}": i for i in range(4, vocab_size)}}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer.add_special_tokens(["<pad>", "<s>", "</s>"])
+    tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
+
+
 def make(name, family, changes):
     seed = sum(map(ord, name))
     torch.manual_seed(seed)
@@ -92,12 +126,16 @@ def make(name, family, changes):
     shutil.rmtree(folder, ignore_errors=True)
     model = model.to(dtype)
     model.save_pretrained(folder, max_shard_size="60KB" if name.endswith("sharded") else "5GB")
-    # In f32, from the weights as they were rounded.
-    model = model.to(torch.float32).eval()
+    # In f32, from the weights as they were rounded (and RoPE's frequencies as they were not).
+    model = type(model).from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     tokens = torch.randint(3, config.vocab_size, (1, TOKENS))
     with torch.no_grad():
         logits = model(tokens, use_cache=False).logits
     expected = dict(tokens=tokens, logits=logits.contiguous(), greedy=torch.tensor(greedy(model, tokens)))
+    if name in EVICTED:
+        expected["evicted"] = evicted(model, tokens)
+    if name == "llama":
+        tokenizer(folder, config.vocab_size)
     save_file(expected, folder / "expected.safetensors")
     size = sum(path.stat().st_size for path in folder.iterdir())
     print(f"{name}: std of logits {logits.std():.3f}, {size / 1024:.0f} KiB")

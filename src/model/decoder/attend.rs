@@ -4,13 +4,13 @@
 //! another shape comes, so that decode steps take no memory.
 
 use super::narrow::Narrow;
-use super::{Buffers, Decoder, Part, Setup, block};
+use super::{Buffers, Decoder, Portion, Setup, block};
 use crate::attention::rope::Rotation;
 use crate::attention::{Forward, Kernel, KvRows, Outputs, Params, Shape, Workspace, kernel};
 use crate::cache::Sequences;
 use crate::memory::{Arena, ArenaError};
 use crate::model::evictor::Witness;
-use crate::model::{Config, Model, ModelError};
+use crate::model::{Config, ModelError};
 use crate::tensor::DType;
 
 /// Outputs and scratch of the last shape.
@@ -64,19 +64,10 @@ impl Attend {
         Ok((outputs, workspace))
     }
 
-    /// Most bytes of any call while sequences of `lens` tokens are run, and then `steps` more of each.
-    pub fn most_bytes(model: &Model, setup: &Setup, lens: &[usize], steps: usize, threads: usize) -> u64 {
-        let longest = lens.iter().copied().max().unwrap_or(0);
-        let chunk = |start: usize| lens.iter().map(move |len| len.saturating_sub(start).min(setup.chunk_tokens));
-        let mut shapes = Vec::new();
-        for start in (0..longest).step_by(setup.chunk_tokens) {
-            let counts: Vec<usize> = chunk(start).collect();
-            shapes.extend(calls(&counts).into_iter().map(|(batch, q_len)| roomy(&model.config, setup, batch, q_len)));
-        }
-        if steps > 0 {
-            shapes.push(roomy(&model.config, setup, setup.batch, 1));
-        }
-        shapes.iter().map(|shape| Attend::bytes(&model.config, shape, threads)).max().unwrap_or(0)
+    /// Most bytes of any call for sequences that bring so many tokens.
+    pub fn most_bytes(config: &Config, setup: &Setup, counts: &[usize], threads: usize) -> u64 {
+        let bytes = |(batch, q_len)| Attend::bytes(config, &roomy(config, setup, batch, q_len), threads);
+        calls(counts).into_iter().map(bytes).max().unwrap_or(0)
     }
 }
 
@@ -89,20 +80,20 @@ fn calls(counts: &[usize]) -> Vec<(usize, usize)> {
 }
 
 impl Decoder<'_> {
-    /// Attention of `parts` in a layer: from the queries to the rows that the output projection reads.
-    pub(super) fn attention(&mut self, layer: usize, parts: &[Part]) -> Result<(), ModelError> {
+    /// Attention of `portions` in a layer: from the queries to the rows that the output projection reads.
+    pub(super) fn attention(&mut self, layer: usize, portions: &[Portion]) -> Result<(), ModelError> {
         let windowed = self.model.config.windows[layer].is_some();
-        let narrow = |part: &Part| windowed && self.gaps[part.sequence];
-        let even = parts.len() == self.setup.batch && parts.iter().all(|part| part.tokens == parts[0].tokens);
-        if even && !parts.iter().any(narrow) {
-            return self.call(layer, parts, None);
+        let narrow = |portion: &Portion| windowed && self.gaps[portion.sequence];
+        let even =
+            portions.len() == self.setup.batch && portions.iter().all(|portion| portion.tokens == portions[0].tokens);
+        if even && !portions.iter().any(narrow) {
+            return self.call(layer, portions, None);
         }
-        for part in parts {
-            match windowed && self.gaps[part.sequence] {
-                false => self.call(layer, std::slice::from_ref(part), None)?,
-                true => {
-                    (0..part.tokens).try_for_each(|token| self.call(layer, std::slice::from_ref(part), Some(token)))?
-                }
+        for portion in portions {
+            match windowed && self.gaps[portion.sequence] {
+                false => self.call(layer, std::slice::from_ref(portion), None)?,
+                true => (0..portion.tokens)
+                    .try_for_each(|token| self.call(layer, std::slice::from_ref(portion), Some(token)))?,
             }
         }
         Ok(())
@@ -110,15 +101,15 @@ impl Decoder<'_> {
 
     /// One call for neighbouring sequences that bring equally many tokens, or for token `only` of one sequence in a
     /// windowed layer.
-    fn call(&mut self, layer: usize, parts: &[Part], only: Option<usize>) -> Result<(), ModelError> {
-        let (config, batch, part) = (&self.model.config, parts.len(), parts[0]);
-        let q_len = if only.is_some() { 1 } else { part.tokens };
-        let (row, width) = (part.row + only.unwrap_or(0), config.q_width());
-        self.turn_queries(layer, parts);
-        let kv = Sequences { cache: &self.cache, first: layer * self.setup.batch + part.sequence, step: 1 };
+    fn call(&mut self, layer: usize, portions: &[Portion], only: Option<usize>) -> Result<(), ModelError> {
+        let (config, batch, portion) = (&self.model.config, portions.len(), portions[0]);
+        let q_len = if only.is_some() { 1 } else { portion.tokens };
+        let (row, width) = (portion.row + only.unwrap_or(0), config.q_width());
+        self.turn_queries(layer, portions);
+        let kv = Sequences { cache: &self.cache, first: layer * self.setup.batch + portion.sequence, step: 1 };
         let narrow = only
             .zip(config.windows[layer])
-            .map(|(token, window)| Narrow { kv, slots: self.seen_slots(&kv, &part, token, window) });
+            .map(|(token, window)| Narrow { kv, slots: self.seen_slots(&kv, &portion, token, window) });
         let (kv_len, kv, window): (usize, &dyn KvRows, _) = match &narrow {
             Some(narrow) => (narrow.slots.iter().map(|slots| slots.len()).max().unwrap_or(0), narrow, None),
             None => (kv.max_len(batch), &kv, config.windows[layer]),
@@ -139,15 +130,15 @@ impl Decoder<'_> {
             to[head * head_dim..][..head_dim].copy_from_slice(o);
         }
         let received = match (&mut self.evictor, &mut self.witness) {
-            (Some(evictor), _) => evictor.see(layer, config.layers, part.sequence, &call, &outputs.lse)?,
-            (None, Some(witness)) if part.sequence == Witness::SEQUENCE => {
+            (Some(evictor), _) => evictor.see(layer, config.layers, portion.sequence, &call, &outputs.lse)?,
+            (None, Some(witness)) if portion.sequence == Witness::SEQUENCE => {
                 witness.see(layer, config.layers, &call, &outputs.lse)?
             }
             _ => None,
         };
         if let Some(received) = received {
             let skipped = narrow.map_or(Vec::new(), |narrow| narrow.slots.iter().map(|slots| slots.start).collect());
-            let first = (layer * self.setup.batch + part.sequence) * config.kv_heads;
+            let first = (layer * self.setup.batch + portion.sequence) * config.kv_heads;
             received.add(&mut self.cache, first, &skipped)?;
         }
         Ok(())
@@ -155,15 +146,15 @@ impl Decoder<'_> {
 
     /// Where keys are turned to positions inside the cache, turns the queries of a layer as far as each list is short of
     /// the tokens that its sequence has seen.
-    fn turn_queries(&mut self, layer: usize, parts: &[Part]) {
+    fn turn_queries(&mut self, layer: usize, portions: &[Portion]) {
         let Some(rope) = self.evictor.as_ref().and_then(|evictor| evictor.turns()) else { return };
         let config = &self.model.config;
         let (width, head_dim, group) = (config.q_width(), config.head_dim, config.q_heads / config.kv_heads);
-        for part in parts {
-            let rows = &mut self.buffers.q[part.row * width..][..part.tokens * width];
+        for portion in portions {
+            let rows = &mut self.buffers.q[portion.row * width..][..portion.tokens * width];
             for head in 0..config.q_heads {
-                let list = self.cache.list(layer * self.setup.batch + part.sequence, head / group);
-                let by = self.cache.lens()[list] as i64 - (part.first + part.tokens) as i64;
+                let list = self.cache.list(layer * self.setup.batch + portion.sequence, head / group);
+                let by = self.cache.lens()[list] as i64 - (portion.first + portion.tokens) as i64;
                 if by == 0 {
                     continue;
                 }

@@ -1,6 +1,6 @@
 //! One block: attention and MLP, each behind its norm and added to the residual stream.
 
-use super::{Buffers, Decoder, Part};
+use super::{Buffers, Decoder, Portion};
 use crate::device::simd::loops::add_scaled;
 use crate::model::tap::Tapped;
 use crate::model::{ModelError, mlp, rope};
@@ -14,7 +14,7 @@ pub(super) fn heads(rows: &[f32], batch: usize, tokens: usize, heads: usize) -> 
 }
 
 impl Decoder<'_> {
-    pub(super) fn block(&mut self, layer: usize, parts: &[Part], rows: usize) -> Result<(), ModelError> {
+    pub(super) fn block(&mut self, layer: usize, portions: &[Portion], rows: usize) -> Result<(), ModelError> {
         let (config, weights, cpu) = (&self.model.config, &self.model.weights.layers[layer], self.cpu);
         let (hidden, head_dim) = (config.hidden, config.head_dim);
         let (q_width, kv_width) = (config.q_width(), config.kv_width());
@@ -43,20 +43,20 @@ impl Decoder<'_> {
             tap(layer, Tapped::K, &k[..rows * kv_width]);
             tap(layer, Tapped::V, &v[..rows * kv_width]);
         }
-        for part in parts {
-            let own = part.row * kv_width..(part.row + part.tokens) * kv_width;
-            let of = |rows| heads(rows, 1, part.tokens, config.kv_heads);
+        for portion in portions {
+            let own = portion.row * kv_width..(portion.row + portion.tokens) * kv_width;
+            let of = |rows| heads(rows, 1, portion.tokens, config.kv_heads);
             let (k, v) = (of(&k[own.clone()]), of(&v[own]));
-            let sequence = layer * self.setup.batch + part.sequence;
-            self.cache.append_at(sequence, k, v, 0, 0..part.tokens, part.first)?;
+            let sequence = layer * self.setup.batch + portion.sequence;
+            self.cache.append_at(sequence, k, v, 0, 0..portion.tokens, portion.first)?;
             if let Some(rope) = self.evictor.as_ref().and_then(|evictor| evictor.turns()) {
                 for head in 0..config.kv_heads {
                     let list = self.cache.list(sequence, head);
-                    self.cache.rerotate_from(list, self.cache.lens()[list] - part.tokens, rope)?;
+                    self.cache.rerotate_from(list, self.cache.lens()[list] - portion.tokens, rope)?;
                 }
             }
         }
-        self.attention(layer, parts)?;
+        self.attention(layer, portions)?;
         if let Some(tap) = &mut self.tap {
             let attended = &mut self.buffers.attended;
             (0..rows).for_each(|row| tap(layer, Tapped::O, attended.row_mut(row)));

@@ -71,7 +71,7 @@ impl Decoder<'_> {
         let Some(evictor) = &mut self.evictor else { return Ok(()) };
         let before = evictor.evicted_tokens();
         let mut scene = Scene {
-            config: &self.model.config,
+            model: self.model,
             cpu: self.cpu,
             cache: &mut self.cache,
             batch: self.setup.batch,

@@ -7,16 +7,16 @@ use crate::cache::{PagedCache, Sequences};
 use crate::device::Cpu;
 use crate::memory::{Buffer, Label};
 use crate::model::decoder::params;
-use crate::model::{Config, ModelError};
+use crate::model::{Model, ModelError};
 use crate::policy::action::Fold;
 use crate::policy::evict::{self, Leaving};
 use crate::policy::{BeforeRope, Context, Decoding, Policy, Statistic, select};
-use crate::tensor::DType;
+use crate::tensor::{DType, TensorView};
 use std::ops::Range;
 
 /// What a judgement works on.
 pub(in crate::model) struct Scene<'a> {
-    pub config: &'a Config,
+    pub model: &'a Model,
     pub cpu: &'a Cpu,
     pub cache: &'a mut PagedCache,
     /// Sequences of the batch.
@@ -34,7 +34,7 @@ impl Scene<'_> {
 
     /// Layers that are judged together: all, unless their windows differ.
     fn groups(&self) -> Vec<Range<usize>> {
-        let (layers, windows) = (self.config.layers, &self.config.windows);
+        let (layers, windows) = (self.model.config.layers, &self.model.config.windows);
         match windows.iter().all(|window| *window == windows[0]) {
             true => vec![0..layers],
             false => (0..layers).map(|layer| layer..layer + 1).collect(),
@@ -81,7 +81,7 @@ impl Evictor<'_> {
     }
 
     fn know_rope(&mut self, scene: &Scene<'_>, policy: &Policy) {
-        let config = scene.config;
+        let config = &scene.model.config;
         if policy.rerotates || policy.looks_at(Statistic::BeforeRope) {
             self.frequencies = Some(config.rope.frequencies(config.head_dim, config.max_positions, scene.seen));
         }
@@ -90,7 +90,7 @@ impl Evictor<'_> {
     /// Judges every list of a sequence and shrinks it; returns the highest score that each lost. `again` says that
     /// lists have changed since the held queries were asked.
     fn judge(&mut self, scene: &mut Scene<'_>, policy: &Policy, again: bool) -> Result<Vec<f32>, ModelError> {
-        let heads = scene.config.kv_heads;
+        let heads = scene.model.config.kv_heads;
         let mut best_lost = Vec::new();
         for layers in scene.groups() {
             let selection = self.with_context(scene, policy, &layers, again, |context| {
@@ -110,7 +110,7 @@ impl Evictor<'_> {
 
     /// Under a delayed schedule.
     fn judge_leaving(&mut self, scene: &mut Scene<'_>, policy: &Policy) -> Result<(), ModelError> {
-        let heads = scene.config.kv_heads;
+        let heads = scene.model.config.kv_heads;
         let budget_tokens = self.sequences[scene.sequence].budget_tokens;
         let window = policy.scorer.as_ref().map_or(0, |scorer| scorer.protect(budget_tokens).window);
         for layers in scene.groups() {
@@ -149,7 +149,7 @@ impl Evictor<'_> {
     ) -> Result<R, ModelError> {
         let judged = &self.sequences[scene.sequence];
         let held: &Held = judged.held.as_ref().expect("every pass shows its queries");
-        let (config, kv) = (scene.config, scene.layers(layers));
+        let (config, kv) = (&scene.model.config, scene.layers(layers));
         let (q, mut lse) = held.layers(layers.clone())?;
         let shape = Shape {
             batch: layers.len(),
@@ -175,6 +175,8 @@ impl Evictor<'_> {
             }
             false => None,
         };
+        let weights = &scene.model.weights.layers[layers.clone()];
+        let w_o: Vec<TensorView<'_>> = weights.iter().map(|layer| layer.o.weight().by_head(config.head_dim)).collect();
         let context = Context {
             call,
             layers: layers.len(),
@@ -184,7 +186,7 @@ impl Evictor<'_> {
             positions: &|index, slot| scene.cache.origin(list(index), slot),
             seen_tokens: scene.seen,
             before_rope: self.frequencies.as_ref().map(|frequencies| BeforeRope { frequencies, q: None, k: None }),
-            w_o: None,
+            w_o: &w_o,
             budget_tokens: judged.budget_tokens,
             seed: self.eviction.seed,
             arena: self.arena,

@@ -92,7 +92,7 @@ impl Session<'_> {
             positions,
             seen_tokens: queries.end,
             before_rope: self.frequencies.as_ref().map(|frequencies| BeforeRope { frequencies, q: None, k: None }),
-            w_o: None,
+            w_o: &[],
             budget_tokens: self.prepared.budget_tokens,
             seed: cell.seed,
             arena: bench.arena,
