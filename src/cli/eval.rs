@@ -1,8 +1,9 @@
 //! `kvsieve eval`: a model's answers under eviction policies. The options are written as an experiment, which runs as
 //! any other.
 
+use super::Compute;
 use super::failure::Failure;
-use super::{Compute, run};
+use super::run::{Way, go};
 use kvsieve::experiment::axes::{BudgetText, Many};
 use kvsieve::experiment::cell::Measure;
 use kvsieve::experiment::policy_axis::PolicyText;
@@ -108,9 +109,9 @@ fn named(text: &str) -> Result<Names, String> {
 
 pub fn run(args: &Args) -> Result<(), Failure> {
     let spec = args.spec()?;
-    run::go(
+    go(
         &[(spec, "eval".into(), args.repro())],
-        &run::Way {
+        &Way {
             out: &args.out,
             resume: args.resume,
             dry_run: false,

@@ -95,7 +95,7 @@ pub fn go(specs: &[(Spec, String, String)], way: &Way<'_>) -> Result<(), Failure
         experiments.push((repro, experiment));
     }
     let mut failed = Vec::new();
-    for (repro, experiment) in &experiments {
+    for &(repro, ref experiment) in &experiments {
         let limit_bytes = way.limit_bytes(experiment)?;
         if way.dry_run {
             let cells = runner::prepare(experiment, &registry)?;

@@ -1,6 +1,5 @@
 //! One policy by itself: what a context, a question and its answer take, without anything that other policies need.
 
-use super::session::chunked;
 use super::{EvalError, Prompt, Stage};
 use crate::memory::LabelBytes;
 use crate::model::{Decoder, Eviction, ModelError, Sampler, Sampling, Setup, bytes};

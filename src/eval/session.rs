@@ -209,7 +209,7 @@ fn only(sequence: usize, tokens: &[u32]) -> [&[u32]; SEQUENCES] {
 }
 
 /// Whether a policy judges while the context is read, so that it needs a prefill of its own.
-pub(super) fn chunked(policy: &Policy) -> bool {
+fn chunked(policy: &Policy) -> bool {
     policy.scorer.is_some() && policy.schedule.chunk_tokens.is_some()
 }
 

@@ -163,11 +163,6 @@ impl<'a> Evictor<'a> {
         Some(if before_decoding { wanted_of_prefill(policy) } else { Wanted::Latest(recent_queries(policy)) })
     }
 
-    /// Gives a sequence queries to judge by.
-    pub fn hold(&mut self, sequence: usize, held: Held) {
-        self.sequences[sequence].held = Some(held);
-    }
-
     /// Makes what is known of sequence `to` what is known of `from`.
     pub fn fork(&mut self, from: usize, to: usize) -> Result<(), ArenaError> {
         let Judged { budget_tokens, best_lost, steps, held } = &self.sequences[from];

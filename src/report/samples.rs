@@ -1,6 +1,7 @@
 //! Synthetic records for the tests: made by simple formulas, so that every figure has something to show.
 
 use super::Run;
+use crate::experiment::answers::{Answers, Estimate};
 use crate::experiment::cell::{Cell, Measure};
 use crate::experiment::record::{Drift, Eviction, Latency, Memory, Record, SCHEMA, Status, Step, Work};
 use crate::memory::Label;
@@ -316,4 +317,64 @@ fn latency(median_ns: f64) -> Latency {
         warmups: 5,
         stop_reason: "interval".into(),
     }
+}
+
+/// A model's answers to two tasks at two lengths, under some policies and budgets.
+pub fn answers() -> Run {
+    let mut records = Vec::new();
+    for context in [512, 1024] {
+        for task in ["passkey", "niah-single-1"] {
+            for (policy, _) in POLICIES {
+                let budgets = if policy == "full" { &[1.0][..] } else { &BUDGETS[..3] };
+                records.extend(budgets.iter().map(|budget| answered(context, task, policy, *budget)));
+            }
+        }
+    }
+    Run { experiment: "answers".into(), records, ..run() }
+}
+
+/// A cell of a model that answers what the policy leaves it, 20 samples with needles everywhere.
+pub fn answered(context: usize, task: &str, policy: &str, budget: f64) -> Record {
+    let lost = POLICIES.iter().find(|(name, _)| *name == policy).map_or(0.5, |(_, drift)| *drift) * (1.0 - budget);
+    let mut record = with_cell(record(Measure::Eval, "tiled", context), |cell| {
+        cell.model = Some("models/builtin".into());
+        cell.task = Some(task.into());
+        cell.samples = Some(20);
+        cell.layers = 4;
+        cell.policy = Some(policy.into());
+        cell.budget = Some(budget.to_string()).filter(|_| policy != "full");
+    });
+    let estimate = |mean: f64| Estimate { mean, ci95_low: mean * 0.9, ci95_high: mean * 1.1 };
+    let scores: Vec<f64> = (0..20).map(|sample| f64::from(u8::from(f64::from(sample) / 20.0 >= lost))).collect();
+    let dense = 4 * 2 * 2 * 64 * 4 * context as u64;
+    let accuracy = estimate(scores.iter().sum::<f64>() / 20.0);
+    record.memory = Some(Memory { peak_bytes: dense * 3, predicted_peak_bytes: dense * 3, ..Memory::default() });
+    record.latency.insert("first_token".into(), latency(context as f64 * 1e5));
+    record.latency.insert("decode".into(), latency(1e6 + context as f64 * budget * 1e2));
+    record.answers = Some(Answers {
+        samples: 20,
+        questions: 20,
+        accuracy: Some(accuracy),
+        accuracy_difference: Some(estimate(accuracy.mean - 1.0)),
+        kl_nats: estimate(lost / 3.0),
+        top1_agreement: estimate(1.0 - lost / 2.0),
+        nll_nats: estimate(0.5 + lost),
+        nll_difference_nats: estimate(lost),
+        greedy_agreement: estimate(1.0 - lost),
+        o_drift_by_layer: vec![estimate(lost); 4],
+        kept_fraction: budget,
+        context_tokens: context as f64 - 30.0,
+        answer_tokens: 12.0,
+        kv_bytes_dense: dense,
+        kv_bytes_live: (dense as f64 * budget) as u64,
+        kv_bytes_peak: dense,
+        evicted_tokens: ((1.0 - budget) * 8.0 * context as f64) as u64,
+        sample_kl_nats: scores
+            .iter()
+            .map(|score| if policy == "full" { 0.0 } else { 0.1 + lost - score / 10.0 })
+            .collect(),
+        sample_depths: (0..20).map(|sample| f64::from(sample * 7 % 20) / 20.0).collect(),
+        sample_scores: scores,
+    });
+    record
 }

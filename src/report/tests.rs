@@ -26,7 +26,8 @@ fn table(run: &Run, id: &str) -> Vec<BTreeMap<String, String>> {
 fn every_figure_is_drawn_with_the_table_behind_it() {
     let (_folder, kernels) = drawn(&[samples::run()]);
     let (_other, layers) = drawn(&[samples::layers()]);
-    let paths = || kernels.figures.iter().chain(&layers.figures);
+    let (_third, answers) = drawn(&[samples::answers()]);
+    let paths = || kernels.figures.iter().chain(&layers.figures).chain(&answers.figures);
     let names: std::collections::BTreeSet<_> = paths().filter_map(|path| path.file_name()).collect();
     assert_eq!(names.len(), figures::FIGURES.len() + figures::PANELS.len());
     for path in paths() {
@@ -249,6 +250,38 @@ fn the_summary_compares_with_the_baseline_of_the_same_cell() {
     | h2o    |    0.5 | 2.00 MiB |  259 µs | ±5.0% | 0.0284 |    90% |   1.88x |
     ");
 }
+
+#[test]
+fn a_leaderboard_has_means_over_tasks_and_leaves_out_what_lacks_one() {
+    let mut run = samples::answers();
+    let lame = |record: &Record| {
+        let cell = &record.cell;
+        cell.policy.as_deref() == Some("h2o") && cell.task.as_deref() == Some("passkey") && cell.context_tokens == 1024
+    };
+    let place = run.records.iter().position(lame).unwrap();
+    run.records[place] = failed(run.records[place].clone());
+    let summary = summary_table(&run.records);
+    assert!(summary.lines().all(|line| line.chars().count() <= 110), "{summary}");
+    let board: Vec<&str> = summary.lines().take_while(|line| !line.contains("eval: niah")).collect();
+    insta::assert_snapshot!(board.join("\n"));
+    let points = table(&run, "accuracy-vs-budget");
+    assert!(points.iter().all(|point| point["cells"] == "2" && point["interval"] == "ci95"));
+    let h2o: Vec<&str> =
+        points.iter().filter(|point| point["series"] == "h2o").map(|point| point["kept_fraction"].as_str()).collect();
+    assert_eq!(h2o, ["0.125", "0.25"]);
+    assert!(table(&run, "kl-vs-budget").iter().all(|point| point["series"] != "full"));
+}
+
+#[test]
+fn needles_are_found_by_depth_and_length() {
+    let rows = table(&samples::answers(), "needle-heat-map");
+    let of_full: Vec<&str> =
+        rows.iter().filter(|row| row["series"] == "full").map(|row| row["accuracy"].as_str()).collect();
+    assert_eq!(of_full, ["1"; 10]);
+    let middle = |row: &&BTreeMap<String, String>| row["series"] == "random@0.125";
+    assert_eq!(rows.iter().filter(middle).count(), 10);
+}
+
 #[test]
 fn findings_do_not_let_a_lucky_seed_win() {
     let cell = |policy: &str, seed: u64, rel_l2: f64| {

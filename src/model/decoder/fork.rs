@@ -4,7 +4,7 @@
 //! Pages are shared until a sequence changes them, so that a fork costs nothing but page tables, and an eviction a copy
 //! of the pages that stay.
 
-use super::{Decoder, Evictor};
+use super::Decoder;
 use crate::model::ModelError;
 use crate::model::evictor::{Eviction, Witness};
 use crate::model::tap::Tap;
@@ -93,13 +93,5 @@ impl<'a> Decoder<'a> {
         let heads = self.model.config.kv_heads;
         let sequences = (0..self.model.config.layers).map(move |layer| layer * self.setup.batch + sequence);
         sequences.flat_map(move |sequence| (0..heads).map(move |head| self.cache.list(sequence, head)))
-    }
-}
-
-impl Evictor<'_> {
-    /// Looks at what a prefill showed before this policy was put to work.
-    fn adopt(&mut self, sequence: usize, witness: &Witness) -> Result<(), ModelError> {
-        let Some(policy) = self.judging() else { return Ok(()) };
-        Ok(self.hold(sequence, witness.held_for(policy)?))
     }
 }

@@ -2,7 +2,7 @@
 //! all of them.
 
 use super::held::Held;
-use super::{Received, Wanted, wanted_of_prefill};
+use super::{Evictor, Received, Wanted, wanted_of_prefill};
 use crate::attention::Forward;
 use crate::cache::Column;
 use crate::memory::{Arena, ArenaError};
@@ -61,9 +61,14 @@ impl Witness {
         }
         Ok(Some(Received { kv_len: call.shape.kv_len, sums: evict::received(call, lse, &self.arena)? }))
     }
+}
 
-    /// What `policy` would hold at the end of this prefill.
-    pub fn held_for(&self, policy: &Policy) -> Result<Held, ArenaError> {
-        self.held.as_ref().expect("a prefill was witnessed").latest(wanted_of_prefill(policy))
+impl Evictor<'_> {
+    /// Looks at what a prefill showed before this policy was put to work, in place of `sequence`'s own.
+    pub fn adopt(&mut self, sequence: usize, witness: &Witness) -> Result<(), ArenaError> {
+        let Some(policy) = self.judging() else { return Ok(()) };
+        let held = witness.held.as_ref().expect("a prefill was witnessed");
+        self.sequences[sequence].held = Some(held.latest(wanted_of_prefill(policy))?);
+        Ok(())
     }
 }

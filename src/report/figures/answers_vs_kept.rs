@@ -6,31 +6,26 @@ use crate::experiment::cell::Measure;
 use crate::experiment::record::Status;
 use crate::report::answers::{Pool, pools};
 use crate::report::chart::{Axis, Chart, Interval, Point, Quantity, Series};
+use std::collections::BTreeMap;
 
 /// Score against the fraction of tokens kept.
 pub fn score_by_budget(data: &Data) -> Option<Chart> {
-    chart(
-        data,
-        ["accuracy-vs-budget", "Accuracy against budget"],
-        kept,
-        score_axis(),
-        |answers| answers.kept_fraction,
-        Pool::score,
-    )
+    let words = ["accuracy-vs-budget", "Accuracy against budget"];
+    chart(data, words, kept(), |answers| answers.kept_fraction, score_axis(), |pool| pool.score())
 }
 
 /// Score against the bytes that stay.
 pub fn score_by_bytes(data: &Data) -> Option<Chart> {
     let bytes = Axis { label: "live KV bytes".into(), field: "kv_bytes_live", quantity: Quantity::Bytes };
     let words = ["accuracy-vs-kv-bytes", "Accuracy against live KV bytes"];
-    chart(data, words, || bytes.clone(), score_axis(), |answers| answers.kv_bytes_live as f64, Pool::score)
+    chart(data, words, bytes, |answers| answers.kv_bytes_live as f64, score_axis(), |pool| pool.score())
 }
 
 /// Divergence from the full cache against the fraction of tokens kept.
 pub fn divergence_by_budget(data: &Data) -> Option<Chart> {
     let axis = Axis { label: "KL divergence (nats per token)".into(), field: "kl_nats", quantity: Quantity::Drift };
     let words = ["kl-vs-budget", "Divergence of the next token against budget"];
-    chart(data, words, kept, axis, |answers| answers.kept_fraction, Pool::kl_nats)
+    chart(data, words, kept(), |answers| answers.kept_fraction, axis, |pool| pool.kl_nats())
 }
 
 fn kept() -> Axis {
@@ -44,42 +39,31 @@ fn score_axis() -> Axis {
 fn chart(
     data: &Data,
     [id, title]: [&str; 2],
-    x_axis: impl Fn() -> Axis,
+    x: Axis,
+    place: impl Fn(&Answers) -> f64 + Copy,
     y: Axis,
-    x: impl Fn(&Answers) -> f64 + Copy,
     value: impl Fn(&Pool) -> Option<Estimate>,
 ) -> Option<Chart> {
     let (pools, subtitle) = pools(&data.of(Measure::Eval));
-    let mut series: Vec<(&str, Series)> = Vec::new();
-    let names: Vec<(String, String)> = {
-        let mut names: Vec<_> = pools.iter().map(|pool| (pool.policy.to_string(), pool.name.clone())).collect();
-        names.sort();
-        names.dedup();
-        names
-    };
-    let styles = data.styles(names.iter());
+    let mut series: BTreeMap<(String, String), Vec<Point>> = BTreeMap::new();
     for pool in &pools {
         // A logarithm has no place for a full cache's divergence from itself.
         let Some(found) = value(pool).filter(|found| y.shows(found.mean)) else { continue };
-        let point = Point {
-            x: pool.mean(x),
+        series.entry((pool.policy.into(), pool.name.clone())).or_default().push(Point {
+            x: pool.mean(place),
             y: Some(found.mean),
             interval: Some(Interval { low: found.ci95_low, high: found.ci95_high, kind: "ci95" }),
             model: None,
             status: Status::Ok,
             cell_ids: pool.cell_ids(),
-        };
-        match series.iter_mut().find(|(name, _)| *name == pool.name) {
-            Some((_, series)) => series.points.push(point),
-            None => {
-                let place = names.iter().position(|(_, name)| *name == pool.name).unwrap_or(0);
-                series
-                    .push((&pool.name, Series { name: pool.name.clone(), style: styles[place], points: vec![point] }));
-            }
-        }
+        });
     }
-    let mut series: Vec<Series> = series.into_iter().map(|(_, series)| series).collect();
-    series.iter_mut().for_each(|series| series.points.sort_by(|a, b| a.x.total_cmp(&b.x)));
+    let styles = data.styles(series.keys());
+    let series = series.into_iter().zip(styles).map(|(((_, name), mut points), style)| {
+        points.sort_by(|a, b| a.x.total_cmp(&b.x));
+        Series { name, style, points }
+    });
+    let series: Vec<Series> = series.collect();
     (!series.is_empty()).then(|| Chart {
         id: id.into(),
         title: title.into(),
@@ -87,7 +71,7 @@ fn chart(
         caption: "A point is the mean over tasks at the longest context; its band is the bootstrap 95% interval over \
                   samples. All policies answer the same samples."
             .into(),
-        x: x_axis(),
+        x,
         y,
         interval_fields: ("ci95_low", "ci95_high"),
         model_field: None,
