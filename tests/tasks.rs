@@ -1,6 +1,6 @@
 //! Tasks: a solver that reads answers every sample, one that read another sample answers none, and lengths are met.
 
-use kvsieve::task::{Draw, Question, Sample, TASKS, Task, TaskError, Tokens, generate, length_tokens, markdown, task};
+use kvsieve::task::{Draw, Question, Sample, TASKS, TaskError, Tokens, generate, length_tokens, markdown, task};
 use proptest::prelude::*;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Mutex;

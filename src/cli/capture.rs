@@ -4,11 +4,12 @@ use super::failure::Failure;
 use super::{Compute, output};
 use kvsieve::memory::{Arena, ArenaError, Buffer, Label};
 use kvsieve::model::config::RopeScaling;
-use kvsieve::model::{Config, Decoder, Model, Setup, Tapped, Text, locate};
+use kvsieve::model::{Config, Decoder, Model, Setup, Tap, Tapped, Text, locate};
 use kvsieve::tensor::DType;
 use kvsieve::tensor::file::{self, Output};
 use kvsieve::units;
 use serde::Serialize;
+use std::cell::RefCell;
 use std::collections::HashMap;
 use std::path::PathBuf;
 
@@ -108,25 +109,18 @@ pub fn run(args: &Args) -> Result<(), Failure> {
         kv_dtype: DType::F32,
         columns: &[],
     };
-    let mut captured = NAMES.map(|_| None::<Captured>);
-    for (slot, (what, _)) in captured.iter_mut().zip(NAMES) {
-        *slot = Some(Captured::new(&arena, &config, what, layers.len(), tokens.len())?);
-    }
-    {
-        let mut decoder = Decoder::new(&model, setup, &cpu, &arena)?;
-        decoder.tap(Box::new(|layer, what, rows| {
-            let Some(at) = layers.iter().position(|&wanted| wanted == layer) else { return };
-            let tensors = captured.iter_mut().flatten();
-            tensors.zip(NAMES).filter(|(_, (named, _))| *named == what).for_each(|(tensor, _)| tensor.push(at, rows));
-        }));
-        decoder.prefill(&[&tokens], |_, _, _| ())?;
-    }
+    let capturing = Capturing::new(&arena, &config, layers, tokens.len())?;
+    let mut decoder = Decoder::new(&model, setup, &cpu, &arena)?;
+    decoder.tap(&capturing);
+    decoder.prefill(&[&tokens], |_, _, _| ())?;
+    drop(decoder);
+    let Capturing { layers, tensors } = capturing;
+    let tensors = tensors.into_inner();
     let rope_theta = (config.rope.scaling == RopeScaling::None).then_some(config.rope.theta);
     let listed = layers.iter().map(usize::to_string).collect::<Vec<_>>().join(",");
     let mut metadata = HashMap::from([("layers".to_string(), listed)]);
     metadata.extend(rope_theta.map(|theta| ("rope_theta".to_string(), theta.to_string())));
-    let outputs: Vec<Output<'_>> =
-        captured.iter().flatten().zip(NAMES).map(|(tensor, (_, name))| tensor.output(name)).collect();
+    let outputs: Vec<Output<'_>> = tensors.iter().zip(NAMES).map(|(tensor, (_, name))| tensor.output(name)).collect();
     let output_bytes = outputs.iter().map(|output| output.bytes.len() as u64).sum();
     file::write_with(&args.output, &outputs, Some(metadata))?;
     let report = Report {
@@ -161,6 +155,30 @@ fn layers(wanted: &[usize], config: &Config) -> Result<Vec<usize>, Failure> {
     }
     let all = 0..config.layers;
     Ok(if wanted.is_empty() { all.collect() } else { all.filter(|layer| wanted.contains(layer)).collect() })
+}
+
+/// What is captured so far.
+struct Capturing {
+    layers: Vec<usize>,
+    /// In the order of [`NAMES`].
+    tensors: RefCell<Vec<Captured>>,
+}
+
+impl Capturing {
+    fn new(arena: &Arena, config: &Config, layers: Vec<usize>, tokens: usize) -> Result<Self, ArenaError> {
+        let tensor = |(what, _)| Captured::new(arena, config, what, layers.len(), tokens);
+        let tensors = NAMES.into_iter().map(tensor).collect::<Result<Vec<_>, _>>()?;
+        Ok(Capturing { layers, tensors: RefCell::new(tensors) })
+    }
+}
+
+impl Tap for Capturing {
+    fn rows(&self, layer: usize, what: Tapped, rows: &[f32]) {
+        let Some(at) = self.layers.iter().position(|&wanted| wanted == layer) else { return };
+        let mut tensors = self.tensors.borrow_mut();
+        let named = tensors.iter_mut().zip(NAMES).filter(|(_, (named, _))| *named == what);
+        named.for_each(|(tensor, _)| tensor.push(at, rows));
+    }
 }
 
 /// A tensor as it fills, `[layers, heads, L, D]`.

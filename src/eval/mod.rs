@@ -11,7 +11,7 @@ mod session;
 
 pub use alone::{Alone, alone};
 pub use prompt::{Asked, Prompt, documents, prompts};
-pub use session::{Answer, Answers, Session};
+pub use session::{Answer, Answers, Session, Watch};
 
 use crate::device::Cpu;
 use crate::memory::{Arena, ArenaError};

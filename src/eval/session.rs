@@ -10,11 +10,10 @@ use super::{EvalError, Prompt, Stage};
 use crate::cache::Column;
 use crate::eval::Asked;
 use crate::memory::{Arena, ArenaError, Buffer, Label};
-use crate::model::{Decoder, Eviction, ModelError, Setup, Tapped, Text};
+use crate::model::{Decoder, Eviction, ModelError, Setup, Tap, Tapped, Text};
 use crate::policy::Policy;
 use crate::task::Tokens;
 use std::cell::RefCell;
-use std::rc::Rc;
 
 /// The context with a full cache.
 const CONTEXT: usize = 0;
@@ -62,22 +61,39 @@ pub struct Answers {
     pub held_tokens: usize,
 }
 
+/// Looks at what attention gives while a question is asked.
+#[derive(Default)]
+pub struct Watch(RefCell<Option<Outputs>>);
+
+impl Tap for Watch {
+    fn rows(&self, layer: usize, what: Tapped, rows: &[f32]) {
+        if let (Tapped::O, Some(outputs)) = (what, self.0.borrow_mut().as_mut()) {
+            outputs.push(layer, rows);
+        }
+    }
+}
+
 /// A decoder for evaluations of up to so many tokens.
 pub struct Session<'a> {
     stage: Stage<'a>,
     text: &'a Text,
     decoder: Decoder<'a>,
-    watched: Rc<RefCell<Option<Outputs>>>,
+    watch: &'a Watch,
     /// Logits behind the last token that was fed.
     last: Vec<f32>,
 }
 
 impl<'a> Session<'a> {
-    /// For these policies; `text` is what answers are written with.
+    /// For these policies; `text` is what answers are written with, and `watch` looks on.
     ///
     /// # Errors
     /// When the arena has no room.
-    pub fn new(stage: Stage<'a>, text: &'a Text, choices: &[Eviction<'a>]) -> Result<Self, EvalError> {
+    pub fn new(
+        stage: Stage<'a>,
+        text: &'a Text,
+        watch: &'a Watch,
+        choices: &[Eviction<'a>],
+    ) -> Result<Self, EvalError> {
         let plain = choices.iter().all(|choice| choice.policy.columns().is_empty());
         let setup = Setup {
             batch: SEQUENCES,
@@ -89,15 +105,9 @@ impl<'a> Session<'a> {
         };
         let mut decoder = Decoder::new(stage.model, setup, stage.cpu, stage.arena)?;
         decoder.witness(choices.iter().map(|choice| choice.policy).filter(|policy| !chunked(policy)));
-        let watched = Rc::new(RefCell::new(None::<Outputs>));
-        let to = watched.clone();
-        decoder.tap(Box::new(move |layer, what, rows| {
-            if let (Tapped::O, Some(outputs)) = (what, to.borrow_mut().as_mut()) {
-                outputs.push(layer, rows);
-            }
-        }));
+        decoder.tap(watch);
         let last = vec![0.0; stage.model.config.vocab];
-        Ok(Session { stage, text, decoder, watched, last })
+        Ok(Session { stage, text, decoder, watch, last })
     }
 
     /// Asks everything of `prompt` under each of `choices`. `most_tokens` is how long an answer may be. An error of one
@@ -161,7 +171,7 @@ impl<'a> Session<'a> {
         let (vocab, forced) = (config.vocab, asked.expected.len());
         let mut logits = self.stage.arena.alloc::<f32>(Label::Activations, forced * vocab)?;
         let rows = asked.prompt.len() + forced - 1;
-        *self.watched.borrow_mut() = Some(Outputs::new(self.stage.arena, config.layers, rows * config.q_width())?);
+        *self.watch.0.borrow_mut() = Some(Outputs::new(self.stage.arena, config.layers, rows * config.q_width())?);
         self.decoder.fork(from, ASKED)?;
         self.feed(ASKED, &asked.prompt)?;
         self.decoder.fork(ASKED, FORCED)?;
@@ -171,7 +181,7 @@ impl<'a> Session<'a> {
             self.feed(FORCED, &[*token])?;
             logits.copy_from_slice(&self.last);
         }
-        let outputs = self.watched.borrow_mut().take().expect("put there above");
+        let outputs = self.watch.0.borrow_mut().take().expect("put there above");
 
         let mut written = vec![likeliest(&behind_prompt) as u32];
         while written.len() < most_tokens && !config.eos.contains(&written[written.len() - 1]) {

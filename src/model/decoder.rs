@@ -128,7 +128,7 @@ pub struct Decoder<'a> {
     attend: Attend,
     evictor: Option<Evictor<'a>>,
     witness: Option<Witness>,
-    tap: Option<Tap<'a>>,
+    tap: Option<&'a dyn Tap>,
     /// Whether tokens of a sequence were evicted, so that slots of its lists are no positions.
     gaps: Vec<bool>,
 }

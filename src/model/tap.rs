@@ -17,5 +17,8 @@ pub enum Tapped {
     O,
 }
 
-/// Is shown rows of a layer, in the order of their tokens.
-pub type Tap<'a> = Box<dyn FnMut(usize, Tapped, &[f32]) + 'a>;
+/// Looks on while a decoder works.
+pub trait Tap {
+    /// Is shown rows of a layer, in the order of their tokens.
+    fn rows(&self, layer: usize, what: Tapped, rows: &[f32]);
+}

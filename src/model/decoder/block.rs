@@ -29,19 +29,19 @@ impl Decoder<'_> {
             q_norm.in_place(cpu, &mut q[..rows * q_width]);
             k_norm.in_place(cpu, &mut k[..rows * kv_width]);
         }
-        if let Some(tap) = &mut self.tap {
-            tap(layer, Tapped::QBeforeRope, &q[..rows * q_width]);
-            tap(layer, Tapped::KBeforeRope, &k[..rows * kv_width]);
+        if let Some(tap) = self.tap {
+            tap.rows(layer, Tapped::QBeforeRope, &q[..rows * q_width]);
+            tap.rows(layer, Tapped::KBeforeRope, &k[..rows * kv_width]);
         }
         let heads_of = q.chunks_exact_mut(q_width).zip(k.chunks_exact_mut(kv_width));
         for ((q, k), angles) in heads_of.zip(angles.chunks_exact(head_dim)).take(rows) {
             rope::turn(q, angles);
             rope::turn(k, angles);
         }
-        if let Some(tap) = &mut self.tap {
-            tap(layer, Tapped::Q, &q[..rows * q_width]);
-            tap(layer, Tapped::K, &k[..rows * kv_width]);
-            tap(layer, Tapped::V, &v[..rows * kv_width]);
+        if let Some(tap) = self.tap {
+            tap.rows(layer, Tapped::Q, &q[..rows * q_width]);
+            tap.rows(layer, Tapped::K, &k[..rows * kv_width]);
+            tap.rows(layer, Tapped::V, &v[..rows * kv_width]);
         }
         for portion in portions {
             let own = portion.row * kv_width..(portion.row + portion.tokens) * kv_width;
@@ -57,9 +57,9 @@ impl Decoder<'_> {
             }
         }
         self.attention(layer, portions)?;
-        if let Some(tap) = &mut self.tap {
+        if let Some(tap) = self.tap {
             let attended = &mut self.buffers.attended;
-            (0..rows).for_each(|row| tap(layer, Tapped::O, attended.row_mut(row)));
+            (0..rows).for_each(|row| tap.rows(layer, Tapped::O, attended.row_mut(row)));
         }
 
         let after_attention = weights.after_attention.as_ref().map(|weight| self.norm(weight));

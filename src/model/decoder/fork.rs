@@ -21,7 +21,7 @@ impl<'a> Decoder<'a> {
     }
 
     /// Shows every layer's rows to `tap` from now on.
-    pub fn tap(&mut self, tap: Tap<'a>) {
+    pub fn tap(&mut self, tap: &'a dyn Tap) {
         self.tap = Some(tap);
     }
 

@@ -4,7 +4,7 @@
 use super::grid::read;
 use super::tally::Tally;
 use crate::device::Cpu;
-use crate::eval::{Asked, EvalError, Prompt, Session, Stage, alone, documents, prompts};
+use crate::eval::{Asked, EvalError, Prompt, Session, Stage, Watch, alone, documents, prompts};
 use crate::experiment::answers::Answers;
 use crate::experiment::cell::Cell;
 use crate::experiment::record::{Memory, Status};
@@ -96,7 +96,8 @@ pub fn run(
     let mut states: Vec<State> = choices.iter().map(|choice| State::new(choice, &model, cell)).collect();
     let going = |states: &[State]| (0..states.len()).filter(|&at| states[at].ended.is_none()).collect::<Vec<_>>();
     let first: Vec<Eviction<'_>> = going(&states).into_iter().map(|at| choices[at]).collect();
-    let mut session = Session::new(stage, &text, &first)?;
+    let watch = Watch::default();
+    let mut session = Session::new(stage, &text, &watch, &first)?;
     let mut alone_samples = 0..ALONE_SAMPLES;
     for prompt in &samples {
         let going = going(&states);
