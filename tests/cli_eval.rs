@@ -1,0 +1,166 @@
+//! `kvsieve eval` and `kvsieve capture` as a user meets them.
+
+#[path = "common/byte_model.rs"]
+mod byte_model;
+
+use assert_cmd::Command;
+use kvsieve::memory::{Arena, Label};
+use kvsieve::tensor::file::TensorFile;
+use std::path::Path;
+
+fn run(folder: &Path, arguments: &[&str]) -> std::process::Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_kvsieve"));
+    command.current_dir(folder).args(arguments).args(["--threads", "2"]).output().unwrap()
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8(bytes.to_vec()).unwrap()
+}
+
+#[test]
+fn a_leaderboard_and_figures_come_of_one_command() {
+    let folder = tempfile::tempdir().unwrap();
+    byte_model::write(&folder.path().join("models/builtin"), 2048);
+    let least = ["eval", "--context", "800", "--samples", "2", "--task", "passkey:digits=3,recall:queries=2"];
+    let output = run(folder.path(), &[&least[..], &["--policy", "full,knorm,snapkv:window=16,kernel=5"]].concat());
+    let (out, err) = (text(&output.stdout), text(&output.stderr));
+    assert!(output.status.success(), "{err}");
+    for wanted in [
+        "### eval: leaderboard",
+        "### eval: passkey:digits=3, 800 context",
+        "| snapkv:window=16,kernel=5 |",
+        "18 cells: 18 ok",
+    ] {
+        assert!(out.contains(wanted), "{wanted}: {out}");
+    }
+    let report = out.lines().find_map(|line| line.strip_prefix("report: ")).unwrap();
+    let plots = folder.path().join(report).parent().unwrap().join("plots");
+    for figure in ["accuracy-vs-budget.svg", "accuracy-vs-kv-bytes.csv", "kl-vs-budget.svg"] {
+        assert!(plots.join(figure).exists(), "{figure}");
+    }
+    let again = run(
+        folder.path(),
+        &[&least[..], &["--policy", "full,knorm,snapkv:window=16,kernel=5", "--resume", "--json", "-"]].concat(),
+    );
+    assert!(again.status.success() && again.stdout.is_empty(), "resumed cells ran again: {}", text(&again.stdout));
+    let drawn = run_report(folder.path(), Path::new(report).parent().unwrap());
+    assert!(drawn.contains("figures"), "{drawn}");
+}
+
+fn run_report(folder: &Path, of: &Path) -> String {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_kvsieve"));
+    text(&command.current_dir(folder).arg("report").arg(of).output().unwrap().stdout)
+}
+
+#[test]
+fn a_text_has_a_perplexity() {
+    let folder = tempfile::tempdir().unwrap();
+    byte_model::write(&folder.path().join("m"), 2048);
+    std::fs::write(folder.path().join("t.txt"), "One after another they came down to the river. ".repeat(30)).unwrap();
+    let output = run(
+        folder.path(),
+        &[
+            "eval",
+            "--model",
+            "m",
+            "--text",
+            "t.txt",
+            "--evict-after",
+            "300",
+            "--new-tokens",
+            "40",
+            "--policy",
+            "full,keydiff",
+            "--budget",
+            "0.5",
+            "--json",
+            "-",
+        ],
+    );
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let records: Vec<serde_json::Value> =
+        text(&output.stdout).lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert_eq!(records.len(), 2);
+    for record in &records {
+        assert_eq!((&record["cell"]["task"], &record["status"]), (&"perplexity".into(), &"ok".into()));
+        assert!(record["answers"]["nll_nats"]["mean"].as_f64().unwrap() > 0.0);
+        assert!(record["repro"].as_str().unwrap().starts_with("kvsieve eval --model m"));
+    }
+}
+
+#[test]
+fn mistakes_are_one_line() {
+    let folder = tempfile::tempdir().unwrap();
+    byte_model::write(&folder.path().join("m"), 2048);
+    for (arguments, expected) in [
+        (&["eval", "--model", "nowhere"][..], "nowhere"),
+        (&["eval"], "the built-in model is neither"),
+        (&["eval", "--model", "m", "--task", "chess"], "unknown task 'chess'"),
+        (&["eval", "--model", "m", "--policy", "h3o"], "unknown policy 'h3o'"),
+        (&["eval", "--model", "m", "--budget", "1.5"], "--budget: '1.5' is not a budget"),
+        (&["eval", "--model", "m", "--context", "none"], "--context: 'none' is not a token count"),
+        (&["eval", "--model", "m", "--context", "4k"], "was made for at most 2048"),
+        (&["eval", "--model", "m", "--samples", "0"], "must be at least 1"),
+        (&["eval", "--model", "m", "--text", "t", "--task", "copy"], "cannot be used with"),
+        (&["capture", "--model", "m", "--text", "no.txt", "--output", "o.safetensors"], "cannot read --text 'no.txt'"),
+    ] {
+        let output = run(folder.path(), arguments);
+        let error = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}: {error}");
+        assert!(error.contains(expected) && error.trim_end().lines().count() == 1, "{arguments:?}: {error}");
+    }
+    std::fs::write(folder.path().join("t.txt"), "short").unwrap();
+    let capture = ["capture", "--model", "m", "--text", "t.txt", "--output", "o.safetensors", "--layers", "0,7"];
+    assert!(text(&run(folder.path(), &capture).stderr).contains("the model has layers 0 to 1"));
+}
+
+#[test]
+fn attention_over_captured_tensors_is_the_models_own() {
+    let folder = tempfile::tempdir().unwrap();
+    byte_model::write(&folder.path().join("m"), 2048);
+    std::fs::write(folder.path().join("t.txt"), "Every morning the old lamp was lit again. ".repeat(8)).unwrap();
+    let capture = [
+        "capture",
+        "--model",
+        "m",
+        "--text",
+        "t.txt",
+        "--layers",
+        "1,0",
+        "--output",
+        "qkv.safetensors",
+        "--chunk",
+        "100",
+    ];
+    let output = run(folder.path(), &capture);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    assert!(text(&output.stdout).contains("337 tokens of 2 layers, 4/2 heads of 8"), "{}", text(&output.stdout));
+    let attend = ["attend", "--input", "qkv.safetensors", "--output", "o.safetensors", "--kernel", "tiled", "--causal"];
+    assert!(run(folder.path(), &attend).status.success());
+    let values = |file: &str, name: &str| {
+        let arena = Arena::unlimited();
+        let tensor = TensorFile::open(&folder.path().join(file)).unwrap().load(name, &arena, Label::Input).unwrap();
+        (tensor.dims(), bytemuck::cast_slice::<u8, f32>(tensor.bytes()).to_vec())
+    };
+    let ((dims, own), (_, again)) = (values("qkv.safetensors", "o"), values("o.safetensors", "o"));
+    assert_eq!(dims, [2, 4, 337, 8]);
+    let furthest = own.iter().zip(&again).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+    let largest = own.iter().fold(0f32, |most, x| most.max(x.abs()));
+    assert!(furthest < 1e-5 * largest && largest > 0.0, "off by {furthest} of {largest}");
+    // What looks behind RoPE finds what was recorded there.
+    let evict = [
+        "evict",
+        "--input",
+        "qkv.safetensors",
+        "--output",
+        "kept.safetensors",
+        "--policy",
+        "expected-attention",
+        "--budget",
+        "0.25",
+    ];
+    let output = run(folder.path(), &evict);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let theta = TensorFile::open(&folder.path().join("qkv.safetensors")).unwrap().metadata("rope_theta");
+    assert_eq!(theta.as_deref(), Some("10000"));
+}
