@@ -2,7 +2,7 @@
 
 use super::{EvalError, Prompt, Stage};
 use crate::memory::LabelBytes;
-use crate::model::{Decoder, Eviction, ModelError, Sampler, Sampling, Setup, bytes};
+use crate::model::{Decoder, Eviction, ModelError, Sampler, Sampling, Setup, bytes_of_calls};
 use std::time::Instant;
 
 /// What a run took.
@@ -77,7 +77,7 @@ pub fn alone(
         kv_bytes_peak: decoder.cache().most_pages() as u64 * decoder.cache().shape().page_bytes(),
         peak_bytes: usage.peak_bytes,
         peak_by_label: usage.peak,
-        full_peak_bytes: bytes(model, &setup, &[context.len() + question.len()], steps, cpu.threads()),
+        full_peak_bytes: bytes_of_calls(model, &setup, &[&[context.len()], &[question.len()]], steps, cpu.threads()),
         evicted_tokens: decoder.evicted_tokens(),
     })
 }

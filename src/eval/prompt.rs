@@ -2,7 +2,7 @@
 
 use super::EvalError;
 use crate::model::{ModelError, Text};
-use crate::task::{Draw, Question, Task, Tokens, generate};
+use crate::task::{Draw, Question, Task, TaskError, Tokens, generate};
 
 /// One thing that is asked of a context.
 #[derive(Debug, Clone)]
@@ -69,7 +69,13 @@ pub fn prompts(
 ) -> Result<Vec<Prompt>, EvalError> {
     let beginning = text.beginning()?;
     let target = context_tokens.saturating_sub(beginning.len());
-    let written = generate(name, task, target, &Draw::new(seed, sample as u64), text)?;
+    let written = generate(name, task, target, &Draw::new(seed, sample as u64), text).map_err(|error| match error {
+        // What the tokenizer puts before every text counts.
+        TaskError::TooShort { task, least_tokens, .. } => {
+            TaskError::TooShort { task, target_tokens: context_tokens, least_tokens: least_tokens + beginning.len() }
+        }
+        error => error,
+    })?;
     let context = [beginning, text.encode(&written.context)].concat();
     let asked = |question: Question| Asked {
         prompt: text.encode(&question.prompt),

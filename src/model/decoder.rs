@@ -331,20 +331,30 @@ fn cache_shape(model: &Model, setup: &Setup) -> CacheShape {
 /// Most bytes in use at a time while sequences of `lens` tokens are run from the start with nothing evicted, and then
 /// `steps` more tokens of each, one by one: what the arena will show, weights included.
 pub fn bytes(model: &Model, setup: &Setup, lens: &[usize], steps: usize, threads: usize) -> u64 {
+    bytes_of_calls(model, setup, &[lens], steps, threads)
+}
+
+/// As [`bytes()`], where tokens come in several calls: `calls` holds how many tokens each sequence brings to each.
+pub fn bytes_of_calls(model: &Model, setup: &Setup, calls: &[&[usize]], steps: usize, threads: usize) -> u64 {
     let (shape, config) = (cache_shape(model, setup), &model.config);
-    let cache = |tokens: &dyn Fn(usize) -> usize| {
-        let held = lens.iter().flat_map(|&len| std::iter::repeat_n(tokens(len), config.layers * config.kv_heads));
-        shape.bytes(held, 0).values().sum::<u64>()
+    let cache = |held: &[usize]| {
+        let lists = held.iter().flat_map(|&len| std::iter::repeat_n(len, config.layers * config.kv_heads));
+        shape.bytes(lists, 0).values().sum::<u64>()
     };
     let attend = |counts: &[usize]| Attend::most_bytes(config, setup, counts, threads);
-    let mut most = cache(&|_| 0);
-    let longest = lens.iter().copied().max().unwrap_or(0);
-    for start in (0..longest).step_by(setup.chunk_tokens) {
-        let counts: Vec<usize> = lens.iter().map(|len| len.saturating_sub(start).min(setup.chunk_tokens)).collect();
-        most = most.max(cache(&|len| len.min(start + setup.chunk_tokens)) + attend(&counts));
+    let mut held = vec![0; setup.batch];
+    let mut most = cache(&held);
+    for lens in calls {
+        let longest = lens.iter().copied().max().unwrap_or(0);
+        for start in (0..longest).step_by(setup.chunk_tokens) {
+            let counts: Vec<usize> = lens.iter().map(|len| len.saturating_sub(start).min(setup.chunk_tokens)).collect();
+            held.iter_mut().zip(&counts).for_each(|(held, count)| *held += count);
+            most = most.max(cache(&held) + attend(&counts));
+        }
     }
     if steps > 0 {
-        most = most.max(cache(&|len| len + steps) + attend(&vec![1; lens.len()]));
+        held.iter_mut().for_each(|held| *held += steps);
+        most = most.max(cache(&held) + attend(&vec![1; held.len()]));
     }
     model.weights.bytes() + Buffers::bytes(model, setup, threads) + most
 }

@@ -20,7 +20,7 @@ mod text;
 mod weights;
 
 pub use config::Config;
-pub use decoder::{Decoder, Setup, bytes};
+pub use decoder::{Decoder, Setup, bytes, bytes_of_calls};
 pub use evictor::Eviction;
 pub use generate::{Generated, generate};
 pub use locate::{BUILTIN, fingerprint, locate};
