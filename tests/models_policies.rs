@@ -50,7 +50,7 @@ fn open(name: &str) -> (Model, Vec<u32>) {
 
 #[test]
 fn logits_behind_an_eviction_are_those_of_transformers_with_a_mask() {
-    let streaming = policy("streaming-llm:sink=4");
+    let streaming = policy("streaming-llm:sink=4+once");
     for name in ["llama", "mistral", "gemma2", "qwen3"] {
         let checkpoint = checkpoint(name);
         let model = Model::open(&checkpoint.folder, &Arena::unlimited()).unwrap();
@@ -67,9 +67,9 @@ fn a_policy_that_keeps_everything_changes_nothing() {
     for name in ["llama", "gemma2"] {
         let (model, tokens) = open(name);
         let dense = run(&model, &[&tokens], &[20], None);
-        for text in ["full", "snapkv", "h2o+once", "expected-attention", "knorm", "streaming-llm", "r-kv+once"] {
+        for text in ["full", "snapkv", "h2o+once", "expected-attention", "knorm", "streaming-llm+once", "r-kv+once"] {
             let got = run(&model, &[&tokens], &[20], Some((&policy(text), "1.0")));
-            assert_eq!(got.logits, dense.logits, "{name}, {text}");
+            assert!(got.logits == dense.logits, "{name}, {text}");
             assert_eq!(got.kv_bytes, dense.kv_bytes);
         }
     }

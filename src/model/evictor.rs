@@ -166,7 +166,7 @@ impl<'a> Evictor<'a> {
     /// Makes what is known of sequence `to` what is known of `from`.
     pub fn fork(&mut self, from: usize, to: usize) -> Result<(), ArenaError> {
         let Judged { budget_tokens, best_lost, steps, held } = &self.sequences[from];
-        let held = held.as_ref().map(|held| held.latest(held.wanted())).transpose()?;
+        let held = held.as_ref().map(|held| held.copy(None)).transpose()?;
         self.sequences[to] =
             Judged { budget_tokens: *budget_tokens, best_lost: best_lost.clone(), steps: *steps, held };
         Ok(())

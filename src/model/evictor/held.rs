@@ -4,13 +4,18 @@ use super::Wanted;
 use crate::attention::Shape;
 use crate::memory::{Arena, ArenaError, Buffer, Label};
 use crate::tensor::{DType, TensorView};
+use std::ops::Range;
 
-/// Queries of one sequence, oldest first. Rows of a layer grow as they come, or move on when the room is full.
+/// Queries of one sequence, oldest first. They grow as they come, or move on when the room is full.
 pub(super) struct Held {
     arena: Arena,
-    /// Of each layer: `[room, Hq, D]` queries and `[room, Hq]` log-sum-exps.
-    layers: Vec<(Buffer<f32>, Buffer<f32>)>,
+    /// `[layers, room, Hq, D]`.
+    queries: Buffer<f32>,
+    /// `[layers, room, Hq]`.
+    sums: Buffer<f32>,
+    /// Queries of each layer so far; while a pass goes on, upper layers have fewer.
     fill: Vec<usize>,
+    room: usize,
     wanted: Wanted,
     heads: usize,
     width: usize,
@@ -19,48 +24,36 @@ pub(super) struct Held {
 impl Held {
     pub fn new(arena: &Arena, layers: usize, shape: &Shape, wanted: Wanted) -> Result<Self, ArenaError> {
         let (heads, width) = (shape.q_heads, shape.head_dim);
-        let mut held = Held { arena: arena.clone(), layers: Vec::new(), fill: vec![0; layers], wanted, heads, width };
         let room = match wanted {
-            Wanted::All => 0,
+            Wanted::All => shape.q_len,
             Wanted::Latest(queries) => queries,
         };
-        held.layers = (0..layers).map(|_| held.room(room)).collect::<Result<_, _>>()?;
-        Ok(held)
+        let (queries, sums) = Self::take(arena, layers * room * heads, width)?;
+        Ok(Held { arena: arena.clone(), queries, sums, fill: vec![0; layers], room, wanted, heads, width })
     }
 
-    fn room(&self, queries: usize) -> Result<(Buffer<f32>, Buffer<f32>), ArenaError> {
-        let rows = queries * self.heads;
-        Ok((self.arena.alloc(Label::Policy, rows * self.width)?, self.arena.alloc(Label::Policy, rows)?))
+    fn take(arena: &Arena, rows: usize, width: usize) -> Result<(Buffer<f32>, Buffer<f32>), ArenaError> {
+        Ok((arena.alloc(Label::Policy, rows * width)?, arena.alloc(Label::Policy, rows)?))
     }
 
-    pub fn wanted(&self) -> Wanted {
-        self.wanted
-    }
-
-    /// Queries that are held.
+    /// Queries that are held of every layer.
     pub fn queries(&self) -> usize {
         self.fill[0]
     }
 
     /// Takes queries `[1, Hq, n, D]` of a layer in, with their log-sum-exps `[Hq, n]`.
     pub fn push(&mut self, layer: usize, q: TensorView<'_>, lse: &[f32]) -> Result<(), ArenaError> {
-        let (heads, width, new) = (self.heads, self.width, q.dims()[2]);
-        let room = self.layers[layer].1.len() / heads;
-        let fill = self.fill[layer];
+        let (heads, width, new, fill) = (self.heads, self.width, q.dims()[2], self.fill[layer]);
         let (kept, taken) = match self.wanted {
-            Wanted::All => {
-                if fill + new > room {
-                    let mut larger = self.room(fill + new)?;
-                    let (queries, sums) = &self.layers[layer];
-                    larger.0[..fill * heads * width].copy_from_slice(&queries[..fill * heads * width]);
-                    larger.1[..fill * heads].copy_from_slice(&sums[..fill * heads]);
-                    self.layers[layer] = larger;
-                }
-                (fill, new)
-            }
+            Wanted::All => (fill, new),
             Wanted::Latest(most) => (fill.min(most.saturating_sub(new)), new.min(most)),
         };
-        let (queries, sums) = &mut self.layers[layer];
+        if kept + taken > self.room {
+            self.resize(kept + taken)?;
+        }
+        let rows = layer * self.room * heads..(layer + 1) * self.room * heads;
+        let queries = &mut self.queries[rows.start * width..rows.end * width];
+        let sums = &mut self.sums[rows];
         queries.copy_within((fill - kept) * heads * width..fill * heads * width, 0);
         sums.copy_within((fill - kept) * heads..fill * heads, 0);
         for query in 0..taken {
@@ -75,62 +68,62 @@ impl Held {
         Ok(())
     }
 
-    /// A copy of what is wanted of the queries that are held.
-    pub fn latest(&self, wanted: Wanted) -> Result<Self, ArenaError> {
-        let (heads, row) = (self.heads, self.heads * self.width);
-        let (kept, room) = match wanted {
-            Wanted::All => (self.queries(), self.queries()),
-            Wanted::Latest(most) => (self.queries().min(most), most),
-        };
-        let copy = |((queries, sums), &fill): (&(Buffer<f32>, Buffer<f32>), &usize)| {
-            let mut fresh = self.room(room)?;
-            fresh.0[..kept * row].copy_from_slice(&queries[(fill - kept) * row..fill * row]);
-            fresh.1[..kept * heads].copy_from_slice(&sums[(fill - kept) * heads..fill * heads]);
-            Ok(fresh)
-        };
-        let layers = self.layers.iter().zip(&self.fill).map(copy).collect::<Result<Vec<_>, ArenaError>>()?;
-        let fill = vec![kept; layers.len()];
-        Ok(Held { arena: self.arena.clone(), layers, fill, wanted, heads, width: self.width })
+    /// Holds no more than the latest `most` queries from now on.
+    pub fn narrow(&mut self, most: usize) -> Result<(), ArenaError> {
+        self.wanted = Wanted::Latest(most);
+        self.resize(most)
     }
 
-    /// Forgets all but what is wanted from now on.
-    pub fn narrow(&mut self, wanted: Wanted) -> Result<(), ArenaError> {
-        let most = match wanted {
-            Wanted::All => 0,
+    /// A copy of what is wanted of the queries that are held; `None` keeps to what was wanted so far.
+    pub fn copy(&self, wanted: Option<Wanted>) -> Result<Self, ArenaError> {
+        let wanted = wanted.unwrap_or(self.wanted);
+        let room = match wanted {
+            Wanted::All => self.queries(),
             Wanted::Latest(most) => most,
         };
-        let (heads, row) = (self.heads, self.heads * self.width);
-        for layer in 0..self.layers.len() {
-            let (fill, mut fresh) = (self.fill[layer], self.room(most)?);
-            let kept = fill.min(most);
-            let (queries, sums) = &self.layers[layer];
-            fresh.0[..kept * row].copy_from_slice(&queries[(fill - kept) * row..fill * row]);
-            fresh.1[..kept * heads].copy_from_slice(&sums[(fill - kept) * heads..fill * heads]);
-            self.layers[layer] = fresh;
-            self.fill[layer] = kept;
-        }
-        self.wanted = wanted;
+        Ok(Held { wanted, ..self.sized(room)? })
+    }
+
+    /// Makes room for so many queries of each layer; the latest stay.
+    fn resize(&mut self, room: usize) -> Result<(), ArenaError> {
+        *self = self.sized(room)?;
         Ok(())
     }
 
-    /// Queries of some layers, `[layers, n, Hq, D]`, and their log-sum-exps, `[layers, Hq, n]`.
-    pub fn layers(&self, layers: std::ops::Range<usize>) -> Result<(Buffer<f32>, Buffer<f32>), ArenaError> {
-        let (n, heads, row) = (self.queries(), self.heads, self.heads * self.width);
-        let mut q = self.arena.alloc::<f32>(Label::Policy, layers.len() * n * row)?;
+    /// A copy with room for so many queries of each layer: the latest.
+    fn sized(&self, room: usize) -> Result<Self, ArenaError> {
+        let Held { ref arena, wanted, heads, width, .. } = *self;
+        let (mut queries, mut sums) = Self::take(arena, self.fill.len() * room * heads, width)?;
+        let mut fill = self.fill.clone();
+        for (layer, fill) in fill.iter_mut().enumerate() {
+            let kept = (*fill).min(room);
+            let from = (layer * self.room + *fill - kept) * heads..(layer * self.room + *fill) * heads;
+            let to = layer * room * heads..(layer * room + kept) * heads;
+            queries[to.start * width..to.end * width]
+                .copy_from_slice(&self.queries[from.start * width..from.end * width]);
+            sums[to].copy_from_slice(&self.sums[from]);
+            *fill = kept;
+        }
+        Ok(Held { arena: arena.clone(), queries, sums, fill, room, wanted, heads, width })
+    }
+
+    /// Queries of some layers, `[layers, Hq, n, D]`.
+    pub fn view(&self, layers: Range<usize>) -> TensorView<'_> {
+        let dims = [self.fill.len(), self.room, self.heads, self.width];
+        let all = TensorView::contiguous(DType::F32, dims, bytemuck::cast_slice(&self.queries));
+        all.permuted([0, 2, 1, 3]).sequences(layers).tokens(0..self.queries())
+    }
+
+    /// Log-sum-exps of some layers, `[layers, Hq, n]`.
+    pub fn lse(&self, layers: Range<usize>) -> Result<Buffer<f32>, ArenaError> {
+        let (n, heads) = (self.queries(), self.heads);
         let mut lse = self.arena.alloc::<f32>(Label::Policy, layers.len() * n * heads)?;
-        let targets = q.chunks_mut((n * row).max(1)).zip(lse.chunks_mut((n * heads).max(1)));
-        for ((queries, sums), (q, lse)) in self.layers[layers].iter().zip(targets) {
-            q.copy_from_slice(&queries[..n * row]);
-            for (index, &sum) in sums[..n * heads].iter().enumerate() {
+        for (layer, lse) in layers.zip(lse.chunks_mut((n * heads).max(1))) {
+            let sums = &self.sums[layer * self.room * heads..][..n * heads];
+            for (index, &sum) in sums.iter().enumerate() {
                 lse[index % heads * n + index / heads] = sum;
             }
         }
-        Ok((q, lse))
-    }
-
-    /// What [`Held::layers`] gave as a view `[layers, Hq, n, D]`.
-    pub fn view<'q>(&self, q: &'q [f32], layers: usize) -> TensorView<'q> {
-        let dims = [layers, self.queries(), self.heads, self.width];
-        TensorView::contiguous(DType::F32, dims, bytemuck::cast_slice(q)).permuted([0, 2, 1, 3])
+        Ok(lse)
     }
 }

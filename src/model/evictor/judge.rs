@@ -55,7 +55,7 @@ impl Evictor<'_> {
         let wanted = self.wanted(policy, scene.sequence);
         let judged = &mut self.sequences[scene.sequence];
         match (wanted, &mut judged.held) {
-            (Some(wanted @ Wanted::Latest(_)), Some(held)) if last => held.narrow(wanted)?,
+            (Some(Wanted::Latest(queries)), Some(held)) if last => held.narrow(queries)?,
             (_, held) => *held = None,
         }
         Ok(())
@@ -150,7 +150,7 @@ impl Evictor<'_> {
         let judged = &self.sequences[scene.sequence];
         let held: &Held = judged.held.as_ref().expect("every pass shows its queries");
         let (config, kv) = (&scene.model.config, scene.layers(layers));
-        let (q, mut lse) = held.layers(layers.clone())?;
+        let mut lse = held.lse(layers.clone())?;
         let shape = Shape {
             batch: layers.len(),
             q_heads: config.q_heads,
@@ -159,8 +159,10 @@ impl Evictor<'_> {
             kv_len: kv.max_len(layers.len()),
             head_dim: config.head_dim,
         };
+        // In lists with gaps the window of these parameters is one of slots: what lies farther back is scored as if it
+        // were seen.
         let params = params(config, layers.start);
-        let call = Forward { shape, params, q: held.view(&q, layers.len()), kv: &kv, cpu: scene.cpu };
+        let call = Forward { shape, params, q: held.view(layers.clone()), kv: &kv, cpu: scene.cpu };
         let attends = [Statistic::RecentAttention, Statistic::AccumulatedAttention];
         if again && shape.q_len > 1 && policy.needs().iter().any(|need| attends.contains(need)) {
             lse = self.asked_again(&call, &params)?;

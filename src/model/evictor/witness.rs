@@ -68,7 +68,7 @@ impl Evictor<'_> {
     pub fn adopt(&mut self, sequence: usize, witness: &Witness) -> Result<(), ArenaError> {
         let Some(policy) = self.judging() else { return Ok(()) };
         let held = witness.held.as_ref().expect("a prefill was witnessed");
-        self.sequences[sequence].held = Some(held.latest(wanted_of_prefill(policy))?);
+        self.sequences[sequence].held = Some(held.copy(Some(wanted_of_prefill(policy)))?);
         Ok(())
     }
 }
