@@ -1,9 +1,9 @@
 //! What models answered, in tables and in words: a leaderboard of policies by budgets, and a table for each task.
 
 use super::naming::{CONTEXT, HEADS, KERNEL, Naming, SAMPLES, SEED, TASK};
-use super::summary::{lines, status};
+use super::palette;
+use super::summary::{lines, status, wrapped};
 use super::text::{self, NOTHING};
-use super::{baseline, palette};
 use crate::experiment::answers::{Answers, Estimate};
 use crate::experiment::cell::Measure;
 use crate::experiment::record::{Record, Status};
@@ -33,6 +33,11 @@ fn answers(record: &Record) -> Option<&Answers> {
 /// left out: its mean would be of something else.
 pub fn pools<'a>(records: &[&'a Record]) -> (Vec<Pool<'a>>, String) {
     let mut records: Vec<&Record> = records.iter().copied().filter(|record| answers(record).is_some()).collect();
+    // Texts have no score; beside tasks they are left to their own table.
+    let scored = |record: &&Record| answers(record).is_some_and(|answers| answers.accuracy.is_some());
+    if records.iter().any(scored) {
+        records.retain(scored);
+    }
     let longest = records.iter().map(|record| record.cell.context_tokens).max();
     records.retain(|record| Some(record.cell.context_tokens) == longest);
     let naming = Naming::over(&records, &[CONTEXT, SAMPLES, HEADS, KERNEL]);
@@ -129,7 +134,9 @@ fn leaderboard(records: &[&Record]) -> String {
         let number = |value: Option<&f64>| value.map_or(NOTHING.into(), |value| format!("{value:.1}"));
         let mut row = vec![name.to_string(), number(of_name.get(""))];
         row.extend(budgets.iter().map(|budget| number(of_name.get(budget))));
-        rows.push((if scored { -mean } else { mean }, row));
+        // The full cache leads: it is what the others are compared with.
+        let order = if palette::is_baseline(name) { f64::NEG_INFINITY } else { mean };
+        rows.push((if scored && order.is_finite() { -order } else { order }, row));
     }
     if rows.is_empty() {
         return String::from("### eval\n\nno cell has an answer\n");
@@ -141,14 +148,34 @@ fn leaderboard(records: &[&Record]) -> String {
         .collect();
     let what = if scored { "score in percent, mean over tasks" } else { "perplexity" };
     let table = lines(std::iter::once(headings).chain(rows.into_iter().map(|(_, row)| row)).collect());
-    format!("### eval: leaderboard\n\n{what} · {common}\n\n{table}")
+    format!("### eval: leaderboard\n\n{}\n\n{table}", wrapped(&format!("{what} · {common}")))
 }
 
-/// The cells of one task.
+/// The cells of one task. A text has no score, so that there is room for how its tokens fare.
 fn of_task(records: &[&Record]) -> String {
     let naming = Naming::over(records, &[TASK, CONTEXT, SAMPLES, SEED]);
-    let headings =
-        ["policy", "budget", "score", "95%", "vs full", "KL nats", "top-1", "ppl", "kv", "first", "per token"];
+    let scored = records.iter().filter_map(|record| answers(record)).any(|answers| answers.accuracy.is_some());
+    let shown: &[(&str, fn(&Numbers) -> &String)] = match scored {
+        true => &[
+            ("score", |numbers| &numbers.score),
+            ("95%", |numbers| &numbers.interval),
+            ("vs full", |numbers| &numbers.difference),
+            ("KL nats", |numbers| &numbers.kl),
+            ("kv", |numbers| &numbers.kv),
+            ("first", |numbers| &numbers.first),
+            ("per token", |numbers| &numbers.step),
+        ],
+        false => &[
+            ("perplexity", |numbers| &numbers.perplexity),
+            ("KL nats", |numbers| &numbers.kl),
+            ("top-1", |numbers| &numbers.top1),
+            ("kv", |numbers| &numbers.kv),
+            ("first", |numbers| &numbers.first),
+            ("per token", |numbers| &numbers.step),
+        ],
+    };
+    let headings: Vec<String> =
+        ["policy", "budget"].into_iter().chain(shown.iter().map(|(heading, _)| *heading)).map(String::from).collect();
     let row = |record: &&Record| {
         let policy = record.cell.policy.as_deref().unwrap_or(NOTHING);
         let mut row = vec![
@@ -156,7 +183,10 @@ fn of_task(records: &[&Record]) -> String {
             record.cell.budget.clone().unwrap_or_else(|| NOTHING.into()),
         ];
         match answers(record) {
-            Some(found) => row.extend(numbers(record, found)),
+            Some(found) => {
+                let numbers = Numbers::of(record, found);
+                row.extend(shown.iter().map(|(_, read)| read(&numbers).clone()));
+            }
             None => {
                 row.push(status(record.status).into());
                 row.resize(headings.len(), NOTHING.into());
@@ -164,36 +194,52 @@ fn of_task(records: &[&Record]) -> String {
         }
         row
     };
-    let rows = std::iter::once(headings.map(String::from).to_vec()).chain(records.iter().map(row)).collect();
+    let rows = std::iter::once(headings.clone()).chain(records.iter().map(row)).collect();
     let task = records[0].cell.task.as_deref().unwrap_or(NOTHING);
     format!("### eval: {task}, {} context\n\n{}", units::tokens(records[0].cell.context_tokens), lines(rows))
 }
 
-/// Score, its interval, its difference, KL, agreement, perplexity, KV bytes, time to the first token and of a token.
-fn numbers(record: &Record, answers: &Answers) -> [String; 9] {
-    let or_nothing = |text: Option<String>| text.unwrap_or(NOTHING.into());
-    let percent = |value: f64| format!("{:.1}", 100.0 * value);
-    let time = |phase: &str| or_nothing(record.latency.get(phase).map(|phase| units::nanoseconds(phase.median_ns)));
-    let interval = |score: Estimate| format!("{:.0}–{:.0}", 100.0 * score.ci95_low, 100.0 * score.ci95_high);
-    [
-        or_nothing(answers.accuracy.map(|score| percent(score.mean))),
-        or_nothing(answers.accuracy.map(interval)),
-        or_nothing(answers.accuracy_difference.map(|difference| format!("{:+.1}", 100.0 * difference.mean))),
-        text::drift(answers.kl_nats.mean),
-        percent(answers.top1_agreement.mean),
-        units::three_digits(answers.nll_nats.mean.exp()),
-        units::bytes(answers.kv_bytes_live),
-        time("first_token"),
-        time("decode"),
-    ]
+/// Numbers of a cell as tables show them.
+#[derive(Default)]
+struct Numbers {
+    score: String,
+    interval: String,
+    difference: String,
+    kl: String,
+    top1: String,
+    perplexity: String,
+    agreement: String,
+    kv: String,
+    first: String,
+    step: String,
+}
+
+impl Numbers {
+    fn of(record: &Record, answers: &Answers) -> Self {
+        let or_nothing = |text: Option<String>| text.unwrap_or(NOTHING.into());
+        let percent = |value: f64| format!("{:.1}", 100.0 * value);
+        let time = |phase: &str| or_nothing(record.latency.get(phase).map(|phase| units::nanoseconds(phase.median_ns)));
+        let interval = |score: Estimate| format!("{:.0}–{:.0}", 100.0 * score.ci95_low, 100.0 * score.ci95_high);
+        Numbers {
+            score: or_nothing(answers.accuracy.map(|score| percent(score.mean))),
+            interval: or_nothing(answers.accuracy.map(interval)),
+            difference: or_nothing(answers.accuracy_difference.map(|value| format!("{:+.1}", 100.0 * value.mean))),
+            kl: text::drift(answers.kl_nats.mean),
+            top1: percent(answers.top1_agreement.mean),
+            perplexity: units::three_digits(answers.nll_nats.mean.exp()),
+            agreement: percent(answers.greedy_agreement.mean),
+            kv: units::bytes(answers.kv_bytes_live),
+            first: time("first_token"),
+            step: time("decode"),
+        }
+    }
 }
 
 /// Lines of the page's table.
 pub fn rows(records: &[&Record]) -> Vec<Value> {
     let naming = Naming::over(records, &[TASK, CONTEXT, SAMPLES, SEED]);
     let row = |record: &&Record| {
-        let [score, interval, difference, kl, top1, perplexity, kv, first, step] =
-            answers(record).map_or_else(|| [NOTHING; 9].map(String::from), |found| numbers(record, found));
+        let numbers = answers(record).map_or_else(Numbers::default, |found| Numbers::of(record, found));
         context! {
             cell_id => &record.cell_id,
             status => status(record.status),
@@ -204,8 +250,16 @@ pub fn rows(records: &[&Record]) -> Vec<Value> {
             budget => record.cell.budget.as_deref().unwrap_or(NOTHING),
             seed => record.cell.seed,
             peak => text::peak(record),
-            agreement => answers(record).map_or(NOTHING.into(), |found| text::percent(found.greedy_agreement.mean)),
-            score, interval, difference, kl, top1, perplexity, kv, first, step,
+            score => numbers.score,
+            interval => numbers.interval,
+            difference => numbers.difference,
+            kl => numbers.kl,
+            top1 => numbers.top1,
+            perplexity => numbers.perplexity,
+            agreement => numbers.agreement,
+            kv => numbers.kv,
+            first => numbers.first,
+            step => numbers.step,
         }
     };
     records.iter().map(row).collect()
@@ -226,21 +280,19 @@ pub fn findings(records: &[&Record]) -> Vec<String> {
         }
     }
     let sentence = |(budget, (pool, score)): (&str, (&Pool, Estimate))| {
-        let speed = baseline::speed_up(pool.records[0], records);
-        let time = speed.map(|speed| format!(", a token in {} of the time", text::percent(1.0 / speed)));
         format!(
             "eval, budget {budget}: `{}` answers best, {} right (95% interval {} to {}; full cache {}), with {} of the \
-             KV bytes{}.",
+             KV bytes.",
             pool.name,
             text::percent(score.mean),
             text::percent(score.ci95_low),
             text::percent(score.ci95_high),
             text::percent(full.mean),
             text::percent(pool.mean(|answers| answers.kv_bytes_live as f64 / answers.kv_bytes_dense as f64)),
-            time.unwrap_or_default(),
         )
     };
-    best.into_iter().map(sentence).collect()
+    // Where nobody answers anything there is no best.
+    best.into_iter().filter(|(_, (_, score))| score.mean > 0.0).map(sentence).collect()
 }
 
 /// Records of each policy at the middle one of its budgets, of all lengths and tasks together; and what they have in

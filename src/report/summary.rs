@@ -153,7 +153,7 @@ pub fn lines(mut rows: Vec<Vec<String>>) -> String {
 }
 
 /// `text` of parts joined by `·`, on as many lines as it takes.
-fn wrapped(text: &str) -> String {
+pub fn wrapped(text: &str) -> String {
     let mut lines: Vec<String> = Vec::new();
     for part in text.split(" · ") {
         let part = shortened(part, MOST_COLUMNS - 2);
