@@ -93,7 +93,8 @@ pub fn run(
     let policies = cells.iter().map(policy).collect::<Result<Vec<Policy>, _>>().map_err(ModelError::from)?;
     let choices = cells.iter().zip(&policies).map(|(cell, policy)| choice(cell, policy));
     let choices = choices.collect::<Result<Vec<Eviction<'_>>, _>>().map_err(ModelError::from)?;
-    let mut states: Vec<State> = choices.iter().map(|choice| State::new(choice, &model, cell)).collect();
+    let shortest = samples.iter().map(|prompt| prompt.context.len()).min().unwrap_or(0);
+    let mut states: Vec<State> = choices.iter().map(|choice| State::new(choice, &model, cell, shortest)).collect();
     let going = |states: &[State]| (0..states.len()).filter(|&at| states[at].ended.is_none()).collect::<Vec<_>>();
     let first: Vec<Eviction<'_>> = going(&states).into_iter().map(|at| choices[at]).collect();
     let watch = Watch::default();
@@ -159,16 +160,16 @@ struct State {
 }
 
 impl State {
-    fn new(choice: &Eviction<'_>, model: &Model, cell: &Cell) -> Self {
+    /// `context` is the length of the shortest context, in tokens.
+    fn new(choice: &Eviction<'_>, model: &Model, cell: &Cell, context: usize) -> Self {
         let lists = cell.layers * cell.kv_heads;
         let token_bytes = (2 * cell.head_dim * cell.dtype.bytes()) as u64;
-        let context = cell.context_tokens;
         let budget = choice.policy.budget_tokens(choice.name, choice.budget.as_ref(), context, token_bytes, lists);
         let evicts = choice.policy.scorer.is_some();
         let ended = match budget {
             Err(error) => Some((Status::Failed, error.to_string())),
             Ok(tokens) if evicts && tokens >= context => {
-                let reason = format!("the budget holds the whole context of {context} tokens: nothing to evict");
+                let reason = format!("the budget holds a whole context of {context} tokens: nothing to evict");
                 Some((Status::Skipped, reason))
             }
             Ok(_) => None,
