@@ -9,7 +9,7 @@
 #pragma once
 #include "problem.cuh"
 
-static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM <= 128, "rows are copied in chunks of 8 elements; D up to 128");
+static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM <= 256, "rows are copied in chunks of 8 elements; D up to 256");
 constexpr int WIDTH = (HEAD_DIM + 63) / 64 * 64; // elements of a padded row
 constexpr int CHUNKS = WIDTH / 8;
 constexpr int ROW_BYTES = 2 * WIDTH;

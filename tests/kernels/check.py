@@ -29,6 +29,10 @@ def variants():
         yield "tiled.cu", {"ELEMENT": element, "HEAD_DIM": head_dim}
     for element, head_dim, paged in itertools.product(["BF16", "F16"], [64, 96, 128], [0, 1]):
         yield "decode.cu", {"ELEMENT": element, "HEAD_DIM": head_dim, "PAGED": paged}
+    for element, (head_dim, small), fixed in itertools.product(
+        ["BF16", "F16"], [(64, 0), (96, 0), (96, 1), (128, 0), (128, 1), (192, 0), (256, 0)], [0, 1]
+    ):
+        yield "backward.cu", {"ELEMENT": element, "HEAD_DIM": head_dim, "DETERMINISTIC": fixed, "SMALL": small}
 
 
 def load_nvrtc(path):
@@ -94,6 +98,7 @@ def functions(log):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", action="append", help="an architecture; may be given again [default: all]")
+    parser.add_argument("--only", metavar="FILE", help="only this file, as tiled.cu")
     parser.add_argument("--nvrtc", metavar="PATH", help="libnvrtc.so.N")
     parser.add_argument("--markdown", metavar="FILE", help="write the table there too")
     arguments = parser.parse_args()
@@ -102,6 +107,8 @@ def main():
     nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
     rows, wrong, slowest = [], [], (0.0, "")
     for architecture, (file, macros) in itertools.product(arguments.arch or ARCHITECTURES, variants()):
+        if arguments.only not in (None, file):
+            continue
         label = f"{file} {' '.join(f'{name}={value}' for name, value in macros.items())} {architecture}"
         compiled, log, seconds = compile_variant(nvrtc, file, macros, architecture)
         slowest = max(slowest, (seconds, label))

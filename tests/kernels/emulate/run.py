@@ -15,12 +15,18 @@ import time
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 KERNELS = os.path.join(HERE, "..", "..", "..", "kernels")
+# Families whose gradients are compared, by gradients.cpp.
+BACKWARD = ["backward"]
 VARIANTS = [
     ("naive", "F32", 64, ""), ("naive", "BF16", 40, ""), ("naive", "F16", 128, ""),
     ("tiled", "BF16", 64, ""), ("tiled", "F16", 64, ""), ("tiled", "BF16", 128, ""), ("tiled", "F16", 40, ""),
     ("tiled", "BF16", 96, ""),
     ("decode", "BF16", 64, "PAGED=0"), ("decode", "BF16", 128, "PAGED=0"), ("decode", "F16", 72, "PAGED=0"),
     ("decode", "BF16", 64, "PAGED=1"), ("decode", "F16", 128, "PAGED=1"),
+    ("backward", "BF16", 64, "DETERMINISTIC=0 SMALL=0"), ("backward", "F16", 64, "DETERMINISTIC=1 SMALL=0"),
+    ("backward", "F16", 128, "DETERMINISTIC=0 SMALL=0"), ("backward", "BF16", 128, "DETERMINISTIC=1 SMALL=0"),
+    ("backward", "BF16", 96, "DETERMINISTIC=0 SMALL=1"), ("backward", "F16", 40, "DETERMINISTIC=0 SMALL=0"),
+    ("backward", "BF16", 256, "DETERMINISTIC=0 SMALL=0"), ("backward", "F16", 200, "DETERMINISTIC=1 SMALL=0"),
 ]  # fmt: skip
 
 
@@ -36,11 +42,12 @@ def main():
                 continue
             program = os.path.join(folder, "emulate")
             macros = [f"-DELEMENT={element}", f"-DHEAD_DIM={head_dim}", f'-DFAMILY="{family}.hpp"']
-            macros += [f"-D{extra}"] if extra else []
+            macros += [f"-D{macro}" for macro in extra.split()]
+            harness = "gradients.cpp" if family in BACKWARD else "emulate.cpp"
             flags = ["-std=c++17", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
             flags += ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-unused-function", f"-I{KERNELS}", f"-I{HERE}"]
             started = time.perf_counter()
-            subprocess.run([arguments.cxx, *flags, *macros, os.path.join(HERE, "emulate.cpp"), "-o", program], check=True)
+            subprocess.run([arguments.cxx, *flags, *macros, os.path.join(HERE, harness), "-o", program], check=True)
             built = time.perf_counter()
             result = subprocess.run([program], capture_output=True, text=True, timeout=900)
             label = " ".join([family, element, f"D={head_dim}", extra]).strip()
