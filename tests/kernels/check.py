@@ -33,6 +33,10 @@ def variants():
         ["BF16", "F16"], [(64, 0), (96, 0), (96, 1), (128, 0), (128, 1), (192, 0), (256, 0)], [0, 1]
     ):
         yield "backward.cu", {"ELEMENT": element, "HEAD_DIM": head_dim, "DETERMINISTIC": fixed, "SMALL": small}
+    for element, (head_dim, tile) in itertools.product(["F32", "BF16", "F16"], [(64, 32), (128, 32), (256, 32), (256, 16)]):
+        yield "backward_scalar.cu", {"ELEMENT": element, "HEAD_DIM": head_dim, "TILE": tile}
+    for element, head_dim in itertools.product(["F32", "BF16", "F16"], [64, 128, 256]):
+        yield "naive_backward.cu", {"ELEMENT": element, "HEAD_DIM": head_dim}
 
 
 def load_nvrtc(path):

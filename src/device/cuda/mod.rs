@@ -7,6 +7,7 @@
 
 mod build;
 mod device;
+mod gradients;
 mod nvrtc;
 mod problem;
 mod runtime;
@@ -14,6 +15,7 @@ mod source;
 
 pub use build::{Origin, build};
 pub use device::{Device, DeviceBuffer, Limits, Module};
+pub use gradients::{BackwardOperands, Gradients, backward, deltas};
 pub use nvrtc::Nvrtc;
 pub use problem::{Extents, Launch, Operands, Problem};
 pub use runtime::Runtime;
