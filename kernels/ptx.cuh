@@ -135,4 +135,30 @@ DEVICE float reciprocal(float x) {
 DEVICE float fused(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 DEVICE float larger(float a, float b) { return fmaxf(a, b); }
 
+// The same number, but the compiler cannot know: what follows from it is computed anew in every turn of a loop, and does
+// not take a register all the while.
+DEVICE int forgotten(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
+// A fragment of 16x8 sums, four in each lane, in 128 floats of global memory: added to what is there, whoever else adds
+// at the same time, or read. Its order there is the one that the widest addition of the architecture takes.
+DEVICE void add_fragment(float *fragment, int lane, const float (&x)[4]) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(fragment + 4 * lane), "f"(x[0]), "f"(x[1]), "f"(x[2]),
+                 "f"(x[3])
+                 : "memory");
+#else
+    for (int i = 0; i < 4; i++) asm volatile("red.global.add.f32 [%0], %1;" ::"l"(fragment + 32 * i + lane), "f"(x[i]) : "memory");
+#endif
+}
+DEVICE void read_fragment(const float *fragment, int lane, float (&x)[4]) {
+#if __CUDA_ARCH__ >= 900
+    for (int i = 0; i < 4; i++) x[i] = fragment[4 * lane + i];
+#else
+    for (int i = 0; i < 4; i++) x[i] = fragment[32 * i + lane];
+#endif
+}
+
 #endif

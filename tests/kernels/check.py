@@ -47,6 +47,14 @@ def variants():
     for element, (head_dim, keys, capped), negative in itertools.chain(signs, [("BF16", tiles[3], 1)]):
         macros = {"ELEMENT": element, "HEAD_DIM": head_dim, "KEYS": keys, "CAPPED": capped, "NEGATIVE": negative}
         yield "hopper.cu", macros
+    for element, (head_dim, small), fixed in itertools.product(
+        ["BF16", "F16"], [(64, 0), (96, 0), (96, 1), (128, 0), (128, 1), (192, 0), (256, 0)], [0, 1]
+    ):
+        yield "backward.cu", {"ELEMENT": element, "HEAD_DIM": head_dim, "DETERMINISTIC": fixed, "SMALL": small}
+    for element, (head_dim, tile) in itertools.product(["F32", "BF16", "F16"], [(64, 32), (128, 32), (256, 32), (256, 16)]):
+        yield "backward_scalar.cu", {"ELEMENT": element, "HEAD_DIM": head_dim, "TILE": tile}
+    for element, head_dim in itertools.product(["F32", "BF16", "F16"], [64, 128, 256]):
+        yield "naive_backward.cu", {"ELEMENT": element, "HEAD_DIM": head_dim}
 
 
 def decode(element, head_dim, page_tokens, warps, stages, rows):
@@ -120,6 +128,7 @@ def functions(log):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", action="append", help="an architecture; may be given again [default: all]")
+    parser.add_argument("--only", metavar="FILE", help="only this file, as tiled.cu")
     parser.add_argument("--nvrtc", metavar="PATH", help="libnvrtc.so.N")
     parser.add_argument("--markdown", metavar="FILE", help="write the table there too")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="variants at a time [default: every core]")
@@ -129,7 +138,7 @@ def main():
     nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
     rows, wrong, slowest = [], [], (0.0, "")
     todo = [(file, macros, arch) for arch, (file, macros) in itertools.product(arguments.arch or ARCHITECTURES, variants())]
-    todo = [variant for variant in todo if ONLY.get(variant[0], variant[2]) == variant[2]]
+    todo = [variant for variant in todo if ONLY.get(variant[0], variant[2]) == variant[2] and arguments.only in (None, variant[0])]
     with ProcessPoolExecutor(max(1, arguments.jobs)) as pool:  # NVRTC holds a lock: threads would wait for each other
         compiled_all = list(pool.map(compile_variant, itertools.repeat(arguments.nvrtc), *zip(*todo)))
     for (file, macros, architecture), (compiled, log, seconds) in zip(todo, compiled_all):

@@ -8,6 +8,7 @@
 mod build;
 mod cublas;
 mod device;
+mod gradients;
 mod nvrtc;
 mod pages;
 mod problem;
@@ -19,6 +20,7 @@ pub use build::{Origin, build};
 pub use cublas::{Cublas, Gemm};
 pub(crate) use device::Argument;
 pub use device::{Device, DeviceBuffer, Limits, Module};
+pub use gradients::{BackwardOperands, Gradients, backward, deltas};
 pub use nvrtc::Nvrtc;
 pub(crate) use pages::Pages;
 pub use pages::{PagedKv, Slabs};

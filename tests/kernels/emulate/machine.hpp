@@ -360,3 +360,11 @@ inline float log2_fast(float x) { return log2f(x); }
 inline float reciprocal(float x) { return 1.0f / x; }
 inline float fused(float a, float b, float c) { return fmaf(a, b, c); }
 inline float larger(float a, float b) { return fmaxf(a, b); }
+inline int forgotten(int x) { return x; }
+
+inline void add_fragment(float *fragment, int lane, const float (&x)[4]) {
+    for (int i = 0; i < 4; i++) fragment[32 * i + lane] += x[i];
+}
+inline void read_fragment(const float *fragment, int lane, float (&x)[4]) {
+    for (int i = 0; i < 4; i++) x[i] = fragment[32 * i + lane];
+}

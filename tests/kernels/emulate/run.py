@@ -16,6 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 KERNELS = os.path.join(HERE, "..", "..", "..", "kernels")
+# Families whose gradients are compared, by gradients.cpp.
+BACKWARD = ["backward", "backward_scalar", "naive_backward"]
 VARIANTS = [
     ("naive", "F32", 64, "LIBRARY_PRODUCTS=0"), ("naive", "BF16", 40, "LIBRARY_PRODUCTS=0"),
     ("naive", "F32", 64, "LIBRARY_PRODUCTS=1"), ("naive", "F16", 128, "LIBRARY_PRODUCTS=1"),
@@ -38,6 +40,13 @@ VARIANTS = [
     ("hopper", "BF16", 64, "KEYS=128 CAPPED=0 NEGATIVE=0"), ("hopper", "F16", 64, "KEYS=112 CAPPED=1 NEGATIVE=1"),
     ("hopper", "F16", 128, "KEYS=128 CAPPED=0 NEGATIVE=0"), ("hopper", "BF16", 128, "KEYS=176 CAPPED=0 NEGATIVE=0"),
     ("hopper", "BF16", 256, "KEYS=80 CAPPED=0 NEGATIVE=0"), ("hopper", "F16", 256, "KEYS=64 CAPPED=1 NEGATIVE=0"),
+    ("backward", "BF16", 64, "DETERMINISTIC=0 SMALL=0"), ("backward", "F16", 64, "DETERMINISTIC=1 SMALL=0"),
+    ("backward", "F16", 128, "DETERMINISTIC=0 SMALL=0"), ("backward", "BF16", 128, "DETERMINISTIC=1 SMALL=0"),
+    ("backward", "BF16", 96, "DETERMINISTIC=0 SMALL=1"), ("backward", "F16", 40, "DETERMINISTIC=0 SMALL=0"),
+    ("backward", "BF16", 256, "DETERMINISTIC=0 SMALL=0"), ("backward", "F16", 200, "DETERMINISTIC=1 SMALL=0"),
+    ("backward_scalar", "F32", 64, "TILE=32"), ("backward_scalar", "BF16", 37, "TILE=32"),
+    ("backward_scalar", "F32", 256, "TILE=16"),
+    ("naive_backward", "F32", 64, ""), ("naive_backward", "BF16", 40, ""), ("naive_backward", "F16", 128, ""),
 ]  # fmt: skip
 
 
@@ -46,10 +55,11 @@ def run(cxx, folder, number, family, element, head_dim, extra):
     program = os.path.join(folder, str(number))
     macros = [f"-DELEMENT={element}", f"-DHEAD_DIM={head_dim}", f'-DFAMILY="{family}.hpp"']
     macros += [f"-D{macro}" for macro in extra.split()]
+    harness = "gradients.cpp" if family in BACKWARD else "emulate.cpp"
     flags = ["-std=c++17", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
     flags += ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-psabi", "-Wno-unused-function", f"-I{KERNELS}", f"-I{HERE}"]
     started = time.perf_counter()
-    subprocess.run([cxx, *flags, *macros, os.path.join(HERE, "emulate.cpp"), "-o", program], check=True)
+    subprocess.run([cxx, *flags, *macros, os.path.join(HERE, harness), "-o", program], check=True)
     built = time.perf_counter()
     result = subprocess.run([program], capture_output=True, text=True, timeout=900)
     label = " ".join([family, element, f"D={head_dim}", extra]).strip()
