@@ -22,7 +22,7 @@ type (or --dtype), lse [B, Hq, Lq] in F32 (natural log), and with --backward dq,
 Times: with --repeat above 1, one untimed pass warms up before the timed ones. The time of a backward pass is its \
 own, without the forward pass.\n\n\
 With --device cuda the kernels are naive (any type), tiled and decode (bf16 or f16, D a multiple of 8 up to 128), \
-forward only; memory is the GPU's, and times are the GPU's own.\n\n\
+and hopper (bf16 or f16, D 64, 128 or 256, on GPUs of compute capability 9.0: H100, H200); forward only; memory is the GPU's, and times are the GPU's own.\n\n\
 Drift is the relative L2 distance of o from the f64 reference, on up to 64 queries of each head.\n\n\
 Examples:
   kvsieve attend --input in.safetensors --output out.safetensors --causal

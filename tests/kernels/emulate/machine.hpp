@@ -59,6 +59,7 @@ inline Stop stop = [](Fault) { exit(3); };
 struct Schedule {
     bool backwards;  // the last thread runs first
     bool copy_early; // cp.async writes at once; otherwise when it is waited for
+    bool lagging;    // the last warp runs only when the others can do nothing without it
 };
 inline Schedule schedule;
 
@@ -174,7 +175,12 @@ inline void launch(Dim3 grid, int threads, size_t dynamic_shared, const std::fun
                 for (auto hook : on_block_start) hook();
                 for (int left = threads; left;) {
                     const long before = meetings;
-                    for (int i = 0; i < threads / 32; i++) left -= run_warp(schedule.backwards ? threads / 32 - 1 - i : i);
+                    const int last = threads / 32 - 1;
+                    for (int i = 0; i <= last; i++) {
+                        const int warp = schedule.backwards ? last - i : i;
+                        if (!schedule.lagging || warp != last) left -= run_warp(warp);
+                    }
+                    if (schedule.lagging && meetings == before) left -= run_warp(last);
                     if (left && meetings == before) {
                         fprintf(stderr, "deadlock: %d threads of block %u %u %u wait\n", left, blockIdx.x, blockIdx.y,
                                 blockIdx.z);
