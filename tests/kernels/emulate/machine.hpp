@@ -59,6 +59,7 @@ inline Stop stop = [](Fault) { exit(3); };
 struct Schedule {
     bool backwards;  // the last thread runs first
     bool copy_early; // cp.async writes at once; otherwise when it is waited for
+    bool lagging;    // a warp in the middle takes a step only when the others can do nothing without it
 };
 inline Schedule schedule;
 
@@ -131,11 +132,12 @@ template <class Put, class Make, class Take> void together(Put put, Make make, T
     meet(warp().meeting, 32);
 }
 
-// Runs a warp as far as it gets without the others: a warp that needs a barrier and has none runs ahead. Gives how
-// many of its threads ended.
-inline int run_warp(int warp) {
+// Runs a warp as far as it gets without the others: a warp that needs a barrier and has none runs ahead; or `once`, each
+// thread until it must wait. Gives how many of its threads ended.
+inline int run_warp(int warp, bool once = false) {
     int ended = 0;
-    for (long before = -1; before != meetings;) {
+    long before;
+    do {
         before = meetings;
         for (int i = 0; i < 32; i++) {
             current = 32 * warp + (schedule.backwards ? 31 - i : i);
@@ -144,7 +146,7 @@ inline int run_warp(int warp) {
             switch_stack(&scheduler, fibers[current].sp);
             if (fibers[current].done) ended++, meetings++;
         }
-    }
+    } while (!once && before != meetings);
     return ended;
 }
 
@@ -174,7 +176,12 @@ inline void launch(Dim3 grid, int threads, size_t dynamic_shared, const std::fun
                 for (auto hook : on_block_start) hook();
                 for (int left = threads; left;) {
                     const long before = meetings;
-                    for (int i = 0; i < threads / 32; i++) left -= run_warp(schedule.backwards ? threads / 32 - 1 - i : i);
+                    const int all = threads / 32, laggard = schedule.lagging ? all / 2 - 1 : -1;
+                    for (int i = 0; i < all; i++) {
+                        const int warp = schedule.backwards ? all - 1 - i : i;
+                        if (warp != laggard) left -= run_warp(warp);
+                    }
+                    if (laggard >= 0 && meetings == before) left -= run_warp(laggard, true);
                     if (left && meetings == before) {
                         fprintf(stderr, "deadlock: %d threads of block %u %u %u wait\n", left, blockIdx.x, blockIdx.y,
                                 blockIdx.z);
