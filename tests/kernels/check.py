@@ -31,15 +31,22 @@ def variants():
     for element, head_dims in [("BF16", [64, 96, 100, 128, 192, 256]), ("F16", [128])]:
         for head_dim in head_dims:
             for keys in [64, 32] if head_dim <= 192 else [32]:
-                yield "tiled.cu", {"ELEMENT": element, "HEAD_DIM": head_dim, "KEYS": keys}
+                yield "tiled.cu", tiled(element, head_dim, keys)
     for head_dim, keys in [(64, 32), (100, 32), (128, 32), (128, 16), (192, 16), (256, 16), (256, 8)]:
-        yield "tiled.cu", {"ELEMENT": "F32", "HEAD_DIM": head_dim, "KEYS": keys}
+        yield "tiled.cu", tiled("F32", head_dim, keys)
     rings = [(64, 4, 4), (96, 4, 3), (100, 4, 2), (128, 4, 3), (192, 2, 3), (256, 2, 3), (256, 4, 2)]
     for page_tokens, (head_dim, warps, stages) in itertools.product([0, 16, 10], rings):
         yield "decode.cu", decode("BF16", head_dim, page_tokens, warps, stages, 16)
     yield "decode.cu", decode("F16", 128, 16, 4, 3, 16)
     for rows, (head_dim, warps, stages) in itertools.product([4, 16], [(64, 4, 4), (128, 4, 3), (250, 2, 2), (256, 2, 3)]):
         yield "decode.cu", decode("F32", head_dim, 16 if rows == 16 else 0, warps, stages, rows)
+
+
+def tiled(element, head_dim, keys):
+    """Macros of a variant of tiled.cu."""
+    half = element != "F32"
+    shape = {"ROWS": 128 if half and head_dim <= 64 else 64, "KEYS": keys, "Q_KEPT": int(half and head_dim <= 192)}
+    return {"ELEMENT": element, "HEAD_DIM": head_dim, **shape}
 
 
 def decode(element, head_dim, page_tokens, warps, stages, rows):
