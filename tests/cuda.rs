@@ -1,5 +1,8 @@
 //! Kernels on a GPU against the f64 reference. Ignored unless asked for: `cargo test --release -- --ignored cuda`.
 
+mod common;
+
+use common::ragged::Ragged;
 use kvsieve::attention::cuda::{Inputs, Plan, Results, cuda_kernel, decode_paged};
 use kvsieve::attention::{DenseKv, Forward, Params, Shape, reference};
 use kvsieve::device::Cpu;
