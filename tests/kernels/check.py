@@ -32,9 +32,9 @@ def variants():
     for element, head_dims in [("BF16", [64, 96, 100, 128, 192, 256]), ("F16", [128])]:
         for head_dim in head_dims:
             for keys in [64, 32] if head_dim <= 192 else [32]:
-                yield "tiled.cu", {"ELEMENT": element, "HEAD_DIM": head_dim, "KEYS": keys}
+                yield "tiled.cu", tiled(element, head_dim, keys)
     for head_dim, keys in [(64, 32), (100, 32), (128, 32), (128, 16), (192, 16), (256, 16), (256, 8)]:
-        yield "tiled.cu", {"ELEMENT": "F32", "HEAD_DIM": head_dim, "KEYS": keys}
+        yield "tiled.cu", tiled("F32", head_dim, keys)
     rings = [(64, 4, 4), (96, 4, 3), (100, 4, 2), (128, 4, 3), (192, 2, 3), (256, 2, 3), (256, 4, 2)]
     for page_tokens, (head_dim, warps, stages) in itertools.product([0, 16, 10], rings):
         yield "decode.cu", decode("BF16", head_dim, page_tokens, warps, stages, 16)
@@ -55,6 +55,13 @@ def variants():
         yield "backward_scalar.cu", {"ELEMENT": element, "HEAD_DIM": head_dim, "TILE": tile}
     for element, head_dim in itertools.product(["F32", "BF16", "F16"], [64, 128, 256]):
         yield "naive_backward.cu", {"ELEMENT": element, "HEAD_DIM": head_dim}
+
+
+def tiled(element, head_dim, keys):
+    """Macros of a variant of tiled.cu."""
+    half = element != "F32"
+    shape = {"ROWS": 128 if half and head_dim <= 64 else 64, "KEYS": keys, "Q_KEPT": int(half and head_dim <= 192)}
+    return {"ELEMENT": element, "HEAD_DIM": head_dim, **shape}
 
 
 def decode(element, head_dim, page_tokens, warps, stages, rows):

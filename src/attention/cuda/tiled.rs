@@ -53,7 +53,8 @@ impl CudaKernel for Tiled {
             threads: 128,
             shared_bytes: shared_bytes(keys) as u32,
         }];
-        let program = Program { source: SOURCE, dtype, head_dim: shape.head_dim, macros: vec![("KEYS", keys)] };
+        let macros = vec![("ROWS", block_rows), ("KEYS", keys), ("Q_KEPT", usize::from(q_kept))];
+        let program = Program { source: SOURCE, dtype, head_dim: shape.head_dim, macros };
         Plan::new(self.name(), program, launches, WorkspaceSize::default(), shape, params)
     }
 
