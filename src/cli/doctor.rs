@@ -177,6 +177,7 @@ fn text(report: &Report) -> String {
         ("driver", driver),
         ("libcuda.so.1", found(&gpu.libcuda, "it comes with the driver; LD_LIBRARY_PATH is searched too")),
         ("nvrtc", found(&gpu.nvrtc, "pip install nvidia-cuda-nvrtc, or set CUDA_HOME")),
+        ("cublas", found(&gpu.cublas, "naive on a GPU then uses products of its own; pip install nvidia-cublas")),
         ("used", used),
     ];
     let mut text = String::new();

@@ -22,6 +22,22 @@ pub struct Limits {
     pub block_shared_bytes: usize,
 }
 
+/// Shared memory that the system takes for each block that runs.
+const BLOCK_SYSTEM_BYTES: usize = 1 << 10;
+
+impl Limits {
+    /// The first choice of which two blocks fit on one multiprocessor, else the first of which one fits, else the last;
+    /// `bytes` is the shared memory of a block. Two blocks hide each other's waiting.
+    pub(crate) fn roomiest<T: Copy>(&self, choices: &[T], bytes: impl Fn(T) -> usize) -> T {
+        // A block may have all of a multiprocessor's shared memory but what the system takes for it.
+        let fits = |blocks: usize, choice: T| {
+            blocks * (bytes(choice) + BLOCK_SYSTEM_BYTES) <= self.block_shared_bytes + BLOCK_SYSTEM_BYTES
+        };
+        let first = |blocks| choices.iter().copied().find(|&choice| fits(blocks, choice));
+        first(2).or_else(|| first(1)).unwrap_or(choices[choices.len() - 1])
+    }
+}
+
 /// A GPU in use by this process.
 pub struct Device {
     context: Arc<CudaContext>,
@@ -129,6 +145,11 @@ impl Device {
         Ok(Module { module, functions: Mutex::default() })
     }
 
+    /// Makes the GPU's context that of this thread, as libraries beside the driver need it.
+    pub(super) fn bind(&self) -> Result<(), CudaError> {
+        self.context.bind_to_thread().map_err(doing("binding the GPU's context"))
+    }
+
     /// Runs the launches in order, each with the same arguments, and waits for them; the GPU's own time for them in
     /// nanoseconds.
     ///
@@ -140,28 +161,67 @@ impl Device {
         launches: &[Launch],
         arguments: &[&dyn Argument],
     ) -> Result<u64, CudaError> {
-        let functions = launches.iter().map(|launch| module.function(launch)).collect::<Result<Vec<_>, CudaError>>()?;
+        let ready = self.ready(module, launches)?;
+        self.timed(|| self.begin(&ready, arguments))
+    }
+
+    /// Does `work`, which begins what runs on the default stream, and waits for that; the GPU's own time for it in
+    /// nanoseconds.
+    ///
+    /// # Errors
+    /// Those of `work`; [`CudaError::Driver`] when a kernel fails.
+    pub(crate) fn timed(&self, work: impl FnOnce() -> Result<(), CudaError>) -> Result<u64, CudaError> {
         let timed = || self.stream.record_event(Some(CUevent_flags::CU_EVENT_DEFAULT));
         let start = timed().map_err(doing("recording an event"))?;
-        for (launch, function) in launches.iter().zip(&functions) {
+        let worked = work();
+        let end = timed();
+        // Whatever went wrong: what was begun has ended when buffers may be given back.
+        let ended = self.stream.synchronize();
+        worked?;
+        ended.map_err(doing("running the kernels"))?;
+        let end = end.map_err(doing("recording an event"))?;
+        let milliseconds = start.elapsed_ms(&end).map_err(doing("reading the time"))?;
+        Ok((f64::from(milliseconds) * 1e6) as u64)
+    }
+
+    /// Finds the functions of launches before any time is taken.
+    ///
+    /// # Errors
+    /// [`CudaError::Driver`] when there is no such function, or not so much shared memory.
+    pub(crate) fn ready(&self, module: &Module, launches: &[Launch]) -> Result<Vec<Ready>, CudaError> {
+        let ready = |launch: &Launch| {
             let [x, y, z] = launch.grid.map(|blocks| blocks as u32);
             let config = LaunchConfig {
                 grid_dim: (x, y, z),
                 block_dim: (launch.threads, 1, 1),
                 shared_mem_bytes: launch.shared_bytes,
             };
+            Ok(Ready { function: module.function(launch)?, config })
+        };
+        launches.iter().map(ready).collect()
+    }
+
+    /// Begins the launches in order, each with the same arguments: inside [`Device::timed`], which waits for them.
+    ///
+    /// # Errors
+    /// [`CudaError::Driver`] when a launch fails.
+    pub(crate) fn begin(&self, ready: &[Ready], arguments: &[&dyn Argument]) -> Result<(), CudaError> {
+        for Ready { function, config } in ready {
             let mut builder = self.stream.launch_builder(function);
             arguments.iter().for_each(|argument| argument.push(&mut builder));
             // SAFETY: the arguments are laid out as the kernel's parameters, and their buffers are as long as the kernel
             // takes them to be (`Argument`); kernels stay inside them (the emulation checks this under
-            // AddressSanitizer). They are borrowed until the wait below.
-            unsafe { builder.launch(config) }.map_err(doing("launching a kernel"))?;
+            // AddressSanitizer). They live until `timed` has waited.
+            unsafe { builder.launch(*config) }.map_err(doing("launching a kernel"))?;
         }
-        let end = timed().map_err(doing("recording an event"))?;
-        self.stream.synchronize().map_err(doing("running the kernels"))?;
-        let milliseconds = start.elapsed_ms(&end).map_err(doing("reading the time"))?;
-        Ok((f64::from(milliseconds) * 1e6) as u64)
+        Ok(())
     }
+}
+
+/// A launch whose function was found.
+pub(crate) struct Ready {
+    function: CudaFunction,
+    config: LaunchConfig,
 }
 
 /// What a kernel takes by value: `repr(C)`, laid out as the parameter in the kernel's source, and borrowing every buffer
@@ -225,10 +285,18 @@ impl DeviceBuffer {
     /// # Errors
     /// [`CudaError::Operand`] when there is no room for it, [`CudaError::Driver`] when the copy fails.
     pub fn write(&mut self, source: &[u8]) -> Result<(), CudaError> {
-        self.fits(source.len())?;
+        self.write_at(0, source)
+    }
+
+    /// Copies `source` to the place `start_bytes` behind its start.
+    ///
+    /// # Errors
+    /// As [`DeviceBuffer::write`].
+    pub fn write_at(&mut self, start_bytes: u64, source: &[u8]) -> Result<(), CudaError> {
+        self.fits(start_bytes.saturating_add(source.len() as u64))?;
         self.context.bind_to_thread().map_err(doing("binding the GPU's context"))?;
-        // SAFETY: the buffer is at least as long as the source, and the copy is done when the call returns.
-        unsafe { result::memcpy_htod_sync(self.address, source) }.map_err(doing("copying to the GPU"))
+        // SAFETY: the range lies in the buffer, and the copy is done when the call returns.
+        unsafe { result::memcpy_htod_sync(self.address + start_bytes, source) }.map_err(doing("copying to the GPU"))
     }
 
     /// Copies its start to `target`.
@@ -236,14 +304,14 @@ impl DeviceBuffer {
     /// # Errors
     /// [`CudaError::Operand`] when it is shorter, [`CudaError::Driver`] when the copy fails.
     pub fn read(&self, target: &mut [u8]) -> Result<(), CudaError> {
-        self.fits(target.len())?;
+        self.fits(target.len() as u64)?;
         self.context.bind_to_thread().map_err(doing("binding the GPU's context"))?;
         // SAFETY: the buffer is at least as long as the target, and the copy is done when the call returns.
         unsafe { result::memcpy_dtoh_sync(target, self.address) }.map_err(doing("copying from the GPU"))
     }
 
-    fn fits(&self, bytes: usize) -> Result<(), CudaError> {
-        match bytes as u64 <= self.bytes() {
+    fn fits(&self, bytes: u64) -> Result<(), CudaError> {
+        match bytes <= self.bytes() {
             true => Ok(()),
             false => Err(CudaError::Operand(format!("{bytes} bytes to copy, the buffer has {}", self.bytes()))),
         }

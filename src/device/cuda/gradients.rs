@@ -64,7 +64,7 @@ pub fn backward<'a>(
 ) -> Result<(Problem<'a>, Gradients<'a>), CudaError> {
     let BackwardOperands { q, k, v, o, lse, grad_o, grad_q, grad_k, grad_v, scores, partials } = operands;
     // The kernels of a backward pass read o and lse.
-    let problem = Problem::over(extents, Buffers { q, k, v, o, lse, scores, partials })?;
+    let problem = Problem::over(extents, Buffers { q, k: Some(k), v: Some(v), o, lse, scores, partials })?;
     let Extents { batch, q_heads, kv_heads, q_len, kv_len, head_dim, dtype, .. } = *extents;
     let row_bytes = head_dim * dtype.bytes();
     let (q_bytes, kv_bytes) = (batch * q_heads * q_len * row_bytes, batch * kv_heads * kv_len * row_bytes);

@@ -25,12 +25,16 @@ pub struct Program {
     pub macros: Vec<(&'static str, usize)>,
 }
 
-const HEADERS: [Source; 5] = [
+const HEADERS: [Source; 9] = [
     Source { name: "ptx.cuh", text: include_str!("../../../kernels/ptx.cuh") },
     Source { name: "problem.cuh", text: include_str!("../../../kernels/problem.cuh") },
+    Source { name: "pages.cuh", text: include_str!("../../../kernels/pages.cuh") },
+    Source { name: "rows.cuh", text: include_str!("../../../kernels/rows.cuh") },
     Source { name: "gradient.cuh", text: include_str!("../../../kernels/gradient.cuh") },
     Source { name: "product.cuh", text: include_str!("../../../kernels/product.cuh") },
     Source { name: "strip.cuh", text: include_str!("../../../kernels/strip.cuh") },
+    Source { name: "strip_f32.cuh", text: include_str!("../../../kernels/strip_f32.cuh") },
+    Source { name: "hopper.cuh", text: include_str!("../../../kernels/hopper.cuh") },
 ];
 
 impl Program {
@@ -101,7 +105,7 @@ mod tests {
 
     /// Likewise in Rust. The last field has no size, and none in CUDA.
     fn in_rust(text: &'static str, name: &str) -> Vec<&'static str> {
-        let start = format!("pub struct {name}<'a> {{");
+        let start = format!("struct {name}<'a> {{");
         let body = text.split_once(&start).unwrap().1.split_once('}').unwrap().0;
         let code = body.lines().map(str::trim).filter(|line| !line.starts_with("//"));
         let mut names: Vec<_> = code.filter_map(|line| Some(line.split_once(':')?.0)).collect();
@@ -113,5 +117,6 @@ mod tests {
     fn arguments_are_the_same_in_rust_and_in_cuda() {
         assert_eq!(in_rust(include_str!("problem.rs"), "Problem"), in_cuda("problem.cuh", "Problem"));
         assert_eq!(in_rust(include_str!("gradients.rs"), "Gradients"), in_cuda("gradient.cuh", "Gradients"));
+        assert_eq!(in_rust(include_str!("pages.rs"), "Pages"), in_cuda("pages.cuh", "Pages"));
     }
 }

@@ -3,7 +3,7 @@
 
 namespace {
 
-const int WAYS = 4;
+const int WAYS = 5;
 
 // Whole tiles of queries of a head.
 size_t height(const Problem &p) { return size_t(blocks(p.q_len, QUERIES)) * QUERIES; }

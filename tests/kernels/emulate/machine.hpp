@@ -59,6 +59,7 @@ inline Stop stop = [](Fault) { exit(3); };
 struct Schedule {
     bool backwards;  // the last thread runs first
     bool copy_early; // cp.async writes at once; otherwise when it is waited for
+    bool lagging;    // a warp in the middle takes a step only when the others can do nothing without it
 };
 inline Schedule schedule;
 
@@ -94,6 +95,7 @@ inline void *scheduler;
 inline int current;
 inline Meeting block_meeting;
 inline long meetings; // that ended, and threads that did: a round without one is a deadlock
+inline std::vector<void (*)()> on_block_start, on_block_end; // for what a family of instructions keeps
 inline std::unique_ptr<unsigned char[]> shared;
 inline size_t shared_bytes;
 
@@ -130,11 +132,12 @@ template <class Put, class Make, class Take> void together(Put put, Make make, T
     meet(warp().meeting, 32);
 }
 
-// Runs a warp as far as it gets without the others: a warp that needs a barrier and has none runs ahead. Gives how
-// many of its threads ended.
-inline int run_warp(int warp) {
+// Runs a warp as far as it gets without the others: a warp that needs a barrier and has none runs ahead; or `once`, each
+// thread until it must wait. Gives how many of its threads ended.
+inline int run_warp(int warp, bool once = false) {
     int ended = 0;
-    for (long before = -1; before != meetings;) {
+    long before;
+    do {
         before = meetings;
         for (int i = 0; i < 32; i++) {
             current = 32 * warp + (schedule.backwards ? 31 - i : i);
@@ -143,7 +146,7 @@ inline int run_warp(int warp) {
             switch_stack(&scheduler, fibers[current].sp);
             if (fibers[current].done) ended++, meetings++;
         }
-    }
+    } while (!once && before != meetings);
     return ended;
 }
 
@@ -170,16 +173,29 @@ inline void launch(Dim3 grid, int threads, size_t dynamic_shared, const std::fun
                     fiber.done = false;
                     fiber.groups.assign(1, {});
                 }
+                for (auto hook : on_block_start) hook();
                 for (int left = threads; left;) {
                     const long before = meetings;
-                    for (int i = 0; i < threads / 32; i++) left -= run_warp(schedule.backwards ? threads / 32 - 1 - i : i);
+                    const int all = threads / 32, laggard = schedule.lagging ? all / 2 - 1 : -1;
+                    for (int i = 0; i < all; i++) {
+                        const int warp = schedule.backwards ? all - 1 - i : i;
+                        if (warp != laggard) left -= run_warp(warp);
+                    }
+                    if (laggard >= 0 && meetings == before) left -= run_warp(laggard, true);
                     if (left && meetings == before) {
                         fprintf(stderr, "deadlock: %d threads of block %u %u %u wait\n", left, blockIdx.x, blockIdx.y,
                                 blockIdx.z);
                         stop(Fault::timeout);
                     }
                 }
+                for (auto hook : on_block_end) hook();
             }
+}
+
+inline void aligned_16(const char *what, u32 shared) {
+    if (shared % 16 == 0) return;
+    fprintf(stderr, "%s: address %u is no multiple of 16\n", what, shared);
+    stop(Fault::misaligned_address);
 }
 
 // A kernel function as the emulated driver sees it, made from nothing but its type.
@@ -271,6 +287,13 @@ inline float shuffle_xor(float x, int mask) {
     return y;
 }
 
+inline float shuffle(float x, int lane) {
+    float y;
+    machine::together([&](machine::Warp &w, int me) { w.x[me] = x; }, [](machine::Warp &) {},
+                      [&](machine::Warp &w, int) { y = w.x[lane]; });
+    return y;
+}
+
 inline u32 shared_address(const void *p) { return u32(static_cast<const unsigned char *>(p) - machine::shared.get()); }
 
 inline void copy_async_16(u32 shared, const void *global, bool real) {
@@ -289,6 +312,15 @@ template <int Pending> void copy_async_wait() {
         for (const machine::Copy &copy : groups.front()) machine::perform(copy);
         groups.erase(groups.begin());
     }
+}
+
+inline void store_chunk(u32 shared, const u32 (&x)[4]) {
+    machine::aligned_16("st.shared.v4", shared);
+    memcpy(machine::shared.get() + shared, x, 16);
+}
+inline void load_floats(float (&x)[4], u32 shared) {
+    machine::aligned_16("ld.shared.v4", shared);
+    memcpy(x, machine::shared.get() + shared, 16);
 }
 
 inline void load_matrices(u32 (&r)[4], u32 shared) { machine::load(r, shared, false); }
