@@ -11,6 +11,9 @@
 //                       in one piece (512 from sm_90 on); the order of blocks, and with it the last bits, varies.
 //      DETERMINISTIC=1  blocks that own queries compute scores again: seven products, no atomics, no sums in memory.
 //      Above D 128 dk and dv do not fit into registers together: separate blocks own them, and one product more.
+//      Registers at D 64, 128, 256 (bf16, sm_90a, NVRTC 13.0): backward_keys 243, 255, 234 with atomics, 235, 233, 224
+//      without; backward_queries 168, 201, 252. Nothing is spilled. With the scores of 64 queries in registers at a time
+//      most ways to unroll the products spill at D 128, 16 to 124 bytes (sm_80).
 //      Compiled and emulated; not timed on a GPU yet.
 //
 // Compile with -DELEMENT=BF16|F16 -DHEAD_DIM=8..256 (a multiple of 8) -DDETERMINISTIC=0|1 -DSMALL=0|1. SMALL is for D 72
