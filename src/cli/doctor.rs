@@ -1,7 +1,7 @@
 //! `kvsieve doctor`: what this machine offers, what is missing, and what to do about it.
 
 use super::failure::Failure;
-use super::{default_limit_bytes, output};
+use super::output;
 use kvsieve::device::cpu::CpuInfo;
 use kvsieve::device::cuda::{Device, Nvrtc};
 use kvsieve::device::gpu::Gpu;
@@ -116,7 +116,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
         memory: Memory {
             total_bytes: machine.map(|machine| machine.total_bytes),
             available_bytes: machine.map(|machine| machine.available_bytes),
-            default_limit_bytes: default_limit_bytes(),
+            default_limit_bytes: os::default_limit_bytes(),
             os_peak_resets: os::reset_peak(),
         },
         gpu: Gpu::probe(),

@@ -3,8 +3,9 @@
 use super::failure::Failure;
 use super::{Compute, output, report};
 use indicatif::{ProgressBar, ProgressStyle};
+use kvsieve::device::Cpu;
 use kvsieve::experiment::record::{Record, Status};
-use kvsieve::experiment::{Experiment, Options, Outcome, Progress, Spec, estimate, runner};
+use kvsieve::experiment::{Engine, Experiment, Gpu, Options, Outcome, Progress, Spec, estimate, runner};
 use kvsieve::policy::Registry;
 use kvsieve::report::Detail;
 use kvsieve::units;
@@ -58,23 +59,32 @@ fn parse_shard(text: &str) -> Result<(usize, usize), String> {
 }
 
 pub fn run(args: &Args) -> Result<(), Failure> {
-    let cpu = args.compute.cpu()?;
+    match args.compute.cuda() {
+        None => run_on(args, Engine::Cpu(&args.compute.cpu()?)),
+        Some(index) => {
+            let cpu = Cpu::new(args.compute.threads)?;
+            run_on(args, Engine::Cuda(&Gpu::open(index, args.compute.nvrtc.as_deref(), cpu)?))
+        }
+    }
+}
+
+fn run_on(args: &Args, engine: Engine<'_>) -> Result<(), Failure> {
     let registry = Registry::default();
     // Every experiment is read and checked before the first one runs.
     let mut experiments = Vec::new();
     for path in &args.experiments {
         let origin = path.display().to_string();
-        let experiment = Experiment::new(Spec::load(path)?, &origin, &registry)?;
-        runner::prepare(&experiment, &registry)?;
+        let experiment = Experiment::new(Spec::load(path)?, &origin, &registry, engine.device())?;
+        runner::prepare(&experiment, &registry, engine)?;
         experiments.push((path, experiment));
     }
     let mut failed = Vec::new();
     for (path, experiment) in &experiments {
-        let limit_bytes = args.limit_bytes(experiment)?;
+        let limit_bytes = args.limit_bytes(experiment, engine)?;
         if args.dry_run {
-            let cells = runner::prepare(experiment, &registry)?;
+            let cells = runner::prepare(experiment, &registry, engine)?;
             let simulated: Vec<_> = experiment.simulated().collect();
-            output::print(&estimate::table(&cells, &simulated, &experiment.spec.timing, &cpu, limit_bytes))?;
+            output::print(&estimate::table(&cells, &simulated, &experiment.spec.timing, engine, limit_bytes))?;
             continue;
         }
         let options = Options {
@@ -85,7 +95,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
             repro: args.repro(path),
         };
         let outcome = with_progress(args.json.is_some(), |progress| {
-            runner::run(experiment, &registry, &cpu, &options, progress).map_err(Failure::from)
+            runner::run(experiment, &registry, engine, &options, progress).map_err(Failure::from)
         })?;
         let drawn = report::draw(&outcome.folder, std::slice::from_ref(&outcome.folder), Detail::Layers)?;
         if args.json.is_none() {
@@ -106,17 +116,21 @@ pub fn run(args: &Args) -> Result<(), Failure> {
 
 impl Args {
     /// `--limit-memory`, else the experiment's limit, else the default.
-    fn limit_bytes(&self, experiment: &Experiment) -> Result<u64, Failure> {
-        match (&self.compute.limit_memory, &experiment.spec.limit_memory) {
+    fn limit_bytes(&self, experiment: &Experiment, engine: Engine<'_>) -> Result<u64, Failure> {
+        match (self.compute.limit_memory, &experiment.spec.limit_memory) {
+            (Some(bytes), _) => Ok(bytes),
             (None, Some(text)) => units::parse_bytes(text)
                 .map_err(|error| Failure::usage(format!("{}: limit_memory: {error}", experiment.spec.name))),
-            _ => Ok(self.compute.limit_bytes()),
+            (None, None) => Ok(engine.default_limit_bytes().unwrap_or(u64::MAX)),
         }
     }
 
     /// The command that runs the experiment again.
     fn repro(&self, path: &Path) -> String {
         let mut command = format!("kvsieve run {}", path.display());
+        if self.compute.device != "cpu" {
+            let _ = write!(command, " --device {}", self.compute.device);
+        }
         if let Some(threads) = self.compute.threads {
             let _ = write!(command, " --threads {threads}");
         }

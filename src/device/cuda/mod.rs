@@ -7,13 +7,16 @@
 
 mod build;
 mod device;
+mod nvml;
 mod nvrtc;
 mod problem;
 mod runtime;
 mod source;
+mod sweep;
 
 pub use build::{Origin, build};
 pub use device::{Device, DeviceBuffer, Limits, Module};
+pub use nvml::{Condition, Nvml};
 pub use nvrtc::Nvrtc;
 pub use problem::{Extents, Launch, Operands, Problem};
 pub use runtime::Runtime;

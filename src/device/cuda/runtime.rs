@@ -1,5 +1,6 @@
 //! A GPU and a compiler together: programs are compiled and loaded when they are first used, and stay loaded.
 
+use super::sweep::Sweep;
 use super::{CudaError, Device, Module, Nvrtc, Program, build};
 use std::collections::HashMap;
 use std::path::Path;
@@ -19,6 +20,16 @@ impl Runtime {
     /// As [`Device::open`] and [`Nvrtc::load`].
     pub fn open(index: usize, nvrtc: Option<&Path>) -> Result<Self, CudaError> {
         Ok(Runtime { device: Device::open(index)?, nvrtc: Nvrtc::load(nvrtc)?, modules: Mutex::default() })
+    }
+
+    /// From now on each pass that is timed begins with a cold L2. It takes memory of twice the L2's size, which no arena
+    /// counts.
+    ///
+    /// # Errors
+    /// As [`Runtime::module`], and [`CudaError::OutOfMemory`].
+    pub fn sweep_l2(&self) -> Result<(), CudaError> {
+        let (code, _) = build(&self.nvrtc, &Sweep::program(), &self.device.architecture())?;
+        self.device.sweep_before(self.device.load(code)?)
     }
 
     /// The GPU.

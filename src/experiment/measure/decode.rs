@@ -63,15 +63,15 @@ pub(super) fn turn(prepared: &Prepared, bench: Bench<'_>) -> Result<Turn, TurnEr
         &cache
     };
     let mut workspace =
-        prepared.kernel.workspace(&shape, &params, cell.dtype, bench.cpu.threads()).allocate(bench.arena)?;
+        prepared.kernel().workspace(&shape, &params, cell.dtype, bench.cpu.threads()).allocate(bench.arena)?;
     let mut outputs = Outputs::allocate(bench.arena, &shape, cell.dtype)?;
     bench.poison(&mut outputs);
     let q = bench.workload.q.view().tokens(tokens - 1..tokens);
     let call = Forward { shape, params, q, kv, cpu: bench.cpu };
     // The first step also writes back what filling the cache left in the processor's caches: no step of a real run.
-    prepared.kernel.forward(&call, &mut outputs, &mut workspace)?;
+    prepared.kernel().forward(&call, &mut outputs, &mut workspace)?;
     let (steps_ns, result) =
-        timed(|| (0..STEPS).try_for_each(|_| prepared.kernel.forward(&call, &mut outputs, &mut workspace)));
+        timed(|| (0..STEPS).try_for_each(|_| prepared.kernel().forward(&call, &mut outputs, &mut workspace)));
     result?;
 
     let mut turn = Turn { samples_ns: [("decode", steps_ns / STEPS)].into(), ..Turn::default() };
