@@ -25,10 +25,23 @@ def variants():
     """(file, macros) of every variant that the crate may ask for, at the head dims that matter."""
     for element, head_dim in itertools.product(["F32", "BF16", "F16"], [64, 128, 256]):
         yield "naive.cu", {"ELEMENT": element, "HEAD_DIM": head_dim}
-    for element, head_dim in itertools.product(["BF16", "F16"], [64, 96, 128]):
-        yield "tiled.cu", {"ELEMENT": element, "HEAD_DIM": head_dim}
-    for element, head_dim, paged in itertools.product(["BF16", "F16"], [64, 96, 128], [0, 1]):
-        yield "decode.cu", {"ELEMENT": element, "HEAD_DIM": head_dim, "PAGED": paged}
+    for element, head_dim in itertools.product(["BF16", "F16"], [64, 96, 100, 128, 192, 256]):
+        for keys in [64, 32] if head_dim <= 192 else [32]:
+            yield "tiled.cu", {"ELEMENT": element, "HEAD_DIM": head_dim, "KEYS": keys}
+    for head_dim, keys in [(64, 32), (100, 32), (128, 32), (128, 16), (192, 16), (256, 16), (256, 8)]:
+        yield "tiled.cu", {"ELEMENT": "F32", "HEAD_DIM": head_dim, "KEYS": keys}
+    for element, page_tokens in itertools.product(["BF16", "F16"], [0, 16, 10]):
+        for head_dim, warps, stages in [(64, 4, 4), (96, 4, 3), (100, 4, 3), (128, 4, 3), (128, 4, 2), (192, 2, 3), (256, 2, 3), (256, 4, 2)]:
+            yield "decode.cu", decode(element, head_dim, page_tokens, warps, stages, 16)
+    for page_tokens, rows in itertools.product([0, 16], [4, 8, 16]):
+        for head_dim, warps, stages in [(64, 4, 4), (128, 4, 3), (256, 2, 3)]:
+            yield "decode.cu", decode("F32", head_dim, page_tokens, warps, stages, rows)
+
+
+def decode(element, head_dim, page_tokens, warps, stages, rows):
+    """Macros of a variant of decode.cu."""
+    shape = {"PAGE_TOKENS": page_tokens, "WARPS": warps, "STAGES": stages, "ROWS": rows}
+    return {"ELEMENT": element, "HEAD_DIM": head_dim, **shape}
 
 
 def load_nvrtc(path):

@@ -1,7 +1,7 @@
 //! A planned pass over tensors in a GPU's memory.
 
 use super::Plan;
-use crate::device::cuda::{CudaError, Device, DeviceBuffer, Operands, Problem, Runtime};
+use crate::device::cuda::{CudaError, Device, DeviceBuffer, Extents, Operands, PagedKv, Pages, Problem, Runtime};
 use crate::memory::{Arena, Label};
 
 /// What a pass reads.
@@ -55,8 +55,35 @@ impl Plan {
     ) -> Result<u64, CudaError> {
         let Inputs { q, k, v } = inputs;
         let Results { o, lse } = results;
-        let mut operands = Operands { q, k, v, o, lse, scores: &mut scratch.scores, partials: &mut scratch.partials };
+        let Scratch { scores, partials } = scratch;
+        let mut operands = Operands { q, k: Some(k), v: Some(v), o, lse, scores, partials };
         let problem = Problem::new(&self.extents, &mut operands)?;
         runtime.device().run(&*runtime.module(&self.program)?, &self.launches, &[&problem])
+    }
+
+    /// Runs a pass that [`super::decode_paged`] planned; as [`Plan::forward`]. Lists may be shorter than the plan's
+    /// `kv_len`; of a longer one the first `kv_len` tokens are read.
+    ///
+    /// # Errors
+    /// As [`Plan::forward`]; [`CudaError::Operand`] when the plan is not for these pages.
+    pub fn forward_paged(
+        &self,
+        runtime: &Runtime,
+        q: &DeviceBuffer,
+        kv: &PagedKv<'_>,
+        results: Results<'_>,
+        scratch: &mut Scratch,
+    ) -> Result<u64, CudaError> {
+        let Extents { batch, kv_heads, kv_len, head_dim, dtype, .. } = self.extents;
+        if self.program.macros.iter().all(|&(name, value)| name != "PAGE_TOKENS" || value != kv.page_tokens) {
+            let tokens = kv.page_tokens;
+            return Err(CudaError::Operand(format!("the pass was not planned for pages of {tokens} tokens")));
+        }
+        let pages = Pages::new(kv, batch * kv_heads, kv_len, head_dim * dtype.bytes())?;
+        let Results { o, lse } = results;
+        let Scratch { scores, partials } = scratch;
+        let mut operands = Operands { q, k: None, v: None, o, lse, scores, partials };
+        let problem = Problem::new(&self.extents, &mut operands)?;
+        runtime.device().run(&*runtime.module(&self.program)?, &self.launches, &[&problem, &pages])
     }
 }

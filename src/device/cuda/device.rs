@@ -25,6 +25,22 @@ pub struct Limits {
     pub block_shared_bytes: usize,
 }
 
+/// Shared memory that the system takes for each block that runs.
+const BLOCK_SYSTEM_BYTES: usize = 1 << 10;
+
+impl Limits {
+    /// The first choice of which two blocks fit on one multiprocessor, else the first of which one fits, else the last;
+    /// `bytes` is the shared memory of a block. Two blocks hide each other's waiting.
+    pub(crate) fn roomiest<T: Copy>(&self, choices: &[T], bytes: impl Fn(T) -> usize) -> T {
+        // A block may have all of a multiprocessor's shared memory but what the system takes for it.
+        let fits = |blocks: usize, choice: T| {
+            blocks * (bytes(choice) + BLOCK_SYSTEM_BYTES) <= self.block_shared_bytes + BLOCK_SYSTEM_BYTES
+        };
+        let first = |blocks| choices.iter().copied().find(|&choice| fits(blocks, choice));
+        first(2).or_else(|| first(1)).unwrap_or(choices[choices.len() - 1])
+    }
+}
+
 /// A GPU in use by this process.
 pub struct Device {
     context: Arc<CudaContext>,
@@ -322,10 +338,18 @@ impl DeviceBuffer {
     /// # Errors
     /// [`CudaError::Operand`] when there is no room for it, [`CudaError::Driver`] when the copy fails.
     pub fn write(&mut self, source: &[u8]) -> Result<(), CudaError> {
-        self.fits(source.len())?;
+        self.write_at(0, source)
+    }
+
+    /// Copies `source` to the place `start_bytes` behind its start.
+    ///
+    /// # Errors
+    /// As [`DeviceBuffer::write`].
+    pub fn write_at(&mut self, start_bytes: u64, source: &[u8]) -> Result<(), CudaError> {
+        self.fits(start_bytes.saturating_add(source.len() as u64))?;
         self.context.bind_to_thread().map_err(doing("binding the GPU's context"))?;
-        // SAFETY: the buffer is at least as long as the source, and the copy is done when the call returns.
-        unsafe { result::memcpy_htod_sync(self.address, source) }.map_err(doing("copying to the GPU"))
+        // SAFETY: the range lies in the buffer, and the copy is done when the call returns.
+        unsafe { result::memcpy_htod_sync(self.address + start_bytes, source) }.map_err(doing("copying to the GPU"))
     }
 
     /// Fills it with a byte: 0xff makes every element a NaN.
@@ -346,14 +370,14 @@ impl DeviceBuffer {
     /// # Errors
     /// [`CudaError::Operand`] when it is shorter, [`CudaError::Driver`] when the copy fails.
     pub fn read(&self, target: &mut [u8]) -> Result<(), CudaError> {
-        self.fits(target.len())?;
+        self.fits(target.len() as u64)?;
         self.context.bind_to_thread().map_err(doing("binding the GPU's context"))?;
         // SAFETY: the buffer is at least as long as the target, and the copy is done when the call returns.
         unsafe { result::memcpy_dtoh_sync(target, self.address) }.map_err(doing("copying from the GPU"))
     }
 
-    fn fits(&self, bytes: usize) -> Result<(), CudaError> {
-        match bytes as u64 <= self.bytes() {
+    fn fits(&self, bytes: u64) -> Result<(), CudaError> {
+        match bytes <= self.bytes() {
             true => Ok(()),
             false => Err(CudaError::Operand(format!("{bytes} bytes to copy, the buffer has {}", self.bytes()))),
         }

@@ -17,10 +17,22 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 KERNELS = os.path.join(HERE, "..", "..", "..", "kernels")
 VARIANTS = [
     ("naive", "F32", 64, ""), ("naive", "BF16", 40, ""), ("naive", "F16", 128, ""),
-    ("tiled", "BF16", 64, ""), ("tiled", "F16", 64, ""), ("tiled", "BF16", 128, ""), ("tiled", "F16", 40, ""),
-    ("tiled", "BF16", 96, ""),
-    ("decode", "BF16", 64, "PAGED=0"), ("decode", "BF16", 128, "PAGED=0"), ("decode", "F16", 72, "PAGED=0"),
-    ("decode", "BF16", 64, "PAGED=1"), ("decode", "F16", 128, "PAGED=1"),
+    ("tiled", "BF16", 64, "KEYS=64"), ("tiled", "F16", 64, "KEYS=32"), ("tiled", "BF16", 128, "KEYS=64"),
+    ("tiled", "F16", 40, "KEYS=64"), ("tiled", "BF16", 96, "KEYS=32"), ("tiled", "F16", 192, "KEYS=64"),
+    ("tiled", "BF16", 256, "KEYS=32"), ("tiled", "BF16", 37, "KEYS=64"), ("tiled", "F16", 100, "KEYS=64"),
+    ("tiled", "F32", 64, "KEYS=32"), ("tiled", "F32", 128, "KEYS=16"), ("tiled", "F32", 256, "KEYS=8"),
+    ("tiled", "F32", 35, "KEYS=32"),
+    ("decode", "BF16", 64, "PAGE_TOKENS=0 WARPS=4 STAGES=4 ROWS=16"),
+    ("decode", "BF16", 128, "PAGE_TOKENS=0 WARPS=4 STAGES=3 ROWS=16"),
+    ("decode", "F16", 72, "PAGE_TOKENS=0 WARPS=4 STAGES=2 ROWS=16"),
+    ("decode", "F16", 256, "PAGE_TOKENS=0 WARPS=2 STAGES=3 ROWS=16"),
+    ("decode", "BF16", 33, "PAGE_TOKENS=0 WARPS=4 STAGES=4 ROWS=16"),
+    ("decode", "F32", 64, "PAGE_TOKENS=0 WARPS=4 STAGES=4 ROWS=4"),
+    ("decode", "F32", 200, "PAGE_TOKENS=0 WARPS=2 STAGES=2 ROWS=8"),
+    ("decode", "BF16", 64, "PAGE_TOKENS=16 WARPS=4 STAGES=4 ROWS=16"),
+    ("decode", "F16", 128, "PAGE_TOKENS=10 WARPS=4 STAGES=3 ROWS=16"),
+    ("decode", "F32", 128, "PAGE_TOKENS=16 WARPS=4 STAGES=2 ROWS=16"),
+    ("decode", "F32", 35, "PAGE_TOKENS=3 WARPS=4 STAGES=3 ROWS=8"),
 ]  # fmt: skip
 
 
@@ -36,7 +48,7 @@ def main():
                 continue
             program = os.path.join(folder, "emulate")
             macros = [f"-DELEMENT={element}", f"-DHEAD_DIM={head_dim}", f'-DFAMILY="{family}.hpp"']
-            macros += [f"-D{extra}"] if extra else []
+            macros += [f"-D{macro}" for macro in extra.split()]
             flags = ["-std=c++17", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
             flags += ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-unused-function", f"-I{KERNELS}", f"-I{HERE}"]
             started = time.perf_counter()
