@@ -18,6 +18,8 @@ pub struct Gpu {
     pub libcuda: Vec<PathBuf>,
     /// NVRTC, which compiles CUDA C++ at run time: `libnvrtc.so*`, wherever it lies.
     pub nvrtc: Vec<PathBuf>,
+    /// cuBLAS, for the products of `naive`: `libcublas.so*`, wherever it lies.
+    pub cublas: Vec<PathBuf>,
 }
 
 /// Folders in which distributions, containers and CUDA's installer put libraries.
@@ -81,6 +83,7 @@ impl Gpu {
             driver_version: fs::read_to_string(driver.join("version")).ok().map(|text| version(&text)),
             libcuda: files(&folders, "libcuda.so.1"),
             nvrtc: files(&compilers, "libnvrtc.so"),
+            cublas: files(&compilers, "libcublas.so"),
         }
     }
 }
@@ -141,6 +144,8 @@ mod tests {
             ("usr/local/cuda-12.4/targets/x86_64-linux/lib/libnvrtc-builtins.so.12.4", ""),
             ("venv/lib/python3.12/site-packages/nvidia/cu13/lib/libnvrtc.so.13", ""),
             ("toolkit/lib64/libnvrtc.so.11", ""),
+            ("toolkit/lib64/libcublas.so.11", ""),
+            ("toolkit/lib64/libcublasLt.so.11", ""),
         ];
         for (path, text) in cases {
             fs::create_dir_all(at(path).parent().unwrap()).unwrap();
@@ -163,5 +168,6 @@ mod tests {
             "venv/lib/python3.12/site-packages/nvidia/cu13/lib/libnvrtc.so.13",
         ];
         assert_eq!(gpu.nvrtc, expected.map(at));
+        assert_eq!(gpu.cublas, [at("toolkit/lib64/libcublas.so.11")]);
     }
 }

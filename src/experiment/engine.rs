@@ -210,6 +210,19 @@ impl<'a> Engine<'a> {
         Ok(Inputs { arena, tensors })
     }
 
+    /// Inputs that take the memory and nothing else: [`Workload::blank`].
+    ///
+    /// # Errors
+    /// When the device has no room for them.
+    pub(super) fn blank(self, extents: &Extents, limit_bytes: u64, v_byte: u8) -> Result<Inputs, InputError> {
+        let arena = Arena::with_limit(limit_bytes);
+        let tensors = match self {
+            Engine::Cpu(_) => Tensors::Host(Workload::blank(extents, &arena, v_byte).map_err(WorkloadError::from)?),
+            Engine::Cuda(gpu) => Tensors::Gpu(cuda::Inputs::blank(gpu.runtime.device(), &arena, extents, v_byte)?),
+        };
+        Ok(Inputs { arena, tensors })
+    }
+
     /// Begins to watch what the system says of memory.
     pub(super) fn watch(self) -> Watch {
         match self {

@@ -2,6 +2,7 @@
 
 pub mod axes;
 pub mod cell;
+pub mod cliff;
 pub mod engine;
 pub mod environment;
 pub mod estimate;

@@ -11,7 +11,7 @@ use super::measure::{Place, Prepared, Truth, TurnError, serve};
 use super::record::{Latency, Memory, Record, SCHEMA, Status, Work};
 use super::spec::Timing;
 use super::stats::{median_with_interval, quantile};
-use super::store::{Store, StoreError, finished};
+use super::store::{CELLS, Store, StoreError, finished};
 use crate::attention::Params;
 use crate::policy::Registry;
 use crate::workload::{Extents, Workload, WorkloadError};
@@ -100,7 +100,7 @@ pub fn run<'e>(
         None => {
             let config = toml::to_string_pretty(&experiment.spec).expect("a spec is plain data");
             let environment = super::environment::probe(engine, &options.repro);
-            (Store::create(&base, &hash, &suffix, &config, &environment)?, Vec::new())
+            (Store::create(&base, &hash, &suffix, &config, &environment, CELLS)?, Vec::new())
         }
     };
     let done = finished(&records);
@@ -270,12 +270,7 @@ impl Runner<'_> {
                         inputs.len() - 1
                     }
                     Err(error) => {
-                        let refused = match error {
-                            InputError::Workload(WorkloadError::Arena(error)) => TurnError::from(error),
-                            InputError::Workload(error) => TurnError::Failed(error.to_string()),
-                            InputError::Cuda(error) => TurnError::from(error),
-                        };
-                        self.end(ended(record, &refused))?;
+                        self.end(ended(record, &error.into()))?;
                         continue;
                     }
                 },

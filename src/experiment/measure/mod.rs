@@ -16,7 +16,7 @@ pub mod serve;
 pub use check::Truth;
 
 use super::cell::{Cell, Device, Measure};
-use super::engine::{Engine, Inputs, Tensors};
+use super::engine::{Engine, InputError, Inputs, Tensors};
 use super::record::{Drift, Eviction, Refused};
 use crate::attention::cuda::cuda_kernel;
 use crate::attention::{AttentionError, DenseKv, Forward, Kernel, Shape, kernel};
@@ -24,7 +24,7 @@ use crate::device::Cpu;
 use crate::device::cuda::CudaError;
 use crate::memory::{Arena, ArenaError};
 use crate::policy::{Budget, Policy, PolicyError, Registry};
-use crate::workload::{Extents, Workload};
+use crate::workload::{Extents, Workload, WorkloadError};
 use std::collections::BTreeMap;
 use std::time::Instant;
 
@@ -105,6 +105,16 @@ impl TurnError {
                 Refused { label: label.name().into(), asked_bytes, free_bytes: None }
             }
         })
+    }
+}
+
+impl From<InputError> for TurnError {
+    fn from(error: InputError) -> Self {
+        match error {
+            InputError::Workload(WorkloadError::Arena(error)) => TurnError::Memory(error),
+            InputError::Workload(error) => TurnError::Failed(error.to_string()),
+            InputError::Cuda(error) => TurnError::Cuda(error),
+        }
     }
 }
 

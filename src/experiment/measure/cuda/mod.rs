@@ -9,6 +9,7 @@ mod decode;
 mod evict;
 mod forward;
 mod inputs;
+mod pages;
 
 pub use inputs::Inputs;
 
