@@ -2,7 +2,7 @@
 """Compiles every variant of every kernel with NVRTC and prints what ptxas says of it. Needs no GPU.
 
     pip install nvidia-cuda-nvrtc==13.0.88
-    python3 tests/kernels/check.py [--arch sm_90a ...] [--nvrtc libnvrtc.so.13] [--markdown FILE]
+    python3 tests/kernels/check.py [--arch sm_90a ...] [--nvrtc libnvrtc.so.13] [--markdown FILE] [--jobs N]
 
 One row for each kernel function: registers, shared memory that is known at compile time, stack, spills. Exit status 0
 when all is well; 1 when a variant does not compile, spills registers, uses local memory, or draws a warning.
@@ -10,12 +10,14 @@ when all is well; 1 when a variant does not compile, spills registers, uses loca
 
 import argparse
 import ctypes
+import functools
 import glob
 import itertools
 import os
 import re
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 
 KERNELS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "kernels")
 ARCHITECTURES = ["sm_80", "sm_90a", "sm_100"]
@@ -36,6 +38,7 @@ def variants():
     for page_tokens, rows in itertools.product([0, 16], [4, 8, 16]):
         for head_dim, warps, stages in [(64, 4, 4), (128, 4, 3), (256, 2, 3)]:
             yield "decode.cu", decode("F32", head_dim, page_tokens, warps, stages, rows)
+    yield "sweep.cu", {"ELEMENT": "F32", "HEAD_DIM": 8}
 
 
 def decode(element, head_dim, page_tokens, warps, stages, rows):
@@ -44,6 +47,7 @@ def decode(element, head_dim, page_tokens, warps, stages, rows):
     return {"ELEMENT": element, "HEAD_DIM": head_dim, **shape}
 
 
+@functools.cache
 def load_nvrtc(path):
     """The library named, or the wheel's beside this interpreter, or the system's."""
     found = [path] if path else []
@@ -62,8 +66,9 @@ def load_nvrtc(path):
     sys.exit("NVRTC not found: pip install nvidia-cuda-nvrtc==13.0.88, or give --nvrtc PATH")
 
 
-def compile_variant(nvrtc, file, macros, architecture):
+def compile_variant(library, file, macros, architecture):
     """(whether it compiled, the compiler's log, seconds)"""
+    nvrtc = load_nvrtc(library)
     with open(os.path.join(KERNELS, file), encoding="utf-8") as source:
         text = source.read().encode()
     options = [f"--gpu-architecture={architecture}", "-std=c++17", "--ptxas-options=-v", f"--include-path={KERNELS}"]
@@ -109,14 +114,17 @@ def main():
     parser.add_argument("--arch", action="append", help="an architecture; may be given again [default: all]")
     parser.add_argument("--nvrtc", metavar="PATH", help="libnvrtc.so.N")
     parser.add_argument("--markdown", metavar="FILE", help="write the table there too")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="variants at a time [default: every core]")
     arguments = parser.parse_args()
     nvrtc = load_nvrtc(arguments.nvrtc)
     major, minor = ctypes.c_int(), ctypes.c_int()
     nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
     rows, wrong, slowest = [], [], (0.0, "")
-    for architecture, (file, macros) in itertools.product(arguments.arch or ARCHITECTURES, variants()):
+    todo = [(file, macros, arch) for arch, (file, macros) in itertools.product(arguments.arch or ARCHITECTURES, variants())]
+    with ProcessPoolExecutor(max(1, arguments.jobs)) as pool:  # NVRTC holds a lock: threads would wait for each other
+        compiled_all = list(pool.map(compile_variant, itertools.repeat(arguments.nvrtc), *zip(*todo)))
+    for (file, macros, architecture), (compiled, log, seconds) in zip(todo, compiled_all):
         label = f"{file} {' '.join(f'{name}={value}' for name, value in macros.items())} {architecture}"
-        compiled, log, seconds = compile_variant(nvrtc, file, macros, architecture)
         slowest = max(slowest, (seconds, label))
         if not compiled:
             wrong.append(f"{label}: does not compile\n{log.strip()}")
