@@ -260,7 +260,7 @@ fn text(report: &Report) -> String {
         ("driver", driver),
         ("libcuda.so.1", found(&gpu.libcuda, "it comes with the driver; LD_LIBRARY_PATH is searched too")),
         ("nvrtc", found(&gpu.nvrtc, "pip install nvidia-cuda-nvrtc, or set CUDA_HOME")),
-        ("cublas", found(&gpu.cublas, "not needed: naive then computes its products by itself")),
+        ("cublas", found(&gpu.cublas, "naive on a GPU then uses products of its own; pip install nvidia-cublas")),
     ];
     let mut text = String::new();
     for (name, value) in lines.into_iter().chain(opened).chain([("used", used)]) {

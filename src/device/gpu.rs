@@ -18,7 +18,7 @@ pub struct Gpu {
     pub libcuda: Vec<PathBuf>,
     /// NVRTC, which compiles CUDA C++ at run time: `libnvrtc.so*`, wherever it lies.
     pub nvrtc: Vec<PathBuf>,
-    /// cuBLAS, for the products of `naive`: `libcublas.so*`, wherever it lies.
+    /// cuBLAS, NVIDIA's matrix products: `libcublas.so*`, wherever it lies.
     pub cublas: Vec<PathBuf>,
 }
 
@@ -143,9 +143,9 @@ mod tests {
             ("usr/local/cuda-12.4/targets/x86_64-linux/lib/libnvrtc.so.12.4.127", ""),
             ("usr/local/cuda-12.4/targets/x86_64-linux/lib/libnvrtc-builtins.so.12.4", ""),
             ("venv/lib/python3.12/site-packages/nvidia/cu13/lib/libnvrtc.so.13", ""),
+            ("venv/lib/python3.12/site-packages/nvidia/cu13/lib/libcublas.so.13", ""),
+            ("venv/lib/python3.12/site-packages/nvidia/cu13/lib/libcublasLt.so.13", ""),
             ("toolkit/lib64/libnvrtc.so.11", ""),
-            ("toolkit/lib64/libcublas.so.11", ""),
-            ("toolkit/lib64/libcublasLt.so.11", ""),
         ];
         for (path, text) in cases {
             fs::create_dir_all(at(path).parent().unwrap()).unwrap();
@@ -168,6 +168,6 @@ mod tests {
             "venv/lib/python3.12/site-packages/nvidia/cu13/lib/libnvrtc.so.13",
         ];
         assert_eq!(gpu.nvrtc, expected.map(at));
-        assert_eq!(gpu.cublas, [at("toolkit/lib64/libcublas.so.11")]);
+        assert_eq!(gpu.cublas, [at("venv/lib/python3.12/site-packages/nvidia/cu13/lib/libcublas.so.13")]);
     }
 }

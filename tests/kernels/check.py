@@ -25,19 +25,21 @@ ARCHITECTURES = ["sm_80", "sm_90a", "sm_100"]
 
 def variants():
     """(file, macros) of every variant that the crate may ask for, at the head dims that matter."""
-    for element, head_dim in itertools.product(["F32", "BF16", "F16"], [64, 128, 256]):
-        yield "naive.cu", {"ELEMENT": element, "HEAD_DIM": head_dim}
-    for element, head_dim in itertools.product(["BF16", "F16"], [64, 96, 100, 128, 192, 256]):
-        for keys in [64, 32] if head_dim <= 192 else [32]:
-            yield "tiled.cu", {"ELEMENT": element, "HEAD_DIM": head_dim, "KEYS": keys}
+    for element, head_dim, library in itertools.product(["F32", "BF16", "F16"], [64, 256], [0, 1]):
+        yield "naive.cu", {"ELEMENT": element, "HEAD_DIM": head_dim, "LIBRARY_PRODUCTS": library}
+    # F16 differs from BF16 in single instructions.
+    for element, head_dims in [("BF16", [64, 96, 100, 128, 192, 256]), ("F16", [128])]:
+        for head_dim in head_dims:
+            for keys in [64, 32] if head_dim <= 192 else [32]:
+                yield "tiled.cu", {"ELEMENT": element, "HEAD_DIM": head_dim, "KEYS": keys}
     for head_dim, keys in [(64, 32), (100, 32), (128, 32), (128, 16), (192, 16), (256, 16), (256, 8)]:
         yield "tiled.cu", {"ELEMENT": "F32", "HEAD_DIM": head_dim, "KEYS": keys}
-    for element, page_tokens in itertools.product(["BF16", "F16"], [0, 16, 10]):
-        for head_dim, warps, stages in [(64, 4, 4), (96, 4, 3), (100, 4, 3), (128, 4, 3), (128, 4, 2), (192, 2, 3), (256, 2, 3), (256, 4, 2)]:
-            yield "decode.cu", decode(element, head_dim, page_tokens, warps, stages, 16)
-    for page_tokens, rows in itertools.product([0, 16], [4, 8, 16]):
-        for head_dim, warps, stages in [(64, 4, 4), (128, 4, 3), (256, 2, 3)]:
-            yield "decode.cu", decode("F32", head_dim, page_tokens, warps, stages, rows)
+    rings = [(64, 4, 4), (96, 4, 3), (100, 4, 2), (128, 4, 3), (192, 2, 3), (256, 2, 3), (256, 4, 2)]
+    for page_tokens, (head_dim, warps, stages) in itertools.product([0, 16, 10], rings):
+        yield "decode.cu", decode("BF16", head_dim, page_tokens, warps, stages, 16)
+    yield "decode.cu", decode("F16", 128, 16, 4, 3, 16)
+    for rows, (head_dim, warps, stages) in itertools.product([4, 16], [(64, 4, 4), (128, 4, 3), (250, 2, 2), (256, 2, 3)]):
+        yield "decode.cu", decode("F32", head_dim, 16 if rows == 16 else 0, warps, stages, rows)
     yield "sweep.cu", {"ELEMENT": "F32", "HEAD_DIM": 8}
 
 

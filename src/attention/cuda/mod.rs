@@ -14,7 +14,7 @@ pub use decode::decode_paged;
 pub use pass::{Inputs, Results, Scratch};
 
 use super::{AttentionError, Params, Shape, WorkspaceSize};
-use crate::device::cuda::{Extents, Launch, Limits, Program};
+use crate::device::cuda::{Extents, Gemm, Launch, Limits, Program};
 use crate::named::{Named, NamedError};
 use crate::tensor::DType;
 
@@ -59,6 +59,21 @@ pub struct Plan {
     pub workspace: WorkspaceSize,
     /// What kernels are told.
     pub extents: Extents,
+    /// How it runs where cuBLAS is there: two products, and a kernel between them.
+    pub library: Option<LibraryPass>,
+}
+
+/// A pass whose products are cuBLAS's.
+#[derive(Debug, Clone)]
+pub struct LibraryPass {
+    /// `scores = scale q kᵀ`.
+    pub scores: Gemm,
+    /// The softmax between the products.
+    pub program: Program,
+    /// Its launch.
+    pub softmax: Launch,
+    /// `o = p v`.
+    pub output: Gemm,
 }
 
 /// Blocks in y and z that a grid may have.
@@ -99,7 +114,7 @@ impl Plan {
             scores: workspace.scores,
             partials: workspace.scratch,
         };
-        Ok(Plan { program, launches, workspace, extents })
+        Ok(Plan { program, launches, workspace, extents, library: None })
     }
 }
 

@@ -186,7 +186,7 @@ impl Device {
     }
 
     /// From now on each timed pass begins with a cold L2.
-    pub(super) fn sweep_before(&self, module: Module) -> Result<(), CudaError> {
+    pub(super) fn sweep_before(&self, module: &Module) -> Result<(), CudaError> {
         let sweep = Sweep::new(self, module, self.l2_bytes)?;
         // Whoever came first has set the same.
         let _ = self.sweep.set(sweep);
@@ -226,6 +226,11 @@ impl Device {
         Ok(Module { module, functions: Mutex::default() })
     }
 
+    /// Makes the GPU's context that of this thread, as libraries beside the driver need it.
+    pub(super) fn bind(&self) -> Result<(), CudaError> {
+        self.context.bind_to_thread().map_err(doing("binding the GPU's context"))
+    }
+
     /// Runs the launches in order, each with the same arguments, and waits for them; the GPU's own time for them in
     /// nanoseconds.
     ///
@@ -237,35 +242,62 @@ impl Device {
         launches: &[Launch],
         arguments: &[&dyn Argument],
     ) -> Result<u64, CudaError> {
-        let functions = launches.iter().map(|launch| module.function(launch)).collect::<Result<Vec<_>, CudaError>>()?;
+        let ready = self.ready(module, launches)?;
+        self.timed(|| self.begin(&ready, arguments))
+    }
+
+    /// Does `work`, which begins what runs on the default stream, and waits for that; the GPU's own time for it in
+    /// nanoseconds.
+    ///
+    /// # Errors
+    /// Those of `work`; [`CudaError::Driver`] when a kernel fails.
+    pub(crate) fn timed(&self, work: impl FnOnce() -> Result<(), CudaError>) -> Result<u64, CudaError> {
         let timed = || self.stream.record_event(Some(CUevent_flags::CU_EVENT_DEFAULT));
         if let Some(sweep) = self.sweep.get() {
-            self.launch(&sweep.launch, &sweep.module.function(&sweep.launch)?, &[&sweep.stretch()])?;
+            self.begin(&sweep.ready, &[&sweep.stretch()])?;
         }
         let start = timed().map_err(doing("recording an event"))?;
-        for (launch, function) in launches.iter().zip(&functions) {
-            self.launch(launch, function, arguments)?;
-        }
-        let end = timed().map_err(doing("recording an event"))?;
-        self.stream.synchronize().map_err(doing("running the kernels"))?;
+        let worked = work();
+        let end = timed();
+        // Whatever went wrong: what was begun has ended when buffers may be given back.
+        let ended = self.stream.synchronize();
+        worked?;
+        ended.map_err(doing("running the kernels"))?;
+        let end = end.map_err(doing("recording an event"))?;
         let milliseconds = start.elapsed_ms(&end).map_err(doing("reading the time"))?;
         Ok((f64::from(milliseconds) * 1e6) as u64)
     }
 
-    /// Queues one launch. Whoever calls it waits before the arguments' buffers are changed or given back.
-    fn launch(&self, launch: &Launch, function: &CudaFunction, arguments: &[&dyn Argument]) -> Result<(), CudaError> {
-        let [x, y, z] = launch.grid.map(|blocks| blocks as u32);
-        let config = LaunchConfig {
-            grid_dim: (x, y, z),
-            block_dim: (launch.threads, 1, 1),
-            shared_mem_bytes: launch.shared_bytes,
+    /// Finds the functions of launches before any time is taken.
+    ///
+    /// # Errors
+    /// [`CudaError::Driver`] when there is no such function, or not so much shared memory.
+    pub(crate) fn ready(&self, module: &Module, launches: &[Launch]) -> Result<Vec<Ready>, CudaError> {
+        let ready = |launch: &Launch| {
+            let [x, y, z] = launch.grid.map(|blocks| blocks as u32);
+            let config = LaunchConfig {
+                grid_dim: (x, y, z),
+                block_dim: (launch.threads, 1, 1),
+                shared_mem_bytes: launch.shared_bytes,
+            };
+            Ok(Ready { function: module.function(launch)?, config })
         };
-        let mut builder = self.stream.launch_builder(function);
-        arguments.iter().for_each(|argument| argument.push(&mut builder));
-        // SAFETY: the arguments are laid out as the kernel's parameters, and their buffers are as long as the kernel
-        // takes them to be (`Argument`); kernels stay inside them (the emulation checks this under AddressSanitizer).
-        // `run` borrows them until it has waited.
-        unsafe { builder.launch(config) }.map_err(doing("launching a kernel"))?;
+        launches.iter().map(ready).collect()
+    }
+
+    /// Begins the launches in order, each with the same arguments: inside [`Device::timed`], which waits for them.
+    ///
+    /// # Errors
+    /// [`CudaError::Driver`] when a launch fails.
+    pub(crate) fn begin(&self, ready: &[Ready], arguments: &[&dyn Argument]) -> Result<(), CudaError> {
+        for Ready { function, config } in ready {
+            let mut builder = self.stream.launch_builder(function);
+            arguments.iter().for_each(|argument| argument.push(&mut builder));
+            // SAFETY: the arguments are laid out as the kernel's parameters, and their buffers are as long as the kernel
+            // takes them to be (`Argument`); kernels stay inside them (the emulation checks this under
+            // AddressSanitizer). They live until `timed` has waited.
+            unsafe { builder.launch(*config) }.map_err(doing("launching a kernel"))?;
+        }
         Ok(())
     }
 }
@@ -275,6 +307,12 @@ fn uuid(index: usize) -> Result<String, DriverError> {
     result::init()?;
     let uuid = result::device::get_uuid(result::device::get(index as i32)?)?;
     Ok(uuid_text(uuid.bytes.map(|byte| byte as u8)))
+}
+
+/// A launch whose function was found.
+pub(crate) struct Ready {
+    function: CudaFunction,
+    config: LaunchConfig,
 }
 
 /// What a kernel takes by value: `repr(C)`, laid out as the parameter in the kernel's source, and borrowing every buffer

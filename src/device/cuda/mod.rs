@@ -6,6 +6,7 @@
 //! problem is [`crate::attention::cuda`]'s.
 
 mod build;
+mod cublas;
 mod device;
 mod nvml;
 mod nvrtc;
@@ -16,6 +17,7 @@ mod source;
 mod sweep;
 
 pub use build::{Origin, build};
+pub use cublas::{Cublas, Gemm};
 pub use device::{Device, DeviceBuffer, Limits, Module};
 pub use nvml::{Condition, Nvml};
 pub use nvrtc::Nvrtc;
@@ -86,6 +88,14 @@ pub enum CudaError {
     /// Buffers that do not fit the problem.
     #[error("{0}")]
     Operand(String),
+    /// A matrix product that cuBLAS refused.
+    #[error("cuBLAS {version}: a product failed with status {status}")]
+    Cublas {
+        /// Its version.
+        version: String,
+        /// Its `cublasStatus_t`.
+        status: i32,
+    },
     /// Any other failure of the driver.
     #[error("CUDA: {what} failed: {reason}")]
     Driver {

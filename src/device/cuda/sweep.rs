@@ -4,6 +4,7 @@
 //! the same memory for a short context and a long one, so that the bytes a problem takes stay its own. It also keeps the
 //! GPU busy until the pass is queued: the time of its launch is no part of its own.
 
+use super::device::Ready;
 use super::{CudaError, Device, DeviceBuffer, Launch, Module, Program, Source};
 use crate::memory::{Arena, Label};
 use crate::tensor::DType;
@@ -34,10 +35,10 @@ unsafe impl DeviceRepr for Stretch<'_> {}
 
 /// What is read, and by what.
 pub(super) struct Sweep {
-    pub(super) module: Module,
-    pub(super) launch: Launch,
+    pub(super) ready: Vec<Ready>,
     buffer: DeviceBuffer,
     bytes: u64,
+    blocks: u64,
 }
 
 impl Sweep {
@@ -48,17 +49,17 @@ impl Sweep {
     }
 
     /// Takes memory for an L2 of `l2_bytes`, outside every measured arena.
-    pub(super) fn new(device: &Device, module: Module, l2_bytes: u64) -> Result<Self, CudaError> {
+    pub(super) fn new(device: &Device, module: &Module, l2_bytes: u64) -> Result<Self, CudaError> {
         let bytes = (L2_SIZES * l2_bytes).next_multiple_of(BLOCK_BYTES);
         let buffer = device.alloc(&Arena::unlimited(), Label::Workspace, bytes + 4)?;
         let blocks = (bytes / BLOCK_BYTES).min(BLOCKS_EACH * device.limits().multiprocessors as u64);
         let launch = Launch { function: "sweep", grid: [blocks as usize, 1, 1], threads: 256, shared_bytes: 0 };
-        Ok(Sweep { module, launch, buffer, bytes })
+        Ok(Sweep { ready: device.ready(module, &[launch])?, buffer, bytes, blocks })
     }
 
     pub(super) fn stretch(&self) -> Stretch<'_> {
         let start = self.buffer.address();
         let (words, result) = (self.bytes / 4, start + self.bytes);
-        Stretch { start, words, result, blocks: self.launch.grid[0] as u64, buffer: PhantomData }
+        Stretch { start, words, result, blocks: self.blocks, buffer: PhantomData }
     }
 }

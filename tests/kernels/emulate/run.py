@@ -17,7 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 HERE = os.path.dirname(os.path.abspath(__file__))
 KERNELS = os.path.join(HERE, "..", "..", "..", "kernels")
 VARIANTS = [
-    ("naive", "F32", 64, ""), ("naive", "BF16", 40, ""), ("naive", "F16", 128, ""),
+    ("naive", "F32", 64, "LIBRARY_PRODUCTS=0"), ("naive", "BF16", 40, "LIBRARY_PRODUCTS=0"),
+    ("naive", "F32", 64, "LIBRARY_PRODUCTS=1"), ("naive", "F16", 128, "LIBRARY_PRODUCTS=1"),
     ("tiled", "BF16", 64, "KEYS=64"), ("tiled", "F16", 64, "KEYS=32"), ("tiled", "BF16", 128, "KEYS=64"),
     ("tiled", "F16", 40, "KEYS=64"), ("tiled", "BF16", 96, "KEYS=32"), ("tiled", "F16", 192, "KEYS=64"),
     ("tiled", "BF16", 256, "KEYS=32"), ("tiled", "BF16", 37, "KEYS=64"), ("tiled", "F16", 100, "KEYS=64"),
