@@ -42,7 +42,7 @@ def errors(path, dtype, causal, window, softcap):
     stored = {key: value.to("cuda") for key, value in tensors.read(path, torch).items()}
 
     def attend(kind):
-        q, k, v = (stored[key].to(kind).requires_grad_() for key in ("q", "k", "v"))
+        q, k, v = (stored[key].detach().to(kind).clone().requires_grad_() for key in ("q", "k", "v"))
         mask = _mask(q, k, causal, window)
         keys, values = _repeated(k, q), _repeated(v, q)
         if softcap or kind == torch.float64:

@@ -5,6 +5,7 @@ use super::check::{accurate, finite};
 use super::{Bench, Prepared, Turn, TurnError, timed};
 use crate::attention::{Backward, Gradients, Outputs};
 use crate::tensor::Tensor;
+use crate::workload::Workload;
 
 pub(super) fn predict(prepared: &Prepared, threads: usize) -> u64 {
     let cell = &prepared.cell;
@@ -39,15 +40,14 @@ pub(super) fn turn(prepared: &Prepared, bench: Bench<'_>) -> Result<Turn, TurnEr
         let drift = truth.drift(cell.head_dim, |[batch, head, token], row| o.read_rows(batch, head, token, row));
         accurate(&drift, cell.dtype)?;
         turn.drift = Some(drift);
-        identities(bench, &outputs, &gradients)?;
+        identities(bench.workload, &outputs, &gradients)?;
     }
     Ok(turn)
 }
 
 /// Two identities that hold for every attention: the output is linear in v, so `<dv, v> = <do, o>`; scores depend on
 /// q and k only through `q.k`, so `<dq, q> = <dk, k>`.
-fn identities(bench: Bench<'_>, outputs: &Outputs, gradients: &Gradients) -> Result<(), TurnError> {
-    let workload = bench.workload;
+pub(super) fn identities(workload: &Workload, outputs: &Outputs, gradients: &Gradients) -> Result<(), TurnError> {
     let pairs = [
         ("<dv, v> = <do, o>", inner(&gradients.v, &workload.v), inner(&workload.q, &outputs.o)),
         ("<dq, q> = <dk, k>", inner(&gradients.q, &workload.q), inner(&gradients.k, &workload.k)),
