@@ -18,6 +18,7 @@
 // `split_keys` is a multiple of WARPS KEYS.
 // `partials` holds [B Hkv, splits, G Lq] rows of D outputs, then as many pairs (maximum in units of log2, sum).
 #include "pages.cuh"
+#include "rows.cuh"
 #if ELEMENT == F32
 #include "strip_f32.cuh"
 #else

@@ -57,8 +57,6 @@ KERNEL(256) naive_softmax(ARGUMENT Problem p) {
     if (threadIdx.x == 0) p.lse[index] = seen.first < seen.end ? top + log2_fast(sum) * LN_2 : minus_infinity();
 }
 
-#if !LIBRARY_PRODUCTS
-
 namespace {
 
 // A 64x64 tile of a product: left is [rows, depth], right [depth, columns]; both are read through functions that give
@@ -127,5 +125,3 @@ KERNEL(256) naive_output(ARGUMENT Problem p) {
             if (row < p.q_len && d < HEAD_DIM) store<ELEMENT>(p.o, (q_row + row) * HEAD_DIM + d, sum[i][j]);
         }
 }
-
-#endif

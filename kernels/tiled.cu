@@ -14,7 +14,7 @@
 // or 8. ROWS is 128 in 16 bits up to D 64, else 64.
 //   tiled_forward  grid (ceil(Lq / ROWS), Hq, B), 128 threads, shared memory: K and V of KEYS keys, twice, and Q where it
 //                  stays there
-#include "problem.cuh"
+#include "rows.cuh"
 #if ELEMENT == F32
 #include "strip_f32.cuh"
 #else

@@ -21,6 +21,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 KERNELS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "kernels")
 ARCHITECTURES = ["sm_80", "sm_90a", "sm_100"]
+ONLY = {"hopper.cu": "sm_90a"}  # files with instructions that other architectures lack
 
 
 def variants():
@@ -41,6 +42,12 @@ def variants():
     for rows, (head_dim, warps, stages) in itertools.product([4, 16], [(64, 4, 4), (128, 4, 3), (250, 2, 2), (256, 2, 3)]):
         yield "decode.cu", decode("F32", head_dim, 16 if rows == 16 else 0, warps, stages, rows)
     yield "sweep.cu", {"ELEMENT": "F32", "HEAD_DIM": 8}
+    # Tiles of keys by head dim and soft-cap, as src/attention/cuda/hopper.rs chooses them; the sign is one number in them.
+    tiles = [(64, 128, 0), (64, 112, 1), (128, 176, 0), (128, 128, 0), (128, 128, 1), (256, 80, 0), (256, 64, 1)]
+    signs = itertools.product(["BF16", "F16"], tiles, [0])
+    for element, (head_dim, keys, capped), negative in itertools.chain(signs, [("BF16", tiles[3], 1)]):
+        macros = {"ELEMENT": element, "HEAD_DIM": head_dim, "KEYS": keys, "CAPPED": capped, "NEGATIVE": negative}
+        yield "hopper.cu", macros
 
 
 def decode(element, head_dim, page_tokens, warps, stages, rows):
@@ -123,6 +130,7 @@ def main():
     nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
     rows, wrong, slowest = [], [], (0.0, "")
     todo = [(file, macros, arch) for arch, (file, macros) in itertools.product(arguments.arch or ARCHITECTURES, variants())]
+    todo = [variant for variant in todo if ONLY.get(variant[0], variant[2]) == variant[2]]
     with ProcessPoolExecutor(max(1, arguments.jobs)) as pool:  # NVRTC holds a lock: threads would wait for each other
         compiled_all = list(pool.map(compile_variant, itertools.repeat(arguments.nvrtc), *zip(*todo)))
     for (file, macros, architecture), (compiled, log, seconds) in zip(todo, compiled_all):

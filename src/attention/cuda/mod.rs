@@ -6,6 +6,7 @@
 //! file here, one under `kernels/`, and one line in [`CUDA_KERNELS`].
 
 mod decode;
+mod hopper;
 mod naive;
 mod pass;
 mod tiled;
@@ -31,7 +32,7 @@ pub trait CudaKernel: Sync {
 }
 
 /// Every kernel for GPUs.
-pub const CUDA_KERNELS: &[&dyn CudaKernel] = &[&naive::Naive, &tiled::Tiled, &decode::Decode];
+pub const CUDA_KERNELS: &[&dyn CudaKernel] = &[&naive::Naive, &tiled::Tiled, &decode::Decode, &hopper::Hopper];
 
 /// The kernel that a text names. None has parameters.
 ///
@@ -61,6 +62,8 @@ pub struct Plan {
     pub extents: Extents,
     /// How it runs where cuBLAS is there: two products, and a kernel between them.
     pub library: Option<LibraryPass>,
+    /// How the copy engine takes the inputs, where a kernel uses it.
+    pub boxes: Option<Boxes>,
 }
 
 /// A pass whose products are cuBLAS's.
@@ -74,6 +77,15 @@ pub struct LibraryPass {
     pub softmax: Launch,
     /// `o = p v`.
     pub output: Gemm,
+}
+
+/// Rows of q, and of k and v, that are copied as one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Boxes {
+    /// Of q.
+    pub q_rows: usize,
+    /// Of k and v.
+    pub kv_rows: usize,
 }
 
 /// Blocks in y and z that a grid may have.
@@ -114,7 +126,7 @@ impl Plan {
             scores: workspace.scores,
             partials: workspace.scratch,
         };
-        Ok(Plan { program, launches, workspace, extents, library: None })
+        Ok(Plan { program, launches, workspace, extents, library: None, boxes: None })
     }
 }
 

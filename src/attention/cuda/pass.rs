@@ -1,8 +1,8 @@
 //! A planned pass over tensors in a GPU's memory.
 
-use super::{LibraryPass, Plan};
+use super::{Boxes, LibraryPass, Plan};
 use crate::device::cuda::{
-    Cublas, CudaError, Device, DeviceBuffer, Extents, Operands, PagedKv, Pages, Problem, Runtime,
+    Argument, Cublas, CudaError, Device, DeviceBuffer, Extents, Operands, PagedKv, Pages, Problem, Runtime, TensorMap,
 };
 use crate::memory::{Arena, Label};
 use std::sync::MutexGuard;
@@ -66,7 +66,10 @@ impl Plan {
         let Scratch { scores, partials } = scratch;
         let mut operands = Operands { q, k: Some(k), v: Some(v), o, lse, scores, partials };
         let problem = Problem::new(&self.extents, &mut operands)?;
-        runtime.device().run(&*runtime.module(&self.program)?, &self.launches, &[&problem])
+        let maps = self.boxes.map(|boxes| boxes.maps(&self.extents, inputs)).transpose()?;
+        let mut arguments: Vec<&dyn Argument> = vec![&problem];
+        arguments.extend(maps.iter().flatten().map(|map| map as &dyn Argument));
+        runtime.device().run(&*runtime.module(&self.program)?, &self.launches, &arguments)
     }
 
     /// Whose matrix products the pass uses, where it could use cuBLAS's: as `cuBLAS 13.0`, or `own products`.
@@ -120,5 +123,18 @@ impl Plan {
         let mut operands = Operands { q, k: None, v: None, o, lse, scores, partials };
         let problem = Problem::new(&self.extents, &mut operands)?;
         runtime.device().run(&*runtime.module(&self.program)?, &self.launches, &[&problem, &pages])
+    }
+}
+
+impl Boxes {
+    /// Maps of q, k and v.
+    fn maps<'a>(&self, extents: &Extents, inputs: Inputs<'a>) -> Result<[TensorMap<'a>; 3], CudaError> {
+        let Extents { batch, q_heads, kv_heads, q_len, kv_len, head_dim, dtype, .. } = *extents;
+        let (queries, keys) = ([batch * q_heads, q_len, head_dim], [batch * kv_heads, kv_len, head_dim]);
+        Ok([
+            TensorMap::new(inputs.q, dtype, queries, self.q_rows)?,
+            TensorMap::new(inputs.k, dtype, keys, self.kv_rows)?,
+            TensorMap::new(inputs.v, dtype, keys, self.kv_rows)?,
+        ])
     }
 }

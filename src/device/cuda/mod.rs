@@ -15,9 +15,11 @@ mod problem;
 mod runtime;
 mod source;
 mod sweep;
+mod tensor_map;
 
 pub use build::{Origin, build};
 pub use cublas::{Cublas, Gemm};
+pub(crate) use device::Argument;
 pub use device::{Device, DeviceBuffer, Limits, Module};
 pub use nvml::{Condition, Nvml};
 pub use nvrtc::Nvrtc;
@@ -26,6 +28,7 @@ pub use pages::{PagedKv, Slabs};
 pub use problem::{Extents, Launch, Operands, Problem};
 pub use runtime::Runtime;
 pub use source::{Program, Source};
+pub(crate) use tensor_map::TensorMap;
 
 use crate::memory::{ArenaError, Label};
 

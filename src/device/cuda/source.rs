@@ -25,13 +25,14 @@ pub struct Program {
     pub macros: Vec<(&'static str, usize)>,
 }
 
-const HEADERS: [Source; 6] = [
+const HEADERS: [Source; 7] = [
     Source { name: "ptx.cuh", text: include_str!("../../../kernels/ptx.cuh") },
     Source { name: "problem.cuh", text: include_str!("../../../kernels/problem.cuh") },
     Source { name: "pages.cuh", text: include_str!("../../../kernels/pages.cuh") },
     Source { name: "rows.cuh", text: include_str!("../../../kernels/rows.cuh") },
     Source { name: "strip.cuh", text: include_str!("../../../kernels/strip.cuh") },
     Source { name: "strip_f32.cuh", text: include_str!("../../../kernels/strip_f32.cuh") },
+    Source { name: "hopper.cuh", text: include_str!("../../../kernels/hopper.cuh") },
 ];
 
 impl Program {

@@ -66,7 +66,10 @@ def main():
     arguments = parser.parse_args()
     folder = build(arguments.cxx)
     sys.stdout.flush()
-    os.execvpe(arguments.command[0], arguments.command, environment(folder))
+    try:
+        os.execvpe(arguments.command[0], arguments.command, environment(folder))
+    except OSError as error:
+        parser.error(f"{arguments.command[0]}: {error.strerror}")
 
 
 if __name__ == "__main__":

@@ -94,6 +94,7 @@ inline void *scheduler;
 inline int current;
 inline Meeting block_meeting;
 inline long meetings; // that ended, and threads that did: a round without one is a deadlock
+inline std::vector<void (*)()> on_block_start, on_block_end; // for what a family of instructions keeps
 inline std::unique_ptr<unsigned char[]> shared;
 inline size_t shared_bytes;
 
@@ -170,6 +171,7 @@ inline void launch(Dim3 grid, int threads, size_t dynamic_shared, const std::fun
                     fiber.done = false;
                     fiber.groups.assign(1, {});
                 }
+                for (auto hook : on_block_start) hook();
                 for (int left = threads; left;) {
                     const long before = meetings;
                     for (int i = 0; i < threads / 32; i++) left -= run_warp(schedule.backwards ? threads / 32 - 1 - i : i);
@@ -179,7 +181,14 @@ inline void launch(Dim3 grid, int threads, size_t dynamic_shared, const std::fun
                         stop(Fault::timeout);
                     }
                 }
+                for (auto hook : on_block_end) hook();
             }
+}
+
+inline void aligned_16(const char *what, u32 shared) {
+    if (shared % 16 == 0) return;
+    fprintf(stderr, "%s: address %u is no multiple of 16\n", what, shared);
+    stop(Fault::misaligned_address);
 }
 
 // A kernel function as the emulated driver sees it, made from nothing but its type.
@@ -199,12 +208,6 @@ template <class... Arguments, void (*Kernel)(Arguments...)> struct Export<Kernel
         return {name, most_threads, sizes, sizeof...(Arguments), run, &blockIdx, &threadIdx};
     }
 };
-
-inline void aligned_16(const char *what, u32 shared) {
-    if (shared % 16 == 0) return;
-    fprintf(stderr, "%s: address %u is no multiple of 16\n", what, shared);
-    stop(Fault::misaligned_address);
-}
 
 inline void perform(const Copy &copy) {
     unsigned char *target = shared.get() + copy.shared;

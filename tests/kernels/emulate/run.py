@@ -35,6 +35,9 @@ VARIANTS = [
     ("decode", "F16", 128, "PAGE_TOKENS=10 WARPS=4 STAGES=3 ROWS=16"),
     ("decode", "F32", 128, "PAGE_TOKENS=16 WARPS=4 STAGES=2 ROWS=16"),
     ("decode", "F32", 35, "PAGE_TOKENS=3 WARPS=4 STAGES=3 ROWS=8"),
+    ("hopper", "BF16", 64, "KEYS=128 CAPPED=0 NEGATIVE=0"), ("hopper", "F16", 64, "KEYS=112 CAPPED=1 NEGATIVE=1"),
+    ("hopper", "F16", 128, "KEYS=128 CAPPED=0 NEGATIVE=0"), ("hopper", "BF16", 128, "KEYS=176 CAPPED=0 NEGATIVE=0"),
+    ("hopper", "BF16", 256, "KEYS=80 CAPPED=0 NEGATIVE=0"), ("hopper", "F16", 256, "KEYS=64 CAPPED=1 NEGATIVE=0"),
 ]  # fmt: skip
 
 
@@ -44,7 +47,7 @@ def run(cxx, folder, number, family, element, head_dim, extra):
     macros = [f"-DELEMENT={element}", f"-DHEAD_DIM={head_dim}", f'-DFAMILY="{family}.hpp"']
     macros += [f"-D{macro}" for macro in extra.split()]
     flags = ["-std=c++17", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-    flags += ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-unused-function", f"-I{KERNELS}", f"-I{HERE}"]
+    flags += ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-psabi", "-Wno-unused-function", f"-I{KERNELS}", f"-I{HERE}"]
     started = time.perf_counter()
     subprocess.run([cxx, *flags, *macros, os.path.join(HERE, "emulate.cpp"), "-o", program], check=True)
     built = time.perf_counter()

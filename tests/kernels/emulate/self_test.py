@@ -183,8 +183,29 @@ def events(device):
     assert milliseconds.value >= 0.0
 
 
+def tensor_maps(device):
+    """A map holds its fields where abi.hpp says, and the driver's rules are kept."""
+    space = ctypes.create_string_buffer(192)
+    target = ctypes.c_void_p((ctypes.addressof(space) + 63) // 64 * 64)
+    memory = device.alloc(128 * 1000 * 2)
+
+    def encode(expected, stride=256, box=64, swizzle=3, address=memory.value):
+        lengths, strides = (ctypes.c_uint64 * 2)(128, 1000), (ctypes.c_uint64 * 1)(stride)
+        sides, steps = (ctypes.c_uint32 * 2)(box, 32), (ctypes.c_uint32 * 2)(1, 1)
+        bf16, plain = 9, 0
+        where = ctypes.c_void_p(address)
+        device.expect(expected, "cuTensorMapEncodeTiled", target, bf16, 2, where, lengths, strides, sides, steps, plain, swizzle, 0, 0)
+
+    encode("SUCCESS")
+    assert ctypes.c_uint64.from_address(target.value).value == memory.value
+    assert ctypes.string_at(target.value + 124, 4) == b"tile"
+    for wrong in [{"stride": 250}, {"box": 72}, {"box": 257, "swizzle": 0}, {"swizzle": 9}, {"address": memory.value + 2}]:
+        encode("INVALID_VALUE", **wrong)
+
+
 CHECKS = [
     runs_and_runs_late, written_guard, memory_ends, launches_are_checked, code_for_another_gpu, order_of_calls, events,
+    tensor_maps,
     fault("past_the_end", "ILLEGAL_ADDRESS", ctypes.c_int(FOUR_KIB // 4)),
     fault("before_the_start", "ILLEGAL_ADDRESS"),
     fault("barrier_for_some", "LAUNCH_TIMEOUT"),
