@@ -29,7 +29,7 @@ def all(session, folder, tiny):
     """Every kernel, type and mask on every shape; how many are wrong."""
     wrong = compared = 0
     refused, without_gradients = {}, {"decode"}
-    kernels = ["naive", "tiled", "decode"] + (["hopper"] if has_hopper(session) else [])
+    kernels = session.kernels
     with open(f"{session.out}/check.jsonl", "w", encoding="utf-8") as kept:
         for name, shape in (TINY_SHAPES if tiny else SHAPES).items():
             path = f"{folder}/{name}.safetensors"
@@ -69,11 +69,6 @@ def padded(words):
     return (list(words) + [False, None, None][len(words) :])[:3] if words else (False, None, None)
 
 
-def has_hopper(session):
-    """Whether this binary and this GPU have the kernel."""
-    return "hopper" in session.kvsieve("attend", "--help")[1]
-
-
 def attend(session, folder, path, kernel, dtype, words, backward, refused):
     """One pass; (its report, None), or (None, why it is wrong), or (None, None) where the kernel has no such pass."""
     arguments = ["attend", "--device", "cuda", "--input", path, "--output", f"{folder}/o.safetensors", "--json", f"{folder}/one.json"]
@@ -99,7 +94,7 @@ def sanitize(session, folder):
         return
     tensors.write(f"{folder}/s.safetensors", (1, 4, 1, 65, 130, 128))
     for check in ["memcheck", "racecheck"]:
-        for kernel in ["naive", "tiled", "decode"]:
+        for kernel in session.kernels:
             command = [tool, "--tool", check, "--error-exitcode", "9", session.binary, "attend", "--device", "cuda", "--causal"]
             command += ["--input", f"{folder}/s.safetensors", "--output", f"{folder}/o.safetensors", "--kernel", kernel]
             try:

@@ -27,6 +27,8 @@ class Session:
         self.binary, self.out = os.path.abspath(binary), out
         self.started = time.monotonic()
         self.summary = []
+        # What this GPU can run; `hopper` is for Hopper's own instructions.
+        self.kernels = ["naive", "tiled", "decode"]
 
     def left_s(self):
         return BUDGET_S - (time.monotonic() - self.started)
@@ -89,14 +91,7 @@ def shown(rate):
 def times(session, folder, report, ceiling):
     """The table of times beside PyTorch's."""
     device = report["cuda"]["device"]
-    kernels = {"forward": ["tiled"], "backward": ["tiled"]}
-    # A kernel that this GPU cannot run, or this binary has not, is refused before anything runs.
-    for measure in kernels:
-        if device["capability"] == "9.0":
-            with open(f"{folder}/probe.toml", "w", encoding="utf-8") as file:
-                file.write(f'name = "probe"\n[[grid]]\nmeasure = "{measure}"\nkernel = "hopper"\nheads = "2/2"\nhead_dim = 128\ndtype = "bf16"\ncontext_tokens = 64\n')
-            if session.kvsieve("run", f"{folder}/probe.toml", "--device", "cuda", "--dry-run")[0] == 0:
-                kernels[measure].append("hopper")
+    kernels = {"forward": [name for name in session.kernels if name in ("tiled", "hopper")], "backward": ["tiled"]}
     path = f"{folder}/gpu-times.toml"
     with open(path, "w", encoding="utf-8") as file:
         file.write(times_toml(kernels))
@@ -169,6 +164,7 @@ def main():
         if "error" in report["cuda"][part]:
             sys.exit(f"no {part}: {report['cuda'][part]['error']}")
     device = report["cuda"]["device"]
+    session.kernels += ["hopper"] if device["capability"] == "9.0" else []
     session.say(f"# {device['name']}, {device['architecture']}, kvsieve {report['version']} ({report['git_rev']})")
     session.say(f"peer: {peers.name() or 'PyTorch is not here: no comparison'}")
     session.say("\n## Correctness\n")
