@@ -67,9 +67,6 @@ pub struct Args {
     backward: bool,
     #[command(flatten)]
     compute: Compute,
-    /// NVRTC for --device cuda [default: KVSIEVE_NVRTC, else the first that doctor lists]
-    #[arg(long, value_name = "libnvrtc.so", help_heading = "Where it runs")]
-    nvrtc: Option<PathBuf>,
     /// Timed passes
     #[arg(long, value_name = "N", default_value_t = 1, allow_negative_numbers = true,
           value_parser = clap::value_parser!(u32).range(1..=1_000_000), help_heading = "What is reported")]

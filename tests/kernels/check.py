@@ -41,6 +41,7 @@ def variants():
     yield "decode.cu", decode("F16", 128, 16, 4, 3, 16)
     for rows, (head_dim, warps, stages) in itertools.product([4, 16], [(64, 4, 4), (128, 4, 3), (250, 2, 2), (256, 2, 3)]):
         yield "decode.cu", decode("F32", head_dim, 16 if rows == 16 else 0, warps, stages, rows)
+    yield "sweep.cu", {"ELEMENT": "F32", "HEAD_DIM": 8}
     # Tiles of keys by head dim and soft-cap, as src/attention/cuda/hopper.rs chooses them; the sign is one number in them.
     tiles = [(64, 128, 0), (64, 112, 1), (128, 176, 0), (128, 128, 0), (128, 128, 1), (256, 80, 0), (256, 64, 1)]
     signs = itertools.product(["BF16", "F16"], tiles, [0])

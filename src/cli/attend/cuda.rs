@@ -18,7 +18,7 @@ use kvsieve::tensor::{DType, Tensor};
 pub fn run(args: &Args, index: usize) -> Result<(), Failure> {
     let name: Named = args.kernel.parse()?;
     let kernel = cuda_kernel(&args.kernel)?;
-    let runtime = Runtime::open(index, args.nvrtc.as_deref())?;
+    let runtime = Runtime::open(index, args.compute.nvrtc.as_deref())?;
     let device = runtime.device();
     args.check_files()?;
     let file = TensorFile::open(&args.input)?;
