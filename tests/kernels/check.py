@@ -29,6 +29,13 @@ def variants():
         yield "tiled.cu", {"ELEMENT": element, "HEAD_DIM": head_dim}
     for element, head_dim, paged in itertools.product(["BF16", "F16"], [64, 96, 128], [0, 1]):
         yield "decode.cu", {"ELEMENT": element, "HEAD_DIM": head_dim, "PAGED": paged}
+    for element, head_dim, queries in itertools.product(["BF16", "F16"], [64, 96, 128], [0, 1, 2]):
+        yield "export.cu", {"ELEMENT": element, "HEAD_DIM": head_dim, "QUERIES": queries}
+    for head_dim, queries in itertools.product([64, 256], [0, 1, 2]):
+        yield "export_plain.cu", {"ELEMENT": "F32", "HEAD_DIM": head_dim, "QUERIES": queries}
+    yield "select.cu", {"ELEMENT": "F32", "HEAD_DIM": 1}
+    for element, head_dim in itertools.product(["F32", "BF16", "F16"], [64, 128, 256]):
+        yield "score.cu", {"ELEMENT": element, "HEAD_DIM": head_dim}
 
 
 def load_nvrtc(path):
@@ -94,6 +101,7 @@ def functions(log):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", action="append", help="an architecture; may be given again [default: all]")
+    parser.add_argument("--only", metavar="FILE", help="only this file of kernels")
     parser.add_argument("--nvrtc", metavar="PATH", help="libnvrtc.so.N")
     parser.add_argument("--markdown", metavar="FILE", help="write the table there too")
     arguments = parser.parse_args()
@@ -101,7 +109,8 @@ def main():
     major, minor = ctypes.c_int(), ctypes.c_int()
     nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
     rows, wrong, slowest = [], [], (0.0, "")
-    for architecture, (file, macros) in itertools.product(arguments.arch or ARCHITECTURES, variants()):
+    wanted = [variant for variant in variants() if arguments.only in (None, variant[0])]
+    for architecture, (file, macros) in itertools.product(arguments.arch or ARCHITECTURES, wanted):
         label = f"{file} {' '.join(f'{name}={value}' for name, value in macros.items())} {architecture}"
         compiled, log, seconds = compile_variant(nvrtc, file, macros, architecture)
         slowest = max(slowest, (seconds, label))
