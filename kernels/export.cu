@@ -19,7 +19,6 @@ namespace {
 
 constexpr int WARPS = 4, THREADS = 32 * WARPS, KEYS = 64, TILES = 2, ROWS = 16 * TILES, STAGES = 2;
 constexpr int TILE_BYTES = KEYS * ROW_BYTES, STAGE_BYTES = ROWS * ROW_BYTES;
-constexpr int SHARED_BYTES = TILE_BYTES + WARPS * STAGES * STAGE_BYTES + WARPS * KEYS * 4;
 
 } // namespace
 

@@ -36,6 +36,7 @@ def variants():
     yield "select.cu", {"ELEMENT": "F32", "HEAD_DIM": 1}
     for element, head_dim in itertools.product(["F32", "BF16", "F16"], [64, 128, 256]):
         yield "score.cu", {"ELEMENT": element, "HEAD_DIM": head_dim}
+        yield "compact.cu", {"ELEMENT": element, "HEAD_DIM": head_dim}
 
 
 def load_nvrtc(path):

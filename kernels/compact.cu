@@ -1,0 +1,150 @@
+// A paged cache in a GPU's memory changes: tokens arrive, those that stay move together, pages move out of slabs that are
+// given back, keys turn to other positions (src/cache/cuda/).
+//
+// Compaction is in place. Slots that stay ascend, so a token never moves back: the slot it goes to is at most the one it
+// comes from. One block moves all rows of a list, a batch at a time: it reads a batch into registers, waits for all its
+// threads, and writes it. What a batch overwrites lies before everything that later batches read, so that these need not
+// wait for it.
+//
+// Versions
+//   1  16 bytes per thread and access where rows allow it. A block for each list and part: few long lists do not fill a
+//      GPU. Not timed on a GPU yet.
+//
+// Compile with -DELEMENT=F32|BF16|F16 -DHEAD_DIM=1..256.
+//   append_tokens   grid (ceil(count / 32), lists), 128 threads
+//   keep_slots      grid (lists, 4), 512 threads: keys, values, positions, attention
+//   move_pages      grid (pages, 2), 128 threads: keys, values
+//   turn_keys       grid (ceil(longest / 32), lists), 128 threads
+//   add_columns     grid (ceil(width / 256), lists), 256 threads
+#include "lists.cuh"
+
+// Tokens that come, `count` for each list.
+struct Arrival {
+    const void *k, *v; // [lists, length, D]
+    int length, first; // tokens first..first + count of these
+    int count;
+    int unused;        // so that no byte of the struct is padding
+};
+
+// Slots that stay.
+struct Keeping {
+    const u32 *slots;  // [lists, width], ascending
+    const int *counts; // [lists]
+    int width;
+    int unused;
+};
+
+struct Moves {
+    const int *from, *to; // numbers of pages
+};
+
+struct Turning {
+    const double *turns_per_token; // [D / 2], of each pair of channels
+};
+
+struct Received {
+    const float *columns; // [lists, width]
+    int width;
+    int unused;
+};
+
+namespace {
+
+constexpr int ROW_BYTES = HEAD_DIM * (ELEMENT == F32 ? 4 : 2);
+constexpr int UNIT_BYTES = ROW_BYTES % 16 == 0 ? 16 : ROW_BYTES % 8 == 0 ? 8 : ROW_BYTES % 4 == 0 ? 4 : 2;
+constexpr int UNITS = ROW_BYTES / UNIT_BYTES;
+
+template <int Bytes> struct Bits;
+template <> struct Bits<2> { u16 x; };
+template <> struct Bits<4> { u32 x; };
+template <> struct alignas(8) Bits<8> { u32 x[2]; };
+template <> struct alignas(16) Bits<16> { u32 x[4]; };
+using Unit = Bits<UNIT_BYTES>;
+
+// Moves `units` of each row that stays to its place: `place(slot)` is where a slot's row begins.
+template <class Bits, int Units, class Place> DEVICE void keep_rows(const u32 *slots, int count, Place place) {
+    constexpr int THREADS = 512, EACH = 4;
+    const int all = count * Units;
+    for (int start = 0; start < all; start += THREADS * EACH) {
+        Bits held[EACH];
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            const int at = start + i * THREADS + threadIdx.x;
+            if (at < all) held[i] = place(slots[at / Units])[at % Units];
+        }
+        block_sync(); // the batch is read
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            const int at = start + i * THREADS + threadIdx.x;
+            if (at < all) place(at / Units)[at % Units] = held[i];
+        }
+    }
+}
+
+} // namespace
+
+KERNEL(128) append_tokens(ARGUMENT Lists l, ARGUMENT Arrival a) {
+    const int list = blockIdx.y, len = l.lens[list], first = blockIdx.x * 32, end = least(first + 32, a.count);
+    for (int at = first * UNITS + threadIdx.x; at < end * UNITS; at += 128) {
+        const int token = at / UNITS, unit = at % UNITS;
+        const long long from = ((long long)list * a.length + a.first + token) * UNITS + unit;
+        const long long to = row_of_slot(l, list, len + token) * UNITS + unit;
+        static_cast<Unit *>(l.k)[to] = static_cast<const Unit *>(a.k)[from];
+        static_cast<Unit *>(l.v)[to] = static_cast<const Unit *>(a.v)[from];
+    }
+    const int token = first + threadIdx.x;
+    if (threadIdx.x < 32 && token < end) {
+        const long long at = (long long)list * l.stride + len + token;
+        l.positions[at] = a.first + token;
+        if (l.attention) l.attention[at] = 0.0f;
+    }
+}
+
+KERNEL(512) keep_slots(ARGUMENT Lists l, ARGUMENT Keeping k) {
+    const int list = blockIdx.x, part = blockIdx.y, count = k.counts[list];
+    if (count == l.lens[list]) return;
+    const u32 *const slots = k.slots + (long long)list * k.width;
+    if (part < 2) {
+        Unit *const rows = static_cast<Unit *>(part ? l.v : l.k);
+        keep_rows<Unit, UNITS>(slots, count, [&](int slot) { return rows + row_of_slot(l, list, slot) * UNITS; });
+    } else if (part == 2) {
+        keep_rows<int, 1>(slots, count, [&](int slot) { return l.positions + (long long)list * l.stride + slot; });
+    } else if (l.attention) {
+        keep_rows<float, 1>(slots, count, [&](int slot) { return l.attention + (long long)list * l.stride + slot; });
+    }
+}
+
+KERNEL(128) move_pages(ARGUMENT Lists l, ARGUMENT Moves m) {
+    Unit *const rows = static_cast<Unit *>(blockIdx.y ? l.v : l.k);
+    const long long units = (long long)l.page_tokens * UNITS;
+    const long long from = m.from[blockIdx.x] * units, to = m.to[blockIdx.x] * units;
+    for (int i = threadIdx.x; i < units; i += 128) rows[to + i] = rows[from + i];
+}
+
+// A warp for each key; a lane has both channels of its pairs.
+KERNEL(128) turn_keys(ARGUMENT Lists l, ARGUMENT Turning t) {
+    const int list = blockIdx.y, end = least((blockIdx.x + 1) * 32, l.lens[list]), lane = threadIdx.x % 32;
+    for (int slot = blockIdx.x * 32 + threadIdx.x / 32; slot < end; slot += 4) {
+        int *const position = l.positions + (long long)list * l.stride + slot;
+        const int by = slot - *position;
+        if (by != 0) {
+            const long long row = row_of_slot(l, list, slot) * HEAD_DIM;
+            for (int pair = lane; pair < HEAD_DIM / 2; pair += 32) {
+                // In f64, and without whole turns: in f32 the angle of a far token would be off by hundredths.
+                const double exact = by * t.turns_per_token[pair];
+                const float turns = float(exact - nearest_whole(exact));
+                const float sine = sine_of_turns(turns), cosine = cosine_of_turns(turns);
+                const float x = element<ELEMENT>(l.k, row + pair), y = element<ELEMENT>(l.k, row + HEAD_DIM / 2 + pair);
+                store<ELEMENT>(l.k, row + pair, x * cosine - y * sine);
+                store<ELEMENT>(l.k, row + HEAD_DIM / 2 + pair, y * cosine + x * sine);
+            }
+        }
+        warp_sync(); // all lanes have read the position
+        if (lane == 0) *position = slot;
+    }
+}
+
+KERNEL(256) add_columns(ARGUMENT Lists l, ARGUMENT Received r) {
+    const int slot = blockIdx.x * 256 + threadIdx.x, list = blockIdx.y;
+    if (slot < l.lens[list]) l.attention[(long long)list * l.stride + slot] += r.columns[(long long)list * r.width + slot];
+}
