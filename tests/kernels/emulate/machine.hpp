@@ -11,13 +11,15 @@
 // races in general, anything about memory order, and how fast it is. Needs x86-64: the switch of stacks is assembly.
 #pragma once
 
+#include "abi.hpp"
+
 #include <cmath>
-#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <utility>
 #include <vector>
 
 extern "C" void switch_stack(void **save, void *to);
@@ -41,9 +43,6 @@ switch_stack:
     ret
 )");
 
-struct Dim3 {
-    unsigned x = 1, y = 1, z = 1;
-};
 inline Dim3 threadIdx, blockIdx, gridDim;
 
 #define __shared__ static
@@ -53,6 +52,9 @@ inline Dim3 threadIdx, blockIdx, gridDim;
 #define DYNAMIC_SHARED(name) unsigned char *const name = machine::shared.get()
 
 namespace machine {
+
+// What ends a kernel that a GPU would not survive, after it was told on stderr.
+inline Stop stop = [](Fault) { exit(3); };
 
 struct Schedule {
     bool backwards;  // the last thread runs first
@@ -174,17 +176,35 @@ inline void launch(Dim3 grid, int threads, size_t dynamic_shared, const std::fun
                     if (left && meetings == before) {
                         fprintf(stderr, "deadlock: %d threads of block %u %u %u wait\n", left, blockIdx.x, blockIdx.y,
                                 blockIdx.z);
-                        exit(3);
+                        stop(Fault::timeout);
                     }
                 }
             }
 }
 
+// A kernel function as the emulated driver sees it, made from nothing but its type.
+template <auto Kernel> struct Export;
+template <class... Arguments, void (*Kernel)(Arguments...)> struct Export<Kernel> {
+    static constexpr size_t sizes[] = {sizeof(Arguments)..., 0};
+
+    template <size_t... I>
+    static void call(void **arguments, std::index_sequence<I...>) { Kernel(*static_cast<Arguments *>(arguments[I])...); }
+
+    static void run(void **arguments, Dim3 grid, unsigned threads, size_t dynamic_shared, Stop on_fault) {
+        stop = on_fault;
+        launch(grid, int(threads), dynamic_shared, [=] { call(arguments, std::index_sequence_for<Arguments...>{}); });
+    }
+
+    static constexpr Entry entry(const char *name, unsigned most_threads) {
+        return {name, most_threads, sizes, sizeof...(Arguments), run, &blockIdx, &threadIdx};
+    }
+};
+
 inline void perform(const Copy &copy) {
     unsigned char *target = shared.get() + copy.shared;
     if (copy.shared % 16 || reinterpret_cast<uintptr_t>(copy.global) % 16) {
         fprintf(stderr, "cp.async: an address is no multiple of 16\n");
-        exit(3);
+        stop(Fault::misaligned_address);
     }
     copy.global ? memcpy(target, copy.global, 16) : memset(target, 0, 16);
 }
@@ -221,7 +241,7 @@ template <int Element> float widen(u16 h) { return Element == BF16 ? from_bf16(h
 inline void load(u32 (&r)[4], u32 address, bool transposed) {
     if (address % 16) {
         fprintf(stderr, "ldmatrix: address %u is no multiple of 16\n", address);
-        exit(3);
+        stop(Fault::misaligned_address);
     }
     together([&](Warp &w, int lane) { w.address[lane] = address; },
              [&](Warp &w) {
