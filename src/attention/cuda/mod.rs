@@ -6,6 +6,7 @@
 //! file here, one under `kernels/`, and one line in [`CUDA_KERNELS`].
 
 mod decode;
+pub(crate) mod export;
 mod naive;
 mod pass;
 mod tiled;

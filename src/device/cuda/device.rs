@@ -216,7 +216,8 @@ impl DeviceBuffer {
         self.claim.bytes()
     }
 
-    pub(super) fn address(&self) -> u64 {
+    /// Where it begins; 0 for an empty one.
+    pub(crate) fn address(&self) -> u64 {
         self.address
     }
 

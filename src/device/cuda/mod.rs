@@ -7,13 +7,19 @@
 
 mod build;
 mod device;
+mod lists;
 mod nvrtc;
 mod problem;
 mod runtime;
 mod source;
 
 pub use build::{Origin, build};
+pub(crate) use device::Argument;
 pub use device::{Device, DeviceBuffer, Limits, Module};
+pub(crate) use lists::{
+    Arrival, Choice, ChoiceOperands, Keeping, Lists, ListsOperands, Moves, Observers, ObserversOperands, Received,
+    Scoring, Turning,
+};
 pub use nvrtc::Nvrtc;
 pub use problem::{Extents, Launch, Operands, Problem};
 pub use runtime::Runtime;

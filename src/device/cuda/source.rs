@@ -25,10 +25,11 @@ pub struct Program {
     pub macros: Vec<(&'static str, usize)>,
 }
 
-const HEADERS: [Source; 3] = [
+const HEADERS: [Source; 4] = [
     Source { name: "ptx.cuh", text: include_str!("../../../kernels/ptx.cuh") },
     Source { name: "problem.cuh", text: include_str!("../../../kernels/problem.cuh") },
     Source { name: "strip.cuh", text: include_str!("../../../kernels/strip.cuh") },
+    Source { name: "lists.cuh", text: include_str!("../../../kernels/lists.cuh") },
 ];
 
 impl Program {
