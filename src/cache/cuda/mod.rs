@@ -262,6 +262,20 @@ impl DeviceCache {
         Ok(all.chunks(self.shape.max_tokens.max(1)).zip(&self.lens).map(|(row, &len)| row[..len].to_vec()).collect())
     }
 
+    /// Keys (`part` 0) or values (`part` 1) of a list, `[len, D]` in the cache's type, copied to the host: for what is
+    /// reported.
+    ///
+    /// # Errors
+    /// [`CudaError::Driver`] when a copy fails.
+    pub fn read_rows(&self, list: usize, part: usize) -> Result<Vec<u8>, CudaError> {
+        let row_bytes = (self.shape.token_bytes() / 2) as usize;
+        let mut rows = vec![0; self.lens[list] * row_bytes];
+        for (index, rows) in rows.chunks_mut(self.shape.page_tokens * row_bytes).enumerate() {
+            self.pool.read(self.table[list * self.table_width() + index], part, rows)?;
+        }
+        Ok(rows)
+    }
+
     /// The lists as kernels take them.
     ///
     /// # Errors

@@ -16,8 +16,7 @@ pub(super) type PageId = i32;
 
 struct Slab {
     first: PageId,
-    /// Held for its memory; page numbers lead into it.
-    _memory: DeviceBuffer,
+    memory: DeviceBuffer,
 }
 
 /// Slabs of pages.
@@ -76,7 +75,7 @@ impl Pool {
             PageId::try_from(last).map_err(far)?;
             let first = PageId::try_from(first).map_err(far)?;
             self.free.extend(first..first + self.shape.slab_pages() as PageId);
-            self.slabs.push(Slab { first, _memory: memory });
+            self.slabs.push(Slab { first, memory });
         }
         Ok(())
     }
@@ -133,6 +132,22 @@ impl Pool {
         let moves = moving.into_iter().map(|page| (page, self.free.pop_first().expect("the others have room")));
         let moves = moves.collect();
         Spare { firsts, moves }
+    }
+
+    /// Copies keys (`part` 0) or values (`part` 1) of the first tokens of a page to the host.
+    ///
+    /// # Errors
+    /// [`CudaError::Driver`] when the copy fails.
+    ///
+    /// # Panics
+    /// When there is no such page.
+    pub fn read(&self, page: PageId, part: usize, target: &mut [u8]) -> Result<(), CudaError> {
+        let pages = self.shape.slab_pages() as PageId;
+        let slab = self.slabs.iter().find(|slab| (slab.first..slab.first + pages).contains(&page));
+        let slab = slab.expect("a page in use lies in a slab that is there");
+        let bytes = key_bytes(&self.shape) as i64;
+        let address = self.rows()[part] as i64 + i64::from(page) * bytes;
+        slab.memory.read_from((address - slab.memory.address() as i64) as usize, target)
     }
 
     /// Gives slabs back.

@@ -237,10 +237,21 @@ impl DeviceBuffer {
     /// # Errors
     /// [`CudaError::Operand`] when it is shorter, [`CudaError::Driver`] when the copy fails.
     pub fn read(&self, target: &mut [u8]) -> Result<(), CudaError> {
-        self.fits(target.len())?;
+        self.read_from(0, target)
+    }
+
+    /// Copies what lies from byte `start` on to `target`; nothing where that is empty.
+    ///
+    /// # Errors
+    /// As [`DeviceBuffer::read`].
+    pub fn read_from(&self, start: usize, target: &mut [u8]) -> Result<(), CudaError> {
+        self.fits(start + target.len())?;
+        if target.is_empty() {
+            return Ok(());
+        }
         self.context.bind_to_thread().map_err(doing("binding the GPU's context"))?;
-        // SAFETY: the buffer is at least as long as the target, and the copy is done when the call returns.
-        unsafe { result::memcpy_dtoh_sync(target, self.address) }.map_err(doing("copying from the GPU"))
+        // SAFETY: the buffer reaches at least as far, and the copy is done when the call returns.
+        unsafe { result::memcpy_dtoh_sync(target, self.address + start as u64) }.map_err(doing("copying from the GPU"))
     }
 
     fn fits(&self, bytes: usize) -> Result<(), CudaError> {

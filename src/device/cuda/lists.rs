@@ -234,10 +234,9 @@ impl<'a> Scoring<'a> {
 pub(crate) struct ChoiceOperands<'a> {
     /// `[lists, width]` in f32.
     pub scores: &'a mut DeviceBuffer,
-    /// `[lists]` in i32.
-    pub counts: &'a DeviceBuffer,
-    /// `[lists, width]` in u32; needed by `select_best` alone.
-    pub slots: Option<&'a mut DeviceBuffer>,
+    /// What `select_best` alone needs: how many stay, `[lists]` in i32, and where they are written, `[lists, width]` in
+    /// u32.
+    pub chosen: Option<(&'a DeviceBuffer, &'a mut DeviceBuffer)>,
     /// `[3, lists]`: best scores lost, largest scores (f32), first slots without a number (i32).
     pub found: &'a mut DeviceBuffer,
     /// `B Hkv`.
@@ -282,8 +281,8 @@ impl<'a> Choice<'a> {
         let found = has("results", operands.found, 12 * lists)?;
         Ok(Choice {
             scores: has("scores", operands.scores, bytes)?,
-            counts: has("counts", operands.counts, 4 * lists)?,
-            slots: operands.slots.as_deref().map_or(Ok(0), |slots| has("slots", slots, bytes))?,
+            counts: operands.chosen.as_ref().map_or(Ok(0), |(counts, _)| has("counts", counts, 4 * lists))?,
+            slots: operands.chosen.as_ref().map_or(Ok(0), |(_, slots)| has("slots", slots, bytes))?,
             best_lost: found,
             tops: found + 4 * lists as u64,
             wrong: found + 8 * lists as u64,

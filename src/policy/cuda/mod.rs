@@ -6,13 +6,16 @@
 //! `global`) get a copy of the scores, 4 bytes for each token and KV head. Keys and values never leave the GPU.
 
 mod scores;
+mod tensors;
 
 pub use scores::scratch_bytes;
+pub use tensors::{DeviceJudged, DeviceTensors, judge};
 
 use super::{Context, Policy, PolicyError, Protect, Recipe, Registry, Scored, Statistic};
 use crate::attention::cuda::export::{self, Observed};
 use crate::attention::export::Reduction;
 use crate::attention::{Forward, KvRows, Params, Shape};
+use crate::cache::CacheShape;
 use crate::cache::cuda::DeviceCache;
 use crate::device::Cpu;
 use crate::device::cuda::{Choice, ChoiceOperands, CudaError, DeviceBuffer, Launch, Lists, Program, Runtime, Source};
@@ -43,7 +46,7 @@ pub struct Queries<'a> {
     pub q_len: usize,
 }
 
-/// What a policy sees on a GPU; the words are those of [`Context`].
+/// What a policy sees on a GPU besides the cache that it judges; the words are those of [`Context`].
 #[derive(Clone, Copy)]
 pub struct DeviceContext<'a> {
     /// The GPU.
@@ -52,8 +55,6 @@ pub struct DeviceContext<'a> {
     pub arena: &'a Arena,
     /// Divides the budget.
     pub cpu: &'a Cpu,
-    /// The cache that is judged.
-    pub cache: &'a DeviceCache,
     /// With a statistic of attention.
     pub queries: Option<Queries<'a>>,
     /// `Hq`.
@@ -81,7 +82,6 @@ pub struct DeviceScored {
     /// The GPU's time for it.
     pub time_ns: u64,
     found: DeviceBuffer,
-    counts: DeviceBuffer,
 }
 
 /// Tokens that stay, on a GPU.
@@ -130,15 +130,10 @@ impl Policy {
 }
 
 impl DeviceContext<'_> {
-    fn lists(&self) -> usize {
-        self.cache.shape().lists()
-    }
-
-    /// The extents of the queries over the cache.
-    fn shape(&self, q_len: usize) -> Shape {
-        let cache = self.cache.shape();
-        let (batch, kv_heads, head_dim) = (cache.batch, cache.kv_heads, cache.head_dim);
-        Shape { batch, q_heads: self.q_heads, kv_heads, q_len, kv_len: self.cache.max_len(), head_dim }
+    /// The extents of `q_len` queries over a cache.
+    fn shape(&self, cache: &DeviceCache, q_len: usize) -> Shape {
+        let CacheShape { batch, kv_heads, head_dim, .. } = *cache.shape();
+        Shape { batch, q_heads: self.q_heads, kv_heads, q_len, kv_len: cache.max_len(), head_dim }
     }
 
     /// Attention that the cached tokens receive from the last `queries` queries (all of them where it is `None`):
@@ -148,16 +143,17 @@ impl DeviceContext<'_> {
     /// When the queries are missing, and as [`Runtime::module`].
     pub fn columns(
         &self,
+        cache: &DeviceCache,
         queries: Option<usize>,
         reduction: Reduction,
         columns: &mut DeviceBuffer,
     ) -> Result<u64, DevicePolicyError> {
         let what = "queries and their log-sum-exps";
         let seen = self.queries.ok_or(PolicyError::Missing { policy: "on CUDA", what })?;
-        let (dtype, shape) = (self.cache.shape().dtype, self.shape(seen.q_len));
+        let (dtype, shape) = (cache.shape().dtype, self.shape(cache, seen.q_len));
         let observed = Observed { q: seen.q, lse: seen.lse, dtype, shape, params: self.params };
         let asked = queries.unwrap_or(seen.q_len);
-        Ok(export::columns(self.runtime, &self.cache.lists()?, &observed, asked, reduction, columns)?)
+        Ok(export::columns(self.runtime, &cache.lists()?, &observed, asked, reduction, columns)?)
     }
 }
 
@@ -166,21 +162,23 @@ impl DeviceContext<'_> {
 /// # Errors
 /// [`PolicyError::Score`] when a score is no number, [`PolicyError::Missing`] when a statistic is missing; when there is
 /// no room, and as [`Runtime::module`].
-pub fn score(policy: &Policy, context: &DeviceContext<'_>) -> Result<Option<DeviceScored>, DevicePolicyError> {
+pub fn score(
+    policy: &Policy,
+    context: &DeviceContext<'_>,
+    cache: &DeviceCache,
+) -> Result<Option<DeviceScored>, DevicePolicyError> {
     let Some(scorer) = &policy.scorer else { return Ok(None) };
     let what = "a form for CUDA";
     let recipe = scorer.recipe().ok_or(PolicyError::Missing { policy: "on CUDA", what })?;
-    let (device, lists, width) = (context.runtime.device(), context.lists(), context.cache.max_len());
+    let (device, lists, width) = (context.runtime.device(), cache.shape().lists(), cache.max_len());
     let mut values = device.alloc(context.arena, Label::Policy, 4 * (lists * width) as u64)?;
-    let mut time_ns = scores::write(&recipe, context, &mut values)?;
+    let mut time_ns = scores::write(&recipe, context, cache, &mut values)?;
 
     let mut found = device.alloc(context.arena, Label::Policy, 12 * lists as u64)?;
-    let counts = device.alloc(context.arena, Label::Policy, 4 * lists as u64)?;
     let protect = scorer.protect(context.budget_tokens);
     let mut choice = ChoiceOperands {
         scores: &mut values,
-        counts: &counts,
-        slots: None,
+        chosen: None,
         found: &mut found,
         lists,
         width,
@@ -188,20 +186,20 @@ pub fn score(policy: &Policy, context: &DeviceContext<'_>) -> Result<Option<Devi
         recent: protect.window,
         highest: 0.0,
     };
-    time_ns += run(context, "score_bounds", [lists, 1, 1], 1024, &choice)?;
+    time_ns += run(context, cache, "score_bounds", [lists, 1, 1], 1024, &choice)?;
     let mut bounds = vec![0u32; 3 * lists];
     choice.found.read(bytemuck::cast_slice_mut(&mut bounds))?;
     let (tops, wrong) = bounds[lists..].split_at(lists);
     if let Some((list, &slot)) = wrong.iter().enumerate().find(|&(_, &slot)| slot as i32 >= 0) {
         let slot = slot as usize;
         let score = number_at(choice.scores, list * width + slot)?;
-        let heads = context.cache.shape().kv_heads;
+        let heads = cache.shape().kv_heads;
         return Err(PolicyError::Score { score, batch: list / heads, head: list % heads, slot }.into());
     }
     let highest_judged = tops.iter().map(|&bits| f32::from_bits(bits)).fold(f32::NEG_INFINITY, f32::max);
     choice.highest = highest_judged;
-    time_ns += run(context, "score_protect", [width.div_ceil(256), lists, 1], 256, &choice)?;
-    Ok(Some(DeviceScored { values, width, highest_judged, protect, time_ns, found, counts }))
+    time_ns += run(context, cache, "score_protect", [width.div_ceil(256), lists, 1], 256, &choice)?;
+    Ok(Some(DeviceScored { values, width, highest_judged, protect, time_ns, found }))
 }
 
 /// Divides the budget of a judgement over the lists and chooses the best of each.
@@ -211,28 +209,28 @@ pub fn score(policy: &Policy, context: &DeviceContext<'_>) -> Result<Option<Devi
 pub fn select(
     policy: &Policy,
     context: &DeviceContext<'_>,
-    scored: DeviceScored,
+    cache: &DeviceCache,
+    scored: &mut DeviceScored,
 ) -> Result<DeviceSelection, DevicePolicyError> {
-    let DeviceScored { mut values, width, mut found, counts: mut counts_there, .. } = scored;
-    let (device, lists) = (context.runtime.device(), context.lists());
-    let counts = divide(policy, context, &values, scored.highest_judged, scored.protect)?;
+    let (device, lists) = (context.runtime.device(), cache.shape().lists());
+    let (width, counts) = (scored.width, divide(policy, context, cache, scored)?);
     let numbers: Vec<i32> = counts.iter().map(|&count| count as i32).collect();
+    let mut counts_there = device.alloc(context.arena, Label::Policy, 4 * lists as u64)?;
     counts_there.write(bytemuck::cast_slice(&numbers))?;
     let mut slots = device.alloc(context.arena, Label::Policy, 4 * (lists * width) as u64)?;
     let choice = ChoiceOperands {
-        scores: &mut values,
-        counts: &counts_there,
-        slots: Some(&mut slots),
-        found: &mut found,
+        scores: &mut scored.values,
+        chosen: Some((&counts_there, &mut slots)),
+        found: &mut scored.found,
         lists,
         width,
         sink: 0,
         recent: 0,
         highest: scored.highest_judged,
     };
-    let time_ns = run(context, "select_best", [lists, 1, 1], 1024, &choice)?;
+    let time_ns = run(context, cache, "select_best", [lists, 1, 1], 1024, &choice)?;
     let mut best_lost = vec![0f32; lists];
-    found.read(bytemuck::cast_slice_mut(&mut best_lost))?;
+    scored.found.read(bytemuck::cast_slice_mut(&mut best_lost))?;
     Ok(DeviceSelection { slots, width, counts, counts_there, best_lost, time_ns })
 }
 
@@ -240,22 +238,21 @@ pub fn select(
 fn divide(
     policy: &Policy,
     context: &DeviceContext<'_>,
-    values: &DeviceBuffer,
-    highest_judged: f32,
-    protect: Protect,
+    cache: &DeviceCache,
+    scored: &DeviceScored,
 ) -> Result<Vec<usize>, DevicePolicyError> {
     // What the host holds for a moment is not the GPU's.
     let host = Arena::unlimited();
-    let shape = context.shape(0);
+    let shape = context.shape(cache, 0);
     let places = match policy.layers.reads_scores() || policy.heads.reads_scores() {
         true => shape.batch * shape.kv_heads * shape.kv_len,
         false => 0,
     };
     let mut there = host.alloc::<f32>(Label::Policy, places).map_err(PolicyError::from)?;
-    values.read(bytemuck::cast_slice_mut(&mut there))?;
-    let mut scored = Scored { values: there, highest_judged, protect };
+    scored.values.read(bytemuck::cast_slice_mut(&mut there))?;
+    let mut scored = Scored { values: there, highest_judged: scored.highest_judged, protect: scored.protect };
     let mut ranks = host.alloc::<f32>(Label::Policy, places).map_err(PolicyError::from)?;
-    let kv = Lengths { lens: context.cache.lens(), heads: shape.kv_heads, dtype: context.cache.shape().dtype };
+    let kv = Lengths { lens: cache.lens(), heads: shape.kv_heads, dtype: cache.shape().dtype };
     let q = TensorView::contiguous(kv.dtype, shape.q_dims(), &[]);
     let seen = Context {
         call: Forward { shape, params: context.params, q, kv: &kv, cpu: context.cpu },
@@ -272,7 +269,7 @@ fn divide(
         arena: &host,
     };
     let totals = policy.layers.totals(&seen, &mut scored, &mut ranks)?;
-    let mut counts = Vec::with_capacity(context.lists());
+    let mut counts = Vec::with_capacity(cache.shape().lists());
     for (sequence, &total) in totals.iter().enumerate() {
         counts.extend(policy.heads.counts(&seen, &mut scored, sequence, total, &mut ranks)?);
     }
@@ -307,6 +304,7 @@ impl KvRows for Lengths<'_> {
 /// Runs a function of `select.cu`.
 fn run(
     context: &DeviceContext<'_>,
+    cache: &DeviceCache,
     function: &'static str,
     grid: [usize; 3],
     threads: u32,
@@ -315,7 +313,7 @@ fn run(
     // Scores are f32 whatever the cache holds.
     let program = Program { source: SOURCE, dtype: DType::F32, head_dim: 1, macros: vec![] };
     let launch = Launch { function, grid, threads, shared_bytes: 0 };
-    let (lists, choice): (Lists<'_>, _) = (context.cache.lists()?, Choice::new(operands)?);
+    let (lists, choice): (Lists<'_>, _) = (cache.lists()?, Choice::new(operands)?);
     context.runtime.device().run(&*context.runtime.module(&program)?, &[launch], &[&lists, &choice])
 }
 

@@ -1,6 +1,7 @@
 //! Recipes as launches of `kernels/score.cu` and of the export of attention columns.
 
 use super::{DeviceContext, DevicePolicyError};
+use crate::cache::cuda::DeviceCache;
 use crate::device::cuda::{CudaError, DeviceBuffer, Launch, Program, Scoring, Source};
 use crate::memory::Label;
 use crate::policy::{Recipe, Then};
@@ -28,13 +29,13 @@ pub fn scratch_bytes(recipe: &Recipe, lists: usize, width: usize, head_dim: usiz
 pub(super) fn write(
     recipe: &Recipe,
     context: &DeviceContext<'_>,
+    cache: &DeviceCache,
     scores: &mut DeviceBuffer,
 ) -> Result<u64, DevicePolicyError> {
-    let cache = context.cache;
-    let (lists, width) = (context.lists(), cache.max_len());
+    let (lists, width) = (cache.shape().lists(), cache.max_len());
     let scratch_bytes = scratch_bytes(recipe, lists, width, cache.shape().head_dim);
     let plain = |function, scores: &mut DeviceBuffer| {
-        run(context, function, &Scoring::new(scores, None, [lists, width], context.seen_tokens)?)
+        run(context, cache, function, &Scoring::new(scores, None, [lists, width], context.seen_tokens)?)
     };
     let scratch = || context.runtime.device().alloc(context.arena, Label::Workspace, scratch_bytes);
     Ok(match recipe {
@@ -44,42 +45,50 @@ pub(super) fn write(
             let sums = scratch()?;
             let raw = Some((&sums, scratch_bytes as usize));
             let scoring = Scoring::new(scores, raw, [lists, width], context.seen_tokens)?;
-            run(context, "anchor_sum", &scoring)? + run(context, "score_unlike", &scoring)?
+            run(context, cache, "anchor_sum", &scoring)? + run(context, cache, "score_unlike", &scoring)?
         }
         Recipe::Accumulated { age } => {
             let copied = plain("score_copy", scores)?;
             copied + if *age { plain("score_age", scores)? } else { 0 }
         }
-        Recipe::Recent { queries, reduction, then: Then::Nothing } => context.columns(*queries, *reduction, scores)?,
+        Recipe::Recent { queries, reduction, then: Then::Nothing } => {
+            context.columns(cache, *queries, *reduction, scores)?
+        }
         Recipe::Recent { queries, reduction, then } => {
             let mut columns = scratch()?;
-            let exported = context.columns(*queries, *reduction, &mut columns)?;
+            let exported = context.columns(cache, *queries, *reduction, &mut columns)?;
             let raw = Some((&columns, scratch_bytes as usize));
             let scoring = Scoring::new(scores, raw, [lists, width], context.seen_tokens)?;
             let q_len = context.queries.map_or(0, |seen| seen.q_len);
             let asked = queries.unwrap_or(q_len).min(q_len);
             exported
                 + match *then {
-                    Then::MeanOverHeads => run(context, "score_over_heads", &scoring)?,
+                    Then::MeanOverHeads => run(context, cache, "score_over_heads", &scoring)?,
                     Then::Pooled { mean, kernel, is_max, behind } => {
                         let divisor = if mean { asked as f32 } else { 1.0 };
-                        run(context, "score_pool", &scoring.pooled(kernel, is_max, divisor, behind))?
+                        run(context, cache, "score_pool", &scoring.pooled(kernel, is_max, divisor, behind))?
                     }
-                    Then::Negated | Then::Nothing => run(context, "score_pool", &scoring.pooled(1, false, -1.0, 0))?,
+                    Then::Negated => run(context, cache, "score_pool", &scoring.pooled(1, false, -1.0, 0))?,
+                    Then::Nothing => unreachable!("columns that are scores are written in place, above"),
                 }
         }
         Recipe::TimesValueNorm(recipe) => {
-            let scored = write(recipe, context, scores)?;
+            let scored = write(recipe, context, cache, scores)?;
             scored + plain("score_value_norm", scores)?
         }
     })
 }
 
 /// Runs a function of `score.cu`.
-fn run(context: &DeviceContext<'_>, function: &'static str, scoring: &Scoring<'_>) -> Result<u64, CudaError> {
-    let (shape, lists) = (context.cache.shape(), context.cache.lists()?);
+fn run(
+    context: &DeviceContext<'_>,
+    cache: &DeviceCache,
+    function: &'static str,
+    scoring: &Scoring<'_>,
+) -> Result<u64, CudaError> {
+    let (shape, lists) = (cache.shape(), cache.lists()?);
     let program = Program { source: SOURCE, dtype: shape.dtype, head_dim: shape.head_dim, macros: vec![] };
-    let grid = [context.cache.max_len().div_ceil(ROWS), context.lists(), 1];
+    let grid = [cache.max_len().div_ceil(ROWS), cache.shape().lists(), 1];
     let launch = Launch { function, grid, threads: 128, shared_bytes: 0 };
     context.runtime.device().run(&*context.runtime.module(&program)?, &[launch], &[&lists, scoring])
 }

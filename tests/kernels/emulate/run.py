@@ -21,7 +21,14 @@ VARIANTS = [
     ("tiled", "BF16", 96, ""),
     ("decode", "BF16", 64, "PAGED=0"), ("decode", "BF16", 128, "PAGED=0"), ("decode", "F16", 72, "PAGED=0"),
     ("decode", "BF16", 64, "PAGED=1"), ("decode", "F16", 128, "PAGED=1"),
+    ("export", "BF16", 64, "QUERIES=0"), ("export", "F16", 128, "QUERIES=1"), ("export", "BF16", 40, "QUERIES=2"),
+    ("export", "F32", 18, "QUERIES=0 PLAIN"), ("export", "F16", 33, "QUERIES=1 PLAIN"), ("export", "F32", 64, "QUERIES=2 PLAIN"),
+    ("select", "F32", 1, ""),
+    ("score", "F32", 40, ""), ("score", "BF16", 128, ""), ("score", "F16", 7, ""),
+    ("compact", "F32", 33, ""), ("compact", "BF16", 64, ""), ("compact", "F16", 18, ""),
 ]  # fmt: skip
+# Families over paged lists; the others compute attention.
+LISTS = ["export", "select", "score", "compact"]
 
 
 def main():
@@ -36,11 +43,12 @@ def main():
                 continue
             program = os.path.join(folder, "emulate")
             macros = [f"-DELEMENT={element}", f"-DHEAD_DIM={head_dim}", f'-DFAMILY="{family}.hpp"']
-            macros += [f"-D{extra}"] if extra else []
+            macros += [f"-D{macro}" for macro in extra.split()]
+            source = "lists.cpp" if family in LISTS else "emulate.cpp"
             flags = ["-std=c++17", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
             flags += ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-unused-function", f"-I{KERNELS}", f"-I{HERE}"]
             started = time.perf_counter()
-            subprocess.run([arguments.cxx, *flags, *macros, os.path.join(HERE, "emulate.cpp"), "-o", program], check=True)
+            subprocess.run([arguments.cxx, *flags, *macros, os.path.join(HERE, source), "-o", program], check=True)
             built = time.perf_counter()
             result = subprocess.run([program], capture_output=True, text=True, timeout=900)
             label = " ".join([family, element, f"D={head_dim}", extra]).strip()
