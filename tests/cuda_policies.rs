@@ -150,7 +150,10 @@ fn cuda_policies_keep_what_the_cpu_keeps() {
                     assert_eq!(there.kept[list].len(), kept.len(), "{what}: list {list}");
                     let bar = kept.iter().map(|&slot| expected[slot as usize]).fold(f32::INFINITY, f32::min);
                     for &slot in there.kept[list].iter().filter(|slot| !kept.contains(slot)) {
-                        assert!((expected[slot as usize] - bar).abs() <= 4e-5 * size, "{what}: list {list}, slot {slot}");
+                        assert!(
+                            (expected[slot as usize] - bar).abs() <= 4e-5 * size,
+                            "{what}: list {list}, slot {slot}"
+                        );
                     }
                     for part in [1, 2] {
                         let rows = there.cache.read_rows(list, part - 1).unwrap();

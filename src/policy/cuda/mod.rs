@@ -20,7 +20,7 @@ use crate::cache::cuda::DeviceCache;
 use crate::device::Cpu;
 use crate::device::cuda::{Choice, ChoiceOperands, CudaError, DeviceBuffer, Launch, Lists, Program, Runtime, Source};
 use crate::memory::{Arena, Label};
-use crate::tensor::{DType, Rows, TensorView};
+use crate::tensor::{DType, Rows, Tensor};
 
 const SOURCE: Source = Source { name: "select.cu", text: include_str!("../../../kernels/select.cu") };
 
@@ -253,9 +253,9 @@ fn divide(
     let mut scored = Scored { values: there, highest_judged: scored.highest_judged, protect: scored.protect };
     let mut ranks = host.alloc::<f32>(Label::Policy, places).map_err(PolicyError::from)?;
     let kv = Lengths { lens: cache.lens(), heads: shape.kv_heads, dtype: cache.shape().dtype };
-    let q = TensorView::contiguous(kv.dtype, shape.q_dims(), &[]);
+    let none = Tensor::zeros(&host, Label::Policy, kv.dtype, shape.q_dims()).map_err(PolicyError::from)?;
     let seen = Context {
-        call: Forward { shape, params: context.params, q, kv: &kv, cpu: context.cpu },
+        call: Forward { shape, params: context.params, q: none.view(), kv: &kv, cpu: context.cpu },
         layers: context.layers,
         lse: &[],
         future: None,
