@@ -35,7 +35,7 @@ struct Keeping {
 };
 
 struct Moves {
-    const int *from, *to; // numbers of pages
+    const u32 *from, *to; // numbers of pages
 };
 
 struct Turning {
@@ -50,9 +50,8 @@ struct Received {
 
 namespace {
 
-constexpr int ROW_BYTES = HEAD_DIM * (ELEMENT == F32 ? 4 : 2);
-constexpr int UNIT_BYTES = ROW_BYTES % 16 == 0 ? 16 : ROW_BYTES % 8 == 0 ? 8 : ROW_BYTES % 4 == 0 ? 4 : 2;
-constexpr int UNITS = ROW_BYTES / UNIT_BYTES;
+constexpr int UNIT_BYTES = KV_ROW_BYTES % 16 == 0 ? 16 : KV_ROW_BYTES % 8 == 0 ? 8 : KV_ROW_BYTES % 4 == 0 ? 4 : 2;
+constexpr int UNITS = KV_ROW_BYTES / UNIT_BYTES;
 
 template <int Bytes> struct Bits;
 template <> struct Bits<2> { u16 x; };
@@ -60,6 +59,10 @@ template <> struct Bits<4> { u32 x; };
 template <> struct alignas(8) Bits<8> { u32 x[2]; };
 template <> struct alignas(16) Bits<16> { u32 x[4]; };
 using Unit = Bits<UNIT_BYTES>;
+
+DEVICE Unit *units_of_slot(const Lists &l, int list, int slot, int part) {
+    return reinterpret_cast<Unit *>(row_of_slot(l, list, slot, part));
+}
 
 // Moves `units` of each row that stays to its place: `place(slot)` is where a slot's row begins.
 template <class Bits, int Units, class Place> DEVICE void keep_rows(const u32 *slots, int count, Place place) {
@@ -84,13 +87,12 @@ template <class Bits, int Units, class Place> DEVICE void keep_rows(const u32 *s
 } // namespace
 
 KERNEL(128) append_tokens(ARGUMENT Lists l, ARGUMENT Arrival a) {
-    const int list = blockIdx.y, len = l.lens[list], first = blockIdx.x * 32, end = least(first + 32, a.count);
+    const int list = blockIdx.y, len = l.pages.lens[list], first = blockIdx.x * 32, end = least(first + 32, a.count);
     for (int at = first * UNITS + threadIdx.x; at < end * UNITS; at += 128) {
         const int token = at / UNITS, unit = at % UNITS;
         const long long from = ((long long)list * a.length + a.first + token) * UNITS + unit;
-        const long long to = row_of_slot(l, list, len + token) * UNITS + unit;
-        static_cast<Unit *>(l.k)[to] = static_cast<const Unit *>(a.k)[from];
-        static_cast<Unit *>(l.v)[to] = static_cast<const Unit *>(a.v)[from];
+        units_of_slot(l, list, len + token, 0)[unit] = static_cast<const Unit *>(a.k)[from];
+        units_of_slot(l, list, len + token, 1)[unit] = static_cast<const Unit *>(a.v)[from];
     }
     const int token = first + threadIdx.x;
     if (threadIdx.x < 32 && token < end) {
@@ -102,11 +104,10 @@ KERNEL(128) append_tokens(ARGUMENT Lists l, ARGUMENT Arrival a) {
 
 KERNEL(512) keep_slots(ARGUMENT Lists l, ARGUMENT Keeping k) {
     const int list = blockIdx.x, part = blockIdx.y, count = k.counts[list];
-    if (count == l.lens[list]) return;
+    if (count == l.pages.lens[list]) return;
     const u32 *const slots = k.slots + (long long)list * k.width;
     if (part < 2) {
-        Unit *const rows = static_cast<Unit *>(part ? l.v : l.k);
-        keep_rows<Unit, UNITS>(slots, count, [&](int slot) { return rows + row_of_slot(l, list, slot) * UNITS; });
+        keep_rows<Unit, UNITS>(slots, count, [&](int slot) { return units_of_slot(l, list, slot, part); });
     } else if (part == 2) {
         keep_rows<int, 1>(slots, count, [&](int slot) { return l.positions + (long long)list * l.stride + slot; });
     } else if (l.attention) {
@@ -115,28 +116,32 @@ KERNEL(512) keep_slots(ARGUMENT Lists l, ARGUMENT Keeping k) {
 }
 
 KERNEL(128) move_pages(ARGUMENT Lists l, ARGUMENT Moves m) {
-    Unit *const rows = static_cast<Unit *>(blockIdx.y ? l.v : l.k);
-    const long long units = (long long)l.page_tokens * UNITS;
-    const long long from = m.from[blockIdx.x] * units, to = m.to[blockIdx.x] * units;
-    for (int i = threadIdx.x; i < units; i += 128) rows[to + i] = rows[from + i];
+    const Pages &g = l.pages;
+    auto units_of = [&](u32 page) {
+        const long long index = (page & ((1u << g.shift) - 1)) + (blockIdx.y ? g.slab_pages : 0);
+        return reinterpret_cast<Unit *>(g.slabs[page >> g.shift]) + index * g.page_tokens * UNITS;
+    };
+    const Unit *const from = units_of(m.from[blockIdx.x]);
+    Unit *const to = units_of(m.to[blockIdx.x]);
+    for (int i = threadIdx.x; i < g.page_tokens * UNITS; i += 128) to[i] = from[i];
 }
 
 // A warp for each key; a lane has both channels of its pairs.
 KERNEL(128) turn_keys(ARGUMENT Lists l, ARGUMENT Turning t) {
-    const int list = blockIdx.y, end = least((blockIdx.x + 1) * 32, l.lens[list]), lane = threadIdx.x % 32;
+    const int list = blockIdx.y, end = least((blockIdx.x + 1) * 32, l.pages.lens[list]), lane = threadIdx.x % 32;
     for (int slot = blockIdx.x * 32 + threadIdx.x / 32; slot < end; slot += 4) {
         int *const position = l.positions + (long long)list * l.stride + slot;
         const int by = slot - *position;
         if (by != 0) {
-            const long long row = row_of_slot(l, list, slot) * HEAD_DIM;
+            unsigned char *const key = row_of_slot(l, list, slot, 0);
             for (int pair = lane; pair < HEAD_DIM / 2; pair += 32) {
                 // In f64, and without whole turns: in f32 the angle of a far token would be off by hundredths.
                 const double exact = by * t.turns_per_token[pair];
                 const float turns = float(exact - nearest_whole(exact));
                 const float sine = sine_of_turns(turns), cosine = cosine_of_turns(turns);
-                const float x = element<ELEMENT>(l.k, row + pair), y = element<ELEMENT>(l.k, row + HEAD_DIM / 2 + pair);
-                store<ELEMENT>(l.k, row + pair, x * cosine - y * sine);
-                store<ELEMENT>(l.k, row + HEAD_DIM / 2 + pair, y * cosine + x * sine);
+                const float x = element<ELEMENT>(key, pair), y = element<ELEMENT>(key, HEAD_DIM / 2 + pair);
+                store<ELEMENT>(key, pair, x * cosine - y * sine);
+                store<ELEMENT>(key, HEAD_DIM / 2 + pair, y * cosine + x * sine);
             }
         }
         warp_sync(); // all lanes have read the position
@@ -146,5 +151,5 @@ KERNEL(128) turn_keys(ARGUMENT Lists l, ARGUMENT Turning t) {
 
 KERNEL(256) add_columns(ARGUMENT Lists l, ARGUMENT Received r) {
     const int slot = blockIdx.x * 256 + threadIdx.x, list = blockIdx.y;
-    if (slot < l.lens[list]) l.attention[(long long)list * l.stride + slot] += r.columns[(long long)list * r.width + slot];
+    if (slot < l.pages.lens[list]) l.attention[(long long)list * l.stride + slot] += r.columns[(long long)list * r.width + slot];
 }

@@ -2,22 +2,22 @@
 // recomputed tile by tile from the saved log-sum-exp and reduced to one number (src/attention/export.rs).
 //
 // A block owns 64 keys of a list and walks over the queries that see them, head by head of the group, so that no two
-// blocks write the same number and every sum has one order. Its warps take 32 queries in turn through a cp.async ring
+// blocks write the same number and every sum has one order. Its warps take some queries in turn through a cp.async ring
 // of their own.
 //
 // Versions
 //   1  mma.sync for the products, the keys of a block stay in shared memory, queries in two stages. Compiled and
 //      emulated; not timed on a GPU yet.
 //
-// Compile with -DELEMENT=BF16|F16 -DHEAD_DIM=8..128 (a multiple of 8) -DQUERIES=0..2 (lists.cuh).
+// Compile with -DELEMENT=BF16|F16 -DHEAD_DIM=1..256 -DQUERIES=0..2 (lists.cuh). ROWS is 32 up to D 128, else 16.
 //   export_columns  grid (ceil(width / 64), lists), 128 threads, shared memory: 64 rows of K, for each of 4 warps two
-//                   times 32 rows of Q, and 4 times 64 floats
+//                   times ROWS rows of Q, and 4 times 64 floats
 #include "strip.cuh"
 #include "lists.cuh"
 
 namespace {
 
-constexpr int WARPS = 4, THREADS = 32 * WARPS, KEYS = 64, TILES = 2, ROWS = 16 * TILES, STAGES = 2;
+constexpr int WARPS = 4, THREADS = 32 * WARPS, KEYS = 64, ROWS = WIDTH <= 128 ? 32 : 16, STAGES = 2;
 constexpr int TILE_BYTES = KEYS * ROW_BYTES, STAGE_BYTES = ROWS * ROW_BYTES;
 
 } // namespace
@@ -25,7 +25,7 @@ constexpr int TILE_BYTES = KEYS * ROW_BYTES, STAGE_BYTES = ROWS * ROW_BYTES;
 KERNEL(128) export_columns(ARGUMENT Lists l, ARGUMENT Observers o) {
     DYNAMIC_SHARED(memory);
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-    const int list = blockIdx.y, key0 = blockIdx.x * KEYS, len = l.lens[list];
+    const int list = blockIdx.y, key0 = blockIdx.x * KEYS, len = l.pages.lens[list];
     float *const columns = o.columns + (long long)list * o.width + key0;
     if (key0 >= len) {
         if (thread < KEYS && key0 + thread < o.width) columns[thread] = 0.0f;
@@ -33,10 +33,7 @@ KERNEL(128) export_columns(ARGUMENT Lists l, ARGUMENT Observers o) {
     }
     const u32 tile = shared_address(memory), ring = tile + TILE_BYTES + warp * (STAGES * STAGE_BYTES);
     float *const joined = reinterpret_cast<float *>(memory + TILE_BYTES + WARPS * STAGES * STAGE_BYTES);
-    const u16 *const keys = static_cast<const u16 *>(l.k);
-    const u16 *const any = static_cast<const u16 *>(o.q);
-    copy_rows<KEYS, THREADS>(tile, thread, len - key0, any,
-                             [&](int row) { return keys + row_of_slot(l, list, key0 + row) * HEAD_DIM; });
+    copy_rows<KEYS, THREADS>(tile, thread, len - key0, o.q, [&](int row) { return row_of_slot(l, list, key0 + row, 0); });
     copy_async_commit();
     copy_async_wait<0>();
     block_sync();
@@ -49,13 +46,13 @@ KERNEL(128) export_columns(ARGUMENT Lists l, ARGUMENT Observers o) {
     const long long head0 = (long long)(list / l.heads) * o.q_heads + list % l.heads * group;
     float total = 0.0f; // of key `thread`
     for (int member = 0; member < group; member++) {
-        const u16 *const queries = any + (head0 + member) * o.q_len * HEAD_DIM;
+        const long long row_of_head = (head0 + member) * o.q_len;
         const float *const lse = o.lse + (head0 + member) * o.q_len;
         auto row0_of = [&](int step) { return rows.first + (step * WARPS + warp) * ROWS; };
         auto copy = [&](int step) {
             const int row0 = row0_of(step);
-            copy_rows<ROWS, 32>(ring + step % STAGES * STAGE_BYTES, lane, rows.end - row0, any,
-                                [&](int row) { return queries + (long long)(row0 + row) * HEAD_DIM; });
+            copy_rows<ROWS, 32>(ring + step % STAGES * STAGE_BYTES, lane, rows.end - row0, o.q,
+                                [&](int row) { return row_at(o.q, row_of_head + row0 + row); });
         };
         float part[KEYS / 8][2];
 #pragma unroll
@@ -70,34 +67,34 @@ KERNEL(128) export_columns(ARGUMENT Lists l, ARGUMENT Observers o) {
             const int row0 = row0_of(step);
             if (row0 >= rows.end) continue;
             const u32 stage = ring + step % STAGES * STAGE_BYTES;
-            Strip<TILES, KEYS> strip;
-            strip.scores(tile, [&](u32 (&fragment)[TILES][4], int k) { load_queries<TILES>(fragment, stage, 0, k, logits.flip); });
+            using Part = Strip<ROWS, KEYS>;
+            Part strip;
+            strip.scores(tile, Queries<ROWS, false>(stage, 0, logits));
             strip.cap(logits);
-            Span seen[TILES][2];
-            float shift[TILES][2];
+            Span seen[Part::SLOTS];
+            float shift[Part::SLOTS];
 #pragma unroll
-            for (int m = 0; m < TILES; m++)
-#pragma unroll
-                for (int half = 0; half < 2; half++) {
-                    const int row = row0 + 16 * m + 8 * half + lane / 4;
-                    const float of_row = row < rows.end ? lse[row] : minus_infinity();
-                    seen[m][half] = row < rows.end ? visible(p, row, len) : Span{0, 0};
-                    // A row that sees nothing has only hidden keys, whose exponentials are 0 under any finite shift.
-                    shift[m][half] = of_row == minus_infinity() ? 0.0f : of_row * LOG2_E;
-                }
+            for (int slot = 0; slot < Part::SLOTS; slot++) {
+                const int row = row0 + Part::row(slot);
+                const float of_row = row < rows.end ? lse[row] : minus_infinity();
+                seen[slot] = row < rows.end ? visible(p, row, len) : Span{0, 0};
+                // A row that sees nothing has only hidden keys, whose exponentials are 0 under any finite shift.
+                shift[slot] = of_row == minus_infinity() ? 0.0f : of_row * LOG2_E;
+            }
             const bool whole = row0 + ROWS <= rows.end && key0 >= visible(p, row0 + ROWS - 1, len).first &&
                                key0 + KEYS <= visible(p, row0, len).end;
             if (!whole) strip.mask(seen, key0);
 #pragma unroll
-            for (int m = 0; m < TILES; m++)
+            for (int m = 0; m < Part::TILES; m++)
 #pragma unroll
                 for (int n = 0; n < KEYS / 8; n++)
 #pragma unroll
                     for (int i = 0; i < 4; i++) {
                         const float x = strip.s[m][n][i];
-                        const float probability = exp2_fast(fused(x, logits.rest(), -shift[m][i / 2]));
+                        const int slot = 2 * m + i / 2;
+                        const float probability = exp2_fast(fused(x, logits.rest(), -shift[slot]));
                         const bool hidden = QUERIES == COUNT_BELOW_EVEN && x == minus_infinity();
-                        if (!hidden) take_in<QUERIES>(part[n][i % 2], probability, even_share(seen[m][i / 2]));
+                        if (!hidden) take_in<QUERIES>(part[n][i % 2], probability, even_share(seen[slot]));
                     }
         }
         // The eight rows of lanes of each column, then the warps.

@@ -1,10 +1,10 @@
-// What export.cu does, on CUDA cores: for f32, and for the head dims that its tiles do not take.
+// What export.cu does, on CUDA cores: for f32.
 //
 // Versions
 //   1  Tiles of 64 queries and 64 keys in f32, 4x4 products per thread, the depth in slices of 16 through shared memory.
 //      Not timed on a GPU yet.
 //
-// Compile with -DELEMENT=F32|BF16|F16 -DHEAD_DIM=1..256 -DQUERIES=0..2 (lists.cuh).
+// Compile with -DELEMENT=F32 -DHEAD_DIM=1..256 -DQUERIES=0..2 (lists.cuh).
 //   export_columns  grid (ceil(width / 64), lists), 256 threads
 #include "lists.cuh"
 
@@ -17,7 +17,7 @@ constexpr int THREADS = 256, SIDE = 16, EACH = 4, TILE = SIDE * EACH, DEPTH = 16
 KERNEL(256) export_columns(ARGUMENT Lists l, ARGUMENT Observers o) {
     __shared__ float left[DEPTH][TILE + 1], right[DEPTH][TILE + 1], joined[SIDE][TILE + 1];
     const int thread = threadIdx.x, x = thread % SIDE, y = thread / SIDE;
-    const int list = blockIdx.y, key0 = blockIdx.x * TILE, len = l.lens[list], count = least(TILE, len - key0);
+    const int list = blockIdx.y, key0 = blockIdx.x * TILE, len = l.pages.lens[list], count = least(TILE, len - key0);
     float *const columns = o.columns + (long long)list * o.width + key0;
     if (count <= 0) {
         if (thread < TILE && key0 + thread < o.width) columns[thread] = 0.0f;
@@ -25,10 +25,10 @@ KERNEL(256) export_columns(ARGUMENT Lists l, ARGUMENT Observers o) {
     }
     const Problem p = problem_of(o);
     // Keys behind the end of the list repeat its last one; nobody sees them.
-    long long of_key[EACH];
+    const unsigned char *of_key[EACH];
 #pragma unroll
     for (int i = 0; i < EACH; i++)
-        of_key[i] = row_of_slot(l, list, least(key0 + thread / DEPTH + THREADS / DEPTH * i, len - 1));
+        of_key[i] = row_of_slot(l, list, least(key0 + thread / DEPTH + THREADS / DEPTH * i, len - 1), 0);
     const Span rows = observers_of(o, key0, count, len);
     const int group = o.q_heads / l.heads;
     const long long head0 = (long long)(list / l.heads) * o.q_heads + list % l.heads * group;
@@ -46,7 +46,7 @@ KERNEL(256) export_columns(ARGUMENT Lists l, ARGUMENT Observers o) {
                     const bool real = d < HEAD_DIM && row0 + at < rows.end;
                     left[thread % DEPTH][at] =
                         real ? element<ELEMENT>(o.q, (row_of_head + row0 + at) * HEAD_DIM + d) : 0.0f;
-                    right[thread % DEPTH][at] = d < HEAD_DIM ? element<ELEMENT>(l.k, of_key[i] * HEAD_DIM + d) : 0.0f;
+                    right[thread % DEPTH][at] = d < HEAD_DIM ? element<ELEMENT>(of_key[i], d) : 0.0f;
                 }
                 block_sync();
 #pragma unroll

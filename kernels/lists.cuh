@@ -1,20 +1,16 @@
 // The cached tokens of each (sequence, KV head), in pages: what the kernels of eviction policies read and change.
 //
 // src/device/cuda/lists.rs has the same structs with the same fields. A list's page `i` holds its slots from
-// `i * page_tokens` on. Numbers of pages count from the first slab of the cache, and may be negative: slabs are
-// allocations of their own, so that they can be given back, whose distance is a whole number of pages.
+// `i * page_tokens` on (pages.cuh).
 #pragma once
-#include "problem.cuh"
+#include "pages.cuh"
 
 struct Lists {
-    void *k, *v;       // page `n` begins at row n * page_tokens, [.., D]
-    const int *pages;  // [lists, table_width]
-    const int *lens;   // [lists]: the tokens of each list
+    Pages pages;
     int *positions;    // [lists, stride]: where each token stood in its sequence
     float *attention;  // [lists, stride]: attention that each token received so far; null: not kept
     int heads;         // Hkv
     int stride;        // tokens that one list can hold
-    int page_tokens, table_width;
 };
 
 // Queries that have seen the lists, and how the probabilities that they give a key become one number.
@@ -30,10 +26,15 @@ struct Observers {
     float scale, softcap;
 };
 
-// Row of a slot in `k` and `v`.
-DEVICE long long row_of_slot(const Lists &l, int list, int slot) {
-    const long long page = l.pages[(long long)list * l.table_width + slot / l.page_tokens];
-    return page * l.page_tokens + slot % l.page_tokens;
+constexpr int KV_ROW_BYTES = HEAD_DIM * (ELEMENT == F32 ? 4 : 2);
+
+// The key (part 0) or the value (part 1) of a slot.
+DEVICE unsigned char *row_of_slot(const Lists &l, int list, int slot, int part) {
+    const Pages &g = l.pages;
+    const int page_bytes = g.page_tokens * KV_ROW_BYTES;
+    const unsigned char *keys = page_keys(g, list, slot / g.page_tokens, page_bytes);
+    const unsigned char *row = keys + part * to_values(g, page_bytes) + slot % g.page_tokens * KV_ROW_BYTES;
+    return const_cast<unsigned char *>(row); // slabs are memory that may be written
 }
 
 // What `visible` and `Logits` ask of a problem.

@@ -36,12 +36,12 @@ struct Row {
     float x[PARTS]; // elements lane, lane + 32, ...
 };
 
-DEVICE Row load(const void *rows, long long row) {
+DEVICE Row load(const void *row) {
     Row r;
 #pragma unroll
     for (int i = 0; i < PARTS; i++) {
         const int d = threadIdx.x % 32 + 32 * i;
-        r.x[i] = d < HEAD_DIM ? element<ELEMENT>(rows, row * HEAD_DIM + d) : 0.0f;
+        r.x[i] = d < HEAD_DIM ? element<ELEMENT>(row, d) : 0.0f;
     }
     return r;
 }
@@ -63,12 +63,12 @@ DEVICE float norm(const Row &r) { return square_root(inner(r, r)); }
 // Calls `visit(slot)` for the block's slots of its list, one for each thread.
 template <class Visit> DEVICE void each_slot(const Lists &l, Visit visit) {
     const int slot = blockIdx.x * ROWS + threadIdx.x;
-    if (threadIdx.x < ROWS && slot < l.lens[blockIdx.y]) visit(slot);
+    if (threadIdx.x < ROWS && slot < l.pages.lens[blockIdx.y]) visit(slot);
 }
 
 // Calls `visit(slot)` for them with a whole warp for each.
 template <class Visit> DEVICE void each_row(const Lists &l, Visit visit) {
-    const int end = least((blockIdx.x + 1) * ROWS, l.lens[blockIdx.y]);
+    const int end = least((blockIdx.x + 1) * ROWS, l.pages.lens[blockIdx.y]);
     for (int slot = blockIdx.x * ROWS + threadIdx.x / 32; slot < end; slot += WARPS) visit(slot);
 }
 
@@ -93,17 +93,17 @@ KERNEL(128) score_age(ARGUMENT Lists l, ARGUMENT Scoring s) {
 }
 
 KERNEL(128) score_key_norm(ARGUMENT Lists l, ARGUMENT Scoring s) {
-    each_row(l, [&](int slot) { set_by_first(s, slot, -norm(load(l.k, row_of_slot(l, blockIdx.y, slot)))); });
+    each_row(l, [&](int slot) { set_by_first(s, slot, -norm(load(row_of_slot(l, blockIdx.y, slot, 0)))); });
 }
 
 KERNEL(128) score_value_norm(ARGUMENT Lists l, ARGUMENT Scoring s) {
     each_row(l, [&](int slot) {
-        set_by_first(s, slot, score_of(s, slot) * norm(load(l.v, row_of_slot(l, blockIdx.y, slot))));
+        set_by_first(s, slot, score_of(s, slot) * norm(load(row_of_slot(l, blockIdx.y, slot, 1))));
     });
 }
 
 KERNEL(128) score_pool(ARGUMENT Lists l, ARGUMENT Scoring s) {
-    const int judged = most(0, l.lens[blockIdx.y] - s.behind);
+    const int judged = most(0, l.pages.lens[blockIdx.y] - s.behind);
     const float *const raw = s.raw + (long long)blockIdx.y * s.width;
     each_slot(l, [&](int slot) {
         float all = s.is_max ? minus_infinity() : 0.0f;
@@ -129,7 +129,7 @@ KERNEL(128) anchor_sum(ARGUMENT Lists l, ARGUMENT Scoring s) {
     __shared__ float sums[WARPS][HEAD_DIM];
     Row sum = {};
     each_row(l, [&](int slot) {
-        const Row key = load(l.k, row_of_slot(l, blockIdx.y, slot));
+        const Row key = load(row_of_slot(l, blockIdx.y, slot, 0));
         const float length = larger(norm(key), LEAST_NORM);
 #pragma unroll
         for (int i = 0; i < PARTS; i++) sum.x[i] += key.x[i] / length;
@@ -165,7 +165,7 @@ KERNEL(128) score_unlike(ARGUMENT Lists l, ARGUMENT Scoring s) {
     }
     const float length = larger(norm(mean), LEAST_NORM);
     each_row(l, [&](int slot) {
-        const Row key = load(l.k, row_of_slot(l, blockIdx.y, slot));
+        const Row key = load(row_of_slot(l, blockIdx.y, slot, 0));
         set_by_first(s, slot, -inner(key, mean) / (larger(norm(key), LEAST_NORM) * length));
     });
 }

@@ -45,7 +45,7 @@ DEVICE bool is_number(float x) { return (float_to_bits(x) & 0x7f800000u) != 0x7f
 KERNEL(1024) score_bounds(ARGUMENT Lists l, ARGUMENT Choice c) {
     __shared__ float tops[THREADS];
     __shared__ int wrong[THREADS];
-    const int thread = threadIdx.x, list = blockIdx.x, len = l.lens[list];
+    const int thread = threadIdx.x, list = blockIdx.x, len = l.pages.lens[list];
     const float *const scores = c.scores + (long long)list * c.width;
     float top = minus_infinity();
     int first = len;
@@ -66,7 +66,7 @@ KERNEL(1024) score_bounds(ARGUMENT Lists l, ARGUMENT Choice c) {
 }
 
 KERNEL(256) score_protect(ARGUMENT Lists l, ARGUMENT Choice c) {
-    const int slot = blockIdx.x * 256 + threadIdx.x, list = blockIdx.y, len = l.lens[list];
+    const int slot = blockIdx.x * 256 + threadIdx.x, list = blockIdx.y, len = l.pages.lens[list];
     if (slot >= len) return;
     float *const score = c.scores + (long long)list * c.width + slot;
     if (slot >= len - c.recent) *score = c.highest + 1.0f;
@@ -76,7 +76,7 @@ KERNEL(256) score_protect(ARGUMENT Lists l, ARGUMENT Choice c) {
 KERNEL(1024) select_best(ARGUMENT Lists l, ARGUMENT Choice c) {
     __shared__ int histogram[DIGITS], above_of_warp[WARPS], equal_of_warp[WARPS], found[2];
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, list = blockIdx.x;
-    const int len = l.lens[list], count = c.counts[list];
+    const int len = l.pages.lens[list], count = c.counts[list];
     const float *const scores = c.scores + (long long)list * c.width;
     u32 *const slots = c.slots + (long long)list * c.width;
     if (count >= len) {

@@ -9,6 +9,7 @@
 //! columns.
 
 pub mod cuda;
+mod layout;
 mod paged;
 mod pool;
 mod retain;
@@ -17,6 +18,7 @@ mod slab;
 mod tests;
 mod token;
 
+pub use layout::Layout;
 pub use paged::PagedCache;
 
 use crate::memory::{Label, LabelBytes};

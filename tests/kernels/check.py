@@ -2,7 +2,7 @@
 """Compiles every variant of every kernel with NVRTC and prints what ptxas says of it. Needs no GPU.
 
     pip install nvidia-cuda-nvrtc==13.0.88
-    python3 tests/kernels/check.py [--arch sm_90a ...] [--nvrtc libnvrtc.so.13] [--markdown FILE]
+    python3 tests/kernels/check.py [--arch sm_90a ...] [--nvrtc libnvrtc.so.13] [--markdown FILE] [--jobs N]
 
 One row for each kernel function: registers, shared memory that is known at compile time, stack, spills. Exit status 0
 when all is well; 1 when a variant does not compile, spills registers, uses local memory, or draws a warning.
@@ -10,12 +10,14 @@ when all is well; 1 when a variant does not compile, spills registers, uses loca
 
 import argparse
 import ctypes
+import functools
 import glob
 import itertools
 import os
 import re
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 
 KERNELS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "kernels")
 ARCHITECTURES = ["sm_80", "sm_90a", "sm_100"]
@@ -23,22 +25,40 @@ ARCHITECTURES = ["sm_80", "sm_90a", "sm_100"]
 
 def variants():
     """(file, macros) of every variant that the crate may ask for, at the head dims that matter."""
-    for element, head_dim in itertools.product(["F32", "BF16", "F16"], [64, 128, 256]):
-        yield "naive.cu", {"ELEMENT": element, "HEAD_DIM": head_dim}
-    for element, head_dim in itertools.product(["BF16", "F16"], [64, 96, 128]):
-        yield "tiled.cu", {"ELEMENT": element, "HEAD_DIM": head_dim}
-    for element, head_dim, paged in itertools.product(["BF16", "F16"], [64, 96, 128], [0, 1]):
-        yield "decode.cu", {"ELEMENT": element, "HEAD_DIM": head_dim, "PAGED": paged}
-    for element, head_dim, queries in itertools.product(["BF16", "F16"], [64, 96, 128], [0, 1, 2]):
-        yield "export.cu", {"ELEMENT": element, "HEAD_DIM": head_dim, "QUERIES": queries}
+    for element, head_dim, library in itertools.product(["F32", "BF16", "F16"], [64, 256], [0, 1]):
+        yield "naive.cu", {"ELEMENT": element, "HEAD_DIM": head_dim, "LIBRARY_PRODUCTS": library}
+    # F16 differs from BF16 in single instructions.
+    for element, head_dims in [("BF16", [64, 96, 100, 128, 192, 256]), ("F16", [128])]:
+        for head_dim in head_dims:
+            for keys in [64, 32] if head_dim <= 192 else [32]:
+                yield "tiled.cu", {"ELEMENT": element, "HEAD_DIM": head_dim, "KEYS": keys}
+    for head_dim, keys in [(64, 32), (100, 32), (128, 32), (128, 16), (192, 16), (256, 16), (256, 8)]:
+        yield "tiled.cu", {"ELEMENT": "F32", "HEAD_DIM": head_dim, "KEYS": keys}
+    rings = [(64, 4, 4), (96, 4, 3), (100, 4, 2), (128, 4, 3), (192, 2, 3), (256, 2, 3), (256, 4, 2)]
+    for page_tokens, (head_dim, warps, stages) in itertools.product([0, 16, 10], rings):
+        yield "decode.cu", decode("BF16", head_dim, page_tokens, warps, stages, 16)
+    yield "decode.cu", decode("F16", 128, 16, 4, 3, 16)
+    for rows, (head_dim, warps, stages) in itertools.product([4, 16], [(64, 4, 4), (128, 4, 3), (250, 2, 2), (256, 2, 3)]):
+        yield "decode.cu", decode("F32", head_dim, 16 if rows == 16 else 0, warps, stages, rows)
+    yield "sweep.cu", {"ELEMENT": "F32", "HEAD_DIM": 8}
+    for element, head_dims in [("BF16", [64, 96, 100, 128, 192, 256]), ("F16", [128])]:
+        for head_dim, queries in itertools.product(head_dims, [0, 1, 2]):
+            yield "export.cu", {"ELEMENT": element, "HEAD_DIM": head_dim, "QUERIES": queries}
     for head_dim, queries in itertools.product([64, 256], [0, 1, 2]):
         yield "export_plain.cu", {"ELEMENT": "F32", "HEAD_DIM": head_dim, "QUERIES": queries}
     yield "select.cu", {"ELEMENT": "F32", "HEAD_DIM": 1}
-    for element, head_dim in itertools.product(["F32", "BF16", "F16"], [64, 128, 256]):
+    for element, head_dim in itertools.product(["F32", "BF16", "F16"], [64, 256]):
         yield "score.cu", {"ELEMENT": element, "HEAD_DIM": head_dim}
         yield "compact.cu", {"ELEMENT": element, "HEAD_DIM": head_dim}
 
 
+def decode(element, head_dim, page_tokens, warps, stages, rows):
+    """Macros of a variant of decode.cu."""
+    shape = {"PAGE_TOKENS": page_tokens, "WARPS": warps, "STAGES": stages, "ROWS": rows}
+    return {"ELEMENT": element, "HEAD_DIM": head_dim, **shape}
+
+
+@functools.cache
 def load_nvrtc(path):
     """The library named, or the wheel's beside this interpreter, or the system's."""
     found = [path] if path else []
@@ -57,8 +77,9 @@ def load_nvrtc(path):
     sys.exit("NVRTC not found: pip install nvidia-cuda-nvrtc==13.0.88, or give --nvrtc PATH")
 
 
-def compile_variant(nvrtc, file, macros, architecture):
+def compile_variant(library, file, macros, architecture):
     """(whether it compiled, the compiler's log, seconds)"""
+    nvrtc = load_nvrtc(library)
     with open(os.path.join(KERNELS, file), encoding="utf-8") as source:
         text = source.read().encode()
     options = [f"--gpu-architecture={architecture}", "-std=c++17", "--ptxas-options=-v", f"--include-path={KERNELS}"]
@@ -105,15 +126,18 @@ def main():
     parser.add_argument("--only", metavar="FILE", help="only this file of kernels")
     parser.add_argument("--nvrtc", metavar="PATH", help="libnvrtc.so.N")
     parser.add_argument("--markdown", metavar="FILE", help="write the table there too")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="variants at a time [default: every core]")
     arguments = parser.parse_args()
     nvrtc = load_nvrtc(arguments.nvrtc)
     major, minor = ctypes.c_int(), ctypes.c_int()
     nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
     rows, wrong, slowest = [], [], (0.0, "")
     wanted = [variant for variant in variants() if arguments.only in (None, variant[0])]
-    for architecture, (file, macros) in itertools.product(arguments.arch or ARCHITECTURES, wanted):
+    todo = [(file, macros, arch) for arch, (file, macros) in itertools.product(arguments.arch or ARCHITECTURES, wanted)]
+    with ProcessPoolExecutor(max(1, arguments.jobs)) as pool:  # NVRTC holds a lock: threads would wait for each other
+        compiled_all = list(pool.map(compile_variant, itertools.repeat(arguments.nvrtc), *zip(*todo)))
+    for (file, macros, architecture), (compiled, log, seconds) in zip(todo, compiled_all):
         label = f"{file} {' '.join(f'{name}={value}' for name, value in macros.items())} {architecture}"
-        compiled, log, seconds = compile_variant(nvrtc, file, macros, architecture)
         slowest = max(slowest, (seconds, label))
         if not compiled:
             wrong.append(f"{label}: does not compile\n{log.strip()}")

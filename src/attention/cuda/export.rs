@@ -1,4 +1,4 @@
-//! Attention statistics on a GPU: `kernels/export.cu`, and `kernels/export_plain.cu` where its tiles do not fit. What
+//! Attention statistics on a GPU: `kernels/export.cu`, and `kernels/export_plain.cu` for f32. What
 //! [`crate::attention::export`] does on the CPU, over a paged cache.
 
 use super::row_bytes;
@@ -17,8 +17,8 @@ const WARPS: usize = 4;
 /// Queries of a warp's step, and how many steps are in shared memory at once.
 const ROWS: usize = 32;
 const STAGES: usize = 2;
-/// Longest rows of the tiles.
-const MOST_TILED_DIM: usize = 128;
+/// Above this head dim a step has half as many rows.
+const ROWS_FIT_DIM: usize = 128;
 
 /// Queries `[B, Hq, Lq, D]` that have seen the lists of a cache.
 #[derive(Clone, Copy)]
@@ -76,13 +76,13 @@ pub(crate) fn columns(
         OverQueries::CountBelowEven => 2,
     };
     let grid = [shape.kv_len.div_ceil(KEYS), operands.lists, 1];
-    let tiles_fit = dtype != DType::F32 && shape.head_dim.is_multiple_of(8) && shape.head_dim <= MOST_TILED_DIM;
-    let (source, threads, shared_bytes) = match tiles_fit {
-        true => {
-            let rows = KEYS + WARPS * STAGES * ROWS;
-            (TILED, 32 * WARPS as u32, rows * row_bytes(shape.head_dim) + 4 * WARPS * KEYS)
+    let (source, threads, shared_bytes) = match dtype {
+        DType::F32 => (PLAIN, 256, 0),
+        DType::Bf16 | DType::F16 => {
+            let row_bytes = row_bytes(shape.head_dim, dtype);
+            let rows = if row_bytes <= 2 * ROWS_FIT_DIM { ROWS } else { ROWS / 2 };
+            (TILED, 32 * WARPS as u32, (KEYS + WARPS * STAGES * rows) * row_bytes + 4 * WARPS * KEYS)
         }
-        false => (PLAIN, 256, 0),
     };
     let launch = Launch { function: "export_columns", grid, threads, shared_bytes: shared_bytes as u32 };
     let macros = vec![("QUERIES", over_queries)];

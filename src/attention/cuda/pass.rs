@@ -1,8 +1,11 @@
 //! A planned pass over tensors in a GPU's memory.
 
-use super::Plan;
-use crate::device::cuda::{CudaError, Device, DeviceBuffer, Operands, Problem, Runtime};
+use super::{LibraryPass, Plan};
+use crate::device::cuda::{
+    Cublas, CudaError, Device, DeviceBuffer, Extents, Operands, PagedKv, Pages, Problem, Runtime,
+};
 use crate::memory::{Arena, Label};
+use std::sync::MutexGuard;
 
 /// What a pass reads.
 #[derive(Clone, Copy)]
@@ -53,10 +56,69 @@ impl Plan {
         results: Results<'_>,
         scratch: &mut Scratch,
     ) -> Result<u64, CudaError> {
+        if let Some(library) = &self.library
+            && let Some(cublas) = runtime.cublas()
+        {
+            return self.forward_library(runtime, library, cublas, inputs, results, scratch);
+        }
         let Inputs { q, k, v } = inputs;
         let Results { o, lse } = results;
-        let mut operands = Operands { q, k, v, o, lse, scores: &mut scratch.scores, partials: &mut scratch.partials };
+        let Scratch { scores, partials } = scratch;
+        let mut operands = Operands { q, k: Some(k), v: Some(v), o, lse, scores, partials };
         let problem = Problem::new(&self.extents, &mut operands)?;
         runtime.device().run(&*runtime.module(&self.program)?, &self.launches, &[&problem])
+    }
+
+    /// Whose matrix products the pass uses, where it could use cuBLAS's: as `cuBLAS 13.0`, or `own products`.
+    pub fn products(&self, runtime: &Runtime) -> Option<String> {
+        self.library.as_ref().map(|_| match runtime.cublas() {
+            Some(cublas) => format!("cuBLAS {}", cublas.version()),
+            None => "own products".into(),
+        })
+    }
+
+    fn forward_library(
+        &self,
+        runtime: &Runtime,
+        library: &LibraryPass,
+        mut cublas: MutexGuard<'_, Cublas>,
+        Inputs { q, k, v }: Inputs<'_>,
+        Results { o, lse }: Results<'_>,
+        Scratch { scores, partials }: &mut Scratch,
+    ) -> Result<u64, CudaError> {
+        let device = runtime.device();
+        let softmax = device.ready(&*runtime.module(&library.program)?, &[library.softmax])?;
+        let mut operands = Operands { q, k: Some(k), v: Some(v), o, lse, scores, partials };
+        device.timed(|| {
+            cublas.begin(&library.scores, k, q, operands.scores)?;
+            device.begin(&softmax, &[&Problem::new(&self.extents, &mut operands)?])?;
+            cublas.begin(&library.output, v, operands.scores, operands.o)
+        })
+    }
+
+    /// Runs a pass that [`super::decode_paged`] planned; as [`Plan::forward`]. Lists may be shorter than the plan's
+    /// `kv_len`; of a longer one the first `kv_len` tokens are read.
+    ///
+    /// # Errors
+    /// As [`Plan::forward`]; [`CudaError::Operand`] when the plan is not for these pages.
+    pub fn forward_paged(
+        &self,
+        runtime: &Runtime,
+        q: &DeviceBuffer,
+        kv: &PagedKv<'_>,
+        results: Results<'_>,
+        scratch: &mut Scratch,
+    ) -> Result<u64, CudaError> {
+        let Extents { batch, kv_heads, kv_len, head_dim, dtype, .. } = self.extents;
+        if self.program.macros.iter().all(|&(name, value)| name != "PAGE_TOKENS" || value != kv.page_tokens) {
+            let tokens = kv.page_tokens;
+            return Err(CudaError::Operand(format!("the pass was not planned for pages of {tokens} tokens")));
+        }
+        let pages = Pages::new(kv, batch * kv_heads, kv_len, head_dim * dtype.bytes())?;
+        let Results { o, lse } = results;
+        let Scratch { scores, partials } = scratch;
+        let mut operands = Operands { q, k: None, v: None, o, lse, scores, partials };
+        let problem = Problem::new(&self.extents, &mut operands)?;
+        runtime.device().run(&*runtime.module(&self.program)?, &self.launches, &[&problem, &pages])
     }
 }

@@ -6,10 +6,8 @@ use crate::device::cuda::{Launch, Limits, Program, Source};
 use crate::tensor::DType;
 
 const SOURCE: Source = Source { name: "tiled.cu", text: include_str!("../../../kernels/tiled.cu") };
-/// Keys of a tile.
-const KEYS: usize = 64;
 
-/// Tiles and online softmax; bf16 and f16.
+/// Tiles and online softmax; tensor cores for bf16 and f16.
 pub(super) struct Tiled;
 
 impl CudaKernel for Tiled {
@@ -17,16 +15,28 @@ impl CudaKernel for Tiled {
         "tiled"
     }
 
-    fn plan(&self, shape: &Shape, params: &Params, dtype: DType, _limits: &Limits) -> Result<Plan, AttentionError> {
-        strip_takes(self.name(), shape.head_dim, dtype)?;
-        let block_rows = if shape.head_dim <= 64 { 128 } else { 64 };
+    fn plan(&self, shape: &Shape, params: &Params, dtype: DType, limits: &Limits) -> Result<Plan, AttentionError> {
+        strip_takes(self.name(), shape.head_dim)?;
+        let row_bytes = row_bytes(shape.head_dim, dtype);
+        let half = dtype != DType::F32;
+        let block_rows = if half && row_bytes == 128 { 128 } else { 64 };
+        // Q in registers needs no place of its own. Where it has none there, registers hold fewer scores too.
+        let q_kept = half && row_bytes <= 384;
+        let q_bytes = if q_kept { 0 } else { block_rows * row_bytes };
+        let choices: &[usize] = match (half, q_kept) {
+            (true, true) => &[64, 32],
+            (true, false) => &[32],
+            (false, _) => &[32, 16, 8],
+        };
+        let shared_bytes = |keys| q_bytes + 4 * keys * row_bytes;
+        let keys = limits.roomiest(choices, shared_bytes);
         let launches = vec![Launch {
             function: "tiled_forward",
             grid: [shape.q_len.div_ceil(block_rows), shape.q_heads, shape.batch],
             threads: 128,
-            shared_bytes: (4 * KEYS * row_bytes(shape.head_dim)) as u32,
+            shared_bytes: shared_bytes(keys) as u32,
         }];
-        let program = Program { source: SOURCE, dtype, head_dim: shape.head_dim, macros: vec![] };
+        let program = Program { source: SOURCE, dtype, head_dim: shape.head_dim, macros: vec![("KEYS", keys)] };
         Plan::new(self.name(), program, launches, WorkspaceSize::default(), shape, params)
     }
 }

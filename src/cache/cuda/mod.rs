@@ -11,8 +11,8 @@ mod pool;
 use super::{CacheShape, Column};
 use crate::attention::rope::Frequencies;
 use crate::device::cuda::{
-    Arrival, CudaError, Device, DeviceBuffer, Keeping, Launch, Lists, ListsOperands, Moves, Program, Received, Runtime,
-    Source, Turning,
+    Arrival, CudaError, Device, DeviceBuffer, Keeping, Launch, Lists, ListsOperands, Moves, PagedKv, Program, Received,
+    Runtime, Slabs, Source, Turning,
 };
 use crate::memory::{Arena, Label, LabelBytes};
 use pool::{PageId, Pool};
@@ -56,7 +56,7 @@ impl DeviceCache {
         let places = lists * shape.max_tokens;
         Ok(DeviceCache {
             shape,
-            pool: Pool::new(shape, arena),
+            pool: Pool::new(device, arena, shape)?,
             table: vec![0; lists * width],
             lens: vec![0; lists],
             pages_there: numbers(Label::PageTable, lists * width)?,
@@ -76,12 +76,14 @@ impl DeviceCache {
             lens.into_iter().fold((0, 0), |(tokens, pages), len| (tokens + len, pages + shape.pages(len)));
         let slabs = most_pages.max(pages).div_ceil(shape.slab_pages()) as u64;
         let (kv, used) = (tokens as u64 * shape.token_bytes(), pages as u64 * shape.page_bytes());
-        let (lists, places) = (shape.lists(), (shape.lists() * shape.max_tokens) as u64);
+        let tables = shape.lists() * shape.pages(shape.max_tokens) + shape.lists() + 2 * MOST_MOVES;
+        let table_bytes = Slabs::table_bytes(pool::most_slabs(shape)) + 4 * tables as u64;
+        let places = (shape.lists() * shape.max_tokens) as u64;
         LabelBytes::from([
             (Label::Kv, kv),
             (Label::KvFragmentation, used - kv),
-            (Label::KvSlack, slabs * pool::slab_bytes(shape) - used),
-            (Label::PageTable, 4 * (lists * shape.pages(shape.max_tokens) + lists + 2 * MOST_MOVES) as u64),
+            (Label::KvSlack, slabs * shape.slab_pages() as u64 * shape.page_bytes() - used),
+            (Label::PageTable, table_bytes),
             (Label::Metadata, 4 * places),
             (Label::Policy, 4 * places * shape.columns.len() as u64),
         ])
@@ -208,7 +210,7 @@ impl DeviceCache {
             self.table[at] = spare.moves.get(&self.table[at]).copied().unwrap_or(self.table[at]);
         }
         self.pages_there.write(bytemuck::cast_slice(&self.table))?;
-        self.pool.drop_slabs(&spare);
+        self.pool.drop_slabs(&spare)?;
         Ok(ns)
     }
 
@@ -282,17 +284,27 @@ impl DeviceCache {
     /// [`CudaError::Operand`] when an extent is too large for kernels.
     pub(crate) fn lists(&self) -> Result<Lists<'_>, CudaError> {
         Lists::new(&ListsOperands {
-            rows: self.pool.rows(),
-            pages: &self.pages_there,
-            lens: &self.lens_there,
+            kv: self.kv(),
             positions: &self.positions,
             attention: self.attention.as_ref(),
             lists: self.shape.lists(),
             heads: self.shape.kv_heads,
             stride: self.shape.max_tokens,
+            row_bytes: (self.shape.token_bytes() / 2) as usize,
+        })
+    }
+
+    /// Keys and values as paged attention reads them.
+    pub fn kv(&self) -> PagedKv<'_> {
+        PagedKv {
+            slabs: self.pool.slabs(),
+            table: &self.pages_there,
+            lens: &self.lens_there,
+            slab_pages: self.shape.slab_pages(),
+            shift: self.pool.shift(),
             page_tokens: self.shape.page_tokens,
             table_width: self.table_width(),
-        })
+        }
     }
 
     fn table_width(&self) -> usize {

@@ -14,7 +14,7 @@ use kvsieve::tensor::{DType, Tensor};
 
 pub fn run(args: &Args, index: usize) -> Result<(), Failure> {
     let kernel = cuda_kernel(&args.kernel)?;
-    let runtime = Runtime::open(index, args.nvrtc.as_deref())?;
+    let runtime = Runtime::open(index, args.compute.nvrtc.as_deref())?;
     let device = runtime.device();
     args.check_files()?;
     let file = TensorFile::open(&args.input)?;
@@ -34,9 +34,11 @@ pub fn run(args: &Args, index: usize) -> Result<(), Failure> {
     }
     let cpu = Cpu::new(args.compute.threads)?;
     let solution = solve(&problem, &plan, &file, &runtime, &arena, &cpu, args)?;
+    let products = plan.products(&runtime).map_or(String::new(), |products| format!(", {products}"));
+    let nvrtc = runtime.nvrtc().version();
     let place = Place {
         device: format!("cuda:{index}"),
-        isa_path: format!("{}, {}, NVRTC {}", device.name(), device.architecture(), runtime.nvrtc().version()),
+        isa_path: format!("{}, {}, NVRTC {nvrtc}{products}", device.name(), device.architecture()),
         threads: None,
     };
     let report = Report::new(kernel.name().into(), &problem, &sizes, &solution, arena.usage(), place, limit_bytes);

@@ -3,7 +3,8 @@
 //!
 //! Page numbers and lengths are data of the cache that owns the pages ([`crate::cache::cuda`]), which keeps them right.
 
-use super::{CudaError, DeviceBuffer};
+use super::problem::short;
+use super::{CudaError, DeviceBuffer, PagedKv, Pages};
 use cudarc::driver::DeviceRepr;
 use std::marker::PhantomData;
 
@@ -18,12 +19,6 @@ fn has(name: &str, buffer: &DeviceBuffer, bytes: usize) -> Result<u64, CudaError
     }
 }
 
-/// A number as kernels take it: they add two of them in 32 bits.
-fn short(name: &str, value: usize) -> Result<i32, CudaError> {
-    let fits = i32::try_from(value).ok().filter(|&value| value < 1 << 29);
-    fits.ok_or_else(|| CudaError::Operand(format!("{name} is {value}; the CUDA kernels take less than {}", 1 << 29)))
-}
-
 /// A number of which more than all tokens is as good as all.
 fn capped(value: usize) -> i32 {
     value.min((1 << 29) - 1) as i32
@@ -31,12 +26,8 @@ fn capped(value: usize) -> i32 {
 
 /// The buffers and extents of [`Lists`].
 pub(crate) struct ListsOperands<'a> {
-    /// Where page 0's keys and values begin: pages lie in several buffers.
-    pub rows: [u64; 2],
-    /// `[lists, table_width]` in i32.
-    pub pages: &'a DeviceBuffer,
-    /// `[lists]` in i32.
-    pub lens: &'a DeviceBuffer,
+    /// The pages.
+    pub kv: PagedKv<'a>,
     /// `[lists, stride]` in i32.
     pub positions: &'a DeviceBuffer,
     /// `[lists, stride]` in f32, where it is kept.
@@ -47,26 +38,19 @@ pub(crate) struct ListsOperands<'a> {
     pub heads: usize,
     /// Tokens that one list can hold.
     pub stride: usize,
-    /// Tokens of a page.
-    pub page_tokens: usize,
-    /// Pages of a list's table.
-    pub table_width: usize,
+    /// Bytes of a key.
+    pub row_bytes: usize,
 }
 
 /// The cached tokens of each (sequence, KV head).
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(crate) struct Lists<'a> {
-    k: u64,
-    v: u64,
-    pages: u64,
-    lens: u64,
+    pages: Pages<'a>,
     positions: u64,
     attention: u64,
     heads: i32,
     stride: i32,
-    page_tokens: i32,
-    table_width: i32,
     buffers: Borrowed<'a>,
 }
 
@@ -80,19 +64,13 @@ impl<'a> Lists<'a> {
     /// # Errors
     /// [`CudaError::Operand`] when a buffer is too small or an extent too large.
     pub fn new(operands: &ListsOperands<'a>) -> Result<Self, CudaError> {
-        let ListsOperands { rows, pages, lens, positions, attention, lists, heads, stride, page_tokens, table_width } =
-            *operands;
+        let ListsOperands { kv, positions, attention, lists, heads, stride, row_bytes } = *operands;
         Ok(Lists {
-            k: rows[0],
-            v: rows[1],
-            pages: has("page table", pages, 4 * lists * table_width)?,
-            lens: has("lengths", lens, 4 * lists)?,
+            pages: Pages::new(&kv, lists, stride, row_bytes)?,
             positions: has("positions", positions, 4 * lists * stride)?,
             attention: attention.map_or(Ok(0), |attention| has("attention", attention, 4 * lists * stride))?,
             heads: short("KV heads", heads)?,
             stride: short("tokens of a list", stride)?,
-            page_tokens: short("tokens of a page", page_tokens)?,
-            table_width: short("pages of a list", table_width)?,
             buffers: PhantomData,
         })
     }
@@ -374,7 +352,7 @@ impl<'a> Keeping<'a> {
     }
 }
 
-/// Pages that move: `[2, most]` page numbers in i32, from and to.
+/// Pages that move: `[2, most]` page numbers in u32, from and to.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(crate) struct Moves<'a> {

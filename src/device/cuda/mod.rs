@@ -6,21 +6,29 @@
 //! problem is [`crate::attention::cuda`]'s.
 
 mod build;
+mod cublas;
 mod device;
 mod lists;
+mod nvml;
 mod nvrtc;
+mod pages;
 mod problem;
 mod runtime;
 mod source;
+mod sweep;
 
 pub use build::{Origin, build};
+pub use cublas::{Cublas, Gemm};
 pub(crate) use device::Argument;
 pub use device::{Device, DeviceBuffer, Limits, Module};
 pub(crate) use lists::{
     Arrival, Choice, ChoiceOperands, Keeping, Lists, ListsOperands, Moves, Observers, ObserversOperands, Received,
     Scoring, Turning,
 };
+pub use nvml::{Condition, Nvml};
 pub use nvrtc::Nvrtc;
+pub(crate) use pages::Pages;
+pub use pages::{PagedKv, Slabs};
 pub use problem::{Extents, Launch, Operands, Problem};
 pub use runtime::Runtime;
 pub use source::{Program, Source};
@@ -86,6 +94,14 @@ pub enum CudaError {
     /// Buffers that do not fit the problem.
     #[error("{0}")]
     Operand(String),
+    /// A matrix product that cuBLAS refused.
+    #[error("cuBLAS {version}: a product failed with status {status}")]
+    Cublas {
+        /// Its version.
+        version: String,
+        /// Its `cublasStatus_t`.
+        status: i32,
+    },
     /// Any other failure of the driver.
     #[error("CUDA: {what} failed: {reason}")]
     Driver {

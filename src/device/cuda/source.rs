@@ -25,11 +25,14 @@ pub struct Program {
     pub macros: Vec<(&'static str, usize)>,
 }
 
-const HEADERS: [Source; 4] = [
+const HEADERS: [Source; 7] = [
     Source { name: "ptx.cuh", text: include_str!("../../../kernels/ptx.cuh") },
     Source { name: "problem.cuh", text: include_str!("../../../kernels/problem.cuh") },
+    Source { name: "pages.cuh", text: include_str!("../../../kernels/pages.cuh") },
+    Source { name: "rows.cuh", text: include_str!("../../../kernels/rows.cuh") },
     Source { name: "strip.cuh", text: include_str!("../../../kernels/strip.cuh") },
     Source { name: "lists.cuh", text: include_str!("../../../kernels/lists.cuh") },
+    Source { name: "strip_f32.cuh", text: include_str!("../../../kernels/strip_f32.cuh") },
 ];
 
 impl Program {
@@ -88,11 +91,11 @@ fn expand(source: &str, seen: &mut Vec<&'static str>, text: &mut String) {
 mod tests {
     use super::*;
 
-    /// The fields of `Problem` on both sides: same names, same order.
+    /// The fields of a struct on both sides: same names, same order.
     #[test]
-    fn problem_is_the_same_in_rust_and_in_cuda() {
-        let fields = |text: &str| {
-            let body = text.split_once("struct Problem {").unwrap().1.split_once("};").unwrap().0;
+    fn structs_are_the_same_in_rust_and_in_cuda() {
+        let fields_of_cuda = |text: &str, name: &str| {
+            let body = text.split_once(&format!("struct {name} {{")).unwrap().1.split_once("};").unwrap().0;
             let code = body.lines().map(|line| line.split("//").next().unwrap().trim().to_string());
             let mut names: Vec<String> = Vec::new();
             for statement in code.collect::<String>().split(';').filter(|statement| !statement.is_empty()) {
@@ -102,10 +105,18 @@ mod tests {
             }
             names
         };
-        let rust =
-            include_str!("problem.rs").split_once("pub struct Problem<'a> {").unwrap().1.split_once('}').unwrap().0;
-        let code = rust.lines().map(str::trim).filter(|line| !line.starts_with("//"));
-        let rust: Vec<&str> = code.filter_map(|line| Some(line.split_once(':')?.0)).collect();
-        assert_eq!(rust[..rust.len() - 1], fields(HEADERS[1].text), "the last of Rust's fields has no size");
+        let fields_of_rust = |text: &'static str, name: &str| {
+            let body = text.split_once(&format!("struct {name}<'a> {{")).unwrap().1.split_once('}').unwrap().0;
+            let code = body.lines().map(str::trim).filter(|line| !line.starts_with("//"));
+            let mut names: Vec<&str> = code.filter_map(|line| Some(line.split_once(':')?.0)).collect();
+            assert_eq!(names.pop(), Some("buffers"), "the last of Rust's fields has no size");
+            names
+        };
+        let pairs =
+            [("Problem", include_str!("problem.rs"), "problem.cuh"), ("Pages", include_str!("pages.rs"), "pages.cuh")];
+        for (name, rust, cuda) in pairs {
+            let cuda = HEADERS.iter().find(|header| header.name == cuda).unwrap();
+            assert_eq!(fields_of_rust(rust, name), fields_of_cuda(cuda.text, name));
+        }
     }
 }

@@ -9,7 +9,7 @@ use crate::tensor::Tensor;
 pub(super) fn predict(prepared: &Prepared, threads: usize) -> u64 {
     let cell = &prepared.cell;
     let (shape, params) = (cell.shape(), cell.params());
-    let forward = prepared.kernel.workspace(&shape, &params, cell.dtype, threads).bytes();
+    let forward = prepared.kernel().workspace(&shape, &params, cell.dtype, threads).bytes();
     let backward = Gradients::bytes(&shape, cell.dtype) + prepared.workspace_bytes(threads);
     Outputs::bytes(&shape, cell.dtype) + forward.max(backward)
 }
@@ -21,15 +21,15 @@ pub(super) fn turn(prepared: &Prepared, bench: Bench<'_>) -> Result<Turn, TurnEr
     bench.poison(&mut outputs);
     let kv = bench.dense(cell.context_tokens)?;
     let forward = bench.forward(cell, shape, &kv);
-    let mut workspace = prepared.kernel.workspace(&shape, &params, cell.dtype, threads).allocate(bench.arena)?;
-    prepared.kernel.forward(&forward, &mut outputs, &mut workspace)?;
+    let mut workspace = prepared.kernel().workspace(&shape, &params, cell.dtype, threads).allocate(bench.arena)?;
+    prepared.kernel().forward(&forward, &mut outputs, &mut workspace)?;
     drop(workspace);
 
-    let size = prepared.kernel.backward_workspace(&shape, &params, cell.dtype, threads).unwrap_or_default();
+    let size = prepared.kernel().backward_workspace(&shape, &params, cell.dtype, threads).unwrap_or_default();
     let mut workspace = size.allocate(bench.arena)?;
     let mut gradients = Gradients::allocate(bench.arena, &shape, cell.dtype)?;
     let call = Backward { forward, o: outputs.o.view(), lse: &outputs.lse, grad_o: forward.q };
-    let (backward_ns, result) = timed(|| prepared.kernel.backward(&call, &mut gradients, &mut workspace));
+    let (backward_ns, result) = timed(|| prepared.kernel().backward(&call, &mut gradients, &mut workspace));
     result?;
 
     let mut turn = Turn { samples_ns: [("backward", backward_ns)].into(), ..Turn::default() };

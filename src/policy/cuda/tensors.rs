@@ -2,14 +2,14 @@
 //! calls. A cache is filled with the tensors, judged there, and shrunk.
 
 use super::{DeviceContext, DevicePolicyError, Queries, looks_at_attention, score, select};
-use crate::attention::cuda::{Inputs, Plan, Results, cuda_kernel};
+use crate::attention::cuda::{Inputs, Results, cuda_kernel};
 use crate::attention::export::Reduction;
 use crate::attention::rope::Frequencies;
-use crate::attention::{AttentionError, Outputs, Params, Shape};
+use crate::attention::{Outputs, Params, Shape};
 use crate::cache::cuda::DeviceCache;
 use crate::cache::{CacheShape, Column, PAGE_TOKENS};
 use crate::device::Cpu;
-use crate::device::cuda::{CudaError, DeviceBuffer, Limits, Runtime};
+use crate::device::cuda::{CudaError, DeviceBuffer, Runtime};
 use crate::memory::{Arena, Label};
 use crate::policy::action::rerotate::NO_ROPE;
 use crate::policy::{Policy, PolicyError, Statistic};
@@ -99,15 +99,6 @@ pub fn judge(
     Ok(DeviceJudged { cache, kept, scores: Some((scored.values, scored.highest_judged)), time_ns })
 }
 
-/// The pass that gives log-sum-exps: `tiled`, or `naive` where that has no kernel for a problem.
-fn pass(tensors: &DeviceTensors<'_>, limits: &Limits) -> Result<Plan, AttentionError> {
-    let plan = |name| {
-        let kernel = cuda_kernel(name).expect("it is built in");
-        kernel.plan(&tensors.shape, &tensors.params, tensors.dtype, limits)
-    };
-    plan("tiled").or_else(|_| plan("naive"))
-}
-
 /// Log-sum-exps of the queries, `[B, Hq, Lq]` in f32, and the GPU's time for them.
 fn log_sum_exps(
     runtime: &Runtime,
@@ -115,7 +106,9 @@ fn log_sum_exps(
     tensors: &DeviceTensors<'_>,
 ) -> Result<(u64, DeviceBuffer), DevicePolicyError> {
     let device = runtime.device();
-    let plan = pass(tensors, device.limits()).map_err(|error| CudaError::Operand(error.to_string()))?;
+    let tiled = cuda_kernel("tiled").expect("it is built in");
+    let plan = tiled.plan(&tensors.shape, &tensors.params, tensors.dtype, device.limits());
+    let plan = plan.map_err(|error| CudaError::Operand(error.to_string()))?;
     let mut scratch = plan.scratch(device, arena)?;
     let lse_bytes = 4 * tensors.shape.rows() as u64;
     let outputs_bytes = Outputs::bytes(&tensors.shape, tensors.dtype);

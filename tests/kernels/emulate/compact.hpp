@@ -4,14 +4,14 @@
 namespace {
 
 // Whether every list holds the rows, positions and attention that it should.
-int compare(const char *what, const Cache &cache, const std::vector<std::vector<int>> &positions) {
+int compare(const char *what, Cache &cache, const std::vector<std::vector<int>> &positions) {
     int failed = 0;
     for (int list = 0; list < cache.count(); list++)
         for (int slot = 0; slot < cache.lens[list]; slot++) {
             const size_t row = size_t(slot) * HEAD_DIM;
-            bool same = !memcmp(&cache.k[cache.at(list, slot)], &cache.keys[list][row], HEAD_DIM * sizeof(Element));
-            same &= !memcmp(&cache.v[cache.at(list, slot)], &cache.values[list][row], HEAD_DIM * sizeof(Element));
-            if (!same) failed += wrong(what, list, slot, widen(cache.k[cache.at(list, slot)]), cache.key(list, slot, 0));
+            bool same = !memcmp(cache.row(list, slot, 0), &cache.keys[list][row], HEAD_DIM * sizeof(Element));
+            same &= !memcmp(cache.row(list, slot, 1), &cache.values[list][row], HEAD_DIM * sizeof(Element));
+            if (!same) failed += wrong(what, list, slot, widen(cache.row(list, slot, 0)[0]), cache.key(list, slot, 0));
             failed += differs(what, list, slot, cache.positions[list * cache.stride + slot], positions[list][slot], 0);
         }
     return failed;
@@ -69,10 +69,8 @@ int failures(Cache &cache) {
         for (int slot = 0; slot < cache.lens[list]; slot++)
             failed += differs("attention", list, slot, cache.attention[list * cache.stride + slot], attention[list][slot] + 0.5, 1e-6);
 
-    // The first page of the first list moves to one that nobody has, in front of page 0.
-    std::vector<bool> taken(size_t(count) * cache.width() + 7);
-    for (int page : cache.pages) taken[page + 3] = true;
-    const int from = cache.pages[0], to = int(std::find(taken.begin(), taken.end(), false) - taken.begin()) - 3;
+    // The first page of the first list moves to one that nobody has.
+    const u32 from = cache.pages[0], to = cache.free.back();
     machine::launch({1, 2, 1}, 128, 0, [&] { move_pages(cache.lists, {&from, &to}); });
     cache.pages[0] = to;
     failed += compare("moved", cache, positions);
@@ -91,9 +89,9 @@ int failures(Cache &cache) {
                 for (int i = 0; i < HEAD_DIM / 2; i++) {
                     const double angle = (slot % 5 ? -123456 : 0) * turns[i] * 6.283185307179586;
                     const double x = cache.key(list, slot, i), y = cache.key(list, slot, i + HEAD_DIM / 2);
-                    const size_t at = cache.at(list, slot) + i;
-                    failed += differs("turned", list, slot, widen(cache.k[at]), x * cos(angle) - y * sin(angle), allowed);
-                    failed += differs("turned", list, slot, widen(cache.k[at + HEAD_DIM / 2]), y * cos(angle) + x * sin(angle), allowed);
+                    const Element *turned = cache.row(list, slot, 0);
+                    failed += differs("turned", list, slot, widen(turned[i]), x * cos(angle) - y * sin(angle), allowed);
+                    failed += differs("turned", list, slot, widen(turned[i + HEAD_DIM / 2]), y * cos(angle) + x * sin(angle), allowed);
                 }
             }
     }

@@ -2,8 +2,8 @@
 // they write with the same thing done plainly in f64 or, where it is exact, in whole numbers.
 //
 // Compiled once for each variant by run.py, as emulate.cpp is; FAMILY says `int failures(Cache &)`, called for each
-// cache below and each schedule. Pages lie in a shuffled order, some in front of page 0; the rest of every page and
-// pages that no list has hold NaN. Exit status 1 when something is wrong.
+// cache below and each schedule. Pages lie in a shuffled order in slabs; the rest of every page and pages that no list
+// has hold NaN. Exit status 1 when something is wrong.
 #define KVSIEVE_EMULATE
 #include "lists.cuh"
 
@@ -30,9 +30,12 @@ Element narrow(float x) {
 
 // A cache with its lists as they are meant to be.
 struct Cache {
+    static constexpr int SLAB_PAGES = 5, SHIFT = 3;
     int batch, heads, page_tokens, stride;
-    std::vector<int> lens, pages, positions;
-    std::vector<Element> k, v; // pools; page 0 is the fourth
+    std::vector<int> lens, positions;
+    std::vector<u32> pages, free;             // of each list, and those that no list has
+    std::vector<std::vector<Element>> slabs;
+    std::vector<u64> addresses;
     std::vector<float> attention;
     std::vector<std::vector<Element>> keys, values; // of each list
     std::mt19937 random{11};
@@ -45,13 +48,14 @@ struct Cache {
 
     Cache(int batch, int heads, int page_tokens, int stride, std::vector<int> lens)
         : batch(batch), heads(heads), page_tokens(page_tokens), stride(stride), lens(lens) {
-        const int all = count() * width() + 7;
-        std::vector<int> free(all);
-        for (int i = 0; i < all; i++) free[i] = i - 3;
-        std::shuffle(free.begin(), free.end(), random);
         const Element nan = ELEMENT == F32 ? Element(NAN) : Element(0x7fff);
-        k.assign(size_t(all) * page_tokens * HEAD_DIM, nan), v = k;
-        pages.assign(size_t(count()) * width(), 1 << 28);
+        for (int slab = 0; slab * SLAB_PAGES < count() * width() + 2; slab++) {
+            slabs.emplace_back(size_t(2) * SLAB_PAGES * page_tokens * HEAD_DIM, nan);
+            for (int page = 0; page < SLAB_PAGES; page++) free.push_back(u32(slab << SHIFT | page));
+        }
+        for (auto &slab : slabs) addresses.push_back(reinterpret_cast<u64>(slab.data()));
+        std::shuffle(free.begin(), free.end(), random);
+        pages.assign(size_t(count()) * width(), 1u << 28);
         positions.assign(size_t(count()) * stride, -7), attention.assign(size_t(count()) * stride, NAN);
         for (int list = 0; list < count(); list++) {
             keys.emplace_back(), values.emplace_back();
@@ -60,7 +64,7 @@ struct Cache {
             for (int slot = 0; slot < lens[list]; slot++) {
                 for (int d = 0; d < HEAD_DIM; d++) {
                     keys[list].push_back(narrow(normal())), values[list].push_back(narrow(normal()));
-                    k[at(list, slot) + d] = keys[list].back(), v[at(list, slot) + d] = values[list].back();
+                    row(list, slot, 0)[d] = keys[list].back(), row(list, slot, 1)[d] = values[list].back();
                 }
                 positions[list * stride + slot] = position, position += 1 + random() % 3;
                 attention[list * stride + slot] = std::fabs(normal());
@@ -70,14 +74,15 @@ struct Cache {
     }
     Cache(const Cache &other) = delete;
 
-    // Where the row of a slot begins in the pools.
-    size_t at(int list, int slot) const {
-        return (size_t(pages[list * width() + slot / page_tokens] + 3) * page_tokens + slot % page_tokens) * HEAD_DIM;
+    // The row of a slot as it lies in its slab.
+    Element *row(int list, int slot, int part) {
+        const u32 page = pages[list * width() + slot / page_tokens];
+        const size_t index = (page & ((1 << SHIFT) - 1)) + part * SLAB_PAGES;
+        return &slabs[page >> SHIFT][(index * page_tokens + slot % page_tokens) * HEAD_DIM];
     }
     void tie() {
-        const size_t zero = size_t(3) * page_tokens * HEAD_DIM;
-        lists = {k.data() + zero, v.data() + zero, pages.data(), lens.data(), positions.data(), attention.data(),
-                 heads, stride, page_tokens, width()};
+        lists.pages = {addresses.data(), pages.data(), lens.data(), int(slabs.size()), SLAB_PAGES, SHIFT, page_tokens, width(), 0};
+        lists.positions = positions.data(), lists.attention = attention.data(), lists.heads = heads, lists.stride = stride;
     }
     double key(int list, int slot, int d) const { return widen(keys[list][size_t(slot) * HEAD_DIM + d]); }
     double value(int list, int slot, int d) const { return widen(values[list][size_t(slot) * HEAD_DIM + d]); }

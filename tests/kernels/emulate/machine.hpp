@@ -200,6 +200,12 @@ template <class... Arguments, void (*Kernel)(Arguments...)> struct Export<Kernel
     }
 };
 
+inline void aligned_16(const char *what, u32 shared) {
+    if (shared % 16 == 0) return;
+    fprintf(stderr, "%s: address %u is no multiple of 16\n", what, shared);
+    stop(Fault::misaligned_address);
+}
+
 inline void perform(const Copy &copy) {
     unsigned char *target = shared.get() + copy.shared;
     if (copy.shared % 16 || reinterpret_cast<uintptr_t>(copy.global) % 16) {
@@ -271,6 +277,13 @@ inline float shuffle_xor(float x, int mask) {
     return y;
 }
 
+inline float shuffle(float x, int lane) {
+    float y;
+    machine::together([&](machine::Warp &w, int me) { w.x[me] = x; }, [](machine::Warp &) {},
+                      [&](machine::Warp &w, int) { y = w.x[lane]; });
+    return y;
+}
+
 inline u32 shared_address(const void *p) { return u32(static_cast<const unsigned char *>(p) - machine::shared.get()); }
 
 inline void copy_async_16(u32 shared, const void *global, bool real) {
@@ -289,6 +302,15 @@ template <int Pending> void copy_async_wait() {
         for (const machine::Copy &copy : groups.front()) machine::perform(copy);
         groups.erase(groups.begin());
     }
+}
+
+inline void store_chunk(u32 shared, const u32 (&x)[4]) {
+    machine::aligned_16("st.shared.v4", shared);
+    memcpy(machine::shared.get() + shared, x, 16);
+}
+inline void load_floats(float (&x)[4], u32 shared) {
+    machine::aligned_16("ld.shared.v4", shared);
+    memcpy(x, machine::shared.get() + shared, 16);
 }
 
 inline void load_matrices(u32 (&r)[4], u32 shared) { machine::load(r, shared, false); }
