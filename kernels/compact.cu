@@ -12,10 +12,11 @@
 //
 // Compile with -DELEMENT=F32|BF16|F16 -DHEAD_DIM=1..256.
 //   append_tokens   grid (ceil(count / 32), lists), 128 threads
-//   keep_slots      grid (lists, 4), 512 threads: keys, values, positions, attention
+//   keep_slots      grid (lists, 4), 256 threads: keys, values, positions, attention
 //   move_pages      grid (pages, 2), 128 threads: keys, values
 //   turn_keys       grid (ceil(longest / 32), lists), 128 threads
 //   add_columns     grid (ceil(width / 256), lists), 256 threads
+//   take_tokens     grid (ceil(count / 32), heads), 128 threads
 #include "lists.cuh"
 
 // Tokens that come, `count` for each list.
@@ -48,6 +49,14 @@ struct Received {
     int unused;
 };
 
+// Tokens of a dense tensor as a tensor of their own.
+struct Slice {
+    const void *from; // [.., length, D]
+    void *to;         // [heads, count, D]
+    int first_head;   // of `from`
+    int length, first, count;
+};
+
 namespace {
 
 constexpr int UNIT_BYTES = KV_ROW_BYTES % 16 == 0 ? 16 : KV_ROW_BYTES % 8 == 0 ? 8 : KV_ROW_BYTES % 4 == 0 ? 4 : 2;
@@ -66,10 +75,10 @@ DEVICE Unit *units_of_slot(const Lists &l, int list, int slot, int part) {
 
 // Moves `units` of each row that stays to its place: `place(slot)` is where a slot's row begins.
 template <class Bits, int Units, class Place> DEVICE void keep_rows(const u32 *slots, int count, Place place) {
-    constexpr int THREADS = 512, EACH = 4;
+    constexpr int THREADS = 256, EACH = 4;
     const int all = count * Units;
     for (int start = 0; start < all; start += THREADS * EACH) {
-        Bits held[EACH];
+        Bits held[EACH] = {}; // without values they spill on sm_100 (NVRTC 13.0)
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
             const int at = start + i * THREADS + threadIdx.x;
@@ -102,7 +111,7 @@ KERNEL(128) append_tokens(ARGUMENT Lists l, ARGUMENT Arrival a) {
     }
 }
 
-KERNEL(512) keep_slots(ARGUMENT Lists l, ARGUMENT Keeping k) {
+KERNEL(256) keep_slots(ARGUMENT Lists l, ARGUMENT Keeping k) {
     const int list = blockIdx.x, part = blockIdx.y, count = k.counts[list];
     if (count == l.pages.lens[list]) return;
     const u32 *const slots = k.slots + (long long)list * k.width;
@@ -152,4 +161,12 @@ KERNEL(128) turn_keys(ARGUMENT Lists l, ARGUMENT Turning t) {
 KERNEL(256) add_columns(ARGUMENT Lists l, ARGUMENT Received r) {
     const int slot = blockIdx.x * 256 + threadIdx.x, list = blockIdx.y;
     if (slot < l.pages.lens[list]) l.attention[(long long)list * l.stride + slot] += r.columns[(long long)list * r.width + slot];
+}
+
+KERNEL(128) take_tokens(ARGUMENT Slice s) {
+    const int first = blockIdx.x * 32 * UNITS, end = least((blockIdx.x + 1) * 32, s.count) * UNITS;
+    const Unit *const from =
+        static_cast<const Unit *>(s.from) + ((long long)(s.first_head + blockIdx.y) * s.length + s.first) * UNITS;
+    Unit *const to = static_cast<Unit *>(s.to) + (long long)blockIdx.y * s.count * UNITS;
+    for (int at = first + threadIdx.x; at < end; at += 128) to[at] = from[at];
 }

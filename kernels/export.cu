@@ -46,7 +46,7 @@ KERNEL(128) export_columns(ARGUMENT Lists l, ARGUMENT Observers o) {
     const long long head0 = (long long)(list / l.heads) * o.q_heads + list % l.heads * group;
     float total = 0.0f; // of key `thread`
     for (int member = 0; member < group; member++) {
-        const long long row_of_head = (head0 + member) * o.q_len;
+        const long long row_of_head = (head0 + member) * o.length + o.q_first;
         const float *const lse = o.lse + (head0 + member) * o.q_len;
         auto row0_of = [&](int step) { return rows.first + (step * WARPS + warp) * ROWS; };
         auto copy = [&](int step) {

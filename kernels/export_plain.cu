@@ -34,7 +34,8 @@ KERNEL(256) export_columns(ARGUMENT Lists l, ARGUMENT Observers o) {
     const long long head0 = (long long)(list / l.heads) * o.q_heads + list % l.heads * group;
     float total = 0.0f; // of key `thread`
     for (int member = 0; member < group; member++) {
-        const long long row_of_head = (head0 + member) * o.q_len;
+        const long long row_of_head = (head0 + member) * o.length + o.q_first;
+        const float *const lse = o.lse + (head0 + member) * o.q_len;
         float part[EACH] = {};
         for (int row0 = rows.first; row0 < rows.end; row0 += TILE) {
             float product[EACH][EACH] = {};
@@ -63,7 +64,7 @@ KERNEL(256) export_columns(ARGUMENT Lists l, ARGUMENT Observers o) {
                 const int row = row0 + y + SIDE * i;
                 if (row >= rows.end) continue;
                 const Span seen = visible(p, row, len);
-                const float shift = o.lse[row_of_head + row] * LOG2_E;
+                const float shift = lse[row] * LOG2_E;
 #pragma unroll
                 for (int j = 0; j < EACH; j++) {
                     const int key = key0 + x + SIDE * j;

@@ -15,11 +15,12 @@ struct Lists {
 
 // Queries that have seen the lists, and how the probabilities that they give a key become one number.
 struct Observers {
-    const void *q;    // [B, Hq, q_len, D]
+    const void *q;    // [B, Hq, length, D], of which q_len from q_first on are the queries
     const float *lse; // [B, Hq, q_len], natural logarithm
     float *columns;   // [lists, width]
     int q_heads, q_len;
-    int first, end;   // the queries that are asked
+    int length, q_first;
+    int first, end;   // the queries that are asked, of 0..q_len
     int causal, window;
     int width;        // at least the longest list; entries past the end of a list become 0
     int group;        // over the query heads of a KV head: 0 mean, 1 sum, 2 largest

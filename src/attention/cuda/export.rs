@@ -20,11 +20,15 @@ const STAGES: usize = 2;
 /// Above this head dim a step has half as many rows.
 const ROWS_FIT_DIM: usize = 128;
 
-/// Queries `[B, Hq, Lq, D]` that have seen the lists of a cache.
+/// Queries that have seen the lists of a cache.
 #[derive(Clone, Copy)]
 pub(crate) struct Observed<'a> {
-    /// The queries.
+    /// `[B, Hq, length, D]`.
     pub q: &'a DeviceBuffer,
+    /// Rows of a head in `q`, of which `Lq` from `first` on are the queries.
+    pub length: usize,
+    /// The first of them.
+    pub first: usize,
     /// Their log-sum-exps over these lists, `[B, Hq, Lq]` in f32.
     pub lse: &'a DeviceBuffer,
     /// Element type of queries and keys.
@@ -48,9 +52,11 @@ pub(crate) fn columns(
     reduction: Reduction,
     columns: &mut DeviceBuffer,
 ) -> Result<u64, CudaError> {
-    let Observed { q, lse, dtype, shape, params } = *observed;
+    let Observed { q, length, first, lse, dtype, shape, params } = *observed;
     let operands = ObserversOperands {
         q,
+        length,
+        q_first: first,
         row_bytes: shape.head_dim * dtype.bytes(),
         lse,
         columns,

@@ -7,6 +7,9 @@
 //! 4 bytes for each place.
 
 mod pool;
+mod tokens;
+
+pub use tokens::take_tokens;
 
 use super::{CacheShape, Column};
 use crate::attention::rope::Frequencies;
@@ -170,7 +173,7 @@ impl DeviceCache {
         }
         let keeping = Keeping::new(slots, counts_there, lists, width)?;
         let parts = if self.attention.is_some() { 4 } else { 3 };
-        let ns = self.run(runtime, "keep_slots", [lists, parts, 1], 512, &keeping)?;
+        let ns = self.run(runtime, "keep_slots", [lists, parts, 1], 256, &keeping)?;
         for list in 0..lists {
             for index in self.shape.pages(counts[list])..self.shape.pages(self.lens[list]) {
                 self.pool.give(self.table[list * self.table_width() + index]);

@@ -391,6 +391,18 @@ impl DeviceBuffer {
         unsafe { result::memcpy_htod_sync(self.address + start_bytes, source) }.map_err(doing("copying to the GPU"))
     }
 
+    /// Copies all of `source` to the place `start_bytes` behind its start.
+    ///
+    /// # Errors
+    /// As [`DeviceBuffer::write`].
+    pub fn copy_at(&mut self, start_bytes: u64, source: &DeviceBuffer) -> Result<(), CudaError> {
+        self.fits(start_bytes.saturating_add(source.bytes()))?;
+        self.context.bind_to_thread().map_err(doing("binding the GPU's context"))?;
+        let (target, bytes) = (self.address + start_bytes, source.bytes() as usize);
+        // SAFETY: both ranges lie in their buffers, and the copy is done when the call returns.
+        unsafe { result::memcpy_dtod_sync(target, source.address, bytes) }.map_err(doing("copying on the GPU"))
+    }
+
     /// Fills it with a byte: 0xff makes every element a NaN.
     ///
     /// # Errors

@@ -7,6 +7,7 @@ use super::problem::short;
 use super::{CudaError, DeviceBuffer, PagedKv, Pages};
 use cudarc::driver::DeviceRepr;
 use std::marker::PhantomData;
+use std::ops::Range;
 
 /// Borrows the buffers whose addresses are in a struct.
 type Borrowed<'a> = PhantomData<&'a DeviceBuffer>;
@@ -78,8 +79,12 @@ impl<'a> Lists<'a> {
 
 /// The buffers and extents of [`Observers`].
 pub(crate) struct ObserversOperands<'a> {
-    /// `[B, Hq, q_len, D]`, `row_bytes` each row.
+    /// `[B, Hq, length, D]`, `row_bytes` each row.
     pub q: &'a DeviceBuffer,
+    /// Rows of a head in `q`, of which `q_len` from `q_first` on are the queries.
+    pub length: usize,
+    /// The first of them.
+    pub q_first: usize,
     /// Bytes of a query.
     pub row_bytes: usize,
     /// `[B, Hq, q_len]` in f32.
@@ -119,6 +124,8 @@ pub(crate) struct Observers<'a> {
     columns: u64,
     q_heads: i32,
     q_len: i32,
+    length: i32,
+    q_first: i32,
     first: i32,
     end: i32,
     causal: i32,
@@ -139,14 +146,20 @@ impl<'a> Observers<'a> {
     /// # Errors
     /// As [`Lists::new`].
     pub fn new(operands: &'a ObserversOperands<'_>) -> Result<Self, CudaError> {
-        let rows = operands.batch * operands.q_heads * operands.q_len;
+        let heads = operands.batch * operands.q_heads;
         let q_len = short("query length", operands.q_len)?;
+        if operands.q_first + operands.q_len > operands.length {
+            let (last, length) = (operands.q_first + operands.q_len, operands.length);
+            return Err(CudaError::Operand(format!("queries up to {last} of {length}")));
+        }
         Ok(Observers {
-            q: has("q", operands.q, rows * operands.row_bytes)?,
-            lse: has("lse", operands.lse, 4 * rows)?,
+            q: has("q", operands.q, heads * operands.length * operands.row_bytes)?,
+            lse: has("lse", operands.lse, 4 * heads * operands.q_len)?,
             columns: has("columns", operands.columns, 4 * operands.lists * operands.width)?,
             q_heads: short("query heads", operands.q_heads)?,
             q_len,
+            length: short("rows of q", operands.length)?,
+            q_first: short("first row of q", operands.q_first)?,
             first: short("first query", operands.first)?,
             end: q_len,
             causal: i32::from(operands.causal),
@@ -299,7 +312,7 @@ impl<'a> Arrival<'a> {
         lists: usize,
         length: usize,
         row_bytes: usize,
-        range: std::ops::Range<usize>,
+        range: Range<usize>,
     ) -> Result<Self, CudaError> {
         if range.end > length {
             return Err(CudaError::Operand(format!("tokens up to {} of {length}", range.end)));
@@ -420,6 +433,50 @@ impl<'a> Received<'a> {
     }
 }
 
+/// Tokens of a dense tensor as a tensor of their own.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct Slice<'a> {
+    from: u64,
+    to: u64,
+    first_head: i32,
+    length: i32,
+    first: i32,
+    count: i32,
+    buffers: Borrowed<'a>,
+}
+
+// SAFETY: see `Lists`.
+unsafe impl DeviceRepr for Slice<'_> {}
+
+impl<'a> Slice<'a> {
+    /// The tokens `range` of the `heads` of `from`, `length` rows of `row_bytes` for each head.
+    ///
+    /// # Errors
+    /// As [`Lists::new`].
+    pub fn new(
+        from: &'a DeviceBuffer,
+        to: &'a mut DeviceBuffer,
+        row_bytes: usize,
+        length: usize,
+        heads: Range<usize>,
+        range: Range<usize>,
+    ) -> Result<Self, CudaError> {
+        if range.end > length {
+            return Err(CudaError::Operand(format!("tokens up to {} of {length}", range.end)));
+        }
+        Ok(Slice {
+            from: has("tokens", from, heads.end * length * row_bytes)?,
+            to: has("room for tokens", to, heads.len() * range.len() * row_bytes)?,
+            first_head: short("first head", heads.start)?,
+            length: short("length", length)?,
+            first: short("first token", range.start)?,
+            count: short("tokens", range.len())?,
+            buffers: PhantomData,
+        })
+    }
+}
+
 #[cfg(test)]
 mod tests {
     /// The fields of each struct on both sides: same names, same order.
@@ -432,7 +489,7 @@ mod tests {
             (
                 "compact.cu",
                 include_str!("../../../kernels/compact.cu"),
-                &["Arrival", "Keeping", "Moves", "Turning", "Received"],
+                &["Arrival", "Keeping", "Moves", "Turning", "Received", "Slice"],
             ),
         ];
         for (file, text, names) in sources {

@@ -23,7 +23,7 @@ pub(crate) use device::Argument;
 pub use device::{Device, DeviceBuffer, Limits, Module};
 pub(crate) use lists::{
     Arrival, Choice, ChoiceOperands, Keeping, Lists, ListsOperands, Moves, Observers, ObserversOperands, Received,
-    Scoring, Turning,
+    Scoring, Slice, Turning,
 };
 pub use nvml::{Condition, Nvml};
 pub use nvrtc::Nvrtc;

@@ -38,8 +38,12 @@ pub enum DevicePolicyError {
 /// Queries that have seen a cache.
 #[derive(Clone, Copy)]
 pub struct Queries<'a> {
-    /// `[B, Hq, Lq, D]`.
+    /// `[B, Hq, length, D]`.
     pub q: &'a DeviceBuffer,
+    /// Rows of a head in `q`, of which `Lq` from `first` on are the queries.
+    pub length: usize,
+    /// The first of them.
+    pub first: usize,
     /// Their log-sum-exps over the cache, `[B, Hq, Lq]` in f32.
     pub lse: &'a DeviceBuffer,
     /// `Lq`.
@@ -151,7 +155,8 @@ impl DeviceContext<'_> {
         let what = "queries and their log-sum-exps";
         let seen = self.queries.ok_or(PolicyError::Missing { policy: "on CUDA", what })?;
         let (dtype, shape) = (cache.shape().dtype, self.shape(cache, seen.q_len));
-        let observed = Observed { q: seen.q, lse: seen.lse, dtype, shape, params: self.params };
+        let (Queries { q, length, first, lse, .. }, params) = (seen, self.params);
+        let observed = Observed { q, length, first, lse, dtype, shape, params };
         let asked = queries.unwrap_or(seen.q_len);
         Ok(export::columns(self.runtime, &cache.lists()?, &observed, asked, reduction, columns)?)
     }

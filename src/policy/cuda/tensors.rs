@@ -76,7 +76,7 @@ pub fn judge(
         }
         false => None,
     };
-    let queries = lse.as_ref().map(|lse| Queries { q, lse, q_len });
+    let queries = lse.as_ref().map(|lse| Queries { q, length: q_len, first: 0, lse, q_len });
     let context =
         DeviceContext { runtime, arena, cpu, queries, q_heads, params, layers, seen_tokens: kv_len, budget_tokens };
     if accumulates {

@@ -41,7 +41,7 @@ int failures(Cache &cache) {
         cache.keys[list] = keys, cache.values[list] = values;
     }
     Keeping keeping{slots.data(), counts.data(), width, 0};
-    machine::launch({unsigned(count), 4, 1}, 512, 0, [&] { keep_slots(cache.lists, keeping); });
+    machine::launch({unsigned(count), 4, 1}, 256, 0, [&] { keep_slots(cache.lists, keeping); });
     cache.lens = counts, cache.tie();
     failed += compare("kept", cache, positions);
 
@@ -68,6 +68,13 @@ int failures(Cache &cache) {
     for (int list = 0; list < count; list++)
         for (int slot = 0; slot < cache.lens[list]; slot++)
             failed += differs("attention", list, slot, cache.attention[list * cache.stride + slot], attention[list][slot] + 0.5, 1e-6);
+
+    // Tokens 1 to 3 of the heads behind the first one.
+    std::vector<Element> taken(size_t(count - 1) * 3 * HEAD_DIM + 1);
+    if (count > 1) machine::launch({1, unsigned(count - 1), 1}, 128, 0, [&] { take_tokens({k.data(), taken.data(), 1, length, 1, 3}); });
+    for (int head = 1; head < count; head++)
+        if (memcmp(&taken[size_t(head - 1) * 3 * HEAD_DIM], &k[(size_t(head) * length + 1) * HEAD_DIM], 3 * HEAD_DIM * sizeof(Element)))
+            failed += wrong("taken", head, 0, 0, 0);
 
     // The first page of the first list moves to one that nobody has.
     const u32 from = cache.pages[0], to = cache.free.back();

@@ -15,8 +15,8 @@ struct Mask {
 int failures(Cache &cache) {
     int failed = 0;
     const Mask masks[] = {{1, 0, 0, 0.125f}, {1, 19, 0, 0.3f}, {0, 0, 7, -0.3f}, {1, 0, 0, 0}};
-    const int q_heads = 2 * cache.heads, q_len = 67, width = cache.longest() + 5;
-    std::vector<Element> q(size_t(cache.batch) * q_heads * q_len * HEAD_DIM);
+    const int q_heads = 2 * cache.heads, q_len = 67, length = 71, q_first = 3, width = cache.longest() + 5;
+    std::vector<Element> q(size_t(cache.batch) * q_heads * length * HEAD_DIM);
     for (Element &x : q) x = narrow(cache.normal());
     int turn = 0;
     for (const Mask &mask : masks) {
@@ -36,7 +36,7 @@ int failures(Cache &cache) {
                 for (int j = seen.first; j < seen.end; j++) {
                     double x = 0;
                     for (int d = 0; d < HEAD_DIM; d++)
-                        x += widen(q[(size_t(head) * q_len + i) * HEAD_DIM + d]) * cache.key(list, j, d);
+                        x += widen(q[(size_t(head) * length + q_first + i) * HEAD_DIM + d]) * cache.key(list, j, d);
                     x *= mask.scale;
                     if (mask.softcap > 0) x = mask.softcap * std::tanh(x / mask.softcap);
                     logits.push_back(x), top = std::max(top, x);
@@ -58,7 +58,7 @@ int failures(Cache &cache) {
                 all = group == 2 ? std::max(all, of_head[j]) : all + of_head[j] / (group == 0 ? 2 : 1);
             }
         }
-        Observers o{q.data(), lse.data(), columns.data(), q_heads, q_len, first, q_len, mask.causal, mask.window, width,
+        Observers o{q.data(), lse.data(), columns.data(), q_heads, q_len, length, q_first, first, q_len, mask.causal, mask.window, width,
                     group, mask.scale, mask.softcap};
 #ifdef PLAIN
         machine::launch({blocks(width, TILE), unsigned(cache.count()), 1}, THREADS, 0, [&] { export_columns(cache.lists, o); });
