@@ -185,3 +185,47 @@ fn cuda_is_an_option_of_run() {
     assert_eq!(summary.matches("# x\n").count(), 2, "{summary}");
     assert!(kvsieve(&["run", "x.toml", "--device", "cuda", "--dry-run"]).contains("1 cells, 0 of them over"));
 }
+
+#[test]
+#[ignore = "cuda: needs a GPU and NVRTC"]
+fn cuda_evicts_as_the_cpu_does() {
+    let _alone = alone();
+    let policies = "[\"streaming-llm\", \"h2o\", \"snapkv:window=8\", \"tova\", \"knorm+every:steps=3\", \
+                    \"ada-snapkv:window=8\", \"max-attention+global\"]";
+    let shape = "heads = \"4/2\"\nhead_dim = 16\nlayers = 2\nbatch = 1\ncontext_tokens = 96\nnew_tokens = 5\n";
+    let grid = |dtype: &str, rest: &str| format!("[[grid]]\nmeasure = \"evict\"\ndtype = \"{dtype}\"\n{shape}{rest}\n");
+    let cut = format!("policy = {policies}\nbudget = 24");
+    let grids = [grid("bf16", &cut), grid("f32", "policy = [\"full\", \"h2o\"]\nbudget = 0.25")].concat();
+    let (gpu, limit_bytes) = (gpu(), 1 << 30);
+    let (there, here) = (run(&grids, &gpu, limit_bytes), run(&grids, cpu(2), limit_bytes));
+    assert_eq!(there.len(), here.len());
+    for (there, here) in there.iter().zip(&here) {
+        let label = there.cell.label();
+        assert_eq!(
+            (there.status, &there.reason, &there.cell.policy),
+            (Status::Ok, &None, &here.cell.policy),
+            "{label}"
+        );
+        let memory = there.memory.as_ref().unwrap();
+        let even = Registry::default().policy(there.cell.policy.as_ref().unwrap()).unwrap().is_even();
+        match even {
+            true => assert_eq!(memory.residual_bytes, 0, "{label}: {memory:?}"),
+            false => assert!(memory.peak_bytes <= memory.predicted_peak_bytes, "{label}: {memory:?}"),
+        }
+        let (a, b) = (there.eviction.as_ref().unwrap(), here.eviction.as_ref().unwrap());
+        assert_eq!((a.evicted_tokens, a.kept_fraction), (b.evicted_tokens, b.kept_fraction), "{label}");
+        assert_eq!((a.kv_bytes_dense, a.kv_bytes_live), (b.kv_bytes_dense, b.kv_bytes_live), "{label}");
+        assert_eq!(a.kept_by_position, b.kept_by_position, "{label}");
+        assert!((a.attention_mass_kept - b.attention_mass_kept).abs() < 1e-3, "{label}");
+        let drift = [there, here].map(|record| record.drift.as_ref().unwrap().rel_l2);
+        assert!((drift[0] - drift[1]).abs() <= 0.02 * drift[1].max(0.1), "{label}: {drift:?}");
+    }
+    let refused = [("cur", "no kernel for it on CUDA yet"), ("knorm+chunks:tokens=32", "no prefill in chunks")];
+    for (policy, reason) in refused {
+        let own = grid("bf16", "policy = \"knorm\"\nbudget = 24");
+        let records =
+            run(&[grid("bf16", &format!("policy = \"{policy}\"\nbudget = 24")), own].concat(), &gpu, limit_bytes);
+        let skipped = records.iter().find(|record| record.status == Status::Skipped).expect(policy);
+        assert!(skipped.reason.as_ref().unwrap().contains(reason), "{:?}", skipped.reason);
+    }
+}

@@ -8,6 +8,7 @@
 //! after [`PagedCache::release`]), `page_table` page tables and reference counts, `metadata` positions, `policy` the
 //! columns.
 
+pub mod cuda;
 mod layout;
 mod paged;
 mod pool;

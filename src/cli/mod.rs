@@ -121,7 +121,7 @@ impl Compute {
         match self.device.as_str() {
             "cpu" => Ok(Cpu::new(self.threads)?),
             device if self.cuda().is_some() => Err(Failure::usage(format!(
-                "device '{device}': this command has no CUDA kernels yet, only attend and run have; use --device cpu"
+                "device '{device}': this command has no CUDA kernels yet, only attend, evict and run have; use --device cpu"
             ))),
             device => Err(Failure::usage(format!("unknown device '{device}'; use cpu or cuda[:N]"))),
         }

@@ -56,6 +56,15 @@ def variants():
         yield "backward_scalar.cu", {"ELEMENT": element, "HEAD_DIM": head_dim, "TILE": tile}
     for element, head_dim in itertools.product(["F32", "BF16", "F16"], [64, 128, 256]):
         yield "naive_backward.cu", {"ELEMENT": element, "HEAD_DIM": head_dim}
+    for element, head_dims in [("BF16", [64, 96, 100, 128, 192, 256]), ("F16", [128])]:
+        for head_dim, queries in itertools.product(head_dims, [0, 1, 2]):
+            yield "export.cu", {"ELEMENT": element, "HEAD_DIM": head_dim, "QUERIES": queries}
+    for head_dim, queries in itertools.product([64, 256], [0, 1, 2]):
+        yield "export_plain.cu", {"ELEMENT": "F32", "HEAD_DIM": head_dim, "QUERIES": queries}
+    yield "select.cu", {"ELEMENT": "F32", "HEAD_DIM": 1}
+    for element, head_dim in itertools.product(["F32", "BF16", "F16"], [64, 256]):
+        yield "score.cu", {"ELEMENT": element, "HEAD_DIM": head_dim}
+        yield "compact.cu", {"ELEMENT": element, "HEAD_DIM": head_dim}
 
 
 def tiled(element, head_dim, keys):

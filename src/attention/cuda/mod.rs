@@ -7,6 +7,7 @@
 
 mod backward;
 mod decode;
+pub(crate) mod export;
 mod hopper;
 mod naive;
 mod pass;

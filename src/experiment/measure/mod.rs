@@ -23,7 +23,8 @@ use crate::attention::{AttentionError, DenseKv, Forward, Kernel, Shape, kernel};
 use crate::device::Cpu;
 use crate::device::cuda::CudaError;
 use crate::memory::{Arena, ArenaError};
-use crate::policy::{Budget, Policy, PolicyError, Registry};
+use crate::policy::cuda::DevicePolicyError;
+use crate::policy::{Budget, BudgetError, Policy, PolicyError, Registry};
 use crate::workload::{Extents, Workload, WorkloadError};
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -136,6 +137,15 @@ impl From<PolicyError> for TurnError {
     }
 }
 
+impl From<DevicePolicyError> for TurnError {
+    fn from(error: DevicePolicyError) -> Self {
+        match error {
+            DevicePolicyError::Policy(error) => error.into(),
+            DevicePolicyError::Cuda(error) => error.into(),
+        }
+    }
+}
+
 /// Says whether a cell's kernel is known, here or on another device, and does what the cell measures where every kernel
 /// does it or none.
 ///
@@ -167,6 +177,19 @@ pub fn known(cell: &Cell) -> Result<(), String> {
     }
 }
 
+/// Tokens that each KV head of a cell may keep.
+fn budget_tokens(cell: &Cell, policy: Option<&Policy>) -> Result<usize, String> {
+    let budget: Option<Budget> = match &cell.budget {
+        Some(text) => Some(text.parse().map_err(|error: BudgetError| error.to_string())?),
+        None => None,
+    };
+    let (Some(policy), Some(name)) = (policy, &cell.policy) else { return Ok(cell.context_tokens) };
+    let token_bytes = (2 * cell.head_dim * cell.dtype.bytes()) as u64;
+    let lists = cell.shape().batch * cell.kv_heads;
+    let tokens = policy.budget_tokens(name, budget.as_ref(), cell.context_tokens, token_bytes, lists);
+    tokens.map_err(|error| error.to_string())
+}
+
 impl Prepared {
     /// Resolves a cell's names.
     ///
@@ -178,20 +201,7 @@ impl Prepared {
             Some(name) => Some(registry.policy(name).map_err(|error| error.to_string())?),
             None => None,
         };
-        let budget: Option<Budget> = match &cell.budget {
-            Some(text) => Some(text.parse().map_err(|error: crate::policy::BudgetError| error.to_string())?),
-            None => None,
-        };
-        let budget_tokens = match (&policy, &cell.policy) {
-            (Some(policy), Some(name)) => {
-                let token_bytes = (2 * cell.head_dim * cell.dtype.bytes()) as u64;
-                let lists = cell.shape().batch * cell.kv_heads;
-                policy
-                    .budget_tokens(name, budget.as_ref(), cell.context_tokens, token_bytes, lists)
-                    .map_err(|error| error.to_string())?
-            }
-            _ => cell.context_tokens,
-        };
+        let budget_tokens = budget_tokens(&cell, policy.as_ref())?;
         Ok(Prepared { cell, place, policy, budget_tokens })
     }
 

@@ -14,7 +14,7 @@ mod pages;
 pub use inputs::Inputs;
 
 use super::{Truth, Turn, TurnError};
-use crate::attention::cuda::{CudaKernel, Results, cuda_kernel};
+use crate::attention::cuda::{Results, cuda_kernel};
 use crate::attention::{AttentionError, Outputs, Shape};
 use crate::device::cuda::{CudaError, Device, DeviceBuffer, Limits, Runtime};
 use crate::experiment::cell::{Cell, Measure};
@@ -57,9 +57,9 @@ pub(in crate::experiment) fn task(cell: &Cell, limits: &Limits) -> Result<Box<dy
     let kernel = cuda_kernel(&cell.kernel).map_err(|error| error.to_string())?;
     let task = match cell.measure {
         Measure::Forward => forward::task(cell, kernel, limits),
-        Measure::Backward => backward::task(kernel),
+        Measure::Backward => backward::task(cell, kernel, limits),
         Measure::Decode => decode::task(cell, kernel, limits),
-        Measure::Evict => evict::task(kernel),
+        Measure::Evict => return evict::task(cell, kernel, limits),
         Measure::Serve => return Err("a simulation needs no GPU".into()),
     };
     task.map_err(|error: AttentionError| error.to_string())
@@ -67,11 +67,6 @@ pub(in crate::experiment) fn task(cell: &Cell, limits: &Limits) -> Result<Box<dy
 
 /// A task, or what its kernel cannot do.
 type Planned = Result<Box<dyn Task>, AttentionError>;
-
-/// A measure that no kernel has on a GPU yet.
-fn not_yet(kernel: &dyn CudaKernel, what: &'static str) -> Planned {
-    Err(AttentionError::Unsupported { kernel: kernel.name(), what, instead: "--device cpu" })
-}
 
 /// What a forward pass writes, in a GPU's memory.
 struct Written {
@@ -88,17 +83,24 @@ impl Written {
         let device: &Device = bench.runtime.device();
         let lse_bytes = DType::F32.bytes() as u64 * shape.rows() as u64;
         let o_bytes = Outputs::bytes(&shape, dtype) - lse_bytes;
-        let mut o = device.alloc(bench.arena, Label::Activations, o_bytes)?;
-        let mut lse = device.alloc(bench.arena, Label::Activations, lse_bytes)?;
-        if bench.truth.is_some() {
-            o.fill(0xff)?;
-            lse.fill(0xff)?;
-        }
-        Ok(Written { shape, dtype, o, lse })
+        let o = device.alloc(bench.arena, Label::Activations, o_bytes)?;
+        let lse = device.alloc(bench.arena, Label::Activations, lse_bytes)?;
+        let mut written = Written { shape, dtype, o, lse };
+        written.poison(bench)?;
+        Ok(written)
     }
 
     fn results(&mut self) -> Results<'_> {
         Results { o: &mut self.o, lse: &mut self.lse }
+    }
+
+    /// Fills it with NaN again, in a checked turn.
+    fn poison(&mut self, bench: Bench<'_>) -> Result<(), CudaError> {
+        if bench.truth.is_some() {
+            self.o.fill(0xff)?;
+            self.lse.fill(0xff)?;
+        }
+        Ok(())
     }
 
     /// A copy on the host, outside every measured arena.
