@@ -13,6 +13,7 @@ mod layout;
 mod paged;
 mod pool;
 mod retain;
+mod sequences;
 mod slab;
 #[cfg(test)]
 mod tests;
@@ -20,6 +21,7 @@ mod token;
 
 pub use layout::Layout;
 pub use paged::PagedCache;
+pub use sequences::Sequences;
 
 use crate::memory::{Label, LabelBytes};
 use crate::tensor::DType;

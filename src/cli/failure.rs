@@ -10,6 +10,7 @@ use kvsieve::experiment::runner::RunError;
 use kvsieve::experiment::spec::SpecError;
 use kvsieve::experiment::store::StoreError;
 use kvsieve::memory::ArenaError;
+use kvsieve::model::ModelError;
 use kvsieve::named::NamedError;
 use kvsieve::policy::cuda::DevicePolicyError;
 use kvsieve::policy::{BudgetError, PolicyError};
@@ -129,6 +130,19 @@ impl From<DevicePolicyError> for Failure {
         match error {
             DevicePolicyError::Policy(error) => error.into(),
             DevicePolicyError::Cuda(error) => error.into(),
+        }
+    }
+}
+
+impl From<ModelError> for Failure {
+    fn from(error: ModelError) -> Self {
+        match error {
+            ModelError::File(error) => error.into(),
+            ModelError::Attention(error) => error.into(),
+            ModelError::Policy(error) => error.into(),
+            ModelError::Arena(error) => error.into(),
+            ModelError::Logit { .. } => Failure::Work(error.into()),
+            error => Failure::Usage(error.into()),
         }
     }
 }

@@ -9,7 +9,10 @@ mod completions;
 mod doctor;
 mod evict;
 mod failure;
+mod generate;
 mod list;
+mod logits;
+mod model;
 mod output;
 mod report;
 mod run;
@@ -32,6 +35,8 @@ Examples:
                                     attention over your own tensors: time, memory, drift
   kvsieve evict --input qkv.safetensors --output kept.safetensors --policy snapkv --budget 0.25
                                     which tokens a policy keeps of your own tensors
+  kvsieve generate --model DIR --prompt 'Once upon a time' --policy snapkv --budget 0.25
+                                    a model of your own, with a policy at work in its cache
   kvsieve completions bash          completions for your shell
 
 Exit status: 0 done, 1 failed while working, 2 the input or the arguments are wrong.
@@ -53,6 +58,8 @@ enum Command {
     Report(report::Args),
     Attend(attend::Args),
     Evict(evict::Args),
+    Logits(logits::Args),
+    Generate(generate::Args),
     List(list::Args),
     Doctor(doctor::Args),
     Completions(completions::Args),
@@ -65,6 +72,8 @@ impl Command {
             Command::Report(args) => report::run(&args),
             Command::Attend(args) => attend::run(&args),
             Command::Evict(args) => evict::run(&args),
+            Command::Logits(args) => logits::run(&args),
+            Command::Generate(args) => generate::run(&args),
             Command::List(args) => list::run(&args),
             Command::Doctor(args) => doctor::run(&args),
             Command::Completions(args) => completions::run(&args),

@@ -9,6 +9,8 @@ use std::collections::BTreeMap;
 pub enum Label {
     /// Tensors an experiment reads: generated or loaded, the same for every cell of a comparison.
     Input,
+    /// Parameters of a model: mapped files, and what was widened of them.
+    Weights,
     /// Keys and values that a token may still attend to.
     Kv,
     /// Empty places of a cache's pages in use.
@@ -31,8 +33,9 @@ pub enum Label {
 
 impl Label {
     /// Every label, in the order in which they are shown.
-    pub const ALL: [Label; 10] = [
+    pub const ALL: [Label; 11] = [
         Label::Input,
+        Label::Weights,
         Label::Kv,
         Label::KvFragmentation,
         Label::KvSlack,
@@ -48,6 +51,7 @@ impl Label {
     pub fn name(self) -> &'static str {
         match self {
             Label::Input => "input",
+            Label::Weights => "weights",
             Label::Kv => "kv",
             Label::KvFragmentation => "kv_fragmentation",
             Label::KvSlack => "kv_slack",

@@ -14,6 +14,7 @@ mod budget;
 mod catalogue;
 mod context;
 pub mod cuda;
+pub mod evict;
 mod judge;
 mod linear;
 mod list;

@@ -268,7 +268,7 @@ fn divide(
         positions: &|_, slot| slot,
         seen_tokens: context.seen_tokens,
         before_rope: None,
-        w_o: None,
+        w_o: &[],
         budget_tokens: context.budget_tokens,
         seed: 0,
         arena: &host,

@@ -18,11 +18,11 @@ pub(super) use predict::predict;
 use super::check::finite;
 use super::{Bench, Prepared, Turn, TurnError, timed};
 use crate::attention::rope::Frequencies;
-use crate::attention::{Forward, KvRows, Outputs, Shape, Workspace};
-use crate::cache::{CacheShape, PAGE_TOKENS, PagedCache};
+use crate::attention::{Forward, Outputs, Shape, Workspace};
+use crate::cache::{CacheShape, PAGE_TOKENS, PagedCache, Sequences};
 use crate::memory::{Buffer, Label};
 use crate::policy::{Policy, PolicyError, Statistic, action::rerotate::NO_ROPE};
-use crate::tensor::{DType, Rows, TensorView};
+use crate::tensor::TensorView;
 use judge::Queries;
 use outcome::{Evicted, Kept};
 
@@ -60,30 +60,6 @@ fn most_tokens(prepared: &Prepared) -> usize {
     let even = judging(prepared).is_none_or(Policy::is_even);
     let kept = prepared.budget_tokens * if even { 1 } else { cell.kv_heads * cell.layers };
     (kept + chunk.max(cell.new_tokens)).min(cell.context_tokens + cell.new_tokens)
-}
-
-/// The sequences of one layer of a cache.
-struct Layer<'a> {
-    cache: &'a PagedCache,
-    first: usize,
-}
-
-impl KvRows for Layer<'_> {
-    fn len(&self, batch: usize, head: usize) -> usize {
-        self.cache.len(self.first + batch, head)
-    }
-
-    fn dtype(&self) -> DType {
-        self.cache.dtype()
-    }
-
-    fn key_rows(&self, batch: usize, head: usize, start: usize) -> Rows<'_> {
-        self.cache.key_rows(self.first + batch, head, start)
-    }
-
-    fn value_rows(&self, batch: usize, head: usize, start: usize) -> Rows<'_> {
-        self.cache.value_rows(self.first + batch, head, start)
-    }
 }
 
 /// What happens in a turn, and what it leaves behind.
@@ -207,7 +183,7 @@ impl Session<'_> {
         let mut total_ns = 0;
         for (layer, lse) in lse.chunks_mut(shape.rows()).enumerate() {
             let sequences = layer * cell.batch..(layer + 1) * cell.batch;
-            let kv = Layer { cache: &self.cache, first: sequences.start };
+            let kv = Sequences { cache: &self.cache, first: sequences.start, step: 1 };
             let call = Forward { shape, params: cell.params(), q: q.sequences(sequences), kv: &kv, cpu: bench.cpu };
             bench.poison(&mut outputs);
             let (layer_ns, result) = timed(|| kernel.forward(&call, &mut outputs, &mut workspace));
