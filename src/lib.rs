@@ -14,6 +14,7 @@ pub mod named;
 pub mod policy;
 pub mod report;
 pub mod serving;
+pub mod task;
 pub mod tensor;
 pub mod units;
 pub mod workload;
