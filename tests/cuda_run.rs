@@ -104,7 +104,7 @@ fn cuda_out_of_memory_is_a_record_and_the_sweep_goes_on() {
     // All but a little is held by somebody else.
     let (elsewhere, free_bytes) = (Arena::unlimited(), device.free_bytes_now().unwrap());
     let held = device.alloc(&elsewhere, Label::Workspace, free_bytes - (8 << 20)).unwrap();
-    let grid = "[[grid]]\nmeasure = \"forward\"\nkernel = \"naive\"\nheads = \"1/1\"\nhead_dim = 8\n\
+    let grid = "[[grid]]\nmeasure = \"forward\"\nkernel = \"naive\"\nheads = \"1/1\"\nhead_dim = 64\n\
                 context_tokens = [32, 2048]\n";
     let records = run(&format!("{grid}{}", grid.replace("[32, 2048]", "48")), &gpu, u64::MAX);
     drop(held);
@@ -118,24 +118,27 @@ fn cuda_out_of_memory_is_a_record_and_the_sweep_goes_on() {
     assert_eq!(run(&grid.replace("[32, 2048]", "56"), &gpu, u64::MAX)[0].status, Status::Ok);
 }
 
+const LIMIT_BYTES: u64 = 600 << 10;
+
 /// On every device the limit is where the formula says; here it is the arena's, to the token.
 fn find<'e>(engine: impl Into<Engine<'e>>) {
-    let engine = engine.into();
+    let (engine, forward) = (engine.into(), "[[grid]]\nmeasure = \"forward\"\n");
     let grids = [
-        format!("[[grid]]\nmeasure = \"forward\"\nkernel = [\"naive\", \"tiled\"]\ncontext_tokens = [32, 64]\n{SHAPE}"),
+        format!("{forward}kernel = [\"naive\", \"tiled\"]\ncontext_tokens = [32, 64]\nwindow = 16\n{SHAPE}"),
         format!("[[grid]]\nmeasure = \"decode\"\ncontext_tokens = 32\npage_tokens = [\"contiguous\", 16]\n{SHAPE}"),
     ];
     let experiment = experiment(&grids.concat(), engine.device()).unwrap();
     let folder = tempfile::tempdir().unwrap();
     let options =
-        cliff::Options { out: folder.path().into(), limit_bytes: Some(300 << 10), repro: "kvsieve run".into() };
+        cliff::Options { out: folder.path().into(), limit_bytes: Some(LIMIT_BYTES), repro: "kvsieve run".into() };
     let found = cliff::find(&experiment, &Registry::default(), engine, &options, &mut |_, _| ()).unwrap();
     assert_eq!(found.cliffs.len(), 4);
     for cliff in &found.cliffs {
         assert_eq!(cliff.found_tokens, cliff.predicted_tokens, "{cliff:?}");
         assert_eq!(cliff.refused_tokens, Some(cliff.found_tokens + cliff.step_tokens), "{cliff:?}");
-        assert!(cliff.peak_bytes <= 300 << 10 && cliff.peak_bytes > 200 << 10, "{cliff:?}");
-        assert!(cliff.refused.as_ref().unwrap().asked_bytes > 0, "{cliff:?}");
+        assert!(cliff.peak_bytes <= LIMIT_BYTES && cliff.peak_bytes > LIMIT_BYTES / 2, "{cliff:?}");
+        let refused = cliff.refused.as_ref().unwrap();
+        assert!(refused.asked_bytes > refused.free_bytes.unwrap(), "{cliff:?}");
     }
     let lines = std::fs::read_to_string(found.folder.join("cliffs.jsonl")).unwrap();
     let read: Vec<cliff::Cliff> = lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect();

@@ -260,6 +260,14 @@ impl Prepared {
         }
     }
 
+    /// Whose matrix products the kernel uses, where that depends on what is installed.
+    pub fn products(&self, engine: Engine<'_>) -> Option<String> {
+        match (&self.place, engine) {
+            (Place::Cuda(task), Engine::Cuda(gpu)) => task.products(&gpu.runtime),
+            _ => None,
+        }
+    }
+
     /// Floating-point operations of the pass that is timed, and KV bytes that one decode step reads at most.
     pub fn work(&self) -> (u64, u64) {
         let flops = self.cell.shape().flops(&self.cell.params());

@@ -3,7 +3,7 @@
 use super::{Bench, Planned, Task, Turn, TurnError, Written};
 use crate::attention::cuda::{BackwardInputs, BackwardPlan, BackwardResults, CudaKernel, Inputs, Plan};
 use crate::attention::{Gradients, Outputs};
-use crate::device::cuda::{DeviceBuffer, Limits};
+use crate::device::cuda::{DeviceBuffer, Limits, Runtime};
 use crate::experiment::cell::Cell;
 use crate::experiment::measure::backward::identities;
 use crate::experiment::measure::check::{accurate, finite};
@@ -31,6 +31,10 @@ impl Task for Backward {
 
     fn workspace_bytes(&self) -> u64 {
         self.backward.workspace().bytes()
+    }
+
+    fn products(&self, runtime: &Runtime) -> Option<String> {
+        self.forward.products(runtime)
     }
 
     fn turn(&self, bench: Bench<'_>) -> Result<Turn, TurnError> {

@@ -8,7 +8,7 @@ use super::{Bench, Planned, Task, Turn, TurnError, Written};
 use crate::attention::cuda::{CudaKernel, Inputs, Plan, decode_paged};
 use crate::attention::{AttentionError, Outputs};
 use crate::cache::PagedCache;
-use crate::device::cuda::{DeviceBuffer, Limits};
+use crate::device::cuda::{DeviceBuffer, Limits, Runtime};
 use crate::experiment::cell::Cell;
 use crate::experiment::measure::check::{accurate, finite};
 use crate::experiment::measure::decode::{cache_shape, fill};
@@ -72,6 +72,10 @@ impl Task for Decode {
 
     fn workspace_bytes(&self) -> u64 {
         self.plan.workspace.bytes()
+    }
+
+    fn products(&self, runtime: &Runtime) -> Option<String> {
+        self.plan.products(runtime)
     }
 
     fn turn(&self, bench: Bench<'_>) -> Result<Turn, TurnError> {

@@ -3,7 +3,7 @@
 use super::{Bench, Planned, Task, Turn, TurnError, Written};
 use crate::attention::Outputs;
 use crate::attention::cuda::{CudaKernel, Inputs, Plan};
-use crate::device::cuda::Limits;
+use crate::device::cuda::{Limits, Runtime};
 use crate::experiment::cell::Cell;
 use crate::experiment::measure::check::{accurate, finite};
 
@@ -24,6 +24,10 @@ impl Task for Forward {
 
     fn workspace_bytes(&self) -> u64 {
         self.plan.workspace.bytes()
+    }
+
+    fn products(&self, runtime: &Runtime) -> Option<String> {
+        self.plan.products(runtime)
     }
 
     fn turn(&self, bench: Bench<'_>) -> Result<Turn, TurnError> {

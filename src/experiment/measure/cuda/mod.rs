@@ -29,6 +29,11 @@ pub trait Task {
     /// Bytes of the kernel's scratch memory and materialised scores.
     fn workspace_bytes(&self) -> u64;
 
+    /// Whose matrix products the kernel uses, where it could use cuBLAS's.
+    fn products(&self, _runtime: &Runtime) -> Option<String> {
+        None
+    }
+
     /// Runs and times one sample.
     ///
     /// # Errors
