@@ -61,9 +61,6 @@ pub struct Args {
     seed: u64,
     #[command(flatten)]
     compute: Compute,
-    /// NVRTC for --device cuda [default: KVSIEVE_NVRTC, else the first that doctor lists]
-    #[arg(long, value_name = "libnvrtc.so", help_heading = "Where it runs")]
-    nvrtc: Option<PathBuf>,
     /// Write the measurements as JSON instead of the summary, to standard output (-) or a file
     #[arg(long, value_name = "-|FILE", help_heading = "What is reported")]
     json: Option<PathBuf>,

@@ -117,7 +117,8 @@ struct Compute {
 }
 
 impl Compute {
-    /// The number of the GPU that was asked for; `None` for anything else, which [`Compute::cpu`] judges.
+    /// The number of the GPU that was asked for; `None` for anything else, which [`Compute::cpu`] judges: every command
+    /// asks this first.
     fn cuda(&self) -> Option<usize> {
         match self.device.strip_prefix("cuda")? {
             "" => Some(0),
@@ -129,9 +130,6 @@ impl Compute {
     fn cpu(&self) -> Result<Cpu, Failure> {
         match self.device.as_str() {
             "cpu" => Ok(Cpu::new(self.threads)?),
-            device if self.cuda().is_some() => Err(Failure::usage(format!(
-                "device '{device}': this command has no CUDA kernels yet, only attend, evict and run have; use --device cpu"
-            ))),
             device => Err(Failure::usage(format!("unknown device '{device}'; use cpu or cuda[:N]"))),
         }
     }

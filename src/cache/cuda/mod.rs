@@ -174,10 +174,9 @@ impl DeviceCache {
         let keeping = Keeping::new(slots, counts_there, lists, width)?;
         let parts = if self.attention.is_some() { 4 } else { 3 };
         let ns = self.run(runtime, "keep_slots", [lists, parts, 1], 256, &keeping)?;
-        for list in 0..lists {
-            for index in self.shape.pages(counts[list])..self.shape.pages(self.lens[list]) {
-                self.pool.give(self.table[list * self.table_width() + index]);
-            }
+        for (table, (&count, &len)) in self.table.chunks(self.table_width()).zip(counts.iter().zip(&self.lens)) {
+            let emptied = &table[self.shape.pages(count)..self.shape.pages(len)];
+            emptied.iter().for_each(|&page| self.pool.give(page));
         }
         self.lens.copy_from_slice(counts);
         self.tell()?;

@@ -30,7 +30,7 @@ pub fn run(args: &Args, index: usize, policy: &Policy, budget: &Budget) -> Resul
     let budget_tokens = policy.budget_tokens(&args.policy, Some(budget), shape.kv_len, token_bytes, lists)?;
     let rope = rope(&file, policy.rerotates, shape.head_dim)?;
 
-    let runtime = Runtime::open(index, args.nvrtc.as_deref())?;
+    let runtime = Runtime::open(index, args.compute.nvrtc.as_deref())?;
     let (device, cpu) = (runtime.device(), Cpu::new(args.compute.threads)?);
     let arena = Arena::with_limit(args.compute.limit_memory.unwrap_or(device.free_bytes()));
     let mut there = Vec::new();
