@@ -114,6 +114,7 @@ impl From<InputError> for TurnError {
         match error {
             InputError::Workload(WorkloadError::Arena(error)) => TurnError::Memory(error),
             InputError::Workload(error) => TurnError::Failed(error.to_string()),
+            InputError::Host(_) => TurnError::Failed(error.to_string()),
             InputError::Cuda(error) => TurnError::Cuda(error),
         }
     }

@@ -5,7 +5,6 @@ use crate::attention::Outputs;
 use crate::attention::cuda::{CudaKernel, Inputs, Plan};
 use crate::device::cuda::{Limits, Runtime};
 use crate::experiment::cell::Cell;
-use crate::experiment::measure::check::{accurate, finite};
 
 struct Forward {
     cell: Cell,
@@ -39,13 +38,7 @@ impl Task for Forward {
 
         let mut turn = Turn { samples_ns: [("forward", forward_ns)].into(), ..Turn::default() };
         if let Some(truth) = truth {
-            let outputs = written.read()?;
-            finite(&outputs)?;
-            let o = outputs.o.view();
-            let drift =
-                truth.drift(self.cell.head_dim, |[batch, head, token], row| o.read_rows(batch, head, token, row));
-            accurate(&drift, self.cell.dtype)?;
-            turn.drift = Some(drift);
+            turn.drift = Some(written.check(truth, |token| token)?);
         }
         Ok(turn)
     }

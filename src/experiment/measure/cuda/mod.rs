@@ -10,16 +10,17 @@ mod evict;
 mod forward;
 mod inputs;
 mod pages;
+mod written;
 
 pub use inputs::Inputs;
+use written::Written;
 
 use super::{Truth, Turn, TurnError};
-use crate::attention::cuda::{Results, cuda_kernel};
-use crate::attention::{AttentionError, Outputs, Shape};
-use crate::device::cuda::{CudaError, Device, DeviceBuffer, Limits, Runtime};
+use crate::attention::AttentionError;
+use crate::attention::cuda::cuda_kernel;
+use crate::device::cuda::{Limits, Runtime};
 use crate::experiment::cell::{Cell, Measure};
-use crate::memory::{Arena, Label};
-use crate::tensor::DType;
+use crate::memory::Arena;
 
 /// What a turn does on a GPU, planned.
 pub trait Task {
@@ -72,47 +73,3 @@ pub(in crate::experiment) fn task(cell: &Cell, limits: &Limits) -> Result<Box<dy
 
 /// A task, or what its kernel cannot do.
 type Planned = Result<Box<dyn Task>, AttentionError>;
-
-/// What a forward pass writes, in a GPU's memory.
-struct Written {
-    shape: Shape,
-    dtype: DType,
-    o: DeviceBuffer,
-    lse: DeviceBuffer,
-}
-
-impl Written {
-    /// As much as [`Outputs::bytes`] says. In a checked turn it is filled with NaN, so that what a kernel does not write
-    /// is seen.
-    fn allocate(bench: Bench<'_>, shape: Shape, dtype: DType) -> Result<Self, CudaError> {
-        let device: &Device = bench.runtime.device();
-        let lse_bytes = DType::F32.bytes() as u64 * shape.rows() as u64;
-        let o_bytes = Outputs::bytes(&shape, dtype) - lse_bytes;
-        let o = device.alloc(bench.arena, Label::Activations, o_bytes)?;
-        let lse = device.alloc(bench.arena, Label::Activations, lse_bytes)?;
-        let mut written = Written { shape, dtype, o, lse };
-        written.poison(bench)?;
-        Ok(written)
-    }
-
-    fn results(&mut self) -> Results<'_> {
-        Results { o: &mut self.o, lse: &mut self.lse }
-    }
-
-    /// Fills it with NaN again, in a checked turn.
-    fn poison(&mut self, bench: Bench<'_>) -> Result<(), CudaError> {
-        if bench.truth.is_some() {
-            self.o.fill(0xff)?;
-            self.lse.fill(0xff)?;
-        }
-        Ok(())
-    }
-
-    /// A copy on the host, outside every measured arena.
-    fn read(&self) -> Result<Outputs, TurnError> {
-        let mut outputs = Outputs::allocate(&Arena::unlimited(), &self.shape, self.dtype)?;
-        self.o.read(outputs.o.bytes_mut())?;
-        self.lse.read(bytemuck::cast_slice_mut(&mut outputs.lse))?;
-        Ok(outputs)
-    }
-}
