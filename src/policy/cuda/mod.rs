@@ -1,6 +1,6 @@
 //! Policies on a GPU: scores, selection and counts without the cache coming to the host.
 //!
-//! A scorer with a [`Recipe`] is computed by kernels over a [`DeviceCache`] ([`scores`]); protection and selection are
+//! A scorer with a [`Recipe`] is computed by kernels over a [`DeviceCache`] (`scores.rs`); protection and selection are
 //! kernels as well (`kernels/select.cu`). How the budget is divided is decided on the host by the policy's own
 //! allotments: those that look at list lengths alone need nothing from the GPU, those that compare scores (`ada`,
 //! `global`) get a copy of the scores, 4 bytes for each token and KV head. Keys and values never leave the GPU.
