@@ -14,11 +14,18 @@
 //
 // Versions
 //   1  as above; tiles at the edge of a mask have code of their own; items of a causal problem go to blocks heaviest
-//      first, there and back, among the heads whose keys and values fit into half of the L2. Compiled and emulated; not
-//      timed on a GPU yet.
+//      first, there and back, among heads whose keys and values fit into 32 MiB of the L2. Compiled and emulated; not
+//      timed on a GPU yet. What NVRTC 13.0.88 made of it:
+//        - Every variant: 168 registers (D 64: 128) before they are moved, no spills, no local memory, no warning.
+//        - With the wait for P V at the end of a step, ptxas moved it in front of the softmax: nothing ran beside it. At
+//          the start of the next, behind the wait for keys, it stays; `nvdisasm` shows every MUFU.EX2 of a step between
+//          the waits for its scores and for P V.
+//        - With the consumer's number from threadIdx alone, descriptors were worked out in each thread: 278 R2UR and 96
+//          bytes of spills at D 256. From one lane for all: 83 and none.
+//        - Soft-cap takes registers: it has shorter tiles at D 64 and 256, and is compiled in, as is the scale's sign.
 //
-// Compile with -DELEMENT=BF16|F16 -DHEAD_DIM=64|128|256 -DKEYS=80|128|176 -DCAPPED=0|1 (whether there is
-// a soft-cap) -DNEGATIVE=0|1 (the sign of the scale).
+// Compile with -DELEMENT=BF16|F16 -DHEAD_DIM=64|128|256 -DKEYS=64|80|112|128|176 (src/attention/cuda/hopper.rs says which)
+// -DCAPPED=0|1 (whether there is a soft-cap) -DNEGATIVE=0|1 (the sign of the scale).
 //   hopper_forward  grid: multiprocessors, or fewer items; THREADS threads; shared memory: Q, rings of K and V, barriers
 #include "hopper.cuh"
 #include "problem.cuh"
@@ -141,7 +148,7 @@ DEVICE void produce(const Problem &p, const Block &block, const TensorMap &q, co
 struct Consumer {
     const Problem &p;
     const Block &block;
-    const int number;         // of this consumer
+    const int number;          // of this consumer
     u32 n = 0, items_done = 0; // tiles and items so far
     float factor;              // makes scores logits in units of log2; the sign of the scale is in the products
     float s[KEYS / 2];
@@ -149,7 +156,7 @@ struct Consumer {
     u32 weights[KEYS / 16][4]; // probabilities before division, as left operand
     // Of rows g and g + 8: the running maximum of scores, this thread's part of the sum, and the factor that `o` waits for.
     float top[2], sum[2], shrink[2];
-    bool under_way;           // a product of values
+    bool under_way;            // a product of values
 
     DEVICE Consumer(const Problem &problem, const Block &shared, int which) : p(problem), block(shared), number(which) {
         // A scale of 0 must leave masked scores at -inf.

@@ -134,5 +134,46 @@ DEVICE float reciprocal(float x) {
 }
 DEVICE float fused(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 DEVICE float larger(float a, float b) { return fmaxf(a, b); }
+DEVICE float square_root(float x) { return __fsqrt_rn(x); }
+
+DEVICE u32 float_to_bits(float x) { return __float_as_uint(x); }
+
+// The sine and the cosine of an angle in whole turns.
+DEVICE float sine_of_turns(float turns) { return sinpif(2.0f * turns); }
+DEVICE float cosine_of_turns(float turns) { return cospif(2.0f * turns); }
+DEVICE double nearest_whole(double x) { return rint(x); }
+
+// The lanes of a warp for which something holds, a bit each, and the bits that are set.
+DEVICE u32 ballot(bool holds) { return __ballot_sync(0xffffffffu, holds); }
+DEVICE int ones(u32 bits) { return __popc(bits); }
+
+// Counts in shared memory; whole numbers, so that the order does not matter.
+DEVICE void count_up(int *counter) { atomicAdd(counter, 1); }
+
+// The same number, but the compiler cannot know: what follows from it is computed anew in every turn of a loop, and does
+// not take a register all the while.
+DEVICE int forgotten(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
+// A fragment of 16x8 sums, four in each lane, in 128 floats of global memory: added to what is there, whoever else adds
+// at the same time, or read. Its order there is the one that the widest addition of the architecture takes.
+DEVICE void add_fragment(float *fragment, int lane, const float (&x)[4]) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(fragment + 4 * lane), "f"(x[0]), "f"(x[1]), "f"(x[2]),
+                 "f"(x[3])
+                 : "memory");
+#else
+    for (int i = 0; i < 4; i++) asm volatile("red.global.add.f32 [%0], %1;" ::"l"(fragment + 32 * i + lane), "f"(x[i]) : "memory");
+#endif
+}
+DEVICE void read_fragment(const float *fragment, int lane, float (&x)[4]) {
+#if __CUDA_ARCH__ >= 900
+    for (int i = 0; i < 4; i++) x[i] = fragment[4 * lane + i];
+#else
+    for (int i = 0; i < 4; i++) x[i] = fragment[32 * i + lane];
+#endif
+}
 
 #endif

@@ -43,7 +43,7 @@ template <int Rows, int Keys> struct Strip {
         for (int i = 0; i < SLOTS; i++)
 #pragma unroll
             for (int j = 0; j < EACH; j++) s[i][j] = 0.0f;
-#pragma unroll 2
+#pragma unroll 1
         for (int chunk = 0; chunk < CHUNKS; chunk++) {
             float q[SLOTS][4];
 #pragma unroll

@@ -7,11 +7,14 @@
 //      go through code of their own; heaviest blocks of a causal problem first. A warp of 32 rows reads half as much
 //      shared memory per product as one of 16, but above D 64 it does not fit: at D 128 it spills 900 bytes with 64 keys
 //      to a tile and 150 with 32 (NVRTC 13.0, sm_80).
-//   2  D up to 256, D that is no multiple of 8 (copied element by element), and f32 on CUDA cores.
-//      Compiled and emulated; not timed on a GPU yet.
+//   2  D up to 256, D that is no multiple of 8 (copied element by element), and f32 on CUDA cores. Above D 192 Q stays in
+//      shared memory: in registers it spills 24 bytes at D 256 with 32 keys. At most four of a thread's copies are
+//      unrolled: all of them hold so many addresses that D 192 and D 256 spill.
+//      Compiled and emulated; not timed on a GPU yet. Registers (sm_80, no spills anywhere), bf16 with 64 keys: 255 at
+//      D 64, 174 at 96, 182 at 128, 255 at 192; 249 at D 256 with 32.
 //
-// Compile with -DELEMENT=F32|BF16|F16 -DHEAD_DIM=1..256 -DKEYS=keys of a tile: 64 or 32, above D 192 only 32; f32: 32, 16
-// or 8. ROWS is 128 in 16 bits up to D 64, else 64.
+// Compile with -DELEMENT=F32|BF16|F16 -DHEAD_DIM=1..256 -DROWS=64, or 128 in 16 bits up to D 64 -DKEYS=keys of a tile: 64
+// or 32, above D 192 only 32; f32: 32, 16 or 8 -DQ_KEPT=1 where Q is kept in registers: in 16 bits up to D 192; else 0.
 //   tiled_forward  grid (ceil(Lq / ROWS), Hq, B), 128 threads, shared memory: K and V of KEYS keys, twice, and Q where it
 //                  stays there
 #include "rows.cuh"
@@ -23,11 +26,9 @@
 
 namespace {
 
-constexpr int WARPS = 4, THREADS = 32 * WARPS;
-constexpr int WARP_ROWS = ELEMENT != F32 && WIDTH == 64 ? 32 : 16, ROWS = WARPS * WARP_ROWS;
+constexpr int WARPS = 4, THREADS = 32 * WARPS, WARP_ROWS = ROWS / WARPS;
 constexpr int TILE_BYTES = KEYS * ROW_BYTES;
 // Q in registers passes through the stages on its way there.
-constexpr bool Q_KEPT = ELEMENT != F32 && WIDTH <= 128;
 constexpr int Q_BYTES = Q_KEPT ? 0 : ROWS * ROW_BYTES;
 static_assert(!Q_KEPT || ROWS <= 4 * KEYS, "the two stages have room for Q");
 

@@ -3,7 +3,8 @@
 mod common;
 
 use common::ragged::Ragged;
-use kvsieve::attention::cuda::{Inputs, Plan, Results, cuda_kernel, decode_paged};
+use common::{Problem, grad_o, inputs, tensor, widen};
+use kvsieve::attention::cuda::{BackwardInputs, BackwardResults, Inputs, Plan, Results, cuda_kernel, decode_paged};
 use kvsieve::attention::{DenseKv, Forward, Params, Shape, reference};
 use kvsieve::device::Cpu;
 use kvsieve::device::cuda::{PagedKv, Runtime, Slabs};
@@ -123,12 +124,12 @@ fn cuda_decode_reads_pages() {
             slabs.add(device, &arena, Label::Kv).unwrap();
         }
         let mut table = vec![u32::MAX; lists * width];
-        for list in 0..lists {
-            for token in 0..lens[list] {
+        for (list, &len) in lens.iter().enumerate() {
+            for token in 0..len {
                 let index = list * width + token / page_tokens;
                 // Every second page from behind: neighbours in a list are none in memory.
                 let page = if index % 2 == 0 { index } else { lists * width / 2 * 2 - index };
-                table[index] = (page / SLAB_PAGES << 2 | page % SLAB_PAGES) as u32;
+                table[index] = (((page / SLAB_PAGES) << 2) | (page % SLAB_PAGES)) as u32;
                 let slab = slabs.get_mut(page / SLAB_PAGES).unwrap();
                 let place = page % SLAB_PAGES * page_bytes + token % page_tokens * row_bytes;
                 let from = (list * shape.kv_len + token) * row_bytes;
@@ -185,19 +186,110 @@ fn cuda_hopper_agrees_with_the_reference() {
         return;
     }
     let many = 2 * runtime.device().limits().multiprocessors;
-    let shapes = [
-        shape(1, 1, 1, 1, 1, 64),
-        shape(2, 4, 2, 230, 290, 64),
-        shape(1, many, many / 2, 65, 600, 128),
-        shape(2, 2, 1, 300, 190, 128),
-        shape(1, 3, 3, 140, 400, 256),
+    // Every way in which keys are cut into tiles, and few other differences: each variant is compiled.
+    let (plain, causal, window, softcap, negative) = (0, 1, 2, 3, 4);
+    let cases: [(Shape, &[usize], DType); 6] = [
+        (shape(1, 1, 1, 1, 1, 64), &[plain], DType::Bf16),
+        (shape(2, 4, 2, 230, 290, 64), &[plain, causal, window], DType::Bf16),
+        (shape(1, many, many / 2, 65, 600, 128), &[plain, causal, softcap], DType::Bf16),
+        (shape(2, 2, 1, 300, 190, 128), &[causal, negative], DType::Bf16),
+        (shape(1, 3, 3, 140, 400, 256), &[plain, window], DType::Bf16),
+        (shape(1, 2, 1, 200, 300, 256), &[softcap], DType::F16),
     ];
-    for shape in shapes {
-        for params in options(shape.head_dim) {
-            for (dtype, allowed) in [(DType::Bf16, 8e-3), (DType::F16, 1e-3)] {
-                let error = error_of((&runtime, &cpu), "hopper", dtype, shape, params);
-                assert!(error <= allowed, "{dtype} {shape:?} {params:?}: {error:e}, {allowed:e} allowed");
+    for (shape, chosen, dtype) in cases {
+        let allowed = if dtype == DType::F16 { 1e-3 } else { 8e-3 };
+        for &index in chosen {
+            let params = options(shape.head_dim)[index];
+            let error = error_of((&runtime, &cpu), "hopper", dtype, shape, params);
+            assert!(error <= allowed, "{dtype} {shape:?} {params:?}: {error:e}, {allowed:e} allowed");
+        }
+    }
+}
+
+/// Gradients by `q`, `k` and `v` on the GPU, as bytes, and the bytes of scratch memory that they took.
+fn gradients_on(runtime: &Runtime, kernel: &str, problem: &Problem, seed: u64) -> ([Vec<u8>; 3], u64) {
+    let Problem { shape, params, dtype } = *problem;
+    let (device, kernel) = (runtime.device(), cuda_kernel(kernel).unwrap());
+    let (inputs, grad_o) = (inputs(problem, seed), grad_o(problem, seed));
+    let (kv, cpu) = (DenseKv::new(inputs.k.view(), inputs.v.view()).unwrap(), common::cpu(2));
+    let call = Forward { shape, params, q: inputs.q.view(), kv: &kv, cpu };
+    let outputs = common::forward_call(&*kvsieve::attention::kernel("tiled").unwrap(), &call, dtype);
+    let arena = Arena::unlimited();
+    let holding = |bytes: &[u8]| {
+        let mut buffer = device.alloc(&arena, Label::Input, bytes.len() as u64).unwrap();
+        buffer.write(bytes).unwrap();
+        buffer
+    };
+    let lse: Vec<u8> = outputs.lse.iter().flat_map(|x| x.to_ne_bytes()).collect();
+    let there = [inputs.q.bytes(), inputs.k.bytes(), inputs.v.bytes(), outputs.o.bytes(), &lse, grad_o.bytes()];
+    let [q, k, v, o, lse, grad_o] = there.map(holding);
+    let lengths = [&inputs.q, &inputs.k, &inputs.v].map(|tensor| tensor.bytes().len());
+    let mut results = lengths.map(|bytes| holding(&vec![0xff; bytes]));
+    let plan = kernel.plan_backward(&shape, &params, dtype, device.limits()).unwrap();
+    let before = arena.usage().live_bytes;
+    let mut scratch = plan.scratch(device, &arena).unwrap();
+    let scratch_bytes = arena.usage().live_bytes - before;
+    assert_eq!(scratch_bytes, plan.workspace().bytes());
+    let call = BackwardInputs { q: &q, k: &k, v: &v, o: &o, lse: &lse, grad_o: &grad_o };
+    let [grad_q, grad_k, grad_v] = &mut results;
+    plan.run(runtime, call, BackwardResults { q: grad_q, k: grad_k, v: grad_v }, &mut scratch).unwrap();
+    let mut bytes = lengths.map(|length| vec![0; length]);
+    results.iter().zip(&mut bytes).for_each(|(buffer, bytes)| buffer.read(bytes).unwrap());
+    (bytes, scratch_bytes)
+}
+
+/// Against the CPU's gradients in f32 of the same inputs. (Those are compared with central differences of the f64
+/// reference in attention_backward.rs.)
+#[test]
+#[ignore = "cuda: needs a GPU and NVRTC"]
+fn cuda_gradients_agree_with_those_of_the_cpu() {
+    let runtime = Runtime::open(0, None).unwrap();
+    let shapes = [[1, 1, 1, 1, 1, 64], [2, 4, 2, 130, 190, 64], [1, 3, 3, 140, 70, 96], [1, 6, 2, 33, 150, 256]];
+    let kinds = [
+        ("naive", DType::F32, 2e-6),
+        ("naive", DType::Bf16, 1.6e-2),
+        ("tiled", DType::F32, 2e-6),
+        ("tiled", DType::Bf16, 1.6e-2),
+        ("tiled:deterministic=true", DType::F16, 2e-3),
+    ];
+    for (seed, extents) in shapes.into_iter().enumerate() {
+        let (shape, seed) = (common::shape(extents), seed as u64);
+        let plain = Params::new(shape.head_dim, false);
+        let causal = Params { causal: true, ..plain };
+        let cases = [plain, causal, Params { window: Some(50), ..causal }, Params { softcap: Some(5.0), ..causal }];
+        for (params, (kernel, dtype, allowed)) in cases.into_iter().flat_map(|case| kinds.map(|kind| (case, kind))) {
+            let problem = Problem { shape, params, dtype };
+            let (inputs, grad_o) = (inputs(&problem, seed), grad_o(&problem, seed));
+            let as_f32 = |given: &Tensor| tensor(DType::F32, given.dims(), &given.to_f32());
+            let wide = kvsieve::attention::Inputs { q: as_f32(&inputs.q), k: as_f32(&inputs.k), v: as_f32(&inputs.v) };
+            let wanted =
+                common::backward("tiled", &Problem { dtype: DType::F32, ..problem }, &wide, &as_f32(&grad_o), 2);
+            let (got, _) = gradients_on(&runtime, kernel, &problem, seed);
+            for (name, (got, wanted)) in ["dq", "dk", "dv"].iter().zip(got.iter().zip(&wanted)) {
+                let mut decoded = vec![0.0; wanted.len()];
+                dtype.decode(got, &mut decoded);
+                let error = common::root_mean_square_error(&decoded, &widen(wanted));
+                assert!(
+                    error <= allowed,
+                    "{kernel} {dtype} {shape:?} {params:?}: {name} {error:e}, {allowed:e} allowed"
+                );
             }
         }
     }
+}
+
+#[test]
+#[ignore = "cuda: needs a GPU and NVRTC"]
+fn deterministic_gradients_have_the_same_bits_every_time() {
+    let runtime = Runtime::open(0, None).unwrap();
+    let problem =
+        Problem { shape: common::shape([2, 8, 2, 300, 700, 128]), params: Params::new(128, true), dtype: DType::Bf16 };
+    let (once, scratch_bytes) = gradients_on(&runtime, "tiled:deterministic=true", &problem, 3);
+    let (fast, fast_bytes) = gradients_on(&runtime, "tiled", &problem, 3);
+    assert!(scratch_bytes < fast_bytes, "no sums of dq in memory");
+    for _ in 0..4 {
+        assert!(gradients_on(&runtime, "tiled:deterministic=true", &problem, 3).0 == once);
+    }
+    // dk and dv have one owner either way.
+    assert!(fast[1..] == once[1..]);
 }

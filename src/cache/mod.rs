@@ -8,6 +8,8 @@
 //! after [`PagedCache::release`]), `page_table` page tables and reference counts, `metadata` positions, `policy` the
 //! columns.
 
+pub mod cuda;
+mod layout;
 mod paged;
 mod pool;
 mod retain;
@@ -17,6 +19,7 @@ mod slab;
 mod tests;
 mod token;
 
+pub use layout::Layout;
 pub use paged::PagedCache;
 pub use sequences::Sequences;
 

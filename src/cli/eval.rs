@@ -3,7 +3,7 @@
 
 use super::Compute;
 use super::failure::Failure;
-use super::run::{Way, go};
+use super::run::Way;
 use kvsieve::experiment::axes::{BudgetText, Many};
 use kvsieve::experiment::cell::Measure;
 use kvsieve::experiment::policy_axis::PolicyText;
@@ -108,18 +108,18 @@ fn named(text: &str) -> Result<Names, String> {
 }
 
 pub fn run(args: &Args) -> Result<(), Failure> {
+    args.compute.refuse_cuda()?;
     let spec = args.spec()?;
-    go(
-        &[(spec, "eval".into(), args.repro())],
-        &Way {
-            out: &args.out,
-            resume: args.resume,
-            dry_run: false,
-            shard: None,
-            compute: &args.compute,
-            json: args.json.is_some(),
-        },
-    )
+    let way = Way {
+        out: &args.out,
+        resume: args.resume,
+        dry_run: false,
+        find_cliff: false,
+        shard: None,
+        compute: &args.compute,
+        json: args.json.is_some(),
+    };
+    way.go(&[(spec, "eval".into(), args.repro())])
 }
 
 impl Args {

@@ -12,6 +12,7 @@ use kvsieve::experiment::store::StoreError;
 use kvsieve::memory::ArenaError;
 use kvsieve::model::ModelError;
 use kvsieve::named::NamedError;
+use kvsieve::policy::cuda::DevicePolicyError;
 use kvsieve::policy::{BudgetError, PolicyError};
 use kvsieve::report::ReportError;
 use kvsieve::tensor::file::FileError;
@@ -120,6 +121,15 @@ impl From<PolicyError> for Failure {
             PolicyError::Arena(error) => error.into(),
             PolicyError::Score { .. } => Failure::Work(error.into()),
             error => Failure::Usage(error.into()),
+        }
+    }
+}
+
+impl From<DevicePolicyError> for Failure {
+    fn from(error: DevicePolicyError) -> Self {
+        match error {
+            DevicePolicyError::Policy(error) => error.into(),
+            DevicePolicyError::Cuda(error) => error.into(),
         }
     }
 }

@@ -58,6 +58,7 @@ impl ModelArgs {
         }
         let policy = self.policy.as_deref().map(|text| Registry::default().policy(text)).transpose()?;
         let budget = self.budget.as_deref().map(str::parse::<Budget>).transpose()?;
+        self.compute.refuse_cuda()?;
         let cpu = self.compute.cpu()?;
         let arena = Arena::with_limit(self.compute.limit_bytes());
         let model = Model::open(&self.model, &arena)?;

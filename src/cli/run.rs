@@ -3,8 +3,10 @@
 use super::failure::Failure;
 use super::{Compute, output, report};
 use indicatif::{ProgressBar, ProgressStyle};
-use kvsieve::experiment::record::{Record, Status};
-use kvsieve::experiment::{Experiment, Options, Outcome, Progress, Spec, estimate, runner};
+use kvsieve::device::Cpu;
+use kvsieve::experiment::cliff::{self, Cliff};
+use kvsieve::experiment::record::Status;
+use kvsieve::experiment::{Engine, Experiment, Gpu, Options, Outcome, Progress, Spec, estimate, runner};
 use kvsieve::policy::Registry;
 use kvsieve::report::Detail;
 use kvsieve::units;
@@ -22,7 +24,10 @@ Examples:
   kvsieve run my.toml --out results             your own experiment
   kvsieve run my.toml --resume                  go on where a run was stopped or killed
   kvsieve run my.toml --shard 1/4               a quarter of the cells, for a job array
-  kvsieve run my.toml --limit-memory 8GiB       cells that would need more are recorded as oom";
+  kvsieve run my.toml --limit-memory 8GiB       cells that would need more are recorded as oom
+  kvsieve run --device cuda                     on an NVIDIA GPU; what has no kernel there is skipped
+  kvsieve run memory-vs-context --find-cliff --limit-memory 64MiB
+                                                the longest context that really runs, beside the predicted one";
 
 /// Run experiments and draw their figures
 #[derive(clap::Args)]
@@ -40,6 +45,10 @@ pub struct Args {
     /// List the cells with predicted memory and time, and run nothing
     #[arg(long)]
     dry_run: bool,
+    /// Instead of measuring, find for each kernel and shape the longest context that really runs: predicted from the
+    /// formula, then tried and bisected
+    #[arg(long, conflicts_with_all = ["dry_run", "resume", "shard"])]
+    find_cliff: bool,
     /// Run only shard I of N; shards cost about the same
     #[arg(long, value_name = "I/N", value_parser = parse_shard)]
     shard: Option<(usize, usize)>,
@@ -64,11 +73,12 @@ pub fn run(args: &Args) -> Result<(), Failure> {
         out: &args.out,
         resume: args.resume,
         dry_run: args.dry_run,
+        find_cliff: args.find_cliff,
         shard: args.shard,
         compute: &args.compute,
         json: args.json.is_some(),
     };
-    go(&specs, &way)
+    way.go(&specs)
 }
 
 /// How experiments are run.
@@ -77,62 +87,118 @@ pub struct Way<'a> {
     pub out: &'a Path,
     pub resume: bool,
     pub dry_run: bool,
+    pub find_cliff: bool,
     pub shard: Option<(usize, usize)>,
     pub compute: &'a Compute,
     /// Whether records go to standard output instead of the summary.
     pub json: bool,
 }
 
-/// Runs experiments, each with where it comes from and the command that runs it again.
-pub fn go(specs: &[(Spec, String, String)], way: &Way<'_>) -> Result<(), Failure> {
-    let cpu = way.compute.cpu()?;
-    let registry = Registry::default();
-    // Every experiment is read and checked before the first one runs.
-    let mut experiments = Vec::new();
-    for (spec, origin, repro) in specs {
-        let experiment = Experiment::new(spec.clone(), origin, &registry)?;
-        runner::prepare(&experiment, &registry)?;
-        experiments.push((repro, experiment));
-    }
-    let mut failed = Vec::new();
-    for &(repro, ref experiment) in &experiments {
-        let limit_bytes = way.limit_bytes(experiment)?;
-        if way.dry_run {
-            let cells = runner::prepare(experiment, &registry)?;
-            let others: Vec<_> = experiment.simulated().chain(experiment.evaluated()).collect();
-            output::print(&estimate::table(&cells, &others, &experiment.spec.timing, &cpu, limit_bytes))?;
-            continue;
-        }
-        let options =
-            Options { out: way.out.into(), resume: way.resume, shard: way.shard, limit_bytes, repro: repro.clone() };
-        let outcome = with_progress(way.json, |progress| {
-            runner::run(experiment, &registry, &cpu, &options, progress).map_err(Failure::from)
-        })?;
-        let drawn = report::draw(&outcome.folder, std::slice::from_ref(&outcome.folder), Detail::Layers)?;
-        if !way.json {
-            output::print(&ending(&outcome, &drawn.html))?;
-        }
-        failed.extend(outcome.records.into_iter().filter(|record| record.status == Status::Failed));
-    }
-    match failed.first() {
-        None => Ok(()),
-        Some(first) => Err(Failure::work(format!(
-            "{} of the cells failed; the first is '{}': {}",
-            failed.len(),
-            first.cell.label(),
-            first.reason.as_deref().unwrap_or("no reason given")
-        ))),
-    }
-}
-
 impl Way<'_> {
-    /// `--limit-memory`, else the experiment's limit, else the default.
-    fn limit_bytes(&self, experiment: &Experiment) -> Result<u64, Failure> {
-        match (&self.compute.limit_memory, &experiment.spec.limit_memory) {
-            (None, Some(text)) => units::parse_bytes(text)
-                .map_err(|error| Failure::usage(format!("{}: limit_memory: {error}", experiment.spec.name))),
-            _ => Ok(self.compute.limit_bytes()),
+    /// Runs experiments, each with where it comes from and the command that runs it again.
+    pub fn go(&self, specs: &[(Spec, String, String)]) -> Result<(), Failure> {
+        match self.compute.cuda() {
+            None => self.go_on(specs, Engine::Cpu(&self.compute.cpu()?)),
+            Some(index) => {
+                let cpu = Cpu::new(self.compute.threads)?;
+                self.go_on(specs, Engine::Cuda(&Gpu::open(index, self.compute.nvrtc.as_deref(), cpu)?))
+            }
         }
+    }
+
+    fn go_on(&self, specs: &[(Spec, String, String)], engine: Engine<'_>) -> Result<(), Failure> {
+        let registry = Registry::default();
+        // Every experiment is read and checked before the first one runs.
+        let mut experiments = Vec::new();
+        for (spec, origin, repro) in specs {
+            let experiment = Experiment::new(spec.clone(), origin, &registry, engine.device())?;
+            runner::prepare(&experiment, &registry, engine)?;
+            experiments.push((repro, experiment));
+        }
+        let mut failed = Vec::new();
+        for &(repro, ref experiment) in &experiments {
+            if self.find_cliff {
+                self.find_cliffs(repro, experiment, &registry, engine)?;
+                continue;
+            }
+            let limit_bytes = self.limit_bytes(experiment, engine)?;
+            if self.dry_run {
+                let cells = runner::prepare(experiment, &registry, engine)?;
+                let others: Vec<_> = experiment.simulated().chain(experiment.evaluated()).collect();
+                output::print(&estimate::table(&cells, &others, &experiment.spec.timing, engine, limit_bytes))?;
+                continue;
+            }
+            let options = Options {
+                out: self.out.into(),
+                resume: self.resume,
+                shard: self.shard,
+                limit_bytes,
+                repro: repro.clone(),
+            };
+            let outcome = with_progress(self.json, |progress| {
+                runner::run(experiment, &registry, engine, &options, progress).map_err(Failure::from)
+            })?;
+            let drawn = report::draw(&outcome.folder, std::slice::from_ref(&outcome.folder), Detail::Layers)?;
+            if !self.json {
+                output::print(&ending(&outcome, &drawn.html))?;
+            }
+            failed.extend(outcome.records.into_iter().filter(|record| record.status == Status::Failed));
+        }
+        match failed.first() {
+            None => Ok(()),
+            Some(first) => Err(Failure::work(format!(
+                "{} of the cells failed; the first is '{}': {}",
+                failed.len(),
+                first.cell.label(),
+                first.reason.as_deref().unwrap_or("no reason given")
+            ))),
+        }
+    }
+
+    /// The limits of an experiment's kernels and shapes, found.
+    fn find_cliffs(
+        &self,
+        repro: &str,
+        experiment: &Experiment,
+        registry: &Registry,
+        engine: Engine<'_>,
+    ) -> Result<(), Failure> {
+        let options = cliff::Options {
+            out: self.out.into(),
+            limit_bytes: self.asked_limit_bytes(experiment)?,
+            repro: format!("{repro} --find-cliff"),
+        };
+        let bar = ProgressBar::new_spinner();
+        bar.enable_steady_tick(std::time::Duration::from_millis(200));
+        let mut printed = Ok(());
+        let found =
+            cliff::find(experiment, registry, engine, &options, &mut |family, cliff: Option<&Cliff>| match cliff {
+                None => bar.set_message(family.label()),
+                Some(cliff) if self.json && printed.is_ok() => printed = print_line(cliff),
+                Some(_) => {}
+            })?;
+        bar.finish_and_clear();
+        printed?;
+        if self.json {
+            return Ok(());
+        }
+        output::print(&format!("{}records: {}\n", cliff::table(&found.cliffs), found.folder.display()))
+    }
+
+    /// `--limit-memory`, else the experiment's limit.
+    fn asked_limit_bytes(&self, experiment: &Experiment) -> Result<Option<u64>, Failure> {
+        let of_experiment = || experiment.spec.limit_memory.as_deref().map(units::parse_bytes).transpose();
+        match self.compute.limit_memory {
+            Some(bytes) => Ok(Some(bytes)),
+            None => of_experiment()
+                .map_err(|error| Failure::usage(format!("{}: limit_memory: {error}", experiment.spec.name))),
+        }
+    }
+
+    /// The limit that was asked for, else the device's own.
+    fn limit_bytes(&self, experiment: &Experiment, engine: Engine<'_>) -> Result<u64, Failure> {
+        let asked = self.asked_limit_bytes(experiment)?;
+        Ok(asked.or_else(|| engine.default_limit_bytes()).unwrap_or(u64::MAX))
     }
 }
 
@@ -140,6 +206,9 @@ impl Args {
     /// The command that runs the experiment again.
     fn repro(&self, path: &Path) -> String {
         let mut command = format!("kvsieve run {}", path.display());
+        if self.compute.device != "cpu" {
+            let _ = write!(command, " --device {}", self.compute.device);
+        }
         if let Some(threads) = self.compute.threads {
             let _ = write!(command, " --threads {threads}");
         }
@@ -169,7 +238,7 @@ fn with_progress(
         Progress::Done(record) => {
             bar.inc(1);
             if json && printed.is_ok() {
-                printed = print_record(record);
+                printed = print_line(record);
             }
         }
     })?;
@@ -177,7 +246,7 @@ fn with_progress(
     printed.map(|()| outcome)
 }
 
-fn print_record(record: &Record) -> Result<(), Failure> {
+fn print_line(record: &impl serde::Serialize) -> Result<(), Failure> {
     let line = serde_json::to_string(record).expect("a record is plain data");
     output::print(&format!("{line}\n"))
 }

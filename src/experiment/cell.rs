@@ -36,6 +36,32 @@ impl Measure {
     }
 }
 
+/// Where a cell runs.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Device {
+    /// The processor's threads.
+    #[default]
+    Cpu,
+    /// An NVIDIA GPU.
+    Cuda,
+}
+
+impl Device {
+    /// Name as it stands in records and on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Device::Cpu => "cpu",
+            Device::Cuda => "cuda",
+        }
+    }
+
+    #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde hands a reference")]
+    fn is_cpu(&self) -> bool {
+        *self == Device::Cpu
+    }
+}
+
 fn one() -> usize {
     1
 }
@@ -50,6 +76,9 @@ fn is_one(layers: &usize) -> bool {
 pub struct Cell {
     /// What is measured.
     pub measure: Measure,
+    /// Where; the CPU where nothing is said.
+    #[serde(default, skip_serializing_if = "Device::is_cpu")]
+    pub device: Device,
     /// Model of `eval`: a Hugging Face folder, or `builtin`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub model: Option<String>,
@@ -118,6 +147,7 @@ impl Default for Cell {
     fn default() -> Self {
         Cell {
             measure: Measure::Serve,
+            device: Device::Cpu,
             model: None,
             task: None,
             text: None,
@@ -186,15 +216,22 @@ impl Cell {
             (Some(policy), None) => format!(" {policy}"),
             _ => String::new(),
         };
+        let (tokens, device) = (crate::units::tokens(self.context_tokens), self.device.name());
+        let device = if self.device == Device::Cpu { String::new() } else { format!(" {device}") };
         if let Some(task) = &self.task {
-            return format!("{} {task}{policy} {}", self.measure.name(), crate::units::tokens(self.context_tokens));
+            return format!("{} {task}{policy} {tokens}{device}", self.measure.name());
         }
         let pages = match self.page_tokens {
             Some(0) => " contiguous".into(),
             Some(tokens) => format!(" page {tokens}"),
             None => String::new(),
         };
-        let tokens = crate::units::tokens(self.context_tokens);
-        format!("{} {} {}{policy}{pages} {} {tokens}", self.measure.name(), self.kernel, self.heads(), self.dtype)
+        format!(
+            "{} {} {}{policy}{pages} {} {tokens}{device}",
+            self.measure.name(),
+            self.kernel,
+            self.heads(),
+            self.dtype
+        )
     }
 }

@@ -2,6 +2,7 @@
 
 use super::answers::Answers;
 use super::cell::Cell;
+use crate::device::cuda::Condition;
 use crate::memory::LabelBytes;
 use crate::serving::Usage;
 use serde::{Deserialize, Serialize};
@@ -49,10 +50,19 @@ pub struct Record {
     pub cell: Cell,
     /// Threads that computed.
     pub threads: usize,
-    /// Instruction path that ran: `avx512`, `avx2`, `portable`.
+    /// Instruction path that ran: `avx512`, `avx2`, `portable`; of a GPU its name, architecture, and NVRTC's version.
     pub isa_path: String,
+    /// Whose matrix products the kernel used, where that depends on what is installed: `cuBLAS 13.0` or `own products`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub products: Option<String>,
     /// Memory; for an `oom` cell only the prediction.
     pub memory: Option<Memory>,
+    /// The allocation that was refused, where one was.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub refused: Option<Refused>,
+    /// Clocks, temperature and power of the GPU just after the last sample, where NVML tells.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gpu: Option<Condition>,
     /// Times by phase: `forward`, `backward`, `prefill`, `score`, `evict`, `decode`, `decode_evict`, `first_token`.
     pub latency: BTreeMap<String, Latency>,
     /// Work of one pass.
@@ -67,6 +77,17 @@ pub struct Record {
     /// What a model answered, for `eval`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub answers: Option<Answers>,
+}
+
+/// Memory that was asked for and not given.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Refused {
+    /// What it was for.
+    pub label: String,
+    /// Bytes asked for.
+    pub asked_bytes: u64,
+    /// Bytes that were free: of the GPU, or up to the arena's limit; `None` where the system does not tell.
+    pub free_bytes: Option<u64>,
 }
 
 /// Memory of a cell, in bytes.
@@ -86,6 +107,12 @@ pub struct Memory {
     pub arena_growth_bytes: u64,
     /// Growth of the process's resident set, at its peak; `None` where the system does not tell.
     pub rss_growth_bytes: Option<u64>,
+    /// Growth of the GPU's memory in use, by the driver's account, at its peak; `None` on the CPU.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gpu_growth_bytes: Option<u64>,
+    /// Memory of the GPU that this process's context takes besides all of this, as NVML tells; `None` where it does not.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub context_bytes: Option<u64>,
     /// The limit that the cell ran under.
     pub limit_bytes: u64,
 }

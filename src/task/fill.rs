@@ -100,11 +100,10 @@ pub fn generate(
     };
     let mut low = task.least_units();
     // A text without tokens would fit any length.
-    if let Some(least) = task.write(low, draw).filter(|least| !least.context.is_empty()) {
-        if tokens.encode(&least.context).is_empty() {
-            let piece = least.context.chars().take(40).collect();
-            return Err(TaskError::Token { task: name.into(), piece, found: String::new() });
-        }
+    let least = task.write(low, draw).filter(|least| !least.context.is_empty());
+    if let Some(least) = least.filter(|least| tokens.encode(&least.context).is_empty()) {
+        let piece = least.context.chars().take(40).collect();
+        return Err(TaskError::Token { task: name.into(), piece, found: String::new() });
     }
     let Some(mut best) = fits(low) else {
         let least_tokens = task.write(low, draw).map_or(0, |sample| length_tokens(&sample, tokens));

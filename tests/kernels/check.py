@@ -32,21 +32,45 @@ def variants():
     for element, head_dims in [("BF16", [64, 96, 100, 128, 192, 256]), ("F16", [128])]:
         for head_dim in head_dims:
             for keys in [64, 32] if head_dim <= 192 else [32]:
-                yield "tiled.cu", {"ELEMENT": element, "HEAD_DIM": head_dim, "KEYS": keys}
+                yield "tiled.cu", tiled(element, head_dim, keys)
     for head_dim, keys in [(64, 32), (100, 32), (128, 32), (128, 16), (192, 16), (256, 16), (256, 8)]:
-        yield "tiled.cu", {"ELEMENT": "F32", "HEAD_DIM": head_dim, "KEYS": keys}
+        yield "tiled.cu", tiled("F32", head_dim, keys)
     rings = [(64, 4, 4), (96, 4, 3), (100, 4, 2), (128, 4, 3), (192, 2, 3), (256, 2, 3), (256, 4, 2)]
     for page_tokens, (head_dim, warps, stages) in itertools.product([0, 16, 10], rings):
         yield "decode.cu", decode("BF16", head_dim, page_tokens, warps, stages, 16)
     yield "decode.cu", decode("F16", 128, 16, 4, 3, 16)
     for rows, (head_dim, warps, stages) in itertools.product([4, 16], [(64, 4, 4), (128, 4, 3), (250, 2, 2), (256, 2, 3)]):
         yield "decode.cu", decode("F32", head_dim, 16 if rows == 16 else 0, warps, stages, rows)
+    yield "sweep.cu", {"ELEMENT": "F32", "HEAD_DIM": 8}
     # Tiles of keys by head dim and soft-cap, as src/attention/cuda/hopper.rs chooses them; the sign is one number in them.
     tiles = [(64, 128, 0), (64, 112, 1), (128, 176, 0), (128, 128, 0), (128, 128, 1), (256, 80, 0), (256, 64, 1)]
-    signs = itertools.product(["BF16", "F16"], tiles, [0])
-    for element, (head_dim, keys, capped), negative in itertools.chain(signs, [("BF16", tiles[3], 1)]):
+    signs = itertools.product(["BF16"], tiles, [0])
+    for element, (head_dim, keys, capped), negative in [*signs, ("BF16", tiles[3], 1), ("F16", tiles[3], 0)]:
         macros = {"ELEMENT": element, "HEAD_DIM": head_dim, "KEYS": keys, "CAPPED": capped, "NEGATIVE": negative}
         yield "hopper.cu", macros
+    tiles = [(64, 0), (96, 0), (96, 1), (128, 0), (128, 1), (192, 0), (256, 0)]
+    for element, (head_dim, small), fixed in [*itertools.product(["BF16"], tiles, [0, 1]), ("F16", (128, 0), 0)]:
+        yield "backward.cu", {"ELEMENT": element, "HEAD_DIM": head_dim, "DETERMINISTIC": fixed, "SMALL": small}
+    for element, head_dim, tile in [("F32", 64, 32), ("F32", 128, 32), ("F32", 256, 16), ("BF16", 100, 32), ("BF16", 256, 32)]:
+        yield "backward_scalar.cu", {"ELEMENT": element, "HEAD_DIM": head_dim, "TILE": tile}
+    for element, head_dim in itertools.product(["F32", "BF16"], [64, 256]):
+        yield "naive_backward.cu", {"ELEMENT": element, "HEAD_DIM": head_dim}
+    for element, head_dims in [("BF16", [64, 96, 100, 128, 192, 256]), ("F16", [128])]:
+        for head_dim, queries in itertools.product(head_dims, [0, 1, 2]):
+            yield "export.cu", {"ELEMENT": element, "HEAD_DIM": head_dim, "QUERIES": queries}
+    for head_dim, queries in itertools.product([64, 256], [0, 1, 2]):
+        yield "export_plain.cu", {"ELEMENT": "F32", "HEAD_DIM": head_dim, "QUERIES": queries}
+    yield "select.cu", {"ELEMENT": "F32", "HEAD_DIM": 1}
+    for element, head_dim in itertools.product(["F32", "BF16", "F16"], [64, 256]):
+        yield "score.cu", {"ELEMENT": element, "HEAD_DIM": head_dim}
+        yield "compact.cu", {"ELEMENT": element, "HEAD_DIM": head_dim}
+
+
+def tiled(element, head_dim, keys):
+    """Macros of a variant of tiled.cu."""
+    half = element != "F32"
+    shape = {"ROWS": 128 if half and head_dim <= 64 else 64, "KEYS": keys, "Q_KEPT": int(half and head_dim <= 192)}
+    return {"ELEMENT": element, "HEAD_DIM": head_dim, **shape}
 
 
 def decode(element, head_dim, page_tokens, warps, stages, rows):
@@ -120,6 +144,7 @@ def functions(log):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", action="append", help="an architecture; may be given again [default: all]")
+    parser.add_argument("--only", metavar="FILE", help="only this file, as tiled.cu")
     parser.add_argument("--nvrtc", metavar="PATH", help="libnvrtc.so.N")
     parser.add_argument("--markdown", metavar="FILE", help="write the table there too")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="variants at a time [default: every core]")
@@ -129,7 +154,7 @@ def main():
     nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
     rows, wrong, slowest = [], [], (0.0, "")
     todo = [(file, macros, arch) for arch, (file, macros) in itertools.product(arguments.arch or ARCHITECTURES, variants())]
-    todo = [variant for variant in todo if ONLY.get(variant[0], variant[2]) == variant[2]]
+    todo = [variant for variant in todo if ONLY.get(variant[0], variant[2]) == variant[2] and arguments.only in (None, variant[0])]
     with ProcessPoolExecutor(max(1, arguments.jobs)) as pool:  # NVRTC holds a lock: threads would wait for each other
         compiled_all = list(pool.map(compile_variant, itertools.repeat(arguments.nvrtc), *zip(*todo)))
     for (file, macros, architecture), (compiled, log, seconds) in zip(todo, compiled_all):

@@ -5,18 +5,22 @@
 //! tested without a GPU; the sizes of tiles are those in the heads of the files under `kernels/`. Adding a kernel is one
 //! file here, one under `kernels/`, and one line in [`CUDA_KERNELS`].
 
+mod backward;
 mod decode;
+pub(crate) mod export;
 mod hopper;
 mod naive;
 mod pass;
 mod tiled;
+mod tiled_backward;
 
+pub use backward::{BackwardInputs, BackwardPlan, BackwardResults};
 pub use decode::decode_paged;
 pub use pass::{Inputs, Results, Scratch};
 
 use super::{AttentionError, Params, Shape, WorkspaceSize};
 use crate::device::cuda::{Extents, Gemm, Launch, Limits, Program};
-use crate::named::{Named, NamedError};
+use crate::named::{Named, NamedError, Parameter};
 use crate::tensor::DType;
 
 /// A kernel that runs on GPUs.
@@ -24,20 +28,49 @@ pub trait CudaKernel: Sync {
     /// Its name on the command line and in records.
     fn name(&self) -> &'static str;
 
+    /// Its parameters.
+    fn parameters(&self) -> &'static [Parameter] {
+        &[]
+    }
+
+    /// The kernel that its parameters make of it, where that is another one.
+    ///
+    /// # Errors
+    /// When the value of a parameter is wrong.
+    fn with(&self, _named: &Named) -> Result<Option<&'static dyn CudaKernel>, NamedError> {
+        Ok(None)
+    }
+
     /// What runs for a problem on a GPU with `limits`.
     ///
     /// # Errors
     /// [`AttentionError::Unsupported`] when the kernel cannot do this problem.
     fn plan(&self, shape: &Shape, params: &Params, dtype: DType, limits: &Limits) -> Result<Plan, AttentionError>;
+
+    /// What runs for its backward pass.
+    ///
+    /// # Errors
+    /// [`AttentionError::Unsupported`] when the kernel has none or cannot do this problem.
+    fn plan_backward(
+        &self,
+        _shape: &Shape,
+        _params: &Params,
+        _dtype: DType,
+        _limits: &Limits,
+    ) -> Result<BackwardPlan, AttentionError> {
+        let (what, instead) = ("backward pass on CUDA", "naive or tiled");
+        Err(AttentionError::Unsupported { kernel: self.name(), what, instead })
+    }
 }
 
 /// Every kernel for GPUs.
-pub const CUDA_KERNELS: &[&dyn CudaKernel] = &[&naive::Naive, &tiled::Tiled, &decode::Decode, &hopper::Hopper];
+pub const CUDA_KERNELS: &[&dyn CudaKernel] =
+    &[&naive::Naive, &tiled::Tiled { deterministic: false }, &decode::Decode, &hopper::Hopper];
 
-/// The kernel that a text names. None has parameters.
+/// The kernel that a text names, as `tiled` or `tiled:deterministic=true`.
 ///
 /// # Errors
-/// When there is no such kernel or it is given a parameter.
+/// When there is no such kernel or parameter, or a value is wrong.
 pub fn cuda_kernel(text: &str) -> Result<&'static dyn CudaKernel, NamedError> {
     let named: Named = text.parse()?;
     let kernel = CUDA_KERNELS.iter().find(|kernel| kernel.name() == named.name).ok_or_else(|| NamedError::Unknown {
@@ -45,8 +78,8 @@ pub fn cuda_kernel(text: &str) -> Result<&'static dyn CudaKernel, NamedError> {
         name: named.name.clone(),
         known: CUDA_KERNELS.iter().map(|kernel| kernel.name()).collect::<Vec<_>>().join(", "),
     })?;
-    named.check(&[])?;
-    Ok(*kernel)
+    named.check(kernel.parameters())?;
+    Ok(kernel.with(&named)?.unwrap_or(*kernel))
 }
 
 /// What runs for one problem on a GPU.
@@ -171,20 +204,26 @@ mod tests {
         assert!(plan("naive", &Shape { head_dim: 300, ..SHAPE }, DType::F32).is_ok());
         assert!(cuda_kernel("reference").err().unwrap().to_string().contains("naive, tiled, decode"));
         assert!(cuda_kernel("tiled:br=32").is_err());
+        assert!(cuda_kernel("tiled:deterministic=maybe").is_err());
+        let none = cuda_kernel("decode").unwrap().plan_backward(&SHAPE, &Params::new(128, true), DType::Bf16, &H200);
+        assert_eq!(none.unwrap_err().to_string(), "kernel 'decode' has no backward pass on CUDA; use naive or tiled");
     }
 
     /// GPUs differ in the shared memory of a block: 99 KiB is the least since Ampere (8.6, 8.9, 12.0).
     #[test]
     fn every_plan_fits_the_shared_memory_of_every_gpu() {
-        for block_shared_bytes in [99 << 10, 163 << 10, 227 << 10] {
-            let limits = Limits { block_shared_bytes, ..H200 };
+        for (capability, block_shared_bytes) in [((8, 6), 99 << 10), ((8, 0), 163 << 10), ((9, 0), 227 << 10)] {
+            let limits = Limits { capability, block_shared_bytes, ..H200 };
             for (head_dim, dtype) in
                 (1..=256).flat_map(|d| [DType::F32, DType::Bf16, DType::F16].map(|dtype| (d, dtype)))
             {
                 for group in [1, 5, 40] {
                     let shape = Shape { head_dim, q_heads: 2 * group, ..SHAPE };
                     for kernel in CUDA_KERNELS {
-                        let plan = kernel.plan(&shape, &Params::new(head_dim, true), dtype, &limits).unwrap();
+                        let Ok(plan) = kernel.plan(&shape, &Params::new(head_dim, true), dtype, &limits) else {
+                            assert_eq!(kernel.name(), "hopper", "{dtype} D {head_dim}");
+                            continue;
+                        };
                         let most = plan.launches.iter().map(|launch| launch.shared_bytes).max().unwrap();
                         assert!(most as usize <= block_shared_bytes, "{} {dtype} D {head_dim}: {most}", kernel.name());
                     }
@@ -218,6 +257,9 @@ mod tests {
         let size = |kernel| plan(kernel, &SHAPE, DType::Bf16).unwrap().workspace;
         assert_eq!(size("naive"), WorkspaceSize { scores: SHAPE.scores(), scratch: 0 });
         assert_eq!(size("tiled"), WorkspaceSize::default());
+        let backward = cuda_kernel("naive").unwrap().plan_backward(&SHAPE, &Params::new(128, true), DType::F32, &H200);
+        let rows = SHAPE.rows().next_multiple_of(32);
+        assert_eq!(backward.unwrap().workspace(), WorkspaceSize { scores: 2 * SHAPE.scores(), scratch: rows });
         let decode = plan("decode", &SHAPE, DType::Bf16).unwrap();
         assert_eq!(decode.workspace, WorkspaceSize { scores: 0, scratch: decode.extents.splits() * 16 * 130 });
     }

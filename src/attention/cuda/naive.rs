@@ -1,11 +1,12 @@
-//! `naive` on a GPU: `kernels/naive.cu`, with the products of cuBLAS where it is there.
+//! `naive` on a GPU: `kernels/naive.cu`, with the products of cuBLAS where it is there, and `kernels/naive_backward.cu`.
 
-use super::{CudaKernel, LibraryPass, Plan};
+use super::{BackwardPlan, CudaKernel, LibraryPass, Plan};
 use crate::attention::{AttentionError, Params, Shape, WorkspaceSize};
-use crate::device::cuda::{Gemm, Launch, Limits, Program, Source};
+use crate::device::cuda::{Gemm, Launch, Limits, Program, Source, deltas};
 use crate::tensor::DType;
 
 const SOURCE: Source = Source { name: "naive.cu", text: include_str!("../../../kernels/naive.cu") };
+const BACKWARD: Source = Source { name: "naive_backward.cu", text: include_str!("../../../kernels/naive_backward.cu") };
 /// Rows and columns of a block's tile of a product.
 const TILE: usize = 64;
 
@@ -38,6 +39,28 @@ impl CudaKernel for Naive {
         let [scores, output] = products(shape, params.scale, dtype);
         plan.library = Some(LibraryPass { scores, program: program(1), softmax, output });
         Ok(plan)
+    }
+
+    fn plan_backward(
+        &self,
+        shape: &Shape,
+        params: &Params,
+        dtype: DType,
+        _limits: &Limits,
+    ) -> Result<BackwardPlan, AttentionError> {
+        let (q_tiles, kv_tiles) = (shape.q_len.div_ceil(TILE), shape.kv_len.div_ceil(TILE));
+        let (heads, kv_heads) = (shape.batch * shape.q_heads, shape.batch * shape.kv_heads);
+        let widths = shape.head_dim.div_ceil(TILE);
+        let launch = |function, grid, threads| Launch { function, grid, threads, shared_bytes: 0 };
+        let launches = vec![
+            launch("naive_delta", [shape.rows().div_ceil(4), 1, 1], 128),
+            launch("naive_gradients", [kv_tiles, q_tiles, heads], 256),
+            launch("naive_keys", [widths, kv_tiles, kv_heads], 256),
+            launch("naive_queries", [widths, q_tiles, heads], 256),
+        ];
+        let program = Program { source: BACKWARD, dtype, head_dim: shape.head_dim, macros: vec![] };
+        let workspace = WorkspaceSize { scores: 2 * shape.scores(), scratch: deltas(shape.rows()) };
+        Ok(BackwardPlan(Plan::new(self.name(), program, launches, workspace, shape, params)?))
     }
 }
 

@@ -28,8 +28,8 @@ pub struct Results<'a> {
 
 /// Scratch memory of a pass on the GPU, reusable for passes of the same plan.
 pub struct Scratch {
-    scores: DeviceBuffer,
-    partials: DeviceBuffer,
+    pub(super) scores: DeviceBuffer,
+    pub(super) partials: DeviceBuffer,
 }
 
 impl Plan {

@@ -8,17 +8,27 @@
 mod build;
 mod cublas;
 mod device;
+mod gradients;
+mod lists;
+mod nvml;
 mod nvrtc;
 mod pages;
 mod problem;
 mod runtime;
 mod source;
+mod sweep;
 mod tensor_map;
 
 pub use build::{Origin, build};
 pub use cublas::{Cublas, Gemm};
 pub(crate) use device::Argument;
 pub use device::{Device, DeviceBuffer, Limits, Module};
+pub use gradients::{BackwardOperands, Gradients, backward, deltas};
+pub(crate) use lists::{
+    Arrival, Choice, ChoiceOperands, Keeping, Lists, ListsOperands, Moves, Observers, ObserversOperands, Received,
+    Scoring, Slice, Turning,
+};
+pub use nvml::{Condition, Nvml};
 pub use nvrtc::Nvrtc;
 pub(crate) use pages::Pages;
 pub use pages::{PagedKv, Slabs};

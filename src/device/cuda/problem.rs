@@ -94,20 +94,41 @@ pub struct Problem<'a> {
 // kernels/problem.cuh (a test compares them). `new` compares the buffers with the extents.
 unsafe impl DeviceRepr for Problem<'_> {}
 
+/// Buffers of which only the addresses are taken.
+pub(super) struct Buffers<'a> {
+    pub(super) q: &'a DeviceBuffer,
+    pub(super) k: Option<&'a DeviceBuffer>,
+    pub(super) v: Option<&'a DeviceBuffer>,
+    pub(super) o: &'a DeviceBuffer,
+    pub(super) lse: &'a DeviceBuffer,
+    pub(super) scores: &'a DeviceBuffer,
+    pub(super) partials: &'a DeviceBuffer,
+}
+
+/// The address of a buffer that has at least `bytes`.
+pub(super) fn has(name: &str, buffer: &DeviceBuffer, bytes: usize) -> Result<u64, CudaError> {
+    match buffer.bytes() >= bytes as u64 {
+        true => Ok(buffer.address()),
+        false => Err(CudaError::Operand(format!("{name} has {} bytes; {bytes} are needed", buffer.bytes()))),
+    }
+}
+
 impl<'a> Problem<'a> {
     /// A problem over buffers.
     ///
     /// # Errors
     /// [`CudaError::Operand`] when a buffer is smaller than the extents say, or an extent does not fit 31 bits.
     pub fn new(extents: &Extents, operands: &'a mut Operands<'_>) -> Result<Self, CudaError> {
+        let Operands { q, k, v, o, lse, scores, partials } = operands;
+        Self::over(extents, Buffers { q, k: *k, v: *v, o, lse, scores, partials })
+    }
+
+    /// As [`Problem::new`]; which of the buffers are written, the caller's kernels must agree with what it borrows.
+    pub(super) fn over(extents: &Extents, operands: Buffers<'a>) -> Result<Self, CudaError> {
         let Extents { batch, q_heads, kv_heads, q_len, kv_len, head_dim, dtype, .. } = *extents;
         let rows = batch * q_heads * q_len;
         let (q_bytes, kv_bytes) =
             (rows * head_dim * dtype.bytes(), batch * kv_heads * kv_len * head_dim * dtype.bytes());
-        let has = |name: &str, buffer: &DeviceBuffer, bytes: usize| match buffer.bytes() >= bytes as u64 {
-            true => Ok(buffer.address()),
-            false => Err(CudaError::Operand(format!("{name} has {} bytes; {bytes} are needed", buffer.bytes()))),
-        };
         Ok(Problem {
             q: has("q", operands.q, q_bytes)?,
             k: operands.k.map_or(Ok(0), |k| has("k", k, kv_bytes))?,

@@ -1,5 +1,6 @@
 //! A GPU and a compiler together: programs are compiled and loaded when they are first used, and stay loaded.
 
+use super::sweep::Sweep;
 use super::{Cublas, CudaError, Device, Module, Nvrtc, Program, build};
 use std::collections::HashMap;
 use std::path::Path;
@@ -22,6 +23,16 @@ impl Runtime {
     pub fn open(index: usize, nvrtc: Option<&Path>) -> Result<Self, CudaError> {
         let (device, nvrtc) = (Device::open(index)?, Nvrtc::load(nvrtc)?);
         Ok(Runtime { cublas: OnceLock::new(), device, nvrtc, modules: Mutex::default() })
+    }
+
+    /// From now on each pass that is timed begins with a cold L2. It takes memory of twice the L2's size, which no arena
+    /// counts.
+    ///
+    /// # Errors
+    /// As [`Runtime::module`], and [`CudaError::OutOfMemory`].
+    pub fn sweep_l2(&self) -> Result<(), CudaError> {
+        let (code, _) = build(&self.nvrtc, &Sweep::program(), &self.device.architecture())?;
+        self.device.sweep_before(&self.device.load(code)?)
     }
 
     /// The GPU.

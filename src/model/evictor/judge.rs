@@ -36,7 +36,7 @@ impl Scene<'_> {
     fn groups(&self) -> Vec<Range<usize>> {
         let (layers, windows) = (self.model.config.layers, &self.model.config.windows);
         match windows.iter().all(|window| *window == windows[0]) {
-            true => vec![0..layers],
+            true => std::iter::once(0..layers).collect(),
             false => (0..layers).map(|layer| layer..layer + 1).collect(),
         }
     }

@@ -42,6 +42,7 @@ def build(cxx):
         macros = [f'-DFOLDER="{HERE}"', f'-DCXX="{cxx}"']
         subprocess.run([cxx, *flags, *macros, os.path.join(HERE, "nvrtc.cpp"), "-o", f"{made}/libnvrtc.so.13"], check=True)
         os.symlink("libcuda.so.1", f"{made}/libcuda.so")  # the name that is tried first
+        os.symlink("libcuda.so.1", f"{made}/libnvidia-ml.so.1")  # driver/nvml.cpp
         try:
             os.rename(made, folder)
         except OSError:  # another process was faster

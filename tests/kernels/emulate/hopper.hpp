@@ -4,7 +4,7 @@
 
 namespace {
 
-const int WAYS = 4;
+const int WAYS = 5;
 
 bool takes(const Case &c) { return c.q_heads <= 4 && c.kv_len <= 300 && (c.softcap > 0) == CAPPED && (c.scale < 0) == NEGATIVE; }
 

@@ -59,6 +59,7 @@ inline Stop stop = [](Fault) { exit(3); };
 struct Schedule {
     bool backwards;  // the last thread runs first
     bool copy_early; // cp.async writes at once; otherwise when it is waited for
+    bool lagging;    // a warp in the middle takes a step only when the others can do nothing without it
 };
 inline Schedule schedule;
 
@@ -131,11 +132,12 @@ template <class Put, class Make, class Take> void together(Put put, Make make, T
     meet(warp().meeting, 32);
 }
 
-// Runs a warp as far as it gets without the others: a warp that needs a barrier and has none runs ahead. Gives how
-// many of its threads ended.
-inline int run_warp(int warp) {
+// Runs a warp as far as it gets without the others: a warp that needs a barrier and has none runs ahead; or `once`, each
+// thread until it must wait. Gives how many of its threads ended.
+inline int run_warp(int warp, bool once = false) {
     int ended = 0;
-    for (long before = -1; before != meetings;) {
+    long before;
+    do {
         before = meetings;
         for (int i = 0; i < 32; i++) {
             current = 32 * warp + (schedule.backwards ? 31 - i : i);
@@ -144,7 +146,7 @@ inline int run_warp(int warp) {
             switch_stack(&scheduler, fibers[current].sp);
             if (fibers[current].done) ended++, meetings++;
         }
-    }
+    } while (!once && before != meetings);
     return ended;
 }
 
@@ -174,7 +176,12 @@ inline void launch(Dim3 grid, int threads, size_t dynamic_shared, const std::fun
                 for (auto hook : on_block_start) hook();
                 for (int left = threads; left;) {
                     const long before = meetings;
-                    for (int i = 0; i < threads / 32; i++) left -= run_warp(schedule.backwards ? threads / 32 - 1 - i : i);
+                    const int all = threads / 32, laggard = schedule.lagging ? all / 2 - 1 : -1;
+                    for (int i = 0; i < all; i++) {
+                        const int warp = schedule.backwards ? all - 1 - i : i;
+                        if (warp != laggard) left -= run_warp(warp);
+                    }
+                    if (laggard >= 0 && meetings == before) left -= run_warp(laggard, true);
                     if (left && meetings == before) {
                         fprintf(stderr, "deadlock: %d threads of block %u %u %u wait\n", left, blockIdx.x, blockIdx.y,
                                 blockIdx.z);
@@ -360,3 +367,34 @@ inline float log2_fast(float x) { return log2f(x); }
 inline float reciprocal(float x) { return 1.0f / x; }
 inline float fused(float a, float b, float c) { return fmaf(a, b, c); }
 inline float larger(float a, float b) { return fmaxf(a, b); }
+inline int forgotten(int x) { return x; }
+
+inline void add_fragment(float *fragment, int lane, const float (&x)[4]) {
+    for (int i = 0; i < 4; i++) fragment[32 * i + lane] += x[i];
+}
+inline void read_fragment(const float *fragment, int lane, float (&x)[4]) {
+    for (int i = 0; i < 4; i++) x[i] = fragment[32 * i + lane];
+}
+inline float square_root(float x) { return sqrtf(x); }
+inline u32 float_to_bits(float x) {
+    u32 bits;
+    memcpy(&bits, &x, 4);
+    return bits;
+}
+inline float sine_of_turns(float turns) { return float(sin(6.283185307179586 * turns)); }
+inline float cosine_of_turns(float turns) { return float(cos(6.283185307179586 * turns)); }
+inline double nearest_whole(double x) { return nearbyint(x); }
+
+inline u32 ballot(bool holds) {
+    u32 bits;
+    machine::together([&](machine::Warp &w, int lane) { w.address[lane] = holds; },
+                      [](machine::Warp &w) {
+                          u32 all = 0;
+                          for (int lane = 0; lane < 32; lane++) all |= w.address[lane] << lane;
+                          for (u32 &bits : w.address) bits = all;
+                      },
+                      [&](machine::Warp &w, int lane) { bits = w.address[lane]; });
+    return bits;
+}
+inline int ones(u32 bits) { return __builtin_popcount(bits); }
+inline void count_up(int *counter) { ++*counter; }

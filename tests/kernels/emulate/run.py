@@ -16,14 +16,24 @@ from concurrent.futures import ThreadPoolExecutor
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 KERNELS = os.path.join(HERE, "..", "..", "..", "kernels")
+# Families whose gradients are compared, by gradients.cpp.
+BACKWARD = ["backward", "backward_scalar", "naive_backward"]
 VARIANTS = [
     ("naive", "F32", 64, "LIBRARY_PRODUCTS=0"), ("naive", "BF16", 40, "LIBRARY_PRODUCTS=0"),
     ("naive", "F32", 64, "LIBRARY_PRODUCTS=1"), ("naive", "F16", 128, "LIBRARY_PRODUCTS=1"),
-    ("tiled", "BF16", 64, "KEYS=64"), ("tiled", "F16", 64, "KEYS=32"), ("tiled", "BF16", 128, "KEYS=64"),
-    ("tiled", "F16", 40, "KEYS=64"), ("tiled", "BF16", 96, "KEYS=32"), ("tiled", "F16", 192, "KEYS=64"),
-    ("tiled", "BF16", 256, "KEYS=32"), ("tiled", "BF16", 37, "KEYS=64"), ("tiled", "F16", 100, "KEYS=64"),
-    ("tiled", "F32", 64, "KEYS=32"), ("tiled", "F32", 128, "KEYS=16"), ("tiled", "F32", 256, "KEYS=8"),
-    ("tiled", "F32", 35, "KEYS=32"),
+    ("tiled", "BF16", 64, "ROWS=128 KEYS=64 Q_KEPT=1"),
+    ("tiled", "F16", 64, "ROWS=128 KEYS=32 Q_KEPT=1"),
+    ("tiled", "BF16", 128, "ROWS=64 KEYS=64 Q_KEPT=1"),
+    ("tiled", "F16", 40, "ROWS=128 KEYS=64 Q_KEPT=1"),
+    ("tiled", "BF16", 96, "ROWS=64 KEYS=32 Q_KEPT=1"),
+    ("tiled", "F16", 192, "ROWS=64 KEYS=64 Q_KEPT=1"),
+    ("tiled", "BF16", 256, "ROWS=64 KEYS=32 Q_KEPT=0"),
+    ("tiled", "BF16", 37, "ROWS=128 KEYS=64 Q_KEPT=1"),
+    ("tiled", "F16", 100, "ROWS=64 KEYS=64 Q_KEPT=1"),
+    ("tiled", "F32", 64, "ROWS=64 KEYS=32 Q_KEPT=0"),
+    ("tiled", "F32", 128, "ROWS=64 KEYS=16 Q_KEPT=0"),
+    ("tiled", "F32", 256, "ROWS=64 KEYS=8 Q_KEPT=0"),
+    ("tiled", "F32", 35, "ROWS=64 KEYS=32 Q_KEPT=0"),
     ("decode", "BF16", 64, "PAGE_TOKENS=0 WARPS=4 STAGES=4 ROWS=16"),
     ("decode", "BF16", 128, "PAGE_TOKENS=0 WARPS=4 STAGES=3 ROWS=16"),
     ("decode", "F16", 72, "PAGE_TOKENS=0 WARPS=4 STAGES=2 ROWS=16"),
@@ -38,7 +48,22 @@ VARIANTS = [
     ("hopper", "BF16", 64, "KEYS=128 CAPPED=0 NEGATIVE=0"), ("hopper", "F16", 64, "KEYS=112 CAPPED=1 NEGATIVE=1"),
     ("hopper", "F16", 128, "KEYS=128 CAPPED=0 NEGATIVE=0"), ("hopper", "BF16", 128, "KEYS=176 CAPPED=0 NEGATIVE=0"),
     ("hopper", "BF16", 256, "KEYS=80 CAPPED=0 NEGATIVE=0"), ("hopper", "F16", 256, "KEYS=64 CAPPED=1 NEGATIVE=0"),
+    ("backward", "BF16", 64, "DETERMINISTIC=0 SMALL=0"), ("backward", "F16", 64, "DETERMINISTIC=1 SMALL=0"),
+    ("backward", "F16", 128, "DETERMINISTIC=0 SMALL=0"), ("backward", "BF16", 128, "DETERMINISTIC=1 SMALL=0"),
+    ("backward", "BF16", 96, "DETERMINISTIC=0 SMALL=1"), ("backward", "F16", 40, "DETERMINISTIC=0 SMALL=0"),
+    ("backward", "BF16", 256, "DETERMINISTIC=0 SMALL=0"), ("backward", "F16", 200, "DETERMINISTIC=1 SMALL=0"),
+    ("backward_scalar", "F32", 64, "TILE=32"), ("backward_scalar", "BF16", 37, "TILE=32"),
+    ("backward_scalar", "F32", 256, "TILE=16"),
+    ("naive_backward", "F32", 64, ""), ("naive_backward", "BF16", 40, ""), ("naive_backward", "F16", 128, ""),
+    ("export", "BF16", 64, "QUERIES=0"), ("export", "F16", 128, "QUERIES=1"), ("export", "BF16", 37, "QUERIES=2"),
+    ("export", "F16", 192, "QUERIES=0"),
+    ("export", "F32", 18, "QUERIES=0 PLAIN"), ("export", "F32", 33, "QUERIES=1 PLAIN"), ("export", "F32", 64, "QUERIES=2 PLAIN"),
+    ("select", "F32", 1, ""),
+    ("score", "F32", 40, ""), ("score", "BF16", 128, ""), ("score", "F16", 7, ""),
+    ("compact", "F32", 33, ""), ("compact", "BF16", 64, ""), ("compact", "F16", 18, ""),
 ]  # fmt: skip
+# Families over paged lists; the others compute attention.
+LISTS = ["export", "select", "score", "compact"]
 
 
 def run(cxx, folder, number, family, element, head_dim, extra):
@@ -46,10 +71,11 @@ def run(cxx, folder, number, family, element, head_dim, extra):
     program = os.path.join(folder, str(number))
     macros = [f"-DELEMENT={element}", f"-DHEAD_DIM={head_dim}", f'-DFAMILY="{family}.hpp"']
     macros += [f"-D{macro}" for macro in extra.split()]
+    harness = "gradients.cpp" if family in BACKWARD else "lists.cpp" if family in LISTS else "emulate.cpp"
     flags = ["-std=c++17", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
     flags += ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-psabi", "-Wno-unused-function", f"-I{KERNELS}", f"-I{HERE}"]
     started = time.perf_counter()
-    subprocess.run([cxx, *flags, *macros, os.path.join(HERE, "emulate.cpp"), "-o", program], check=True)
+    subprocess.run([cxx, *flags, *macros, os.path.join(HERE, harness), "-o", program], check=True)
     built = time.perf_counter()
     result = subprocess.run([program], capture_output=True, text=True, timeout=900)
     label = " ".join([family, element, f"D={head_dim}", extra]).strip()

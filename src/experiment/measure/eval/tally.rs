@@ -133,8 +133,8 @@ impl Tally {
             workspace_bytes: first.peak_by_label.get(&Label::Workspace).copied().unwrap_or(0),
             peak_by_label: first.peak_by_label.clone(),
             arena_growth_bytes: first.peak_bytes - self.weights_bytes,
-            rss_growth_bytes: None,
             limit_bytes,
+            ..Memory::default()
         };
         let first_token = self.alone.iter().map(|(_, alone)| alone.first_token_ns).collect();
         let steps: Vec<u64> = self.alone.iter().flat_map(|(_, alone)| alone.step_ns.clone()).collect();

@@ -9,8 +9,8 @@
 mod asked;
 mod decode;
 mod judge;
-mod late;
-mod outcome;
+pub(super) mod late;
+pub(super) mod outcome;
 mod predict;
 
 pub(super) use predict::predict;
@@ -24,6 +24,7 @@ use crate::memory::{Buffer, Label};
 use crate::policy::{Policy, PolicyError, Statistic, action::rerotate::NO_ROPE};
 use crate::tensor::TensorView;
 use judge::Queries;
+use outcome::{Evicted, Kept};
 
 /// The policy of a cell, if it ever judges.
 fn judging(prepared: &Prepared) -> Option<&Policy> {
@@ -106,27 +107,33 @@ pub(super) fn turn(prepared: &Prepared, bench: Bench<'_>) -> Result<Turn, TurnEr
     let kept = session.kept();
     let late = session.decode(&mut turn)?;
     if let Some(truth) = bench.truth {
-        outcome::check(&session, &kept, &late)?;
+        let evicted = session.evicted();
+        outcome::check(&evicted, &kept, &late)?;
         let drift = truth.drift(cell.head_dim, |at, row| row.copy_from_slice(late.o(cell, at)));
         if cell.budget.is_none() {
             super::check::accurate(&drift, cell.dtype)?;
         }
         turn.drift = Some(drift);
-        turn.eviction = Some(outcome::eviction(&session, &kept, &late, truth));
-        turn.warnings.extend(outcome::warnings(prepared));
+        turn.eviction = Some(outcome::eviction(&evicted, &kept, &late, truth));
+        turn.warnings.extend(outcome::warnings(&evicted));
     }
     Ok(turn)
 }
 
-/// What stayed after prefill.
-struct Kept {
-    lens: Vec<usize>,
-    kv_bytes_live: u64,
-    /// Fraction of each stretch of the context that stayed, for each list of the first sequence.
-    by_position: Vec<Vec<f32>>,
-}
-
 impl Session<'_> {
+    fn evicted(&self) -> Evicted<'_> {
+        Evicted {
+            cell: &self.prepared.cell,
+            policy: self.prepared.policy.as_ref(),
+            budget_tokens: self.prepared.budget_tokens,
+            cache: *self.cache.shape(),
+            most_pages: self.cache.most_pages(),
+            evicted_tokens: self.evicted_tokens,
+            tie_rate: self.tie_rate,
+            workload: self.bench.workload,
+        }
+    }
+
     /// KV bytes of pages in use.
     fn kv_bytes_live(&self) -> u64 {
         self.cache.pages() as u64 * self.cache.shape().page_bytes()
@@ -137,7 +144,9 @@ impl Session<'_> {
             lens: self.cache.lens().to_vec(),
             kv_bytes_live: self.kv_bytes_live(),
             by_position: match self.bench.truth {
-                Some(_) => outcome::by_position(self),
+                Some(_) => outcome::by_position(&self.prepared.cell, |list| {
+                    (0..self.cache.lens()[list]).map(|slot| self.cache.origin(list, slot)).collect()
+                }),
                 None => Vec::new(),
             },
         }
@@ -165,7 +174,7 @@ impl Session<'_> {
 
     /// Attention of the queries `q` to the cache; returns its time and the log-sum-exps, `[layers * B, Hq, n]`.
     fn attend(&self, q: TensorView<'_>) -> Result<(u64, Buffer<f32>), TurnError> {
-        let (cell, bench, kernel) = (&self.prepared.cell, self.bench, &self.prepared.kernel);
+        let (cell, bench, kernel) = (&self.prepared.cell, self.bench, self.prepared.kernel());
         let shape = Shape { batch: cell.batch, q_len: q.dims()[2], kv_len: self.cache.max_len(), ..cell.shape() };
         let size = kernel.workspace(&shape, &cell.params(), cell.dtype, bench.cpu.threads());
         let mut workspace: Workspace = size.allocate(bench.arena)?;

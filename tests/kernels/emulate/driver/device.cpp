@@ -118,7 +118,7 @@ API cuDeviceGetName(char *name, int bytes, int device) {
 API cuDeviceGetUuid_v2(char *uuid, int device) {
     BEGIN(initialised);
     if (device != 0) return INVALID_DEVICE;
-    memcpy(uuid, "kvsieve emulated", 16);
+    memcpy(uuid, UUID, 16);
     return SUCCESS;
 }
 

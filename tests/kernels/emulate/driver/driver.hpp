@@ -46,6 +46,7 @@ struct Model {
     static const Model &get(); // KVSIEVE_EMULATED_CAPABILITY (9.0), KVSIEVE_EMULATED_BYTES (2 GiB)
 };
 
+constexpr char UUID[] = "kvsieve emulated"; // 16 bytes and their end
 constexpr int MULTIPROCESSORS = 4;
 constexpr int SHARED_DEFAULT_BYTES = 48 << 10;
 constexpr int MOST_THREADS = 1024;
@@ -90,6 +91,7 @@ API cuGetErrorName(int code, const char **name);
 
 // Memory.
 bool on_device(uint64_t address, size_t bytes); // inside one allocation
+size_t taken_bytes();                           // of the device, the context's among them
 // Says on stderr where an address lies next to allocations.
 void describe(uint64_t address);
 

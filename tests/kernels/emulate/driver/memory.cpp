@@ -58,6 +58,8 @@ Result copy_now(void *target, const void *source, size_t bytes, uint64_t device)
 
 } // namespace
 
+size_t taken_bytes() { return taken(); }
+
 bool on_device(uint64_t address, size_t bytes) {
     auto after = allocations.upper_bound(address);
     if (after == allocations.begin()) return false;

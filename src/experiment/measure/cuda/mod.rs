@@ -1,0 +1,77 @@
+//! What a cell does on a GPU: one file for each measure.
+//!
+//! Everything that a turn on the CPU promises holds here: memory comes from the arena, which counts the GPU's, is gone
+//! when the turn ends, and is what `bytes` said; the checked turn fills outputs with NaN, reads them back and compares
+//! them with the f64 reference. Times are the GPU's own, by events, with a cold L2 ([`Runtime::sweep_l2`]).
+
+mod backward;
+mod decode;
+mod evict;
+mod forward;
+mod inputs;
+mod pages;
+mod written;
+
+pub use inputs::Inputs;
+use written::Written;
+
+use super::{Truth, Turn, TurnError};
+use crate::attention::AttentionError;
+use crate::attention::cuda::cuda_kernel;
+use crate::device::cuda::{Limits, Runtime};
+use crate::experiment::cell::{Cell, Measure};
+use crate::experiment::engine::MODELS_ON_CPU;
+use crate::memory::Arena;
+
+/// What a turn does on a GPU, planned.
+pub trait Task {
+    /// Bytes that a turn takes at its peak besides the inputs.
+    fn bytes(&self) -> u64;
+
+    /// Bytes of the kernel's scratch memory and materialised scores.
+    fn workspace_bytes(&self) -> u64;
+
+    /// Whose matrix products the kernel uses, where it could use cuBLAS's.
+    fn products(&self, _runtime: &Runtime) -> Option<String> {
+        None
+    }
+
+    /// Runs and times one sample.
+    ///
+    /// # Errors
+    /// When memory ran out, the GPU failed, or the result is not to be trusted.
+    fn turn(&self, bench: Bench<'_>) -> Result<Turn, TurnError>;
+}
+
+/// Where and on what a turn runs.
+#[derive(Clone, Copy)]
+pub struct Bench<'a> {
+    /// The GPU and its compiler.
+    pub runtime: &'a Runtime,
+    /// The arena that counts the GPU's memory.
+    pub arena: &'a Arena,
+    /// The inputs, in the GPU's memory.
+    pub inputs: &'a Inputs,
+    /// What the f64 reference says; present in the checked turn.
+    pub truth: Option<&'a Truth>,
+}
+
+/// What a cell's turns do on a GPU with `limits`.
+///
+/// # Errors
+/// In words, when they cannot run there.
+pub(in crate::experiment) fn task(cell: &Cell, limits: &Limits) -> Result<Box<dyn Task>, String> {
+    let kernel = cuda_kernel(&cell.kernel).map_err(|error| error.to_string())?;
+    let task = match cell.measure {
+        Measure::Forward => forward::task(cell, kernel, limits),
+        Measure::Backward => backward::task(cell, kernel, limits),
+        Measure::Decode => decode::task(cell, kernel, limits),
+        Measure::Evict => return evict::task(cell, kernel, limits),
+        Measure::Serve => return Err("a simulation needs no GPU".into()),
+        Measure::Eval => return Err(MODELS_ON_CPU.into()),
+    };
+    task.map_err(|error: AttentionError| error.to_string())
+}
+
+/// A task, or what its kernel cannot do.
+type Planned = Result<Box<dyn Task>, AttentionError>;
