@@ -101,6 +101,8 @@ fn mistakes_are_one_line() {
         (&["eval", "--model", "m", "--context", "none"], "--context: 'none' is not a token count"),
         (&["eval", "--model", "m", "--context", "4k"], "was made for at most 2048"),
         (&["eval", "--model", "m", "--samples", "0"], "must be at least 1"),
+        (&["eval", "--model", "m", "--device", "cuda"], "--device cuda: models run on the CPU only"),
+        (&["eval", "--model", "m", "--device", "tpu"], "unknown device 'tpu'"),
         (&["eval", "--model", "m", "--text", "t", "--task", "copy"], "cannot be used with"),
         (&["capture", "--model", "m", "--text", "no.txt", "--output", "o.safetensors"], "cannot read --text 'no.txt'"),
     ] {

@@ -1,6 +1,8 @@
 //! Experiments on a GPU. Ignored unless asked for: `cargo test --release -- --ignored cuda`, on a GPU or on the emulated
 //! device (docs/testing-kernels.md), for which the contexts are short.
 
+#[path = "common/byte_model.rs"]
+mod byte_model;
 mod common;
 
 use common::cpu;
@@ -93,6 +95,32 @@ fn cuda_skips_what_has_no_kernel_there_and_says_why() {
     let experiment = experiment(&other, Device::Cuda).unwrap();
     let error = runner::prepare(&experiment, &Registry::default(), &gpu).err().unwrap().to_string();
     assert!(error.starts_with("none of the cells runs here: forward tiled:br=16"), "{error}");
+}
+
+#[test]
+#[ignore = "cuda: needs a GPU and NVRTC"]
+fn cuda_skips_models_beside_what_it_measures() {
+    let _alone = alone();
+    let folder = tempfile::tempdir().unwrap();
+    byte_model::write(folder.path(), 2048);
+    let eval = format!(
+        "[[grid]]\nmeasure = \"eval\"\nmodel = \"{}\"\ncontext_tokens = 900\ntask = \"passkey\"\n\
+         policy = [\"full\", \"knorm\"]\nbudget = 0.5\n",
+        folder.path().display()
+    );
+    let forward = format!("[[grid]]\nmeasure = \"forward\"\nkernel = \"naive\"\ncontext_tokens = 40\n{SHAPE}");
+    let gpu = gpu();
+    let records = run(&format!("{eval}{forward}"), &gpu, 1 << 30);
+    let (evaluated, measured): (Vec<&Record>, _) = records.iter().partition(|record| record.cell.model.is_some());
+    assert_eq!(measured.iter().map(|record| record.status).collect::<Vec<_>>(), [Status::Ok]);
+    assert_eq!(evaluated.len(), 2);
+    for record in evaluated {
+        assert_eq!((record.status, record.cell.device), (Status::Skipped, Device::Cuda));
+        assert_eq!(record.reason.as_deref(), Some("models run on the CPU only"));
+    }
+    let experiment = experiment(&eval, Device::Cuda).unwrap();
+    let error = runner::prepare(&experiment, &Registry::default(), &gpu).err().unwrap().to_string();
+    assert!(error.starts_with("none of the cells runs here: eval passkey full"), "{error}");
 }
 
 #[test]

@@ -6,7 +6,7 @@ mod byte_model;
 
 use kvsieve::device::Cpu;
 use kvsieve::experiment::record::{Record, Status};
-use kvsieve::experiment::{Experiment, Options, Outcome, Spec, run, runner::RunError};
+use kvsieve::experiment::{Device, Experiment, Options, Outcome, Spec, run, runner::RunError};
 use kvsieve::policy::Registry;
 use std::path::Path;
 
@@ -17,7 +17,7 @@ fn experiment(folder: &Path, grid: &str) -> Result<Experiment, String> {
     }
     let text = format!("name = \"x\"\n[[grid]]\nmeasure = \"eval\"\nmodel = \"{}\"\n{grid}", model.display());
     let spec = Spec::parse(&text, "x.toml").map_err(|error| error.to_string())?;
-    Experiment::new(spec, "x.toml", &Registry::default()).map_err(|error| error.to_string())
+    Experiment::new(spec, "x.toml", &Registry::default(), Device::Cpu).map_err(|error| error.to_string())
 }
 
 fn go(experiment: &Experiment, out: &Path, resume: bool) -> Result<Outcome, RunError> {

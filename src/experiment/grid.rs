@@ -202,6 +202,9 @@ fn expand(
     Ok(cells)
 }
 
+/// A policy and its budget, as they were written.
+type Choice = (Option<String>, Option<String>);
+
 /// Policies with their budgets. `full` has none; the policy `*` stands for every method and every preset.
 ///
 /// # Errors
@@ -210,7 +213,7 @@ pub(super) fn choices(
     policies: &Many<PolicyText>,
     budgets: &Many<BudgetText>,
     registry: &Registry,
-) -> Result<Vec<(Option<String>, Option<String>)>, String> {
+) -> Result<Vec<Choice>, String> {
     let methods = registry.entries().iter().map(|entry| entry.name);
     let all: Vec<String> = methods.chain(PRESETS.iter().map(|preset| preset.name)).map(Into::into).collect();
     let one = |PolicyText(policy): &PolicyText| if policy == "*" { all.clone() } else { vec![policy.clone()] };

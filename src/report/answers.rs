@@ -151,11 +151,14 @@ fn leaderboard(records: &[&Record]) -> String {
     format!("### eval: leaderboard\n\n{}\n\n{table}", wrapped(&format!("{what} · {common}")))
 }
 
+/// What a column shows of a cell.
+type Column = (&'static str, fn(&Numbers) -> &String);
+
 /// The cells of one task. A text has no score, so that there is room for how its tokens fare.
 fn of_task(records: &[&Record]) -> String {
     let naming = Naming::over(records, &[TASK, CONTEXT, SAMPLES, SEED]);
     let scored = records.iter().filter_map(|record| answers(record)).any(|answers| answers.accuracy.is_some());
-    let shown: &[(&str, fn(&Numbers) -> &String)] = match scored {
+    let shown: &[Column] = match scored {
         true => &[
             ("score", |numbers| &numbers.score),
             ("95%", |numbers| &numbers.interval),

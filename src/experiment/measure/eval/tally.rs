@@ -95,7 +95,7 @@ impl Tally {
             samples.iter().map(|sample| value(sample)).collect()
         };
         let scores = scored(&|sample| sample.score(|answer| answer.score));
-        let differences = scored(&|sample| Some(sample.score(|answer| Some(answer.score? - answer.full_score?))?));
+        let differences = scored(&|sample| sample.score(|answer| Some(answer.score? - answer.full_score?)));
         let kl_nats = |sample: &Sample| sample.per_token(|answer| answer.kl_nats);
         let layers = samples.first()?.answers.first()?.o_distance.len();
         let questions = samples.iter().map(|sample| sample.answers.len()).sum();
