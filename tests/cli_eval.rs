@@ -47,6 +47,22 @@ fn a_leaderboard_and_figures_come_of_one_command() {
     assert!(drawn.contains("figures"), "{drawn}");
 }
 
+#[test]
+fn a_table_says_why_a_cell_has_no_number() {
+    let folder = tempfile::tempdir().unwrap();
+    byte_model::write(&folder.path().join("m"), 2048);
+    let least = ["eval", "--model", "m", "--context", "800", "--samples", "2", "--task", "passkey"];
+    let output = run(folder.path(), &[&least[..], &["--policy", "full,knorm,snapkv", "--budget", "0.5,790"]].concat());
+    let (out, err) = (text(&output.stdout), text(&output.stderr));
+    assert!(output.status.success(), "{err}");
+    for wanted in
+        ["5 cells: 3 ok, 0 oom, 2 skipped", "2 skipped · the budget holds a whole context of", "first: time to"]
+    {
+        assert!(out.contains(wanted), "{wanted}: {out}");
+    }
+    assert!(!out.contains("perplexity"), "{out}");
+}
+
 fn run_report(folder: &Path, of: &Path) -> String {
     let mut command = Command::new(env!("CARGO_BIN_EXE_kvsieve"));
     text(&command.current_dir(folder).arg("report").arg(of).output().unwrap().stdout)
@@ -103,6 +119,10 @@ fn mistakes_are_one_line() {
         (&["eval", "--model", "m", "--samples", "0"], "must be at least 1"),
         (&["eval", "--model", "m", "--device", "cuda"], "--device cuda: models run on the CPU only"),
         (&["eval", "--model", "m", "--device", "tpu"], "unknown device 'tpu'"),
+        (
+            &["capture", "--model", "m", "--text", "t", "--output", "o.safetensors", "--device", "cuda:1"],
+            "--device cuda:1: models run on the CPU only",
+        ),
         (&["eval", "--model", "m", "--text", "t", "--task", "copy"], "cannot be used with"),
         (&["capture", "--model", "m", "--text", "no.txt", "--output", "o.safetensors"], "cannot read --text 'no.txt'"),
     ] {

@@ -73,7 +73,9 @@ fn a_full_cache_is_itself_and_evictions_are_seen() {
     // Who judges chunks never holds the whole context.
     let peak = |policy: &str| record(&records, policy, "passkey").answers.as_ref().unwrap().kv_bytes_peak;
     assert!(peak("snapkv+chunks:tokens=512") < peak("snapkv") * 3 / 4);
-    assert_eq!(peak("snapkv"), peak("full"));
+    // Who judges after prefill holds all of it at that moment, and no more later; a full cache also what follows.
+    assert_eq!(peak("snapkv"), peak("random"));
+    assert!(peak("snapkv") < peak("full"));
 }
 
 #[test]

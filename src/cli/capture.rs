@@ -9,9 +9,9 @@ use kvsieve::tensor::DType;
 use kvsieve::tensor::file::{self, Output};
 use kvsieve::units;
 use serde::Serialize;
-use std::cell::RefCell;
 use std::collections::HashMap;
 use std::path::PathBuf;
+use std::sync::{Mutex, PoisonError};
 
 const EXAMPLES: &str = "\
 The output holds, with the chosen layers in place of sequences, q, o [layers, Hq, L, D] and k, v [layers, Hkv, L, D] after \
@@ -20,7 +20,8 @@ the layers and, where RoPE is not stretched, rope_theta.\n\n\
 Examples:
   kvsieve capture --model DIR --text novel.txt --layers 0,3 --output qkv.safetensors
   kvsieve attend --input qkv.safetensors --output o.safetensors --kernel tiled --causal
-  kvsieve evict --input qkv.safetensors --output kept.safetensors --policy expected-attention --budget 0.25
+  kvsieve evict --input qkv.safetensors --output kept.safetensors \\
+      --policy expected-attention --budget 0.25
 In an experiment: [file] path = \"qkv.safetensors\", and layers in its grids.";
 
 /// Queries, keys and values of a model's layers over a text
@@ -80,6 +81,7 @@ const NAMES: [(Tapped, &str); 6] = [
 ];
 
 pub fn run(args: &Args) -> Result<(), Failure> {
+    args.compute.refuse_cuda()?;
     let mut writes = vec![("--output", args.output.as_path())];
     writes.extend(args.json.as_deref().filter(|path| !output::is_stdout(path)).map(|path| ("--json", path)));
     output::check_files(&[("--text", args.text.as_path())], &writes)?;
@@ -115,7 +117,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     decoder.prefill(&[&tokens], |_, _, _| ())?;
     drop(decoder);
     let Capturing { layers, tensors } = capturing;
-    let tensors = tensors.into_inner();
+    let tensors = tensors.into_inner().unwrap_or_else(PoisonError::into_inner);
     let rope_theta = (config.rope.scaling == RopeScaling::None).then_some(config.rope.theta);
     let listed = layers.iter().map(usize::to_string).collect::<Vec<_>>().join(",");
     let mut metadata = HashMap::from([("layers".to_string(), listed)]);
@@ -161,21 +163,21 @@ fn layers(wanted: &[usize], config: &Config) -> Result<Vec<usize>, Failure> {
 struct Capturing {
     layers: Vec<usize>,
     /// In the order of [`NAMES`].
-    tensors: RefCell<Vec<Captured>>,
+    tensors: Mutex<Vec<Captured>>,
 }
 
 impl Capturing {
     fn new(arena: &Arena, config: &Config, layers: Vec<usize>, tokens: usize) -> Result<Self, ArenaError> {
         let tensor = |(what, _)| Captured::new(arena, config, what, layers.len(), tokens);
         let tensors = NAMES.into_iter().map(tensor).collect::<Result<Vec<_>, _>>()?;
-        Ok(Capturing { layers, tensors: RefCell::new(tensors) })
+        Ok(Capturing { layers, tensors: Mutex::new(tensors) })
     }
 }
 
 impl Tap for Capturing {
     fn rows(&self, layer: usize, what: Tapped, rows: &[f32]) {
         let Some(at) = self.layers.iter().position(|&wanted| wanted == layer) else { return };
-        let mut tensors = self.tensors.borrow_mut();
+        let mut tensors = self.tensors.lock().unwrap_or_else(PoisonError::into_inner);
         let named = tensors.iter_mut().zip(NAMES).filter(|(_, (named, _))| *named == what);
         named.for_each(|(tensor, _)| tensor.push(at, rows));
     }

@@ -17,13 +17,15 @@ use std::path::PathBuf;
 const EXAMPLES: &str = "\
 Every sample is a context and questions about it. The policy judges the context before a question is seen, or after it \
 with --query-aware; the model then answers greedily, and the right answer is fed token by token to compare distributions \
-with the full cache. The first samples of each cell also run alone, for times and memory. Results go to \
-OUT/eval/<time>-<hash>-<revision>/. docs/evaluation.md says what each number is.\n\n\
+with the full cache. The first samples of each cell also run alone, for times and memory. Models run on the CPU only. \
+Results go to OUT/eval/<time>-<hash>-<revision>/. docs/evaluation.md says what each number is.\n\n\
 Examples:
-  kvsieve eval                                       the built-in model, 6 policies, 4 budgets, 4 tasks
-  kvsieve eval --model DIR --task niah-multikey-1,vt --context 4k,8k --policy full,snapkv,h2o --budget 0.25,512
-  kvsieve eval --model DIR --text novel.txt --evict-after 2k --new-tokens 256 --policy full,keydiff --budget 0.5
-  kvsieve list tasks                                 what there is to ask";
+  kvsieve eval                   the built-in model (models/builtin), 6 policies, 4 budgets, 4 tasks
+  kvsieve eval --model DIR --task niah-multikey-1,vt --context 4k,8k \\
+      --policy full,snapkv,h2o --budget 0.25,512
+  kvsieve eval --model DIR --text novel.txt --evict-after 2k --new-tokens 256 \\
+      --policy full,keydiff --budget 0.5
+  kvsieve list tasks             what there is to ask";
 
 /// What is asked where nothing is said.
 const TASKS: [&str; 4] = ["recall", "niah-single-1", "niah-multikey-1", "passkey"];

@@ -3,7 +3,7 @@
 use super::failure::Failure;
 use super::model::ModelArgs;
 use super::output;
-use kvsieve::model::{Decoder, Sampler, Sampling, Text, generate};
+use kvsieve::model::{Decoder, Sampler, Sampling, generate};
 use kvsieve::units;
 use serde::Serialize;
 use std::path::PathBuf;
@@ -70,7 +70,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     let sampling = sampling(args)?;
     let writes = model_args.json.as_deref().filter(|path| !output::is_stdout(path)).map(|path| ("--json", path));
     output::check_files(&[], &writes.into_iter().collect::<Vec<_>>())?;
-    let text = Text::open(&model_args.model)?;
+    let text = model_args.text()?;
     let opened = model_args.open()?;
     let prompt = text.tokens(&args.prompt)?;
     let setup = model_args.setup(&opened, 1, prompt.len() + args.max_new_tokens, false)?;

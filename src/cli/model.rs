@@ -4,7 +4,7 @@ use super::Compute;
 use super::failure::Failure;
 use kvsieve::device::Cpu;
 use kvsieve::memory::Arena;
-use kvsieve::model::{Eviction, Model, Setup};
+use kvsieve::model::{Eviction, Model, Setup, Text, locate};
 use kvsieve::policy::{Budget, Policy, Registry};
 use kvsieve::tensor::DType;
 use std::path::PathBuf;
@@ -12,7 +12,7 @@ use std::path::PathBuf;
 /// The options of every command that runs a model.
 #[derive(clap::Args)]
 pub struct ModelArgs {
-    /// Hugging Face folder: config.json, safetensors in one file or shards, tokenizer.json
+    /// Hugging Face folder, or 'builtin': config.json, safetensors in one file or shards, tokenizer.json
     #[arg(long, value_name = "DIR")]
     pub model: PathBuf,
     /// Tokens that go through the model together
@@ -61,8 +61,13 @@ impl ModelArgs {
         self.compute.refuse_cuda()?;
         let cpu = self.compute.cpu()?;
         let arena = Arena::with_limit(self.compute.limit_bytes());
-        let model = Model::open(&self.model, &arena)?;
+        let model = Model::open(&locate(&self.model)?, &arena)?;
         Ok(Opened { model, policy, budget, cpu, arena })
+    }
+
+    /// The model's tokenizer.
+    pub fn text(&self) -> Result<Text, Failure> {
+        Ok(Text::open(&locate(&self.model)?)?)
     }
 
     /// How the model is run on `batch` sequences of at most `max_tokens` tokens.

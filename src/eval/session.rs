@@ -13,7 +13,7 @@ use crate::memory::{Arena, ArenaError, Buffer, Label};
 use crate::model::{Decoder, Eviction, ModelError, Setup, Tap, Tapped, Text};
 use crate::policy::Policy;
 use crate::task::Tokens;
-use std::cell::RefCell;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// The context with a full cache.
 const CONTEXT: usize = 0;
@@ -63,11 +63,17 @@ pub struct Answers {
 
 /// Looks at what attention gives while a question is asked.
 #[derive(Default)]
-pub struct Watch(RefCell<Option<Outputs>>);
+pub struct Watch(Mutex<Option<Outputs>>);
+
+impl Watch {
+    fn outputs(&self) -> MutexGuard<'_, Option<Outputs>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
 
 impl Tap for Watch {
     fn rows(&self, layer: usize, what: Tapped, rows: &[f32]) {
-        if let (Tapped::O, Some(outputs)) = (what, self.0.borrow_mut().as_mut()) {
+        if let (Tapped::O, Some(outputs)) = (what, self.outputs().as_mut()) {
             outputs.push(layer, rows);
         }
     }
@@ -171,7 +177,7 @@ impl<'a> Session<'a> {
         let (vocab, forced) = (config.vocab, asked.expected.len());
         let mut logits = self.stage.arena.alloc::<f32>(Label::Activations, forced * vocab)?;
         let rows = asked.prompt.len() + forced - 1;
-        *self.watch.0.borrow_mut() = Some(Outputs::new(self.stage.arena, config.layers, rows * config.q_width())?);
+        *self.watch.outputs() = Some(Outputs::new(self.stage.arena, config.layers, rows * config.q_width())?);
         self.decoder.fork(from, ASKED)?;
         self.feed(ASKED, &asked.prompt)?;
         self.decoder.fork(ASKED, FORCED)?;
@@ -181,7 +187,7 @@ impl<'a> Session<'a> {
             self.feed(FORCED, &[*token])?;
             logits.copy_from_slice(&self.last);
         }
-        let outputs = self.watch.0.borrow_mut().take().expect("put there above");
+        let outputs = self.watch.outputs().take().expect("put there above");
 
         let mut written = vec![likeliest(&behind_prompt) as u32];
         while written.len() < most_tokens && !config.eos.contains(&written[written.len() - 1]) {

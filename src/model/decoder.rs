@@ -239,13 +239,12 @@ impl<'a> Decoder<'a> {
         Ok(())
     }
 
-    /// The blocks, over `rows` rows of the residual stream.
+    /// The blocks, over `rows` rows of the residual stream: on the threads from the first to the last, because to hand
+    /// each small product over to them costs more than a new token's products themselves.
     fn pass(&mut self, portions: &[Portion], rows: usize) -> Result<(), ModelError> {
         self.turn_angles(portions);
-        for layer in 0..self.model.config.layers {
-            self.block(layer, portions, rows)?;
-        }
-        Ok(())
+        let (cpu, layers) = (self.cpu, 0..self.model.config.layers);
+        cpu.install(|| layers.into_iter().try_for_each(|layer| self.block(layer, portions, rows)))
     }
 
     /// Cosines and sines of every row's position.

@@ -18,7 +18,7 @@ pub enum Tapped {
 }
 
 /// Looks on while a decoder works.
-pub trait Tap {
+pub trait Tap: Sync {
     /// Is shown rows of a layer, in the order of their tokens.
     fn rows(&self, layer: usize, what: Tapped, rows: &[f32]);
 }

@@ -99,7 +99,24 @@ pub fn tables(records: &[&Record]) -> String {
     for records in of_tasks.chunk_by(|a, b| task(a) == task(b)) {
         text += &format!("\n{}", of_task(records));
     }
-    text
+    let read = [
+        ("score, 95%", "percent, with its bootstrap interval over samples"),
+        ("vs full", "score minus the full cache's"),
+        ("perplexity", "of the text behind the eviction"),
+        ("KL nats", "from the full cache, for a token"),
+        ("top-1", "percent of tokens where both think the same likeliest"),
+        ("kv", "bytes live behind the eviction"),
+        ("first", "time to the first token"),
+        ("per token", "time between tokens behind it"),
+    ];
+    // A column that no table has needs no words.
+    let shown =
+        read.iter().filter(|(column, _)| text.contains(&format!("| {} ", column.split(',').next().unwrap_or(column))));
+    let words: Vec<String> = shown.map(|(column, words)| format!("{column}: {words}")).collect();
+    match words.is_empty() {
+        true => text,
+        false => format!("{text}\n{}\n", wrapped(&words.join(" · "))),
+    }
 }
 
 /// Policies by budgets: mean score over tasks in percent, or perplexity for texts; best first.
@@ -199,7 +216,16 @@ fn of_task(records: &[&Record]) -> String {
     };
     let rows = std::iter::once(headings.clone()).chain(records.iter().map(row)).collect();
     let task = records[0].cell.task.as_deref().unwrap_or(NOTHING);
-    format!("### eval: {task}, {} context\n\n{}", units::tokens(records[0].cell.context_tokens), lines(rows))
+    let mut text =
+        format!("### eval: {task}, {} context\n\n{}", units::tokens(records[0].cell.context_tokens), lines(rows));
+    let mut reasons: BTreeMap<(&str, &str), usize> = BTreeMap::new();
+    for record in records.iter().filter(|record| record.status != Status::Ok) {
+        *reasons.entry((status(record.status), record.reason.as_deref().unwrap_or(NOTHING))).or_default() += 1;
+    }
+    for ((status, reason), count) in reasons {
+        text += &format!("\n{}\n", wrapped(&format!("{count} {status} · {reason}")));
+    }
+    text
 }
 
 /// Numbers of a cell as tables show them.
@@ -240,7 +266,7 @@ impl Numbers {
 
 /// Lines of the page's table.
 pub fn rows(records: &[&Record]) -> Vec<Value> {
-    let naming = Naming::over(records, &[TASK, CONTEXT, SAMPLES, SEED]);
+    let naming = Naming::over(records, &[SAMPLES]);
     let row = |record: &&Record| {
         let numbers = answers(record).map_or_else(Numbers::default, |found| Numbers::of(record, found));
         context! {
