@@ -96,27 +96,15 @@ pub fn tables(records: &[&Record]) -> String {
     let mut of_tasks: Vec<&Record> = records.to_vec();
     let task = |record: &Record| (record.cell.task.clone(), record.cell.context_tokens);
     of_tasks.sort_by_key(|record| task(record));
+    let mut shown: Vec<Column> = Vec::new();
     for records in of_tasks.chunk_by(|a, b| task(a) == task(b)) {
         text += &format!("\n{}", of_task(records));
+        shown.extend(columns(records));
     }
-    let read = [
-        ("score, 95%", "percent, with its bootstrap interval over samples"),
-        ("vs full", "score minus the full cache's"),
-        ("perplexity", "of the text behind the eviction"),
-        ("KL nats", "from the full cache, for a token"),
-        ("top-1", "percent of tokens where both think the same likeliest"),
-        ("kv", "bytes live behind the eviction"),
-        ("first", "time to the first token"),
-        ("per token", "time between tokens behind it"),
-    ];
-    // A column that no table has needs no words.
-    let shown =
-        read.iter().filter(|(column, _)| text.contains(&format!("| {} ", column.split(',').next().unwrap_or(column))));
-    let words: Vec<String> = shown.map(|(column, words)| format!("{column}: {words}")).collect();
-    match words.is_empty() {
-        true => text,
-        false => format!("{text}\n{}\n", wrapped(&words.join(" · "))),
-    }
+    shown.sort_by_key(|column| ALL.iter().position(|other| other.heading == column.heading));
+    shown.dedup_by_key(|column| column.heading);
+    let words: Vec<String> = shown.iter().map(|column| format!("{}: {}", column.heading, column.words)).collect();
+    format!("{text}\n{}\n", wrapped(&words.join(" · ")))
 }
 
 /// Policies by budgets: mean score over tasks in percent, or perplexity for texts; best first.
@@ -169,33 +157,41 @@ fn leaderboard(records: &[&Record]) -> String {
 }
 
 /// What a column shows of a cell.
-type Column = (&'static str, fn(&Numbers) -> &String);
+#[derive(Clone, Copy)]
+struct Column {
+    heading: &'static str,
+    /// What stands there.
+    words: &'static str,
+    read: fn(&Numbers) -> &String,
+}
 
-/// The cells of one task. A text has no score, so that there is room for how its tokens fare.
+const ALL: [Column; 9] = [
+    Column { heading: "score", words: "percent, of the model's own words", read: |numbers| &numbers.score },
+    Column { heading: "perplexity", words: "of the text behind the eviction", read: |numbers| &numbers.perplexity },
+    Column { heading: "95%", words: "the score's interval over samples", read: |numbers| &numbers.interval },
+    Column { heading: "vs full", words: "score minus the full cache's", read: |numbers| &numbers.difference },
+    Column { heading: "KL nats", words: "from the full cache, for each token", read: |numbers| &numbers.kl },
+    Column { heading: "top-1", words: "percent of tokens likeliest with both caches", read: |numbers| &numbers.top1 },
+    Column { heading: "kv", words: "bytes live behind the eviction", read: |numbers| &numbers.kv },
+    Column { heading: "first", words: "time to the first token", read: |numbers| &numbers.first },
+    Column { heading: "per token", words: "time of each one behind it", read: |numbers| &numbers.step },
+];
+const OF_SCORES: [&str; 3] = ["score", "95%", "vs full"];
+const OF_TEXTS: [&str; 2] = ["perplexity", "top-1"];
+
+/// The columns of a task's table. A text has no score, so that there is room for how its tokens fare.
+fn columns(records: &[&Record]) -> Vec<Column> {
+    let scored = records.iter().filter_map(|record| answers(record)).any(|answers| answers.accuracy.is_some());
+    let without: &[&str] = if scored { &OF_TEXTS } else { &OF_SCORES };
+    ALL.into_iter().filter(|column| !without.contains(&column.heading)).collect()
+}
+
+/// The cells of one task.
 fn of_task(records: &[&Record]) -> String {
     let naming = Naming::over(records, &[TASK, CONTEXT, SAMPLES, SEED]);
-    let scored = records.iter().filter_map(|record| answers(record)).any(|answers| answers.accuracy.is_some());
-    let shown: &[Column] = match scored {
-        true => &[
-            ("score", |numbers| &numbers.score),
-            ("95%", |numbers| &numbers.interval),
-            ("vs full", |numbers| &numbers.difference),
-            ("KL nats", |numbers| &numbers.kl),
-            ("kv", |numbers| &numbers.kv),
-            ("first", |numbers| &numbers.first),
-            ("per token", |numbers| &numbers.step),
-        ],
-        false => &[
-            ("perplexity", |numbers| &numbers.perplexity),
-            ("KL nats", |numbers| &numbers.kl),
-            ("top-1", |numbers| &numbers.top1),
-            ("kv", |numbers| &numbers.kv),
-            ("first", |numbers| &numbers.first),
-            ("per token", |numbers| &numbers.step),
-        ],
-    };
+    let shown = columns(records);
     let headings: Vec<String> =
-        ["policy", "budget"].into_iter().chain(shown.iter().map(|(heading, _)| *heading)).map(String::from).collect();
+        ["policy", "budget"].into_iter().chain(shown.iter().map(|column| column.heading)).map(String::from).collect();
     let row = |record: &&Record| {
         let policy = record.cell.policy.as_deref().unwrap_or(NOTHING);
         let mut row = vec![
@@ -205,7 +201,7 @@ fn of_task(records: &[&Record]) -> String {
         match answers(record) {
             Some(found) => {
                 let numbers = Numbers::of(record, found);
-                row.extend(shown.iter().map(|(_, read)| read(&numbers).clone()));
+                row.extend(shown.iter().map(|column| (column.read)(&numbers).clone()));
             }
             None => {
                 row.push(status(record.status).into());
