@@ -108,6 +108,7 @@ pub fn table<'e>(
         // Writing to a string cannot fail.
         let _ = writeln!(text, "{:width$}  {peak:>15}  {time:>9}", prepared.cell.label());
     }
+    let mut unknown = 0;
     for cell in others {
         let time = match cell.measure {
             Measure::Serve => "simulated",
@@ -115,17 +116,27 @@ pub fn table<'e>(
                 skipped += 1;
                 "skipped"
             }
-            _ => "–",
+            _ => {
+                unknown += 1;
+                "–"
+            }
         };
         let _ = writeln!(text, "{:width$}  {:>15}  {time:>9}", cell.label(), "–");
     }
-    let about = rates.map_or(String::new(), |_| format!("; about {total_s:.0} s in all"));
+    let mut notes: Vec<String> = Vec::new();
+    if rates.is_some() && unknown < cells.len() + others.len() {
+        notes.push(format!("; about {total_s:.0} s in all"));
+    }
+    if unknown > 0 {
+        notes.push(format!("; {unknown} evaluations, whose memory and time are not predicted"));
+    }
     let skipped = if skipped > 0 { format!(", {skipped} that do not run on this device") } else { String::new() };
     let _ = writeln!(
         text,
-        "{} cells, {oom} of them over the limit of {}{skipped}{about}",
+        "{} cells, {oom} of them over the limit of {}{skipped}{}",
         cells.len() + others.len(),
         units::bytes(limit_bytes),
+        notes.concat(),
     );
     text
 }
