@@ -292,18 +292,18 @@ class Report:
 # --- The run ---
 
 
-def enter_environment(env: Path) -> None:
-    """Starts this program again with the Python of `env`, which is made and filled where that is needed."""
+def enter_environment(env: Path, program: Path = Path(__file__)) -> None:
+    """Starts `program` again with the Python of `env`, which is made and filled where that is needed."""
     python = env / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     if Path(sys.prefix).resolve() == env.resolve():
         return
     if not python.exists():
-        print(f"compare.py: making a Python environment in {env}", file=sys.stderr)
+        print(f"peers: making a Python environment in {env}", file=sys.stderr)
         subprocess.run([sys.executable, "-m", "venv", str(env)], check=True)
     if subprocess.run([python, "-c", "import " + ", ".join(PACKAGES)], stderr=subprocess.DEVNULL).returncode != 0:
-        print(f"compare.py: installing {', '.join(PACKAGES)} there (a large download)", file=sys.stderr)
+        print(f"peers: installing {', '.join(PACKAGES)} there (a large download)", file=sys.stderr)
         subprocess.run([python, "-m", "pip", "install", "--quiet", *PACKAGES], check=True)
-    os.execv(python, [str(python), __file__, *sys.argv[1:]])
+    os.execv(python, [str(python), str(program), *sys.argv[1:]])
 
 
 def last_cache_bytes() -> int:
@@ -343,7 +343,6 @@ def main() -> None:
     parts = args.only or list(PARTS)
     if args.accuracy_fixture and "accuracy" not in parts:
         parser.error("--accuracy-fixture needs the part 'accuracy'")
-    enter_environment(args.env)
 
     started, worker, peer, report = time.monotonic(), Worker(), Torch(), Report()
     facts, rotate_bytes = collect_facts(worker, peer), 4 * last_cache_bytes()

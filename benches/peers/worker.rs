@@ -1,10 +1,11 @@
-//! kvsieve's side of `compare.py`: one request per line of JSON on stdin, one answer per line on stdout.
+//! kvsieve's side of `compare.py` and `models.py`: one request per line of JSON on stdin, one answer per line on stdout.
 //!
 //! A request names a pass and a problem and asks for one sample: calls until `min_ns` have passed. Problems stay
 //! prepared between requests, so that the two sides of a comparison can take turns and only the passes are timed.
 
 #[path = "../../tests/common/mod.rs"]
 mod common;
+mod decoder;
 
 use common::accuracy::{Described, Judged};
 use common::{Problem, grad_o, inputs};
@@ -54,6 +55,8 @@ enum Request {
     Decode(Sample),
     Naive(Sample),
     Backward(Sample),
+    /// A prompt and steps through a whole model.
+    Generate(decoder::Request),
 }
 
 #[derive(Clone, Copy, Deserialize)]
@@ -77,10 +80,10 @@ struct Sample {
 
 fn main() -> Result<(), Box<dyn Error>> {
     if std::env::args().nth(1).as_deref() != Some("serve") {
-        println!("peer_worker is driven by benches/peers/compare.py; alone it does nothing");
+        println!("peer_worker is driven by compare.py and models.py in benches/peers; alone it does nothing");
         return Ok(());
     }
-    let mut bench = Bench { prepared: Vec::new() };
+    let mut bench = Bench { prepared: Vec::new(), open: None };
     for line in std::io::stdin().lock().lines() {
         let answer = bench.answer(&line?).unwrap_or_else(|error| json!({ "error": error.to_string() }));
         println!("{answer}");
@@ -91,6 +94,7 @@ fn main() -> Result<(), Box<dyn Error>> {
 
 struct Bench {
     prepared: Vec<Prepared>,
+    open: Option<decoder::Open>,
 }
 
 impl Bench {
@@ -109,6 +113,7 @@ impl Bench {
             Request::Decode(sample) => self.sample("decode", false, &sample),
             Request::Naive(sample) => self.sample("naive", false, &sample),
             Request::Backward(sample) => self.sample("tiled", true, &sample),
+            Request::Generate(request) => decoder::run(&mut self.open, &request),
         }
     }
 
