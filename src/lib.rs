@@ -13,7 +13,9 @@ pub mod named;
 pub mod policy;
 pub mod report;
 pub mod serving;
+pub mod task;
 pub mod tensor;
+pub mod train;
 pub mod units;
 pub mod workload;
 

@@ -1,0 +1,3 @@
+//! Tasks that need no download: what they are made of.
+
+pub mod text;
