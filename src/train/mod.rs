@@ -23,3 +23,6 @@ pub use parameters::{ModelSpec, Parameters};
 
 /// Rows of a piece of work that one thread does: fixed, so that sums over pieces have one order.
 const PIECE_ROWS: usize = 256;
+
+#[cfg(test)]
+mod tests;
