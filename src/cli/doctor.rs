@@ -77,7 +77,7 @@ impl Cuda {
         let device = Device::open(0).map(|device| OpenGpu {
             name: device.name().into(),
             architecture: device.architecture(),
-            multiprocessors: device.multiprocessors(),
+            multiprocessors: device.limits().multiprocessors,
             total_bytes: device.total_bytes(),
             free_bytes: device.free_bytes(),
         });

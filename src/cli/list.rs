@@ -7,6 +7,7 @@ use kvsieve::experiment::spec::{SHIPPED, Spec};
 use kvsieve::named::Parameter;
 use kvsieve::policy::{PRESETS, Registry, describe, markdown};
 use kvsieve::serving::{STRATEGIES, TRACES};
+use kvsieve::task::{self, TASKS};
 use serde::Serialize;
 use std::fmt::Write;
 use std::path::PathBuf;
@@ -31,7 +32,7 @@ pub struct Args {
     /// Write JSON instead of the table, to standard output (-) or a file
     #[arg(long, value_name = "-|FILE")]
     json: Option<PathBuf>,
-    /// Write the page of policies in Markdown instead of the table
+    /// Write the page of policies or of tasks in Markdown instead of the table
     #[arg(long, conflicts_with = "json")]
     markdown: bool,
 }
@@ -42,6 +43,8 @@ enum Things {
     Kernels,
     /// Eviction policies
     Policies,
+    /// Evaluation tasks
+    Tasks,
     /// Allocation strategies of the measure `serve`
     Strategies,
     /// Request traces of the measure `serve`
@@ -57,6 +60,7 @@ impl Things {
                 KERNELS.iter().map(|entry| Row::new(entry.name, entry.about, entry.parameters)).collect()
             }
             Things::Policies => policies(&Registry::default()),
+            Things::Tasks => TASKS.iter().map(|entry| Row::new(entry.name, entry.about, entry.parameters)).collect(),
             Things::Strategies => {
                 STRATEGIES.iter().map(|entry| Row::new(entry.name, entry.about, entry.parameters)).collect()
             }
@@ -144,7 +148,8 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     if args.markdown {
         return match args.things {
             Things::Policies => output::print(&markdown(&Registry::default())),
-            _ => Err(Failure::usage("--markdown writes the page of policies; say list policies --markdown".into())),
+            Things::Tasks => output::print(&task::markdown()),
+            _ => Err(Failure::usage("--markdown writes the pages of policies and of tasks only".into())),
         };
     }
     let rows = args.things.rows();

@@ -75,9 +75,16 @@ const FRAME: &[&str] = &[
     "List", "Question", "Answer", "text", "pairs", "Pairs", "number", "secret", "are", "all", "was", "that", "it",
 ];
 
+/// Words of tasks' statements and questions that no sentence has.
+#[rustfmt::skip]
+const ASKED: &[&str] = &[
+    "Count", "For", "VAR", "begins", "came", "chain", "codes", "common", "ends", "from", "made", "most", "one", "steps",
+    "three", "variables", "which", "whom", "words",
+];
+
 /// Every word that this module writes, each once; numbers are not among them.
 pub fn words() -> impl Iterator<Item = &'static str> {
-    [NOUNS, ADJECTIVES, VERBS, NAMES, WHERE, WHEN, FRAME].into_iter().flatten().copied()
+    [NOUNS, ADJECTIVES, VERBS, NAMES, WHERE, WHEN, FRAME, ASKED].into_iter().flatten().copied()
 }
 
 /// A sentence of the grammar, ` The old bear carried a lamp near the red gate.`, of 4 to 26 words.
@@ -167,6 +174,12 @@ pub fn distinct_pairs(rng: &mut impl Rng, count: usize) -> Vec<String> {
 pub fn number(rng: &mut impl Rng, digits: usize) -> String {
     let digit = |at: usize| char::from(b'0' + rng.random_range(u8::from(at == 0)..10));
     (0..digits).map(digit).collect()
+}
+
+/// Four groups of four hexadecimal digits, `03fa-77c1-e210-9b44`: a name that says nothing, and is never met twice.
+pub fn code(rng: &mut impl Rng) -> String {
+    let bits: u64 = rng.random();
+    format!("{:04x}-{:04x}-{:04x}-{:04x}", bits >> 48, bits >> 32 & 0xffff, bits >> 16 & 0xffff, bits & 0xffff)
 }
 
 /// The statement that hides a value in a text: ` The code of KEY is VALUE.`

@@ -4,18 +4,18 @@ use super::Args;
 use super::pass::{Problem, Sizes, Solution};
 use super::report::{Place, Report};
 use crate::cli::failure::Failure;
-use kvsieve::attention::cuda::{CudaKernel, Plan};
+use kvsieve::attention::cuda::{Inputs, Plan, Results, cuda_kernel};
 use kvsieve::attention::{AttentionError, Outputs};
 use kvsieve::device::Cpu;
-use kvsieve::device::cuda::{Device, Nvrtc, Operands, Problem as DeviceProblem, build};
+use kvsieve::device::cuda::Runtime;
 use kvsieve::memory::{Arena, Label};
 use kvsieve::tensor::file::TensorFile;
 use kvsieve::tensor::{DType, Tensor};
 
 pub fn run(args: &Args, index: usize) -> Result<(), Failure> {
-    let kernel = CudaKernel::named(&args.kernel)?;
-    let device = Device::open(index)?;
-    let nvrtc = Nvrtc::load(args.nvrtc.as_deref())?;
+    let kernel = cuda_kernel(&args.kernel)?;
+    let runtime = Runtime::open(index, args.nvrtc.as_deref())?;
+    let device = runtime.device();
     args.check_files()?;
     let file = TensorFile::open(&args.input)?;
     let problem = args.problem(&file)?;
@@ -23,7 +23,7 @@ pub fn run(args: &Args, index: usize) -> Result<(), Failure> {
         let (what, instead) = ("backward pass on CUDA", "--device cpu");
         return Err(AttentionError::Unsupported { kernel: kernel.name(), what, instead }.into());
     }
-    let plan = Plan::new(kernel, &problem.shape, &problem.params, problem.dtype, device.multiprocessors())?;
+    let plan = kernel.plan(&problem.shape, &problem.params, problem.dtype, device.limits())?;
     let sizes = sizes(&problem, &plan);
     let limit_bytes = args.compute.limit_memory.unwrap_or(device.free_bytes());
     sizes.refuse_beyond(limit_bytes)?;
@@ -33,21 +33,14 @@ pub fn run(args: &Args, index: usize) -> Result<(), Failure> {
         arena.record_timeline();
     }
     let cpu = Cpu::new(args.compute.threads)?;
-    let solution = solve(&problem, &plan, &file, &Gpu { device: &device, nvrtc: &nvrtc, arena: &arena }, &cpu, args)?;
+    let solution = solve(&problem, &plan, &file, &runtime, &arena, &cpu, args)?;
     let place = Place {
         device: format!("cuda:{index}"),
-        isa_path: format!("{}, {}, NVRTC {}", device.name(), device.architecture(), nvrtc.version()),
+        isa_path: format!("{}, {}, NVRTC {}", device.name(), device.architecture(), runtime.nvrtc().version()),
         threads: None,
     };
     let report = Report::new(kernel.name().into(), &problem, &sizes, &solution, arena.usage(), place, limit_bytes);
     args.finish(&report, &problem, &solution, &arena)
-}
-
-/// Where a pass runs.
-struct Gpu<'a> {
-    device: &'a Device,
-    nvrtc: &'a Nvrtc,
-    arena: &'a Arena,
 }
 
 /// The GPU memory that [`solve`] takes, to the byte.
@@ -62,16 +55,15 @@ fn solve(
     problem: &Problem,
     plan: &Plan,
     file: &TensorFile,
-    gpu: &Gpu<'_>,
+    runtime: &Runtime,
+    arena: &Arena,
     cpu: &Cpu,
     args: &Args,
 ) -> Result<Solution, Failure> {
-    let Gpu { device, nvrtc, arena } = *gpu;
+    let device = runtime.device();
     // The host's copies are not what is measured.
     let host = Arena::unlimited();
     let inputs = problem.load_all(file, &host)?;
-    let (code, _) = build(nvrtc, &plan.program, &device.architecture())?;
-    let module = device.load(code, &plan.launches)?;
 
     let mut buffers = Vec::new();
     for tensor in &inputs {
@@ -85,22 +77,12 @@ fn solve(
     // A result that no kernel wrote must not look like one.
     o.write(&vec![0xff; outputs.o.bytes().len()])?;
     lse.write(&vec![0xff; outputs.lse.bytes() as usize])?;
-    let mut scores = device.alloc(arena, Label::Scores, 4 * plan.workspace.scores as u64)?;
-    let mut partials = device.alloc(arena, Label::Workspace, 4 * plan.workspace.scratch as u64)?;
-    let mut operands = Operands {
-        q: &buffers[0],
-        k: &buffers[1],
-        v: &buffers[2],
-        o: &mut o,
-        lse: &mut lse,
-        scores: &mut scores,
-        partials: &mut partials,
-    };
-    let on_device = DeviceProblem::new(&plan.extents, &mut operands)?;
+    let mut scratch = plan.scratch(device, arena)?;
+    let inputs_there = Inputs { q: &buffers[0], k: &buffers[1], v: &buffers[2] };
     let warmups = u32::from(args.repeat > 1);
     let mut samples_ns = Vec::new();
     for pass in 0..warmups + args.repeat {
-        let time_ns = device.run(&module, &plan.launches, &on_device)?;
+        let time_ns = plan.forward(runtime, inputs_there, Results { o: &mut o, lse: &mut lse }, &mut scratch)?;
         if pass >= warmups {
             samples_ns.push(time_ns);
         }

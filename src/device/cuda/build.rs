@@ -81,7 +81,7 @@ fn folder() -> Option<PathBuf> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::cuda::Family;
+    use crate::device::cuda::Source;
     use crate::tensor::DType;
 
     #[test]
@@ -101,23 +101,23 @@ mod tests {
     /// Runs where an NVRTC is found, which needs no GPU: CI installs the wheel and names it in `KVSIEVE_NVRTC`.
     #[test]
     #[ignore = "cuda: needs NVRTC"]
-    fn every_family_compiles_and_is_kept() {
+    fn machine_code_is_kept() {
         let nvrtc = Nvrtc::load(None).unwrap();
         let folder = tempfile::tempdir().unwrap();
         let build = |program: &Program| build_in(Some(folder.path()), &nvrtc, program, "sm_80").unwrap();
-        for family in [Family::Naive, Family::Tiled, Family::Decode] {
-            let program = Program { family, dtype: DType::F16, head_dim: 64 };
-            let (code, origin) = build(&program);
-            assert_eq!(origin, Origin::Compiled);
-            assert_eq!(build(&program), (code, Origin::Cache));
-        }
+        let text = "#include \"problem.cuh\"\nstatic_assert(HEAD_DIM % 8 == 0, \"eights\");\n\
+                    KERNEL(32) none(ARGUMENT Problem p) { store<ELEMENT>(p.o, 0, element<ELEMENT>(p.q, 0)); }";
+        let source = Source { name: "none.cu", text };
+        let program = Program { source, dtype: DType::F16, head_dim: 64, macros: vec![] };
+        let (code, origin) = build(&program);
+        assert_eq!(origin, Origin::Compiled);
+        assert_eq!(build(&program), (code, Origin::Cache));
         for file in fs::read_dir(folder.path()).unwrap() {
             fs::write(file.unwrap().path(), "torn").unwrap();
         }
-        let program = Program { family: Family::Tiled, dtype: DType::F16, head_dim: 64 };
         assert_eq!(build(&program).1, Origin::Compiled, "a torn file is not used");
         let wrong = Program { head_dim: 7, ..program };
         let error = build_in(None, &nvrtc, &wrong, "sm_80").unwrap_err().to_string();
-        assert!(error.contains("tiled.cu for f16 and D 7") && error.contains("chunks of 8 elements"), "{error}");
+        assert!(error.contains("none.cu for f16 and D 7") && error.contains("eights"), "{error}");
     }
 }

@@ -1,22 +1,33 @@
 //! A GPU: its memory by plain allocations that the arena counts, modules, launches, and times by events.
 
-use super::{CudaError, Launch, Problem, doing};
+use super::{CudaError, Launch, doing};
 use crate::memory::{Arena, Claim, Label};
 use cudarc::driver::sys::{CUdevice_attribute, CUevent_flags, CUfunction_attribute_enum, CUresult};
 use cudarc::driver::{
-    CudaContext, CudaFunction, CudaModule, CudaStream, DriverError, LaunchConfig, PushKernelArg, result,
+    CudaContext, CudaFunction, CudaModule, CudaStream, DeviceRepr, DriverError, LaunchArgs, LaunchConfig,
+    PushKernelArg, result,
 };
 use cudarc::nvrtc::Ptx;
 use std::collections::HashMap;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// What launches are planned for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Limits {
+    /// Compute capability, as `(9, 0)`.
+    pub capability: (i32, i32),
+    /// Streaming multiprocessors: what a grid should fill.
+    pub multiprocessors: usize,
+    /// Shared memory that one block may have.
+    pub block_shared_bytes: usize,
+}
 
 /// A GPU in use by this process.
 pub struct Device {
     context: Arc<CudaContext>,
     stream: Arc<CudaStream>,
     name: String,
-    capability: (i32, i32),
-    multiprocessors: usize,
+    limits: Limits,
     total_bytes: u64,
     free_bytes: u64,
 }
@@ -35,18 +46,25 @@ impl Device {
         let context = CudaContext::new(index).map_err(doing("opening the GPU"))?;
         let ask = || -> Result<_, DriverError> {
             let multiprocessors = context.attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
-            Ok((context.name()?, context.compute_capability()?, multiprocessors, context.mem_get_info()?))
+            let shared_bytes =
+                context.attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
+            let limits = Limits {
+                capability: context.compute_capability()?,
+                multiprocessors: multiprocessors.max(1) as usize,
+                block_shared_bytes: shared_bytes.max(0) as usize,
+            };
+            Ok((context.name()?, limits, context.mem_get_info()?))
         };
-        let (name, capability, multiprocessors, (free, total)) = ask().map_err(doing("asking what the GPU is"))?;
-        if capability.0 < 8 {
-            return Err(CudaError::TooOld { name, major: capability.0, minor: capability.1 });
+        let (name, limits, (free, total)) = ask().map_err(doing("asking what the GPU is"))?;
+        let (major, minor) = limits.capability;
+        if major < 8 {
+            return Err(CudaError::TooOld { name, major, minor });
         }
         Ok(Device {
             stream: context.default_stream(),
             context,
             name,
-            capability,
-            multiprocessors: multiprocessors.max(1) as usize,
+            limits,
             total_bytes: total as u64,
             free_bytes: free as u64,
         })
@@ -57,14 +75,16 @@ impl Device {
         &self.name
     }
 
-    /// What NVRTC compiles for, as `sm_90`.
-    pub fn architecture(&self) -> String {
-        format!("sm_{}{}", self.capability.0, self.capability.1)
+    /// What launches are planned for.
+    pub fn limits(&self) -> &Limits {
+        &self.limits
     }
 
-    /// Streaming multiprocessors: what a grid should fill.
-    pub fn multiprocessors(&self) -> usize {
-        self.multiprocessors
+    /// What NVRTC compiles for, as `sm_80`. On Hopper it is `sm_90a`, which has `wgmma` and runs on no other chip.
+    pub fn architecture(&self) -> String {
+        let (major, minor) = self.limits.capability;
+        let only_this = if major == 9 { "a" } else { "" };
+        format!("sm_{major}{minor}{only_this}")
     }
 
     /// Memory of the GPU.
@@ -100,54 +120,41 @@ impl Device {
         Ok(buffer)
     }
 
-    /// Loads machine code that was compiled for this GPU, and prepares the functions that `launches` name.
+    /// Loads machine code that was compiled for this GPU.
     ///
     /// # Errors
-    /// [`CudaError::Driver`] when it is not code for this GPU or lacks a function.
-    pub fn load(&self, code: Vec<u8>, launches: &[Launch]) -> Result<Module, CudaError> {
+    /// [`CudaError::Driver`] when it is not code for this GPU.
+    pub(super) fn load(&self, code: Vec<u8>) -> Result<Module, CudaError> {
         let module = self.context.load_module(Ptx::from_binary(code)).map_err(doing("loading the kernels"))?;
-        let mut functions = HashMap::new();
-        for launch in launches {
-            let function = module.load_function(launch.function).map_err(doing("finding a kernel"))?;
-            // Above 48 KiB a function must be told that it may have so much.
-            function
-                .set_attribute(
-                    CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                    launch.shared_bytes as i32,
-                )
-                .map_err(doing("reserving shared memory"))?;
-            functions.insert(launch.function, function);
-        }
-        Ok(Module { functions, _module: module })
+        Ok(Module { module, functions: Mutex::default() })
     }
 
-    /// Runs the launches in order and waits for them; the GPU's own time for them in nanoseconds.
+    /// Runs the launches in order, each with the same arguments, and waits for them; the GPU's own time for them in
+    /// nanoseconds.
     ///
     /// # Errors
-    /// [`CudaError::Operand`] when the problem lacks a buffer that a kernel uses, [`CudaError::Driver`] when a launch
-    /// or a kernel fails.
-    pub fn run(&self, module: &Module, launches: &[Launch], problem: &Problem<'_>) -> Result<u64, CudaError> {
+    /// [`CudaError::Driver`] when a launch or a kernel fails.
+    pub(crate) fn run(
+        &self,
+        module: &Module,
+        launches: &[Launch],
+        arguments: &[&dyn Argument],
+    ) -> Result<u64, CudaError> {
+        let functions = launches.iter().map(|launch| module.function(launch)).collect::<Result<Vec<_>, CudaError>>()?;
         let timed = || self.stream.record_event(Some(CUevent_flags::CU_EVENT_DEFAULT));
         let start = timed().map_err(doing("recording an event"))?;
-        for launch in launches {
-            let lacks = match launch.function {
-                name if name.starts_with("naive") => !problem.has_scores(),
-                name if name.starts_with("decode") => !problem.has_partials(),
-                _ => false,
-            };
-            let function = module.functions.get(launch.function).filter(|_| !lacks).ok_or_else(|| {
-                CudaError::Operand(format!("{}: it was not loaded, or its workspace is missing", launch.function))
-            })?;
+        for (launch, function) in launches.iter().zip(&functions) {
+            let [x, y, z] = launch.grid.map(|blocks| blocks as u32);
             let config = LaunchConfig {
-                grid_dim: (launch.grid[0] as u32, launch.grid[1] as u32, launch.grid[2] as u32),
+                grid_dim: (x, y, z),
                 block_dim: (launch.threads, 1, 1),
                 shared_mem_bytes: launch.shared_bytes,
             };
             let mut builder = self.stream.launch_builder(function);
-            builder.arg(problem);
-            // SAFETY: every kernel takes one `Problem`, whose buffers were checked against its extents when it was
-            // made; kernels stay inside those extents (the emulation checks this under AddressSanitizer). The buffers
-            // are borrowed until the wait below.
+            arguments.iter().for_each(|argument| argument.push(&mut builder));
+            // SAFETY: the arguments are laid out as the kernel's parameters, and their buffers are as long as the kernel
+            // takes them to be (`Argument`); kernels stay inside them (the emulation checks this under
+            // AddressSanitizer). They are borrowed until the wait below.
             unsafe { builder.launch(config) }.map_err(doing("launching a kernel"))?;
         }
         let end = timed().map_err(doing("recording an event"))?;
@@ -157,10 +164,43 @@ impl Device {
     }
 }
 
-/// Functions of loaded machine code.
+/// What a kernel takes by value: `repr(C)`, laid out as the parameter in the kernel's source, and borrowing every buffer
+/// whose address is in it.
+pub(crate) trait Argument {
+    /// Appends the value to a launch.
+    fn push<'a>(&'a self, launch: &mut LaunchArgs<'a>);
+}
+
+impl<T: DeviceRepr> Argument for T {
+    fn push<'a>(&'a self, launch: &mut LaunchArgs<'a>) {
+        launch.arg(self);
+    }
+}
+
+/// Loaded machine code, and its functions as far as they were launched.
 pub struct Module {
-    functions: HashMap<&'static str, CudaFunction>,
-    _module: Arc<CudaModule>,
+    module: Arc<CudaModule>,
+    functions: Mutex<HashMap<&'static str, CudaFunction>>,
+}
+
+impl Module {
+    /// The function of a launch, told how much shared memory it may have.
+    fn function(&self, launch: &Launch) -> Result<CudaFunction, CudaError> {
+        let mut functions = self.functions.lock().unwrap_or_else(PoisonError::into_inner);
+        let function = match functions.get(launch.function) {
+            Some(function) => function.clone(),
+            None => self.module.load_function(launch.function).map_err(doing("finding a kernel"))?,
+        };
+        // Above 48 KiB a function must be told that it may have so much.
+        function
+            .set_attribute(
+                CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                launch.shared_bytes as i32,
+            )
+            .map_err(doing("reserving shared memory"))?;
+        functions.insert(launch.function, function.clone());
+        Ok(function)
+    }
 }
 
 /// Memory of a GPU. Dropping it gives the memory back, to the GPU and to the arena's ledger.

@@ -1,21 +1,23 @@
 //! NVIDIA GPUs: the driver and NVRTC are looked for at run time, kernels are compiled when they are first used.
 //!
 //! Nothing of CUDA is needed to build the crate or to start the binary. [`Device`] is a GPU with the memory taken from
-//! it, [`Nvrtc`] the compiler, [`Program`] a kernel family for one element type and head dim; the sources under
-//! `kernels/` are part of the binary. [`build`] takes the compiled code from the disk or makes it. What a kernel's
-//! launch looks like for a problem is [`crate::attention::cuda`]'s.
+//! it, [`Nvrtc`] the compiler, [`Program`] a file under `kernels/` for one element type and head dim, [`Runtime`] all of
+//! them together. [`build`] takes compiled code from the disk or makes it. What a kernel's launch looks like for a
+//! problem is [`crate::attention::cuda`]'s.
 
 mod build;
 mod device;
 mod nvrtc;
 mod problem;
+mod runtime;
 mod source;
 
 pub use build::{Origin, build};
-pub use device::{Device, DeviceBuffer, Module};
+pub use device::{Device, DeviceBuffer, Limits, Module};
 pub use nvrtc::Nvrtc;
 pub use problem::{Extents, Launch, Operands, Problem};
-pub use source::{Family, Program};
+pub use runtime::Runtime;
+pub use source::{Program, Source};
 
 use crate::memory::{ArenaError, Label};
 

@@ -33,6 +33,10 @@ pub struct Extents {
     pub softcap: Option<f32>,
     /// Keys of one split of decode; `kv_len` or more where nothing is split.
     pub split_keys: usize,
+    /// Elements of f32 in `scores`.
+    pub scores: usize,
+    /// Elements of f32 in `partials`.
+    pub partials: usize,
 }
 
 impl Extents {
@@ -42,7 +46,7 @@ impl Extents {
     }
 }
 
-/// The buffers of a problem. `scores` and `partials` may be empty where a kernel has none.
+/// The buffers of a problem. `scores` and `partials` are empty where a kernel has none.
 pub struct Operands<'a> {
     /// `[B, Hq, Lq, D]`.
     pub q: &'a DeviceBuffer,
@@ -91,7 +95,7 @@ pub struct Problem<'a> {
 }
 
 // SAFETY: the struct is `repr(C)`, has no padding, and holds numbers only; its fields are those of `Problem` in
-// kernels/problem.cuh (a test compares them).
+// kernels/problem.cuh (a test compares them). `new` compares the buffers with the extents.
 unsafe impl DeviceRepr for Problem<'_> {}
 
 impl<'a> Problem<'a> {
@@ -108,11 +112,6 @@ impl<'a> Problem<'a> {
             true => Ok(buffer.address()),
             false => Err(CudaError::Operand(format!("{name} has {} bytes; {bytes} are needed", buffer.bytes()))),
         };
-        // Empty where the kernel has none; a kernel that has one is launched with the size of its workspace.
-        let optional = |name: &str, buffer: &DeviceBuffer, elements: usize| match buffer.bytes() {
-            0 => Ok(0),
-            _ => has(name, buffer, 4 * elements),
-        };
         // Kernels add two lengths and a window in 32 bits.
         let short = |name: &str, value: usize| {
             i32::try_from(value).ok().filter(|&value| value < 1 << 29).ok_or_else(|| {
@@ -125,8 +124,8 @@ impl<'a> Problem<'a> {
             v: has("v", operands.v, kv_bytes)?,
             o: has("o", operands.o, q_bytes)?,
             lse: has("lse", operands.lse, 4 * rows)?,
-            scores: optional("scores", operands.scores, rows * kv_len)?,
-            partials: optional("partials", operands.partials, rows * extents.splits() * (head_dim + 2))?,
+            scores: has("scores", operands.scores, 4 * extents.scores)?,
+            partials: has("partials", operands.partials, 4 * extents.partials)?,
             pages: 0,
             lens: 0,
             batch: short("batch", batch)?,
@@ -146,14 +145,6 @@ impl<'a> Problem<'a> {
             unused: 0,
             buffers: PhantomData,
         })
-    }
-
-    pub(super) fn has_scores(&self) -> bool {
-        self.scores != 0
-    }
-
-    pub(super) fn has_partials(&self) -> bool {
-        self.partials != 0
     }
 }
 

@@ -1,46 +1,41 @@
-//! The kernels' sources, which are part of the binary, and the text and options that NVRTC gets for a variant.
+//! A kernel's source with its headers in place, and the options that NVRTC gets for a variant.
 
 use crate::tensor::DType;
 use std::fmt;
 
-/// A source file of kernels.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Family {
-    /// `naive.cu`: any element type, any head dim.
-    Naive,
-    /// `tiled.cu`: 16-bit elements.
-    Tiled,
-    /// `decode.cu` over contiguous tensors: 16-bit elements.
-    Decode,
+/// A file of kernels, which is part of the binary. Whoever launches its kernels declares it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Source {
+    /// Its name, as `tiled.cu`.
+    pub name: &'static str,
+    /// What is in it.
+    pub text: &'static str,
 }
 
 /// A variant: what is compiled at one time.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Program {
     /// Its source.
-    pub family: Family,
+    pub source: Source,
     /// Element type of q, k, v and o.
     pub dtype: DType,
     /// `D`.
     pub head_dim: usize,
+    /// Further macros and their values.
+    pub macros: Vec<(&'static str, usize)>,
 }
 
-const HEADERS: [(&str, &str); 3] = [
-    ("ptx.cuh", include_str!("../../../kernels/ptx.cuh")),
-    ("problem.cuh", include_str!("../../../kernels/problem.cuh")),
-    ("strip.cuh", include_str!("../../../kernels/strip.cuh")),
+const HEADERS: [Source; 3] = [
+    Source { name: "ptx.cuh", text: include_str!("../../../kernels/ptx.cuh") },
+    Source { name: "problem.cuh", text: include_str!("../../../kernels/problem.cuh") },
+    Source { name: "strip.cuh", text: include_str!("../../../kernels/strip.cuh") },
 ];
 
 impl Program {
     /// The text with its headers in place, each once, so that NVRTC needs no files.
     pub(super) fn text(&self) -> String {
-        let source = match self.family {
-            Family::Naive => include_str!("../../../kernels/naive.cu"),
-            Family::Tiled => include_str!("../../../kernels/tiled.cu"),
-            Family::Decode => include_str!("../../../kernels/decode.cu"),
-        };
         let (mut text, mut seen) = (String::new(), Vec::new());
-        expand(source, &mut seen, &mut text);
+        expand(self.source.text, &mut seen, &mut text);
         text
     }
 
@@ -51,27 +46,20 @@ impl Program {
             DType::Bf16 => "BF16",
             DType::F16 => "F16",
         };
-        let mut options = vec![
+        let own = self.macros.iter().map(|(name, value)| format!("-D{name}={value}"));
+        let all = [
             format!("--gpu-architecture={architecture}"),
             "-std=c++17".into(),
             format!("-DELEMENT={element}"),
             format!("-DHEAD_DIM={}", self.head_dim),
         ];
-        if self.family == Family::Decode {
-            options.push("-DPAGED=0".into());
-        }
-        options
+        all.into_iter().chain(own).collect()
     }
 }
 
 impl fmt::Display for Program {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let name = match self.family {
-            Family::Naive => "naive",
-            Family::Tiled => "tiled",
-            Family::Decode => "decode",
-        };
-        write!(formatter, "{name}.cu for {} and D {}", self.dtype, self.head_dim)
+        write!(formatter, "{} for {} and D {}", self.source.name, self.dtype, self.head_dim)
     }
 }
 
@@ -79,11 +67,11 @@ impl fmt::Display for Program {
 fn expand(source: &str, seen: &mut Vec<&'static str>, text: &mut String) {
     for line in source.lines() {
         let included = line.strip_prefix("#include \"").and_then(|rest| rest.strip_suffix('"'));
-        match HEADERS.iter().find(|(name, _)| Some(*name) == included) {
-            Some((name, _)) if seen.contains(name) => {}
-            Some((name, header)) => {
-                seen.push(name);
-                expand(header, seen, text);
+        match HEADERS.iter().find(|header| Some(header.name) == included) {
+            Some(header) if seen.contains(&header.name) => {}
+            Some(header) => {
+                seen.push(header.name);
+                expand(header.text, seen, text);
             }
             // One text has no header of its own to guard.
             None if line == "#pragma once" => {}
@@ -98,16 +86,6 @@ fn expand(source: &str, seen: &mut Vec<&'static str>, text: &mut String) {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn headers_are_in_place_once_and_nothing_else_is_left_to_include() {
-        for family in [Family::Naive, Family::Tiled, Family::Decode] {
-            let text = Program { family, dtype: DType::Bf16, head_dim: 64 }.text();
-            assert_eq!(text.matches("struct Problem {").count(), 1, "{family:?}");
-            let left: Vec<&str> = text.lines().filter(|line| line.starts_with("#include")).collect();
-            assert_eq!(left, ["#include \"machine.hpp\""], "only the emulation's, which NVRTC skips: {family:?}");
-        }
-    }
 
     /// The fields of `Problem` on both sides: same names, same order.
     #[test]
@@ -127,6 +105,6 @@ mod tests {
             include_str!("problem.rs").split_once("pub struct Problem<'a> {").unwrap().1.split_once('}').unwrap().0;
         let code = rust.lines().map(str::trim).filter(|line| !line.starts_with("//"));
         let rust: Vec<&str> = code.filter_map(|line| Some(line.split_once(':')?.0)).collect();
-        assert_eq!(rust[..rust.len() - 1], fields(HEADERS[1].1), "the last of Rust's fields has no size");
+        assert_eq!(rust[..rust.len() - 1], fields(HEADERS[1].text), "the last of Rust's fields has no size");
     }
 }

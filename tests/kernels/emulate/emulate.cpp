@@ -1,9 +1,9 @@
 // Runs a family of kernels on the CPU over small problems, and compares o and lse with attention in f64.
 //
-// Compiled once for each variant by run.py, with the macros that NVRTC gets and FAMILY, the kernel's source file.
-// Prints the largest error of each case; exit status 1 when one is too large.
+// Compiled once for each variant by run.py, with the macros that NVRTC gets and FAMILY, a header beside this file: it
+// includes the kernel's source, and says how the kernel is launched and what else it needs. Prints the largest error of each case; exit status 1 when one is too large.
 #define KVSIEVE_EMULATE
-#include FAMILY
+#include "problem.cuh"
 
 #include <algorithm>
 #include <random>
@@ -63,45 +63,16 @@ const void *data(std::vector<u16> &half, std::vector<float> &full) {
     return ELEMENT == F32 ? static_cast<void *>(full.data()) : half.data();
 }
 
-// Puts every list into pages in a shuffled order; the rest of a list's last page and unused pages hold NaN.
-void into_pages(Tensors &t, const Problem &p, std::mt19937 &random) {
-    const int lists = p.batch * p.kv_heads, count = lists * p.table_width + 3;
-    std::vector<int> free(count);
-    for (int i = 0; i < count; i++) free[i] = i;
-    std::shuffle(free.begin(), free.end(), random);
-    std::vector<u16> k(size_t(count) * p.page_tokens * HEAD_DIM, 0x7fff), v = k;
-    for (int list = 0; list < lists; list++)
-        for (int token = 0; token < t.lens[list]; token++) {
-            if (token % p.page_tokens == 0) {
-                t.pages[list * p.table_width + token / p.page_tokens] = free.back();
-                free.pop_back();
-            }
-            size_t page = t.pages[list * p.table_width + token / p.page_tokens];
-            size_t to = (page * p.page_tokens + token % p.page_tokens) * HEAD_DIM;
-            size_t from = (size_t(list) * p.kv_len + token) * HEAD_DIM;
-            std::copy_n(&t.k[from], HEAD_DIM, &k[to]);
-            std::copy_n(&t.v[from], HEAD_DIM, &v[to]);
-        }
-    t.k.swap(k), t.v.swap(v);
-}
+// How many blocks of `size` cover `of`.
+unsigned blocks(size_t of, int size) { return unsigned((of + size - 1) / size); }
 
-void run(const Problem &p) {
-    [[maybe_unused]] const unsigned heads = p.batch * p.q_heads;
-    auto blocks = [](int of, int size) { return unsigned((of + size - 1) / size); };
-#if defined(NAIVE)
-    machine::launch({blocks(p.kv_len, 64), blocks(p.q_len, 64), heads}, 256, 0, [&] { naive_scores(p); });
-    machine::launch({heads * p.q_len, 1, 1}, 256, 0, [&] { naive_softmax(p); });
-    machine::launch({blocks(HEAD_DIM, 64), blocks(p.q_len, 64), heads}, 256, 0, [&] { naive_output(p); });
-#elif defined(TILED)
-    machine::launch({blocks(p.q_len, ROWS), unsigned(p.q_heads), unsigned(p.batch)}, THREADS, 4 * TILE_BYTES,
-                    [&] { tiled_forward(p); });
-#else
-    const int rows = p.q_heads / p.kv_heads * p.q_len;
-    machine::launch({unsigned(p.splits), blocks(rows, ROWS), unsigned(p.batch * p.kv_heads)}, THREADS,
-                    ROWS * ROW_BYTES + WARPS * RING_BYTES, [&] { decode_partial(p); });
-    machine::launch({blocks(heads * p.q_len, WARPS), 1, 1}, THREADS, 0, [&] { decode_merge(p); });
-#endif
-}
+} // namespace
+
+// Defines, of one family of kernels: WAYS, the schedules that make a difference (2 where nothing is copied in the
+// background, else 4); whether it takes a case; what it needs besides q, k and v; and its launches.
+#include FAMILY
+
+namespace {
 
 // The larger of two errors; no number is infinitely wrong, and stays so.
 double worse(double a, double b) { return std::isnan(b) ? INFINITY : std::max(a, b); }
@@ -141,9 +112,7 @@ int main() {
     double worst = 0, worst_lse = 0;
     int runs = 0;
     for (const Case &c : CASES) {
-#if defined(TILED) || defined(NAIVE)
-        if (c.kv_len > 300) continue;
-#endif
+        if (!takes(c)) continue;
         std::mt19937 random(7);
         Tensors t;
         Problem p{};
@@ -158,28 +127,11 @@ int main() {
         for (size_t i = 0; i < lists * c.kv_len * HEAD_DIM; i++)
             kv[0].push_back(value_of(t.k, t.k32, i)), kv[1].push_back(value_of(t.v, t.v32, i));
         t.lens.assign(lists, c.kv_len);
-#if defined(NAIVE)
-        t.scores.assign(rows * c.kv_len, NAN);
-#elif !defined(TILED)
-        p.split_keys = 128, p.splits = (c.kv_len + 127) / 128;
-        t.partials.assign(size_t(p.splits) * rows * (HEAD_DIM + 2), NAN);
-        if (PAGED) {
-            for (size_t list = 0; list < lists; list++) t.lens[list] = std::max(0, c.kv_len - 61 * int(list));
-            p.page_tokens = c.kv_len % 2 ? 16 : 10;
-            p.table_width = (c.kv_len + p.page_tokens - 1) / p.page_tokens;
-            t.pages.assign(lists * p.table_width, 1 << 30);
-            into_pages(t, p, random);
-        }
-#endif
+        prepare(t, p, random);
         p.q = data(t.q, t.q32), p.k = data(t.k, t.k32), p.v = data(t.v, t.v32);
         p.scores = t.scores.data(), p.partials = t.partials.data(), p.pages = t.pages.data(), p.lens = t.lens.data();
         double error = 0, lse_error = 0;
-#if defined(NAIVE)
-        const int ways = 2; // nothing is copied in the background
-#else
-        const int ways = 4;
-#endif
-        for (int way = 0; way < ways; way++) {
+        for (int way = 0; way < WAYS; way++) {
             machine::schedule = {(way & 1) != 0, (way & 2) != 0};
             t.o.assign(rows * HEAD_DIM, 0x7fff), t.o32.assign(rows * HEAD_DIM, NAN), t.lse.assign(rows, NAN);
             p.o = const_cast<void *>(data(t.o, t.o32)), p.lse = t.lse.data();

@@ -27,7 +27,7 @@ VARIANTS = [
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cxx", default="g++", help="compiler")
-    parser.add_argument("--only", metavar="FAMILY", help="naive, tiled or decode")
+    parser.add_argument("--only", metavar="FAMILY", help="only this family")
     arguments = parser.parse_args()
     failed = False
     with tempfile.TemporaryDirectory() as folder:
@@ -35,7 +35,7 @@ def main():
             if arguments.only not in (None, family):
                 continue
             program = os.path.join(folder, "emulate")
-            macros = [f"-DELEMENT={element}", f"-DHEAD_DIM={head_dim}", f"-D{family.upper()}", f'-DFAMILY="{family}.cu"']
+            macros = [f"-DELEMENT={element}", f"-DHEAD_DIM={head_dim}", f'-DFAMILY="{family}.hpp"']
             macros += [f"-D{extra}"] if extra else []
             flags = ["-std=c++17", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
             flags += ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-unused-function", f"-I{KERNELS}", f"-I{HERE}"]

@@ -1,0 +1,97 @@
+//! Words that stand often in a list: RULER's `cwe` (some stand more often than all others) and `fwe` (frequencies fall
+//! by a power law).
+
+use super::{Draw, Question, Rule, Sample, Task, TaskEntry, text};
+use crate::named::{Named, NamedError, Parameter};
+use rand::seq::SliceRandom;
+
+const RULER: &str = "RULER (arXiv 2404.06654)";
+
+struct Common {
+    words: usize,
+    often: usize,
+    seldom: usize,
+}
+
+struct Frequent {
+    alpha: f64,
+}
+
+/// `cwe`.
+pub(super) const COMMON: TaskEntry = TaskEntry {
+    name: "cwe",
+    about: "the ten words that stand most often in a numbered list",
+    origin: RULER,
+    parameters: &[
+        Parameter { name: "words", default: "10", about: "words that are asked for" },
+        Parameter { name: "often", default: "30", about: "times that each of them stands there" },
+        Parameter { name: "seldom", default: "3", about: "times that each other word does" },
+    ],
+    build: common,
+};
+
+/// `fwe`.
+pub(super) const FREQUENT: TaskEntry = TaskEntry {
+    name: "fwe",
+    about: "the three most frequent words of a text whose frequencies fall by a power law",
+    origin: RULER,
+    parameters: &[Parameter { name: "alpha", default: "2.0", about: "exponent of the law" }],
+    build: |named| Ok(Box::new(Frequent { alpha: named.number("alpha", 2.0, 1.1..=10.0)? })),
+};
+
+fn common(named: &Named) -> Result<Box<dyn Task>, NamedError> {
+    let (words, seldom) = (named.count("words", 10, 1)?, named.count("seldom", 3, 1)?);
+    Ok(Box::new(Common { words: words.min(100), often: named.count("often", 30, seldom + 1)?, seldom }))
+}
+
+impl Task for Common {
+    /// A unit is another seldom word.
+    fn write(&self, units: usize, draw: &Draw) -> Option<Sample> {
+        if self.words + units > 20_000 {
+            return None;
+        }
+        let mut rng = draw.content();
+        let common = text::distinct_words(&mut rng, self.words);
+        let mut list: Vec<String> =
+            common.iter().flat_map(|word| std::iter::repeat_n(word.to_string(), self.often)).collect();
+        // Pairs of words, so that there are enough; none is one of the common ones.
+        let others = text::distinct_pairs(&mut draw.filler(), units);
+        list.extend(others.into_iter().flat_map(|word| std::iter::repeat_n(word, self.seldom)));
+        list.shuffle(&mut draw.places());
+        let context: String = list.iter().enumerate().map(|(at, word)| format!(" {}. {word}", at + 1)).collect();
+        let question = Question {
+            prompt: format!(" Question: which {} words are most common in the list? Answer:", self.words),
+            expected: format!(" {}.", common.join(", ")),
+            rule: Rule::AllOf(common.iter().map(|word| word.to_string()).collect()),
+        };
+        Some(Sample { context, questions: vec![question], depth: None })
+    }
+}
+
+impl Task for Frequent {
+    /// A unit is another place of the text.
+    fn write(&self, units: usize, draw: &Draw) -> Option<Sample> {
+        let ranks = text::distinct_words(&mut draw.content(), 50);
+        // The first rank is noise, as in the original: the three behind it are asked for.
+        let zeta: f64 = (1..10_000).map(|rank| f64::from(rank).powf(-self.alpha)).sum();
+        let count = |rank: usize| (units as f64 * (rank as f64).powf(-self.alpha) / zeta).round() as usize;
+        if count(4) <= count(5) {
+            return None;
+        }
+        let mut list: Vec<&str> = std::iter::repeat_n("...", count(1)).collect();
+        list.extend((2..=ranks.len()).flat_map(|rank| std::iter::repeat_n(ranks[rank - 1], count(rank))));
+        list.shuffle(&mut draw.places());
+        let asked = &ranks[1..4];
+        let question = Question {
+            prompt: " Question: which three words are most common in the text? Answer:".into(),
+            expected: format!(" {}.", asked.join(", ")),
+            rule: Rule::AllOf(asked.iter().map(|word| word.to_string()).collect()),
+        };
+        let context = list.iter().map(|word| format!(" {word}")).collect();
+        Some(Sample { context, questions: vec![question], depth: None })
+    }
+
+    fn least_units(&self) -> usize {
+        (1..).find(|&units| self.write(units, &Draw::new(0, 0)).is_some()).unwrap_or(1)
+    }
+}

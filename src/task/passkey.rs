@@ -1,0 +1,41 @@
+//! Passkey retrieval (Mohtashami and Jaggi 2023, arXiv 2305.16300): one number in text that says nothing.
+
+use super::haystack::{Haystack, hide};
+use super::{Draw, Question, Rule, Sample, Task, TaskEntry, text};
+use crate::named::{Named, NamedError, Parameter};
+
+struct Passkey {
+    digits: usize,
+    depth: Option<f64>,
+}
+
+/// `passkey`.
+pub(super) const ENTRY: TaskEntry = TaskEntry {
+    name: "passkey",
+    about: "the one number in a text of repeated sentences, said twice",
+    origin: "Landmark Attention (arXiv 2305.16300)",
+    parameters: &[
+        Parameter { name: "digits", default: "5", about: "digits of the number" },
+        Parameter { name: "depth", default: "random", about: "where it lies: 0 the beginning, 1 the end" },
+    ],
+    build,
+};
+
+fn build(named: &Named) -> Result<Box<dyn Task>, NamedError> {
+    let depth = named.text("depth").map(|_| named.number("depth", 0.0, 0.0..=1.0)).transpose()?;
+    Ok(Box::new(Passkey { digits: named.count("digits", 5, 1)?.min(18), depth }))
+}
+
+impl Task for Passkey {
+    fn write(&self, units: usize, draw: &Draw) -> Option<Sample> {
+        let key = text::number(&mut draw.content(), self.digits);
+        let needle = format!(" The secret number is {key}. Remember it: {key} is the secret number.");
+        let (context, depth) = hide(&Haystack::Repeat.sentences(units, draw), &[needle], self.depth, draw);
+        let question = Question {
+            prompt: " What is the secret number? The secret number is".into(),
+            expected: format!(" {key}."),
+            rule: Rule::FirstNumber(key.parse().ok()?),
+        };
+        Some(Sample { context, questions: vec![question], depth: Some(depth) })
+    }
+}

@@ -1,0 +1,59 @@
+//! How an answer is scored: exact rules on the text, as the originals have them.
+
+/// What counts as right.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Rule {
+    /// The share of these texts that the answer contains, without regard to case (RULER's `string_match_all`).
+    AllOf(Vec<String>),
+    /// Whether the answer contains any of these (RULER's `string_match_part`).
+    AnyOf(Vec<String>),
+    /// Whether the first whole number of the answer is this one (passkey retrieval).
+    FirstNumber(u64),
+    /// The share of these words with which the answer begins, in order, up to the first that is wrong.
+    Prefix(Vec<String>),
+}
+
+impl Rule {
+    /// The score of an answer, 0 to 1.
+    pub fn score(&self, answer: &str) -> f64 {
+        let lower = answer.to_lowercase();
+        let holds = |text: &String| lower.contains(&text.to_lowercase());
+        match self {
+            Rule::AllOf(texts) => texts.iter().filter(|text| holds(text)).count() as f64 / texts.len().max(1) as f64,
+            Rule::AnyOf(texts) => f64::from(u8::from(texts.iter().any(holds))),
+            Rule::FirstNumber(number) => {
+                let digits = answer.split(|c: char| !c.is_ascii_digit()).find(|digits| !digits.is_empty());
+                f64::from(u8::from(digits.and_then(|digits| digits.parse().ok()) == Some(*number)))
+            }
+            Rule::Prefix(words) => {
+                let same = answer.split_whitespace().zip(words).take_while(|(found, word)| found == word).count();
+                same as f64 / words.len().max(1) as f64
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rules_score_what_is_right_and_what_is_not() {
+        let texts = |list: &[&str]| list.iter().map(|text| text.to_string()).collect::<Vec<_>>();
+        let cases = [
+            (Rule::AllOf(texts(&["12", "Lamp"])), "a LAMP and 12", 1.0),
+            (Rule::AllOf(texts(&["12", "Lamp"])), "a lamp and 21", 0.5),
+            (Rule::AnyOf(texts(&["12", "34"])), "it is 34.", 1.0),
+            (Rule::AnyOf(texts(&["12", "34"])), "it is 43.", 0.0),
+            (Rule::FirstNumber(123), " 123. 456", 1.0),
+            (Rule::FirstNumber(123), " 1234", 0.0),
+            (Rule::FirstNumber(123), "none", 0.0),
+            (Rule::Prefix(texts(&["1", "2", "3", "4"])), " 1 2 4 4", 0.5),
+            (Rule::Prefix(texts(&["1", "2", "3", "4"])), " 1 2 3 4 5", 1.0),
+            (Rule::Prefix(texts(&["1", "2"])), "", 0.0),
+        ];
+        for (rule, answer, expected) in cases {
+            assert_eq!(rule.score(answer), expected, "{rule:?} of {answer:?}");
+        }
+    }
+}
