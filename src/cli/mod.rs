@@ -13,6 +13,7 @@ mod list;
 mod output;
 mod report;
 mod run;
+mod train;
 
 use clap::Parser;
 use clap::error::ErrorKind;
@@ -31,6 +32,7 @@ Examples:
                                     attention over your own tensors: time, memory, drift
   kvsieve evict --input qkv.safetensors --output kept.safetensors --policy snapkv --budget 0.25
                                     which tokens a policy keeps of your own tensors
+  kvsieve train --out model         a small model, from nothing, that finds what its context hides
   kvsieve completions bash          completions for your shell
 
 Exit status: 0 done, 1 failed while working, 2 the input or the arguments are wrong.
@@ -52,6 +54,7 @@ enum Command {
     Report(report::Args),
     Attend(attend::Args),
     Evict(evict::Args),
+    Train(train::Args),
     List(list::Args),
     Doctor(doctor::Args),
     Completions(completions::Args),
@@ -64,6 +67,7 @@ impl Command {
             Command::Report(args) => report::run(&args),
             Command::Attend(args) => attend::run(&args),
             Command::Evict(args) => evict::run(&args),
+            Command::Train(args) => train::run(&args),
             Command::List(args) => list::run(&args),
             Command::Doctor(args) => doctor::run(&args),
             Command::Completions(args) => completions::run(&args),

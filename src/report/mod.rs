@@ -26,6 +26,7 @@ mod summary;
 mod tests;
 mod text;
 mod ticks;
+pub mod training;
 
 pub use summary::summary_table;
 

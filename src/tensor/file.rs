@@ -5,6 +5,7 @@ use crate::memory::{Arena, ArenaError, Label};
 use memmap2::Mmap;
 use safetensors::tensor::TensorView as Stored;
 use safetensors::{Dtype, SafeTensors};
+use std::collections::HashMap;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
@@ -232,13 +233,25 @@ impl<'a> Output<'a> {
 /// # Errors
 /// When the folder cannot be written or the disk is full.
 pub fn write(path: &Path, outputs: &[Output<'_>]) -> Result<(), FileError> {
+    write_with(path, outputs, None)
+}
+
+/// As [`write()`], with texts that [`TensorFile::metadata`] gives back.
+///
+/// # Errors
+/// As [`write()`].
+pub fn write_with(
+    path: &Path,
+    outputs: &[Output<'_>],
+    metadata: Option<HashMap<String, String>>,
+) -> Result<(), FileError> {
     replace(path, |temporary| {
         let stored = outputs
             .iter()
             .map(|output| Ok((output.name, Stored::new(output.dtype, output.shape.clone(), output.bytes)?)))
             .collect::<Result<Vec<_>, safetensors::SafeTensorError>>()
             .map_err(|error| error.to_string())?;
-        safetensors::serialize_to_file(stored, None, temporary).map_err(|error| error.to_string())
+        safetensors::serialize_to_file(stored, metadata, temporary).map_err(|error| error.to_string())
     })
 }
 

@@ -67,6 +67,16 @@ impl Extents {
         self.batch * self.len
     }
 
+    /// Floating-point operations of a step with `targets` judged tokens: a product of a row with a matrix takes two for
+    /// each element, and twice as many again for both gradients; attention's backward pass 2.5 times its forward pass.
+    /// What is computed again is not counted.
+    pub fn step_flop(&self, targets: usize) -> f64 {
+        let ModelSpec { hidden, layers, ffn, .. } = self.spec;
+        let matrices = layers * hidden * (self.spec.qkv_width() + self.spec.q_width() + 3 * ffn);
+        let attention = 3.5 * layers as f64 * self.attention().flops(&self.params()) as f64;
+        6.0 * (self.rows() * matrices + targets * hidden * self.vocab) as f64 + attention
+    }
+
     /// The attention problem of a block.
     pub(super) fn attention(&self) -> Shape {
         let ModelSpec { q_heads, kv_heads, head_dim, .. } = self.spec;

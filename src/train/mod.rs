@@ -8,14 +8,21 @@
 
 pub mod activations;
 pub mod adamw;
-pub mod block;
+mod block;
+mod checkpoint;
+pub mod data;
+mod export;
 mod heads;
 mod linear;
+pub mod log;
 pub mod loss;
 pub mod network;
 mod norm;
 pub mod parameters;
+pub mod recipe;
+pub mod run;
 mod swiglu;
+pub mod vocabulary;
 
 pub use activations::Recompute;
 pub use network::{Batch, Network};
