@@ -40,7 +40,8 @@ fn loss(lines: &[Line]) -> Chart {
     Chart {
         id: "loss".into(),
         title: "Training loss".into(),
-        subtitle: "weighted cross-entropy of the judged tokens, mean over the steps between two lines of the log".into(),
+        subtitle: "weighted cross-entropy of the judged tokens, mean over the steps between two lines of the log"
+            .into(),
         caption: "One curve for each length of sequences.".into(),
         y: Axis { label: "loss, nats per token".into(), field: "loss", quantity: Quantity::Loss },
         ..chart(names)

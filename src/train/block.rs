@@ -50,7 +50,14 @@ impl Block<'_> {
         self.mlp_inner(cheap, inner);
         output.copy_from_slice(&cheap.y);
         let spec = &self.extents.spec;
-        linear::forward(self.cpu, &inner.p, &self.weights[self.ranges.down.clone()], output, [spec.ffn, spec.hidden], true);
+        linear::forward(
+            self.cpu,
+            &inner.p,
+            &self.weights[self.ranges.down.clone()],
+            output,
+            [spec.ffn, spec.hidden],
+            true,
+        );
         Ok(())
     }
 

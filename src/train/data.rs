@@ -169,7 +169,8 @@ impl<'a> Data<'a> {
     ) -> Result<(), DataError> {
         let draw = Draw::new(self.seed, number);
         let whole = sequence.room() - 1;
-        let least = task.write(task.least_units(), &draw).map_or(1, |sample| task::length_tokens(&sample, self.vocabulary));
+        let least =
+            task.write(task.least_units(), &draw).map_or(1, |sample| task::length_tokens(&sample, self.vocabulary));
         // Where many questions can be asked, a part of the room is left for them.
         let many = task.write(task.least_units().max(64), &draw).is_some_and(|sample| sample.questions.len() > 1);
         let share = if many { rng.random_range(0.3..0.85) } else { 1.0 - 0.5 * rng.random::<f64>().powi(2) };
@@ -196,7 +197,8 @@ impl<'a> Data<'a> {
         let values: Vec<String> = (0..count).map(|_| text::number(rng, 7)).collect();
         let room = whole.saturating_sub(count * (NEEDLE_TOKENS + ASKED_TOKENS));
         let wanted = rng.random_range(room / 2..=room);
-        let repeated: Option<Vec<String>> = rng.random_bool(0.25).then(|| (0..4).map(|_| text::sentence(rng)).collect());
+        let repeated: Option<Vec<String>> =
+            rng.random_bool(0.25).then(|| (0..4).map(|_| text::sentence(rng)).collect());
         let (mut pieces, mut tokens) = (Vec::new(), 0);
         while tokens < wanted {
             let sentence = match &repeated {

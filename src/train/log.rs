@@ -87,7 +87,8 @@ impl Log {
     /// Adds a line.
     pub fn add(&self, line: &Line) -> Result<(), TrainError> {
         let file = OpenOptions::new().append(true).open(&self.path);
-        file.and_then(|mut file| file.write_all(text(line).as_bytes())).map_err(|error| TrainError::write(&self.path, &error))
+        file.and_then(|mut file| file.write_all(text(line).as_bytes()))
+            .map_err(|error| TrainError::write(&self.path, &error))
     }
 }
 

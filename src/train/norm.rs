@@ -42,7 +42,14 @@ pub(super) struct Saved<'a> {
 }
 
 /// Adds the gradient by `x` to `dx` and that by the gain to `dgain`; `dn` is overwritten.
-pub(super) fn backward(cpu: &Cpu, saved: &Saved<'_>, dn: &mut [f32], dx: &mut [f32], dgain: &mut [f32], scratch: &mut [f32]) {
+pub(super) fn backward(
+    cpu: &Cpu,
+    saved: &Saved<'_>,
+    dn: &mut [f32],
+    dx: &mut [f32],
+    dgain: &mut [f32],
+    scratch: &mut [f32],
+) {
     let (width, isa, gain) = (saved.gain.len(), cpu.isa(), saved.gain);
     cpu.install(|| {
         dx.par_chunks_mut(PIECE_ROWS * width)

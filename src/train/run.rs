@@ -236,17 +236,20 @@ impl<'a> Trainer<'a> {
             let done = self.progress.step;
             let last = done == end || done == recipe.steps();
             if done.is_multiple_of(recipe.evaluation.log_steps) || last {
-                self.tell(watch, Line::Step {
-                    step: done,
-                    length_tokens: stage.length,
-                    loss: since.loss / since.steps as f64,
-                    rate,
-                    gradient_norm,
-                    tokens: self.progress.tokens,
-                    seconds: self.progress.seconds,
-                    tokens_per_second: since.tokens as f64 / since.seconds,
-                    gflop_per_second: since.flop / since.seconds / 1e9,
-                })?;
+                self.tell(
+                    watch,
+                    Line::Step {
+                        step: done,
+                        length_tokens: stage.length,
+                        loss: since.loss / since.steps as f64,
+                        rate,
+                        gradient_norm,
+                        tokens: self.progress.tokens,
+                        seconds: self.progress.seconds,
+                        tokens_per_second: since.tokens as f64 / since.seconds,
+                        gflop_per_second: since.flop / since.seconds / 1e9,
+                    },
+                )?;
                 since = Since::default();
             }
             if done.is_multiple_of(recipe.evaluation.save_steps) || last {

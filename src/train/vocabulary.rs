@@ -127,7 +127,9 @@ mod tests {
             assert_eq!(vocabulary.encode(&format!(" {word}")).len(), 1, "{word}");
         }
         assert_eq!(vocabulary.encode(" The code of amber falcon is 1234567.").len(), 6 + 4 + 1);
-        for text in [" The code of amber falcon is 1234567.", "a\tb\n c", "Größe 東京 🦊", "\"03fa-77c1\": {x};", "  two"] {
+        for text in
+            [" The code of amber falcon is 1234567.", "a\tb\n c", "Größe 東京 🦊", "\"03fa-77c1\": {x};", "  two"]
+        {
             let tokens = vocabulary.encode(text);
             assert_eq!(vocabulary.decode(&tokens), text);
             assert!(tokens.iter().all(|&token| token > 1 && (token as usize) < vocabulary.len()));
