@@ -34,6 +34,7 @@ pub enum DataError {
 enum Kind {
     Text,
     Needles,
+    Echo,
     Task(Box<dyn Task>),
 }
 
@@ -93,6 +94,7 @@ impl<'a> Data<'a> {
             let kind = match spec.source.as_str() {
                 "text" => Kind::Text,
                 "needles" => Kind::Needles,
+                "echo" => Kind::Echo,
                 name => Kind::Task(task::task(name)?),
             };
             Ok(Source { name: spec.source.clone(), kind, share: spec.share, from_length: spec.from_length })
@@ -127,7 +129,7 @@ impl<'a> Data<'a> {
             left -= source.share;
             left < 0.0
         });
-        found.or_else(|| fitting().last()).expect("a checked recipe has a source for every stage")
+        found.or_else(|| fitting().next_back()).expect("a checked recipe has a source for every stage")
     }
 
     fn rng(&self, number: u64) -> ChaCha8Rng {
@@ -146,6 +148,7 @@ impl<'a> Data<'a> {
         match &source.kind {
             Kind::Text => (),
             Kind::Needles => self.needles(&mut sequence, &mut rng),
+            Kind::Echo => echo(&mut sequence, &mut rng),
             Kind::Task(task) => self.task(&mut sequence, &source.name, task.as_ref(), number, &mut rng)?,
         }
         if sequence.tokens.len() > 1 && sequence.room() > 0 {
@@ -236,7 +239,8 @@ impl<'a> Data<'a> {
         let task = task::task(name)?;
         let make = |index: usize| {
             let draw = Draw::new(self.seed ^ HELD_OUT, index as u64);
-            let Sample { context, questions, .. } = task::generate(name, task.as_ref(), len, &draw, self.vocabulary)?;
+            let Sample { context, questions, .. } =
+                task::generate(name, task.as_ref(), len - 1, &draw, self.vocabulary)?;
             let tokens = vec![(self.vocabulary.begin(), 0.0)];
             let mut sequence = Sequence { vocabulary: self.vocabulary, tokens, wanted: len + 1 };
             sequence.push(&context, 0.0);
@@ -251,6 +255,28 @@ impl<'a> Data<'a> {
             cpu.install(|| indices.par_iter().map(|&index| make(index)).collect::<Result<_, DataError>>())?;
         Ok(batch_of(&sequences, len))
     }
+}
+
+/// Lists of words, ` oar lamp wolf;`, and pieces of earlier ones, each from some word to its list's end. What follows
+/// that word is foretold by what followed it before and by nothing else, least of all by its place: where whole texts
+/// are copied a model learns to look so many tokens back.
+fn echo(sequence: &mut Sequence<'_>, rng: &mut ChaCha8Rng) {
+    let mut lists: Vec<Vec<&str>> = Vec::new();
+    while sequence.room() > 1 {
+        if lists.len() > 1 && rng.random_bool(0.6) {
+            let list = &lists[rng.random_range(0..lists.len())];
+            let first = rng.random_range(0..list.len() - 1);
+            sequence.push(&format!(" {}", list[first]), 0.0);
+            let rest: String = list[first + 1..].iter().map(|word| format!(" {word}")).collect();
+            sequence.push(&format!("{rest};"), 1.0);
+        } else {
+            let count = rng.random_range(3..9);
+            let list = text::distinct_words(rng, count);
+            sequence.push(&format!("{};", list.iter().map(|word| format!(" {word}")).collect::<String>()), 0.0);
+            lists.push(list);
+        }
+    }
+    sequence.tokens.truncate(sequence.wanted - 1);
 }
 
 /// Sequences of `len + 1` tokens as a batch: all but the last are read, all but the first are targets.

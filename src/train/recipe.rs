@@ -54,7 +54,7 @@ pub struct DataSpec {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SourceSpec {
-    /// `text`, `needles`, or a task as `kvsieve list tasks` names them.
+    /// `text`, `needles`, `echo`, or a task as `kvsieve list tasks` names them.
     pub source: String,
     /// How often it is drawn, against the other shares.
     pub share: f64,
