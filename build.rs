@@ -13,7 +13,10 @@ fn main() {
     println!("cargo:rustc-env=KVSIEVE_GIT_REV={revision}");
     println!("cargo:rustc-env=KVSIEVE_GIT_DIRTY={dirty}");
     println!("cargo:rustc-env=KVSIEVE_PROFILE={}", std::env::var("PROFILE").unwrap_or_default());
-    for path in [".git/HEAD", ".git/index", "src", "Cargo.toml"] {
+    // The log of HEAD grows with each commit and checkout, and with nothing else. A path that is not there would make
+    // every build begin anew.
+    let log = git(&["rev-parse", "--git-path", "logs/HEAD"]).filter(|path| std::path::Path::new(path).exists());
+    for path in log.iter().map(String::as_str).chain(["src", "Cargo.toml"]) {
         println!("cargo:rerun-if-changed={path}");
     }
 }

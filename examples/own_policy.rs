@@ -1,7 +1,7 @@
 //! A policy of your own beside the built-in ones: `cargo run --release --example own_policy` (a few seconds). It always
 //! keeps the first tokens and, for half of the budget, the latest; between them it keeps the keys of smallest norm.
 
-use kvsieve::experiment::{Experiment, Options, Spec, run, store};
+use kvsieve::experiment::{Device, Experiment, Options, Spec, run, store};
 use kvsieve::policy::{Context, Policy, PolicyEntry, PolicyError, Protect, Registry, Scorer, Statistic, each_list};
 use kvsieve::{device::Cpu, report};
 
@@ -39,7 +39,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         parameters: &[],
         build: |_| Ok(Policy::after_prefill(SinkNorm)),
     });
-    let experiment = Experiment::new(Spec::parse(EXPERIMENT, "own_policy.rs")?, "own_policy.rs", &registry)?;
+    let experiment =
+        Experiment::new(Spec::parse(EXPERIMENT, "own_policy.rs")?, "own_policy.rs", &registry, Device::Cpu)?;
     let repro = "cargo run --release --example own_policy".to_string();
     let options = Options { out: "results".into(), resume: false, shard: None, limit_bytes: 1 << 30, repro };
     let outcome = run(&experiment, &registry, &Cpu::new(None)?, &options, &mut |_| ())?;

@@ -4,78 +4,137 @@
 // Versions
 //   1  The query heads of a group are rows of one matrix product, 16 at a time, so that a key or value is read once for
 //      all of them. Each warp walks over 16 keys at a time with a cp.async ring of its own: no barrier in the loop.
-//      Contiguous tensors, or pages with a list for each KV head and its own length. Compiled and emulated; not timed
-//      on a GPU yet.
+//      Contiguous tensors, or pages with a list for each KV head and its own length.
+//   2  D up to 256, D that is no multiple of 8 (copied element by element), f32 on CUDA cores. Warps and stages as the
+//      launch plans them, so that rings fit GPUs with less shared memory. The size of pages is known to the compiler,
+//      and where a warp's keys lie in one page it is looked up once, a step ahead.
+//      Compiled and emulated; not timed on a GPU yet. Registers (sm_80, no spills): bf16 121 at D 64, 162 at 128, 206 at
+//      256; f32 with 16 rows 164 at D 128, 230 at 256, with 4 rows 78 and 114.
 //
-// Compile with -DELEMENT=BF16|F16 -DHEAD_DIM=8..128 (a multiple of 8) -DPAGED=0|1.
-//   decode_partial  grid (splits, ceil(G Lq / 16), B Hkv), 128 threads, shared memory: 16 rows of Q, and for each of
-//                   4 warps STAGES times 32 rows of K and V
+// Compile with -DELEMENT=F32|BF16|F16 -DHEAD_DIM=1..256 -DPAGE_TOKENS=tokens of a page, or 0 for contiguous tensors
+// -DWARPS -DSTAGES=of each warp's ring, 2 or more -DROWS=16 (f32: 4, 8 or 16). KEYS is 16 (f32: 8).
+//   decode_partial  grid (splits, ceil(G Lq / ROWS), B Hkv), 32 WARPS threads, shared memory: ROWS of Q, and for each warp
+//                   STAGES times KEYS rows of K and V
 //   decode_merge    grid (ceil(B Hq Lq / 4)), 128 threads
+// `split_keys` is a multiple of WARPS KEYS.
 // `partials` holds [B Hkv, splits, G Lq] rows of D outputs, then as many pairs (maximum in units of log2, sum).
-// With pages, k and v are pools [pages, page_tokens, D], and `pages` lists each head's pages in order.
+#include "pages.cuh"
+#include "rows.cuh"
+#if ELEMENT == F32
+#include "strip_f32.cuh"
+#else
 #include "strip.cuh"
+#endif
 
 namespace {
 
-constexpr int WARPS = 4, THREADS = 32 * WARPS, KEYS = 16, ROWS = 16;
-constexpr int STAGES = WIDTH == 64 ? 4 : 3;
+constexpr int THREADS = 32 * WARPS, KEYS = ELEMENT == F32 ? 8 : 16, MERGE_WARPS = 4;
 constexpr int TILE_BYTES = KEYS * ROW_BYTES;
 constexpr int RING_BYTES = STAGES * 2 * TILE_BYTES; // of one warp
 static_assert(ROWS * (WIDTH + 2) * 4 <= RING_BYTES, "a warp's partial result takes the place of its ring");
+constexpr bool Q_KEPT = ELEMENT != F32 && WIDTH <= 128;
 
-DEVICE int tokens_of(const Problem &p, int list) { return PAGED ? p.lens[list] : p.kv_len; }
+// Where the keys and values of one list lie.
+#if PAGE_TOKENS
+#define OPERANDS ARGUMENT Problem p, [[maybe_unused]] ARGUMENT Pages pages
 
-// The row of token `token` of a list, in a pool or in a dense tensor.
-DEVICE const u16 *row_of(const Problem &p, const void *rows, int list, int token) {
-    long long row = (long long)list * p.kv_len + token;
-    if (PAGED) {
-        long long page = p.pages[(long long)list * p.table_width + token / p.page_tokens];
-        row = page * p.page_tokens + token % p.page_tokens;
+constexpr int PAGE_BYTES = PAGE_TOKENS * HEAD_BYTES;
+constexpr bool WHOLE_STEPS = PAGE_TOKENS % KEYS == 0; // the keys of a step lie in one page
+
+struct List {
+    const Pages &pages;
+    long long list;
+    int len, end;
+    long long behind; // values lie so far behind their keys
+    const unsigned char *now, *next;
+    int key0;
+
+    DEVICE List(const Problem &p, const Pages &pages, int list)
+        : pages(pages), list(list), len(most(0, least(pages.lens[list], p.kv_len))), behind(to_values(pages, PAGE_BYTES)) {}
+
+    DEVICE const unsigned char *find(int key) const {
+        return page_keys(pages, list, key / PAGE_TOKENS, PAGE_BYTES) + key % PAGE_TOKENS * HEAD_BYTES;
     }
-    return static_cast<const u16 *>(rows) + row * HEAD_DIM;
-}
+
+    // Begins to look where the keys from `key` on lie, if there are any.
+    DEVICE void look_up(int key) {
+        if constexpr (WHOLE_STEPS)
+            if (key < end) next = find(key);
+    }
+
+    // Goes to the keys from `key` on, which were looked up last; this warp's next ones are looked up.
+    DEVICE void go_to(int key) {
+        now = next, key0 = key;
+        look_up(key + WARPS * KEYS);
+    }
+
+    DEVICE const unsigned char *key(int row) const {
+        if constexpr (WHOLE_STEPS) return row_at(now, row);
+        return find(key0 + row);
+    }
+    DEVICE const unsigned char *value(int row) const { return key(row) + behind; }
+};
+#else
+#define OPERANDS ARGUMENT Problem p
+
+struct List {
+    const unsigned char *k, *v;
+    int len, end, key0;
+
+    DEVICE List(const Problem &p, int list)
+        : k(row_at(p.k, (long long)list * p.kv_len)), v(row_at(p.v, (long long)list * p.kv_len)), len(p.kv_len) {}
+
+    DEVICE void look_up(int) {}
+    DEVICE void go_to(int key) { key0 = key; }
+    DEVICE const unsigned char *key(int row) const { return row_at(k, key0 + row); }
+    DEVICE const unsigned char *value(int row) const { return row_at(v, key0 + row); }
+};
+#endif
 
 } // namespace
 
-KERNEL(128) decode_partial(ARGUMENT Problem p) {
+KERNEL(32 * WARPS) decode_partial(OPERANDS) {
     DYNAMIC_SHARED(memory);
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
     const int split = blockIdx.x, row0 = blockIdx.y * ROWS, list = blockIdx.z;
-    const int rows = p.q_heads / p.kv_heads * p.q_len, len = tokens_of(p, list);
+    const int rows = p.q_heads / p.kv_heads * p.q_len;
     const u32 q_tile = shared_address(memory), ring = q_tile + ROWS * ROW_BYTES + warp * RING_BYTES;
+#if PAGE_TOKENS
+    List kv(p, pages, list);
+#else
+    List kv(p, list);
+#endif
 
     // Heads of a group follow one another, so the group's query rows are `rows` rows in one piece.
-    const u16 *queries = static_cast<const u16 *>(p.q) + ((long long)list * rows + row0) * HEAD_DIM;
-    copy_rows<ROWS, THREADS>(q_tile, thread, rows - row0, queries,
-                             [&](int row) { return queries + (long long)row * HEAD_DIM; });
+    const unsigned char *first_query = row_at(p.q, (long long)list * rows + row0);
+    copy_rows<ROWS, THREADS>(q_tile, thread, rows - row0, p.q, [&](int row) { return row_at(first_query, row); });
     copy_async_commit();
     copy_async_wait<0>();
     block_sync();
     const Logits logits(p);
-    u32 q[WIDTH / 16][1][4];
-#pragma unroll
-    for (int k = 0; k < WIDTH / 16; k++) load_queries<1>(q[k], q_tile, 0, k, logits.flip);
+    const Queries<ROWS, Q_KEPT> queries(q_tile, 0, logits);
 
-    const Span of_first = visible(p, 0, len), of_last = visible(p, p.q_len - 1, len);
-    const int begin = most(of_first.first, split * p.split_keys) + warp * KEYS;
+    const Span of_first = visible(p, 0, kv.len), of_last = visible(p, p.q_len - 1, kv.len);
+    const int begin = most(of_first.first / KEYS * KEYS, split * p.split_keys) + warp * KEYS;
     const int end = least(of_last.end, least(p.kv_len, (split + 1) * p.split_keys));
     const int steps = begin < end ? (end - begin + WARPS * KEYS - 1) / (WARPS * KEYS) : 0;
-    Span seen[1][2];
+    Strip<ROWS, KEYS> strip;
+    Span seen[strip.SLOTS];
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-        seen[0][half] = visible(p, (row0 + 8 * half + lane / 4) % p.q_len, len);
-        seen[0][half].end = least(seen[0][half].end, end);
+    for (int slot = 0; slot < strip.SLOTS; slot++) {
+        seen[slot] = visible(p, (row0 + strip.row(slot)) % p.q_len, kv.len);
+        seen[slot].end = least(seen[slot].end, end);
     }
+    kv.end = end;
+    kv.look_up(begin);
 
     auto copy = [&](int step) {
         const int key0 = begin + step * (WARPS * KEYS);
         const u32 target = ring + step % STAGES * (2 * TILE_BYTES);
-        const u16 *k = static_cast<const u16 *>(p.k), *v = static_cast<const u16 *>(p.v);
-        copy_rows<KEYS, 32>(target, lane, end - key0, k, [&](int row) { return row_of(p, p.k, list, key0 + row); });
-        copy_rows<KEYS, 32>(target + TILE_BYTES, lane, end - key0, v,
-                            [&](int row) { return row_of(p, p.v, list, key0 + row); });
+        kv.go_to(key0);
+        copy_rows<KEYS, 32>(target, lane, end - key0, p.q, [&](int row) { return kv.key(row); });
+        copy_rows<KEYS, 32>(target + TILE_BYTES, lane, end - key0, p.q, [&](int row) { return kv.value(row); });
     };
-    Strip<1, KEYS> strip;
     strip.clear();
     for (int step = 0; step < STAGES - 1; step++) {
         if (step < steps) copy(step);
@@ -88,10 +147,7 @@ KERNEL(128) decode_partial(ARGUMENT Problem p) {
         copy_async_commit();
         const u32 stage = ring + step % STAGES * (2 * TILE_BYTES);
         const int key0 = begin + step * (WARPS * KEYS);
-        strip.scores(stage, [&](u32 (&fragment)[1][4], int k) {
-#pragma unroll
-            for (int r = 0; r < 4; r++) fragment[0][r] = q[k][0][r];
-        });
+        strip.scores(stage, queries);
         strip.cap(logits);
         if (key0 < of_last.first || key0 + KEYS > least(of_first.end, end)) strip.mask(seen, key0);
         strip.absorb(logits.rest());
@@ -106,16 +162,13 @@ KERNEL(128) decode_partial(ARGUMENT Problem p) {
     constexpr int RING_FLOATS = RING_BYTES / 4, STATES = ROWS * WIDTH;
     float *const mine = all + warp * RING_FLOATS;
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const int row = 8 * half + lane / 4;
-#pragma unroll
-        for (int n = 0; n < WIDTH / 8; n++)
-#pragma unroll
-            for (int i = 0; i < 2; i++) mine[row * WIDTH + 8 * n + lane % 4 * 2 + i] = strip.o[0][n][2 * half + i];
-        if (lane % 4 == 0) {
-            const float top = strip.top[0][half];
+    for (int slot = 0; slot < strip.SLOTS; slot++) {
+        const int row = strip.row(slot);
+        strip.put(slot, mine + row * WIDTH);
+        if (strip.leads()) {
+            const float top = strip.top[slot];
             mine[STATES + 2 * row] = top == minus_infinity() ? top : top * logits.rest();
-            mine[STATES + 2 * row + 1] = strip.sum[0][half];
+            mine[STATES + 2 * row + 1] = strip.sum[slot];
         }
     }
     block_sync();
@@ -140,8 +193,8 @@ KERNEL(128) decode_partial(ARGUMENT Problem p) {
 }
 
 // One warp for each row of the output.
-KERNEL(128) decode_merge(ARGUMENT Problem p) {
-    const long long row = (long long)blockIdx.x * WARPS + threadIdx.x / 32;
+KERNEL(128) decode_merge(OPERANDS) {
+    const long long row = (long long)blockIdx.x * MERGE_WARPS + threadIdx.x / 32;
     const int lane = threadIdx.x % 32, rows = p.q_heads / p.kv_heads * p.q_len;
     const long long lists = (long long)p.batch * p.kv_heads;
     if (row >= lists * rows) return;

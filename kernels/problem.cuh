@@ -1,7 +1,8 @@
 // One attention problem as every kernel takes it, which keys a query sees, and what a product becomes before softmax.
 //
 // `Problem` is passed by value; src/device/cuda/problem.rs has the same fields in the same order. Tensors are dense:
-// q, o [B, Hq, Lq, D]; k, v [B, Hkv, Lk, D]; lse [B, Hq, Lq], natural logarithm.
+// q, o [B, Hq, Lq, D]; k, v [B, Hkv, Lk, D], none where they lie in pages (pages.cuh); lse [B, Hq, Lq], natural
+// logarithm.
 #pragma once
 #include "ptx.cuh"
 
@@ -11,13 +12,10 @@ struct Problem {
     float *lse;
     float *scores;   // naive: [B, Hq, Lq, Lk]
     float *partials; // decode: outputs and (maximum, sum) of each split
-    const int *pages; // paged decode: [B Hkv, table_width], the pages of each list in order
-    const int *lens;  // paged decode: [B Hkv], the tokens of each list
     int batch, q_heads, kv_heads, q_len, kv_len;
     int causal;      // query i sees keys j <= i + len - q_len
     int window;      // a query sees its own key and the window - 1 before it; 0: no window
     int splits, split_keys;
-    int page_tokens, table_width;
     float scale;
     float softcap;   // cap * tanh(logit / cap); 0: none
     int unused;      // so that no byte of the struct is padding

@@ -31,6 +31,9 @@ DEVICE void block_sync() { __syncthreads(); }
 DEVICE void warp_sync() { __syncwarp(); }
 DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 
+// `x` of lane `lane`.
+DEVICE float shuffle(float x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
+
 // Where shared memory lies in its own address space: what ldmatrix and cp.async take.
 DEVICE u32 shared_address(const void *generic) {
     u64 wide;
@@ -49,6 +52,17 @@ DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "mem
 
 // Waits until at most `Pending` of this thread's latest groups are under way.
 template <int Pending> DEVICE void copy_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory"); }
+
+// 16 bytes of shared memory, from registers and to them.
+DEVICE void store_chunk(u32 shared, const u32 (&x)[4]) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
+}
+DEVICE void load_floats(float (&x)[4], u32 shared) {
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
+                 : "r"(shared)
+                 : "memory");
+}
 
 // Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8. Of each matrix lane l
 // gets elements (l / 4, 2 (l % 4)) and the next of its row.
@@ -120,5 +134,31 @@ DEVICE float reciprocal(float x) {
 }
 DEVICE float fused(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 DEVICE float larger(float a, float b) { return fmaxf(a, b); }
+
+// The same number, but the compiler cannot know: what follows from it is computed anew in every turn of a loop, and does
+// not take a register all the while.
+DEVICE int forgotten(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
+// A fragment of 16x8 sums, four in each lane, in 128 floats of global memory: added to what is there, whoever else adds
+// at the same time, or read. Its order there is the one that the widest addition of the architecture takes.
+DEVICE void add_fragment(float *fragment, int lane, const float (&x)[4]) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(fragment + 4 * lane), "f"(x[0]), "f"(x[1]), "f"(x[2]),
+                 "f"(x[3])
+                 : "memory");
+#else
+    for (int i = 0; i < 4; i++) asm volatile("red.global.add.f32 [%0], %1;" ::"l"(fragment + 32 * i + lane), "f"(x[i]) : "memory");
+#endif
+}
+DEVICE void read_fragment(const float *fragment, int lane, float (&x)[4]) {
+#if __CUDA_ARCH__ >= 900
+    for (int i = 0; i < 4; i++) x[i] = fragment[4 * lane + i];
+#else
+    for (int i = 0; i < 4; i++) x[i] = fragment[32 * i + lane];
+#endif
+}
 
 #endif

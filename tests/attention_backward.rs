@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Problem, WITH_BACKWARD, backward, grad_o, inputs, shape, widen};
+use common::{Problem, WITH_BACKWARD, backward, grad_o, inputs, root_mean_square_error, shape, widen};
 use kvsieve::attention::{Backward, DenseKv, Gradients, Inputs, Params, kernel};
 use kvsieve::memory::Arena;
 use kvsieve::tensor::{DType, Tensor};
@@ -17,23 +17,13 @@ fn tolerance(dtype: DType) -> f64 {
     }
 }
 
-/// Root mean square of the difference, relative to that of the expected gradient plus 0.3: inputs are standard normal,
-/// and a gradient that is nothing but cancellation (of a row that sees one key) is still rounded as its terms are, which
-/// are of order one.
-fn error(got: &[f32], wanted: &[f64]) -> f64 {
-    assert_eq!(got.len(), wanted.len());
-    let mean = |sum: f64| (sum / got.len() as f64).sqrt();
-    let difference = mean(got.iter().zip(wanted).map(|(&got, wanted)| (f64::from(got) - wanted).powi(2)).sum());
-    difference / (mean(wanted.iter().map(|x| x * x).sum()) + 0.3)
-}
-
 /// Checks `dq`, `dk` and `dv` of all kernels against expected ones; returns the largest error.
 fn check(problem: &Problem, inputs: &Inputs, grad_o: &Tensor, expected: &[Vec<f64>; 3]) -> f64 {
     let mut worst = 0.0f64;
     for (index, name) in WITH_BACKWARD.into_iter().enumerate() {
         let got = backward(name, problem, inputs, grad_o, 1 + index % 3);
         for ((which, got), wanted) in ["dq", "dk", "dv"].iter().zip(&got).zip(expected) {
-            let error = error(got, wanted);
+            let error = root_mean_square_error(got, wanted);
             assert!(error <= tolerance(problem.dtype), "{name}: {which} is off by {error:e} in {problem:?}");
             worst = worst.max(error);
         }

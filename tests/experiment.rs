@@ -5,7 +5,7 @@ mod common;
 use common::{cpu, normal, rng, tensor};
 use kvsieve::cache::PAGE_TOKENS;
 use kvsieve::experiment::record::{Record, Status};
-use kvsieve::experiment::{Experiment, Options, Outcome, Progress, Spec, runner, store};
+use kvsieve::experiment::{Device, Experiment, Options, Outcome, Progress, Spec, runner, store};
 use kvsieve::policy::{Context, Decoding, Policy, PolicyEntry, PolicyError, Registry, Scorer, Statistic};
 use kvsieve::tensor::DType;
 use kvsieve::tensor::file::{self, Output};
@@ -17,7 +17,7 @@ const TIMING: &str = "[timing]\nmin_rounds = 1\nmax_rounds = 2\ncap_s = 0.05\n";
 
 fn experiment_of(grids: &str, registry: &Registry) -> Experiment {
     let text = format!("name = \"x\"\n{TIMING}{grids}");
-    Experiment::new(Spec::parse(&text, "x.toml").unwrap(), "x.toml", registry).unwrap()
+    Experiment::new(Spec::parse(&text, "x.toml").unwrap(), "x.toml", registry, Device::Cpu).unwrap()
 }
 
 fn options(out: &Path) -> Options {
@@ -383,7 +383,7 @@ fn samples_of_competing_cells_are_taken_in_turn() {
     let registry = Registry::default();
     let text = "name = \"x\"\n[timing]\nwarmups = 2\nmin_rounds = 3\nmax_rounds = 3\n[[grid]]\nmeasure = \"forward\"\n\
                 kernel = [\"naive\", \"tiled\", \"decode\"]\nheads = \"2/1\"\nhead_dim = 32\ncontext_tokens = 128\n";
-    let experiment = Experiment::new(Spec::parse(text, "x.toml").unwrap(), "x.toml", &registry).unwrap();
+    let experiment = Experiment::new(Spec::parse(text, "x.toml").unwrap(), "x.toml", &registry, Device::Cpu).unwrap();
     let folder = tempfile::tempdir().unwrap();
     let mut turns = Vec::new();
     let outcome = runner::run(&experiment, &registry, cpu(2), &options(folder.path()), &mut |progress| {

@@ -4,7 +4,7 @@ mod common;
 
 use common::cpu;
 use kvsieve::experiment::record::{Record, Status};
-use kvsieve::experiment::{Experiment, Options, Outcome, Spec, runner};
+use kvsieve::experiment::{Device, Experiment, Options, Outcome, Spec, runner};
 use kvsieve::policy::Registry;
 use std::path::Path;
 
@@ -15,7 +15,7 @@ const DECODE: &str = "[[grid]]\nmeasure = \"decode\"\nheads = \"4/2\"\nhead_dim 
 fn experiment(grids: &str) -> Result<Experiment, String> {
     let text = format!("name = \"x\"\n[timing]\nmin_rounds = 1\nmax_rounds = 2\ncap_s = 0.05\n{grids}");
     let spec = Spec::parse(&text, "x.toml").map_err(|error| error.to_string())?;
-    Experiment::new(spec, "x.toml", &Registry::default()).map_err(|error| error.to_string())
+    Experiment::new(spec, "x.toml", &Registry::default(), Device::Cpu).map_err(|error| error.to_string())
 }
 
 fn run(grids: &str, out: &Path, resume: bool, shard: Option<(usize, usize)>) -> Outcome {

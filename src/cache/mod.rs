@@ -8,6 +8,7 @@
 //! after [`PagedCache::release`]), `page_table` page tables and reference counts, `metadata` positions, `policy` the
 //! columns.
 
+mod layout;
 mod paged;
 mod pool;
 mod retain;
@@ -16,6 +17,7 @@ mod slab;
 mod tests;
 mod token;
 
+pub use layout::Layout;
 pub use paged::PagedCache;
 
 use crate::memory::{Label, LabelBytes};

@@ -51,6 +51,11 @@ impl PagedCache {
         sequence * self.shape.kv_heads + head
     }
 
+    /// Numbers of the pages of all lists, one behind another, and how many each has room for.
+    pub(super) fn table(&self) -> (&[PageId], usize) {
+        (&self.table, self.table_len)
+    }
+
     /// Tokens in each list, `[B * Hkv]`.
     pub fn lens(&self) -> &[usize] {
         &self.lens

@@ -39,6 +39,16 @@ impl PagePool {
         PagePool { shape, arena, slabs, shift, free, pages: 0, most_pages: 0, tokens: 0, told: [0; 2] }
     }
 
+    /// Keys and values of each slab; `None` where the memory was given back.
+    pub fn slabs(&self) -> Vec<Option<&[u8]>> {
+        self.slabs.iter().map(|slab| slab.as_ref().map(Slab::kv)).collect()
+    }
+
+    /// Bits of a page's index in its slab.
+    pub fn shift(&self) -> u32 {
+        self.shift
+    }
+
     /// Pages in use.
     pub fn pages(&self) -> usize {
         self.pages

@@ -21,8 +21,12 @@ is a multiple of Hkv and D at most 256; with --backward also do [B, Hq, Lq, D]. 
 type (or --dtype), lse [B, Hq, Lq] in F32 (natural log), and with --backward dq, dk and dv.\n\n\
 Times: with --repeat above 1, one untimed pass warms up before the timed ones. The time of a backward pass is its \
 own, without the forward pass.\n\n\
-With --device cuda the kernels are naive (any type), tiled and decode (bf16 or f16, D a multiple of 8 up to 128), \
-forward only; memory is the GPU's, and times are the GPU's own.\n\n\
+With --device cuda the kernels are naive, tiled and decode (any type; D to 256, naive any), and hopper (bf16 or f16, D \
+64, 128 or 256, compute capability 9.0: H100, H200); gradients are those of naive and tiled. naive has its matrix \
+products from cuBLAS if that is found. Memory is the GPU's, and times are the GPU's own. Gradients of tiled may differ \
+in their last bits from run to run there; tiled:deterministic=true makes them the same every time.
+
+\
 Drift is the relative L2 distance of o from the f64 reference, on up to 64 queries of each head.\n\n\
 Examples:
   kvsieve attend --input in.safetensors --output out.safetensors --causal
@@ -63,9 +67,6 @@ pub struct Args {
     backward: bool,
     #[command(flatten)]
     compute: Compute,
-    /// NVRTC for --device cuda [default: KVSIEVE_NVRTC, else the first that doctor lists]
-    #[arg(long, value_name = "libnvrtc.so", help_heading = "Where it runs")]
-    nvrtc: Option<PathBuf>,
     /// Timed passes
     #[arg(long, value_name = "N", default_value_t = 1, allow_negative_numbers = true,
           value_parser = clap::value_parser!(u32).range(1..=1_000_000), help_heading = "What is reported")]

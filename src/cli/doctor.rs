@@ -1,9 +1,9 @@
 //! `kvsieve doctor`: what this machine offers, what is missing, and what to do about it.
 
 use super::failure::Failure;
-use super::{default_limit_bytes, output};
+use super::output;
 use kvsieve::device::cpu::CpuInfo;
-use kvsieve::device::cuda::{Device, Nvrtc};
+use kvsieve::device::cuda::{Condition, Device, Nvrtc};
 use kvsieve::device::gpu::Gpu;
 use kvsieve::device::{Cpu, simd::Isa};
 use kvsieve::memory::os;
@@ -49,20 +49,52 @@ struct Report {
     compute_devices: Vec<&'static str>,
 }
 
-/// What is there of what `--device cuda` needs, each tried; the error where it is not.
+/// What is there of what `--device cuda` needs, each tried.
 #[derive(Serialize)]
 struct Cuda {
-    device: Result<OpenGpu, String>,
-    nvrtc: Result<OpenNvrtc, String>,
+    device: Tried<OpenGpu>,
+    nvrtc: Tried<OpenNvrtc>,
+    /// Clocks, temperature and power; not needed.
+    nvml: Tried<OpenNvml>,
+}
+
+/// What was found, or why it was not; in JSON the fields of the one or `error`.
+#[derive(Serialize)]
+#[serde(untagged)]
+enum Tried<T> {
+    Found(T),
+    Missing { error: String },
+}
+
+impl<T> From<Result<T, String>> for Tried<T> {
+    fn from(tried: Result<T, String>) -> Self {
+        tried.map_or_else(|error| Tried::Missing { error }, Tried::Found)
+    }
 }
 
 #[derive(Serialize)]
 struct OpenGpu {
     name: String,
+    /// Compute capability, as `9.0`.
+    capability: String,
     architecture: String,
     multiprocessors: usize,
     total_bytes: u64,
     free_bytes: u64,
+    /// Memory of this process's context, where NVML tells.
+    context_bytes: Option<u64>,
+    l2_bytes: u64,
+    /// Shared memory that one block may have.
+    block_shared_bytes: usize,
+    /// Version of the CUDA interface that the driver has.
+    cuda_version: String,
+}
+
+#[derive(Serialize)]
+struct OpenNvml {
+    driver_version: Option<String>,
+    #[serde(flatten)]
+    condition: Condition,
 }
 
 #[derive(Serialize)]
@@ -74,15 +106,29 @@ struct OpenNvrtc {
 impl Cuda {
     /// Opens the first GPU and loads NVRTC.
     fn probe(nvrtc: Option<&Path>) -> Self {
-        let device = Device::open(0).map(|device| OpenGpu {
+        let device = Device::open(0).map_err(|error| error.to_string());
+        let nvml = device.as_ref().map_err(String::as_str).and_then(Device::nvml);
+        let nvml = nvml
+            .map_err(String::from)
+            .map(|nvml| OpenNvml { driver_version: nvml.driver_version(), condition: nvml.condition() });
+        let about = |device: &Device| OpenGpu {
             name: device.name().into(),
+            capability: format!("{}.{}", device.limits().capability.0, device.limits().capability.1),
             architecture: device.architecture(),
             multiprocessors: device.limits().multiprocessors,
             total_bytes: device.total_bytes(),
             free_bytes: device.free_bytes(),
-        });
+            context_bytes: device.context_bytes(),
+            l2_bytes: device.l2_bytes(),
+            block_shared_bytes: device.limits().block_shared_bytes,
+            cuda_version: device.cuda_version(),
+        };
         let nvrtc = Nvrtc::load(nvrtc).map(|nvrtc| OpenNvrtc { version: nvrtc.version(), path: nvrtc.path().into() });
-        Cuda { device: device.map_err(|error| error.to_string()), nvrtc: nvrtc.map_err(|error| error.to_string()) }
+        Cuda {
+            device: device.as_ref().map(about).map_err(Clone::clone).into(),
+            nvrtc: nvrtc.map_err(|error| error.to_string()).into(),
+            nvml: nvml.into(),
+        }
     }
 }
 
@@ -101,7 +147,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     let machine = os::machine();
     let cuda = Cuda::probe(args.nvrtc.as_deref());
     let mut compute_devices = vec!["cpu"];
-    if cuda.device.is_ok() && cuda.nvrtc.is_ok() {
+    if let (Tried::Found(_), Tried::Found(_)) = (&cuda.device, &cuda.nvrtc) {
         compute_devices.push("cuda");
     }
     let report = Report {
@@ -116,7 +162,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
         memory: Memory {
             total_bytes: machine.map(|machine| machine.total_bytes),
             available_bytes: machine.map(|machine| machine.available_bytes),
-            default_limit_bytes: default_limit_bytes(),
+            default_limit_bytes: os::default_limit_bytes(),
             os_peak_resets: os::reset_peak(),
         },
         gpu: Gpu::probe(),
@@ -127,6 +173,43 @@ pub fn run(args: &Args) -> Result<(), Failure> {
         None => output::print(&text(&report)),
         Some(target) => output::json(target, &report),
     }
+}
+
+/// What the open GPU says of itself.
+fn opened(gpu: &OpenGpu, nvml: &Tried<OpenNvml>) -> Vec<(&'static str, String)> {
+    let number = |value: Option<u32>, unit: &str| value.map(|value| format!("{value} {unit}"));
+    let said = match nvml {
+        Tried::Missing { error } => format!("{error}; clocks, temperature and the context's bytes stay unknown"),
+        Tried::Found(OpenNvml { driver_version, condition }) => {
+            let power = condition.power_w.map(|watts| format!("{watts:.0} W"));
+            let clocks = [number(condition.sm_clock_mhz, "MHz"), number(condition.mem_clock_mhz, "MHz memory")];
+            let rest = [number(condition.temperature_c, "°C"), power, Some(condition.throttle.join(", "))];
+            let parts = [driver_version.as_ref().map(|version| format!("driver {version}"))];
+            let parts = parts.into_iter().chain(clocks).chain(rest).flatten().filter(|part| !part.is_empty());
+            parts.collect::<Vec<_>>().join(", ")
+        }
+    };
+    let context = gpu.context_bytes.map_or(String::new(), |bytes| format!(", context {}", units::bytes(bytes)));
+    vec![
+        (
+            "cuda:0",
+            format!(
+                "{}, compute capability {} ({}), {} multiprocessors, CUDA {}",
+                gpu.name, gpu.capability, gpu.architecture, gpu.multiprocessors, gpu.cuda_version
+            ),
+        ),
+        (
+            "",
+            format!(
+                "{} of {} free{context}, L2 {}, {} of shared memory for a block",
+                units::bytes(gpu.free_bytes),
+                units::bytes(gpu.total_bytes),
+                units::bytes(gpu.l2_bytes),
+                units::bytes(gpu.block_shared_bytes as u64)
+            ),
+        ),
+        ("nvml", said),
+    ]
 }
 
 fn text(report: &Report) -> String {
@@ -147,17 +230,17 @@ fn text(report: &Report) -> String {
         None => "not found; for an NVIDIA GPU, install its driver (in a container: start it with --gpus all)".into(),
     };
     let used = match (&report.cuda.device, &report.cuda.nvrtc) {
-        (Ok(gpu), Ok(nvrtc)) => format!(
-            "{} ({}, {} multiprocessors, {} of {} free) by attend --device cuda; NVRTC {}",
-            gpu.name,
-            gpu.architecture,
-            gpu.multiprocessors,
-            units::bytes(gpu.free_bytes),
-            units::bytes(gpu.total_bytes),
-            nvrtc.version
-        ),
-        (Err(error), Ok(nvrtc)) => format!("the CPU only: {error} (NVRTC {} loads)", nvrtc.version),
-        (_, Err(error)) => format!("the CPU only: {error}"),
+        (Tried::Found(gpu), Tried::Found(nvrtc)) => {
+            format!("{} by attend and run --device cuda; NVRTC {}", gpu.name, nvrtc.version)
+        }
+        (Tried::Missing { error }, Tried::Found(nvrtc)) => {
+            format!("the CPU only: {error} (NVRTC {} loads)", nvrtc.version)
+        }
+        (_, Tried::Missing { error }) => format!("the CPU only: {error}"),
+    };
+    let opened = match &report.cuda.device {
+        Tried::Found(gpu) => opened(gpu, &report.cuda.nvml),
+        Tried::Missing { .. } => Vec::new(),
     };
     let lines = [
         ("kvsieve", format!("{} (git {}{dirty}), {} build{slow}", report.version, report.git_rev, report.profile)),
@@ -177,10 +260,10 @@ fn text(report: &Report) -> String {
         ("driver", driver),
         ("libcuda.so.1", found(&gpu.libcuda, "it comes with the driver; LD_LIBRARY_PATH is searched too")),
         ("nvrtc", found(&gpu.nvrtc, "pip install nvidia-cuda-nvrtc, or set CUDA_HOME")),
-        ("used", used),
+        ("cublas", found(&gpu.cublas, "naive on a GPU then uses products of its own; pip install nvidia-cublas")),
     ];
     let mut text = String::new();
-    for (name, value) in lines {
+    for (name, value) in lines.into_iter().chain(opened).chain([("used", used)]) {
         // Writing to a string cannot fail.
         let _ = writeln!(text, "{}", format!("{name:14}  {value}").trim_end());
     }

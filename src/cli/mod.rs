@@ -21,6 +21,7 @@ use failure::Failure;
 use kvsieve::device::Cpu;
 use kvsieve::memory::os;
 use kvsieve::units;
+use std::path::PathBuf;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -102,7 +103,10 @@ struct Compute {
     /// Threads that compute [default: RAYON_NUM_THREADS, else every core]
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     threads: Option<usize>,
-    /// Most memory that tensors may take, as 8GiB or 512MiB [default: 80% of what is available]
+    /// NVRTC for --device cuda [default: KVSIEVE_NVRTC, else the first that doctor lists]
+    #[arg(long, value_name = "libnvrtc.so")]
+    nvrtc: Option<PathBuf>,
+    /// Most memory that tensors may take, as 8GiB or 512MiB [default: 80% of what is available; a GPU's free memory]
     #[arg(long, value_name = "BYTES", value_parser = units::parse_bytes, allow_negative_numbers = true)]
     limit_memory: Option<u64>,
 }
@@ -121,7 +125,7 @@ impl Compute {
         match self.device.as_str() {
             "cpu" => Ok(Cpu::new(self.threads)?),
             device if self.cuda().is_some() => Err(Failure::usage(format!(
-                "device '{device}': this command has no CUDA kernels yet, only attend has; use --device cpu"
+                "device '{device}': this command has no CUDA kernels yet, only attend and run have; use --device cpu"
             ))),
             device => Err(Failure::usage(format!("unknown device '{device}'; use cpu or cuda[:N]"))),
         }
@@ -129,11 +133,6 @@ impl Compute {
 
     /// The limit that was asked for, or the default one.
     fn limit_bytes(&self) -> u64 {
-        self.limit_memory.or_else(default_limit_bytes).unwrap_or(u64::MAX)
+        self.limit_memory.or_else(os::default_limit_bytes).unwrap_or(u64::MAX)
     }
-}
-
-/// 80% of the memory that can be taken without swapping; `None` where the system does not tell.
-fn default_limit_bytes() -> Option<u64> {
-    os::machine().map(|machine| machine.available_bytes / 5 * 4)
 }

@@ -4,6 +4,7 @@ use super::failure::Failure;
 use super::output;
 use kvsieve::experiment::{Spec, store};
 use kvsieve::report::{self, Detail, Drawn, Run};
+use serde_json::Value;
 use std::path::{Path, PathBuf};
 
 const EXAMPLES: &str = "\
@@ -39,7 +40,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
 
 /// Reads the runs in `folders` and writes their report into `out`.
 pub fn draw(out: &Path, folders: &[PathBuf], detail: Detail) -> Result<Drawn, Failure> {
-    let mut runs: Vec<(String, Run)> = Vec::new();
+    let mut runs: Vec<((String, Value), Run)> = Vec::new();
     for folder in folders {
         let (records, environment) = store::read(folder)?;
         let path = folder.join("config.toml");
@@ -51,11 +52,12 @@ pub fn draw(out: &Path, folders: &[PathBuf], detail: Detail) -> Result<Drawn, Fa
         };
         let name = folder.canonicalize().unwrap_or_else(|_| folder.clone());
         let run_id = name.file_name().map(|name| name.to_string_lossy().to_string()).unwrap_or_default();
-        // Shards of one configuration are one run.
-        match runs.iter_mut().find(|(known, _)| !config.is_empty() && *known == config) {
+        // Shards of one configuration are one run; runs of two devices are not.
+        let key = (config, environment["gpu"]["name"].clone());
+        match runs.iter_mut().find(|(known, _)| !key.0.is_empty() && *known == key) {
             Some((_, run)) => run.records.extend(records),
             None => runs.push((
-                config,
+                key,
                 Run {
                     experiment: spec.as_ref().map_or_else(|| run_id.clone(), |spec| spec.name.clone()),
                     description: spec.map(|spec| spec.description).unwrap_or_default(),

@@ -3,8 +3,10 @@
 use super::failure::Failure;
 use super::{Compute, output, report};
 use indicatif::{ProgressBar, ProgressStyle};
-use kvsieve::experiment::record::{Record, Status};
-use kvsieve::experiment::{Experiment, Options, Outcome, Progress, Spec, estimate, runner};
+use kvsieve::device::Cpu;
+use kvsieve::experiment::cliff::{self, Cliff};
+use kvsieve::experiment::record::Status;
+use kvsieve::experiment::{Engine, Experiment, Gpu, Options, Outcome, Progress, Spec, estimate, runner};
 use kvsieve::policy::Registry;
 use kvsieve::report::Detail;
 use kvsieve::units;
@@ -22,7 +24,10 @@ Examples:
   kvsieve run my.toml --out results             your own experiment
   kvsieve run my.toml --resume                  go on where a run was stopped or killed
   kvsieve run my.toml --shard 1/4               a quarter of the cells, for a job array
-  kvsieve run my.toml --limit-memory 8GiB       cells that would need more are recorded as oom";
+  kvsieve run my.toml --limit-memory 8GiB       cells that would need more are recorded as oom
+  kvsieve run --device cuda                     on an NVIDIA GPU; what has no kernel there is skipped
+  kvsieve run memory-vs-context --find-cliff --limit-memory 64MiB
+                                                the longest context that really runs, beside the predicted one";
 
 /// Run experiments and draw their figures
 #[derive(clap::Args)]
@@ -40,6 +45,10 @@ pub struct Args {
     /// List the cells with predicted memory and time, and run nothing
     #[arg(long)]
     dry_run: bool,
+    /// Instead of measuring, find for each kernel and shape the longest context that really runs: predicted from the
+    /// formula, then tried and bisected
+    #[arg(long, conflicts_with_all = ["dry_run", "resume", "shard"])]
+    find_cliff: bool,
     /// Run only shard I of N; shards cost about the same
     #[arg(long, value_name = "I/N", value_parser = parse_shard)]
     shard: Option<(usize, usize)>,
@@ -58,23 +67,36 @@ fn parse_shard(text: &str) -> Result<(usize, usize), String> {
 }
 
 pub fn run(args: &Args) -> Result<(), Failure> {
-    let cpu = args.compute.cpu()?;
+    match args.compute.cuda() {
+        None => run_on(args, Engine::Cpu(&args.compute.cpu()?)),
+        Some(index) => {
+            let cpu = Cpu::new(args.compute.threads)?;
+            run_on(args, Engine::Cuda(&Gpu::open(index, args.compute.nvrtc.as_deref(), cpu)?))
+        }
+    }
+}
+
+fn run_on(args: &Args, engine: Engine<'_>) -> Result<(), Failure> {
     let registry = Registry::default();
     // Every experiment is read and checked before the first one runs.
     let mut experiments = Vec::new();
     for path in &args.experiments {
         let origin = path.display().to_string();
-        let experiment = Experiment::new(Spec::load(path)?, &origin, &registry)?;
-        runner::prepare(&experiment, &registry)?;
+        let experiment = Experiment::new(Spec::load(path)?, &origin, &registry, engine.device())?;
+        runner::prepare(&experiment, &registry, engine)?;
         experiments.push((path, experiment));
     }
     let mut failed = Vec::new();
     for (path, experiment) in &experiments {
-        let limit_bytes = args.limit_bytes(experiment)?;
+        if args.find_cliff {
+            find_cliff(args, path, experiment, &registry, engine)?;
+            continue;
+        }
+        let limit_bytes = args.limit_bytes(experiment, engine)?;
         if args.dry_run {
-            let cells = runner::prepare(experiment, &registry)?;
+            let cells = runner::prepare(experiment, &registry, engine)?;
             let simulated: Vec<_> = experiment.simulated().collect();
-            output::print(&estimate::table(&cells, &simulated, &experiment.spec.timing, &cpu, limit_bytes))?;
+            output::print(&estimate::table(&cells, &simulated, &experiment.spec.timing, engine, limit_bytes))?;
             continue;
         }
         let options = Options {
@@ -85,7 +107,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
             repro: args.repro(path),
         };
         let outcome = with_progress(args.json.is_some(), |progress| {
-            runner::run(experiment, &registry, &cpu, &options, progress).map_err(Failure::from)
+            runner::run(experiment, &registry, engine, &options, progress).map_err(Failure::from)
         })?;
         let drawn = report::draw(&outcome.folder, std::slice::from_ref(&outcome.folder), Detail::Layers)?;
         if args.json.is_none() {
@@ -104,19 +126,59 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     }
 }
 
+/// The limits of an experiment's kernels and shapes, found.
+fn find_cliff(
+    args: &Args,
+    path: &Path,
+    experiment: &Experiment,
+    registry: &Registry,
+    engine: Engine<'_>,
+) -> Result<(), Failure> {
+    let options = cliff::Options {
+        out: args.out.clone(),
+        limit_bytes: args.asked_limit_bytes(experiment)?,
+        repro: args.repro(path) + " --find-cliff",
+    };
+    let bar = ProgressBar::new_spinner();
+    bar.enable_steady_tick(std::time::Duration::from_millis(200));
+    let mut printed = Ok(());
+    let found =
+        cliff::find(experiment, registry, engine, &options, &mut |family, cliff: Option<&Cliff>| match cliff {
+            None => bar.set_message(family.label()),
+            Some(cliff) if args.json.is_some() && printed.is_ok() => printed = print_line(cliff),
+            Some(_) => {}
+        })?;
+    bar.finish_and_clear();
+    printed?;
+    match args.json {
+        Some(_) => Ok(()),
+        None => output::print(&format!("{}records: {}\n", cliff::table(&found.cliffs), found.folder.display())),
+    }
+}
+
 impl Args {
-    /// `--limit-memory`, else the experiment's limit, else the default.
-    fn limit_bytes(&self, experiment: &Experiment) -> Result<u64, Failure> {
-        match (&self.compute.limit_memory, &experiment.spec.limit_memory) {
-            (None, Some(text)) => units::parse_bytes(text)
+    /// `--limit-memory`, else the experiment's limit.
+    fn asked_limit_bytes(&self, experiment: &Experiment) -> Result<Option<u64>, Failure> {
+        let of_experiment = || experiment.spec.limit_memory.as_deref().map(units::parse_bytes).transpose();
+        match self.compute.limit_memory {
+            Some(bytes) => Ok(Some(bytes)),
+            None => of_experiment()
                 .map_err(|error| Failure::usage(format!("{}: limit_memory: {error}", experiment.spec.name))),
-            _ => Ok(self.compute.limit_bytes()),
         }
+    }
+
+    /// The limit that was asked for, else the device's own.
+    fn limit_bytes(&self, experiment: &Experiment, engine: Engine<'_>) -> Result<u64, Failure> {
+        let asked = self.asked_limit_bytes(experiment)?;
+        Ok(asked.or_else(|| engine.default_limit_bytes()).unwrap_or(u64::MAX))
     }
 
     /// The command that runs the experiment again.
     fn repro(&self, path: &Path) -> String {
         let mut command = format!("kvsieve run {}", path.display());
+        if self.compute.device != "cpu" {
+            let _ = write!(command, " --device {}", self.compute.device);
+        }
         if let Some(threads) = self.compute.threads {
             let _ = write!(command, " --threads {threads}");
         }
@@ -146,7 +208,7 @@ fn with_progress(
         Progress::Done(record) => {
             bar.inc(1);
             if json && printed.is_ok() {
-                printed = print_record(record);
+                printed = print_line(record);
             }
         }
     })?;
@@ -154,7 +216,7 @@ fn with_progress(
     printed.map(|()| outcome)
 }
 
-fn print_record(record: &Record) -> Result<(), Failure> {
+fn print_line(record: &impl serde::Serialize) -> Result<(), Failure> {
     let line = serde_json::to_string(record).expect("a record is plain data");
     output::print(&format!("{line}\n"))
 }

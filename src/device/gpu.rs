@@ -18,6 +18,8 @@ pub struct Gpu {
     pub libcuda: Vec<PathBuf>,
     /// NVRTC, which compiles CUDA C++ at run time: `libnvrtc.so*`, wherever it lies.
     pub nvrtc: Vec<PathBuf>,
+    /// cuBLAS, NVIDIA's matrix products: `libcublas.so*`, wherever it lies.
+    pub cublas: Vec<PathBuf>,
 }
 
 /// Folders in which distributions, containers and CUDA's installer put libraries.
@@ -81,6 +83,7 @@ impl Gpu {
             driver_version: fs::read_to_string(driver.join("version")).ok().map(|text| version(&text)),
             libcuda: files(&folders, "libcuda.so.1"),
             nvrtc: files(&compilers, "libnvrtc.so"),
+            cublas: files(&compilers, "libcublas.so"),
         }
     }
 }
@@ -140,6 +143,8 @@ mod tests {
             ("usr/local/cuda-12.4/targets/x86_64-linux/lib/libnvrtc.so.12.4.127", ""),
             ("usr/local/cuda-12.4/targets/x86_64-linux/lib/libnvrtc-builtins.so.12.4", ""),
             ("venv/lib/python3.12/site-packages/nvidia/cu13/lib/libnvrtc.so.13", ""),
+            ("venv/lib/python3.12/site-packages/nvidia/cu13/lib/libcublas.so.13", ""),
+            ("venv/lib/python3.12/site-packages/nvidia/cu13/lib/libcublasLt.so.13", ""),
             ("toolkit/lib64/libnvrtc.so.11", ""),
         ];
         for (path, text) in cases {
@@ -163,5 +168,6 @@ mod tests {
             "venv/lib/python3.12/site-packages/nvidia/cu13/lib/libnvrtc.so.13",
         ];
         assert_eq!(gpu.nvrtc, expected.map(at));
+        assert_eq!(gpu.cublas, [at("venv/lib/python3.12/site-packages/nvidia/cu13/lib/libcublas.so.13")]);
     }
 }

@@ -33,6 +33,32 @@ impl Measure {
     }
 }
 
+/// Where a cell runs.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Device {
+    /// The processor's threads.
+    #[default]
+    Cpu,
+    /// An NVIDIA GPU.
+    Cuda,
+}
+
+impl Device {
+    /// Name as it stands in records and on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Device::Cpu => "cpu",
+            Device::Cuda => "cuda",
+        }
+    }
+
+    #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde hands a reference")]
+    fn is_cpu(&self) -> bool {
+        *self == Device::Cpu
+    }
+}
+
 fn one() -> usize {
     1
 }
@@ -47,6 +73,9 @@ fn is_one(layers: &usize) -> bool {
 pub struct Cell {
     /// What is measured.
     pub measure: Measure,
+    /// Where; the CPU where nothing is said.
+    #[serde(default, skip_serializing_if = "Device::is_cpu")]
+    pub device: Device,
     /// Kernel, with parameters: `tiled:br=64,bc=256`. Empty for [`Measure::Serve`], where all extents are 0.
     pub kernel: String,
     /// Layers, for [`Measure::Evict`]; 1 otherwise.
@@ -135,7 +164,14 @@ impl Cell {
             Some(tokens) => format!(" page {tokens}"),
             None => String::new(),
         };
-        let tokens = crate::units::tokens(self.context_tokens);
-        format!("{} {} {}{policy}{pages} {} {tokens}", self.measure.name(), self.kernel, self.heads(), self.dtype)
+        let (tokens, device) = (crate::units::tokens(self.context_tokens), self.device.name());
+        let device = if self.device == Device::Cpu { String::new() } else { format!(" {device}") };
+        format!(
+            "{} {} {}{policy}{pages} {} {tokens}{device}",
+            self.measure.name(),
+            self.kernel,
+            self.heads(),
+            self.dtype
+        )
     }
 }

@@ -1,6 +1,6 @@
 //! Where and with what a run was made: `env.json`.
 
-use crate::device::Cpu;
+use super::engine::Engine;
 use crate::device::cpu::CpuInfo;
 use crate::memory::os;
 use serde_json::{Value, json};
@@ -12,7 +12,8 @@ pub fn revision() -> String {
 }
 
 /// The environment as one JSON object.
-pub fn probe(cpu: &Cpu, command: &str) -> Value {
+pub fn probe(engine: Engine<'_>, command: &str) -> Value {
+    let cpu = engine.cpu();
     let info = CpuInfo::probe();
     let read = |path: &str| std::fs::read_to_string(path).ok().map(|text| text.trim().to_string());
     let machine = os::machine();
@@ -34,9 +35,11 @@ pub fn probe(cpu: &Cpu, command: &str) -> Value {
             "available_bytes": machine.map(|machine| machine.available_bytes),
             "load_before": read("/proc/loadavg").and_then(|text| text.split(' ').next().map(str::to_string)),
         },
+        "gpu": engine.gpu(),
         "run": {
+            "device": engine.device().name(),
             "threads": cpu.threads(),
-            "isa_path": cpu.isa().name(),
+            "isa_path": engine.path(),
             "rng": "ChaCha8",
             "command": command,
             "started_at": humantime::format_rfc3339_seconds(std::time::SystemTime::now()).to_string(),

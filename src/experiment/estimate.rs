@@ -1,7 +1,8 @@
 //! `--dry-run`: what the cells will take, before they run.
 
 use super::cell::{Cell, Measure};
-use super::measure::Prepared;
+use super::engine::Engine;
+use super::measure::{Place, Prepared};
 use super::spec::Timing;
 use crate::attention::{DenseKv, Forward, Kernel, Outputs, Params, Shape, Tiled, kernel};
 use crate::device::Cpu;
@@ -68,35 +69,55 @@ impl Rates {
     }
 }
 
-/// A table of cells with predicted peak memory and time, and the sums; `simulated` are cells without either.
-pub fn table(cells: &[Prepared], simulated: &[&Cell], timing: &Timing, cpu: &Cpu, limit_bytes: u64) -> String {
-    let rates = Rates::measure(cpu);
+/// A table of cells with predicted peak memory and time, and the sums; `simulated` are cells without either. Nothing is
+/// known beforehand of a GPU's times.
+pub fn table<'e>(
+    cells: &[Prepared],
+    simulated: &[&Cell],
+    timing: &Timing,
+    engine: impl Into<Engine<'e>>,
+    limit_bytes: u64,
+) -> String {
+    let engine = engine.into();
+    let rates = match engine {
+        Engine::Cpu(cpu) => Some(Rates::measure(cpu)),
+        Engine::Cuda(_) => None,
+    };
     let labels = cells.iter().map(|prepared| &prepared.cell).chain(simulated.iter().copied()).map(Cell::label);
     let width = labels.map(|label| label.chars().count()).max().unwrap_or(0);
     let mut text = format!("{:width$}  {:>15}  {:>9}\n", "cell", "predicted peak", "time");
-    let (mut total_s, mut oom) = (0.0, 0);
+    let (mut total_s, mut oom, mut skipped) = (0.0, 0, 0);
     for prepared in cells {
-        let bytes = prepared.predict(cpu.threads());
-        let seconds = rates.seconds(prepared, timing, bytes);
-        let time = if bytes > limit_bytes {
-            oom += 1;
-            "oom".to_string()
-        } else {
-            total_s += seconds;
-            units::nanoseconds(seconds * 1e9)
+        let bytes = prepared.predict(engine);
+        let (peak, time) = match (&prepared.place, &rates) {
+            (Place::Nowhere(_), _) => {
+                skipped += 1;
+                ("–".into(), "skipped".into())
+            }
+            _ if bytes > limit_bytes => {
+                oom += 1;
+                (units::bytes(bytes), "oom".into())
+            }
+            (_, None) => (units::bytes(bytes), "–".into()),
+            (_, Some(rates)) => {
+                let seconds = rates.seconds(prepared, timing, bytes);
+                total_s += seconds;
+                (units::bytes(bytes), units::nanoseconds(seconds * 1e9))
+            }
         };
         // Writing to a string cannot fail.
-        let _ = writeln!(text, "{:width$}  {:>15}  {time:>9}", prepared.cell.label(), units::bytes(bytes));
+        let _ = writeln!(text, "{:width$}  {peak:>15}  {time:>9}", prepared.cell.label());
     }
     for cell in simulated {
         let _ = writeln!(text, "{:width$}  {:>15}  {:>9}", cell.label(), "–", "simulated");
     }
+    let about = rates.map_or(String::new(), |_| format!("; about {total_s:.0} s in all"));
+    let skipped = if skipped > 0 { format!(", {skipped} that do not run on this device") } else { String::new() };
     let _ = writeln!(
         text,
-        "{} cells, {oom} of them over the limit of {}; about {:.0} s in all",
+        "{} cells, {oom} of them over the limit of {}{skipped}{about}",
         cells.len() + simulated.len(),
         units::bytes(limit_bytes),
-        total_s
     );
     text
 }

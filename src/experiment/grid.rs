@@ -1,10 +1,9 @@
 //! From an experiment file to its cells.
 
-use super::cell::{Cell, Measure};
-use super::measure::serve;
+use super::cell::{Cell, Device, Measure};
+use super::measure::{self, serve};
 use super::policy_axis::PolicyText;
 use super::spec::{Grid, Spec, SpecError};
-use crate::attention::kernel;
 use crate::cache::MOST_PAGE_TOKENS;
 use crate::policy::{Budget, PRESETS, Registry};
 use crate::tensor::DType;
@@ -21,11 +20,12 @@ pub struct Experiment {
 }
 
 impl Experiment {
-    /// Expands the grids, checking every name, shape and budget before anything runs. `origin` stands in errors.
+    /// Expands the grids for a device, checking every name, shape and budget before anything runs. `origin` stands in
+    /// errors.
     ///
     /// # Errors
     /// Names the first value that makes no sense.
-    pub fn new(spec: Spec, origin: &str, registry: &Registry) -> Result<Self, SpecError> {
+    pub fn new(spec: Spec, origin: &str, registry: &Registry, device: Device) -> Result<Self, SpecError> {
         let value = |message: String| SpecError::Value { origin: origin.into(), message };
         let file = match &spec.file {
             Some(file) => Some(FileSource::open(&file.path).map_err(|error| value(error.to_string()))?),
@@ -41,7 +41,7 @@ impl Experiment {
         let mut cells: Vec<Cell> = Vec::new();
         for (index, grid) in spec.grid.iter().enumerate() {
             let context = format!("grid {} ({})", index + 1, grid.measure.name());
-            let expanded = expand(grid, file.as_ref(), &workload_hash, registry)
+            let expanded = expand(grid, file.as_ref(), &workload_hash, registry, device)
                 .and_then(|cells| cells.into_iter().map(|cell| check(cell, registry)).collect::<Result<Vec<_>, _>>())
                 .map_err(|message| value(format!("{context}: {message}")))?;
             for cell in expanded {
@@ -72,6 +72,7 @@ fn expand(
     file: Option<&FileSource>,
     workload_hash: &str,
     registry: &Registry,
+    device: Device,
 ) -> Result<Vec<Cell>, String> {
     if grid.measure == Measure::Serve {
         return serve::expand(grid);
@@ -158,6 +159,7 @@ fn expand(
                                 {
                                     cells.push(Cell {
                                         measure: grid.measure,
+                                        device,
                                         kernel: kernel.clone(),
                                         layers,
                                         batch: if from_file.is_some() { batch / layers } else { batch },
@@ -203,12 +205,7 @@ fn check(cell: Cell, registry: &Registry) -> Result<Cell, String> {
         return Err(format!("{} tokens with {} heads are more than can be counted", shape.kv_len, cell.heads()));
     }
     cell.params().check().map_err(|error| text(&error))?;
-    let kernel = kernel(&cell.kernel).map_err(|error| text(&error))?;
-    if cell.measure == Measure::Backward
-        && kernel.backward_workspace(&cell.shape(), &cell.params(), cell.dtype, 1).is_none()
-    {
-        return Err(format!("kernel '{}' has no backward pass; use naive or tiled", cell.kernel));
-    }
+    measure::known(&cell)?;
     if let Some(tokens) = cell.page_tokens.filter(|&tokens| tokens > MOST_PAGE_TOKENS) {
         return Err(format!(
             "page_tokens is {tokens}; pages hold 1 to {MOST_PAGE_TOKENS} tokens, or write \"contiguous\""
@@ -254,7 +251,8 @@ mod tests {
                     policy = \"*\"\nbudget = [16, 32]\n";
         let own = PolicyEntry { name: "own", about: "", paper: "", parameters: &[], build: |_| Ok(Policy::full()) };
         let registry = Registry::default().with(own);
-        let experiment = Experiment::new(Spec::parse(text, "x.toml").unwrap(), "x.toml", &registry).unwrap();
+        let spec = Spec::parse(text, "x.toml").unwrap();
+        let experiment = Experiment::new(spec, "x.toml", &registry, Device::Cpu).unwrap();
         let policies: Vec<&str> = experiment.cells.iter().filter_map(|cell| cell.policy.as_deref()).collect();
         let count = |name: &str| policies.iter().filter(|policy| **policy == name).count();
         for name in registry.entries().iter().map(|entry| entry.name).chain(PRESETS.iter().map(|preset| preset.name)) {

@@ -2,6 +2,8 @@
 
 pub mod axes;
 pub mod cell;
+pub mod cliff;
+pub mod engine;
 pub mod environment;
 pub mod estimate;
 pub mod grid;
@@ -13,6 +15,8 @@ pub mod spec;
 pub mod stats;
 pub mod store;
 
+pub use cell::Device;
+pub use engine::{Engine, Gpu};
 pub use grid::Experiment;
 pub use runner::{Options, Outcome, Progress, run};
 pub use spec::Spec;

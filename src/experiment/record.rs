@@ -1,6 +1,7 @@
 //! The record of a finished cell: one JSON line, every field named with its unit.
 
 use super::cell::Cell;
+use crate::device::cuda::Condition;
 use crate::memory::LabelBytes;
 use crate::serving::Usage;
 use serde::{Deserialize, Serialize};
@@ -48,10 +49,16 @@ pub struct Record {
     pub cell: Cell,
     /// Threads that computed.
     pub threads: usize,
-    /// Instruction path that ran: `avx512`, `avx2`, `portable`.
+    /// Instruction path that ran: `avx512`, `avx2`, `portable`; of a GPU its name, architecture, and NVRTC's version.
     pub isa_path: String,
     /// Memory; for an `oom` cell only the prediction.
     pub memory: Option<Memory>,
+    /// The allocation that was refused, where one was.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub refused: Option<Refused>,
+    /// Clocks, temperature and power of the GPU just after the last sample, where NVML tells.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gpu: Option<Condition>,
     /// Times by phase: `forward`, `backward`, `prefill`, `score`, `evict`, `decode`, `decode_evict`.
     pub latency: BTreeMap<String, Latency>,
     /// Work of one pass.
@@ -63,6 +70,17 @@ pub struct Record {
     /// Where the slots of a simulated pool were, for `serve`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub serving: Option<Usage>,
+}
+
+/// Memory that was asked for and not given.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Refused {
+    /// What it was for.
+    pub label: String,
+    /// Bytes asked for.
+    pub asked_bytes: u64,
+    /// Bytes that were free: of the GPU, or up to the arena's limit; `None` where the system does not tell.
+    pub free_bytes: Option<u64>,
 }
 
 /// Memory of a cell, in bytes.
@@ -82,6 +100,12 @@ pub struct Memory {
     pub arena_growth_bytes: u64,
     /// Growth of the process's resident set, at its peak; `None` where the system does not tell.
     pub rss_growth_bytes: Option<u64>,
+    /// Growth of the GPU's memory in use, by the driver's account, at its peak; `None` on the CPU.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gpu_growth_bytes: Option<u64>,
+    /// Memory of the GPU that this process's context takes besides all of this, as NVML tells; `None` where it does not.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub context_bytes: Option<u64>,
     /// The limit that the cell ran under.
     pub limit_bytes: u64,
 }

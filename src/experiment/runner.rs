@@ -5,15 +5,14 @@
 //! and its record is written, when its interval is tight or its time is up.
 
 use super::cell::{Cell, Measure};
+use super::engine::{Engine, InputError, Inputs};
 use super::grid::Experiment;
-use super::measure::{Bench, Prepared, Truth, TurnError, serve};
+use super::measure::{Place, Prepared, Truth, TurnError, serve};
 use super::record::{Latency, Memory, Record, SCHEMA, Status, Work};
 use super::spec::Timing;
 use super::stats::{median_with_interval, quantile};
-use super::store::{Store, StoreError, finished};
+use super::store::{CELLS, Store, StoreError, finished};
 use crate::attention::Params;
-use crate::device::Cpu;
-use crate::memory::{Arena, os};
 use crate::policy::Registry;
 use crate::workload::{Extents, Workload, WorkloadError};
 use std::collections::BTreeMap;
@@ -81,15 +80,16 @@ pub enum RunError {
 ///
 /// # Errors
 /// When inputs cannot be made or results cannot be written; cells that fail are records, not errors.
-pub fn run(
+pub fn run<'e>(
     experiment: &Experiment,
     registry: &Registry,
-    cpu: &Cpu,
+    engine: impl Into<Engine<'e>>,
     options: &Options,
     progress: &mut dyn FnMut(Progress<'_>),
 ) -> Result<Outcome, RunError> {
+    let engine = engine.into();
     // Everything that a user can have got wrong is said before a folder is made.
-    let cells = shard(prepare(experiment, registry)?, options.shard);
+    let cells = shard(prepare(experiment, registry, engine)?, options.shard);
     let simulated = deal(experiment.simulated().collect(), options.shard);
     let base = options.out.join(&experiment.spec.name);
     let suffix = options.shard.map_or(String::new(), |(index, count)| format!("-shard{index}of{count}"));
@@ -99,8 +99,8 @@ pub fn run(
         Some(found) => found,
         None => {
             let config = toml::to_string_pretty(&experiment.spec).expect("a spec is plain data");
-            let environment = super::environment::probe(cpu, &options.repro);
-            (Store::create(&base, &hash, &suffix, &config, &environment)?, Vec::new())
+            let environment = super::environment::probe(engine, &options.repro);
+            (Store::create(&base, &hash, &suffix, &config, &environment, CELLS)?, Vec::new())
         }
     };
     let done = finished(&records);
@@ -108,7 +108,7 @@ pub fn run(
     let simulations: Vec<&Cell> = simulated.into_iter().filter(|cell| !done.contains(&cell.id())).collect();
     progress(Progress::Start { cells: todo.len() + simulations.len(), resumed: done.len() });
 
-    let mut runner = Runner { experiment, cpu, options, store, records, progress };
+    let mut runner = Runner { experiment, engine, options, store, records, progress };
     for cell in simulations {
         runner.simulation(cell)?;
     }
@@ -121,13 +121,26 @@ pub fn run(
 /// Resolves every cell of an experiment that is measured and checks that its inputs can be made.
 ///
 /// # Errors
-/// Names the first cell that means nothing, or what its inputs lack.
-pub fn prepare(experiment: &Experiment, registry: &Registry) -> Result<Vec<Prepared>, RunError> {
+/// Names the first cell that means nothing, or what its inputs lack; or says why none of the cells runs on the device.
+pub fn prepare<'e>(
+    experiment: &Experiment,
+    registry: &Registry,
+    engine: impl Into<Engine<'e>>,
+) -> Result<Vec<Prepared>, RunError> {
+    let engine = engine.into();
     let prepared = |cell: &Cell| {
-        Prepared::new(cell.clone(), registry).map_err(|error| RunError::Cell(format!("{}: {error}", cell.label())))
+        Prepared::new(cell.clone(), registry, engine)
+            .map_err(|error| RunError::Cell(format!("{}: {error}", cell.label())))
     };
     let measured = experiment.cells.iter().filter(|cell| cell.measure != Measure::Serve);
     let cells = measured.map(prepared).collect::<Result<Vec<_>, _>>()?;
+    let nowhere = |prepared: &Prepared| match &prepared.place {
+        Place::Nowhere(reason) => Some(format!("none of the cells runs here: {}: {reason}", prepared.cell.label())),
+        _ => None,
+    };
+    if let (Some(reason), true) = (cells.first().and_then(nowhere), cells.iter().all(|cell| nowhere(cell).is_some())) {
+        return Err(RunError::Cell(reason));
+    }
     let mut checked: Vec<Extents> = Vec::new();
     for extents in cells.iter().map(Prepared::extents) {
         if !checked.contains(&extents) {
@@ -191,23 +204,23 @@ struct Running {
     spent: Duration,
 }
 
-/// Inputs of a group and the arena they live in.
+/// Inputs of a group.
 struct Input {
     key: (Extents, u64),
-    arena: Arena,
-    workload: Workload,
+    there: Inputs,
     /// What the reference says, for each kind of pass over these inputs.
     truths: Vec<((Measure, Params), Rc<Truth>)>,
 }
 
 impl Input {
     /// The reference's rows for a cell, computed once for all cells that are checked on the same.
-    fn truth(&mut self, cell: &Cell, cpu: &Cpu) -> Result<Rc<Truth>, TurnError> {
+    fn truth(&mut self, cell: &Cell, engine: Engine<'_>) -> Result<Rc<Truth>, TurnError> {
         let key = (cell.measure, cell.params());
         if let Some((_, truth)) = self.truths.iter().find(|(known, _)| *known == key) {
             return Ok(truth.clone());
         }
-        let truth = Rc::new(Truth::compute(cell, &self.workload, cpu)?);
+        let workload = self.there.workload().ok_or_else(|| TurnError::Failed("blank inputs have no truth".into()))?;
+        let truth = Rc::new(Truth::compute(cell, workload, engine.cpu())?);
         self.truths.push((key, truth.clone()));
         Ok(truth)
     }
@@ -215,7 +228,7 @@ impl Input {
 
 struct Runner<'a> {
     experiment: &'a Experiment,
-    cpu: &'a Cpu,
+    engine: Engine<'a>,
     options: &'a Options,
     store: Store,
     records: Vec<Record>,
@@ -227,8 +240,13 @@ impl Runner<'_> {
         let mut inputs: Vec<Input> = Vec::new();
         let mut rotation = Vec::new();
         for prepared in cells {
+            if let Place::Nowhere(reason) = &prepared.place {
+                let record = self.blank_record(&prepared.cell);
+                self.end(Record { status: Status::Skipped, reason: Some(reason.clone()), ..record })?;
+                continue;
+            }
             let record = self.new_record(&prepared);
-            let predicted = prepared.predict(self.cpu.threads());
+            let predicted = prepared.predict(self.engine);
             if predicted > self.options.limit_bytes {
                 let reason =
                     format!("needs {predicted} bytes, {} are allowed (--limit-memory)", self.options.limit_bytes);
@@ -252,9 +270,7 @@ impl Runner<'_> {
                         inputs.len() - 1
                     }
                     Err(error) => {
-                        let status =
-                            if matches!(error, WorkloadError::Arena(_)) { Status::Oom } else { Status::Failed };
-                        self.end(Record { status, reason: Some(error.to_string()), ..record })?;
+                        self.end(ended(record, &error.into()))?;
                         continue;
                     }
                 },
@@ -267,41 +283,35 @@ impl Runner<'_> {
         self.rounds(rotation, &inputs)
     }
 
-    fn input(&self, key: (Extents, u64)) -> Result<Input, WorkloadError> {
-        let arena = Arena::with_limit(self.options.limit_bytes);
-        let workload = match &self.experiment.file {
-            Some(file) => file.load(&key.0, &arena)?,
-            None => self.experiment.spec.synthetic.clone().unwrap_or_default().generate(&key.0, key.1, &arena)?,
-        };
-        Ok(Input { key, arena, workload, truths: Vec::new() })
+    fn input(&self, key: (Extents, u64)) -> Result<Input, InputError> {
+        let there = self.engine.inputs(&key.0, self.options.limit_bytes, |arena| match &self.experiment.file {
+            Some(file) => file.load(&key.0, arena),
+            None => self.experiment.spec.synthetic.clone().unwrap_or_default().generate(&key.0, key.1, arena),
+        })?;
+        Ok(Input { key, there, truths: Vec::new() })
     }
 
     /// The first turn of a cell: compared with the reference, its memory measured by the arena and by the system.
     fn checked_turn(&mut self, mut running: Running, input: &mut Input) -> Result<Option<Running>, RunError> {
         (self.progress)(Progress::Turn(&running.prepared.cell));
-        let truth = input.truth(&running.prepared.cell, self.cpu);
+        let truth = input.truth(&running.prepared.cell, self.engine);
         let start = Instant::now();
-        let before_bytes = input.arena.usage().live_bytes;
-        input.arena.reset_peak();
-        let can_reset = os::reset_peak();
-        let resident = os::resident();
-        let result = truth.and_then(|truth| {
-            let (arena, workload) = (&input.arena, &input.workload);
-            running.prepared.turn(Bench { cpu: self.cpu, arena, workload, truth: Some(&truth) })
-        });
-        let resident_after = os::resident();
+        let arena = &input.there.arena;
+        let before_bytes = arena.usage().live_bytes;
+        arena.reset_peak();
+        let watch = self.engine.watch();
+        let result = truth.and_then(|truth| running.prepared.turn(self.engine, &input.there, Some(&truth)));
+        let (rss_growth_bytes, gpu_growth_bytes) = self.engine.growth(&watch);
         running.spent += start.elapsed();
 
-        let usage = input.arena.usage();
+        let usage = arena.usage();
         let memory = running.record.memory.get_or_insert_default();
         memory.peak_bytes = usage.peak_bytes;
         memory.residual_bytes = usage.peak_bytes as i64 - memory.predicted_peak_bytes as i64;
         memory.peak_by_label = usage.peak;
         memory.arena_growth_bytes = usage.peak_bytes - before_bytes;
-        memory.rss_growth_bytes = match (can_reset, resident, resident_after) {
-            (true, Some(before), Some(after)) => Some(after.peak_bytes.saturating_sub(before.now_bytes)),
-            _ => None,
-        };
+        memory.rss_growth_bytes = rss_growth_bytes;
+        memory.gpu_growth_bytes = gpu_growth_bytes;
         match result {
             Ok(turn) => {
                 running.record.drift = turn.drift;
@@ -317,7 +327,7 @@ impl Runner<'_> {
                 Ok(Some(running))
             }
             Err(error) => {
-                self.finish(running, status_of(&error), Some(error.to_string()), "")?;
+                self.fail(running, &error)?;
                 Ok(None)
             }
         }
@@ -329,14 +339,12 @@ impl Runner<'_> {
             let mut stay = Vec::new();
             for mut running in rotation {
                 (self.progress)(Progress::Turn(&running.prepared.cell));
-                let input = &inputs[running.input];
                 let start = Instant::now();
-                let bench = Bench { cpu: self.cpu, arena: &input.arena, workload: &input.workload, truth: None };
-                let result = running.prepared.turn(bench);
+                let result = running.prepared.turn(self.engine, &inputs[running.input].there, None);
                 running.spent += start.elapsed();
                 match result {
                     Err(error) => {
-                        self.finish(running, status_of(&error), Some(error.to_string()), "")?;
+                        self.fail(running, &error)?;
                         continue;
                     }
                     // The checked turn was the first warm-up.
@@ -348,7 +356,7 @@ impl Runner<'_> {
                     }
                 }
                 match stop_reason(timing, &running) {
-                    Some(reason) => self.finish(running, Status::Ok, None, reason)?,
+                    Some(reason) => self.finish(running, reason)?,
                     None => stay.push(running),
                 }
             }
@@ -374,9 +382,10 @@ impl Runner<'_> {
 
     fn new_record(&self, prepared: &Prepared) -> Record {
         let memory = Memory {
-            predicted_peak_bytes: prepared.predict(self.cpu.threads()),
-            workspace_bytes: prepared.workspace_bytes(self.cpu.threads()),
+            predicted_peak_bytes: prepared.predict(self.engine),
+            workspace_bytes: prepared.workspace_bytes(self.engine.cpu().threads()),
             limit_bytes: self.options.limit_bytes,
+            context_bytes: self.engine.context_bytes(),
             ..Memory::default()
         };
         Record { memory: Some(memory), ..self.blank_record(&prepared.cell) }
@@ -395,9 +404,11 @@ impl Runner<'_> {
             repro: self.options.repro.clone(),
             warnings: Vec::new(),
             cell: cell.clone(),
-            threads: self.cpu.threads(),
-            isa_path: self.cpu.isa().name().into(),
+            threads: self.engine.cpu().threads(),
+            isa_path: self.engine.path(),
             memory: None,
+            refused: None,
+            gpu: None,
             latency: BTreeMap::new(),
             work: None,
             drift: None,
@@ -406,11 +417,15 @@ impl Runner<'_> {
         }
     }
 
-    fn finish(&mut self, running: Running, status: Status, reason: Option<String>, stop: &str) -> Result<(), RunError> {
+    /// Ends a cell that met an error.
+    fn fail(&mut self, running: Running, error: &TurnError) -> Result<(), RunError> {
+        self.finish(Running { record: ended(running.record, error), ..running }, "")
+    }
+
+    fn finish(&mut self, running: Running, stop: &str) -> Result<(), RunError> {
         let Running { prepared, mut record, samples_ns, spent, .. } = running;
         let warmups = self.experiment.spec.timing.warmups.max(1);
-        record.status = status;
-        record.reason = reason;
+        record.gpu = self.engine.condition();
         record.wall_ns = spent.as_nanos() as u64;
         record.latency = samples_ns
             .into_iter()
@@ -436,12 +451,11 @@ impl Runner<'_> {
     }
 }
 
-/// How a cell ends that met this error.
-fn status_of(error: &TurnError) -> Status {
-    match error {
-        TurnError::Memory(_) => Status::Oom,
-        TurnError::Failed(_) => Status::Failed,
-    }
+/// The record of a cell that met this error.
+fn ended(record: Record, error: &TurnError) -> Record {
+    let refused = error.refused();
+    let status = if refused.is_some() { Status::Oom } else { Status::Failed };
+    Record { status, reason: Some(error.to_string()), refused, ..record }
 }
 
 /// Why a cell has enough samples, if it has.

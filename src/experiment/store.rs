@@ -5,6 +5,7 @@
 //! that was torn by the kill is cut off.
 
 use super::record::{Record, SCHEMA, Status};
+use serde::Serialize;
 use std::collections::HashSet;
 use std::fs::{self, File, OpenOptions};
 use std::io::{ErrorKind, Seek, SeekFrom, Write};
@@ -14,6 +15,8 @@ use std::time::Duration;
 
 /// Name of the records' file.
 pub const CELLS: &str = "cells.jsonl";
+/// Name of the file of limits that were searched for.
+pub const CLIFFS: &str = "cliffs.jsonl";
 
 /// A folder that cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -58,11 +61,13 @@ pub struct Store {
     pub folder: PathBuf,
     /// The folder's name.
     pub run_id: String,
-    cells: File,
+    file: &'static str,
+    lines: File,
 }
 
 impl Store {
-    /// Makes `base/<time>-<config hash>-<revision>[suffix]` with its configuration and environment.
+    /// Makes `base/<time>-<config hash>-<revision>[suffix]` with its configuration and environment, and in it `file` for
+    /// what is appended.
     ///
     /// # Errors
     /// When the system refuses.
@@ -72,6 +77,7 @@ impl Store {
         suffix: &str,
         config: &str,
         environment: &serde_json::Value,
+        file: &'static str,
     ) -> Result<Self, StoreError> {
         fs::create_dir_all(base).map_err(|error| failed(base, &error))?;
         let (run_id, folder) = loop {
@@ -91,8 +97,8 @@ impl Store {
             let path = folder.join(file);
             fs::write(&path, text).map_err(|error| failed(&path, &error))?;
         }
-        let cells = open(&folder.join(CELLS))?;
-        Ok(Store { folder, run_id, cells })
+        let lines = open(&folder.join(file))?;
+        Ok(Store { folder, run_id, file, lines })
     }
 
     /// Opens the latest run of this configuration and revision under `base`, with its records; `None` without one.
@@ -110,22 +116,22 @@ impl Store {
         found.sort();
         let Some(folder) = found.pop() else { return Ok(None) };
         let path = folder.join(CELLS);
-        let mut cells = open(&path)?;
+        let mut lines = open(&path)?;
         let (records, whole) = read_records(&path)?;
-        cells.set_len(whole).and_then(|()| cells.seek(SeekFrom::End(0))).map_err(|error| failed(&path, &error))?;
+        lines.set_len(whole).and_then(|()| lines.seek(SeekFrom::End(0))).map_err(|error| failed(&path, &error))?;
         let run_id = folder.file_name().map(|name| name.to_string_lossy().to_string()).unwrap_or_default();
-        Ok(Some((Store { folder, run_id, cells }, records)))
+        Ok(Some((Store { folder, run_id, file: CELLS, lines }, records)))
     }
 
     /// Appends a record: on disk when this returns.
     ///
     /// # Errors
     /// When the system refuses; records that were appended before stay.
-    pub fn append(&mut self, record: &Record) -> Result<(), StoreError> {
+    pub fn append(&mut self, record: &impl Serialize) -> Result<(), StoreError> {
         let mut line = serde_json::to_string(record).expect("a record is plain data");
         line.push('\n');
-        let written = self.cells.write_all(line.as_bytes()).and_then(|()| self.cells.sync_data());
-        written.map_err(|error| failed(&self.folder.join(CELLS), &error))
+        let written = self.lines.write_all(line.as_bytes()).and_then(|()| self.lines.sync_data());
+        written.map_err(|error| failed(&self.folder.join(self.file), &error))
     }
 }
 

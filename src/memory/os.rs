@@ -46,6 +46,12 @@ pub fn machine() -> Option<Machine> {
     Some(machine)
 }
 
+/// Memory that a run may take when nobody says otherwise: 80% of what can be taken without swapping; `None` where the
+/// system does not tell.
+pub fn default_limit_bytes() -> Option<u64> {
+    machine().map(|machine| machine.available_bytes / 5 * 4)
+}
+
 /// A `Name:  1234 kB` line of a proc file, in bytes.
 fn field(text: &str, name: &str) -> Option<u64> {
     let line = text.lines().find_map(|line| line.strip_prefix(name))?;

@@ -8,7 +8,8 @@ use crate::experiment::record::{Record, Status};
 pub fn of<'a>(record: &Record, records: &[&'a Record]) -> Option<&'a Record> {
     let wanted = without_choice(&record.cell);
     let candidates = records.iter().copied().filter(|other| other.status == Status::Ok && is_one(other));
-    candidates.into_iter().find(|other| without_choice(&other.cell) == wanted)
+    // A resumed run may have come to another machine: times of two devices are never compared.
+    candidates.into_iter().find(|other| without_choice(&other.cell) == wanted && other.isa_path == record.isa_path)
 }
 
 /// Whether a cell is a baseline itself.

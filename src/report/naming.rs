@@ -4,7 +4,7 @@
 //! all. Whatever can change a number is one of the dimensions here, so that no two different configurations are ever
 //! taken for two seeds of one.
 
-use crate::experiment::cell::Cell;
+use crate::experiment::cell::{Cell, Device};
 use crate::experiment::record::Record;
 use crate::units;
 use std::collections::{BTreeMap, BTreeSet};
@@ -48,8 +48,12 @@ const PAGES: Dimension = |record| match record.cell.page_tokens {
     Some(0) => "contiguous".into(),
     Some(tokens) => format!("page {tokens}"),
 };
-const THREADS: Dimension =
-    |record| format!("{} {}", record.threads, if record.threads == 1 { "thread" } else { "threads" });
+const THREADS: Dimension = |record| match (record.cell.device, record.threads) {
+    // What the host's threads do is not measured.
+    (Device::Cuda, _) => String::new(),
+    (Device::Cpu, 1) => "1 thread".into(),
+    (Device::Cpu, threads) => format!("{threads} threads"),
+};
 const ISA: Dimension = |record| record.isa_path.clone();
 const WORKLOAD: Dimension = |record| {
     let hash = &record.cell.workload_hash;

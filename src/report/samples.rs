@@ -1,7 +1,7 @@
 //! Synthetic records for the tests: made by simple formulas, so that every figure has something to show.
 
 use super::Run;
-use crate::experiment::cell::{Cell, Measure};
+use crate::experiment::cell::{Cell, Device, Measure};
 use crate::experiment::record::{Drift, Eviction, Latency, Memory, Record, SCHEMA, Status, Step, Work};
 use crate::memory::Label;
 use crate::serving::Usage;
@@ -27,6 +27,7 @@ const LIMIT_BYTES: u64 = 8 << 30;
 pub fn record(measure: Measure, kernel: &str, context_tokens: usize) -> Record {
     let cell = Cell {
         measure,
+        device: Device::Cpu,
         kernel: kernel.into(),
         layers: 1,
         batch: 1,
@@ -61,6 +62,8 @@ pub fn record(measure: Measure, kernel: &str, context_tokens: usize) -> Record {
         threads: 2,
         isa_path: "avx2".into(),
         memory: None,
+        refused: None,
+        gpu: None,
         latency: BTreeMap::new(),
         work: None,
         drift: None,

@@ -49,7 +49,9 @@ fn table(records: &[&Record]) -> String {
     let headings = columns.iter().map(|(heading, _)| heading.to_string()).collect();
     let row = |record: &&Record| columns.iter().map(|(_, content)| content(record)).collect();
     let rows: Vec<Vec<String>> = std::iter::once(headings).chain(records.iter().map(row)).collect();
-    format!("### {}\n\n{}\n\n{}", measure.name(), wrapped(&naming.common), lines(rows))
+    let context = records.iter().filter_map(|record| record.memory.as_ref()?.context_bytes).max();
+    let beside = context.map(|bytes| format!("\nBeside each peak the GPU's context takes {}.\n", units::bytes(bytes)));
+    format!("### {}\n\n{}\n\n{}{}", measure.name(), wrapped(&naming.common), lines(rows), beside.unwrap_or_default())
 }
 
 fn kernel_columns<'a>(naming: &'a Naming, records: &'a [&Record]) -> Vec<Column<'a>> {

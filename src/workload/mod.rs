@@ -17,7 +17,7 @@ pub use file::FileSource;
 pub use spec::SyntheticSpec;
 
 use crate::attention::{AttentionError, Shape};
-use crate::memory::ArenaError;
+use crate::memory::{Arena, ArenaError, Label};
 use crate::tensor::file::FileError;
 use crate::tensor::{DType, Tensor};
 use std::path::PathBuf;
@@ -37,6 +37,19 @@ pub struct Workload {
 }
 
 impl Workload {
+    /// A workload whose bytes are all zero but those of `v`, which are `v_byte`: it takes the memory and costs no time to
+    /// make. Every query sees equal keys, so every output is that one value.
+    ///
+    /// # Errors
+    /// When the arena has no room.
+    pub fn blank(extents: &Extents, arena: &Arena, v_byte: u8) -> Result<Self, ArenaError> {
+        let zeros = |dims| Tensor::zeros(arena, Label::Input, extents.dtype, dims);
+        let mut v = zeros(extents.kv_dims())?;
+        v.bytes_mut().fill(v_byte);
+        let (q, k) = (zeros(extents.q_dims())?, zeros(extents.kv_dims())?);
+        Ok(Workload { q, k, v, needles: Vec::new(), rope_theta: None })
+    }
+
     /// Bytes that a workload of these extents takes from the arena, under [`crate::memory::Label::Input`].
     pub fn bytes(extents: &Extents) -> u64 {
         Tensor::bytes_of(extents.dtype, extents.q_dims()) + 2 * Tensor::bytes_of(extents.dtype, extents.kv_dims())

@@ -168,6 +168,16 @@ pub fn relative_l2(got: &[f32], wanted: &[f64]) -> f64 {
     if difference == 0.0 { 0.0 } else { (difference / norm).sqrt() }
 }
 
+/// Root mean square of a gradient's error, relative to that of the expected gradient plus 0.3: inputs are standard normal,
+/// and a gradient that is nothing but cancellation (of a row that sees one key) is still rounded as its terms are, which
+/// are of order one.
+pub fn root_mean_square_error(got: &[f32], wanted: &[f64]) -> f64 {
+    assert_eq!(got.len(), wanted.len());
+    let mean = |sum: f64| (sum / got.len() as f64).sqrt();
+    let difference = mean(got.iter().zip(wanted).map(|(&got, wanted)| (f64::from(got) - wanted).powi(2)).sum());
+    difference / (mean(wanted.iter().map(|x| x * x).sum()) + 0.3)
+}
+
 /// The elements in f64.
 pub fn widen(values: &[f32]) -> Vec<f64> {
     values.iter().map(|&x| f64::from(x)).collect()

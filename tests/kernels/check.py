@@ -2,7 +2,7 @@
 """Compiles every variant of every kernel with NVRTC and prints what ptxas says of it. Needs no GPU.
 
     pip install nvidia-cuda-nvrtc==13.0.88
-    python3 tests/kernels/check.py [--arch sm_90a ...] [--nvrtc libnvrtc.so.13] [--markdown FILE]
+    python3 tests/kernels/check.py [--arch sm_90a ...] [--nvrtc libnvrtc.so.13] [--markdown FILE] [--jobs N]
 
 One row for each kernel function: registers, shared memory that is known at compile time, stack, spills. Exit status 0
 when all is well; 1 when a variant does not compile, spills registers, uses local memory, or draws a warning.
@@ -10,27 +10,68 @@ when all is well; 1 when a variant does not compile, spills registers, uses loca
 
 import argparse
 import ctypes
+import functools
 import glob
 import itertools
 import os
 import re
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 
 KERNELS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "kernels")
 ARCHITECTURES = ["sm_80", "sm_90a", "sm_100"]
+ONLY = {"hopper.cu": "sm_90a"}  # files with instructions that other architectures lack
 
 
 def variants():
     """(file, macros) of every variant that the crate may ask for, at the head dims that matter."""
+    for element, head_dim, library in itertools.product(["F32", "BF16", "F16"], [64, 256], [0, 1]):
+        yield "naive.cu", {"ELEMENT": element, "HEAD_DIM": head_dim, "LIBRARY_PRODUCTS": library}
+    # F16 differs from BF16 in single instructions.
+    for element, head_dims in [("BF16", [64, 96, 100, 128, 192, 256]), ("F16", [128])]:
+        for head_dim in head_dims:
+            for keys in [64, 32] if head_dim <= 192 else [32]:
+                yield "tiled.cu", tiled(element, head_dim, keys)
+    for head_dim, keys in [(64, 32), (100, 32), (128, 32), (128, 16), (192, 16), (256, 16), (256, 8)]:
+        yield "tiled.cu", tiled("F32", head_dim, keys)
+    rings = [(64, 4, 4), (96, 4, 3), (100, 4, 2), (128, 4, 3), (192, 2, 3), (256, 2, 3), (256, 4, 2)]
+    for page_tokens, (head_dim, warps, stages) in itertools.product([0, 16, 10], rings):
+        yield "decode.cu", decode("BF16", head_dim, page_tokens, warps, stages, 16)
+    yield "decode.cu", decode("F16", 128, 16, 4, 3, 16)
+    for rows, (head_dim, warps, stages) in itertools.product([4, 16], [(64, 4, 4), (128, 4, 3), (250, 2, 2), (256, 2, 3)]):
+        yield "decode.cu", decode("F32", head_dim, 16 if rows == 16 else 0, warps, stages, rows)
+    yield "sweep.cu", {"ELEMENT": "F32", "HEAD_DIM": 8}
+    # Tiles of keys by head dim and soft-cap, as src/attention/cuda/hopper.rs chooses them; the sign is one number in them.
+    tiles = [(64, 128, 0), (64, 112, 1), (128, 176, 0), (128, 128, 0), (128, 128, 1), (256, 80, 0), (256, 64, 1)]
+    signs = itertools.product(["BF16", "F16"], tiles, [0])
+    for element, (head_dim, keys, capped), negative in itertools.chain(signs, [("BF16", tiles[3], 1)]):
+        macros = {"ELEMENT": element, "HEAD_DIM": head_dim, "KEYS": keys, "CAPPED": capped, "NEGATIVE": negative}
+        yield "hopper.cu", macros
+    for element, (head_dim, small), fixed in itertools.product(
+        ["BF16", "F16"], [(64, 0), (96, 0), (96, 1), (128, 0), (128, 1), (192, 0), (256, 0)], [0, 1]
+    ):
+        yield "backward.cu", {"ELEMENT": element, "HEAD_DIM": head_dim, "DETERMINISTIC": fixed, "SMALL": small}
+    for element, (head_dim, tile) in itertools.product(["F32", "BF16", "F16"], [(64, 32), (128, 32), (256, 32), (256, 16)]):
+        yield "backward_scalar.cu", {"ELEMENT": element, "HEAD_DIM": head_dim, "TILE": tile}
     for element, head_dim in itertools.product(["F32", "BF16", "F16"], [64, 128, 256]):
-        yield "naive.cu", {"ELEMENT": element, "HEAD_DIM": head_dim}
-    for element, head_dim in itertools.product(["BF16", "F16"], [64, 96, 128]):
-        yield "tiled.cu", {"ELEMENT": element, "HEAD_DIM": head_dim}
-    for element, head_dim, paged in itertools.product(["BF16", "F16"], [64, 96, 128], [0, 1]):
-        yield "decode.cu", {"ELEMENT": element, "HEAD_DIM": head_dim, "PAGED": paged}
+        yield "naive_backward.cu", {"ELEMENT": element, "HEAD_DIM": head_dim}
 
 
+def tiled(element, head_dim, keys):
+    """Macros of a variant of tiled.cu."""
+    half = element != "F32"
+    shape = {"ROWS": 128 if half and head_dim <= 64 else 64, "KEYS": keys, "Q_KEPT": int(half and head_dim <= 192)}
+    return {"ELEMENT": element, "HEAD_DIM": head_dim, **shape}
+
+
+def decode(element, head_dim, page_tokens, warps, stages, rows):
+    """Macros of a variant of decode.cu."""
+    shape = {"PAGE_TOKENS": page_tokens, "WARPS": warps, "STAGES": stages, "ROWS": rows}
+    return {"ELEMENT": element, "HEAD_DIM": head_dim, **shape}
+
+
+@functools.cache
 def load_nvrtc(path):
     """The library named, or the wheel's beside this interpreter, or the system's."""
     found = [path] if path else []
@@ -49,8 +90,9 @@ def load_nvrtc(path):
     sys.exit("NVRTC not found: pip install nvidia-cuda-nvrtc==13.0.88, or give --nvrtc PATH")
 
 
-def compile_variant(nvrtc, file, macros, architecture):
+def compile_variant(library, file, macros, architecture):
     """(whether it compiled, the compiler's log, seconds)"""
+    nvrtc = load_nvrtc(library)
     with open(os.path.join(KERNELS, file), encoding="utf-8") as source:
         text = source.read().encode()
     options = [f"--gpu-architecture={architecture}", "-std=c++17", "--ptxas-options=-v", f"--include-path={KERNELS}"]
@@ -94,16 +136,21 @@ def functions(log):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", action="append", help="an architecture; may be given again [default: all]")
+    parser.add_argument("--only", metavar="FILE", help="only this file, as tiled.cu")
     parser.add_argument("--nvrtc", metavar="PATH", help="libnvrtc.so.N")
     parser.add_argument("--markdown", metavar="FILE", help="write the table there too")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="variants at a time [default: every core]")
     arguments = parser.parse_args()
     nvrtc = load_nvrtc(arguments.nvrtc)
     major, minor = ctypes.c_int(), ctypes.c_int()
     nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
     rows, wrong, slowest = [], [], (0.0, "")
-    for architecture, (file, macros) in itertools.product(arguments.arch or ARCHITECTURES, variants()):
+    todo = [(file, macros, arch) for arch, (file, macros) in itertools.product(arguments.arch or ARCHITECTURES, variants())]
+    todo = [variant for variant in todo if ONLY.get(variant[0], variant[2]) == variant[2] and arguments.only in (None, variant[0])]
+    with ProcessPoolExecutor(max(1, arguments.jobs)) as pool:  # NVRTC holds a lock: threads would wait for each other
+        compiled_all = list(pool.map(compile_variant, itertools.repeat(arguments.nvrtc), *zip(*todo)))
+    for (file, macros, architecture), (compiled, log, seconds) in zip(todo, compiled_all):
         label = f"{file} {' '.join(f'{name}={value}' for name, value in macros.items())} {architecture}"
-        compiled, log, seconds = compile_variant(nvrtc, file, macros, architecture)
         slowest = max(slowest, (seconds, label))
         if not compiled:
             wrong.append(f"{label}: does not compile\n{log.strip()}")

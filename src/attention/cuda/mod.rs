@@ -5,16 +5,21 @@
 //! tested without a GPU; the sizes of tiles are those in the heads of the files under `kernels/`. Adding a kernel is one
 //! file here, one under `kernels/`, and one line in [`CUDA_KERNELS`].
 
+mod backward;
 mod decode;
+mod hopper;
 mod naive;
 mod pass;
 mod tiled;
+mod tiled_backward;
 
+pub use backward::{BackwardInputs, BackwardPlan, BackwardResults};
+pub use decode::decode_paged;
 pub use pass::{Inputs, Results, Scratch};
 
 use super::{AttentionError, Params, Shape, WorkspaceSize};
-use crate::device::cuda::{Extents, Launch, Limits, Program};
-use crate::named::{Named, NamedError};
+use crate::device::cuda::{Extents, Gemm, Launch, Limits, Program};
+use crate::named::{Named, NamedError, Parameter};
 use crate::tensor::DType;
 
 /// A kernel that runs on GPUs.
@@ -22,20 +27,49 @@ pub trait CudaKernel: Sync {
     /// Its name on the command line and in records.
     fn name(&self) -> &'static str;
 
+    /// Its parameters.
+    fn parameters(&self) -> &'static [Parameter] {
+        &[]
+    }
+
+    /// The kernel that its parameters make of it, where that is another one.
+    ///
+    /// # Errors
+    /// When the value of a parameter is wrong.
+    fn with(&self, _named: &Named) -> Result<Option<&'static dyn CudaKernel>, NamedError> {
+        Ok(None)
+    }
+
     /// What runs for a problem on a GPU with `limits`.
     ///
     /// # Errors
     /// [`AttentionError::Unsupported`] when the kernel cannot do this problem.
     fn plan(&self, shape: &Shape, params: &Params, dtype: DType, limits: &Limits) -> Result<Plan, AttentionError>;
+
+    /// What runs for its backward pass.
+    ///
+    /// # Errors
+    /// [`AttentionError::Unsupported`] when the kernel has none or cannot do this problem.
+    fn plan_backward(
+        &self,
+        _shape: &Shape,
+        _params: &Params,
+        _dtype: DType,
+        _limits: &Limits,
+    ) -> Result<BackwardPlan, AttentionError> {
+        let (what, instead) = ("backward pass on CUDA", "naive or tiled");
+        Err(AttentionError::Unsupported { kernel: self.name(), what, instead })
+    }
 }
 
 /// Every kernel for GPUs.
-pub const CUDA_KERNELS: &[&dyn CudaKernel] = &[&naive::Naive, &tiled::Tiled, &decode::Decode];
+pub const CUDA_KERNELS: &[&dyn CudaKernel] =
+    &[&naive::Naive, &tiled::Tiled { deterministic: false }, &decode::Decode, &hopper::Hopper];
 
-/// The kernel that a text names. None has parameters.
+/// The kernel that a text names, as `tiled` or `tiled:deterministic=true`.
 ///
 /// # Errors
-/// When there is no such kernel or it is given a parameter.
+/// When there is no such kernel or parameter, or a value is wrong.
 pub fn cuda_kernel(text: &str) -> Result<&'static dyn CudaKernel, NamedError> {
     let named: Named = text.parse()?;
     let kernel = CUDA_KERNELS.iter().find(|kernel| kernel.name() == named.name).ok_or_else(|| NamedError::Unknown {
@@ -43,8 +77,8 @@ pub fn cuda_kernel(text: &str) -> Result<&'static dyn CudaKernel, NamedError> {
         name: named.name.clone(),
         known: CUDA_KERNELS.iter().map(|kernel| kernel.name()).collect::<Vec<_>>().join(", "),
     })?;
-    named.check(&[])?;
-    Ok(*kernel)
+    named.check(kernel.parameters())?;
+    Ok(kernel.with(&named)?.unwrap_or(*kernel))
 }
 
 /// What runs for one problem on a GPU.
@@ -58,6 +92,32 @@ pub struct Plan {
     pub workspace: WorkspaceSize,
     /// What kernels are told.
     pub extents: Extents,
+    /// How it runs where cuBLAS is there: two products, and a kernel between them.
+    pub library: Option<LibraryPass>,
+    /// How the copy engine takes the inputs, where a kernel uses it.
+    pub boxes: Option<Boxes>,
+}
+
+/// A pass whose products are cuBLAS's.
+#[derive(Debug, Clone)]
+pub struct LibraryPass {
+    /// `scores = scale q kᵀ`.
+    pub scores: Gemm,
+    /// The softmax between the products.
+    pub program: Program,
+    /// Its launch.
+    pub softmax: Launch,
+    /// `o = p v`.
+    pub output: Gemm,
+}
+
+/// Rows of q, and of k and v, that are copied as one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Boxes {
+    /// Of q.
+    pub q_rows: usize,
+    /// Of k and v.
+    pub kv_rows: usize,
 }
 
 /// Blocks in y and z that a grid may have.
@@ -98,23 +158,24 @@ impl Plan {
             scores: workspace.scores,
             partials: workspace.scratch,
         };
-        Ok(Plan { program, launches, workspace, extents })
+        Ok(Plan { program, launches, workspace, extents, library: None, boxes: None })
     }
 }
 
-/// What the kernels of `strip.cuh` can do; the name is that of the kernel which asks.
-fn strip_takes(kernel: &'static str, head_dim: usize, dtype: DType) -> Result<(), AttentionError> {
-    let unsupported = |what, instead| Err(AttentionError::Unsupported { kernel, what, instead });
-    match (dtype, head_dim) {
-        (DType::F32, _) => unsupported("f32 on CUDA", "naive, or --dtype bf16 or f16"),
-        (_, d) if d % 8 != 0 || d > 128 => unsupported("head dims on CUDA but multiples of 8 up to 128", "naive"),
-        _ => Ok(()),
+/// What the kernels with strips of query rows in registers can do; the name is that of the kernel which asks.
+fn strip_takes(kernel: &'static str, head_dim: usize) -> Result<(), AttentionError> {
+    match head_dim > MOST_HEAD_DIM {
+        true => Err(AttentionError::Unsupported { kernel, what: "head dims on CUDA above 256", instead: "naive" }),
+        false => Ok(()),
     }
 }
 
-/// Bytes of a row of 16-bit elements in shared memory, padded as `strip.cuh` pads it.
-fn row_bytes(head_dim: usize) -> usize {
-    2 * head_dim.next_multiple_of(64)
+/// The largest head dim whose output row fits in the registers of a strip.
+const MOST_HEAD_DIM: usize = 256;
+
+/// Bytes of a row in shared memory, padded as `kernels/rows.cuh` pads it.
+fn row_bytes(head_dim: usize, dtype: DType) -> usize {
+    (head_dim * dtype.bytes()).next_multiple_of(128)
 }
 
 #[cfg(test)]
@@ -132,17 +193,59 @@ mod tests {
     #[test]
     fn what_a_kernel_cannot_do_is_said() {
         let cases = [
-            ("tiled", DType::F32, 128, "kernel 'tiled' has no f32 on CUDA; use naive"),
-            ("decode", DType::Bf16, 100, "multiples of 8 up to 128; use naive"),
-            ("tiled", DType::F16, 256, "multiples of 8 up to 128; use naive"),
+            ("decode", DType::Bf16, 257, "kernel 'decode' has no head dims on CUDA above 256; use naive"),
+            ("tiled", DType::F32, 300, "kernel 'tiled' has no head dims on CUDA above 256; use naive"),
         ];
         for (kernel, dtype, head_dim, expected) in cases {
             let error = plan(kernel, &Shape { head_dim, ..SHAPE }, dtype).unwrap_err().to_string();
             assert!(error.contains(expected), "{error}");
         }
-        assert!(plan("naive", &Shape { head_dim: 255, ..SHAPE }, DType::F32).is_ok());
+        assert!(plan("naive", &Shape { head_dim: 300, ..SHAPE }, DType::F32).is_ok());
         assert!(cuda_kernel("reference").err().unwrap().to_string().contains("naive, tiled, decode"));
         assert!(cuda_kernel("tiled:br=32").is_err());
+        assert!(cuda_kernel("tiled:deterministic=maybe").is_err());
+        let none = cuda_kernel("decode").unwrap().plan_backward(&SHAPE, &Params::new(128, true), DType::Bf16, &H200);
+        assert_eq!(none.unwrap_err().to_string(), "kernel 'decode' has no backward pass on CUDA; use naive or tiled");
+    }
+
+    /// GPUs differ in the shared memory of a block: 99 KiB is the least since Ampere (8.6, 8.9, 12.0).
+    #[test]
+    fn every_plan_fits_the_shared_memory_of_every_gpu() {
+        for block_shared_bytes in [99 << 10, 163 << 10, 227 << 10] {
+            let limits = Limits { block_shared_bytes, ..H200 };
+            for (head_dim, dtype) in
+                (1..=256).flat_map(|d| [DType::F32, DType::Bf16, DType::F16].map(|dtype| (d, dtype)))
+            {
+                for group in [1, 5, 40] {
+                    let shape = Shape { head_dim, q_heads: 2 * group, ..SHAPE };
+                    for kernel in CUDA_KERNELS {
+                        let plan = kernel.plan(&shape, &Params::new(head_dim, true), dtype, &limits).unwrap();
+                        let most = plan.launches.iter().map(|launch| launch.shared_bytes).max().unwrap();
+                        assert!(most as usize <= block_shared_bytes, "{} {dtype} D {head_dim}: {most}", kernel.name());
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn two_blocks_share_a_multiprocessor_where_they_fit() {
+        let wide = Limits { block_shared_bytes: 227 << 10, ..H200 };
+        let narrow = Limits { block_shared_bytes: 99 << 10, ..H200 };
+        assert_eq!(wide.roomiest(&[100, 50, 20], |kib| kib << 10), 100);
+        assert_eq!(narrow.roomiest(&[100, 50, 20], |kib| kib << 10), 20);
+        assert_eq!(narrow.roomiest(&[100, 60, 55], |kib| kib << 10), 60);
+    }
+
+    #[test]
+    fn pages_are_planned_as_dense_tensors_are() {
+        let params = Params::new(SHAPE.head_dim, true);
+        let dense = plan("decode", &SHAPE, DType::Bf16).unwrap();
+        let paged = decode_paged(&SHAPE, &params, DType::Bf16, &H200, 16).unwrap();
+        assert_eq!((paged.launches, paged.workspace), (dense.launches, dense.workspace));
+        assert_ne!(paged.program, dense.program);
+        let none = decode_paged(&SHAPE, &params, DType::Bf16, &H200, 0).unwrap_err();
+        assert_eq!(none.to_string(), "pages of 0 tokens; pages have at least 1");
     }
 
     #[test]
@@ -150,6 +253,9 @@ mod tests {
         let size = |kernel| plan(kernel, &SHAPE, DType::Bf16).unwrap().workspace;
         assert_eq!(size("naive"), WorkspaceSize { scores: SHAPE.scores(), scratch: 0 });
         assert_eq!(size("tiled"), WorkspaceSize::default());
+        let backward = cuda_kernel("naive").unwrap().plan_backward(&SHAPE, &Params::new(128, true), DType::F32, &H200);
+        let rows = SHAPE.rows().next_multiple_of(32);
+        assert_eq!(backward.unwrap().workspace(), WorkspaceSize { scores: 2 * SHAPE.scores(), scratch: rows });
         let decode = plan("decode", &SHAPE, DType::Bf16).unwrap();
         assert_eq!(decode.workspace, WorkspaceSize { scores: 0, scratch: decode.extents.splits() * 16 * 130 });
     }

@@ -1,8 +1,11 @@
 //! A planned pass over tensors in a GPU's memory.
 
-use super::Plan;
-use crate::device::cuda::{CudaError, Device, DeviceBuffer, Operands, Problem, Runtime};
+use super::{Boxes, LibraryPass, Plan};
+use crate::device::cuda::{
+    Argument, Cublas, CudaError, Device, DeviceBuffer, Extents, Operands, PagedKv, Pages, Problem, Runtime, TensorMap,
+};
 use crate::memory::{Arena, Label};
+use std::sync::MutexGuard;
 
 /// What a pass reads.
 #[derive(Clone, Copy)]
@@ -25,8 +28,8 @@ pub struct Results<'a> {
 
 /// Scratch memory of a pass on the GPU, reusable for passes of the same plan.
 pub struct Scratch {
-    scores: DeviceBuffer,
-    partials: DeviceBuffer,
+    pub(super) scores: DeviceBuffer,
+    pub(super) partials: DeviceBuffer,
 }
 
 impl Plan {
@@ -53,10 +56,85 @@ impl Plan {
         results: Results<'_>,
         scratch: &mut Scratch,
     ) -> Result<u64, CudaError> {
+        if let Some(library) = &self.library
+            && let Some(cublas) = runtime.cublas()
+        {
+            return self.forward_library(runtime, library, cublas, inputs, results, scratch);
+        }
         let Inputs { q, k, v } = inputs;
         let Results { o, lse } = results;
-        let mut operands = Operands { q, k, v, o, lse, scores: &mut scratch.scores, partials: &mut scratch.partials };
+        let Scratch { scores, partials } = scratch;
+        let mut operands = Operands { q, k: Some(k), v: Some(v), o, lse, scores, partials };
         let problem = Problem::new(&self.extents, &mut operands)?;
-        runtime.device().run(&*runtime.module(&self.program)?, &self.launches, &[&problem])
+        let maps = self.boxes.map(|boxes| boxes.maps(&self.extents, inputs)).transpose()?;
+        let mut arguments: Vec<&dyn Argument> = vec![&problem];
+        arguments.extend(maps.iter().flatten().map(|map| map as &dyn Argument));
+        runtime.device().run(&*runtime.module(&self.program)?, &self.launches, &arguments)
+    }
+
+    /// Whose matrix products the pass uses, where it could use cuBLAS's: as `cuBLAS 13.0`, or `own products`.
+    pub fn products(&self, runtime: &Runtime) -> Option<String> {
+        self.library.as_ref().map(|_| match runtime.cublas() {
+            Some(cublas) => format!("cuBLAS {}", cublas.version()),
+            None => "own products".into(),
+        })
+    }
+
+    fn forward_library(
+        &self,
+        runtime: &Runtime,
+        library: &LibraryPass,
+        mut cublas: MutexGuard<'_, Cublas>,
+        Inputs { q, k, v }: Inputs<'_>,
+        Results { o, lse }: Results<'_>,
+        Scratch { scores, partials }: &mut Scratch,
+    ) -> Result<u64, CudaError> {
+        let device = runtime.device();
+        let softmax = device.ready(&*runtime.module(&library.program)?, &[library.softmax])?;
+        let mut operands = Operands { q, k: Some(k), v: Some(v), o, lse, scores, partials };
+        device.timed(|| {
+            cublas.begin(&library.scores, k, q, operands.scores)?;
+            device.begin(&softmax, &[&Problem::new(&self.extents, &mut operands)?])?;
+            cublas.begin(&library.output, v, operands.scores, operands.o)
+        })
+    }
+
+    /// Runs a pass that [`super::decode_paged`] planned; as [`Plan::forward`]. Lists may be shorter than the plan's
+    /// `kv_len`; of a longer one the first `kv_len` tokens are read.
+    ///
+    /// # Errors
+    /// As [`Plan::forward`]; [`CudaError::Operand`] when the plan is not for these pages.
+    pub fn forward_paged(
+        &self,
+        runtime: &Runtime,
+        q: &DeviceBuffer,
+        kv: &PagedKv<'_>,
+        results: Results<'_>,
+        scratch: &mut Scratch,
+    ) -> Result<u64, CudaError> {
+        let Extents { batch, kv_heads, kv_len, head_dim, dtype, .. } = self.extents;
+        if self.program.macros.iter().all(|&(name, value)| name != "PAGE_TOKENS" || value != kv.page_tokens) {
+            let tokens = kv.page_tokens;
+            return Err(CudaError::Operand(format!("the pass was not planned for pages of {tokens} tokens")));
+        }
+        let pages = Pages::new(kv, batch * kv_heads, kv_len, head_dim * dtype.bytes())?;
+        let Results { o, lse } = results;
+        let Scratch { scores, partials } = scratch;
+        let mut operands = Operands { q, k: None, v: None, o, lse, scores, partials };
+        let problem = Problem::new(&self.extents, &mut operands)?;
+        runtime.device().run(&*runtime.module(&self.program)?, &self.launches, &[&problem, &pages])
+    }
+}
+
+impl Boxes {
+    /// Maps of q, k and v.
+    fn maps<'a>(&self, extents: &Extents, inputs: Inputs<'a>) -> Result<[TensorMap<'a>; 3], CudaError> {
+        let Extents { batch, q_heads, kv_heads, q_len, kv_len, head_dim, dtype, .. } = *extents;
+        let (queries, keys) = ([batch * q_heads, q_len, head_dim], [batch * kv_heads, kv_len, head_dim]);
+        Ok([
+            TensorMap::new(inputs.q, dtype, queries, self.q_rows)?,
+            TensorMap::new(inputs.k, dtype, keys, self.kv_rows)?,
+            TensorMap::new(inputs.v, dtype, keys, self.kv_rows)?,
+        ])
     }
 }

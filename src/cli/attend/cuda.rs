@@ -1,30 +1,33 @@
 //! `attend --device cuda`: the pass on a GPU, with the memory that the GPU's arena counts and the GPU's own times.
 
 use super::Args;
-use super::pass::{Problem, Sizes, Solution};
+use super::pass::{BackwardSolution, Problem, Sizes, Solution, refuse_bad_gradients};
 use super::report::{Place, Report};
 use crate::cli::failure::Failure;
-use kvsieve::attention::cuda::{Inputs, Plan, Results, cuda_kernel};
-use kvsieve::attention::{AttentionError, Outputs};
+use kvsieve::attention::cuda::{
+    BackwardInputs, BackwardPlan, BackwardResults, Inputs, Plan, Results, Scratch, cuda_kernel,
+};
+use kvsieve::attention::{Gradients, Outputs};
 use kvsieve::device::Cpu;
-use kvsieve::device::cuda::Runtime;
+use kvsieve::device::cuda::{CudaError, DeviceBuffer, Runtime};
 use kvsieve::memory::{Arena, Label};
+use kvsieve::named::Named;
 use kvsieve::tensor::file::TensorFile;
 use kvsieve::tensor::{DType, Tensor};
 
 pub fn run(args: &Args, index: usize) -> Result<(), Failure> {
+    let name: Named = args.kernel.parse()?;
     let kernel = cuda_kernel(&args.kernel)?;
-    let runtime = Runtime::open(index, args.nvrtc.as_deref())?;
+    let runtime = Runtime::open(index, args.compute.nvrtc.as_deref())?;
     let device = runtime.device();
     args.check_files()?;
     let file = TensorFile::open(&args.input)?;
     let problem = args.problem(&file)?;
-    if problem.backward {
-        let (what, instead) = ("backward pass on CUDA", "--device cpu");
-        return Err(AttentionError::Unsupported { kernel: kernel.name(), what, instead }.into());
-    }
-    let plan = kernel.plan(&problem.shape, &problem.params, problem.dtype, device.limits())?;
-    let sizes = sizes(&problem, &plan);
+    let (shape, params, dtype, limits) = (&problem.shape, &problem.params, problem.dtype, device.limits());
+    let forward = kernel.plan(shape, params, dtype, limits)?;
+    let backward = problem.backward.then(|| kernel.plan_backward(shape, params, dtype, limits)).transpose()?;
+    let plans = Plans { forward, backward };
+    let sizes = plans.sizes(&problem);
     let limit_bytes = args.compute.limit_memory.unwrap_or(device.free_bytes());
     sizes.refuse_beyond(limit_bytes)?;
 
@@ -33,65 +36,112 @@ pub fn run(args: &Args, index: usize) -> Result<(), Failure> {
         arena.record_timeline();
     }
     let cpu = Cpu::new(args.compute.threads)?;
-    let solution = solve(&problem, &plan, &file, &runtime, &arena, &cpu, args)?;
+    let solution = plans.solve(&problem, &file, &runtime, &arena, &cpu, args.repeat)?;
+    let products = plans.forward.products(&runtime).map_or(String::new(), |products| format!(", {products}"));
+    let nvrtc = runtime.nvrtc().version();
     let place = Place {
         device: format!("cuda:{index}"),
-        isa_path: format!("{}, {}, NVRTC {}", device.name(), device.architecture(), runtime.nvrtc().version()),
+        isa_path: format!("{}, {}, NVRTC {nvrtc}{products}", device.name(), device.architecture()),
         threads: None,
     };
-    let report = Report::new(kernel.name().into(), &problem, &sizes, &solution, arena.usage(), place, limit_bytes);
+    let report = Report::new(name.to_string(), &problem, &sizes, &solution, arena.usage(), place, limit_bytes);
     args.finish(&report, &problem, &solution, &arena)
 }
 
-/// The GPU memory that [`solve`] takes, to the byte.
-fn sizes(problem: &Problem, plan: &Plan) -> Sizes {
-    let inputs: u64 = problem.stored.iter().map(|&(_, dims, _)| Tensor::bytes_of(problem.dtype, dims)).sum();
-    let peak_bytes = inputs + Outputs::bytes(&problem.shape, problem.dtype) + plan.workspace.bytes();
-    Sizes { forward: plan.workspace, backward: None, peak_bytes }
+/// What runs.
+struct Plans {
+    forward: Plan,
+    backward: Option<BackwardPlan>,
 }
 
-/// Copies the inputs to the GPU, runs the passes, copies the results back and checks them.
-fn solve(
-    problem: &Problem,
-    plan: &Plan,
-    file: &TensorFile,
-    runtime: &Runtime,
-    arena: &Arena,
-    cpu: &Cpu,
-    args: &Args,
-) -> Result<Solution, Failure> {
-    let device = runtime.device();
-    // The host's copies are not what is measured.
-    let host = Arena::unlimited();
-    let inputs = problem.load_all(file, &host)?;
+impl Plans {
+    /// The GPU memory that [`Plans::solve`] takes, to the byte.
+    fn sizes(&self, problem: &Problem) -> Sizes {
+        let (shape, dtype) = (&problem.shape, problem.dtype);
+        let inputs: u64 = problem.stored.iter().map(|&(_, dims, _)| Tensor::bytes_of(dtype, dims)).sum();
+        let (forward, backward) = (self.forward.workspace, self.backward.as_ref().map(BackwardPlan::workspace));
+        let passes = backward.map_or(0, |size| Gradients::bytes(shape, dtype) + size.bytes()).max(forward.bytes());
+        Sizes { forward, backward, peak_bytes: inputs + Outputs::bytes(shape, dtype) + passes }
+    }
 
-    let mut buffers = Vec::new();
-    for tensor in &inputs {
-        let mut buffer = device.alloc(arena, Label::Input, tensor.bytes().len() as u64)?;
-        buffer.write(tensor.bytes())?;
-        buffers.push(buffer);
-    }
-    let mut outputs = Outputs::allocate(&host, &problem.shape, problem.dtype)?;
-    let mut o = device.alloc(arena, Label::Activations, outputs.o.bytes().len() as u64)?;
-    let mut lse = device.alloc(arena, Label::Activations, outputs.lse.bytes())?;
-    // A result that no kernel wrote must not look like one.
-    o.write(&vec![0xff; outputs.o.bytes().len()])?;
-    lse.write(&vec![0xff; outputs.lse.bytes() as usize])?;
-    let mut scratch = plan.scratch(device, arena)?;
-    let inputs_there = Inputs { q: &buffers[0], k: &buffers[1], v: &buffers[2] };
-    let warmups = u32::from(args.repeat > 1);
-    let mut samples_ns = Vec::new();
-    for pass in 0..warmups + args.repeat {
-        let time_ns = plan.forward(runtime, inputs_there, Results { o: &mut o, lse: &mut lse }, &mut scratch)?;
-        if pass >= warmups {
-            samples_ns.push(time_ns);
+    /// Copies the inputs to the GPU, runs the passes, copies the results back and checks them.
+    fn solve(
+        &self,
+        problem: &Problem,
+        file: &TensorFile,
+        runtime: &Runtime,
+        arena: &Arena,
+        cpu: &Cpu,
+        repeat: u32,
+    ) -> Result<Solution, Failure> {
+        let device = runtime.device();
+        // The host's copies are not what is measured.
+        let host = Arena::unlimited();
+        let inputs = problem.load_all(file, &host)?;
+        let warmups = u32::from(repeat > 1);
+
+        let mut buffers = Vec::new();
+        for tensor in &inputs {
+            let mut buffer = device.alloc(arena, Label::Input, tensor.bytes().len() as u64)?;
+            buffer.write(tensor.bytes())?;
+            buffers.push(buffer);
         }
+        let result = |bytes| unwritten(runtime, arena, bytes);
+        let mut outputs = Outputs::allocate(&host, &problem.shape, problem.dtype)?;
+        let (mut o, mut lse) = (result(outputs.o.bytes().len())?, result(outputs.lse.bytes() as usize)?);
+        let (q, k, v) = (&buffers[0], &buffers[1], &buffers[2]);
+        let mut scratch = self.forward.scratch(device, arena)?;
+        let samples_ns = timed(warmups, repeat, &mut scratch, |scratch| {
+            self.forward.forward(runtime, Inputs { q, k, v }, Results { o: &mut o, lse: &mut lse }, scratch)
+        })?;
+        drop(scratch);
+        o.read(outputs.o.bytes_mut())?;
+        let lse_bytes = DType::F32.bytes() * outputs.lse.len();
+        let mut raw = vec![0; lse_bytes];
+        lse.read(&mut raw)?;
+        DType::F32.decode(&raw, &mut outputs.lse);
+        let (rel_l2, checked_rows) = problem.check_forward(&inputs, &outputs, cpu)?;
+
+        let backward = match &self.backward {
+            None => None,
+            Some(plan) => {
+                let mut gradients = Gradients::allocate(&host, &problem.shape, problem.dtype)?;
+                let mut grad_q = result(gradients.q.bytes().len())?;
+                let mut grad_k = result(gradients.k.bytes().len())?;
+                let mut grad_v = result(gradients.v.bytes().len())?;
+                let call = BackwardInputs { q, k, v, o: &o, lse: &lse, grad_o: &buffers[3] };
+                let mut scratch = plan.scratch(device, arena)?;
+                let samples_ns = timed(warmups, repeat, &mut scratch, |scratch| {
+                    let results = BackwardResults { q: &mut grad_q, k: &mut grad_k, v: &mut grad_v };
+                    plan.run(runtime, call, results, scratch)
+                })?;
+                grad_q.read(gradients.q.bytes_mut())?;
+                grad_k.read(gradients.k.bytes_mut())?;
+                grad_v.read(gradients.v.bytes_mut())?;
+                refuse_bad_gradients(&gradients)?;
+                Some(BackwardSolution { gradients, samples_ns })
+            }
+        };
+        Ok(Solution { outputs, samples_ns, warmups, backward, rel_l2, checked_rows })
     }
-    o.read(outputs.o.bytes_mut())?;
-    let lse_bytes = DType::F32.bytes() * outputs.lse.len();
-    let mut raw = vec![0; lse_bytes];
-    lse.read(&mut raw)?;
-    DType::F32.decode(&raw, &mut outputs.lse);
-    let (rel_l2, checked_rows) = problem.check_forward(&inputs, &outputs, cpu)?;
-    Ok(Solution { outputs, samples_ns, warmups, backward: None, rel_l2, checked_rows })
+}
+
+/// Memory for a result. One that no kernel wrote must not look like one.
+fn unwritten(runtime: &Runtime, arena: &Arena, bytes: usize) -> Result<DeviceBuffer, CudaError> {
+    let mut buffer = runtime.device().alloc(arena, Label::Activations, bytes as u64)?;
+    buffer.write(&vec![0xff; bytes])?;
+    Ok(buffer)
+}
+
+/// The GPU's times of `repeat` passes after `warmups` others, in nanoseconds.
+fn timed(
+    warmups: u32,
+    repeat: u32,
+    scratch: &mut Scratch,
+    mut pass: impl FnMut(&mut Scratch) -> Result<u64, CudaError>,
+) -> Result<Vec<u64>, CudaError> {
+    for _ in 0..warmups {
+        pass(scratch)?;
+    }
+    (0..repeat).map(|_| pass(scratch)).collect()
 }

@@ -124,9 +124,7 @@ impl Problem {
                 let (o, lse, grad_o) = (outputs.o.view(), &*outputs.lse, inputs[3].view());
                 let call = Backward { forward: call, o, lse, grad_o };
                 let samples_ns = timed(warmups, repeat, || kernel.backward(&call, &mut gradients, &mut workspace))?;
-                for (name, tensor) in [("dq", &gradients.q), ("dk", &gradients.k), ("dv", &gradients.v)] {
-                    refuse_non_finite(name, tensor)?;
-                }
+                refuse_bad_gradients(&gradients)?;
                 Some(BackwardSolution { gradients, samples_ns })
             }
         };
@@ -213,6 +211,12 @@ fn timed(
         Ok(started.elapsed().as_nanos() as u64)
     };
     (0..repeat).map(sample).collect()
+}
+
+/// Refuses gradients that are no numbers.
+pub fn refuse_bad_gradients(gradients: &Gradients) -> Result<(), Failure> {
+    let named = [("dq", &gradients.q), ("dk", &gradients.k), ("dv", &gradients.v)];
+    named.into_iter().try_for_each(|(name, tensor)| refuse_non_finite(name, tensor))
 }
 
 fn refuse_non_finite(name: &str, tensor: &Tensor) -> Result<(), Failure> {

@@ -1,5 +1,7 @@
 //! A GPU: its memory by plain allocations that the arena counts, modules, launches, and times by events.
 
+use super::nvml::{Condition, Nvml, uuid_text};
+use super::sweep::Sweep;
 use super::{CudaError, Launch, doing};
 use crate::memory::{Arena, Claim, Label};
 use cudarc::driver::sys::{CUdevice_attribute, CUevent_flags, CUfunction_attribute_enum, CUresult};
@@ -9,7 +11,8 @@ use cudarc::driver::{
 };
 use cudarc::nvrtc::Ptx;
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 /// What launches are planned for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -22,6 +25,22 @@ pub struct Limits {
     pub block_shared_bytes: usize,
 }
 
+/// Shared memory that the system takes for each block that runs.
+const BLOCK_SYSTEM_BYTES: usize = 1 << 10;
+
+impl Limits {
+    /// The first choice of which two blocks fit on one multiprocessor, else the first of which one fits, else the last;
+    /// `bytes` is the shared memory of a block. Two blocks hide each other's waiting.
+    pub(crate) fn roomiest<T: Copy>(&self, choices: &[T], bytes: impl Fn(T) -> usize) -> T {
+        // A block may have all of a multiprocessor's shared memory but what the system takes for it.
+        let fits = |blocks: usize, choice: T| {
+            blocks * (bytes(choice) + BLOCK_SYSTEM_BYTES) <= self.block_shared_bytes + BLOCK_SYSTEM_BYTES
+        };
+        let first = |blocks| choices.iter().copied().find(|&choice| fits(blocks, choice));
+        first(2).or_else(|| first(1)).unwrap_or(choices[choices.len() - 1])
+    }
+}
+
 /// A GPU in use by this process.
 pub struct Device {
     context: Arc<CudaContext>,
@@ -30,6 +49,12 @@ pub struct Device {
     limits: Limits,
     total_bytes: u64,
     free_bytes: u64,
+    l2_bytes: u64,
+    context_bytes: Option<u64>,
+    nvml: Result<Nvml, String>,
+    /// Least memory that was free after an allocation, since [`Device::watch_memory`].
+    least_free_bytes: AtomicU64,
+    sweep: OnceLock<Sweep>,
 }
 
 impl Device {
@@ -43,7 +68,11 @@ impl Device {
         if !unsafe { cudarc::driver::sys::is_culib_present() } {
             return Err(CudaError::NoDriver);
         }
+        let nvml = uuid(index).map_err(doing("looking for the GPU")).map(|uuid| Nvml::open(&uuid))?;
+        let used_bytes = || nvml.as_ref().ok().and_then(Nvml::used_bytes);
+        let used_before = used_bytes();
         let context = CudaContext::new(index).map_err(doing("opening the GPU"))?;
+        let context_bytes = used_before.zip(used_bytes()).map(|(before, after)| after.saturating_sub(before));
         let ask = || -> Result<_, DriverError> {
             let multiprocessors = context.attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
             let shared_bytes =
@@ -53,9 +82,10 @@ impl Device {
                 multiprocessors: multiprocessors.max(1) as usize,
                 block_shared_bytes: shared_bytes.max(0) as usize,
             };
-            Ok((context.name()?, limits, context.mem_get_info()?))
+            let l2_bytes = context.attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)?;
+            Ok((context.name()?, limits, l2_bytes.max(0) as u64, context.mem_get_info()?))
         };
-        let (name, limits, (free, total)) = ask().map_err(doing("asking what the GPU is"))?;
+        let (name, limits, l2_bytes, (free, total)) = ask().map_err(doing("asking what the GPU is"))?;
         let (major, minor) = limits.capability;
         if major < 8 {
             return Err(CudaError::TooOld { name, major, minor });
@@ -67,6 +97,11 @@ impl Device {
             limits,
             total_bytes: total as u64,
             free_bytes: free as u64,
+            l2_bytes,
+            context_bytes,
+            nvml,
+            least_free_bytes: AtomicU64::new(u64::MAX),
+            sweep: OnceLock::new(),
         })
     }
 
@@ -97,6 +132,67 @@ impl Device {
         self.free_bytes
     }
 
+    /// Memory that is free now.
+    ///
+    /// # Errors
+    /// [`CudaError::Driver`] when the driver does not tell.
+    pub fn free_bytes_now(&self) -> Result<u64, CudaError> {
+        let (free, _) = self.context.mem_get_info().map_err(doing("asking for the free memory"))?;
+        Ok(free as u64)
+    }
+
+    /// Size of the L2.
+    pub fn l2_bytes(&self) -> u64 {
+        self.l2_bytes
+    }
+
+    /// Version of the CUDA interface that the driver has, as `13.0`.
+    pub fn cuda_version(&self) -> String {
+        let mut version = 0;
+        // SAFETY: the pointer is to an integer that lives through the call.
+        unsafe { cudarc::driver::sys::cuDriverGetVersion(&mut version) };
+        format!("{}.{}", version / 1000, version % 1000 / 10)
+    }
+
+    /// Memory that this process's context took when it was made, before anything was allocated: what NVML saw the GPU's
+    /// use grow by. `None` without NVML; then no more is known than that it is at most what was not free.
+    pub fn context_bytes(&self) -> Option<u64> {
+        self.context_bytes
+    }
+
+    /// NVML's view of this GPU, or why there is none.
+    pub fn nvml(&self) -> Result<&Nvml, &str> {
+        self.nvml.as_ref().map_err(String::as_str)
+    }
+
+    /// Clocks, temperature and power now; `None` without NVML.
+    pub fn condition(&self) -> Option<Condition> {
+        self.nvml.as_ref().ok().map(Nvml::condition)
+    }
+
+    /// From now on the driver is asked after every allocation how much is free; what is free before.
+    ///
+    /// # Errors
+    /// [`CudaError::Driver`] when the driver does not tell.
+    pub fn watch_memory(&self) -> Result<u64, CudaError> {
+        let free_bytes = self.free_bytes_now()?;
+        self.least_free_bytes.store(free_bytes, Ordering::Relaxed);
+        Ok(free_bytes)
+    }
+
+    /// Least memory that was free since [`Device::watch_memory`].
+    pub fn least_free_bytes(&self) -> u64 {
+        self.least_free_bytes.load(Ordering::Relaxed)
+    }
+
+    /// From now on each timed pass begins with a cold L2.
+    pub(super) fn sweep_before(&self, module: &Module) -> Result<(), CudaError> {
+        let sweep = Sweep::new(self, module, self.l2_bytes)?;
+        // Whoever came first has set the same.
+        let _ = self.sweep.set(sweep);
+        Ok(())
+    }
+
     /// Takes zeroed memory, counted in the arena; none at all for 0 bytes.
     ///
     /// # Errors
@@ -116,6 +212,7 @@ impl Device {
             })?;
             // SAFETY: the range is the allocation just made.
             unsafe { result::memset_d8_sync(buffer.address, 0, bytes as usize) }.map_err(doing("clearing memory"))?;
+            self.least_free_bytes.fetch_min(self.free_bytes_now()?, Ordering::Relaxed);
         }
         Ok(buffer)
     }
@@ -129,6 +226,11 @@ impl Device {
         Ok(Module { module, functions: Mutex::default() })
     }
 
+    /// Makes the GPU's context that of this thread, as libraries beside the driver need it.
+    pub(super) fn bind(&self) -> Result<(), CudaError> {
+        self.context.bind_to_thread().map_err(doing("binding the GPU's context"))
+    }
+
     /// Runs the launches in order, each with the same arguments, and waits for them; the GPU's own time for them in
     /// nanoseconds.
     ///
@@ -140,28 +242,77 @@ impl Device {
         launches: &[Launch],
         arguments: &[&dyn Argument],
     ) -> Result<u64, CudaError> {
-        let functions = launches.iter().map(|launch| module.function(launch)).collect::<Result<Vec<_>, CudaError>>()?;
+        let ready = self.ready(module, launches)?;
+        self.timed(|| self.begin(&ready, arguments))
+    }
+
+    /// Does `work`, which begins what runs on the default stream, and waits for that; the GPU's own time for it in
+    /// nanoseconds.
+    ///
+    /// # Errors
+    /// Those of `work`; [`CudaError::Driver`] when a kernel fails.
+    pub(crate) fn timed(&self, work: impl FnOnce() -> Result<(), CudaError>) -> Result<u64, CudaError> {
         let timed = || self.stream.record_event(Some(CUevent_flags::CU_EVENT_DEFAULT));
+        if let Some(sweep) = self.sweep.get() {
+            self.begin(&sweep.ready, &[&sweep.stretch()])?;
+        }
         let start = timed().map_err(doing("recording an event"))?;
-        for (launch, function) in launches.iter().zip(&functions) {
+        let worked = work();
+        let end = timed();
+        // Whatever went wrong: what was begun has ended when buffers may be given back.
+        let ended = self.stream.synchronize();
+        worked?;
+        ended.map_err(doing("running the kernels"))?;
+        let end = end.map_err(doing("recording an event"))?;
+        let milliseconds = start.elapsed_ms(&end).map_err(doing("reading the time"))?;
+        Ok((f64::from(milliseconds) * 1e6) as u64)
+    }
+
+    /// Finds the functions of launches before any time is taken.
+    ///
+    /// # Errors
+    /// [`CudaError::Driver`] when there is no such function, or not so much shared memory.
+    pub(crate) fn ready(&self, module: &Module, launches: &[Launch]) -> Result<Vec<Ready>, CudaError> {
+        let ready = |launch: &Launch| {
             let [x, y, z] = launch.grid.map(|blocks| blocks as u32);
             let config = LaunchConfig {
                 grid_dim: (x, y, z),
                 block_dim: (launch.threads, 1, 1),
                 shared_mem_bytes: launch.shared_bytes,
             };
+            Ok(Ready { function: module.function(launch)?, config })
+        };
+        launches.iter().map(ready).collect()
+    }
+
+    /// Begins the launches in order, each with the same arguments: inside [`Device::timed`], which waits for them.
+    ///
+    /// # Errors
+    /// [`CudaError::Driver`] when a launch fails.
+    pub(crate) fn begin(&self, ready: &[Ready], arguments: &[&dyn Argument]) -> Result<(), CudaError> {
+        for Ready { function, config } in ready {
             let mut builder = self.stream.launch_builder(function);
             arguments.iter().for_each(|argument| argument.push(&mut builder));
             // SAFETY: the arguments are laid out as the kernel's parameters, and their buffers are as long as the kernel
             // takes them to be (`Argument`); kernels stay inside them (the emulation checks this under
-            // AddressSanitizer). They are borrowed until the wait below.
-            unsafe { builder.launch(config) }.map_err(doing("launching a kernel"))?;
+            // AddressSanitizer). They live until `timed` has waited.
+            unsafe { builder.launch(*config) }.map_err(doing("launching a kernel"))?;
         }
-        let end = timed().map_err(doing("recording an event"))?;
-        self.stream.synchronize().map_err(doing("running the kernels"))?;
-        let milliseconds = start.elapsed_ms(&end).map_err(doing("reading the time"))?;
-        Ok((f64::from(milliseconds) * 1e6) as u64)
+        Ok(())
     }
+}
+
+/// The GPU's UUID as NVML writes it. It needs no context.
+fn uuid(index: usize) -> Result<String, DriverError> {
+    result::init()?;
+    let uuid = result::device::get_uuid(result::device::get(index as i32)?)?;
+    Ok(uuid_text(uuid.bytes.map(|byte| byte as u8)))
+}
+
+/// A launch whose function was found.
+pub(crate) struct Ready {
+    function: CudaFunction,
+    config: LaunchConfig,
 }
 
 /// What a kernel takes by value: `repr(C)`, laid out as the parameter in the kernel's source, and borrowing every buffer
@@ -225,10 +376,31 @@ impl DeviceBuffer {
     /// # Errors
     /// [`CudaError::Operand`] when there is no room for it, [`CudaError::Driver`] when the copy fails.
     pub fn write(&mut self, source: &[u8]) -> Result<(), CudaError> {
-        self.fits(source.len())?;
+        self.write_at(0, source)
+    }
+
+    /// Copies `source` to the place `start_bytes` behind its start.
+    ///
+    /// # Errors
+    /// As [`DeviceBuffer::write`].
+    pub fn write_at(&mut self, start_bytes: u64, source: &[u8]) -> Result<(), CudaError> {
+        self.fits(start_bytes.saturating_add(source.len() as u64))?;
         self.context.bind_to_thread().map_err(doing("binding the GPU's context"))?;
-        // SAFETY: the buffer is at least as long as the source, and the copy is done when the call returns.
-        unsafe { result::memcpy_htod_sync(self.address, source) }.map_err(doing("copying to the GPU"))
+        // SAFETY: the range lies in the buffer, and the copy is done when the call returns.
+        unsafe { result::memcpy_htod_sync(self.address + start_bytes, source) }.map_err(doing("copying to the GPU"))
+    }
+
+    /// Fills it with a byte: 0xff makes every element a NaN.
+    ///
+    /// # Errors
+    /// [`CudaError::Driver`] when it fails.
+    pub fn fill(&mut self, byte: u8) -> Result<(), CudaError> {
+        if self.address == 0 {
+            return Ok(());
+        }
+        self.context.bind_to_thread().map_err(doing("binding the GPU's context"))?;
+        // SAFETY: the range is the buffer's own.
+        unsafe { result::memset_d8_sync(self.address, byte, self.bytes() as usize) }.map_err(doing("filling memory"))
     }
 
     /// Copies its start to `target`.
@@ -236,14 +408,14 @@ impl DeviceBuffer {
     /// # Errors
     /// [`CudaError::Operand`] when it is shorter, [`CudaError::Driver`] when the copy fails.
     pub fn read(&self, target: &mut [u8]) -> Result<(), CudaError> {
-        self.fits(target.len())?;
+        self.fits(target.len() as u64)?;
         self.context.bind_to_thread().map_err(doing("binding the GPU's context"))?;
         // SAFETY: the buffer is at least as long as the target, and the copy is done when the call returns.
         unsafe { result::memcpy_dtoh_sync(target, self.address) }.map_err(doing("copying from the GPU"))
     }
 
-    fn fits(&self, bytes: usize) -> Result<(), CudaError> {
-        match bytes as u64 <= self.bytes() {
+    fn fits(&self, bytes: u64) -> Result<(), CudaError> {
+        match bytes <= self.bytes() {
             true => Ok(()),
             false => Err(CudaError::Operand(format!("{bytes} bytes to copy, the buffer has {}", self.bytes()))),
         }

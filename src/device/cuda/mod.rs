@@ -6,18 +6,31 @@
 //! problem is [`crate::attention::cuda`]'s.
 
 mod build;
+mod cublas;
 mod device;
+mod gradients;
+mod nvml;
 mod nvrtc;
+mod pages;
 mod problem;
 mod runtime;
 mod source;
+mod sweep;
+mod tensor_map;
 
 pub use build::{Origin, build};
+pub use cublas::{Cublas, Gemm};
+pub(crate) use device::Argument;
 pub use device::{Device, DeviceBuffer, Limits, Module};
+pub use gradients::{BackwardOperands, Gradients, backward, deltas};
+pub use nvml::{Condition, Nvml};
 pub use nvrtc::Nvrtc;
+pub(crate) use pages::Pages;
+pub use pages::{PagedKv, Slabs};
 pub use problem::{Extents, Launch, Operands, Problem};
 pub use runtime::Runtime;
 pub use source::{Program, Source};
+pub(crate) use tensor_map::TensorMap;
 
 use crate::memory::{ArenaError, Label};
 
@@ -80,6 +93,14 @@ pub enum CudaError {
     /// Buffers that do not fit the problem.
     #[error("{0}")]
     Operand(String),
+    /// A matrix product that cuBLAS refused.
+    #[error("cuBLAS {version}: a product failed with status {status}")]
+    Cublas {
+        /// Its version.
+        version: String,
+        /// Its `cublasStatus_t`.
+        status: i32,
+    },
     /// Any other failure of the driver.
     #[error("CUDA: {what} failed: {reason}")]
     Driver {

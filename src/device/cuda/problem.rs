@@ -50,10 +50,10 @@ impl Extents {
 pub struct Operands<'a> {
     /// `[B, Hq, Lq, D]`.
     pub q: &'a DeviceBuffer,
-    /// `[B, Hkv, Lk, D]`.
-    pub k: &'a DeviceBuffer,
-    /// `[B, Hkv, Lk, D]`.
-    pub v: &'a DeviceBuffer,
+    /// `[B, Hkv, Lk, D]`; `None` where keys lie in [`super::PagedKv`].
+    pub k: Option<&'a DeviceBuffer>,
+    /// `[B, Hkv, Lk, D]`; `None` where values lie in [`super::PagedKv`].
+    pub v: Option<&'a DeviceBuffer>,
     /// `[B, Hq, Lq, D]`.
     pub o: &'a mut DeviceBuffer,
     /// `[B, Hq, Lq]` in f32.
@@ -75,8 +75,6 @@ pub struct Problem<'a> {
     lse: u64,
     scores: u64,
     partials: u64,
-    pages: u64,
-    lens: u64,
     batch: i32,
     q_heads: i32,
     kv_heads: i32,
@@ -86,8 +84,6 @@ pub struct Problem<'a> {
     window: i32,
     splits: i32,
     split_keys: i32,
-    page_tokens: i32,
-    table_width: i32,
     scale: f32,
     softcap: f32,
     unused: i32,
@@ -98,36 +94,49 @@ pub struct Problem<'a> {
 // kernels/problem.cuh (a test compares them). `new` compares the buffers with the extents.
 unsafe impl DeviceRepr for Problem<'_> {}
 
+/// Buffers of which only the addresses are taken.
+pub(super) struct Buffers<'a> {
+    pub(super) q: &'a DeviceBuffer,
+    pub(super) k: Option<&'a DeviceBuffer>,
+    pub(super) v: Option<&'a DeviceBuffer>,
+    pub(super) o: &'a DeviceBuffer,
+    pub(super) lse: &'a DeviceBuffer,
+    pub(super) scores: &'a DeviceBuffer,
+    pub(super) partials: &'a DeviceBuffer,
+}
+
+/// The address of a buffer that has at least `bytes`.
+pub(super) fn has(name: &str, buffer: &DeviceBuffer, bytes: usize) -> Result<u64, CudaError> {
+    match buffer.bytes() >= bytes as u64 {
+        true => Ok(buffer.address()),
+        false => Err(CudaError::Operand(format!("{name} has {} bytes; {bytes} are needed", buffer.bytes()))),
+    }
+}
+
 impl<'a> Problem<'a> {
     /// A problem over buffers.
     ///
     /// # Errors
     /// [`CudaError::Operand`] when a buffer is smaller than the extents say, or an extent does not fit 31 bits.
     pub fn new(extents: &Extents, operands: &'a mut Operands<'_>) -> Result<Self, CudaError> {
+        let Operands { q, k, v, o, lse, scores, partials } = operands;
+        Self::over(extents, Buffers { q, k: *k, v: *v, o, lse, scores, partials })
+    }
+
+    /// As [`Problem::new`]; which of the buffers are written, the caller's kernels must agree with what it borrows.
+    pub(super) fn over(extents: &Extents, operands: Buffers<'a>) -> Result<Self, CudaError> {
         let Extents { batch, q_heads, kv_heads, q_len, kv_len, head_dim, dtype, .. } = *extents;
         let rows = batch * q_heads * q_len;
         let (q_bytes, kv_bytes) =
             (rows * head_dim * dtype.bytes(), batch * kv_heads * kv_len * head_dim * dtype.bytes());
-        let has = |name: &str, buffer: &DeviceBuffer, bytes: usize| match buffer.bytes() >= bytes as u64 {
-            true => Ok(buffer.address()),
-            false => Err(CudaError::Operand(format!("{name} has {} bytes; {bytes} are needed", buffer.bytes()))),
-        };
-        // Kernels add two lengths and a window in 32 bits.
-        let short = |name: &str, value: usize| {
-            i32::try_from(value).ok().filter(|&value| value < 1 << 29).ok_or_else(|| {
-                CudaError::Operand(format!("{name} is {value}; the CUDA kernels take less than {}", 1 << 29))
-            })
-        };
         Ok(Problem {
             q: has("q", operands.q, q_bytes)?,
-            k: has("k", operands.k, kv_bytes)?,
-            v: has("v", operands.v, kv_bytes)?,
+            k: operands.k.map_or(Ok(0), |k| has("k", k, kv_bytes))?,
+            v: operands.v.map_or(Ok(0), |v| has("v", v, kv_bytes))?,
             o: has("o", operands.o, q_bytes)?,
             lse: has("lse", operands.lse, 4 * rows)?,
             scores: has("scores", operands.scores, 4 * extents.scores)?,
             partials: has("partials", operands.partials, 4 * extents.partials)?,
-            pages: 0,
-            lens: 0,
             batch: short("batch", batch)?,
             q_heads: short("query heads", q_heads)?,
             kv_heads: short("KV heads", kv_heads)?,
@@ -138,14 +147,20 @@ impl<'a> Problem<'a> {
             window: extents.window.map_or(Ok(0), |window| short("window", window.min(q_len + kv_len)))?,
             splits: short("splits", extents.splits())?,
             split_keys: short("keys of a split", extents.split_keys.min(kv_len))?,
-            page_tokens: 0,
-            table_width: 0,
             scale: extents.scale,
             softcap: extents.softcap.unwrap_or(0.0),
             unused: 0,
             buffers: PhantomData,
         })
     }
+}
+
+/// A count as kernels take it: they add two lengths and a window in 32 bits.
+pub(super) fn short(name: &str, value: usize) -> Result<i32, CudaError> {
+    i32::try_from(value)
+        .ok()
+        .filter(|&value| value < 1 << 29)
+        .ok_or_else(|| CudaError::Operand(format!("{name} is {value}; the CUDA kernels take less than {}", 1 << 29)))
 }
 
 /// One launch of a kernel function.
@@ -167,6 +182,6 @@ mod tests {
 
     #[test]
     fn the_struct_has_the_size_that_cuda_gives_it() {
-        assert_eq!(size_of::<Problem>(), 9 * 8 + 14 * 4);
+        assert_eq!(size_of::<Problem>(), 7 * 8 + 12 * 4);
     }
 }

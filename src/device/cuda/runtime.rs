@@ -1,12 +1,15 @@
 //! A GPU and a compiler together: programs are compiled and loaded when they are first used, and stay loaded.
 
-use super::{CudaError, Device, Module, Nvrtc, Program, build};
+use super::sweep::Sweep;
+use super::{Cublas, CudaError, Device, Module, Nvrtc, Program, build};
 use std::collections::HashMap;
 use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 /// A GPU that is ready to compute.
 pub struct Runtime {
+    /// Goes before the context that it lives on.
+    cublas: OnceLock<Option<Mutex<Cublas>>>,
     device: Device,
     nvrtc: Nvrtc,
     modules: Mutex<HashMap<Program, Arc<Module>>>,
@@ -18,7 +21,18 @@ impl Runtime {
     /// # Errors
     /// As [`Device::open`] and [`Nvrtc::load`].
     pub fn open(index: usize, nvrtc: Option<&Path>) -> Result<Self, CudaError> {
-        Ok(Runtime { device: Device::open(index)?, nvrtc: Nvrtc::load(nvrtc)?, modules: Mutex::default() })
+        let (device, nvrtc) = (Device::open(index)?, Nvrtc::load(nvrtc)?);
+        Ok(Runtime { cublas: OnceLock::new(), device, nvrtc, modules: Mutex::default() })
+    }
+
+    /// From now on each pass that is timed begins with a cold L2. It takes memory of twice the L2's size, which no arena
+    /// counts.
+    ///
+    /// # Errors
+    /// As [`Runtime::module`], and [`CudaError::OutOfMemory`].
+    pub fn sweep_l2(&self) -> Result<(), CudaError> {
+        let (code, _) = build(&self.nvrtc, &Sweep::program(), &self.device.architecture())?;
+        self.device.sweep_before(&self.device.load(code)?)
     }
 
     /// The GPU.
@@ -29,6 +43,12 @@ impl Runtime {
     /// The compiler.
     pub fn nvrtc(&self) -> &Nvrtc {
         &self.nvrtc
+    }
+
+    /// cuBLAS, looked for the first time that it is asked for; `None` where there is none that works.
+    pub fn cublas(&self) -> Option<MutexGuard<'_, Cublas>> {
+        let load = || self.device.bind().ok().and_then(|()| Cublas::load()).map(Mutex::new);
+        self.cublas.get_or_init(load).as_ref().map(|cublas| cublas.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// A program's machine code on the GPU.

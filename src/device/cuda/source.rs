@@ -25,10 +25,16 @@ pub struct Program {
     pub macros: Vec<(&'static str, usize)>,
 }
 
-const HEADERS: [Source; 3] = [
+const HEADERS: [Source; 9] = [
     Source { name: "ptx.cuh", text: include_str!("../../../kernels/ptx.cuh") },
     Source { name: "problem.cuh", text: include_str!("../../../kernels/problem.cuh") },
+    Source { name: "pages.cuh", text: include_str!("../../../kernels/pages.cuh") },
+    Source { name: "rows.cuh", text: include_str!("../../../kernels/rows.cuh") },
+    Source { name: "gradient.cuh", text: include_str!("../../../kernels/gradient.cuh") },
+    Source { name: "product.cuh", text: include_str!("../../../kernels/product.cuh") },
     Source { name: "strip.cuh", text: include_str!("../../../kernels/strip.cuh") },
+    Source { name: "strip_f32.cuh", text: include_str!("../../../kernels/strip_f32.cuh") },
+    Source { name: "hopper.cuh", text: include_str!("../../../kernels/hopper.cuh") },
 ];
 
 impl Program {
@@ -87,24 +93,30 @@ fn expand(source: &str, seen: &mut Vec<&'static str>, text: &mut String) {
 mod tests {
     use super::*;
 
-    /// The fields of `Problem` on both sides: same names, same order.
+    /// The names of a struct's fields in CUDA, in order.
+    fn in_cuda(header: &str, name: &str) -> Vec<String> {
+        let text = HEADERS.iter().find(|source| source.name == header).unwrap().text;
+        let start = format!("struct {name} {{");
+        let body = text.split_once(&start).unwrap().1.split_once("};").unwrap().0;
+        let code: String = body.lines().map(|line| line.split("//").next().unwrap().trim()).collect();
+        let parts = code.split(';').flat_map(|statement| statement.split(',')).filter(|part| !part.is_empty());
+        parts.map(|part| part.split([' ', '*']).next_back().unwrap().to_string()).collect()
+    }
+
+    /// Likewise in Rust. The last field has no size, and none in CUDA.
+    fn in_rust(text: &'static str, name: &str) -> Vec<&'static str> {
+        let start = format!("struct {name}<'a> {{");
+        let body = text.split_once(&start).unwrap().1.split_once('}').unwrap().0;
+        let code = body.lines().map(str::trim).filter(|line| !line.starts_with("//"));
+        let mut names: Vec<_> = code.filter_map(|line| Some(line.split_once(':')?.0)).collect();
+        assert_eq!(names.pop(), Some("buffers"));
+        names
+    }
+
     #[test]
-    fn problem_is_the_same_in_rust_and_in_cuda() {
-        let fields = |text: &str| {
-            let body = text.split_once("struct Problem {").unwrap().1.split_once("};").unwrap().0;
-            let code = body.lines().map(|line| line.split("//").next().unwrap().trim().to_string());
-            let mut names: Vec<String> = Vec::new();
-            for statement in code.collect::<String>().split(';').filter(|statement| !statement.is_empty()) {
-                for part in statement.split(',') {
-                    names.push(part.split([' ', '*']).next_back().unwrap().to_string());
-                }
-            }
-            names
-        };
-        let rust =
-            include_str!("problem.rs").split_once("pub struct Problem<'a> {").unwrap().1.split_once('}').unwrap().0;
-        let code = rust.lines().map(str::trim).filter(|line| !line.starts_with("//"));
-        let rust: Vec<&str> = code.filter_map(|line| Some(line.split_once(':')?.0)).collect();
-        assert_eq!(rust[..rust.len() - 1], fields(HEADERS[1].text), "the last of Rust's fields has no size");
+    fn arguments_are_the_same_in_rust_and_in_cuda() {
+        assert_eq!(in_rust(include_str!("problem.rs"), "Problem"), in_cuda("problem.cuh", "Problem"));
+        assert_eq!(in_rust(include_str!("gradients.rs"), "Gradients"), in_cuda("gradient.cuh", "Gradients"));
+        assert_eq!(in_rust(include_str!("pages.rs"), "Pages"), in_cuda("pages.cuh", "Pages"));
     }
 }

@@ -5,11 +5,12 @@ use super::check::{accurate, finite};
 use super::{Bench, Prepared, Turn, TurnError, timed};
 use crate::attention::{Backward, Gradients, Outputs};
 use crate::tensor::Tensor;
+use crate::workload::Workload;
 
 pub(super) fn predict(prepared: &Prepared, threads: usize) -> u64 {
     let cell = &prepared.cell;
     let (shape, params) = (cell.shape(), cell.params());
-    let forward = prepared.kernel.workspace(&shape, &params, cell.dtype, threads).bytes();
+    let forward = prepared.kernel().workspace(&shape, &params, cell.dtype, threads).bytes();
     let backward = Gradients::bytes(&shape, cell.dtype) + prepared.workspace_bytes(threads);
     Outputs::bytes(&shape, cell.dtype) + forward.max(backward)
 }
@@ -21,15 +22,15 @@ pub(super) fn turn(prepared: &Prepared, bench: Bench<'_>) -> Result<Turn, TurnEr
     bench.poison(&mut outputs);
     let kv = bench.dense(cell.context_tokens)?;
     let forward = bench.forward(cell, shape, &kv);
-    let mut workspace = prepared.kernel.workspace(&shape, &params, cell.dtype, threads).allocate(bench.arena)?;
-    prepared.kernel.forward(&forward, &mut outputs, &mut workspace)?;
+    let mut workspace = prepared.kernel().workspace(&shape, &params, cell.dtype, threads).allocate(bench.arena)?;
+    prepared.kernel().forward(&forward, &mut outputs, &mut workspace)?;
     drop(workspace);
 
-    let size = prepared.kernel.backward_workspace(&shape, &params, cell.dtype, threads).unwrap_or_default();
+    let size = prepared.kernel().backward_workspace(&shape, &params, cell.dtype, threads).unwrap_or_default();
     let mut workspace = size.allocate(bench.arena)?;
     let mut gradients = Gradients::allocate(bench.arena, &shape, cell.dtype)?;
     let call = Backward { forward, o: outputs.o.view(), lse: &outputs.lse, grad_o: forward.q };
-    let (backward_ns, result) = timed(|| prepared.kernel.backward(&call, &mut gradients, &mut workspace));
+    let (backward_ns, result) = timed(|| prepared.kernel().backward(&call, &mut gradients, &mut workspace));
     result?;
 
     let mut turn = Turn { samples_ns: [("backward", backward_ns)].into(), ..Turn::default() };
@@ -39,15 +40,14 @@ pub(super) fn turn(prepared: &Prepared, bench: Bench<'_>) -> Result<Turn, TurnEr
         let drift = truth.drift(cell.head_dim, |[batch, head, token], row| o.read_rows(batch, head, token, row));
         accurate(&drift, cell.dtype)?;
         turn.drift = Some(drift);
-        identities(bench, &outputs, &gradients)?;
+        identities(bench.workload, &outputs, &gradients)?;
     }
     Ok(turn)
 }
 
 /// Two identities that hold for every attention: the output is linear in v, so `<dv, v> = <do, o>`; scores depend on
 /// q and k only through `q.k`, so `<dq, q> = <dk, k>`.
-fn identities(bench: Bench<'_>, outputs: &Outputs, gradients: &Gradients) -> Result<(), TurnError> {
-    let workload = bench.workload;
+pub(super) fn identities(workload: &Workload, outputs: &Outputs, gradients: &Gradients) -> Result<(), TurnError> {
     let pairs = [
         ("<dv, v> = <do, o>", inner(&gradients.v, &workload.v), inner(&workload.q, &outputs.o)),
         ("<dq, q> = <dk, k>", inner(&gradients.q, &workload.q), inner(&gradients.k, &workload.k)),

@@ -49,6 +49,18 @@ impl Truth {
         Ok(Truth { at, rows })
     }
 
+    /// What the same rows are for [`Workload::blank`] inputs, whose values are all `value`.
+    pub fn blank(cell: &Cell, value: f64) -> Self {
+        let (shape, params) = (cell.shape(), cell.params());
+        let at = reference::sample_rows(&shape, CHECKED_QUERIES);
+        let row = |&[_, _, token]: &[usize; 3]| {
+            let seen = params.visible(token, shape.q_len, shape.kv_len).len();
+            reference::Row { o: vec![value; cell.head_dim], lse: (seen as f64).ln() }
+        };
+        let rows = at.iter().map(row).collect();
+        Truth { at, rows }
+    }
+
     /// Relative L2 distance of a result from these rows, with an interval over tokens. `read` writes the result's row
     /// `[batch, query head, token]` into its second argument.
     pub fn drift(&self, head_dim: usize, read: impl Fn([usize; 3], &mut [f32])) -> Drift {

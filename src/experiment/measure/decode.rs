@@ -9,12 +9,15 @@ use super::check::{accurate, finite};
 use super::{Bench, Prepared, Turn, TurnError, timed};
 use crate::attention::{Forward, KvRows, Outputs};
 use crate::cache::{CacheShape, PAGE_TOKENS, PagedCache};
+use crate::experiment::cell::Cell;
+use crate::memory::ArenaError;
+use crate::tensor::TensorView;
 
 /// Steps that make one sample, so that short steps are not lost in the clock's grain; their mean is recorded.
 const STEPS: u64 = 4;
 
-fn cache_shape(prepared: &Prepared) -> CacheShape {
-    let cell = &prepared.cell;
+/// The cache that a cell's step reads.
+pub(super) fn cache_shape(cell: &Cell) -> CacheShape {
     CacheShape {
         batch: cell.batch,
         kv_heads: cell.kv_heads,
@@ -31,7 +34,7 @@ pub(super) fn predict(prepared: &Prepared, threads: usize) -> u64 {
     let cache_bytes = match prepared.cell.page_tokens {
         Some(0) => 0,
         _ => {
-            let cache = cache_shape(prepared);
+            let cache = cache_shape(&prepared.cell);
             let lens = std::iter::repeat_n(prepared.cell.context_tokens, cache.lists());
             cache.bytes(lens, 0).values().sum::<u64>()
         }
@@ -39,16 +42,16 @@ pub(super) fn predict(prepared: &Prepared, threads: usize) -> u64 {
     cache_bytes + outputs + prepared.workspace_bytes(threads)
 }
 
-/// The cache of a cell, filled.
-fn filled_cache(prepared: &Prepared, bench: Bench<'_>) -> Result<PagedCache, TurnError> {
-    let tokens = prepared.cell.context_tokens;
-    let (k, v) = (bench.workload.k.view(), bench.workload.v.view());
-    let mut cache = PagedCache::new(bench.arena, cache_shape(prepared))?;
-    let step = prepared.cell.page_tokens.unwrap_or(tokens);
-    for start in (0..tokens).step_by(step) {
-        cache.append(k, v, start..tokens.min(start + step))?;
-    }
-    Ok(cache)
+/// Fills the cache of a cell with the context of `k` and `v`.
+pub(super) fn fill<'a>(
+    cache: &mut PagedCache,
+    cell: &Cell,
+    k: TensorView<'a>,
+    v: TensorView<'a>,
+) -> Result<(), ArenaError> {
+    let tokens = cell.context_tokens;
+    let step = cell.page_tokens.unwrap_or(tokens);
+    (0..tokens).step_by(step).try_for_each(|start| cache.append(k, v, start..tokens.min(start + step)))
 }
 
 pub(super) fn turn(prepared: &Prepared, bench: Bench<'_>) -> Result<Turn, TurnError> {
@@ -59,19 +62,21 @@ pub(super) fn turn(prepared: &Prepared, bench: Bench<'_>) -> Result<Turn, TurnEr
         dense = bench.dense(tokens)?;
         &dense
     } else {
-        cache = filled_cache(prepared, bench)?;
+        let mut filled = PagedCache::new(bench.arena, cache_shape(cell))?;
+        fill(&mut filled, cell, bench.workload.k.view(), bench.workload.v.view())?;
+        cache = filled;
         &cache
     };
     let mut workspace =
-        prepared.kernel.workspace(&shape, &params, cell.dtype, bench.cpu.threads()).allocate(bench.arena)?;
+        prepared.kernel().workspace(&shape, &params, cell.dtype, bench.cpu.threads()).allocate(bench.arena)?;
     let mut outputs = Outputs::allocate(bench.arena, &shape, cell.dtype)?;
     bench.poison(&mut outputs);
     let q = bench.workload.q.view().tokens(tokens - 1..tokens);
     let call = Forward { shape, params, q, kv, cpu: bench.cpu };
     // The first step also writes back what filling the cache left in the processor's caches: no step of a real run.
-    prepared.kernel.forward(&call, &mut outputs, &mut workspace)?;
+    prepared.kernel().forward(&call, &mut outputs, &mut workspace)?;
     let (steps_ns, result) =
-        timed(|| (0..STEPS).try_for_each(|_| prepared.kernel.forward(&call, &mut outputs, &mut workspace)));
+        timed(|| (0..STEPS).try_for_each(|_| prepared.kernel().forward(&call, &mut outputs, &mut workspace)));
     result?;
 
     let mut turn = Turn { samples_ns: [("decode", steps_ns / STEPS)].into(), ..Turn::default() };

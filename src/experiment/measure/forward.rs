@@ -11,13 +11,13 @@ pub(super) fn predict(prepared: &Prepared, threads: usize) -> u64 {
 pub(super) fn turn(prepared: &Prepared, bench: Bench<'_>) -> Result<Turn, TurnError> {
     let cell = &prepared.cell;
     let (shape, params) = (cell.shape(), cell.params());
-    let size = prepared.kernel.workspace(&shape, &params, cell.dtype, bench.cpu.threads());
+    let size = prepared.kernel().workspace(&shape, &params, cell.dtype, bench.cpu.threads());
     let mut workspace = size.allocate(bench.arena)?;
     let mut outputs = Outputs::allocate(bench.arena, &shape, cell.dtype)?;
     bench.poison(&mut outputs);
     let kv = bench.dense(cell.context_tokens)?;
     let call = bench.forward(cell, shape, &kv);
-    let (forward_ns, result) = timed(|| prepared.kernel.forward(&call, &mut outputs, &mut workspace));
+    let (forward_ns, result) = timed(|| prepared.kernel().forward(&call, &mut outputs, &mut workspace));
     result?;
 
     let mut turn = Turn { samples_ns: [("forward", forward_ns)].into(), ..Turn::default() };

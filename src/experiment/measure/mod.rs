@@ -2,10 +2,12 @@
 //!
 //! `predict` computes the peak memory from the shapes, before anything is allocated; `turn` allocates, runs and times
 //! one sample, and in its first, checked turn also compares the result with the f64 reference. Everything a turn
-//! allocates is gone when it ends, so every turn of a cell is the same.
+//! allocates is gone when it ends, so every turn of a cell is the same. The files here are the CPU's; [`cuda`] has those
+//! of a GPU, and [`Place`] says which of the two a cell has.
 
 mod backward;
 mod check;
+pub mod cuda;
 mod decode;
 mod evict;
 mod forward;
@@ -13,13 +15,16 @@ pub mod serve;
 
 pub use check::Truth;
 
-use super::cell::{Cell, Measure};
-use super::record::{Drift, Eviction};
+use super::cell::{Cell, Device, Measure};
+use super::engine::{Engine, InputError, Inputs, Tensors};
+use super::record::{Drift, Eviction, Refused};
+use crate::attention::cuda::cuda_kernel;
 use crate::attention::{AttentionError, DenseKv, Forward, Kernel, Shape, kernel};
 use crate::device::Cpu;
+use crate::device::cuda::CudaError;
 use crate::memory::{Arena, ArenaError};
 use crate::policy::{Budget, Policy, PolicyError, Registry};
-use crate::workload::{Extents, Workload};
+use crate::workload::{Extents, Workload, WorkloadError};
 use std::collections::BTreeMap;
 use std::time::Instant;
 
@@ -27,15 +32,25 @@ use std::time::Instant;
 pub struct Prepared {
     /// The cell.
     pub cell: Cell,
-    /// Its kernel.
-    pub kernel: Box<dyn Kernel>,
+    /// Its kernel, where it runs.
+    pub place: Place,
     /// Its policy; one that keeps everything where nothing is evicted.
     pub policy: Option<Policy>,
     /// Tokens that each KV head may keep.
     pub budget_tokens: usize,
 }
 
-/// Where and on what a turn runs.
+/// What the name of a cell's kernel stands for on the device of the run.
+pub enum Place {
+    /// A kernel of the CPU.
+    Cpu(Box<dyn Kernel>),
+    /// What is planned for a GPU.
+    Cuda(Box<dyn cuda::Task>),
+    /// Nothing that runs there, and why: the cell is skipped.
+    Nowhere(String),
+}
+
+/// Where and on what a turn of the CPU runs.
 #[derive(Clone, Copy)]
 pub struct Bench<'a> {
     /// The threads.
@@ -67,9 +82,40 @@ pub enum TurnError {
     /// The memory limit was met.
     #[error(transparent)]
     Memory(#[from] ArenaError),
+    /// A GPU refused, memory or something else.
+    #[error(transparent)]
+    Cuda(#[from] CudaError),
     /// The result is not to be trusted.
     #[error("{0}")]
     Failed(String),
+}
+
+impl TurnError {
+    /// The memory that was not given, if this is why.
+    pub fn refused(&self) -> Option<Refused> {
+        let (TurnError::Memory(arena) | TurnError::Cuda(CudaError::Arena(arena))) = self else {
+            let TurnError::Cuda(CudaError::OutOfMemory { label, asked_bytes, free_bytes }) = *self else { return None };
+            return Some(Refused { label: label.name().into(), asked_bytes, free_bytes: Some(free_bytes) });
+        };
+        Some(match *arena {
+            ArenaError::Limit { label, asked_bytes, live_bytes, limit_bytes } => {
+                Refused { label: label.name().into(), asked_bytes, free_bytes: Some(limit_bytes - live_bytes) }
+            }
+            ArenaError::System { label, asked_bytes, .. } => {
+                Refused { label: label.name().into(), asked_bytes, free_bytes: None }
+            }
+        })
+    }
+}
+
+impl From<InputError> for TurnError {
+    fn from(error: InputError) -> Self {
+        match error {
+            InputError::Workload(WorkloadError::Arena(error)) => TurnError::Memory(error),
+            InputError::Workload(error) => TurnError::Failed(error.to_string()),
+            InputError::Cuda(error) => TurnError::Cuda(error),
+        }
+    }
 }
 
 impl From<AttentionError> for TurnError {
@@ -90,13 +136,44 @@ impl From<PolicyError> for TurnError {
     }
 }
 
+/// Says whether a cell's kernel is known, here or on another device, and does what the cell measures where every kernel
+/// does it or none.
+///
+/// # Errors
+/// In words, when it could never run.
+pub fn known(cell: &Cell) -> Result<(), String> {
+    let here = match cell.device {
+        Device::Cpu => kernel(&cell.kernel).map(|_| ()),
+        Device::Cuda => cuda_kernel(&cell.kernel).map(|_| ()),
+    };
+    let elsewhere = match cell.device {
+        Device::Cpu => cuda_kernel(&cell.kernel).is_ok(),
+        Device::Cuda => kernel(&cell.kernel).is_ok(),
+    };
+    match (here, cell.device) {
+        (Ok(()), Device::Cpu) => {
+            let kernel = kernel(&cell.kernel).map_err(|error| error.to_string())?;
+            let pass = kernel.backward_workspace(&cell.shape(), &cell.params(), cell.dtype, 1);
+            match cell.measure == Measure::Backward && pass.is_none() {
+                true => Err(format!("kernel '{}' has no backward pass; use naive or tiled", cell.kernel)),
+                false => Ok(()),
+            }
+        }
+        (Ok(()), Device::Cuda) => Ok(()),
+        // Experiments that name kernels of the CPU run on a GPU all the same; those cells are skipped.
+        (Err(_), Device::Cuda) if elsewhere => Ok(()),
+        (Err(_), Device::Cpu) if elsewhere => Err(format!("kernel '{}' runs on a GPU: --device cuda", cell.kernel)),
+        (Err(error), _) => Err(error.to_string()),
+    }
+}
+
 impl Prepared {
     /// Resolves a cell's names.
     ///
     /// # Errors
     /// In words, when a name or the budget means nothing.
-    pub fn new(cell: Cell, registry: &Registry) -> Result<Self, String> {
-        let kernel = kernel(&cell.kernel).map_err(|error| error.to_string())?;
+    pub fn new(cell: Cell, registry: &Registry, engine: Engine<'_>) -> Result<Self, String> {
+        let place = engine.place(&cell).unwrap_or_else(Place::Nowhere);
         let policy = match &cell.policy {
             Some(name) => Some(registry.policy(name).map_err(|error| error.to_string())?),
             None => None,
@@ -115,7 +192,7 @@ impl Prepared {
             }
             _ => cell.context_tokens,
         };
-        Ok(Prepared { cell, kernel, policy, budget_tokens })
+        Ok(Prepared { cell, place, policy, budget_tokens })
     }
 
     /// Whether the budget leaves its policy nothing to evict. A policy that keeps everything whatever its budget is
@@ -135,26 +212,41 @@ impl Prepared {
         Extents { layers, batch, q_heads, kv_heads, head_dim, context_tokens, new_tokens, dtype }
     }
 
-    /// Peak bytes of a turn, inputs included, from the shapes alone.
-    pub fn predict(&self, threads: usize) -> u64 {
-        Workload::bytes(&self.extents())
-            + match self.cell.measure {
+    /// The kernel of a cell that runs on the CPU.
+    fn kernel(&self) -> &dyn Kernel {
+        match &self.place {
+            Place::Cpu(kernel) => &**kernel,
+            _ => unreachable!("the CPU's form of a measure runs for cells of the CPU"),
+        }
+    }
+
+    /// Peak bytes of a turn, inputs included, from the shapes alone; 0 for a cell that has no place.
+    pub fn predict(&self, engine: Engine<'_>) -> u64 {
+        let threads = engine.cpu().threads();
+        let turn_bytes = match &self.place {
+            Place::Nowhere(_) => return 0,
+            Place::Cuda(task) => task.bytes(),
+            Place::Cpu(_) => match self.cell.measure {
                 Measure::Forward => forward::predict(self, threads),
                 Measure::Backward => backward::predict(self, threads),
                 Measure::Decode => decode::predict(self, threads),
                 Measure::Evict => evict::predict(self, threads),
                 Measure::Serve => 0,
-            }
+            },
+        };
+        engine.input_bytes(&self.extents()) + turn_bytes
     }
 
     /// Bytes of the kernel's scratch memory and materialised scores.
     pub fn workspace_bytes(&self, threads: usize) -> u64 {
-        let (shape, params) = (self.cell.shape(), self.cell.params());
-        match self.cell.measure {
-            Measure::Backward => {
-                self.kernel.backward_workspace(&shape, &params, self.cell.dtype, threads).map_or(0, |size| size.bytes())
+        let (shape, params, dtype) = (self.cell.shape(), self.cell.params(), self.cell.dtype);
+        match (&self.place, self.cell.measure) {
+            (Place::Nowhere(_), _) => 0,
+            (Place::Cuda(task), _) => task.workspace_bytes(),
+            (Place::Cpu(kernel), Measure::Backward) => {
+                kernel.backward_workspace(&shape, &params, dtype, threads).map_or(0, |size| size.bytes())
             }
-            _ => self.kernel.workspace(&shape, &params, self.cell.dtype, threads).bytes(),
+            (Place::Cpu(kernel), _) => kernel.workspace(&shape, &params, dtype, threads).bytes(),
         }
     }
 
@@ -188,11 +280,25 @@ impl Prepared {
         }
     }
 
-    /// Runs and times one sample.
+    /// Runs and times one sample; with `truth`, which is the checked turn, the result is compared.
     ///
     /// # Errors
     /// When memory ran out or the result is not to be trusted.
-    pub fn turn(&self, bench: Bench<'_>) -> Result<Turn, TurnError> {
+    pub fn turn(&self, engine: Engine<'_>, inputs: &Inputs, truth: Option<&Truth>) -> Result<Turn, TurnError> {
+        let arena = &inputs.arena;
+        match (&self.place, &inputs.tensors, engine) {
+            (Place::Cuda(task), Tensors::Gpu(inputs), Engine::Cuda(gpu)) => {
+                task.turn(cuda::Bench { runtime: &gpu.runtime, arena, inputs, truth })
+            }
+            (Place::Cpu(_), Tensors::Host(workload), Engine::Cpu(cpu)) => {
+                self.turn_on_cpu(Bench { cpu, arena, workload, truth })
+            }
+            (Place::Nowhere(reason), ..) => Err(TurnError::Failed(reason.clone())),
+            _ => Err(TurnError::Failed("the inputs are on another device than the kernel".into())),
+        }
+    }
+
+    fn turn_on_cpu(&self, bench: Bench<'_>) -> Result<Turn, TurnError> {
         match self.cell.measure {
             Measure::Forward => forward::turn(self, bench),
             Measure::Backward => backward::turn(self, bench),

@@ -3,7 +3,7 @@
 //! Nothing is timed and no tensor is made, so these cells take no turns and need no group: each is simulated once, and
 //! its record holds shares of the pool's slots.
 
-use crate::experiment::cell::{Cell, Measure};
+use crate::experiment::cell::{Cell, Device, Measure};
 use crate::experiment::spec::Grid;
 use crate::serving::{Trace, Usage, simulate, strategy};
 use crate::tensor::DType;
@@ -54,6 +54,7 @@ fn cell(strategy: &str, trace: &str, seed: u64, workload_hash: &str) -> Cell {
     Cell {
         layers: 1,
         measure: Measure::Serve,
+        device: Device::Cpu,
         kernel: String::new(),
         batch: 0,
         q_heads: 0,

@@ -1,4 +1,4 @@
-// kernels/decode.cu, over contiguous tensors (PAGED=0) or pages (PAGED=1).
+// kernels/decode.cu, over contiguous tensors (PAGE_TOKENS=0) or pages of so many tokens.
 #include "decode.cu"
 
 namespace {
@@ -7,45 +7,62 @@ const int WAYS = 4;
 
 bool takes(const Case &) { return true; }
 
+#if PAGE_TOKENS
+const int SLAB_PAGES = 3, SHIFT = 2;
+
+std::vector<std::vector<unsigned char>> slabs; // each as large as it must be
+std::vector<u64> addresses;
+std::vector<u32> table;
+Pages in_pages;
+
 // Puts every list into pages in a shuffled order; the rest of a list's last page and unused pages hold NaN.
 void into_pages(Tensors &t, const Problem &p, std::mt19937 &random) {
-    const int lists = p.batch * p.kv_heads, count = lists * p.table_width + 3;
-    std::vector<int> free(count);
-    for (int i = 0; i < count; i++) free[i] = i;
+    const int lists = p.batch * p.kv_heads, width = (p.kv_len + PAGE_TOKENS - 1) / PAGE_TOKENS;
+    const size_t slab_count = (size_t(lists) * width + 3 + SLAB_PAGES - 1) / SLAB_PAGES, values = SLAB_PAGES * PAGE_BYTES;
+    slabs.assign(slab_count, std::vector<unsigned char>(2 * values, 0xff));
+    addresses.clear(), table.assign(size_t(lists) * width, ~0u);
+    for (auto &slab : slabs) addresses.push_back(reinterpret_cast<u64>(slab.data()));
+    std::vector<u32> free;
+    for (u32 i = 0; i < slab_count * SLAB_PAGES; i++) free.push_back(i / SLAB_PAGES << SHIFT | i % SLAB_PAGES);
     std::shuffle(free.begin(), free.end(), random);
-    std::vector<u16> k(size_t(count) * p.page_tokens * HEAD_DIM, 0x7fff), v = k;
     for (int list = 0; list < lists; list++)
         for (int token = 0; token < t.lens[list]; token++) {
-            if (token % p.page_tokens == 0) {
-                t.pages[list * p.table_width + token / p.page_tokens] = free.back();
-                free.pop_back();
-            }
-            size_t page = t.pages[list * p.table_width + token / p.page_tokens];
-            size_t to = (page * p.page_tokens + token % p.page_tokens) * HEAD_DIM;
-            size_t from = (size_t(list) * p.kv_len + token) * HEAD_DIM;
-            std::copy_n(&t.k[from], HEAD_DIM, &k[to]);
-            std::copy_n(&t.v[from], HEAD_DIM, &v[to]);
+            u32 &page = table[size_t(list) * width + token / PAGE_TOKENS];
+            if (token % PAGE_TOKENS == 0) page = free.back(), free.pop_back();
+            const size_t to = (page & ((1 << SHIFT) - 1)) * PAGE_BYTES + token % PAGE_TOKENS * HEAD_BYTES;
+            const size_t from = (size_t(list) * p.kv_len + token) * HEAD_BYTES;
+            memcpy(&slabs[page >> SHIFT][to], static_cast<const char *>(data(t.k, t.k32)) + from, HEAD_BYTES);
+            memcpy(&slabs[page >> SHIFT][values + to], static_cast<const char *>(data(t.v, t.v32)) + from, HEAD_BYTES);
         }
-    t.k.swap(k), t.v.swap(v);
+    in_pages = {addresses.data(), table.data(), t.lens.data(), int(slab_count), SLAB_PAGES, SHIFT, PAGE_TOKENS, width, 0};
 }
+#endif
 
 void prepare(Tensors &t, Problem &p, std::mt19937 &random) {
-    const size_t lists = size_t(p.batch) * p.kv_heads, rows = size_t(p.batch) * p.q_heads * p.q_len;
+    const size_t rows = size_t(p.batch) * p.q_heads * p.q_len;
     p.split_keys = 128, p.splits = (p.kv_len + 127) / 128;
     t.partials.assign(p.splits * rows * (HEAD_DIM + 2), NAN);
-    if (!PAGED) return;
-    for (size_t list = 0; list < lists; list++) t.lens[list] = std::max(0, p.kv_len - 61 * int(list));
-    p.page_tokens = p.kv_len % 2 ? 16 : 10;
-    p.table_width = (p.kv_len + p.page_tokens - 1) / p.page_tokens;
-    t.pages.assign(lists * p.table_width, 1 << 30);
+#if PAGE_TOKENS
+    for (size_t list = 0; list < t.lens.size(); list++) t.lens[list] = std::max(0, p.kv_len - 61 * int(list));
     into_pages(t, p, random);
+#else
+    (void)random;
+#endif
 }
 
-void run(const Problem &p) {
+void run(Problem p) {
     const int rows = p.q_heads / p.kv_heads * p.q_len;
-    machine::launch({unsigned(p.splits), blocks(rows, ROWS), unsigned(p.batch * p.kv_heads)}, THREADS,
-                    ROWS * ROW_BYTES + WARPS * RING_BYTES, [&] { decode_partial(p); });
-    machine::launch({blocks(size_t(p.batch) * p.q_heads * p.q_len, WARPS), 1, 1}, THREADS, 0, [&] { decode_merge(p); });
+    const Dim3 grid{unsigned(p.splits), blocks(rows, ROWS), unsigned(p.batch * p.kv_heads)};
+    const Dim3 merge{blocks(size_t(p.batch) * p.q_heads * p.q_len, MERGE_WARPS), 1, 1};
+    const size_t shared_bytes = ROWS * ROW_BYTES + WARPS * RING_BYTES;
+#if PAGE_TOKENS
+    p.k = p.v = nullptr;
+    machine::launch(grid, THREADS, shared_bytes, [&] { decode_partial(p, in_pages); });
+    machine::launch(merge, 32 * MERGE_WARPS, 0, [&] { decode_merge(p, in_pages); });
+#else
+    machine::launch(grid, THREADS, shared_bytes, [&] { decode_partial(p); });
+    machine::launch(merge, 32 * MERGE_WARPS, 0, [&] { decode_merge(p); });
+#endif
 }
 
 } // namespace

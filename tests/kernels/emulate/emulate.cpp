@@ -43,7 +43,7 @@ struct Tensors {
     std::vector<u16> q, k, v, o; // 16-bit elements, or
     std::vector<float> q32, k32, v32, o32;
     std::vector<float> lse, scores, partials;
-    std::vector<int> pages, lens;
+    std::vector<int> lens; // of each list
 };
 
 float value_of(const std::vector<u16> &half, const std::vector<float> &full, size_t i) {
@@ -69,7 +69,7 @@ unsigned blocks(size_t of, int size) { return unsigned((of + size - 1) / size); 
 } // namespace
 
 // Defines, of one family of kernels: WAYS, the schedules that make a difference (2 where nothing is copied in the
-// background, else 4); whether it takes a case; what it needs besides q, k and v; and its launches.
+// background, else 4; 5 with a lagging warp); whether it takes a case; what it needs besides q, k and v; and its launches.
 #include FAMILY
 
 namespace {
@@ -106,7 +106,7 @@ double reference(const Tensors &t, const Problem &p, const std::vector<double> (
 
 int main() {
     // o is rounded to its type once, and so are the probabilities before the second product.
-    const double allowed = ELEMENT == F32 ? 1e-5 : ELEMENT == BF16 ? 1e-2 : 1.5e-3;
+    const double usual = ELEMENT == F32 ? 1e-5 : ELEMENT == BF16 ? 1e-2 : 1.5e-3;
     const double lse_allowed = 2e-5; // relative to 1 + |lse|
     bool failed = false;
     double worst = 0, worst_lse = 0;
@@ -129,10 +129,10 @@ int main() {
         t.lens.assign(lists, c.kv_len);
         prepare(t, p, random);
         p.q = data(t.q, t.q32), p.k = data(t.k, t.k32), p.v = data(t.v, t.v32);
-        p.scores = t.scores.data(), p.partials = t.partials.data(), p.pages = t.pages.data(), p.lens = t.lens.data();
+        p.scores = t.scores.data(), p.partials = t.partials.data();
         double error = 0, lse_error = 0;
         for (int way = 0; way < WAYS; way++) {
-            machine::schedule = {(way & 1) != 0, (way & 2) != 0};
+            machine::schedule = {(way & 1) != 0, way >= 2, way == 4};
             t.o.assign(rows * HEAD_DIM, 0x7fff), t.o32.assign(rows * HEAD_DIM, NAN), t.lse.assign(rows, NAN);
             p.o = const_cast<void *>(data(t.o, t.o32)), p.lse = t.lse.data();
             run(p);
@@ -153,6 +153,8 @@ int main() {
                 error = worse(error, std::sqrt(squares > 0 ? differences / squares : differences));
             }
         }
+        // Logits of f32 are rounded in proportion to their size.
+        const double allowed = ELEMENT == F32 && c.spread > 10 ? 8 * usual : usual;
         bool good = error <= allowed && lse_error <= lse_allowed;
         failed |= !good;
         worst = std::max(worst, error), worst_lse = std::max(worst_lse, lse_error);

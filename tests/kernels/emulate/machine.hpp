@@ -11,13 +11,15 @@
 // races in general, anything about memory order, and how fast it is. Needs x86-64: the switch of stacks is assembly.
 #pragma once
 
+#include "abi.hpp"
+
 #include <cmath>
-#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <utility>
 #include <vector>
 
 extern "C" void switch_stack(void **save, void *to);
@@ -41,9 +43,6 @@ switch_stack:
     ret
 )");
 
-struct Dim3 {
-    unsigned x = 1, y = 1, z = 1;
-};
 inline Dim3 threadIdx, blockIdx, gridDim;
 
 #define __shared__ static
@@ -54,9 +53,13 @@ inline Dim3 threadIdx, blockIdx, gridDim;
 
 namespace machine {
 
+// What ends a kernel that a GPU would not survive, after it was told on stderr.
+inline Stop stop = [](Fault) { exit(3); };
+
 struct Schedule {
     bool backwards;  // the last thread runs first
     bool copy_early; // cp.async writes at once; otherwise when it is waited for
+    bool lagging;    // a warp in the middle takes a step only when the others can do nothing without it
 };
 inline Schedule schedule;
 
@@ -92,6 +95,7 @@ inline void *scheduler;
 inline int current;
 inline Meeting block_meeting;
 inline long meetings; // that ended, and threads that did: a round without one is a deadlock
+inline std::vector<void (*)()> on_block_start, on_block_end; // for what a family of instructions keeps
 inline std::unique_ptr<unsigned char[]> shared;
 inline size_t shared_bytes;
 
@@ -128,11 +132,12 @@ template <class Put, class Make, class Take> void together(Put put, Make make, T
     meet(warp().meeting, 32);
 }
 
-// Runs a warp as far as it gets without the others: a warp that needs a barrier and has none runs ahead. Gives how
-// many of its threads ended.
-inline int run_warp(int warp) {
+// Runs a warp as far as it gets without the others: a warp that needs a barrier and has none runs ahead; or `once`, each
+// thread until it must wait. Gives how many of its threads ended.
+inline int run_warp(int warp, bool once = false) {
     int ended = 0;
-    for (long before = -1; before != meetings;) {
+    long before;
+    do {
         before = meetings;
         for (int i = 0; i < 32; i++) {
             current = 32 * warp + (schedule.backwards ? 31 - i : i);
@@ -141,7 +146,7 @@ inline int run_warp(int warp) {
             switch_stack(&scheduler, fibers[current].sp);
             if (fibers[current].done) ended++, meetings++;
         }
-    }
+    } while (!once && before != meetings);
     return ended;
 }
 
@@ -168,23 +173,54 @@ inline void launch(Dim3 grid, int threads, size_t dynamic_shared, const std::fun
                     fiber.done = false;
                     fiber.groups.assign(1, {});
                 }
+                for (auto hook : on_block_start) hook();
                 for (int left = threads; left;) {
                     const long before = meetings;
-                    for (int i = 0; i < threads / 32; i++) left -= run_warp(schedule.backwards ? threads / 32 - 1 - i : i);
+                    const int all = threads / 32, laggard = schedule.lagging ? all / 2 - 1 : -1;
+                    for (int i = 0; i < all; i++) {
+                        const int warp = schedule.backwards ? all - 1 - i : i;
+                        if (warp != laggard) left -= run_warp(warp);
+                    }
+                    if (laggard >= 0 && meetings == before) left -= run_warp(laggard, true);
                     if (left && meetings == before) {
                         fprintf(stderr, "deadlock: %d threads of block %u %u %u wait\n", left, blockIdx.x, blockIdx.y,
                                 blockIdx.z);
-                        exit(3);
+                        stop(Fault::timeout);
                     }
                 }
+                for (auto hook : on_block_end) hook();
             }
 }
+
+inline void aligned_16(const char *what, u32 shared) {
+    if (shared % 16 == 0) return;
+    fprintf(stderr, "%s: address %u is no multiple of 16\n", what, shared);
+    stop(Fault::misaligned_address);
+}
+
+// A kernel function as the emulated driver sees it, made from nothing but its type.
+template <auto Kernel> struct Export;
+template <class... Arguments, void (*Kernel)(Arguments...)> struct Export<Kernel> {
+    static constexpr size_t sizes[] = {sizeof(Arguments)..., 0};
+
+    template <size_t... I>
+    static void call(void **arguments, std::index_sequence<I...>) { Kernel(*static_cast<Arguments *>(arguments[I])...); }
+
+    static void run(void **arguments, Dim3 grid, unsigned threads, size_t dynamic_shared, Stop on_fault) {
+        stop = on_fault;
+        launch(grid, int(threads), dynamic_shared, [=] { call(arguments, std::index_sequence_for<Arguments...>{}); });
+    }
+
+    static constexpr Entry entry(const char *name, unsigned most_threads) {
+        return {name, most_threads, sizes, sizeof...(Arguments), run, &blockIdx, &threadIdx};
+    }
+};
 
 inline void perform(const Copy &copy) {
     unsigned char *target = shared.get() + copy.shared;
     if (copy.shared % 16 || reinterpret_cast<uintptr_t>(copy.global) % 16) {
         fprintf(stderr, "cp.async: an address is no multiple of 16\n");
-        exit(3);
+        stop(Fault::misaligned_address);
     }
     copy.global ? memcpy(target, copy.global, 16) : memset(target, 0, 16);
 }
@@ -221,7 +257,7 @@ template <int Element> float widen(u16 h) { return Element == BF16 ? from_bf16(h
 inline void load(u32 (&r)[4], u32 address, bool transposed) {
     if (address % 16) {
         fprintf(stderr, "ldmatrix: address %u is no multiple of 16\n", address);
-        exit(3);
+        stop(Fault::misaligned_address);
     }
     together([&](Warp &w, int lane) { w.address[lane] = address; },
              [&](Warp &w) {
@@ -251,6 +287,13 @@ inline float shuffle_xor(float x, int mask) {
     return y;
 }
 
+inline float shuffle(float x, int lane) {
+    float y;
+    machine::together([&](machine::Warp &w, int me) { w.x[me] = x; }, [](machine::Warp &) {},
+                      [&](machine::Warp &w, int) { y = w.x[lane]; });
+    return y;
+}
+
 inline u32 shared_address(const void *p) { return u32(static_cast<const unsigned char *>(p) - machine::shared.get()); }
 
 inline void copy_async_16(u32 shared, const void *global, bool real) {
@@ -269,6 +312,15 @@ template <int Pending> void copy_async_wait() {
         for (const machine::Copy &copy : groups.front()) machine::perform(copy);
         groups.erase(groups.begin());
     }
+}
+
+inline void store_chunk(u32 shared, const u32 (&x)[4]) {
+    machine::aligned_16("st.shared.v4", shared);
+    memcpy(machine::shared.get() + shared, x, 16);
+}
+inline void load_floats(float (&x)[4], u32 shared) {
+    machine::aligned_16("ld.shared.v4", shared);
+    memcpy(x, machine::shared.get() + shared, 16);
 }
 
 inline void load_matrices(u32 (&r)[4], u32 shared) { machine::load(r, shared, false); }
@@ -315,3 +367,11 @@ inline float log2_fast(float x) { return log2f(x); }
 inline float reciprocal(float x) { return 1.0f / x; }
 inline float fused(float a, float b, float c) { return fmaf(a, b, c); }
 inline float larger(float a, float b) { return fmaxf(a, b); }
+inline int forgotten(int x) { return x; }
+
+inline void add_fragment(float *fragment, int lane, const float (&x)[4]) {
+    for (int i = 0; i < 4; i++) fragment[32 * i + lane] += x[i];
+}
+inline void read_fragment(const float *fragment, int lane, float (&x)[4]) {
+    for (int i = 0; i < 4; i++) x[i] = fragment[32 * i + lane];
+}

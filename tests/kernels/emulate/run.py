@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Builds the kernels for the CPU with sanitizers and runs them against attention in f64. Needs g++ 12 on x86-64.
 
-    python3 tests/kernels/emulate/run.py [--cxx g++] [--only tiled]
+    python3 tests/kernels/emulate/run.py [--cxx g++] [--only tiled] [--jobs N]
 
 One line for each variant; exit status 1 when one is wrong. See machine.hpp for what this can find and what it cannot.
 """
@@ -12,43 +12,87 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 KERNELS = os.path.join(HERE, "..", "..", "..", "kernels")
+# Families whose gradients are compared, by gradients.cpp.
+BACKWARD = ["backward", "backward_scalar", "naive_backward"]
 VARIANTS = [
-    ("naive", "F32", 64, ""), ("naive", "BF16", 40, ""), ("naive", "F16", 128, ""),
-    ("tiled", "BF16", 64, ""), ("tiled", "F16", 64, ""), ("tiled", "BF16", 128, ""), ("tiled", "F16", 40, ""),
-    ("tiled", "BF16", 96, ""),
-    ("decode", "BF16", 64, "PAGED=0"), ("decode", "BF16", 128, "PAGED=0"), ("decode", "F16", 72, "PAGED=0"),
-    ("decode", "BF16", 64, "PAGED=1"), ("decode", "F16", 128, "PAGED=1"),
+    ("naive", "F32", 64, "LIBRARY_PRODUCTS=0"), ("naive", "BF16", 40, "LIBRARY_PRODUCTS=0"),
+    ("naive", "F32", 64, "LIBRARY_PRODUCTS=1"), ("naive", "F16", 128, "LIBRARY_PRODUCTS=1"),
+    ("tiled", "BF16", 64, "ROWS=128 KEYS=64 Q_KEPT=1"),
+    ("tiled", "F16", 64, "ROWS=128 KEYS=32 Q_KEPT=1"),
+    ("tiled", "BF16", 128, "ROWS=64 KEYS=64 Q_KEPT=1"),
+    ("tiled", "F16", 40, "ROWS=128 KEYS=64 Q_KEPT=1"),
+    ("tiled", "BF16", 96, "ROWS=64 KEYS=32 Q_KEPT=1"),
+    ("tiled", "F16", 192, "ROWS=64 KEYS=64 Q_KEPT=1"),
+    ("tiled", "BF16", 256, "ROWS=64 KEYS=32 Q_KEPT=0"),
+    ("tiled", "BF16", 37, "ROWS=128 KEYS=64 Q_KEPT=1"),
+    ("tiled", "F16", 100, "ROWS=64 KEYS=64 Q_KEPT=1"),
+    ("tiled", "F32", 64, "ROWS=64 KEYS=32 Q_KEPT=0"),
+    ("tiled", "F32", 128, "ROWS=64 KEYS=16 Q_KEPT=0"),
+    ("tiled", "F32", 256, "ROWS=64 KEYS=8 Q_KEPT=0"),
+    ("tiled", "F32", 35, "ROWS=64 KEYS=32 Q_KEPT=0"),
+    ("decode", "BF16", 64, "PAGE_TOKENS=0 WARPS=4 STAGES=4 ROWS=16"),
+    ("decode", "BF16", 128, "PAGE_TOKENS=0 WARPS=4 STAGES=3 ROWS=16"),
+    ("decode", "F16", 72, "PAGE_TOKENS=0 WARPS=4 STAGES=2 ROWS=16"),
+    ("decode", "F16", 256, "PAGE_TOKENS=0 WARPS=2 STAGES=3 ROWS=16"),
+    ("decode", "BF16", 33, "PAGE_TOKENS=0 WARPS=4 STAGES=4 ROWS=16"),
+    ("decode", "F32", 64, "PAGE_TOKENS=0 WARPS=4 STAGES=4 ROWS=4"),
+    ("decode", "F32", 200, "PAGE_TOKENS=0 WARPS=2 STAGES=2 ROWS=8"),
+    ("decode", "BF16", 64, "PAGE_TOKENS=16 WARPS=4 STAGES=4 ROWS=16"),
+    ("decode", "F16", 128, "PAGE_TOKENS=10 WARPS=4 STAGES=3 ROWS=16"),
+    ("decode", "F32", 128, "PAGE_TOKENS=16 WARPS=4 STAGES=2 ROWS=16"),
+    ("decode", "F32", 35, "PAGE_TOKENS=3 WARPS=4 STAGES=3 ROWS=8"),
+    ("hopper", "BF16", 64, "KEYS=128 CAPPED=0 NEGATIVE=0"), ("hopper", "F16", 64, "KEYS=112 CAPPED=1 NEGATIVE=1"),
+    ("hopper", "F16", 128, "KEYS=128 CAPPED=0 NEGATIVE=0"), ("hopper", "BF16", 128, "KEYS=176 CAPPED=0 NEGATIVE=0"),
+    ("hopper", "BF16", 256, "KEYS=80 CAPPED=0 NEGATIVE=0"), ("hopper", "F16", 256, "KEYS=64 CAPPED=1 NEGATIVE=0"),
+    ("backward", "BF16", 64, "DETERMINISTIC=0 SMALL=0"), ("backward", "F16", 64, "DETERMINISTIC=1 SMALL=0"),
+    ("backward", "F16", 128, "DETERMINISTIC=0 SMALL=0"), ("backward", "BF16", 128, "DETERMINISTIC=1 SMALL=0"),
+    ("backward", "BF16", 96, "DETERMINISTIC=0 SMALL=1"), ("backward", "F16", 40, "DETERMINISTIC=0 SMALL=0"),
+    ("backward", "BF16", 256, "DETERMINISTIC=0 SMALL=0"), ("backward", "F16", 200, "DETERMINISTIC=1 SMALL=0"),
+    ("backward_scalar", "F32", 64, "TILE=32"), ("backward_scalar", "BF16", 37, "TILE=32"),
+    ("backward_scalar", "F32", 256, "TILE=16"),
+    ("naive_backward", "F32", 64, ""), ("naive_backward", "BF16", 40, ""), ("naive_backward", "F16", 128, ""),
 ]  # fmt: skip
+
+
+def run(cxx, folder, number, family, element, head_dim, extra):
+    """(what to print, whether it went well) of one variant."""
+    program = os.path.join(folder, str(number))
+    macros = [f"-DELEMENT={element}", f"-DHEAD_DIM={head_dim}", f'-DFAMILY="{family}.hpp"']
+    macros += [f"-D{macro}" for macro in extra.split()]
+    harness = "gradients.cpp" if family in BACKWARD else "emulate.cpp"
+    flags = ["-std=c++17", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    flags += ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-psabi", "-Wno-unused-function", f"-I{KERNELS}", f"-I{HERE}"]
+    started = time.perf_counter()
+    subprocess.run([cxx, *flags, *macros, os.path.join(HERE, harness), "-o", program], check=True)
+    built = time.perf_counter()
+    result = subprocess.run([program], capture_output=True, text=True, timeout=900)
+    label = " ".join([family, element, f"D={head_dim}", extra]).strip()
+    said = "\n".join(result.stderr.splitlines()[:12])
+    seconds = f"{built - started:.1f} s to build, {time.perf_counter() - built:.1f} s to run"
+    return f"{label:28} {result.stdout.strip()} ({seconds})" + (f"\n{said}" if said else ""), result.returncode == 0
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cxx", default="g++", help="compiler")
     parser.add_argument("--only", metavar="FAMILY", help="only this family")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="variants at a time [default: every core]")
     arguments = parser.parse_args()
-    failed = False
-    with tempfile.TemporaryDirectory() as folder:
-        for family, element, head_dim, extra in VARIANTS:
-            if arguments.only not in (None, family):
-                continue
-            program = os.path.join(folder, "emulate")
-            macros = [f"-DELEMENT={element}", f"-DHEAD_DIM={head_dim}", f'-DFAMILY="{family}.hpp"']
-            macros += [f"-D{extra}"] if extra else []
-            flags = ["-std=c++17", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-            flags += ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-unused-function", f"-I{KERNELS}", f"-I{HERE}"]
-            started = time.perf_counter()
-            subprocess.run([arguments.cxx, *flags, *macros, os.path.join(HERE, "emulate.cpp"), "-o", program], check=True)
-            built = time.perf_counter()
-            result = subprocess.run([program], capture_output=True, text=True, timeout=900)
-            label = " ".join([family, element, f"D={head_dim}", extra]).strip()
-            said = "\n".join(result.stderr.splitlines()[:12])
-            seconds = f"{built - started:.1f} s to build, {time.perf_counter() - built:.1f} s to run"
-            print(f"{label:28} {result.stdout.strip()} ({seconds})" + (f"\n{said}" if said else ""), flush=True)
-            failed |= result.returncode != 0
-    return 1 if failed else 0
+    chosen = [variant for variant in VARIANTS if arguments.only in (None, variant[0])]
+    if not chosen:
+        parser.error(f"no family '{arguments.only}'; there are {', '.join(dict.fromkeys(v[0] for v in VARIANTS))}")
+    good = True
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(max(1, arguments.jobs)) as pool:
+        started = [pool.submit(run, arguments.cxx, folder, number, *variant) for number, variant in enumerate(chosen)]
+        for future in started:
+            line, well = future.result()
+            print(line, flush=True)
+            good &= well
+    return 0 if good else 1
 
 
 if __name__ == "__main__":

@@ -189,7 +189,7 @@ impl Session<'_> {
 
     /// Attention of the queries `q` to the cache; returns its time and the log-sum-exps, `[layers * B, Hq, n]`.
     fn attend(&self, q: TensorView<'_>) -> Result<(u64, Buffer<f32>), TurnError> {
-        let (cell, bench, kernel) = (&self.prepared.cell, self.bench, &self.prepared.kernel);
+        let (cell, bench, kernel) = (&self.prepared.cell, self.bench, self.prepared.kernel());
         let shape = Shape { batch: cell.batch, q_len: q.dims()[2], kv_len: self.cache.max_len(), ..cell.shape() };
         let size = kernel.workspace(&shape, &cell.params(), cell.dtype, bench.cpu.threads());
         let mut workspace: Workspace = size.allocate(bench.arena)?;

@@ -63,7 +63,7 @@ impl Plan<'_> {
         let folded = Shape { q_len: tokens, kv_len, ..cell.shape() };
         let layer = Shape { batch: cell.batch, ..folded };
         let (params, lse) = (cell.params(), Self::lse_bytes(&folded));
-        let workspace = self.prepared.kernel.workspace(&layer, &params, cell.dtype, self.threads).bytes();
+        let workspace = self.prepared.kernel().workspace(&layer, &params, cell.dtype, self.threads).bytes();
         let attention = Outputs::bytes(&layer, cell.dtype) + workspace;
         let judgement = judging(self.prepared).map_or(0, |policy| self.judgement(policy, &folded, &folded));
         let turned = if self.rerotates() && old < start { query_bytes(cell, tokens) } else { 0 };

@@ -1,0 +1,109 @@
+"""What the GPU can do at best, by the driver and cuBLAS alone: bytes copied and products of bf16 matrices per second."""
+
+import ctypes
+import glob
+import os
+import sys
+
+ROUNDS = 15
+
+
+class Driver:
+    """The CUDA driver with one device's primary context."""
+
+    def __init__(self):
+        self.library = ctypes.CDLL("libcuda.so.1")
+        self.call("cuInit", 0)
+        device, context = ctypes.c_int(), ctypes.c_void_p()
+        self.call("cuDeviceGet", ctypes.byref(device), 0)
+        self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+        self.call("cuCtxSetCurrent", context)
+
+    def call(self, name, *arguments):
+        status = getattr(self.library, name)(*arguments)
+        if status:
+            raise OSError(f"{name} gave status {status}")
+
+    def alloc(self, size):
+        address = ctypes.c_uint64()
+        self.call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size))
+        self.call("cuMemsetD8_v2", address, ctypes.c_ubyte(0), ctypes.c_size_t(size))
+        return address
+
+    def free(self, *addresses):
+        for address in addresses:
+            self.call("cuMemFree_v2", address)
+
+    def median_s(self, work):
+        """Median time of `work` by events."""
+        start, end = ctypes.c_void_p(), ctypes.c_void_p()
+        for event in (start, end):
+            self.call("cuEventCreate", ctypes.byref(event), 0)
+        samples = []
+        for _ in range(ROUNDS + 3):
+            self.call("cuEventRecord", start, None)
+            work()
+            self.call("cuEventRecord", end, None)
+            self.call("cuEventSynchronize", end)
+            milliseconds = ctypes.c_float()
+            self.call("cuEventElapsedTime", ctypes.byref(milliseconds), start, end)
+            samples.append(milliseconds.value / 1e3)
+        return sorted(samples[3:])[ROUNDS // 2]
+
+
+def copy_bytes_per_s(driver, size):
+    """Bytes read and written per second by the driver's copy within the GPU's memory."""
+    source, target = driver.alloc(size), driver.alloc(size)
+    seconds = driver.median_s(lambda: driver.call("cuMemcpyDtoDAsync_v2", target, source, ctypes.c_size_t(size), None))
+    driver.free(source, target)
+    return 2 * size / seconds
+
+
+def cublas():
+    """cuBLAS beside the system's libraries or in a Python package of NVIDIA's; None without it."""
+    names = ["libcublas.so.13", "libcublas.so.12", "libcublas.so.11", "libcublas.so"]
+    for folder in sys.path:
+        names += sorted(glob.glob(os.path.join(folder, "nvidia", "*", "lib", "libcublas.so.*")))
+    for name in names:
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    return None
+
+
+def product_flops_per_s(driver, size):
+    """Operations per second of cuBLAS's product of two square bf16 matrices, summed in f32."""
+    library = cublas()
+    if library is None:
+        return None
+    handle = ctypes.c_void_p()
+    if library.cublasCreate_v2(ctypes.byref(handle)):
+        return None
+    a, b, c = (driver.alloc(2 * size * size) for _ in range(3))
+    one, zero = ctypes.c_float(1), ctypes.c_float(0)
+    bf16, compute_f32, default = 14, 68, -1
+
+    def product():
+        status = library.cublasGemmEx(
+            handle, 0, 0, size, size, size, ctypes.byref(one), a, bf16, size, b, bf16, size, ctypes.byref(zero), c, bf16, size,
+            compute_f32, default,
+        )  # fmt: skip
+        if status:
+            raise OSError(f"cublasGemmEx gave status {status}")
+
+    seconds = driver.median_s(product)
+    library.cublasDestroy_v2(handle)
+    driver.free(a, b, c)
+    return 2 * size**3 / seconds
+
+
+def measure(tiny):
+    """The ceilings as an object; `error` where there is no driver."""
+    try:
+        driver = Driver()
+        found = {"copy_bytes_per_s": copy_bytes_per_s(driver, 1 << 20 if tiny else 1 << 31)}
+        found["cublas_bf16_flops_per_s"] = product_flops_per_s(driver, 256 if tiny else 8192)
+        return found
+    except OSError as error:
+        return {"error": str(error)}

@@ -1,0 +1,399 @@
+// Attention forward for Hopper (sm_90a only) in the manner of FlashAttention-3 (Shah et al. 2024): one warpgroup copies,
+// the others compute, and tensor cores work while softmax runs.
+//
+// A block takes one multiprocessor and goes through many items; an item is ROWS queries of one head, 64 for each
+// consumer. The producer's one thread sends Q, K and V by TMA into two rings of STAGES tiles; barriers tell what is full
+// and what is free. A consumer has scores, output and probabilities in registers. Two things hide the softmax:
+//   inside a consumer  the product Q K of the next tile and P V of this one are sent off together; the softmax of the
+//                      next tile runs while P V does
+//   between consumers  they send their products off in turn (up to D 128), so that one computes exponentials while the
+//                      other's products run
+// Q stays in shared memory, which is given back before the last P V: the next item's Q arrives meanwhile. The output
+// goes from registers to global memory by plain stores of 16 bytes: a staged copy would need memory that D 256 does not
+// have or hold on to that of Q, and would need a fence; rows past the end are not stored.
+//
+// Versions
+//   1  as above; tiles at the edge of a mask have code of their own; items of a causal problem go to blocks heaviest
+//      first, there and back, among heads whose keys and values fit into 32 MiB of the L2. Compiled and emulated; not
+//      timed on a GPU yet. What NVRTC 13.0.88 made of it:
+//        - Every variant: 168 registers (D 64: 128) before they are moved, no spills, no local memory, no warning.
+//        - With the wait for P V at the end of a step, ptxas moved it in front of the softmax: nothing ran beside it. At
+//          the start of the next, behind the wait for keys, it stays; `nvdisasm` shows every MUFU.EX2 of a step between
+//          the waits for its scores and for P V.
+//        - With the consumer's number from threadIdx alone, descriptors were worked out in each thread: 278 R2UR and 96
+//          bytes of spills at D 256. From one lane for all: 83 and none.
+//        - Soft-cap takes registers: it has shorter tiles at D 64 and 256, and is compiled in, as is the scale's sign.
+//
+// Compile with -DELEMENT=BF16|F16 -DHEAD_DIM=64|128|256 -DKEYS=64|80|112|128|176 (src/attention/cuda/hopper.rs says which)
+// -DCAPPED=0|1 (whether there is a soft-cap) -DNEGATIVE=0|1 (the sign of the scale).
+//   hopper_forward  grid: multiprocessors, or fewer items; THREADS threads; shared memory: Q, rings of K and V, barriers
+#include "hopper.cuh"
+#include "problem.cuh"
+
+namespace {
+
+static_assert(HEAD_DIM == 64 || HEAD_DIM == 128 || HEAD_DIM == 256, "head dims of hopper");
+static_assert(KEYS % 16 == 0, "a tile of keys is a whole number of steps of the second product");
+constexpr int CONSUMERS = HEAD_DIM == 64 ? 3 : 2;
+constexpr int ROWS = 64 * CONSUMERS, THREADS = 128 * (CONSUMERS + 1);
+constexpr bool IN_TURN = HEAD_DIM <= 128;
+// Of a producer's and a consumer's threads: together no more than the 65536 registers that the block starts with.
+constexpr int FEW_REGISTERS = CONSUMERS == 3 ? 32 : 24, MANY_REGISTERS = CONSUMERS == 3 ? 160 : 240;
+
+// Tiles lie in shared memory in slabs of 64 columns: rows of 128 bytes, as a box is copied.
+constexpr int SLABS = HEAD_DIM / 64, ROW_BYTES = 128;
+constexpr int Q_SLAB_BYTES = ROWS * ROW_BYTES, Q_BYTES = SLABS * Q_SLAB_BYTES;
+constexpr int KV_SLAB_BYTES = KEYS * ROW_BYTES, KV_BYTES = SLABS * KV_SLAB_BYTES;
+constexpr int EIGHT_ROWS_BYTES = 8 * ROW_BYTES;
+// As many tiles of keys and of values as there is room for, at most four each.
+constexpr int MOST_BYTES = 227 * 1024, ROOM = (MOST_BYTES - Q_BYTES - 1024) / (2 * KV_BYTES), STAGES = ROOM < 4 ? ROOM : 4;
+constexpr int BARRIERS_AT = Q_BYTES + 2 * STAGES * KV_BYTES, BARRIERS = 2 + 4 * STAGES;
+constexpr int SHARED_BYTES = BARRIERS_AT + 8 * BARRIERS;
+static_assert(STAGES >= 2 && SHARED_BYTES <= MOST_BYTES, "what a block of Hopper may have");
+static_assert(KV_SLAB_BYTES % 1024 == 0 && Q_SLAB_BYTES % 1024 == 0, "slabs start where the swizzle's pattern does");
+
+// A ring of tiles: number n is in place n % STAGES, in round n / STAGES.
+struct Ring {
+    u32 tiles, full, empty;
+
+    DEVICE u32 tile(u32 n) const { return tiles + n % STAGES * KV_BYTES; }
+    DEVICE u32 full_at(u32 n) const { return full + 8 * (n % STAGES); }
+    DEVICE u32 empty_at(u32 n) const { return empty + 8 * (n % STAGES); }
+    DEVICE static u32 parity(u32 n) { return n / STAGES & 1; }
+
+    DEVICE void wait_full(u32 n) const { barrier_wait(full_at(n), parity(n)); }
+    DEVICE void wait_empty(u32 n) const { barrier_wait(empty_at(n), parity(n) ^ 1); }
+};
+
+struct Block {
+    u32 q, q_full, q_empty;
+    Ring keys, values;
+
+    DEVICE explicit Block(u32 shared) {
+        const u32 barriers = shared + BARRIERS_AT;
+        q = shared, q_full = barriers, q_empty = barriers + 8;
+        keys = {shared + Q_BYTES, barriers + 16, barriers + 16 + 8 * STAGES};
+        values = {keys.tiles + STAGES * KV_BYTES, keys.full + 16 * STAGES, keys.empty + 16 * STAGES};
+    }
+
+    DEVICE void make_barriers() const {
+        barrier_make(q_full, 1);
+        barrier_make(q_empty, 4 * CONSUMERS); // one thread of each warp
+        for (u32 i = 0; i < STAGES; i++) {
+            barrier_make(keys.full_at(i), 1);
+            barrier_make(values.full_at(i), 1);
+            barrier_make(keys.empty_at(i), 4 * CONSUMERS);
+            barrier_make(values.empty_at(i), 4 * CONSUMERS);
+        }
+        barriers_made();
+    }
+};
+
+// ROWS queries of a head, and the tiles of keys that any of them sees.
+struct Item {
+    int row0, q_head, list; // of all sequences' heads
+    int first_tile, end_tile;
+};
+
+// Item `round` of a block, as long as there is one. The list of all items begins with the heaviest; blocks take from it
+// in turn, there and back, so that each gets as much as any other. Numbers are worked out anew for each item: kept, they
+// would take registers from the tiles.
+DEVICE bool item_of(const Problem &p, int round, Item &item) {
+    const int turn = round % 2 ? int(gridDim.x) - 1 - int(blockIdx.x) : int(blockIdx.x);
+    const int number = round * int(gridDim.x) + turn;
+    const int group = p.q_heads / p.kv_heads, lists = p.batch * p.kv_heads, row_tiles = (p.q_len + ROWS - 1) / ROWS;
+    // Heads that run at the same time share the L2: as many as find room for their keys and values in 32 MiB of it.
+    const int section_lists = least(most((32 << 20) / (4 * HEAD_DIM) / p.kv_len, 1), lists);
+    const int section_items = section_lists * group * row_tiles;
+    const int section = number / section_items, rest = number % section_items;
+    const int heads = least(section_lists, lists - section * section_lists) * group;
+    if (number >= lists * group * row_tiles) return false;
+    item.q_head = section * section_lists * group + rest % heads;
+    item.list = item.q_head / group;
+    item.row0 = (row_tiles - 1 - rest / heads) * ROWS; // later queries see more keys
+    // Ends and starts of what rows see grow with the row: the first and the last row bound all.
+    item.first_tile = visible(p, item.row0, p.kv_len).first / KEYS;
+    item.end_tile = (visible(p, least(item.row0 + ROWS, p.q_len) - 1, p.kv_len).end + KEYS - 1) / KEYS;
+    return true;
+}
+
+// Sends everything that consumers need, in the order in which they need it. Tiles come from the last to the first: what
+// the mask or the end of the keys cuts comes first.
+DEVICE void produce(const Problem &p, const Block &block, const TensorMap &q, const TensorMap &k, const TensorMap &v) {
+    auto load = [&](const Ring &ring, const TensorMap &map, u32 n, int tile, int list) {
+        ring.wait_empty(n);
+        barrier_expect(ring.full_at(n), KV_BYTES);
+#pragma unroll
+        for (int slab = 0; slab < SLABS; slab++)
+            copy_box(ring.tile(n) + slab * KV_SLAB_BYTES, map, ring.full_at(n), 64 * slab, tile * KEYS, list);
+    };
+    u32 n = 0, items_done = 0;
+    Item item;
+    for (int round = 0; item_of(p, round, item); round++) {
+        if (item.first_tile >= item.end_tile) continue;
+        for (int tile = item.end_tile - 1; tile >= item.first_tile; tile--, n++) {
+            load(block.keys, k, n, tile, item.list);
+            if (tile == item.end_tile - 1) {
+                barrier_wait(block.q_empty, (items_done++ & 1) ^ 1);
+                barrier_expect(block.q_full, Q_BYTES);
+#pragma unroll
+                for (int slab = 0; slab < SLABS; slab++)
+                    copy_box(block.q + slab * Q_SLAB_BYTES, q, block.q_full, 64 * slab, item.row0, item.q_head);
+            }
+            load(block.values, v, n, tile, item.list);
+        }
+    }
+}
+
+struct Consumer {
+    const Problem &p;
+    const Block &block;
+    const int number;          // of this consumer
+    u32 n = 0, items_done = 0; // tiles and items so far
+    float factor;              // makes scores logits in units of log2; the sign of the scale is in the products
+    float s[KEYS / 2];
+    float o[HEAD_DIM / 2];
+    u32 weights[KEYS / 16][4]; // probabilities before division, as left operand
+    // Of rows g and g + 8: the running maximum of scores, this thread's part of the sum, and the factor that `o` waits for.
+    float top[2], sum[2], shrink[2];
+    bool under_way;            // a product of values
+
+    DEVICE Consumer(const Problem &problem, const Block &shared, int which) : p(problem), block(shared), number(which) {
+        // A scale of 0 must leave masked scores at -inf.
+        factor = larger((CAPPED ? p.softcap : size(p.scale)) * LOG2_E, 1e-37f);
+    }
+
+    // Lets the producer fill memory that this warp no longer reads.
+    DEVICE void release(u32 barrier) const {
+        if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+    }
+
+    // Sends off s = q k^T of tile `n`.
+    DEVICE void send_scores() {
+        const u32 rows = block.q + number * 64 * ROW_BYTES, keys = block.keys.tile(n);
+#pragma unroll
+        for (int k = 0; k < HEAD_DIM / 16; k++)
+            add_product(s, matrix_at(rows + k / 4 * Q_SLAB_BYTES + k % 4 * 32, 16, EIGHT_ROWS_BYTES),
+                        matrix_at(keys + k / 4 * KV_SLAB_BYTES + k % 4 * 32, 16, EIGHT_ROWS_BYTES), k > 0);
+        product_commit();
+    }
+
+    // Sends off o += weights v of the tile before `n`.
+    DEVICE void send_output() {
+        const u32 values = block.values.tile(n - 1);
+#pragma unroll
+        for (int k = 0; k < KEYS / 16; k++)
+            add_product(o, weights[k], matrix_at(values + k * 16 * ROW_BYTES, KV_SLAB_BYTES, EIGHT_ROWS_BYTES));
+        product_commit();
+    }
+
+    // Makes products tanh(logit / cap), as soft_cap of problem.cuh does; the cap itself is part of the factor.
+    DEVICE void cap() {
+        if constexpr (CAPPED) {
+            const float scale = size(p.scale) * (2.0f * LOG2_E) / p.softcap;
+#pragma unroll
+            for (int i = 0; i < KEYS / 2; i++) s[i] = fused(-2.0f, reciprocal(1.0f + exp2_fast(s[i] * scale)), 1.0f);
+        }
+    }
+
+    DEVICE static float size(float x) { return x < 0.0f ? -x : x; }
+
+    // Hides the keys that a row does not see. What it sees is worked out anew: few tiles need it.
+    DEVICE void mask(const Item &item, int tile) {
+        Span seen[2];
+#pragma unroll
+        for (int half = 0; half < 2; half++) seen[half] = visible(p, least(row_of(item, half), p.q_len - 1), p.kv_len);
+        const int column0 = tile * KEYS + threadIdx.x % 4 * 2;
+#pragma unroll
+        for (int i = 0; i < KEYS / 2; i++) {
+            const int key = column0 + 8 * (i / 4) + i % 2;
+            const Span &span = seen[i / 2 % 2];
+            if (key < span.first || key >= span.end) s[i] = minus_infinity();
+        }
+    }
+
+    // Raises the maxima, makes s the exponentials, and tells by how much what was summed before shrinks.
+    DEVICE void absorb() {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float now = top[half];
+#pragma unroll
+            for (int i = 2 * half; i < KEYS / 2; i += 4) now = larger(now, larger(s[i], s[i + 1]));
+            now = larger(now, shuffle_xor(now, 1));
+            now = larger(now, shuffle_xor(now, 2));
+            // A row that has seen nothing keeps -inf; any finite base then gives exponentials of zero.
+            const float base = now == minus_infinity() ? 0.0f : now * factor;
+            shrink[half] = exp2_fast(fused(top[half], factor, -base));
+            top[half] = now;
+            sum[half] *= shrink[half];
+#pragma unroll
+            for (int i = 2 * half; i < KEYS / 2; i += 4) {
+                s[i] = exp2_fast(fused(s[i], factor, -base));
+                s[i + 1] = exp2_fast(fused(s[i + 1], factor, -base));
+                sum[half] += s[i] + s[i + 1];
+            }
+        }
+    }
+
+    DEVICE void pack_weights() {
+#pragma unroll
+        for (int k = 0; k < KEYS / 16; k++)
+#pragma unroll
+            for (int r = 0; r < 4; r++) weights[k][r] = pack<ELEMENT>(s[8 * k + 2 * r], s[8 * k + 2 * r + 1]);
+    }
+
+    DEVICE void clear() {
+#pragma unroll
+        for (int i = 0; i < HEAD_DIM / 2; i++) o[i] = 0.0f;
+        top[0] = top[1] = minus_infinity(), sum[0] = sum[1] = 0.0f;
+    }
+
+    // What becomes of the scores of tile `n`, which are on their way; with `Later` products that were sent off later go on.
+    template <bool Later, bool Masked> DEVICE void softmax(const Item &item, int tile) {
+        product_wait<Later>();
+        settle(s);
+        release(block.keys.empty_at(n));
+        cap();
+        if constexpr (Masked) mask(item, tile);
+        absorb();
+        n++;
+    }
+
+    // Ends the second product that is under way, if there is one, and makes ready for the next: that of tile n - 1.
+    DEVICE void settle_output() {
+        product_wait<0>();
+        settle(o);
+        settle(weights);
+        if (under_way) release(block.values.empty_at(n - 2));
+        under_way = true;
+#pragma unroll
+        for (int i = 0; i < HEAD_DIM / 2; i++) o[i] *= shrink[i / 2 % 2];
+        pack_weights();
+    }
+
+    // The first tile of an item: nothing runs beside it.
+    DEVICE void begin(const Item &item, int tile) {
+        under_way = false;
+        barrier_wait(block.q_full, items_done++ & 1);
+        block.keys.wait_full(n);
+        product_fence();
+        send_scores();
+        softmax<false, true>(item, tile);
+    }
+
+    // A further tile: its softmax runs beside the second product of the tile before. That product is waited for in the
+    // next step, behind the wait for keys: where nothing stands between, ptxas moves the wait before the softmax.
+    template <bool Masked> DEVICE void step(const Item &item, int tile) {
+        block.keys.wait_full(n);
+        block.values.wait_full(n - 1);
+        settle_output();
+        if constexpr (IN_TURN) turn_wait(1 + number, 256);
+        product_fence();
+        send_scores();
+        product_fence(); // else ptxas puts one here, and says so
+        send_output();
+        if constexpr (IN_TURN) turn_pass(1 + (number + 1) % CONSUMERS, 256);
+        softmax<true, Masked>(item, tile);
+    }
+
+    // The last second product.
+    DEVICE void end() {
+        release(block.q_empty); // the last scores are there
+        block.values.wait_full(n - 1);
+        settle_output();
+        product_fence();
+        send_output();
+        product_wait<0>();
+        settle(o);
+        settle(weights);
+        release(block.values.empty_at(n - 1));
+    }
+
+    // Four lanes have pieces of 4 bytes of four chunks of a row; afterwards each has one chunk whole.
+    DEVICE static void exchange(u32 (&x)[4]) {
+        const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
+#pragma unroll
+        for (int i = 0; i < 4; i += 2) {
+            const u32 got = shuffle_xor(odd ? x[i] : x[i + 1], 1);
+            (odd ? x[i] : x[i + 1]) = got;
+        }
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const u32 got = shuffle_xor(high ? x[i] : x[i + 2], 2);
+            (high ? x[i] : x[i + 2]) = got;
+        }
+    }
+
+    DEVICE void store(const Item &item) {
+        struct alignas(16) Chunk {
+            u32 x[4];
+        };
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            sum[half] += shuffle_xor(sum[half], 1);
+            sum[half] += shuffle_xor(sum[half], 2);
+            const int row = row_of(item, half);
+            const bool empty = top[half] == minus_infinity();
+            const float divide = empty ? 0.0f : 1.0f / sum[half];
+            const long long at = (long long)item.q_head * p.q_len + row;
+            u16 *target = static_cast<u16 *>(p.o) + at * HEAD_DIM + lane % 4 * 8;
+#pragma unroll
+            for (int n = 0; n < HEAD_DIM / 32; n++) {
+                Chunk chunk;
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const float *pair = o + 16 * n + 4 * i + 2 * half;
+                    chunk.x[i] = pack<ELEMENT>(pair[0] * divide, pair[1] * divide);
+                }
+                exchange(chunk.x);
+                if (row < p.q_len) *reinterpret_cast<Chunk *>(target + 32 * n) = chunk;
+            }
+            if (row < p.q_len && lane % 4 == 0)
+                p.lse[at] = empty ? top[half] : (top[half] * factor + log2_fast(sum[half])) * LN_2;
+        }
+    }
+
+    DEVICE int row_of(const Item &item, int half) const {
+        return item.row0 + 64 * number + threadIdx.x % 128 / 32 * 16 + 8 * half + threadIdx.x % 32 / 4;
+    }
+
+    DEVICE void consume(const Item &item) {
+        const int first_row = least(item.row0 + 64 * number, p.q_len - 1), last_row = least(first_row + 63, p.q_len - 1);
+        const Span of_first = visible(p, first_row, p.kv_len), of_last = visible(p, last_row, p.kv_len);
+        // From `whole_end` on, and before `whole_first`, tiles have keys that some row of this consumer does not see.
+        const int whole_end = of_first.end / KEYS, whole_first = (of_last.first + KEYS - 1) / KEYS;
+        int tile = item.end_tile - 1;
+        begin(item, tile--);
+        for (; tile >= item.first_tile; tile--)
+            tile < whole_end && tile >= whole_first ? step<false>(item, tile) : step<true>(item, tile);
+        end();
+    }
+};
+
+} // namespace
+
+KERNEL_ALONE(THREADS)
+hopper_forward(ARGUMENT Problem p, ARGUMENT TensorMap q, ARGUMENT TensorMap k, ARGUMENT TensorMap v) {
+    SWIZZLED_SHARED(memory);
+    const Block block(shared_address(memory));
+    if (threadIdx.x == 0) block.make_barriers();
+    block_sync();
+    // From one lane for all: what follows from it is known to be the same for a warp.
+    const int warpgroup = shuffle_from(threadIdx.x / 128, 0);
+    if (warpgroup == 0) {
+        keep_registers<FEW_REGISTERS>();
+        if (threadIdx.x == 0) produce(p, block, q, k, v);
+    } else {
+        take_registers<MANY_REGISTERS>();
+        Consumer consumer(p, block, warpgroup - 1);
+        // The last in the row lets the first begin; a turn that is left over at an item's end serves the next.
+        if (IN_TURN && consumer.number == CONSUMERS - 1) turn_pass(1, 256);
+        Item item;
+        for (int round = 0; item_of(p, round, item); round++) {
+            consumer.clear();
+            if (item.first_tile < item.end_tile) consumer.consume(item);
+            consumer.store(item);
+        }
+    }
+}

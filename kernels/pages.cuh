@@ -1,0 +1,25 @@
+// Keys and values in pages, one list of pages for each KV head: the layout of src/cache on a GPU.
+//
+// src/device/cuda/pages.rs has the same fields in the same order. A slab is [2 (keys, values), slab_pages, page_tokens,
+// D]. The number of a page is that of its slab above `shift` bits and its index in the slab in these, as in the cache of
+// the CPU.
+#pragma once
+#include "problem.cuh"
+
+struct Pages {
+    const u64 *slabs;  // [slab_count], where each slab begins; 0: it is not there
+    const u32 *table;  // [lists, table_width], the pages of each list in order
+    const int *lens;   // [lists], tokens of each list
+    int slab_count, slab_pages, shift, page_tokens, table_width;
+    int unused;        // so that no byte of the struct is padding
+};
+
+// Where the keys of page `index` of a list begin. Whatever the table holds, it is a page of some slab.
+DEVICE const unsigned char *page_keys(const Pages &g, long long list, int index, int page_bytes) {
+    const u32 page = g.table[list * g.table_width + index];
+    const u32 slab = least(page >> g.shift, g.slab_count - 1), at = least(page & ((1u << g.shift) - 1), g.slab_pages - 1);
+    return reinterpret_cast<const unsigned char *>(g.slabs[slab]) + (long long)at * page_bytes;
+}
+
+// How far behind the keys of a page its values lie, in bytes.
+DEVICE long long to_values(const Pages &g, int page_bytes) { return (long long)g.slab_pages * page_bytes; }

@@ -1,0 +1,34 @@
+// Products of matrices on CUDA cores, in tiles of 64x64: what the kernels with materialised scores are made of.
+#pragma once
+#include "problem.cuh"
+
+constexpr int TILE = 64, DEPTH = 16, EACH = 4, THREADS = 256;
+
+// DEPTH of the depth of 64 rows, through `source(row, depth)`. `ByDepth` when neighbours in depth are neighbours in
+// memory, else neighbours in row are.
+template <bool ByDepth, class Source> DEVICE void fill_tile(float (&tile)[DEPTH][TILE + 1], int start, Source source) {
+    for (int i = threadIdx.x; i < TILE * DEPTH; i += THREADS) {
+        const int row = ByDepth ? i / DEPTH : i % TILE, k = ByDepth ? i % DEPTH : i / TILE;
+        tile[k][row] = source(row, start + k);
+    }
+}
+
+// Adds a 64x64 tile of a product to `sum`: the sum over k of left(row, k) right(column, k), which give zero outside of
+// their matrices. Each thread has the results (y + 16 i, x + 16 j).
+template <bool LeftByDepth, bool RightByDepth, class Left, class Right>
+DEVICE void product(float (&sum)[EACH][EACH], int depth, Left left, Right right) {
+    __shared__ float a[DEPTH][TILE + 1], b[DEPTH][TILE + 1];
+    const int x = threadIdx.x % 16, y = threadIdx.x / 16;
+    for (int start = 0; start < depth; start += DEPTH) {
+        fill_tile<LeftByDepth>(a, start, left);
+        fill_tile<RightByDepth>(b, start, right);
+        block_sync();
+#pragma unroll
+        for (int k = 0; k < DEPTH; k++)
+#pragma unroll
+            for (int i = 0; i < EACH; i++)
+#pragma unroll
+                for (int j = 0; j < EACH; j++) sum[i][j] = fused(a[k][y + 16 * i], b[k][x + 16 * j], sum[i][j]);
+        block_sync();
+    }
+}

@@ -1,0 +1,328 @@
+//! `--find-cliff`: the longest context at which a pass really allocates and runs, beside the one that the formula allows.
+//!
+//! The cells of an experiment that differ only in their context and seed are one question. Inputs are blank: they take
+//! the memory, cost no time to make, and have a known result, which is compared. The search begins where the formula says
+//! and widens from there, so that a formula which is right is confirmed by two probes: one that runs, and one a step
+//! longer that is refused. Where it is wrong the limit is bracketed and bisected.
+
+use super::cell::{Cell, Measure};
+use super::engine::Engine;
+use super::grid::Experiment;
+use super::measure::{Place, Prepared, Truth, TurnError};
+use super::record::Refused;
+use super::runner::RunError;
+use super::store::{CLIFFS, Store};
+use crate::device::cuda::Condition;
+use crate::policy::Registry;
+use crate::tensor::DType;
+use crate::units;
+use serde::{Deserialize, Serialize};
+use std::fmt::Write;
+use std::path::PathBuf;
+use std::time::Instant;
+
+/// Name and version of the schema of a line.
+pub const SCHEMA: &str = "kvsieve/cliff/v1";
+/// A step is this part of the predicted context, at least one token: how exact the answer is.
+const STEPS: usize = 400;
+/// Longest context that is looked at.
+const MOST_TOKENS: usize = 1 << 28;
+/// The byte that values are made of: a number near 1 in every element type.
+const VALUE_BYTE: u8 = 0x3f;
+
+/// The limit of one kernel on one shape.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Cliff {
+    /// [`SCHEMA`].
+    pub schema: String,
+    /// The run that found it.
+    pub run_id: String,
+    /// The cell, with the longest context that ran (0 if none did).
+    pub cell: Cell,
+    /// Longest context that the formula allows within `limit_bytes`.
+    pub predicted_tokens: usize,
+    /// Longest context that ran, to within `step_tokens`.
+    pub found_tokens: usize,
+    /// Shortest context that did not; `None` where the search ended without one.
+    pub refused_tokens: Option<usize>,
+    /// How exact both are.
+    pub step_tokens: usize,
+    /// `found_tokens / predicted_tokens - 1`.
+    pub apart: f64,
+    /// Memory that the prediction was made for: `--limit-memory`, or what was free on the device.
+    pub limit_bytes: u64,
+    /// Peak of the longest pass that ran, by the arena.
+    pub peak_bytes: u64,
+    /// The allocation that was refused beyond it.
+    pub refused: Option<Refused>,
+    /// Why it was refused, in words.
+    pub reason: Option<String>,
+    /// Contexts that were tried, in order.
+    pub probed_tokens: Vec<usize>,
+    /// What ran: the instruction path, or the GPU.
+    pub isa_path: String,
+    /// State of the GPU afterwards, where NVML tells.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gpu: Option<Condition>,
+    /// Time of the search.
+    pub wall_ns: u64,
+    /// A command that searches again.
+    pub repro: String,
+}
+
+/// How a search is made.
+pub struct Options {
+    /// Folder in which `<experiment>/<run id>/` is made.
+    pub out: PathBuf,
+    /// Limit of the arena; without it a GPU's own memory is the limit, and 80% of what is available on the host.
+    pub limit_bytes: Option<u64>,
+    /// The command that searches again.
+    pub repro: String,
+}
+
+/// What a search left behind.
+pub struct Found {
+    /// The run's folder.
+    pub folder: PathBuf,
+    /// The limits.
+    pub cliffs: Vec<Cliff>,
+}
+
+/// Searches for the limit of every kernel and shape of an experiment's forward, backward and decode cells; each is told
+/// to `progress` before and after.
+///
+/// # Errors
+/// When there is no such cell, a pass fails for another reason than memory, or results cannot be written.
+pub fn find<'e>(
+    experiment: &Experiment,
+    registry: &Registry,
+    engine: impl Into<Engine<'e>>,
+    options: &Options,
+    progress: &mut dyn FnMut(&Cell, Option<&Cliff>),
+) -> Result<Found, RunError> {
+    let engine = engine.into();
+    let families = families(experiment, registry, engine)?;
+    let config = toml::to_string_pretty(&experiment.spec).expect("a spec is plain data");
+    let environment = super::environment::probe(engine, &options.repro);
+    let base = options.out.join(&experiment.spec.name);
+    let hash = experiment.config_hash();
+    let mut store = Store::create(&base, &hash, "-cliff", &config, &environment, CLIFFS)?;
+    let mut cliffs = Vec::new();
+    for family in families {
+        progress(&family, None);
+        let search = Search { family: &family, registry, engine, options, run_id: &store.run_id };
+        let cliff = search.run()?;
+        store.append(&cliff)?;
+        progress(&family, Some(&cliff));
+        cliffs.push(cliff);
+    }
+    Ok(Found { folder: store.folder, cliffs })
+}
+
+/// The cells whose limit is asked for, each once.
+fn families(experiment: &Experiment, registry: &Registry, engine: Engine<'_>) -> Result<Vec<Cell>, RunError> {
+    let mut families: Vec<Cell> = Vec::new();
+    let mut refusal = "it has no forward, backward or decode cells".to_string();
+    for cell in &experiment.cells {
+        if !matches!(cell.measure, Measure::Forward | Measure::Backward | Measure::Decode) {
+            continue;
+        }
+        let family = Cell { seed: 0, workload_hash: "blank".into(), ..cell.clone() };
+        let prepared = Prepared::new(family.clone(), registry, engine).map_err(RunError::Cell)?;
+        if let Place::Nowhere(reason) = prepared.place {
+            refusal = reason;
+            continue;
+        }
+        let family = Cell { context_tokens: 0, ..family };
+        if !families.contains(&family) {
+            families.push(family);
+        }
+    }
+    match families.is_empty() {
+        true => Err(RunError::Cell(format!("there is no limit to find: {refusal}"))),
+        false => Ok(families),
+    }
+}
+
+/// What a context turned out to be.
+enum Probe {
+    Runs { peak_bytes: u64 },
+    Refused { refused: Option<Refused>, reason: String },
+}
+
+struct Search<'a> {
+    family: &'a Cell,
+    registry: &'a Registry,
+    engine: Engine<'a>,
+    options: &'a Options,
+    run_id: &'a str,
+}
+
+/// How far a search has come: contexts below run, contexts above do not.
+#[derive(Default)]
+struct Bracket {
+    runs: usize,
+    peak_bytes: u64,
+    refused_tokens: Option<usize>,
+    refused: Option<Refused>,
+    reason: Option<String>,
+    probed_tokens: Vec<usize>,
+}
+
+impl Search<'_> {
+    fn run(&self) -> Result<Cliff, RunError> {
+        let start = Instant::now();
+        let limit_bytes = self.limit_bytes();
+        let predicted_tokens = self.predict(limit_bytes)?;
+        let step_tokens = (predicted_tokens / STEPS).max(1);
+        let bracket = self.bracket(predicted_tokens, step_tokens)?;
+        Ok(Cliff {
+            schema: SCHEMA.into(),
+            run_id: self.run_id.into(),
+            cell: Cell { context_tokens: bracket.runs, ..self.family.clone() },
+            predicted_tokens,
+            found_tokens: bracket.runs,
+            refused_tokens: bracket.refused_tokens,
+            step_tokens,
+            apart: if predicted_tokens == 0 { 0.0 } else { bracket.runs as f64 / predicted_tokens as f64 - 1.0 },
+            limit_bytes,
+            peak_bytes: bracket.peak_bytes,
+            refused: bracket.refused,
+            reason: bracket.reason,
+            probed_tokens: bracket.probed_tokens,
+            isa_path: self.engine.path(),
+            gpu: self.engine.condition(),
+            wall_ns: start.elapsed().as_nanos() as u64,
+            repro: self.options.repro.clone(),
+        })
+    }
+
+    /// The limit that the formula is asked about.
+    fn limit_bytes(&self) -> u64 {
+        self.options.limit_bytes.or_else(|| self.engine.default_limit_bytes()).unwrap_or(u64::MAX)
+    }
+
+    fn prepared(&self, tokens: usize) -> Result<Prepared, RunError> {
+        let cell = Cell { context_tokens: tokens, ..self.family.clone() };
+        Prepared::new(cell, self.registry, self.engine).map_err(RunError::Cell)
+    }
+
+    /// Whether the formula allows a context.
+    fn allows(&self, tokens: usize, limit_bytes: u64) -> Result<bool, RunError> {
+        // Beyond this the score matrix cannot be counted in 64 bits.
+        let heads = (self.family.batch * self.family.q_heads) as u128;
+        if tokens > MOST_TOKENS || heads * (tokens as u128).pow(2) > 1 << 58 {
+            return Ok(false);
+        }
+        let prepared = self.prepared(tokens)?;
+        Ok(!matches!(prepared.place, Place::Nowhere(_)) && prepared.predict(self.engine) <= limit_bytes)
+    }
+
+    /// The longest context that the formula allows.
+    fn predict(&self, limit_bytes: u64) -> Result<usize, RunError> {
+        let (mut below, mut above) = (0, 1);
+        while self.allows(above, limit_bytes)? {
+            (below, above) = (above, above * 2);
+        }
+        while above - below > 1 {
+            let middle = below + (above - below) / 2;
+            if self.allows(middle, limit_bytes)? { below = middle } else { above = middle }
+        }
+        Ok(below)
+    }
+
+    /// Brackets the limit around `from` and bisects it to within `step`.
+    fn bracket(&self, from: usize, step: usize) -> Result<Bracket, RunError> {
+        let mut bracket = Bracket::default();
+        let (mut at, mut gap) = (from.max(1), step);
+        let up = self.probe(at, &mut bracket)?;
+        while bracket.refused_tokens.is_none() && bracket.runs < MOST_TOKENS {
+            at = bracket.runs + gap;
+            gap *= 2;
+            self.probe(at, &mut bracket)?;
+        }
+        while !up && bracket.runs == 0 && at > 1 {
+            at = at.saturating_sub(gap).max(1);
+            gap *= 2;
+            self.probe(at, &mut bracket)?;
+        }
+        while let Some(refused) = bracket.refused_tokens.filter(|&refused| refused - bracket.runs > step) {
+            self.probe(bracket.runs + (refused - bracket.runs) / 2, &mut bracket)?;
+        }
+        Ok(bracket)
+    }
+
+    /// Tries a context and notes what came of it; whether it runs.
+    fn probe(&self, tokens: usize, bracket: &mut Bracket) -> Result<bool, RunError> {
+        bracket.probed_tokens.push(tokens);
+        match self.try_out(tokens)? {
+            Probe::Runs { peak_bytes } => {
+                (bracket.runs, bracket.peak_bytes) = (tokens, peak_bytes);
+                Ok(true)
+            }
+            Probe::Refused { refused, reason } => {
+                bracket.refused_tokens = Some(tokens);
+                (bracket.refused, bracket.reason) = (refused, Some(reason));
+                Ok(false)
+            }
+        }
+    }
+
+    fn try_out(&self, tokens: usize) -> Result<Probe, RunError> {
+        let prepared = self.prepared(tokens)?;
+        if let Place::Nowhere(reason) = prepared.place {
+            return Ok(Probe::Refused { refused: None, reason });
+        }
+        // On a GPU its own memory is the limit, unless another is asked for.
+        let arena_bytes = match self.engine {
+            Engine::Cpu(_) => self.limit_bytes(),
+            Engine::Cuda(_) => self.options.limit_bytes.unwrap_or(u64::MAX),
+        };
+        let turn = match self.engine.blank(&prepared.extents(), arena_bytes, VALUE_BYTE) {
+            Err(error) => Err(TurnError::from(error)),
+            Ok(inputs) => {
+                let truth = Truth::blank(&prepared.cell, value(prepared.cell.dtype));
+                prepared.turn(self.engine, &inputs, Some(&truth)).map(|_| inputs.arena.usage().peak_bytes)
+            }
+        };
+        match turn {
+            Ok(peak_bytes) => Ok(Probe::Runs { peak_bytes }),
+            Err(error) => match error.refused() {
+                Some(refused) => Ok(Probe::Refused { refused: Some(refused), reason: error.to_string() }),
+                None => Err(RunError::Cell(format!("{}: {error}", prepared.cell.label()))),
+            },
+        }
+    }
+}
+
+/// The number that values are.
+fn value(dtype: DType) -> f64 {
+    let mut value = [0.0];
+    dtype.decode(&[VALUE_BYTE; 4][..dtype.bytes()], &mut value);
+    value[0].into()
+}
+
+/// The limits as a table: predicted and found, and how far they are apart.
+pub fn table(cliffs: &[Cliff]) -> String {
+    let name = |cliff: &Cliff| {
+        let Cell { measure, kernel, dtype, head_dim, batch, .. } = &cliff.cell;
+        let batch = if *batch == 1 { String::new() } else { format!(" B {batch}") };
+        format!("{} {kernel} {} D {head_dim} {dtype}{batch}", measure.name(), cliff.cell.heads())
+    };
+    let width = cliffs.iter().map(|cliff| name(cliff).chars().count()).max().unwrap_or(0);
+    let mut text =
+        format!("{:width$}  {:>10}  {:>10}  {:>7}  {:>9}\n", "limit of", "predicted", "found", "apart", "memory");
+    for cliff in cliffs {
+        let apart = format!("{:+.2}%", 100.0 * cliff.apart);
+        let memory = units::bytes(cliff.limit_bytes);
+        // Writing to a string cannot fail.
+        let _ = writeln!(
+            text,
+            "{:width$}  {:>10}  {:>10}  {apart:>7}  {memory:>9}",
+            name(cliff),
+            cliff.predicted_tokens,
+            cliff.found_tokens
+        );
+    }
+    text
+}

@@ -1,0 +1,105 @@
+//! `decode` on a GPU: one new query against a cache of the whole context, in pages or contiguous.
+//!
+//! The pages are those of the CPU's measure, filled on the host in the same order and copied; with `page_tokens` 0 the
+//! kernel reads the contiguous tensors.
+
+use super::pages::Pages;
+use super::{Bench, Planned, Task, Turn, TurnError, Written};
+use crate::attention::cuda::{CudaKernel, Inputs, Plan, decode_paged};
+use crate::attention::{AttentionError, Outputs};
+use crate::cache::PagedCache;
+use crate::device::cuda::{DeviceBuffer, Limits};
+use crate::experiment::cell::Cell;
+use crate::experiment::measure::check::{accurate, finite};
+use crate::experiment::measure::decode::{cache_shape, fill};
+use crate::memory::{Arena, Label};
+use crate::tensor::Tensor;
+
+/// Steps that make one sample; their mean is recorded.
+const STEPS: u64 = 4;
+
+struct Decode {
+    cell: Cell,
+    plan: Plan,
+}
+
+pub(super) fn task(cell: &Cell, kernel: &dyn CudaKernel, limits: &Limits) -> Planned {
+    let (shape, params) = (cell.shape(), cell.params());
+    let plan = match (cell.page_tokens, kernel.name()) {
+        (Some(0), _) => kernel.plan(&shape, &params, cell.dtype, limits)?,
+        (_, "decode") => decode_paged(&shape, &params, cell.dtype, limits, cache_shape(cell).page_tokens)?,
+        _ => {
+            let (what, instead) = ("decode steps over pages on CUDA", "decode, or page_tokens = \"contiguous\"");
+            return Err(AttentionError::Unsupported { kernel: kernel.name(), what, instead });
+        }
+    };
+    Ok(Box::new(Decode { cell: cell.clone(), plan }))
+}
+
+impl Decode {
+    fn is_paged(&self) -> bool {
+        self.cell.page_tokens != Some(0)
+    }
+
+    /// The cache of the cell in the GPU's memory.
+    fn pages(&self, bench: Bench<'_>) -> Result<Pages, TurnError> {
+        // The host's copy is not what is measured.
+        let arena = Arena::unlimited();
+        let mut cache = PagedCache::new(&arena, cache_shape(&self.cell))?;
+        match &bench.inputs.host {
+            Some(workload) => fill(&mut cache, &self.cell, workload.k.view(), workload.v.view())?,
+            None => {
+                // Blank inputs are on the GPU alone.
+                let read = |there: &DeviceBuffer| -> Result<Tensor, TurnError> {
+                    let dims = self.cell.shape().kv_dims();
+                    let mut tensor = Tensor::zeros(&arena, Label::Input, self.cell.dtype, dims)?;
+                    there.read(tensor.bytes_mut())?;
+                    Ok(tensor)
+                };
+                let (k, v) = (read(&bench.inputs.k)?, read(&bench.inputs.v)?);
+                fill(&mut cache, &self.cell, k.view(), v.view())?;
+            }
+        }
+        Ok(Pages::upload(bench.runtime.device(), bench.arena, &cache)?)
+    }
+}
+
+impl Task for Decode {
+    fn bytes(&self) -> u64 {
+        let pages = if self.is_paged() { Pages::bytes(&cache_shape(&self.cell), self.cell.context_tokens) } else { 0 };
+        pages + Outputs::bytes(&self.cell.shape(), self.cell.dtype) + self.workspace_bytes()
+    }
+
+    fn workspace_bytes(&self) -> u64 {
+        self.plan.workspace.bytes()
+    }
+
+    fn turn(&self, bench: Bench<'_>) -> Result<Turn, TurnError> {
+        let Bench { runtime, arena, inputs, truth } = bench;
+        let pages = if self.is_paged() { Some(self.pages(bench)?) } else { None };
+        let mut scratch = self.plan.scratch(runtime.device(), arena)?;
+        let mut written = Written::allocate(bench, self.cell.shape(), self.cell.dtype)?;
+        let mut steps_ns = 0;
+        for _ in 0..STEPS {
+            let (q, results) = (&inputs.last_q, written.results());
+            steps_ns += match &pages {
+                Some(pages) => self.plan.forward_paged(runtime, q, &pages.kv(), results, &mut scratch)?,
+                None => {
+                    let read = Inputs { q, k: &inputs.k, v: &inputs.v };
+                    self.plan.forward(runtime, read, results, &mut scratch)?
+                }
+            };
+        }
+
+        let mut turn = Turn { samples_ns: [("decode", steps_ns / STEPS)].into(), ..Turn::default() };
+        if let Some(truth) = truth {
+            let outputs = written.read()?;
+            finite(&outputs)?;
+            let o = outputs.o.view();
+            let drift = truth.drift(self.cell.head_dim, |[batch, head, _], row| o.read_rows(batch, head, 0, row));
+            accurate(&drift, self.cell.dtype)?;
+            turn.drift = Some(drift);
+        }
+        Ok(turn)
+    }
+}

@@ -1,0 +1,48 @@
+//! `forward` on a GPU: a pass over the whole context.
+
+use super::{Bench, Planned, Task, Turn, TurnError, Written};
+use crate::attention::Outputs;
+use crate::attention::cuda::{CudaKernel, Inputs, Plan};
+use crate::device::cuda::Limits;
+use crate::experiment::cell::Cell;
+use crate::experiment::measure::check::{accurate, finite};
+
+struct Forward {
+    cell: Cell,
+    plan: Plan,
+}
+
+pub(super) fn task(cell: &Cell, kernel: &dyn CudaKernel, limits: &Limits) -> Planned {
+    let plan = kernel.plan(&cell.shape(), &cell.params(), cell.dtype, limits)?;
+    Ok(Box::new(Forward { cell: cell.clone(), plan }))
+}
+
+impl Task for Forward {
+    fn bytes(&self) -> u64 {
+        Outputs::bytes(&self.cell.shape(), self.cell.dtype) + self.workspace_bytes()
+    }
+
+    fn workspace_bytes(&self) -> u64 {
+        self.plan.workspace.bytes()
+    }
+
+    fn turn(&self, bench: Bench<'_>) -> Result<Turn, TurnError> {
+        let Bench { runtime, arena, inputs, truth } = bench;
+        let mut scratch = self.plan.scratch(runtime.device(), arena)?;
+        let mut written = Written::allocate(bench, self.cell.shape(), self.cell.dtype)?;
+        let read = Inputs { q: &inputs.q, k: &inputs.k, v: &inputs.v };
+        let forward_ns = self.plan.forward(runtime, read, written.results(), &mut scratch)?;
+
+        let mut turn = Turn { samples_ns: [("forward", forward_ns)].into(), ..Turn::default() };
+        if let Some(truth) = truth {
+            let outputs = written.read()?;
+            finite(&outputs)?;
+            let o = outputs.o.view();
+            let drift =
+                truth.drift(self.cell.head_dim, |[batch, head, token], row| o.read_rows(batch, head, token, row));
+            accurate(&drift, self.cell.dtype)?;
+            turn.drift = Some(drift);
+        }
+        Ok(turn)
+    }
+}

@@ -1,0 +1,187 @@
+//! Experiments on a GPU. Ignored unless asked for: `cargo test --release -- --ignored cuda`, on a GPU or on the emulated
+//! device (docs/testing-kernels.md), for which the contexts are short.
+
+mod common;
+
+use common::cpu;
+use kvsieve::device::Cpu;
+use kvsieve::experiment::record::{Record, Status};
+use kvsieve::experiment::{Device, Engine, Experiment, Gpu, Options, Spec, cliff, runner};
+use kvsieve::memory::{Arena, Label};
+use kvsieve::policy::Registry;
+use serde_json::Value;
+use std::path::Path;
+use std::process::Command;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+const TIMING: &str = "[timing]\nmin_rounds = 1\nmax_rounds = 2\ncap_s = 0.05\n";
+
+fn experiment(grids: &str, device: Device) -> Result<Experiment, String> {
+    let spec = Spec::parse(&format!("name = \"x\"\n{TIMING}{grids}"), "x.toml").unwrap();
+    Experiment::new(spec, "x.toml", &Registry::default(), device).map_err(|error| error.to_string())
+}
+
+/// One test at a time has the GPU: its memory is what they are about.
+fn alone() -> MutexGuard<'static, ()> {
+    static GPU: Mutex<()> = Mutex::new(());
+    GPU.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn gpu() -> Gpu {
+    Gpu::open(0, None, Cpu::new(Some(2)).unwrap()).unwrap()
+}
+
+fn options(out: &Path, limit_bytes: u64) -> Options {
+    Options { out: out.into(), resume: false, shard: None, limit_bytes, repro: "kvsieve run x.toml".into() }
+}
+
+fn run<'e>(grids: &str, engine: impl Into<Engine<'e>>, limit_bytes: u64) -> Vec<Record> {
+    let (engine, folder) = (engine.into(), tempfile::tempdir().unwrap());
+    let experiment = experiment(grids, engine.device()).unwrap();
+    let options = options(folder.path(), limit_bytes);
+    runner::run(&experiment, &Registry::default(), engine, &options, &mut |_| ()).unwrap().records
+}
+
+const SHAPE: &str = "heads = \"4/2\"\nhead_dim = 32\n";
+
+#[test]
+#[ignore = "cuda: needs a GPU and NVRTC"]
+fn cuda_cells_are_accounted_for_to_the_byte() {
+    let _alone = alone();
+    let grids = [
+        format!("[[grid]]\nmeasure = \"forward\"\nkernel = [\"naive\", \"tiled\"]\ncontext_tokens = [40, 97]\n{SHAPE}"),
+        format!("[[grid]]\nmeasure = \"forward\"\ndtype = \"bf16\"\ncausal = false\ncontext_tokens = 97\n{SHAPE}"),
+        format!("[[grid]]\nmeasure = \"decode\"\ncontext_tokens = 97\npage_tokens = [\"contiguous\", 1, 16]\n{SHAPE}"),
+        format!("[[grid]]\nmeasure = \"decode\"\ndtype = \"f16\"\nbatch = 2\ncontext_tokens = 97\n{SHAPE}"),
+    ];
+    let gpu = gpu();
+    let records = run(&grids.concat(), &gpu, 1 << 30);
+    assert_eq!(records.len(), 4 + 1 + 3 + 1);
+    for record in &records {
+        let label = record.cell.label();
+        assert_eq!((record.status, &record.reason), (Status::Ok, &None), "{label}");
+        assert_eq!(record.cell.device, Device::Cuda, "{label}");
+        assert!(record.isa_path.starts_with(gpu.runtime.device().name()), "{label}: {}", record.isa_path);
+        let memory = record.memory.as_ref().unwrap();
+        assert_eq!(memory.peak_bytes, memory.predicted_peak_bytes, "{label}");
+        assert_eq!(memory.residual_bytes, 0, "{label}");
+        assert!(memory.rss_growth_bytes.is_none() && memory.gpu_growth_bytes.is_some(), "{label}: {memory:?}");
+        assert!(record.latency[record.cell.measure.name()].median_ns > 0.0, "{label}");
+        assert!(record.drift.as_ref().unwrap().checked_rows > 0, "{label}");
+    }
+    let scores: Vec<bool> = records
+        .iter()
+        .map(|record| record.memory.as_ref().unwrap().peak_by_label.contains_key(&Label::Scores))
+        .collect();
+    let naive: Vec<bool> = records.iter().map(|record| record.cell.kernel == "naive").collect();
+    assert_eq!(scores, naive, "only naive keeps scores");
+}
+
+#[test]
+#[ignore = "cuda: needs a GPU and NVRTC"]
+fn cuda_skips_what_has_no_kernel_there_and_says_why() {
+    let _alone = alone();
+    let other = format!("[[grid]]\nmeasure = \"forward\"\nkernel = \"tiled:br=16\"\ncontext_tokens = 40\n{SHAPE}");
+    let own = format!("[[grid]]\nmeasure = \"forward\"\nkernel = \"naive\"\ncontext_tokens = 40\n{SHAPE}");
+    let gpu = gpu();
+    let records = run(&format!("{other}{own}"), &gpu, 1 << 30);
+    let of = |kernel: &str| records.iter().find(|record| record.cell.kernel == kernel).unwrap();
+    assert_eq!(of("naive").status, Status::Ok);
+    assert_eq!(of("tiled:br=16").status, Status::Skipped);
+    assert!(of("tiled:br=16").reason.as_ref().unwrap().contains("br"), "{:?}", of("tiled:br=16").reason);
+    // Where nothing at all can run, nothing is written.
+    let experiment = experiment(&other, Device::Cuda).unwrap();
+    let error = runner::prepare(&experiment, &Registry::default(), &gpu).err().unwrap().to_string();
+    assert!(error.starts_with("none of the cells runs here: forward tiled:br=16"), "{error}");
+}
+
+#[test]
+#[ignore = "cuda: needs a GPU and NVRTC"]
+fn cuda_out_of_memory_is_a_record_and_the_sweep_goes_on() {
+    let _alone = alone();
+    let gpu = gpu();
+    let device = gpu.runtime.device();
+    // All but a little is held by somebody else.
+    let (elsewhere, free_bytes) = (Arena::unlimited(), device.free_bytes_now().unwrap());
+    let held = device.alloc(&elsewhere, Label::Workspace, free_bytes - (8 << 20)).unwrap();
+    let grid = "[[grid]]\nmeasure = \"forward\"\nkernel = \"naive\"\nheads = \"1/1\"\nhead_dim = 8\n\
+                context_tokens = [32, 2048]\n";
+    let records = run(&format!("{grid}{}", grid.replace("[32, 2048]", "48")), &gpu, u64::MAX);
+    drop(held);
+    let statuses: Vec<(usize, Status)> =
+        records.iter().map(|record| (record.cell.context_tokens, record.status)).collect();
+    assert_eq!(statuses, [(32, Status::Ok), (48, Status::Ok), (2048, Status::Oom)]);
+    let refused = records[2].refused.as_ref().unwrap();
+    assert_eq!((refused.label.as_str(), refused.asked_bytes), ("scores", 4 * 2048 * 2048));
+    assert!(refused.free_bytes.unwrap() < refused.asked_bytes, "{refused:?}");
+    // The GPU is as good as before.
+    assert_eq!(run(&grid.replace("[32, 2048]", "56"), &gpu, u64::MAX)[0].status, Status::Ok);
+}
+
+/// On every device the limit is where the formula says; here it is the arena's, to the token.
+fn find<'e>(engine: impl Into<Engine<'e>>) {
+    let engine = engine.into();
+    let grids = [
+        format!("[[grid]]\nmeasure = \"forward\"\nkernel = [\"naive\", \"tiled\"]\ncontext_tokens = [32, 64]\n{SHAPE}"),
+        format!("[[grid]]\nmeasure = \"decode\"\ncontext_tokens = 32\npage_tokens = [\"contiguous\", 16]\n{SHAPE}"),
+    ];
+    let experiment = experiment(&grids.concat(), engine.device()).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let options =
+        cliff::Options { out: folder.path().into(), limit_bytes: Some(300 << 10), repro: "kvsieve run".into() };
+    let found = cliff::find(&experiment, &Registry::default(), engine, &options, &mut |_, _| ()).unwrap();
+    assert_eq!(found.cliffs.len(), 4);
+    for cliff in &found.cliffs {
+        assert_eq!(cliff.found_tokens, cliff.predicted_tokens, "{cliff:?}");
+        assert_eq!(cliff.refused_tokens, Some(cliff.found_tokens + cliff.step_tokens), "{cliff:?}");
+        assert!(cliff.peak_bytes <= 300 << 10 && cliff.peak_bytes > 200 << 10, "{cliff:?}");
+        assert!(cliff.refused.as_ref().unwrap().asked_bytes > 0, "{cliff:?}");
+    }
+    let lines = std::fs::read_to_string(found.folder.join("cliffs.jsonl")).unwrap();
+    let read: Vec<cliff::Cliff> = lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert!(read == found.cliffs);
+    assert_eq!(cliff::table(&found.cliffs).matches("+0.00%").count(), 4, "{}", cliff::table(&found.cliffs));
+}
+
+#[test]
+fn the_limit_is_where_the_formula_says() {
+    find(cpu(2));
+}
+
+#[test]
+#[ignore = "cuda: needs a GPU and NVRTC"]
+fn cuda_limits_are_where_the_formula_says() {
+    let _alone = alone();
+    find(&gpu());
+}
+
+#[test]
+#[ignore = "cuda: needs a GPU and NVRTC"]
+fn cuda_is_an_option_of_run() {
+    let _alone = alone();
+    let folder = tempfile::tempdir().unwrap();
+    let grid = format!("[[grid]]\nmeasure = \"forward\"\nkernel = \"tiled\"\ncontext_tokens = 40\n{SHAPE}");
+    std::fs::write(folder.path().join("x.toml"), format!("name = \"x\"\n{TIMING}{grid}")).unwrap();
+    let kvsieve = |arguments: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_kvsieve"));
+        let output = command.current_dir(folder.path()).args(arguments).output().unwrap();
+        assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let line = kvsieve(&["run", "x.toml", "--device", "cuda", "--json", "-"]);
+    let record: Value = serde_json::from_str(&line).unwrap();
+    assert_eq!(record["cell"]["device"], "cuda");
+    assert_eq!(record["repro"], "kvsieve run x.toml --device cuda");
+    // The same cell on the CPU is another cell, and a report of both keeps them apart.
+    kvsieve(&["run", "x.toml"]);
+    let runs: Vec<String> = std::fs::read_dir(folder.path().join("results/x"))
+        .unwrap()
+        .map(|entry| entry.unwrap().path().display().to_string())
+        .collect();
+    let mut report: Vec<&str> = ["report", "--out", "both"].into();
+    report.extend(runs.iter().map(String::as_str));
+    kvsieve(&report);
+    let summary = std::fs::read_to_string(folder.path().join("both/summary.md")).unwrap();
+    assert_eq!(summary.matches("# x\n").count(), 2, "{summary}");
+    assert!(kvsieve(&["run", "x.toml", "--device", "cuda", "--dry-run"]).contains("1 cells, 0 of them over"));
+}
