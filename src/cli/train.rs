@@ -52,7 +52,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
         resume: args.resume,
         stop_after: args.steps,
         limit_bytes: args.compute.limit_bytes(),
-        environment: environment::probe(&cpu, &format!("kvsieve train{shown} --out {}", args.out.display())),
+        environment: environment::probe((&cpu).into(), &format!("kvsieve train{shown} --out {}", args.out.display())),
     };
     let bar = ProgressBar::new(recipe.steps() as u64);
     let style = ProgressStyle::with_template("{elapsed_precise} [{bar:30}] {pos}/{len} steps  {wide_msg}");
