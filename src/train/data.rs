@@ -7,18 +7,25 @@
 
 use super::loss::Target;
 use super::network::Batch;
-use super::recipe::{DataSpec, Recipe};
+use super::recipe::{DataSpec, Recipe, SourceSpec};
 use super::vocabulary::Vocabulary;
 use crate::device::Cpu;
-use crate::named::NamedError;
+use crate::named::{Named, NamedError, Parameter};
 use crate::task::{self, Draw, Sample, Task, TaskError, Tokens, text};
-use rand::seq::SliceRandom;
+use rand::seq::{SliceRandom, index};
 use rand::{Rng, RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use rayon::prelude::*;
+use std::ops::Range;
 
 /// Between the seeds of what is trained on and what is held out.
 const HELD_OUT: u64 = 0x5EED_0000_0000_0000;
+
+/// The source of lists that come again, its parameter, and how long a list is.
+const ECHO: &str = "echo";
+const WORDS: Parameter = Parameter { name: "words", default: "300", about: "different words in all lists" };
+const ALL_WORDS: usize = 300;
+const LIST_WORDS: Range<usize> = 3..9;
 
 /// Data that cannot be made.
 #[derive(Debug, thiserror::Error)]
@@ -34,15 +41,16 @@ pub enum DataError {
 enum Kind {
     Text,
     Needles,
-    Echo,
+    Echo {
+        /// Different words in all lists.
+        words: usize,
+    },
     Task(Box<dyn Task>),
 }
 
 struct Source {
-    name: String,
+    spec: SourceSpec,
     kind: Kind,
-    share: f64,
-    from_length: usize,
 }
 
 /// Everything that sequences are made from.
@@ -90,19 +98,23 @@ impl<'a> Data<'a> {
     /// When a task is not known or does not fit into a stage in which it would be drawn.
     pub fn new(recipe: &Recipe, vocabulary: &'a Vocabulary) -> Result<Self, DataError> {
         let DataSpec { text_weight, sources } = &recipe.data;
-        let source = |spec: &super::recipe::SourceSpec| {
+        let source = |spec: &SourceSpec| {
             let kind = match spec.source.as_str() {
                 "text" => Kind::Text,
                 "needles" => Kind::Needles,
-                "echo" => Kind::Echo,
+                name if name.starts_with(ECHO) => {
+                    let named: Named = name.parse()?;
+                    named.check(&[WORDS])?;
+                    Kind::Echo { words: named.count(WORDS.name, ALL_WORDS, LIST_WORDS.end)?.min(ALL_WORDS) }
+                }
                 name => Kind::Task(task::task(name)?),
             };
-            Ok(Source { name: spec.source.clone(), kind, share: spec.share, from_length: spec.from_length })
+            Ok(Source { spec: spec.clone(), kind })
         };
         let sources: Vec<Source> = sources.iter().map(source).collect::<Result<_, NamedError>>()?;
         let data = Data { vocabulary, sources, text_weight: *text_weight, seed: recipe.seed };
         for stage in &recipe.stages {
-            for source in data.sources.iter().filter(|source| source.from_length <= stage.length) {
+            for source in data.sources.iter().filter(|source| source.spec.serves(stage.length)) {
                 data.sequence(source, stage.length, 0)?;
             }
         }
@@ -122,11 +134,11 @@ impl<'a> Data<'a> {
 
     /// The source of a sequence.
     fn drawn(&self, len: usize, number: u64) -> &Source {
-        let fitting = || self.sources.iter().filter(|source| source.from_length <= len);
-        let whole: f64 = fitting().map(|source| source.share).sum();
+        let fitting = || self.sources.iter().filter(|source| source.spec.serves(len));
+        let whole: f64 = fitting().map(|source| source.spec.share).sum();
         let mut left = self.rng(number).random_range(0.0..whole);
         let found = fitting().find(|source| {
-            left -= source.share;
+            left -= source.spec.share;
             left < 0.0
         });
         found.or_else(|| fitting().next_back()).expect("a checked recipe has a source for every stage")
@@ -148,8 +160,8 @@ impl<'a> Data<'a> {
         match &source.kind {
             Kind::Text => (),
             Kind::Needles => self.needles(&mut sequence, &mut rng),
-            Kind::Echo => echo(&mut sequence, &mut rng),
-            Kind::Task(task) => self.task(&mut sequence, &source.name, task.as_ref(), number, &mut rng)?,
+            Kind::Echo { words } => self.echo(&mut sequence, *words, &mut rng),
+            Kind::Task(task) => self.task(&mut sequence, &source.spec.source, task.as_ref(), number, &mut rng)?,
         }
         if sequence.tokens.len() > 1 && sequence.room() > 0 {
             sequence.tokens.push((self.vocabulary.end(), 1.0));
@@ -230,6 +242,30 @@ impl<'a> Data<'a> {
         }
     }
 
+    /// Lists of words, ` oar lamp wolf;`, and pieces of earlier ones, each from some word to its list's end. What follows
+    /// that word is foretold by what followed it before and by nothing else, least of all by its place: where whole
+    /// texts are copied a model learns to look so many tokens back. With few words it is learned first.
+    fn echo(&self, sequence: &mut Sequence<'_>, words: usize, rng: &mut ChaCha8Rng) {
+        // The same words for every sequence of a seed.
+        let pool = text::distinct_words(&mut ChaCha8Rng::seed_from_u64(self.seed), words);
+        let mut lists: Vec<Vec<&str>> = Vec::new();
+        while sequence.room() > 1 {
+            if lists.len() > 1 && rng.random_bool(0.6) {
+                let list = &lists[rng.random_range(0..lists.len())];
+                let first = rng.random_range(0..list.len() - 1);
+                sequence.push(&format!(" {}", list[first]), 0.0);
+                let rest: String = list[first + 1..].iter().map(|word| format!(" {word}")).collect();
+                sequence.push(&format!("{rest};"), 1.0);
+            } else {
+                let count = rng.random_range(LIST_WORDS);
+                let list: Vec<&str> = index::sample(rng, words, count).into_iter().map(|at| pool[at]).collect();
+                sequence.push(&format!("{};", list.iter().map(|word| format!(" {word}")).collect::<String>()), 0.0);
+                lists.push(list);
+            }
+        }
+        sequence.tokens.truncate(sequence.wanted - 1);
+    }
+
     /// Held-out samples of a task, one question each, `len` tokens long with the beginning; the tokens of a sequence's
     /// answer are its targets.
     ///
@@ -255,28 +291,6 @@ impl<'a> Data<'a> {
             cpu.install(|| indices.par_iter().map(|&index| make(index)).collect::<Result<_, DataError>>())?;
         Ok(batch_of(&sequences, len))
     }
-}
-
-/// Lists of words, ` oar lamp wolf;`, and pieces of earlier ones, each from some word to its list's end. What follows
-/// that word is foretold by what followed it before and by nothing else, least of all by its place: where whole texts
-/// are copied a model learns to look so many tokens back.
-fn echo(sequence: &mut Sequence<'_>, rng: &mut ChaCha8Rng) {
-    let mut lists: Vec<Vec<&str>> = Vec::new();
-    while sequence.room() > 1 {
-        if lists.len() > 1 && rng.random_bool(0.6) {
-            let list = &lists[rng.random_range(0..lists.len())];
-            let first = rng.random_range(0..list.len() - 1);
-            sequence.push(&format!(" {}", list[first]), 0.0);
-            let rest: String = list[first + 1..].iter().map(|word| format!(" {word}")).collect();
-            sequence.push(&format!("{rest};"), 1.0);
-        } else {
-            let count = rng.random_range(3..9);
-            let list = text::distinct_words(rng, count);
-            sequence.push(&format!("{};", list.iter().map(|word| format!(" {word}")).collect::<String>()), 0.0);
-            lists.push(list);
-        }
-    }
-    sequence.tokens.truncate(sequence.wanted - 1);
 }
 
 /// Sequences of `len + 1` tokens as a batch: all but the last are read, all but the first are targets.

@@ -129,21 +129,26 @@ impl Parameters {
     /// The layout of a model with `vocab` tokens.
     pub fn new(spec: &ModelSpec, vocab: usize) -> Self {
         let mut list = List { all: Vec::new(), end: 0 };
-        // GPT-2's initialisation: 0.02, and less for what is added to the residual stream 2 * layers times.
-        let added = 0.02 / (2.0 * spec.layers as f32).sqrt();
-        let embedding = list.add("model.embed_tokens", vec![vocab, spec.hidden], Some(0.02));
+        // A product with a row of size 1 has size 1; what is added to the residual stream 2 * layers times has less.
+        let size_of = |inputs: usize| 1.0 / (inputs as f32).sqrt();
+        let (whole, part) = (Some(size_of(spec.hidden)), 1.0 / (2.0 * spec.layers as f32));
+        let embedding = list.add("model.embed_tokens", vec![vocab, spec.hidden], whole);
         let mut blocks = Vec::with_capacity(spec.layers);
         for layer in 0..spec.layers {
             let name = |part: &str| format!("model.layers.{layer}.{part}");
             let norm1 = list.add(&name("input_layernorm"), vec![spec.hidden], None);
-            let q = list.add(&name("self_attn.q_proj"), vec![spec.q_width(), spec.hidden], Some(0.02));
-            list.add(&name("self_attn.k_proj"), vec![spec.kv_width(), spec.hidden], Some(0.02));
-            let v = list.add(&name("self_attn.v_proj"), vec![spec.kv_width(), spec.hidden], Some(0.02));
-            let out = list.add(&name("self_attn.o_proj"), vec![spec.hidden, spec.q_width()], Some(added));
+            let q = list.add(&name("self_attn.q_proj"), vec![spec.q_width(), spec.hidden], whole);
+            list.add(&name("self_attn.k_proj"), vec![spec.kv_width(), spec.hidden], whole);
+            let v = list.add(&name("self_attn.v_proj"), vec![spec.kv_width(), spec.hidden], whole);
+            let out = list.add(
+                &name("self_attn.o_proj"),
+                vec![spec.hidden, spec.q_width()],
+                Some(part * size_of(spec.q_width())),
+            );
             let norm2 = list.add(&name("post_attention_layernorm"), vec![spec.hidden], None);
-            let gate = list.add(&name("mlp.gate_proj"), vec![spec.ffn, spec.hidden], Some(0.02));
-            let up = list.add(&name("mlp.up_proj"), vec![spec.ffn, spec.hidden], Some(0.02));
-            let down = list.add(&name("mlp.down_proj"), vec![spec.hidden, spec.ffn], Some(added));
+            let gate = list.add(&name("mlp.gate_proj"), vec![spec.ffn, spec.hidden], whole);
+            let up = list.add(&name("mlp.up_proj"), vec![spec.ffn, spec.hidden], whole);
+            let down = list.add(&name("mlp.down_proj"), vec![spec.hidden, spec.ffn], Some(part * size_of(spec.ffn)));
             let (qkv, gate_up) = (q.start..v.end, gate.start..up.end);
             blocks.push(BlockRanges { norm1, qkv, out, norm2, gate_up, down });
         }
