@@ -308,3 +308,6 @@ fn batch_of(sequences: &[Vec<(u32, f32)>], len: usize) -> Batch {
     }
     Batch { tokens, targets }
 }
+
+#[cfg(test)]
+mod tests;

@@ -188,3 +188,20 @@ impl Recipe {
         blake3::hash(text.as_bytes()).to_hex()[..16].to_string()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_shipped_recipe_is_right_and_can_be_written_and_read_again() {
+        let recipe = Recipe::parse(BUILTIN, Path::new("built-in")).unwrap();
+        let written = toml::to_string(&recipe).unwrap();
+        let read = Recipe::parse(&written, Path::new("written")).unwrap();
+        assert_eq!((&recipe, recipe.digest()), (&read, read.digest()));
+        assert_ne!(recipe.digest(), Recipe { seed: recipe.seed + 1, ..recipe.clone() }.digest());
+        let last = recipe.stages[recipe.stages.len() - 1];
+        assert_eq!((recipe.stage(0), recipe.stage(recipe.steps() - 1)), (recipe.stages[0], last));
+        assert!(last.length <= recipe.model.max_positions);
+    }
+}
