@@ -75,21 +75,22 @@ KERNEL(256) naive_gradients(ARGUMENT Problem p, ARGUMENT Gradients g) {
 // dv = P^T do and dk = dS^T q, summed over the query heads of the group.
 KERNEL(256) naive_keys(ARGUMENT Problem p, ARGUMENT Gradients g) {
     const int key0 = blockIdx.y * TILE, d0 = blockIdx.x * TILE, kv_head = blockIdx.z, group = p.q_heads / p.kv_heads;
-    float dk[EACH][EACH] = {}, dv[EACH][EACH] = {};
-    for (int member = 0; member < group; member++) {
-        const long long q_row = ((long long)kv_head * group + member) * p.q_len;
-        auto column_of = [&](const float *scores, int key, int i) {
-            return i < p.q_len && key0 + key < p.kv_len ? scores[(q_row + i) * p.kv_len + key0 + key] : 0.0f;
-        };
-        product<false, false>(
-            dv, p.q_len, [&](int key, int i) { return column_of(p.scores, key, i); },
-            [&](int d, int i) { return element_of(g.grad_o, q_row, i, p.q_len, d0 + d); });
-        product<false, false>(
-            dk, p.q_len, [&](int key, int i) { return column_of(score_gradients(p), key, i); },
-            [&](int d, int i) { return element_of(p.q, q_row, i, p.q_len, d0 + d); });
-    }
-    write_tile(g.grad_v, (long long)kv_head * p.kv_len, key0, p.kv_len, d0, dv);
-    write_tile(g.grad_k, (long long)kv_head * p.kv_len, key0, p.kv_len, d0, dk);
+    // One after the other: sums of both do not fit in the registers everywhere.
+    auto sums_to = [&](void *to, const float *scores, const void *rows) {
+        float sum[EACH][EACH] = {};
+        for (int member = 0; member < group; member++) {
+            const long long q_row = ((long long)kv_head * group + member) * p.q_len;
+            product<false, false>(
+                sum, p.q_len,
+                [&](int key, int i) {
+                    return i < p.q_len && key0 + key < p.kv_len ? scores[(q_row + i) * p.kv_len + key0 + key] : 0.0f;
+                },
+                [&](int d, int i) { return element_of(rows, q_row, i, p.q_len, d0 + d); });
+        }
+        write_tile(to, (long long)kv_head * p.kv_len, key0, p.kv_len, d0, sum);
+    };
+    sums_to(g.grad_v, p.scores, g.grad_o);
+    sums_to(g.grad_k, score_gradients(p), p.q);
 }
 
 // dq = dS k

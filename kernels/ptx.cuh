@@ -134,6 +134,21 @@ DEVICE float reciprocal(float x) {
 }
 DEVICE float fused(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 DEVICE float larger(float a, float b) { return fmaxf(a, b); }
+DEVICE float square_root(float x) { return __fsqrt_rn(x); }
+
+DEVICE u32 float_to_bits(float x) { return __float_as_uint(x); }
+
+// The sine and the cosine of an angle in whole turns.
+DEVICE float sine_of_turns(float turns) { return sinpif(2.0f * turns); }
+DEVICE float cosine_of_turns(float turns) { return cospif(2.0f * turns); }
+DEVICE double nearest_whole(double x) { return rint(x); }
+
+// The lanes of a warp for which something holds, a bit each, and the bits that are set.
+DEVICE u32 ballot(bool holds) { return __ballot_sync(0xffffffffu, holds); }
+DEVICE int ones(u32 bits) { return __popc(bits); }
+
+// Counts in shared memory; whole numbers, so that the order does not matter.
+DEVICE void count_up(int *counter) { atomicAdd(counter, 1); }
 
 // The same number, but the compiler cannot know: what follows from it is computed anew in every turn of a loop, and does
 // not take a register all the while.

@@ -1,7 +1,7 @@
 //! kvsieve measures what attention costs at a context length, and what may be thrown away.
 //!
 //! The modules are floors of one house; each uses only those below it:
-//! [`experiment`] and [`report`] over [`workload`], [`policy`], [`serving`], [`cache`], [`attention`], [`device`],
+//! [`experiment`] and [`report`] over [`workload`], [`model`], [`policy`], [`serving`], [`cache`], [`attention`], [`device`],
 //! [`tensor`] and [`memory`]. `ARCHITECTURE.md` is the map.
 
 pub mod attention;
@@ -9,6 +9,7 @@ pub mod cache;
 pub mod device;
 pub mod experiment;
 pub mod memory;
+pub mod model;
 pub mod named;
 pub mod policy;
 pub mod report;

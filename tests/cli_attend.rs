@@ -353,7 +353,7 @@ fn wrong_options_are_named_in_one_line() {
             2,
             "unknown kernel of --device cuda 'reference'; there are naive",
         ),
-        (&["--device", "cuda", "--kernel", "tiled:br=32"], 2, "'tiled' has no parameter 'br'; it has none"),
+        (&["--device", "cuda", "--kernel", "tiled:br=32"], 2, "'tiled' has no parameter 'br'; it has deterministic"),
         (&["--device", "cuda:x"], 2, "unknown device 'cuda:x'; use cpu or cuda[:N]"),
         (&["--limit-memory", "8"], 2, "'8' is not an amount of memory"),
         (&["--limit-memory", "16KiB", "--threads", "2"], 1, "the limit is 16384 bytes (16.0 KiB)"),

@@ -275,10 +275,13 @@ fn wrong_options_are_named_in_one_line() {
         (&["--seed", "x"], 2, "invalid value 'x' for '--seed <N>'"),
         (&["--threads", "0"], 2, "0 threads asked; 1 to 1024 are possible"),
         (
-            &["--device", "cuda"],
+            &["--device", "cuda", "--policy", "cur"],
             2,
-            "device 'cuda': this command has no CUDA kernels yet, only attend has; use --device cpu",
+            "policy 'cur': no kernel for it on CUDA yet; there are streaming-llm, knorm, keydiff, h2o",
         ),
+        (&["--device", "cuda", "--policy", "knorm+merge"], 2, "losers are only dropped on CUDA"),
+        (&["--device", "cuda", "--policy", "knorm+duo"], 2, "on CUDA budgets are divided by lengths or scores"),
+        (&["--device", "cuda:x"], 2, "unknown device 'cuda:x'; use cpu or cuda[:N]"),
         (&["--device", "tpu"], 2, "unknown device 'tpu'; use cpu or cuda[:N]"),
         (&["--limit-memory", "8"], 2, "'8' is not an amount of memory"),
         (&["--limit-memory", "16KiB"], 1, "out of memory: 16896 bytes for input asked"),
@@ -370,4 +373,26 @@ fn files_that_hold_no_problem_are_named_in_one_line() {
     let integers = ["q", "k", "v"].map(|name| Output::i64(name, vec![1, 2, 2, 1], &[1, 2, 3, 4]));
     file::write(&path, &integers).unwrap();
     assert!(desk.fails(&[], 2).contains("tensor 'q' in 'in.safetensors' is I64; F32, F16 or BF16"));
+}
+
+/// On a GPU or the emulated device: `cargo test --release -- --ignored cuda`.
+#[test]
+#[ignore = "cuda: needs a GPU and NVRTC"]
+fn cuda_evicts_what_the_cpu_evicts() {
+    for dtype in [DType::F32, DType::Bf16] {
+        let desk = Desk::with(&problem(dtype));
+        for policy in ["streaming-llm", "h2o", "snapkv:window=8", "ada-snapkv:window=8", "full"] {
+            let here = desk.measure(&["--policy", policy]);
+            let kept = desk.result();
+            let there = desk.measure(&["--policy", policy, "--device", "cuda"]);
+            let found = desk.result();
+            assert_eq!((found.dims, found.kept, found.kept_len), (kept.dims, kept.kept, kept.kept_len), "{policy}");
+            let scores = kept.scores.into_iter().flatten().zip(found.scores.into_iter().flatten());
+            scores.for_each(|(a, b)| assert!((a - b).abs() < 1e-4, "{policy}, {dtype}: {a} {b}"));
+            for field in ["evicted_tokens", "kept_fraction", "kv_bytes_kept", "tie_rate", "budget_tokens"] {
+                assert_eq!(here[field], there[field], "{policy}: {field}");
+            }
+            assert_eq!((&there["device"], &there["threads"]), (&"cuda:0".into(), &Value::Null));
+        }
+    }
 }

@@ -19,7 +19,7 @@ fn stdout(arguments: &[&str]) -> String {
 #[test]
 fn help_texts_are_as_reviewed() {
     insta::assert_snapshot!("help", stdout(&["--help"]));
-    for command in ["run", "report", "attend", "evict", "list", "doctor", "completions"] {
+    for command in ["run", "report", "attend", "evict", "logits", "generate", "list", "doctor", "completions"] {
         insta::assert_snapshot!(format!("help_{command}"), stdout(&[command, "--help"]));
     }
 }

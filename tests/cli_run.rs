@@ -402,10 +402,7 @@ fn every_wrong_option_is_named_in_one_line() {
         (&["run", "none.toml"], "shipped experiments are quickstart, memory-vs-context"),
         (&["run", "empty"], "cannot read experiment 'empty'"),
         (&["run", "x.toml", "none.toml"], "cannot read experiment 'none.toml'"),
-        (
-            &["run", "x.toml", "--device", "cuda"],
-            "device 'cuda': this command has no CUDA kernels yet, only attend has; use --device cpu",
-        ),
+        (&["run", "x.toml", "--device", "cuda:x"], "unknown device 'cuda:x'; use cpu or cuda[:N]"),
         (&["run", "x.toml", "--device", "tpu"], "unknown device 'tpu'"),
         (&["run", "x.toml", "--threads", "0"], "0 threads asked; 1 to 1024 are possible"),
         (&["run", "x.toml", "--shard", "0/4"], "'0/4' is not a shard; write I/N with 1 <= I <= N, such as 1/4"),

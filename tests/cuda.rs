@@ -124,12 +124,12 @@ fn cuda_decode_reads_pages() {
             slabs.add(device, &arena, Label::Kv).unwrap();
         }
         let mut table = vec![u32::MAX; lists * width];
-        for list in 0..lists {
-            for token in 0..lens[list] {
+        for (list, &len) in lens.iter().enumerate() {
+            for token in 0..len {
                 let index = list * width + token / page_tokens;
                 // Every second page from behind: neighbours in a list are none in memory.
                 let page = if index % 2 == 0 { index } else { lists * width / 2 * 2 - index };
-                table[index] = (page / SLAB_PAGES << 2 | page % SLAB_PAGES) as u32;
+                table[index] = (((page / SLAB_PAGES) << 2) | (page % SLAB_PAGES)) as u32;
                 let slab = slabs.get_mut(page / SLAB_PAGES).unwrap();
                 let place = page % SLAB_PAGES * page_bytes + token % page_tokens * row_bytes;
                 let from = (list * shape.kv_len + token) * row_bytes;

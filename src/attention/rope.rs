@@ -14,6 +14,11 @@ impl Frequencies {
         Frequencies((0..head_dim / 2).map(|pair| theta.powf(-2.0 * pair as f64 / head_dim as f64)).collect())
     }
 
+    /// Frequencies of a model's own, one for each pair, in radians per token.
+    pub fn from_rad_per_token(rad_per_token: Vec<f64>) -> Self {
+        Frequencies(rad_per_token)
+    }
+
     /// Radians per token of every pair, fastest first.
     pub fn rad_per_token(&self) -> &[f64] {
         &self.0

@@ -8,10 +8,12 @@
 //! after [`PagedCache::release`]), `page_table` page tables and reference counts, `metadata` positions, `policy` the
 //! columns.
 
+pub mod cuda;
 mod layout;
 mod paged;
 mod pool;
 mod retain;
+mod sequences;
 mod slab;
 #[cfg(test)]
 mod tests;
@@ -19,6 +21,7 @@ mod token;
 
 pub use layout::Layout;
 pub use paged::PagedCache;
+pub use sequences::Sequences;
 
 use crate::memory::{Label, LabelBytes};
 use crate::tensor::DType;

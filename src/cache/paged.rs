@@ -86,7 +86,8 @@ impl PagedCache {
     pub fn append<'a>(&mut self, k: TensorView<'a>, v: TensorView<'a>, range: Range<usize>) -> Result<(), ArenaError> {
         let pages = (0..self.shape.lists()).map(|list| self.pages_to_append(list, range.len())).sum();
         self.pool.reserve(pages)?;
-        (0..self.shape.batch).try_for_each(|sequence| self.append_sequence(sequence, k, v, sequence, range.clone()))
+        (0..self.shape.batch)
+            .try_for_each(|sequence| self.append_at(sequence, k, v, sequence, range.clone(), range.start))
     }
 
     /// Appends the tokens `range` of sequence `source_batch` of `k` and `v` `[_, Hkv, L, D]` to the lists of one
@@ -105,11 +106,31 @@ impl PagedCache {
         source_batch: usize,
         range: Range<usize>,
     ) -> Result<(), ArenaError> {
+        let first = range.start;
+        self.append_at(sequence, k, v, source_batch, range, first)
+    }
+
+    /// As [`PagedCache::append_sequence`], where the first token's position is `first`.
+    ///
+    /// # Errors
+    /// As [`PagedCache::append_sequence`].
+    ///
+    /// # Panics
+    /// As [`PagedCache::append_sequence`].
+    pub fn append_at<'a>(
+        &mut self,
+        sequence: usize,
+        k: TensorView<'a>,
+        v: TensorView<'a>,
+        source_batch: usize,
+        range: Range<usize>,
+        first: usize,
+    ) -> Result<(), ArenaError> {
         let lists = self.lists_of(sequence);
         let pages = lists.clone().map(|list| self.pages_to_append(list, range.len())).sum();
         self.pool.reserve(pages)?;
         for (head, list) in lists.enumerate() {
-            self.extend(list, [k, v], [source_batch, head], range.clone());
+            self.extend(list, [k, v], [source_batch, head], range.clone(), first);
         }
         self.pool.tell();
         Ok(())
@@ -192,8 +213,8 @@ impl PagedCache {
         self.shape.pages(len + count) - self.shape.pages(len) + usize::from(copied)
     }
 
-    /// Appends rows of head `at` of `sources` to a list; the pages are reserved.
-    fn extend(&mut self, list: usize, sources: [TensorView<'_>; 2], at: [usize; 2], range: Range<usize>) {
+    /// Appends rows of head `at` of `sources` to a list, from position `first` on; the pages are reserved.
+    fn extend(&mut self, list: usize, sources: [TensorView<'_>; 2], at: [usize; 2], range: Range<usize>, first: usize) {
         let (page_tokens, width) = (self.shape.page_tokens, self.shape.head_dim);
         let end = self.lens[list] + range.len();
         assert!(end <= self.shape.max_tokens, "a list of {end} tokens, but max_tokens is {}", self.shape.max_tokens);
@@ -214,11 +235,12 @@ impl PagedCache {
                 source.read_rows(at[0], at[1], next, &mut rows[..count * width]);
                 self.shape.dtype.encode(&rows[..count * width], slab.rows_mut(part, place, count));
             }
+            let from = first + (next - range.start);
             let positions = slab.positions[place..place + count].iter_mut();
-            positions.zip(next..).for_each(|(position, next)| *position = next as u32);
+            positions.zip(from..).for_each(|(position, next)| *position = next as u32);
             for (column, values) in self.shape.columns.iter().zip(&mut slab.columns) {
                 let values = values[place..place + count].iter_mut();
-                values.zip(next..).for_each(|(value, position)| *value = column.initial(position));
+                values.zip(from..).for_each(|(value, position)| *value = column.initial(position));
             }
             self.pool.count(count, 0);
             self.lens[list] += count;

@@ -3,6 +3,8 @@
 //! Where the policy folds losers or turns keys, a cache is filled with the tensors and shrunk as an experiment does it,
 //! and what it holds then is written; where it chooses what a step reads, it is asked with the last query.
 
+mod cuda;
+
 use super::failure::Failure;
 use super::{Compute, output};
 use kvsieve::attention::rope::Frequencies;
@@ -13,8 +15,8 @@ use kvsieve::memory::{Arena, Label};
 use kvsieve::policy::action::Fold;
 use kvsieve::policy::sparse::Start;
 use kvsieve::policy::{Budget, Given, Judged, Policy, Registry, Statistic, judge};
-use kvsieve::tensor::Tensor;
 use kvsieve::tensor::file::{self, Output, TensorFile};
+use kvsieve::tensor::{DType, Tensor};
 use kvsieve::units;
 use serde::Serialize;
 use std::path::PathBuf;
@@ -30,6 +32,9 @@ where it changes them (padded with zeros); '+cam' takes its draws from draws [1,
 needs rope_theta. Policies that evict nothing write what the last query reads: 'quest' pages, 'think' channels, I64 \
 [B, Hkv, n].\n\n\
 Ties: of equal scores the later token stays; tie_rate says how many scores have an equal.\n\n\
+With --device cuda q, k and v are of one type, and a cache on the GPU is filled, judged and shrunk; policies are those \
+of positions, keys, values and attention (an error names them), with no action but rerotate. Memory is the GPU's, and \
+judge_ns the GPU's own time.\n\n\
 Examples:
   kvsieve evict --input in.safetensors --output kept.safetensors --policy snapkv --budget 0.25
   kvsieve evict --input in.safetensors --output kept.safetensors --policy h2o --budget 512
@@ -75,7 +80,9 @@ struct Report {
     head_dim: usize,
     dtype: String,
     seed: u64,
-    threads: usize,
+    /// As `--device` names it.
+    device: String,
+    threads: Option<usize>,
     judge_ns: u64,
     kept_fraction: f64,
     evicted_tokens: usize,
@@ -91,10 +98,11 @@ struct Report {
 pub fn run(args: &Args) -> Result<(), Failure> {
     let policy = Registry::default().policy(&args.policy)?;
     let budget: Budget = args.budget.parse()?;
+    if let Some(index) = args.compute.cuda() {
+        return cuda::run(args, index, &policy, &budget);
+    }
     let cpu = args.compute.cpu()?;
-    let mut writes = vec![("--output", args.output.as_path())];
-    writes.extend(args.json.as_deref().filter(|path| !output::is_stdout(path)).map(|path| ("--json", path)));
-    output::check_files(&[("--input", args.input.as_path())], &writes)?;
+    args.check_files()?;
     let file = TensorFile::open(&args.input)?;
     let arena = Arena::with_limit(args.compute.limit_bytes());
     let load = |name: &str| file.load(name, &arena, Label::Input);
@@ -113,34 +121,82 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     let shrunk = held.shrink(&judged, &extra, args.seed)?;
     let judge_ns = start.elapsed().as_nanos() as u64;
 
-    let kept: usize = (0..lists).map(|list| judged.selection.kept(list).len()).sum();
-    let named = shrunk.map_or(Vec::new(), |cache| rows(&policy, &cache));
-    write(args, &shape, &judged, &named, read.as_ref())?;
-    let report = Report {
-        policy: args.policy.clone(),
-        budget: budget.to_string(),
-        budget_tokens,
-        batch: shape.batch,
-        q_heads: shape.q_heads,
-        kv_heads: shape.kv_heads,
-        q_len: shape.q_len,
-        kv_len: shape.kv_len,
-        head_dim: shape.head_dim,
-        dtype: k.dtype().to_string(),
-        seed: args.seed,
-        threads: cpu.threads(),
+    let result = Outcome {
+        kept: (0..lists).map(|list| judged.selection.kept(list)).collect(),
+        scores: judged.scores.as_deref(),
+        rows: shrunk.map_or(Vec::new(), |cache| rows(&policy, &cache)),
+        read,
+        device: "cpu".into(),
+        threads: Some(cpu.threads()),
         judge_ns,
-        kept_fraction: kept as f64 / (lists * shape.kv_len) as f64,
-        evicted_tokens: lists * shape.kv_len - kept,
-        kv_bytes_dense: (lists * shape.kv_len) as u64 * token_bytes,
-        kv_bytes_kept: kept as u64 * token_bytes,
-        kv_bytes_read: read.map(|read| read.bytes),
         tie_rate: judged.tie_rate,
         peak_bytes: arena.usage().peak_bytes,
     };
-    match &args.json {
-        Some(target) => output::json(target, &report),
-        None => output::print(&summary(&report)),
+    args.finish(&budget, budget_tokens, &shape, k.dtype(), &result)
+}
+
+/// What a device found.
+struct Outcome<'a> {
+    /// Positions that stay of each list, ascending.
+    kept: Vec<&'a [u32]>,
+    scores: Option<&'a [f32]>,
+    /// Keys and values `[B, Hkv, max_kept, D]` by name, where the policy changes them.
+    rows: Vec<(&'static str, Vec<f32>)>,
+    read: Option<Read>,
+    device: String,
+    threads: Option<usize>,
+    judge_ns: u64,
+    tie_rate: f64,
+    peak_bytes: u64,
+}
+
+impl Args {
+    fn check_files(&self) -> Result<(), Failure> {
+        let mut writes = vec![("--output", self.output.as_path())];
+        writes.extend(self.json.as_deref().filter(|path| !output::is_stdout(path)).map(|path| ("--json", path)));
+        output::check_files(&[("--input", self.input.as_path())], &writes)
+    }
+
+    /// Writes the output file and what is reported.
+    fn finish(
+        &self,
+        budget: &Budget,
+        budget_tokens: usize,
+        shape: &Shape,
+        dtype: DType,
+        outcome: &Outcome<'_>,
+    ) -> Result<(), Failure> {
+        write(self, shape, outcome)?;
+        let kept: usize = outcome.kept.iter().map(|kept| kept.len()).sum();
+        let token_bytes = (2 * shape.head_dim * dtype.bytes()) as u64;
+        let tokens = shape.batch * shape.kv_heads * shape.kv_len;
+        let report = Report {
+            policy: self.policy.clone(),
+            budget: budget.to_string(),
+            budget_tokens,
+            batch: shape.batch,
+            q_heads: shape.q_heads,
+            kv_heads: shape.kv_heads,
+            q_len: shape.q_len,
+            kv_len: shape.kv_len,
+            head_dim: shape.head_dim,
+            dtype: dtype.to_string(),
+            seed: self.seed,
+            device: outcome.device.clone(),
+            threads: outcome.threads,
+            judge_ns: outcome.judge_ns,
+            kept_fraction: kept as f64 / tokens as f64,
+            evicted_tokens: tokens - kept,
+            kv_bytes_dense: tokens as u64 * token_bytes,
+            kv_bytes_kept: kept as u64 * token_bytes,
+            kv_bytes_read: outcome.read.as_ref().map(|read| read.bytes),
+            tie_rate: outcome.tie_rate,
+            peak_bytes: outcome.peak_bytes,
+        };
+        match &self.json {
+            Some(target) => output::json(target, &report),
+            None => output::print(&summary(&report)),
+        }
     }
 }
 
@@ -290,32 +346,26 @@ fn rows(policy: &Policy, cache: &PagedCache) -> Vec<(&'static str, Vec<f32>)> {
     named
 }
 
-fn write(
-    args: &Args,
-    shape: &Shape,
-    judged: &Judged,
-    rows: &[(&str, Vec<f32>)],
-    read: Option<&Read>,
-) -> Result<(), Failure> {
+fn write(args: &Args, shape: &Shape, outcome: &Outcome<'_>) -> Result<(), Failure> {
     let lists = shape.batch * shape.kv_heads;
-    let kept_len: Vec<i64> = (0..lists).map(|list| judged.selection.kept(list).len() as i64).collect();
+    let kept_len: Vec<i64> = outcome.kept.iter().map(|kept| kept.len() as i64).collect();
     let columns = kept_len.iter().copied().max().unwrap_or(0) as usize;
     let mut kept = vec![-1i64; lists * columns];
-    for (list, row) in kept.chunks_mut(columns.max(1)).enumerate().take(lists) {
-        row.iter_mut().zip(judged.selection.kept(list)).for_each(|(target, &slot)| *target = i64::from(slot));
+    for (row, kept) in kept.chunks_mut(columns.max(1)).zip(&outcome.kept) {
+        row.iter_mut().zip(*kept).for_each(|(target, &slot)| *target = i64::from(slot));
     }
     let heads = vec![shape.batch, shape.kv_heads];
     let with = |extent: usize| [heads.clone(), vec![extent]].concat();
     let mut outputs =
         vec![Output::i64("kept", with(columns), &kept), Output::i64("kept_len", heads.clone(), &kept_len)];
-    if let Some(scores) = &judged.scores {
+    if let Some(scores) = outcome.scores {
         outputs.push(Output::f32("scores", with(shape.kv_len), scores));
     }
-    for (name, rows) in rows {
+    for (name, rows) in &outcome.rows {
         outputs.push(Output::f32(name, [heads.clone(), vec![columns, shape.head_dim]].concat(), rows));
     }
-    let chosen = read.map_or(Vec::new(), |read| read.chosen.concat());
-    if let Some(read) = read {
+    let chosen = outcome.read.as_ref().map_or(Vec::new(), |read| read.chosen.concat());
+    if let Some(read) = &outcome.read {
         outputs.push(Output::i64(read.name, with(chosen.len() / lists), &chosen));
     }
     Ok(file::write(&args.output, &outputs)?)

@@ -10,7 +10,9 @@ use kvsieve::experiment::runner::RunError;
 use kvsieve::experiment::spec::SpecError;
 use kvsieve::experiment::store::StoreError;
 use kvsieve::memory::ArenaError;
+use kvsieve::model::ModelError;
 use kvsieve::named::NamedError;
+use kvsieve::policy::cuda::DevicePolicyError;
 use kvsieve::policy::{BudgetError, PolicyError};
 use kvsieve::report::ReportError;
 use kvsieve::tensor::file::FileError;
@@ -119,6 +121,28 @@ impl From<PolicyError> for Failure {
         match error {
             PolicyError::Arena(error) => error.into(),
             PolicyError::Score { .. } => Failure::Work(error.into()),
+            error => Failure::Usage(error.into()),
+        }
+    }
+}
+
+impl From<DevicePolicyError> for Failure {
+    fn from(error: DevicePolicyError) -> Self {
+        match error {
+            DevicePolicyError::Policy(error) => error.into(),
+            DevicePolicyError::Cuda(error) => error.into(),
+        }
+    }
+}
+
+impl From<ModelError> for Failure {
+    fn from(error: ModelError) -> Self {
+        match error {
+            ModelError::File(error) => error.into(),
+            ModelError::Attention(error) => error.into(),
+            ModelError::Policy(error) => error.into(),
+            ModelError::Arena(error) => error.into(),
+            ModelError::Logit { .. } => Failure::Work(error.into()),
             error => Failure::Usage(error.into()),
         }
     }

@@ -9,7 +9,10 @@ mod completions;
 mod doctor;
 mod evict;
 mod failure;
+mod generate;
 mod list;
+mod logits;
+mod model;
 mod output;
 mod report;
 mod run;
@@ -33,6 +36,8 @@ Examples:
                                     attention over your own tensors: time, memory, drift
   kvsieve evict --input qkv.safetensors --output kept.safetensors --policy snapkv --budget 0.25
                                     which tokens a policy keeps of your own tensors
+  kvsieve generate --model DIR --prompt 'Once upon a time' --policy snapkv --budget 0.25
+                                    a model of your own, with a policy at work in its cache
   kvsieve train --out model         a small model, from nothing, that finds what its context hides
   kvsieve completions bash          completions for your shell
 
@@ -55,6 +60,8 @@ enum Command {
     Report(report::Args),
     Attend(attend::Args),
     Evict(evict::Args),
+    Logits(logits::Args),
+    Generate(generate::Args),
     Train(train::Args),
     List(list::Args),
     Doctor(doctor::Args),
@@ -68,6 +75,8 @@ impl Command {
             Command::Report(args) => report::run(&args),
             Command::Attend(args) => attend::run(&args),
             Command::Evict(args) => evict::run(&args),
+            Command::Logits(args) => logits::run(&args),
+            Command::Generate(args) => generate::run(&args),
             Command::Train(args) => train::run(&args),
             Command::List(args) => list::run(&args),
             Command::Doctor(args) => doctor::run(&args),
@@ -112,7 +121,8 @@ struct Compute {
 }
 
 impl Compute {
-    /// The number of the GPU that was asked for; `None` for anything else, which [`Compute::cpu`] judges.
+    /// The number of the GPU that was asked for; `None` for anything else, which [`Compute::cpu`] judges: every command
+    /// asks this first.
     fn cuda(&self) -> Option<usize> {
         match self.device.strip_prefix("cuda")? {
             "" => Some(0),
@@ -124,9 +134,6 @@ impl Compute {
     fn cpu(&self) -> Result<Cpu, Failure> {
         match self.device.as_str() {
             "cpu" => Ok(Cpu::new(self.threads)?),
-            device if self.cuda().is_some() => Err(Failure::usage(format!(
-                "device '{device}': this command has no CUDA kernels yet, only attend and run have; use --device cpu"
-            ))),
             device => Err(Failure::usage(format!("unknown device '{device}'; use cpu or cuda[:N]"))),
         }
     }

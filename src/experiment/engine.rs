@@ -8,7 +8,7 @@ use super::measure::{Place, cuda};
 use crate::attention::kernel;
 use crate::device::Cpu;
 use crate::device::cuda::{Condition, CudaError, Runtime};
-use crate::memory::{Arena, os};
+use crate::memory::{Arena, ArenaError, os};
 use crate::workload::{Extents, Workload, WorkloadError};
 use serde_json::{Value, json};
 use std::path::Path;
@@ -86,9 +86,25 @@ pub enum InputError {
     /// They cannot be made.
     #[error(transparent)]
     Workload(#[from] WorkloadError),
+    /// The host has no room to make them for a GPU.
+    #[error("on the host: {0}")]
+    Host(ArenaError),
     /// The GPU does not take them.
     #[error(transparent)]
     Cuda(#[from] CudaError),
+}
+
+/// An arena for what the host keeps for a GPU: not measured, and no reason for the host to be killed.
+pub(super) fn host_arena() -> Arena {
+    Arena::with_limit(os::default_limit_bytes().unwrap_or(u64::MAX))
+}
+
+/// Inputs that the host made; its own lack of memory is not the GPU's.
+fn host_inputs(made: Result<Workload, WorkloadError>) -> Result<Workload, InputError> {
+    made.map_err(|error| match error {
+        WorkloadError::Arena(error) => InputError::Host(error),
+        error => InputError::Workload(error),
+    })
 }
 
 /// What the system says of memory before a turn.
@@ -203,8 +219,8 @@ impl<'a> Engine<'a> {
             Engine::Cpu(_) => Tensors::Host(make(&arena)?),
             Engine::Cuda(gpu) => {
                 // The host's copies are not what is measured.
-                let host = Arena::with_limit(os::default_limit_bytes().unwrap_or(u64::MAX));
-                Tensors::Gpu(cuda::Inputs::upload(gpu.runtime.device(), &arena, extents, make(&host)?)?)
+                let host = host_arena();
+                Tensors::Gpu(cuda::Inputs::upload(gpu.runtime.device(), &arena, extents, host_inputs(make(&host))?)?)
             }
         };
         Ok(Inputs { arena, tensors })

@@ -51,6 +51,9 @@ pub struct Record {
     pub threads: usize,
     /// Instruction path that ran: `avx512`, `avx2`, `portable`; of a GPU its name, architecture, and NVRTC's version.
     pub isa_path: String,
+    /// Whose matrix products the kernel used, where that depends on what is installed: `cuBLAS 13.0` or `own products`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub products: Option<String>,
     /// Memory; for an `oom` cell only the prediction.
     pub memory: Option<Memory>,
     /// The allocation that was refused, where one was.

@@ -388,7 +388,7 @@ impl Runner<'_> {
             context_bytes: self.engine.context_bytes(),
             ..Memory::default()
         };
-        Record { memory: Some(memory), ..self.blank_record(&prepared.cell) }
+        Record { memory: Some(memory), products: prepared.products(self.engine), ..self.blank_record(&prepared.cell) }
     }
 
     /// A record of a cell, without numbers.
@@ -406,6 +406,7 @@ impl Runner<'_> {
             cell: cell.clone(),
             threads: self.engine.cpu().threads(),
             isa_path: self.engine.path(),
+            products: None,
             memory: None,
             refused: None,
             gpu: None,

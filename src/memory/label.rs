@@ -9,6 +9,8 @@ use std::collections::BTreeMap;
 pub enum Label {
     /// Tensors an experiment reads: generated or loaded, the same for every cell of a comparison.
     Input,
+    /// Parameters of a model: mapped files, and what was widened of them.
+    Weights,
     /// Keys and values that a token may still attend to.
     Kv,
     /// Empty places of a cache's pages in use.
@@ -17,8 +19,6 @@ pub enum Label {
     KvSlack,
     /// Page tables of a cache, and how many lists hold each page.
     PageTable,
-    /// Parameters of a model.
-    Weights,
     /// Gradients by the parameters.
     Gradients,
     /// What an optimizer remembers of each parameter.
@@ -39,11 +39,11 @@ impl Label {
     /// Every label, in the order in which they are shown.
     pub const ALL: [Label; 13] = [
         Label::Input,
+        Label::Weights,
         Label::Kv,
         Label::KvFragmentation,
         Label::KvSlack,
         Label::PageTable,
-        Label::Weights,
         Label::Gradients,
         Label::Optimizer,
         Label::Activations,
@@ -57,11 +57,11 @@ impl Label {
     pub fn name(self) -> &'static str {
         match self {
             Label::Input => "input",
+            Label::Weights => "weights",
             Label::Kv => "kv",
             Label::KvFragmentation => "kv_fragmentation",
             Label::KvSlack => "kv_slack",
             Label::PageTable => "page_table",
-            Label::Weights => "weights",
             Label::Gradients => "gradients",
             Label::Optimizer => "optimizer",
             Label::Activations => "activations",

@@ -69,8 +69,8 @@ pub struct Context<'a> {
     pub seen_tokens: usize,
     /// How to look behind RoPE; `None` where the inputs do not tell.
     pub before_rope: Option<BeforeRope<'a>>,
-    /// Output projection of each query head, `[1, Hq, D, hidden]`, where the inputs have it.
-    pub w_o: Option<TensorView<'a>>,
+    /// Output projection of each query head, `[1, Hq, D, hidden]`, of every layer; empty where the inputs have none.
+    pub w_o: &'a [TensorView<'a>],
     /// Tokens that each head may keep on average.
     pub budget_tokens: usize,
     /// Seed of the cell.

@@ -13,10 +13,13 @@ pub mod allotment;
 mod budget;
 mod catalogue;
 mod context;
+pub mod cuda;
+pub mod evict;
 mod judge;
 mod linear;
 mod list;
 mod presets;
+mod recipe;
 mod registry;
 mod schedule;
 mod scorers;
@@ -30,9 +33,10 @@ pub use context::{BeforeRope, Context, Future, Protect, Statistic};
 pub use judge::Scored;
 pub use list::{List, each_list};
 pub use presets::PRESETS;
+pub use recipe::{Recipe, Then};
 pub use registry::{ChangeScorer, Part, PartEntry, PolicyEntry, Preset, Registry};
 pub use schedule::{Decoding, Schedule};
-pub use select::{Selection, select, selection_bytes, tie_rate};
+pub use select::{Selection, select, selection_bytes, tie_rate, tied_share};
 pub use tensors::{Given, Judged, judge};
 
 use crate::attention::Shape;
@@ -156,6 +160,11 @@ pub trait Scorer: Send + Sync {
     /// [`Context`]'s call, or of its future's for a scorer that looks there.
     fn scratch_bytes(&self, _shape: &Shape, _threads: usize) -> u64 {
         0
+    }
+
+    /// How a GPU gives the same scores; `None` for a scorer that has no form for one.
+    fn recipe(&self) -> Option<Recipe> {
+        None
     }
 
     /// Writes `scores` `[B, Hkv, kv_len]`: higher stays. Entries past the end of a shorter list are not looked at.

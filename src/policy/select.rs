@@ -92,10 +92,15 @@ pub(super) fn keep_best(scores: &[f32], count: usize, ranks: &mut [f32], slots: 
 
 /// Share of judged tokens whose score equals that of another of the same list; protected tokens do not count.
 pub fn tie_rate(context: &Context<'_>, scored: &Scored) -> f64 {
+    let lists = scored.values.chunks(context.call.shape.kv_len).enumerate();
+    tied_share(lists.map(|(list, scores)| &scores[..context.len(list)]), scored.highest_judged)
+}
+
+/// As [`tie_rate`], of lists of scores.
+pub fn tied_share<'a>(lists: impl Iterator<Item = &'a [f32]>, highest_judged: f32) -> f64 {
     let (mut tied, mut judged) = (0, 0);
-    for (list, scores) in scored.values.chunks(context.call.shape.kv_len).enumerate() {
-        let open = scores[..context.len(list)].iter().copied().filter(|&score| score <= scored.highest_judged);
-        let mut scores: Vec<f32> = open.collect();
+    for scores in lists {
+        let mut scores: Vec<f32> = scores.iter().copied().filter(|&score| score <= highest_judged).collect();
         scores.sort_unstable_by(f32::total_cmp);
         tied += scores.chunk_by(|a, b| a == b).filter(|run| run.len() > 1).map(<[f32]>::len).sum::<usize>();
         judged += scores.len();

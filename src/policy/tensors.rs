@@ -81,6 +81,7 @@ pub fn judge(policy: &Policy, call: Forward<'_>, given: Given<'_>, arena: &Arena
         _ => None,
     };
     let before_rope = given.rope.map(|frequencies| BeforeRope { frequencies, q: given.q_pre, k: given.k_pre });
+    let w_o: Vec<TensorView<'_>> = given.w_o.map_or(Vec::new(), |w_o| vec![w_o; given.layers]);
     let context = Context {
         call,
         layers: given.layers,
@@ -90,7 +91,7 @@ pub fn judge(policy: &Policy, call: Forward<'_>, given: Given<'_>, arena: &Arena
         positions: &|_, slot| slot,
         seen_tokens: shape.kv_len,
         before_rope,
-        w_o: given.w_o,
+        w_o: &w_o,
         // A policy without scores keeps everything; its budget may be for what a step reads.
         budget_tokens: if policy.scorer.is_some() { given.budget_tokens } else { shape.kv_len },
         seed: given.seed,

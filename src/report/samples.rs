@@ -61,6 +61,7 @@ pub fn record(measure: Measure, kernel: &str, context_tokens: usize) -> Record {
         cell,
         threads: 2,
         isa_path: "avx2".into(),
+        products: None,
         memory: None,
         refused: None,
         gpu: None,

@@ -24,8 +24,16 @@ pub(super) const COMMON: TaskEntry = TaskEntry {
     origin: RULER,
     parameters: &[
         Parameter { name: "words", default: "10", about: "words that are asked for" },
-        Parameter { name: "often", default: "30", about: "times that each of them stands there" },
-        Parameter { name: "seldom", default: "3", about: "times that each other word does" },
+        Parameter {
+            name: "often",
+            default: "6",
+            about: "times that each of them stands there (RULER: 30 from 4096 tokens on)",
+        },
+        Parameter {
+            name: "seldom",
+            default: "1",
+            about: "times that each other word does (RULER: 3 from 4096 tokens on)",
+        },
     ],
     build: common,
 };
@@ -36,12 +44,12 @@ pub(super) const FREQUENT: TaskEntry = TaskEntry {
     about: "the three most frequent words of a text whose frequencies fall by a power law",
     origin: RULER,
     parameters: &[Parameter { name: "alpha", default: "2.0", about: "exponent of the law" }],
-    build: |named| Ok(Box::new(Frequent { alpha: named.number("alpha", 2.0, 1.1..=10.0)? })),
+    build: |named| Ok(Box::new(Frequent { alpha: named.number("alpha", 2.0, 1.1..=3.0)? })),
 };
 
 fn common(named: &Named) -> Result<Box<dyn Task>, NamedError> {
-    let (words, seldom) = (named.count("words", 10, 1)?, named.count("seldom", 3, 1)?);
-    Ok(Box::new(Common { words: words.min(100), often: named.count("often", 30, seldom + 1)?, seldom }))
+    let (words, seldom) = (named.count("words", 10, 1)?, named.count("seldom", 1, 1)?);
+    Ok(Box::new(Common { words: words.min(100), often: named.count("often", 6, seldom + 1)?, seldom }))
 }
 
 impl Task for Common {
@@ -72,12 +80,11 @@ impl Task for Frequent {
     /// A unit is another place of the text.
     fn write(&self, units: usize, draw: &Draw) -> Option<Sample> {
         let ranks = text::distinct_words(&mut draw.content(), 50);
-        // The first rank is noise, as in the original: the three behind it are asked for.
-        let zeta: f64 = (1..10_000).map(|rank| f64::from(rank).powf(-self.alpha)).sum();
-        let count = |rank: usize| (units as f64 * (rank as f64).powf(-self.alpha) / zeta).round() as usize;
-        if count(4) <= count(5) {
+        if units < self.least_units() {
             return None;
         }
+        // The first rank is noise, as in the original: the three behind it are asked for.
+        let count = |rank: usize| (units as f64 * self.share(rank)).round() as usize;
         let mut list: Vec<&str> = std::iter::repeat_n("...", count(1)).collect();
         list.extend((2..=ranks.len()).flat_map(|rank| std::iter::repeat_n(ranks[rank - 1], count(rank))));
         list.shuffle(&mut draw.places());
@@ -91,7 +98,16 @@ impl Task for Frequent {
         Some(Sample { context, questions: vec![question], depth: None })
     }
 
+    /// From here on the fourth rank has at least one word more than the fifth.
     fn least_units(&self) -> usize {
-        (1..).find(|&units| self.write(units, &Draw::new(0, 0)).is_some()).unwrap_or(1)
+        (1.0 / (self.share(4) - self.share(5))).ceil() as usize
+    }
+}
+
+impl Frequent {
+    /// The share of the text that a rank has, from 1 on.
+    fn share(&self, rank: usize) -> f64 {
+        let zeta: f64 = (1..10_000).map(|rank| f64::from(rank).powf(-self.alpha)).sum();
+        (rank as f64).powf(-self.alpha) / zeta
     }
 }

@@ -99,6 +99,12 @@ pub fn generate(
         (length <= target_tokens).then_some(sample)
     };
     let mut low = task.least_units();
+    // A text without tokens would fit any length.
+    let least = task.write(low, draw).filter(|least| !least.context.is_empty());
+    if let Some(least) = least.filter(|least| tokens.encode(&least.context).is_empty()) {
+        let piece = least.context.chars().take(40).collect();
+        return Err(TaskError::Token { task: name.into(), piece, found: String::new() });
+    }
     let Some(mut best) = fits(low) else {
         let least_tokens = task.write(low, draw).map_or(0, |sample| length_tokens(&sample, tokens));
         return Err(TaskError::TooShort { task: name.into(), target_tokens, least_tokens });

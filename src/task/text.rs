@@ -78,7 +78,7 @@ const FRAME: &[&str] = &[
 /// Words of tasks' statements and questions that no sentence has.
 #[rustfmt::skip]
 const ASKED: &[&str] = &[
-    "Count", "For", "VAR", "begins", "came", "chain", "codes", "common", "ends", "from", "made", "most", "one", "steps",
+    "Count", "For", "VAR", "begins", "came", "codes", "common", "ends", "from", "made", "most", "one", "steps",
     "three", "variables", "which", "whom", "words",
 ];
 

@@ -7,6 +7,7 @@ use safetensors::tensor::TensorView as Stored;
 use safetensors::{Dtype, SafeTensors};
 use std::collections::HashMap;
 use std::fs::File;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 /// A file or a tensor in it that cannot be used.
@@ -103,7 +104,7 @@ impl TensorFile {
             return Err(FileError::Open { path: path.into(), reason: "it is not a regular file".into() });
         }
         // SAFETY: the map is read-only and private to this process; the contract that nobody truncates the file
-        // while it is open is the one every memory-mapped reader has, and the tensors are copied out at once.
+        // while it is open is the one every memory-mapped reader has.
         let map = unsafe { Mmap::map(&file) }.map_err(fail)?;
         let file = TensorFile { path: path.into(), map };
         file.parse()?;
@@ -145,6 +146,32 @@ impl TensorFile {
         }
     }
 
+    /// Every tensor, as it lies in the file.
+    ///
+    /// # Errors
+    /// When the header is damaged.
+    pub fn entries(&self) -> Result<Vec<Entry>, FileError> {
+        let entry = |(name, stored): (String, Stored<'_>)| {
+            let start = stored.data().as_ptr().addr() - self.map.as_ptr().addr();
+            let range = start..start + stored.data().len();
+            Entry { name, shape: stored.shape().to_vec(), dtype: stored.dtype(), range }
+        };
+        Ok(self.parse()?.tensors().into_iter().map(entry).collect())
+    }
+
+    /// Raw bytes of the mapped file, where an [`Entry`] says.
+    ///
+    /// # Panics
+    /// When the file is shorter.
+    pub fn bytes(&self, range: Range<usize>) -> &[u8] {
+        &self.map[range]
+    }
+
+    /// The file.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
     /// Whether there is a tensor of this name.
     pub fn has(&self, name: &str) -> bool {
         self.parse().is_ok_and(|tensors| tensors.tensor(name).is_ok())
@@ -164,22 +191,19 @@ impl TensorFile {
         FileError::Format { path: self.path.clone(), reason: error.to_string() }
     }
 
-    fn find(&self, name: &str) -> Result<([usize; 4], DType, std::ops::Range<usize>), FileError> {
+    fn find(&self, name: &str) -> Result<([usize; 4], DType, Range<usize>), FileError> {
         let tensors = self.parse()?;
         let stored = tensors.tensor(name).map_err(|_| FileError::Missing {
             path: self.path.clone(),
             name: name.into(),
             found: self.names().map(|names| names.join(", ")).unwrap_or_default(),
         })?;
-        let dtype = match stored.dtype() {
-            Dtype::F32 => DType::F32,
-            Dtype::F16 => DType::F16,
-            Dtype::BF16 => DType::Bf16,
-            other => {
-                let found = format!("{other:?}");
-                return Err(FileError::DType { path: self.path.clone(), name: name.into(), found });
-            }
-        };
+        let found = stored.dtype();
+        let dtype = read_as(found).ok_or_else(|| FileError::DType {
+            path: self.path.clone(),
+            name: name.into(),
+            found: format!("{found:?}"),
+        })?;
         let dims = <[usize; 4]>::try_from(stored.shape()).map_err(|_| self.bad_shape(name, stored.shape()))?;
         if dims.contains(&0) {
             return Err(self.bad_shape(name, &dims));
@@ -191,6 +215,28 @@ impl TensorFile {
     fn bad_shape(&self, name: &str, found: &[usize]) -> FileError {
         let expected = "[batch, heads, tokens, head dim], each at least 1,".to_string();
         FileError::Shape { path: self.path.clone(), name: name.into(), found: found.to_vec(), expected }
+    }
+}
+
+/// A tensor as it lies in a file.
+pub struct Entry {
+    /// Its name.
+    pub name: String,
+    /// Any number of axes.
+    pub shape: Vec<usize>,
+    /// Element type in the file.
+    pub dtype: Dtype,
+    /// Where its bytes lie in the file.
+    pub range: Range<usize>,
+}
+
+/// The element type of the program that a file's is read as, if there is one.
+pub fn read_as(dtype: Dtype) -> Option<DType> {
+    match dtype {
+        Dtype::F32 => Some(DType::F32),
+        Dtype::F16 => Some(DType::F16),
+        Dtype::BF16 => Some(DType::Bf16),
+        _ => None,
     }
 }
 

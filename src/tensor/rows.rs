@@ -4,6 +4,7 @@ use super::DType;
 use super::dtype::widen_bf16;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
+use std::ops::Range;
 
 /// Some rows that lie at one distance from each other.
 #[derive(Debug, Clone, Copy)]
@@ -93,6 +94,19 @@ impl<'a> Rows<'a> {
         }
     }
 
+    /// The columns `range` of every row.
+    ///
+    /// # Panics
+    /// When rows are not so wide.
+    #[inline(always)]
+    pub fn columns(self, range: Range<usize>) -> Self {
+        match self {
+            Rows::F32(rows) => Rows::F32(rows.columns(range)),
+            Rows::Bf16(rows) => Rows::Bf16(rows.columns(range)),
+            Rows::F16(rows) => Rows::F16(rows.columns(range)),
+        }
+    }
+
     /// The rows from `start` on.
     ///
     /// # Panics
@@ -154,6 +168,13 @@ impl<'a, T: Copy> Strided<'a, T> {
         assert!(start <= self.count, "row {start} of {}", self.count);
         let elements = if start == self.count { &[] } else { &self.elements[start * self.row_stride..] };
         Strided { elements, count: self.count - start, ..self }
+    }
+
+    #[inline(always)]
+    fn columns(self, range: Range<usize>) -> Self {
+        assert!(range.start <= range.end && range.end <= self.width, "columns {range:?} of {}", self.width);
+        let elements = if self.count == 0 { &[] } else { &self.elements[range.start * self.column_stride..] };
+        Strided { elements, width: range.len(), ..self }
     }
 
     /// Elements of a row.

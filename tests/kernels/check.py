@@ -44,18 +44,26 @@ def variants():
     yield "sweep.cu", {"ELEMENT": "F32", "HEAD_DIM": 8}
     # Tiles of keys by head dim and soft-cap, as src/attention/cuda/hopper.rs chooses them; the sign is one number in them.
     tiles = [(64, 128, 0), (64, 112, 1), (128, 176, 0), (128, 128, 0), (128, 128, 1), (256, 80, 0), (256, 64, 1)]
-    signs = itertools.product(["BF16", "F16"], tiles, [0])
-    for element, (head_dim, keys, capped), negative in itertools.chain(signs, [("BF16", tiles[3], 1)]):
+    signs = itertools.product(["BF16"], tiles, [0])
+    for element, (head_dim, keys, capped), negative in [*signs, ("BF16", tiles[3], 1), ("F16", tiles[3], 0)]:
         macros = {"ELEMENT": element, "HEAD_DIM": head_dim, "KEYS": keys, "CAPPED": capped, "NEGATIVE": negative}
         yield "hopper.cu", macros
-    for element, (head_dim, small), fixed in itertools.product(
-        ["BF16", "F16"], [(64, 0), (96, 0), (96, 1), (128, 0), (128, 1), (192, 0), (256, 0)], [0, 1]
-    ):
+    tiles = [(64, 0), (96, 0), (96, 1), (128, 0), (128, 1), (192, 0), (256, 0)]
+    for element, (head_dim, small), fixed in [*itertools.product(["BF16"], tiles, [0, 1]), ("F16", (128, 0), 0)]:
         yield "backward.cu", {"ELEMENT": element, "HEAD_DIM": head_dim, "DETERMINISTIC": fixed, "SMALL": small}
-    for element, (head_dim, tile) in itertools.product(["F32", "BF16", "F16"], [(64, 32), (128, 32), (256, 32), (256, 16)]):
+    for element, head_dim, tile in [("F32", 64, 32), ("F32", 128, 32), ("F32", 256, 16), ("BF16", 100, 32), ("BF16", 256, 32)]:
         yield "backward_scalar.cu", {"ELEMENT": element, "HEAD_DIM": head_dim, "TILE": tile}
-    for element, head_dim in itertools.product(["F32", "BF16", "F16"], [64, 128, 256]):
+    for element, head_dim in itertools.product(["F32", "BF16"], [64, 256]):
         yield "naive_backward.cu", {"ELEMENT": element, "HEAD_DIM": head_dim}
+    for element, head_dims in [("BF16", [64, 96, 100, 128, 192, 256]), ("F16", [128])]:
+        for head_dim, queries in itertools.product(head_dims, [0, 1, 2]):
+            yield "export.cu", {"ELEMENT": element, "HEAD_DIM": head_dim, "QUERIES": queries}
+    for head_dim, queries in itertools.product([64, 256], [0, 1, 2]):
+        yield "export_plain.cu", {"ELEMENT": "F32", "HEAD_DIM": head_dim, "QUERIES": queries}
+    yield "select.cu", {"ELEMENT": "F32", "HEAD_DIM": 1}
+    for element, head_dim in itertools.product(["F32", "BF16", "F16"], [64, 256]):
+        yield "score.cu", {"ELEMENT": element, "HEAD_DIM": head_dim}
+        yield "compact.cu", {"ELEMENT": element, "HEAD_DIM": head_dim}
 
 
 def tiled(element, head_dim, keys):

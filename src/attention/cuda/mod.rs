@@ -7,6 +7,7 @@
 
 mod backward;
 mod decode;
+pub(crate) mod export;
 mod hopper;
 mod naive;
 mod pass;
@@ -211,15 +212,18 @@ mod tests {
     /// GPUs differ in the shared memory of a block: 99 KiB is the least since Ampere (8.6, 8.9, 12.0).
     #[test]
     fn every_plan_fits_the_shared_memory_of_every_gpu() {
-        for block_shared_bytes in [99 << 10, 163 << 10, 227 << 10] {
-            let limits = Limits { block_shared_bytes, ..H200 };
+        for (capability, block_shared_bytes) in [((8, 6), 99 << 10), ((8, 0), 163 << 10), ((9, 0), 227 << 10)] {
+            let limits = Limits { capability, block_shared_bytes, ..H200 };
             for (head_dim, dtype) in
                 (1..=256).flat_map(|d| [DType::F32, DType::Bf16, DType::F16].map(|dtype| (d, dtype)))
             {
                 for group in [1, 5, 40] {
                     let shape = Shape { head_dim, q_heads: 2 * group, ..SHAPE };
                     for kernel in CUDA_KERNELS {
-                        let plan = kernel.plan(&shape, &Params::new(head_dim, true), dtype, &limits).unwrap();
+                        let Ok(plan) = kernel.plan(&shape, &Params::new(head_dim, true), dtype, &limits) else {
+                            assert_eq!(kernel.name(), "hopper", "{dtype} D {head_dim}");
+                            continue;
+                        };
                         let most = plan.launches.iter().map(|launch| launch.shared_bytes).max().unwrap();
                         assert!(most as usize <= block_shared_bytes, "{} {dtype} D {head_dim}: {most}", kernel.name());
                     }

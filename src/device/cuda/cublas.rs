@@ -106,8 +106,7 @@ impl Cublas {
     ) -> Result<(), CudaError> {
         let Gemm { m, n, k, alpha, batch, inputs, output, .. } = *gemm;
         let (rows_a, columns_a) = if gemm.transpose_a { (k, m) } else { (m, k) };
-        let matrices =
-            [(&*a, gemm.a, rows_a, columns_a, inputs), (b, gemm.b, k, n, inputs), (&*c, gemm.c, m, n, output)];
+        let matrices = [(a, gemm.a, rows_a, columns_a, inputs), (b, gemm.b, k, n, inputs), (&*c, gemm.c, m, n, output)];
         for (buffer, (ld, stride), rows, columns, dtype) in matrices {
             let end = (batch - 1) * stride + (columns - 1) * ld + rows;
             if ld < rows || buffer.bytes() < (end * dtype.bytes()) as u64 {

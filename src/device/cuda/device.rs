@@ -367,7 +367,8 @@ impl DeviceBuffer {
         self.claim.bytes()
     }
 
-    pub(super) fn address(&self) -> u64 {
+    /// Where it begins; 0 for an empty one.
+    pub(crate) fn address(&self) -> u64 {
         self.address
     }
 
@@ -390,6 +391,18 @@ impl DeviceBuffer {
         unsafe { result::memcpy_htod_sync(self.address + start_bytes, source) }.map_err(doing("copying to the GPU"))
     }
 
+    /// Copies all of `source` to the place `start_bytes` behind its start.
+    ///
+    /// # Errors
+    /// As [`DeviceBuffer::write`].
+    pub fn copy_at(&mut self, start_bytes: u64, source: &DeviceBuffer) -> Result<(), CudaError> {
+        self.fits(start_bytes.saturating_add(source.bytes()))?;
+        self.context.bind_to_thread().map_err(doing("binding the GPU's context"))?;
+        let (target, bytes) = (self.address + start_bytes, source.bytes() as usize);
+        // SAFETY: both ranges lie in their buffers, and the copy is done when the call returns.
+        unsafe { result::memcpy_dtod_sync(target, source.address, bytes) }.map_err(doing("copying on the GPU"))
+    }
+
     /// Fills it with a byte: 0xff makes every element a NaN.
     ///
     /// # Errors
@@ -408,10 +421,21 @@ impl DeviceBuffer {
     /// # Errors
     /// [`CudaError::Operand`] when it is shorter, [`CudaError::Driver`] when the copy fails.
     pub fn read(&self, target: &mut [u8]) -> Result<(), CudaError> {
-        self.fits(target.len() as u64)?;
+        self.read_from(0, target)
+    }
+
+    /// Copies what lies from byte `start` on to `target`; nothing where that is empty.
+    ///
+    /// # Errors
+    /// As [`DeviceBuffer::read`].
+    pub fn read_from(&self, start: usize, target: &mut [u8]) -> Result<(), CudaError> {
+        self.fits(start as u64 + target.len() as u64)?;
+        if target.is_empty() {
+            return Ok(());
+        }
         self.context.bind_to_thread().map_err(doing("binding the GPU's context"))?;
-        // SAFETY: the buffer is at least as long as the target, and the copy is done when the call returns.
-        unsafe { result::memcpy_dtoh_sync(target, self.address) }.map_err(doing("copying from the GPU"))
+        // SAFETY: the buffer reaches at least as far, and the copy is done when the call returns.
+        unsafe { result::memcpy_dtoh_sync(target, self.address + start as u64) }.map_err(doing("copying from the GPU"))
     }
 
     fn fits(&self, bytes: u64) -> Result<(), CudaError> {

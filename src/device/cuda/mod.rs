@@ -9,6 +9,7 @@ mod build;
 mod cublas;
 mod device;
 mod gradients;
+mod lists;
 mod nvml;
 mod nvrtc;
 mod pages;
@@ -23,6 +24,10 @@ pub use cublas::{Cublas, Gemm};
 pub(crate) use device::Argument;
 pub use device::{Device, DeviceBuffer, Limits, Module};
 pub use gradients::{BackwardOperands, Gradients, backward, deltas};
+pub(crate) use lists::{
+    Arrival, Choice, ChoiceOperands, Keeping, Lists, ListsOperands, Moves, Observers, ObserversOperands, Received,
+    Scoring, Slice, Turning,
+};
 pub use nvml::{Condition, Nvml};
 pub use nvrtc::Nvrtc;
 pub(crate) use pages::Pages;

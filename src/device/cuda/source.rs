@@ -25,7 +25,7 @@ pub struct Program {
     pub macros: Vec<(&'static str, usize)>,
 }
 
-const HEADERS: [Source; 9] = [
+const HEADERS: [Source; 10] = [
     Source { name: "ptx.cuh", text: include_str!("../../../kernels/ptx.cuh") },
     Source { name: "problem.cuh", text: include_str!("../../../kernels/problem.cuh") },
     Source { name: "pages.cuh", text: include_str!("../../../kernels/pages.cuh") },
@@ -33,6 +33,7 @@ const HEADERS: [Source; 9] = [
     Source { name: "gradient.cuh", text: include_str!("../../../kernels/gradient.cuh") },
     Source { name: "product.cuh", text: include_str!("../../../kernels/product.cuh") },
     Source { name: "strip.cuh", text: include_str!("../../../kernels/strip.cuh") },
+    Source { name: "lists.cuh", text: include_str!("../../../kernels/lists.cuh") },
     Source { name: "strip_f32.cuh", text: include_str!("../../../kernels/strip_f32.cuh") },
     Source { name: "hopper.cuh", text: include_str!("../../../kernels/hopper.cuh") },
 ];

@@ -5,14 +5,15 @@
 //! calls must be `#[inline(always)]`: an ordinary function would be compiled for the target's baseline, where every
 //! intrinsic is a call. On top of the trait stand `math` (exponentials), `product` (the one register-blocked matrix
 //! product that all tiled kernels share), `pack` (rows of any element type into the layout that it reads), `rows` (inner
-//! products with rows, and sums of rows, that are read once where they lie) and `loops`, which the compiler vectorises by
-//! itself. A result depends on the path only through the order in which lanes are summed, and for bf16 on whether
+//! products with rows, and sums of rows, that are read once where they lie), `linear` (products with the rows of a weight
+//! matrix) and `loops`, which the compiler vectorises by itself. A result depends on the path only through the order in which lanes are summed, and for bf16 on whether
 //! products are taken in bf16 pairs.
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+pub(crate) mod linear;
 pub(crate) mod loops;
 pub(crate) mod math;
 pub(crate) mod pack;

@@ -189,7 +189,7 @@ fn put<S: Simd, const QUERIES: usize>(
 /// # Safety
 /// Each row holds `width` elements; `QUERIES` query rows, `stride` apart, hold whole vectors of at least as many.
 #[inline(always)]
-unsafe fn tile<S: Simd, T: Element, const ROWS: usize, const QUERIES: usize>(
+pub(super) unsafe fn tile<S: Simd, T: Element, const ROWS: usize, const QUERIES: usize>(
     simd: S,
     rows: [*const T; ROWS],
     width: usize,

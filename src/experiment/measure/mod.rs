@@ -23,7 +23,8 @@ use crate::attention::{AttentionError, DenseKv, Forward, Kernel, Shape, kernel};
 use crate::device::Cpu;
 use crate::device::cuda::CudaError;
 use crate::memory::{Arena, ArenaError};
-use crate::policy::{Budget, Policy, PolicyError, Registry};
+use crate::policy::cuda::DevicePolicyError;
+use crate::policy::{Budget, BudgetError, Policy, PolicyError, Registry};
 use crate::workload::{Extents, Workload, WorkloadError};
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -113,6 +114,7 @@ impl From<InputError> for TurnError {
         match error {
             InputError::Workload(WorkloadError::Arena(error)) => TurnError::Memory(error),
             InputError::Workload(error) => TurnError::Failed(error.to_string()),
+            InputError::Host(_) => TurnError::Failed(error.to_string()),
             InputError::Cuda(error) => TurnError::Cuda(error),
         }
     }
@@ -132,6 +134,15 @@ impl From<PolicyError> for TurnError {
         match error {
             PolicyError::Arena(error) => TurnError::Memory(error),
             error => TurnError::Failed(error.to_string()),
+        }
+    }
+}
+
+impl From<DevicePolicyError> for TurnError {
+    fn from(error: DevicePolicyError) -> Self {
+        match error {
+            DevicePolicyError::Policy(error) => error.into(),
+            DevicePolicyError::Cuda(error) => error.into(),
         }
     }
 }
@@ -167,6 +178,19 @@ pub fn known(cell: &Cell) -> Result<(), String> {
     }
 }
 
+/// Tokens that each KV head of a cell may keep.
+fn budget_tokens(cell: &Cell, policy: Option<&Policy>) -> Result<usize, String> {
+    let budget: Option<Budget> = match &cell.budget {
+        Some(text) => Some(text.parse().map_err(|error: BudgetError| error.to_string())?),
+        None => None,
+    };
+    let (Some(policy), Some(name)) = (policy, &cell.policy) else { return Ok(cell.context_tokens) };
+    let token_bytes = (2 * cell.head_dim * cell.dtype.bytes()) as u64;
+    let lists = cell.shape().batch * cell.kv_heads;
+    let tokens = policy.budget_tokens(name, budget.as_ref(), cell.context_tokens, token_bytes, lists);
+    tokens.map_err(|error| error.to_string())
+}
+
 impl Prepared {
     /// Resolves a cell's names.
     ///
@@ -178,20 +202,7 @@ impl Prepared {
             Some(name) => Some(registry.policy(name).map_err(|error| error.to_string())?),
             None => None,
         };
-        let budget: Option<Budget> = match &cell.budget {
-            Some(text) => Some(text.parse().map_err(|error: crate::policy::BudgetError| error.to_string())?),
-            None => None,
-        };
-        let budget_tokens = match (&policy, &cell.policy) {
-            (Some(policy), Some(name)) => {
-                let token_bytes = (2 * cell.head_dim * cell.dtype.bytes()) as u64;
-                let lists = cell.shape().batch * cell.kv_heads;
-                policy
-                    .budget_tokens(name, budget.as_ref(), cell.context_tokens, token_bytes, lists)
-                    .map_err(|error| error.to_string())?
-            }
-            _ => cell.context_tokens,
-        };
+        let budget_tokens = budget_tokens(&cell, policy.as_ref())?;
         Ok(Prepared { cell, place, policy, budget_tokens })
     }
 
@@ -247,6 +258,14 @@ impl Prepared {
                 kernel.backward_workspace(&shape, &params, dtype, threads).map_or(0, |size| size.bytes())
             }
             (Place::Cpu(kernel), _) => kernel.workspace(&shape, &params, dtype, threads).bytes(),
+        }
+    }
+
+    /// Whose matrix products the kernel uses, where that depends on what is installed.
+    pub fn products(&self, engine: Engine<'_>) -> Option<String> {
+        match (&self.place, engine) {
+            (Place::Cuda(task), Engine::Cuda(gpu)) => task.products(&gpu.runtime),
+            _ => None,
         }
     }
 

@@ -27,6 +27,11 @@ pub trait OverLayers: Send + Sync {
         false
     }
 
+    /// Whether it looks at the scores; of one that does not, scores on a GPU stay there.
+    fn reads_scores(&self) -> bool {
+        true
+    }
+
     /// Tokens that each sequence of each layer may keep in all its heads together, `[B]` with layers folded in. At
     /// most what its lists hold. `scratch` is `[B, Hkv, kv_len]`.
     ///
@@ -50,6 +55,11 @@ pub trait OverHeads: Send + Sync {
     /// Whether it gives the same to all.
     fn is_even(&self) -> bool {
         false
+    }
+
+    /// Whether it looks at the scores; of one that does not, scores on a GPU stay there.
+    fn reads_scores(&self) -> bool {
+        true
     }
 
     /// Tokens that each head keeps, `[Hkv]`, `total` together where the lists of `sequence` hold as many. `scratch` is

@@ -48,6 +48,10 @@ struct Pyramid {
 }
 
 impl OverLayers for Pyramid {
+    fn reads_scores(&self) -> bool {
+        false
+    }
+
     fn totals(&self, context: &Context<'_>, scored: &mut Scored, _: &mut [f32]) -> Result<Vec<usize>, PolicyError> {
         let (heads, window) = (context.call.shape.kv_heads, scored.protect.window as f64);
         if let (Some((layer, layers)), true) = (self.alone, context.layers > 1) {

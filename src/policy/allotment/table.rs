@@ -57,6 +57,10 @@ impl Table {
 }
 
 impl OverLayers for Table {
+    fn reads_scores(&self) -> bool {
+        false
+    }
+
     fn totals(&self, context: &Context<'_>, _: &mut Scored, _: &mut [f32]) -> Result<Vec<usize>, PolicyError> {
         let mut totals = vec![0; context.call.shape.batch];
         for sequence in 0..context.sequences() {
@@ -70,6 +74,10 @@ impl OverLayers for Table {
 }
 
 impl OverHeads for Table {
+    fn reads_scores(&self) -> bool {
+        false
+    }
+
     fn counts(
         &self,
         context: &Context<'_>,

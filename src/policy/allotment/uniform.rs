@@ -20,6 +20,10 @@ impl OverLayers for Uniform {
         true
     }
 
+    fn reads_scores(&self) -> bool {
+        false
+    }
+
     fn totals(&self, context: &Context<'_>, _: &mut Scored, _: &mut [f32]) -> Result<Vec<usize>, PolicyError> {
         let mut totals = vec![0; context.call.shape.batch];
         for sequence in 0..context.sequences() {
@@ -37,6 +41,10 @@ impl OverLayers for Uniform {
 impl OverHeads for Uniform {
     fn is_even(&self) -> bool {
         true
+    }
+
+    fn reads_scores(&self) -> bool {
+        false
     }
 
     fn counts(

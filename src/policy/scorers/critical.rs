@@ -148,15 +148,16 @@ impl Best {
 /// where there is no projection.
 fn projected_norms(context: &Context<'_>, norms: &mut [f32]) {
     let (width, group, isa) = (context.call.shape.head_dim, context.call.shape.group(), context.call.cpu.isa());
-    let Some(w_o) = context.w_o else {
+    if context.w_o.is_empty() {
         each_list(context, norms, &mut [], |list, norms, _| {
             list.values(|slot, value| norms[slot] = sum_of_sizes(value))
         });
         return;
-    };
-    // [1, Hq, hidden, D]: a row is one column of the projection.
-    let (columns, hidden) = (w_o.permuted([0, 1, 3, 2]), w_o.dims()[3]);
+    }
     each_list(context, norms, &mut [], |list, norms, _| {
+        let w_o = context.w_o[list.batch / context.sequences()];
+        // [1, Hq, hidden, D]: a row is one column of the projection.
+        let (columns, hidden) = (w_o.permuted([0, 1, 3, 2]), w_o.dims()[3]);
         norms.fill(0.0);
         let (mut matrix, mut column) = ([0.0; Shape::MAX_HEAD_DIM * COLUMNS], [0.0; Shape::MAX_HEAD_DIM]);
         for head in list.head * group..(list.head + 1) * group {

@@ -1,6 +1,6 @@
 //! Knorm (arXiv 2406.11430): keys of small norm attract attention, so the score is the negative L2 norm of the key.
 
-use crate::policy::{Context, Policy, PolicyEntry, PolicyError, Scorer, Statistic, each_list};
+use crate::policy::{Context, Policy, PolicyEntry, PolicyError, Recipe, Scorer, Statistic, each_list};
 
 /// The registry's line.
 pub const ENTRY: PolicyEntry = PolicyEntry {
@@ -16,6 +16,10 @@ struct Knorm;
 impl Scorer for Knorm {
     fn needs(&self) -> Vec<Statistic> {
         vec![Statistic::Keys]
+    }
+
+    fn recipe(&self) -> Option<Recipe> {
+        Some(Recipe::KeyNorm)
     }
 
     fn score(&self, context: &Context<'_>, scores: &mut [f32]) -> Result<(), PolicyError> {

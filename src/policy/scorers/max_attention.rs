@@ -11,7 +11,7 @@ use super::snapkv::recent_columns;
 use crate::attention::Shape;
 use crate::attention::export::{self, OverGroup, OverQueries, Reduction};
 use crate::named::Parameter;
-use crate::policy::{Context, Policy, PolicyEntry, PolicyError, Scorer, Statistic};
+use crate::policy::{Context, Policy, PolicyEntry, PolicyError, Recipe, Scorer, Statistic, Then};
 
 /// The registry's line.
 pub const ENTRY: PolicyEntry = PolicyEntry {
@@ -51,6 +51,11 @@ impl Scorer for MaxAttention {
 
     fn scratch_bytes(&self, shape: &Shape, threads: usize) -> u64 {
         4 * export::workspace(shape, threads) as u64
+    }
+
+    fn recipe(&self) -> Option<Recipe> {
+        let reduction = Reduction { queries: OverQueries::Max, group: OverGroup::Max };
+        Some(Recipe::Recent { queries: self.last, reduction, then: Then::Nothing })
     }
 
     fn score(&self, context: &Context<'_>, scores: &mut [f32]) -> Result<(), PolicyError> {

@@ -34,6 +34,11 @@ impl Pool {
         Ok(Pool { kind, width })
     }
 
+    /// Its width, and whether it takes the largest.
+    pub fn shape(&self) -> (usize, bool) {
+        (self.width, matches!(self.kind, Kind::Max))
+    }
+
     /// Pools `source` into `target` of the same length.
     pub fn apply(&self, source: &[f32], target: &mut [f32]) {
         let half = self.width / 2;

@@ -2,7 +2,7 @@
 
 use crate::attention::Shape;
 use crate::named::Parameter;
-use crate::policy::{Context, Part, PartEntry, PolicyError, Protect, Scored, Scorer, Statistic};
+use crate::policy::{Context, Part, PartEntry, PolicyError, Protect, Recipe, Scored, Scorer, Statistic};
 
 /// The registry's line.
 pub const ENTRY: PartEntry = PartEntry {
@@ -46,6 +46,10 @@ impl Scorer for Protected {
 
     fn scratch_bytes(&self, shape: &Shape, threads: usize) -> u64 {
         self.scorer.scratch_bytes(shape, threads)
+    }
+
+    fn recipe(&self) -> Option<Recipe> {
+        self.scorer.recipe()
     }
 
     fn score(&self, context: &Context<'_>, scores: &mut [f32]) -> Result<(), PolicyError> {

@@ -11,7 +11,7 @@ use super::snapkv::recent_columns;
 use crate::attention::Shape;
 use crate::attention::export::{self, OverGroup, OverQueries, Reduction};
 use crate::named::Parameter;
-use crate::policy::{Context, Policy, PolicyEntry, PolicyError, Protect, Scorer, Statistic};
+use crate::policy::{Context, Policy, PolicyEntry, PolicyError, Protect, Recipe, Scorer, Statistic, Then};
 
 /// The registry's line.
 pub const ENTRY: PolicyEntry = PolicyEntry {
@@ -48,6 +48,11 @@ impl Scorer for Scissorhands {
 
     fn scratch_bytes(&self, shape: &Shape, threads: usize) -> u64 {
         4 * export::workspace(shape, threads) as u64
+    }
+
+    fn recipe(&self) -> Option<Recipe> {
+        let reduction = Reduction { queries: OverQueries::CountBelowEven, group: OverGroup::Mean };
+        Some(Recipe::Recent { queries: Some(self.history), reduction, then: Then::Negated })
     }
 
     fn score(&self, context: &Context<'_>, scores: &mut [f32]) -> Result<(), PolicyError> {

@@ -19,7 +19,7 @@ use crate::attention::Shape;
 use crate::attention::export::{self, OverGroup, OverQueries, Reduction};
 use crate::memory::Label;
 use crate::named::{Named, NamedError, Parameter};
-use crate::policy::{Context, Policy, PolicyEntry, PolicyError, Protect, Scorer, Statistic};
+use crate::policy::{Context, Policy, PolicyEntry, PolicyError, Protect, Recipe, Scorer, Statistic, Then};
 
 /// The registry's line.
 pub const ENTRY: PolicyEntry = PolicyEntry {
@@ -101,6 +101,13 @@ impl Scorer for SnapKv {
 
     fn scratch_bytes(&self, shape: &Shape, threads: usize) -> u64 {
         4 * export::workspace(shape, threads).max(shape.kv_len) as u64
+    }
+
+    fn recipe(&self) -> Option<Recipe> {
+        let (kernel, is_max) = self.pool.shape();
+        let (mean, behind) = (self.mean, if self.all { 0 } else { self.window });
+        let then = Then::Pooled { mean, kernel, is_max, behind };
+        Some(Recipe::Recent { queries: Some(self.window), reduction: self.reduction, then })
     }
 
     fn score(&self, context: &Context<'_>, scores: &mut [f32]) -> Result<(), PolicyError> {

@@ -3,7 +3,7 @@
 //! Kept tokens keep their positions; the paper's own form re-assigns positions inside the cache.
 
 use crate::named::Parameter;
-use crate::policy::{Context, Policy, PolicyEntry, PolicyError, Protect, Scorer, Statistic};
+use crate::policy::{Context, Policy, PolicyEntry, PolicyError, Protect, Recipe, Scorer, Statistic};
 
 /// The registry's line.
 pub const ENTRY: PolicyEntry = PolicyEntry {
@@ -28,6 +28,10 @@ impl Scorer for StreamingLlm {
 
     fn protect(&self, _: usize) -> Protect {
         Protect { sink: self.sink, window: 0 }
+    }
+
+    fn recipe(&self) -> Option<Recipe> {
+        Some(Recipe::Positions)
     }
 
     fn score(&self, context: &Context<'_>, scores: &mut [f32]) -> Result<(), PolicyError> {

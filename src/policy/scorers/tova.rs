@@ -4,7 +4,7 @@
 use super::snapkv::recent_columns;
 use crate::attention::Shape;
 use crate::attention::export::{self, Reduction};
-use crate::policy::{Context, Policy, PolicyEntry, PolicyError, Protect, Scorer, Statistic};
+use crate::policy::{Context, Policy, PolicyEntry, PolicyError, Protect, Recipe, Scorer, Statistic, Then};
 
 /// The registry's line.
 pub const ENTRY: PolicyEntry = PolicyEntry {
@@ -28,6 +28,10 @@ impl Scorer for Tova {
 
     fn scratch_bytes(&self, shape: &Shape, threads: usize) -> u64 {
         4 * export::workspace(shape, threads) as u64
+    }
+
+    fn recipe(&self) -> Option<Recipe> {
+        Some(Recipe::Recent { queries: Some(1), reduction: Reduction::RECEIVED, then: Then::MeanOverHeads })
     }
 
     fn score(&self, context: &Context<'_>, scores: &mut [f32]) -> Result<(), PolicyError> {

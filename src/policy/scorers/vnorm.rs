@@ -3,7 +3,7 @@
 
 use super::super::linear::dot;
 use crate::attention::Shape;
-use crate::policy::{Context, Part, PartEntry, PolicyError, Protect, Scored, Scorer, Statistic, each_list};
+use crate::policy::{Context, Part, PartEntry, PolicyError, Protect, Recipe, Scored, Scorer, Statistic, each_list};
 
 /// The registry's line.
 pub const ENTRY: PartEntry = PartEntry {
@@ -35,6 +35,10 @@ impl Scorer for ValueNorm {
 
     fn scratch_bytes(&self, shape: &Shape, threads: usize) -> u64 {
         self.scorer.scratch_bytes(shape, threads)
+    }
+
+    fn recipe(&self) -> Option<Recipe> {
+        Some(Recipe::TimesValueNorm(Box::new(self.scorer.recipe()?)))
     }
 
     fn score(&self, context: &Context<'_>, scores: &mut [f32]) -> Result<(), PolicyError> {

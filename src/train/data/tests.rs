@@ -33,7 +33,10 @@ fn a_batch_depends_on_its_numbers_and_not_on_threads() {
     // The second half of one batch is the first half of the next.
     assert_eq!(batch(1, 40).tokens[6 * 200..], batch(1, 46).tokens[..6 * 200]);
     let other = Recipe { seed: recipe.seed + 1, ..recipe.clone() };
-    assert_ne!(Data::new(&other, &vocabulary).unwrap().batch(&Cpu::new(Some(1)).unwrap(), 40, [12, 200]).unwrap(), batch(1, 40));
+    assert_ne!(
+        Data::new(&other, &vocabulary).unwrap().batch(&Cpu::new(Some(1)).unwrap(), 40, [12, 200]).unwrap(),
+        batch(1, 40)
+    );
 }
 
 #[test]
@@ -84,7 +87,8 @@ fn what_is_held_out_asks_one_question_whose_answer_is_judged() {
     let cpu = Cpu::new(Some(1)).unwrap();
     let batch = data.held_out(&cpu, "niah-single-2", 6, 256).unwrap();
     for (index, sequence) in batch.tokens.chunks(256).enumerate() {
-        let answer: Vec<u32> = batch.targets.iter().filter(|target| target.row / 256 == index).map(|t| t.token).collect();
+        let answer: Vec<u32> =
+            batch.targets.iter().filter(|target| target.row / 256 == index).map(|t| t.token).collect();
         let answer = vocabulary.decode(&answer);
         let text = vocabulary.decode(sequence);
         assert!(text.matches(answer.trim_end_matches('.')).count() >= 1, "{answer} in {text}");

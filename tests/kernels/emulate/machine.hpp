@@ -375,3 +375,26 @@ inline void add_fragment(float *fragment, int lane, const float (&x)[4]) {
 inline void read_fragment(const float *fragment, int lane, float (&x)[4]) {
     for (int i = 0; i < 4; i++) x[i] = fragment[32 * i + lane];
 }
+inline float square_root(float x) { return sqrtf(x); }
+inline u32 float_to_bits(float x) {
+    u32 bits;
+    memcpy(&bits, &x, 4);
+    return bits;
+}
+inline float sine_of_turns(float turns) { return float(sin(6.283185307179586 * turns)); }
+inline float cosine_of_turns(float turns) { return float(cos(6.283185307179586 * turns)); }
+inline double nearest_whole(double x) { return nearbyint(x); }
+
+inline u32 ballot(bool holds) {
+    u32 bits;
+    machine::together([&](machine::Warp &w, int lane) { w.address[lane] = holds; },
+                      [](machine::Warp &w) {
+                          u32 all = 0;
+                          for (int lane = 0; lane < 32; lane++) all |= w.address[lane] << lane;
+                          for (u32 &bits : w.address) bits = all;
+                      },
+                      [&](machine::Warp &w, int lane) { bits = w.address[lane]; });
+    return bits;
+}
+inline int ones(u32 bits) { return __builtin_popcount(bits); }
+inline void count_up(int *counter) { ++*counter; }

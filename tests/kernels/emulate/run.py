@@ -55,7 +55,15 @@ VARIANTS = [
     ("backward_scalar", "F32", 64, "TILE=32"), ("backward_scalar", "BF16", 37, "TILE=32"),
     ("backward_scalar", "F32", 256, "TILE=16"),
     ("naive_backward", "F32", 64, ""), ("naive_backward", "BF16", 40, ""), ("naive_backward", "F16", 128, ""),
+    ("export", "BF16", 64, "QUERIES=0"), ("export", "F16", 128, "QUERIES=1"), ("export", "BF16", 37, "QUERIES=2"),
+    ("export", "F16", 192, "QUERIES=0"),
+    ("export", "F32", 18, "QUERIES=0 PLAIN"), ("export", "F32", 33, "QUERIES=1 PLAIN"), ("export", "F32", 64, "QUERIES=2 PLAIN"),
+    ("select", "F32", 1, ""),
+    ("score", "F32", 40, ""), ("score", "BF16", 128, ""), ("score", "F16", 7, ""),
+    ("compact", "F32", 33, ""), ("compact", "BF16", 64, ""), ("compact", "F16", 18, ""),
 ]  # fmt: skip
+# Families over paged lists; the others compute attention.
+LISTS = ["export", "select", "score", "compact"]
 
 
 def run(cxx, folder, number, family, element, head_dim, extra):
@@ -63,7 +71,7 @@ def run(cxx, folder, number, family, element, head_dim, extra):
     program = os.path.join(folder, str(number))
     macros = [f"-DELEMENT={element}", f"-DHEAD_DIM={head_dim}", f'-DFAMILY="{family}.hpp"']
     macros += [f"-D{macro}" for macro in extra.split()]
-    harness = "gradients.cpp" if family in BACKWARD else "emulate.cpp"
+    harness = "gradients.cpp" if family in BACKWARD else "lists.cpp" if family in LISTS else "emulate.cpp"
     flags = ["-std=c++17", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
     flags += ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-psabi", "-Wno-unused-function", f"-I{KERNELS}", f"-I{HERE}"]
     started = time.perf_counter()

@@ -8,11 +8,11 @@ use super::{Bench, Planned, Task, Turn, TurnError, Written};
 use crate::attention::cuda::{CudaKernel, Inputs, Plan, decode_paged};
 use crate::attention::{AttentionError, Outputs};
 use crate::cache::PagedCache;
-use crate::device::cuda::{DeviceBuffer, Limits};
+use crate::device::cuda::{DeviceBuffer, Limits, Runtime};
 use crate::experiment::cell::Cell;
-use crate::experiment::measure::check::{accurate, finite};
+use crate::experiment::engine::{InputError, host_arena};
 use crate::experiment::measure::decode::{cache_shape, fill};
-use crate::memory::{Arena, Label};
+use crate::memory::Label;
 use crate::tensor::Tensor;
 
 /// Steps that make one sample; their mean is recorded.
@@ -43,24 +43,31 @@ impl Decode {
 
     /// The cache of the cell in the GPU's memory.
     fn pages(&self, bench: Bench<'_>) -> Result<Pages, TurnError> {
-        // The host's copy is not what is measured.
-        let arena = Arena::unlimited();
-        let mut cache = PagedCache::new(&arena, cache_shape(&self.cell))?;
-        match &bench.inputs.host {
-            Some(workload) => fill(&mut cache, &self.cell, workload.k.view(), workload.v.view())?,
-            None => {
-                // Blank inputs are on the GPU alone.
-                let read = |there: &DeviceBuffer| -> Result<Tensor, TurnError> {
-                    let dims = self.cell.shape().kv_dims();
-                    let mut tensor = Tensor::zeros(&arena, Label::Input, self.cell.dtype, dims)?;
-                    there.read(tensor.bytes_mut())?;
-                    Ok(tensor)
-                };
-                let (k, v) = (read(&bench.inputs.k)?, read(&bench.inputs.v)?);
-                fill(&mut cache, &self.cell, k.view(), v.view())?;
-            }
-        }
+        let cache = self.filled(bench).map_err(|error| match error {
+            // Not the GPU's memory.
+            TurnError::Memory(error) => InputError::Host(error).into(),
+            error => error,
+        })?;
         Ok(Pages::upload(bench.runtime.device(), bench.arena, &cache)?)
+    }
+
+    /// The cache on the host, whose memory is not what is measured.
+    fn filled(&self, bench: Bench<'_>) -> Result<PagedCache, TurnError> {
+        let arena = host_arena();
+        let mut cache = PagedCache::new(&arena, cache_shape(&self.cell))?;
+        if let Some(workload) = &bench.inputs.host {
+            fill(&mut cache, &self.cell, workload.k.view(), workload.v.view())?;
+            return Ok(cache);
+        }
+        // Blank inputs are on the GPU alone.
+        let read = |there: &DeviceBuffer| -> Result<Tensor, TurnError> {
+            let mut tensor = Tensor::zeros(&arena, Label::Input, self.cell.dtype, self.cell.shape().kv_dims())?;
+            there.read(tensor.bytes_mut())?;
+            Ok(tensor)
+        };
+        let (k, v) = (read(&bench.inputs.k)?, read(&bench.inputs.v)?);
+        fill(&mut cache, &self.cell, k.view(), v.view())?;
+        Ok(cache)
     }
 }
 
@@ -72,6 +79,10 @@ impl Task for Decode {
 
     fn workspace_bytes(&self) -> u64 {
         self.plan.workspace.bytes()
+    }
+
+    fn products(&self, runtime: &Runtime) -> Option<String> {
+        self.plan.products(runtime)
     }
 
     fn turn(&self, bench: Bench<'_>) -> Result<Turn, TurnError> {
@@ -93,12 +104,7 @@ impl Task for Decode {
 
         let mut turn = Turn { samples_ns: [("decode", steps_ns / STEPS)].into(), ..Turn::default() };
         if let Some(truth) = truth {
-            let outputs = written.read()?;
-            finite(&outputs)?;
-            let o = outputs.o.view();
-            let drift = truth.drift(self.cell.head_dim, |[batch, head, _], row| o.read_rows(batch, head, 0, row));
-            accurate(&drift, self.cell.dtype)?;
-            turn.drift = Some(drift);
+            turn.drift = Some(written.check(truth, |_| 0)?);
         }
         Ok(turn)
     }

@@ -3,9 +3,8 @@
 use super::{Bench, Planned, Task, Turn, TurnError, Written};
 use crate::attention::Outputs;
 use crate::attention::cuda::{CudaKernel, Inputs, Plan};
-use crate::device::cuda::Limits;
+use crate::device::cuda::{Limits, Runtime};
 use crate::experiment::cell::Cell;
-use crate::experiment::measure::check::{accurate, finite};
 
 struct Forward {
     cell: Cell,
@@ -26,6 +25,10 @@ impl Task for Forward {
         self.plan.workspace.bytes()
     }
 
+    fn products(&self, runtime: &Runtime) -> Option<String> {
+        self.plan.products(runtime)
+    }
+
     fn turn(&self, bench: Bench<'_>) -> Result<Turn, TurnError> {
         let Bench { runtime, arena, inputs, truth } = bench;
         let mut scratch = self.plan.scratch(runtime.device(), arena)?;
@@ -35,13 +38,7 @@ impl Task for Forward {
 
         let mut turn = Turn { samples_ns: [("forward", forward_ns)].into(), ..Turn::default() };
         if let Some(truth) = truth {
-            let outputs = written.read()?;
-            finite(&outputs)?;
-            let o = outputs.o.view();
-            let drift =
-                truth.drift(self.cell.head_dim, |[batch, head, token], row| o.read_rows(batch, head, token, row));
-            accurate(&drift, self.cell.dtype)?;
-            turn.drift = Some(drift);
+            turn.drift = Some(written.check(truth, |token| token)?);
         }
         Ok(turn)
     }

@@ -10,16 +10,17 @@ mod evict;
 mod forward;
 mod inputs;
 mod pages;
+mod written;
 
 pub use inputs::Inputs;
+use written::Written;
 
 use super::{Truth, Turn, TurnError};
-use crate::attention::cuda::{CudaKernel, Results, cuda_kernel};
-use crate::attention::{AttentionError, Outputs, Shape};
-use crate::device::cuda::{CudaError, Device, DeviceBuffer, Limits, Runtime};
+use crate::attention::AttentionError;
+use crate::attention::cuda::cuda_kernel;
+use crate::device::cuda::{Limits, Runtime};
 use crate::experiment::cell::{Cell, Measure};
-use crate::memory::{Arena, Label};
-use crate::tensor::DType;
+use crate::memory::Arena;
 
 /// What a turn does on a GPU, planned.
 pub trait Task {
@@ -28,6 +29,11 @@ pub trait Task {
 
     /// Bytes of the kernel's scratch memory and materialised scores.
     fn workspace_bytes(&self) -> u64;
+
+    /// Whose matrix products the kernel uses, where it could use cuBLAS's.
+    fn products(&self, _runtime: &Runtime) -> Option<String> {
+        None
+    }
 
     /// Runs and times one sample.
     ///
@@ -57,9 +63,9 @@ pub(in crate::experiment) fn task(cell: &Cell, limits: &Limits) -> Result<Box<dy
     let kernel = cuda_kernel(&cell.kernel).map_err(|error| error.to_string())?;
     let task = match cell.measure {
         Measure::Forward => forward::task(cell, kernel, limits),
-        Measure::Backward => backward::task(kernel),
+        Measure::Backward => backward::task(cell, kernel, limits),
         Measure::Decode => decode::task(cell, kernel, limits),
-        Measure::Evict => evict::task(kernel),
+        Measure::Evict => return evict::task(cell, kernel, limits),
         Measure::Serve => return Err("a simulation needs no GPU".into()),
     };
     task.map_err(|error: AttentionError| error.to_string())
@@ -67,45 +73,3 @@ pub(in crate::experiment) fn task(cell: &Cell, limits: &Limits) -> Result<Box<dy
 
 /// A task, or what its kernel cannot do.
 type Planned = Result<Box<dyn Task>, AttentionError>;
-
-/// A measure that no kernel has on a GPU yet.
-fn not_yet(kernel: &dyn CudaKernel, what: &'static str) -> Planned {
-    Err(AttentionError::Unsupported { kernel: kernel.name(), what, instead: "--device cpu" })
-}
-
-/// What a forward pass writes, in a GPU's memory.
-struct Written {
-    shape: Shape,
-    dtype: DType,
-    o: DeviceBuffer,
-    lse: DeviceBuffer,
-}
-
-impl Written {
-    /// As much as [`Outputs::bytes`] says. In a checked turn it is filled with NaN, so that what a kernel does not write
-    /// is seen.
-    fn allocate(bench: Bench<'_>, shape: Shape, dtype: DType) -> Result<Self, CudaError> {
-        let device: &Device = bench.runtime.device();
-        let lse_bytes = DType::F32.bytes() as u64 * shape.rows() as u64;
-        let o_bytes = Outputs::bytes(&shape, dtype) - lse_bytes;
-        let mut o = device.alloc(bench.arena, Label::Activations, o_bytes)?;
-        let mut lse = device.alloc(bench.arena, Label::Activations, lse_bytes)?;
-        if bench.truth.is_some() {
-            o.fill(0xff)?;
-            lse.fill(0xff)?;
-        }
-        Ok(Written { shape, dtype, o, lse })
-    }
-
-    fn results(&mut self) -> Results<'_> {
-        Results { o: &mut self.o, lse: &mut self.lse }
-    }
-
-    /// A copy on the host, outside every measured arena.
-    fn read(&self) -> Result<Outputs, TurnError> {
-        let mut outputs = Outputs::allocate(&Arena::unlimited(), &self.shape, self.dtype)?;
-        self.o.read(outputs.o.bytes_mut())?;
-        self.lse.read(bytemuck::cast_slice_mut(&mut outputs.lse))?;
-        Ok(outputs)
-    }
-}

@@ -1,11 +1,13 @@
 //! Judgements: statistics, scores, selection, and what becomes of the losers.
 
-use super::Session;
 use super::asked::Recent;
-use crate::attention::{Forward, Outputs, Shape, export, kernel};
+use super::{Bench, Session};
+use crate::attention::rope::Frequencies;
+use crate::attention::{Forward, Outputs, Shape, kernel};
 use crate::experiment::measure::{TurnError, timed};
 use crate::memory::{Buffer, Label};
 use crate::policy::action::Fold;
+use crate::policy::evict::{self, Leaving};
 use crate::policy::{BeforeRope, Context, Decoding, Future, Policy, Scored, Selection, Statistic, select, tie_rate};
 use crate::tensor::TensorView;
 
@@ -90,7 +92,7 @@ impl Session<'_> {
             positions,
             seen_tokens: queries.end,
             before_rope: self.frequencies.as_ref().map(|frequencies| BeforeRope { frequencies, q: None, k: None }),
-            w_o: None,
+            w_o: &[],
             budget_tokens: self.prepared.budget_tokens,
             seed: cell.seed,
             arena: bench.arena,
@@ -133,16 +135,11 @@ impl Session<'_> {
         if !policy.looks_at(Statistic::AccumulatedAttention) {
             return Ok(None);
         }
-        let (call, arena) = (self.call(queries.q), self.bench.arena);
+        let call = self.call(queries.q);
         let kv_len = call.shape.kv_len;
-        let mut sums = arena.alloc::<f32>(Label::Policy, self.cache.shape().lists() * kv_len)?;
-        let mut scratch = arena.alloc(Label::Workspace, export::workspace(&call.shape, call.cpu.threads()))?;
-        export::column_sums(&call, queries.lse, 0..call.shape.q_len, &mut sums, &mut scratch);
-        for (list, sums) in sums.chunks_mut(kv_len).enumerate() {
-            self.cache.add_attention(list, sums)?;
-            let len = self.cache.lens()[list];
-            sums[..len].iter_mut().enumerate().for_each(|(slot, sum)| *sum = self.cache.attention(list, slot));
-        }
+        let mut sums = evict::received(&call, queries.lse, self.bench.arena)?;
+        evict::add_received(&mut self.cache, |list| list, kv_len, &sums)?;
+        evict::accumulated(&self.cache, |list| list, kv_len, &mut sums);
         Ok(Some(sums))
     }
 
@@ -157,13 +154,7 @@ impl Session<'_> {
 
     fn shrink(&mut self, policy: &Policy, list: usize, kept: &[u32]) -> Result<(), TurnError> {
         self.evicted_tokens += (self.cache.lens()[list] - kept.len()) as u64;
-        let fold = Fold {
-            arena: self.bench.arena,
-            cpu: self.bench.cpu,
-            seed: self.prepared.cell.seed,
-            draws: None,
-            rope: self.frequencies.as_ref(),
-        };
+        let fold = fold(&self.bench, self.prepared.cell.seed, self.frequencies.as_ref());
         Ok(policy.shrink(&fold, &mut self.cache, list, kept)?)
     }
 
@@ -214,15 +205,18 @@ impl Session<'_> {
     ) -> Result<(), TurnError> {
         let mut stays: Buffer<u32> = self.bench.arena.alloc(Label::Policy, kv_len)?;
         for list in 0..self.cache.shape().lists() {
-            let len = self.cache.lens()[list];
-            let Some(slot) = len.checked_sub(window + 1) else { continue };
-            if scored.values[list * kv_len + slot] <= self.best_lost[list] {
-                let others = (0..len as u32).filter(|&other| other as usize != slot);
-                stays.iter_mut().zip(others).for_each(|(stays, other)| *stays = other);
-                self.shrink(policy, list, &stays[..len - 1])?;
-            }
+            let scores = &scored.values[list * kv_len..][..kv_len];
+            let leaving = Leaving { window, scores, best_lost: self.best_lost[list] };
+            let fold = fold(&self.bench, self.prepared.cell.seed, self.frequencies.as_ref());
+            let gone = evict::let_leave(policy, &fold, &mut self.cache, list, &leaving, &mut stays)?;
+            self.evicted_tokens += gone as u64;
         }
         self.cache.release();
         Ok(())
     }
+}
+
+/// What an action may use.
+fn fold<'a>(bench: &Bench<'a>, seed: u64, rope: Option<&'a Frequencies>) -> Fold<'a> {
+    Fold { arena: bench.arena, cpu: bench.cpu, seed, draws: None, rope }
 }

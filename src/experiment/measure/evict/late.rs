@@ -3,12 +3,11 @@
 use crate::attention::Outputs;
 use crate::attention::reference::Row;
 use crate::experiment::cell::Cell;
-use crate::experiment::measure::Bench;
 use crate::memory::Buffer;
-use crate::workload::Needle;
+use crate::workload::{Needle, Workload};
 
 /// Outputs `[T, layers * B, Hq, D]` and log-sum-exps `[T, layers * B, Hq]` of the decoded tokens.
-pub(super) struct Late {
+pub(in crate::experiment::measure) struct Late {
     pub o: Buffer<f32>,
     pub lse: Buffer<f32>,
     /// KV bytes of pages in use in each step.
@@ -44,17 +43,16 @@ impl Late {
 
 /// Share of asked needles whose value the asking queries retrieve: of all needles of the KV head, the right one's
 /// value has the largest cosine with the output. Averaged over the query heads of the group.
-pub(super) fn needle_recall(cell: &Cell, bench: Bench<'_>, late: &Late) -> Option<f64> {
+pub(super) fn needle_recall(cell: &Cell, workload: &Workload, late: &Late) -> Option<f64> {
     let group = cell.q_heads / cell.kv_heads;
     let value = |needle: &Needle| {
         let mut row = vec![0.0; cell.head_dim];
-        bench.workload.v.view().read_rows(needle.batch, needle.kv_head, needle.position, &mut row);
+        workload.v.view().read_rows(needle.batch, needle.kv_head, needle.position, &mut row);
         let norm = row.iter().map(|x| x * x).sum::<f32>().sqrt();
         row.iter_mut().for_each(|x| *x /= norm);
         row
     };
-    let needles: Vec<(&Needle, Vec<f32>)> =
-        bench.workload.needles.iter().map(|needle| (needle, value(needle))).collect();
+    let needles: Vec<(&Needle, Vec<f32>)> = workload.needles.iter().map(|needle| (needle, value(needle))).collect();
     let (mut found, mut asked) = (0, 0);
     for (needle, _) in &needles {
         for head in needle.kv_head * group..(needle.kv_head + 1) * group {

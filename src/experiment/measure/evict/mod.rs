@@ -9,8 +9,8 @@
 mod asked;
 mod decode;
 mod judge;
-mod late;
-mod outcome;
+pub(super) mod late;
+pub(super) mod outcome;
 mod predict;
 
 pub(super) use predict::predict;
@@ -18,12 +18,13 @@ pub(super) use predict::predict;
 use super::check::finite;
 use super::{Bench, Prepared, Turn, TurnError, timed};
 use crate::attention::rope::Frequencies;
-use crate::attention::{Forward, KvRows, Outputs, Shape, Workspace};
-use crate::cache::{CacheShape, PAGE_TOKENS, PagedCache};
+use crate::attention::{Forward, Outputs, Shape, Workspace};
+use crate::cache::{CacheShape, PAGE_TOKENS, PagedCache, Sequences};
 use crate::memory::{Buffer, Label};
 use crate::policy::{Policy, PolicyError, Statistic, action::rerotate::NO_ROPE};
-use crate::tensor::{DType, Rows, TensorView};
+use crate::tensor::TensorView;
 use judge::Queries;
+use outcome::{Evicted, Kept};
 
 /// The policy of a cell, if it ever judges.
 fn judging(prepared: &Prepared) -> Option<&Policy> {
@@ -59,30 +60,6 @@ fn most_tokens(prepared: &Prepared) -> usize {
     let even = judging(prepared).is_none_or(Policy::is_even);
     let kept = prepared.budget_tokens * if even { 1 } else { cell.kv_heads * cell.layers };
     (kept + chunk.max(cell.new_tokens)).min(cell.context_tokens + cell.new_tokens)
-}
-
-/// The sequences of one layer of a cache.
-struct Layer<'a> {
-    cache: &'a PagedCache,
-    first: usize,
-}
-
-impl KvRows for Layer<'_> {
-    fn len(&self, batch: usize, head: usize) -> usize {
-        self.cache.len(self.first + batch, head)
-    }
-
-    fn dtype(&self) -> DType {
-        self.cache.dtype()
-    }
-
-    fn key_rows(&self, batch: usize, head: usize, start: usize) -> Rows<'_> {
-        self.cache.key_rows(self.first + batch, head, start)
-    }
-
-    fn value_rows(&self, batch: usize, head: usize, start: usize) -> Rows<'_> {
-        self.cache.value_rows(self.first + batch, head, start)
-    }
 }
 
 /// What happens in a turn, and what it leaves behind.
@@ -130,27 +107,33 @@ pub(super) fn turn(prepared: &Prepared, bench: Bench<'_>) -> Result<Turn, TurnEr
     let kept = session.kept();
     let late = session.decode(&mut turn)?;
     if let Some(truth) = bench.truth {
-        outcome::check(&session, &kept, &late)?;
+        let evicted = session.evicted();
+        outcome::check(&evicted, &kept, &late)?;
         let drift = truth.drift(cell.head_dim, |at, row| row.copy_from_slice(late.o(cell, at)));
         if cell.budget.is_none() {
             super::check::accurate(&drift, cell.dtype)?;
         }
         turn.drift = Some(drift);
-        turn.eviction = Some(outcome::eviction(&session, &kept, &late, truth));
-        turn.warnings.extend(outcome::warnings(prepared));
+        turn.eviction = Some(outcome::eviction(&evicted, &kept, &late, truth));
+        turn.warnings.extend(outcome::warnings(&evicted));
     }
     Ok(turn)
 }
 
-/// What stayed after prefill.
-struct Kept {
-    lens: Vec<usize>,
-    kv_bytes_live: u64,
-    /// Fraction of each stretch of the context that stayed, for each list of the first sequence.
-    by_position: Vec<Vec<f32>>,
-}
-
 impl Session<'_> {
+    fn evicted(&self) -> Evicted<'_> {
+        Evicted {
+            cell: &self.prepared.cell,
+            policy: self.prepared.policy.as_ref(),
+            budget_tokens: self.prepared.budget_tokens,
+            cache: *self.cache.shape(),
+            most_pages: self.cache.most_pages(),
+            evicted_tokens: self.evicted_tokens,
+            tie_rate: self.tie_rate,
+            workload: self.bench.workload,
+        }
+    }
+
     /// KV bytes of pages in use.
     fn kv_bytes_live(&self) -> u64 {
         self.cache.pages() as u64 * self.cache.shape().page_bytes()
@@ -161,7 +144,9 @@ impl Session<'_> {
             lens: self.cache.lens().to_vec(),
             kv_bytes_live: self.kv_bytes_live(),
             by_position: match self.bench.truth {
-                Some(_) => outcome::by_position(self),
+                Some(_) => outcome::by_position(&self.prepared.cell, |list| {
+                    (0..self.cache.lens()[list]).map(|slot| self.cache.origin(list, slot)).collect()
+                }),
                 None => Vec::new(),
             },
         }
@@ -198,7 +183,7 @@ impl Session<'_> {
         let mut total_ns = 0;
         for (layer, lse) in lse.chunks_mut(shape.rows()).enumerate() {
             let sequences = layer * cell.batch..(layer + 1) * cell.batch;
-            let kv = Layer { cache: &self.cache, first: sequences.start };
+            let kv = Sequences { cache: &self.cache, first: sequences.start, step: 1 };
             let call = Forward { shape, params: cell.params(), q: q.sequences(sequences), kv: &kv, cpu: bench.cpu };
             bench.poison(&mut outputs);
             let (layer_ns, result) = timed(|| kernel.forward(&call, &mut outputs, &mut workspace));

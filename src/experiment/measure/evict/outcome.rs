@@ -1,9 +1,12 @@
 //! What an eviction came to: bytes, who stayed where, and what that did to the results.
 
 use super::late::{Late, needle_recall};
-use super::{Kept, Session, judging};
-use crate::experiment::measure::{Prepared, Truth, TurnError};
+use crate::cache::CacheShape;
+use crate::experiment::cell::Cell;
+use crate::experiment::measure::{Truth, TurnError};
 use crate::experiment::record::{Eviction, Step};
+use crate::policy::Policy;
+use crate::workload::Workload;
 use std::collections::BTreeMap;
 
 /// Stretches of the context in which kept tokens are counted.
@@ -12,12 +15,34 @@ const STRETCHES: usize = 64;
 /// Moments of decoding that a record tells at most.
 const MOMENTS: usize = 128;
 
+/// What a turn was asked to do and what it came to, whichever device it ran on.
+pub(in crate::experiment::measure) struct Evicted<'a> {
+    pub cell: &'a Cell,
+    pub policy: Option<&'a Policy>,
+    pub budget_tokens: usize,
+    pub cache: CacheShape,
+    /// Most pages in use at one moment.
+    pub most_pages: usize,
+    pub evicted_tokens: u64,
+    pub tie_rate: f64,
+    pub workload: &'a Workload,
+}
+
+/// What stayed after prefill.
+pub(in crate::experiment::measure) struct Kept {
+    pub lens: Vec<usize>,
+    /// KV bytes of pages in use.
+    pub kv_bytes_live: u64,
+    /// Fraction of each stretch of the context that stayed, for each list of the first sequence.
+    pub by_position: Vec<Vec<f32>>,
+}
+
 /// Refuses a policy that evicted nothing, or did not meet its budget; one that reads a part must have read less.
-pub(super) fn check(session: &Session<'_>, kept: &Kept, late: &Late) -> Result<(), TurnError> {
-    let (cell, prepared) = (&session.prepared.cell, session.prepared);
+pub(in crate::experiment::measure) fn check(evicted: &Evicted<'_>, kept: &Kept, late: &Late) -> Result<(), TurnError> {
+    let cell = evicted.cell;
     let Some(budget) = &cell.budget else { return Ok(()) };
     let context = cell.context_tokens;
-    if prepared.policy.as_ref().is_some_and(|policy| policy.reader.is_some()) {
+    if evicted.policy.is_some_and(|policy| policy.reader.is_some()) {
         if late.read_bytes < late.all_bytes {
             return Ok(());
         }
@@ -26,12 +51,12 @@ pub(super) fn check(session: &Session<'_>, kept: &Kept, late: &Late) -> Result<(
             late.read_bytes, late.all_bytes
         )));
     }
-    if session.evicted_tokens == 0 {
+    if evicted.evicted_tokens == 0 {
         return Err(TurnError::Failed(format!(
             "the policy evicted nothing: a budget of {budget} against a context of {context} tokens"
         )));
     }
-    let (tokens, wanted) = (kept.lens.iter().sum::<usize>(), prepared.budget_tokens * kept.lens.len());
+    let (tokens, wanted) = (kept.lens.iter().sum::<usize>(), evicted.budget_tokens * kept.lens.len());
     if tokens != wanted {
         return Err(TurnError::Failed(format!(
             "the budget was not met: {tokens} tokens stayed in {} lists, {budget} allows {wanted}",
@@ -42,15 +67,20 @@ pub(super) fn check(session: &Session<'_>, kept: &Kept, late: &Late) -> Result<(
 }
 
 /// What a reader should know before trusting the numbers.
-pub(super) fn warnings(prepared: &Prepared) -> Option<String> {
-    let window = judging(prepared)?.scorer.as_ref()?.protect(prepared.budget_tokens).window;
-    let budget = prepared.budget_tokens;
+pub(in crate::experiment::measure) fn warnings(evicted: &Evicted<'_>) -> Option<String> {
+    let budget = evicted.budget_tokens;
+    let window = evicted.policy?.scorer.as_ref()?.protect(budget).window;
     (window >= budget)
         .then(|| format!("the policy's window of {window} recent tokens takes the whole budget of {budget} tokens"))
 }
 
-pub(super) fn eviction(session: &Session<'_>, kept: &Kept, late: &Late, truth: &Truth) -> Eviction {
-    let (cell, shape) = (&session.prepared.cell, *session.cache.shape());
+pub(in crate::experiment::measure) fn eviction(
+    evicted: &Evicted<'_>,
+    kept: &Kept,
+    late: &Late,
+    truth: &Truth,
+) -> Eviction {
+    let (cell, shape) = (evicted.cell, evicted.cache);
     let context = cell.context_tokens;
     let lists_of_layer = cell.batch * cell.kv_heads;
     let fullest = kept.lens.chunks(lists_of_layer).map(|lens| lens.iter().copied().max().unwrap_or(0));
@@ -61,27 +91,30 @@ pub(super) fn eviction(session: &Session<'_>, kept: &Kept, late: &Late, truth: &
     });
     let masses = truth.at.iter().zip(&truth.rows).map(|(&at, dense)| late.mass_kept(cell, at, dense));
     Eviction {
-        budget_tokens: session.prepared.budget_tokens,
+        budget_tokens: evicted.budget_tokens,
         kept_fraction: kept.lens.iter().sum::<usize>() as f64 / (shape.lists() * context) as f64,
-        evicted_tokens: session.evicted_tokens,
+        evicted_tokens: evicted.evicted_tokens,
         kv_bytes_dense: (shape.lists() * shape.pages(context)) as u64 * shape.page_bytes(),
         kv_bytes_live: kept.kv_bytes_live,
-        kv_bytes_peak: session.cache.most_pages() as u64 * shape.page_bytes(),
-        needle_recall: needle_recall(cell, session.bench, late),
+        kv_bytes_peak: evicted.most_pages as u64 * shape.page_bytes(),
+        needle_recall: needle_recall(cell, evicted.workload, late),
         attention_mass_kept: masses.sum::<f64>() / truth.at.len() as f64,
-        tie_rate: session.tie_rate,
+        tie_rate: evicted.tie_rate,
         kv_bytes_read: late.read_bytes / cell.new_tokens as u64,
         kv_bytes_padded: padded as u64 * shape.page_bytes(),
         kept_by_head: kept_by_head.collect(),
         kept_by_position: kept.by_position.clone(),
-        drift_by_head: drift_by_head(session, late, truth),
-        steps: steps(session, late, truth),
+        drift_by_head: drift_by_head(cell, late, truth),
+        steps: steps(cell, late, truth),
     }
 }
 
 /// Fraction of each stretch of the context that stayed in each list of the first sequence, lowest layer first.
-pub(super) fn by_position(session: &Session<'_>) -> Vec<Vec<f32>> {
-    let (cell, cache) = (&session.prepared.cell, &session.cache);
+/// `positions(list)` are those of a list's tokens in the context.
+pub(in crate::experiment::measure) fn by_position(
+    cell: &Cell,
+    positions: impl Fn(usize) -> Vec<usize>,
+) -> Vec<Vec<f32>> {
     let (context, stretches) = (cell.context_tokens, STRETCHES.min(cell.context_tokens));
     let stretch = |position: usize| position * stretches / context;
     let mut tokens = vec![0f32; stretches];
@@ -89,9 +122,9 @@ pub(super) fn by_position(session: &Session<'_>) -> Vec<Vec<f32>> {
     let lists = (0..cell.layers).flat_map(|layer| (0..cell.kv_heads).map(move |head| (layer, head)));
     lists
         .map(|(layer, head)| {
-            let list = cache.list(layer * cell.batch, head);
             let mut kept = vec![0f32; stretches];
-            (0..cache.lens()[list]).for_each(|slot| kept[stretch(cache.origin(list, slot))] += 1.0);
+            let here = positions(layer * cell.batch * cell.kv_heads + head);
+            here.into_iter().for_each(|position| kept[stretch(position)] += 1.0);
             // Three digits are more than a picture shows.
             kept.iter().zip(&tokens).map(|(kept, all)| (kept / all * 1000.0).round() / 1000.0).collect()
         })
@@ -118,8 +151,7 @@ impl Distance {
     }
 }
 
-fn drift_by_head(session: &Session<'_>, late: &Late, truth: &Truth) -> Vec<Vec<f64>> {
-    let cell = &session.prepared.cell;
+fn drift_by_head(cell: &Cell, late: &Late, truth: &Truth) -> Vec<Vec<f64>> {
     let mut heads = vec![Distance::default(); cell.layers * cell.q_heads];
     for (&at, dense) in truth.at.iter().zip(&truth.rows) {
         heads[at[0] / cell.batch * cell.q_heads + at[1]].add(late.o(cell, at), &dense.o);
@@ -128,8 +160,7 @@ fn drift_by_head(session: &Session<'_>, late: &Late, truth: &Truth) -> Vec<Vec<f
 }
 
 /// The checked decode steps, or evenly many of them.
-fn steps(session: &Session<'_>, late: &Late, truth: &Truth) -> Vec<Step> {
-    let cell = &session.prepared.cell;
+fn steps(cell: &Cell, late: &Late, truth: &Truth) -> Vec<Step> {
     let mut tokens: BTreeMap<usize, (Distance, f64, usize)> = BTreeMap::new();
     for (&at, dense) in truth.at.iter().zip(&truth.rows) {
         let (distance, mass, rows) = tokens.entry(at[2]).or_default();

@@ -1,0 +1,172 @@
+// A paged cache in a GPU's memory changes: tokens arrive, those that stay move together, pages move out of slabs that are
+// given back, keys turn to other positions (src/cache/cuda/).
+//
+// Compaction is in place. Slots that stay ascend, so a token never moves back: the slot it goes to is at most the one it
+// comes from. One block moves all rows of a list, a batch at a time: it reads a batch into registers, waits for all its
+// threads, and writes it. What a batch overwrites lies before everything that later batches read, so that these need not
+// wait for it.
+//
+// Versions
+//   1  16 bytes per thread and access where rows allow it. A block for each list and part: few long lists do not fill a
+//      GPU. Not timed on a GPU yet.
+//
+// Compile with -DELEMENT=F32|BF16|F16 -DHEAD_DIM=1..256.
+//   append_tokens   grid (ceil(count / 32), lists), 128 threads
+//   keep_slots      grid (lists, 4), 256 threads: keys, values, positions, attention
+//   move_pages      grid (pages, 2), 128 threads: keys, values
+//   turn_keys       grid (ceil(longest / 32), lists), 128 threads
+//   add_columns     grid (ceil(width / 256), lists), 256 threads
+//   take_tokens     grid (ceil(count / 32), heads), 128 threads
+#include "lists.cuh"
+
+// Tokens that come, `count` for each list.
+struct Arrival {
+    const void *k, *v; // [lists, length, D]
+    int length, first; // tokens first..first + count of these
+    int count;
+    int unused;        // so that no byte of the struct is padding
+};
+
+// Slots that stay.
+struct Keeping {
+    const u32 *slots;  // [lists, width], ascending
+    const int *counts; // [lists]
+    int width;
+    int unused;
+};
+
+struct Moves {
+    const u32 *from, *to; // numbers of pages
+};
+
+struct Turning {
+    const double *turns_per_token; // [D / 2], of each pair of channels
+};
+
+struct Received {
+    const float *columns; // [lists, width]
+    int width;
+    int unused;
+};
+
+// Tokens of a dense tensor as a tensor of their own.
+struct Slice {
+    const void *from; // [.., length, D]
+    void *to;         // [heads, count, D]
+    int first_head;   // of `from`
+    int length, first, count;
+};
+
+namespace {
+
+constexpr int UNIT_BYTES = KV_ROW_BYTES % 16 == 0 ? 16 : KV_ROW_BYTES % 8 == 0 ? 8 : KV_ROW_BYTES % 4 == 0 ? 4 : 2;
+constexpr int UNITS = KV_ROW_BYTES / UNIT_BYTES;
+
+template <int Bytes> struct Bits;
+template <> struct Bits<2> { u16 x; };
+template <> struct Bits<4> { u32 x; };
+template <> struct alignas(8) Bits<8> { u32 x[2]; };
+template <> struct alignas(16) Bits<16> { u32 x[4]; };
+using Unit = Bits<UNIT_BYTES>;
+
+DEVICE Unit *units_of_slot(const Lists &l, int list, int slot, int part) {
+    return reinterpret_cast<Unit *>(row_of_slot(l, list, slot, part));
+}
+
+// Moves `units` of each row that stays to its place: `place(slot)` is where a slot's row begins.
+template <class Bits, int Units, class Place> DEVICE void keep_rows(const u32 *slots, int count, Place place) {
+    constexpr int THREADS = 256, EACH = 4;
+    const int all = count * Units;
+    for (int start = 0; start < all; start += THREADS * EACH) {
+        Bits held[EACH] = {}; // without values they spill on sm_100 (NVRTC 13.0)
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            const int at = start + i * THREADS + threadIdx.x;
+            if (at < all) held[i] = place(slots[at / Units])[at % Units];
+        }
+        block_sync(); // the batch is read
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            const int at = start + i * THREADS + threadIdx.x;
+            if (at < all) place(at / Units)[at % Units] = held[i];
+        }
+    }
+}
+
+} // namespace
+
+KERNEL(128) append_tokens(ARGUMENT Lists l, ARGUMENT Arrival a) {
+    const int list = blockIdx.y, len = l.pages.lens[list], first = blockIdx.x * 32, end = least(first + 32, a.count);
+    for (int at = first * UNITS + threadIdx.x; at < end * UNITS; at += 128) {
+        const int token = at / UNITS, unit = at % UNITS;
+        const long long from = ((long long)list * a.length + a.first + token) * UNITS + unit;
+        units_of_slot(l, list, len + token, 0)[unit] = static_cast<const Unit *>(a.k)[from];
+        units_of_slot(l, list, len + token, 1)[unit] = static_cast<const Unit *>(a.v)[from];
+    }
+    const int token = first + threadIdx.x;
+    if (threadIdx.x < 32 && token < end) {
+        const long long at = (long long)list * l.stride + len + token;
+        l.positions[at] = a.first + token;
+        if (l.attention) l.attention[at] = 0.0f;
+    }
+}
+
+KERNEL(256) keep_slots(ARGUMENT Lists l, ARGUMENT Keeping k) {
+    const int list = blockIdx.x, part = blockIdx.y, count = k.counts[list];
+    if (count == l.pages.lens[list]) return;
+    const u32 *const slots = k.slots + (long long)list * k.width;
+    if (part < 2) {
+        keep_rows<Unit, UNITS>(slots, count, [&](int slot) { return units_of_slot(l, list, slot, part); });
+    } else if (part == 2) {
+        keep_rows<int, 1>(slots, count, [&](int slot) { return l.positions + (long long)list * l.stride + slot; });
+    } else if (l.attention) {
+        keep_rows<float, 1>(slots, count, [&](int slot) { return l.attention + (long long)list * l.stride + slot; });
+    }
+}
+
+KERNEL(128) move_pages(ARGUMENT Lists l, ARGUMENT Moves m) {
+    const Pages &g = l.pages;
+    auto units_of = [&](u32 page) {
+        const long long index = (page & ((1u << g.shift) - 1)) + (blockIdx.y ? g.slab_pages : 0);
+        return reinterpret_cast<Unit *>(g.slabs[page >> g.shift]) + index * g.page_tokens * UNITS;
+    };
+    const Unit *const from = units_of(m.from[blockIdx.x]);
+    Unit *const to = units_of(m.to[blockIdx.x]);
+    for (int i = threadIdx.x; i < g.page_tokens * UNITS; i += 128) to[i] = from[i];
+}
+
+// A warp for each key; a lane has both channels of its pairs.
+KERNEL(128) turn_keys(ARGUMENT Lists l, ARGUMENT Turning t) {
+    const int list = blockIdx.y, end = least((blockIdx.x + 1) * 32, l.pages.lens[list]), lane = threadIdx.x % 32;
+    for (int slot = blockIdx.x * 32 + threadIdx.x / 32; slot < end; slot += 4) {
+        int *const position = l.positions + (long long)list * l.stride + slot;
+        const int by = slot - *position;
+        if (by != 0) {
+            unsigned char *const key = row_of_slot(l, list, slot, 0);
+            for (int pair = lane; pair < HEAD_DIM / 2; pair += 32) {
+                // In f64, and without whole turns: in f32 the angle of a far token would be off by hundredths.
+                const double exact = by * t.turns_per_token[pair];
+                const float turns = float(exact - nearest_whole(exact));
+                const float sine = sine_of_turns(turns), cosine = cosine_of_turns(turns);
+                const float x = element<ELEMENT>(key, pair), y = element<ELEMENT>(key, HEAD_DIM / 2 + pair);
+                store<ELEMENT>(key, pair, x * cosine - y * sine);
+                store<ELEMENT>(key, HEAD_DIM / 2 + pair, y * cosine + x * sine);
+            }
+        }
+        warp_sync(); // all lanes have read the position
+        if (lane == 0) *position = slot;
+    }
+}
+
+KERNEL(256) add_columns(ARGUMENT Lists l, ARGUMENT Received r) {
+    const int slot = blockIdx.x * 256 + threadIdx.x, list = blockIdx.y;
+    if (slot < l.pages.lens[list]) l.attention[(long long)list * l.stride + slot] += r.columns[(long long)list * r.width + slot];
+}
+
+KERNEL(128) take_tokens(ARGUMENT Slice s) {
+    const int first = blockIdx.x * 32 * UNITS, end = least((blockIdx.x + 1) * 32, s.count) * UNITS;
+    const Unit *const from =
+        static_cast<const Unit *>(s.from) + ((long long)(s.first_head + blockIdx.y) * s.length + s.first) * UNITS;
+    Unit *const to = static_cast<Unit *>(s.to) + (long long)blockIdx.y * s.count * UNITS;
+    for (int at = first + threadIdx.x; at < end; at += 128) to[at] = from[at];
+}

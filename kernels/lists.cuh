@@ -1,0 +1,73 @@
+// The cached tokens of each (sequence, KV head), in pages: what the kernels of eviction policies read and change.
+//
+// src/device/cuda/lists.rs has the same structs with the same fields. A list's page `i` holds its slots from
+// `i * page_tokens` on (pages.cuh).
+#pragma once
+#include "pages.cuh"
+
+struct Lists {
+    Pages pages;
+    int *positions;    // [lists, stride]: where each token stood in its sequence
+    float *attention;  // [lists, stride]: attention that each token received so far; null: not kept
+    int heads;         // Hkv
+    int stride;        // tokens that one list can hold
+};
+
+// Queries that have seen the lists, and how the probabilities that they give a key become one number.
+struct Observers {
+    const void *q;    // [B, Hq, length, D], of which q_len from q_first on are the queries
+    const float *lse; // [B, Hq, q_len], natural logarithm
+    float *columns;   // [lists, width]
+    int q_heads, q_len;
+    int length, q_first;
+    int first, end;   // the queries that are asked, of 0..q_len
+    int causal, window;
+    int width;        // at least the longest list; entries past the end of a list become 0
+    int group;        // over the query heads of a KV head: 0 mean, 1 sum, 2 largest
+    float scale, softcap;
+};
+
+constexpr int KV_ROW_BYTES = HEAD_DIM * (ELEMENT == F32 ? 4 : 2);
+
+// The key (part 0) or the value (part 1) of a slot.
+DEVICE unsigned char *row_of_slot(const Lists &l, int list, int slot, int part) {
+    const Pages &g = l.pages;
+    const int page_bytes = g.page_tokens * KV_ROW_BYTES;
+    const unsigned char *keys = page_keys(g, list, slot / g.page_tokens, page_bytes);
+    const unsigned char *row = keys + part * to_values(g, page_bytes) + slot % g.page_tokens * KV_ROW_BYTES;
+    return const_cast<unsigned char *>(row); // slabs are memory that may be written
+}
+
+// What `visible` and `Logits` ask of a problem.
+DEVICE Problem problem_of(const Observers &o) {
+    Problem p{};
+    p.q_len = o.q_len, p.causal = o.causal, p.window = o.window, p.scale = o.scale, p.softcap = o.softcap;
+    return p;
+}
+
+// The asked queries that can see one of the `count` keys from `key0` on, of a list of `len`.
+DEVICE Span observers_of(const Observers &o, int key0, int count, int len) {
+    Span rows = {o.first, o.end};
+    if (o.causal || o.window) rows.first = most(rows.first, key0 + o.q_len - len);
+    if (o.window) rows.end = least(rows.end, key0 + count + o.window - 1 + o.q_len - len);
+    return rows;
+}
+
+// Reductions over queries, as the macro QUERIES names them.
+#define SUM 0
+#define MAX 1
+#define COUNT_BELOW_EVEN 2
+
+// Less than an even share of a query's attention, by more than rounding.
+DEVICE float even_share(const Span &seen) { return (1.0f - 1e-5f) / float(most(1, seen.end - seen.first)); }
+
+// Takes the probability `p` that a query which sees the key gives it into `part`.
+template <int Queries> DEVICE void take_in(float &part, float p, float even) {
+    if constexpr (Queries == SUM) part += p;
+    if constexpr (Queries == MAX) part = larger(part, p);
+    if constexpr (Queries == COUNT_BELOW_EVEN) part += p < even ? 1.0f : 0.0f;
+}
+
+template <int Queries> DEVICE float join_parts(float a, float b) { return Queries == MAX ? larger(a, b) : a + b; }
+
+DEVICE float join_heads(const Observers &o, float all, float of_head) { return o.group == 2 ? larger(all, of_head) : all + of_head; }

@@ -1,0 +1,338 @@
+//! The paged KV cache in a GPU's memory: the GPU holds pages, tables and positions, the host decides which page is whose.
+//!
+//! It is [`crate::cache`]'s cache, with the same [`CacheShape`] and the same labels in the arena, and eviction gives
+//! whole slabs back to the GPU. Kernels (`kernels/compact.cu`) append, compact and turn keys; of tokens nothing comes to
+//! the host. Lists share no pages here, and tokens carry their position and, where asked for, attention: other
+//! [`Column`]s are refused. Positions are plain arrays as long as the lists may grow, which eviction does not shorten:
+//! 4 bytes for each place.
+
+mod pool;
+mod tokens;
+
+pub use tokens::take_tokens;
+
+use super::{CacheShape, Column};
+use crate::attention::rope::Frequencies;
+use crate::device::cuda::{
+    Arrival, CudaError, Device, DeviceBuffer, Keeping, Launch, Lists, ListsOperands, Moves, PagedKv, Program, Received,
+    Runtime, Slabs, Source, Turning,
+};
+use crate::memory::{Arena, Label, LabelBytes};
+use pool::{PageId, Pool};
+use std::f64::consts::TAU;
+use std::ops::Range;
+
+const SOURCE: Source = Source { name: "compact.cu", text: include_str!("../../../kernels/compact.cu") };
+/// Pages that one launch moves out of slabs.
+const MOST_MOVES: usize = 1024;
+/// Rows of a block that appends or turns.
+const ROWS: usize = 32;
+
+/// A cache of keys and values in a GPU's memory, one list of pages per (sequence, KV head).
+pub struct DeviceCache {
+    shape: CacheShape,
+    pool: Pool,
+    /// `[lists, table_width]`, as the GPU has them.
+    table: Vec<PageId>,
+    lens: Vec<usize>,
+    pages_there: DeviceBuffer,
+    lens_there: DeviceBuffer,
+    positions: DeviceBuffer,
+    attention: Option<DeviceBuffer>,
+    moves: DeviceBuffer,
+    /// Turns per token of each pair of channels, once keys were turned.
+    turns: Option<DeviceBuffer>,
+    arena: Arena,
+}
+
+impl DeviceCache {
+    /// An empty cache.
+    ///
+    /// # Errors
+    /// When the arena or the GPU has no room, or tokens are to carry a column that is not kept on a GPU.
+    pub fn new(device: &Device, arena: &Arena, shape: CacheShape) -> Result<Self, CudaError> {
+        if let Some(column) = shape.columns.iter().find(|&&column| column != Column::Attention) {
+            return Err(CudaError::Operand(format!("a cache in a GPU's memory keeps attention, not {column:?}")));
+        }
+        let (lists, width) = (shape.lists(), shape.pages(shape.max_tokens));
+        let numbers = |label, count: usize| device.alloc(arena, label, 4 * count as u64);
+        let places = lists * shape.max_tokens;
+        Ok(DeviceCache {
+            shape,
+            pool: Pool::new(device, arena, shape)?,
+            table: vec![0; lists * width],
+            lens: vec![0; lists],
+            pages_there: numbers(Label::PageTable, lists * width)?,
+            lens_there: numbers(Label::PageTable, lists)?,
+            positions: numbers(Label::Metadata, places)?,
+            attention: (!shape.columns.is_empty()).then(|| numbers(Label::Policy, places)).transpose()?,
+            moves: numbers(Label::PageTable, 2 * MOST_MOVES)?,
+            turns: None,
+            arena: arena.clone(),
+        })
+    }
+
+    /// Bytes by label of a cache whose lists hold `lens` tokens and that had at most `most_pages` pages in use at any
+    /// moment since the last release: what the arena will show, as long as no keys were turned.
+    pub fn bytes(shape: &CacheShape, lens: impl IntoIterator<Item = usize>, most_pages: usize) -> LabelBytes {
+        let (tokens, pages) =
+            lens.into_iter().fold((0, 0), |(tokens, pages), len| (tokens + len, pages + shape.pages(len)));
+        let slabs = most_pages.max(pages).div_ceil(shape.slab_pages()) as u64;
+        let (kv, used) = (tokens as u64 * shape.token_bytes(), pages as u64 * shape.page_bytes());
+        let tables = shape.lists() * shape.pages(shape.max_tokens) + shape.lists() + 2 * MOST_MOVES;
+        let table_bytes = Slabs::table_bytes(pool::most_slabs(shape)) + 4 * tables as u64;
+        let places = (shape.lists() * shape.max_tokens) as u64;
+        LabelBytes::from([
+            (Label::Kv, kv),
+            (Label::KvFragmentation, used - kv),
+            (Label::KvSlack, slabs * shape.slab_pages() as u64 * shape.page_bytes() - used),
+            (Label::PageTable, table_bytes),
+            (Label::Metadata, 4 * places),
+            (Label::Policy, 4 * places * shape.columns.len() as u64),
+        ])
+    }
+
+    /// What the cache holds.
+    pub fn shape(&self) -> &CacheShape {
+        &self.shape
+    }
+
+    /// Tokens in each list, `[B * Hkv]`.
+    pub fn lens(&self) -> &[usize] {
+        &self.lens
+    }
+
+    /// Tokens of the longest list.
+    pub fn max_len(&self) -> usize {
+        self.lens.iter().copied().max().unwrap_or(0)
+    }
+
+    /// Pages in use.
+    pub fn pages(&self) -> usize {
+        self.pool.pages()
+    }
+
+    /// Most pages that were in use at any moment so far.
+    pub fn most_pages(&self) -> usize {
+        self.pool.most_pages()
+    }
+
+    /// Appends the tokens `range` of `k` and `v` `[B, Hkv, length, D]` to every list; a token's position is its index.
+    /// Returns the GPU's time in nanoseconds.
+    ///
+    /// # Errors
+    /// When there is no room, [`CudaError::Operand`] when a list would grow past `max_tokens`, and as
+    /// [`Runtime::module`].
+    pub fn append(
+        &mut self,
+        runtime: &Runtime,
+        [k, v]: [&DeviceBuffer; 2],
+        length: usize,
+        range: Range<usize>,
+    ) -> Result<u64, CudaError> {
+        let (lists, count) = (self.shape.lists(), range.len());
+        let longest = self.max_len() + count;
+        if longest > self.shape.max_tokens {
+            let most = self.shape.max_tokens;
+            return Err(CudaError::Operand(format!("a list of {longest} tokens; the cache was made for {most}")));
+        }
+        let row_bytes = (self.shape.token_bytes() / 2) as usize;
+        let arrival = Arrival::new([k, v], lists, length, row_bytes, range)?;
+        let wanted = |len: usize| self.shape.pages(len + count) - self.shape.pages(len);
+        self.pool.reserve(runtime.device(), self.lens.iter().map(|&len| wanted(len)).sum())?;
+        let width = self.table_width();
+        for list in 0..lists {
+            for index in self.shape.pages(self.lens[list])..self.shape.pages(self.lens[list] + count) {
+                self.table[list * width + index] = self.pool.take();
+            }
+        }
+        self.pages_there.write(bytemuck::cast_slice(&self.table))?;
+        let ns = self.run(runtime, "append_tokens", [count.div_ceil(ROWS), lists, 1], 128, &arrival)?;
+        self.lens.iter_mut().for_each(|len| *len += count);
+        self.tell()?;
+        Ok(ns)
+    }
+
+    /// Keeps `counts[list]` tokens of each list: those whose slots stand, ascending, at the front of its part of `slots`
+    /// `[lists, width]`; `counts_there` are the same numbers on the GPU. Pages behind them are free then. Returns the
+    /// GPU's time in nanoseconds.
+    ///
+    /// # Errors
+    /// [`CudaError::Operand`] when a list has fewer tokens than are to stay, and as [`Runtime::module`].
+    pub fn keep(
+        &mut self,
+        runtime: &Runtime,
+        slots: &DeviceBuffer,
+        width: usize,
+        counts: &[usize],
+        counts_there: &DeviceBuffer,
+    ) -> Result<u64, CudaError> {
+        let lists = self.shape.lists();
+        if counts.len() != lists || counts.iter().zip(&self.lens).any(|(count, len)| count > len) {
+            return Err(CudaError::Operand(format!("{counts:?} tokens to keep of {:?}", self.lens)));
+        }
+        let keeping = Keeping::new(slots, counts_there, lists, width)?;
+        let parts = if self.attention.is_some() { 4 } else { 3 };
+        let ns = self.run(runtime, "keep_slots", [lists, parts, 1], 256, &keeping)?;
+        for (table, (&count, &len)) in self.table.chunks(self.table_width()).zip(counts.iter().zip(&self.lens)) {
+            let emptied = &table[self.shape.pages(count)..self.shape.pages(len)];
+            emptied.iter().for_each(|&page| self.pool.give(page));
+        }
+        self.lens.copy_from_slice(counts);
+        self.tell()?;
+        Ok(ns)
+    }
+
+    /// Gives slabs that no page needs back to the GPU, moving pages together where that empties one. Returns the GPU's
+    /// time in nanoseconds.
+    ///
+    /// # Errors
+    /// As [`Runtime::module`].
+    pub fn release(&mut self, runtime: &Runtime) -> Result<u64, CudaError> {
+        let width = self.table_width();
+        let in_use: Vec<usize> = (0..self.shape.lists())
+            .flat_map(|list| (0..self.shape.pages(self.lens[list])).map(move |index| list * width + index))
+            .collect();
+        let spare = self.pool.spare(in_use.iter().map(|&at| self.table[at]));
+        if spare.is_empty() {
+            return Ok(0);
+        }
+        let mut ns = 0;
+        let moves: Vec<(PageId, PageId)> = spare.moves.iter().map(|(&from, &to)| (from, to)).collect();
+        for moves in moves.chunks(MOST_MOVES) {
+            let mut numbers = vec![0; 2 * MOST_MOVES];
+            for (index, &(from, to)) in moves.iter().enumerate() {
+                (numbers[index], numbers[MOST_MOVES + index]) = (from, to);
+            }
+            self.moves.write(bytemuck::cast_slice(&numbers))?;
+            let moving = Moves::new(&self.moves, MOST_MOVES)?;
+            ns += self.run(runtime, "move_pages", [moves.len(), 2, 1], 128, &moving)?;
+        }
+        for at in in_use {
+            self.table[at] = spare.moves.get(&self.table[at]).copied().unwrap_or(self.table[at]);
+        }
+        self.pages_there.write(bytemuck::cast_slice(&self.table))?;
+        self.pool.drop_slabs(&spare)?;
+        Ok(ns)
+    }
+
+    /// Turns the keys of all lists from their positions to `0 .. len`, in place, and makes these the positions, as
+    /// [`super::PagedCache::rerotate`]. Returns the GPU's time in nanoseconds.
+    ///
+    /// # Errors
+    /// When there is no room for the frequencies (8 bytes for each pair of channels, labelled `policy`), and as
+    /// [`Runtime::module`].
+    pub fn rerotate(&mut self, runtime: &Runtime, rope: &Frequencies) -> Result<u64, CudaError> {
+        let pairs = rope.rad_per_token();
+        if 2 * pairs.len() != self.shape.head_dim {
+            let (found, wanted) = (2 * pairs.len(), self.shape.head_dim);
+            return Err(CudaError::Operand(format!(
+                "RoPE's frequencies are of head dim {found}, the cache of {wanted}"
+            )));
+        }
+        let turns: Vec<f64> = pairs.iter().map(|radians| radians / TAU).collect();
+        let mut there = match self.turns.take() {
+            Some(there) => there,
+            None => runtime.device().alloc(&self.arena, Label::Policy, 8 * turns.len() as u64)?,
+        };
+        there.write(bytemuck::cast_slice(&turns))?;
+        self.turns = Some(there);
+        let turning = Turning::new(self.turns.as_ref().expect("set above"), turns.len())?;
+        let grid = [self.max_len().div_ceil(ROWS), self.shape.lists(), 1];
+        self.run(runtime, "turn_keys", grid, 128, &turning)
+    }
+
+    /// Adds attention `[lists, width]` to what the tokens received. Returns the GPU's time in nanoseconds.
+    ///
+    /// # Errors
+    /// [`CudaError::Operand`] when the cache does not keep attention, and as [`Runtime::module`].
+    pub fn add_attention(&mut self, runtime: &Runtime, columns: &DeviceBuffer, width: usize) -> Result<u64, CudaError> {
+        if self.attention.is_none() || width < self.max_len() {
+            return Err(CudaError::Operand(
+                "a cache that keeps no attention, or columns shorter than its lists".into(),
+            ));
+        }
+        let received = Received::new(columns, [self.shape.lists(), width])?;
+        self.run(runtime, "add_columns", [width.div_ceil(256), self.shape.lists(), 1], 256, &received)
+    }
+
+    /// Positions of the tokens of each list, copied to the host: for what is reported.
+    ///
+    /// # Errors
+    /// [`CudaError::Driver`] when the copy fails.
+    pub fn read_positions(&self) -> Result<Vec<Vec<u32>>, CudaError> {
+        let mut all = vec![0u32; self.shape.lists() * self.shape.max_tokens];
+        self.positions.read(bytemuck::cast_slice_mut(&mut all))?;
+        Ok(all.chunks(self.shape.max_tokens.max(1)).zip(&self.lens).map(|(row, &len)| row[..len].to_vec()).collect())
+    }
+
+    /// Keys (`part` 0) or values (`part` 1) of a list, `[len, D]` in the cache's type, copied to the host: for what is
+    /// reported.
+    ///
+    /// # Errors
+    /// [`CudaError::Driver`] when a copy fails.
+    pub fn read_rows(&self, list: usize, part: usize) -> Result<Vec<u8>, CudaError> {
+        let row_bytes = (self.shape.token_bytes() / 2) as usize;
+        let mut rows = vec![0; self.lens[list] * row_bytes];
+        for (index, rows) in rows.chunks_mut(self.shape.page_tokens * row_bytes).enumerate() {
+            self.pool.read(self.table[list * self.table_width() + index], part, rows)?;
+        }
+        Ok(rows)
+    }
+
+    /// The lists as kernels take them.
+    ///
+    /// # Errors
+    /// [`CudaError::Operand`] when an extent is too large for kernels.
+    pub(crate) fn lists(&self) -> Result<Lists<'_>, CudaError> {
+        Lists::new(&ListsOperands {
+            kv: self.kv(),
+            positions: &self.positions,
+            attention: self.attention.as_ref(),
+            lists: self.shape.lists(),
+            heads: self.shape.kv_heads,
+            stride: self.shape.max_tokens,
+            row_bytes: (self.shape.token_bytes() / 2) as usize,
+        })
+    }
+
+    /// Keys and values as paged attention reads them.
+    pub fn kv(&self) -> PagedKv<'_> {
+        PagedKv {
+            slabs: self.pool.slabs(),
+            table: &self.pages_there,
+            lens: &self.lens_there,
+            slab_pages: self.shape.slab_pages(),
+            shift: self.pool.shift(),
+            page_tokens: self.shape.page_tokens,
+            table_width: self.table_width(),
+        }
+    }
+
+    fn table_width(&self) -> usize {
+        self.shape.pages(self.shape.max_tokens)
+    }
+
+    /// Tells the GPU the lists' lengths, and the arena what its bytes are for.
+    fn tell(&mut self) -> Result<(), CudaError> {
+        let lens: Vec<i32> = self.lens.iter().map(|&len| len as i32).collect();
+        self.pool.tell(self.lens.iter().sum());
+        self.lens_there.write(bytemuck::cast_slice(&lens))
+    }
+
+    /// Runs a function of `compact.cu` over the lists.
+    fn run(
+        &self,
+        runtime: &Runtime,
+        function: &'static str,
+        grid: [usize; 3],
+        threads: u32,
+        argument: &dyn crate::device::cuda::Argument,
+    ) -> Result<u64, CudaError> {
+        let (dtype, head_dim) = (self.shape.dtype, self.shape.head_dim);
+        let program = Program { source: SOURCE, dtype, head_dim, macros: vec![] };
+        let launch = Launch { function, grid, threads, shared_bytes: 0 };
+        let lists = self.lists()?;
+        runtime.device().run(&*runtime.module(&program)?, &[launch], &[&lists, argument])
+    }
+}

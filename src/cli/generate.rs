@@ -1,0 +1,157 @@
+//! `kvsieve generate`: text that follows a prompt, with a full or an evicted cache.
+
+use super::failure::Failure;
+use super::model::ModelArgs;
+use super::output;
+use kvsieve::model::{Decoder, Sampler, Sampling, Text, generate};
+use kvsieve::units;
+use serde::Serialize;
+use std::path::PathBuf;
+
+const EXAMPLES: &str = "\
+The prompt goes through the model, the policy judges it (its budget counts the prompt), and tokens follow one by one until \
+the model ends the text or --max-new-tokens is reached. A policy with '+every:steps=N' goes on judging.\n\n\
+Examples:
+  kvsieve generate --model DIR --prompt 'Once upon a time'
+  kvsieve generate --model DIR --prompt \"$(cat long.txt)\" --policy snapkv --budget 0.25
+  kvsieve generate --model DIR --prompt 'Dear diary' --temperature 0.8 --top-p 0.95 --seed 7 --json -";
+
+/// Let a model continue a text
+#[derive(clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Args {
+    /// Text to continue
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
+    prompt: String,
+    /// Most tokens that follow
+    #[arg(long, value_name = "N", default_value_t = 64, allow_negative_numbers = true)]
+    max_new_tokens: usize,
+    /// What logits are divided by before a token is drawn; 0 takes the likeliest
+    #[arg(long, value_name = "T", default_value_t = 0.0, allow_negative_numbers = true)]
+    temperature: f32,
+    /// Draw from the likeliest tokens that together have this probability
+    #[arg(long, value_name = "P", default_value_t = 1.0, allow_negative_numbers = true)]
+    top_p: f32,
+    #[command(flatten)]
+    model: ModelArgs,
+}
+
+/// What is reported, under the names that records use.
+#[derive(Serialize)]
+struct Report {
+    model: PathBuf,
+    architecture: &'static str,
+    policy: Option<String>,
+    budget: Option<String>,
+    prompt_tokens: usize,
+    new_tokens: usize,
+    weights_dtype: String,
+    dtype: String,
+    temperature: f32,
+    top_p: f32,
+    seed: u64,
+    threads: usize,
+    first_token_ns: u64,
+    /// Median time of a decode step.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    step_ns: Option<u64>,
+    evicted_tokens: u64,
+    weights_bytes: u64,
+    /// Once the prompt was judged.
+    prompt_kv_bytes: u64,
+    kv_bytes_live: u64,
+    peak_bytes: u64,
+    tokens: Vec<u32>,
+    text: String,
+}
+
+pub fn run(args: &Args) -> Result<(), Failure> {
+    let model_args = &args.model;
+    let sampling = sampling(args)?;
+    let writes = model_args.json.as_deref().filter(|path| !output::is_stdout(path)).map(|path| ("--json", path));
+    output::check_files(&[], &writes.into_iter().collect::<Vec<_>>())?;
+    let text = Text::open(&model_args.model)?;
+    let opened = model_args.open()?;
+    let prompt = text.tokens(&args.prompt)?;
+    let setup = model_args.setup(&opened, 1, prompt.len() + args.max_new_tokens, false)?;
+    let mut decoder = Decoder::new(&opened.model, setup, &opened.cpu, &opened.arena)?;
+    if let Some(eviction) = model_args.eviction(&opened) {
+        decoder.evict(eviction, &[prompt.len()])?;
+    }
+    let ends = &opened.model.config.eos;
+    let mut sampler = Sampler::new(sampling);
+    // Text appears as it is written; what a reader of a pipe no longer wants is no error.
+    let (mut shown, mut failed) = (String::new(), Ok(()));
+    let generated = generate(&mut decoder, &prompt, &mut sampler, ends, args.max_new_tokens, |tokens| {
+        let Ok(all) = text.text(tokens) else { return };
+        // A character may need several tokens; until it is whole its text ends in a replacement character.
+        if model_args.json.is_none() && failed.is_ok() && !all.ends_with('\u{fffd}') {
+            if let Some(more) = all.strip_prefix(&shown) {
+                failed = output::print(more);
+            }
+            shown = all;
+        }
+    })?;
+    failed?;
+    let mut steps = generated.step_ns.clone();
+    steps.sort_unstable();
+    let report = Report {
+        model: model_args.model.clone(),
+        architecture: opened.model.config.family.architecture(),
+        policy: model_args.policy.clone(),
+        budget: opened.budget.map(|budget| budget.to_string()),
+        prompt_tokens: prompt.len(),
+        new_tokens: generated.tokens.len(),
+        weights_dtype: opened.model.weights.dtype().to_string(),
+        dtype: setup.kv_dtype.to_string(),
+        temperature: args.temperature,
+        top_p: args.top_p,
+        seed: model_args.seed,
+        threads: opened.cpu.threads(),
+        first_token_ns: generated.first_token_ns,
+        step_ns: steps.get(steps.len() / 2).copied(),
+        evicted_tokens: decoder.evicted_tokens(),
+        weights_bytes: opened.model.weights.bytes(),
+        prompt_kv_bytes: generated.prompt_kv_bytes,
+        kv_bytes_live: decoder.kv_bytes(),
+        peak_bytes: opened.arena.usage().peak_bytes,
+        text: text.text(&generated.tokens)?,
+        tokens: generated.tokens,
+    };
+    match &model_args.json {
+        Some(target) => output::json(target, &report),
+        None => {
+            output::print("\n")?;
+            eprintln!("{}", summary(&report));
+            Ok(())
+        }
+    }
+}
+
+fn sampling(args: &Args) -> Result<Sampling, Failure> {
+    let Args { temperature, top_p, max_new_tokens, .. } = *args;
+    if !(temperature.is_finite() && temperature >= 0.0) {
+        return Err(Failure::usage(format!("--temperature is {temperature}; it must be 0 or more")));
+    }
+    if !(top_p > 0.0 && top_p <= 1.0) {
+        return Err(Failure::usage(format!("--top-p is {top_p}; it must be above 0 and at most 1")));
+    }
+    if max_new_tokens == 0 {
+        return Err(Failure::usage("--max-new-tokens is 0; at least one token follows".into()));
+    }
+    Ok(Sampling { temperature, top_p, seed: args.model.seed })
+}
+
+fn summary(report: &Report) -> String {
+    let bytes = |bytes: u64| units::bytes(bytes);
+    let ms = |ns: u64| ns as f64 / 1e6;
+    let step = report.step_ns.map_or(String::new(), |ns| format!(", {:.2} ms per token", ms(ns)));
+    format!(
+        "{} + {} tokens; first token after {:.1} ms{step}; keys and values {}, peak {}",
+        report.prompt_tokens,
+        report.new_tokens,
+        ms(report.first_token_ns),
+        bytes(report.kv_bytes_live),
+        bytes(report.peak_bytes)
+    )
+}

@@ -1,0 +1,205 @@
+//! `kvsieve logits`: what a model expects next at every token of given sequences, with a full or an evicted cache.
+
+use super::failure::Failure;
+use super::model::{ModelArgs, Opened};
+use super::output;
+use kvsieve::memory::{Buffer, Label};
+use kvsieve::model::{Decoder, ModelError};
+use kvsieve::tensor::file::{self, Output};
+use kvsieve::units;
+use serde::Serialize;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+const EXAMPLES: &str = "\
+Tokens: a JSON object {\"tokens\": [[...], ...]} of sequences, which may differ in length. The output holds logits F32 \
+[B, L, vocab], L being the longest; where sequences differ, rows past the end of a shorter one are zero and len I64 [B] \
+tells how many there are.\n\n\
+With --policy, --evict-after N feeds N tokens of each sequence, lets the policy judge, and feeds the rest as given: the \
+logits behind the N-th token show what the eviction did. The budget counts those N tokens. A policy with '+chunks' judges \
+while it reads, and needs no --evict-after.\n\n\
+Examples:
+  kvsieve logits --model DIR --tokens tokens.json --output logits.safetensors
+  kvsieve logits --model DIR --tokens tokens.json --output evicted.safetensors \\
+      --policy snapkv --budget 0.25 --evict-after 1000";
+
+/// Logits of a model at every token of given sequences
+#[derive(clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Args {
+    /// JSON file with the sequences
+    #[arg(long, value_name = "FILE")]
+    tokens: PathBuf,
+    /// Safetensors file to write: logits
+    #[arg(long, value_name = "FILE")]
+    output: PathBuf,
+    /// Tokens of each sequence after which the policy judges
+    #[arg(
+        long,
+        value_name = "N",
+        requires = "policy",
+        allow_negative_numbers = true,
+        help_heading = "What is evicted"
+    )]
+    evict_after: Option<usize>,
+    #[command(flatten)]
+    model: ModelArgs,
+}
+
+/// What is reported, under the names that records use.
+#[derive(Serialize)]
+struct Report {
+    model: PathBuf,
+    architecture: &'static str,
+    policy: Option<String>,
+    budget: Option<String>,
+    evict_after_tokens: Option<usize>,
+    batch: usize,
+    tokens: usize,
+    chunk_tokens: usize,
+    weights_dtype: String,
+    dtype: String,
+    seed: u64,
+    threads: usize,
+    run_ns: u64,
+    evicted_tokens: u64,
+    weights_bytes: u64,
+    kv_bytes_live: u64,
+    peak_bytes: u64,
+}
+
+pub fn run(args: &Args) -> Result<(), Failure> {
+    let model_args = &args.model;
+    let mut writes = vec![("--output", args.output.as_path())];
+    writes.extend(model_args.json.as_deref().filter(|path| !output::is_stdout(path)).map(|path| ("--json", path)));
+    output::check_files(&[("--tokens", args.tokens.as_path())], &writes)?;
+    let sequences = sequences(&args.tokens)?;
+    let opened = model_args.open()?;
+    check_eviction(args, &opened, &sequences)?;
+    let lens: Vec<usize> = sequences.iter().map(Vec::len).collect();
+    let longest = lens.iter().copied().max().unwrap_or(0);
+    let setup = model_args.setup(&opened, sequences.len(), longest, true)?;
+    let vocab = opened.model.config.vocab;
+    let (arena, cpu) = (&opened.arena, &opened.cpu);
+    let mut logits: Buffer<f32> = arena.alloc(Label::Activations, sequences.len() * longest * vocab)?;
+    let mut decoder = Decoder::new(&opened.model, setup, cpu, arena)?;
+    let after = |len: usize| args.evict_after.unwrap_or(len);
+    if let Some(eviction) = model_args.eviction(&opened) {
+        decoder.evict(eviction, &lens.iter().map(|&len| after(len)).collect::<Vec<_>>())?;
+    }
+    let mut wrong = None;
+    let mut store = |from: usize, sequence: usize, place: usize, row: &[f32]| {
+        if let Some(token) = row.iter().position(|logit| !logit.is_finite()) {
+            wrong.get_or_insert(ModelError::Logit { logit: row[token], token: token as u32 });
+        }
+        logits[(sequence * longest + from + place) * vocab..][..vocab].copy_from_slice(row);
+    };
+    let start = Instant::now();
+    let (first, rest): (Vec<&[u32]>, Vec<&[u32]>) =
+        sequences.iter().map(|tokens| tokens.split_at(after(tokens.len()))).unzip();
+    decoder.prefill(&first, |sequence, place, row| store(0, sequence, place, row))?;
+    decoder.follow(&rest, |sequence, place, row| store(first[sequence].len(), sequence, place, row))?;
+    let run_ns = start.elapsed().as_nanos() as u64;
+    if let Some(wrong) = wrong {
+        return Err(wrong.into());
+    }
+
+    let lens_i64: Vec<i64> = lens.iter().map(|&len| len as i64).collect();
+    let mut outputs = vec![Output::f32("logits", vec![sequences.len(), longest, vocab], &logits)];
+    if lens.iter().any(|&len| len != longest) {
+        outputs.push(Output::i64("len", vec![lens.len()], &lens_i64));
+    }
+    file::write(&args.output, &outputs)?;
+    let report = Report {
+        model: model_args.model.clone(),
+        architecture: opened.model.config.family.architecture(),
+        policy: model_args.policy.clone(),
+        budget: opened.budget.map(|budget| budget.to_string()),
+        evict_after_tokens: args.evict_after,
+        batch: sequences.len(),
+        tokens: lens.iter().sum(),
+        chunk_tokens: setup.chunk_tokens,
+        weights_dtype: opened.model.weights.dtype().to_string(),
+        dtype: setup.kv_dtype.to_string(),
+        seed: model_args.seed,
+        threads: cpu.threads(),
+        run_ns,
+        evicted_tokens: decoder.evicted_tokens(),
+        weights_bytes: opened.model.weights.bytes(),
+        kv_bytes_live: decoder.kv_bytes(),
+        peak_bytes: arena.usage().peak_bytes,
+    };
+    match &model_args.json {
+        Some(target) => output::json(target, &report),
+        None => output::print(&summary(&report)),
+    }
+}
+
+/// Refuses an eviction that no logits would see, or that comes after the end of a sequence.
+fn check_eviction(args: &Args, opened: &Opened, sequences: &[Vec<u32>]) -> Result<(), Failure> {
+    let shortest = sequences.iter().map(Vec::len).min().unwrap_or(0);
+    if let Some(after) = args.evict_after.filter(|after| !(1..=shortest).contains(after)) {
+        return Err(Failure::usage(format!(
+            "--evict-after is {after}; the shortest sequence has {shortest} tokens, so it must be 1 to {shortest}"
+        )));
+    }
+    let evicts = opened.policy.as_ref().filter(|policy| policy.scorer.is_some());
+    if evicts.is_some_and(|policy| policy.schedule.chunk_tokens.is_none()) && args.evict_after.is_none() {
+        return Err(Failure::usage(
+            "the policy would judge after the last token, where no logits see it; give --evict-after N, or '+chunks'"
+                .into(),
+        ));
+    }
+    Ok(())
+}
+
+/// The sequences of a JSON file.
+fn sequences(path: &Path) -> Result<Vec<Vec<u32>>, Failure> {
+    let shown = path.display();
+    let wrong =
+        |reason: String| Failure::usage(format!("'{shown}': {reason}; {{\"tokens\": [[1, 2, ...], ...]}} is needed"));
+    let text =
+        std::fs::read_to_string(path).map_err(|error| Failure::usage(format!("cannot read '{shown}': {error}")))?;
+    let json: serde_json::Value =
+        serde_json::from_str(&text).map_err(|error| wrong(format!("it is not JSON: {error}")))?;
+    let all = json.get("tokens").and_then(|tokens| tokens.as_array());
+    let all = all.ok_or_else(|| wrong("it has no list 'tokens'".into()))?;
+    if all.is_empty() {
+        return Err(wrong("'tokens' is empty".into()));
+    }
+    let sequence = |(index, tokens): (usize, &serde_json::Value)| {
+        let tokens = tokens.as_array().filter(|tokens| !tokens.is_empty());
+        let tokens = tokens.ok_or_else(|| wrong(format!("sequence {index} is no list of at least one token")))?;
+        let token = |(place, token): (usize, &serde_json::Value)| {
+            let number = token.as_u64().and_then(|token| u32::try_from(token).ok());
+            number.ok_or_else(|| wrong(format!("token {place} of sequence {index} is {token}, no whole number")))
+        };
+        tokens.iter().enumerate().map(token).collect()
+    };
+    all.iter().enumerate().map(sequence).collect()
+}
+
+fn summary(report: &Report) -> String {
+    let bytes = |bytes: u64| units::bytes(bytes);
+    let seconds = report.run_ns as f64 / 1e9;
+    let mut text = format!(
+        "{}, {} weights, {} cache: {} tokens in {} sequences, {:.0} tokens/s with {} threads\n",
+        report.architecture,
+        report.weights_dtype,
+        report.dtype,
+        report.tokens,
+        report.batch,
+        report.tokens as f64 / seconds,
+        report.threads,
+    );
+    if let (Some(policy), Some(budget)) = (&report.policy, &report.budget) {
+        text += &format!("{policy} at {budget}: {} tokens of all heads evicted\n", report.evicted_tokens);
+    }
+    text += &format!(
+        "weights {}, keys and values {}, peak {}\n",
+        bytes(report.weights_bytes),
+        bytes(report.kv_bytes_live),
+        bytes(report.peak_bytes)
+    );
+    text
+}

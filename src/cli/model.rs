@@ -1,0 +1,87 @@
+//! What the commands that run a model share: which model, which policy, and how keys and values are kept.
+
+use super::Compute;
+use super::failure::Failure;
+use kvsieve::device::Cpu;
+use kvsieve::memory::Arena;
+use kvsieve::model::{Eviction, Model, Setup};
+use kvsieve::policy::{Budget, Policy, Registry};
+use kvsieve::tensor::DType;
+use std::path::PathBuf;
+
+/// The options of every command that runs a model.
+#[derive(clap::Args)]
+pub struct ModelArgs {
+    /// Hugging Face folder: config.json, safetensors in one file or shards, tokenizer.json
+    #[arg(long, value_name = "DIR")]
+    pub model: PathBuf,
+    /// Tokens that go through the model together
+    #[arg(long, value_name = "N", default_value_t = 512, allow_negative_numbers = true)]
+    pub chunk: usize,
+    /// Element type of keys and values in the cache: f32, bf16 or f16 [default: that of the weights]
+    #[arg(long, value_name = "DTYPE")]
+    pub dtype: Option<DType>,
+    /// Run sequences that are longer than the model was made for
+    #[arg(long)]
+    pub beyond_limit: bool,
+    /// Eviction policy, perhaps with parameters (see `kvsieve list policies`) [default: nothing is evicted]
+    #[arg(long, value_name = "POLICY", requires = "budget", help_heading = "What is evicted")]
+    pub policy: Option<String>,
+    /// What may stay: a fraction (0.25), tokens per KV head (512) or bytes of all layers (64MiB)
+    #[arg(long, value_name = "BUDGET", requires = "policy", allow_negative_numbers = true)]
+    #[arg(help_heading = "What is evicted")]
+    pub budget: Option<String>,
+    /// Seed of what is drawn
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub seed: u64,
+    #[command(flatten)]
+    pub compute: Compute,
+    /// Write the measurements as JSON instead of the summary, to standard output (-) or a file
+    #[arg(long, value_name = "-|FILE", help_heading = "What is reported")]
+    pub json: Option<PathBuf>,
+}
+
+/// A model, opened, and what it is to be run with.
+pub struct Opened {
+    pub model: Model,
+    pub policy: Option<Policy>,
+    pub budget: Option<Budget>,
+    pub cpu: Cpu,
+    pub arena: Arena,
+}
+
+impl ModelArgs {
+    /// Reads names and files, names first.
+    pub fn open(&self) -> Result<Opened, Failure> {
+        if self.chunk == 0 {
+            return Err(Failure::usage("--chunk is 0; at least one token goes through the model".into()));
+        }
+        let policy = self.policy.as_deref().map(|text| Registry::default().policy(text)).transpose()?;
+        let budget = self.budget.as_deref().map(str::parse::<Budget>).transpose()?;
+        let cpu = self.compute.cpu()?;
+        let arena = Arena::with_limit(self.compute.limit_bytes());
+        let model = Model::open(&self.model, &arena)?;
+        Ok(Opened { model, policy, budget, cpu, arena })
+    }
+
+    /// How the model is run on `batch` sequences of at most `max_tokens` tokens.
+    pub fn setup(&self, opened: &Opened, batch: usize, max_tokens: usize, all_logits: bool) -> Result<Setup, Failure> {
+        if !self.beyond_limit {
+            opened.model.check_length(max_tokens)?;
+        }
+        Ok(Setup {
+            batch,
+            max_tokens,
+            chunk_tokens: self.chunk.min(max_tokens),
+            all_logits,
+            kv_dtype: self.dtype.unwrap_or(opened.model.weights.dtype()),
+            columns: opened.policy.as_ref().map_or(&[], Policy::columns),
+        })
+    }
+
+    /// What is asked of the policy, if there is one.
+    pub fn eviction<'a>(&'a self, opened: &'a Opened) -> Option<Eviction<'a>> {
+        let (policy, name) = (opened.policy.as_ref()?, self.policy.as_deref()?);
+        Some(Eviction { policy, name, budget: opened.budget, seed: self.seed })
+    }
+}

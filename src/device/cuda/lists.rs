@@ -1,0 +1,512 @@
+//! What the kernels of eviction policies take: the structs of `kernels/lists.cuh`, `select.cu`, `score.cu` and
+//! `compact.cu`, made only from buffers that are large enough for what the kernels do with them.
+//!
+//! Page numbers and lengths are data of the cache that owns the pages ([`crate::cache::cuda`]), which keeps them right.
+
+use super::problem::short;
+use super::{CudaError, DeviceBuffer, PagedKv, Pages};
+use cudarc::driver::DeviceRepr;
+use std::marker::PhantomData;
+use std::ops::Range;
+
+/// Borrows the buffers whose addresses are in a struct.
+type Borrowed<'a> = PhantomData<&'a DeviceBuffer>;
+
+/// The address of a buffer that holds at least `bytes`.
+fn has(name: &str, buffer: &DeviceBuffer, bytes: usize) -> Result<u64, CudaError> {
+    match buffer.bytes() >= bytes as u64 {
+        true => Ok(buffer.address()),
+        false => Err(CudaError::Operand(format!("{name} has {} bytes; {bytes} are needed", buffer.bytes()))),
+    }
+}
+
+/// A number of which more than all tokens is as good as all.
+fn capped(value: usize) -> i32 {
+    value.min((1 << 29) - 1) as i32
+}
+
+/// The buffers and extents of [`Lists`].
+pub(crate) struct ListsOperands<'a> {
+    /// The pages.
+    pub kv: PagedKv<'a>,
+    /// `[lists, stride]` in i32.
+    pub positions: &'a DeviceBuffer,
+    /// `[lists, stride]` in f32, where it is kept.
+    pub attention: Option<&'a DeviceBuffer>,
+    /// `B Hkv`.
+    pub lists: usize,
+    /// `Hkv`.
+    pub heads: usize,
+    /// Tokens that one list can hold.
+    pub stride: usize,
+    /// Bytes of a key.
+    pub row_bytes: usize,
+}
+
+/// The cached tokens of each (sequence, KV head).
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct Lists<'a> {
+    pages: Pages<'a>,
+    positions: u64,
+    attention: u64,
+    heads: i32,
+    stride: i32,
+    buffers: Borrowed<'a>,
+}
+
+// SAFETY: this struct and all below are `repr(C)` without padding and hold numbers only; their fields are those of the
+// structs of the same names under kernels/ (a test compares them). Their constructors compare buffers with extents.
+unsafe impl DeviceRepr for Lists<'_> {}
+
+impl<'a> Lists<'a> {
+    /// Lists over the pages of a cache.
+    ///
+    /// # Errors
+    /// [`CudaError::Operand`] when a buffer is too small or an extent too large.
+    pub fn new(operands: &ListsOperands<'a>) -> Result<Self, CudaError> {
+        let ListsOperands { kv, positions, attention, lists, heads, stride, row_bytes } = *operands;
+        Ok(Lists {
+            pages: Pages::new(&kv, lists, stride, row_bytes)?,
+            positions: has("positions", positions, 4 * lists * stride)?,
+            attention: attention.map_or(Ok(0), |attention| has("attention", attention, 4 * lists * stride))?,
+            heads: short("KV heads", heads)?,
+            stride: short("tokens of a list", stride)?,
+            buffers: PhantomData,
+        })
+    }
+}
+
+/// The buffers and extents of [`Observers`].
+pub(crate) struct ObserversOperands<'a> {
+    /// `[B, Hq, length, D]`, `row_bytes` each row.
+    pub q: &'a DeviceBuffer,
+    /// Rows of a head in `q`, of which `q_len` from `q_first` on are the queries.
+    pub length: usize,
+    /// The first of them.
+    pub q_first: usize,
+    /// Bytes of a query.
+    pub row_bytes: usize,
+    /// `[B, Hq, q_len]` in f32.
+    pub lse: &'a DeviceBuffer,
+    /// `[lists, width]` in f32.
+    pub columns: &'a mut DeviceBuffer,
+    /// `B Hkv`.
+    pub lists: usize,
+    /// `B`.
+    pub batch: usize,
+    /// `Hq`.
+    pub q_heads: usize,
+    /// `Lq`.
+    pub q_len: usize,
+    /// First of the queries that are asked; the last one is the last of all.
+    pub first: usize,
+    /// Bottom-right aligned.
+    pub causal: bool,
+    /// A query sees its own key and the `window - 1` before it.
+    pub window: Option<usize>,
+    /// At least the longest list.
+    pub width: usize,
+    /// 0 mean, 1 sum, 2 largest.
+    pub group: i32,
+    /// Factor of the inner product.
+    pub scale: f32,
+    /// `cap * tanh(logit / cap)`.
+    pub softcap: Option<f32>,
+}
+
+/// Queries that have seen the lists.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct Observers<'a> {
+    q: u64,
+    lse: u64,
+    columns: u64,
+    q_heads: i32,
+    q_len: i32,
+    length: i32,
+    q_first: i32,
+    first: i32,
+    end: i32,
+    causal: i32,
+    window: i32,
+    width: i32,
+    group: i32,
+    scale: f32,
+    softcap: f32,
+    buffers: Borrowed<'a>,
+}
+
+// SAFETY: see `Lists`.
+unsafe impl DeviceRepr for Observers<'_> {}
+
+impl<'a> Observers<'a> {
+    /// Queries over buffers.
+    ///
+    /// # Errors
+    /// As [`Lists::new`].
+    pub fn new(operands: &'a ObserversOperands<'_>) -> Result<Self, CudaError> {
+        let heads = operands.batch * operands.q_heads;
+        let q_len = short("query length", operands.q_len)?;
+        if operands.q_first + operands.q_len > operands.length {
+            let (last, length) = (operands.q_first + operands.q_len, operands.length);
+            return Err(CudaError::Operand(format!("queries up to {last} of {length}")));
+        }
+        Ok(Observers {
+            q: has("q", operands.q, heads * operands.length * operands.row_bytes)?,
+            lse: has("lse", operands.lse, 4 * heads * operands.q_len)?,
+            columns: has("columns", operands.columns, 4 * operands.lists * operands.width)?,
+            q_heads: short("query heads", operands.q_heads)?,
+            q_len,
+            length: short("rows of q", operands.length)?,
+            q_first: short("first row of q", operands.q_first)?,
+            first: short("first query", operands.first)?,
+            end: q_len,
+            causal: i32::from(operands.causal),
+            window: operands.window.map_or(0, capped),
+            width: short("key length", operands.width)?,
+            group: operands.group,
+            scale: operands.scale,
+            softcap: operands.softcap.unwrap_or(0.0),
+            buffers: PhantomData,
+        })
+    }
+}
+
+/// Scores that a policy gives, and what a kernel reads or leaves beside them.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct Scoring<'a> {
+    scores: u64,
+    raw: u64,
+    width: i32,
+    seen: i32,
+    behind: i32,
+    kernel: i32,
+    is_max: i32,
+    divisor: f32,
+    buffers: Borrowed<'a>,
+}
+
+// SAFETY: see `Lists`.
+unsafe impl DeviceRepr for Scoring<'_> {}
+
+impl<'a> Scoring<'a> {
+    /// Scores `[lists, width]` of sequences that have seen `seen` tokens; `raw` with the bytes that it needs.
+    ///
+    /// # Errors
+    /// As [`Lists::new`].
+    pub fn new(
+        scores: &'a mut DeviceBuffer,
+        raw: Option<(&'a DeviceBuffer, usize)>,
+        [lists, width]: [usize; 2],
+        seen: usize,
+    ) -> Result<Self, CudaError> {
+        Ok(Scoring {
+            scores: has("scores", scores, 4 * lists * width)?,
+            raw: raw.map_or(Ok(0), |(raw, bytes)| has("raw scores", raw, bytes))?,
+            width: short("key length", width)?,
+            seen: short("tokens seen", seen)?,
+            behind: 0,
+            kernel: 1,
+            is_max: 0,
+            divisor: 1.0,
+            buffers: PhantomData,
+        })
+    }
+
+    /// The same with a pool of `kernel` slots over raw scores divided by `divisor`, without the last `behind` slots.
+    pub fn pooled(self, kernel: usize, is_max: bool, divisor: f32, behind: usize) -> Self {
+        Scoring { kernel: capped(kernel), is_max: i32::from(is_max), divisor, behind: capped(behind), ..self }
+    }
+}
+
+/// The buffers and extents of [`Choice`].
+pub(crate) struct ChoiceOperands<'a> {
+    /// `[lists, width]` in f32.
+    pub scores: &'a mut DeviceBuffer,
+    /// What `select_best` alone needs: how many stay, `[lists]` in i32, and where they are written, `[lists, width]` in
+    /// u32.
+    pub chosen: Option<(&'a DeviceBuffer, &'a mut DeviceBuffer)>,
+    /// `[3, lists]`: best scores lost, largest scores (f32), first slots without a number (i32).
+    pub found: &'a mut DeviceBuffer,
+    /// `B Hkv`.
+    pub lists: usize,
+    /// At least the longest list.
+    pub width: usize,
+    /// Positions below it are protected.
+    pub sink: usize,
+    /// So many slots at the end are protected.
+    pub recent: usize,
+    /// The largest score of all lists.
+    pub highest: f32,
+}
+
+/// What is chosen by scores.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct Choice<'a> {
+    scores: u64,
+    counts: u64,
+    slots: u64,
+    best_lost: u64,
+    tops: u64,
+    wrong: u64,
+    width: i32,
+    sink: i32,
+    recent: i32,
+    highest: f32,
+    buffers: Borrowed<'a>,
+}
+
+// SAFETY: see `Lists`.
+unsafe impl DeviceRepr for Choice<'_> {}
+
+impl<'a> Choice<'a> {
+    /// A choice over buffers.
+    ///
+    /// # Errors
+    /// As [`Lists::new`].
+    pub fn new(operands: &'a ChoiceOperands<'_>) -> Result<Self, CudaError> {
+        let (lists, bytes) = (operands.lists, 4 * operands.lists * operands.width);
+        let found = has("results", operands.found, 12 * lists)?;
+        Ok(Choice {
+            scores: has("scores", operands.scores, bytes)?,
+            counts: operands.chosen.as_ref().map_or(Ok(0), |(counts, _)| has("counts", counts, 4 * lists))?,
+            slots: operands.chosen.as_ref().map_or(Ok(0), |(_, slots)| has("slots", slots, bytes))?,
+            best_lost: found,
+            tops: found + 4 * lists as u64,
+            wrong: found + 8 * lists as u64,
+            width: short("key length", operands.width)?,
+            sink: capped(operands.sink),
+            recent: capped(operands.recent),
+            highest: operands.highest,
+            buffers: PhantomData,
+        })
+    }
+}
+
+/// Tokens that come to every list.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct Arrival<'a> {
+    k: u64,
+    v: u64,
+    length: i32,
+    first: i32,
+    count: i32,
+    unused: i32,
+    buffers: Borrowed<'a>,
+}
+
+// SAFETY: see `Lists`.
+unsafe impl DeviceRepr for Arrival<'_> {}
+
+impl<'a> Arrival<'a> {
+    /// The tokens `range` of `k` and `v`, `lists` times `length` rows of `row_bytes` each.
+    ///
+    /// # Errors
+    /// As [`Lists::new`].
+    pub fn new(
+        [k, v]: [&'a DeviceBuffer; 2],
+        lists: usize,
+        length: usize,
+        row_bytes: usize,
+        range: Range<usize>,
+    ) -> Result<Self, CudaError> {
+        if range.end > length {
+            return Err(CudaError::Operand(format!("tokens up to {} of {length}", range.end)));
+        }
+        let bytes = lists * length * row_bytes;
+        Ok(Arrival {
+            k: has("k", k, bytes)?,
+            v: has("v", v, bytes)?,
+            length: short("key length", length)?,
+            first: short("first token", range.start)?,
+            count: short("tokens", range.len())?,
+            unused: 0,
+            buffers: PhantomData,
+        })
+    }
+}
+
+/// Slots that stay.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct Keeping<'a> {
+    slots: u64,
+    counts: u64,
+    width: i32,
+    unused: i32,
+    buffers: Borrowed<'a>,
+}
+
+// SAFETY: see `Lists`.
+unsafe impl DeviceRepr for Keeping<'_> {}
+
+impl<'a> Keeping<'a> {
+    /// `counts` `[lists]` slots of each list, at the front of its part of `slots` `[lists, width]`.
+    ///
+    /// # Errors
+    /// As [`Lists::new`].
+    pub fn new(
+        slots: &'a DeviceBuffer,
+        counts: &'a DeviceBuffer,
+        lists: usize,
+        width: usize,
+    ) -> Result<Self, CudaError> {
+        Ok(Keeping {
+            slots: has("slots", slots, 4 * lists * width)?,
+            counts: has("counts", counts, 4 * lists)?,
+            width: short("key length", width)?,
+            unused: 0,
+            buffers: PhantomData,
+        })
+    }
+}
+
+/// Pages that move: `[2, most]` page numbers in u32, from and to.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct Moves<'a> {
+    from: u64,
+    to: u64,
+    buffers: Borrowed<'a>,
+}
+
+// SAFETY: see `Lists`.
+unsafe impl DeviceRepr for Moves<'_> {}
+
+impl<'a> Moves<'a> {
+    /// Moves whose targets lie `most` numbers behind their sources in one buffer.
+    ///
+    /// # Errors
+    /// As [`Lists::new`].
+    pub fn new(numbers: &'a DeviceBuffer, most: usize) -> Result<Self, CudaError> {
+        let from = has("moves", numbers, 8 * most)?;
+        Ok(Moves { from, to: from + 4 * most as u64, buffers: PhantomData })
+    }
+}
+
+/// Turns of each pair of channels per token, `[D / 2]` in f64.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct Turning<'a> {
+    turns_per_token: u64,
+    buffers: Borrowed<'a>,
+}
+
+// SAFETY: see `Lists`.
+unsafe impl DeviceRepr for Turning<'_> {}
+
+impl<'a> Turning<'a> {
+    /// Turns of `pairs` pairs.
+    ///
+    /// # Errors
+    /// As [`Lists::new`].
+    pub fn new(turns: &'a DeviceBuffer, pairs: usize) -> Result<Self, CudaError> {
+        Ok(Turning { turns_per_token: has("turns", turns, 8 * pairs)?, buffers: PhantomData })
+    }
+}
+
+/// Attention that tokens received, `[lists, width]` in f32.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct Received<'a> {
+    columns: u64,
+    width: i32,
+    unused: i32,
+    buffers: Borrowed<'a>,
+}
+
+// SAFETY: see `Lists`.
+unsafe impl DeviceRepr for Received<'_> {}
+
+impl<'a> Received<'a> {
+    /// Columns of `lists` lists.
+    ///
+    /// # Errors
+    /// As [`Lists::new`].
+    pub fn new(columns: &'a DeviceBuffer, [lists, width]: [usize; 2]) -> Result<Self, CudaError> {
+        let columns = has("columns", columns, 4 * lists * width)?;
+        Ok(Received { columns, width: short("key length", width)?, unused: 0, buffers: PhantomData })
+    }
+}
+
+/// Tokens of a dense tensor as a tensor of their own.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct Slice<'a> {
+    from: u64,
+    to: u64,
+    first_head: i32,
+    length: i32,
+    first: i32,
+    count: i32,
+    buffers: Borrowed<'a>,
+}
+
+// SAFETY: see `Lists`.
+unsafe impl DeviceRepr for Slice<'_> {}
+
+impl<'a> Slice<'a> {
+    /// The tokens `range` of the `heads` of `from`, `length` rows of `row_bytes` for each head.
+    ///
+    /// # Errors
+    /// As [`Lists::new`].
+    pub fn new(
+        from: &'a DeviceBuffer,
+        to: &'a mut DeviceBuffer,
+        row_bytes: usize,
+        length: usize,
+        heads: Range<usize>,
+        range: Range<usize>,
+    ) -> Result<Self, CudaError> {
+        if range.end > length {
+            return Err(CudaError::Operand(format!("tokens up to {} of {length}", range.end)));
+        }
+        Ok(Slice {
+            from: has("tokens", from, heads.end * length * row_bytes)?,
+            to: has("room for tokens", to, heads.len() * range.len() * row_bytes)?,
+            first_head: short("first head", heads.start)?,
+            length: short("length", length)?,
+            first: short("first token", range.start)?,
+            count: short("tokens", range.len())?,
+            buffers: PhantomData,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    /// The fields of each struct on both sides: same names, same order.
+    #[test]
+    fn structs_are_the_same_in_rust_and_in_cuda() {
+        let sources = [
+            ("lists.cuh", include_str!("../../../kernels/lists.cuh"), &["Lists", "Observers"][..]),
+            ("select.cu", include_str!("../../../kernels/select.cu"), &["Choice"]),
+            ("score.cu", include_str!("../../../kernels/score.cu"), &["Scoring"]),
+            (
+                "compact.cu",
+                include_str!("../../../kernels/compact.cu"),
+                &["Arrival", "Keeping", "Moves", "Turning", "Received", "Slice"],
+            ),
+        ];
+        for (file, text, names) in sources {
+            for name in names {
+                let (_, body) = text.split_once(&format!("struct {name} {{")).expect(name);
+                let code =
+                    body.split_once("\n};").unwrap().0.lines().map(|line| line.split("//").next().unwrap().trim());
+                let mut cuda = Vec::new();
+                for part in code.collect::<String>().split([';', ',']).filter(|part| !part.is_empty()) {
+                    cuda.push(part.split([' ', '*']).next_back().unwrap().to_string());
+                }
+                let (_, body) = include_str!("lists.rs").split_once(&format!("struct {name}<'a> {{")).expect(name);
+                let fields = body.split_once('}').unwrap().0.lines().map(str::trim);
+                let mut rust: Vec<&str> = fields.filter_map(|line| Some(line.split_once(':')?.0)).collect();
+                assert_eq!(rust.pop(), Some("buffers"), "{name}: the last of Rust's fields has no size");
+                assert_eq!(rust, cuda, "{name} of {file}");
+            }
+        }
+    }
+}

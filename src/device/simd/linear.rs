@@ -1,0 +1,244 @@
+//! Products with the rows of a weight matrix: `y = x wᵀ + b`, where rows of `w` are read in the type in which they are
+//! kept.
+//!
+//! Many rows of `x` share what is packed: [`Panel`] turns some rows of `w` into the layout of [`super::product`], a depth
+//! of [`DEPTH`] at a time, and multiplies all of `x` by it. For few rows of `x` packing would cost more than the
+//! product: [`Few`] reads each row of `w` once, where it lies, at the speed of the memory. Either way each element of `y`
+//! is one sum in one order, whoever computes it.
+
+use super::pack::transposed;
+use super::product::{Extents, Left, ROWS, Right, product};
+use super::rows::tile;
+use super::{Element, Native, Simd, Task};
+use crate::tensor::Rows;
+use half::{bf16, f16};
+use std::marker::PhantomData;
+use std::ops::Range;
+
+/// Most rows of `w` that are packed together.
+pub const PANEL: usize = 64;
+/// Elements of these rows that are packed at a time.
+const DEPTH: usize = 256;
+/// Rows of `x` up to which `w` is not packed.
+pub const FEW: usize = 8;
+/// Rows of `w` in a register tile of [`Few`].
+const TILE: usize = 4;
+
+/// Scratch elements of a [`Panel`] for so many rows of `x`.
+pub fn panel_scratch(rows: usize) -> usize {
+    PANEL * (DEPTH + rows.next_multiple_of(ROWS))
+}
+
+/// Rows of `x` that must be readable for so many to be multiplied.
+pub fn padded_rows(rows: usize) -> usize {
+    rows.next_multiple_of(ROWS)
+}
+
+/// A row-major matrix of which threads write different columns.
+pub struct Stripes<'a> {
+    start: *mut f32,
+    stride: usize,
+    rows: usize,
+    width: usize,
+    matrix: PhantomData<&'a mut [f32]>,
+}
+
+// SAFETY: the matrix is borrowed mutably for as long as this lives, and `Stripes::row` gives out parts of it only to
+// callers that promise to take different ones.
+unsafe impl Sync for Stripes<'_> {}
+
+impl<'a> Stripes<'a> {
+    /// A matrix of `rows` rows of `width` elements, `stride` apart.
+    ///
+    /// # Panics
+    /// When it reaches past the end of `matrix`, or rows overlap.
+    pub fn new(matrix: &'a mut [f32], stride: usize, rows: usize, width: usize) -> Self {
+        assert!(width <= stride && (rows == 0 || (rows - 1) * stride + width <= matrix.len()), "a matrix is too short");
+        Stripes { start: matrix.as_mut_ptr(), stride, rows, width, matrix: PhantomData }
+    }
+
+    /// Some columns of a row.
+    ///
+    /// # Safety
+    /// No two parts that are in use at the same time overlap.
+    ///
+    /// # Panics
+    /// When there is no such row or column.
+    #[inline(always)]
+    #[allow(clippy::mut_from_ref)] // the caller's promise
+    unsafe fn row(&self, row: usize, columns: Range<usize>) -> &mut [f32] {
+        assert!(row < self.rows && columns.start <= columns.end && columns.end <= self.width, "a part of the matrix");
+        // SAFETY: the part lies inside the matrix by the assertion above and that of `new`; the caller promises that
+        // nobody else uses it.
+        unsafe { std::slice::from_raw_parts_mut(self.start.add(row * self.stride + columns.start), columns.len()) }
+    }
+}
+
+/// Some columns of `y`: the products of all rows of `x` with some rows of `w`.
+pub struct Columns<'a> {
+    /// Rows of `x`, each followed by zeros up to whole vectors.
+    pub x: &'a [f32],
+    /// Their distance, a multiple of 16.
+    pub stride: usize,
+    /// Their number.
+    pub rows: usize,
+    /// The rows of `w`.
+    pub w: Rows<'a>,
+    /// Added to every product, one number for each row of `w`.
+    pub bias: Option<&'a [f32]>,
+    /// Column of `y` that belongs to the first row of `w`; no other thread writes it or those after it.
+    pub first: usize,
+}
+
+impl Columns<'_> {
+    /// Checks that `x` holds `rows` rows.
+    #[inline(always)]
+    fn check(&self, rows: usize) {
+        let fits = self.w.width() <= self.stride && self.stride.is_multiple_of(16);
+        assert!(fits && rows * self.stride <= self.x.len(), "x in whole vectors and register tiles");
+        assert!(self.bias.is_none_or(|bias| bias.len() == self.w.count()), "a bias for each row of w");
+    }
+}
+
+/// At most [`PANEL`] columns of `y`, packed. `x` holds [`padded_rows`] rows.
+pub struct Panel<'a> {
+    /// What is multiplied.
+    pub columns: Columns<'a>,
+    /// [`panel_scratch`] elements.
+    pub scratch: &'a mut [f32],
+    /// All of `y`.
+    pub y: &'a Stripes<'a>,
+}
+
+impl Task for Panel<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Native>(self, simd: S) {
+        let Panel { columns: part, scratch, y } = self;
+        let (count, padded) = (part.w.count(), part.rows.next_multiple_of(ROWS));
+        assert!(count <= PANEL, "{count} rows of w");
+        part.check(padded);
+        let (packed, sums) = scratch.split_at_mut(PANEL * DEPTH);
+        let columns = count.next_multiple_of(16);
+        for start in (0..part.w.width()).step_by(DEPTH) {
+            let steps = DEPTH.min(part.w.width() - start);
+            let w = part.w.columns(start..start + steps);
+            transposed::<S, f32>(simd, |row| w.skip(row), count, steps, columns, packed, PANEL);
+            let extents = Extents { rows: padded, columns, steps };
+            let x = Left { units: &part.x[start..], row_stride: part.stride, step_stride: 1 };
+            let w = Right { units: &*packed, stride: PANEL };
+            match start {
+                0 => product::<S, f32, false>(simd, extents, x, w, sums, PANEL),
+                _ => product::<S, f32, true>(simd, extents, x, w, sums, PANEL),
+            }
+        }
+        for (row, sums) in sums.chunks_exact(PANEL).take(part.rows).enumerate() {
+            // SAFETY: these columns are this task's alone, by the promise of `Columns::first`.
+            let to = unsafe { y.row(row, part.first..part.first + count) };
+            to.copy_from_slice(&sums[..count]);
+            if let Some(bias) = part.bias {
+                to.iter_mut().zip(bias).for_each(|(to, bias)| *to += bias);
+            }
+        }
+    }
+}
+
+/// Columns of `y` for few rows of `x`, unpacked.
+pub struct Few<'a> {
+    /// What is multiplied.
+    pub columns: Columns<'a>,
+    /// All of `y`.
+    pub y: &'a Stripes<'a>,
+}
+
+impl Task for Few<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Native>(self, simd: S) {
+        match self.columns.w {
+            Rows::F32(_) => self.over::<S, f32>(simd),
+            Rows::Bf16(_) => self.over::<S, bf16>(simd),
+            Rows::F16(_) => self.over::<S, f16>(simd),
+        }
+    }
+}
+
+impl Few<'_> {
+    #[inline(always)]
+    fn over<S: Simd, T: Element>(self, simd: S) {
+        let Few { columns: part, y } = self;
+        part.check(part.rows);
+        let w = T::rows(part.w).expect("the rows are of this type");
+        let (span, count) = (w.span().expect("rows of a matrix lie along it"), w.count());
+        let row = |index: usize| span[index * w.row_stride()..][..w.width()].as_ptr();
+        let mut first = 0;
+        while first < count {
+            let rows = TILE.min(count - first);
+            // Rows that are not there are the last one again.
+            let at: [*const T; TILE] = std::array::from_fn(
+                #[inline(always)]
+                |offset| row(first + offset.min(rows - 1)),
+            );
+            let mut query = 0;
+            while query < part.rows {
+                // SAFETY: rows of `w` hold `width` elements, rows of `x` whole vectors of as many, by `check`.
+                query += unsafe {
+                    let x = part.x.as_ptr().add(query * part.stride);
+                    match part.rows - query {
+                        1 => part.put(
+                            simd,
+                            y,
+                            tile::<S, T, TILE, 1>(simd, at, w.width(), x, part.stride),
+                            [query, first],
+                        ),
+                        2 | 3 => part.put(
+                            simd,
+                            y,
+                            tile::<S, T, TILE, 2>(simd, at, w.width(), x, part.stride),
+                            [query, first],
+                        ),
+                        _ if S::COLUMNS < 4 => part.put(
+                            simd,
+                            y,
+                            tile::<S, T, TILE, 2>(simd, at, w.width(), x, part.stride),
+                            [query, first],
+                        ),
+                        _ => part.put(
+                            simd,
+                            y,
+                            tile::<S, T, TILE, 4>(simd, at, w.width(), x, part.stride),
+                            [query, first],
+                        ),
+                    }
+                };
+            }
+            first += rows;
+        }
+    }
+}
+
+impl Columns<'_> {
+    /// Writes a register tile, given as lanes to be summed, at a row and a column of this part; returns its rows.
+    #[inline(always)]
+    fn put<S: Simd, const QUERIES: usize>(
+        &self,
+        simd: S,
+        y: &Stripes<'_>,
+        tile: [[S::Vector; TILE]; QUERIES],
+        [row, column]: [usize; 2],
+    ) -> usize {
+        let count = TILE.min(self.w.count() - column);
+        for (offset, sums) in tile.into_iter().enumerate() {
+            let mut sums = simd.sums(sums);
+            if let Some(bias) = self.bias {
+                sums.iter_mut().zip(&bias[column..]).for_each(|(sum, bias)| *sum += bias);
+            }
+            // SAFETY: these columns are this task's alone, by the promise of `Columns::first`.
+            let to = unsafe { y.row(row + offset, self.first + column..self.first + column + count) };
+            to.copy_from_slice(&sums[..count]);
+        }
+        QUERIES
+    }
+}

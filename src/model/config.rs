@@ -1,0 +1,194 @@
+//! What a model is: extents and options, read from a Hugging Face folder's `config.json`.
+//!
+//! A family is an architecture by its name in `architectures`. Options that change results are read or refused by name;
+//! a key that nobody here knows is refused too, unless it says nothing (`null`, `false`) or is known to be harmless.
+
+mod fields;
+mod read;
+
+use crate::tensor::DType;
+
+/// An architecture, by the name of its class in `transformers`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Family {
+    /// Llama 2 and 3.
+    Llama,
+    /// Mistral: Llama with a sliding window.
+    Mistral,
+    /// Qwen2 and 2.5: Llama with biases of q, k and v.
+    Qwen2,
+    /// Qwen3: each head of q and k is normalised; the head dim is its own.
+    Qwen3,
+    /// Phi-3: q, k and v in one matrix, gate and up in another.
+    Phi3,
+    /// Gemma 2: soft-caps, alternating windows, norms before and after, scaled embeddings.
+    Gemma2,
+}
+
+impl Family {
+    /// Every family, in the order in which they are listed.
+    pub const ALL: [Family; 6] =
+        [Family::Llama, Family::Mistral, Family::Qwen2, Family::Qwen3, Family::Phi3, Family::Gemma2];
+
+    /// Its name in `config.json`.
+    pub fn architecture(self) -> &'static str {
+        match self {
+            Family::Llama => "LlamaForCausalLM",
+            Family::Mistral => "MistralForCausalLM",
+            Family::Qwen2 => "Qwen2ForCausalLM",
+            Family::Qwen3 => "Qwen3ForCausalLM",
+            Family::Phi3 => "Phi3ForCausalLM",
+            Family::Gemma2 => "Gemma2ForCausalLM",
+        }
+    }
+}
+
+/// How frequencies of RoPE are stretched over longer contexts than the model was first trained for.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum RopeScaling {
+    /// Not at all.
+    None,
+    /// All divided by `factor`.
+    Linear {
+        /// How much longer contexts become.
+        factor: f64,
+    },
+    /// The base grows with the length of the sequence, from `max_positions` on ("NTK-aware").
+    Dynamic {
+        /// How much longer contexts become.
+        factor: f64,
+    },
+    /// Slow pairs divided by `factor`, fast ones kept, a ramp between (YaRN, arXiv 2309.00071).
+    Yarn {
+        /// How much longer contexts become.
+        factor: f64,
+        /// Turns over the original context above which a pair is kept.
+        beta_fast: f64,
+        /// Turns over the original context below which a pair is divided.
+        beta_slow: f64,
+        /// Context of the first training, in tokens.
+        original_positions: usize,
+        /// Factor of both sine and cosine, which makes logits sharper.
+        attention_factor: f64,
+        /// Whether the ends of the ramp are whole pairs.
+        truncate: bool,
+    },
+    /// Long waves divided by `factor`, short ones kept, a ramp between (Llama 3.1).
+    Llama3 {
+        /// How much longer contexts become.
+        factor: f64,
+        /// Waves longer than the original context over this are divided.
+        low_freq_factor: f64,
+        /// Waves shorter than the original context over this are kept.
+        high_freq_factor: f64,
+        /// Context of the first training, in tokens.
+        original_positions: usize,
+    },
+}
+
+/// Rotary position embedding.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Rope {
+    /// Base of the frequencies.
+    pub theta: f64,
+    /// How they are stretched.
+    pub scaling: RopeScaling,
+}
+
+/// What stands between the two halves of an MLP.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Activation {
+    /// `x / (1 + e^-x)`.
+    Silu,
+    /// The tanh form of GELU: `0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))`.
+    GeluTanh,
+}
+
+/// Where a block's root-mean-square norms stand and what they multiply by.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Norms {
+    /// Before attention and before the MLP; times the weight.
+    Before,
+    /// Before and after both; times one more than the weight (Gemma 2).
+    BeforeAndAfter,
+}
+
+/// Extents and options of a decoder.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Config {
+    /// Architecture.
+    pub family: Family,
+    /// Tokens that there are.
+    pub vocab: usize,
+    /// Elements of the residual stream.
+    pub hidden: usize,
+    /// Blocks.
+    pub layers: usize,
+    /// `Hq`.
+    pub q_heads: usize,
+    /// `Hkv`.
+    pub kv_heads: usize,
+    /// `D`.
+    pub head_dim: usize,
+    /// Elements between the two halves of an MLP.
+    pub ffn: usize,
+    /// What is added to the mean square under the root.
+    pub norm_eps: f32,
+    /// Position embedding.
+    pub rope: Rope,
+    /// Longest context that the model was made for, in tokens.
+    pub max_positions: usize,
+    /// Whether the output projection is the embedding.
+    pub tied: bool,
+    /// Whether q, k and v have biases.
+    pub qkv_bias: bool,
+    /// Whether the output projection of attention has a bias.
+    pub o_bias: bool,
+    /// Whether the MLP has biases.
+    pub mlp_bias: bool,
+    /// Whether each head of q and k is normalised before RoPE.
+    pub qk_norm: bool,
+    /// Sliding window of each layer, in tokens; `None` sees everything.
+    pub windows: Vec<Option<usize>>,
+    /// Soft-cap of attention's logits.
+    pub attention_softcap: Option<f32>,
+    /// Soft-cap of the output's logits.
+    pub final_softcap: Option<f32>,
+    /// Factor of `q.k`.
+    pub attention_scale: f32,
+    /// Factor of embeddings.
+    pub embedding_scale: f32,
+    /// Activation of the MLP.
+    pub activation: Activation,
+    /// Norms of a block.
+    pub norms: Norms,
+    /// Token that begins a text.
+    pub bos: Option<u32>,
+    /// Tokens that end one.
+    pub eos: Vec<u32>,
+    /// Element type in which the folder says that weights are kept; the files decide.
+    pub dtype: DType,
+}
+
+impl Config {
+    /// Elements of all query heads.
+    pub fn q_width(&self) -> usize {
+        self.q_heads * self.head_dim
+    }
+
+    /// Tokens of the longest sequence that the model was made for, with its RoPE stretched.
+    pub fn most_tokens(&self) -> usize {
+        match self.rope.scaling {
+            RopeScaling::Dynamic { factor } => (self.max_positions as f64 * factor) as usize,
+            RopeScaling::Yarn { factor, original_positions, .. } => {
+                self.max_positions.max((original_positions as f64 * factor) as usize)
+            }
+            RopeScaling::None | RopeScaling::Linear { .. } | RopeScaling::Llama3 { .. } => self.max_positions,
+        }
+    }
+
+    /// Elements of all KV heads.
+    pub fn kv_width(&self) -> usize {
+        self.kv_heads * self.head_dim
+    }
+}

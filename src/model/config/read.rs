@@ -1,0 +1,345 @@
+//! `config.json`, as `transformers` 4 and 5 write it.
+
+use super::fields::Fields;
+use super::{Activation, Config, Family, Norms, Rope, RopeScaling};
+use crate::attention::Shape;
+use crate::model::ModelError;
+use crate::tensor::DType;
+use serde_json::{Map, Value};
+use std::path::Path;
+
+const SCALINGS: &str = "known: default, linear, dynamic, yarn, llama3";
+
+impl Config {
+    /// Reads the `config.json` of a folder, and the tokens that end a text from `generation_config.json` where there
+    /// is one.
+    ///
+    /// # Errors
+    /// When a file cannot be read, is not JSON, lacks what is needed, or asks for what is not understood.
+    pub fn read(folder: &Path) -> Result<Self, ModelError> {
+        let path = folder.join("config.json");
+        let wrong = |reason| ModelError::Config { path: path.clone(), reason };
+        let mut config = Config::from_json(&object(&path)?).map_err(wrong)?;
+        let path = folder.join("generation_config.json");
+        if path.exists() {
+            let map = object(&path)?;
+            let eos = Fields::new(&map, "").tokens("eos_token_id");
+            let eos = eos.map_err(|reason| ModelError::Config { path: path.clone(), reason })?;
+            if !eos.is_empty() {
+                config.eos = eos;
+            }
+        }
+        Ok(config)
+    }
+
+    /// The model that an object describes.
+    ///
+    /// # Errors
+    /// In words: what was wrong, its value, and what would be right.
+    pub fn from_json(map: &Map<String, Value>) -> Result<Self, String> {
+        let fields = Fields::new(map, "");
+        let family = family(&fields)?;
+        let defaults = Defaults::of(family);
+        let need = |key| fields.needed(key, fields.count(key)?);
+        let (hidden, layers, q_heads) =
+            (need("hidden_size")?, need("num_hidden_layers")?, need("num_attention_heads")?);
+        let kv_heads = fields.count("num_key_value_heads")?.unwrap_or(q_heads);
+        let head_dim = match (fields.count("head_dim")?, defaults.head_dim) {
+            (Some(head_dim), _) | (None, Some(head_dim)) => head_dim,
+            (None, None) if hidden.is_multiple_of(q_heads) => hidden / q_heads,
+            (None, None) => return Err(fields.refuse("num_attention_heads", "hidden_size must be a multiple of it")),
+        };
+        let shape = Shape { batch: 1, q_heads, kv_heads, q_len: 1, kv_len: 1, head_dim };
+        shape.check().map_err(|error| error.to_string())?;
+        if !head_dim.is_multiple_of(2) {
+            return Err(format!("head_dim is {head_dim}; RoPE turns pairs, so it must be even"));
+        }
+        if layers > 4096 {
+            return Err(fields.refuse("num_hidden_layers", "it must be at most 4096"));
+        }
+        let max_positions = fields.count("max_position_embeddings")?.unwrap_or(defaults.max_positions);
+        let gemma = family == Family::Gemma2;
+        let attention_bias = fields.flag("attention_bias")?;
+        let scalar = if gemma { fields.number("query_pre_attn_scalar")?.unwrap_or(256.0) } else { head_dim as f64 };
+        let cap = |key, default| match map.get(key) {
+            Some(Value::Null) => Ok(None),
+            _ => fields.number(key).map(|cap| cap.or(default).map(|cap| cap as f32)),
+        };
+        let config = Config {
+            family,
+            vocab: need("vocab_size")?,
+            hidden,
+            layers,
+            q_heads,
+            kv_heads,
+            head_dim,
+            ffn: need("intermediate_size")?,
+            norm_eps: fields.number("rms_norm_eps")?.unwrap_or(defaults.norm_eps) as f32,
+            rope: rope(&fields, family, max_positions)?,
+            max_positions,
+            tied: match map.get("tie_word_embeddings") {
+                Some(_) => fields.flag("tie_word_embeddings")?,
+                None => gemma,
+            },
+            qkv_bias: family == Family::Qwen2 || attention_bias,
+            o_bias: attention_bias && family != Family::Qwen2,
+            mlp_bias: family == Family::Llama && fields.flag("mlp_bias")?,
+            qk_norm: family == Family::Qwen3,
+            windows: windows(&fields, family, layers)?,
+            attention_softcap: if gemma { cap("attn_logit_softcapping", Some(50.0))? } else { None },
+            final_softcap: if gemma { cap("final_logit_softcapping", Some(30.0))? } else { None },
+            attention_scale: scalar.powf(-0.5) as f32,
+            embedding_scale: if gemma { (hidden as f64).sqrt() as f32 } else { 1.0 },
+            activation: activation(&fields, family)?,
+            norms: if gemma { Norms::BeforeAndAfter } else { Norms::Before },
+            bos: fields.tokens("bos_token_id")?.first().copied(),
+            eos: fields.tokens("eos_token_id")?,
+            dtype: dtype(&fields)?,
+        };
+        if family == Family::Phi3 && attention_bias {
+            return Err(fields.refuse("attention_bias", "Phi3ForCausalLM has no biases"));
+        }
+        fields.finish()?;
+        Ok(config)
+    }
+}
+
+/// What a key means where it is left out: the defaults of the family's configuration class in `transformers`.
+struct Defaults {
+    head_dim: Option<usize>,
+    max_positions: usize,
+    norm_eps: f64,
+}
+
+impl Defaults {
+    fn of(family: Family) -> Self {
+        let (head_dim, max_positions) = match family {
+            Family::Llama => (None, 2048),
+            Family::Mistral => (None, 131_072),
+            Family::Qwen2 => (None, 32_768),
+            Family::Qwen3 => (Some(128), 32_768),
+            Family::Phi3 => (None, 4096),
+            Family::Gemma2 => (Some(256), 8192),
+        };
+        Defaults { head_dim, max_positions, norm_eps: if family == Family::Phi3 { 1e-5 } else { 1e-6 } }
+    }
+}
+
+fn object(path: &Path) -> Result<Map<String, Value>, ModelError> {
+    let wrong = |reason: String| ModelError::Config { path: path.into(), reason };
+    let text = std::fs::read_to_string(path).map_err(|error| wrong(error.to_string()))?;
+    match serde_json::from_str(&text) {
+        Ok(Value::Object(map)) => Ok(map),
+        Ok(_) => Err(wrong("it must be a JSON object".into())),
+        Err(error) => Err(wrong(format!("it is not JSON: {error}"))),
+    }
+}
+
+fn family(fields: &Fields<'_>) -> Result<Family, String> {
+    let known = || Family::ALL.map(Family::architecture).join(", ");
+    let named = fields.texts("architectures")?.unwrap_or_default();
+    let [name] = named[..] else {
+        return Err(fields.refuse("architectures", &format!("it must name one architecture; known: {}", known())));
+    };
+    if fields.value("quantization_config").is_some() {
+        return Err("it has a quantization_config; only f32, f16 and bf16 weights are read".into());
+    }
+    let family = Family::ALL.into_iter().find(|family| family.architecture() == name);
+    family.ok_or_else(|| format!("unknown architecture '{name}'; known: {}", known()))
+}
+
+fn activation(fields: &Fields<'_>, family: Family) -> Result<Activation, String> {
+    // Gemma 2 has both keys in older folders, and computes by the first.
+    let (key, default) = match family {
+        Family::Gemma2 => ("hidden_activation", "gelu_pytorch_tanh"),
+        _ => ("hidden_act", "silu"),
+    };
+    fields.value("hidden_act");
+    match fields.text(key)?.unwrap_or(default) {
+        "silu" | "swish" => Ok(Activation::Silu),
+        "gelu_pytorch_tanh" | "gelu_new" => Ok(Activation::GeluTanh),
+        _ => Err(fields.refuse(key, "known: silu, gelu_pytorch_tanh")),
+    }
+}
+
+fn dtype(fields: &Fields<'_>) -> Result<DType, String> {
+    let older = fields.text("torch_dtype")?;
+    match fields.text("dtype")?.or(older).unwrap_or("float32") {
+        "float32" => Ok(DType::F32),
+        "float16" => Ok(DType::F16),
+        "bfloat16" => Ok(DType::Bf16),
+        other => Err(format!("dtype is \"{other}\"; known: float32, float16, bfloat16")),
+    }
+}
+
+/// The sliding window of each layer.
+fn windows(fields: &Fields<'_>, family: Family, layers: usize) -> Result<Vec<Option<usize>>, String> {
+    let window = fields.count("sliding_window")?;
+    let named = fields.texts("layer_types")?;
+    let qwen = matches!(family, Family::Qwen2 | Family::Qwen3);
+    let used = fields.flag("use_sliding_window")?;
+    let from = fields.value("max_window_layers").and_then(Value::as_u64).unwrap_or(28) as usize;
+    let window = match family {
+        Family::Llama => None,
+        Family::Qwen2 | Family::Qwen3 if !used => None,
+        Family::Gemma2 => window.or(Some(4096)),
+        Family::Mistral | Family::Phi3 | Family::Qwen2 | Family::Qwen3 => window,
+    };
+    let Some(named) = named.filter(|_| qwen || family == Family::Gemma2) else {
+        return Ok((0..layers)
+            .map(|layer| match family {
+                Family::Gemma2 => window.filter(|_| layer % 2 == 0),
+                _ if qwen => window.filter(|_| layer >= from),
+                _ => window,
+            })
+            .collect());
+    };
+    if named.len() != layers {
+        return Err(format!("layer_types names {} layers; num_hidden_layers is {layers}", named.len()));
+    }
+    let of = |name: &str| match name {
+        "full_attention" => Ok(None),
+        "sliding_attention" if window.is_some() => Ok(window),
+        "sliding_attention" => Err("layer_types has sliding_attention, but there is no sliding_window".to_string()),
+        other => Err(format!("layer_types has '{other}'; known: full_attention, sliding_attention")),
+    };
+    named.into_iter().map(of).collect()
+}
+
+/// RoPE: `rope_parameters` of `transformers` 5, or `rope_theta` and `rope_scaling` of 4.
+fn rope(fields: &Fields<'_>, family: Family, max_positions: usize) -> Result<Rope, String> {
+    let outer_theta = fields.number("rope_theta")?;
+    let outer_partial = fields.number("partial_rotary_factor")?;
+    let outer_original = fields.count("original_max_position_embeddings")?;
+    let (newer, older) =
+        (fields.object("rope_parameters", "rope_parameters.")?, fields.object("rope_scaling", "rope_scaling.")?);
+    let Some(inner) = newer.or(older) else {
+        whole(outer_partial)?;
+        return Ok(Rope { theta: outer_theta.unwrap_or(10_000.0), scaling: RopeScaling::None });
+    };
+    let theta = inner.number("rope_theta")?.or(outer_theta).unwrap_or(10_000.0);
+    whole(inner.number("partial_rotary_factor")?.or(outer_partial))?;
+    let older_kind = inner.text("type")?;
+    let kind = inner.text("rope_type")?.or(older_kind).unwrap_or("default");
+    let number = |key, default| Ok::<f64, String>(inner.number(key)?.unwrap_or(default));
+    let original = outer_original.or(inner.count("original_max_position_embeddings")?).unwrap_or(max_positions);
+    let factor = inner.number("factor")?;
+    let needed = |factor| inner.needed("factor", factor);
+    let scaling = match kind {
+        // Phi-3 calls another scaling yarn.
+        _ if family == Family::Phi3 && kind != "default" => {
+            return Err(format!("rope_scaling type '{kind}' of Phi3ForCausalLM is not understood; known: default"));
+        }
+        "default" => RopeScaling::None,
+        "linear" => RopeScaling::Linear { factor: needed(factor)? },
+        "dynamic" => RopeScaling::Dynamic { factor: needed(factor)? },
+        "llama3" => RopeScaling::Llama3 {
+            factor: needed(factor)?,
+            low_freq_factor: inner.needed("low_freq_factor", inner.number("low_freq_factor")?)?,
+            high_freq_factor: inner.needed("high_freq_factor", inner.number("high_freq_factor")?)?,
+            original_positions: original,
+        },
+        "yarn" => {
+            let factor = factor.unwrap_or(max_positions as f64 / original as f64);
+            let stretch = |mscale: f64| if factor <= 1.0 { 1.0 } else { 0.1 * mscale * factor.ln() + 1.0 };
+            let scales = (inner.number("mscale")?, inner.number("mscale_all_dim")?);
+            let natural = match scales {
+                (Some(mscale), Some(all_dim)) => stretch(mscale) / stretch(all_dim),
+                _ => stretch(1.0),
+            };
+            RopeScaling::Yarn {
+                factor,
+                beta_fast: number("beta_fast", 32.0)?,
+                beta_slow: number("beta_slow", 1.0)?,
+                original_positions: original,
+                attention_factor: number("attention_factor", natural)?,
+                truncate: inner.value("truncate").is_none() || inner.flag("truncate")?,
+            }
+        }
+        other => return Err(format!("rope_scaling type '{other}' is not understood; {SCALINGS}")),
+    };
+    inner.finish()?;
+    Ok(Rope { theta, scaling })
+}
+
+/// Refuses a RoPE that turns only a part of a head.
+fn whole(partial: Option<f64>) -> Result<(), String> {
+    match partial {
+        Some(part) if part != 1.0 => {
+            Err(format!("partial_rotary_factor is {part}; only heads that are turned as a whole (1) are understood"))
+        }
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn read(value: Value) -> Result<Config, String> {
+        Config::from_json(value.as_object().expect("an object"))
+    }
+
+    fn with(changes: Value) -> Value {
+        let mut value = json!({
+            "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100, "intermediate_size": 96,
+        });
+        let all = value.as_object_mut().expect("an object");
+        changes.as_object().expect("an object").iter().for_each(|(key, to)| _ = all.insert(key.clone(), to.clone()));
+        value
+    }
+
+    #[test]
+    fn what_is_left_out_means_what_the_family_says() {
+        let llama = read(with(json!({}))).unwrap();
+        assert_eq!((llama.head_dim, llama.max_positions, llama.tied), (16, 2048, false));
+        assert_eq!(llama.rope, Rope { theta: 10_000.0, scaling: RopeScaling::None });
+        let gemma = read(with(json!({"architectures": ["Gemma2ForCausalLM"], "sliding_window": 8}))).unwrap();
+        assert_eq!(gemma.windows, [Some(8), None]);
+        assert_eq!((gemma.head_dim, gemma.final_softcap, gemma.tied), (256, Some(30.0), true));
+        let gemma = json!({"architectures": ["Gemma2ForCausalLM"], "attn_logit_softcapping": null});
+        assert_eq!(read(with(gemma)).unwrap().attention_softcap, None);
+        let qwen = json!({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": true, "sliding_window": 8,
+            "max_window_layers": 1});
+        let qwen = read(with(qwen)).unwrap();
+        assert_eq!((qwen.windows, qwen.qkv_bias, qwen.o_bias), (vec![None, Some(8)], true, false));
+    }
+
+    #[test]
+    fn both_ways_of_writing_rope_are_read() {
+        let expected =
+            RopeScaling::Llama3 { factor: 8.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original_positions: 512 };
+        let inner = json!({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 512});
+        let older = read(with(json!({"rope_theta": 5e5, "rope_scaling": inner}))).unwrap();
+        assert_eq!(older.rope, Rope { theta: 5e5, scaling: expected });
+        let mut inner = inner;
+        inner["rope_theta"] = json!(5e5);
+        assert_eq!(read(with(json!({"rope_parameters": inner}))).unwrap().rope, older.rope);
+    }
+
+    #[test]
+    fn what_is_not_understood_is_refused_by_name() {
+        let cases = [
+            (json!({"architectures": ["FalconForCausalLM"]}), "unknown architecture 'FalconForCausalLM'; known: Llama"),
+            (json!({"rope_scaling": {"type": "longrope", "factor": 4}}), "rope_scaling type 'longrope' is not"),
+            (json!({"hidden_act": "relu"}), "hidden_act is \"relu\"; known: silu"),
+            (json!({"logit_scale": 0.5}), "logit_scale is 0.5; this option is not known and may change results"),
+            (json!({"rope_scaling": {"type": "linear", "factor": 4, "wave": 1}}), "rope_scaling.wave is 1"),
+            (json!({"rope_scaling": {"type": "linear"}}), "rope_scaling.factor is missing"),
+            (json!({"partial_rotary_factor": 0.75}), "partial_rotary_factor is 0.75"),
+            (json!({"vocab_size": -3}), "vocab_size is -3; it must be a whole number"),
+            (json!({"vocab_size": null}), "vocab_size is missing"),
+            (json!({"num_key_value_heads": 3}), "4 query heads cannot share 3 KV heads"),
+            (json!({"quantization_config": {"bits": 4}}), "quantization_config"),
+            (json!({"dtype": "float8"}), "dtype is \"float8\"; known: float32"),
+            (json!({"head_dim": 15}), "head_dim is 15"),
+        ];
+        for (changes, expected) in cases {
+            let error = read(with(changes)).unwrap_err();
+            assert!(error.contains(expected), "{error}");
+        }
+    }
+}

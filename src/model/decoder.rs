@@ -1,0 +1,343 @@
+//! Tokens through a model: embedding, blocks, norm, logits; keys and values go into a paged cache.
+//!
+//! Several sequences run together. Their tokens lie behind one another as rows of activations, so a sequence may bring
+//! fewer tokens than its neighbours, or none. Sequence `b` of layer `l` is sequence `l * B + b` of the cache.
+
+mod attend;
+mod block;
+mod narrow;
+mod phases;
+
+use super::sheet::Sheet;
+use super::weights::embed;
+use super::{Model, ModelError, linear, rope};
+use crate::cache::{CacheShape, Column, PAGE_TOKENS, PagedCache};
+use crate::device::Cpu;
+use crate::memory::{Arena, ArenaError, Buffer, Label};
+use crate::model::evictor::{Eviction, Evictor};
+use crate::model::norm::Norm;
+use crate::tensor::DType;
+use attend::Attend;
+pub(super) use attend::params;
+
+/// How a model is to be run.
+#[derive(Debug, Clone, Copy)]
+pub struct Setup {
+    /// Sequences that run together.
+    pub batch: usize,
+    /// Most tokens that a sequence will hold.
+    pub max_tokens: usize,
+    /// Tokens of each sequence that go through the model together.
+    pub chunk_tokens: usize,
+    /// Whether logits of all tokens are wanted, or only of the last of each call.
+    pub all_logits: bool,
+    /// Element type in which keys and values are kept.
+    pub kv_dtype: DType,
+    /// What each cached token carries.
+    pub columns: &'static [Column],
+}
+
+impl Setup {
+    /// Rows of activations.
+    fn rows(&self) -> usize {
+        self.batch * self.chunk_tokens.min(self.max_tokens)
+    }
+
+    fn logit_rows(&self) -> usize {
+        if self.all_logits { self.rows() } else { self.batch }
+    }
+}
+
+/// Tokens of one sequence in a pass.
+#[derive(Debug, Clone, Copy)]
+struct Portion {
+    sequence: usize,
+    /// First of its rows.
+    row: usize,
+    tokens: usize,
+    /// Position of the first token.
+    first: usize,
+    /// Tokens that the sequence will have when the call is done.
+    horizon: usize,
+}
+
+/// Where activations lie.
+struct Buffers {
+    /// The residual stream, `[rows, hidden]`.
+    hidden: Buffer<f32>,
+    /// What a block's parts add to it.
+    projected: Buffer<f32>,
+    /// Norms of it.
+    normed: Sheet,
+    q: Buffer<f32>,
+    k: Buffer<f32>,
+    v: Buffer<f32>,
+    attended: Sheet,
+    gate: Sheet,
+    up: Buffer<f32>,
+    /// Cosines and sines of each row's position.
+    angles: Buffer<f32>,
+    logits: Buffer<f32>,
+    /// Scratch of linear layers.
+    scratch: Buffer<f32>,
+}
+
+impl Buffers {
+    fn allocate(model: &Model, setup: &Setup, arena: &Arena, threads: usize) -> Result<Self, ArenaError> {
+        let (config, rows) = (&model.config, setup.rows());
+        let plain = |len: usize| arena.alloc::<f32>(Label::Activations, len);
+        Ok(Buffers {
+            hidden: plain(rows * config.hidden)?,
+            projected: plain(rows * config.hidden)?,
+            normed: Sheet::new(arena, rows, config.hidden)?,
+            q: plain(rows * config.q_width())?,
+            k: plain(rows * config.kv_width())?,
+            v: plain(rows * config.kv_width())?,
+            attended: Sheet::new(arena, rows, config.q_width())?,
+            gate: Sheet::new(arena, rows, config.ffn)?,
+            up: plain(rows * config.ffn)?,
+            angles: plain(rows * config.head_dim)?,
+            logits: plain(setup.logit_rows() * config.vocab)?,
+            scratch: arena.alloc(Label::Workspace, linear::scratch(rows, threads))?,
+        })
+    }
+
+    fn bytes(model: &Model, setup: &Setup, threads: usize) -> u64 {
+        let (config, rows) = (&model.config, setup.rows());
+        let plain = rows
+            * (2 * config.hidden + config.q_width() + 2 * config.kv_width() + config.ffn + config.head_dim)
+            + setup.logit_rows() * config.vocab
+            + linear::scratch(rows, threads);
+        let sheets = [config.hidden, config.q_width(), config.ffn];
+        4 * plain as u64 + sheets.map(|width| Sheet::bytes(rows, width)).iter().sum::<u64>()
+    }
+}
+
+/// A model at work on some sequences.
+pub struct Decoder<'a> {
+    model: &'a Model,
+    setup: Setup,
+    cpu: &'a Cpu,
+    arena: &'a Arena,
+    cache: PagedCache,
+    /// Tokens that each sequence has seen.
+    seen: Vec<usize>,
+    buffers: Buffers,
+    attend: Attend,
+    evictor: Option<Evictor<'a>>,
+    /// Whether tokens of a sequence were evicted, so that slots of its lists are no positions.
+    gaps: Vec<bool>,
+}
+
+impl<'a> Decoder<'a> {
+    /// A model with an empty cache.
+    ///
+    /// # Errors
+    /// When the arena has no room.
+    pub fn new(model: &'a Model, setup: Setup, cpu: &'a Cpu, arena: &'a Arena) -> Result<Self, ModelError> {
+        Ok(Decoder {
+            model,
+            setup,
+            cpu,
+            arena,
+            cache: PagedCache::new(arena, cache_shape(model, &setup))?,
+            seen: vec![0; setup.batch],
+            buffers: Buffers::allocate(model, &setup, arena, cpu.threads())?,
+            attend: Attend::default(),
+            evictor: None,
+            gaps: vec![false; setup.batch],
+        })
+    }
+
+    /// The keys and values so far.
+    pub fn cache(&self) -> &PagedCache {
+        &self.cache
+    }
+
+    /// KV bytes of pages in use.
+    pub fn kv_bytes(&self) -> u64 {
+        self.cache.pages() as u64 * self.cache.shape().page_bytes()
+    }
+
+    /// Tokens that each sequence has seen.
+    pub fn seen(&self) -> &[usize] {
+        &self.seen
+    }
+
+    /// Puts a policy to work, before the first token. The prompts of the sequences will be `contexts` tokens long: that
+    /// is what a budget counts.
+    ///
+    /// # Errors
+    /// When the model cannot do what the policy does, or the budget leaves nothing.
+    ///
+    /// # Panics
+    /// When the columns of the setup are not those of the policy.
+    pub fn evict(&mut self, eviction: Eviction<'a>, contexts: &[usize]) -> Result<(), ModelError> {
+        assert!(eviction.policy.columns() == self.setup.columns, "a cache with the columns of the policy");
+        let token_bytes = self.cache.shape().token_bytes();
+        self.evictor = Some(Evictor::new(eviction, &self.model.config, contexts, token_bytes, self.arena)?);
+        Ok(())
+    }
+
+    /// Tokens that were evicted, counted in every list.
+    pub fn evicted_tokens(&self) -> u64 {
+        self.evictor.as_ref().map_or(0, Evictor::evicted_tokens)
+    }
+
+    /// Runs more tokens of each sequence, a chunk at a time, until they have `horizons` tokens; `visit` as in
+    /// [`Decoder::prefill`], with places counted from `from`.
+    fn run(
+        &mut self,
+        tokens: &[&[u32]],
+        horizons: &[usize],
+        from: &[usize],
+        visit: &mut impl FnMut(usize, usize, &[f32]),
+    ) -> Result<(), ModelError> {
+        let longest = tokens.iter().map(|tokens| tokens.len()).max().unwrap_or(0);
+        for start in (0..longest).step_by(self.setup.chunk_tokens) {
+            let mut portions = Vec::with_capacity(tokens.len());
+            let mut row = 0;
+            for (sequence, tokens) in tokens.iter().enumerate() {
+                let left = &tokens[start.min(tokens.len())..];
+                let chunk = &left[..left.len().min(self.setup.chunk_tokens)];
+                if chunk.is_empty() {
+                    continue;
+                }
+                let (first, horizon) = (self.seen[sequence], horizons[sequence]);
+                portions.push(Portion { sequence, row, tokens: chunk.len(), first, horizon });
+                for token in chunk {
+                    let hidden = self.model.config.hidden;
+                    let to = &mut self.buffers.hidden[row * hidden..][..hidden];
+                    embed(&self.model.weights.embedding, *token as usize, self.model.config.embedding_scale, to);
+                    row += 1;
+                }
+            }
+            self.pass(&portions, row)?;
+            for portion in &portions {
+                self.seen[portion.sequence] += portion.tokens;
+            }
+            self.logits(&portions, |sequence| from[sequence] + start, visit);
+        }
+        Ok(())
+    }
+
+    fn check(&self, tokens: &[&[u32]]) -> Result<(), ModelError> {
+        let vocab = self.model.config.vocab;
+        for (sequence, tokens) in tokens.iter().enumerate() {
+            if let Some(place) = tokens.iter().position(|&token| token as usize >= vocab) {
+                let (token, place) = (tokens[place], self.seen[sequence] + place);
+                return Err(ModelError::Token { token, sequence, place, vocab });
+            }
+        }
+        Ok(())
+    }
+
+    /// The blocks, over `rows` rows of the residual stream.
+    fn pass(&mut self, portions: &[Portion], rows: usize) -> Result<(), ModelError> {
+        self.turn_angles(portions);
+        for layer in 0..self.model.config.layers {
+            self.block(layer, portions, rows)?;
+        }
+        Ok(())
+    }
+
+    /// Cosines and sines of every row's position.
+    fn turn_angles(&mut self, portions: &[Portion]) {
+        let config = &self.model.config;
+        let frequencies = |tokens| config.rope.frequencies(config.head_dim, config.max_positions, tokens);
+        let factor = config.rope.attention_factor();
+        let mut same = None;
+        for portion in portions {
+            let own = (config.rope.is_dynamic() || same.is_none()).then(|| frequencies(portion.horizon));
+            let frequencies = match own {
+                Some(own) => same.insert(own),
+                None => same.as_mut().expect("made for the first portion"),
+            };
+            let rows = self.buffers.angles.chunks_exact_mut(config.head_dim).skip(portion.row).take(portion.tokens);
+            for (position, row) in (portion.first..).zip(rows) {
+                rope::angles(frequencies, position, factor, row);
+            }
+        }
+    }
+
+    /// A norm of the model's flavour.
+    fn norm<'w>(&self, weight: &'w [f32]) -> Norm<'w> {
+        let shift = match self.model.config.norms {
+            super::config::Norms::Before => 0.0,
+            super::config::Norms::BeforeAndAfter => 1.0,
+        };
+        Norm { weight, eps: self.model.config.norm_eps, shift }
+    }
+
+    /// Logits of the rows that are wanted, handed to `visit`; `place` gives that of a portion's first token.
+    fn logits(
+        &mut self,
+        portions: &[Portion],
+        place: impl Fn(usize) -> usize,
+        visit: &mut impl FnMut(usize, usize, &[f32]),
+    ) {
+        let (config, weights) = (&self.model.config, &self.model.weights);
+        let norm = self.norm(&weights.norm);
+        let (hidden, vocab) = (config.hidden, config.vocab);
+        // Sequence, place and row of what is wanted.
+        let mut wanted = Vec::new();
+        for portion in portions {
+            let first = match self.setup.all_logits {
+                true => 0,
+                false if portion.first + portion.tokens == portion.horizon => portion.tokens - 1,
+                false => continue,
+            };
+            let places = (first..portion.tokens)
+                .map(|token| (portion.sequence, place(portion.sequence) + token, portion.row + token));
+            wanted.extend(places);
+        }
+        if wanted.is_empty() {
+            return;
+        }
+        let Buffers { hidden: stream, normed, logits, scratch, .. } = &mut self.buffers;
+        for (to, &(_, _, row)) in wanted.iter().enumerate() {
+            let stride = normed.stride;
+            norm.rows(self.cpu, &stream[row * hidden..][..hidden], &mut normed.data[to * stride..], stride);
+        }
+        weights.output.apply(self.cpu, normed, wanted.len(), logits, vocab, scratch);
+        for (&(sequence, place, _), logits) in wanted.iter().zip(logits.chunks_exact_mut(vocab)) {
+            if let Some(cap) = config.final_softcap {
+                crate::device::simd::loops::soft_cap(self.cpu.isa(), logits, 1.0, cap);
+            }
+            visit(sequence, place, logits);
+        }
+    }
+}
+
+fn cache_shape(model: &Model, setup: &Setup) -> CacheShape {
+    CacheShape {
+        batch: model.config.layers * setup.batch,
+        kv_heads: model.config.kv_heads,
+        head_dim: model.config.head_dim,
+        dtype: setup.kv_dtype,
+        max_tokens: setup.max_tokens,
+        page_tokens: PAGE_TOKENS,
+        columns: setup.columns,
+    }
+}
+
+/// Most bytes in use at a time while sequences of `lens` tokens are run from the start with nothing evicted, and then
+/// `steps` more tokens of each, one by one: what the arena will show, weights included.
+pub fn bytes(model: &Model, setup: &Setup, lens: &[usize], steps: usize, threads: usize) -> u64 {
+    let (shape, config) = (cache_shape(model, setup), &model.config);
+    let cache = |tokens: &dyn Fn(usize) -> usize| {
+        let held = lens.iter().flat_map(|&len| std::iter::repeat_n(tokens(len), config.layers * config.kv_heads));
+        shape.bytes(held, 0).values().sum::<u64>()
+    };
+    let attend = |counts: &[usize]| Attend::most_bytes(config, setup, counts, threads);
+    let mut most = cache(&|_| 0);
+    let longest = lens.iter().copied().max().unwrap_or(0);
+    for start in (0..longest).step_by(setup.chunk_tokens) {
+        let counts: Vec<usize> = lens.iter().map(|len| len.saturating_sub(start).min(setup.chunk_tokens)).collect();
+        most = most.max(cache(&|len| len.min(start + setup.chunk_tokens)) + attend(&counts));
+    }
+    if steps > 0 {
+        most = most.max(cache(&|len| len + steps) + attend(&vec![1; lens.len()]));
+    }
+    model.weights.bytes() + Buffers::bytes(model, setup, threads) + most
+}

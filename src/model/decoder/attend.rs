@@ -1,0 +1,160 @@
+//! Attention of one layer, by this project's kernels over the layer's sequences of the cache.
+//!
+//! Sequences that bring equally many tokens are one call; others are a call each. What a call needs is kept until one of
+//! another shape comes, so that decode steps take no memory.
+
+use super::narrow::Narrow;
+use super::{Buffers, Decoder, Portion, Setup, block};
+use crate::attention::rope::Rotation;
+use crate::attention::{Forward, Kernel, KvRows, Outputs, Params, Shape, Workspace, kernel};
+use crate::cache::Sequences;
+use crate::memory::{Arena, ArenaError};
+use crate::model::{Config, ModelError};
+use crate::tensor::DType;
+
+/// Outputs and scratch of the last shape.
+#[derive(Default)]
+pub(super) struct Attend {
+    held: Option<(Shape, Outputs, Workspace)>,
+}
+
+/// The kernel for so many queries.
+fn kernel_for(q_len: usize) -> Box<dyn Kernel> {
+    kernel(if q_len == 1 { "decode" } else { "tiled" }).expect("the kernels are built in")
+}
+
+/// A call's extents with room for the longest list.
+fn roomy(config: &Config, setup: &Setup, batch: usize, q_len: usize) -> Shape {
+    let Config { q_heads, kv_heads, head_dim, .. } = *config;
+    Shape { batch, q_heads, kv_heads, q_len, kv_len: setup.max_tokens, head_dim }
+}
+
+/// Scale, mask and soft-cap of a layer.
+pub(in crate::model) fn params(config: &Config, layer: usize) -> Params {
+    Params {
+        scale: config.attention_scale,
+        softcap: config.attention_softcap,
+        causal: true,
+        window: config.windows[layer],
+    }
+}
+
+impl Attend {
+    fn bytes(config: &Config, shape: &Shape, threads: usize) -> u64 {
+        let params = params(config, 0);
+        let workspace = kernel_for(shape.q_len).workspace(shape, &params, DType::F32, threads);
+        workspace.bytes() + Outputs::bytes(shape, DType::F32)
+    }
+
+    fn room(
+        &mut self,
+        config: &Config,
+        shape: &Shape,
+        threads: usize,
+        arena: &Arena,
+    ) -> Result<(&mut Outputs, &mut Workspace), ArenaError> {
+        if self.held.as_ref().is_none_or(|(held, ..)| held != shape) {
+            self.held = None;
+            let size = kernel_for(shape.q_len).workspace(shape, &params(config, 0), DType::F32, threads);
+            let workspace = size.allocate(arena)?;
+            self.held = Some((*shape, Outputs::allocate(arena, shape, DType::F32)?, workspace));
+        }
+        let (_, outputs, workspace) = self.held.as_mut().expect("made above");
+        Ok((outputs, workspace))
+    }
+
+    /// Most bytes of any call for sequences that bring so many tokens.
+    pub fn most_bytes(config: &Config, setup: &Setup, counts: &[usize], threads: usize) -> u64 {
+        let bytes = |(batch, q_len)| Attend::bytes(config, &roomy(config, setup, batch, q_len), threads);
+        calls(counts).into_iter().map(bytes).max().unwrap_or(0)
+    }
+}
+
+/// Batch and queries of each call for sequences that bring so many tokens.
+fn calls(counts: &[usize]) -> Vec<(usize, usize)> {
+    match counts.iter().all(|&count| count == counts[0]) {
+        true => vec![(counts.len(), counts[0])],
+        false => counts.iter().filter(|&&count| count > 0).map(|&count| (1, count)).collect(),
+    }
+}
+
+impl Decoder<'_> {
+    /// Attention of `portions` in a layer: from the queries to the rows that the output projection reads.
+    pub(super) fn attention(&mut self, layer: usize, portions: &[Portion]) -> Result<(), ModelError> {
+        let windowed = self.model.config.windows[layer].is_some();
+        let narrow = |portion: &Portion| windowed && self.gaps[portion.sequence];
+        let even =
+            portions.len() == self.setup.batch && portions.iter().all(|portion| portion.tokens == portions[0].tokens);
+        if even && !portions.iter().any(narrow) {
+            return self.call(layer, portions, None);
+        }
+        for portion in portions {
+            match windowed && self.gaps[portion.sequence] {
+                false => self.call(layer, std::slice::from_ref(portion), None)?,
+                true => (0..portion.tokens)
+                    .try_for_each(|token| self.call(layer, std::slice::from_ref(portion), Some(token)))?,
+            }
+        }
+        Ok(())
+    }
+
+    /// One call for neighbouring sequences that bring equally many tokens, or for token `only` of one sequence in a
+    /// windowed layer.
+    fn call(&mut self, layer: usize, portions: &[Portion], only: Option<usize>) -> Result<(), ModelError> {
+        let (config, batch, portion) = (&self.model.config, portions.len(), portions[0]);
+        let q_len = if only.is_some() { 1 } else { portion.tokens };
+        let (row, width) = (portion.row + only.unwrap_or(0), config.q_width());
+        self.turn_queries(layer, portions);
+        let kv = Sequences { cache: &self.cache, first: layer * self.setup.batch + portion.sequence, step: 1 };
+        let narrow = only
+            .zip(config.windows[layer])
+            .map(|(token, window)| Narrow { kv, slots: self.seen_slots(&kv, &portion, token, window) });
+        let (kv_len, kv, window): (usize, &dyn KvRows, _) = match &narrow {
+            Some(narrow) => (narrow.slots.iter().map(|slots| slots.len()).max().unwrap_or(0), narrow, None),
+            None => (kv.max_len(batch), &kv, config.windows[layer]),
+        };
+        let roomy = roomy(config, &self.setup, batch, q_len);
+        let (outputs, workspace) = self.attend.room(config, &roomy, self.cpu.threads(), self.arena)?;
+        let Buffers { q, attended, .. } = &mut self.buffers;
+        let q = block::heads(&q[row * width..][..batch * q_len * width], batch, q_len, config.q_heads);
+        let (shape, params) = (Shape { kv_len, ..roomy }, Params { window, ..params(config, layer) });
+        let call = Forward { shape, params, q, kv, cpu: self.cpu };
+        kernel_for(q_len).forward(&call, outputs, workspace)?;
+
+        let o: &[f32] = bytemuck::cast_slice(outputs.o.bytes());
+        let head_dim = config.head_dim;
+        for (index, o) in o.chunks_exact(head_dim).enumerate() {
+            let (token, head) = (index % q_len, index / q_len % config.q_heads);
+            let to = attended.row_mut(row + index / (q_len * config.q_heads) * q_len + token);
+            to[head * head_dim..][..head_dim].copy_from_slice(o);
+        }
+        let Some(evictor) = &mut self.evictor else { return Ok(()) };
+        let received = evictor.see(layer, config.layers, portion.sequence, &call, &outputs.lse)?;
+        if let Some(received) = received {
+            let skipped = narrow.map_or(Vec::new(), |narrow| narrow.slots.iter().map(|slots| slots.start).collect());
+            let first = (layer * self.setup.batch + portion.sequence) * config.kv_heads;
+            received.add(&mut self.cache, first, &skipped)?;
+        }
+        Ok(())
+    }
+
+    /// Where keys are turned to positions inside the cache, turns the queries of a layer as far as each list is short of
+    /// the tokens that its sequence has seen.
+    fn turn_queries(&mut self, layer: usize, portions: &[Portion]) {
+        let Some(rope) = self.evictor.as_ref().and_then(|evictor| evictor.turns()) else { return };
+        let config = &self.model.config;
+        let (width, head_dim, group) = (config.q_width(), config.head_dim, config.q_heads / config.kv_heads);
+        for portion in portions {
+            let rows = &mut self.buffers.q[portion.row * width..][..portion.tokens * width];
+            for head in 0..config.q_heads {
+                let list = self.cache.list(layer * self.setup.batch + portion.sequence, head / group);
+                let by = self.cache.lens()[list] as i64 - (portion.first + portion.tokens) as i64;
+                if by == 0 {
+                    continue;
+                }
+                let rotation = Rotation::new(rope, by);
+                rows.chunks_exact_mut(width).for_each(|row| rotation.turn(&mut row[head * head_dim..][..head_dim]));
+            }
+        }
+    }
+}

@@ -1,0 +1,75 @@
+//! One block: attention and MLP, each behind its norm and added to the residual stream.
+
+use super::{Buffers, Decoder, Portion};
+use crate::device::simd::loops::add_scaled;
+use crate::model::{ModelError, mlp, rope};
+use crate::tensor::{DType, TensorView};
+
+/// Rows `[batch * tokens, heads * D]` as `[batch, heads, tokens, D]`.
+pub(super) fn heads(rows: &[f32], batch: usize, tokens: usize, heads: usize) -> TensorView<'_> {
+    let head_dim = rows.len() / (batch * tokens * heads);
+    TensorView::contiguous(DType::F32, [batch, tokens, heads, head_dim], bytemuck::cast_slice(rows))
+        .permuted([0, 2, 1, 3])
+}
+
+impl Decoder<'_> {
+    pub(super) fn block(&mut self, layer: usize, portions: &[Portion], rows: usize) -> Result<(), ModelError> {
+        let (config, weights, cpu) = (&self.model.config, &self.model.weights.layers[layer], self.cpu);
+        let (hidden, head_dim) = (config.hidden, config.head_dim);
+        let (q_width, kv_width) = (config.q_width(), config.kv_width());
+        let norm = self.norm(&weights.before_attention);
+        let qk_norm = weights.qk_norm.as_ref().map(|[q, k]| [self.norm(q), self.norm(k)]);
+        let Buffers { hidden: stream, normed, q, k, v, angles, scratch, .. } = &mut self.buffers;
+        norm.rows(cpu, &stream[..rows * hidden], &mut normed.data, normed.stride);
+        weights.q.apply(cpu, normed, rows, q, q_width, scratch);
+        weights.k.apply(cpu, normed, rows, k, kv_width, scratch);
+        weights.v.apply(cpu, normed, rows, v, kv_width, scratch);
+        if let Some([q_norm, k_norm]) = qk_norm {
+            q_norm.in_place(cpu, &mut q[..rows * q_width]);
+            k_norm.in_place(cpu, &mut k[..rows * kv_width]);
+        }
+        let heads_of = q.chunks_exact_mut(q_width).zip(k.chunks_exact_mut(kv_width));
+        for ((q, k), angles) in heads_of.zip(angles.chunks_exact(head_dim)).take(rows) {
+            rope::turn(q, angles);
+            rope::turn(k, angles);
+        }
+        for portion in portions {
+            let own = portion.row * kv_width..(portion.row + portion.tokens) * kv_width;
+            let of = |rows| heads(rows, 1, portion.tokens, config.kv_heads);
+            let (k, v) = (of(&k[own.clone()]), of(&v[own]));
+            let sequence = layer * self.setup.batch + portion.sequence;
+            self.cache.append_at(sequence, k, v, 0, 0..portion.tokens, portion.first)?;
+            if let Some(rope) = self.evictor.as_ref().and_then(|evictor| evictor.turns()) {
+                for head in 0..config.kv_heads {
+                    let list = self.cache.list(sequence, head);
+                    self.cache.rerotate_from(list, self.cache.lens()[list] - portion.tokens, rope)?;
+                }
+            }
+        }
+        self.attention(layer, portions)?;
+
+        let after_attention = weights.after_attention.as_ref().map(|weight| self.norm(weight));
+        let (before_mlp, after_mlp) =
+            (self.norm(&weights.before_mlp), weights.after_mlp.as_ref().map(|weight| self.norm(weight)));
+        let Buffers { hidden: stream, projected, normed, attended, gate, up, scratch, .. } = &mut self.buffers;
+        let (stream, added) = (&mut stream[..rows * hidden], rows * hidden);
+        weights.o.apply(cpu, attended, rows, projected, hidden, scratch);
+        if let Some(norm) = after_attention {
+            norm.in_place(cpu, &mut projected[..added]);
+        }
+        add_scaled(cpu.isa(), stream, 1.0, &projected[..added]);
+
+        before_mlp.rows(cpu, stream, &mut normed.data, normed.stride);
+        let gate_stride = gate.stride;
+        weights.gate.apply(cpu, normed, rows, &mut gate.data, gate_stride, scratch);
+        weights.up.apply(cpu, normed, rows, up, config.ffn, scratch);
+        let up = &up[..rows * config.ffn];
+        mlp::activate(cpu, config.activation, &mut gate.data, gate_stride, up, config.ffn);
+        weights.down.apply(cpu, gate, rows, projected, hidden, scratch);
+        if let Some(norm) = after_mlp {
+            norm.in_place(cpu, &mut projected[..added]);
+        }
+        add_scaled(cpu.isa(), stream, 1.0, &projected[..added]);
+        Ok(())
+    }
+}

@@ -1,0 +1,69 @@
+//! A sliding window over lists with gaps: slots are no positions there, so the window is cut out list by list.
+//!
+//! Queries go one by one; each sees the tokens of a list whose positions are within its window. That is slow only where
+//! many tokens are fed after an eviction of a model with windows.
+
+use super::{Decoder, Portion};
+use crate::attention::KvRows;
+use crate::cache::{PagedCache, Sequences};
+use crate::tensor::{DType, Rows};
+use std::ops::Range;
+
+/// Some slots of each list of a sequence.
+pub(super) struct Narrow<'a> {
+    pub kv: Sequences<'a>,
+    /// Of each head.
+    pub slots: Vec<Range<usize>>,
+}
+
+impl KvRows for Narrow<'_> {
+    fn len(&self, _batch: usize, head: usize) -> usize {
+        self.slots[head].len()
+    }
+
+    fn dtype(&self) -> DType {
+        self.kv.dtype()
+    }
+
+    fn key_rows(&self, batch: usize, head: usize, start: usize) -> Rows<'_> {
+        let Range { start: first, end } = self.slots[head];
+        self.kv.key_rows(batch, head, first + start).first(end - first - start)
+    }
+
+    fn value_rows(&self, batch: usize, head: usize, start: usize) -> Rows<'_> {
+        let Range { start: first, end } = self.slots[head];
+        self.kv.value_rows(batch, head, first + start).first(end - first - start)
+    }
+}
+
+/// The first slot of a list whose token stands at `position` or later.
+fn first_slot(cache: &PagedCache, list: usize, position: usize) -> usize {
+    let (mut low, mut high) = (0, cache.lens()[list]);
+    while low < high {
+        let middle = (low + high) / 2;
+        match cache.origin(list, middle) < position {
+            true => low = middle + 1,
+            false => high = middle,
+        }
+    }
+    low
+}
+
+impl Decoder<'_> {
+    /// The slots that token `token` of a portion sees in each head's list through a window.
+    pub(super) fn seen_slots(
+        &self,
+        kv: &Sequences<'_>,
+        portion: &Portion,
+        token: usize,
+        window: usize,
+    ) -> Vec<Range<usize>> {
+        let oldest = (portion.first + token + 1).saturating_sub(window);
+        let slots = |head| {
+            let list = kv.list(0, head);
+            let end = self.cache.lens()[list] - portion.tokens + token + 1;
+            first_slot(&self.cache, list, oldest)..end
+        };
+        (0..self.model.config.kv_heads).map(slots).collect()
+    }
+}

@@ -1,0 +1,85 @@
+//! Prefill and decoding: what is run together, and when the policy judges.
+
+use super::Decoder;
+use crate::model::ModelError;
+use crate::model::evictor::Scene;
+use crate::policy::Decoding;
+
+impl Decoder<'_> {
+    /// Runs the prompts, `[B]` sequences that may differ in length, and lets the policy judge after them, or after each
+    /// chunk that its schedule names. `visit(sequence, place, logits)` gets the logits `[vocab]` of every token, or of
+    /// the last of each sequence, as the setup says; `place` counts from the first token of this call.
+    ///
+    /// # Errors
+    /// When a token is not one of the model's, the policy lacks something, or the arena has no room.
+    ///
+    /// # Panics
+    /// When there are not as many sequences as the setup says, or one outgrows it.
+    pub fn prefill(
+        &mut self,
+        tokens: &[&[u32]],
+        mut visit: impl FnMut(usize, usize, &[f32]),
+    ) -> Result<(), ModelError> {
+        self.check(tokens)?;
+        let horizons: Vec<usize> = self.seen.iter().zip(tokens).map(|(seen, tokens)| seen + tokens.len()).collect();
+        let longest = tokens.iter().map(|tokens| tokens.len()).max().unwrap_or(0).max(1);
+        let policy = self.evictor.as_ref().and_then(|evictor| evictor.judging());
+        let piece = policy.and_then(|policy| policy.schedule.chunk_tokens).unwrap_or(longest);
+        for start in (0..longest).step_by(piece) {
+            let pieces: Vec<&[u32]> =
+                tokens.iter().map(|tokens| &tokens[start.min(tokens.len())..tokens.len().min(start + piece)]).collect();
+            self.run(&pieces, &horizons, &vec![start; tokens.len()], &mut visit)?;
+            for (sequence, piece) in pieces.iter().enumerate().filter(|(_, piece)| !piece.is_empty()) {
+                let last = start + piece.len() == tokens[sequence].len();
+                self.judge(sequence, |evictor, scene| evictor.judge_prefill(scene, last))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Runs tokens that follow, and lets the policy judge after each where its schedule asks for that; else they go
+    /// through together. `visit` as in [`Decoder::prefill`].
+    ///
+    /// # Errors
+    /// As [`Decoder::prefill`].
+    ///
+    /// # Panics
+    /// As [`Decoder::prefill`].
+    pub fn follow(&mut self, tokens: &[&[u32]], mut visit: impl FnMut(usize, usize, &[f32])) -> Result<(), ModelError> {
+        self.check(tokens)?;
+        let policy = self.evictor.as_ref().and_then(|evictor| evictor.judging());
+        let together = policy.is_none_or(|policy| policy.schedule.decoding == Decoding::Never);
+        let longest = tokens.iter().map(|tokens| tokens.len()).max().unwrap_or(0);
+        let piece = if together { longest.max(1) } else { 1 };
+        for start in (0..longest).step_by(piece) {
+            let pieces: Vec<&[u32]> =
+                tokens.iter().map(|tokens| &tokens[start.min(tokens.len())..tokens.len().min(start + piece)]).collect();
+            let horizons: Vec<usize> = self.seen.iter().zip(&pieces).map(|(seen, piece)| seen + piece.len()).collect();
+            self.run(&pieces, &horizons, &vec![start; tokens.len()], &mut visit)?;
+            for (sequence, _) in pieces.iter().enumerate().filter(|(_, piece)| !together && !piece.is_empty()) {
+                self.judge(sequence, |evictor, scene| evictor.judge_step(scene))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn judge(
+        &mut self,
+        sequence: usize,
+        work: impl FnOnce(&mut super::Evictor<'_>, &mut Scene<'_>) -> Result<(), ModelError>,
+    ) -> Result<(), ModelError> {
+        let Some(evictor) = &mut self.evictor else { return Ok(()) };
+        let before = evictor.evicted_tokens();
+        let mut scene = Scene {
+            model: self.model,
+            cpu: self.cpu,
+            cache: &mut self.cache,
+            batch: self.setup.batch,
+            sequence,
+            seen: self.seen[sequence],
+        };
+        work(evictor, &mut scene)?;
+        self.gaps[sequence] |= evictor.evicted_tokens() > before;
+        Ok(())
+    }
+}

@@ -1,0 +1,70 @@
+//! Linear layers: `y[T, N] = x[T, K] w[N, K]ᵀ (+ b)`, with activations in f32 and weights in their own type.
+//!
+//! Threads take rows of `w`, so every element of `y` has one owner and the bits do not depend on their number.
+
+use super::sheet::Sheet;
+use super::weights::Matrix;
+use crate::device::Cpu;
+use crate::device::cpu::Slots;
+use crate::device::simd::linear::{Columns, FEW, Few, PANEL, Panel, Stripes, panel_scratch};
+use crate::memory::Buffer;
+use rayon::prelude::*;
+
+/// Fewest rows of `w` that a thread takes at a time when it does not pack them.
+const FEW_ROWS: usize = 16;
+
+/// A weight matrix `[N, K]` and perhaps a bias `[N]`.
+pub(super) struct Linear {
+    weight: Matrix,
+    bias: Option<Buffer<f32>>,
+}
+
+impl Linear {
+    pub fn new(weight: Matrix, bias: Option<Buffer<f32>>) -> Self {
+        Linear { weight, bias }
+    }
+
+    /// The weights.
+    pub fn weight(&self) -> &Matrix {
+        &self.weight
+    }
+
+    /// `y = x wᵀ + b` for the first `rows` rows of `x`; rows of `y` lie `stride` apart. `scratch` holds [`scratch`]
+    /// elements.
+    pub fn apply(&self, cpu: &Cpu, x: &Sheet, rows: usize, y: &mut [f32], stride: usize, scratch: &mut [f32]) {
+        let (width, w) = (self.weight.rows(), self.weight.all());
+        assert_eq!(x.width, self.weight.width(), "inner extents of a linear layer differ");
+        let y = Stripes::new(y, stride, rows, width);
+        let columns = |first: usize, count: usize| Columns {
+            x: &x.data,
+            stride: x.stride,
+            rows,
+            w: w.skip(first).first(count),
+            bias: self.bias.as_deref().map(|bias| &bias[first..][..count]),
+            first,
+        };
+        let isa = cpu.isa();
+        if rows <= FEW {
+            let share = width.div_ceil(8 * cpu.threads()).next_multiple_of(FEW_ROWS).min(width);
+            let unit = |unit: usize| {
+                let first = unit * share;
+                isa.run(Few { columns: columns(first, share.min(width - first)), y: &y });
+            };
+            cpu.install(|| (0..width.div_ceil(share)).into_par_iter().with_max_len(1).for_each(unit));
+            return;
+        }
+        let slots = Slots::new(scratch, cpu.threads());
+        let unit = |unit: usize| {
+            let first = unit * PANEL;
+            slots.with(|scratch| {
+                isa.run(Panel { columns: columns(first, PANEL.min(width - first)), scratch, y: &y });
+            });
+        };
+        cpu.install(|| (0..width.div_ceil(PANEL)).into_par_iter().with_max_len(1).for_each(unit));
+    }
+}
+
+/// Scratch elements of a linear layer for at most `rows` rows.
+pub(super) fn scratch(rows: usize, threads: usize) -> usize {
+    if rows <= FEW { 0 } else { threads * panel_scratch(rows) }
+}

@@ -1,0 +1,130 @@
+//! Decoders of the Llama kind, read from a Hugging Face folder and run through this project's kernels and cache.
+//!
+//! [`Config`] says what a model is, [`Weights`] are its mapped files, and a [`Decoder`] runs tokens through it: chunk by
+//! chunk, with sequences of different lengths in one batch, attention only through [`crate::attention::Kernel`] over a
+//! [`crate::cache::PagedCache`] into whose sequences layers are folded.
+
+pub mod config;
+mod decoder;
+mod evictor;
+mod generate;
+mod linear;
+mod mlp;
+mod norm;
+mod rope;
+mod sample;
+mod sheet;
+mod text;
+mod weights;
+
+pub use config::Config;
+pub use decoder::{Decoder, Setup, bytes};
+pub use evictor::Eviction;
+pub use generate::{Generated, generate};
+pub use sample::{Sampler, Sampling};
+pub use text::Text;
+pub use weights::Weights;
+
+use crate::attention::AttentionError;
+use crate::memory::{Arena, ArenaError};
+use crate::policy::{BudgetError, PolicyError};
+use crate::tensor::file::FileError;
+use std::path::{Path, PathBuf};
+
+/// A model that cannot be read or run.
+#[derive(Debug, thiserror::Error)]
+pub enum ModelError {
+    /// A configuration that cannot be read or is not understood.
+    #[error("'{path}': {reason}")]
+    Config {
+        /// The file.
+        path: PathBuf,
+        /// What was wrong, its value, and what would be right.
+        reason: String,
+    },
+    /// A file of weights that cannot be read.
+    #[error(transparent)]
+    File(#[from] FileError),
+    /// Weights that do not fit the configuration.
+    #[error("'{path}': {reason}")]
+    Weights {
+        /// The file or folder.
+        path: PathBuf,
+        /// What was wrong, its value, and what would be right.
+        reason: String,
+    },
+    /// A token that the model does not have.
+    #[error("token {token} at place {place} of sequence {sequence}; the model has tokens 0 to {last}", last = vocab - 1)]
+    Token {
+        /// The token.
+        token: u32,
+        /// Its sequence.
+        sequence: usize,
+        /// Its place in the sequence.
+        place: usize,
+        /// Tokens that there are.
+        vocab: usize,
+    },
+    /// A sequence that is longer than the model was made for.
+    #[error(
+        "a sequence of {tokens} tokens; the model was made for at most {most}, give --beyond-limit to run it all the same"
+    )]
+    TooLong {
+        /// Tokens of the sequence.
+        tokens: usize,
+        /// Most tokens.
+        most: usize,
+    },
+    /// A logit that is no number.
+    #[error("the logit of token {token} is {logit}; weights or activations are not finite")]
+    Logit {
+        /// The logit.
+        logit: f32,
+        /// Its token.
+        token: u32,
+    },
+    /// Attention that cannot be computed.
+    #[error(transparent)]
+    Attention(#[from] AttentionError),
+    /// A policy that cannot be applied.
+    #[error(transparent)]
+    Policy(#[from] PolicyError),
+    /// The arena has no room.
+    #[error(transparent)]
+    Arena(#[from] ArenaError),
+}
+
+/// A model ready to run.
+pub struct Model {
+    /// What it is.
+    pub config: Config,
+    /// Its parameters.
+    pub weights: Weights,
+}
+
+impl Model {
+    /// Opens a Hugging Face folder: `config.json` and safetensors in one file or shards.
+    ///
+    /// # Errors
+    /// When something is missing, damaged, or not understood.
+    pub fn open(folder: &Path, arena: &Arena) -> Result<Self, ModelError> {
+        let config = Config::read(folder)?;
+        let weights = Weights::open(folder, &config, arena)?;
+        Ok(Model { config, weights })
+    }
+
+    /// Refuses a sequence that is longer than the model was made for.
+    ///
+    /// # Errors
+    /// How long it may be.
+    pub fn check_length(&self, tokens: usize) -> Result<(), ModelError> {
+        let most = self.config.most_tokens();
+        if tokens > most { Err(ModelError::TooLong { tokens, most }) } else { Ok(()) }
+    }
+}
+
+impl From<BudgetError> for ModelError {
+    fn from(error: BudgetError) -> Self {
+        ModelError::Policy(error.into())
+    }
+}

@@ -1,0 +1,33 @@
+//! Activations: rows of f32 in the layout that products with weights read.
+
+use crate::device::simd::linear::padded_rows;
+use crate::memory::{Arena, ArenaError, Buffer, Label};
+
+/// Rows of `width` elements, each followed by zeros up to whole vectors, with room for whole register tiles.
+pub(super) struct Sheet {
+    pub data: Buffer<f32>,
+    pub width: usize,
+    pub stride: usize,
+}
+
+impl Sheet {
+    fn stride(width: usize) -> usize {
+        width.next_multiple_of(16)
+    }
+
+    /// Zeros.
+    pub fn new(arena: &Arena, rows: usize, width: usize) -> Result<Self, ArenaError> {
+        let stride = Self::stride(width);
+        Ok(Sheet { data: arena.alloc(Label::Activations, padded_rows(rows) * stride)?, width, stride })
+    }
+
+    /// Bytes that [`Sheet::new`] takes.
+    pub fn bytes(rows: usize, width: usize) -> u64 {
+        4 * (padded_rows(rows) * Self::stride(width)) as u64
+    }
+
+    /// A row, without what follows it.
+    pub fn row_mut(&mut self, row: usize) -> &mut [f32] {
+        &mut self.data[row * self.stride..][..self.width]
+    }
+}

@@ -1,0 +1,324 @@
+//! Parameters of a model: mapped safetensors files, one or several by an index.
+//!
+//! Matrices stay where the files lie and are read in their own type; the arena counts their bytes under `weights` as if
+//! it held them, since every pass reads all of them. Vectors (norms and biases) are widened to f32, which is less than
+//! a thousandth. Every tensor that the configuration asks for must be there in its shape, and none that it does not
+//! know: a bias that nobody adds would make the results wrong.
+
+use super::linear::Linear;
+use super::{Config, ModelError};
+use crate::memory::{Arena, Buffer, Claim, Label};
+use crate::model::config::{Family, Norms};
+use crate::tensor::file::{Entry, TensorFile, read_as};
+use crate::tensor::{DType, Rows, TensorView};
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// A matrix `[rows, width]` in the type in which it is kept.
+#[derive(Clone)]
+pub struct Matrix {
+    bytes: Arc<Bytes>,
+    range: Range<usize>,
+    dtype: DType,
+    rows: usize,
+    width: usize,
+}
+
+/// Where a matrix lies.
+enum Bytes {
+    Mapped(Arc<TensorFile>),
+    /// A copy of one that lies in its file where its type cannot be read.
+    Copied(Buffer<u8>),
+}
+
+impl Matrix {
+    /// All rows.
+    pub fn all(&self) -> Rows<'_> {
+        Rows::contiguous(self.dtype, self.bytes(), [self.rows, self.width])
+    }
+
+    fn bytes(&self) -> &[u8] {
+        match &*self.bytes {
+            Bytes::Mapped(file) => file.bytes(self.range.clone()),
+            Bytes::Copied(bytes) => &bytes[self.range.clone()],
+        }
+    }
+
+    /// A matrix `[N, Hq * D]` as `[1, Hq, D, N]`.
+    pub(super) fn by_head(&self, head_dim: usize) -> TensorView<'_> {
+        let dims = [1, self.rows, self.width / head_dim, head_dim];
+        TensorView::contiguous(self.dtype, dims, self.bytes()).permuted([0, 2, 3, 1])
+    }
+
+    /// Number of rows.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Elements of a row.
+    pub fn width(&self) -> usize {
+        self.width
+    }
+
+    /// Some of the rows, as a matrix of its own in the same memory.
+    fn part(&self, rows: Range<usize>) -> Matrix {
+        let row_bytes = self.width * self.dtype.bytes();
+        let range = self.range.start + rows.start * row_bytes..self.range.start + rows.end * row_bytes;
+        Matrix { range, rows: rows.len(), ..self.clone() }
+    }
+}
+
+/// Parameters of a block.
+pub struct Layer {
+    pub(super) q: Linear,
+    pub(super) k: Linear,
+    pub(super) v: Linear,
+    pub(super) o: Linear,
+    pub(super) gate: Linear,
+    pub(super) up: Linear,
+    pub(super) down: Linear,
+    /// Weights of the norms of each head of q and of k.
+    pub(super) qk_norm: Option<[Buffer<f32>; 2]>,
+    /// Before attention, after it, before the MLP, after it.
+    pub(super) before_attention: Buffer<f32>,
+    pub(super) after_attention: Option<Buffer<f32>>,
+    pub(super) before_mlp: Buffer<f32>,
+    pub(super) after_mlp: Option<Buffer<f32>>,
+}
+
+/// All parameters.
+pub struct Weights {
+    /// `[vocab, hidden]`.
+    pub(super) embedding: Matrix,
+    pub(super) layers: Vec<Layer>,
+    pub(super) norm: Buffer<f32>,
+    /// `[vocab, hidden]`; the embedding where they are tied.
+    pub(super) output: Linear,
+    dtype: DType,
+    bytes: u64,
+    /// Counts the mapped bytes for as long as they are used.
+    _mapped: Claim,
+}
+
+impl Weights {
+    /// Maps the files of a folder and finds every parameter of `config` in them.
+    ///
+    /// # Errors
+    /// When a file is missing or damaged, a tensor is missing or has another shape or a type that is not read, there is
+    /// one that the configuration does not know, or the arena has no room.
+    pub fn open(folder: &Path, config: &Config, arena: &Arena) -> Result<Self, ModelError> {
+        let mut found = Found::open(folder, arena)?;
+        let embedding = found.matrix("model.embed_tokens.weight", config.vocab, config.hidden)?;
+        let layers = (0..config.layers).map(|layer| found.layer(config, layer)).collect::<Result<_, _>>()?;
+        let norm = found.vector("model.norm.weight", config.hidden)?;
+        let output = match config.tied {
+            true => embedding.clone(),
+            false => found.matrix("lm_head.weight", config.vocab, config.hidden)?,
+        };
+        found.finish(config)?;
+        let dtype = embedding.dtype;
+        let bytes = found.mapped_bytes + found.held_bytes;
+        let mapped = arena.claim(Label::Weights, found.mapped_bytes)?;
+        Ok(Weights { embedding, layers, norm, output: Linear::new(output, None), dtype, bytes, _mapped: mapped })
+    }
+
+    /// Element type of the embedding, which is that of all matrices in most folders.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Bytes of all parameters, as the arena counts them.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+}
+
+/// The tensors of a folder's files by name, and which were taken.
+struct Found<'a> {
+    folder: PathBuf,
+    arena: &'a Arena,
+    files: Vec<Arc<TensorFile>>,
+    tensors: BTreeMap<String, (usize, Entry)>,
+    taken: BTreeSet<String>,
+    mapped_bytes: u64,
+    held_bytes: u64,
+}
+
+impl<'a> Found<'a> {
+    fn open(folder: &Path, arena: &'a Arena) -> Result<Self, ModelError> {
+        let (single, index) = (folder.join("model.safetensors"), folder.join("model.safetensors.index.json"));
+        let (names, index) = match (single.exists(), index.exists()) {
+            (false, true) => (shards(&index)?, Some(index)),
+            _ => (vec!["model.safetensors".to_string()], None),
+        };
+        let (mut files, mut tensors) = (Vec::new(), BTreeMap::new());
+        for name in names {
+            let path = folder.join(&name);
+            if let Some(index) = index.clone().filter(|_| !path.exists()) {
+                let reason = format!("it names the file '{name}', which is not there");
+                return Err(ModelError::Weights { path: index, reason });
+            }
+            let file = TensorFile::open(&path)?;
+            for entry in file.entries()? {
+                tensors.insert(entry.name.clone(), (files.len(), entry));
+            }
+            files.push(Arc::new(file));
+        }
+        let (folder, taken) = (folder.to_path_buf(), BTreeSet::new());
+        Ok(Found { folder, arena, files, tensors, taken, mapped_bytes: 0, held_bytes: 0 })
+    }
+
+    fn wrong(&self, path: &Path, reason: String) -> ModelError {
+        ModelError::Weights { path: path.into(), reason }
+    }
+
+    /// A tensor of a shape, where it lies.
+    fn matrix(&mut self, name: &str, rows: usize, width: usize) -> Result<Matrix, ModelError> {
+        self.tensor(name, &[rows, width])
+    }
+
+    fn tensor(&mut self, name: &str, shape: &[usize]) -> Result<Matrix, ModelError> {
+        let Some((file, entry)) = self.tensors.get(name) else {
+            return Err(self.wrong(&self.folder, format!("there is no tensor '{name}', {shape:?} is needed")));
+        };
+        let file = &self.files[*file];
+        if entry.shape != shape {
+            let reason = format!("tensor '{name}' has shape {:?}; {shape:?} is needed", entry.shape);
+            return Err(self.wrong(file.path(), reason));
+        }
+        let Some(dtype) = read_as(entry.dtype) else {
+            let reason = format!("tensor '{name}' is {:?}; F32, F16 or BF16 are read", entry.dtype);
+            return Err(self.wrong(file.path(), reason));
+        };
+        let bytes = file.bytes(entry.range.clone());
+        let (range, bytes) = match bytes.as_ptr().addr().is_multiple_of(dtype.bytes()) {
+            true => {
+                self.mapped_bytes += bytes.len() as u64;
+                (entry.range.clone(), Bytes::Mapped(file.clone()))
+            }
+            false => {
+                self.held_bytes += bytes.len() as u64;
+                let mut copy = self.arena.alloc::<u8>(Label::Weights, bytes.len())?;
+                copy.copy_from_slice(bytes);
+                (0..bytes.len(), Bytes::Copied(copy))
+            }
+        };
+        let (rows, width) = (shape[..shape.len() - 1].iter().product(), shape[shape.len() - 1]);
+        self.taken.insert(name.into());
+        Ok(Matrix { bytes: Arc::new(bytes), range, dtype, rows, width })
+    }
+
+    /// A vector, widened.
+    fn vector(&mut self, name: &str, width: usize) -> Result<Buffer<f32>, ModelError> {
+        let mapped_bytes = self.mapped_bytes;
+        let matrix = self.tensor(name, &[width])?;
+        self.mapped_bytes = mapped_bytes;
+        let mut vector = self.arena.alloc(Label::Weights, width)?;
+        matrix.all().widen(&mut vector);
+        self.held_bytes += vector.bytes();
+        Ok(vector)
+    }
+
+    fn linear(&mut self, name: &str, rows: usize, width: usize, has_bias: bool) -> Result<Linear, ModelError> {
+        let weight = self.matrix(&format!("{name}.weight"), rows, width)?;
+        let bias = if has_bias { Some(self.vector(&format!("{name}.bias"), rows)?) } else { None };
+        Ok(Linear::new(weight, bias))
+    }
+
+    fn layer(&mut self, config: &Config, layer: usize) -> Result<Layer, ModelError> {
+        let Config { hidden, ffn, head_dim, qkv_bias, mlp_bias, .. } = *config;
+        let (q_width, kv_width) = (config.q_width(), config.kv_width());
+        let at = |name: &str| format!("model.layers.{layer}.{name}");
+        let (q, k, v, gate, up);
+        if config.family == Family::Phi3 {
+            let all = self.matrix(&at("self_attn.qkv_proj.weight"), q_width + 2 * kv_width, hidden)?;
+            let part = |from: usize, rows: usize| Linear::new(all.part(from..from + rows), None);
+            (q, k, v) = (part(0, q_width), part(q_width, kv_width), part(q_width + kv_width, kv_width));
+            let both = self.matrix(&at("mlp.gate_up_proj.weight"), 2 * ffn, hidden)?;
+            (gate, up) = (Linear::new(both.part(0..ffn), None), Linear::new(both.part(ffn..2 * ffn), None));
+        } else {
+            q = self.linear(&at("self_attn.q_proj"), q_width, hidden, qkv_bias)?;
+            k = self.linear(&at("self_attn.k_proj"), kv_width, hidden, qkv_bias)?;
+            v = self.linear(&at("self_attn.v_proj"), kv_width, hidden, qkv_bias)?;
+            gate = self.linear(&at("mlp.gate_proj"), ffn, hidden, mlp_bias)?;
+            up = self.linear(&at("mlp.up_proj"), ffn, hidden, mlp_bias)?;
+        }
+        let qk_norm = match config.qk_norm {
+            true => Some([
+                self.vector(&at("self_attn.q_norm.weight"), head_dim)?,
+                self.vector(&at("self_attn.k_norm.weight"), head_dim)?,
+            ]),
+            false => None,
+        };
+        let mut norm = |name: &str| self.vector(&at(name), hidden);
+        let before_attention = norm("input_layernorm.weight")?;
+        let after = norm("post_attention_layernorm.weight")?;
+        // The same name is another norm where there are norms after attention too.
+        let (after_attention, before_mlp, after_mlp) = match config.norms {
+            Norms::Before => (None, after, None),
+            Norms::BeforeAndAfter => {
+                let before_mlp = norm("pre_feedforward_layernorm.weight")?;
+                (Some(after), before_mlp, Some(norm("post_feedforward_layernorm.weight")?))
+            }
+        };
+        Ok(Layer {
+            q,
+            k,
+            v,
+            o: self.linear(&at("self_attn.o_proj"), hidden, q_width, config.o_bias)?,
+            gate,
+            up,
+            down: self.linear(&at("mlp.down_proj"), hidden, ffn, mlp_bias)?,
+            qk_norm,
+            before_attention,
+            after_attention,
+            before_mlp,
+            after_mlp,
+        })
+    }
+
+    /// Refuses tensors that the configuration does not know.
+    fn finish(&self, config: &Config) -> Result<(), ModelError> {
+        let harmless = |name: &str| {
+            // Frequencies that older folders hold, and an output projection that is not looked at.
+            name.ends_with("rotary_emb.inv_freq") || (config.tied && name == "lm_head.weight")
+        };
+        let unknown = self.tensors.keys().find(|name| !self.taken.contains(*name) && !harmless(name));
+        unknown.map_or(Ok(()), |name| {
+            let architecture = config.family.architecture();
+            let reason = format!("tensor '{name}' is not part of a {architecture} as config.json describes it");
+            Err(self.wrong(&self.folder, reason))
+        })
+    }
+}
+
+/// The files that an index names, each once.
+fn shards(index: &Path) -> Result<Vec<String>, ModelError> {
+    let wrong = |reason: String| ModelError::Weights { path: index.into(), reason };
+    let text = std::fs::read_to_string(index).map_err(|error| wrong(error.to_string()))?;
+    let json: serde_json::Value = serde_json::from_str(&text).map_err(|error| wrong(format!("not JSON: {error}")))?;
+    let map = json.get("weight_map").and_then(serde_json::Value::as_object);
+    let map = map.ok_or_else(|| wrong("it has no object weight_map".into()))?;
+    let mut files = BTreeSet::new();
+    for (tensor, file) in map {
+        let plain = |file: &&str| Path::new(file).file_name().is_some_and(|name| name == *file);
+        let file = file.as_str().filter(plain).ok_or_else(|| {
+            wrong(format!("weight_map names the file {file} for '{tensor}'; it must be a file of the same folder"))
+        })?;
+        files.insert(file.to_string());
+    }
+    match files.is_empty() {
+        true => Err(wrong("its weight_map is empty".into())),
+        false => Ok(files.into_iter().collect()),
+    }
+}
+
+/// Widens row `row` of a matrix, times a factor.
+pub(super) fn embed(matrix: &Matrix, row: usize, factor: f32, to: &mut [f32]) {
+    matrix.all().skip(row).first(1).widen(to);
+    if factor != 1.0 {
+        to.iter_mut().for_each(|x| *x *= factor);
+    }
+}

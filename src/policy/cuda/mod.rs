@@ -1,0 +1,344 @@
+//! Policies on a GPU: scores, selection and counts without the cache coming to the host.
+//!
+//! A scorer with a [`Recipe`] is computed by kernels over a [`DeviceCache`] (`scores.rs`); protection and selection are
+//! kernels as well (`kernels/select.cu`). How the budget is divided is decided on the host by the policy's own
+//! allotments: those that look at list lengths alone need nothing from the GPU, those that compare scores (`ada`,
+//! `global`) get a copy of the scores, 4 bytes for each token and KV head. Keys and values never leave the GPU.
+
+mod scores;
+mod tensors;
+
+pub use scores::scratch_bytes;
+pub use tensors::{DeviceJudged, DeviceTensors, judge};
+
+use super::{Context, Policy, PolicyError, Protect, Recipe, Registry, Scored, Statistic};
+use crate::attention::cuda::export::{self, Observed};
+use crate::attention::export::Reduction;
+use crate::attention::{Forward, KvRows, Params, Shape};
+use crate::cache::CacheShape;
+use crate::cache::cuda::DeviceCache;
+use crate::device::Cpu;
+use crate::device::cuda::{Choice, ChoiceOperands, CudaError, DeviceBuffer, Launch, Lists, Program, Runtime, Source};
+use crate::memory::{Arena, Label};
+use crate::tensor::{DType, Rows, Tensor};
+
+const SOURCE: Source = Source { name: "select.cu", text: include_str!("../../../kernels/select.cu") };
+
+/// What went wrong when a GPU judged.
+#[derive(Debug, thiserror::Error)]
+pub enum DevicePolicyError {
+    /// In the policy.
+    #[error(transparent)]
+    Policy(#[from] PolicyError),
+    /// On the GPU.
+    #[error(transparent)]
+    Cuda(#[from] CudaError),
+}
+
+/// Queries that have seen a cache.
+#[derive(Clone, Copy)]
+pub struct Queries<'a> {
+    /// `[B, Hq, length, D]`.
+    pub q: &'a DeviceBuffer,
+    /// Rows of a head in `q`, of which `Lq` from `first` on are the queries.
+    pub length: usize,
+    /// The first of them.
+    pub first: usize,
+    /// Their log-sum-exps over the cache, `[B, Hq, Lq]` in f32.
+    pub lse: &'a DeviceBuffer,
+    /// `Lq`.
+    pub q_len: usize,
+}
+
+/// What a policy sees on a GPU besides the cache that it judges; the words are those of [`Context`].
+#[derive(Clone, Copy)]
+pub struct DeviceContext<'a> {
+    /// The GPU.
+    pub runtime: &'a Runtime,
+    /// Counts the GPU's memory.
+    pub arena: &'a Arena,
+    /// Divides the budget.
+    pub cpu: &'a Cpu,
+    /// With a statistic of attention.
+    pub queries: Option<Queries<'a>>,
+    /// `Hq`.
+    pub q_heads: usize,
+    /// Scale, soft-cap and mask of the queries.
+    pub params: Params,
+    /// Layers that are folded into the batch.
+    pub layers: usize,
+    /// Tokens that each sequence has seen: the position of the next.
+    pub seen_tokens: usize,
+    /// Tokens that each head may keep on average.
+    pub budget_tokens: usize,
+}
+
+/// Scores on a GPU.
+pub struct DeviceScored {
+    /// `[B, Hkv, width]` in f32: protected tokens above all others.
+    pub values: DeviceBuffer,
+    /// Slots of each list: the longest list.
+    pub width: usize,
+    /// The highest score of a token that is judged; what lies above it is protected.
+    pub highest_judged: f32,
+    /// What the scorer protects.
+    pub protect: Protect,
+    /// The GPU's time for it.
+    pub time_ns: u64,
+    found: DeviceBuffer,
+}
+
+/// Tokens that stay, on a GPU.
+pub struct DeviceSelection {
+    /// `[B, Hkv, width]` in u32: slots that stay, ascending, at the front of each list's part.
+    pub slots: DeviceBuffer,
+    /// Slots of each list's part.
+    pub width: usize,
+    /// How many stay of each list.
+    pub counts: Vec<usize>,
+    /// The same on the GPU, `[B, Hkv]` in i32.
+    pub counts_there: DeviceBuffer,
+    /// Highest score that each list lost; minus infinity where it lost nothing.
+    pub best_lost: Vec<f32>,
+    /// The GPU's time for it.
+    pub time_ns: u64,
+}
+
+impl Policy {
+    /// Says whether a GPU can judge by this policy, which was written as `name`.
+    ///
+    /// # Errors
+    /// [`PolicyError::Combination`] with what has no form for a GPU and what has.
+    pub fn check_device(&self, name: &str) -> Result<(), PolicyError> {
+        let refuse = |reason: String| Err(PolicyError::Combination { policy: name.into(), reason });
+        let has_recipe = |policy: &Policy| policy.scorer.as_ref().is_some_and(|scorer| scorer.recipe().is_some());
+        if self.reader.is_some() || (self.scorer.is_some() && !has_recipe(self)) {
+            let registry = Registry::default();
+            let can = registry
+                .entries()
+                .iter()
+                .map(|entry| entry.name)
+                .filter(|name| registry.policy(name).is_ok_and(|policy| has_recipe(&policy)));
+            let can: Vec<&str> = can.collect();
+            return refuse(format!("no kernel for it on CUDA yet; there are {}; or use --device cpu", can.join(", ")));
+        }
+        if self.action.is_some() {
+            return refuse("losers are only dropped on CUDA; leave the action out, or use --device cpu".into());
+        }
+        if !(self.layers.needs().is_empty() && self.heads.needs().is_empty()) {
+            let why = "on CUDA budgets are divided by lengths or scores (uniform, pyramid, table, ada, global)";
+            return refuse(format!("{why}, not by attention; use --device cpu"));
+        }
+        Ok(())
+    }
+}
+
+impl DeviceContext<'_> {
+    /// The extents of `q_len` queries over a cache.
+    fn shape(&self, cache: &DeviceCache, q_len: usize) -> Shape {
+        let CacheShape { batch, kv_heads, head_dim, .. } = *cache.shape();
+        Shape { batch, q_heads: self.q_heads, kv_heads, q_len, kv_len: cache.max_len(), head_dim }
+    }
+
+    /// Attention that the cached tokens receive from the last `queries` queries (all of them where it is `None`):
+    /// `columns` `[B, Hkv, longest list]` in f32. Returns the GPU's time in nanoseconds.
+    ///
+    /// # Errors
+    /// When the queries are missing, and as [`Runtime::module`].
+    pub fn columns(
+        &self,
+        cache: &DeviceCache,
+        queries: Option<usize>,
+        reduction: Reduction,
+        columns: &mut DeviceBuffer,
+    ) -> Result<u64, DevicePolicyError> {
+        let what = "queries and their log-sum-exps";
+        let seen = self.queries.ok_or(PolicyError::Missing { policy: "on CUDA", what })?;
+        let (dtype, shape) = (cache.shape().dtype, self.shape(cache, seen.q_len));
+        let (Queries { q, length, first, lse, .. }, params) = (seen, self.params);
+        let observed = Observed { q, length, first, lse, dtype, shape, params };
+        let asked = queries.unwrap_or(seen.q_len);
+        Ok(export::columns(self.runtime, &cache.lists()?, &observed, asked, reduction, columns)?)
+    }
+}
+
+/// Scores every token of the cache; `None` for a policy that keeps everything.
+///
+/// # Errors
+/// [`PolicyError::Score`] when a score is no number, [`PolicyError::Missing`] when a statistic is missing; when there is
+/// no room, and as [`Runtime::module`].
+pub fn score(
+    policy: &Policy,
+    context: &DeviceContext<'_>,
+    cache: &DeviceCache,
+) -> Result<Option<DeviceScored>, DevicePolicyError> {
+    let Some(scorer) = &policy.scorer else { return Ok(None) };
+    let what = "a form for CUDA";
+    let recipe = scorer.recipe().ok_or(PolicyError::Missing { policy: "on CUDA", what })?;
+    let (device, lists, width) = (context.runtime.device(), cache.shape().lists(), cache.max_len());
+    let mut values = device.alloc(context.arena, Label::Policy, 4 * (lists * width) as u64)?;
+    let mut time_ns = scores::write(&recipe, context, cache, &mut values)?;
+
+    let mut found = device.alloc(context.arena, Label::Policy, 12 * lists as u64)?;
+    let protect = scorer.protect(context.budget_tokens);
+    let mut choice = ChoiceOperands {
+        scores: &mut values,
+        chosen: None,
+        found: &mut found,
+        lists,
+        width,
+        sink: protect.sink,
+        recent: protect.window,
+        highest: 0.0,
+    };
+    time_ns += run(context, cache, "score_bounds", [lists, 1, 1], 1024, &choice)?;
+    let mut bounds = vec![0u32; 3 * lists];
+    choice.found.read(bytemuck::cast_slice_mut(&mut bounds))?;
+    let (tops, wrong) = bounds[lists..].split_at(lists);
+    if let Some((list, &slot)) = wrong.iter().enumerate().find(|&(_, &slot)| slot as i32 >= 0) {
+        let slot = slot as usize;
+        let score = number_at(choice.scores, list * width + slot)?;
+        let heads = cache.shape().kv_heads;
+        return Err(PolicyError::Score { score, batch: list / heads, head: list % heads, slot }.into());
+    }
+    let highest_judged = tops.iter().map(|&bits| f32::from_bits(bits)).fold(f32::NEG_INFINITY, f32::max);
+    choice.highest = highest_judged;
+    time_ns += run(context, cache, "score_protect", [width.div_ceil(256), lists, 1], 256, &choice)?;
+    Ok(Some(DeviceScored { values, width, highest_judged, protect, time_ns, found }))
+}
+
+/// Divides the budget of a judgement over the lists and chooses the best of each.
+///
+/// # Errors
+/// When an allotment lacks something, there is no room, and as [`Runtime::module`].
+pub fn select(
+    policy: &Policy,
+    context: &DeviceContext<'_>,
+    cache: &DeviceCache,
+    scored: &mut DeviceScored,
+) -> Result<DeviceSelection, DevicePolicyError> {
+    let (device, lists) = (context.runtime.device(), cache.shape().lists());
+    let (width, counts) = (scored.width, divide(policy, context, cache, scored)?);
+    let numbers: Vec<i32> = counts.iter().map(|&count| count as i32).collect();
+    let mut counts_there = device.alloc(context.arena, Label::Policy, 4 * lists as u64)?;
+    counts_there.write(bytemuck::cast_slice(&numbers))?;
+    let mut slots = device.alloc(context.arena, Label::Policy, 4 * (lists * width) as u64)?;
+    let choice = ChoiceOperands {
+        scores: &mut scored.values,
+        chosen: Some((&counts_there, &mut slots)),
+        found: &mut scored.found,
+        lists,
+        width,
+        sink: 0,
+        recent: 0,
+        highest: scored.highest_judged,
+    };
+    let time_ns = run(context, cache, "select_best", [lists, 1, 1], 1024, &choice)?;
+    let mut best_lost = vec![0f32; lists];
+    scored.found.read(bytemuck::cast_slice_mut(&mut best_lost))?;
+    Ok(DeviceSelection { slots, width, counts, counts_there, best_lost, time_ns })
+}
+
+/// Tokens that stay of each list, by the policy's allotments on the host.
+fn divide(
+    policy: &Policy,
+    context: &DeviceContext<'_>,
+    cache: &DeviceCache,
+    scored: &DeviceScored,
+) -> Result<Vec<usize>, DevicePolicyError> {
+    // What the host holds for a moment is not the GPU's.
+    let host = Arena::unlimited();
+    let shape = context.shape(cache, 0);
+    let places = match policy.layers.reads_scores() || policy.heads.reads_scores() {
+        true => shape.batch * shape.kv_heads * shape.kv_len,
+        false => 0,
+    };
+    let mut there = host.alloc::<f32>(Label::Policy, places).map_err(PolicyError::from)?;
+    scored.values.read(bytemuck::cast_slice_mut(&mut there))?;
+    let mut scored = Scored { values: there, highest_judged: scored.highest_judged, protect: scored.protect };
+    let mut ranks = host.alloc::<f32>(Label::Policy, places).map_err(PolicyError::from)?;
+    let kv = Lengths { lens: cache.lens(), heads: shape.kv_heads, dtype: cache.shape().dtype };
+    let none = Tensor::zeros(&host, Label::Policy, kv.dtype, shape.q_dims()).map_err(PolicyError::from)?;
+    let seen = Context {
+        call: Forward { shape, params: context.params, q: none.view(), kv: &kv, cpu: context.cpu },
+        layers: context.layers,
+        lse: &[],
+        future: None,
+        accumulated: None,
+        positions: &|_, slot| slot,
+        seen_tokens: context.seen_tokens,
+        before_rope: None,
+        w_o: &[],
+        budget_tokens: context.budget_tokens,
+        seed: 0,
+        arena: &host,
+    };
+    let totals = policy.layers.totals(&seen, &mut scored, &mut ranks)?;
+    let mut counts = Vec::with_capacity(cache.shape().lists());
+    for (sequence, &total) in totals.iter().enumerate() {
+        counts.extend(policy.heads.counts(&seen, &mut scored, sequence, total, &mut ranks)?);
+    }
+    Ok(counts)
+}
+
+/// The lengths of lists whose rows lie in a GPU's memory: all that an allotment without needs asks of them.
+struct Lengths<'a> {
+    lens: &'a [usize],
+    heads: usize,
+    dtype: DType,
+}
+
+impl KvRows for Lengths<'_> {
+    fn len(&self, batch: usize, head: usize) -> usize {
+        self.lens[batch * self.heads + head]
+    }
+
+    fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    fn key_rows(&self, _: usize, _: usize, _: usize) -> Rows<'_> {
+        unreachable!("`check_device` refuses allotments that look at keys")
+    }
+
+    fn value_rows(&self, _: usize, _: usize, _: usize) -> Rows<'_> {
+        unreachable!("`check_device` refuses allotments that look at values")
+    }
+}
+
+/// Runs a function of `select.cu`.
+fn run(
+    context: &DeviceContext<'_>,
+    cache: &DeviceCache,
+    function: &'static str,
+    grid: [usize; 3],
+    threads: u32,
+    operands: &ChoiceOperands<'_>,
+) -> Result<u64, CudaError> {
+    // Scores are f32 whatever the cache holds.
+    let program = Program { source: SOURCE, dtype: DType::F32, head_dim: 1, macros: vec![] };
+    let launch = Launch { function, grid, threads, shared_bytes: 0 };
+    let (lists, choice): (Lists<'_>, _) = (cache.lists()?, Choice::new(operands)?);
+    context.runtime.device().run(&*context.runtime.module(&program)?, &[launch], &[&lists, &choice])
+}
+
+/// Element `index` of a buffer of f32.
+fn number_at(buffer: &DeviceBuffer, index: usize) -> Result<f32, CudaError> {
+    let mut until = vec![0f32; index + 1];
+    buffer.read(bytemuck::cast_slice_mut(&mut until))?;
+    Ok(until[index])
+}
+
+/// Whether a judgement looks at attention, so that its queries and their log-sum-exps are needed.
+pub fn looks_at_attention(policy: &Policy) -> bool {
+    let observes = |recipe: Recipe| recipe.observes();
+    policy.scorer.as_ref().and_then(|scorer| scorer.recipe()).is_some_and(observes)
+        || policy.looks_at(Statistic::AccumulatedAttention)
+}
+
+/// Bytes on the GPU of a judgement of `lists` lists of at most `width` tokens, besides the cache: the most at one moment.
+pub fn judgement_bytes(policy: &Policy, lists: usize, width: usize, head_dim: usize) -> u64 {
+    let Some(recipe) = policy.scorer.as_ref().and_then(|scorer| scorer.recipe()) else { return 0 };
+    let scores = 4 * (lists * width) as u64;
+    scores + scratch_bytes(&recipe, lists, width, head_dim).max(16 * lists as u64 + scores)
+}

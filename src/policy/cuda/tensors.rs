@@ -1,0 +1,120 @@
+//! A policy applied once to tensors in a GPU's memory: what `kvsieve evict --device cuda` does, and what a library user
+//! calls. A cache is filled with the tensors, judged there, and shrunk.
+
+use super::{DeviceContext, DevicePolicyError, Queries, looks_at_attention, score, select};
+use crate::attention::cuda::{Inputs, Results, cuda_kernel};
+use crate::attention::export::Reduction;
+use crate::attention::rope::Frequencies;
+use crate::attention::{Outputs, Params, Shape};
+use crate::cache::cuda::DeviceCache;
+use crate::cache::{CacheShape, Column, PAGE_TOKENS};
+use crate::device::Cpu;
+use crate::device::cuda::{CudaError, DeviceBuffer, Runtime};
+use crate::memory::{Arena, Label};
+use crate::policy::action::rerotate::NO_ROPE;
+use crate::policy::{Policy, PolicyError, Statistic};
+use crate::tensor::DType;
+
+/// A context in a GPU's memory.
+#[derive(Clone, Copy)]
+pub struct DeviceTensors<'a> {
+    /// `[B, Hq, Lq, D]`.
+    pub q: &'a DeviceBuffer,
+    /// `[B, Hkv, Lk, D]`.
+    pub k: &'a DeviceBuffer,
+    /// `[B, Hkv, Lk, D]`.
+    pub v: &'a DeviceBuffer,
+    /// Their element type.
+    pub dtype: DType,
+    /// Their extents.
+    pub shape: Shape,
+    /// Scale, soft-cap and mask.
+    pub params: Params,
+    /// Layers folded into the batch.
+    pub layers: usize,
+    /// RoPE's frequencies, for a policy that turns keys.
+    pub rope: Option<&'a Frequencies>,
+}
+
+/// What stays of a context.
+pub struct DeviceJudged {
+    /// What stayed, with its positions as they are after the policy turned keys, if it does.
+    pub cache: DeviceCache,
+    /// Positions of the context that stayed, for each list, ascending.
+    pub kept: Vec<Vec<u32>>,
+    /// Scores `[B, Hkv, Lk]` in f32 with protected tokens above all others, and the highest score that was judged; `None`
+    /// for a policy without scores.
+    pub scores: Option<(DeviceBuffer, f32)>,
+    /// The GPU's time for all kernels.
+    pub time_ns: u64,
+}
+
+/// Judges a context once, under a budget of `budget_tokens` tokens for each head on average.
+///
+/// # Errors
+/// When the policy lacks a statistic or gives scores that are no numbers, there is no room, or a kernel fails.
+pub fn judge(
+    policy: &Policy,
+    runtime: &Runtime,
+    arena: &Arena,
+    cpu: &Cpu,
+    tensors: DeviceTensors<'_>,
+    budget_tokens: usize,
+) -> Result<DeviceJudged, DevicePolicyError> {
+    let DeviceTensors { q, k, v, dtype, shape, params, layers, rope } = tensors;
+    let Shape { batch, q_heads, kv_heads, q_len, kv_len, head_dim } = shape;
+    let accumulates = policy.looks_at(Statistic::AccumulatedAttention);
+    let columns: &[Column] = if accumulates { &[Column::Attention] } else { &[] };
+    let held = CacheShape { batch, kv_heads, head_dim, dtype, max_tokens: kv_len, page_tokens: PAGE_TOKENS, columns };
+    let mut cache = DeviceCache::new(runtime.device(), arena, held)?;
+    let mut time_ns = cache.append(runtime, [k, v], kv_len, 0..kv_len)?;
+    let lse = match looks_at_attention(policy) {
+        true => {
+            let (ns, lse) = log_sum_exps(runtime, arena, &tensors)?;
+            time_ns += ns;
+            Some(lse)
+        }
+        false => None,
+    };
+    let queries = lse.as_ref().map(|lse| Queries { q, length: q_len, first: 0, lse, q_len });
+    let context =
+        DeviceContext { runtime, arena, cpu, queries, q_heads, params, layers, seen_tokens: kv_len, budget_tokens };
+    if accumulates {
+        let mut sums = runtime.device().alloc(arena, Label::Policy, 4 * (held.lists() * kv_len) as u64)?;
+        time_ns += context.columns(&cache, None, Reduction::RECEIVED, &mut sums)?;
+        time_ns += cache.add_attention(runtime, &sums, kv_len)?;
+    }
+    let Some(mut scored) = score(policy, &context, &cache)? else {
+        let kept = cache.read_positions()?;
+        return Ok(DeviceJudged { cache, kept, scores: None, time_ns });
+    };
+    let selection = select(policy, &context, &cache, &mut scored)?;
+    time_ns += scored.time_ns + selection.time_ns;
+    time_ns += cache.keep(runtime, &selection.slots, selection.width, &selection.counts, &selection.counts_there)?;
+    time_ns += cache.release(runtime)?;
+    let kept = cache.read_positions()?;
+    if policy.rerotates {
+        time_ns += cache.rerotate(runtime, rope.ok_or::<PolicyError>(NO_ROPE)?)?;
+    }
+    Ok(DeviceJudged { cache, kept, scores: Some((scored.values, scored.highest_judged)), time_ns })
+}
+
+/// Log-sum-exps of the queries, `[B, Hq, Lq]` in f32, and the GPU's time for them.
+fn log_sum_exps(
+    runtime: &Runtime,
+    arena: &Arena,
+    tensors: &DeviceTensors<'_>,
+) -> Result<(u64, DeviceBuffer), DevicePolicyError> {
+    let device = runtime.device();
+    let tiled = cuda_kernel("tiled").expect("it is built in");
+    let plan = tiled.plan(&tensors.shape, &tensors.params, tensors.dtype, device.limits());
+    let plan = plan.map_err(|error| CudaError::Operand(error.to_string()))?;
+    let mut scratch = plan.scratch(device, arena)?;
+    let lse_bytes = 4 * tensors.shape.rows() as u64;
+    let outputs_bytes = Outputs::bytes(&tensors.shape, tensors.dtype);
+    let mut o = device.alloc(arena, Label::Activations, outputs_bytes - lse_bytes)?;
+    let mut lse = device.alloc(arena, Label::Activations, lse_bytes)?;
+    let inputs = Inputs { q: tensors.q, k: tensors.k, v: tensors.v };
+    let ns = plan.forward(runtime, inputs, Results { o: &mut o, lse: &mut lse }, &mut scratch)?;
+    Ok((ns, lse))
+}

@@ -1,0 +1,171 @@
+//! `kvsieve logits` and `kvsieve generate` as a user meets them.
+
+mod common;
+
+use assert_cmd::Command;
+use common::models::{checkpoint, deviation, furthest};
+use predicates::str::contains;
+use safetensors::SafeTensors;
+use std::path::{Path, PathBuf};
+
+fn kvsieve(arguments: &[&str]) -> Command {
+    let mut command = Command::cargo_bin("kvsieve").unwrap();
+    command.args(arguments).args(["--threads", "2"]);
+    command
+}
+
+/// A file of tokens in a folder.
+fn write_tokens(folder: &Path, json: &str) -> PathBuf {
+    let path = folder.join("tokens.json");
+    std::fs::write(&path, json).unwrap();
+    path
+}
+
+/// Runs `logits` on the tokens of a checkpoint; returns the logits and the measurements.
+fn logits(name: &str, more: &[&str]) -> (Vec<f32>, serde_json::Value) {
+    let folder = tempfile::tempdir().unwrap();
+    let checkpoint = checkpoint(name);
+    let tokens = write_tokens(folder.path(), &format!("{{\"tokens\": [{:?}]}}", checkpoint.tokens));
+    let output = folder.path().join("logits.safetensors");
+    let (model, tokens) = (checkpoint.folder.to_str().unwrap(), tokens.to_str().unwrap());
+    let arguments =
+        ["logits", "--model", model, "--tokens", tokens, "--output", output.to_str().unwrap(), "--json", "-"];
+    let run = kvsieve(&arguments).args(more).assert().success();
+    let report = serde_json::from_slice(&run.get_output().stdout).unwrap();
+    let bytes = std::fs::read(output).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    let found = file.tensor("logits").unwrap();
+    assert_eq!(found.shape(), [1, checkpoint.tokens.len(), 120]);
+    let values = found.data().chunks_exact(4).map(|bytes| f32::from_le_bytes(bytes.try_into().unwrap())).collect();
+    (values, report)
+}
+
+#[test]
+fn logits_are_written_with_their_measurements() {
+    let expected = checkpoint("llama-sharded");
+    let (values, report) = logits("llama-sharded", &["--chunk", "7"]);
+    assert!(furthest(&values, &expected.logits) < 1e-3 * deviation(&expected.logits));
+    assert_eq!((&report["architecture"], &report["tokens"]), (&"LlamaForCausalLM".into(), &40.into()));
+    assert_eq!(report["evicted_tokens"], 0);
+}
+
+#[test]
+fn logits_behind_an_eviction_are_written() {
+    let expected = checkpoint("qwen3").evicted.unwrap();
+    let policy = ["--policy", "streaming-llm:sink=4+once", "--budget", "12", "--evict-after", "24"];
+    let (values, report) = logits("qwen3", &policy);
+    assert!(furthest(&values, &expected) < 1e-3 * deviation(&expected));
+    assert_eq!(report["evicted_tokens"], 12 * 3 * 2);
+}
+
+#[test]
+fn sequences_of_different_lengths_come_with_their_lengths() {
+    let folder = tempfile::tempdir().unwrap();
+    let tokens = write_tokens(folder.path(), r#"{"tokens": [[5, 6, 7], [8]]}"#);
+    let output = folder.path().join("logits.safetensors");
+    let (tokens, out) = (tokens.to_str().unwrap(), output.to_str().unwrap());
+    kvsieve(&["logits", "--model", "tests/models/llama", "--tokens", tokens, "--output", out])
+        .assert()
+        .success()
+        .stdout(contains("4 tokens in 2 sequences"));
+    let bytes = std::fs::read(output).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    assert_eq!(file.tensor("logits").unwrap().shape(), [2, 3, 120]);
+    let len = file.tensor("len").unwrap().data();
+    assert_eq!(len, [3i64.to_le_bytes(), 1i64.to_le_bytes()].concat());
+}
+
+#[test]
+fn mistakes_are_one_line_and_status_2() {
+    let folder = tempfile::tempdir().unwrap();
+    let good = r#"{"tokens": [[5, 6, 7, 8]]}"#;
+    let long = format!("{{\"tokens\": [{:?}]}}", vec![5; 200]);
+    let evict = ["--policy", "knorm", "--budget", "2"];
+    let cases: [(&str, &str, Vec<&str>, &str); 14] = [
+        (
+            "llama",
+            r#"{"tokens": [[5, 120]]}"#,
+            vec![],
+            "token 120 at place 1 of sequence 0; the model has tokens 0 to 119",
+        ),
+        ("llama", r#"{"tokens": [[5, -1]]}"#, vec![], "token 1 of sequence 0 is -1"),
+        ("llama", r#"{"tokens": [[]]}"#, vec![], "sequence 0 is no list of at least one token"),
+        ("llama", r#"{"tokens": []}"#, vec![], "'tokens' is empty"),
+        ("llama", "[1]", vec![], "has no list 'tokens'"),
+        ("llama", "{", vec![], "it is not JSON"),
+        ("llama", &long, vec![], "a sequence of 200 tokens; the model was made for at most 128, give --beyond-limit"),
+        ("none", good, vec![], "config.json"),
+        ("llama", good, vec!["--chunk", "0"], "--chunk is 0"),
+        ("llama", good, vec!["--policy", "knorm"], "--budget"),
+        ("llama", good, evict.to_vec(), "give --evict-after N, or '+chunks'"),
+        (
+            "llama",
+            good,
+            [&evict[..], &["--evict-after", "5"]].concat(),
+            "--evict-after is 5; the shortest sequence has 4",
+        ),
+        ("llama", good, vec!["--policy", "quest", "--budget", "2", "--evict-after", "3"], "in a model, policies evict"),
+        ("llama", good, vec!["--dtype", "f8"], "unknown dtype 'f8'"),
+    ];
+    for (model, tokens, more, expected) in cases {
+        let tokens = write_tokens(folder.path(), tokens);
+        let (model, output) = (format!("tests/models/{model}"), folder.path().join("x.safetensors"));
+        let (tokens, out) = (tokens.to_str().unwrap(), output.to_str().unwrap());
+        let run = kvsieve(&["logits", "--model", &model, "--tokens", tokens, "--output", out]).args(&more).assert();
+        let run = run.code(2).stderr(contains(expected));
+        let stderr = String::from_utf8(run.get_output().stderr.clone()).unwrap();
+        assert_eq!(stderr.trim_end().lines().count(), 1, "{stderr}");
+        assert!(!output.exists());
+    }
+}
+
+#[test]
+fn a_sequence_beyond_the_limit_runs_when_asked_for() {
+    let folder = tempfile::tempdir().unwrap();
+    let tokens = write_tokens(folder.path(), &format!("{{\"tokens\": [{:?}]}}", vec![5; 140]));
+    let out = folder.path().join("x.safetensors");
+    let (tokens, out) = (tokens.to_str().unwrap(), out.to_str().unwrap());
+    let arguments = ["logits", "--model", "tests/models/llama", "--tokens", tokens, "--output", out, "--beyond-limit"];
+    kvsieve(&arguments).assert().success();
+}
+
+#[test]
+fn text_follows_a_prompt() {
+    let prompt = "w9 w17 w33 w8 w100 w54 w21 w77";
+    let base = ["generate", "--model", "tests/models/llama", "--prompt", prompt, "--max-new-tokens", "6"];
+    let run = |more: &[&str]| {
+        let run = kvsieve(&base).args(["--json", "-"]).args(more).assert().success();
+        serde_json::from_slice::<serde_json::Value>(&run.get_output().stdout).unwrap()
+    };
+    let greedy = run(&[]);
+    assert_eq!(greedy["prompt_tokens"], 9);
+    assert!((1..=6).contains(&greedy["tokens"].as_array().unwrap().len()));
+    let shown = kvsieve(&base).assert().success();
+    assert_eq!(String::from_utf8_lossy(&shown.get_output().stdout).trim(), greedy["text"].as_str().unwrap().trim());
+    let drawn = |seed: &str| run(&["--temperature", "1.5", "--top-p", "0.9", "--seed", seed])["tokens"].clone();
+    assert_eq!(drawn("1"), drawn("1"));
+    assert!((2..9).any(|seed| drawn(&seed.to_string()) != drawn("1")));
+    let evicted = run(&["--policy", "snapkv:window=2", "--budget", "4"]);
+    assert_eq!(evicted["evicted_tokens"], 5 * 4);
+}
+
+#[test]
+fn mistakes_in_generating_are_one_line_and_status_2() {
+    let cases = [
+        ("qwen2", vec!["--prompt", "w5"], "tokenizer.json': there is no such file"),
+        ("llama", vec!["--prompt", "w5", "--temperature", "-1"], "--temperature is -1; it must be 0 or more"),
+        ("llama", vec!["--prompt", "w5", "--top-p", "0"], "--top-p is 0; it must be above 0 and at most 1"),
+        ("llama", vec!["--prompt", "w5", "--max-new-tokens", "0"], "--max-new-tokens is 0"),
+        (
+            "llama",
+            vec!["--prompt", "w5", "--max-new-tokens", "1000"],
+            "a sequence of 1002 tokens; the model was made for",
+        ),
+    ];
+    for (model, more, expected) in cases {
+        let model = format!("tests/models/{model}");
+        let run = kvsieve(&["generate", "--model", &model]).args(&more).assert().code(2).stderr(contains(expected));
+        let stderr = String::from_utf8(run.get_output().stderr.clone()).unwrap();
+        assert_eq!(stderr.trim_end().lines().count(), 1, "{stderr}");
+    }
+}

@@ -1,0 +1,108 @@
+// kernels/compact.cu
+#include "compact.cu"
+
+namespace {
+
+// Whether every list holds the rows, positions and attention that it should.
+int compare(const char *what, Cache &cache, const std::vector<std::vector<int>> &positions) {
+    int failed = 0;
+    for (int list = 0; list < cache.count(); list++)
+        for (int slot = 0; slot < cache.lens[list]; slot++) {
+            const size_t row = size_t(slot) * HEAD_DIM;
+            bool same = !memcmp(cache.row(list, slot, 0), &cache.keys[list][row], HEAD_DIM * sizeof(Element));
+            same &= !memcmp(cache.row(list, slot, 1), &cache.values[list][row], HEAD_DIM * sizeof(Element));
+            if (!same) failed += wrong(what, list, slot, widen(cache.row(list, slot, 0)[0]), cache.key(list, slot, 0));
+            failed += differs(what, list, slot, cache.positions[list * cache.stride + slot], positions[list][slot], 0);
+        }
+    return failed;
+}
+
+int failures(Cache &cache) {
+    int failed = 0;
+    const int count = cache.count(), width = cache.longest() + 2;
+    // Random slots stay: some lists whole, some only their end.
+    std::vector<u32> slots(size_t(count) * width);
+    std::vector<int> counts(count);
+    std::vector<std::vector<int>> positions(count);
+    std::vector<std::vector<float>> attention(count);
+    for (int list = 0; list < count; list++) {
+        std::vector<Element> keys, values;
+        const unsigned odds = list % 3 == 0 ? 2 : list % 3 == 1 ? 1 : 5;
+        for (int slot = 0; slot < cache.lens[list]; slot++) {
+            if (cache.random() % odds && slot + 4 < cache.lens[list]) continue;
+            slots[list * width + counts[list]++] = slot;
+            auto row = [&](std::vector<Element> &to, const std::vector<Element> &from) {
+                to.insert(to.end(), from.begin() + size_t(slot) * HEAD_DIM, from.begin() + size_t(slot + 1) * HEAD_DIM);
+            };
+            row(keys, cache.keys[list]), row(values, cache.values[list]);
+            positions[list].push_back(cache.positions[list * cache.stride + slot]);
+            attention[list].push_back(cache.attention[list * cache.stride + slot]);
+        }
+        cache.keys[list] = keys, cache.values[list] = values;
+    }
+    Keeping keeping{slots.data(), counts.data(), width, 0};
+    machine::launch({unsigned(count), 4, 1}, 256, 0, [&] { keep_slots(cache.lists, keeping); });
+    cache.lens = counts, cache.tie();
+    failed += compare("kept", cache, positions);
+
+    // Every list gets three tokens more, or as many as there is room for.
+    const int room = cache.stride - *std::max_element(counts.begin(), counts.end()), more = std::min(3, room), length = 5;
+    std::vector<Element> k(size_t(count) * length * HEAD_DIM), v(k.size());
+    for (size_t i = 0; i < k.size(); i++) k[i] = narrow(cache.normal()), v[i] = narrow(cache.normal());
+    Arrival arrival{k.data(), v.data(), length, 1, more, 0};
+    if (more) machine::launch({blocks(more, 32), unsigned(count), 1}, 128, 0, [&] { append_tokens(cache.lists, arrival); });
+    for (int list = 0; list < count; list++)
+        for (int token = 1; token <= more; token++) {
+            const size_t row = (size_t(list) * length + token) * HEAD_DIM;
+            cache.keys[list].insert(cache.keys[list].end(), &k[row], &k[row] + HEAD_DIM);
+            cache.values[list].insert(cache.values[list].end(), &v[row], &v[row] + HEAD_DIM);
+            positions[list].push_back(token), attention[list].push_back(0);
+            cache.lens[list]++;
+        }
+    failed += compare("appended", cache, positions);
+
+    // Attention is added.
+    const int longest = cache.longest();
+    std::vector<float> columns(size_t(count) * longest, 0.5f);
+    machine::launch({blocks(longest, 256), unsigned(count), 1}, 256, 0, [&] { add_columns(cache.lists, {columns.data(), longest, 0}); });
+    for (int list = 0; list < count; list++)
+        for (int slot = 0; slot < cache.lens[list]; slot++)
+            failed += differs("attention", list, slot, cache.attention[list * cache.stride + slot], attention[list][slot] + 0.5, 1e-6);
+
+    // Tokens 1 to 3 of the heads behind the first one.
+    std::vector<Element> taken(size_t(count - 1) * 3 * HEAD_DIM + 1);
+    if (count > 1) machine::launch({1, unsigned(count - 1), 1}, 128, 0, [&] { take_tokens({k.data(), taken.data(), 1, length, 1, 3}); });
+    for (int head = 1; head < count; head++)
+        if (memcmp(&taken[size_t(head - 1) * 3 * HEAD_DIM], &k[(size_t(head) * length + 1) * HEAD_DIM], 3 * HEAD_DIM * sizeof(Element)))
+            failed += wrong("taken", head, 0, 0, 0);
+
+    // The first page of the first list moves to one that nobody has.
+    const u32 from = cache.pages[0], to = cache.free.back();
+    machine::launch({1, 2, 1}, 128, 0, [&] { move_pages(cache.lists, {&from, &to}); });
+    cache.pages[0] = to;
+    failed += compare("moved", cache, positions);
+
+    if (HEAD_DIM % 2 == 0) {
+        std::vector<double> turns(HEAD_DIM / 2);
+        for (int i = 0; i < HEAD_DIM / 2; i++) turns[i] = std::pow(10000.0, -2.0 * i / HEAD_DIM) / 6.283185307179586;
+        for (int list = 0; list < count; list++)
+            for (int slot = 0; slot < cache.lens[list]; slot++)
+                cache.positions[list * cache.stride + slot] = slot % 5 ? slot + 123456 : slot;
+        machine::launch({blocks(longest, 32), unsigned(count), 1}, 128, 0, [&] { turn_keys(cache.lists, {turns.data()}); });
+        const double allowed = ELEMENT == F32 ? 1e-6 : ELEMENT == BF16 ? 8e-3 : 1e-3;
+        for (int list = 0; list < count; list++)
+            for (int slot = 0; slot < cache.lens[list]; slot++) {
+                failed += differs("position", list, slot, cache.positions[list * cache.stride + slot], slot, 0);
+                for (int i = 0; i < HEAD_DIM / 2; i++) {
+                    const double angle = (slot % 5 ? -123456 : 0) * turns[i] * 6.283185307179586;
+                    const double x = cache.key(list, slot, i), y = cache.key(list, slot, i + HEAD_DIM / 2);
+                    const Element *turned = cache.row(list, slot, 0);
+                    failed += differs("turned", list, slot, widen(turned[i]), x * cos(angle) - y * sin(angle), allowed);
+                    failed += differs("turned", list, slot, widen(turned[i + HEAD_DIM / 2]), y * cos(angle) + x * sin(angle), allowed);
+                }
+            }
+    }
+    return failed;
+}
+
+} // namespace

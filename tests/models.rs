@@ -1,0 +1,219 @@
+//! Models against what `transformers` gave for the tiny checkpoints of `tests/models/` (`tests/models/make.py`).
+
+mod common;
+
+use common::models::{all, checkpoint, deviation, furthest};
+use kvsieve::device::Cpu;
+use kvsieve::memory::Arena;
+use kvsieve::model::{self, Decoder, Model, Sampler, Sampling, Setup, generate};
+use kvsieve::tensor::DType;
+use proptest::prelude::*;
+use std::path::Path;
+
+fn setup(batch: usize, chunk_tokens: usize) -> Setup {
+    Setup { batch, max_tokens: 80, chunk_tokens, all_logits: true, kv_dtype: DType::F32, columns: &[] }
+}
+
+/// Logits of all tokens of each sequence.
+fn logits(model: &Model, tokens: &[&[u32]], chunk_tokens: usize, cpu: &Cpu) -> Vec<Vec<f32>> {
+    let arena = Arena::unlimited();
+    let mut decoder = Decoder::new(model, setup(tokens.len(), chunk_tokens), cpu, &arena).unwrap();
+    let mut all = vec![Vec::new(); tokens.len()];
+    decoder
+        .prefill(tokens, |sequence, place, logits| {
+            assert_eq!(all[sequence].len(), place * logits.len());
+            all[sequence].extend_from_slice(logits);
+        })
+        .unwrap();
+    all
+}
+
+#[test]
+fn logits_are_those_of_transformers_whatever_the_chunks() {
+    let cpu = Cpu::new(Some(2)).unwrap();
+    let mut failed = Vec::new();
+    for name in all() {
+        let expected = checkpoint(&name);
+        let model = Model::open(&expected.folder, &Arena::unlimited()).unwrap_or_else(|error| panic!("{error}"));
+        let bound = 1e-3 * deviation(&expected.logits);
+        for chunk in [1000, 1, 7] {
+            let got = logits(&model, &[&expected.tokens], chunk, &cpu);
+            let off = furthest(&got[0], &expected.logits);
+            if off.is_nan() || off > bound {
+                failed.push(format!("{name}, chunks of {chunk}: off by {off}, allowed {bound}"));
+            }
+        }
+    }
+    assert!(failed.is_empty(), "{failed:#?}");
+}
+
+#[test]
+fn greedy_continuations_are_those_of_transformers() {
+    let cpu = Cpu::new(Some(2)).unwrap();
+    for name in all() {
+        let expected = checkpoint(&name);
+        let arena = Arena::unlimited();
+        let model = Model::open(&expected.folder, &arena).unwrap();
+        let setup = Setup { all_logits: false, ..setup(1, 16) };
+        let mut decoder = Decoder::new(&model, setup, &cpu, &arena).unwrap();
+        let mut sampler = Sampler::new(Sampling::GREEDY);
+        let most_tokens = expected.greedy.len();
+        let generated = generate(&mut decoder, &expected.tokens, &mut sampler, &[], most_tokens, |_| ()).unwrap();
+        let got = generated.tokens;
+        assert_eq!(got, expected.greedy, "{name}");
+        let most = model::bytes(&model, &setup, &[expected.tokens.len()], got.len() - 1, cpu.threads());
+        assert_eq!(arena.usage().peak_bytes, most, "{name}");
+    }
+}
+
+#[test]
+fn sequences_of_one_batch_do_not_meet() {
+    let cpu = Cpu::new(Some(2)).unwrap();
+    for name in ["llama", "gemma2", "dynamic"] {
+        let expected = checkpoint(name);
+        let model = Model::open(&expected.folder, &Arena::unlimited()).unwrap();
+        let tokens = &expected.tokens;
+        let batch: [&[u32]; 3] = [&tokens[..23], &tokens[5..], &tokens[30..31]];
+        let together = logits(&model, &batch, 9, &cpu);
+        for (tokens, together) in batch.iter().zip(&together) {
+            let alone = logits(&model, &[tokens], 9, &cpu);
+            assert!(furthest(&alone[0], together) < 1e-4, "{name}");
+        }
+    }
+}
+
+#[test]
+fn the_peak_is_the_formula_for_chunks_steps_and_sequences_of_any_length() {
+    let model = Model::open(&checkpoint("llama-f16").folder, &Arena::unlimited()).unwrap();
+    let tokens: Vec<u32> = (0..2000).map(|index| 3 + index % 100).collect();
+    for (lens, steps, chunk_tokens, threads) in
+        [(vec![1500], 3, 512, 1), (vec![40, 700, 1], 2, 300, 2), (vec![256, 256], 0, 64, 3), (vec![1], 5, 1, 1)]
+    {
+        let (cpu, arena) = (Cpu::new(Some(threads)).unwrap(), Arena::unlimited());
+        let (batch, max_tokens) = (lens.len(), 1600);
+        let setup = Setup { batch, max_tokens, chunk_tokens, all_logits: false, kv_dtype: DType::F16, columns: &[] };
+        let mut decoder = Decoder::new(&model, setup, &cpu, &arena).unwrap();
+        let prompts: Vec<&[u32]> = lens.iter().map(|&len| &tokens[..len]).collect();
+        decoder.prefill(&prompts, |_, _, _| ()).unwrap();
+        (0..steps).for_each(|_| decoder.follow(&vec![&tokens[..1]; batch], |_, _, _| ()).unwrap());
+        let predicted = model::bytes(&model, &setup, &lens, steps, threads) - model.weights.bytes();
+        assert_eq!(arena.usage().peak_bytes, predicted, "{lens:?}");
+    }
+}
+
+/// A copy of a checkpoint that may be damaged.
+fn copied(name: &str) -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    for entry in std::fs::read_dir(Path::new("tests/models").join(name)).unwrap() {
+        let entry = entry.unwrap();
+        std::fs::copy(entry.path(), folder.path().join(entry.file_name())).unwrap();
+    }
+    folder
+}
+
+fn refusal(folder: &Path) -> String {
+    let error = Model::open(folder, &Arena::unlimited()).err().expect("a damaged folder").to_string();
+    assert!(!error.contains('\n'), "{error}");
+    error
+}
+
+#[test]
+fn folders_that_do_not_fit_together_are_refused_by_name() {
+    let folder = copied("llama");
+    std::fs::remove_file(folder.path().join("model.safetensors")).unwrap();
+    assert!(refusal(folder.path()).contains("cannot read"), "{}", refusal(folder.path()));
+    std::fs::remove_file(folder.path().join("config.json")).unwrap();
+    assert!(refusal(folder.path()).contains("config.json"));
+
+    let folder = copied("llama-sharded");
+    let shard = folder.path().join("model-00002-of-00003.safetensors");
+    let bytes = std::fs::read(&shard).unwrap();
+    std::fs::write(&shard, &bytes[..bytes.len() - 100]).unwrap();
+    assert!(refusal(folder.path()).contains("00002-of-00003.safetensors' is not a valid safetensors file"));
+    std::fs::remove_file(&shard).unwrap();
+    let missing = "it names the file 'model-00002-of-00003.safetensors', which is not there";
+    assert!(refusal(folder.path()).contains(missing));
+
+    let changes = [
+        ("\"intermediate_size\": 72", "\"intermediate_size\": 71", "has shape [72, 32]; [71, 32] is needed"),
+        ("\"num_hidden_layers\": 2", "\"num_hidden_layers\": 3", "no tensor 'model.layers.2.self_attn.q_proj.weight'"),
+        (
+            "\"num_hidden_layers\": 2",
+            "\"num_hidden_layers\": 1",
+            "tensor 'model.layers.1.input_layernorm.weight' is not",
+        ),
+        ("\"attention_bias\": false", "\"attention_bias\": true", "no tensor 'model.layers.0.self_attn.q_proj.bias'"),
+        ("LlamaForCausalLM", "OPTForCausalLM", "unknown architecture 'OPTForCausalLM'"),
+    ];
+    for (from, to, expected) in changes {
+        let folder = copied("llama");
+        let path = folder.path().join("config.json");
+        let config = std::fs::read_to_string(&path).unwrap();
+        assert!(config.contains(from), "{config}");
+        std::fs::write(&path, config.replace(from, to)).unwrap();
+        assert!(refusal(folder.path()).contains(expected), "{}", refusal(folder.path()));
+    }
+}
+
+#[test]
+fn weights_that_lie_askew_in_their_file_are_read_all_the_same() {
+    let expected = checkpoint("qwen3-bf16");
+    let folder = copied("qwen3-bf16");
+    let path = folder.path().join("model.safetensors");
+    let bytes = std::fs::read(&path).unwrap();
+    let header = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let mut askew = (header as u64 + 1).to_le_bytes().to_vec();
+    askew.extend_from_slice(&bytes[8..8 + header]);
+    askew.push(b' ');
+    askew.extend_from_slice(&bytes[8 + header..]);
+    std::fs::write(&path, askew).unwrap();
+    let cpu = Cpu::new(Some(1)).unwrap();
+    let of = |folder: &Path| {
+        let model = Model::open(folder, &Arena::unlimited()).unwrap();
+        logits(&model, &[&expected.tokens], 16, &cpu)
+    };
+    assert_eq!(of(folder.path()), of(&expected.folder));
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(200))]
+    #[test]
+    fn damaged_files_give_errors_and_no_panic(
+        name in prop::sample::select(vec!["llama", "llama-sharded", "phi3", "gemma2"]),
+        which in any::<prop::sample::Index>(),
+        at in any::<prop::sample::Index>(),
+        value in any::<u8>(),
+        cut in any::<bool>(),
+    ) {
+        let folder = copied(name);
+        let mut files: Vec<_> = std::fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().path()).collect();
+        files.retain(|path| !path.ends_with("expected.safetensors") && !path.ends_with("tokenizer.json"));
+        files.sort();
+        let path = which.get(&files);
+        let mut bytes = std::fs::read(path).unwrap();
+        if cut {
+            let len = at.index(bytes.len());
+            bytes.truncate(len);
+        } else {
+            // Of a file of weights, the header.
+            let at = at.index(bytes.len().min(2500));
+            bytes[at] = value;
+        }
+        std::fs::write(path, bytes).unwrap();
+        let cpu = Cpu::new(Some(1)).unwrap();
+        // What still opens must run.
+        if let Ok(model) = Model::open(folder.path(), &Arena::unlimited()) {
+            let arena = Arena::unlimited();
+            let mut decoder = Decoder::new(&model, setup(1, 16), &cpu, &arena).unwrap();
+            let _ = decoder.prefill(&[&[3, 4, 5]], |_, _, _| ());
+        }
+    }
+}
+
+#[test]
+fn the_bits_do_not_depend_on_the_number_of_threads() {
+    let expected = checkpoint("qwen3");
+    let model = Model::open(&expected.folder, &Arena::unlimited()).unwrap();
+    let of = |threads| logits(&model, &[&expected.tokens], 16, &Cpu::new(Some(threads)).unwrap());
+    assert_eq!(of(1), of(3));
+}

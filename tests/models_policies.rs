@@ -1,0 +1,182 @@
+//! Eviction in models: against `transformers` with a mask, against no eviction, and in bytes.
+
+mod common;
+
+use common::models::{checkpoint, deviation, furthest};
+use kvsieve::device::Cpu;
+use kvsieve::memory::{Arena, Label};
+use kvsieve::model::{Decoder, Eviction, Model, Setup};
+use kvsieve::policy::{POLICIES, PRESETS, Policy, Registry};
+use kvsieve::tensor::DType;
+
+/// What came of a run.
+struct Run {
+    /// Of all tokens of each sequence.
+    logits: Vec<Vec<f32>>,
+    /// Lengths of all lists.
+    lens: Vec<usize>,
+    kv_bytes: u64,
+    live_kv_bytes: u64,
+}
+
+/// Prefill of the first `after` tokens, judgement, and the rest.
+fn run(model: &Model, tokens: &[&[u32]], after: &[usize], policy: Option<(&Policy, &str)>) -> Run {
+    let (cpu, arena) = (Cpu::new(Some(2)).unwrap(), Arena::unlimited());
+    let columns = policy.map_or(&[][..], |(policy, _)| policy.columns());
+    let setup =
+        Setup { batch: tokens.len(), max_tokens: 64, chunk_tokens: 9, all_logits: true, kv_dtype: DType::F32, columns };
+    let mut decoder = Decoder::new(model, setup, &cpu, &arena).unwrap();
+    if let Some((policy, budget)) = policy {
+        let eviction = Eviction { policy, name: "policy", budget: Some(budget.parse().unwrap()), seed: 5 };
+        decoder.evict(eviction, after).unwrap();
+    }
+    let mut logits = vec![Vec::new(); tokens.len()];
+    let (first, rest): (Vec<&[u32]>, Vec<&[u32]>) =
+        tokens.iter().zip(after).map(|(tokens, &after)| tokens.split_at(after)).unzip();
+    decoder.prefill(&first, |sequence, _, row| logits[sequence].extend_from_slice(row)).unwrap();
+    decoder.follow(&rest, |sequence, _, row| logits[sequence].extend_from_slice(row)).unwrap();
+    let live_kv_bytes = arena.live_bytes(Label::Kv) + arena.live_bytes(Label::KvFragmentation);
+    Run { logits, lens: decoder.cache().lens().to_vec(), kv_bytes: decoder.kv_bytes(), live_kv_bytes }
+}
+
+fn policy(text: &str) -> Policy {
+    Registry::default().policy(text).unwrap()
+}
+
+fn open(name: &str) -> (Model, Vec<u32>) {
+    let checkpoint = checkpoint(name);
+    (Model::open(&checkpoint.folder, &Arena::unlimited()).unwrap(), checkpoint.tokens)
+}
+
+#[test]
+fn logits_behind_an_eviction_are_those_of_transformers_with_a_mask() {
+    let streaming = policy("streaming-llm:sink=4+once");
+    for name in ["llama", "mistral", "gemma2", "qwen3"] {
+        let checkpoint = checkpoint(name);
+        let model = Model::open(&checkpoint.folder, &Arena::unlimited()).unwrap();
+        let expected = checkpoint.evicted.expect("a checkpoint with logits behind an eviction");
+        let got = run(&model, &[&checkpoint.tokens], &[24], Some((&streaming, "12")));
+        let (off, bound) = (furthest(&got.logits[0], &expected), 1e-3 * deviation(&expected));
+        assert!(off < bound, "{name}: off by {off}, allowed {bound}");
+        assert!(furthest(&got.logits[0], &checkpoint.logits) > 100.0 * bound, "{name}: the eviction shows");
+    }
+}
+
+#[test]
+fn a_policy_that_keeps_everything_changes_nothing() {
+    for name in ["llama", "gemma2"] {
+        let (model, tokens) = open(name);
+        let dense = run(&model, &[&tokens], &[20], None);
+        for text in ["full", "snapkv", "h2o+once", "expected-attention", "knorm", "streaming-llm+once", "r-kv+once"] {
+            let got = run(&model, &[&tokens], &[20], Some((&policy(text), "1.0")));
+            assert!(got.logits == dense.logits, "{name}, {text}");
+            assert_eq!(got.kv_bytes, dense.kv_bytes);
+        }
+    }
+}
+
+#[test]
+fn evicted_tokens_give_their_bytes_back_under_every_policy() {
+    let (model, tokens) = open("llama");
+    let dense = run(&model, &[&tokens], &[tokens.len()], None);
+    let mut evicting = 0;
+    for name in POLICIES.iter().map(|entry| entry.name).chain(PRESETS.iter().map(|preset| preset.name)) {
+        let policy = policy(name);
+        let eviction = Eviction { policy: &policy, name, budget: None, seed: 0 };
+        if policy.scorer.is_none() || eviction.check(&model.config).is_err() {
+            continue;
+        }
+        evicting += 1;
+        let got = run(&model, &[&tokens], &[tokens.len()], Some((&policy, "12")));
+        assert_eq!(got.lens.iter().sum::<usize>(), 12 * got.lens.len(), "{name}: {:?}", got.lens);
+        assert!(got.kv_bytes < dense.kv_bytes, "{name}: {} of {} bytes", got.kv_bytes, dense.kv_bytes);
+        assert_eq!(got.live_kv_bytes, got.kv_bytes, "{name}");
+    }
+    assert!(evicting > 25, "{evicting} policies");
+}
+
+#[test]
+fn every_schedule_holds_its_budget() {
+    let (model, tokens) = open("qwen3");
+    let lens = |text| run(&model, &[&tokens], &[24], Some((&policy(text), "12"))).lens;
+    assert!(lens("snapkv:window=4").iter().all(|&len| len == 12 + 16));
+    for text in
+        ["h2o", "snapkv:window=4+every:steps=4", "tova+every", "knorm+every:steps=2", "streaming-llm+every+rerotate"]
+    {
+        assert!(lens(text).iter().all(|&len| len == 12), "{text}: {:?}", lens(text));
+    }
+    for text in ["snapkv:window=4+chunks:tokens=8", "h2o+chunks:tokens=5+once", "expected-attention+chunks:tokens=7"] {
+        assert!(lens(text).iter().all(|&len| len == 12 + 16), "{text}: {:?}", lens(text));
+    }
+    let delayed = lens("knorm+delayed:window=6");
+    assert!(delayed.iter().all(|len| (12..12 + 16).contains(len)), "{delayed:?}");
+    let pyramid = lens("pyramidkv:window=4");
+    let of_layers: Vec<usize> = pyramid.chunks(2).map(|heads| heads.iter().sum()).collect();
+    assert!(of_layers[0] > of_layers[1] && of_layers[1] > of_layers[2], "{pyramid:?}");
+    assert_eq!(pyramid.iter().sum::<usize>(), pyramid.len() * (12 + 16));
+}
+
+#[test]
+fn what_stays_is_what_the_scores_say() {
+    let (model, tokens) = open("llama");
+    let (cpu, arena) = (Cpu::new(Some(2)).unwrap(), Arena::unlimited());
+    let setup =
+        Setup { batch: 1, max_tokens: 64, chunk_tokens: 9, all_logits: true, kv_dtype: DType::F32, columns: &[] };
+    let mut dense = Decoder::new(&model, setup, &cpu, &arena).unwrap();
+    dense.prefill(&[&tokens], |_, _, _| ()).unwrap();
+    let mut evicted = Decoder::new(&model, setup, &cpu, &arena).unwrap();
+    let knorm = policy("knorm");
+    let eviction = Eviction { policy: &knorm, name: "knorm", budget: Some("10".parse().unwrap()), seed: 0 };
+    evicted.evict(eviction, &[tokens.len()]).unwrap();
+    evicted.prefill(&[&tokens], |_, _, _| ()).unwrap();
+    for list in 0..dense.cache().lens().len() {
+        // Keys of small norm stay (arXiv 2406.11430).
+        let mut key = vec![0.0; model.config.head_dim];
+        let mut norms: Vec<(f32, usize)> = (0..tokens.len())
+            .map(|slot| {
+                dense.cache().read_key(list, slot, &mut key);
+                (key.iter().map(|x| x * x).sum(), slot)
+            })
+            .collect();
+        norms.sort_by(|a, b| a.0.total_cmp(&b.0));
+        let mut expected: Vec<usize> = norms[..10].iter().map(|(_, slot)| *slot).collect();
+        expected.sort_unstable();
+        let got: Vec<usize> = (0..10).map(|slot| evicted.cache().position(list, slot)).collect();
+        assert_eq!(got, expected, "list {list}");
+    }
+}
+
+#[test]
+fn a_sequence_keeps_in_a_batch_what_it_keeps_alone() {
+    for name in ["llama", "gemma2"] {
+        let (model, tokens) = open(name);
+        let batch: [&[u32]; 3] = [&tokens[..30], &tokens[5..], &tokens[20..39]];
+        let after = [24, 11, 19];
+        for text in ["snapkv:window=4", "h2o", "expected-attention"] {
+            let policy = policy(text);
+            let together = run(&model, &batch, &after, Some((&policy, "0.5")));
+            for (sequence, (tokens, &after)) in batch.iter().zip(&after).enumerate() {
+                let alone = run(&model, &[tokens], &[after], Some((&policy, "0.5")));
+                let off = furthest(&alone.logits[0], &together.logits[sequence]);
+                assert!(off < 1e-4, "{name}, {text}, sequence {sequence}: {off}");
+            }
+        }
+    }
+}
+
+#[test]
+fn what_a_model_cannot_do_is_refused_with_the_reason() {
+    let cases = [
+        ("llama", "quest", "in a model, policies evict"),
+        ("llama", "oracle", "it looks into the future"),
+        ("llama", "snapkv+every+rerotate", "use 'once', or leave 'rerotate' out"),
+        ("mistral", "knorm+rerotate", "sliding windows mean nothing"),
+        ("gemma2", "pyramidkv", "this model's layers have different windows"),
+    ];
+    for (name, text, expected) in cases {
+        let (model, _) = open(name);
+        let policy = policy(text);
+        let error = Eviction { policy: &policy, name: text, budget: None, seed: 0 }.check(&model.config).unwrap_err();
+        assert!(error.to_string().contains(expected), "{text}: {error}");
+    }
+}
