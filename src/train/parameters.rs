@@ -10,6 +10,12 @@ use rand_distr::{Distribution, Normal};
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
 
+/// What every token's embedding has in common at first, as a share of its size, and how many frequencies of RoPE the
+/// first block's heads read from it, with what size after normalisation.
+const COMMON: f32 = 0.33;
+const FREQUENCIES: usize = 5;
+const LOOK: f32 = 7.0;
+
 /// Extents and constants of a decoder, as a recipe gives them.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -117,6 +123,7 @@ pub(super) struct BlockRanges {
 /// The layout of all parameters.
 #[derive(Debug, Clone)]
 pub struct Parameters {
+    spec: ModelSpec,
     /// Every one, in the order in which they lie.
     pub all: Vec<Parameter>,
     /// `[vocab, hidden]`: the embedding, and the output matrix.
@@ -153,7 +160,7 @@ impl Parameters {
             blocks.push(BlockRanges { norm1, qkv, out, norm2, gate_up, down });
         }
         let norm = list.add("model.norm", vec![spec.hidden], None);
-        Parameters { all: list.all, embedding, blocks, norm }
+        Parameters { spec: *spec, all: list.all, embedding, blocks, norm }
     }
 
     /// Number of f32 elements.
@@ -161,7 +168,8 @@ impl Parameters {
         self.norm.end
     }
 
-    /// First values for training: normal deviates from `seed`, ones for norms.
+    /// First values for training: normal deviates from `seed`, ones for norms, and heads that look back in the first
+    /// block.
     ///
     /// # Errors
     /// When the arena has no room.
@@ -178,7 +186,39 @@ impl Parameters {
                 }
             }
         }
+        self.look_back(&mut weights);
         Ok(weights)
+    }
+
+    /// Lets query head `h` of the first block look at the token `h + 1` places before its own.
+    ///
+    /// To answer by content a model must bring together what a place holds and what came before it (induction heads,
+    /// Olsson et al. 2022, arXiv 2209.11895). Neither is of use without the other, so that from normal deviates alone
+    /// training stays on a plateau until both are there by chance. Here the second is there from the start: the first
+    /// component of every embedding is the same number, from which q and k of some frequencies of RoPE are read, turned
+    /// by the distance. All of it can be unlearned.
+    fn look_back(&self, weights: &mut [f32]) {
+        let ModelSpec { hidden, head_dim, q_heads, rope_theta, .. } = self.spec;
+        let size = 1.0 / (hidden as f32).sqrt();
+        let common = COMMON / (1.0 + COMMON * COMMON).sqrt();
+        // A row of q or k that gives `LOOK` for every token: after RMSNorm its first component is common * sqrt(hidden).
+        let gain = LOOK * size / common;
+        weights[self.embedding.clone()].chunks_exact_mut(hidden).for_each(|row| row[0] = COMMON);
+        let qkv = &mut weights[self.blocks[0].qkv.clone()];
+        let mut set = |row: usize, value: f32| {
+            let row = &mut qkv[row * hidden..][..hidden];
+            row.fill(0.0);
+            row[0] = gain * value;
+        };
+        let half = head_dim / 2;
+        for head in 0..q_heads + self.spec.kv_heads {
+            let back = if head < q_heads { head + 1 } else { 0 };
+            for pair in 0..FREQUENCIES.min(half) {
+                let angle = -(back as f64) * rope_theta.powf(-(pair as f64) / half as f64);
+                set(head * head_dim + pair, angle.cos() as f32);
+                set(head * head_dim + half + pair, angle.sin() as f32);
+            }
+        }
     }
 }
 
