@@ -10,7 +10,7 @@ use super::network::Batch;
 use super::recipe::{DataSpec, Recipe, SourceSpec};
 use super::vocabulary::Vocabulary;
 use crate::device::Cpu;
-use crate::named::{Named, NamedError, Parameter};
+use crate::named::NamedError;
 use crate::task::{self, Draw, Sample, Task, TaskError, Tokens, text};
 use rand::seq::{SliceRandom, index};
 use rand::{Rng, RngExt, SeedableRng};
@@ -21,10 +21,8 @@ use std::ops::Range;
 /// Between the seeds of what is trained on and what is held out.
 const HELD_OUT: u64 = 0x5EED_0000_0000_0000;
 
-/// The source of lists that come again, its parameter, and how long a list is.
-const ECHO: &str = "echo";
-const WORDS: Parameter = Parameter { name: "words", default: "300", about: "different words in all lists" };
-const ALL_WORDS: usize = 300;
+/// Different words in all lists of `echo`, and how many a list has.
+const ECHO_WORDS: usize = 300;
 const LIST_WORDS: Range<usize> = 3..9;
 
 /// Data that cannot be made.
@@ -41,10 +39,7 @@ pub enum DataError {
 enum Kind {
     Text,
     Needles,
-    Echo {
-        /// Different words in all lists.
-        words: usize,
-    },
+    Echo,
     Task(Box<dyn Task>),
 }
 
@@ -102,11 +97,7 @@ impl<'a> Data<'a> {
             let kind = match spec.source.as_str() {
                 "text" => Kind::Text,
                 "needles" => Kind::Needles,
-                name if name.starts_with(ECHO) => {
-                    let named: Named = name.parse()?;
-                    named.check(&[WORDS])?;
-                    Kind::Echo { words: named.count(WORDS.name, ALL_WORDS, LIST_WORDS.end)?.min(ALL_WORDS) }
-                }
+                "echo" => Kind::Echo,
                 name => Kind::Task(task::task(name)?),
             };
             Ok(Source { spec: spec.clone(), kind })
@@ -160,7 +151,7 @@ impl<'a> Data<'a> {
         match &source.kind {
             Kind::Text => (),
             Kind::Needles => self.needles(&mut sequence, &mut rng),
-            Kind::Echo { words } => self.echo(&mut sequence, *words, &mut rng),
+            Kind::Echo => self.echo(&mut sequence, &mut rng),
             Kind::Task(task) => self.task(&mut sequence, &source.spec.source, task.as_ref(), number, &mut rng)?,
         }
         if sequence.tokens.len() > 1 && sequence.room() > 0 {
@@ -244,10 +235,10 @@ impl<'a> Data<'a> {
 
     /// Lists of words, ` oar lamp wolf;`, and pieces of earlier ones, each from some word to its list's end. What follows
     /// that word is foretold by what followed it before and by nothing else, least of all by its place: where whole
-    /// texts are copied a model learns to look so many tokens back. With few words it is learned first.
-    fn echo(&self, sequence: &mut Sequence<'_>, words: usize, rng: &mut ChaCha8Rng) {
+    /// texts are copied a model learns to look so many tokens back.
+    fn echo(&self, sequence: &mut Sequence<'_>, rng: &mut ChaCha8Rng) {
         // The same words for every sequence of a seed.
-        let pool = text::distinct_words(&mut ChaCha8Rng::seed_from_u64(self.seed), words);
+        let pool = text::distinct_words(&mut ChaCha8Rng::seed_from_u64(self.seed), ECHO_WORDS);
         let mut lists: Vec<Vec<&str>> = Vec::new();
         while sequence.room() > 1 {
             if lists.len() > 1 && rng.random_bool(0.6) {
@@ -258,7 +249,7 @@ impl<'a> Data<'a> {
                 sequence.push(&format!("{rest};"), 1.0);
             } else {
                 let count = rng.random_range(LIST_WORDS);
-                let list: Vec<&str> = index::sample(rng, words, count).into_iter().map(|at| pool[at]).collect();
+                let list: Vec<&str> = index::sample(rng, ECHO_WORDS, count).into_iter().map(|at| pool[at]).collect();
                 sequence.push(&format!("{};", list.iter().map(|word| format!(" {word}")).collect::<String>()), 0.0);
                 lists.push(list);
             }

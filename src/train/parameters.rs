@@ -3,6 +3,7 @@
 //! Gradients and the optimizer's averages are arrays of the same layout. The projections to q, k and v follow each
 //! other, and so do gate and up: one matrix product reads each group as one matrix.
 
+use crate::attention::rope::Frequencies;
 use crate::memory::{Arena, ArenaError, Buffer, Label};
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
@@ -210,11 +211,11 @@ impl Parameters {
             row.fill(0.0);
             row[0] = gain * value;
         };
-        let half = head_dim / 2;
+        let (half, frequencies) = (head_dim / 2, Frequencies::new(head_dim, rope_theta));
         for head in 0..q_heads + self.spec.kv_heads {
             let back = if head < q_heads { head + 1 } else { 0 };
             for pair in 0..FREQUENCIES.min(half) {
-                let angle = -(back as f64) * rope_theta.powf(-(pair as f64) / half as f64);
+                let angle = -(back as f64) * frequencies.rad_per_token()[pair];
                 set(head * head_dim + pair, angle.cos() as f32);
                 set(head * head_dim + half + pair, angle.sin() as f32);
             }

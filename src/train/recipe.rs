@@ -61,15 +61,12 @@ pub struct SourceSpec {
     /// Shortest sequences in which it is drawn, in tokens.
     #[serde(default)]
     pub from_length: usize,
-    /// Longest such sequences; without it there is no end.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub to_length: Option<usize>,
 }
 
 impl SourceSpec {
     /// Whether it is drawn for sequences of `len` tokens.
     pub fn serves(&self, len: usize) -> bool {
-        self.from_length <= len && self.to_length.is_none_or(|most| len <= most)
+        self.from_length <= len
     }
 }
 
@@ -155,9 +152,7 @@ impl Recipe {
                 return Err(format!("a stage has {batch} sequences and {steps} steps; both must be at least 1"));
             }
             if !self.data.sources.iter().any(|source| source.serves(length)) {
-                return Err(format!(
-                    "no source of data serves length {length}, a stage's; see from_length and to_length"
-                ));
+                return Err(format!("no source of data serves length {length}, a stage's; see from_length"));
             }
         }
         let Evaluation { every_steps, samples, log_steps, save_steps, .. } = self.evaluation;

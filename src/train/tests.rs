@@ -4,6 +4,7 @@ use super::activations::Extents;
 use super::adamw::{AdamW, Constants};
 use super::loss::Target;
 use super::{Batch, ModelSpec, Network, Parameters, Recompute};
+use crate::attention::rope::{Frequencies, rotate};
 use crate::device::Cpu;
 use crate::memory::{Arena, Label};
 use rand::{RngExt, SeedableRng};
@@ -176,6 +177,38 @@ fn the_rate_rises_to_its_largest_and_falls_to_its_share() {
     assert!((rates[0] - 3e-3 / 20.0).abs() < 1e-9 && (rates[19] - 3e-3).abs() < 1e-9);
     assert!(rates[..20].is_sorted() && rates[20..].is_sorted_by(|a, b| a >= b));
     assert!((rates[199] - 3e-4).abs() < 1e-6, "{}", rates[199]);
+}
+
+/// Before any training: q and k of the first block, by the same matrices that a step multiplies.
+#[test]
+fn the_first_heads_look_back_one_token_further_each() {
+    let spec = ModelSpec { hidden: 64, head_dim: 32, rope_theta: 1e4, ..SMALL };
+    let parameters = Parameters::new(&spec, 50);
+    let weights = parameters.initial(&Arena::unlimited(), 1).unwrap();
+    let (embedding, qkv) = (&weights[parameters.embedding.clone()], &weights[parameters.blocks[0].qkv.clone()]);
+    let frequencies = Frequencies::new(spec.head_dim, spec.rope_theta);
+    let mut rng = ChaCha8Rng::seed_from_u64(2);
+    let tokens: Vec<usize> = (0..60).map(|_| rng.random_range(0..50)).collect();
+    let head = |head: usize, place: usize| {
+        let x = &embedding[tokens[place] * spec.hidden..][..spec.hidden];
+        let inverse = (spec.hidden as f32 / x.iter().map(|x| x * x).sum::<f32>()).sqrt();
+        let dot = |row: &[f32]| row.iter().zip(x).map(|(w, x)| w * x * inverse).sum::<f32>();
+        let rows = qkv[head * spec.head_dim * spec.hidden..][..spec.head_dim * spec.hidden].chunks_exact(spec.hidden);
+        let mut row: Vec<f32> = rows.map(dot).collect();
+        rotate(&mut row, place, &frequencies);
+        row
+    };
+    for query_head in 0..spec.q_heads {
+        let key_head = spec.q_heads + query_head / (spec.q_heads / spec.kv_heads);
+        let mut share = 0.0;
+        for place in 20..60 {
+            let q = head(query_head, place);
+            let scores = (0..=place).map(|at| head(key_head, at).iter().zip(&q).map(|(k, q)| k * q).sum::<f32>());
+            let weights: Vec<f32> = scores.map(|score| (score / (spec.head_dim as f32).sqrt()).exp()).collect();
+            share += weights[place - query_head - 1] / weights.iter().sum::<f32>() / 40.0;
+        }
+        assert!(share > 0.6, "head {query_head}: {share} of its attention");
+    }
 }
 
 /// The second half of each sequence repeats the first: only attention to what followed before can tell.
