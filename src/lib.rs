@@ -17,6 +17,7 @@ pub mod report;
 pub mod serving;
 pub mod task;
 pub mod tensor;
+pub mod train;
 pub mod units;
 pub mod workload;
 

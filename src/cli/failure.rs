@@ -16,6 +16,7 @@ use kvsieve::policy::cuda::DevicePolicyError;
 use kvsieve::policy::{BudgetError, PolicyError};
 use kvsieve::report::ReportError;
 use kvsieve::tensor::file::FileError;
+use kvsieve::train::run::TrainError;
 use kvsieve::workload::WorkloadError;
 use std::fmt;
 use std::process::ExitCode;
@@ -178,6 +179,18 @@ impl From<RunError> for Failure {
             RunError::Store(error) => error.into(),
             RunError::Workload(error) => error.into(),
             RunError::Cell(_) => Failure::Usage(error.into()),
+        }
+    }
+}
+
+impl From<TrainError> for Failure {
+    fn from(error: TrainError) -> Self {
+        match error {
+            TrainError::Attention(error) => error.into(),
+            TrainError::Arena(error) => error.into(),
+            TrainError::File(error) => error.into(),
+            TrainError::System { .. } | TrainError::Diverged { .. } => Failure::Work(error.into()),
+            error => Failure::Usage(error.into()),
         }
     }
 }

@@ -18,6 +18,7 @@ mod model;
 mod output;
 mod report;
 mod run;
+mod train;
 
 use clap::Parser;
 use clap::error::ErrorKind;
@@ -41,6 +42,7 @@ Examples:
   kvsieve generate --model DIR --prompt 'Once upon a time' --policy snapkv --budget 0.25
                                     a model of your own, with a policy at work in its cache
   kvsieve eval                      what a model still answers, by policy and budget
+  kvsieve train --out model         a small model, from nothing, that finds what its context hides
   kvsieve completions bash          completions for your shell
 
 Exit status: 0 done, 1 failed while working, 2 the input or the arguments are wrong.
@@ -66,6 +68,7 @@ enum Command {
     Generate(generate::Args),
     Eval(eval::Args),
     Capture(capture::Args),
+    Train(train::Args),
     List(list::Args),
     Doctor(doctor::Args),
     Completions(completions::Args),
@@ -82,6 +85,7 @@ impl Command {
             Command::Generate(args) => generate::run(&args),
             Command::Eval(args) => eval::run(&args),
             Command::Capture(args) => capture::run(&args),
+            Command::Train(args) => train::run(&args),
             Command::List(args) => list::run(&args),
             Command::Doctor(args) => doctor::run(&args),
             Command::Completions(args) => completions::run(&args),

@@ -19,7 +19,11 @@ pub enum Label {
     KvSlack,
     /// Page tables of a cache, and how many lists hold each page.
     PageTable,
-    /// Outputs, log-sum-exps and gradients.
+    /// Gradients by the parameters.
+    Gradients,
+    /// What an optimizer remembers of each parameter.
+    Optimizer,
+    /// Outputs, log-sum-exps, and gradients by them.
     Activations,
     /// Materialised score matrices, `[B, Hq, Lq, Lk]`.
     Scores,
@@ -33,13 +37,15 @@ pub enum Label {
 
 impl Label {
     /// Every label, in the order in which they are shown.
-    pub const ALL: [Label; 11] = [
+    pub const ALL: [Label; 13] = [
         Label::Input,
         Label::Weights,
         Label::Kv,
         Label::KvFragmentation,
         Label::KvSlack,
         Label::PageTable,
+        Label::Gradients,
+        Label::Optimizer,
         Label::Activations,
         Label::Scores,
         Label::Workspace,
@@ -56,6 +62,8 @@ impl Label {
             Label::KvFragmentation => "kv_fragmentation",
             Label::KvSlack => "kv_slack",
             Label::PageTable => "page_table",
+            Label::Gradients => "gradients",
+            Label::Optimizer => "optimizer",
             Label::Activations => "activations",
             Label::Scores => "scores",
             Label::Workspace => "workspace",

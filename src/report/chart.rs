@@ -60,6 +60,8 @@ pub enum Quantity {
     Nanoseconds,
     /// A relative error; log10, `0.01`.
     Drift,
+    /// A loss; log10, `0.5`.
+    Loss,
     /// A cost relative to another; log10, `5 %`.
     Cost,
     /// A share from 0 to 1; linear, `80 %`.

@@ -27,6 +27,7 @@ mod summary;
 mod tests;
 mod text;
 mod ticks;
+pub mod training;
 
 pub use summary::summary_table;
 

@@ -36,7 +36,7 @@ impl Quantity {
     fn scale(self) -> Scale {
         match self {
             Quantity::Tokens | Quantity::Bytes | Quantity::Count | Quantity::Fraction => Scale::Log2,
-            Quantity::Nanoseconds | Quantity::Drift | Quantity::Cost => Scale::Log10,
+            Quantity::Nanoseconds | Quantity::Drift | Quantity::Loss | Quantity::Cost => Scale::Log10,
             Quantity::Share => Scale::Unit,
             Quantity::Steps | Quantity::Size | Quantity::Gap => Scale::Linear,
         }
@@ -128,7 +128,7 @@ impl Axis {
                 format!("{} {unit}", plain(at / size))
             }
             Quantity::Drift if least < 0.9e-3 => power_of_ten(at),
-            Quantity::Drift => plain(at),
+            Quantity::Drift | Quantity::Loss => plain(at),
             Quantity::Cost | Quantity::Share | Quantity::Gap => format!("{} %", plain(100.0 * at)),
         }
     }

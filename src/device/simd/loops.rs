@@ -21,7 +21,7 @@ impl<R, F: FnMut() -> R> Task for Loop<F> {
 /// through `FnOnce`, for which one that borrows has a shim that need not be inlined; the loop would then be compiled
 /// for the baseline, at a tenth of the speed. [`Loop`] calls it by reference, which reaches the closure itself.
 #[inline(always)]
-fn vectorised<R>(isa: Isa, work: impl FnMut() -> R) -> R {
+pub(crate) fn vectorised<R>(isa: Isa, work: impl FnMut() -> R) -> R {
     isa.run(Loop(work))
 }
 

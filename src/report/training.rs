@@ -1,0 +1,106 @@
+//! The figures of a training run, from its log: loss against steps, and accuracy on tasks that no step has read.
+
+use super::chart::{Axis, Chart, Point, Quantity, Series};
+use super::{ReportError, draw, files, palette};
+use crate::experiment::record::Status;
+use crate::train::log::{self, Line};
+use std::collections::BTreeMap;
+use std::fmt::Write;
+use std::path::Path;
+
+/// What was drawn.
+pub struct Drawn {
+    /// The last evaluation in words, one line for each task and length.
+    pub summary: String,
+}
+
+/// Draws `loss.svg` and `accuracy.svg` into a run's folder.
+///
+/// # Errors
+/// When the log cannot be read or a file cannot be written.
+pub fn draw(folder: &Path) -> Result<Drawn, ReportError> {
+    let lines = log::read(folder).map_err(|error| ReportError::Draw(error.to_string()))?;
+    for chart in [loss(&lines), accuracy(&lines)] {
+        if chart.series.iter().any(|series| !series.points.is_empty()) {
+            files::replace(&folder.join(format!("{}.svg", chart.id)), &draw::svg(&chart)?)?;
+        }
+    }
+    Ok(Drawn { summary: summary(&lines) })
+}
+
+fn loss(lines: &[Line]) -> Chart {
+    // One curve for each length: where sequences become longer the loss jumps, because what is read changes.
+    let mut lengths: BTreeMap<usize, Vec<Point>> = BTreeMap::new();
+    for line in lines {
+        if let Line::Step { step, length_tokens, loss, .. } = line {
+            lengths.entry(*length_tokens).or_default().push(point(*step, *loss));
+        }
+    }
+    let names = lengths.into_iter().map(|(length, points)| (format!("{length} tokens"), points));
+    Chart {
+        id: "loss".into(),
+        title: "Training loss".into(),
+        subtitle: "weighted cross-entropy of the judged tokens, mean over the steps between two lines of the log"
+            .into(),
+        caption: "One curve for each length of sequences.".into(),
+        y: Axis { label: "loss, nats per token".into(), field: "loss", quantity: Quantity::Loss },
+        ..chart(names)
+    }
+}
+
+fn accuracy(lines: &[Line]) -> Chart {
+    let mut tasks: BTreeMap<(String, usize), Vec<Point>> = BTreeMap::new();
+    for line in lines {
+        if let Line::Evaluation { step, task, length_tokens, right, samples } = line {
+            let share = *right as f64 / *samples as f64;
+            tasks.entry((task.clone(), *length_tokens)).or_default().push(point(*step, share));
+        }
+    }
+    let names = tasks.into_iter().map(|((task, length), points)| (format!("{task}, {length} tokens"), points));
+    Chart {
+        id: "accuracy".into(),
+        title: "Accuracy on samples that were not trained on".into(),
+        subtitle: "share of samples whose every token of the answer was the likeliest".into(),
+        caption: "Full cache, one question of each sample.".into(),
+        y: Axis { label: "accuracy".into(), field: "accuracy", quantity: Quantity::Share },
+        ..chart(names)
+    }
+}
+
+fn chart(named: impl Iterator<Item = (String, Vec<Point>)>) -> Chart {
+    let series = named.enumerate().map(|(place, (name, points))| {
+        let style = palette::style(&name, place, 0);
+        Series { name, style, points }
+    });
+    let steps = Axis { label: "steps".into(), field: "step", quantity: Quantity::Steps };
+    Chart {
+        id: String::new(),
+        title: String::new(),
+        subtitle: String::new(),
+        caption: String::new(),
+        y: steps.clone(),
+        x: steps,
+        interval_fields: ("low", "high"),
+        model_field: None,
+        series: series.collect(),
+        rules: Vec::new(),
+    }
+}
+
+fn point(step: usize, y: f64) -> Point {
+    Point { x: step as f64, y: Some(y), interval: None, model: None, status: Status::Ok, cell_ids: Vec::new() }
+}
+
+fn summary(lines: &[Line]) -> String {
+    let last = lines.iter().rev().find(|line| matches!(line, Line::Evaluation { .. })).map(Line::step);
+    let mut text = String::new();
+    for line in lines {
+        match line {
+            Line::Evaluation { step, task, length_tokens, right, samples } if Some(*step) == last => {
+                let _ = writeln!(text, "{task:<24} {length_tokens:>6} tokens  {right} of {samples} right");
+            }
+            _ => (),
+        }
+    }
+    text
+}

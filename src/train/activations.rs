@@ -1,0 +1,220 @@
+//! What a forward pass leaves for the backward pass, and what is computed again instead.
+//!
+//! Of each block there are three groups, kept for every block or held once for the block at work:
+//!
+//! | group | what | f32 elements of a token |
+//! |---|---|---|
+//! | input | the block's input `x` | `hidden` |
+//! | cheap | inverse norms, attention's `o` and `lse`, `y` after attention | `2 + Hq D + Hq + hidden` |
+//! | inner | normed `x` and `y`, q, k, v, `o` by tokens, gate and up, their product | `2 hidden + 2 Hq D + 2 Hkv D + 3 ffn` |
+//!
+//! Without recomputation all are kept. `selective` keeps input and cheap: the inputs of attention and the inner part of
+//! the MLP are computed again, but attention itself is not. `full` keeps only the input and computes the block again.
+//! What is computed again has the same bits, so that gradients do not depend on the mode. (Chen and others,
+//! arXiv 1604.06174; Korthikanti and others, arXiv 2205.05198, whose selective mode computes attention's scores again,
+//! which a tiled kernel does in any mode.)
+
+use super::norm;
+use super::parameters::{ModelSpec, Parameters};
+use super::{loss, network};
+use crate::attention::{Gradients, Kernel, Outputs, Params, Shape, Tiled, Workspace, WorkspaceSize};
+use crate::memory::{Arena, ArenaError, Buffer, Label, LabelBytes};
+use crate::tensor::{DType, Tensor};
+use serde::{Deserialize, Serialize};
+
+/// What the backward pass computes again (activation checkpointing).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Recompute {
+    /// Nothing.
+    None,
+    /// The inputs of attention and the inner part of the MLP.
+    Selective,
+    /// All of a block.
+    Full,
+}
+
+impl Recompute {
+    /// Every mode, from the most memory to the least.
+    pub const ALL: [Recompute; 3] = [Recompute::None, Recompute::Selective, Recompute::Full];
+
+    /// How many blocks' groups are held, input, cheap and inner, of a model of `layers`.
+    fn held(self, layers: usize) -> [usize; 3] {
+        match self {
+            Recompute::None => [layers; 3],
+            Recompute::Selective => [layers, layers, 1],
+            Recompute::Full => [layers, 1, 1],
+        }
+    }
+}
+
+/// Extents of a step: model and batch.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Extents {
+    /// The model.
+    pub spec: ModelSpec,
+    /// Tokens of its vocabulary.
+    pub vocab: usize,
+    /// Sequences of a batch.
+    pub batch: usize,
+    /// Tokens of each sequence.
+    pub len: usize,
+}
+
+impl Extents {
+    /// Tokens of a batch.
+    pub fn rows(&self) -> usize {
+        self.batch * self.len
+    }
+
+    /// Floating-point operations of a step with `targets` judged tokens: a product of a row with a matrix takes two for
+    /// each element, and twice as many again for both gradients; attention's backward pass 2.5 times its forward pass.
+    /// What is computed again is not counted.
+    pub fn step_flop(&self, targets: usize) -> f64 {
+        let ModelSpec { hidden, layers, ffn, .. } = self.spec;
+        let matrices = layers * hidden * (self.spec.qkv_width() + self.spec.q_width() + 3 * ffn);
+        let attention = 3.5 * layers as f64 * self.attention().flops(&self.params()) as f64;
+        6.0 * (self.rows() * matrices + targets * hidden * self.vocab) as f64 + attention
+    }
+
+    /// The attention problem of a block.
+    pub(super) fn attention(&self) -> Shape {
+        let ModelSpec { q_heads, kv_heads, head_dim, .. } = self.spec;
+        Shape { batch: self.batch, q_heads, kv_heads, q_len: self.len, kv_len: self.len, head_dim }
+    }
+
+    pub(super) fn params(&self) -> Params {
+        Params::new(self.spec.head_dim, true)
+    }
+
+    fn workspaces(&self, threads: usize) -> [WorkspaceSize; 2] {
+        let (shape, params) = (self.attention(), self.params());
+        let forward = Tiled::AUTO.workspace(&shape, &params, DType::F32, threads);
+        let backward = Tiled::AUTO.backward_workspace(&shape, &params, DType::F32, threads);
+        [forward, backward.expect("the tiled kernel has a backward pass")]
+    }
+
+    /// Bytes that training takes from the arena, for each label: exactly what [`network::Network`] and
+    /// [`super::adamw::AdamW`] allocate.
+    pub fn training_bytes(&self, recompute: Recompute, threads: usize) -> LabelBytes {
+        let parameters = 4 * Parameters::new(&self.spec, self.vocab).count() as u64;
+        let workspaces: u64 = self.workspaces(threads).iter().map(WorkspaceSize::bytes).sum();
+        LabelBytes::from([
+            (Label::Weights, parameters),
+            (Label::Gradients, parameters),
+            (Label::Optimizer, 2 * parameters),
+            (Label::Activations, self.activation_bytes(recompute)),
+            (Label::Workspace, workspaces + 4 * (self.norm_scratch() + loss::scratch(self)) as u64),
+        ])
+    }
+
+    /// Bytes of what is kept and computed between the input of a step and its gradients.
+    fn activation_bytes(&self, recompute: Recompute) -> u64 {
+        let (spec, rows) = (&self.spec, self.rows());
+        let shape = self.attention();
+        let [inputs, cheap, inner] = recompute.held(spec.layers);
+        let cheap_bytes = 4 * (2 * rows + rows * spec.hidden) as u64 + Outputs::bytes(&shape, DType::F32);
+        let inner_bytes = 4 * (rows * self.inner_width()) as u64
+            + Tensor::bytes_of(DType::F32, shape.q_dims())
+            + 2 * Tensor::bytes_of(DType::F32, shape.kv_dims());
+        inputs as u64 * 4 * (rows * spec.hidden) as u64
+            + cheap as u64 * cheap_bytes
+            + inner as u64 * inner_bytes
+            + 4 * (rows * network::shared_width(spec) + rows) as u64
+            + Gradients::bytes(&shape, DType::F32)
+    }
+
+    /// f32 elements of a token in the inner group, without q, k and v.
+    fn inner_width(&self) -> usize {
+        2 * self.spec.hidden + self.spec.q_width() + 3 * self.spec.ffn
+    }
+
+    pub(super) fn norm_scratch(&self) -> usize {
+        norm::scratch(self.rows(), self.spec.hidden)
+    }
+}
+
+/// A block's group of what is cheap to keep for what it saves.
+pub(super) struct Cheap {
+    /// Inverse norms of `x`, then of `y`, `[2, rows]`.
+    pub inverse: Buffer<f32>,
+    pub attention: Outputs,
+    /// The residual stream after attention, `[rows, hidden]`.
+    pub y: Buffer<f32>,
+}
+
+/// A block's group of what is large and soon computed again.
+pub(super) struct Inner {
+    /// Normed `x`, `[rows, hidden]`.
+    pub n1: Buffer<f32>,
+    /// q, k, v after RoPE, `[B, H, L, D]`.
+    pub qkv: [Tensor; 3],
+    /// Attention's output by tokens, `[rows, q_width]`.
+    pub o: Buffer<f32>,
+    /// Normed `y`, `[rows, hidden]`.
+    pub n2: Buffer<f32>,
+    /// Gate and up, `[rows, 2 * ffn]`; in the backward pass their gradients.
+    pub gate_up: Buffer<f32>,
+    /// `silu(gate) * up`, `[rows, ffn]`.
+    pub p: Buffer<f32>,
+}
+
+/// All groups of all blocks.
+pub(super) struct Saved {
+    inputs: Vec<Buffer<f32>>,
+    cheap: Vec<Cheap>,
+    inner: Vec<Inner>,
+}
+
+impl Saved {
+    pub fn allocate(arena: &Arena, extents: &Extents, recompute: Recompute) -> Result<Self, ArenaError> {
+        let (spec, rows, shape) = (&extents.spec, extents.rows(), extents.attention());
+        let floats = |width: usize| arena.alloc::<f32>(Label::Activations, rows * width);
+        let tensor = |dims| Tensor::zeros(arena, Label::Activations, DType::F32, dims);
+        let [inputs, cheap, inner] = recompute.held(spec.layers);
+        let make_cheap = |_| {
+            let attention = Outputs::allocate(arena, &shape, DType::F32)?;
+            Ok(Cheap { inverse: floats(2)?, attention, y: floats(spec.hidden)? })
+        };
+        let make_inner = |_| {
+            let qkv = [tensor(shape.q_dims())?, tensor(shape.kv_dims())?, tensor(shape.kv_dims())?];
+            Ok(Inner {
+                n1: floats(spec.hidden)?,
+                qkv,
+                o: floats(spec.q_width())?,
+                n2: floats(spec.hidden)?,
+                gate_up: floats(2 * spec.ffn)?,
+                p: floats(spec.ffn)?,
+            })
+        };
+        Ok(Saved {
+            inputs: (0..inputs).map(|_| floats(spec.hidden)).collect::<Result<_, _>>()?,
+            cheap: (0..cheap).map(make_cheap).collect::<Result<_, ArenaError>>()?,
+            inner: (0..inner).map(make_inner).collect::<Result<_, ArenaError>>()?,
+        })
+    }
+
+    /// The groups of a block; those that are held once are whatever block wrote last.
+    pub fn block(&mut self, layer: usize) -> (&mut Buffer<f32>, &mut Cheap, &mut Inner) {
+        let (cheap, inner) = (layer.min(self.cheap.len() - 1), layer.min(self.inner.len() - 1));
+        (&mut self.inputs[layer], &mut self.cheap[cheap], &mut self.inner[inner])
+    }
+}
+
+/// Scratch memory of attention and of sums, for the block at work.
+pub(super) struct Scratch {
+    pub forward: Workspace,
+    pub backward: Workspace,
+    pub norm: Buffer<f32>,
+}
+
+impl Scratch {
+    pub fn allocate(arena: &Arena, extents: &Extents, threads: usize) -> Result<Self, ArenaError> {
+        let [forward, backward] = extents.workspaces(threads);
+        Ok(Scratch {
+            forward: forward.allocate(arena)?,
+            backward: backward.allocate(arena)?,
+            norm: arena.alloc(Label::Workspace, extents.norm_scratch())?,
+        })
+    }
+}

@@ -1,0 +1,94 @@
+//! What sequences hold, and that they depend on nothing but the seed and their number.
+
+use super::*;
+use std::collections::BTreeSet;
+use std::path::Path;
+
+fn recipe(sources: &str) -> Recipe {
+    let text = super::super::recipe::BUILTIN;
+    let mut recipe = Recipe::parse(text, Path::new("built-in")).unwrap();
+    let sources = sources.split(' ').map(|source| SourceSpec { source: source.into(), share: 1.0, from_length: 0 });
+    recipe.data.sources = sources.collect();
+    recipe
+}
+
+/// The judged tokens of a batch, each with those before it in its sequence.
+fn judged(batch: &Batch, len: usize) -> Vec<(Vec<u32>, u32)> {
+    let before = |target: &Target| batch.tokens[target.row / len * len..=target.row].to_vec();
+    batch.targets.iter().map(|target| (before(target), target.token)).collect()
+}
+
+#[test]
+fn a_batch_depends_on_its_numbers_and_not_on_threads() {
+    let (vocabulary, recipe) = (Vocabulary::of_generated_text(), recipe("echo needles recall:queries=40 copy text"));
+    let data = Data::new(&recipe, &vocabulary).unwrap();
+    let batch = |threads, first| data.batch(&Cpu::new(Some(threads)).unwrap(), first, [12, 200]).unwrap();
+    assert_eq!(batch(1, 40), batch(3, 40));
+    assert_ne!(batch(1, 40), batch(1, 41));
+    // The second half of one batch is the first half of the next.
+    assert_eq!(batch(1, 40).tokens[6 * 200..], batch(1, 46).tokens[..6 * 200]);
+    let other = Recipe { seed: recipe.seed + 1, ..recipe.clone() };
+    assert_ne!(
+        Data::new(&other, &vocabulary).unwrap().batch(&Cpu::new(Some(1)).unwrap(), 40, [12, 200]).unwrap(),
+        batch(1, 40)
+    );
+}
+
+#[test]
+fn weights_add_up_to_one_and_every_sequence_begins_and_is_full() {
+    let vocabulary = Vocabulary::of_generated_text();
+    let cpu = Cpu::new(Some(2)).unwrap();
+    for source in ["echo", "needles", "recall:queries=40", "copy", "niah-single-2", "text"] {
+        let recipe = recipe(source);
+        let data = Data::new(&recipe, &vocabulary).unwrap();
+        for len in [128, 333] {
+            let batch = data.batch(&cpu, 0, [8, len]).unwrap();
+            assert_eq!(batch.tokens.len(), 8 * len, "{source}");
+            for sequence in batch.tokens.chunks(len) {
+                assert_eq!(sequence[0], vocabulary.begin(), "{source}");
+                assert!(!sequence[1..].contains(&vocabulary.begin()), "{source}");
+            }
+            let sum: f64 = batch.targets.iter().map(|target| f64::from(target.weight)).sum();
+            assert!((sum - 1.0).abs() < 1e-5 && batch.targets.is_sorted_by_key(|target| target.row), "{source}");
+            let sequences: BTreeSet<usize> = batch.targets.iter().map(|target| target.row / len).collect();
+            assert_eq!(sequences.len(), 8, "{source}: a sequence without a target");
+        }
+    }
+}
+
+#[test]
+fn the_words_of_an_echo_followed_the_same_word_before() {
+    let vocabulary = Vocabulary::of_generated_text();
+    let recipe = recipe("echo");
+    let data = Data::new(&recipe, &vocabulary).unwrap();
+    let batch = data.batch(&Cpu::new(Some(1)).unwrap(), 0, [8, 300]).unwrap();
+    let mut words = 0;
+    for (before, token) in judged(&batch, 300) {
+        let last = before[before.len() - 1];
+        if token == vocabulary.end() {
+            continue;
+        }
+        assert!(before.windows(2).any(|pair| pair == [last, token]), "{}", vocabulary.decode(&before));
+        words += 1;
+    }
+    assert!(words > 500, "{words}");
+}
+
+#[test]
+fn what_is_held_out_asks_one_question_whose_answer_is_judged() {
+    let vocabulary = Vocabulary::of_generated_text();
+    let recipe = recipe("text");
+    let data = Data::new(&recipe, &vocabulary).unwrap();
+    let cpu = Cpu::new(Some(1)).unwrap();
+    let batch = data.held_out(&cpu, "niah-single-2", 6, 256).unwrap();
+    for (index, sequence) in batch.tokens.chunks(256).enumerate() {
+        let answer: Vec<u32> =
+            batch.targets.iter().filter(|target| target.row / 256 == index).map(|t| t.token).collect();
+        let answer = vocabulary.decode(&answer);
+        let text = vocabulary.decode(sequence);
+        assert!(text.matches(answer.trim_end_matches('.')).count() >= 1, "{answer} in {text}");
+        assert!(answer.trim().trim_end_matches('.').parse::<u32>().is_ok_and(|number| number >= 1_000_000), "{answer}");
+        assert!(text.contains("What is the code of"), "{text}");
+    }
+    assert!(data.held_out(&cpu, "niah-single-2", 1, 20).is_err());
+}

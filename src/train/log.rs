@@ -1,0 +1,97 @@
+//! The log of a run: lines of JSON, from which the figures are drawn.
+
+use super::run::TrainError;
+use serde::{Deserialize, Serialize};
+use std::fs::{self, OpenOptions};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+/// Name of the log in a run's folder.
+pub const LOG: &str = "training.jsonl";
+
+/// A line of the log.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "snake_case")]
+pub enum Line {
+    /// Steps since the last such line.
+    Step {
+        /// Steps that are done.
+        step: usize,
+        /// Tokens of a sequence.
+        length_tokens: usize,
+        /// Weighted cross-entropy, nats of a judged token; mean over the steps since the last line.
+        loss: f64,
+        /// Learning rate of the last step.
+        rate: f32,
+        /// Norm of the last step's gradient, before clipping.
+        gradient_norm: f64,
+        /// Tokens that were read, since the beginning.
+        tokens: u64,
+        /// Time at work, since the beginning.
+        seconds: f64,
+        /// Since the last line.
+        tokens_per_second: f64,
+        /// Since the last line: floating-point operations of the model's products and attention, without what is
+        /// computed again.
+        gflop_per_second: f64,
+    },
+    /// A task that no step has read.
+    Evaluation {
+        /// Steps that are done.
+        step: usize,
+        /// The task.
+        task: String,
+        /// Tokens of a sequence.
+        length_tokens: usize,
+        /// Samples whose every token of the answer was the likeliest.
+        right: usize,
+        /// Samples.
+        samples: usize,
+    },
+}
+
+impl Line {
+    /// The steps that were done when it was written.
+    pub fn step(&self) -> usize {
+        match self {
+            Line::Step { step, .. } | Line::Evaluation { step, .. } => *step,
+        }
+    }
+}
+
+/// Reads a log; a last line that a kill has torn is left out.
+///
+/// # Errors
+/// When the file cannot be read.
+pub fn read(folder: &Path) -> Result<Vec<Line>, TrainError> {
+    let path = folder.join(LOG);
+    let text = fs::read_to_string(&path).map_err(|error| TrainError::read(&path, &error))?;
+    Ok(text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect())
+}
+
+/// A log that lines are added to.
+pub(super) struct Log {
+    path: PathBuf,
+}
+
+impl Log {
+    /// The log of a folder, without lines beyond `step`: they will be written again.
+    pub fn open(folder: &Path, step: usize) -> Result<Self, TrainError> {
+        let path = folder.join(LOG);
+        let kept: Vec<Line> = if path.exists() { read(folder)? } else { Vec::new() };
+        let texts = kept.iter().filter(|line| line.step() <= step).map(text);
+        fs::write(&path, texts.collect::<String>()).map_err(|error| TrainError::write(&path, &error))?;
+        Ok(Log { path })
+    }
+
+    /// Adds a line.
+    pub fn add(&self, line: &Line) -> Result<(), TrainError> {
+        let file = OpenOptions::new().append(true).open(&self.path);
+        file.and_then(|mut file| file.write_all(text(line).as_bytes()))
+            .map_err(|error| TrainError::write(&self.path, &error))
+    }
+}
+
+fn text(line: &Line) -> String {
+    format!("{}\n", serde_json::to_string(line).expect("a line is plain data"))
+}

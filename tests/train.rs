@@ -1,0 +1,162 @@
+//! `kvsieve train` as a user meets it: a tiny recipe from nothing to a model, killed and resumed, and mistakes.
+
+use assert_cmd::Command;
+use predicates::str::contains;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Stdio};
+use std::time::{Duration, Instant};
+
+const RECIPE: &str = r#"
+name = "tiny"
+seed = 3
+recompute = "selective"
+[model]
+hidden = 32
+layers = 2
+q_heads = 4
+kv_heads = 2
+head_dim = 8
+ffn = 48
+max_positions = 256
+rope_theta = 10000.0
+norm_eps = 1e-5
+[optimizer]
+learning_rate = 1e-3
+warmup_steps = 4
+final_share = 0.1
+weight_decay = 0.1
+beta1 = 0.9
+beta2 = 0.95
+eps = 1e-8
+clip = 1.0
+[data]
+text_weight = 0.1
+sources = [{ source = "recall:queries=8", share = 1.0 }, { source = "needles", share = 1.0 }, { source = "text", share = 0.5 }]
+[[stages]]
+length = 96
+batch = 4
+steps = 6
+[[stages]]
+length = 192
+batch = 2
+steps = 6
+[evaluation]
+every_steps = 6
+samples = 4
+tasks = ["recall"]
+lengths = [96]
+log_steps = 1
+save_steps = 2
+"#;
+
+fn kvsieve() -> Command {
+    Command::new(assert_cmd::cargo::cargo_bin!("kvsieve"))
+}
+
+fn recipe(folder: &Path) -> PathBuf {
+    let path = folder.join("tiny.toml");
+    fs::write(&path, RECIPE).unwrap();
+    path
+}
+
+fn train(recipe: &Path, out: &Path, more: &[&str]) -> assert_cmd::assert::Assert {
+    kvsieve().arg("train").arg(recipe).arg("--out").arg(out).args(more).assert()
+}
+
+/// The log without what depends on the clock.
+fn log(out: &Path) -> Vec<String> {
+    let text = fs::read_to_string(out.join("training.jsonl")).unwrap();
+    let line = |line: &str| {
+        let mut line: serde_json::Map<String, serde_json::Value> = serde_json::from_str(line).unwrap();
+        for key in ["seconds", "tokens_per_second", "gflop_per_second"] {
+            line.remove(key);
+        }
+        serde_json::to_string(&line).unwrap()
+    };
+    text.lines().map(line).collect()
+}
+
+#[test]
+fn a_run_that_stops_or_is_killed_goes_on_with_the_same_bits() {
+    let folder = tempfile::tempdir().unwrap();
+    let recipe = recipe(folder.path());
+    let [whole, stopped, killed] = ["whole", "stopped", "killed"].map(|name| folder.path().join(name));
+    train(&recipe, &whole, &["--threads", "2"]).success().stdout(contains("recall"));
+    train(&recipe, &stopped, &["--threads", "1", "--steps", "5"]).success();
+    train(&recipe, &stopped, &["--threads", "2", "--resume"]).success();
+
+    let mut child = Killed(
+        std::process::Command::new(assert_cmd::cargo::cargo_bin!("kvsieve"))
+            .arg("train")
+            .arg(&recipe)
+            .arg("--out")
+            .arg(&killed)
+            .stdout(Stdio::null())
+            .spawn()
+            .unwrap(),
+    );
+    let (checkpoint, began) = (killed.join("checkpoint.safetensors"), Instant::now());
+    while !checkpoint.exists() && began.elapsed() < Duration::from_secs(60) {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    child.0.kill().unwrap();
+    child.0.wait().unwrap();
+    train(&recipe, &killed, &["--resume"]).success();
+
+    for other in [&stopped, &killed] {
+        for name in ["model.safetensors", "config.json", "tokenizer.json"] {
+            let same = fs::read(whole.join(name)).unwrap() == fs::read(other.join(name)).unwrap();
+            assert!(same, "{name} of {} differs", other.display());
+        }
+        // A run that stops is evaluated where it stops; all else is the same.
+        let common = |line: &String| !(line.contains("evaluation") && line.contains("\"step\":5"));
+        let found: Vec<String> = log(other).into_iter().filter(common).collect();
+        assert_eq!(log(&whole), found);
+    }
+    for name in ["loss.svg", "accuracy.svg", "training.json", "generation_config.json", "tokenizer_config.json"] {
+        assert!(whole.join(name).exists(), "{name} is missing");
+    }
+    let record: serde_json::Value =
+        serde_json::from_str(&fs::read_to_string(whole.join("training.json")).unwrap()).unwrap();
+    for memory in record["memory"].as_array().unwrap() {
+        assert_eq!(memory["predicted_bytes"], memory["peak_bytes"]);
+    }
+}
+
+/// A process that does not outlive its test.
+struct Killed(Child);
+
+impl Drop for Killed {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[test]
+fn mistakes_are_one_line_and_exit_status_2() {
+    let folder = tempfile::tempdir().unwrap();
+    let good = recipe(folder.path());
+    let out = folder.path().join("out");
+    train(&good, &out, &["--resume"]).code(2).stderr(contains("leave --resume out"));
+    train(&good, &out, &["--steps", "1"]).success();
+    train(&good, &out, &[]).code(2).stderr(contains("holds a run already"));
+    let other = folder.path().join("other.toml");
+    fs::write(&other, RECIPE.replace("seed = 3", "seed = 4")).unwrap();
+    train(&other, &out, &["--resume"]).code(2).stderr(contains("another recipe"));
+    let cases = [
+        ("kv_heads = 2", "kv_heads = 3", "q_heads is 4; it must be a multiple of kv_heads, 3"),
+        ("length = 192", "length = 999", "a stage's length is 999"),
+        ("\"needles\"", "\"needle\"", "unknown task 'needle'"),
+        ("\"needles\"", "\"qa-2\"", "qa-2"),
+        ("seed = 3", "seed = 3\nsede = 4", "unknown field"),
+        ("clip = 1.0", "clip = 0.0", "optimizer.clip is 0; it must be finite and above 0"),
+    ];
+    for (index, (from, to, said)) in cases.into_iter().enumerate() {
+        fs::write(&other, RECIPE.replace(from, to)).unwrap();
+        let out = folder.path().join(format!("out{index}"));
+        let assert = train(&other, &out, &[]).code(2).stderr(contains(said));
+        assert_eq!(String::from_utf8_lossy(&assert.get_output().stderr).lines().count(), 1);
+    }
+}
