@@ -1,8 +1,7 @@
 //! `kvsieve completions`: what a shell needs to complete commands and options.
 
 use super::failure::Failure;
-use super::{Cli, output};
-use clap::CommandFactory;
+use super::output;
 use clap_complete::Shell;
 
 const EXAMPLES: &str = "\
@@ -21,6 +20,6 @@ pub struct Args {
 
 pub fn run(args: &Args) -> Result<(), Failure> {
     let mut script = Vec::new();
-    clap_complete::generate(args.shell, &mut Cli::command(), "kvsieve", &mut script);
+    clap_complete::generate(args.shell, &mut super::command(), "kvsieve", &mut script);
     output::print(&String::from_utf8_lossy(&script))
 }

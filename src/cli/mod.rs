@@ -20,8 +20,8 @@ mod report;
 mod run;
 mod train;
 
-use clap::Parser;
 use clap::error::ErrorKind;
+use clap::{CommandFactory, FromArgMatches, Parser};
 use failure::Failure;
 use kvsieve::device::Cpu;
 use kvsieve::experiment::engine::MODELS_ON_CPU;
@@ -93,9 +93,20 @@ impl Command {
     }
 }
 
+/// Commands that run a model: they refuse a GPU in words, and their help does not offer one.
+const ON_CPU: [&str; 5] = ["logits", "generate", "eval", "capture", "train"];
+
+fn command() -> clap::Command {
+    let hide = |command: clap::Command| {
+        ["device", "nvrtc"].into_iter().fold(command, |command, name| command.mut_arg(name, |arg| arg.hide(true)))
+    };
+    ON_CPU.into_iter().fold(Cli::command(), |whole, name| whole.mut_subcommand(name, hide))
+}
+
 /// Parses the arguments and does what they say. Help and version texts are printed and end the process here.
 pub fn run() -> Result<(), Failure> {
-    Cli::try_parse().map_err(wrong_arguments)?.command.run()
+    let matches = command().try_get_matches().map_err(wrong_arguments)?;
+    Cli::from_arg_matches(&matches).map_err(wrong_arguments)?.command.run()
 }
 
 /// clap's account of wrong arguments in one line: what was wrong and its tips, without the usage text.

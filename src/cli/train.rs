@@ -45,6 +45,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
         Some(path) => Recipe::load(path).map_err(TrainError::from)?,
         None => Recipe::parse(BUILTIN, Path::new("experiments/train-builtin.toml")).map_err(TrainError::from)?,
     };
+    args.compute.refuse_cuda()?;
     let cpu = args.compute.cpu()?;
     let shown = args.recipe.as_ref().map(|path| format!(" {}", path.display())).unwrap_or_default();
     let options = Options {
