@@ -114,7 +114,7 @@ fn a_run_that_stops_or_is_killed_goes_on_with_the_same_bits() {
         let found: Vec<String> = log(other).into_iter().filter(common).collect();
         assert_eq!(log(&whole), found);
     }
-    for name in ["loss.svg", "accuracy.svg", "training.json", "generation_config.json", "tokenizer_config.json"] {
+    for name in ["loss.svg", "accuracy-96.svg", "training.json", "generation_config.json", "tokenizer_config.json"] {
         assert!(whole.join(name).exists(), "{name} is missing");
     }
     let record: serde_json::Value =

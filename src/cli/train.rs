@@ -13,9 +13,9 @@ use std::path::{Path, PathBuf};
 const EXAMPLES: &str = "\
 A recipe is a TOML file; without one it is that of the model that ships with kvsieve. The folder becomes one that \
 Hugging Face's transformers and kvsieve load (config.json, model.safetensors, tokenizer.json), with a checkpoint, the \
-log (training.jsonl), its figures (loss.svg, accuracy.svg) and a record (training.json).\n\n\
+log (training.jsonl), its figures (loss.svg, accuracy-2048.svg) and a record (training.json).\n\n\
 Examples:
-  kvsieve train --out model                     the built-in model; takes an hour or two
+  kvsieve train --out model                     the built-in model; half an hour to an hour on two cores
   kvsieve train my.toml --out model             your own recipe
   kvsieve train my.toml --out model --resume    go on where a run was stopped or killed, with the same bits
   kvsieve train my.toml --out model --steps 20  only the first 20 steps, to see how fast it is";

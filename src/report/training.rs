@@ -14,13 +14,13 @@ pub struct Drawn {
     pub summary: String,
 }
 
-/// Draws `loss.svg` and `accuracy.svg` into a run's folder.
+/// Draws `loss.svg`, and for each evaluated length `accuracy-<tokens>.svg`, into a run's folder.
 ///
 /// # Errors
 /// When the log cannot be read or a file cannot be written.
 pub fn draw(folder: &Path) -> Result<Drawn, ReportError> {
     let lines = log::read(folder).map_err(|error| ReportError::Draw(error.to_string()))?;
-    for chart in [loss(&lines), accuracy(&lines)] {
+    for chart in std::iter::once(loss(&lines)).chain(accuracies(&lines)) {
         if chart.series.iter().any(|series| !series.points.is_empty()) {
             files::replace(&folder.join(format!("{}.svg", chart.id)), &draw::svg(&chart)?)?;
         }
@@ -48,23 +48,23 @@ fn loss(lines: &[Line]) -> Chart {
     }
 }
 
-fn accuracy(lines: &[Line]) -> Chart {
-    let mut tasks: BTreeMap<(String, usize), Vec<Point>> = BTreeMap::new();
+/// A figure for each length, with a curve for each task.
+fn accuracies(lines: &[Line]) -> impl Iterator<Item = Chart> {
+    let mut lengths: BTreeMap<usize, BTreeMap<String, Vec<Point>>> = BTreeMap::new();
     for line in lines {
         if let Line::Evaluation { step, task, length_tokens, right, samples } = line {
             let share = *right as f64 / *samples as f64;
-            tasks.entry((task.clone(), *length_tokens)).or_default().push(point(*step, share));
+            lengths.entry(*length_tokens).or_default().entry(task.clone()).or_default().push(point(*step, share));
         }
     }
-    let names = tasks.into_iter().map(|((task, length), points)| (format!("{task}, {length} tokens"), points));
-    Chart {
-        id: "accuracy".into(),
-        title: "Accuracy on samples that were not trained on".into(),
+    lengths.into_iter().map(|(length, tasks)| Chart {
+        id: format!("accuracy-{length}"),
+        title: format!("Accuracy at {length} tokens, on samples that were not trained on"),
         subtitle: "share of samples whose every token of the answer was the likeliest".into(),
         caption: "Full cache, one question of each sample.".into(),
         y: Axis { label: "accuracy".into(), field: "accuracy", quantity: Quantity::Share },
-        ..chart(names)
-    }
+        ..chart(tasks.into_iter())
+    })
 }
 
 fn chart(named: impl Iterator<Item = (String, Vec<Point>)>) -> Chart {

@@ -109,6 +109,10 @@ pub fn run(recipe: &Recipe, cpu: &Cpu, options: &Options, watch: &mut dyn FnMut(
     let arena = Arena::with_limit(options.limit_bytes);
     let mut trainer = Trainer::new(recipe, cpu, &arena, &parameters, &vocabulary, &data, options)?;
     let end = options.stop_after.unwrap_or(usize::MAX).min(recipe.steps());
+    if trainer.progress.step >= end {
+        // There is nothing to add to the record of a run that is done.
+        return Ok(());
+    }
     while trainer.progress.step < end {
         trainer.stage(end, watch)?;
     }
