@@ -92,9 +92,13 @@ impl Pool<'_> {
 
 /// The tables of `summary.md` and of the terminal.
 pub fn tables(records: &[&Record]) -> String {
-    let mut text = leaderboard(records);
+    let mut text: Vec<String> = by_judgement(records).iter().map(|records| leaderboard(records)).collect();
+    if text.is_empty() {
+        text.push("### eval\n\nno cell has an answer\n".into());
+    }
+    let mut text = text.join("\n");
     let mut of_tasks: Vec<&Record> = records.to_vec();
-    let task = |record: &Record| (record.cell.task.clone(), record.cell.context_tokens);
+    let task = |record: &Record| (record.cell.task.clone(), record.cell.context_tokens, record.cell.query_aware);
     of_tasks.sort_by_key(|record| task(record));
     let mut shown: Vec<Column> = Vec::new();
     for records in of_tasks.chunk_by(|a, b| task(a) == task(b)) {
@@ -105,6 +109,21 @@ pub fn tables(records: &[&Record]) -> String {
     shown.dedup_by_key(|column| column.heading);
     let words: Vec<String> = shown.iter().map(|column| format!("{}: {}", column.heading, column.words)).collect();
     format!("{text}\n{}\n", wrapped(&words.join(" · ")))
+}
+
+/// Cells with answers that were judged before a question was seen, and those judged behind it: neither is compared with the
+/// other.
+fn by_judgement<'a>(records: &[&'a Record]) -> Vec<Vec<&'a Record>> {
+    let of = |aware: bool| {
+        let these = |record: &&&Record| record.cell.query_aware == aware && answers(record).is_some();
+        records.iter().filter(these).copied().collect::<Vec<_>>()
+    };
+    [of(false), of(true)].into_iter().filter(|records| !records.is_empty()).collect()
+}
+
+/// What a heading says of how its cells were judged.
+fn judged(record: &Record) -> &'static str {
+    if record.cell.query_aware { ", query-aware" } else { "" }
 }
 
 /// Policies by budgets: mean score over tasks in percent, or perplexity for texts; best first.
@@ -143,9 +162,6 @@ fn leaderboard(records: &[&Record]) -> String {
         let order = if palette::is_baseline(name) { f64::NEG_INFINITY } else { mean };
         rows.push((if scored && order.is_finite() { -order } else { order }, row));
     }
-    if rows.is_empty() {
-        return String::from("### eval\n\nno cell has an answer\n");
-    }
     rows.sort_by(|(a, _), (b, _)| a.total_cmp(b));
     let headings: Vec<String> = ["policy".to_string(), "full cache".into()]
         .into_iter()
@@ -153,7 +169,7 @@ fn leaderboard(records: &[&Record]) -> String {
         .collect();
     let what = if scored { "score in percent, mean over tasks" } else { "perplexity" };
     let table = lines(std::iter::once(headings).chain(rows.into_iter().map(|(_, row)| row)).collect());
-    format!("### eval: leaderboard\n\n{}\n\n{table}", wrapped(&format!("{what} · {common}")))
+    format!("### eval: leaderboard{}\n\n{}\n\n{table}", judged(records[0]), wrapped(&format!("{what} · {common}")))
 }
 
 /// What a column shows of a cell.
@@ -212,8 +228,8 @@ fn of_task(records: &[&Record]) -> String {
     };
     let rows = std::iter::once(headings.clone()).chain(records.iter().map(row)).collect();
     let task = records[0].cell.task.as_deref().unwrap_or(NOTHING);
-    let mut text =
-        format!("### eval: {task}, {} context\n\n{}", units::tokens(records[0].cell.context_tokens), lines(rows));
+    let context = units::tokens(records[0].cell.context_tokens);
+    let mut text = format!("### eval: {task}, {context} context{}\n\n{}", judged(records[0]), lines(rows));
     let mut reasons: BTreeMap<(&str, &str), usize> = BTreeMap::new();
     for record in records.iter().filter(|record| record.status != Status::Ok) {
         *reasons.entry((status(record.status), record.reason.as_deref().unwrap_or(NOTHING))).or_default() += 1;
@@ -292,6 +308,10 @@ pub fn rows(records: &[&Record]) -> Vec<Value> {
 
 /// For each budget: the policy with the best mean score, beside the full cache.
 pub fn findings(records: &[&Record]) -> Vec<String> {
+    by_judgement(records).iter().flat_map(|records| best(records)).collect()
+}
+
+fn best(records: &[&Record]) -> Vec<String> {
     let (pools, _) = pools(records);
     let Some(full) = pools.iter().find(|pool| palette::is_baseline(pool.policy)).and_then(Pool::score) else {
         return Vec::new();
@@ -306,8 +326,9 @@ pub fn findings(records: &[&Record]) -> Vec<String> {
     }
     let sentence = |(budget, (pool, score)): (&str, (&Pool, Estimate))| {
         format!(
-            "eval, budget {budget}: `{}` answers best, {} right (95% interval {} to {}; full cache {}), with {} of the \
+            "eval{}, budget {budget}: `{}` answers best, {} right (95% interval {} to {}; full cache {}), with {} of the \
              KV bytes.",
+            judged(records[0]),
             pool.name,
             text::percent(score.mean),
             text::percent(score.ci95_low),
