@@ -54,6 +54,7 @@ class Transformers:
         self.torch, self.transformers = torch, transformers
         torch.set_num_threads(threads)
         torch.manual_seed(0)
+        transformers.utils.logging.disable_progress_bar()
 
     def folder(self, case: Case, scratch: Path) -> Path:
         """A folder with the model in the type of the case."""
@@ -61,10 +62,7 @@ class Transformers:
         if case.model == "builtin":
             model = self.transformers.AutoModelForCausalLM.from_pretrained(ROOT / "models" / "builtin", dtype=dtype)
         else:
-            with self.transformers.initialization.no_init_weights():
-                model = self.transformers.LlamaForCausalLM(self.transformers.LlamaConfig(**LARGE)).to(dtype)
-            for name, weights in model.named_parameters():
-                weights.data.normal_(1.0 if "norm" in name else 0.0, 0.02)
+            model = self.transformers.LlamaForCausalLM(self.transformers.LlamaConfig(**LARGE)).to(dtype)
         model.save_pretrained(folder)
         return folder
 

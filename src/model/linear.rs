@@ -1,4 +1,5 @@
-//! Linear layers: `y[T, N] = x[T, K] w[N, K]ᵀ (+ b)`, with activations in f32 and weights in their own type.
+//! Linear layers: `y[T, N] = x[T, K] w[N, K]ᵀ (+ b)`, with activations in f32 and weights in their own type
+//! ([`crate::device::simd::linear`] says where activations are rounded).
 //!
 //! Threads take rows of `w`, so every element of `y` has one owner and the bits do not depend on their number.
 
