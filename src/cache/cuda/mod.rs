@@ -14,7 +14,7 @@ pub use tokens::take_tokens;
 use super::{CacheShape, Column};
 use crate::attention::rope::Frequencies;
 use crate::device::cuda::{
-    Arrival, CudaError, Device, DeviceBuffer, Keeping, Launch, Lists, ListsOperands, Moves, PagedKv, Program, Received,
+    Arrival, CudaError, Device, DeviceBuffer, Gathering, Keeping, Launch, Lists, ListsOperands, Moves, PagedKv, Program, Received,
     Runtime, Slabs, Source, Turning,
 };
 use crate::memory::{Arena, Label, LabelBytes};
@@ -130,27 +130,89 @@ impl DeviceCache {
         length: usize,
         range: Range<usize>,
     ) -> Result<u64, CudaError> {
-        let (lists, count) = (self.shape.lists(), range.len());
+        let (lists, count, position) = (self.shape.lists(), range.len(), range.start);
+        let arrival = Arrival::new([k, v], lists, length, self.row_bytes(), range, position)?;
+        self.grow(runtime.device(), count)?;
+        self.run(runtime, "append_tokens", [count.div_ceil(ROWS), lists, 1], 128, &arrival)
+    }
+
+    /// Makes every list `count` tokens longer; nothing is in their rows until [`DeviceCache::place`] has put it there.
+    ///
+    /// # Errors
+    /// When there is no room, and [`CudaError::Operand`] when a list would grow past `max_tokens`.
+    pub(crate) fn grow(&mut self, device: &Device, count: usize) -> Result<(), CudaError> {
         let longest = self.max_len() + count;
         if longest > self.shape.max_tokens {
             let most = self.shape.max_tokens;
             return Err(CudaError::Operand(format!("a list of {longest} tokens; the cache was made for {most}")));
         }
-        let row_bytes = (self.shape.token_bytes() / 2) as usize;
-        let arrival = Arrival::new([k, v], lists, length, row_bytes, range)?;
         let wanted = |len: usize| self.shape.pages(len + count) - self.shape.pages(len);
-        self.pool.reserve(runtime.device(), self.lens.iter().map(|&len| wanted(len)).sum())?;
+        let pages: usize = self.lens.iter().map(|&len| wanted(len)).sum();
+        self.pool.reserve(device, pages)?;
         let width = self.table_width();
-        for list in 0..lists {
+        for list in 0..self.lens.len() {
             for index in self.shape.pages(self.lens[list])..self.shape.pages(self.lens[list] + count) {
                 self.table[list * width + index] = self.pool.take();
             }
         }
-        self.pages_there.write(bytemuck::cast_slice(&self.table))?;
-        let ns = self.run(runtime, "append_tokens", [count.div_ceil(ROWS), lists, 1], 128, &arrival)?;
+        if pages > 0 {
+            self.pages_there.write(bytemuck::cast_slice(&self.table))?;
+        }
         self.lens.iter_mut().for_each(|len| *len += count);
-        self.tell()?;
-        Ok(ns)
+        self.tell()
+    }
+
+    /// Begins to put `k` and `v` `[lists, count, D]`, whose first token stands at `position`, into the newest rows of
+    /// some lists: inside [`Device::timed`].
+    ///
+    /// # Errors
+    /// [`CudaError::Operand`] when the tensors are too small or the lists too short, and as [`Runtime::module`].
+    pub(crate) fn place(
+        &self,
+        runtime: &Runtime,
+        lists: Range<usize>,
+        [k, v]: [&DeviceBuffer; 2],
+        count: usize,
+        position: usize,
+    ) -> Result<(), CudaError> {
+        if let Some(len) = self.lens[lists.clone()].iter().find(|&&len| len < count) {
+            return Err(CudaError::Operand(format!("{count} tokens at the end of a list of {len}")));
+        }
+        let arrival = Arrival::new([k, v], lists.len(), count, self.row_bytes(), 0..count, position)?;
+        self.begin(runtime, lists.clone(), "append_tokens", [count.div_ceil(ROWS), lists.len(), 1], &arrival)
+    }
+
+    /// Begins to copy the first `length` tokens of some lists to `k` and `v` `[lists, length, D]`: inside
+    /// [`Device::timed`].
+    ///
+    /// # Errors
+    /// [`CudaError::Operand`] when the tensors are too small or a list too short, and as [`Runtime::module`].
+    pub(crate) fn gather(
+        &self,
+        runtime: &Runtime,
+        lists: Range<usize>,
+        to: [&mut DeviceBuffer; 2],
+        length: usize,
+    ) -> Result<(), CudaError> {
+        if let Some(len) = self.lens[lists.clone()].iter().find(|&&len| len < length) {
+            return Err(CudaError::Operand(format!("{length} tokens of a list of {len}")));
+        }
+        let gathering = Gathering::new(to, lists.len(), length, self.row_bytes())?;
+        self.begin(runtime, lists.clone(), "gather_tokens", [length.div_ceil(ROWS), lists.len(), 2], &gathering)
+    }
+
+    /// Takes all tokens from every list; slabs are kept for those that come.
+    ///
+    /// # Errors
+    /// [`CudaError::Driver`] when the lengths cannot be written.
+    pub(crate) fn clear(&mut self) -> Result<(), CudaError> {
+        let width = self.table_width();
+        for (list, len) in self.lens.iter_mut().enumerate() {
+            let pages = self.shape.pages(*len);
+            self.table[list * width..][..pages].iter().for_each(|&page| self.pool.give(page));
+            *len = 0;
+        }
+        self.tell()
     }
 
     /// Keeps `counts[list]` tokens of each list: those whose slots stand, ascending, at the front of its part of `slots`
@@ -272,7 +334,7 @@ impl DeviceCache {
     /// # Errors
     /// [`CudaError::Driver`] when a copy fails.
     pub fn read_rows(&self, list: usize, part: usize) -> Result<Vec<u8>, CudaError> {
-        let row_bytes = (self.shape.token_bytes() / 2) as usize;
+        let row_bytes = self.row_bytes();
         let mut rows = vec![0; self.lens[list] * row_bytes];
         for (index, rows) in rows.chunks_mut(self.shape.page_tokens * row_bytes).enumerate() {
             self.pool.read(self.table[list * self.table_width() + index], part, rows)?;
@@ -285,21 +347,31 @@ impl DeviceCache {
     /// # Errors
     /// [`CudaError::Operand`] when an extent is too large for kernels.
     pub(crate) fn lists(&self) -> Result<Lists<'_>, CudaError> {
+        self.some_lists(0..self.shape.lists())
+    }
+
+    fn some_lists(&self, lists: Range<usize>) -> Result<Lists<'_>, CudaError> {
         Lists::new(&ListsOperands {
-            kv: self.kv(),
+            kv: self.kv_from(lists.start),
             positions: &self.positions,
             attention: self.attention.as_ref(),
-            lists: self.shape.lists(),
+            lists: lists.len(),
             heads: self.shape.kv_heads,
             stride: self.shape.max_tokens,
-            row_bytes: (self.shape.token_bytes() / 2) as usize,
+            row_bytes: self.row_bytes(),
         })
     }
 
     /// Keys and values as paged attention reads them.
     pub fn kv(&self) -> PagedKv<'_> {
+        self.kv_from(0)
+    }
+
+    /// Likewise, of the lists from `first_list` on.
+    pub fn kv_from(&self, first_list: usize) -> PagedKv<'_> {
         PagedKv {
             slabs: self.pool.slabs(),
+            first_list,
             table: &self.pages_there,
             lens: &self.lens_there,
             slab_pages: self.shape.slab_pages(),
@@ -307,6 +379,11 @@ impl DeviceCache {
             page_tokens: self.shape.page_tokens,
             table_width: self.table_width(),
         }
+    }
+
+    /// Bytes of a key.
+    fn row_bytes(&self) -> usize {
+        (self.shape.token_bytes() / 2) as usize
     }
 
     fn table_width(&self) -> usize {
@@ -329,10 +406,27 @@ impl DeviceCache {
         threads: u32,
         argument: &dyn crate::device::cuda::Argument,
     ) -> Result<u64, CudaError> {
-        let (dtype, head_dim) = (self.shape.dtype, self.shape.head_dim);
-        let program = Program { source: SOURCE, dtype, head_dim, macros: vec![] };
         let launch = Launch { function, grid, threads, shared_bytes: 0 };
         let lists = self.lists()?;
-        runtime.device().run(&*runtime.module(&program)?, &[launch], &[&lists, argument])
+        runtime.device().run(&*runtime.module(&self.program())?, &[launch], &[&lists, argument])
+    }
+
+    /// Begins a function of `compact.cu` with 128 threads over some lists.
+    fn begin(
+        &self,
+        runtime: &Runtime,
+        lists: Range<usize>,
+        function: &'static str,
+        grid: [usize; 3],
+        argument: &dyn crate::device::cuda::Argument,
+    ) -> Result<(), CudaError> {
+        let launch = Launch { function, grid, threads: 128, shared_bytes: 0 };
+        let (device, lists) = (runtime.device(), self.some_lists(lists)?);
+        device.begin(&device.ready(&*runtime.module(&self.program())?, &[launch])?, &[&lists, argument])
+    }
+
+    /// What is compiled for the cache.
+    pub(crate) fn program(&self) -> Program {
+        Program { source: SOURCE, dtype: self.shape.dtype, head_dim: self.shape.head_dim, macros: vec![] }
     }
 }

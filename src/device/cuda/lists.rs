@@ -27,11 +27,11 @@ fn capped(value: usize) -> i32 {
 
 /// The buffers and extents of [`Lists`].
 pub(crate) struct ListsOperands<'a> {
-    /// The pages.
+    /// The pages, and which list is the first.
     pub kv: PagedKv<'a>,
-    /// `[lists, stride]` in i32.
+    /// `[all lists, stride]` in i32.
     pub positions: &'a DeviceBuffer,
-    /// `[lists, stride]` in f32, where it is kept.
+    /// `[all lists, stride]` in f32, where it is kept.
     pub attention: Option<&'a DeviceBuffer>,
     /// `B Hkv`.
     pub lists: usize,
@@ -66,10 +66,12 @@ impl<'a> Lists<'a> {
     /// [`CudaError::Operand`] when a buffer is too small or an extent too large.
     pub fn new(operands: &ListsOperands<'a>) -> Result<Self, CudaError> {
         let ListsOperands { kv, positions, attention, lists, heads, stride, row_bytes } = *operands;
+        let (before, bytes) = (4 * kv.first_list * stride, 4 * (kv.first_list + lists) * stride);
+        let from = |start: u64| start + before as u64;
         Ok(Lists {
             pages: Pages::new(&kv, lists, stride, row_bytes)?,
-            positions: has("positions", positions, 4 * lists * stride)?,
-            attention: attention.map_or(Ok(0), |attention| has("attention", attention, 4 * lists * stride))?,
+            positions: has("positions", positions, bytes).map(from)?,
+            attention: attention.map_or(Ok(0), |attention| has("attention", attention, bytes).map(from))?,
             heads: short("KV heads", heads)?,
             stride: short("tokens of a list", stride)?,
             buffers: PhantomData,
@@ -295,7 +297,7 @@ pub(crate) struct Arrival<'a> {
     length: i32,
     first: i32,
     count: i32,
-    unused: i32,
+    position: i32,
     buffers: Borrowed<'a>,
 }
 
@@ -303,7 +305,8 @@ pub(crate) struct Arrival<'a> {
 unsafe impl DeviceRepr for Arrival<'_> {}
 
 impl<'a> Arrival<'a> {
-    /// The tokens `range` of `k` and `v`, `lists` times `length` rows of `row_bytes` each.
+    /// The tokens `range` of `k` and `v`, `lists` times `length` rows of `row_bytes` each; the first of them stands at
+    /// `position`.
     ///
     /// # Errors
     /// As [`Lists::new`].
@@ -313,6 +316,7 @@ impl<'a> Arrival<'a> {
         length: usize,
         row_bytes: usize,
         range: Range<usize>,
+        position: usize,
     ) -> Result<Self, CudaError> {
         if range.end > length {
             return Err(CudaError::Operand(format!("tokens up to {} of {length}", range.end)));
@@ -324,7 +328,7 @@ impl<'a> Arrival<'a> {
             length: short("key length", length)?,
             first: short("first token", range.start)?,
             count: short("tokens", range.len())?,
-            unused: 0,
+            position: short("position", position)?,
             buffers: PhantomData,
         })
     }
@@ -477,6 +481,37 @@ impl<'a> Slice<'a> {
     }
 }
 
+/// Where the first tokens of all lists go as dense tensors.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct Gathering<'a> {
+    k: u64,
+    v: u64,
+    length: i32,
+    unused: i32,
+    buffers: Borrowed<'a>,
+}
+
+// SAFETY: see `Lists`.
+unsafe impl DeviceRepr for Gathering<'_> {}
+
+impl<'a> Gathering<'a> {
+    /// Room for `lists` times `length` rows of `row_bytes` in `k` and in `v`.
+    ///
+    /// # Errors
+    /// As [`Lists::new`].
+    pub fn new(
+        [k, v]: [&'a mut DeviceBuffer; 2],
+        lists: usize,
+        length: usize,
+        row_bytes: usize,
+    ) -> Result<Self, CudaError> {
+        let bytes = lists * length * row_bytes;
+        let (k, v) = (has("k", k, bytes)?, has("v", v, bytes)?);
+        Ok(Gathering { k, v, length: short("length", length)?, unused: 0, buffers: PhantomData })
+    }
+}
+
 #[cfg(test)]
 mod tests {
     /// The fields of each struct on both sides: same names, same order.
@@ -489,7 +524,7 @@ mod tests {
             (
                 "compact.cu",
                 include_str!("../../../kernels/compact.cu"),
-                &["Arrival", "Keeping", "Moves", "Turning", "Received", "Slice"],
+                &["Arrival", "Keeping", "Moves", "Turning", "Received", "Slice", "Gathering"],
             ),
         ];
         for (file, text, names) in sources {

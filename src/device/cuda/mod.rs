@@ -9,6 +9,7 @@ mod build;
 mod cublas;
 mod device;
 mod gradients;
+mod layer;
 mod lists;
 mod nvml;
 mod nvrtc;
@@ -21,11 +22,12 @@ mod tensor_map;
 
 pub use build::{Origin, build};
 pub use cublas::{Cublas, Gemm};
-pub(crate) use device::Argument;
+pub(crate) use device::{Argument, Ready};
 pub use device::{Device, DeviceBuffer, Limits, Module};
 pub use gradients::{BackwardOperands, Gradients, backward, deltas};
+pub(crate) use layer::{Each, Embedding, Heads, HeadsOperands, Linear, Narrowing, Norm};
 pub(crate) use lists::{
-    Arrival, Choice, ChoiceOperands, Keeping, Lists, ListsOperands, Moves, Observers, ObserversOperands, Received,
+    Arrival, Choice, ChoiceOperands, Gathering, Keeping, Lists, ListsOperands, Moves, Observers, ObserversOperands, Received,
     Scoring, Slice, Turning,
 };
 pub use nvml::{Condition, Nvml};
