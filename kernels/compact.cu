@@ -50,12 +50,14 @@ struct Received {
     int unused;
 };
 
-// Tokens of a dense tensor as a tensor of their own.
+// Tokens of a dense tensor that become some of another's.
 struct Slice {
     const void *from; // [.., length, D]
-    void *to;         // [heads, count, D]
+    void *to;         // [.., to_length, D]
     int first_head;   // of `from`
     int length, first, count;
+    int to_head, to_length, to_first;
+    int unused;
 };
 
 // The first tokens of all lists as dense tensors.
@@ -176,7 +178,7 @@ KERNEL(128) take_tokens(ARGUMENT Slice s) {
     const int first = blockIdx.x * 32 * UNITS, end = least((blockIdx.x + 1) * 32, s.count) * UNITS;
     const Unit *const from =
         static_cast<const Unit *>(s.from) + ((long long)(s.first_head + blockIdx.y) * s.length + s.first) * UNITS;
-    Unit *const to = static_cast<Unit *>(s.to) + (long long)blockIdx.y * s.count * UNITS;
+    Unit *const to = static_cast<Unit *>(s.to) + ((long long)(s.to_head + blockIdx.y) * s.to_length + s.to_first) * UNITS;
     for (int at = first + threadIdx.x; at < end; at += 128) to[at] = from[at];
 }
 

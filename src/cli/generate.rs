@@ -3,19 +3,19 @@
 mod cuda;
 
 use super::failure::Failure;
-use super::model::ModelArgs;
+use super::model::{ModelArgs, Opened};
 use super::output;
 use super::place::Place;
 use kvsieve::model::{Decoder, Generated, Model, OneSequence, Sampler, Sampling, Setup, Text, generate};
-use kvsieve::policy::Budget;
 use kvsieve::units;
 use serde::Serialize;
 use std::path::PathBuf;
 
 const EXAMPLES: &str = "\
 The prompt goes through the model, the policy judges it (its budget counts the prompt), and tokens follow one by one until \
-the model ends the text or --max-new-tokens is reached. A policy with '+every:steps=N' goes on judging. With --device cuda \
-nothing is evicted, and memory is the GPU's.\n\n\
+the model ends the text or --max-new-tokens is reached. A policy with '+every:steps=N' goes on judging.\n\n\
+With --device cuda memory is the GPU's. Policies are those of `kvsieve evict --device cuda` that turn no keys, in models \
+without sliding windows.\n\n\
 Examples:
   kvsieve generate --model DIR --prompt 'Once upon a time'
   kvsieve generate --model DIR --prompt \"$(cat long.txt)\" --policy snapkv --budget 0.25
@@ -83,7 +83,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     let opened = model_args.open()?;
     let prompt = text.tokens(&args.prompt)?;
     let most_tokens = prompt.len() + args.max_new_tokens;
-    let setup = model_args.setup(&opened.model, opened.policy.as_ref(), 1, most_tokens, false)?;
+    let setup = model_args.setup(&opened, 1, most_tokens, false)?;
     let mut decoder = Decoder::new(&opened.model, setup, &opened.cpu, &opened.arena)?;
     if let Some(eviction) = model_args.eviction(&opened) {
         decoder.evict(eviction, &[prompt.len()])?;
@@ -97,7 +97,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
         kv_bytes_live: decoder.kv_bytes(),
         peak_bytes: opened.arena.usage().peak_bytes,
     };
-    args.finish(&opened.model, &setup, opened.budget, &text, &prompt, ran)
+    args.finish(&opened, &setup, &text, &prompt, ran)
 }
 
 /// What came of it.
@@ -139,9 +139,8 @@ impl Args {
     /// Prints what is reported.
     fn finish(
         &self,
-        model: &Model,
+        opened: &Opened,
         setup: &Setup,
-        budget: Option<Budget>,
         text: &Text,
         prompt: &[u32],
         ran: Ran,
@@ -150,12 +149,12 @@ impl Args {
         steps.sort_unstable();
         let report = Report {
             model: self.model.model.clone(),
-            architecture: model.config.family.architecture(),
+            architecture: opened.model.config.family.architecture(),
             policy: self.model.policy.clone(),
-            budget: budget.map(|budget| budget.to_string()),
+            budget: opened.budget.map(|budget| budget.to_string()),
             prompt_tokens: prompt.len(),
             new_tokens: ran.generated.tokens.len(),
-            weights_dtype: model.weights.dtype().to_string(),
+            weights_dtype: opened.model.weights.dtype().to_string(),
             dtype: setup.kv_dtype.to_string(),
             temperature: self.temperature,
             top_p: self.top_p,

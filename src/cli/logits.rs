@@ -3,12 +3,11 @@
 mod cuda;
 
 use super::failure::Failure;
-use super::model::ModelArgs;
+use super::model::{ModelArgs, Opened};
 use super::output;
 use super::place::Place;
 use kvsieve::memory::{Arena, Buffer, Label};
 use kvsieve::model::{Decoder, Model, ModelError, Setup};
-use kvsieve::policy::{Budget, Policy};
 use kvsieve::tensor::file::{self, Output};
 use kvsieve::units;
 use serde::Serialize;
@@ -22,8 +21,8 @@ tells how many there are.\n\n\
 With --policy, --evict-after N feeds N tokens of each sequence, lets the policy judge, and feeds the rest as given: the \
 logits behind the N-th token show what the eviction did. The budget counts those N tokens. A policy with '+chunks' judges \
 while it reads, and needs no --evict-after.\n\n\
-With --device cuda sequences run one after another, nothing is evicted, and memory is the GPU's; kv_bytes_live is that of \
-the longest sequence.\n\n\
+With --device cuda sequences run one after another, and memory is the GPU's; kv_bytes_live is the largest of a sequence. \
+Policies are those of `kvsieve evict --device cuda` that turn no keys, in models without sliding windows.\n\n\
 Examples:
   kvsieve logits --model DIR --tokens tokens.json --output logits.safetensors
   kvsieve logits --model DIR --tokens tokens.json --output evicted.safetensors \\
@@ -85,10 +84,10 @@ pub fn run(args: &Args) -> Result<(), Failure> {
         return cuda::run(args, index, &sequences);
     }
     let opened = model_args.open()?;
-    check_eviction(args, opened.policy.as_ref(), &sequences)?;
+    check_eviction(args, &opened, &sequences)?;
     let lens: Vec<usize> = sequences.iter().map(Vec::len).collect();
     let longest = lens.iter().copied().max().unwrap_or(0);
-    let setup = model_args.setup(&opened.model, opened.policy.as_ref(), sequences.len(), longest, true)?;
+    let setup = model_args.setup(&opened, sequences.len(), longest, true)?;
     let (arena, cpu) = (&opened.arena, &opened.cpu);
     let mut logits = Logits::new(arena, &opened.model, sequences.len(), longest)?;
     let mut decoder = Decoder::new(&opened.model, setup, cpu, arena)?;
@@ -109,7 +108,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
         kv_bytes_live: decoder.kv_bytes(),
         peak_bytes: arena.usage().peak_bytes,
     };
-    args.finish(&opened.model, &setup, opened.budget, &sequences, &logits, ran)
+    args.finish(&opened, &setup, &sequences, &logits, ran)
 }
 
 /// Logits of all sequences, `[B, L, vocab]`.
@@ -150,9 +149,8 @@ impl Args {
     /// Writes the output file and what is reported.
     fn finish(
         &self,
-        model: &Model,
+        opened: &Opened,
         setup: &Setup,
-        budget: Option<Budget>,
         sequences: &[Vec<u32>],
         logits: &Logits,
         ran: Ran,
@@ -169,14 +167,14 @@ impl Args {
         file::write(&self.output, &outputs)?;
         let report = Report {
             model: self.model.model.clone(),
-            architecture: model.config.family.architecture(),
+            architecture: opened.model.config.family.architecture(),
             policy: self.model.policy.clone(),
-            budget: budget.map(|budget| budget.to_string()),
+            budget: opened.budget.map(|budget| budget.to_string()),
             evict_after_tokens: self.evict_after,
             batch: sequences.len(),
             tokens: sequences.iter().map(Vec::len).sum(),
             chunk_tokens: setup.chunk_tokens,
-            weights_dtype: model.weights.dtype().to_string(),
+            weights_dtype: opened.model.weights.dtype().to_string(),
             dtype: setup.kv_dtype.to_string(),
             seed: self.model.seed,
             place: ran.place,
@@ -194,14 +192,14 @@ impl Args {
 }
 
 /// Refuses an eviction that no logits would see, or that comes after the end of a sequence.
-fn check_eviction(args: &Args, policy: Option<&Policy>, sequences: &[Vec<u32>]) -> Result<(), Failure> {
+fn check_eviction(args: &Args, opened: &Opened, sequences: &[Vec<u32>]) -> Result<(), Failure> {
     let shortest = sequences.iter().map(Vec::len).min().unwrap_or(0);
     if let Some(after) = args.evict_after.filter(|after| !(1..=shortest).contains(after)) {
         return Err(Failure::usage(format!(
             "--evict-after is {after}; the shortest sequence has {shortest} tokens, so it must be 1 to {shortest}"
         )));
     }
-    let evicts = policy.filter(|policy| policy.scorer.is_some());
+    let evicts = opened.policy.as_ref().filter(|policy| policy.scorer.is_some());
     if evicts.is_some_and(|policy| policy.schedule.chunk_tokens.is_none()) && args.evict_after.is_none() {
         return Err(Failure::usage(
             "the policy would judge after the last token, where no logits see it; give --evict-after N, or '+chunks'"

@@ -51,20 +51,17 @@ pub struct Opened {
     pub arena: Arena,
 }
 
-/// A model, opened for a GPU.
+/// As [`Opened`], for a GPU.
 pub struct OnCuda {
-    pub model: Model,
     pub runtime: Runtime,
-    /// Counts the GPU's memory.
-    pub arena: Arena,
+    /// The arena counts the GPU's memory, and the CPU divides budgets.
+    pub opened: Opened,
 }
 
 impl ModelArgs {
     /// Reads names and files, names first.
     pub fn open(&self) -> Result<Opened, Failure> {
-        self.check_chunk()?;
-        let policy = self.policy.as_deref().map(|text| Registry::default().policy(text)).transpose()?;
-        let budget = self.budget.as_deref().map(str::parse::<Budget>).transpose()?;
+        let (policy, budget) = self.asked()?;
         let cpu = self.compute.cpu()?;
         let arena = Arena::with_limit(self.compute.limit_bytes());
         let model = Model::open(&locate(&self.model)?, &arena)?;
@@ -73,25 +70,23 @@ impl ModelArgs {
 
     /// As [`ModelArgs::open`], for GPU `index`.
     pub fn open_on_cuda(&self, index: usize) -> Result<OnCuda, Failure> {
-        self.check_chunk()?;
-        if self.policy.is_some() {
-            return Err(Failure::usage(format!(
-                "--policy with --device {}: in a model on a GPU nothing is evicted yet; leave one of them out",
-                self.compute.device
-            )));
-        }
+        let (policy, budget) = self.asked()?;
         let runtime = Runtime::open(index, self.compute.nvrtc.as_deref())?;
         let arena = Arena::with_limit(self.compute.limit_memory.unwrap_or(runtime.device().free_bytes()));
         // The mapped files are not what is measured.
         let model = Model::open(&locate(&self.model)?, &Arena::unlimited())?;
-        Ok(OnCuda { model, runtime, arena })
+        let cpu = Cpu::new(self.compute.threads)?;
+        Ok(OnCuda { runtime, opened: Opened { model, policy, budget, cpu, arena } })
     }
 
-    fn check_chunk(&self) -> Result<(), Failure> {
-        match self.chunk {
-            0 => Err(Failure::usage("--chunk is 0; at least one token goes through the model".into())),
-            _ => Ok(()),
+    /// What is to be evicted, by names that are checked.
+    fn asked(&self) -> Result<(Option<Policy>, Option<Budget>), Failure> {
+        if self.chunk == 0 {
+            return Err(Failure::usage("--chunk is 0; at least one token goes through the model".into()));
         }
+        let policy = self.policy.as_deref().map(|text| Registry::default().policy(text)).transpose()?;
+        let budget = self.budget.as_deref().map(str::parse::<Budget>).transpose()?;
+        Ok((policy, budget))
     }
 
     /// The model's tokenizer.
@@ -100,24 +95,17 @@ impl ModelArgs {
     }
 
     /// How the model is run on `batch` sequences of at most `max_tokens` tokens.
-    pub fn setup(
-        &self,
-        model: &Model,
-        policy: Option<&Policy>,
-        batch: usize,
-        max_tokens: usize,
-        all_logits: bool,
-    ) -> Result<Setup, Failure> {
+    pub fn setup(&self, opened: &Opened, batch: usize, max_tokens: usize, all_logits: bool) -> Result<Setup, Failure> {
         if !self.beyond_limit {
-            model.check_length(max_tokens)?;
+            opened.model.check_length(max_tokens)?;
         }
         Ok(Setup {
             batch,
             max_tokens,
             chunk_tokens: self.chunk.min(max_tokens),
             all_logits,
-            kv_dtype: self.dtype.unwrap_or(model.weights.dtype()),
-            columns: policy.map_or(&[], Policy::columns),
+            kv_dtype: self.dtype.unwrap_or(opened.model.weights.dtype()),
+            columns: opened.policy.as_ref().map_or(&[], Policy::columns),
         })
     }
 

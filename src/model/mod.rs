@@ -33,6 +33,7 @@ pub use weights::Weights;
 use crate::attention::AttentionError;
 use crate::device::cuda::CudaError;
 use crate::memory::{Arena, ArenaError};
+use crate::policy::cuda::DevicePolicyError;
 use crate::policy::{BudgetError, PolicyError};
 use crate::tensor::file::FileError;
 use std::path::{Path, PathBuf};
@@ -145,6 +146,15 @@ impl Model {
         match self.config.norms {
             config::Norms::Before => 0.0,
             config::Norms::BeforeAndAfter => 1.0,
+        }
+    }
+}
+
+impl From<DevicePolicyError> for ModelError {
+    fn from(error: DevicePolicyError) -> Self {
+        match error {
+            DevicePolicyError::Policy(error) => error.into(),
+            DevicePolicyError::Cuda(error) => error.into(),
         }
     }
 }

@@ -33,6 +33,14 @@ pub struct Scratch {
     pub(super) partials: DeviceBuffer,
 }
 
+impl Scratch {
+    /// Whether it has room for a plan.
+    pub(crate) fn fits(&self, plan: &Plan) -> bool {
+        let has = |buffer: &DeviceBuffer, elements: usize| buffer.bytes() >= 4 * elements as u64;
+        has(&self.scores, plan.workspace.scores) && has(&self.partials, plan.workspace.scratch)
+    }
+}
+
 impl Plan {
     /// Takes the scratch memory: [`super::WorkspaceSize::bytes`] of the plan's workspace.
     ///

@@ -9,6 +9,7 @@
 mod pool;
 mod tokens;
 
+pub(crate) use tokens::copy_tokens;
 pub use tokens::take_tokens;
 
 use super::{CacheShape, Column};
@@ -179,7 +180,7 @@ impl DeviceCache {
             return Err(CudaError::Operand(format!("{count} tokens at the end of a list of {len}")));
         }
         let arrival = Arrival::new([k, v], lists.len(), count, self.row_bytes(), 0..count, position)?;
-        self.begin(runtime, lists.clone(), "append_tokens", [count.div_ceil(ROWS), lists.len(), 1], &arrival)
+        self.begin(runtime, lists.clone(), ("append_tokens", 128), [count.div_ceil(ROWS), lists.len(), 1], &arrival)
     }
 
     /// Begins to copy the first `length` tokens of some lists to `k` and `v` `[lists, length, D]`: inside
@@ -198,7 +199,7 @@ impl DeviceCache {
             return Err(CudaError::Operand(format!("{length} tokens of a list of {len}")));
         }
         let gathering = Gathering::new(to, lists.len(), length, self.row_bytes())?;
-        self.begin(runtime, lists.clone(), "gather_tokens", [length.div_ceil(ROWS), lists.len(), 2], &gathering)
+        self.begin(runtime, lists.clone(), ("gather_tokens", 128), [length.div_ceil(ROWS), lists.len(), 2], &gathering)
     }
 
     /// Takes all tokens from every list; slabs are kept for those that come.
@@ -318,6 +319,27 @@ impl DeviceCache {
         self.run(runtime, "add_columns", [width.div_ceil(256), self.shape.lists(), 1], 256, &received)
     }
 
+    /// Begins to add attention `[lists, width]` to what the tokens of some lists received: inside [`Device::timed`].
+    ///
+    /// # Errors
+    /// As [`DeviceCache::add_attention`].
+    pub(crate) fn receive(
+        &self,
+        runtime: &Runtime,
+        lists: Range<usize>,
+        columns: &DeviceBuffer,
+        width: usize,
+    ) -> Result<(), CudaError> {
+        let longest = self.lens[lists.clone()].iter().copied().max().unwrap_or(0);
+        if self.attention.is_none() || width < longest {
+            return Err(CudaError::Operand(
+                "a cache that keeps no attention, or columns shorter than its lists".into(),
+            ));
+        }
+        let (received, grid) = (Received::new(columns, [lists.len(), width])?, [width.div_ceil(256), lists.len(), 1]);
+        self.begin(runtime, lists, ("add_columns", 256), grid, &received)
+    }
+
     /// Positions of the tokens of each list, copied to the host: for what is reported.
     ///
     /// # Errors
@@ -350,7 +372,11 @@ impl DeviceCache {
         self.some_lists(0..self.shape.lists())
     }
 
-    fn some_lists(&self, lists: Range<usize>) -> Result<Lists<'_>, CudaError> {
+    /// Likewise, some of them.
+    ///
+    /// # Errors
+    /// As [`DeviceCache::lists`].
+    pub(crate) fn some_lists(&self, lists: Range<usize>) -> Result<Lists<'_>, CudaError> {
         Lists::new(&ListsOperands {
             kv: self.kv_from(lists.start),
             positions: &self.positions,
@@ -411,16 +437,16 @@ impl DeviceCache {
         runtime.device().run(&*runtime.module(&self.program())?, &[launch], &[&lists, argument])
     }
 
-    /// Begins a function of `compact.cu` with 128 threads over some lists.
+    /// Begins a function of `compact.cu` with so many threads over some lists.
     fn begin(
         &self,
         runtime: &Runtime,
         lists: Range<usize>,
-        function: &'static str,
+        (function, threads): (&'static str, u32),
         grid: [usize; 3],
         argument: &dyn crate::device::cuda::Argument,
     ) -> Result<(), CudaError> {
-        let launch = Launch { function, grid, threads: 128, shared_bytes: 0 };
+        let launch = Launch { function, grid, threads, shared_bytes: 0 };
         let (device, lists) = (runtime.device(), self.some_lists(lists)?);
         device.begin(&device.ready(&*runtime.module(&self.program())?, &[launch])?, &[&lists, argument])
     }

@@ -437,7 +437,7 @@ impl<'a> Received<'a> {
     }
 }
 
-/// Tokens of a dense tensor as a tensor of their own.
+/// Tokens of a dense tensor that become some of another's.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(crate) struct Slice<'a> {
@@ -447,35 +447,56 @@ pub(crate) struct Slice<'a> {
     length: i32,
     first: i32,
     count: i32,
+    to_head: i32,
+    to_length: i32,
+    to_first: i32,
+    unused: i32,
     buffers: Borrowed<'a>,
 }
 
 // SAFETY: see `Lists`.
 unsafe impl DeviceRepr for Slice<'_> {}
 
+/// Rows of each head of a tensor, and where some of them begin.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Corner {
+    /// The first head that is meant.
+    pub head: usize,
+    /// Rows of each head.
+    pub length: usize,
+    /// The first row that is meant.
+    pub first: usize,
+}
+
 impl<'a> Slice<'a> {
-    /// The tokens `range` of the `heads` of `from`, `length` rows of `row_bytes` for each head.
+    /// `count` rows of each of `heads` heads, of `row_bytes`: those of `from` at one corner to those of `to` at another.
     ///
     /// # Errors
     /// As [`Lists::new`].
     pub fn new(
-        from: &'a DeviceBuffer,
-        to: &'a mut DeviceBuffer,
+        (from, at): (&'a DeviceBuffer, Corner),
+        (to, there): (&'a mut DeviceBuffer, Corner),
         row_bytes: usize,
-        length: usize,
-        heads: Range<usize>,
-        range: Range<usize>,
+        [heads, count]: [usize; 2],
     ) -> Result<Self, CudaError> {
-        if range.end > length {
-            return Err(CudaError::Operand(format!("tokens up to {} of {length}", range.end)));
+        for corner in [at, there] {
+            if corner.first + count > corner.length {
+                let (last, length) = (corner.first + count, corner.length);
+                return Err(CudaError::Operand(format!("tokens up to {last} of {length}")));
+            }
         }
+        let bytes = |corner: Corner| (corner.head + heads) * corner.length * row_bytes;
         Ok(Slice {
-            from: has("tokens", from, heads.end * length * row_bytes)?,
-            to: has("room for tokens", to, heads.len() * range.len() * row_bytes)?,
-            first_head: short("first head", heads.start)?,
-            length: short("length", length)?,
-            first: short("first token", range.start)?,
-            count: short("tokens", range.len())?,
+            from: has("tokens", from, bytes(at))?,
+            to: has("room for tokens", to, bytes(there))?,
+            first_head: short("first head", at.head)?,
+            length: short("length", at.length)?,
+            first: short("first token", at.first)?,
+            count: short("tokens", count)?,
+            to_head: short("first head", there.head)?,
+            to_length: short("length", there.length)?,
+            to_first: short("first token", there.first)?,
+            unused: 0,
             buffers: PhantomData,
         })
     }

@@ -27,7 +27,7 @@ pub use device::{Device, DeviceBuffer, Limits, Module};
 pub use gradients::{BackwardOperands, Gradients, backward, deltas};
 pub(crate) use layer::{Each, Embedding, Heads, HeadsOperands, Linear, Narrowing, Norm};
 pub(crate) use lists::{
-    Arrival, Choice, ChoiceOperands, Gathering, Keeping, Lists, ListsOperands, Moves, Observers, ObserversOperands, Received,
+    Arrival, Choice, ChoiceOperands, Corner, Gathering, Keeping, Lists, ListsOperands, Moves, Observers, ObserversOperands, Received,
     Scoring, Slice, Turning,
 };
 pub use nvml::{Condition, Nvml};

@@ -1,7 +1,8 @@
 //! Attention of one sequence on a GPU: one new token over the pages as they lie, several over a copy of their layer's.
 //!
 //! The copy is what the kernel for many queries reads: keys and values of one layer behind one another, `workspace` in
-//! the arena. A single token reads its list once, where it lies.
+//! the arena. A single token reads its list once, where it lies; so do several where lists differ in length, after an
+//! eviction.
 
 use crate::attention::cuda::{CUDA_KERNELS, CudaKernel, Inputs, Plan, Results, Scratch, decode_paged};
 use crate::attention::{Params, Shape};
@@ -21,8 +22,9 @@ pub(super) struct Attend {
     /// Of a single token, for each layer: with room for the longest list.
     steps: Vec<Planned>,
     step_scratch: Scratch,
-    /// Of several tokens, for each layer: for the lengths that come next.
+    /// Of several tokens, for each layer: for the lengths that come next, over pages or over copies.
     chunks: Vec<Planned>,
+    paged: bool,
     chunk_scratch: Scratch,
     /// A layer's keys and values.
     gathered: [DeviceBuffer; 2],
@@ -73,6 +75,7 @@ impl Attend {
             chunk_scratch: chunks[0].0.scratch(device, arena)?,
             steps,
             chunks,
+            paged: false,
             gathered: [room(copied)?, room(copied)?],
             lse: device.alloc(arena, Label::Activations, 4 * (rows * config.q_heads) as u64)?,
         })
@@ -90,22 +93,41 @@ impl Attend {
         plans(config, runtime, |params| Ok(for_many().plan(&shape, params, dtype, limits)?))
     }
 
-    /// Plans the next pass, of `count` tokens at the end of lists of `len`.
+    /// Plans the next pass, of `count` tokens at the end of lists that hold them already; they are `ragged` once tokens
+    /// were evicted.
     ///
     /// # Errors
     /// As [`Attend::new`].
     pub fn prepare(
         &mut self,
         config: &Config,
-        runtime: &Runtime,
-        dtype: DType,
+        (runtime, arena): (&Runtime, &Arena),
+        cache: &DeviceCache,
         count: usize,
-        len: usize,
+        ragged: bool,
     ) -> Result<(), ModelError> {
-        if count > 1 {
-            self.chunks = Self::plan_chunk(config, runtime, dtype, count, len)?;
+        if count == 1 {
+            return Ok(());
+        }
+        let (device, dtype) = (runtime.device(), cache.shape().dtype);
+        let longest = cache.max_len();
+        self.paged = ragged;
+        self.chunks = match ragged {
+            false => Self::plan_chunk(config, runtime, dtype, count, longest)?,
+            true => plans(config, runtime, |params| {
+                Ok(decode_paged(&shape(config, count, longest), params, dtype, device.limits(), PAGE_TOKENS)?)
+            })?,
+        };
+        let plan = &self.chunks[0].0;
+        if !self.chunk_scratch.fits(plan) {
+            self.chunk_scratch = plan.scratch(device, arena)?;
         }
         Ok(())
+    }
+
+    /// Log-sum-exps of the queries of the last layer that was begun, `[Hq, count]`.
+    pub fn lse(&self) -> &DeviceBuffer {
+        &self.lse
     }
 
     /// Begins the attention of `count` tokens in a layer, as it was prepared: `q` and `o` are `[Hq, count, D]`.
@@ -129,6 +151,10 @@ impl Attend {
             return plan.begin_paged(device, ready, q, &kv, Results { o, lse }, &mut self.step_scratch);
         }
         let (plan, ready) = &self.chunks[layer];
+        if self.paged {
+            let kv = cache.kv_from(lists.start);
+            return plan.begin_paged(device, ready, q, &kv, Results { o, lse }, &mut self.chunk_scratch);
+        }
         let [k, v] = &mut self.gathered;
         cache.gather(runtime, lists, [&mut *k, &mut *v], plan.extents.kv_len)?;
         plan.begin(device, ready, Inputs { q, k, v }, Results { o, lse }, &mut self.chunk_scratch)

@@ -5,15 +5,20 @@
 //! what [`super::Decoder`] computes.
 
 mod attend;
+mod evict;
+mod held;
 mod layers;
 mod weights;
 
-use super::{Model, ModelError, OneSequence, Setup, rope};
+use super::{Eviction, Model, ModelError, OneSequence, Setup, rope};
 use crate::cache::cuda::DeviceCache;
 use crate::cache::{CacheShape, PAGE_TOKENS};
+use crate::device::Cpu;
 use crate::device::cuda::{CudaError, Device, DeviceBuffer, HeadsOperands, Runtime};
 use crate::memory::{Arena, Label};
+use crate::policy::Decoding;
 use attend::Attend;
+use evict::DeviceEvictor;
 use layers::Layers;
 use weights::DeviceWeights;
 
@@ -99,6 +104,8 @@ pub struct DeviceDecoder<'a> {
     seen: usize,
     buffers: Buffers,
     attend: Attend,
+    arena: Arena,
+    evictor: Option<DeviceEvictor<'a>>,
 }
 
 impl<'a> DeviceDecoder<'a> {
@@ -131,6 +138,8 @@ impl<'a> DeviceDecoder<'a> {
             seen: 0,
             buffers: Buffers::allocate(of, &setup, device, arena)?,
             attend: Attend::new(config, &setup, of.runtime, arena)?,
+            arena: arena.clone(),
+            evictor: None,
         })
     }
 
@@ -139,22 +148,44 @@ impl<'a> DeviceDecoder<'a> {
         &self.cache
     }
 
-    /// Forgets the sequence.
+    /// Forgets the sequence and the policy.
     ///
     /// # Errors
     /// [`CudaError::Driver`] when the GPU cannot be told.
     pub fn clear(&mut self) -> Result<(), ModelError> {
-        self.seen = 0;
+        (self.seen, self.evictor) = (0, None);
         Ok(self.cache.clear()?)
     }
 
-    /// Runs tokens that follow those before, a chunk at a time. `visit(place, logits)` gets the logits `[vocab]` of every
-    /// token, or of the last, as the setup says; `place` counts from the first token of this call. `sequence` is what
-    /// the sequence is called where a token is refused.
+    /// Puts a policy to work, before the first token; `cpu` divides its budget, which counts a prompt of `context`
+    /// tokens.
+    ///
+    /// # Errors
+    /// When the policy has no form on a GPU or the model cannot do what it does, the budget leaves nothing, or there is
+    /// no room.
+    ///
+    /// # Panics
+    /// When the setup lacks a column of the policy.
+    pub fn evict(&mut self, eviction: Eviction<'a>, cpu: &'a Cpu, context: usize) -> Result<(), ModelError> {
+        let columns = eviction.policy.columns();
+        assert!(columns.iter().all(|column| self.setup.columns.contains(column)), "a cache with the policy's columns");
+        let place = (self.of.runtime, cpu, &self.arena);
+        self.evictor = Some(DeviceEvictor::new(eviction, &self.of.model.config, &self.cache, context, place)?);
+        Ok(())
+    }
+
+    /// Tokens that were evicted, counted in every list.
+    pub fn evicted_tokens(&self) -> u64 {
+        self.evictor.as_ref().map_or(0, DeviceEvictor::evicted_tokens)
+    }
+
+    /// Runs a prompt and lets the policy judge after it, or after each chunk that its schedule names.
+    /// `visit(place, logits)` gets the logits `[vocab]` of every token, or of the last, as the setup says; `place` counts
+    /// from the first token of this call. `sequence` is what the sequence is called where a token is refused.
     ///
     /// # Errors
     /// When a token is not one of the model's, when the arena or the GPU has no room, or a kernel fails.
-    pub fn feed(
+    pub fn prefill(
         &mut self,
         sequence: usize,
         tokens: &[u32],
@@ -162,10 +193,54 @@ impl<'a> DeviceDecoder<'a> {
     ) -> Result<(), ModelError> {
         self.of.model.check_tokens(sequence, self.seen, tokens)?;
         let horizon = self.seen + tokens.len();
+        let policy = self.evictor.as_ref().and_then(DeviceEvictor::judging);
+        let piece = policy.and_then(|policy| policy.schedule.chunk_tokens).unwrap_or(tokens.len()).max(1);
+        for (index, tokens) in tokens.chunks(piece).enumerate() {
+            self.feed(tokens, horizon, |place, logits| visit(index * piece + place, logits))?;
+            if let Some(evictor) = &mut self.evictor {
+                let (config, last) = (&self.of.model.config, self.seen == horizon);
+                evictor.judge_prefill(config, self.of.runtime, &mut self.cache, self.seen, last)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Runs tokens that follow, and lets the policy judge after each where its schedule asks for that; else they go
+    /// through together. `visit` and `sequence` as in [`DeviceDecoder::prefill`].
+    ///
+    /// # Errors
+    /// As [`DeviceDecoder::prefill`].
+    pub fn follow(
+        &mut self,
+        sequence: usize,
+        tokens: &[u32],
+        mut visit: impl FnMut(usize, &[f32]),
+    ) -> Result<(), ModelError> {
+        self.of.model.check_tokens(sequence, self.seen, tokens)?;
+        let policy = self.evictor.as_ref().and_then(DeviceEvictor::judging);
+        let together = policy.is_none_or(|policy| policy.schedule.decoding == Decoding::Never);
+        let piece = if together { tokens.len().max(1) } else { 1 };
+        for (index, tokens) in tokens.chunks(piece).enumerate() {
+            let horizon = self.seen + tokens.len();
+            self.feed(tokens, horizon, |place, logits| visit(index * piece + place, logits))?;
+            if let Some(evictor) = self.evictor.as_mut().filter(|_| !together) {
+                evictor.judge_step(&self.of.model.config, self.of.runtime, &mut self.cache, self.seen)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Runs tokens, a chunk at a time, of a sequence that will have `horizon` tokens.
+    fn feed(
+        &mut self,
+        tokens: &[u32],
+        horizon: usize,
+        mut visit: impl FnMut(usize, &[f32]),
+    ) -> Result<(), ModelError> {
         let vocab = self.of.model.config.vocab;
         for (index, chunk) in tokens.chunks(self.setup.chunk_tokens).enumerate() {
             let start = index * self.setup.chunk_tokens;
-            let last = start + chunk.len() == tokens.len();
+            let last = self.seen + chunk.len() == horizon;
             let wanted = match (self.setup.all_logits, last) {
                 (true, _) => 0..chunk.len(),
                 (false, true) => chunk.len() - 1..chunk.len(),
@@ -185,7 +260,8 @@ impl<'a> DeviceDecoder<'a> {
     fn pass(&mut self, tokens: &[u32], horizon: usize, wanted: std::ops::Range<usize>) -> Result<(), ModelError> {
         let (config, runtime, count) = (&self.of.model.config, self.of.runtime, tokens.len());
         self.cache.grow(runtime.device(), count)?;
-        self.attend.prepare(config, runtime, self.setup.kv_dtype, count, self.seen + count)?;
+        let ragged = self.evicted_tokens() > 0;
+        self.attend.prepare(config, (runtime, &self.arena), &self.cache, count, ragged)?;
         self.buffers.tokens.write(bytemuck::cast_slice(tokens))?;
         self.turn_angles(count, horizon)?;
         runtime.device().timed(|| {
@@ -195,6 +271,9 @@ impl<'a> DeviceDecoder<'a> {
             self.logits(wanted)
         })?;
         self.seen += count;
+        if let Some(evictor) = &mut self.evictor {
+            evictor.advance(count);
+        }
         Ok(())
     }
 
@@ -240,7 +319,11 @@ impl<'a> DeviceDecoder<'a> {
         }
         let lists = layer * config.kv_heads..(layer + 1) * config.kv_heads;
         self.cache.place(self.of.runtime, lists, [k_heads, v_heads], count, self.seen)?;
-        self.attend.begin(self.of.runtime, &self.cache, layer, count, [q_heads, o_heads])?;
+        self.attend.begin(self.of.runtime, &self.cache, layer, count, [&mut *q_heads, &mut *o_heads])?;
+        if let Some(evictor) = &mut self.evictor {
+            let there = (self.of.runtime, &self.cache);
+            evictor.see(config, there, layer, count, [&*q_heads, self.attend.lse()])?;
+        }
         let heads = config.q_heads;
         let joined = HeadsOperands { rows: q, angles: None, split: o_heads, dtype, tokens: count, heads, head_dim };
         layers.join(&joined)?;
@@ -280,7 +363,7 @@ impl<'a> DeviceDecoder<'a> {
 
 impl OneSequence for DeviceDecoder<'_> {
     fn prompt(&mut self, tokens: &[u32], last: &mut dyn FnMut(&[f32])) -> Result<(), ModelError> {
-        self.feed(0, tokens, |place, logits| {
+        self.prefill(0, tokens, |place, logits| {
             if place + 1 == tokens.len() {
                 last(logits);
             }
@@ -288,7 +371,7 @@ impl OneSequence for DeviceDecoder<'_> {
     }
 
     fn step(&mut self, token: u32, logits: &mut dyn FnMut(&[f32])) -> Result<(), ModelError> {
-        self.feed(0, &[token], |_, row| logits(row))
+        self.follow(0, &[token], |_, row| logits(row))
     }
 
     fn kv_bytes(&self) -> u64 {

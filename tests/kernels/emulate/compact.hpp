@@ -69,11 +69,11 @@ int failures(Cache &cache) {
         for (int slot = 0; slot < cache.lens[list]; slot++)
             failed += differs("attention", list, slot, cache.attention[list * cache.stride + slot], attention[list][slot] + 0.5, 1e-6);
 
-    // Tokens 1 to 3 of the heads behind the first one.
-    std::vector<Element> taken(size_t(count - 1) * 3 * HEAD_DIM + 1);
-    if (count > 1) machine::launch({1, unsigned(count - 1), 1}, 128, 0, [&] { take_tokens({k.data(), taken.data(), 1, length, 1, 3}); });
+    // Tokens 1 to 3 of the heads behind the first one, to the same places of a shorter tensor.
+    std::vector<Element> taken(size_t(count) * 4 * HEAD_DIM);
+    if (count > 1) machine::launch({1, unsigned(count - 1), 1}, 128, 0, [&] { take_tokens({k.data(), taken.data(), 1, length, 1, 3, 1, 4, 1, 0}); });
     for (int head = 1; head < count; head++)
-        if (memcmp(&taken[size_t(head - 1) * 3 * HEAD_DIM], &k[(size_t(head) * length + 1) * HEAD_DIM], 3 * HEAD_DIM * sizeof(Element)))
+        if (memcmp(&taken[(size_t(head) * 4 + 1) * HEAD_DIM], &k[(size_t(head) * length + 1) * HEAD_DIM], 3 * HEAD_DIM * sizeof(Element)))
             failed += wrong("taken", head, 0, 0, 0);
 
     // The tokens that every list has, as dense tensors.
