@@ -3,6 +3,7 @@
 
 mod common;
 
+use assert_cmd::Command;
 use common::models::{all, checkpoint, deviation, furthest};
 use kvsieve::device::Cpu;
 use kvsieve::device::cuda::Runtime;
@@ -11,6 +12,7 @@ use kvsieve::model::cuda::{DeviceDecoder, DeviceModel};
 use kvsieve::model::{Decoder, Eviction, Model, Sampler, Sampling, Setup, generate};
 use kvsieve::policy::Registry;
 use kvsieve::tensor::DType;
+use safetensors::SafeTensors;
 
 fn setup(chunk_tokens: usize) -> Setup {
     Setup { batch: 1, max_tokens: 80, chunk_tokens, all_logits: true, kv_dtype: DType::F32, columns: &[] }
@@ -149,4 +151,54 @@ fn cuda_policies_without_a_form_in_models_are_refused_by_name() {
         let error = decoder.evict(eviction, &cpu, 24).unwrap_err().to_string();
         assert!(error.contains(reason) && error.ends_with("use --device cpu"), "{error}");
     }
+}
+
+fn json(arguments: &[&str]) -> serde_json::Value {
+    let mut command = Command::cargo_bin("kvsieve").unwrap();
+    let run = command.args(arguments).args(["--json", "-"]).assert().success();
+    serde_json::from_slice(&run.get_output().stdout).unwrap()
+}
+
+#[test]
+#[ignore = "needs a GPU, or the emulated device (tests/kernels/emulate/device.py)"]
+fn cuda_commands_report_what_they_report_on_the_cpu() {
+    let folder = tempfile::tempdir().unwrap();
+    let expected = checkpoint("llama");
+    let (tokens, output) = (folder.path().join("tokens.json"), folder.path().join("logits.safetensors"));
+    std::fs::write(&tokens, format!("{{\"tokens\": [{:?}, [5, 6, 7]]}}", expected.tokens)).unwrap();
+    let (tokens, output) = (tokens.to_str().unwrap(), output.to_str().unwrap());
+    let model = "tests/models/llama";
+    let logits = ["logits", "--model", model, "--tokens", tokens, "--output", output, "--chunk", "16"];
+    let prompt = "w9 w17 w33 w8 w100 w54 w21 w77";
+    let generate = ["generate", "--model", model, "--prompt", prompt, "--max-new-tokens", "6"];
+    let evicting = ["--policy", "snapkv:window=2", "--budget", "4"];
+    for (arguments, more) in [(&logits[..], &[][..]), (&generate, &[]), (&generate, &evicting)] {
+        let arguments = [arguments, more].concat();
+        let on_cpu = json(&[&arguments[..], &["--threads", "1"]].concat());
+        let on_gpu = json(&[&arguments[..], &["--device", "cuda"]].concat());
+        let names = |report: &serde_json::Value| report.as_object().unwrap().keys().cloned().collect::<Vec<_>>();
+        assert_eq!(names(&on_cpu), names(&on_gpu));
+        for name in ["tokens", "text", "evicted_tokens", "prompt_kv_bytes"] {
+            assert_eq!(on_cpu[name], on_gpu[name], "{arguments:?}: {name}");
+        }
+        assert_eq!((&on_gpu["device"], &on_gpu["threads"]), (&"cuda:0".into(), &serde_json::Value::Null));
+        assert!(on_gpu["isa_path"].as_str().unwrap().contains("NVRTC"), "{on_gpu}");
+        assert!(on_gpu["peak_bytes"].as_u64() > on_gpu["weights_bytes"].as_u64(), "{on_gpu}");
+    }
+    let bytes = std::fs::read(output).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    let found = file.tensor("logits").unwrap();
+    assert_eq!(found.shape(), [2, expected.tokens.len(), 120]);
+    let values: Vec<f32> =
+        found.data().chunks_exact(4).map(|bytes| f32::from_le_bytes(bytes.try_into().unwrap())).collect();
+    let first = &values[..expected.logits.len()];
+    assert!(furthest(first, &expected.logits) < 1e-3 * deviation(&expected.logits));
+
+    let mut command = Command::cargo_bin("kvsieve").unwrap();
+    let refused = command.args(logits).args(["--device", "cuda", "--limit-memory", "64KiB"]).assert().code(1);
+    refused.stderr(predicates::str::contains("weights"));
+    let mut command = Command::cargo_bin("kvsieve").unwrap();
+    let refused =
+        command.args(generate).args(["--device", "cuda", "--policy", "cur", "--budget", "4"]).assert().code(2);
+    refused.stderr(predicates::str::contains("no kernel for it on CUDA yet"));
 }

@@ -137,14 +137,7 @@ impl Args {
     }
 
     /// Prints what is reported.
-    fn finish(
-        &self,
-        opened: &Opened,
-        setup: &Setup,
-        text: &Text,
-        prompt: &[u32],
-        ran: Ran,
-    ) -> Result<(), Failure> {
+    fn finish(&self, opened: &Opened, setup: &Setup, text: &Text, prompt: &[u32], ran: Ran) -> Result<(), Failure> {
         let mut steps = ran.generated.step_ns.clone();
         steps.sort_unstable();
         let report = Report {

@@ -38,6 +38,7 @@ pub(crate) fn copy_tokens(
 ) -> Result<u64, CudaError> {
     let slice = Slice::new(from, to, head_dim * dtype.bytes(), [heads, count])?;
     let program = Program { source: SOURCE, dtype, head_dim, macros: vec![] };
-    let launch = Launch { function: "take_tokens", grid: [count.div_ceil(ROWS), heads, 1], threads: 128, shared_bytes: 0 };
+    let launch =
+        Launch { function: "take_tokens", grid: [count.div_ceil(ROWS), heads, 1], threads: 128, shared_bytes: 0 };
     runtime.device().run(&*runtime.module(&program)?, &[launch], &[&slice])
 }

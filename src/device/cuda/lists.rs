@@ -3,22 +3,13 @@
 //!
 //! Page numbers and lengths are data of the cache that owns the pages ([`crate::cache::cuda`]), which keeps them right.
 
-use super::problem::short;
+use super::problem::{has, short};
 use super::{CudaError, DeviceBuffer, PagedKv, Pages};
 use cudarc::driver::DeviceRepr;
 use std::marker::PhantomData;
-use std::ops::Range;
 
 /// Borrows the buffers whose addresses are in a struct.
 type Borrowed<'a> = PhantomData<&'a DeviceBuffer>;
-
-/// The address of a buffer that holds at least `bytes`.
-fn has(name: &str, buffer: &DeviceBuffer, bytes: usize) -> Result<u64, CudaError> {
-    match buffer.bytes() >= bytes as u64 {
-        true => Ok(buffer.address()),
-        false => Err(CudaError::Operand(format!("{name} has {} bytes; {bytes} are needed", buffer.bytes()))),
-    }
-}
 
 /// A number of which more than all tokens is as good as all.
 fn capped(value: usize) -> i32 {
@@ -288,52 +279,6 @@ impl<'a> Choice<'a> {
     }
 }
 
-/// Tokens that come to every list.
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub(crate) struct Arrival<'a> {
-    k: u64,
-    v: u64,
-    length: i32,
-    first: i32,
-    count: i32,
-    position: i32,
-    buffers: Borrowed<'a>,
-}
-
-// SAFETY: see `Lists`.
-unsafe impl DeviceRepr for Arrival<'_> {}
-
-impl<'a> Arrival<'a> {
-    /// The tokens `range` of `k` and `v`, `lists` times `length` rows of `row_bytes` each; the first of them stands at
-    /// `position`.
-    ///
-    /// # Errors
-    /// As [`Lists::new`].
-    pub fn new(
-        [k, v]: [&'a DeviceBuffer; 2],
-        lists: usize,
-        length: usize,
-        row_bytes: usize,
-        range: Range<usize>,
-        position: usize,
-    ) -> Result<Self, CudaError> {
-        if range.end > length {
-            return Err(CudaError::Operand(format!("tokens up to {} of {length}", range.end)));
-        }
-        let bytes = lists * length * row_bytes;
-        Ok(Arrival {
-            k: has("k", k, bytes)?,
-            v: has("v", v, bytes)?,
-            length: short("key length", length)?,
-            first: short("first token", range.start)?,
-            count: short("tokens", range.len())?,
-            position: short("position", position)?,
-            buffers: PhantomData,
-        })
-    }
-}
-
 /// Slots that stay.
 #[repr(C)]
 #[derive(Clone, Copy)]
@@ -437,131 +382,25 @@ impl<'a> Received<'a> {
     }
 }
 
-/// Tokens of a dense tensor that become some of another's.
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub(crate) struct Slice<'a> {
-    from: u64,
-    to: u64,
-    first_head: i32,
-    length: i32,
-    first: i32,
-    count: i32,
-    to_head: i32,
-    to_length: i32,
-    to_first: i32,
-    unused: i32,
-    buffers: Borrowed<'a>,
-}
-
-// SAFETY: see `Lists`.
-unsafe impl DeviceRepr for Slice<'_> {}
-
-/// Rows of each head of a tensor, and where some of them begin.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Corner {
-    /// The first head that is meant.
-    pub head: usize,
-    /// Rows of each head.
-    pub length: usize,
-    /// The first row that is meant.
-    pub first: usize,
-}
-
-impl<'a> Slice<'a> {
-    /// `count` rows of each of `heads` heads, of `row_bytes`: those of `from` at one corner to those of `to` at another.
-    ///
-    /// # Errors
-    /// As [`Lists::new`].
-    pub fn new(
-        (from, at): (&'a DeviceBuffer, Corner),
-        (to, there): (&'a mut DeviceBuffer, Corner),
-        row_bytes: usize,
-        [heads, count]: [usize; 2],
-    ) -> Result<Self, CudaError> {
-        for corner in [at, there] {
-            if corner.first + count > corner.length {
-                let (last, length) = (corner.first + count, corner.length);
-                return Err(CudaError::Operand(format!("tokens up to {last} of {length}")));
-            }
-        }
-        let bytes = |corner: Corner| (corner.head + heads) * corner.length * row_bytes;
-        Ok(Slice {
-            from: has("tokens", from, bytes(at))?,
-            to: has("room for tokens", to, bytes(there))?,
-            first_head: short("first head", at.head)?,
-            length: short("length", at.length)?,
-            first: short("first token", at.first)?,
-            count: short("tokens", count)?,
-            to_head: short("first head", there.head)?,
-            to_length: short("length", there.length)?,
-            to_first: short("first token", there.first)?,
-            unused: 0,
-            buffers: PhantomData,
-        })
-    }
-}
-
-/// Where the first tokens of all lists go as dense tensors.
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub(crate) struct Gathering<'a> {
-    k: u64,
-    v: u64,
-    length: i32,
-    unused: i32,
-    buffers: Borrowed<'a>,
-}
-
-// SAFETY: see `Lists`.
-unsafe impl DeviceRepr for Gathering<'_> {}
-
-impl<'a> Gathering<'a> {
-    /// Room for `lists` times `length` rows of `row_bytes` in `k` and in `v`.
-    ///
-    /// # Errors
-    /// As [`Lists::new`].
-    pub fn new(
-        [k, v]: [&'a mut DeviceBuffer; 2],
-        lists: usize,
-        length: usize,
-        row_bytes: usize,
-    ) -> Result<Self, CudaError> {
-        let bytes = lists * length * row_bytes;
-        let (k, v) = (has("k", k, bytes)?, has("v", v, bytes)?);
-        Ok(Gathering { k, v, length: short("length", length)?, unused: 0, buffers: PhantomData })
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use super::super::source::tests::{in_cuda_text, in_rust};
+
     /// The fields of each struct on both sides: same names, same order.
     #[test]
     fn structs_are_the_same_in_rust_and_in_cuda() {
+        let (lists, compact) =
+            (include_str!("../../../kernels/lists.cuh"), include_str!("../../../kernels/compact.cu"));
+        let (select, score) = (include_str!("../../../kernels/select.cu"), include_str!("../../../kernels/score.cu"));
         let sources = [
-            ("lists.cuh", include_str!("../../../kernels/lists.cuh"), &["Lists", "Observers"][..]),
-            ("select.cu", include_str!("../../../kernels/select.cu"), &["Choice"]),
-            ("score.cu", include_str!("../../../kernels/score.cu"), &["Scoring"]),
-            (
-                "compact.cu",
-                include_str!("../../../kernels/compact.cu"),
-                &["Arrival", "Keeping", "Moves", "Turning", "Received", "Slice", "Gathering"],
-            ),
+            (lists, &["Lists", "Observers"][..]),
+            (select, &["Choice"]),
+            (score, &["Scoring"]),
+            (compact, &["Keeping", "Moves", "Turning", "Received"]),
         ];
-        for (file, text, names) in sources {
+        for (text, names) in sources {
             for name in names {
-                let (_, body) = text.split_once(&format!("struct {name} {{")).expect(name);
-                let code =
-                    body.split_once("\n};").unwrap().0.lines().map(|line| line.split("//").next().unwrap().trim());
-                let mut cuda = Vec::new();
-                for part in code.collect::<String>().split([';', ',']).filter(|part| !part.is_empty()) {
-                    cuda.push(part.split([' ', '*']).next_back().unwrap().to_string());
-                }
-                let (_, body) = include_str!("lists.rs").split_once(&format!("struct {name}<'a> {{")).expect(name);
-                let fields = body.split_once('}').unwrap().0.lines().map(str::trim);
-                let mut rust: Vec<&str> = fields.filter_map(|line| Some(line.split_once(':')?.0)).collect();
-                assert_eq!(rust.pop(), Some("buffers"), "{name}: the last of Rust's fields has no size");
-                assert_eq!(rust, cuda, "{name} of {file}");
+                assert_eq!(in_rust(include_str!("lists.rs"), name), in_cuda_text(text, name), "{name}");
             }
         }
     }

@@ -63,9 +63,8 @@ impl Attend {
     pub fn new(config: &Config, setup: &Setup, runtime: &Runtime, arena: &Arena) -> Result<Self, ModelError> {
         let (device, dtype, most) = (runtime.device(), setup.kv_dtype, setup.max_tokens);
         let roomy = shape(config, 1, most);
-        let steps = plans(config, runtime, |params| {
-            Ok(decode_paged(&roomy, params, dtype, device.limits(), PAGE_TOKENS)?)
-        })?;
+        let steps =
+            plans(config, runtime, |params| Ok(decode_paged(&roomy, params, dtype, device.limits(), PAGE_TOKENS)?))?;
         let rows = setup.chunk_tokens.min(most);
         let chunks = Self::plan_chunk(config, runtime, dtype, rows, most)?;
         let copied = if rows > 1 { most * config.kv_width() * dtype.bytes() } else { 0 };
