@@ -11,12 +11,13 @@
 //      GPU. Not timed on a GPU yet.
 //
 // Compile with -DELEMENT=F32|BF16|F16 -DHEAD_DIM=1..256.
-//   append_tokens   grid (ceil(count / 32), lists), 128 threads
+//   append_tokens   grid (ceil(count / 32), lists), 128 threads; the lists' lengths already count the new tokens
 //   keep_slots      grid (lists, 4), 256 threads: keys, values, positions, attention
 //   move_pages      grid (pages, 2), 128 threads: keys, values
 //   turn_keys       grid (ceil(longest / 32), lists), 128 threads
 //   add_columns     grid (ceil(width / 256), lists), 256 threads
 //   take_tokens     grid (ceil(count / 32), heads), 128 threads
+//   gather_tokens   grid (ceil(length / 32), lists, 2), 128 threads: keys, values
 #include "lists.cuh"
 
 // Tokens that come, `count` for each list.
@@ -24,7 +25,7 @@ struct Arrival {
     const void *k, *v; // [lists, length, D]
     int length, first; // tokens first..first + count of these
     int count;
-    int unused;        // so that no byte of the struct is padding
+    int position;      // of the first of them
 };
 
 // Slots that stay.
@@ -32,7 +33,7 @@ struct Keeping {
     const u32 *slots;  // [lists, width], ascending
     const int *counts; // [lists]
     int width;
-    int unused;
+    int unused;        // so that no byte of the struct is padding
 };
 
 struct Moves {
@@ -49,12 +50,21 @@ struct Received {
     int unused;
 };
 
-// Tokens of a dense tensor as a tensor of their own.
+// Tokens of a dense tensor that become some of another's.
 struct Slice {
     const void *from; // [.., length, D]
-    void *to;         // [heads, count, D]
+    void *to;         // [.., to_length, D]
     int first_head;   // of `from`
     int length, first, count;
+    int to_head, to_length, to_first;
+    int unused;
+};
+
+// The first tokens of all lists as dense tensors.
+struct Gathering {
+    void *k, *v; // [lists, length, D]
+    int length;  // at most the shortest list
+    int unused;
 };
 
 namespace {
@@ -96,7 +106,8 @@ template <class Bits, int Units, class Place> DEVICE void keep_rows(const u32 *s
 } // namespace
 
 KERNEL(128) append_tokens(ARGUMENT Lists l, ARGUMENT Arrival a) {
-    const int list = blockIdx.y, len = l.pages.lens[list], first = blockIdx.x * 32, end = least(first + 32, a.count);
+    const int list = blockIdx.y, len = l.pages.lens[list] - a.count; // before they came
+    const int first = blockIdx.x * 32, end = least(first + 32, a.count);
     for (int at = first * UNITS + threadIdx.x; at < end * UNITS; at += 128) {
         const int token = at / UNITS, unit = at % UNITS;
         const long long from = ((long long)list * a.length + a.first + token) * UNITS + unit;
@@ -106,7 +117,7 @@ KERNEL(128) append_tokens(ARGUMENT Lists l, ARGUMENT Arrival a) {
     const int token = first + threadIdx.x;
     if (threadIdx.x < 32 && token < end) {
         const long long at = (long long)list * l.stride + len + token;
-        l.positions[at] = a.first + token;
+        l.positions[at] = a.position + token;
         if (l.attention) l.attention[at] = 0.0f;
     }
 }
@@ -167,6 +178,13 @@ KERNEL(128) take_tokens(ARGUMENT Slice s) {
     const int first = blockIdx.x * 32 * UNITS, end = least((blockIdx.x + 1) * 32, s.count) * UNITS;
     const Unit *const from =
         static_cast<const Unit *>(s.from) + ((long long)(s.first_head + blockIdx.y) * s.length + s.first) * UNITS;
-    Unit *const to = static_cast<Unit *>(s.to) + (long long)blockIdx.y * s.count * UNITS;
+    Unit *const to = static_cast<Unit *>(s.to) + ((long long)(s.to_head + blockIdx.y) * s.to_length + s.to_first) * UNITS;
     for (int at = first + threadIdx.x; at < end; at += 128) to[at] = from[at];
+}
+
+KERNEL(128) gather_tokens(ARGUMENT Lists l, ARGUMENT Gathering g) {
+    const int list = blockIdx.y, part = blockIdx.z, first = blockIdx.x * 32, end = least(first + 32, g.length);
+    Unit *const to = static_cast<Unit *>(part ? g.v : g.k) + (long long)list * g.length * UNITS;
+    for (int at = first * UNITS + threadIdx.x; at < end * UNITS; at += 128)
+        to[at] = units_of_slot(l, list, at / UNITS, part)[at % UNITS];
 }

@@ -15,22 +15,6 @@
 //   naive_output   grid (ceil(D/64), ceil(Lq/64), B Hq)
 #include "product.cuh"
 
-namespace {
-
-// One number of all threads of the block, the same for all.
-template <class Join> DEVICE float across_block(float value, Join join) {
-    __shared__ float shared[THREADS / 32];
-    for (int mask = 16; mask; mask /= 2) value = join(value, shuffle_xor(value, mask));
-    block_sync();
-    if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = value;
-    block_sync();
-    value = shared[0];
-    for (int warp = 1; warp < THREADS / 32; warp++) value = join(value, shared[warp]);
-    return value;
-}
-
-} // namespace
-
 KERNEL(256) naive_softmax(ARGUMENT Problem p) {
     const long long index = blockIdx.x;
     const Span seen = visible(p, int(index % p.q_len), p.kv_len);

@@ -1,4 +1,5 @@
-// Products of matrices on CUDA cores, in tiles of 64x64: what the kernels with materialised scores are made of.
+// Products of matrices on CUDA cores, in tiles of 64x64, and numbers of a whole block: what the kernels with materialised
+// scores and those of models are made of.
 #pragma once
 #include "problem.cuh"
 
@@ -31,4 +32,16 @@ DEVICE void product(float (&sum)[EACH][EACH], int depth, Left left, Right right)
                 for (int j = 0; j < EACH; j++) sum[i][j] = fused(a[k][y + 16 * i], b[k][x + 16 * j], sum[i][j]);
         block_sync();
     }
+}
+
+// One number of all threads of the block, the same for all.
+template <class Join> DEVICE float across_block(float value, Join join) {
+    __shared__ float shared[THREADS / 32];
+    for (int mask = 16; mask; mask /= 2) value = join(value, shuffle_xor(value, mask));
+    block_sync();
+    if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = value;
+    block_sync();
+    value = shared[0];
+    for (int warp = 1; warp < THREADS / 32; warp++) value = join(value, shared[warp]);
+    return value;
 }

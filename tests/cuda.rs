@@ -145,6 +145,7 @@ fn cuda_decode_reads_pages() {
         let table = put(&table.iter().flat_map(|page| page.to_le_bytes()).collect::<Vec<_>>());
         let lens_there = put(&lens.iter().flat_map(|&len| (len as i32).to_le_bytes()).collect::<Vec<_>>());
         let kv = PagedKv {
+            first_list: 0,
             slabs: &slabs,
             table: &table,
             lens: &lens_there,

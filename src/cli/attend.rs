@@ -5,6 +5,7 @@ mod pass;
 mod report;
 
 use super::failure::Failure;
+use super::place::Place;
 use super::{Compute, output};
 use kvsieve::attention::{self, AttentionError, Params, Shape};
 use kvsieve::memory::Arena;
@@ -12,7 +13,7 @@ use kvsieve::named::Named;
 use kvsieve::tensor::file::{self, Output, TensorFile};
 use kvsieve::tensor::{DType, Tensor};
 use pass::{Problem, Solution};
-use report::{Place, Report};
+use report::Report;
 use std::path::{Path, PathBuf};
 
 const EXAMPLES: &str = "\
@@ -98,7 +99,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
         arena.record_timeline();
     }
     let solution = problem.solve(&*kernel, &sizes, &file, &arena, &cpu, args.repeat)?;
-    let place = Place { device: "cpu".into(), isa_path: cpu.isa().name().into(), threads: Some(cpu.threads()) };
+    let place = Place::cpu(&cpu);
     let report = Report::new(name.to_string(), &problem, &sizes, &solution, arena.usage(), place, limit_bytes);
     args.finish(&report, &problem, &solution, &arena)
 }

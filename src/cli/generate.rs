@@ -1,9 +1,12 @@
 //! `kvsieve generate`: text that follows a prompt, with a full or an evicted cache.
 
+mod cuda;
+
 use super::failure::Failure;
-use super::model::ModelArgs;
+use super::model::{ModelArgs, Opened};
 use super::output;
-use kvsieve::model::{Decoder, Sampler, Sampling, generate};
+use super::place::Place;
+use kvsieve::model::{Decoder, Generated, Model, OneSequence, Sampler, Sampling, Setup, Text, generate};
 use kvsieve::units;
 use serde::Serialize;
 use std::path::PathBuf;
@@ -11,6 +14,8 @@ use std::path::PathBuf;
 const EXAMPLES: &str = "\
 The prompt goes through the model, the policy judges it (its budget counts the prompt), and tokens follow one by one until \
 the model ends the text or --max-new-tokens is reached. A policy with '+every:steps=N' goes on judging.\n\n\
+With --device cuda memory is the GPU's. Policies are those of `kvsieve evict --device cuda` that turn no keys, in models \
+without sliding windows.\n\n\
 Examples:
   kvsieve generate --model DIR --prompt 'Once upon a time'
   kvsieve generate --model DIR --prompt \"$(cat long.txt)\" --policy snapkv --budget 0.25
@@ -50,7 +55,8 @@ struct Report {
     temperature: f32,
     top_p: f32,
     seed: u64,
-    threads: usize,
+    #[serde(flatten)]
+    place: Place,
     first_token_ns: u64,
     /// Median time of a decode step.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -71,59 +77,99 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     let writes = model_args.json.as_deref().filter(|path| !output::is_stdout(path)).map(|path| ("--json", path));
     output::check_files(&[], &writes.into_iter().collect::<Vec<_>>())?;
     let text = model_args.text()?;
+    if let Some(index) = model_args.compute.cuda() {
+        return cuda::run(args, index, sampling, &text);
+    }
     let opened = model_args.open()?;
     let prompt = text.tokens(&args.prompt)?;
-    let setup = model_args.setup(&opened, 1, prompt.len() + args.max_new_tokens, false)?;
+    let most_tokens = prompt.len() + args.max_new_tokens;
+    let setup = model_args.setup(&opened, 1, most_tokens, false)?;
     let mut decoder = Decoder::new(&opened.model, setup, &opened.cpu, &opened.arena)?;
     if let Some(eviction) = model_args.eviction(&opened) {
         decoder.evict(eviction, &[prompt.len()])?;
     }
-    let ends = &opened.model.config.eos;
-    let mut sampler = Sampler::new(sampling);
-    // Text appears as it is written; what a reader of a pipe no longer wants is no error.
-    let (mut shown, mut failed) = (String::new(), Ok(()));
-    let generated = generate(&mut decoder, &prompt, &mut sampler, ends, args.max_new_tokens, |tokens| {
-        let Ok(all) = text.text(tokens) else { return };
-        // A character may need several tokens; until it is whole its text ends in a replacement character.
-        if model_args.json.is_none() && failed.is_ok() && !all.ends_with('\u{fffd}') {
-            if let Some(more) = all.strip_prefix(&shown) {
-                failed = output::print(more);
-            }
-            shown = all;
-        }
-    })?;
-    failed?;
-    let mut steps = generated.step_ns.clone();
-    steps.sort_unstable();
-    let report = Report {
-        model: model_args.model.clone(),
-        architecture: opened.model.config.family.architecture(),
-        policy: model_args.policy.clone(),
-        budget: opened.budget.map(|budget| budget.to_string()),
-        prompt_tokens: prompt.len(),
-        new_tokens: generated.tokens.len(),
-        weights_dtype: opened.model.weights.dtype().to_string(),
-        dtype: setup.kv_dtype.to_string(),
-        temperature: args.temperature,
-        top_p: args.top_p,
-        seed: model_args.seed,
-        threads: opened.cpu.threads(),
-        first_token_ns: generated.first_token_ns,
-        step_ns: steps.get(steps.len() / 2).copied(),
+    let generated = args.write(&mut decoder, &opened.model, sampling, &text, &prompt)?;
+    let ran = Ran {
+        place: Place::cpu(&opened.cpu),
+        generated,
         evicted_tokens: decoder.evicted_tokens(),
         weights_bytes: opened.model.weights.bytes(),
-        prompt_kv_bytes: generated.prompt_kv_bytes,
         kv_bytes_live: decoder.kv_bytes(),
         peak_bytes: opened.arena.usage().peak_bytes,
-        text: text.text(&generated.tokens)?,
-        tokens: generated.tokens,
     };
-    match &model_args.json {
-        Some(target) => output::json(target, &report),
-        None => {
-            output::print("\n")?;
-            eprintln!("{}", summary(&report));
-            Ok(())
+    args.finish(&opened, &setup, &text, &prompt, ran)
+}
+
+/// What came of it.
+struct Ran {
+    place: Place,
+    generated: Generated,
+    evicted_tokens: u64,
+    weights_bytes: u64,
+    kv_bytes_live: u64,
+    peak_bytes: u64,
+}
+
+impl Args {
+    /// Lets the model continue the prompt. Text appears as it is written; what a reader of a pipe no longer wants is no
+    /// error.
+    fn write(
+        &self,
+        sequence: &mut impl OneSequence,
+        model: &Model,
+        sampling: Sampling,
+        text: &Text,
+        prompt: &[u32],
+    ) -> Result<Generated, Failure> {
+        let mut sampler = Sampler::new(sampling);
+        let (mut shown, mut failed) = (String::new(), Ok(()));
+        let generated = generate(sequence, prompt, &mut sampler, &model.config.eos, self.max_new_tokens, |tokens| {
+            let Ok(all) = text.text(tokens) else { return };
+            // A character may need several tokens; until it is whole its text ends in a replacement character.
+            if self.model.json.is_none() && failed.is_ok() && !all.ends_with('\u{fffd}') {
+                if let Some(more) = all.strip_prefix(&shown) {
+                    failed = output::print(more);
+                }
+                shown = all;
+            }
+        })?;
+        failed.map(|()| generated)
+    }
+
+    /// Prints what is reported.
+    fn finish(&self, opened: &Opened, setup: &Setup, text: &Text, prompt: &[u32], ran: Ran) -> Result<(), Failure> {
+        let mut steps = ran.generated.step_ns.clone();
+        steps.sort_unstable();
+        let report = Report {
+            model: self.model.model.clone(),
+            architecture: opened.model.config.family.architecture(),
+            policy: self.model.policy.clone(),
+            budget: opened.budget.map(|budget| budget.to_string()),
+            prompt_tokens: prompt.len(),
+            new_tokens: ran.generated.tokens.len(),
+            weights_dtype: opened.model.weights.dtype().to_string(),
+            dtype: setup.kv_dtype.to_string(),
+            temperature: self.temperature,
+            top_p: self.top_p,
+            seed: self.model.seed,
+            place: ran.place,
+            first_token_ns: ran.generated.first_token_ns,
+            step_ns: steps.get(steps.len() / 2).copied(),
+            evicted_tokens: ran.evicted_tokens,
+            weights_bytes: ran.weights_bytes,
+            prompt_kv_bytes: ran.generated.prompt_kv_bytes,
+            kv_bytes_live: ran.kv_bytes_live,
+            peak_bytes: ran.peak_bytes,
+            text: text.text(&ran.generated.tokens)?,
+            tokens: ran.generated.tokens,
+        };
+        match &self.model.json {
+            Some(target) => output::json(target, &report),
+            None => {
+                output::print("\n")?;
+                eprintln!("{}", summary(&report));
+                Ok(())
+            }
         }
     }
 }

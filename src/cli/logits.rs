@@ -1,10 +1,13 @@
 //! `kvsieve logits`: what a model expects next at every token of given sequences, with a full or an evicted cache.
 
+mod cuda;
+
 use super::failure::Failure;
 use super::model::{ModelArgs, Opened};
 use super::output;
-use kvsieve::memory::{Buffer, Label};
-use kvsieve::model::{Decoder, ModelError};
+use super::place::Place;
+use kvsieve::memory::{Arena, Buffer, Label};
+use kvsieve::model::{Decoder, Model, ModelError, Setup};
 use kvsieve::tensor::file::{self, Output};
 use kvsieve::units;
 use serde::Serialize;
@@ -18,6 +21,8 @@ tells how many there are.\n\n\
 With --policy, --evict-after N feeds N tokens of each sequence, lets the policy judge, and feeds the rest as given: the \
 logits behind the N-th token show what the eviction did. The budget counts those N tokens. A policy with '+chunks' judges \
 while it reads, and needs no --evict-after.\n\n\
+With --device cuda sequences run one after another, and memory is the GPU's; kv_bytes_live is the largest of a sequence. \
+Policies are those of `kvsieve evict --device cuda` that turn no keys, in models without sliding windows.\n\n\
 Examples:
   kvsieve logits --model DIR --tokens tokens.json --output logits.safetensors
   kvsieve logits --model DIR --tokens tokens.json --output evicted.safetensors \\
@@ -60,7 +65,8 @@ struct Report {
     weights_dtype: String,
     dtype: String,
     seed: u64,
-    threads: usize,
+    #[serde(flatten)]
+    place: Place,
     run_ns: u64,
     evicted_tokens: u64,
     weights_bytes: u64,
@@ -74,64 +80,114 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     writes.extend(model_args.json.as_deref().filter(|path| !output::is_stdout(path)).map(|path| ("--json", path)));
     output::check_files(&[("--tokens", args.tokens.as_path())], &writes)?;
     let sequences = sequences(&args.tokens)?;
+    if let Some(index) = model_args.compute.cuda() {
+        return cuda::run(args, index, &sequences);
+    }
     let opened = model_args.open()?;
     check_eviction(args, &opened, &sequences)?;
     let lens: Vec<usize> = sequences.iter().map(Vec::len).collect();
     let longest = lens.iter().copied().max().unwrap_or(0);
     let setup = model_args.setup(&opened, sequences.len(), longest, true)?;
-    let vocab = opened.model.config.vocab;
     let (arena, cpu) = (&opened.arena, &opened.cpu);
-    let mut logits: Buffer<f32> = arena.alloc(Label::Activations, sequences.len() * longest * vocab)?;
+    let mut logits = Logits::new(arena, &opened.model, sequences.len(), longest)?;
     let mut decoder = Decoder::new(&opened.model, setup, cpu, arena)?;
     let after = |len: usize| args.evict_after.unwrap_or(len);
     if let Some(eviction) = model_args.eviction(&opened) {
         decoder.evict(eviction, &lens.iter().map(|&len| after(len)).collect::<Vec<_>>())?;
     }
-    let mut wrong = None;
-    let mut store = |from: usize, sequence: usize, place: usize, row: &[f32]| {
-        if let Some(token) = row.iter().position(|logit| !logit.is_finite()) {
-            wrong.get_or_insert(ModelError::Logit { logit: row[token], token: token as u32 });
-        }
-        logits[(sequence * longest + from + place) * vocab..][..vocab].copy_from_slice(row);
-    };
     let start = Instant::now();
     let (first, rest): (Vec<&[u32]>, Vec<&[u32]>) =
         sequences.iter().map(|tokens| tokens.split_at(after(tokens.len()))).unzip();
-    decoder.prefill(&first, |sequence, place, row| store(0, sequence, place, row))?;
-    decoder.follow(&rest, |sequence, place, row| store(first[sequence].len(), sequence, place, row))?;
-    let run_ns = start.elapsed().as_nanos() as u64;
-    if let Some(wrong) = wrong {
-        return Err(wrong.into());
-    }
-
-    let lens_i64: Vec<i64> = lens.iter().map(|&len| len as i64).collect();
-    let mut outputs = vec![Output::f32("logits", vec![sequences.len(), longest, vocab], &logits)];
-    if lens.iter().any(|&len| len != longest) {
-        outputs.push(Output::i64("len", vec![lens.len()], &lens_i64));
-    }
-    file::write(&args.output, &outputs)?;
-    let report = Report {
-        model: model_args.model.clone(),
-        architecture: opened.model.config.family.architecture(),
-        policy: model_args.policy.clone(),
-        budget: opened.budget.map(|budget| budget.to_string()),
-        evict_after_tokens: args.evict_after,
-        batch: sequences.len(),
-        tokens: lens.iter().sum(),
-        chunk_tokens: setup.chunk_tokens,
-        weights_dtype: opened.model.weights.dtype().to_string(),
-        dtype: setup.kv_dtype.to_string(),
-        seed: model_args.seed,
-        threads: cpu.threads(),
-        run_ns,
+    decoder.prefill(&first, |sequence, place, row| logits.store(sequence, place, row))?;
+    decoder.follow(&rest, |sequence, place, row| logits.store(sequence, first[sequence].len() + place, row))?;
+    let ran = Ran {
+        place: Place::cpu(cpu),
+        run_ns: start.elapsed().as_nanos() as u64,
         evicted_tokens: decoder.evicted_tokens(),
         weights_bytes: opened.model.weights.bytes(),
         kv_bytes_live: decoder.kv_bytes(),
         peak_bytes: arena.usage().peak_bytes,
     };
-    match &model_args.json {
-        Some(target) => output::json(target, &report),
-        None => output::print(&summary(&report)),
+    args.finish(&opened, &setup, &sequences, &logits, ran)
+}
+
+/// Logits of all sequences, `[B, L, vocab]`.
+struct Logits {
+    values: Buffer<f32>,
+    longest: usize,
+    vocab: usize,
+    /// The first that is no number.
+    wrong: Option<(f32, u32)>,
+}
+
+impl Logits {
+    fn new(arena: &Arena, model: &Model, sequences: usize, longest: usize) -> Result<Self, Failure> {
+        let vocab = model.config.vocab;
+        let values = arena.alloc(Label::Activations, sequences * longest * vocab)?;
+        Ok(Logits { values, longest, vocab, wrong: None })
+    }
+
+    fn store(&mut self, sequence: usize, place: usize, row: &[f32]) {
+        if let Some(token) = row.iter().position(|logit| !logit.is_finite()) {
+            self.wrong.get_or_insert((row[token], token as u32));
+        }
+        self.values[(sequence * self.longest + place) * self.vocab..][..self.vocab].copy_from_slice(row);
+    }
+}
+
+/// What was measured.
+struct Ran {
+    place: Place,
+    run_ns: u64,
+    evicted_tokens: u64,
+    weights_bytes: u64,
+    kv_bytes_live: u64,
+    peak_bytes: u64,
+}
+
+impl Args {
+    /// Writes the output file and what is reported.
+    fn finish(
+        &self,
+        opened: &Opened,
+        setup: &Setup,
+        sequences: &[Vec<u32>],
+        logits: &Logits,
+        ran: Ran,
+    ) -> Result<(), Failure> {
+        if let Some((logit, token)) = logits.wrong {
+            return Err(ModelError::Logit { logit, token }.into());
+        }
+        let lens: Vec<i64> = sequences.iter().map(|tokens| tokens.len() as i64).collect();
+        let longest = logits.longest;
+        let mut outputs = vec![Output::f32("logits", vec![sequences.len(), longest, logits.vocab], &logits.values)];
+        if lens.iter().any(|&len| len != longest as i64) {
+            outputs.push(Output::i64("len", vec![lens.len()], &lens));
+        }
+        file::write(&self.output, &outputs)?;
+        let report = Report {
+            model: self.model.model.clone(),
+            architecture: opened.model.config.family.architecture(),
+            policy: self.model.policy.clone(),
+            budget: opened.budget.map(|budget| budget.to_string()),
+            evict_after_tokens: self.evict_after,
+            batch: sequences.len(),
+            tokens: sequences.iter().map(Vec::len).sum(),
+            chunk_tokens: setup.chunk_tokens,
+            weights_dtype: opened.model.weights.dtype().to_string(),
+            dtype: setup.kv_dtype.to_string(),
+            seed: self.model.seed,
+            place: ran.place,
+            run_ns: ran.run_ns,
+            evicted_tokens: ran.evicted_tokens,
+            weights_bytes: ran.weights_bytes,
+            kv_bytes_live: ran.kv_bytes_live,
+            peak_bytes: ran.peak_bytes,
+        };
+        match &self.model.json {
+            Some(target) => output::json(target, &report),
+            None => output::print(&summary(&report)),
+        }
     }
 }
 
@@ -183,14 +239,14 @@ fn summary(report: &Report) -> String {
     let bytes = |bytes: u64| units::bytes(bytes);
     let seconds = report.run_ns as f64 / 1e9;
     let mut text = format!(
-        "{}, {} weights, {} cache: {} tokens in {} sequences, {:.0} tokens/s with {} threads\n",
+        "{}, {} weights, {} cache: {} tokens in {} sequences, {:.0} tokens/s on {}\n",
         report.architecture,
         report.weights_dtype,
         report.dtype,
         report.tokens,
         report.batch,
         report.tokens as f64 / seconds,
-        report.threads,
+        report.place,
     );
     if let (Some(policy), Some(budget)) = (&report.policy, &report.budget) {
         text += &format!("{policy} at {budget}: {} tokens of all heads evicted\n", report.evicted_tokens);

@@ -16,6 +16,7 @@ mod list;
 mod logits;
 mod model;
 mod output;
+mod place;
 mod report;
 mod run;
 mod train;
@@ -93,8 +94,8 @@ impl Command {
     }
 }
 
-/// Commands that run a model: they refuse a GPU in words, and their help does not offer one.
-const ON_CPU: [&str; 5] = ["logits", "generate", "eval", "capture", "train"];
+/// Commands that run a model on the CPU alone: they refuse a GPU in words, and their help does not offer one.
+const ON_CPU: [&str; 3] = ["eval", "capture", "train"];
 
 fn command() -> clap::Command {
     let hide = |command: clap::Command| {
@@ -157,11 +158,11 @@ impl Compute {
         }
     }
 
-    /// Refuses a GPU where a model is to run.
+    /// Refuses a GPU where a model is to run in a way that none does yet.
     fn refuse_cuda(&self) -> Result<(), Failure> {
         match self.cuda() {
             None => Ok(()),
-            Some(_) => Err(Failure::usage(format!("--device {}: {MODELS_ON_CPU}; leave it out", self.device))),
+            Some(_) => Err(Failure::usage(format!("--device {}: {MODELS_ON_CPU} here; leave it out", self.device))),
         }
     }
 

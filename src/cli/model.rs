@@ -3,6 +3,7 @@
 use super::Compute;
 use super::failure::Failure;
 use kvsieve::device::Cpu;
+use kvsieve::device::cuda::Runtime;
 use kvsieve::memory::Arena;
 use kvsieve::model::{Eviction, Model, Setup, Text, locate};
 use kvsieve::policy::{Budget, Policy, Registry};
@@ -50,19 +51,42 @@ pub struct Opened {
     pub arena: Arena,
 }
 
+/// As [`Opened`], for a GPU.
+pub struct OnCuda {
+    pub runtime: Runtime,
+    /// The arena counts the GPU's memory, and the CPU divides budgets.
+    pub opened: Opened,
+}
+
 impl ModelArgs {
     /// Reads names and files, names first.
     pub fn open(&self) -> Result<Opened, Failure> {
+        let (policy, budget) = self.asked()?;
+        let cpu = self.compute.cpu()?;
+        let arena = Arena::with_limit(self.compute.limit_bytes());
+        let model = Model::open(&locate(&self.model)?, &arena)?;
+        Ok(Opened { model, policy, budget, cpu, arena })
+    }
+
+    /// As [`ModelArgs::open`], for GPU `index`.
+    pub fn open_on_cuda(&self, index: usize) -> Result<OnCuda, Failure> {
+        let (policy, budget) = self.asked()?;
+        let runtime = Runtime::open(index, self.compute.nvrtc.as_deref())?;
+        let arena = Arena::with_limit(self.compute.limit_memory.unwrap_or(runtime.device().free_bytes()));
+        // The mapped files are not what is measured.
+        let model = Model::open(&locate(&self.model)?, &Arena::unlimited())?;
+        let cpu = Cpu::new(self.compute.threads)?;
+        Ok(OnCuda { runtime, opened: Opened { model, policy, budget, cpu, arena } })
+    }
+
+    /// What is to be evicted, by names that are checked.
+    fn asked(&self) -> Result<(Option<Policy>, Option<Budget>), Failure> {
         if self.chunk == 0 {
             return Err(Failure::usage("--chunk is 0; at least one token goes through the model".into()));
         }
         let policy = self.policy.as_deref().map(|text| Registry::default().policy(text)).transpose()?;
         let budget = self.budget.as_deref().map(str::parse::<Budget>).transpose()?;
-        self.compute.refuse_cuda()?;
-        let cpu = self.compute.cpu()?;
-        let arena = Arena::with_limit(self.compute.limit_bytes());
-        let model = Model::open(&locate(&self.model)?, &arena)?;
-        Ok(Opened { model, policy, budget, cpu, arena })
+        Ok((policy, budget))
     }
 
     /// The model's tokenizer.

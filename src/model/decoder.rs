@@ -41,11 +41,12 @@ pub struct Setup {
 
 impl Setup {
     /// Rows of activations.
-    fn rows(&self) -> usize {
+    pub(super) fn rows(&self) -> usize {
         self.batch * self.chunk_tokens.min(self.max_tokens)
     }
 
-    fn logit_rows(&self) -> usize {
+    /// Rows of logits.
+    pub(super) fn logit_rows(&self) -> usize {
         if self.all_logits { self.rows() } else { self.batch }
     }
 }
@@ -229,14 +230,8 @@ impl<'a> Decoder<'a> {
     }
 
     fn check(&self, tokens: &[&[u32]]) -> Result<(), ModelError> {
-        let vocab = self.model.config.vocab;
-        for (sequence, tokens) in tokens.iter().enumerate() {
-            if let Some(place) = tokens.iter().position(|&token| token as usize >= vocab) {
-                let (token, place) = (tokens[place], self.seen[sequence] + place);
-                return Err(ModelError::Token { token, sequence, place, vocab });
-            }
-        }
-        Ok(())
+        let all = tokens.iter().zip(&self.seen).enumerate();
+        all.into_iter().try_for_each(|(sequence, (tokens, seen))| self.model.check_tokens(sequence, *seen, tokens))
     }
 
     /// The blocks, over `rows` rows of the residual stream: on the threads from the first to the last, because to hand
@@ -268,11 +263,7 @@ impl<'a> Decoder<'a> {
 
     /// A norm of the model's flavour.
     fn norm<'w>(&self, weight: &'w [f32]) -> Norm<'w> {
-        let shift = match self.model.config.norms {
-            super::config::Norms::Before => 0.0,
-            super::config::Norms::BeforeAndAfter => 1.0,
-        };
-        Norm { weight, eps: self.model.config.norm_eps, shift }
+        Norm { weight, eps: self.model.config.norm_eps, shift: self.model.norm_shift() }
     }
 
     /// Logits of the rows that are wanted, handed to `visit`; `place` gives that of a portion's first token.

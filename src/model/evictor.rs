@@ -174,15 +174,19 @@ impl<'a> Evictor<'a> {
 }
 
 /// Queries that a policy looks at in a judgement between new tokens.
-fn recent_queries(policy: &Policy) -> usize {
+pub(super) fn recent_queries(policy: &Policy) -> usize {
     policy.scorer.as_ref().map_or(1, |scorer| scorer.recent_queries())
+}
+
+/// Whether a policy looks at all queries of the context when it judges a prefill.
+pub(super) fn looks_at_all_queries(policy: &Policy) -> bool {
+    let over = |needs: Vec<Statistic>| needs.contains(&Statistic::RecentAttention);
+    policy.looks_at(Statistic::Queries) || over(policy.layers.needs()) || over(policy.heads.needs())
 }
 
 /// Queries that a policy looks at when it judges a prefill.
 fn wanted_of_prefill(policy: &Policy) -> Wanted {
-    let over = |needs: Vec<Statistic>| needs.contains(&Statistic::RecentAttention);
-    let all = policy.looks_at(Statistic::Queries) || over(policy.layers.needs()) || over(policy.heads.needs());
-    if all { Wanted::All } else { Wanted::Latest(recent_queries(policy)) }
+    if looks_at_all_queries(policy) { Wanted::All } else { Wanted::Latest(recent_queries(policy)) }
 }
 
 /// Queries that are held.

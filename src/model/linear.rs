@@ -30,6 +30,11 @@ impl Linear {
         &self.weight
     }
 
+    /// What is added to each row.
+    pub fn bias(&self) -> Option<&[f32]> {
+        self.bias.as_deref()
+    }
+
     /// `y = x wᵀ + b` for the first `rows` rows of `x`; rows of `y` lie `stride` apart. `scratch` holds [`scratch`]
     /// elements.
     pub fn apply(&self, cpu: &Cpu, x: &Sheet, rows: usize, y: &mut [f32], stride: usize, scratch: &mut [f32]) {

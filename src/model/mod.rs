@@ -5,6 +5,7 @@
 //! [`crate::cache::PagedCache`] into whose sequences layers are folded.
 
 pub mod config;
+pub mod cuda;
 mod decoder;
 mod evictor;
 mod generate;
@@ -22,7 +23,7 @@ mod weights;
 pub use config::Config;
 pub use decoder::{Decoder, Setup, bytes, bytes_of_calls};
 pub use evictor::Eviction;
-pub use generate::{Generated, generate};
+pub use generate::{Generated, OneSequence, generate};
 pub use locate::{BUILTIN, fingerprint, locate};
 pub use sample::{Sampler, Sampling};
 pub use tap::{Tap, Tapped};
@@ -30,7 +31,9 @@ pub use text::Text;
 pub use weights::Weights;
 
 use crate::attention::AttentionError;
+use crate::device::cuda::CudaError;
 use crate::memory::{Arena, ArenaError};
+use crate::policy::cuda::DevicePolicyError;
 use crate::policy::{BudgetError, PolicyError};
 use crate::tensor::file::FileError;
 use std::path::{Path, PathBuf};
@@ -93,6 +96,9 @@ pub enum ModelError {
     /// A policy that cannot be applied.
     #[error(transparent)]
     Policy(#[from] PolicyError),
+    /// A GPU that cannot do it.
+    #[error(transparent)]
+    Cuda(#[from] CudaError),
     /// The arena has no room.
     #[error(transparent)]
     Arena(#[from] ArenaError),
@@ -124,6 +130,32 @@ impl Model {
     pub fn check_length(&self, tokens: usize) -> Result<(), ModelError> {
         let most = self.config.most_tokens();
         if tokens > most { Err(ModelError::TooLong { tokens, most }) } else { Ok(()) }
+    }
+
+    /// Refuses a token that the model does not have; the first of `tokens` stands at `place` of its sequence.
+    fn check_tokens(&self, sequence: usize, place: usize, tokens: &[u32]) -> Result<(), ModelError> {
+        let vocab = self.config.vocab;
+        match tokens.iter().position(|&token| token as usize >= vocab) {
+            Some(at) => Err(ModelError::Token { token: tokens[at], sequence, place: place + at, vocab }),
+            None => Ok(()),
+        }
+    }
+
+    /// What is added to the weights of norms.
+    fn norm_shift(&self) -> f32 {
+        match self.config.norms {
+            config::Norms::Before => 0.0,
+            config::Norms::BeforeAndAfter => 1.0,
+        }
+    }
+}
+
+impl From<DevicePolicyError> for ModelError {
+    fn from(error: DevicePolicyError) -> Self {
+        match error {
+            DevicePolicyError::Policy(error) => error.into(),
+            DevicePolicyError::Cuda(error) => error.into(),
+        }
     }
 }
 

@@ -39,7 +39,8 @@ impl Matrix {
         Rows::contiguous(self.dtype, self.bytes(), [self.rows, self.width])
     }
 
-    fn bytes(&self) -> &[u8] {
+    /// Its elements, as they lie.
+    pub(super) fn bytes(&self) -> &[u8] {
         match &*self.bytes {
             Bytes::Mapped(file) => file.bytes(self.range.clone()),
             Bytes::Copied(bytes) => &bytes[self.range.clone()],
@@ -50,6 +51,11 @@ impl Matrix {
     pub(super) fn by_head(&self, head_dim: usize) -> TensorView<'_> {
         let dims = [1, self.rows, self.width / head_dim, head_dim];
         TensorView::contiguous(self.dtype, dims, self.bytes()).permuted([0, 2, 3, 1])
+    }
+
+    /// Element type.
+    pub(super) fn dtype(&self) -> DType {
+        self.dtype
     }
 
     /// Number of rows.

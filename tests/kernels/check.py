@@ -64,6 +64,8 @@ def variants():
     for element, head_dim in itertools.product(["F32", "BF16", "F16"], [64, 256]):
         yield "score.cu", {"ELEMENT": element, "HEAD_DIM": head_dim}
         yield "compact.cu", {"ELEMENT": element, "HEAD_DIM": head_dim}
+    for element in ["F32", "BF16", "F16"]:
+        yield "model.cu", {"ELEMENT": element, "HEAD_DIM": 1}
 
 
 def tiled(element, head_dim, keys):

@@ -106,18 +106,6 @@ fn products(shape: &Shape, scale: f32, dtype: DType) -> [Gemm; 2] {
 mod tests {
     use super::*;
 
-    /// What cuBLAS computes, from its definition: columns, leading dimensions and strides.
-    fn multiply(gemm: &Gemm, a: &[f32], b: &[f32], c: &mut [f32]) {
-        for batch in 0..gemm.batch {
-            for (i, j) in (0..gemm.m).flat_map(|i| (0..gemm.n).map(move |j| (i, j))) {
-                let at_a = |l: usize| if gemm.transpose_a { i * gemm.a.0 + l } else { l * gemm.a.0 + i };
-                let term = |l| a[batch * gemm.a.1 + at_a(l)] * b[batch * gemm.b.1 + j * gemm.b.0 + l];
-                let sum: f32 = (0..gemm.k).map(term).sum();
-                c[batch * gemm.c.1 + j * gemm.c.0 + i] = gemm.alpha * sum;
-            }
-        }
-    }
-
     /// Small whole numbers, whose sums are exact.
     fn numbers(count: usize, seed: usize) -> Vec<f32> {
         (0..count).map(|i| ((i * 7 + seed * 3 + i / 5) % 11) as f32 - 5.0).collect()
@@ -132,7 +120,7 @@ mod tests {
         for dtype in [DType::F32, DType::Bf16] {
             let [first, second] = products(&shape, -0.5, dtype);
             let mut scores = vec![f32::NAN; shape.scores()];
-            multiply(&first, &k, &q, &mut scores);
+            first.multiply(&k, &q, &mut scores);
             // Rows of half the size begin where rows of f32 did: twice as many elements apart.
             let spread = 4 / dtype.bytes();
             let mut p = vec![f32::NAN; spread * scores.len()];
@@ -140,7 +128,7 @@ mod tests {
                 p[row * spread * kv_len..][..kv_len].copy_from_slice(values);
             }
             let mut o = vec![f32::NAN; q.len()];
-            multiply(&second, &v, &p, &mut o);
+            second.multiply(&v, &p, &mut o);
             for row in 0..shape.rows() {
                 let head = row / q_len;
                 let list = head / q_heads * kv_heads + head % q_heads / shape.group();

@@ -2,7 +2,8 @@
 
 use super::{Boxes, LibraryPass, Plan};
 use crate::device::cuda::{
-    Argument, Cublas, CudaError, Device, DeviceBuffer, Extents, Operands, PagedKv, Pages, Problem, Runtime, TensorMap,
+    Argument, Cublas, CudaError, Device, DeviceBuffer, Extents, Operands, PagedKv, Pages, Problem, Ready, Runtime,
+    TensorMap,
 };
 use crate::memory::{Arena, Label};
 use std::sync::MutexGuard;
@@ -30,6 +31,14 @@ pub struct Results<'a> {
 pub struct Scratch {
     pub(super) scores: DeviceBuffer,
     pub(super) partials: DeviceBuffer,
+}
+
+impl Scratch {
+    /// Whether it has room for a plan.
+    pub(crate) fn fits(&self, plan: &Plan) -> bool {
+        let has = |buffer: &DeviceBuffer, elements: usize| buffer.bytes() >= 4 * elements as u64;
+        has(&self.scores, plan.workspace.scores) && has(&self.partials, plan.workspace.scratch)
+    }
 }
 
 impl Plan {
@@ -61,23 +70,42 @@ impl Plan {
         {
             return self.forward_library(runtime, library, cublas, inputs, results, scratch);
         }
+        let ready = self.ready(runtime)?;
+        runtime.device().timed(|| self.begin(runtime.device(), &ready, inputs, results, scratch))
+    }
+
+    /// Its launches, with their functions looked up.
+    ///
+    /// # Errors
+    /// [`CudaError::Compile`] and [`CudaError::Driver`] when the kernels do not compile.
+    pub(crate) fn ready(&self, runtime: &Runtime) -> Result<Vec<Ready>, CudaError> {
+        runtime.device().ready(&*runtime.module(&self.program)?, &self.launches)
+    }
+
+    /// Begins the pass with this project's own products: inside [`Device::timed`].
+    ///
+    /// # Errors
+    /// As [`Plan::forward`].
+    pub(crate) fn begin(
+        &self,
+        device: &Device,
+        ready: &[Ready],
+        inputs: Inputs<'_>,
+        Results { o, lse }: Results<'_>,
+        Scratch { scores, partials }: &mut Scratch,
+    ) -> Result<(), CudaError> {
         let Inputs { q, k, v } = inputs;
-        let Results { o, lse } = results;
-        let Scratch { scores, partials } = scratch;
         let mut operands = Operands { q, k: Some(k), v: Some(v), o, lse, scores, partials };
         let problem = Problem::new(&self.extents, &mut operands)?;
         let maps = self.boxes.map(|boxes| boxes.maps(&self.extents, inputs)).transpose()?;
         let mut arguments: Vec<&dyn Argument> = vec![&problem];
         arguments.extend(maps.iter().flatten().map(|map| map as &dyn Argument));
-        runtime.device().run(&*runtime.module(&self.program)?, &self.launches, &arguments)
+        device.begin(ready, &arguments)
     }
 
     /// Whose matrix products the pass uses, where it could use cuBLAS's: as `cuBLAS 13.0`, or `own products`.
     pub fn products(&self, runtime: &Runtime) -> Option<String> {
-        self.library.as_ref().map(|_| match runtime.cublas() {
-            Some(cublas) => format!("cuBLAS {}", cublas.version()),
-            None => "own products".into(),
-        })
+        self.library.as_ref().map(|_| runtime.products())
     }
 
     fn forward_library(
@@ -112,17 +140,32 @@ impl Plan {
         results: Results<'_>,
         scratch: &mut Scratch,
     ) -> Result<u64, CudaError> {
+        let ready = self.ready(runtime)?;
+        runtime.device().timed(|| self.begin_paged(runtime.device(), &ready, q, kv, results, scratch))
+    }
+
+    /// Begins such a pass: inside [`Device::timed`].
+    ///
+    /// # Errors
+    /// As [`Plan::forward_paged`].
+    pub(crate) fn begin_paged(
+        &self,
+        device: &Device,
+        ready: &[Ready],
+        q: &DeviceBuffer,
+        kv: &PagedKv<'_>,
+        Results { o, lse }: Results<'_>,
+        Scratch { scores, partials }: &mut Scratch,
+    ) -> Result<(), CudaError> {
         let Extents { batch, kv_heads, kv_len, head_dim, dtype, .. } = self.extents;
         if self.program.macros.iter().all(|&(name, value)| name != "PAGE_TOKENS" || value != kv.page_tokens) {
             let tokens = kv.page_tokens;
             return Err(CudaError::Operand(format!("the pass was not planned for pages of {tokens} tokens")));
         }
         let pages = Pages::new(kv, batch * kv_heads, kv_len, head_dim * dtype.bytes())?;
-        let Results { o, lse } = results;
-        let Scratch { scores, partials } = scratch;
         let mut operands = Operands { q, k: None, v: None, o, lse, scores, partials };
         let problem = Problem::new(&self.extents, &mut operands)?;
-        runtime.device().run(&*runtime.module(&self.program)?, &self.launches, &[&problem, &pages])
+        device.begin(ready, &[&problem, &pages])
     }
 }
 

@@ -6,9 +6,11 @@
 //! [`Column`]s are refused. Positions are plain arrays as long as the lists may grow, which eviction does not shorten:
 //! 4 bytes for each place.
 
+mod growing;
 mod pool;
 mod tokens;
 
+pub(crate) use tokens::copy_tokens;
 pub use tokens::take_tokens;
 
 use super::{CacheShape, Column};
@@ -130,27 +132,10 @@ impl DeviceCache {
         length: usize,
         range: Range<usize>,
     ) -> Result<u64, CudaError> {
-        let (lists, count) = (self.shape.lists(), range.len());
-        let longest = self.max_len() + count;
-        if longest > self.shape.max_tokens {
-            let most = self.shape.max_tokens;
-            return Err(CudaError::Operand(format!("a list of {longest} tokens; the cache was made for {most}")));
-        }
-        let row_bytes = (self.shape.token_bytes() / 2) as usize;
-        let arrival = Arrival::new([k, v], lists, length, row_bytes, range)?;
-        let wanted = |len: usize| self.shape.pages(len + count) - self.shape.pages(len);
-        self.pool.reserve(runtime.device(), self.lens.iter().map(|&len| wanted(len)).sum())?;
-        let width = self.table_width();
-        for list in 0..lists {
-            for index in self.shape.pages(self.lens[list])..self.shape.pages(self.lens[list] + count) {
-                self.table[list * width + index] = self.pool.take();
-            }
-        }
-        self.pages_there.write(bytemuck::cast_slice(&self.table))?;
-        let ns = self.run(runtime, "append_tokens", [count.div_ceil(ROWS), lists, 1], 128, &arrival)?;
-        self.lens.iter_mut().for_each(|len| *len += count);
-        self.tell()?;
-        Ok(ns)
+        let (lists, count, position) = (self.shape.lists(), range.len(), range.start);
+        let arrival = Arrival::new([k, v], lists, length, self.row_bytes(), range, position)?;
+        self.grow(runtime.device(), count)?;
+        self.run(runtime, "append_tokens", [count.div_ceil(ROWS), lists, 1], 128, &arrival)
     }
 
     /// Keeps `counts[list]` tokens of each list: those whose slots stand, ascending, at the front of its part of `slots`
@@ -272,7 +257,7 @@ impl DeviceCache {
     /// # Errors
     /// [`CudaError::Driver`] when a copy fails.
     pub fn read_rows(&self, list: usize, part: usize) -> Result<Vec<u8>, CudaError> {
-        let row_bytes = (self.shape.token_bytes() / 2) as usize;
+        let row_bytes = self.row_bytes();
         let mut rows = vec![0; self.lens[list] * row_bytes];
         for (index, rows) in rows.chunks_mut(self.shape.page_tokens * row_bytes).enumerate() {
             self.pool.read(self.table[list * self.table_width() + index], part, rows)?;
@@ -285,21 +270,35 @@ impl DeviceCache {
     /// # Errors
     /// [`CudaError::Operand`] when an extent is too large for kernels.
     pub(crate) fn lists(&self) -> Result<Lists<'_>, CudaError> {
+        self.some_lists(0..self.shape.lists())
+    }
+
+    /// Likewise, some of them.
+    ///
+    /// # Errors
+    /// As [`DeviceCache::lists`].
+    pub(crate) fn some_lists(&self, lists: Range<usize>) -> Result<Lists<'_>, CudaError> {
         Lists::new(&ListsOperands {
-            kv: self.kv(),
+            kv: self.kv_from(lists.start),
             positions: &self.positions,
             attention: self.attention.as_ref(),
-            lists: self.shape.lists(),
+            lists: lists.len(),
             heads: self.shape.kv_heads,
             stride: self.shape.max_tokens,
-            row_bytes: (self.shape.token_bytes() / 2) as usize,
+            row_bytes: self.row_bytes(),
         })
     }
 
     /// Keys and values as paged attention reads them.
     pub fn kv(&self) -> PagedKv<'_> {
+        self.kv_from(0)
+    }
+
+    /// Likewise, of the lists from `first_list` on.
+    pub fn kv_from(&self, first_list: usize) -> PagedKv<'_> {
         PagedKv {
             slabs: self.pool.slabs(),
+            first_list,
             table: &self.pages_there,
             lens: &self.lens_there,
             slab_pages: self.shape.slab_pages(),
@@ -307,6 +306,11 @@ impl DeviceCache {
             page_tokens: self.shape.page_tokens,
             table_width: self.table_width(),
         }
+    }
+
+    /// Bytes of a key.
+    fn row_bytes(&self) -> usize {
+        (self.shape.token_bytes() / 2) as usize
     }
 
     fn table_width(&self) -> usize {
@@ -329,10 +333,13 @@ impl DeviceCache {
         threads: u32,
         argument: &dyn crate::device::cuda::Argument,
     ) -> Result<u64, CudaError> {
-        let (dtype, head_dim) = (self.shape.dtype, self.shape.head_dim);
-        let program = Program { source: SOURCE, dtype, head_dim, macros: vec![] };
         let launch = Launch { function, grid, threads, shared_bytes: 0 };
         let lists = self.lists()?;
-        runtime.device().run(&*runtime.module(&program)?, &[launch], &[&lists, argument])
+        runtime.device().run(&*runtime.module(&self.program())?, &[launch], &[&lists, argument])
+    }
+
+    /// What is compiled for the cache.
+    pub(crate) fn program(&self) -> Program {
+        Program { source: SOURCE, dtype: self.shape.dtype, head_dim: self.shape.head_dim, macros: vec![] }
     }
 }

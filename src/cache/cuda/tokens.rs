@@ -1,8 +1,8 @@
-//! Tokens of a dense tensor in a GPU's memory as a tensor of their own: what kernels for contiguous tensors read of a
-//! longer one.
+//! Tokens of a dense tensor in a GPU's memory as a tensor of their own, or as a part of another: what kernels for
+//! contiguous tensors read of a longer one.
 
 use super::{ROWS, SOURCE};
-use crate::device::cuda::{CudaError, DeviceBuffer, Launch, Program, Runtime, Slice};
+use crate::device::cuda::{Corner, CudaError, DeviceBuffer, Launch, Program, Runtime, Slice};
 use crate::tensor::DType;
 use std::ops::Range;
 
@@ -13,15 +13,32 @@ use std::ops::Range;
 /// [`CudaError::Operand`] when a buffer is too small, and as [`Runtime::module`].
 pub fn take_tokens(
     runtime: &Runtime,
-    (dtype, head_dim): (DType, usize),
+    kind: (DType, usize),
     (from, length): (&DeviceBuffer, usize),
     heads: Range<usize>,
     range: Range<usize>,
     to: &mut DeviceBuffer,
 ) -> Result<u64, CudaError> {
-    let grid = [range.len().div_ceil(ROWS), heads.len(), 1];
-    let slice = Slice::new(from, to, head_dim * dtype.bytes(), length, heads, range)?;
+    let at = Corner { head: heads.start, length, first: range.start };
+    let there = Corner { head: 0, length: range.len(), first: 0 };
+    copy_tokens(runtime, kind, (from, at), (to, there), [heads.len(), range.len()])
+}
+
+/// Copies `count` tokens of each of `heads` heads of a tensor at one corner to another at another; element type and head
+/// dim are the `kind`. Returns the GPU's time in nanoseconds.
+///
+/// # Errors
+/// As [`take_tokens`].
+pub(crate) fn copy_tokens(
+    runtime: &Runtime,
+    (dtype, head_dim): (DType, usize),
+    from: (&DeviceBuffer, Corner),
+    to: (&mut DeviceBuffer, Corner),
+    [heads, count]: [usize; 2],
+) -> Result<u64, CudaError> {
+    let slice = Slice::new(from, to, head_dim * dtype.bytes(), [heads, count])?;
     let program = Program { source: SOURCE, dtype, head_dim, macros: vec![] };
-    let launch = Launch { function: "take_tokens", grid, threads: 128, shared_bytes: 0 };
+    let launch =
+        Launch { function: "take_tokens", grid: [count.div_ceil(ROWS), heads, 1], threads: 128, shared_bytes: 0 };
     runtime.device().run(&*runtime.module(&program)?, &[launch], &[&slice])
 }

@@ -2,8 +2,9 @@
 
 use super::Args;
 use super::pass::{BackwardSolution, Problem, Sizes, Solution, refuse_bad_gradients};
-use super::report::{Place, Report};
+use super::report::Report;
 use crate::cli::failure::Failure;
+use crate::cli::place::Place;
 use kvsieve::attention::cuda::{
     BackwardInputs, BackwardPlan, BackwardResults, Inputs, Plan, Results, Scratch, cuda_kernel,
 };
@@ -37,13 +38,7 @@ pub fn run(args: &Args, index: usize) -> Result<(), Failure> {
     }
     let cpu = Cpu::new(args.compute.threads)?;
     let solution = plans.solve(&problem, &file, &runtime, &arena, &cpu, args.repeat)?;
-    let products = plans.forward.products(&runtime).map_or(String::new(), |products| format!(", {products}"));
-    let nvrtc = runtime.nvrtc().version();
-    let place = Place {
-        device: format!("cuda:{index}"),
-        isa_path: format!("{}, {}, NVRTC {nvrtc}{products}", device.name(), device.architecture()),
-        threads: None,
-    };
+    let place = Place::cuda(index, &runtime, plans.forward.products(&runtime));
     let report = Report::new(name.to_string(), &problem, &sizes, &solution, arena.usage(), place, limit_bytes);
     args.finish(&report, &problem, &solution, &arena)
 }

@@ -1,6 +1,7 @@
 //! What `attend` measured, as JSON and as a summary for people.
 
 use super::pass::{Problem, Sizes, Solution};
+use crate::cli::place::Place;
 use kvsieve::attention::Shape;
 use kvsieve::memory::{LabelBytes, Usage};
 use kvsieve::tensor::DType;
@@ -38,17 +39,6 @@ pub struct Report {
     drift: Drift,
     #[serde(flatten)]
     backward: Option<Backward>,
-}
-
-/// Where it ran.
-#[derive(Serialize)]
-pub struct Place {
-    /// As `--device` names it.
-    pub device: String,
-    /// Threads of the CPU; `None` on a GPU.
-    pub threads: Option<usize>,
-    /// Vector instructions of the CPU; product, architecture and compiler of a GPU.
-    pub isa_path: String,
 }
 
 #[derive(Serialize)]
@@ -145,10 +135,9 @@ impl Report {
             true => "as predicted".into(),
             false => format!("{} predicted", units::bytes(self.predicted_peak_bytes)),
         };
-        let threads = self.place.threads.map_or(String::new(), |threads| format!(", threads: {threads}"));
         let Drift { rel_l2, checked_rows } = self.drift;
         let mut lines = vec![
-            ("kernel", format!("{} on {} ({}){threads}", self.kernel, self.place.device, self.place.isa_path)),
+            ("kernel", format!("{} on {}", self.kernel, self.place)),
             ("shape", shape),
             ("forward", time(self.median_ns, self.flops_per_s)),
         ];

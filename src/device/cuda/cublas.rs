@@ -1,4 +1,4 @@
-//! cuBLAS, NVIDIA's matrix products: loaded when it is there, for the baseline `naive`.
+//! cuBLAS, NVIDIA's matrix products: loaded when it is there, for the baseline `naive` and the linear layers of models.
 //!
 //! Six functions of it are used, taken from the library by name; cudarc's binding would add 680 KB of source. cuBLAS
 //! takes memory of its own when a handle is made (NVIDIA names 32 MiB on Hopper, 4 MiB before); like the context's, it is
@@ -48,6 +48,21 @@ pub struct Gemm {
     pub inputs: DType,
     /// Element type of `c`.
     pub output: DType,
+}
+
+#[cfg(test)]
+impl Gemm {
+    /// What cuBLAS computes, from its definition.
+    pub(crate) fn multiply(&self, a: &[f32], b: &[f32], c: &mut [f32]) {
+        for batch in 0..self.batch {
+            for (i, j) in (0..self.m).flat_map(|i| (0..self.n).map(move |j| (i, j))) {
+                let at_a = |l: usize| if self.transpose_a { i * self.a.0 + l } else { l * self.a.0 + i };
+                let term = |l| a[batch * self.a.1 + at_a(l)] * b[batch * self.b.1 + j * self.b.0 + l];
+                let sum: f32 = (0..self.k).map(term).sum();
+                c[batch * self.c.1 + j * self.c.0 + i] = self.alpha * sum;
+            }
+        }
+    }
 }
 
 /// `cublasOperation_t`.

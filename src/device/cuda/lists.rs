@@ -3,22 +3,13 @@
 //!
 //! Page numbers and lengths are data of the cache that owns the pages ([`crate::cache::cuda`]), which keeps them right.
 
-use super::problem::short;
+use super::problem::{has, short};
 use super::{CudaError, DeviceBuffer, PagedKv, Pages};
 use cudarc::driver::DeviceRepr;
 use std::marker::PhantomData;
-use std::ops::Range;
 
 /// Borrows the buffers whose addresses are in a struct.
 type Borrowed<'a> = PhantomData<&'a DeviceBuffer>;
-
-/// The address of a buffer that holds at least `bytes`.
-fn has(name: &str, buffer: &DeviceBuffer, bytes: usize) -> Result<u64, CudaError> {
-    match buffer.bytes() >= bytes as u64 {
-        true => Ok(buffer.address()),
-        false => Err(CudaError::Operand(format!("{name} has {} bytes; {bytes} are needed", buffer.bytes()))),
-    }
-}
 
 /// A number of which more than all tokens is as good as all.
 fn capped(value: usize) -> i32 {
@@ -27,11 +18,11 @@ fn capped(value: usize) -> i32 {
 
 /// The buffers and extents of [`Lists`].
 pub(crate) struct ListsOperands<'a> {
-    /// The pages.
+    /// The pages, and which list is the first.
     pub kv: PagedKv<'a>,
-    /// `[lists, stride]` in i32.
+    /// `[all lists, stride]` in i32.
     pub positions: &'a DeviceBuffer,
-    /// `[lists, stride]` in f32, where it is kept.
+    /// `[all lists, stride]` in f32, where it is kept.
     pub attention: Option<&'a DeviceBuffer>,
     /// `B Hkv`.
     pub lists: usize,
@@ -66,10 +57,12 @@ impl<'a> Lists<'a> {
     /// [`CudaError::Operand`] when a buffer is too small or an extent too large.
     pub fn new(operands: &ListsOperands<'a>) -> Result<Self, CudaError> {
         let ListsOperands { kv, positions, attention, lists, heads, stride, row_bytes } = *operands;
+        let (before, bytes) = (4 * kv.first_list * stride, 4 * (kv.first_list + lists) * stride);
+        let from = |start: u64| start + before as u64;
         Ok(Lists {
             pages: Pages::new(&kv, lists, stride, row_bytes)?,
-            positions: has("positions", positions, 4 * lists * stride)?,
-            attention: attention.map_or(Ok(0), |attention| has("attention", attention, 4 * lists * stride))?,
+            positions: has("positions", positions, bytes).map(from)?,
+            attention: attention.map_or(Ok(0), |attention| has("attention", attention, bytes).map(from))?,
             heads: short("KV heads", heads)?,
             stride: short("tokens of a list", stride)?,
             buffers: PhantomData,
@@ -286,50 +279,6 @@ impl<'a> Choice<'a> {
     }
 }
 
-/// Tokens that come to every list.
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub(crate) struct Arrival<'a> {
-    k: u64,
-    v: u64,
-    length: i32,
-    first: i32,
-    count: i32,
-    unused: i32,
-    buffers: Borrowed<'a>,
-}
-
-// SAFETY: see `Lists`.
-unsafe impl DeviceRepr for Arrival<'_> {}
-
-impl<'a> Arrival<'a> {
-    /// The tokens `range` of `k` and `v`, `lists` times `length` rows of `row_bytes` each.
-    ///
-    /// # Errors
-    /// As [`Lists::new`].
-    pub fn new(
-        [k, v]: [&'a DeviceBuffer; 2],
-        lists: usize,
-        length: usize,
-        row_bytes: usize,
-        range: Range<usize>,
-    ) -> Result<Self, CudaError> {
-        if range.end > length {
-            return Err(CudaError::Operand(format!("tokens up to {} of {length}", range.end)));
-        }
-        let bytes = lists * length * row_bytes;
-        Ok(Arrival {
-            k: has("k", k, bytes)?,
-            v: has("v", v, bytes)?,
-            length: short("key length", length)?,
-            first: short("first token", range.start)?,
-            count: short("tokens", range.len())?,
-            unused: 0,
-            buffers: PhantomData,
-        })
-    }
-}
-
 /// Slots that stay.
 #[repr(C)]
 #[derive(Clone, Copy)]
@@ -433,79 +382,25 @@ impl<'a> Received<'a> {
     }
 }
 
-/// Tokens of a dense tensor as a tensor of their own.
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub(crate) struct Slice<'a> {
-    from: u64,
-    to: u64,
-    first_head: i32,
-    length: i32,
-    first: i32,
-    count: i32,
-    buffers: Borrowed<'a>,
-}
-
-// SAFETY: see `Lists`.
-unsafe impl DeviceRepr for Slice<'_> {}
-
-impl<'a> Slice<'a> {
-    /// The tokens `range` of the `heads` of `from`, `length` rows of `row_bytes` for each head.
-    ///
-    /// # Errors
-    /// As [`Lists::new`].
-    pub fn new(
-        from: &'a DeviceBuffer,
-        to: &'a mut DeviceBuffer,
-        row_bytes: usize,
-        length: usize,
-        heads: Range<usize>,
-        range: Range<usize>,
-    ) -> Result<Self, CudaError> {
-        if range.end > length {
-            return Err(CudaError::Operand(format!("tokens up to {} of {length}", range.end)));
-        }
-        Ok(Slice {
-            from: has("tokens", from, heads.end * length * row_bytes)?,
-            to: has("room for tokens", to, heads.len() * range.len() * row_bytes)?,
-            first_head: short("first head", heads.start)?,
-            length: short("length", length)?,
-            first: short("first token", range.start)?,
-            count: short("tokens", range.len())?,
-            buffers: PhantomData,
-        })
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use super::super::source::tests::{in_cuda_text, in_rust};
+
     /// The fields of each struct on both sides: same names, same order.
     #[test]
     fn structs_are_the_same_in_rust_and_in_cuda() {
+        let (lists, compact) =
+            (include_str!("../../../kernels/lists.cuh"), include_str!("../../../kernels/compact.cu"));
+        let (select, score) = (include_str!("../../../kernels/select.cu"), include_str!("../../../kernels/score.cu"));
         let sources = [
-            ("lists.cuh", include_str!("../../../kernels/lists.cuh"), &["Lists", "Observers"][..]),
-            ("select.cu", include_str!("../../../kernels/select.cu"), &["Choice"]),
-            ("score.cu", include_str!("../../../kernels/score.cu"), &["Scoring"]),
-            (
-                "compact.cu",
-                include_str!("../../../kernels/compact.cu"),
-                &["Arrival", "Keeping", "Moves", "Turning", "Received", "Slice"],
-            ),
+            (lists, &["Lists", "Observers"][..]),
+            (select, &["Choice"]),
+            (score, &["Scoring"]),
+            (compact, &["Keeping", "Moves", "Turning", "Received"]),
         ];
-        for (file, text, names) in sources {
+        for (text, names) in sources {
             for name in names {
-                let (_, body) = text.split_once(&format!("struct {name} {{")).expect(name);
-                let code =
-                    body.split_once("\n};").unwrap().0.lines().map(|line| line.split("//").next().unwrap().trim());
-                let mut cuda = Vec::new();
-                for part in code.collect::<String>().split([';', ',']).filter(|part| !part.is_empty()) {
-                    cuda.push(part.split([' ', '*']).next_back().unwrap().to_string());
-                }
-                let (_, body) = include_str!("lists.rs").split_once(&format!("struct {name}<'a> {{")).expect(name);
-                let fields = body.split_once('}').unwrap().0.lines().map(str::trim);
-                let mut rust: Vec<&str> = fields.filter_map(|line| Some(line.split_once(':')?.0)).collect();
-                assert_eq!(rust.pop(), Some("buffers"), "{name}: the last of Rust's fields has no size");
-                assert_eq!(rust, cuda, "{name} of {file}");
+                assert_eq!(in_rust(include_str!("lists.rs"), name), in_cuda_text(text, name), "{name}");
             }
         }
     }

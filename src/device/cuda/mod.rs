@@ -9,6 +9,7 @@ mod build;
 mod cublas;
 mod device;
 mod gradients;
+mod layer;
 mod lists;
 mod nvml;
 mod nvrtc;
@@ -18,15 +19,17 @@ mod runtime;
 mod source;
 mod sweep;
 mod tensor_map;
+mod tokens;
 
 pub use build::{Origin, build};
 pub use cublas::{Cublas, Gemm};
-pub(crate) use device::Argument;
+pub(crate) use device::{Argument, Ready};
 pub use device::{Device, DeviceBuffer, Limits, Module};
 pub use gradients::{BackwardOperands, Gradients, backward, deltas};
+pub(crate) use layer::{Each, Embedding, Heads, HeadsOperands, Linear, Narrowing, Norm};
 pub(crate) use lists::{
-    Arrival, Choice, ChoiceOperands, Keeping, Lists, ListsOperands, Moves, Observers, ObserversOperands, Received,
-    Scoring, Slice, Turning,
+    Choice, ChoiceOperands, Keeping, Lists, ListsOperands, Moves, Observers, ObserversOperands, Received, Scoring,
+    Turning,
 };
 pub use nvml::{Condition, Nvml};
 pub use nvrtc::Nvrtc;
@@ -36,6 +39,7 @@ pub use problem::{Extents, Launch, Operands, Problem};
 pub use runtime::Runtime;
 pub use source::{Program, Source};
 pub(crate) use tensor_map::TensorMap;
+pub(crate) use tokens::{Arrival, Corner, Gathering, Slice};
 
 use crate::memory::{ArenaError, Label};
 

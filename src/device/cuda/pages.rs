@@ -82,6 +82,8 @@ impl Slabs {
 pub struct PagedKv<'a> {
     /// The pages' memory.
     pub slabs: &'a Slabs,
+    /// Lists of the table and the lengths before the first one that is meant.
+    pub first_list: usize,
     /// `[lists, table_width]` page numbers in u32: the pages of each list in order.
     pub table: &'a DeviceBuffer,
     /// `[lists]` tokens of each list in i32.
@@ -131,12 +133,13 @@ impl<'a> Pages<'a> {
         needs("bytes of a slab", kv.slabs.slab_bytes, 2 * kv.slab_pages * kv.page_tokens * row_bytes)?;
         needs("pages that the numbers in a slab tell apart", 1 << kv.shift.min(31), kv.slab_pages)?;
         needs("tokens in the pages of a list", (kv.table_width * kv.page_tokens) as u64, max_len)?;
-        needs("bytes of the page table", kv.table.bytes(), 4 * lists * kv.table_width)?;
-        needs("bytes of the lists' lengths", kv.lens.bytes(), 4 * lists)?;
+        let end = kv.first_list + lists;
+        needs("bytes of the page table", kv.table.bytes(), 4 * end * kv.table_width)?;
+        needs("bytes of the lists' lengths", kv.lens.bytes(), 4 * end)?;
         Ok(Pages {
             slabs: kv.slabs.table.address(),
-            table: kv.table.address(),
-            lens: kv.lens.address(),
+            table: kv.table.address() + 4 * (kv.first_list * kv.table_width) as u64,
+            lens: kv.lens.address() + 4 * kv.first_list as u64,
             slab_count: short("slabs", kv.slabs.count())?,
             slab_pages: short("pages of a slab", kv.slab_pages)?,
             shift: kv.shift.min(31) as i32,

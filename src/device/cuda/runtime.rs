@@ -51,6 +51,11 @@ impl Runtime {
         self.cublas.get_or_init(load).as_ref().map(|cublas| cublas.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
+    /// Whose matrix products there are: as `cuBLAS 13.0`, or `own products`.
+    pub fn products(&self) -> String {
+        self.cublas().map_or("own products".into(), |cublas| format!("cuBLAS {}", cublas.version()))
+    }
+
     /// A program's machine code on the GPU.
     ///
     /// # Errors

@@ -2,14 +2,22 @@
 
 use crate::tensor::DType;
 use std::fmt;
+use std::hash::{Hash, Hasher};
 
 /// A file of kernels, which is part of the binary. Whoever launches its kernels declares it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Source {
     /// Its name, as `tiled.cu`.
     pub name: &'static str,
     /// What is in it.
     pub text: &'static str,
+}
+
+/// By the name alone, as a module is looked up before every launch.
+impl Hash for Source {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        self.name.hash(state);
+    }
 }
 
 /// A variant: what is compiled at one time.
@@ -91,12 +99,15 @@ fn expand(source: &str, seen: &mut Vec<&'static str>, text: &mut String) {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
 
-    /// The names of a struct's fields in CUDA, in order.
     fn in_cuda(header: &str, name: &str) -> Vec<String> {
-        let text = HEADERS.iter().find(|source| source.name == header).unwrap().text;
+        in_cuda_text(HEADERS.iter().find(|source| source.name == header).unwrap().text, name)
+    }
+
+    /// The names of a struct's fields in CUDA, in order.
+    pub(in super::super) fn in_cuda_text(text: &str, name: &str) -> Vec<String> {
         let start = format!("struct {name} {{");
         let body = text.split_once(&start).unwrap().1.split_once("};").unwrap().0;
         let code: String = body.lines().map(|line| line.split("//").next().unwrap().trim()).collect();
@@ -105,7 +116,7 @@ mod tests {
     }
 
     /// Likewise in Rust. The last field has no size, and none in CUDA.
-    fn in_rust(text: &'static str, name: &str) -> Vec<&'static str> {
+    pub(in super::super) fn in_rust(text: &'static str, name: &str) -> Vec<&'static str> {
         let start = format!("struct {name}<'a> {{");
         let body = text.split_once(&start).unwrap().1.split_once('}').unwrap().0;
         let code = body.lines().map(str::trim).filter(|line| !line.starts_with("//"));

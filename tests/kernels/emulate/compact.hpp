@@ -49,15 +49,15 @@ int failures(Cache &cache) {
     const int room = cache.stride - *std::max_element(counts.begin(), counts.end()), more = std::min(3, room), length = 5;
     std::vector<Element> k(size_t(count) * length * HEAD_DIM), v(k.size());
     for (size_t i = 0; i < k.size(); i++) k[i] = narrow(cache.normal()), v[i] = narrow(cache.normal());
-    Arrival arrival{k.data(), v.data(), length, 1, more, 0};
+    Arrival arrival{k.data(), v.data(), length, 1, more, 77};
+    for (int &len : cache.lens) len += more;
     if (more) machine::launch({blocks(more, 32), unsigned(count), 1}, 128, 0, [&] { append_tokens(cache.lists, arrival); });
     for (int list = 0; list < count; list++)
         for (int token = 1; token <= more; token++) {
             const size_t row = (size_t(list) * length + token) * HEAD_DIM;
             cache.keys[list].insert(cache.keys[list].end(), &k[row], &k[row] + HEAD_DIM);
             cache.values[list].insert(cache.values[list].end(), &v[row], &v[row] + HEAD_DIM);
-            positions[list].push_back(token), attention[list].push_back(0);
-            cache.lens[list]++;
+            positions[list].push_back(76 + token), attention[list].push_back(0);
         }
     failed += compare("appended", cache, positions);
 
@@ -69,12 +69,23 @@ int failures(Cache &cache) {
         for (int slot = 0; slot < cache.lens[list]; slot++)
             failed += differs("attention", list, slot, cache.attention[list * cache.stride + slot], attention[list][slot] + 0.5, 1e-6);
 
-    // Tokens 1 to 3 of the heads behind the first one.
-    std::vector<Element> taken(size_t(count - 1) * 3 * HEAD_DIM + 1);
-    if (count > 1) machine::launch({1, unsigned(count - 1), 1}, 128, 0, [&] { take_tokens({k.data(), taken.data(), 1, length, 1, 3}); });
+    // Tokens 1 to 3 of the heads behind the first one, to the same places of a shorter tensor.
+    std::vector<Element> taken(size_t(count) * 4 * HEAD_DIM);
+    if (count > 1) machine::launch({1, unsigned(count - 1), 1}, 128, 0, [&] { take_tokens({k.data(), taken.data(), 1, length, 1, 3, 1, 4, 1, 0}); });
     for (int head = 1; head < count; head++)
-        if (memcmp(&taken[size_t(head - 1) * 3 * HEAD_DIM], &k[(size_t(head) * length + 1) * HEAD_DIM], 3 * HEAD_DIM * sizeof(Element)))
+        if (memcmp(&taken[(size_t(head) * 4 + 1) * HEAD_DIM], &k[(size_t(head) * length + 1) * HEAD_DIM], 3 * HEAD_DIM * sizeof(Element)))
             failed += wrong("taken", head, 0, 0, 0);
+
+    // The tokens that every list has, as dense tensors.
+    const int all = *std::min_element(cache.lens.begin(), cache.lens.end());
+    const size_t gathered = size_t(count) * all * HEAD_DIM;
+    std::vector<Element> dense_k(gathered + 1), dense_v(gathered + 1);
+    if (all) machine::launch({blocks(all, 32), unsigned(count), 2}, 128, 0, [&] { gather_tokens(cache.lists, {dense_k.data(), dense_v.data(), all, 0}); });
+    for (int list = 0; all && list < count; list++) {
+        const size_t start = size_t(list) * all * HEAD_DIM, bytes = size_t(all) * HEAD_DIM * sizeof(Element);
+        if (memcmp(&dense_k[start], cache.keys[list].data(), bytes)) failed += wrong("gathered keys", list, 0, 0, 0);
+        if (memcmp(&dense_v[start], cache.values[list].data(), bytes)) failed += wrong("gathered values", list, 0, 0, 0);
+    }
 
     // The first page of the first list moves to one that nobody has.
     const u32 from = cache.pages[0], to = cache.free.back();

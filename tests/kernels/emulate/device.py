@@ -5,7 +5,7 @@
     python3 tests/kernels/emulate/device.py -- target/release/kvsieve attend --device cuda --kernel tiled --input qkv.safetensors
 
 Builds libcuda.so.1 and libnvrtc.so.13 from this folder once, under target/, and gives the command an environment in
-which they are found. KVSIEVE_EMULATED_BYTES is the device's memory (2 GiB), KVSIEVE_EMULATED_CAPABILITY its compute
+which they are found; with --cublas a libcublas.so.13 too. KVSIEVE_EMULATED_BYTES is the device's memory (2 GiB), KVSIEVE_EMULATED_CAPABILITY its compute
 capability (9.0). See docs/testing-kernels.md for what this shows and what it cannot.
 """
 
@@ -41,6 +41,9 @@ def build(cxx):
         subprocess.run([cxx, *flags, *driver, "-ldl", "-Wl,-soname,libcuda.so.1", "-o", f"{made}/libcuda.so.1"], check=True)
         macros = [f'-DFOLDER="{HERE}"', f'-DCXX="{cxx}"']
         subprocess.run([cxx, *flags, *macros, os.path.join(HERE, "nvrtc.cpp"), "-o", f"{made}/libnvrtc.so.13"], check=True)
+        os.mkdir(f"{made}/cublas")  # found only where it is asked for
+        cublas = os.path.join(HERE, "cublas.cpp")
+        subprocess.run([cxx, *flags, cublas, f"{made}/libcuda.so.1", "-o", f"{made}/cublas/libcublas.so.13"], check=True)
         os.symlink("libcuda.so.1", f"{made}/libcuda.so")  # the name that is tried first
         os.symlink("libcuda.so.1", f"{made}/libnvidia-ml.so.1")  # driver/nvml.cpp
         try:
@@ -51,9 +54,10 @@ def build(cxx):
     return folder
 
 
-def environment(folder):
+def environment(folder, cublas):
     found = dict(os.environ)
-    found["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, [folder, found.get("LD_LIBRARY_PATH")]))
+    folders = [folder, os.path.join(folder, "cublas") if cublas else None, found.get("LD_LIBRARY_PATH")]
+    found["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, folders))
     found["KVSIEVE_NVRTC"] = os.path.join(folder, "libnvrtc.so.13")
     found["KVSIEVE_CACHE"] = os.path.join(folder, "kernels")
     return found
@@ -62,12 +66,13 @@ def environment(folder):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cxx", default="g++", help="compiler")
+    parser.add_argument("--cublas", action="store_true", help="with an emulated cuBLAS")
     parser.add_argument("command", nargs="+", help="what to run, after --")
     arguments = parser.parse_args()
     folder = build(arguments.cxx)
     sys.stdout.flush()
     try:
-        os.execvpe(arguments.command[0], arguments.command, environment(folder))
+        os.execvpe(arguments.command[0], arguments.command, environment(folder, arguments.cublas))
     except OSError as error:
         parser.error(f"{arguments.command[0]}: {error.strerror}")
 

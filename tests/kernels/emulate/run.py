@@ -61,9 +61,10 @@ VARIANTS = [
     ("select", "F32", 1, ""),
     ("score", "F32", 40, ""), ("score", "BF16", 128, ""), ("score", "F16", 7, ""),
     ("compact", "F32", 33, ""), ("compact", "BF16", 64, ""), ("compact", "F16", 18, ""),
+    ("model", "F32", 1, ""), ("model", "BF16", 1, ""), ("model", "F16", 1, ""),
 ]  # fmt: skip
-# Families over paged lists; the others compute attention.
-LISTS = ["export", "select", "score", "compact"]
+# Families that are compared number by number, by lists.cpp; the others compute attention.
+LISTS = ["export", "select", "score", "compact", "model"]
 
 
 def run(cxx, folder, number, family, element, head_dim, extra):

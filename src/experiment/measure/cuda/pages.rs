@@ -71,6 +71,7 @@ impl Pages {
     /// What kernels read.
     pub(super) fn kv(&self) -> PagedKv<'_> {
         PagedKv {
+            first_list: 0,
             slabs: &self.slabs,
             table: &self.table,
             lens: &self.lens,

@@ -1,0 +1,29 @@
+//! `generate --device cuda`: the model's weights and cache lie in a GPU's memory; tokens are chosen on the host.
+
+use super::{Args, Ran};
+use crate::cli::failure::Failure;
+use crate::cli::model::OnCuda;
+use crate::cli::place::Place;
+use kvsieve::model::cuda::{DeviceDecoder, DeviceModel};
+use kvsieve::model::{OneSequence, Sampling, Text};
+
+pub fn run(args: &Args, index: usize, sampling: Sampling, text: &Text) -> Result<(), Failure> {
+    let OnCuda { runtime, opened } = args.model.open_on_cuda(index)?;
+    let prompt = text.tokens(&args.prompt)?;
+    let setup = args.model.setup(&opened, 1, prompt.len() + args.max_new_tokens, false)?;
+    let there = DeviceModel::new(&opened.model, &runtime, &opened.arena)?;
+    let mut decoder = DeviceDecoder::new(&there, setup, &opened.arena)?;
+    if let Some(eviction) = args.model.eviction(&opened) {
+        decoder.evict(eviction, &opened.cpu, prompt.len())?;
+    }
+    let generated = args.write(&mut decoder, &opened.model, sampling, text, &prompt)?;
+    let ran = Ran {
+        place: Place::cuda(index, &runtime, Some(runtime.products())),
+        generated,
+        evicted_tokens: decoder.evicted_tokens(),
+        weights_bytes: there.bytes(),
+        kv_bytes_live: decoder.kv_bytes(),
+        peak_bytes: opened.arena.usage().peak_bytes,
+    };
+    args.finish(&opened, &setup, text, &prompt, ran)
+}

@@ -1,0 +1,161 @@
+//! Attention of one sequence on a GPU: one new token over the pages as they lie, several over a copy of their layer's.
+//!
+//! The copy is what the kernel for many queries reads: keys and values of one layer behind one another, `workspace` in
+//! the arena. A single token reads its list once, where it lies; so do several where lists differ in length, after an
+//! eviction.
+
+use crate::attention::cuda::{CUDA_KERNELS, CudaKernel, Inputs, Plan, Results, Scratch, decode_paged};
+use crate::attention::{Params, Shape};
+use crate::cache::PAGE_TOKENS;
+use crate::cache::cuda::DeviceCache;
+use crate::device::cuda::{CudaError, Device, DeviceBuffer, Ready, Runtime};
+use crate::memory::{Arena, Label};
+use crate::model::decoder::params;
+use crate::model::{Config, ModelError, Setup};
+use crate::tensor::DType;
+
+/// A plan with its functions.
+type Planned = (Plan, Vec<Ready>);
+
+/// What attention of a sequence needs.
+pub(super) struct Attend {
+    /// Of a single token, for each layer: with room for the longest list.
+    steps: Vec<Planned>,
+    step_scratch: Scratch,
+    /// Of several tokens, for each layer: for the lengths that come next, over pages or over copies.
+    chunks: Vec<Planned>,
+    paged: bool,
+    chunk_scratch: Scratch,
+    /// A layer's keys and values.
+    gathered: [DeviceBuffer; 2],
+    lse: DeviceBuffer,
+}
+
+/// The kernel for many queries.
+fn for_many() -> &'static dyn CudaKernel {
+    *CUDA_KERNELS.iter().find(|kernel| kernel.name() == "tiled").expect("the kernel is built in")
+}
+
+fn shape(config: &Config, q_len: usize, kv_len: usize) -> Shape {
+    let Config { q_heads, kv_heads, head_dim, .. } = *config;
+    Shape { batch: 1, q_heads, kv_heads, q_len, kv_len, head_dim }
+}
+
+/// Plans of all layers.
+fn plans(
+    config: &Config,
+    runtime: &Runtime,
+    plan: impl Fn(&Params) -> Result<Plan, ModelError>,
+) -> Result<Vec<Planned>, ModelError> {
+    let of_layer = |layer| {
+        let plan = plan(&params(config, layer))?;
+        let ready = plan.ready(runtime)?;
+        Ok((plan, ready))
+    };
+    (0..config.layers).map(of_layer).collect()
+}
+
+impl Attend {
+    /// Takes what is needed and compiles the kernels.
+    ///
+    /// # Errors
+    /// When a kernel cannot do what the model needs, the arena or the GPU has no room, and as [`Runtime::module`].
+    pub fn new(config: &Config, setup: &Setup, runtime: &Runtime, arena: &Arena) -> Result<Self, ModelError> {
+        let (device, dtype, most) = (runtime.device(), setup.kv_dtype, setup.max_tokens);
+        let roomy = shape(config, 1, most);
+        let steps =
+            plans(config, runtime, |params| Ok(decode_paged(&roomy, params, dtype, device.limits(), PAGE_TOKENS)?))?;
+        let rows = setup.chunk_tokens.min(most);
+        let chunks = Self::plan_chunk(config, runtime, dtype, rows, most)?;
+        let copied = if rows > 1 { most * config.kv_width() * dtype.bytes() } else { 0 };
+        let room = |bytes: usize| device.alloc(arena, Label::Workspace, bytes as u64);
+        Ok(Attend {
+            step_scratch: steps[0].0.scratch(device, arena)?,
+            chunk_scratch: chunks[0].0.scratch(device, arena)?,
+            steps,
+            chunks,
+            paged: false,
+            gathered: [room(copied)?, room(copied)?],
+            lse: device.alloc(arena, Label::Activations, 4 * (rows * config.q_heads) as u64)?,
+        })
+    }
+
+    fn plan_chunk(
+        config: &Config,
+        runtime: &Runtime,
+        dtype: DType,
+        q_len: usize,
+        kv_len: usize,
+    ) -> Result<Vec<Planned>, ModelError> {
+        let shape = shape(config, q_len, kv_len);
+        let limits = runtime.device().limits();
+        plans(config, runtime, |params| Ok(for_many().plan(&shape, params, dtype, limits)?))
+    }
+
+    /// Plans the next pass, of `count` tokens at the end of lists that hold them already; they are `ragged` once tokens
+    /// were evicted.
+    ///
+    /// # Errors
+    /// As [`Attend::new`].
+    pub fn prepare(
+        &mut self,
+        config: &Config,
+        (runtime, arena): (&Runtime, &Arena),
+        cache: &DeviceCache,
+        count: usize,
+        ragged: bool,
+    ) -> Result<(), ModelError> {
+        if count == 1 {
+            return Ok(());
+        }
+        let (device, dtype) = (runtime.device(), cache.shape().dtype);
+        let longest = cache.max_len();
+        self.paged = ragged;
+        self.chunks = match ragged {
+            false => Self::plan_chunk(config, runtime, dtype, count, longest)?,
+            true => plans(config, runtime, |params| {
+                Ok(decode_paged(&shape(config, count, longest), params, dtype, device.limits(), PAGE_TOKENS)?)
+            })?,
+        };
+        let plan = &self.chunks[0].0;
+        if !self.chunk_scratch.fits(plan) {
+            self.chunk_scratch = plan.scratch(device, arena)?;
+        }
+        Ok(())
+    }
+
+    /// Log-sum-exps of the queries of the last layer that was begun, `[Hq, count]`.
+    pub fn lse(&self) -> &DeviceBuffer {
+        &self.lse
+    }
+
+    /// Begins the attention of `count` tokens in a layer, as it was prepared: `q` and `o` are `[Hq, count, D]`.
+    ///
+    /// # Errors
+    /// [`CudaError::Operand`] when a buffer is too small, [`CudaError::Driver`] when a launch fails.
+    pub fn begin(
+        &mut self,
+        runtime: &Runtime,
+        cache: &DeviceCache,
+        layer: usize,
+        count: usize,
+        [q, o]: [&mut DeviceBuffer; 2],
+    ) -> Result<(), CudaError> {
+        let heads = cache.shape().kv_heads;
+        let lists = layer * heads..(layer + 1) * heads;
+        let (device, lse): (&Device, _) = (runtime.device(), &mut self.lse);
+        if count == 1 {
+            let (plan, ready) = &self.steps[layer];
+            let kv = cache.kv_from(lists.start);
+            return plan.begin_paged(device, ready, q, &kv, Results { o, lse }, &mut self.step_scratch);
+        }
+        let (plan, ready) = &self.chunks[layer];
+        if self.paged {
+            let kv = cache.kv_from(lists.start);
+            return plan.begin_paged(device, ready, q, &kv, Results { o, lse }, &mut self.chunk_scratch);
+        }
+        let [k, v] = &mut self.gathered;
+        cache.gather(runtime, lists, [&mut *k, &mut *v], plan.extents.kv_len)?;
+        plan.begin(device, ready, Inputs { q, k, v }, Results { o, lse }, &mut self.chunk_scratch)
+    }
+}

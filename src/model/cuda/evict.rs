@@ -1,0 +1,247 @@
+//! A policy at work in a model on a GPU: what [`crate::model::evictor`] does, with the kernels of [`crate::policy::cuda`].
+//!
+//! Keys, values, queries and scores stay on the GPU. What has no form there is refused by name before anything runs.
+
+use super::held::Held;
+use crate::attention::cuda::export::{Observed, columns};
+use crate::attention::cuda::{Results, decode_paged};
+use crate::attention::export::Reduction;
+use crate::attention::{Outputs, Shape};
+use crate::cache::cuda::DeviceCache;
+use crate::device::Cpu;
+use crate::device::cuda::{CudaError, DeviceBuffer, Runtime};
+use crate::memory::{Arena, Label};
+use crate::model::decoder::params;
+use crate::model::evictor::{looks_at_all_queries, recent_queries};
+use crate::model::{Config, Eviction, ModelError};
+use crate::policy::cuda::{DeviceContext, Queries, score, select};
+use crate::policy::{Decoding, Policy, PolicyError, Statistic};
+
+/// A policy with what it has seen of the sequence.
+pub(super) struct DeviceEvictor<'a> {
+    eviction: Eviction<'a>,
+    cpu: &'a Cpu,
+    arena: Arena,
+    budget_tokens: usize,
+    held: Option<Held>,
+    /// Whether another judgement may come.
+    open: bool,
+    steps: usize,
+    evicted_tokens: u64,
+}
+
+impl<'a> DeviceEvictor<'a> {
+    /// For a sequence whose context, as the budget counts it, will be `context` tokens long.
+    ///
+    /// # Errors
+    /// [`PolicyError::Combination`] with what has no form on a GPU; when the budget leaves nothing, or there is no room.
+    pub fn new(
+        eviction: Eviction<'a>,
+        config: &Config,
+        cache: &DeviceCache,
+        context: usize,
+        (runtime, cpu, arena): (&Runtime, &'a Cpu, &Arena),
+    ) -> Result<Self, ModelError> {
+        eviction.check(config)?;
+        check(&eviction, config)?;
+        let Eviction { policy, name, ref budget, .. } = eviction;
+        let (shape, dtype) = (attended(config, 1, 1), cache.shape().dtype);
+        let (token_bytes, lists) = (cache.shape().token_bytes(), cache.shape().lists());
+        let budget_tokens = policy.budget_tokens(name, budget.as_ref(), context, token_bytes, lists)?;
+        let held = match observes(policy) {
+            true => {
+                let extents = (config.layers, recent_queries(policy));
+                Some(Held::new(runtime.device(), arena, extents, &shape, dtype)?)
+            }
+            false => None,
+        };
+        let (arena, open) = (arena.clone(), policy.scorer.is_some());
+        Ok(DeviceEvictor { eviction, cpu, arena, budget_tokens, held, open, steps: 0, evicted_tokens: 0 })
+    }
+
+    /// The policy, if it ever evicts.
+    pub fn judging(&self) -> Option<&'a Policy> {
+        Some(self.eviction.policy).filter(|policy| policy.scorer.is_some())
+    }
+
+    /// List-tokens that were evicted so far.
+    pub fn evicted_tokens(&self) -> u64 {
+        self.evicted_tokens
+    }
+
+    /// Looks at the attention of a layer: `count` queries `[Hq, count, D]` and their log-sum-exps.
+    ///
+    /// # Errors
+    /// When there is no room, and as [`Runtime::module`].
+    pub fn see(
+        &mut self,
+        config: &Config,
+        (runtime, cache): (&Runtime, &DeviceCache),
+        layer: usize,
+        count: usize,
+        [q, lse]: [&DeviceBuffer; 2],
+    ) -> Result<(), CudaError> {
+        if !self.open {
+            return Ok(());
+        }
+        if let Some(held) = &mut self.held {
+            held.push(runtime, layer, count, [q, lse])?;
+        }
+        if self.eviction.policy.looks_at(Statistic::AccumulatedAttention) {
+            let lists = layer * config.kv_heads..(layer + 1) * config.kv_heads;
+            let width = cache.lens()[lists.clone()].iter().copied().max().unwrap_or(0);
+            let (shape, dtype) = (attended(config, count, width), cache.shape().dtype);
+            let params = params(config, layer);
+            let observed = Observed { q, length: count, first: 0, lse, dtype, shape, params };
+            let bytes = 4 * (lists.len() * width) as u64;
+            let mut sums = runtime.device().alloc(&self.arena, Label::Policy, bytes)?;
+            let these = cache.some_lists(lists.clone())?;
+            columns(runtime, &these, &observed, count, Reduction::RECEIVED, &mut sums)?;
+            runtime.device().timed(|| cache.receive(runtime, lists, &sums, width))?;
+        }
+        Ok(())
+    }
+
+    /// Every layer has shown `count` queries.
+    pub fn advance(&mut self, count: usize) {
+        if let Some(held) = self.held.as_mut().filter(|_| self.open) {
+            held.advance(count);
+        }
+    }
+
+    /// Judges after prefill, or after a chunk of it that is not the `last`.
+    ///
+    /// # Errors
+    /// When the policy gives scores that are no numbers, there is no room, or a kernel fails.
+    pub fn judge_prefill(
+        &mut self,
+        config: &Config,
+        runtime: &Runtime,
+        cache: &mut DeviceCache,
+        seen: usize,
+        last: bool,
+    ) -> Result<(), ModelError> {
+        let Some(policy) = self.judging() else { return Ok(()) };
+        self.judge(config, runtime, cache, seen, false)?;
+        if !last {
+            self.held.iter_mut().for_each(Held::forget);
+        } else if policy.schedule.decoding == Decoding::Never {
+            (self.open, self.held) = (false, None);
+        }
+        Ok(())
+    }
+
+    /// What the schedule asks for after a decode step.
+    ///
+    /// # Errors
+    /// As [`DeviceEvictor::judge_prefill`].
+    pub fn judge_step(
+        &mut self,
+        config: &Config,
+        runtime: &Runtime,
+        cache: &mut DeviceCache,
+        seen: usize,
+    ) -> Result<(), ModelError> {
+        let Some(policy) = self.judging() else { return Ok(()) };
+        self.steps += 1;
+        match policy.schedule.decoding {
+            Decoding::EverySteps(every) if self.steps.is_multiple_of(every) => {
+                self.judge(config, runtime, cache, seen, true)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Judges every list and shrinks it. `again` says that lists have changed since the held queries were asked.
+    fn judge(
+        &mut self,
+        config: &Config,
+        runtime: &Runtime,
+        cache: &mut DeviceCache,
+        seen_tokens: usize,
+        again: bool,
+    ) -> Result<(), ModelError> {
+        let DeviceEvictor { eviction, cpu, ref arena, budget_tokens, ref held, .. } = *self;
+        let q_len = held.as_ref().map_or(0, Held::count);
+        let mut dense = held.as_ref().map(|held| held.dense(runtime, arena)).transpose()?;
+        if let Some([q, lse]) = dense.as_mut().filter(|_| again && q_len > 1) {
+            *lse = ask_again(config, runtime, arena, cache, q, q_len)?;
+        }
+        let queries = dense.as_ref().map(|[q, lse]| Queries { q, length: q_len, first: 0, lse, q_len });
+        let context = DeviceContext {
+            runtime,
+            arena,
+            cpu,
+            queries,
+            q_heads: config.q_heads,
+            params: params(config, 0),
+            layers: config.layers,
+            seen_tokens,
+            budget_tokens,
+        };
+        let Some(mut scored) = score(eviction.policy, &context, cache)? else { return Ok(()) };
+        let selection = select(eviction.policy, &context, cache, &mut scored)?;
+        let before: usize = cache.lens().iter().sum();
+        cache.keep(runtime, &selection.slots, selection.width, &selection.counts, &selection.counts_there)?;
+        cache.release(runtime)?;
+        self.evicted_tokens += (before - cache.lens().iter().sum::<usize>()) as u64;
+        Ok(())
+    }
+}
+
+/// Extents of a layer's queries over lists of at most `kv_len` tokens.
+fn attended(config: &Config, q_len: usize, kv_len: usize) -> Shape {
+    let Config { q_heads, kv_heads, head_dim, .. } = *config;
+    Shape { batch: 1, q_heads, kv_heads, q_len, kv_len, head_dim }
+}
+
+/// Whether judgements look at the latest queries.
+fn observes(policy: &Policy) -> bool {
+    policy.scorer.as_ref().and_then(|scorer| scorer.recipe()).is_some_and(|recipe| recipe.observes())
+}
+
+/// Refuses what has no form on a GPU.
+fn check(eviction: &Eviction<'_>, config: &Config) -> Result<(), PolicyError> {
+    let Eviction { policy, name, .. } = *eviction;
+    policy.check_device(name)?;
+    let refuse = |reason: &str| {
+        Err(PolicyError::Combination { policy: name.into(), reason: format!("{reason}; use --device cpu") })
+    };
+    if policy.scorer.is_none() {
+        return Ok(());
+    }
+    if config.windows.iter().any(Option::is_some) {
+        return refuse("in a model with sliding windows nothing is evicted on CUDA yet");
+    }
+    if policy.rerotates {
+        return refuse("keys are not turned in models on CUDA yet");
+    }
+    if policy.schedule.decoding == Decoding::Delayed {
+        return refuse("tokens that leave a window are not judged one by one on CUDA yet");
+    }
+    if looks_at_all_queries(policy) {
+        return refuse("it looks at all queries of the context, which are not held on CUDA yet");
+    }
+    Ok(())
+}
+
+/// Log-sum-exps of held queries `[layers, Hq, q_len, D]` over the lists as they are now.
+fn ask_again(
+    config: &Config,
+    runtime: &Runtime,
+    arena: &Arena,
+    cache: &DeviceCache,
+    q: &DeviceBuffer,
+    q_len: usize,
+) -> Result<DeviceBuffer, ModelError> {
+    let (device, held) = (runtime.device(), *cache.shape());
+    let shape = Shape { batch: config.layers, ..attended(config, q_len, cache.max_len()) };
+    let plan = decode_paged(&shape, &params(config, 0), held.dtype, device.limits(), held.page_tokens)?;
+    let mut scratch = plan.scratch(device, arena)?;
+    let lse_bytes = 4 * shape.rows() as u64;
+    let o_bytes = Outputs::bytes(&shape, held.dtype) - lse_bytes;
+    let mut o = device.alloc(arena, Label::Policy, o_bytes)?;
+    let mut lse = device.alloc(arena, Label::Policy, lse_bytes)?;
+    plan.forward_paged(runtime, q, &cache.kv(), Results { o: &mut o, lse: &mut lse }, &mut scratch)?;
+    Ok(lse)
+}

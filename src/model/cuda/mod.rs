@@ -1,0 +1,255 @@
+//! A model on a GPU: weights copied there once, keys and values in pages there, attention by this project's kernels.
+//!
+//! [`DeviceDecoder`] runs one sequence, chunk by chunk and then token by token. Only tokens and angles go to the GPU, and
+//! only logits come back. All kernels of a pass are begun one behind another and waited for once. What is computed is
+//! what [`super::Decoder`] computes.
+
+mod attend;
+mod block;
+mod evict;
+mod held;
+mod layers;
+mod weights;
+
+use super::{Eviction, Model, ModelError, OneSequence, Setup, rope};
+use crate::cache::cuda::DeviceCache;
+use crate::cache::{CacheShape, PAGE_TOKENS};
+use crate::device::Cpu;
+use crate::device::cuda::{CudaError, Runtime};
+use crate::memory::Arena;
+use crate::policy::Decoding;
+use attend::Attend;
+use block::Buffers;
+use evict::DeviceEvictor;
+use layers::Layers;
+use weights::DeviceWeights;
+
+/// A model whose weights lie in a GPU's memory.
+pub struct DeviceModel<'a> {
+    model: &'a Model,
+    runtime: &'a Runtime,
+    weights: DeviceWeights,
+}
+
+impl<'a> DeviceModel<'a> {
+    /// Copies the weights of a model.
+    ///
+    /// # Errors
+    /// At the arena's limit, or when the GPU has no room.
+    pub fn new(model: &'a Model, runtime: &'a Runtime, arena: &Arena) -> Result<Self, ModelError> {
+        Ok(DeviceModel { model, runtime, weights: DeviceWeights::upload(model, runtime.device(), arena)? })
+    }
+
+    /// Bytes of all parameters, as the arena counts them.
+    pub fn bytes(&self) -> u64 {
+        self.weights.bytes
+    }
+}
+
+/// A model at work on one sequence on a GPU.
+pub struct DeviceDecoder<'a> {
+    of: &'a DeviceModel<'a>,
+    setup: Setup,
+    layers: Layers<'a>,
+    cache: DeviceCache,
+    seen: usize,
+    buffers: Buffers,
+    attend: Attend,
+    arena: Arena,
+    evictor: Option<DeviceEvictor<'a>>,
+}
+
+impl<'a> DeviceDecoder<'a> {
+    /// A model with an empty cache; its kernels are compiled here.
+    ///
+    /// # Errors
+    /// When a kernel cannot do what the model needs, when the arena or the GPU has no room, and as [`Runtime::module`].
+    ///
+    /// # Panics
+    /// When the setup is for several sequences.
+    pub fn new(of: &'a DeviceModel<'a>, setup: Setup, arena: &Arena) -> Result<Self, ModelError> {
+        assert_eq!(setup.batch, 1, "sequences of a decoder on a GPU");
+        let (config, device) = (&of.model.config, of.runtime.device());
+        let shape = CacheShape {
+            batch: config.layers,
+            kv_heads: config.kv_heads,
+            head_dim: config.head_dim,
+            dtype: setup.kv_dtype,
+            max_tokens: setup.max_tokens,
+            page_tokens: PAGE_TOKENS,
+            columns: setup.columns,
+        };
+        let cache = DeviceCache::new(device, arena, shape)?;
+        of.runtime.module(&cache.program())?;
+        Ok(DeviceDecoder {
+            of,
+            setup,
+            layers: Layers::new(of.runtime, of.weights.dtypes.iter().copied().chain([setup.kv_dtype]))?,
+            cache,
+            seen: 0,
+            buffers: Buffers::allocate(of, &setup, device, arena)?,
+            attend: Attend::new(config, &setup, of.runtime, arena)?,
+            arena: arena.clone(),
+            evictor: None,
+        })
+    }
+
+    /// The keys and values so far.
+    pub fn cache(&self) -> &DeviceCache {
+        &self.cache
+    }
+
+    /// Forgets the sequence and the policy.
+    ///
+    /// # Errors
+    /// [`CudaError::Driver`] when the GPU cannot be told.
+    pub fn clear(&mut self) -> Result<(), ModelError> {
+        (self.seen, self.evictor) = (0, None);
+        Ok(self.cache.clear()?)
+    }
+
+    /// Puts a policy to work, before the first token; `cpu` divides its budget, which counts a prompt of `context`
+    /// tokens.
+    ///
+    /// # Errors
+    /// When the policy has no form on a GPU or the model cannot do what it does, the budget leaves nothing, or there is
+    /// no room.
+    ///
+    /// # Panics
+    /// When the setup lacks a column of the policy.
+    pub fn evict(&mut self, eviction: Eviction<'a>, cpu: &'a Cpu, context: usize) -> Result<(), ModelError> {
+        let columns = eviction.policy.columns();
+        assert!(columns.iter().all(|column| self.setup.columns.contains(column)), "a cache with the policy's columns");
+        let place = (self.of.runtime, cpu, &self.arena);
+        self.evictor = Some(DeviceEvictor::new(eviction, &self.of.model.config, &self.cache, context, place)?);
+        Ok(())
+    }
+
+    /// Tokens that were evicted, counted in every list.
+    pub fn evicted_tokens(&self) -> u64 {
+        self.evictor.as_ref().map_or(0, DeviceEvictor::evicted_tokens)
+    }
+
+    /// Runs a prompt and lets the policy judge after it, or after each chunk that its schedule names.
+    /// `visit(place, logits)` gets the logits `[vocab]` of every token, or of the last, as the setup says; `place` counts
+    /// from the first token of this call. `sequence` is what the sequence is called where a token is refused.
+    ///
+    /// # Errors
+    /// When a token is not one of the model's, when the arena or the GPU has no room, or a kernel fails.
+    pub fn prefill(
+        &mut self,
+        sequence: usize,
+        tokens: &[u32],
+        mut visit: impl FnMut(usize, &[f32]),
+    ) -> Result<(), ModelError> {
+        self.of.model.check_tokens(sequence, self.seen, tokens)?;
+        let horizon = self.seen + tokens.len();
+        let policy = self.evictor.as_ref().and_then(DeviceEvictor::judging);
+        let piece = policy.and_then(|policy| policy.schedule.chunk_tokens).unwrap_or(tokens.len()).max(1);
+        for (index, tokens) in tokens.chunks(piece).enumerate() {
+            self.feed(tokens, horizon, |place, logits| visit(index * piece + place, logits))?;
+            if let Some(evictor) = &mut self.evictor {
+                let (config, last) = (&self.of.model.config, self.seen == horizon);
+                evictor.judge_prefill(config, self.of.runtime, &mut self.cache, self.seen, last)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Runs tokens that follow, and lets the policy judge after each where its schedule asks for that; else they go
+    /// through together. `visit` and `sequence` as in [`DeviceDecoder::prefill`].
+    ///
+    /// # Errors
+    /// As [`DeviceDecoder::prefill`].
+    pub fn follow(
+        &mut self,
+        sequence: usize,
+        tokens: &[u32],
+        mut visit: impl FnMut(usize, &[f32]),
+    ) -> Result<(), ModelError> {
+        self.of.model.check_tokens(sequence, self.seen, tokens)?;
+        let policy = self.evictor.as_ref().and_then(DeviceEvictor::judging);
+        let together = policy.is_none_or(|policy| policy.schedule.decoding == Decoding::Never);
+        let piece = if together { tokens.len().max(1) } else { 1 };
+        for (index, tokens) in tokens.chunks(piece).enumerate() {
+            let horizon = self.seen + tokens.len();
+            self.feed(tokens, horizon, |place, logits| visit(index * piece + place, logits))?;
+            if let Some(evictor) = self.evictor.as_mut().filter(|_| !together) {
+                evictor.judge_step(&self.of.model.config, self.of.runtime, &mut self.cache, self.seen)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Runs tokens, a chunk at a time, of a sequence that will have `horizon` tokens.
+    fn feed(&mut self, tokens: &[u32], horizon: usize, mut visit: impl FnMut(usize, &[f32])) -> Result<(), ModelError> {
+        let vocab = self.of.model.config.vocab;
+        for (index, chunk) in tokens.chunks(self.setup.chunk_tokens).enumerate() {
+            let start = index * self.setup.chunk_tokens;
+            let last = self.seen + chunk.len() == horizon;
+            let wanted = match (self.setup.all_logits, last) {
+                (true, _) => 0..chunk.len(),
+                (false, true) => chunk.len() - 1..chunk.len(),
+                (false, false) => 0..0,
+            };
+            self.pass(chunk, horizon, wanted.clone())?;
+            let mut logits = vec![0f32; wanted.len() * vocab];
+            self.buffers.logits.read(bytemuck::cast_slice_mut(&mut logits))?;
+            for (place, logits) in wanted.zip(logits.chunks_exact(vocab)) {
+                visit(start + place, logits);
+            }
+        }
+        Ok(())
+    }
+
+    /// One chunk through all blocks, and the logits of the rows that are `wanted`.
+    fn pass(&mut self, tokens: &[u32], horizon: usize, wanted: std::ops::Range<usize>) -> Result<(), ModelError> {
+        let (config, runtime, count) = (&self.of.model.config, self.of.runtime, tokens.len());
+        self.cache.grow(runtime.device(), count)?;
+        let ragged = self.evicted_tokens() > 0;
+        self.attend.prepare(config, (runtime, &self.arena), &self.cache, count, ragged)?;
+        self.buffers.tokens.write(bytemuck::cast_slice(tokens))?;
+        self.turn_angles(count, horizon)?;
+        runtime.device().timed(|| {
+            let Buffers { tokens, hidden, .. } = &mut self.buffers;
+            self.layers.embed(tokens, &self.of.weights.embedding, hidden, count, config.embedding_scale)?;
+            (0..config.layers).try_for_each(|layer| self.block(layer, count))?;
+            self.logits(wanted)
+        })?;
+        self.seen += count;
+        if let Some(evictor) = &mut self.evictor {
+            evictor.advance(count);
+        }
+        Ok(())
+    }
+
+    /// Cosines and sines of the positions of the next `count` tokens.
+    fn turn_angles(&mut self, count: usize, horizon: usize) -> Result<(), CudaError> {
+        let config = &self.of.model.config;
+        let frequencies = config.rope.frequencies(config.head_dim, config.max_positions, horizon);
+        let factor = config.rope.attention_factor();
+        let mut angles = vec![0f32; count * config.head_dim];
+        for (position, row) in (self.seen..).zip(angles.chunks_exact_mut(config.head_dim)) {
+            rope::angles(&frequencies, position, factor, row);
+        }
+        self.buffers.angles.write(bytemuck::cast_slice(&angles))
+    }
+}
+
+impl OneSequence for DeviceDecoder<'_> {
+    fn prompt(&mut self, tokens: &[u32], last: &mut dyn FnMut(&[f32])) -> Result<(), ModelError> {
+        self.prefill(0, tokens, |place, logits| {
+            if place + 1 == tokens.len() {
+                last(logits);
+            }
+        })
+    }
+
+    fn step(&mut self, token: u32, logits: &mut dyn FnMut(&[f32])) -> Result<(), ModelError> {
+        self.follow(0, &[token], |_, row| logits(row))
+    }
+
+    fn kv_bytes(&self) -> u64 {
+        self.cache.pages() as u64 * self.cache.shape().page_bytes()
+    }
+}

@@ -1,0 +1,204 @@
+//! Models on a GPU against what `transformers` gave, and against the CPU. Ignored unless asked for:
+//! `cargo test --release -- --ignored cuda`, on a GPU or on the emulated device (`tests/kernels/emulate/device.py`).
+
+mod common;
+
+use assert_cmd::Command;
+use common::models::{all, checkpoint, deviation, furthest};
+use kvsieve::device::Cpu;
+use kvsieve::device::cuda::Runtime;
+use kvsieve::memory::Arena;
+use kvsieve::model::cuda::{DeviceDecoder, DeviceModel};
+use kvsieve::model::{Decoder, Eviction, Model, Sampler, Sampling, Setup, generate};
+use kvsieve::policy::Registry;
+use kvsieve::tensor::DType;
+use safetensors::SafeTensors;
+
+fn setup(chunk_tokens: usize) -> Setup {
+    Setup { batch: 1, max_tokens: 80, chunk_tokens, all_logits: true, kv_dtype: DType::F32, columns: &[] }
+}
+
+#[test]
+#[ignore = "needs a GPU, or the emulated device (tests/kernels/emulate/device.py)"]
+fn cuda_logits_are_those_of_transformers_whatever_the_chunks() {
+    let runtime = Runtime::open(0, None).unwrap();
+    let mut failed = Vec::new();
+    for name in all() {
+        let expected = checkpoint(&name);
+        let model = Model::open(&expected.folder, &Arena::unlimited()).unwrap();
+        let bound = 1e-3 * deviation(&expected.logits);
+        let arena = Arena::unlimited();
+        let there = DeviceModel::new(&model, &runtime, &arena).unwrap();
+        assert_eq!(arena.usage().live_bytes, there.bytes());
+        for chunk in [80, 1, 7] {
+            let mut decoder = DeviceDecoder::new(&there, setup(chunk), &arena).unwrap();
+            let mut got = Vec::new();
+            // Twice, the second time where other tokens were.
+            for _ in 0..2 {
+                decoder.clear().unwrap();
+                got.clear();
+                let feed = decoder.prefill(0, &expected.tokens, |place, logits| {
+                    assert_eq!(got.len(), place * logits.len());
+                    got.extend_from_slice(logits);
+                });
+                feed.unwrap();
+            }
+            let off = furthest(&got, &expected.logits);
+            println!("{name}, chunks of {chunk}: off by {off}, allowed {bound}");
+            if off.is_nan() || off > bound {
+                failed.push(format!("{name}, chunks of {chunk}: off by {off}, allowed {bound}"));
+            }
+        }
+    }
+    assert!(failed.is_empty(), "{failed:#?}");
+}
+
+#[test]
+#[ignore = "needs a GPU, or the emulated device (tests/kernels/emulate/device.py)"]
+fn cuda_greedy_continuations_are_those_of_transformers() {
+    let runtime = Runtime::open(0, None).unwrap();
+    for name in all() {
+        let expected = checkpoint(&name);
+        let model = Model::open(&expected.folder, &Arena::unlimited()).unwrap();
+        let arena = Arena::unlimited();
+        let there = DeviceModel::new(&model, &runtime, &arena).unwrap();
+        let setup = Setup { all_logits: false, ..setup(16) };
+        let mut decoder = DeviceDecoder::new(&there, setup, &arena).unwrap();
+        let mut sampler = Sampler::new(Sampling::GREEDY);
+        let most_tokens = expected.greedy.len();
+        let generated = generate(&mut decoder, &expected.tokens, &mut sampler, &[], most_tokens, |_| ()).unwrap();
+        assert_eq!(generated.tokens, expected.greedy, "{name}");
+    }
+}
+
+/// Logits of all tokens, with `after` of them before the policy judges, and what it evicted.
+fn on_cpu(model: &Model, tokens: &[u32], eviction: Eviction<'_>, after: usize, chunk: usize) -> (Vec<f32>, u64) {
+    let (cpu, arena) = (Cpu::new(Some(2)).unwrap(), Arena::unlimited());
+    let setup = Setup { columns: eviction.policy.columns(), ..setup(chunk) };
+    let mut decoder = Decoder::new(model, setup, &cpu, &arena).unwrap();
+    decoder.evict(eviction, &[after]).unwrap();
+    let mut all = Vec::new();
+    decoder.prefill(&[&tokens[..after]], |_, _, logits| all.extend_from_slice(logits)).unwrap();
+    decoder.follow(&[&tokens[after..]], |_, _, logits| all.extend_from_slice(logits)).unwrap();
+    (all, decoder.evicted_tokens())
+}
+
+#[test]
+#[ignore = "needs a GPU, or the emulated device (tests/kernels/emulate/device.py)"]
+fn cuda_policies_evict_in_models_as_on_the_cpu() {
+    let (runtime, cpu) = (Runtime::open(0, None).unwrap(), Cpu::new(Some(1)).unwrap());
+    let cases = [
+        ("streaming-llm:sink=4+once", 24, 80),
+        ("knorm", 24, 80),
+        ("keydiff+every:steps=3", 20, 9),
+        ("snapkv:window=4,kernel=3+once", 24, 7),
+        ("snapkv:window=4,kernel=3+every:steps=5", 24, 3),
+        ("ada-snapkv:window=4,kernel=3", 30, 80),
+        ("pyramidkv:window=2", 30, 80),
+        ("h2o", 24, 16),
+        ("h2o:age=true+once", 24, 5),
+        ("tova", 24, 80),
+        ("knorm+chunks:tokens=10", 40, 4),
+        ("snapkv:window=4,kernel=3+chunks:tokens=13", 40, 80),
+        ("full", 24, 80),
+    ];
+    let mut failed = Vec::new();
+    for name in ["llama", "qwen3", "llama-odd"] {
+        let expected = checkpoint(name);
+        let (tokens, host) = (&expected.tokens, Arena::unlimited());
+        let model = Model::open(&expected.folder, &host).unwrap();
+        let bound = 1e-3 * deviation(&expected.logits);
+        for (text, after, chunk) in cases {
+            let policy = Registry::default().policy(text).unwrap();
+            let eviction = Eviction { policy: &policy, name: text, budget: Some("12".parse().unwrap()), seed: 0 };
+            let (wanted, evicted) = on_cpu(&model, tokens, eviction, after, chunk);
+            let arena = Arena::unlimited();
+            let there = DeviceModel::new(&model, &runtime, &arena).unwrap();
+            let setup = Setup { columns: policy.columns(), ..setup(chunk) };
+            let mut decoder = DeviceDecoder::new(&there, setup, &arena).unwrap();
+            decoder.evict(eviction, &cpu, after).unwrap();
+            let mut got = Vec::new();
+            decoder.prefill(0, &tokens[..after], |_, logits| got.extend_from_slice(logits)).unwrap();
+            decoder.follow(0, &tokens[after..], |_, logits| got.extend_from_slice(logits)).unwrap();
+            let off = furthest(&got, &wanted);
+            println!("{name}, {text}: off by {off}, allowed {bound}; {evicted} evicted");
+            assert!(text == "full" || evicted > 0, "{name}, {text}");
+            if off.is_nan() || off > bound || decoder.evicted_tokens() != evicted {
+                failed.push(format!("{name}, {text}: off by {off}; {} evicted", decoder.evicted_tokens()));
+            }
+        }
+    }
+    assert!(failed.is_empty(), "{failed:#?}");
+}
+
+#[test]
+#[ignore = "needs a GPU, or the emulated device (tests/kernels/emulate/device.py)"]
+fn cuda_policies_without_a_form_in_models_are_refused_by_name() {
+    let (runtime, cpu) = (Runtime::open(0, None).unwrap(), Cpu::new(Some(1)).unwrap());
+    let cases = [
+        ("gemma2", "knorm", "'knorm': in a model with sliding windows nothing is evicted on CUDA yet"),
+        ("llama", "knorm+rerotate", "keys are not turned in models on CUDA yet"),
+        ("llama", "qfilters", "no kernel for it on CUDA yet"),
+        ("llama", "snapkv+delayed", "are not judged one by one on CUDA yet"),
+    ];
+    for (name, text, reason) in cases {
+        let model = Model::open(&checkpoint(name).folder, &Arena::unlimited()).unwrap();
+        let Ok(policy) = Registry::default().policy(text) else { panic!("{text}") };
+        let arena = Arena::unlimited();
+        let there = DeviceModel::new(&model, &runtime, &arena).unwrap();
+        let mut decoder = DeviceDecoder::new(&there, setup(16), &arena).unwrap();
+        let eviction = Eviction { policy: &policy, name: text, budget: Some("12".parse().unwrap()), seed: 0 };
+        let error = decoder.evict(eviction, &cpu, 24).unwrap_err().to_string();
+        assert!(error.contains(reason) && error.ends_with("use --device cpu"), "{error}");
+    }
+}
+
+fn json(arguments: &[&str]) -> serde_json::Value {
+    let mut command = Command::cargo_bin("kvsieve").unwrap();
+    let run = command.args(arguments).args(["--json", "-"]).assert().success();
+    serde_json::from_slice(&run.get_output().stdout).unwrap()
+}
+
+#[test]
+#[ignore = "needs a GPU, or the emulated device (tests/kernels/emulate/device.py)"]
+fn cuda_commands_report_what_they_report_on_the_cpu() {
+    let folder = tempfile::tempdir().unwrap();
+    let expected = checkpoint("llama");
+    let (tokens, output) = (folder.path().join("tokens.json"), folder.path().join("logits.safetensors"));
+    std::fs::write(&tokens, format!("{{\"tokens\": [{:?}, [5, 6, 7]]}}", expected.tokens)).unwrap();
+    let (tokens, output) = (tokens.to_str().unwrap(), output.to_str().unwrap());
+    let model = "tests/models/llama";
+    let logits = ["logits", "--model", model, "--tokens", tokens, "--output", output, "--chunk", "16"];
+    let prompt = "w9 w17 w33 w8 w100 w54 w21 w77";
+    let generate = ["generate", "--model", model, "--prompt", prompt, "--max-new-tokens", "6"];
+    let evicting = ["--policy", "snapkv:window=2", "--budget", "4"];
+    for (arguments, more) in [(&logits[..], &[][..]), (&generate, &[]), (&generate, &evicting)] {
+        let arguments = [arguments, more].concat();
+        let on_cpu = json(&[&arguments[..], &["--threads", "1"]].concat());
+        let on_gpu = json(&[&arguments[..], &["--device", "cuda"]].concat());
+        let names = |report: &serde_json::Value| report.as_object().unwrap().keys().cloned().collect::<Vec<_>>();
+        assert_eq!(names(&on_cpu), names(&on_gpu));
+        for name in ["tokens", "text", "evicted_tokens", "prompt_kv_bytes"] {
+            assert_eq!(on_cpu[name], on_gpu[name], "{arguments:?}: {name}");
+        }
+        assert_eq!((&on_gpu["device"], &on_gpu["threads"]), (&"cuda:0".into(), &serde_json::Value::Null));
+        assert!(on_gpu["isa_path"].as_str().unwrap().contains("NVRTC"), "{on_gpu}");
+        assert!(on_gpu["peak_bytes"].as_u64() > on_gpu["weights_bytes"].as_u64(), "{on_gpu}");
+    }
+    let bytes = std::fs::read(output).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    let found = file.tensor("logits").unwrap();
+    assert_eq!(found.shape(), [2, expected.tokens.len(), 120]);
+    let values: Vec<f32> =
+        found.data().chunks_exact(4).map(|bytes| f32::from_le_bytes(bytes.try_into().unwrap())).collect();
+    let first = &values[..expected.logits.len()];
+    assert!(furthest(first, &expected.logits) < 1e-3 * deviation(&expected.logits));
+
+    let mut command = Command::cargo_bin("kvsieve").unwrap();
+    let refused = command.args(logits).args(["--device", "cuda", "--limit-memory", "64KiB"]).assert().code(1);
+    refused.stderr(predicates::str::contains("weights"));
+    let mut command = Command::cargo_bin("kvsieve").unwrap();
+    let refused =
+        command.args(generate).args(["--device", "cuda", "--policy", "cur", "--budget", "4"]).assert().code(2);
+    refused.stderr(predicates::str::contains("no kernel for it on CUDA yet"));
+}
