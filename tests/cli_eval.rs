@@ -48,6 +48,27 @@ fn a_leaderboard_and_figures_come_of_one_command() {
 }
 
 #[test]
+fn the_model_that_comes_along_answers_with_its_whole_cache_and_not_with_a_sixteenth() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = concat!(env!("CARGO_MANIFEST_DIR"), "/models/builtin");
+    let tasks = ["--task", "recall,niah-single-1,niah-multikey-1,passkey", "--context", "1k,2k", "--samples", "8"];
+    let policies = ["--policy", "full,streaming-llm", "--budget", "0.0625", "--json", "-"];
+    let output = run(folder.path(), &[&["eval", "--model", model][..], &tasks, &policies].concat());
+    let (out, err) = (text(&output.stdout), text(&output.stderr));
+    assert!(output.status.success(), "{err}");
+    let (mut whole, mut evicted) = (Vec::new(), Vec::new());
+    for line in out.lines() {
+        let record: serde_json::Value = serde_json::from_str(line).unwrap();
+        let score = record["answers"]["accuracy"]["mean"].as_f64().unwrap();
+        if record["cell"]["policy"] == "full" { &mut whole } else { &mut evicted }.push(score);
+    }
+    let mean = |scores: &[f64]| scores.iter().sum::<f64>() / scores.len() as f64;
+    assert_eq!((whole.len(), evicted.len()), (8, 8));
+    assert!(mean(&whole) >= 0.95, "with the full cache: {whole:?}");
+    assert!(mean(&evicted) <= 0.3, "with a sixteenth of it: {evicted:?}");
+}
+
+#[test]
 fn a_table_says_why_a_cell_has_no_number() {
     let folder = tempfile::tempdir().unwrap();
     byte_model::write(&folder.path().join("m"), 2048);
@@ -105,12 +126,22 @@ fn a_text_has_a_perplexity() {
 }
 
 #[test]
+fn a_program_far_from_its_model_says_so() {
+    let folder = tempfile::tempdir().unwrap();
+    let program = folder.path().join(if cfg!(windows) { "kvsieve.exe" } else { "kvsieve" });
+    std::fs::copy(env!("CARGO_BIN_EXE_kvsieve"), &program).unwrap();
+    let output = Command::new(&program).current_dir(folder.path()).arg("eval").output().unwrap();
+    let error = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{error}");
+    assert!(error.contains("the built-in model is neither") && error.trim_end().lines().count() == 1, "{error}");
+}
+
+#[test]
 fn mistakes_are_one_line() {
     let folder = tempfile::tempdir().unwrap();
     byte_model::write(&folder.path().join("m"), 2048);
     for (arguments, expected) in [
         (&["eval", "--model", "nowhere"][..], "nowhere"),
-        (&["eval"], "the built-in model is neither"),
         (&["eval", "--model", "m", "--task", "chess"], "unknown task 'chess'"),
         (&["eval", "--model", "m", "--policy", "h3o"], "unknown policy 'h3o'"),
         (&["eval", "--model", "m", "--budget", "1.5"], "--budget: '1.5' is not a budget"),
