@@ -195,7 +195,7 @@ fn cuda_commands_report_what_they_report_on_the_cpu() {
     assert!(furthest(first, &expected.logits) < 1e-3 * deviation(&expected.logits));
 
     let mut command = Command::cargo_bin("kvsieve").unwrap();
-    let refused = command.args(logits).args(["--device", "cuda", "--limit-memory", "64KiB"]).assert().code(1);
+    let refused = command.args(logits).args(["--device", "cuda", "--limit-memory", "64KiB"]).assert().code(2);
     refused.stderr(predicates::str::contains("weights"));
     let mut command = Command::cargo_bin("kvsieve").unwrap();
     let refused =
