@@ -63,7 +63,8 @@ impl Linear {
         let unit = |unit: usize| {
             let first = unit * PANEL;
             slots.with(|scratch| {
-                isa.run(Panel { columns: columns(first, PANEL.min(width - first)), scratch, y: &y });
+                let columns = columns(first, PANEL.min(width - first));
+                isa.run(Panel { columns, rounds: x.rounds, scratch, y: &y });
             });
         };
         cpu.install(|| (0..width.div_ceil(PANEL)).into_par_iter().with_max_len(1).for_each(unit));

@@ -2,12 +2,15 @@
 
 use crate::device::simd::linear::padded_rows;
 use crate::memory::{Arena, ArenaError, Buffer, Label};
+use crate::tensor::DType;
 
 /// Rows of `width` elements, each followed by zeros up to whole vectors, with room for whole register tiles.
 pub(super) struct Sheet {
     pub data: Buffer<f32>,
     pub width: usize,
     pub stride: usize,
+    /// Whether products with bf16 weights may round it to bf16.
+    pub rounds: bool,
 }
 
 impl Sheet {
@@ -15,10 +18,15 @@ impl Sheet {
         width.next_multiple_of(16)
     }
 
-    /// Zeros.
-    pub fn new(arena: &Arena, rows: usize, width: usize) -> Result<Self, ArenaError> {
+    /// Zeros, of a pass that keeps keys and values as `kv_dtype`: where these are f32, nothing else is rounded either.
+    pub fn new(arena: &Arena, rows: usize, width: usize, kv_dtype: DType) -> Result<Self, ArenaError> {
         let stride = Self::stride(width);
-        Ok(Sheet { data: arena.alloc(Label::Activations, padded_rows(rows) * stride)?, width, stride })
+        Ok(Sheet {
+            data: arena.alloc(Label::Activations, padded_rows(rows) * stride)?,
+            width,
+            stride,
+            rounds: kv_dtype != DType::F32,
+        })
     }
 
     /// Bytes that [`Sheet::new`] takes.

@@ -6,7 +6,7 @@
 //! product: [`Few`] reads each row of `w` once, where it lies, at the speed of the memory. Either way each element of `y`
 //! is one sum in one order, whoever computes it.
 //!
-//! Where the processor multiplies pairs of bf16 and `w` is bf16, a [`Panel`] rounds `x` to bf16 too: twice the speed, and
+//! Where the processor multiplies pairs of bf16 and `w` is bf16, a [`Panel`] rounds `x` to bf16 too if it may: twice the speed, and
 //! what GPUs and other libraries do with such weights. [`Few`] waits for the memory and keeps `x` as it is.
 
 use super::pack::{Packed, transposed};
@@ -108,6 +108,8 @@ impl Columns<'_> {
 pub struct Panel<'a> {
     /// What is multiplied.
     pub columns: Columns<'a>,
+    /// Whether `x` may be rounded to bf16 where `w` is.
+    pub rounds: bool,
     /// [`panel_scratch`] elements.
     pub scratch: &'a mut [f32],
     /// All of `y`.
@@ -120,7 +122,7 @@ impl Task for Panel<'_> {
     #[inline(always)]
     fn run<S: Native>(self, simd: S) {
         match self.columns.w {
-            Rows::Bf16(_) => self.over::<S, S::Bf16>(simd),
+            Rows::Bf16(_) if self.rounds => self.over::<S, S::Bf16>(simd),
             _ => self.over::<S, f32>(simd),
         }
     }
@@ -129,7 +131,7 @@ impl Task for Panel<'_> {
 impl Panel<'_> {
     #[inline(always)]
     fn over<S: Simd, U: Packed<S>>(self, simd: S) {
-        let Panel { columns: part, scratch, y } = self;
+        let Panel { columns: part, scratch, y, .. } = self;
         let (count, padded) = (part.w.count(), part.rows.next_multiple_of(ROWS));
         assert!(count <= PANEL, "{count} rows of w");
         part.check(padded);
