@@ -149,7 +149,7 @@ fn mistakes_are_one_line_and_exit_status_2() {
         ("kv_heads = 2", "kv_heads = 3", "q_heads is 4; it must be a multiple of kv_heads, 3"),
         ("length = 192", "length = 999", "a stage's length is 999"),
         ("\"needles\"", "\"needle\"", "unknown task 'needle'"),
-        ("\"needles\"", "\"qa-2\"", "qa-2"),
+        ("\"needles\"", "\"cwe\"", "too few for the task 'cwe'"),
         ("seed = 3", "seed = 3\nsede = 4", "unknown field"),
         ("clip = 1.0", "clip = 0.0", "optimizer.clip is 0; it must be finite and above 0"),
     ];
