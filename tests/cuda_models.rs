@@ -137,16 +137,15 @@ fn cuda_policies_without_a_form_in_models_are_refused_by_name() {
     let (runtime, cpu) = (Runtime::open(0, None).unwrap(), Cpu::new(Some(1)).unwrap());
     let cases = [
         ("gemma2", "knorm", "'knorm': in a model with sliding windows nothing is evicted on CUDA yet"),
-        ("llama", "knorm+rerotate", "keys are not turned in models on CUDA yet"),
         ("llama", "qfilters", "no kernel for it on CUDA yet"),
-        ("llama", "snapkv+delayed", "are not judged one by one on CUDA yet"),
+        ("llama", "keydiff+delayed", "are not judged one by one on CUDA yet"),
     ];
     for (name, text, reason) in cases {
         let model = Model::open(&checkpoint(name).folder, &Arena::unlimited()).unwrap();
         let Ok(policy) = Registry::default().policy(text) else { panic!("{text}") };
         let arena = Arena::unlimited();
         let there = DeviceModel::new(&model, &runtime, &arena).unwrap();
-        let mut decoder = DeviceDecoder::new(&there, setup(16), &arena).unwrap();
+        let mut decoder = DeviceDecoder::new(&there, Setup { columns: policy.columns(), ..setup(16) }, &arena).unwrap();
         let eviction = Eviction { policy: &policy, name: text, budget: Some("12".parse().unwrap()), seed: 0 };
         let error = decoder.evict(eviction, &cpu, 24).unwrap_err().to_string();
         assert!(error.contains(reason) && error.ends_with("use --device cpu"), "{error}");
