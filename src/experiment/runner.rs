@@ -4,24 +4,20 @@
 //! after round (A B C A B C), so that a slow moment of the machine falls on all of them. A cell leaves the rotation,
 //! and its record is written, when its interval is tight or its time is up.
 
-use super::cell::{Cell, Measure};
-use super::engine::{Engine, InputError, Inputs};
+mod turns;
+
+use super::cell::Cell;
+use super::engine::Engine;
 use super::grid::Experiment;
-use super::measure::{Place, Prepared, Truth, TurnError, eval, serve};
-use super::record::{Latency, Memory, Record, SCHEMA, Status, Work};
-use super::spec::Timing;
+use super::measure::{Place, Prepared, eval, serve};
+use super::record::{Latency, Memory, Record, SCHEMA, Status};
 use super::stats::{median_with_interval, quantile};
 use super::store::{CELLS, Store, StoreError, finished};
-use crate::attention::Params;
 use crate::policy::Registry;
 use crate::workload::{Extents, Workload, WorkloadError};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
-use std::rc::Rc;
-use std::time::{Duration, Instant, SystemTime};
-
-/// Samples that a cell takes even when its time is up.
-const LEAST_SAMPLES: usize = 3;
+use std::time::{Instant, SystemTime};
 
 /// How a run is made.
 pub struct Options {
@@ -206,37 +202,6 @@ fn groups(cells: Vec<Prepared>, limit_bytes: u64) -> Vec<Vec<Prepared>> {
     groups
 }
 
-/// A cell in the rotation.
-struct Running {
-    prepared: Prepared,
-    input: usize,
-    record: Record,
-    samples_ns: BTreeMap<&'static str, Vec<u64>>,
-    spent: Duration,
-}
-
-/// Inputs of a group.
-struct Input {
-    key: (Extents, u64),
-    there: Inputs,
-    /// What the reference says, for each kind of pass over these inputs.
-    truths: Vec<((Measure, Params), Rc<Truth>)>,
-}
-
-impl Input {
-    /// The reference's rows for a cell, computed once for all cells that are checked on the same.
-    fn truth(&mut self, cell: &Cell, engine: Engine<'_>) -> Result<Rc<Truth>, TurnError> {
-        let key = (cell.measure, cell.params());
-        if let Some((_, truth)) = self.truths.iter().find(|(known, _)| *known == key) {
-            return Ok(truth.clone());
-        }
-        let workload = self.there.workload().ok_or_else(|| TurnError::Failed("blank inputs have no truth".into()))?;
-        let truth = Rc::new(Truth::compute(cell, workload, engine.cpu())?);
-        self.truths.push((key, truth.clone()));
-        Ok(truth)
-    }
-}
-
 struct Runner<'a> {
     experiment: &'a Experiment,
     engine: Engine<'a>,
@@ -247,138 +212,6 @@ struct Runner<'a> {
 }
 
 impl Runner<'_> {
-    fn group(&mut self, cells: Vec<Prepared>) -> Result<(), RunError> {
-        let mut inputs: Vec<Input> = Vec::new();
-        let mut rotation = Vec::new();
-        for prepared in cells {
-            if let Place::Nowhere(reason) = &prepared.place {
-                let record = self.blank_record(&prepared.cell);
-                self.end(Record { status: Status::Skipped, reason: Some(reason.clone()), ..record })?;
-                continue;
-            }
-            let record = self.new_record(&prepared);
-            let predicted = prepared.predict(self.engine);
-            if predicted > self.options.limit_bytes {
-                let reason =
-                    format!("needs {predicted} bytes, {} are allowed (--limit-memory)", self.options.limit_bytes);
-                self.end(Record { status: Status::Oom, reason: Some(reason), ..record })?;
-                continue;
-            }
-            if prepared.budget_holds_context() {
-                let reason = format!(
-                    "the budget holds the whole context of {} tokens: nothing to evict",
-                    prepared.cell.context_tokens
-                );
-                self.end(Record { status: Status::Skipped, reason: Some(reason), ..record })?;
-                continue;
-            }
-            let key = (prepared.extents(), prepared.cell.seed);
-            let input = match inputs.iter().position(|input| input.key == key) {
-                Some(input) => input,
-                None => match self.input(key) {
-                    Ok(input) => {
-                        inputs.push(input);
-                        inputs.len() - 1
-                    }
-                    Err(error) => {
-                        self.end(ended(record, &error.into()))?;
-                        continue;
-                    }
-                },
-            };
-            let running = Running { prepared, input, record, samples_ns: BTreeMap::new(), spent: Duration::ZERO };
-            if let Some(running) = self.checked_turn(running, &mut inputs[input])? {
-                rotation.push(running);
-            }
-        }
-        self.rounds(rotation, &inputs)
-    }
-
-    fn input(&self, key: (Extents, u64)) -> Result<Input, InputError> {
-        let there = self.engine.inputs(&key.0, self.options.limit_bytes, |arena| match &self.experiment.file {
-            Some(file) => file.load(&key.0, arena),
-            None => self.experiment.spec.synthetic.clone().unwrap_or_default().generate(&key.0, key.1, arena),
-        })?;
-        Ok(Input { key, there, truths: Vec::new() })
-    }
-
-    /// The first turn of a cell: compared with the reference, its memory measured by the arena and by the system.
-    fn checked_turn(&mut self, mut running: Running, input: &mut Input) -> Result<Option<Running>, RunError> {
-        (self.progress)(Progress::Turn(&running.prepared.cell));
-        let truth = input.truth(&running.prepared.cell, self.engine);
-        let start = Instant::now();
-        let arena = &input.there.arena;
-        let before_bytes = arena.usage().live_bytes;
-        arena.reset_peak();
-        let watch = self.engine.watch();
-        let result = truth.and_then(|truth| running.prepared.turn(self.engine, &input.there, Some(&truth)));
-        let (rss_growth_bytes, gpu_growth_bytes) = self.engine.growth(&watch);
-        running.spent += start.elapsed();
-
-        let usage = arena.usage();
-        let memory = running.record.memory.get_or_insert_default();
-        memory.peak_bytes = usage.peak_bytes;
-        memory.residual_bytes = usage.peak_bytes as i64 - memory.predicted_peak_bytes as i64;
-        memory.peak_by_label = usage.peak;
-        memory.arena_growth_bytes = usage.peak_bytes - before_bytes;
-        memory.rss_growth_bytes = rss_growth_bytes;
-        memory.gpu_growth_bytes = gpu_growth_bytes;
-        match result {
-            Ok(turn) => {
-                running.record.drift = turn.drift;
-                running.record.eviction = turn.eviction;
-                running.record.warnings.extend(turn.warnings);
-                if memory.residual_bytes != 0 {
-                    let residual = memory.residual_bytes;
-                    running
-                        .record
-                        .warnings
-                        .push(format!("measured peak differs from the predicted by {residual} bytes"));
-                }
-                Ok(Some(running))
-            }
-            Err(error) => {
-                self.fail(running, &error)?;
-                Ok(None)
-            }
-        }
-    }
-
-    fn rounds(&mut self, mut rotation: Vec<Running>, inputs: &[Input]) -> Result<(), RunError> {
-        let timing = &self.experiment.spec.timing;
-        for round in 1.. {
-            let mut stay = Vec::new();
-            for mut running in rotation {
-                (self.progress)(Progress::Turn(&running.prepared.cell));
-                let start = Instant::now();
-                let result = running.prepared.turn(self.engine, &inputs[running.input].there, None);
-                running.spent += start.elapsed();
-                match result {
-                    Err(error) => {
-                        self.fail(running, &error)?;
-                        continue;
-                    }
-                    // The checked turn was the first warm-up.
-                    Ok(_) if round < timing.warmups => {}
-                    Ok(turn) => {
-                        for (phase, ns) in turn.samples_ns {
-                            running.samples_ns.entry(phase).or_default().push(ns);
-                        }
-                    }
-                }
-                match stop_reason(timing, &running) {
-                    Some(reason) => self.finish(running, reason)?,
-                    None => stay.push(running),
-                }
-            }
-            if stay.is_empty() {
-                return Ok(());
-            }
-            rotation = stay;
-        }
-        Ok(())
-    }
-
     /// Simulates a cell and writes its record.
     fn simulation(&mut self, cell: &Cell) -> Result<(), RunError> {
         (self.progress)(Progress::Turn(cell));
@@ -471,63 +304,12 @@ impl Runner<'_> {
         }
     }
 
-    /// Ends a cell that met an error.
-    fn fail(&mut self, running: Running, error: &TurnError) -> Result<(), RunError> {
-        self.finish(Running { record: ended(running.record, error), ..running }, "")
-    }
-
-    fn finish(&mut self, running: Running, stop: &str) -> Result<(), RunError> {
-        let Running { prepared, mut record, samples_ns, spent, .. } = running;
-        let warmups = self.experiment.spec.timing.warmups.max(1);
-        record.gpu = self.engine.condition();
-        record.wall_ns = spent.as_nanos() as u64;
-        record.latency = samples_ns
-            .into_iter()
-            .map(|(phase, samples)| (phase.to_string(), latency(samples, warmups, stop)))
-            .collect();
-        let phase = if prepared.main_phase() == "decode" && record.eviction.is_some() {
-            "prefill"
-        } else {
-            prepared.main_phase()
-        };
-        if let Some(latency) = record.latency.get(phase) {
-            let (flops, kv_bytes_read) = prepared.work();
-            record.work = Some(Work { flops, kv_bytes_read, flops_per_s: flops as f64 / (latency.median_ns / 1e9) });
-        }
-        self.end(record)
-    }
-
     fn end(&mut self, record: Record) -> Result<(), RunError> {
         self.store.append(&record)?;
         (self.progress)(Progress::Done(&record));
         self.records.push(record);
         Ok(())
     }
-}
-
-/// The record of a cell that met this error.
-fn ended(record: Record, error: &TurnError) -> Record {
-    let refused = error.refused();
-    let status = if refused.is_some() { Status::Oom } else { Status::Failed };
-    Record { status, reason: Some(error.to_string()), refused, ..record }
-}
-
-/// Why a cell has enough samples, if it has.
-fn stop_reason(timing: &Timing, running: &Running) -> Option<&'static str> {
-    let samples = running.samples_ns.get(running.prepared.main_phase())?;
-    if samples.len() >= timing.min_rounds {
-        let values: Vec<f64> = samples.iter().map(|&ns| ns as f64).collect();
-        let (median, low, high) = median_with_interval(&values);
-        if (high - low) / 2.0 <= timing.target * median {
-            return Some("interval");
-        }
-    }
-    if samples.len() >= timing.max_rounds {
-        return Some("rounds");
-    }
-    // An interval over fewer samples says nothing, however slow they are.
-    let enough = samples.len() >= timing.min_rounds.min(LEAST_SAMPLES);
-    (enough && running.spent.as_secs_f64() >= timing.cap_s).then_some("time cap")
 }
 
 fn latency(samples_ns: Vec<u64>, warmups: usize, stop_reason: &str) -> Latency {
