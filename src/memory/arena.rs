@@ -1,4 +1,8 @@
 //! The labelled arena: a ledger over pages that come straight from the operating system.
+//!
+//! Small mappings that were given back are kept for the next of their size: a judgement after each token takes scratch of
+//! the same sizes every time, and to map and unmap that costs more than the judgement's own work. They are at most
+//! 4 MiB of resident memory that no label counts.
 
 use super::{Label, LabelBytes};
 use bytemuck::Pod;
@@ -10,6 +14,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 const LABELS: usize = Label::ALL.len();
+/// Bytes at most that an arena keeps resident for coming allocations.
+const SPARE_BYTES: usize = 4 << 20;
+/// Larger mappings go back to the system at once.
+const LARGEST_SPARE_BYTES: usize = 1 << 20;
+const PAGE_BYTES: usize = 4096;
 
 /// An allocation that could not be made.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -91,8 +100,36 @@ impl Ledger {
     }
 }
 
+/// Mappings that were given back, the latest last.
+#[derive(Default)]
+struct Spare {
+    mappings: Vec<MmapMut>,
+    bytes: usize,
+}
+
+impl Spare {
+    fn take(&mut self, bytes: usize) -> Option<MmapMut> {
+        let at = self.mappings.iter().rposition(|mapping| mapping.len() == bytes)?;
+        self.bytes -= bytes;
+        Some(self.mappings.remove(at))
+    }
+
+    /// Keeps a mapping, and lets the oldest go that there is no room for then.
+    fn give(&mut self, mapping: MmapMut) {
+        if mapping.len() > LARGEST_SPARE_BYTES {
+            return;
+        }
+        self.bytes += mapping.len();
+        self.mappings.push(mapping);
+        while self.bytes > SPARE_BYTES {
+            self.bytes -= self.mappings.remove(0).len();
+        }
+    }
+}
+
 struct Inner {
     ledger: Mutex<Ledger>,
+    spare: Mutex<Spare>,
     limit_bytes: u64,
     started: Instant,
 }
@@ -101,6 +138,21 @@ impl Inner {
     fn ledger(&self) -> MutexGuard<'_, Ledger> {
         // The ledger's numbers stay consistent even if a thread panicked while holding it.
         self.ledger.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// At least so many zeroed bytes, all resident.
+    fn pages(&self, bytes: usize) -> std::io::Result<MmapMut> {
+        let bytes = bytes.max(1).div_ceil(PAGE_BYTES).saturating_mul(PAGE_BYTES);
+        let spare = self.spare().take(bytes);
+        if let Some(mut pages) = spare {
+            pages.fill(0);
+            return Ok(pages);
+        }
+        MmapOptions::new().len(bytes).populate().map_anon()
+    }
+
+    fn spare(&self) -> MutexGuard<'_, Spare> {
+        self.spare.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -112,7 +164,8 @@ impl Arena {
     /// An arena that refuses to grow past `limit_bytes`.
     pub fn with_limit(limit_bytes: u64) -> Self {
         let ledger = Ledger { live: [0; LABELS], peak: [0; LABELS], live_total: 0, peak_total: 0, timeline: None };
-        Arena(Arc::new(Inner { ledger: Mutex::new(ledger), limit_bytes, started: Instant::now() }))
+        let (ledger, spare) = (Mutex::new(ledger), Mutex::default());
+        Arena(Arc::new(Inner { ledger, spare, limit_bytes, started: Instant::now() }))
     }
 
     /// An arena without a limit of its own.
@@ -127,13 +180,13 @@ impl Arena {
     pub fn alloc<T: Pod>(&self, label: Label, len: usize) -> Result<Buffer<T>, ArenaError> {
         let bytes = len as u64 * size_of::<T>() as u64;
         self.refuse_beyond_limit(label, bytes)?;
-        let pages = MmapOptions::new()
-            .len((bytes as usize).max(1))
-            .populate()
-            .map_anon()
-            .map_err(|error| ArenaError::System { label, asked_bytes: bytes, reason: error.to_string() })?;
+        let pages = self.0.pages(bytes as usize).map_err(|error| ArenaError::System {
+            label,
+            asked_bytes: bytes,
+            reason: error.to_string(),
+        })?;
         self.0.ledger().change(label, bytes as i64, self.0.started);
-        Ok(Buffer { pages, len, label, arena: self.clone(), element: PhantomData })
+        Ok(Buffer { pages: Some(pages), len, label, arena: self.clone(), element: PhantomData })
     }
 
     /// Counts bytes that lie elsewhere, in a device's memory, until the claim is dropped.
@@ -201,9 +254,11 @@ impl Arena {
     }
 }
 
-/// Elements that live in an arena. Dropping it returns the pages to the system and the bytes to the ledger.
+/// Elements that live in an arena. Dropping it returns the bytes to the ledger, and the pages to the system or, if they are
+/// few, to the arena's spare ones.
 pub struct Buffer<T> {
-    pages: MmapMut,
+    /// There until the buffer is dropped.
+    pages: Option<MmapMut>,
     len: usize,
     label: Label,
     arena: Arena,
@@ -220,14 +275,15 @@ impl<T> Buffer<T> {
 impl<T: Pod> Deref for Buffer<T> {
     type Target = [T];
     fn deref(&self) -> &[T] {
-        bytemuck::cast_slice(&self.pages[..self.len * size_of::<T>()])
+        let pages = self.pages.as_ref().expect("the buffer is not dropped");
+        bytemuck::cast_slice(&pages[..self.len * size_of::<T>()])
     }
 }
 
 impl<T: Pod> DerefMut for Buffer<T> {
     fn deref_mut(&mut self) -> &mut [T] {
-        let bytes = self.len * size_of::<T>();
-        bytemuck::cast_slice_mut(&mut self.pages[..bytes])
+        let pages = self.pages.as_mut().expect("the buffer is not dropped");
+        bytemuck::cast_slice_mut(&mut pages[..self.len * size_of::<T>()])
     }
 }
 
@@ -235,6 +291,7 @@ impl<T> Drop for Buffer<T> {
     fn drop(&mut self) {
         let bytes = (self.len * size_of::<T>()) as i64;
         self.arena.0.ledger().change(self.label, -bytes, self.arena.0.started);
+        self.arena.0.spare().give(self.pages.take().expect("a buffer is dropped once"));
     }
 }
 
@@ -279,6 +336,20 @@ mod tests {
         let deltas: Vec<i64> = arena.timeline().iter().map(|event| event.delta_bytes).collect();
         assert_eq!(deltas, [400, 80, -80, -400]);
         assert_eq!(arena.timeline().last().unwrap().live_bytes, 0);
+    }
+
+    #[test]
+    fn memory_that_was_used_before_is_zero_and_little_of_it_is_kept() {
+        let arena = Arena::unlimited();
+        for bytes in [1, PAGE_BYTES, LARGEST_SPARE_BYTES, LARGEST_SPARE_BYTES + 1] {
+            arena.alloc::<u8>(Label::Policy, bytes).unwrap().fill(7);
+            assert!(arena.alloc::<u8>(Label::Kv, bytes).unwrap().iter().all(|&byte| byte == 0), "{bytes}");
+        }
+        let held = |arena: &Arena| arena.0.spare().mappings.iter().map(|pages| pages.len()).sum::<usize>();
+        assert_eq!(held(&arena), PAGE_BYTES + LARGEST_SPARE_BYTES, "of each size one, and none that is too large");
+        let many: Vec<_> = (0..6).map(|_| arena.alloc::<u8>(Label::Kv, LARGEST_SPARE_BYTES).unwrap()).collect();
+        drop(many);
+        assert_eq!((held(&arena), arena.0.spare().bytes), (SPARE_BYTES, SPARE_BYTES));
     }
 
     #[test]

@@ -63,10 +63,11 @@ impl Decoder<'_> {
         Ok(())
     }
 
+    /// Lets the policy judge a sequence: on the threads from the first to the last, as [`Decoder::pass`].
     pub(super) fn judge(
         &mut self,
         sequence: usize,
-        work: impl FnOnce(&mut super::Evictor<'_>, &mut Scene<'_>) -> Result<(), ModelError>,
+        work: impl FnOnce(&mut super::Evictor<'_>, &mut Scene<'_>) -> Result<(), ModelError> + Send,
     ) -> Result<(), ModelError> {
         let Some(evictor) = &mut self.evictor else { return Ok(()) };
         let before = evictor.evicted_tokens();
@@ -78,7 +79,7 @@ impl Decoder<'_> {
             sequence,
             seen: self.seen[sequence],
         };
-        work(evictor, &mut scene)?;
+        self.cpu.install(|| work(evictor, &mut scene))?;
         self.gaps[sequence] |= evictor.evicted_tokens() > before;
         Ok(())
     }
