@@ -10,7 +10,7 @@ use crate::experiment::cell::Cell;
 use crate::experiment::record::{Memory, Status};
 use crate::memory::Arena;
 use crate::model::{Eviction, Model, ModelError, Text, locate};
-use crate::policy::{Policy, PolicyError, Registry};
+use crate::policy::{Decoding, Policy, PolicyError, Registry};
 use crate::task;
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -94,7 +94,8 @@ pub fn run(
     let choices = cells.iter().zip(&policies).map(|(cell, policy)| choice(cell, policy));
     let choices = choices.collect::<Result<Vec<Eviction<'_>>, _>>().map_err(ModelError::from)?;
     let shortest = samples.iter().map(|prompt| prompt.context.len()).min().unwrap_or(0);
-    let mut states: Vec<State> = choices.iter().map(|choice| State::new(choice, &model, cell, shortest)).collect();
+    let tokens = [shortest, max_tokens];
+    let mut states: Vec<State> = choices.iter().map(|choice| State::new(choice, &model, cell, tokens)).collect();
     let going = |states: &[State]| (0..states.len()).filter(|&at| states[at].ended.is_none()).collect::<Vec<_>>();
     let first: Vec<Eviction<'_>> = going(&states).into_iter().map(|at| choices[at]).collect();
     let watch = Watch::default();
@@ -155,24 +156,28 @@ fn choice<'c>(cell: &'c Cell, policy: &'c Policy) -> Result<Eviction<'c>, Policy
 /// A cell while its group runs.
 struct State {
     tally: Tally,
+    /// Whether every context must lose tokens.
     evicts: bool,
     ended: Option<(Status, String)>,
 }
 
 impl State {
-    /// `context` is the length of the shortest context, in tokens.
-    fn new(choice: &Eviction<'_>, model: &Model, cell: &Cell, context: usize) -> Self {
+    /// `shortest` and `longest` are tokens of the shortest context, and of the longest with its answer.
+    fn new(choice: &Eviction<'_>, model: &Model, cell: &Cell, [shortest, longest]: [usize; 2]) -> Self {
         let lists = cell.layers * cell.kv_heads;
         let token_bytes = (2 * cell.head_dim * cell.dtype.bytes()) as u64;
-        let budget = choice.policy.budget_tokens(choice.name, choice.budget.as_ref(), context, token_bytes, lists);
-        let evicts = choice.policy.scorer.is_some();
-        let ended = match budget {
-            Err(error) => Some((Status::Failed, error.to_string())),
-            Ok(tokens) if evicts && tokens >= context => {
-                let reason = format!("the budget holds a whole context of {context} tokens: nothing to evict");
-                Some((Status::Skipped, reason))
+        let policy = choice.policy;
+        let budget = policy.budget_tokens(choice.name, choice.budget.as_ref(), shortest, token_bytes, lists);
+        // Some judge what the model writes too.
+        let judged = if policy.schedule.decoding == Decoding::Never { shortest } else { longest };
+        let (evicts, ended) = match budget {
+            Err(error) => (true, Some((Status::Failed, error.to_string()))),
+            _ if policy.scorer.is_none() => (false, None),
+            Ok(tokens) if tokens >= judged => {
+                let reason = format!("the budget holds a whole context of {judged} tokens: nothing to evict");
+                (false, Some((Status::Skipped, reason)))
             }
-            Ok(_) => None,
+            Ok(tokens) => (tokens < shortest, None),
         };
         let tally = Tally::new(lists, token_bytes, model.weights.bytes());
         State { tally, evicts, ended }
