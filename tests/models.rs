@@ -10,14 +10,15 @@ use kvsieve::tensor::DType;
 use proptest::prelude::*;
 use std::path::Path;
 
-fn setup(batch: usize, chunk_tokens: usize) -> Setup {
-    Setup { batch, max_tokens: 80, chunk_tokens, all_logits: true, kv_dtype: DType::F32, columns: &[] }
+fn setup(batch: usize, chunk_tokens: usize) -> Setup<'static> {
+    Setup { kernel: "tiled", batch, max_tokens: 80, chunk_tokens, all_logits: true, kv_dtype: DType::F32, columns: &[] }
 }
 
 /// Logits of all tokens of each sequence.
-fn logits(model: &Model, tokens: &[&[u32]], chunk_tokens: usize, cpu: &Cpu) -> Vec<Vec<f32>> {
+fn logits(model: &Model, tokens: &[&[u32]], (kernel, chunk_tokens): (&str, usize), cpu: &Cpu) -> Vec<Vec<f32>> {
     let arena = Arena::unlimited();
-    let mut decoder = Decoder::new(model, setup(tokens.len(), chunk_tokens), cpu, &arena).unwrap();
+    let setup = Setup { kernel, ..setup(tokens.len(), chunk_tokens) };
+    let mut decoder = Decoder::new(model, setup, cpu, &arena).unwrap();
     let mut all = vec![Vec::new(); tokens.len()];
     decoder
         .prefill(tokens, |sequence, place, logits| {
@@ -29,18 +30,26 @@ fn logits(model: &Model, tokens: &[&[u32]], chunk_tokens: usize, cpu: &Cpu) -> V
 }
 
 #[test]
-fn logits_are_those_of_transformers_whatever_the_chunks() {
+fn logits_are_those_of_transformers_whatever_the_chunks_and_the_kernel() {
     let cpu = Cpu::new(Some(2)).unwrap();
     let mut failed = Vec::new();
     for name in all() {
         let expected = checkpoint(&name);
         let model = Model::open(&expected.folder, &Arena::unlimited()).unwrap_or_else(|error| panic!("{error}"));
         let bound = 1e-3 * deviation(&expected.logits);
-        for chunk in [1000, 1, 7] {
-            let got = logits(&model, &[&expected.tokens], chunk, &cpu);
+        for (kernel, chunk) in [
+            ("tiled", 1000),
+            ("tiled", 1),
+            ("tiled", 7),
+            ("tiled:br=16,bc=32", 1000),
+            ("naive", 7),
+            ("reference", 30),
+            ("decode", 9),
+        ] {
+            let got = logits(&model, &[&expected.tokens], (kernel, chunk), &cpu);
             let off = furthest(&got[0], &expected.logits);
             if off.is_nan() || off > bound {
-                failed.push(format!("{name}, chunks of {chunk}: off by {off}, allowed {bound}"));
+                failed.push(format!("{name}, {kernel}, chunks of {chunk}: off by {off}, allowed {bound}"));
             }
         }
     }
@@ -61,7 +70,7 @@ fn greedy_continuations_are_those_of_transformers() {
         let generated = generate(&mut decoder, &expected.tokens, &mut sampler, &[], most_tokens, |_| ()).unwrap();
         let got = generated.tokens;
         assert_eq!(got, expected.greedy, "{name}");
-        let most = model::bytes(&model, &setup, &[expected.tokens.len()], got.len() - 1, cpu.threads());
+        let most = model::bytes(&model, &setup, &[expected.tokens.len()], got.len() - 1, cpu.threads()).unwrap();
         assert_eq!(arena.usage().peak_bytes, most, "{name}");
     }
 }
@@ -74,9 +83,9 @@ fn sequences_of_one_batch_do_not_meet() {
         let model = Model::open(&expected.folder, &Arena::unlimited()).unwrap();
         let tokens = &expected.tokens;
         let batch: [&[u32]; 3] = [&tokens[..23], &tokens[5..], &tokens[30..31]];
-        let together = logits(&model, &batch, 9, &cpu);
+        let together = logits(&model, &batch, ("tiled", 9), &cpu);
         for (tokens, together) in batch.iter().zip(&together) {
-            let alone = logits(&model, &[tokens], 9, &cpu);
+            let alone = logits(&model, &[tokens], ("tiled", 9), &cpu);
             assert!(furthest(&alone[0], together) < 1e-4, "{name}");
         }
     }
@@ -86,18 +95,23 @@ fn sequences_of_one_batch_do_not_meet() {
 fn the_peak_is_the_formula_for_chunks_steps_and_sequences_of_any_length() {
     let model = Model::open(&checkpoint("llama-f16").folder, &Arena::unlimited()).unwrap();
     let tokens: Vec<u32> = (0..2000).map(|index| 3 + index % 100).collect();
-    for (lens, steps, chunk_tokens, threads) in
-        [(vec![1500], 3, 512, 1), (vec![40, 700, 1], 2, 300, 2), (vec![256, 256], 0, 64, 3), (vec![1], 5, 1, 1)]
-    {
+    for (kernel, lens, steps, chunk_tokens, threads) in [
+        ("tiled", vec![1500], 3, 512, 1),
+        ("tiled", vec![40, 700, 1], 2, 300, 2),
+        ("tiled", vec![256, 256], 0, 64, 3),
+        ("tiled", vec![1], 5, 1, 1),
+        ("naive", vec![700, 90], 2, 300, 2),
+    ] {
         let (cpu, arena) = (Cpu::new(Some(threads)).unwrap(), Arena::unlimited());
         let (batch, max_tokens) = (lens.len(), 1600);
-        let setup = Setup { batch, max_tokens, chunk_tokens, all_logits: false, kv_dtype: DType::F16, columns: &[] };
+        let kv_dtype = DType::F16;
+        let setup = Setup { kernel, batch, max_tokens, chunk_tokens, all_logits: false, kv_dtype, columns: &[] };
         let mut decoder = Decoder::new(&model, setup, &cpu, &arena).unwrap();
         let prompts: Vec<&[u32]> = lens.iter().map(|&len| &tokens[..len]).collect();
         decoder.prefill(&prompts, |_, _, _| ()).unwrap();
         (0..steps).for_each(|_| decoder.follow(&vec![&tokens[..1]; batch], |_, _, _| ()).unwrap());
-        let predicted = model::bytes(&model, &setup, &lens, steps, threads) - model.weights.bytes();
-        assert_eq!(arena.usage().peak_bytes, predicted, "{lens:?}");
+        let predicted = model::bytes(&model, &setup, &lens, steps, threads).unwrap() - model.weights.bytes();
+        assert_eq!(arena.usage().peak_bytes, predicted, "{kernel} {lens:?}");
     }
 }
 
@@ -170,7 +184,7 @@ fn weights_that_lie_askew_in_their_file_are_read_all_the_same() {
     let cpu = Cpu::new(Some(1)).unwrap();
     let of = |folder: &Path| {
         let model = Model::open(folder, &Arena::unlimited()).unwrap();
-        logits(&model, &[&expected.tokens], 16, &cpu)
+        logits(&model, &[&expected.tokens], ("tiled", 16), &cpu)
     };
     assert_eq!(of(folder.path()), of(&expected.folder));
 }
@@ -214,6 +228,6 @@ proptest! {
 fn the_bits_do_not_depend_on_the_number_of_threads() {
     let expected = checkpoint("qwen3");
     let model = Model::open(&expected.folder, &Arena::unlimited()).unwrap();
-    let of = |threads| logits(&model, &[&expected.tokens], 16, &Cpu::new(Some(threads)).unwrap());
+    let of = |threads| logits(&model, &[&expected.tokens], ("tiled", 16), &Cpu::new(Some(threads)).unwrap());
     assert_eq!(of(1), of(3));
 }

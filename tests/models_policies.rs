@@ -23,8 +23,15 @@ struct Run {
 fn run(model: &Model, tokens: &[&[u32]], after: &[usize], policy: Option<(&Policy, &str)>) -> Run {
     let (cpu, arena) = (Cpu::new(Some(2)).unwrap(), Arena::unlimited());
     let columns = policy.map_or(&[][..], |(policy, _)| policy.columns());
-    let setup =
-        Setup { batch: tokens.len(), max_tokens: 64, chunk_tokens: 9, all_logits: true, kv_dtype: DType::F32, columns };
+    let setup = Setup {
+        kernel: "tiled",
+        batch: tokens.len(),
+        max_tokens: 64,
+        chunk_tokens: 9,
+        all_logits: true,
+        kv_dtype: DType::F32,
+        columns,
+    };
     let mut decoder = Decoder::new(model, setup, &cpu, &arena).unwrap();
     if let Some((policy, budget)) = policy {
         let eviction = Eviction { policy, name: "policy", budget: Some(budget.parse().unwrap()), seed: 5 };
@@ -120,8 +127,15 @@ fn every_schedule_holds_its_budget() {
 fn what_stays_is_what_the_scores_say() {
     let (model, tokens) = open("llama");
     let (cpu, arena) = (Cpu::new(Some(2)).unwrap(), Arena::unlimited());
-    let setup =
-        Setup { batch: 1, max_tokens: 64, chunk_tokens: 9, all_logits: true, kv_dtype: DType::F32, columns: &[] };
+    let setup = Setup {
+        kernel: "tiled",
+        batch: 1,
+        max_tokens: 64,
+        chunk_tokens: 9,
+        all_logits: true,
+        kv_dtype: DType::F32,
+        columns: &[],
+    };
     let mut dense = Decoder::new(&model, setup, &cpu, &arena).unwrap();
     dense.prefill(&[&tokens], |_, _, _| ()).unwrap();
     let mut evicted = Decoder::new(&model, setup, &cpu, &arena).unwrap();

@@ -43,6 +43,7 @@ pub fn run(open: &mut Option<Open>, request: &Request) -> Answer {
     let Open { model, arena, .. } = open.as_ref().expect("one was just opened");
     let (cpu, prompt) = (Cpu::new(Some(request.threads))?, &request.prompt);
     let setup = Setup {
+        kernel: "tiled",
         batch: 1,
         max_tokens: prompt.len() + request.new_tokens,
         chunk_tokens: CHUNK_TOKENS.min(prompt.len()),

@@ -71,7 +71,8 @@ impl Kernel for Naive {
         let isa = call.cpu.isa();
         let place = |head: usize| (head / q_heads, head % q_heads, head % q_heads / call.shape.group());
         let dtype = outputs.o.dtype();
-        let (scores, scratch) = (&mut workspace.scores, &mut workspace.scratch);
+        // There may be room for longer lists than these.
+        let (scores, scratch) = (&mut workspace.scores[..call.shape.scores()], &mut workspace.scratch);
         call.cpu.install(|| {
             let heads = scores.chunks_mut(q_len * kv_len).collect();
             each_head(call, heads, scratch, |head, scores, slot, threads| {

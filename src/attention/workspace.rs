@@ -29,7 +29,7 @@ impl WorkspaceSize {
     }
 }
 
-/// Scratch memory of a pass, reusable for passes of the same size.
+/// Scratch memory of a pass, reusable for passes that need as much or less.
 pub struct Workspace {
     /// Materialised score matrices.
     pub scores: Buffer<f32>,

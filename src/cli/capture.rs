@@ -103,6 +103,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
         model.check_length(tokens.len())?;
     }
     let setup = Setup {
+        kernel: "tiled",
         batch: 1,
         max_tokens: tokens.len(),
         chunk_tokens: args.chunk.min(tokens.len()),

@@ -68,6 +68,9 @@ pub struct Args {
     /// 8; 128 of a text]
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     new_tokens: Option<usize>,
+    /// Kernels of attention where several tokens go through together (see `kvsieve list kernels`) [default: tiled]
+    #[arg(long, value_name = "KERNEL", value_parser = named)]
+    kernel: Vec<Names>,
     /// Element type of keys and values in the cache: f32, bf16 or f16 [default: that of the weights]
     #[arg(long, value_name = "DTYPE")]
     dtype: Option<DType>,
@@ -149,6 +152,7 @@ impl Args {
             policy: Many(names(&self.policy, &POLICIES).into_iter().map(PolicyText).collect()),
             budget: Many(parsed::<BudgetText>("--budget", &budgets)?),
             new_tokens: self.new_tokens,
+            kernel: Many(names(&self.kernel, &[])),
             dtype: Many(self.dtype.into_iter().collect()),
             seed: Many(vec![self.seed]),
             ..Grid::of(Measure::Eval)

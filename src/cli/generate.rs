@@ -48,6 +48,7 @@ struct Report {
     architecture: &'static str,
     policy: Option<String>,
     budget: Option<String>,
+    kernel: String,
     prompt_tokens: usize,
     new_tokens: usize,
     weights_dtype: String,
@@ -137,7 +138,7 @@ impl Args {
     }
 
     /// Prints what is reported.
-    fn finish(&self, opened: &Opened, setup: &Setup, text: &Text, prompt: &[u32], ran: Ran) -> Result<(), Failure> {
+    fn finish(&self, opened: &Opened, setup: &Setup<'_>, text: &Text, prompt: &[u32], ran: Ran) -> Result<(), Failure> {
         let mut steps = ran.generated.step_ns.clone();
         steps.sort_unstable();
         let report = Report {
@@ -145,6 +146,7 @@ impl Args {
             architecture: opened.model.config.family.architecture(),
             policy: self.model.policy.clone(),
             budget: opened.budget.map(|budget| budget.to_string()),
+            kernel: setup.kernel.into(),
             prompt_tokens: prompt.len(),
             new_tokens: ran.generated.tokens.len(),
             weights_dtype: opened.model.weights.dtype().to_string(),

@@ -2,6 +2,7 @@
 
 use super::Compute;
 use super::failure::Failure;
+use kvsieve::attention::{self, cuda::cuda_kernel};
 use kvsieve::device::Cpu;
 use kvsieve::device::cuda::Runtime;
 use kvsieve::memory::Arena;
@@ -19,6 +20,9 @@ pub struct ModelArgs {
     /// Tokens that go through the model together
     #[arg(long, value_name = "N", default_value_t = 512, allow_negative_numbers = true)]
     pub chunk: usize,
+    /// Kernel of attention where several tokens go through together, perhaps with parameters (see `kvsieve list kernels`)
+    #[arg(long, value_name = "KERNEL", default_value = "tiled")]
+    pub kernel: String,
     /// Element type of keys and values in the cache: f32, bf16 or f16 [default: that of the weights]
     #[arg(long, value_name = "DTYPE")]
     pub dtype: Option<DType>,
@@ -62,6 +66,7 @@ impl ModelArgs {
     /// Reads names and files, names first.
     pub fn open(&self) -> Result<Opened, Failure> {
         let (policy, budget) = self.asked()?;
+        attention::kernel(&self.kernel)?;
         let cpu = self.compute.cpu()?;
         let arena = Arena::with_limit(self.compute.limit_bytes());
         let model = Model::open(&locate(&self.model)?, &arena)?;
@@ -71,6 +76,7 @@ impl ModelArgs {
     /// As [`ModelArgs::open`], for GPU `index`.
     pub fn open_on_cuda(&self, index: usize) -> Result<OnCuda, Failure> {
         let (policy, budget) = self.asked()?;
+        cuda_kernel(&self.kernel)?;
         let runtime = Runtime::open(index, self.compute.nvrtc.as_deref())?;
         let arena = Arena::with_limit(self.compute.limit_memory.unwrap_or(runtime.device().free_bytes()));
         // The mapped files are not what is measured.
@@ -95,11 +101,18 @@ impl ModelArgs {
     }
 
     /// How the model is run on `batch` sequences of at most `max_tokens` tokens.
-    pub fn setup(&self, opened: &Opened, batch: usize, max_tokens: usize, all_logits: bool) -> Result<Setup, Failure> {
+    pub fn setup(
+        &self,
+        opened: &Opened,
+        batch: usize,
+        max_tokens: usize,
+        all_logits: bool,
+    ) -> Result<Setup<'_>, Failure> {
         if !self.beyond_limit {
             opened.model.check_length(max_tokens)?;
         }
         Ok(Setup {
+            kernel: &self.kernel,
             batch,
             max_tokens,
             chunk_tokens: self.chunk.min(max_tokens),

@@ -42,6 +42,7 @@ pub fn alone(
     let Stage { model, cpu, arena, .. } = *stage;
     let (context, question) = (&prompt.context[..], &prompt.asked[0].prompt[..]);
     let setup = Setup {
+        kernel: stage.kernel,
         batch: 1,
         max_tokens: context.len() + question.len() + most_tokens,
         chunk_tokens: stage.chunk_tokens,
@@ -77,7 +78,8 @@ pub fn alone(
         kv_bytes_peak: decoder.cache().most_pages() as u64 * decoder.cache().shape().page_bytes(),
         peak_bytes: usage.peak_bytes,
         peak_by_label: usage.peak,
-        full_peak_bytes: bytes_of_calls(model, &setup, &[&[context.len()], &[question.len()]], steps, cpu.threads()),
+        full_peak_bytes: bytes_of_calls(model, &setup, &[&[context.len()], &[question.len()]], steps, cpu.threads())
+            .map_err(ModelError::from)?,
         evicted_tokens: decoder.evicted_tokens(),
     })
 }

@@ -46,6 +46,8 @@ pub struct Stage<'a> {
     pub cpu: &'a Cpu,
     /// Where everything is allocated.
     pub arena: &'a Arena,
+    /// Kernel of attention, as in [`crate::model::Setup`].
+    pub kernel: &'a str,
     /// Element type in which keys and values are kept.
     pub kv_dtype: DType,
     /// Most tokens of a sequence.

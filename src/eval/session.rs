@@ -102,6 +102,7 @@ impl<'a> Session<'a> {
     ) -> Result<Self, EvalError> {
         let plain = choices.iter().all(|choice| choice.policy.columns().is_empty());
         let setup = Setup {
+            kernel: stage.kernel,
             batch: SEQUENCES,
             max_tokens: stage.max_tokens,
             chunk_tokens: stage.chunk_tokens,

@@ -18,13 +18,17 @@ use crate::memory::{Arena, ArenaError, Buffer, Label};
 use crate::model::evictor::{Eviction, Evictor, Witness};
 use crate::model::norm::Norm;
 use crate::model::tap::Tap;
+use crate::named::NamedError;
 use crate::tensor::DType;
 use attend::Attend;
 pub(super) use attend::params;
 
 /// How a model is to be run.
 #[derive(Debug, Clone, Copy)]
-pub struct Setup {
+pub struct Setup<'k> {
+    /// Kernel of attention where several tokens of a sequence go through together, perhaps with parameters. A token by
+    /// itself is for the kernel `decode`.
+    pub kernel: &'k str,
     /// Sequences that run together.
     pub batch: usize,
     /// Most tokens that a sequence will hold.
@@ -39,7 +43,7 @@ pub struct Setup {
     pub columns: &'static [Column],
 }
 
-impl Setup {
+impl Setup<'_> {
     /// Rows of activations.
     pub(super) fn rows(&self) -> usize {
         self.batch * self.chunk_tokens.min(self.max_tokens)
@@ -86,7 +90,7 @@ struct Buffers {
 }
 
 impl Buffers {
-    fn allocate(model: &Model, setup: &Setup, arena: &Arena, threads: usize) -> Result<Self, ArenaError> {
+    fn allocate(model: &Model, setup: &Setup<'_>, arena: &Arena, threads: usize) -> Result<Self, ArenaError> {
         let (config, rows) = (&model.config, setup.rows());
         let plain = |len: usize| arena.alloc::<f32>(Label::Activations, len);
         Ok(Buffers {
@@ -105,7 +109,7 @@ impl Buffers {
         })
     }
 
-    fn bytes(model: &Model, setup: &Setup, threads: usize) -> u64 {
+    fn bytes(model: &Model, setup: &Setup<'_>, threads: usize) -> u64 {
         let (config, rows) = (&model.config, setup.rows());
         let plain = rows
             * (2 * config.hidden + config.q_width() + 2 * config.kv_width() + config.ffn + config.head_dim)
@@ -119,7 +123,7 @@ impl Buffers {
 /// A model at work on some sequences.
 pub struct Decoder<'a> {
     model: &'a Model,
-    setup: Setup,
+    setup: Setup<'a>,
     cpu: &'a Cpu,
     arena: &'a Arena,
     cache: PagedCache,
@@ -138,8 +142,8 @@ impl<'a> Decoder<'a> {
     /// A model with an empty cache.
     ///
     /// # Errors
-    /// When the arena has no room.
-    pub fn new(model: &'a Model, setup: Setup, cpu: &'a Cpu, arena: &'a Arena) -> Result<Self, ModelError> {
+    /// When there is no such kernel, or the arena has no room.
+    pub fn new(model: &'a Model, setup: Setup<'a>, cpu: &'a Cpu, arena: &'a Arena) -> Result<Self, ModelError> {
         Ok(Decoder {
             model,
             setup,
@@ -148,7 +152,7 @@ impl<'a> Decoder<'a> {
             cache: PagedCache::new(arena, cache_shape(model, &setup))?,
             seen: vec![0; setup.batch],
             buffers: Buffers::allocate(model, &setup, arena, cpu.threads())?,
-            attend: Attend::default(),
+            attend: Attend::new(&setup)?,
             evictor: None,
             witness: None,
             tap: None,
@@ -306,7 +310,7 @@ impl<'a> Decoder<'a> {
     }
 }
 
-fn cache_shape(model: &Model, setup: &Setup) -> CacheShape {
+fn cache_shape(model: &Model, setup: &Setup<'_>) -> CacheShape {
     CacheShape {
         batch: model.config.layers * setup.batch,
         kv_heads: model.config.kv_heads,
@@ -320,18 +324,37 @@ fn cache_shape(model: &Model, setup: &Setup) -> CacheShape {
 
 /// Most bytes in use at a time while sequences of `lens` tokens are run from the start with nothing evicted, and then
 /// `steps` more tokens of each, one by one: what the arena will show, weights included.
-pub fn bytes(model: &Model, setup: &Setup, lens: &[usize], steps: usize, threads: usize) -> u64 {
+///
+/// # Errors
+/// When there is no such kernel as the setup names.
+pub fn bytes(
+    model: &Model,
+    setup: &Setup<'_>,
+    lens: &[usize],
+    steps: usize,
+    threads: usize,
+) -> Result<u64, NamedError> {
     bytes_of_calls(model, setup, &[lens], steps, threads)
 }
 
 /// As [`bytes()`], where tokens come in several calls: `calls` holds how many tokens each sequence brings to each.
-pub fn bytes_of_calls(model: &Model, setup: &Setup, calls: &[&[usize]], steps: usize, threads: usize) -> u64 {
+///
+/// # Errors
+/// As [`bytes()`].
+pub fn bytes_of_calls(
+    model: &Model,
+    setup: &Setup<'_>,
+    calls: &[&[usize]],
+    steps: usize,
+    threads: usize,
+) -> Result<u64, NamedError> {
     let (shape, config) = (cache_shape(model, setup), &model.config);
     let cache = |held: &[usize]| {
         let lists = held.iter().flat_map(|&len| std::iter::repeat_n(len, config.layers * config.kv_heads));
         shape.bytes(lists, 0).values().sum::<u64>()
     };
-    let attend = |counts: &[usize]| Attend::most_bytes(config, setup, counts, threads);
+    let attend = Attend::new(setup)?;
+    let attend = |counts: &[usize]| attend.most_bytes(config, setup, counts, threads);
     let mut held = vec![0; setup.batch];
     let mut most = cache(&held);
     for lens in calls {
@@ -346,5 +369,5 @@ pub fn bytes_of_calls(model: &Model, setup: &Setup, calls: &[&[usize]], steps: u
         held.iter_mut().for_each(|held| *held += steps);
         most = most.max(cache(&held) + attend(&vec![1; held.len()]));
     }
-    model.weights.bytes() + Buffers::bytes(model, setup, threads) + most
+    Ok(model.weights.bytes() + Buffers::bytes(model, setup, threads) + most)
 }

@@ -33,6 +33,7 @@ pub use weights::Weights;
 use crate::attention::AttentionError;
 use crate::device::cuda::CudaError;
 use crate::memory::{Arena, ArenaError};
+use crate::named::NamedError;
 use crate::policy::cuda::DevicePolicyError;
 use crate::policy::{BudgetError, PolicyError};
 use crate::tensor::file::FileError;
@@ -93,6 +94,9 @@ pub enum ModelError {
     /// Attention that cannot be computed.
     #[error(transparent)]
     Attention(#[from] AttentionError),
+    /// A kernel that there is not.
+    #[error(transparent)]
+    Kernel(#[from] NamedError),
     /// A policy that cannot be applied.
     #[error(transparent)]
     Policy(#[from] PolicyError),

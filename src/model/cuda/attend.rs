@@ -4,7 +4,7 @@
 //! the arena. A single token reads its list once, where it lies; so do several where lists differ in length, after an
 //! eviction.
 
-use crate::attention::cuda::{CUDA_KERNELS, CudaKernel, Inputs, Plan, Results, Scratch, decode_paged};
+use crate::attention::cuda::{CudaKernel, Inputs, Plan, Results, Scratch, cuda_kernel, decode_paged};
 use crate::attention::{Params, Shape};
 use crate::cache::PAGE_TOKENS;
 use crate::cache::cuda::DeviceCache;
@@ -19,6 +19,8 @@ type Planned = (Plan, Vec<Ready>);
 
 /// What attention of a sequence needs.
 pub(super) struct Attend {
+    /// For many queries.
+    kernel: &'static dyn CudaKernel,
     /// Of a single token, for each layer: with room for the longest list.
     steps: Vec<Planned>,
     step_scratch: Scratch,
@@ -29,11 +31,6 @@ pub(super) struct Attend {
     /// A layer's keys and values.
     gathered: [DeviceBuffer; 2],
     lse: DeviceBuffer,
-}
-
-/// The kernel for many queries.
-fn for_many() -> &'static dyn CudaKernel {
-    *CUDA_KERNELS.iter().find(|kernel| kernel.name() == "tiled").expect("the kernel is built in")
 }
 
 fn shape(config: &Config, q_len: usize, kv_len: usize) -> Shape {
@@ -59,17 +56,19 @@ impl Attend {
     /// Takes what is needed and compiles the kernels.
     ///
     /// # Errors
-    /// When a kernel cannot do what the model needs, the arena or the GPU has no room, and as [`Runtime::module`].
-    pub fn new(config: &Config, setup: &Setup, runtime: &Runtime, arena: &Arena) -> Result<Self, ModelError> {
+    /// When there is no such kernel or it cannot do what the model needs, the arena or the GPU has no room, and as [`Runtime::module`].
+    pub fn new(config: &Config, setup: &Setup<'_>, runtime: &Runtime, arena: &Arena) -> Result<Self, ModelError> {
         let (device, dtype, most) = (runtime.device(), setup.kv_dtype, setup.max_tokens);
         let roomy = shape(config, 1, most);
         let steps =
             plans(config, runtime, |params| Ok(decode_paged(&roomy, params, dtype, device.limits(), PAGE_TOKENS)?))?;
         let rows = setup.chunk_tokens.min(most);
-        let chunks = Self::plan_chunk(config, runtime, dtype, rows, most)?;
+        let kernel = cuda_kernel(setup.kernel)?;
+        let chunks = Self::plan_chunk(kernel, config, runtime, dtype, rows, most)?;
         let copied = if rows > 1 { most * config.kv_width() * dtype.bytes() } else { 0 };
         let room = |bytes: usize| device.alloc(arena, Label::Workspace, bytes as u64);
         Ok(Attend {
+            kernel,
             step_scratch: steps[0].0.scratch(device, arena)?,
             chunk_scratch: chunks[0].0.scratch(device, arena)?,
             steps,
@@ -81,6 +80,7 @@ impl Attend {
     }
 
     fn plan_chunk(
+        kernel: &dyn CudaKernel,
         config: &Config,
         runtime: &Runtime,
         dtype: DType,
@@ -89,7 +89,7 @@ impl Attend {
     ) -> Result<Vec<Planned>, ModelError> {
         let shape = shape(config, q_len, kv_len);
         let limits = runtime.device().limits();
-        plans(config, runtime, |params| Ok(for_many().plan(&shape, params, dtype, limits)?))
+        plans(config, runtime, |params| Ok(kernel.plan(&shape, params, dtype, limits)?))
     }
 
     /// Plans the next pass, of `count` tokens at the end of lists that hold them already; they are `ragged` once tokens
@@ -112,7 +112,7 @@ impl Attend {
         let longest = cache.max_len();
         self.paged = ragged;
         self.chunks = match ragged {
-            false => Self::plan_chunk(config, runtime, dtype, count, longest)?,
+            false => Self::plan_chunk(self.kernel, config, runtime, dtype, count, longest)?,
             true => plans(config, runtime, |params| {
                 Ok(decode_paged(&shape(config, count, longest), params, dtype, device.limits(), PAGE_TOKENS)?)
             })?,

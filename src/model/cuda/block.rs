@@ -32,7 +32,12 @@ impl Buffers {
     ///
     /// # Errors
     /// At the arena's limit, or when the GPU has no room.
-    pub fn allocate(of: &DeviceModel<'_>, setup: &Setup, device: &Device, arena: &Arena) -> Result<Self, CudaError> {
+    pub fn allocate(
+        of: &DeviceModel<'_>,
+        setup: &Setup<'_>,
+        device: &Device,
+        arena: &Arena,
+    ) -> Result<Self, CudaError> {
         let (config, rows, kv_bytes) = (&of.model.config, setup.rows(), setup.kv_dtype.bytes());
         let room = |elements: usize, bytes: usize| device.alloc(arena, Label::Activations, (elements * bytes) as u64);
         let plain = |width: usize| room(rows * width, 4);

@@ -49,7 +49,7 @@ impl<'a> DeviceModel<'a> {
 /// A model at work on one sequence on a GPU.
 pub struct DeviceDecoder<'a> {
     of: &'a DeviceModel<'a>,
-    setup: Setup,
+    setup: Setup<'a>,
     layers: Layers<'a>,
     cache: DeviceCache,
     seen: usize,
@@ -67,7 +67,7 @@ impl<'a> DeviceDecoder<'a> {
     ///
     /// # Panics
     /// When the setup is for several sequences.
-    pub fn new(of: &'a DeviceModel<'a>, setup: Setup, arena: &Arena) -> Result<Self, ModelError> {
+    pub fn new(of: &'a DeviceModel<'a>, setup: Setup<'a>, arena: &Arena) -> Result<Self, ModelError> {
         assert_eq!(setup.batch, 1, "sequences of a decoder on a GPU");
         let (config, device) = (&of.model.config, of.runtime.device());
         let shape = CacheShape {

@@ -6,26 +6,25 @@
 use super::narrow::Narrow;
 use super::{Buffers, Decoder, Portion, Setup, block};
 use crate::attention::rope::Rotation;
-use crate::attention::{Forward, Kernel, KvRows, Outputs, Params, Shape, Workspace, kernel};
+use crate::attention::{Forward, Kernel, KvRows, Outputs, Params, Shape, Workspace, WorkspaceSize, kernel};
 use crate::cache::Sequences;
 use crate::memory::{Arena, ArenaError};
 use crate::model::evictor::Witness;
 use crate::model::{Config, ModelError};
+use crate::named::NamedError;
 use crate::tensor::DType;
 
-/// Outputs and scratch of the last shape.
-#[derive(Default)]
+/// The kernels, and outputs and scratch of the last shape.
 pub(super) struct Attend {
+    /// For several queries of a sequence.
+    many: Box<dyn Kernel>,
+    /// For a single one.
+    one: Box<dyn Kernel>,
     held: Option<(Shape, Outputs, Workspace)>,
 }
 
-/// The kernel for so many queries.
-fn kernel_for(q_len: usize) -> Box<dyn Kernel> {
-    kernel(if q_len == 1 { "decode" } else { "tiled" }).expect("the kernels are built in")
-}
-
 /// A call's extents with room for the longest list.
-fn roomy(config: &Config, setup: &Setup, batch: usize, q_len: usize) -> Shape {
+fn roomy(config: &Config, setup: &Setup<'_>, batch: usize, q_len: usize) -> Shape {
     let Config { q_heads, kv_heads, head_dim, .. } = *config;
     Shape { batch, q_heads, kv_heads, q_len, kv_len: setup.max_tokens, head_dim }
 }
@@ -41,10 +40,20 @@ pub(in crate::model) fn params(config: &Config, layer: usize) -> Params {
 }
 
 impl Attend {
-    fn bytes(config: &Config, shape: &Shape, threads: usize) -> u64 {
-        let params = params(config, 0);
-        let workspace = kernel_for(shape.q_len).workspace(shape, &params, DType::F32, threads);
-        workspace.bytes() + Outputs::bytes(shape, DType::F32)
+    pub fn new(setup: &Setup<'_>) -> Result<Self, NamedError> {
+        Ok(Attend { many: kernel(setup.kernel)?, one: kernel("decode")?, held: None })
+    }
+
+    fn kernel(&self, q_len: usize) -> &dyn Kernel {
+        if q_len == 1 { &*self.one } else { &*self.many }
+    }
+
+    fn scratch(&self, config: &Config, shape: &Shape, threads: usize) -> WorkspaceSize {
+        self.kernel(shape.q_len).workspace(shape, &params(config, 0), DType::F32, threads)
+    }
+
+    fn bytes(&self, config: &Config, shape: &Shape, threads: usize) -> u64 {
+        self.scratch(config, shape, threads).bytes() + Outputs::bytes(shape, DType::F32)
     }
 
     fn room(
@@ -53,20 +62,20 @@ impl Attend {
         shape: &Shape,
         threads: usize,
         arena: &Arena,
-    ) -> Result<(&mut Outputs, &mut Workspace), ArenaError> {
+    ) -> Result<(&dyn Kernel, &mut Outputs, &mut Workspace), ArenaError> {
         if self.held.as_ref().is_none_or(|(held, ..)| held != shape) {
             self.held = None;
-            let size = kernel_for(shape.q_len).workspace(shape, &params(config, 0), DType::F32, threads);
-            let workspace = size.allocate(arena)?;
+            let workspace = self.scratch(config, shape, threads).allocate(arena)?;
             self.held = Some((*shape, Outputs::allocate(arena, shape, DType::F32)?, workspace));
         }
-        let (_, outputs, workspace) = self.held.as_mut().expect("made above");
-        Ok((outputs, workspace))
+        let Attend { many, one, held } = self;
+        let (_, outputs, workspace) = held.as_mut().expect("made above");
+        Ok((if shape.q_len == 1 { &**one } else { &**many }, outputs, workspace))
     }
 
     /// Most bytes of any call for sequences that bring so many tokens.
-    pub fn most_bytes(config: &Config, setup: &Setup, counts: &[usize], threads: usize) -> u64 {
-        let bytes = |(batch, q_len)| Attend::bytes(config, &roomy(config, setup, batch, q_len), threads);
+    pub fn most_bytes(&self, config: &Config, setup: &Setup<'_>, counts: &[usize], threads: usize) -> u64 {
+        let bytes = |(batch, q_len)| self.bytes(config, &roomy(config, setup, batch, q_len), threads);
         calls(counts).into_iter().map(bytes).max().unwrap_or(0)
     }
 }
@@ -115,12 +124,12 @@ impl Decoder<'_> {
             None => (kv.max_len(batch), &kv, config.windows[layer]),
         };
         let roomy = roomy(config, &self.setup, batch, q_len);
-        let (outputs, workspace) = self.attend.room(config, &roomy, self.cpu.threads(), self.arena)?;
+        let (kernel, outputs, workspace) = self.attend.room(config, &roomy, self.cpu.threads(), self.arena)?;
         let Buffers { q, attended, .. } = &mut self.buffers;
         let q = block::heads(&q[row * width..][..batch * q_len * width], batch, q_len, config.q_heads);
         let (shape, params) = (Shape { kv_len, ..roomy }, Params { window, ..params(config, layer) });
         let call = Forward { shape, params, q, kv, cpu: self.cpu };
-        kernel_for(q_len).forward(&call, outputs, workspace)?;
+        kernel.forward(&call, outputs, workspace)?;
 
         let o: &[f32] = bytemuck::cast_slice(outputs.o.bytes());
         let head_dim = config.head_dim;

@@ -1,6 +1,7 @@
 //! From a grid with `measure = "eval"` to its cells: models and tasks are looked at before anything runs.
 
 use super::PERPLEXITY;
+use crate::attention;
 use crate::eval::{EvalError, documents, prompts};
 use crate::experiment::cell::{Cell, Measure};
 use crate::experiment::grid::choices;
@@ -21,7 +22,6 @@ const TEXT_NEW_TOKENS: usize = 128;
 /// In words, when an axis is missing, one does not belong here, a name means nothing, or a model cannot do what is asked.
 pub fn expand(grid: &Grid, registry: &Registry) -> Result<Vec<Cell>, String> {
     let strangers = [
-        ("kernel", grid.kernel.is_empty()),
         ("heads", grid.heads.is_empty()),
         ("head_dim", grid.head_dim.is_empty()),
         ("batch", grid.batch.is_empty()),
@@ -87,6 +87,11 @@ impl Opened {
         let new_tokens = grid.new_tokens.unwrap_or(if grid.text.is_some() { TEXT_NEW_TOKENS } else { 0 });
         let samples = grid.samples.unwrap_or(SAMPLES);
         let choices = choices(&grid.policy, &grid.budget, registry)?;
+        let kernels = grid.kernel.or("tiled".into());
+        for kernel in &kernels {
+            attention::kernel(kernel).map_err(|error| error.to_string())?;
+        }
+        let dtypes = grid.dtype.or(config.dtype);
         let mut cells = Vec::new();
         for &context_tokens in grid.context_tokens.0.iter().flat_map(|tokens| &tokens.lengths) {
             let most = context_tokens + if grid.text.is_some() { new_tokens } else { 0 };
@@ -101,7 +106,9 @@ impl Opened {
                 for seed in grid.seed.or(0) {
                     self.check_task(task, context_tokens, (seed, samples, new_tokens), grid.query_aware)?;
                     for (policy, budget) in &choices {
-                        for dtype in grid.dtype.or(config.dtype) {
+                        for (kernel, &dtype) in
+                            kernels.iter().flat_map(|name| dtypes.iter().map(move |dtype| (name, dtype)))
+                        {
                             let cell = Cell {
                                 measure: Measure::Eval,
                                 model: Some(model.into()),
@@ -110,7 +117,7 @@ impl Opened {
                                 samples: Some(samples),
                                 query_aware: grid.query_aware,
                                 beyond_limit: grid.beyond_limit,
-                                kernel: "tiled".into(),
+                                kernel: kernel.clone(),
                                 layers: config.layers,
                                 batch: 1,
                                 q_heads: config.q_heads,

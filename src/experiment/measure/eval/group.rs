@@ -80,6 +80,7 @@ pub fn run(
         model: &model,
         cpu,
         arena: &shared_arena,
+        kernel: &cell.kernel,
         kv_dtype: cell.dtype,
         max_tokens,
         chunk_tokens: CHUNK_TOKENS,
