@@ -7,6 +7,7 @@ mod byte_model;
 use kvsieve::device::Cpu;
 use kvsieve::experiment::record::{Record, Status};
 use kvsieve::experiment::{Device, Experiment, Options, Outcome, Spec, run, runner::RunError};
+use kvsieve::memory::Label;
 use kvsieve::policy::Registry;
 use std::path::Path;
 
@@ -89,6 +90,21 @@ fn a_budget_that_holds_the_context_is_for_policies_that_judge_answers() {
     assert!(answers.evicted_tokens > 0 && answers.kl_nats.mean > 0.0, "{answers:?}");
     assert_eq!(snapkv.status, Status::Skipped);
     assert!(snapkv.reason.as_ref().unwrap().contains("nothing to evict"), "{:?}", snapkv.reason);
+}
+
+#[test]
+fn a_model_takes_more_memory_where_scores_are_held() {
+    let folder = tempfile::tempdir().unwrap();
+    let grid =
+        "context_tokens = 1200\ntask = \"passkey\"\nsamples = 1\npolicy = \"full\"\nkernel = [\"naive\", \"tiled\"]";
+    let records = go(&experiment(folder.path(), grid).unwrap(), &folder.path().join("out"), false).unwrap().records;
+    let memory = |index: usize| records[index].memory.as_ref().unwrap_or_else(|| panic!("{:?}", records[index].reason));
+    assert_eq!([0, 1].map(|index| &*records[index].cell.kernel), ["naive", "tiled"]);
+    assert_eq!([0, 1].map(|index| memory(index).residual_bytes), [0, 0]);
+    let scores = memory(0).peak_by_label[&Label::Scores];
+    assert!(scores > 4 * 512 * 1200, "a chunk's scores of at least one head: {scores}");
+    assert!(!memory(1).peak_by_label.contains_key(&Label::Scores));
+    assert!(memory(0).peak_bytes - memory(1).peak_bytes > scores / 2);
 }
 
 #[test]

@@ -233,6 +233,7 @@ pub const SHIPPED: &[(&str, &str)] = &[
     ("paging-waste", include_str!("../../experiments/paging-waste.toml")),
     ("eval-builtin", include_str!("../../experiments/eval-builtin.toml")),
     ("needle-heatmap", include_str!("../../experiments/needle-heatmap.toml")),
+    ("model-memory", include_str!("../../experiments/model-memory.toml")),
     ("long-decode", include_str!("../../experiments/long-decode.toml")),
 ];
 

@@ -204,7 +204,7 @@ fn columns(records: &[&Record]) -> Vec<Column> {
 
 /// The cells of one task.
 fn of_task(records: &[&Record]) -> String {
-    let naming = Naming::over(records, &[TASK, CONTEXT, SAMPLES, SEED]);
+    let naming = Naming::over(records, &[KERNEL, TASK, CONTEXT, SAMPLES, SEED]);
     let shown = columns(records);
     let headings: Vec<String> =
         ["policy", "budget"].into_iter().chain(shown.iter().map(|column| column.heading)).map(String::from).collect();
@@ -278,7 +278,7 @@ impl Numbers {
 
 /// Lines of the page's table.
 pub fn rows(records: &[&Record]) -> Vec<Value> {
-    let naming = Naming::over(records, &[SAMPLES]);
+    let naming = Naming::over(records, &[KERNEL, SAMPLES]);
     let row = |record: &&Record| {
         let numbers = answers(record).map_or_else(Numbers::default, |found| Numbers::of(record, found));
         context! {
