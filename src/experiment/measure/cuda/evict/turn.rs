@@ -1,9 +1,8 @@
-//! A turn: prefill, judgement, decode steps.
+//! A turn: prefill in one piece or in chunks, and decode steps.
 
-use super::Evict;
+use super::{Chunk, Evict};
+use crate::attention::Outputs;
 use crate::attention::cuda::{Inputs, Results};
-use crate::attention::export::Reduction;
-use crate::attention::{Outputs, Shape};
 use crate::cache::cuda::{DeviceCache, take_tokens};
 use crate::device::Cpu;
 use crate::device::cuda::DeviceBuffer;
@@ -12,23 +11,23 @@ use crate::experiment::measure::cuda::{Bench, Turn, TurnError, Written};
 use crate::experiment::measure::evict::late::Late;
 use crate::experiment::measure::evict::outcome::{self, Evicted, Kept};
 use crate::memory::{Arena, Label};
-use crate::policy::cuda::{DeviceContext, DeviceScored, Queries, score, select};
-use crate::policy::{Decoding, tied_share};
+use crate::policy::Decoding;
+use crate::policy::cuda::Queries;
 use crate::tensor::Tensor;
 use std::ops::Range;
 
 /// What happens in a turn, and what it leaves behind.
-struct Session<'a> {
-    evict: &'a Evict,
-    bench: Bench<'a>,
+pub(super) struct Session<'a> {
+    pub evict: &'a Evict,
+    pub bench: Bench<'a>,
     /// Divides budgets.
-    cpu: Cpu,
-    cache: DeviceCache,
-    evicted_tokens: u64,
-    tie_rate: f64,
+    pub cpu: Cpu,
+    pub cache: DeviceCache,
+    pub evicted_tokens: u64,
+    pub tie_rate: f64,
     /// The GPU's nanoseconds for judgements so far: scoring, and choosing and evicting.
-    score_ns: u64,
-    evict_ns: u64,
+    pub score_ns: u64,
+    pub evict_ns: u64,
 }
 
 pub(super) fn turn(evict: &Evict, bench: Bench<'_>) -> Result<Turn, TurnError> {
@@ -96,45 +95,54 @@ impl Session<'_> {
         Ok(())
     }
 
-    /// Attention over the context, layer by layer, and its judgement; returns the time of attention.
+    /// Attention over the context, chunk by chunk and layer by layer, each chunk judged; returns the time of attention.
     fn prefill(&mut self) -> Result<u64, TurnError> {
         let (evict, Bench { runtime, arena, inputs, .. }) = (self.evict, self.bench);
-        let context = evict.cell.context_tokens;
-        self.append(0..context)?;
-        let lse_bytes = if evict.observes() { 4 * evict.cell.shape().rows() as u64 } else { 0 };
-        let mut lse = runtime.device().alloc(arena, Label::Activations, lse_bytes)?;
-        let prefill_ns = self.attend(&mut lse)?;
-        if evict.judges() {
-            let length = self.length();
-            let queries = Queries { q: &inputs.q, length, first: 0, lse: &lse, q_len: context };
-            self.accumulate(&queries)?;
-            self.judge(queries, context)?;
+        let mut prefill_ns = 0;
+        for chunk in &evict.chunks {
+            let Range { start, end } = chunk.tokens;
+            self.append(start..end)?;
+            let rows = evict.cell.layers * chunk.plan.shape().rows();
+            let lse_bytes = if evict.observes() { 4 * rows as u64 } else { 0 };
+            let mut lse = runtime.device().alloc(arena, Label::Activations, lse_bytes)?;
+            prefill_ns += self.attend(chunk, &mut lse)?;
+            if evict.judges() {
+                let (length, q_len) = (self.length(), end - start);
+                let queries = Queries { q: &inputs.q, length, first: start, lse: &lse, q_len };
+                self.accumulate(&queries)?;
+                self.judge(queries, end)?;
+            }
         }
         Ok(prefill_ns)
     }
 
-    /// Attention of the context to itself; returns its time, and leaves the log-sum-exps where there is room for them.
-    fn attend(&self, lse: &mut DeviceBuffer) -> Result<u64, TurnError> {
-        let (evict, bench) = (self.evict, self.bench);
-        let (cell, device) = (&evict.cell, bench.runtime.device());
-        let layer = Shape { batch: cell.batch, ..cell.shape() };
-        let take = |dims| device.alloc(bench.arena, Label::Workspace, Tensor::bytes_of(cell.dtype, dims));
-        let (mut q, mut k, mut v) = (take(layer.q_dims())?, take(layer.kv_dims())?, take(layer.kv_dims())?);
-        let mut scratch = evict.prefill.scratch(device, bench.arena)?;
+    /// Attention of a chunk to the cache; returns its time, and leaves the log-sum-exps where there is room for them.
+    fn attend(&self, chunk: &Chunk, lse: &mut DeviceBuffer) -> Result<u64, TurnError> {
+        let (bench, cell) = (self.bench, &self.evict.cell);
+        let (device, plan, layer) = (bench.runtime.device(), &chunk.plan, chunk.plan.shape());
+        let take = |bytes| device.alloc(bench.arena, Label::Workspace, bytes);
+        let copied = if chunk.paged { 0 } else { Tensor::bytes_of(cell.dtype, layer.kv_dims()) };
+        let (mut q, mut k, mut v) = (take(Tensor::bytes_of(cell.dtype, layer.q_dims()))?, take(copied)?, take(copied)?);
+        let mut scratch = plan.scratch(device, bench.arena)?;
         let mut written = Written::allocate(bench, layer, cell.dtype)?;
         let mut total_ns = 0;
         for index in 0..cell.layers {
-            let copy = |from: &DeviceBuffer, heads: usize, to: &mut DeviceBuffer| {
-                let heads = index * cell.batch * heads..(index + 1) * cell.batch * heads;
-                let kind = (cell.dtype, cell.head_dim);
-                take_tokens(bench.runtime, kind, (from, self.length()), heads, 0..cell.context_tokens, to)
-            };
-            copy(&bench.inputs.q, cell.q_heads, &mut q)?;
-            copy(&bench.inputs.k, cell.kv_heads, &mut k)?;
-            copy(&bench.inputs.v, cell.kv_heads, &mut v)?;
+            let heads = |of_layer: usize| index * cell.batch * of_layer..(index + 1) * cell.batch * of_layer;
+            let (kind, from, lists) =
+                ((cell.dtype, cell.head_dim), (&bench.inputs.q, self.length()), heads(cell.kv_heads));
+            take_tokens(bench.runtime, kind, from, heads(cell.q_heads), chunk.tokens.clone(), &mut q)?;
             written.poison(bench)?;
-            let inputs = Inputs { q: &q, k: &k, v: &v };
-            total_ns += evict.prefill.forward(bench.runtime, inputs, written.results(), &mut scratch)?;
+            let results: Results<'_> = written.results();
+            total_ns += match chunk.paged {
+                true => {
+                    plan.forward_paged(bench.runtime, &q, &self.cache.kv_from(lists.start), results, &mut scratch)?
+                }
+                false => {
+                    let to = [&mut k, &mut v];
+                    device.timed(|| self.cache.gather(bench.runtime, lists, to, layer.kv_len))?;
+                    plan.forward(bench.runtime, Inputs { q: &q, k: &k, v: &v }, results, &mut scratch)?
+                }
+            };
             if bench.truth.is_some() {
                 finite(&written.read()?)?;
             }
@@ -143,63 +151,6 @@ impl Session<'_> {
             }
         }
         Ok(total_ns)
-    }
-
-    /// What a policy sees besides the cache.
-    fn context<'c>(&'c self, queries: Queries<'c>, seen_tokens: usize) -> DeviceContext<'c> {
-        let cell = &self.evict.cell;
-        DeviceContext {
-            runtime: self.bench.runtime,
-            arena: self.bench.arena,
-            cpu: &self.cpu,
-            queries: Some(queries),
-            q_heads: cell.q_heads,
-            params: cell.params(),
-            layers: cell.layers,
-            seen_tokens,
-            budget_tokens: self.evict.budget_tokens,
-        }
-    }
-
-    /// For a policy that accumulates attention: adds what these queries give to each token of the cache.
-    fn accumulate(&mut self, queries: &Queries<'_>) -> Result<(), TurnError> {
-        if !self.evict.accumulates() {
-            return Ok(());
-        }
-        let Bench { runtime, arena, .. } = self.bench;
-        let width = self.cache.max_len();
-        let bytes = 4 * (self.cache.shape().lists() * width) as u64;
-        let mut sums = runtime.device().alloc(arena, Label::Policy, bytes)?;
-        let context = self.context(*queries, 0);
-        let counted_ns = context.columns(&self.cache, None, Reduction::RECEIVED, &mut sums)?;
-        self.score_ns += counted_ns + self.cache.add_attention(runtime, &sums, width)?;
-        Ok(())
-    }
-
-    /// Judges the cache by the latest queries and shrinks it to the budget.
-    fn judge(&mut self, queries: Queries<'_>, seen_tokens: usize) -> Result<(), TurnError> {
-        let (evict, runtime) = (self.evict, self.bench.runtime);
-        let context = self.context(queries, seen_tokens);
-        let scored = score(&evict.policy, &context, &self.cache)?;
-        let mut scored = scored.expect("a policy with a scorer gives scores");
-        let selection = select(&evict.policy, &context, &self.cache, &mut scored)?;
-        let tie_rate = if self.bench.truth.is_some() { self.tie_rate(&scored)? } else { 0.0 };
-        let before: usize = self.cache.lens().iter().sum();
-        let width = selection.width;
-        let kept_ns = self.cache.keep(runtime, &selection.slots, width, &selection.counts, &selection.counts_there)?;
-        let released_ns = self.cache.release(runtime)?;
-        self.evicted_tokens += (before - self.cache.lens().iter().sum::<usize>()) as u64;
-        self.tie_rate = tie_rate;
-        self.score_ns += scored.time_ns;
-        self.evict_ns += selection.time_ns + kept_ns + released_ns;
-        Ok(())
-    }
-
-    fn tie_rate(&self, scored: &DeviceScored) -> Result<f64, TurnError> {
-        let mut values = vec![0f32; self.cache.shape().lists() * scored.width];
-        scored.values.read(bytemuck::cast_slice_mut(&mut values))?;
-        let lists = values.chunks(scored.width).zip(self.cache.lens()).map(|(values, &len)| &values[..len]);
-        Ok(tied_share(lists, scored.highest_judged))
     }
 
     /// Decodes the new tokens one by one; adds the mean times of a step and of what the schedule costs.
