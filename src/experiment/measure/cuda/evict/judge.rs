@@ -51,10 +51,11 @@ impl Session<'_> {
         let width = selection.width;
         let kept_ns = self.cache.keep(runtime, &selection.slots, width, &selection.counts, &selection.counts_there)?;
         let released_ns = self.cache.release(runtime)?;
+        let turned_ns = if evict.turns() { self.cache.rerotate(runtime)? } else { 0 };
         self.evicted_tokens += (before - self.cache.lens().iter().sum::<usize>()) as u64;
         self.tie_rate = tie_rate;
         self.score_ns += scored.time_ns;
-        self.evict_ns += selection.time_ns + kept_ns + released_ns;
+        self.evict_ns += selection.time_ns + kept_ns + released_ns + turned_ns;
         Ok(())
     }
 

@@ -14,7 +14,7 @@ mod turn;
 use super::{Bench, Task, Turn, TurnError};
 use crate::attention::cuda::{CudaKernel, Plan, decode_paged};
 use crate::attention::{AttentionError, Shape};
-use crate::cache::{CacheShape, Column, PAGE_TOKENS};
+use crate::cache::{CacheShape, PAGE_TOKENS};
 use crate::device::cuda::Limits;
 use crate::experiment::cell::Cell;
 use crate::experiment::measure::budget_tokens;
@@ -63,7 +63,6 @@ fn refuse(policy: &Policy) -> Option<&'static str> {
     let looks_back = recent > 1 && policy.looks_at(Statistic::RecentAttention);
     match () {
         () if policy.schedule.decoding == Decoding::Delayed => Some("no delayed judgements on CUDA yet"),
-        () if policy.rerotates => Some("keys are turned on CUDA by evict alone, not in experiments yet"),
         () if again && looks_back => Some("judgements between decode steps look at one query on CUDA; add +once"),
         () => None,
     }
@@ -108,6 +107,11 @@ impl Evict {
         self.judges() && self.policy.looks_at(Statistic::AccumulatedAttention)
     }
 
+    /// Whether keys and queries are turned to positions inside the cache.
+    fn turns(&self) -> bool {
+        self.judges() && self.policy.rerotates
+    }
+
     /// A decode step of all layers.
     fn step_shape(&self) -> Shape {
         self.step.shape()
@@ -122,7 +126,7 @@ impl Evict {
             dtype: cell.dtype,
             max_tokens: self.lengths().most(),
             page_tokens: PAGE_TOKENS,
-            columns: if self.accumulates() { &[Column::Attention] } else { &[] },
+            columns: if self.judges() { self.policy.columns() } else { &[] },
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Peak memory of the measure on a GPU, from the shapes.
 
 use super::{Chunk, Evict};
-use crate::attention::Outputs;
+use crate::attention::{Outputs, Shape};
 use crate::cache::cuda::DeviceCache;
 use crate::policy::Decoding;
 use crate::policy::cuda::{judgement_bytes, looks_at_attention};
@@ -33,8 +33,10 @@ impl Evict {
         let copies = Tensor::bytes_of(cell.dtype, layer.q_dims()) + 2 * kv_bytes;
         let attention = copies + Outputs::bytes(&layer, cell.dtype) + chunk.plan.workspace.bytes();
         let lse = if self.observes() { 4 * (cell.layers * layer.rows()) as u64 } else { 0 };
+        let is_turned = self.turns() && tokens < chunk.tokens.end;
+        let turned = if is_turned { self.query_bytes(layer.q_len) } else { 0 };
         let judgement = self.accumulated(layer.kv_len).max(self.judgement(layer.kv_len));
-        self.held(tokens, is_first || self.lengths().is_even()) + lse + attention.max(judgement)
+        self.held(tokens, is_first || self.lengths().is_even()) + lse + turned + attention.max(judgement)
     }
 
     fn decode_bytes(&self) -> u64 {
@@ -43,9 +45,13 @@ impl Evict {
             Decoding::EverySteps(steps) if steps <= cell.new_tokens => self.judgement(step.kv_len),
             _ => 0,
         };
-        let query = Tensor::bytes_of(cell.dtype, step.q_dims());
-        let steps = query + Outputs::bytes(&step, cell.dtype) + self.step.workspace.bytes();
+        let steps = self.query_bytes(1) + Outputs::bytes(&step, cell.dtype) + self.step.workspace.bytes();
         self.held(lengths.late(), lengths.is_even()) + steps + again.max(self.accumulated(step.kv_len))
+    }
+
+    /// Queries of all layers, so many of each head.
+    pub(super) fn query_bytes(&self, queries: usize) -> u64 {
+        Tensor::bytes_of(self.cell.dtype, Shape { q_len: queries, ..self.cell.shape() }.q_dims())
     }
 
     /// The cache when its lists hold `tokens` tokens on average; all the same number if `is_even`.

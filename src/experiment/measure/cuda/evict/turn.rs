@@ -3,6 +3,7 @@
 use super::{Chunk, Evict};
 use crate::attention::Outputs;
 use crate::attention::cuda::{Inputs, Results};
+use crate::attention::rope::Frequencies;
 use crate::cache::cuda::{DeviceCache, take_tokens};
 use crate::device::Cpu;
 use crate::device::cuda::DeviceBuffer;
@@ -11,8 +12,9 @@ use crate::experiment::measure::cuda::{Bench, Turn, TurnError, Written};
 use crate::experiment::measure::evict::late::Late;
 use crate::experiment::measure::evict::outcome::{self, Evicted, Kept};
 use crate::memory::{Arena, Label};
-use crate::policy::Decoding;
+use crate::policy::action::rerotate::NO_ROPE;
 use crate::policy::cuda::Queries;
+use crate::policy::{Decoding, PolicyError};
 use crate::tensor::Tensor;
 use std::ops::Range;
 
@@ -33,7 +35,12 @@ pub(super) struct Session<'a> {
 pub(super) fn turn(evict: &Evict, bench: Bench<'_>) -> Result<Turn, TurnError> {
     let cell = &evict.cell;
     let cpu = Cpu::new(Some(1)).map_err(|error| TurnError::Failed(error.to_string()))?;
-    let cache = DeviceCache::new(bench.runtime.device(), bench.arena, evict.cache_shape())?;
+    let mut cache = DeviceCache::new(bench.runtime.device(), bench.arena, evict.cache_shape())?;
+    if evict.turns() {
+        let theta = bench.inputs.host.as_ref().and_then(|workload| workload.rope_theta);
+        let theta = theta.filter(|_| cell.head_dim.is_multiple_of(2)).ok_or::<PolicyError>(NO_ROPE)?;
+        cache.set_rope(&Frequencies::new(cell.head_dim, theta))?;
+    }
     let mut session = Session { evict, bench, cpu, cache, evicted_tokens: 0, tie_rate: 0.0, score_ns: 0, evict_ns: 0 };
     let mut turn = Turn::default();
     turn.samples_ns.insert("prefill", session.prefill()?);
@@ -74,7 +81,7 @@ impl Session<'_> {
     fn kept(&self) -> Result<Kept, TurnError> {
         let by_position = match self.bench.truth {
             Some(_) => {
-                let positions = self.cache.read_positions()?;
+                let positions = self.cache.read_origins()?;
                 let of_list = |list: usize| positions[list].iter().map(|&position| position as usize).collect();
                 outcome::by_position(&self.evict.cell, of_list)
             }
@@ -91,8 +98,38 @@ impl Session<'_> {
     fn append(&mut self, tokens: Range<usize>) -> Result<(), TurnError> {
         let Bench { runtime, inputs, .. } = self.bench;
         let length = self.length();
+        let count = tokens.len();
         self.cache.append(runtime, [&inputs.k, &inputs.v], length, tokens)?;
+        if self.evict.turns() {
+            let lists = 0..self.cache.shape().lists();
+            runtime.device().timed(|| self.cache.turn_newest(runtime, lists, count))?;
+        }
         Ok(())
+    }
+
+    /// The queries of some tokens, up to the latest, as the cache is to be asked: turned with its keys, where these are.
+    fn ask(&self, tokens: Range<usize>, q: &mut DeviceBuffer) -> Result<(), TurnError> {
+        let Bench { runtime, inputs, .. } = self.bench;
+        let cell = &self.evict.cell;
+        let (kind, heads) = ((cell.dtype, cell.head_dim), 0..cell.layers * cell.batch * cell.q_heads);
+        take_tokens(runtime, kind, (&inputs.q, self.length()), heads, tokens.clone(), q)?;
+        self.turn(q, tokens.len(), tokens.end)
+    }
+
+    /// Turns queries `[layers * B, Hq, count, D]`, of which the last is that of token `end - 1`, with the cache's keys, where
+    /// these are.
+    pub(super) fn turn(&self, q: &mut DeviceBuffer, count: usize, end: usize) -> Result<(), TurnError> {
+        if self.is_turned(end) {
+            let (runtime, lists) = (self.bench.runtime, 0..self.cache.shape().lists());
+            let extents = [self.evict.cell.q_heads, count];
+            runtime.device().timed(|| self.cache.turn_queries(runtime, lists, q, extents, end))?;
+        }
+        Ok(())
+    }
+
+    /// Whether keys stand elsewhere than in the sequence, of which `end` tokens were seen.
+    fn is_turned(&self, end: usize) -> bool {
+        self.evict.turns() && self.cache.lens().iter().any(|&len| len != end)
     }
 
     /// Attention over the context, chunk by chunk and layer by layer, each chunk judged; returns the time of attention.
@@ -105,10 +142,22 @@ impl Session<'_> {
             let rows = evict.cell.layers * chunk.plan.shape().rows();
             let lse_bytes = if evict.observes() { 4 * rows as u64 } else { 0 };
             let mut lse = runtime.device().alloc(arena, Label::Activations, lse_bytes)?;
-            prefill_ns += self.attend(chunk, &mut lse)?;
+            let turned = match self.is_turned(end) {
+                true => {
+                    let bytes = evict.query_bytes(end - start);
+                    let mut turned = runtime.device().alloc(arena, Label::Activations, bytes)?;
+                    self.ask(start..end, &mut turned)?;
+                    Some(turned)
+                }
+                false => None,
+            };
+            let (q, tokens, length) = match &turned {
+                Some(turned) => (turned, 0..end - start, end - start),
+                None => (&inputs.q, start..end, self.length()),
+            };
+            prefill_ns += self.attend(chunk, (q, length), tokens.clone(), &mut lse)?;
             if evict.judges() {
-                let (length, q_len) = (self.length(), end - start);
-                let queries = Queries { q: &inputs.q, length, first: start, lse: &lse, q_len };
+                let queries = Queries { q, length, first: tokens.start, lse: &lse, q_len: end - start };
                 self.accumulate(&queries)?;
                 self.judge(queries, end)?;
             }
@@ -116,31 +165,38 @@ impl Session<'_> {
         Ok(prefill_ns)
     }
 
-    /// Attention of a chunk to the cache; returns its time, and leaves the log-sum-exps where there is room for them.
-    fn attend(&self, chunk: &Chunk, lse: &mut DeviceBuffer) -> Result<u64, TurnError> {
+    /// Attention of a chunk, whose queries are `tokens` of those of `q`, to the cache; returns its time, and leaves the
+    /// log-sum-exps where there is room for them.
+    fn attend(
+        &self,
+        chunk: &Chunk,
+        q: (&DeviceBuffer, usize),
+        tokens: Range<usize>,
+        lse: &mut DeviceBuffer,
+    ) -> Result<u64, TurnError> {
         let (bench, cell) = (self.bench, &self.evict.cell);
         let (device, plan, layer) = (bench.runtime.device(), &chunk.plan, chunk.plan.shape());
         let take = |bytes| device.alloc(bench.arena, Label::Workspace, bytes);
         let copied = if chunk.paged { 0 } else { Tensor::bytes_of(cell.dtype, layer.kv_dims()) };
-        let (mut q, mut k, mut v) = (take(Tensor::bytes_of(cell.dtype, layer.q_dims()))?, take(copied)?, take(copied)?);
+        let (mut asked, mut k, mut v) =
+            (take(Tensor::bytes_of(cell.dtype, layer.q_dims()))?, take(copied)?, take(copied)?);
         let mut scratch = plan.scratch(device, bench.arena)?;
         let mut written = Written::allocate(bench, layer, cell.dtype)?;
         let mut total_ns = 0;
         for index in 0..cell.layers {
             let heads = |of_layer: usize| index * cell.batch * of_layer..(index + 1) * cell.batch * of_layer;
-            let (kind, from, lists) =
-                ((cell.dtype, cell.head_dim), (&bench.inputs.q, self.length()), heads(cell.kv_heads));
-            take_tokens(bench.runtime, kind, from, heads(cell.q_heads), chunk.tokens.clone(), &mut q)?;
+            let (kind, lists) = ((cell.dtype, cell.head_dim), heads(cell.kv_heads));
+            take_tokens(bench.runtime, kind, q, heads(cell.q_heads), tokens.clone(), &mut asked)?;
             written.poison(bench)?;
             let results: Results<'_> = written.results();
             total_ns += match chunk.paged {
                 true => {
-                    plan.forward_paged(bench.runtime, &q, &self.cache.kv_from(lists.start), results, &mut scratch)?
+                    plan.forward_paged(bench.runtime, &asked, &self.cache.kv_from(lists.start), results, &mut scratch)?
                 }
                 false => {
                     let to = [&mut k, &mut v];
                     device.timed(|| self.cache.gather(bench.runtime, lists, to, layer.kv_len))?;
-                    plan.forward(bench.runtime, Inputs { q: &q, k: &k, v: &v }, results, &mut scratch)?
+                    plan.forward(bench.runtime, Inputs { q: &asked, k: &k, v: &v }, results, &mut scratch)?
                 }
             };
             if bench.truth.is_some() {
@@ -175,8 +231,7 @@ impl Session<'_> {
         for step in 0..cell.new_tokens {
             let token = cell.context_tokens + step;
             self.append(token..token + 1)?;
-            let (kind, heads) = ((cell.dtype, cell.head_dim), 0..shape.batch * shape.q_heads);
-            take_tokens(bench.runtime, kind, (&bench.inputs.q, self.length()), heads, token..token + 1, &mut q)?;
+            self.ask(token..token + 1, &mut q)?;
             written.poison(bench)?;
             let results: Results<'_> = written.results();
             decode_ns += evict.step.forward_paged(bench.runtime, &q, &self.cache.kv(), results, &mut scratch)?;
