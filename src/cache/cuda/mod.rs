@@ -7,11 +7,13 @@
 //! which eviction does not shorten: 4 bytes for each place.
 
 mod growing;
+mod latest;
 mod pool;
 mod tokens;
 mod turning;
 
-pub(crate) use tokens::copy_tokens;
+pub(crate) use latest::Latest;
+use tokens::copy_tokens;
 pub use tokens::take_tokens;
 
 use super::{CacheShape, Column};

@@ -3,10 +3,10 @@
 //! Keys, values, queries and scores stay on the GPU. What has no form there is refused by name before anything runs.
 
 use super::held::Held;
+use crate::attention::Shape;
+use crate::attention::cuda::decode_paged;
 use crate::attention::cuda::export::{Observed, columns};
-use crate::attention::cuda::{Results, decode_paged};
 use crate::attention::export::Reduction;
-use crate::attention::{Outputs, Shape};
 use crate::cache::cuda::DeviceCache;
 use crate::device::Cpu;
 use crate::device::cuda::{CudaError, DeviceBuffer, Runtime};
@@ -234,14 +234,8 @@ fn ask_again(
     q: &DeviceBuffer,
     q_len: usize,
 ) -> Result<DeviceBuffer, ModelError> {
-    let (device, held) = (runtime.device(), *cache.shape());
+    let held = *cache.shape();
     let shape = Shape { batch: config.layers, ..attended(config, q_len, cache.max_len()) };
-    let plan = decode_paged(&shape, &params(config, 0), held.dtype, device.limits(), held.page_tokens)?;
-    let mut scratch = plan.scratch(device, arena)?;
-    let lse_bytes = 4 * shape.rows() as u64;
-    let o_bytes = Outputs::bytes(&shape, held.dtype) - lse_bytes;
-    let mut o = device.alloc(arena, Label::Policy, o_bytes)?;
-    let mut lse = device.alloc(arena, Label::Policy, lse_bytes)?;
-    plan.forward_paged(runtime, q, &cache.kv(), Results { o: &mut o, lse: &mut lse }, &mut scratch)?;
-    Ok(lse)
+    let plan = decode_paged(&shape, &params(config, 0), held.dtype, runtime.device().limits(), held.page_tokens)?;
+    Ok(plan.ask_paged(runtime, arena, q, &cache.kv())?.1)
 }

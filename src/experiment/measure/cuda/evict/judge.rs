@@ -2,6 +2,7 @@
 
 use super::turn::Session;
 use crate::attention::export::Reduction;
+use crate::cache::cuda::Latest;
 use crate::experiment::measure::cuda::{Bench, TurnError};
 use crate::memory::Label;
 use crate::policy::cuda::{DeviceContext, DeviceScored, Queries, score, select};
@@ -57,6 +58,18 @@ impl Session<'_> {
         self.score_ns += scored.time_ns;
         self.evict_ns += selection.time_ns + kept_ns + released_ns + turned_ns;
         Ok(())
+    }
+
+    /// The same by the latest queries, which are asked once more: the cache is not as they saw it.
+    pub(super) fn judge_again(&mut self, latest: &Latest, seen_tokens: usize) -> Result<(), TurnError> {
+        let (evict, Bench { runtime, arena, .. }) = (self.evict, self.bench);
+        let plan = evict.again.as_ref().expect("planned where the latest queries are held");
+        let q_len = latest.count();
+        let mut q = latest.dense(runtime, arena)?;
+        self.turn(&mut q, q_len, seen_tokens)?;
+        let (asked_ns, lse) = plan.ask_paged(runtime, arena, &q, &self.cache.kv())?;
+        self.score_ns += asked_ns;
+        self.judge(Queries { q: &q, length: q_len, first: 0, lse: &lse, q_len }, seen_tokens)
     }
 
     fn tie_rate(&self, scored: &DeviceScored) -> Result<f64, TurnError> {

@@ -30,6 +30,8 @@ struct Evict {
     chunks: Vec<Chunk>,
     /// A decode step of all layers.
     step: Plan,
+    /// The same with the latest queries, which judgements between decode steps look at.
+    again: Option<Plan>,
 }
 
 /// A chunk of the context.
@@ -58,14 +60,7 @@ pub(super) fn task(cell: &Cell, kernel: &dyn CudaKernel, limits: &Limits) -> Res
 
 /// What no turn on a GPU does yet, beside what no judgement there does.
 fn refuse(policy: &Policy) -> Option<&'static str> {
-    let again = policy.schedule.decoding != Decoding::Never;
-    let recent = policy.scorer.as_ref().map_or(1, |scorer| scorer.recent_queries());
-    let looks_back = recent > 1 && policy.looks_at(Statistic::RecentAttention);
-    match () {
-        () if policy.schedule.decoding == Decoding::Delayed => Some("no delayed judgements on CUDA yet"),
-        () if again && looks_back => Some("judgements between decode steps look at one query on CUDA; add +once"),
-        () => None,
-    }
+    (policy.schedule.decoding == Decoding::Delayed).then_some("no delayed judgements on CUDA yet")
 }
 
 impl Evict {
@@ -81,6 +76,7 @@ impl Evict {
         let paged = |shape: &Shape| decode_paged(shape, &params, cell.dtype, limits, PAGE_TOKENS);
         let step =
             paged(&Shape { q_len: 1, kv_len: lengths.longest(lengths.late(), lengths.grown()), ..cell.shape() })?;
+        let again = lengths.recent().map(|q_len| paged(&Shape { q_len, ..step.shape() })).transpose()?;
         let chunk = |start: usize| {
             let tokens = start..context.min(start + lengths.chunk());
             let (q_len, is_paged) = (tokens.len(), start > 0 && !lengths.is_even());
@@ -91,7 +87,7 @@ impl Evict {
             Ok(Chunk { tokens, plan, paged: is_paged })
         };
         let chunks = (0..context).step_by(lengths.chunk()).map(chunk).collect::<Result<_, AttentionError>>()?;
-        Ok(Evict { cell: cell.clone(), policy, budget_tokens, chunks, step })
+        Ok(Evict { cell: cell.clone(), policy, budget_tokens, chunks, step, again })
     }
 
     fn judges(&self) -> bool {

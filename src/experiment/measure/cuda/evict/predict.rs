@@ -42,11 +42,20 @@ impl Evict {
     fn decode_bytes(&self) -> u64 {
         let (cell, step, lengths) = (&self.cell, self.step_shape(), self.lengths());
         let again = match self.policy.schedule.decoding {
-            Decoding::EverySteps(steps) if steps <= cell.new_tokens => self.judgement(step.kv_len),
+            Decoding::EverySteps(steps) if steps <= cell.new_tokens => self.judged_again(step.kv_len),
             _ => 0,
         };
         let steps = self.query_bytes(1) + Outputs::bytes(&step, cell.dtype) + self.step.workspace.bytes();
-        self.held(lengths.late(), lengths.is_even()) + steps + again.max(self.accumulated(step.kv_len))
+        let recent = self.again.as_ref().map_or(0, |plan| self.query_bytes(plan.shape().q_len));
+        self.held(lengths.late(), lengths.is_even()) + steps + recent + again.max(self.accumulated(step.kv_len))
+    }
+
+    /// A judgement between decode steps; the latest queries are asked once more before it.
+    fn judged_again(&self, width: usize) -> u64 {
+        let Some(plan) = &self.again else { return self.judgement(width) };
+        let (dtype, shape) = (self.cell.dtype, plan.shape());
+        let pass = Outputs::bytes(&shape, dtype) + plan.workspace.bytes();
+        self.query_bytes(shape.q_len) + pass.max(4 * shape.rows() as u64 + self.judgement(width))
     }
 
     /// Queries of all layers, so many of each head.

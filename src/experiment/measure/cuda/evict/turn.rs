@@ -4,7 +4,7 @@ use super::{Chunk, Evict};
 use crate::attention::Outputs;
 use crate::attention::cuda::{Inputs, Results};
 use crate::attention::rope::Frequencies;
-use crate::cache::cuda::{DeviceCache, take_tokens};
+use crate::cache::cuda::{DeviceCache, Latest, take_tokens};
 use crate::device::Cpu;
 use crate::device::cuda::DeviceBuffer;
 use crate::experiment::measure::check::{accurate, finite};
@@ -209,12 +209,24 @@ impl Session<'_> {
         Ok(total_ns)
     }
 
+    /// The context's latest queries, for a policy that looks at more than one while decoding.
+    fn hold(&self) -> Result<Option<Latest>, TurnError> {
+        let Some(plan) = &self.evict.again else { return Ok(None) };
+        let (Bench { runtime, arena, inputs, .. }, shape) = (self.bench, plan.shape());
+        let kind = (self.evict.cell.dtype, shape.head_dim);
+        let mut latest = Latest::new(runtime.device(), arena, kind, [1, shape.batch * shape.q_heads, shape.q_len])?;
+        latest.push(runtime, 0, (&inputs.q, self.length()), self.evict.cell.context_tokens, shape.q_len)?;
+        latest.advance(shape.q_len);
+        Ok(Some(latest))
+    }
+
     /// Decodes the new tokens one by one; adds the mean times of a step and of what the schedule costs.
     fn decode(&mut self, turn: &mut Turn) -> Result<Late, TurnError> {
         let (evict, bench) = (self.evict, self.bench);
         let (cell, device, shape) = (&evict.cell, bench.runtime.device(), evict.step_shape());
         let q_bytes = Tensor::bytes_of(cell.dtype, shape.q_dims());
         let mut q = device.alloc(bench.arena, Label::Activations, q_bytes)?;
+        let mut recent = self.hold()?;
         let mut written = Written::allocate(bench, shape, cell.dtype)?;
         let mut scratch = evict.step.scratch(device, bench.arena)?;
         // What is compared lies on the host.
@@ -246,8 +258,15 @@ impl Session<'_> {
             if let (true, Decoding::EverySteps(steps)) = (evict.judges(), evict.policy.schedule.decoding) {
                 let queries = Queries { q: &q, length: 1, first: 0, lse: &written.lse, q_len: 1 };
                 self.accumulate(&queries)?;
+                if let Some(recent) = &mut recent {
+                    recent.push(bench.runtime, 0, (&bench.inputs.q, self.length()), token + 1, 1)?;
+                    recent.advance(1);
+                }
                 if (step + 1).is_multiple_of(steps) {
-                    self.judge(queries, token + 1)?;
+                    match &recent {
+                        Some(recent) => self.judge_again(recent, token + 1)?,
+                        None => self.judge(queries, token + 1)?,
+                    }
                 }
             }
         }
