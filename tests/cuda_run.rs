@@ -233,7 +233,15 @@ fn cuda_evicts_as_the_cpu_does() {
     let shape = "heads = \"4/2\"\nhead_dim = 16\nlayers = 2\nbatch = 1\ncontext_tokens = 96\nnew_tokens = 5\n";
     let grid = |dtype: &str, rest: &str| format!("[[grid]]\nmeasure = \"evict\"\ndtype = \"{dtype}\"\n{shape}{rest}\n");
     let cut = format!("policy = {policies}\nbudget = 24");
-    let grids = [grid("bf16", &cut), grid("f32", "policy = [\"full\", \"h2o\"]\nbudget = 0.25")].concat();
+    let chunks = "[\"snapkv:window=8+chunks:tokens=40+every:steps=2+rerotate\", \
+                  \"ada-snapkv:window=8+chunks:tokens=40+every:steps=2\"]";
+    let two = grid("f32", &format!("kernel = \"naive\"\npolicy = {chunks}\nbudget = 24"));
+    let grids = [
+        grid("bf16", &cut),
+        grid("f32", "policy = [\"full\", \"h2o\"]\nbudget = 0.25"),
+        two.replace("batch = 1", "batch = 2"),
+    ]
+    .concat();
     let (gpu, limit_bytes) = (gpu(), 1 << 30);
     let (there, here) = (run(&grids, &gpu, limit_bytes), run(&grids, cpu(2), limit_bytes));
     assert_eq!(there.len(), here.len());
