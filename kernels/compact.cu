@@ -12,9 +12,10 @@
 //
 // Compile with -DELEMENT=F32|BF16|F16 -DHEAD_DIM=1..256.
 //   append_tokens   grid (ceil(count / 32), lists), 128 threads; the lists' lengths already count the new tokens
-//   keep_slots      grid (lists, 4), 256 threads: keys, values, positions, attention
+//   keep_slots      grid (lists, 5), 256 threads: keys, values, positions, attention, origins
 //   move_pages      grid (pages, 2), 128 threads: keys, values
-//   turn_keys       grid (ceil(longest / 32), lists), 128 threads
+//   turn_keys       grid (ceil(newest / 32), lists), 128 threads
+//   turn_queries    grid (ceil(count / 32), query heads), 128 threads
 //   add_columns     grid (ceil(width / 256), lists), 256 threads
 //   take_tokens     grid (ceil(count / 32), heads), 128 threads
 //   gather_tokens   grid (ceil(length / 32), lists, 2), 128 threads: keys, values
@@ -40,8 +41,20 @@ struct Moves {
     const u32 *from, *to; // numbers of pages
 };
 
+// Keys that turn: so many at the end of each list.
 struct Turning {
     const double *turns_per_token; // [D / 2], of each pair of channels
+    int newest;
+    int unused;
+};
+
+// Queries that turn as far as the lists of turned keys are short of what their sequences have seen.
+struct Asking {
+    void *q;                       // [B, heads, count, D]
+    const double *turns_per_token; // [D / 2]
+    int heads, count;
+    int seen;                      // tokens; the last query is that of the last one
+    int unused;
 };
 
 struct Received {
@@ -103,6 +116,19 @@ template <class Bits, int Units, class Place> DEVICE void keep_rows(const u32 *s
     }
 }
 
+// Turns a row by so many positions; a lane has both channels of its pairs.
+DEVICE void turn_row(unsigned char *row, const double *turns_per_token, int by) {
+    for (int pair = threadIdx.x % 32; pair < HEAD_DIM / 2; pair += 32) {
+        // In f64, and without whole turns: in f32 the angle of a far token would be off by hundredths.
+        const double exact = by * turns_per_token[pair];
+        const float turns = float(exact - nearest_whole(exact));
+        const float sine = sine_of_turns(turns), cosine = cosine_of_turns(turns);
+        const float x = element<ELEMENT>(row, pair), y = element<ELEMENT>(row, HEAD_DIM / 2 + pair);
+        store<ELEMENT>(row, pair, x * cosine - y * sine);
+        store<ELEMENT>(row, HEAD_DIM / 2 + pair, y * cosine + x * sine);
+    }
+}
+
 } // namespace
 
 KERNEL(128) append_tokens(ARGUMENT Lists l, ARGUMENT Arrival a) {
@@ -118,6 +144,7 @@ KERNEL(128) append_tokens(ARGUMENT Lists l, ARGUMENT Arrival a) {
     if (threadIdx.x < 32 && token < end) {
         const long long at = (long long)list * l.stride + len + token;
         l.positions[at] = a.position + token;
+        if (l.origins) l.origins[at] = a.position + token;
         if (l.attention) l.attention[at] = 0.0f;
     }
 }
@@ -130,8 +157,10 @@ KERNEL(256) keep_slots(ARGUMENT Lists l, ARGUMENT Keeping k) {
         keep_rows<Unit, UNITS>(slots, count, [&](int slot) { return units_of_slot(l, list, slot, part); });
     } else if (part == 2) {
         keep_rows<int, 1>(slots, count, [&](int slot) { return l.positions + (long long)list * l.stride + slot; });
-    } else if (l.attention) {
-        keep_rows<float, 1>(slots, count, [&](int slot) { return l.attention + (long long)list * l.stride + slot; });
+    } else if (part == 3) {
+        if (l.attention) keep_rows<float, 1>(slots, count, [&](int slot) { return l.attention + (long long)list * l.stride + slot; });
+    } else {
+        if (l.origins) keep_rows<int, 1>(slots, count, [&](int slot) { return l.origins + (long long)list * l.stride + slot; });
     }
 }
 
@@ -146,26 +175,26 @@ KERNEL(128) move_pages(ARGUMENT Lists l, ARGUMENT Moves m) {
     for (int i = threadIdx.x; i < g.page_tokens * UNITS; i += 128) to[i] = from[i];
 }
 
-// A warp for each key; a lane has both channels of its pairs.
+// A warp for each key.
 KERNEL(128) turn_keys(ARGUMENT Lists l, ARGUMENT Turning t) {
-    const int list = blockIdx.y, end = least((blockIdx.x + 1) * 32, l.pages.lens[list]), lane = threadIdx.x % 32;
-    for (int slot = blockIdx.x * 32 + threadIdx.x / 32; slot < end; slot += 4) {
+    const int list = blockIdx.y, len = l.pages.lens[list], first = most(0, len - t.newest) + blockIdx.x * 32;
+    for (int slot = first + threadIdx.x / 32; slot < least(first + 32, len); slot += 4) {
         int *const position = l.positions + (long long)list * l.stride + slot;
         const int by = slot - *position;
-        if (by != 0) {
-            unsigned char *const key = row_of_slot(l, list, slot, 0);
-            for (int pair = lane; pair < HEAD_DIM / 2; pair += 32) {
-                // In f64, and without whole turns: in f32 the angle of a far token would be off by hundredths.
-                const double exact = by * t.turns_per_token[pair];
-                const float turns = float(exact - nearest_whole(exact));
-                const float sine = sine_of_turns(turns), cosine = cosine_of_turns(turns);
-                const float x = element<ELEMENT>(key, pair), y = element<ELEMENT>(key, HEAD_DIM / 2 + pair);
-                store<ELEMENT>(key, pair, x * cosine - y * sine);
-                store<ELEMENT>(key, HEAD_DIM / 2 + pair, y * cosine + x * sine);
-            }
-        }
+        if (by != 0) turn_row(row_of_slot(l, list, slot, 0), t.turns_per_token, by);
         warp_sync(); // all lanes have read the position
-        if (lane == 0) *position = slot;
+        if (threadIdx.x % 32 == 0) *position = slot;
+    }
+}
+
+// A warp for each query.
+KERNEL(128) turn_queries(ARGUMENT Lists l, ARGUMENT Asking a) {
+    const int head = blockIdx.y % a.heads, list = blockIdx.y / a.heads * l.heads + head / (a.heads / l.heads);
+    const int by = l.pages.lens[list] - a.seen, end = least((blockIdx.x + 1) * 32, a.count);
+    if (by == 0) return;
+    for (int query = blockIdx.x * 32 + threadIdx.x / 32; query < end; query += 4) {
+        const long long row = (long long)blockIdx.y * a.count + query;
+        turn_row(static_cast<unsigned char *>(a.q) + row * KV_ROW_BYTES, a.turns_per_token, by);
     }
 }
 

@@ -7,7 +7,8 @@
 
 struct Lists {
     Pages pages;
-    int *positions;    // [lists, stride]: where each token stood in its sequence
+    int *positions;    // [lists, stride]: where the key of each token stands
+    int *origins;      // [lists, stride]: where each token stood in its sequence; null: there its key stands
     float *attention;  // [lists, stride]: attention that each token received so far; null: not kept
     int heads;         // Hkv
     int stride;        // tokens that one list can hold
@@ -36,6 +37,11 @@ DEVICE unsigned char *row_of_slot(const Lists &l, int list, int slot, int part) 
     const unsigned char *keys = page_keys(g, list, slot / g.page_tokens, page_bytes);
     const unsigned char *row = keys + part * to_values(g, page_bytes) + slot % g.page_tokens * KV_ROW_BYTES;
     return const_cast<unsigned char *>(row); // slabs are memory that may be written
+}
+
+// Where a token stood in its sequence.
+DEVICE int origin_of(const Lists &l, int list, int slot) {
+    return (l.origins ? l.origins : l.positions)[(long long)list * l.stride + slot];
 }
 
 // What `visible` and `Logits` ask of a problem.

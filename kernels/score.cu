@@ -81,7 +81,7 @@ DEVICE void set_by_first(const Scoring &s, int slot, float score) {
 } // namespace
 
 KERNEL(128) score_positions(ARGUMENT Lists l, ARGUMENT Scoring s) {
-    each_slot(l, [&](int slot) { score_of(s, slot) = float(l.positions[(long long)blockIdx.y * l.stride + slot]); });
+    each_slot(l, [&](int slot) { score_of(s, slot) = float(origin_of(l, blockIdx.y, slot)); });
 }
 
 KERNEL(128) score_copy(ARGUMENT Lists l, ARGUMENT Scoring s) {
@@ -89,7 +89,7 @@ KERNEL(128) score_copy(ARGUMENT Lists l, ARGUMENT Scoring s) {
 }
 
 KERNEL(128) score_age(ARGUMENT Lists l, ARGUMENT Scoring s) {
-    each_slot(l, [&](int slot) { score_of(s, slot) /= float(s.seen - l.positions[(long long)blockIdx.y * l.stride + slot]); });
+    each_slot(l, [&](int slot) { score_of(s, slot) /= float(s.seen - origin_of(l, blockIdx.y, slot)); });
 }
 
 KERNEL(128) score_key_norm(ARGUMENT Lists l, ARGUMENT Scoring s) {

@@ -70,7 +70,7 @@ KERNEL(256) score_protect(ARGUMENT Lists l, ARGUMENT Choice c) {
     if (slot >= len) return;
     float *const score = c.scores + (long long)list * c.width + slot;
     if (slot >= len - c.recent) *score = c.highest + 1.0f;
-    if (l.positions[(long long)list * l.stride + slot] < c.sink) *score = c.highest + 2.0f;
+    if (origin_of(l, list, slot) < c.sink) *score = c.highest + 2.0f;
 }
 
 KERNEL(1024) select_best(ARGUMENT Lists l, ARGUMENT Choice c) {

@@ -111,6 +111,10 @@ fn cuda_policies_evict_in_models_as_on_the_cpu() {
         ("tova", 24, 80),
         ("knorm+chunks:tokens=10", 40, 4),
         ("snapkv:window=4,kernel=3+chunks:tokens=13", 40, 80),
+        ("streaming-llm:sink=4+rerotate", 24, 7),
+        ("h2o+rerotate", 24, 80),
+        ("snapkv:window=4,kernel=3+chunks:tokens=13+rerotate", 40, 5),
+        ("ada-snapkv:window=4,kernel=3+rerotate", 30, 80),
         ("full", 24, 80),
     ];
     let mut failed = Vec::new();
@@ -150,16 +154,20 @@ fn cuda_policies_without_a_form_in_models_are_refused_by_name() {
         ("gemma2", "knorm", "'knorm': in a model with sliding windows nothing is evicted on CUDA yet"),
         ("llama", "qfilters", "no kernel for it on CUDA yet"),
         ("llama", "keydiff+delayed", "are not judged one by one on CUDA yet"),
+        ("llama", "knorm+merge", "losers are only dropped on CUDA"),
     ];
     for (name, text, reason) in cases {
         let model = Model::open(&checkpoint(name).folder, &Arena::unlimited()).unwrap();
         let Ok(policy) = Registry::default().policy(text) else { panic!("{text}") };
         let arena = Arena::unlimited();
         let there = DeviceModel::new(&model, &runtime, &arena).unwrap();
-        let mut decoder = DeviceDecoder::new(&there, Setup { columns: policy.columns(), ..setup(16) }, &arena).unwrap();
         let eviction = Eviction { policy: &policy, name: text, budget: Some("12".parse().unwrap()), seed: 0 };
-        let error = decoder.evict(eviction, &cpu, 24).unwrap_err().to_string();
+        let error = there.check(&eviction).unwrap_err().to_string();
         assert!(error.contains(reason) && error.ends_with("use --device cpu"), "{error}");
+        if policy.columns().is_empty() {
+            let mut decoder = DeviceDecoder::new(&there, setup(16), &arena).unwrap();
+            assert_eq!(decoder.evict(eviction, &cpu, 24).unwrap_err().to_string(), error);
+        }
     }
 }
 
@@ -209,6 +217,6 @@ fn cuda_commands_report_what_they_report_on_the_cpu() {
     refused.stderr(predicates::str::contains("weights"));
     let mut command = Command::cargo_bin("kvsieve").unwrap();
     let refused =
-        command.args(generate).args(["--device", "cuda", "--policy", "cur", "--budget", "4"]).assert().code(2);
-    refused.stderr(predicates::str::contains("no kernel for it on CUDA yet"));
+        command.args(generate).args(["--device", "cuda", "--policy", "knorm+merge", "--budget", "4"]).assert().code(2);
+    refused.stderr(predicates::str::contains("losers are only dropped on CUDA"));
 }

@@ -222,11 +222,26 @@ fn cuda_is_an_option_of_run() {
 fn cuda_evicts_as_the_cpu_does() {
     let _alone = alone();
     let policies = "[\"streaming-llm\", \"h2o\", \"snapkv:window=8\", \"tova\", \"knorm+every:steps=3\", \
-                    \"ada-snapkv:window=8\", \"max-attention+global\"]";
+                    \"ada-snapkv:window=8\", \"max-attention+global\", \
+                    \"streaming-llm+chunks:tokens=16\", \"keydiff+chunks:tokens=40\", \
+                    \"h2o+chunks:tokens=32\", \"snapkv:window=8+chunks:tokens=40\", \
+                    \"ada-snapkv:window=8+chunks:tokens=40\", \
+                    \"streaming-llm+rerotate\", \"h2o:age=true+rerotate\", \
+                    \"snapkv:window=8+chunks:tokens=40+rerotate\", \
+                    \"ada-snapkv:window=8+chunks:tokens=40+rerotate\", \
+                    \"snapkv:window=4+every:steps=3\", \"snapkv:window=4+every:steps=2+rerotate\"]";
     let shape = "heads = \"4/2\"\nhead_dim = 16\nlayers = 2\nbatch = 1\ncontext_tokens = 96\nnew_tokens = 5\n";
     let grid = |dtype: &str, rest: &str| format!("[[grid]]\nmeasure = \"evict\"\ndtype = \"{dtype}\"\n{shape}{rest}\n");
     let cut = format!("policy = {policies}\nbudget = 24");
-    let grids = [grid("bf16", &cut), grid("f32", "policy = [\"full\", \"h2o\"]\nbudget = 0.25")].concat();
+    let chunks = "[\"snapkv:window=8+chunks:tokens=40+every:steps=2+rerotate\", \
+                  \"ada-snapkv:window=8+chunks:tokens=40+every:steps=2\"]";
+    let two = grid("f32", &format!("kernel = \"naive\"\npolicy = {chunks}\nbudget = 24"));
+    let grids = [
+        grid("bf16", &cut),
+        grid("f32", "policy = [\"full\", \"h2o\"]\nbudget = 0.25"),
+        two.replace("batch = 1", "batch = 2"),
+    ]
+    .concat();
     let (gpu, limit_bytes) = (gpu(), 1 << 30);
     let (there, here) = (run(&grids, &gpu, limit_bytes), run(&grids, cpu(2), limit_bytes));
     assert_eq!(there.len(), here.len());
@@ -246,12 +261,13 @@ fn cuda_evicts_as_the_cpu_does() {
         let (a, b) = (there.eviction.as_ref().unwrap(), here.eviction.as_ref().unwrap());
         assert_eq!((a.evicted_tokens, a.kept_fraction), (b.evicted_tokens, b.kept_fraction), "{label}");
         assert_eq!((a.kv_bytes_dense, a.kv_bytes_live), (b.kv_bytes_dense, b.kv_bytes_live), "{label}");
+        assert_eq!(a.kv_bytes_peak, b.kv_bytes_peak, "{label}");
         assert_eq!(a.kept_by_position, b.kept_by_position, "{label}");
         assert!((a.attention_mass_kept - b.attention_mass_kept).abs() < 1e-3, "{label}");
         let drift = [there, here].map(|record| record.drift.as_ref().unwrap().rel_l2);
         assert!((drift[0] - drift[1]).abs() <= 0.02 * drift[1].max(0.1), "{label}: {drift:?}");
     }
-    let refused = [("cur", "no kernel for it on CUDA yet"), ("knorm+chunks:tokens=32", "no prefill in chunks")];
+    let refused = [("cur", "no kernel for it on CUDA yet"), ("knorm+delayed", "no delayed judgements on CUDA yet")];
     for (policy, reason) in refused {
         let own = grid("bf16", "policy = \"knorm\"\nbudget = 24");
         let records =

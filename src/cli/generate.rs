@@ -14,8 +14,8 @@ use std::path::PathBuf;
 const EXAMPLES: &str = "\
 The prompt goes through the model, the policy judges it (its budget counts the prompt), and tokens follow one by one until \
 the model ends the text or --max-new-tokens is reached. A policy with '+every:steps=N' goes on judging.\n\n\
-With --device cuda memory is the GPU's. Policies are those of `kvsieve evict --device cuda` that turn no keys, in models \
-without sliding windows.\n\n\
+With --device cuda memory is the GPU's. Policies are those of `kvsieve evict --device cuda`, in models without sliding \
+windows.\n\n\
 Examples:
   kvsieve generate --model DIR --prompt 'Once upon a time'
   kvsieve generate --model DIR --prompt \"$(cat long.txt)\" --policy snapkv --budget 0.25

@@ -22,7 +22,7 @@ With --policy, --evict-after N feeds N tokens of each sequence, lets the policy 
 logits behind the N-th token show what the eviction did. The budget counts those N tokens. A policy with '+chunks' judges \
 while it reads, and needs no --evict-after.\n\n\
 With --device cuda sequences run one after another, and memory is the GPU's; kv_bytes_live is the largest of a sequence. \
-Policies are those of `kvsieve evict --device cuda` that turn no keys, in models without sliding windows.\n\n\
+Policies are those of `kvsieve evict --device cuda`, in models without sliding windows.\n\n\
 Examples:
   kvsieve logits --model DIR --tokens tokens.json --output logits.safetensors
   kvsieve logits --model DIR --tokens tokens.json --output evicted.safetensors \\

@@ -157,6 +157,8 @@ def main():
     rows, wrong, slowest = [], [], (0.0, "")
     todo = [(file, macros, arch) for arch, (file, macros) in itertools.product(arguments.arch or ARCHITECTURES, variants())]
     todo = [variant for variant in todo if ONLY.get(variant[0], variant[2]) == variant[2] and arguments.only in (None, variant[0])]
+    if not todo:
+        parser.error(f"no variant of '{arguments.only}' for these architectures; files are named as tiled.cu")
     with ProcessPoolExecutor(max(1, arguments.jobs)) as pool:  # NVRTC holds a lock: threads would wait for each other
         compiled_all = list(pool.map(compile_variant, itertools.repeat(arguments.nvrtc), *zip(*todo)))
     for (file, macros, architecture), (compiled, log, seconds) in zip(todo, compiled_all):

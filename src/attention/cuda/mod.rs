@@ -161,6 +161,12 @@ impl Plan {
         };
         Ok(Plan { program, launches, workspace, extents, library: None, boxes: None })
     }
+
+    /// The extents of the problem that it was made for.
+    pub fn shape(&self) -> Shape {
+        let Extents { batch, q_heads, kv_heads, q_len, kv_len, head_dim, .. } = self.extents;
+        Shape { batch, q_heads, kv_heads, q_len, kv_len, head_dim }
+    }
 }
 
 /// What the kernels with strips of query rows in registers can do; the name is that of the kernel which asks.

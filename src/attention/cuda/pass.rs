@@ -1,6 +1,7 @@
 //! A planned pass over tensors in a GPU's memory.
 
 use super::{Boxes, LibraryPass, Plan};
+use crate::attention::Outputs;
 use crate::device::cuda::{
     Argument, Cublas, CudaError, Device, DeviceBuffer, Extents, Operands, PagedKv, Pages, Problem, Ready, Runtime,
     TensorMap,
@@ -142,6 +143,28 @@ impl Plan {
     ) -> Result<u64, CudaError> {
         let ready = self.ready(runtime)?;
         runtime.device().timed(|| self.begin_paged(runtime.device(), &ready, q, kv, results, scratch))
+    }
+
+    /// Runs such a pass for its log-sum-exps alone, `[B, Hq, Lq]` in f32, and takes the memory for it; returns the GPU's
+    /// time too.
+    ///
+    /// # Errors
+    /// As [`Plan::forward_paged`]; at the arena's limit, or when the GPU has no room.
+    pub(crate) fn ask_paged(
+        &self,
+        runtime: &Runtime,
+        arena: &Arena,
+        q: &DeviceBuffer,
+        kv: &PagedKv<'_>,
+    ) -> Result<(u64, DeviceBuffer), CudaError> {
+        let (device, shape) = (runtime.device(), self.shape());
+        let mut scratch = self.scratch(device, arena)?;
+        let lse_bytes = 4 * shape.rows() as u64;
+        let o_bytes = Outputs::bytes(&shape, self.extents.dtype) - lse_bytes;
+        let mut o = device.alloc(arena, Label::Policy, o_bytes)?;
+        let mut lse = device.alloc(arena, Label::Policy, lse_bytes)?;
+        let ns = self.forward_paged(runtime, q, kv, Results { o: &mut o, lse: &mut lse }, &mut scratch)?;
+        Ok((ns, lse))
     }
 
     /// Begins such a pass: inside [`Device::timed`].

@@ -107,7 +107,7 @@ impl DeviceCache {
     }
 
     /// Begins a function of `compact.cu` with so many threads over some lists.
-    fn begin(
+    pub(super) fn begin(
         &self,
         runtime: &Runtime,
         lists: Range<usize>,

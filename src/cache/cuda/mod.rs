@@ -2,26 +2,27 @@
 //!
 //! It is [`crate::cache`]'s cache, with the same [`CacheShape`] and the same labels in the arena, and eviction gives
 //! whole slabs back to the GPU. Kernels (`kernels/compact.cu`) append, compact and turn keys; of tokens nothing comes to
-//! the host. Lists share no pages here, and tokens carry their position and, where asked for, attention: other
-//! [`Column`]s are refused. Positions are plain arrays as long as the lists may grow, which eviction does not shorten:
-//! 4 bytes for each place.
+//! the host. Lists share no pages here, and tokens carry their position and, where asked for, attention and the position
+//! that they came with: [`Column::Weight`] is refused. Positions and columns are plain arrays as long as the lists may grow,
+//! which eviction does not shorten: 4 bytes for each place.
 
 mod growing;
+mod latest;
 mod pool;
 mod tokens;
+mod turning;
 
-pub(crate) use tokens::copy_tokens;
+pub(crate) use latest::Latest;
+use tokens::copy_tokens;
 pub use tokens::take_tokens;
 
 use super::{CacheShape, Column};
-use crate::attention::rope::Frequencies;
 use crate::device::cuda::{
     Arrival, CudaError, Device, DeviceBuffer, Keeping, Launch, Lists, ListsOperands, Moves, PagedKv, Program, Received,
-    Runtime, Slabs, Source, Turning,
+    Runtime, Slabs, Source,
 };
 use crate::memory::{Arena, Label, LabelBytes};
 use pool::{PageId, Pool};
-use std::f64::consts::TAU;
 use std::ops::Range;
 
 const SOURCE: Source = Source { name: "compact.cu", text: include_str!("../../../kernels/compact.cu") };
@@ -41,10 +42,10 @@ pub struct DeviceCache {
     lens_there: DeviceBuffer,
     positions: DeviceBuffer,
     attention: Option<DeviceBuffer>,
+    origins: Option<DeviceBuffer>,
     moves: DeviceBuffer,
-    /// Turns per token of each pair of channels, once keys were turned.
+    /// Turns per token of each pair of channels, where tokens carry what their keys stood at before.
     turns: Option<DeviceBuffer>,
-    arena: Arena,
 }
 
 impl DeviceCache {
@@ -53,12 +54,16 @@ impl DeviceCache {
     /// # Errors
     /// When the arena or the GPU has no room, or tokens are to carry a column that is not kept on a GPU.
     pub fn new(device: &Device, arena: &Arena, shape: CacheShape) -> Result<Self, CudaError> {
-        if let Some(column) = shape.columns.iter().find(|&&column| column != Column::Attention) {
-            return Err(CudaError::Operand(format!("a cache in a GPU's memory keeps attention, not {column:?}")));
+        if shape.columns.contains(&Column::Weight) {
+            let kept = "attention and origins, not weights";
+            return Err(CudaError::Operand(format!("a cache in a GPU's memory keeps {kept} of tokens")));
         }
         let (lists, width) = (shape.lists(), shape.pages(shape.max_tokens));
         let numbers = |label, count: usize| device.alloc(arena, label, 4 * count as u64);
         let places = lists * shape.max_tokens;
+        let column =
+            |column: Column| shape.columns.contains(&column).then(|| numbers(Label::Policy, places)).transpose();
+        let turns = shape.columns.contains(&Column::Origin).then(|| numbers(Label::Policy, 2 * (shape.head_dim / 2)));
         Ok(DeviceCache {
             shape,
             pool: Pool::new(device, arena, shape)?,
@@ -67,15 +72,15 @@ impl DeviceCache {
             pages_there: numbers(Label::PageTable, lists * width)?,
             lens_there: numbers(Label::PageTable, lists)?,
             positions: numbers(Label::Metadata, places)?,
-            attention: (!shape.columns.is_empty()).then(|| numbers(Label::Policy, places)).transpose()?,
+            attention: column(Column::Attention)?,
+            origins: column(Column::Origin)?,
             moves: numbers(Label::PageTable, 2 * MOST_MOVES)?,
-            turns: None,
-            arena: arena.clone(),
+            turns: turns.transpose()?,
         })
     }
 
     /// Bytes by label of a cache whose lists hold `lens` tokens and that had at most `most_pages` pages in use at any
-    /// moment since the last release: what the arena will show, as long as no keys were turned.
+    /// moment since the last release: what the arena will show.
     pub fn bytes(shape: &CacheShape, lens: impl IntoIterator<Item = usize>, most_pages: usize) -> LabelBytes {
         let (tokens, pages) =
             lens.into_iter().fold((0, 0), |(tokens, pages), len| (tokens + len, pages + shape.pages(len)));
@@ -84,13 +89,14 @@ impl DeviceCache {
         let tables = shape.lists() * shape.pages(shape.max_tokens) + shape.lists() + 2 * MOST_MOVES;
         let table_bytes = Slabs::table_bytes(pool::most_slabs(shape)) + 4 * tables as u64;
         let places = (shape.lists() * shape.max_tokens) as u64;
+        let turns = if shape.columns.contains(&Column::Origin) { 8 * (shape.head_dim / 2) as u64 } else { 0 };
         LabelBytes::from([
             (Label::Kv, kv),
             (Label::KvFragmentation, used - kv),
             (Label::KvSlack, slabs * shape.slab_pages() as u64 * shape.page_bytes() - used),
             (Label::PageTable, table_bytes),
             (Label::Metadata, 4 * places),
-            (Label::Policy, 4 * places * shape.columns.len() as u64),
+            (Label::Policy, 4 * places * shape.columns.len() as u64 + turns),
         ])
     }
 
@@ -157,7 +163,7 @@ impl DeviceCache {
             return Err(CudaError::Operand(format!("{counts:?} tokens to keep of {:?}", self.lens)));
         }
         let keeping = Keeping::new(slots, counts_there, lists, width)?;
-        let parts = if self.attention.is_some() { 4 } else { 3 };
+        let parts = if self.origins.is_some() { 5 } else { 3 + usize::from(self.attention.is_some()) };
         let ns = self.run(runtime, "keep_slots", [lists, parts, 1], 256, &keeping)?;
         for (table, (&count, &len)) in self.table.chunks(self.table_width()).zip(counts.iter().zip(&self.lens)) {
             let emptied = &table[self.shape.pages(count)..self.shape.pages(len)];
@@ -201,32 +207,6 @@ impl DeviceCache {
         Ok(ns)
     }
 
-    /// Turns the keys of all lists from their positions to `0 .. len`, in place, and makes these the positions, as
-    /// [`super::PagedCache::rerotate`]. Returns the GPU's time in nanoseconds.
-    ///
-    /// # Errors
-    /// When there is no room for the frequencies (8 bytes for each pair of channels, labelled `policy`), and as
-    /// [`Runtime::module`].
-    pub fn rerotate(&mut self, runtime: &Runtime, rope: &Frequencies) -> Result<u64, CudaError> {
-        let pairs = rope.rad_per_token();
-        if 2 * pairs.len() != self.shape.head_dim {
-            let (found, wanted) = (2 * pairs.len(), self.shape.head_dim);
-            return Err(CudaError::Operand(format!(
-                "RoPE's frequencies are of head dim {found}, the cache of {wanted}"
-            )));
-        }
-        let turns: Vec<f64> = pairs.iter().map(|radians| radians / TAU).collect();
-        let mut there = match self.turns.take() {
-            Some(there) => there,
-            None => runtime.device().alloc(&self.arena, Label::Policy, 8 * turns.len() as u64)?,
-        };
-        there.write(bytemuck::cast_slice(&turns))?;
-        self.turns = Some(there);
-        let turning = Turning::new(self.turns.as_ref().expect("set above"), turns.len())?;
-        let grid = [self.max_len().div_ceil(ROWS), self.shape.lists(), 1];
-        self.run(runtime, "turn_keys", grid, 128, &turning)
-    }
-
     /// Adds attention `[lists, width]` to what the tokens received. Returns the GPU's time in nanoseconds.
     ///
     /// # Errors
@@ -241,13 +221,27 @@ impl DeviceCache {
         self.run(runtime, "add_columns", [width.div_ceil(256), self.shape.lists(), 1], 256, &received)
     }
 
-    /// Positions of the tokens of each list, copied to the host: for what is reported.
+    /// Positions of the keys of each list, copied to the host: for what is reported.
     ///
     /// # Errors
     /// [`CudaError::Driver`] when the copy fails.
     pub fn read_positions(&self) -> Result<Vec<Vec<u32>>, CudaError> {
+        self.read_numbers(&self.positions)
+    }
+
+    /// Positions at which the tokens of each list were appended; where the cache does not keep [`Column::Origin`], those of
+    /// their keys.
+    ///
+    /// # Errors
+    /// As [`DeviceCache::read_positions`].
+    pub fn read_origins(&self) -> Result<Vec<Vec<u32>>, CudaError> {
+        self.read_numbers(self.origins.as_ref().unwrap_or(&self.positions))
+    }
+
+    /// The numbers of the tokens of each list, of `[lists, max_tokens]`.
+    fn read_numbers(&self, of: &DeviceBuffer) -> Result<Vec<Vec<u32>>, CudaError> {
         let mut all = vec![0u32; self.shape.lists() * self.shape.max_tokens];
-        self.positions.read(bytemuck::cast_slice_mut(&mut all))?;
+        of.read(bytemuck::cast_slice_mut(&mut all))?;
         Ok(all.chunks(self.shape.max_tokens.max(1)).zip(&self.lens).map(|(row, &len)| row[..len].to_vec()).collect())
     }
 
@@ -281,6 +275,7 @@ impl DeviceCache {
         Lists::new(&ListsOperands {
             kv: self.kv_from(lists.start),
             positions: &self.positions,
+            origins: self.origins.as_ref(),
             attention: self.attention.as_ref(),
             lists: lists.len(),
             heads: self.shape.kv_heads,

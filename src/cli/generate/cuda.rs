@@ -12,8 +12,10 @@ pub fn run(args: &Args, index: usize, sampling: Sampling, text: &Text) -> Result
     let prompt = text.tokens(&args.prompt)?;
     let setup = args.model.setup(&opened, 1, prompt.len() + args.max_new_tokens, false)?;
     let there = DeviceModel::new(&opened.model, &runtime, &opened.arena)?;
+    let eviction = args.model.eviction(&opened);
+    eviction.map_or(Ok(()), |eviction| there.check(&eviction))?;
     let mut decoder = DeviceDecoder::new(&there, setup, &opened.arena)?;
-    if let Some(eviction) = args.model.eviction(&opened) {
+    if let Some(eviction) = eviction {
         decoder.evict(eviction, &opened.cpu, prompt.len())?;
     }
     let generated = args.write(&mut decoder, &opened.model, sampling, text, &prompt)?;

@@ -17,12 +17,14 @@ pub fn run(args: &Args, index: usize, sequences: &[Vec<u32>]) -> Result<(), Fail
     // The host's copies are not what is measured.
     let mut logits = Logits::new(&Arena::unlimited(), &opened.model, sequences.len(), longest)?;
     let there = DeviceModel::new(&opened.model, &runtime, &opened.arena)?;
+    let eviction = args.model.eviction(&opened);
+    eviction.map_or(Ok(()), |eviction| there.check(&eviction))?;
     let mut decoder = DeviceDecoder::new(&there, setup, &opened.arena)?;
     let (start, mut evicted_tokens, mut kv_bytes_live) = (Instant::now(), 0, 0);
     for (sequence, tokens) in sequences.iter().enumerate() {
         let (first, rest) = tokens.split_at(args.evict_after.unwrap_or(tokens.len()));
         decoder.clear()?;
-        if let Some(eviction) = args.model.eviction(&opened) {
+        if let Some(eviction) = eviction {
             decoder.evict(eviction, &opened.cpu, first.len())?;
         }
         decoder.prefill(sequence, first, |place, row| logits.store(sequence, place, row))?;

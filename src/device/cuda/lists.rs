@@ -22,6 +22,8 @@ pub(crate) struct ListsOperands<'a> {
     pub kv: PagedKv<'a>,
     /// `[all lists, stride]` in i32.
     pub positions: &'a DeviceBuffer,
+    /// The same of what keys stood at before they were turned, where that is kept.
+    pub origins: Option<&'a DeviceBuffer>,
     /// `[all lists, stride]` in f32, where it is kept.
     pub attention: Option<&'a DeviceBuffer>,
     /// `B Hkv`.
@@ -40,6 +42,7 @@ pub(crate) struct ListsOperands<'a> {
 pub(crate) struct Lists<'a> {
     pages: Pages<'a>,
     positions: u64,
+    origins: u64,
     attention: u64,
     heads: i32,
     stride: i32,
@@ -56,12 +59,13 @@ impl<'a> Lists<'a> {
     /// # Errors
     /// [`CudaError::Operand`] when a buffer is too small or an extent too large.
     pub fn new(operands: &ListsOperands<'a>) -> Result<Self, CudaError> {
-        let ListsOperands { kv, positions, attention, lists, heads, stride, row_bytes } = *operands;
+        let ListsOperands { kv, positions, origins, attention, lists, heads, stride, row_bytes } = *operands;
         let (before, bytes) = (4 * kv.first_list * stride, 4 * (kv.first_list + lists) * stride);
         let from = |start: u64| start + before as u64;
         Ok(Lists {
             pages: Pages::new(&kv, lists, stride, row_bytes)?,
             positions: has("positions", positions, bytes).map(from)?,
+            origins: origins.map_or(Ok(0), |origins| has("origins", origins, bytes).map(from))?,
             attention: attention.map_or(Ok(0), |attention| has("attention", attention, bytes).map(from))?,
             heads: short("KV heads", heads)?,
             stride: short("tokens of a list", stride)?,
@@ -337,27 +341,6 @@ impl<'a> Moves<'a> {
     }
 }
 
-/// Turns of each pair of channels per token, `[D / 2]` in f64.
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub(crate) struct Turning<'a> {
-    turns_per_token: u64,
-    buffers: Borrowed<'a>,
-}
-
-// SAFETY: see `Lists`.
-unsafe impl DeviceRepr for Turning<'_> {}
-
-impl<'a> Turning<'a> {
-    /// Turns of `pairs` pairs.
-    ///
-    /// # Errors
-    /// As [`Lists::new`].
-    pub fn new(turns: &'a DeviceBuffer, pairs: usize) -> Result<Self, CudaError> {
-        Ok(Turning { turns_per_token: has("turns", turns, 8 * pairs)?, buffers: PhantomData })
-    }
-}
-
 /// Attention that tokens received, `[lists, width]` in f32.
 #[repr(C)]
 #[derive(Clone, Copy)]
@@ -396,7 +379,7 @@ mod tests {
             (lists, &["Lists", "Observers"][..]),
             (select, &["Choice"]),
             (score, &["Scoring"]),
-            (compact, &["Keeping", "Moves", "Turning", "Received"]),
+            (compact, &["Keeping", "Moves", "Received"]),
         ];
         for (text, names) in sources {
             for name in names {

@@ -20,6 +20,7 @@ mod source;
 mod sweep;
 mod tensor_map;
 mod tokens;
+mod turning;
 
 pub use build::{Origin, build};
 pub use cublas::{Cublas, Gemm};
@@ -29,7 +30,6 @@ pub use gradients::{BackwardOperands, Gradients, backward, deltas};
 pub(crate) use layer::{Each, Embedding, Heads, HeadsOperands, Linear, Narrowing, Norm};
 pub(crate) use lists::{
     Choice, ChoiceOperands, Keeping, Lists, ListsOperands, Moves, Observers, ObserversOperands, Received, Scoring,
-    Turning,
 };
 pub use nvml::{Condition, Nvml};
 pub use nvrtc::Nvrtc;
@@ -40,6 +40,7 @@ pub use runtime::Runtime;
 pub use source::{Program, Source};
 pub(crate) use tensor_map::TensorMap;
 pub(crate) use tokens::{Arrival, Corner, Gathering, Slice};
+pub(crate) use turning::{Asking, AskingOperands, Turning};
 
 use crate::memory::{ArenaError, Label};
 

@@ -96,7 +96,12 @@ impl DeviceDecoder<'_> {
             layers.cut(&HeadsOperands { rows, angles, split, dtype, tokens: count, heads, head_dim })?;
         }
         let lists = layer * config.kv_heads..(layer + 1) * config.kv_heads;
-        self.cache.place(self.of.runtime, lists, [k_heads, v_heads], count, self.seen)?;
+        self.cache.place(self.of.runtime, lists.clone(), [k_heads, v_heads], count, self.seen)?;
+        if self.evictor.as_ref().is_some_and(|evictor| evictor.turns()) {
+            self.cache.turn_newest(self.of.runtime, lists.clone(), count)?;
+            let (extents, seen) = ([config.q_heads, count], self.seen + count);
+            self.cache.turn_queries(self.of.runtime, lists, q_heads, extents, seen)?;
+        }
         self.attend.begin(self.of.runtime, &self.cache, layer, count, [&mut *q_heads, &mut *o_heads])?;
         if let Some(evictor) = &mut self.evictor {
             let there = (self.of.runtime, &self.cache);

@@ -3,10 +3,10 @@
 //! Keys, values, queries and scores stay on the GPU. What has no form there is refused by name before anything runs.
 
 use super::held::Held;
+use crate::attention::Shape;
+use crate::attention::cuda::decode_paged;
 use crate::attention::cuda::export::{Observed, columns};
-use crate::attention::cuda::{Results, decode_paged};
 use crate::attention::export::Reduction;
-use crate::attention::{Outputs, Shape};
 use crate::cache::cuda::DeviceCache;
 use crate::device::Cpu;
 use crate::device::cuda::{CudaError, DeviceBuffer, Runtime};
@@ -26,6 +26,8 @@ pub(super) struct DeviceEvictor<'a> {
     held: Option<Held>,
     /// Whether another judgement may come.
     open: bool,
+    /// Whether keys and queries are turned to positions inside the cache: from the first judgement on, if at all.
+    turns: bool,
     steps: usize,
     evicted_tokens: u64,
 }
@@ -42,7 +44,6 @@ impl<'a> DeviceEvictor<'a> {
         context: usize,
         (runtime, cpu, arena): (&Runtime, &'a Cpu, &Arena),
     ) -> Result<Self, ModelError> {
-        eviction.check(config)?;
         check(&eviction, config)?;
         let Eviction { policy, name, ref budget, .. } = eviction;
         let (shape, dtype) = (attended(config, 1, 1), cache.shape().dtype);
@@ -56,7 +57,7 @@ impl<'a> DeviceEvictor<'a> {
             false => None,
         };
         let (arena, open) = (arena.clone(), policy.scorer.is_some());
-        Ok(DeviceEvictor { eviction, cpu, arena, budget_tokens, held, open, steps: 0, evicted_tokens: 0 })
+        Ok(DeviceEvictor { eviction, cpu, arena, budget_tokens, held, open, turns: false, steps: 0, evicted_tokens: 0 })
     }
 
     /// The policy, if it ever evicts.
@@ -67,6 +68,11 @@ impl<'a> DeviceEvictor<'a> {
     /// List-tokens that were evicted so far.
     pub fn evicted_tokens(&self) -> u64 {
         self.evicted_tokens
+    }
+
+    /// Whether keys and queries are turned to positions inside the cache by now.
+    pub fn turns(&self) -> bool {
+        self.turns
     }
 
     /// Looks at the attention of a layer: `count` queries `[Hq, count, D]` and their log-sum-exps.
@@ -184,6 +190,11 @@ impl<'a> DeviceEvictor<'a> {
         let before: usize = cache.lens().iter().sum();
         cache.keep(runtime, &selection.slots, selection.width, &selection.counts, &selection.counts_there)?;
         cache.release(runtime)?;
+        if eviction.policy.rerotates {
+            cache.set_rope(&config.rope.frequencies(config.head_dim, config.max_positions, seen_tokens))?;
+            cache.rerotate(runtime)?;
+            self.turns = true;
+        }
         self.evicted_tokens += (before - cache.lens().iter().sum::<usize>()) as u64;
         Ok(())
     }
@@ -200,8 +211,9 @@ fn observes(policy: &Policy) -> bool {
     policy.scorer.as_ref().and_then(|scorer| scorer.recipe()).is_some_and(|recipe| recipe.observes())
 }
 
-/// Refuses what has no form on a GPU.
-fn check(eviction: &Eviction<'_>, config: &Config) -> Result<(), PolicyError> {
+/// Refuses what a model cannot do, or has no form on a GPU.
+pub(super) fn check(eviction: &Eviction<'_>, config: &Config) -> Result<(), PolicyError> {
+    eviction.check(config)?;
     let Eviction { policy, name, .. } = *eviction;
     policy.check_device(name)?;
     let refuse = |reason: &str| {
@@ -212,9 +224,6 @@ fn check(eviction: &Eviction<'_>, config: &Config) -> Result<(), PolicyError> {
     }
     if config.windows.iter().any(Option::is_some) {
         return refuse("in a model with sliding windows nothing is evicted on CUDA yet");
-    }
-    if policy.rerotates {
-        return refuse("keys are not turned in models on CUDA yet");
     }
     if policy.schedule.decoding == Decoding::Delayed {
         return refuse("tokens that leave a window are not judged one by one on CUDA yet");
@@ -234,14 +243,8 @@ fn ask_again(
     q: &DeviceBuffer,
     q_len: usize,
 ) -> Result<DeviceBuffer, ModelError> {
-    let (device, held) = (runtime.device(), *cache.shape());
+    let held = *cache.shape();
     let shape = Shape { batch: config.layers, ..attended(config, q_len, cache.max_len()) };
-    let plan = decode_paged(&shape, &params(config, 0), held.dtype, device.limits(), held.page_tokens)?;
-    let mut scratch = plan.scratch(device, arena)?;
-    let lse_bytes = 4 * shape.rows() as u64;
-    let o_bytes = Outputs::bytes(&shape, held.dtype) - lse_bytes;
-    let mut o = device.alloc(arena, Label::Policy, o_bytes)?;
-    let mut lse = device.alloc(arena, Label::Policy, lse_bytes)?;
-    plan.forward_paged(runtime, q, &cache.kv(), Results { o: &mut o, lse: &mut lse }, &mut scratch)?;
-    Ok(lse)
+    let plan = decode_paged(&shape, &params(config, 0), held.dtype, runtime.device().limits(), held.page_tokens)?;
+    Ok(plan.ask_paged(runtime, arena, q, &cache.kv())?.1)
 }

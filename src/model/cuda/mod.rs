@@ -17,7 +17,7 @@ use crate::cache::{CacheShape, PAGE_TOKENS};
 use crate::device::Cpu;
 use crate::device::cuda::{CudaError, Runtime};
 use crate::memory::Arena;
-use crate::policy::Decoding;
+use crate::policy::{Decoding, PolicyError};
 use attend::Attend;
 use block::Buffers;
 use evict::DeviceEvictor;
@@ -38,6 +38,14 @@ impl<'a> DeviceModel<'a> {
     /// At the arena's limit, or when the GPU has no room.
     pub fn new(model: &'a Model, runtime: &'a Runtime, arena: &Arena) -> Result<Self, ModelError> {
         Ok(DeviceModel { model, runtime, weights: DeviceWeights::upload(model, runtime.device(), arena)? })
+    }
+
+    /// Refuses a policy that has no form on a GPU, or does what the model cannot do.
+    ///
+    /// # Errors
+    /// What it is, and why.
+    pub fn check(&self, eviction: &Eviction<'_>) -> Result<(), PolicyError> {
+        evict::check(eviction, &self.model.config)
     }
 
     /// Bytes of all parameters, as the arena counts them.

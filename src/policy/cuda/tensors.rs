@@ -7,7 +7,7 @@ use crate::attention::export::Reduction;
 use crate::attention::rope::Frequencies;
 use crate::attention::{Outputs, Params, Shape};
 use crate::cache::cuda::DeviceCache;
-use crate::cache::{CacheShape, Column, PAGE_TOKENS};
+use crate::cache::{CacheShape, PAGE_TOKENS};
 use crate::device::Cpu;
 use crate::device::cuda::{CudaError, DeviceBuffer, Runtime};
 use crate::memory::{Arena, Label};
@@ -38,7 +38,7 @@ pub struct DeviceTensors<'a> {
 
 /// What stays of a context.
 pub struct DeviceJudged {
-    /// What stayed, with its positions as they are after the policy turned keys, if it does.
+    /// What stayed, with its keys at positions inside the cache if the policy turns them.
     pub cache: DeviceCache,
     /// Positions of the context that stayed, for each list, ascending.
     pub kept: Vec<Vec<u32>>,
@@ -64,9 +64,12 @@ pub fn judge(
     let DeviceTensors { q, k, v, dtype, shape, params, layers, rope } = tensors;
     let Shape { batch, q_heads, kv_heads, q_len, kv_len, head_dim } = shape;
     let accumulates = policy.looks_at(Statistic::AccumulatedAttention);
-    let columns: &[Column] = if accumulates { &[Column::Attention] } else { &[] };
-    let held = CacheShape { batch, kv_heads, head_dim, dtype, max_tokens: kv_len, page_tokens: PAGE_TOKENS, columns };
+    let (columns, page_tokens) = (policy.columns(), PAGE_TOKENS);
+    let held = CacheShape { batch, kv_heads, head_dim, dtype, max_tokens: kv_len, page_tokens, columns };
     let mut cache = DeviceCache::new(runtime.device(), arena, held)?;
+    if policy.rerotates {
+        cache.set_rope(rope.ok_or::<PolicyError>(NO_ROPE)?)?;
+    }
     let mut time_ns = cache.append(runtime, [k, v], kv_len, 0..kv_len)?;
     let lse = match looks_at_attention(policy) {
         true => {
@@ -85,17 +88,17 @@ pub fn judge(
         time_ns += cache.add_attention(runtime, &sums, kv_len)?;
     }
     let Some(mut scored) = score(policy, &context, &cache)? else {
-        let kept = cache.read_positions()?;
+        let kept = cache.read_origins()?;
         return Ok(DeviceJudged { cache, kept, scores: None, time_ns });
     };
     let selection = select(policy, &context, &cache, &mut scored)?;
     time_ns += scored.time_ns + selection.time_ns;
     time_ns += cache.keep(runtime, &selection.slots, selection.width, &selection.counts, &selection.counts_there)?;
     time_ns += cache.release(runtime)?;
-    let kept = cache.read_positions()?;
     if policy.rerotates {
-        time_ns += cache.rerotate(runtime, rope.ok_or::<PolicyError>(NO_ROPE)?)?;
+        time_ns += cache.rerotate(runtime)?;
     }
+    let kept = cache.read_origins()?;
     Ok(DeviceJudged { cache, kept, scores: Some((scored.values, scored.highest_judged)), time_ns })
 }
 

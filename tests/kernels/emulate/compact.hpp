@@ -3,8 +3,10 @@
 
 namespace {
 
-// Whether every list holds the rows, positions and attention that it should.
-int compare(const char *what, Cache &cache, const std::vector<std::vector<int>> &positions) {
+using Numbers = std::vector<std::vector<int>>; // of each list
+
+// Whether every list holds the rows and positions that it should.
+int compare(const char *what, Cache &cache, const Numbers &positions, const Numbers &origins) {
     int failed = 0;
     for (int list = 0; list < cache.count(); list++)
         for (int slot = 0; slot < cache.lens[list]; slot++) {
@@ -13,6 +15,7 @@ int compare(const char *what, Cache &cache, const std::vector<std::vector<int>> 
             same &= !memcmp(cache.row(list, slot, 1), &cache.values[list][row], HEAD_DIM * sizeof(Element));
             if (!same) failed += wrong(what, list, slot, widen(cache.row(list, slot, 0)[0]), cache.key(list, slot, 0));
             failed += differs(what, list, slot, cache.positions[list * cache.stride + slot], positions[list][slot], 0);
+            failed += differs(what, list, slot, cache.origins[list * cache.stride + slot], origins[list][slot], 0);
         }
     return failed;
 }
@@ -23,7 +26,7 @@ int failures(Cache &cache) {
     // Random slots stay: some lists whole, some only their end.
     std::vector<u32> slots(size_t(count) * width);
     std::vector<int> counts(count);
-    std::vector<std::vector<int>> positions(count);
+    Numbers positions(count), origins(count);
     std::vector<std::vector<float>> attention(count);
     for (int list = 0; list < count; list++) {
         std::vector<Element> keys, values;
@@ -36,14 +39,15 @@ int failures(Cache &cache) {
             };
             row(keys, cache.keys[list]), row(values, cache.values[list]);
             positions[list].push_back(cache.positions[list * cache.stride + slot]);
+            origins[list].push_back(cache.origins[list * cache.stride + slot]);
             attention[list].push_back(cache.attention[list * cache.stride + slot]);
         }
         cache.keys[list] = keys, cache.values[list] = values;
     }
     Keeping keeping{slots.data(), counts.data(), width, 0};
-    machine::launch({unsigned(count), 4, 1}, 256, 0, [&] { keep_slots(cache.lists, keeping); });
+    machine::launch({unsigned(count), 5, 1}, 256, 0, [&] { keep_slots(cache.lists, keeping); });
     cache.lens = counts, cache.tie();
-    failed += compare("kept", cache, positions);
+    failed += compare("kept", cache, positions, origins);
 
     // Every list gets three tokens more, or as many as there is room for.
     const int room = cache.stride - *std::max_element(counts.begin(), counts.end()), more = std::min(3, room), length = 5;
@@ -57,9 +61,9 @@ int failures(Cache &cache) {
             const size_t row = (size_t(list) * length + token) * HEAD_DIM;
             cache.keys[list].insert(cache.keys[list].end(), &k[row], &k[row] + HEAD_DIM);
             cache.values[list].insert(cache.values[list].end(), &v[row], &v[row] + HEAD_DIM);
-            positions[list].push_back(76 + token), attention[list].push_back(0);
+            positions[list].push_back(76 + token), origins[list].push_back(76 + token), attention[list].push_back(0);
         }
-    failed += compare("appended", cache, positions);
+    failed += compare("appended", cache, positions, origins);
 
     // Attention is added.
     const int longest = cache.longest();
@@ -91,27 +95,43 @@ int failures(Cache &cache) {
     const u32 from = cache.pages[0], to = cache.free.back();
     machine::launch({1, 2, 1}, 128, 0, [&] { move_pages(cache.lists, {&from, &to}); });
     cache.pages[0] = to;
-    failed += compare("moved", cache, positions);
+    failed += compare("moved", cache, positions, origins);
 
     if (HEAD_DIM % 2 == 0) {
         std::vector<double> turns(HEAD_DIM / 2);
         for (int i = 0; i < HEAD_DIM / 2; i++) turns[i] = std::pow(10000.0, -2.0 * i / HEAD_DIM) / 6.283185307179586;
+        const double allowed = ELEMENT == F32 ? 1e-6 : ELEMENT == BF16 ? 8e-3 : 1e-3;
+        // Whether `turned` is the row of numbers `at(channel)`, turned by so many positions.
+        auto turns_to = [&](int list, int slot, const Element *turned, int by, auto at) {
+            for (int i = 0; i < HEAD_DIM / 2; i++) {
+                const double angle = by * turns[i] * 6.283185307179586, x = at(i), y = at(i + HEAD_DIM / 2);
+                failed += differs("turned", list, slot, widen(turned[i]), x * cos(angle) - y * sin(angle), allowed);
+                failed += differs("turned", list, slot, widen(turned[i + HEAD_DIM / 2]), y * cos(angle) + x * sin(angle), allowed);
+            }
+        };
         for (int list = 0; list < count; list++)
             for (int slot = 0; slot < cache.lens[list]; slot++)
                 cache.positions[list * cache.stride + slot] = slot % 5 ? slot + 123456 : slot;
-        machine::launch({blocks(longest, 32), unsigned(count), 1}, 128, 0, [&] { turn_keys(cache.lists, {turns.data()}); });
-        const double allowed = ELEMENT == F32 ? 1e-6 : ELEMENT == BF16 ? 8e-3 : 1e-3;
+        // The newest 37, or whole lists that are shorter.
+        const int newest = 37;
+        machine::launch({blocks(newest, 32), unsigned(count), 1}, 128, 0, [&] { turn_keys(cache.lists, {turns.data(), newest, 0}); });
         for (int list = 0; list < count; list++)
             for (int slot = 0; slot < cache.lens[list]; slot++) {
-                failed += differs("position", list, slot, cache.positions[list * cache.stride + slot], slot, 0);
-                for (int i = 0; i < HEAD_DIM / 2; i++) {
-                    const double angle = (slot % 5 ? -123456 : 0) * turns[i] * 6.283185307179586;
-                    const double x = cache.key(list, slot, i), y = cache.key(list, slot, i + HEAD_DIM / 2);
-                    const Element *turned = cache.row(list, slot, 0);
-                    failed += differs("turned", list, slot, widen(turned[i]), x * cos(angle) - y * sin(angle), allowed);
-                    failed += differs("turned", list, slot, widen(turned[i + HEAD_DIM / 2]), y * cos(angle) + x * sin(angle), allowed);
-                }
+                const int by = slot % 5 ? -123456 : 0, is_new = slot >= cache.lens[list] - newest;
+                failed += differs("position", list, slot, cache.positions[list * cache.stride + slot], is_new ? slot : slot - by, 0);
+                turns_to(list, slot, cache.row(list, slot, 0), is_new ? by : 0, [&](int d) { return cache.key(list, slot, d); });
             }
+
+        // Two queries of each of two heads of a list's group, behind a sequence of 70 tokens.
+        const int group = 2, queries = 2, seen = 70, rows = count * group * queries;
+        std::vector<Element> q(size_t(rows) * HEAD_DIM);
+        for (Element &x : q) x = narrow(cache.normal());
+        const std::vector<Element> before = q;
+        machine::launch({1, unsigned(count * group), 1}, 128, 0, [&] { turn_queries(cache.lists, {q.data(), turns.data(), cache.heads * group, queries, seen, 0}); });
+        for (int row = 0; row < rows; row++) {
+            const int list = row / queries / group;
+            turns_to(list, row, &q[size_t(row) * HEAD_DIM], cache.lens[list] - seen, [&](int d) { return widen(before[size_t(row) * HEAD_DIM + d]); });
+        }
     }
     return failed;
 }

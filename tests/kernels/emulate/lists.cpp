@@ -32,7 +32,7 @@ Element narrow(float x) {
 struct Cache {
     static constexpr int SLAB_PAGES = 5, SHIFT = 3;
     int batch, heads, page_tokens, stride;
-    std::vector<int> lens, positions;
+    std::vector<int> lens, positions, origins; // tokens came 1000 positions before where their keys stand
     std::vector<u32> pages, free;             // of each list, and those that no list has
     std::vector<std::vector<Element>> slabs;
     std::vector<u64> addresses;
@@ -56,7 +56,7 @@ struct Cache {
         for (auto &slab : slabs) addresses.push_back(reinterpret_cast<u64>(slab.data()));
         std::shuffle(free.begin(), free.end(), random);
         pages.assign(size_t(count()) * width(), 1u << 28);
-        positions.assign(size_t(count()) * stride, -7), attention.assign(size_t(count()) * stride, NAN);
+        positions.assign(size_t(count()) * stride, -7), origins = positions, attention.assign(size_t(count()) * stride, NAN);
         for (int list = 0; list < count(); list++) {
             keys.emplace_back(), values.emplace_back();
             for (int page = 0; page < width(); page++) pages[list * width() + page] = free.back(), free.pop_back();
@@ -66,7 +66,7 @@ struct Cache {
                     keys[list].push_back(narrow(normal())), values[list].push_back(narrow(normal()));
                     row(list, slot, 0)[d] = keys[list].back(), row(list, slot, 1)[d] = values[list].back();
                 }
-                positions[list * stride + slot] = position, position += 1 + random() % 3;
+                positions[list * stride + slot] = position + 1000, origins[list * stride + slot] = position, position += 1 + random() % 3;
                 attention[list * stride + slot] = std::fabs(normal());
             }
         }
@@ -82,7 +82,7 @@ struct Cache {
     }
     void tie() {
         lists.pages = {addresses.data(), pages.data(), lens.data(), int(slabs.size()), SLAB_PAGES, SHIFT, page_tokens, width(), 0};
-        lists.positions = positions.data(), lists.attention = attention.data(), lists.heads = heads, lists.stride = stride;
+        lists.positions = positions.data(), lists.origins = origins.data(), lists.attention = attention.data(), lists.heads = heads, lists.stride = stride;
     }
     double key(int list, int slot, int d) const { return widen(keys[list][size_t(slot) * HEAD_DIM + d]); }
     double value(int list, int slot, int d) const { return widen(values[list][size_t(slot) * HEAD_DIM + d]); }

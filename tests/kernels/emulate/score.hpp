@@ -15,7 +15,7 @@ int failures(Cache &cache) {
             for (int slot = 0; slot < cache.lens[list]; slot++)
                 failed += differs(what, list, slot, scores[list * width + slot], wanted(list, slot), 2e-5);
     };
-    auto position = [&](int list, int slot) { return cache.positions[list * cache.stride + slot]; };
+    auto position = [&](int list, int slot) { return cache.origins[list * cache.stride + slot]; };
     auto norm = [&](int list, int slot, bool value) {
         double sum = 0;
         for (int d = 0; d < HEAD_DIM; d++) sum += std::pow(value ? cache.value(list, slot, d) : cache.key(list, slot, d), 2);

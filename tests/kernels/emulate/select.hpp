@@ -64,7 +64,7 @@ int failures(Cache &cache) {
                 const size_t at = size_t(list) * width + slot;
                 float wanted = scores_before[at];
                 if (slot < cache.lens[list] && slot >= cache.lens[list] - 4) wanted = 10;
-                if (slot < cache.lens[list] && cache.positions[list * cache.stride + slot] < 5) wanted = 11;
+                if (slot < cache.lens[list] && cache.origins[list * cache.stride + slot] < 5) wanted = 11;
                 if (memcmp(&wanted, &scores[at], 4)) failed += wrong("protected", list, slot, scores[at], wanted);
             }
     }

@@ -4,9 +4,9 @@
 use super::{Session, judging};
 use crate::attention::rope::Rotation;
 use crate::experiment::cell::Cell;
-use crate::experiment::measure::{Prepared, TurnError};
+use crate::experiment::measure::TurnError;
 use crate::memory::{Arena, ArenaError, Label};
-use crate::policy::{Decoding, PolicyError, action::rerotate::NO_ROPE};
+use crate::policy::{PolicyError, action::rerotate::NO_ROPE};
 use crate::tensor::{Tensor, TensorView};
 use std::ops::Range;
 
@@ -77,13 +77,6 @@ impl Session<'_> {
 pub(super) struct Recent(Tensor);
 
 impl Recent {
-    /// Queries that are held: more than one, or none.
-    pub fn queries(prepared: &Prepared) -> Option<usize> {
-        let policy = judging(prepared).filter(|policy| policy.schedule.decoding != Decoding::Never)?;
-        let recent = policy.scorer.as_ref()?.recent_queries().min(prepared.cell.context_tokens);
-        (recent > 1).then_some(recent)
-    }
-
     /// Holds `q` `[B, Hq, n, D]`.
     pub fn hold(arena: &Arena, q: TensorView<'_>) -> Result<Self, ArenaError> {
         let [sequences, heads, queries, width] = q.dims();

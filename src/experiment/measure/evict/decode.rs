@@ -3,7 +3,7 @@
 use super::asked::Recent;
 use super::judge::Queries;
 use super::late::Late;
-use super::{Session, judging};
+use super::{Session, judging, lengths};
 use crate::attention::{Forward, KvRows, Outputs, Shape, kernel};
 use crate::experiment::measure::check::finite;
 use crate::experiment::measure::{Prepared, Turn, TurnError, timed};
@@ -13,7 +13,7 @@ use crate::policy::sparse::{Reading, Start};
 
 /// One decode step over at most everything; the workspace is taken once for all steps.
 pub(super) fn step_shape(prepared: &Prepared) -> Shape {
-    Shape { q_len: 1, kv_len: super::most_tokens(prepared), ..prepared.cell.shape() }
+    Shape { q_len: 1, kv_len: lengths(prepared).most(), ..prepared.cell.shape() }
 }
 
 impl Session<'_> {
@@ -35,7 +35,7 @@ impl Session<'_> {
         };
         let mut reading = self.open_reader(turn)?;
         let context = cell.context_tokens;
-        let mut recent = match Recent::queries(self.prepared) {
+        let mut recent = match lengths(self.prepared).recent() {
             Some(queries) => Some(Recent::hold(bench.arena, q.tokens(context - queries..context))?),
             None => None,
         };

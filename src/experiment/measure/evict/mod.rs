@@ -10,6 +10,7 @@ mod asked;
 mod decode;
 mod judge;
 pub(super) mod late;
+pub(super) mod lengths;
 pub(super) mod outcome;
 mod predict;
 
@@ -24,6 +25,7 @@ use crate::memory::{Buffer, Label};
 use crate::policy::{Policy, PolicyError, Statistic, action::rerotate::NO_ROPE};
 use crate::tensor::TensorView;
 use judge::Queries;
+use lengths::Lengths;
 use outcome::{Evicted, Kept};
 
 /// The policy of a cell, if it ever judges.
@@ -38,28 +40,15 @@ pub(super) fn cache_shape(prepared: &Prepared) -> CacheShape {
         kv_heads: cell.kv_heads,
         head_dim: cell.head_dim,
         dtype: cell.dtype,
-        max_tokens: most_tokens(prepared),
+        max_tokens: lengths(prepared).most(),
         page_tokens: PAGE_TOKENS,
         columns: judging(prepared).map_or(&[], Policy::columns),
     }
 }
 
-/// Tokens of a prefill chunk.
-fn chunk_tokens(prepared: &Prepared) -> usize {
-    let context = prepared.cell.context_tokens;
-    judging(prepared).and_then(|policy| policy.schedule.chunk_tokens).map_or(context, |tokens| tokens.min(context))
-}
-
-/// Most tokens that one list may ever hold: in chunks, what a layer and its sequence may give to one head.
-fn most_tokens(prepared: &Prepared) -> usize {
-    let cell = &prepared.cell;
-    let chunk = chunk_tokens(prepared);
-    if chunk == cell.context_tokens {
-        return cell.context_tokens + cell.new_tokens;
-    }
-    let even = judging(prepared).is_none_or(Policy::is_even);
-    let kept = prepared.budget_tokens * if even { 1 } else { cell.kv_heads * cell.layers };
-    (kept + chunk.max(cell.new_tokens)).min(cell.context_tokens + cell.new_tokens)
+/// How long lists get.
+fn lengths(prepared: &Prepared) -> Lengths<'_> {
+    Lengths { cell: &prepared.cell, judging: judging(prepared), budget_tokens: prepared.budget_tokens }
 }
 
 /// What happens in a turn, and what it leaves behind.
@@ -155,7 +144,7 @@ impl Session<'_> {
     /// Attention over the context, chunk by chunk and layer by layer, each chunk judged; returns the time of attention.
     fn prefill(&mut self) -> Result<u64, TurnError> {
         let (cell, bench) = (&self.prepared.cell, self.bench);
-        let (context, chunk) = (cell.context_tokens, chunk_tokens(self.prepared));
+        let (context, chunk) = (cell.context_tokens, lengths(self.prepared).chunk());
         let mut prefill_ns = 0;
         for start in (0..context).step_by(chunk) {
             let range = start..context.min(start + chunk);

@@ -1,9 +1,10 @@
 //! Peak memory of the measure, from the shapes.
 
-use super::asked::{Recent, query_bytes};
+use super::asked::query_bytes;
 use super::decode::step_shape;
 use super::judge::future_shape;
-use super::{cache_shape, chunk_tokens, judging};
+use super::lengths::Lengths;
+use super::{cache_shape, judging, lengths};
 use crate::attention::{Outputs, Shape, export, kernel};
 use crate::experiment::measure::Prepared;
 use crate::policy::{Decoding, Policy, Statistic, selection_bytes};
@@ -13,7 +14,7 @@ use crate::policy::{Decoding, Policy, Statistic, selection_bytes};
 /// judgement depends on the data, and this is an upper bound.
 pub(in crate::experiment::measure) fn predict(prepared: &Prepared, threads: usize) -> u64 {
     let plan = Plan { prepared, threads };
-    let (context, chunk) = (prepared.cell.context_tokens, chunk_tokens(prepared));
+    let (context, chunk) = (prepared.cell.context_tokens, lengths(prepared).chunk());
     let mut peak = plan.decoding();
     for start in (0..context).step_by(chunk) {
         peak = peak.max(plan.chunk(start, chunk.min(context - start)));
@@ -27,9 +28,8 @@ struct Plan<'a> {
 }
 
 impl Plan<'_> {
-    /// Whether all lists always hold the same number of tokens.
-    fn even(&self) -> bool {
-        judging(self.prepared).is_none_or(Policy::is_even)
+    fn lengths(&self) -> Lengths<'_> {
+        lengths(self.prepared)
     }
 
     /// Bytes of a cache whose lists hold `tokens` on average; all the same number if `even`.
@@ -44,13 +44,6 @@ impl Plan<'_> {
         even.max(cache.bytes(std::iter::repeat_n(tokens, cache.lists()), most_pages).values().sum())
     }
 
-    /// Tokens of the longest list where lists hold `tokens` on average, `fresh` of them not judged yet.
-    fn longest(&self, tokens: usize, fresh: usize) -> usize {
-        let cell = &self.prepared.cell;
-        let old = tokens - fresh;
-        if self.even() { tokens } else { (old * cell.kv_heads * cell.layers).min(cell.context_tokens) + fresh }
-    }
-
     fn lse_bytes(shape: &Shape) -> u64 {
         4 * shape.rows() as u64
     }
@@ -58,8 +51,9 @@ impl Plan<'_> {
     /// Attention of the chunk that begins at token `start`, and its judgement.
     fn chunk(&self, start: usize, tokens: usize) -> u64 {
         let cell = &self.prepared.cell;
-        let old = if start == 0 { 0 } else { self.prepared.budget_tokens.min(start) };
-        let kv_len = self.longest(old + tokens, tokens);
+        let lengths = self.lengths();
+        let old = lengths.before(start);
+        let kv_len = lengths.longest(old + tokens, tokens);
         let folded = Shape { q_len: tokens, kv_len, ..cell.shape() };
         let layer = Shape { batch: cell.batch, ..folded };
         let (params, lse) = (cell.params(), Self::lse_bytes(&folded));
@@ -67,7 +61,7 @@ impl Plan<'_> {
         let attention = Outputs::bytes(&layer, cell.dtype) + workspace;
         let judgement = judging(self.prepared).map_or(0, |policy| self.judgement(policy, &folded, &folded));
         let turned = if self.rerotates() && old < start { query_bytes(cell, tokens) } else { 0 };
-        self.held(old + tokens, start == 0 || self.even()) + lse + turned + attention.max(judgement)
+        self.held(old + tokens, start == 0 || lengths.is_even()) + lse + turned + attention.max(judgement)
     }
 
     fn rerotates(&self) -> bool {
@@ -103,7 +97,7 @@ impl Plan<'_> {
 
     /// Decoding, and the largest of the judgements in it.
     fn decoding(&self) -> u64 {
-        let cell = &self.prepared.cell;
+        let (cell, lengths) = (&self.prepared.cell, self.lengths());
         let (new, step) = (cell.new_tokens, step_shape(self.prepared));
         let results = 4 * (new * step.rows() * (cell.head_dim + 1)) as u64;
         let steps = results + self.pass(&step);
@@ -112,28 +106,23 @@ impl Plan<'_> {
             let reader = reader.map_or(0, |reader| reader.bytes(&cache_shape(self.prepared), &step, self.threads));
             return self.held(cell.context_tokens + new, true) + steps + reader;
         };
-        // A list grows until the schedule cuts it back to the budget.
-        let grown = match policy.schedule.decoding {
-            Decoding::EverySteps(steps) => steps.min(new),
-            Decoding::Never | Decoding::Delayed => new,
-        };
-        let tokens = (self.prepared.budget_tokens + grown).min(cell.context_tokens + new);
+        let (tokens, grown) = (lengths.late(), lengths.grown());
         let again = match policy.schedule.decoding {
             Decoding::Never => 0,
             Decoding::EverySteps(steps) if steps > new => self.accumulation(policy, tokens, grown),
             _ => self.judged_again(policy, tokens, grown),
         };
-        let recent = Recent::queries(self.prepared).map_or(0, |queries| query_bytes(cell, queries));
+        let recent = lengths.recent().map_or(0, |queries| query_bytes(cell, queries));
         let turned = if self.rerotates() { query_bytes(cell, 1) } else { 0 };
-        self.held(tokens, self.even()) + steps + recent + turned + again
+        self.held(tokens, lengths.is_even()) + steps + recent + turned + again
     }
 
     /// A judgement between decode steps.
     fn judged_again(&self, policy: &Policy, tokens: usize, grown: usize) -> u64 {
-        let cell = &self.prepared.cell;
-        let fresh = Shape { q_len: 1, kv_len: self.longest(tokens, grown), ..cell.shape() };
+        let (cell, lengths) = (&self.prepared.cell, self.lengths());
+        let fresh = Shape { q_len: 1, kv_len: lengths.longest(tokens, grown), ..cell.shape() };
         // A single query has its log-sum-exps from its own step.
-        let Some(recent) = Recent::queries(self.prepared) else { return self.judgement(policy, &fresh, &fresh) };
+        let Some(recent) = lengths.recent() else { return self.judgement(policy, &fresh, &fresh) };
         let shape = Shape { q_len: recent, ..fresh };
         let turned = if self.rerotates() { query_bytes(cell, recent) } else { 0 };
         turned + self.pass(&shape).max(Self::lse_bytes(&shape) + self.judgement(policy, &shape, &fresh))
@@ -144,7 +133,7 @@ impl Plan<'_> {
         if !policy.looks_at(Statistic::AccumulatedAttention) {
             return 0;
         }
-        let shape = Shape { q_len: 1, kv_len: self.longest(tokens, grown), ..self.prepared.cell.shape() };
+        let shape = Shape { q_len: 1, kv_len: self.lengths().longest(tokens, grown), ..self.prepared.cell.shape() };
         4 * (shape.batch * shape.kv_heads * shape.kv_len + export::workspace(&shape, self.threads)) as u64
     }
 }

@@ -1,32 +1,46 @@
 //! `evict` on a GPU: prefill, judgement of the context by a policy, then decode steps over what stayed.
 //!
 //! The turn of the CPU ([`crate::experiment::measure`]'s `evict`) with the cache in the GPU's memory from the first token
-//! on: keys and values are appended, scored, compacted and read there. Prefill takes the context in one piece, layer by
-//! layer, as a contiguous copy of a layer's tensors (its times are those of the cell's kernel). Only what is reported
-//! comes to the host, in the checked turn, and for allotments by scores these scores. What follows the late queries is
-//! told by the same code as on the CPU.
+//! on: keys and values are appended, scored, compacted and read there. Prefill attends, in one piece or in chunks, layer by
+//! layer to a contiguous copy of what the cache holds (its times are those of the cell's kernel); where heads have kept
+//! different numbers of tokens, the decode kernel reads the pages instead. Only what is reported comes to the host, in the
+//! checked turn, and for allotments by scores these scores. What follows the late queries is told by the same code as on
+//! the CPU.
 
+mod judge;
 mod predict;
 mod turn;
 
 use super::{Bench, Task, Turn, TurnError};
-use crate::attention::Shape;
 use crate::attention::cuda::{CudaKernel, Plan, decode_paged};
-use crate::cache::{CacheShape, Column, PAGE_TOKENS};
+use crate::attention::{AttentionError, Shape};
+use crate::cache::{CacheShape, PAGE_TOKENS};
 use crate::device::cuda::Limits;
 use crate::experiment::cell::Cell;
 use crate::experiment::measure::budget_tokens;
+use crate::experiment::measure::evict::lengths::Lengths;
 use crate::policy::{Decoding, Policy, Registry, Statistic};
+use std::ops::Range;
 
 struct Evict {
     cell: Cell,
     /// Keeps everything where nothing is evicted.
     policy: Policy,
     budget_tokens: usize,
-    /// The context of one layer.
-    prefill: Plan,
+    chunks: Vec<Chunk>,
     /// A decode step of all layers.
     step: Plan,
+    /// The same with the latest queries, which judgements between decode steps look at.
+    again: Option<Plan>,
+}
+
+/// A chunk of the context.
+struct Chunk {
+    tokens: Range<usize>,
+    /// Its attention in one layer.
+    plan: Plan,
+    /// Over the pages, and not over a copy.
+    paged: bool,
 }
 
 pub(super) fn task(cell: &Cell, kernel: &dyn CudaKernel, limits: &Limits) -> Result<Box<dyn Task>, String> {
@@ -40,63 +54,63 @@ pub(super) fn task(cell: &Cell, kernel: &dyn CudaKernel, limits: &Limits) -> Res
         None => Policy::full(),
     };
     let budget_tokens = budget_tokens(cell, Some(&policy))?;
-    let (params, layer) = (cell.params(), Shape { batch: cell.batch, ..cell.shape() });
-    let prefill = kernel.plan(&layer, &params, cell.dtype, limits).map_err(|error| error.to_string())?;
-    let mut evict = Evict { cell: cell.clone(), policy, budget_tokens, step: prefill.clone(), prefill };
-    let step = evict.step_shape();
-    evict.step = decode_paged(&step, &params, cell.dtype, limits, PAGE_TOKENS).map_err(|error| error.to_string())?;
-    Ok(Box::new(evict))
+    let planned = Evict::plan(cell, policy, budget_tokens, kernel, limits);
+    planned.map(|evict| Box::new(evict) as Box<dyn Task>).map_err(|error| error.to_string())
 }
 
 /// What no turn on a GPU does yet, beside what no judgement there does.
 fn refuse(policy: &Policy) -> Option<&'static str> {
-    let again = policy.schedule.decoding != Decoding::Never;
-    let recent = policy.scorer.as_ref().map_or(1, |scorer| scorer.recent_queries());
-    let looks_back = recent > 1 && policy.looks_at(Statistic::RecentAttention);
-    match () {
-        () if policy.schedule.chunk_tokens.is_some() => Some("no prefill in chunks on CUDA yet"),
-        () if policy.schedule.decoding == Decoding::Delayed => Some("no delayed judgements on CUDA yet"),
-        () if policy.rerotates => Some("keys are turned on CUDA by evict alone, not in experiments yet"),
-        () if again && looks_back => Some("judgements between decode steps look at one query on CUDA; add +once"),
-        () => None,
-    }
+    (policy.schedule.decoding == Decoding::Delayed).then_some("no delayed judgements on CUDA yet")
 }
 
 impl Evict {
+    fn plan(
+        cell: &Cell,
+        policy: Policy,
+        budget_tokens: usize,
+        kernel: &dyn CudaKernel,
+        limits: &Limits,
+    ) -> Result<Self, AttentionError> {
+        let (params, context) = (cell.params(), cell.context_tokens);
+        let lengths = Lengths { cell, judging: Some(&policy).filter(|policy| policy.scorer.is_some()), budget_tokens };
+        let paged = |shape: &Shape| decode_paged(shape, &params, cell.dtype, limits, PAGE_TOKENS);
+        let step =
+            paged(&Shape { q_len: 1, kv_len: lengths.longest(lengths.late(), lengths.grown()), ..cell.shape() })?;
+        let again = lengths.recent().map(|q_len| paged(&Shape { q_len, ..step.shape() })).transpose()?;
+        let chunk = |start: usize| {
+            let tokens = start..context.min(start + lengths.chunk());
+            let (q_len, is_paged) = (tokens.len(), start > 0 && !lengths.is_even());
+            let old = lengths.before(start);
+            let kv_len = if is_paged { lengths.longest(old + q_len, q_len) } else { old + q_len };
+            let layer = Shape { batch: cell.batch, q_len, kv_len, ..cell.shape() };
+            let plan = if is_paged { paged(&layer)? } else { kernel.plan(&layer, &params, cell.dtype, limits)? };
+            Ok(Chunk { tokens, plan, paged: is_paged })
+        };
+        let chunks = (0..context).step_by(lengths.chunk()).map(chunk).collect::<Result<_, AttentionError>>()?;
+        Ok(Evict { cell: cell.clone(), policy, budget_tokens, chunks, step, again })
+    }
+
     fn judges(&self) -> bool {
         self.policy.scorer.is_some()
+    }
+
+    fn lengths(&self) -> Lengths<'_> {
+        let judging = Some(&self.policy).filter(|_| self.judges());
+        Lengths { cell: &self.cell, judging, budget_tokens: self.budget_tokens }
     }
 
     fn accumulates(&self) -> bool {
         self.judges() && self.policy.looks_at(Statistic::AccumulatedAttention)
     }
 
-    /// Decode steps after which the cache is back at its budget; all of them where it is never cut.
-    fn grown(&self) -> usize {
-        match self.policy.schedule.decoding {
-            Decoding::EverySteps(steps) if self.judges() => steps.min(self.cell.new_tokens),
-            _ => self.cell.new_tokens,
-        }
-    }
-
-    /// Tokens of a list on average, at most, while decoding.
-    fn late_tokens(&self) -> usize {
-        let most = self.cell.context_tokens + self.cell.new_tokens;
-        if self.judges() { (self.budget_tokens + self.grown()).min(most) } else { most }
-    }
-
-    /// Tokens of the longest list while decoding, at most.
-    fn longest(&self) -> usize {
-        let (cell, tokens) = (&self.cell, self.late_tokens());
-        if !self.judges() || self.policy.is_even() {
-            return tokens;
-        }
-        (self.budget_tokens * cell.kv_heads * cell.layers).min(cell.context_tokens) + self.grown()
+    /// Whether keys and queries are turned to positions inside the cache.
+    fn turns(&self) -> bool {
+        self.judges() && self.policy.rerotates
     }
 
     /// A decode step of all layers.
     fn step_shape(&self) -> Shape {
-        Shape { q_len: 1, kv_len: self.longest(), ..self.cell.shape() }
+        self.step.shape()
     }
 
     fn cache_shape(&self) -> CacheShape {
@@ -106,9 +120,9 @@ impl Evict {
             kv_heads: cell.kv_heads,
             head_dim: cell.head_dim,
             dtype: cell.dtype,
-            max_tokens: cell.context_tokens + cell.new_tokens,
+            max_tokens: self.lengths().most(),
             page_tokens: PAGE_TOKENS,
-            columns: if self.accumulates() { &[Column::Attention] } else { &[] },
+            columns: if self.judges() { self.policy.columns() } else { &[] },
         }
     }
 }
@@ -119,7 +133,7 @@ impl Task for Evict {
     }
 
     fn workspace_bytes(&self) -> u64 {
-        self.prefill.workspace.bytes()
+        self.chunks.iter().map(|chunk| chunk.plan.workspace.bytes()).max().unwrap_or(0)
     }
 
     fn turn(&self, bench: Bench<'_>) -> Result<Turn, TurnError> {

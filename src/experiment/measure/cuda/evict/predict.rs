@@ -1,6 +1,6 @@
 //! Peak memory of the measure on a GPU, from the shapes.
 
-use super::Evict;
+use super::{Chunk, Evict};
 use crate::attention::{Outputs, Shape};
 use crate::cache::cuda::DeviceCache;
 use crate::policy::Decoding;
@@ -9,7 +9,7 @@ use crate::tensor::Tensor;
 use std::iter::repeat_n;
 
 impl Evict {
-    /// Peak bytes besides the inputs: prefill or its judgement, or decoding. Exact where all lists keep the same number
+    /// Peak bytes besides the inputs: a chunk of prefill or its judgement, or decoding. Exact where all lists keep the same number
     /// of tokens, else an upper bound, as on the CPU.
     pub(super) fn peak_bytes(&self) -> u64 {
         self.prefill_bytes().max(self.decode_bytes())
@@ -21,36 +21,64 @@ impl Evict {
     }
 
     fn prefill_bytes(&self) -> u64 {
-        let (cell, cache) = (&self.cell, self.cache_shape());
-        let held = DeviceCache::bytes(&cache, repeat_n(cell.context_tokens, cache.lists()), 0).values().sum::<u64>();
-        let layer = Shape { batch: cell.batch, ..cell.shape() };
-        let copies = Tensor::bytes_of(cell.dtype, layer.q_dims()) + 2 * Tensor::bytes_of(cell.dtype, layer.kv_dims());
-        let attention = copies + Outputs::bytes(&layer, cell.dtype) + self.prefill.workspace.bytes();
-        let lse = if self.observes() { 4 * cell.shape().rows() as u64 } else { 0 };
-        held + lse + attention.max(self.judging_bytes(cell.context_tokens))
+        self.chunks.iter().map(|chunk| self.chunk_bytes(chunk)).max().unwrap_or(0)
+    }
+
+    /// Attention of a chunk, and its judgement.
+    fn chunk_bytes(&self, chunk: &Chunk) -> u64 {
+        let (cell, layer) = (&self.cell, chunk.plan.shape());
+        let is_first = chunk.tokens.start == 0;
+        let tokens = self.lengths().before(chunk.tokens.start) + layer.q_len;
+        let kv_bytes = if chunk.paged { 0 } else { Tensor::bytes_of(cell.dtype, layer.kv_dims()) };
+        let copies = Tensor::bytes_of(cell.dtype, layer.q_dims()) + 2 * kv_bytes;
+        let attention = copies + Outputs::bytes(&layer, cell.dtype) + chunk.plan.workspace.bytes();
+        let lse = if self.observes() { 4 * (cell.layers * layer.rows()) as u64 } else { 0 };
+        let is_turned = self.turns() && tokens < chunk.tokens.end;
+        let turned = if is_turned { self.query_bytes(layer.q_len) } else { 0 };
+        let judgement = self.accumulated(layer.kv_len).max(self.judgement(layer.kv_len));
+        self.held(tokens, is_first || self.lengths().is_even()) + lse + turned + attention.max(judgement)
     }
 
     fn decode_bytes(&self) -> u64 {
-        let (cell, cache, step) = (&self.cell, self.cache_shape(), self.step_shape());
-        let tokens = self.late_tokens();
+        let (cell, step, lengths) = (&self.cell, self.step_shape(), self.lengths());
+        let again = match self.policy.schedule.decoding {
+            Decoding::EverySteps(steps) if steps <= cell.new_tokens => self.judged_again(step.kv_len),
+            _ => 0,
+        };
+        let steps = self.query_bytes(1) + Outputs::bytes(&step, cell.dtype) + self.step.workspace.bytes();
+        let recent = self.again.as_ref().map_or(0, |plan| self.query_bytes(plan.shape().q_len));
+        self.held(lengths.late(), lengths.is_even()) + steps + recent + again.max(self.accumulated(step.kv_len))
+    }
+
+    /// A judgement between decode steps; the latest queries are asked once more before it.
+    fn judged_again(&self, width: usize) -> u64 {
+        let Some(plan) = &self.again else { return self.judgement(width) };
+        let (dtype, shape) = (self.cell.dtype, plan.shape());
+        let pass = Outputs::bytes(&shape, dtype) + plan.workspace.bytes();
+        self.query_bytes(shape.q_len) + pass.max(4 * shape.rows() as u64 + self.judgement(width))
+    }
+
+    /// Queries of all layers, so many of each head.
+    pub(super) fn query_bytes(&self, queries: usize) -> u64 {
+        Tensor::bytes_of(self.cell.dtype, Shape { q_len: queries, ..self.cell.shape() }.q_dims())
+    }
+
+    /// The cache when its lists hold `tokens` tokens on average; all the same number if `is_even`.
+    fn held(&self, tokens: usize, is_even: bool) -> u64 {
+        let cache = self.cache_shape();
         let of =
             |most_pages| DeviceCache::bytes(&cache, repeat_n(tokens, cache.lists()), most_pages).values().sum::<u64>();
         // Where lists differ, each may have begun a page more.
-        let even = !self.judges() || self.policy.is_even();
-        let held = if even { of(0) } else { of(0).max(of(cache.lists() * (cache.pages(tokens) + 1))) };
-        let again = match self.policy.schedule.decoding {
-            Decoding::EverySteps(steps) if self.judges() && steps <= cell.new_tokens => self.judging_bytes(step.kv_len),
-            _ => 0,
-        };
-        let accumulated = if self.accumulates() { 4 * (cache.lists() * step.kv_len) as u64 } else { 0 };
-        let query = Tensor::bytes_of(cell.dtype, step.q_dims());
-        held + query + Outputs::bytes(&step, cell.dtype) + self.step.workspace.bytes() + again.max(accumulated)
+        if is_even { of(0) } else { of(0).max(of(cache.lists() * (cache.pages(tokens) + 1))) }
     }
 
-    /// A judgement of lists of at most `width` tokens, with the attention that is added before it.
-    fn judging_bytes(&self, width: usize) -> u64 {
-        let lists = self.cache_shape().lists();
-        let accumulated = if self.accumulates() { 4 * (lists * width) as u64 } else { 0 };
-        accumulated.max(judgement_bytes(&self.policy, lists, width, self.cell.head_dim))
+    /// The attention that tokens of lists of at most `width` received, before it is added.
+    fn accumulated(&self, width: usize) -> u64 {
+        if self.accumulates() { 4 * (self.cache_shape().lists() * width) as u64 } else { 0 }
+    }
+
+    /// A judgement of lists of at most `width` tokens.
+    fn judgement(&self, width: usize) -> u64 {
+        judgement_bytes(&self.policy, self.cache_shape().lists(), width, self.cell.head_dim)
     }
 }

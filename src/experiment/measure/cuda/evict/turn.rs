@@ -1,10 +1,10 @@
-//! A turn: prefill, judgement, decode steps.
+//! A turn: prefill in one piece or in chunks, and decode steps.
 
-use super::Evict;
+use super::{Chunk, Evict};
+use crate::attention::Outputs;
 use crate::attention::cuda::{Inputs, Results};
-use crate::attention::export::Reduction;
-use crate::attention::{Outputs, Shape};
-use crate::cache::cuda::{DeviceCache, take_tokens};
+use crate::attention::rope::Frequencies;
+use crate::cache::cuda::{DeviceCache, Latest, take_tokens};
 use crate::device::Cpu;
 use crate::device::cuda::DeviceBuffer;
 use crate::experiment::measure::check::{accurate, finite};
@@ -12,29 +12,35 @@ use crate::experiment::measure::cuda::{Bench, Turn, TurnError, Written};
 use crate::experiment::measure::evict::late::Late;
 use crate::experiment::measure::evict::outcome::{self, Evicted, Kept};
 use crate::memory::{Arena, Label};
-use crate::policy::cuda::{DeviceContext, DeviceScored, Queries, score, select};
-use crate::policy::{Decoding, tied_share};
+use crate::policy::action::rerotate::NO_ROPE;
+use crate::policy::cuda::Queries;
+use crate::policy::{Decoding, PolicyError};
 use crate::tensor::Tensor;
 use std::ops::Range;
 
 /// What happens in a turn, and what it leaves behind.
-struct Session<'a> {
-    evict: &'a Evict,
-    bench: Bench<'a>,
+pub(super) struct Session<'a> {
+    pub evict: &'a Evict,
+    pub bench: Bench<'a>,
     /// Divides budgets.
-    cpu: Cpu,
-    cache: DeviceCache,
-    evicted_tokens: u64,
-    tie_rate: f64,
+    pub cpu: Cpu,
+    pub cache: DeviceCache,
+    pub evicted_tokens: u64,
+    pub tie_rate: f64,
     /// The GPU's nanoseconds for judgements so far: scoring, and choosing and evicting.
-    score_ns: u64,
-    evict_ns: u64,
+    pub score_ns: u64,
+    pub evict_ns: u64,
 }
 
 pub(super) fn turn(evict: &Evict, bench: Bench<'_>) -> Result<Turn, TurnError> {
     let cell = &evict.cell;
     let cpu = Cpu::new(Some(1)).map_err(|error| TurnError::Failed(error.to_string()))?;
-    let cache = DeviceCache::new(bench.runtime.device(), bench.arena, evict.cache_shape())?;
+    let mut cache = DeviceCache::new(bench.runtime.device(), bench.arena, evict.cache_shape())?;
+    if evict.turns() {
+        let theta = bench.inputs.host.as_ref().and_then(|workload| workload.rope_theta);
+        let theta = theta.filter(|_| cell.head_dim.is_multiple_of(2)).ok_or::<PolicyError>(NO_ROPE)?;
+        cache.set_rope(&Frequencies::new(cell.head_dim, theta))?;
+    }
     let mut session = Session { evict, bench, cpu, cache, evicted_tokens: 0, tie_rate: 0.0, score_ns: 0, evict_ns: 0 };
     let mut turn = Turn::default();
     turn.samples_ns.insert("prefill", session.prefill()?);
@@ -75,7 +81,7 @@ impl Session<'_> {
     fn kept(&self) -> Result<Kept, TurnError> {
         let by_position = match self.bench.truth {
             Some(_) => {
-                let positions = self.cache.read_positions()?;
+                let positions = self.cache.read_origins()?;
                 let of_list = |list: usize| positions[list].iter().map(|&position| position as usize).collect();
                 outcome::by_position(&self.evict.cell, of_list)
             }
@@ -92,49 +98,107 @@ impl Session<'_> {
     fn append(&mut self, tokens: Range<usize>) -> Result<(), TurnError> {
         let Bench { runtime, inputs, .. } = self.bench;
         let length = self.length();
+        let count = tokens.len();
         self.cache.append(runtime, [&inputs.k, &inputs.v], length, tokens)?;
+        if self.evict.turns() {
+            let lists = 0..self.cache.shape().lists();
+            runtime.device().timed(|| self.cache.turn_newest(runtime, lists, count))?;
+        }
         Ok(())
     }
 
-    /// Attention over the context, layer by layer, and its judgement; returns the time of attention.
+    /// The queries of some tokens, up to the latest, as the cache is to be asked: turned with its keys, where these are.
+    fn ask(&self, tokens: Range<usize>, q: &mut DeviceBuffer) -> Result<(), TurnError> {
+        let Bench { runtime, inputs, .. } = self.bench;
+        let cell = &self.evict.cell;
+        let (kind, heads) = ((cell.dtype, cell.head_dim), 0..cell.layers * cell.batch * cell.q_heads);
+        take_tokens(runtime, kind, (&inputs.q, self.length()), heads, tokens.clone(), q)?;
+        self.turn(q, tokens.len(), tokens.end)
+    }
+
+    /// Turns queries `[layers * B, Hq, count, D]`, of which the last is that of token `end - 1`, with the cache's keys, where
+    /// these are.
+    pub(super) fn turn(&self, q: &mut DeviceBuffer, count: usize, end: usize) -> Result<(), TurnError> {
+        if self.is_turned(end) {
+            let (runtime, lists) = (self.bench.runtime, 0..self.cache.shape().lists());
+            let extents = [self.evict.cell.q_heads, count];
+            runtime.device().timed(|| self.cache.turn_queries(runtime, lists, q, extents, end))?;
+        }
+        Ok(())
+    }
+
+    /// Whether keys stand elsewhere than in the sequence, of which `end` tokens were seen.
+    fn is_turned(&self, end: usize) -> bool {
+        self.evict.turns() && self.cache.lens().iter().any(|&len| len != end)
+    }
+
+    /// Attention over the context, chunk by chunk and layer by layer, each chunk judged; returns the time of attention.
     fn prefill(&mut self) -> Result<u64, TurnError> {
         let (evict, Bench { runtime, arena, inputs, .. }) = (self.evict, self.bench);
-        let context = evict.cell.context_tokens;
-        self.append(0..context)?;
-        let lse_bytes = if evict.observes() { 4 * evict.cell.shape().rows() as u64 } else { 0 };
-        let mut lse = runtime.device().alloc(arena, Label::Activations, lse_bytes)?;
-        let prefill_ns = self.attend(&mut lse)?;
-        if evict.judges() {
-            let length = self.length();
-            let queries = Queries { q: &inputs.q, length, first: 0, lse: &lse, q_len: context };
-            self.accumulate(&queries)?;
-            self.judge(queries, context)?;
+        let mut prefill_ns = 0;
+        for chunk in &evict.chunks {
+            let Range { start, end } = chunk.tokens;
+            self.append(start..end)?;
+            let rows = evict.cell.layers * chunk.plan.shape().rows();
+            let lse_bytes = if evict.observes() { 4 * rows as u64 } else { 0 };
+            let mut lse = runtime.device().alloc(arena, Label::Activations, lse_bytes)?;
+            let turned = match self.is_turned(end) {
+                true => {
+                    let bytes = evict.query_bytes(end - start);
+                    let mut turned = runtime.device().alloc(arena, Label::Activations, bytes)?;
+                    self.ask(start..end, &mut turned)?;
+                    Some(turned)
+                }
+                false => None,
+            };
+            let (q, tokens, length) = match &turned {
+                Some(turned) => (turned, 0..end - start, end - start),
+                None => (&inputs.q, start..end, self.length()),
+            };
+            prefill_ns += self.attend(chunk, (q, length), tokens.clone(), &mut lse)?;
+            if evict.judges() {
+                let queries = Queries { q, length, first: tokens.start, lse: &lse, q_len: end - start };
+                self.accumulate(&queries)?;
+                self.judge(queries, end)?;
+            }
         }
         Ok(prefill_ns)
     }
 
-    /// Attention of the context to itself; returns its time, and leaves the log-sum-exps where there is room for them.
-    fn attend(&self, lse: &mut DeviceBuffer) -> Result<u64, TurnError> {
-        let (evict, bench) = (self.evict, self.bench);
-        let (cell, device) = (&evict.cell, bench.runtime.device());
-        let layer = Shape { batch: cell.batch, ..cell.shape() };
-        let take = |dims| device.alloc(bench.arena, Label::Workspace, Tensor::bytes_of(cell.dtype, dims));
-        let (mut q, mut k, mut v) = (take(layer.q_dims())?, take(layer.kv_dims())?, take(layer.kv_dims())?);
-        let mut scratch = evict.prefill.scratch(device, bench.arena)?;
+    /// Attention of a chunk, whose queries are `tokens` of those of `q`, to the cache; returns its time, and leaves the
+    /// log-sum-exps where there is room for them.
+    fn attend(
+        &self,
+        chunk: &Chunk,
+        q: (&DeviceBuffer, usize),
+        tokens: Range<usize>,
+        lse: &mut DeviceBuffer,
+    ) -> Result<u64, TurnError> {
+        let (bench, cell) = (self.bench, &self.evict.cell);
+        let (device, plan, layer) = (bench.runtime.device(), &chunk.plan, chunk.plan.shape());
+        let take = |bytes| device.alloc(bench.arena, Label::Workspace, bytes);
+        let copied = if chunk.paged { 0 } else { Tensor::bytes_of(cell.dtype, layer.kv_dims()) };
+        let (mut asked, mut k, mut v) =
+            (take(Tensor::bytes_of(cell.dtype, layer.q_dims()))?, take(copied)?, take(copied)?);
+        let mut scratch = plan.scratch(device, bench.arena)?;
         let mut written = Written::allocate(bench, layer, cell.dtype)?;
         let mut total_ns = 0;
         for index in 0..cell.layers {
-            let copy = |from: &DeviceBuffer, heads: usize, to: &mut DeviceBuffer| {
-                let heads = index * cell.batch * heads..(index + 1) * cell.batch * heads;
-                let kind = (cell.dtype, cell.head_dim);
-                take_tokens(bench.runtime, kind, (from, self.length()), heads, 0..cell.context_tokens, to)
-            };
-            copy(&bench.inputs.q, cell.q_heads, &mut q)?;
-            copy(&bench.inputs.k, cell.kv_heads, &mut k)?;
-            copy(&bench.inputs.v, cell.kv_heads, &mut v)?;
+            let heads = |of_layer: usize| index * cell.batch * of_layer..(index + 1) * cell.batch * of_layer;
+            let (kind, lists) = ((cell.dtype, cell.head_dim), heads(cell.kv_heads));
+            take_tokens(bench.runtime, kind, q, heads(cell.q_heads), tokens.clone(), &mut asked)?;
             written.poison(bench)?;
-            let inputs = Inputs { q: &q, k: &k, v: &v };
-            total_ns += evict.prefill.forward(bench.runtime, inputs, written.results(), &mut scratch)?;
+            let results: Results<'_> = written.results();
+            total_ns += match chunk.paged {
+                true => {
+                    plan.forward_paged(bench.runtime, &asked, &self.cache.kv_from(lists.start), results, &mut scratch)?
+                }
+                false => {
+                    let to = [&mut k, &mut v];
+                    device.timed(|| self.cache.gather(bench.runtime, lists, to, layer.kv_len))?;
+                    plan.forward(bench.runtime, Inputs { q: &asked, k: &k, v: &v }, results, &mut scratch)?
+                }
+            };
             if bench.truth.is_some() {
                 finite(&written.read()?)?;
             }
@@ -145,61 +209,15 @@ impl Session<'_> {
         Ok(total_ns)
     }
 
-    /// What a policy sees besides the cache.
-    fn context<'c>(&'c self, queries: Queries<'c>, seen_tokens: usize) -> DeviceContext<'c> {
-        let cell = &self.evict.cell;
-        DeviceContext {
-            runtime: self.bench.runtime,
-            arena: self.bench.arena,
-            cpu: &self.cpu,
-            queries: Some(queries),
-            q_heads: cell.q_heads,
-            params: cell.params(),
-            layers: cell.layers,
-            seen_tokens,
-            budget_tokens: self.evict.budget_tokens,
-        }
-    }
-
-    /// For a policy that accumulates attention: adds what these queries give to each token of the cache.
-    fn accumulate(&mut self, queries: &Queries<'_>) -> Result<(), TurnError> {
-        if !self.evict.accumulates() {
-            return Ok(());
-        }
-        let Bench { runtime, arena, .. } = self.bench;
-        let width = self.cache.max_len();
-        let bytes = 4 * (self.cache.shape().lists() * width) as u64;
-        let mut sums = runtime.device().alloc(arena, Label::Policy, bytes)?;
-        let context = self.context(*queries, 0);
-        let counted_ns = context.columns(&self.cache, None, Reduction::RECEIVED, &mut sums)?;
-        self.score_ns += counted_ns + self.cache.add_attention(runtime, &sums, width)?;
-        Ok(())
-    }
-
-    /// Judges the cache by the latest queries and shrinks it to the budget.
-    fn judge(&mut self, queries: Queries<'_>, seen_tokens: usize) -> Result<(), TurnError> {
-        let (evict, runtime) = (self.evict, self.bench.runtime);
-        let context = self.context(queries, seen_tokens);
-        let scored = score(&evict.policy, &context, &self.cache)?;
-        let mut scored = scored.expect("a policy with a scorer gives scores");
-        let selection = select(&evict.policy, &context, &self.cache, &mut scored)?;
-        let tie_rate = if self.bench.truth.is_some() { self.tie_rate(&scored)? } else { 0.0 };
-        let before: usize = self.cache.lens().iter().sum();
-        let width = selection.width;
-        let kept_ns = self.cache.keep(runtime, &selection.slots, width, &selection.counts, &selection.counts_there)?;
-        let released_ns = self.cache.release(runtime)?;
-        self.evicted_tokens += (before - self.cache.lens().iter().sum::<usize>()) as u64;
-        self.tie_rate = tie_rate;
-        self.score_ns += scored.time_ns;
-        self.evict_ns += selection.time_ns + kept_ns + released_ns;
-        Ok(())
-    }
-
-    fn tie_rate(&self, scored: &DeviceScored) -> Result<f64, TurnError> {
-        let mut values = vec![0f32; self.cache.shape().lists() * scored.width];
-        scored.values.read(bytemuck::cast_slice_mut(&mut values))?;
-        let lists = values.chunks(scored.width).zip(self.cache.lens()).map(|(values, &len)| &values[..len]);
-        Ok(tied_share(lists, scored.highest_judged))
+    /// The context's latest queries, for a policy that looks at more than one while decoding.
+    fn hold(&self) -> Result<Option<Latest>, TurnError> {
+        let Some(plan) = &self.evict.again else { return Ok(None) };
+        let (Bench { runtime, arena, inputs, .. }, shape) = (self.bench, plan.shape());
+        let kind = (self.evict.cell.dtype, shape.head_dim);
+        let mut latest = Latest::new(runtime.device(), arena, kind, [1, shape.batch * shape.q_heads, shape.q_len])?;
+        latest.push(runtime, 0, (&inputs.q, self.length()), self.evict.cell.context_tokens, shape.q_len)?;
+        latest.advance(shape.q_len);
+        Ok(Some(latest))
     }
 
     /// Decodes the new tokens one by one; adds the mean times of a step and of what the schedule costs.
@@ -208,6 +226,7 @@ impl Session<'_> {
         let (cell, device, shape) = (&evict.cell, bench.runtime.device(), evict.step_shape());
         let q_bytes = Tensor::bytes_of(cell.dtype, shape.q_dims());
         let mut q = device.alloc(bench.arena, Label::Activations, q_bytes)?;
+        let mut recent = self.hold()?;
         let mut written = Written::allocate(bench, shape, cell.dtype)?;
         let mut scratch = evict.step.scratch(device, bench.arena)?;
         // What is compared lies on the host.
@@ -224,8 +243,7 @@ impl Session<'_> {
         for step in 0..cell.new_tokens {
             let token = cell.context_tokens + step;
             self.append(token..token + 1)?;
-            let (kind, heads) = ((cell.dtype, cell.head_dim), 0..shape.batch * shape.q_heads);
-            take_tokens(bench.runtime, kind, (&bench.inputs.q, self.length()), heads, token..token + 1, &mut q)?;
+            self.ask(token..token + 1, &mut q)?;
             written.poison(bench)?;
             let results: Results<'_> = written.results();
             decode_ns += evict.step.forward_paged(bench.runtime, &q, &self.cache.kv(), results, &mut scratch)?;
@@ -240,8 +258,15 @@ impl Session<'_> {
             if let (true, Decoding::EverySteps(steps)) = (evict.judges(), evict.policy.schedule.decoding) {
                 let queries = Queries { q: &q, length: 1, first: 0, lse: &written.lse, q_len: 1 };
                 self.accumulate(&queries)?;
+                if let Some(recent) = &mut recent {
+                    recent.push(bench.runtime, 0, (&bench.inputs.q, self.length()), token + 1, 1)?;
+                    recent.advance(1);
+                }
                 if (step + 1).is_multiple_of(steps) {
-                    self.judge(queries, token + 1)?;
+                    match &recent {
+                        Some(recent) => self.judge_again(recent, token + 1)?,
+                        None => self.judge(queries, token + 1)?,
+                    }
                 }
             }
         }
