@@ -101,6 +101,9 @@ fn the_peak_is_the_formula_for_chunks_steps_and_sequences_of_any_length() {
         ("tiled", vec![256, 256], 0, 64, 3),
         ("tiled", vec![1], 5, 1, 1),
         ("naive", vec![700, 90], 2, 300, 2),
+        // A short chunk takes a new slab when the long one before it is over.
+        ("tiled", vec![1100], 1, 512, 2),
+        ("tiled", vec![1030, 600], 1, 512, 2),
     ] {
         let (cpu, arena) = (Cpu::new(Some(threads)).unwrap(), Arena::unlimited());
         let (batch, max_tokens) = (lens.len(), 1600);

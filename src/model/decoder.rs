@@ -242,6 +242,7 @@ impl<'a> Decoder<'a> {
     /// each small product over to them costs more than a new token's products themselves.
     fn pass(&mut self, portions: &[Portion], rows: usize) -> Result<(), ModelError> {
         self.turn_angles(portions);
+        self.make_way(portions);
         let (cpu, layers) = (self.cpu, 0..self.model.config.layers);
         cpu.install(|| layers.into_iter().try_for_each(|layer| self.block(layer, portions, rows)))
     }

@@ -89,13 +89,24 @@ fn calls(counts: &[usize]) -> Vec<(usize, usize)> {
 }
 
 impl Decoder<'_> {
+    /// Gives back what calls of another shape needed, before the cache grows for `portions`: the two are not held
+    /// together.
+    pub(super) fn make_way(&mut self, portions: &[Portion]) {
+        let batch = if self.is_one_call(portions) { portions.len() } else { 1 };
+        let comes = roomy(&self.model.config, &self.setup, batch, portions[0].tokens);
+        self.attend.held.take_if(|(shape, ..)| *shape != comes);
+    }
+
+    /// Whether all sequences bring equally many tokens.
+    fn is_one_call(&self, portions: &[Portion]) -> bool {
+        portions.len() == self.setup.batch && portions.iter().all(|portion| portion.tokens == portions[0].tokens)
+    }
+
     /// Attention of `portions` in a layer: from the queries to the rows that the output projection reads.
     pub(super) fn attention(&mut self, layer: usize, portions: &[Portion]) -> Result<(), ModelError> {
         let windowed = self.model.config.windows[layer].is_some();
         let narrow = |portion: &Portion| windowed && self.gaps[portion.sequence];
-        let even =
-            portions.len() == self.setup.batch && portions.iter().all(|portion| portion.tokens == portions[0].tokens);
-        if even && !portions.iter().any(narrow) {
+        if self.is_one_call(portions) && !portions.iter().any(narrow) {
             return self.call(layer, portions, None);
         }
         for portion in portions {
