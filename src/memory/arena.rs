@@ -1,12 +1,9 @@
 //! The labelled arena: a ledger over pages that come straight from the operating system.
-//!
-//! Small mappings that were given back are kept for the next of their size: a judgement after each token takes scratch of
-//! the same sizes every time, and to map and unmap that costs more than the judgement's own work. They are at most
-//! 4 MiB of resident memory that no label counts.
 
+use super::spare::{Spare, map};
 use super::{Label, LabelBytes};
 use bytemuck::Pod;
-use memmap2::{MmapMut, MmapOptions};
+use memmap2::MmapMut;
 use serde::Serialize;
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
@@ -14,11 +11,6 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 const LABELS: usize = Label::ALL.len();
-/// Bytes at most that an arena keeps resident for coming allocations.
-const SPARE_BYTES: usize = 4 << 20;
-/// Larger mappings go back to the system at once.
-const LARGEST_SPARE_BYTES: usize = 1 << 20;
-const PAGE_BYTES: usize = 4096;
 
 /// An allocation that could not be made.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -100,33 +92,6 @@ impl Ledger {
     }
 }
 
-/// Mappings that were given back, the latest last.
-#[derive(Default)]
-struct Spare {
-    mappings: Vec<MmapMut>,
-    bytes: usize,
-}
-
-impl Spare {
-    fn take(&mut self, bytes: usize) -> Option<MmapMut> {
-        let at = self.mappings.iter().rposition(|mapping| mapping.len() == bytes)?;
-        self.bytes -= bytes;
-        Some(self.mappings.remove(at))
-    }
-
-    /// Keeps a mapping, and lets the oldest go that there is no room for then.
-    fn give(&mut self, mapping: MmapMut) {
-        if mapping.len() > LARGEST_SPARE_BYTES {
-            return;
-        }
-        self.bytes += mapping.len();
-        self.mappings.push(mapping);
-        while self.bytes > SPARE_BYTES {
-            self.bytes -= self.mappings.remove(0).len();
-        }
-    }
-}
-
 struct Inner {
     ledger: Mutex<Ledger>,
     spare: Mutex<Spare>,
@@ -138,17 +103,6 @@ impl Inner {
     fn ledger(&self) -> MutexGuard<'_, Ledger> {
         // The ledger's numbers stay consistent even if a thread panicked while holding it.
         self.ledger.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// At least so many zeroed bytes, all resident.
-    fn pages(&self, bytes: usize) -> std::io::Result<MmapMut> {
-        let bytes = bytes.max(1).div_ceil(PAGE_BYTES).saturating_mul(PAGE_BYTES);
-        let spare = self.spare().take(bytes);
-        if let Some(mut pages) = spare {
-            pages.fill(0);
-            return Ok(pages);
-        }
-        MmapOptions::new().len(bytes).populate().map_anon()
     }
 
     fn spare(&self) -> MutexGuard<'_, Spare> {
@@ -180,7 +134,8 @@ impl Arena {
     pub fn alloc<T: Pod>(&self, label: Label, len: usize) -> Result<Buffer<T>, ArenaError> {
         let bytes = len as u64 * size_of::<T>() as u64;
         self.refuse_beyond_limit(label, bytes)?;
-        let pages = self.0.pages(bytes as usize).map_err(|error| ArenaError::System {
+        let spare = self.0.spare().take(bytes as usize);
+        let pages = spare.map_or_else(|| map(bytes as usize), Ok).map_err(|error| ArenaError::System {
             label,
             asked_bytes: bytes,
             reason: error.to_string(),
@@ -336,20 +291,6 @@ mod tests {
         let deltas: Vec<i64> = arena.timeline().iter().map(|event| event.delta_bytes).collect();
         assert_eq!(deltas, [400, 80, -80, -400]);
         assert_eq!(arena.timeline().last().unwrap().live_bytes, 0);
-    }
-
-    #[test]
-    fn memory_that_was_used_before_is_zero_and_little_of_it_is_kept() {
-        let arena = Arena::unlimited();
-        for bytes in [1, PAGE_BYTES, LARGEST_SPARE_BYTES, LARGEST_SPARE_BYTES + 1] {
-            arena.alloc::<u8>(Label::Policy, bytes).unwrap().fill(7);
-            assert!(arena.alloc::<u8>(Label::Kv, bytes).unwrap().iter().all(|&byte| byte == 0), "{bytes}");
-        }
-        let held = |arena: &Arena| arena.0.spare().mappings.iter().map(|pages| pages.len()).sum::<usize>();
-        assert_eq!(held(&arena), PAGE_BYTES + LARGEST_SPARE_BYTES, "of each size one, and none that is too large");
-        let many: Vec<_> = (0..6).map(|_| arena.alloc::<u8>(Label::Kv, LARGEST_SPARE_BYTES).unwrap()).collect();
-        drop(many);
-        assert_eq!((held(&arena), arena.0.spare().bytes), (SPARE_BYTES, SPARE_BYTES));
     }
 
     #[test]
