@@ -13,6 +13,7 @@
 //   score_bounds   grid (lists), 1024 threads: the largest score of a list and its first slot whose score is no number
 //   score_protect  grid (ceil(stride / 256), lists), 256 threads: protected tokens above all others
 //   select_best    grid (lists), 1024 threads
+//   let_leave      grid (ceil(longest / 256), lists), 256 threads: the slot that has left the latest ones goes
 #include "lists.cuh"
 
 struct Choice {
@@ -21,7 +22,7 @@ struct Choice {
     u32 *slots;         // [lists, width]: those that stay, ascending
     float *best_lost;   // [lists]: the best score that is lost; minus infinity where none is
     float *tops;        // [lists]: the largest score
-    int *wrong;         // [lists]: the first slot whose score is no number; -1 where all are
+    int *found;         // [lists]: a slot that was looked for; -1 where there is none
     int width;
     int sink, recent;   // protected: positions before `sink`, and the latest `recent` slots
     float highest;      // the largest score of all lists
@@ -62,7 +63,7 @@ KERNEL(1024) score_bounds(ARGUMENT Lists l, ARGUMENT Choice c) {
             wrong[thread] = least(wrong[thread], wrong[thread + half]);
         }
     }
-    if (thread == 0) c.tops[list] = tops[0], c.wrong[list] = wrong[0] < len ? wrong[0] : -1;
+    if (thread == 0) c.tops[list] = tops[0], c.found[list] = wrong[0] < len ? wrong[0] : -1;
 }
 
 KERNEL(256) score_protect(ARGUMENT Lists l, ARGUMENT Choice c) {
@@ -126,4 +127,16 @@ KERNEL(1024) select_best(ARGUMENT Lists l, ARGUMENT Choice c) {
         block_sync(); // the warps' numbers may be written again
     }
     if (thread == 0) c.best_lost[list] = of_order(bar);
+}
+
+// Under a delayed schedule a token is judged once, when it has left the `recent` latest ones: it stays if it beats the best
+// that its list lost after prefill, and is the slot that is found if it goes.
+KERNEL(256) let_leave(ARGUMENT Lists l, ARGUMENT Choice c) {
+    const int slot = blockIdx.x * 256 + threadIdx.x, list = blockIdx.y, len = l.pages.lens[list];
+    const int leaving = len - c.recent - 1;
+    const float *const scores = c.scores + (long long)list * c.width;
+    const bool goes = leaving >= 0 && !(scores[leaving] > c.best_lost[list]);
+    if (slot == 0) c.found[list] = goes ? leaving : -1;
+    if (slot >= len || (goes && slot == leaving)) return;
+    c.slots[(long long)list * c.width + slot - (goes && slot > leaving)] = slot;
 }

@@ -115,6 +115,9 @@ fn cuda_policies_evict_in_models_as_on_the_cpu() {
         ("h2o+rerotate", 24, 80),
         ("snapkv:window=4,kernel=3+chunks:tokens=13+rerotate", 40, 5),
         ("ada-snapkv:window=4,kernel=3+rerotate", 30, 80),
+        ("keydiff+delayed:window=5", 24, 80),
+        ("dms:window=4", 30, 7),
+        ("knorm+delayed:window=6+rerotate", 24, 80),
         ("full", 24, 80),
     ];
     let mut failed = Vec::new();
@@ -153,7 +156,6 @@ fn cuda_policies_without_a_form_in_models_are_refused_by_name() {
     let cases = [
         ("gemma2", "knorm", "'knorm': in a model with sliding windows nothing is evicted on CUDA yet"),
         ("llama", "qfilters", "no kernel for it on CUDA yet"),
-        ("llama", "keydiff+delayed", "are not judged one by one on CUDA yet"),
         ("llama", "knorm+merge", "losers are only dropped on CUDA"),
     ];
     for (name, text, reason) in cases {

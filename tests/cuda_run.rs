@@ -229,7 +229,8 @@ fn cuda_evicts_as_the_cpu_does() {
                     \"streaming-llm+rerotate\", \"h2o:age=true+rerotate\", \
                     \"snapkv:window=8+chunks:tokens=40+rerotate\", \
                     \"ada-snapkv:window=8+chunks:tokens=40+rerotate\", \
-                    \"snapkv:window=4+every:steps=3\", \"snapkv:window=4+every:steps=2+rerotate\"]";
+                    \"snapkv:window=4+every:steps=3\", \"snapkv:window=4+every:steps=2+rerotate\", \
+                    \"knorm+delayed:window=8\", \"dms:window=8\", \"keydiff+delayed:window=4+rerotate\"]";
     let shape = "heads = \"4/2\"\nhead_dim = 16\nlayers = 2\nbatch = 1\ncontext_tokens = 96\nnew_tokens = 5\n";
     let grid = |dtype: &str, rest: &str| format!("[[grid]]\nmeasure = \"evict\"\ndtype = \"{dtype}\"\n{shape}{rest}\n");
     let cut = format!("policy = {policies}\nbudget = 24");
@@ -267,7 +268,7 @@ fn cuda_evicts_as_the_cpu_does() {
         let drift = [there, here].map(|record| record.drift.as_ref().unwrap().rel_l2);
         assert!((drift[0] - drift[1]).abs() <= 0.02 * drift[1].max(0.1), "{label}: {drift:?}");
     }
-    let refused = [("cur", "no kernel for it on CUDA yet"), ("knorm+delayed", "no delayed judgements on CUDA yet")];
+    let refused = [("cur", "no kernel for it on CUDA yet"), ("knorm+merge", "losers are only dropped on CUDA")];
     for (policy, reason) in refused {
         let own = grid("bf16", "policy = \"knorm\"\nbudget = 24");
         let records =

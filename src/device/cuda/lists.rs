@@ -222,10 +222,10 @@ impl<'a> Scoring<'a> {
 pub(crate) struct ChoiceOperands<'a> {
     /// `[lists, width]` in f32.
     pub scores: &'a mut DeviceBuffer,
-    /// What `select_best` alone needs: how many stay, `[lists]` in i32, and where they are written, `[lists, width]` in
-    /// u32.
+    /// Where slots that stay are written, `[lists, width]` in u32, and how many `select_best` is to choose, `[lists]` in
+    /// i32.
     pub chosen: Option<(&'a DeviceBuffer, &'a mut DeviceBuffer)>,
-    /// `[3, lists]`: best scores lost, largest scores (f32), first slots without a number (i32).
+    /// `[3, lists]`: best scores lost, largest scores (f32), slots that were looked for (i32).
     pub found: &'a mut DeviceBuffer,
     /// `B Hkv`.
     pub lists: usize,
@@ -248,7 +248,7 @@ pub(crate) struct Choice<'a> {
     slots: u64,
     best_lost: u64,
     tops: u64,
-    wrong: u64,
+    found: u64,
     width: i32,
     sink: i32,
     recent: i32,
@@ -273,7 +273,7 @@ impl<'a> Choice<'a> {
             slots: operands.chosen.as_ref().map_or(Ok(0), |(_, slots)| has("slots", slots, bytes))?,
             best_lost: found,
             tops: found + 4 * lists as u64,
-            wrong: found + 8 * lists as u64,
+            found: found + 8 * lists as u64,
             width: short("key length", operands.width)?,
             sink: capped(operands.sink),
             recent: capped(operands.recent),

@@ -14,7 +14,7 @@ use crate::memory::{Arena, Label};
 use crate::model::decoder::params;
 use crate::model::evictor::{looks_at_all_queries, recent_queries};
 use crate::model::{Config, Eviction, ModelError};
-use crate::policy::cuda::{DeviceContext, Queries, score, select};
+use crate::policy::cuda::{DeviceContext, DeviceSelection, Queries, let_leave, score, select};
 use crate::policy::{Decoding, Policy, PolicyError, Statistic};
 
 /// A policy with what it has seen of the sequence.
@@ -28,6 +28,8 @@ pub(super) struct DeviceEvictor<'a> {
     open: bool,
     /// Whether keys and queries are turned to positions inside the cache: from the first judgement on, if at all.
     turns: bool,
+    /// The best score that each list lost in the latest judgement of prefill.
+    best_lost: Vec<f32>,
     steps: usize,
     evicted_tokens: u64,
 }
@@ -57,7 +59,18 @@ impl<'a> DeviceEvictor<'a> {
             false => None,
         };
         let (arena, open) = (arena.clone(), policy.scorer.is_some());
-        Ok(DeviceEvictor { eviction, cpu, arena, budget_tokens, held, open, turns: false, steps: 0, evicted_tokens: 0 })
+        Ok(DeviceEvictor {
+            eviction,
+            cpu,
+            arena,
+            budget_tokens,
+            held,
+            open,
+            turns: false,
+            best_lost: Vec::new(),
+            steps: 0,
+            evicted_tokens: 0,
+        })
     }
 
     /// The policy, if it ever evicts.
@@ -154,8 +167,25 @@ impl<'a> DeviceEvictor<'a> {
             Decoding::EverySteps(every) if self.steps.is_multiple_of(every) => {
                 self.judge(config, runtime, cache, seen, true)
             }
+            Decoding::Delayed => self.judge_leaving(config, runtime, cache, seen),
             _ => Ok(()),
         }
+    }
+
+    /// Under a delayed schedule, which looks at no queries: judges the token that has just left the recent ones.
+    fn judge_leaving(
+        &mut self,
+        config: &Config,
+        runtime: &Runtime,
+        cache: &mut DeviceCache,
+        seen_tokens: usize,
+    ) -> Result<(), ModelError> {
+        let selection = {
+            let context = self.context(config, runtime, None, seen_tokens);
+            let Some(mut scored) = score(self.eviction.policy, &context, cache)? else { return Ok(()) };
+            let_leave(&context, cache, &mut scored, &self.best_lost)?
+        };
+        self.shrink(config, runtime, cache, seen_tokens, &selection)
     }
 
     /// Judges every list and shrinks it. `again` says that lists have changed since the held queries were asked.
@@ -167,30 +197,56 @@ impl<'a> DeviceEvictor<'a> {
         seen_tokens: usize,
         again: bool,
     ) -> Result<(), ModelError> {
-        let DeviceEvictor { eviction, cpu, ref arena, budget_tokens, ref held, .. } = *self;
+        let DeviceEvictor { eviction, ref arena, ref held, .. } = *self;
         let q_len = held.as_ref().map_or(0, Held::count);
         let mut dense = held.as_ref().map(|held| held.dense(runtime, arena)).transpose()?;
         if let Some([q, lse]) = dense.as_mut().filter(|_| again && q_len > 1) {
             *lse = ask_again(config, runtime, arena, cache, q, q_len)?;
         }
         let queries = dense.as_ref().map(|[q, lse]| Queries { q, length: q_len, first: 0, lse, q_len });
-        let context = DeviceContext {
+        let context = self.context(config, runtime, queries, seen_tokens);
+        let Some(mut scored) = score(eviction.policy, &context, cache)? else { return Ok(()) };
+        let selection = select(eviction.policy, &context, cache, &mut scored)?;
+        drop((scored, dense));
+        self.shrink(config, runtime, cache, seen_tokens, &selection)?;
+        self.best_lost = selection.best_lost;
+        Ok(())
+    }
+
+    /// What a policy sees besides the cache.
+    fn context<'c>(
+        &'c self,
+        config: &Config,
+        runtime: &'c Runtime,
+        queries: Option<Queries<'c>>,
+        seen_tokens: usize,
+    ) -> DeviceContext<'c> {
+        DeviceContext {
             runtime,
-            arena,
-            cpu,
+            arena: &self.arena,
+            cpu: self.cpu,
             queries,
             q_heads: config.q_heads,
             params: params(config, 0),
             layers: config.layers,
             seen_tokens,
-            budget_tokens,
-        };
-        let Some(mut scored) = score(eviction.policy, &context, cache)? else { return Ok(()) };
-        let selection = select(eviction.policy, &context, cache, &mut scored)?;
+            budget_tokens: self.budget_tokens,
+        }
+    }
+
+    /// Keeps what was selected.
+    fn shrink(
+        &mut self,
+        config: &Config,
+        runtime: &Runtime,
+        cache: &mut DeviceCache,
+        seen_tokens: usize,
+        selection: &DeviceSelection,
+    ) -> Result<(), ModelError> {
         let before: usize = cache.lens().iter().sum();
         cache.keep(runtime, &selection.slots, selection.width, &selection.counts, &selection.counts_there)?;
         cache.release(runtime)?;
-        if eviction.policy.rerotates {
+        if self.eviction.policy.rerotates {
             cache.set_rope(&config.rope.frequencies(config.head_dim, config.max_positions, seen_tokens))?;
             cache.rerotate(runtime)?;
             self.turns = true;
@@ -224,9 +280,6 @@ pub(super) fn check(eviction: &Eviction<'_>, config: &Config) -> Result<(), Poli
     }
     if config.windows.iter().any(Option::is_some) {
         return refuse("in a model with sliding windows nothing is evicted on CUDA yet");
-    }
-    if policy.schedule.decoding == Decoding::Delayed {
-        return refuse("tokens that leave a window are not judged one by one on CUDA yet");
     }
     if looks_at_all_queries(policy) {
         return refuse("it looks at all queries of the context, which are not held on CUDA yet");

@@ -5,9 +5,11 @@
 //! allotments: those that look at list lengths alone need nothing from the GPU, those that compare scores (`ada`,
 //! `global`) get a copy of the scores, 4 bytes for each token and KV head. Keys and values never leave the GPU.
 
+mod leaving;
 mod scores;
 mod tensors;
 
+pub use leaving::let_leave;
 pub use scores::scratch_bytes;
 pub use tensors::{DeviceJudged, DeviceTensors, judge};
 
@@ -324,9 +326,9 @@ fn run(
 
 /// Element `index` of a buffer of f32.
 fn number_at(buffer: &DeviceBuffer, index: usize) -> Result<f32, CudaError> {
-    let mut until = vec![0f32; index + 1];
-    buffer.read(bytemuck::cast_slice_mut(&mut until))?;
-    Ok(until[index])
+    let mut number = [0f32];
+    buffer.read_from(4 * index, bytemuck::cast_slice_mut(&mut number))?;
+    Ok(number[0])
 }
 
 /// Whether a judgement looks at attention, so that its queries and their log-sum-exps are needed.

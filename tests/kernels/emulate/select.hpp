@@ -56,6 +56,27 @@ int failures(Cache &cache) {
             failed += differs("first that is no number", list, 0, wrong_slots[list], bad, 0);
             if (bad < 0) failed += differs("top", list, 0, tops[list], top, 0);
         }
+        // Of each list the slot before the latest four: lost where a tie or anything better was lost before.
+        c.recent = 4;
+        for (int list = 0; list < count; list++) {
+            const int leaving = cache.lens[list] - 5;
+            const float score = leaving < 0 ? 0.0f : scores[list * width + leaving];
+            lost[list] = list % 3 == 0 ? score : list % 3 == 1 ? score + 1 : score - 1;
+        }
+        std::fill(slots.begin(), slots.end(), 1u << 30);
+        machine::launch({blocks(width, 256), unsigned(count), 1}, 256, 0, [&] { let_leave(cache.lists, c); });
+        for (int list = 0; list < count; list++) {
+            const int leaving = cache.lens[list] - 5;
+            const bool goes = leaving >= 0 && !(scores[list * width + leaving] > lost[list]);
+            if (wrong_slots[list] != (goes ? leaving : -1)) failed += wrong("slot that goes", list, 0, wrong_slots[list], leaving);
+            int stays = 0;
+            for (int slot = 0; slot < cache.lens[list]; slot++) {
+                if (goes && slot == leaving) continue;
+                if (slots[list * width + stays] != u32(slot)) failed += wrong("slot that stays", list, stays, slots[list * width + stays], slot);
+                stays++;
+            }
+            if (slots[list * width + stays] != 1u << 30) failed += wrong("slot behind those that stay", list, stays, slots[list * width + stays], 0);
+        }
         c.sink = 5, c.recent = 4, c.highest = 9;
         const std::vector<float> scores_before = scores;
         machine::launch({blocks(width, 256), unsigned(count), 1}, 256, 0, [&] { score_protect(cache.lists, c); });

@@ -5,7 +5,7 @@ use crate::attention::export::Reduction;
 use crate::cache::cuda::Latest;
 use crate::experiment::measure::cuda::{Bench, TurnError};
 use crate::memory::Label;
-use crate::policy::cuda::{DeviceContext, DeviceScored, Queries, score, select};
+use crate::policy::cuda::{DeviceContext, DeviceScored, DeviceSelection, Queries, let_leave, score, select};
 use crate::policy::tied_share;
 
 impl Session<'_> {
@@ -42,20 +42,36 @@ impl Session<'_> {
 
     /// Judges the cache by the latest queries and shrinks it to the budget.
     pub(super) fn judge(&mut self, queries: Queries<'_>, seen_tokens: usize) -> Result<(), TurnError> {
-        let (evict, runtime) = (self.evict, self.bench.runtime);
+        let evict = self.evict;
         let context = self.context(queries, seen_tokens);
         let scored = score(&evict.policy, &context, &self.cache)?;
         let mut scored = scored.expect("a policy with a scorer gives scores");
         let selection = select(&evict.policy, &context, &self.cache, &mut scored)?;
-        let tie_rate = if self.bench.truth.is_some() { self.tie_rate(&scored)? } else { 0.0 };
-        let before: usize = self.cache.lens().iter().sum();
-        let width = selection.width;
-        let kept_ns = self.cache.keep(runtime, &selection.slots, width, &selection.counts, &selection.counts_there)?;
+        self.tie_rate = if self.bench.truth.is_some() { self.tie_rate(&scored)? } else { 0.0 };
+        self.score_ns += scored.time_ns;
+        self.shrink(&selection)?;
+        self.best_lost = selection.best_lost;
+        Ok(())
+    }
+
+    /// Under a delayed schedule: judges the token that has just left the recent ones of each list.
+    pub(super) fn judge_leaving(&mut self, queries: Queries<'_>, seen_tokens: usize) -> Result<(), TurnError> {
+        let context = self.context(queries, seen_tokens);
+        let scored = score(&self.evict.policy, &context, &self.cache)?;
+        let mut scored = scored.expect("a policy with a scorer gives scores");
+        let selection = let_leave(&context, &self.cache, &mut scored, &self.best_lost)?;
+        self.score_ns += scored.time_ns;
+        self.shrink(&selection)
+    }
+
+    /// Keeps what was selected.
+    fn shrink(&mut self, selection: &DeviceSelection) -> Result<(), TurnError> {
+        let (evict, runtime, before) = (self.evict, self.bench.runtime, self.cache.lens().iter().sum::<usize>());
+        let DeviceSelection { slots, width, counts, counts_there, .. } = selection;
+        let kept_ns = self.cache.keep(runtime, slots, *width, counts, counts_there)?;
         let released_ns = self.cache.release(runtime)?;
         let turned_ns = if evict.turns() { self.cache.rerotate(runtime)? } else { 0 };
         self.evicted_tokens += (before - self.cache.lens().iter().sum::<usize>()) as u64;
-        self.tie_rate = tie_rate;
-        self.score_ns += scored.time_ns;
         self.evict_ns += selection.time_ns + kept_ns + released_ns + turned_ns;
         Ok(())
     }

@@ -19,7 +19,7 @@ use crate::device::cuda::Limits;
 use crate::experiment::cell::Cell;
 use crate::experiment::measure::budget_tokens;
 use crate::experiment::measure::evict::lengths::Lengths;
-use crate::policy::{Decoding, Policy, Registry, Statistic};
+use crate::policy::{Policy, Registry, Statistic};
 use std::ops::Range;
 
 struct Evict {
@@ -48,7 +48,6 @@ pub(super) fn task(cell: &Cell, kernel: &dyn CudaKernel, limits: &Limits) -> Res
         Some(name) => {
             let policy = Registry::default().policy(name).map_err(|error| error.to_string())?;
             policy.check_device(name).map_err(|error| error.to_string())?;
-            refuse(&policy).map_or(Ok(()), |reason| Err(format!("policy '{name}': {reason}; use --device cpu")))?;
             policy
         }
         None => Policy::full(),
@@ -56,11 +55,6 @@ pub(super) fn task(cell: &Cell, kernel: &dyn CudaKernel, limits: &Limits) -> Res
     let budget_tokens = budget_tokens(cell, Some(&policy))?;
     let planned = Evict::plan(cell, policy, budget_tokens, kernel, limits);
     planned.map(|evict| Box::new(evict) as Box<dyn Task>).map_err(|error| error.to_string())
-}
-
-/// What no turn on a GPU does yet, beside what no judgement there does.
-fn refuse(policy: &Policy) -> Option<&'static str> {
-    (policy.schedule.decoding == Decoding::Delayed).then_some("no delayed judgements on CUDA yet")
 }
 
 impl Evict {

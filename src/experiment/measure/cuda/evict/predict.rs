@@ -43,6 +43,7 @@ impl Evict {
         let (cell, step, lengths) = (&self.cell, self.step_shape(), self.lengths());
         let again = match self.policy.schedule.decoding {
             Decoding::EverySteps(steps) if steps <= cell.new_tokens => self.judged_again(step.kv_len),
+            Decoding::Delayed => self.judgement(step.kv_len),
             _ => 0,
         };
         let steps = self.query_bytes(1) + Outputs::bytes(&step, cell.dtype) + self.step.workspace.bytes();

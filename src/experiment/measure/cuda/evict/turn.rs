@@ -27,6 +27,8 @@ pub(super) struct Session<'a> {
     pub cache: DeviceCache,
     pub evicted_tokens: u64,
     pub tie_rate: f64,
+    /// The best score that each list lost in the latest judgement of prefill.
+    pub best_lost: Vec<f32>,
     /// The GPU's nanoseconds for judgements so far: scoring, and choosing and evicting.
     pub score_ns: u64,
     pub evict_ns: u64,
@@ -41,7 +43,17 @@ pub(super) fn turn(evict: &Evict, bench: Bench<'_>) -> Result<Turn, TurnError> {
         let theta = theta.filter(|_| cell.head_dim.is_multiple_of(2)).ok_or::<PolicyError>(NO_ROPE)?;
         cache.set_rope(&Frequencies::new(cell.head_dim, theta))?;
     }
-    let mut session = Session { evict, bench, cpu, cache, evicted_tokens: 0, tie_rate: 0.0, score_ns: 0, evict_ns: 0 };
+    let mut session = Session {
+        evict,
+        bench,
+        cpu,
+        cache,
+        evicted_tokens: 0,
+        tie_rate: 0.0,
+        best_lost: Vec::new(),
+        score_ns: 0,
+        evict_ns: 0,
+    };
     let mut turn = Turn::default();
     turn.samples_ns.insert("prefill", session.prefill()?);
     if evict.judges() {
@@ -255,19 +267,23 @@ impl Session<'_> {
                 let all = self.cache.lens().iter().sum::<usize>() as u64 * self.cache.shape().token_bytes();
                 (late.all_bytes, late.read_bytes) = (late.all_bytes + all, late.read_bytes + all);
             }
-            if let (true, Decoding::EverySteps(steps)) = (evict.judges(), evict.policy.schedule.decoding) {
-                let queries = Queries { q: &q, length: 1, first: 0, lse: &written.lse, q_len: 1 };
-                self.accumulate(&queries)?;
-                if let Some(recent) = &mut recent {
-                    recent.push(bench.runtime, 0, (&bench.inputs.q, self.length()), token + 1, 1)?;
-                    recent.advance(1);
-                }
-                if (step + 1).is_multiple_of(steps) {
+            let queries = Queries { q: &q, length: 1, first: 0, lse: &written.lse, q_len: 1 };
+            match evict.policy.schedule.decoding {
+                _ if !evict.judges() => {}
+                Decoding::Never => {}
+                Decoding::EverySteps(steps) => {
+                    self.accumulate(&queries)?;
+                    if let Some(recent) = &mut recent {
+                        recent.push(bench.runtime, 0, (&bench.inputs.q, self.length()), token + 1, 1)?;
+                        recent.advance(1);
+                    }
                     match &recent {
+                        _ if !(step + 1).is_multiple_of(steps) => {}
                         Some(recent) => self.judge_again(recent, token + 1)?,
                         None => self.judge(queries, token + 1)?,
                     }
                 }
+                Decoding::Delayed => self.judge_leaving(queries, token + 1)?,
             }
         }
         let steps = cell.new_tokens as u64;
