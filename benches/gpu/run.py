@@ -10,6 +10,7 @@ import time
 
 import ceilings
 import check
+import judged
 import peers
 
 TINY = os.environ.get("KVSIEVE_GPU_SIZES") == "tiny"
@@ -171,6 +172,7 @@ def main():
     folder = tempfile.mkdtemp()
     try:
         wrong = check.all(session, folder, TINY)
+        wrong += judged.policies(session, folder, TINY) + judged.models(session, folder, TINY)
         check.sanitize(session, folder)
         session.say("\n## Ceilings\n")
         ceiling = ceilings.measure(TINY)

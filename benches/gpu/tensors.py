@@ -27,6 +27,19 @@ def write(path, shape, seed=0):
             part.tofile(file)
 
 
+def arrays(path):
+    """The numbers of a file by name, of types F32 and I64."""
+    with open(path, "rb") as file:
+        header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
+        data = file.read()
+    found = {}
+    for name, about in header.items():
+        if name != "__metadata__":
+            found[name] = array.array({"F32": "f", "I64": "q"}[about["dtype"]])
+            found[name].frombytes(data[slice(*about["data_offsets"])])
+    return found
+
+
 def read(path, torch):
     """The tensors of a file as PyTorch's."""
     types = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
