@@ -15,8 +15,9 @@ POLICIES = [
 TINY_POLICIES = ["knorm", "h2o", "ada-snapkv:window=4"]
 # Of the largest score: sums in another order. Products are exact in f32, and probabilities stay f32.
 SCORES_ALLOWED = 1e-4
-# Of the logits' standard deviation: f32, and weights in a 16-bit type, where cuBLAS rounds activations to that type.
-LOGITS_ALLOWED = {4: 1e-3, 2: 5e-2}
+# Of the logits' standard deviation, by the type of the weights: cuBLAS rounds activations to it, and PyTorch that does so is
+# 1.3% off in f16 and 5.3% in bf16.
+LOGITS_ALLOWED = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 8e-2}
 MODELS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "tests", "models")
 
 
@@ -81,10 +82,10 @@ def models(session, folder, tiny):
         with open(f"{folder}/tokens.json", "w", encoding="utf-8") as file:
             json.dump({"tokens": [list(expected["tokens"])]}, file)
         with open(config, encoding="utf-8") as file:
-            allowed = LOGITS_ALLOWED[4 if json.load(file).get("torch_dtype", "float32") == "float32" else 2]
+            about = json.load(file)
+        allowed = LOGITS_ALLOWED[about.get("torch_dtype") or about["dtype"]]
         for kernel in ["tiled", "naive"] if name == "llama" else ["tiled"]:
             arguments = ["--tokens", f"{folder}/tokens.json", "--output", f"{folder}/logits.safetensors", "--kernel", kernel]
-            # Where cuBLAS rounds activations the cache does no harm; elsewhere it is not to.
             status, _, err = session.kvsieve("logits", "--model", model, *arguments, "--dtype", "f32", "--device", "cuda")
             compared += 1
             off = float("nan") if status else deviations(tensors.arrays(f"{folder}/logits.safetensors")["logits"], expected["logits"])
