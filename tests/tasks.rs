@@ -143,13 +143,15 @@ proptest! {
     fn lengths_are_met_and_seeds_decide(seed in any::<u64>(), target_tokens in 700usize..3000) {
         let tokens = Words::default();
         for entry in TASKS {
-            let (draw, other) = (Draw::new(seed, 3), Draw::new(seed, 4));
+            let draw = Draw::new(seed, 3);
             let sample = made(entry.name, target_tokens, &draw, &tokens).unwrap();
             let length = length_tokens(&sample, &tokens);
             // One unit of filler is at most two paragraphs of `qa`, each a fact and a sentence.
             prop_assert!(length <= target_tokens && length + 160 > target_tokens, "{}: {length} of {target_tokens}", entry.name);
             prop_assert_eq!(&sample, &made(entry.name, target_tokens, &draw, &tokens).unwrap());
-            prop_assert!(sample.context != made(entry.name, target_tokens, &other, &tokens).unwrap().context, "{}", entry.name);
+            // Of a short context, as that of `count`, two may be the same by chance.
+            let context = |number| made(entry.name, target_tokens, &Draw::new(seed, number), &tokens).unwrap().context;
+            prop_assert!((4..8).any(|number| context(number) != sample.context), "{}", entry.name);
         }
     }
 
