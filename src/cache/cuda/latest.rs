@@ -21,7 +21,7 @@ pub(crate) struct Latest {
 
 impl Latest {
     /// Bytes of `room` rows of `kind` of each of `heads` heads, under `policy`.
-    pub fn bytes((dtype, width): (DType, usize), heads: usize, room: usize) -> u64 {
+    fn bytes((dtype, width): (DType, usize), heads: usize, room: usize) -> u64 {
         (heads * room * width * dtype.bytes()) as u64
     }
 

@@ -6,8 +6,8 @@
 //! product: [`Few`] reads each row of `w` once, where it lies, at the speed of the memory. Either way each element of `y`
 //! is one sum in one order, whoever computes it.
 //!
-//! Where the processor multiplies pairs of bf16 and `w` is bf16, a [`Panel`] rounds `x` to bf16 too if it may: twice the speed, and
-//! what GPUs and other libraries do with such weights. [`Few`] waits for the memory and keeps `x` as it is.
+//! Where the processor multiplies pairs of bf16 and `w` is bf16, a [`Panel`] rounds `x` to bf16 too if it may: twice the
+//! speed, and what GPUs and other libraries do with such weights. [`Few`] waits for the memory and keeps `x` as it is.
 
 use super::pack::{Packed, transposed};
 use super::product::{Extents, Left, ROWS, Right, product};

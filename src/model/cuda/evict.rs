@@ -244,8 +244,7 @@ impl<'a> DeviceEvictor<'a> {
         selection: &DeviceSelection,
     ) -> Result<(), ModelError> {
         let before: usize = cache.lens().iter().sum();
-        cache.keep(runtime, &selection.slots, selection.width, &selection.counts, &selection.counts_there)?;
-        cache.release(runtime)?;
+        selection.shrink(runtime, cache)?;
         if self.eviction.policy.rerotates {
             cache.set_rope(&config.rope.frequencies(config.head_dim, config.max_positions, seen_tokens))?;
             cache.rerotate(runtime)?;

@@ -106,6 +106,17 @@ pub struct DeviceSelection {
     pub time_ns: u64,
 }
 
+impl DeviceSelection {
+    /// Keeps what was selected, and gives back the slabs that no page needs then. Returns the GPU's time in nanoseconds.
+    ///
+    /// # Errors
+    /// As [`DeviceCache::keep`].
+    pub fn shrink(&self, runtime: &Runtime, cache: &mut DeviceCache) -> Result<u64, CudaError> {
+        let kept_ns = cache.keep(runtime, &self.slots, self.width, &self.counts, &self.counts_there)?;
+        Ok(kept_ns + cache.release(runtime)?)
+    }
+}
+
 impl Policy {
     /// Says whether a GPU can judge by this policy, which was written as `name`.
     ///

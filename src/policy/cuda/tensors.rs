@@ -93,8 +93,7 @@ pub fn judge(
     };
     let selection = select(policy, &context, &cache, &mut scored)?;
     time_ns += scored.time_ns + selection.time_ns;
-    time_ns += cache.keep(runtime, &selection.slots, selection.width, &selection.counts, &selection.counts_there)?;
-    time_ns += cache.release(runtime)?;
+    time_ns += selection.shrink(runtime, &mut cache)?;
     if policy.rerotates {
         time_ns += cache.rerotate(runtime)?;
     }

@@ -67,16 +67,14 @@ impl Session<'_> {
     /// Keeps what was selected.
     fn shrink(&mut self, selection: &DeviceSelection) -> Result<(), TurnError> {
         let (evict, runtime, before) = (self.evict, self.bench.runtime, self.cache.lens().iter().sum::<usize>());
-        let DeviceSelection { slots, width, counts, counts_there, .. } = selection;
-        let kept_ns = self.cache.keep(runtime, slots, *width, counts, counts_there)?;
-        let released_ns = self.cache.release(runtime)?;
+        let shrunk_ns = selection.shrink(runtime, &mut self.cache)?;
         let turned_ns = if evict.turns() { self.cache.rerotate(runtime)? } else { 0 };
         self.evicted_tokens += (before - self.cache.lens().iter().sum::<usize>()) as u64;
-        self.evict_ns += selection.time_ns + kept_ns + released_ns + turned_ns;
+        self.evict_ns += selection.time_ns + shrunk_ns + turned_ns;
         Ok(())
     }
 
-    /// The same by the latest queries, which are asked once more: the cache is not as they saw it.
+    /// Judges by the latest queries, which are asked once more: the cache is not as they saw it.
     pub(super) fn judge_again(&mut self, latest: &Latest, seen_tokens: usize) -> Result<(), TurnError> {
         let (evict, Bench { runtime, arena, .. }) = (self.evict, self.bench);
         let plan = evict.again.as_ref().expect("planned where the latest queries are held");

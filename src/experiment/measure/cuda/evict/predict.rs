@@ -9,8 +9,8 @@ use crate::tensor::Tensor;
 use std::iter::repeat_n;
 
 impl Evict {
-    /// Peak bytes besides the inputs: a chunk of prefill or its judgement, or decoding. Exact where all lists keep the same number
-    /// of tokens, else an upper bound, as on the CPU.
+    /// Peak bytes besides the inputs: a chunk of prefill or its judgement, or decoding. Exact where all lists keep the same
+    /// number of tokens, else an upper bound, as on the CPU.
     pub(super) fn peak_bytes(&self) -> u64 {
         self.prefill_bytes().max(self.decode_bytes())
     }
