@@ -1,11 +1,10 @@
 #!/usr/bin/env bash
-# Everything there is to do on a machine with a GPU, in 8 minutes: are the kernels right, how fast are they, where does the
-# memory end. Needs the binary, NVRTC, and Python 3 with its standard library; uses PyTorch, Triton's tutorial kernel
-# (KVSIEVE_TRITON=06-fused-attention.py), cuBLAS and compute-sanitizer where they are.
+# Everything there is to do on a machine with a GPU that is reached for a short time; benches/gpu/README.md tells how.
 #
-#   benches/gpu.sh [KVSIEVE [FOLDER]]     default: target/release/kvsieve, results/gpu
+#   benches/gpu.sh OUT [--part PART]... [--minutes 9] [--binary PATH | --bundle DIR] [--tiny]
+#   benches/gpu.sh table OUT
 #
-# Writes FOLDER/*.jsonl, FOLDER/summary.md, and the folders of the runs with their figures. Exit status 1 when a kernel is
-# wrong. KVSIEVE_GPU_SIZES=tiny goes through all of it with sizes for the emulated device, whose times mean nothing.
+# Each call goes on where the last one with the same OUT ended. Exit status: 0 all right, 1 something is wrong, and the last
+# line names it, 2 wrong usage.
 set -euo pipefail
-exec python3 "$(dirname "$0")/gpu/run.py" "${1:-target/release/kvsieve}" "${2:-results/gpu}"
+exec python3 "$(dirname "$0")/gpu/main.py" "$@"

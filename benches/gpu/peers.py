@@ -1,7 +1,19 @@
-"""PyTorch and Triton on the same GPU: how exact they are, and how fast. Every function answers None without them."""
+"""Other attention kernels on the same GPU: how fast they are, and how exact PyTorch is. A step of plan.py.
 
-import importlib.util
-import os
+    peers.py times flash|cudnn|fa3 '{"cells": [..], "samples": .., "l2_bytes": ..}'
+    peers.py errors '[{"shape": [..], "causal": .., "window": .., "softcap": ..}, ..]'
+
+Prints one object for each cell as it ends. flash and cudnn are PyTorch's scaled_dot_product_attention with that backend
+alone, fa3 is FlashAttention-3 from the package fa3-fwd (forward passes and decode).
+
+A sample is taken as kvsieve takes one, with a cold L2: first a kernel that only waits, so that the host has launched
+everything before the GPU comes to it, then a sum over more memory than the L2 holds, then the pass between two events.
+"""
+
+import json
+import sys
+import tempfile
+import time
 
 import tensors
 
@@ -11,21 +23,104 @@ try:
 except ImportError:
     torch = None
 
-SDPA = {"flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
+BACKENDS = {"flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
+DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
+WARMUPS = 5
 
 
-def name():
-    """What there is, in words."""
-    if torch is None or not torch.cuda.is_available():
-        return None
-    return f"PyTorch {torch.__version__} on {torch.cuda.get_device_name()}"
+def ended(how, reason):
+    print(json.dumps({"ended": how, "reason": reason}), flush=True)
 
 
-def _repeated(x, like):
+def attention(peer):
+    """(q, k, v, causal) -> o, all [B, H, L, D]; for fa3 [B, L, H, D]."""
+    if peer == "fa3":
+        from fa3_fwd_interface import flash_attn_func, flash_attn_with_kvcache
+
+        def run(q, k, v, causal):
+            if q.shape[1] == 1:
+                return flash_attn_with_kvcache(q, k, v)
+            return flash_attn_func(q, k, v, causal=causal)
+
+        return run
+
+    def run(q, k, v, causal):
+        grouped = q.shape[1] != k.shape[1]
+        with sdpa_kernel(getattr(SDPBackend, BACKENDS[peer])):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
+
+    return run
+
+
+def inputs(peer, cell):
+    decode = cell["measure"] == "decode"
+    kind = getattr(torch, DTYPES[cell["dtype"]])
+
+    def drawn(heads, length):
+        dims = [cell["batch"], length, heads] if peer == "fa3" else [cell["batch"], heads, length]
+        return torch.randn([*dims, cell["head_dim"]], device="cuda", dtype=kind, requires_grad=cell["measure"] == "backward")
+
+    length = cell["context_tokens"]
+    return drawn(cell["q_heads"], 1 if decode else length), drawn(cell["kv_heads"], length), drawn(cell["kv_heads"], length)
+
+
+def samples_ns(work, count, cold, waits):
+    """Times of `work`; whether the host was always done before the GPU began."""
+    samples, hidden = [], True
+    for at in range(WARMUPS + count):
+        before, start, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+        torch.cuda.synchronize()
+        before.record()
+        launching = time.perf_counter()
+        torch.cuda._sleep(waits)
+        cold.sum()
+        start.record()
+        work()
+        end.record()
+        launched_ms = (time.perf_counter() - launching) * 1e3
+        torch.cuda.synchronize()
+        if at >= WARMUPS:
+            samples.append(round(start.elapsed_time(end) * 1e6))
+            hidden &= launched_ms < before.elapsed_time(start)
+    return samples, hidden
+
+
+def time_cells(peer, asked):
+    try:
+        attend = attention(peer)
+    except ImportError as error:
+        return ended("absent", f"{peer}: {error}")
+    cold = torch.zeros(asked["l2_bytes"] // 2, device="cuda")
+    for cell in asked["cells"]:
+        q, k, v = inputs(peer, cell)
+        causal = cell["causal"] and cell["measure"] != "decode"
+        try:
+            if cell["measure"] == "backward":
+                o = attend(q, k, v, causal)
+                gradient = torch.randn_like(o)
+                work = lambda: torch.autograd.grad(o, (q, k, v), gradient, retain_graph=True)
+            else:
+                work = lambda: attend(q, k, v, causal)
+            with torch.set_grad_enabled(cell["measure"] == "backward"):
+                # About 1 ms of waiting, and 10 where the host needs longer.
+                for waits in (2_000_000, 20_000_000):
+                    samples, hidden = samples_ns(work, asked["samples"], cold, waits)
+                    if hidden:
+                        break
+        except RuntimeError as error:
+            # What a peer does not offer is told; anything else ends the step.
+            if "No available kernel" not in str(error):
+                raise
+            print(json.dumps({"cell": cell, "refused": str(error).splitlines()[0]}), flush=True)
+            continue
+        print(json.dumps({"cell": cell, "samples_ns": samples, "hidden": hidden}), flush=True)
+
+
+def repeated(x, like):
     return x.repeat_interleave(like.shape[1] // x.shape[1], 1)
 
 
-def _mask(q, k, causal, window):
+def seen(q, k, causal=False, window=None, **_):
     """Which keys each query sees, aligned at the bottom right; None for all."""
     if not causal:
         return None
@@ -34,105 +129,42 @@ def _mask(q, k, causal, window):
     return (key <= own) & (key > own - (window or k.shape[2] + q.shape[2]))
 
 
-def errors(path, dtype, causal, window, softcap):
-    """Relative L2 errors of PyTorch's o, dq, dk and dv in `dtype` against f64, over the file's tensors."""
-    if name() is None:
-        return None
-    kind = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[dtype]
-    stored = {key: value.to("cuda") for key, value in tensors.read(path, torch).items()}
+def attend(stored, kind, case):
+    """o, dq, dk and dv in `kind`: by PyTorch's own attention, in f64 and with a soft-cap by products."""
+    q, k, v = (stored[key].detach().to(kind).clone().requires_grad_() for key in ("q", "k", "v"))
+    mask, softcap = seen(q, k, **case), case.get("softcap")
+    keys, values = repeated(k, q), repeated(v, q)
+    if softcap or kind == torch.float64:
+        s = q @ keys.transpose(-1, -2) / q.shape[-1] ** 0.5
+        s = softcap * torch.tanh(s / softcap) if softcap else s
+        s = s if mask is None else s.masked_fill(~mask, float("-inf"))
+        o = torch.softmax(s, -1).nan_to_num(0.0).to(kind) @ values
+    else:
+        o = torch.nn.functional.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+        # A row that sees nothing has no output; PyTorch's backends differ there.
+        o = o if mask is None else torch.where(mask.any(-1)[:, None], o, 0)
+    o.backward(stored["do"].to(kind))
+    return [x.double() for x in (o.detach(), q.grad, k.grad, v.grad)]
 
-    def attend(kind):
-        q, k, v = (stored[key].detach().to(kind).clone().requires_grad_() for key in ("q", "k", "v"))
-        mask = _mask(q, k, causal, window)
-        keys, values = _repeated(k, q), _repeated(v, q)
-        if softcap or kind == torch.float64:
-            s = q @ keys.transpose(-1, -2) / q.shape[-1] ** 0.5
-            s = softcap * torch.tanh(s / softcap) if softcap else s
-            s = s if mask is None else s.masked_fill(~mask, float("-inf"))
-            o = torch.softmax(s, -1).nan_to_num(0.0).to(kind) @ values
-        else:
-            o = torch.nn.functional.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
-            # A row that sees nothing has no output; PyTorch's backends differ there.
-            o = o if mask is None else torch.where(mask.any(-1)[:, None], o, 0)
-        o.backward(stored["do"].to(kind))
-        return [x.double() for x in (o.detach(), q.grad, k.grad, v.grad)]
 
+def print_errors(cases):
     torch.backends.cuda.matmul.allow_tf32 = False
-    found, true = attend(kind), attend(torch.float64)
-    distance = [float((a - b).norm() / b.norm()) for a, b in zip(found, true)]
-    return dict(zip(("o", "dq", "dk", "dv"), distance))
+    for case in cases:
+        with tempfile.NamedTemporaryFile(suffix=".safetensors") as file:
+            tensors.write(file.name, case["shape"])
+            stored = {key: value.to("cuda") for key, value in tensors.read(file.name, torch).items()}
+        true = attend(stored, torch.float64, case)
+        for dtype, kind in DTYPES.items():
+            found = attend(stored, getattr(torch, kind), case)
+            errors = {name: float((a - b).norm() / b.norm()) for name, a, b in zip(("o", "dq", "dk", "dv"), found, true)}
+            print(json.dumps({"case": {"shape": case["shape"], "mask": case["mask"], "dtype": dtype}, "errors": errors}), flush=True)
 
 
-def gradient_errors(path, output, causal, window, softcap):
-    """Relative L2 errors of the gradients in `output`, of the problem in `path`, against f64."""
-    if name() is None:
-        return None
-    stored = {key: value.to("cuda").double() for key, value in tensors.read(path, torch).items()}
-    q, k, v = (stored[key].requires_grad_() for key in ("q", "k", "v"))
-    s = q @ _repeated(k, q).transpose(-1, -2) / q.shape[-1] ** 0.5
-    s = softcap * torch.tanh(s / softcap) if softcap else s
-    mask = _mask(q, k, causal, window)
-    s = s if mask is None else s.masked_fill(~mask, float("-inf"))
-    (torch.softmax(s, -1).nan_to_num(0.0) @ _repeated(v, q)).backward(stored["do"])
-    found = {key: value.to("cuda").double() for key, value in tensors.read(output, torch).items()}
-    pairs = (("dq", q), ("dk", k), ("dv", v))
-    return {key: float((found[key] - true.grad).norm() / true.grad.norm()) for key, true in pairs}
-
-
-def median_ms(work, cold_bytes, rounds=20):
-    """Median time of `work` by events, each round after as many bytes were read as the L2 holds twice."""
-    cold = torch.zeros(cold_bytes // 4, device="cuda")
-    samples = []
-    for _ in range(rounds + 5):
-        cold.sum()
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        work()
-        end.record()
-        torch.cuda.synchronize()
-        samples.append(start.elapsed_time(end))
-    return sorted(samples[5:])[rounds // 2]
-
-
-def attention_ms(cell, l2_bytes):
-    """Times of a cell's pass by name of who computes it; an error's first line where one cannot."""
-    if name() is None:
-        return {}
-    length, batch, d = cell["context_tokens"], cell["batch"], cell["head_dim"]
-    kind = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[cell["dtype"]]
-    decode = cell["measure"] == "decode"
-    q = torch.randn([batch, cell["q_heads"], 1 if decode else length, d], device="cuda", dtype=kind)
-    k, v = (torch.randn([batch, cell["kv_heads"], length, d], device="cuda", dtype=kind) for _ in range(2))
-    grouped, causal = cell["q_heads"] != cell["kv_heads"], cell["causal"] and not decode
-    backward = cell["measure"] == "backward"
-    found = {}
-
-    def timed(label, forward):
-        try:
-            if backward:
-                inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-                o = forward(*inputs)
-                found[label] = median_ms(lambda: torch.autograd.grad(o, inputs, o, retain_graph=True), 2 * l2_bytes)
-            else:
-                found[label] = median_ms(lambda: forward(q, k, v), 2 * l2_bytes)
-        except Exception as error:  # whatever a peer cannot do is told, not fatal
-            found[label] = str(error).splitlines()[0] if str(error) else type(error).__name__
-
-    for label, backend in SDPA.items():
-        def sdpa(q, k, v, backend=getattr(SDPBackend, backend)):
-            with sdpa_kernel(backend):
-                return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
-        timed(label, sdpa)
-    tutorial = os.environ.get("KVSIEVE_TRITON")
-    if tutorial and not decode and not grouped:
-        module = _load(tutorial)
-        timed("triton", lambda q, k, v: module.attention(q, k, v, causal, d**-0.5))
-    return found
-
-
-def _load(path, loaded={}):
-    if path not in loaded:
-        about = importlib.util.spec_from_file_location("triton_tutorial", path)
-        loaded[path] = importlib.util.module_from_spec(about)
-        about.loader.exec_module(loaded[path])
-    return loaded[path]
+if __name__ == "__main__":
+    if torch is None or not torch.cuda.is_available():
+        ended("absent", "PyTorch is not here, or sees no GPU")
+    elif sys.argv[1] == "times":
+        print(json.dumps({"torch": torch.__version__, "cudnn": torch.backends.cudnn.version()}), flush=True)
+        time_cells(sys.argv[2], json.loads(sys.argv[3]))
+    else:
+        print_errors(json.loads(sys.argv[2]))

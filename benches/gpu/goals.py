@@ -1,0 +1,65 @@
+"""What the kernels are to reach, and whether they do: ratios within one run."""
+
+from timing import PEERS, median, ratio
+
+OURS = {"hopper": ("hopper",), "tiled": ("tiled",), "backward": ("hopper backward", "tiled backward")}
+# (whose speed, measure, beside which peer, at least so many times as fast). `backward` is the best that the GPU has.
+BESIDE = [
+    ("hopper", "forward", "cudnn", 1.0), ("hopper", "forward", "fa3", 1.0), ("backward", "backward", "cudnn", 0.7),
+    ("tiled", "forward", "flash", 0.9),
+]  # fmt: skip
+# On an H200 alone, 64/8 heads: TFLOP/s by mask.
+H200 = {False: 690, True: 670}
+COPY_SHARE, PAGED_SHARE, EVICTED_TIMES = 0.85, 0.05, 3.0
+
+
+def goals(times, ceilings):
+    """Rows of (goal, measured, met or missed)."""
+    rows = []
+    for ours, measure, peer, least in BESIDE:
+        for shape in longest(times, measure):
+            who = next((unit for unit in OURS[ours] if (shape.key, unit) in times.samples), OURS[ours][0])
+            faster = times.faster(shape, who, peer)
+            goal = f"{measure} {who}, {shape}: {'>' if least == 1 else f'at least {least}x'} {PEERS[peer]}"
+            rows.append(row(goal, faster, "{:.2f}x", faster and faster[0] >= least))
+    for shape in longest(times, "forward"):
+        if (shape.q_heads, shape.kv_heads) == (64, 8):
+            samples = times.samples.get((shape.key, "hopper"))
+            rate = samples and shape.rate(median(samples))[0]
+            goal = f"on an H200: hopper, {shape}: {H200[shape.causal]} TFLOP/s"
+            rows.append([goal, f"{rate:.0f} TFLOP/s" if rate else "not measured", verdict(rate and rate >= H200[shape.causal])])
+    for shape in longest(times, "decode"):
+        samples, copy = times.samples.get((shape.key, "decode")), ceilings.get("copy_bytes_per_s")
+        share = samples and copy and shape.kv_bytes() / median(samples) * 1e9 / copy
+        goal = f"decode, {shape}: at least {COPY_SHARE:.0%} of a copy's bandwidth"
+        rows.append([goal, f"{share:.0%}" if share else "not measured", verdict(share and share >= COPY_SHARE)])
+        faster = times.faster(shape, "decode paged", "decode")
+        goal = f"decode in pages of 16 tokens, {shape}: within {PAGED_SHARE:.0%} of contiguous"
+        cost = faster and [1 / x - 1 for x in faster]
+        rows.append(row(goal, cost, "{:+.1%}", cost and cost[0] <= PAGED_SHARE))
+    full = times.evicted.get("full")
+    for policy, samples in times.evicted.items():
+        if policy != "full" and full:
+            faster = ratio(samples, full)
+            goal = f"decode after {policy} to 25% of {times.decoded['context_tokens']} tokens: at least {EVICTED_TIMES:.0f}x full"
+            rows.append(row(goal, faster, "{:.2f}x", faster[0] >= EVICTED_TIMES))
+    return rows
+
+
+def longest(times, measure):
+    """Shapes of a measure with its longest context."""
+    shapes = times.of(measure)
+    most = max((shape.length for shape in shapes), default=0)
+    return [shape for shape in shapes if shape.length == most]
+
+
+def verdict(met):
+    return "" if met is None else "met" if met else "missed"
+
+
+def row(goal, measured, shown, met):
+    """`measured`: a median and the two ends of its interval."""
+    if not measured:
+        return [goal, "not measured", ""]
+    low, high = sorted(measured[1:])
+    return [goal, f"{shown.format(measured[0])} [{shown.format(low)}, {shown.format(high)}]", verdict(met)]

@@ -1,0 +1,188 @@
+"""summary.md, drawn from the records alone."""
+
+from goals import goals
+from problems import case_key, passes, problems, pytorch_errors
+from timing import PEERS, Times, interval, median, ratio
+
+
+def draw(records):
+    """(text, problems)."""
+    start = next((record for record in records if record["step"] == "start"), None)
+    if start is None:
+        return "No records.\n", ["there are no records"]
+    about, times, wrong = start["found"][0], Times(records), problems(records)
+    lines = heading(about, start, records)
+    lines += ["", "## Problems", "", *([f"- {problem}" for problem in wrong] or ["None."])]
+    lines += ["", "## Goals", "", *table(["goal", "measured", ""], goals(times, ceilings(records)))]
+    for measure in ("forward", "backward", "decode"):
+        if shapes := times.of(measure):
+            lines += ["", f"## Times: {measure}", "", *measured(times, shapes)]
+    lines += evicted(times)
+    if times.warnings:
+        lines += ["", "## Warnings", "", *(f"- {warning}" for warning in times.warnings)]
+    lines += ["", "## Ceilings", "", *ceiling_lines(records)]
+    lines += ["", "## Correctness", "", *correctness(records)]
+    lines += judged(records) + maximum(records) + ended(records)
+    return "\n".join(lines) + "\n", wrong
+
+
+def table(head, rows):
+    lines = [head, ["---"] * len(head), *rows]
+    return ["| " + " | ".join(map(str, line)) + " |" for line in lines]
+
+
+def found(records, part):
+    """(record, object) of a part's objects."""
+    return [(record, line) for record in records if record["step"].startswith(part + "/") for line in record.get("found", [])]
+
+
+def heading(about, start, records):
+    device, nvml = about["cuda"]["device"], about["cuda"]["nvml"]
+    versions = next((f"PyTorch {line['torch']}, cuDNN {line['cudnn']}" for _, line in found(records, "times") if "torch" in line), "none")
+    return [
+        f"# {device['name']}, kvsieve {about['version']} ({about['git_rev']})",
+        "",
+        f"{device['architecture']}, {device['multiprocessors']} multiprocessors, {device['total_bytes'] / 2**30:.0f} GiB, driver "
+        f"{nvml.get('driver_version', 'unknown')}, CUDA {device['cuda_version']}, NVRTC {about['cuda']['nvrtc']['version']}; "
+        f"peers: {versions}; begun {start['started_at']}.",
+        *(["", "**Tiny sizes: times mean nothing.**"] if about["tiny"] else []),
+    ]
+
+
+def ceilings(records):
+    both = {}
+    for _, line in found(records, "ceilings"):
+        both |= line
+    return both
+
+
+def ceiling_lines(records):
+    both = ceilings(records)
+    copy, product = both.get("copy_bytes_per_s"), both.get("cublas_bf16_flops_per_s")
+    return [
+        f"- copy within the GPU's memory: {f'{copy / 1e12:.2f} TB/s, reads and writes' if copy else 'not measured'}",
+        f"- cuBLAS, product of random bf16 matrices: {f'{product / 1e12:.0f} TFLOP/s' if product else 'not measured'}",
+    ]
+
+
+def span(rate):
+    low, high = sorted(rate[1:])
+    return f"{rate[0]:.2f} [{low:.2f}, {high:.2f}]"
+
+
+def measured(times, shapes):
+    peers = [peer for peer in PEERS if any(peer in times.who(shape) for shape in shapes)]
+    rows = []
+    for shape in shapes:
+        for who in dict.fromkeys(times.who(shape)):
+            name = PEERS.get(who, who)
+            samples = times.samples.get((shape.key, who))
+            if not samples:
+                rows.append([shape, name, times.without[(shape.key, who)], "", "", *[""] * len(peers)])
+                continue
+            middle, (low, high) = median(samples), interval(lambda a: a, samples)
+            rate, unit = shape.rate(middle)
+            visits = times.visits[(shape.key, who)]
+            apart = f"{100 * (max(visits) / min(visits) - 1):.1f}%" if len(visits) > 1 else ""
+            ratios = ["" if who in PEERS else span(faster) if (faster := times.faster(shape, who, peer)) else "" for peer in peers]
+            rows.append([shape, name, f"{middle / 1e6:.4f} [{low / 1e6:.4f}, {high / 1e6:.4f}]", f"{rate:.3g} {unit}", apart, *ratios])
+    head = ["shape", "who", "ms [95%]", "rate", "visits apart", *(f"x {PEERS[peer]}" for peer in peers)]
+    return table(head, rows)
+
+
+def evicted(times):
+    if not times.evicted:
+        return []
+    cell, full = times.decoded, times.evicted.get("full")
+    rows = []
+    for policy, samples in times.evicted.items():
+        middle, (low, high) = median(samples), interval(lambda a: a, samples)
+        rows.append([policy, f"{middle / 1e6:.4f} [{low / 1e6:.4f}, {high / 1e6:.4f}]", span(ratio(samples, full)) if full else ""])
+    title = f"## Times: decode after eviction to 25% of {cell['context_tokens']} tokens, {cell['q_heads']}/{cell['kv_heads']} heads"
+    return ["", title, "", *table(["policy", "ms [95%]", "x full"], rows)]
+
+
+def correctness(records):
+    """Each unit and type: how many cases, the largest error of each result, PyTorch's largest on the same cases."""
+    theirs, kept, refused = pytorch_errors(records), {}, {}
+    for record, line in passes(records):
+        entry = kept.setdefault((record["unit"], line["case"]["dtype"]), [0, {}, {}])
+        entry[0] += 1
+        for name, error in line["errors"].items():
+            entry[1][name] = worse(entry[1].get(name, 0), error)
+            if name in (known := theirs.get(case_key(line["case"]), {})):
+                entry[2][name] = worse(entry[2].get(name, 0), known[name])
+    for record in records:
+        if record["step"].startswith("check/") and record["status"] in ("refused", "absent"):
+            refused[record["reason"]] = refused.get(record["reason"], 0) + 1
+    rows = []
+    for (unit, dtype), (count, ours, peer) in sorted(kept.items()):
+        rows.append([unit, dtype, count, *(f"{shown(ours.get(name))}{beside(peer.get(name))}" for name in ("o", "lse", "dq", "dk", "dv"))])
+    head = ["kernel", "type", "cases", *(f"{name} (PyTorch's)" if name != "lse" else name for name in ("o", "lse", "dq", "dk", "dv"))]
+    smoke = [record for record in records if record["step"].startswith("smoke/")]
+    return [
+        "Smoke test: " + (", ".join(f"{record['unit'] or record['step']} {record['status']}" for record in smoke) or "not run") + ".",
+        "",
+        "Largest relative L2 errors against f32 on the CPU:",
+        "",
+        *table(head, rows),
+        *([""] if refused else []),
+        *(f"- refused in {count} cases: {reason}" for reason, count in refused.items()),
+    ]
+
+
+def worse(a, b):
+    """The larger; a NaN above all."""
+    return b if b != b or b > a else a
+
+
+def shown(error):
+    return "" if error is None else f"{error:.1e}"
+
+
+def beside(error):
+    return "" if error is None else f" ({error:.1e})"
+
+
+def judged(records):
+    policies = [line for _, line in found(records, "policies") if "same" in line]
+    models = [line for _, line in found(records, "models") if "off" in line]
+    lines = ["", "## Policies and models", ""]
+    if policies:
+        least = min(policies, key=lambda line: line["same"])
+        lines += [f"- {len(policies)} policies beside the CPU's: at least {100 * least['same']:.2f}% of what is kept is the same ({least['policy']})"]
+    if models:
+        most = max(models, key=lambda line: line["off"] / line["allowed"])
+        lines += [f"- {len(models)} passes of models beside transformers': at most {most['off']:.1e} deviations off ({most['model']}, {most['allowed']:.0e} allowed)"]
+    for _, line in found(records, "models"):
+        if "same_tokens" in line:
+            first, step = ({device: (line[device][key] or 0) / 1e6 for device in ("cuda", "cpu")} for key in ("first_token_ns", "step_ns"))
+            lines += [
+                f"- built-in model, {line['prompt_tokens']} tokens, {line['policy']}: first token {first['cuda']:.2f} ms (CPU {first['cpu']:.2f}), then "
+                f"{step['cuda']:.3f} ms each (CPU {step['cpu']:.3f}); the first {line['same_tokens']} of {line['tokens']} words are the same"
+            ]
+    return lines if len(lines) > 3 else [*lines, "Not run."]
+
+
+def maximum(records):
+    rows = [
+        [line["cell"]["kernel"], line["found_tokens"], line["predicted_tokens"], f"{100 * line['apart']:+.2f}%", line["reason"] or ""]
+        for _, line in found(records, "maximum")
+        if "found_tokens" in line
+    ]
+    return ["", "## Maximum context", "", *(table(["kernel", "tokens that ran", "predicted", "apart", "beyond"], rows) if rows else ["Not run."])]
+
+
+def ended(records):
+    """How the steps of each part ended."""
+    counts = {}
+    for record in records:
+        part, status = record["step"].split("/")[0], record["status"]
+        counts.setdefault(part, {}).setdefault(status, []).append(record.get("seconds", 0))
+    rows = [
+        [part, ", ".join(f"{len(each)} {status}" for status, each in by_status.items()), f"{sum(map(sum, by_status.values())):.0f}"]
+        for part, by_status in counts.items()
+    ]
+    lines = ["", "## Steps", "", *table(["part", "ended", "s"], rows)]
+    others = [record for record in records if record["status"] in ("dropped", "absent", "unfinished") and not record["step"].startswith("check/")]
+    return lines + ([""] if others else []) + [f"- {record['step']} {record['status']}: {record['reason']}" for record in others]
