@@ -1,8 +1,8 @@
 """Do policies and models on the GPU do what they do on the CPU? Steps of plan.py.
 
-    judged.py full|tiny KVSIEVE policy POLICY          scores and kept positions
-    judged.py full|tiny KVSIEVE model FOLDER KERNEL    logits beside those of transformers
-    judged.py full|tiny KVSIEVE answers POLICY         the built-in model's words, and its times
+judged.py full|tiny KVSIEVE policy POLICY          scores and kept positions
+judged.py full|tiny KVSIEVE model FOLDER KERNEL    logits beside those of transformers
+judged.py full|tiny KVSIEVE answers POLICY         the built-in model's words, and its times
 """
 
 import json
@@ -101,7 +101,12 @@ def answers(binary, tiny, name):
     words += [] if name == "full" else ["--policy", name, "--budget", "0.25"]
     cpu, gpu = (json.loads(kvsieve(binary, "generate", *words, "--device", device)) for device in ("cpu", "cuda"))
     parted = (at for at, (a, b) in enumerate(zip(cpu["tokens"], gpu["tokens"])) if a != b)
-    found = {"policy": name, "prompt_tokens": gpu["prompt_tokens"], "same_tokens": next(parted, len(cpu["tokens"])), "tokens": len(cpu["tokens"])}
+    found = {
+        "policy": name,
+        "prompt_tokens": gpu["prompt_tokens"],
+        "same_tokens": next(parted, len(cpu["tokens"])),
+        "tokens": len(cpu["tokens"]),
+    }
     for device, report in (("cpu", cpu), ("cuda", gpu)):
         found[device] = {key: report[key] for key in ("first_token_ns", "step_ns")}
     print(json.dumps(found))

@@ -3,7 +3,6 @@
 import argparse
 import concurrent.futures
 import glob
-import json
 import lzma
 import os
 import shutil
@@ -17,7 +16,7 @@ import zipfile
 import plan
 import steps
 import table
-from records import WRONG, Records
+from records import Records
 
 # Parts in order, and how many of a part's steps share the GPU: times need it alone.
 WIDTHS = {
@@ -35,6 +34,7 @@ def usage(text):
 
 def arguments(words):
     parser = argparse.ArgumentParser(prog="gpu.sh", description=__doc__)
+    parser.error = usage
     parser.add_argument("out", metavar="OUT", help="folder of the results; another call with it goes on")
     parser.add_argument("--part", action="append", choices=list(WIDTHS), help="only this part (may be repeated)")
     parser.add_argument("--minutes", type=float, default=9, help="no longer than this [%(default)s]")
@@ -74,7 +74,10 @@ class Session:
         if record is None:
             return
         self.records.add(record)
-        print(f"{record['seconds']:6.1f} s  {record['step']}: {record['status']}{': ' if record['reason'] else ''}{record['reason'] or ''}", flush=True)
+        print(
+            f"{record['seconds']:6.1f} s  {step.name}: {': '.join(filter(None, (record['status'], record['reason'])))}",
+            flush=True,
+        )
         if record["status"] in ("hung", "crashed", "failed"):
             self.probe(step)
 
@@ -82,7 +85,8 @@ class Session:
         """After a step went down: does the GPU still answer?"""
         doctor = steps.run(plan.doctor(self.binary), 30)
         if why := unusable(doctor):
-            self.records.add({"step": f"probe/{step.name}", "unit": None, "status": "lost", "reason": f"the GPU no longer answers after {step.name}: {why}"})
+            reason = f"the GPU no longer answers after {step.name}: {why}"
+            self.records.add({"step": f"probe/{step.name}", "unit": None, "status": "lost", "reason": reason})
             self.lost.set()
 
     def keep(self, step, folder):
@@ -116,7 +120,7 @@ class Session:
         planned = plan.Plan(self.binary, about)
         waiting = []
         for part in self.asked.part or WIDTHS:
-            todo = getattr(planned, part)()
+            todo = list(getattr(planned, part)())
             with concurrent.futures.ThreadPoolExecutor(min(WIDTHS[part], max(2, os.cpu_count() or 2))) as pool:
                 list(pool.map(self.step, todo))
             waiting += [step.name for step in todo if not self.records.find(step.name)]

@@ -4,8 +4,8 @@ import json
 import os
 import threading
 
-# How a step may end. `ok`; `absent`: what it asks for does not exist here; `refused`: it exists and does not take this; `unfinished`:
-# a step that may be slow was; `dropped`: not run, as something it needs had gone wrong. The rest is wrong:
+# How a step may end. `ok`; `absent`: what it asks for does not exist here; `refused`: it exists and does not take this;
+# `unfinished`: a step that may be slow was; `dropped`: not run, as something it needs had gone wrong. The rest is wrong:
 WRONG = ("hung", "crashed", "failed", "wrong", "lost")
 
 
@@ -46,7 +46,9 @@ class Records:
             unit, status = record.get("unit"), record["status"]
             if unit is None or not any(same_or_of(need, unit) for need in (step.unit, *step.needs)):
                 continue
-            ends = status in ("hung", "crashed", "failed") or (status in ("refused", "absent") and record["step"].startswith("smoke/"))
+            # What a smoke test or the first visit of a peer finds missing stays so.
+            missing = status in ("refused", "absent") and record["step"].split("/")[0] in ("smoke", "times")
+            ends = status in ("hung", "crashed", "failed") or missing
             # A kernel that is wrong does no harm, and which cases are wrong is worth knowing; but its times are not.
             if ends or (status == "wrong" and part == "times"):
                 return f"{unit} {status} in {record['step']}"

@@ -51,7 +51,14 @@ def run(step, left_s, keep=None):
         return None
     found = objects(out)
     ended, reason = judge(step, status, limit_s, found, out, err)
-    record = {"step": step.name, "unit": step.unit, "status": ended, "reason": reason, "seconds": round(seconds, 2), "found": found}
+    record = {
+        "step": step.name,
+        "unit": step.unit,
+        "status": ended,
+        "reason": reason,
+        "seconds": round(seconds, 2),
+        "found": found,
+    }
     return record if ended == "ok" else record | {"said": err[-1000:]}
 
 

@@ -38,7 +38,9 @@ def found(records, part):
 
 def heading(about, start, records):
     device, nvml = about["cuda"]["device"], about["cuda"]["nvml"]
-    versions = next((f"PyTorch {line['torch']}, cuDNN {line['cudnn']}" for _, line in found(records, "times") if "torch" in line), "none")
+    versions = next(
+        (f"PyTorch {line['torch']}, cuDNN {line['cudnn']}" for _, line in found(records, "times") if "torch" in line), "none"
+    )
     return [
         f"# {device['name']}, kvsieve {about['version']} ({about['git_rev']})",
         "",
@@ -65,9 +67,12 @@ def ceiling_lines(records):
     ]
 
 
-def span(rate):
-    low, high = sorted(rate[1:])
-    return f"{rate[0]:.2f} [{low:.2f}, {high:.2f}]"
+def span(middle, low, high, digits=2):
+    return f"{middle:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
+
+
+def milliseconds(samples):
+    return span(*(each / 1e6 for each in (median(samples), *interval(lambda a: a, samples))), digits=4)
 
 
 def measured(times, shapes):
@@ -80,12 +85,12 @@ def measured(times, shapes):
             if not samples:
                 rows.append([shape, name, times.without[(shape.key, who)], "", "", *[""] * len(peers)])
                 continue
-            middle, (low, high) = median(samples), interval(lambda a: a, samples)
-            rate, unit = shape.rate(middle)
+            rate, unit = shape.rate(median(samples))
             visits = times.visits[(shape.key, who)]
             apart = f"{100 * (max(visits) / min(visits) - 1):.1f}%" if len(visits) > 1 else ""
-            ratios = ["" if who in PEERS else span(faster) if (faster := times.faster(shape, who, peer)) else "" for peer in peers]
-            rows.append([shape, name, f"{middle / 1e6:.4f} [{low / 1e6:.4f}, {high / 1e6:.4f}]", f"{rate:.3g} {unit}", apart, *ratios])
+            faster = [None if who in PEERS else times.faster(shape, who, peer) for peer in peers]
+            ratios = [span(*each) if each else "" for each in faster]
+            rows.append([shape, name, milliseconds(samples), f"{rate:.3g} {unit}", apart, *ratios])
     head = ["shape", "who", "ms [95%]", "rate", "visits apart", *(f"x {PEERS[peer]}" for peer in peers)]
     return table(head, rows)
 
@@ -94,11 +99,11 @@ def evicted(times):
     if not times.evicted:
         return []
     cell, full = times.decoded, times.evicted.get("full")
-    rows = []
-    for policy, samples in times.evicted.items():
-        middle, (low, high) = median(samples), interval(lambda a: a, samples)
-        rows.append([policy, f"{middle / 1e6:.4f} [{low / 1e6:.4f}, {high / 1e6:.4f}]", span(ratio(samples, full)) if full else ""])
-    title = f"## Times: decode after eviction to 25% of {cell['context_tokens']} tokens, {cell['q_heads']}/{cell['kv_heads']} heads"
+    rows = [
+        [policy, milliseconds(samples), span(*ratio(samples, full)) if full else ""] for policy, samples in times.evicted.items()
+    ]
+    heads = f"{cell['q_heads']}/{cell['kv_heads']} heads"
+    title = f"## Times: decode after eviction to 25% of {cell['context_tokens']} tokens, {heads}"
     return ["", title, "", *table(["policy", "ms [95%]", "x full"], rows)]
 
 
@@ -113,21 +118,30 @@ def correctness(records):
             if name in (known := theirs.get(case_key(line["case"]), {})):
                 entry[2][name] = worse(entry[2].get(name, 0), known[name])
     for record in records:
-        if record["step"].startswith("check/") and record["status"] in ("refused", "absent"):
+        if record["step"].startswith("check/") and record["status"] in ("refused", "absent", "dropped"):
             refused[record["reason"]] = refused.get(record["reason"], 0) + 1
     rows = []
     for (unit, dtype), (count, ours, peer) in sorted(kept.items()):
-        rows.append([unit, dtype, count, *(f"{shown(ours.get(name))}{beside(peer.get(name))}" for name in ("o", "lse", "dq", "dk", "dv"))])
-    head = ["kernel", "type", "cases", *(f"{name} (PyTorch's)" if name != "lse" else name for name in ("o", "lse", "dq", "dk", "dv"))]
+        rows.append(
+            [unit, dtype, count, *(f"{shown(ours.get(name))}{beside(peer.get(name))}" for name in ("o", "lse", "dq", "dk", "dv"))]
+        )
+    head = [
+        "kernel",
+        "type",
+        "cases",
+        *(f"{name} (PyTorch's)" if name != "lse" else name for name in ("o", "lse", "dq", "dk", "dv")),
+    ]
     smoke = [record for record in records if record["step"].startswith("smoke/")]
     return [
-        "Smoke test: " + (", ".join(f"{record['unit'] or record['step']} {record['status']}" for record in smoke) or "not run") + ".",
+        "Smoke test: "
+        + (", ".join(f"{record['unit'] or record['step']} {record['status']}" for record in smoke) or "not run")
+        + ".",
         "",
         "Largest relative L2 errors against f32 on the CPU:",
         "",
         *table(head, rows),
         *([""] if refused else []),
-        *(f"- refused in {count} cases: {reason}" for reason, count in refused.items()),
+        *(f"- {reason} ({count} cases)" for reason, count in refused.items()),
     ]
 
 
@@ -147,30 +161,46 @@ def beside(error):
 def judged(records):
     policies = [line for _, line in found(records, "policies") if "same" in line]
     models = [line for _, line in found(records, "models") if "off" in line]
-    lines = ["", "## Policies and models", ""]
+    lines = []
     if policies:
         least = min(policies, key=lambda line: line["same"])
-        lines += [f"- {len(policies)} policies beside the CPU's: at least {100 * least['same']:.2f}% of what is kept is the same ({least['policy']})"]
+        same = f"at least {100 * least['same']:.2f}% of what is kept is the same ({least['policy']})"
+        lines.append(f"- {len(policies)} policies beside the CPU's: {same}")
     if models:
         most = max(models, key=lambda line: line["off"] / line["allowed"])
-        lines += [f"- {len(models)} passes of models beside transformers': at most {most['off']:.1e} deviations off ({most['model']}, {most['allowed']:.0e} allowed)"]
-    for _, line in found(records, "models"):
-        if "same_tokens" in line:
-            first, step = ({device: (line[device][key] or 0) / 1e6 for device in ("cuda", "cpu")} for key in ("first_token_ns", "step_ns"))
-            lines += [
-                f"- built-in model, {line['prompt_tokens']} tokens, {line['policy']}: first token {first['cuda']:.2f} ms (CPU {first['cpu']:.2f}), then "
-                f"{step['cuda']:.3f} ms each (CPU {step['cpu']:.3f}); the first {line['same_tokens']} of {line['tokens']} words are the same"
-            ]
-    return lines if len(lines) > 3 else [*lines, "Not run."]
+        off = f"at most {most['off']:.1e} deviations off ({most['model']}, {most['allowed']:.0e} allowed)"
+        lines.append(f"- {len(models)} passes of models beside transformers': {off}")
+    lines += [answers(line) for _, line in found(records, "models") if "same_tokens" in line]
+    return ["", "## Policies and models", "", *(lines or ["Not run."])]
+
+
+def answers(line):
+    """What the built-in model took, on the GPU and on the CPU."""
+    gpu, cpu = ([(line[device][key] or 0) / 1e6 for key in ("first_token_ns", "step_ns")] for device in ("cuda", "cpu"))
+    return (
+        f"- built-in model, {line['prompt_tokens']} tokens, {line['policy']}: first token {gpu[0]:.2f} ms (CPU {cpu[0]:.2f}), "
+        f"then {gpu[1]:.3f} ms each (CPU {cpu[1]:.3f}); the first {line['same_tokens']} of {line['tokens']} words are the same"
+    )
 
 
 def maximum(records):
     rows = [
-        [line["cell"]["kernel"], line["found_tokens"], line["predicted_tokens"], f"{100 * line['apart']:+.2f}%", line["reason"] or ""]
+        [
+            line["cell"]["kernel"],
+            line["found_tokens"],
+            line["predicted_tokens"],
+            f"{100 * line['apart']:+.2f}%",
+            line["reason"] or "",
+        ]
         for _, line in found(records, "maximum")
         if "found_tokens" in line
     ]
-    return ["", "## Maximum context", "", *(table(["kernel", "tokens that ran", "predicted", "apart", "beyond"], rows) if rows else ["Not run."])]
+    return [
+        "",
+        "## Maximum context",
+        "",
+        *(table(["kernel", "tokens that ran", "predicted", "apart", "beyond"], rows) if rows else ["Not run."]),
+    ]
 
 
 def ended(records):
@@ -180,9 +210,20 @@ def ended(records):
         part, status = record["step"].split("/")[0], record["status"]
         counts.setdefault(part, {}).setdefault(status, []).append(record.get("seconds", 0))
     rows = [
-        [part, ", ".join(f"{len(each)} {status}" for status, each in by_status.items()), f"{sum(map(sum, by_status.values())):.0f}"]
+        [
+            part,
+            ", ".join(f"{len(each)} {status}" for status, each in by_status.items()),
+            f"{sum(map(sum, by_status.values())):.0f}",
+        ]
         for part, by_status in counts.items()
     ]
     lines = ["", "## Steps", "", *table(["part", "ended", "s"], rows)]
-    others = [record for record in records if record["status"] in ("dropped", "absent", "unfinished") and not record["step"].startswith("check/")]
-    return lines + ([""] if others else []) + [f"- {record['step']} {record['status']}: {record['reason']}" for record in others]
+    others = {}
+    for record in records:
+        if record["status"] in ("dropped", "absent", "unfinished") and not record["step"].startswith("check/"):
+            others.setdefault((record["status"], record["reason"]), []).append(record["step"])
+    said = [
+        f"- {status}: {reason} ({steps[0]}{f' and {len(steps) - 1} more' if len(steps) > 1 else ''})"
+        for (status, reason), steps in others.items()
+    ]
+    return [*lines, "", *said] if said else lines

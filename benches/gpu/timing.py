@@ -23,7 +23,9 @@ class Shape:
     """One problem: what a cell is, whoever computes it."""
 
     def __init__(self, cell):
-        self.key = tuple(cell[name] for name in ("measure", "causal", "context_tokens", "batch", "q_heads", "kv_heads", "head_dim"))
+        self.key = tuple(
+            cell[name] for name in ("measure", "causal", "context_tokens", "batch", "q_heads", "kv_heads", "head_dim")
+        )
         self.measure, self.causal, self.length, self.batch, self.q_heads, self.kv_heads, self.head_dim = self.key
 
     def __str__(self):
@@ -51,12 +53,14 @@ class Times:
 
     def __init__(self, records):
         self.shapes, self.samples, self.visits, self.without, self.warnings = {}, {}, {}, {}, []
-        self.evicted, self.decoded = {}, None
+        self.evicted, self.decoded, self.model = {}, None, {}
         for record in records:
             if record["step"].startswith("times/"):
                 for line in record.get("found", []):
                     if "cell" in line:
                         self.take(record["unit"], line)
+                    elif record["step"].startswith("times/model/"):
+                        self.model |= line
 
     def take(self, who, line):
         cell = line["cell"]
