@@ -13,7 +13,7 @@ def draw(records):
     about, times, wrong = start["found"][0], Times(records), problems(records)
     lines = heading(about, start, records)
     lines += ["", "## Problems", "", *([f"- {problem}" for problem in wrong] or ["None."])]
-    lines += ["", "## Goals", "", *table(["goal", "measured", ""], goals(times, ceilings(records)))]
+    lines += ["", "## Goals", "", *table(["goal", "measured", ""], goals(times, ceilings(records), limits(records)))]
     for measure in ("forward", "backward", "decode"):
         if shapes := times.of(measure):
             lines += ["", f"## Times: {measure}", "", *measured(times, shapes)]
@@ -183,24 +183,17 @@ def answers(line):
     )
 
 
+def limits(records):
+    return [line for _, line in found(records, "maximum") if "found_tokens" in line]
+
+
 def maximum(records):
     rows = [
-        [
-            line["cell"]["kernel"],
-            line["found_tokens"],
-            line["predicted_tokens"],
-            f"{100 * line['apart']:+.2f}%",
-            line["reason"] or "",
-        ]
-        for _, line in found(records, "maximum")
-        if "found_tokens" in line
+        [line["cell"]["kernel"], line["found_tokens"], line["predicted_tokens"], f"{line['apart']:+.2%}", line["reason"] or ""]
+        for line in limits(records)
     ]
-    return [
-        "",
-        "## Maximum context",
-        "",
-        *(table(["kernel", "tokens that ran", "predicted", "apart", "beyond"], rows) if rows else ["Not run."]),
-    ]
+    head = ["kernel", "tokens that ran", "predicted", "apart", "beyond"]
+    return ["", "## Maximum context", "", *(table(head, rows) if rows else ["Not run."])]
 
 
 def ended(records):
