@@ -6,6 +6,7 @@ import glob
 import lzma
 import os
 import shutil
+import signal
 import sys
 import tarfile
 import tempfile
@@ -44,7 +45,7 @@ def arguments(words):
     return parser.parse_args(words)
 
 
-class Session:
+class Call:
     """One call: what is under test, where results go, and the time that is left."""
 
     def __init__(self, asked, scratch):
@@ -123,6 +124,7 @@ class Session:
             todo = list(getattr(planned, part)())
             with concurrent.futures.ThreadPoolExecutor(min(WIDTHS[part], max(2, os.cpu_count() or 2))) as pool:
                 list(pool.map(self.step, todo))
+            draw(self.asked.out)  # this process may be killed
             waiting += [step.name for step in todo if not self.records.find(step.name)]
         return waiting
 
@@ -164,6 +166,8 @@ def draw(out):
 
 
 def main(words):
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, steps.end)
     if words[:1] == ["table"]:
         if len(words) != 2:
             usage("table takes one folder: gpu.sh table OUT")
@@ -172,7 +176,7 @@ def main(words):
         asked = arguments(words)
         out = asked.out
         with tempfile.TemporaryDirectory(prefix="kvsieve-gpu-") as scratch:
-            waiting = Session(asked, scratch).run()
+            waiting = Call(asked, scratch).run()
     problems = draw(out)
     print(f"{out}/summary.md: {len(problems)} problems" if problems else f"{out}/summary.md")
     if waiting:

@@ -9,6 +9,10 @@ import tempfile
 import time
 
 
+# Process groups of the steps that run now.
+running = set()
+
+
 @dataclasses.dataclass(frozen=True)
 class Step:
     """What is run and who is to blame if it goes wrong."""
@@ -66,19 +70,32 @@ def process(command, folder, limit_s):
     """Runs a command with its outputs in files, which outlive it; its return code, None if it had to be killed."""
     with open(f"{folder}/stdout", "wb") as out, open(f"{folder}/stderr", "wb") as err:
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, cwd=folder, start_new_session=True)
+        running.add(child.pid)
         try:
             return child.wait(limit_s)
         except subprocess.TimeoutExpired:
             return None
         finally:
-            try:
-                os.killpg(child.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
+            running.discard(child.pid)
+            kill(child.pid)
             try:
                 child.wait(10)
             except subprocess.TimeoutExpired:  # inside the driver for ever: it is left behind
                 pass
+
+
+def kill(group):
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+def end(number, _):
+    """A handler of signals: no step outlives this process."""
+    for group in list(running):
+        kill(group)
+    os._exit(128 + number)
 
 
 def objects(out):

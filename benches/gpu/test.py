@@ -40,7 +40,8 @@ with open(folder + "/log", "a") as file:
 with open(folder + "/faults.json") as file:
     fault = next((fault for text, fault in json.load(file).items() if text in words), None)
 if fault == "hang":
-    subprocess.run(["sleep", "1000"])  # a child of its own has to be killed too
+    # A child of its own has to be killed too.
+    subprocess.run(["sh", "-c", "sleep 1; touch " + folder + "/alive; sleep 1000"])
 if fault == "crash":
     open(folder + "/crashed", "w").close()
     os.kill(os.getpid(), signal.SIGSEGV)
@@ -73,8 +74,8 @@ class Visit:
             json.dump(faults, file)
         write(self.binary, WRAPPER.format(python=sys.executable, folder=folder, binary=binary, fixtures=FIXTURES))
 
-    def call(self, *words, out=None, **more):
-        command = [
+    def command(self, *words, out=None):
+        return [
             os.path.join(HERE, "..", "gpu.sh"),
             out or self.out,
             "--tiny",
@@ -84,7 +85,9 @@ class Visit:
             "30",
             *words,
         ]
-        return subprocess.run(command, capture_output=True, text=True, env=os.environ | more)
+
+    def call(self, *words, out=None, **more):
+        return subprocess.run(self.command(*words, out=out), capture_output=True, text=True, env=os.environ | more)
 
     def ended(self):
         """How each step ended."""
@@ -317,6 +320,16 @@ class Calls(Case):
         done = self.visit().call("--minutes", "0")
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertRegex(done.stdout, r"\d+ steps are left, the first is smoke/hopper")
+
+    def test_no_step_outlives_a_call_that_is_killed(self):
+        visit = self.visit({"attend": "hang"})
+        with subprocess.Popen(visit.command("--part", "smoke"), stdout=subprocess.DEVNULL) as call:
+            while not (os.path.exists(f"{self.folder}/log") and visit.calls()):
+                time.sleep(0.05)
+            call.terminate()
+        time.sleep(1.5)
+        self.assertEqual((call.returncode, os.path.exists(f"{self.folder}/alive")), (143, False))
+        self.assertEqual(visit.ended(), {"start": "ok"})
 
     def test_a_gpu_that_is_gone_ends_the_visit(self):
         visit = self.visit({"attend": "crash"})
