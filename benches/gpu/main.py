@@ -53,9 +53,8 @@ class Call:
         os.makedirs(asked.out, exist_ok=True)
         self.out = os.path.abspath(asked.out)
         self.records = Records(f"{self.out}/records.jsonl")
-        self.binary = os.path.abspath(asked.binary or "target/release/kvsieve")
-        if asked.bundle:
-            self.binary = unpack(asked.bundle, scratch) or self.binary
+        plain = os.path.abspath(asked.binary or "target/release/kvsieve")
+        self.binary = unpack(asked.bundle, scratch) if asked.bundle else plain
         if not os.access(self.binary, os.X_OK):
             usage(f"{self.binary} is not there: cargo build --release, or give --binary or --bundle")
         self.lost = threading.Event()

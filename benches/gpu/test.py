@@ -7,6 +7,7 @@ Faults are put between the script and the real binary, which runs on the emulate
 """
 
 import json
+import lzma
 import os
 import stat
 import subprocess
@@ -14,6 +15,7 @@ import sys
 import tempfile
 import time
 import unittest
+import zipfile
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, HERE)
@@ -315,6 +317,19 @@ class Calls(Case):
             done = visit.call(out=f"{self.folder}/other")
             self.assertEqual(done.returncode, 2)
             self.assertIn("give another folder", done.stderr)
+
+    def test_a_bundle_brings_binary_kernels_and_wheels(self):
+        visit, bundle = self.visit({}), f"{self.folder}/bundle"
+        os.makedirs(f"{bundle}/kernels")
+        with lzma.open(f"{bundle}/kvsieve.xz", "w") as packed, open(visit.binary, "rb") as binary:
+            packed.write(binary.read())
+        with zipfile.ZipFile(f"{bundle}/torch-0-any.whl", "w") as wheel:
+            wheel.writestr("torch/__init__.py", FAKE_TORCH)
+            wheel.writestr("torch/nn/__init__.py", "")
+            # A peer whose steps say where kernels are kept.
+            wheel.writestr("torch/nn/attention/__init__.py", "import os\nraise OSError(os.environ['KVSIEVE_CACHE'])")
+        done = visit.call("--bundle", bundle, "--binary", "/none", "--part", "times")
+        self.assertIn(f"flash failed in times/forward causal/flash/1 (OSError: {bundle}/kernels)", done.stdout)
 
     def test_without_time_nothing_is_begun_and_the_steps_left_are_told(self):
         done = self.visit().call("--minutes", "0")
