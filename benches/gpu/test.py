@@ -21,6 +21,8 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, HERE)
 
 import check
+import main
+import plan
 import steps
 import table
 from records import Records
@@ -152,6 +154,22 @@ class Faults(Case):
         again = visit.call(*words)
         self.assertEqual((again.returncode, visit.calls()), (1, before))
         self.assertEqual(again.stdout.splitlines()[-1], last)
+
+    def test_kvsieve_takes_every_experiment_of_the_full_plan(self):
+        with open(f"{FIXTURES}/doctor.json", encoding="utf-8") as file:
+            planned = plan.Plan(BINARY, json.load(file) | {"tiny": False})
+        named = [step for part in main.WIDTHS for step in getattr(planned, part)()]
+        self.assertEqual(len({step.name for step in named}), len(named))
+        asked = {step.files["cells.toml"]: step for step in named if "cells.toml" in step.files}
+        self.assertGreater(len(asked), 10)
+        for text, step in asked.items():
+            with open(f"{self.folder}/cells.toml", "w", encoding="utf-8") as file:
+                file.write(text)
+            command = [BINARY, "run", "cells.toml", "--device", "cuda", "--dry-run"]
+            done = subprocess.run(command, capture_output=True, text=True, cwd=self.folder)
+            # A smoke test finds kernels that have none, before these are run.
+            if "has no backward pass" not in done.stderr:
+                self.assertEqual(done.returncode, 0, step.name + done.stderr)
 
     def test_a_pass_that_differs_in_its_last_bits_is_found(self):
         visit = Visit(self.folder, {"--output again.safetensors": "wrong"})
