@@ -171,7 +171,9 @@ struct Consumer {
     const Problem &p;
     const Block &block;
     const int number;          // of this consumer
-    u32 n = 0, turn = 0;       // tiles and items so far
+    // Tiles and items so far. How many tiles there are comes from memory, so each step takes `n` from one lane for all:
+    // otherwise descriptors, which follow from it, are worked out in each thread.
+    u32 n = 0, turn = 0;
     float factor;              // makes scores logits in units of log2; the sign of the scale is in the products
     float s[KEYS / 2];
     float o[HEAD_DIM / 2];
@@ -195,8 +197,8 @@ struct Consumer {
         barrier_wait(block.q_full, turn++ & 1);
         u32 x[4];
         load_chunk(x, block.item);
-        // From one lane for all: the loops over tiles are known to be the same for a warp.
-        item = {shuffle_from(x[0], 0), shuffle_from(x[1], 0), shuffle_from(x[2], 0), shuffle_from(x[3], 0)};
+        item = {int(x[0]), int(x[1]), int(x[2]), int(x[3])};
+        warp_sync(); // all have read: one may give it back for them
         return item.q_head >= 0;
     }
 
@@ -305,6 +307,7 @@ struct Consumer {
 
     // The first tile of an item: nothing runs beside it.
     DEVICE void begin(const Item &item, int tile) {
+        n = shuffle_from(n, 0);
         under_way = false;
         block.keys.wait_full(n);
         product_fence();
@@ -315,6 +318,7 @@ struct Consumer {
     // A further tile: its softmax runs beside the second product of the tile before. That product is waited for in the
     // next step, behind the wait for keys: where nothing stands between, ptxas moves the wait before the softmax.
     template <bool Masked> DEVICE void step(const Item &item, int tile) {
+        n = shuffle_from(n, 0);
         block.keys.wait_full(n);
         block.values.wait_full(n - 1);
         settle_output();
@@ -329,6 +333,7 @@ struct Consumer {
 
     // The last second product.
     DEVICE void end() {
+        n = shuffle_from(n, 0);
         release(block.q_empty); // the last scores are there
         block.values.wait_full(n - 1);
         settle_output();
