@@ -25,6 +25,9 @@
 //          the waits for its scores and for P V.
 //        - With the consumer's number from threadIdx alone, descriptors were worked out in each thread: 278 R2UR and 96
 //          bytes of spills at D 256. From one lane for all: 83 and none.
+//        - How many tiles an item has comes from memory, so that `n` was no longer known to be the same for a warp: two
+//          R2UR for each descriptor, 32 in a step. Taken from one lane for all in each step: none.
+//        - A claim whose answer was added to at once was waited for, in front of the last tile of values.
 //        - Soft-cap takes registers: it has shorter tiles at D 64 and 256, and is compiled in, as is the scale's sign.
 //
 // Compile with -DELEMENT=BF16|F16 -DHEAD_DIM=64|128|256 -DKEYS=64|80|112|128|176 (src/attention/cuda/hopper.rs says which)
@@ -171,8 +174,8 @@ struct Consumer {
     const Problem &p;
     const Block &block;
     const int number;          // of this consumer
-    // Tiles and items so far. How many tiles there are comes from memory, so each step takes `n` from one lane for all:
-    // otherwise descriptors, which follow from it, are worked out in each thread.
+    // Tiles and items so far. Each step takes `n` from one lane for all: otherwise descriptors, which follow from it, are
+    // worked out in each thread.
     u32 n = 0, turn = 0;
     float factor;              // makes scores logits in units of log2; the sign of the scale is in the products
     float s[KEYS / 2];
