@@ -2,8 +2,9 @@
 // the others compute, and tensor cores work while softmax runs.
 //
 // A block takes one multiprocessor and goes through many items; an item is ROWS queries of one head, 64 for each
-// consumer. The producer's one thread sends Q, K and V by TMA into two rings of STAGES tiles; barriers tell what is full
-// and what is free. A consumer has scores, output and probabilities in registers. Two things hide the softmax:
+// consumer. The producer's one thread claims items by an atomic counter, hands them to the consumers, and sends Q, K and
+// V by TMA into two rings of STAGES tiles; barriers tell what is full and what is free. A consumer has scores, output and
+// probabilities in registers. Two things hide the softmax:
 //   inside a consumer  the product Q K of the next tile and P V of this one are sent off together; the softmax of the
 //                      next tile runs while P V does
 //   between consumers  they send their products off in turn (up to D 128), so that one computes exponentials while the
@@ -13,20 +14,26 @@
 // have or hold on to that of Q, and would need a fence; rows past the end are not stored.
 //
 // Versions
-//   1  as above; tiles at the edge of a mask have code of their own; items of a causal problem go to blocks heaviest
-//      first, there and back, among heads whose keys and values fit into 32 MiB of the L2. Compiled and emulated; not
-//      timed on a GPU yet. What NVRTC 13.0.88 made of it:
+//   1  items went to blocks in a fixed order, there and back: in a causal problem one multiprocessor in four idled, as
+//      src/attention/cuda/hopper/schedule.rs shows. Each warp worked out its items by division.
+//   2  as above; tiles at the edge of a mask have code of their own; a block that is done claims the next item, of a
+//      causal problem the heaviest first, among heads whose keys and values fit into 32 MiB of the L2; items are worked out
+//      by the producer alone. Compiled and emulated; not timed on a GPU yet. What NVRTC 13.0.88 made of it:
 //        - Every variant: 168 registers (D 64: 128) before they are moved, no spills, no local memory, no warning.
 //        - With the wait for P V at the end of a step, ptxas moved it in front of the softmax: nothing ran beside it. At
 //          the start of the next, behind the wait for keys, it stays; `nvdisasm` shows every MUFU.EX2 of a step between
 //          the waits for its scores and for P V.
 //        - With the consumer's number from threadIdx alone, descriptors were worked out in each thread: 278 R2UR and 96
 //          bytes of spills at D 256. From one lane for all: 83 and none.
+//        - How many tiles an item has comes from memory, so that `n` was no longer known to be the same for a warp: two
+//          R2UR for each descriptor, 32 in a step. Taken from one lane for all in each step: none.
+//        - A claim whose answer was added to at once was waited for, in front of the last tile of values.
 //        - Soft-cap takes registers: it has shorter tiles at D 64 and 256, and is compiled in, as is the scale's sign.
 //
 // Compile with -DELEMENT=BF16|F16 -DHEAD_DIM=64|128|256 -DKEYS=64|80|112|128|176 (src/attention/cuda/hopper.rs says which)
 // -DCAPPED=0|1 (whether there is a soft-cap) -DNEGATIVE=0|1 (the sign of the scale).
-//   hopper_forward  grid: multiprocessors, or fewer items; THREADS threads; shared memory: Q, rings of K and V, barriers
+//   hopper_forward  grid: multiprocessors, or fewer items; THREADS threads; shared memory: Q, rings of K and V, an item,
+//                   barriers. One launch of a module at a time: launches share the counter.
 #include "hopper.cuh"
 #include "problem.cuh"
 
@@ -38,7 +45,7 @@ constexpr int CONSUMERS = HEAD_DIM == 64 ? 3 : 2;
 constexpr int ROWS = 64 * CONSUMERS, THREADS = 128 * (CONSUMERS + 1);
 constexpr bool IN_TURN = HEAD_DIM <= 128;
 // Of a producer's and a consumer's threads: together no more than the 65536 registers that the block starts with.
-constexpr int FEW_REGISTERS = CONSUMERS == 3 ? 32 : 24, MANY_REGISTERS = CONSUMERS == 3 ? 160 : 240;
+constexpr int FEW_REGISTERS = CONSUMERS == 3 ? 32 : 40, MANY_REGISTERS = CONSUMERS == 3 ? 160 : 232;
 
 // Tiles lie in shared memory in slabs of 64 columns: rows of 128 bytes, as a box is copied.
 constexpr int SLABS = HEAD_DIM / 64, ROW_BYTES = 128;
@@ -47,7 +54,7 @@ constexpr int KV_SLAB_BYTES = KEYS * ROW_BYTES, KV_BYTES = SLABS * KV_SLAB_BYTES
 constexpr int EIGHT_ROWS_BYTES = 8 * ROW_BYTES;
 // As many tiles of keys and of values as there is room for, at most four each.
 constexpr int MOST_BYTES = 227 * 1024, ROOM = (MOST_BYTES - Q_BYTES - 1024) / (2 * KV_BYTES), STAGES = ROOM < 4 ? ROOM : 4;
-constexpr int BARRIERS_AT = Q_BYTES + 2 * STAGES * KV_BYTES, BARRIERS = 2 + 4 * STAGES;
+constexpr int ITEM_AT = Q_BYTES + 2 * STAGES * KV_BYTES, BARRIERS_AT = ITEM_AT + 16, BARRIERS = 2 + 4 * STAGES;
 constexpr int SHARED_BYTES = BARRIERS_AT + 8 * BARRIERS;
 static_assert(STAGES >= 2 && SHARED_BYTES <= MOST_BYTES, "what a block of Hopper may have");
 static_assert(KV_SLAB_BYTES % 1024 == 0 && Q_SLAB_BYTES % 1024 == 0, "slabs start where the swizzle's pattern does");
@@ -66,12 +73,12 @@ struct Ring {
 };
 
 struct Block {
-    u32 q, q_full, q_empty;
+    u32 q, item, q_full, q_empty; // an item is full and empty with its Q
     Ring keys, values;
 
     DEVICE explicit Block(u32 shared) {
         const u32 barriers = shared + BARRIERS_AT;
-        q = shared, q_full = barriers, q_empty = barriers + 8;
+        q = shared, item = shared + ITEM_AT, q_full = barriers, q_empty = barriers + 8;
         keys = {shared + Q_BYTES, barriers + 16, barriers + 16 + 8 * STAGES};
         values = {keys.tiles + STAGES * KV_BYTES, keys.full + 16 * STAGES, keys.empty + 16 * STAGES};
     }
@@ -89,58 +96,76 @@ struct Block {
     }
 };
 
-// ROWS queries of a head, and the tiles of keys that any of them sees.
+// ROWS queries of a head, and the tiles of keys that any of them sees: what consumers are told.
 struct Item {
-    int row0, q_head, list; // of all sequences' heads
+    int row0, q_head; // of all sequences' heads; -1: there is no such item
     int first_tile, end_tile;
 };
 
-// Item `round` of a block, as long as there is one. The list of all items begins with the heaviest; blocks take from it
-// in turn, there and back, so that each gets as much as any other. Numbers are worked out anew for each item: kept, they
-// would take registers from the tiles.
-DEVICE bool item_of(const Problem &p, int round, Item &item) {
-    const int turn = round % 2 ? int(gridDim.x) - 1 - int(blockIdx.x) : int(blockIdx.x);
-    const int number = round * int(gridDim.x) + turn;
-    const int group = p.q_heads / p.kv_heads, lists = p.batch * p.kv_heads, row_tiles = (p.q_len + ROWS - 1) / ROWS;
+DEVICE int row_tiles(const Problem &p) { return (p.q_len + ROWS - 1) / ROWS; }
+DEVICE int item_count(const Problem &p) { return p.batch * p.q_heads * row_tiles(p); }
+
+// Item `number` of all, the heaviest first. src/attention/cuda/hopper/schedule.rs has the same list.
+DEVICE Item item_at(const Problem &p, int number) {
+    if (number >= item_count(p)) return {0, -1, 0, 0};
+    const int group = p.q_heads / p.kv_heads, lists = p.batch * p.kv_heads;
     // Heads that run at the same time share the L2: as many as find room for their keys and values in 32 MiB of it.
     const int section_lists = least(most((32 << 20) / (4 * HEAD_DIM) / p.kv_len, 1), lists);
-    const int section_items = section_lists * group * row_tiles;
+    const int section_items = section_lists * group * row_tiles(p);
     const int section = number / section_items, rest = number % section_items;
     const int heads = least(section_lists, lists - section * section_lists) * group;
-    if (number >= lists * group * row_tiles) return false;
+    Item item;
     item.q_head = section * section_lists * group + rest % heads;
-    item.list = item.q_head / group;
-    item.row0 = (row_tiles - 1 - rest / heads) * ROWS; // later queries see more keys
+    item.row0 = (row_tiles(p) - 1 - rest / heads) * ROWS; // later queries see more keys
     // Ends and starts of what rows see grow with the row: the first and the last row bound all.
     item.first_tile = visible(p, item.row0, p.kv_len).first / KEYS;
     item.end_tile = (visible(p, least(item.row0 + ROWS, p.q_len) - 1, p.kv_len).end + KEYS - 1) / KEYS;
-    return true;
+    return item;
 }
 
+// How many items were claimed beyond the first of each block. Every item but these is claimed once, and every block claims
+// once in vain: as many claims as items, so the last one of a launch finds the counter at its end and sets it back.
+GLOBAL_COUNTER(claims);
+
+DEVICE u32 claim(const Problem &p) { return count_round(&claims, u32(item_count(p) - 1)); }
+
 // Sends everything that consumers need, in the order in which they need it. Tiles come from the last to the first: what
-// the mask or the end of the keys cuts comes first.
+// the mask or the end of the keys cuts comes first. The next item is claimed with the last tile of this one: late, so that
+// no block holds back work that another could begin, and early enough for the answer to come while tiles are computed.
 DEVICE void produce(const Problem &p, const Block &block, const TensorMap &q, const TensorMap &k, const TensorMap &v) {
     auto load = [&](const Ring &ring, const TensorMap &map, u32 n, int tile, int list) {
         ring.wait_empty(n);
         barrier_expect(ring.full_at(n), KV_BYTES);
-#pragma unroll
+#pragma unroll 1 // else addresses take more registers than there are
         for (int slab = 0; slab < SLABS; slab++)
             copy_box(ring.tile(n) + slab * KV_SLAB_BYTES, map, ring.full_at(n), 64 * slab, tile * KEYS, list);
     };
-    u32 n = 0, items_done = 0;
-    Item item;
-    for (int round = 0; item_of(p, round, item); round++) {
-        if (item.first_tile >= item.end_tile) continue;
+    auto tell = [&](const Item &item, u32 turn) {
+        barrier_wait(block.q_empty, (turn & 1) ^ 1);
+        store_chunk(block.item, {u32(item.row0), u32(item.q_head), u32(item.first_tile), u32(item.end_tile)});
+    };
+    u32 n = 0, claimed = blockIdx.x - gridDim.x;
+    for (u32 turn = 0;; turn++) {
+        const Item item = item_at(p, int(gridDim.x + claimed)); // added here: where it is claimed, the sum would be waited for
+        if (item.first_tile >= item.end_tile) { // rows that see nothing, or no item
+            tell(item, turn);
+            barrier_arrive(block.q_full);
+            if (item.q_head < 0) return;
+            claimed = claim(p);
+        }
+        const int list = item.q_head / (p.q_heads / p.kv_heads);
+#pragma unroll 1
         for (int tile = item.end_tile - 1; tile >= item.first_tile; tile--, n++) {
-            load(block.keys, k, n, tile, item.list);
+            load(block.keys, k, n, tile, list);
             if (tile == item.end_tile - 1) {
-                barrier_wait(block.q_empty, (items_done++ & 1) ^ 1);
+                tell(item, turn);
                 barrier_expect(block.q_full, Q_BYTES);
-#pragma unroll
+#pragma unroll 1
                 for (int slab = 0; slab < SLABS; slab++)
                     copy_box(block.q + slab * Q_SLAB_BYTES, q, block.q_full, 64 * slab, item.row0, item.q_head);
             }
-            load(block.values, v, n, tile, item.list);
+            if (tile == item.first_tile) claimed = claim(p);
+            load(block.values, v, n, tile, list);
         }
     }
 }
@@ -149,7 +174,9 @@ struct Consumer {
     const Problem &p;
     const Block &block;
     const int number;          // of this consumer
-    u32 n = 0, items_done = 0; // tiles and items so far
+    // Tiles and items so far. Each step takes `n` from one lane for all: otherwise descriptors, which follow from it, are
+    // worked out in each thread.
+    u32 n = 0, turn = 0;
     float factor;              // makes scores logits in units of log2; the sign of the scale is in the products
     float s[KEYS / 2];
     float o[HEAD_DIM / 2];
@@ -166,6 +193,16 @@ struct Consumer {
     // Lets the producer fill memory that this warp no longer reads.
     DEVICE void release(u32 barrier) const {
         if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+    }
+
+    // The next item, as long as there is one; its Q is there too.
+    DEVICE bool take(Item &item) {
+        barrier_wait(block.q_full, turn++ & 1);
+        u32 x[4];
+        load_chunk(x, block.item);
+        item = {int(x[0]), int(x[1]), int(x[2]), int(x[3])};
+        warp_sync(); // all have read: one may give it back for them
+        return item.q_head >= 0;
     }
 
     // Sends off s = q k^T of tile `n`.
@@ -273,8 +310,8 @@ struct Consumer {
 
     // The first tile of an item: nothing runs beside it.
     DEVICE void begin(const Item &item, int tile) {
+        n = shuffle_from(n, 0);
         under_way = false;
-        barrier_wait(block.q_full, items_done++ & 1);
         block.keys.wait_full(n);
         product_fence();
         send_scores();
@@ -284,6 +321,7 @@ struct Consumer {
     // A further tile: its softmax runs beside the second product of the tile before. That product is waited for in the
     // next step, behind the wait for keys: where nothing stands between, ptxas moves the wait before the softmax.
     template <bool Masked> DEVICE void step(const Item &item, int tile) {
+        n = shuffle_from(n, 0);
         block.keys.wait_full(n);
         block.values.wait_full(n - 1);
         settle_output();
@@ -298,6 +336,7 @@ struct Consumer {
 
     // The last second product.
     DEVICE void end() {
+        n = shuffle_from(n, 0);
         release(block.q_empty); // the last scores are there
         block.values.wait_full(n - 1);
         settle_output();
@@ -390,9 +429,9 @@ hopper_forward(ARGUMENT Problem p, ARGUMENT TensorMap q, ARGUMENT TensorMap k, A
         // The last in the row lets the first begin; a turn that is left over at an item's end serves the next.
         if (IN_TURN && consumer.number == CONSUMERS - 1) turn_pass(1, 256);
         Item item;
-        for (int round = 0; item_of(p, round, item); round++) {
+        while (consumer.take(item)) {
             consumer.clear();
-            if (item.first_tile < item.end_tile) consumer.consume(item);
+            item.first_tile < item.end_tile ? consumer.consume(item) : consumer.release(block.q_empty);
             consumer.store(item);
         }
     }

@@ -1,5 +1,8 @@
 //! `hopper` on a GPU of compute capability 9.0: `kernels/hopper.cu`.
 
+#[cfg(test)]
+mod schedule;
+
 use super::{Boxes, CudaKernel, Plan};
 use crate::attention::{AttentionError, Params, Shape, WorkspaceSize};
 use crate::device::cuda::{Launch, Limits, Program, Source};
@@ -12,9 +15,11 @@ const CAPABILITY: (i32, i32) = (9, 0);
 const WARPGROUP: usize = 128;
 /// Query rows of a consumer.
 const CONSUMER_ROWS: usize = 64;
-/// Shared memory of a block, the part of it that is kept for barriers, and the most tiles of keys in a ring.
+/// Shared memory of a block, the part of it that is kept for barriers and the item that consumers are told, that item,
+/// and the most tiles of keys in a ring.
 const SHARED_BYTES: usize = 227 * 1024;
 const RESERVED_BYTES: usize = 1024;
+const ITEM_BYTES: usize = 16;
 const MOST_STAGES: usize = 4;
 /// Kernels count blocks' items in 32 bits.
 const MOST_ITEMS: usize = 1 << 30;
@@ -54,7 +59,7 @@ impl Tiles {
         let (q_bytes, tile_bytes) = (self.rows() * head_dim * 2, self.keys * head_dim * 2);
         let stages = ((SHARED_BYTES - q_bytes - RESERVED_BYTES) / (2 * tile_bytes)).min(MOST_STAGES);
         let barriers = 2 + 4 * stages;
-        q_bytes + 2 * stages * tile_bytes + 8 * barriers
+        q_bytes + 2 * stages * tile_bytes + ITEM_BYTES + 8 * barriers
     }
 }
 
@@ -109,14 +114,14 @@ mod tests {
     fn a_variant_fits_a_multiprocessor() {
         let plain = |d| Params::new(d, false);
         let cases = [
-            (64, plain(64), [192, 128, 512, 155_792]),
-            (64, Params { softcap: Some(20.0), ..plain(64) }, [192, 112, 512, 139_408]),
-            (128, plain(128), [128, 176, 384, 213_072]),
-            (128, Params::new(128, true), [128, 128, 384, 229_488]),
-            (128, Params { window: Some(9), ..plain(128) }, [128, 128, 384, 229_488]),
-            (128, Params { softcap: Some(20.0), ..plain(128) }, [128, 128, 384, 229_488]),
-            (256, plain(256), [128, 80, 384, 229_456]),
-            (256, Params { softcap: Some(20.0), ..plain(256) }, [128, 64, 384, 196_688]),
+            (64, plain(64), [192, 128, 512, 155_808]),
+            (64, Params { softcap: Some(20.0), ..plain(64) }, [192, 112, 512, 139_424]),
+            (128, plain(128), [128, 176, 384, 213_088]),
+            (128, Params::new(128, true), [128, 128, 384, 229_504]),
+            (128, Params { window: Some(9), ..plain(128) }, [128, 128, 384, 229_504]),
+            (128, Params { softcap: Some(20.0), ..plain(128) }, [128, 128, 384, 229_504]),
+            (256, plain(256), [128, 80, 384, 229_472]),
+            (256, Params { softcap: Some(20.0), ..plain(256) }, [128, 64, 384, 196_704]),
         ];
         for (head_dim, params, expected) in cases {
             let plan = plan(head_dim, params);

@@ -28,6 +28,7 @@ const Case CASES[] = {
     {"causal", 1, 2, 1, 130, 130, true, 0, 0, 0, 1},
     {"causal, more keys", 1, 3, 1, 33, 150, true, 0, 0, 0, 1},
     {"causal, rows that see nothing", 1, 1, 1, 140, 70, true, 0, 0, 0, 1},
+    {"causal, tiles of rows that see nothing", 1, 2, 1, 330, 70, true, 0, 0, 0, 1},
     {"window", 2, 4, 2, 100, 200, true, 17, 0, 0, 1},
     {"window wider than a tile, not causal", 1, 1, 1, 70, 260, false, 70, 0, 0, 1},
     {"soft-cap, causal", 1, 2, 1, 65, 90, true, 0, 5, 0, 4},

@@ -256,6 +256,18 @@ inline void turn_wait(int name, int threads) {
     }
 }
 
+#define GLOBAL_COUNTER(name) u32 name
+inline u32 count_round(u32 *counter, u32 last) {
+    const u32 before = *counter;
+    *counter = before >= last ? 0 : before + 1;
+    return before;
+}
+
+inline void load_chunk(u32 (&x)[4], u32 shared) {
+    machine::aligned_16("ld.shared.v4", shared);
+    memcpy(x, machine::shared.get() + shared, 16);
+}
+
 inline u32 shuffle_xor(u32 x, int mask) {
     u32 y;
     machine::together([&](machine::Warp &w, int lane) { w.address[lane] = x; }, [](machine::Warp &) {},
