@@ -187,6 +187,7 @@ API cuMemcpyDtoDAsync_v2(uint64_t target, uint64_t source, size_t bytes, void *s
 }
 
 API cuMemcpyDtoD_v2(uint64_t target, uint64_t source, size_t bytes) {
+    BEGIN(context);
     return cuMemcpyDtoDAsync_v2(target, source, bytes, nullptr);
 }
 
@@ -200,5 +201,6 @@ API cuMemsetD8Async(uint64_t target, unsigned char value, size_t bytes, void *st
 }
 
 API cuMemsetD8_v2(uint64_t target, unsigned char value, size_t bytes) {
+    BEGIN(context);
     return cuMemsetD8Async(target, value, bytes, nullptr);
 }
