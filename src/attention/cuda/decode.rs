@@ -181,13 +181,15 @@ mod tests {
         let extents = (1usize..200_000, 1usize..4, 1usize..20, 1usize..40, 1usize..4, 1usize..=256);
         let window = proptest::option::of(1usize..20_000);
         let gpu = (1usize..200, prop_oneof![Just(99usize << 10), Just(163 << 10), Just(227 << 10)]);
-        (extents, window, gpu, any::<bool>()).prop_map(|(extents, window, (multiprocessors, block_shared_bytes), wide)| {
-            let (kv_len, batch, kv_heads, group, q_len, head_dim) = extents;
-            let shape = Shape { q_heads: kv_heads * group, kv_heads, kv_len, batch, q_len, head_dim };
-            let params = Params { window, ..Params::new(head_dim, true) };
-            let limits = Limits { capability: (8, 0), multiprocessors, block_shared_bytes };
-            (shape, params, if wide { DType::F32 } else { DType::Bf16 }, limits)
-        })
+        (extents, window, gpu, any::<bool>()).prop_map(
+            |(extents, window, (multiprocessors, block_shared_bytes), wide)| {
+                let (kv_len, batch, kv_heads, group, q_len, head_dim) = extents;
+                let shape = Shape { q_heads: kv_heads * group, kv_heads, kv_len, batch, q_len, head_dim };
+                let params = Params { window, ..Params::new(head_dim, true) };
+                let limits = Limits { capability: (8, 0), multiprocessors, block_shared_bytes };
+                (shape, params, if wide { DType::F32 } else { DType::Bf16 }, limits)
+            },
+        )
     }
 
     /// Keys of a list of `len` from where the first split begins to the last one that a query sees, as

@@ -228,6 +228,11 @@ impl Device {
         Ok(Module { module, functions: Mutex::default() })
     }
 
+    /// The stream on which everything runs.
+    pub(super) fn stream(&self) -> &Arc<CudaStream> {
+        &self.stream
+    }
+
     /// Makes the GPU's context that of this thread, as libraries beside the driver need it.
     pub(super) fn bind(&self) -> Result<(), CudaError> {
         self.context.bind_to_thread().map_err(doing("binding the GPU's context"))
@@ -253,7 +258,7 @@ impl Device {
     ///
     /// # Errors
     /// Those of `work`; [`CudaError::Driver`] when a kernel fails.
-    pub(crate) fn timed(&self, work: impl FnOnce() -> Result<(), CudaError>) -> Result<u64, CudaError> {
+    pub(crate) fn timed<E: From<CudaError>>(&self, work: impl FnOnce() -> Result<(), E>) -> Result<u64, E> {
         let timed = || self.stream.record_event(Some(CUevent_flags::CU_EVENT_DEFAULT));
         if let Some(sweep) = self.sweep.get() {
             self.begin(&sweep.ready, &[&sweep.stretch()])?;
@@ -286,7 +291,8 @@ impl Device {
         launches.iter().map(ready).collect()
     }
 
-    /// Begins the launches in order, each with the same arguments: inside [`Device::timed`], which waits for them.
+    /// Begins the launches in order, each with the same arguments. [`Device::timed`] waits for them, or whoever reads what
+    /// they write.
     ///
     /// # Errors
     /// [`CudaError::Driver`] when a launch fails.
@@ -296,7 +302,8 @@ impl Device {
             arguments.iter().for_each(|argument| argument.push(&mut builder));
             // SAFETY: the arguments are laid out as the kernel's parameters, and their buffers are as long as the kernel
             // takes them to be (`Argument`); kernels stay inside them (the emulation checks this under
-            // AddressSanitizer). They live until `timed` has waited.
+            // AddressSanitizer). They live until the kernel has ended: `timed` waits for it, and so does freeing memory (CUDA
+            // C++ Programming Guide, "Stream Ordered Memory Allocator": cudaFree synchronizes all streams).
             unsafe { builder.launch(*config) }.map_err(doing("launching a kernel"))?;
         }
         Ok(())
@@ -452,7 +459,8 @@ impl DeviceBuffer {
         unsafe { result::memcpy_dtoh_sync(target, self.address + start as u64) }.map_err(doing("copying from the GPU"))
     }
 
-    fn fits(&self, bytes: u64) -> Result<(), CudaError> {
+    /// Whether it has so many bytes.
+    pub(super) fn fits(&self, bytes: u64) -> Result<(), CudaError> {
         match bytes <= self.bytes() {
             true => Ok(()),
             false => Err(CudaError::Operand(format!("{bytes} bytes to copy, the buffer has {}", self.bytes()))),
