@@ -11,12 +11,14 @@
 //      Compiled and emulated; not timed on a GPU yet. Registers (sm_80, no spills): bf16 121 at D 64, 162 at 128, 206 at
 //      256; f32 with 16 rows 164 at D 128, 230 at 256, with 4 rows 78 and 114.
 //   3  Under a window the first split begins where the window does, so that all splits have keys. The merge has a block
-//      for each row: lanes weigh 32 splits at a time, and read their outputs four floats at a time.
+//      for each row: lanes weigh 32 splits at a time, and read their outputs four floats at a time. Keys of a step that
+//      do not lie in one page are looked up once each, a step ahead.
 //
 // Compile with -DELEMENT=F32|BF16|F16 -DHEAD_DIM=1..256 -DPAGE_TOKENS=tokens of a page, or 0 for contiguous tensors
 // -DWARPS -DSTAGES=of each warp's ring, 2 or more -DROWS=16 (f32: 4, 8 or 16). KEYS is 16 (f32: 8).
 //   decode_partial  grid (splits, ceil(G Lq / ROWS), B Hkv), 32 WARPS threads, shared memory: ROWS of Q, and for each warp
-//                   STAGES times KEYS rows of K and V
+//                   STAGES times KEYS rows of K and V; behind them 8 bytes for each key of a step of all warps, where pages
+//                   are no whole number of steps
 //   decode_merge    grid (B Hq Lq), 256 threads
 // `split_keys` is a multiple of WARPS KEYS. Both it and `splits` are run-time numbers: what is compiled fits every length.
 // `partials` holds [B Hkv, splits, G Lq] rows of D outputs, then as many pairs (maximum in units of log2, sum).
@@ -69,42 +71,51 @@ DEVICE float sum_of_warp(float x) {
 
 constexpr int PAGE_BYTES = PAGE_TOKENS * HEAD_BYTES;
 constexpr bool WHOLE_STEPS = PAGE_TOKENS % KEYS == 0; // the keys of a step lie in one page
+constexpr int PLACES_BYTES = WHOLE_STEPS ? 0 : WARPS * KEYS * 8; // where they do not: each one's place
 
 struct List {
     const Pages &pages;
     long long list;
     int len, end;
     long long behind; // values lie so far behind their keys
+    const unsigned char **places; // of a step's keys, where they do not lie in one page
     const unsigned char *now, *next;
-    int key0;
 
-    DEVICE List(const Problem &p, const Pages &pages, int list)
-        : pages(pages), list(list), len(most(0, least(pages.lens[list], p.kv_len))), behind(to_values(pages, PAGE_BYTES)) {}
+    DEVICE List(const Problem &p, const Pages &pages, int list, unsigned char *behind_rings)
+        : pages(pages), list(list), len(most(0, least(pages.lens[list], p.kv_len))), behind(to_values(pages, PAGE_BYTES)),
+          places(reinterpret_cast<const unsigned char **>(behind_rings) + threadIdx.x / 32 * KEYS), now(nullptr), next(nullptr) {}
 
     DEVICE const unsigned char *find(int key) const {
         return page_keys(pages, list, key / PAGE_TOKENS, PAGE_BYTES) + key % PAGE_TOKENS * HEAD_BYTES;
     }
 
-    // Begins to look where the keys from `key` on lie, if there are any.
+    // Begins to look where the keys from `key` on lie, if there are any: the first, or each lane its own.
     DEVICE void look_up(int key) {
-        if constexpr (WHOLE_STEPS)
-            if (key < end) next = find(key);
+        if constexpr (!WHOLE_STEPS) key += threadIdx.x % KEYS;
+        if (key < end) next = find(key);
     }
 
     // Goes to the keys from `key` on, which were looked up last; this warp's next ones are looked up.
     DEVICE void go_to(int key) {
-        now = next, key0 = key;
+        now = next;
+        if constexpr (!WHOLE_STEPS) {
+            warp_sync(); // all lanes have read the places of the step before
+            if (threadIdx.x % 32 < KEYS) places[threadIdx.x % 32] = now;
+            warp_sync();
+        }
         look_up(key + WARPS * KEYS);
     }
 
     DEVICE const unsigned char *key(int row) const {
         if constexpr (WHOLE_STEPS) return row_at(now, row);
-        return find(key0 + row);
+        return places[row];
     }
     DEVICE const unsigned char *value(int row) const { return key(row) + behind; }
 };
 #else
 #define OPERANDS ARGUMENT Problem p
+
+constexpr int PLACES_BYTES = 0;
 
 struct List {
     const unsigned char *k, *v;
@@ -129,7 +140,7 @@ KERNEL(32 * WARPS) decode_partial(OPERANDS) {
     const int rows = p.q_heads / p.kv_heads * p.q_len;
     const u32 q_tile = shared_address(memory), ring = q_tile + ROWS * ROW_BYTES + warp * RING_BYTES;
 #if PAGE_TOKENS
-    List kv(p, pages, list);
+    List kv(p, pages, list, memory + ROWS * ROW_BYTES + WARPS * RING_BYTES);
 #else
     List kv(p, list);
 #endif

@@ -60,7 +60,7 @@ fn plan(
 ) -> Result<Plan, AttentionError> {
     let head_dim = shape.head_dim;
     strip_takes(Decode.name(), head_dim)?;
-    let Tiling { rows, warps, stages, shared_bytes, grid } = Tiling::new(shape, dtype, limits);
+    let Tiling { rows, warps, stages, shared_bytes, grid } = Tiling::new(shape, dtype, limits, page_tokens);
     let Splits { splits, split_keys } = grid.splits(seen(shape, params, dtype));
     let [row_tiles, lists] = grid.rest;
     let partial = Launch {
@@ -79,10 +79,16 @@ fn plan(
     Ok(plan)
 }
 
-/// Scratch memory for every step over lists of at most `shape.kv_len` tokens, however long they are: a shorter list may be
-/// cut into more splits.
-pub(crate) fn step_workspace(shape: &Shape, params: &Params, dtype: DType, limits: &Limits) -> WorkspaceSize {
-    let most = Tiling::new(shape, dtype, limits).grid.most_splits(seen(shape, params, dtype));
+/// Scratch memory for every step over lists of at most `shape.kv_len` tokens in pages of `page_tokens`, however long they
+/// are: a shorter list may be cut into more splits.
+pub(crate) fn step_workspace(
+    shape: &Shape,
+    params: &Params,
+    dtype: DType,
+    limits: &Limits,
+    page_tokens: usize,
+) -> WorkspaceSize {
+    let most = Tiling::new(shape, dtype, limits, page_tokens).grid.most_splits(seen(shape, params, dtype));
     WorkspaceSize { scores: 0, scratch: most * shape.rows() * (shape.head_dim + 2) }
 }
 
@@ -113,10 +119,13 @@ struct Tiling {
 }
 
 impl Tiling {
-    fn new(shape: &Shape, dtype: DType, limits: &Limits) -> Self {
+    fn new(shape: &Shape, dtype: DType, limits: &Limits, page_tokens: usize) -> Self {
         let all_rows = shape.group() * shape.q_len;
         let (rows, keys) = tile(all_rows, dtype);
-        let bytes = |(warps, stages)| (rows + warps * stages * 2 * keys) * row_bytes(shape.head_dim, dtype);
+        // Where the keys of a step do not lie in one page, each one's place is held.
+        let places = if page_tokens.is_multiple_of(keys) { 0 } else { 8 * keys };
+        let bytes =
+            |(warps, stages)| (rows + warps * stages * 2 * keys) * row_bytes(shape.head_dim, dtype) + warps * places;
         let (warps, stages) = limits.roomiest(&RINGS, bytes);
         let shared_bytes = bytes((warps, stages));
         let each = limits.blocks_each(shared_bytes).clamp(1, BLOCKS_EACH);
@@ -228,7 +237,7 @@ mod tests {
             let params = Params { window: None, ..params };
             let shape = Shape { kv_len: shape.kv_len + 400 * limits.multiprocessors * MOST_WAVES, ..shape };
             let plan = Decode.plan(&shape, &params, dtype, &limits).unwrap();
-            let grid = Tiling::new(&shape, dtype, &limits).grid;
+            let grid = Tiling::new(&shape, dtype, &limits, 0).grid;
             let blocks: usize = plan.launches[0].grid.iter().product();
             let waves = blocks.div_ceil(grid.slots);
             let keys = shape.kv_len * grid.rest.iter().product::<usize>();
@@ -241,7 +250,7 @@ mod tests {
         fn scratch_for_the_longest_list_fits_every_other((shape, params, dtype, limits) in problems(), part in 0.0f64..1.0) {
             let shorter = Shape { kv_len: ((shape.kv_len as f64 * part) as usize).max(1), ..shape };
             let needed = Decode.plan(&shorter, &params, dtype, &limits).unwrap().workspace;
-            prop_assert!(step_workspace(&shape, &params, dtype, &limits).scratch >= needed.scratch);
+            prop_assert!(step_workspace(&shape, &params, dtype, &limits, 0).scratch >= needed.scratch);
         }
     }
 

@@ -66,7 +66,7 @@ impl Attend {
         let longest = attended(config, 1, most);
         let steps =
             plans(config, runtime, |params| Ok(decode_paged(&longest, params, dtype, device.limits(), PAGE_TOKENS)?))?;
-        let room = |layer| step_workspace(&longest, &params(config, layer), dtype, device.limits());
+        let room = |layer| step_workspace(&longest, &params(config, layer), dtype, device.limits(), PAGE_TOKENS);
         let roomiest = (0..config.layers).map(room).max_by_key(|size| size.scratch).unwrap_or_default();
         let rows = setup.chunk_tokens.min(most);
         let kernel = cuda_kernel(setup.kernel)?;

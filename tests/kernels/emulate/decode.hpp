@@ -56,7 +56,7 @@ void run(Problem p) {
     const int rows = p.q_heads / p.kv_heads * p.q_len;
     const Dim3 grid{unsigned(p.splits), blocks(rows, ROWS), unsigned(p.batch * p.kv_heads)};
     const Dim3 merge{unsigned(p.batch * p.q_heads * p.q_len), 1, 1};
-    const size_t shared_bytes = ROWS * ROW_BYTES + WARPS * RING_BYTES;
+    const size_t shared_bytes = ROWS * ROW_BYTES + WARPS * RING_BYTES + PLACES_BYTES;
 #if PAGE_TOKENS
     p.k = p.v = nullptr;
     machine::launch(grid, THREADS, shared_bytes, [&] { decode_partial(p, in_pages); });
