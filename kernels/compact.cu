@@ -14,6 +14,7 @@
 //   append_tokens   grid (ceil(count / 32), lists), 128 threads; the lists' lengths already count the new tokens
 //   keep_slots      grid (lists, 5), 256 threads: keys, values, positions, attention, origins
 //   move_pages      grid (pages, 2), 128 threads: keys, values
+//   change_table    grid (ceil(count / 256)), 256 threads
 //   turn_keys       grid (ceil(newest / 32), lists), 128 threads
 //   turn_queries    grid (ceil(count / 32), query heads), 128 threads
 //   add_columns     grid (ceil(width / 256), lists), 256 threads
@@ -39,6 +40,13 @@ struct Keeping {
 
 struct Moves {
     const u32 *from, *to; // numbers of pages
+};
+
+// Places of the page table, and the pages that they get.
+struct Changes {
+    const u32 *places, *pages; // [count]
+    int count;
+    int unused;
 };
 
 // Keys that turn: so many at the end of each list.
@@ -173,6 +181,11 @@ KERNEL(128) move_pages(ARGUMENT Lists l, ARGUMENT Moves m) {
     const Unit *const from = units_of(m.from[blockIdx.x]);
     Unit *const to = units_of(m.to[blockIdx.x]);
     for (int i = threadIdx.x; i < g.page_tokens * UNITS; i += 128) to[i] = from[i];
+}
+
+KERNEL(256) change_table(ARGUMENT Lists l, ARGUMENT Changes c) {
+    const int i = blockIdx.x * 256 + threadIdx.x;
+    if (i < c.count) const_cast<u32 *>(l.pages.table)[c.places[i]] = c.pages[i]; // it is memory that may be written
 }
 
 // A warp for each key.

@@ -10,13 +10,17 @@
 //      and where a warp's keys lie in one page it is looked up once, a step ahead.
 //      Compiled and emulated; not timed on a GPU yet. Registers (sm_80, no spills): bf16 121 at D 64, 162 at 128, 206 at
 //      256; f32 with 16 rows 164 at D 128, 230 at 256, with 4 rows 78 and 114.
+//   3  Under a window the first split begins where the window does, so that all splits have keys. The merge has a block
+//      for each row: lanes weigh 32 splits at a time, and read their outputs four floats at a time. Keys of a step that
+//      do not lie in one page are looked up once each, a step ahead.
 //
 // Compile with -DELEMENT=F32|BF16|F16 -DHEAD_DIM=1..256 -DPAGE_TOKENS=tokens of a page, or 0 for contiguous tensors
 // -DWARPS -DSTAGES=of each warp's ring, 2 or more -DROWS=16 (f32: 4, 8 or 16). KEYS is 16 (f32: 8).
 //   decode_partial  grid (splits, ceil(G Lq / ROWS), B Hkv), 32 WARPS threads, shared memory: ROWS of Q, and for each warp
-//                   STAGES times KEYS rows of K and V
-//   decode_merge    grid (ceil(B Hq Lq / 4)), 128 threads
-// `split_keys` is a multiple of WARPS KEYS.
+//                   STAGES times KEYS rows of K and V; behind them 8 bytes for each key of a step of all warps, where pages
+//                   are no whole number of steps
+//   decode_merge    grid (B Hq Lq), 256 threads
+// `split_keys` is a multiple of WARPS KEYS. Both it and `splits` are run-time numbers: what is compiled fits every length.
 // `partials` holds [B Hkv, splits, G Lq] rows of D outputs, then as many pairs (maximum in units of log2, sum).
 #include "pages.cuh"
 #include "rows.cuh"
@@ -28,11 +32,38 @@
 
 namespace {
 
-constexpr int THREADS = 32 * WARPS, KEYS = ELEMENT == F32 ? 8 : 16, MERGE_WARPS = 4;
+constexpr int THREADS = 32 * WARPS, KEYS = ELEMENT == F32 ? 8 : 16, MERGE_WARPS = 8;
 constexpr int TILE_BYTES = KEYS * ROW_BYTES;
 constexpr int RING_BYTES = STAGES * 2 * TILE_BYTES; // of one warp
 static_assert(ROWS * (WIDTH + 2) * 4 <= RING_BYTES, "a warp's partial result takes the place of its ring");
 constexpr bool Q_KEPT = ELEMENT != F32 && WIDTH <= 128;
+
+// What a lane of the merge has of a row: as many floats as it can read at once.
+constexpr int PART_FLOATS = HEAD_DIM % 4 == 0 && HEAD_DIM > 64 ? 4 : HEAD_DIM % 2 == 0 && HEAD_DIM > 32 ? 2 : 1;
+constexpr int PARTS = (HEAD_DIM + 32 * PART_FLOATS - 1) / (32 * PART_FLOATS);
+
+struct alignas(4 * PART_FLOATS) Part {
+    float x[PART_FLOATS];
+
+    DEVICE static Part at(const float *row) { return *reinterpret_cast<const Part *>(row); }
+    DEVICE void scale(float factor) {
+#pragma unroll
+        for (int i = 0; i < PART_FLOATS; i++) x[i] *= factor;
+    }
+    DEVICE void add(float factor, const Part &other) {
+#pragma unroll
+        for (int i = 0; i < PART_FLOATS; i++) x[i] += factor * other.x[i];
+    }
+};
+
+DEVICE float largest_of_warp(float x) {
+    for (int mask = 16; mask; mask /= 2) x = larger(x, shuffle_xor(x, mask));
+    return x;
+}
+DEVICE float sum_of_warp(float x) {
+    for (int mask = 16; mask; mask /= 2) x += shuffle_xor(x, mask);
+    return x;
+}
 
 // Where the keys and values of one list lie.
 #if PAGE_TOKENS
@@ -40,42 +71,51 @@ constexpr bool Q_KEPT = ELEMENT != F32 && WIDTH <= 128;
 
 constexpr int PAGE_BYTES = PAGE_TOKENS * HEAD_BYTES;
 constexpr bool WHOLE_STEPS = PAGE_TOKENS % KEYS == 0; // the keys of a step lie in one page
+constexpr int PLACES_BYTES = WHOLE_STEPS ? 0 : WARPS * KEYS * 8; // where they do not: each one's place
 
 struct List {
     const Pages &pages;
     long long list;
     int len, end;
     long long behind; // values lie so far behind their keys
+    const unsigned char **places; // of a step's keys, where they do not lie in one page
     const unsigned char *now, *next;
-    int key0;
 
-    DEVICE List(const Problem &p, const Pages &pages, int list)
-        : pages(pages), list(list), len(most(0, least(pages.lens[list], p.kv_len))), behind(to_values(pages, PAGE_BYTES)) {}
+    DEVICE List(const Problem &p, const Pages &pages, int list, unsigned char *behind_rings)
+        : pages(pages), list(list), len(most(0, least(pages.lens[list], p.kv_len))), behind(to_values(pages, PAGE_BYTES)),
+          places(reinterpret_cast<const unsigned char **>(behind_rings) + threadIdx.x / 32 * KEYS), now(nullptr), next(nullptr) {}
 
     DEVICE const unsigned char *find(int key) const {
         return page_keys(pages, list, key / PAGE_TOKENS, PAGE_BYTES) + key % PAGE_TOKENS * HEAD_BYTES;
     }
 
-    // Begins to look where the keys from `key` on lie, if there are any.
+    // Begins to look where the keys from `key` on lie, if there are any: the first, or each lane its own.
     DEVICE void look_up(int key) {
-        if constexpr (WHOLE_STEPS)
-            if (key < end) next = find(key);
+        if constexpr (!WHOLE_STEPS) key += threadIdx.x % KEYS;
+        if (key < end) next = find(key);
     }
 
     // Goes to the keys from `key` on, which were looked up last; this warp's next ones are looked up.
     DEVICE void go_to(int key) {
-        now = next, key0 = key;
+        now = next;
+        if constexpr (!WHOLE_STEPS) {
+            warp_sync(); // all lanes have read the places of the step before
+            if (threadIdx.x % 32 < KEYS) places[threadIdx.x % 32] = now;
+            warp_sync();
+        }
         look_up(key + WARPS * KEYS);
     }
 
     DEVICE const unsigned char *key(int row) const {
         if constexpr (WHOLE_STEPS) return row_at(now, row);
-        return find(key0 + row);
+        return places[row];
     }
     DEVICE const unsigned char *value(int row) const { return key(row) + behind; }
 };
 #else
 #define OPERANDS ARGUMENT Problem p
+
+constexpr int PLACES_BYTES = 0;
 
 struct List {
     const unsigned char *k, *v;
@@ -100,7 +140,7 @@ KERNEL(32 * WARPS) decode_partial(OPERANDS) {
     const int rows = p.q_heads / p.kv_heads * p.q_len;
     const u32 q_tile = shared_address(memory), ring = q_tile + ROWS * ROW_BYTES + warp * RING_BYTES;
 #if PAGE_TOKENS
-    List kv(p, pages, list);
+    List kv(p, pages, list, memory + ROWS * ROW_BYTES + WARPS * RING_BYTES);
 #else
     List kv(p, list);
 #endif
@@ -115,8 +155,9 @@ KERNEL(32 * WARPS) decode_partial(OPERANDS) {
     const Queries<ROWS, Q_KEPT> queries(q_tile, 0, logits);
 
     const Span of_first = visible(p, 0, kv.len), of_last = visible(p, p.q_len - 1, kv.len);
-    const int begin = most(of_first.first / KEYS * KEYS, split * p.split_keys) + warp * KEYS;
-    const int end = least(of_last.end, least(p.kv_len, (split + 1) * p.split_keys));
+    // Splits begin at the first key that any row sees, or a step's alignment before it.
+    const int start = of_first.first / KEYS * KEYS + split * p.split_keys;
+    const int begin = start + warp * KEYS, end = least(of_last.end, start + p.split_keys);
     const int steps = begin < end ? (end - begin + WARPS * KEYS - 1) / (WARPS * KEYS) : 0;
     Strip<ROWS, KEYS> strip;
     Span seen[strip.SLOTS];
@@ -192,28 +233,63 @@ KERNEL(32 * WARPS) decode_partial(OPERANDS) {
     }
 }
 
-// One warp for each row of the output.
-KERNEL(128) decode_merge(OPERANDS) {
-    const long long row = (long long)blockIdx.x * MERGE_WARPS + threadIdx.x / 32;
-    const int lane = threadIdx.x % 32, rows = p.q_heads / p.kv_heads * p.q_len;
-    const long long lists = (long long)p.batch * p.kv_heads;
-    if (row >= lists * rows) return;
-    const long long first = row / rows * p.splits * rows + row % rows; // its row of the first split
-    const float *const states = p.partials + lists * p.splits * rows * HEAD_DIM;
-    float top = minus_infinity(), sum = 0.0f, o[WIDTH / 32] = {};
-    for (int split = 0; split < p.splits; split++) top = larger(top, states[2 * (first + (long long)split * rows)]);
-    const float base = top == minus_infinity() ? 0.0f : top;
-    for (int split = 0; split < p.splits; split++) {
+// A block for each row of the output. Its warps take splits in turn: each lane weighs one of 32, then all lanes add up the
+// rows of these.
+KERNEL(32 * MERGE_WARPS) decode_merge(OPERANDS) {
+    __shared__ float states_of[MERGE_WARPS][2], outputs_of[MERGE_WARPS][HEAD_DIM];
+    const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, row = blockIdx.x;
+    const int rows = p.q_heads / p.kv_heads * p.q_len;
+    const long long all_rows = (long long)p.batch * p.kv_heads * rows;
+    const long long first = (long long)(row / rows) * p.splits * rows + row % rows; // its row of the first split
+    const float *const states = p.partials + all_rows * p.splits * HEAD_DIM;
+    float top = minus_infinity(), sum = 0.0f; // `sum` is this lane's share
+    Part o[PARTS] = {};
+    for (int start = warp; start < p.splits; start += 32 * MERGE_WARPS) {
+        const int split = start + lane * MERGE_WARPS;
         const long long at = first + (long long)split * rows;
-        const float weight = exp2_fast(states[2 * at] - base);
-        sum += weight * states[2 * at + 1];
+        const bool is_there = split < p.splits;
+        const float own_top = is_there ? states[2 * at] : minus_infinity();
+        const float new_top = larger(top, largest_of_warp(own_top));
+        const float base = new_top == minus_infinity() ? 0.0f : new_top;
+        const float fade = exp2_fast(top - base), weight = exp2_fast(own_top - base);
+        top = new_top;
+        sum = sum * fade + (is_there ? weight * states[2 * at + 1] : 0.0f);
 #pragma unroll
-        for (int i = 0; i < WIDTH / 32; i++)
-            if (lane + 32 * i < HEAD_DIM) o[i] += weight * p.partials[at * HEAD_DIM + lane + 32 * i];
+        for (int i = 0; i < PARTS; i++) o[i].scale(fade);
+        const int count = least(32, (p.splits - start + MERGE_WARPS - 1) / MERGE_WARPS);
+#pragma unroll 4
+        for (int other = 0; other < count; other++) {
+            const float factor = shuffle(weight, other);
+            const float *const partial = p.partials + (first + (long long)(start + other * MERGE_WARPS) * rows) * HEAD_DIM;
+#pragma unroll
+            for (int i = 0; i < PARTS; i++)
+                if (const int d = (lane + 32 * i) * PART_FLOATS; d < HEAD_DIM) o[i].add(factor, Part::at(partial + d));
+        }
+    }
+    sum = sum_of_warp(sum);
+    if (lane == 0) states_of[warp][0] = top, states_of[warp][1] = sum;
+#pragma unroll
+    for (int i = 0; i < PARTS; i++)
+#pragma unroll
+        for (int j = 0; j < PART_FLOATS; j++)
+            if (const int d = (lane + 32 * i) * PART_FLOATS + j; d < HEAD_DIM) outputs_of[warp][d] = o[i].x[j];
+    block_sync();
+
+    top = minus_infinity(), sum = 0.0f;
+#pragma unroll
+    for (int w = 0; w < MERGE_WARPS; w++) top = larger(top, states_of[w][0]);
+    float weights[MERGE_WARPS];
+#pragma unroll
+    for (int w = 0; w < MERGE_WARPS; w++) {
+        weights[w] = exp2_fast(states_of[w][0] - (top == minus_infinity() ? 0.0f : top));
+        sum += weights[w] * states_of[w][1];
     }
     const float factor = sum > 0.0f ? 1.0f / sum : 0.0f;
+    for (int d = thread; d < HEAD_DIM; d += 32 * MERGE_WARPS) {
+        float all = 0.0f;
 #pragma unroll
-    for (int i = 0; i < WIDTH / 32; i++)
-        if (lane + 32 * i < HEAD_DIM) store<ELEMENT>(p.o, row * HEAD_DIM + lane + 32 * i, o[i] * factor);
-    if (lane == 0) p.lse[row] = sum > 0.0f ? (top + log2_fast(sum)) * LN_2 : minus_infinity();
+        for (int w = 0; w < MERGE_WARPS; w++) all += weights[w] * outputs_of[w][d];
+        store<ELEMENT>(p.o, (long long)row * HEAD_DIM + d, all * factor);
+    }
+    if (thread == 0) p.lse[row] = sum > 0.0f ? (top + log2_fast(sum)) * LN_2 : minus_infinity();
 }

@@ -4,8 +4,10 @@
 //
 // Versions
 //   1  One read of the rows, element by element: not vectorised. Not timed on a GPU yet.
+//   2  Anchors are joined once for each list, and not by every block that compares keys with them.
 //
-// Compile with -DELEMENT=F32|BF16|F16 -DHEAD_DIM=1..256. Each has the grid (ceil(width / 32), lists) and 128 threads.
+// Compile with -DELEMENT=F32|BF16|F16 -DHEAD_DIM=1..256. Each has the grid (ceil(width / 32), lists) and 128 threads, but
+// anchor_join: (lists), 1024.
 //   score_positions    the position
 //   score_copy         attention received so far
 //   score_age          score / queries that saw the token
@@ -14,7 +16,8 @@
 //   score_pool         pooled along the sequence, from `raw`; zeros behind `judged` slots
 //   score_over_heads   the mean over the heads of a sequence, from `raw`
 //   anchor_sum         sum of k / |k| over 32 rows, to `raw` [lists, ceil(width / 32), D]
-//   score_unlike       -cos(k, sum of all of these)
+//   anchor_join        the sum of these over a list, in place of its first
+//   score_unlike       -cos(k, that sum)
 #include "lists.cuh"
 
 struct Scoring {
@@ -148,15 +151,25 @@ KERNEL(128) anchor_sum(ARGUMENT Lists l, ARGUMENT Scoring s) {
     }
 }
 
-KERNEL(128) score_unlike(ARGUMENT Lists l, ARGUMENT Scoring s) {
-    __shared__ float anchor[HEAD_DIM];
-    const float *const parts = s.raw + (long long)blockIdx.y * gridDim.x * HEAD_DIM;
-    for (int d = threadIdx.x; d < HEAD_DIM; d += THREADS) {
-        float all = 0.0f;
-        for (int part = 0; part < int(gridDim.x); part++) all += parts[(long long)part * HEAD_DIM + d];
-        anchor[d] = all;
-    }
+KERNEL(1024) anchor_join(ARGUMENT Lists l, ARGUMENT Scoring s) {
+    constexpr int LANES = 32 * PARTS, TEAMS = 1024 / LANES; // a team of threads has a part's elements, and every TEAMS-th part
+    __shared__ float sums[TEAMS][LANES];
+    const int list = blockIdx.x, team = threadIdx.x / LANES, d = threadIdx.x % LANES;
+    float *const parts = s.raw + (long long)list * ((s.width + ROWS - 1) / ROWS) * HEAD_DIM;
+    const int count = (l.pages.lens[list] + ROWS - 1) / ROWS;
+    float sum = 0.0f;
+    if (d < HEAD_DIM)
+#pragma unroll 8
+        for (int part = team; part < count; part += TEAMS) sum += parts[(long long)part * HEAD_DIM + d];
+    if (team < TEAMS) sums[team][d] = sum;
     block_sync();
+    if (team > 0 || d >= HEAD_DIM) return;
+    for (int other = 1; other < TEAMS; other++) sum += sums[other][d];
+    parts[d] = sum;
+}
+
+KERNEL(128) score_unlike(ARGUMENT Lists l, ARGUMENT Scoring s) {
+    const float *const anchor = s.raw + (long long)blockIdx.y * gridDim.x * HEAD_DIM;
     Row mean;
 #pragma unroll
     for (int i = 0; i < PARTS; i++) {

@@ -11,7 +11,7 @@
 //
 // Compile with any -DELEMENT and -DHEAD_DIM.
 //   score_bounds   grid (lists), 1024 threads: the largest score of a list and its first slot whose score is no number
-//   score_protect  grid (ceil(stride / 256), lists), 256 threads: protected tokens above all others
+//   score_protect  grid (ceil(longest / 256), lists), 256 threads: protected tokens above all others, by the largest scores
 //   select_best    grid (lists), 1024 threads
 //   let_leave      grid (ceil(longest / 256), lists), 256 threads: the slot that has left the latest ones goes
 #include "lists.cuh"
@@ -22,10 +22,11 @@ struct Choice {
     u32 *slots;         // [lists, width]: those that stay, ascending
     float *best_lost;   // [lists]: the best score that is lost; minus infinity where none is
     float *tops;        // [lists]: the largest score
-    int *found;         // [lists]: a slot that was looked for; -1 where there is none
+    int *wrong;         // [lists]: the first slot whose score is no number; -1 where there is none
+    int *gone;          // [lists]: the slot that goes; -1 where none does
     int width;
     int sink, recent;   // protected: positions before `sink`, and the latest `recent` slots
-    float highest;      // the largest score of all lists
+    int lists;
 };
 
 namespace {
@@ -63,15 +64,23 @@ KERNEL(1024) score_bounds(ARGUMENT Lists l, ARGUMENT Choice c) {
             wrong[thread] = least(wrong[thread], wrong[thread + half]);
         }
     }
-    if (thread == 0) c.tops[list] = tops[0], c.found[list] = wrong[0] < len ? wrong[0] : -1;
+    if (thread == 0) c.tops[list] = tops[0], c.wrong[list] = wrong[0] < len ? wrong[0] : -1;
 }
 
 KERNEL(256) score_protect(ARGUMENT Lists l, ARGUMENT Choice c) {
+    __shared__ float tops[8];
     const int slot = blockIdx.x * 256 + threadIdx.x, list = blockIdx.y, len = l.pages.lens[list];
+    float highest = minus_infinity(); // of all lists
+    for (int other = threadIdx.x; other < c.lists; other += 256) highest = larger(highest, c.tops[other]);
+    for (int mask = 16; mask; mask /= 2) highest = larger(highest, shuffle_xor(highest, mask));
+    if (threadIdx.x % 32 == 0) tops[threadIdx.x / 32] = highest;
+    block_sync();
+    for (int warp = 0; warp < 8; warp++) highest = larger(highest, tops[warp]);
     if (slot >= len) return;
     float *const score = c.scores + (long long)list * c.width + slot;
-    if (slot >= len - c.recent) *score = c.highest + 1.0f;
-    if (origin_of(l, list, slot) < c.sink) *score = c.highest + 2.0f;
+    if (!is_number(*score)) return; // the host will tell of it
+    if (slot >= len - c.recent) *score = highest + 1.0f;
+    if (origin_of(l, list, slot) < c.sink) *score = highest + 2.0f;
 }
 
 KERNEL(1024) select_best(ARGUMENT Lists l, ARGUMENT Choice c) {
@@ -136,7 +145,7 @@ KERNEL(256) let_leave(ARGUMENT Lists l, ARGUMENT Choice c) {
     const int leaving = len - c.recent - 1;
     const float *const scores = c.scores + (long long)list * c.width;
     const bool goes = leaving >= 0 && !(scores[leaving] > c.best_lost[list]);
-    if (slot == 0) c.found[list] = goes ? leaving : -1;
+    if (slot == 0) c.gone[list] = goes ? leaving : -1;
     if (slot >= len || (goes && slot == leaving)) return;
     c.slots[(long long)list * c.width + slot - (goes && slot > leaving)] = slot;
 }

@@ -13,6 +13,7 @@ use kvsieve::model::{Decoder, Eviction, Model, Sampler, Sampling, Setup, generat
 use kvsieve::policy::Registry;
 use kvsieve::tensor::DType;
 use safetensors::SafeTensors;
+use std::collections::BTreeMap;
 
 fn setup(chunk_tokens: usize) -> Setup<'static> {
     Setup {
@@ -227,4 +228,77 @@ fn cuda_commands_report_what_they_report_on_the_cpu() {
     let refused =
         command.args(generate).args(["--device", "cuda", "--policy", "knorm+merge", "--budget", "4"]).assert().code(2);
     refused.stderr(predicates::str::contains("losers are only dropped on CUDA"));
+}
+
+/// Calls of the driver by function, and launches by kernel, of a process in which a model writes `new_tokens`: as the
+/// emulated device counts them.
+fn driver_calls(policy: &[&str], new_tokens: usize) -> BTreeMap<String, i64> {
+    let folder = tempfile::tempdir().unwrap();
+    let (counts, most) = (folder.path().join("counts"), new_tokens.to_string());
+    let prompt: Vec<String> = (0..24).map(|word| format!("w{}", 7 + 11 * word % 97)).collect();
+    let mut command = Command::cargo_bin("kvsieve").unwrap();
+    command.env("KVSIEVE_EMULATED_COUNT", &counts).args(["generate", "--model", "tests/models/llama", "--prompt"]);
+    command.arg(prompt.join(" ")).args(["--max-new-tokens", &most, "--device", "cuda", "--json", "-"]).args(policy);
+    let report: serde_json::Value = serde_json::from_slice(&command.assert().success().get_output().stdout).unwrap();
+    assert_eq!(report["tokens"].as_array().unwrap().len(), new_tokens, "{policy:?} ended early: {report}");
+    let text = std::fs::read_to_string(counts).unwrap();
+    let counted = text.lines().map(|line| line.rsplit_once(' ').unwrap());
+    counted.map(|(name, count)| (name.to_string(), count.parse().unwrap())).collect()
+}
+
+/// What 16 tokens more cost. Every call of the driver is held: there are these, no memory is taken, cleared, given back or
+/// asked for, no function told anything, and no event made.
+#[test]
+#[ignore = "needs the emulated device (tests/kernels/emulate/device.py)"]
+fn cuda_tokens_take_no_memory_and_wait_once() {
+    let runtime = Runtime::open(0, None).unwrap();
+    // A GPU does not count its calls, and the emulated cuBLAS copies matrices to the host.
+    if !runtime.device().name().contains("emulated") || runtime.cublas().is_some() {
+        return;
+    }
+    const FEW: usize = 10;
+    const MORE: usize = 16;
+    let budget = |policy| vec!["--policy", policy, "--budget", "16"];
+    // Of each token 19 launches in each of two layers, and 3 besides. Lists that pass a page change the table once; those
+    // that pass one and come back do so at every token.
+    let plain = 2 * 19 + 3;
+    // Scores, their bounds, the protected, the choice, and what is kept.
+    let judged = 5;
+    // Of all these tokens: copies to the GPU besides those of the step, copies from it, scores that are waited for in the
+    // middle of a judgement, launches.
+    let cases = [
+        (vec![], [0, 0, 0, 16 * plain + 1]),
+        (budget("snapkv:window=4,kernel=3+once"), [0, 0, 0, 16 * plain + 1]),
+        (budget("streaming-llm:sink=4"), [32, 16, 0, 16 * (plain + judged + 1)]),
+        // Attention that tokens receive, in each layer.
+        (budget("h2o"), [32, 16, 0, 16 * (plain + 2 * 2 + judged + 1)]),
+        (budget("h2o+rerotate"), [32, 16, 0, 16 * (plain + 2 * (2 + 2) + judged + 1 + 1)]),
+        // The query and its log-sum-exp are held in each layer, and taken together; then the mean over heads.
+        (budget("tova"), [32, 16, 0, 16 * (plain + 2 * 2 + 2 + judged + 1 + 1)]),
+        (budget("dms:window=4"), [32, 16, 0, 16 * (plain + judged) + 1]),
+        (budget("knorm+every:steps=4"), [8, 4, 0, 16 * plain + 4 * (judged + 1)]),
+        // Its budget is divided by scores.
+        (budget("knorm+ada+every:steps=4"), [8, 4, 8, 16 * plain + 4 * (judged + 1)]),
+    ];
+    for (policy, [writes, reads, scores, launches]) in cases {
+        let mut more = driver_calls(&policy, FEW + MORE);
+        for (name, count) in driver_calls(&policy, FEW) {
+            *more.entry(name).or_default() -= count;
+        }
+        let counted = more.into_iter().filter(|(name, count)| *count != 0 && name != "cuCtxGetCurrent");
+        let (kernels, calls): (BTreeMap<_, _>, BTreeMap<_, _>) =
+            counted.partition(|(name, _)| name.starts_with("launch "));
+        let expected = [
+            ("cuStreamSynchronize", 16),
+            // Tokens with their angles, and the lengths of lists with changes of the page table.
+            ("cuMemcpyHtoDAsync_v2", 32 + writes),
+            // Logits.
+            ("cuMemcpyDtoHAsync_v2", 16 + reads),
+            ("cuMemcpyDtoH_v2", scores),
+            ("cuLaunchKernel", launches),
+        ];
+        let expected = expected.into_iter().filter(|&(_, count)| count > 0);
+        let expected: BTreeMap<String, i64> = expected.map(|(name, count)| (name.into(), count)).collect();
+        assert_eq!(calls, expected, "{policy:?}: {kernels:#?}");
+    }
 }

@@ -229,3 +229,34 @@ fn cuda_caches_grow_shrink_and_give_slabs_back() {
         assert_eq!(there.cache.read_positions().unwrap()[list].last(), Some(&132));
     }
 }
+
+/// A list that grows by a page and shrinks again with every token takes and gives back no slab.
+#[test]
+#[ignore = "cuda: needs a GPU and NVRTC"]
+fn cuda_caches_keep_the_slabs_of_the_next_token() {
+    let (runtime, cpu) = (Runtime::open(0, None).unwrap(), Cpu::new(Some(2)).unwrap());
+    let shape = Shape { batch: 1, q_heads: 4, kv_heads: 4, q_len: 1, kv_len: 300, head_dim: 8 };
+    let problem = Problem::new(&runtime, shape, Params::new(8, true), 1, DType::Bf16);
+    // 4 lists of 256 tokens: 64 pages, which are a slab.
+    let (device, arena) = (runtime.device(), Arena::unlimited());
+    let mut cache = problem.on_gpu("streaming-llm:sink=4", 256, &cpu, &runtime, &arena, None).cache;
+    let numbers = |numbers: Vec<u32>| {
+        let mut buffer = device.alloc(&problem.inputs, Label::Policy, 4 * numbers.len() as u64).unwrap();
+        buffer.write(bytemuck::cast_slice(&numbers)).unwrap();
+        buffer
+    };
+    let (slots, counts) = (numbers((0..4).flat_map(|_| 0..257).collect()), numbers(vec![256; 4]));
+    let slab = 64 * cache.shape().page_bytes();
+    let held = |arena: &Arena| {
+        let live = arena.usage().live;
+        [Label::Kv, Label::KvFragmentation, Label::KvSlack].iter().filter_map(|label| live.get(label)).sum::<u64>()
+    };
+    for ahead in [1, 1, 0] {
+        cache.append(&runtime, [&problem.there[1], &problem.there[2]], 300, 0..1).unwrap();
+        assert_eq!(held(&arena), 2 * slab);
+        cache.keep(&runtime, &slots, 257, &[256; 4], &counts).unwrap();
+        cache.release(&runtime, ahead).unwrap();
+        assert_eq!(held(&arena), (1 + ahead as u64) * slab);
+        assert_eq!((cache.pages(), cache.lens()), (64, &[256; 4][..]));
+    }
+}

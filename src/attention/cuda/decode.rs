@@ -6,14 +6,18 @@ use crate::device::cuda::{Launch, Limits, Program, Source};
 use crate::tensor::DType;
 
 const SOURCE: Source = Source { name: "decode.cu", text: include_str!("../../../kernels/decode.cu") };
-/// Blocks per multiprocessor that splits aim at: enough loads in flight, few partial results.
+/// Blocks of a multiprocessor that splits aim at: enough loads in flight, few partial results.
 const BLOCKS_EACH: usize = 2;
 /// Warps of a block and stages of each warp's ring, the best first.
 const RINGS: [(usize, usize); 5] = [(4, 4), (4, 3), (4, 2), (2, 3), (2, 2)];
-/// Warps of a block of the merge.
-const MERGE_WARPS: usize = 4;
+/// Threads of a block of the merge.
+const MERGE_THREADS: u32 = 256;
 /// Least keys of a split: below it the merge costs more than the splits gain.
 const LEAST_SPLIT: usize = 256;
+/// What a block costs besides its keys, in the time of so many: its start, the first keys' way to it, its partial result.
+const BLOCK_KEYS: usize = 128;
+/// Waves of blocks that splits may make.
+const MOST_WAVES: usize = 4;
 
 /// Few queries against many keys.
 pub(super) struct Decode;
@@ -54,36 +58,38 @@ fn plan(
     limits: &Limits,
     page_tokens: usize,
 ) -> Result<Plan, AttentionError> {
-    let Shape { batch, kv_heads, q_len, kv_len, head_dim, .. } = *shape;
+    let head_dim = shape.head_dim;
     strip_takes(Decode.name(), head_dim)?;
-    let lists = batch * kv_heads;
-    let (rows, keys) = tile(shape.group() * q_len, dtype);
-    let ring_bytes = |warps, stages| (rows + warps * stages * 2 * keys) * row_bytes(head_dim, dtype);
-    let (warps, stages) = limits.roomiest(&RINGS, |(warps, stages)| ring_bytes(warps, stages));
-
-    let row_tiles = (shape.group() * q_len).div_ceil(rows);
-    let wanted = (BLOCKS_EACH * limits.multiprocessors).div_ceil(lists * row_tiles);
-    let splits = wanted.min(kv_len.div_ceil(LEAST_SPLIT)).max(1);
-    let split_keys = kv_len.div_ceil(splits).next_multiple_of(warps * keys);
-    let splits = kv_len.div_ceil(split_keys);
+    let Tiling { rows, warps, stages, shared_bytes, grid } = Tiling::new(shape, dtype, limits, page_tokens);
+    let Splits { splits, split_keys } = grid.splits(seen(shape, params, dtype));
+    let [row_tiles, lists] = grid.rest;
     let partial = Launch {
         function: "decode_partial",
         grid: [splits, row_tiles, lists],
         threads: 32 * warps as u32,
-        shared_bytes: ring_bytes(warps, stages) as u32,
+        shared_bytes: shared_bytes as u32,
     };
-    let merge = Launch {
-        function: "decode_merge",
-        grid: [shape.rows().div_ceil(MERGE_WARPS), 1, 1],
-        threads: 32 * MERGE_WARPS as u32,
-        shared_bytes: 0,
-    };
+    let merge =
+        Launch { function: "decode_merge", grid: [shape.rows(), 1, 1], threads: MERGE_THREADS, shared_bytes: 0 };
     let macros = vec![("PAGE_TOKENS", page_tokens), ("WARPS", warps), ("STAGES", stages), ("ROWS", rows)];
     let program = Program { source: SOURCE, dtype, head_dim, macros };
     let workspace = WorkspaceSize { scores: 0, scratch: splits * shape.rows() * (head_dim + 2) };
     let mut plan = Plan::new(Decode.name(), program, vec![partial, merge], workspace, shape, params)?;
-    plan.extents.split_keys = split_keys;
+    (plan.extents.splits, plan.extents.split_keys) = (splits, split_keys);
     Ok(plan)
+}
+
+/// Scratch memory for every step over lists of at most `shape.kv_len` tokens in pages of `page_tokens`, however long they
+/// are: a shorter list may be cut into more splits.
+pub(crate) fn step_workspace(
+    shape: &Shape,
+    params: &Params,
+    dtype: DType,
+    limits: &Limits,
+    page_tokens: usize,
+) -> WorkspaceSize {
+    let most = Tiling::new(shape, dtype, limits, page_tokens).grid.most_splits(seen(shape, params, dtype));
+    WorkspaceSize { scores: 0, scratch: most * shape.rows() * (shape.head_dim + 2) }
 }
 
 /// Query rows of a block, and keys of a warp's step. Tensor cores take 16 by 16; in f32 a warp takes as few rows as there
@@ -95,29 +101,179 @@ fn tile(rows: usize, dtype: DType) -> (usize, usize) {
     }
 }
 
+/// Keys of the longest list that any query sees, from where the kernel's first split begins: under a window at most a step
+/// before the first of them.
+fn seen(shape: &Shape, params: &Params, dtype: DType) -> usize {
+    let (_, keys) = tile(shape.group() * shape.q_len, dtype);
+    params.window.map_or(shape.kv_len, |window| shape.kv_len.min(window.saturating_add(shape.q_len + keys - 2)))
+}
+
+/// What follows from the queries and the GPU alone.
+struct Tiling {
+    /// Query rows of a block.
+    rows: usize,
+    warps: usize,
+    stages: usize,
+    shared_bytes: usize,
+    grid: Grid,
+}
+
+impl Tiling {
+    fn new(shape: &Shape, dtype: DType, limits: &Limits, page_tokens: usize) -> Self {
+        let all_rows = shape.group() * shape.q_len;
+        let (rows, keys) = tile(all_rows, dtype);
+        // Where the keys of a step do not lie in one page, each one's place is held.
+        let places = if page_tokens.is_multiple_of(keys) { 0 } else { 8 * keys };
+        let bytes =
+            |(warps, stages)| (rows + warps * stages * 2 * keys) * row_bytes(shape.head_dim, dtype) + warps * places;
+        let (warps, stages) = limits.roomiest(&RINGS, bytes);
+        let shared_bytes = bytes((warps, stages));
+        let each = limits.blocks_each(shared_bytes).clamp(1, BLOCKS_EACH);
+        let rest = [all_rows.div_ceil(rows), shape.batch * shape.kv_heads];
+        let grid = Grid { rest, slots: each * limits.multiprocessors, step: warps * keys };
+        Tiling { rows, warps, stages, shared_bytes, grid }
+    }
+}
+
+/// Blocks of a launch besides its splits.
+struct Grid {
+    /// Tiles of rows, and lists.
+    rest: [usize; 2],
+    /// Blocks that run at a time.
+    slots: usize,
+    /// Keys of a block's step.
+    step: usize,
+}
+
+/// How keys are split.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Splits {
+    splits: usize,
+    split_keys: usize,
+}
+
+impl Grid {
+    /// Cuts `seen` keys so that blocks come in whole waves: of the most splits that fit one wave, two, and so on, those
+    /// whose waves take the least time.
+    fn splits(&self, seen: usize) -> Splits {
+        let cut = |waves| {
+            let wanted = self.fitting(waves).clamp(1, seen.div_ceil(LEAST_SPLIT).max(1));
+            let split_keys = seen.div_ceil(wanted).next_multiple_of(self.step);
+            Splits { splits: seen.div_ceil(split_keys).max(1), split_keys }
+        };
+        (1..=MOST_WAVES).map(cut).min_by_key(|cut| self.cost(*cut)).expect("there is a first wave")
+    }
+
+    /// Splits with which blocks fit so many waves.
+    fn fitting(&self, waves: usize) -> usize {
+        waves * self.slots / self.rest.iter().product::<usize>()
+    }
+
+    /// The time of all waves, in that of a key.
+    fn cost(&self, Splits { splits, split_keys }: Splits) -> usize {
+        (splits * self.rest.iter().product::<usize>()).div_ceil(self.slots) * (split_keys + BLOCK_KEYS)
+    }
+
+    /// No fewer than [`Grid::splits`] cuts `seen` keys into, or fewer than these.
+    fn most_splits(&self, seen: usize) -> usize {
+        self.fitting(MOST_WAVES).clamp(1, seen.div_ceil(LEAST_SPLIT).max(1))
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use proptest::prelude::*;
 
+    /// Any problem and GPU.
+    fn problems() -> impl Strategy<Value = (Shape, Params, DType, Limits)> {
+        let extents = (1usize..200_000, 1usize..4, 1usize..20, 1usize..40, 1usize..4, 1usize..=256);
+        let window = proptest::option::of(1usize..20_000);
+        let gpu = (1usize..200, prop_oneof![Just(99usize << 10), Just(163 << 10), Just(227 << 10)]);
+        (extents, window, gpu, any::<bool>()).prop_map(
+            |(extents, window, (multiprocessors, block_shared_bytes), wide)| {
+                let (kv_len, batch, kv_heads, group, q_len, head_dim) = extents;
+                let shape = Shape { q_heads: kv_heads * group, kv_heads, kv_len, batch, q_len, head_dim };
+                let params = Params { window, ..Params::new(head_dim, true) };
+                let limits = Limits { capability: (8, 0), multiprocessors, block_shared_bytes };
+                (shape, params, if wide { DType::F32 } else { DType::Bf16 }, limits)
+            },
+        )
+    }
+
+    /// Keys of a list of `len` from where the first split begins to the last one that a query sees, as
+    /// `kernels/decode.cu` has them.
+    fn spanned(shape: &Shape, params: &Params, len: usize, step: usize) -> usize {
+        let first = params.window.map_or(0, |window| (len + 1).saturating_sub(shape.q_len + window));
+        len - first / step * step
+    }
+
     proptest! {
-        /// Splits cover every key, none is empty, and there are no more than fill the GPU.
+        /// Splits cover every key that is seen of every list, and none of the longest list's is empty.
         #[test]
-        fn splits_cover_the_keys(kv_len in 1usize..200_000, kv_heads in 1usize..20, group in 1usize..40, sms in 1usize..200,
-                                 head_dim in 1usize..=256, wide in any::<bool>()) {
-            let shape = Shape { q_heads: kv_heads * group, kv_heads, kv_len, batch: 2, q_len: 1, head_dim };
-            let params = Params::new(head_dim, false);
-            let limits = Limits { capability: (8, 0), multiprocessors: sms, block_shared_bytes: 166_912 };
-            let dtype = if wide { DType::F32 } else { DType::Bf16 };
+        fn splits_cover_the_keys_that_are_seen((shape, params, dtype, limits) in problems(), shorter in 0usize..1000) {
             let plan = Decode.plan(&shape, &params, dtype, &limits).unwrap();
-            let (splits, keys) = (plan.extents.splits(), plan.extents.split_keys);
-            prop_assert!(splits * keys >= kv_len && (splits - 1) * keys < kv_len);
+            let (splits, keys) = (plan.extents.splits, plan.extents.split_keys);
+            let step = tile(1, dtype).1;
+            let all = spanned(&shape, &params, shape.kv_len, step);
+            prop_assert!(splits * keys >= all);
+            // A window may begin with a step or in its middle.
+            let least = if params.window.is_some() { all.min(shape.kv_len) + step } else { all };
+            prop_assert!((splits - 1) * keys < least, "{splits} splits of {keys} for {all}");
+            let len = shape.kv_len.saturating_sub(shorter);
+            prop_assert!(splits * keys >= spanned(&shape, &params, len, step));
             let value = |name| plan.program.macros.iter().find(|&&(macro_name, _)| macro_name == name).unwrap().1;
-            prop_assert_eq!(keys % (value("WARPS") * if wide { 8 } else { 16 }), 0);
+            prop_assert_eq!(keys % (value("WARPS") * step), 0);
             let [x, y, z] = plan.launches[0].grid;
-            prop_assert_eq!(x, splits);
-            prop_assert!(y * value("ROWS") >= group && (y - 1) * value("ROWS") < group);
-            prop_assert!((x - 1) * y * z < BLOCKS_EACH * sms || x == 1);
+            prop_assert_eq!((x, z), (splits, shape.batch * shape.kv_heads));
+            let rows = shape.group() * shape.q_len;
+            prop_assert!(y * value("ROWS") >= rows && (y - 1) * value("ROWS") < rows);
+        }
+
+        /// Of the blocks that could run in the waves of a launch most are there, with most of the keys that they could read:
+        /// a few blocks never make another wave.
+        #[test]
+        fn long_lists_are_split_into_whole_waves((shape, params, dtype, limits) in problems()) {
+            let params = Params { window: None, ..params };
+            let shape = Shape { kv_len: shape.kv_len + 400 * limits.multiprocessors * MOST_WAVES, ..shape };
+            let plan = Decode.plan(&shape, &params, dtype, &limits).unwrap();
+            let grid = Tiling::new(&shape, dtype, &limits, 0).grid;
+            let blocks: usize = plan.launches[0].grid.iter().product();
+            let waves = blocks.div_ceil(grid.slots);
+            let keys = shape.kv_len * grid.rest.iter().product::<usize>();
+            let efficiency = keys as f64 / (waves * grid.slots * plan.extents.split_keys) as f64;
+            prop_assert!(efficiency > 0.7, "{blocks} blocks in {waves} waves of {}: {efficiency}", grid.slots);
+        }
+
+        /// What is taken once for the longest list is enough for each that is shorter.
+        #[test]
+        fn scratch_for_the_longest_list_fits_every_other((shape, params, dtype, limits) in problems(), part in 0.0f64..1.0) {
+            let shorter = Shape { kv_len: ((shape.kv_len as f64 * part) as usize).max(1), ..shape };
+            let needed = Decode.plan(&shorter, &params, dtype, &limits).unwrap().workspace;
+            prop_assert!(step_workspace(&shape, &params, dtype, &limits, 0).scratch >= needed.scratch);
+        }
+    }
+
+    /// Splits on an H100, two blocks of which each multiprocessor holds: 264 at a time.
+    #[test]
+    fn waves_are_whole_on_a_gpu_that_is_known() {
+        let limits = Limits { capability: (9, 0), multiprocessors: 132, block_shared_bytes: 232_448 };
+        let shape = |batch, kv_len| Shape { batch, q_heads: 32, kv_heads: 8, q_len: 1, kv_len, head_dim: 128 };
+        let cases = [
+            // 17 splits would be 272 blocks.
+            (shape(2, 65_536), None, 16),
+            (shape(1, 131_072), None, 33),
+            // A short list, whatever the maximum; a window inside a long one.
+            (shape(1, 4096), None, 16),
+            (shape(1, 131_072), Some(4096), 17),
+            // More lists than run at a time: 300 in two waves would leave half of them idle.
+            (Shape { batch: 300, q_heads: 1, kv_heads: 1, ..shape(1, 8192) }, None, 3),
+            (shape(1, 1), None, 1),
+        ];
+        for (shape, window, splits) in cases {
+            let params = Params { window, ..Params::new(128, true) };
+            let plan = Decode.plan(&shape, &params, DType::Bf16, &limits).unwrap();
+            assert_eq!(plan.extents.splits, splits, "{shape:?}, window {window:?}: {:?}", plan.launches[0].grid);
         }
     }
 }

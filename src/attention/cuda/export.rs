@@ -39,19 +39,19 @@ pub(crate) struct Observed<'a> {
     pub params: Params,
 }
 
-/// For each key the probabilities that the last `queries` give it, reduced to one number: `columns` `[B, Hkv, kv_len]`
-/// in f32, zeros behind the end of a list. Returns the GPU's time in nanoseconds.
+/// Begins to reduce, for each key, the probabilities that the last `queries` give it to one number: `columns`
+/// `[B, Hkv, kv_len]` in f32, zeros behind the end of a list.
 ///
 /// # Errors
 /// [`CudaError::Operand`] when a buffer is too small, and as [`Runtime::module`].
-pub(crate) fn columns(
+pub(crate) fn begin_columns(
     runtime: &Runtime,
     lists: &Lists<'_>,
     observed: &Observed<'_>,
     queries: usize,
     reduction: Reduction,
     columns: &mut DeviceBuffer,
-) -> Result<u64, CudaError> {
+) -> Result<(), CudaError> {
     let Observed { q, length, first, lse, dtype, shape, params } = *observed;
     let operands = ObserversOperands {
         q,
@@ -93,5 +93,6 @@ pub(crate) fn columns(
     let launch = Launch { function: "export_columns", grid, threads, shared_bytes: shared_bytes as u32 };
     let macros = vec![("QUERIES", over_queries)];
     let program = Program { source, dtype, head_dim: shape.head_dim, macros };
-    runtime.device().run(&*runtime.module(&program)?, &[launch], &[lists, &Observers::new(&operands)?])
+    let device = runtime.device();
+    device.begin(&device.ready(&*runtime.module(&program)?, &[launch])?, &[lists, &Observers::new(&operands)?])
 }

@@ -16,6 +16,7 @@ mod tiled_backward;
 
 pub use backward::{BackwardInputs, BackwardPlan, BackwardResults};
 pub use decode::decode_paged;
+pub(crate) use decode::step_workspace;
 pub use pass::{Inputs, Results, Scratch};
 
 use super::{AttentionError, Params, Shape, WorkspaceSize};
@@ -155,6 +156,7 @@ impl Plan {
             window,
             scale,
             softcap,
+            splits: 1,
             split_keys: kv_len,
             scores: workspace.scores,
             partials: workspace.scratch,
@@ -267,6 +269,6 @@ mod tests {
         let rows = SHAPE.rows().next_multiple_of(32);
         assert_eq!(backward.unwrap().workspace(), WorkspaceSize { scores: 2 * SHAPE.scores(), scratch: rows });
         let decode = plan("decode", &SHAPE, DType::Bf16).unwrap();
-        assert_eq!(decode.workspace, WorkspaceSize { scores: 0, scratch: decode.extents.splits() * 16 * 130 });
+        assert_eq!(decode.workspace, WorkspaceSize { scores: 0, scratch: decode.extents.splits * 16 * 130 });
     }
 }

@@ -1,7 +1,7 @@
 //! A planned pass over tensors in a GPU's memory.
 
 use super::{Boxes, LibraryPass, Plan};
-use crate::attention::Outputs;
+use crate::attention::{Outputs, WorkspaceSize};
 use crate::device::cuda::{
     Argument, Cublas, CudaError, Device, DeviceBuffer, Extents, Operands, PagedKv, Pages, Problem, Ready, Runtime,
     TensorMap,
@@ -35,6 +35,17 @@ pub struct Scratch {
 }
 
 impl Scratch {
+    /// Takes so much.
+    ///
+    /// # Errors
+    /// At the arena's limit, or when the GPU has no room.
+    pub(crate) fn take(device: &Device, arena: &Arena, size: WorkspaceSize) -> Result<Self, CudaError> {
+        Ok(Scratch {
+            scores: device.alloc(arena, Label::Scores, 4 * size.scores as u64)?,
+            partials: device.alloc(arena, Label::Workspace, 4 * size.scratch as u64)?,
+        })
+    }
+
     /// Whether it has room for a plan.
     pub(crate) fn fits(&self, plan: &Plan) -> bool {
         let has = |buffer: &DeviceBuffer, elements: usize| buffer.bytes() >= 4 * elements as u64;
@@ -48,10 +59,7 @@ impl Plan {
     /// # Errors
     /// At the arena's limit, or when the GPU has no room.
     pub fn scratch(&self, device: &Device, arena: &Arena) -> Result<Scratch, CudaError> {
-        Ok(Scratch {
-            scores: device.alloc(arena, Label::Scores, 4 * self.workspace.scores as u64)?,
-            partials: device.alloc(arena, Label::Workspace, 4 * self.workspace.scratch as u64)?,
-        })
+        Scratch::take(device, arena, self.workspace)
     }
 
     /// Runs the pass and waits for it; the GPU's own time for it in nanoseconds.

@@ -1,35 +1,59 @@
 //! A cache in a GPU's memory that a model fills: room for a pass's tokens in all lists at once, and their rows layer by
-//! layer, in launches that are waited for once per pass.
+//! layer, in copies and launches that are begun one behind another and not waited for.
 
 use super::{DeviceCache, ROWS};
-use crate::device::cuda::{Argument, Arrival, CudaError, Device, DeviceBuffer, Gathering, Launch, Received, Runtime};
+use crate::device::cuda::{Argument, Arrival, Changes, CudaError, DeviceBuffer, Gathering, Launch, Received, Runtime};
 use std::ops::Range;
 
 impl DeviceCache {
     /// Makes every list `count` tokens longer; nothing is in their rows until [`DeviceCache::place`] has put it there.
     ///
+    /// Nothing is waited for but what new slabs and long changes of the page table take: lengths, and a page for each list
+    /// at most, go in one copy.
+    ///
     /// # Errors
     /// When there is no room, and [`CudaError::Operand`] when a list would grow past `max_tokens`.
-    pub(crate) fn grow(&mut self, device: &Device, count: usize) -> Result<(), CudaError> {
+    pub(crate) fn grow(&mut self, runtime: &Runtime, count: usize) -> Result<(), CudaError> {
         let longest = self.max_len() + count;
         if longest > self.shape.max_tokens {
             let most = self.shape.max_tokens;
             return Err(CudaError::Operand(format!("a list of {longest} tokens; the cache was made for {most}")));
         }
-        let wanted = |len: usize| self.shape.pages(len + count) - self.shape.pages(len);
-        let pages: usize = self.lens.iter().map(|&len| wanted(len)).sum();
-        self.pool.reserve(device, pages)?;
-        let width = self.table_width();
+        self.pool.reserve(runtime.device(), self.pages_after(count) - self.pages())?;
+        let (width, mut places) = (self.table_width(), Vec::new());
         for list in 0..self.lens.len() {
             for index in self.shape.pages(self.lens[list])..self.shape.pages(self.lens[list] + count) {
                 self.table[list * width + index] = self.pool.take();
+                places.push((list * width + index) as u32);
             }
         }
-        if pages > 0 {
-            self.pages_there.write(bytemuck::cast_slice(&self.table))?;
-        }
         self.lens.iter_mut().for_each(|len| *len += count);
-        self.tell()
+        if places.len() > self.lens.len() {
+            self.pages_there.write(bytemuck::cast_slice(&self.table))?;
+            places.clear();
+        }
+        self.tell(runtime, &places)
+    }
+
+    /// Pages in use when every list is `count` tokens longer.
+    pub(super) fn pages_after(&self, count: usize) -> usize {
+        self.lens.iter().map(|&len| self.shape.pages(len + count)).sum()
+    }
+
+    /// Begins to tell the GPU the lists' lengths and what stands in some places of the page table; tells the arena what its
+    /// bytes are for.
+    pub(super) fn tell(&mut self, runtime: &Runtime, places: &[u32]) -> Result<(), CudaError> {
+        self.pool.tell(self.lens.iter().sum());
+        let lens = self.lens.iter().map(|&len| len as u32);
+        let pages = places.iter().map(|&place| self.table[place as usize]);
+        let news: Vec<u32> = lens.chain(places.iter().copied()).chain(pages).collect();
+        self.news.begin_write(runtime.device(), 0, bytemuck::cast_slice(&news))?;
+        if places.is_empty() {
+            return Ok(());
+        }
+        let (lists, count) = (self.lens.len(), places.len());
+        let changes = Changes::new(&self.news, lists, count)?;
+        self.begin(runtime, 0..lists, ("change_table", 256), [count.div_ceil(256), 1, 1], &changes)
     }
 
     /// Begins to put `k` and `v` `[lists, count, D]`, whose first token stands at `position`, into the newest rows of
@@ -75,14 +99,14 @@ impl DeviceCache {
     ///
     /// # Errors
     /// [`CudaError::Driver`] when the lengths cannot be written.
-    pub(crate) fn clear(&mut self) -> Result<(), CudaError> {
+    pub(crate) fn clear(&mut self, runtime: &Runtime) -> Result<(), CudaError> {
         let width = self.table_width();
         for (list, len) in self.lens.iter_mut().enumerate() {
             let pages = self.shape.pages(*len);
             self.table[list * width..][..pages].iter().for_each(|&page| self.pool.give(page));
             *len = 0;
         }
-        self.tell()
+        self.tell(runtime, &[])
     }
 
     /// Begins to add attention `[lists, width]` to what the tokens of some lists received: inside [`Device::timed`].

@@ -1,7 +1,7 @@
 //! The latest tokens' rows of every head, held in a GPU's memory until somebody looks: a ring that moves on with the
 //! tokens.
 
-use super::{copy_tokens, take_tokens};
+use super::begin_copy;
 use crate::device::cuda::{Corner, CudaError, Device, DeviceBuffer, Runtime};
 use crate::memory::{Arena, Label};
 use crate::tensor::DType;
@@ -48,8 +48,23 @@ impl Latest {
     /// before [`Latest::advance`].
     ///
     /// # Errors
-    /// As [`take_tokens`].
+    /// As [`super::take_tokens`].
     pub fn push(
+        &mut self,
+        runtime: &Runtime,
+        layer: usize,
+        from: (&DeviceBuffer, usize),
+        end: usize,
+        new: usize,
+    ) -> Result<(), CudaError> {
+        runtime.device().timed(|| self.begin_push(runtime, layer, from, end, new)).map(|_| ())
+    }
+
+    /// Begins to do so.
+    ///
+    /// # Errors
+    /// As [`Latest::push`].
+    pub fn begin_push(
         &mut self,
         runtime: &Runtime,
         layer: usize,
@@ -65,7 +80,7 @@ impl Latest {
         for (source, target, count) in [(first, self.next, before_end), (first + before_end, 0, taken - before_end)] {
             if count > 0 {
                 let (from, to) = ((from, came(source)), (&mut self.rows, own(target)));
-                copy_tokens(runtime, self.kind, from, to, [self.heads, count])?;
+                begin_copy(runtime, self.kind, from, to, [self.heads, count])?;
             }
         }
         Ok(())
@@ -85,21 +100,33 @@ impl Latest {
     /// What is held, oldest first: `[layers, heads, count, D]`.
     ///
     /// # Errors
-    /// When there is no room, and as [`take_tokens`].
+    /// When there is no room, and as [`super::take_tokens`].
     pub fn dense(&self, runtime: &Runtime, arena: &Arena) -> Result<DeviceBuffer, CudaError> {
-        let Latest { ref rows, kind, room, next, fill, .. } = *self;
-        let heads = self.layers * self.heads;
-        let mut to = runtime.device().alloc(arena, Label::Policy, Self::bytes(kind, heads, fill))?;
-        let oldest = (next + room - fill) % room;
-        if oldest + fill <= room {
-            take_tokens(runtime, kind, (rows, room), 0..heads, oldest..oldest + fill, &mut to)?;
-            return Ok(to);
-        }
-        let corner = |length, first| Corner { head: 0, length, first };
-        for (source, target, count) in [(oldest, 0, room - oldest), (0, room - oldest, next)] {
-            let (from, there) = ((rows, corner(room, source)), (&mut to, corner(fill, target)));
-            copy_tokens(runtime, kind, from, there, [heads, count])?;
-        }
+        let mut to = runtime.device().alloc(arena, Label::Policy, self.dense_bytes())?;
+        runtime.device().timed(|| self.begin_dense(runtime, &mut to))?;
         Ok(to)
+    }
+
+    /// Bytes of what is held.
+    pub fn dense_bytes(&self) -> u64 {
+        Self::bytes(self.kind, self.layers * self.heads, self.fill)
+    }
+
+    /// Begins to copy what is held to `to`, as [`Latest::dense`] gives it.
+    ///
+    /// # Errors
+    /// As [`Latest::dense`].
+    pub fn begin_dense(&self, runtime: &Runtime, to: &mut DeviceBuffer) -> Result<(), CudaError> {
+        let Latest { ref rows, kind, room, next, fill, .. } = *self;
+        let (heads, oldest) = (self.layers * self.heads, (next + room - fill) % room);
+        let before_end = fill.min(room - oldest);
+        let corner = |length, first| Corner { head: 0, length, first };
+        for (source, target, count) in [(oldest, 0, before_end), (0, before_end, fill - before_end)] {
+            if count > 0 {
+                let (from, there) = ((rows, corner(room, source)), (&mut *to, corner(fill, target)));
+                begin_copy(runtime, kind, from, there, [heads, count])?;
+            }
+        }
+        Ok(())
     }
 }

@@ -13,7 +13,7 @@ mod tokens;
 mod turning;
 
 pub(crate) use latest::Latest;
-use tokens::copy_tokens;
+use tokens::begin_copy;
 pub use tokens::take_tokens;
 
 use super::{CacheShape, Column};
@@ -39,13 +39,16 @@ pub struct DeviceCache {
     table: Vec<PageId>,
     lens: Vec<usize>,
     pages_there: DeviceBuffer,
-    lens_there: DeviceBuffer,
+    /// Lengths of the lists, and behind them room for changes of the page table: a place and a page for each list.
+    news: DeviceBuffer,
     positions: DeviceBuffer,
     attention: Option<DeviceBuffer>,
     origins: Option<DeviceBuffer>,
     moves: DeviceBuffer,
     /// Turns per token of each pair of channels, where tokens carry what their keys stood at before.
     turns: Option<DeviceBuffer>,
+    /// The same on the host, once they are there.
+    turns_told: Vec<f64>,
 }
 
 impl DeviceCache {
@@ -70,12 +73,13 @@ impl DeviceCache {
             table: vec![0; lists * width],
             lens: vec![0; lists],
             pages_there: numbers(Label::PageTable, lists * width)?,
-            lens_there: numbers(Label::PageTable, lists)?,
+            news: numbers(Label::PageTable, 3 * lists)?,
             positions: numbers(Label::Metadata, places)?,
             attention: column(Column::Attention)?,
             origins: column(Column::Origin)?,
             moves: numbers(Label::PageTable, 2 * MOST_MOVES)?,
             turns: turns.transpose()?,
+            turns_told: Vec::new(),
         })
     }
 
@@ -86,7 +90,7 @@ impl DeviceCache {
             lens.into_iter().fold((0, 0), |(tokens, pages), len| (tokens + len, pages + shape.pages(len)));
         let slabs = most_pages.max(pages).div_ceil(shape.slab_pages()) as u64;
         let (kv, used) = (tokens as u64 * shape.token_bytes(), pages as u64 * shape.page_bytes());
-        let tables = shape.lists() * shape.pages(shape.max_tokens) + shape.lists() + 2 * MOST_MOVES;
+        let tables = shape.lists() * (shape.pages(shape.max_tokens) + 3) + 2 * MOST_MOVES;
         let table_bytes = Slabs::table_bytes(pool::most_slabs(shape)) + 4 * tables as u64;
         let places = (shape.lists() * shape.max_tokens) as u64;
         let turns = if shape.columns.contains(&Column::Origin) { 8 * (shape.head_dim / 2) as u64 } else { 0 };
@@ -140,7 +144,7 @@ impl DeviceCache {
     ) -> Result<u64, CudaError> {
         let (lists, count, position) = (self.shape.lists(), range.len(), range.start);
         let arrival = Arrival::new([k, v], lists, length, self.row_bytes(), range, position)?;
-        self.grow(runtime.device(), count)?;
+        self.grow(runtime, count)?;
         self.run(runtime, "append_tokens", [count.div_ceil(ROWS), lists, 1], 128, &arrival)
     }
 
@@ -158,36 +162,51 @@ impl DeviceCache {
         counts: &[usize],
         counts_there: &DeviceBuffer,
     ) -> Result<u64, CudaError> {
+        runtime.device().timed(|| self.begin_keep(runtime, slots, width, counts, counts_there))
+    }
+
+    /// Begins to do so; the lists have their new lengths when it returns.
+    ///
+    /// # Errors
+    /// As [`DeviceCache::keep`].
+    pub(crate) fn begin_keep(
+        &mut self,
+        runtime: &Runtime,
+        slots: &DeviceBuffer,
+        width: usize,
+        counts: &[usize],
+        counts_there: &DeviceBuffer,
+    ) -> Result<(), CudaError> {
         let lists = self.shape.lists();
         if counts.len() != lists || counts.iter().zip(&self.lens).any(|(count, len)| count > len) {
             return Err(CudaError::Operand(format!("{counts:?} tokens to keep of {:?}", self.lens)));
         }
         let keeping = Keeping::new(slots, counts_there, lists, width)?;
         let parts = if self.origins.is_some() { 5 } else { 3 + usize::from(self.attention.is_some()) };
-        let ns = self.run(runtime, "keep_slots", [lists, parts, 1], 256, &keeping)?;
+        self.begin(runtime, 0..lists, ("keep_slots", 256), [lists, parts, 1], &keeping)?;
         for (table, (&count, &len)) in self.table.chunks(self.table_width()).zip(counts.iter().zip(&self.lens)) {
             let emptied = &table[self.shape.pages(count)..self.shape.pages(len)];
             emptied.iter().for_each(|&page| self.pool.give(page));
         }
         self.lens.copy_from_slice(counts);
-        self.tell()?;
-        Ok(ns)
+        self.tell(runtime, &[])
     }
 
-    /// Gives slabs that no page needs back to the GPU, moving pages together where that empties one. Returns the GPU's
-    /// time in nanoseconds.
+    /// Gives slabs that no page needs back to the GPU, moving pages together where that empties one; it keeps those that
+    /// the lists need when they are `ahead` tokens longer. Returns the GPU's time in nanoseconds.
     ///
     /// # Errors
     /// As [`Runtime::module`].
-    pub fn release(&mut self, runtime: &Runtime) -> Result<u64, CudaError> {
+    pub fn release(&mut self, runtime: &Runtime, ahead: usize) -> Result<u64, CudaError> {
+        let needed = self.pages_after(ahead).div_ceil(self.shape.slab_pages());
+        if self.pool.slabs_held() <= needed {
+            return Ok(0);
+        }
         let width = self.table_width();
         let in_use: Vec<usize> = (0..self.shape.lists())
             .flat_map(|list| (0..self.shape.pages(self.lens[list])).map(move |index| list * width + index))
             .collect();
-        let spare = self.pool.spare(in_use.iter().map(|&at| self.table[at]));
-        if spare.is_empty() {
-            return Ok(0);
-        }
+        let spare = self.pool.spare(needed, in_use.iter().map(|&at| self.table[at]));
         let mut ns = 0;
         let moves: Vec<(PageId, PageId)> = spare.moves.iter().map(|(&from, &to)| (from, to)).collect();
         for moves in moves.chunks(MOST_MOVES) {
@@ -295,7 +314,7 @@ impl DeviceCache {
             slabs: self.pool.slabs(),
             first_list,
             table: &self.pages_there,
-            lens: &self.lens_there,
+            lens: &self.news,
             slab_pages: self.shape.slab_pages(),
             shift: self.pool.shift(),
             page_tokens: self.shape.page_tokens,
@@ -310,13 +329,6 @@ impl DeviceCache {
 
     fn table_width(&self) -> usize {
         self.shape.pages(self.shape.max_tokens)
-    }
-
-    /// Tells the GPU the lists' lengths, and the arena what its bytes are for.
-    fn tell(&mut self) -> Result<(), CudaError> {
-        let lens: Vec<i32> = self.lens.iter().map(|&len| len as i32).collect();
-        self.pool.tell(self.lens.iter().sum());
-        self.lens_there.write(bytemuck::cast_slice(&lens))
     }
 
     /// Runs a function of `compact.cu` over the lists.

@@ -100,12 +100,16 @@ impl Pool {
         self.told = now;
     }
 
-    /// Closes the slabs with fewest pages in use, if the others have room for all: no page is taken from them any more,
-    /// and those `in_use` get places elsewhere. [`Pool::drop_slabs`] gives them back when the pages have moved.
-    pub fn spare(&mut self, in_use: impl IntoIterator<Item = PageId>) -> Spare {
+    /// Slabs that are there.
+    pub fn slabs_held(&self) -> usize {
+        (0..self.slabs.count()).filter(|&slab| self.slabs.get(slab).is_some()).count()
+    }
+
+    /// Closes the slabs with fewest pages in use but for `needed` others, which have room for all: no page is taken from
+    /// them any more, and those `in_use` get places elsewhere. [`Pool::drop_slabs`] gives them back when the pages have moved.
+    pub fn spare(&mut self, needed: usize, in_use: impl IntoIterator<Item = PageId>) -> Spare {
         let mut held: Vec<usize> = (0..self.slabs.count()).filter(|&slab| self.slabs.get(slab).is_some()).collect();
         held.sort_by_key(|&slab| (self.free.range(self.pages_of(slab)).count(), slab));
-        let needed = self.pages.div_ceil(self.shape.slab_pages());
         let slabs = held.split_off(needed.min(held.len()));
         for &slab in &slabs {
             let pages = self.pages_of(slab);
@@ -150,13 +154,6 @@ impl Pool {
 pub(super) struct Spare {
     slabs: Vec<usize>,
     pub moves: HashMap<PageId, PageId>,
-}
-
-impl Spare {
-    /// Whether there is nothing to give back.
-    pub fn is_empty(&self) -> bool {
-        self.slabs.is_empty()
-    }
 }
 
 impl Drop for Pool {

@@ -21,24 +21,25 @@ pub fn take_tokens(
 ) -> Result<u64, CudaError> {
     let at = Corner { head: heads.start, length, first: range.start };
     let there = Corner { head: 0, length: range.len(), first: 0 };
-    copy_tokens(runtime, kind, (from, at), (to, there), [heads.len(), range.len()])
+    runtime.device().timed(|| begin_copy(runtime, kind, (from, at), (to, there), [heads.len(), range.len()]))
 }
 
-/// Copies `count` tokens of each of `heads` heads of a tensor at one corner to another at another; element type and head
-/// dim are the `kind`. Returns the GPU's time in nanoseconds.
+/// Begins to copy `count` tokens of each of `heads` heads of a tensor at one corner to another at another; element type and
+/// head dim are the `kind`.
 ///
 /// # Errors
 /// As [`take_tokens`].
-pub(crate) fn copy_tokens(
+pub(super) fn begin_copy(
     runtime: &Runtime,
     (dtype, head_dim): (DType, usize),
     from: (&DeviceBuffer, Corner),
     to: (&mut DeviceBuffer, Corner),
     [heads, count]: [usize; 2],
-) -> Result<u64, CudaError> {
+) -> Result<(), CudaError> {
     let slice = Slice::new(from, to, head_dim * dtype.bytes(), [heads, count])?;
     let program = Program { source: SOURCE, dtype, head_dim, macros: vec![] };
     let launch =
         Launch { function: "take_tokens", grid: [count.div_ceil(ROWS), heads, 1], threads: 128, shared_bytes: 0 };
-    runtime.device().run(&*runtime.module(&program)?, &[launch], &[&slice])
+    let device = runtime.device();
+    device.begin(&device.ready(&*runtime.module(&program)?, &[launch])?, &[&slice])
 }

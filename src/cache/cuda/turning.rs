@@ -22,8 +22,13 @@ impl DeviceCache {
                 "RoPE's frequencies are of head dim {found}, the cache of {head_dim}"
             )));
         }
+        let there = self.turns.as_mut().ok_or_else(no_origins)?;
         let turns: Vec<f64> = pairs.iter().map(|radians| radians / TAU).collect();
-        self.turns.as_mut().ok_or_else(no_origins)?.write(bytemuck::cast_slice(&turns))
+        if self.turns_told != turns {
+            there.write(bytemuck::cast_slice(&turns))?;
+            self.turns_told = turns;
+        }
+        Ok(())
     }
 
     /// Turns the keys of all lists from their positions to `0 .. len`, in place, and makes these the positions, as

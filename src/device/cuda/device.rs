@@ -32,12 +32,14 @@ impl Limits {
     /// The first choice of which two blocks fit on one multiprocessor, else the first of which one fits, else the last;
     /// `bytes` is the shared memory of a block. Two blocks hide each other's waiting.
     pub(crate) fn roomiest<T: Copy>(&self, choices: &[T], bytes: impl Fn(T) -> usize) -> T {
-        // A block may have all of a multiprocessor's shared memory but what the system takes for it.
-        let fits = |blocks: usize, choice: T| {
-            blocks * (bytes(choice) + BLOCK_SYSTEM_BYTES) <= self.block_shared_bytes + BLOCK_SYSTEM_BYTES
-        };
-        let first = |blocks| choices.iter().copied().find(|&choice| fits(blocks, choice));
+        let first = |blocks| choices.iter().copied().find(|&choice| self.blocks_each(bytes(choice)) >= blocks);
         first(2).or_else(|| first(1)).unwrap_or(choices[choices.len() - 1])
+    }
+
+    /// Blocks with so much shared memory that a multiprocessor has room for.
+    pub(crate) fn blocks_each(&self, bytes: usize) -> usize {
+        // A block may have all of a multiprocessor's shared memory but what the system takes for it.
+        (self.block_shared_bytes + BLOCK_SYSTEM_BYTES) / (bytes + BLOCK_SYSTEM_BYTES)
     }
 }
 
@@ -226,6 +228,11 @@ impl Device {
         Ok(Module { module, functions: Mutex::default() })
     }
 
+    /// The stream on which everything runs.
+    pub(super) fn stream(&self) -> &Arc<CudaStream> {
+        &self.stream
+    }
+
     /// Makes the GPU's context that of this thread, as libraries beside the driver need it.
     pub(super) fn bind(&self) -> Result<(), CudaError> {
         self.context.bind_to_thread().map_err(doing("binding the GPU's context"))
@@ -251,7 +258,7 @@ impl Device {
     ///
     /// # Errors
     /// Those of `work`; [`CudaError::Driver`] when a kernel fails.
-    pub(crate) fn timed(&self, work: impl FnOnce() -> Result<(), CudaError>) -> Result<u64, CudaError> {
+    pub(crate) fn timed<E: From<CudaError>>(&self, work: impl FnOnce() -> Result<(), E>) -> Result<u64, E> {
         let timed = || self.stream.record_event(Some(CUevent_flags::CU_EVENT_DEFAULT));
         if let Some(sweep) = self.sweep.get() {
             self.begin(&sweep.ready, &[&sweep.stretch()])?;
@@ -274,9 +281,8 @@ impl Device {
     /// [`CudaError::Driver`] when there is no such function, or not so much shared memory.
     pub(crate) fn ready(&self, module: &Module, launches: &[Launch]) -> Result<Vec<Ready>, CudaError> {
         let ready = |launch: &Launch| {
-            let [x, y, z] = launch.grid.map(|blocks| blocks as u32);
             let config = LaunchConfig {
-                grid_dim: (x, y, z),
+                grid_dim: blocks(launch.grid),
                 block_dim: (launch.threads, 1, 1),
                 shared_mem_bytes: launch.shared_bytes,
             };
@@ -285,7 +291,8 @@ impl Device {
         launches.iter().map(ready).collect()
     }
 
-    /// Begins the launches in order, each with the same arguments: inside [`Device::timed`], which waits for them.
+    /// Begins the launches in order, each with the same arguments. [`Device::timed`] waits for them, or whoever reads what
+    /// they write.
     ///
     /// # Errors
     /// [`CudaError::Driver`] when a launch fails.
@@ -295,7 +302,8 @@ impl Device {
             arguments.iter().for_each(|argument| argument.push(&mut builder));
             // SAFETY: the arguments are laid out as the kernel's parameters, and their buffers are as long as the kernel
             // takes them to be (`Argument`); kernels stay inside them (the emulation checks this under
-            // AddressSanitizer). They live until `timed` has waited.
+            // AddressSanitizer). They live until the kernel has ended: `timed` waits for it, and so does freeing memory (CUDA
+            // C++ Programming Guide, "Stream Ordered Memory Allocator": cudaFree synchronizes all streams).
             unsafe { builder.launch(*config) }.map_err(doing("launching a kernel"))?;
         }
         Ok(())
@@ -315,6 +323,19 @@ pub(crate) struct Ready {
     config: LaunchConfig,
 }
 
+impl Ready {
+    /// The next launches are of another grid.
+    pub(crate) fn set_grid(&mut self, grid: [usize; 3]) {
+        self.config.grid_dim = blocks(grid);
+    }
+}
+
+/// A grid as the driver takes it.
+fn blocks(grid: [usize; 3]) -> (u32, u32, u32) {
+    let [x, y, z] = grid.map(|blocks| blocks as u32);
+    (x, y, z)
+}
+
 /// What a kernel takes by value: `repr(C)`, laid out as the parameter in the kernel's source, and borrowing every buffer
 /// whose address is in it.
 pub(crate) trait Argument {
@@ -331,25 +352,25 @@ impl<T: DeviceRepr> Argument for T {
 /// Loaded machine code, and its functions as far as they were launched.
 pub struct Module {
     module: Arc<CudaModule>,
-    functions: Mutex<HashMap<&'static str, CudaFunction>>,
+    /// With the shared memory that each was told of.
+    functions: Mutex<HashMap<&'static str, (CudaFunction, u32)>>,
 }
 
 impl Module {
     /// The function of a launch, told how much shared memory it may have.
     fn function(&self, launch: &Launch) -> Result<CudaFunction, CudaError> {
         let mut functions = self.functions.lock().unwrap_or_else(PoisonError::into_inner);
-        let function = match functions.get(launch.function) {
-            Some(function) => function.clone(),
-            None => self.module.load_function(launch.function).map_err(doing("finding a kernel"))?,
+        let (function, told_bytes) = match functions.get(launch.function) {
+            Some(known) => known.clone(),
+            None => (self.module.load_function(launch.function).map_err(doing("finding a kernel"))?, 0),
         };
         // Above 48 KiB a function must be told that it may have so much.
-        function
-            .set_attribute(
-                CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                launch.shared_bytes as i32,
-            )
-            .map_err(doing("reserving shared memory"))?;
-        functions.insert(launch.function, function.clone());
+        if launch.shared_bytes > told_bytes {
+            let attribute = CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            let told = function.set_attribute(attribute, launch.shared_bytes as i32);
+            told.map_err(doing("reserving shared memory"))?;
+        }
+        functions.insert(launch.function, (function.clone(), launch.shared_bytes.max(told_bytes)));
         Ok(function)
     }
 }
@@ -438,7 +459,8 @@ impl DeviceBuffer {
         unsafe { result::memcpy_dtoh_sync(target, self.address + start as u64) }.map_err(doing("copying from the GPU"))
     }
 
-    fn fits(&self, bytes: u64) -> Result<(), CudaError> {
+    /// Whether it has so many bytes.
+    pub(super) fn fits(&self, bytes: u64) -> Result<(), CudaError> {
         match bytes <= self.bytes() {
             true => Ok(()),
             false => Err(CudaError::Operand(format!("{bytes} bytes to copy, the buffer has {}", self.bytes()))),

@@ -27,20 +27,20 @@ pub(crate) struct Embedding<'a> {
 unsafe impl DeviceRepr for Embedding<'_> {}
 
 impl<'a> Embedding<'a> {
-    /// `rows` rows of `width` elements, from a table whose rows the `tokens` (u32) are: whoever wrote these has compared
-    /// them with its length.
+    /// `rows` rows of `width` elements, from a table whose rows the `tokens` (u32) are, from number `first` of their buffer
+    /// on: whoever wrote these has compared them with its length.
     ///
     /// # Errors
     /// [`CudaError::Operand`] when a buffer is too small or an extent too large; so all below.
     pub fn new(
-        tokens: &'a DeviceBuffer,
+        (tokens, first): (&'a DeviceBuffer, usize),
         table: &'a DeviceBuffer,
         to: &'a mut DeviceBuffer,
         [rows, width]: [usize; 2],
         factor: f32,
     ) -> Result<Self, CudaError> {
         Ok(Embedding {
-            tokens: has("tokens", tokens, 4 * rows)?,
+            tokens: has("tokens", tokens, 4 * (first + rows))? + 4 * first as u64,
             table: table.address(),
             to: has("embedded tokens", to, 4 * rows * width)?,
             width: short("row", width)?,

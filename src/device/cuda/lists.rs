@@ -225,7 +225,7 @@ pub(crate) struct ChoiceOperands<'a> {
     /// Where slots that stay are written, `[lists, width]` in u32, and how many `select_best` is to choose, `[lists]` in
     /// i32.
     pub chosen: Option<(&'a DeviceBuffer, &'a mut DeviceBuffer)>,
-    /// `[3, lists]`: best scores lost, largest scores (f32), slots that were looked for (i32).
+    /// `[4, lists]`: best scores lost, largest scores (f32), first slots whose scores are no numbers, slots that go (i32).
     pub found: &'a mut DeviceBuffer,
     /// `B Hkv`.
     pub lists: usize,
@@ -235,8 +235,6 @@ pub(crate) struct ChoiceOperands<'a> {
     pub sink: usize,
     /// So many slots at the end are protected.
     pub recent: usize,
-    /// The largest score of all lists.
-    pub highest: f32,
 }
 
 /// What is chosen by scores.
@@ -248,11 +246,12 @@ pub(crate) struct Choice<'a> {
     slots: u64,
     best_lost: u64,
     tops: u64,
-    found: u64,
+    wrong: u64,
+    gone: u64,
     width: i32,
     sink: i32,
     recent: i32,
-    highest: f32,
+    lists: i32,
     buffers: Borrowed<'a>,
 }
 
@@ -266,18 +265,19 @@ impl<'a> Choice<'a> {
     /// As [`Lists::new`].
     pub fn new(operands: &'a ChoiceOperands<'_>) -> Result<Self, CudaError> {
         let (lists, bytes) = (operands.lists, 4 * operands.lists * operands.width);
-        let found = has("results", operands.found, 12 * lists)?;
+        let found = has("results", operands.found, 16 * lists)?;
         Ok(Choice {
             scores: has("scores", operands.scores, bytes)?,
             counts: operands.chosen.as_ref().map_or(Ok(0), |(counts, _)| has("counts", counts, 4 * lists))?,
             slots: operands.chosen.as_ref().map_or(Ok(0), |(_, slots)| has("slots", slots, bytes))?,
             best_lost: found,
             tops: found + 4 * lists as u64,
-            found: found + 8 * lists as u64,
+            wrong: found + 8 * lists as u64,
+            gone: found + 12 * lists as u64,
             width: short("key length", operands.width)?,
             sink: capped(operands.sink),
             recent: capped(operands.recent),
-            highest: operands.highest,
+            lists: short("lists", lists)?,
             buffers: PhantomData,
         })
     }
@@ -341,6 +341,32 @@ impl<'a> Moves<'a> {
     }
 }
 
+/// Places of the page table that change: behind the lengths of lists, where they lie and the pages that they get.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct Changes<'a> {
+    places: u64,
+    pages: u64,
+    count: i32,
+    unused: i32,
+    buffers: Borrowed<'a>,
+}
+
+// SAFETY: see `Lists`.
+unsafe impl DeviceRepr for Changes<'_> {}
+
+impl<'a> Changes<'a> {
+    /// `count` places and as many pages in u32, behind the lengths of `lists` lists in one buffer.
+    ///
+    /// # Errors
+    /// As [`Lists::new`].
+    pub fn new(numbers: &'a DeviceBuffer, lists: usize, count: usize) -> Result<Self, CudaError> {
+        let places = has("changes of the page table", numbers, 4 * (lists + 2 * count))? + 4 * lists as u64;
+        let pages = places + 4 * count as u64;
+        Ok(Changes { places, pages, count: short("changes", count)?, unused: 0, buffers: PhantomData })
+    }
+}
+
 /// Attention that tokens received, `[lists, width]` in f32.
 #[repr(C)]
 #[derive(Clone, Copy)]
@@ -379,7 +405,7 @@ mod tests {
             (lists, &["Lists", "Observers"][..]),
             (select, &["Choice"]),
             (score, &["Scoring"]),
-            (compact, &["Keeping", "Moves", "Received"]),
+            (compact, &["Keeping", "Moves", "Changes", "Received"]),
         ];
         for (text, names) in sources {
             for name in names {

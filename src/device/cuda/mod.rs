@@ -5,6 +5,7 @@
 //! them together. [`build`] takes compiled code from the disk or makes it. What a kernel's launch looks like for a
 //! problem is [`crate::attention::cuda`]'s.
 
+mod background;
 mod build;
 mod cublas;
 mod device;
@@ -22,6 +23,7 @@ mod tensor_map;
 mod tokens;
 mod turning;
 
+pub(crate) use background::{Growing, Landing};
 pub use build::{Origin, build};
 pub use cublas::{Cublas, Gemm};
 pub(crate) use device::{Argument, Ready};
@@ -29,7 +31,8 @@ pub use device::{Device, DeviceBuffer, Limits, Module};
 pub use gradients::{BackwardOperands, Gradients, backward, deltas};
 pub(crate) use layer::{Each, Embedding, Heads, HeadsOperands, Linear, Narrowing, Norm};
 pub(crate) use lists::{
-    Choice, ChoiceOperands, Keeping, Lists, ListsOperands, Moves, Observers, ObserversOperands, Received, Scoring,
+    Changes, Choice, ChoiceOperands, Keeping, Lists, ListsOperands, Moves, Observers, ObserversOperands, Received,
+    Scoring,
 };
 pub use nvml::{Condition, Nvml};
 pub use nvrtc::Nvrtc;

@@ -31,19 +31,14 @@ pub struct Extents {
     pub scale: f32,
     /// `cap * tanh(logit / cap)`.
     pub softcap: Option<f32>,
+    /// Parts into which decode splits the keys that it sees; 1 where nothing is split.
+    pub splits: usize,
     /// Keys of one split of decode; `kv_len` or more where nothing is split.
     pub split_keys: usize,
     /// Elements of f32 in `scores`.
     pub scores: usize,
     /// Elements of f32 in `partials`.
     pub partials: usize,
-}
-
-impl Extents {
-    /// Parts into which decode splits the keys.
-    pub fn splits(&self) -> usize {
-        self.kv_len.div_ceil(self.split_keys)
-    }
 }
 
 /// The buffers of a problem. `scores` and `partials` are empty where a kernel has none.
@@ -145,7 +140,7 @@ impl<'a> Problem<'a> {
             causal: i32::from(extents.causal),
             // A window that reaches over every key is as good as a longer one.
             window: extents.window.map_or(Ok(0), |window| short("window", window.min(q_len + kv_len)))?,
-            splits: short("splits", extents.splits())?,
+            splits: short("splits", extents.splits)?,
             split_keys: short("keys of a split", extents.split_keys.min(kv_len))?,
             scale: extents.scale,
             softcap: extents.softcap.unwrap_or(0.0),

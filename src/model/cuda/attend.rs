@@ -3,8 +3,11 @@
 //! The copy is what the kernel for many queries reads: keys and values of one layer behind one another, `workspace` in
 //! the arena. A single token reads its list once, where it lies; so do several where lists differ in length, after an
 //! eviction.
+//!
+//! A single token's pass is planned again when the longest list of its layer is another: that is arithmetic of the host,
+//! over scratch memory that is enough for every length.
 
-use crate::attention::cuda::{CudaKernel, Inputs, Plan, Results, Scratch, cuda_kernel, decode_paged};
+use crate::attention::cuda::{CudaKernel, Inputs, Plan, Results, Scratch, cuda_kernel, decode_paged, step_workspace};
 use crate::attention::{Params, Shape};
 use crate::cache::PAGE_TOKENS;
 use crate::cache::cuda::DeviceCache;
@@ -21,7 +24,7 @@ type Planned = (Plan, Vec<Ready>);
 pub(super) struct Attend {
     /// For many queries.
     kernel: &'static dyn CudaKernel,
-    /// Of a single token, for each layer: with room for the longest list.
+    /// Of a single token, for each layer: for the length of its longest list now.
     steps: Vec<Planned>,
     step_scratch: Scratch,
     /// Of several tokens, for each layer: for the lengths that come next, over pages or over copies.
@@ -33,7 +36,8 @@ pub(super) struct Attend {
     lse: DeviceBuffer,
 }
 
-fn shape(config: &Config, q_len: usize, kv_len: usize) -> Shape {
+/// Extents of a layer's queries over lists of at most `kv_len` tokens.
+pub(super) fn attended(config: &Config, q_len: usize, kv_len: usize) -> Shape {
     let Config { q_heads, kv_heads, head_dim, .. } = *config;
     Shape { batch: 1, q_heads, kv_heads, q_len, kv_len, head_dim }
 }
@@ -59,9 +63,11 @@ impl Attend {
     /// When there is no such kernel or it cannot do what the model needs, the arena or the GPU has no room, and as [`Runtime::module`].
     pub fn new(config: &Config, setup: &Setup<'_>, runtime: &Runtime, arena: &Arena) -> Result<Self, ModelError> {
         let (device, dtype, most) = (runtime.device(), setup.kv_dtype, setup.max_tokens);
-        let roomy = shape(config, 1, most);
+        let longest = attended(config, 1, most);
         let steps =
-            plans(config, runtime, |params| Ok(decode_paged(&roomy, params, dtype, device.limits(), PAGE_TOKENS)?))?;
+            plans(config, runtime, |params| Ok(decode_paged(&longest, params, dtype, device.limits(), PAGE_TOKENS)?))?;
+        let room = |layer| step_workspace(&longest, &params(config, layer), dtype, device.limits(), PAGE_TOKENS);
+        let roomiest = (0..config.layers).map(room).max_by_key(|size| size.scratch).unwrap_or_default();
         let rows = setup.chunk_tokens.min(most);
         let kernel = cuda_kernel(setup.kernel)?;
         let chunks = Self::plan_chunk(kernel, config, runtime, dtype, rows, most)?;
@@ -69,7 +75,7 @@ impl Attend {
         let room = |bytes: usize| device.alloc(arena, Label::Workspace, bytes as u64);
         Ok(Attend {
             kernel,
-            step_scratch: steps[0].0.scratch(device, arena)?,
+            step_scratch: Scratch::take(device, arena, roomiest)?,
             chunk_scratch: chunks[0].0.scratch(device, arena)?,
             steps,
             chunks,
@@ -87,7 +93,7 @@ impl Attend {
         q_len: usize,
         kv_len: usize,
     ) -> Result<Vec<Planned>, ModelError> {
-        let shape = shape(config, q_len, kv_len);
+        let shape = attended(config, q_len, kv_len);
         let limits = runtime.device().limits();
         plans(config, runtime, |params| Ok(kernel.plan(&shape, params, dtype, limits)?))
     }
@@ -105,21 +111,35 @@ impl Attend {
         count: usize,
         ragged: bool,
     ) -> Result<(), ModelError> {
-        if count == 1 {
-            return Ok(());
-        }
         let (device, dtype) = (runtime.device(), cache.shape().dtype);
+        if count == 1 {
+            return self.prepare_step(config, device, cache);
+        }
         let longest = cache.max_len();
         self.paged = ragged;
         self.chunks = match ragged {
             false => Self::plan_chunk(self.kernel, config, runtime, dtype, count, longest)?,
             true => plans(config, runtime, |params| {
-                Ok(decode_paged(&shape(config, count, longest), params, dtype, device.limits(), PAGE_TOKENS)?)
+                Ok(decode_paged(&attended(config, count, longest), params, dtype, device.limits(), PAGE_TOKENS)?)
             })?,
         };
         let plan = &self.chunks[0].0;
         if !self.chunk_scratch.fits(plan) {
             self.chunk_scratch = plan.scratch(device, arena)?;
+        }
+        Ok(())
+    }
+
+    /// Plans the pass of a single token: splits for the keys that are there.
+    fn prepare_step(&mut self, config: &Config, device: &Device, cache: &DeviceCache) -> Result<(), ModelError> {
+        let lists = cache.lens().chunks(config.kv_heads);
+        for (layer, ((plan, ready), lens)) in self.steps.iter_mut().zip(lists).enumerate() {
+            let longest = lens.iter().copied().max().unwrap_or(0);
+            if longest != plan.extents.kv_len {
+                let (shape, params) = (attended(config, 1, longest), params(config, layer));
+                *plan = decode_paged(&shape, &params, cache.shape().dtype, device.limits(), PAGE_TOKENS)?;
+                plan.launches.iter().zip(ready).for_each(|(launch, ready)| ready.set_grid(launch.grid));
+            }
         }
         Ok(())
     }

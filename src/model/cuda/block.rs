@@ -8,9 +8,8 @@ use std::ops::Range;
 
 /// Where activations lie: rows of f32, but for the heads that attention reads and writes.
 pub(super) struct Buffers {
-    pub tokens: DeviceBuffer,
-    /// Cosines and sines of each row's position.
-    pub angles: DeviceBuffer,
+    /// Of each row the cosines and sines of its position, and behind them the tokens.
+    pub asked: DeviceBuffer,
     pub hidden: DeviceBuffer,
     projected: DeviceBuffer,
     normed: DeviceBuffer,
@@ -44,8 +43,7 @@ impl Buffers {
         let widest = config.hidden.max(config.q_width()).max(config.ffn);
         let narrows = of.runtime.cublas().is_some() && of.weights.dtypes.iter().any(|dtype| dtype.bytes() == 2);
         Ok(Buffers {
-            tokens: plain(1)?,
-            angles: plain(config.head_dim)?,
+            asked: plain(config.head_dim + 1)?,
             hidden: plain(config.hidden)?,
             projected: plain(config.hidden)?,
             normed: plain(config.hidden)?,
@@ -77,7 +75,7 @@ impl DeviceDecoder<'_> {
         let (config, flavour) = (&self.of.model.config, self.flavour());
         let (weights, layers, dtype) = (&self.of.weights.layers[layer], &self.layers, self.setup.kv_dtype);
         let (stream, head_dim) = ([count, config.hidden], config.head_dim);
-        let Buffers { hidden, projected, normed, q, k, v, gate, up, angles, narrowed, heads, .. } = &mut self.buffers;
+        let Buffers { hidden, projected, normed, q, k, v, gate, up, asked, narrowed, heads, .. } = &mut self.buffers;
         let [q_heads, k_heads, v_heads, o_heads] = heads;
         layers.norm((hidden, 0), &weights.before_attention, normed, stream, flavour)?;
         layers.linear(normed, &weights.q, count, q, narrowed)?;
@@ -87,7 +85,7 @@ impl DeviceDecoder<'_> {
             layers.norm_in_place(q, q_norm, [count * config.q_heads, head_dim], flavour)?;
             layers.norm_in_place(k, k_norm, [count * config.kv_heads, head_dim], flavour)?;
         }
-        let angles = Some(&*angles);
+        let angles = Some(&*asked);
         for (rows, angles, split, heads) in [
             (&mut *q, angles, &mut *q_heads, config.q_heads),
             (k, angles, &mut *k_heads, config.kv_heads),

@@ -2,36 +2,42 @@
 //!
 //! Keys, values, queries and scores stay on the GPU. What has no form there is refused by name before anything runs.
 
+use super::attend::attended;
 use super::held::Held;
-use crate::attention::Shape;
-use crate::attention::cuda::decode_paged;
-use crate::attention::cuda::export::{Observed, columns};
+use super::steps::{Begun, Room};
+use crate::attention::cuda::export::{Observed, begin_columns};
 use crate::attention::export::Reduction;
 use crate::cache::cuda::DeviceCache;
 use crate::device::Cpu;
-use crate::device::cuda::{CudaError, DeviceBuffer, Runtime};
+use crate::device::cuda::{CudaError, DeviceBuffer, Growing, Runtime};
 use crate::memory::{Arena, Label};
 use crate::model::decoder::params;
 use crate::model::evictor::{looks_at_all_queries, recent_queries};
 use crate::model::{Config, Eviction, ModelError};
-use crate::policy::cuda::{DeviceContext, DeviceSelection, Queries, let_leave, score, select};
+use crate::policy::cuda::{DeviceContext, Queries, score, select};
 use crate::policy::{Decoding, Policy, PolicyError, Statistic};
 
 /// A policy with what it has seen of the sequence.
 pub(super) struct DeviceEvictor<'a> {
-    eviction: Eviction<'a>,
+    pub(super) eviction: Eviction<'a>,
     cpu: &'a Cpu,
-    arena: Arena,
-    budget_tokens: usize,
-    held: Option<Held>,
+    pub(super) arena: Arena,
+    pub(super) budget_tokens: usize,
+    pub(super) held: Option<Held>,
+    /// Attention that a layer's tokens receive of a pass.
+    received: Growing,
     /// Whether another judgement may come.
     open: bool,
     /// Whether keys and queries are turned to positions inside the cache: from the first judgement on, if at all.
-    turns: bool,
+    pub(super) turns: bool,
     /// The best score that each list lost in the latest judgement of prefill.
-    best_lost: Vec<f32>,
-    steps: usize,
-    evicted_tokens: u64,
+    pub(super) best_lost: Vec<f32>,
+    pub(super) steps: usize,
+    pub(super) evicted_tokens: u64,
+    /// Of judgements between decode steps, from the first one on.
+    pub(super) room: Option<Room>,
+    /// The judgement that was begun with the latest step.
+    pub(super) begun: Option<Begun>,
 }
 
 impl<'a> DeviceEvictor<'a> {
@@ -58,6 +64,7 @@ impl<'a> DeviceEvictor<'a> {
             }
             false => None,
         };
+        let received = Growing::new(runtime.device(), arena, Label::Policy)?;
         let (arena, open) = (arena.clone(), policy.scorer.is_some());
         Ok(DeviceEvictor {
             eviction,
@@ -65,11 +72,14 @@ impl<'a> DeviceEvictor<'a> {
             arena,
             budget_tokens,
             held,
+            received,
             open,
             turns: false,
             best_lost: Vec::new(),
             steps: 0,
             evicted_tokens: 0,
+            room: None,
+            begun: None,
         })
     }
 
@@ -88,7 +98,7 @@ impl<'a> DeviceEvictor<'a> {
         self.turns
     }
 
-    /// Looks at the attention of a layer: `count` queries `[Hq, count, D]` and their log-sum-exps.
+    /// Begins to look at the attention of a layer: `count` queries `[Hq, count, D]` and their log-sum-exps.
     ///
     /// # Errors
     /// When there is no room, and as [`Runtime::module`].
@@ -113,10 +123,10 @@ impl<'a> DeviceEvictor<'a> {
             let params = params(config, layer);
             let observed = Observed { q, length: count, first: 0, lse, dtype, shape, params };
             let bytes = 4 * (lists.len() * width) as u64;
-            let mut sums = runtime.device().alloc(&self.arena, Label::Policy, bytes)?;
+            let received = self.received.of(runtime.device(), &self.arena, bytes)?;
             let these = cache.some_lists(lists.clone())?;
-            columns(runtime, &these, &observed, count, Reduction::RECEIVED, &mut sums)?;
-            runtime.device().timed(|| cache.receive(runtime, lists, &sums, width))?;
+            begin_columns(runtime, &these, &observed, count, Reduction::RECEIVED, received)?;
+            cache.receive(runtime, lists, received, width)?;
         }
         Ok(())
     }
@@ -141,7 +151,7 @@ impl<'a> DeviceEvictor<'a> {
         last: bool,
     ) -> Result<(), ModelError> {
         let Some(policy) = self.judging() else { return Ok(()) };
-        self.judge(config, runtime, cache, seen, false)?;
+        self.judge(config, runtime, cache, seen)?;
         if !last {
             self.held.iter_mut().for_each(Held::forget);
         } else if policy.schedule.decoding == Decoding::Never {
@@ -150,71 +160,36 @@ impl<'a> DeviceEvictor<'a> {
         Ok(())
     }
 
-    /// What the schedule asks for after a decode step.
-    ///
-    /// # Errors
-    /// As [`DeviceEvictor::judge_prefill`].
-    pub fn judge_step(
-        &mut self,
-        config: &Config,
-        runtime: &Runtime,
-        cache: &mut DeviceCache,
-        seen: usize,
-    ) -> Result<(), ModelError> {
-        let Some(policy) = self.judging() else { return Ok(()) };
-        self.steps += 1;
-        match policy.schedule.decoding {
-            Decoding::EverySteps(every) if self.steps.is_multiple_of(every) => {
-                self.judge(config, runtime, cache, seen, true)
-            }
-            Decoding::Delayed => self.judge_leaving(config, runtime, cache, seen),
-            _ => Ok(()),
-        }
-    }
-
-    /// Under a delayed schedule, which looks at no queries: judges the token that has just left the recent ones.
-    fn judge_leaving(
-        &mut self,
-        config: &Config,
-        runtime: &Runtime,
-        cache: &mut DeviceCache,
-        seen_tokens: usize,
-    ) -> Result<(), ModelError> {
-        let selection = {
-            let context = self.context(config, runtime, None, seen_tokens);
-            let Some(mut scored) = score(self.eviction.policy, &context, cache)? else { return Ok(()) };
-            let_leave(&context, cache, &mut scored, &self.best_lost)?
-        };
-        self.shrink(config, runtime, cache, seen_tokens, &selection)
-    }
-
-    /// Judges every list and shrinks it. `again` says that lists have changed since the held queries were asked.
+    /// Judges every list and shrinks it.
     fn judge(
         &mut self,
         config: &Config,
         runtime: &Runtime,
         cache: &mut DeviceCache,
         seen_tokens: usize,
-        again: bool,
     ) -> Result<(), ModelError> {
         let DeviceEvictor { eviction, ref arena, ref held, .. } = *self;
         let q_len = held.as_ref().map_or(0, Held::count);
-        let mut dense = held.as_ref().map(|held| held.dense(runtime, arena)).transpose()?;
-        if let Some([q, lse]) = dense.as_mut().filter(|_| again && q_len > 1) {
-            *lse = ask_again(config, runtime, arena, cache, q, q_len)?;
-        }
+        let dense = held.as_ref().map(|held| held.dense(runtime, arena)).transpose()?;
         let queries = dense.as_ref().map(|[q, lse]| Queries { q, length: q_len, first: 0, lse, q_len });
         let context = self.context(config, runtime, queries, seen_tokens);
         let Some(mut scored) = score(eviction.policy, &context, cache)? else { return Ok(()) };
         let selection = select(eviction.policy, &context, cache, &mut scored)?;
         drop((scored, dense));
-        self.shrink(config, runtime, cache, seen_tokens, &selection)?;
+        let before: usize = cache.lens().iter().sum();
+        selection.shrink(runtime, cache)?;
+        if eviction.policy.rerotates {
+            cache.set_rope(&config.rope.frequencies(config.head_dim, config.max_positions, seen_tokens))?;
+            cache.rerotate(runtime)?;
+            self.turns = true;
+        }
+        self.evicted_tokens += (before - cache.lens().iter().sum::<usize>()) as u64;
         self.best_lost = selection.best_lost;
         Ok(())
     }
 
     /// What a policy sees besides the cache.
-    fn context<'c>(
+    pub(super) fn context<'c>(
         &'c self,
         config: &Config,
         runtime: &'c Runtime,
@@ -233,32 +208,6 @@ impl<'a> DeviceEvictor<'a> {
             budget_tokens: self.budget_tokens,
         }
     }
-
-    /// Keeps what was selected.
-    fn shrink(
-        &mut self,
-        config: &Config,
-        runtime: &Runtime,
-        cache: &mut DeviceCache,
-        seen_tokens: usize,
-        selection: &DeviceSelection,
-    ) -> Result<(), ModelError> {
-        let before: usize = cache.lens().iter().sum();
-        selection.shrink(runtime, cache)?;
-        if self.eviction.policy.rerotates {
-            cache.set_rope(&config.rope.frequencies(config.head_dim, config.max_positions, seen_tokens))?;
-            cache.rerotate(runtime)?;
-            self.turns = true;
-        }
-        self.evicted_tokens += (before - cache.lens().iter().sum::<usize>()) as u64;
-        Ok(())
-    }
-}
-
-/// Extents of a layer's queries over lists of at most `kv_len` tokens.
-fn attended(config: &Config, q_len: usize, kv_len: usize) -> Shape {
-    let Config { q_heads, kv_heads, head_dim, .. } = *config;
-    Shape { batch: 1, q_heads, kv_heads, q_len, kv_len, head_dim }
 }
 
 /// Whether judgements look at the latest queries.
@@ -284,19 +233,4 @@ pub(super) fn check(eviction: &Eviction<'_>, config: &Config) -> Result<(), Poli
         return refuse("it looks at all queries of the context, which are not held on CUDA yet");
     }
     Ok(())
-}
-
-/// Log-sum-exps of held queries `[layers, Hq, q_len, D]` over the lists as they are now.
-fn ask_again(
-    config: &Config,
-    runtime: &Runtime,
-    arena: &Arena,
-    cache: &DeviceCache,
-    q: &DeviceBuffer,
-    q_len: usize,
-) -> Result<DeviceBuffer, ModelError> {
-    let held = *cache.shape();
-    let shape = Shape { batch: config.layers, ..attended(config, q_len, cache.max_len()) };
-    let plan = decode_paged(&shape, &params(config, 0), held.dtype, runtime.device().limits(), held.page_tokens)?;
-    Ok(plan.ask_paged(runtime, arena, q, &cache.kv())?.1)
 }

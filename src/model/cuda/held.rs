@@ -37,7 +37,7 @@ impl Held {
         self.queries.count()
     }
 
-    /// Takes queries `[Hq, new, D]` of a layer in, with their log-sum-exps `[Hq, new]`.
+    /// Begins to take queries `[Hq, new, D]` of a layer in, with their log-sum-exps `[Hq, new]`.
     ///
     /// # Errors
     /// [`CudaError::Operand`] when a buffer is too small, and as [`Runtime::module`].
@@ -48,8 +48,8 @@ impl Held {
         new: usize,
         [q, lse]: [&DeviceBuffer; 2],
     ) -> Result<(), CudaError> {
-        self.queries.push(runtime, layer, (q, new), new, new)?;
-        self.sums.push(runtime, layer, (lse, new), new, new)
+        self.queries.begin_push(runtime, layer, (q, new), new, new)?;
+        self.sums.begin_push(runtime, layer, (lse, new), new, new)
     }
 
     /// Every layer has taken `new` queries in.
@@ -70,5 +70,19 @@ impl Held {
     /// When there is no room, and as [`Held::push`].
     pub fn dense(&self, runtime: &Runtime, arena: &Arena) -> Result<[DeviceBuffer; 2], CudaError> {
         Ok([self.queries.dense(runtime, arena)?, self.sums.dense(runtime, arena)?])
+    }
+
+    /// Bytes of these.
+    pub fn dense_bytes(&self) -> [u64; 2] {
+        [self.queries.dense_bytes(), self.sums.dense_bytes()]
+    }
+
+    /// Begins to copy them to memory that is there.
+    ///
+    /// # Errors
+    /// As [`Held::push`].
+    pub fn begin_dense(&self, runtime: &Runtime, [q, lse]: [&mut DeviceBuffer; 2]) -> Result<(), CudaError> {
+        self.queries.begin_dense(runtime, q)?;
+        self.sums.begin_dense(runtime, lse)
     }
 }

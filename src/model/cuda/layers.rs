@@ -1,6 +1,6 @@
 //! The launches of `kernels/model.cu`, and products with weights: cuBLAS's where it is found, else this project's own.
 //!
-//! Everything is begun on the default stream, in order, and waited for once per pass. cuBLAS takes both factors in one
+//! Everything is begun on the default stream, in order; who reads the logits waits for it. cuBLAS takes both factors in one
 //! type: activations are rounded to that of 16-bit weights then, as frameworks that compute in these types do. The own
 //! products keep them in f32, as the CPU does.
 
@@ -55,10 +55,10 @@ impl<'a> Layers<'a> {
         device.begin(&device.ready(&self.modules[&dtype], &[launch])?, &[argument])
     }
 
-    /// Rows of the embedding.
+    /// Rows of the embedding, for tokens that lie from number `tokens.1` of their buffer on.
     pub fn embed(
         &self,
-        tokens: &DeviceBuffer,
+        tokens: (&DeviceBuffer, usize),
         table: &DeviceMatrix,
         to: &mut DeviceBuffer,
         rows: usize,

@@ -1,27 +1,31 @@
 //! A model on a GPU: weights copied there once, keys and values in pages there, attention by this project's kernels.
 //!
-//! [`DeviceDecoder`] runs one sequence, chunk by chunk and then token by token. Only tokens and angles go to the GPU, and
-//! only logits come back. All kernels of a pass are begun one behind another and waited for once. What is computed is
-//! what [`super::Decoder`] computes.
+//! [`DeviceDecoder`] runs one sequence, chunk by chunk and then token by token. Tokens, angles and changes of the page
+//! table go to the GPU, logits and what a judgement has found come back. Kernels and copies of a pass are begun one behind
+//! another; the landing of its logits is all that is waited for. Memory is taken before: a token takes none, but for slabs
+//! of pages when lists have grown through theirs. `tests/cuda_models.rs` counts the driver's calls. What is computed is what
+//! [`super::Decoder`] computes.
 
 mod attend;
 mod block;
 mod evict;
 mod held;
 mod layers;
+mod steps;
 mod weights;
 
 use super::{Eviction, Model, ModelError, OneSequence, Setup, rope};
 use crate::cache::cuda::DeviceCache;
 use crate::cache::{CacheShape, PAGE_TOKENS};
 use crate::device::Cpu;
-use crate::device::cuda::{CudaError, Runtime};
+use crate::device::cuda::{CudaError, Landing, Runtime};
 use crate::memory::Arena;
 use crate::policy::{Decoding, PolicyError};
 use attend::Attend;
 use block::Buffers;
 use evict::DeviceEvictor;
 use layers::Layers;
+use steps::landing_bytes;
 use weights::DeviceWeights;
 
 /// A model whose weights lie in a GPU's memory.
@@ -63,6 +67,8 @@ pub struct DeviceDecoder<'a> {
     seen: usize,
     buffers: Buffers,
     attend: Attend,
+    /// A row of logits, and behind it what a judgement has found.
+    landing: Landing,
     arena: Arena,
     evictor: Option<DeviceEvictor<'a>>,
 }
@@ -97,6 +103,7 @@ impl<'a> DeviceDecoder<'a> {
             seen: 0,
             buffers: Buffers::allocate(of, &setup, device, arena)?,
             attend: Attend::new(config, &setup, of.runtime, arena)?,
+            landing: Landing::new(device, 4 * config.vocab + landing_bytes(shape.lists()))?,
             arena: arena.clone(),
             evictor: None,
         })
@@ -113,7 +120,7 @@ impl<'a> DeviceDecoder<'a> {
     /// [`CudaError::Driver`] when the GPU cannot be told.
     pub fn clear(&mut self) -> Result<(), ModelError> {
         (self.seen, self.evictor) = (0, None);
-        Ok(self.cache.clear()?)
+        Ok(self.cache.clear(self.of.runtime)?)
     }
 
     /// Puts a policy to work, before the first token; `cpu` divides its budget, which counts a prompt of `context`
@@ -155,7 +162,7 @@ impl<'a> DeviceDecoder<'a> {
         let policy = self.evictor.as_ref().and_then(DeviceEvictor::judging);
         let piece = policy.and_then(|policy| policy.schedule.chunk_tokens).unwrap_or(tokens.len()).max(1);
         for (index, tokens) in tokens.chunks(piece).enumerate() {
-            self.feed(tokens, horizon, |place, logits| visit(index * piece + place, logits))?;
+            self.feed(tokens, horizon, false, |place, logits| visit(index * piece + place, logits))?;
             if let Some(evictor) = &mut self.evictor {
                 let (config, last) = (&self.of.model.config, self.seen == horizon);
                 evictor.judge_prefill(config, self.of.runtime, &mut self.cache, self.seen, last)?;
@@ -181,17 +188,21 @@ impl<'a> DeviceDecoder<'a> {
         let piece = if together { tokens.len().max(1) } else { 1 };
         for (index, tokens) in tokens.chunks(piece).enumerate() {
             let horizon = self.seen + tokens.len();
-            self.feed(tokens, horizon, |place, logits| visit(index * piece + place, logits))?;
-            if let Some(evictor) = self.evictor.as_mut().filter(|_| !together) {
-                evictor.judge_step(&self.of.model.config, self.of.runtime, &mut self.cache, self.seen)?;
-            }
+            self.feed(tokens, horizon, !together, |place, logits| visit(index * piece + place, logits))?;
         }
         Ok(())
     }
 
-    /// Runs tokens, a chunk at a time, of a sequence that will have `horizon` tokens.
-    fn feed(&mut self, tokens: &[u32], horizon: usize, mut visit: impl FnMut(usize, &[f32])) -> Result<(), ModelError> {
-        let vocab = self.of.model.config.vocab;
+    /// Runs tokens, a chunk at a time, of a sequence that will have `horizon` tokens; the policy judges after each that is
+    /// `judged`, which comes alone.
+    fn feed(
+        &mut self,
+        tokens: &[u32],
+        horizon: usize,
+        judged: bool,
+        mut visit: impl FnMut(usize, &[f32]),
+    ) -> Result<(), ModelError> {
+        let (config, runtime) = (&self.of.model.config, self.of.runtime);
         for (index, chunk) in tokens.chunks(self.setup.chunk_tokens).enumerate() {
             let start = index * self.setup.chunk_tokens;
             let last = self.seen + chunk.len() == horizon;
@@ -201,29 +212,40 @@ impl<'a> DeviceDecoder<'a> {
                 (false, false) => 0..0,
             };
             self.pass(chunk, horizon, wanted.clone())?;
-            let mut logits = vec![0f32; wanted.len() * vocab];
-            self.buffers.logits.read(bytemuck::cast_slice_mut(&mut logits))?;
-            for (place, logits) in wanted.zip(logits.chunks_exact(vocab)) {
-                visit(start + place, logits);
+            if wanted.len() > 1 {
+                let mut logits = vec![0f32; wanted.len() * config.vocab];
+                self.buffers.logits.read(bytemuck::cast_slice_mut(&mut logits))?;
+                wanted.zip(logits.chunks_exact(config.vocab)).for_each(|(place, row)| visit(start + place, row));
+                continue;
+            }
+            let Some(place) = wanted.last() else { continue };
+            let row_bytes = 4 * config.vocab;
+            self.landing.begin(0, &self.buffers.logits, row_bytes)?;
+            let mut evictor = self.evictor.as_mut().filter(|_| judged);
+            if let Some(evictor) = &mut evictor {
+                evictor.begin_step(config, runtime, &self.cache, self.seen, (&mut self.landing, row_bytes))?;
+            }
+            let (logits, found) = self.landing.wait()?.split_at(row_bytes);
+            visit(start + place, bytemuck::cast_slice(logits));
+            if let Some(evictor) = evictor {
+                evictor.end_step(config, runtime, &mut self.cache, self.seen, bytemuck::cast_slice(found))?;
             }
         }
         Ok(())
     }
 
-    /// One chunk through all blocks, and the logits of the rows that are `wanted`.
+    /// Begins one chunk through all blocks, and the logits of the rows that are `wanted`.
     fn pass(&mut self, tokens: &[u32], horizon: usize, wanted: std::ops::Range<usize>) -> Result<(), ModelError> {
         let (config, runtime, count) = (&self.of.model.config, self.of.runtime, tokens.len());
-        self.cache.grow(runtime.device(), count)?;
+        self.cache.grow(runtime, count)?;
         let ragged = self.evicted_tokens() > 0;
         self.attend.prepare(config, (runtime, &self.arena), &self.cache, count, ragged)?;
-        self.buffers.tokens.write(bytemuck::cast_slice(tokens))?;
-        self.turn_angles(count, horizon)?;
-        runtime.device().timed(|| {
-            let Buffers { tokens, hidden, .. } = &mut self.buffers;
-            self.layers.embed(tokens, &self.of.weights.embedding, hidden, count, config.embedding_scale)?;
-            (0..config.layers).try_for_each(|layer| self.block(layer, count))?;
-            self.logits(wanted)
-        })?;
+        self.ask(tokens, horizon)?;
+        let Buffers { asked, hidden, .. } = &mut self.buffers;
+        let (embedding, first) = (&self.of.weights.embedding, count * config.head_dim);
+        self.layers.embed((asked, first), embedding, hidden, count, config.embedding_scale)?;
+        (0..config.layers).try_for_each(|layer| self.block(layer, count))?;
+        self.logits(wanted)?;
         self.seen += count;
         if let Some(evictor) = &mut self.evictor {
             evictor.advance(count);
@@ -231,16 +253,17 @@ impl<'a> DeviceDecoder<'a> {
         Ok(())
     }
 
-    /// Cosines and sines of the positions of the next `count` tokens.
-    fn turn_angles(&mut self, count: usize, horizon: usize) -> Result<(), CudaError> {
+    /// Begins to tell the GPU the next tokens and the cosines and sines of their positions.
+    fn ask(&mut self, tokens: &[u32], horizon: usize) -> Result<(), CudaError> {
         let config = &self.of.model.config;
         let frequencies = config.rope.frequencies(config.head_dim, config.max_positions, horizon);
         let factor = config.rope.attention_factor();
-        let mut angles = vec![0f32; count * config.head_dim];
+        let mut angles = vec![0f32; tokens.len() * config.head_dim];
         for (position, row) in (self.seen..).zip(angles.chunks_exact_mut(config.head_dim)) {
             rope::angles(&frequencies, position, factor, row);
         }
-        self.buffers.angles.write(bytemuck::cast_slice(&angles))
+        let asked: Vec<u32> = angles.into_iter().map(f32::to_bits).chain(tokens.iter().copied()).collect();
+        self.buffers.asked.begin_write(self.of.runtime.device(), 0, bytemuck::cast_slice(&asked))
     }
 }
 

@@ -1,9 +1,9 @@
 //! Delayed judgements on a GPU: in each list, the token that has just left the recent ones goes unless it beats all that
 //! the list lost after prefill. What [`crate::policy::evict`] does on the CPU.
 
-use super::{DeviceContext, DevicePolicyError, DeviceScored, DeviceSelection, run};
+use super::{DeviceContext, DevicePolicyError, DeviceScored, DeviceSelection, launch};
 use crate::cache::cuda::DeviceCache;
-use crate::device::cuda::ChoiceOperands;
+use crate::device::cuda::{ChoiceOperands, CudaError, DeviceBuffer};
 use crate::memory::Label;
 
 /// What stays of each list; `best_lost` are the best scores that they lost after prefill.
@@ -20,21 +20,33 @@ pub fn let_leave(
     let mut counts_there = device.alloc(context.arena, Label::Policy, 4 * lists as u64)?;
     let mut slots = device.alloc(context.arena, Label::Policy, 4 * (lists * width) as u64)?;
     scored.found.write(bytemuck::cast_slice(best_lost))?;
-    let choice = ChoiceOperands {
-        scores: &mut scored.values,
-        chosen: Some((&counts_there, &mut slots)),
-        found: &mut scored.found,
-        lists,
-        width,
-        sink: 0,
-        recent: scored.protect.window,
-        highest: scored.highest_judged,
-    };
-    let time_ns = run(context, cache, "let_leave", [width.div_ceil(256), lists, 1], 256, &choice)?;
-    let mut gone = vec![0i32; lists];
-    scored.found.read_from(8 * lists, bytemuck::cast_slice_mut(&mut gone))?;
-    let counts: Vec<usize> = cache.lens().iter().zip(gone).map(|(len, slot)| len - usize::from(slot >= 0)).collect();
+    let DeviceScored { values, found, protect, .. } = scored;
+    let chosen = (&counts_there, &mut slots);
+    let time_ns = device.timed(|| begin_leaving(context, cache, [values, found], chosen, protect.window))?;
+    let mut words = vec![0u32; 4 * lists];
+    found.read(bytemuck::cast_slice_mut(&mut words))?;
+    let counts = staying(cache, &words);
     let numbers: Vec<i32> = counts.iter().map(|&count| count as i32).collect();
     counts_there.write(bytemuck::cast_slice(&numbers))?;
     Ok(DeviceSelection { slots, width, counts, counts_there, best_lost: best_lost.to_vec(), time_ns })
+}
+
+/// Begins to write the slots that stay, and which one goes: `found` `[4, lists]` has the best scores that were lost, as
+/// [`super::begin_select`] leaves them there. `recent` slots at the end are not judged yet.
+pub(crate) fn begin_leaving(
+    context: &DeviceContext<'_>,
+    cache: &DeviceCache,
+    [scores, found]: [&mut DeviceBuffer; 2],
+    chosen: (&DeviceBuffer, &mut DeviceBuffer),
+    recent: usize,
+) -> Result<(), CudaError> {
+    let (lists, width) = (cache.shape().lists(), cache.max_len());
+    let choice = ChoiceOperands { scores, chosen: Some(chosen), found, lists, width, sink: 0, recent };
+    launch(context, cache, "let_leave", [width.div_ceil(256), lists, 1], 256, &choice)
+}
+
+/// How many tokens stay of each list, by what [`begin_leaving`] has found.
+pub(crate) fn staying(cache: &DeviceCache, found: &[u32]) -> Vec<usize> {
+    let gone = &found[3 * cache.shape().lists()..];
+    cache.lens().iter().zip(gone).map(|(len, &slot)| len - usize::from(slot as i32 >= 0)).collect()
 }

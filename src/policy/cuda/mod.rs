@@ -5,24 +5,27 @@
 //! allotments: those that look at list lengths alone need nothing from the GPU, those that compare scores (`ada`,
 //! `global`) get a copy of the scores, 4 bytes for each token and KV head. Keys and values never leave the GPU.
 
+mod division;
 mod leaving;
 mod scores;
 mod tensors;
 
+pub(crate) use division::{divide, divides_by_scores};
 pub use leaving::let_leave;
+pub(crate) use leaving::{begin_leaving, staying};
 pub use scores::scratch_bytes;
 pub use tensors::{DeviceJudged, DeviceTensors, judge};
 
-use super::{Context, Policy, PolicyError, Protect, Recipe, Registry, Scored, Statistic};
+use super::{Policy, PolicyError, Protect, Recipe, Registry, Statistic};
 use crate::attention::cuda::export::{self, Observed};
 use crate::attention::export::Reduction;
-use crate::attention::{Forward, KvRows, Params, Shape};
+use crate::attention::{Params, Shape};
 use crate::cache::CacheShape;
 use crate::cache::cuda::DeviceCache;
 use crate::device::Cpu;
-use crate::device::cuda::{Choice, ChoiceOperands, CudaError, DeviceBuffer, Launch, Lists, Program, Runtime, Source};
+use crate::device::cuda::{Choice, ChoiceOperands, CudaError, DeviceBuffer, Launch, Program, Runtime, Source};
 use crate::memory::{Arena, Label};
-use crate::tensor::{DType, Rows, Tensor};
+use crate::tensor::DType;
 
 const SOURCE: Source = Source { name: "select.cu", text: include_str!("../../../kernels/select.cu") };
 
@@ -87,6 +90,7 @@ pub struct DeviceScored {
     pub protect: Protect,
     /// The GPU's time for it.
     pub time_ns: u64,
+    /// `[4, B, Hkv]`, as [`ChoiceOperands::found`].
     found: DeviceBuffer,
 }
 
@@ -113,7 +117,7 @@ impl DeviceSelection {
     /// As [`DeviceCache::keep`].
     pub fn shrink(&self, runtime: &Runtime, cache: &mut DeviceCache) -> Result<u64, CudaError> {
         let kept_ns = cache.keep(runtime, &self.slots, self.width, &self.counts, &self.counts_there)?;
-        Ok(kept_ns + cache.release(runtime)?)
+        Ok(kept_ns + cache.release(runtime, 0)?)
     }
 }
 
@@ -165,13 +169,27 @@ impl DeviceContext<'_> {
         reduction: Reduction,
         columns: &mut DeviceBuffer,
     ) -> Result<u64, DevicePolicyError> {
+        self.runtime.device().timed(|| self.begin_columns(cache, queries, reduction, columns))
+    }
+
+    /// Begins them.
+    ///
+    /// # Errors
+    /// As [`DeviceContext::columns`].
+    pub(crate) fn begin_columns(
+        &self,
+        cache: &DeviceCache,
+        queries: Option<usize>,
+        reduction: Reduction,
+        columns: &mut DeviceBuffer,
+    ) -> Result<(), DevicePolicyError> {
         let what = "queries and their log-sum-exps";
         let seen = self.queries.ok_or(PolicyError::Missing { policy: "on CUDA", what })?;
         let (dtype, shape) = (cache.shape().dtype, self.shape(cache, seen.q_len));
         let (Queries { q, length, first, lse, .. }, params) = (seen, self.params);
         let observed = Observed { q, length, first, lse, dtype, shape, params };
         let asked = queries.unwrap_or(seen.q_len);
-        Ok(export::columns(self.runtime, &cache.lists()?, &observed, asked, reduction, columns)?)
+        Ok(export::begin_columns(self.runtime, &cache.lists()?, &observed, asked, reduction, columns)?)
     }
 }
 
@@ -186,38 +204,61 @@ pub fn score(
     cache: &DeviceCache,
 ) -> Result<Option<DeviceScored>, DevicePolicyError> {
     let Some(scorer) = &policy.scorer else { return Ok(None) };
-    let what = "a form for CUDA";
-    let recipe = scorer.recipe().ok_or(PolicyError::Missing { policy: "on CUDA", what })?;
     let (device, lists, width) = (context.runtime.device(), cache.shape().lists(), cache.max_len());
-    let mut values = device.alloc(context.arena, Label::Policy, 4 * (lists * width) as u64)?;
-    let mut time_ns = scores::write(&recipe, context, cache, &mut values)?;
-
-    let mut found = device.alloc(context.arena, Label::Policy, 12 * lists as u64)?;
-    let protect = scorer.protect(context.budget_tokens);
-    let mut choice = ChoiceOperands {
-        scores: &mut values,
-        chosen: None,
-        found: &mut found,
-        lists,
-        width,
-        sink: protect.sink,
-        recent: protect.window,
-        highest: 0.0,
+    let take = |label, bytes| device.alloc(context.arena, label, bytes);
+    let mut values = take(Label::Policy, 4 * (lists * width) as u64)?;
+    let mut found = take(Label::Policy, 16 * lists as u64)?;
+    let time_ns = {
+        let head_dim = cache.shape().head_dim;
+        let bytes = scorer.recipe().map_or(0, |recipe| scratch_bytes(&recipe, lists, width, head_dim));
+        let mut scratch = take(Label::Workspace, bytes)?;
+        device.timed(|| begin_score(policy, context, cache, [&mut values, &mut scratch, &mut found]))?
     };
-    time_ns += run(context, cache, "score_bounds", [lists, 1, 1], 1024, &choice)?;
-    let mut bounds = vec![0u32; 3 * lists];
-    choice.found.read(bytemuck::cast_slice_mut(&mut bounds))?;
-    let (tops, wrong) = bounds[lists..].split_at(lists);
+    let mut words = vec![0u32; 4 * lists];
+    found.read(bytemuck::cast_slice_mut(&mut words))?;
+    let highest_judged = highest_of(cache, &values, &words)?;
+    let protect = scorer.protect(context.budget_tokens);
+    Ok(Some(DeviceScored { values, width, highest_judged, protect, time_ns, found }))
+}
+
+/// Begins to score every token of the cache: `scores` `[B, Hkv, longest list]`, protected tokens above all others, with
+/// [`scratch_bytes`] of scratch memory, and `found` `[4, lists]`, in which [`highest_of`] looks.
+///
+/// # Errors
+/// [`PolicyError::Missing`] when a statistic is missing or the policy has no form for a GPU; when a buffer is too small,
+/// and as [`Runtime::module`].
+pub(crate) fn begin_score(
+    policy: &Policy,
+    context: &DeviceContext<'_>,
+    cache: &DeviceCache,
+    [scores, scratch, found]: [&mut DeviceBuffer; 3],
+) -> Result<(), DevicePolicyError> {
+    let what = "a form for CUDA";
+    let scorer = policy.scorer.as_ref();
+    let recipe = scorer.and_then(|scorer| scorer.recipe()).ok_or(PolicyError::Missing { policy: "on CUDA", what })?;
+    let protect = scorer.map_or_else(Protect::default, |scorer| scorer.protect(context.budget_tokens));
+    scores::begin(&recipe, context, cache, [&mut *scores, scratch])?;
+    let (lists, width) = (cache.shape().lists(), cache.max_len());
+    let Protect { sink, window, .. } = protect;
+    let choice = ChoiceOperands { scores, chosen: None, found, lists, width, sink, recent: window };
+    launch(context, cache, "score_bounds", [lists, 1, 1], 1024, &choice)?;
+    Ok(launch(context, cache, "score_protect", [width.div_ceil(256), lists, 1], 256, &choice)?)
+}
+
+/// The highest score that was judged, by what [`begin_score`] has found, `[4, lists]`.
+///
+/// # Errors
+/// [`PolicyError::Score`] when a score is no number.
+pub(crate) fn highest_of(cache: &DeviceCache, scores: &DeviceBuffer, found: &[u32]) -> Result<f32, DevicePolicyError> {
+    let lists = cache.shape().lists();
+    let (tops, wrong) = found[lists..3 * lists].split_at(lists);
     if let Some((list, &slot)) = wrong.iter().enumerate().find(|&(_, &slot)| slot as i32 >= 0) {
         let slot = slot as usize;
-        let score = number_at(choice.scores, list * width + slot)?;
+        let score = number_at(scores, list * cache.max_len() + slot)?;
         let heads = cache.shape().kv_heads;
         return Err(PolicyError::Score { score, batch: list / heads, head: list % heads, slot }.into());
     }
-    let highest_judged = tops.iter().map(|&bits| f32::from_bits(bits)).fold(f32::NEG_INFINITY, f32::max);
-    choice.highest = highest_judged;
-    time_ns += run(context, cache, "score_protect", [width.div_ceil(256), lists, 1], 256, &choice)?;
-    Ok(Some(DeviceScored { values, width, highest_judged, protect, time_ns, found }))
+    Ok(tops.iter().map(|&bits| f32::from_bits(bits)).fold(f32::NEG_INFINITY, f32::max))
 }
 
 /// Divides the budget of a judgement over the lists and chooses the best of each.
@@ -231,108 +272,49 @@ pub fn select(
     scored: &mut DeviceScored,
 ) -> Result<DeviceSelection, DevicePolicyError> {
     let (device, lists) = (context.runtime.device(), cache.shape().lists());
-    let (width, counts) = (scored.width, divide(policy, context, cache, scored)?);
+    let (width, counts) = (scored.width, divide(policy, context, cache, &scored.values, scored.highest_judged)?);
     let numbers: Vec<i32> = counts.iter().map(|&count| count as i32).collect();
     let mut counts_there = device.alloc(context.arena, Label::Policy, 4 * lists as u64)?;
     counts_there.write(bytemuck::cast_slice(&numbers))?;
     let mut slots = device.alloc(context.arena, Label::Policy, 4 * (lists * width) as u64)?;
-    let choice = ChoiceOperands {
-        scores: &mut scored.values,
-        chosen: Some((&counts_there, &mut slots)),
-        found: &mut scored.found,
-        lists,
-        width,
-        sink: 0,
-        recent: 0,
-        highest: scored.highest_judged,
-    };
-    let time_ns = run(context, cache, "select_best", [lists, 1, 1], 1024, &choice)?;
+    let DeviceScored { values, found, .. } = scored;
+    let chosen = (&counts_there, &mut slots);
+    let time_ns = device.timed(|| begin_select(context, cache, [values, &mut *found], chosen))?;
     let mut best_lost = vec![0f32; lists];
-    scored.found.read(bytemuck::cast_slice_mut(&mut best_lost))?;
+    found.read(bytemuck::cast_slice_mut(&mut best_lost))?;
     Ok(DeviceSelection { slots, width, counts, counts_there, best_lost, time_ns })
 }
 
-/// Tokens that stay of each list, by the policy's allotments on the host.
-fn divide(
-    policy: &Policy,
+/// Begins to choose the best of each list, so many as `chosen.0` `[lists]` says: their slots go to `chosen.1`
+/// `[lists, longest list]`, and the best scores that are lost to `found` `[4, lists]`.
+///
+/// # Errors
+/// When a buffer is too small, and as [`Runtime::module`].
+pub(crate) fn begin_select(
     context: &DeviceContext<'_>,
     cache: &DeviceCache,
-    scored: &DeviceScored,
-) -> Result<Vec<usize>, DevicePolicyError> {
-    // What the host holds for a moment is not the GPU's.
-    let host = Arena::unlimited();
-    let shape = context.shape(cache, 0);
-    let places = match policy.layers.reads_scores() || policy.heads.reads_scores() {
-        true => shape.batch * shape.kv_heads * shape.kv_len,
-        false => 0,
-    };
-    let mut there = host.alloc::<f32>(Label::Policy, places).map_err(PolicyError::from)?;
-    scored.values.read(bytemuck::cast_slice_mut(&mut there))?;
-    let mut scored = Scored { values: there, highest_judged: scored.highest_judged, protect: scored.protect };
-    let mut ranks = host.alloc::<f32>(Label::Policy, places).map_err(PolicyError::from)?;
-    let kv = Lengths { lens: cache.lens(), heads: shape.kv_heads, dtype: cache.shape().dtype };
-    let none = Tensor::zeros(&host, Label::Policy, kv.dtype, shape.q_dims()).map_err(PolicyError::from)?;
-    let seen = Context {
-        call: Forward { shape, params: context.params, q: none.view(), kv: &kv, cpu: context.cpu },
-        layers: context.layers,
-        lse: &[],
-        future: None,
-        accumulated: None,
-        positions: &|_, slot| slot,
-        seen_tokens: context.seen_tokens,
-        before_rope: None,
-        w_o: &[],
-        budget_tokens: context.budget_tokens,
-        seed: 0,
-        arena: &host,
-    };
-    let totals = policy.layers.totals(&seen, &mut scored, &mut ranks)?;
-    let mut counts = Vec::with_capacity(cache.shape().lists());
-    for (sequence, &total) in totals.iter().enumerate() {
-        counts.extend(policy.heads.counts(&seen, &mut scored, sequence, total, &mut ranks)?);
-    }
-    Ok(counts)
+    [scores, found]: [&mut DeviceBuffer; 2],
+    chosen: (&DeviceBuffer, &mut DeviceBuffer),
+) -> Result<(), CudaError> {
+    let (lists, width) = (cache.shape().lists(), cache.max_len());
+    let choice = ChoiceOperands { scores, chosen: Some(chosen), found, lists, width, sink: 0, recent: 0 };
+    launch(context, cache, "select_best", [lists, 1, 1], 1024, &choice)
 }
 
-/// The lengths of lists whose rows lie in a GPU's memory: all that an allotment without needs asks of them.
-struct Lengths<'a> {
-    lens: &'a [usize],
-    heads: usize,
-    dtype: DType,
-}
-
-impl KvRows for Lengths<'_> {
-    fn len(&self, batch: usize, head: usize) -> usize {
-        self.lens[batch * self.heads + head]
-    }
-
-    fn dtype(&self) -> DType {
-        self.dtype
-    }
-
-    fn key_rows(&self, _: usize, _: usize, _: usize) -> Rows<'_> {
-        unreachable!("`check_device` refuses allotments that look at keys")
-    }
-
-    fn value_rows(&self, _: usize, _: usize, _: usize) -> Rows<'_> {
-        unreachable!("`check_device` refuses allotments that look at values")
-    }
-}
-
-/// Runs a function of `select.cu`.
-fn run(
+/// Begins a function of `select.cu`.
+fn launch(
     context: &DeviceContext<'_>,
     cache: &DeviceCache,
     function: &'static str,
     grid: [usize; 3],
     threads: u32,
     operands: &ChoiceOperands<'_>,
-) -> Result<u64, CudaError> {
+) -> Result<(), CudaError> {
     // Scores are f32 whatever the cache holds.
     let program = Program { source: SOURCE, dtype: DType::F32, head_dim: 1, macros: vec![] };
     let launch = Launch { function, grid, threads, shared_bytes: 0 };
-    let (lists, choice): (Lists<'_>, _) = (cache.lists()?, Choice::new(operands)?);
-    context.runtime.device().run(&*context.runtime.module(&program)?, &[launch], &[&lists, &choice])
+    let (device, lists, choice) = (context.runtime.device(), cache.lists()?, Choice::new(operands)?);
+    device.begin(&device.ready(&*context.runtime.module(&program)?, &[launch])?, &[&lists, &choice])
 }
 
 /// Element `index` of a buffer of f32.
@@ -353,5 +335,5 @@ pub fn looks_at_attention(policy: &Policy) -> bool {
 pub fn judgement_bytes(policy: &Policy, lists: usize, width: usize, head_dim: usize) -> u64 {
     let Some(recipe) = policy.scorer.as_ref().and_then(|scorer| scorer.recipe()) else { return 0 };
     let scores = 4 * (lists * width) as u64;
-    scores + scratch_bytes(&recipe, lists, width, head_dim).max(16 * lists as u64 + scores)
+    scores + 16 * lists as u64 + scratch_bytes(&recipe, lists, width, head_dim).max(4 * lists as u64 + scores)
 }

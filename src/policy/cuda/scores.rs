@@ -3,7 +3,6 @@
 use super::{DeviceContext, DevicePolicyError};
 use crate::cache::cuda::DeviceCache;
 use crate::device::cuda::{CudaError, DeviceBuffer, Launch, Program, Scoring, Source};
-use crate::memory::Label;
 use crate::policy::{Recipe, Then};
 
 const SOURCE: Source = Source { name: "score.cu", text: include_str!("../../../kernels/score.cu") };
@@ -22,73 +21,78 @@ pub fn scratch_bytes(recipe: &Recipe, lists: usize, width: usize, head_dim: usiz
     4 * elements as u64
 }
 
-/// Writes the scores of a recipe, `[B, Hkv, longest list]`. Returns the GPU's time in nanoseconds.
+/// Begins the scores of a recipe, `[B, Hkv, longest list]`; `scratch` has [`scratch_bytes`].
 ///
 /// # Errors
-/// When queries are missing, there is no room, or a kernel fails.
-pub(super) fn write(
+/// When queries are missing, a buffer is too small, or a kernel cannot be launched.
+pub(super) fn begin(
     recipe: &Recipe,
     context: &DeviceContext<'_>,
     cache: &DeviceCache,
-    scores: &mut DeviceBuffer,
-) -> Result<u64, DevicePolicyError> {
+    [scores, scratch]: [&mut DeviceBuffer; 2],
+) -> Result<(), DevicePolicyError> {
     let (lists, width) = (cache.shape().lists(), cache.max_len());
-    let scratch_bytes = scratch_bytes(recipe, lists, width, cache.shape().head_dim);
+    let scratch_bytes = scratch_bytes(recipe, lists, width, cache.shape().head_dim) as usize;
     let plain = |function, scores: &mut DeviceBuffer| {
-        run(context, cache, function, &Scoring::new(scores, None, [lists, width], context.seen_tokens)?)
+        launch(context, cache, function, &Scoring::new(scores, None, [lists, width], context.seen_tokens)?)
     };
-    let scratch = || context.runtime.device().alloc(context.arena, Label::Workspace, scratch_bytes);
-    Ok(match recipe {
+    match recipe {
         Recipe::Positions => plain("score_positions", scores)?,
         Recipe::KeyNorm => plain("score_key_norm", scores)?,
         Recipe::KeyUnlike => {
-            let sums = scratch()?;
-            let raw = Some((&sums, scratch_bytes as usize));
+            let raw = Some((&*scratch, scratch_bytes));
             let scoring = Scoring::new(scores, raw, [lists, width], context.seen_tokens)?;
-            run(context, cache, "anchor_sum", &scoring)? + run(context, cache, "score_unlike", &scoring)?
+            launch(context, cache, "anchor_sum", &scoring)?;
+            launch(context, cache, "anchor_join", &scoring)?;
+            launch(context, cache, "score_unlike", &scoring)?;
         }
         Recipe::Accumulated { age } => {
-            let copied = plain("score_copy", scores)?;
-            copied + if *age { plain("score_age", scores)? } else { 0 }
+            plain("score_copy", scores)?;
+            if *age {
+                plain("score_age", scores)?;
+            }
         }
         Recipe::Recent { queries, reduction, then: Then::Nothing } => {
-            context.columns(cache, *queries, *reduction, scores)?
+            context.begin_columns(cache, *queries, *reduction, scores)?;
         }
         Recipe::Recent { queries, reduction, then } => {
-            let mut columns = scratch()?;
-            let exported = context.columns(cache, *queries, *reduction, &mut columns)?;
-            let raw = Some((&columns, scratch_bytes as usize));
+            context.begin_columns(cache, *queries, *reduction, scratch)?;
+            let raw = Some((&*scratch, scratch_bytes));
             let scoring = Scoring::new(scores, raw, [lists, width], context.seen_tokens)?;
             let q_len = context.queries.map_or(0, |seen| seen.q_len);
             let asked = queries.unwrap_or(q_len).min(q_len);
-            exported
-                + match *then {
-                    Then::MeanOverHeads => run(context, cache, "score_over_heads", &scoring)?,
-                    Then::Pooled { mean, kernel, is_max, behind } => {
-                        let divisor = if mean { asked as f32 } else { 1.0 };
-                        run(context, cache, "score_pool", &scoring.pooled(kernel, is_max, divisor, behind))?
-                    }
-                    Then::Negated => run(context, cache, "score_pool", &scoring.pooled(1, false, -1.0, 0))?,
-                    Then::Nothing => unreachable!("columns that are scores are written in place, above"),
+            match *then {
+                Then::MeanOverHeads => launch(context, cache, "score_over_heads", &scoring)?,
+                Then::Pooled { mean, kernel, is_max, behind } => {
+                    let divisor = if mean { asked as f32 } else { 1.0 };
+                    launch(context, cache, "score_pool", &scoring.pooled(kernel, is_max, divisor, behind))?;
                 }
+                Then::Negated => launch(context, cache, "score_pool", &scoring.pooled(1, false, -1.0, 0))?,
+                Then::Nothing => unreachable!("columns that are scores are written in place, above"),
+            }
         }
         Recipe::TimesValueNorm(recipe) => {
-            let scored = write(recipe, context, cache, scores)?;
-            scored + plain("score_value_norm", scores)?
+            begin(recipe, context, cache, [&mut *scores, scratch])?;
+            plain("score_value_norm", scores)?;
         }
-    })
+    }
+    Ok(())
 }
 
-/// Runs a function of `score.cu`.
-fn run(
+/// Begins a function of `score.cu`.
+fn launch(
     context: &DeviceContext<'_>,
     cache: &DeviceCache,
     function: &'static str,
     scoring: &Scoring<'_>,
-) -> Result<u64, CudaError> {
+) -> Result<(), CudaError> {
     let (shape, lists) = (cache.shape(), cache.lists()?);
     let program = Program { source: SOURCE, dtype: shape.dtype, head_dim: shape.head_dim, macros: vec![] };
-    let grid = [cache.max_len().div_ceil(ROWS), cache.shape().lists(), 1];
-    let launch = Launch { function, grid, threads: 128, shared_bytes: 0 };
-    context.runtime.device().run(&*context.runtime.module(&program)?, &[launch], &[&lists, scoring])
+    let (grid, threads) = match function {
+        "anchor_join" => ([shape.lists(), 1, 1], 1024),
+        _ => ([cache.max_len().div_ceil(ROWS), shape.lists(), 1], 128),
+    };
+    let launch = Launch { function, grid, threads, shared_bytes: 0 };
+    let device = context.runtime.device();
+    device.begin(&device.ready(&*context.runtime.module(&program)?, &[launch])?, &[&lists, scoring])
 }

@@ -94,7 +94,11 @@ int failures(Cache &cache) {
     // The first page of the first list moves to one that nobody has.
     const u32 from = cache.pages[0], to = cache.free.back();
     machine::launch({1, 2, 1}, 128, 0, [&] { move_pages(cache.lists, {&from, &to}); });
-    cache.pages[0] = to;
+    std::vector<u32> wanted_pages = cache.pages;
+    wanted_pages[0] = to;
+    const u32 place = 0;
+    machine::launch({1, 1, 1}, 256, 0, [&] { change_table(cache.lists, {&place, &to, 1, 0}); });
+    if (cache.pages != wanted_pages) failed += wrong("changed table", 0, 0, cache.pages[0], to);
     failed += compare("moved", cache, positions, origins);
 
     if (HEAD_DIM % 2 == 0) {

@@ -40,7 +40,9 @@ void into_pages(Tensors &t, const Problem &p, std::mt19937 &random) {
 
 void prepare(Tensors &t, Problem &p, std::mt19937 &random) {
     const size_t rows = size_t(p.batch) * p.q_heads * p.q_len;
-    p.split_keys = 128, p.splits = (p.kv_len + 127) / 128;
+    // Over the keys that any row of the longest list sees, as src/attention/cuda/decode.rs plans it.
+    const int seen = p.window ? std::min(p.kv_len, p.window + p.q_len - 1 + KEYS - 1) : p.kv_len;
+    p.split_keys = p.kv_len > 8000 ? 64 : 128, p.splits = int(blocks(seen, p.split_keys));
     t.partials.assign(p.splits * rows * (HEAD_DIM + 2), NAN);
 #if PAGE_TOKENS
     for (size_t list = 0; list < t.lens.size(); list++) t.lens[list] = std::max(0, p.kv_len - 61 * int(list));
@@ -53,8 +55,8 @@ void prepare(Tensors &t, Problem &p, std::mt19937 &random) {
 void run(Problem p) {
     const int rows = p.q_heads / p.kv_heads * p.q_len;
     const Dim3 grid{unsigned(p.splits), blocks(rows, ROWS), unsigned(p.batch * p.kv_heads)};
-    const Dim3 merge{blocks(size_t(p.batch) * p.q_heads * p.q_len, MERGE_WARPS), 1, 1};
-    const size_t shared_bytes = ROWS * ROW_BYTES + WARPS * RING_BYTES;
+    const Dim3 merge{unsigned(p.batch * p.q_heads * p.q_len), 1, 1};
+    const size_t shared_bytes = ROWS * ROW_BYTES + WARPS * RING_BYTES + PLACES_BYTES;
 #if PAGE_TOKENS
     p.k = p.v = nullptr;
     machine::launch(grid, THREADS, shared_bytes, [&] { decode_partial(p, in_pages); });

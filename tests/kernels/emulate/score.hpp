@@ -32,7 +32,9 @@ int failures(Cache &cache) {
     compare("attention by age", [&](int list, int slot) { return received(list, slot) / (1000 - position(list, slot)); });
     run(score_key_norm);
     compare("key norm", [&](int list, int slot) { return -norm(list, slot, false); });
-    run(anchor_sum), run(score_unlike);
+    run(anchor_sum);
+    machine::launch(Dim3{unsigned(count), 1, 1}, 1024, 0, [&] { anchor_join(cache.lists, s); });
+    run(score_unlike);
     std::vector<std::vector<double>> anchors(count, std::vector<double>(HEAD_DIM, 0.0));
     for (int list = 0; list < count; list++)
         for (int slot = 0; slot < cache.lens[list]; slot++)

@@ -19,7 +19,7 @@ int failures(Cache &cache) {
     for (int kind = 0; kind < 4; kind++) {
         std::vector<float> scores(size_t(count) * width, NAN), lost(count), tops(count);
         std::vector<u32> slots(scores.size(), 1u << 30);
-        std::vector<int> counts(count), wrong_slots(count);
+        std::vector<int> counts(count), wrong_slots(count), gone(count);
         for (int list = 0; list < count; list++) {
             for (int slot = 0; slot < cache.lens[list]; slot++) {
                 // Few values, so that many tie; values that differ in the last bit; all equal; and everything there is.
@@ -29,7 +29,7 @@ int failures(Cache &cache) {
             }
             counts[list] = cache.random() % (cache.lens[list] + 2);
         }
-        Choice c{scores.data(), counts.data(), slots.data(), lost.data(), tops.data(), wrong_slots.data(), width, 0, 0, 0};
+        Choice c{scores.data(), counts.data(), slots.data(), lost.data(), tops.data(), wrong_slots.data(), gone.data(), width, 0, 0, count};
         machine::launch({unsigned(count), 1, 1}, 1024, 0, [&] { select_best(cache.lists, c); });
         machine::launch({unsigned(count), 1, 1}, 1024, 0, [&] { score_bounds(cache.lists, c); });
         for (int list = 0; list < count; list++) {
@@ -68,7 +68,7 @@ int failures(Cache &cache) {
         for (int list = 0; list < count; list++) {
             const int leaving = cache.lens[list] - 5;
             const bool goes = leaving >= 0 && !(scores[list * width + leaving] > lost[list]);
-            if (wrong_slots[list] != (goes ? leaving : -1)) failed += wrong("slot that goes", list, 0, wrong_slots[list], leaving);
+            if (gone[list] != (goes ? leaving : -1)) failed += wrong("slot that goes", list, 0, gone[list], leaving);
             int stays = 0;
             for (int slot = 0; slot < cache.lens[list]; slot++) {
                 if (goes && slot == leaving) continue;
@@ -77,7 +77,8 @@ int failures(Cache &cache) {
             }
             if (slots[list * width + stays] != 1u << 30) failed += wrong("slot behind those that stay", list, stays, slots[list * width + stays], 0);
         }
-        c.sink = 5, c.recent = 4, c.highest = 9;
+        c.sink = 5, c.recent = 4;
+        for (int list = 0; list < count; list++) tops[list] = list == count / 2 ? 9.0f : -5.0f;
         const std::vector<float> scores_before = scores;
         machine::launch({blocks(width, 256), unsigned(count), 1}, 256, 0, [&] { score_protect(cache.lists, c); });
         for (int list = 0; list < count; list++)
@@ -86,6 +87,7 @@ int failures(Cache &cache) {
                 float wanted = scores_before[at];
                 if (slot < cache.lens[list] && slot >= cache.lens[list] - 4) wanted = 10;
                 if (slot < cache.lens[list] && cache.origins[list * cache.stride + slot] < 5) wanted = 11;
+                if (!std::isfinite(scores_before[at])) wanted = scores_before[at];
                 if (memcmp(&wanted, &scores[at], 4)) failed += wrong("protected", list, slot, scores[at], wanted);
             }
     }

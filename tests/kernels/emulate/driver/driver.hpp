@@ -64,9 +64,16 @@ extern Driver driver;
 enum class Needs { nothing, initialised, context };
 Result refusal(Needs needs);
 
+// Counts a call of the API, but not those that the driver makes for it (counts.cpp).
+struct Call {
+    explicit Call(const char *name);
+    ~Call();
+};
+
 // Begins every call of the API.
 #define BEGIN(needs)                                                                                                   \
     std::lock_guard<std::recursive_mutex> guard(driver.lock);                                                          \
+    const Call call(__func__);                                                                                         \
     if (Result stop = refusal(Needs::needs)) return stop
 
 // Reports what the caller did wrong where a bare error code would not tell.
@@ -85,6 +92,9 @@ Stream *stream_of(void *handle); // null when there is no such stream
 uint64_t enqueue(Stream &stream, std::function<void()> run);
 void drain(Stream &stream, uint64_t before = UINT64_MAX); // runs what was queued with a smaller number
 void drain_all();
+
+// Counts a launch by its kernel.
+void count_launch(const char *kernel);
 
 // Names of errors, for what is told on stderr.
 API cuGetErrorName(int code, const char **name);

@@ -211,6 +211,7 @@ API cuLaunchKernel(void *handle, unsigned grid_x, unsigned grid_y, unsigned grid
         COMPLAIN("%s: %u threads, and it was compiled for %u", entry.name, threads, entry.most_threads);
         return LAUNCH_OUT_OF_RESOURCES;
     }
+    count_launch(entry.name);
     auto arguments = std::make_shared<Arguments>(entry, parameters);
     const Dim3 grid{grid_x, grid_y, grid_z};
     enqueue(*stream, [=, &entry] { run(entry, *arguments, grid, threads, shared_bytes); });

@@ -7,7 +7,6 @@
 
 #include <cstring>
 #include <map>
-#include <set>
 #include <sys/mman.h>
 #include <vector>
 
@@ -22,7 +21,14 @@ struct Allocation {
     size_t bytes, pages_bytes; // asked for, and mapped between the forbidden pages
 };
 std::map<uint64_t, Allocation> allocations; // by address
-std::set<void *> pinned;
+std::map<const char *, size_t> pinned; // bytes of each, by address
+
+// Whether memory of the host is page-locked, so that a copy need not be done when its call returns.
+bool is_pinned(const void *start, size_t bytes) {
+    const char *const first = static_cast<const char *>(start);
+    const auto after = pinned.upper_bound(first);
+    return after != pinned.begin() && first + bytes <= std::prev(after)->first + std::prev(after)->second;
+}
 
 size_t place(const Allocation &a) { return a.pages_bytes - rounded(a.bytes, ALIGNMENT); }
 
@@ -131,13 +137,14 @@ API cuMemFree_v2(uint64_t address) {
 API cuMemHostAlloc(void **memory, size_t bytes, unsigned) {
     BEGIN(context);
     *memory = aligned_alloc(PAGE, rounded(bytes, PAGE));
-    pinned.insert(*memory);
-    return *memory ? SUCCESS : OUT_OF_MEMORY;
+    if (!*memory) return OUT_OF_MEMORY;
+    pinned[static_cast<char *>(*memory)] = bytes;
+    return SUCCESS;
 }
 
 API cuMemFreeHost(void *memory) {
     BEGIN(context);
-    if (!pinned.erase(memory)) return INVALID_VALUE;
+    if (!pinned.erase(static_cast<char *>(memory))) return INVALID_VALUE;
     drain_all();
     free(memory);
     return SUCCESS;
@@ -158,7 +165,7 @@ API cuMemcpyHtoDAsync_v2(uint64_t target, const void *source, size_t bytes, void
     Stream *queue = stream_of(stream);
     if (!queue) return INVALID_HANDLE;
     if (!on_device(target, bytes)) return INVALID_VALUE;
-    if (pinned.count(const_cast<void *>(source))) {
+    if (is_pinned(source, bytes)) {
         enqueue(*queue, [=] { memcpy(host(target), source, bytes); });
     } else { // a driver has copied it when the call returns
         std::vector<char> staged(static_cast<const char *>(source), static_cast<const char *>(source) + bytes);
@@ -173,7 +180,7 @@ API cuMemcpyDtoHAsync_v2(void *target, uint64_t source, size_t bytes, void *stre
     if (!queue) return INVALID_HANDLE;
     if (!on_device(source, bytes)) return INVALID_VALUE;
     enqueue(*queue, [=] { memcpy(target, host(source), bytes); });
-    if (!pinned.count(target)) drain(*queue); // a driver waits
+    if (!is_pinned(target, bytes)) drain(*queue); // a driver waits
     return driver.broken;
 }
 
@@ -187,6 +194,7 @@ API cuMemcpyDtoDAsync_v2(uint64_t target, uint64_t source, size_t bytes, void *s
 }
 
 API cuMemcpyDtoD_v2(uint64_t target, uint64_t source, size_t bytes) {
+    BEGIN(context);
     return cuMemcpyDtoDAsync_v2(target, source, bytes, nullptr);
 }
 
@@ -200,5 +208,6 @@ API cuMemsetD8Async(uint64_t target, unsigned char value, size_t bytes, void *st
 }
 
 API cuMemsetD8_v2(uint64_t target, unsigned char value, size_t bytes) {
+    BEGIN(context);
     return cuMemsetD8Async(target, value, bytes, nullptr);
 }
