@@ -100,8 +100,8 @@ def load_nvrtc(path):
     sys.exit("NVRTC not found: pip install nvidia-cuda-nvrtc==13.0.88, or give --nvrtc PATH")
 
 
-def compile_variant(library, file, macros, architecture):
-    """(whether it compiled, the compiler's log, seconds)"""
+def compile_variant(library, file, macros, architecture, machine_code=False):
+    """(whether it compiled, the compiler's log, seconds, the machine code where it is asked for)"""
     nvrtc = load_nvrtc(library)
     with open(os.path.join(KERNELS, file), encoding="utf-8") as source:
         text = source.read().encode()
@@ -118,8 +118,14 @@ def compile_variant(library, file, macros, architecture):
     nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
     log = ctypes.create_string_buffer(size.value + 1)
     nvrtc.nvrtcGetProgramLog(program, log)
+    cubin = b""
+    if machine_code and status == 0:
+        nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
+        buffer = ctypes.create_string_buffer(size.value)
+        nvrtc.nvrtcGetCUBIN(program, buffer)
+        cubin = buffer.raw
     nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
-    return status == 0, log.value.decode(errors="replace"), seconds
+    return status == 0, log.value.decode(errors="replace"), seconds, cubin
 
 
 def functions(log):
@@ -161,7 +167,7 @@ def main():
         parser.error(f"no variant of '{arguments.only}' for these architectures; files are named as tiled.cu")
     with ProcessPoolExecutor(max(1, arguments.jobs)) as pool:  # NVRTC holds a lock: threads would wait for each other
         compiled_all = list(pool.map(compile_variant, itertools.repeat(arguments.nvrtc), *zip(*todo)))
-    for (file, macros, architecture), (compiled, log, seconds) in zip(todo, compiled_all):
+    for (file, macros, architecture), (compiled, log, seconds, _) in zip(todo, compiled_all):
         label = f"{file} {' '.join(f'{name}={value}' for name, value in macros.items())} {architecture}"
         slowest = max(slowest, (seconds, label))
         if not compiled:
