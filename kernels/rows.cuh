@@ -35,8 +35,9 @@ template <int Rows, int Threads> struct Share {
     DEVICE Share(u32 tile, int thread) : row(thread / 8), chunk(thread % 8), target(tile + place(row, chunk)) {}
 
     // Starts the copies; `source(i)` is where the first chunk of the thread's row `i` lies in global memory. Rows from
-    // `count` on, and columns past the head dim, become zeros: they are not read, wherever their source is. Rows of a
-    // head dim that is no whole number of chunks are not aligned: they pass through registers, element by element.
+    // `count` on, and columns past the head dim, become zeros: nothing is read there, so the source may be any address
+    // (copies of 0 bytes, as CUTLASS and FlashInfer make them). Rows of a head dim that is no whole number of chunks are
+    // not aligned: they pass through registers, element by element.
     template <class Source> DEVICE void copy(int count, Source source) const {
 #pragma unroll(HEAD_DIM % CHUNK == 0 ? STEPS : 1)
         for (int i = 0; i < STEPS; i++) {
@@ -94,9 +95,9 @@ DEVICE const unsigned char *own_chunk(const unsigned char *rows, int thread) {
 
 // Logits in units of log2: factor and cap are folded so that exp2 takes one fused multiply-add.
 struct Logits {
-    float factor;   // of the product, never negative: the sign is moved to q
+    float factor;   // of the product, never negative: its sign is moved to the products
     float cap;      // 0: none
-    bool negative;  // q changes its sign
+    bool negative;  // products change their sign
     DEVICE Logits(const Problem &p) {
         float size = p.scale < 0.0f ? -p.scale : p.scale;
         cap = p.softcap;

@@ -13,7 +13,7 @@
 constexpr int DEPTH = (HEAD_DIM + 15) / 16 * 16;
 
 // Of the first 16 rows and 16 columns of a tile, where this thread's row of the four 8x8 matrices lies. In the order of
-// left operands, and of right ones that are transposed: rows 0-7 and 8-15 for columns 0-7, then for 8-15; and of right
+// left operands, and of right ones that are read transposed: rows 0-7 and 8-15 for columns 0-7, then for 8-15; and of right
 // operands whose columns are rows of the tile: columns 0-7 and 8-15 for rows 0-7, then for 8-15.
 DEVICE u32 left_place() { return place(threadIdx.x % 16, threadIdx.x % 32 / 16); }
 DEVICE u32 right_place() { return place(threadIdx.x % 32 / 16 * 8 + threadIdx.x % 8, threadIdx.x / 8 % 2); }

@@ -5,18 +5,31 @@
 //   1  mma.sync m16n8k16 with f32 accumulation; two stages of K and V by cp.async with one barrier per tile; xor swizzle
 //      and ldmatrix; Q in registers; exp2 with the scale folded into one fused multiply-add; tiles at the edge of a mask
 //      go through code of their own; heaviest blocks of a causal problem first. A warp of 32 rows reads half as much
-//      shared memory per product as one of 16, but above D 64 it does not fit: at D 128 it spills 900 bytes with 64 keys
+//      shared memory per product as one of 16, but above D 64 it did not fit: at D 128 it spilled 900 bytes with 64 keys
 //      to a tile and 150 with 32 (NVRTC 13.0, sm_80).
-//   2  D up to 256, D that is no multiple of 8 (copied element by element), and f32 on CUDA cores. Above D 192 Q stays in
-//      shared memory: in registers it spills 24 bytes at D 256 with 32 keys. At most four of a thread's copies are
-//      unrolled: all of them hold so many addresses that D 192 and D 256 spill.
-//      Compiled and emulated; not timed on a GPU yet. Registers (sm_80, no spills anywhere), bf16 with 64 keys: 255 at
-//      D 64, 174 at 96, 182 at 128, 255 at 192; 249 at D 256 with 32.
+//   2  D up to 256, D that is no multiple of 8 (copied element by element), and f32 on CUDA cores.
+//   3  32 rows to a warp up to D 160: two strips of 16 share each fragment of keys and values, so that an mma takes 0.31
+//      ldmatrix where it took 0.5. Q is read again for each tile; in registers only where they have room. One tile of
+//      keys and one of values, each copied while the other is at work, so that every place in shared memory is known when
+//      compiling, and two blocks fit a multiprocessor with 64 keys to a tile (A100) or 32 (99 KiB for a block). Copies add
+//      constants to one address; the spans of a mask are computed where they are needed; exponentials are packed before
+//      the second product begins. The first product, too, goes through no more columns than the next multiple of 16.
+//      Compiled and emulated; not timed on a GPU yet. README.md has the counts of instructions.
 //
-// Compile with -DELEMENT=F32|BF16|F16 -DHEAD_DIM=1..256 -DROWS=64, or 128 in 16 bits up to D 64 -DKEYS=keys of a tile: 64
-// or 32, above D 192 only 32; f32: 32, 16 or 8 -DQ_KEPT=1 where Q is kept in registers: in 16 bits up to D 192; else 0.
-//   tiled_forward  grid (ceil(Lq / ROWS), Hq, B), 128 threads, shared memory: K and V of KEYS keys, twice, and Q where it
-//                  stays there
+//   What spills, hence the shapes (NVRTC 13.0; bytes on sm_80, sm_90a, sm_100): 32 rows at D 192 with 32 keys 200, 220,
+//   200, at D 176 0, 32, 32; at D 64 with 128 keys 124, 124, 0; Q in registers at D 96 0, 92, 0.
+//
+// Compile with -DELEMENT=F32|BF16|F16 -DHEAD_DIM=1..256 and, of four warps' rows, the keys of a tile, and whether Q is kept
+// in registers:
+//   16 bits, D   -DROWS  -DKEYS     -DQ_KEPT
+//   to 64           128  64               1
+//   to 128          128  64, 32           0
+//   to 160          128  32               0
+//   to 192           64  64               1
+//   to 256           64  64, 32           0
+//   f32              64  32, 16, 8        0
+//   tiled_forward  grid (ceil(Lq / ROWS), Hq, B), 128 threads, shared memory: K and V of KEYS keys, and Q where it stays
+//                  there
 #include "rows.cuh"
 #if ELEMENT == F32
 #include "strip_f32.cuh"

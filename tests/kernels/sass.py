@@ -4,10 +4,11 @@
     pip install nvidia-cuda-nvrtc==13.0.88 nvidia-cuda-nvdisasm
     python3 tests/kernels/sass.py tiled.cu ELEMENT=BF16 HEAD_DIM=128 ROWS=128 KEYS=64 Q_KEPT=0 --arch sm_90a
 
-The main loop is the outermost one with the most matrix products (without any: the longest). Of the ways through it that
-one is counted which has most products, then most copies, then fewest instructions: a tile without masks and caps, whose
-successor is copied. What stands in a loop inside it counts `--trips` times, a number for each such loop in their order,
-else once; a line tells of them. Counts are per warp.
+The main loop is the one with the most matrix products, of several the outermost; without any, the longest. Of the ways
+through it that one is counted which has most products, then most copies, then fewest instructions: a tile without masks and
+caps, whose successor is copied. What stands in a loop inside it counts `--trips` times, a number for each such loop in their
+order, else once; a line tells of them. A loop is whatever lies before a jump back: where the compiler lays code out of order
+(hopper.cu), some of these are none. Counts are per warp.
 """
 
 import argparse
@@ -89,9 +90,12 @@ def count(code, loop, inner, trips):
         nested = next((part for part in direct if part[0] == at), None)
         if nested is not None:
             within = [part for part in inner if part != nested and nested[0] <= part[0] and part[1] <= nested[1]]
-            body, rest = count(code, nested, within, trips), from_here(nested[1] + 1)
+            body = count(code, nested, within, trips)
             own = collections.Counter({kind: n * trips.get(nested, 1) for kind, n in body.items()})
-            after[at] = None if rest is None else own + rest
+            ends = {target for name, _, target in code[at : nested[1] + 1] if name.startswith("BRA") and target is not None}
+            ends = [from_here(end) for end in ends | {nested[1] + 1} if end > nested[1]]
+            ends = [end for end in ends if end is not None]
+            after[at] = own + max(ends, key=value) if ends else None
             continue
         name, conditional, target = code[at]
         ways = []
@@ -138,26 +142,29 @@ def main():
             if arguments.function not in (None, function):
                 continue
             found = loops(code)
-            outer = [loop for loop in found if not any(o != loop and o[0] <= loop[0] and loop[1] <= o[1] for o in found)]
-            if not outer:
+            if not found:
                 continue
 
-            def weight(loop):
-                names = [kind_of(name) for name, _, _ in code[loop[0] : loop[1] + 1]]
-                return (names.count("products"), len(names))
+            def inside(loop):
+                return [part for part in found if part != loop and loop[0] <= part[0] and part[1] <= loop[1]]
 
-            main_loop = max(outer, key=weight)
-            inner = [loop for loop in found if loop != main_loop and main_loop[0] <= loop[0] and loop[1] <= main_loop[1]]
+            # Numbers for loops are those of the outermost that has most products, or is longest.
+            def size(loop):
+                return sum(kind_of(name) == "products" for name, _, _ in code[loop[0] : loop[1] + 1]), loop[1] - loop[0]
+
+            inner = inside(max(found, key=size))
             trips = dict(zip(inner, arguments.trips))
-            counts = count(code, main_loop, inner, trips)
+            counted = {loop: count(code, loop, inside(loop), trips) for loop in found}
+            main_loop = max(found, key=lambda loop: (counted[loop]["products"], loop[1] - loop[0]))
+            counts = counted[main_loop]
             registers, spills = said[function]
             ratio = f"{counts['ldmatrix'] / counts['products']:.3f}" if counts["products"] else "-"
             cells = [architecture, function, registers, spills, sum(counts.values()), *(counts[kind] for kind in kinds), ratio]
             print("| " + " | ".join(map(str, cells)) + " |")
             for number, loop in enumerate(inner):
-                body = count(code, loop, [part for part in inner if part != loop and loop[0] <= part[0] and part[1] <= loop[1]], trips)
-                told = ", ".join(f"{body[kind]} {kind}" for kind in kinds if body[kind])
-                print(f"  loop {number + 1} inside {function}, counted {trips.get(loop, 1)} times: {told}", file=sys.stderr)
+                told = ", ".join(f"{counted[loop][kind]} {kind}" for kind in kinds if counted[loop][kind])
+                if told and loop != main_loop:
+                    print(f"  loop {number + 1} inside {function}, counted {trips.get(loop, 1)} times: {told}", file=sys.stderr)
     return 0
 
 
