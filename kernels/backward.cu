@@ -116,13 +116,7 @@ DEVICE const u16 *rows_of(const void *tensor, long long first) { return static_c
 // Starts to copy `Rows` rows into a tile; those from `count` on, and columns past the head dim, become zeros.
 template <int Rows, int Threads> DEVICE void copy_tile(u32 tile, const u16 *rows, int count) {
     const int thread = forgotten(threadIdx.x);
-    static_assert(Rows * CHUNKS % Threads == 0, "every thread copies as many chunks");
-#pragma unroll
-    for (int i = 0; i < Rows * CHUNKS / Threads; i++) {
-        const int at = thread + i * Threads, row = at / CHUNKS, chunk = at % CHUNKS;
-        const bool real = row < count && chunk * 8 < HEAD_DIM;
-        copy_async_16(tile + place(row, chunk), real ? rows + row * HEAD_DIM + chunk * 8 : rows, real);
-    }
+    copy_adjacent_rows<Rows, Threads>(tile, thread, count, own_chunk(reinterpret_cast<const unsigned char *>(rows), thread));
 }
 
 constexpr int SCORES = ROW_VALUES + 4 * QUERIES * 4;

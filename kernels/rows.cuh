@@ -20,43 +20,84 @@ DEVICE const unsigned char *row_at(const void *rows, long long index) {
     return static_cast<const unsigned char *>(rows) + index * HEAD_BYTES;
 }
 
-// Starts to copy `Rows` rows into a tile, each of `Threads` threads (this is number `thread`) its share; `source(row)`
-// is a row in global memory. Rows from `count` on, and columns past the head dim, become zeros. Rows of a head dim that
-// is no whole number of chunks are not aligned: they pass through registers, element by element.
-template <int Rows, int Threads, class Source>
-DEVICE void copy_rows(u32 tile, int thread, int count, const void *any, Source source) {
-    constexpr int EACH = (Rows * CHUNKS + Threads - 1) / Threads;
-#pragma unroll 4
-    for (int i = 0; i < EACH; i++) {
-        int at = thread + i * Threads, row = at / CHUNKS, chunk = at % CHUNKS;
-        if (Rows * CHUNKS % Threads != 0 && row >= Rows) break;
-        if constexpr (HEAD_DIM % CHUNK == 0) {
-            bool real = row < count && chunk * CHUNK < HEAD_DIM;
-            copy_async_16(tile + place(row, chunk), real ? source(row) + chunk * 16 : any, real);
-        } else {
-            u32 words[4] = {};
-            if (row < count) {
-                const unsigned char *from = source(row);
+// What `place` says of a chunk, `chunks` chunks further in the same row; they have no bit in common with its number. Known
+// when compiling, that is one xor, and an addition that instructions do by themselves.
+DEVICE u32 further(u32 place, int chunks) { return (place ^ (chunks % 8 << 4)) + chunks / 8 * 128; }
+
+// The share of one thread of `Threads` in a copy of `Rows` rows into a tile. Eight threads share a row: each copies its
+// chunk of each 128 bytes. So the places of a thread's chunks lie at distances that are known when compiling.
+template <int Rows, int Threads> struct Share {
+    static constexpr int STEP = Threads / 8, STEPS = (Rows + STEP - 1) / STEP; // from row to row of a thread
+    static_assert(STEP % 8 == 0 || 8 % STEP == 0, "the places of a row's chunks follow from those of the thread's first row");
+    int row, chunk; // the first
+    u32 target;     // its place
+
+    DEVICE Share(u32 tile, int thread) : row(thread / 8), chunk(thread % 8), target(tile + place(row, chunk)) {}
+
+    // Starts the copies; `source(i)` is where the first chunk of the thread's row `i` lies in global memory. Rows from
+    // `count` on, and columns past the head dim, become zeros: nothing is read there, so the source may be any address
+    // (copies of 0 bytes, as CUTLASS and FlashInfer make them). Rows of a head dim that is no whole number of chunks are
+    // not aligned: they pass through registers, element by element.
+    template <class Source> DEVICE void copy(int count, Source source) const {
+#pragma unroll(HEAD_DIM % CHUNK == 0 ? STEPS : 1)
+        for (int i = 0; i < STEPS; i++) {
+            if (Rows % STEP != 0 && row + i * STEP >= Rows) break;
+            const bool real = row < count - i * STEP;
+            const u32 to = (target ^ (i * STEP % 8 << 4)) + i * STEP * ROW_BYTES;
+            const unsigned char *from = source(i);
 #pragma unroll
-                for (int e = 0; e < CHUNK; e++) {
-                    int d = chunk * CHUNK + e;
-                    if (d >= HEAD_DIM) continue;
-                    if constexpr (ELEMENT == F32)
-                        words[e] = reinterpret_cast<const u32 *>(from)[d];
-                    else
-                        words[e / 2] |= u32(reinterpret_cast<const u16 *>(from)[d]) << (e % 2 * 16);
-                }
+            for (int j = 0; j < CHUNKS / 8; j++) {
+                const int column = (chunk + 8 * j) * CHUNK;
+                if constexpr (HEAD_DIM % CHUNK == 0)
+                    copy_async_16(to + 128 * j, from + 128 * j, real && column < HEAD_DIM);
+                else
+                    copy_elements(to + 128 * j, from + 128 * j, real ? HEAD_DIM - column : 0);
             }
-            store_chunk(tile + place(row, chunk), words);
         }
     }
+
+    // A chunk of which the first `count` elements are there.
+    DEVICE static void copy_elements(u32 to, const unsigned char *from, int count) {
+        u32 words[4] = {};
+#pragma unroll
+        for (int e = 0; e < CHUNK; e++) {
+            if (e >= count) continue;
+            if constexpr (ELEMENT == F32)
+                words[e] = reinterpret_cast<const u32 *>(from)[e];
+            else
+                words[e / 2] |= u32(reinterpret_cast<const u16 *>(from)[e]) << (e % 2 * 16);
+        }
+        store_chunk(to, words);
+    }
+};
+
+// Starts to copy `Rows` rows into a tile, each of `Threads` threads (this is number `thread`) its share; `source(row)` is
+// a row in global memory, and `any` any address. Rows from `count` on, and columns past the head dim, become zeros.
+template <int Rows, int Threads, class Source>
+DEVICE void copy_rows(u32 tile, int thread, int count, const void *any, Source source) {
+    const Share<Rows, Threads> share(tile, thread);
+    share.copy(count, [&](int i) {
+        const int row = share.row + i * share.STEP;
+        return (row < count ? source(row) : static_cast<const unsigned char *>(any)) + share.chunk * 16;
+    });
+}
+
+// The same of rows that lie one behind the other: what a thread reads lies at distances that are known when compiling,
+// too. `mine` is `own_chunk` of the first.
+template <int Rows, int Threads> DEVICE void copy_adjacent_rows(u32 tile, int thread, int count, const unsigned char *mine) {
+    Share<Rows, Threads>(tile, thread).copy(count, [&](int i) { return mine + i * (Threads / 8 * HEAD_BYTES); });
+}
+
+// The first chunk that a thread copies of rows that lie one behind the other, from `rows` on.
+DEVICE const unsigned char *own_chunk(const unsigned char *rows, int thread) {
+    return rows + (thread / 8 * HEAD_BYTES + thread % 8 * 16);
 }
 
 // Logits in units of log2: factor and cap are folded so that exp2 takes one fused multiply-add.
 struct Logits {
-    float factor;   // of the product, never negative: the sign is moved to q
+    float factor;   // of the product, never negative: its sign is moved to the products
     float cap;      // 0: none
-    bool negative;  // q changes its sign
+    bool negative;  // products change their sign
     DEVICE Logits(const Problem &p) {
         float size = p.scale < 0.0f ? -p.scale : p.scale;
         cap = p.softcap;

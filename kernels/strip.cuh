@@ -9,26 +9,30 @@
 #pragma once
 #include "rows.cuh"
 
-// The query rows of a strip as left operands. `Kept` in registers, or read again for each product: above D 128 there
-// are no registers left for them.
+// Columns that products go through: the padding of rows beyond them is never read.
+constexpr int DEPTH = (HEAD_DIM + 15) / 16 * 16;
+
+// Of the first 16 rows and 16 columns of a tile, where this thread's row of the four 8x8 matrices lies. In the order of
+// left operands, and of right ones that are read transposed: rows 0-7 and 8-15 for columns 0-7, then for 8-15; and of right
+// operands whose columns are rows of the tile: columns 0-7 and 8-15 for rows 0-7, then for 8-15.
+DEVICE u32 left_place() { return place(threadIdx.x % 16, threadIdx.x % 32 / 16); }
+DEVICE u32 right_place() { return place(threadIdx.x % 32 / 16 * 8 + threadIdx.x % 8, threadIdx.x / 8 % 2); }
+
+// The query rows of a strip as left operands: `Kept` in registers, or read again for each product.
 template <int Rows, bool Kept> struct Queries {
-    static constexpr int TILES = Rows / 16, DEPTHS = WIDTH / 16;
+    static constexpr int TILES = Rows / 16, DEPTHS = DEPTH / 16;
     u32 kept[Kept ? DEPTHS : 1][TILES][4];
-    u32 tile;
-    int row0;
-    u32 flip; // xor of two packed elements
+    u32 first;     // where this thread's row of the first operand lies
+    bool negative; // products change their sign
 
     DEVICE void read(u32 (&q)[TILES][4], int k) const {
-        const int lane = threadIdx.x % 32;
 #pragma unroll
-        for (int m = 0; m < TILES; m++) {
-            load_matrices(q[m], tile + place(row0 + 16 * m + lane % 16, 2 * k + lane / 16));
-#pragma unroll
-            for (int r = 0; r < 4; r++) q[m][r] ^= flip;
-        }
+        for (int m = 0; m < TILES; m++) load_matrices(q[m], further(first, 2 * k) + 16 * m * ROW_BYTES);
     }
 
-    DEVICE Queries(u32 tile, int row0, const Logits &logits) : tile(tile), row0(row0), flip(logits.negative ? 0x80008000u : 0u) {
+    // The rows from `row0`, a multiple of 8, on.
+    DEVICE Queries(u32 tile, int row0, const Logits &logits)
+        : first(tile + row0 * ROW_BYTES + left_place()), negative(logits.negative) {
         if constexpr (Kept)
 #pragma unroll
             for (int k = 0; k < DEPTHS; k++) read(kept[k], k);
@@ -49,10 +53,11 @@ template <int Rows, bool Kept> struct Queries {
 
 template <int Rows, int Keys> struct Strip {
     static constexpr int TILES = Rows / 16, SLOTS = 2 * TILES;
-    float o[TILES][WIDTH / 8][4];
+    float o[TILES][DEPTH / 8][4];
     float top[SLOTS]; // running maximum of the scores, before the factor
     float sum[SLOTS]; // this thread's part of the sum of exponentials
     float s[TILES][Keys / 8][4];
+    u32 p[TILES][Keys / 16][4]; // their exponentials, as left operands
 
     // The row of a slot, and whether this thread is the first of those which share it.
     DEVICE static int row(int slot) { return 8 * slot + threadIdx.x % 32 / 4; }
@@ -62,7 +67,7 @@ template <int Rows, int Keys> struct Strip {
 #pragma unroll
         for (int m = 0; m < TILES; m++)
 #pragma unroll
-            for (int n = 0; n < WIDTH / 8; n++)
+            for (int n = 0; n < DEPTH / 8; n++)
 #pragma unroll
                 for (int i = 0; i < 4; i++) o[m][n][i] = 0.0f;
 #pragma unroll
@@ -71,21 +76,21 @@ template <int Rows, int Keys> struct Strip {
 
     // s = q k^T
     template <bool Kept> DEVICE void scores(u32 keys, const Queries<Rows, Kept> &queries) {
-        const int lane = threadIdx.x % 32;
+        const u32 first = keys + right_place();
 #pragma unroll
         for (int m = 0; m < TILES; m++)
 #pragma unroll
             for (int n = 0; n < Keys / 8; n++)
 #pragma unroll
                 for (int i = 0; i < 4; i++) s[m][n][i] = 0.0f;
-#pragma unroll(Kept ? WIDTH / 16 : 4)
-        for (int k = 0; k < WIDTH / 16; k++) {
+#pragma unroll
+        for (int k = 0; k < DEPTH / 16; k++) {
             u32 q[TILES][4];
             queries.operand(q, k);
 #pragma unroll
             for (int n = 0; n < Keys / 16; n++) {
                 u32 b[4]; // keys 0-7 and 8-15, each for depths 0-7 and 8-15
-                load_matrices(b, keys + place(16 * n + lane / 16 * 8 + lane % 8, 2 * k + lane / 8 % 2));
+                load_matrices(b, further(first, 2 * k) + 16 * n * ROW_BYTES);
 #pragma unroll
                 for (int m = 0; m < TILES; m++) {
                     multiply_add<ELEMENT>(s[m][2 * n], q[m], b[0], b[1]);
@@ -93,6 +98,13 @@ template <int Rows, int Keys> struct Strip {
                 }
             }
         }
+        if (queries.negative)
+#pragma unroll
+            for (int m = 0; m < TILES; m++)
+#pragma unroll
+                for (int n = 0; n < Keys / 8; n++)
+#pragma unroll
+                    for (int i = 0; i < 4; i++) s[m][n][i] = -s[m][n][i];
     }
 
     // Caps the scores. Without a cap nothing is done: the factor waits for the softmax.
@@ -121,7 +133,7 @@ template <int Rows, int Keys> struct Strip {
                 }
     }
 
-    // Online softmax: raises the maxima, scales what was summed down to them, makes s the exponentials.
+    // Online softmax: raises the maxima, scales what was summed down to them, makes p the exponentials.
     DEVICE void absorb(float factor) {
 #pragma unroll
         for (int m = 0; m < TILES; m++)
@@ -139,39 +151,33 @@ template <int Rows, int Keys> struct Strip {
                 top[slot] = now;
                 sum[slot] *= shrink;
 #pragma unroll
-                for (int n = 0; n < WIDTH / 8; n++) o[m][n][2 * half] *= shrink, o[m][n][2 * half + 1] *= shrink;
+                for (int n = 0; n < DEPTH / 8; n++) o[m][n][2 * half] *= shrink, o[m][n][2 * half + 1] *= shrink;
 #pragma unroll
-                for (int n = 0; n < Keys / 8; n++)
-#pragma unroll
-                    for (int i = 2 * half; i < 2 * half + 2; i++) {
-                        s[m][n][i] = exp2_fast(fused(s[m][n][i], factor, -base));
-                        sum[slot] += s[m][n][i];
-                    }
+                for (int n = 0; n < Keys / 8; n++) {
+                    const float x = exp2_fast(fused(s[m][n][2 * half], factor, -base));
+                    const float y = exp2_fast(fused(s[m][n][2 * half + 1], factor, -base));
+                    sum[slot] += x;
+                    sum[slot] += y;
+                    p[m][n / 2][n % 2 * 2 + half] = pack<ELEMENT>(x, y);
+                }
             }
     }
 
-    // o += s v
+    // o += p v
     DEVICE void add_values(u32 values) {
-        const int lane = threadIdx.x % 32;
+        const u32 first = values + left_place();
 #pragma unroll
-        for (int k = 0; k < Keys / 16; k++) {
-            u32 p[TILES][4];
+        for (int k = 0; k < Keys / 16; k++)
 #pragma unroll
-            for (int m = 0; m < TILES; m++)
-#pragma unroll
-                for (int r = 0; r < 4; r++)
-                    p[m][r] = pack<ELEMENT>(s[m][2 * k + r / 2][r % 2 * 2], s[m][2 * k + r / 2][r % 2 * 2 + 1]);
-#pragma unroll
-            for (int n = 0; n < WIDTH / 16; n++) {
+            for (int n = 0; n < DEPTH / 16; n++) {
                 u32 b[4]; // columns 0-7 and 8-15, each for keys 0-7 and 8-15
-                load_matrices_transposed(b, values + place(16 * k + lane / 8 % 2 * 8 + lane % 8, 2 * n + lane / 16));
+                load_matrices_transposed(b, further(first, 2 * n) + 16 * k * ROW_BYTES);
 #pragma unroll
                 for (int m = 0; m < TILES; m++) {
-                    multiply_add<ELEMENT>(o[m][2 * n], p[m], b[0], b[1]);
-                    multiply_add<ELEMENT>(o[m][2 * n + 1], p[m], b[2], b[3]);
+                    multiply_add<ELEMENT>(o[m][2 * n], p[m][k], b[0], b[1]);
+                    multiply_add<ELEMENT>(o[m][2 * n + 1], p[m][k], b[2], b[3]);
                 }
             }
-        }
     }
 
     // Joins the threads' parts of each row's sum.
@@ -187,7 +193,7 @@ template <int Rows, int Keys> struct Strip {
     DEVICE void put(int slot, float *row) const {
         const int column = threadIdx.x % 4 * 2;
 #pragma unroll
-        for (int n = 0; n < WIDTH / 8; n++)
+        for (int n = 0; n < DEPTH / 8; n++)
 #pragma unroll
             for (int i = 0; i < 2; i++) row[8 * n + column + i] = o[slot / 2][n][slot % 2 * 2 + i];
     }

@@ -5,18 +5,31 @@
 //   1  mma.sync m16n8k16 with f32 accumulation; two stages of K and V by cp.async with one barrier per tile; xor swizzle
 //      and ldmatrix; Q in registers; exp2 with the scale folded into one fused multiply-add; tiles at the edge of a mask
 //      go through code of their own; heaviest blocks of a causal problem first. A warp of 32 rows reads half as much
-//      shared memory per product as one of 16, but above D 64 it does not fit: at D 128 it spills 900 bytes with 64 keys
+//      shared memory per product as one of 16, but above D 64 it did not fit: at D 128 it spilled 900 bytes with 64 keys
 //      to a tile and 150 with 32 (NVRTC 13.0, sm_80).
-//   2  D up to 256, D that is no multiple of 8 (copied element by element), and f32 on CUDA cores. Above D 192 Q stays in
-//      shared memory: in registers it spills 24 bytes at D 256 with 32 keys. At most four of a thread's copies are
-//      unrolled: all of them hold so many addresses that D 192 and D 256 spill.
-//      Compiled and emulated; not timed on a GPU yet. Registers (sm_80, no spills anywhere), bf16 with 64 keys: 255 at
-//      D 64, 174 at 96, 182 at 128, 255 at 192; 249 at D 256 with 32.
+//   2  D up to 256, D that is no multiple of 8 (copied element by element), and f32 on CUDA cores.
+//   3  32 rows to a warp up to D 160: two strips of 16 share each fragment of keys and values, so that an mma takes 0.31
+//      ldmatrix where it took 0.5. Q is read again for each tile; in registers only where they have room. One tile of
+//      keys and one of values, each copied while the other is at work, so that every place in shared memory is known when
+//      compiling, and two blocks fit a multiprocessor with 64 keys to a tile (A100) or 32 (99 KiB for a block). Copies add
+//      constants to one address; the spans of a mask are computed where they are needed; exponentials are packed before
+//      the second product begins. The first product, too, goes through no more columns than the next multiple of 16.
+//      Compiled and emulated; not timed on a GPU yet. README.md has the counts of instructions.
 //
-// Compile with -DELEMENT=F32|BF16|F16 -DHEAD_DIM=1..256 -DROWS=64, or 128 in 16 bits up to D 64 -DKEYS=keys of a tile: 64
-// or 32, above D 192 only 32; f32: 32, 16 or 8 -DQ_KEPT=1 where Q is kept in registers: in 16 bits up to D 192; else 0.
-//   tiled_forward  grid (ceil(Lq / ROWS), Hq, B), 128 threads, shared memory: K and V of KEYS keys, twice, and Q where it
-//                  stays there
+//   What spills, hence the shapes (NVRTC 13.0; bytes on sm_80, sm_90a, sm_100): 32 rows at D 192 with 32 keys 200, 220,
+//   200, at D 176 0, 32, 32; at D 64 with 128 keys 124, 124, 0; Q in registers at D 96 0, 92, 0.
+//
+// Compile with -DELEMENT=F32|BF16|F16 -DHEAD_DIM=1..256 and, of four warps' rows, the keys of a tile, and whether Q is kept
+// in registers:
+//   16 bits, D   -DROWS  -DKEYS     -DQ_KEPT
+//   to 64           128  64               1
+//   to 128          128  64, 32           0
+//   to 160          128  32               0
+//   to 192           64  64               1
+//   to 256           64  64, 32           0
+//   f32              64  32, 16, 8        0
+//   tiled_forward  grid (ceil(Lq / ROWS), Hq, B), 128 threads, shared memory: K and V of KEYS keys, and Q where it stays
+//                  there
 #include "rows.cuh"
 #if ELEMENT == F32
 #include "strip_f32.cuh"
@@ -28,85 +41,77 @@ namespace {
 
 constexpr int WARPS = 4, THREADS = 32 * WARPS, WARP_ROWS = ROWS / WARPS;
 constexpr int TILE_BYTES = KEYS * ROW_BYTES;
-// Q in registers passes through the stages on its way there.
+// Q in registers passes through the places of keys and values on its way there.
 constexpr int Q_BYTES = Q_KEPT ? 0 : ROWS * ROW_BYTES;
-static_assert(!Q_KEPT || ROWS <= 4 * KEYS, "the two stages have room for Q");
+static_assert(!Q_KEPT || ROWS <= 2 * KEYS, "a tile of keys and one of values have room for Q");
 
 using Rows = Strip<WARP_ROWS, KEYS>;
-
-struct Block {
-    const Problem &p;
-    u32 stages; // K, V, K, V
-    const unsigned char *k, *v;
-    Logits logits;
-    Queries<WARP_ROWS, Q_KEPT> queries;
-    Rows strip;
-    Span seen[Rows::SLOTS];
-
-    DEVICE u32 stage(int tile) const { return stages + tile % 2 * (2 * TILE_BYTES); }
-
-    DEVICE void copy(int tile) {
-        const int key0 = tile * KEYS, count = p.kv_len - key0;
-        copy_rows<KEYS, THREADS>(stage(tile), threadIdx.x, count, k, [&](int row) { return row_at(k, key0 + row); });
-        copy_rows<KEYS, THREADS>(stage(tile) + TILE_BYTES, threadIdx.x, count, v, [&](int row) { return row_at(v, key0 + row); });
-    }
-
-    template <bool Masked> DEVICE void step(int tile) {
-        strip.scores(stage(tile), queries);
-        strip.cap(logits);
-        if constexpr (Masked) strip.mask(seen, tile * KEYS);
-        strip.absorb(logits.rest());
-        strip.add_values(stage(tile) + TILE_BYTES);
-    }
-};
 
 } // namespace
 
 KERNEL(128) tiled_forward(ARGUMENT Problem p) {
     DYNAMIC_SHARED(memory);
-    const u32 shared = shared_address(memory);
+    const u32 q_tile = shared_address(memory), keys = q_tile + Q_BYTES, values = keys + TILE_BYTES;
     const int thread = threadIdx.x, warp_row = thread / 32 * WARP_ROWS;
     const int row0 = int(gridDim.x - 1 - blockIdx.x) * ROWS; // later queries see more keys
     const int q_head = blockIdx.y, kv_head = q_head / (p.q_heads / p.kv_heads);
     const long long q_row = ((long long)blockIdx.z * p.q_heads + q_head) * p.q_len;
     const long long kv_row = ((long long)blockIdx.z * p.kv_heads + kv_head) * p.kv_len;
 
-    copy_rows<ROWS, THREADS>(shared, thread, p.q_len - row0, p.q, [&](int row) { return row_at(p.q, q_row + row0 + row); });
+    copy_adjacent_rows<ROWS, THREADS>(q_tile, thread, p.q_len - row0, own_chunk(row_at(p.q, q_row + row0), thread));
     copy_async_commit();
-    copy_async_wait<0>();
-    block_sync();
+    if constexpr (Q_KEPT) {
+        copy_async_wait<0>();
+        block_sync();
+    }
     const Logits logits(p);
-    Block block{p, shared + Q_BYTES, row_at(p.k, kv_row), row_at(p.v, kv_row), logits, {shared, warp_row, logits}, {}, {}};
+    const Queries<WARP_ROWS, Q_KEPT> queries(q_tile, warp_row, logits);
     if constexpr (Q_KEPT) block_sync();
 
     // Ends and starts of what rows see grow with the row: the first and the last row bound all.
-    const int last_row = least(row0 + ROWS, p.q_len) - 1;
-    const Span of_first = visible(p, row0, p.kv_len), of_last = visible(p, last_row, p.kv_len);
-    const int first_tile = of_first.first / KEYS, end_tile = (of_last.end + KEYS - 1) / KEYS;
-#pragma unroll
-    for (int slot = 0; slot < Rows::SLOTS; slot++)
-        block.seen[slot] = visible(p, least(row0 + warp_row + Rows::row(slot), last_row), p.kv_len);
+    const Span of_first = visible(p, row0, p.kv_len), of_last = visible(p, least(row0 + ROWS, p.q_len) - 1, p.kv_len);
+    const int first_key = of_first.first / KEYS * KEYS;
 
-    if (first_tile < end_tile) block.copy(first_tile);
-    copy_async_commit();
-    block.strip.clear();
-    for (int tile = first_tile; tile < end_tile; tile++) {
-        copy_async_wait<0>();
-        block_sync(); // this tile is there for all, and all are done with the stage of the next
-        if (tile + 1 < end_tile) block.copy(tile + 1);
+    // What this thread copies of the next tile: its keys, and how far behind them its values lie.
+    const unsigned char *next = own_chunk(row_at(p.k, kv_row + first_key), thread);
+    const long long behind = static_cast<const unsigned char *>(p.v) - static_cast<const unsigned char *>(p.k);
+    auto copy = [&](u32 target, const unsigned char *mine, int key0) {
+        copy_adjacent_rows<KEYS, THREADS>(target, thread, p.kv_len - key0, mine);
         copy_async_commit();
-        bool whole = tile * KEYS >= of_last.first && (tile + 1) * KEYS <= of_first.end;
-        whole ? block.template step<false>(tile) : block.template step<true>(tile);
+    };
+    Rows strip;
+    strip.clear();
+    if (first_key < of_last.end) copy(keys, next, first_key);
+    for (int key0 = first_key; key0 < of_last.end; key0 += KEYS) {
+        copy_async_wait<0>();
+        block_sync(); // the keys are there for all, and all are done with the values before
+        copy(values, next + behind, key0);
+        next += KEYS * HEAD_BYTES;
+        strip.scores(keys, queries);
+        strip.cap(logits);
+        if (key0 < of_last.first || key0 + KEYS > of_first.end) {
+            const int row = row0 + forgotten(threadIdx.x) / 32 * WARP_ROWS; // at few tiles: no registers for this
+            Span seen[Rows::SLOTS];
+#pragma unroll
+            for (int slot = 0; slot < Rows::SLOTS; slot++) seen[slot] = visible(p, least(row + Rows::row(slot), p.q_len - 1), p.kv_len);
+            strip.mask(seen, key0);
+        }
+        strip.absorb(logits.rest());
+        copy_async_wait<0>();
+        block_sync(); // the values are there for all, and all are done with the keys
+        if (key0 + KEYS < of_last.end) copy(keys, next, key0 + KEYS);
+        strip.add_values(values);
     }
-    block.strip.join_sums();
+    copy_async_wait<0>(); // for Q, where there was no tile
+    strip.join_sums();
 
 #pragma unroll
     for (int slot = 0; slot < Rows::SLOTS; slot++) {
         const int row = row0 + warp_row + Rows::row(slot);
-        const float sum = block.strip.sum[slot], top = block.strip.top[slot];
+        const float sum = strip.sum[slot], top = strip.top[slot];
         const bool empty = top == minus_infinity();
         if (row >= p.q_len) continue;
-        block.strip.write(slot, p.o, q_row + row, empty ? 0.0f : 1.0f / sum);
+        strip.write(slot, p.o, q_row + row, empty ? 0.0f : 1.0f / sum);
         if (Rows::leads()) p.lse[q_row + row] = empty ? top : (top * logits.rest() + log2_fast(sum)) * LN_2;
     }
 }

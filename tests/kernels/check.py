@@ -28,12 +28,12 @@ def variants():
     """(file, macros) of every variant that the crate may ask for, at the head dims that matter."""
     for element, head_dim, library in itertools.product(["F32", "BF16", "F16"], [64, 256], [0, 1]):
         yield "naive.cu", {"ELEMENT": element, "HEAD_DIM": head_dim, "LIBRARY_PRODUCTS": library}
-    # F16 differs from BF16 in single instructions.
-    for element, head_dims in [("BF16", [64, 96, 100, 128, 192, 256]), ("F16", [128])]:
-        for head_dim in head_dims:
-            for keys in [64, 32] if head_dim <= 192 else [32]:
-                yield "tiled.cu", tiled(element, head_dim, keys)
-    for head_dim, keys in [(64, 32), (100, 32), (128, 32), (128, 16), (192, 16), (256, 16), (256, 8)]:
+    # Tiles of keys by head dim, as src/attention/cuda/tiled.rs chooses them. F16 differs from BF16 in single instructions.
+    tiles = [(37, 64), (64, 64), (96, 64), (100, 64), (100, 32), (127, 64), (128, 64), (128, 32), (150, 32), (160, 32)]
+    tiles += [(190, 64), (192, 64), (250, 64), (256, 64), (256, 32)]
+    for element, (head_dim, keys) in [*itertools.product(["BF16"], tiles), ("F16", (128, 64)), ("F16", (160, 32))]:
+        yield "tiled.cu", tiled(element, head_dim, keys)
+    for head_dim, keys in [(64, 32), (100, 32), (128, 32), (128, 16), (192, 32), (192, 16), (224, 32), (256, 16), (256, 8)]:
         yield "tiled.cu", tiled("F32", head_dim, keys)
     rings = [(64, 4, 4), (96, 4, 3), (100, 4, 2), (128, 4, 3), (192, 2, 3), (256, 2, 3), (256, 4, 2)]
     for page_tokens, (head_dim, warps, stages) in itertools.product([0, 16, 10], rings):
@@ -71,7 +71,8 @@ def variants():
 def tiled(element, head_dim, keys):
     """Macros of a variant of tiled.cu."""
     half = element != "F32"
-    shape = {"ROWS": 128 if half and head_dim <= 64 else 64, "KEYS": keys, "Q_KEPT": int(half and head_dim <= 192)}
+    kept = half and (head_dim <= 64 or 160 < head_dim <= 192)
+    shape = {"ROWS": 128 if half and head_dim <= 160 else 64, "KEYS": keys, "Q_KEPT": int(kept)}
     return {"ELEMENT": element, "HEAD_DIM": head_dim, **shape}
 
 
@@ -83,11 +84,12 @@ def decode(element, head_dim, page_tokens, warps, stages, rows):
 
 @functools.cache
 def load_nvrtc(path):
-    """The library named, or the wheel's beside this interpreter, or the system's."""
+    """The library named, else the wheel's beside this interpreter, or the system's."""
     found = [path] if path else []
-    for folder in sys.path:
-        found += sorted(glob.glob(os.path.join(folder, "nvidia", "*", "lib", "libnvrtc.so.*")))
-    found = [name for name in found if ".alt." not in name] + ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"]
+    if not path:
+        for folder in sys.path:
+            found += sorted(glob.glob(os.path.join(folder, "nvidia", "*", "lib", "libnvrtc.so.*")))
+        found = [name for name in found if ".alt." not in name] + ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"]
     for name in found:
         # The builtins must be loaded first where no search path leads to them.
         for builtins in glob.glob(os.path.join(os.path.dirname(name), "libnvrtc-builtins.so*")):
@@ -97,11 +99,13 @@ def load_nvrtc(path):
             return ctypes.CDLL(name)
         except OSError:
             continue
+    if path:
+        sys.exit(f"'{path}' cannot be loaded; --nvrtc takes a libnvrtc.so.N")
     sys.exit("NVRTC not found: pip install nvidia-cuda-nvrtc==13.0.88, or give --nvrtc PATH")
 
 
-def compile_variant(library, file, macros, architecture):
-    """(whether it compiled, the compiler's log, seconds)"""
+def compile_variant(library, file, macros, architecture, machine_code=False):
+    """(whether it compiled, the compiler's log, seconds, the machine code where it is asked for)"""
     nvrtc = load_nvrtc(library)
     with open(os.path.join(KERNELS, file), encoding="utf-8") as source:
         text = source.read().encode()
@@ -118,8 +122,14 @@ def compile_variant(library, file, macros, architecture):
     nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
     log = ctypes.create_string_buffer(size.value + 1)
     nvrtc.nvrtcGetProgramLog(program, log)
+    cubin = b""
+    if machine_code and status == 0:
+        nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
+        buffer = ctypes.create_string_buffer(size.value)
+        nvrtc.nvrtcGetCUBIN(program, buffer)
+        cubin = buffer.raw
     nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
-    return status == 0, log.value.decode(errors="replace"), seconds
+    return status == 0, log.value.decode(errors="replace"), seconds, cubin
 
 
 def functions(log):
@@ -161,7 +171,7 @@ def main():
         parser.error(f"no variant of '{arguments.only}' for these architectures; files are named as tiled.cu")
     with ProcessPoolExecutor(max(1, arguments.jobs)) as pool:  # NVRTC holds a lock: threads would wait for each other
         compiled_all = list(pool.map(compile_variant, itertools.repeat(arguments.nvrtc), *zip(*todo)))
-    for (file, macros, architecture), (compiled, log, seconds) in zip(todo, compiled_all):
+    for (file, macros, architecture), (compiled, log, seconds, _) in zip(todo, compiled_all):
         label = f"{file} {' '.join(f'{name}={value}' for name, value in macros.items())} {architecture}"
         slowest = max(slowest, (seconds, label))
         if not compiled:

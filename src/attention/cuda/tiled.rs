@@ -35,17 +35,10 @@ impl CudaKernel for Tiled {
     fn plan(&self, shape: &Shape, params: &Params, dtype: DType, limits: &Limits) -> Result<Plan, AttentionError> {
         strip_takes(self.name(), shape.head_dim)?;
         let row_bytes = row_bytes(shape.head_dim, dtype);
-        let half = dtype != DType::F32;
-        let block_rows = if half && row_bytes == 128 { 128 } else { 64 };
-        // Q in registers needs no place of its own. Where it has none there, registers hold fewer scores too.
-        let q_kept = half && row_bytes <= 384;
+        let (block_rows, choices, q_kept) = tiles(shape.head_dim, dtype);
+        // Q in registers needs no place of its own.
         let q_bytes = if q_kept { 0 } else { block_rows * row_bytes };
-        let choices: &[usize] = match (half, q_kept) {
-            (true, true) => &[64, 32],
-            (true, false) => &[32],
-            (false, _) => &[32, 16, 8],
-        };
-        let shared_bytes = |keys| q_bytes + 4 * keys * row_bytes;
+        let shared_bytes = |keys| q_bytes + 2 * keys * row_bytes;
         let keys = limits.roomiest(choices, shared_bytes);
         let launches = vec![Launch {
             function: "tiled_forward",
@@ -66,5 +59,53 @@ impl CudaKernel for Tiled {
         limits: &Limits,
     ) -> Result<BackwardPlan, AttentionError> {
         tiled_backward::plan(self.name(), self.deterministic, shape, params, dtype, limits)
+    }
+}
+
+/// Query rows of a block of four warps; keys of a tile, the best number first; whether Q is kept in registers. What
+/// registers hold decides: scores and outputs of 32 rows to a warp fit up to D 128 with 64 keys, up to D 160 with 32.
+fn tiles(head_dim: usize, dtype: DType) -> (usize, &'static [usize], bool) {
+    match (dtype, head_dim) {
+        (DType::F32, _) => (64, &[32, 16, 8], false),
+        (_, ..=64) => (128, &[64], true),
+        (_, ..=128) => (128, &[64, 32], false),
+        (_, ..=160) => (128, &[32], false),
+        (_, ..=192) => (64, &[64], true),
+        _ => (64, &[64, 32], false),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Rows, keys, whether Q is kept, and blocks on a multiprocessor, by GPU: 99 KiB for a block (8.6, 8.9, 12.0), an A100,
+    /// an H100.
+    #[test]
+    fn shapes_are_those_that_fit_registers_and_shared_memory() {
+        let (bf16, f32) = (DType::Bf16, DType::F32);
+        let cases = [
+            (bf16, 64, [(128, 64, 1, 5), (128, 64, 1, 9), (128, 64, 1, 13)]),
+            (bf16, 128, [(128, 32, 0, 2), (128, 64, 0, 2), (128, 64, 0, 3)]),
+            (bf16, 160, [(128, 32, 0, 1), (128, 32, 0, 2), (128, 32, 0, 3)]),
+            (bf16, 192, [(64, 64, 1, 2), (64, 64, 1, 3), (64, 64, 1, 4)]),
+            (bf16, 256, [(64, 64, 0, 1), (64, 32, 0, 2), (64, 64, 0, 2)]),
+            (f32, 128, [(64, 16, 0, 2), (64, 32, 0, 2), (64, 32, 0, 3)]),
+            (f32, 256, [(64, 16, 0, 1), (64, 8, 0, 2), (64, 16, 0, 2)]),
+        ];
+        for (dtype, head_dim, expected) in cases {
+            let found = [99, 163, 227].map(|kib: usize| {
+                let limits = Limits { capability: (8, 0), multiprocessors: 100, block_shared_bytes: kib << 10 };
+                let shape = Shape { batch: 1, q_heads: 4, kv_heads: 2, q_len: 500, kv_len: 500, head_dim };
+                let tiled = Tiled { deterministic: false };
+                let plan = tiled.plan(&shape, &Params::new(head_dim, true), dtype, &limits).unwrap();
+                let value = |name| plan.program.macros.iter().find(|&&(macro_name, _)| macro_name == name).unwrap().1;
+                let launch = &plan.launches[0];
+                assert_eq!(launch.grid, [500usize.div_ceil(value("ROWS")), 4, 1]);
+                let blocks = ((kib + 1) << 10) / (launch.shared_bytes as usize + (1 << 10));
+                (value("ROWS"), value("KEYS"), value("Q_KEPT"), blocks)
+            });
+            assert_eq!(found, expected, "{dtype} D {head_dim}");
+        }
     }
 }
