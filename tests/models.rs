@@ -237,6 +237,21 @@ fn the_bits_do_not_depend_on_the_number_of_threads() {
     assert_eq!(of(1), of(3));
 }
 
+#[test]
+fn a_text_is_neither_cut_nor_padded_whatever_the_tokenizer_was_saved_with() {
+    let folder = tempfile::tempdir().unwrap();
+    let whole = std::fs::read_to_string("tests/models/llama/tokenizer.json").unwrap();
+    let mut saved: Value = serde_json::from_str(&whole).unwrap();
+    saved["truncation"] =
+        serde_json::json!({"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0});
+    saved["padding"] = serde_json::json!({"strategy": {"Fixed": 64}, "direction": "Right", "pad_to_multiple_of": null,
+        "pad_id": 0, "pad_type_id": 0, "pad_token": "<pad>"});
+    std::fs::write(folder.path().join("tokenizer.json"), saved.to_string()).unwrap();
+    let tokens = |folder: &Path| model::Text::open(folder).unwrap().tokens("w9 w17 w33 w8 w100").unwrap();
+    assert_eq!(tokens(folder.path()), tokens(Path::new("tests/models/llama")));
+    assert_eq!(tokens(folder.path()), [1, 9, 17, 33, 8, 100]);
+}
+
 /// What `tests/fixtures/published_configs.json` says of a configuration: keys and values as they were published, and what
 /// a reader must make of them, written down from the models' own descriptions.
 #[derive(serde::Deserialize)]

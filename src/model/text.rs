@@ -24,7 +24,13 @@ impl Text {
             let reason = "there is no such file; text needs a tokenizer, `logits` takes tokens".into();
             return Err(ModelError::Config { path, reason });
         }
-        let tokenizer = guarded(&path, || Tokenizer::from_file(&path))?;
+        let tokenizer = guarded(&path, || {
+            let mut tokenizer = Tokenizer::from_file(&path)?;
+            // How a batch was cut and padded when the file was saved; a text is taken whole here, as `transformers` takes
+            // it where a caller asks for neither.
+            tokenizer.with_padding(None).with_truncation(None)?;
+            Ok(tokenizer)
+        })?;
         Ok(Text { path, tokenizer })
     }
 
