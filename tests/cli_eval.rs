@@ -48,6 +48,18 @@ fn a_leaderboard_and_figures_come_of_one_command() {
 }
 
 #[test]
+fn a_budget_of_nothing_but_protected_tokens_warns() {
+    let folder = tempfile::tempdir().unwrap();
+    byte_model::write(&folder.path().join("models/builtin"), 2048);
+    let options = ["--context", "600", "--samples", "1", "--task", "passkey:digits=3", "--budget", "32,128"];
+    let output = run(folder.path(), &[&["eval", "--policy", "snapkv:window=64"][..], &options].concat());
+    let (out, err) = (text(&output.stdout), text(&output.stderr));
+    assert!(output.status.success(), "{err}");
+    assert!(out.contains(" 32 ! |") && !out.contains("128 ! |"), "{out}");
+    assert!(out.contains("! 1 cell: nothing but protected tokens stays: the budget is 32 tokens a head"), "{out}");
+}
+
+#[test]
 fn the_model_that_comes_along_answers_with_its_whole_cache_and_not_with_a_sixteenth() {
     let folder = tempfile::tempdir().unwrap();
     let model = concat!(env!("CARGO_MANIFEST_DIR"), "/models/builtin");

@@ -177,6 +177,45 @@ fn every_policy_keeps_its_budget_in_every_dtype() {
 }
 
 #[test]
+fn a_file_says_of_its_rope_that_there_is_none_or_what_its_base_is() {
+    let desk = Desk::with(&problem(DType::F32));
+    let specs = problem(DType::F32);
+    let tensors: Vec<_> = specs.iter().map(|spec| tensor(spec.dtype, spec.dims, &spec.values)).collect();
+    let outputs: Vec<_> = specs.iter().zip(&tensors).map(|(spec, tensor)| Output::tensor(spec.name, tensor)).collect();
+    let says = |text: &str| {
+        let metadata = std::collections::HashMap::from([("rope_theta".to_string(), text.to_string())]);
+        file::write_with(&desk.path("in.safetensors"), &outputs, Some(metadata)).unwrap();
+    };
+    for policy in ["leverage", "expected-attention", "cap", "compactor", "knorm+rerotate"] {
+        let kept = ["none", "10000"].map(|text| {
+            says(text);
+            desk.evict(&["--policy", policy]).assert().success();
+            desk.result().scores
+        });
+        assert!(kept[0] != kept[1] || policy == "knorm+rerotate", "{policy}: the base makes no difference");
+        says("without");
+        let stderr = desk.fails(&["--policy", policy], 2);
+        assert!(stderr.contains("rope_theta in the file's metadata is 'without'; it must be a number"), "{stderr}");
+    }
+}
+
+#[test]
+fn a_budget_of_nothing_but_protected_tokens_warns() {
+    let desk = Desk::with(&problem(DType::F32));
+    let warned = |budget: &str| {
+        let options = ["--policy", "snapkv:window=16+protect:sink=4", "--budget", budget, "--json", "-"];
+        let output = desk.evict(&options).assert().success().get_output().clone();
+        let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+        (report["warnings"].clone(), String::from_utf8(output.stderr).unwrap())
+    };
+    let (warnings, stderr) = warned("20");
+    let text = "nothing but protected tokens stays: the budget is 20 tokens a head, and 4 first and 16 latest ones are never \
+                judged";
+    assert_eq!((warnings[0].as_str(), stderr), (Some(text), format!("warning: {text}\n")));
+    assert_eq!(warned("21"), (Value::Null, String::new()));
+}
+
+#[test]
 fn heads_that_keep_different_counts_are_padded() {
     let mut specs = problem(DType::F32);
     // The second head's keys are larger: under a threshold on norms the first head keeps nearly all of the budget.
@@ -306,8 +345,8 @@ fn wrong_options_are_named_in_one_line() {
 #[test]
 fn a_place_that_takes_no_files_is_refused_before_the_work() {
     let desk = Desk::with(&problem(DType::F32));
-    let stderr = desk.fails(&["--output", "/proc/out.safetensors"], 1);
-    assert!(stderr.contains("cannot write '/proc/out.safetensors'"), "{stderr}");
+    let stderr = desk.fails(&["--output", "/proc/out.safetensors"], 2);
+    assert!(stderr.contains("cannot write --output '/proc/out.safetensors'"), "{stderr}");
 }
 
 #[test]

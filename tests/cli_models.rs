@@ -150,6 +150,52 @@ fn text_follows_a_prompt() {
 }
 
 #[test]
+fn a_budget_of_nothing_but_protected_tokens_warns() {
+    let warning = "nothing but protected tokens stays: the budget is 4 tokens a head, and 0 first and 8 latest ones";
+    let policy = ["--policy", "snapkv:window=8", "--budget", "4"];
+    let prompt = "w9 w17 w33 w8 w100 w54 w21 w77";
+    let base =
+        ["generate", "--model", "tests/models/llama", "--prompt", prompt, "--max-new-tokens", "2", "--json", "-"];
+    let run = kvsieve(&base).args(policy).assert().success().stderr(contains(format!("warning: {warning}")));
+    let report: serde_json::Value = serde_json::from_slice(&run.get_output().stdout).unwrap();
+    assert!(report["warnings"][0].as_str().unwrap().starts_with(warning), "{report}");
+    let (_, report) = logits("llama", &[&policy[..], &["--evict-after", "24"]].concat());
+    assert!(report["warnings"][0].as_str().unwrap().starts_with(warning), "{report}");
+    let (_, report) = logits("llama", &["--policy", "snapkv:window=8", "--budget", "9", "--evict-after", "24"]);
+    assert_eq!(report["warnings"], serde_json::Value::Null);
+}
+
+#[test]
+fn a_tokenizer_that_makes_no_sense_is_told_in_one_line() {
+    let folder = tempfile::tempdir().unwrap();
+    for file in ["config.json", "model.safetensors"] {
+        std::fs::copy(Path::new("tests/models/llama").join(file), folder.path().join(file)).unwrap();
+    }
+    let whole = std::fs::read_to_string("tests/models/llama/tokenizer.json").unwrap();
+    let panics = "it makes no sense to the tokenizers library: ";
+    for (part, broken, expected) in [
+        ("\"decoder\":null", "\"decoder\":falsy", panics),
+        ("\"special_tokens\":{\"<s>\"", "\"special_tokens\":{\"<x>\"", panics),
+        ("\"decoder\":null", "\"decoder\":{\"type\":\"Nothing\"}", ""),
+        (
+            "\"normalizer\":null",
+            "\"normalizer\":{\"type\":\"Replace\",\"pattern\":{\"Regex\":\"(\"},\"content\":\" \"}",
+            "Opening parenthesis without closing parenthesis",
+        ),
+        ("\"type\":\"WordLevel\"", "\"type\":\"Unigram\"", ""),
+    ] {
+        let text = whole.replace(part, broken);
+        assert_ne!(text, whole, "{part} is not there");
+        std::fs::write(folder.path().join("tokenizer.json"), text).unwrap();
+        let model = folder.path().to_str().unwrap();
+        let run = kvsieve(&["generate", "--model", model, "--prompt", "w5", "--max-new-tokens", "1"]).assert().code(2);
+        let stderr = String::from_utf8(run.get_output().stderr.clone()).unwrap();
+        let begins = stderr.starts_with("error: ") && stderr.contains(&format!("tokenizer.json': {expected}"));
+        assert!(begins && stderr.trim_end().lines().count() == 1, "{broken}: {stderr}");
+    }
+}
+
+#[test]
 fn mistakes_in_generating_are_one_line_and_status_2() {
     let cases = [
         ("qwen2", vec!["--prompt", "w5"], "tokenizer.json': there is no such file"),

@@ -433,18 +433,88 @@ fn every_wrong_option_is_named_in_one_line() {
 }
 
 #[test]
-fn a_place_that_takes_no_results_is_a_failure() {
+fn a_record_whose_parts_do_not_fit_together_is_damaged() {
+    let desk = Desk::with(&SMALL.replace("head_dim = 32", "head_dim = 32\nlayers = 2"));
+    let run = desk.run(&[]);
+    let (folder, path) = (run.to_str().unwrap(), run.join("cells.jsonl"));
+    let whole = records(&cells(&run));
+    let at = whole.iter().position(|record| record["cell"]["policy"] == "knorm").unwrap();
+    let cases: [(fn(&mut Value), &str); 6] = [
+        (|record| drop(take(record, "kept_by_position").pop()), "kept_by_position has 3 lists; the cell has 2 x 2"),
+        (
+            |record| drop(take(record, "kept_by_position")[1].as_array_mut().unwrap().pop()),
+            "kept_by_position has 63 stretches in a list; the cell needs 64",
+        ),
+        (|record| drop(take(record, "kept_by_head").pop()), "kept_by_head has 1 layers; the cell needs 2"),
+        (
+            |record| take(record, "drift_by_head")[1] = serde_json::json!([0.5]),
+            "drift_by_head has 1 heads in a layer; the cell needs 4",
+        ),
+        (|record| record["cell"]["kv_heads"] = 0.into(), "it evicts with 2 layers and 0 KV heads"),
+        (|record| record["eviction"]["steps"] = 7.into(), "invalid type: integer `7`"),
+    ];
+    for (change, expected) in cases {
+        let mut records = whole.clone();
+        change(&mut records[at]);
+        fs::write(&path, records.iter().map(|record| format!("{record}\n")).collect::<String>()).unwrap();
+        for more in [&[][..], &["--per-head"]] {
+            let stderr = desk.refuses(&[&["report", folder], more].concat());
+            assert!(stderr.contains(&format!("cells.jsonl' line {} is not a record: ", at + 1)), "{stderr}");
+            assert!(stderr.contains(expected), "{stderr}");
+        }
+    }
+}
+
+/// A list of a record's eviction.
+fn take<'r>(record: &'r mut Value, field: &str) -> &'r mut Vec<Value> {
+    record["eviction"][field].as_array_mut().unwrap()
+}
+
+#[test]
+fn a_budget_of_nothing_but_protected_tokens_warns_in_record_and_tables() {
+    let desk = Desk::with(&SMALL.replace("\"knorm\"", "\"snapkv:window=64\""));
+    let printed = desk.works(&["run", "x.toml", "--out", "out"]);
+    let run = desk.only_run();
+    let warning = "nothing but protected tokens stays: the budget is 64 tokens a head, and 0 first and 64 latest ones are \
+                   never judged";
+    for record in records(&cells(&run)) {
+        let expected =
+            if record["cell"]["budget"] == "0.25" { serde_json::json!([warning]) } else { serde_json::json!([]) };
+        assert_eq!(record["warnings"], expected, "{}", record["cell"]);
+    }
+    let summary = fs::read_to_string(run.join("summary.md")).unwrap();
+    for text in [&printed, &summary] {
+        assert!(text.contains("| 0.25 ! |") && !text.contains("0.5 ! |"), "{text}");
+        assert!(
+            text.split_whitespace().collect::<Vec<_>>().join(" ").contains(&format!("! 1 cell: {warning}")),
+            "{text}"
+        );
+    }
+}
+
+#[test]
+fn a_place_that_takes_no_results_is_refused_before_the_work() {
     let desk = Desk::with(SMALL);
-    let mut places = vec!["x.toml/below"];
+    let no_folder = "--out 'x.toml/below/x': 'x.toml' is not a folder";
+    let mut places = vec![("x.toml/below", no_folder)];
     if cfg!(target_os = "linux") {
         // Nobody, not even root, makes folders in /proc.
-        places.push("/proc/results");
+        places.push(("/proc/results", "cannot write --out '/proc/results/x'"));
     }
-    for place in places {
-        let stderr = desk.fails(&["run", "x.toml", "--out", place], 1);
-        assert!(stderr.contains(&format!("cannot write '{place}/x'")), "{stderr}");
+    for &(place, expected) in &places {
+        for more in [&[][..], &["--resume"], &["--find-cliff"]] {
+            let stderr = desk.refuses(&[&["run", "x.toml", "--out", place], more].concat());
+            assert!(stderr.contains(expected), "{stderr}");
+        }
+        // Nothing is written by a dry run.
+        desk.works(&["run", "x.toml", "--out", place, "--dry-run"]);
+        for (command, name) in [(&["eval", "--out", place][..], "eval"), (&["train", "--out", place], "")] {
+            let stderr = desk.refuses(command);
+            let place = if name.is_empty() { place.to_string() } else { format!("{place}/{name}") };
+            assert!(stderr.contains("--out '") && stderr.contains(&format!("'{place}'")), "{stderr}");
+        }
     }
     let run = desk.run(&[]);
-    let stderr = desk.fails(&["report", run.to_str().unwrap(), "--out", "x.toml/below"], 1);
-    assert!(stderr.contains("cannot make folder 'x.toml/below'"), "{stderr}");
+    let stderr = desk.refuses(&["report", run.to_str().unwrap(), "--out", "x.toml/below"]);
+    assert!(stderr.contains("--out 'x.toml/below': 'x.toml' is not a folder"), "{stderr}");
 }

@@ -62,7 +62,7 @@ fn assert_sound(record: &Record) {
     assert_eq!(memory.residual_bytes, 0, "{label}: {memory:?}");
     assert_eq!(memory.peak_bytes, memory.predicted_peak_bytes, "{label}");
     assert!(memory.arena_growth_bytes > 0 && memory.arena_growth_bytes < memory.peak_bytes, "{label}");
-    let tight = |warning: &String| warning.contains("takes the whole budget");
+    let tight = |warning: &String| warning.contains("nothing but protected tokens stays");
     assert!(record.warnings.iter().all(tight), "{label}: {:?}", record.warnings);
     for (phase, latency) in &record.latency {
         assert!((1..=2).contains(&latency.samples_ns.len()), "{label} {phase}");
@@ -490,15 +490,41 @@ fn a_window_that_moves_as_a_whole_may_be_turned() {
 }
 
 #[test]
-fn turned_keys_need_the_base_of_rope() {
+fn who_looks_behind_rope_in_a_file_must_be_told_of_it() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("in.safetensors");
-    tensor_file(&path, 150, 1);
-    let records = run(&format!(
-        "[file]\npath = {path:?}\n[[grid]]\nmeasure = \"evict\"\nnew_tokens = 6\ncontext_tokens = 144\npolicy = \"knorm+rerotate\"\nbudget = 40\n"
-    ));
-    assert_eq!(records[0].status, Status::Failed);
-    assert!(records[0].reason.as_ref().unwrap().contains("'rerotate' needs rope_theta"), "{:?}", records[0].reason);
+    let mut rng = rng(1);
+    let mut make =
+        |heads: usize| tensor(DType::Bf16, [2, heads, 150, 16], &normal(&mut rng, 2 * heads * 150 * 16, 1.0));
+    let (q, k, v) = (make(4), make(2), make(2));
+    let says = |rope: Option<&str>| {
+        let metadata = rope.map(|text| [("rope_theta".to_string(), text.to_string())].into());
+        let outputs = [Output::tensor("q", &q), Output::tensor("k", &k), Output::tensor("v", &v)];
+        file::write_with(&path, &outputs, metadata).unwrap();
+    };
+    for policy in ["knorm+rerotate", "leverage", "cap", "expected-attention", "compactor"] {
+        let grids = format!(
+            "[file]\npath = {path:?}\n[[grid]]\nmeasure = \"evict\"\nnew_tokens = 6\ncontext_tokens = 144\n\
+             policy = {policy:?}\nbudget = 40\n"
+        );
+        let text = format!("name = \"x\"\n{TIMING}{grids}");
+        let opened = || {
+            let spec = Spec::parse(&text, "x.toml").unwrap();
+            Experiment::new(spec, "x.toml", &Registry::default(), Device::Cpu)
+                .map(drop)
+                .map_err(|error| error.to_string())
+        };
+        // Said before anything runs.
+        says(None);
+        let error = opened().expect_err(policy);
+        assert!(error.contains(policy) && error.contains("needs rope_theta in the tensor file's metadata"), "{error}");
+        says(Some("mine"));
+        assert!(opened().expect_err(policy).contains("has mine as rope_theta in its metadata"));
+        for rope in ["none", "10000"] {
+            says(Some(rope));
+            run(&grids).iter().for_each(assert_sound);
+        }
+    }
 }
 
 #[test]

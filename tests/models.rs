@@ -5,9 +5,11 @@ mod common;
 use common::models::{all, checkpoint, deviation, furthest};
 use kvsieve::device::Cpu;
 use kvsieve::memory::Arena;
-use kvsieve::model::{self, Decoder, Model, Sampler, Sampling, Setup, generate};
+use kvsieve::model::config::{Family, Rope, RopeScaling};
+use kvsieve::model::{self, Config, Decoder, Model, Sampler, Sampling, Setup, generate};
 use kvsieve::tensor::DType;
 use proptest::prelude::*;
+use serde_json::Value;
 use std::path::Path;
 
 fn setup(batch: usize, chunk_tokens: usize) -> Setup<'static> {
@@ -233,4 +235,97 @@ fn the_bits_do_not_depend_on_the_number_of_threads() {
     let model = Model::open(&expected.folder, &Arena::unlimited()).unwrap();
     let of = |threads| logits(&model, &[&expected.tokens], ("tiled", 16), &Cpu::new(Some(threads)).unwrap());
     assert_eq!(of(1), of(3));
+}
+
+#[test]
+fn a_text_is_neither_cut_nor_padded_whatever_the_tokenizer_was_saved_with() {
+    let folder = tempfile::tempdir().unwrap();
+    let whole = std::fs::read_to_string("tests/models/llama/tokenizer.json").unwrap();
+    let mut saved: Value = serde_json::from_str(&whole).unwrap();
+    saved["truncation"] =
+        serde_json::json!({"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0});
+    saved["padding"] = serde_json::json!({"strategy": {"Fixed": 64}, "direction": "Right", "pad_to_multiple_of": null,
+        "pad_id": 0, "pad_type_id": 0, "pad_token": "<pad>"});
+    std::fs::write(folder.path().join("tokenizer.json"), saved.to_string()).unwrap();
+    let tokens = |folder: &Path| model::Text::open(folder).unwrap().tokens("w9 w17 w33 w8 w100").unwrap();
+    assert_eq!(tokens(folder.path()), tokens(Path::new("tests/models/llama")));
+    assert_eq!(tokens(folder.path()), [1, 9, 17, 33, 8, 100]);
+}
+
+/// What `tests/fixtures/published_configs.json` says of a configuration: keys and values as they were published, and what
+/// a reader must make of them, written down from the models' own descriptions.
+#[derive(serde::Deserialize)]
+struct Published {
+    model: String,
+    config: serde_json::Map<String, Value>,
+    accepted: Option<Value>,
+    refused: Option<String>,
+}
+
+#[test]
+fn published_configurations_are_read_right_or_refused_for_the_right_reason() {
+    let text = std::fs::read_to_string("tests/fixtures/published_configs.json").unwrap();
+    let all: Vec<Published> = serde_json::from_str(&text).unwrap();
+    assert!(all.len() >= 30);
+    for family in Family::ALL {
+        let named = |published: &&Published| published.config["architectures"][0] == family.architecture();
+        assert!(all.iter().filter(named).count() >= 3, "{family:?}");
+    }
+    for Published { model, config, accepted, refused } in &all {
+        let found = Config::from_json(config);
+        match (accepted, refused) {
+            (None, Some(reason)) => {
+                let error = found.expect_err(model);
+                assert!(error.contains(reason), "{model}: {error}");
+            }
+            (Some(expected), None) => {
+                let found = found.unwrap_or_else(|error| panic!("{model}: {error}"));
+                let count = |key: &str| expected[key].as_u64().unwrap() as usize;
+                let extents = (count("layers"), count("q_heads"), count("kv_heads"), count("head_dim"));
+                assert_eq!((found.layers, found.q_heads, found.kv_heads, found.head_dim), extents, "{model}");
+                assert_eq!(found.tied, expected["tied"].as_bool().unwrap(), "{model}");
+                assert_eq!(found.rope, rope(&expected["rope"]), "{model}");
+                // The pattern of the first layers goes on to the last.
+                let pattern = expected["windows"].as_array().unwrap();
+                for (layer, window) in found.windows.iter().enumerate() {
+                    let expected = pattern[layer % pattern.len()].as_u64().map(|window| window as usize);
+                    assert_eq!(*window, expected, "{model}, layer {layer}");
+                }
+                let scale = expected["attention_scale"].as_f64().unwrap_or((found.head_dim as f64).powf(-0.5));
+                assert_eq!(found.attention_scale, scale as f32, "{model}");
+                let caps =
+                    ["attention_softcap", "final_softcap"].map(|cap| expected[cap].as_f64().map(|cap| cap as f32));
+                assert_eq!([found.attention_softcap, found.final_softcap], caps, "{model}");
+                if let Some(eos) = expected["eos"].as_array() {
+                    assert!(eos.iter().map(|token| token.as_u64().unwrap() as u32).eq(found.eos), "{model}");
+                }
+            }
+            _ => panic!("{model} must be accepted or refused"),
+        }
+    }
+}
+
+/// RoPE as the fixture writes it.
+fn rope(expected: &Value) -> Rope {
+    let number = |key: &str| expected[key].as_f64().unwrap();
+    let original = || number("original_positions") as usize;
+    let scaling = match expected["scaling"].as_str().unwrap() {
+        "none" => RopeScaling::None,
+        "llama3" => RopeScaling::Llama3 {
+            factor: number("factor"),
+            low_freq_factor: number("low_freq_factor"),
+            high_freq_factor: number("high_freq_factor"),
+            original_positions: original(),
+        },
+        "yarn" => RopeScaling::Yarn {
+            factor: number("factor"),
+            beta_fast: 32.0,
+            beta_slow: 1.0,
+            original_positions: original(),
+            attention_factor: 0.1 * number("factor").ln() + 1.0,
+            truncate: true,
+        },
+        other => panic!("{other}"),
+    };
+    Rope { theta: number("theta"), scaling }
 }

@@ -1,6 +1,39 @@
 //! Rotary position embedding in the rotate-half convention of Llama: channels `i` and `i + D/2` form pair `i`, which
 //! turns by `theta^(-2i/D)` radians per token. Pair 0 turns fastest, pair `D/2 - 1` slowest.
 
+/// What inputs say of their RoPE.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum RopeBase {
+    /// Keys and queries were turned, with this base of the frequencies.
+    Theta(f64),
+    /// They were not turned.
+    None,
+}
+
+impl RopeBase {
+    /// Reads a number from 1 to 1e12, or `none`; nothing for any other text.
+    pub fn parse(text: &str) -> Option<Self> {
+        match text {
+            "none" => Some(RopeBase::None),
+            text => text.parse().ok().filter(|theta| (1.0..=1e12).contains(theta)).map(RopeBase::Theta),
+        }
+    }
+
+    /// The frequencies of a head of `head_dim` channels; all zero without RoPE.
+    ///
+    /// # Panics
+    /// When `head_dim` is odd.
+    pub fn frequencies(self, head_dim: usize) -> Frequencies {
+        match self {
+            RopeBase::Theta(theta) => Frequencies::new(head_dim, theta),
+            RopeBase::None => {
+                assert!(head_dim.is_multiple_of(2), "a head of {head_dim} channels has no pairs");
+                Frequencies(vec![0.0; head_dim / 2])
+            }
+        }
+    }
+}
+
 /// Angular frequencies of a head's pairs.
 pub struct Frequencies(Vec<f64>);
 

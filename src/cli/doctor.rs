@@ -143,6 +143,7 @@ struct Memory {
 }
 
 pub fn run(args: &Args) -> Result<(), Failure> {
+    output::check_json(args.json.as_deref())?;
     let cpu = Cpu::new(None)?;
     let machine = os::machine();
     let cuda = Cuda::probe(args.nvrtc.as_deref());

@@ -7,7 +7,7 @@ mod cuda;
 
 use super::failure::Failure;
 use super::{Compute, output};
-use kvsieve::attention::rope::Frequencies;
+use kvsieve::attention::rope::{Frequencies, RopeBase};
 use kvsieve::attention::{DenseKv, Forward, Params, Shape};
 use kvsieve::cache::{CacheShape, PAGE_TOKENS, PagedCache};
 use kvsieve::device::Cpu;
@@ -24,8 +24,8 @@ use std::time::Instant;
 
 const EXAMPLES: &str = "\
 Tensors: the input holds q [B, Hq, Lq, D] and k, v [B, Hkv, Lk, D] after RoPE (F32, F16 or BF16); for the policy \
-'oracle' q_future [B, Hq, Lf, D]; for policies that look behind RoPE the metadata rope_theta, and q_pre and k_pre if they \
-were recorded (else they are rotated back); for those that weigh values by the output projection w_o [1, Hq, D, hidden]. The output holds kept I64 [B, Hkv, max_kept] (positions, ascending, padded with -1 \
+'oracle' q_future [B, Hq, Lf, D]; for policies that look behind RoPE the metadata rope_theta (its base, or none where nothing was turned), and \
+q_pre and k_pre if they were recorded (else they are rotated back); for those that weigh values by the output projection w_o [1, Hq, D, hidden]. The output holds kept I64 [B, Hkv, max_kept] (positions, ascending, padded with -1 \
 where heads keep different counts), kept_len I64 [B, Hkv], and scores F32 [B, Hkv, Lk] where the policy has scores \
 (protected tokens above all others). An action that changes what stays adds values F32 [B, Hkv, max_kept, D], and keys \
 where it changes them (padded with zeros); '+cam' takes its draws from draws [1, 1, Lk, 1] if that is there, '+rerotate' \
@@ -93,6 +93,8 @@ struct Report {
     kv_bytes_read: Option<u64>,
     tie_rate: f64,
     peak_bytes: u64,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    warnings: Vec<String>,
 }
 
 pub fn run(args: &Args) -> Result<(), Failure> {
@@ -109,7 +111,8 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     let (q, k, v) = (load("q")?, load("k")?, load("v")?);
     let shape = Shape::of(q.dims(), k.dims(), v.dims())?;
     let kv = DenseKv::new(k.view(), v.view())?;
-    let extra = Extra::load(&file, &arena, &policy, &shape)?;
+    let rope = args.rope(&file, &policy, &shape)?;
+    let extra = Extra::load(&file, &arena, &policy, &shape, rope)?;
     let token_bytes = (2 * shape.head_dim * k.dtype().bytes()) as u64;
     let lists = shape.batch * shape.kv_heads;
     let budget_tokens = policy.budget_tokens(&args.policy, Some(&budget), shape.kv_len, token_bytes, lists)?;
@@ -132,7 +135,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
         tie_rate: judged.tie_rate,
         peak_bytes: arena.usage().peak_bytes,
     };
-    args.finish(&budget, budget_tokens, &shape, k.dtype(), &result)
+    args.finish(&policy, (&budget, budget_tokens), &shape, k.dtype(), &result)
 }
 
 /// What a device found.
@@ -157,11 +160,22 @@ impl Args {
         output::check_files(&[("--input", self.input.as_path())], &writes)
     }
 
+    /// RoPE's frequencies by the file's metadata, where the policy needs them.
+    fn rope(&self, file: &TensorFile, policy: &Policy, shape: &Shape) -> Result<Option<Frequencies>, Failure> {
+        let stated = file.metadata("rope_theta").filter(|_| policy.needs_rope()).map(|text| {
+            RopeBase::parse(&text).ok_or_else(|| {
+                let expected = "it must be a number from 1 to 1e12, or none";
+                Failure::usage(format!("rope_theta in the file's metadata is '{text}'; {expected}"))
+            })
+        });
+        Ok(policy.rope(&self.policy, stated.transpose()?, shape.head_dim)?)
+    }
+
     /// Writes the output file and what is reported.
     fn finish(
         &self,
-        budget: &Budget,
-        budget_tokens: usize,
+        policy: &Policy,
+        (budget, budget_tokens): (&Budget, usize),
         shape: &Shape,
         dtype: DType,
         outcome: &Outcome<'_>,
@@ -192,7 +206,9 @@ impl Args {
             kv_bytes_read: outcome.read.as_ref().map(|read| read.bytes),
             tie_rate: outcome.tie_rate,
             peak_bytes: outcome.peak_bytes,
+            warnings: policy.only_protected(budget_tokens, shape.kv_len).into_iter().collect(),
         };
+        output::warn(&report.warnings);
         match &self.json {
             Some(target) => output::json(target, &report),
             None => output::print(&summary(&report)),
@@ -212,7 +228,13 @@ struct Extra {
 }
 
 impl Extra {
-    fn load(file: &TensorFile, arena: &Arena, policy: &Policy, shape: &Shape) -> Result<Self, Failure> {
+    fn load(
+        file: &TensorFile,
+        arena: &Arena,
+        policy: &Policy,
+        shape: &Shape,
+        rope: Option<Frequencies>,
+    ) -> Result<Self, Failure> {
         let Shape { batch, q_heads, kv_heads, q_len, kv_len, head_dim } = *shape;
         let rotated = policy.looks_at(Statistic::BeforeRope);
         let load = |name: &str, wanted: bool, expected: [Option<usize>; 4]| -> Result<Option<Tensor>, Failure> {
@@ -236,7 +258,7 @@ impl Extra {
         let w_o = [Some(1), Some(q_heads), Some(head_dim), None];
         Ok(Extra {
             future: load("q_future", policy.looks_at(Statistic::FutureAttention), future)?,
-            rope: rope(file, rotated || policy.rerotates, head_dim)?,
+            rope,
             q_pre: load("q_pre", rotated && file.has("q_pre"), q)?,
             k_pre: load("k_pre", rotated && file.has("k_pre"), k)?,
             w_o: load("w_o", policy.looks_at(Statistic::Values) && file.has("w_o"), w_o)?,
@@ -254,19 +276,6 @@ impl Extra {
             ..Given::budget(0)
         }
     }
-}
-
-/// RoPE's frequencies from the file's metadata, where the policy looks behind RoPE.
-fn rope(file: &TensorFile, wanted: bool, head_dim: usize) -> Result<Option<Frequencies>, Failure> {
-    let Some(text) = file.metadata("rope_theta").filter(|_| wanted) else { return Ok(None) };
-    let theta = text.parse().ok().filter(|theta| (1.0..=1e12).contains(theta));
-    let theta = theta.ok_or_else(|| {
-        Failure::usage(format!("rope_theta in the file's metadata is '{text}'; it must be a number from 1 to 1e12"))
-    })?;
-    if !head_dim.is_multiple_of(2) {
-        return Err(Failure::usage(format!("head dim {head_dim} is odd; RoPE rotates pairs of channels")));
-    }
-    Ok(Some(Frequencies::new(head_dim, theta)))
 }
 
 /// What a step reads: what was chosen, for each list, and KV bytes.

@@ -70,13 +70,14 @@ struct Report {
     peak_bytes: u64,
     tokens: Vec<u32>,
     text: String,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    warnings: Vec<String>,
 }
 
 pub fn run(args: &Args) -> Result<(), Failure> {
     let model_args = &args.model;
     let sampling = sampling(args)?;
-    let writes = model_args.json.as_deref().filter(|path| !output::is_stdout(path)).map(|path| ("--json", path));
-    output::check_files(&[], &writes.into_iter().collect::<Vec<_>>())?;
+    output::check_json(model_args.json.as_deref())?;
     let text = model_args.text()?;
     if let Some(index) = model_args.compute.cuda() {
         return cuda::run(args, index, sampling, &text);
@@ -164,6 +165,7 @@ impl Args {
             peak_bytes: ran.peak_bytes,
             text: text.text(&ran.generated.tokens)?,
             tokens: ran.generated.tokens,
+            warnings: self.model.warnings(opened, setup, &[prompt.len()]),
         };
         match &self.model.json {
             Some(target) => output::json(target, &report),

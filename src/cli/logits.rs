@@ -7,11 +7,11 @@ use super::model::{ModelArgs, Opened};
 use super::output;
 use super::place::Place;
 use kvsieve::memory::{Arena, Buffer, Label};
-use kvsieve::model::{Decoder, Model, ModelError, Setup};
+use kvsieve::model::{Decoder, Model, ModelError, Setup, sequences};
 use kvsieve::tensor::file::{self, Output};
 use kvsieve::units;
 use serde::Serialize;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Instant;
 
 const EXAMPLES: &str = "\
@@ -73,6 +73,8 @@ struct Report {
     weights_bytes: u64,
     kv_bytes_live: u64,
     peak_bytes: u64,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    warnings: Vec<String>,
 }
 
 pub fn run(args: &Args) -> Result<(), Failure> {
@@ -166,6 +168,7 @@ impl Args {
             outputs.push(Output::i64("len", vec![lens.len()], &lens));
         }
         file::write(&self.output, &outputs)?;
+        let contexts: Vec<usize> = sequences.iter().map(|tokens| self.evict_after.unwrap_or(tokens.len())).collect();
         let report = Report {
             model: self.model.model.clone(),
             architecture: opened.model.config.family.architecture(),
@@ -185,6 +188,7 @@ impl Args {
             weights_bytes: ran.weights_bytes,
             kv_bytes_live: ran.kv_bytes_live,
             peak_bytes: ran.peak_bytes,
+            warnings: self.model.warnings(opened, setup, &contexts),
         };
         match &self.model.json {
             Some(target) => output::json(target, &report),
@@ -209,32 +213,6 @@ fn check_eviction(args: &Args, opened: &Opened, sequences: &[Vec<u32>]) -> Resul
         ));
     }
     Ok(())
-}
-
-/// The sequences of a JSON file.
-fn sequences(path: &Path) -> Result<Vec<Vec<u32>>, Failure> {
-    let shown = path.display();
-    let wrong =
-        |reason: String| Failure::usage(format!("'{shown}': {reason}; {{\"tokens\": [[1, 2, ...], ...]}} is needed"));
-    let text =
-        std::fs::read_to_string(path).map_err(|error| Failure::usage(format!("cannot read '{shown}': {error}")))?;
-    let json: serde_json::Value =
-        serde_json::from_str(&text).map_err(|error| wrong(format!("it is not JSON: {error}")))?;
-    let all = json.get("tokens").and_then(|tokens| tokens.as_array());
-    let all = all.ok_or_else(|| wrong("it has no list 'tokens'".into()))?;
-    if all.is_empty() {
-        return Err(wrong("'tokens' is empty".into()));
-    }
-    let sequence = |(index, tokens): (usize, &serde_json::Value)| {
-        let tokens = tokens.as_array().filter(|tokens| !tokens.is_empty());
-        let tokens = tokens.ok_or_else(|| wrong(format!("sequence {index} is no list of at least one token")))?;
-        let token = |(place, token): (usize, &serde_json::Value)| {
-            let number = token.as_u64().and_then(|token| u32::try_from(token).ok());
-            number.ok_or_else(|| wrong(format!("token {place} of sequence {index} is {token}, no whole number")))
-        };
-        tokens.iter().enumerate().map(token).collect()
-    };
-    all.iter().enumerate().map(sequence).collect()
 }
 
 fn summary(report: &Report) -> String {

@@ -2,6 +2,7 @@
 
 use super::Compute;
 use super::failure::Failure;
+use super::output;
 use kvsieve::attention::{self, cuda::cuda_kernel};
 use kvsieve::device::Cpu;
 use kvsieve::device::cuda::Runtime;
@@ -120,6 +121,17 @@ impl ModelArgs {
             kv_dtype: self.dtype.unwrap_or(opened.model.weights.dtype()),
             columns: opened.policy.as_ref().map_or(&[], Policy::columns),
         })
+    }
+
+    /// What is to be known of an eviction of contexts of these lengths, each thing once; also printed.
+    pub fn warnings(&self, opened: &Opened, setup: &Setup<'_>, contexts: &[usize]) -> Vec<String> {
+        let Some(eviction) = self.eviction(opened) else { return Vec::new() };
+        let of = |&context: &usize| eviction.warning(&opened.model.config, context, setup.kv_dtype);
+        let mut warnings: Vec<String> = contexts.iter().filter_map(of).collect();
+        warnings.sort();
+        warnings.dedup();
+        output::warn(&warnings);
+        warnings
     }
 
     /// What is asked of the policy, if there is one.

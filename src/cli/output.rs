@@ -18,6 +18,11 @@ pub fn print(text: &str) -> Result<(), Failure> {
     }
 }
 
+/// Prints what a user should know before trusting the numbers, on stderr: standard output is for results.
+pub fn warn(warnings: &[String]) {
+    warnings.iter().for_each(|warning| eprintln!("warning: {warning}"));
+}
+
 /// Writes a value as JSON to standard output (`-`) or to a file.
 pub fn json(target: &Path, value: &impl Serialize) -> Result<(), Failure> {
     let mut text = serde_json::to_string_pretty(value).expect("what is printed is plain data");
@@ -25,8 +30,13 @@ pub fn json(target: &Path, value: &impl Serialize) -> Result<(), Failure> {
     if is_stdout(target) {
         return print(&text);
     }
-    check_writable("--json", target)?;
+    check_json(Some(target))?;
     Ok(file::replace(target, |path| std::fs::write(path, &text).map_err(|error| error.to_string()))?)
+}
+
+/// Refuses a `--json` target that cannot be written, before any work is done.
+pub fn check_json(target: Option<&Path>) -> Result<(), Failure> {
+    target.filter(|target| !is_stdout(target)).map_or(Ok(()), |target| check_writable("--json", target))
 }
 
 /// Whether a `--json` target is standard output.
@@ -59,9 +69,31 @@ fn check_writable(option: &str, path: &Path) -> Result<(), Failure> {
         let folder = folder.display();
         return Err(Failure::usage(format!("{option} '{shown}': there is no folder '{folder}'; make it first")));
     }
+    writable(option, path, folder)
+}
+
+/// Refuses a folder that cannot be written to, or made, before any work is done. Nothing is made here, so that a command
+/// that is refused for another reason leaves nothing behind.
+pub fn check_folder(option: &str, path: &Path) -> Result<(), Failure> {
+    // What is missing will be made in the first of its parents that is there.
+    let there = |folder: &&Path| folder.as_os_str().is_empty() || folder.symlink_metadata().is_ok();
+    let found = path.ancestors().find(there).unwrap_or(path);
+    let found = if found.as_os_str().is_empty() { Path::new(".") } else { found };
+    if !found.is_dir() {
+        let (shown, found) = (path.display(), found.display());
+        return Err(Failure::usage(format!("{option} '{shown}': '{found}' is not a folder; name another")));
+    }
+    writable(option, path, found)
+}
+
+/// Writes a nameless file into `folder`, which says more than permissions do.
+fn writable(option: &str, path: &Path, folder: &Path) -> Result<(), Failure> {
     match tempfile::tempfile_in(folder) {
         Ok(_) => Ok(()),
-        Err(error) => Err(Failure::work(format!("cannot write '{shown}': {error}"))),
+        Err(error) => {
+            let (shown, folder) = (path.display(), folder.display());
+            Err(Failure::usage(format!("cannot write {option} '{shown}': {error} (in '{folder}'); name another place")))
+        }
     }
 }
 

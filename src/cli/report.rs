@@ -70,6 +70,7 @@ pub fn draw(out: &Path, folders: &[PathBuf], detail: Detail) -> Result<Drawn, Fa
         }
     }
     let runs: Vec<Run> = runs.into_iter().map(|(_, run)| run).collect();
+    output::check_folder("--out", out)?;
     std::fs::create_dir_all(out)
         .map_err(|error| Failure::work(format!("cannot make folder '{}': {error}", out.display())))?;
     Ok(report::write(out, &runs, detail)?)

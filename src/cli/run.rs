@@ -97,6 +97,9 @@ pub struct Way<'a> {
 impl Way<'_> {
     /// Runs experiments, each with where it comes from and the command that runs it again.
     pub fn go(&self, specs: &[(Spec, String, String)]) -> Result<(), Failure> {
+        if !self.dry_run {
+            specs.iter().try_for_each(|(spec, ..)| output::check_folder("--out", &self.out.join(&spec.name)))?;
+        }
         match self.compute.cuda() {
             None => self.go_on(specs, Engine::Cpu(&self.compute.cpu()?)),
             Some(index) => {

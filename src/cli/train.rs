@@ -46,6 +46,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
         None => Recipe::parse(BUILTIN, Path::new("experiments/train-builtin.toml")).map_err(TrainError::from)?,
     };
     args.compute.refuse_cuda()?;
+    output::check_folder("--out", &args.out)?;
     let cpu = args.compute.cpu()?;
     let shown = args.recipe.as_ref().map(|path| format!(" {}", path.display())).unwrap_or_default();
     let options = Options {

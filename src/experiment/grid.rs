@@ -43,7 +43,9 @@ impl Experiment {
         for (index, grid) in spec.grid.iter().enumerate() {
             let context = format!("grid {} ({})", index + 1, grid.measure.name());
             let expanded = expand(grid, file.as_ref(), &workload_hash, registry, device)
-                .and_then(|cells| cells.into_iter().map(|cell| check(cell, registry)).collect::<Result<Vec<_>, _>>())
+                .and_then(|cells| {
+                    cells.into_iter().map(|cell| check(cell, file.as_ref(), registry)).collect::<Result<Vec<_>, _>>()
+                })
                 .map_err(|message| value(format!("{context}: {message}")))?;
             for cell in expanded {
                 if !cells.contains(&cell) {
@@ -231,7 +233,7 @@ pub(super) fn choices(
 }
 
 /// Refuses a cell that could never run.
-fn check(cell: Cell, registry: &Registry) -> Result<Cell, String> {
+fn check(cell: Cell, file: Option<&FileSource>, registry: &Registry) -> Result<Cell, String> {
     let text = |error: &dyn std::fmt::Display| error.to_string();
     // What these can do was asked when they were expanded.
     if matches!(cell.measure, Measure::Serve | Measure::Eval) {
@@ -260,7 +262,10 @@ fn check(cell: Cell, registry: &Registry) -> Result<Cell, String> {
         }
     }
     if let Some(policy) = &cell.policy {
-        registry.policy(policy).map_err(|error| text(&error))?;
+        let asked = registry.policy(policy).map_err(|error| text(&error))?;
+        if let Some(file) = file {
+            asked.rope(policy, file.rope(), cell.head_dim).map_err(|error| text(&error))?;
+        }
     }
     if let Some(budget) = &cell.budget {
         let budget: Budget = budget.parse().map_err(|error| text(&error))?;

@@ -79,6 +79,58 @@ pub struct Record {
     pub answers: Option<Answers>,
 }
 
+impl Record {
+    /// Whether its parts are of one cell: lists are as long as the cell's layers and heads, or the number of samples, say.
+    /// A record that a run wrote is; one that was changed by hand, or mended after a damage, may not be.
+    ///
+    /// # Errors
+    /// In words: the field, how long it is, and how long it must be.
+    pub fn check(&self) -> Result<(), String> {
+        let wrong = |field: &str, found: usize, what: &str, expected: usize| {
+            Err(format!("{field} has {found} {what}; the cell needs {expected}"))
+        };
+        if let Some(eviction) = &self.eviction {
+            let Cell { layers, q_heads, kv_heads, .. } = self.cell;
+            if layers == 0 || kv_heads == 0 {
+                return Err(format!(
+                    "it evicts with {layers} layers and {kv_heads} KV heads; at least 1 of each is needed"
+                ));
+            }
+            for (field, lists, heads) in [
+                ("kept_by_head", &eviction.kept_by_head, kv_heads),
+                ("drift_by_head", &eviction.drift_by_head, q_heads),
+            ] {
+                if ![0, layers].contains(&lists.len()) {
+                    return wrong(field, lists.len(), "layers", layers);
+                }
+                if let Some(layer) = lists.iter().find(|layer| layer.len() != heads) {
+                    return wrong(field, layer.len(), "heads in a layer", heads);
+                }
+            }
+            let lists = &eviction.kept_by_position;
+            if lists.len() != 0 && Some(lists.len()) != layers.checked_mul(kv_heads) {
+                return Err(format!("kept_by_position has {} lists; the cell has {layers} x {kv_heads}", lists.len()));
+            }
+            let stretches = lists.first().map_or(0, Vec::len);
+            if let Some(list) = lists.iter().find(|list| list.len() != stretches) {
+                return wrong("kept_by_position", list.len(), "stretches in a list", stretches);
+            }
+        }
+        if let Some(answers) = &self.answers {
+            for (field, values) in [
+                ("sample_scores", &answers.sample_scores),
+                ("sample_kl_nats", &answers.sample_kl_nats),
+                ("sample_depths", &answers.sample_depths),
+            ] {
+                if ![0, answers.samples].contains(&values.len()) {
+                    return wrong(field, values.len(), "samples", answers.samples);
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
 /// Memory that was asked for and not given.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Refused {

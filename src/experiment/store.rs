@@ -171,7 +171,9 @@ fn read_records(path: &Path) -> Result<(Vec<Record>, u64), StoreError> {
         if let Some(other) = value["schema"].as_str().filter(|schema| *schema != SCHEMA) {
             return Err(damaged(format!("its schema is {other}, and this kvsieve reads {SCHEMA}; run it again")));
         }
-        records.push(serde_json::from_value(value).map_err(|error| damaged(error.to_string()))?);
+        let record: Record = serde_json::from_value(value).map_err(|error| damaged(error.to_string()))?;
+        record.check().map_err(damaged)?;
+        records.push(record);
     }
     Ok((records, whole as u64))
 }

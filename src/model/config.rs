@@ -1,9 +1,11 @@
 //! What a model is: extents and options, read from a Hugging Face folder's `config.json`.
 //!
 //! A family is an architecture by its name in `architectures`. Options that change results are read or refused by name;
-//! a key that nobody here knows is refused too, unless it says nothing (`null`, `false`) or is known to be harmless.
+//! a key that nobody here knows is refused too, unless it says nothing (`null`, `false`) or cannot change a result
+//! (`harmless.rs` says which keys cannot, and why the rule is this way round).
 
 mod fields;
+mod harmless;
 mod read;
 
 use crate::tensor::DType;

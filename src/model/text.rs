@@ -1,7 +1,10 @@
 //! Text to tokens and back, by the folder's `tokenizer.json`.
 
 use super::ModelError;
+use std::cell::Cell;
+use std::panic::{AssertUnwindSafe, catch_unwind, set_hook, take_hook};
 use std::path::{Path, PathBuf};
+use std::sync::Once;
 use tokenizers::Tokenizer;
 
 /// A tokenizer.
@@ -17,11 +20,17 @@ impl Text {
     /// When it is not there or not understood.
     pub fn open(folder: &Path) -> Result<Self, ModelError> {
         let path = folder.join("tokenizer.json");
-        let wrong = |reason| ModelError::Config { path: path.clone(), reason };
         if !path.exists() {
-            return Err(wrong("there is no such file; text needs a tokenizer, `logits` takes tokens".into()));
+            let reason = "there is no such file; text needs a tokenizer, `logits` takes tokens".into();
+            return Err(ModelError::Config { path, reason });
         }
-        let tokenizer = Tokenizer::from_file(&path).map_err(|error| wrong(error.to_string()))?;
+        let tokenizer = guarded(&path, || {
+            let mut tokenizer = Tokenizer::from_file(&path)?;
+            // How a batch was cut and padded when the file was saved; a text is taken whole here, as `transformers` takes
+            // it where a caller asks for neither.
+            tokenizer.with_padding(None).with_truncation(None)?;
+            Ok(tokenizer)
+        })?;
         Ok(Text { path, tokenizer })
     }
 
@@ -30,10 +39,12 @@ impl Text {
     /// # Errors
     /// When the tokenizer has no token for a part of it, or there is no token at all.
     pub fn tokens(&self, text: &str) -> Result<Vec<u32>, ModelError> {
-        let wrong = |reason| ModelError::Config { path: self.path.clone(), reason };
-        let encoding = self.tokenizer.encode(text, true).map_err(|error| wrong(error.to_string()))?;
+        let encoding = guarded(&self.path, || self.tokenizer.encode(text, true))?;
         match encoding.get_ids() {
-            [] => Err(wrong("the text has no tokens; give at least one".into())),
+            [] => {
+                let reason = "the text has no tokens; give at least one".into();
+                Err(ModelError::Config { path: self.path.clone(), reason })
+            }
             tokens => Ok(tokens.to_vec()),
         }
     }
@@ -43,9 +54,7 @@ impl Text {
     /// # Errors
     /// When the tokenizer has no token for a part of it.
     pub fn piece(&self, text: &str) -> Result<Vec<u32>, ModelError> {
-        let wrong =
-            |error: tokenizers::Error| ModelError::Config { path: self.path.clone(), reason: error.to_string() };
-        Ok(self.tokenizer.encode_fast(text, false).map_err(wrong)?.get_ids().to_vec())
+        Ok(guarded(&self.path, || self.tokenizer.encode_fast(text, false))?.get_ids().to_vec())
     }
 
     /// Tokens that the tokenizer puts before every text.
@@ -64,8 +73,41 @@ impl Text {
     /// # Errors
     /// When the tokenizer does not know one.
     pub fn text(&self, tokens: &[u32]) -> Result<String, ModelError> {
-        let wrong =
-            |error: tokenizers::Error| ModelError::Config { path: self.path.clone(), reason: error.to_string() };
-        self.tokenizer.decode(tokens, true).map_err(wrong)
+        guarded(&self.path, || self.tokenizer.decode(tokens, true))
     }
+}
+
+thread_local! {
+    /// Whether this thread is inside the library.
+    static GUARDED: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Calls the library. Where a part of `tokenizer.json` is of the right kind but makes no sense, `tokenizers` panics
+/// instead of returning an error ("expected ident", an `unwrap` of a regular expression): a mistake in a user's file, which
+/// is told as any other. There is no way to ask it beforehand, so the panic is caught here, in the one place that calls it,
+/// and its message kept from stderr for this thread only. Nothing that a panic left half done is used again: opening
+/// gives no tokenizer then, and encoding changes none.
+fn guarded<T>(path: &Path, work: impl FnOnce() -> tokenizers::Result<T>) -> Result<T, ModelError> {
+    static HOOK: Once = Once::new();
+    HOOK.call_once(|| {
+        let usual = take_hook();
+        set_hook(Box::new(move |panic| {
+            if !GUARDED.get() {
+                usual(panic);
+            }
+        }));
+    });
+    GUARDED.set(true);
+    let result = catch_unwind(AssertUnwindSafe(work));
+    GUARDED.set(false);
+    let reason = match result {
+        Ok(Ok(value)) => return Ok(value),
+        Ok(Err(error)) => error.to_string(),
+        Err(panic) => {
+            let words = panic.downcast_ref::<String>().map(String::as_str);
+            let words = words.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("no reason given");
+            format!("it makes no sense to the tokenizers library: {}", words.replace('\n', " "))
+        }
+    };
+    Err(ModelError::Config { path: path.into(), reason })
 }

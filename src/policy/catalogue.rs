@@ -1,6 +1,6 @@
 //! The catalogue of policies as a page: `docs/policies.md` is this text.
 
-use super::{PRESETS, PolicyEntry, Registry, Statistic};
+use super::{PRESETS, PolicyEntry, Preset, Registry, Statistic};
 use crate::named::Parameter;
 use std::fmt::Write;
 
@@ -25,10 +25,12 @@ pub fn markdown(registry: &Registry) -> String {
         let _ =
             writeln!(text, "| `{}` | {about} | {} | {paper} | {parameters} |", entry.name, looks_at(registry, entry));
     }
-    let _ = writeln!(text, "\n## Presets\n\n| name | is | | paper |\n|---|---|---|---|");
+    let _ = writeln!(text, "\n## Presets\n\n| name | is | | paper | runs with |\n|---|---|---|---|---|");
     for preset in PRESETS {
-        let _ =
-            writeln!(text, "| `{}` | `{}` | {} | {} |", preset.name, preset.text, preset.about, paper(preset.paper));
+        let own = registry.preset_parameters(preset);
+        let own: Vec<String> = own.iter().map(|own| format!("`{}={}`", own.name, own.default)).collect();
+        let (Preset { name, text: is, about, .. }, paper, own) = (preset, paper(preset.paper), own.join(" "));
+        let _ = writeln!(text, "| `{name}` | `{is}` | {about} | {paper} | {own} |");
     }
     let _ = writeln!(text, "\n## Parts\n\n| name | kind | | paper | parameters |\n|---|---|---|---|---|");
     for part in registry.parts() {

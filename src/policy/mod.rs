@@ -15,6 +15,7 @@ mod catalogue;
 mod context;
 pub mod cuda;
 pub mod evict;
+mod fits;
 mod judge;
 mod linear;
 mod list;

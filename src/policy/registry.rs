@@ -235,16 +235,24 @@ impl Registry {
         (entry.build)(named)
     }
 
-    /// Parameters of a preset: those of its method and of its parts, the first of each name.
+    /// Parameters of a preset: those of its method and of its parts, the first of each name, with the values that the
+    /// preset gives them as defaults.
     pub fn preset_parameters(&self, preset: &Preset) -> Vec<Parameter> {
         let mut parameters: Vec<Parameter> = Vec::new();
-        for (index, piece) in pieces(preset.text).unwrap_or_default().iter().enumerate() {
+        for (index, piece) in split(preset.text).into_iter().enumerate() {
+            let (name, given) = piece.split_once(':').unwrap_or((piece, ""));
             let own: &[Parameter] = match index {
-                0 => self.entries.iter().find(|entry| entry.name == piece.name).map_or(&[], |entry| entry.parameters),
-                _ => self.part_entry(&piece.name).map_or(&[], |entry| entry.parameters),
+                0 => self.entries.iter().find(|entry| entry.name == name).map_or(&[], |entry| entry.parameters),
+                _ => self.part_entry(name).map_or(&[], |entry| entry.parameters),
+            };
+            let set = |parameter: &Parameter| {
+                let mut pairs = given.split(',').filter_map(|pair| pair.split_once('='));
+                let default =
+                    pairs.find(|(key, _)| *key == parameter.name).map_or(parameter.default, |(_, value)| value);
+                Parameter { default, ..*parameter }
             };
             let fresh = own.iter().filter(|own| parameters.iter().all(|known| known.name != own.name));
-            let fresh: Vec<Parameter> = fresh.copied().collect();
+            let fresh: Vec<Parameter> = fresh.map(set).collect();
             parameters.extend(fresh);
         }
         parameters
@@ -273,18 +281,20 @@ fn has_parameter(parameters: &[Parameter], key: &str) -> bool {
 }
 
 /// The pieces between the plus signs; a plus before a digit belongs to a number such as `1e+4`.
-fn pieces(text: &str) -> Result<Vec<Named>, NamedError> {
-    let mut pieces: Vec<String> = Vec::new();
-    for piece in text.split('+') {
-        match pieces.last_mut() {
-            Some(last) if piece.starts_with(|c: char| c.is_ascii_digit()) => {
-                last.push('+');
-                last.push_str(piece);
-            }
-            _ => pieces.push(piece.trim().into()),
+fn split(text: &str) -> Vec<&str> {
+    let (mut pieces, mut start) = (Vec::new(), 0);
+    for (plus, _) in text.match_indices('+') {
+        if !text[plus + 1..].starts_with(|c: char| c.is_ascii_digit()) {
+            pieces.push(text[start..plus].trim());
+            start = plus + 1;
         }
     }
-    pieces.iter().map(|piece| piece.parse()).collect()
+    pieces.push(text[start..].trim());
+    pieces
+}
+
+fn pieces(text: &str) -> Result<Vec<Named>, NamedError> {
+    split(text).into_iter().map(str::parse).collect()
 }
 
 /// Says why a combination makes no sense.
@@ -341,6 +351,32 @@ mod tests {
         assert_eq!((window("snapkv@factory"), window("snapkv@factory:window=16")), (8, 16));
         assert_eq!((window("snapkv@frontier:window=32"), window("snapkv@frontier:local=16,window=32")), (128, 16));
         assert_eq!((window("dms"), window("dms:window=32"), window("ada-snapkv:window=8")), (128, 32, 8));
+    }
+
+    #[test]
+    fn a_preset_lists_the_values_that_it_runs_with() {
+        let registry = Registry::default();
+        let default = |preset: &str, parameter: &str| {
+            let preset = PRESETS.iter().find(|known| known.name == preset).unwrap();
+            registry.preset_parameters(preset).into_iter().find(|known| known.name == parameter).unwrap().default
+        };
+        assert_eq!(default("ada-expected-attention", "epsilon"), "0.01");
+        assert_eq!((default("dms", "floor"), default("ada-snapkv", "floor")), ("0", "0.2"));
+        assert_eq!((default("snapkv@factory", "window"), default("snapkv@kvpress", "window")), ("8", "64"));
+        // What is listed, given as it stands, changes nothing that is protected.
+        for preset in PRESETS {
+            let protects = |text: &str| {
+                let policy = registry.policy(text).unwrap_or_else(|error| panic!("{error}"));
+                let protect = policy.scorer.unwrap().protect(1000);
+                (protect.sink, protect.window)
+            };
+            for parameter in registry.preset_parameters(preset).iter().filter(|known| !known.default.is_empty()) {
+                let text = format!("{}:{}={}", preset.name, parameter.name, parameter.default);
+                if let (Ok(_), false) = (registry.policy(&text), parameter.name == "window") {
+                    assert_eq!(protects(&text), protects(preset.name), "{text}");
+                }
+            }
+        }
     }
 
     #[test]

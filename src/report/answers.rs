@@ -2,7 +2,7 @@
 
 use super::naming::{CONTEXT, HEADS, KERNEL, Naming, SAMPLES, SEED, TASK};
 use super::palette;
-use super::summary::{lines, status, wrapped};
+use super::summary::{lines, marked, status, wrapped};
 use super::text::{self, NOTHING};
 use crate::experiment::answers::{Answers, Estimate};
 use crate::experiment::cell::Measure;
@@ -212,7 +212,7 @@ fn of_task(records: &[&Record]) -> String {
         let policy = record.cell.policy.as_deref().unwrap_or(NOTHING);
         let mut row = vec![
             format!("{policy}{}", naming.apart(record)),
-            record.cell.budget.clone().unwrap_or_else(|| NOTHING.into()),
+            marked(record, record.cell.budget.clone().unwrap_or_else(|| NOTHING.into())),
         ];
         match answers(record) {
             Some(found) => {

@@ -10,6 +10,7 @@ use crate::experiment::cell::Measure;
 use crate::experiment::record::{Eviction, Record, Status};
 use crate::serving::published;
 use crate::units;
+use std::collections::BTreeMap;
 
 /// Width that no line passes, in characters.
 const MOST_COLUMNS: usize = 100;
@@ -30,7 +31,7 @@ pub fn summary_table(records: &[Record]) -> String {
         let evicting = a.cell.measure == Measure::Evict;
         a.cell.measure == b.cell.measure && !(evicting && a.cell.context_tokens != b.cell.context_tokens)
     };
-    let tables = records.chunk_by(together).map(table);
+    let tables = records.chunk_by(together).map(|records| table(records) + &warnings(records));
     tables.collect::<Vec<_>>().join("\n")
 }
 
@@ -57,10 +58,36 @@ fn table(records: &[&Record]) -> String {
     format!("### {}\n\n{}\n\n{}{}", measure.name(), wrapped(&naming.common), lines(rows), beside.unwrap_or_default())
 }
 
+/// A cell's text with a sign where its record carries a warning, which stands below the table.
+pub fn marked(record: &Record, text: String) -> String {
+    if record.warnings.is_empty() { text } else { format!("{text} !") }
+}
+
+/// The warnings of records, each once with the number of its cells, in lines behind a table.
+fn warnings(records: &[&Record]) -> String {
+    let mut cells: BTreeMap<&str, usize> = BTreeMap::new();
+    for warning in records.iter().flat_map(|record| &record.warnings) {
+        *cells.entry(warning).or_default() += 1;
+    }
+    let one = |(warning, count): (&str, usize)| {
+        let of = if count == 1 { "1 cell".into() } else { format!("{count} cells") };
+        let mut lines = vec![format!("! {of}:")];
+        for word in warning.split_whitespace().map(|word| shortened(word, MOST_COLUMNS - 2)) {
+            let last = lines.last_mut().expect("there is a first line");
+            match last.chars().count() + 1 + word.chars().count() <= MOST_COLUMNS {
+                true => *last += &format!(" {word}"),
+                false => lines.push(format!("  {word}")),
+            }
+        }
+        format!("\n{}\n", lines.join("\n"))
+    };
+    cells.into_iter().map(one).collect()
+}
+
 fn kernel_columns<'a>(naming: &'a Naming, records: &'a [&Record]) -> Vec<Column<'a>> {
     let mut columns: Vec<Column> = vec![
         ("context", Box::new(|record| units::tokens(record.cell.context_tokens))),
-        ("kernel", Box::new(|record| format!("{}{}", record.cell.kernel, naming.apart(record)))),
+        ("kernel", Box::new(|record| marked(record, format!("{}{}", record.cell.kernel, naming.apart(record))))),
         ("peak", Box::new(text::peak)),
     ];
     columns.extend(time_and_drift("median"));
@@ -72,7 +99,7 @@ fn evict_columns<'a>(naming: &'a Naming, records: &'a [&Record]) -> Vec<Column<'
     let policy = |record: &Record| record.cell.policy.clone().unwrap_or_else(|| NOTHING.into());
     let mut columns: Vec<Column> = vec![
         ("policy", Box::new(move |record| format!("{}{}", policy(record), naming.apart(record)))),
-        ("budget", Box::new(|record| record.cell.budget.clone().unwrap_or_else(|| NOTHING.into()))),
+        ("budget", Box::new(|record| marked(record, record.cell.budget.clone().unwrap_or_else(|| NOTHING.into())))),
         measured("kv", |record| Some(units::bytes(record.eviction.as_ref()?.kv_bytes_live))),
     ];
     // Who evicts reads what stays; a column of its own is for those who read less than they hold.

@@ -71,10 +71,12 @@ impl Axis {
         Some(Span { low: (low - margin).exp2(), high: (high + margin).exp2(), scale })
     }
 
-    /// Whether the axis has a place for `value`: a logarithm has none for 0.
+    /// Whether the axis has a place for `value`: a logarithm has none for 0. What nothing measures, such as 1e308 in a
+    /// damaged record, would make a span that no number of ticks ever fills.
     pub fn shows(&self, value: f64) -> bool {
         let linear = matches!(self.quantity.scale(), Scale::Unit | Scale::Linear);
-        value.is_finite() && (linear || value > 0.0)
+        let drawable = (1e-200..=1e200).contains(&value.abs());
+        if linear { value == 0.0 || drawable } else { drawable && value > 0.0 }
     }
 
     /// Between 1 and `most` ticks (`most` at least 3), ascending, all inside `span`.
@@ -244,6 +246,31 @@ mod tests {
             ["0", "1 MiB", "2 MiB", "3 MiB", "4 MiB", "5 MiB", "6 MiB", "7 MiB"]
         );
         assert_eq!(labels(Quantity::Gap, &[-0.02, 0.09]), ["-2 %", "0 %", "2 %", "4 %", "6 %", "8 %"]);
+    }
+
+    #[test]
+    fn what_nothing_measures_has_no_place_and_its_neighbours_have_few_ticks() {
+        let all = [
+            Quantity::Tokens,
+            Quantity::Bytes,
+            Quantity::Count,
+            Quantity::Nanoseconds,
+            Quantity::Drift,
+            Quantity::Loss,
+            Quantity::Cost,
+            Quantity::Steps,
+            Quantity::Size,
+            Quantity::Gap,
+        ];
+        for axis in all.map(axis) {
+            for value in [1e308, -1e308, 1e-308, f64::INFINITY, f64::NAN] {
+                assert!(!axis.shows(value), "{:?}: {value}", axis.quantity);
+            }
+            for values in [[1e-200, 1e200], [1e199, 1e200], [1e-200, 2e-200], [1.0, 1e200], [f64::MAX, 2.0]] {
+                let span = axis.span(values.into_iter()).unwrap();
+                assert!((1..=8).contains(&axis.ticks(&span, 8).len()), "{:?}: {values:?}", axis.quantity);
+            }
+        }
     }
 
     #[test]

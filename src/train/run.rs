@@ -159,7 +159,6 @@ impl<'a> Trainer<'a> {
         options: &'a Options,
     ) -> Result<Self, TrainError> {
         let folder = options.out.as_path();
-        std::fs::create_dir_all(folder).map_err(|error| TrainError::write(folder, &error))?;
         let there = folder.join(CHECKPOINT).exists();
         if there && !options.resume {
             return Err(TrainError::Taken(folder.into()));
@@ -167,6 +166,7 @@ impl<'a> Trainer<'a> {
         if !there && options.resume {
             return Err(TrainError::Nothing(folder.into()));
         }
+        std::fs::create_dir_all(folder).map_err(|error| TrainError::write(folder, &error))?;
         let digest = recipe.digest();
         let mut weights = parameters.initial(arena, recipe.seed)?;
         let gradients = arena.alloc(Label::Gradients, parameters.count())?;

@@ -1,6 +1,7 @@
 //! A user's own queries, keys and values from a safetensors file.
 
 use super::{Extents, Workload, WorkloadError};
+use crate::attention::rope::RopeBase;
 use crate::memory::{Arena, Label};
 use crate::tensor::file::{FileError, TensorFile};
 use crate::tensor::{DType, Tensor};
@@ -15,8 +16,8 @@ pub struct FileSource {
     q_dims: [usize; 4],
     kv_heads: usize,
     dtype: DType,
-    /// From the file's metadata.
-    rope_theta: Option<f64>,
+    /// What the file's metadata says of RoPE.
+    rope: Option<RopeBase>,
     /// Where `q`, `k` and `v` begin in the file, in bytes.
     starts: [u64; 3],
 }
@@ -45,23 +46,25 @@ impl FileSource {
             }
         }
         let starts = starts(path).map_err(|error| unreadable(path, &error))?;
-        let rope_theta = match file.metadata("rope_theta") {
+        let rope = match file.metadata("rope_theta") {
             None => None,
-            Some(text) => match text.parse() {
-                Ok(theta) if (1.0..=1e12).contains(&theta) => Some(theta),
-                _ => {
-                    let expected = "a number from 1 to 1e12".into();
-                    return Err(mismatched(path, "as rope_theta in its metadata", text, expected, "write it again"));
-                }
-            },
+            Some(text) => Some(RopeBase::parse(&text).ok_or_else(|| {
+                let expected = "a number from 1 to 1e12, or none".into();
+                mismatched(path, "as rope_theta in its metadata", text, expected, "write it again")
+            })?),
         };
-        Ok(FileSource { path: path.into(), q_dims, kv_heads, dtype, rope_theta, starts })
+        Ok(FileSource { path: path.into(), q_dims, kv_heads, dtype, rope, starts })
     }
 
     /// `(B, Hq, Hkv, N, D, type)` of the file.
     pub fn extents(&self) -> (usize, usize, usize, usize, usize, DType) {
         let [batch, q_heads, tokens, head_dim] = self.q_dims;
         (batch, q_heads, self.kv_heads, tokens, head_dim, self.dtype)
+    }
+
+    /// What the file says of RoPE.
+    pub fn rope(&self) -> Option<RopeBase> {
+        self.rope
     }
 
     /// Loads the first `context_tokens + new_tokens` tokens; only these are read from the file.
@@ -76,7 +79,7 @@ impl FileSource {
             k: self.tensor("k", self.starts[1], extents.kv_dims(), arena)?,
             v: self.tensor("v", self.starts[2], extents.kv_dims(), arena)?,
             needles: Vec::new(),
-            rope_theta: self.rope_theta,
+            rope: self.rope,
         })
     }
 

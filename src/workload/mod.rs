@@ -16,6 +16,7 @@ pub use crate::attention::rope;
 pub use file::FileSource;
 pub use spec::SyntheticSpec;
 
+use crate::attention::rope::RopeBase;
 use crate::attention::{AttentionError, Shape};
 use crate::memory::{Arena, ArenaError, Label};
 use crate::tensor::file::FileError;
@@ -32,8 +33,8 @@ pub struct Workload {
     pub v: Tensor,
     /// Planted tokens that a late query looks for; empty for files and without late steps.
     pub needles: Vec<Needle>,
-    /// Base of RoPE's frequencies, where it is known.
-    pub rope_theta: Option<f64>,
+    /// RoPE of queries and keys, where it is known.
+    pub rope: Option<RopeBase>,
 }
 
 impl Workload {
@@ -47,7 +48,7 @@ impl Workload {
         let mut v = zeros(extents.kv_dims())?;
         v.bytes_mut().fill(v_byte);
         let (q, k) = (zeros(extents.q_dims())?, zeros(extents.kv_dims())?);
-        Ok(Workload { q, k, v, needles: Vec::new(), rope_theta: None })
+        Ok(Workload { q, k, v, needles: Vec::new(), rope: None })
     }
 
     /// Bytes that a workload of these extents takes from the arena, under [`crate::memory::Label::Input`].

@@ -4,7 +4,7 @@ use super::ask::Asker;
 use super::calibrate::{Channels, QUIET_NOISE, Strengths};
 use super::plan::{Plan, Planted, Role};
 use super::{Extents, Needle, SyntheticSpec, Workload, WorkloadError};
-use crate::attention::rope::rotate;
+use crate::attention::rope::{RopeBase, rotate};
 use crate::memory::{Arena, Label};
 use crate::tensor::Tensor;
 use rand::{Rng, SeedableRng};
@@ -60,7 +60,7 @@ impl SyntheticSpec {
             k: zeros(extents.kv_dims())?,
             v: zeros(extents.kv_dims())?,
             needles: Vec::new(),
-            rope_theta: Some(self.rope_theta),
+            rope: Some(RopeBase::Theta(self.rope_theta)),
         };
         let head_bytes = extents.total_tokens() * extents.head_dim * extents.dtype.bytes();
         let group_bytes = extents.q_heads / extents.kv_heads * head_bytes;

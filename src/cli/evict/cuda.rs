@@ -1,6 +1,6 @@
 //! `evict --device cuda`: a cache in a GPU's memory is filled, judged and shrunk there; what stays is read for the output.
 
-use super::{Args, Outcome, rope};
+use super::{Args, Outcome};
 use crate::cli::failure::Failure;
 use kvsieve::attention::{Params, Shape};
 use kvsieve::cache::cuda::DeviceCache;
@@ -28,7 +28,7 @@ pub fn run(args: &Args, index: usize, policy: &Policy, budget: &Budget) -> Resul
     let token_bytes = (2 * shape.head_dim * k.dtype().bytes()) as u64;
     let lists = shape.batch * shape.kv_heads;
     let budget_tokens = policy.budget_tokens(&args.policy, Some(budget), shape.kv_len, token_bytes, lists)?;
-    let rope = rope(&file, policy.rerotates, shape.head_dim)?;
+    let rope = args.rope(&file, policy, &shape)?;
 
     let runtime = Runtime::open(index, args.compute.nvrtc.as_deref())?;
     let (device, cpu) = (runtime.device(), Cpu::new(args.compute.threads)?);
@@ -68,7 +68,7 @@ pub fn run(args: &Args, index: usize, policy: &Policy, budget: &Budget) -> Resul
         tie_rate,
         peak_bytes: arena.usage().peak_bytes,
     };
-    args.finish(budget, budget_tokens, &shape, k.dtype(), &outcome)
+    args.finish(policy, (budget, budget_tokens), &shape, k.dtype(), &outcome)
 }
 
 /// Values and keys of a cache, padded to the longest list.

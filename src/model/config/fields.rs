@@ -1,50 +1,9 @@
 //! The keys of a JSON object, each taken once and checked; what is left over is not understood.
 
+use super::harmless::is_harmless;
 use serde_json::{Map, Value};
 use std::cell::RefCell;
 use std::collections::BTreeSet;
-
-/// Keys that say nothing about results.
-const HARMLESS: [&str; 38] = [
-    "_attn_implementation",
-    "_name_or_path",
-    "architectures",
-    "attention_dropout",
-    "auto_map",
-    "cache_implementation",
-    "chunk_size_feed_forward",
-    "do_sample",
-    "embd_pdrop",
-    "finetuning_task",
-    "gradient_checkpointing",
-    "hidden_dropout",
-    "id2label",
-    "initializer_range",
-    "is_encoder_decoder",
-    "label2id",
-    "max_length",
-    "max_sequence_length",
-    "model_type",
-    "output_attentions",
-    "output_hidden_states",
-    "pad_token_id",
-    "pretraining_tp",
-    "problem_type",
-    "resid_pdrop",
-    "return_dict",
-    "rms_norm",
-    "task_specific_params",
-    "temperature",
-    "tokenizer_class",
-    "top_k",
-    "top_p",
-    "torchscript",
-    "transformers_version",
-    "unsloth_fixed",
-    "unsloth_version",
-    "use_cache",
-    "vocab_file",
-];
 
 /// Most of any extent; products of two stay far from overflow.
 const MOST: u64 = 1 << 28;
@@ -68,6 +27,11 @@ impl<'a> Fields<'a> {
         self.map.get(key).filter(|value| !value.is_null())
     }
 
+    /// Whether a key is there, be it as `null`.
+    pub fn has(&self, key: &str) -> bool {
+        self.map.contains_key(key)
+    }
+
     fn parsed<T>(
         &self,
         key: &'a str,
@@ -75,7 +39,7 @@ impl<'a> Fields<'a> {
         parse: impl Fn(&'a Value) -> Option<T>,
     ) -> Result<Option<T>, String> {
         let Some(value) = self.value(key) else { return Ok(None) };
-        let wrong = || format!("{}{key} is {value}; it must be {expected}", self.within);
+        let wrong = || format!("{}{key} is {}; it must be {expected}", self.within, shown(value));
         parse(value).map(Some).ok_or_else(wrong)
     }
 
@@ -83,6 +47,12 @@ impl<'a> Fields<'a> {
         let whole = |value: &Value| value.as_u64().filter(|&count| (1..=MOST).contains(&count));
         let count = self.parsed(key, "a whole number from 1 to 2^28", whole)?;
         Ok(count.map(|count| count as usize))
+    }
+
+    /// A count that may be 0.
+    pub fn place(&self, key: &'a str) -> Result<Option<usize>, String> {
+        let place = self.parsed(key, "a whole number up to 2^28", |value| value.as_u64().filter(|&n| n <= MOST))?;
+        Ok(place.map(|place| place as usize))
     }
 
     pub fn number(&self, key: &'a str) -> Result<Option<f64>, String> {
@@ -123,22 +93,29 @@ impl<'a> Fields<'a> {
 
     /// A key that would change results in a way that is not understood.
     pub fn refuse(&self, key: &str, reason: &str) -> String {
-        let value = self.map.get(key).map_or("missing".to_string(), Value::to_string);
+        let value = self.map.get(key).map_or("missing".to_string(), shown);
         format!("{}{key} is {value}; {reason}", self.within)
     }
 
     /// Refuses what nobody asked for.
     pub fn finish(&self) -> Result<(), String> {
         let taken = self.taken.borrow();
-        let unknown = |(key, value): &(&String, &Value)| {
-            let silent = value.is_null() || *value == &Value::Bool(false);
-            !silent && !taken.contains(key.as_str()) && !HARMLESS.contains(&key.as_str())
-        };
+        let unknown = |(key, value): &(&String, &Value)| !taken.contains(key.as_str()) && !is_harmless(key, value);
         match self.map.iter().find(unknown) {
             None => Ok(()),
             Some((key, value)) => {
-                Err(format!("{}{key} is {value}; this option is not known and may change results", self.within))
+                let reason = "this option is not known and may change results; where it cannot, make it null";
+                Err(format!("{}{key} is {}; {reason}", self.within, shown(value)))
             }
         }
+    }
+}
+
+/// A value as a message shows it: lists and objects only by their beginning.
+fn shown(value: &Value) -> String {
+    let text = value.to_string();
+    match text.char_indices().nth(60) {
+        Some((end, _)) => format!("{}...", &text[..end]),
+        None => text,
     }
 }

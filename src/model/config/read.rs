@@ -43,7 +43,11 @@ impl Config {
         let need = |key| fields.needed(key, fields.count(key)?);
         let (hidden, layers, q_heads) =
             (need("hidden_size")?, need("num_hidden_layers")?, need("num_attention_heads")?);
-        let kv_heads = fields.count("num_key_value_heads")?.unwrap_or(q_heads);
+        // Left out it has a default, as null it is the number of query heads.
+        let kv_heads = match map.get("num_key_value_heads") {
+            None => defaults.kv_heads.unwrap_or(q_heads),
+            Some(_) => fields.count("num_key_value_heads")?.unwrap_or(q_heads),
+        };
         let head_dim = match (fields.count("head_dim")?, defaults.head_dim) {
             (Some(head_dim), _) | (None, Some(head_dim)) => head_dim,
             (None, None) if hidden.is_multiple_of(q_heads) => hidden / q_heads,
@@ -107,21 +111,24 @@ impl Config {
 /// What a key means where it is left out: the defaults of the family's configuration class in `transformers`.
 struct Defaults {
     head_dim: Option<usize>,
+    /// `None` is as many as query heads.
+    kv_heads: Option<usize>,
     max_positions: usize,
     norm_eps: f64,
 }
 
 impl Defaults {
     fn of(family: Family) -> Self {
-        let (head_dim, max_positions) = match family {
-            Family::Llama => (None, 2048),
-            Family::Mistral => (None, 131_072),
-            Family::Qwen2 => (None, 32_768),
-            Family::Qwen3 => (Some(128), 32_768),
-            Family::Phi3 => (None, 4096),
-            Family::Gemma2 => (Some(256), 8192),
+        let (head_dim, kv_heads, max_positions) = match family {
+            Family::Llama => (None, None, 2048),
+            Family::Mistral => (None, Some(8), 131_072),
+            Family::Qwen2 => (None, Some(32), 32_768),
+            Family::Qwen3 => (Some(128), Some(32), 32_768),
+            Family::Phi3 => (None, None, 4096),
+            Family::Gemma2 => (Some(256), Some(4), 8192),
         };
-        Defaults { head_dim, max_positions, norm_eps: if family == Family::Phi3 { 1e-5 } else { 1e-6 } }
+        let norm_eps = if family == Family::Phi3 { 1e-5 } else { 1e-6 };
+        Defaults { head_dim, kv_heads, max_positions, norm_eps }
     }
 }
 
@@ -141,8 +148,11 @@ fn family(fields: &Fields<'_>) -> Result<Family, String> {
     let [name] = named[..] else {
         return Err(fields.refuse("architectures", &format!("it must name one architecture; known: {}", known())));
     };
-    if fields.value("quantization_config").is_some() {
-        return Err("it has a quantization_config; only f32, f16 and bf16 weights are read".into());
+    // The names that transformers, MLX and llm-compressor use.
+    for key in ["quantization_config", "quantization", "compression_config"] {
+        if fields.value(key).is_some() {
+            return Err(format!("it has a {key}; only f32, f16 and bf16 weights are read"));
+        }
     }
     let family = Family::ALL.into_iter().find(|family| family.architecture() == name);
     family.ok_or_else(|| format!("unknown architecture '{name}'; known: {}", known()))
@@ -174,36 +184,47 @@ fn dtype(fields: &Fields<'_>) -> Result<DType, String> {
 
 /// The sliding window of each layer.
 fn windows(fields: &Fields<'_>, family: Family, layers: usize) -> Result<Vec<Option<usize>>, String> {
-    let window = fields.count("sliding_window")?;
+    let stated = fields.count("sliding_window")?;
+    // Gemma 2's folders say it twice.
+    if fields.count("sliding_window_size")?.is_some_and(|again| Some(again) != stated) {
+        return Err(fields.refuse("sliding_window_size", "it must be the same as sliding_window, or be left out"));
+    }
     let named = fields.texts("layer_types")?;
     let qwen = matches!(family, Family::Qwen2 | Family::Qwen3);
     let used = fields.flag("use_sliding_window")?;
-    let from = fields.value("max_window_layers").and_then(Value::as_u64).unwrap_or(28) as usize;
+    let from = fields.place("max_window_layers")?.unwrap_or(28);
     let window = match family {
         Family::Llama => None,
         Family::Qwen2 | Family::Qwen3 if !used => None,
-        Family::Gemma2 => window.or(Some(4096)),
-        Family::Mistral | Family::Phi3 | Family::Qwen2 | Family::Qwen3 => window,
+        // Left out it has a default; null is none.
+        Family::Mistral if !fields.has("sliding_window") => Some(4096),
+        Family::Gemma2 => stated.or(Some(4096)),
+        Family::Mistral | Family::Phi3 | Family::Qwen2 | Family::Qwen3 => stated,
     };
-    let Some(named) = named.filter(|_| qwen || family == Family::Gemma2) else {
-        return Ok((0..layers)
-            .map(|layer| match family {
-                Family::Gemma2 => window.filter(|_| layer % 2 == 0),
-                _ if qwen => window.filter(|_| layer >= from),
-                _ => window,
-            })
-            .collect());
+    let usual = |layer: usize| match family {
+        Family::Gemma2 => window.filter(|_| layer % 2 == 0),
+        _ if qwen => window.filter(|_| layer >= from),
+        _ => window,
     };
+    let Some(named) = named else { return Ok((0..layers).map(usual).collect()) };
     if named.len() != layers {
         return Err(format!("layer_types names {} layers; num_hidden_layers is {layers}", named.len()));
     }
-    let of = |name: &str| match name {
+    let of = |(layer, name): (usize, &str)| match name {
         "full_attention" => Ok(None),
         "sliding_attention" if window.is_some() => Ok(window),
         "sliding_attention" => Err("layer_types has sliding_attention, but there is no sliding_window".to_string()),
-        other => Err(format!("layer_types has '{other}'; known: full_attention, sliding_attention")),
+        other => Err(format!("layer_types has '{other}' at layer {layer}; known: full_attention, sliding_attention")),
     };
-    named.into_iter().map(of).collect()
+    let windows: Vec<_> = named.into_iter().enumerate().map(of).collect::<Result<_, _>>()?;
+    // The other families' classes do not read the key, so it may only say what they do.
+    match (0..layers).find(|&layer| windows[layer] != usual(layer)) {
+        Some(layer) if !(qwen || family == Family::Gemma2) => {
+            let name = family.architecture();
+            Err(format!("layer_types is not what {name} does at layer {layer}; leave it out, or change sliding_window"))
+        }
+        _ => Ok(windows),
+    }
 }
 
 /// RoPE: `rope_parameters` of `transformers` 5, or `rope_theta` and `rope_scaling` of 4.
@@ -308,6 +329,36 @@ mod tests {
     }
 
     #[test]
+    fn a_key_left_out_is_not_a_key_of_null() {
+        let mistral = |more: Value| {
+            let mut value = with(json!({"architectures": ["MistralForCausalLM"], "num_attention_heads": 16}));
+            let all = value.as_object_mut().expect("an object");
+            all.remove("num_key_value_heads");
+            more.as_object().expect("an object").iter().for_each(|(key, to)| _ = all.insert(key.clone(), to.clone()));
+            let config = read(value).unwrap();
+            (config.kv_heads, config.windows)
+        };
+        assert_eq!(mistral(json!({})), (8, vec![Some(4096); 2]));
+        let null = json!({"num_key_value_heads": null, "sliding_window": null});
+        assert_eq!(mistral(null), (16, vec![None; 2]));
+    }
+
+    #[test]
+    fn what_cannot_change_results_is_accepted_and_changes_none() {
+        let plain = read(with(json!({}))).unwrap();
+        let keys = json!({
+            "_name_or_path": "a/b", "_model_name_or_path": "a/b", "_attn_implementation_autoset": true, "_commit_hash": "0a",
+            "unk_token_id": 0, "pad_token_id": -1, "is_llama_config": true, "rope_interleaved": false, "activation": "swiglu",
+            "transformers.js_config": {"kv_cache_dtype": {"fp16": "float16"}}, "quantization_config": null,
+            "internal_version": "7b-v2", "attention_dropout": 0.1, "resid_pdrop": 0.1, "unsloth_fixed": true, "num_beams": 4,
+            "tokenizer_padding_side": "left", "transformers_version": "4.57.0", "pruned_heads": {}, "num_experts": 0,
+            "use_cache": true, "layer_types": ["full_attention", "full_attention"], "sliding_window": 4096,
+            "sliding_window_size": 4096, "summary_type": "cls_index", "license": "mit", "rope_scaling": {},
+        });
+        assert_eq!(read(with(keys)).unwrap(), plain);
+    }
+
+    #[test]
     fn both_ways_of_writing_rope_are_read() {
         let expected =
             RopeScaling::Llama3 { factor: 8.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original_positions: 512 };
@@ -327,6 +378,20 @@ mod tests {
             (json!({"rope_scaling": {"type": "longrope", "factor": 4}}), "rope_scaling type 'longrope' is not"),
             (json!({"hidden_act": "relu"}), "hidden_act is \"relu\"; known: silu"),
             (json!({"logit_scale": 0.5}), "logit_scale is 0.5; this option is not known and may change results"),
+            (json!({"rope_interleaved": true}), "rope_interleaved is true; this option is not known"),
+            (json!({"is_decoder": true}), "is_decoder is true; this option is not known"),
+            (json!({"pruned_heads": {"0": [1]}}), "pruned_heads is {\"0\":[1]}; this option"),
+            (json!({"activation": "geglu"}), "activation is \"geglu\"; this option"),
+            (json!({"full_attn_mod": 2}), "full_attn_mod is 2; this option"),
+            (json!({"sliding_window": 8, "sliding_window_size": 16}), "sliding_window_size is 16; it must be the same"),
+            (json!({"layer_types": ["sliding_attention", "full_attention"]}), "there is no sliding_window"),
+            (
+                json!({"architectures": ["MistralForCausalLM"], "layer_types": ["full_attention", "full_attention"]}),
+                "layer_types is not what MistralForCausalLM does at layer 0",
+            ),
+            (json!({"layer_types": ["full_attention"]}), "layer_types names 1 layers; num_hidden_layers is 2"),
+            (json!({"max_window_layers": -1}), "max_window_layers is -1; it must be a whole number"),
+            (json!({"quantization": {"bits": 4}}), "it has a quantization; only f32"),
             (json!({"rope_scaling": {"type": "linear", "factor": 4, "wave": 1}}), "rope_scaling.wave is 1"),
             (json!({"rope_scaling": {"type": "linear"}}), "rope_scaling.factor is missing"),
             (json!({"partial_rotary_factor": 0.75}), "partial_rotary_factor is 0.75"),

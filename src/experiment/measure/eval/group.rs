@@ -159,6 +159,8 @@ struct State {
     tally: Tally,
     /// Whether every context must lose tokens.
     evicts: bool,
+    /// What a reader should know before trusting the numbers.
+    warning: Option<String>,
     ended: Option<(Status, String)>,
 }
 
@@ -169,6 +171,7 @@ impl State {
         let token_bytes = (2 * cell.head_dim * cell.dtype.bytes()) as u64;
         let policy = choice.policy;
         let budget = policy.budget_tokens(choice.name, choice.budget.as_ref(), shortest, token_bytes, lists);
+        let warning = budget.as_ref().ok().and_then(|&tokens| policy.only_protected(tokens, shortest));
         // Some judge what the model writes too.
         let judged = if policy.schedule.decoding == Decoding::Never { shortest } else { longest };
         let (evicts, ended) = match budget {
@@ -181,7 +184,7 @@ impl State {
             Ok(tokens) => (tokens < shortest, None),
         };
         let tally = Tally::new(lists, token_bytes, model.weights.bytes());
-        State { tally, evicts, ended }
+        State { tally, evicts, warning, ended }
     }
 
     fn take(&mut self, given: Result<(&Prompt, crate::eval::Answers), EvalError>) {
@@ -192,8 +195,8 @@ impl State {
     }
 
     fn end(self, limit_bytes: u64) -> Ended {
-        let State { tally, evicts, ended } = self;
-        let warnings = tally.warnings();
+        let State { tally, evicts, warning, ended } = self;
+        let warnings = warning.into_iter().chain(tally.warnings()).collect();
         let result = match ended {
             Some(ended) => Err(ended),
             None if evicts && tally.kept_everything() => {

@@ -22,7 +22,7 @@ use crate::attention::rope::Frequencies;
 use crate::attention::{Forward, Outputs, Shape, Workspace};
 use crate::cache::{CacheShape, PAGE_TOKENS, PagedCache, Sequences};
 use crate::memory::{Buffer, Label};
-use crate::policy::{Policy, PolicyError, Statistic, action::rerotate::NO_ROPE};
+use crate::policy::Policy;
 use crate::tensor::TensorView;
 use judge::Queries;
 use lengths::Lengths;
@@ -70,18 +70,14 @@ struct Session<'a> {
 pub(super) fn turn(prepared: &Prepared, bench: Bench<'_>) -> Result<Turn, TurnError> {
     let cell = &prepared.cell;
     let mut turn = Turn::default();
-    let rope = bench.workload.rope_theta.filter(|_| {
-        judging(prepared).is_some_and(|policy| policy.rerotates || policy.looks_at(Statistic::BeforeRope))
-            && cell.head_dim.is_multiple_of(2)
-    });
-    if rope.is_none() && judging(prepared).is_some_and(|policy| policy.rerotates) {
-        return Err(PolicyError::into(NO_ROPE));
-    }
+    let name = cell.policy.as_deref().unwrap_or_default();
+    let rope = |policy: &Policy| policy.rope(name, bench.workload.rope, cell.head_dim);
+    let frequencies = judging(prepared).map(rope).transpose()?.flatten();
     let mut session = Session {
         prepared,
         bench,
         cache: PagedCache::new(bench.arena, cache_shape(prepared))?,
-        frequencies: rope.map(|theta| Frequencies::new(cell.head_dim, theta)),
+        frequencies,
         best_lost: Vec::new(),
         tie_rate: 0.0,
         evicted_tokens: 0,

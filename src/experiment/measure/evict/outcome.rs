@@ -68,10 +68,7 @@ pub(in crate::experiment::measure) fn check(evicted: &Evicted<'_>, kept: &Kept, 
 
 /// What a reader should know before trusting the numbers.
 pub(in crate::experiment::measure) fn warnings(evicted: &Evicted<'_>) -> Option<String> {
-    let budget = evicted.budget_tokens;
-    let window = evicted.policy?.scorer.as_ref()?.protect(budget).window;
-    (window >= budget)
-        .then(|| format!("the policy's window of {window} recent tokens takes the whole budget of {budget} tokens"))
+    evicted.policy?.only_protected(evicted.budget_tokens, evicted.cell.context_tokens)
 }
 
 pub(in crate::experiment::measure) fn eviction(

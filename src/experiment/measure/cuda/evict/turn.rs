@@ -3,7 +3,6 @@
 use super::{Chunk, Evict};
 use crate::attention::Outputs;
 use crate::attention::cuda::{Inputs, Results};
-use crate::attention::rope::Frequencies;
 use crate::cache::cuda::{DeviceCache, Latest, take_tokens};
 use crate::device::Cpu;
 use crate::device::cuda::DeviceBuffer;
@@ -12,9 +11,8 @@ use crate::experiment::measure::cuda::{Bench, Turn, TurnError, Written};
 use crate::experiment::measure::evict::late::Late;
 use crate::experiment::measure::evict::outcome::{self, Evicted, Kept};
 use crate::memory::{Arena, Label};
-use crate::policy::action::rerotate::NO_ROPE;
+use crate::policy::Decoding;
 use crate::policy::cuda::Queries;
-use crate::policy::{Decoding, PolicyError};
 use crate::tensor::Tensor;
 use std::ops::Range;
 
@@ -39,9 +37,11 @@ pub(super) fn turn(evict: &Evict, bench: Bench<'_>) -> Result<Turn, TurnError> {
     let cpu = Cpu::new(Some(1)).map_err(|error| TurnError::Failed(error.to_string()))?;
     let mut cache = DeviceCache::new(bench.runtime.device(), bench.arena, evict.cache_shape())?;
     if evict.turns() {
-        let theta = bench.inputs.host.as_ref().and_then(|workload| workload.rope_theta);
-        let theta = theta.filter(|_| cell.head_dim.is_multiple_of(2)).ok_or::<PolicyError>(NO_ROPE)?;
-        cache.set_rope(&Frequencies::new(cell.head_dim, theta))?;
+        let stated = bench.inputs.host.as_ref().and_then(|workload| workload.rope);
+        let name = cell.policy.as_deref().unwrap_or_default();
+        if let Some(frequencies) = evict.policy.rope(name, stated, cell.head_dim)? {
+            cache.set_rope(&frequencies)?;
+        }
     }
     let mut session = Session {
         evict,

@@ -1,0 +1,109 @@
+//! Whether a policy fits what it is given, asked before it works: it must know how keys were turned if it looks behind
+//! RoPE, and its budget should leave it something to judge.
+
+use super::{Policy, PolicyError, Protect, Statistic};
+use crate::attention::rope::{Frequencies, RopeBase};
+
+impl Policy {
+    /// Whether it needs RoPE's frequencies: to look at vectors before RoPE, or to turn keys.
+    pub fn needs_rope(&self) -> bool {
+        self.scorer.is_some() && (self.rerotates || self.looks_at(Statistic::BeforeRope))
+    }
+
+    /// RoPE's frequencies for heads of `head_dim` channels, where the policy needs them; `stated` is what the inputs say.
+    /// `name` stands in errors.
+    ///
+    /// # Errors
+    /// When they are needed and the inputs say nothing, for then vectors after RoPE would pass for those before it; or
+    /// when the head dim is odd.
+    pub fn rope(
+        &self,
+        name: &str,
+        stated: Option<RopeBase>,
+        head_dim: usize,
+    ) -> Result<Option<Frequencies>, PolicyError> {
+        if !self.needs_rope() {
+            return Ok(None);
+        }
+        let refused = |reason: String| PolicyError::Combination { policy: name.into(), reason };
+        let does = if self.rerotates { "it turns keys" } else { "it looks behind RoPE" };
+        let Some(base) = stated else {
+            return Err(refused(format!(
+                "{does} and needs rope_theta in the tensor file's metadata: RoPE's base, or none where nothing was turned"
+            )));
+        };
+        if !head_dim.is_multiple_of(2) {
+            return Err(refused(format!("{does}, which turns pairs of channels; head dim {head_dim} is odd")));
+        }
+        Ok(Some(base.frequencies(head_dim)))
+    }
+
+    /// A warning where a budget of `budget_tokens` in each KV head, on average, keeps nothing but tokens that the policy
+    /// never judges, so that its scores have no say. Nothing where the whole context of `context_tokens` stays.
+    pub fn only_protected(&self, budget_tokens: usize, context_tokens: usize) -> Option<String> {
+        let Protect { sink, window } = self.scorer.as_ref()?.protect(budget_tokens);
+        (budget_tokens <= sink.saturating_add(window) && budget_tokens < context_tokens).then(|| {
+            format!(
+                "nothing but protected tokens stays: the budget is {budget_tokens} tokens a head, and {sink} first and {window} \
+                 latest ones are never judged"
+            )
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::attention::rope::RopeBase;
+    use crate::policy::Registry;
+
+    #[test]
+    fn a_policy_that_looks_behind_rope_must_be_told_of_it() {
+        let registry = Registry::default();
+        for (text, does) in [
+            ("expected-attention", "it looks behind RoPE"),
+            ("cap", "it looks behind RoPE"),
+            ("leverage", "it looks behind RoPE"),
+            ("compactor", "it looks behind RoPE"),
+            ("knorm+rerotate", "it turns keys"),
+        ] {
+            let policy = registry.policy(text).unwrap();
+            let asked = |stated, head_dim| policy.rope(text, stated, head_dim).map(|rope| rope.unwrap());
+            let error = asked(None, 8).err().unwrap().to_string();
+            assert!(error.contains(text) && error.contains(does) && error.contains("rope_theta"), "{error}");
+            assert!(asked(Some(RopeBase::Theta(1e4)), 7).err().unwrap().to_string().contains("head dim 7 is odd"));
+            assert_eq!(asked(Some(RopeBase::None), 8).unwrap().rad_per_token(), [0.0; 4]);
+            assert_eq!(asked(Some(RopeBase::Theta(1e4)), 8).unwrap().rad_per_token()[0], 1.0);
+        }
+        for text in ["snapkv", "full", "quest"] {
+            assert!(registry.policy(text).unwrap().rope(text, None, 7).unwrap().is_none());
+        }
+        for (text, base) in [
+            ("none", Some(RopeBase::None)),
+            ("500000", Some(RopeBase::Theta(5e5))),
+            ("None", None),
+            ("0.5", None),
+            ("NaN", None),
+            ("", None),
+        ] {
+            assert_eq!(RopeBase::parse(text), base, "{text}");
+        }
+    }
+
+    #[test]
+    fn a_budget_of_nothing_but_protected_tokens_warns() {
+        let warns =
+            |text: &str, budget| Registry::default().policy(text).unwrap().only_protected(budget, 1000).is_some();
+        for (text, least) in [
+            ("snapkv:window=64", 65),
+            ("snapkv:window=64+protect:sink=4", 69),
+            ("streaming-llm:sink=4", 5),
+            ("knorm+delayed:window=128", 129),
+            ("knorm", 1),
+        ] {
+            assert!(!warns(text, least) && (least == 1 || warns(text, least - 1)), "{text}");
+        }
+        assert!(!warns("snapkv", 1000) && !warns("full", 3) && !warns("quest", 16));
+        // Half of H2O's budget is always for others.
+        assert!(!warns("h2o", 2) && warns("h2o:window=10", 10));
+    }
+}
