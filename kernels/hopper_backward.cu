@@ -29,15 +29,14 @@ namespace {
 
 static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "dk, dv and two tiles of scores are in registers together");
 constexpr int CONSUMERS = 2, KEYS = 64 * CONSUMERS, THREADS = 128 * (CONSUMERS + 1);
-// Of dq each consumer has 64 queries and 64 columns.
-constexpr int QUERIES = 64 * CONSUMERS * 64 / HEAD_DIM;
+constexpr int QUERIES = 64;
 constexpr int FEW_REGISTERS = 24, MANY_REGISTERS = 240;
 
 // Tiles lie in shared memory in slabs of 64 columns: rows of 128 bytes, as a box is copied. dS has a row for each key.
 constexpr int SLABS = HEAD_DIM / 64, ROW_BYTES = 128, EIGHT_ROWS_BYTES = 8 * ROW_BYTES;
 constexpr int KEY_SLAB_BYTES = KEYS * ROW_BYTES, KEY_BYTES = SLABS * KEY_SLAB_BYTES;
 constexpr int QUERY_SLAB_BYTES = QUERIES * ROW_BYTES, QUERY_BYTES = SLABS * QUERY_SLAB_BYTES;
-constexpr int SCORE_BYTES = QUERIES / 64 * KEY_SLAB_BYTES, VALUES_BYTES = 2 * QUERIES * 4;
+constexpr int SCORE_BYTES = KEY_SLAB_BYTES, VALUES_BYTES = 2 * QUERIES * 4;
 constexpr int STAGES = 2;
 constexpr int Q_AT = 2 * KEY_BYTES, GRAD_O_AT = Q_AT + STAGES * QUERY_BYTES, SCORES_AT = GRAD_O_AT + STAGES * QUERY_BYTES;
 constexpr int VALUES_AT = SCORES_AT + STAGES * SCORE_BYTES, BARRIERS_AT = VALUES_AT + STAGES * VALUES_BYTES;
@@ -104,18 +103,21 @@ struct Work {
 
 struct Step {
     u32 n;
-    int head, tile; // of all sequences' query heads
+    int tile, number; // of the tile in its head and among all heads' tiles
 
-    DEVICE Step(const Problem &p, const Work &work) : n(0), head(work.list * (p.q_heads / p.kv_heads)), tile(work.first_tile) {}
-    DEVICE void next(const Work &work) {
-        n++;
-        if (++tile == work.end_tile) head++, tile = work.first_tile;
+    DEVICE Step(const Problem &p, const Work &work) : n(0), tile(work.first_tile) {
+        number = work.list * (p.q_heads / p.kv_heads) * query_tiles<QUERIES>(p) + tile;
+    }
+    DEVICE void next(const Problem &p, const Work &work) {
+        n++, number++;
+        if (++tile == work.end_tile) tile = work.first_tile, number += query_tiles<QUERIES>(p) - (work.end_tile - tile);
     }
 };
 
 // One warp sends everything that consumers need, in the order in which they need it.
-DEVICE void produce(const Problem &p, const Gradients &g, const Block &block, const Work &work, const TensorMap &q, const TensorMap &grad_o,
-                    const TensorMap &k, const TensorMap &v) {
+DEVICE void produce(const Problem &p, const Gradients &g, const Block &block, const TensorMap &q, const TensorMap &grad_o, const TensorMap &k,
+                    const TensorMap &v) {
+    const Work work(p);
     const int lane = threadIdx.x;
     auto copy_keys = [&](u32 to, const TensorMap &map, u32 barrier) {
         if (lane != 0) return;
@@ -123,34 +125,35 @@ DEVICE void produce(const Problem &p, const Gradients &g, const Block &block, co
 #pragma unroll
         for (int slab = 0; slab < SLABS; slab++) copy_box(to + slab * KEY_SLAB_BYTES, map, barrier, 64 * slab, work.key0, work.list);
     };
-    auto copy_queries = [&](const Ring<QUERY_BYTES> &ring, const TensorMap &map, const Step &step) {
+    auto copy_queries = [&](const Ring<QUERY_BYTES> &ring, const TensorMap &map, const Step &step, int head) {
         ring.wait_empty(step.n);
         if (lane != 0) return;
         const u32 to = ring.tile(step.n), barrier = ring.full_at(step.n);
         barrier_expect(barrier, QUERY_BYTES);
 #pragma unroll
-        for (int slab = 0; slab < SLABS; slab++) copy_box(to + slab * QUERY_SLAB_BYTES, map, barrier, 64 * slab, step.tile * QUERIES, step.head);
+        for (int slab = 0; slab < SLABS; slab++) copy_box(to + slab * QUERY_SLAB_BYTES, map, barrier, 64 * slab, step.tile * QUERIES, head);
     };
-    for (Step step(p, work); step.n < work.steps; step.next(work)) {
+    for (Step step(p, work); step.n < work.steps; step.next(p, work)) {
+        const int head = step.number / query_tiles<QUERIES>(p);
         if (step.n == 0) copy_keys(block.keys, k, block.keys_full);
         // On their way before anything is waited for. Queries past the end have probabilities of zero.
         float shift[QUERIES / 32], delta[QUERIES / 32];
 #pragma unroll
         for (int i = 0; i < QUERIES / 32; i++) {
             const int row = step.tile * QUERIES + 32 * i + lane;
-            const long long at = (long long)step.head * p.q_len + row;
+            const long long at = (long long)head * p.q_len + row;
             const bool real = row < p.q_len;
             shift[i] = real ? p.lse[at] : minus_infinity();
             delta[i] = real ? g.delta[at] : 0.0f;
         }
-        copy_queries(block.q, q, step);
+        copy_queries(block.q, q, step, head);
         float *values = block.row_values(step.n);
 #pragma unroll
         for (int i = 0; i < QUERIES / 32; i++) values[32 * i + lane] = shift_of(shift[i]), values[QUERIES + 32 * i + lane] = delta[i];
         warp_sync();
         if (lane == 0) barrier_arrive(block.q.full_at(step.n));
         if (step.n == 0) copy_keys(block.values, v, block.values_full);
-        copy_queries(block.grad_o, grad_o, step);
+        copy_queries(block.grad_o, grad_o, step, head);
     }
 }
 
@@ -158,40 +161,30 @@ struct Consumer {
     const Problem &p;
     const Gradients &g;
     const Block &block;
-    const Work &work;
     const int number;                // of this consumer
-    Span seen[2];                    // by which queries each of this thread's keys is seen
-    int whole_first, whole_end;      // queries that see all keys of this consumer
+    const Work work;
     float s[QUERIES / 2];            // scores, then probabilities (under a soft-cap times its slope)
-    float ds[QUERIES / 2];           // dP, then dS
+    float ds[QUERIES / 2];           // dP
     float dk[HEAD_DIM / 2], dv[HEAD_DIM / 2], dq[32];
     u32 weights[QUERIES / 16][4], gradients[QUERIES / 16][4]; // P^T and dS^T as left operands
-    float *sums;                     // where `dq` is to be added
 
-    DEVICE Consumer(const Problem &problem, const Gradients &given, const Block &shared, const Work &todo, int which)
-        : p(problem), g(given), block(shared), work(todo), number(which) {
-        const int first_key = work.key0 + 64 * number;
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const int key = key_of(half);
-            seen[half] = key < p.kv_len ? viewers(p, key, key + 1) : Span{0, 0};
-        }
-        whole_first = whole_end = 0;
-        if (first_key + 64 > p.kv_len) return;
-        whole_first = viewers(p, first_key + 63, first_key + 64).first, whole_end = viewers(p, first_key, first_key + 1).end;
-        if (whole_end == p.q_len) whole_end += QUERIES; // those past the end have no probabilities anyway
-    }
+    DEVICE Consumer(const Problem &problem, const Gradients &given, const Block &shared, int which)
+        : p(problem), g(given), block(shared), number(which), work(problem) {}
 
-    DEVICE int key_of(int half) const { return work.key0 + 64 * number + threadIdx.x % 128 / 32 * 16 + 8 * half + threadIdx.x % 32 / 4; }
+    // Where this thread is in its warpgroup. Worked out anew wherever it is asked for, and what follows from it too: kept,
+    // it would take registers from the tiles.
+    DEVICE static int thread() { return forgotten(threadIdx.x) % 128; }
+
+    DEVICE int key_of(int thread, int half) const { return work.key0 + 64 * number + thread / 32 * 16 + 8 * half + thread % 32 / 4; }
 
     // Lets others fill memory that this warp no longer reads, or read what it has written.
     DEVICE void tell(u32 barrier) const {
-        if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+        if (thread() % 32 == 0) barrier_arrive(barrier);
     }
 
     // Sends off to = this consumer's rows of the keys' tile `left` times all rows of the queries' tile `right`.
     DEVICE void send_inner(float (&to)[QUERIES / 2], u32 left, u32 right) const {
-        left += number * 64 * ROW_BYTES;
+        left = forgotten(left + number * 64 * ROW_BYTES); // else all of its descriptors are kept
         product_fence();
 #pragma unroll
         for (int k = 0; k < HEAD_DIM / 16; k++)
@@ -209,13 +202,14 @@ struct Consumer {
         product_commit();
     }
 
-    // This consumer's part of dq: at D 128 half of the columns, at D 64 half of the queries.
-    static constexpr bool BY_COLUMNS = HEAD_DIM == 128;
+    // Whether this consumer has a part of a step's dq, and the slab of columns that is its part: one of two, or the only
+    // one, which consumers have in turn.
+    DEVICE bool has_dq(u32 n) const { return SLABS == CONSUMERS || n % CONSUMERS == u32(number); }
+    DEVICE int dq_slab() const { return SLABS == CONSUMERS ? number : 0; }
 
     // Sends off dq = dS k of step `n`.
     DEVICE void send_dq(u32 n) {
-        const u32 left = block.scores.tile(n) + (BY_COLUMNS ? 0 : number) * KEY_SLAB_BYTES;
-        const u32 right = block.keys + (BY_COLUMNS ? number : 0) * KEY_SLAB_BYTES;
+        const u32 left = block.scores.tile(n), right = forgotten(block.keys + dq_slab() * KEY_SLAB_BYTES);
         product_fence();
 #pragma unroll
         for (int k = 0; k < KEYS / 16; k++)
@@ -224,17 +218,14 @@ struct Consumer {
         product_commit();
     }
 
-    DEVICE float *sums_of(const Step &step) const {
-        const long long tile = (long long)step.head * query_tiles<QUERIES>(p) + step.tile;
-        const int strip = (BY_COLUMNS ? 0 : 4 * number) + threadIdx.x % 128 / 32, column = BY_COLUMNS ? 64 * number : 0;
-        return g.sums + (tile * QUERIES + strip * 16) * HEAD_DIM + column * 16;
-    }
-
-    DEVICE void add_dq() const {
+    // Adds dq of a tile to its sums.
+    DEVICE void add_dq(int tile) const {
+        const int thread = this->thread();
+        float *sums = g.sums + ((long long)tile * QUERIES + thread / 32 * 16) * HEAD_DIM + dq_slab() * (16 * 64);
 #pragma unroll
         for (int i = 0; i < 8; i++) {
             const float x[4] = {dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]};
-            add_fragment(sums + 128 * i, threadIdx.x % 32, x);
+            add_fragment(sums + 128 * i, thread % 32, x);
         }
     }
 
@@ -242,14 +233,28 @@ struct Consumer {
         float x[2];
     };
 
-    // The row values of this thread's columns 8 n + 2 t and the next.
-    DEVICE static Pair pair_of(const float *values, int n) {
-        return *reinterpret_cast<const Pair *>(values + 8 * n + threadIdx.x % 4 * 2);
+    // Row values of the columns 8 n + 2 t and the next, from those of a tile on.
+    DEVICE static Pair pair_of(const float *values, int n) { return *reinterpret_cast<const Pair *>(values + 8 * n); }
+
+    // Whether all queries of a tile see all keys of this consumer. Those past the end have no probabilities anyway.
+    DEVICE bool whole(int query0) const {
+        const int key = work.key0 + 64 * number;
+        if (key + 64 > p.kv_len) return false;
+        const int end = viewers(p, key, key + 1).end;
+        return query0 >= viewers(p, key + 63, key + 64).first && (query0 + QUERIES <= end || end == p.q_len);
     }
 
     template <bool Masked> DEVICE void probabilities(const Step &step) {
-        const float *shifts = block.row_values(step.n);
-        const int query0 = step.tile * QUERIES + threadIdx.x % 4 * 2;
+        const int thread = this->thread(), query0 = step.tile * QUERIES + thread % 4 * 2;
+        const float *shifts = block.row_values(step.n) + thread % 4 * 2;
+        Span seen[2];
+        if constexpr (Masked) {
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const int key = key_of(thread, half);
+                seen[half] = key < p.kv_len ? viewers(p, key, key + 1) : Span{0, 0};
+            }
+        }
 #pragma unroll
         for (int n = 0; n < QUERIES / 8; n++) {
             const Pair shift = pair_of(shifts, n);
@@ -259,7 +264,7 @@ struct Consumer {
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
                     const int query = query0 + 8 * n + e;
-                    const bool sees = query >= seen[half].first && query < seen[half].end;
+                    const bool sees = !Masked || (query >= seen[half].first && query < seen[half].end);
                     float &score = s[4 * n + 2 * half + e], slope;
                     x[e] = probability<Masked, CAPPED>(p, shift.x[e], sees, score, slope);
                     score = x[e] * slope;
@@ -270,7 +275,7 @@ struct Consumer {
     }
 
     DEVICE void score_gradients(u32 n) {
-        const float *deltas = block.row_values(n) + QUERIES;
+        const float *deltas = block.row_values(n) + QUERIES + thread() % 4 * 2;
 #pragma unroll
         for (int n = 0; n < QUERIES / 8; n++) {
             const Pair delta = pair_of(deltas, n);
@@ -284,24 +289,23 @@ struct Consumer {
 
     // Writes dS^T of step `n`, a row for each key, in the order that the swizzle asks for.
     DEVICE void store_gradients(u32 n) const {
-        const int lane = threadIdx.x % 32, row = 64 * number + threadIdx.x % 128 / 32 * 16 + lane % 16;
+        const int thread = this->thread(), lane = thread % 32, row = 64 * number + thread / 32 * 16 + lane % 16;
         const u32 to = block.scores.tile(n) + row * ROW_BYTES + ((lane / 16 ^ lane % 8) << 4);
         block.scores.wait_empty(n);
 #pragma unroll
-        for (int k = 0; k < QUERIES / 16; k++) store_matrices((to ^ (k % 4 << 5)) + k / 4 * KEY_SLAB_BYTES, gradients[k]);
+        for (int k = 0; k < QUERIES / 16; k++) store_matrices(to ^ (k << 5), gradients[k]);
         shared_written();
         warp_sync();
         tell(block.scores.full_at(n));
     }
 
-    // From scores that are on their way to products of all that this step's queries bring, but for their dq.
+    // From scores that are on their way to all that this step's queries bring, but for their dq; that of the step before.
     template <bool First> DEVICE void take(const Step &step) {
         block.grad_o.wait_full(step.n);
         send_inner(ds, block.values, block.grad_o.tile(step.n));
         product_wait<1>();
         settle(s);
-        const int query0 = step.tile * QUERIES;
-        query0 >= whole_first && query0 + QUERIES <= whole_end ? probabilities<false>(step) : probabilities<true>(step);
+        whole(step.tile * QUERIES) ? probabilities<false>(step) : probabilities<true>(step);
         send_outer(dv, weights, block.grad_o.tile(step.n));
         product_wait<1>();
         settle(ds);
@@ -310,24 +314,14 @@ struct Consumer {
         send_outer(dk, gradients, block.q.tile(step.n));
         if constexpr (!First) {
             block.scores.wait_full(step.n - 1);
-            send_dq(step.n - 1);
+            if (has_dq(step.n - 1)) send_dq(step.n - 1);
         }
-        product_wait<First ? 1 : 2>();
-        settle(dv);
-        settle(weights);
+        product_wait<0>();
+        settle(dk), settle(dv), settle(dq);
+        settle(weights), settle(gradients);
         tell(block.grad_o.empty_at(step.n));
-    }
-
-    // Behind the last product of dk, and of dq of the step before.
-    template <int Pending> DEVICE void end(u32 n) {
-        product_wait<Pending>();
-        settle(dk);
-        settle(gradients);
-        settle(dq);
-        tell(block.q.empty_at(n));
-        if (n == 0) return;
-        tell(block.scores.empty_at(n - 1));
-        add_dq();
+        tell(block.q.empty_at(step.n));
+        if constexpr (!First) tell(block.scores.empty_at(step.n - 1));
     }
 
     DEVICE void go_through() {
@@ -337,32 +331,34 @@ struct Consumer {
         send_inner(s, block.keys, block.q.tile(0));
         barrier_wait(block.values_full, 0);
         take<true>(step);
+        int before = 0; // the tile of which `dq` is, from the second step on
         while (step.n + 1 < work.steps) {
             block.q.wait_full(step.n + 1);
             send_inner(s, block.keys, block.q.tile(step.n + 1));
-            end<1>(step.n);
-            sums = sums_of(step);
-            step.next(work);
+            if (step.n > 0 && has_dq(step.n - 1)) add_dq(before);
+            before = step.number;
+            step.next(p, work);
             take<false>(step);
         }
-        end<0>(step.n);
-        sums = sums_of(step);
+        if (step.n > 0 && has_dq(step.n - 1)) add_dq(before);
+        if (!has_dq(step.n)) return;
         block.scores.wait_full(step.n);
         send_dq(step.n);
         product_wait<0>();
         settle(dq);
-        add_dq();
+        add_dq(step.number);
     }
 
     DEVICE void write(void *tensor, const float (&sum)[HEAD_DIM / 2], float factor) const {
+        const int thread = this->thread();
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const int key = key_of(half);
+            const int key = key_of(thread, half);
             if (key >= p.kv_len) continue;
             u32 *to = reinterpret_cast<u32 *>(static_cast<u16 *>(tensor) + ((long long)work.list * p.kv_len + key) * HEAD_DIM);
 #pragma unroll
             for (int n = 0; n < HEAD_DIM / 8; n++)
-                to[4 * n + threadIdx.x % 4] = pack<ELEMENT>(sum[4 * n + 2 * half] * factor, sum[4 * n + 2 * half + 1] * factor);
+                to[4 * n + thread % 4] = pack<ELEMENT>(sum[4 * n + 2 * half] * factor, sum[4 * n + 2 * half + 1] * factor);
         }
     }
 
@@ -387,17 +383,16 @@ hopper_backward(ARGUMENT Problem p, ARGUMENT Gradients g, ARGUMENT TensorMap q, 
                 ARGUMENT TensorMap v) {
     SWIZZLED_SHARED(memory);
     const Block block(memory);
-    const Work work(p);
     if (threadIdx.x == 0) block.make_barriers();
     block_sync();
     // From one lane for all: what follows from it is known to be the same for a warp.
     const int warpgroup = shuffle_from(threadIdx.x / 128, 0);
     if (warpgroup == 0) {
         keep_registers<FEW_REGISTERS>();
-        if (threadIdx.x < 32) produce(p, g, block, work, q, grad_o, k, v);
+        if (threadIdx.x < 32) produce(p, g, block, q, grad_o, k, v);
     } else {
         take_registers<MANY_REGISTERS>();
-        Consumer(p, g, block, work, warpgroup - 1).run();
+        Consumer(p, g, block, warpgroup - 1).run();
     }
 }
 
