@@ -115,8 +115,8 @@ struct Step {
 };
 
 // One warp sends everything that consumers need, in the order in which they need it.
-DEVICE void produce(const Problem &p, const Gradients &g, const Block &block, const TensorMap &q, const TensorMap &grad_o, const TensorMap &k,
-                    const TensorMap &v) {
+DEVICE void produce(const Problem &p, const Gradients &g, const Block &block, const TensorMap &q, const TensorMap &k, const TensorMap &v,
+                    const TensorMap &grad_o) {
     const Work work(p);
     const int lane = threadIdx.x;
     auto copy_keys = [&](u32 to, const TensorMap &map, u32 barrier) {
@@ -379,8 +379,8 @@ KERNEL(128) backward_delta(ARGUMENT Problem p, ARGUMENT Gradients g) {
 }
 
 KERNEL_ALONE(THREADS)
-hopper_backward(ARGUMENT Problem p, ARGUMENT Gradients g, ARGUMENT TensorMap q, ARGUMENT TensorMap grad_o, ARGUMENT TensorMap k,
-                ARGUMENT TensorMap v) {
+hopper_backward(ARGUMENT Problem p, ARGUMENT Gradients g, ARGUMENT TensorMap q, ARGUMENT TensorMap k, ARGUMENT TensorMap v,
+                ARGUMENT TensorMap grad_o) {
     SWIZZLED_SHARED(memory);
     const Block block(memory);
     if (threadIdx.x == 0) block.make_barriers();
@@ -389,7 +389,7 @@ hopper_backward(ARGUMENT Problem p, ARGUMENT Gradients g, ARGUMENT TensorMap q, 
     const int warpgroup = shuffle_from(threadIdx.x / 128, 0);
     if (warpgroup == 0) {
         keep_registers<FEW_REGISTERS>();
-        if (threadIdx.x < 32) produce(p, g, block, q, grad_o, k, v);
+        if (threadIdx.x < 32) produce(p, g, block, q, k, v, grad_o);
     } else {
         take_registers<MANY_REGISTERS>();
         Consumer(p, g, block, warpgroup - 1).run();

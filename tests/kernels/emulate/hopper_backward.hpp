@@ -32,7 +32,7 @@ void run(const Problem &p, const Gradients &g) {
     const TensorMap q = rows_of(p.q, p.batch * p.q_heads, p.q_len, QUERIES), grad_o = rows_of(g.grad_o, p.batch * p.q_heads, p.q_len, QUERIES);
     const TensorMap k = rows_of(p.k, p.batch * p.kv_heads, p.kv_len, KEYS), v = rows_of(p.v, p.batch * p.kv_heads, p.kv_len, KEYS);
     machine::launch({blocks(rows, 4), 1, 1}, 128, 0, [&] { backward_delta(p, g); });
-    machine::launch({blocks(p.kv_len, KEYS), kv_heads, batch}, THREADS, SHARED_BYTES, [&] { hopper_backward(p, g, q, grad_o, k, v); });
+    machine::launch({blocks(p.kv_len, KEYS), kv_heads, batch}, THREADS, SHARED_BYTES, [&] { hopper_backward(p, g, q, k, v, grad_o); });
     machine::launch({blocks(rows, 64), 1, 1}, 128, 0, [&] { backward_round(p, g); });
 }
 
