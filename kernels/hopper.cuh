@@ -26,6 +26,9 @@ DEVICE u64 matrix_at(u32 shared, u32 leading_bytes, u32 stride_bytes) {
     return u64((shared & 0x3ffff) >> 4) | u64(leading_bytes >> 4) << 16 | u64(stride_bytes >> 4) << 32 | u64(1) << 62;
 }
 
+// The matrix that starts `bytes` further.
+DEVICE u64 further(u64 matrix, u32 bytes) { return (matrix & 0xffffffff00000000) | u32(u32(matrix) + (bytes >> 4)); }
+
 #ifdef KVSIEVE_EMULATE
 #include "hopper_machine.hpp"
 #else

@@ -184,21 +184,22 @@ struct Consumer {
 
     // Sends off to = this consumer's rows of the keys' tile `left` times all rows of the queries' tile `right`.
     DEVICE void send_inner(float (&to)[QUERIES / 2], u32 left, u32 right) const {
-        left = forgotten(left + number * 64 * ROW_BYTES); // else all of its descriptors are kept
+        // Worked out anew: else all descriptors are kept in registers all the while.
+        const u64 a = matrix_at(forgotten(left + number * 64 * ROW_BYTES), 16, EIGHT_ROWS_BYTES);
+        const u64 b = matrix_at(right, 16, EIGHT_ROWS_BYTES);
         product_fence();
 #pragma unroll
         for (int k = 0; k < HEAD_DIM / 16; k++)
-            add_product(to, matrix_at(left + k / 4 * KEY_SLAB_BYTES + k % 4 * 32, 16, EIGHT_ROWS_BYTES),
-                        matrix_at(right + k / 4 * QUERY_SLAB_BYTES + k % 4 * 32, 16, EIGHT_ROWS_BYTES), k > 0);
+            add_product(to, further(a, k / 4 * KEY_SLAB_BYTES + k % 4 * 32), further(b, k / 4 * QUERY_SLAB_BYTES + k % 4 * 32), k > 0);
         product_commit();
     }
 
     // Sends off sum += left times the queries' tile `right`.
     DEVICE void send_outer(float (&sum)[HEAD_DIM / 2], const u32 (&left)[QUERIES / 16][4], u32 right) const {
+        const u64 b = matrix_at(right, QUERY_SLAB_BYTES, EIGHT_ROWS_BYTES);
         product_fence();
 #pragma unroll
-        for (int k = 0; k < QUERIES / 16; k++)
-            add_product(sum, left[k], matrix_at(right + k * 16 * ROW_BYTES, QUERY_SLAB_BYTES, EIGHT_ROWS_BYTES));
+        for (int k = 0; k < QUERIES / 16; k++) add_product(sum, left[k], further(b, k * 16 * ROW_BYTES));
         product_commit();
     }
 
@@ -209,12 +210,12 @@ struct Consumer {
 
     // Sends off dq = dS k of step `n`.
     DEVICE void send_dq(u32 n) {
-        const u32 left = block.scores.tile(n), right = forgotten(block.keys + dq_slab() * KEY_SLAB_BYTES);
+        const u64 a = matrix_at(block.scores.tile(n), KEY_SLAB_BYTES, EIGHT_ROWS_BYTES);
+        const u64 b = matrix_at(forgotten(block.keys + dq_slab() * KEY_SLAB_BYTES), KEY_SLAB_BYTES, EIGHT_ROWS_BYTES);
         product_fence();
 #pragma unroll
         for (int k = 0; k < KEYS / 16; k++)
-            add_product_transposed(dq, matrix_at(left + k * 16 * ROW_BYTES, KEY_SLAB_BYTES, EIGHT_ROWS_BYTES),
-                                   matrix_at(right + k * 16 * ROW_BYTES, KEY_SLAB_BYTES, EIGHT_ROWS_BYTES), k > 0);
+            add_product_transposed(dq, further(a, k * 16 * ROW_BYTES), further(b, k * 16 * ROW_BYTES), k > 0);
         product_commit();
     }
 

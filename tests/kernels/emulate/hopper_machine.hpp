@@ -10,6 +10,7 @@
 // Addresses are those of the descriptor: start, strides and swizzle are decoded from its bits as the head of
 // matrix_at() says, and checked. That layout, the order of elements in registers, and that the swizzle of TMA and of wgmma
 // is an exclusive or of address bits 4-6 with 7-9, are what kernel and emulation share: a mistake there is not found here.
+// What store_matrices() writes must be fenced by the threads that wrote it before a product reads it.
 #pragma once
 
 #include <map>
@@ -65,8 +66,13 @@ struct Turn {
 inline std::map<u32, Barrier> barriers;
 inline std::vector<WarpProducts> products;
 inline Turn turns[16];
+// Words of shared memory that store_matrices() wrote and that are not fenced yet: of each thread, and of all.
+inline std::vector<std::vector<u32>> unfenced;
+inline std::vector<bool> is_unfenced;
 
 inline void start_hopper_block() {
+    unfenced.assign(fibers.size(), {});
+    is_unfenced.assign(shared_bytes / 4 + 1, false);
     barriers.clear();
     products.assign(warps.size(), {});
     for (WarpProducts &warp : products) warp.groups.resize(1);
@@ -127,7 +133,9 @@ inline void write(const Box &box, Barrier &barrier) {
 
 inline u16 shared_u16(u32 address) {
     u16 bits;
-    memcpy(&bits, shared.get() + (address ^ (address >> 7 & 7) << 4), 2);
+    const u32 at = address ^ (address >> 7 & 7) << 4;
+    if (is_unfenced[at / 4]) refuse(Fault::failed, "wgmma reads what was written without a fence");
+    memcpy(&bits, shared.get() + at, 2);
     return bits;
 }
 
@@ -307,9 +315,16 @@ inline void store_matrices(u32 shared, const u32 (&r)[4]) {
         },
         [](machine::Warp &w) {
             for (int m = 0; m < 4; m++)
-                for (int lane = 0; lane < 32; lane++)
-                    memcpy(machine::shared.get() + w.address[8 * m + lane / 4] + lane % 4 * 4, &w.matrix[lane][m], 4);
+                for (int lane = 0; lane < 32; lane++) {
+                    const u32 at = w.address[8 * m + lane / 4] + lane % 4 * 4;
+                    memcpy(machine::shared.get() + at, &w.matrix[lane][m], 4);
+                    machine::unfenced[machine::current / 32 * 32 + lane].push_back(at);
+                    machine::is_unfenced[at / 4] = true;
+                }
         },
         [](machine::Warp &, int) {});
 }
-inline void shared_written() {}
+inline void shared_written() {
+    for (u32 at : machine::unfenced[machine::current]) machine::is_unfenced[at / 4] = false;
+    machine::unfenced[machine::current].clear();
+}
