@@ -13,8 +13,16 @@
 //   dv            runs while dS is computed
 //   dk, then dq   of the step before: so that the other consumer's dS is there without a wait
 //   scores        of the next step run while dq is added up in memory
-// and a step's work on CUDA cores runs beside the other consumer's products: nothing holds them together but that one may
-// not be more than a step ahead.
+// and a step's work on CUDA cores runs beside the other consumer's products: nothing holds the two together but that one
+// may not be more than a step ahead.
+//
+// Versions
+//   1  As above. Compiled and emulated; not timed on a GPU yet. What NVRTC 12.8 and 13.0.88 made of it:
+//        - Every variant: 168 registers before they are moved, no spills, no local memory, no warning.
+//        - Without a wait for all products somewhere in a step, ptxas finds no end of the pipeline and runs them one after
+//          another (C7514): the next scores are sent off behind that wait, not before it.
+//        - Descriptors of keys and what follows from the thread's number are worked out in each step (`forgotten`): kept
+//          over the loop, they spill. With 128 queries a step D 64 spills too.
 //
 // Compile with -DELEMENT=BF16|F16 -DHEAD_DIM=64|128 -DCAPPED=0|1 (whether there is a soft-cap).
 //   backward_delta   grid (ceil(B Hq rows / 4)), 128 threads; rows: Lq in whole tiles of queries
