@@ -253,6 +253,7 @@ struct Consumer {
         return query0 >= viewers(p, key + 63, key + 64).first && (query0 + QUERIES <= end || end == p.q_len);
     }
 
+    // From scores to probabilities.
     template <bool Masked> DEVICE void probabilities(const Step &step) {
         const int thread = this->thread(), query0 = step.tile * QUERIES + thread % 4 * 2;
         const float *shifts = block.row_values(step.n) + thread % 4 * 2;
@@ -283,8 +284,9 @@ struct Consumer {
         }
     }
 
-    DEVICE void score_gradients(u32 n) {
-        const float *deltas = block.row_values(n) + QUERIES + thread() % 4 * 2;
+    // From dP to dS.
+    DEVICE void score_gradients(const Step &step) {
+        const float *deltas = block.row_values(step.n) + QUERIES + thread() % 4 * 2;
 #pragma unroll
         for (int n = 0; n < QUERIES / 8; n++) {
             const Pair delta = pair_of(deltas, n);
@@ -318,7 +320,7 @@ struct Consumer {
         send_outer(dv, weights, block.grad_o.tile(step.n));
         product_wait<1>();
         settle(ds);
-        score_gradients(step.n);
+        score_gradients(step);
         store_gradients(step.n);
         send_outer(dk, gradients, block.q.tile(step.n));
         if constexpr (!First) {
