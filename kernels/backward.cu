@@ -28,7 +28,7 @@
 //   backward_queries  DETERMINISTIC=1: grid (ceil(Lq / 64), Hq, B), 128 threads; shared memory: 64
 //                     rows of Q and dO, twice 64 keys (above D 128: 32) of K and V
 //   backward_round    DETERMINISTIC=0: grid (ceil(B Hq rows / 64)), 128 threads
-#include "gradient.cuh"
+#include "query_sums.cuh"
 #include "rows.cuh"
 
 static_assert(ELEMENT != F32 && HEAD_DIM % 8 == 0, "rows of 16-bit elements are copied in chunks of 8");
@@ -120,9 +120,6 @@ template <int Rows, int Threads> DEVICE void copy_tile(u32 tile, const u16 *rows
 }
 
 constexpr int SCORES = ROW_VALUES + 4 * QUERIES * 4;
-
-// Whole tiles of queries of a head.
-DEVICE int query_tiles(const Problem &p) { return (p.q_len + QUERIES - 1) / QUERIES; }
 
 // dS^T lies in shared memory as it is computed, a row for each key: where 8 queries' chunk of a row is.
 DEVICE u32 score_place(int key, int chunk) {
@@ -273,7 +270,7 @@ template <bool Dk, bool Dv> struct KeyBlock {
         for (int first = 0; first < QUERIES; first += PASS) take(step, first, all);
         if constexpr (Dk && !DETERMINISTIC) {
             block_sync(); // every warp's dS is there
-            const long long tile = head(step) * query_tiles(p) + first_tile + step % tiles;
+            const long long tile = head(step) * query_tiles<QUERIES>(p) + first_tile + step % tiles;
             add_query_sums(g.sums + tile * (QUERIES * DEPTH), forgotten(threadIdx.x), shared + SCORES, shared);
         }
     }
@@ -318,16 +315,9 @@ template <bool Dk, bool Dv> DEVICE void key_block(const Problem &p, const Gradie
 
 } // namespace
 
-// One warp for each row; rows that fill up a tile have nothing but sums to clear.
+// One warp for each row.
 KERNEL(128) backward_delta(ARGUMENT Problem p, ARGUMENT Gradients g) {
-    const int lane = threadIdx.x % 32, height = (p.q_len + QUERIES - 1) / QUERIES * QUERIES;
-    const long long index = (long long)blockIdx.x * 4 + threadIdx.x / 32, head = index / height, i = index % height;
-    if (head >= (long long)p.batch * p.q_heads) return;
-    if constexpr (!DETERMINISTIC)
-        for (int d = lane; d < DEPTH; d += 32) g.sums[index * DEPTH + d] = 0.0f;
-    if (i >= p.q_len) return;
-    const float delta = delta_of(p, g, head * p.q_len + i);
-    if (lane == 0) g.delta[head * p.q_len + i] = delta;
+    prepare_row<QUERIES, DEPTH, !DETERMINISTIC>(p, g, (long long)blockIdx.x * 4 + threadIdx.x / 32);
 }
 
 KERNEL(THREADS) backward_keys(ARGUMENT Problem p, ARGUMENT Gradients g) {
@@ -439,20 +429,5 @@ KERNEL(128) backward_queries(ARGUMENT Problem p, ARGUMENT Gradients g) {
 
 // One warp for 16 queries. Nothing with DETERMINISTIC, where nobody launches it.
 KERNEL(128) backward_round(ARGUMENT Problem p, ARGUMENT Gradients g) {
-    if constexpr (DETERMINISTIC) return;
-    const int lane = threadIdx.x % 32, strips = query_tiles(p) * (QUERIES / 16);
-    const long long index = (long long)blockIdx.x * 4 + threadIdx.x / 32, head = index / strips;
-    if (head >= (long long)p.batch * p.q_heads) return;
-    const float *sums = g.sums + index * (16 * DEPTH);
-    for (int n = 0; n < HEAD_DIM / 8; n++) {
-        float x[4];
-        read_fragment(sums + n * 128, lane, x);
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const int row = int(index % strips) * 16 + 8 * half + lane / 4;
-            if (row >= p.q_len) continue;
-            u32 *to = reinterpret_cast<u32 *>(static_cast<u16 *>(g.grad_q) + (head * p.q_len + row) * HEAD_DIM);
-            to[4 * n + lane % 4] = pack<ELEMENT>(x[2 * half] * p.scale, x[2 * half + 1] * p.scale);
-        }
-    }
+    if constexpr (!DETERMINISTIC) round_strip<QUERIES, DEPTH>(p, g, (long long)blockIdx.x * 4 + threadIdx.x / 32);
 }

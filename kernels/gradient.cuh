@@ -26,18 +26,25 @@ DEVICE Span viewers(const Problem &p, int first, int end) {
 // How a row's log-sum-exp is used: in units of log2, and so that a row which sees nothing has probabilities of zero.
 DEVICE float shift_of(float lse) { return lse == minus_infinity() ? -minus_infinity() : lse * LOG2_E; }
 
-// In place: `s` from an inner product to a probability, `ds` from dP to dS, which still lacks the factor `scale`.
-template <bool Masked, bool Capped> DEVICE void score_gradient(const Problem &p, float shift, float delta, bool seen, float &s, float &ds) {
-    float slope = 1.0f, exponent;
+// The probability that an inner product becomes, and the slope of its logit under the soft-cap.
+template <bool Masked, bool Capped> DEVICE float probability(const Problem &p, float shift, bool seen, float product, float &slope) {
+    float exponent;
     if constexpr (Capped) {
-        const float logit = soft_cap(s * p.scale, p.softcap), bounded = logit * (1.0f / p.softcap);
+        const float logit = soft_cap(product * p.scale, p.softcap), bounded = logit * (1.0f / p.softcap);
         slope = 1.0f - bounded * bounded;
         exponent = fused(logit, LOG2_E, -shift);
     } else {
-        exponent = fused(s, p.scale * LOG2_E, -shift);
+        slope = 1.0f;
+        exponent = fused(product, p.scale * LOG2_E, -shift);
     }
-    s = exp2_fast(exponent);
-    if (Masked && !seen) s = 0.0f;
+    const float x = exp2_fast(exponent);
+    return Masked && !seen ? 0.0f : x;
+}
+
+// In place: `s` from an inner product to a probability, `ds` from dP to dS, which still lacks the factor `scale`.
+template <bool Masked, bool Capped> DEVICE void score_gradient(const Problem &p, float shift, float delta, bool seen, float &s, float &ds) {
+    float slope;
+    s = probability<Masked, Capped>(p, shift, seen, s, slope);
     ds = s * (ds - delta) * slope;
 }
 

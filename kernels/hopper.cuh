@@ -3,8 +3,9 @@
 // four on (wgmma). The emulation's bodies are in tests/kernels/emulate/hopper_machine.hpp. Numbers in brackets are
 // sections of the PTX ISA, 9.x.
 //
-// What is copied in the background and what wgmma reads goes through the async proxy; kernels here neither read nor
-// write such memory by plain loads and stores, so that the fence after the barriers are made is the only one.
+// What is copied in the background and what wgmma reads goes through the async proxy. The forward pass neither reads nor
+// writes such memory by plain loads and stores, so that the fence after the barriers are made is its only one; what the
+// backward pass writes itself for wgmma is fenced by shared_written().
 #pragma once
 #include "ptx.cuh"
 
@@ -24,6 +25,9 @@ struct alignas(128) TensorMap {
 DEVICE u64 matrix_at(u32 shared, u32 leading_bytes, u32 stride_bytes) {
     return u64((shared & 0x3ffff) >> 4) | u64(leading_bytes >> 4) << 16 | u64(stride_bytes >> 4) << 32 | u64(1) << 62;
 }
+
+// The matrix that starts `bytes` further.
+DEVICE u64 further(u64 matrix, u32 bytes) { return (matrix & 0xffffffff00000000) | u32(u32(matrix) + (bytes >> 4)); }
 
 #ifdef KVSIEVE_EMULATE
 #include "hopper_machine.hpp"
@@ -182,5 +186,24 @@ DEFINE_PRODUCTS(112, 56, "56", "57", "58", "59", "60", "61")
 DEFINE_PRODUCTS(128, 64, "64", "65", "66", "67", "68", "69")
 DEFINE_PRODUCTS(176, 88, "88", "89", "90", "91", "92", "93")
 DEFINE_PRODUCTS(256, 128, "128", "129", "130", "131", "132", "133")
+
+// d = a b, or d += a b where `add`: a is 64x16 and b is 16x64, both MN-major in shared memory.
+DEVICE void add_product_transposed(float (&d)[32], u64 a, u64 b, bool add) {
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %34, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16" PRODUCT_TYPES "{" NUMBERS_32 "}, %32, %33, add, 1, 1, 1, 1;\n}"
+                 : OPERANDS_32(d)
+                 : "l"(a), "l"(b), "r"(int(add)));
+}
+
+// Four 8x8 matrices of 16-bit elements, each lane's as load_matrices() of ptx.cuh gives them; lane l gives the address of
+// row l % 8 of matrix l / 8 [9.7.15.5.17, stmatrix].
+DEVICE void store_matrices(u32 shared, const u32 (&r)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(r[0]), "r"(r[1]), "r"(r[2]),
+                 "r"(r[3])
+                 : "memory");
+}
+
+// What this thread wrote to shared memory is there for products too, for whoever learns of it afterwards.
+DEVICE void shared_written() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 #endif

@@ -259,22 +259,50 @@ fn cuda_gradients_agree_with_those_of_the_cpu() {
         let causal = Params { causal: true, ..plain };
         let cases = [plain, causal, Params { window: Some(50), ..causal }, Params { softcap: Some(5.0), ..causal }];
         for (params, (kernel, dtype, allowed)) in cases.into_iter().flat_map(|case| kinds.map(|kind| (case, kind))) {
-            let problem = Problem { shape, params, dtype };
-            let (inputs, grad_o) = (inputs(&problem, seed), grad_o(&problem, seed));
-            let as_f32 = |given: &Tensor| tensor(DType::F32, given.dims(), &given.to_f32());
-            let wide = kvsieve::attention::Inputs { q: as_f32(&inputs.q), k: as_f32(&inputs.k), v: as_f32(&inputs.v) };
-            let wanted =
-                common::backward("tiled", &Problem { dtype: DType::F32, ..problem }, &wide, &as_f32(&grad_o), 2);
-            let (got, _) = gradients_on(&runtime, kernel, &problem, seed);
-            for (name, (got, wanted)) in ["dq", "dk", "dv"].iter().zip(got.iter().zip(&wanted)) {
-                let mut decoded = vec![0.0; wanted.len()];
-                dtype.decode(got, &mut decoded);
-                let error = common::root_mean_square_error(&decoded, &widen(wanted));
-                assert!(
-                    error <= allowed,
-                    "{kernel} {dtype} {shape:?} {params:?}: {name} {error:e}, {allowed:e} allowed"
-                );
-            }
+            assert_gradients(&runtime, kernel, &Problem { shape, params, dtype }, seed, allowed);
+        }
+    }
+}
+
+fn assert_gradients(runtime: &Runtime, kernel: &str, problem: &Problem, seed: u64, allowed: f64) {
+    let Problem { shape, params, dtype } = *problem;
+    let (inputs, grad_o) = (inputs(problem, seed), grad_o(problem, seed));
+    let as_f32 = |given: &Tensor| tensor(DType::F32, given.dims(), &given.to_f32());
+    let wide = kvsieve::attention::Inputs { q: as_f32(&inputs.q), k: as_f32(&inputs.k), v: as_f32(&inputs.v) };
+    let wanted = common::backward("tiled", &Problem { dtype: DType::F32, ..*problem }, &wide, &as_f32(&grad_o), 2);
+    let (got, _) = gradients_on(runtime, kernel, problem, seed);
+    for (name, (got, wanted)) in ["dq", "dk", "dv"].iter().zip(got.iter().zip(&wanted)) {
+        let mut decoded = vec![0.0; wanted.len()];
+        dtype.decode(got, &mut decoded);
+        let error = common::root_mean_square_error(&decoded, &widen(wanted));
+        assert!(error <= allowed, "{kernel} {dtype} {shape:?} {params:?}: {name} {error:e}, {allowed:e} allowed");
+    }
+}
+
+/// Tails of queries and of keys, groups, rows and keys that see nothing; where the GPU is of capability 9.0.
+#[test]
+#[ignore = "cuda: needs a GPU and NVRTC"]
+fn cuda_hopper_gradients_agree_with_those_of_the_cpu() {
+    let runtime = Runtime::open(0, None).unwrap();
+    if runtime.device().limits().capability != (9, 0) {
+        return;
+    }
+    let cases = [
+        ([2, 4, 2, 130, 290, 64], DType::Bf16, 1.6e-2),
+        ([1, 3, 3, 300, 130, 64], DType::F16, 2e-3),
+        ([1, 6, 2, 200, 260, 128], DType::Bf16, 1.6e-2),
+    ];
+    for (seed, (extents, dtype, allowed)) in cases.into_iter().enumerate() {
+        let shape = common::shape(extents);
+        let causal = Params::new(shape.head_dim, true);
+        let chosen = [
+            Params { causal: false, ..causal },
+            causal,
+            Params { window: Some(50), ..causal },
+            Params { softcap: Some(5.0), scale: -causal.scale, ..causal },
+        ];
+        for params in chosen {
+            assert_gradients(&runtime, "hopper", &Problem { shape, params, dtype }, seed as u64, allowed);
         }
     }
 }

@@ -23,9 +23,10 @@ type (or --dtype), lse [B, Hq, Lq] in F32 (natural log), and with --backward dq,
 Times: with --repeat above 1, one untimed pass warms up before the timed ones. The time of a backward pass is its \
 own, without the forward pass.\n\n\
 With --device cuda the kernels are naive, tiled and decode (any type; D to 256, naive any), and hopper (bf16 or f16, D \
-64, 128 or 256, compute capability 9.0: H100, H200); gradients are those of naive and tiled. naive has its matrix \
-products from cuBLAS if that is found. Memory is the GPU's, and times are the GPU's own. Gradients of tiled may differ \
-in their last bits from run to run there; tiled:deterministic=true makes them the same every time.
+64, 128 or 256, compute capability 9.0: H100, H200); gradients are those of naive, tiled and hopper (D 64 or 128). naive \
+has its matrix products from cuBLAS if that is found. Memory is the GPU's, and times are the GPU's own. Gradients of \
+tiled and hopper may differ in their last bits from run to run there; tiled:deterministic=true makes them the same every \
+time.
 
 \
 Drift is the relative L2 distance of o from the f64 reference, on up to 64 queries of each head.\n\n\

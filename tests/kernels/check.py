@@ -21,7 +21,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 KERNELS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "kernels")
 ARCHITECTURES = ["sm_80", "sm_90a", "sm_100"]
-ONLY = {"hopper.cu": "sm_90a"}  # files with instructions that other architectures lack
+ONLY = {"hopper.cu": "sm_90a", "hopper_backward.cu": "sm_90a"}  # files with instructions that other architectures lack
 
 
 def variants():
@@ -51,6 +51,8 @@ def variants():
     tiles = [(64, 0), (96, 0), (96, 1), (128, 0), (128, 1), (192, 0), (256, 0)]
     for element, (head_dim, small), fixed in [*itertools.product(["BF16"], tiles, [0, 1]), ("F16", (128, 0), 0)]:
         yield "backward.cu", {"ELEMENT": element, "HEAD_DIM": head_dim, "DETERMINISTIC": fixed, "SMALL": small}
+    for element, head_dim, capped in [*itertools.product(["BF16"], [64, 128], [0, 1]), ("F16", 128, 0)]:
+        yield "hopper_backward.cu", {"ELEMENT": element, "HEAD_DIM": head_dim, "CAPPED": capped}
     for element, head_dim, tile in [("F32", 64, 32), ("F32", 128, 32), ("F32", 256, 16), ("BF16", 100, 32), ("BF16", 256, 32)]:
         yield "backward_scalar.cu", {"ELEMENT": element, "HEAD_DIM": head_dim, "TILE": tile}
     for element, head_dim in itertools.product(["F32", "BF16"], [64, 256]):

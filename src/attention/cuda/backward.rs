@@ -1,8 +1,8 @@
 //! A planned backward pass on a GPU.
 
-use super::{Plan, Scratch};
+use super::{Inputs, Plan, Scratch};
 use crate::attention::WorkspaceSize;
-use crate::device::cuda::{BackwardOperands, CudaError, Device, DeviceBuffer, Runtime, backward};
+use crate::device::cuda::{Argument, BackwardOperands, CudaError, Device, DeviceBuffer, Runtime, backward};
 use crate::memory::Arena;
 
 /// What runs for one backward pass: of `partials` the first part is `rowsum(do * o)`.
@@ -64,8 +64,19 @@ impl BackwardPlan {
         let BackwardInputs { q, k, v, o, lse, grad_o } = inputs;
         let BackwardResults { q: grad_q, k: grad_k, v: grad_v } = results;
         let Scratch { scores, partials } = scratch;
+        let extents = &self.0.extents;
+        let maps = match &self.0.boxes {
+            Some(boxes) => {
+                let [q_map, k_map, v_map] = boxes.maps(extents, Inputs { q, k, v })?;
+                vec![q_map, k_map, v_map, boxes.map_of_queries(extents, grad_o)?]
+            }
+            None => Vec::new(),
+        };
         let mut operands = BackwardOperands { q, k, v, o, lse, grad_o, grad_q, grad_k, grad_v, scores, partials };
-        let (problem, gradients) = backward(&self.0.extents, &mut operands)?;
-        runtime.device().run(&*runtime.module(&self.0.program)?, &self.0.launches, &[&problem, &gradients])
+        let (problem, gradients) = backward(extents, &mut operands)?;
+        // A kernel takes as many of the arguments as it has parameters.
+        let mut arguments: Vec<&dyn Argument> = vec![&problem, &gradients];
+        arguments.extend(maps.iter().map(|map| map as &dyn Argument));
+        runtime.device().run(&*runtime.module(&self.0.program)?, &self.0.launches, &arguments)
     }
 }

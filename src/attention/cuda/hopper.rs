@@ -3,7 +3,7 @@
 #[cfg(test)]
 mod schedule;
 
-use super::{Boxes, CudaKernel, Plan};
+use super::{BackwardPlan, Boxes, CudaKernel, Plan, hopper_backward};
 use crate::attention::{AttentionError, Params, Shape, WorkspaceSize};
 use crate::device::cuda::{Launch, Limits, Program, Source};
 use crate::tensor::DType;
@@ -70,12 +70,7 @@ impl CudaKernel for Hopper {
 
     fn plan(&self, shape: &Shape, params: &Params, dtype: DType, limits: &Limits) -> Result<Plan, AttentionError> {
         let unsupported = |what, instead| AttentionError::Unsupported { kernel: self.name(), what, instead };
-        if limits.capability != CAPABILITY {
-            return Err(unsupported("form for GPUs but those of compute capability 9.0 (H100, H200)", "tiled"));
-        }
-        if dtype == DType::F32 {
-            return Err(unsupported("f32", "naive, or --dtype bf16 or f16"));
-        }
+        takes(self.name(), dtype, limits)?;
         let (masked, capped) = (params.causal || params.window.is_some(), params.softcap.is_some());
         let tiles = Tiles::of(shape.head_dim, masked, capped)
             .ok_or_else(|| unsupported("head dims but 64, 128 and 256", "tiled"))?;
@@ -95,6 +90,29 @@ impl CudaKernel for Hopper {
         let mut plan = Plan::new(self.name(), program, launches, WorkspaceSize::default(), shape, params)?;
         plan.boxes = Some(Boxes { q_rows: tiles.rows(), kv_rows: tiles.keys });
         Ok(plan)
+    }
+
+    fn plan_backward(
+        &self,
+        shape: &Shape,
+        params: &Params,
+        dtype: DType,
+        limits: &Limits,
+    ) -> Result<BackwardPlan, AttentionError> {
+        takes(self.name(), dtype, limits)?;
+        hopper_backward::plan(self.name(), shape, params, dtype)
+    }
+}
+
+/// Whether there are kernels for this GPU and type; the name is that of the kernel which asks.
+fn takes(kernel: &'static str, dtype: DType, limits: &Limits) -> Result<(), AttentionError> {
+    let unsupported = |what, instead| Err(AttentionError::Unsupported { kernel, what, instead });
+    if limits.capability != CAPABILITY {
+        return unsupported("form for GPUs but those of compute capability 9.0 (H100, H200)", "tiled");
+    }
+    match dtype {
+        DType::F32 => unsupported("f32", "naive, or --dtype bf16 or f16"),
+        DType::Bf16 | DType::F16 => Ok(()),
     }
 }
 
@@ -154,7 +172,11 @@ mod tests {
         let refused = |head_dim, dtype, capability| {
             let limits = Limits { capability, ..H200 };
             let shape = Shape { head_dim, ..SHAPE };
-            Hopper.plan(&shape, &Params::new(head_dim, false), dtype, &limits).unwrap_err().to_string()
+            let params = Params::new(head_dim, false);
+            let backward = Hopper.plan_backward(&shape, &params, dtype, &limits).unwrap_err().to_string();
+            let forward = Hopper.plan(&shape, &params, dtype, &limits).unwrap_err().to_string();
+            assert!(backward == forward || head_dim == 96, "{backward}");
+            forward
         };
         assert!(refused(128, DType::Bf16, (8, 9)).contains("compute capability 9.0 (H100, H200); use tiled"));
         assert!(refused(128, DType::Bf16, (10, 0)).contains("compute capability 9.0"));

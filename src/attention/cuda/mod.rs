@@ -9,6 +9,7 @@ mod backward;
 mod decode;
 pub(crate) mod export;
 mod hopper;
+mod hopper_backward;
 mod naive;
 mod pass;
 mod tiled;

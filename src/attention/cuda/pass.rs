@@ -202,13 +202,23 @@ impl Plan {
 
 impl Boxes {
     /// Maps of q, k and v.
-    fn maps<'a>(&self, extents: &Extents, inputs: Inputs<'a>) -> Result<[TensorMap<'a>; 3], CudaError> {
-        let Extents { batch, q_heads, kv_heads, q_len, kv_len, head_dim, dtype, .. } = *extents;
-        let (queries, keys) = ([batch * q_heads, q_len, head_dim], [batch * kv_heads, kv_len, head_dim]);
+    pub(super) fn maps<'a>(&self, extents: &Extents, inputs: Inputs<'a>) -> Result<[TensorMap<'a>; 3], CudaError> {
+        let Extents { batch, kv_heads, kv_len, head_dim, dtype, .. } = *extents;
+        let keys = [batch * kv_heads, kv_len, head_dim];
         Ok([
-            TensorMap::new(inputs.q, dtype, queries, self.q_rows)?,
+            self.map_of_queries(extents, inputs.q)?,
             TensorMap::new(inputs.k, dtype, keys, self.kv_rows)?,
             TensorMap::new(inputs.v, dtype, keys, self.kv_rows)?,
         ])
+    }
+
+    /// The map of a tensor that has q's extents.
+    pub(super) fn map_of_queries<'a>(
+        &self,
+        extents: &Extents,
+        tensor: &'a DeviceBuffer,
+    ) -> Result<TensorMap<'a>, CudaError> {
+        let Extents { batch, q_heads, q_len, head_dim, dtype, .. } = *extents;
+        TensorMap::new(tensor, dtype, [batch * q_heads, q_len, head_dim], self.q_rows)
     }
 }

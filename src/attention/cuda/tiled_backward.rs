@@ -9,9 +9,9 @@ use crate::tensor::DType;
 const TENSOR: Source = Source { name: "backward.cu", text: include_str!("../../../kernels/backward.cu") };
 const SCALAR: Source = Source { name: "backward_scalar.cu", text: include_str!("../../../kernels/backward_scalar.cu") };
 /// Rows of `backward_delta`'s blocks, one for each warp.
-const DELTA_ROWS: usize = 4;
+pub(super) const DELTA_ROWS: usize = 4;
 /// Queries of a block of `backward_round`.
-const ROUND_ROWS: usize = 64;
+pub(super) const ROUND_ROWS: usize = 64;
 /// Queries of a block of `backward_queries`.
 const OWN_ROWS: usize = 64;
 

@@ -33,12 +33,13 @@ pub struct Program {
     pub macros: Vec<(&'static str, usize)>,
 }
 
-const HEADERS: [Source; 10] = [
+const HEADERS: [Source; 11] = [
     Source { name: "ptx.cuh", text: include_str!("../../../kernels/ptx.cuh") },
     Source { name: "problem.cuh", text: include_str!("../../../kernels/problem.cuh") },
     Source { name: "pages.cuh", text: include_str!("../../../kernels/pages.cuh") },
     Source { name: "rows.cuh", text: include_str!("../../../kernels/rows.cuh") },
     Source { name: "gradient.cuh", text: include_str!("../../../kernels/gradient.cuh") },
+    Source { name: "query_sums.cuh", text: include_str!("../../../kernels/query_sums.cuh") },
     Source { name: "product.cuh", text: include_str!("../../../kernels/product.cuh") },
     Source { name: "strip.cuh", text: include_str!("../../../kernels/strip.cuh") },
     Source { name: "lists.cuh", text: include_str!("../../../kernels/lists.cuh") },

@@ -10,6 +10,7 @@
 // Addresses are those of the descriptor: start, strides and swizzle are decoded from its bits as the head of
 // matrix_at() says, and checked. That layout, the order of elements in registers, and that the swizzle of TMA and of wgmma
 // is an exclusive or of address bits 4-6 with 7-9, are what kernel and emulation share: a mistake there is not found here.
+// What store_matrices() writes must be fenced by the threads that wrote it before a product reads it.
 #pragma once
 
 #include <map>
@@ -43,6 +44,7 @@ struct Barrier {
 struct Product {
     u64 a, b;          // `a` is not used where the left operand is in registers
     bool in_registers, add;
+    bool transposed;   // both operands MN-major in shared memory
     bool first;        // of those under way that go to `d`; the others add to what it leaves there
     int count;         // accumulators of a lane
     float *d[32];
@@ -64,8 +66,13 @@ struct Turn {
 inline std::map<u32, Barrier> barriers;
 inline std::vector<WarpProducts> products;
 inline Turn turns[16];
+// Words of shared memory that store_matrices() wrote and that are not fenced yet: of each thread, and of all.
+inline std::vector<std::vector<u32>> unfenced;
+inline std::vector<bool> is_unfenced;
 
 inline void start_hopper_block() {
+    unfenced.assign(fibers.size(), {});
+    is_unfenced.assign(shared_bytes / 4 + 1, false);
     barriers.clear();
     products.assign(warps.size(), {});
     for (WarpProducts &warp : products) warp.groups.resize(1);
@@ -126,7 +133,9 @@ inline void write(const Box &box, Barrier &barrier) {
 
 inline u16 shared_u16(u32 address) {
     u16 bits;
-    memcpy(&bits, shared.get() + (address ^ (address >> 7 & 7) << 4), 2);
+    const u32 at = address ^ (address >> 7 & 7) << 4;
+    if (is_unfenced[at / 4]) refuse(Fault::failed, "wgmma reads what was written without a fence");
+    memcpy(&bits, shared.get() + at, 2);
     return bits;
 }
 
@@ -146,8 +155,10 @@ inline void compute(const Product &product, int warp) {
     float left[16][16];
     static float right[16][256];
     const Operand b(product.b);
+    const bool mn_major = product.in_registers || product.transposed;
+    if ((mn_major && b.start % 1024) || (product.transposed && Operand(product.a).start % 1024))
+        refuse(Fault::failed, "wgmma: an MN-major operand does not start where the pattern does");
     if (product.in_registers) {
-        if (b.start % 1024) refuse(Fault::failed, "wgmma: an MN-major operand does not start where the pattern does");
         for (int lane = 0; lane < 32; lane++)
             for (int r = 0; r < 4; r++)
                 for (int e = 0; e < 2; e++)
@@ -155,11 +166,14 @@ inline void compute(const Product &product, int warp) {
     } else {
         const Operand a(product.a);
         for (int row = 0; row < 16; row++)
-            for (int k = 0; k < 16; k++) left[row][k] = (NEGATIVE ? -1.0f : 1.0f) * widen<ELEMENT>(shared_u16(a.k_major(16 * (warp % 4) + row, k)));
+            for (int k = 0; k < 16; k++) {
+                const int m = 16 * (warp % 4) + row;
+                left[row][k] = (NEGATIVE ? -1.0f : 1.0f) * widen<ELEMENT>(shared_u16(product.transposed ? a.mn_major(k, m) : a.k_major(m, k)));
+            }
     }
     for (int k = 0; k < 16; k++)
         for (int column = 0; column < columns; column++)
-            right[k][column] = widen<ELEMENT>(shared_u16(product.in_registers ? b.mn_major(k, column) : b.k_major(column, k)));
+            right[k][column] = widen<ELEMENT>(shared_u16(mn_major ? b.mn_major(k, column) : b.k_major(column, k)));
     for (int lane = 0; lane < 32; lane++)
         for (int i = 0; i < product.count; i++) {
             const int row = lane / 4 + 8 * (i / 2 % 2), column = 8 * (i / 4) + lane % 4 * 2 + i % 2;
@@ -172,13 +186,13 @@ inline void compute(const Product &product, int warp) {
 inline WarpProducts &warp_products() { return products[current / 32]; }
 
 // All lanes of a warp send off a product.
-inline void send(float *d, int count, const u32 *left, u64 a, u64 b, bool add) {
+inline void send(float *d, int count, const u32 *left, u64 a, u64 b, bool add, bool transposed = false) {
     const int warp_number = current / 32;
     WarpProducts &mine = warp_products();
     Product &next = mine.next;
     if (warp().meeting.arrived == 0)
-        next.a = a, next.b = b, next.in_registers = left, next.add = add, next.count = count;
-    else if (next.a != a || next.b != b || next.add != add || next.count != count)
+        next.a = a, next.b = b, next.in_registers = left, next.add = add, next.count = count, next.transposed = transposed;
+    else if (next.a != a || next.b != b || next.add != add || next.count != count || next.transposed != transposed)
         refuse(Fault::failed, "wgmma: lanes of a warp name different operands");
     next.d[lane()] = d, next.left[lane()] = left;
     meet(warp().meeting, 32, [&] {
@@ -302,3 +316,27 @@ template <int Count> void settle(u32 (&)[Count][4]) {}
 
 template <int Count> void add_product(float (&d)[Count], u64 a, u64 b, bool add) { machine::send(d, Count, nullptr, a, b, add); }
 template <int Count> void add_product(float (&d)[Count], const u32 (&a)[4], u64 b) { machine::send(d, Count, a, 0, b, true); }
+inline void add_product_transposed(float (&d)[32], u64 a, u64 b, bool add) { machine::send(d, 32, nullptr, a, b, add, true); }
+
+inline void store_matrices(u32 shared, const u32 (&r)[4]) {
+    machine::aligned_16("stmatrix", shared);
+    machine::together(
+        [&](machine::Warp &w, int lane) {
+            w.address[lane] = shared;
+            memcpy(w.matrix[lane], r, sizeof r);
+        },
+        [](machine::Warp &w) {
+            for (int m = 0; m < 4; m++)
+                for (int lane = 0; lane < 32; lane++) {
+                    const u32 at = w.address[8 * m + lane / 4] + lane % 4 * 4;
+                    memcpy(machine::shared.get() + at, &w.matrix[lane][m], 4);
+                    machine::unfenced[machine::current / 32 * 32 + lane].push_back(at);
+                    machine::is_unfenced[at / 4] = true;
+                }
+        },
+        [](machine::Warp &, int) {});
+}
+inline void shared_written() {
+    for (u32 at : machine::unfenced[machine::current]) machine::is_unfenced[at / 4] = false;
+    machine::unfenced[machine::current].clear();
+}

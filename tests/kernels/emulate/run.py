@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 HERE = os.path.dirname(os.path.abspath(__file__))
 KERNELS = os.path.join(HERE, "..", "..", "..", "kernels")
 # Families whose gradients are compared, by gradients.cpp.
-BACKWARD = ["backward", "backward_scalar", "naive_backward"]
+BACKWARD = ["backward", "backward_scalar", "hopper_backward", "naive_backward"]
 VARIANTS = [
     ("naive", "F32", 64, "LIBRARY_PRODUCTS=0"), ("naive", "BF16", 40, "LIBRARY_PRODUCTS=0"),
     ("naive", "F32", 64, "LIBRARY_PRODUCTS=1"), ("naive", "F16", 128, "LIBRARY_PRODUCTS=1"),
@@ -54,6 +54,8 @@ VARIANTS = [
     ("backward", "F16", 128, "DETERMINISTIC=0 SMALL=0"), ("backward", "BF16", 128, "DETERMINISTIC=1 SMALL=0"),
     ("backward", "BF16", 96, "DETERMINISTIC=0 SMALL=1"), ("backward", "F16", 40, "DETERMINISTIC=0 SMALL=0"),
     ("backward", "BF16", 256, "DETERMINISTIC=0 SMALL=0"), ("backward", "F16", 200, "DETERMINISTIC=1 SMALL=0"),
+    ("hopper_backward", "BF16", 64, "CAPPED=0"), ("hopper_backward", "F16", 64, "CAPPED=1"),
+    ("hopper_backward", "BF16", 128, "CAPPED=1"), ("hopper_backward", "F16", 128, "CAPPED=0"),
     ("backward_scalar", "F32", 64, "TILE=32"), ("backward_scalar", "BF16", 37, "TILE=32"),
     ("backward_scalar", "F32", 256, "TILE=16"),
     ("naive_backward", "F32", 64, ""), ("naive_backward", "BF16", 40, ""), ("naive_backward", "F16", 128, ""),
