@@ -58,7 +58,7 @@ impl Attend {
     /// # Errors
     /// When there is no such kernel or it cannot do what the model needs, the arena or the GPU has no room, and as [`Runtime::module`].
     pub fn new(config: &Config, setup: &Setup<'_>, runtime: &Runtime, arena: &Arena) -> Result<Self, ModelError> {
-        let (device, dtype, most) = (runtime.device(), setup.kv_dtype, setup.max_tokens);
+        let (device, dtype, most) = (runtime.device(), setup.dtype, setup.max_tokens);
         let roomy = shape(config, 1, most);
         let steps =
             plans(config, runtime, |params| Ok(decode_paged(&roomy, params, dtype, device.limits(), PAGE_TOKENS)?))?;
@@ -108,7 +108,7 @@ impl Attend {
         if count == 1 {
             return Ok(());
         }
-        let (device, dtype) = (runtime.device(), cache.shape().dtype);
+        let (device, dtype) = (runtime.device(), cache.shape().dtype());
         let longest = cache.max_len();
         self.paged = ragged;
         self.chunks = match ragged {

@@ -21,6 +21,7 @@ use crate::cache::CacheShape;
 use crate::cache::cuda::DeviceCache;
 use crate::device::Cpu;
 use crate::device::cuda::{Choice, ChoiceOperands, CudaError, DeviceBuffer, Launch, Lists, Program, Runtime, Source};
+use crate::format::KvFormat;
 use crate::memory::{Arena, Label};
 use crate::tensor::{DType, Rows, Tensor};
 
@@ -167,7 +168,7 @@ impl DeviceContext<'_> {
     ) -> Result<u64, DevicePolicyError> {
         let what = "queries and their log-sum-exps";
         let seen = self.queries.ok_or(PolicyError::Missing { policy: "on CUDA", what })?;
-        let (dtype, shape) = (cache.shape().dtype, self.shape(cache, seen.q_len));
+        let (dtype, shape) = (cache.shape().dtype(), self.shape(cache, seen.q_len));
         let (Queries { q, length, first, lse, .. }, params) = (seen, self.params);
         let observed = Observed { q, length, first, lse, dtype, shape, params };
         let asked = queries.unwrap_or(seen.q_len);
@@ -270,7 +271,7 @@ fn divide(
     scored.values.read(bytemuck::cast_slice_mut(&mut there))?;
     let mut scored = Scored { values: there, highest_judged: scored.highest_judged, protect: scored.protect };
     let mut ranks = host.alloc::<f32>(Label::Policy, places).map_err(PolicyError::from)?;
-    let kv = Lengths { lens: cache.lens(), heads: shape.kv_heads, dtype: cache.shape().dtype };
+    let kv = Lengths { lens: cache.lens(), heads: shape.kv_heads, dtype: cache.shape().dtype() };
     let none = Tensor::zeros(&host, Label::Policy, kv.dtype, shape.q_dims()).map_err(PolicyError::from)?;
     let seen = Context {
         call: Forward { shape, params: context.params, q: none.view(), kv: &kv, cpu: context.cpu },
@@ -306,8 +307,8 @@ impl KvRows for Lengths<'_> {
         self.lens[batch * self.heads + head]
     }
 
-    fn dtype(&self) -> DType {
-        self.dtype
+    fn format(&self) -> KvFormat {
+        KvFormat::plain(self.dtype)
     }
 
     fn key_rows(&self, _: usize, _: usize, _: usize) -> Rows<'_> {

@@ -87,7 +87,7 @@ fn run(
     scoring: &Scoring<'_>,
 ) -> Result<u64, CudaError> {
     let (shape, lists) = (cache.shape(), cache.lists()?);
-    let program = Program { source: SOURCE, dtype: shape.dtype, head_dim: shape.head_dim, macros: vec![] };
+    let program = Program { source: SOURCE, dtype: shape.dtype(), head_dim: shape.head_dim, macros: vec![] };
     let grid = [cache.max_len().div_ceil(ROWS), cache.shape().lists(), 1];
     let launch = Launch { function, grid, threads: 128, shared_bytes: 0 };
     context.runtime.device().run(&*context.runtime.module(&program)?, &[launch], &[&lists, scoring])
