@@ -242,6 +242,7 @@ pub const SHIPPED: &[(&str, &str)] = &[
     ("ragged-memory", include_str!("../../experiments/ragged-memory.toml")),
     ("chunked-prefill", include_str!("../../experiments/chunked-prefill.toml")),
     ("decode-eviction", include_str!("../../experiments/decode-eviction.toml")),
+    ("kv-formats", include_str!("../../experiments/kv-formats.toml")),
     ("equal-bytes", include_str!("../../experiments/equal-bytes.toml")),
     ("paging-waste", include_str!("../../experiments/paging-waste.toml")),
     ("eval-builtin", include_str!("../../experiments/eval-builtin.toml")),
