@@ -209,8 +209,15 @@ fn decode(criterion: &mut Criterion) {
 fn paged(arena: &Arena, shape: Shape, k: &Tensor, v: &Tensor) -> PagedCache {
     let Shape { batch, kv_heads, kv_len, head_dim, .. } = shape;
     let dtype = k.dtype();
-    let shape =
-        CacheShape { batch, kv_heads, head_dim, dtype, max_tokens: kv_len, page_tokens: PAGE_TOKENS, columns: &[] };
+    let shape = CacheShape {
+        batch,
+        kv_heads,
+        head_dim,
+        format: dtype.into(),
+        max_tokens: kv_len,
+        page_tokens: PAGE_TOKENS,
+        columns: &[],
+    };
     let mut cache = PagedCache::new(arena, shape).unwrap();
     cache.append(k.view(), v.view(), 0..kv_len).unwrap();
     cache

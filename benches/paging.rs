@@ -9,6 +9,7 @@ use criterion::{Criterion, SamplingMode, Throughput, criterion_group, criterion_
 use kvsieve::attention::{DenseKv, Forward, KvRows, Outputs, Params, Shape, Workspace, kernel};
 use kvsieve::cache::{CacheShape, PAGE_TOKENS, PagedCache};
 use kvsieve::device::Cpu;
+use kvsieve::format::KvFormat;
 use kvsieve::memory::{Arena, Label};
 use kvsieve::tensor::{DType, Rows, Tensor};
 use rand::{RngExt, SeedableRng};
@@ -71,7 +72,15 @@ impl History {
         let Shape { kv_heads, head_dim, .. } = SHAPE;
         let batch = self.layers();
         let (dtype, tokens) = (k.dtype(), self.tokens());
-        let shape = CacheShape { batch, kv_heads, head_dim, dtype, max_tokens: tokens + 1, page_tokens, columns: &[] };
+        let shape = CacheShape {
+            batch,
+            kv_heads,
+            head_dim,
+            format: dtype.into(),
+            max_tokens: tokens + 1,
+            page_tokens,
+            columns: &[],
+        };
         let mut cache = PagedCache::new(arena, shape).unwrap();
         let step = if matches!(self, History::Prefill) { tokens } else { 1 };
         for (at, layer) in (0..tokens).step_by(step).flat_map(|at| (0..batch).map(move |layer| (at, layer))) {
@@ -114,8 +123,8 @@ impl KvRows for Contiguous {
         self.dense(head).len(0, 0)
     }
 
-    fn dtype(&self) -> DType {
-        self.0[0][0].dtype()
+    fn format(&self) -> KvFormat {
+        KvFormat::plain(self.0[0][0].dtype())
     }
 
     fn key_rows(&self, _: usize, head: usize, start: usize) -> Rows<'_> {
@@ -135,8 +144,8 @@ impl KvRows for Layer<'_> {
         self.0.len(self.1, head)
     }
 
-    fn dtype(&self) -> DType {
-        self.0.dtype()
+    fn format(&self) -> KvFormat {
+        self.0.format()
     }
 
     fn key_rows(&self, _: usize, head: usize, start: usize) -> Rows<'_> {

@@ -9,6 +9,7 @@ pub mod cache;
 pub mod device;
 pub mod eval;
 pub mod experiment;
+pub mod format;
 pub mod memory;
 pub mod model;
 pub mod named;

@@ -15,8 +15,15 @@ use proptest::prelude::*;
 fn cache(arena: &Arena, policy: &str, dtype: DType, width: usize, keys: &[f32], values: &[f32]) -> PagedCache {
     let tokens = keys.len() / width;
     let columns = Registry::default().policy(policy).unwrap().columns();
-    let shape =
-        CacheShape { batch: 1, kv_heads: 1, head_dim: width, dtype, max_tokens: tokens, page_tokens: 4, columns };
+    let shape = CacheShape {
+        batch: 1,
+        kv_heads: 1,
+        head_dim: width,
+        format: dtype.into(),
+        max_tokens: tokens,
+        page_tokens: 4,
+        columns,
+    };
     let mut cache = PagedCache::new(arena, shape).unwrap();
     let of = |values: &[f32]| -> Tensor { tensor(dtype, [1, 1, tokens, width], values) };
     cache.append(of(keys).view(), of(values).view(), 0..tokens).unwrap();

@@ -7,6 +7,7 @@ use assert_cmd::Command;
 use common::models::{all, checkpoint, deviation, furthest};
 use kvsieve::device::Cpu;
 use kvsieve::device::cuda::Runtime;
+use kvsieve::format::KvFormat;
 use kvsieve::memory::Arena;
 use kvsieve::model::cuda::{DeviceDecoder, DeviceModel};
 use kvsieve::model::{Decoder, Eviction, Model, Sampler, Sampling, Setup, generate};
@@ -22,7 +23,8 @@ fn setup(chunk_tokens: usize) -> Setup<'static> {
         max_tokens: 80,
         chunk_tokens,
         all_logits: true,
-        kv_dtype: DType::F32,
+        dtype: DType::F32,
+        kv_format: KvFormat::plain(DType::F32),
         columns: &[],
     }
 }

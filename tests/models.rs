@@ -4,6 +4,7 @@ mod common;
 
 use common::models::{all, checkpoint, deviation, furthest};
 use kvsieve::device::Cpu;
+use kvsieve::format::KvFormat;
 use kvsieve::memory::Arena;
 use kvsieve::model::config::{Family, Rope, RopeScaling};
 use kvsieve::model::{self, Config, Decoder, Model, Sampler, Sampling, Setup, generate};
@@ -13,7 +14,16 @@ use serde_json::Value;
 use std::path::Path;
 
 fn setup(batch: usize, chunk_tokens: usize) -> Setup<'static> {
-    Setup { kernel: "tiled", batch, max_tokens: 80, chunk_tokens, all_logits: true, kv_dtype: DType::F32, columns: &[] }
+    Setup {
+        kernel: "tiled",
+        batch,
+        max_tokens: 80,
+        chunk_tokens,
+        all_logits: true,
+        dtype: DType::F32,
+        kv_format: KvFormat::plain(DType::F32),
+        columns: &[],
+    }
 }
 
 /// Logits of all tokens of each sequence.
@@ -110,7 +120,16 @@ fn the_peak_is_the_formula_for_chunks_steps_and_sequences_of_any_length() {
         let (cpu, arena) = (Cpu::new(Some(threads)).unwrap(), Arena::unlimited());
         let (batch, max_tokens) = (lens.len(), 1600);
         let kv_dtype = DType::F16;
-        let setup = Setup { kernel, batch, max_tokens, chunk_tokens, all_logits: false, kv_dtype, columns: &[] };
+        let setup = Setup {
+            kernel,
+            batch,
+            max_tokens,
+            chunk_tokens,
+            all_logits: false,
+            dtype: kv_dtype,
+            kv_format: KvFormat::plain(kv_dtype),
+            columns: &[],
+        };
         let mut decoder = Decoder::new(&model, setup, &cpu, &arena).unwrap();
         let prompts: Vec<&[u32]> = lens.iter().map(|&len| &tokens[..len]).collect();
         decoder.prefill(&prompts, |_, _, _| ()).unwrap();

@@ -4,6 +4,7 @@ mod common;
 
 use common::models::{checkpoint, deviation, furthest};
 use kvsieve::device::Cpu;
+use kvsieve::format::KvFormat;
 use kvsieve::memory::{Arena, Label};
 use kvsieve::model::{Decoder, Eviction, Model, Setup};
 use kvsieve::policy::{POLICIES, PRESETS, Policy, Registry};
@@ -29,7 +30,8 @@ fn run(model: &Model, tokens: &[&[u32]], after: &[usize], policy: Option<(&Polic
         max_tokens: 64,
         chunk_tokens: 9,
         all_logits: true,
-        kv_dtype: DType::F32,
+        dtype: DType::F32,
+        kv_format: KvFormat::plain(DType::F32),
         columns,
     };
     let mut decoder = Decoder::new(model, setup, &cpu, &arena).unwrap();
@@ -133,7 +135,8 @@ fn what_stays_is_what_the_scores_say() {
         max_tokens: 64,
         chunk_tokens: 9,
         all_logits: true,
-        kv_dtype: DType::F32,
+        dtype: DType::F32,
+        kv_format: KvFormat::plain(DType::F32),
         columns: &[],
     };
     let mut dense = Decoder::new(&model, setup, &cpu, &arena).unwrap();

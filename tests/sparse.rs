@@ -20,7 +20,15 @@ fn reader(text: &str) -> Box<dyn Reader> {
 }
 
 fn cache_shape(width: usize, dtype: DType, page_tokens: usize, max_tokens: usize) -> CacheShape {
-    CacheShape { batch: SEQUENCES, kv_heads: HEADS, head_dim: width, dtype, max_tokens, page_tokens, columns: &[] }
+    CacheShape {
+        batch: SEQUENCES,
+        kv_heads: HEADS,
+        head_dim: width,
+        format: dtype.into(),
+        max_tokens,
+        page_tokens,
+        columns: &[],
+    }
 }
 
 fn noise(dtype: DType, heads: usize, tokens: usize, width: usize, seed: u64) -> Tensor {
@@ -167,7 +175,7 @@ fn think_keeps_the_channels_that_queries_and_keys_are_large_in() {
         batch: 1,
         kv_heads: 1,
         head_dim: 4,
-        dtype: DType::F32,
+        format: (DType::F32).into(),
         max_tokens: 3,
         page_tokens: PAGE_TOKENS,
         columns: &[],

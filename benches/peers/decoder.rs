@@ -48,7 +48,8 @@ pub fn run(open: &mut Option<Open>, request: &Request) -> Answer {
         max_tokens: prompt.len() + request.new_tokens,
         chunk_tokens: CHUNK_TOKENS.min(prompt.len()),
         all_logits: false,
-        kv_dtype: model.weights.dtype(),
+        dtype: model.weights.dtype(),
+        kv_format: model.weights.dtype().into(),
         columns: &[],
     };
     let mut decoder = Decoder::new(model, setup, &cpu, arena)?;

@@ -1,7 +1,7 @@
 //! Decode: few queries against a long cache, split over the keys.
 //!
 //! The unit of work is one KV head and [`SPLIT`] of its keys, for all query heads of the group: each key and value
-//! row is read once, in its own type, for the whole group, so that the time is that of reading the cache. Partial
+//! row is read once, in its own format, for the whole group, so that the time is that of reading the cache. Partial
 //! results are merged in the order of the splits, so the result does not depend on the number of threads
 //! (Flash-Decoding).
 
@@ -10,9 +10,9 @@ use super::strip::{LANES, SPAN};
 use super::{AttentionError, Forward, Kernel, KernelEntry, Outputs, Params, Shape, Workspace, WorkspaceSize};
 use crate::device::cpu::Slots;
 use crate::device::simd::rows::{BLOCK, RowList, accumulate, dots};
-use crate::device::simd::{Element, Native, Simd, Task};
+use crate::device::simd::{Native, Task};
+use crate::format::with_codec;
 use crate::tensor::DType;
-use half::{bf16, f16};
 use rayon::prelude::*;
 
 /// Attention for short queries.
@@ -138,25 +138,12 @@ impl Task for Unit<'_> {
 
     #[inline(always)]
     fn run<S: Native>(self, simd: S) {
-        match self.call.kv.dtype() {
-            DType::F32 => self.over::<S, f32>(simd),
-            DType::Bf16 => self.over::<S, bf16>(simd),
-            DType::F16 => self.over::<S, f16>(simd),
-        }
-    }
-}
-
-impl Unit<'_> {
-    /// The unit over rows of one element type.
-    #[inline(always)]
-    fn over<S: Simd, T: Element>(self, simd: S) {
         let Unit { call, head, start, o, states, slot } = self;
         let (shape, width, stride) = (call.shape, call.shape.head_dim, padded(&call.shape));
         let (batch, kv_head) = (head / shape.kv_heads, head % shape.kv_heads);
         let (rows, logits) = (group_rows(&shape), Logits::new(&call.params));
         let (queries, rest) = slot.split_at_mut(rows * stride);
         let (scores, copies) = rest.split_at_mut(rows * BLOCK);
-        let copies: &mut [T] = bytemuck::cast_slice_mut(copies);
         for (row, query) in queries.chunks_exact_mut(stride).enumerate() {
             let (query, padding) = query.split_at_mut(width);
             call.q.read_rows(batch, kv_head * shape.group() + row / shape.q_len, row % shape.q_len, query);
@@ -171,21 +158,26 @@ impl Unit<'_> {
         let visible = |row: usize| call.params.visible(row % shape.q_len, shape.q_len, kv_len);
         let seen = visible(0).start.max(start)..visible(shape.q_len - 1).end.min(start + SPLIT);
 
+        let format = call.kv.format();
         let keys = |row| call.kv.key_rows(batch, kv_head, row);
         let values = |row| call.kv.value_rows(batch, kv_head, row);
         for first in seen.clone().step_by(BLOCK) {
             let count = BLOCK.min(seen.end - first);
             let end = first + count;
-            let list = RowList::<T>::collect(keys, first..end, values, first..end, width, copies);
-            dots(simd, &list, queries, stride, scores);
+            with_codec!(format.k, reader => {
+                let list = RowList::collect(reader, keys, first..end, values, first..end, width, copies);
+                dots(simd, &list, queries, stride, scores);
+            });
             let rows = scores.chunks_exact_mut(BLOCK).zip(o.chunks_exact_mut(stride)).zip(&mut *states);
             for (row, ((scores, o), state)) in rows.enumerate() {
                 let seen = visible(row);
                 let seen = seen.start.clamp(first, end) - first..seen.end.clamp(first, end) - first;
                 state.absorb::<S, f32>(simd, &logits, &mut scores[..count.next_multiple_of(SPAN)], seen, o);
             }
-            let list = RowList::<T>::collect(values, first..end, keys, end..kv_len, width, copies);
-            accumulate(simd, &list, scores, o, stride);
+            with_codec!(format.v, reader => {
+                let list = RowList::collect(reader, values, first..end, keys, end..kv_len, width, copies);
+                accumulate(simd, &list, scores, o, stride);
+            });
         }
     }
 }

@@ -12,7 +12,6 @@ use crate::device::cpu::Slots;
 use crate::device::simd::pack::{Packed, transposed};
 use crate::device::simd::product::{Extents, Left, ROWS, Right, product};
 use crate::device::simd::{Native, Simd, Task, math};
-use crate::tensor::DType;
 use rayon::prelude::*;
 use std::ops::Range;
 
@@ -134,7 +133,7 @@ impl Task for KeyTile<'_, '_> {
     #[inline(always)]
     fn run<S: Native>(self, simd: S) {
         let is_sum = self.reduction.queries == OverQueries::Sum;
-        if self.call.q.dtype() == DType::Bf16 && self.call.kv.dtype() == DType::Bf16 {
+        if self.call.is_bf16() {
             if is_sum { key_tile::<S, S::Bf16, true>(simd, self) } else { key_tile::<S, S::Bf16, false>(simd, self) }
         } else if is_sum {
             key_tile::<S, f32, true>(simd, self);

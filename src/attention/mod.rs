@@ -99,6 +99,13 @@ pub struct Forward<'a> {
     pub cpu: &'a Cpu,
 }
 
+impl Forward<'_> {
+    /// Whether all that is multiplied is bf16 already, so that pairs of it may be.
+    pub(crate) fn is_bf16(&self) -> bool {
+        self.q.dtype() == DType::Bf16 && self.kv.format().dtype() == Some(DType::Bf16)
+    }
+}
+
 /// What a forward pass writes: `o` `[B, Hq, Lq, D]` in the input's type, `lse` `[B, Hq, Lq]` (natural log).
 pub struct Outputs {
     /// The attention output.

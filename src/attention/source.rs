@@ -1,15 +1,16 @@
 //! Where keys and values come from: two tensors, or a cache whose heads keep different tokens.
 
 use super::AttentionError;
-use crate::tensor::{DType, Rows, TensorView};
+use crate::format::KvFormat;
+use crate::tensor::{Rows, TensorView};
 
 /// Keys and values of `[B, Hkv]` lists of rows. Lists may differ in length; kernels read them in order.
 pub trait KvRows: Sync {
     /// Rows in the list of `(batch, KV head)`.
     fn len(&self, batch: usize, head: usize) -> usize;
 
-    /// Element type in which rows are kept.
-    fn dtype(&self) -> DType;
+    /// How rows are kept.
+    fn format(&self) -> KvFormat;
 
     /// Key rows from `start` on, `[_, D]`: as many as lie evenly in memory, at least one.
     fn key_rows(&self, batch: usize, head: usize, start: usize) -> Rows<'_>;
@@ -80,8 +81,8 @@ impl KvRows for DenseKv<'_> {
         self.k.dims()[2]
     }
 
-    fn dtype(&self) -> DType {
-        self.k.dtype()
+    fn format(&self) -> KvFormat {
+        KvFormat::plain(self.k.dtype())
     }
 
     fn key_rows(&self, batch: usize, head: usize, start: usize) -> Rows<'_> {

@@ -23,6 +23,7 @@ pub use layout::Layout;
 pub use paged::PagedCache;
 pub use sequences::Sequences;
 
+use crate::format::KvFormat;
 use crate::memory::{Label, LabelBytes};
 use crate::tensor::DType;
 
@@ -69,8 +70,8 @@ pub struct CacheShape {
     pub kv_heads: usize,
     /// Elements of a head.
     pub head_dim: usize,
-    /// Element type in which keys and values are kept.
-    pub dtype: DType,
+    /// How keys and values are kept.
+    pub format: KvFormat,
     /// Most tokens that one head will hold at a time: the length of its page table.
     pub max_tokens: usize,
     /// Tokens of a page, `1 ..= MOST_PAGE_TOKENS`; usually [`PAGE_TOKENS`].
@@ -85,9 +86,15 @@ impl CacheShape {
         self.batch * self.kv_heads
     }
 
+    /// Element type of what is kept beside the cache in its precision (an index, a query): that of its rows, f32 where
+    /// these are coded or differ.
+    pub fn dtype(&self) -> DType {
+        self.format.dtype().unwrap_or(DType::F32)
+    }
+
     /// Bytes of one token of one head: its key and its value.
     pub fn token_bytes(&self) -> u64 {
-        (2 * self.head_dim * self.dtype.bytes()) as u64
+        self.format.token_bytes(self.head_dim)
     }
 
     /// Bytes of one page.

@@ -3,8 +3,9 @@
 use super::CacheShape;
 use super::pool::{PageId, PagePool};
 use crate::attention::KvRows;
+use crate::format::KvFormat;
 use crate::memory::{Arena, ArenaError, Buffer, Label};
-use crate::tensor::{DType, Rows, TensorView};
+use crate::tensor::{Coded, Rows, TensorView};
 use std::collections::HashMap;
 use std::ops::Range;
 
@@ -233,7 +234,8 @@ impl PagedCache {
             let (slab, place) = self.pool.at_mut(page, token);
             for (part, source) in sources.into_iter().enumerate() {
                 source.read_rows(at[0], at[1], next, &mut rows[..count * width]);
-                self.shape.dtype.encode(&rows[..count * width], slab.rows_mut(part, place, count));
+                let format = self.shape.format.of(part);
+                format.encode(&rows[..count * width], width, slab.rows_mut(part, place, count));
             }
             let from = first + (next - range.start);
             let positions = slab.positions[place..place + count].iter_mut();
@@ -318,7 +320,11 @@ impl PagedCache {
     fn rows(&self, list: usize, part: usize, start: usize) -> Rows<'_> {
         let (page, token, count) = self.run(list, start, (self.lens[list] - start).min(RUN_TOKENS));
         let (slab, place) = self.pool.at(page, token);
-        Rows::contiguous(self.shape.dtype, slab.rows(part, place, count), [count, self.shape.head_dim])
+        let (bytes, format, width) = (slab.rows(part, place, count), self.shape.format.of(part), self.shape.head_dim);
+        match format.dtype() {
+            Some(dtype) => Rows::contiguous(dtype, bytes, [count, width]),
+            None => Rows::Coded(Coded::new(format, bytes, format.row_bytes(width), width)),
+        }
     }
 }
 
@@ -327,8 +333,8 @@ impl KvRows for PagedCache {
         self.lens[self.list(batch, head)]
     }
 
-    fn dtype(&self) -> DType {
-        self.shape.dtype
+    fn format(&self) -> KvFormat {
+        self.shape.format
     }
 
     fn key_rows(&self, batch: usize, head: usize, start: usize) -> Rows<'_> {

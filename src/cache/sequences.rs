@@ -2,7 +2,8 @@
 
 use super::PagedCache;
 use crate::attention::KvRows;
-use crate::tensor::{DType, Rows};
+use crate::format::KvFormat;
+use crate::tensor::Rows;
 
 /// The sequences `first`, `first + step`, ... of a cache.
 #[derive(Clone, Copy)]
@@ -33,8 +34,8 @@ impl KvRows for Sequences<'_> {
         self.cache.lens()[self.list(batch, head)]
     }
 
-    fn dtype(&self) -> DType {
-        self.cache.dtype()
+    fn format(&self) -> KvFormat {
+        self.cache.format()
     }
 
     fn key_rows(&self, batch: usize, head: usize, start: usize) -> Rows<'_> {

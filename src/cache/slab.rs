@@ -8,7 +8,7 @@ use crate::memory::{Arena, ArenaError, Buffer, Label};
 use std::ops::Range;
 
 pub(super) struct Slab {
-    /// `[2 (keys, values), slab_pages, page_tokens, D]`.
+    /// `[slab_pages, page_tokens, D]` keys, then as many values.
     kv: Buffer<u8>,
     /// `[slab_pages, page_tokens]`.
     pub positions: Buffer<u32>,
@@ -16,18 +16,20 @@ pub(super) struct Slab {
     pub columns: Vec<Buffer<f32>>,
     /// Lists that hold each page.
     pub refs: Buffer<u32>,
-    row_bytes: usize,
+    /// Where keys and values begin, and the bytes of a row of each.
+    parts: [(usize, usize); 2],
 }
 
 impl Slab {
     pub fn allocate(arena: &Arena, shape: &CacheShape) -> Result<Self, ArenaError> {
         let tokens = shape.slab_pages() * shape.page_tokens;
+        let key_bytes = shape.format.k.row_bytes(shape.head_dim);
         Ok(Slab {
             kv: arena.alloc(Label::KvSlack, tokens * shape.token_bytes() as usize)?,
             positions: arena.alloc(Label::Metadata, tokens)?,
             columns: shape.columns.iter().map(|_| arena.alloc(Label::Policy, tokens)).collect::<Result<_, _>>()?,
             refs: arena.alloc(Label::PageTable, shape.slab_pages())?,
-            row_bytes: shape.head_dim * shape.dtype.bytes(),
+            parts: [(0, key_bytes), (tokens * key_bytes, shape.format.v.row_bytes(shape.head_dim))],
         })
     }
 
@@ -71,7 +73,8 @@ impl Slab {
 
     #[inline]
     fn row_range(&self, part: usize, token: usize, count: usize) -> Range<usize> {
-        let start = (part * self.positions.len() + token) * self.row_bytes;
-        start..start + count * self.row_bytes
+        let (first, row_bytes) = self.parts[part];
+        let start = first + token * row_bytes;
+        start..start + count * row_bytes
     }
 }

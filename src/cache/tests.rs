@@ -4,8 +4,9 @@ use super::*;
 use crate::attention::rope::{Frequencies, Rotation};
 use crate::attention::{DenseKv, Forward, KvRows, Outputs, Params, Shape, kernel};
 use crate::device::Cpu;
+use crate::format::RowFormat;
 use crate::memory::Arena;
-use crate::tensor::Tensor;
+use crate::tensor::{RowCode, Tensor};
 use proptest::prelude::*;
 use std::collections::BTreeMap;
 
@@ -15,24 +16,25 @@ const SEQUENCES: usize = 3;
 const TOKENS: usize = 4000;
 const BOTH: &[Column] = &[Column::Attention, Column::Weight];
 
-fn shape(page_tokens: usize, dtype: DType, columns: &'static [Column]) -> CacheShape {
+fn shape(page_tokens: usize, format: impl Into<KvFormat>, columns: &'static [Column]) -> CacheShape {
     CacheShape {
         batch: SEQUENCES,
         kv_heads: HEADS,
         head_dim: WIDTH,
-        dtype,
+        format: format.into(),
         max_tokens: 2 * TOKENS,
         page_tokens,
         columns,
     }
 }
 
-/// What a number becomes in the cache.
-fn rounded(dtype: DType, row: [f32; WIDTH]) -> [f32; WIDTH] {
+/// What a row becomes in the cache.
+fn rounded(format: RowFormat, row: [f32; WIDTH]) -> [f32; WIDTH] {
     let (mut bytes, mut back) = ([0; 4 * WIDTH], row);
     let bytes = bytemuck::cast_slice_mut::<u32, u8>(&mut bytes);
-    dtype.encode(&row, &mut bytes[..WIDTH * dtype.bytes()]);
-    dtype.decode(&bytes[..WIDTH * dtype.bytes()], &mut back);
+    let bytes = &mut bytes[..format.row_bytes(WIDTH)];
+    format.encode(&row, WIDTH, bytes);
+    format.decode(bytes, 0, &mut back);
     back
 }
 
@@ -102,7 +104,7 @@ struct Pair {
 impl Pair {
     fn new(shape: CacheShape) -> Self {
         let arena = Arena::unlimited();
-        let (k, v) = (tensor(&arena, shape.dtype, 0), tensor(&arena, shape.dtype, 1));
+        let (k, v) = (tensor(&arena, shape.dtype(), 0), tensor(&arena, shape.dtype(), 1));
         let cache = PagedCache::new(&arena, shape).unwrap();
         Pair { arena, k, v, cache, model: vec![Vec::new(); shape.lists()], next: 0 }
     }
@@ -110,11 +112,11 @@ impl Pair {
     /// Takes a step, if it fits into the lists.
     fn take(&mut self, step: Step) {
         let Pair { k, v, cache, model, .. } = self;
-        let (shape, dtype) = (*cache.shape(), cache.shape().dtype);
+        let (shape, KvFormat { k: of_keys, v: of_values }) = (*cache.shape(), cache.shape().format);
         let lists = |sequence: usize| sequence * HEADS..(sequence + 1) * HEADS;
         let token = |list, position| Token {
-            key: rounded(dtype, row(list, position, 0)),
-            value: rounded(dtype, row(list, position, 1)),
+            key: rounded(of_keys, row(list, position, 0)),
+            value: rounded(of_values, row(list, position, 1)),
             position,
             attention: 0.0,
             weight: 1.0,
@@ -162,7 +164,7 @@ impl Pair {
                 cache.write_key(list, survivor, &merged.key).unwrap();
                 cache.write_value(list, survivor, &merged.value).unwrap();
                 cache.set_column(list, survivor, Column::Weight, merged.weight).unwrap();
-                (merged.key, merged.value) = (rounded(dtype, merged.key), rounded(dtype, merged.value));
+                (merged.key, merged.value) = (rounded(of_keys, merged.key), rounded(of_values, merged.value));
                 if loser != survivor {
                     cache.retain_ranges(list, [0..loser, loser + 1..len]).unwrap();
                     model[list].remove(loser);
@@ -192,7 +194,7 @@ impl Pair {
                 for (slot, token) in model[list].iter_mut().enumerate().filter(|(slot, token)| *slot != token.position)
                 {
                     Rotation::new(&rope, slot as i64 - token.position as i64).turn(&mut token.key);
-                    token.key = rounded(dtype, token.key);
+                    token.key = rounded(of_keys, token.key);
                     token.position = slot;
                 }
             }
@@ -267,9 +269,9 @@ proptest! {
     fn the_cache_agrees_with_a_plain_model(
         steps in steps(),
         page_tokens in prop::sample::select(vec![1usize, 3, 8, 16, 64, 1024]),
-        dtype in prop::sample::select(vec![DType::F32, DType::Bf16]),
+        format in prop::sample::select(vec!["f32", "bf16", "int8", "k=int8,v=f16"]),
     ) {
-        let mut pair = Pair::new(shape(page_tokens, dtype, BOTH));
+        let mut pair = Pair::new(shape(page_tokens, format.parse::<KvFormat>().unwrap(), BOTH));
         for step in steps {
             let released = matches!(step, Step::Release);
             pair.take(step);
@@ -338,12 +340,15 @@ proptest! {
 #[test]
 fn the_predicted_bytes_are_what_the_arena_shows() {
     for page_tokens in [1, 8, 16, 100, 1024] {
-        for (tokens, dtype, columns) in
-            [(1, DType::F32, &[][..]), (1500, DType::Bf16, BOTH), (3000, DType::F16, &[Column::Attention][..])]
-        {
+        for (tokens, format, columns) in [
+            (1, "f32", &[][..]),
+            (1500, "bf16", BOTH),
+            (3000, "f16", &[Column::Attention][..]),
+            (2000, "k=int8,v=bf16", BOTH),
+        ] {
             let arena = Arena::unlimited();
-            let (k, v) = (tensor(&arena, dtype, 0), tensor(&arena, dtype, 1));
-            let shape = shape(page_tokens, dtype, columns);
+            let shape = shape(page_tokens, format.parse::<KvFormat>().unwrap(), columns);
+            let (k, v) = (tensor(&arena, shape.dtype(), 0), tensor(&arena, shape.dtype(), 1));
             let mut cache = PagedCache::new(&arena, shape).unwrap();
             cache.append(k.view(), v.view(), 0..tokens).unwrap();
             cache.append_sequence(1, k.view(), v.view(), 0, 0..tokens / 3).unwrap();

@@ -4,6 +4,7 @@ use super::slab::Slab;
 use super::{Column, PagedCache};
 use crate::attention::rope::{Frequencies, Rotation};
 use crate::memory::ArenaError;
+use crate::tensor::RowCode;
 
 impl PagedCache {
     /// The key in a slot, `[D]`.
@@ -22,7 +23,7 @@ impl PagedCache {
         self.read(list, slot, 1, value);
     }
 
-    /// Replaces the key in a slot, `[D]`, rounded to the cache's type.
+    /// Replaces the key in a slot, `[D]`, rounded as the cache's format rounds it.
     ///
     /// # Errors
     /// When another sequence shares the page and the arena has no room for a copy.
@@ -190,14 +191,14 @@ impl PagedCache {
     fn read(&self, list: usize, slot: usize, part: usize, row: &mut [f32]) {
         self.check(row);
         let (slab, place) = self.at(list, slot);
-        self.shape.dtype.decode(slab.rows(part, place, 1), row);
+        self.shape.format.of(part).decode(slab.rows(part, place, 1), 0, row);
     }
 
     fn write(&mut self, list: usize, slot: usize, part: usize, row: &[f32]) -> Result<(), ArenaError> {
         self.check(row);
-        let dtype = self.shape.dtype;
+        let format = *self.shape.format.of(part);
         let (slab, place) = self.at_mut(list, slot)?;
-        dtype.encode(row, slab.rows_mut(part, place, 1));
+        format.encode(row, row.len(), slab.rows_mut(part, place, 1));
         Ok(())
     }
 }

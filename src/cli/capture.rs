@@ -2,6 +2,7 @@
 
 use super::failure::Failure;
 use super::{Compute, output};
+use kvsieve::format::KvFormat;
 use kvsieve::memory::{Arena, ArenaError, Buffer, Label};
 use kvsieve::model::config::RopeScaling;
 use kvsieve::model::{Config, Decoder, Model, Setup, Tap, Tapped, Text, locate};
@@ -109,7 +110,8 @@ pub fn run(args: &Args) -> Result<(), Failure> {
         chunk_tokens: args.chunk.min(tokens.len()),
         all_logits: false,
         // Unrounded, as what is written.
-        kv_dtype: DType::F32,
+        dtype: DType::F32,
+        kv_format: KvFormat::plain(DType::F32),
         columns: &[],
     };
     let capturing = Capturing::new(&arena, &config, layers, tokens.len())?;

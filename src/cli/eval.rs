@@ -8,6 +8,7 @@ use kvsieve::experiment::axes::{BudgetText, Many};
 use kvsieve::experiment::cell::Measure;
 use kvsieve::experiment::policy_axis::PolicyText;
 use kvsieve::experiment::spec::{Grid, Spec};
+use kvsieve::format::KvFormat;
 use kvsieve::tensor::DType;
 use serde::Deserialize;
 use serde::de::IntoDeserializer;
@@ -71,9 +72,12 @@ pub struct Args {
     /// Kernels of attention where several tokens go through together (see `kvsieve list kernels`) [default: tiled]
     #[arg(long, value_name = "KERNEL", value_parser = named)]
     kernel: Vec<Names>,
-    /// Element type of keys and values in the cache: f32, bf16 or f16 [default: that of the weights]
+    /// Element type of the pass, and of keys and values in the cache: f32, bf16 or f16 [default: that of the weights]
     #[arg(long, value_name = "DTYPE")]
     dtype: Option<DType>,
+    /// How the cache keeps keys and values: a format, or k=FORMAT,v=FORMAT (see `kvsieve list formats`) [default: as --dtype]
+    #[arg(long, value_name = "FORMAT")]
+    kv_format: Vec<KvFormat>,
     /// Run sequences that are longer than the model was made for
     #[arg(long)]
     beyond_limit: bool,
@@ -154,6 +158,7 @@ impl Args {
             new_tokens: self.new_tokens,
             kernel: Many(names(&self.kernel, &[])),
             dtype: Many(self.dtype.into_iter().collect()),
+            kv_format: Many(self.kv_format.clone()),
             seed: Many(vec![self.seed]),
             ..Grid::of(Measure::Eval)
         };

@@ -299,8 +299,15 @@ impl Held<'_> {
     fn cache(&self) -> Result<PagedCache, Failure> {
         let Shape { batch, kv_heads, kv_len, head_dim, .. } = self.call.shape;
         let (columns, dtype) = (self.policy.columns(), self.k.dtype());
-        let shape =
-            CacheShape { batch, kv_heads, head_dim, dtype, max_tokens: kv_len, page_tokens: PAGE_TOKENS, columns };
+        let shape = CacheShape {
+            batch,
+            kv_heads,
+            head_dim,
+            format: dtype.into(),
+            max_tokens: kv_len,
+            page_tokens: PAGE_TOKENS,
+            columns,
+        };
         let mut cache = PagedCache::new(self.arena, shape)?;
         cache.append(self.k.view(), self.v.view(), 0..kv_len)?;
         Ok(cache)

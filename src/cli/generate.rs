@@ -151,7 +151,7 @@ impl Args {
             prompt_tokens: prompt.len(),
             new_tokens: ran.generated.tokens.len(),
             weights_dtype: opened.model.weights.dtype().to_string(),
-            dtype: setup.kv_dtype.to_string(),
+            dtype: setup.dtype.to_string(),
             temperature: self.temperature,
             top_p: self.top_p,
             seed: self.model.seed,

@@ -4,6 +4,7 @@ use super::failure::Failure;
 use super::output;
 use kvsieve::attention::KERNELS;
 use kvsieve::experiment::spec::{SHIPPED, Spec};
+use kvsieve::format::FORMATS;
 use kvsieve::named::Parameter;
 use kvsieve::policy::{PRESETS, Registry, describe, markdown};
 use kvsieve::serving::{STRATEGIES, TRACES};
@@ -43,6 +44,8 @@ enum Things {
     Kernels,
     /// Eviction policies
     Policies,
+    /// Formats of keys and values in the cache
+    Formats,
     /// Evaluation tasks
     Tasks,
     /// Allocation strategies of the measure `serve`
@@ -60,6 +63,9 @@ impl Things {
                 KERNELS.iter().map(|entry| Row::new(entry.name, entry.about, entry.parameters)).collect()
             }
             Things::Policies => policies(&Registry::default()),
+            Things::Formats => {
+                FORMATS.iter().map(|entry| Row::new(entry.name, entry.about, entry.parameters)).collect()
+            }
             Things::Tasks => TASKS.iter().map(|entry| Row::new(entry.name, entry.about, entry.parameters)).collect(),
             Things::Strategies => {
                 STRATEGIES.iter().map(|entry| Row::new(entry.name, entry.about, entry.parameters)).collect()

@@ -180,7 +180,7 @@ impl Args {
             kernel: setup.kernel.into(),
             chunk_tokens: setup.chunk_tokens,
             weights_dtype: opened.model.weights.dtype().to_string(),
-            dtype: setup.kv_dtype.to_string(),
+            dtype: setup.dtype.to_string(),
             seed: self.model.seed,
             place: ran.place,
             run_ns: ran.run_ns,

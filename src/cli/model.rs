@@ -6,6 +6,7 @@ use super::output;
 use kvsieve::attention::{self, cuda::cuda_kernel};
 use kvsieve::device::Cpu;
 use kvsieve::device::cuda::Runtime;
+use kvsieve::format::KvFormat;
 use kvsieve::memory::Arena;
 use kvsieve::model::{Eviction, Model, Setup, Text, locate};
 use kvsieve::policy::{Budget, Policy, Registry};
@@ -24,9 +25,12 @@ pub struct ModelArgs {
     /// Kernel of attention where several tokens go through together, perhaps with parameters (see `kvsieve list kernels`)
     #[arg(long, value_name = "KERNEL", default_value = "tiled")]
     pub kernel: String,
-    /// Element type of keys and values in the cache: f32, bf16 or f16 [default: that of the weights]
+    /// Element type of the pass, and of keys and values in the cache: f32, bf16 or f16 [default: that of the weights]
     #[arg(long, value_name = "DTYPE")]
     pub dtype: Option<DType>,
+    /// How the cache keeps keys and values: a format, or k=FORMAT,v=FORMAT (see `kvsieve list formats`) [default: as --dtype]
+    #[arg(long, value_name = "FORMAT")]
+    pub kv_format: Option<KvFormat>,
     /// Run sequences that are longer than the model was made for
     #[arg(long)]
     pub beyond_limit: bool,
@@ -78,6 +82,7 @@ impl ModelArgs {
     pub fn open_on_cuda(&self, index: usize) -> Result<OnCuda, Failure> {
         let (policy, budget) = self.asked()?;
         cuda_kernel(&self.kernel)?;
+        self.kv_format.map_or(Ok(()), |format| format.on_gpu().map(drop)).map_err(Failure::usage)?;
         let runtime = Runtime::open(index, self.compute.nvrtc.as_deref())?;
         let arena = Arena::with_limit(self.compute.limit_memory.unwrap_or(runtime.device().free_bytes()));
         // The mapped files are not what is measured.
@@ -112,13 +117,15 @@ impl ModelArgs {
         if !self.beyond_limit {
             opened.model.check_length(max_tokens)?;
         }
+        let dtype = self.dtype.unwrap_or(opened.model.weights.dtype());
         Ok(Setup {
             kernel: &self.kernel,
             batch,
             max_tokens,
             chunk_tokens: self.chunk.min(max_tokens),
             all_logits,
-            kv_dtype: self.dtype.unwrap_or(opened.model.weights.dtype()),
+            dtype,
+            kv_format: self.kv_format.unwrap_or(dtype.into()),
             columns: opened.policy.as_ref().map_or(&[], Policy::columns),
         })
     }
@@ -126,7 +133,7 @@ impl ModelArgs {
     /// What is to be known of an eviction of contexts of these lengths, each thing once; also printed.
     pub fn warnings(&self, opened: &Opened, setup: &Setup<'_>, contexts: &[usize]) -> Vec<String> {
         let Some(eviction) = self.eviction(opened) else { return Vec::new() };
-        let of = |&context: &usize| eviction.warning(&opened.model.config, context, setup.kv_dtype);
+        let of = |&context: &usize| eviction.warning(&opened.model.config, context, setup.kv_format);
         let mut warnings: Vec<String> = contexts.iter().filter_map(of).collect();
         warnings.sort();
         warnings.dedup();

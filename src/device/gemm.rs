@@ -1,4 +1,7 @@
-//! Matrix products through the `gemm` crate, behind a safe interface that checks every bound.
+//! Matrix products of f32 by the `gemm-f32` crate, behind a safe interface that checks every bound.
+
+use gemm_common::Parallelism;
+use gemm_f32::gemm::f32::get_gemm_fn;
 
 /// A strided matrix of f32 for [`product`]: element `(row, column)` lies at `row * row_stride + column * column_stride`.
 #[derive(Clone, Copy)]
@@ -54,25 +57,27 @@ pub fn product(target: &mut [f32], row_stride: usize, left: Matrix<'_>, right: M
     assert!((m - 1) * row_stride + n <= target.len() && n <= row_stride.max(n), "product reaches past its target");
     assert!(m == 1 || n <= row_stride, "rows of a product's target overlap");
     assert!(left.end() <= left.data.len() && right.end() <= right.data.len(), "product reaches past its operands");
-    let parallelism = if threads > 1 { gemm::Parallelism::Rayon(threads) } else { gemm::Parallelism::None };
+    let parallelism = if threads > 1 { Parallelism::Rayon(threads) } else { Parallelism::None };
+    let own_part = if add { 1.0 } else { 0.0 };
+    // The crate's kernels write columns, so they are asked for the transpose: `targetᵀ = rightᵀ leftᵀ`.
     // SAFETY: the asserts above keep every element that the three strided matrices address inside their slices, and
     // the rows of `target` apart; `target` is borrowed mutably, so nothing aliases it.
     unsafe {
-        gemm::gemm(
-            m,
+        get_gemm_fn()(
             n,
+            m,
             k,
             target.as_mut_ptr(),
-            1,
             row_stride as isize,
+            1,
             add,
-            left.data.as_ptr(),
-            left.column_stride as isize,
-            left.row_stride as isize,
             right.data.as_ptr(),
-            right.column_stride as isize,
             right.row_stride as isize,
-            if add { 1.0 } else { 0.0 },
+            right.column_stride as isize,
+            left.data.as_ptr(),
+            left.row_stride as isize,
+            left.column_stride as isize,
+            own_part,
             1.0,
             false,
             false,

@@ -47,7 +47,8 @@ pub fn alone(
         max_tokens: context.len() + question.len() + most_tokens,
         chunk_tokens: stage.chunk_tokens,
         all_logits: false,
-        kv_dtype: stage.kv_dtype,
+        dtype: stage.dtype,
+        kv_format: stage.kv_format,
         columns: eviction.policy.columns(),
     };
     arena.reset_peak();

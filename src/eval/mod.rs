@@ -14,6 +14,7 @@ pub use prompt::{Asked, Prompt, documents, prompts};
 pub use session::{Answer, Answers, Session, Watch};
 
 use crate::device::Cpu;
+use crate::format::KvFormat;
 use crate::memory::{Arena, ArenaError};
 use crate::model::{Model, ModelError};
 use crate::named::NamedError;
@@ -48,8 +49,10 @@ pub struct Stage<'a> {
     pub arena: &'a Arena,
     /// Kernel of attention, as in [`crate::model::Setup`].
     pub kernel: &'a str,
-    /// Element type in which keys and values are kept.
-    pub kv_dtype: DType,
+    /// Element type of the pass, as in [`crate::model::Setup`].
+    pub dtype: DType,
+    /// How keys and values are kept.
+    pub kv_format: KvFormat,
     /// Most tokens of a sequence.
     pub max_tokens: usize,
     /// Tokens that go through the model together.

@@ -107,7 +107,8 @@ impl<'a> Session<'a> {
             max_tokens: stage.max_tokens,
             chunk_tokens: stage.chunk_tokens,
             all_logits: false,
-            kv_dtype: stage.kv_dtype,
+            dtype: stage.dtype,
+            kv_format: stage.kv_format,
             columns: if plain { &[] } else { &[Column::Attention, Column::Weight, Column::Origin] },
         };
         let mut decoder = Decoder::new(stage.model, setup, stage.cpu, stage.arena)?;

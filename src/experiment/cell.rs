@@ -1,6 +1,7 @@
 //! A cell: one point of an experiment's grid, fully resolved.
 
 use crate::attention::{Params, Shape};
+use crate::format::KvFormat;
 use crate::tensor::DType;
 use serde::{Deserialize, Serialize};
 
@@ -117,6 +118,9 @@ pub struct Cell {
     pub new_tokens: usize,
     /// Element type of q, k, v and o.
     pub dtype: DType,
+    /// How the cache keeps keys and values; as `dtype` where nothing is said.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kv_format: Option<KvFormat>,
     /// Bottom-right causal mask.
     pub causal: bool,
     /// Sliding window, if any.
@@ -163,6 +167,7 @@ impl Default for Cell {
             context_tokens: 0,
             new_tokens: 0,
             dtype: DType::F32,
+            kv_format: None,
             causal: false,
             window: None,
             softcap: None,
@@ -182,6 +187,11 @@ impl Cell {
     pub fn id(&self) -> String {
         let canonical = serde_json::to_string(self).expect("a cell is plain data");
         blake3::hash(canonical.as_bytes()).to_hex()[..16].to_string()
+    }
+
+    /// How the cache keeps keys and values.
+    pub fn kv_format(&self) -> KvFormat {
+        self.kv_format.unwrap_or(self.dtype.into())
     }
 
     /// Extents of the pass over the whole context (of one step for [`Measure::Decode`]), layers folded into the batch.
@@ -218,8 +228,9 @@ impl Cell {
         };
         let (tokens, device) = (crate::units::tokens(self.context_tokens), self.device.name());
         let device = if self.device == Device::Cpu { String::new() } else { format!(" {device}") };
+        let format = self.kv_format.map_or(String::new(), |format| format!(" kv {format}"));
         if let Some(task) = &self.task {
-            return format!("{} {task}{policy} {tokens}{device}", self.measure.name());
+            return format!("{} {task}{policy}{format} {tokens}{device}", self.measure.name());
         }
         let pages = match self.page_tokens {
             Some(0) => " contiguous".into(),
@@ -227,7 +238,7 @@ impl Cell {
             None => String::new(),
         };
         format!(
-            "{} {} {}{policy}{pages} {} {tokens}{device}",
+            "{} {} {}{policy}{pages} {}{format} {tokens}{device}",
             self.measure.name(),
             self.kernel,
             self.heads(),

@@ -131,6 +131,13 @@ fn expand(
     }
     let head_dims = from_file.map_or_else(|| grid.head_dim.or(64), |(.., head_dim, _)| vec![head_dim]);
     let dtypes = from_file.map_or_else(|| grid.dtype.or(DType::F32), |(.., dtype)| vec![dtype]);
+    if !matches!(grid.measure, Measure::Decode | Measure::Evict) && !grid.kv_format.is_empty() {
+        return Err("kv_format belongs to measure = \"decode\", \"evict\" or \"eval\"".into());
+    }
+    if !grid.kv_format.is_empty() && grid.page_tokens.0.iter().any(|pages| pages.0 == 0) {
+        return Err("kv_format is of a cache, which has pages; leave page_tokens = \"contiguous\" out".into());
+    }
+    let types = grid.types(&dtypes);
     // The sequences of a file may be layers.
     let batches = from_file.map_or_else(|| grid.batch.or(1), |(batch, ..)| vec![batch]);
     let kernels = grid.kernel.or(if grid.measure == Measure::Decode { "decode" } else { "tiled" }.into());
@@ -164,7 +171,7 @@ fn expand(
                 ));
             }
             for &head_dim in &head_dims {
-                for &dtype in &dtypes {
+                for &(dtype, kv_format) in &types {
                     for &batch in &batches {
                         for seed in grid.seed.or(0) {
                             for kernel in &kernels {
@@ -183,6 +190,7 @@ fn expand(
                                         context_tokens,
                                         new_tokens: if evicts { grid.new_tokens.unwrap_or(32) } else { 0 },
                                         dtype,
+                                        kv_format,
                                         causal: grid.causal,
                                         window: grid.window,
                                         softcap: grid.softcap,
@@ -269,7 +277,7 @@ fn check(cell: Cell, file: Option<&FileSource>, registry: &Registry) -> Result<C
     }
     if let Some(budget) = &cell.budget {
         let budget: Budget = budget.parse().map_err(|error| text(&error))?;
-        let token_bytes = (2 * cell.head_dim * cell.dtype.bytes()) as u64;
+        let token_bytes = cell.kv_format().token_bytes(cell.head_dim);
         budget
             .tokens(cell.context_tokens, token_bytes, cell.shape().batch * cell.kv_heads)
             .map_err(|error| text(&error))?;

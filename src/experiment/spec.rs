@@ -6,6 +6,7 @@
 use super::axes::{BudgetText, Many, PageTokens, Tokens};
 use super::cell::Measure;
 use super::policy_axis::PolicyText;
+use crate::format::KvFormat;
 use crate::tensor::DType;
 use crate::units;
 use crate::workload::SyntheticSpec;
@@ -92,6 +93,10 @@ pub struct Grid {
     /// Element types; f32 by default. From the file when there is one.
     #[serde(default, skip_serializing_if = "Many::is_empty")]
     pub dtype: Many<DType>,
+    /// How the cache keeps keys and values, as `int8` or `k=int8,v=bf16`, for `decode`, `evict` and `eval`; as `dtype` by
+    /// default.
+    #[serde(default, skip_serializing_if = "Many::is_empty")]
+    pub kv_format: Many<KvFormat>,
     /// Causal mask; true by default.
     #[serde(default = "yes")]
     pub causal: bool,
@@ -148,6 +153,13 @@ pub struct Grid {
 }
 
 impl Grid {
+    /// The element types given, each with every format of the cache that is asked for beside it.
+    pub(super) fn types(&self, dtypes: &[DType]) -> Vec<(DType, Option<KvFormat>)> {
+        let formats: Vec<_> = self.kv_format.0.iter().copied().map(Some).collect();
+        let formats = if formats.is_empty() { vec![None] } else { formats };
+        dtypes.iter().flat_map(|&dtype| formats.iter().map(move |&format| (dtype, format))).collect()
+    }
+
     /// A grid of a measure without any axis.
     pub fn of(measure: Measure) -> Self {
         Grid {
@@ -158,6 +170,7 @@ impl Grid {
             head_dim: Many::default(),
             batch: Many::default(),
             dtype: Many::default(),
+            kv_format: Many::default(),
             causal: yes(),
             window: None,
             softcap: None,
@@ -229,6 +242,7 @@ pub const SHIPPED: &[(&str, &str)] = &[
     ("ragged-memory", include_str!("../../experiments/ragged-memory.toml")),
     ("chunked-prefill", include_str!("../../experiments/chunked-prefill.toml")),
     ("decode-eviction", include_str!("../../experiments/decode-eviction.toml")),
+    ("kv-formats", include_str!("../../experiments/kv-formats.toml")),
     ("equal-bytes", include_str!("../../experiments/equal-bytes.toml")),
     ("paging-waste", include_str!("../../experiments/paging-waste.toml")),
     ("eval-builtin", include_str!("../../experiments/eval-builtin.toml")),

@@ -14,6 +14,7 @@ use super::weights::embed;
 use super::{Model, ModelError, linear, rope};
 use crate::cache::{CacheShape, Column, PAGE_TOKENS, PagedCache};
 use crate::device::Cpu;
+use crate::format::KvFormat;
 use crate::memory::{Arena, ArenaError, Buffer, Label};
 use crate::model::evictor::{Eviction, Evictor, Witness};
 use crate::model::norm::Norm;
@@ -37,8 +38,10 @@ pub struct Setup<'k> {
     pub chunk_tokens: usize,
     /// Whether logits of all tokens are wanted, or only of the last of each call.
     pub all_logits: bool,
-    /// Element type in which keys and values are kept.
-    pub kv_dtype: DType,
+    /// Element type of the pass: where it is f32, no activations are rounded.
+    pub dtype: DType,
+    /// How keys and values are kept.
+    pub kv_format: KvFormat,
     /// What each cached token carries.
     pub columns: &'static [Column],
 }
@@ -96,12 +99,12 @@ impl Buffers {
         Ok(Buffers {
             hidden: plain(rows * config.hidden)?,
             projected: plain(rows * config.hidden)?,
-            normed: Sheet::new(arena, rows, config.hidden, setup.kv_dtype)?,
+            normed: Sheet::new(arena, rows, config.hidden, setup.dtype)?,
             q: plain(rows * config.q_width())?,
             k: plain(rows * config.kv_width())?,
             v: plain(rows * config.kv_width())?,
-            attended: Sheet::new(arena, rows, config.q_width(), setup.kv_dtype)?,
-            gate: Sheet::new(arena, rows, config.ffn, setup.kv_dtype)?,
+            attended: Sheet::new(arena, rows, config.q_width(), setup.dtype)?,
+            gate: Sheet::new(arena, rows, config.ffn, setup.dtype)?,
             up: plain(rows * config.ffn)?,
             angles: plain(rows * config.head_dim)?,
             logits: plain(setup.logit_rows() * config.vocab)?,
@@ -316,7 +319,7 @@ fn cache_shape(model: &Model, setup: &Setup<'_>) -> CacheShape {
         batch: model.config.layers * setup.batch,
         kv_heads: model.config.kv_heads,
         head_dim: model.config.head_dim,
-        dtype: setup.kv_dtype,
+        format: setup.kv_format,
         max_tokens: setup.max_tokens,
         page_tokens: PAGE_TOKENS,
         columns: setup.columns,

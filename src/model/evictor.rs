@@ -13,10 +13,11 @@ mod witness;
 use crate::attention::Forward;
 use crate::attention::rope::Frequencies;
 use crate::cache::PagedCache;
+use crate::format::KvFormat;
 use crate::memory::{Arena, ArenaError, Buffer};
 use crate::model::{Config, ModelError};
 use crate::policy::{Budget, Decoding, Policy, PolicyError, Statistic, evict};
-use crate::tensor::DType;
+
 use held::Held;
 pub(super) use judge::Scene;
 pub(super) use witness::Witness;
@@ -67,10 +68,10 @@ impl Eviction<'_> {
 }
 
 impl Eviction<'_> {
-    /// A warning where the budget of a context of `context_tokens`, kept as `kv_dtype`, leaves nothing to judge
+    /// A warning where the budget of a context of `context_tokens`, kept in `format`, leaves nothing to judge
     /// ([`Policy::only_protected`]).
-    pub fn warning(&self, config: &Config, context_tokens: usize, kv_dtype: DType) -> Option<String> {
-        let token_bytes = (2 * config.head_dim * kv_dtype.bytes()) as u64;
+    pub fn warning(&self, config: &Config, context_tokens: usize, format: KvFormat) -> Option<String> {
+        let token_bytes = format.token_bytes(config.head_dim);
         let lists = config.layers * config.kv_heads;
         let budget = self.policy.budget_tokens(self.name, self.budget.as_ref(), context_tokens, token_bytes, lists);
         self.policy.only_protected(budget.ok()?, context_tokens)

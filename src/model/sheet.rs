@@ -18,14 +18,14 @@ impl Sheet {
         width.next_multiple_of(16)
     }
 
-    /// Zeros, of a pass that keeps keys and values as `kv_dtype`: where these are f32, nothing else is rounded either.
-    pub fn new(arena: &Arena, rows: usize, width: usize, kv_dtype: DType) -> Result<Self, ArenaError> {
+    /// Zeros, of a pass in `dtype`: where that is f32, nothing is rounded.
+    pub fn new(arena: &Arena, rows: usize, width: usize, dtype: DType) -> Result<Self, ArenaError> {
         let stride = Self::stride(width);
         Ok(Sheet {
             data: arena.alloc(Label::Activations, padded_rows(rows) * stride)?,
             width,
             stride,
-            rounds: kv_dtype != DType::F32,
+            rounds: dtype != DType::F32,
         })
     }
 

@@ -44,6 +44,8 @@ const JUDGED: Dimension = |record| if record.cell.query_aware { "query-aware".in
 const BATCH: Dimension = |record| format!("B {}", record.cell.batch);
 const HEAD_DIM: Dimension = |record| format!("D {}", record.cell.head_dim);
 const DTYPE: Dimension = |record| record.cell.dtype.name().into();
+const KV_FORMAT: Dimension =
+    |record| record.cell.kv_format.map_or(String::new(), |format| format!("cache in {format}"));
 const MASK: Dimension = |record| {
     let mask = if record.cell.causal { "causal" } else { "no mask" };
     record.cell.window.map_or(mask.into(), |window| format!("{mask}, window {window}"))
@@ -82,7 +84,9 @@ impl Naming {
     /// whatever else of kernel, heads and context is not among `first` is left to the caller.
     pub fn over(records: &[&Record], first: &[Dimension]) -> Naming {
         let mut all = first.to_vec();
-        all.extend([MODEL, JUDGED, LAYERS, BATCH, HEAD_DIM, DTYPE, MASK, SOFTCAP, NEW_TOKENS, PAGES, THREADS, ISA]);
+        all.extend([
+            MODEL, JUDGED, LAYERS, BATCH, HEAD_DIM, DTYPE, KV_FORMAT, MASK, SOFTCAP, NEW_TOKENS, PAGES, THREADS, ISA,
+        ]);
         if workloads_compete(records) {
             all.push(WORKLOAD);
         }

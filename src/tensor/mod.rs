@@ -10,8 +10,7 @@ mod rows;
 mod view;
 
 pub use dtype::DType;
-pub(crate) use rows::each;
-pub use rows::{Rows, Strided};
+pub use rows::{Coded, RowCode, Rows, Strided};
 pub use view::TensorView;
 
 use crate::memory::{Arena, ArenaError, Buffer, Label};

@@ -1,9 +1,10 @@
-//! Rows of a tensor or cache in the type in which they are kept, for code that reads each type itself.
+//! Rows of a tensor or cache as they are kept, for code that reads each type itself.
 
 use super::DType;
 use super::dtype::widen_bf16;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
+use std::fmt;
 use std::ops::Range;
 
 /// Some rows that lie at one distance from each other.
@@ -15,6 +16,24 @@ pub enum Rows<'a> {
     Bf16(Strided<'a, bf16>),
     /// Of f16.
     F16(Strided<'a, f16>),
+    /// In bytes that a format gives a meaning.
+    Coded(Coded<'a>),
+}
+
+/// What bytes of coded rows mean.
+pub trait RowCode: Sync + fmt::Debug {
+    /// Reads the elements from `first` on, as many as `to` holds, from the bytes of a row.
+    fn decode(&self, from: &[u8], first: usize, to: &mut [f32]);
+}
+
+/// `count` rows of coded bytes, one behind another, of which `width` elements from `first` on are meant.
+#[derive(Debug, Clone, Copy)]
+pub struct Coded<'a> {
+    code: &'a dyn RowCode,
+    bytes: &'a [u8],
+    row_bytes: usize,
+    first: usize,
+    width: usize,
 }
 
 /// `count` rows of `width` elements.
@@ -34,15 +53,27 @@ macro_rules! each {
             Rows::F32($strided) => $result,
             Rows::Bf16($strided) => $result,
             Rows::F16($strided) => $result,
+            Rows::Coded($strided) => $result,
         }
     };
 }
-pub(crate) use each;
+
+/// A change that makes rows of one kind rows of the same kind.
+macro_rules! map {
+    ($rows:expr, $part:ident => $result:expr) => {
+        match $rows {
+            Rows::F32($part) => Rows::F32($result),
+            Rows::Bf16($part) => Rows::Bf16($result),
+            Rows::F16($part) => Rows::F16($result),
+            Rows::Coded($part) => Rows::Coded($result),
+        }
+    };
+}
 
 impl<'a> Rows<'a> {
     /// Number of rows.
     pub fn count(&self) -> usize {
-        each!(self, rows => rows.count)
+        each!(self, rows => rows.count())
     }
 
     /// Contiguous raw rows, `[count, width]`.
@@ -61,7 +92,7 @@ impl<'a> Rows<'a> {
 
     /// Elements of a row.
     pub fn width(&self) -> usize {
-        each!(self, rows => rows.width)
+        each!(self, rows => rows.width())
     }
 
     /// All rows, if they are contiguous f32.
@@ -69,6 +100,45 @@ impl<'a> Rows<'a> {
         match self {
             Rows::F32(rows) => rows.contiguous(),
             _ => None,
+        }
+    }
+
+    /// Bytes of a row.
+    pub fn row_bytes(&self) -> usize {
+        match self {
+            Rows::F32(rows) => 4 * rows.width,
+            Rows::Bf16(rows) => 2 * rows.width,
+            Rows::F16(rows) => 2 * rows.width,
+            Rows::Coded(rows) => rows.row_bytes,
+        }
+    }
+
+    /// The bytes from the first row's first to the last row's last, and from one row to the next, if those of a row are
+    /// neighbours and are whole.
+    #[inline(always)]
+    pub fn span(&self) -> Option<(&'a [u8], usize)> {
+        match self {
+            Rows::F32(rows) => Some((bytemuck::cast_slice(rows.span()?), 4 * rows.row_stride)),
+            Rows::Bf16(rows) => Some((bytemuck::cast_slice(rows.span()?), 2 * rows.row_stride)),
+            Rows::F16(rows) => Some((bytemuck::cast_slice(rows.span()?), 2 * rows.row_stride)),
+            Rows::Coded(rows) => (rows.first == 0).then_some((rows.bytes, rows.row_bytes)),
+        }
+    }
+
+    /// Copies the elements of a row, as they are kept, one behind another.
+    ///
+    /// # Panics
+    /// When `to` has another length than the row's bytes, or is not aligned to its elements.
+    pub fn copy_row(&self, index: usize, to: &mut [u8]) {
+        fn copy<T: bytemuck::Pod>(rows: &Strided<'_, T>, index: usize, to: &mut [u8]) {
+            let to: &mut [T] = bytemuck::cast_slice_mut(to);
+            to.iter_mut().enumerate().for_each(|(column, to)| *to = rows.element(index, column));
+        }
+        match self {
+            Rows::F32(rows) => copy(rows, index, to),
+            Rows::Bf16(rows) => copy(rows, index, to),
+            Rows::F16(rows) => copy(rows, index, to),
+            Rows::Coded(rows) => to.copy_from_slice(&rows.bytes[index * rows.row_bytes..][..rows.row_bytes]),
         }
     }
 
@@ -81,17 +151,14 @@ impl<'a> Rows<'a> {
             Rows::F32(rows) => rows.convert(target, |from, to| to.copy_from_slice(from)),
             Rows::Bf16(rows) => rows.convert(target, widen_bf16),
             Rows::F16(rows) => rows.convert(target, |from, to| from.convert_to_f32_slice(to)),
+            Rows::Coded(rows) => rows.widen(target),
         }
     }
 
     /// The first `count` rows, or all if there are fewer.
     #[inline(always)]
     pub fn first(self, count: usize) -> Self {
-        match self {
-            Rows::F32(rows) => Rows::F32(rows.first(count)),
-            Rows::Bf16(rows) => Rows::Bf16(rows.first(count)),
-            Rows::F16(rows) => Rows::F16(rows.first(count)),
-        }
+        map!(self, rows => rows.first(count))
     }
 
     /// The columns `range` of every row.
@@ -100,11 +167,7 @@ impl<'a> Rows<'a> {
     /// When rows are not so wide.
     #[inline(always)]
     pub fn columns(self, range: Range<usize>) -> Self {
-        match self {
-            Rows::F32(rows) => Rows::F32(rows.columns(range)),
-            Rows::Bf16(rows) => Rows::Bf16(rows.columns(range)),
-            Rows::F16(rows) => Rows::F16(rows.columns(range)),
-        }
+        map!(self, rows => rows.columns(range))
     }
 
     /// The rows from `start` on.
@@ -113,11 +176,49 @@ impl<'a> Rows<'a> {
     /// When there are not so many.
     #[inline(always)]
     pub fn skip(self, start: usize) -> Self {
-        match self {
-            Rows::F32(rows) => Rows::F32(rows.skip(start)),
-            Rows::Bf16(rows) => Rows::Bf16(rows.skip(start)),
-            Rows::F16(rows) => Rows::F16(rows.skip(start)),
-        }
+        map!(self, rows => rows.skip(start))
+    }
+}
+
+impl<'a> Coded<'a> {
+    /// Rows of `width` elements in `bytes`, `row_bytes` each.
+    ///
+    /// # Panics
+    /// When there is no whole number of rows.
+    #[inline]
+    pub fn new(code: &'a dyn RowCode, bytes: &'a [u8], row_bytes: usize, width: usize) -> Self {
+        assert!(bytes.len().is_multiple_of(row_bytes), "{} bytes are no whole rows of {row_bytes}", bytes.len());
+        Coded { code, bytes, row_bytes, first: 0, width }
+    }
+
+    fn count(&self) -> usize {
+        self.bytes.len() / self.row_bytes
+    }
+
+    fn width(&self) -> usize {
+        self.width
+    }
+
+    fn first(self, count: usize) -> Self {
+        Coded { bytes: &self.bytes[..self.count().min(count) * self.row_bytes], ..self }
+    }
+
+    fn skip(self, start: usize) -> Self {
+        Coded { bytes: &self.bytes[start * self.row_bytes..], ..self }
+    }
+
+    fn columns(self, range: Range<usize>) -> Self {
+        assert!(range.start <= range.end && range.end <= self.width, "columns {range:?} of {}", self.width);
+        Coded { first: self.first + range.start, width: range.len(), ..self }
+    }
+
+    /// Copies all rows into the start of `target` as f32.
+    fn widen(&self, target: &mut [f32]) {
+        let rows = self
+            .bytes
+            .chunks_exact(self.row_bytes)
+            .zip(target[..self.count() * self.width].chunks_exact_mut(self.width));
+        rows.for_each(|(from, to)| self.code.decode(from, self.first, to));
     }
 }
 

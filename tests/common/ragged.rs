@@ -1,6 +1,7 @@
 //! Lists of keys and values whose lengths differ from head to head, as a cache after eviction has them.
 
 use kvsieve::attention::KvRows;
+use kvsieve::format::KvFormat;
 use kvsieve::tensor::{DType, Rows, Strided};
 
 /// `[B, Hkv]` lists of f32 rows.
@@ -38,8 +39,8 @@ impl KvRows for Ragged {
         self.k[batch * self.kv_heads + head].len() / self.width
     }
 
-    fn dtype(&self) -> DType {
-        DType::F32
+    fn format(&self) -> KvFormat {
+        KvFormat::plain(DType::F32)
     }
 
     fn key_rows(&self, batch: usize, head: usize, start: usize) -> Rows<'_> {

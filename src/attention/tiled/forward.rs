@@ -97,7 +97,7 @@ impl Task for Block<'_, '_, '_> {
     #[inline(always)]
     fn run<S: Native>(self, simd: S) {
         // Pairs hold what is bf16 already; everything else is computed in f32.
-        if self.call.q.dtype() == DType::Bf16 && self.call.kv.dtype() == DType::Bf16 {
+        if self.call.is_bf16() {
             block::<S, S::Bf16>(simd, self);
         } else {
             block::<S, f32>(simd, self);

@@ -347,6 +347,6 @@ impl DeviceCache {
 
     /// What is compiled for the cache.
     pub(crate) fn program(&self) -> Program {
-        Program { source: SOURCE, dtype: self.shape.dtype, head_dim: self.shape.head_dim, macros: vec![] }
+        Program { source: SOURCE, dtype: self.shape.dtype(), head_dim: self.shape.head_dim, macros: vec![] }
     }
 }

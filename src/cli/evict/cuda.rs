@@ -77,7 +77,7 @@ fn rows(cache: &DeviceCache) -> Result<Vec<(&'static str, Vec<f32>)>, Failure> {
     let all = |part: usize| -> Result<Vec<f32>, Failure> {
         let mut rows = vec![0.0; shape.lists() * columns * shape.head_dim];
         for (list, rows) in rows.chunks_mut((columns * shape.head_dim).max(1)).enumerate() {
-            shape.dtype.decode(&cache.read_rows(list, part)?, &mut rows[..cache.lens()[list] * shape.head_dim]);
+            shape.dtype().decode(&cache.read_rows(list, part)?, &mut rows[..cache.lens()[list] * shape.head_dim]);
         }
         Ok(rows)
     };

@@ -81,6 +81,12 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
+    unsafe fn load_i8(self, from: *const i8) -> __m256 {
+        // SAFETY: the caller's promise.
+        unsafe { _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(from.cast()))) }
+    }
+
+    #[inline(always)]
     unsafe fn load_part(self, from: *const f32, count: usize) -> __m256 {
         // SAFETY: the caller's promise; lanes that the mask leaves out are not read.
         unsafe {
@@ -102,6 +108,17 @@ impl Simd for Avx2 {
     unsafe fn load_f16_part(self, from: *const f16, count: usize) -> __m256 {
         // SAFETY: the caller's promise.
         unsafe { _mm256_cvtph_ps(part(from.cast(), count)) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_i8_part(self, from: *const i8, count: usize) -> __m256 {
+        let bytes: [i8; 8] = std::array::from_fn(
+            #[inline(always)]
+            // SAFETY: the caller's promise.
+            |lane| if lane < count { unsafe { *from.add(lane) } } else { 0 },
+        );
+        // SAFETY: eight bytes.
+        unsafe { self.load_i8(bytes.as_ptr()) }
     }
 
     #[inline(always)]

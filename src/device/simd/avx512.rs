@@ -66,6 +66,12 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     }
 
     #[inline(always)]
+    unsafe fn load_i8(self, from: *const i8) -> __m512 {
+        // SAFETY: the caller's promise.
+        unsafe { _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(from.cast()))) }
+    }
+
+    #[inline(always)]
     unsafe fn load_part(self, from: *const f32, count: usize) -> __m512 {
         // SAFETY: the caller's promise; lanes that the mask leaves out are not read.
         unsafe { _mm512_maskz_loadu_ps(first(count), from) }
@@ -84,6 +90,12 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     unsafe fn load_f16_part(self, from: *const f16, count: usize) -> __m512 {
         // SAFETY: as above.
         unsafe { _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first(count), from.cast())) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_i8_part(self, from: *const i8, count: usize) -> __m512 {
+        // SAFETY: as above.
+        unsafe { _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(first(count), from))) }
     }
 
     #[inline(always)]

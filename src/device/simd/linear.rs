@@ -11,6 +11,7 @@
 
 use super::pack::{Packed, transposed};
 use super::product::{Extents, Left, ROWS, Right, product};
+use super::reader::Plain;
 use super::rows::tile;
 use super::{Element, Native, Simd, Task, Unit};
 use crate::tensor::Rows;
@@ -189,6 +190,7 @@ impl Task for Few<'_> {
             Rows::F32(_) => self.over::<S, f32>(simd),
             Rows::Bf16(_) => self.over::<S, bf16>(simd),
             Rows::F16(_) => self.over::<S, f16>(simd),
+            Rows::Coded(_) => unreachable!("weights are plain elements"),
         }
     }
 }
@@ -200,12 +202,12 @@ impl Few<'_> {
         part.check(part.rows);
         let w = T::rows(part.w).expect("the rows are of this type");
         let (span, count) = (w.span().expect("rows of a matrix lie along it"), w.count());
-        let row = |index: usize| span[index * w.row_stride()..][..w.width()].as_ptr();
+        let row = |index: usize| span[index * w.row_stride()..][..w.width()].as_ptr().cast::<u8>();
         let mut first = 0;
         while first < count {
             let rows = TILE.min(count - first);
             // Rows that are not there are the last one again.
-            let at: [*const T; TILE] = std::array::from_fn(
+            let at: [*const u8; TILE] = std::array::from_fn(
                 #[inline(always)]
                 |offset| row(first + offset.min(rows - 1)),
             );
@@ -218,25 +220,25 @@ impl Few<'_> {
                         1 => part.put(
                             simd,
                             y,
-                            tile::<S, T, TILE, 1>(simd, at, w.width(), x, part.stride),
+                            tile::<S, _, TILE, 1>(simd, Plain::<T>::NEW, at, w.width(), x, part.stride),
                             [query, first],
                         ),
                         2 | 3 => part.put(
                             simd,
                             y,
-                            tile::<S, T, TILE, 2>(simd, at, w.width(), x, part.stride),
+                            tile::<S, _, TILE, 2>(simd, Plain::<T>::NEW, at, w.width(), x, part.stride),
                             [query, first],
                         ),
                         _ if S::COLUMNS < 4 => part.put(
                             simd,
                             y,
-                            tile::<S, T, TILE, 2>(simd, at, w.width(), x, part.stride),
+                            tile::<S, _, TILE, 2>(simd, Plain::<T>::NEW, at, w.width(), x, part.stride),
                             [query, first],
                         ),
                         _ => part.put(
                             simd,
                             y,
-                            tile::<S, T, TILE, 4>(simd, at, w.width(), x, part.stride),
+                            tile::<S, _, TILE, 4>(simd, Plain::<T>::NEW, at, w.width(), x, part.stride),
                             [query, first],
                         ),
                     }

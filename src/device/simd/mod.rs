@@ -19,6 +19,7 @@ pub(crate) mod math;
 pub(crate) mod pack;
 mod portable;
 pub(crate) mod product;
+pub mod reader;
 pub(crate) mod rows;
 mod vector;
 

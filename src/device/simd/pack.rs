@@ -5,7 +5,7 @@
 //! values and the inner extent is the keys ([`stacked`]).
 
 use super::{Element, Simd, Unit};
-use crate::tensor::{Rows, Strided, each};
+use crate::tensor::{Rows, Strided};
 use half::bf16;
 
 /// Largest [`Simd::LANES`], and the widest row in elements.
@@ -52,10 +52,13 @@ fn widen<S: Simd, T: Element>(simd: S, row: &Strided<'_, T>, to: &mut [f32]) {
 impl<S: Simd> Packed<S> for f32 {
     #[inline(always)]
     fn along(simd: S, row: Rows<'_>, to: &mut [f32]) {
-        each!(&row, row => {
-            widen(simd, row, to);
-            to[row.width()..].fill(0.0);
-        });
+        match &row {
+            Rows::F32(row) => widen(simd, row, to),
+            Rows::Bf16(row) => widen(simd, row, to),
+            Rows::F16(row) => widen(simd, row, to),
+            Rows::Coded(_) => row.widen(to),
+        }
+        to[row.width()..].fill(0.0);
     }
 
     #[inline(always)]
@@ -94,6 +97,11 @@ mod pairs {
             Rows::Bf16(row) => row.element(0, column),
             Rows::F32(row) => bf16::from_f32(row.element(0, column)),
             Rows::F16(row) => bf16::from_f32(row.element(0, column).to_f32()),
+            Rows::Coded(_) => {
+                let mut element = [0.0];
+                row.columns(column..column + 1).widen(&mut element);
+                bf16::from_f32(element[0])
+            }
         }
     }
 
@@ -245,7 +253,9 @@ mod tests {
         if row >= rows.count() || column >= rows.width() {
             return 0.0;
         }
-        each!(rows, rows => rows.element(row, column).widen())
+        let mut element = [0.0];
+        rows.skip(row).first(1).columns(column..column + 1).widen(&mut element);
+        element[0]
     }
 
     /// The elements of a unit.

@@ -57,6 +57,12 @@ impl Simd for Portable {
     }
 
     #[inline(always)]
+    unsafe fn load_i8(self, from: *const i8) -> Lanes {
+        // SAFETY: the caller's promise.
+        unsafe { from.cast::<[i8; 4]>().read_unaligned() }.map(f32::from)
+    }
+
+    #[inline(always)]
     unsafe fn load_part(self, from: *const f32, count: usize) -> Lanes {
         // SAFETY: the caller's promise.
         unsafe { part(from, count) }
@@ -72,6 +78,12 @@ impl Simd for Portable {
     unsafe fn load_f16_part(self, from: *const f16, count: usize) -> Lanes {
         // SAFETY: the caller's promise.
         unsafe { part(from, count) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_i8_part(self, from: *const i8, count: usize) -> Lanes {
+        // SAFETY: the caller's promise.
+        std::array::from_fn(|lane| if lane < count { f32::from(unsafe { *from.add(lane) }) } else { 0.0 })
     }
 
     #[inline(always)]

@@ -1,4 +1,4 @@
-//! Inner products with rows, and weighted sums of rows, that are read once, in their own type, where they lie: what
+//! Inner products with rows, and weighted sums of rows, that are read once, in their own format, where they lie: what
 //! decoding does with a cache, at the speed of the memory.
 //!
 //! A [`RowList`] is some rows' addresses, so that rows of pages and rows of one tensor are the same thing and give the
@@ -6,7 +6,8 @@
 //! by reading it in one order and asking for cache lines a fixed way ahead in that order, past the end of the list into
 //! what will be read next. Lists are long, because each change of the place that is read costs time.
 
-use super::{Element, Simd};
+use super::Simd;
+use super::reader::RowReader;
 use crate::tensor::Rows;
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -25,47 +26,51 @@ const KEYS: usize = 4;
 const CHUNK: usize = 16;
 
 /// Addresses of up to [`BLOCK`] rows, and of the rows that will be read after them.
-pub struct RowList<'a, T> {
+pub struct RowList<'a, R> {
     /// `count` rows that may be read; behind them, addresses that may only be asked for.
-    at: [*const T; BLOCK + AHEAD],
+    at: [*const u8; BLOCK + AHEAD],
     count: usize,
     width: usize,
     /// Rows from one that is read to one that is asked for.
     ahead: usize,
-    rows: PhantomData<&'a [T]>,
+    reader: R,
+    rows: PhantomData<&'a [u8]>,
 }
 
-impl<'a, T: Element> RowList<'a, T> {
-    /// The rows `range`, `width` elements each, that will be followed by the rows `next_range` of `next`. `rows(i)`
-    /// gives row `i` and as many after it as lie evenly. Rows whose elements are no neighbours are copied to `copies`,
-    /// which holds as many elements.
+impl<'a, R: RowReader> RowList<'a, R> {
+    /// The rows `range`, `width` elements each, that `reader` reads and that will be followed by the rows `next_range` of
+    /// `next`. `rows(i)` gives row `i` and as many after it as lie evenly. Rows whose elements are no neighbours are copied
+    /// to `copies`, which holds as many elements in f32.
     ///
     /// # Panics
-    /// When there are more than [`BLOCK`] rows, rows of another type or width, or no room for copies.
+    /// When there are more than [`BLOCK`] rows, rows of other bytes than the reader's or of another width, or no room for
+    /// copies.
     #[inline(always)]
     pub fn collect<'r: 'a>(
+        reader: R,
         rows: impl Fn(usize) -> Rows<'r>,
         range: Range<usize>,
         next: impl Fn(usize) -> Rows<'r>,
         next_range: Range<usize>,
         width: usize,
-        copies: &'a mut [T],
+        copies: &'a mut [f32],
     ) -> Self {
-        let count = range.len();
-        let ahead = (AHEAD_BYTES / (width * size_of::<T>())).clamp(1, AHEAD);
+        let (count, row_bytes) = (range.len(), reader.row_bytes(width));
+        let ahead = (AHEAD_BYTES / row_bytes).clamp(1, AHEAD);
+        let mut copies: &mut [u8] = bytemuck::cast_slice_mut(copies);
         let mut at = [copies.as_ptr(); BLOCK + AHEAD];
-        let (mut listed, mut copies) = (0, copies);
+        let mut listed = 0;
         while listed < count {
-            let run = T::rows(rows(range.start + listed)).expect("rows are of the type that their source names");
-            let run = run.first(count - listed);
+            let run = rows(range.start + listed).first(count - listed);
             assert!(run.width() == width && run.count() > 0, "rows of {} elements, not {width}", run.width());
+            assert_eq!(run.row_bytes(), row_bytes, "rows are of the format that their source names");
             let at = &mut at[..BLOCK][listed..][..run.count()];
             match run.span() {
-                Some(span) => spread(span, run.row_stride(), at),
+                Some((span, stride_bytes)) => spread(span, stride_bytes, at),
                 None => {
                     for (index, at) in at.iter_mut().enumerate() {
-                        let (copy, rest) = copies.split_at_mut(width);
-                        copy.iter_mut().enumerate().for_each(|(column, to)| *to = run.element(index, column));
+                        let (copy, rest) = copies.split_at_mut(row_bytes);
+                        run.copy_row(index, copy);
                         (*at, copies) = (copy.as_ptr(), rest);
                     }
                 }
@@ -75,14 +80,28 @@ impl<'a, T: Element> RowList<'a, T> {
         let wanted = ahead.min(next_range.len());
         let mut listed = 0;
         while listed < wanted {
-            let Some(run) = T::rows(next(next_range.start + listed)).map(|run| run.first(wanted - listed)) else {
-                break;
-            };
-            let Some(span) = run.span() else { break };
-            spread(span, run.row_stride(), &mut at[count + listed..][..run.count()]);
+            let run = next(next_range.start + listed).first(wanted - listed);
+            let Some((span, stride_bytes)) = run.span() else { break };
+            spread(span, stride_bytes, &mut at[count + listed..][..run.count()]);
             listed += run.count();
         }
-        RowList { at, count, width, ahead, rows: PhantomData }
+        RowList { at, count, width, ahead, reader, rows: PhantomData }
+    }
+
+    /// Multiplies numbers of the rows, `BLOCK` for each of some queries, by the factors that the rows carry.
+    #[inline(always)]
+    fn scale(&self, numbers: &mut [f32]) {
+        if !R::SCALED {
+            return;
+        }
+        let mut factors = [0.0; BLOCK];
+        for (index, factor) in factors[..self.count].iter_mut().enumerate() {
+            // SAFETY: `index` is below `count`; a listed row may be read.
+            *factor = unsafe { self.reader.scale(self.row(index)) };
+        }
+        for numbers in numbers.chunks_exact_mut(BLOCK) {
+            numbers[..self.count].iter_mut().zip(&factors).for_each(|(number, factor)| *number *= factor);
+        }
     }
 
     /// Where a row begins, or would be asked for.
@@ -90,20 +109,20 @@ impl<'a, T: Element> RowList<'a, T> {
     /// # Safety
     /// `index` is below `count + ahead`.
     #[inline(always)]
-    unsafe fn row(&self, index: usize) -> *const T {
+    unsafe fn row(&self, index: usize) -> *const u8 {
         debug_assert!(index < self.count + self.ahead);
         // SAFETY: the caller's promise; `count` is at most `BLOCK`, `ahead` at most `AHEAD`.
         unsafe { *self.at.get_unchecked(index) }
     }
 
-    /// Asks for `len_bytes` from column `column` on of the row that is read some way after row `index`.
+    /// Asks for `len_bytes` from byte `first` on of the row that is read some way after row `index`.
     ///
     /// # Safety
     /// `index` is below `count`.
     #[inline(always)]
-    unsafe fn prefetch<S: Simd>(&self, simd: S, index: usize, column: usize, len_bytes: usize) {
+    unsafe fn prefetch<S: Simd>(&self, simd: S, index: usize, first: usize, len_bytes: usize) {
         // SAFETY: the caller's promise.
-        let from = unsafe { self.row(index + self.ahead) }.wrapping_add(column).cast::<u8>();
+        let from = unsafe { self.row(index + self.ahead) }.wrapping_add(first);
         for line in (0..len_bytes).step_by(LINE_BYTES) {
             simd.prefetch(from.wrapping_add(line));
         }
@@ -112,9 +131,9 @@ impl<'a, T: Element> RowList<'a, T> {
 
 /// The addresses of rows that lie evenly.
 #[inline(always)]
-fn spread<T>(span: &[T], stride: usize, at: &mut [*const T]) {
+fn spread(span: &[u8], stride_bytes: usize, at: &mut [*const u8]) {
     for (index, at) in at.iter_mut().enumerate() {
-        *at = span.as_ptr().wrapping_add(index * stride);
+        *at = span.as_ptr().wrapping_add(index * stride_bytes);
     }
 }
 
@@ -124,18 +143,18 @@ fn spread<T>(span: &[T], stride: usize, at: &mut [*const T]) {
 /// # Panics
 /// When a slice is too short.
 #[inline(always)]
-pub fn dots<S: Simd, T: Element>(simd: S, rows: &RowList<'_, T>, queries: &[f32], stride: usize, scores: &mut [f32]) {
+pub fn dots<S: Simd, R: RowReader>(simd: S, rows: &RowList<'_, R>, queries: &[f32], stride: usize, scores: &mut [f32]) {
     let query_count = queries.len() / stride;
     assert!(rows.width <= stride && stride.is_multiple_of(S::LANES), "queries in whole vectors");
     assert!(scores.len() >= query_count * BLOCK, "scores are too short");
-    let row_bytes = rows.width * size_of::<T>();
+    let (reader, row_bytes) = (rows.reader, rows.reader.row_bytes(rows.width));
     let quads = rows.count - rows.count % KEYS;
     for key in (0..quads).step_by(KEYS) {
         for key in key..key + KEYS {
             // SAFETY: `quads` is at most `count`.
             unsafe { rows.prefetch(simd, key, 0, row_bytes) };
         }
-        let keys: [*const T; KEYS] = std::array::from_fn(
+        let keys: [*const u8; KEYS] = std::array::from_fn(
             #[inline(always)]
             |offset| {
                 // SAFETY: as above.
@@ -149,12 +168,14 @@ pub fn dots<S: Simd, T: Element>(simd: S, rows: &RowList<'_, T>, queries: &[f32]
             query += unsafe {
                 let from = queries.as_ptr().add(query * stride);
                 match query_count - query {
-                    1 => put(simd, tile::<S, T, KEYS, 1>(simd, keys, rows.width, from, stride), scores, key),
-                    2 | 3 => put(simd, tile::<S, T, KEYS, 2>(simd, keys, rows.width, from, stride), scores, key),
-                    _ if S::COLUMNS < 4 => {
-                        put(simd, tile::<S, T, KEYS, 2>(simd, keys, rows.width, from, stride), scores, key)
+                    1 => put(simd, tile::<S, R, KEYS, 1>(simd, reader, keys, rows.width, from, stride), scores, key),
+                    2 | 3 => {
+                        put(simd, tile::<S, R, KEYS, 2>(simd, reader, keys, rows.width, from, stride), scores, key)
                     }
-                    _ => put(simd, tile::<S, T, KEYS, 4>(simd, keys, rows.width, from, stride), scores, key),
+                    _ if S::COLUMNS < 4 => {
+                        put(simd, tile::<S, R, KEYS, 2>(simd, reader, keys, rows.width, from, stride), scores, key)
+                    }
+                    _ => put(simd, tile::<S, R, KEYS, 4>(simd, reader, keys, rows.width, from, stride), scores, key),
                 }
             };
         }
@@ -163,11 +184,13 @@ pub fn dots<S: Simd, T: Element>(simd: S, rows: &RowList<'_, T>, queries: &[f32]
         for query in 0..query_count {
             // SAFETY: as above.
             let [[sum]] = unsafe {
-                tile::<S, T, 1, 1>(simd, [rows.row(key)], rows.width, queries.as_ptr().add(query * stride), stride)
+                let from = queries.as_ptr().add(query * stride);
+                tile::<S, R, 1, 1>(simd, reader, [rows.row(key)], rows.width, from, stride)
             };
             scores[query * BLOCK + key] = simd.sum(sum);
         }
     }
+    rows.scale(&mut scores[..query_count * BLOCK]);
 }
 
 /// Writes the sums of a tile's lanes; returns the number of its query rows.
@@ -189,9 +212,10 @@ fn put<S: Simd, const QUERIES: usize>(
 /// # Safety
 /// Each row holds `width` elements; `QUERIES` query rows, `stride` apart, hold whole vectors of at least as many.
 #[inline(always)]
-pub(super) unsafe fn tile<S: Simd, T: Element, const ROWS: usize, const QUERIES: usize>(
+pub(super) unsafe fn tile<S: Simd, R: RowReader, const ROWS: usize, const QUERIES: usize>(
     simd: S,
-    rows: [*const T; ROWS],
+    reader: R,
+    rows: [*const u8; ROWS],
     width: usize,
     queries: *const f32,
     stride: usize,
@@ -205,7 +229,7 @@ pub(super) unsafe fn tile<S: Simd, T: Element, const ROWS: usize, const QUERIES:
         while column < whole {
             let keys: [S::Vector; ROWS] = std::array::from_fn(
                 #[inline(always)]
-                |row| T::load(simd, rows[row].add(column)),
+                |row| reader.load(simd, rows[row], column),
             );
             add(simd, &mut sums, keys, queries.add(column), stride);
             column += S::LANES;
@@ -213,7 +237,7 @@ pub(super) unsafe fn tile<S: Simd, T: Element, const ROWS: usize, const QUERIES:
         if tail > 0 {
             let keys: [S::Vector; ROWS] = std::array::from_fn(
                 #[inline(always)]
-                |row| T::load_part(simd, rows[row].add(whole), tail),
+                |row| reader.load_part(simd, rows[row], whole, tail),
             );
             add(simd, &mut sums, keys, queries.add(whole), stride);
         }
@@ -243,21 +267,23 @@ unsafe fn add<S: Simd, const ROWS: usize, const QUERIES: usize>(
 }
 
 /// `outputs[i] += sum_j weights[i][j] * rows[j]`: output row `i` begins at `i * stride` of `outputs`, its weights at
-/// `i * BLOCK` of `weights`. What lies behind a row's width, up to whole vectors, stays as it is.
+/// `i * BLOCK` of `weights`, where they are lost: the factors that rows carry are multiplied with them. What lies behind a
+/// row's width, up to whole vectors, stays as it is.
 ///
 /// # Panics
 /// When a slice is too short.
 #[inline(always)]
-pub fn accumulate<S: Simd, T: Element>(
+pub fn accumulate<S: Simd, R: RowReader>(
     simd: S,
-    rows: &RowList<'_, T>,
-    weights: &[f32],
+    rows: &RowList<'_, R>,
+    weights: &mut [f32],
     outputs: &mut [f32],
     stride: usize,
 ) {
     let output_count = outputs.len() / stride;
     assert!(rows.width <= stride && stride.is_multiple_of(S::LANES), "outputs in whole vectors");
     assert!(weights.len() >= output_count * BLOCK, "weights are too short");
+    rows.scale(&mut weights[..output_count * BLOCK]);
     for first in (0..rows.count).step_by(CHUNK) {
         let end = rows.count.min(first + CHUNK);
         let mut output = 0;
@@ -278,8 +304,8 @@ pub fn accumulate<S: Simd, T: Element>(
 }
 
 /// The sums of rows `first .. end` for some outputs.
-struct Sum<'a, T> {
-    rows: &'a RowList<'a, T>,
+struct Sum<'a, R> {
+    rows: &'a RowList<'a, R>,
     first: usize,
     end: usize,
     weights: *const f32,
@@ -289,7 +315,7 @@ struct Sum<'a, T> {
     prefetch: bool,
 }
 
-impl<T: Element> Sum<'_, T> {
+impl<R: RowReader> Sum<'_, R> {
     /// Adds to `OUTPUTS` rows, panel by panel of columns; returns their number.
     ///
     /// # Safety
@@ -325,7 +351,8 @@ impl<T: Element> Sum<'_, T> {
         column: usize,
     ) -> usize {
         let part = self.rows.width - column;
-        let columns = VECTORS * S::LANES;
+        let (columns, reader) = (VECTORS * S::LANES, self.rows.reader);
+        let (first_byte, end_byte) = (reader.row_bytes(column), reader.row_bytes(column + columns));
         let mut sums = [[simd.splat(0.0); VECTORS]; OUTPUTS];
         // SAFETY: the caller's promise.
         unsafe {
@@ -337,14 +364,14 @@ impl<T: Element> Sum<'_, T> {
             }
             for index in self.first..self.end {
                 if self.prefetch {
-                    self.rows.prefetch(simd, index, column, columns * size_of::<T>());
+                    self.rows.prefetch(simd, index, first_byte, end_byte - first_byte);
                 }
-                let from = self.rows.row(index).add(column);
+                let from = self.rows.row(index);
                 let values: [S::Vector; VECTORS] = std::array::from_fn(
                     #[inline(always)]
                     |vector| match PART {
-                        true => T::load_part(simd, from, part),
-                        false => T::load(simd, from.add(vector * S::LANES)),
+                        true => reader.load_part(simd, from, column, part),
+                        false => reader.load(simd, from, column + vector * S::LANES),
                     },
                 );
                 for (output, sums) in sums.iter_mut().enumerate() {
@@ -368,11 +395,13 @@ impl<T: Element> Sum<'_, T> {
 mod tests {
     use super::super::{Isa, Native, Task};
     use super::*;
-    use crate::tensor::{Strided, each};
+    use crate::format::{RowFormat, with_codec};
+    use crate::tensor::{Coded, DType, Strided};
     use half::{bf16, f16};
 
     /// Both functions against their definition in f64, for `queries` query rows, over rows in runs of `run`.
     struct Check<'a> {
+        format: RowFormat,
         rows: Rows<'a>,
         run: usize,
         queries: usize,
@@ -383,24 +412,22 @@ mod tests {
 
         #[inline(always)]
         fn run<S: Native>(self, simd: S) {
-            match self.rows {
-                Rows::F32(_) => self.check::<S, f32>(simd),
-                Rows::Bf16(_) => self.check::<S, bf16>(simd),
-                Rows::F16(_) => self.check::<S, f16>(simd),
-            }
+            with_codec!(self.format, reader => self.check(simd, reader));
         }
     }
 
     impl Check<'_> {
         #[inline(always)]
-        fn check<S: Simd, T: Element>(self, simd: S) {
-            let Check { rows, run, queries } = self;
+        fn check<S: Simd, R: RowReader>(self, simd: S, reader: R) {
+            let Check { rows, run, queries, .. } = self;
             let (count, width) = (rows.count(), rows.width());
-            let element = |row, column| f64::from(each!(&rows, rows => rows.element(row, column).widen()));
+            let mut wide = vec![0.0; count * width];
+            rows.widen(&mut wide);
+            let element = |row: usize, column: usize| f64::from(wide[row * width + column]);
             let stride = width.next_multiple_of(16);
             let source = |row: usize| rows.skip(row).first(run - row % run);
-            let mut copies = vec![T::zeroed(); count * width];
-            let list = RowList::<T>::collect(source, 0..count, source, 0..count, width, &mut copies);
+            let mut copies = vec![0.0; count * width];
+            let list = RowList::collect(reader, source, 0..count, source, 0..count, width, &mut copies);
 
             let mut x = vec![0.0; queries * stride];
             x.iter_mut()
@@ -418,10 +445,10 @@ mod tests {
                 }
             }
             let mut sums = vec![1.0; queries * stride];
-            accumulate(simd, &list, &weights, &mut sums, stride);
+            accumulate(simd, &list, &mut weights, &mut sums, stride);
             for (at, &got) in sums.iter().enumerate() {
                 let (query, d) = (at / stride, at % stride);
-                let weight = |row| f64::from(weights[query * BLOCK + row]);
+                let weight = |row: usize| ((query + row) % 7) as f64 - 2.5;
                 let sum = |d| (0..count).map(|row| weight(row) * element(row, d)).sum::<f64>();
                 let exact = 1.0 + if d < width { sum(d) } else { 0.0 };
                 assert!((f64::from(got) - exact).abs() < 1e-1, "output {query}, column {d}: {got}, not {exact}");
@@ -440,10 +467,15 @@ mod tests {
                 for isa in Isa::available() {
                     for queries in [1, 2, 3, 4, 7] {
                         let run = [16, 1000, 7][(index + queries) % 3];
-                        let check = |rows| isa.run(Check { rows, run, queries });
-                        check(Rows::F32(Strided::new(&wide[..], strides, count, width)));
-                        check(Rows::Bf16(Strided::new(&bf16s, strides, count, width)));
-                        check(Rows::F16(Strided::new(&f16s, strides, count, width)));
+                        let check = |format, rows| isa.run(Check { format, rows, run, queries });
+                        let plain = RowFormat::plain;
+                        check(plain(DType::F32), Rows::F32(Strided::new(&wide[..], strides, count, width)));
+                        check(plain(DType::Bf16), Rows::Bf16(Strided::new(&bf16s, strides, count, width)));
+                        check(plain(DType::F16), Rows::F16(Strided::new(&f16s, strides, count, width)));
+                        let int8: RowFormat = "int8".parse().unwrap();
+                        let mut bytes = vec![0; count * int8.row_bytes(width)];
+                        int8.encode(&wide[..count * width], width, &mut bytes);
+                        check(int8, Rows::Coded(Coded::new(&int8, &bytes, int8.row_bytes(width), width)));
                     }
                 }
             }

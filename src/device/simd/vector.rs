@@ -32,6 +32,11 @@ pub trait Simd: Copy + Send + Sync + 'static {
     /// # Safety
     /// As [`Simd::load`].
     unsafe fn load_f16(self, from: *const f16) -> Self::Vector;
+    /// Widens a vector of signed bytes.
+    ///
+    /// # Safety
+    /// As [`Simd::load`].
+    unsafe fn load_i8(self, from: *const i8) -> Self::Vector;
     /// Reads the first `count` lanes; the others become zero.
     ///
     /// # Safety
@@ -47,6 +52,11 @@ pub trait Simd: Copy + Send + Sync + 'static {
     /// # Safety
     /// As [`Simd::load_part`].
     unsafe fn load_f16_part(self, from: *const f16, count: usize) -> Self::Vector;
+    /// As [`Simd::load_part`], of signed bytes.
+    ///
+    /// # Safety
+    /// As [`Simd::load_part`].
+    unsafe fn load_i8_part(self, from: *const i8, count: usize) -> Self::Vector;
     /// Writes a vector.
     ///
     /// # Safety

@@ -49,6 +49,13 @@ impl Truth {
         Ok(Truth { at, rows })
     }
 
+    /// All rows of a call, over the keys and values that it reads.
+    pub fn of_call(call: &Forward<'_>) -> Self {
+        let at = rows_of(&call.shape, &(0..call.shape.q_len).collect::<Vec<_>>());
+        let rows = reference::rows(call, &at);
+        Truth { at, rows }
+    }
+
     /// What the same rows are for [`Workload::blank`] inputs, whose values are all `value`.
     pub fn blank(cell: &Cell, value: f64) -> Self {
         let (shape, params) = (cell.shape(), cell.params());

@@ -5,7 +5,7 @@
 //! decoded side by side: neighbours in a list lie apart in memory, which is what paging costs. With 0 there is no cache
 //! and the kernel reads the contiguous tensors.
 
-use super::check::{accurate, finite};
+use super::check::{Truth, accurate, finite};
 use super::{Bench, Prepared, Turn, TurnError, timed};
 use crate::attention::{Forward, KvRows, Outputs};
 use crate::cache::{CacheShape, PAGE_TOKENS, PagedCache};
@@ -22,7 +22,7 @@ pub(super) fn cache_shape(cell: &Cell) -> CacheShape {
         batch: cell.batch,
         kv_heads: cell.kv_heads,
         head_dim: cell.head_dim,
-        dtype: cell.dtype,
+        format: cell.kv_format(),
         max_tokens: cell.context_tokens,
         page_tokens: cell.page_tokens.unwrap_or(PAGE_TOKENS),
         columns: &[],
@@ -83,9 +83,15 @@ pub(super) fn turn(prepared: &Prepared, bench: Bench<'_>) -> Result<Turn, TurnEr
     if let Some(truth) = bench.truth {
         finite(&outputs)?;
         let o = outputs.o.view();
-        let drift = truth.drift(cell.head_dim, |[batch, head, _], row| o.read_rows(batch, head, 0, row));
-        accurate(&drift, cell.dtype)?;
-        turn.drift = Some(drift);
+        let drift =
+            |truth: &Truth| truth.drift(cell.head_dim, |[batch, head, _], row| o.read_rows(batch, head, 0, row));
+        let from_given = drift(truth);
+        // What the cache's format rounds is a result; the kernel is held to what the cache holds.
+        match cell.kv_format {
+            Some(_) => accurate(&drift(&Truth::of_call(&call)), cell.dtype)?,
+            None => accurate(&from_given, cell.dtype)?,
+        }
+        turn.drift = Some(from_given);
     }
     Ok(turn)
 }

@@ -186,7 +186,7 @@ fn budget_tokens(cell: &Cell, policy: Option<&Policy>) -> Result<usize, String> 
         None => None,
     };
     let (Some(policy), Some(name)) = (policy, &cell.policy) else { return Ok(cell.context_tokens) };
-    let token_bytes = (2 * cell.head_dim * cell.dtype.bytes()) as u64;
+    let token_bytes = cell.kv_format().token_bytes(cell.head_dim);
     let lists = cell.shape().batch * cell.kv_heads;
     let tokens = policy.budget_tokens(name, budget.as_ref(), cell.context_tokens, token_bytes, lists);
     tokens.map_err(|error| error.to_string())
@@ -273,7 +273,7 @@ impl Prepared {
     /// Floating-point operations of the pass that is timed, and KV bytes that one decode step reads at most.
     pub fn work(&self) -> (u64, u64) {
         let flops = self.cell.shape().flops(&self.cell.params());
-        let token_bytes = (2 * self.cell.head_dim * self.cell.dtype.bytes()) as u64;
+        let token_bytes = self.cell.kv_format().token_bytes(self.cell.head_dim);
         let read = |tokens: usize| (self.cell.shape().batch * self.cell.kv_heads * tokens) as u64 * token_bytes;
         match self.cell.measure {
             Measure::Forward => (flops, 0),

@@ -62,7 +62,7 @@ impl Attend {
     /// # Errors
     /// When there is no such kernel or it cannot do what the model needs, the arena or the GPU has no room, and as [`Runtime::module`].
     pub fn new(config: &Config, setup: &Setup<'_>, runtime: &Runtime, arena: &Arena) -> Result<Self, ModelError> {
-        let (device, dtype, most) = (runtime.device(), setup.kv_dtype, setup.max_tokens);
+        let (device, dtype, most) = (runtime.device(), setup.dtype, setup.max_tokens);
         let longest = attended(config, 1, most);
         let steps =
             plans(config, runtime, |params| Ok(decode_paged(&longest, params, dtype, device.limits(), PAGE_TOKENS)?))?;
@@ -111,7 +111,7 @@ impl Attend {
         count: usize,
         ragged: bool,
     ) -> Result<(), ModelError> {
-        let (device, dtype) = (runtime.device(), cache.shape().dtype);
+        let (device, dtype) = (runtime.device(), cache.shape().dtype());
         if count == 1 {
             return self.prepare_step(config, device, cache);
         }
@@ -137,7 +137,7 @@ impl Attend {
             let longest = lens.iter().copied().max().unwrap_or(0);
             if longest != plan.extents.kv_len {
                 let (shape, params) = (attended(config, 1, longest), params(config, layer));
-                *plan = decode_paged(&shape, &params, cache.shape().dtype, device.limits(), PAGE_TOKENS)?;
+                *plan = decode_paged(&shape, &params, cache.shape().dtype(), device.limits(), PAGE_TOKENS)?;
                 plan.launches.iter().zip(ready).for_each(|(launch, ready)| ready.set_grid(launch.grid));
             }
         }

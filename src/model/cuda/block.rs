@@ -37,7 +37,7 @@ impl Buffers {
         device: &Device,
         arena: &Arena,
     ) -> Result<Self, CudaError> {
-        let (config, rows, kv_bytes) = (&of.model.config, setup.rows(), setup.kv_dtype.bytes());
+        let (config, rows, kv_bytes) = (&of.model.config, setup.rows(), setup.dtype.bytes());
         let room = |elements: usize, bytes: usize| device.alloc(arena, Label::Activations, (elements * bytes) as u64);
         let plain = |width: usize| room(rows * width, 4);
         let widest = config.hidden.max(config.q_width()).max(config.ffn);
@@ -73,7 +73,7 @@ impl DeviceDecoder<'_> {
     /// Begins one block: attention and MLP, each behind its norm and added to the residual stream.
     pub(super) fn block(&mut self, layer: usize, count: usize) -> Result<(), CudaError> {
         let (config, flavour) = (&self.of.model.config, self.flavour());
-        let (weights, layers, dtype) = (&self.of.weights.layers[layer], &self.layers, self.setup.kv_dtype);
+        let (weights, layers, dtype) = (&self.of.weights.layers[layer], &self.layers, self.setup.dtype);
         let (stream, head_dim) = ([count, config.hidden], config.head_dim);
         let Buffers { hidden, projected, normed, q, k, v, gate, up, asked, narrowed, heads, .. } = &mut self.buffers;
         let [q_heads, k_heads, v_heads, o_heads] = heads;

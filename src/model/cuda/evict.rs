@@ -54,7 +54,7 @@ impl<'a> DeviceEvictor<'a> {
     ) -> Result<Self, ModelError> {
         check(&eviction, config)?;
         let Eviction { policy, name, ref budget, .. } = eviction;
-        let (shape, dtype) = (attended(config, 1, 1), cache.shape().dtype);
+        let (shape, dtype) = (attended(config, 1, 1), cache.shape().dtype());
         let (token_bytes, lists) = (cache.shape().token_bytes(), cache.shape().lists());
         let budget_tokens = policy.budget_tokens(name, budget.as_ref(), context, token_bytes, lists)?;
         let held = match observes(policy) {
@@ -119,7 +119,7 @@ impl<'a> DeviceEvictor<'a> {
         if self.eviction.policy.looks_at(Statistic::AccumulatedAttention) {
             let lists = layer * config.kv_heads..(layer + 1) * config.kv_heads;
             let width = cache.lens()[lists.clone()].iter().copied().max().unwrap_or(0);
-            let (shape, dtype) = (attended(config, count, width), cache.shape().dtype);
+            let (shape, dtype) = (attended(config, count, width), cache.shape().dtype());
             let params = params(config, layer);
             let observed = Observed { q, length: count, first: 0, lse, dtype, shape, params };
             let bytes = 4 * (lists.len() * width) as u64;

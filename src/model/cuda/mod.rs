@@ -88,7 +88,7 @@ impl<'a> DeviceDecoder<'a> {
             batch: config.layers,
             kv_heads: config.kv_heads,
             head_dim: config.head_dim,
-            dtype: setup.kv_dtype,
+            format: setup.kv_format,
             max_tokens: setup.max_tokens,
             page_tokens: PAGE_TOKENS,
             columns: setup.columns,
@@ -98,7 +98,7 @@ impl<'a> DeviceDecoder<'a> {
         Ok(DeviceDecoder {
             of,
             setup,
-            layers: Layers::new(of.runtime, of.weights.dtypes.iter().copied().chain([setup.kv_dtype]))?,
+            layers: Layers::new(of.runtime, of.weights.dtypes.iter().copied().chain([setup.dtype]))?,
             cache,
             seen: 0,
             buffers: Buffers::allocate(of, &setup, device, arena)?,

@@ -204,7 +204,7 @@ impl Again {
         held.begin_dense(runtime, [&mut *q, &mut *lse])?;
         if q_len > 1 {
             let shape = Shape { batch: config.layers, ..attended(config, q_len, cache.max_len()) };
-            let (dtype, limits) = (cache.shape().dtype, device.limits());
+            let (dtype, limits) = (cache.shape().dtype(), device.limits());
             let plan = decode_paged(&shape, &params(config, 0), dtype, limits, cache.shape().page_tokens)?;
             let scratch = match self.scratch.take() {
                 Some(scratch) if scratch.fits(&plan) => scratch,

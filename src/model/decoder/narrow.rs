@@ -6,7 +6,8 @@
 use super::{Decoder, Portion};
 use crate::attention::KvRows;
 use crate::cache::{PagedCache, Sequences};
-use crate::tensor::{DType, Rows};
+use crate::format::KvFormat;
+use crate::tensor::Rows;
 use std::ops::Range;
 
 /// Some slots of each list of a sequence.
@@ -21,8 +22,8 @@ impl KvRows for Narrow<'_> {
         self.slots[head].len()
     }
 
-    fn dtype(&self) -> DType {
-        self.kv.dtype()
+    fn format(&self) -> KvFormat {
+        self.kv.format()
     }
 
     fn key_rows(&self, batch: usize, head: usize, start: usize) -> Rows<'_> {

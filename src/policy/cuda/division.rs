@@ -4,6 +4,7 @@ use super::{DeviceContext, DevicePolicyError};
 use crate::attention::{Forward, KvRows};
 use crate::cache::cuda::DeviceCache;
 use crate::device::cuda::DeviceBuffer;
+use crate::format::KvFormat;
 use crate::memory::{Arena, Label};
 use crate::policy::{Context, Policy, PolicyError, Protect, Scored};
 use crate::tensor::{DType, Rows, Tensor};
@@ -34,7 +35,7 @@ pub(crate) fn divide(
     let protect = policy.scorer.as_ref().map_or_else(Protect::default, |scorer| scorer.protect(context.budget_tokens));
     let mut scored = Scored { values: there, highest_judged, protect };
     let mut ranks = host.alloc::<f32>(Label::Policy, places).map_err(PolicyError::from)?;
-    let kv = Lengths { lens: cache.lens(), heads: shape.kv_heads, dtype: cache.shape().dtype };
+    let kv = Lengths { lens: cache.lens(), heads: shape.kv_heads, dtype: cache.shape().dtype() };
     let none = Tensor::zeros(&host, Label::Policy, kv.dtype, shape.q_dims()).map_err(PolicyError::from)?;
     let seen = Context {
         call: Forward { shape, params: context.params, q: none.view(), kv: &kv, cpu: context.cpu },
@@ -70,8 +71,8 @@ impl KvRows for Lengths<'_> {
         self.lens[batch * self.heads + head]
     }
 
-    fn dtype(&self) -> DType {
-        self.dtype
+    fn format(&self) -> KvFormat {
+        KvFormat::plain(self.dtype)
     }
 
     fn key_rows(&self, _: usize, _: usize, _: usize) -> Rows<'_> {

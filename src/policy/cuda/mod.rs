@@ -185,7 +185,7 @@ impl DeviceContext<'_> {
     ) -> Result<(), DevicePolicyError> {
         let what = "queries and their log-sum-exps";
         let seen = self.queries.ok_or(PolicyError::Missing { policy: "on CUDA", what })?;
-        let (dtype, shape) = (cache.shape().dtype, self.shape(cache, seen.q_len));
+        let (dtype, shape) = (cache.shape().dtype(), self.shape(cache, seen.q_len));
         let (Queries { q, length, first, lse, .. }, params) = (seen, self.params);
         let observed = Observed { q, length, first, lse, dtype, shape, params };
         let asked = queries.unwrap_or(seen.q_len);

@@ -87,7 +87,7 @@ fn launch(
     scoring: &Scoring<'_>,
 ) -> Result<(), CudaError> {
     let (shape, lists) = (cache.shape(), cache.lists()?);
-    let program = Program { source: SOURCE, dtype: shape.dtype, head_dim: shape.head_dim, macros: vec![] };
+    let program = Program { source: SOURCE, dtype: shape.dtype(), head_dim: shape.head_dim, macros: vec![] };
     let (grid, threads) = match function {
         "anchor_join" => ([shape.lists(), 1, 1], 1024),
         _ => ([cache.max_len().div_ceil(ROWS), shape.lists(), 1], 128),

@@ -65,7 +65,7 @@ pub fn judge(
     let Shape { batch, q_heads, kv_heads, q_len, kv_len, head_dim } = shape;
     let accumulates = policy.looks_at(Statistic::AccumulatedAttention);
     let (columns, page_tokens) = (policy.columns(), PAGE_TOKENS);
-    let held = CacheShape { batch, kv_heads, head_dim, dtype, max_tokens: kv_len, page_tokens, columns };
+    let held = CacheShape { batch, kv_heads, head_dim, format: dtype.into(), max_tokens: kv_len, page_tokens, columns };
     let mut cache = DeviceCache::new(runtime.device(), arena, held)?;
     if policy.rerotates {
         cache.set_rope(rope.ok_or::<PolicyError>(NO_ROPE)?)?;

@@ -4,10 +4,11 @@
 //! whole list and cannot be had for parts of it.
 
 use crate::attention::{Forward, KvRows, Shape};
+use crate::format::KvFormat;
 use crate::memory::Label;
 use crate::named::Parameter;
 use crate::policy::{Context, Part, PartEntry, PolicyError, Protect, Scored, Scorer, Statistic};
-use crate::tensor::{DType, Rows};
+use crate::tensor::Rows;
 
 /// The registry's line.
 pub const ENTRY: PartEntry = PartEntry {
@@ -167,8 +168,8 @@ impl KvRows for Subset<'_> {
         self.lens[batch * self.heads + head]
     }
 
-    fn dtype(&self) -> DType {
-        self.kv.dtype()
+    fn format(&self) -> KvFormat {
+        self.kv.format()
     }
 
     fn key_rows(&self, batch: usize, head: usize, start: usize) -> Rows<'_> {

@@ -18,7 +18,6 @@ use crate::device::simd::{Native, Simd, Task, math};
 use crate::memory::Label;
 use crate::named::Parameter;
 use crate::policy::{Context, List, Policy, PolicyEntry, PolicyError, Scorer, Statistic, each_list};
-use crate::tensor::DType;
 use rayon::prelude::*;
 use std::f32::consts::LOG2_E;
 use std::ops::Range;
@@ -137,7 +136,7 @@ impl Task for Chunk<'_, '_> {
     #[inline(always)]
     fn run<S: Native>(self, simd: S) {
         let call = &self.context.call;
-        if call.q.dtype() == DType::Bf16 && call.kv.dtype() == DType::Bf16 {
+        if call.is_bf16() {
             one_chunk::<S, S::Bf16>(simd, self);
         } else {
             one_chunk::<S, f32>(simd, self);

@@ -12,13 +12,14 @@ use crate::attention::Shape;
 use crate::cache::{CacheShape, PAGE_TOKENS, PagedCache};
 use crate::device::Cpu;
 use crate::device::cpu::Slots;
+use crate::device::simd::reader::RowReader;
 use crate::device::simd::rows::{BLOCK, RowList, dots};
-use crate::device::simd::{Element, Native, Task};
+use crate::device::simd::{Native, Task};
+use crate::format::{RowFormat, with_codec};
 use crate::memory::{Buffer, Label};
 use crate::policy::select::keep_best;
 use crate::policy::{Policy, PolicyEntry, PolicyError, Statistic};
 use crate::tensor::{DType, Rows, TensorView};
-use half::{bf16, f16};
 use rayon::prelude::*;
 use std::ops::Range;
 
@@ -38,7 +39,7 @@ struct Quest;
 
 /// Bytes of a page's line in the index.
 fn line_bytes(cache: &CacheShape) -> usize {
-    2 * cache.head_dim * cache.dtype.bytes()
+    2 * cache.head_dim * cache.dtype().bytes()
 }
 
 /// Pages that a step reads of a list of `pages` pages.
@@ -140,7 +141,7 @@ impl Pages {
 
 /// Writes the least and the greatest of some keys of a list, element by element.
 fn bounds(cache: &PagedCache, list: usize, slots: Range<usize>, line: &mut [u8]) {
-    let (width, dtype) = (cache.shape().head_dim, cache.shape().dtype);
+    let (width, dtype) = (cache.shape().head_dim, cache.shape().dtype());
     let mut rows = [[0.0; Shape::MAX_HEAD_DIM]; 3];
     let [least, greatest, key] = rows.each_mut().map(|row| &mut row[..width]);
     least.fill(f32::INFINITY);
@@ -172,7 +173,7 @@ impl Reading for Pages {
                 slots.with(|slot| {
                     let (batch, first) = (list / shape.kv_heads, list % shape.kv_heads * group);
                     let heads = first..first + group;
-                    let (dtype, width) = (shape.dtype, shape.head_dim);
+                    let (dtype, width) = (shape.dtype(), shape.head_dim);
                     cpu.isa().run(Bounds { q, batch, heads, index, dtype, width, scores, slot });
                 });
                 // The last page is the query's own.
@@ -218,17 +219,13 @@ impl Task for Bounds<'_> {
 
     #[inline(always)]
     fn run<S: Native>(self, simd: S) {
-        match self.dtype {
-            DType::F32 => self.over::<S, f32>(simd),
-            DType::Bf16 => self.over::<S, bf16>(simd),
-            DType::F16 => self.over::<S, f16>(simd),
-        }
+        with_codec!(RowFormat::plain(self.dtype), reader => self.over(simd, reader));
     }
 }
 
 impl Bounds<'_> {
     #[inline(always)]
-    fn over<S: Native, T: Element>(self, simd: S) {
+    fn over<S: Native, R: RowReader>(self, simd: S, reader: R) {
         let Bounds { q, batch, heads, index, dtype, width, scores, slot } = self;
         let stride = (2 * width).next_multiple_of(LANES);
         let (queries, blocks) = slot.split_at_mut(heads.len() * stride);
@@ -246,7 +243,7 @@ impl Bounds<'_> {
         for (block, scores) in scores.chunks_mut(BLOCK).enumerate() {
             let first = block * BLOCK;
             let end = first + scores.len();
-            let list = RowList::<T>::collect(lines, first..end, lines, end..pages, 2 * width, &mut []);
+            let list = RowList::collect(reader, lines, first..end, lines, end..pages, 2 * width, &mut []);
             dots(simd, &list, queries, stride, blocks);
             scores.fill(f32::NEG_INFINITY);
             for of_head in blocks.chunks_exact(BLOCK) {

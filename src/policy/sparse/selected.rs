@@ -2,7 +2,8 @@
 
 use crate::attention::KvRows;
 use crate::cache::PagedCache;
-use crate::tensor::{DType, Rows};
+use crate::format::KvFormat;
+use crate::tensor::Rows;
 
 /// Pages that a kernel runs over in one go, at most.
 const RUN_PAGES: usize = 32;
@@ -56,8 +57,8 @@ impl KvRows for Selected<'_> {
         (self.count - 1) * page_tokens + in_last
     }
 
-    fn dtype(&self) -> DType {
-        self.cache.dtype()
+    fn format(&self) -> KvFormat {
+        self.cache.format()
     }
 
     fn key_rows(&self, batch: usize, head: usize, start: usize) -> Rows<'_> {

@@ -62,7 +62,7 @@ impl Think {
 
 /// KV bytes that lists of `tokens` tokens in all have without the dropped channels.
 fn pruned_bytes(cache: &CacheShape, channels: usize, tokens: usize) -> u64 {
-    (tokens * (channels + cache.head_dim) * cache.dtype.bytes()) as u64
+    (tokens * (cache.format.k.row_bytes(channels) + cache.format.v.row_bytes(cache.head_dim))) as u64
 }
 
 impl Reader for Think {
@@ -92,7 +92,7 @@ impl Reader for Think {
 
     fn bytes(&self, cache: &CacheShape, step: &Shape, _: usize) -> u64 {
         let row = (cache.lists() * cache.head_dim) as u64;
-        4 * row + (8 * row).max(Tensor::bytes_of(cache.dtype, step.q_dims()))
+        4 * row + (8 * row).max(Tensor::bytes_of(cache.dtype(), step.q_dims()))
     }
 
     fn open(&self, start: &Start<'_>) -> Result<Box<dyn Reading>, PolicyError> {
@@ -111,7 +111,7 @@ impl Reader for Think {
         });
         drop(scratch);
         let [batch, heads, _, _] = start.q.dims();
-        let q = Tensor::zeros(arena, Label::Activations, shape.dtype, [batch, heads, 1, width])?;
+        let q = Tensor::zeros(arena, Label::Activations, shape.dtype(), [batch, heads, 1, width])?;
         Ok(Box::new(Channels { kept, width, group: heads / shape.kv_heads, channels, q }))
     }
 }

@@ -56,6 +56,6 @@ pub fn rows(data: &Data) -> Option<Picture> {
 /// KV bytes of the budget, without pages.
 fn planned(record: &Record, eviction: &Eviction) -> u64 {
     let cell = &record.cell;
-    let token_bytes = 2 * cell.head_dim * cell.dtype.bytes();
+    let token_bytes = cell.kv_format().token_bytes(cell.head_dim) as usize;
     (eviction.budget_tokens * cell.layers * cell.batch * cell.kv_heads * token_bytes) as u64
 }

@@ -80,9 +80,7 @@ impl Task for KeyBlock<'_, '_, '_, '_> {
 
     #[inline(always)]
     fn run<S: Native>(self, simd: S) {
-        let Forward { q, kv, .. } = self.plan.call.forward;
-        let types = [q.dtype(), kv.dtype(), self.plan.call.grad_o.dtype()];
-        if types == [DType::Bf16; 3] {
+        if self.plan.call.forward.is_bf16() && self.plan.call.grad_o.dtype() == DType::Bf16 {
             self.compute::<S, S::Bf16>(simd);
         } else {
             self.compute::<S, f32>(simd);

@@ -62,6 +62,7 @@ pub struct Bench<'a> {
 /// In words, when they cannot run there.
 pub(in crate::experiment) fn task(cell: &Cell, limits: &Limits) -> Result<Box<dyn Task>, String> {
     let kernel = cuda_kernel(&cell.kernel).map_err(|error| error.to_string())?;
+    cell.kv_format().on_gpu()?;
     let task = match cell.measure {
         Measure::Forward => forward::task(cell, kernel, limits),
         Measure::Backward => backward::task(cell, kernel, limits),

@@ -91,7 +91,7 @@ impl Opened {
         for kernel in &kernels {
             attention::kernel(kernel).map_err(|error| error.to_string())?;
         }
-        let dtypes = grid.dtype.or(config.dtype);
+        let types = grid.types(&grid.dtype.or(config.dtype));
         let mut cells = Vec::new();
         for &context_tokens in grid.context_tokens.0.iter().flat_map(|tokens| &tokens.lengths) {
             let most = context_tokens + if grid.text.is_some() { new_tokens } else { 0 };
@@ -106,8 +106,8 @@ impl Opened {
                 for seed in grid.seed.or(0) {
                     self.check_task(task, context_tokens, (seed, samples, new_tokens), grid.query_aware)?;
                     for (policy, budget) in &choices {
-                        for (kernel, &dtype) in
-                            kernels.iter().flat_map(|name| dtypes.iter().map(move |dtype| (name, dtype)))
+                        for (kernel, &(dtype, kv_format)) in
+                            kernels.iter().flat_map(|name| types.iter().map(move |types| (name, types)))
                         {
                             let cell = Cell {
                                 measure: Measure::Eval,
@@ -126,6 +126,7 @@ impl Opened {
                                 context_tokens,
                                 new_tokens,
                                 dtype,
+                                kv_format,
                                 causal: true,
                                 policy: policy.clone(),
                                 budget: budget.clone(),
@@ -171,7 +172,7 @@ impl Opened {
         let eviction = Eviction { policy: &policy, name, budget, seed: cell.seed };
         eviction.check(&self.config).map_err(|error| error.to_string())?;
         let lists = cell.layers * cell.kv_heads;
-        let token_bytes = (2 * cell.head_dim * cell.dtype.bytes()) as u64;
+        let token_bytes = cell.kv_format().token_bytes(cell.head_dim);
         policy
             .budget_tokens(name, budget.as_ref(), cell.context_tokens, token_bytes, lists)
             .map(drop)

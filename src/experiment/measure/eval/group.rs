@@ -81,7 +81,8 @@ pub fn run(
         cpu,
         arena: &shared_arena,
         kernel: &cell.kernel,
-        kv_dtype: cell.dtype,
+        dtype: cell.dtype,
+        kv_format: cell.kv_format(),
         max_tokens,
         chunk_tokens: CHUNK_TOKENS,
     };
@@ -168,7 +169,7 @@ impl State {
     /// `shortest` and `longest` are tokens of the shortest context, and of the longest with its answer.
     fn new(choice: &Eviction<'_>, model: &Model, cell: &Cell, [shortest, longest]: [usize; 2]) -> Self {
         let lists = cell.layers * cell.kv_heads;
-        let token_bytes = (2 * cell.head_dim * cell.dtype.bytes()) as u64;
+        let token_bytes = cell.kv_format().token_bytes(cell.head_dim);
         let policy = choice.policy;
         let budget = policy.budget_tokens(choice.name, choice.budget.as_ref(), shortest, token_bytes, lists);
         let warning = budget.as_ref().ok().and_then(|&tokens| policy.only_protected(tokens, shortest));

@@ -39,7 +39,7 @@ pub(super) fn cache_shape(prepared: &Prepared) -> CacheShape {
         batch: cell.layers * cell.batch,
         kv_heads: cell.kv_heads,
         head_dim: cell.head_dim,
-        dtype: cell.dtype,
+        format: cell.kv_format(),
         max_tokens: lengths(prepared).most(),
         page_tokens: PAGE_TOKENS,
         columns: judging(prepared).map_or(&[], Policy::columns),

@@ -113,7 +113,7 @@ impl Evict {
             batch: cell.layers * cell.batch,
             kv_heads: cell.kv_heads,
             head_dim: cell.head_dim,
-            dtype: cell.dtype,
+            format: cell.kv_format(),
             max_tokens: self.lengths().most(),
             page_tokens: PAGE_TOKENS,
             columns: if self.judges() { self.policy.columns() } else { &[] },

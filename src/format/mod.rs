@@ -1,0 +1,160 @@
+//! Formats: how a row of a key or a value is kept in the cache.
+//!
+//! A format turns a row of f32 into bytes and back, and reads a vector of the row in registers, so that `decode` never
+//! makes a widened copy of the cache. The type in which attention is computed is another matter: rows of any format are
+//! widened to f32 as they are read. Keys and values may have different formats ([`KvFormat`]). Adding a format is one
+//! file with a [`RowCodec`] and one line in [`formats!`].
+
+mod int8;
+mod kv;
+mod plain;
+
+pub use kv::KvFormat;
+
+use crate::device::simd::reader::{Plain, RowReader};
+use crate::named::{Named, NamedError, Parameter};
+use crate::tensor::{DType, RowCode};
+use std::fmt;
+use std::str::FromStr;
+
+/// A format of rows.
+pub(crate) trait RowCodec: RowReader {
+    /// Name on the command line and in records.
+    const NAME: &'static str;
+    /// One line for `kvsieve list formats`.
+    const ABOUT: &'static str;
+    /// Its parameters.
+    const PARAMETERS: &'static [Parameter] = &[];
+
+    /// The format that these parameters, checked to be known ones, make.
+    ///
+    /// # Errors
+    /// When the value of a parameter is wrong.
+    fn build(named: &Named) -> Result<Self, NamedError>;
+
+    /// Writes the row `[D]` into the bytes of a row, all of them.
+    fn encode(self, row: &[f32], to: &mut [u8]);
+
+    /// Reads the elements from `first` on, as many as `to` holds, from the bytes of a row.
+    fn decode(self, from: &[u8], first: usize, to: &mut [f32]);
+}
+
+/// The registry: an enum with a variant for each format, and what depends on the format by a `match` over them.
+macro_rules! formats {
+    ($($(#[$about:meta])* $variant:ident($codec:ty)),+ $(,)?) => {
+        /// How rows are kept: one of the registered formats, with its parameters.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+        pub enum RowFormat {
+            $($(#[$about])* $variant($codec)),+
+        }
+
+        /// Evaluates an expression with the format's [`RowCodec`].
+        macro_rules! with_codec {
+            ($format:expr, $name:ident => $result:expr) => {
+                match $format {
+                    $($crate::format::RowFormat::$variant($name) => $result),+
+                }
+            };
+        }
+        pub(crate) use with_codec;
+
+        /// Every format, in the order in which they are listed.
+        pub const FORMATS: &[FormatEntry] = &[$(FormatEntry {
+            name: <$codec as RowCodec>::NAME,
+            about: <$codec as RowCodec>::ABOUT,
+            parameters: <$codec as RowCodec>::PARAMETERS,
+            build: |named| Ok(RowFormat::$variant(<$codec as RowCodec>::build(named)?)),
+        }),+];
+
+        impl RowFormat {
+            /// Name, as it stands on the command line.
+            pub fn name(self) -> &'static str {
+                match self {
+                    $(RowFormat::$variant(_) => <$codec as RowCodec>::NAME),+
+                }
+            }
+        }
+    };
+}
+
+formats! {
+    /// 32-bit IEEE.
+    F32(Plain<f32>),
+    /// 16-bit brain float.
+    Bf16(Plain<half::bf16>),
+    /// 16-bit IEEE.
+    F16(Plain<half::f16>),
+    /// A signed byte for each element, and a scale for each row.
+    Int8(int8::Int8),
+}
+
+/// A format as the registry knows it.
+pub struct FormatEntry {
+    /// Name on the command line and in records.
+    pub name: &'static str,
+    /// One line for `kvsieve list formats`.
+    pub about: &'static str,
+    /// Its parameters.
+    pub parameters: &'static [Parameter],
+    build: fn(&Named) -> Result<RowFormat, NamedError>,
+}
+
+impl RowFormat {
+    /// The format of plain elements.
+    pub fn plain(dtype: DType) -> Self {
+        match dtype {
+            DType::F32 => RowFormat::F32(Plain::NEW),
+            DType::Bf16 => RowFormat::Bf16(Plain::NEW),
+            DType::F16 => RowFormat::F16(Plain::NEW),
+        }
+    }
+
+    /// The type of its elements, if it keeps nothing but these.
+    pub fn dtype(self) -> Option<DType> {
+        DType::ALL.into_iter().find(|&dtype| RowFormat::plain(dtype) == self)
+    }
+
+    /// Bytes of a row of `width` elements, with all that belongs to it.
+    pub fn row_bytes(self, width: usize) -> usize {
+        with_codec!(self, codec => codec.row_bytes(width))
+    }
+
+    /// Writes rows `[_, width]` into the bytes of as many rows.
+    ///
+    /// # Panics
+    /// When there are not as many bytes.
+    pub fn encode(self, rows: &[f32], width: usize, to: &mut [u8]) {
+        let row_bytes = self.row_bytes(width);
+        assert_eq!(rows.len() / width * row_bytes, to.len(), "rows and the bytes for them differ in number");
+        with_codec!(self, codec => {
+            rows.chunks_exact(width).zip(to.chunks_exact_mut(row_bytes)).for_each(|(row, to)| codec.encode(row, to));
+        });
+    }
+}
+
+impl RowCode for RowFormat {
+    fn decode(&self, from: &[u8], first: usize, to: &mut [f32]) {
+        with_codec!(*self, codec => codec.decode(from, first, to));
+    }
+}
+
+impl fmt::Display for RowFormat {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.pad(self.name())
+    }
+}
+
+impl FromStr for RowFormat {
+    type Err = NamedError;
+
+    fn from_str(text: &str) -> Result<Self, NamedError> {
+        let named: Named = text.parse()?;
+        let entry = FORMATS.iter().find(|entry| entry.name == named.name).ok_or_else(|| NamedError::Unknown {
+            kind: "format",
+            name: named.name.clone(),
+            known: FORMATS.iter().map(|entry| entry.name).collect::<Vec<_>>().join(", "),
+        })?;
+        named.check(entry.parameters)?;
+        (entry.build)(&named)
+    }
+}

@@ -1,0 +1,113 @@
+//! Formats of the cache: every kernel reads what was stored, at the bytes that the format says, and how far that is from
+//! what was given.
+
+mod common;
+
+use common::{Problem, assert_every_kernel_is_tested, cpu, forward_over, inputs, pass_on_every_path, shape};
+use kvsieve::attention::{DenseKv, Inputs, KvRows, Params};
+use kvsieve::cache::{CacheShape, PagedCache};
+use kvsieve::format::{FORMATS, KvFormat};
+use kvsieve::memory::{Arena, Label};
+use kvsieve::tensor::{DType, Tensor};
+
+/// Formats with something of their own, and how far the output may be from that over what was given, as a relative L2
+/// distance. An element of int8 is off by up to half of 1/127 of its row's largest, of bf16 by 2^-9 of itself.
+const FORMATS_OF_KV: [(&str, f64); 6] = [
+    ("f32", 1e-6),
+    ("bf16", 4e-3),
+    ("f16", 1e-3),
+    ("int8", 1.5e-2),
+    ("k=int8,v=f32", 1.5e-2),
+    ("k=bf16,v=int8", 1.2e-2),
+];
+
+/// `[B, Hq, Hkv, Lq, Lk, D]` of a decode step, of a step of MHA, of a chunk in the middle of a prompt, and of rows that
+/// fill no vector.
+const SHAPES: [[usize; 6]; 4] =
+    [[2, 6, 2, 1, 700, 64], [1, 3, 3, 1, 90, 128], [1, 4, 2, 65, 300, 64], [2, 4, 2, 3, 37, 33]];
+
+const KERNELS: [&str; 4] = ["decode", "tiled", "tiled:br=7,bc=5", "naive"];
+
+/// A cache in a format that holds the keys and values.
+fn cache(arena: &Arena, format: KvFormat, inputs: &Inputs, page_tokens: usize) -> PagedCache {
+    let [batch, kv_heads, max_tokens, head_dim] = inputs.k.dims();
+    let shape = CacheShape { batch, kv_heads, head_dim, format, max_tokens, page_tokens, columns: &[] };
+    let mut cache = PagedCache::new(arena, shape).unwrap();
+    cache.append(inputs.k.view(), inputs.v.view(), 0..max_tokens).unwrap();
+    cache
+}
+
+/// What a cache holds, as f32 tensors.
+fn widened(cache: &PagedCache) -> [Tensor; 2] {
+    let CacheShape { batch, kv_heads, head_dim, max_tokens, .. } = *cache.shape();
+    [false, true].map(|of_values| {
+        let mut rows = vec![0.0; batch * kv_heads * max_tokens * head_dim];
+        for (index, row) in rows.chunks_exact_mut(head_dim).enumerate() {
+            let (list, slot) = (index / max_tokens, index % max_tokens);
+            if of_values { cache.read_value(list, slot, row) } else { cache.read_key(list, slot, row) }
+        }
+        common::tensor(DType::F32, [batch, kv_heads, max_tokens, head_dim], &rows)
+    })
+}
+
+fn distance(found: &[f32], expected: &[f32]) -> f64 {
+    let square = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>().sqrt();
+    let apart = square(&mut found.iter().zip(expected).map(|(x, y)| f64::from(x - y)));
+    apart / square(&mut expected.iter().map(|&x| f64::from(x)))
+}
+
+#[test]
+fn every_kernel_reads_what_every_format_keeps() {
+    assert_every_kernel_is_tested();
+    for (extents, page_tokens) in SHAPES.into_iter().zip([16, 5, 64, 1]) {
+        let shape = shape(extents);
+        let params = Params { softcap: Some(20.0), ..Params::new(shape.head_dim, true) };
+        let problem = Problem { shape, params, dtype: DType::F32 };
+        let (inputs, arena) = (inputs(&problem, 7), Arena::unlimited());
+        let given = DenseKv::new(inputs.k.view(), inputs.v.view()).unwrap();
+        let (exact, _) = forward_over("reference", &problem, inputs.q.view(), &given, cpu(1));
+        for (format, allowed) in FORMATS_OF_KV {
+            let cache = cache(&arena, format.parse().unwrap(), &inputs, page_tokens);
+            let [k, v] = widened(&cache);
+            let kept = DenseKv::new(k.view(), v.view()).unwrap();
+            let (expected, lse) = forward_over("reference", &problem, inputs.q.view(), &kept, cpu(1));
+            let (of_cache, _) = forward_over("reference", &problem, inputs.q.view(), &cache, cpu(1));
+            assert_eq!(of_cache, expected, "{format}: the reference reads the cache as it reads its widened copy");
+            for kernel in KERNELS {
+                let (o, own_lse) = forward_over(kernel, &problem, inputs.q.view(), &cache, cpu(2));
+                let apart = distance(&o, &expected).max(distance(&own_lse, &lse));
+                assert!(apart < 2e-6, "{kernel} over {format}, {extents:?}: {apart:e} from what the cache holds");
+            }
+            let loss = distance(&expected, &exact);
+            assert!(loss < allowed, "{format}, {extents:?}: {loss:e} from what was given");
+            assert_eq!(loss > 1e-7, format != "f32", "{format}, {extents:?}: {loss:e}");
+        }
+    }
+}
+
+#[test]
+fn a_cache_takes_the_bytes_of_its_format() {
+    let problem = Problem { shape: shape([1, 2, 2, 1, 1024, 128]), params: Params::new(128, true), dtype: DType::F32 };
+    let inputs = inputs(&problem, 1);
+    let kv_bytes = |format: &str| {
+        let arena = Arena::unlimited();
+        let cache = cache(&arena, format.parse().unwrap(), &inputs, 16);
+        assert_eq!(cache.len(0, 0), 1024);
+        arena.usage().live[&Label::Kv]
+    };
+    assert_eq!(kv_bytes("bf16"), 2 * 1024 * 512);
+    assert_eq!(kv_bytes("int8"), 2 * 1024 * (2 * 128 + 2 * 4));
+    assert_eq!(kv_bytes("k=int8,v=bf16"), 2 * 1024 * (128 + 4 + 256));
+}
+
+#[test]
+fn every_format_is_tested() {
+    for entry in FORMATS {
+        assert!(FORMATS_OF_KV.iter().any(|(text, _)| *text == entry.name), "format '{}' is not under test", entry.name);
+    }
+}
+
+#[test]
+fn every_instruction_path_reads_formats() {
+    pass_on_every_path();
+}
