@@ -8,7 +8,7 @@
 //      shared memory per product as one of 16, but above D 64 it did not fit: at D 128 it spilled 900 bytes with 64 keys
 //      to a tile and 150 with 32 (NVRTC 13.0, sm_80).
 //   2  D up to 256, D that is no multiple of 8 (copied element by element), and f32 on CUDA cores.
-//   3  32 rows to a warp up to D 160: two strips of 16 share each fragment of keys and values, so that an mma takes 0.31
+//   3  32 rows to a warp up to D 144: two strips of 16 share each fragment of keys and values, so that an mma takes 0.31
 //      ldmatrix where it took 0.5. Q is read again for each tile; in registers only where they have room. One tile of
 //      keys and one of values, each copied while the other is at work, so that every place in shared memory is known when
 //      compiling, and two blocks fit a multiprocessor with 64 keys to a tile (A100) or 32 (99 KiB for a block). Copies add
@@ -16,15 +16,16 @@
 //      the second product begins. The first product, too, goes through no more columns than the next multiple of 16.
 //      Compiled and emulated; not timed on a GPU yet. README.md has the counts of instructions.
 //
-//   What spills, hence the shapes (NVRTC 13.0; bytes on sm_80, sm_90a, sm_100): 32 rows at D 192 with 32 keys 200, 220,
-//   200, at D 176 0, 32, 32; at D 64 with 128 keys 124, 124, 0; Q in registers at D 96 0, 92, 0.
+//   What spills, hence the shapes (bytes on sm_80, sm_90a, sm_100): 32 rows at D 192 with 32 keys 200, 220, 200, at D 176
+//   0, 32, 32, at D 160 nothing with NVRTC 13.0 but 0, 0, 32 with 12.8; at D 64 with 128 keys 124, 124, 0; Q in registers
+//   at D 96 0, 92, 0.
 //
 // Compile with -DELEMENT=F32|BF16|F16 -DHEAD_DIM=1..256 and, of four warps' rows, the keys of a tile, and whether Q is kept
 // in registers:
 //   16 bits, D   -DROWS  -DKEYS     -DQ_KEPT
 //   to 64           128  64               1
 //   to 128          128  64, 32           0
-//   to 160          128  32               0
+//   to 144          128  32               0
 //   to 192           64  64               1
 //   to 256           64  64, 32           0
 //   f32              64  32, 16, 8        0

@@ -29,9 +29,9 @@ def variants():
     for element, head_dim, library in itertools.product(["F32", "BF16", "F16"], [64, 256], [0, 1]):
         yield "naive.cu", {"ELEMENT": element, "HEAD_DIM": head_dim, "LIBRARY_PRODUCTS": library}
     # Tiles of keys by head dim, as src/attention/cuda/tiled.rs chooses them. F16 differs from BF16 in single instructions.
-    tiles = [(37, 64), (64, 64), (96, 64), (100, 64), (100, 32), (127, 64), (128, 64), (128, 32), (150, 32), (160, 32)]
-    tiles += [(190, 64), (192, 64), (250, 64), (256, 64), (256, 32)]
-    for element, (head_dim, keys) in [*itertools.product(["BF16"], tiles), ("F16", (128, 64)), ("F16", (160, 32))]:
+    tiles = [(37, 64), (64, 64), (96, 64), (100, 64), (100, 32), (127, 64), (128, 64), (128, 32), (143, 32), (144, 32)]
+    tiles += [(150, 64), (160, 64), (190, 64), (192, 64), (250, 64), (256, 64), (256, 32)]
+    for element, (head_dim, keys) in [*itertools.product(["BF16"], tiles), ("F16", (128, 64)), ("F16", (144, 32))]:
         yield "tiled.cu", tiled(element, head_dim, keys)
     for head_dim, keys in [(64, 32), (100, 32), (128, 32), (128, 16), (192, 32), (192, 16), (224, 32), (256, 16), (256, 8)]:
         yield "tiled.cu", tiled("F32", head_dim, keys)
@@ -73,8 +73,8 @@ def variants():
 def tiled(element, head_dim, keys):
     """Macros of a variant of tiled.cu."""
     half = element != "F32"
-    kept = half and (head_dim <= 64 or 160 < head_dim <= 192)
-    shape = {"ROWS": 128 if half and head_dim <= 160 else 64, "KEYS": keys, "Q_KEPT": int(kept)}
+    kept = half and (head_dim <= 64 or 144 < head_dim <= 192)
+    shape = {"ROWS": 128 if half and head_dim <= 144 else 64, "KEYS": keys, "Q_KEPT": int(kept)}
     return {"ELEMENT": element, "HEAD_DIM": head_dim, **shape}
 
 

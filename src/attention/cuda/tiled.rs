@@ -63,13 +63,13 @@ impl CudaKernel for Tiled {
 }
 
 /// Query rows of a block of four warps; keys of a tile, the best number first; whether Q is kept in registers. What
-/// registers hold decides: scores and outputs of 32 rows to a warp fit up to D 128 with 64 keys, up to D 160 with 32.
+/// registers hold decides: scores and outputs of 32 rows to a warp fit up to D 128 with 64 keys, up to D 144 with 32.
 fn tiles(head_dim: usize, dtype: DType) -> (usize, &'static [usize], bool) {
     match (dtype, head_dim) {
         (DType::F32, _) => (64, &[32, 16, 8], false),
         (_, ..=64) => (128, &[64], true),
         (_, ..=128) => (128, &[64, 32], false),
-        (_, ..=160) => (128, &[32], false),
+        (_, ..=144) => (128, &[32], false),
         (_, ..=192) => (64, &[64], true),
         _ => (64, &[64, 32], false),
     }
@@ -87,7 +87,7 @@ mod tests {
         let cases = [
             (bf16, 64, [(128, 64, 1, 5), (128, 64, 1, 9), (128, 64, 1, 13)]),
             (bf16, 128, [(128, 32, 0, 2), (128, 64, 0, 2), (128, 64, 0, 3)]),
-            (bf16, 160, [(128, 32, 0, 1), (128, 32, 0, 2), (128, 32, 0, 3)]),
+            (bf16, 144, [(128, 32, 0, 1), (128, 32, 0, 2), (128, 32, 0, 3)]),
             (bf16, 192, [(64, 64, 1, 2), (64, 64, 1, 3), (64, 64, 1, 4)]),
             (bf16, 256, [(64, 64, 0, 1), (64, 32, 0, 2), (64, 64, 0, 2)]),
             (f32, 128, [(64, 16, 0, 2), (64, 32, 0, 2), (64, 32, 0, 3)]),

@@ -28,7 +28,7 @@ VARIANTS = [
     ("tiled", "F16", 128, "ROWS=128 KEYS=32 Q_KEPT=0"),
     ("tiled", "BF16", 96, "ROWS=128 KEYS=64 Q_KEPT=0"),
     ("tiled", "F16", 100, "ROWS=128 KEYS=64 Q_KEPT=0"),
-    ("tiled", "BF16", 160, "ROWS=128 KEYS=32 Q_KEPT=0"),
+    ("tiled", "BF16", 144, "ROWS=128 KEYS=32 Q_KEPT=0"),
     ("tiled", "F16", 192, "ROWS=64 KEYS=64 Q_KEPT=1"),
     ("tiled", "F16", 256, "ROWS=64 KEYS=64 Q_KEPT=0"),
     ("tiled", "BF16", 256, "ROWS=64 KEYS=32 Q_KEPT=0"),
