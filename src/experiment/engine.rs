@@ -9,6 +9,7 @@ use crate::attention::kernel;
 use crate::device::Cpu;
 use crate::device::cuda::{Condition, CudaError, Runtime};
 use crate::memory::{Arena, ArenaError, os};
+use crate::policy::Registry;
 use crate::workload::{Extents, Workload, WorkloadError};
 use serde_json::{Value, json};
 use std::path::Path;
@@ -188,14 +189,14 @@ impl<'a> Engine<'a> {
         }
     }
 
-    /// What the kernel of a cell is here.
+    /// What the kernel of a cell, and its policy from `registry`, are here.
     ///
     /// # Errors
     /// In words, when it cannot run here.
-    pub(super) fn place(self, cell: &Cell) -> Result<Place, String> {
+    pub(super) fn place(self, cell: &Cell, registry: &Registry) -> Result<Place, String> {
         match self {
             Engine::Cpu(_) => Ok(Place::Cpu(kernel(&cell.kernel).map_err(|error| error.to_string())?)),
-            Engine::Cuda(gpu) => Ok(Place::Cuda(cuda::task(cell, gpu.runtime.device().limits())?)),
+            Engine::Cuda(gpu) => Ok(Place::Cuda(cuda::task(cell, registry, gpu.runtime.device().limits())?)),
         }
     }
 

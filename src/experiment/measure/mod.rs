@@ -198,7 +198,7 @@ impl Prepared {
     /// # Errors
     /// In words, when a name or the budget means nothing.
     pub fn new(cell: Cell, registry: &Registry, engine: Engine<'_>) -> Result<Self, String> {
-        let place = engine.place(&cell).unwrap_or_else(Place::Nowhere);
+        let place = engine.place(&cell, registry).unwrap_or_else(Place::Nowhere);
         let policy = match &cell.policy {
             Some(name) => Some(registry.policy(name).map_err(|error| error.to_string())?),
             None => None,

@@ -43,10 +43,15 @@ struct Chunk {
     paged: bool,
 }
 
-pub(super) fn task(cell: &Cell, kernel: &dyn CudaKernel, limits: &Limits) -> Result<Box<dyn Task>, String> {
+pub(super) fn task(
+    cell: &Cell,
+    registry: &Registry,
+    kernel: &dyn CudaKernel,
+    limits: &Limits,
+) -> Result<Box<dyn Task>, String> {
     let policy = match &cell.policy {
         Some(name) => {
-            let policy = Registry::default().policy(name).map_err(|error| error.to_string())?;
+            let policy = registry.policy(name).map_err(|error| error.to_string())?;
             policy.check_device(name).map_err(|error| error.to_string())?;
             policy
         }
