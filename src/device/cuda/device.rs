@@ -2,9 +2,9 @@
 
 use super::nvml::{Condition, Nvml, uuid_text};
 use super::sweep::Sweep;
-use super::{CudaError, Launch, doing};
+use super::{CudaError, Launch, Nvrtc, doing, driver};
 use crate::memory::{Arena, Claim, Label};
-use cudarc::driver::sys::{CUdevice_attribute, CUevent_flags, CUfunction_attribute_enum, CUresult};
+use cudarc::driver::sys::{CUdevice_attribute, CUevent_flags, CUfunction_attribute_enum};
 use cudarc::driver::{
     CudaContext, CudaFunction, CudaModule, CudaStream, DeviceRepr, DriverError, LaunchArgs, LaunchConfig,
     PushKernelArg, result,
@@ -61,13 +61,11 @@ impl Device {
     /// Opens GPU `index`.
     ///
     /// # Errors
-    /// [`CudaError::NoDriver`] without a driver, [`CudaError::TooOld`] before compute capability 8.0, and
-    /// [`CudaError::Driver`] when there is no such GPU or it cannot be used.
+    /// [`CudaError::NoDriver`] and [`CudaError::OldDriver`] without a driver that will do, [`CudaError::TooOld`] before
+    /// compute capability 8.0, [`CudaError::NoRoom`] when its memory is full, and [`CudaError::Driver`] when there is no
+    /// such GPU or it cannot be used.
     pub fn open(index: usize) -> Result<Self, CudaError> {
-        // SAFETY: it only tries to load the driver's library, whose initialisers have no requirements.
-        if !unsafe { cudarc::driver::sys::is_culib_present() } {
-            return Err(CudaError::NoDriver);
-        }
+        driver::start()?;
         let nvml = uuid(index).map_err(doing("looking for the GPU")).map(|uuid| Nvml::open(&uuid))?;
         let used_bytes = || nvml.as_ref().ok().and_then(Nvml::used_bytes);
         let used_before = used_bytes();
@@ -148,10 +146,7 @@ impl Device {
 
     /// Version of the CUDA interface that the driver has, as `13.0`.
     pub fn cuda_version(&self) -> String {
-        let mut version = 0;
-        // SAFETY: the pointer is to an integer that lives through the call.
-        unsafe { cudarc::driver::sys::cuDriverGetVersion(&mut version) };
-        format!("{}.{}", version / 1000, version % 1000 / 10)
+        driver::version_text()
     }
 
     /// Memory that this process's context took when it was made, before anything was allocated: what NVML saw the GPU's
@@ -203,12 +198,12 @@ impl Device {
         let mut buffer = DeviceBuffer { address: 0, claim, context: self.context.clone() };
         if bytes > 0 {
             // SAFETY: the context is bound. The memory is freed by the buffer's drop alone.
-            buffer.address = unsafe { result::malloc_sync(bytes as usize) }.map_err(|error| match error.0 {
-                CUresult::CUDA_ERROR_OUT_OF_MEMORY => {
+            buffer.address = unsafe { result::malloc_sync(bytes as usize) }.map_err(|error| match doing("taking memory")(error) {
+                CudaError::NoRoom { .. } => {
                     let free_bytes = self.context.mem_get_info().map_or(0, |(free, _)| free as u64);
                     CudaError::OutOfMemory { label, asked_bytes: bytes, free_bytes }
                 }
-                _ => CudaError::Driver { what: "taking memory", reason: error },
+                error => error,
             })?;
             // SAFETY: the range is the allocation just made.
             unsafe { result::memset_d8_sync(buffer.address, 0, bytes as usize) }.map_err(doing("clearing memory"))?;
@@ -217,13 +212,48 @@ impl Device {
         Ok(buffer)
     }
 
-    /// Loads machine code that was compiled for this GPU.
+    /// Loads machine code that this compiler made for this GPU.
     ///
     /// # Errors
-    /// [`CudaError::Driver`] when it is not code for this GPU.
-    pub(super) fn load(&self, code: Vec<u8>) -> Result<Module, CudaError> {
-        let module = self.context.load_module(Ptx::from_binary(code)).map_err(doing("loading the kernels"))?;
+    /// [`CudaError::Load`] when the driver does not take it, [`CudaError::NoRoom`] when the GPU's memory is full.
+    pub(super) fn load(&self, code: Vec<u8>, nvrtc: &Nvrtc) -> Result<Module, CudaError> {
+        let module = self.context.load_module(Ptx::from_binary(code)).map_err(|reason| {
+            match doing("loading the kernels")(reason) {
+                CudaError::Driver { reason, .. } => {
+                    CudaError::Load { nvrtc: nvrtc.version(), driver: self.cuda_version(), reason }
+                }
+                error => error,
+            }
+        })?;
         Ok(Module { module, functions: Mutex::default() })
+    }
+
+    /// Waits for all that was begun.
+    ///
+    /// # Errors
+    /// What went wrong with it and was not told yet; where that ended the context, it is told every time.
+    pub fn wait(&self) -> Result<(), CudaError> {
+        self.context.synchronize().map_err(doing("waiting for the GPU"))
+    }
+
+    /// Opens the same GPU with a new context, after one that a fault has ended.
+    ///
+    /// # Errors
+    /// [`CudaError::Lost`] when a buffer or a module of the old context is still there, the driver does not let go of it, or
+    /// the GPU does not open again.
+    pub(super) fn reopen(self) -> Result<Self, CudaError> {
+        let (index, old) = (self.context.ordinal(), Arc::downgrade(&self.context));
+        drop(self);
+        if old.strong_count() > 0 {
+            return Err(CudaError::Lost("something of its old context is still in use".into()));
+        }
+        // SAFETY: buffers, modules and streams hold the old context, and nobody does.
+        unsafe { driver::reset(index) }.map_err(doing("ending the old context")).and_then(|()| Self::open(index)).map_err(
+            |error| match error {
+                CudaError::Lost(_) => error,
+                error => CudaError::Lost(error.to_string()),
+            },
+        )
     }
 
     /// Makes the GPU's context that of this thread, as libraries beside the driver need it.
@@ -261,8 +291,9 @@ impl Device {
         let end = timed();
         // Whatever went wrong: what was begun has ended when buffers may be given back.
         let ended = self.stream.synchronize();
-        worked?;
+        // What a kernel broke is why calls after it fail.
         ended.map_err(doing("running the kernels"))?;
+        worked?;
         let end = end.map_err(doing("recording an event"))?;
         let milliseconds = start.elapsed_ms(&end).map_err(doing("reading the time"))?;
         Ok((f64::from(milliseconds) * 1e6) as u64)
@@ -304,7 +335,6 @@ impl Device {
 
 /// The GPU's UUID as NVML writes it. It needs no context.
 fn uuid(index: usize) -> Result<String, DriverError> {
-    result::init()?;
     let uuid = result::device::get_uuid(result::device::get(index as i32)?)?;
     Ok(uuid_text(uuid.bytes.map(|byte| byte as u8)))
 }
