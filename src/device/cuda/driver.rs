@@ -22,7 +22,8 @@ pub(super) fn start() -> Result<(), CudaError> {
         return Err(CudaError::NoDriver);
     }
     // SAFETY: the library was just found; it is looked at and nothing is called.
-    if unsafe { sys::culib().get::<unsafe extern "C" fn(*mut c_int) -> sys::CUresult>(b"cuDriverGetVersion") }.is_err() {
+    if unsafe { sys::culib().get::<unsafe extern "C" fn(*mut c_int) -> sys::CUresult>(b"cuDriverGetVersion") }.is_err()
+    {
         return Err(CudaError::NoDriver);
     }
     let found = version();

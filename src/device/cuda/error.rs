@@ -71,8 +71,10 @@ pub enum CudaError {
         log: String,
     },
     /// Machine code that the driver does not take.
-    #[error("CUDA: loading the kernels failed: {reason}; NVRTC {nvrtc} made them, the driver has CUDA {driver}{}",
-            newer(nvrtc, driver))]
+    #[error(
+        "CUDA: loading the kernels failed: {reason}; NVRTC {nvrtc} made them, the driver has CUDA {driver}{}",
+        newer(nvrtc, driver)
+    )]
     Load {
         /// The version of NVRTC that made it.
         nvrtc: String,
@@ -169,9 +171,7 @@ fn ends_context(result: CUresult) -> bool {
             | CONTEXT_IS_DESTROYED
             | ASSERT
             // Illegal instruction, misaligned address, invalid address space and invalid program counter lie between.
-            | HARDWARE_STACK_ERROR..=LAUNCH_FAILED
-            | TENSOR_MEMORY_LEAK
-            | UNKNOWN
+            | HARDWARE_STACK_ERROR..=LAUNCH_FAILED | TENSOR_MEMORY_LEAK | UNKNOWN
     )
 }
 

@@ -166,21 +166,19 @@ impl Nvrtc {
 }
 
 /// The first NVRTC that compiles for an architecture (release notes of the CUDA Toolkit), as far as is known here.
-const FIRST_VERSIONS: [(&str, (c_int, c_int)); 14] = [
+const FIRST_VERSIONS: [(&str, (c_int, c_int)); 12] = [
     ("sm_80", (11, 0)),
     ("sm_86", (11, 1)),
     ("sm_87", (11, 4)),
     ("sm_89", (11, 8)),
-    ("sm_90", (11, 8)),
     ("sm_90a", (12, 0)),
+    ("sm_88", (13, 0)),
     ("sm_100", (12, 8)),
     ("sm_101", (12, 8)),
-    ("sm_120", (12, 8)),
     ("sm_103", (12, 9)),
-    ("sm_121", (12, 9)),
-    ("sm_88", (13, 0)),
     ("sm_110", (13, 0)),
-    ("sm_100a", (12, 8)),
+    ("sm_120", (12, 8)),
+    ("sm_121", (12, 9)),
 ];
 
 fn first_version(architecture: &str) -> Option<(c_int, c_int)> {
@@ -212,4 +210,30 @@ fn is_compiler(path: &Path) -> bool {
 
 fn is_builtins(path: &Path) -> bool {
     name(path).starts_with("libnvrtc-builtins.so") && !name(path).contains(".alt.")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::cuda::{CudaError, Limits};
+
+    #[test]
+    fn the_version_that_knows_an_architecture_is_named() {
+        let said = |architecture: &str| {
+            let error = CudaError::Architecture {
+                version: "12.4".into(),
+                path: "libnvrtc.so".into(),
+                architecture: architecture.into(),
+            };
+            error.to_string()
+        };
+        let line = said("sm_103");
+        assert!(line.starts_with("NVRTC 12.4 (libnvrtc.so) does not compile for sm_103; 12.9 is the first"), "{line}");
+        assert!(said("sm_150").contains("; a later one may: pip install"), "{}", said("sm_150"));
+        for limits in Limits::known() {
+            let (architecture, (major, minor)) = (limits.architecture(), limits.capability);
+            assert_eq!(number(&architecture), Some(10 * major + minor));
+            assert!(first_version(&architecture).is_some(), "{architecture}");
+        }
+    }
 }
