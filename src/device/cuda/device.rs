@@ -28,7 +28,41 @@ pub struct Limits {
 /// Shared memory that the system takes for each block that runs.
 const BLOCK_SYSTEM_BYTES: usize = 1 << 10;
 
+/// Shared memory that one block may have, in KiB, by compute capability (CUDA C++ Programming Guide, "Compute
+/// Capabilities"): what kernels are compiled for.
+const BLOCK_SHARED_KIB: [((i32, i32), usize); 11] = [
+    ((8, 0), 163),
+    ((8, 6), 99),
+    ((8, 7), 163),
+    ((8, 9), 99),
+    ((9, 0), 227),
+    ((10, 0), 227),
+    ((10, 1), 227),
+    ((10, 3), 227),
+    ((11, 0), 227),
+    ((12, 0), 99),
+    ((12, 1), 99),
+];
+/// Multiprocessors of a GPU that is not there. Only grids follow from their number, never what is compiled.
+const SOME_MULTIPROCESSORS: usize = 132;
+
 impl Limits {
+    /// Those of every architecture that kernels can be compiled for without a GPU.
+    pub fn known() -> impl Iterator<Item = Self> {
+        BLOCK_SHARED_KIB.into_iter().map(|(capability, kib)| Limits {
+            capability,
+            multiprocessors: SOME_MULTIPROCESSORS,
+            block_shared_bytes: kib << 10,
+        })
+    }
+
+    /// What NVRTC compiles for, as `sm_80`. On Hopper it is `sm_90a`, which has `wgmma` and runs on no other chip.
+    pub fn architecture(&self) -> String {
+        let (major, minor) = self.capability;
+        let only_this = if major == 9 { "a" } else { "" };
+        format!("sm_{major}{minor}{only_this}")
+    }
+
     /// The first choice of which two blocks fit on one multiprocessor, else the first of which one fits, else the last;
     /// `bytes` is the shared memory of a block. Two blocks hide each other's waiting.
     pub(crate) fn roomiest<T: Copy>(&self, choices: &[T], bytes: impl Fn(T) -> usize) -> T {
@@ -113,11 +147,9 @@ impl Device {
         &self.limits
     }
 
-    /// What NVRTC compiles for, as `sm_80`. On Hopper it is `sm_90a`, which has `wgmma` and runs on no other chip.
+    /// What NVRTC compiles for: [`Limits::architecture`].
     pub fn architecture(&self) -> String {
-        let (major, minor) = self.limits.capability;
-        let only_this = if major == 9 { "a" } else { "" };
-        format!("sm_{major}{minor}{only_this}")
+        self.limits.architecture()
     }
 
     /// Memory of the GPU.
@@ -198,12 +230,14 @@ impl Device {
         let mut buffer = DeviceBuffer { address: 0, claim, context: self.context.clone() };
         if bytes > 0 {
             // SAFETY: the context is bound. The memory is freed by the buffer's drop alone.
-            buffer.address = unsafe { result::malloc_sync(bytes as usize) }.map_err(|error| match doing("taking memory")(error) {
-                CudaError::NoRoom { .. } => {
-                    let free_bytes = self.context.mem_get_info().map_or(0, |(free, _)| free as u64);
-                    CudaError::OutOfMemory { label, asked_bytes: bytes, free_bytes }
+            buffer.address = unsafe { result::malloc_sync(bytes as usize) }.map_err(|error| {
+                match doing("taking memory")(error) {
+                    CudaError::NoRoom { .. } => {
+                        let free_bytes = self.context.mem_get_info().map_or(0, |(free, _)| free as u64);
+                        CudaError::OutOfMemory { label, asked_bytes: bytes, free_bytes }
+                    }
+                    error => error,
                 }
-                error => error,
             })?;
             // SAFETY: the range is the allocation just made.
             unsafe { result::memset_d8_sync(buffer.address, 0, bytes as usize) }.map_err(doing("clearing memory"))?;
@@ -248,12 +282,13 @@ impl Device {
             return Err(CudaError::Lost("something of its old context is still in use".into()));
         }
         // SAFETY: buffers, modules and streams hold the old context, and nobody does.
-        unsafe { driver::reset(index) }.map_err(doing("ending the old context")).and_then(|()| Self::open(index)).map_err(
-            |error| match error {
+        unsafe { driver::reset(index) }
+            .map_err(doing("ending the old context"))
+            .and_then(|()| Self::open(index))
+            .map_err(|error| match error {
                 CudaError::Lost(_) => error,
                 error => CudaError::Lost(error.to_string()),
-            },
-        )
+            })
     }
 
     /// Makes the GPU's context that of this thread, as libraries beside the driver need it.

@@ -43,6 +43,7 @@ pub use pages::{PagedKv, Slabs};
 pub use problem::{Extents, Launch, Operands, Problem};
 pub use runtime::Runtime;
 pub use source::{Program, Source};
+pub(crate) use sweep::Sweep;
 pub(crate) use tensor_map::TensorMap;
 pub(crate) use tokens::{Arrival, Corner, Gathering, Slice};
 pub(crate) use turning::{Asking, AskingOperands, Turning};

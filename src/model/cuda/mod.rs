@@ -22,6 +22,7 @@ use attend::Attend;
 use block::Buffers;
 use evict::DeviceEvictor;
 use layers::Layers;
+pub(crate) use layers::program;
 use weights::DeviceWeights;
 
 /// A model whose weights lie in a GPU's memory.

@@ -118,6 +118,16 @@ impl DeviceSelection {
 }
 
 impl Policy {
+    /// What judging by it compiles, over a cache of a type and head dim; nothing where nothing is judged on a GPU.
+    pub(crate) fn programs(&self, dtype: DType, head_dim: usize) -> Vec<Program> {
+        let recipe = self.scorer.as_ref().and_then(|scorer| scorer.recipe());
+        recipe.map_or_else(Vec::new, |recipe| {
+            let mut programs = scores::programs(&recipe, dtype, head_dim);
+            programs.push(program());
+            programs
+        })
+    }
+
     /// Says whether a GPU can judge by this policy, which was written as `name`.
     ///
     /// # Errors
@@ -319,6 +329,11 @@ impl KvRows for Lengths<'_> {
     }
 }
 
+/// What is compiled for selections: scores are f32 whatever the cache holds.
+fn program() -> Program {
+    Program { source: SOURCE, dtype: DType::F32, head_dim: 1, macros: vec![] }
+}
+
 /// Runs a function of `select.cu`.
 fn run(
     context: &DeviceContext<'_>,
@@ -328,8 +343,7 @@ fn run(
     threads: u32,
     operands: &ChoiceOperands<'_>,
 ) -> Result<u64, CudaError> {
-    // Scores are f32 whatever the cache holds.
-    let program = Program { source: SOURCE, dtype: DType::F32, head_dim: 1, macros: vec![] };
+    let program = program();
     let launch = Launch { function, grid, threads, shared_bytes: 0 };
     let (lists, choice): (Lists<'_>, _) = (cache.lists()?, Choice::new(operands)?);
     context.runtime.device().run(&*context.runtime.module(&program)?, &[launch], &[&lists, &choice])

@@ -1,10 +1,13 @@
 //! Recipes as launches of `kernels/score.cu` and of the export of attention columns.
 
 use super::{DeviceContext, DevicePolicyError};
+use crate::attention::cuda::export;
+use crate::attention::export::OverQueries;
 use crate::cache::cuda::DeviceCache;
 use crate::device::cuda::{CudaError, DeviceBuffer, Launch, Program, Scoring, Source};
 use crate::memory::Label;
 use crate::policy::{Recipe, Then};
+use crate::tensor::DType;
 
 const SOURCE: Source = Source { name: "score.cu", text: include_str!("../../../kernels/score.cu") };
 /// Slots of a block.
@@ -79,6 +82,23 @@ pub(super) fn write(
     })
 }
 
+/// What is compiled for the scores of a recipe over a cache of a type and head dim.
+pub(super) fn programs(recipe: &Recipe, dtype: DType, head_dim: usize) -> Vec<Program> {
+    let columns = |queries| export::program(dtype, head_dim, queries);
+    let mut programs = vec![program(dtype, head_dim)];
+    programs.extend(match recipe {
+        Recipe::Positions | Recipe::KeyNorm | Recipe::KeyUnlike => None,
+        Recipe::Accumulated { .. } => Some(columns(OverQueries::Sum)),
+        Recipe::Recent { reduction, .. } => Some(columns(reduction.queries)),
+        Recipe::TimesValueNorm(recipe) => return self::programs(recipe, dtype, head_dim),
+    });
+    programs
+}
+
+fn program(dtype: DType, head_dim: usize) -> Program {
+    Program { source: SOURCE, dtype, head_dim, macros: vec![] }
+}
+
 /// Runs a function of `score.cu`.
 fn run(
     context: &DeviceContext<'_>,
@@ -87,7 +107,7 @@ fn run(
     scoring: &Scoring<'_>,
 ) -> Result<u64, CudaError> {
     let (shape, lists) = (cache.shape(), cache.lists()?);
-    let program = Program { source: SOURCE, dtype: shape.dtype, head_dim: shape.head_dim, macros: vec![] };
+    let program = program(shape.dtype, shape.head_dim);
     let grid = [cache.max_len().div_ceil(ROWS), cache.shape().lists(), 1];
     let launch = Launch { function, grid, threads: 128, shared_bytes: 0 };
     context.runtime.device().run(&*context.runtime.module(&program)?, &[launch], &[&lists, scoring])

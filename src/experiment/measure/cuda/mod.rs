@@ -18,7 +18,7 @@ use written::Written;
 use super::{Truth, Turn, TurnError};
 use crate::attention::AttentionError;
 use crate::attention::cuda::cuda_kernel;
-use crate::device::cuda::{Limits, Runtime};
+use crate::device::cuda::{Limits, Program, Runtime};
 use crate::experiment::cell::{Cell, Measure};
 use crate::experiment::engine::MODELS_ON_CPU;
 use crate::memory::Arena;
@@ -31,6 +31,9 @@ pub trait Task {
 
     /// Bytes of the kernel's scratch memory and materialised scores.
     fn workspace_bytes(&self) -> u64;
+
+    /// Everything that its turns may compile.
+    fn programs(&self) -> Vec<Program>;
 
     /// Whose matrix products the kernel uses, where it could use cuBLAS's.
     fn products(&self, _runtime: &Runtime) -> Option<String> {
@@ -61,11 +64,7 @@ pub struct Bench<'a> {
 ///
 /// # Errors
 /// In words, when they cannot run there.
-pub(in crate::experiment) fn task(
-    cell: &Cell,
-    registry: &Registry,
-    limits: &Limits,
-) -> Result<Box<dyn Task>, String> {
+pub(in crate::experiment) fn task(cell: &Cell, registry: &Registry, limits: &Limits) -> Result<Box<dyn Task>, String> {
     let kernel = cuda_kernel(&cell.kernel).map_err(|error| error.to_string())?;
     let task = match cell.measure {
         Measure::Forward => forward::task(cell, kernel, limits),
