@@ -19,8 +19,20 @@ fn stdout(arguments: &[&str]) -> String {
 #[test]
 fn help_texts_are_as_reviewed() {
     insta::assert_snapshot!("help", stdout(&["--help"]));
-    let commands =
-        ["run", "report", "attend", "evict", "logits", "generate", "eval", "capture", "list", "doctor", "completions"];
+    let commands = [
+        "run",
+        "report",
+        "attend",
+        "evict",
+        "logits",
+        "generate",
+        "eval",
+        "capture",
+        "list",
+        "doctor",
+        "kernels",
+        "completions",
+    ];
     for command in commands {
         insta::assert_snapshot!(format!("help_{command}"), stdout(&[command, "--help"]));
     }
@@ -85,13 +97,25 @@ fn listed_defaults_are_what_a_kernel_or_policy_takes() {
 fn the_doctor_reports_the_machine_also_where_there_is_nothing() {
     let bare = |arguments: &[&str]| {
         let mut command = kvsieve(arguments);
-        for variable in ["LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_PATH", "PATH", "HOME", "VIRTUAL_ENV", "CONDA_PREFIX"] {
+        for variable in [
+            "LD_LIBRARY_PATH",
+            "CUDA_HOME",
+            "CUDA_PATH",
+            "PATH",
+            "HOME",
+            "KVSIEVE_CACHE",
+            "XDG_CACHE_HOME",
+            "VIRTUAL_ENV",
+            "CONDA_PREFIX",
+        ] {
             command.env_remove(variable);
         }
         String::from_utf8(command.assert().success().stderr("").get_output().stdout.clone()).unwrap()
     };
     let text = bare(&["doctor"]);
-    for part in ["cpu  ", "cores  ", "instructions  ", "available  ", "driver  ", "nvrtc  ", "the CPU only"] {
+    for part in
+        ["cpu  ", "cores  ", "instructions  ", "available  ", "driver  ", "nvrtc  ", "kernels  ", "the CPU only"]
+    {
         assert!(text.contains(part), "{part} in {text}");
     }
     let report: Value = serde_json::from_str(&bare(&["doctor", "--json", "-"])).unwrap();
@@ -99,6 +123,7 @@ fn the_doctor_reports_the_machine_also_where_there_is_nothing() {
     assert!(report["git_rev"].is_string() && report["git_dirty"].is_boolean());
     assert!(report["cpu"]["cores"].as_u64().unwrap() >= 1 && report["threads"].as_u64().unwrap() >= 1);
     assert_eq!(report["compute_devices"], serde_json::json!(["cpu"]));
+    assert_eq!((&report["kernels"]["folder"], &report["kernels"]["fits"]), (&Value::Null, &Value::Null));
     let limit = |bytes: &Value| bytes.as_u64().unwrap_or(u64::MAX);
     assert!(limit(&report["memory"]["default_limit_bytes"]) <= limit(&report["memory"]["available_bytes"]));
 }
@@ -140,6 +165,9 @@ fn wrong_arguments_are_one_line_and_status_2() {
         (&["list", "gods"], "invalid value 'gods'"),
         (&["list", "kernels", "--json", "no/such/folder.json"], "there is no folder 'no/such'"),
         (&["completions", "sh"], "invalid value 'sh'"),
+        (&["kernels", "build"], "required arguments were not provided: --arch <sm_NN>"),
+        (&["kernels", "build", "--arch", "sm_90"], "kernels are compiled for sm_80, "),
+        (&["kernels", "build", "--arch", "sm_80", "--nvrtc", "no/such.so"], "no NVRTC to compile the kernels with"),
         (&["doctor", "--now"], "unexpected argument '--now'"),
     ];
     for (arguments, expected) in cases {

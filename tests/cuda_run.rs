@@ -10,7 +10,7 @@ use kvsieve::device::Cpu;
 use kvsieve::experiment::record::{Record, Status};
 use kvsieve::experiment::{Device, Engine, Experiment, Gpu, Options, Spec, cliff, runner};
 use kvsieve::memory::{Arena, Label};
-use kvsieve::policy::Registry;
+use kvsieve::policy::{Context, Policy, PolicyEntry, PolicyError, Recipe, Registry, Scorer, Statistic, each_list};
 use serde_json::Value;
 use std::path::Path;
 use std::process::Command;
@@ -63,7 +63,7 @@ fn cuda_cells_are_accounted_for_to_the_byte() {
         let label = record.cell.label();
         assert_eq!((record.status, &record.reason), (Status::Ok, &None), "{label}");
         assert_eq!(record.cell.device, Device::Cuda, "{label}");
-        assert!(record.isa_path.starts_with(gpu.runtime.device().name()), "{label}: {}", record.isa_path);
+        assert!(record.isa_path.starts_with(gpu.runtime().unwrap().device().name()), "{label}: {}", record.isa_path);
         let memory = record.memory.as_ref().unwrap();
         assert_eq!(memory.peak_bytes, memory.predicted_peak_bytes, "{label}");
         assert_eq!(memory.residual_bytes, 0, "{label}");
@@ -128,7 +128,8 @@ fn cuda_skips_models_beside_what_it_measures() {
 fn cuda_out_of_memory_is_a_record_and_the_sweep_goes_on() {
     let _alone = alone();
     let gpu = gpu();
-    let device = gpu.runtime.device();
+    let runtime = gpu.runtime().unwrap();
+    let device = runtime.device();
     // All but a little is held by somebody else.
     let (elsewhere, free_bytes) = (Arena::unlimited(), device.free_bytes_now().unwrap());
     let held = device.alloc(&elsewhere, Label::Workspace, free_bytes - (8 << 20)).unwrap();
@@ -276,4 +277,57 @@ fn cuda_evicts_as_the_cpu_does() {
         let skipped = records.iter().find(|record| record.status == Status::Skipped).expect(policy);
         assert!(skipped.reason.as_ref().unwrap().contains(reason), "{:?}", skipped.reason);
     }
+}
+
+/// Keeps the keys nearest to one end of the context, in the two forms that a policy for both devices has.
+struct ByPosition;
+
+impl Scorer for ByPosition {
+    fn needs(&self) -> Vec<Statistic> {
+        Vec::new()
+    }
+
+    fn recipe(&self) -> Option<Recipe> {
+        Some(Recipe::Positions)
+    }
+
+    fn score(&self, context: &Context<'_>, scores: &mut [f32]) -> Result<(), PolicyError> {
+        each_list(context, scores, &mut [], |list, scores, _| {
+            scores.iter_mut().enumerate().for_each(|(slot, score)| *score = list.position(slot) as f32);
+        });
+        Ok(())
+    }
+}
+
+#[test]
+#[ignore = "cuda: needs a GPU and NVRTC"]
+fn cuda_runs_the_policies_of_its_caller() {
+    let _alone = alone();
+    let entry = |name| PolicyEntry {
+        name,
+        about: "",
+        paper: "",
+        parameters: &[],
+        build: |_| Ok(Policy::after_prefill(ByPosition)),
+    };
+    // One in the place of a built-in one, which keeps other tokens, and one that only the caller knows.
+    let registry = Registry::default().with(entry("knorm")).with(entry("latest"));
+    let grids = "[[grid]]\nmeasure = \"evict\"\nheads = \"4/2\"\nhead_dim = 16\nlayers = 1\ncontext_tokens = 96\n\
+                 new_tokens = 2\npolicy = [\"knorm\", \"latest\", \"latest+chunks:tokens=40\"]\nbudget = 24\n";
+    let kept = |engine: Engine<'_>| -> Vec<_> {
+        let spec = Spec::parse(&format!("name = \"x\"\n{TIMING}{grids}"), "x.toml").unwrap();
+        let experiment = Experiment::new(spec, "x.toml", &registry, engine.device()).unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        let outcome = runner::run(&experiment, &registry, engine, &options(folder.path(), 1 << 30), &mut |_| ());
+        let kept = |record: Record| {
+            assert_eq!((record.status, &record.reason), (Status::Ok, &None), "{}", record.cell.label());
+            record.eviction.unwrap().kept_by_position
+        };
+        outcome.unwrap().records.into_iter().map(kept).collect()
+    };
+    let gpu = gpu();
+    let there = kept(Engine::Cuda(&gpu));
+    assert_eq!(there.len(), 3);
+    assert_eq!(there[0], there[1], "the same policy by either name");
+    assert_eq!(there, kept(Engine::Cpu(&cpu(2))));
 }

@@ -3,9 +3,10 @@
 use super::failure::Failure;
 use super::output;
 use kvsieve::device::cpu::CpuInfo;
-use kvsieve::device::cuda::{Condition, Device, Nvrtc};
+use kvsieve::device::cuda::{Cache, Condition, Device, Limits, Nvrtc};
 use kvsieve::device::gpu::Gpu;
 use kvsieve::device::{Cpu, simd::Isa};
+use kvsieve::experiment::kernels;
 use kvsieve::memory::os;
 use kvsieve::units;
 use serde::Serialize;
@@ -45,6 +46,7 @@ struct Report {
     memory: Memory,
     gpu: Gpu,
     cuda: Cuda,
+    kernels: Kernels,
     /// Devices on which this build computes here.
     compute_devices: Vec<&'static str>,
 }
@@ -104,8 +106,8 @@ struct OpenNvrtc {
 }
 
 impl Cuda {
-    /// Opens the first GPU and loads NVRTC.
-    fn probe(nvrtc: Option<&Path>) -> Self {
+    /// Opens the first GPU and loads NVRTC; what launches are planned for there too.
+    fn probe(nvrtc: Option<&Path>) -> (Self, Option<Limits>) {
         let device = Device::open(0).map_err(|error| error.to_string());
         let nvml = device.as_ref().map_err(String::as_str).and_then(Device::nvml);
         let nvml = nvml
@@ -124,11 +126,71 @@ impl Cuda {
             cuda_version: device.cuda_version(),
         };
         let nvrtc = Nvrtc::load(nvrtc).map(|nvrtc| OpenNvrtc { version: nvrtc.version(), path: nvrtc.path().into() });
-        Cuda {
+        let cuda = Cuda {
             device: device.as_ref().map(about).map_err(Clone::clone).into(),
             nvrtc: nvrtc.map_err(|error| error.to_string()).into(),
             nvml: nvml.into(),
-        }
+        };
+        (cuda, device.ok().map(|device| *device.limits()))
+    }
+}
+
+/// Compiled kernels on the disk.
+#[derive(Serialize)]
+struct Kernels {
+    /// Where they are kept; `None` where the environment names no folder.
+    folder: Option<PathBuf>,
+    /// Variants that this build has for the GPU that is there, or for one of each architecture that some are kept for.
+    architectures: Vec<Held>,
+    /// Whether all variants for the GPU that is there are kept; `None` without a GPU or NVRTC.
+    fits: Option<bool>,
+}
+
+/// Variants of this build for an architecture, by the NVRTC that is there.
+#[derive(Serialize)]
+struct Held {
+    architecture: String,
+    variants: usize,
+    held: usize,
+    held_bytes: u64,
+}
+
+impl Kernels {
+    fn probe(device: Option<Limits>, nvrtc: Option<&str>) -> Self {
+        let cache = Cache::default();
+        let folder = cache.folder().map(PathBuf::from);
+        let Some(version) = nvrtc.filter(|_| folder.as_ref().is_some_and(|folder| folder.is_dir())) else {
+            return Kernels { folder, architectures: Vec::new(), fits: device.zip(nvrtc).map(|_| false) };
+        };
+        let held = |limits: Limits| {
+            let (architecture, programs) = (limits.architecture(), kernels::programs(&limits));
+            let bytes = programs.iter().filter_map(|program| cache.holds(version, program, &architecture));
+            let (held, held_bytes) = bytes.fold((0, 0), |(held, sum), bytes| (held + 1, sum + bytes));
+            Held { architecture, variants: programs.len(), held, held_bytes }
+        };
+        let others = Limits::known().filter(|limits| device.is_none_or(|here| here.capability != limits.capability));
+        let here = device.map(held);
+        let fits = here.as_ref().map(|here| here.held == here.variants);
+        let others = others.map(held).filter(|other| other.held > 0);
+        Kernels { folder, architectures: here.into_iter().chain(others).collect(), fits }
+    }
+
+    /// In words, a line for each architecture.
+    fn lines(&self) -> Vec<String> {
+        let Some(folder) = &self.folder else {
+            return vec!["kept nowhere: KVSIEVE_CACHE names a folder for them".into()];
+        };
+        let mut lines = vec![folder.display().to_string()];
+        lines.extend(self.architectures.iter().map(|Held { architecture, variants, held, held_bytes }| {
+            format!("{architecture}: {held} of {variants} variants of this build, {}", units::bytes(*held_bytes))
+        }));
+        lines[0] += match self.fits {
+            Some(true) => ": fits this GPU",
+            Some(false) => ": the rest is compiled when it is used; 'kvsieve kernels build' does it before",
+            None if self.architectures.is_empty() => ": nothing for this build",
+            None => "",
+        };
+        lines
     }
 }
 
@@ -146,7 +208,12 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     output::check_json(args.json.as_deref())?;
     let cpu = Cpu::new(None)?;
     let machine = os::machine();
-    let cuda = Cuda::probe(args.nvrtc.as_deref());
+    let (cuda, limits) = Cuda::probe(args.nvrtc.as_deref());
+    let nvrtc = match &cuda.nvrtc {
+        Tried::Found(nvrtc) => Some(nvrtc.version.as_str()),
+        Tried::Missing { .. } => None,
+    };
+    let kernels = Kernels::probe(limits, nvrtc);
     let mut compute_devices = vec!["cpu"];
     if let (Tried::Found(_), Tried::Found(_)) = (&cuda.device, &cuda.nvrtc) {
         compute_devices.push("cuda");
@@ -168,6 +235,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
         },
         gpu: Gpu::probe(),
         cuda,
+        kernels,
         compute_devices,
     };
     match &args.json {
@@ -264,7 +332,9 @@ fn text(report: &Report) -> String {
         ("cublas", found(&gpu.cublas, "naive on a GPU then uses products of its own; pip install nvidia-cublas")),
     ];
     let mut text = String::new();
-    for (name, value) in lines.into_iter().chain(opened).chain([("used", used)]) {
+    let kept = report.kernels.lines().into_iter().enumerate();
+    let kept = kept.map(|(number, line)| (if number == 0 { "kernels" } else { "" }, line));
+    for (name, value) in lines.into_iter().chain(kept).chain(opened).chain([("used", used)]) {
         // Writing to a string cannot fail.
         let _ = writeln!(text, "{}", format!("{name:14}  {value}").trim_end());
     }

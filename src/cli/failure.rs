@@ -77,9 +77,12 @@ impl From<AttentionError> for Failure {
 impl From<CudaError> for Failure {
     fn from(error: CudaError) -> Self {
         match error {
-            CudaError::NoDriver | CudaError::NoNvrtc { .. } | CudaError::TooOld { .. } | CudaError::Operand(_) => {
-                Failure::Usage(error.into())
-            }
+            CudaError::NoDriver
+            | CudaError::OldDriver { .. }
+            | CudaError::NoNvrtc { .. }
+            | CudaError::Architecture { .. }
+            | CudaError::TooOld { .. }
+            | CudaError::Operand(_) => Failure::Usage(error.into()),
             error => Failure::Work(error.into()),
         }
     }
@@ -179,6 +182,7 @@ impl From<RunError> for Failure {
             RunError::Store(error) => error.into(),
             RunError::Workload(error) => error.into(),
             RunError::Cell(_) => Failure::Usage(error.into()),
+            RunError::Gpu { .. } | RunError::Lost { .. } => Failure::Work(error.into()),
         }
     }
 }

@@ -12,6 +12,7 @@ mod eval;
 mod evict;
 mod failure;
 mod generate;
+mod kernels;
 mod list;
 mod logits;
 mod model;
@@ -44,6 +45,8 @@ Examples:
                                     a model of your own, with a policy at work in its cache
   kvsieve eval                      what a model still answers, by policy and budget
   kvsieve train --out model         a small model, from nothing, that finds what its context hides
+  kvsieve kernels build --arch sm_90a
+                                    the CUDA kernels, compiled before there is a GPU
   kvsieve completions bash          completions for your shell
 
 Exit status: 0 done, 1 failed while working, 2 the input or the arguments are wrong.
@@ -72,6 +75,7 @@ enum Command {
     Train(train::Args),
     List(list::Args),
     Doctor(doctor::Args),
+    Kernels(kernels::Args),
     Completions(completions::Args),
 }
 
@@ -89,6 +93,7 @@ impl Command {
             Command::Train(args) => train::run(&args),
             Command::List(args) => list::run(&args),
             Command::Doctor(args) => doctor::run(&args),
+            Command::Kernels(args) => kernels::run(&args),
             Command::Completions(args) => completions::run(&args),
         }
     }

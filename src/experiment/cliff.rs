@@ -57,6 +57,9 @@ pub struct Cliff {
     pub refused: Option<Refused>,
     /// Why it was refused, in words.
     pub reason: Option<String>,
+    /// Whose matrix products ran, where that depends on what is installed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub products: Option<String>,
     /// Contexts that were tried, in order.
     pub probed_tokens: Vec<usize>,
     /// What ran: the instruction path, or the GPU.
@@ -172,6 +175,7 @@ struct Bracket {
 impl Search<'_> {
     fn run(&self) -> Result<Cliff, RunError> {
         let start = Instant::now();
+        let products = self.warm_up()?;
         let limit_bytes = self.limit_bytes();
         let predicted_tokens = self.predict(limit_bytes)?;
         let step_tokens = (predicted_tokens / STEPS).max(1);
@@ -189,12 +193,22 @@ impl Search<'_> {
             peak_bytes: bracket.peak_bytes,
             refused: bracket.refused,
             reason: bracket.reason,
+            products,
             probed_tokens: bracket.probed_tokens,
             isa_path: self.engine.path(),
             gpu: self.engine.condition(),
             wall_ns: start.elapsed().as_nanos() as u64,
             repro: self.options.repro.clone(),
         })
+    }
+
+    /// Whose matrix products the pass uses. On a GPU the shortest pass runs once: the kernels are loaded and cuBLAS has its
+    /// handle before anybody asks how much memory is free, as both take some of it.
+    fn warm_up(&self) -> Result<Option<String>, RunError> {
+        if let Engine::Cuda(_) = self.engine {
+            self.try_out(1)?;
+        }
+        Ok(self.prepared(1)?.products(self.engine))
     }
 
     /// The limit that the formula is asked about.
@@ -287,10 +301,11 @@ impl Search<'_> {
         };
         match turn {
             Ok(peak_bytes) => Ok(Probe::Runs { peak_bytes }),
-            Err(error) => match error.refused() {
-                Some(refused) => Ok(Probe::Refused { refused: Some(refused), reason: error.to_string() }),
-                None => Err(RunError::Cell(format!("{}: {error}", prepared.cell.label()))),
-            },
+            Err(error) if error.is_memory() => {
+                Ok(Probe::Refused { refused: error.refused(), reason: error.to_string() })
+            }
+            Err(TurnError::Cuda(error)) => Err(RunError::Gpu { label: prepared.cell.label(), error }),
+            Err(error) => Err(RunError::Cell(format!("{}: {error}", prepared.cell.label()))),
         }
     }
 }

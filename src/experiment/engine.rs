@@ -7,21 +7,27 @@ use super::cell::{Cell, Device};
 use super::measure::{Place, cuda};
 use crate::attention::kernel;
 use crate::device::Cpu;
-use crate::device::cuda::{Condition, CudaError, Runtime};
+use crate::device::cuda::{Condition, CudaError, Limits, Runtime};
 use crate::memory::{Arena, ArenaError, os};
+use crate::policy::Registry;
 use crate::workload::{Extents, Workload, WorkloadError};
 use serde_json::{Value, json};
+use std::cell::RefCell;
 use std::path::Path;
+use std::rc::Rc;
 
 /// Why a GPU evaluates nothing.
 pub const MODELS_ON_CPU: &str = "models run on the CPU only";
 
-/// A GPU that experiments run on.
+/// A GPU that experiments run on. A kernel's fault ends its context, and with it all that is in its memory; then it is
+/// opened anew, so the runtime is borrowed from here for each turn.
 pub struct Gpu {
     /// Threads that make inputs and compute what is true.
     pub cpu: Cpu,
-    /// The GPU and its compiler.
-    pub runtime: Runtime,
+    /// `None` when the GPU was lost.
+    runtime: RefCell<Option<Rc<Runtime>>>,
+    limits: Limits,
+    path: String,
 }
 
 impl Gpu {
@@ -32,7 +38,37 @@ impl Gpu {
     pub fn open(index: usize, nvrtc: Option<&Path>, cpu: Cpu) -> Result<Self, CudaError> {
         let runtime = Runtime::open(index, nvrtc)?;
         runtime.sweep_l2()?;
-        Ok(Gpu { cpu, runtime })
+        let (limits, nvrtc) = (*runtime.device().limits(), runtime.nvrtc().version());
+        let path = format!("{}, {}, NVRTC {nvrtc}", runtime.device().name(), runtime.device().architecture());
+        Ok(Gpu { cpu, runtime: RefCell::new(Some(Rc::new(runtime))), limits, path })
+    }
+
+    /// The GPU and its compiler.
+    ///
+    /// # Errors
+    /// [`CudaError::Lost`] after [`Gpu::reopen`] has failed.
+    pub fn runtime(&self) -> Result<Rc<Runtime>, CudaError> {
+        self.runtime.borrow().clone().ok_or_else(|| CudaError::Lost("it was given up before".into()))
+    }
+
+    /// Opens it with a new context after a failure that [`CudaError::is_fatal`]. Nothing of the old one may be left: no
+    /// inputs, and no runtime that was borrowed.
+    ///
+    /// # Errors
+    /// [`CudaError::Lost`] when it does not open, or does not compute.
+    fn reopen(&self) -> Result<(), CudaError> {
+        let old = self.runtime()?;
+        self.runtime.take();
+        let old = Rc::try_unwrap(old).map_err(|_| CudaError::Lost("a turn still uses it".into()))?;
+        let lost = |error: CudaError| match error {
+            CudaError::Lost(_) => error,
+            error => CudaError::Lost(error.to_string()),
+        };
+        let new = old.reopen()?;
+        // A context that opens may still not compute: the first pass is of nothing but the read before it.
+        new.sweep_l2().and_then(|()| new.device().timed(|| Ok(()))).map_err(lost)?;
+        *self.runtime.borrow_mut() = Some(Rc::new(new));
+        Ok(())
     }
 }
 
@@ -137,17 +173,22 @@ impl<'a> Engine<'a> {
     pub fn path(self) -> String {
         match self {
             Engine::Cpu(cpu) => cpu.isa().name().into(),
-            Engine::Cuda(gpu) => {
-                let (device, nvrtc) = (gpu.runtime.device(), gpu.runtime.nvrtc());
-                format!("{}, {}, NVRTC {}", device.name(), device.architecture(), nvrtc.version())
-            }
+            Engine::Cuda(gpu) => gpu.path.clone(),
+        }
+    }
+
+    /// The GPU and its compiler, where there is one and it was not lost.
+    fn runtime(self) -> Option<Rc<Runtime>> {
+        match self {
+            Engine::Cpu(_) => None,
+            Engine::Cuda(gpu) => gpu.runtime().ok(),
         }
     }
 
     /// The GPU for `env.json`; null without one.
     pub fn gpu(self) -> Value {
-        let Engine::Cuda(gpu) = self else { return Value::Null };
-        let device = gpu.runtime.device();
+        let Some(runtime) = self.runtime() else { return Value::Null };
+        let device = runtime.device();
         json!({
             "name": device.name(),
             "architecture": device.architecture(),
@@ -158,24 +199,29 @@ impl<'a> Engine<'a> {
             "l2_bytes": device.l2_bytes(),
             "driver": device.nvml().ok().and_then(|nvml| nvml.driver_version()),
             "cuda": device.cuda_version(),
-            "nvrtc": gpu.runtime.nvrtc().version(),
+            "nvrtc": runtime.nvrtc().version(),
             "condition": device.condition(),
         })
     }
 
     /// State of the GPU now, where there is one and NVML tells.
     pub fn condition(self) -> Option<Condition> {
-        match self {
-            Engine::Cpu(_) => None,
-            Engine::Cuda(gpu) => gpu.runtime.device().condition(),
-        }
+        self.runtime()?.device().condition()
     }
 
     /// Memory that the context of the GPU takes, where NVML tells.
     pub fn context_bytes(self) -> Option<u64> {
+        self.runtime()?.device().context_bytes()
+    }
+
+    /// Makes the device good again after a failure that [`CudaError::is_fatal`]; nothing of it may be in use.
+    ///
+    /// # Errors
+    /// [`CudaError::Lost`] when it cannot be.
+    pub(super) fn reopen(self) -> Result<(), CudaError> {
         match self {
-            Engine::Cpu(_) => None,
-            Engine::Cuda(gpu) => gpu.runtime.device().context_bytes(),
+            Engine::Cpu(_) => Ok(()),
+            Engine::Cuda(gpu) => gpu.reopen(),
         }
     }
 
@@ -184,18 +230,18 @@ impl<'a> Engine<'a> {
     pub fn default_limit_bytes(self) -> Option<u64> {
         match self {
             Engine::Cpu(_) => os::default_limit_bytes(),
-            Engine::Cuda(gpu) => gpu.runtime.device().free_bytes_now().ok(),
+            Engine::Cuda(gpu) => gpu.runtime().ok()?.device().free_bytes_now().ok(),
         }
     }
 
-    /// What the kernel of a cell is here.
+    /// What the kernel of a cell, and its policy from `registry`, are here.
     ///
     /// # Errors
     /// In words, when it cannot run here.
-    pub(super) fn place(self, cell: &Cell) -> Result<Place, String> {
+    pub(super) fn place(self, cell: &Cell, registry: &Registry) -> Result<Place, String> {
         match self {
             Engine::Cpu(_) => Ok(Place::Cpu(kernel(&cell.kernel).map_err(|error| error.to_string())?)),
-            Engine::Cuda(gpu) => Ok(Place::Cuda(cuda::task(cell, gpu.runtime.device().limits())?)),
+            Engine::Cuda(gpu) => Ok(Place::Cuda(cuda::task(cell, registry, &gpu.limits)?)),
         }
     }
 
@@ -234,7 +280,8 @@ impl<'a> Engine<'a> {
             Engine::Cuda(gpu) => {
                 // The host's copies are not what is measured.
                 let host = host_arena();
-                Tensors::Gpu(cuda::Inputs::upload(gpu.runtime.device(), &arena, extents, host_inputs(make(&host))?)?)
+                let host = host_inputs(make(&host))?;
+                Tensors::Gpu(cuda::Inputs::upload(gpu.runtime()?.device(), &arena, extents, host)?)
             }
         };
         Ok(Inputs { arena, tensors })
@@ -248,7 +295,7 @@ impl<'a> Engine<'a> {
         let arena = Arena::with_limit(limit_bytes);
         let tensors = match self {
             Engine::Cpu(_) => Tensors::Host(Workload::blank(extents, &arena, v_byte).map_err(WorkloadError::from)?),
-            Engine::Cuda(gpu) => Tensors::Gpu(cuda::Inputs::blank(gpu.runtime.device(), &arena, extents, v_byte)?),
+            Engine::Cuda(gpu) => Tensors::Gpu(cuda::Inputs::blank(gpu.runtime()?.device(), &arena, extents, v_byte)?),
         };
         Ok(Inputs { arena, tensors })
     }
@@ -260,7 +307,10 @@ impl<'a> Engine<'a> {
                 resident: os::reset_peak().then(os::resident).flatten().map(|resident| resident.now_bytes),
                 free_bytes: None,
             },
-            Engine::Cuda(gpu) => Watch { resident: None, free_bytes: gpu.runtime.device().watch_memory().ok() },
+            Engine::Cuda(_) => {
+                let free_bytes = self.runtime().and_then(|runtime| runtime.device().watch_memory().ok());
+                Watch { resident: None, free_bytes }
+            }
         }
     }
 
@@ -271,9 +321,10 @@ impl<'a> Engine<'a> {
                 let grown = |before: u64| Some(os::resident()?.peak_bytes.saturating_sub(before));
                 (watch.resident.and_then(grown), None)
             }
-            Engine::Cuda(gpu) => {
-                let least_bytes = gpu.runtime.device().least_free_bytes();
-                (None, watch.free_bytes.map(|before| before.saturating_sub(least_bytes)))
+            Engine::Cuda(_) => {
+                let least_bytes = self.runtime().map(|runtime| runtime.device().least_free_bytes());
+                let growth = watch.free_bytes.zip(least_bytes).map(|(before, least)| before.saturating_sub(least));
+                (None, growth)
             }
         }
     }

@@ -8,6 +8,7 @@ pub mod engine;
 pub mod environment;
 pub mod estimate;
 pub mod grid;
+pub mod kernels;
 pub mod measure;
 pub mod policy_axis;
 pub mod record;

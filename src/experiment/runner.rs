@@ -13,6 +13,7 @@ use super::measure::{Place, Prepared, eval, serve};
 use super::record::{Latency, Memory, Record, SCHEMA, Status};
 use super::stats::{median_with_interval, quantile};
 use super::store::{CELLS, Store, StoreError, finished};
+use crate::device::cuda::CudaError;
 use crate::policy::Registry;
 use crate::workload::{Extents, Workload, WorkloadError};
 use std::collections::BTreeMap;
@@ -70,12 +71,29 @@ pub enum RunError {
     /// A cell means nothing.
     #[error("{0}")]
     Cell(String),
+    /// A GPU failed where no record can say so.
+    #[error("{label}: {error}")]
+    Gpu {
+        /// The cell.
+        label: String,
+        /// What went wrong.
+        error: CudaError,
+    },
+    /// A GPU does not work any more.
+    #[error("{reason}; the records so far are in {}, and the same command with --resume runs the rest", folder.display())]
+    Lost {
+        /// What happened.
+        reason: String,
+        /// The run's folder.
+        folder: PathBuf,
+    },
 }
 
 /// Runs the cells of an experiment that are not finished yet.
 ///
 /// # Errors
-/// When inputs cannot be made or results cannot be written; cells that fail are records, not errors.
+/// When inputs cannot be made, results cannot be written, or a GPU is lost for good; cells that fail are records, not
+/// errors.
 pub fn run<'e>(
     experiment: &Experiment,
     registry: &Registry,

@@ -2,7 +2,7 @@
 
 use super::{Inputs, Plan, Scratch};
 use crate::attention::WorkspaceSize;
-use crate::device::cuda::{Argument, BackwardOperands, CudaError, Device, DeviceBuffer, Runtime, backward};
+use crate::device::cuda::{Argument, BackwardOperands, CudaError, Device, DeviceBuffer, Program, Runtime, backward};
 use crate::memory::Arena;
 
 /// What runs for one backward pass: of `partials` the first part is `rowsum(do * o)`.
@@ -37,6 +37,11 @@ pub struct BackwardResults<'a> {
 }
 
 impl BackwardPlan {
+    /// Everything that running it may compile.
+    pub fn programs(&self) -> Vec<Program> {
+        self.0.programs()
+    }
+
     /// Scratch memory: the size that is allocated, and the size that is predicted.
     pub fn workspace(&self) -> WorkspaceSize {
         self.0.workspace

@@ -39,6 +39,17 @@ pub(crate) struct Observed<'a> {
     pub params: Params,
 }
 
+/// What is compiled for columns whose queries are reduced like this.
+pub(crate) fn program(dtype: DType, head_dim: usize, queries: OverQueries) -> Program {
+    let source = if dtype == DType::F32 { PLAIN } else { TILED };
+    let queries = match queries {
+        OverQueries::Sum => 0,
+        OverQueries::Max => 1,
+        OverQueries::CountBelowEven => 2,
+    };
+    Program { source, dtype, head_dim, macros: vec![("QUERIES", queries)] }
+}
+
 /// Begins to reduce, for each key, the probabilities that the last `queries` give it to one number: `columns`
 /// `[B, Hkv, kv_len]` in f32, zeros behind the end of a list.
 ///
@@ -76,23 +87,17 @@ pub(crate) fn begin_columns(
         scale: params.scale,
         softcap: params.softcap,
     };
-    let over_queries = match reduction.queries {
-        OverQueries::Sum => 0,
-        OverQueries::Max => 1,
-        OverQueries::CountBelowEven => 2,
-    };
     let grid = [shape.kv_len.div_ceil(KEYS), operands.lists, 1];
-    let (source, threads, shared_bytes) = match dtype {
-        DType::F32 => (PLAIN, 256, 0),
+    let (threads, shared_bytes) = match dtype {
+        DType::F32 => (256, 0),
         DType::Bf16 | DType::F16 => {
             let row_bytes = row_bytes(shape.head_dim, dtype);
             let rows = if row_bytes <= 2 * ROWS_FIT_DIM { ROWS } else { ROWS / 2 };
-            (TILED, 32 * WARPS as u32, (KEYS + WARPS * STAGES * rows) * row_bytes + 4 * WARPS * KEYS)
+            (32 * WARPS as u32, (KEYS + WARPS * STAGES * rows) * row_bytes + 4 * WARPS * KEYS)
         }
     };
     let launch = Launch { function: "export_columns", grid, threads, shared_bytes: shared_bytes as u32 };
-    let macros = vec![("QUERIES", over_queries)];
-    let program = Program { source, dtype, head_dim: shape.head_dim, macros };
+    let program = program(dtype, shape.head_dim, reduction.queries);
     let device = runtime.device();
     device.begin(&device.ready(&*runtime.module(&program)?, &[launch])?, &[lists, &Observers::new(&operands)?])
 }

@@ -127,6 +127,12 @@ pub struct Boxes {
 const MOST_BLOCKS: usize = 65_535;
 
 impl Plan {
+    /// Everything that running it may compile, whether cuBLAS is there or not.
+    pub fn programs(&self) -> Vec<Program> {
+        let of_library = self.library.iter().map(|library| library.program.clone());
+        std::iter::once(self.program.clone()).chain(of_library).collect()
+    }
+
     /// A plan in which no keys are split.
     ///
     /// # Errors

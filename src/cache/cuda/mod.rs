@@ -22,6 +22,7 @@ use crate::device::cuda::{
     Runtime, Slabs, Source,
 };
 use crate::memory::{Arena, Label, LabelBytes};
+use crate::tensor::DType;
 use pool::{PageId, Pool};
 use std::ops::Range;
 
@@ -347,6 +348,11 @@ impl DeviceCache {
 
     /// What is compiled for the cache.
     pub(crate) fn program(&self) -> Program {
-        Program { source: SOURCE, dtype: self.shape.dtype(), head_dim: self.shape.head_dim, macros: vec![] }
+        program(self.shape.dtype(), self.shape.head_dim)
     }
+}
+
+/// What is compiled for caches, and for tokens that are copied, of a type and head dim.
+pub(crate) fn program(dtype: DType, head_dim: usize) -> Program {
+    Program { source: SOURCE, dtype, head_dim, macros: vec![] }
 }

@@ -1,8 +1,8 @@
 //! Tokens of a dense tensor in a GPU's memory as a tensor of their own, or as a part of another: what kernels for
 //! contiguous tensors read of a longer one.
 
-use super::{ROWS, SOURCE};
-use crate::device::cuda::{Corner, CudaError, DeviceBuffer, Launch, Program, Runtime, Slice};
+use super::{ROWS, program};
+use crate::device::cuda::{Corner, CudaError, DeviceBuffer, Launch, Runtime, Slice};
 use crate::tensor::DType;
 use std::ops::Range;
 
@@ -37,7 +37,7 @@ pub(super) fn begin_copy(
     [heads, count]: [usize; 2],
 ) -> Result<(), CudaError> {
     let slice = Slice::new(from, to, head_dim * dtype.bytes(), [heads, count])?;
-    let program = Program { source: SOURCE, dtype, head_dim, macros: vec![] };
+    let program = program(dtype, head_dim);
     let launch =
         Launch { function: "take_tokens", grid: [count.div_ceil(ROWS), heads, 1], threads: 128, shared_bytes: 0 };
     let device = runtime.device();

@@ -5,7 +5,7 @@
 
 use super::{CudaError, Nvrtc, Program};
 use std::fs;
-use std::io::Write;
+use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 
 /// First bytes of machine code: an ELF file. What else a file holds is not used.
@@ -20,37 +20,73 @@ pub enum Origin {
     Compiled,
 }
 
-/// Machine code of a program for an architecture such as `sm_90`.
-///
-/// # Errors
-/// [`CudaError::Compile`] when NVRTC refuses it.
-pub fn build(nvrtc: &Nvrtc, program: &Program, architecture: &str) -> Result<(Vec<u8>, Origin), CudaError> {
-    build_in(folder().as_deref(), nvrtc, program, architecture)
+/// A folder of compiled kernels.
+pub struct Cache {
+    folder: Option<PathBuf>,
 }
 
-fn build_in(
-    folder: Option<&Path>,
-    nvrtc: &Nvrtc,
-    program: &Program,
-    architecture: &str,
-) -> Result<(Vec<u8>, Origin), CudaError> {
-    let (text, options) = (program.text(), program.options(architecture));
-    let file = folder.map(|folder| folder.join(format!("{}.cubin", key(&text, &options, &nvrtc.version()))));
-    let kept = file.as_ref().and_then(|file| fs::read(file).ok()).filter(|code| code.starts_with(MAGIC));
-    if let Some(code) = kept {
-        return Ok((code, Origin::Cache));
+/// What [`Cache::build`] gives.
+pub struct Built {
+    /// The machine code.
+    pub code: Vec<u8>,
+    /// Where it came from.
+    pub origin: Origin,
+    /// Why it could not be kept, where that was tried.
+    pub unkept: Option<std::io::Error>,
+}
+
+impl Default for Cache {
+    /// Where the environment says; nowhere when it says nothing.
+    fn default() -> Self {
+        Cache { folder: folder() }
     }
-    let code = nvrtc.compile(&text, &options).map_err(|log| CudaError::Compile {
-        version: nvrtc.version(),
-        program: program.to_string(),
-        architecture: architecture.to_string(),
-        log,
-    })?;
-    if let Some(file) = file {
-        // A cache that cannot be written is a cache that is not there.
-        let _ = keep(&file, &code);
+}
+
+impl Cache {
+    /// In this folder, which is made when it is needed.
+    pub fn at(folder: PathBuf) -> Self {
+        Cache { folder: Some(folder) }
     }
-    Ok((code, Origin::Compiled))
+
+    /// Where it is.
+    pub fn folder(&self) -> Option<&Path> {
+        self.folder.as_deref()
+    }
+
+    /// Machine code of a program for an architecture such as `sm_90a`, from the folder or compiled and kept there.
+    ///
+    /// # Errors
+    /// [`CudaError::Compile`] when NVRTC refuses it.
+    pub fn build(&self, nvrtc: &Nvrtc, program: &Program, architecture: &str) -> Result<Built, CudaError> {
+        let (text, options) = (program.text(), program.options(architecture));
+        let file = self.file(&text, &options, &nvrtc.version());
+        let kept = file.as_ref().and_then(|file| fs::read(file).ok()).filter(|code| code.starts_with(MAGIC));
+        if let Some(code) = kept {
+            return Ok(Built { code, origin: Origin::Cache, unkept: None });
+        }
+        let code = nvrtc.compile(&text, &options).map_err(|log| CudaError::Compile {
+            version: nvrtc.version(),
+            program: program.to_string(),
+            architecture: architecture.to_string(),
+            log,
+        })?;
+        // A cache that cannot be written is, for who computes, a cache that is not there.
+        let unkept = file.and_then(|file| keep(&file, &code).err());
+        Ok(Built { code, origin: Origin::Compiled, unkept })
+    }
+
+    /// The bytes of this program's machine code, where it is kept: this very source, compiled by NVRTC `version` for this
+    /// architecture.
+    pub fn holds(&self, version: &str, program: &Program, architecture: &str) -> Option<u64> {
+        let file = self.file(&program.text(), &program.options(architecture), version)?;
+        let (mut opened, mut start) = (fs::File::open(file).ok()?, [0; MAGIC.len()]);
+        opened.read_exact(&mut start).ok().filter(|()| start == MAGIC)?;
+        Some(opened.metadata().ok()?.len())
+    }
+
+    fn file(&self, text: &str, options: &[String], version: &str) -> Option<PathBuf> {
+        Some(self.folder.as_ref()?.join(format!("{}.cubin", key(text, options, version))))
+    }
 }
 
 fn key(text: &str, options: &[String], version: &str) -> String {
@@ -104,20 +140,29 @@ mod tests {
     fn machine_code_is_kept() {
         let nvrtc = Nvrtc::load(None).unwrap();
         let folder = tempfile::tempdir().unwrap();
-        let build = |program: &Program| build_in(Some(folder.path()), &nvrtc, program, "sm_80").unwrap();
+        let cache = Cache::at(folder.path().into());
+        let build = |program: &Program| {
+            let built = cache.build(&nvrtc, program, "sm_80").unwrap();
+            assert!(built.unkept.is_none());
+            (built.code, built.origin)
+        };
         let text = "#include \"problem.cuh\"\nstatic_assert(HEAD_DIM % 8 == 0, \"eights\");\n\
                     KERNEL(32) none(ARGUMENT Problem p) { store<ELEMENT>(p.o, 0, element<ELEMENT>(p.q, 0)); }";
         let source = Source { name: "none.cu", text };
         let program = Program { source, dtype: DType::F16, head_dim: 64, macros: vec![] };
+        let held = |architecture| cache.holds(&nvrtc.version(), &program, architecture);
+        assert_eq!(held("sm_80"), None);
         let (code, origin) = build(&program);
         assert_eq!(origin, Origin::Compiled);
+        assert_eq!((held("sm_80"), held("sm_86")), (Some(code.len() as u64), None));
         assert_eq!(build(&program), (code, Origin::Cache));
         for file in fs::read_dir(folder.path()).unwrap() {
             fs::write(file.unwrap().path(), "torn").unwrap();
         }
+        assert_eq!(held("sm_80"), None, "a torn file is not held");
         assert_eq!(build(&program).1, Origin::Compiled, "a torn file is not used");
-        let wrong = Program { head_dim: 7, ..program };
-        let error = build_in(None, &nvrtc, &wrong, "sm_80").unwrap_err().to_string();
+        let wrong = Program { head_dim: 7, ..program.clone() };
+        let error = Cache::at(folder.path().into()).build(&nvrtc, &wrong, "sm_80").err().unwrap().to_string();
         assert!(error.contains("none.cu for f16 and D 7") && error.contains("eights"), "{error}");
     }
 }

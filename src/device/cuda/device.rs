@@ -2,9 +2,9 @@
 
 use super::nvml::{Condition, Nvml, uuid_text};
 use super::sweep::Sweep;
-use super::{CudaError, Launch, doing};
+use super::{CudaError, Launch, Nvrtc, doing, driver};
 use crate::memory::{Arena, Claim, Label};
-use cudarc::driver::sys::{CUdevice_attribute, CUevent_flags, CUfunction_attribute_enum, CUresult};
+use cudarc::driver::sys::{CUdevice_attribute, CUevent_flags, CUfunction_attribute_enum};
 use cudarc::driver::{
     CudaContext, CudaFunction, CudaModule, CudaStream, DeviceRepr, DriverError, LaunchArgs, LaunchConfig,
     PushKernelArg, result,
@@ -28,7 +28,41 @@ pub struct Limits {
 /// Shared memory that the system takes for each block that runs.
 const BLOCK_SYSTEM_BYTES: usize = 1 << 10;
 
+/// Shared memory that one block may have, in KiB, by compute capability (CUDA C++ Programming Guide, "Compute
+/// Capabilities"): what kernels are compiled for.
+const BLOCK_SHARED_KIB: [((i32, i32), usize); 11] = [
+    ((8, 0), 163),
+    ((8, 6), 99),
+    ((8, 7), 163),
+    ((8, 9), 99),
+    ((9, 0), 227),
+    ((10, 0), 227),
+    ((10, 1), 227),
+    ((10, 3), 227),
+    ((11, 0), 227),
+    ((12, 0), 99),
+    ((12, 1), 99),
+];
+/// Multiprocessors of a GPU that is not there. Only grids follow from their number, never what is compiled.
+const SOME_MULTIPROCESSORS: usize = 132;
+
 impl Limits {
+    /// Those of every architecture that kernels can be compiled for without a GPU.
+    pub fn known() -> impl Iterator<Item = Self> {
+        BLOCK_SHARED_KIB.into_iter().map(|(capability, kib)| Limits {
+            capability,
+            multiprocessors: SOME_MULTIPROCESSORS,
+            block_shared_bytes: kib << 10,
+        })
+    }
+
+    /// What NVRTC compiles for, as `sm_80`. On Hopper it is `sm_90a`, which has `wgmma` and runs on no other chip.
+    pub fn architecture(&self) -> String {
+        let (major, minor) = self.capability;
+        let only_this = if major == 9 { "a" } else { "" };
+        format!("sm_{major}{minor}{only_this}")
+    }
+
     /// The first choice of which two blocks fit on one multiprocessor, else the first of which one fits, else the last;
     /// `bytes` is the shared memory of a block. Two blocks hide each other's waiting.
     pub(crate) fn roomiest<T: Copy>(&self, choices: &[T], bytes: impl Fn(T) -> usize) -> T {
@@ -63,13 +97,11 @@ impl Device {
     /// Opens GPU `index`.
     ///
     /// # Errors
-    /// [`CudaError::NoDriver`] without a driver, [`CudaError::TooOld`] before compute capability 8.0, and
-    /// [`CudaError::Driver`] when there is no such GPU or it cannot be used.
+    /// [`CudaError::NoDriver`] and [`CudaError::OldDriver`] without a driver that will do, [`CudaError::TooOld`] before
+    /// compute capability 8.0, [`CudaError::NoRoom`] when its memory is full, and [`CudaError::Driver`] when there is no
+    /// such GPU or it cannot be used.
     pub fn open(index: usize) -> Result<Self, CudaError> {
-        // SAFETY: it only tries to load the driver's library, whose initialisers have no requirements.
-        if !unsafe { cudarc::driver::sys::is_culib_present() } {
-            return Err(CudaError::NoDriver);
-        }
+        driver::start()?;
         let nvml = uuid(index).map_err(doing("looking for the GPU")).map(|uuid| Nvml::open(&uuid))?;
         let used_bytes = || nvml.as_ref().ok().and_then(Nvml::used_bytes);
         let used_before = used_bytes();
@@ -117,11 +149,9 @@ impl Device {
         &self.limits
     }
 
-    /// What NVRTC compiles for, as `sm_80`. On Hopper it is `sm_90a`, which has `wgmma` and runs on no other chip.
+    /// What NVRTC compiles for: [`Limits::architecture`].
     pub fn architecture(&self) -> String {
-        let (major, minor) = self.limits.capability;
-        let only_this = if major == 9 { "a" } else { "" };
-        format!("sm_{major}{minor}{only_this}")
+        self.limits.architecture()
     }
 
     /// Memory of the GPU.
@@ -150,10 +180,7 @@ impl Device {
 
     /// Version of the CUDA interface that the driver has, as `13.0`.
     pub fn cuda_version(&self) -> String {
-        let mut version = 0;
-        // SAFETY: the pointer is to an integer that lives through the call.
-        unsafe { cudarc::driver::sys::cuDriverGetVersion(&mut version) };
-        format!("{}.{}", version / 1000, version % 1000 / 10)
+        driver::version_text()
     }
 
     /// Memory that this process's context took when it was made, before anything was allocated: what NVML saw the GPU's
@@ -205,12 +232,14 @@ impl Device {
         let mut buffer = DeviceBuffer { address: 0, claim, context: self.context.clone() };
         if bytes > 0 {
             // SAFETY: the context is bound. The memory is freed by the buffer's drop alone.
-            buffer.address = unsafe { result::malloc_sync(bytes as usize) }.map_err(|error| match error.0 {
-                CUresult::CUDA_ERROR_OUT_OF_MEMORY => {
-                    let free_bytes = self.context.mem_get_info().map_or(0, |(free, _)| free as u64);
-                    CudaError::OutOfMemory { label, asked_bytes: bytes, free_bytes }
+            buffer.address = unsafe { result::malloc_sync(bytes as usize) }.map_err(|error| {
+                match doing("taking memory")(error) {
+                    CudaError::NoRoom { .. } => {
+                        let free_bytes = self.context.mem_get_info().map_or(0, |(free, _)| free as u64);
+                        CudaError::OutOfMemory { label, asked_bytes: bytes, free_bytes }
+                    }
+                    error => error,
                 }
-                _ => CudaError::Driver { what: "taking memory", reason: error },
             })?;
             // SAFETY: the range is the allocation just made.
             unsafe { result::memset_d8_sync(buffer.address, 0, bytes as usize) }.map_err(doing("clearing memory"))?;
@@ -219,18 +248,54 @@ impl Device {
         Ok(buffer)
     }
 
-    /// Loads machine code that was compiled for this GPU.
+    /// Loads machine code that this compiler made for this GPU.
     ///
     /// # Errors
-    /// [`CudaError::Driver`] when it is not code for this GPU.
-    pub(super) fn load(&self, code: Vec<u8>) -> Result<Module, CudaError> {
-        let module = self.context.load_module(Ptx::from_binary(code)).map_err(doing("loading the kernels"))?;
+    /// [`CudaError::Load`] when the driver does not take it, [`CudaError::NoRoom`] when the GPU's memory is full.
+    pub(super) fn load(&self, code: Vec<u8>, nvrtc: &Nvrtc) -> Result<Module, CudaError> {
+        let module = self.context.load_module(Ptx::from_binary(code)).map_err(|reason| {
+            match doing("loading the kernels")(reason) {
+                CudaError::Driver { reason, .. } => {
+                    CudaError::Load { nvrtc: nvrtc.version(), driver: self.cuda_version(), reason }
+                }
+                error => error,
+            }
+        })?;
         Ok(Module { module, functions: Mutex::default() })
     }
 
     /// The stream on which everything runs.
     pub(super) fn stream(&self) -> &Arc<CudaStream> {
         &self.stream
+    }
+
+    /// Waits for all that was begun.
+    ///
+    /// # Errors
+    /// What went wrong with it and was not told yet; where that ended the context, it is told every time.
+    pub fn wait(&self) -> Result<(), CudaError> {
+        self.context.synchronize().map_err(doing("waiting for the GPU"))
+    }
+
+    /// Opens the same GPU with a new context, after one that a fault has ended.
+    ///
+    /// # Errors
+    /// [`CudaError::Lost`] when a buffer or a module of the old context is still there, the driver does not let go of it, or
+    /// the GPU does not open again.
+    pub(super) fn reopen(self) -> Result<Self, CudaError> {
+        let (index, old) = (self.context.ordinal(), Arc::downgrade(&self.context));
+        drop(self);
+        if old.strong_count() > 0 {
+            return Err(CudaError::Lost("something of its old context is still in use".into()));
+        }
+        // SAFETY: buffers, modules and streams hold the old context, and nobody does.
+        unsafe { driver::reset(index) }
+            .map_err(doing("ending the old context"))
+            .and_then(|()| Self::open(index))
+            .map_err(|error| match error {
+                CudaError::Lost(_) => error,
+                error => CudaError::Lost(error.to_string()),
+            })
     }
 
     /// Makes the GPU's context that of this thread, as libraries beside the driver need it.
@@ -268,8 +333,9 @@ impl Device {
         let end = timed();
         // Whatever went wrong: what was begun has ended when buffers may be given back.
         let ended = self.stream.synchronize();
-        worked?;
+        // What a kernel broke is why calls after it fail.
         ended.map_err(doing("running the kernels"))?;
+        worked?;
         let end = end.map_err(doing("recording an event"))?;
         let milliseconds = start.elapsed_ms(&end).map_err(doing("reading the time"))?;
         Ok((f64::from(milliseconds) * 1e6) as u64)
@@ -312,7 +378,6 @@ impl Device {
 
 /// The GPU's UUID as NVML writes it. It needs no context.
 fn uuid(index: usize) -> Result<String, DriverError> {
-    result::init()?;
     let uuid = result::device::get_uuid(result::device::get(index as i32)?)?;
     Ok(uuid_text(uuid.bytes.map(|byte| byte as u8)))
 }

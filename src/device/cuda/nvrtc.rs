@@ -75,6 +75,41 @@ impl Nvrtc {
         format!("{}.{}", self.version.0, self.version.1)
     }
 
+    /// Says whether it compiles for an architecture such as `sm_90a`.
+    ///
+    /// # Errors
+    /// [`CudaError::Architecture`] when it does not, with the version that would.
+    pub fn check(&self, architecture: &str) -> Result<(), CudaError> {
+        let number = number(architecture);
+        let listed = self.listed().is_none_or(|listed| number.is_some_and(|number| listed.contains(&number)));
+        let young = first_version(architecture).is_none_or(|first| self.version >= first);
+        match listed && young {
+            true => Ok(()),
+            false => Err(CudaError::Architecture {
+                version: self.version(),
+                path: self.path.display().to_string(),
+                architecture: architecture.into(),
+            }),
+        }
+    }
+
+    /// The architectures that it says it compiles for, as 90; `None` before CUDA 11.2, which does not say.
+    fn listed(&self) -> Option<Vec<c_int>> {
+        type Count = unsafe extern "C" fn(*mut c_int) -> c_int;
+        type List = unsafe extern "C" fn(*mut c_int) -> c_int;
+        // SAFETY: the types are those of these functions in nvrtc.h; the list is as long as NVRTC says just before.
+        unsafe {
+            let count: Symbol<Count> = self.library.get(b"nvrtcGetNumSupportedArchs").ok()?;
+            let list: Symbol<List> = self.library.get(b"nvrtcGetSupportedArchs").ok()?;
+            let mut length = 0;
+            if count(&mut length) != 0 {
+                return None;
+            }
+            let mut listed = vec![0; usize::try_from(length).ok()?];
+            (list(listed.as_mut_ptr()) == 0).then_some(listed)
+        }
+    }
+
     /// Machine code of `source` for the architecture that `options` name; on failure the compiler's log.
     pub(super) fn compile(&self, source: &str, options: &[String]) -> Result<Vec<u8>, String> {
         let text = |text: &str| CString::new(text).map_err(|_| format!("a zero byte in {text:?}"));
@@ -130,6 +165,40 @@ impl Nvrtc {
     }
 }
 
+/// The first NVRTC that compiles for an architecture (release notes of the CUDA Toolkit), as far as is known here.
+const FIRST_VERSIONS: [(&str, (c_int, c_int)); 12] = [
+    ("sm_80", (11, 0)),
+    ("sm_86", (11, 1)),
+    ("sm_87", (11, 4)),
+    ("sm_89", (11, 8)),
+    ("sm_90a", (12, 0)),
+    ("sm_88", (13, 0)),
+    ("sm_100", (12, 8)),
+    ("sm_101", (12, 8)),
+    ("sm_103", (12, 9)),
+    ("sm_110", (13, 0)),
+    ("sm_120", (12, 8)),
+    ("sm_121", (12, 9)),
+];
+
+fn first_version(architecture: &str) -> Option<(c_int, c_int)> {
+    FIRST_VERSIONS.iter().find(|(known, _)| *known == architecture).map(|&(_, version)| version)
+}
+
+/// The number of an architecture, as 90 of `sm_90a`.
+fn number(architecture: &str) -> Option<c_int> {
+    architecture.strip_prefix("sm_")?.trim_end_matches(['a', 'f']).parse().ok()
+}
+
+/// What to do where a compiler does not know an architecture.
+pub(super) fn advice(architecture: &str) -> String {
+    let which = match first_version(architecture) {
+        Some((major, minor)) => format!("{major}.{minor} is the first that does"),
+        None => "a later one may".into(),
+    };
+    format!("{which}: pip install nvidia-cuda-nvrtc, or give its path (--nvrtc or KVSIEVE_NVRTC)")
+}
+
 fn name(path: &Path) -> String {
     path.file_name().unwrap_or_default().to_string_lossy().into_owned()
 }
@@ -141,4 +210,30 @@ fn is_compiler(path: &Path) -> bool {
 
 fn is_builtins(path: &Path) -> bool {
     name(path).starts_with("libnvrtc-builtins.so") && !name(path).contains(".alt.")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::cuda::{CudaError, Limits};
+
+    #[test]
+    fn the_version_that_knows_an_architecture_is_named() {
+        let said = |architecture: &str| {
+            let error = CudaError::Architecture {
+                version: "12.4".into(),
+                path: "libnvrtc.so".into(),
+                architecture: architecture.into(),
+            };
+            error.to_string()
+        };
+        let line = said("sm_103");
+        assert!(line.starts_with("NVRTC 12.4 (libnvrtc.so) does not compile for sm_103; 12.9 is the first"), "{line}");
+        assert!(said("sm_150").contains("; a later one may: pip install"), "{}", said("sm_150"));
+        for limits in Limits::known() {
+            let (architecture, (major, minor)) = (limits.architecture(), limits.capability);
+            assert_eq!(number(&architecture), Some(10 * major + minor));
+            assert!(first_version(&architecture).is_some(), "{architecture}");
+        }
+    }
 }

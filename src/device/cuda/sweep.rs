@@ -34,7 +34,7 @@ pub(super) struct Stretch<'a> {
 unsafe impl DeviceRepr for Stretch<'_> {}
 
 /// What is read, and by what.
-pub(super) struct Sweep {
+pub(crate) struct Sweep {
     pub(super) ready: Vec<Ready>,
     buffer: DeviceBuffer,
     bytes: u64,
@@ -43,7 +43,7 @@ pub(super) struct Sweep {
 
 impl Sweep {
     /// What is compiled for it.
-    pub(super) fn program() -> Program {
+    pub(crate) fn program() -> Program {
         let source = Source { name: "sweep.cu", text: include_str!("../../../kernels/sweep.cu") };
         Program { source, dtype: DType::F32, head_dim: 8, macros: Vec::new() }
     }

@@ -9,7 +9,7 @@ use crate::tensor::DType;
 use cudarc::driver::DeviceRepr;
 use cudarc::driver::sys::{
     CUtensorMap, CUtensorMapDataType, CUtensorMapFloatOOBfill, CUtensorMapInterleave, CUtensorMapL2promotion,
-    CUtensorMapSwizzle, cuDriverGetVersion, cuTensorMapEncodeTiled,
+    CUtensorMapSwizzle, cuTensorMapEncodeTiled,
 };
 use std::ffi::c_void;
 use std::marker::PhantomData;
@@ -18,8 +18,6 @@ use std::marker::PhantomData;
 const BOX_COLUMNS: usize = 64;
 /// The most rows that a box can have.
 const MOST_BOX_ROWS: usize = 256;
-/// The first driver that makes maps, as `cuDriverGetVersion` says it.
-const FIRST_DRIVER: i32 = 12_000;
 
 /// A tensor `[lists, rows, columns]` of a 16-bit type, in boxes of some rows and 64 columns. It borrows its buffer.
 #[repr(C)]
@@ -61,15 +59,6 @@ impl<'a> TensorMap<'a> {
             return Err(CudaError::Operand(format!(
                 "a tensor map of {rows} rows of {columns} in boxes of {box_rows} rows; it takes less than 2^31 rows of a \
                  multiple of {BOX_COLUMNS}, and boxes of 1 to {MOST_BOX_ROWS} rows"
-            )));
-        }
-        let mut version = 0;
-        // SAFETY: the library is loaded, since there is a buffer; the call writes one integer.
-        unsafe { cuDriverGetVersion(&mut version) }.result().map_err(doing("asking the driver's version"))?;
-        if version < FIRST_DRIVER {
-            let (major, minor) = (version / 1000, version % 1000 / 10);
-            return Err(CudaError::Operand(format!(
-                "the driver is of CUDA {major}.{minor}; tensor maps need 12.0 or later"
             )));
         }
         let lengths = [columns as u64, rows as u64, lists as u64];

@@ -93,7 +93,21 @@ pub enum TurnError {
 }
 
 impl TurnError {
-    /// The memory that was not given, if this is why.
+    /// Whether the GPU's context was lost with it ([`CudaError::is_fatal`]).
+    pub fn is_fatal(&self) -> bool {
+        matches!(self, TurnError::Cuda(error) if error.is_fatal())
+    }
+
+    /// Whether there was not enough memory.
+    pub fn is_memory(&self) -> bool {
+        match self {
+            TurnError::Memory(_) => true,
+            TurnError::Cuda(error) => error.is_memory(),
+            TurnError::Failed(_) => false,
+        }
+    }
+
+    /// The memory that was not given, if this is why and it is known how much.
     pub fn refused(&self) -> Option<Refused> {
         let (TurnError::Memory(arena) | TurnError::Cuda(CudaError::Arena(arena))) = self else {
             let TurnError::Cuda(CudaError::OutOfMemory { label, asked_bytes, free_bytes }) = *self else { return None };
@@ -198,7 +212,7 @@ impl Prepared {
     /// # Errors
     /// In words, when a name or the budget means nothing.
     pub fn new(cell: Cell, registry: &Registry, engine: Engine<'_>) -> Result<Self, String> {
-        let place = engine.place(&cell).unwrap_or_else(Place::Nowhere);
+        let place = engine.place(&cell, registry).unwrap_or_else(Place::Nowhere);
         let policy = match &cell.policy {
             Some(name) => Some(registry.policy(name).map_err(|error| error.to_string())?),
             None => None,
@@ -265,7 +279,7 @@ impl Prepared {
     /// Whose matrix products the kernel uses, where that depends on what is installed.
     pub fn products(&self, engine: Engine<'_>) -> Option<String> {
         match (&self.place, engine) {
-            (Place::Cuda(task), Engine::Cuda(gpu)) => task.products(&gpu.runtime),
+            (Place::Cuda(task), Engine::Cuda(gpu)) => task.products(&*gpu.runtime().ok()?),
             _ => None,
         }
     }
@@ -308,7 +322,11 @@ impl Prepared {
         let arena = &inputs.arena;
         match (&self.place, &inputs.tensors, engine) {
             (Place::Cuda(task), Tensors::Gpu(inputs), Engine::Cuda(gpu)) => {
-                task.turn(cuda::Bench { runtime: &gpu.runtime, arena, inputs, truth })
+                let runtime = gpu.runtime()?;
+                let turned = task.turn(cuda::Bench { runtime: &runtime, arena, inputs, truth });
+                // All that the turn began ends here, so that what it broke is its own failure and not that of who comes next.
+                runtime.device().wait()?;
+                turned
             }
             (Place::Cpu(_), Tensors::Host(workload), Engine::Cpu(cpu)) => {
                 self.turn_on_cpu(Bench { cpu, arena, workload, truth })

@@ -84,17 +84,19 @@ impl Runner<'_> {
                         inputs.len() - 1
                     }
                     Err(error) => {
-                        self.end(ended(record, &error.into()))?;
+                        let error = error.into();
+                        self.end(ended(record, &error))?;
+                        self.recover(&error, &mut inputs)?;
                         continue;
                     }
                 },
             };
             let running = Running { prepared, input, record, samples_ns: BTreeMap::new(), spent: Duration::ZERO };
-            if let Some(running) = self.checked_turn(running, &mut inputs[input])? {
+            if let Some(running) = self.checked_turn(running, &mut inputs)? {
                 rotation.push(running);
             }
         }
-        self.rounds(rotation, &inputs)
+        self.rounds(rotation, &mut inputs)
     }
 
     fn input(&self, key: (Extents, u64)) -> Result<Input, InputError> {
@@ -106,8 +108,9 @@ impl Runner<'_> {
     }
 
     /// The first turn of a cell: compared with the reference, its memory measured by the arena and by the system.
-    fn checked_turn(&mut self, mut running: Running, input: &mut Input) -> Result<Option<Running>, RunError> {
+    fn checked_turn(&mut self, mut running: Running, inputs: &mut Vec<Input>) -> Result<Option<Running>, RunError> {
         (self.progress)(Progress::Turn(&running.prepared.cell));
+        let input = &mut inputs[running.input];
         let truth = input.truth(&running.prepared.cell, self.engine);
         let start = Instant::now();
         let arena = &input.there.arena;
@@ -141,13 +144,13 @@ impl Runner<'_> {
                 Ok(Some(running))
             }
             Err(error) => {
-                self.fail(running, &error)?;
+                self.fail(running, &error, inputs)?;
                 Ok(None)
             }
         }
     }
 
-    fn rounds(&mut self, mut rotation: Vec<Running>, inputs: &[Input]) -> Result<(), RunError> {
+    fn rounds(&mut self, mut rotation: Vec<Running>, inputs: &mut Vec<Input>) -> Result<(), RunError> {
         let timing = &self.experiment.spec.timing;
         for round in 1.. {
             let mut stay = Vec::new();
@@ -158,7 +161,7 @@ impl Runner<'_> {
                 running.spent += start.elapsed();
                 match result {
                     Err(error) => {
-                        self.fail(running, &error)?;
+                        self.fail(running, &error, inputs)?;
                         continue;
                     }
                     // The checked turn was the first warm-up.
@@ -182,9 +185,26 @@ impl Runner<'_> {
         Ok(())
     }
 
-    /// Ends a cell that met an error.
-    fn fail(&mut self, running: Running, error: &TurnError) -> Result<(), RunError> {
-        self.finish(Running { record: ended(running.record, error), ..running }, "")
+    /// Ends a cell that met an error, so that the others can go on.
+    fn fail(&mut self, running: Running, error: &TurnError, inputs: &mut Vec<Input>) -> Result<(), RunError> {
+        self.finish(Running { record: ended(running.record, error), ..running }, "")?;
+        self.recover(error, inputs)
+    }
+
+    /// After an error that a GPU's context did not survive, and with it nothing in its memory: a new context, and the same
+    /// inputs in it. Cells in the rotation go on with the samples they have.
+    fn recover(&self, error: &TurnError, inputs: &mut Vec<Input>) -> Result<(), RunError> {
+        if !error.is_fatal() {
+            return Ok(());
+        }
+        // Every buffer goes before the context does.
+        let kept: Vec<_> = inputs.drain(..).map(|Input { key, truths, .. }| (key, truths)).collect();
+        let lost = |error: TurnError| RunError::Lost { reason: error.to_string(), folder: self.store.folder.clone() };
+        self.engine.reopen().map_err(|error| lost(error.into()))?;
+        for (key, truths) in kept {
+            inputs.push(Input { truths, ..self.input(key).map_err(|error| lost(error.into()))? });
+        }
+        Ok(())
     }
 
     fn finish(&mut self, running: Running, stop: &str) -> Result<(), RunError> {
@@ -211,9 +231,8 @@ impl Runner<'_> {
 
 /// The record of a cell that met this error.
 fn ended(record: Record, error: &TurnError) -> Record {
-    let refused = error.refused();
-    let status = if refused.is_some() { Status::Oom } else { Status::Failed };
-    Record { status, reason: Some(error.to_string()), refused, ..record }
+    let status = if error.is_memory() { Status::Oom } else { Status::Failed };
+    Record { status, reason: Some(error.to_string()), refused: error.refused(), ..record }
 }
 
 /// Why a cell has enough samples, if it has.

@@ -28,16 +28,18 @@ pub(super) struct Layers<'a> {
     modules: BTreeMap<DType, Arc<Module>>,
 }
 
+/// What is compiled for weights of a type.
+pub(crate) fn program(dtype: DType) -> Program {
+    Program { source: SOURCE, dtype, head_dim: 1, macros: vec![] }
+}
+
 impl<'a> Layers<'a> {
     /// Compiles them for these element types, and for f32.
     ///
     /// # Errors
     /// As [`Runtime::module`].
     pub fn new(runtime: &'a Runtime, dtypes: impl Iterator<Item = DType>) -> Result<Self, CudaError> {
-        let module = |dtype| {
-            let program = Program { source: SOURCE, dtype, head_dim: 1, macros: vec![] };
-            Ok((dtype, runtime.module(&program)?))
-        };
+        let module = |dtype| Ok((dtype, runtime.module(&program(dtype))?));
         let modules = dtypes.chain([DType::F32]).map(module).collect::<Result<_, CudaError>>()?;
         Ok(Layers { runtime, modules })
     }

@@ -25,6 +25,7 @@ use attend::Attend;
 use block::Buffers;
 use evict::DeviceEvictor;
 use layers::Layers;
+pub(crate) use layers::program;
 use steps::landing_bytes;
 use weights::DeviceWeights;
 

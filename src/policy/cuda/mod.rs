@@ -122,6 +122,16 @@ impl DeviceSelection {
 }
 
 impl Policy {
+    /// What judging by it compiles, over a cache of a type and head dim; nothing where nothing is judged on a GPU.
+    pub(crate) fn programs(&self, dtype: DType, head_dim: usize) -> Vec<Program> {
+        let recipe = self.scorer.as_ref().and_then(|scorer| scorer.recipe());
+        recipe.map_or_else(Vec::new, |recipe| {
+            let mut programs = scores::programs(&recipe, dtype, head_dim);
+            programs.push(program());
+            programs
+        })
+    }
+
     /// Says whether a GPU can judge by this policy, which was written as `name`.
     ///
     /// # Errors
@@ -301,6 +311,11 @@ pub(crate) fn begin_select(
     launch(context, cache, "select_best", [lists, 1, 1], 1024, &choice)
 }
 
+/// What is compiled for selections: scores are f32 whatever the cache holds.
+fn program() -> Program {
+    Program { source: SOURCE, dtype: DType::F32, head_dim: 1, macros: vec![] }
+}
+
 /// Begins a function of `select.cu`.
 fn launch(
     context: &DeviceContext<'_>,
@@ -310,8 +325,7 @@ fn launch(
     threads: u32,
     operands: &ChoiceOperands<'_>,
 ) -> Result<(), CudaError> {
-    // Scores are f32 whatever the cache holds.
-    let program = Program { source: SOURCE, dtype: DType::F32, head_dim: 1, macros: vec![] };
+    let program = program();
     let launch = Launch { function, grid, threads, shared_bytes: 0 };
     let (device, lists, choice) = (context.runtime.device(), cache.lists()?, Choice::new(operands)?);
     device.begin(&device.ready(&*context.runtime.module(&program)?, &[launch])?, &[&lists, &choice])

@@ -1,9 +1,12 @@
 //! Recipes as launches of `kernels/score.cu` and of the export of attention columns.
 
 use super::{DeviceContext, DevicePolicyError};
+use crate::attention::cuda::export;
+use crate::attention::export::OverQueries;
 use crate::cache::cuda::DeviceCache;
 use crate::device::cuda::{CudaError, DeviceBuffer, Launch, Program, Scoring, Source};
 use crate::policy::{Recipe, Then};
+use crate::tensor::DType;
 
 const SOURCE: Source = Source { name: "score.cu", text: include_str!("../../../kernels/score.cu") };
 /// Slots of a block.
@@ -79,6 +82,23 @@ pub(super) fn begin(
     Ok(())
 }
 
+/// What is compiled for the scores of a recipe over a cache of a type and head dim.
+pub(super) fn programs(recipe: &Recipe, dtype: DType, head_dim: usize) -> Vec<Program> {
+    let columns = |queries| export::program(dtype, head_dim, queries);
+    let mut programs = vec![program(dtype, head_dim)];
+    programs.extend(match recipe {
+        Recipe::Positions | Recipe::KeyNorm | Recipe::KeyUnlike => None,
+        Recipe::Accumulated { .. } => Some(columns(OverQueries::Sum)),
+        Recipe::Recent { reduction, .. } => Some(columns(reduction.queries)),
+        Recipe::TimesValueNorm(recipe) => return self::programs(recipe, dtype, head_dim),
+    });
+    programs
+}
+
+fn program(dtype: DType, head_dim: usize) -> Program {
+    Program { source: SOURCE, dtype, head_dim, macros: vec![] }
+}
+
 /// Begins a function of `score.cu`.
 fn launch(
     context: &DeviceContext<'_>,
@@ -87,7 +107,7 @@ fn launch(
     scoring: &Scoring<'_>,
 ) -> Result<(), CudaError> {
     let (shape, lists) = (cache.shape(), cache.lists()?);
-    let program = Program { source: SOURCE, dtype: shape.dtype(), head_dim: shape.head_dim, macros: vec![] };
+    let program = program(shape.dtype(), shape.head_dim);
     let (grid, threads) = match function {
         "anchor_join" => ([shape.lists(), 1, 1], 1024),
         _ => ([cache.max_len().div_ceil(ROWS), shape.lists(), 1], 128),

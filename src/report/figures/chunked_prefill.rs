@@ -2,7 +2,8 @@
 
 use super::{Data, Reading, policy};
 use crate::experiment::record::Record;
-use crate::policy::Registry;
+use crate::named::Named;
+use crate::policy::{PARTS, Part, Registry};
 use crate::report::chart::{Axis, Chart, Quantity};
 use crate::report::naming::{BUDGET, CONTEXT, HEADS, KERNEL, Naming};
 use crate::report::palette;
@@ -78,12 +79,20 @@ fn chart(data: &Data, y: Axis, read: impl Fn(&Record) -> Option<(f64, Option<(f6
     })
 }
 
-/// Tokens of a policy's chunks; `None` where prefill comes in one piece, or the policy is not a built-in one.
+/// Tokens of a policy's chunks, as its text says; else as the built-in policy of that name has them by itself. `None` where
+/// prefill comes in one piece, and for a policy that is not built in and says nothing: records do not hold it.
 fn chunk_tokens(policy: &str) -> Option<usize> {
     if palette::is_baseline(policy) {
         return None;
     }
-    Registry::default().policy(policy).ok()?.schedule.chunk_tokens
+    let said = policy.split('+').skip(1).filter_map(|part| part.parse::<Named>().ok()).find_map(|part| {
+        let entry = PARTS.iter().find(|entry| entry.name == part.name)?;
+        match (entry.build)(&part).ok()? {
+            Part::Chunks(tokens) => Some(tokens),
+            _ => None,
+        }
+    });
+    said.or_else(|| Registry::default().policy(policy).ok()?.schedule.chunk_tokens)
 }
 
 /// A policy's text without the part that sets its chunks: `snapkv+chunks:tokens=512+ada` is `snapkv+ada`.
@@ -107,6 +116,7 @@ mod tests {
             ("snapkv:window=32+chunks:tokens=256+ada", "snapkv:window=32+ada", Some(256)),
             ("full", "full", None),
             ("one of the user's", "one of the user's", None),
+            ("own+chunks:tokens=64", "own", Some(64)),
         ] {
             assert_eq!((without_chunks(text).as_str(), chunk_tokens(text)), (rest, tokens), "{text}");
         }

@@ -3,6 +3,7 @@
 //
 // It takes the options that the crate uses and refuses others, as NVRTC does. FOLDER (of machine.hpp) and CXX are set
 // when this library is built.
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -24,6 +25,8 @@ extern "C" char **environ;
 namespace {
 
 enum Result { SUCCESS = 0, CREATION_FAILURE = 2, INVALID_INPUT = 3, INVALID_PROGRAM = 4, INVALID_OPTION = 5, COMPILATION = 6 };
+
+constexpr int ARCHITECTURES[] = {75, 80, 86, 87, 88, 89, 90, 100, 103, 110, 120, 121};
 
 struct Program {
     std::string source, log, code;
@@ -82,6 +85,17 @@ bool starts_with(const std::string &text, const char *start) { return text.rfind
 
 API int nvrtcVersion(int *major, int *minor) {
     *major = 13, *minor = 0;
+    return SUCCESS;
+}
+
+// Those of NVRTC 13.0.
+API int nvrtcGetNumSupportedArchs(int *count) {
+    *count = int(std::size(ARCHITECTURES));
+    return SUCCESS;
+}
+
+API int nvrtcGetSupportedArchs(int *architectures) {
+    std::copy(std::begin(ARCHITECTURES), std::end(ARCHITECTURES), architectures);
     return SUCCESS;
 }
 

@@ -169,7 +169,7 @@ def events(device):
     milliseconds = ctypes.c_float()
     for event in (start, end):
         device.expect("SUCCESS", "cuEventCreate", ctypes.byref(event), 0)
-    elapsed = ("cuEventElapsedTime_v2", ctypes.byref(milliseconds), start, end)
+    elapsed = ("cuEventElapsedTime", ctypes.byref(milliseconds), start, end)
     device.expect("INVALID_HANDLE", *elapsed)
     device.expect("SUCCESS", "cuStreamCreate", ctypes.byref(stream), 1)
     for event in (start, end):
@@ -203,9 +203,29 @@ def tensor_maps(device):
         encode("INVALID_VALUE", **wrong)
 
 
+def a_reset_is_a_new_beginning(device):
+    """Resetting the context ends a fault and whatever was made before it."""
+    memory = device.alloc(FOUR_KIB)
+    device.launch(device.function("before_the_start"), memory)
+    device.expect("ILLEGAL_ADDRESS", "cuCtxSynchronize")
+    device.expect("SUCCESS", "cuDevicePrimaryCtxReset_v2", 0)
+    device.expect("INVALID_VALUE", "cuMemFree_v2", memory)
+    runs_and_runs_late(device)
+
+
+def faults_that_are_asked_for(device):
+    os.environ["KVSIEVE_EMULATED_FAULTS"] = "launch=twice@2,load@2,alloc@3"  # read when the first of them may strike
+    runs_and_runs_late(device)
+    device.expect("OUT_OF_MEMORY", "cuMemAlloc_v2", ctypes.byref(ctypes.c_uint64()), ctypes.c_size_t(4))
+    device.expect("OUT_OF_MEMORY", "cuModuleLoadData", ctypes.byref(ctypes.c_void_p()), device.compile())
+    x = device.alloc(4)
+    device.launch(device.function("twice"), x, x, ctypes.c_int(1))
+    device.expect("ILLEGAL_ADDRESS", "cuCtxSynchronize")
+
+
 CHECKS = [
     runs_and_runs_late, written_guard, memory_ends, launches_are_checked, code_for_another_gpu, order_of_calls, events,
-    tensor_maps,
+    tensor_maps, a_reset_is_a_new_beginning, faults_that_are_asked_for,
     fault("past_the_end", "ILLEGAL_ADDRESS", ctypes.c_int(FOUR_KIB // 4)),
     fault("before_the_start", "ILLEGAL_ADDRESS"),
     fault("barrier_for_some", "LAUNCH_TIMEOUT"),

@@ -3,7 +3,7 @@
 use super::{Bench, Planned, Task, Turn, TurnError, Written};
 use crate::attention::cuda::{BackwardInputs, BackwardPlan, BackwardResults, CudaKernel, Inputs, Plan};
 use crate::attention::{Gradients, Outputs};
-use crate::device::cuda::{DeviceBuffer, Limits, Runtime};
+use crate::device::cuda::{DeviceBuffer, Limits, Program, Runtime};
 use crate::experiment::cell::Cell;
 use crate::experiment::measure::backward::identities;
 use crate::memory::{Arena, Label};
@@ -30,6 +30,10 @@ impl Task for Backward {
 
     fn workspace_bytes(&self) -> u64 {
         self.backward.workspace().bytes()
+    }
+
+    fn programs(&self) -> Vec<Program> {
+        [self.forward.programs(), self.backward.programs()].concat()
     }
 
     fn products(&self, runtime: &Runtime) -> Option<String> {

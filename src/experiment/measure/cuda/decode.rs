@@ -8,7 +8,7 @@ use super::{Bench, Planned, Task, Turn, TurnError, Written};
 use crate::attention::cuda::{CudaKernel, Inputs, Plan, decode_paged};
 use crate::attention::{AttentionError, Outputs};
 use crate::cache::PagedCache;
-use crate::device::cuda::{DeviceBuffer, Limits, Runtime};
+use crate::device::cuda::{DeviceBuffer, Limits, Program, Runtime};
 use crate::experiment::cell::Cell;
 use crate::experiment::engine::{InputError, host_arena};
 use crate::experiment::measure::decode::{cache_shape, fill};
@@ -79,6 +79,10 @@ impl Task for Decode {
 
     fn workspace_bytes(&self) -> u64 {
         self.plan.workspace.bytes()
+    }
+
+    fn programs(&self) -> Vec<Program> {
+        self.plan.programs()
     }
 
     fn products(&self, runtime: &Runtime) -> Option<String> {

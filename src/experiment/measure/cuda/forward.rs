@@ -3,7 +3,7 @@
 use super::{Bench, Planned, Task, Turn, TurnError, Written};
 use crate::attention::Outputs;
 use crate::attention::cuda::{CudaKernel, Inputs, Plan};
-use crate::device::cuda::{Limits, Runtime};
+use crate::device::cuda::{Limits, Program, Runtime};
 use crate::experiment::cell::Cell;
 
 struct Forward {
@@ -23,6 +23,10 @@ impl Task for Forward {
 
     fn workspace_bytes(&self) -> u64 {
         self.plan.workspace.bytes()
+    }
+
+    fn programs(&self) -> Vec<Program> {
+        self.plan.programs()
     }
 
     fn products(&self, runtime: &Runtime) -> Option<String> {

@@ -18,10 +18,11 @@ use written::Written;
 use super::{Truth, Turn, TurnError};
 use crate::attention::AttentionError;
 use crate::attention::cuda::cuda_kernel;
-use crate::device::cuda::{Limits, Runtime};
+use crate::device::cuda::{Limits, Program, Runtime};
 use crate::experiment::cell::{Cell, Measure};
 use crate::experiment::engine::MODELS_ON_CPU;
 use crate::memory::Arena;
+use crate::policy::Registry;
 
 /// What a turn does on a GPU, planned.
 pub trait Task {
@@ -30,6 +31,9 @@ pub trait Task {
 
     /// Bytes of the kernel's scratch memory and materialised scores.
     fn workspace_bytes(&self) -> u64;
+
+    /// Everything that its turns may compile.
+    fn programs(&self) -> Vec<Program>;
 
     /// Whose matrix products the kernel uses, where it could use cuBLAS's.
     fn products(&self, _runtime: &Runtime) -> Option<String> {
@@ -56,18 +60,18 @@ pub struct Bench<'a> {
     pub truth: Option<&'a Truth>,
 }
 
-/// What a cell's turns do on a GPU with `limits`.
+/// What a cell's turns do on a GPU with `limits`, with the policies of `registry`.
 ///
 /// # Errors
 /// In words, when they cannot run there.
-pub(in crate::experiment) fn task(cell: &Cell, limits: &Limits) -> Result<Box<dyn Task>, String> {
+pub(in crate::experiment) fn task(cell: &Cell, registry: &Registry, limits: &Limits) -> Result<Box<dyn Task>, String> {
     let kernel = cuda_kernel(&cell.kernel).map_err(|error| error.to_string())?;
     cell.kv_format().on_gpu()?;
     let task = match cell.measure {
         Measure::Forward => forward::task(cell, kernel, limits),
         Measure::Backward => backward::task(cell, kernel, limits),
         Measure::Decode => decode::task(cell, kernel, limits),
-        Measure::Evict => return evict::task(cell, kernel, limits),
+        Measure::Evict => return evict::task(cell, registry, kernel, limits),
         Measure::Serve => return Err("a simulation needs no GPU".into()),
         Measure::Eval => return Err(MODELS_ON_CPU.into()),
     };

@@ -14,7 +14,7 @@ thread_local void *current; // context of this thread
 void *const PRIMARY = &driver;
 
 Model make_model() {
-    Model model{9, 0, 0, 0, size_t(2) << 30};
+    Model model{9, 0, 0, 0, size_t(2) << 30, 13000};
     if (const char *text = getenv("KVSIEVE_EMULATED_CAPABILITY"))
         if (sscanf(text, "%d.%d", &model.major, &model.minor) != 2) {
             COMPLAIN("KVSIEVE_EMULATED_CAPABILITY is '%s'; it should look like 9.0", text);
@@ -27,6 +27,14 @@ Model make_model() {
             COMPLAIN("KVSIEVE_EMULATED_BYTES is '%s'; it should be a number above %zu", text, CONTEXT_BYTES);
             exit(2);
         }
+    }
+    if (const char *text = getenv("KVSIEVE_EMULATED_CUDA")) {
+        int major, minor;
+        if (sscanf(text, "%d.%d", &major, &minor) != 2) {
+            COMPLAIN("KVSIEVE_EMULATED_CUDA is '%s'; it should look like 13.0", text);
+            exit(2);
+        }
+        model.cuda = 1000 * major + 10 * minor;
     }
     const int capability = 10 * model.major + model.minor;
     const int kib = capability == 80 || capability == 87 ? 164 : capability == 90 || capability / 10 == 10 || capability / 10 == 11 ? 228 : 100;
@@ -44,6 +52,7 @@ const Error ERRORS[] = {
     {INVALID_VALUE, "CUDA_ERROR_INVALID_VALUE", "invalid argument"},
     {OUT_OF_MEMORY, "CUDA_ERROR_OUT_OF_MEMORY", "out of memory"},
     {NOT_INITIALIZED, "CUDA_ERROR_NOT_INITIALIZED", "initialization error"},
+    {DEVICE_UNAVAILABLE, "CUDA_ERROR_DEVICE_UNAVAILABLE", "CUDA-capable device(s) is/are busy or unavailable"},
     {INVALID_DEVICE, "CUDA_ERROR_INVALID_DEVICE", "invalid device ordinal"},
     {INVALID_IMAGE, "CUDA_ERROR_INVALID_IMAGE", "device kernel image is invalid"},
     {INVALID_CONTEXT, "CUDA_ERROR_INVALID_CONTEXT", "invalid device context"},
@@ -58,12 +67,21 @@ const Error ERRORS[] = {
     {MISALIGNED_ADDRESS, "CUDA_ERROR_MISALIGNED_ADDRESS", "misaligned address"},
     {LAUNCH_FAILED, "CUDA_ERROR_LAUNCH_FAILED", "unspecified launch failure"},
     {NOT_SUPPORTED, "CUDA_ERROR_NOT_SUPPORTED", "operation not supported"},
+    {UNKNOWN_ERROR, "CUDA_ERROR_UNKNOWN", "unknown error"},
 };
 
 const Error *error_of(int code) {
     for (const Error &error : ERRORS)
         if (error.code == code) return &error;
     return nullptr;
+}
+
+// Nothing of the primary context is left; handles and addresses of it mean nothing any more.
+void end_context() {
+    forget_streams();
+    forget_modules();
+    forget_memory();
+    driver.broken = SUCCESS;
 }
 
 } // namespace
@@ -90,7 +108,7 @@ API cuInit(unsigned flags) {
 }
 
 API cuDriverGetVersion(int *version) {
-    *version = 13000;
+    *version = Model::get().cuda;
     return SUCCESS;
 }
 
@@ -164,6 +182,7 @@ API cuDeviceGetAttribute(int *value, int attribute, int device) {
 API cuDevicePrimaryCtxRetain(void **context, int device) {
     BEGIN(initialised);
     if (device != 0) return INVALID_DEVICE;
+    if (driver.lost) return DEVICE_UNAVAILABLE;
     driver.retained++;
     *context = PRIMARY;
     return SUCCESS;
@@ -173,8 +192,17 @@ API cuDevicePrimaryCtxRelease_v2(int device) {
     BEGIN(initialised);
     if (device != 0) return INVALID_DEVICE;
     if (!driver.retained) return INVALID_CONTEXT;
-    driver.retained--;
-    return driver.broken;
+    const Result broken = driver.broken;
+    if (!--driver.retained) end_context();
+    return broken;
+}
+
+API cuDevicePrimaryCtxReset_v2(int device) {
+    BEGIN(initialised);
+    if (device != 0) return INVALID_DEVICE;
+    if (driver.lost) return DEVICE_UNAVAILABLE;
+    end_context();
+    return SUCCESS;
 }
 
 API cuCtxGetCurrent(void **context) {

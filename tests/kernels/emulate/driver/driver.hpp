@@ -20,6 +20,7 @@ enum Result : int {
     INVALID_VALUE = 1,
     OUT_OF_MEMORY = 2,
     NOT_INITIALIZED = 3,
+    DEVICE_UNAVAILABLE = 46,
     INVALID_DEVICE = 101,
     INVALID_IMAGE = 200,
     INVALID_CONTEXT = 201,
@@ -34,6 +35,7 @@ enum Result : int {
     MISALIGNED_ADDRESS = 716,
     LAUNCH_FAILED = 719,
     NOT_SUPPORTED = 801,
+    UNKNOWN_ERROR = 999,
 };
 
 // What the device is. Sizes of shared memory follow the compute capability (CUDA C++ Programming Guide, "Compute
@@ -43,7 +45,9 @@ struct Model {
     int shared_each_bytes;     // of a multiprocessor
     int shared_block_bytes;    // the most that a block may ask for
     size_t total_bytes;
-    static const Model &get(); // KVSIEVE_EMULATED_CAPABILITY (9.0), KVSIEVE_EMULATED_BYTES (2 GiB)
+    int cuda;                  // of the driver, as 13000
+    // KVSIEVE_EMULATED_CAPABILITY (9.0), KVSIEVE_EMULATED_BYTES (2 GiB), KVSIEVE_EMULATED_CUDA (13.0)
+    static const Model &get();
 };
 
 constexpr char UUID[] = "kvsieve emulated"; // 16 bytes and their end
@@ -52,12 +56,13 @@ constexpr int SHARED_DEFAULT_BYTES = 48 << 10;
 constexpr int MOST_THREADS = 1024;
 constexpr size_t CONTEXT_BYTES = size_t(32) << 20; // not free from the start, so that code that forgets it is seen
 
-// Where a call stands: nothing goes on after a kernel has failed, as on a GPU.
+// Where a call stands: nothing goes on after a kernel has failed, as on a GPU, until the context is made anew.
 struct Driver {
     std::recursive_mutex lock;
     bool initialised = false;
     int retained = 0;         // of the primary context
     Result broken = SUCCESS;  // what a kernel did
+    bool lost = false;        // the device answers no more
 };
 extern Driver driver;
 
@@ -95,6 +100,13 @@ void drain_all();
 
 // Counts a launch by its kernel.
 void count_launch(const char *kernel);
+// The context ends, and with it all that was made in it.
+void forget_streams();
+void forget_modules();
+void forget_memory();
+
+// Whether a fault was asked for now (faults.cpp).
+bool strikes(const char *kind, const char *name = "");
 
 // Names of errors, for what is told on stderr.
 API cuGetErrorName(int code, const char **name);

@@ -93,6 +93,15 @@ void run(const machine::Entry &entry, Arguments &arguments, Dim3 grid, unsigned 
     if (fault_address) describe(fault_address);
 }
 
+// Instead of a kernel that somebody wants to fail.
+void fail(const machine::Entry &entry, Result how) {
+    driver.broken = how;
+    driver.lost |= how == UNKNOWN_ERROR;
+    const char *name;
+    cuGetErrorName(how, &name);
+    COMPLAIN("%s in %s, as KVSIEVE_EMULATED_FAULTS says", name, entry.name);
+}
+
 // The length of an ELF file: its section headers are its end.
 size_t elf_bytes(const Elf64_Ehdr &header) { return header.e_shoff + size_t(header.e_shnum) * header.e_shentsize; }
 
@@ -112,6 +121,15 @@ Function *function_of(void *handle) {
 
 } // namespace
 
+void forget_modules() {
+    for (auto &[handle, module] : modules) {
+        if (driver.broken) continue; // fibers of the failed kernel are still there, and their file keeps its name
+        dlclose(module->library);
+        close(module->file);
+    }
+    modules.clear();
+}
+
 API cuModuleLoadData(void **handle, const void *image) {
     BEGIN(context);
     const Elf64_Ehdr &header = *static_cast<const Elf64_Ehdr *>(image);
@@ -120,6 +138,7 @@ API cuModuleLoadData(void **handle, const void *image) {
         return INVALID_IMAGE;
     }
     if (header.e_machine != EM_X86_64) return NO_BINARY_FOR_GPU;
+    if (strikes("load")) return OUT_OF_MEMORY;
     const int file = memfd_create("kvsieve-kernels", MFD_CLOEXEC);
     const size_t bytes = elf_bytes(header);
     if (file < 0 || write(file, image, bytes) != ssize_t(bytes)) return OUT_OF_MEMORY;
@@ -214,6 +233,7 @@ API cuLaunchKernel(void *handle, unsigned grid_x, unsigned grid_y, unsigned grid
     count_launch(entry.name);
     auto arguments = std::make_shared<Arguments>(entry, parameters);
     const Dim3 grid{grid_x, grid_y, grid_z};
-    enqueue(*stream, [=, &entry] { run(entry, *arguments, grid, threads, shared_bytes); });
+    const Result wanted = strikes("launch", entry.name) ? ILLEGAL_ADDRESS : strikes("lost", entry.name) ? UNKNOWN_ERROR : SUCCESS;
+    enqueue(*stream, [=, &entry] { wanted ? fail(entry, wanted) : run(entry, *arguments, grid, threads, shared_bytes); });
     return SUCCESS;
 }

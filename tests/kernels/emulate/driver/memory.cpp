@@ -66,6 +66,14 @@ Result copy_now(void *target, const void *source, size_t bytes, uint64_t device)
 
 size_t taken_bytes() { return taken(); }
 
+void forget_memory() {
+    for (const auto &[address, allocation] : allocations)
+        munmap(static_cast<unsigned char *>(host(address)) - place(allocation) - PAGE, allocation.pages_bytes + 2 * PAGE);
+    allocations.clear();
+    for (void *memory : pinned) free(memory);
+    pinned.clear();
+}
+
 bool on_device(uint64_t address, size_t bytes) {
     auto after = allocations.upper_bound(address);
     if (after == allocations.begin()) return false;
@@ -100,6 +108,7 @@ API cuMemGetInfo_v2(size_t *free, size_t *total) {
 API cuMemAlloc_v2(uint64_t *address, size_t bytes) {
     BEGIN(context);
     if (!bytes) return INVALID_VALUE;
+    if (strikes("alloc")) return OUT_OF_MEMORY;
     if (bytes > Model::get().total_bytes || taken(bytes) > Model::get().total_bytes) return OUT_OF_MEMORY;
     const Allocation allocation{bytes, rounded(bytes, PAGE)};
     void *map = mmap(nullptr, allocation.pages_bytes + 2 * PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);

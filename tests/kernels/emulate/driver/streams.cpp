@@ -72,6 +72,12 @@ void drain_all() {
     for (auto &[handle, stream] : streams) drain(*stream);
 }
 
+void forget_streams() {
+    legacy.work.clear();
+    streams.clear();
+    events.clear();
+}
+
 API cuStreamCreate(void **handle, unsigned flags) {
     BEGIN(context);
     if (flags > 1) return INVALID_VALUE;
@@ -170,16 +176,13 @@ API cuEventQuery(void *handle) {
     return stream ? question(*stream, event->done) : INVALID_HANDLE;
 }
 
-// In milliseconds: how long the CPU took.
-API cuEventElapsedTime_v2(float *milliseconds, void *start, void *end) {
+// In milliseconds: how long the CPU took. There is no cuEventElapsedTime_v2, which came with CUDA 12.8: a driver of 12.0 is
+// enough for the crate.
+API cuEventElapsedTime(float *milliseconds, void *start, void *end) {
     BEGIN(context);
     const auto first = event_of(start), last = event_of(end);
     if (!first || !last || !first->timed || !last->timed || !first->recorded || !last->recorded) return INVALID_HANDLE;
     if (!first->done || !last->done) return NOT_READY;
     *milliseconds = std::chrono::duration<float, std::milli>(last->at - first->at).count();
     return SUCCESS;
-}
-
-API cuEventElapsedTime(float *milliseconds, void *start, void *end) {
-    return cuEventElapsedTime_v2(milliseconds, start, end);
 }

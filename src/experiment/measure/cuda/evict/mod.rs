@@ -14,8 +14,8 @@ mod turn;
 use super::{Bench, Task, Turn, TurnError};
 use crate::attention::cuda::{CudaKernel, Plan, decode_paged};
 use crate::attention::{AttentionError, Shape};
-use crate::cache::{CacheShape, PAGE_TOKENS};
-use crate::device::cuda::Limits;
+use crate::cache::{self, CacheShape, PAGE_TOKENS};
+use crate::device::cuda::{Limits, Program};
 use crate::experiment::cell::Cell;
 use crate::experiment::measure::budget_tokens;
 use crate::experiment::measure::evict::lengths::Lengths;
@@ -43,10 +43,15 @@ struct Chunk {
     paged: bool,
 }
 
-pub(super) fn task(cell: &Cell, kernel: &dyn CudaKernel, limits: &Limits) -> Result<Box<dyn Task>, String> {
+pub(super) fn task(
+    cell: &Cell,
+    registry: &Registry,
+    kernel: &dyn CudaKernel,
+    limits: &Limits,
+) -> Result<Box<dyn Task>, String> {
     let policy = match &cell.policy {
         Some(name) => {
-            let policy = Registry::default().policy(name).map_err(|error| error.to_string())?;
+            let policy = registry.policy(name).map_err(|error| error.to_string())?;
             policy.check_device(name).map_err(|error| error.to_string())?;
             policy
         }
@@ -128,6 +133,13 @@ impl Task for Evict {
 
     fn workspace_bytes(&self) -> u64 {
         self.chunks.iter().map(|chunk| chunk.plan.workspace.bytes()).max().unwrap_or(0)
+    }
+
+    fn programs(&self) -> Vec<Program> {
+        let (dtype, head_dim) = (self.cell.dtype, self.cell.head_dim);
+        let plans = self.chunks.iter().map(|chunk| &chunk.plan).chain([&self.step]).chain(&self.again);
+        let own = [cache::cuda::program(dtype, head_dim)].into_iter().chain(self.policy.programs(dtype, head_dim));
+        plans.flat_map(Plan::programs).chain(own).collect()
     }
 
     fn turn(&self, bench: Bench<'_>) -> Result<Turn, TurnError> {
