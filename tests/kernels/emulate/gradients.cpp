@@ -36,6 +36,7 @@ const Case CASES[] = {
     {"negative scale", 1, 1, 1, 20, 70, true, 0, 0, -0.2f, 1},
     {"negative scale, soft-cap", 1, 1, 1, 20, 70, false, 0, 9, -0.2f, 1},
     {"sharp", 1, 1, 1, 66, 90, true, 0, 0, 0, 60},
+    {"sharp, two keys", 1, 2, 1, 30, 2, false, 0, 0, 0, 60}, // log-sum-exps far below zero
     {"one query, group of 8", 1, 8, 1, 1, 150, true, 0, 0, 0, 1},
 };
 

@@ -134,6 +134,7 @@ inline void write(const Box &box, Barrier &barrier) {
 inline u16 shared_u16(u32 address) {
     u16 bits;
     const u32 at = address ^ (address >> 7 & 7) << 4;
+    if (at + 2 > shared_bytes) refuse(Fault::illegal_address, "wgmma reads past the end of shared memory");
     if (is_unfenced[at / 4]) refuse(Fault::failed, "wgmma reads what was written without a fence");
     memcpy(&bits, shared.get() + at, 2);
     return bits;
