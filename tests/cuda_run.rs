@@ -329,5 +329,5 @@ fn cuda_runs_the_policies_of_its_caller() {
     let there = kept(Engine::Cuda(&gpu));
     assert_eq!(there.len(), 3);
     assert_eq!(there[0], there[1], "the same policy by either name");
-    assert_eq!(there, kept(Engine::Cpu(&cpu(2))));
+    assert_eq!(there, kept(Engine::Cpu(cpu(2))));
 }
