@@ -439,7 +439,8 @@ fn a_record_whose_parts_do_not_fit_together_is_damaged() {
     let (folder, path) = (run.to_str().unwrap(), run.join("cells.jsonl"));
     let whole = records(&cells(&run));
     let at = whole.iter().position(|record| record["cell"]["policy"] == "knorm").unwrap();
-    let cases: [(fn(&mut Value), &str); 6] = [
+    type Change = fn(&mut Value);
+    let cases: [(Change, &str); 6] = [
         (|record| drop(take(record, "kept_by_position").pop()), "kept_by_position has 3 lists; the cell has 2 x 2"),
         (
             |record| drop(take(record, "kept_by_position")[1].as_array_mut().unwrap().pop()),
