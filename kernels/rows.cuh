@@ -78,7 +78,7 @@ DEVICE void copy_rows(u32 tile, int thread, int count, const void *any, Source s
     const Share<Rows, Threads> share(tile, thread);
     share.copy(count, [&](int i) {
         const int row = share.row + i * share.STEP;
-        return (row < count ? source(row) : static_cast<const unsigned char *>(any)) + share.chunk * 16;
+        return row < count ? source(row) + share.chunk * 16 : static_cast<const unsigned char *>(any);
     });
 }
 
