@@ -108,7 +108,7 @@ impl Record {
                 }
             }
             let lists = &eviction.kept_by_position;
-            if lists.len() != 0 && Some(lists.len()) != layers.checked_mul(kv_heads) {
+            if !lists.is_empty() && Some(lists.len()) != layers.checked_mul(kv_heads) {
                 return Err(format!("kept_by_position has {} lists; the cell has {layers} x {kv_heads}", lists.len()));
             }
             let stretches = lists.first().map_or(0, Vec::len);

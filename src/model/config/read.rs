@@ -202,7 +202,7 @@ fn windows(fields: &Fields<'_>, family: Family, layers: usize) -> Result<Vec<Opt
         Family::Mistral | Family::Phi3 | Family::Qwen2 | Family::Qwen3 => stated,
     };
     let usual = |layer: usize| match family {
-        Family::Gemma2 => window.filter(|_| layer % 2 == 0),
+        Family::Gemma2 => window.filter(|_| layer.is_multiple_of(2)),
         _ if qwen => window.filter(|_| layer >= from),
         _ => window,
     };
