@@ -114,7 +114,7 @@ pub(super) fn is_harmless(key: &str, value: &Value) -> bool {
         || NAMES.contains(&key)
         || ENDS.iter().any(|end| key.ends_with(end))
         || BEGINNINGS.iter().any(|beginning| key.starts_with(beginning))
-        || AS_USUAL.contains(&(key, &value.to_string()))
+        || AS_USUAL.contains(&(key, value.to_string().as_str()))
 }
 
 /// Whether a value switches its option off.
