@@ -180,7 +180,7 @@ fn a_tokenizer_that_makes_no_sense_is_told_in_one_line() {
         (
             "\"normalizer\":null",
             "\"normalizer\":{\"type\":\"Replace\",\"pattern\":{\"Regex\":\"(\"},\"content\":\" \"}",
-            "Opening parenthesis without closing parenthesis",
+            "Parsing error at position 1: Opening parenthesis",
         ),
         ("\"type\":\"WordLevel\"", "\"type\":\"Unigram\"", ""),
     ] {

@@ -110,12 +110,11 @@ const BEGINNINGS: [&str; 3] = ["unsloth_", "summary_", "tokenizer_"];
 
 /// Whether a key that nobody reads can be left out without another result.
 pub(super) fn is_harmless(key: &str, value: &Value) -> bool {
-    let text = value.to_string();
     says_nothing(value)
         || NAMES.contains(&key)
         || ENDS.iter().any(|end| key.ends_with(end))
         || BEGINNINGS.iter().any(|beginning| key.starts_with(beginning))
-        || AS_USUAL.iter().any(|(name, usual)| *name == key && *usual == text)
+        || AS_USUAL.contains(&(key, value.to_string().as_str()))
 }
 
 /// Whether a value switches its option off.
