@@ -1,7 +1,7 @@
 //! The list of what is compiled before there is a GPU: whatever a run compiles is in it. Ignored unless asked for, as it
 //! needs a GPU or the emulated device (docs/testing-kernels.md).
 
-use kvsieve::device::cuda::{Cache, Device, Nvrtc};
+use kvsieve::device::cuda::{Cache, Device, Nvrtc, Program};
 use kvsieve::experiment::kernels;
 use serde_json::Value;
 use std::io::Write;
@@ -49,15 +49,18 @@ fn cuda_runs_compile_nothing_that_is_not_in_the_list() {
     let (device, nvrtc) = (Device::open(0).unwrap(), Nvrtc::load(None).unwrap());
     let cache = Cache::at(folder.path().join("cache"));
     let listed = kernels::programs(device.limits());
-    let held = |program: &&_| cache.holds(&nvrtc.version(), program, &device.architecture()).is_some();
+    let held = |program: &&Program| cache.holds(&nvrtc.version(), program, &device.architecture()).is_some();
     let files = std::fs::read_dir(folder.path().join("cache")).unwrap().count();
     assert!(files > 6, "{files}");
     assert_eq!(listed.iter().filter(held).count(), files);
 
     let report: Value = serde_json::from_slice(&kvsieve(folder.path(), &["doctor", "--json", "-"], "").stdout).unwrap();
     let here = &report["kernels"]["architectures"][0];
-    assert_eq!((&here["held"], &here["variants"]), (&files.into(), &listed.len().into()));
-    assert_eq!((&here["architecture"], &report["kernels"]["fits"]), (&device.architecture().into(), &false.into()));
+    assert_eq!((&here["held"], &here["variants"]), (&Value::from(files), &Value::from(listed.len())));
+    assert_eq!(
+        (&here["architecture"], &report["kernels"]["fits"]),
+        (&Value::from(device.architecture()), &Value::from(false))
+    );
 }
 
 #[test]
