@@ -74,8 +74,8 @@ template <int Rows, int Keys> struct Strip {
         for (int slot = 0; slot < SLOTS; slot++) top[slot] = minus_infinity(), sum[slot] = 0.0f;
     }
 
-    // s = q k^T
-    template <bool Kept> DEVICE void scores(u32 keys, const Queries<Rows, Kept> &queries) {
+    // s = q k^T; fewer steps at once where a kernel has no registers for all.
+    template <int STEPS = DEPTH / 16, bool Kept> DEVICE void scores(u32 keys, const Queries<Rows, Kept> &queries) {
         const u32 first = keys + right_place();
 #pragma unroll
         for (int m = 0; m < TILES; m++)
@@ -83,7 +83,7 @@ template <int Rows, int Keys> struct Strip {
             for (int n = 0; n < Keys / 8; n++)
 #pragma unroll
                 for (int i = 0; i < 4; i++) s[m][n][i] = 0.0f;
-#pragma unroll
+#pragma unroll STEPS
         for (int k = 0; k < DEPTH / 16; k++) {
             u32 q[TILES][4];
             queries.operand(q, k);

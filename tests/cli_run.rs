@@ -278,19 +278,28 @@ fn a_report_is_drawn_again_from_the_records_alone() {
 }
 
 #[test]
-fn shards_make_one_report() {
-    let desk = Desk::with(SMALL);
+fn shards_hold_whole_comparisons_and_make_one_report() {
+    let lengths = "context_tokens = [256, 192, 128, 64]";
+    let desk = Desk::with(&SMALL.replace("context_tokens = 256", lengths));
     for shard in ["1/2", "2/2"] {
         desk.works(&["run", "x.toml", "--out", "out", "--shard", shard]);
     }
     let runs: Vec<String> = names(&desk.path("out/x")).iter().map(|name| format!("out/x/{name}")).collect();
     assert_eq!(runs.len(), 2);
-    let counts: Vec<usize> = runs.iter().map(|run| records(&cells(&desk.path(run))).len()).collect();
-    assert_eq!(counts.iter().sum::<usize>(), 3);
+    let lengths_of = |run: &String| -> Vec<u64> {
+        let records = records(&cells(&desk.path(run)));
+        let mut lengths: Vec<_> =
+            records.iter().map(|record| record["cell"]["context_tokens"].as_u64().unwrap()).collect();
+        lengths.sort_unstable();
+        lengths
+    };
+    // `full` and `knorm` at two budgets for each length, never apart; the heaviest lengths go to different shards.
+    assert_eq!(lengths_of(&runs[0]), [128, 128, 128, 256, 256, 256]);
+    assert_eq!(lengths_of(&runs[1]), [64, 64, 64, 192, 192, 192]);
     desk.works(&["report", &runs[0], &runs[1], "--out", "both"]);
     let summary = fs::read_to_string(desk.path("both/summary.md")).unwrap();
     assert!(summary.starts_with("# x\n"), "{summary}");
-    assert_eq!(summary.lines().filter(|line| line.starts_with("| knorm")).count(), 2, "{summary}");
+    assert_eq!(summary.lines().filter(|line| line.starts_with("| knorm")).count(), 8, "{summary}");
 }
 
 #[test]

@@ -189,6 +189,15 @@ impl Cell {
         blake3::hash(canonical.as_bytes()).to_hex()[..16].to_string()
     }
 
+    /// The cell without what is compared, its policy and budget or its kernel: cells that agree in the rest are one question
+    /// with several answers.
+    pub fn without_choice(&self) -> Cell {
+        match self.measure {
+            Measure::Evict | Measure::Eval => Cell { policy: None, budget: None, ..self.clone() },
+            _ => Cell { kernel: String::new(), ..self.clone() },
+        }
+    }
+
     /// How the cache keeps keys and values.
     pub fn kv_format(&self) -> KvFormat {
         self.kv_format.unwrap_or(self.dtype.into())

@@ -179,12 +179,21 @@ pub fn prepare<'e>(
     Ok(cells)
 }
 
-/// The cells of one shard: sorted by work and dealt in turn, so that shards cost about the same.
-fn shard(mut cells: Vec<Prepared>, shard: Option<(usize, usize)>) -> Vec<Prepared> {
-    if shard.is_some() {
-        cells.sort_by_cached_key(|prepared| (std::cmp::Reverse(prepared.work().0), prepared.cell.id()));
+/// The cells of one shard. Whole comparisons are dealt, the heaviest first, so that shards cost about the same and no ratio
+/// is of two processes.
+fn shard(cells: Vec<Prepared>, shard: Option<(usize, usize)>) -> Vec<Prepared> {
+    if shard.is_none() {
+        return cells;
     }
-    deal(cells, shard)
+    let mut comparisons: BTreeMap<String, Vec<Prepared>> = BTreeMap::new();
+    for prepared in cells {
+        comparisons.entry(prepared.cell.without_choice().id()).or_default().push(prepared);
+    }
+    let mut comparisons: Vec<_> = comparisons.into_iter().collect();
+    comparisons.sort_by_cached_key(|(id, cells)| {
+        (std::cmp::Reverse(cells.iter().map(|prepared| prepared.work().0).sum::<u64>()), id.clone())
+    });
+    deal(comparisons, shard).into_iter().flat_map(|(_, cells)| cells).collect()
 }
 
 /// Every n-th of `cells`; all of them without shards.

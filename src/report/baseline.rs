@@ -6,10 +6,10 @@ use crate::experiment::record::{Record, Status};
 
 /// The `ok` baseline of `record` among `records`; `None` when there is none.
 pub fn of<'a>(record: &Record, records: &[&'a Record]) -> Option<&'a Record> {
-    let wanted = without_choice(&record.cell);
+    let wanted = record.cell.without_choice();
     let candidates = records.iter().copied().filter(|other| other.status == Status::Ok && is_one(other));
     // A resumed run may have come to another machine: times of two devices are never compared.
-    candidates.into_iter().find(|other| without_choice(&other.cell) == wanted && other.isa_path == record.isa_path)
+    candidates.into_iter().find(|other| other.cell.without_choice() == wanted && other.isa_path == record.isa_path)
 }
 
 /// Whether a cell is a baseline itself.
@@ -27,12 +27,4 @@ pub fn speed_up(record: &Record, records: &[&Record]) -> Option<f64> {
     }
     let theirs = text::main_phase(of(record, records)?)?.median_ns;
     Some(theirs / text::main_phase(record)?.median_ns).filter(|ratio| ratio.is_finite())
-}
-
-/// The cell without what is compared: two cells that agree in this are one question with two answers.
-fn without_choice(cell: &Cell) -> Cell {
-    match cell.measure {
-        Measure::Evict | Measure::Eval => Cell { policy: None, budget: None, ..cell.clone() },
-        _ => Cell { kernel: String::new(), ..cell.clone() },
-    }
 }
