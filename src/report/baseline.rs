@@ -1,7 +1,7 @@
 //! What a cell is compared with: the same cell with the kernel `naive`, or with the policy `full`.
 
 use super::{palette, text};
-use crate::experiment::cell::{Cell, Measure};
+use crate::experiment::cell::Measure;
 use crate::experiment::record::{Record, Status};
 
 /// The `ok` baseline of `record` among `records`; `None` when there is none.
