@@ -71,7 +71,6 @@ DEVICE float sum_of_warp(float x) {
 
 constexpr int PAGE_BYTES = PAGE_TOKENS * HEAD_BYTES;
 constexpr bool WHOLE_STEPS = PAGE_TOKENS % KEYS == 0; // the keys of a step lie in one page
-constexpr int PLACES_BYTES = WHOLE_STEPS ? 0 : WARPS * KEYS * 8; // where they do not: each one's place
 
 struct List {
     const Pages &pages;
@@ -114,8 +113,6 @@ struct List {
 };
 #else
 #define OPERANDS ARGUMENT Problem p
-
-constexpr int PLACES_BYTES = 0;
 
 struct List {
     const unsigned char *k, *v;
@@ -181,6 +178,7 @@ KERNEL(32 * WARPS) decode_partial(OPERANDS) {
         if (step < steps) copy(step);
         copy_async_commit();
     }
+#pragma unroll 1
     for (int step = 0; step < steps; step++) {
         copy_async_wait<STAGES - 2>();
         warp_sync(); // this step's rows are there for all lanes, and all are done with the stage before
@@ -257,7 +255,7 @@ KERNEL(32 * MERGE_WARPS) decode_merge(OPERANDS) {
 #pragma unroll
         for (int i = 0; i < PARTS; i++) o[i].scale(fade);
         const int count = least(32, (p.splits - start + MERGE_WARPS - 1) / MERGE_WARPS);
-#pragma unroll 4
+#pragma unroll(HEAD_DIM == 192 ? 2 : 4) // four of them spill on sm_100
         for (int other = 0; other < count; other++) {
             const float factor = shuffle(weight, other);
             const float *const partial = p.partials + (first + (long long)(start + other * MERGE_WARPS) * rows) * HEAD_DIM;

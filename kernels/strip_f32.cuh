@@ -115,7 +115,7 @@ template <int Rows, int Keys> struct Strip {
         const int lane = threadIdx.x % 32;
 #pragma unroll
         for (int j = 0; j < EACH; j++)
-#pragma unroll 2
+#pragma unroll(Rows == 4 ? 1 : 2) // with few rows, two at once spill on sm_90a at D 128
             for (int t = 0; t < 8; t++) {
                 float p[SLOTS];
 #pragma unroll

@@ -91,6 +91,9 @@ impl Drop for Landing {
     }
 }
 
+/// Least that memory grows by: short lists would make it grow every few tokens.
+const LEAST_GROWTH_BYTES: u64 = 4096;
+
 /// Memory of a GPU that grows to what is asked for, by so much more that it seldom does.
 pub(crate) struct Growing {
     buffer: DeviceBuffer,
@@ -115,7 +118,7 @@ impl Growing {
         if has < bytes {
             // The old memory goes first.
             self.buffer = device.alloc(arena, self.label, 0)?;
-            let wanted = bytes.max(has + has / 8).next_multiple_of(16);
+            let wanted = bytes.max(has + has / 8).next_multiple_of(LEAST_GROWTH_BYTES);
             self.buffer = device.alloc(arena, self.label, wanted)?;
         }
         Ok(&mut self.buffer)

@@ -139,6 +139,8 @@ API cuDeviceGetUuid_v2(char *uuid, int device) {
     memcpy(uuid, UUID, 16);
     return SUCCESS;
 }
+// The first version of it, which every driver still has: without partitions of a GPU the two are the same.
+API cuDeviceGetUuid(char *uuid, int device) { return cuDeviceGetUuid_v2(uuid, device); }
 
 API cuDeviceTotalMem_v2(size_t *bytes, int device) {
     BEGIN(initialised);

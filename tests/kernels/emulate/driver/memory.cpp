@@ -70,7 +70,7 @@ void forget_memory() {
     for (const auto &[address, allocation] : allocations)
         munmap(static_cast<unsigned char *>(host(address)) - place(allocation) - PAGE, allocation.pages_bytes + 2 * PAGE);
     allocations.clear();
-    for (void *memory : pinned) free(memory);
+    for (const auto &[memory, bytes] : pinned) free(const_cast<char *>(memory));
     pinned.clear();
 }
 
