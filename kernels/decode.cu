@@ -71,6 +71,8 @@ DEVICE float sum_of_warp(float x) {
 
 constexpr int PAGE_BYTES = PAGE_TOKENS * HEAD_BYTES;
 constexpr bool WHOLE_STEPS = PAGE_TOKENS % KEYS == 0; // the keys of a step lie in one page
+// Where they do not: each one's place, behind the rings. The host says so (src/attention/cuda/decode.rs), and the emulation.
+[[maybe_unused]] constexpr int PLACES_BYTES = WHOLE_STEPS ? 0 : WARPS * KEYS * 8;
 
 struct List {
     const Pages &pages;
@@ -113,6 +115,8 @@ struct List {
 };
 #else
 #define OPERANDS ARGUMENT Problem p
+
+[[maybe_unused]] constexpr int PLACES_BYTES = 0;
 
 struct List {
     const unsigned char *k, *v;
