@@ -46,7 +46,7 @@ impl Gpu {
     /// The GPU and its compiler.
     ///
     /// # Errors
-    /// [`CudaError::Lost`] after [`Gpu::reopen`] has failed.
+    /// [`CudaError::Lost`] after `Gpu::reopen` has failed.
     pub fn runtime(&self) -> Result<Rc<Runtime>, CudaError> {
         self.runtime.borrow().clone().ok_or_else(|| CudaError::Lost("it was given up before".into()))
     }

@@ -3,7 +3,7 @@
 //! A format turns a row of f32 into bytes and back, and reads a vector of the row in registers, so that `decode` never
 //! makes a widened copy of the cache. The type in which attention is computed is another matter: rows of any format are
 //! widened to f32 as they are read. Keys and values may have different formats ([`KvFormat`]). Adding a format is one
-//! file with a [`RowCodec`] and one line in [`formats!`].
+//! file with a `RowCodec` and one line in `formats!`.
 
 mod int8;
 mod kv;

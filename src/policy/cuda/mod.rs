@@ -55,7 +55,7 @@ pub struct Queries<'a> {
     pub q_len: usize,
 }
 
-/// What a policy sees on a GPU besides the cache that it judges; the words are those of [`Context`].
+/// What a policy sees on a GPU besides the cache that it judges; the words are those of [`crate::policy::Context`].
 #[derive(Clone, Copy)]
 pub struct DeviceContext<'a> {
     /// The GPU.
