@@ -9,9 +9,10 @@ use kvsieve::attention::{DenseKv, Forward, Params, Shape};
 use kvsieve::cache::cuda::DeviceCache;
 use kvsieve::device::Cpu;
 use kvsieve::device::cuda::{DeviceBuffer, Runtime};
+use kvsieve::eviction::cuda::{DeviceTensors, RetainedThere, retain as retain_there};
+use kvsieve::eviction::{Given, Retained, retain};
 use kvsieve::memory::{Arena, Label};
-use kvsieve::policy::cuda::{DeviceJudged, DeviceTensors, judge as judge_there};
-use kvsieve::policy::{Given, Judged, Registry, judge};
+use kvsieve::policy::Registry;
 use kvsieve::tensor::{DType, Tensor};
 
 /// Every method and part with a form for CUDA, with parameters that change what its kernels do.
@@ -65,12 +66,12 @@ impl Problem {
         Problem { shape, params, layers, dtype, tensors, there, inputs }
     }
 
-    fn on_cpu(&self, policy: &str, budget_tokens: usize, cpu: &Cpu) -> Judged {
+    fn on_cpu(&self, policy: &str, budget_tokens: usize, cpu: &Cpu) -> Retained {
         let [q, k, v] = &self.tensors;
         let kv = DenseKv::new(k.view(), v.view()).unwrap();
         let call = Forward { shape: self.shape, params: self.params, q: q.view(), kv: &kv, cpu };
         let given = Given { layers: self.layers, ..Given::budget(budget_tokens) };
-        judge(&Registry::default().policy(policy).unwrap(), call, given, &Arena::unlimited()).unwrap()
+        retain(&Registry::default().policy(policy).unwrap(), call, given, &Arena::unlimited()).unwrap()
     }
 
     fn on_gpu(
@@ -81,13 +82,13 @@ impl Problem {
         runtime: &Runtime,
         arena: &Arena,
         rope: Option<&Frequencies>,
-    ) -> DeviceJudged {
+    ) -> RetainedThere {
         let [q, k, v] = [0, 1, 2].map(|index| &self.there[index]);
         let Problem { shape, params, layers, dtype, .. } = *self;
         let tensors = DeviceTensors { q, k, v, dtype, shape, params, layers, rope };
         let policy_there = Registry::default().policy(policy).unwrap();
         policy_there.check_device(policy).unwrap();
-        judge_there(&policy_there, runtime, arena, cpu, tensors, budget_tokens).unwrap()
+        retain_there(&policy_there, runtime, arena, cpu, tensors, budget_tokens).unwrap()
     }
 
     /// Rows of a list in the tensor `part` (1 keys, 2 values), as bytes.

@@ -1,4 +1,4 @@
-//! Eviction policies through `judge`: what each promises, on random problems and on ones small enough to do by hand.
+//! Eviction policies through `retain`: what each promises, on random problems and on ones small enough to do by hand.
 
 mod common;
 
@@ -7,10 +7,9 @@ use common::{Problem, cpu, inputs, normal, rng, shape, tensor, widen};
 use kvsieve::attention::rope::Frequencies;
 use kvsieve::attention::{DenseKv, Forward, Inputs, Params, Shape};
 use kvsieve::cache::PAGE_TOKENS;
+use kvsieve::eviction::{Given, retain};
 use kvsieve::memory::{Arena, Label};
-use kvsieve::policy::{
-    Budget, BudgetError, Given, PARTS, POLICIES, PRESETS, PolicyError, Registry, Statistic, judge, markdown,
-};
+use kvsieve::policy::{Budget, BudgetError, PARTS, POLICIES, PRESETS, PolicyError, Registry, Statistic, markdown};
 use kvsieve::tensor::{DType, Tensor};
 use proptest::prelude::*;
 
@@ -53,7 +52,7 @@ fn try_verdict(how: How<'_>, shape: Shape, inputs: &Inputs) -> Result<Verdict, P
         seed: how.seed,
         ..Given::budget(how.budget_tokens)
     };
-    let judged = judge(&policy, call, given, &arena)?;
+    let judged = retain(&policy, call, given, &arena)?;
     let lists = shape.batch * shape.kv_heads;
     let verdict = Verdict {
         kept: (0..lists).map(|list| judged.selection.kept(list).to_vec()).collect(),
@@ -444,7 +443,7 @@ fn a_judgement_that_does_not_fit_is_an_error_of_the_arena() {
         let arena = Arena::with_limit(700);
         let rope = Frequencies::new(4, 10_000.0);
         let given = Given { future: Some(made.q.view()), rope: Some(&rope), ..Given::budget(50) };
-        let error = judge(&policy, call, given, &arena).err().unwrap();
+        let error = retain(&policy, call, given, &arena).err().unwrap();
         assert!(matches!(error, PolicyError::Arena(_)), "{}: {error}", entry.name);
         assert_eq!(arena.live_bytes(Label::Policy), 0);
     }

@@ -5,8 +5,9 @@ mod common;
 
 use common::{Problem, cpu, exact, inputs, shape, tensor, widen};
 use kvsieve::attention::{DenseKv, Forward, Inputs, Params, Shape};
+use kvsieve::eviction::{Given, retain};
 use kvsieve::memory::Arena;
-use kvsieve::policy::{Given, PolicyError, Registry, judge};
+use kvsieve::policy::{PolicyError, Registry};
 use kvsieve::tensor::DType;
 
 /// What stays of each list, and the scores.
@@ -27,7 +28,7 @@ fn try_verdict(
     let params = Params::new(shape.head_dim, true);
     let call = Forward { shape, params, q: made.q.view(), kv: &kv, cpu: cpu(2) };
     let arena = Arena::unlimited();
-    let judged = judge(&policy, call, Given { layers, ..Given::budget(tokens) }, &arena)?;
+    let judged = retain(&policy, call, Given { layers, ..Given::budget(tokens) }, &arena)?;
     let lists = shape.batch * shape.kv_heads;
     Ok(Verdict {
         kept: (0..lists).map(|list| judged.selection.kept(list).to_vec()).collect(),

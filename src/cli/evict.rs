@@ -11,10 +11,11 @@ use kvsieve::attention::rope::{Frequencies, RopeBase};
 use kvsieve::attention::{DenseKv, Forward, Params, Shape};
 use kvsieve::cache::{CacheShape, PAGE_TOKENS, PagedCache};
 use kvsieve::device::Cpu;
+use kvsieve::eviction::{Given, Retained, retain};
 use kvsieve::memory::{Arena, Label};
 use kvsieve::policy::action::Fold;
 use kvsieve::policy::sparse::Start;
-use kvsieve::policy::{Budget, Given, Judged, Policy, Registry, Statistic, judge};
+use kvsieve::policy::{Budget, Policy, Registry, Statistic};
 use kvsieve::tensor::file::{self, Output, TensorFile};
 use kvsieve::tensor::{DType, Tensor};
 use kvsieve::units;
@@ -118,21 +119,21 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     let budget_tokens = policy.budget_tokens(&args.policy, Some(&budget), shape.kv_len, token_bytes, lists)?;
     let call = Forward { shape, params: Params::new(shape.head_dim, true), q: q.view(), kv: &kv, cpu: &cpu };
     let start = Instant::now();
-    let judged = judge(&policy, call, Given { budget_tokens, seed: args.seed, ..extra.given() }, &arena)?;
+    let retained = retain(&policy, call, Given { budget_tokens, seed: args.seed, ..extra.given() }, &arena)?;
     let held = Held { policy: &policy, call: &call, k: &k, v: &v, arena: &arena };
     let read = held.read(budget_tokens)?;
-    let shrunk = held.shrink(&judged, &extra, args.seed)?;
+    let shrunk = held.shrink(&retained, &extra, args.seed)?;
     let judge_ns = start.elapsed().as_nanos() as u64;
 
     let result = Outcome {
-        kept: (0..lists).map(|list| judged.selection.kept(list)).collect(),
-        scores: judged.scores.as_deref(),
+        kept: (0..lists).map(|list| retained.selection.kept(list)).collect(),
+        scores: retained.scores.as_deref(),
         rows: shrunk.map_or(Vec::new(), |cache| rows(&policy, &cache)),
         read,
         device: "cpu".into(),
         threads: Some(cpu.threads()),
         judge_ns,
-        tie_rate: judged.tie_rate,
+        tie_rate: retained.tie_rate,
         peak_bytes: arena.usage().peak_bytes,
     };
     args.finish(&policy, (&budget, budget_tokens), &shape, k.dtype(), &result)
@@ -314,7 +315,7 @@ impl Held<'_> {
     }
 
     /// What stays, where the policy changes it.
-    fn shrink(&self, judged: &Judged, extra: &Extra, seed: u64) -> Result<Option<PagedCache>, Failure> {
+    fn shrink(&self, retained: &Retained, extra: &Extra, seed: u64) -> Result<Option<PagedCache>, Failure> {
         if self.policy.action.is_none() && !self.policy.rerotates {
             return Ok(None);
         }
@@ -322,11 +323,11 @@ impl Held<'_> {
         let (draws, rope) = (extra.draws.as_deref(), extra.rope.as_ref());
         let fold = Fold { arena: self.arena, cpu: self.call.cpu, seed, draws, rope };
         for list in 0..cache.shape().lists() {
-            if let Some(received) = &judged.accumulated {
+            if let Some(received) = &retained.accumulated {
                 let kv_len = self.call.shape.kv_len;
                 cache.add_attention(list, &received[list * kv_len..][..kv_len])?;
             }
-            self.policy.shrink(&fold, &mut cache, list, judged.selection.kept(list))?;
+            self.policy.shrink(&fold, &mut cache, list, retained.selection.kept(list))?;
         }
         Ok(Some(cache))
     }

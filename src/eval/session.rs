@@ -112,7 +112,7 @@ impl<'a> Session<'a> {
             columns: if plain { &[] } else { &[Column::Attention, Column::Weight, Column::Origin] },
         };
         let mut decoder = Decoder::new(stage.model, setup, stage.cpu, stage.arena)?;
-        decoder.witness(choices.iter().map(|choice| choice.policy).filter(|policy| !chunked(policy)));
+        decoder.record_queries(choices.iter().map(|choice| choice.policy).filter(|policy| !chunked(policy)));
         decoder.tap(watch);
         let last = vec![0.0; stage.model.config.vocab];
         Ok(Session { stage, text, decoder, watch, last })
@@ -149,7 +149,7 @@ impl<'a> Session<'a> {
             self.prefill(JUDGED, &prompt.context)?;
         } else {
             self.decoder.fork(CONTEXT, JUDGED)?;
-            self.decoder.judge_witnessed(JUDGED, *choice)?;
+            self.decoder.evict_recorded(JUDGED, *choice)?;
         }
         let (kv_bytes_live, held_tokens) = (self.decoder.sequence_kv_bytes(JUDGED), self.decoder.held_tokens(JUDGED));
         let answer = |(asked, full): (&Asked, &Given)| {

@@ -16,7 +16,7 @@ use crate::cache::{CacheShape, Column, PAGE_TOKENS, PagedCache};
 use crate::device::Cpu;
 use crate::format::KvFormat;
 use crate::memory::{Arena, ArenaError, Buffer, Label};
-use crate::model::evictor::{Eviction, Evictor, Witness};
+use crate::model::evictor::{Eviction, Evictor, QueryRecorder};
 use crate::model::norm::Norm;
 use crate::model::tap::Tap;
 use crate::named::NamedError;
@@ -135,7 +135,7 @@ pub struct Decoder<'a> {
     buffers: Buffers,
     attend: Attend,
     evictor: Option<Evictor<'a>>,
-    witness: Option<Witness>,
+    recorder: Option<QueryRecorder>,
     tap: Option<&'a dyn Tap>,
     /// Whether tokens of a sequence were evicted, so that slots of its lists are no positions.
     gaps: Vec<bool>,
@@ -157,7 +157,7 @@ impl<'a> Decoder<'a> {
             buffers: Buffers::allocate(model, &setup, arena, cpu.threads())?,
             attend: Attend::new(&setup)?,
             evictor: None,
-            witness: None,
+            recorder: None,
             tap: None,
             gaps: vec![false; setup.batch],
         })

@@ -1,26 +1,25 @@
-//! A policy at work in a model: what each layer's attention shows is kept as far as the policy looks at it, and the
-//! cache of each sequence is judged, all layers together, when the schedule says so.
+//! A policy at work in a model: what each layer's attention shows is kept as far as the policy looks at it, and each
+//! sequence has an eviction session of its own, so that it retains what it would retain alone.
 //!
-//! Sequences of a batch are judged by themselves, so that a sequence keeps what it would keep alone. A scorer that looks
-//! at recent queries finds those of every layer in a window that moves on with the tokens; one that looks at all
-//! queries of the context finds all since the last judgement, which is memory that is counted under `policy`. Layers
-//! whose sliding windows differ are judged one by one.
+//! A scorer that looks at recent queries finds those of every layer in an observation window that moves on with the tokens;
+//! one that looks at all queries of the context finds all since the last eviction step, which is memory that is counted
+//! under `policy`. Layers whose sliding windows differ are scored one by one.
 
-mod held;
-mod judge;
-mod witness;
+mod recorder;
+mod scene;
 
-use crate::attention::Forward;
 use crate::attention::rope::Frequencies;
+use crate::attention::{Forward, Shape};
 use crate::cache::PagedCache;
+use crate::eviction::{ObservationWindow, Plan, Session, Span, WindowShape, add_received, received};
 use crate::format::KvFormat;
 use crate::memory::{Arena, ArenaError, Buffer};
 use crate::model::{Config, ModelError};
-use crate::policy::{Budget, Decoding, Policy, PolicyError, Statistic, evict};
+use crate::policy::{Budget, Decoding, Policy, PolicyError, Statistic};
+use crate::tensor::DType;
 
-use held::Held;
-pub(super) use judge::Scene;
-pub(super) use witness::Witness;
+pub(super) use recorder::QueryRecorder;
+pub(super) use scene::Scene;
 
 /// What is asked of a policy.
 #[derive(Clone, Copy)]
@@ -78,24 +77,19 @@ impl Eviction<'_> {
     }
 }
 
-/// What a sequence's judgements go by.
-struct Judged {
-    budget_tokens: usize,
-    /// Highest score that each list lost after prefill, by layer and head; empty before.
-    best_lost: Vec<f32>,
-    /// Decode steps so far.
-    steps: usize,
-    held: Option<Held>,
+/// What is known of a sequence.
+struct Sequence<'a> {
+    session: Session<'a>,
+    window: Option<ObservationWindow>,
 }
 
 /// A policy with what it has seen of each sequence.
 pub(super) struct Evictor<'a> {
     eviction: Eviction<'a>,
     arena: &'a Arena,
-    sequences: Vec<Judged>,
-    /// RoPE of each judgement, for scorers that look behind it.
+    sequences: Vec<Sequence<'a>>,
+    /// RoPE of each eviction step, for scorers that look behind it.
     frequencies: Option<Frequencies>,
-    evicted_tokens: u64,
 }
 
 impl<'a> Evictor<'a> {
@@ -109,33 +103,28 @@ impl<'a> Evictor<'a> {
     ) -> Result<Self, ModelError> {
         eviction.check(config)?;
         let lists = config.layers * config.kv_heads;
-        let sequence = |&context: &usize| -> Result<Judged, ModelError> {
-            let Eviction { policy, name, ref budget, .. } = eviction;
+        let sequence = |&context: &usize| -> Result<Sequence<'a>, ModelError> {
+            let Eviction { policy, name, ref budget, seed } = eviction;
             let budget_tokens = policy.budget_tokens(name, budget.as_ref(), context, token_bytes, lists)?;
-            Ok(Judged { budget_tokens, best_lost: Vec::new(), steps: 0, held: None })
+            Ok(Sequence { session: Session::new(Plan { policy, budget_tokens, seed }), window: None })
         };
         let sequences = contexts.iter().map(sequence).collect::<Result<_, _>>()?;
-        Ok(Evictor { eviction, arena, sequences, frequencies: None, evicted_tokens: 0 })
+        Ok(Evictor { eviction, arena, sequences, frequencies: None })
     }
 
     /// The policy, if it ever evicts.
-    pub fn judging(&self) -> Option<&'a Policy> {
+    pub fn evicting(&self) -> Option<&'a Policy> {
         Some(self.eviction.policy).filter(|policy| policy.scorer.is_some())
     }
 
     /// RoPE's frequencies, once keys and queries are turned to positions inside the cache.
     pub fn turns(&self) -> Option<&Frequencies> {
-        self.judging().filter(|policy| policy.rerotates).and(self.frequencies.as_ref())
+        self.evicting().filter(|policy| policy.rerotates).and(self.frequencies.as_ref())
     }
 
-    /// List-tokens that were evicted so far.
+    /// List-tokens that were evicted so far, of all sequences.
     pub fn evicted_tokens(&self) -> u64 {
-        self.evicted_tokens
-    }
-
-    /// Whether another judgement of a sequence may come.
-    fn is_open(&self, policy: &Policy, sequence: usize) -> bool {
-        self.sequences[sequence].best_lost.is_empty() || policy.schedule.decoding != Decoding::Never
+        self.sequences.iter().map(|sequence| sequence.session.totals().evicted_tokens).sum()
     }
 
     /// Looks at the attention of one of `layers` layers for neighbouring sequences from `sequence` on: the call, and the
@@ -148,65 +137,42 @@ impl<'a> Evictor<'a> {
         call: &Forward<'_>,
         lse: &[f32],
     ) -> Result<Option<Received>, ModelError> {
-        let Some(policy) = self.judging() else { return Ok(None) };
-        let shape = call.shape;
+        let Some(policy) = self.evicting() else { return Ok(None) };
+        let (shape, mut open) = (call.shape, false);
         for index in 0..shape.batch {
-            let sequence = sequence + index;
-            let Some(wanted) = self.wanted(policy, sequence) else { continue };
-            let judged = &mut self.sequences[sequence];
-            let held = match &mut judged.held {
-                Some(held) => held,
-                held => held.insert(Held::new(self.arena, layers, &shape, wanted)?),
+            let Sequence { session, window } = &mut self.sequences[sequence + index];
+            if !session.is_open() {
+                continue;
+            }
+            open = true;
+            let window = match window {
+                Some(window) => window,
+                none => {
+                    let span = if session.is_decoding() { Span::of_decoding(policy) } else { Span::of_prefill(policy) };
+                    let shape = window_shape(layers, &shape);
+                    none.insert(ObservationWindow::new(self.arena, shape, span, call.shape.q_len)?)
+                }
             };
-            held.push(layer, call.q.sequences(index..index + 1), &lse[index * shape.q_heads * shape.q_len..])?;
+            window.push(layer, call.q.sequences(index..index + 1), &lse[index * shape.q_heads * shape.q_len..])?;
         }
-        let open = (0..shape.batch).any(|index| self.is_open(policy, sequence + index));
         if !(open && policy.looks_at(Statistic::AccumulatedAttention)) {
             return Ok(None);
         }
-        Ok(Some(Received { kv_len: shape.kv_len, sums: evict::received(call, lse, self.arena)? }))
-    }
-
-    /// Queries of a sequence that are to be held: none, the latest so many, or all since the last judgement.
-    fn wanted(&self, policy: &Policy, sequence: usize) -> Option<Wanted> {
-        if !self.is_open(policy, sequence) {
-            return None;
-        }
-        let before_decoding = self.sequences[sequence].best_lost.is_empty();
-        Some(if before_decoding { wanted_of_prefill(policy) } else { Wanted::Latest(recent_queries(policy)) })
+        Ok(Some(Received { kv_len: shape.kv_len, sums: received(call, lse, self.arena)? }))
     }
 
     /// Makes what is known of sequence `to` what is known of `from`.
     pub fn fork(&mut self, from: usize, to: usize) -> Result<(), ArenaError> {
-        let Judged { budget_tokens, best_lost, steps, held } = &self.sequences[from];
-        let held = held.as_ref().map(|held| held.copy(None)).transpose()?;
-        self.sequences[to] =
-            Judged { budget_tokens: *budget_tokens, best_lost: best_lost.clone(), steps: *steps, held };
+        let Sequence { session, window } = &self.sequences[from];
+        let window = window.as_ref().map(|window| window.copy(None)).transpose()?;
+        self.sequences[to] = Sequence { session: session.clone(), window };
         Ok(())
     }
 }
 
-/// Queries that a policy looks at in a judgement between new tokens.
-pub(super) fn recent_queries(policy: &Policy) -> usize {
-    policy.scorer.as_ref().map_or(1, |scorer| scorer.recent_queries())
-}
-
-/// Whether a policy looks at all queries of the context when it judges a prefill.
-pub(super) fn looks_at_all_queries(policy: &Policy) -> bool {
-    let over = |needs: Vec<Statistic>| needs.contains(&Statistic::RecentAttention);
-    policy.looks_at(Statistic::Queries) || over(policy.layers.needs()) || over(policy.heads.needs())
-}
-
-/// Queries that a policy looks at when it judges a prefill.
-fn wanted_of_prefill(policy: &Policy) -> Wanted {
-    if looks_at_all_queries(policy) { Wanted::All } else { Wanted::Latest(recent_queries(policy)) }
-}
-
-/// Queries that are held.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Wanted {
-    All,
-    Latest(usize),
+/// What is held of the queries of so many layers, which are f32 here.
+fn window_shape(layers: usize, call: &Shape) -> WindowShape {
+    WindowShape { layers, q_heads: call.q_heads, head_dim: call.head_dim, dtype: DType::F32, has_lse: true }
 }
 
 /// Attention that the tokens of some lists received in a pass, `[lists, kv_len]`.
@@ -219,7 +185,7 @@ impl Received {
     /// Adds it to the tokens of the lists from `first` on; of each list, so many tokens were `skipped`.
     pub fn add(&self, cache: &mut PagedCache, first: usize, skipped: &[usize]) -> Result<(), ModelError> {
         if skipped.is_empty() {
-            return Ok(evict::add_received(cache, |list| first + list, self.kv_len, &self.sums)?);
+            return Ok(add_received(cache, |list| first + list, self.kv_len, &self.sums)?);
         }
         for ((list, &skipped), sums) in (first..).zip(skipped).zip(self.sums.chunks(self.kv_len)) {
             let sums: Vec<f32> = std::iter::repeat_n(0.0, skipped).chain(sums.iter().copied()).collect();

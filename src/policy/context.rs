@@ -80,6 +80,7 @@ pub struct Context<'a> {
 }
 
 /// Queries that will come, over all keys that will be there.
+#[derive(Clone, Copy)]
 pub struct Future<'a> {
     /// The future queries and the whole sequence's keys and values.
     pub call: Forward<'a>,

@@ -14,7 +14,6 @@ mod budget;
 mod catalogue;
 mod context;
 pub mod cuda;
-pub mod evict;
 mod fits;
 mod judge;
 mod linear;
@@ -26,7 +25,6 @@ mod schedule;
 mod scorers;
 mod select;
 pub mod sparse;
-mod tensors;
 
 pub use budget::{Budget, BudgetError};
 pub use catalogue::{describe, markdown};
@@ -37,8 +35,7 @@ pub use presets::PRESETS;
 pub use recipe::{Recipe, Then};
 pub use registry::{ChangeScorer, Part, PartEntry, PolicyEntry, Preset, Registry};
 pub use schedule::{Decoding, Schedule};
-pub use select::{Selection, select, selection_bytes, tie_rate, tied_share};
-pub use tensors::{Given, Judged, judge};
+pub use select::{Selection, select, select_leaving, selection_bytes, tie_rate, tied_share};
 
 use crate::attention::Shape;
 use crate::memory::ArenaError;
@@ -253,6 +250,12 @@ impl Policy {
     /// Whether it leaves all lists equally long.
     pub fn is_even(&self) -> bool {
         self.layers.is_even() && self.heads.is_even() && self.schedule.decoding != Decoding::Delayed
+    }
+
+    /// Whether it looks at attention, so that queries come with their log-sum-exps.
+    pub fn looks_at_attention(&self) -> bool {
+        let attention = [Statistic::RecentAttention, Statistic::AccumulatedAttention];
+        self.needs().iter().any(|need| attention.contains(need))
     }
 
     /// Whether it looks at this.

@@ -58,6 +58,25 @@ pub fn select(policy: &Policy, context: &Context<'_>, scored: &mut Scored) -> Re
     Ok(Selection { slots, kv_len, counts, best_lost })
 }
 
+/// Under delayed eviction: of each list only the token that has just left the protected window may go; it stays if it scores
+/// above `best_evicted`, the highest score that the list lost before.
+///
+/// # Errors
+/// When the arena has no room.
+pub fn select_leaving(context: &Context<'_>, scored: &Scored, best_evicted: &[f32]) -> Result<Selection, PolicyError> {
+    let (lists, kv_len) = (context.lists(), context.call.shape.kv_len);
+    let mut slots: Buffer<u32> = context.arena.alloc(Label::Policy, lists * kv_len)?;
+    let mut counts = Vec::with_capacity(lists);
+    for (list, slots) in slots.chunks_mut(kv_len.max(1)).enumerate() {
+        let (len, scores) = (context.len(list), &scored.values[list * kv_len..]);
+        let leaving = len.checked_sub(scored.protect.window + 1).filter(|&slot| scores[slot] <= best_evicted[list]);
+        let retained = (0..len).filter(|&slot| Some(slot) != leaving);
+        slots.iter_mut().zip(retained).for_each(|(to, slot)| *to = slot as u32);
+        counts.push(len - usize::from(leaving.is_some()));
+    }
+    Ok(Selection { slots, kv_len, counts, best_lost: best_evicted[..lists].to_vec() })
+}
+
 /// Writes the slots of the `count` best scores, ascending; returns the best score that was lost.
 pub(super) fn keep_best(scores: &[f32], count: usize, ranks: &mut [f32], slots: &mut [u32]) -> f32 {
     if count >= scores.len() {

@@ -6,8 +6,8 @@ use kvsieve::attention::{Params, Shape};
 use kvsieve::cache::cuda::DeviceCache;
 use kvsieve::device::Cpu;
 use kvsieve::device::cuda::Runtime;
+use kvsieve::eviction::cuda::{DeviceTensors, retain};
 use kvsieve::memory::{Arena, Label};
-use kvsieve::policy::cuda::{DeviceTensors, judge};
 use kvsieve::policy::{Budget, Policy, tied_share};
 use kvsieve::tensor::file::TensorFile;
 
@@ -49,22 +49,22 @@ pub fn run(args: &Args, index: usize, policy: &Policy, budget: &Budget) -> Resul
         layers: 1,
         rope: rope.as_ref(),
     };
-    let judged = judge(policy, &runtime, &arena, &cpu, tensors, budget_tokens)?;
+    let retained = retain(policy, &runtime, &arena, &cpu, tensors, budget_tokens)?;
 
     let mut scores = vec![0f32; lists * shape.kv_len];
     let mut tie_rate = 0.0;
-    if let Some((values, highest)) = &judged.scores {
+    if let Some((values, highest)) = &retained.scores {
         values.read(bytemuck::cast_slice_mut(&mut scores))?;
         tie_rate = tied_share(scores.chunks(shape.kv_len), *highest);
     }
     let outcome = Outcome {
-        kept: judged.kept.iter().map(Vec::as_slice).collect(),
-        scores: judged.scores.is_some().then_some(&scores),
-        rows: if policy.rerotates { rows(&judged.cache)? } else { Vec::new() },
+        kept: retained.kept.iter().map(Vec::as_slice).collect(),
+        scores: retained.scores.is_some().then_some(&scores),
+        rows: if policy.rerotates { rows(&retained.cache)? } else { Vec::new() },
         read: None,
         device: format!("cuda:{index}"),
         threads: None,
-        judge_ns: judged.time_ns,
+        judge_ns: retained.time_ns,
         tie_rate,
         peak_bytes: arena.usage().peak_bytes,
     };

@@ -1,43 +1,32 @@
-//! A policy at work in a model on a GPU: what [`crate::model::evictor`] does, with the kernels of [`crate::policy::cuda`].
-//!
-//! Keys, values, queries and scores stay on the GPU. What has no form there is refused by name before anything runs.
+//! A policy at work in a model on a GPU: the eviction session of its sequence, and what each layer's attention shows, kept as
+//! far as the policy looks at it. Keys, values, queries and scores stay on the GPU.
 
 use super::attend::attended;
-use super::held::Held;
-use super::steps::{Begun, Room};
 use crate::attention::cuda::export::{Observed, begin_columns};
 use crate::attention::export::Reduction;
 use crate::cache::cuda::DeviceCache;
 use crate::device::Cpu;
-use crate::device::cuda::{CudaError, DeviceBuffer, Growing, Runtime};
+use crate::device::cuda::{CudaError, DeviceBuffer, Growing, Landing, Runtime};
+use crate::eviction::cuda::{CudaBackend, CudaView, Deferred, DeviceWindow};
+use crate::eviction::{Moment, Plan, Session, Span};
 use crate::memory::{Arena, Label};
 use crate::model::decoder::params;
-use crate::model::evictor::{looks_at_all_queries, recent_queries};
 use crate::model::{Config, Eviction, ModelError};
-use crate::policy::cuda::{DeviceContext, Queries, score, select};
-use crate::policy::{Decoding, Policy, PolicyError, Statistic};
+use crate::policy::cuda::Queries;
+use crate::policy::{Policy, PolicyError};
 
 /// A policy with what it has seen of the sequence.
 pub(super) struct DeviceEvictor<'a> {
-    pub(super) eviction: Eviction<'a>,
+    session: Session<'a>,
     cpu: &'a Cpu,
-    pub(super) arena: Arena,
-    pub(super) budget_tokens: usize,
-    pub(super) held: Option<Held>,
+    arena: Arena,
+    window: Option<DeviceWindow>,
     /// Attention that a layer's tokens receive of a pass.
     received: Growing,
-    /// Whether another judgement may come.
-    open: bool,
-    /// Whether keys and queries are turned to positions inside the cache: from the first judgement on, if at all.
-    pub(super) turns: bool,
-    /// The best score that each list lost in the latest judgement of prefill.
-    pub(super) best_lost: Vec<f32>,
-    pub(super) steps: usize,
-    pub(super) evicted_tokens: u64,
-    /// Of judgements between decode steps, from the first one on.
-    pub(super) room: Option<Room>,
-    /// The judgement that was begun with the latest step.
-    pub(super) begun: Option<Begun>,
+    /// Whether keys and queries are turned to positions inside the cache: from the first eviction step on, if at all.
+    turns: bool,
+    /// Of steps between new tokens, from the first one on.
+    deferred: Option<Deferred>,
 }
 
 impl<'a> DeviceEvictor<'a> {
@@ -53,44 +42,34 @@ impl<'a> DeviceEvictor<'a> {
         (runtime, cpu, arena): (&Runtime, &'a Cpu, &Arena),
     ) -> Result<Self, ModelError> {
         check(&eviction, config)?;
-        let Eviction { policy, name, ref budget, .. } = eviction;
+        let Eviction { policy, name, ref budget, seed } = eviction;
         let (shape, dtype) = (attended(config, 1, 1), cache.shape().dtype());
         let (token_bytes, lists) = (cache.shape().token_bytes(), cache.shape().lists());
         let budget_tokens = policy.budget_tokens(name, budget.as_ref(), context, token_bytes, lists)?;
-        let held = match observes(policy) {
-            true => {
-                let extents = (config.layers, recent_queries(policy));
-                Some(Held::new(runtime.device(), arena, extents, &shape, dtype)?)
+        let window = match (observes(policy), Span::of_decoding(policy)) {
+            (true, Span::Latest(queries)) => {
+                Some(DeviceWindow::new(runtime.device(), arena, (config.layers, queries), &shape, dtype)?)
             }
-            false => None,
+            _ => None,
         };
         let received = Growing::new(runtime.device(), arena, Label::Policy)?;
-        let (arena, open) = (arena.clone(), policy.scorer.is_some());
-        Ok(DeviceEvictor {
-            eviction,
-            cpu,
-            arena,
-            budget_tokens,
-            held,
-            received,
-            open,
-            turns: false,
-            best_lost: Vec::new(),
-            steps: 0,
-            evicted_tokens: 0,
-            room: None,
-            begun: None,
-        })
+        let session = Session::new(Plan { policy, budget_tokens, seed });
+        Ok(DeviceEvictor { session, cpu, arena: arena.clone(), window, received, turns: false, deferred: None })
     }
 
     /// The policy, if it ever evicts.
-    pub fn judging(&self) -> Option<&'a Policy> {
-        Some(self.eviction.policy).filter(|policy| policy.scorer.is_some())
+    pub fn evicting(&self) -> Option<&'a Policy> {
+        Some(self.session.plan().policy).filter(|policy| policy.scorer.is_some())
+    }
+
+    /// Whether another eviction step may come.
+    fn is_open(&self) -> bool {
+        self.evicting().is_some() && self.session.is_open()
     }
 
     /// List-tokens that were evicted so far.
     pub fn evicted_tokens(&self) -> u64 {
-        self.evicted_tokens
+        self.session.totals().evicted_tokens
     }
 
     /// Whether keys and queries are turned to positions inside the cache by now.
@@ -110,13 +89,13 @@ impl<'a> DeviceEvictor<'a> {
         count: usize,
         [q, lse]: [&DeviceBuffer; 2],
     ) -> Result<(), CudaError> {
-        if !self.open {
+        if !self.is_open() {
             return Ok(());
         }
-        if let Some(held) = &mut self.held {
-            held.push(runtime, layer, count, [q, lse])?;
+        if let Some(window) = &mut self.window {
+            window.push(runtime, layer, count, [q, lse])?;
         }
-        if self.eviction.policy.looks_at(Statistic::AccumulatedAttention) {
+        if self.session.accumulates() {
             let lists = layer * config.kv_heads..(layer + 1) * config.kv_heads;
             let width = cache.lens()[lists.clone()].iter().copied().max().unwrap_or(0);
             let (shape, dtype) = (attended(config, count, width), cache.shape().dtype());
@@ -133,16 +112,17 @@ impl<'a> DeviceEvictor<'a> {
 
     /// Every layer has shown `count` queries.
     pub fn advance(&mut self, count: usize) {
-        if let Some(held) = self.held.as_mut().filter(|_| self.open) {
-            held.advance(count);
+        let is_open = self.is_open();
+        if let Some(window) = self.window.as_mut().filter(|_| is_open) {
+            window.advance(count);
         }
     }
 
-    /// Judges after prefill, or after a chunk of it that is not the `last`.
+    /// The eviction step behind prefill, or behind a chunk of it that is not the `last`.
     ///
     /// # Errors
     /// When the policy gives scores that are no numbers, there is no room, or a kernel fails.
-    pub fn judge_prefill(
+    pub fn evict_chunk(
         &mut self,
         config: &Config,
         runtime: &Runtime,
@@ -150,67 +130,80 @@ impl<'a> DeviceEvictor<'a> {
         seen: usize,
         last: bool,
     ) -> Result<(), ModelError> {
-        let Some(policy) = self.judging() else { return Ok(()) };
-        self.judge(config, runtime, cache, seen)?;
+        let Some(policy) = self.evicting() else { return Ok(()) };
+        if policy.rerotates {
+            cache.set_rope(&config.rope.frequencies(config.head_dim, config.max_positions, seen))?;
+            self.turns = true;
+        }
+        let DeviceEvictor { session, cpu, arena, window, .. } = self;
+        let dense = window.as_ref().map(|window| window.dense(runtime, arena)).transpose()?;
+        let q_len = window.as_ref().map_or(0, DeviceWindow::count);
+        let queries = dense.as_ref().map(|[q, lse]| Queries { q, length: q_len, first: 0, lse, q_len });
+        let backend = CudaBackend { runtime, arena, cpu, counts_ties: false };
+        session.evict(&backend, cache, &[view(config, queries, seen)], Moment::Chunk { last })?;
         if !last {
-            self.held.iter_mut().for_each(Held::forget);
-        } else if policy.schedule.decoding == Decoding::Never {
-            (self.open, self.held) = (false, None);
+            window.iter_mut().for_each(DeviceWindow::forget);
+        } else if !session.is_open() {
+            *window = None;
         }
         Ok(())
     }
 
-    /// Judges every list and shrinks it.
-    fn judge(
+    /// Begins what the schedule asks for behind a decode step, whose kernels were begun; what it finds lands behind `start`.
+    ///
+    /// # Errors
+    /// When there is no room, or a kernel fails.
+    pub fn begin_step(
+        &mut self,
+        config: &Config,
+        runtime: &Runtime,
+        cache: &DeviceCache,
+        seen: usize,
+        landing: (&mut Landing, usize),
+    ) -> Result<(), ModelError> {
+        if self.evicting().is_none() || !self.session.advance() {
+            return Ok(());
+        }
+        let DeviceEvictor { session, cpu, arena, window, deferred, .. } = self;
+        let lists = cache.shape().lists();
+        let deferred = match deferred {
+            Some(deferred) => deferred,
+            none => none.insert(Deferred::new(runtime.device(), arena, lists, session.best_evicted())?),
+        };
+        let backend = CudaBackend { runtime, arena, cpu, counts_ties: false };
+        let asked = (session.plan(), session.rule(Moment::Step, 0));
+        Ok(deferred.begin(&backend, asked, cache, (&view(config, None, seen), window.as_ref()), landing)?)
+    }
+
+    /// Ends what was begun behind the step, with what has landed of it.
+    ///
+    /// # Errors
+    /// When the policy gave scores that are no numbers, or a kernel fails.
+    pub fn end_step(
         &mut self,
         config: &Config,
         runtime: &Runtime,
         cache: &mut DeviceCache,
-        seen_tokens: usize,
+        seen: usize,
+        found: &[u32],
     ) -> Result<(), ModelError> {
-        let DeviceEvictor { eviction, ref arena, ref held, .. } = *self;
-        let q_len = held.as_ref().map_or(0, Held::count);
-        let dense = held.as_ref().map(|held| held.dense(runtime, arena)).transpose()?;
-        let queries = dense.as_ref().map(|[q, lse]| Queries { q, length: q_len, first: 0, lse, q_len });
-        let context = self.context(config, runtime, queries, seen_tokens);
-        let Some(mut scored) = score(eviction.policy, &context, cache)? else { return Ok(()) };
-        let selection = select(eviction.policy, &context, cache, &mut scored)?;
-        drop((scored, dense));
-        let before: usize = cache.lens().iter().sum();
-        selection.shrink(runtime, cache)?;
-        if eviction.policy.rerotates {
-            cache.set_rope(&config.rope.frequencies(config.head_dim, config.max_positions, seen_tokens))?;
-            cache.rerotate(runtime)?;
-            self.turns = true;
-        }
-        self.evicted_tokens += (before - cache.lens().iter().sum::<usize>()) as u64;
-        self.best_lost = selection.best_lost;
+        let DeviceEvictor { session, cpu, arena, deferred, .. } = self;
+        let Some(deferred) = deferred else { return Ok(()) };
+        let frequencies = || config.rope.frequencies(config.head_dim, config.max_positions, seen);
+        let rope = session.plan().policy.rerotates.then(frequencies);
+        let backend = CudaBackend { runtime, arena, cpu, counts_ties: false };
+        session.add_evicted(deferred.end(&backend, cache, rope.as_ref(), found)?);
         Ok(())
-    }
-
-    /// What a policy sees besides the cache.
-    pub(super) fn context<'c>(
-        &'c self,
-        config: &Config,
-        runtime: &'c Runtime,
-        queries: Option<Queries<'c>>,
-        seen_tokens: usize,
-    ) -> DeviceContext<'c> {
-        DeviceContext {
-            runtime,
-            arena: &self.arena,
-            cpu: self.cpu,
-            queries,
-            q_heads: config.q_heads,
-            params: params(config, 0),
-            layers: config.layers,
-            seen_tokens,
-            budget_tokens: self.budget_tokens,
-        }
     }
 }
 
-/// Whether judgements look at the latest queries.
+/// All lists of the sequence.
+fn view<'v>(config: &Config, queries: Option<Queries<'v>>, seen_tokens: usize) -> CudaView<'v> {
+    let (q_heads, params, layers) = (config.q_heads, params(config, 0), config.layers);
+    CudaView { queries, q_heads, params, layers, seen_tokens }
+}
+
+/// Whether eviction steps look at the latest queries.
 fn observes(policy: &Policy) -> bool {
     policy.scorer.as_ref().and_then(|scorer| scorer.recipe()).is_some_and(|recipe| recipe.observes())
 }
@@ -229,7 +222,7 @@ pub(super) fn check(eviction: &Eviction<'_>, config: &Config) -> Result<(), Poli
     if config.windows.iter().any(Option::is_some) {
         return refuse("in a model with sliding windows nothing is evicted on CUDA yet");
     }
-    if looks_at_all_queries(policy) {
+    if Span::of_prefill(policy) == Span::All {
         return refuse("it looks at all queries of the context, which are not held on CUDA yet");
     }
     Ok(())

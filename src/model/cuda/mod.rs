@@ -1,7 +1,7 @@
 //! A model on a GPU: weights copied there once, keys and values in pages there, attention by this project's kernels.
 //!
 //! [`DeviceDecoder`] runs one sequence, chunk by chunk and then token by token. Tokens, angles and changes of the page
-//! table go to the GPU, logits and what a judgement has found come back. Kernels and copies of a pass are begun one behind
+//! table go to the GPU, logits and what an eviction step has found come back. Kernels and copies of a pass are begun one behind
 //! another; the landing of its logits is all that is waited for. Memory is taken before: a token takes none, but for slabs
 //! of pages when lists have grown through theirs. `tests/cuda_models.rs` counts the driver's calls. What is computed is what
 //! [`super::Decoder`] computes.
@@ -9,9 +9,7 @@
 mod attend;
 mod block;
 mod evict;
-mod held;
 mod layers;
-mod steps;
 mod weights;
 
 use super::{Eviction, Model, ModelError, OneSequence, Setup, rope};
@@ -19,6 +17,7 @@ use crate::cache::cuda::DeviceCache;
 use crate::cache::{CacheShape, PAGE_TOKENS};
 use crate::device::Cpu;
 use crate::device::cuda::{CudaError, Landing, Runtime};
+use crate::eviction::cuda::landing_bytes;
 use crate::memory::Arena;
 use crate::policy::{Decoding, PolicyError};
 use attend::Attend;
@@ -26,7 +25,6 @@ use block::Buffers;
 use evict::DeviceEvictor;
 use layers::Layers;
 pub(crate) use layers::program;
-use steps::landing_bytes;
 use weights::DeviceWeights;
 
 /// A model whose weights lie in a GPU's memory.
@@ -68,7 +66,7 @@ pub struct DeviceDecoder<'a> {
     seen: usize,
     buffers: Buffers,
     attend: Attend,
-    /// A row of logits, and behind it what a judgement has found.
+    /// A row of logits, and behind it what an eviction step has found.
     landing: Landing,
     arena: Arena,
     evictor: Option<DeviceEvictor<'a>>,
@@ -146,7 +144,7 @@ impl<'a> DeviceDecoder<'a> {
         self.evictor.as_ref().map_or(0, DeviceEvictor::evicted_tokens)
     }
 
-    /// Runs a prompt and lets the policy judge after it, or after each chunk that its schedule names.
+    /// Runs a prompt and lets the policy evict behind it, or behind each chunk that its schedule names.
     /// `visit(place, logits)` gets the logits `[vocab]` of every token, or of the last, as the setup says; `place` counts
     /// from the first token of this call. `sequence` is what the sequence is called where a token is refused.
     ///
@@ -160,19 +158,19 @@ impl<'a> DeviceDecoder<'a> {
     ) -> Result<(), ModelError> {
         self.of.model.check_tokens(sequence, self.seen, tokens)?;
         let horizon = self.seen + tokens.len();
-        let policy = self.evictor.as_ref().and_then(DeviceEvictor::judging);
+        let policy = self.evictor.as_ref().and_then(DeviceEvictor::evicting);
         let piece = policy.and_then(|policy| policy.schedule.chunk_tokens).unwrap_or(tokens.len()).max(1);
         for (index, tokens) in tokens.chunks(piece).enumerate() {
             self.feed(tokens, horizon, false, |place, logits| visit(index * piece + place, logits))?;
             if let Some(evictor) = &mut self.evictor {
                 let (config, last) = (&self.of.model.config, self.seen == horizon);
-                evictor.judge_prefill(config, self.of.runtime, &mut self.cache, self.seen, last)?;
+                evictor.evict_chunk(config, self.of.runtime, &mut self.cache, self.seen, last)?;
             }
         }
         Ok(())
     }
 
-    /// Runs tokens that follow, and lets the policy judge after each where its schedule asks for that; else they go
+    /// Runs tokens that follow, and lets the policy evict behind each where its schedule asks for that; else they go
     /// through together. `visit` and `sequence` as in [`DeviceDecoder::prefill`].
     ///
     /// # Errors
@@ -184,7 +182,7 @@ impl<'a> DeviceDecoder<'a> {
         mut visit: impl FnMut(usize, &[f32]),
     ) -> Result<(), ModelError> {
         self.of.model.check_tokens(sequence, self.seen, tokens)?;
-        let policy = self.evictor.as_ref().and_then(DeviceEvictor::judging);
+        let policy = self.evictor.as_ref().and_then(DeviceEvictor::evicting);
         let together = policy.is_none_or(|policy| policy.schedule.decoding == Decoding::Never);
         let piece = if together { tokens.len().max(1) } else { 1 };
         for (index, tokens) in tokens.chunks(piece).enumerate() {
@@ -194,13 +192,13 @@ impl<'a> DeviceDecoder<'a> {
         Ok(())
     }
 
-    /// Runs tokens, a chunk at a time, of a sequence that will have `horizon` tokens; the policy judges after each that is
-    /// `judged`, which comes alone.
+    /// Runs tokens, a chunk at a time, of a sequence that will have `horizon` tokens; the policy evicts behind each that is
+    /// `stepwise`, which comes alone.
     fn feed(
         &mut self,
         tokens: &[u32],
         horizon: usize,
-        judged: bool,
+        stepwise: bool,
         mut visit: impl FnMut(usize, &[f32]),
     ) -> Result<(), ModelError> {
         let (config, runtime) = (&self.of.model.config, self.of.runtime);
@@ -222,7 +220,7 @@ impl<'a> DeviceDecoder<'a> {
             let Some(place) = wanted.last() else { continue };
             let row_bytes = 4 * config.vocab;
             self.landing.begin(0, &self.buffers.logits, row_bytes)?;
-            let mut evictor = self.evictor.as_mut().filter(|_| judged);
+            let mut evictor = self.evictor.as_mut().filter(|_| stepwise);
             if let Some(evictor) = &mut evictor {
                 evictor.begin_step(config, runtime, &self.cache, self.seen, (&mut self.landing, row_bytes))?;
             }

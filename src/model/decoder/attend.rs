@@ -9,7 +9,7 @@ use crate::attention::rope::Rotation;
 use crate::attention::{Forward, Kernel, KvRows, Outputs, Params, Shape, Workspace, WorkspaceSize, kernel};
 use crate::cache::Sequences;
 use crate::memory::{Arena, ArenaError};
-use crate::model::evictor::Witness;
+use crate::model::evictor::QueryRecorder;
 use crate::model::{Config, ModelError};
 use crate::named::NamedError;
 use crate::tensor::DType;
@@ -149,10 +149,10 @@ impl Decoder<'_> {
             let to = attended.row_mut(row + index / (q_len * config.q_heads) * q_len + token);
             to[head * head_dim..][..head_dim].copy_from_slice(o);
         }
-        let received = match (&mut self.evictor, &mut self.witness) {
+        let received = match (&mut self.evictor, &mut self.recorder) {
             (Some(evictor), _) => evictor.see(layer, config.layers, portion.sequence, &call, &outputs.lse)?,
-            (None, Some(witness)) if portion.sequence == Witness::SEQUENCE => {
-                witness.see(layer, config.layers, &call, &outputs.lse)?
+            (None, Some(recorder)) if portion.sequence == QueryRecorder::SEQUENCE => {
+                recorder.see(layer, config.layers, &call, &outputs.lse)?
             }
             _ => None,
         };

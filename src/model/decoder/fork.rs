@@ -6,18 +6,18 @@
 
 use super::Decoder;
 use crate::model::ModelError;
-use crate::model::evictor::{Eviction, Witness};
+use crate::model::evictor::{Eviction, QueryRecorder};
 use crate::model::tap::Tap;
 use crate::policy::Policy;
 
 impl<'a> Decoder<'a> {
-    /// From now on keeps what `policies` look at while the first sequence is prefilled, for [`Decoder::judge_witnessed`].
+    /// From now on keeps what `policies` look at while the first sequence is prefilled, for [`Decoder::evict_recorded`].
     ///
     /// # Panics
     /// When a policy that accumulates attention finds no column for it in the setup.
-    pub fn witness<'p>(&mut self, policies: impl Iterator<Item = &'p Policy>) {
-        let witness = Witness::new(self.arena, policies, self.setup.columns);
-        self.witness = Some(witness);
+    pub fn record_queries<'p>(&mut self, policies: impl Iterator<Item = &'p Policy>) {
+        let recorder = QueryRecorder::new(self.arena, policies, self.setup.columns);
+        self.recorder = Some(recorder);
     }
 
     /// Shows every layer's rows to `tap` from now on.
@@ -25,12 +25,12 @@ impl<'a> Decoder<'a> {
         self.tap = Some(tap);
     }
 
-    /// Forgets every sequence, the policy, and what was witnessed.
+    /// Forgets every sequence, the policy, and what was recorded.
     pub fn clear(&mut self) {
         (0..self.setup.batch).for_each(|sequence| self.free(sequence));
         self.evictor = None;
-        if let Some(witness) = &mut self.witness {
-            witness.forget();
+        if let Some(recorder) = &mut self.recorder {
+            recorder.forget();
         }
     }
 
@@ -66,15 +66,15 @@ impl<'a> Decoder<'a> {
     /// When the model cannot do what the policy does, the budget leaves nothing, or the arena has no room.
     ///
     /// # Panics
-    /// When nothing was witnessed, the policy judges chunks of the prefill, or the cache lacks a column of it.
-    pub fn judge_witnessed(&mut self, sequence: usize, eviction: Eviction<'a>) -> Result<(), ModelError> {
+    /// When nothing was recorded, the policy judges chunks of the prefill, or the cache lacks a column of it.
+    pub fn evict_recorded(&mut self, sequence: usize, eviction: Eviction<'a>) -> Result<(), ModelError> {
         assert!(eviction.policy.schedule.chunk_tokens.is_none(), "chunks are judged while they are read");
         let contexts = vec![self.seen[sequence]; self.setup.batch];
         self.evict(eviction, &contexts)?;
-        let witness = self.witness.as_ref().expect("prefill was witnessed");
+        let recorder = self.recorder.as_ref().expect("prefill was recorded");
         let evictor = self.evictor.as_mut().expect("put to work above");
-        evictor.adopt(sequence, witness)?;
-        self.judge(sequence, |evictor, scene| evictor.judge_prefill(scene, true))
+        evictor.adopt(sequence, recorder)?;
+        self.judge(sequence, |evictor, scene| evictor.evict_chunk(scene, true))
     }
 
     /// KV bytes of the pages that a sequence holds, as if it shared none.

@@ -23,7 +23,7 @@ impl Decoder<'_> {
         self.check(tokens)?;
         let horizons: Vec<usize> = self.seen.iter().zip(tokens).map(|(seen, tokens)| seen + tokens.len()).collect();
         let longest = tokens.iter().map(|tokens| tokens.len()).max().unwrap_or(0).max(1);
-        let policy = self.evictor.as_ref().and_then(|evictor| evictor.judging());
+        let policy = self.evictor.as_ref().and_then(|evictor| evictor.evicting());
         let piece = policy.and_then(|policy| policy.schedule.chunk_tokens).unwrap_or(longest);
         for start in (0..longest).step_by(piece) {
             let pieces: Vec<&[u32]> =
@@ -31,7 +31,7 @@ impl Decoder<'_> {
             self.run(&pieces, &horizons, &vec![start; tokens.len()], &mut visit)?;
             for (sequence, piece) in pieces.iter().enumerate().filter(|(_, piece)| !piece.is_empty()) {
                 let last = start + piece.len() == tokens[sequence].len();
-                self.judge(sequence, |evictor, scene| evictor.judge_prefill(scene, last))?;
+                self.judge(sequence, |evictor, scene| evictor.evict_chunk(scene, last))?;
             }
         }
         Ok(())
@@ -47,7 +47,7 @@ impl Decoder<'_> {
     /// As [`Decoder::prefill`].
     pub fn follow(&mut self, tokens: &[&[u32]], mut visit: impl FnMut(usize, usize, &[f32])) -> Result<(), ModelError> {
         self.check(tokens)?;
-        let policy = self.evictor.as_ref().and_then(|evictor| evictor.judging());
+        let policy = self.evictor.as_ref().and_then(|evictor| evictor.evicting());
         let together = policy.is_none_or(|policy| policy.schedule.decoding == Decoding::Never);
         let longest = tokens.iter().map(|tokens| tokens.len()).max().unwrap_or(0);
         let piece = if together { longest.max(1) } else { 1 };
@@ -57,7 +57,7 @@ impl Decoder<'_> {
             let horizons: Vec<usize> = self.seen.iter().zip(&pieces).map(|(seen, piece)| seen + piece.len()).collect();
             self.run(&pieces, &horizons, &vec![start; tokens.len()], &mut visit)?;
             for (sequence, _) in pieces.iter().enumerate().filter(|(_, piece)| !together && !piece.is_empty()) {
-                self.judge(sequence, |evictor, scene| evictor.judge_step(scene))?;
+                self.judge(sequence, |evictor, scene| evictor.evict_step(scene))?;
             }
         }
         Ok(())

@@ -8,13 +8,11 @@
 mod division;
 mod leaving;
 mod scores;
-mod tensors;
 
 pub(crate) use division::{divide, divides_by_scores};
 pub use leaving::let_leave;
 pub(crate) use leaving::{begin_leaving, staying};
 pub use scores::scratch_bytes;
-pub use tensors::{DeviceJudged, DeviceTensors, judge};
 
 use super::{Policy, PolicyError, Protect, Recipe, Registry, Statistic};
 use crate::attention::cuda::export::{self, Observed};
@@ -111,13 +109,12 @@ pub struct DeviceSelection {
 }
 
 impl DeviceSelection {
-    /// Keeps what was selected, and gives back the slabs that no page needs then. Returns the GPU's time in nanoseconds.
+    /// Retains what was selected. Returns the GPU's time in nanoseconds.
     ///
     /// # Errors
     /// As [`DeviceCache::keep`].
     pub fn shrink(&self, runtime: &Runtime, cache: &mut DeviceCache) -> Result<u64, CudaError> {
-        let kept_ns = cache.keep(runtime, &self.slots, self.width, &self.counts, &self.counts_there)?;
-        Ok(kept_ns + cache.release(runtime, 0)?)
+        cache.keep(runtime, &self.slots, self.width, &self.counts, &self.counts_there)
     }
 }
 

@@ -1,14 +1,13 @@
 //! Decode steps over what stayed.
 
-use super::asked::Recent;
-use super::judge::Queries;
 use super::late::Late;
-use super::{Session, judging, lengths};
+use super::steps::Queries;
+use super::{Trial, lengths};
 use crate::attention::{Forward, KvRows, Outputs, Shape, kernel};
+use crate::eviction::Session;
 use crate::experiment::measure::check::finite;
 use crate::experiment::measure::{Prepared, Turn, TurnError, timed};
 use crate::memory::Label;
-use crate::policy::Decoding;
 use crate::policy::sparse::{Reading, Start};
 
 /// One decode step over at most everything; the workspace is taken once for all steps.
@@ -16,7 +15,7 @@ pub(super) fn step_shape(prepared: &Prepared) -> Shape {
     Shape { q_len: 1, kv_len: lengths(prepared).most(), ..prepared.cell.shape() }
 }
 
-impl Session<'_> {
+impl Trial<'_> {
     /// Decodes the new tokens one by one; adds the mean times of a step and of what the schedule costs.
     pub(super) fn decode(&mut self, turn: &mut Turn) -> Result<Late, TurnError> {
         let (cell, bench) = (&self.prepared.cell, self.bench);
@@ -34,12 +33,8 @@ impl Session<'_> {
             all_bytes: 0,
         };
         let mut reading = self.open_reader(turn)?;
-        let context = cell.context_tokens;
-        let mut recent = match lengths(self.prepared).recent() {
-            Some(queries) => Some(Recent::hold(bench.arena, q.tokens(context - queries..context))?),
-            None => None,
-        };
-        let (mut decode_ns, mut judge_ns) = (0, 0);
+        let mut window = self.observe_context()?;
+        let (mut decode_ns, mut evict_ns) = (0, 0);
         for step in 0..cell.new_tokens {
             let token = cell.context_tokens + step;
             self.append(token..token + 1)?;
@@ -72,22 +67,15 @@ impl Session<'_> {
                 late.all_bytes += all;
                 late.read_bytes += reading.as_ref().map_or(all, |reading| reading.read_bytes(&self.cache));
             }
-            if let Some(policy) = judging(self.prepared) {
-                let queries = Queries { q: asked.view(), end: token + 1, lse: &outputs.lse };
-                let (ns, result) = timed(|| {
-                    if let Some(recent) = &mut recent {
-                        recent.push(query);
-                    }
-                    self.judge_step(policy, step, &queries, recent.as_ref())
-                });
-                result?;
-                judge_ns += ns;
-            }
+            let queries = Queries { q: asked.view(), end: token + 1, lse: &outputs.lse };
+            let (ns, result) = timed(|| self.evict_step(&queries, query, window.as_mut()));
+            result?;
+            evict_ns += ns;
         }
         let steps = cell.new_tokens as u64;
         turn.samples_ns.insert("decode", decode_ns / steps);
-        if judging(self.prepared).is_some_and(|policy| policy.schedule.decoding != Decoding::Never) {
-            turn.samples_ns.insert("decode_evict", judge_ns / steps);
+        if self.session.as_ref().is_some_and(Session::is_open) {
+            turn.samples_ns.insert("decode_evict", evict_ns / steps);
         }
         Ok(late)
     }

@@ -8,11 +8,11 @@
 
 mod asked;
 mod decode;
-mod judge;
 pub(super) mod late;
 pub(super) mod lengths;
 pub(super) mod outcome;
 mod predict;
+mod steps;
 
 pub(super) use predict::predict;
 
@@ -21,12 +21,13 @@ use super::{Bench, Prepared, Turn, TurnError, timed};
 use crate::attention::rope::Frequencies;
 use crate::attention::{Forward, Outputs, Shape, Workspace};
 use crate::cache::{CacheShape, PAGE_TOKENS, PagedCache, Sequences};
+use crate::eviction::{Plan, Session};
 use crate::memory::{Buffer, Label};
 use crate::policy::Policy;
 use crate::tensor::TensorView;
-use judge::Queries;
 use lengths::Lengths;
 use outcome::{Evicted, Kept};
+use steps::Queries;
 
 /// The policy of a cell, if it ever judges.
 fn judging(prepared: &Prepared) -> Option<&Policy> {
@@ -52,19 +53,14 @@ fn lengths(prepared: &Prepared) -> Lengths<'_> {
 }
 
 /// What happens in a turn, and what it leaves behind.
-struct Session<'a> {
+struct Trial<'a> {
     prepared: &'a Prepared,
     bench: Bench<'a>,
     cache: PagedCache,
-    /// To look behind RoPE or to turn keys, where the policy does and the inputs tell.
+    /// To look behind RoPE or to rotate keys, where the policy does and the inputs tell.
     frequencies: Option<Frequencies>,
-    /// Highest score that each list lost after prefill.
-    best_lost: Vec<f32>,
-    tie_rate: f64,
-    evicted_tokens: u64,
-    /// Nanoseconds of judgements so far: scoring, and choosing and evicting.
-    score_ns: u64,
-    evict_ns: u64,
+    /// Where the policy evicts.
+    session: Option<Session<'a>>,
 }
 
 pub(super) fn turn(prepared: &Prepared, bench: Bench<'_>) -> Result<Turn, TurnError> {
@@ -72,27 +68,24 @@ pub(super) fn turn(prepared: &Prepared, bench: Bench<'_>) -> Result<Turn, TurnEr
     let mut turn = Turn::default();
     let name = cell.policy.as_deref().unwrap_or_default();
     let rope = |policy: &Policy| policy.rope(name, bench.workload.rope, cell.head_dim);
-    let frequencies = judging(prepared).map(rope).transpose()?.flatten();
-    let mut session = Session {
+    let plan = |policy| Plan { policy, budget_tokens: prepared.budget_tokens, seed: cell.seed };
+    let mut trial = Trial {
         prepared,
         bench,
         cache: PagedCache::new(bench.arena, cache_shape(prepared))?,
-        frequencies,
-        best_lost: Vec::new(),
-        tie_rate: 0.0,
-        evicted_tokens: 0,
-        score_ns: 0,
-        evict_ns: 0,
+        frequencies: judging(prepared).map(rope).transpose()?.flatten(),
+        session: judging(prepared).map(|policy| Session::new(plan(policy))),
     };
-    let prefill_ns = session.prefill()?;
+    let prefill_ns = trial.prefill()?;
     turn.samples_ns.insert("prefill", prefill_ns);
-    if judging(prepared).is_some() {
-        turn.samples_ns.extend([("score", session.score_ns), ("evict", session.evict_ns)]);
+    if let Some(session) = &trial.session {
+        let totals = session.totals();
+        turn.samples_ns.extend([("score", totals.score_ns), ("evict", totals.evict_ns)]);
     }
-    let kept = session.kept();
-    let late = session.decode(&mut turn)?;
+    let kept = trial.kept();
+    let late = trial.decode(&mut turn)?;
     if let Some(truth) = bench.truth {
-        let evicted = session.evicted();
+        let evicted = trial.evicted();
         outcome::check(&evicted, &kept, &late)?;
         let drift = truth.drift(cell.head_dim, |at, row| row.copy_from_slice(late.o(cell, at)));
         if cell.budget.is_none() {
@@ -105,16 +98,17 @@ pub(super) fn turn(prepared: &Prepared, bench: Bench<'_>) -> Result<Turn, TurnEr
     Ok(turn)
 }
 
-impl Session<'_> {
+impl Trial<'_> {
     fn evicted(&self) -> Evicted<'_> {
+        let totals = self.session.as_ref().map(|session| *session.totals()).unwrap_or_default();
         Evicted {
             cell: &self.prepared.cell,
             policy: self.prepared.policy.as_ref(),
             budget_tokens: self.prepared.budget_tokens,
             cache: *self.cache.shape(),
             most_pages: self.cache.most_pages(),
-            evicted_tokens: self.evicted_tokens,
-            tie_rate: self.tie_rate,
+            evicted_tokens: totals.evicted_tokens,
+            tie_rate: totals.tie_rate,
             workload: self.bench.workload,
         }
     }
@@ -148,11 +142,8 @@ impl Session<'_> {
             let asked = self.ask(bench.workload.q.view().tokens(range.clone()), range.end)?;
             let (chunk_ns, lse) = self.attend(asked.view())?;
             prefill_ns += chunk_ns;
-            if let Some(policy) = judging(self.prepared) {
-                // What is left after the last chunk is what decoding begins with.
-                let queries = Queries { q: asked.view(), end: range.end, lse: &lse };
-                self.judge(policy, &queries, &queries, range.end == context)?;
-            }
+            let queries = Queries { q: asked.view(), end: range.end, lse: &lse };
+            self.evict_chunk(&queries, range.end == context)?;
         }
         Ok(prefill_ns)
     }

@@ -2,8 +2,8 @@
 
 use super::asked::query_bytes;
 use super::decode::step_shape;
-use super::judge::future_shape;
 use super::lengths::Lengths;
+use super::steps::{future_shape, window_shape};
 use super::{cache_shape, judging, lengths};
 use crate::attention::{Outputs, Shape, export, kernel};
 use crate::experiment::measure::Prepared;
@@ -59,32 +59,38 @@ impl Plan<'_> {
         let (params, lse) = (cell.params(), Self::lse_bytes(&folded));
         let workspace = self.prepared.kernel().workspace(&layer, &params, cell.dtype, self.threads).bytes();
         let attention = Outputs::bytes(&layer, cell.dtype) + workspace;
-        let judgement = judging(self.prepared).map_or(0, |policy| self.judgement(policy, &folded, &folded));
+        let step = judging(self.prepared)
+            .map_or(0, |policy| self.accumulation(policy, &folded).max(self.scoring(policy, &folded)));
         let turned = if self.rerotates() && old < start { query_bytes(cell, tokens) } else { 0 };
-        self.held(old + tokens, start == 0 || lengths.is_even()) + lse + turned + attention.max(judgement)
+        self.held(old + tokens, start == 0 || lengths.is_even()) + lse + turned + attention.max(step)
     }
 
     fn rerotates(&self) -> bool {
         judging(self.prepared).is_some_and(|policy| policy.rerotates)
     }
 
-    /// What a judgement takes at most, besides the cache and the log-sum-exps of its queries; `fresh` is the shape of
-    /// those whose attention is added.
-    fn judgement(&self, policy: &Policy, shape: &Shape, fresh: &Shape) -> u64 {
+    /// What it takes to score, select and evict, besides the cache and the log-sum-exps of the queries of `shape`.
+    fn scoring(&self, policy: &Policy, shape: &Shape) -> u64 {
         let row = 4 * (shape.batch * shape.kv_heads * shape.kv_len) as u64;
-        let accumulates = policy.looks_at(Statistic::AccumulatedAttention);
-        let export = if accumulates { 4 * export::workspace(fresh, self.threads) as u64 } else { 0 };
-        let sums = if accumulates { row } else { 0 };
+        let sums = if policy.looks_at(Statistic::AccumulatedAttention) { row } else { 0 };
         let future = policy.looks_at(Statistic::FutureAttention).then(|| future_shape(self.prepared));
         let looked_at = future.unwrap_or(*shape);
         let scratch = policy.scorer.as_ref().map_or(0, |scorer| scorer.scratch_bytes(&looked_at, self.threads));
         let selection = selection_bytes(shape.batch * shape.kv_heads, shape.kv_len);
         let fold = policy.action.as_ref().map_or(0, |action| row + action.scratch_bytes(shape, self.threads));
-        let judged = (sums + export.max(row + scratch.max(selection))).max(fold);
+        let scored = (sums + row + scratch.max(selection)).max(fold);
         match future {
-            None => judged,
-            Some(shape) => self.pass(&shape).max(Self::lse_bytes(&shape) + judged),
+            None => scored,
+            Some(shape) => self.pass(&shape).max(Self::lse_bytes(&shape) + scored),
         }
+    }
+
+    /// What it takes to add the attention of queries of `shape` to what tokens received.
+    fn accumulation(&self, policy: &Policy, shape: &Shape) -> u64 {
+        if !policy.looks_at(Statistic::AccumulatedAttention) {
+            return 0;
+        }
+        4 * (shape.batch * shape.kv_heads * shape.kv_len + export::workspace(shape, self.threads)) as u64
     }
 
     /// A pass of the decode kernel.
@@ -107,33 +113,28 @@ impl Plan<'_> {
             return self.held(cell.context_tokens + new, true) + steps + reader;
         };
         let (tokens, grown) = (lengths.late(), lengths.grown());
-        let again = match policy.schedule.decoding {
-            Decoding::Never => 0,
-            Decoding::EverySteps(steps) if steps > new => self.accumulation(policy, tokens, grown),
-            _ => self.judged_again(policy, tokens, grown),
-        };
-        let recent = lengths.recent().map_or(0, |queries| query_bytes(cell, queries));
-        let turned = if self.rerotates() { query_bytes(cell, 1) } else { 0 };
-        self.held(tokens, lengths.is_even()) + steps + recent + turned + again
-    }
-
-    /// A judgement between decode steps.
-    fn judged_again(&self, policy: &Policy, tokens: usize, grown: usize) -> u64 {
-        let (cell, lengths) = (&self.prepared.cell, self.lengths());
         let fresh = Shape { q_len: 1, kv_len: lengths.longest(tokens, grown), ..cell.shape() };
-        // A single query has its log-sum-exps from its own step.
-        let Some(recent) = lengths.recent() else { return self.judgement(policy, &fresh, &fresh) };
-        let shape = Shape { q_len: recent, ..fresh };
-        let turned = if self.rerotates() { query_bytes(cell, recent) } else { 0 };
-        turned + self.pass(&shape).max(Self::lse_bytes(&shape) + self.judgement(policy, &shape, &fresh))
+        let evicting = match policy.schedule.decoding {
+            Decoding::Never => 0,
+            Decoding::EverySteps(steps) if steps > new => self.accumulation(policy, &fresh),
+            _ => self.accumulation(policy, &fresh).max(self.step(policy, &fresh)),
+        };
+        let window = lengths.recent().map_or(0, |queries| window_shape(cell).bytes(queries));
+        let turned = if self.rerotates() { query_bytes(cell, 1) } else { 0 };
+        self.held(tokens, lengths.is_even()) + steps + window + turned + evicting
     }
 
-    /// Column sums of a step that evicts nothing.
-    fn accumulation(&self, policy: &Policy, tokens: usize, grown: usize) -> u64 {
-        if !policy.looks_at(Statistic::AccumulatedAttention) {
-            return 0;
-        }
-        let shape = Shape { q_len: 1, kv_len: self.lengths().longest(tokens, grown), ..self.prepared.cell.shape() };
-        4 * (shape.batch * shape.kv_heads * shape.kv_len + export::workspace(&shape, self.threads)) as u64
+    /// An eviction step behind a decode step, whose query is `fresh`.
+    fn step(&self, policy: &Policy, fresh: &Shape) -> u64 {
+        // A single query has its log-sum-exps from its own step.
+        let Some(recent) = self.lengths().recent() else { return self.scoring(policy, fresh) };
+        let shape = Shape { q_len: recent, ..*fresh };
+        let turned = if self.rerotates() { query_bytes(&self.prepared.cell, recent) } else { 0 };
+        let scoring = self.scoring(policy, &shape);
+        turned
+            + match policy.looks_at_attention() {
+                true => self.pass(&shape).max(Self::lse_bytes(&shape) + scoring),
+                false => scoring,
+            }
     }
 }

@@ -1,4 +1,4 @@
-//! `evict` on a GPU: prefill, judgement of the context by a policy, then decode steps over what stayed.
+//! `evict` on a GPU: prefill, an eviction step over the context, then decode steps over what is retained.
 //!
 //! The turn of the CPU ([`crate::experiment::measure`]'s `evict`) with the cache in the GPU's memory from the first token
 //! on: keys and values are appended, scored, compacted and read there. Prefill attends, in one piece or in chunks, layer by
@@ -7,7 +7,6 @@
 //! checked turn, and for allotments by scores these scores. What follows the late queries is told by the same code as on
 //! the CPU.
 
-mod judge;
 mod predict;
 mod turn;
 
@@ -89,22 +88,22 @@ impl Evict {
         Ok(Evict { cell: cell.clone(), policy, budget_tokens, chunks, step, again })
     }
 
-    fn judges(&self) -> bool {
+    fn evicts(&self) -> bool {
         self.policy.scorer.is_some()
     }
 
     fn lengths(&self) -> Lengths<'_> {
-        let judging = Some(&self.policy).filter(|_| self.judges());
+        let judging = Some(&self.policy).filter(|_| self.evicts());
         Lengths { cell: &self.cell, judging, budget_tokens: self.budget_tokens }
     }
 
     fn accumulates(&self) -> bool {
-        self.judges() && self.policy.looks_at(Statistic::AccumulatedAttention)
+        self.evicts() && self.policy.looks_at(Statistic::AccumulatedAttention)
     }
 
     /// Whether keys and queries are turned to positions inside the cache.
     fn turns(&self) -> bool {
-        self.judges() && self.policy.rerotates
+        self.evicts() && self.policy.rerotates
     }
 
     /// A decode step of all layers.
@@ -121,7 +120,7 @@ impl Evict {
             format: cell.kv_format(),
             max_tokens: self.lengths().most(),
             page_tokens: PAGE_TOKENS,
-            columns: if self.judges() { self.policy.columns() } else { &[] },
+            columns: if self.evicts() { self.policy.columns() } else { &[] },
         }
     }
 }

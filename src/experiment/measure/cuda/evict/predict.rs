@@ -17,7 +17,7 @@ impl Evict {
 
     /// Whether the log-sum-exps of all layers are held for the judgement.
     pub(super) fn observes(&self) -> bool {
-        self.judges() && looks_at_attention(&self.policy)
+        self.evicts() && looks_at_attention(&self.policy)
     }
 
     fn prefill_bytes(&self) -> u64 {

@@ -6,30 +6,27 @@ use crate::attention::cuda::{Inputs, Results};
 use crate::cache::cuda::{DeviceCache, Latest, take_tokens};
 use crate::device::Cpu;
 use crate::device::cuda::DeviceBuffer;
+use crate::eviction::cuda::{CudaBackend, CudaView};
+use crate::eviction::{Moment, Plan, Session, Totals};
+use crate::experiment::cell::Cell;
 use crate::experiment::measure::check::{accurate, finite};
 use crate::experiment::measure::cuda::{Bench, Turn, TurnError, Written};
 use crate::experiment::measure::evict::late::Late;
 use crate::experiment::measure::evict::outcome::{self, Evicted, Kept};
 use crate::memory::{Arena, Label};
-use crate::policy::Decoding;
 use crate::policy::cuda::Queries;
 use crate::tensor::Tensor;
 use std::ops::Range;
 
 /// What happens in a turn, and what it leaves behind.
-pub(super) struct Session<'a> {
-    pub evict: &'a Evict,
-    pub bench: Bench<'a>,
+struct Trial<'a> {
+    evict: &'a Evict,
+    bench: Bench<'a>,
     /// Divides budgets.
-    pub cpu: Cpu,
-    pub cache: DeviceCache,
-    pub evicted_tokens: u64,
-    pub tie_rate: f64,
-    /// The best score that each list lost in the latest judgement of prefill.
-    pub best_lost: Vec<f32>,
-    /// The GPU's nanoseconds for judgements so far: scoring, and choosing and evicting.
-    pub score_ns: u64,
-    pub evict_ns: u64,
+    cpu: Cpu,
+    cache: DeviceCache,
+    /// Where the policy evicts.
+    session: Option<Session<'a>>,
 }
 
 pub(super) fn turn(evict: &Evict, bench: Bench<'_>) -> Result<Turn, TurnError> {
@@ -43,33 +40,27 @@ pub(super) fn turn(evict: &Evict, bench: Bench<'_>) -> Result<Turn, TurnError> {
             cache.set_rope(&frequencies)?;
         }
     }
-    let mut session = Session {
-        evict,
-        bench,
-        cpu,
-        cache,
-        evicted_tokens: 0,
-        tie_rate: 0.0,
-        best_lost: Vec::new(),
-        score_ns: 0,
-        evict_ns: 0,
-    };
+    let plan = Plan { policy: &evict.policy, budget_tokens: evict.budget_tokens, seed: cell.seed };
+    let session = evict.evicts().then(|| Session::new(plan));
+    let mut trial = Trial { evict, bench, cpu, cache, session };
     let mut turn = Turn::default();
-    turn.samples_ns.insert("prefill", session.prefill()?);
-    if evict.judges() {
-        turn.samples_ns.extend([("score", session.score_ns), ("evict", session.evict_ns)]);
+    turn.samples_ns.insert("prefill", trial.prefill()?);
+    if let Some(session) = &trial.session {
+        let totals = session.totals();
+        turn.samples_ns.extend([("score", totals.score_ns), ("evict", totals.evict_ns)]);
     }
-    let kept = session.kept()?;
-    let late = session.decode(&mut turn)?;
+    let kept = trial.kept()?;
+    let late = trial.decode(&mut turn)?;
+    let totals = trial.totals();
     if let (Some(truth), Some(workload)) = (bench.truth, &bench.inputs.host) {
         let evicted = Evicted {
             cell,
             policy: Some(&evict.policy),
             budget_tokens: evict.budget_tokens,
-            cache: *session.cache.shape(),
-            most_pages: session.cache.most_pages(),
-            evicted_tokens: session.evicted_tokens,
-            tie_rate: session.tie_rate,
+            cache: *trial.cache.shape(),
+            most_pages: trial.cache.most_pages(),
+            evicted_tokens: totals.evicted_tokens,
+            tie_rate: totals.tie_rate,
             workload,
         };
         outcome::check(&evicted, &kept, &late)?;
@@ -84,7 +75,11 @@ pub(super) fn turn(evict: &Evict, bench: Bench<'_>) -> Result<Turn, TurnError> {
     Ok(turn)
 }
 
-impl Session<'_> {
+impl Trial<'_> {
+    fn totals(&self) -> Totals {
+        self.session.as_ref().map(|session| *session.totals()).unwrap_or_default()
+    }
+
     /// KV bytes of pages in use.
     fn kv_bytes_live(&self) -> u64 {
         self.cache.pages() as u64 * self.cache.shape().page_bytes()
@@ -130,7 +125,7 @@ impl Session<'_> {
 
     /// Turns queries `[layers * B, Hq, count, D]`, of which the last is that of token `end - 1`, with the cache's keys, where
     /// these are.
-    pub(super) fn turn(&self, q: &mut DeviceBuffer, count: usize, end: usize) -> Result<(), TurnError> {
+    fn turn(&self, q: &mut DeviceBuffer, count: usize, end: usize) -> Result<(), TurnError> {
         if self.is_turned(end) {
             let (runtime, lists) = (self.bench.runtime, 0..self.cache.shape().lists());
             let extents = [self.evict.cell.q_heads, count];
@@ -168,11 +163,9 @@ impl Session<'_> {
                 None => (&inputs.q, start..end, self.length()),
             };
             prefill_ns += self.attend(chunk, (q, length), tokens.clone(), &mut lse)?;
-            if evict.judges() {
-                let queries = Queries { q, length, first: tokens.start, lse: &lse, q_len: end - start };
-                self.accumulate(&queries)?;
-                self.judge(queries, end)?;
-            }
+            let queries = Queries { q, length, first: tokens.start, lse: &lse, q_len: end - start };
+            let moment = Moment::Chunk { last: end == evict.cell.context_tokens };
+            self.evict(queries, end, moment, true)?;
         }
         Ok(prefill_ns)
     }
@@ -222,7 +215,7 @@ impl Session<'_> {
     }
 
     /// The context's latest queries, for a policy that looks at more than one while decoding.
-    fn hold(&self) -> Result<Option<Latest>, TurnError> {
+    fn observe_context(&self) -> Result<Option<Latest>, TurnError> {
         let Some(plan) = &self.evict.again else { return Ok(None) };
         let (Bench { runtime, arena, inputs, .. }, shape) = (self.bench, plan.shape());
         let kind = (self.evict.cell.dtype, shape.head_dim);
@@ -238,7 +231,7 @@ impl Session<'_> {
         let (cell, device, shape) = (&evict.cell, bench.runtime.device(), evict.step_shape());
         let q_bytes = Tensor::bytes_of(cell.dtype, shape.q_dims());
         let mut q = device.alloc(bench.arena, Label::Activations, q_bytes)?;
-        let mut recent = self.hold()?;
+        let mut recent = self.observe_context()?;
         let mut written = Written::allocate(bench, shape, cell.dtype)?;
         let mut scratch = evict.step.scratch(device, bench.arena)?;
         // What is compared lies on the host.
@@ -251,7 +244,7 @@ impl Session<'_> {
             read_bytes: 0,
             all_bytes: 0,
         };
-        let (mut decode_ns, judged_before) = (0, self.score_ns + self.evict_ns);
+        let (mut decode_ns, before) = (0, self.totals());
         for step in 0..cell.new_tokens {
             let token = cell.context_tokens + step;
             self.append(token..token + 1)?;
@@ -268,29 +261,61 @@ impl Session<'_> {
                 (late.all_bytes, late.read_bytes) = (late.all_bytes + all, late.read_bytes + all);
             }
             let queries = Queries { q: &q, length: 1, first: 0, lse: &written.lse, q_len: 1 };
-            match evict.policy.schedule.decoding {
-                _ if !evict.judges() => {}
-                Decoding::Never => {}
-                Decoding::EverySteps(steps) => {
-                    self.accumulate(&queries)?;
-                    if let Some(recent) = &mut recent {
-                        recent.push(bench.runtime, 0, (&bench.inputs.q, self.length()), token + 1, 1)?;
-                        recent.advance(1);
-                    }
-                    match &recent {
-                        _ if !(step + 1).is_multiple_of(steps) => {}
-                        Some(recent) => self.judge_again(recent, token + 1)?,
-                        None => self.judge(queries, token + 1)?,
-                    }
-                }
-                Decoding::Delayed => self.judge_leaving(queries, token + 1)?,
-            }
+            self.evict_step(queries, token + 1, recent.as_mut())?;
         }
         let steps = cell.new_tokens as u64;
         turn.samples_ns.insert("decode", decode_ns / steps);
-        if evict.judges() && evict.policy.schedule.decoding != Decoding::Never {
-            turn.samples_ns.insert("decode_evict", (self.score_ns + self.evict_ns - judged_before) / steps);
+        if self.session.as_ref().is_some_and(Session::is_open) {
+            let totals = self.totals();
+            let evicting_ns = totals.score_ns + totals.evict_ns - before.score_ns - before.evict_ns;
+            turn.samples_ns.insert("decode_evict", evicting_ns / steps);
         }
         Ok(late)
     }
+
+    /// What the schedule asks for behind a decode step, whose query is `fresh`; `recent` holds the latest queries where the
+    /// policy looks at more than that one.
+    fn evict_step(&mut self, fresh: Queries<'_>, end: usize, recent: Option<&mut Latest>) -> Result<(), TurnError> {
+        let Some(session) = self.session.as_mut().filter(|session| session.is_open()) else { return Ok(()) };
+        let due = session.advance();
+        let Some(recent) = recent else {
+            return if due { self.evict(fresh, end, Moment::Step, true) } else { self.accumulate(fresh, end) };
+        };
+        self.accumulate(fresh, end)?;
+        let (Bench { runtime, arena, inputs, .. }, plan) = (self.bench, self.evict.again.as_ref());
+        recent.push(runtime, 0, (&inputs.q, self.length()), end, 1)?;
+        recent.advance(1);
+        let Some(plan) = plan.filter(|_| due) else { return Ok(()) };
+        let q_len = recent.count();
+        let mut q = recent.dense(runtime, arena)?;
+        self.turn(&mut q, q_len, end)?;
+        let (ask_ns, lse) = plan.ask_paged(runtime, arena, &q, &self.cache.kv())?;
+        self.session.iter_mut().for_each(|session| session.add_score_ns(ask_ns));
+        self.evict(Queries { q: &q, length: q_len, first: 0, lse: &lse, q_len }, end, Moment::Step, false)
+    }
+
+    fn accumulate(&mut self, queries: Queries<'_>, end: usize) -> Result<(), TurnError> {
+        let Trial { evict, bench, cpu, cache, session } = self;
+        let Some(session) = session else { return Ok(()) };
+        let backend = CudaBackend { runtime: bench.runtime, arena: bench.arena, cpu, counts_ties: false };
+        Ok(session.accumulate(&backend, cache, &view(&evict.cell, queries, end))?)
+    }
+
+    /// An eviction step; the attention of its queries is added first, if they are `fresh`.
+    fn evict(&mut self, queries: Queries<'_>, end: usize, moment: Moment, fresh: bool) -> Result<(), TurnError> {
+        if fresh {
+            self.accumulate(queries, end)?;
+        }
+        let Trial { evict, bench, cpu, cache, session } = self;
+        let Some(session) = session else { return Ok(()) };
+        let counts_ties = bench.truth.is_some();
+        let backend = CudaBackend { runtime: bench.runtime, arena: bench.arena, cpu, counts_ties };
+        Ok(session.evict(&backend, cache, &[view(&evict.cell, queries, end)], moment)?)
+    }
+}
+
+/// All lists of a cell.
+fn view<'v>(cell: &Cell, queries: Queries<'v>, seen_tokens: usize) -> CudaView<'v> {
+    let (q_heads, params, layers) = (cell.q_heads, cell.params(), cell.layers);
+    CudaView { queries: Some(queries), q_heads, params, layers, seen_tokens }
 }

@@ -1,21 +1,22 @@
 //! A policy applied once to tensors: what `kvsieve evict` does, and what a library user calls without a cache.
 
-use super::{BeforeRope, Context, Future, Policy, PolicyError, Protect, Scored, Selection, Statistic};
-use super::{select, tie_rate};
+use super::attention::{received, recompute_lse};
 use crate::attention::rope::Frequencies;
-use crate::attention::{AttentionError, Forward, Kernel, Outputs, Params, Shape, Tiled, export};
+use crate::attention::{AttentionError, Forward, Params, Shape, Tiled};
 use crate::memory::{Arena, Buffer, Label};
+use crate::policy::{BeforeRope, Context, Future, Policy, PolicyError, Protect, Scored, Selection, Statistic};
+use crate::policy::{select, tie_rate};
 use crate::tensor::TensorView;
 
-/// What stays of a context, and why.
-pub struct Judged {
+/// What is retained of a context, and why.
+pub struct Retained {
     /// Scores `[B, Hkv, Lk]` with protected tokens above all others; `None` for a policy without scores.
     pub scores: Option<Buffer<f32>>,
-    /// The tokens that stay.
+    /// The tokens that are retained.
     pub selection: Selection,
     /// Attention that each token received from all queries, `[B, Hkv, Lk]`, where the policy looks at it.
     pub accumulated: Option<Buffer<f32>>,
-    /// Share of judged tokens whose score equals that of another of the same list.
+    /// Fraction of scored tokens whose score equals that of another of the same list.
     pub tie_rate: f64,
 }
 
@@ -48,27 +49,19 @@ impl Given<'_> {
     }
 }
 
-/// Judges a context once. `call` shows its queries, keys, values and mask.
+/// Scores a context once and chooses what is retained of it. `call` shows its queries, keys, values and mask.
 ///
 /// # Errors
 /// When the policy lacks a statistic, gives scores that are no numbers, or the arena has no room.
-pub fn judge(policy: &Policy, call: Forward<'_>, given: Given<'_>, arena: &Arena) -> Result<Judged, PolicyError> {
+pub fn retain(policy: &Policy, call: Forward<'_>, given: Given<'_>, arena: &Arena) -> Result<Retained, PolicyError> {
     let shape = call.shape;
-    let lists = shape.batch * shape.kv_heads;
-    let needs = policy.needs();
-    let attends = [Statistic::RecentAttention, Statistic::AccumulatedAttention];
-    let lse = match needs.iter().any(|need| attends.contains(need)) {
+    let lse = match policy.looks_at_attention() {
         true => Some(log_sum_exps(&call, arena)?),
         false => None,
     };
     let lse = lse.as_deref().unwrap_or(&[]);
-    let accumulated = match needs.contains(&Statistic::AccumulatedAttention) {
-        true => {
-            let mut sums = arena.alloc::<f32>(Label::Policy, lists * shape.kv_len)?;
-            let mut scratch = arena.alloc(Label::Workspace, export::workspace(&shape, call.cpu.threads()))?;
-            export::column_sums(&call, lse, 0..shape.q_len, &mut sums, &mut scratch);
-            Some(sums)
-        }
+    let accumulated = match policy.looks_at(Statistic::AccumulatedAttention) {
+        true => Some(received(&call, lse, arena)?),
         false => None,
     };
     let future_call = given.future.map(|q| {
@@ -76,11 +69,10 @@ pub fn judge(policy: &Policy, call: Forward<'_>, given: Given<'_>, arena: &Arena
         let params = Params { causal: false, ..call.params };
         Forward { shape: Shape { q_len: q.dims()[2], ..shape }, params, q, ..call }
     });
-    let future_lse = match (&future_call, needs.contains(&Statistic::FutureAttention)) {
+    let future_lse = match (&future_call, policy.looks_at(Statistic::FutureAttention)) {
         (Some(call), true) => Some(log_sum_exps(call, arena)?),
         _ => None,
     };
-    let before_rope = given.rope.map(|frequencies| BeforeRope { frequencies, q: given.q_pre, k: given.k_pre });
     let w_o: Vec<TensorView<'_>> = given.w_o.map_or(Vec::new(), |w_o| vec![w_o; given.layers]);
     let context = Context {
         call,
@@ -90,7 +82,7 @@ pub fn judge(policy: &Policy, call: Forward<'_>, given: Given<'_>, arena: &Arena
         accumulated: accumulated.as_deref(),
         positions: &|_, slot| slot,
         seen_tokens: shape.kv_len,
-        before_rope,
+        before_rope: given.rope.map(|frequencies| BeforeRope { frequencies, q: given.q_pre, k: given.k_pre }),
         w_o: &w_o,
         // A policy without scores keeps everything; its budget may be for what a step reads.
         budget_tokens: if policy.scorer.is_some() { given.budget_tokens } else { shape.kv_len },
@@ -99,30 +91,21 @@ pub fn judge(policy: &Policy, call: Forward<'_>, given: Given<'_>, arena: &Arena
     };
     let mut scored = match policy.score(&context)? {
         Some(scored) => scored,
-        // Everything is protected, so nothing is judged and nothing ties.
+        // Everything is protected, so nothing is scored and nothing ties.
         None => Scored {
-            values: arena.alloc(Label::Policy, lists * shape.kv_len)?,
+            values: arena.alloc(Label::Policy, context.lists() * shape.kv_len)?,
             highest_judged: f32::NEG_INFINITY,
             protect: Protect::default(),
         },
     };
     let selection = select(policy, &context, &mut scored)?;
     let tie_rate = tie_rate(&context, &scored);
-    Ok(Judged { scores: policy.scorer.is_some().then_some(scored.values), selection, accumulated, tie_rate })
+    Ok(Retained { scores: policy.scorer.is_some().then_some(scored.values), selection, accumulated, tie_rate })
 }
 
 /// Log-sum-exps of a call, `[B, Hq, Lq]`.
 fn log_sum_exps(call: &Forward<'_>, arena: &Arena) -> Result<Buffer<f32>, PolicyError> {
-    let kernel = Tiled::AUTO;
-    let dtype = call.q.dtype();
-    let run = || -> Result<Buffer<f32>, AttentionError> {
-        let size = kernel.workspace(&call.shape, &call.params, dtype, call.cpu.threads());
-        let mut workspace = size.allocate(arena)?;
-        let mut outputs = Outputs::allocate(arena, &call.shape, dtype)?;
-        kernel.forward(call, &mut outputs, &mut workspace)?;
-        Ok(outputs.lse)
-    };
-    run().map_err(|error| match error {
+    recompute_lse(&Tiled::AUTO, call, arena).map_err(|error| match error {
         AttentionError::Arena(error) => PolicyError::Arena(error),
         other => unreachable!("the tiled kernel does every checked problem: {other}"),
     })

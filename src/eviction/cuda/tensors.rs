@@ -1,17 +1,18 @@
 //! A policy applied once to tensors in a GPU's memory: what `kvsieve evict --device cuda` does, and what a library user
-//! calls. A cache is filled with the tensors, judged there, and shrunk.
+//! calls. A cache is filled with the tensors, scored there, and shrunk.
 
-use super::{DeviceContext, DevicePolicyError, Queries, looks_at_attention, score, select};
+use super::{CudaBackend, CudaView};
 use crate::attention::cuda::{Inputs, Results, cuda_kernel};
-use crate::attention::export::Reduction;
 use crate::attention::rope::Frequencies;
 use crate::attention::{Outputs, Params, Shape};
 use crate::cache::cuda::DeviceCache;
 use crate::cache::{CacheShape, PAGE_TOKENS};
 use crate::device::Cpu;
 use crate::device::cuda::{CudaError, DeviceBuffer, Runtime};
+use crate::eviction::{Backend, Plan};
 use crate::memory::{Arena, Label};
 use crate::policy::action::rerotate::NO_ROPE;
+use crate::policy::cuda::{DevicePolicyError, Queries, looks_at_attention, score, select};
 use crate::policy::{Policy, PolicyError, Statistic};
 use crate::tensor::DType;
 
@@ -36,31 +37,31 @@ pub struct DeviceTensors<'a> {
     pub rope: Option<&'a Frequencies>,
 }
 
-/// What stays of a context.
-pub struct DeviceJudged {
+/// What is retained of a context.
+pub struct RetainedThere {
     /// What stayed, with its keys at positions inside the cache if the policy turns them.
     pub cache: DeviceCache,
     /// Positions of the context that stayed, for each list, ascending.
     pub kept: Vec<Vec<u32>>,
-    /// Scores `[B, Hkv, Lk]` in f32 with protected tokens above all others, and the highest score that was judged; `None`
+    /// Scores `[B, Hkv, Lk]` in f32 with protected tokens above all others, and the highest score of a token that was not protected; `None`
     /// for a policy without scores.
     pub scores: Option<(DeviceBuffer, f32)>,
     /// The GPU's time for all kernels.
     pub time_ns: u64,
 }
 
-/// Judges a context once, under a budget of `budget_tokens` tokens for each head on average.
+/// Scores a context once and evicts from it, under a budget of `budget_tokens` tokens for each head on average.
 ///
 /// # Errors
 /// When the policy lacks a statistic or gives scores that are no numbers, there is no room, or a kernel fails.
-pub fn judge(
+pub fn retain(
     policy: &Policy,
     runtime: &Runtime,
     arena: &Arena,
     cpu: &Cpu,
     tensors: DeviceTensors<'_>,
     budget_tokens: usize,
-) -> Result<DeviceJudged, DevicePolicyError> {
+) -> Result<RetainedThere, DevicePolicyError> {
     let DeviceTensors { q, k, v, dtype, shape, params, layers, rope } = tensors;
     let Shape { batch, q_heads, kv_heads, q_len, kv_len, head_dim } = shape;
     let accumulates = policy.looks_at(Statistic::AccumulatedAttention);
@@ -80,25 +81,22 @@ pub fn judge(
         false => None,
     };
     let queries = lse.as_ref().map(|lse| Queries { q, length: q_len, first: 0, lse, q_len });
-    let context =
-        DeviceContext { runtime, arena, cpu, queries, q_heads, params, layers, seen_tokens: kv_len, budget_tokens };
+    let backend = CudaBackend { runtime, arena, cpu, counts_ties: false };
+    let view = CudaView { queries, q_heads, params, layers, seen_tokens: kv_len };
     if accumulates {
-        let mut sums = runtime.device().alloc(arena, Label::Policy, 4 * (held.lists() * kv_len) as u64)?;
-        time_ns += context.columns(&cache, None, Reduction::RECEIVED, &mut sums)?;
-        time_ns += cache.add_attention(runtime, &sums, kv_len)?;
+        time_ns += backend.accumulate(&mut cache, &view)?;
     }
+    let context = backend.context(&view, budget_tokens);
     let Some(mut scored) = score(policy, &context, &cache)? else {
         let kept = cache.read_origins()?;
-        return Ok(DeviceJudged { cache, kept, scores: None, time_ns });
+        return Ok(RetainedThere { cache, kept, scores: None, time_ns });
     };
     let selection = select(policy, &context, &cache, &mut scored)?;
     time_ns += scored.time_ns + selection.time_ns;
-    time_ns += selection.shrink(runtime, &mut cache)?;
-    if policy.rerotates {
-        time_ns += cache.rerotate(runtime)?;
-    }
+    let plan = Plan { policy, budget_tokens, seed: 0 };
+    time_ns += backend.evict(&plan, &mut cache, &view, &selection)?.ns + backend.release(&mut cache)?;
     let kept = cache.read_origins()?;
-    Ok(DeviceJudged { cache, kept, scores: Some((scored.values, scored.highest_judged)), time_ns })
+    Ok(RetainedThere { cache, kept, scores: Some((scored.values, scored.highest_judged)), time_ns })
 }
 
 /// Log-sum-exps of the queries, `[B, Hq, Lq]` in f32, and the GPU's time for them.

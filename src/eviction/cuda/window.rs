@@ -1,4 +1,5 @@
-//! The latest queries of every layer and their log-sum-exps in a GPU's memory, held until a judgement looks at them.
+//! Observation windows in a GPU's memory: the latest queries of every layer and their log-sum-exps, held until an eviction
+//! step looks at them.
 
 use crate::attention::Shape;
 use crate::cache::cuda::Latest;
@@ -7,13 +8,13 @@ use crate::memory::Arena;
 use crate::tensor::DType;
 
 /// Queries of one sequence, oldest first.
-pub(super) struct Held {
+pub(crate) struct DeviceWindow {
     queries: Latest,
     /// Their log-sum-exps, in f32.
     sums: Latest,
 }
 
-impl Held {
+impl DeviceWindow {
     /// Room for `room` queries of `layers` layers with the heads of `shape`.
     ///
     /// # Errors
@@ -26,7 +27,7 @@ impl Held {
         dtype: DType,
     ) -> Result<Self, CudaError> {
         let extents = [layers, shape.q_heads, room];
-        Ok(Held {
+        Ok(DeviceWindow {
             queries: Latest::new(device, arena, (dtype, shape.head_dim), extents)?,
             sums: Latest::new(device, arena, (DType::F32, 1), extents)?,
         })
@@ -67,7 +68,7 @@ impl Held {
     /// Queries `[layers, Hq, count, D]` and log-sum-exps `[layers, Hq, count]` as tensors of their own.
     ///
     /// # Errors
-    /// When there is no room, and as [`Held::push`].
+    /// When there is no room, and as [`DeviceWindow::push`].
     pub fn dense(&self, runtime: &Runtime, arena: &Arena) -> Result<[DeviceBuffer; 2], CudaError> {
         Ok([self.queries.dense(runtime, arena)?, self.sums.dense(runtime, arena)?])
     }
@@ -80,7 +81,7 @@ impl Held {
     /// Begins to copy them to memory that is there.
     ///
     /// # Errors
-    /// As [`Held::push`].
+    /// As [`DeviceWindow::push`].
     pub fn begin_dense(&self, runtime: &Runtime, [q, lse]: [&mut DeviceBuffer; 2]) -> Result<(), CudaError> {
         self.queries.begin_dense(runtime, q)?;
         self.sums.begin_dense(runtime, lse)

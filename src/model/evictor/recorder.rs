@@ -1,0 +1,74 @@
+//! What a prefill shows to policies that evict from it later: its queries, and the attention that tokens received, once for
+//! all of them.
+
+use super::{Evictor, Received, window_shape};
+use crate::attention::Forward;
+use crate::cache::Column;
+use crate::eviction::{ObservationWindow, Span, received};
+use crate::memory::{Arena, ArenaError};
+use crate::model::ModelError;
+use crate::policy::{Policy, Statistic};
+
+/// Keeps what some policies look at while the first sequence is prefilled.
+pub(in crate::model) struct QueryRecorder {
+    arena: Arena,
+    span: Span,
+    accumulates: bool,
+    window: Option<ObservationWindow>,
+}
+
+impl QueryRecorder {
+    /// The sequence that is recorded.
+    pub const SEQUENCE: usize = 0;
+
+    /// For these policies; those that never evict look at nothing.
+    pub fn new<'p>(arena: &Arena, policies: impl Iterator<Item = &'p Policy>, columns: &[Column]) -> Self {
+        let (mut span, mut accumulates) = (Span::Latest(0), false);
+        for policy in policies.filter(|policy| policy.scorer.is_some()) {
+            span = span.max(Span::of_prefill(policy));
+            accumulates |= policy.looks_at(Statistic::AccumulatedAttention);
+        }
+        assert!(!accumulates || columns.contains(&Column::Attention), "a cache with a column of attention");
+        QueryRecorder { arena: arena.clone(), span, accumulates, window: None }
+    }
+
+    /// Before another prefill.
+    pub fn forget(&mut self) {
+        self.window = None;
+    }
+
+    /// As [`Evictor::see`], of the recorded sequence alone.
+    pub fn see(
+        &mut self,
+        layer: usize,
+        layers: usize,
+        call: &Forward<'_>,
+        lse: &[f32],
+    ) -> Result<Option<Received>, ModelError> {
+        if self.span == Span::Latest(0) {
+            return Ok(None);
+        }
+        let window = match &mut self.window {
+            Some(window) => window,
+            none => {
+                let shape = window_shape(layers, &call.shape);
+                none.insert(ObservationWindow::new(&self.arena, shape, self.span, call.shape.q_len)?)
+            }
+        };
+        window.push(layer, call.q, lse)?;
+        if !self.accumulates {
+            return Ok(None);
+        }
+        Ok(Some(Received { kv_len: call.shape.kv_len, sums: received(call, lse, &self.arena)? }))
+    }
+}
+
+impl Evictor<'_> {
+    /// Looks at what a prefill showed before this policy was put to work, in place of `sequence`'s own.
+    pub fn adopt(&mut self, sequence: usize, recorder: &QueryRecorder) -> Result<(), ArenaError> {
+        let Some(policy) = self.evicting() else { return Ok(()) };
+        let window = recorder.window.as_ref().expect("a prefill was recorded");
+        self.sequences[sequence].window = Some(window.copy(Some(Span::of_prefill(policy)))?);
+        Ok(())
+    }
+}

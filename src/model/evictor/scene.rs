@@ -1,0 +1,127 @@
+//! Eviction steps of one sequence: all layers together, unless their sliding windows differ.
+
+use super::{Evictor, Sequence};
+use crate::attention::{Forward, Shape, kernel};
+use crate::cache::{PagedCache, Sequences};
+use crate::device::Cpu;
+use crate::eviction::{CpuBackend, Moment, ObservationWindow, Span, View, recompute_lse};
+use crate::memory::Buffer;
+use crate::model::decoder::params;
+use crate::model::{Model, ModelError};
+use crate::policy::{BeforeRope, Statistic};
+use crate::tensor::TensorView;
+use std::ops::Range;
+
+/// What an eviction step works on.
+pub(in crate::model) struct Scene<'a> {
+    pub model: &'a Model,
+    pub cpu: &'a Cpu,
+    pub cache: &'a mut PagedCache,
+    /// Sequences of the batch.
+    pub batch: usize,
+    /// The sequence that is evicted from, and the tokens it has seen.
+    pub sequence: usize,
+    pub seen: usize,
+}
+
+impl Scene<'_> {
+    /// Layers that are scored together: all, unless their windows differ.
+    fn groups(&self) -> Vec<Range<usize>> {
+        let (layers, windows) = (self.model.config.layers, &self.model.config.windows);
+        match windows.iter().all(|window| *window == windows[0]) {
+            true => std::iter::once(0..layers).collect(),
+            false => (0..layers).map(|layer| layer..layer + 1).collect(),
+        }
+    }
+
+    /// Sequence of the cache that holds a layer.
+    fn sequence_of(&self, layer: usize) -> usize {
+        layer * self.batch + self.sequence
+    }
+
+    /// Log-sum-exps of a window's queries in some layers, over the lists as they are now.
+    fn lse_now(&self, window: &ObservationWindow, layers: &Range<usize>) -> Result<Buffer<f32>, ModelError> {
+        let config = &self.model.config;
+        let kv = Sequences { cache: self.cache, first: self.sequence_of(layers.start), step: self.batch };
+        let shape = Shape {
+            batch: layers.len(),
+            q_heads: config.q_heads,
+            kv_heads: config.kv_heads,
+            q_len: window.queries(),
+            kv_len: kv.max_len(layers.len()),
+            head_dim: config.head_dim,
+        };
+        let (q, params) = (window.view(layers.clone()), params(config, layers.start));
+        let decode = kernel("decode").expect("the decode kernel is built in");
+        Ok(recompute_lse(&*decode, &Forward { shape, params, q, kv: &kv, cpu: self.cpu }, window.arena())?)
+    }
+}
+
+impl Evictor<'_> {
+    /// The eviction step of a sequence behind its prefill, or behind a chunk of it that is not the `last`.
+    pub fn evict_chunk(&mut self, scene: &mut Scene<'_>, last: bool) -> Result<(), ModelError> {
+        let Some(policy) = self.evicting() else { return Ok(()) };
+        self.evict(scene, Moment::Chunk { last })?;
+        // What was held is of the context; while decoding only the latest queries count.
+        let Sequence { session, window } = &mut self.sequences[scene.sequence];
+        match (Span::of_decoding(policy), window) {
+            (Span::Latest(queries), Some(window)) if last && session.is_open() => window.narrow(queries)?,
+            (_, window) => *window = None,
+        }
+        Ok(())
+    }
+
+    /// What the schedule asks for behind a decode step of a sequence.
+    pub fn evict_step(&mut self, scene: &mut Scene<'_>) -> Result<(), ModelError> {
+        match self.evicting().is_some() && self.sequences[scene.sequence].session.advance() {
+            true => self.evict(scene, Moment::Step),
+            false => Ok(()),
+        }
+    }
+
+    fn evict(&mut self, scene: &mut Scene<'_>, moment: Moment) -> Result<(), ModelError> {
+        let (policy, config) = (self.eviction.policy, &scene.model.config);
+        if policy.rerotates || policy.looks_at(Statistic::BeforeRope) {
+            self.frequencies = Some(config.rope.frequencies(config.head_dim, config.max_positions, scene.seen));
+        }
+        let Evictor { sequences, frequencies, arena, .. } = self;
+        let Sequence { session, window } = &mut sequences[scene.sequence];
+        let window = window.as_ref().expect("every pass shows its queries");
+        // Lists have changed since earlier queries attended.
+        let again = moment == Moment::Step && window.queries() > 1 && policy.looks_at_attention();
+        let lse = |layers: &Range<usize>| match again {
+            true => scene.lse_now(window, layers),
+            false => Ok(window.lse(layers.clone())?),
+        };
+        let groups = scene.groups();
+        let lse = groups.iter().map(lse).collect::<Result<Vec<_>, _>>()?;
+        let projections = |layers: &Range<usize>| {
+            let layers = scene.model.weights.layers[layers.clone()].iter();
+            layers.map(|layer| layer.o.weight().by_head(config.head_dim)).collect()
+        };
+        let w_o: Vec<Vec<TensorView<'_>>> = groups.iter().map(projections).collect();
+        let rope = frequencies.as_ref();
+        let view = |((layers, lse), w_o)| {
+            let layers: &Range<usize> = layers;
+            let (lse, w_o): (&Buffer<f32>, &Vec<TensorView<'_>>) = (lse, w_o);
+            View {
+                first: scene.sequence_of(layers.start),
+                step: scene.batch,
+                count: layers.len(),
+                layers: layers.len(),
+                // In lists with gaps the window of these parameters is one of slots: what lies farther back is scored as
+                // if it were seen.
+                params: params(config, layers.start),
+                q: window.view(layers.clone()),
+                lse,
+                seen_tokens: scene.seen,
+                future: None,
+                before_rope: rope.map(|frequencies| BeforeRope { frequencies, q: None, k: None }),
+                w_o,
+            }
+        };
+        let views: Vec<View<'_>> = groups.iter().zip(&lse).zip(&w_o).map(view).collect();
+        let backend = CpuBackend { cpu: scene.cpu, arena, rope, counts_ties: false };
+        Ok(session.evict(&backend, scene.cache, &views, moment)?)
+    }
+}
