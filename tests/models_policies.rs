@@ -182,6 +182,30 @@ fn a_sequence_keeps_in_a_batch_what_it_keeps_alone() {
 }
 
 #[test]
+fn steps_read_what_is_selected_in_every_layer() {
+    for name in ["llama", "qwen3"] {
+        let (model, tokens) = open(name);
+        // Until the second page is full: the context's 20 tokens and 12 more.
+        let tokens = &tokens[..32];
+        let after = |text: &str, budget: &str| run(&model, &[tokens], &[20], Some((&policy(text), budget)));
+        let dense = run(&model, &[tokens], &[20], None);
+        let spread = deviation(&dense.logits[0]);
+        let apart = |a: &Run, b: &Run| furthest(&a.logits[0], &b.logits[0]) / spread;
+        for text in ["quest", "think"] {
+            assert!(apart(&after(text, "1.0"), &dense) < 1e-5, "{name}, {text}: all of it is selected");
+        }
+        // One page, the last, is what a cache holds that has lost the first.
+        let page = after("quest", "16");
+        assert!(apart(&page, &after("streaming-llm:sink=0+once", "4")) < 1e-5, "{name}: one page is selected");
+        assert!(apart(&page, &dense) > 1e-3 && apart(&after("think", "0.3"), &dense) > 1e-3, "{name}: it shows");
+        assert_eq!(page.lens, dense.lens, "{name}: nothing is evicted");
+        // A sequence of a batch reads what it reads alone.
+        let both = run(&model, &[&tokens[..25], tokens], &[17, 20], Some((&policy("quest"), "16")));
+        assert!(furthest(&both.logits[1], &page.logits[0]) / spread < 1e-5, "{name}: in a batch");
+    }
+}
+
+#[test]
 fn what_a_model_cannot_do_is_refused_with_the_reason() {
     let cases = [
         ("llama", "quest", "in a model, policies evict"),

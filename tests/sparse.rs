@@ -7,7 +7,7 @@ use kvsieve::attention::{DenseKv, Forward, KvRows, Outputs, Params, Shape, kerne
 use kvsieve::cache::{CacheShape, PAGE_TOKENS, PagedCache};
 use kvsieve::memory::{Arena, Label};
 use kvsieve::policy::Registry;
-use kvsieve::policy::sparse::{Reader, Selected, Start};
+use kvsieve::policy::sparse::{Lists, Reader, Selected, Start};
 use kvsieve::tensor::{DType, Tensor};
 use proptest::prelude::*;
 
@@ -84,7 +84,7 @@ proptest! {
             chosen
         };
         let all: Vec<u32> = (0..SEQUENCES * HEADS).flat_map(chosen).collect();
-        let selected = Selected::new(&cache, &all, count, count);
+        let selected = Selected::new(Lists::all(&cache), &all, count, count);
         let len = (count - 1) * page_tokens + tokens - (pages - 1) * page_tokens;
         prop_assert_eq!(selected.tokens(), SEQUENCES * HEADS * len);
         let gathered = [&k, &v].map(|tensor_of| {
@@ -116,13 +116,13 @@ proptest! {
         cache.append(k.view(), k.view(), 0..context).unwrap();
         let before = arena.usage().live_bytes;
         let quest = reader("quest");
-        let start = Start { cache: &cache, q: q.view().tokens(context - 1..context), budget_tokens: budget, cpu: cpu(2), arena: &arena };
+        let start = Start { cache: Lists::all(&cache), q: q.view().tokens(context - 1..context), budget_tokens: budget, cpu: cpu(2), arena: &arena };
         let mut reading = quest.open(&start).unwrap();
         let step = Shape { batch: SEQUENCES, q_heads: HEADS * GROUP, kv_heads: HEADS, q_len: 1, kv_len: tokens, head_dim: width };
         prop_assert_eq!(arena.usage().live_bytes - before, quest.bytes(&shape, &step, 2));
         for token in context..tokens {
             cache.append(k.view(), k.view(), token..token + 1).unwrap();
-            reading.step(q.view().tokens(token..token + 1), &cache, cpu(2));
+            reading.step(q.view().tokens(token..token + 1), Lists::all(&cache), cpu(2));
         }
         let pages = tokens.div_ceil(PAGE_TOKENS);
         let read = (budget / PAGE_TOKENS).min(pages);
@@ -155,11 +155,11 @@ proptest! {
         }
         let rows = (read - 1) * PAGE_TOKENS + tokens - (pages - 1) * PAGE_TOKENS;
         let bytes = (SEQUENCES * HEADS * (rows + pages)) as u64 * shape.token_bytes();
-        prop_assert_eq!(reading.read_bytes(&cache), bytes);
+        prop_assert_eq!(reading.read_bytes(Lists::all(&cache)), bytes);
         // With room for everything, everything is read.
         if read == pages {
             let query = tensor(dtype, [SEQUENCES, HEADS * GROUP, 1, width], &(0..SEQUENCES * HEADS * GROUP).flat_map(|at| row(&q, at / (HEADS * GROUP), at % (HEADS * GROUP), tokens - 1)).map(|x| x as f32).collect::<Vec<f32>>());
-            let rows = reading.rows(&cache).unwrap();
+            let rows = reading.rows(Lists::all(&cache)).unwrap();
             prop_assert_eq!(attend(&query, &rows, tokens, dtype), attend(&query, &cache, tokens, dtype));
         }
     }
@@ -187,10 +187,10 @@ fn think_keeps_the_channels_that_queries_and_keys_are_large_in() {
     for (policy, budget_tokens, kept) in
         [("think:ratio=0.5", 3, vec![0i64, 1]), ("think:ratio=0.3", 3, vec![0, 1, 3]), ("think", 1, vec![1])]
     {
-        let start = Start { cache: &cache, q: q.view(), budget_tokens, cpu: cpu(1), arena: &arena };
+        let start = Start { cache: Lists::all(&cache), q: q.view(), budget_tokens, cpu: cpu(1), arena: &arena };
         let mut reading = reader(policy).open(&start).unwrap();
         assert_eq!(reading.choice(), ("channels", vec![kept.clone()]), "{policy}");
-        reading.step(q.view(), &cache, cpu(1));
+        reading.step(q.view(), Lists::all(&cache), cpu(1));
         let mut asked = [0.0; 4];
         reading.query(q.view()).read_rows(0, 1, 0, &mut asked);
         let wanted = [-1.0, 1.0, 0.0, 3.0].map(f32::abs);
@@ -198,7 +198,7 @@ fn think_keeps_the_channels_that_queries_and_keys_are_large_in() {
             let stays = kept.contains(&(channel as i64));
             assert_eq!(asked.abs(), if stays { wanted[channel] } else { 0.0 }, "{policy}, channel {channel}");
         }
-        assert_eq!(reading.read_bytes(&cache), 3 * 4 * (kept.len() as u64 + 4), "{policy}");
+        assert_eq!(reading.read_bytes(Lists::all(&cache)), 3 * 4 * (kept.len() as u64 + 4), "{policy}");
         drop(reading);
         assert_eq!(arena.live_bytes(Label::Activations) + arena.live_bytes(Label::Workspace), 0);
     }
@@ -215,7 +215,8 @@ fn a_reader_without_room_says_so() {
     cache.append(made.k.view(), made.v.view(), 0..200).unwrap();
     for policy in ["quest", "think"] {
         let arena = Arena::with_limit(100);
-        let start = Start { cache: &cache, q: made.q.view(), budget_tokens: 50, cpu: cpu(1), arena: &arena };
+        let start =
+            Start { cache: Lists::all(&cache), q: made.q.view(), budget_tokens: 50, cpu: cpu(1), arena: &arena };
         assert!(reader(policy).open(&start).is_err(), "{policy}");
         assert_eq!(arena.usage().live_bytes, 0);
     }

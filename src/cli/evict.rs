@@ -14,7 +14,7 @@ use kvsieve::device::Cpu;
 use kvsieve::eviction::{Given, Retained, retain};
 use kvsieve::memory::{Arena, Label};
 use kvsieve::policy::action::Fold;
-use kvsieve::policy::sparse::Start;
+use kvsieve::policy::sparse::{Lists, Start};
 use kvsieve::policy::{Budget, Policy, Registry, Statistic};
 use kvsieve::tensor::file::{self, Output, TensorFile};
 use kvsieve::tensor::{DType, Tensor};
@@ -338,10 +338,11 @@ impl Held<'_> {
         let (cache, cpu): (_, &Cpu) = (self.cache()?, self.call.cpu);
         let (q, q_len) = (self.call.q, self.call.shape.q_len);
         let recent = q.tokens(q_len.saturating_sub(reader.recent_queries())..q_len);
-        let mut reading = reader.open(&Start { cache: &cache, q: recent, budget_tokens, cpu, arena: self.arena })?;
-        reading.step(q.tokens(q_len - 1..q_len), &cache, cpu);
+        let mut reading =
+            reader.open(&Start { cache: Lists::all(&cache), q: recent, budget_tokens, cpu, arena: self.arena })?;
+        reading.step(q.tokens(q_len - 1..q_len), Lists::all(&cache), cpu);
         let (name, chosen) = reading.choice();
-        Ok(Some(Read { name, chosen, bytes: reading.read_bytes(&cache) }))
+        Ok(Some(Read { name, chosen, bytes: reading.read_bytes(Lists::all(&cache)) }))
     }
 }
 

@@ -59,6 +59,8 @@ pub struct Answers {
     pub kv_bytes_live: u64,
     /// Tokens that it holds, summed over the KV heads of all layers.
     pub held_tokens: usize,
+    /// KV bytes that the last decode step of an answer read, on average over questions.
+    pub kv_bytes_read: u64,
 }
 
 /// Looks at what attention gives while a question is asked.
@@ -152,12 +154,15 @@ impl<'a> Session<'a> {
             self.decoder.evict_recorded(JUDGED, *choice)?;
         }
         let (kv_bytes_live, held_tokens) = (self.decoder.sequence_kv_bytes(JUDGED), self.decoder.held_tokens(JUDGED));
+        let mut read_bytes = 0;
         let answer = |(asked, full): (&Asked, &Given)| {
             let given = self.ask(JUDGED, asked, most_tokens(asked))?;
+            read_bytes += self.decoder.step_kv_bytes(ASKED);
             Ok(self.compare(asked, full, given))
         };
         let answers = prompt.asked.iter().zip(full).map(answer).collect::<Result<_, EvalError>>()?;
-        Ok(Answers { answers, kv_bytes_live, held_tokens })
+        let kv_bytes_read = read_bytes / prompt.asked.len() as u64;
+        Ok(Answers { answers, kv_bytes_live, held_tokens, kv_bytes_read })
     }
 
     fn prefill(&mut self, sequence: usize, tokens: &[u32]) -> Result<(), EvalError> {

@@ -15,14 +15,14 @@ pub(crate) use attention::add_received;
 pub use attention::{received, recompute_lse};
 pub use cpu::{CpuBackend, View};
 pub use tensors::{Given, Retained, retain};
-pub use window::{ObservationWindow, Span, WindowShape, looks_at_all_queries};
+pub use window::{ObservationWindow, Span, WindowShape};
 
 use crate::policy::{Decoding, Policy, Statistic};
 
 /// What a session is to do.
 #[derive(Clone, Copy)]
 pub struct Plan<'p> {
-    /// The policy; it has a scorer.
+    /// The policy; only one with a scorer evicts.
     pub policy: &'p Policy,
     /// Tokens that each KV head may keep on average.
     pub budget_tokens: usize,

@@ -15,14 +15,20 @@ pub enum Span {
 }
 
 impl Span {
-    /// Queries that a policy looks at in an eviction step of prefill.
+    /// Queries that a policy looks at in an eviction step of prefill, or when it begins to select what steps read.
     pub fn of_prefill(policy: &Policy) -> Span {
-        if looks_at_all_queries(policy) { Span::All } else { Span::of_decoding(policy) }
+        if let Some(reader) = &policy.reader {
+            Span::Latest(reader.recent_queries())
+        } else if looks_at_all_queries(policy) {
+            Span::All
+        } else {
+            Span::of_decoding(policy)
+        }
     }
 
-    /// Queries that a policy looks at in an eviction step between new tokens.
+    /// Queries that a policy looks at in an eviction step between new tokens; none where it never evicts.
     pub fn of_decoding(policy: &Policy) -> Span {
-        Span::Latest(policy.scorer.as_ref().map_or(1, |scorer| scorer.recent_queries()))
+        Span::Latest(policy.scorer.as_ref().map_or(0, |scorer| scorer.recent_queries()))
     }
 
     /// One in which both are held.
@@ -35,7 +41,7 @@ impl Span {
 }
 
 /// Whether a policy looks at all queries of a context.
-pub fn looks_at_all_queries(policy: &Policy) -> bool {
+fn looks_at_all_queries(policy: &Policy) -> bool {
     let over = |needs: Vec<Statistic>| needs.contains(&Statistic::RecentAttention);
     policy.looks_at(Statistic::Queries) || over(policy.layers.needs()) || over(policy.heads.needs())
 }

@@ -64,6 +64,10 @@ pub struct Answers {
     pub kv_bytes_dense: u64,
     /// KV bytes of whole pages in use once the context was judged, on average.
     pub kv_bytes_live: u64,
+    /// KV bytes that the last decode step of an answer read, on average; 0 in records from before policies selected in
+    /// models.
+    #[serde(default)]
+    pub kv_bytes_read: u64,
     /// Most KV bytes in use at one moment, over the runs alone.
     pub kv_bytes_peak: u64,
     /// Tokens evicted in the first run alone, summed over the KV heads of all layers.

@@ -15,6 +15,7 @@ use crate::eviction::{ObservationWindow, Plan, Session, Span, WindowShape, add_r
 use crate::format::KvFormat;
 use crate::memory::{Arena, ArenaError, Buffer};
 use crate::model::{Config, ModelError};
+use crate::policy::sparse::{Lists, Reading};
 use crate::policy::{Budget, Decoding, Policy, PolicyError, Statistic};
 use crate::tensor::DType;
 
@@ -41,8 +42,8 @@ impl Eviction<'_> {
     /// What it is, and why.
     pub fn check(&self, config: &Config) -> Result<(), PolicyError> {
         let refuse = |reason: &str| Err(PolicyError::Combination { policy: self.name.into(), reason: reason.into() });
-        if self.policy.reader.is_some() {
-            return refuse("it chooses what a step reads of the cache; in a model, policies evict");
+        if self.policy.reader.is_some() && config.windows.iter().any(Option::is_some) {
+            return refuse("it chooses what a step reads of the whole context, but this model has sliding windows");
         }
         if self.policy.looks_at(Statistic::FutureAttention) {
             return refuse("it looks into the future, which a model has yet to write");
@@ -81,6 +82,8 @@ impl Eviction<'_> {
 struct Sequence<'a> {
     session: Session<'a>,
     window: Option<ObservationWindow>,
+    /// KV selection of every layer, once the context was read.
+    readings: Vec<Box<dyn Reading>>,
 }
 
 /// A policy with what it has seen of each sequence.
@@ -106,7 +109,8 @@ impl<'a> Evictor<'a> {
         let sequence = |&context: &usize| -> Result<Sequence<'a>, ModelError> {
             let Eviction { policy, name, ref budget, seed } = eviction;
             let budget_tokens = policy.budget_tokens(name, budget.as_ref(), context, token_bytes, lists)?;
-            Ok(Sequence { session: Session::new(Plan { policy, budget_tokens, seed }), window: None })
+            let session = Session::new(Plan { policy, budget_tokens, seed });
+            Ok(Sequence { session, window: None, readings: Vec::new() })
         };
         let sequences = contexts.iter().map(sequence).collect::<Result<_, _>>()?;
         Ok(Evictor { eviction, arena, sequences, frequencies: None })
@@ -137,18 +141,17 @@ impl<'a> Evictor<'a> {
         call: &Forward<'_>,
         lse: &[f32],
     ) -> Result<Option<Received>, ModelError> {
-        let Some(policy) = self.evicting() else { return Ok(None) };
-        let (shape, mut open) = (call.shape, false);
+        let (policy, shape, mut open) = (self.eviction.policy, call.shape, false);
         for index in 0..shape.batch {
-            let Sequence { session, window } = &mut self.sequences[sequence + index];
-            if !session.is_open() {
+            let Sequence { session, window, readings } = &mut self.sequences[sequence + index];
+            let span = if session.is_decoding() { Span::of_decoding(policy) } else { Span::of_prefill(policy) };
+            if span == Span::Latest(0) || !session.is_open() || !readings.is_empty() {
                 continue;
             }
             open = true;
             let window = match window {
                 Some(window) => window,
                 none => {
-                    let span = if session.is_decoding() { Span::of_decoding(policy) } else { Span::of_prefill(policy) };
                     let shape = window_shape(layers, &shape);
                     none.insert(ObservationWindow::new(self.arena, shape, span, call.shape.q_len)?)
                 }
@@ -161,11 +164,30 @@ impl<'a> Evictor<'a> {
         Ok(Some(Received { kv_len: shape.kv_len, sums: received(call, lse, self.arena)? }))
     }
 
+    /// What a decode step of a sequence reads in a layer, where the policy selects it; nothing before the context was read.
+    pub fn reading(&mut self, layer: usize, sequence: usize) -> Option<&mut Box<dyn Reading>> {
+        self.sequences[sequence].readings.get_mut(layer)
+    }
+
+    /// Whether decode steps of some sequence read what the policy selects.
+    pub fn selects(&self) -> bool {
+        self.sequences.iter().any(|sequence| !sequence.readings.is_empty())
+    }
+
+    /// KV bytes that the latest decode step of a sequence read, in all layers; `None` where it reads all.
+    pub fn read_bytes(&self, cache: &PagedCache, batch: usize, sequence: usize) -> Option<u64> {
+        let readings = &self.sequences[sequence].readings;
+        let lists = |layer: usize| Lists::of_sequence(cache, layer * batch + sequence);
+        let bytes = readings.iter().enumerate().map(|(layer, reading)| reading.read_bytes(lists(layer)));
+        (!readings.is_empty()).then(|| bytes.sum())
+    }
+
     /// Makes what is known of sequence `to` what is known of `from`.
     pub fn fork(&mut self, from: usize, to: usize) -> Result<(), ArenaError> {
-        let Sequence { session, window } = &self.sequences[from];
+        let Sequence { session, window, readings } = &self.sequences[from];
         let window = window.as_ref().map(|window| window.copy(None)).transpose()?;
-        self.sequences[to] = Sequence { session: session.clone(), window };
+        let readings = readings.iter().map(|reading| reading.copy(self.arena)).collect::<Result<_, _>>()?;
+        self.sequences[to] = Sequence { session: session.clone(), window, readings };
         Ok(())
     }
 }

@@ -269,10 +269,19 @@ impl Numbers {
             top1: percent(answers.top1_agreement.mean),
             perplexity: units::three_digits(answers.nll_nats.mean.exp()),
             agreement: percent(answers.greedy_agreement.mean),
-            kv: units::bytes(answers.kv_bytes_live),
+            kv: kv_bytes(answers),
             first: time("first_token"),
             step: time("decode"),
         }
+    }
+}
+
+/// KV bytes that are held, and what a step reads of them where that is less.
+fn kv_bytes(answers: &Answers) -> String {
+    let (live, read) = (answers.kv_bytes_live, answers.kv_bytes_read);
+    match read > 0 && read < live / 10 * 9 {
+        true => format!("{}, reads {}", units::bytes(live), units::bytes(read)),
+        false => units::bytes(live),
     }
 }
 

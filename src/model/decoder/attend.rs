@@ -12,6 +12,7 @@ use crate::memory::{Arena, ArenaError};
 use crate::model::evictor::QueryRecorder;
 use crate::model::{Config, ModelError};
 use crate::named::NamedError;
+use crate::policy::sparse::Lists;
 use crate::tensor::DType;
 
 /// The kernels, and outputs and scratch of the last shape.
@@ -106,7 +107,8 @@ impl Decoder<'_> {
     pub(super) fn attention(&mut self, layer: usize, portions: &[Portion]) -> Result<(), ModelError> {
         let windowed = self.model.config.windows[layer].is_some();
         let narrow = |portion: &Portion| windowed && self.gaps[portion.sequence];
-        if self.is_one_call(portions) && !portions.iter().any(narrow) {
+        let selects = self.evictor.as_ref().is_some_and(|evictor| evictor.selects());
+        if self.is_one_call(portions) && !selects && !portions.iter().any(narrow) {
             return self.call(layer, portions, None);
         }
         for portion in portions {
@@ -140,7 +142,23 @@ impl Decoder<'_> {
         let q = block::heads(&q[row * width..][..batch * q_len * width], batch, q_len, config.q_heads);
         let (shape, params) = (Shape { kv_len, ..roomy }, Params { window, ..params(config, layer) });
         let call = Forward { shape, params, q, kv, cpu: self.cpu };
-        kernel.forward(&call, outputs, workspace)?;
+        let reading = self.evictor.as_mut().and_then(|evictor| evictor.reading(layer, portion.sequence));
+        // Several tokens at once are a context, which is read whole.
+        match reading.filter(|_| q_len == 1) {
+            None => kernel.forward(&call, outputs, workspace)?,
+            Some(reading) => {
+                let lists = Lists::of_sequence(&self.cache, layer * self.setup.batch + portion.sequence);
+                reading.step(q, lists, self.cpu);
+                let (q, selected) = (reading.query(q), reading.rows(lists));
+                let kv: &dyn KvRows = match &selected {
+                    Some(selected) => selected,
+                    None => kv,
+                };
+                let kv_len = selected.as_ref().map_or(kv_len, |selected| selected.max_len().min(kv_len));
+                let shape = Shape { kv_len, ..shape };
+                kernel.forward(&Forward { shape, q, kv, ..call }, outputs, workspace)?;
+            }
+        }
 
         let o: &[f32] = bytemuck::cast_slice(outputs.o.bytes());
         let head_dim = config.head_dim;

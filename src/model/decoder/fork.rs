@@ -84,6 +84,13 @@ impl<'a> Decoder<'a> {
         pages as u64 * shape.page_bytes()
     }
 
+    /// KV bytes that the latest decode step of a sequence read: all that it holds, unless the policy selects.
+    pub fn step_kv_bytes(&self, sequence: usize) -> u64 {
+        let selected =
+            self.evictor.as_ref().and_then(|evictor| evictor.read_bytes(&self.cache, self.setup.batch, sequence));
+        selected.unwrap_or_else(|| self.held_tokens(sequence) as u64 * self.cache.shape().token_bytes())
+    }
+
     /// Tokens that a sequence holds, summed over the KV heads of all layers.
     pub fn held_tokens(&self, sequence: usize) -> usize {
         self.lists_of(sequence).map(|list| self.cache.lens()[list]).sum()

@@ -47,8 +47,10 @@ impl Decoder<'_> {
     /// As [`Decoder::prefill`].
     pub fn follow(&mut self, tokens: &[&[u32]], mut visit: impl FnMut(usize, usize, &[f32])) -> Result<(), ModelError> {
         self.check(tokens)?;
-        let policy = self.evictor.as_ref().and_then(|evictor| evictor.evicting());
-        let together = policy.is_none_or(|policy| policy.schedule.decoding == Decoding::Never);
+        let together = self.evictor.as_ref().is_none_or(|evictor| {
+            let evicts = evictor.evicting().is_some_and(|policy| policy.schedule.decoding != Decoding::Never);
+            !evicts && !evictor.selects()
+        });
         let longest = tokens.iter().map(|tokens| tokens.len()).max().unwrap_or(0);
         let piece = if together { longest.max(1) } else { 1 };
         for start in (0..longest).step_by(piece) {

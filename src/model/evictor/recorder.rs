@@ -21,10 +21,10 @@ impl QueryRecorder {
     /// The sequence that is recorded.
     pub const SEQUENCE: usize = 0;
 
-    /// For these policies; those that never evict look at nothing.
+    /// For these policies.
     pub fn new<'p>(arena: &Arena, policies: impl Iterator<Item = &'p Policy>, columns: &[Column]) -> Self {
         let (mut span, mut accumulates) = (Span::Latest(0), false);
-        for policy in policies.filter(|policy| policy.scorer.is_some()) {
+        for policy in policies {
             span = span.max(Span::of_prefill(policy));
             accumulates |= policy.looks_at(Statistic::AccumulatedAttention);
         }
@@ -66,9 +66,11 @@ impl QueryRecorder {
 impl Evictor<'_> {
     /// Looks at what a prefill showed before this policy was put to work, in place of `sequence`'s own.
     pub fn adopt(&mut self, sequence: usize, recorder: &QueryRecorder) -> Result<(), ArenaError> {
-        let Some(policy) = self.evicting() else { return Ok(()) };
-        let window = recorder.window.as_ref().expect("a prefill was recorded");
-        self.sequences[sequence].window = Some(window.copy(Some(Span::of_prefill(policy)))?);
+        let span = Span::of_prefill(self.eviction.policy);
+        if span != Span::Latest(0) {
+            let window = recorder.window.as_ref().expect("a prefill was recorded");
+            self.sequences[sequence].window = Some(window.copy(Some(span))?);
+        }
         Ok(())
     }
 }

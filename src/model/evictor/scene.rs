@@ -8,6 +8,7 @@ use crate::eviction::{CpuBackend, Moment, ObservationWindow, Span, View, recompu
 use crate::memory::Buffer;
 use crate::model::decoder::params;
 use crate::model::{Model, ModelError};
+use crate::policy::sparse::{Lists, Start};
 use crate::policy::{BeforeRope, Statistic};
 use crate::tensor::TensorView;
 use std::ops::Range;
@@ -60,13 +61,26 @@ impl Scene<'_> {
 impl Evictor<'_> {
     /// The eviction step of a sequence behind its prefill, or behind a chunk of it that is not the `last`.
     pub fn evict_chunk(&mut self, scene: &mut Scene<'_>, last: bool) -> Result<(), ModelError> {
-        let Some(policy) = self.evicting() else { return Ok(()) };
+        let Some(policy) = self.evicting() else { return if last { self.select(scene) } else { Ok(()) } };
         self.evict(scene, Moment::Chunk { last })?;
         // What was held is of the context; while decoding only the latest queries count.
-        let Sequence { session, window } = &mut self.sequences[scene.sequence];
+        let Sequence { session, window, .. } = &mut self.sequences[scene.sequence];
         match (Span::of_decoding(policy), window) {
             (Span::Latest(queries), Some(window)) if last && session.is_open() => window.narrow(queries)?,
             (_, window) => *window = None,
+        }
+        Ok(())
+    }
+
+    /// Where the policy selects what steps read: begins that in every layer.
+    fn select(&mut self, scene: &mut Scene<'_>) -> Result<(), ModelError> {
+        let Some(reader) = &self.eviction.policy.reader else { return Ok(()) };
+        let Sequence { session, window, readings } = &mut self.sequences[scene.sequence];
+        let window = window.take().expect("every pass shows its queries");
+        let (budget_tokens, arena, cpu) = (session.plan().budget_tokens, self.arena, scene.cpu);
+        for layer in 0..scene.model.config.layers {
+            let (cache, q) = (Lists::of_sequence(scene.cache, scene.sequence_of(layer)), window.view(layer..layer + 1));
+            readings.push(reader.open(&Start { cache, q, budget_tokens, cpu, arena })?);
         }
         Ok(())
     }
@@ -85,7 +99,7 @@ impl Evictor<'_> {
             self.frequencies = Some(config.rope.frequencies(config.head_dim, config.max_positions, scene.seen));
         }
         let Evictor { sequences, frequencies, arena, .. } = self;
-        let Sequence { session, window } = &mut sequences[scene.sequence];
+        let Sequence { session, window, .. } = &mut sequences[scene.sequence];
         let window = window.as_ref().expect("every pass shows its queries");
         // Lists have changed since earlier queries attended.
         let again = moment == Moment::Step && window.queries() > 1 && policy.looks_at_attention();

@@ -1,26 +1,28 @@
 //! Sparse reading: every token stays, and each decode step reads a part of what is there.
 //!
-//! A [`Reader`] is a method; opened on a cache after prefill it becomes a [`Reading`], which looks at the query of every
+//! A [`Reader`] is a method; opened on lists of a cache after prefill it becomes a [`Reading`], which looks at the query of every
 //! step. What it holds besides the cache (an index, the query it hands on) is real memory under its labels, and what it
 //! read is counted step by step: the rows, and the index that they were chosen by.
 
+mod lists;
 pub mod quest;
 mod selected;
 pub mod think;
 
+pub use lists::Lists;
 pub use selected::Selected;
 
 use super::{PolicyError, Statistic};
 use crate::attention::Shape;
-use crate::cache::{CacheShape, PagedCache};
+use crate::cache::CacheShape;
 use crate::device::Cpu;
-use crate::memory::Arena;
-use crate::tensor::TensorView;
+use crate::memory::{Arena, ArenaError};
+use crate::tensor::{DType, TensorView};
 
 /// What a reader begins with.
 pub struct Start<'a> {
-    /// The cache of the context; every list holds all of it.
-    pub cache: &'a PagedCache,
+    /// The context; every list holds all of it.
+    pub cache: Lists<'a>,
     /// The last [`Reader::recent_queries`] queries of the context, or all if there are fewer, `[B, Hq, n, D]`.
     pub q: TensorView<'a>,
     /// Tokens that a step may read of each KV head.
@@ -53,8 +55,8 @@ pub trait Reader: Send + Sync {
     /// KV bytes that a step reads of lists of `tokens` tokens: rows and index.
     fn step_bytes(&self, cache: &CacheShape, budget_tokens: usize, context_tokens: usize, tokens: usize) -> u64;
 
-    /// Most bytes that it holds at one time. `step` is the shape of a decode step.
-    fn bytes(&self, cache: &CacheShape, step: &Shape, threads: usize) -> u64;
+    /// Most bytes that it holds at one time. `step` is the shape of a decode step and the type of its queries.
+    fn bytes(&self, cache: &CacheShape, step: (&Shape, DType), threads: usize) -> u64;
 
     /// Begins on a cache.
     ///
@@ -63,10 +65,16 @@ pub trait Reader: Send + Sync {
     fn open(&self, start: &Start<'_>) -> Result<Box<dyn Reading>, PolicyError>;
 }
 
-/// A reader at work on one cache.
-pub trait Reading {
+/// A reader at work on the lists that it was opened on.
+pub trait Reading: Send + Sync {
+    /// The same for lists that hold the same tokens.
+    ///
+    /// # Errors
+    /// When the arena has no room.
+    fn copy(&self, arena: &Arena) -> Result<Box<dyn Reading>, ArenaError>;
+
     /// Looks at the query `[B, Hq, 1, D]` of a step, and at the tokens that came since the last one.
-    fn step(&mut self, q: TensorView<'_>, cache: &PagedCache, cpu: &Cpu);
+    fn step(&mut self, q: TensorView<'_>, cache: Lists<'_>, cpu: &Cpu);
 
     /// The query with which the cache is asked in this step.
     fn query<'a>(&'a self, q: TensorView<'a>) -> TensorView<'a> {
@@ -74,12 +82,12 @@ pub trait Reading {
     }
 
     /// The rows that this step reads; `None` for all.
-    fn rows<'a>(&'a self, _cache: &'a PagedCache) -> Option<Selected<'a>> {
+    fn rows<'a>(&'a self, _cache: Lists<'a>) -> Option<Selected<'a>> {
         None
     }
 
     /// KV bytes that this step reads: rows and index.
-    fn read_bytes(&self, cache: &PagedCache) -> u64;
+    fn read_bytes(&self, cache: Lists<'_>) -> u64;
 
     /// What was chosen, by name, in numbers for each list; as many for each.
     fn choice(&self) -> (&'static str, Vec<Vec<i64>>);

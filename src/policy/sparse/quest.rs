@@ -7,16 +7,16 @@
 //! the group). A list reads its last page, which holds the query's own token, and the best others, as many whole pages as
 //! the budget has room for. The paper reads the first two layers densely; here every layer is read by pages.
 
-use super::{Reader, Reading, Selected, Start};
+use super::{Lists, Reader, Reading, Selected, Start};
 use crate::attention::Shape;
-use crate::cache::{CacheShape, PAGE_TOKENS, PagedCache};
+use crate::cache::{CacheShape, PAGE_TOKENS};
 use crate::device::Cpu;
 use crate::device::cpu::Slots;
 use crate::device::simd::reader::RowReader;
 use crate::device::simd::rows::{BLOCK, RowList, dots};
 use crate::device::simd::{Native, Task};
 use crate::format::{RowFormat, with_codec};
-use crate::memory::{Buffer, Label};
+use crate::memory::{Arena, ArenaError, Buffer, Label};
 use crate::policy::select::keep_best;
 use crate::policy::{Policy, PolicyEntry, PolicyError, Statistic};
 use crate::tensor::{DType, Rows, TensorView};
@@ -74,13 +74,13 @@ impl Reader for Quest {
         cache.lists() as u64 * (read as u64 * cache.token_bytes() + (pages * line_bytes(cache)) as u64)
     }
 
-    fn bytes(&self, cache: &CacheShape, step: &Shape, threads: usize) -> u64 {
+    fn bytes(&self, cache: &CacheShape, (step, _): (&Shape, DType), threads: usize) -> u64 {
         let pages = cache.lists() * cache.pages(cache.max_tokens);
         (pages * (line_bytes(cache) + 3 * 4) + 4 * threads * slot(step.group(), cache.head_dim)) as u64
     }
 
     fn open(&self, start: &Start<'_>) -> Result<Box<dyn Reading>, PolicyError> {
-        let (shape, arena) = (*start.cache.shape(), start.arena);
+        let (shape, arena) = (start.cache.shape(), start.arena);
         let most = shape.pages(shape.max_tokens);
         let group = start.q.dims()[1] / shape.kv_heads;
         let threads = start.cpu.threads();
@@ -122,10 +122,10 @@ struct Pages {
 
 impl Pages {
     /// Brings the index up to the tokens that are there.
-    fn index(&mut self, cache: &PagedCache, cpu: &Cpu) {
+    fn index(&mut self, cache: Lists<'_>, cpu: &Cpu) {
         let shape = cache.shape();
         let (first, tokens) = (self.indexed / shape.page_tokens, cache.max_len());
-        let line = line_bytes(shape);
+        let line = line_bytes(&shape);
         let lists = self.index.par_chunks_mut(self.most * line).enumerate();
         cpu.install(|| {
             lists.for_each(|(list, lines)| {
@@ -140,7 +140,7 @@ impl Pages {
 }
 
 /// Writes the least and the greatest of some keys of a list, element by element.
-fn bounds(cache: &PagedCache, list: usize, slots: Range<usize>, line: &mut [u8]) {
+fn bounds(cache: Lists<'_>, list: usize, slots: Range<usize>, line: &mut [u8]) {
     let (width, dtype) = (cache.shape().head_dim, cache.shape().dtype());
     let mut rows = [[0.0; Shape::MAX_HEAD_DIM]; 3];
     let [least, greatest, key] = rows.each_mut().map(|row| &mut row[..width]);
@@ -157,9 +157,29 @@ fn bounds(cache: &PagedCache, list: usize, slots: Range<usize>, line: &mut [u8])
 }
 
 impl Reading for Pages {
-    fn step(&mut self, q: TensorView<'_>, cache: &PagedCache, cpu: &Cpu) {
+    fn copy(&self, arena: &Arena) -> Result<Box<dyn Reading>, ArenaError> {
+        let Pages { budget_tokens, most, indexed, read, group, .. } = *self;
+        let lists = self.pages.len();
+        let mut copy = Pages {
+            budget_tokens,
+            most,
+            indexed,
+            read,
+            group,
+            index: arena.alloc(Label::Policy, self.index.len())?,
+            scores: arena.alloc(Label::Policy, lists)?,
+            ranks: arena.alloc(Label::Policy, lists)?,
+            pages: arena.alloc(Label::Policy, lists)?,
+            scratch: arena.alloc(Label::Workspace, self.scratch.len())?,
+        };
+        copy.index.copy_from_slice(&self.index);
+        copy.pages.copy_from_slice(&self.pages);
+        Ok(Box::new(copy))
+    }
+
+    fn step(&mut self, q: TensorView<'_>, cache: Lists<'_>, cpu: &Cpu) {
         self.index(cache, cpu);
-        let (shape, group, most) = (*cache.shape(), self.group, self.most);
+        let (shape, group, most) = (cache.shape(), self.group, self.most);
         let pages = shape.pages(cache.max_len());
         let read = pages_read(self.budget_tokens, shape.page_tokens, pages);
         self.read = read;
@@ -183,15 +203,15 @@ impl Reading for Pages {
         });
     }
 
-    fn rows<'a>(&'a self, cache: &'a PagedCache) -> Option<Selected<'a>> {
+    fn rows<'a>(&'a self, cache: Lists<'a>) -> Option<Selected<'a>> {
         Some(Selected::new(cache, &self.pages, self.most, self.read))
     }
 
-    fn read_bytes(&self, cache: &PagedCache) -> u64 {
+    fn read_bytes(&self, cache: Lists<'_>) -> u64 {
         let shape = cache.shape();
         let rows = Selected::new(cache, &self.pages, self.most, self.read);
         let lines = shape.lists() * shape.pages(cache.max_len());
-        rows.tokens() as u64 * shape.token_bytes() + (lines * line_bytes(shape)) as u64
+        rows.tokens() as u64 * shape.token_bytes() + (lines * line_bytes(&shape)) as u64
     }
 
     fn choice(&self) -> (&'static str, Vec<Vec<i64>>) {

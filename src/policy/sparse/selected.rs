@@ -1,7 +1,7 @@
 //! Some pages of each list of a cache as one list of rows, read where they lie.
 
+use super::Lists;
 use crate::attention::KvRows;
-use crate::cache::PagedCache;
 use crate::format::KvFormat;
 use crate::tensor::Rows;
 
@@ -10,7 +10,7 @@ const RUN_PAGES: usize = 32;
 
 /// A cache of which some pages are seen.
 pub struct Selected<'a> {
-    cache: &'a PagedCache,
+    cache: Lists<'a>,
     /// `[lists, stride]`: ascending pages of each list at the front of its part.
     pages: &'a [u32],
     stride: usize,
@@ -19,7 +19,7 @@ pub struct Selected<'a> {
 
 impl<'a> Selected<'a> {
     /// Sees the first `count` of each `stride` of `pages`: ascending page numbers inside the lists.
-    pub fn new(cache: &'a PagedCache, pages: &'a [u32], stride: usize, count: usize) -> Self {
+    pub fn new(cache: Lists<'a>, pages: &'a [u32], stride: usize, count: usize) -> Self {
         Selected { cache, pages, stride, count }
     }
 
@@ -35,7 +35,7 @@ impl<'a> Selected<'a> {
     }
 
     fn pages(&self, batch: usize, head: usize) -> &'a [u32] {
-        &self.pages[self.cache.list(batch, head) * self.stride..][..self.count]
+        &self.pages[(batch * self.cache.shape().kv_heads + head) * self.stride..][..self.count]
     }
 
     /// The slot of row `start`, and how many rows follow it in pages that follow one another.

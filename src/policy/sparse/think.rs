@@ -11,15 +11,15 @@
 //!
 //! `ratio` is the fraction of channels that goes. Where it is 0, the budget says what fraction of the channels stays.
 
-use super::{Reader, Reading, Start};
+use super::{Lists, Reader, Reading, Start};
 use crate::attention::Shape;
-use crate::cache::{CacheShape, PagedCache};
+use crate::cache::CacheShape;
 use crate::device::Cpu;
-use crate::memory::{Buffer, Label};
+use crate::memory::{Arena, ArenaError, Buffer, Label};
 use crate::named::Parameter;
 use crate::policy::select::keep_best;
 use crate::policy::{Policy, PolicyEntry, PolicyError, Statistic};
-use crate::tensor::{Tensor, TensorView};
+use crate::tensor::{DType, Tensor, TensorView};
 use rayon::prelude::*;
 
 /// The registry's line.
@@ -90,13 +90,13 @@ impl Reader for Think {
         pruned_bytes(cache, channels, cache.lists() * tokens)
     }
 
-    fn bytes(&self, cache: &CacheShape, step: &Shape, _: usize) -> u64 {
+    fn bytes(&self, cache: &CacheShape, (step, dtype): (&Shape, DType), _: usize) -> u64 {
         let row = (cache.lists() * cache.head_dim) as u64;
-        4 * row + (8 * row).max(Tensor::bytes_of(cache.dtype(), step.q_dims()))
+        4 * row + (8 * row).max(Tensor::bytes_of(dtype, step.q_dims()))
     }
 
     fn open(&self, start: &Start<'_>) -> Result<Box<dyn Reading>, PolicyError> {
-        let (shape, arena) = (*start.cache.shape(), start.arena);
+        let (shape, arena) = (start.cache.shape(), start.arena);
         let width = shape.head_dim;
         let kept = self.channels(width, start.budget_tokens, start.cache.max_len());
         let mut channels: Buffer<u32> = arena.alloc(Label::Policy, shape.lists() * width)?;
@@ -111,7 +111,7 @@ impl Reader for Think {
         });
         drop(scratch);
         let [batch, heads, _, _] = start.q.dims();
-        let q = Tensor::zeros(arena, Label::Activations, shape.dtype(), [batch, heads, 1, width])?;
+        let q = Tensor::zeros(arena, Label::Activations, start.q.dtype(), [batch, heads, 1, width])?;
         Ok(Box::new(Channels { kept, width, group: heads / shape.kv_heads, channels, q }))
     }
 }
@@ -157,7 +157,14 @@ impl Channels {
 }
 
 impl Reading for Channels {
-    fn step(&mut self, q: TensorView<'_>, _: &PagedCache, _: &Cpu) {
+    fn copy(&self, arena: &Arena) -> Result<Box<dyn Reading>, ArenaError> {
+        let mut channels = arena.alloc(Label::Policy, self.channels.len())?;
+        channels.copy_from_slice(&self.channels);
+        let q = Tensor::zeros(arena, Label::Activations, self.q.dtype(), self.q.dims())?;
+        Ok(Box::new(Channels { kept: self.kept, width: self.width, group: self.group, channels, q }))
+    }
+
+    fn step(&mut self, q: TensorView<'_>, _: Lists<'_>, _: &Cpu) {
         let [batch, heads, _, width] = q.dims();
         let (dtype, mut rows) = (q.dtype(), [[0.0; Shape::MAX_HEAD_DIM]; 2]);
         let [row, read] = rows.each_mut().map(|row| &mut row[..width]);
@@ -174,8 +181,8 @@ impl Reading for Channels {
         self.q.view()
     }
 
-    fn read_bytes(&self, cache: &PagedCache) -> u64 {
-        pruned_bytes(cache.shape(), self.kept, cache.lens().iter().sum())
+    fn read_bytes(&self, cache: Lists<'_>) -> u64 {
+        pruned_bytes(&cache.shape(), self.kept, cache.lens().iter().sum())
     }
 
     fn choice(&self) -> (&'static str, Vec<Vec<i64>>) {

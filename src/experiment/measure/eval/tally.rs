@@ -24,6 +24,8 @@ struct Sample {
     answers: Vec<Answer>,
     /// Tokens of each context that was judged, KV bytes and tokens that stayed of it.
     contexts: Vec<(usize, u64, usize)>,
+    /// KV bytes that a decode step behind each of them reads.
+    kv_bytes_read: Vec<u64>,
     depth: Option<f64>,
 }
 
@@ -60,6 +62,7 @@ impl Tally {
     pub fn add(&mut self, prompt: &Prompt, given: Given) {
         let sample = self.samples.entry(prompt.sample).or_default();
         sample.contexts.push((prompt.context.len(), given.kv_bytes_live, given.held_tokens));
+        sample.kv_bytes_read.push(given.kv_bytes_read);
         sample.answers.extend(given.answers);
         sample.depth = prompt.depth;
     }
@@ -104,6 +107,7 @@ impl Tally {
         let tokens = self.contexts().map(|(tokens, ..)| tokens as f64).sum::<f64>();
         let held = self.contexts().map(|(_, _, held)| held as f64).sum::<f64>() / self.lists as f64;
         let live = self.contexts().map(|(_, bytes, _)| bytes as f64).sum::<f64>();
+        let read = samples.iter().flat_map(|sample| &sample.kv_bytes_read).map(|&bytes| bytes as f64).sum::<f64>();
         let answers = Answers {
             samples: samples.len(),
             questions,
@@ -120,6 +124,7 @@ impl Tally {
             answer_tokens: words as f64 / questions as f64,
             kv_bytes_dense: (tokens / contexts * self.lists as f64 * self.token_bytes as f64).round() as u64,
             kv_bytes_live: (live / contexts).round() as u64,
+            kv_bytes_read: (read / contexts).round() as u64,
             kv_bytes_peak: self.alone.iter().map(|(_, alone)| alone.kv_bytes_peak).max()?,
             evicted_tokens: first.evicted_tokens,
             sample_scores: scores.unwrap_or_default(),

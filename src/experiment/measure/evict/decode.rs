@@ -8,7 +8,7 @@ use crate::eviction::Session;
 use crate::experiment::measure::check::finite;
 use crate::experiment::measure::{Prepared, Turn, TurnError, timed};
 use crate::memory::Label;
-use crate::policy::sparse::{Reading, Start};
+use crate::policy::sparse::{Lists, Reading, Start};
 
 /// One decode step over at most everything; the workspace is taken once for all steps.
 pub(super) fn step_shape(prepared: &Prepared) -> Shape {
@@ -45,8 +45,9 @@ impl Trial<'_> {
                 let Some(reading) = &mut reading else {
                     return kernel.forward(&self.call(asked.view()), &mut outputs, &mut workspace);
                 };
-                reading.step(asked.view(), &self.cache, bench.cpu);
-                let (call, rows) = (self.call(reading.query(asked.view())), reading.rows(&self.cache));
+                let lists = Lists::all(&self.cache);
+                reading.step(asked.view(), lists, bench.cpu);
+                let (call, rows) = (self.call(reading.query(asked.view())), reading.rows(lists));
                 let call = match &rows {
                     Some(rows) => {
                         let kv_len = rows.max_len().min(call.shape.kv_len);
@@ -65,7 +66,7 @@ impl Trial<'_> {
                 let tokens: usize = self.cache.lens().iter().sum();
                 let all = tokens as u64 * self.cache.shape().token_bytes();
                 late.all_bytes += all;
-                late.read_bytes += reading.as_ref().map_or(all, |reading| reading.read_bytes(&self.cache));
+                late.read_bytes += reading.as_ref().map_or(all, |reading| reading.read_bytes(Lists::all(&self.cache)));
             }
             let queries = Queries { q: asked.view(), end: token + 1, lse: &outputs.lse };
             let (ns, result) = timed(|| self.evict_step(&queries, query, window.as_mut()));
@@ -86,7 +87,7 @@ impl Trial<'_> {
         let Some(reader) = prepared.policy.as_ref().and_then(|policy| policy.reader.as_ref()) else { return Ok(None) };
         let context = prepared.cell.context_tokens;
         let start = Start {
-            cache: &self.cache,
+            cache: Lists::all(&self.cache),
             q: bench.workload.q.view().tokens(context.saturating_sub(reader.recent_queries())..context),
             budget_tokens: prepared.budget_tokens,
             cpu: bench.cpu,

@@ -109,7 +109,8 @@ impl Plan<'_> {
         let steps = results + self.pass(&step);
         let Some(policy) = judging(self.prepared) else {
             let reader = self.prepared.policy.as_ref().and_then(|policy| policy.reader.as_ref());
-            let reader = reader.map_or(0, |reader| reader.bytes(&cache_shape(self.prepared), &step, self.threads));
+            let reader =
+                reader.map_or(0, |reader| reader.bytes(&cache_shape(self.prepared), (&step, cell.dtype), self.threads));
             return self.held(cell.context_tokens + new, true) + steps + reader;
         };
         let (tokens, grown) = (lengths.late(), lengths.grown());
