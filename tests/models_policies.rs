@@ -208,7 +208,7 @@ fn steps_read_what_is_selected_in_every_layer() {
 #[test]
 fn what_a_model_cannot_do_is_refused_with_the_reason() {
     let cases = [
-        ("llama", "quest", "in a model, policies evict"),
+        ("mistral", "quest", "this model has sliding windows"),
         ("llama", "oracle", "it looks into the future"),
         ("llama", "snapkv+every+rerotate", "use 'once', or leave 'rerotate' out"),
         ("mistral", "knorm+rerotate", "sliding windows mean nothing"),

@@ -1,0 +1,107 @@
+//! Metadata to the keys of the `config.json` that the file was made from.
+
+use super::Gguf;
+use crate::model::config::Family;
+use crate::model::{Config, ModelError};
+use serde_json::{Map, Value, json};
+
+/// Architectures as llama.cpp names them. `llama` is Mistral too, whose sliding window llama.cpp does not keep.
+const ARCHITECTURES: [(&str, Family); 5] = [
+    ("llama", Family::Llama),
+    ("qwen2", Family::Qwen2),
+    ("qwen3", Family::Qwen3),
+    ("phi3", Family::Phi3),
+    ("gemma2", Family::Gemma2),
+];
+
+/// Keys of an architecture, and what they are in `config.json`.
+const KEYS: [(&str, &str); 11] = [
+    ("block_count", "num_hidden_layers"),
+    ("context_length", "max_position_embeddings"),
+    ("embedding_length", "hidden_size"),
+    ("feed_forward_length", "intermediate_size"),
+    ("attention.head_count", "num_attention_heads"),
+    ("attention.head_count_kv", "num_key_value_heads"),
+    ("attention.key_length", "head_dim"),
+    ("attention.layer_norm_rms_epsilon", "rms_norm_eps"),
+    ("rope.freq_base", "rope_theta"),
+    ("attn_logit_softcapping", "attn_logit_softcapping"),
+    ("final_logit_softcapping", "final_logit_softcapping"),
+];
+
+impl Gguf {
+    /// What the model is.
+    ///
+    /// # Errors
+    /// When the architecture or an option is not known here.
+    pub fn config(&self) -> Result<Config, ModelError> {
+        let wrong = |reason| ModelError::Config { path: self.path().into(), reason };
+        let keys = self.keys().map_err(wrong)?;
+        Config::from_json(&keys).map_err(wrong)
+    }
+
+    /// The architecture's family, and its name.
+    pub(super) fn family(&self) -> Result<(Family, &'static str), String> {
+        let named = self.metadata.get("general.architecture").and_then(Value::as_str).unwrap_or("nothing");
+        let found = ARCHITECTURES.iter().find(|(name, _)| *name == named);
+        found.map(|&(name, family)| (family, name)).ok_or_else(|| {
+            let known = ARCHITECTURES.map(|(name, _)| name).join(", ");
+            format!("general.architecture is '{named}'; known: {known}")
+        })
+    }
+
+    fn keys(&self) -> Result<Map<String, Value>, String> {
+        let (family, name) = self.family()?;
+        let own = |key: &str| self.metadata.get(&format!("{name}.{key}"));
+        let mut map = Map::new();
+        map.insert("architectures".into(), json!([family.architecture()]));
+        for (key, config) in KEYS {
+            if let Some(value) = own(key) {
+                map.insert(config.into(), value.clone());
+            }
+        }
+        let (embedding, _) = self.find("token_embd.weight").ok_or("it has no tensor 'token_embd.weight'")?;
+        map.insert("vocab_size".into(), embedding.shape[0].into());
+        map.insert("tie_word_embeddings".into(), self.find("output.weight").is_none().into());
+        let has = |tensor: &str| self.find(tensor).is_some();
+        if family == Family::Llama {
+            map.insert("attention_bias".into(), has("blk.0.attn_q.bias").into());
+            map.insert("mlp_bias".into(), has("blk.0.ffn_gate.bias").into());
+        }
+        if let Some(window) = own("attention.sliding_window").filter(|_| matches!(family, Family::Phi3 | Family::Gemma2)) {
+            map.insert("sliding_window".into(), window.clone());
+        }
+        if let Some(scaling) = self.rope_scaling(&own)? {
+            map.insert("rope_scaling".into(), scaling);
+        }
+        for (key, config) in [("bos_token_id", "bos_token_id"), ("eos_token_id", "eos_token_id")] {
+            if let Some(token) = self.metadata.get(&format!("tokenizer.ggml.{key}")) {
+                map.insert(config.into(), token.clone());
+            }
+        }
+        Ok(map)
+    }
+
+    fn rope_scaling<'v>(&self, own: &impl Fn(&str) -> Option<&'v Value>) -> Result<Option<Value>, String> {
+        for tensor in ["rope_freqs.weight", "rope_factors_long.weight"] {
+            if self.find(tensor).is_some() {
+                return Err(format!("it scales RoPE by the tensor '{tensor}', which is not read; use the Hugging Face folder"));
+            }
+        }
+        let factor = own("rope.scaling.factor").cloned().unwrap_or(Value::Null);
+        match own("rope.scaling.type").and_then(Value::as_str) {
+            None | Some("none") => Ok(None),
+            Some("linear") => Ok(Some(json!({ "rope_type": "linear", "factor": factor }))),
+            Some("yarn") => {
+                let original = own("rope.scaling.original_context_length").cloned().unwrap_or(Value::Null);
+                let scaling = json!({
+                    "rope_type": "yarn",
+                    "factor": factor,
+                    "original_max_position_embeddings": original,
+                });
+                Ok(Some(scaling))
+            }
+            Some(other) => Err(format!("its RoPE scaling is '{other}'; known: none, linear, yarn")),
+        }
+    }
+}

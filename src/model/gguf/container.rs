@@ -1,0 +1,188 @@
+//! The container: metadata by key, and where each tensor lies.
+
+use super::blocks::BlockType;
+use crate::model::ModelError;
+use crate::tensor::file;
+use memmap2::Mmap;
+use serde_json::{Map, Number, Value};
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+/// Versions of the format that are read; they differ from the first in the width of counts.
+const VERSIONS: Range<u32> = 2..4;
+/// Where nothing else is said, tensors begin at multiples of this many bytes.
+const ALIGNMENT: u64 = 32;
+/// Most axes of a tensor.
+const MOST_AXES: u32 = 4;
+
+/// A mapped file.
+pub(in crate::model) struct Gguf {
+    path: PathBuf,
+    map: Mmap,
+    pub(super) metadata: Map<String, Value>,
+    tensors: BTreeMap<String, Info>,
+}
+
+/// A tensor as it lies in the file.
+#[derive(Debug, Clone)]
+pub(super) struct Info {
+    /// Extents, the slowest first.
+    pub shape: Vec<usize>,
+    pub kind: BlockType,
+    range: Range<usize>,
+}
+
+impl Gguf {
+    /// Maps a file and reads its header.
+    ///
+    /// # Errors
+    /// When it cannot be read, is cut, or is not such a file.
+    pub fn open(path: &Path) -> Result<Self, ModelError> {
+        let map = file::map(path)?;
+        let mut reader = Reader { bytes: &map, at: 0 };
+        let (metadata, tensors) = header(&mut reader)
+            .map_err(|reason| ModelError::Weights { path: path.into(), reason: format!("not a GGUF file that is read: {reason}") })?;
+        Ok(Gguf { path: path.into(), map, metadata, tensors })
+    }
+
+    /// The file.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Names of all tensors.
+    pub(super) fn names(&self) -> impl Iterator<Item = &str> {
+        self.tensors.keys().map(String::as_str)
+    }
+
+    /// A tensor by its name in the file, with its bytes.
+    pub(super) fn find(&self, name: &str) -> Option<(&Info, &[u8])> {
+        self.tensors.get(name).map(|info| (info, &self.map[info.range.clone()]))
+    }
+}
+
+fn header(reader: &mut Reader<'_>) -> Result<(Map<String, Value>, BTreeMap<String, Info>), String> {
+    if reader.take(4)? != b"GGUF" {
+        return Err("it does not begin with 'GGUF'".into());
+    }
+    let version = reader.u32()?;
+    if !VERSIONS.contains(&version) {
+        return Err(format!("version {version}; 2 and 3 are read, little-endian"));
+    }
+    let (tensor_count, key_count) = (reader.u64()?, reader.u64()?);
+    let mut metadata = Map::new();
+    for _ in 0..key_count {
+        let (key, kind) = (reader.text()?, reader.u32()?);
+        let value = reader.value(kind, true).map_err(|reason| format!("key '{key}': {reason}"))?;
+        if metadata.insert(key.clone(), value).is_some() {
+            return Err(format!("key '{key}' is there twice"));
+        }
+    }
+    let mut described = Vec::new();
+    for _ in 0..tensor_count {
+        let name = reader.text()?;
+        let tensor = tensor(reader).map_err(|reason| format!("tensor '{name}': {reason}"))?;
+        described.push((name, tensor));
+    }
+    let alignment = metadata.get("general.alignment").map_or(Some(ALIGNMENT), Value::as_u64);
+    let alignment = alignment.filter(|alignment| alignment.is_power_of_two()).ok_or("general.alignment is no power of two")?;
+    let start = (reader.at as u64).next_multiple_of(alignment);
+    let mut tensors = BTreeMap::new();
+    for (name, (shape, kind, offset)) in described {
+        let elements = shape.iter().try_fold(1usize, |all, &extent| all.checked_mul(extent));
+        let bytes = elements.and_then(|elements| kind.bytes_of(*shape.last().unwrap_or(&1), elements));
+        let bytes = bytes.ok_or_else(|| format!("tensor '{name}': shape {shape:?} is not whole blocks of {}", kind.name()))?;
+        let from = start.checked_add(offset).and_then(|from| usize::try_from(from).ok());
+        let range = from.and_then(|from| Some(from..from.checked_add(bytes)?));
+        let range = range.filter(|range| range.end <= reader.bytes.len() && offset.is_multiple_of(alignment));
+        let range = range.ok_or_else(|| {
+            format!("tensor '{name}': {bytes} bytes at offset {offset} are not in a file of {} bytes", reader.bytes.len())
+        })?;
+        if tensors.insert(name.clone(), Info { shape, kind, range }).is_some() {
+            return Err(format!("tensor '{name}' is there twice"));
+        }
+    }
+    Ok((metadata, tensors))
+}
+
+/// Shape, type and offset of the next tensor.
+fn tensor(reader: &mut Reader<'_>) -> Result<(Vec<usize>, BlockType, u64), String> {
+    let axes = reader.u32()?;
+    if !(1..=MOST_AXES).contains(&axes) {
+        return Err(format!("{axes} axes; 1 to {MOST_AXES} are read"));
+    }
+    let mut shape = Vec::new();
+    for _ in 0..axes {
+        let extent = reader.u64()?;
+        shape.push(usize::try_from(extent).ok().filter(|&extent| extent > 0).ok_or(format!("an extent of {extent}"))?);
+    }
+    shape.reverse();
+    Ok((shape, BlockType::numbered(reader.u32()?)?, reader.u64()?))
+}
+
+/// What is still to be read.
+struct Reader<'a> {
+    bytes: &'a [u8],
+    at: usize,
+}
+
+impl<'a> Reader<'a> {
+    fn take(&mut self, count: usize) -> Result<&'a [u8], String> {
+        let end = self.at.checked_add(count).filter(|&end| end <= self.bytes.len());
+        let end = end.ok_or_else(|| format!("it ends at byte {}, inside its header", self.bytes.len()))?;
+        let taken = &self.bytes[self.at..end];
+        self.at = end;
+        Ok(taken)
+    }
+
+    fn array<const N: usize>(&mut self) -> Result<[u8; N], String> {
+        Ok(self.take(N)?.try_into().expect("as many as were taken"))
+    }
+
+    fn u32(&mut self) -> Result<u32, String> {
+        Ok(u32::from_le_bytes(self.array()?))
+    }
+
+    fn u64(&mut self) -> Result<u64, String> {
+        Ok(u64::from_le_bytes(self.array()?))
+    }
+
+    fn text(&mut self) -> Result<String, String> {
+        let length = self.u64()?;
+        let bytes = self.take(usize::try_from(length).map_err(|_| format!("a text of {length} bytes"))?)?;
+        String::from_utf8(bytes.to_vec()).map_err(|_| "a text that is not UTF-8".into())
+    }
+
+    /// A value of a kind that the format numbers so; lists do not hold lists.
+    fn value(&mut self, kind: u32, may_be_list: bool) -> Result<Value, String> {
+        let real = |x: f64| Number::from_f64(x).map(Value::Number).ok_or(format!("it is {x}; it must be a number"));
+        Ok(match kind {
+            0 => self.array::<1>()?[0].into(),
+            1 => i8::from_le_bytes(self.array()?).into(),
+            2 => u16::from_le_bytes(self.array()?).into(),
+            3 => i16::from_le_bytes(self.array()?).into(),
+            4 => self.u32()?.into(),
+            5 => i32::from_le_bytes(self.array()?).into(),
+            // The shortest decimal that is this f32: 1e-5 and not 9.999999747378752e-6.
+            6 => {
+                let x = f32::from_le_bytes(self.array()?);
+                real(x.to_string().parse().unwrap_or(f64::from(x)))?
+            }
+            7 => (self.array::<1>()?[0] != 0).into(),
+            8 => self.text()?.into(),
+            9 if may_be_list => {
+                let (kind, length) = (self.u32()?, self.u64()?);
+                // Each element takes at least a byte, so that a wrong length ends here and not in memory.
+                if length > (self.bytes.len() - self.at) as u64 {
+                    return Err(format!("a list of {length} elements in a file of {} bytes", self.bytes.len()));
+                }
+                Value::Array((0..length).map(|_| self.value(kind, false)).collect::<Result<_, _>>()?)
+            }
+            10 => self.u64()?.into(),
+            11 => i64::from_le_bytes(self.array()?).into(),
+            12 => real(f64::from_le_bytes(self.array()?))?,
+            kind => return Err(format!("a value of kind {kind}, which is not known here")),
+        })
+    }
+}

@@ -1,0 +1,22 @@
+//! Models in one GGUF file, as llama.cpp writes them: configuration, tokenizer and weights.
+//!
+//! A file is read as the Hugging Face folder that it was made from. Its metadata becomes the keys of a `config.json`
+//! ([`config`]) and of a `tokenizer.json` ([`tokenizer`]), and tensors are found by the folder's names ([`tensors`]), with
+//! what the conversion changed undone. So everything behind the loader, and every check in it, is the same for both.
+//! Quantised blocks are dequantised when they are loaded ([`blocks`]).
+//! Format: <https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>.
+
+mod blocks;
+mod config;
+mod container;
+mod tensors;
+mod tokenizer;
+
+pub(super) use container::Gguf;
+
+use std::path::Path;
+
+/// Whether a model is a file of this kind, and not a folder.
+pub(super) fn is_gguf(path: &Path) -> bool {
+    path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("gguf")) || path.is_file()
+}
