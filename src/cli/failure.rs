@@ -193,6 +193,7 @@ impl From<TrainError> for Failure {
             TrainError::Attention(error) => error.into(),
             TrainError::Arena(error) => error.into(),
             TrainError::File(error) => error.into(),
+            TrainError::Model(error) => error.into(),
             TrainError::System { .. } | TrainError::Diverged { .. } => Failure::Work(error.into()),
             error => Failure::Usage(error.into()),
         }

@@ -193,4 +193,9 @@ impl Config {
     pub fn kv_width(&self) -> usize {
         self.kv_heads * self.head_dim
     }
+
+    /// Elements of the queries, keys and values of a token.
+    pub fn qkv_width(&self) -> usize {
+        self.q_width() + 2 * self.kv_width()
+    }
 }

@@ -22,7 +22,7 @@ use crate::model::tap::Tap;
 use crate::named::NamedError;
 use crate::tensor::DType;
 use attend::Attend;
-pub(super) use attend::params;
+pub(crate) use attend::params;
 
 /// How a model is to be run.
 #[derive(Debug, Clone, Copy)]
@@ -271,7 +271,7 @@ impl<'a> Decoder<'a> {
 
     /// A norm of the model's flavour.
     fn norm<'w>(&self, weight: &'w [f32]) -> Norm<'w> {
-        Norm { weight, eps: self.model.config.norm_eps, shift: self.model.norm_shift() }
+        self.model.config.norm(weight)
     }
 
     /// Logits of the rows that are wanted, handed to `visit`; `place` gives that of a portion's first token.

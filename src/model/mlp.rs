@@ -4,7 +4,7 @@ use super::config::Activation;
 use super::norm::SERIAL;
 use crate::device::Cpu;
 use crate::device::simd::math::{exp2, tanh};
-use crate::device::simd::{Native, Simd, Task};
+use crate::device::simd::{Isa, Native, Simd, Task};
 use rayon::prelude::*;
 
 /// One row.
@@ -75,9 +75,14 @@ fn gelu_tanh<S: Simd>(simd: S, x: S::Vector) -> S::Vector {
     simd.mul_add(half, tanh(simd, inner), half)
 }
 
+/// `gate = activation(gate) * up` for one row.
+pub(crate) fn row(isa: Isa, activation: Activation, gate: &mut [f32], up: &[f32]) {
+    isa.run(Row { activation, gate, up });
+}
+
 /// `gate = activation(gate) * up` for rows of `gate` that lie `stride` apart and rows of `up` that lie side by side.
 pub(super) fn activate(cpu: &Cpu, activation: Activation, gate: &mut [f32], stride: usize, up: &[f32], width: usize) {
-    let work = |(gate, up): (&mut [f32], &[f32])| cpu.isa().run(Row { activation, gate: &mut gate[..width], up });
+    let work = |(gate, up): (&mut [f32], &[f32])| row(cpu.isa(), activation, &mut gate[..width], up);
     match up.len() < SERIAL {
         true => gate.chunks_mut(stride).zip(up.chunks_exact(width)).for_each(work),
         false => cpu.install(|| gate.par_chunks_mut(stride).zip(up.par_chunks_exact(width)).for_each(work)),
@@ -87,7 +92,6 @@ pub(super) fn activate(cpu: &Cpu, activation: Activation, gate: &mut [f32], stri
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::simd::Isa;
 
     #[test]
     fn activations_are_what_they_say_on_every_path() {

@@ -11,9 +11,10 @@ mod evictor;
 mod generate;
 mod linear;
 mod locate;
-mod mlp;
-mod norm;
-mod rope;
+pub(crate) mod mlp;
+pub(crate) mod norm;
+pub(crate) mod parameters;
+pub(crate) mod rope;
 mod sample;
 mod sequences;
 mod sheet;
@@ -22,6 +23,7 @@ mod text;
 mod weights;
 
 pub use config::Config;
+pub(crate) use decoder::params;
 pub use decoder::{Decoder, Setup, bytes, bytes_of_calls};
 pub use evictor::Eviction;
 pub use generate::{Generated, OneSequence, generate};
@@ -31,6 +33,7 @@ pub use sequences::sequences;
 pub use tap::{Tap, Tapped};
 pub use text::Text;
 pub use weights::Weights;
+pub(crate) use weights::widen;
 
 use crate::attention::AttentionError;
 use crate::device::cuda::CudaError;
@@ -149,10 +152,7 @@ impl Model {
 
     /// What is added to the weights of norms.
     fn norm_shift(&self) -> f32 {
-        match self.config.norms {
-            config::Norms::Before => 0.0,
-            config::Norms::BeforeAndAfter => 1.0,
-        }
+        self.config.norm(&[]).shift
     }
 }
 

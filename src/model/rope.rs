@@ -72,7 +72,7 @@ impl Rope {
 }
 
 /// Writes the cosines and then the sines of a position's angles, times a factor, into a row as long as a head.
-pub(super) fn angles(frequencies: &Frequencies, position: usize, factor: f64, row: &mut [f32]) {
+pub(crate) fn angles(frequencies: &Frequencies, position: usize, factor: f64, row: &mut [f32]) {
     let (cosines, sines) = row.split_at_mut(frequencies.rad_per_token().len());
     for ((cosine, sine), frequency) in cosines.iter_mut().zip(sines).zip(frequencies.rad_per_token()) {
         let (sin, cos) = (position as f64 * frequency).sin_cos();
@@ -81,7 +81,7 @@ pub(super) fn angles(frequencies: &Frequencies, position: usize, factor: f64, ro
 }
 
 /// Turns the heads of a token, side by side, by the angles of its position.
-pub(super) fn turn(heads: &mut [f32], angles: &[f32]) {
+pub(crate) fn turn(heads: &mut [f32], angles: &[f32]) {
     let (cosines, sines) = angles.split_at(angles.len() / 2);
     for head in heads.chunks_exact_mut(angles.len()) {
         let (first, second) = head.split_at_mut(cosines.len());

@@ -24,8 +24,18 @@ impl Text {
             let reason = "there is no such file; text needs a tokenizer, `logits` takes tokens".into();
             return Err(ModelError::Config { path, reason });
         }
+        let json = std::fs::read_to_string(&path)
+            .map_err(|error| ModelError::Config { path: path.clone(), reason: error.to_string() })?;
+        Self::parse(path, &json)
+    }
+
+    /// Reads the content of a `tokenizer.json`; `path` is what errors call it.
+    ///
+    /// # Errors
+    /// When it is not understood.
+    pub fn parse(path: PathBuf, json: &str) -> Result<Self, ModelError> {
         let tokenizer = guarded(&path, || {
-            let mut tokenizer = Tokenizer::from_file(&path)?;
+            let mut tokenizer: Tokenizer = json.parse()?;
             // How a batch was cut and padded when the file was saved; a text is taken whole here, as `transformers` takes
             // it where a caller asks for neither.
             tokenizer.with_padding(None).with_truncation(None)?;
@@ -66,6 +76,11 @@ impl Text {
         let at = (0..=whole.len() - bare.len().min(whole.len())).find(|&at| whole[at..].starts_with(&bare));
         whole.truncate(at.unwrap_or(0));
         Ok(whole)
+    }
+
+    /// The largest token.
+    pub fn last(&self) -> u32 {
+        self.tokenizer.get_vocab(true).into_values().max().unwrap_or(0)
     }
 
     /// The text of tokens, without those that only mark its ends.

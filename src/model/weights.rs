@@ -6,9 +6,9 @@
 //! know: a bias that nobody adds would make the results wrong.
 
 use super::linear::Linear;
+use super::parameters::{Block, Make, Role, Stack, Tree};
 use super::{Config, ModelError};
 use crate::memory::{Arena, Buffer, Claim, Label};
-use crate::model::config::{Family, Norms};
 use crate::tensor::file::{Entry, TensorFile, read_as};
 use crate::tensor::{DType, Rows, TensorView};
 use std::collections::{BTreeMap, BTreeSet};
@@ -116,18 +116,13 @@ impl Weights {
     /// one that the configuration does not know, or the arena has no room.
     pub fn open(folder: &Path, config: &Config, arena: &Arena) -> Result<Self, ModelError> {
         let mut found = Found::open(folder, arena)?;
-        let embedding = found.matrix("model.embed_tokens.weight", config.vocab, config.hidden)?;
-        let layers = (0..config.layers).map(|layer| found.layer(config, layer)).collect::<Result<_, _>>()?;
-        let norm = found.vector("model.norm.weight", config.hidden)?;
-        let output = match config.tied {
-            true => embedding.clone(),
-            false => found.matrix("lm_head.weight", config.vocab, config.hidden)?,
-        };
+        let Tree { embedding, blocks, norm, output } = config.parameters(&mut found)?;
         found.finish(config)?;
-        let dtype = embedding.dtype;
-        let bytes = found.mapped_bytes + found.held_bytes;
+        let output = Linear::new(output.unwrap_or_else(|| embedding.clone()), None);
+        let layers = blocks.into_iter().map(|block| layer(config, block)).collect();
+        let (dtype, bytes) = (embedding.dtype(), found.mapped_bytes + found.held_bytes);
         let mapped = arena.claim(Label::Weights, found.mapped_bytes)?;
-        Ok(Weights { embedding, layers, norm, output: Linear::new(output, None), dtype, bytes, _mapped: mapped })
+        Ok(Weights { embedding, layers, norm, output, dtype, bytes, _mapped: mapped })
     }
 
     /// Element type of the embedding, which is that of all matrices in most folders.
@@ -181,10 +176,6 @@ impl<'a> Found<'a> {
     }
 
     /// A tensor of a shape, where it lies.
-    fn matrix(&mut self, name: &str, rows: usize, width: usize) -> Result<Matrix, ModelError> {
-        self.tensor(name, &[rows, width])
-    }
-
     fn tensor(&mut self, name: &str, shape: &[usize]) -> Result<Matrix, ModelError> {
         let Some((file, entry)) = self.tensors.get(name) else {
             return Err(self.wrong(&self.folder, format!("there is no tensor '{name}', {shape:?} is needed")));
@@ -216,75 +207,6 @@ impl<'a> Found<'a> {
         Ok(Matrix { bytes: Arc::new(bytes), range, dtype, rows, width })
     }
 
-    /// A vector, widened.
-    fn vector(&mut self, name: &str, width: usize) -> Result<Buffer<f32>, ModelError> {
-        let mapped_bytes = self.mapped_bytes;
-        let matrix = self.tensor(name, &[width])?;
-        self.mapped_bytes = mapped_bytes;
-        let mut vector = self.arena.alloc(Label::Weights, width)?;
-        matrix.all().widen(&mut vector);
-        self.held_bytes += vector.bytes();
-        Ok(vector)
-    }
-
-    fn linear(&mut self, name: &str, rows: usize, width: usize, has_bias: bool) -> Result<Linear, ModelError> {
-        let weight = self.matrix(&format!("{name}.weight"), rows, width)?;
-        let bias = if has_bias { Some(self.vector(&format!("{name}.bias"), rows)?) } else { None };
-        Ok(Linear::new(weight, bias))
-    }
-
-    fn layer(&mut self, config: &Config, layer: usize) -> Result<Layer, ModelError> {
-        let Config { hidden, ffn, head_dim, qkv_bias, mlp_bias, .. } = *config;
-        let (q_width, kv_width) = (config.q_width(), config.kv_width());
-        let at = |name: &str| format!("model.layers.{layer}.{name}");
-        let (q, k, v, gate, up);
-        if config.family == Family::Phi3 {
-            let all = self.matrix(&at("self_attn.qkv_proj.weight"), q_width + 2 * kv_width, hidden)?;
-            let part = |from: usize, rows: usize| Linear::new(all.part(from..from + rows), None);
-            (q, k, v) = (part(0, q_width), part(q_width, kv_width), part(q_width + kv_width, kv_width));
-            let both = self.matrix(&at("mlp.gate_up_proj.weight"), 2 * ffn, hidden)?;
-            (gate, up) = (Linear::new(both.part(0..ffn), None), Linear::new(both.part(ffn..2 * ffn), None));
-        } else {
-            q = self.linear(&at("self_attn.q_proj"), q_width, hidden, qkv_bias)?;
-            k = self.linear(&at("self_attn.k_proj"), kv_width, hidden, qkv_bias)?;
-            v = self.linear(&at("self_attn.v_proj"), kv_width, hidden, qkv_bias)?;
-            gate = self.linear(&at("mlp.gate_proj"), ffn, hidden, mlp_bias)?;
-            up = self.linear(&at("mlp.up_proj"), ffn, hidden, mlp_bias)?;
-        }
-        let qk_norm = match config.qk_norm {
-            true => Some([
-                self.vector(&at("self_attn.q_norm.weight"), head_dim)?,
-                self.vector(&at("self_attn.k_norm.weight"), head_dim)?,
-            ]),
-            false => None,
-        };
-        let mut norm = |name: &str| self.vector(&at(name), hidden);
-        let before_attention = norm("input_layernorm.weight")?;
-        let after = norm("post_attention_layernorm.weight")?;
-        // The same name is another norm where there are norms after attention too.
-        let (after_attention, before_mlp, after_mlp) = match config.norms {
-            Norms::Before => (None, after, None),
-            Norms::BeforeAndAfter => {
-                let before_mlp = norm("pre_feedforward_layernorm.weight")?;
-                (Some(after), before_mlp, Some(norm("post_feedforward_layernorm.weight")?))
-            }
-        };
-        Ok(Layer {
-            q,
-            k,
-            v,
-            o: self.linear(&at("self_attn.o_proj"), hidden, q_width, config.o_bias)?,
-            gate,
-            up,
-            down: self.linear(&at("mlp.down_proj"), hidden, ffn, mlp_bias)?,
-            qk_norm,
-            before_attention,
-            after_attention,
-            before_mlp,
-            after_mlp,
-        })
-    }
-
     /// Refuses tensors that the configuration does not know.
     fn finish(&self, config: &Config) -> Result<(), ModelError> {
         let harmless = |name: &str| {
@@ -297,6 +219,93 @@ impl<'a> Found<'a> {
             let reason = format!("tensor '{name}' is not part of a {architecture} as config.json describes it");
             Err(self.wrong(&self.folder, reason))
         })
+    }
+}
+
+impl Make for Found<'_> {
+    type Matrix = Matrix;
+    type Vector = Buffer<f32>;
+    type Error = ModelError;
+
+    fn matrix(&mut self, name: String, _: Role, shape: [usize; 2]) -> Result<Matrix, ModelError> {
+        self.tensor(&name, &shape)
+    }
+
+    /// Widened.
+    fn vector(&mut self, name: String, _: Role, width: usize) -> Result<Buffer<f32>, ModelError> {
+        let mapped_bytes = self.mapped_bytes;
+        let matrix = self.tensor(&name, &[width])?;
+        self.mapped_bytes = mapped_bytes;
+        let mut vector = self.arena.alloc(Label::Weights, width)?;
+        matrix.all().widen(&mut vector);
+        self.held_bytes += vector.bytes();
+        Ok(vector)
+    }
+}
+
+/// A block's parameters as the pass reads them.
+fn layer(config: &Config, block: Block<Matrix, Buffer<f32>>) -> Layer {
+    let (q, kv, ffn) = (config.q_width(), config.kv_width(), config.ffn);
+    let [q, k, v] = linears(block.qkv, [q, kv, kv]);
+    let ([gate, up], [o], [down]) =
+        (linears(block.gate_up, [ffn, ffn]), linears(block.o, [config.hidden]), linears(block.down, [config.hidden]));
+    let Block { before_attention, qk_norm, after_attention, before_mlp, after_mlp, .. } = block;
+    Layer { q, k, v, o, gate, up, down, qk_norm, before_attention, after_attention, before_mlp, after_mlp }
+}
+
+/// The layers of a stack, of `rows` rows each: one tensor each, or all cut out of one.
+fn linears<const N: usize>(stack: Stack<Matrix, Buffer<f32>>, rows: [usize; N]) -> [Linear; N] {
+    let (matrices, mut biases, mut from) = (stack.matrices, stack.biases.into_iter(), 0);
+    let mut at = 0;
+    rows.map(|rows| {
+        let matrix = &matrices[at.min(matrices.len() - 1)];
+        let weight = if matrix.rows == rows { matrix.clone() } else { matrix.part(from..from + rows) };
+        (at, from) = (at + 1, from + rows);
+        Linear::new(weight, biases.next())
+    })
+}
+
+/// All parameters of a folder widened to f32, behind one another in the order of [`Config::parameters`].
+///
+/// # Errors
+/// As [`Weights::open`].
+///
+/// # Panics
+/// When `to` is shorter than all parameters.
+pub(crate) fn widen(folder: &Path, config: &Config, to: &mut [f32]) -> Result<(), ModelError> {
+    let arena = Arena::unlimited();
+    let mut widened = Widened { found: Found::open(folder, &arena)?, to };
+    config.parameters(&mut widened)?;
+    widened.found.finish(config)
+}
+
+struct Widened<'a> {
+    found: Found<'a>,
+    /// Room of the parameters that are still to come.
+    to: &'a mut [f32],
+}
+
+impl Widened<'_> {
+    fn take(&mut self, name: &str, shape: &[usize]) -> Result<(), ModelError> {
+        let matrix = self.found.tensor(name, shape)?;
+        let (own, rest) = std::mem::take(&mut self.to).split_at_mut(matrix.rows * matrix.width);
+        matrix.all().widen(own);
+        self.to = rest;
+        Ok(())
+    }
+}
+
+impl Make for Widened<'_> {
+    type Matrix = ();
+    type Vector = ();
+    type Error = ModelError;
+
+    fn matrix(&mut self, name: String, _: Role, shape: [usize; 2]) -> Result<(), ModelError> {
+        self.take(&name, &shape)
+    }
+
+    fn vector(&mut self, name: String, _: Role, width: usize) -> Result<(), ModelError> {
+        self.take(&name, &[width])
     }
 }
 

@@ -5,8 +5,10 @@
 //! | group | what | f32 elements of a token |
 //! |---|---|---|
 //! | input | the block's input `x` | `hidden` |
-//! | cheap | inverse norms, attention's `o` and `lse`, `y` after attention | `2 + Hq D + Hq + hidden` |
+//! | cheap | attention's `o` and `lse`, `y` after attention | `Hq D + Hq + hidden` |
 //! | inner | normed `x` and `y`, q, k, v, `o` by tokens, gate and up, their product | `2 hidden + 2 Hq D + 2 Hkv D + 3 ffn` |
+//! |  | with norms of heads: q, k, v by tokens before them | `Hq D + 2 Hkv D` |
+//! |  | with norms after attention and MLP: what they read | `2 hidden` |
 //!
 //! Without recomputation all are kept. `selective` keeps input and cheap: the inputs of attention and the inner part of
 //! the MLP are computed again, but attention itself is not. `full` keeps only the input and computes the block again.
@@ -15,10 +17,12 @@
 //! which a tiled kernel does in any mode.)
 
 use super::norm;
-use super::parameters::{ModelSpec, Parameters};
+use super::parameters::Parameters;
 use super::{loss, network};
-use crate::attention::{Gradients, Kernel, Outputs, Params, Shape, Tiled, Workspace, WorkspaceSize};
+use crate::attention::{Gradients, Kernel, Outputs, Shape, Tiled, Workspace, WorkspaceSize};
 use crate::memory::{Arena, ArenaError, Buffer, Label, LabelBytes};
+use crate::model::config::Norms;
+use crate::model::{Config, params};
 use crate::tensor::{DType, Tensor};
 use serde::{Deserialize, Serialize};
 
@@ -49,19 +53,22 @@ impl Recompute {
 }
 
 /// Extents of a step: model and batch.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Extents {
-    /// The model.
-    pub spec: ModelSpec,
-    /// Tokens of its vocabulary.
-    pub vocab: usize,
+#[derive(Debug, Clone, Copy)]
+pub struct Extents<'a> {
+    /// The model, and what of it is trained.
+    pub parameters: &'a Parameters,
     /// Sequences of a batch.
     pub batch: usize,
     /// Tokens of each sequence.
     pub len: usize,
 }
 
-impl Extents {
+impl<'a> Extents<'a> {
+    /// The model.
+    pub fn config(&self) -> &'a Config {
+        &self.parameters.config
+    }
+
     /// Tokens of a batch.
     pub fn rows(&self) -> usize {
         self.batch * self.len
@@ -69,26 +76,25 @@ impl Extents {
 
     /// Floating-point operations of a step with `targets` judged tokens: a product of a row with a matrix takes two for
     /// each element, and twice as many again for both gradients; attention's backward pass 2.5 times its forward pass.
-    /// What is computed again is not counted.
+    /// What is computed again, or not because it is frozen, is not looked at.
     pub fn step_flop(&self, targets: usize) -> f64 {
-        let ModelSpec { hidden, layers, ffn, .. } = self.spec;
-        let matrices = layers * hidden * (self.spec.qkv_width() + self.spec.q_width() + 3 * ffn);
-        let attention = 3.5 * layers as f64 * self.attention().flops(&self.params()) as f64;
-        6.0 * (self.rows() * matrices + targets * hidden * self.vocab) as f64 + attention
+        let config = self.config();
+        let Config { hidden, layers, ffn, vocab, .. } = *config;
+        let matrices = layers * hidden * (config.qkv_width() + config.q_width() + 3 * ffn);
+        let of_layer = |layer| 3.5 * self.attention().flops(&params(config, layer)) as f64;
+        let attention: f64 = (0..layers).map(of_layer).sum();
+        6.0 * (self.rows() * matrices + targets * hidden * vocab) as f64 + attention
     }
 
     /// The attention problem of a block.
     pub(super) fn attention(&self) -> Shape {
-        let ModelSpec { q_heads, kv_heads, head_dim, .. } = self.spec;
+        let Config { q_heads, kv_heads, head_dim, .. } = *self.config();
         Shape { batch: self.batch, q_heads, kv_heads, q_len: self.len, kv_len: self.len, head_dim }
     }
 
-    pub(super) fn params(&self) -> Params {
-        Params::new(self.spec.head_dim, true)
-    }
-
     fn workspaces(&self, threads: usize) -> [WorkspaceSize; 2] {
-        let (shape, params) = (self.attention(), self.params());
+        // A window or a soft-cap changes nothing in what the kernel needs.
+        let (shape, params) = (self.attention(), params(self.config(), 0));
         let forward = Tiled::AUTO.workspace(&shape, &params, DType::F32, threads);
         let backward = Tiled::AUTO.backward_workspace(&shape, &params, DType::F32, threads);
         [forward, backward.expect("the tiled kernel has a backward pass")]
@@ -97,12 +103,12 @@ impl Extents {
     /// Bytes that training takes from the arena, for each label: exactly what [`network::Network`] and
     /// [`super::adamw::AdamW`] allocate.
     pub fn training_bytes(&self, recompute: Recompute, threads: usize) -> LabelBytes {
-        let parameters = 4 * Parameters::new(&self.spec, self.vocab).count() as u64;
+        let trained = 4 * self.parameters.trained_count() as u64;
         let workspaces: u64 = self.workspaces(threads).iter().map(WorkspaceSize::bytes).sum();
         LabelBytes::from([
-            (Label::Weights, parameters),
-            (Label::Gradients, parameters),
-            (Label::Optimizer, 2 * parameters),
+            (Label::Weights, 4 * self.parameters.count() as u64),
+            (Label::Gradients, trained),
+            (Label::Optimizer, 2 * trained),
             (Label::Activations, self.activation_bytes(recompute)),
             (Label::Workspace, workspaces + 4 * (self.norm_scratch() + loss::scratch(self)) as u64),
         ])
@@ -110,34 +116,35 @@ impl Extents {
 
     /// Bytes of what is kept and computed between the input of a step and its gradients.
     fn activation_bytes(&self, recompute: Recompute) -> u64 {
-        let (spec, rows) = (&self.spec, self.rows());
-        let shape = self.attention();
-        let [inputs, cheap, inner] = recompute.held(spec.layers);
-        let cheap_bytes = 4 * (2 * rows + rows * spec.hidden) as u64 + Outputs::bytes(&shape, DType::F32);
-        let inner_bytes = 4 * (rows * self.inner_width()) as u64
+        let (config, rows, shape) = (self.config(), self.rows(), self.attention());
+        let [inputs, cheap, inner] = recompute.held(config.layers);
+        let cheap_bytes = 4 * (rows * config.hidden) as u64 + Outputs::bytes(&shape, DType::F32);
+        let inner_bytes = 4 * (rows * inner_widths(config).iter().sum::<usize>()) as u64
             + Tensor::bytes_of(DType::F32, shape.q_dims())
             + 2 * Tensor::bytes_of(DType::F32, shape.kv_dims());
-        inputs as u64 * 4 * (rows * spec.hidden) as u64
+        inputs as u64 * 4 * (rows * config.hidden) as u64
             + cheap as u64 * cheap_bytes
             + inner as u64 * inner_bytes
-            + 4 * (rows * network::shared_width(spec) + rows) as u64
+            + 4 * (rows * network::shared_width(config)) as u64
             + Gradients::bytes(&shape, DType::F32)
     }
 
-    /// f32 elements of a token in the inner group, without q, k and v.
-    fn inner_width(&self) -> usize {
-        2 * self.spec.hidden + self.spec.q_width() + 3 * self.spec.ffn
-    }
-
+    /// f32 elements of scratch of the sums over norms: those of heads fit where those of the stream do.
     pub(super) fn norm_scratch(&self) -> usize {
-        norm::scratch(self.rows(), self.spec.hidden)
+        norm::scratch(self.rows(), self.config().hidden.max(self.config().head_dim))
     }
+}
+
+/// f32 elements of a token in each buffer of the inner group, in the order of [`Inner`], without q, k and v.
+fn inner_widths(config: &Config) -> [usize; 8] {
+    let Config { hidden, ffn, .. } = *config;
+    let unnormed = if config.qk_norm { config.qkv_width() } else { 0 };
+    let after = if config.norms == Norms::BeforeAndAfter { hidden } else { 0 };
+    [hidden, unnormed, config.q_width(), after, hidden, 2 * ffn, ffn, after]
 }
 
 /// A block's group of what is cheap to keep for what it saves.
 pub(super) struct Cheap {
-    /// Inverse norms of `x`, then of `y`, `[2, rows]`.
-    pub inverse: Buffer<f32>,
     pub attention: Outputs,
     /// The residual stream after attention, `[rows, hidden]`.
     pub y: Buffer<f32>,
@@ -145,18 +152,24 @@ pub(super) struct Cheap {
 
 /// A block's group of what is large and soon computed again.
 pub(super) struct Inner {
-    /// Normed `x`, `[rows, hidden]`.
-    pub n1: Buffer<f32>,
     /// q, k, v after RoPE, `[B, H, L, D]`.
     pub qkv: [Tensor; 3],
+    /// Normed `x`, `[rows, hidden]`.
+    pub n1: Buffer<f32>,
+    /// q, k, v by tokens before the norms of heads, `[rows, qkv_width]`; empty without these.
+    pub unnormed: Buffer<f32>,
     /// Attention's output by tokens, `[rows, q_width]`.
     pub o: Buffer<f32>,
+    /// The input of the norm after attention, `[rows, hidden]`; empty without one.
+    pub attended: Buffer<f32>,
     /// Normed `y`, `[rows, hidden]`.
     pub n2: Buffer<f32>,
     /// Gate and up, `[rows, 2 * ffn]`; in the backward pass their gradients.
     pub gate_up: Buffer<f32>,
-    /// `silu(gate) * up`, `[rows, ffn]`.
+    /// `activation(gate) * up`, `[rows, ffn]`.
     pub p: Buffer<f32>,
+    /// The input of the norm after the MLP, `[rows, hidden]`; empty without one.
+    pub projected: Buffer<f32>,
 }
 
 /// All groups of all blocks.
@@ -167,28 +180,31 @@ pub(super) struct Saved {
 }
 
 impl Saved {
-    pub fn allocate(arena: &Arena, extents: &Extents, recompute: Recompute) -> Result<Self, ArenaError> {
-        let (spec, rows, shape) = (&extents.spec, extents.rows(), extents.attention());
+    pub fn allocate(arena: &Arena, extents: &Extents<'_>, recompute: Recompute) -> Result<Self, ArenaError> {
+        let (config, rows, shape) = (extents.config(), extents.rows(), extents.attention());
         let floats = |width: usize| arena.alloc::<f32>(Label::Activations, rows * width);
         let tensor = |dims| Tensor::zeros(arena, Label::Activations, DType::F32, dims);
-        let [inputs, cheap, inner] = recompute.held(spec.layers);
+        let [inputs, cheap, inner] = recompute.held(config.layers);
         let make_cheap = |_| {
             let attention = Outputs::allocate(arena, &shape, DType::F32)?;
-            Ok(Cheap { inverse: floats(2)?, attention, y: floats(spec.hidden)? })
+            Ok(Cheap { attention, y: floats(config.hidden)? })
         };
         let make_inner = |_| {
-            let qkv = [tensor(shape.q_dims())?, tensor(shape.kv_dims())?, tensor(shape.kv_dims())?];
+            let [n1, unnormed, o, attended, n2, gate_up, p, projected] = inner_widths(config);
             Ok(Inner {
-                n1: floats(spec.hidden)?,
-                qkv,
-                o: floats(spec.q_width())?,
-                n2: floats(spec.hidden)?,
-                gate_up: floats(2 * spec.ffn)?,
-                p: floats(spec.ffn)?,
+                qkv: [tensor(shape.q_dims())?, tensor(shape.kv_dims())?, tensor(shape.kv_dims())?],
+                n1: floats(n1)?,
+                unnormed: floats(unnormed)?,
+                o: floats(o)?,
+                attended: floats(attended)?,
+                n2: floats(n2)?,
+                gate_up: floats(gate_up)?,
+                p: floats(p)?,
+                projected: floats(projected)?,
             })
         };
         Ok(Saved {
-            inputs: (0..inputs).map(|_| floats(spec.hidden)).collect::<Result<_, _>>()?,
+            inputs: (0..inputs).map(|_| floats(config.hidden)).collect::<Result<_, _>>()?,
             cheap: (0..cheap).map(make_cheap).collect::<Result<_, ArenaError>>()?,
             inner: (0..inner).map(make_inner).collect::<Result<_, ArenaError>>()?,
         })
@@ -209,7 +225,7 @@ pub(super) struct Scratch {
 }
 
 impl Scratch {
-    pub fn allocate(arena: &Arena, extents: &Extents, threads: usize) -> Result<Self, ArenaError> {
+    pub fn allocate(arena: &Arena, extents: &Extents<'_>, threads: usize) -> Result<Self, ArenaError> {
         let [forward, backward] = extents.workspaces(threads);
         Ok(Scratch {
             forward: forward.allocate(arena)?,

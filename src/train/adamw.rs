@@ -21,7 +21,7 @@ pub struct Constants {
     pub warmup_steps: usize,
     /// The rate at the last step as a share of the largest.
     pub final_share: f32,
-    /// Decay of matrices, times the learning rate; norms do not decay.
+    /// Decay of matrices, times the learning rate; norms and biases do not decay.
     pub weight_decay: f32,
     /// Memory of the mean.
     pub beta1: f32,
@@ -78,7 +78,7 @@ impl AdamW {
     /// # Errors
     /// When the arena has no room.
     pub fn new(arena: &Arena, parameters: &Parameters) -> Result<Self, ArenaError> {
-        let zeros = || arena.alloc(Label::Optimizer, parameters.count());
+        let zeros = || arena.alloc(Label::Optimizer, parameters.trained_count());
         Ok(AdamW { mean: zeros()?, square: zeros()? })
     }
 
@@ -100,9 +100,9 @@ impl AdamW {
         let correction = |beta: f32| (1.0 - f64::from(beta).powi(step as i32 + 1)) as f32;
         let (correction1, correction2) = (correction(beta1), correction(beta2));
         for parameter in &parameters.all {
-            let range = parameter.range.clone();
-            let decay = if parameter.spread.is_some() { 1.0 - rate * weight_decay } else { 1.0 };
-            let (w, g) = (&mut weights[range.clone()], &gradients[range.clone()]);
+            let Some(range) = parameter.gradient.clone() else { continue };
+            let decay = if parameter.role.decays() { 1.0 - rate * weight_decay } else { 1.0 };
+            let (w, g) = (&mut weights[parameter.range.clone()], &gradients[range.clone()]);
             let (m, v) = (&mut self.mean[range.clone()], &mut self.square[range]);
             cpu.install(|| {
                 w.par_chunks_mut(PIECE)

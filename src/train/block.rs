@@ -2,21 +2,23 @@
 
 use super::activations::{Cheap, Extents, Inner, Recompute, Scratch};
 use super::heads::{self, Turns};
-use super::norm;
-use super::parameters::BlockRanges;
-use super::{linear, swiglu};
+use super::mlp;
+use super::norm::{self, Columns};
+use super::parameters::{BlockGroups, Group};
 use crate::attention::{AttentionError, Backward, DenseKv, Forward, Gradients, Kernel, Tiled};
 use crate::device::Cpu;
 use crate::memory::Buffer;
+use crate::model::norm::Norm;
+use crate::model::params;
 use crate::tensor::{DType, Tensor, TensorView};
 
 /// A block at work: where its parameters are, and what all blocks share.
 pub(super) struct Block<'a> {
-    pub extents: &'a Extents,
+    pub extents: &'a Extents<'a>,
+    pub layer: usize,
     pub cpu: &'a Cpu,
     pub turns: &'a Turns,
     pub weights: &'a [f32],
-    pub ranges: &'a BlockRanges,
 }
 
 /// Buffers that all blocks share, one after the other.
@@ -25,7 +27,7 @@ pub(super) struct Shared {
     pub qkv: Buffer<f32>,
     /// Gradient by the inner part of the MLP, `[rows, ffn]`.
     pub dp: Buffer<f32>,
-    /// Gradient by a norm's output, `[rows, hidden]`.
+    /// Gradient by a norm's output, or by its input, `[rows, hidden]`.
     pub dn: Buffer<f32>,
     /// Gradient by attention's output, by tokens, `[rows, q_width]`.
     pub d_o: Buffer<f32>,
@@ -35,6 +37,14 @@ pub(super) struct Shared {
 }
 
 impl Block<'_> {
+    fn groups(&self) -> &BlockGroups {
+        &self.extents.parameters.blocks[self.layer]
+    }
+
+    fn norm(&self, gain: &Group) -> Norm<'_> {
+        self.extents.config().norm(gain.of(self.weights))
+    }
+
     /// Computes the block's output from its input `x`, and everything that [`Block::backward`] reads.
     pub fn forward(
         &self,
@@ -44,20 +54,20 @@ impl Block<'_> {
         shared: &mut Shared,
         output: &mut [f32],
     ) -> Result<(), AttentionError> {
-        self.attention_inputs(x, cheap, inner, shared);
+        self.attention_inputs(x, inner, shared);
         self.attend(cheap, inner, shared)?;
         self.residual(x, cheap, inner);
         self.mlp_inner(cheap, inner);
-        output.copy_from_slice(&cheap.y);
-        let spec = &self.extents.spec;
-        linear::forward(
-            self.cpu,
-            &inner.p,
-            &self.weights[self.ranges.down.clone()],
-            output,
-            [spec.ffn, spec.hidden],
-            true,
-        );
+        match &self.groups().after_mlp {
+            Some(gain) => {
+                self.norm(gain).rows(self.cpu, &inner.projected, output, self.extents.config().hidden);
+                norm::add(self.cpu, output, &cheap.y);
+            }
+            None => {
+                output.copy_from_slice(&cheap.y);
+                self.groups().down.forward(self.cpu, self.weights, &inner.p, output, true);
+            }
+        }
         Ok(())
     }
 
@@ -73,11 +83,14 @@ impl Block<'_> {
         match recompute {
             Recompute::None => return Ok(()),
             Recompute::Selective => {
-                self.attention_inputs(x, cheap, inner, shared);
+                self.attention_inputs(x, inner, shared);
                 self.by_tokens(cheap, inner);
+                if self.groups().after_attention.is_some() {
+                    self.residual(x, cheap, inner);
+                }
             }
             Recompute::Full => {
-                self.attention_inputs(x, cheap, inner, shared);
+                self.attention_inputs(x, inner, shared);
                 self.attend(cheap, inner, shared)?;
                 self.residual(x, cheap, inner);
             }
@@ -86,18 +99,18 @@ impl Block<'_> {
         Ok(())
     }
 
-    fn attention_inputs(&self, x: &[f32], cheap: &mut Cheap, inner: &mut Inner, shared: &mut Shared) {
-        let (spec, ranges) = (&self.extents.spec, self.ranges);
-        let (inverse, _) = cheap.inverse.split_at_mut(self.extents.rows());
-        norm::forward(self.cpu, x, &self.weights[ranges.norm1.clone()], spec.norm_eps, inverse, &mut inner.n1);
-        let widths = [spec.hidden, spec.qkv_width()];
-        linear::forward(self.cpu, &inner.n1, &self.weights[ranges.qkv.clone()], &mut shared.qkv, widths, false);
+    fn attention_inputs(&self, x: &[f32], inner: &mut Inner, shared: &mut Shared) {
+        let (config, groups) = (self.extents.config(), self.groups());
+        self.norm(&groups.before_attention).rows(self.cpu, x, &mut inner.n1, config.hidden);
+        let norms = groups.qk_norm.as_ref().map(|norms| norms.each_ref().map(|gain| self.norm(gain)));
+        let rows = if norms.is_some() { &mut inner.unnormed } else { &mut shared.qkv };
+        groups.qkv.forward(self.cpu, self.weights, &inner.n1, rows, false);
         let heads = inner.qkv.each_mut().map(|tensor| bytemuck::cast_slice_mut(tensor.bytes_mut()));
-        heads::split(self.cpu, spec, self.turns, &shared.qkv, heads);
+        heads::split(self.cpu, config, self.turns, norms, rows, heads);
     }
 
     fn call<'a>(&'a self, q: &'a Tensor, kv: &'a DenseKv<'a>) -> Forward<'a> {
-        let (shape, params) = (self.extents.attention(), self.extents.params());
+        let (shape, params) = (self.extents.attention(), params(self.extents.config(), self.layer));
         Forward { shape, params, q: q.view(), kv, cpu: self.cpu }
     }
 
@@ -110,25 +123,34 @@ impl Block<'_> {
     }
 
     fn by_tokens(&self, cheap: &Cheap, inner: &mut Inner) {
-        let spec = &self.extents.spec;
-        let extents = [spec.q_heads, self.extents.len, spec.head_dim];
+        let config = self.extents.config();
+        let extents = [config.q_heads, self.extents.len, config.head_dim];
         heads::side_by_side(self.cpu, bytemuck::cast_slice(cheap.attention.o.bytes()), extents, &mut inner.o);
     }
 
     fn residual(&self, x: &[f32], cheap: &mut Cheap, inner: &mut Inner) {
-        let spec = &self.extents.spec;
-        cheap.y.copy_from_slice(x);
-        let widths = [spec.q_width(), spec.hidden];
-        linear::forward(self.cpu, &inner.o, &self.weights[self.ranges.out.clone()], &mut cheap.y, widths, true);
+        let groups = self.groups();
+        match &groups.after_attention {
+            Some(gain) => {
+                groups.out.forward(self.cpu, self.weights, &inner.o, &mut inner.attended, false);
+                self.norm(gain).rows(self.cpu, &inner.attended, &mut cheap.y, self.extents.config().hidden);
+                norm::add(self.cpu, &mut cheap.y, x);
+            }
+            None => {
+                cheap.y.copy_from_slice(x);
+                groups.out.forward(self.cpu, self.weights, &inner.o, &mut cheap.y, true);
+            }
+        }
     }
 
-    fn mlp_inner(&self, cheap: &mut Cheap, inner: &mut Inner) {
-        let (spec, ranges) = (&self.extents.spec, self.ranges);
-        let (_, inverse) = cheap.inverse.split_at_mut(self.extents.rows());
-        norm::forward(self.cpu, &cheap.y, &self.weights[ranges.norm2.clone()], spec.norm_eps, inverse, &mut inner.n2);
-        let widths = [spec.hidden, 2 * spec.ffn];
-        linear::forward(self.cpu, &inner.n2, &self.weights[ranges.gate_up.clone()], &mut inner.gate_up, widths, false);
-        swiglu::forward(self.cpu, &inner.gate_up, &mut inner.p, spec.ffn);
+    fn mlp_inner(&self, cheap: &Cheap, inner: &mut Inner) {
+        let (config, groups) = (self.extents.config(), self.groups());
+        self.norm(&groups.before_mlp).rows(self.cpu, &cheap.y, &mut inner.n2, config.hidden);
+        groups.gate_up.forward(self.cpu, self.weights, &inner.n2, &mut inner.gate_up, false);
+        mlp::forward(self.cpu, config.activation, &inner.gate_up, &mut inner.p, config.ffn);
+        if groups.after_mlp.is_some() {
+            groups.down.forward(self.cpu, self.weights, &inner.p, &mut inner.projected, false);
+        }
     }
 
     /// Turns `dx` from the gradient by the block's output to that by its input, and adds to the parameters' gradients.
@@ -141,24 +163,35 @@ impl Block<'_> {
         gradients: &mut [f32],
         dx: &mut [f32],
     ) -> Result<(), AttentionError> {
-        let (spec, ranges, cpu, w) = (&self.extents.spec, self.ranges, self.cpu, self.weights);
+        let (config, groups, cpu, w) = (self.extents.config(), self.groups(), self.cpu, self.weights);
         let Shared { qkv, dp, dn, d_o, dqkv, scratch } = shared;
-        let (inverse1, inverse2) = cheap.inverse.split_at(self.extents.rows());
+        let stream = Columns { range: 0..config.hidden, stride: config.hidden };
+        let norm_backward = |gain: &Group, x: &[f32], dn: &mut [f32], gradients: &mut [f32], sums: &mut [f32]| {
+            norm::backward(cpu, self.norm(gain), x, dn, &stream, (gain, gradients), sums);
+        };
 
-        let widths = [spec.ffn, spec.hidden];
-        linear::weight_gradient(cpu, dx, &inner.p, &mut gradients[ranges.down.clone()], widths);
-        linear::input_gradient(cpu, dx, &w[ranges.down.clone()], dp, widths);
-        swiglu::backward(cpu, dp, &mut inner.gate_up, spec.ffn);
-        let widths = [spec.hidden, 2 * spec.ffn];
-        linear::weight_gradient(cpu, &inner.gate_up, &inner.n2, &mut gradients[ranges.gate_up.clone()], widths);
-        linear::input_gradient(cpu, &inner.gate_up, &w[ranges.gate_up.clone()], dn, widths);
-        let saved = norm::Saved { x: &cheap.y, gain: &w[ranges.norm2.clone()], inverse: inverse2 };
-        norm::backward(cpu, &saved, dn, dx, &mut gradients[ranges.norm2.clone()], &mut scratch.norm);
+        match &groups.after_mlp {
+            Some(gain) => {
+                dn.copy_from_slice(dx);
+                norm_backward(gain, &inner.projected, dn, gradients, &mut scratch.norm);
+                groups.down.backward(cpu, w, dn, &inner.p, gradients, dp);
+            }
+            None => groups.down.backward(cpu, w, dx, &inner.p, gradients, dp),
+        }
+        mlp::backward(cpu, config.activation, dp, &mut inner.gate_up, config.ffn);
+        groups.gate_up.backward(cpu, w, &inner.gate_up, &inner.n2, gradients, dn);
+        norm_backward(&groups.before_mlp, &cheap.y, dn, gradients, &mut scratch.norm);
+        norm::add(cpu, dx, dn);
 
-        let widths = [spec.q_width(), spec.hidden];
-        linear::weight_gradient(cpu, dx, &inner.o, &mut gradients[ranges.out.clone()], widths);
-        linear::input_gradient(cpu, dx, &w[ranges.out.clone()], d_o, widths);
-        let dims = [self.extents.batch, self.extents.len, spec.q_heads, spec.head_dim];
+        match &groups.after_attention {
+            Some(gain) => {
+                dn.copy_from_slice(dx);
+                norm_backward(gain, &inner.attended, dn, gradients, &mut scratch.norm);
+                groups.out.backward(cpu, w, dn, &inner.o, gradients, d_o);
+            }
+            None => groups.out.backward(cpu, w, dx, &inner.o, gradients, d_o),
+        }
+        let dims = [self.extents.batch, self.extents.len, config.q_heads, config.head_dim];
         let grad_o = TensorView::contiguous(DType::F32, dims, bytemuck::cast_slice(d_o)).permuted([0, 2, 1, 3]);
         let [q, k, v] = &inner.qkv;
         let kv = DenseKv::new(k.view(), v.view())?;
@@ -166,13 +199,14 @@ impl Block<'_> {
         let call = Backward { forward: self.call(q, &kv), o, lse, grad_o };
         Tiled::AUTO.backward(&call, dqkv, &mut scratch.backward)?;
         let heads = [&dqkv.q, &dqkv.k, &dqkv.v].map(|tensor| bytemuck::cast_slice(tensor.bytes()));
-        heads::merge(cpu, spec, self.turns, heads, qkv);
-
-        let widths = [spec.hidden, spec.qkv_width()];
-        linear::weight_gradient(cpu, qkv, &inner.n1, &mut gradients[ranges.qkv.clone()], widths);
-        linear::input_gradient(cpu, qkv, &w[ranges.qkv.clone()], dn, widths);
-        let saved = norm::Saved { x, gain: &w[ranges.norm1.clone()], inverse: inverse1 };
-        norm::backward(cpu, &saved, dn, dx, &mut gradients[ranges.norm1.clone()], &mut scratch.norm);
+        heads::merge(cpu, config, self.turns, heads, qkv);
+        for (gain, range) in groups.qk_norm.iter().flatten().zip(heads::columns(config)) {
+            let columns = Columns { range, stride: config.qkv_width() };
+            norm::backward(cpu, self.norm(gain), &inner.unnormed, qkv, &columns, (gain, gradients), &mut scratch.norm);
+        }
+        groups.qkv.backward(cpu, w, qkv, &inner.n1, gradients, dn);
+        norm_backward(&groups.before_attention, x, dn, gradients, &mut scratch.norm);
+        norm::add(cpu, dx, dn);
         Ok(())
     }
 }

@@ -1,6 +1,6 @@
 //! What is read: sequences of generated tasks and text, and which of their tokens are judged.
 //!
-//! A sequence begins with the token of the beginning. A task's context follows, then as many of its questions with
+//! A sequence begins as every text of the model. A task's context follows, then as many of its questions with
 //! their answers as there is room for: one context with many answers teaches more than many with one. The tokens of
 //! answers count in the loss, those of plain text less, those of keys and values that nothing foretells not at all.
 //! What a sequence is depends on the seed and its number alone.
@@ -64,7 +64,13 @@ struct Sequence<'a> {
     wanted: usize,
 }
 
-impl Sequence<'_> {
+impl<'a> Sequence<'a> {
+    /// The beginning of one of `len + 1` tokens.
+    fn begun(vocabulary: &'a Vocabulary, len: usize) -> Self {
+        let tokens = vocabulary.begin().iter().map(|&token| (token, 0.0)).collect();
+        Sequence { vocabulary, tokens, wanted: len + 1 }
+    }
+
     fn room(&self) -> usize {
         self.wanted.saturating_sub(self.tokens.len())
     }
@@ -146,16 +152,15 @@ impl<'a> Data<'a> {
     fn sequence(&self, source: &Source, len: usize, number: u64) -> Result<Vec<(u32, f32)>, DataError> {
         let mut rng = self.rng(number);
         rng.next_u64();
-        let tokens = vec![(self.vocabulary.begin(), 0.0)];
-        let mut sequence = Sequence { vocabulary: self.vocabulary, tokens, wanted: len + 1 };
+        let mut sequence = Sequence::begun(self.vocabulary, len);
         match &source.kind {
             Kind::Text => (),
             Kind::Needles => self.needles(&mut sequence, &mut rng),
             Kind::Echo => self.echo(&mut sequence, &mut rng),
             Kind::Task(task) => self.task(&mut sequence, &source.spec.source, task.as_ref(), number, &mut rng)?,
         }
-        if sequence.tokens.len() > 1 && sequence.room() > 0 {
-            sequence.tokens.push((self.vocabulary.end(), 1.0));
+        if sequence.tokens.len() > self.vocabulary.begin().len() && sequence.room() > 0 {
+            sequence.tokens.extend(self.vocabulary.end().map(|end| (end, 1.0)));
         }
         while sequence.room() > 0 {
             sequence.push(&text::sentence(&mut rng), self.text_weight);
@@ -266,15 +271,15 @@ impl<'a> Data<'a> {
         let task = task::task(name)?;
         let make = |index: usize| {
             let draw = Draw::new(self.seed ^ HELD_OUT, index as u64);
+            let target = len - self.vocabulary.begin().len();
             let Sample { context, questions, .. } =
-                task::generate(name, task.as_ref(), len - 1, &draw, self.vocabulary)?;
-            let tokens = vec![(self.vocabulary.begin(), 0.0)];
-            let mut sequence = Sequence { vocabulary: self.vocabulary, tokens, wanted: len + 1 };
+                task::generate(name, task.as_ref(), target, &draw, self.vocabulary)?;
+            let mut sequence = Sequence::begun(self.vocabulary, len);
             sequence.push(&context, 0.0);
             sequence.push(&questions[0].prompt, 0.0);
             sequence.push(&questions[0].expected, 1.0);
             // What follows an answer changes nothing of it.
-            sequence.tokens.resize(len + 1, (self.vocabulary.end(), 0.0));
+            sequence.tokens.resize(len + 1, (self.vocabulary.end().unwrap_or(0), 0.0));
             Ok(sequence.tokens)
         };
         let indices: Vec<usize> = (0..samples).collect();

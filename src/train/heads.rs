@@ -1,53 +1,64 @@
-//! Between rows of tokens and heads: `[B * L, q | k | v]` to `[B, H, L, D]` with RoPE, and back.
+//! Between rows of tokens and heads: `[B * L, q | k | v]` to `[B, H, L, D]` with the norms of heads and RoPE, and back.
 
-use super::parameters::ModelSpec;
-use crate::attention::rope::{Frequencies, Rotation};
 use crate::device::Cpu;
+use crate::model::Config;
+use crate::model::norm::Norm;
+use crate::model::rope::{angles, turn};
 use rayon::prelude::*;
+use std::ops::Range;
 
-/// The turns of every position of a sequence, forth and back.
+/// The turns of every position of a sequence, forth and back, `[L, D]` each.
 pub(super) struct Turns {
-    forth: Vec<Rotation>,
-    back: Vec<Rotation>,
+    forth: Vec<f32>,
+    back: Vec<f32>,
 }
 
 impl Turns {
     /// The turns of positions `0..len`.
-    pub fn new(spec: &ModelSpec, len: usize) -> Self {
-        let frequencies = Frequencies::new(spec.head_dim, spec.rope_theta);
-        let turns = |sign: i64| (0..len as i64).map(|at| Rotation::new(&frequencies, sign * at)).collect();
-        Turns { forth: turns(1), back: turns(-1) }
+    pub fn new(config: &Config, len: usize) -> Self {
+        let (rope, dim) = (&config.rope, config.head_dim);
+        let frequencies = rope.frequencies(dim, config.max_positions, len);
+        let mut forth = vec![0.0; len * dim];
+        for (at, row) in forth.chunks_exact_mut(dim).enumerate() {
+            angles(&frequencies, at, rope.attention_factor(), row);
+        }
+        let mut back = forth.clone();
+        back.chunks_exact_mut(dim).for_each(|row| row[dim / 2..].iter_mut().for_each(|sine| *sine = -*sine));
+        Turns { forth, back }
     }
 }
 
-/// One of q, k and v: where it begins in a token's row, its heads, and whether RoPE turns it.
-struct Part {
-    start: usize,
-    heads: usize,
-    turned: bool,
+/// Where q, k and v lie in a token's row.
+pub(super) fn columns(config: &Config) -> [Range<usize>; 3] {
+    let (q, kv) = (config.q_width(), config.kv_width());
+    [0..q, q..q + kv, q + kv..q + 2 * kv]
 }
 
-fn parts(spec: &ModelSpec) -> [Part; 3] {
-    let (q, kv) = (spec.q_width(), spec.kv_width());
-    [
-        Part { start: 0, heads: spec.q_heads, turned: true },
-        Part { start: q, heads: spec.kv_heads, turned: true },
-        Part { start: q + kv, heads: spec.kv_heads, turned: false },
-    ]
-}
-
-/// Cuts rows `[B * L, qkv_width]` into `[B, H, L, D]` for q, k and v, and turns q and k to their positions.
-pub(super) fn split(cpu: &Cpu, spec: &ModelSpec, turns: &Turns, rows: &[f32], heads: [&mut [f32]; 3]) {
-    let (len, dim, width) = (turns.forth.len(), spec.head_dim, spec.qkv_width());
+/// Cuts rows `[B * L, qkv_width]` into `[B, H, L, D]` for q, k and v; normalises the heads of q and k where there are
+/// `norms`, and turns them to their positions.
+pub(super) fn split(
+    cpu: &Cpu,
+    config: &Config,
+    turns: &Turns,
+    norms: Option<[Norm<'_>; 2]>,
+    rows: &[f32],
+    heads: [&mut [f32]; 3],
+) {
+    let (dim, width) = (config.head_dim, config.qkv_width());
+    let len = turns.forth.len() / dim;
     cpu.install(|| {
-        for (part, target) in parts(spec).into_iter().zip(heads) {
+        for (part, (columns, target)) in columns(config).into_iter().zip(heads).enumerate() {
+            let (heads, norm) = (columns.len() / dim, norms.as_ref().and_then(|norms| norms.get(part)));
             target.par_chunks_mut(len * dim).enumerate().for_each(|(index, target)| {
-                let (batch, head) = (index / part.heads, index % part.heads);
-                let column = part.start + head * dim;
+                let (batch, head) = (index / heads, index % heads);
+                let column = columns.start + head * dim;
                 for (at, to) in target.chunks_exact_mut(dim).enumerate() {
                     to.copy_from_slice(&rows[(batch * len + at) * width + column..][..dim]);
-                    if part.turned {
-                        turns.forth[at].turn(to);
+                    if let Some(norm) = norm {
+                        norm.row(cpu.isa(), to);
+                    }
+                    if part < 2 {
+                        turn(to, &turns.forth[at * dim..][..dim]);
                     }
                 }
             });
@@ -55,18 +66,19 @@ pub(super) fn split(cpu: &Cpu, spec: &ModelSpec, turns: &Turns, rows: &[f32], he
     });
 }
 
-/// The gradient of [`split`]: turns those by q and k back and puts the heads of a token side by side.
-pub(super) fn merge(cpu: &Cpu, spec: &ModelSpec, turns: &Turns, heads: [&[f32]; 3], rows: &mut [f32]) {
-    let (len, dim, width) = (turns.back.len(), spec.head_dim, spec.qkv_width());
+/// The gradient of [`split`] but for the norms: turns those by q and k back and puts the heads of a token side by side.
+pub(super) fn merge(cpu: &Cpu, config: &Config, turns: &Turns, heads: [&[f32]; 3], rows: &mut [f32]) {
+    let dim = config.head_dim;
+    let len = turns.back.len() / dim;
     cpu.install(|| {
-        rows.par_chunks_mut(width).enumerate().for_each(|(row, to)| {
+        rows.par_chunks_mut(config.qkv_width()).enumerate().for_each(|(row, to)| {
             let (batch, at) = (row / len, row % len);
-            for (part, heads) in parts(spec).into_iter().zip(heads) {
-                let to = &mut to[part.start..][..part.heads * dim];
-                for (head, to) in to.chunks_exact_mut(dim).enumerate() {
-                    to.copy_from_slice(&heads[((batch * part.heads + head) * len + at) * dim..][..dim]);
-                    if part.turned {
-                        turns.back[at].turn(to);
+            for (part, (columns, heads)) in columns(config).into_iter().zip(heads).enumerate() {
+                let count = columns.len() / dim;
+                for (head, to) in to[columns].chunks_exact_mut(dim).enumerate() {
+                    to.copy_from_slice(&heads[((batch * count + head) * len + at) * dim..][..dim]);
+                    if part < 2 {
+                        turn(to, &turns.back[at * dim..][..dim]);
                     }
                 }
             }

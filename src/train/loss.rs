@@ -10,6 +10,7 @@ use crate::device::Cpu;
 use crate::device::gemm::{Matrix, product};
 use crate::device::simd::loops;
 use crate::memory::{Arena, ArenaError, Buffer, Label};
+use crate::model::Config;
 use rayon::prelude::*;
 use std::f32::consts::LOG2_E;
 
@@ -29,13 +30,13 @@ pub struct Target {
     pub weight: f32,
 }
 
-fn block_rows(extents: &Extents) -> usize {
+fn block_rows(extents: &Extents<'_>) -> usize {
     BLOCK_ROWS.min(extents.rows())
 }
 
 /// f32 elements of a [`Loss`].
-pub(super) fn scratch(extents: &Extents) -> usize {
-    block_rows(extents) * (extents.vocab + 2 * extents.spec.hidden + 2)
+pub(super) fn scratch(extents: &Extents<'_>) -> usize {
+    block_rows(extents) * (extents.config().vocab + 2 * extents.config().hidden + 2)
 }
 
 /// Scratch memory of the loss.
@@ -49,36 +50,38 @@ pub(super) struct Loss {
     judged: Buffer<[f32; 2]>,
 }
 
-/// The output matrix and its gradient.
+/// The output matrix, its gradient unless it is frozen, and the soft-cap of logits.
 pub(super) struct Head<'a> {
     pub weights: &'a [f32],
     pub gradient: Option<&'a mut [f32]>,
+    pub softcap: Option<f32>,
 }
 
 impl Loss {
-    pub fn allocate(arena: &Arena, extents: &Extents) -> Result<Self, ArenaError> {
+    pub fn allocate(arena: &Arena, extents: &Extents<'_>) -> Result<Self, ArenaError> {
         let rows = block_rows(extents);
         let floats = |width: usize| arena.alloc(Label::Workspace, rows * width);
-        let (logits, x, dx) = (floats(extents.vocab)?, floats(extents.spec.hidden)?, floats(extents.spec.hidden)?);
+        let Config { vocab, hidden, .. } = *extents.config();
+        let (logits, x, dx) = (floats(vocab)?, floats(hidden)?, floats(hidden)?);
         Ok(Loss { logits, x, dx, judged: arena.alloc(Label::Workspace, rows)? })
     }
 
-    /// The weighted loss over `targets`. `n` `[rows, hidden]` is the last norm's output; with a gradient in `head`, it
-    /// is added to, and the gradient by `n` written to `dn`. Tells `judge` each target's likeliest token.
+    /// The weighted loss over `targets`. `n` `[rows, hidden]` is the last norm's output, and the gradient by it is
+    /// written to `dn`, if that is wanted; a gradient in `head` is then added to. Tells `judge` each target's likeliest
+    /// token and its own negative log-likelihood.
     pub fn run(
         &mut self,
         cpu: &Cpu,
         n: &[f32],
         targets: &[Target],
         head: Head<'_>,
-        dn: &mut [f32],
-        mut judge: impl FnMut(&Target, u32),
+        mut dn: Option<&mut [f32]>,
+        mut judge: impl FnMut(&Target, u32, f32),
     ) -> f64 {
-        let Head { weights, mut gradient } = head;
+        let Head { weights, mut gradient, softcap } = head;
         let rows = self.judged.len();
         let (hidden, vocab) = (self.x.len() / rows, self.logits.len() / rows);
-        let wanted = gradient.is_some();
-        if wanted {
+        if let Some(dn) = &mut dn {
             dn.fill(0.0);
         }
         let mut loss = 0.0;
@@ -89,7 +92,7 @@ impl Loss {
             for (target, x) in targets.iter().zip(x.chunks_exact_mut(hidden)) {
                 x.copy_from_slice(&n[target.row * hidden..][..hidden]);
             }
-            let piece = Piece { cpu, weights, hidden, vocab, wanted };
+            let piece = Piece { cpu, weights, hidden, vocab, softcap, wanted: dn.is_some() };
             cpu.install(|| {
                 logits
                     .par_chunks_mut(PIECE_ROWS * vocab)
@@ -100,13 +103,15 @@ impl Loss {
             });
             if let Some(gradient) = &mut gradient {
                 linear::weight_gradient(cpu, logits, x, gradient, [hidden, vocab]);
+            }
+            if let Some(dn) = &mut dn {
                 for (target, dx) in targets.iter().zip(dx.chunks_exact(hidden)) {
                     dn[target.row * hidden..][..hidden].copy_from_slice(dx);
                 }
             }
             for (target, [nll, likeliest]) in targets.iter().zip(&*judged) {
                 loss += f64::from(target.weight) * f64::from(*nll);
-                judge(target, *likeliest as u32);
+                judge(target, *likeliest as u32, *nll);
             }
         }
         loss
@@ -119,6 +124,7 @@ struct Piece<'a> {
     weights: &'a [f32],
     hidden: usize,
     vocab: usize,
+    softcap: Option<f32>,
     /// Whether gradients are.
     wanted: bool,
 }
@@ -128,7 +134,13 @@ impl Piece<'_> {
         let (isa, count) = (self.cpu.isa(), targets.len());
         let weights = Matrix::new(self.weights, self.vocab, self.hidden);
         product(logits, self.vocab, Matrix::new(x, count, self.hidden), weights.transposed(), false, 1);
+        let mut capped = Vec::new();
         for ((row, judged), target) in logits.chunks_exact_mut(self.vocab).zip(judged).zip(targets) {
+            if let Some(cap) = self.softcap {
+                loops::soft_cap(isa, row, 1.0, cap);
+                capped.clear();
+                capped.extend_from_slice(row);
+            }
             let token = target.token as usize;
             let wanted_logit = row[token];
             // A NaN is never the largest, but must reach the loss: it does, through the sum.
@@ -144,6 +156,9 @@ impl Piece<'_> {
             if self.wanted {
                 loops::scale(isa, row, target.weight / sum);
                 row[token] -= target.weight;
+                if let Some(cap) = self.softcap {
+                    loops::cap_slope(isa, row, &capped, cap);
+                }
             }
         }
         if self.wanted {

@@ -1,7 +1,8 @@
-//! Training of a small Llama-type decoder with this project's own forward and backward passes.
+//! Training of the decoders of [`crate::model`]: small ones from nothing, and any that can be loaded.
 //!
-//! A block is RMSNorm, RoPE, grouped-query attention by the kernel `tiled`, RMSNorm and a SwiGLU MLP; the embedding is
-//! also the output matrix. Numbers are f32. Rows of all sequences of a batch lie below each other, `[B * L, width]`.
+//! A model is what its [`crate::model::Config`] says, with its table of parameters, norms, RoPE, activations and options
+//! of attention; here are the backward passes, and what of a forward pass they read. Attention is the kernel `tiled`.
+//! Numbers are f32. Rows of all sequences of a batch lie below each other, `[B * L, width]`.
 //! Work is cut into pieces of a fixed size, each with one owner, so that the bits do not depend on the number of
 //! threads; what a step reads depends on nothing but the recipe's seed and the step's number, so that a run that was
 //! killed goes on with the same bits.
@@ -16,17 +17,18 @@ mod heads;
 mod linear;
 pub mod log;
 pub mod loss;
+mod mlp;
 pub mod network;
 mod norm;
+pub mod origin;
 pub mod parameters;
 pub mod recipe;
 pub mod run;
-mod swiglu;
 pub mod vocabulary;
 
 pub use activations::Recompute;
 pub use network::{Batch, Network};
-pub use parameters::{ModelSpec, Parameters};
+pub use parameters::Parameters;
 
 /// Rows of a piece of work that one thread does: fixed, so that sums over pieces have one order.
 const PIECE_ROWS: usize = 256;

@@ -1,14 +1,17 @@
-//! The parameters of a model: one flat array of f32, cut into named matrices and vectors.
+//! Where the parameters of a model lie: one flat array of f32 in the order of its table, and a shorter one, laid out alike,
+//! of those that are trained, for gradients and for each of the optimizer's averages.
 //!
-//! Gradients and the optimizer's averages are arrays of the same layout. The projections to q, k and v follow each
-//! other, and so do gate and up: one matrix product reads each group as one matrix.
+//! The projections to q, k and v follow each other, and so do gate and up: one matrix product reads each group as one
+//! matrix.
 
-use crate::attention::rope::Frequencies;
+use super::linear::Linear;
 use crate::memory::{Arena, ArenaError, Buffer, Label};
+use crate::model::Config;
+use crate::model::parameters::{self, Make, Role, Stack};
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 use rand_distr::{Distribution, Normal};
-use serde::{Deserialize, Serialize};
+use std::convert::Infallible;
 use std::ops::Range;
 
 /// What every token's embedding has in common at first, as a share of its size, and how many frequencies of RoPE the
@@ -17,160 +20,163 @@ const COMMON: f32 = 0.33;
 const FREQUENCIES: usize = 5;
 const LOOK: f32 = 7.0;
 
-/// Extents and constants of a decoder, as a recipe gives them.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct ModelSpec {
-    /// Width of the residual stream.
-    pub hidden: usize,
-    /// Blocks.
-    pub layers: usize,
-    /// Query heads of a block, a multiple of `kv_heads`.
-    pub q_heads: usize,
-    /// KV heads of a block.
-    pub kv_heads: usize,
-    /// Elements of a head; even.
-    pub head_dim: usize,
-    /// Inner width of the MLP.
-    pub ffn: usize,
-    /// Longest sequence that the model is made for, in tokens.
-    pub max_positions: usize,
-    /// Base of the frequencies of RoPE.
-    pub rope_theta: f64,
-    /// Added to the mean square of a row before its root.
-    pub norm_eps: f32,
-}
-
-impl ModelSpec {
-    /// Width of the queries of a token.
-    pub fn q_width(&self) -> usize {
-        self.q_heads * self.head_dim
-    }
-
-    /// Width of the keys of a token, and of its values.
-    pub fn kv_width(&self) -> usize {
-        self.kv_heads * self.head_dim
-    }
-
-    /// Width of queries, keys and values of a token.
-    pub fn qkv_width(&self) -> usize {
-        self.q_width() + 2 * self.kv_width()
-    }
-
-    /// Says what is wrong with it, if anything.
-    ///
-    /// # Errors
-    /// One line with the field, its value and what would be right.
-    pub fn check(&self) -> Result<(), String> {
-        let counts = [
-            ("hidden", self.hidden),
-            ("layers", self.layers),
-            ("q_heads", self.q_heads),
-            ("kv_heads", self.kv_heads),
-            ("head_dim", self.head_dim),
-            ("ffn", self.ffn),
-            ("max_positions", self.max_positions),
-        ];
-        if let Some((name, value)) = counts.iter().find(|(_, value)| !(1..=1 << 20).contains(value)) {
-            return Err(format!("model.{name} is {value}; it must be 1 to 1048576"));
-        }
-        if !self.q_heads.is_multiple_of(self.kv_heads) {
-            return Err(format!(
-                "model.q_heads is {}; it must be a multiple of kv_heads, {}",
-                self.q_heads, self.kv_heads
-            ));
-        }
-        if self.head_dim % 2 == 1 || self.head_dim > 256 {
-            return Err(format!("model.head_dim is {}; it must be even and at most 256", self.head_dim));
-        }
-        if !(self.rope_theta.is_finite() && self.rope_theta > 1.0) {
-            return Err(format!("model.rope_theta is {}; it must be finite and above 1", self.rope_theta));
-        }
-        if !(self.norm_eps.is_finite() && self.norm_eps > 0.0) {
-            return Err(format!("model.norm_eps is {}; it must be finite and above 0", self.norm_eps));
-        }
-        Ok(())
-    }
-}
-
-/// A matrix `[rows, columns]` of the array, or a vector of one row.
+/// A matrix or a vector of the array.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Parameter {
-    /// Its name in Hugging Face's Llama.
+    /// Its name in the model's files.
     pub name: String,
-    /// Its shape in a file: `[out, in]`, or `[hidden]` of a norm.
+    /// Its shape there: `[out, in]` of a matrix.
     pub shape: Vec<usize>,
+    /// What it is for.
+    pub role: Role,
     /// Where it lies.
     pub range: Range<usize>,
-    /// Standard deviation of its first values; `None` for a norm, which begins at 1 and does not decay.
-    pub spread: Option<f32>,
+    /// Where its gradient lies, unless it is frozen.
+    pub gradient: Option<Range<usize>>,
 }
 
-/// Where a block's parameters lie.
+/// Parameters that follow each other and are used as one.
 #[derive(Debug, Clone)]
-pub(super) struct BlockRanges {
-    pub norm1: Range<usize>,
-    /// `[qkv_width, hidden]`.
-    pub qkv: Range<usize>,
-    /// `[hidden, q_width]`.
-    pub out: Range<usize>,
-    pub norm2: Range<usize>,
-    /// `[2 * ffn, hidden]`.
-    pub gate_up: Range<usize>,
-    /// `[hidden, ffn]`.
-    pub down: Range<usize>,
+pub(super) struct Group {
+    range: Range<usize>,
+    /// Each stretch that is trained: its first element in the group, and where its gradient lies.
+    pub trained: Vec<(usize, Range<usize>)>,
+}
+
+impl Group {
+    fn new(parameters: &[Parameter]) -> Self {
+        let start = parameters[0].range.start;
+        let mut trained: Vec<(usize, Range<usize>)> = Vec::new();
+        for Parameter { range, gradient, .. } in parameters {
+            let Some(gradient) = gradient.clone() else { continue };
+            match trained.last_mut() {
+                Some((first, last)) if *first + last.len() == range.start - start => last.end = gradient.end,
+                _ => trained.push((range.start - start, gradient)),
+            }
+        }
+        Group { range: start..parameters[parameters.len() - 1].range.end, trained }
+    }
+
+    /// Its part of the weights.
+    pub fn of<'w>(&self, weights: &'w [f32]) -> &'w [f32] {
+        &weights[self.range.clone()]
+    }
+
+    /// Where its gradient lies, if it is a single parameter that is trained.
+    pub fn gradient(&self) -> Option<Range<usize>> {
+        self.trained.first().map(|(_, range)| range.clone())
+    }
+}
+
+/// A block's parameters.
+#[derive(Debug, Clone)]
+pub(super) struct BlockGroups {
+    pub before_attention: Group,
+    pub qkv: Linear,
+    pub qk_norm: Option<[Group; 2]>,
+    pub out: Linear,
+    pub after_attention: Option<Group>,
+    pub before_mlp: Group,
+    pub gate_up: Linear,
+    pub down: Linear,
+    pub after_mlp: Option<Group>,
 }
 
 /// The layout of all parameters.
 #[derive(Debug, Clone)]
 pub struct Parameters {
-    spec: ModelSpec,
+    /// The model.
+    pub config: Config,
     /// Every one, in the order in which they lie.
     pub all: Vec<Parameter>,
-    /// `[vocab, hidden]`: the embedding, and the output matrix.
-    pub(super) embedding: Range<usize>,
-    pub(super) blocks: Vec<BlockRanges>,
-    pub(super) norm: Range<usize>,
+    /// `[vocab, hidden]`.
+    pub(super) embedding: Group,
+    pub(super) blocks: Vec<BlockGroups>,
+    pub(super) norm: Group,
+    /// `[vocab, hidden]`: the embedding, where they are tied.
+    pub(super) output: Group,
+    /// The first block of which something is trained, or which lies above an embedding that is.
+    pub(super) first_trained: usize,
 }
 
 impl Parameters {
-    /// The layout of a model with `vocab` tokens.
-    pub fn new(spec: &ModelSpec, vocab: usize) -> Self {
-        let mut list = List { all: Vec::new(), end: 0 };
-        // A product with a row of size 1 has size 1; what is added to the residual stream 2 * layers times has less.
-        let size_of = |inputs: usize| 1.0 / (inputs as f32).sqrt();
-        let (whole, part) = (Some(size_of(spec.hidden)), 1.0 / (2.0 * spec.layers as f32));
-        let embedding = list.add("model.embed_tokens", vec![vocab, spec.hidden], whole);
-        let mut blocks = Vec::with_capacity(spec.layers);
-        for layer in 0..spec.layers {
-            let name = |part: &str| format!("model.layers.{layer}.{part}");
-            let norm1 = list.add(&name("input_layernorm"), vec![spec.hidden], None);
-            let q = list.add(&name("self_attn.q_proj"), vec![spec.q_width(), spec.hidden], whole);
-            list.add(&name("self_attn.k_proj"), vec![spec.kv_width(), spec.hidden], whole);
-            let v = list.add(&name("self_attn.v_proj"), vec![spec.kv_width(), spec.hidden], whole);
-            let out = list.add(
-                &name("self_attn.o_proj"),
-                vec![spec.hidden, spec.q_width()],
-                Some(part * size_of(spec.q_width())),
-            );
-            let norm2 = list.add(&name("post_attention_layernorm"), vec![spec.hidden], None);
-            let gate = list.add(&name("mlp.gate_proj"), vec![spec.ffn, spec.hidden], whole);
-            let up = list.add(&name("mlp.up_proj"), vec![spec.ffn, spec.hidden], whole);
-            let down = list.add(&name("mlp.down_proj"), vec![spec.hidden, spec.ffn], Some(part * size_of(spec.ffn)));
-            let (qkv, gate_up) = (q.start..v.end, gate.start..up.end);
-            blocks.push(BlockRanges { norm1, qkv, out, norm2, gate_up, down });
+    /// The layout of a model all of whose parameters are trained.
+    pub fn new(config: &Config) -> Self {
+        Self::trained(config, |_| true)
+    }
+
+    /// The layout of a model in which those parameters are frozen whose names a pattern matches: they get no gradient and
+    /// no room in the optimizer. A pattern is a part of a name, `*` in it anything.
+    ///
+    /// # Errors
+    /// When a pattern matches nothing, or nothing is left to train.
+    pub fn with_frozen(config: &Config, patterns: &[String]) -> Result<Self, String> {
+        let all = Self::new(config);
+        let matched = |pattern: &&String| all.all.iter().any(|parameter| matches(pattern, &parameter.name));
+        if let Some(pattern) = patterns.iter().find(|pattern| !matched(pattern)) {
+            let first = &all.all[1].name;
+            return Err(format!("frozen: '{pattern}' matches no parameter; a name is as '{first}', and * is anything"));
         }
-        let norm = list.add("model.norm", vec![spec.hidden], None);
-        Parameters { spec: *spec, all: list.all, embedding, blocks, norm }
+        let parameters = Self::trained(config, |name| !patterns.iter().any(|pattern| matches(pattern, name)));
+        match parameters.trained_count() {
+            0 => Err(format!("frozen: {patterns:?} matches every parameter; at least one must be trained")),
+            _ => Ok(parameters),
+        }
+    }
+
+    fn trained(config: &Config, is_trained: impl Fn(&str) -> bool) -> Self {
+        let mut list = List { all: Vec::new(), is_trained };
+        let Ok(tree) = config.parameters(&mut list);
+        let (hidden, ffn) = (config.hidden, config.ffn);
+        let one = |parameter: Parameter| Group::new(&[parameter]);
+        let linear = |stack: Stack<Parameter, Parameter>, inputs, outputs| {
+            let bias = (!stack.biases.is_empty()).then(|| Group::new(&stack.biases));
+            Linear { weight: Group::new(&stack.matrices), bias, inputs, outputs }
+        };
+        let block = |block: parameters::Block<Parameter, Parameter>| BlockGroups {
+            before_attention: one(block.before_attention),
+            qkv: linear(block.qkv, hidden, config.qkv_width()),
+            qk_norm: block.qk_norm.map(|norms| norms.map(one)),
+            out: linear(block.o, config.q_width(), hidden),
+            after_attention: block.after_attention.map(one),
+            before_mlp: one(block.before_mlp),
+            gate_up: linear(block.gate_up, hidden, 2 * ffn),
+            down: linear(block.down, ffn, hidden),
+            after_mlp: block.after_mlp.map(one),
+        };
+        let embedding = one(tree.embedding);
+        let all = list.all;
+        let trained = |layer: &usize| {
+            let prefix = format!("model.layers.{layer}.");
+            all.iter().any(|parameter| parameter.gradient.is_some() && parameter.name.starts_with(&prefix))
+        };
+        let first_trained = match all[0].gradient {
+            Some(_) => 0,
+            None => (0..config.layers).find(trained).unwrap_or(config.layers),
+        };
+        Parameters {
+            output: tree.output.map_or_else(|| embedding.clone(), one),
+            embedding,
+            blocks: tree.blocks.into_iter().map(block).collect(),
+            norm: one(tree.norm),
+            all,
+            first_trained,
+            config: config.clone(),
+        }
     }
 
     /// Number of f32 elements.
     pub fn count(&self) -> usize {
-        self.norm.end
+        self.all[self.all.len() - 1].range.end
     }
 
-    /// First values for training: normal deviates from `seed`, ones for norms, and heads that look back in the first
-    /// block.
+    /// Number of f32 elements that are trained.
+    pub fn trained_count(&self) -> usize {
+        self.all.iter().rev().find_map(|parameter| parameter.gradient.as_ref()).map_or(0, |range| range.end)
+    }
+
+    /// First values for training: normal deviates from `seed`, norms that multiply by 1, no biases, and heads that look
+    /// back in the first block.
     ///
     /// # Errors
     /// When the arena has no room.
@@ -179,13 +185,19 @@ impl Parameters {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         for parameter in &self.all {
             let values = &mut weights[parameter.range.clone()];
-            match parameter.spread {
-                None => values.fill(1.0),
-                Some(spread) => {
-                    let normal = Normal::new(0.0f32, spread).expect("a spread is finite and not negative");
-                    values.iter_mut().for_each(|value| *value = normal.sample(&mut rng));
+            // A product with a row of size 1 has size 1; what is added to the residual stream 2 * layers times has less.
+            let size = 1.0 / (parameter.shape[parameter.shape.len() - 1] as f32).sqrt();
+            let spread = match parameter.role {
+                Role::Norm => {
+                    values.fill(1.0 - self.config.norm(&[]).shift);
+                    continue;
                 }
-            }
+                Role::Bias => continue,
+                Role::Embedding | Role::Matrix => size,
+                Role::Residual => 1.0 / (2.0 * self.config.layers as f32) * size,
+            };
+            let normal = Normal::new(0.0f32, spread).expect("a spread is finite and not negative");
+            values.iter_mut().for_each(|value| *value = normal.sample(&mut rng));
         }
         self.look_back(&mut weights);
         Ok(weights)
@@ -199,20 +211,20 @@ impl Parameters {
     /// component of every embedding is the same number, from which q and k of some frequencies of RoPE are read, turned
     /// by the distance. All of it can be unlearned.
     fn look_back(&self, weights: &mut [f32]) {
-        let ModelSpec { hidden, head_dim, q_heads, rope_theta, .. } = self.spec;
+        let Config { hidden, head_dim, q_heads, kv_heads, max_positions, ref rope, .. } = self.config;
         let size = 1.0 / (hidden as f32).sqrt();
         let common = COMMON / (1.0 + COMMON * COMMON).sqrt();
         // A row of q or k that gives `LOOK` for every token: after RMSNorm its first component is common * sqrt(hidden).
         let gain = LOOK * size / common;
-        weights[self.embedding.clone()].chunks_exact_mut(hidden).for_each(|row| row[0] = COMMON);
-        let qkv = &mut weights[self.blocks[0].qkv.clone()];
+        weights[self.embedding.range.clone()].chunks_exact_mut(hidden).for_each(|row| row[0] = COMMON);
+        let qkv = &mut weights[self.blocks[0].qkv.weight.range.clone()];
         let mut set = |row: usize, value: f32| {
             let row = &mut qkv[row * hidden..][..hidden];
             row.fill(0.0);
             row[0] = gain * value;
         };
-        let (half, frequencies) = (head_dim / 2, Frequencies::new(head_dim, rope_theta));
-        for head in 0..q_heads + self.spec.kv_heads {
+        let (half, frequencies) = (head_dim / 2, rope.frequencies(head_dim, max_positions, max_positions));
+        for head in 0..q_heads + kv_heads {
             let back = if head < q_heads { head + 1 } else { 0 };
             for pair in 0..FREQUENCIES.min(half) {
                 let angle = -(back as f64) * frequencies.rad_per_token()[pair];
@@ -223,16 +235,41 @@ impl Parameters {
     }
 }
 
-struct List {
-    all: Vec<Parameter>,
-    end: usize,
+/// Whether the parts of a pattern between its `*` stand in a name, one behind the other.
+fn matches(pattern: &str, name: &str) -> bool {
+    let rest = pattern.split('*').try_fold(name, |rest, part| rest.find(part).map(|at| &rest[at + part.len()..]));
+    rest.is_some()
 }
 
-impl List {
-    fn add(&mut self, name: &str, shape: Vec<usize>, spread: Option<f32>) -> Range<usize> {
-        let range = self.end..self.end + shape.iter().product::<usize>();
-        self.end = range.end;
-        self.all.push(Parameter { name: format!("{name}.weight"), shape, range: range.clone(), spread });
-        range
+/// Parameters one behind the other.
+struct List<F> {
+    all: Vec<Parameter>,
+    is_trained: F,
+}
+
+impl<F: Fn(&str) -> bool> List<F> {
+    fn add(&mut self, name: String, role: Role, shape: Vec<usize>) -> Parameter {
+        let count: usize = shape.iter().product();
+        let start = self.all.last().map_or(0, |last| last.range.end);
+        let trained =
+            self.all.iter().rev().find_map(|parameter| parameter.gradient.as_ref()).map_or(0, |last| last.end);
+        let gradient = (self.is_trained)(&name).then(|| trained..trained + count);
+        let parameter = Parameter { name, shape, role, range: start..start + count, gradient };
+        self.all.push(parameter.clone());
+        parameter
+    }
+}
+
+impl<F: Fn(&str) -> bool> Make for List<F> {
+    type Matrix = Parameter;
+    type Vector = Parameter;
+    type Error = Infallible;
+
+    fn matrix(&mut self, name: String, role: Role, shape: [usize; 2]) -> Result<Parameter, Infallible> {
+        Ok(self.add(name, role, shape.to_vec()))
+    }
+
+    fn vector(&mut self, name: String, role: Role, width: usize) -> Result<Parameter, Infallible> {
+        Ok(self.add(name, role, vec![width]))
     }
 }

@@ -1,7 +1,8 @@
 //! A recipe: the TOML file that says what is trained, on what, for how long.
 
+use super::Recompute;
 use super::adamw::Constants;
-use super::{ModelSpec, Recompute};
+use super::origin::Origin;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
@@ -28,8 +29,11 @@ pub struct Recipe {
     pub seed: u64,
     /// What the backward pass computes again.
     pub recompute: Recompute,
+    /// Parts of names of parameters that stay as they are, `*` in them anything.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub frozen: Vec<String>,
     /// The model.
-    pub model: ModelSpec,
+    pub model: Origin,
     /// The optimizer.
     pub optimizer: Constants,
     /// What is read.
@@ -123,7 +127,10 @@ impl Recipe {
     }
 
     fn check(&self) -> Result<(), String> {
-        self.model.check()?;
+        if let Origin::New(sizes) = &self.model {
+            sizes.check()?;
+            self.check_lengths(sizes.max_positions, "model.max_positions")?;
+        }
         self.optimizer.check()?;
         let weight = self.data.text_weight;
         if !(weight.is_finite() && weight >= 0.0) {
@@ -142,12 +149,6 @@ impl Recipe {
         }
         for stage in &self.stages {
             let Stage { length, batch, steps } = *stage;
-            if !(16..=self.model.max_positions).contains(&length) {
-                return Err(format!(
-                    "a stage's length is {length}; it must be 16 to model.max_positions, {}",
-                    self.model.max_positions
-                ));
-            }
             if batch == 0 || steps == 0 {
                 return Err(format!("a stage has {batch} sequences and {steps} steps; both must be at least 1"));
             }
@@ -160,6 +161,19 @@ impl Recipe {
             return Err("evaluation: every_steps, samples, log_steps and save_steps must be at least 1".into());
         }
         Ok(())
+    }
+
+    /// Refuses stages of lengths that the model is not made for; `named` is what errors call the longest.
+    ///
+    /// # Errors
+    /// One line with the length and what would be right.
+    pub(super) fn check_lengths(&self, most: usize, named: &str) -> Result<(), String> {
+        match self.stages.iter().find(|stage| !(16..=most).contains(&stage.length)) {
+            Some(Stage { length, .. }) => {
+                Err(format!("a stage's length is {length}; it must be 16 to {named}, {most}"))
+            }
+            None => Ok(()),
+        }
     }
 
     /// Steps of all stages.
@@ -197,6 +211,5 @@ mod tests {
         assert_ne!(recipe.digest(), Recipe { seed: recipe.seed + 1, ..recipe.clone() }.digest());
         let last = recipe.stages[recipe.stages.len() - 1];
         assert_eq!((recipe.stage(0), recipe.stage(recipe.steps() - 1)), (recipe.stages[0], last));
-        assert!(last.length <= recipe.model.max_positions);
     }
 }

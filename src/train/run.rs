@@ -6,12 +6,13 @@ use super::checkpoint::{self, CHECKPOINT, Progress};
 use super::data::{Data, DataError};
 use super::export;
 use super::log::{Line, Log};
+use super::origin::Start;
 use super::recipe::{Recipe, RecipeError, Stage};
-use super::vocabulary::Vocabulary;
 use super::{Batch, Network, Parameters};
 use crate::attention::AttentionError;
 use crate::device::Cpu;
 use crate::memory::{Arena, ArenaError, Buffer, Label, LabelBytes};
+use crate::model::ModelError;
 use crate::tensor::file::FileError;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
@@ -28,6 +29,17 @@ pub enum TrainError {
     /// The recipe.
     #[error(transparent)]
     Recipe(#[from] RecipeError),
+    /// The model that it starts from.
+    #[error(transparent)]
+    Model(#[from] ModelError),
+    /// A recipe that does not fit the model that it starts from.
+    #[error("recipe '{name}': {reason}")]
+    Misfit {
+        /// The recipe's name.
+        name: String,
+        /// What was wrong, its value, and what would be right.
+        reason: String,
+    },
     /// The data.
     #[error(transparent)]
     Data(#[from] DataError),
@@ -103,11 +115,13 @@ pub struct Options {
 /// # Errors
 /// When the recipe, the folder or the memory does not allow it, or the loss stops being a number.
 pub fn run(recipe: &Recipe, cpu: &Cpu, options: &Options, watch: &mut dyn FnMut(&Line)) -> Result<(), TrainError> {
-    let vocabulary = Vocabulary::of_generated_text();
-    let data = Data::new(recipe, &vocabulary)?;
-    let parameters = Parameters::new(&recipe.model, vocabulary.len());
+    let misfit = |reason| TrainError::Misfit { name: recipe.name.clone(), reason };
+    let start = recipe.model.open()?;
+    recipe.check_lengths(start.config.most_tokens(), "the model's longest context").map_err(misfit)?;
+    let parameters = Parameters::with_frozen(&start.config, &recipe.frozen).map_err(misfit)?;
+    let data = Data::new(recipe, &start.vocabulary)?;
     let arena = Arena::with_limit(options.limit_bytes);
-    let mut trainer = Trainer::new(recipe, cpu, &arena, &parameters, &vocabulary, &data, options)?;
+    let mut trainer = Trainer::new(recipe, cpu, &arena, &parameters, &start, &data, options)?;
     let end = options.stop_after.unwrap_or(usize::MAX).min(recipe.steps());
     if trainer.progress.step >= end {
         // There is nothing to add to the record of a run that is done.
@@ -125,7 +139,7 @@ struct Trainer<'a> {
     cpu: &'a Cpu,
     arena: &'a Arena,
     parameters: &'a Parameters,
-    vocabulary: &'a Vocabulary,
+    start: &'a Start,
     data: &'a Data<'a>,
     folder: &'a Path,
     weights: Buffer<f32>,
@@ -154,7 +168,7 @@ impl<'a> Trainer<'a> {
         cpu: &'a Cpu,
         arena: &'a Arena,
         parameters: &'a Parameters,
-        vocabulary: &'a Vocabulary,
+        start: &'a Start,
         data: &'a Data<'a>,
         options: &'a Options,
     ) -> Result<Self, TrainError> {
@@ -168,8 +182,8 @@ impl<'a> Trainer<'a> {
         }
         std::fs::create_dir_all(folder).map_err(|error| TrainError::write(folder, &error))?;
         let digest = recipe.digest();
-        let mut weights = parameters.initial(arena, recipe.seed)?;
-        let gradients = arena.alloc(Label::Gradients, parameters.count())?;
+        let mut weights = start.weights(parameters, arena, recipe.seed)?;
+        let gradients = arena.alloc(Label::Gradients, parameters.trained_count())?;
         let mut adamw = AdamW::new(arena, parameters)?;
         let progress =
             if there { checkpoint::load(folder, &digest, &mut weights, &mut adamw)? } else { Progress::default() };
@@ -182,7 +196,7 @@ impl<'a> Trainer<'a> {
             cpu,
             arena,
             parameters,
-            vocabulary,
+            start,
             data,
             folder,
             weights,
@@ -195,8 +209,8 @@ impl<'a> Trainer<'a> {
         })
     }
 
-    fn extents(&self, stage: Stage) -> Extents {
-        Extents { spec: self.recipe.model, vocab: self.vocabulary.len(), batch: stage.batch, len: stage.length }
+    fn extents(&self, stage: Stage) -> Extents<'a> {
+        Extents { parameters: self.parameters, batch: stage.batch, len: stage.length }
     }
 
     /// Steps of the stage that comes next, up to `end`.
@@ -205,7 +219,7 @@ impl<'a> Trainer<'a> {
         let stage = recipe.stage(self.progress.step);
         let extents = self.extents(stage);
         self.arena.reset_peak();
-        let mut network = Network::new(self.arena, self.cpu, extents, self.parameters, recipe.recompute)?;
+        let mut network = Network::new(self.arena, self.cpu, extents, recipe.recompute)?;
         let mut since = Since::default();
         let mut next = self.data.batch(self.cpu, self.progress.sequences, [stage.batch, stage.length])?;
         while self.progress.step < end && recipe.stage(self.progress.step) == stage {
@@ -276,7 +290,7 @@ impl<'a> Trainer<'a> {
 
     fn save(&self) -> Result<(), TrainError> {
         checkpoint::save(self.folder, &self.digest, &self.progress, &self.weights, &self.adamw)?;
-        export::write(self.folder, &self.recipe.model, self.vocabulary, self.parameters, &self.weights)
+        export::write(self.folder, &self.start.files, self.parameters, &self.weights)
     }
 
     /// Judges every task at every length up to `longest`.
@@ -287,7 +301,7 @@ impl<'a> Trainer<'a> {
             let at_once = JUDGED_AT_ONCE.min(evaluation.samples);
             let samples = evaluation.samples / at_once * at_once;
             let extents = self.extents(Stage { length, batch: at_once, steps: 1 });
-            let mut network = Network::new(self.arena, self.cpu, extents, self.parameters, self.recipe.recompute)?;
+            let mut network = Network::new(self.arena, self.cpu, extents, self.recipe.recompute)?;
             for task in &evaluation.tasks {
                 let all = self.data.held_out(self.cpu, task, samples, length)?;
                 let right = right_answers(&mut network, &self.weights, &all)?;
@@ -300,7 +314,7 @@ impl<'a> Trainer<'a> {
         Ok(())
     }
 
-    fn note_memory(&mut self, extents: &Extents, peak: LabelBytes) {
+    fn note_memory(&mut self, extents: &Extents<'_>, peak: LabelBytes) {
         let note = json!({
             "sequences": extents.batch,
             "length_tokens": extents.len,
@@ -318,6 +332,7 @@ impl<'a> Trainer<'a> {
             "recipe": self.recipe,
             "recipe_digest": self.digest,
             "parameters": self.parameters.count(),
+            "trained_parameters": self.parameters.trained_count(),
             "steps": self.progress.step,
             "sequences": self.progress.sequences,
             "tokens": self.progress.tokens,
@@ -341,7 +356,7 @@ fn right_answers(network: &mut Network<'_>, weights: &[f32], all: &Batch) -> Res
         let targets = targets.map(|target| super::loss::Target { row: target.row - within.start, ..*target }).collect();
         let mut wrong = vec![false; rows / len];
         let batch = Batch { tokens: tokens.to_vec(), targets };
-        network.judge(weights, &batch, |target, token| wrong[target.row / len] |= token != target.token)?;
+        network.judge(weights, &batch, |target, token, _| wrong[target.row / len] |= token != target.token)?;
         right += wrong.iter().filter(|wrong| !**wrong).count();
     }
     Ok(right)

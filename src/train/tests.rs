@@ -1,16 +1,23 @@
-//! Gradients against finite differences, modes against each other, memory against its formula, and learning.
+//! Modes of recomputation against each other, memory against its formula, and learning; `families` has gradients and
+//! forward passes of every family.
+
+mod families;
 
 use super::activations::Extents;
 use super::adamw::{AdamW, Constants};
 use super::loss::Target;
-use super::{Batch, ModelSpec, Network, Parameters, Recompute};
+use super::origin::Sizes;
+use super::{Batch, Network, Parameters, Recompute};
 use crate::attention::rope::{Frequencies, rotate};
 use crate::device::Cpu;
 use crate::memory::{Arena, Label};
+use crate::model::Config;
+use crate::model::config::Norms;
+use crate::model::parameters::Role;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-const SMALL: ModelSpec = ModelSpec {
+const SMALL: Sizes = Sizes {
     hidden: 24,
     layers: 2,
     q_heads: 4,
@@ -22,18 +29,18 @@ const SMALL: ModelSpec = ModelSpec {
     norm_eps: 1e-5,
 };
 
-fn extents(batch: usize, len: usize) -> Extents {
-    Extents { spec: SMALL, vocab: 50, batch, len }
+fn config(sizes: &Sizes, vocab: usize) -> Config {
+    Config::from_json(sizes.config(vocab, 0, 1).as_object().unwrap()).unwrap()
 }
 
 /// Random tokens, of which about half are judged, with weights of three sizes.
-fn batch(extents: &Extents, seed: u64) -> Batch {
+fn batch(extents: &Extents<'_>, seed: u64) -> Batch {
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
-    let tokens: Vec<u32> = (0..extents.rows()).map(|_| rng.random_range(0..extents.vocab as u32)).collect();
+    let tokens: Vec<u32> = (0..extents.rows()).map(|_| rng.random_range(0..extents.config().vocab as u32)).collect();
     let mut targets = Vec::new();
     for row in 0..extents.rows() {
         if rng.random_bool(0.5) {
-            let token = rng.random_range(0..extents.vocab as u32);
+            let token = rng.random_range(0..extents.config().vocab as u32);
             targets.push(Target { row, token, weight: rng.random_range(1..4) as f32 });
         }
     }
@@ -45,73 +52,33 @@ fn batch(extents: &Extents, seed: u64) -> Batch {
 /// Weights far from their small beginnings, so that every path matters.
 fn weights(parameters: &Parameters, seed: u64) -> Vec<f32> {
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
-    let spread = |parameter: &super::parameters::Parameter| if parameter.spread.is_some() { 0.3 } else { 0.5 };
     let mut weights = vec![0.0; parameters.count()];
     for parameter in &parameters.all {
-        let base = if parameter.spread.is_some() { 0.0 } else { 1.0 };
+        let is_norm = parameter.role == Role::Norm;
+        let base = if is_norm { 1.0 - parameters.config.norm(&[]).shift } else { 0.0 };
+        let spread = if parameter.role.decays() { 0.3 } else { 0.5 };
         for weight in &mut weights[parameter.range.clone()] {
-            *weight = base + rng.random_range(-1.0..1.0f32) * spread(parameter);
+            *weight = base + rng.random_range(-1.0..1.0f32) * spread;
         }
     }
     weights
 }
 
-fn gradient(extents: Extents, recompute: Recompute, threads: usize) -> (f64, Vec<f32>) {
+fn gradient(extents: Extents<'_>, recompute: Recompute, threads: usize) -> (f64, Vec<f32>) {
     let (arena, cpu) = (Arena::unlimited(), Cpu::new(Some(threads)).unwrap());
-    let parameters = Parameters::new(&extents.spec, extents.vocab);
-    let mut network = Network::new(&arena, &cpu, extents, &parameters, recompute).unwrap();
-    let mut gradient = vec![0.0; parameters.count()];
-    let loss = network.step(&weights(&parameters, 3), &batch(&extents, 4), &mut gradient).unwrap();
+    let mut network = Network::new(&arena, &cpu, extents, recompute).unwrap();
+    let mut gradient = vec![0.0; extents.parameters.trained_count()];
+    let loss = network.step(&weights(extents.parameters, 3), &batch(&extents, 4), &mut gradient).unwrap();
     (loss, gradient)
 }
 
 #[test]
-fn every_gradient_equals_the_finite_difference_of_the_loss() {
-    let extents = extents(2, 19);
-    let (arena, cpu) = (Arena::unlimited(), Cpu::new(Some(2)).unwrap());
-    let parameters = Parameters::new(&extents.spec, extents.vocab);
-    let mut network = Network::new(&arena, &cpu, extents, &parameters, Recompute::None).unwrap();
-    let (weights, batch) = (weights(&parameters, 3), batch(&extents, 4));
-    let mut gradient = vec![0.0; parameters.count()];
-    network.step(&weights, &batch, &mut gradient).unwrap();
-    let mut rng = ChaCha8Rng::seed_from_u64(5);
-    for parameter in &parameters.all {
-        let range = parameter.range.clone();
-        let norm = gradient[range.clone()].iter().map(|&g| f64::from(g).powi(2)).sum::<f64>().sqrt();
-        assert!(norm > 1e-4, "{} has no gradient: {norm}", parameter.name);
-        // Along the gradient, and along signs that agree with it on three quarters of the elements: a wrong element
-        // hides from neither.
-        for agree in [None, Some(0.75)] {
-            let direction: Vec<f64> = match agree {
-                None => gradient[range.clone()].iter().map(|&g| f64::from(g) / norm).collect(),
-                Some(share) => {
-                    let unit = 1.0 / (range.len() as f64).sqrt();
-                    let sign = |&g: &f32| if (g > 0.0) == rng.random_bool(share) { unit } else { -unit };
-                    gradient[range.clone()].iter().map(sign).collect()
-                }
-            };
-            let slope: f64 = gradient[range.clone()].iter().zip(&direction).map(|(&g, d)| f64::from(g) * d).sum();
-            let mut loss = |step: f64| {
-                let mut moved = weights.clone();
-                for (weight, d) in moved[range.clone()].iter_mut().zip(&direction) {
-                    *weight = (f64::from(*weight) + step * d) as f32;
-                }
-                network.judge(&moved, &batch, |_, _| ()).unwrap()
-            };
-            // Two central differences, combined so that the error of the third power falls out.
-            let h = 0.02;
-            let wide = (loss(2.0 * h) - loss(-2.0 * h)) / (4.0 * h);
-            let near = (loss(h) - loss(-h)) / (2.0 * h);
-            let difference = (4.0 * near - wide) / 3.0;
-            let error = (difference - slope).abs() / slope.abs().max(0.02);
-            assert!(error < 4e-3, "{}: gradient {slope:.6}, difference {difference:.6}", parameter.name);
-        }
-    }
-}
-
-#[test]
 fn recomputation_and_threads_do_not_change_a_bit() {
-    for extents in [extents(2, 19), extents(3, 301)] {
+    let small = Parameters::new(&config(&SMALL, 50));
+    let gemma = Parameters::new(&families::config("gemma2"));
+    let qwen = Parameters::new(&families::config("qwen3"));
+    for (parameters, batch, len) in [(&small, 2, 19), (&small, 3, 301), (&gemma, 3, 101), (&qwen, 3, 101)] {
+        let extents = Extents { parameters, batch, len };
         let expected = gradient(extents, Recompute::None, 1);
         for recompute in Recompute::ALL {
             for threads in [1, 2, 3] {
@@ -126,33 +93,38 @@ fn recomputation_and_threads_do_not_change_a_bit() {
 
 #[test]
 fn training_takes_exactly_the_bytes_that_are_predicted() {
-    for (extents, threads) in [(extents(2, 19), 1), (extents(1, 700), 2), (extents(7, 300), 3)] {
+    let small = Parameters::new(&config(&SMALL, 50));
+    let gemma = Parameters::with_frozen(&families::config("gemma2"), &["embed".into(), "layers.1.".into()]).unwrap();
+    let qwen = Parameters::with_frozen(&families::config("qwen3"), &["k_proj".into(), "norm".into()]).unwrap();
+    let cases = [(&small, 2, 19, 1), (&small, 1, 700, 2), (&small, 7, 300, 3), (&gemma, 3, 100, 2), (&qwen, 3, 100, 2)];
+    for (parameters, sequences, len, threads) in cases {
         let cpu = Cpu::new(Some(threads)).unwrap();
-        let parameters = Parameters::new(&extents.spec, extents.vocab);
+        let extents = Extents { parameters, batch: sequences, len };
         let mut before = u64::MAX;
         for recompute in Recompute::ALL {
             let arena = Arena::unlimited();
-            let weights = parameters.initial(&arena, 1).unwrap();
-            let mut gradients = arena.alloc(Label::Gradients, parameters.count()).unwrap();
-            let mut adamw = AdamW::new(&arena, &parameters).unwrap();
-            let mut network = Network::new(&arena, &cpu, extents, &parameters, recompute).unwrap();
-            let mut weights = weights;
+            let mut weights = parameters.initial(&arena, 1).unwrap();
+            let mut gradients = arena.alloc(Label::Gradients, parameters.trained_count()).unwrap();
+            let mut adamw = AdamW::new(&arena, parameters).unwrap();
+            let mut network = Network::new(&arena, &cpu, extents, recompute).unwrap();
             network.step(&weights, &batch(&extents, 1), &mut gradients).unwrap();
-            adamw.update(&cpu, &CONSTANTS, &parameters, (0, 1e-3), &mut weights, &gradients);
+            adamw.update(&cpu, &CONSTANTS, parameters, (0, 1e-3), &mut weights, &gradients);
             let predicted = extents.training_bytes(recompute, threads);
             assert_eq!(arena.usage().peak, predicted, "{recompute:?}");
 
             // The table of `activations.rs`, written out once more.
-            let ModelSpec { hidden, layers, q_heads, kv_heads, head_dim, ffn, .. } = extents.spec;
+            let Config { hidden, layers, q_heads, kv_heads, head_dim, ffn, qk_norm, norms, .. } = parameters.config;
             let (q, kv) = (q_heads * head_dim, kv_heads * head_dim);
-            let (input, cheap) = (hidden, 2 + q + q_heads + hidden);
-            let inner = 2 * hidden + 2 * q + 2 * kv + 3 * ffn;
+            let (input, cheap) = (hidden, q + q_heads + hidden);
+            let unnormed = if qk_norm { q + 2 * kv } else { 0 };
+            let after = if norms == Norms::BeforeAndAfter { 2 * hidden } else { 0 };
+            let inner = 2 * hidden + 2 * q + 2 * kv + 3 * ffn + unnormed + after;
             let kept = match recompute {
                 Recompute::None => layers * (input + cheap + inner),
                 Recompute::Selective => layers * (input + cheap) + inner,
                 Recompute::Full => layers * input + cheap + inner,
             };
-            let once = 4 * hidden + 1 + (q + 2 * kv) * 2 + ffn + q;
+            let once = 4 * hidden + (q + 2 * kv) * 2 + ffn + q;
             assert_eq!(predicted[&Label::Activations], 4 * (extents.rows() * (kept + once)) as u64, "{recompute:?}");
             assert!(predicted[&Label::Activations] < before, "{recompute:?} saves nothing");
             before = predicted[&Label::Activations];
@@ -182,10 +154,10 @@ fn the_rate_rises_to_its_largest_and_falls_to_its_share() {
 /// Before any training: q and k of the first block, by the same matrices that a step multiplies.
 #[test]
 fn the_first_heads_look_back_one_token_further_each() {
-    let spec = ModelSpec { hidden: 64, head_dim: 32, rope_theta: 1e4, ..SMALL };
-    let parameters = Parameters::new(&spec, 50);
+    let spec = Sizes { hidden: 64, head_dim: 32, rope_theta: 1e4, ..SMALL };
+    let parameters = Parameters::new(&config(&spec, 50));
     let weights = parameters.initial(&Arena::unlimited(), 1).unwrap();
-    let (embedding, qkv) = (&weights[parameters.embedding.clone()], &weights[parameters.blocks[0].qkv.clone()]);
+    let (embedding, qkv) = (parameters.embedding.of(&weights), parameters.blocks[0].qkv.weight.of(&weights));
     let frequencies = Frequencies::new(spec.head_dim, spec.rope_theta);
     let mut rng = ChaCha8Rng::seed_from_u64(2);
     let tokens: Vec<usize> = (0..60).map(|_| rng.random_range(0..50)).collect();
@@ -214,19 +186,19 @@ fn the_first_heads_look_back_one_token_further_each() {
 /// The second half of each sequence repeats the first: only attention to what followed before can tell.
 #[test]
 fn a_model_learns_to_repeat() {
-    let spec = ModelSpec { hidden: 64, head_dim: 16, ffn: 128, ..SMALL };
-    let extents = Extents { spec, vocab: 32, batch: 32, len: 32 };
+    let parameters = Parameters::new(&config(&Sizes { hidden: 64, head_dim: 16, ffn: 128, ..SMALL }, 32));
+    let extents = Extents { parameters: &parameters, batch: 32, len: 32 };
     let (arena, cpu) = (Arena::unlimited(), Cpu::new(Some(2)).unwrap());
-    let parameters = Parameters::new(&spec, extents.vocab);
     let mut weights = parameters.initial(&arena, 1).unwrap();
     let mut gradients = arena.alloc::<f32>(Label::Gradients, parameters.count()).unwrap();
     let mut adamw = AdamW::new(&arena, &parameters).unwrap();
-    let mut network = Network::new(&arena, &cpu, extents, &parameters, Recompute::Selective).unwrap();
+    let mut network = Network::new(&arena, &cpu, extents, Recompute::Selective).unwrap();
     let repeated = |seed: u64| {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         let (mut tokens, mut targets) = (Vec::new(), Vec::new());
         for sequence in 0..extents.batch {
-            let half: Vec<u32> = (0..extents.len / 2).map(|_| rng.random_range(0..extents.vocab as u32)).collect();
+            let half: Vec<u32> =
+                (0..extents.len / 2).map(|_| rng.random_range(0..extents.config().vocab as u32)).collect();
             tokens.extend(half.iter().chain(&half));
             let first = extents.len / 2;
             for at in first..extents.len - 1 {
@@ -244,7 +216,8 @@ fn a_model_learns_to_repeat() {
         adamw.update(&cpu, &CONSTANTS, &parameters, (step, rate), &mut weights, &gradients);
     }
     let (unseen, mut right) = (repeated(1 << 40), 0);
-    let loss = network.judge(&weights, &unseen, |target, token| right += usize::from(token == target.token)).unwrap();
+    let loss =
+        network.judge(&weights, &unseen, |target, token, _| right += usize::from(token == target.token)).unwrap();
     let accuracy = right as f64 / unseen.targets.len() as f64;
     assert!(accuracy > 0.95, "accuracy {accuracy}, loss {loss}");
 }

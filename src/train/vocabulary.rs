@@ -1,12 +1,13 @@
-//! The tokenizer of models that are trained here: every word of the generated texts is one token, with the space before
+//! The tokenizer of a model that is trained: its own where it comes from a folder, and for new models one in which every word of the generated texts is one token, with the space before
 //! it; numbers go in pairs of digits; all else falls to bytes, so that every text has tokens and none is unknown.
 //!
 //! As a `tokenizer.json` this is a byte-level BPE without merges whose `ignore_merges` takes a whole piece of the
 //! pattern where the vocabulary holds it, as Llama 3's tokenizer does.
 
+use crate::model::{Config, ModelError, Text};
 use crate::task::{Tokens, text};
 use serde_json::{Value, json};
-use tokenizers::Tokenizer;
+use std::path::Path;
 
 /// What begins every text.
 pub const BEGIN: &str = "<|begin|>";
@@ -16,13 +17,39 @@ pub const END: &str = "<|end|>";
 /// Words with the space before them, pairs of digits, single signs, white space.
 const PATTERN: &str = r" ?[A-Za-z]+| ?[0-9]{1,2}| ?[^\sA-Za-z0-9]|\s";
 
-/// The tokenizer, and its file.
+/// The tokenizer, and what it puts at the ends of a text.
 pub struct Vocabulary {
     json: String,
-    tokenizer: Tokenizer,
+    text: Text,
+    len: usize,
+    begin: Vec<u32>,
+    end: Option<u32>,
 }
 
 impl Vocabulary {
+    /// The token [`BEGIN`].
+    pub(super) const BEGIN: u32 = 0;
+    /// The token [`END`].
+    pub(super) const END: u32 = 1;
+
+    /// The tokenizer of a model's folder.
+    ///
+    /// # Errors
+    /// When there is none that fits the model, or it has no tokens for words.
+    pub fn of_folder(folder: &Path, config: &Config) -> Result<Self, ModelError> {
+        let text = Text::open(folder)?;
+        let wrong = |reason| ModelError::Config { path: folder.join("tokenizer.json"), reason };
+        if text.last() as usize >= config.vocab {
+            let last = text.last();
+            return Err(wrong(format!("its largest token is {last}; the model has tokens 0 to {}", config.vocab - 1)));
+        }
+        if text.piece(" The code of amber falcon is 1234567.")?.is_empty() {
+            return Err(wrong("it has no tokens for words and numbers".into()));
+        }
+        let (begin, end) = (text.beginning()?, config.eos.first().copied());
+        Ok(Vocabulary { json: String::new(), len: config.vocab, begin, end, text })
+    }
+
     /// The vocabulary of the words of [`text::words`].
     ///
     /// # Panics
@@ -45,7 +72,7 @@ impl Vocabulary {
             "version": "1.0",
             "truncation": null,
             "padding": null,
-            "added_tokens": [special(0, BEGIN), special(1, END)],
+            "added_tokens": [special(Self::BEGIN, BEGIN), special(Self::END, END)],
             "normalizer": null,
             "pre_tokenizer": {"type": "Sequence", "pretokenizers": [
                 {"type": "Split", "pattern": {"Regex": PATTERN}, "behavior": "Isolated", "invert": false},
@@ -62,8 +89,8 @@ impl Vocabulary {
                 "vocab": vocab, "merges": []},
         });
         let json = format!("{file:#}\n");
-        let tokenizer = Tokenizer::from_bytes(&json).expect("the tokenizer that is written here can be read");
-        Vocabulary { json, tokenizer }
+        let text = Text::parse("tokenizer.json".into(), &json).expect("the tokenizer that is written here can be read");
+        Vocabulary { json, text, len: entries.len(), begin: vec![Self::BEGIN], end: Some(Self::END) }
     }
 
     /// The content of `tokenizer.json`.
@@ -73,7 +100,7 @@ impl Vocabulary {
 
     /// Number of tokens.
     pub fn len(&self) -> usize {
-        self.tokenizer.get_vocab_size(true)
+        self.len
     }
 
     /// Whether there are no tokens, which never happens.
@@ -81,26 +108,25 @@ impl Vocabulary {
         self.len() == 0
     }
 
-    /// The token [`BEGIN`].
-    pub fn begin(&self) -> u32 {
-        0
+    /// The tokens that begin every text.
+    pub fn begin(&self) -> &[u32] {
+        &self.begin
     }
 
-    /// The token [`END`].
-    pub fn end(&self) -> u32 {
-        1
+    /// The token that ends one.
+    pub fn end(&self) -> Option<u32> {
+        self.end
     }
 }
 
 impl Tokens for Vocabulary {
     fn encode(&self, text: &str) -> Vec<u32> {
-        // Bytes are tokens of their own and there is no other limit, so that nothing can fail.
-        let encoding = self.tokenizer.encode_fast(text, false).expect("every text has tokens");
-        encoding.get_ids().to_vec()
+        // What has no tokens comes back as nothing, and a task's length says what was lost.
+        self.text.piece(text).unwrap_or_default()
     }
 
     fn decode(&self, tokens: &[u32]) -> String {
-        self.tokenizer.decode(tokens, true).expect("tokens of this vocabulary have a text")
+        self.text.text(tokens).unwrap_or_default()
     }
 }
 

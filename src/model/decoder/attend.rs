@@ -31,7 +31,7 @@ fn roomy(config: &Config, setup: &Setup<'_>, batch: usize, q_len: usize) -> Shap
 }
 
 /// Scale, mask and soft-cap of a layer.
-pub(in crate::model) fn params(config: &Config, layer: usize) -> Params {
+pub(crate) fn params(config: &Config, layer: usize) -> Params {
     Params {
         scale: config.attention_scale,
         softcap: config.attention_softcap,

@@ -1,0 +1,210 @@
+//! What a run starts from: the sizes of a new model, which is a Llama, or the folder of one that goes on to be trained.
+//!
+//! Either way the model is what its `config.json` says: for sizes it is written here, and read as any other.
+
+use super::Parameters;
+use super::run::TrainError;
+use super::vocabulary::{BEGIN, END, Vocabulary};
+use crate::memory::{Arena, Buffer, Label};
+use crate::model::{Config, locate, widen};
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer, Serialize};
+use serde_json::{Value, json};
+use std::path::PathBuf;
+
+/// Files of a folder that stand beside weights and configuration and are part of the model.
+const BESIDE: [&str; 5] = [
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+];
+
+/// Extents and constants of a new model, as a recipe gives them.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Sizes {
+    /// Width of the residual stream.
+    pub hidden: usize,
+    /// Blocks.
+    pub layers: usize,
+    /// Query heads of a block, a multiple of `kv_heads`.
+    pub q_heads: usize,
+    /// KV heads of a block.
+    pub kv_heads: usize,
+    /// Elements of a head; even.
+    pub head_dim: usize,
+    /// Inner width of the MLP.
+    pub ffn: usize,
+    /// Longest sequence that the model is made for, in tokens.
+    pub max_positions: usize,
+    /// Base of the frequencies of RoPE.
+    pub rope_theta: f64,
+    /// Added to the mean square of a row before its root.
+    pub norm_eps: f32,
+}
+
+impl Sizes {
+    /// Says what is wrong with it, if anything.
+    ///
+    /// # Errors
+    /// One line with the field, its value and what would be right.
+    pub fn check(&self) -> Result<(), String> {
+        let counts = [
+            ("hidden", self.hidden),
+            ("layers", self.layers),
+            ("q_heads", self.q_heads),
+            ("kv_heads", self.kv_heads),
+            ("head_dim", self.head_dim),
+            ("ffn", self.ffn),
+            ("max_positions", self.max_positions),
+        ];
+        if let Some((name, value)) = counts.iter().find(|(_, value)| !(1..=1 << 20).contains(value)) {
+            return Err(format!("model.{name} is {value}; it must be 1 to 1048576"));
+        }
+        if !self.q_heads.is_multiple_of(self.kv_heads) {
+            return Err(format!(
+                "model.q_heads is {}; it must be a multiple of kv_heads, {}",
+                self.q_heads, self.kv_heads
+            ));
+        }
+        if self.head_dim % 2 == 1 || self.head_dim > 256 {
+            return Err(format!("model.head_dim is {}; it must be even and at most 256", self.head_dim));
+        }
+        if !(self.rope_theta.is_finite() && self.rope_theta > 1.0) {
+            return Err(format!("model.rope_theta is {}; it must be finite and above 1", self.rope_theta));
+        }
+        if !(self.norm_eps.is_finite() && self.norm_eps > 0.0) {
+            return Err(format!("model.norm_eps is {}; it must be finite and above 0", self.norm_eps));
+        }
+        Ok(())
+    }
+
+    /// The `config.json` of a model with `vocab` tokens, of which `begin` begins a text and `end` ends it.
+    pub(super) fn config(&self, vocab: usize, begin: u32, end: u32) -> Value {
+        json!({
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "vocab_size": vocab,
+            "hidden_size": self.hidden,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.q_heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "intermediate_size": self.ffn,
+            "hidden_act": "silu",
+            "max_position_embeddings": self.max_positions,
+            "rms_norm_eps": self.norm_eps,
+            "rope_theta": self.rope_theta,
+            "attention_bias": false,
+            "mlp_bias": false,
+            "tie_word_embeddings": true,
+            "bos_token_id": begin,
+            "eos_token_id": end,
+            "torch_dtype": "bfloat16",
+        })
+    }
+}
+
+/// What a recipe's `[model]` says.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+#[serde(untagged)]
+pub enum Origin {
+    /// A model of these sizes, from random numbers.
+    New(Sizes),
+    /// A model that is there.
+    Folder(Folder),
+}
+
+/// A model that is there.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Folder {
+    /// Its folder, or `builtin`.
+    pub from: PathBuf,
+}
+
+impl<'de> Deserialize<'de> for Origin {
+    /// By hand, because a derived one would only say that no variant fits.
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let table = toml::Table::deserialize(deserializer)?;
+        let origin = match table.contains_key("from") {
+            true => Folder::deserialize(table).map(Origin::Folder),
+            false => Sizes::deserialize(table).map(Origin::New),
+        };
+        origin.map_err(|error| D::Error::custom(error.message()))
+    }
+}
+
+/// A model that is about to be trained.
+pub(super) struct Start {
+    pub config: Config,
+    pub vocabulary: Vocabulary,
+    /// Names and contents of the files that stand beside the weights.
+    pub files: Vec<(&'static str, String)>,
+    /// Where weights come from, if not from random numbers.
+    folder: Option<PathBuf>,
+}
+
+impl Origin {
+    /// The model, without its weights.
+    ///
+    /// # Errors
+    /// When a folder is not that of a model with a tokenizer.
+    pub(super) fn open(&self) -> Result<Start, TrainError> {
+        match self {
+            Origin::New(sizes) => Ok(new(sizes)),
+            Origin::Folder(Folder { from }) => {
+                let folder = locate(from)?;
+                let config = Config::read(&folder)?;
+                let vocabulary = Vocabulary::of_folder(&folder, &config)?;
+                let there = |name: &&str| folder.join(name).exists();
+                let names = std::iter::once("config.json").chain(BESIDE.into_iter().filter(there));
+                let content = |name| {
+                    let path = folder.join(name);
+                    let text = std::fs::read_to_string(&path).map_err(|error| TrainError::read(&path, &error))?;
+                    Ok((name, text))
+                };
+                let files = names.map(content).collect::<Result<_, TrainError>>()?;
+                Ok(Start { config, vocabulary, files, folder: Some(folder) })
+            }
+        }
+    }
+}
+
+fn new(sizes: &Sizes) -> Start {
+    let vocabulary = Vocabulary::of_generated_text();
+    let (begin, end) = (Vocabulary::BEGIN, Vocabulary::END);
+    let config = sizes.config(vocabulary.len(), begin, end);
+    let generation = json!({"bos_token_id": begin, "eos_token_id": end, "do_sample": false});
+    let tokenizer = json!({
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BEGIN,
+        "eos_token": END,
+        "clean_up_tokenization_spaces": false,
+        "model_max_length": sizes.max_positions,
+    });
+    let pretty = |value: &Value| format!("{value:#}\n");
+    let files = vec![
+        ("config.json", pretty(&config)),
+        ("generation_config.json", pretty(&generation)),
+        ("tokenizer_config.json", pretty(&tokenizer)),
+        ("tokenizer.json", vocabulary.json().to_string()),
+    ];
+    let config = config.as_object().map(Config::from_json).expect("it is an object");
+    Start { config: config.expect("checked sizes make a model"), vocabulary, files, folder: None }
+}
+
+impl Start {
+    /// First weights, in the layout of `parameters`.
+    ///
+    /// # Errors
+    /// When a file cannot be read or does not fit, or the arena has no room.
+    pub fn weights(&self, parameters: &Parameters, arena: &Arena, seed: u64) -> Result<Buffer<f32>, TrainError> {
+        let Some(folder) = &self.folder else { return Ok(parameters.initial(arena, seed)?) };
+        let mut weights = arena.alloc(Label::Weights, parameters.count())?;
+        widen(folder, &self.config, &mut weights)?;
+        Ok(weights)
+    }
+}
