@@ -16,7 +16,7 @@ use std::path::PathBuf;
 /// The options of every command that runs a model.
 #[derive(clap::Args)]
 pub struct ModelArgs {
-    /// Hugging Face folder, or 'builtin': config.json, safetensors in one file or shards, tokenizer.json
+    /// Hugging Face folder (config.json, safetensors in one file or shards, tokenizer.json), a GGUF file, or 'builtin'
     #[arg(long, value_name = "DIR")]
     pub model: PathBuf,
     /// Tokens that go through the model together

@@ -14,7 +14,7 @@ const WHOLE_BYTES: u64 = 64 << 20;
 const PIECES: u64 = 64;
 const PIECE_BYTES: u64 = 64 << 10;
 
-/// The folder that `name` names: the folder itself, or for `builtin` the folder `models/builtin` in the working folder,
+/// The folder or GGUF file that `name` names: itself, or for `builtin` the folder `models/builtin` in the working folder,
 /// or else in the nearest folder above the program.
 ///
 /// # Errors
@@ -46,6 +46,11 @@ pub fn fingerprint(folder: &Path) -> Result<String, ModelError> {
         let name = path.file_name().map(|name| name.to_string_lossy().to_string()).unwrap_or_default();
         name == "config.json" || name == "tokenizer.json" || name.ends_with(".safetensors")
     };
+    if folder.is_file() {
+        let mut hasher = blake3::Hasher::new();
+        hash_file(folder, &mut hasher).map_err(|error| wrong(folder, error))?;
+        return Ok(hasher.finalize().to_hex()[..16].to_string());
+    }
     let entries = folder.read_dir().map_err(|error| wrong(folder, error))?;
     let mut paths: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).filter(counts).collect();
     paths.sort();

@@ -1,4 +1,4 @@
-//! Decoders of the Llama kind, read from a Hugging Face folder and run through this project's kernels and cache.
+//! Decoders of the Llama kind, read from a Hugging Face folder or a GGUF file and run through this project's kernels and cache.
 //!
 //! [`Config`] says what a model is, [`Weights`] are its mapped files, and a [`Decoder`] runs tokens through it: chunk by
 //! chunk, with sequences of different lengths in one batch, attention only through [`crate::attention::Kernel`] over a
@@ -9,6 +9,7 @@ pub mod cuda;
 mod decoder;
 mod evictor;
 mod generate;
+mod gguf;
 mod linear;
 mod locate;
 pub(crate) mod mlp;

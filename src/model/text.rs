@@ -1,6 +1,7 @@
 //! Text to tokens and back, by the folder's `tokenizer.json`.
 
 use super::ModelError;
+use super::gguf::{Gguf, is_gguf};
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind, set_hook, take_hook};
 use std::path::{Path, PathBuf};
@@ -14,11 +15,14 @@ pub struct Text {
 }
 
 impl Text {
-    /// Reads the `tokenizer.json` of a folder.
+    /// Reads the `tokenizer.json` of a folder, or the tokenizer of a GGUF file.
     ///
     /// # Errors
     /// When it is not there or not understood.
     pub fn open(folder: &Path) -> Result<Self, ModelError> {
+        if is_gguf(folder) {
+            return Self::parse(folder.into(), &Gguf::open(folder)?.tokenizer_json()?);
+        }
         let path = folder.join("tokenizer.json");
         if !path.exists() {
             let reason = "there is no such file; text needs a tokenizer, `logits` takes tokens".into();

@@ -1,10 +1,12 @@
-//! Parameters of a model: mapped safetensors files, one or several by an index.
+//! Parameters of a model: mapped safetensors files, one or several by an index; or a GGUF file, whose matrices are
+//! dequantised to f32 in the arena.
 //!
 //! Matrices stay where the files lie and are read in their own type; the arena counts their bytes under `weights` as if
 //! it held them, since every pass reads all of them. Vectors (norms and biases) are widened to f32, which is less than
 //! a thousandth. Every tensor that the configuration asks for must be there in its shape, and none that it does not
 //! know: a bias that nobody adds would make the results wrong.
 
+use super::gguf::{Gguf, is_gguf};
 use super::linear::Linear;
 use super::parameters::{Block, Make, Role, Stack, Tree};
 use super::{Config, ModelError};
@@ -115,9 +117,9 @@ impl Weights {
     /// When a file is missing or damaged, a tensor is missing or has another shape or a type that is not read, there is
     /// one that the configuration does not know, or the arena has no room.
     pub fn open(folder: &Path, config: &Config, arena: &Arena) -> Result<Self, ModelError> {
-        let mut found = Found::open(folder, arena)?;
+        let mut found = Found::open(folder, config, arena)?;
         let Tree { embedding, blocks, norm, output } = config.parameters(&mut found)?;
-        found.finish(config)?;
+        found.finish()?;
         let output = Linear::new(output.unwrap_or_else(|| embedding.clone()), None);
         let layers = blocks.into_iter().map(|block| layer(config, block)).collect();
         let (dtype, bytes) = (embedding.dtype(), found.mapped_bytes + found.held_bytes);
@@ -136,19 +138,32 @@ impl Weights {
     }
 }
 
-/// The tensors of a folder's files by name, and which were taken.
+/// Where tensors are found by name.
+enum Source {
+    /// Files, and in which of them a tensor lies.
+    Folder(Vec<Arc<TensorFile>>, BTreeMap<String, (usize, Entry)>),
+    Gguf(Gguf),
+}
+
+/// The tensors of a model by name, and which were taken.
 struct Found<'a> {
     folder: PathBuf,
+    config: &'a Config,
     arena: &'a Arena,
-    files: Vec<Arc<TensorFile>>,
-    tensors: BTreeMap<String, (usize, Entry)>,
+    source: Source,
     taken: BTreeSet<String>,
     mapped_bytes: u64,
     held_bytes: u64,
 }
 
 impl<'a> Found<'a> {
-    fn open(folder: &Path, arena: &'a Arena) -> Result<Self, ModelError> {
+    fn open(folder: &Path, config: &'a Config, arena: &'a Arena) -> Result<Self, ModelError> {
+        let source = if is_gguf(folder) { Source::Gguf(Gguf::open(folder)?) } else { Self::files(folder)? };
+        let (folder, taken) = (folder.to_path_buf(), BTreeSet::new());
+        Ok(Found { folder, config, arena, source, taken, mapped_bytes: 0, held_bytes: 0 })
+    }
+
+    fn files(folder: &Path) -> Result<Source, ModelError> {
         let (single, index) = (folder.join("model.safetensors"), folder.join("model.safetensors.index.json"));
         let (names, index) = match (single.exists(), index.exists()) {
             (false, true) => (shards(&index)?, Some(index)),
@@ -167,8 +182,7 @@ impl<'a> Found<'a> {
             }
             files.push(Arc::new(file));
         }
-        let (folder, taken) = (folder.to_path_buf(), BTreeSet::new());
-        Ok(Found { folder, arena, files, tensors, taken, mapped_bytes: 0, held_bytes: 0 })
+        Ok(Source::Folder(files, tensors))
     }
 
     fn wrong(&self, path: &Path, reason: String) -> ModelError {
@@ -177,10 +191,19 @@ impl<'a> Found<'a> {
 
     /// A tensor of a shape, where it lies.
     fn tensor(&mut self, name: &str, shape: &[usize]) -> Result<Matrix, ModelError> {
-        let Some((file, entry)) = self.tensors.get(name) else {
-            return Err(self.wrong(&self.folder, format!("there is no tensor '{name}', {shape:?} is needed")));
+        let missing = || self.wrong(&self.folder, format!("there is no tensor '{name}', {shape:?} is needed"));
+        let (files, tensors) = match &self.source {
+            Source::Folder(files, tensors) => (files, tensors),
+            Source::Gguf(gguf) => {
+                let mut bytes = self.arena.alloc::<u8>(Label::Weights, 4 * shape.iter().product::<usize>())?;
+                let found = gguf.widened(self.config, name, shape, bytemuck::cast_slice_mut(&mut bytes));
+                found.ok_or_else(missing)?.map_err(|reason| self.wrong(&self.folder, reason))?;
+                self.held_bytes += bytes.bytes();
+                return Ok(self.take(name, shape, (0..bytes.len(), Bytes::Copied(bytes)), DType::F32));
+            }
         };
-        let file = &self.files[*file];
+        let (file, entry) = tensors.get(name).ok_or_else(missing)?;
+        let file = &files[*file];
         if entry.shape != shape {
             let reason = format!("tensor '{name}' has shape {:?}; {shape:?} is needed", entry.shape);
             return Err(self.wrong(file.path(), reason));
@@ -202,21 +225,31 @@ impl<'a> Found<'a> {
                 (0..bytes.len(), Bytes::Copied(copy))
             }
         };
+        Ok(self.take(name, shape, (range, bytes), dtype))
+    }
+
+    fn take(&mut self, name: &str, shape: &[usize], (range, bytes): (Range<usize>, Bytes), dtype: DType) -> Matrix {
         let (rows, width) = (shape[..shape.len() - 1].iter().product(), shape[shape.len() - 1]);
         self.taken.insert(name.into());
-        Ok(Matrix { bytes: Arc::new(bytes), range, dtype, rows, width })
+        Matrix { bytes: Arc::new(bytes), range, dtype, rows, width }
     }
 
     /// Refuses tensors that the configuration does not know.
-    fn finish(&self, config: &Config) -> Result<(), ModelError> {
+    fn finish(&self) -> Result<(), ModelError> {
+        let config = self.config;
         let harmless = |name: &str| {
             // Frequencies that older folders hold, and an output projection that is not looked at.
             name.ends_with("rotary_emb.inv_freq") || (config.tied && name == "lm_head.weight")
         };
-        let unknown = self.tensors.keys().find(|name| !self.taken.contains(*name) && !harmless(name));
+        let unknown = match &self.source {
+            Source::Folder(_, tensors) => {
+                tensors.keys().find(|name| !self.taken.contains(*name) && !harmless(name)).map(String::as_str)
+            }
+            Source::Gguf(gguf) => gguf.unknown(config, &self.taken),
+        };
         unknown.map_or(Ok(()), |name| {
             let architecture = config.family.architecture();
-            let reason = format!("tensor '{name}' is not part of a {architecture} as config.json describes it");
+            let reason = format!("tensor '{name}' is not part of a {architecture} as its configuration describes it");
             Err(self.wrong(&self.folder, reason))
         })
     }
@@ -233,9 +266,9 @@ impl Make for Found<'_> {
 
     /// Widened.
     fn vector(&mut self, name: String, _: Role, width: usize) -> Result<Buffer<f32>, ModelError> {
-        let mapped_bytes = self.mapped_bytes;
+        let counted = (self.mapped_bytes, self.held_bytes);
         let matrix = self.tensor(&name, &[width])?;
-        self.mapped_bytes = mapped_bytes;
+        (self.mapped_bytes, self.held_bytes) = counted;
         let mut vector = self.arena.alloc(Label::Weights, width)?;
         matrix.all().widen(&mut vector);
         self.held_bytes += vector.bytes();
@@ -274,9 +307,9 @@ fn linears<const N: usize>(stack: Stack<Matrix, Buffer<f32>>, rows: [usize; N]) 
 /// When `to` is shorter than all parameters.
 pub(crate) fn widen(folder: &Path, config: &Config, to: &mut [f32]) -> Result<(), ModelError> {
     let arena = Arena::unlimited();
-    let mut widened = Widened { found: Found::open(folder, &arena)?, to };
+    let mut widened = Widened { found: Found::open(folder, config, &arena)?, to };
     config.parameters(&mut widened)?;
-    widened.found.finish(config)
+    widened.found.finish()
 }
 
 struct Widened<'a> {

@@ -86,6 +86,21 @@ pub enum FileError {
     },
 }
 
+/// Maps a file for reading.
+///
+/// # Errors
+/// When it cannot be opened or is no regular file.
+pub(crate) fn map(path: &Path) -> Result<Mmap, FileError> {
+    let fail = |error: std::io::Error| FileError::Open { path: path.into(), reason: error.to_string() };
+    let file = File::open(path).map_err(fail)?;
+    if !file.metadata().map_err(fail)?.is_file() {
+        return Err(FileError::Open { path: path.into(), reason: "it is not a regular file".into() });
+    }
+    // SAFETY: the map is read-only and private to this process; the contract that nobody truncates the file while it is
+    // open is the one every memory-mapped reader has.
+    unsafe { Mmap::map(&file) }.map_err(fail)
+}
+
 /// A safetensors file, mapped.
 pub struct TensorFile {
     path: PathBuf,
@@ -98,15 +113,7 @@ impl TensorFile {
     /// # Errors
     /// When it cannot be read or is not a safetensors file.
     pub fn open(path: &Path) -> Result<Self, FileError> {
-        let fail = |error: std::io::Error| FileError::Open { path: path.into(), reason: error.to_string() };
-        let file = File::open(path).map_err(fail)?;
-        if !file.metadata().map_err(fail)?.is_file() {
-            return Err(FileError::Open { path: path.into(), reason: "it is not a regular file".into() });
-        }
-        // SAFETY: the map is read-only and private to this process; the contract that nobody truncates the file
-        // while it is open is the one every memory-mapped reader has.
-        let map = unsafe { Mmap::map(&file) }.map_err(fail)?;
-        let file = TensorFile { path: path.into(), map };
+        let file = TensorFile { path: path.into(), map: map(path)? };
         file.parse()?;
         Ok(file)
     }

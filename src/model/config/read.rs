@@ -4,6 +4,7 @@ use super::fields::Fields;
 use super::{Activation, Config, Family, Norms, Rope, RopeScaling};
 use crate::attention::Shape;
 use crate::model::ModelError;
+use crate::model::gguf::{Gguf, is_gguf};
 use crate::tensor::DType;
 use serde_json::{Map, Value};
 use std::path::Path;
@@ -12,11 +13,14 @@ const SCALINGS: &str = "known: default, linear, dynamic, yarn, llama3";
 
 impl Config {
     /// Reads the `config.json` of a folder, and the tokens that end a text from `generation_config.json` where there
-    /// is one.
+    /// is one; or the metadata of a GGUF file.
     ///
     /// # Errors
     /// When a file cannot be read, is not JSON, lacks what is needed, or asks for what is not understood.
     pub fn read(folder: &Path) -> Result<Self, ModelError> {
+        if is_gguf(folder) {
+            return Gguf::open(folder)?.config();
+        }
         let path = folder.join("config.json");
         let wrong = |reason| ModelError::Config { path: path.clone(), reason };
         let mut config = Config::from_json(&object(&path)?).map_err(wrong)?;

@@ -74,12 +74,19 @@ impl BlockType {
         debug_assert_eq!(bytes.len() / block_bytes, to.len() / elements);
         let blocks = bytes.chunks_exact(block_bytes).zip(to.chunks_exact_mut(elements));
         match self {
-            BlockType::F32 => blocks.for_each(|(block, to)| to[0] = f32::from_le_bytes([block[0], block[1], block[2], block[3]])),
+            BlockType::F32 => {
+                blocks.for_each(|(block, to)| to[0] = f32::from_le_bytes([block[0], block[1], block[2], block[3]]))
+            }
             BlockType::F16 => blocks.for_each(|(block, to)| to[0] = half_at(block, 0)),
-            BlockType::Bf16 => blocks.for_each(|(block, to)| to[0] = bf16::from_le_bytes([block[0], block[1]]).to_f32()),
-            BlockType::Q4_0 => blocks.for_each(|(block, to)| nibbles(&block[2..], 0, to, |q| half_at(block, 0) * (q - 8.0))),
+            BlockType::Bf16 => {
+                blocks.for_each(|(block, to)| to[0] = bf16::from_le_bytes([block[0], block[1]]).to_f32())
+            }
+            BlockType::Q4_0 => {
+                blocks.for_each(|(block, to)| nibbles(&block[2..], 0, to, |q| half_at(block, 0) * (q - 8.0)))
+            }
             BlockType::Q4_1 => {
-                blocks.for_each(|(block, to)| nibbles(&block[4..], 0, to, |q| half_at(block, 0) * q + half_at(block, 2)));
+                blocks
+                    .for_each(|(block, to)| nibbles(&block[4..], 0, to, |q| half_at(block, 0) * q + half_at(block, 2)));
             }
             BlockType::Q5_0 => blocks.for_each(|(block, to)| {
                 nibbles(&block[6..], high_bits(&block[2..6]), to, |q| half_at(block, 0) * (q - 16.0));

@@ -68,7 +68,9 @@ impl Gguf {
             map.insert("attention_bias".into(), has("blk.0.attn_q.bias").into());
             map.insert("mlp_bias".into(), has("blk.0.ffn_gate.bias").into());
         }
-        if let Some(window) = own("attention.sliding_window").filter(|_| matches!(family, Family::Phi3 | Family::Gemma2)) {
+        if let Some(window) =
+            own("attention.sliding_window").filter(|_| matches!(family, Family::Phi3 | Family::Gemma2))
+        {
             map.insert("sliding_window".into(), window.clone());
         }
         if let Some(scaling) = self.rope_scaling(&own)? {
@@ -85,7 +87,9 @@ impl Gguf {
     fn rope_scaling<'v>(&self, own: &impl Fn(&str) -> Option<&'v Value>) -> Result<Option<Value>, String> {
         for tensor in ["rope_freqs.weight", "rope_factors_long.weight"] {
             if self.find(tensor).is_some() {
-                return Err(format!("it scales RoPE by the tensor '{tensor}', which is not read; use the Hugging Face folder"));
+                return Err(format!(
+                    "it scales RoPE by the tensor '{tensor}', which is not read; use the Hugging Face folder"
+                ));
             }
         }
         let factor = own("rope.scaling.factor").cloned().unwrap_or(Value::Null);

@@ -41,8 +41,10 @@ impl Gguf {
     pub fn open(path: &Path) -> Result<Self, ModelError> {
         let map = file::map(path)?;
         let mut reader = Reader { bytes: &map, at: 0 };
-        let (metadata, tensors) = header(&mut reader)
-            .map_err(|reason| ModelError::Weights { path: path.into(), reason: format!("not a GGUF file that is read: {reason}") })?;
+        let (metadata, tensors) = header(&mut reader).map_err(|reason| ModelError::Weights {
+            path: path.into(),
+            reason: format!("not a GGUF file that is read: {reason}"),
+        })?;
         Ok(Gguf { path: path.into(), map, metadata, tensors })
     }
 
@@ -86,18 +88,23 @@ fn header(reader: &mut Reader<'_>) -> Result<(Map<String, Value>, BTreeMap<Strin
         described.push((name, tensor));
     }
     let alignment = metadata.get("general.alignment").map_or(Some(ALIGNMENT), Value::as_u64);
-    let alignment = alignment.filter(|alignment| alignment.is_power_of_two()).ok_or("general.alignment is no power of two")?;
+    let alignment =
+        alignment.filter(|alignment| alignment.is_power_of_two()).ok_or("general.alignment is no power of two")?;
     let start = (reader.at as u64).next_multiple_of(alignment);
     let mut tensors = BTreeMap::new();
     for (name, (shape, kind, offset)) in described {
         let elements = shape.iter().try_fold(1usize, |all, &extent| all.checked_mul(extent));
         let bytes = elements.and_then(|elements| kind.bytes_of(*shape.last().unwrap_or(&1), elements));
-        let bytes = bytes.ok_or_else(|| format!("tensor '{name}': shape {shape:?} is not whole blocks of {}", kind.name()))?;
+        let bytes =
+            bytes.ok_or_else(|| format!("tensor '{name}': shape {shape:?} is not whole blocks of {}", kind.name()))?;
         let from = start.checked_add(offset).and_then(|from| usize::try_from(from).ok());
         let range = from.and_then(|from| Some(from..from.checked_add(bytes)?));
         let range = range.filter(|range| range.end <= reader.bytes.len() && offset.is_multiple_of(alignment));
         let range = range.ok_or_else(|| {
-            format!("tensor '{name}': {bytes} bytes at offset {offset} are not in a file of {} bytes", reader.bytes.len())
+            format!(
+                "tensor '{name}': {bytes} bytes at offset {offset} are not in a file of {} bytes",
+                reader.bytes.len()
+            )
         })?;
         if tensors.insert(name.clone(), Info { shape, kind, range }).is_some() {
             return Err(format!("tensor '{name}' is there twice"));

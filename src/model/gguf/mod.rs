@@ -18,5 +18,5 @@ use std::path::Path;
 
 /// Whether a model is a file of this kind, and not a folder.
 pub(super) fn is_gguf(path: &Path) -> bool {
-    path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("gguf")) || path.is_file()
+    path.is_file() || path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("gguf"))
 }

@@ -3,9 +3,10 @@
 use super::Gguf;
 use crate::model::Config;
 use crate::model::config::{Family, Norms};
+use std::collections::BTreeSet;
 
 /// Parts of a block's names: in the folder, and in the file.
-const PARTS: [(&str, &str); 16] = [
+const PARTS: [(&str, &str); 15] = [
     ("input_layernorm", "attn_norm"),
     ("self_attn.q_proj", "attn_q"),
     ("self_attn.k_proj", "attn_k"),
@@ -21,7 +22,6 @@ const PARTS: [(&str, &str); 16] = [
     ("mlp.up_proj", "ffn_up"),
     ("mlp.gate_up_proj", "ffn_up"),
     ("mlp.down_proj", "ffn_down"),
-    ("mlp.gate_up", "ffn_up"),
 ];
 
 impl Gguf {
@@ -69,10 +69,10 @@ impl Gguf {
         Some(Ok(()))
     }
 
-    /// A tensor of the file that is none of these of the folder.
-    pub fn unknown(&self, config: &Config, taken: impl Fn(&str) -> bool, names: &[String]) -> Option<&str> {
-        let own: Vec<String> = names.iter().filter(|name| taken(name)).filter_map(|name| self.own_name(config, name)).collect();
-        self.names().find(|name| !own.iter().any(|own| own == name))
+    /// A tensor of the file that is none of those that were taken by their names in the folder.
+    pub fn unknown(&self, config: &Config, taken: &BTreeSet<String>) -> Option<&str> {
+        let taken: BTreeSet<String> = taken.iter().filter_map(|name| self.own_name(config, name)).collect();
+        self.names().find(|name| !taken.contains(*name))
     }
 }
 

@@ -54,7 +54,8 @@ impl Gguf {
         let pre = key("pre").and_then(Value::as_str).unwrap_or("gpt-2");
         let known = "gpt-2, smollm, llama-bpe, qwen2";
         let pre_tokenizer = pre_tokenizer(pre).ok_or_else(|| format!("its text is cut as '{pre}'; known: {known}"))?;
-        let list = |name: &str| key(name).and_then(Value::as_array).ok_or(format!("it has no list tokenizer.ggml.{name}"));
+        let list =
+            |name: &str| key(name).and_then(Value::as_array).ok_or(format!("it has no list tokenizer.ggml.{name}"));
         let (tokens, merges) = (list("tokens")?, list("merges")?);
         let kinds = key("token_type").and_then(Value::as_array);
         if kinds.is_some_and(|kinds| kinds.len() != tokens.len()) {
