@@ -1,5 +1,6 @@
 //! What models answered, in tables and in words: a leaderboard of policies by budgets, and a table for each task.
 
+use super::SPARSE;
 use super::naming::{CONTEXT, HEADS, KERNEL, Naming, SAMPLES, SEED, TASK};
 use super::palette;
 use super::summary::{lines, marked, status, wrapped};
@@ -181,7 +182,7 @@ struct Column {
     read: fn(&Numbers) -> &String,
 }
 
-const ALL: [Column; 9] = [
+const ALL: [Column; 10] = [
     Column { heading: "score", words: "percent, of the model's own words", read: |numbers| &numbers.score },
     Column { heading: "perplexity", words: "of the text behind the eviction", read: |numbers| &numbers.perplexity },
     Column { heading: "95%", words: "the score's interval over samples", read: |numbers| &numbers.interval },
@@ -189,9 +190,12 @@ const ALL: [Column; 9] = [
     Column { heading: "KL nats", words: "from the full cache, for each token", read: |numbers| &numbers.kl },
     Column { heading: "top-1", words: "percent of tokens likeliest with both caches", read: |numbers| &numbers.top1 },
     Column { heading: "kv", words: "bytes live behind the eviction", read: |numbers| &numbers.kv },
+    Column { heading: READ, words: "bytes of them that a step reads", read: |numbers| &numbers.kv_read },
     Column { heading: "first", words: "time to the first token", read: |numbers| &numbers.first },
     Column { heading: "per token", words: "time of each one behind it", read: |numbers| &numbers.step },
 ];
+/// Of a policy that selects what steps read.
+const READ: &str = "read";
 const OF_SCORES: [&str; 3] = ["score", "95%", "vs full"];
 const OF_TEXTS: [&str; 2] = ["perplexity", "top-1"];
 
@@ -199,7 +203,12 @@ const OF_TEXTS: [&str; 2] = ["perplexity", "top-1"];
 fn columns(records: &[&Record]) -> Vec<Column> {
     let scored = records.iter().filter_map(|record| answers(record)).any(|answers| answers.accuracy.is_some());
     let without: &[&str] = if scored { &OF_TEXTS } else { &OF_SCORES };
-    ALL.into_iter().filter(|column| !without.contains(&column.heading)).collect()
+    let sparse = |answers: &Answers| {
+        answers.kv_bytes_read > 0 && (answers.kv_bytes_read as f64) < SPARSE * answers.kv_bytes_live as f64
+    };
+    let selects = records.iter().filter_map(|record| answers(record)).any(sparse);
+    let shown = |column: &Column| !without.contains(&column.heading) && (column.heading != READ || selects);
+    ALL.into_iter().filter(shown).collect()
 }
 
 /// The cells of one task.
@@ -251,6 +260,7 @@ struct Numbers {
     perplexity: String,
     agreement: String,
     kv: String,
+    kv_read: String,
     first: String,
     step: String,
 }
@@ -269,19 +279,11 @@ impl Numbers {
             top1: percent(answers.top1_agreement.mean),
             perplexity: units::three_digits(answers.nll_nats.mean.exp()),
             agreement: percent(answers.greedy_agreement.mean),
-            kv: kv_bytes(answers),
+            kv: units::bytes(answers.kv_bytes_live),
+            kv_read: units::bytes(answers.kv_bytes_read),
             first: time("first_token"),
             step: time("decode"),
         }
-    }
-}
-
-/// KV bytes that are held, and what a step reads of them where that is less.
-fn kv_bytes(answers: &Answers) -> String {
-    let (live, read) = (answers.kv_bytes_live, answers.kv_bytes_read);
-    match read > 0 && read < live / 10 * 9 {
-        true => format!("{}, reads {}", units::bytes(live), units::bytes(read)),
-        false => units::bytes(live),
     }
 }
 

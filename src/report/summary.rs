@@ -14,6 +14,8 @@ use std::collections::BTreeMap;
 
 /// Width that no line passes, in characters.
 const MOST_COLUMNS: usize = 100;
+/// A name is not cut to less, even where a table then gets wider.
+const LEAST_NAME: usize = 24;
 
 /// Heading of the columns that hold words and may be shortened.
 const NAMES: [&str; 4] = ["kernel", "policy", "trace", "strategy"];
@@ -160,7 +162,7 @@ pub fn lines(mut rows: Vec<Vec<String>>) -> String {
     let over = (widths.iter().sum::<usize>() + 3 * widths.len() + 1).saturating_sub(MOST_COLUMNS);
     let is_words: Vec<bool> = rows[0].iter().map(|heading| NAMES.contains(&heading.as_str())).collect();
     for (width, _) in widths.iter_mut().zip(&is_words).filter(|(_, is_words)| **is_words) {
-        *width = width.saturating_sub(over).max(1);
+        *width = width.saturating_sub(over).max(LEAST_NAME.min(*width));
     }
     let mut text = String::new();
     for (index, row) in rows.iter().enumerate() {

@@ -3,6 +3,7 @@
 
 pub mod accuracy;
 pub mod exact;
+pub mod gguf;
 pub mod models;
 pub mod ragged;
 

@@ -6,12 +6,14 @@
 //! new ones for N seconds; `KVSIEVE_FUZZ_SEED` begins elsewhere. An input that a reader panics on is kept and named;
 //! once the reader is mended it belongs in the corpus.
 
+#[path = "../common/gguf.rs"]
+mod gguf;
 mod mutate;
 
 use kvsieve::device::Cpu;
 use kvsieve::experiment::{Device, Experiment, Spec, runner, store};
 use kvsieve::memory::{Arena, Label};
-use kvsieve::model::{Config, Text, sequences};
+use kvsieve::model::{Config, Model, Text, sequences};
 use kvsieve::policy::{Budget, Registry};
 use kvsieve::report::{self, Detail, Run};
 use kvsieve::tensor::file::TensorFile;
@@ -108,6 +110,30 @@ fn tensor_files() {
         let extents = Extents { layers, batch, q_heads, kv_heads, head_dim, context_tokens, new_tokens, dtype };
         source.load(&extents, &arena).map(drop).map_err(said)?;
         source.hash().map(drop).map_err(said)
+    });
+}
+
+#[test]
+fn gguf_files() {
+    let made = |name: &str, kind| gguf::Parts::of(&Path::new("tests/models").join(name), kind).bytes();
+    let target = Target {
+        name: "gguf_files",
+        corpus: vec![made("llama", gguf::Kind::F32), made("qwen2", gguf::Kind::Q8_0)],
+        words: &[
+            "GGUF",
+            "llama.",
+            "gemma2",
+            "general.architecture",
+            "general.alignment",
+            "blk.0.attn_q.weight",
+            "yarn",
+        ],
+        inputs: 400,
+        all_right: true,
+    };
+    target.run(|path| {
+        let _ = Text::open(path);
+        Model::open(path, &Arena::with_limit(64 << 20)).map(drop).map_err(said)
     });
 }
 

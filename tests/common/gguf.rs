@@ -1,0 +1,209 @@
+//! GGUF files made of the tiny checkpoints, by the rules of llama.cpp's `convert_hf_to_gguf.py`.
+
+use half::f16;
+use safetensors::SafeTensors;
+use serde_json::Value;
+use std::path::Path;
+
+/// How matrices are written; vectors are always f32.
+#[derive(Clone, Copy, PartialEq)]
+#[allow(dead_code)] // the parsers write one of each
+pub enum Kind {
+    F32,
+    Q8_0,
+}
+
+/// A file's parts, which a test may change before it is written.
+pub struct Parts {
+    pub keys: Vec<(String, Value)>,
+    /// Name, extents (the fastest first), number of the type, and bytes.
+    pub tensors: Vec<(String, Vec<u64>, u32, Vec<u8>)>,
+}
+
+impl Parts {
+    /// The checkpoint in `folder`, whose tensors are in one file.
+    pub fn of(folder: &Path, kind: Kind) -> Parts {
+        let config: Value = serde_json::from_slice(&std::fs::read(folder.join("config.json")).unwrap()).unwrap();
+        let architecture = match config["architectures"][0].as_str().unwrap() {
+            "LlamaForCausalLM" => "llama",
+            "Qwen2ForCausalLM" => "qwen2",
+            "Qwen3ForCausalLM" => "qwen3",
+            "Phi3ForCausalLM" => "phi3",
+            "Gemma2ForCausalLM" => "gemma2",
+            other => panic!("{other} has no name in llama.cpp"),
+        };
+        let bytes = std::fs::read(folder.join("model.safetensors")).unwrap();
+        let file = SafeTensors::deserialize(&bytes).unwrap();
+        let mut tensors: Vec<_> = file.tensors();
+        tensors.sort_by(|a, b| a.0.cmp(&b.0));
+        let tensors = tensors.into_iter().map(|(name, tensor)| {
+            let values: Vec<f32> =
+                tensor.data().chunks_exact(4).map(|bytes| f32::from_le_bytes(bytes.try_into().unwrap())).collect();
+            convert(architecture, &config, &name, tensor.shape(), values, kind)
+        });
+        Parts { keys: keys(architecture, &config), tensors: tensors.collect() }
+    }
+
+    /// The file.
+    pub fn bytes(&self) -> Vec<u8> {
+        let mut out = b"GGUF".to_vec();
+        out.extend(3u32.to_le_bytes());
+        out.extend((self.tensors.len() as u64).to_le_bytes());
+        out.extend((self.keys.len() as u64).to_le_bytes());
+        for (key, value) in &self.keys {
+            text(&mut out, key);
+            out.extend(number_of(value).to_le_bytes());
+            put(&mut out, value);
+        }
+        let mut offset = 0u64;
+        for (name, extents, kind, bytes) in &self.tensors {
+            text(&mut out, name);
+            out.extend((extents.len() as u32).to_le_bytes());
+            extents.iter().for_each(|extent| out.extend(extent.to_le_bytes()));
+            out.extend(kind.to_le_bytes());
+            out.extend(offset.to_le_bytes());
+            offset += (bytes.len() as u64).next_multiple_of(32);
+        }
+        for (.., bytes) in &self.tensors {
+            out.resize(out.len().next_multiple_of(32), 0);
+            out.extend(bytes);
+        }
+        out
+    }
+}
+
+fn keys(architecture: &str, config: &Value) -> Vec<(String, Value)> {
+    let theta = match &config["rope_theta"] {
+        Value::Null => config["rope_parameters"]["rope_theta"].clone(),
+        theta => theta.clone(),
+    };
+    let scaling = [&config["rope_scaling"], &config["rope_parameters"]].into_iter().find(|found| found.is_object());
+    let scaling = scaling.cloned().unwrap_or(Value::Null);
+    let kind = scaling["rope_type"].as_str().filter(|kind| *kind != "default");
+    let head_dim = match config["head_dim"].as_u64() {
+        Some(width) => width,
+        None => config["hidden_size"].as_u64().unwrap() / config["num_attention_heads"].as_u64().unwrap(),
+    };
+    let known = [
+        ("block_count", config["num_hidden_layers"].clone()),
+        ("context_length", config["max_position_embeddings"].clone()),
+        ("embedding_length", config["hidden_size"].clone()),
+        ("feed_forward_length", config["intermediate_size"].clone()),
+        ("attention.head_count", config["num_attention_heads"].clone()),
+        ("attention.head_count_kv", config["num_key_value_heads"].clone()),
+        ("attention.key_length", head_dim.into()),
+        ("attention.layer_norm_rms_epsilon", config["rms_norm_eps"].clone()),
+        ("attention.sliding_window", config["sliding_window"].clone()),
+        ("attn_logit_softcapping", config["attn_logit_softcapping"].clone()),
+        ("final_logit_softcapping", config["final_logit_softcapping"].clone()),
+        ("rope.freq_base", theta),
+        ("rope.scaling.type", kind.map_or(Value::Null, Value::from)),
+        ("rope.scaling.factor", kind.map_or(Value::Null, |_| scaling["factor"].clone())),
+        ("rope.scaling.original_context_length", scaling["original_max_position_embeddings"].clone()),
+    ];
+    let own = known.into_iter().filter(|(_, value)| !value.is_null());
+    let own = own.map(|(key, value)| (format!("{architecture}.{key}"), value));
+    std::iter::once(("general.architecture".to_string(), architecture.into())).chain(own).collect()
+}
+
+/// A tensor of a Hugging Face folder as llama.cpp keeps it.
+fn convert(
+    architecture: &str,
+    config: &Value,
+    name: &str,
+    shape: &[usize],
+    mut values: Vec<f32>,
+    kind: Kind,
+) -> (String, Vec<u64>, u32, Vec<u8>) {
+    let heads = |key: &str| config[key].as_u64().unwrap() as usize;
+    let heads = match () {
+        () if architecture != "llama" => 0,
+        () if name.contains("q_proj") => heads("num_attention_heads"),
+        () if name.contains("k_proj") => heads("num_key_value_heads"),
+        () => 0,
+    };
+    if heads > 0 {
+        // `weights.reshape(heads, 2, D / 2, width).swapaxes(1, 2)`
+        let (width, rows) = (shape.get(1).copied().unwrap_or(1), shape[0] / heads);
+        let row = |head: usize, row: usize| (head * rows + row % 2 * (rows / 2) + row / 2) * width;
+        let order = (0..heads).flat_map(|head| (0..rows).map(move |at| row(head, at)));
+        values = order.flat_map(|from| values[from..from + width].to_vec()).collect();
+    }
+    if architecture == "gemma2" && name.ends_with("norm.weight") {
+        values.iter_mut().for_each(|factor| *factor += 1.0);
+    }
+    let extents = shape.iter().rev().map(|&extent| extent as u64).collect();
+    let own = own_name(architecture, name);
+    match kind {
+        Kind::Q8_0 if shape.len() == 2 && shape[1].is_multiple_of(32) => (own, extents, 8, q8_0(&values)),
+        _ => (own, extents, 0, values.iter().flat_map(|value| value.to_le_bytes()).collect()),
+    }
+}
+
+fn own_name(architecture: &str, name: &str) -> String {
+    let after = if architecture == "gemma2" { "post_attention_norm" } else { "ffn_norm" };
+    let parts = [
+        ("model.embed_tokens", "token_embd"),
+        ("model.norm", "output_norm"),
+        ("lm_head", "output"),
+        ("model.layers", "blk"),
+        ("input_layernorm", "attn_norm"),
+        ("post_attention_layernorm", after),
+        ("pre_feedforward_layernorm", "ffn_norm"),
+        ("post_feedforward_layernorm", "post_ffw_norm"),
+        ("self_attn.q_proj", "attn_q"),
+        ("self_attn.k_proj", "attn_k"),
+        ("self_attn.v_proj", "attn_v"),
+        ("self_attn.qkv_proj", "attn_qkv"),
+        ("self_attn.o_proj", "attn_output"),
+        ("self_attn.q_norm", "attn_q_norm"),
+        ("self_attn.k_norm", "attn_k_norm"),
+        ("mlp.gate_up_proj", "ffn_up"),
+        ("mlp.gate_proj", "ffn_gate"),
+        ("mlp.up_proj", "ffn_up"),
+        ("mlp.down_proj", "ffn_down"),
+    ];
+    parts.iter().fold(name.to_string(), |name, (from, to)| name.replace(from, to))
+}
+
+fn q8_0(values: &[f32]) -> Vec<u8> {
+    let block = |values: &[f32]| {
+        let largest = values.iter().fold(0.0f32, |most, x| most.max(x.abs()));
+        let d = f16::from_f32(largest / 127.0);
+        let quant = |x: &f32| if largest == 0.0 { 0 } else { (x / (largest / 127.0)).round() as i8 as u8 };
+        d.to_le_bytes().into_iter().chain(values.iter().map(quant)).collect::<Vec<u8>>()
+    };
+    values.chunks(32).flat_map(block).collect()
+}
+
+fn text(out: &mut Vec<u8>, text: &str) {
+    out.extend((text.len() as u64).to_le_bytes());
+    out.extend(text.as_bytes());
+}
+
+/// The number of a value's kind.
+fn number_of(value: &Value) -> u32 {
+    match value {
+        Value::Bool(_) => 7,
+        Value::String(_) => 8,
+        Value::Array(_) => 9,
+        value if value.is_u64() => 4,
+        _ => 6,
+    }
+}
+
+fn put(out: &mut Vec<u8>, value: &Value) {
+    match value {
+        Value::Bool(flag) => out.push(u8::from(*flag)),
+        Value::String(string) => text(out, string),
+        Value::Array(values) => {
+            out.extend(values.first().map_or(4, number_of).to_le_bytes());
+            out.extend((values.len() as u64).to_le_bytes());
+            values.iter().for_each(|value| put(out, value));
+        }
+        value => match value.as_u64() {
+            Some(count) => out.extend((count as u32).to_le_bytes()),
+            None => out.extend((value.as_f64().unwrap() as f32).to_le_bytes()),
+        },
+    }
+}

@@ -1,0 +1,139 @@
+//! Models from GGUF files: the same logits as the Hugging Face folder that they are made from, and one line for what is wrong.
+
+mod common;
+
+use common::gguf::{Kind, Parts};
+use common::models::{checkpoint, deviation, furthest};
+use kvsieve::device::Cpu;
+use kvsieve::format::KvFormat;
+use kvsieve::memory::Arena;
+use kvsieve::model::{Decoder, Model, ModelError, Setup, Text};
+use kvsieve::tensor::DType;
+use serde_json::{Value, json};
+use std::path::Path;
+
+/// Logits of all tokens.
+fn logits(path: &Path, tokens: &[u32]) -> Vec<f32> {
+    let (cpu, arena) = (Cpu::new(Some(2)).unwrap(), Arena::unlimited());
+    let model = Model::open(path, &arena).unwrap();
+    let setup = Setup {
+        kernel: "tiled",
+        batch: 1,
+        max_tokens: tokens.len(),
+        chunk_tokens: tokens.len(),
+        all_logits: true,
+        dtype: DType::F32,
+        kv_format: KvFormat::plain(DType::F32),
+        columns: &[],
+    };
+    let mut logits = Vec::new();
+    let mut decoder = Decoder::new(&model, setup, &cpu, &arena).unwrap();
+    decoder.prefill(&[tokens], |_, _, row| logits.extend_from_slice(row)).unwrap();
+    logits
+}
+
+#[test]
+fn a_file_gives_the_logits_of_the_folder_that_it_is_made_from() {
+    let folder = tempfile::tempdir().unwrap();
+    for name in ["llama", "llama-bias-tied", "linear", "yarn", "qwen2", "qwen3", "phi3", "gemma2"] {
+        let checkpoint = checkpoint(name);
+        let path = folder.path().join(format!("{name}.gguf"));
+        for (kind, bound) in [(Kind::F32, 1e-5), (Kind::Q8_0, 0.2)] {
+            std::fs::write(&path, Parts::of(&checkpoint.folder, kind).bytes()).unwrap();
+            let got = logits(&path, &checkpoint.tokens);
+            let off = furthest(&got, &checkpoint.logits) / deviation(&checkpoint.logits);
+            let folder =
+                furthest(&got, &logits(&checkpoint.folder, &checkpoint.tokens)) / deviation(&checkpoint.logits);
+            assert!(off < bound + 1e-3 && folder < bound, "{name}: off by {off}, {folder} from the folder");
+        }
+    }
+}
+
+#[test]
+fn a_model_of_a_file_takes_the_bytes_that_the_arena_shows() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.gguf");
+    std::fs::write(&path, Parts::of(&checkpoint("qwen2").folder, Kind::Q8_0).bytes()).unwrap();
+    let arena = Arena::unlimited();
+    let model = Model::open(&path, &arena).unwrap();
+    assert_eq!(model.weights.bytes(), arena.usage().live_bytes);
+}
+
+#[test]
+fn the_tokenizer_of_a_file_is_that_of_the_folder() {
+    let json = std::fs::read_to_string("tests/parsers/corpus/tokenizers/bpe-bytelevel.json").unwrap();
+    let original: Value = serde_json::from_str(&json).unwrap();
+    let mut vocabulary: Vec<(String, u64)> = original["model"]["vocab"]
+        .as_object()
+        .unwrap()
+        .iter()
+        .map(|(token, id)| (token.clone(), id.as_u64().unwrap()))
+        .collect();
+    vocabulary.sort_by_key(|&(_, id)| id);
+    let merges = original["model"]["merges"].as_array().unwrap().iter().map(|merge| match merge {
+        Value::Array(pair) => json!(format!("{} {}", pair[0].as_str().unwrap(), pair[1].as_str().unwrap())),
+        text => text.clone(),
+    });
+    let mut parts = Parts::of(&checkpoint("llama").folder, Kind::F32);
+    let tokens: Vec<Value> = vocabulary.iter().map(|(token, _)| json!(token)).collect();
+    parts.keys.extend([
+        ("tokenizer.ggml.model".into(), json!("gpt2")),
+        ("tokenizer.ggml.pre".into(), json!("gpt-2")),
+        ("tokenizer.ggml.tokens".into(), json!(tokens)),
+        ("tokenizer.ggml.merges".into(), json!(merges.collect::<Vec<_>>())),
+    ]);
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.gguf");
+    std::fs::write(&path, parts.bytes()).unwrap();
+    let (file, original) = (Text::open(&path).unwrap(), Text::parse("original".into(), &json).unwrap());
+    for text in ["the key of the red door", "it's 4711, isn't it?\n\n  Indented", "naïve – ∑"] {
+        assert_eq!(file.piece(text).unwrap(), original.piece(text).unwrap(), "{text}");
+    }
+}
+
+#[test]
+fn what_is_wrong_with_a_file_is_said_in_one_line() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.gguf");
+    let refused = |bytes: &[u8]| -> String {
+        std::fs::write(&path, bytes).unwrap();
+        let error: ModelError = Model::open(&path, &Arena::unlimited()).err().expect("it is refused");
+        error.to_string()
+    };
+    let parts = || Parts::of(&checkpoint("llama").folder, Kind::F32);
+    let whole = parts().bytes();
+    // Cut anywhere: in the header, or in the last tensor.
+    for end in (0..whole.len()).step_by(whole.len() / 60 + 1).chain([whole.len() - 1]) {
+        let said = refused(&whole[..end]);
+        assert!(said.contains("not a GGUF file that is read") || said.contains("cannot read"), "{end}: {said}");
+        assert_eq!(said.lines().count(), 1);
+    }
+    let changed = |change: &dyn Fn(&mut Parts)| {
+        let mut parts = parts();
+        change(&mut parts);
+        refused(&parts.bytes())
+    };
+    type Change<'a> = &'a dyn Fn(&mut Parts);
+    let cases: [(Change<'_>, &str); 7] = [
+        (&|parts| parts.tensors[0].2 = 12, "type number 12 of ggml; read are F32, F16, BF16, Q4_0"),
+        (&|parts| parts.tensors[0].1 = vec![u64::MAX, 3], "is not whole blocks of F32"),
+        (&|parts| parts.keys[0].1 = json!("mamba"), "general.architecture is 'mamba'; known: llama, qwen2"),
+        (&|parts| drop(parts.tensors.remove(3)), "there is no tensor"),
+        (&|parts| parts.tensors[3].0 += "s", "there is no tensor"),
+        (
+            &|parts| parts.tensors.push(("rope_freqs.weight".into(), vec![1], 0, vec![0; 4])),
+            "it scales RoPE by the tensor",
+        ),
+        (
+            &|parts| parts.tensors.push(("blk.0.extra".into(), vec![1], 0, vec![0; 4])),
+            "tensor 'blk.0.extra' is not part of",
+        ),
+    ];
+    for (change, expected) in cases {
+        let said = changed(change);
+        assert!(said.contains(expected), "{said}");
+    }
+    std::fs::write(&path, &whole).unwrap();
+    let said = Text::open(&path).err().unwrap().to_string();
+    assert!(said.contains("its tokenizer is 'nothing'"), "{said}");
+}
