@@ -175,7 +175,7 @@ fn mistakes_are_said_before_anything_runs() {
         ("passkey", "passkeys", "unknown task 'passkeys'"),
         ("= 900", "= 9000", "was made for at most 4096"),
         ("= 900", "= 100", "100 tokens are too few"),
-        ("h2o", "quest", "policies evict"),
+        ("h2o", "oracle", "it looks into the future"),
         ("h2o", "h3o", "unknown policy"),
         ("budget = 0.5", "", "needs a budget"),
         ("budget = 0.5", "budget = 0.5\nheads = \"2/1\"", "an evaluation has no heads"),
