@@ -144,7 +144,7 @@ pub(super) struct Start {
     /// Names and contents of the files that stand beside the weights.
     pub files: Vec<(&'static str, String)>,
     /// Where weights come from, if not from random numbers.
-    folder: Option<PathBuf>,
+    pub folder: Option<PathBuf>,
 }
 
 impl Origin {
