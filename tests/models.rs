@@ -174,7 +174,7 @@ fn folders_that_do_not_fit_together_are_refused_by_name() {
 
     let changes = [
         ("\"intermediate_size\": 72", "\"intermediate_size\": 71", "has shape [72, 32]; [71, 32] is needed"),
-        ("\"num_hidden_layers\": 2", "\"num_hidden_layers\": 3", "no tensor 'model.layers.2.self_attn.q_proj.weight'"),
+        ("\"num_hidden_layers\": 2", "\"num_hidden_layers\": 3", "no tensor 'model.layers.2.input_layernorm.weight'"),
         (
             "\"num_hidden_layers\": 2",
             "\"num_hidden_layers\": 1",

@@ -2,6 +2,7 @@
 
 use assert_cmd::Command;
 use predicates::str::contains;
+use safetensors::SafeTensors;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Stdio};
@@ -124,6 +125,40 @@ fn a_run_that_stops_or_is_killed_goes_on_with_the_same_bits() {
     }
 }
 
+/// The recipe with another `[model]`, and more before it.
+fn recipe_of(before: &str, model: &str) -> String {
+    let (head, rest) = RECIPE.split_once("[model]").unwrap();
+    let (_, rest) = rest.split_once("[optimizer]").unwrap();
+    format!("{head}{before}\n[model]\n{model}\n[optimizer]{rest}")
+}
+
+#[test]
+fn a_model_that_is_there_goes_on_to_be_trained_but_for_what_is_frozen() {
+    let folder = tempfile::tempdir().unwrap();
+    let (recipe, out, builtin) =
+        (folder.path().join("tuned.toml"), folder.path().join("out"), Path::new("models/builtin"));
+    fs::write(&recipe, recipe_of("frozen = ['embed', 'layers.*.mlp']", "from = 'builtin'")).unwrap();
+    train(&recipe, &out, &["--steps", "2"]).success();
+    train(&recipe, &out, &["--resume"]).success();
+    let first: serde_json::Value = serde_json::from_str(&log(&out)[0]).unwrap();
+    let loss = first["loss"].as_f64().unwrap();
+    assert!(loss < 2.0, "a trained model begins with a loss of {loss}");
+    for name in ["config.json", "tokenizer.json"] {
+        assert!(fs::read(builtin.join(name)).unwrap() == fs::read(out.join(name)).unwrap(), "{name} differs");
+    }
+    let [before, after] = [builtin, &out].map(|folder| fs::read(folder.join("model.safetensors")).unwrap());
+    let [before, after] = [&before, &after].map(|bytes| SafeTensors::deserialize(bytes).unwrap());
+    for (name, tensor) in before.tensors() {
+        let same = tensor == after.tensor(&name).unwrap();
+        assert_eq!(same, name.contains("embed") || name.contains("mlp"), "{name}");
+    }
+    let record: serde_json::Value =
+        serde_json::from_str(&fs::read_to_string(out.join("training.json")).unwrap()).unwrap();
+    for memory in record["memory"].as_array().unwrap() {
+        assert_eq!(memory["predicted_bytes"], memory["peak_bytes"]);
+    }
+}
+
 /// A process that does not outlive its test.
 struct Killed(Child);
 
@@ -153,10 +188,31 @@ fn mistakes_are_one_line_and_exit_status_2() {
         ("seed = 3", "seed = 3\nsede = 4", "unknown field"),
         ("clip = 1.0", "clip = 0.0", "optimizer.clip is 0; it must be finite and above 0"),
     ];
-    for (index, (from, to, said)) in cases.into_iter().enumerate() {
-        fs::write(&other, RECIPE.replace(from, to)).unwrap();
+    let of_a_folder = [
+        ("", "from = 'nowhere'", "nowhere"),
+        ("", "from = 'builtin'\nhidden = 8", "unknown field `hidden`"),
+        ("", "from = 'tests/models/gemma2'", "text needs a tokenizer"),
+        (
+            "",
+            "from = 'tests/models/llama'",
+            "a stage's length is 192; it must be 16 to the model's longest context, 128",
+        ),
+        ("frozen = ['embd']", "from = 'builtin'", "'embd' matches no parameter"),
+        ("frozen = ['weight']", "from = 'builtin'", "matches every parameter"),
+    ];
+    let cases = cases.map(|(from, to, said)| (RECIPE.replace(from, to), said)).into_iter();
+    let cases = cases.chain(of_a_folder.map(|(before, model, said)| (recipe_of(before, model), said)));
+    for (index, (recipe, said)) in cases.enumerate() {
+        fs::write(&other, recipe).unwrap();
         let out = folder.path().join(format!("out{index}"));
         let assert = train(&other, &out, &[]).code(2).stderr(contains(said));
         assert_eq!(String::from_utf8_lossy(&assert.get_output().stderr).lines().count(), 1);
     }
+    let own = folder.path().join("own");
+    fs::create_dir(&own).unwrap();
+    for name in ["config.json", "tokenizer.json"] {
+        fs::copy(Path::new("models/builtin").join(name), own.join(name)).unwrap();
+    }
+    fs::write(&other, recipe_of("", &format!("from = '{}'", own.display()))).unwrap();
+    train(&other, &own, &[]).code(2).stderr(contains("the folder that the model comes from"));
 }

@@ -153,7 +153,7 @@ impl Model {
 
     /// What is added to the weights of norms.
     fn norm_shift(&self) -> f32 {
-        self.config.norm(&[]).shift
+        self.config.norm_shift()
     }
 }
 

@@ -22,8 +22,12 @@ pub(crate) struct Norm<'a> {
 impl Config {
     /// A norm of the model's flavour.
     pub(crate) fn norm<'w>(&self, weight: &'w [f32]) -> Norm<'w> {
-        let shift = if self.norms == Norms::BeforeAndAfter { 1.0 } else { 0.0 };
-        Norm { weight, eps: self.norm_eps, shift }
+        Norm { weight, eps: self.norm_eps, shift: self.norm_shift() }
+    }
+
+    /// What is added to the weights of norms.
+    pub(crate) fn norm_shift(&self) -> f32 {
+        if self.norms == Norms::BeforeAndAfter { 1.0 } else { 0.0 }
     }
 }
 

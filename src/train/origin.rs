@@ -144,7 +144,7 @@ pub(super) struct Start {
     /// Names and contents of the files that stand beside the weights.
     pub files: Vec<(&'static str, String)>,
     /// Where weights come from, if not from random numbers.
-    folder: Option<PathBuf>,
+    pub folder: Option<PathBuf>,
 }
 
 impl Origin {
@@ -190,7 +190,7 @@ fn new(sizes: &Sizes) -> Start {
         ("config.json", pretty(&config)),
         ("generation_config.json", pretty(&generation)),
         ("tokenizer_config.json", pretty(&tokenizer)),
-        ("tokenizer.json", vocabulary.json().to_string()),
+        ("tokenizer.json", Vocabulary::json_of_generated_text()),
     ];
     let config = config.as_object().map(Config::from_json).expect("it is an object");
     Start { config: config.expect("checked sizes make a model"), vocabulary, files, folder: None }

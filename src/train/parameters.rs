@@ -189,7 +189,7 @@ impl Parameters {
             let size = 1.0 / (parameter.shape[parameter.shape.len() - 1] as f32).sqrt();
             let spread = match parameter.role {
                 Role::Norm => {
-                    values.fill(1.0 - self.config.norm(&[]).shift);
+                    values.fill(1.0 - self.config.norm_shift());
                     continue;
                 }
                 Role::Bias => continue,

@@ -117,6 +117,13 @@ pub struct Options {
 pub fn run(recipe: &Recipe, cpu: &Cpu, options: &Options, watch: &mut dyn FnMut(&Line)) -> Result<(), TrainError> {
     let misfit = |reason| TrainError::Misfit { name: recipe.name.clone(), reason };
     let start = recipe.model.open()?;
+    let out = options.out.canonicalize().ok();
+    if start.folder.as_ref().is_some_and(|folder| folder.canonicalize().ok() == out) {
+        return Err(misfit(format!(
+            "'{}' is the folder that the model comes from; name another one",
+            options.out.display()
+        )));
+    }
     recipe.check_lengths(start.config.most_tokens(), "the model's longest context").map_err(misfit)?;
     let parameters = Parameters::with_frozen(&start.config, &recipe.frozen).map_err(misfit)?;
     let data = Data::new(recipe, &start.vocabulary)?;

@@ -55,7 +55,7 @@ fn weights(parameters: &Parameters, seed: u64) -> Vec<f32> {
     let mut weights = vec![0.0; parameters.count()];
     for parameter in &parameters.all {
         let is_norm = parameter.role == Role::Norm;
-        let base = if is_norm { 1.0 - parameters.config.norm(&[]).shift } else { 0.0 };
+        let base = if is_norm { 1.0 - parameters.config.norm_shift() } else { 0.0 };
         let spread = if parameter.role.decays() { 0.3 } else { 0.5 };
         for weight in &mut weights[parameter.range.clone()] {
             *weight = base + rng.random_range(-1.0..1.0f32) * spread;

@@ -1,5 +1,6 @@
-//! The tokenizer of a model that is trained: its own where it comes from a folder, and for new models one in which every word of the generated texts is one token, with the space before
-//! it; numbers go in pairs of digits; all else falls to bytes, so that every text has tokens and none is unknown.
+//! The tokenizer of a model that is trained: its own, where it comes from a folder. A new model's has every word of the
+//! generated texts as one token, with the space before it; numbers go in pairs of digits; all else falls to bytes, so that
+//! every text has tokens and none is unknown.
 //!
 //! As a `tokenizer.json` this is a byte-level BPE without merges whose `ignore_merges` takes a whole piece of the
 //! pattern where the vocabulary holds it, as Llama 3's tokenizer does.
@@ -19,9 +20,7 @@ const PATTERN: &str = r" ?[A-Za-z]+| ?[0-9]{1,2}| ?[^\sA-Za-z0-9]|\s";
 
 /// The tokenizer, and what it puts at the ends of a text.
 pub struct Vocabulary {
-    json: String,
     text: Text,
-    len: usize,
     begin: Vec<u32>,
     end: Option<u32>,
 }
@@ -46,8 +45,9 @@ impl Vocabulary {
         if text.piece(" The code of amber falcon is 1234567.")?.is_empty() {
             return Err(wrong("it has no tokens for words and numbers".into()));
         }
-        let (begin, end) = (text.beginning()?, config.eos.first().copied());
-        Ok(Vocabulary { json: String::new(), len: config.vocab, begin, end, text })
+        let known = |token: &&u32| (**token as usize) < config.vocab;
+        let (begin, end) = (text.beginning()?, config.eos.iter().find(known).copied());
+        Ok(Vocabulary { text, begin, end })
     }
 
     /// The vocabulary of the words of [`text::words`].
@@ -55,6 +55,13 @@ impl Vocabulary {
     /// # Panics
     /// When the file that is made here cannot be read back.
     pub fn of_generated_text() -> Self {
+        let text = Text::parse("tokenizer.json".into(), &Self::json_of_generated_text());
+        let text = text.expect("the tokenizer that is written here can be read");
+        Vocabulary { text, begin: vec![Self::BEGIN], end: Some(Self::END) }
+    }
+
+    /// Its `tokenizer.json`.
+    pub(super) fn json_of_generated_text() -> String {
         let mut entries: Vec<String> = vec![BEGIN.into(), END.into()];
         entries.extend((0..=255).map(|byte| letter(byte).to_string()));
         let space = letter(b' ');
@@ -88,19 +95,12 @@ impl Vocabulary {
                 "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "ignore_merges": true,
                 "vocab": vocab, "merges": []},
         });
-        let json = format!("{file:#}\n");
-        let text = Text::parse("tokenizer.json".into(), &json).expect("the tokenizer that is written here can be read");
-        Vocabulary { json, text, len: entries.len(), begin: vec![Self::BEGIN], end: Some(Self::END) }
-    }
-
-    /// The content of `tokenizer.json`.
-    pub fn json(&self) -> &str {
-        &self.json
+        format!("{file:#}\n")
     }
 
     /// Number of tokens.
     pub fn len(&self) -> usize {
-        self.len
+        self.text.last() as usize + 1
     }
 
     /// Whether there are no tokens, which never happens.
