@@ -192,7 +192,7 @@ const LAZY: PolicyEntry = PolicyEntry {
     about: "",
     paper: "",
     parameters: &[],
-    build: |_| {
+    build: |_, _| {
         let mut policy = Policy::after_prefill(Constant(0.0));
         policy.scorer = None;
         Ok(policy)
@@ -201,10 +201,10 @@ const LAZY: PolicyEntry = PolicyEntry {
 
 /// One whose scores are no numbers.
 const BROKEN: PolicyEntry =
-    PolicyEntry { name: "broken", build: |_| Ok(Policy::after_prefill(Constant(f32::NAN))), ..LAZY };
+    PolicyEntry { name: "broken", build: |_, _| Ok(Policy::after_prefill(Constant(f32::NAN))), ..LAZY };
 
 /// One of a user's own that works.
-const OWN: PolicyEntry = PolicyEntry { name: "own", build: |_| Ok(Policy::after_prefill(Constant(1.0))), ..LAZY };
+const OWN: PolicyEntry = PolicyEntry { name: "own", build: |_, _| Ok(Policy::after_prefill(Constant(1.0))), ..LAZY };
 
 struct Constant(f32);
 

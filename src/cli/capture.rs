@@ -16,8 +16,8 @@ use std::sync::{Mutex, PoisonError};
 
 const EXAMPLES: &str = "\
 The output holds, with the chosen layers in place of sequences, q, o [layers, Hq, L, D] and k, v [layers, Hkv, L, D] after \
-RoPE, and q_pre, k_pre before it, all F32; o is what attention gave in the model, with nothing evicted. Its metadata name \
-the layers and, where RoPE is not stretched, rope_theta.\n\n\
+RoPE, q_pre, k_pre before it, and the hidden states that they are projected from, hidden [layers, 1, L, hidden], all F32; \
+o is what attention gave in the model, with nothing evicted. Its metadata name the layers and, where RoPE is not stretched, rope_theta.\n\n\
 Examples:
   kvsieve capture --model DIR --text novel.txt --layers 0,3 --output qkv.safetensors
   kvsieve attend --input qkv.safetensors --output o.safetensors --kernel tiled --causal
@@ -72,13 +72,14 @@ struct Report {
 }
 
 /// What is captured, and the tensors' names.
-const NAMES: [(Tapped, &str); 6] = [
+const NAMES: [(Tapped, &str); 7] = [
     (Tapped::Q, "q"),
     (Tapped::K, "k"),
     (Tapped::V, "v"),
     (Tapped::QBeforeRope, "q_pre"),
     (Tapped::KBeforeRope, "k_pre"),
     (Tapped::O, "o"),
+    (Tapped::Hidden, "hidden"),
 ];
 
 pub fn run(args: &Args) -> Result<(), Failure> {
@@ -186,7 +187,7 @@ impl Tap for Capturing {
     }
 }
 
-/// A tensor as it fills, `[layers, heads, L, D]`.
+/// A tensor as it fills, `[layers, heads, L, D]`, or `[layers, 1, L, hidden]`.
 struct Captured {
     data: Buffer<f32>,
     dims: [usize; 4],
@@ -196,21 +197,22 @@ struct Captured {
 
 impl Captured {
     fn new(arena: &Arena, config: &Config, what: Tapped, layers: usize, tokens: usize) -> Result<Self, ArenaError> {
-        let heads = match what {
-            Tapped::Q | Tapped::QBeforeRope | Tapped::O => config.q_heads,
-            Tapped::K | Tapped::KBeforeRope | Tapped::V => config.kv_heads,
+        let (heads, width) = match what {
+            Tapped::Q | Tapped::QBeforeRope | Tapped::O => (config.q_heads, config.head_dim),
+            Tapped::K | Tapped::KBeforeRope | Tapped::V => (config.kv_heads, config.head_dim),
+            Tapped::Hidden => (1, config.hidden),
         };
-        let dims = [layers, heads, tokens, config.head_dim];
+        let dims = [layers, heads, tokens, width];
         Ok(Captured { data: arena.alloc(Label::Activations, dims.iter().product())?, dims, fill: vec![0; layers] })
     }
 
-    /// Takes rows `[n, heads * D]` of a layer in.
+    /// Takes rows `[n, heads * width]` of a layer in.
     fn push(&mut self, layer: usize, rows: &[f32]) {
-        let [_, heads, tokens, head_dim] = self.dims;
-        for row in rows.chunks_exact(heads * head_dim) {
-            for (head, values) in row.chunks_exact(head_dim).enumerate() {
-                let at = ((layer * heads + head) * tokens + self.fill[layer]) * head_dim;
-                self.data[at..][..head_dim].copy_from_slice(values);
+        let [_, heads, tokens, width] = self.dims;
+        for row in rows.chunks_exact(heads * width) {
+            for (head, values) in row.chunks_exact(width).enumerate() {
+                let at = ((layer * heads + head) * tokens + self.fill[layer]) * width;
+                self.data[at..][..width].copy_from_slice(values);
             }
             self.fill[layer] += 1;
         }

@@ -302,7 +302,7 @@ mod tests {
     fn a_star_is_every_method_and_preset_with_each_budget() {
         let text = "name = \"x\"\n[[grid]]\nmeasure = \"evict\"\nheads = \"2/1\"\nhead_dim = 8\ncontext_tokens = 64\n\
                     policy = \"*\"\nbudget = [16, 32]\n";
-        let own = PolicyEntry { name: "own", about: "", paper: "", parameters: &[], build: |_| Ok(Policy::full()) };
+        let own = PolicyEntry { name: "own", about: "", paper: "", parameters: &[], build: |_, _| Ok(Policy::full()) };
         let registry = Registry::default().with(own);
         let spec = Spec::parse(text, "x.toml").unwrap();
         let experiment = Experiment::new(spec, "x.toml", &registry, Device::Cpu).unwrap();
