@@ -14,9 +14,9 @@ use crate::attention::Forward;
 use crate::attention::rope::Frequencies;
 use crate::cache::PagedCache;
 use crate::format::KvFormat;
-use crate::memory::{Arena, ArenaError, Buffer};
+use crate::memory::{Arena, ArenaError, Buffer, Claim};
 use crate::model::{Config, ModelError};
-use crate::policy::{Budget, Decoding, Policy, PolicyError, Statistic, evict};
+use crate::policy::{Axis, Budget, Decoding, Policy, PolicyError, Statistic, evict};
 
 use held::Held;
 pub(super) use judge::Scene;
@@ -42,6 +42,13 @@ impl Eviction<'_> {
     /// What it is, and why.
     pub fn check(&self, config: &Config) -> Result<(), PolicyError> {
         let refuse = |reason: &str| Err(PolicyError::Combination { policy: self.name.into(), reason: reason.into() });
+        let extents = [
+            (Axis::Layers, config.layers),
+            (Axis::KvHeads, config.kv_heads),
+            (Axis::HeadDim, config.head_dim),
+            (Axis::Hidden, config.hidden),
+        ];
+        self.policy.check_parameters(self.name, &extents)?;
         if self.policy.reader.is_some() {
             return refuse("it chooses what a step reads of the cache; in a model, policies evict");
         }
@@ -96,6 +103,7 @@ pub(super) struct Evictor<'a> {
     /// RoPE of each judgement, for scorers that look behind it.
     frequencies: Option<Frequencies>,
     evicted_tokens: u64,
+    _parameters: Claim,
 }
 
 impl<'a> Evictor<'a> {
@@ -115,12 +123,18 @@ impl<'a> Evictor<'a> {
             Ok(Judged { budget_tokens, best_lost: Vec::new(), steps: 0, held: None })
         };
         let sequences = contexts.iter().map(sequence).collect::<Result<_, _>>()?;
-        Ok(Evictor { eviction, arena, sequences, frequencies: None, evicted_tokens: 0 })
+        let _parameters = eviction.policy.parameters.claim(arena)?;
+        Ok(Evictor { eviction, arena, sequences, frequencies: None, evicted_tokens: 0, _parameters })
     }
 
     /// The policy, if it ever evicts.
     pub fn judging(&self) -> Option<&'a Policy> {
         Some(self.eviction.policy).filter(|policy| policy.scorer.is_some())
+    }
+
+    /// The policy, if it gives the tokens of a sequence gates as they arrive.
+    pub fn gating(&self, sequence: usize) -> Option<&'a Policy> {
+        self.judging().filter(|policy| self.is_open(policy, sequence) && policy.looks_at(Statistic::HiddenStates))
     }
 
     /// RoPE's frequencies, once keys and queries are turned to positions inside the cache.

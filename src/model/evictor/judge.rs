@@ -10,7 +10,7 @@ use crate::model::decoder::params;
 use crate::model::{Model, ModelError};
 use crate::policy::action::Fold;
 use crate::policy::evict::{self, Leaving};
-use crate::policy::{BeforeRope, Context, Decoding, Policy, Statistic, select};
+use crate::policy::{BeforeRope, Context, Decoding, Policy, Statistic, gates, select};
 use crate::tensor::{DType, TensorView};
 use std::ops::Range;
 
@@ -177,6 +177,10 @@ impl Evictor<'_> {
             }
             false => None,
         };
+        let gates = match policy.looks_at(Statistic::HiddenStates) {
+            true => Some(gates::carried(scene.cache, layers.len() * config.kv_heads, list, shape.kv_len, self.arena)?),
+            false => None,
+        };
         let weights = &scene.model.weights.layers[layers.clone()];
         let w_o: Vec<TensorView<'_>> = weights.iter().map(|layer| layer.o.weight().by_head(config.head_dim)).collect();
         let context = Context {
@@ -185,10 +189,12 @@ impl Evictor<'_> {
             lse: &lse,
             future: None,
             accumulated: accumulated.as_deref(),
+            gates: gates.as_deref(),
             positions: &|index, slot| scene.cache.origin(list(index), slot),
             seen_tokens: scene.seen,
             before_rope: self.frequencies.as_ref().map(|frequencies| BeforeRope { frequencies, q: None, k: None }),
             w_o: &w_o,
+            layer_numbers: &layers.clone().collect::<Vec<_>>(),
             budget_tokens: judged.budget_tokens,
             seed: self.eviction.seed,
             arena: self.arena,
