@@ -18,6 +18,7 @@ mod logits;
 mod model;
 mod output;
 mod place;
+mod policy;
 mod report;
 mod run;
 mod train;

@@ -127,6 +127,15 @@ impl Parameters {
         self.missing.is_some()
     }
 
+    /// How long an axis is, where one of the tensors has it.
+    pub fn extent(&self, axis: Axis) -> Option<usize> {
+        self.extents().find(|(known, _)| *known == axis).map(|(_, extent)| extent)
+    }
+
+    fn extents(&self) -> impl Iterator<Item = (Axis, usize)> {
+        self.tensors.iter().flat_map(|read| read.axes.iter().copied().zip(read.shape.iter().copied()))
+    }
+
     /// Counts them under `policy`, for as long as the claim is held.
     ///
     /// # Errors
@@ -215,9 +224,7 @@ impl<'f> Assets<'f> {
             return Err(FileError::Missing { path: path.into(), name: name.into(), found }.into());
         };
         let read = Read { path: path.into(), name, shape: shape.clone(), axes: axes.to_vec() };
-        let before = &self.parameters.tensors;
-        let known = before.iter().flat_map(|read| read.axes.iter().copied().zip(read.shape.iter().copied()));
-        read.check(&known.collect::<Vec<_>>())?;
+        read.check(&self.parameters.extents().collect::<Vec<_>>())?;
         let Some(element) = read_as(dtype) else {
             let found = format!("{dtype:?}");
             return Err(FileError::DType { path: path.into(), name: name.into(), found }.into());

@@ -166,6 +166,11 @@ impl Registry {
         self
     }
 
+    /// The file that was given.
+    pub fn file(&self) -> Option<&PolicyFile> {
+        self.file.as_deref()
+    }
+
     /// Every method, in the order in which they are listed.
     pub fn entries(&self) -> &[PolicyEntry] {
         &self.entries
