@@ -351,7 +351,12 @@ mod tests {
         let policies: Vec<&str> = experiment.cells.iter().filter_map(|cell| cell.policy.as_deref()).collect();
         let count = |name: &str| policies.iter().filter(|policy| **policy == name).count();
         for name in registry.entries().iter().map(|entry| entry.name).chain(PRESETS.iter().map(|preset| preset.name)) {
-            assert_eq!(count(name), if name == "full" { 1 } else { 2 }, "{name}");
+            let expected = match registry.policy(name).unwrap() {
+                policy if policy.parameters.lacks_file() => 0,
+                _ if name == "full" => 1,
+                _ => 2,
+            };
+            assert_eq!(count(name), expected, "{name}");
         }
         assert_eq!(count("own"), 2);
     }

@@ -40,6 +40,7 @@ pub use presets::PRESETS;
 pub use recipe::{Recipe, Then};
 pub use registry::{ChangeScorer, Part, PartEntry, PolicyEntry, Preset, Registry};
 pub use schedule::{Decoding, Schedule};
+pub use scorers::qfilters;
 pub use select::{Selection, select, selection_bytes, tie_rate, tied_share};
 pub use tensors::{Given, Judged, judge};
 

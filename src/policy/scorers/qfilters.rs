@@ -9,11 +9,13 @@
 
 use super::super::linear::{Moments, dot, matrix_len, padded};
 use crate::attention::Shape;
+use crate::device::Cpu;
 use crate::device::simd::Isa;
-use crate::memory::Label;
+use crate::memory::{Arena, ArenaError, Label};
 use crate::policy::Axis::{HeadDim, KvHeads, Layers};
 use crate::policy::{Context, Learned, Policy, PolicyEntry, PolicyError, Scorer, Statistic, each_list};
 use crate::tensor::TensorView;
+use rayon::prelude::*;
 
 /// The tensor of calibrated filters.
 pub const FILTERS: &str = "qfilters.filters";
@@ -65,7 +67,7 @@ impl Scorer for Calibrated {
 struct QFilters;
 
 /// Scratch elements of [`direction`]: the queries' outer products, and two square matrices of f64.
-pub fn scratch_len(width: usize) -> usize {
+fn scratch_len(width: usize) -> usize {
     4 * width * width + matrix_len(width, width)
 }
 
@@ -96,7 +98,7 @@ impl Scorer for QFilters {
 
 /// Where the queries `q` `[B, Hq, Lq, D]` of the `group` query heads of a KV head of a sequence point, `[D]`. `scratch` has
 /// [`scratch_len`] elements.
-pub fn direction(
+fn direction(
     isa: Isa,
     q: &TensorView<'_>,
     (batch, kv_head): (usize, usize),
@@ -130,6 +132,25 @@ pub fn direction(
         mean.iter_mut().zip(&principal).for_each(|(sum, x)| *sum += sign * x / group as f64);
     }
     mean.map(|x| x as f32)
+}
+
+/// Filters of a model as a policy file has them, `[layers, Hkv, D]`, from its queries over a text, `[layers, Hq, L, D]`.
+///
+/// # Errors
+/// When the arena has no room.
+pub fn filters(q: &TensorView<'_>, kv_heads: usize, cpu: &Cpu, arena: &Arena) -> Result<Vec<f32>, ArenaError> {
+    let [layers, q_heads, _, width] = q.dims();
+    let mut scratch = arena.alloc::<f32>(Label::Workspace, layers * kv_heads * scratch_len(width))?;
+    let mut filters = vec![0.0; layers * kv_heads * width];
+    let parts = scratch.chunks_mut(scratch_len(width)).zip(filters.chunks_mut(width)).collect::<Vec<_>>();
+    cpu.install(|| {
+        parts.into_par_iter().enumerate().for_each(|(list, (scratch, filter))| {
+            let of = (list / kv_heads, list % kv_heads);
+            let direction = direction(cpu.isa(), q, of, q_heads / kv_heads, scratch);
+            filter.iter_mut().zip(direction).for_each(|(to, x)| *to = -x);
+        });
+    });
+    Ok(filters)
 }
 
 /// The unit eigenvector of the largest eigenvalue of a symmetric positive matrix `[n, n]`, which is overwritten; zero for
