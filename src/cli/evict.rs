@@ -26,7 +26,9 @@ use std::time::Instant;
 const EXAMPLES: &str = "\
 Tensors: the input holds q [B, Hq, Lq, D] and k, v [B, Hkv, Lk, D] after RoPE (F32, F16 or BF16); for the policy \
 'oracle' q_future [B, Hq, Lf, D]; for policies that look behind RoPE the metadata rope_theta (its base, or none where nothing was turned), and \
-q_pre and k_pre if they were recorded (else they are rotated back); for those that weigh values by the output projection w_o [1, Hq, D, hidden]. The output holds kept I64 [B, Hkv, max_kept] (positions, ascending, padded with -1 \
+q_pre and k_pre if they were recorded (else they are rotated back); for those that weigh values by the output projection w_o [1, Hq, D, hidden]; for \
+those that look at hidden states hidden [B, 1, Lk, hidden], and the metadata layers if the sequences are not all layers of \
+the model that --policy-file is for. The output holds kept I64 [B, Hkv, max_kept] (positions, ascending, padded with -1 \
 where heads keep different counts), kept_len I64 [B, Hkv], and scores F32 [B, Hkv, Lk] where the policy has scores \
 (protected tokens above all others). An action that changes what stays adds values F32 [B, Hkv, max_kept, D], and keys \
 where it changes them (padded with zeros); '+cam' takes its draws from draws [1, 1, Lk, 1] if that is there, '+rerotate' \
