@@ -149,7 +149,7 @@ fn every_policy_keeps_its_budget_in_every_dtype() {
     for dtype in DType::ALL {
         let desk = Desk::with(&problem(dtype));
         for policy in POLICIES {
-            if Registry::default().policy(policy.name).unwrap().parameters.lacks_file() {
+            if Registry::default().policy(policy.name).unwrap().parameters.missing().is_some() {
                 let stderr = desk.fails(&["--policy", policy.name], 2);
                 assert!(stderr.contains("of a policy file; give --policy-file"), "{stderr}");
                 continue;

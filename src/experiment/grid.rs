@@ -253,13 +253,16 @@ type Choice = (Option<String>, Option<String>);
 /// In words, when a policy has no budget.
 pub(super) fn choices(grid: &Grid, registry: &Registry) -> Result<Vec<Choice>, String> {
     let Grid { policy: policies, budget: budgets, .. } = grid;
+    let bare = registry.clone().without_file();
     let is_out = |policy: &Policy| {
+        let missing = policy.parameters.missing();
+        let lacks_tensor = missing.is_some_and(|tensor| !registry.file().is_some_and(|file| file.has(tensor)));
         let lacks_model = grid.measure != Measure::Eval && policy.looks_at(Statistic::HiddenStates);
-        policy.parameters.lacks_file() || lacks_model
+        lacks_tensor || lacks_model
     };
     let methods = registry.entries().iter().map(|entry| entry.name);
     let all = methods.chain(PRESETS.iter().map(|preset| preset.name));
-    let all = all.filter(|name| !registry.policy(name).is_ok_and(|policy| is_out(&policy)));
+    let all = all.filter(|name| !bare.policy(name).is_ok_and(|policy| is_out(&policy)));
     let all: Vec<String> = all.map(Into::into).collect();
     let one = |PolicyText(policy): &PolicyText| if policy == "*" { all.clone() } else { vec![policy.clone()] };
     let mut choices = Vec::new();
@@ -352,7 +355,7 @@ mod tests {
         let count = |name: &str| policies.iter().filter(|policy| **policy == name).count();
         for name in registry.entries().iter().map(|entry| entry.name).chain(PRESETS.iter().map(|preset| preset.name)) {
             let expected = match registry.policy(name).unwrap() {
-                policy if policy.parameters.lacks_file() => 0,
+                policy if policy.parameters.missing().is_some() => 0,
                 _ if name == "full" => 1,
                 _ => 2,
             };

@@ -30,6 +30,11 @@ impl PolicyFile {
     pub fn hash(&self) -> &str {
         &self.hash
     }
+
+    /// Whether there is a tensor of this name.
+    pub fn has(&self, name: &str) -> bool {
+        self.file.has(name)
+    }
 }
 
 /// What an axis of a tensor counts, and so what a model must have as many of.
@@ -122,9 +127,9 @@ impl Parameters {
         self.tensors.is_empty()
     }
 
-    /// Whether the policy needs a file and was given none.
-    pub fn lacks_file(&self) -> bool {
-        self.missing.is_some()
+    /// A tensor that the policy needs, where it was given no file.
+    pub fn missing(&self) -> Option<&'static str> {
+        self.missing
     }
 
     /// How long an axis is, where one of the tensors has it.
@@ -196,7 +201,7 @@ impl<'f> Assets<'f> {
     /// F16 or BF16, or one is not finite.
     pub fn optional(&mut self, name: &'static str, axes: &[Axis]) -> Result<Option<Learned>, PolicyError> {
         match self.file {
-            Some(file) if file.file.has(name) => self.load(file, name, axes).map(Some),
+            Some(file) if file.has(name) => self.load(file, name, axes).map(Some),
             _ => Ok(None),
         }
     }

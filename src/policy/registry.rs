@@ -166,6 +166,12 @@ impl Registry {
         self
     }
 
+    /// The same without a file.
+    pub fn without_file(mut self) -> Self {
+        self.file = None;
+        self
+    }
+
     /// The file that was given.
     pub fn file(&self) -> Option<&PolicyFile> {
         self.file.as_deref()
