@@ -46,7 +46,7 @@ fn evict(rest: &str) -> String {
 /// Every method of the registry that needs no file.
 fn methods() -> Vec<&'static str> {
     let names = kvsieve::policy::POLICIES.iter().map(|entry| entry.name);
-    names.filter(|name| !Registry::default().policy(name).unwrap().parameters.missing().is_some()).collect()
+    names.filter(|name| Registry::default().policy(name).unwrap().parameters.missing().is_none()).collect()
 }
 
 /// Every policy of the registry, as the list of a grid.

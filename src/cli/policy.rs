@@ -23,7 +23,11 @@ pub struct Used {
 impl FileArg {
     /// The policy that `text` names, from this file.
     pub fn policy(&self, text: &str) -> Result<(Policy, Option<Used>), Failure> {
-        let Some(path) = &self.policy_file else { return Ok((Registry::default().policy(text)?, None)) };
+        let Some(path) = &self.policy_file else {
+            let policy = Registry::default().policy(text)?;
+            policy.check_parameters(text, &[])?;
+            return Ok((policy, None));
+        };
         let file = PolicyFile::open(path)?;
         let used = Used { policy_file: path.clone(), policy_file_hash: file.hash().into() };
         let policy = Registry::default().with_file(file).policy(text)?;
