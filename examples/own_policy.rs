@@ -37,7 +37,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         about: "keeps sinks, a recent window and keys of small norm",
         paper: "",
         parameters: &[],
-        build: |_| Ok(Policy::after_prefill(SinkNorm)),
+        build: |_, _| Ok(Policy::after_prefill(SinkNorm)),
     });
     let experiment =
         Experiment::new(Spec::parse(EXPERIMENT, "own_policy.rs")?, "own_policy.rs", &registry, Device::Cpu)?;

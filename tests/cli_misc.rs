@@ -28,6 +28,7 @@ fn help_texts_are_as_reviewed() {
         "generate",
         "eval",
         "capture",
+        "calibrate",
         "list",
         "doctor",
         "kernels",

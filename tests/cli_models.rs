@@ -104,7 +104,12 @@ fn mistakes_are_one_line_and_status_2() {
             [&evict[..], &["--evict-after", "5"]].concat(),
             "--evict-after is 5; the shortest sequence has 4",
         ),
-        ("mistral", good, vec!["--policy", "quest", "--budget", "16", "--evict-after", "3"], "this model has sliding windows"),
+        (
+            "mistral",
+            good,
+            vec!["--policy", "quest", "--budget", "16", "--evict-after", "3"],
+            "this model has sliding windows",
+        ),
         ("llama", good, vec!["--dtype", "f8"], "unknown dtype 'f8'"),
     ];
     for (model, tokens, more, expected) in cases {

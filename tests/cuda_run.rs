@@ -308,7 +308,7 @@ fn cuda_runs_the_policies_of_its_caller() {
         about: "",
         paper: "",
         parameters: &[],
-        build: |_| Ok(Policy::after_prefill(ByPosition)),
+        build: |_, _| Ok(Policy::after_prefill(ByPosition)),
     };
     // One in the place of a built-in one, which keeps other tokens, and one that only the caller knows.
     let registry = Registry::default().with(entry("knorm")).with(entry("latest"));

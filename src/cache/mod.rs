@@ -45,6 +45,8 @@ pub enum Column {
     Attention,
     /// Tokens that the token stands for: how much was merged into it (as DMC, arXiv 2403.09636); begins at 1.
     Weight,
+    /// What a policy's gate gave the token as it arrived, from its hidden state (as KVzap, arXiv 2601.07891); begins at 0.
+    Gate,
     /// Position at which the token was appended, where keys are turned to other positions
     /// ([`PagedCache::rerotate`]); whole numbers up to 16 million.
     Origin,
@@ -54,7 +56,7 @@ impl Column {
     /// What a token begins with that is appended at `position`.
     pub fn initial(self, position: usize) -> f32 {
         match self {
-            Column::Attention => 0.0,
+            Column::Attention | Column::Gate => 0.0,
             Column::Weight => 1.0,
             Column::Origin => position as f32,
         }

@@ -2,12 +2,13 @@
 
 use super::failure::Failure;
 use super::{Compute, output};
+use kvsieve::device::Cpu;
 use kvsieve::format::KvFormat;
 use kvsieve::memory::{Arena, ArenaError, Buffer, Label};
 use kvsieve::model::config::RopeScaling;
 use kvsieve::model::{Config, Decoder, Model, Setup, Tap, Tapped, Text, locate};
-use kvsieve::tensor::DType;
 use kvsieve::tensor::file::{self, Output};
+use kvsieve::tensor::{DType, TensorView};
 use kvsieve::units;
 use serde::Serialize;
 use std::collections::HashMap;
@@ -16,8 +17,8 @@ use std::sync::{Mutex, PoisonError};
 
 const EXAMPLES: &str = "\
 The output holds, with the chosen layers in place of sequences, q, o [layers, Hq, L, D] and k, v [layers, Hkv, L, D] after \
-RoPE, and q_pre, k_pre before it, all F32; o is what attention gave in the model, with nothing evicted. Its metadata name \
-the layers and, where RoPE is not stretched, rope_theta.\n\n\
+RoPE, q_pre, k_pre before it, and the hidden states that they are projected from, hidden [layers, 1, L, hidden], all F32; \
+o is what attention gave in the model, with nothing evicted. Its metadata name the layers and, where RoPE is not stretched, rope_theta.\n\n\
 Examples:
   kvsieve capture --model DIR --text novel.txt --layers 0,3 --output qkv.safetensors
   kvsieve attend --input qkv.safetensors --output o.safetensors --kernel tiled --causal
@@ -25,19 +26,15 @@ Examples:
       --policy expected-attention --budget 0.25
 In an experiment: [file] path = \"qkv.safetensors\", and layers in its grids.";
 
-/// Queries, keys and values of a model's layers over a text
+/// A model and a text that it reads.
 #[derive(clap::Args)]
-#[command(after_help = EXAMPLES)]
-pub struct Args {
+pub struct ReadingArgs {
     /// Hugging Face folder, or 'builtin'
     #[arg(long, value_name = "DIR", default_value = "builtin")]
-    model: PathBuf,
+    pub model: PathBuf,
     /// File with the text
     #[arg(long, value_name = "FILE")]
     text: PathBuf,
-    /// Layers, the lowest being 0 [default: all]
-    #[arg(long, value_name = "N", value_delimiter = ',', allow_negative_numbers = true)]
-    layers: Vec<usize>,
     /// Most tokens of the text [default: all]
     #[arg(long, value_name = "N", value_parser = units::parse_tokens, allow_negative_numbers = true)]
     tokens: Option<usize>,
@@ -49,12 +46,23 @@ pub struct Args {
     beyond_limit: bool,
     /// Safetensors file to write
     #[arg(long, value_name = "FILE")]
-    output: PathBuf,
+    pub output: PathBuf,
     #[command(flatten)]
     compute: Compute,
-    /// Write what was captured as JSON instead of a line, to standard output (-) or a file
+    /// Write what was done as JSON instead of a line, to standard output (-) or a file
     #[arg(long, value_name = "-|FILE", help_heading = "What is reported")]
-    json: Option<PathBuf>,
+    pub json: Option<PathBuf>,
+}
+
+/// Queries, keys and values of a model's layers over a text
+#[derive(clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Args {
+    #[command(flatten)]
+    reading: ReadingArgs,
+    /// Layers, the lowest being 0 [default: all]
+    #[arg(long, value_name = "N", value_delimiter = ',', allow_negative_numbers = true)]
+    layers: Vec<usize>,
 }
 
 /// What is reported, under the names that records use.
@@ -72,74 +80,38 @@ struct Report {
 }
 
 /// What is captured, and the tensors' names.
-const NAMES: [(Tapped, &str); 6] = [
+const NAMES: [(Tapped, &str); 7] = [
     (Tapped::Q, "q"),
     (Tapped::K, "k"),
     (Tapped::V, "v"),
     (Tapped::QBeforeRope, "q_pre"),
     (Tapped::KBeforeRope, "k_pre"),
     (Tapped::O, "o"),
+    (Tapped::Hidden, "hidden"),
 ];
 
 pub fn run(args: &Args) -> Result<(), Failure> {
-    args.compute.refuse_cuda()?;
-    let mut writes = vec![("--output", args.output.as_path())];
-    writes.extend(args.json.as_deref().filter(|path| !output::is_stdout(path)).map(|path| ("--json", path)));
-    output::check_files(&[("--text", args.text.as_path())], &writes)?;
-    if args.chunk == 0 || args.tokens == Some(0) {
-        return Err(Failure::usage("--chunk and --tokens must be at least 1".into()));
-    }
-    let folder = locate(&args.model)?;
-    let config = Config::read(&folder)?;
-    let layers = layers(&args.layers, &config)?;
-    let shown = args.text.display();
-    let content = std::fs::read_to_string(&args.text)
-        .map_err(|error| Failure::usage(format!("cannot read --text '{shown}': {error}")))?;
-    let mut tokens = Text::open(&folder)?.tokens(&content)?;
-    tokens.truncate(args.tokens.unwrap_or(usize::MAX));
-    let cpu = args.compute.cpu()?;
-    let arena = Arena::with_limit(args.compute.limit_bytes());
-    let model = Model::open(&folder, &arena)?;
-    if !args.beyond_limit {
-        model.check_length(tokens.len())?;
-    }
-    let setup = Setup {
-        kernel: "tiled",
-        batch: 1,
-        max_tokens: tokens.len(),
-        chunk_tokens: args.chunk.min(tokens.len()),
-        all_logits: false,
-        // Unrounded, as what is written.
-        dtype: DType::F32,
-        kv_format: KvFormat::plain(DType::F32),
-        columns: &[],
-    };
-    let capturing = Capturing::new(&arena, &config, layers, tokens.len())?;
-    let mut decoder = Decoder::new(&model, setup, &cpu, &arena)?;
-    decoder.tap(&capturing);
-    decoder.prefill(&[&tokens], |_, _, _| ())?;
-    drop(decoder);
-    let Capturing { layers, tensors } = capturing;
-    let tensors = tensors.into_inner().unwrap_or_else(PoisonError::into_inner);
+    let reading = &args.reading;
+    let Captured { config, layers, tensors, cpu, .. } = reading.capture(&args.layers, &NAMES)?;
     let rope_theta = (config.rope.scaling == RopeScaling::None).then_some(config.rope.theta);
     let listed = layers.iter().map(usize::to_string).collect::<Vec<_>>().join(",");
     let mut metadata = HashMap::from([("layers".to_string(), listed)]);
     metadata.extend(rope_theta.map(|theta| ("rope_theta".to_string(), theta.to_string())));
     let outputs: Vec<Output<'_>> = tensors.iter().zip(NAMES).map(|(tensor, (_, name))| tensor.output(name)).collect();
     let output_bytes = outputs.iter().map(|output| output.bytes.len() as u64).sum();
-    file::write_with(&args.output, &outputs, Some(metadata))?;
+    file::write_with(&reading.output, &outputs, Some(metadata))?;
     let report = Report {
-        model: args.model.clone(),
+        model: reading.model.clone(),
         layers,
         q_heads: config.q_heads,
         kv_heads: config.kv_heads,
         head_dim: config.head_dim,
-        tokens: tokens.len(),
+        tokens: tensors[0].dims[2],
         rope_theta,
         output_bytes,
         threads: cpu.threads(),
     };
-    match &args.json {
+    match &reading.json {
         Some(target) => output::json(target, &report),
         None => output::print(&format!(
             "{} tokens of {} layers, {}/{} heads of {}: {}\n",
@@ -153,8 +125,66 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     }
 }
 
+/// What a model computed over a text.
+pub struct Captured {
+    pub config: Config,
+    /// The layers, lowest first.
+    pub layers: Vec<usize>,
+    /// One for each name that was asked for.
+    pub tensors: Vec<Filled>,
+    pub cpu: Cpu,
+    pub arena: Arena,
+}
+
+impl ReadingArgs {
+    /// Runs the text through the model and keeps what `names` says of some layers, or of all where there are none.
+    pub fn capture(&self, layers: &[usize], names: &'static [(Tapped, &'static str)]) -> Result<Captured, Failure> {
+        self.compute.refuse_cuda()?;
+        let mut writes = vec![("--output", self.output.as_path())];
+        writes.extend(self.json.as_deref().filter(|path| !output::is_stdout(path)).map(|path| ("--json", path)));
+        output::check_files(&[("--text", self.text.as_path())], &writes)?;
+        if self.chunk == 0 || self.tokens == Some(0) {
+            return Err(Failure::usage("--chunk and --tokens must be at least 1".into()));
+        }
+        let folder = locate(&self.model)?;
+        let config = Config::read(&folder)?;
+        let layers = wanted_layers(layers, &config)?;
+        let shown = self.text.display();
+        let content = std::fs::read_to_string(&self.text)
+            .map_err(|error| Failure::usage(format!("cannot read --text '{shown}': {error}")))?;
+        let mut tokens = Text::open(&folder)?.tokens(&content)?;
+        tokens.truncate(self.tokens.unwrap_or(usize::MAX));
+        let cpu = self.compute.cpu()?;
+        let arena = Arena::with_limit(self.compute.limit_bytes());
+        let model = Model::open(&folder, &arena)?;
+        if !self.beyond_limit {
+            model.check_length(tokens.len())?;
+        }
+        let setup = Setup {
+            kernel: "tiled",
+            batch: 1,
+            max_tokens: tokens.len(),
+            chunk_tokens: self.chunk.min(tokens.len()),
+            all_logits: false,
+            // Unrounded, as what is written.
+            dtype: DType::F32,
+            kv_format: KvFormat::plain(DType::F32),
+            columns: &[],
+        };
+        let capturing = Capturing::new(&arena, &config, (layers, names), tokens.len())?;
+        let mut decoder = Decoder::new(&model, setup, &cpu, &arena)?;
+        decoder.tap(&capturing);
+        decoder.prefill(&[&tokens], |_, _, _| ())?;
+        drop(decoder);
+        let Capturing { layers, tensors, .. } = capturing;
+        let tensors = tensors.into_inner().unwrap_or_else(PoisonError::into_inner);
+        drop(model);
+        Ok(Captured { config, layers, tensors, cpu, arena })
+    }
+}
+
 /// The layers that are wanted, each once, lowest first.
-fn layers(wanted: &[usize], config: &Config) -> Result<Vec<usize>, Failure> {
+fn wanted_layers(wanted: &[usize], config: &Config) -> Result<Vec<usize>, Failure> {
     if let Some(layer) = wanted.iter().find(|&&layer| layer >= config.layers) {
         return Err(Failure::usage(format!("--layers names {layer}; the model has layers 0 to {}", config.layers - 1)));
     }
@@ -165,15 +195,21 @@ fn layers(wanted: &[usize], config: &Config) -> Result<Vec<usize>, Failure> {
 /// What is captured so far.
 struct Capturing {
     layers: Vec<usize>,
-    /// In the order of [`NAMES`].
-    tensors: Mutex<Vec<Captured>>,
+    names: &'static [(Tapped, &'static str)],
+    /// In the order of the names.
+    tensors: Mutex<Vec<Filled>>,
 }
 
 impl Capturing {
-    fn new(arena: &Arena, config: &Config, layers: Vec<usize>, tokens: usize) -> Result<Self, ArenaError> {
-        let tensor = |(what, _)| Captured::new(arena, config, what, layers.len(), tokens);
-        let tensors = NAMES.into_iter().map(tensor).collect::<Result<Vec<_>, _>>()?;
-        Ok(Capturing { layers, tensors: Mutex::new(tensors) })
+    fn new(
+        arena: &Arena,
+        config: &Config,
+        (layers, names): (Vec<usize>, &'static [(Tapped, &'static str)]),
+        tokens: usize,
+    ) -> Result<Self, ArenaError> {
+        let tensor = |&(what, _): &(Tapped, _)| Filled::new(arena, config, what, layers.len(), tokens);
+        let tensors = names.iter().map(tensor).collect::<Result<Vec<_>, _>>()?;
+        Ok(Capturing { layers, names, tensors: Mutex::new(tensors) })
     }
 }
 
@@ -181,36 +217,42 @@ impl Tap for Capturing {
     fn rows(&self, layer: usize, what: Tapped, rows: &[f32]) {
         let Some(at) = self.layers.iter().position(|&wanted| wanted == layer) else { return };
         let mut tensors = self.tensors.lock().unwrap_or_else(PoisonError::into_inner);
-        let named = tensors.iter_mut().zip(NAMES).filter(|(_, (named, _))| *named == what);
+        let named = tensors.iter_mut().zip(self.names).filter(|(_, (named, _))| *named == what);
         named.for_each(|(tensor, _)| tensor.push(at, rows));
     }
 }
 
-/// A tensor as it fills, `[layers, heads, L, D]`.
-struct Captured {
+/// A tensor as it fills, `[layers, heads, L, D]`, or `[layers, 1, L, hidden]`.
+pub struct Filled {
     data: Buffer<f32>,
     dims: [usize; 4],
     /// Tokens of each layer so far.
     fill: Vec<usize>,
 }
 
-impl Captured {
+impl Filled {
     fn new(arena: &Arena, config: &Config, what: Tapped, layers: usize, tokens: usize) -> Result<Self, ArenaError> {
-        let heads = match what {
-            Tapped::Q | Tapped::QBeforeRope | Tapped::O => config.q_heads,
-            Tapped::K | Tapped::KBeforeRope | Tapped::V => config.kv_heads,
+        let (heads, width) = match what {
+            Tapped::Q | Tapped::QBeforeRope | Tapped::O => (config.q_heads, config.head_dim),
+            Tapped::K | Tapped::KBeforeRope | Tapped::V => (config.kv_heads, config.head_dim),
+            Tapped::Hidden => (1, config.hidden),
         };
-        let dims = [layers, heads, tokens, config.head_dim];
-        Ok(Captured { data: arena.alloc(Label::Activations, dims.iter().product())?, dims, fill: vec![0; layers] })
+        let dims = [layers, heads, tokens, width];
+        Ok(Filled { data: arena.alloc(Label::Activations, dims.iter().product())?, dims, fill: vec![0; layers] })
     }
 
-    /// Takes rows `[n, heads * D]` of a layer in.
+    /// All of it.
+    pub fn view(&self) -> TensorView<'_> {
+        TensorView::contiguous(DType::F32, self.dims, bytemuck::cast_slice(&self.data))
+    }
+
+    /// Takes rows `[n, heads * width]` of a layer in.
     fn push(&mut self, layer: usize, rows: &[f32]) {
-        let [_, heads, tokens, head_dim] = self.dims;
-        for row in rows.chunks_exact(heads * head_dim) {
-            for (head, values) in row.chunks_exact(head_dim).enumerate() {
-                let at = ((layer * heads + head) * tokens + self.fill[layer]) * head_dim;
-                self.data[at..][..head_dim].copy_from_slice(values);
+        let [_, heads, tokens, width] = self.dims;
+        for row in rows.chunks_exact(heads * width) {
+            for (head, values) in row.chunks_exact(width).enumerate() {
+                let at = ((layer * heads + head) * tokens + self.fill[layer]) * width;
+                self.data[at..][..width].copy_from_slice(values);
             }
             self.fill[layer] += 1;
         }

@@ -46,6 +46,9 @@ pub struct Args {
     /// Eviction policies (see `kvsieve list policies`) [default: full,streaming-llm,h2o,snapkv,ada-snapkv,keydiff]
     #[arg(long, value_name = "POLICY", value_parser = named)]
     policy: Vec<Names>,
+    /// Safetensors file that the policies may read tensors of [default: none]
+    #[arg(long, value_name = "FILE")]
+    policy_file: Option<PathBuf>,
     /// What may stay: fractions (0.25), tokens per KV head (512) or bytes of all layers (64MiB) [default:
     /// 0.5,0.25,0.125,0.0625]
     #[arg(long, value_name = "BUDGET", value_delimiter = ',', allow_negative_numbers = true)]
@@ -155,6 +158,7 @@ impl Args {
             context_tokens: Many(parsed(context_option, &contexts)?),
             policy: Many(names(&self.policy, &POLICIES).into_iter().map(PolicyText).collect()),
             budget: Many(parsed::<BudgetText>("--budget", &budgets)?),
+            policy_file: self.policy_file.clone(),
             new_tokens: self.new_tokens,
             kernel: Many(names(&self.kernel, &[])),
             dtype: Many(self.dtype.into_iter().collect()),

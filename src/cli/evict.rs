@@ -6,6 +6,7 @@
 mod cuda;
 
 use super::failure::Failure;
+use super::policy::{FileArg, Used};
 use super::{Compute, output};
 use kvsieve::attention::rope::{Frequencies, RopeBase};
 use kvsieve::attention::{DenseKv, Forward, Params, Shape};
@@ -15,7 +16,7 @@ use kvsieve::eviction::{Given, Retained, retain};
 use kvsieve::memory::{Arena, Label};
 use kvsieve::policy::action::Fold;
 use kvsieve::policy::sparse::{Lists, Start};
-use kvsieve::policy::{Budget, Policy, Registry, Statistic};
+use kvsieve::policy::{Axis, Budget, Policy, Statistic};
 use kvsieve::tensor::file::{self, Output, TensorFile};
 use kvsieve::tensor::{DType, Tensor};
 use kvsieve::units;
@@ -26,7 +27,9 @@ use std::time::Instant;
 const EXAMPLES: &str = "\
 Tensors: the input holds q [B, Hq, Lq, D] and k, v [B, Hkv, Lk, D] after RoPE (F32, F16 or BF16); for the policy \
 'oracle' q_future [B, Hq, Lf, D]; for policies that look behind RoPE the metadata rope_theta (its base, or none where nothing was turned), and \
-q_pre and k_pre if they were recorded (else they are rotated back); for those that weigh values by the output projection w_o [1, Hq, D, hidden]. The output holds kept I64 [B, Hkv, max_kept] (positions, ascending, padded with -1 \
+q_pre and k_pre if they were recorded (else they are rotated back); for those that weigh values by the output projection w_o [1, Hq, D, hidden]; for \
+those that look at hidden states hidden [B, 1, Lk, hidden], and the metadata layers if the sequences are not all layers of \
+the model that --policy-file is for. The output holds kept I64 [B, Hkv, max_kept] (positions, ascending, padded with -1 \
 where heads keep different counts), kept_len I64 [B, Hkv], and scores F32 [B, Hkv, Lk] where the policy has scores \
 (protected tokens above all others). An action that changes what stays adds values F32 [B, Hkv, max_kept, D], and keys \
 where it changes them (padded with zeros); '+cam' takes its draws from draws [1, 1, Lk, 1] if that is there, '+rerotate' \
@@ -54,6 +57,8 @@ pub struct Args {
     /// Policy, perhaps with parameters: NAME[:key=value,...] (see `kvsieve list policies`)
     #[arg(long, value_name = "POLICY")]
     policy: String,
+    #[command(flatten)]
+    file: FileArg,
     /// What may stay: a fraction (0.25), tokens per KV head (512) or bytes (64MiB)
     #[arg(long, value_name = "BUDGET", allow_negative_numbers = true)]
     budget: String,
@@ -71,6 +76,8 @@ pub struct Args {
 #[derive(Serialize)]
 struct Report {
     policy: String,
+    #[serde(flatten)]
+    policy_file: Option<Used>,
     budget: String,
     budget_tokens: usize,
     batch: usize,
@@ -99,7 +106,7 @@ struct Report {
 }
 
 pub fn run(args: &Args) -> Result<(), Failure> {
-    let policy = Registry::default().policy(&args.policy)?;
+    let (policy, used) = args.file.policy(&args.policy)?;
     let budget: Budget = args.budget.parse()?;
     if let Some(index) = args.compute.cuda() {
         return cuda::run(args, index, &policy, &budget);
@@ -114,6 +121,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     let kv = DenseKv::new(k.view(), v.view())?;
     let rope = args.rope(&file, &policy, &shape)?;
     let extra = Extra::load(&file, &arena, &policy, &shape, rope)?;
+    extra.check_parameters(&policy, &args.policy, &shape)?;
     let token_bytes = (2 * shape.head_dim * k.dtype().bytes()) as u64;
     let lists = shape.batch * shape.kv_heads;
     let budget_tokens = policy.budget_tokens(&args.policy, Some(&budget), shape.kv_len, token_bytes, lists)?;
@@ -135,6 +143,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
         judge_ns,
         tie_rate: retained.tie_rate,
         peak_bytes: arena.usage().peak_bytes,
+        used,
     };
     args.finish(&policy, (&budget, budget_tokens), &shape, k.dtype(), &result)
 }
@@ -152,13 +161,15 @@ struct Outcome<'a> {
     judge_ns: u64,
     tie_rate: f64,
     peak_bytes: u64,
+    used: Option<Used>,
 }
 
 impl Args {
     fn check_files(&self) -> Result<(), Failure> {
         let mut writes = vec![("--output", self.output.as_path())];
         writes.extend(self.json.as_deref().filter(|path| !output::is_stdout(path)).map(|path| ("--json", path)));
-        output::check_files(&[("--input", self.input.as_path())], &writes)
+        let reads: Vec<_> = [("--input", self.input.as_path())].into_iter().chain(self.file.read()).collect();
+        output::check_files(&reads, &writes)
     }
 
     /// RoPE's frequencies by the file's metadata, where the policy needs them.
@@ -187,6 +198,7 @@ impl Args {
         let tokens = shape.batch * shape.kv_heads * shape.kv_len;
         let report = Report {
             policy: self.policy.clone(),
+            policy_file: outcome.used.clone(),
             budget: budget.to_string(),
             budget_tokens,
             batch: shape.batch,
@@ -224,6 +236,10 @@ struct Extra {
     q_pre: Option<Tensor>,
     k_pre: Option<Tensor>,
     w_o: Option<Tensor>,
+    hidden: Option<Tensor>,
+    /// The model's number of the layer that each sequence is; all of its layers in order where the file does not tell.
+    layer_numbers: Vec<usize>,
+    has_all_layers: bool,
     /// Numbers that an action uses in place of drawn ones, by position.
     draws: Option<Vec<f32>>,
 }
@@ -257,14 +273,36 @@ impl Extra {
         let draws = policy.action.as_ref().is_some_and(|action| action.draws()) && file.has("draws");
         let draws = load("draws", draws, [Some(1), Some(1), Some(kv_len), Some(1)])?;
         let w_o = [Some(1), Some(q_heads), Some(head_dim), None];
+        let hidden = [Some(batch), Some(1), Some(kv_len), None];
+        let wants_layers = policy.parameters.extent(Axis::Layers).is_some();
+        let listed = file.metadata("layers").filter(|_| wants_layers).map(|text| layer_numbers(&text, batch));
+        let listed = listed.transpose()?;
         Ok(Extra {
             future: load("q_future", policy.looks_at(Statistic::FutureAttention), future)?,
             rope,
             q_pre: load("q_pre", rotated && file.has("q_pre"), q)?,
             k_pre: load("k_pre", rotated && file.has("k_pre"), k)?,
             w_o: load("w_o", policy.looks_at(Statistic::Values) && file.has("w_o"), w_o)?,
+            hidden: load("hidden", policy.looks_at(Statistic::HiddenStates), hidden)?,
+            has_all_layers: listed.is_none(),
+            layer_numbers: listed.unwrap_or_else(|| (0..batch).collect()),
             draws: draws.map(|tensor| tensor.to_f32()),
         })
+    }
+
+    /// Refuses parameters of another model than the tensors are of.
+    fn check_parameters(&self, policy: &Policy, name: &str, shape: &Shape) -> Result<(), Failure> {
+        let mut extents = vec![(Axis::KvHeads, shape.kv_heads), (Axis::HeadDim, shape.head_dim)];
+        extents.extend(self.hidden.as_ref().map(|hidden| (Axis::Hidden, hidden.dims()[3])));
+        extents.extend(self.has_all_layers.then_some((Axis::Layers, shape.batch)));
+        policy.check_parameters(name, &extents)?;
+        let layers = policy.parameters.extent(Axis::Layers).unwrap_or(usize::MAX);
+        match self.layer_numbers.iter().find(|&&number| number >= layers) {
+            Some(number) => Err(Failure::usage(format!(
+                "the policy file is of a model of {layers} layers; by the input's metadata it holds layer {number}"
+            ))),
+            None => Ok(()),
+        }
     }
 
     fn given(&self) -> Given<'_> {
@@ -274,9 +312,20 @@ impl Extra {
             q_pre: self.q_pre.as_ref().map(Tensor::view),
             k_pre: self.k_pre.as_ref().map(Tensor::view),
             w_o: self.w_o.as_ref().map(Tensor::view),
+            hidden: self.hidden.as_ref().map(Tensor::view),
+            layer_numbers: &self.layer_numbers,
             ..Given::budget(0)
         }
     }
+}
+
+/// Reads `layers` of a file's metadata, one number for each of `batch` sequences.
+fn layer_numbers(text: &str, batch: usize) -> Result<Vec<usize>, Failure> {
+    let numbers: Option<Vec<usize>> = text.split(',').map(|layer| layer.trim().parse().ok()).collect();
+    numbers.filter(|numbers| numbers.len() == batch).ok_or_else(|| {
+        let expected = format!("it must be {batch} numbers with commas, one for each sequence");
+        Failure::usage(format!("layers in the file's metadata is '{text}'; {expected}"))
+    })
 }
 
 /// What a step reads: what was chosen, for each list, and KV bytes.

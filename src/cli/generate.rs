@@ -6,6 +6,7 @@ use super::failure::Failure;
 use super::model::{ModelArgs, Opened};
 use super::output;
 use super::place::Place;
+use super::policy::Used;
 use kvsieve::model::{Decoder, Generated, Model, OneSequence, Sampler, Sampling, Setup, Text, generate};
 use kvsieve::units;
 use serde::Serialize;
@@ -47,6 +48,8 @@ struct Report {
     model: PathBuf,
     architecture: &'static str,
     policy: Option<String>,
+    #[serde(flatten)]
+    policy_file: Option<Used>,
     budget: Option<String>,
     kernel: String,
     prompt_tokens: usize,
@@ -146,6 +149,7 @@ impl Args {
             model: self.model.model.clone(),
             architecture: opened.model.config.family.architecture(),
             policy: self.model.policy.clone(),
+            policy_file: opened.policy_file.clone(),
             budget: opened.budget.map(|budget| budget.to_string()),
             kernel: setup.kernel.into(),
             prompt_tokens: prompt.len(),

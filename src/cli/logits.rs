@@ -6,6 +6,7 @@ use super::failure::Failure;
 use super::model::{ModelArgs, Opened};
 use super::output;
 use super::place::Place;
+use super::policy::Used;
 use kvsieve::memory::{Arena, Buffer, Label};
 use kvsieve::model::{Decoder, Model, ModelError, Setup, sequences};
 use kvsieve::tensor::file::{self, Output};
@@ -57,6 +58,8 @@ struct Report {
     model: PathBuf,
     architecture: &'static str,
     policy: Option<String>,
+    #[serde(flatten)]
+    policy_file: Option<Used>,
     budget: Option<String>,
     evict_after_tokens: Option<usize>,
     batch: usize,
@@ -81,7 +84,8 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     let model_args = &args.model;
     let mut writes = vec![("--output", args.output.as_path())];
     writes.extend(model_args.json.as_deref().filter(|path| !output::is_stdout(path)).map(|path| ("--json", path)));
-    output::check_files(&[("--tokens", args.tokens.as_path())], &writes)?;
+    let reads: Vec<_> = [("--tokens", args.tokens.as_path())].into_iter().chain(model_args.file.read()).collect();
+    output::check_files(&reads, &writes)?;
     let sequences = sequences(&args.tokens)?;
     if let Some(index) = model_args.compute.cuda() {
         return cuda::run(args, index, &sequences);
@@ -173,6 +177,7 @@ impl Args {
             model: self.model.model.clone(),
             architecture: opened.model.config.family.architecture(),
             policy: self.model.policy.clone(),
+            policy_file: opened.policy_file.clone(),
             budget: opened.budget.map(|budget| budget.to_string()),
             evict_after_tokens: self.evict_after,
             batch: sequences.len(),

@@ -5,6 +5,7 @@
 //! of the library is classed once, in [`failure`], so that `?` is all a command needs.
 
 mod attend;
+mod calibrate;
 mod capture;
 mod completions;
 mod doctor;
@@ -18,6 +19,7 @@ mod logits;
 mod model;
 mod output;
 mod place;
+mod policy;
 mod report;
 mod run;
 mod train;
@@ -72,6 +74,7 @@ enum Command {
     Generate(generate::Args),
     Eval(eval::Args),
     Capture(capture::Args),
+    Calibrate(calibrate::Args),
     Train(train::Args),
     List(list::Args),
     Doctor(doctor::Args),
@@ -90,6 +93,7 @@ impl Command {
             Command::Generate(args) => generate::run(&args),
             Command::Eval(args) => eval::run(&args),
             Command::Capture(args) => capture::run(&args),
+            Command::Calibrate(args) => calibrate::run(&args),
             Command::Train(args) => train::run(&args),
             Command::List(args) => list::run(&args),
             Command::Doctor(args) => doctor::run(&args),
@@ -100,7 +104,7 @@ impl Command {
 }
 
 /// Commands that run a model on the CPU alone: they refuse a GPU in words, and their help does not offer one.
-const ON_CPU: [&str; 3] = ["eval", "capture", "train"];
+const ON_CPU: [&str; 4] = ["eval", "capture", "calibrate", "train"];
 
 fn command() -> clap::Command {
     let hide = |command: clap::Command| {

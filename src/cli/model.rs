@@ -3,13 +3,14 @@
 use super::Compute;
 use super::failure::Failure;
 use super::output;
+use super::policy::{FileArg, Used};
 use kvsieve::attention::{self, cuda::cuda_kernel};
 use kvsieve::device::Cpu;
 use kvsieve::device::cuda::Runtime;
 use kvsieve::format::KvFormat;
 use kvsieve::memory::Arena;
 use kvsieve::model::{Eviction, Model, Setup, Text, locate};
-use kvsieve::policy::{Budget, Policy, Registry};
+use kvsieve::policy::{Budget, Policy};
 use kvsieve::tensor::DType;
 use std::path::PathBuf;
 
@@ -37,6 +38,8 @@ pub struct ModelArgs {
     /// Eviction policy, perhaps with parameters (see `kvsieve list policies`) [default: nothing is evicted]
     #[arg(long, value_name = "POLICY", requires = "budget", help_heading = "What is evicted")]
     pub policy: Option<String>,
+    #[command(flatten)]
+    pub file: FileArg,
     /// What may stay: a fraction (0.25), tokens per KV head (512) or bytes of all layers (64MiB)
     #[arg(long, value_name = "BUDGET", requires = "policy", allow_negative_numbers = true)]
     #[arg(help_heading = "What is evicted")]
@@ -55,6 +58,7 @@ pub struct ModelArgs {
 pub struct Opened {
     pub model: Model,
     pub policy: Option<Policy>,
+    pub policy_file: Option<Used>,
     pub budget: Option<Budget>,
     pub cpu: Cpu,
     pub arena: Arena,
@@ -70,17 +74,17 @@ pub struct OnCuda {
 impl ModelArgs {
     /// Reads names and files, names first.
     pub fn open(&self) -> Result<Opened, Failure> {
-        let (policy, budget) = self.asked()?;
+        let (policy, policy_file, budget) = self.asked()?;
         attention::kernel(&self.kernel)?;
         let cpu = self.compute.cpu()?;
         let arena = Arena::with_limit(self.compute.limit_bytes());
         let model = Model::open(&locate(&self.model)?, &arena)?;
-        Ok(Opened { model, policy, budget, cpu, arena })
+        Ok(Opened { model, policy, policy_file, budget, cpu, arena })
     }
 
     /// As [`ModelArgs::open`], for GPU `index`.
     pub fn open_on_cuda(&self, index: usize) -> Result<OnCuda, Failure> {
-        let (policy, budget) = self.asked()?;
+        let (policy, policy_file, budget) = self.asked()?;
         cuda_kernel(&self.kernel)?;
         self.kv_format.map_or(Ok(()), |format| format.on_gpu().map(drop)).map_err(Failure::usage)?;
         let runtime = Runtime::open(index, self.compute.nvrtc.as_deref())?;
@@ -88,17 +92,17 @@ impl ModelArgs {
         // The mapped files are not what is measured.
         let model = Model::open(&locate(&self.model)?, &Arena::unlimited())?;
         let cpu = Cpu::new(self.compute.threads)?;
-        Ok(OnCuda { runtime, opened: Opened { model, policy, budget, cpu, arena } })
+        Ok(OnCuda { runtime, opened: Opened { model, policy, policy_file, budget, cpu, arena } })
     }
 
     /// What is to be evicted, by names that are checked.
-    fn asked(&self) -> Result<(Option<Policy>, Option<Budget>), Failure> {
+    fn asked(&self) -> Result<(Option<Policy>, Option<Used>, Option<Budget>), Failure> {
         if self.chunk == 0 {
             return Err(Failure::usage("--chunk is 0; at least one token goes through the model".into()));
         }
-        let policy = self.policy.as_deref().map(|text| Registry::default().policy(text)).transpose()?;
+        let (policy, used) = self.policy.as_deref().map(|text| self.file.policy(text)).transpose()?.unzip();
         let budget = self.budget.as_deref().map(str::parse::<Budget>).transpose()?;
-        Ok((policy, budget))
+        Ok((policy, used.flatten(), budget))
     }
 
     /// The model's tokenizer.

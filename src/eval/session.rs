@@ -11,7 +11,7 @@ use crate::cache::Column;
 use crate::eval::Asked;
 use crate::memory::{Arena, ArenaError, Buffer, Label};
 use crate::model::{Decoder, Eviction, ModelError, Setup, Tap, Tapped, Text};
-use crate::policy::Policy;
+use crate::policy::{Policy, Statistic};
 use crate::task::Tokens;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -111,10 +111,10 @@ impl<'a> Session<'a> {
             all_logits: false,
             dtype: stage.dtype,
             kv_format: stage.kv_format,
-            columns: if plain { &[] } else { &[Column::Attention, Column::Weight, Column::Origin] },
+            columns: if plain { &[] } else { &[Column::Attention, Column::Weight, Column::Origin, Column::Gate] },
         };
         let mut decoder = Decoder::new(stage.model, setup, stage.cpu, stage.arena)?;
-        decoder.record_queries(choices.iter().map(|choice| choice.policy).filter(|policy| !chunked(policy)));
+        decoder.record_queries(choices.iter().map(|choice| choice.policy).filter(|policy| !reads_alone(policy)));
         decoder.tap(watch);
         let last = vec![0.0; stage.model.config.vocab];
         Ok(Session { stage, text, decoder, watch, last })
@@ -145,7 +145,7 @@ impl<'a> Session<'a> {
         full: &[Given],
         most_tokens: &impl Fn(&Asked) -> usize,
     ) -> Result<Answers, EvalError> {
-        if chunked(choice.policy) {
+        if reads_alone(choice.policy) {
             (JUDGED..SEQUENCES).for_each(|sequence| self.decoder.free(sequence));
             self.decoder.evict(*choice, &[prompt.context.len(); SEQUENCES])?;
             self.prefill(JUDGED, &prompt.context)?;
@@ -231,9 +231,11 @@ fn only(sequence: usize, tokens: &[u32]) -> [&[u32]; SEQUENCES] {
     all
 }
 
-/// Whether a policy judges while the context is read, so that it needs a prefill of its own.
-fn chunked(policy: &Policy) -> bool {
-    policy.scorer.is_some() && policy.schedule.chunk_tokens.is_some()
+/// Whether a policy has something to do while the context is read, to judge chunks or to look at hidden states, so that
+/// it needs a prefill of its own.
+fn reads_alone(policy: &Policy) -> bool {
+    let does = policy.schedule.chunk_tokens.is_some() || policy.looks_at(Statistic::HiddenStates);
+    policy.scorer.is_some() && does
 }
 
 /// What a question gave under one policy.

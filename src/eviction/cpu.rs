@@ -8,7 +8,9 @@ use crate::cache::{PagedCache, Sequences};
 use crate::device::Cpu;
 use crate::memory::Arena;
 use crate::policy::action::Fold;
-use crate::policy::{BeforeRope, Context, Future, PolicyError, Selection, Statistic, select, select_leaving, tie_rate};
+use crate::policy::{
+    BeforeRope, Context, Future, PolicyError, Selection, Statistic, gates, select, select_leaving, tie_rate,
+};
 use crate::tensor::TensorView;
 use std::time::Instant;
 
@@ -50,6 +52,8 @@ pub struct View<'v> {
     pub before_rope: Option<BeforeRope<'v>>,
     /// Output projection of every layer, each `[1, Hq, D, hidden]`; empty where there is none.
     pub w_o: &'v [TensorView<'v>],
+    /// The model's number of each sequence's layer; empty where they are all of a model's layers in order.
+    pub layer_numbers: &'v [usize],
 }
 
 impl View<'_> {
@@ -109,16 +113,22 @@ impl Backend for CpuBackend<'_> {
             true => Some(accumulated(cache, list, [view.lists(cache), call.shape.kv_len], self.arena)?),
             false => None,
         };
+        let gates = match plan.policy.looks_at(Statistic::HiddenStates) {
+            true => Some(gates::carried(cache, view.lists(cache), list, call.shape.kv_len, self.arena)?),
+            false => None,
+        };
         let context = Context {
             call,
             layers: view.layers,
             lse: view.lse,
             future: view.future,
             accumulated: sums.as_deref(),
+            gates: gates.as_deref(),
             positions: &|index, slot| cache.origin(list(index), slot),
             seen_tokens: view.seen_tokens,
             before_rope: view.before_rope,
             w_o: view.w_o,
+            layer_numbers: view.layer_numbers,
             budget_tokens: plan.budget_tokens,
             seed: plan.seed,
             arena: self.arena,

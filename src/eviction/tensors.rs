@@ -35,6 +35,10 @@ pub struct Given<'a> {
     pub k_pre: Option<TensorView<'a>>,
     /// Output projection of each query head, `[1, Hq, D, hidden]`.
     pub w_o: Option<TensorView<'a>>,
+    /// Hidden states, `[B, 1, Lk, hidden]`.
+    pub hidden: Option<TensorView<'a>>,
+    /// The model's number of each sequence's layer, as in [`Context::layer_numbers`].
+    pub layer_numbers: &'a [usize],
     /// Tokens that each head may keep on average.
     pub budget_tokens: usize,
     /// For policies that draw numbers.
@@ -44,8 +48,8 @@ pub struct Given<'a> {
 impl Given<'_> {
     /// A budget and nothing else.
     pub fn budget(budget_tokens: usize) -> Self {
-        let (future, rope, q_pre, k_pre, w_o) = (None, None, None, None, None);
-        Given { layers: 1, future, rope, q_pre, k_pre, w_o, budget_tokens, seed: 0 }
+        let (future, rope, q_pre, k_pre, w_o, hidden) = (None, None, None, None, None, None);
+        Given { layers: 1, future, rope, q_pre, k_pre, w_o, hidden, layer_numbers: &[], budget_tokens, seed: 0 }
     }
 }
 
@@ -55,6 +59,7 @@ impl Given<'_> {
 /// When the policy lacks a statistic, gives scores that are no numbers, or the arena has no room.
 pub fn retain(policy: &Policy, call: Forward<'_>, given: Given<'_>, arena: &Arena) -> Result<Retained, PolicyError> {
     let shape = call.shape;
+    let _parameters = policy.parameters.claim(arena)?;
     let lse = match policy.looks_at_attention() {
         true => Some(log_sum_exps(&call, arena)?),
         false => None,
@@ -80,15 +85,19 @@ pub fn retain(policy: &Policy, call: Forward<'_>, given: Given<'_>, arena: &Aren
         lse,
         future: future_call.zip(future_lse.as_deref()).map(|(call, lse)| Future { call, lse }),
         accumulated: accumulated.as_deref(),
+        gates: None,
         positions: &|_, slot| slot,
         seen_tokens: shape.kv_len,
         before_rope: given.rope.map(|frequencies| BeforeRope { frequencies, q: given.q_pre, k: given.k_pre }),
         w_o: &w_o,
+        layer_numbers: given.layer_numbers,
         // A policy without scores keeps everything; its budget may be for what a step reads.
         budget_tokens: if policy.scorer.is_some() { given.budget_tokens } else { shape.kv_len },
         seed: given.seed,
         arena,
     };
+    let gates = policy.gates(&context, given.hidden)?;
+    let context = Context { gates: gates.as_deref(), ..context };
     let mut scored = match policy.score(&context)? {
         Some(scored) => scored,
         // Everything is protected, so nothing is scored and nothing ties.

@@ -131,6 +131,12 @@ pub struct Cell {
     pub policy: Option<String>,
     /// Budget as it was written: `0.25`, `512` or `64MiB`.
     pub budget: Option<String>,
+    /// File that the policy read tensors of, where it did.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub policy_file: Option<String>,
+    /// BLAKE3 hash of that file.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub policy_file_hash: Option<String>,
     /// Tokens of a page in `decode`, with 0 for contiguous tensors; `None` for the cache's own pages, filled at once.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub page_tokens: Option<usize>,
@@ -173,6 +179,8 @@ impl Default for Cell {
             softcap: None,
             policy: None,
             budget: None,
+            policy_file: None,
+            policy_file_hash: None,
             page_tokens: None,
             strategy: None,
             trace: None,
@@ -193,7 +201,9 @@ impl Cell {
     /// with several answers.
     pub fn without_choice(&self) -> Cell {
         match self.measure {
-            Measure::Evict | Measure::Eval => Cell { policy: None, budget: None, ..self.clone() },
+            Measure::Evict | Measure::Eval => {
+                Cell { policy: None, budget: None, policy_file: None, policy_file_hash: None, ..self.clone() }
+            }
             _ => Cell { kernel: String::new(), ..self.clone() },
         }
     }

@@ -1,12 +1,11 @@
 //! From an experiment file to its cells.
 
-use super::axes::{BudgetText, Many};
 use super::cell::{Cell, Device, Measure};
 use super::measure::{self, eval, serve};
 use super::policy_axis::PolicyText;
 use super::spec::{Grid, Spec, SpecError};
 use crate::cache::MOST_PAGE_TOKENS;
-use crate::policy::{Budget, PRESETS, Registry};
+use crate::policy::{Axis, Budget, PRESETS, Policy, PolicyFile, Registry, Statistic};
 use crate::tensor::DType;
 use crate::workload::FileSource;
 
@@ -42,10 +41,12 @@ impl Experiment {
         let mut cells: Vec<Cell> = Vec::new();
         for (index, grid) in spec.grid.iter().enumerate() {
             let context = format!("grid {} ({})", index + 1, grid.measure.name());
+            let registry = &with_file(grid, registry).map_err(|message| value(format!("{context}: {message}")))?;
             let expanded = expand(grid, file.as_ref(), &workload_hash, registry, device)
                 .and_then(|cells| {
                     cells.into_iter().map(|cell| check(cell, file.as_ref(), registry)).collect::<Result<Vec<_>, _>>()
                 })
+                .and_then(|cells| name_file(grid, registry, cells))
                 .map_err(|message| value(format!("{context}: {message}")))?;
             for cell in expanded {
                 if !cells.contains(&cell) {
@@ -75,6 +76,35 @@ impl Experiment {
     pub fn config_hash(&self) -> String {
         let text = serde_json::to_string(&(&self.cells, &self.spec.timing)).expect("cells are plain data");
         blake3::hash(text.as_bytes()).to_hex()[..8].to_string()
+    }
+}
+
+/// A registry that knows the grid's policy file.
+fn with_file(grid: &Grid, registry: &Registry) -> Result<Registry, String> {
+    match &grid.policy_file {
+        Some(path) => {
+            let file = PolicyFile::open(path).map_err(|error| format!("policy_file: {error}"))?;
+            Ok(registry.clone().with_file(file))
+        }
+        None => Ok(registry.clone()),
+    }
+}
+
+/// Names the grid's policy file in the cells whose policies read it; refuses a file that none reads.
+fn name_file(grid: &Grid, registry: &Registry, mut cells: Vec<Cell>) -> Result<Vec<Cell>, String> {
+    let (Some(path), Some(file)) = (&grid.policy_file, registry.file()) else { return Ok(cells) };
+    let mut is_read = false;
+    for cell in &mut cells {
+        let policy = cell.policy.as_ref().map(|text| registry.policy(text)).transpose();
+        if policy.map_err(|error| error.to_string())?.is_some_and(|policy| !policy.parameters.is_empty()) {
+            cell.policy_file = Some(path.display().to_string());
+            cell.policy_file_hash = Some(file.hash().into());
+            is_read = true;
+        }
+    }
+    match is_read {
+        true => Ok(cells),
+        false => Err(format!("none of the policies reads a tensor of policy_file '{}'; leave it out", path.display())),
     }
 }
 
@@ -142,13 +172,14 @@ fn expand(
     let batches = from_file.map_or_else(|| grid.batch.or(1), |(batch, ..)| vec![batch]);
     let kernels = grid.kernel.or(if grid.measure == Measure::Decode { "decode" } else { "tiled" }.into());
     let evicts = grid.measure == Measure::Evict;
-    if !evicts && (!grid.policy.0.is_empty() || !grid.budget.0.is_empty() || grid.new_tokens.is_some()) {
-        return Err("policy, budget and new_tokens belong to measure = \"evict\"".into());
+    let chooses = !grid.policy.0.is_empty() || !grid.budget.0.is_empty() || grid.policy_file.is_some();
+    if !evicts && (chooses || grid.new_tokens.is_some()) {
+        return Err("policy, budget, policy_file and new_tokens belong to measure = \"evict\"".into());
     }
     if evicts && grid.policy.0.is_empty() {
         return Err("policy is missing; write policy = [\"full\", \"snapkv\"]".into());
     }
-    let mut choices = choices(&grid.policy, &grid.budget, registry)?;
+    let mut choices = choices(grid, registry)?;
     if !evicts {
         choices.push((None, None));
     }
@@ -215,17 +246,24 @@ fn expand(
 /// A policy and its budget, as they were written.
 type Choice = (Option<String>, Option<String>);
 
-/// Policies with their budgets. `full` has none; the policy `*` stands for every method and every preset.
+/// Policies with their budgets. `full` has none; the policy `*` stands for every method and every preset that needs
+/// neither a file that is not given nor a model that is not there.
 ///
 /// # Errors
 /// In words, when a policy has no budget.
-pub(super) fn choices(
-    policies: &Many<PolicyText>,
-    budgets: &Many<BudgetText>,
-    registry: &Registry,
-) -> Result<Vec<Choice>, String> {
+pub(super) fn choices(grid: &Grid, registry: &Registry) -> Result<Vec<Choice>, String> {
+    let Grid { policy: policies, budget: budgets, .. } = grid;
+    let bare = registry.clone().without_file();
+    let is_out = |policy: &Policy| {
+        let missing = policy.parameters.missing();
+        let lacks_tensor = missing.is_some_and(|tensor| !registry.file().is_some_and(|file| file.has(tensor)));
+        let lacks_model = grid.measure != Measure::Eval && policy.looks_at(Statistic::HiddenStates);
+        lacks_tensor || lacks_model
+    };
     let methods = registry.entries().iter().map(|entry| entry.name);
-    let all: Vec<String> = methods.chain(PRESETS.iter().map(|preset| preset.name)).map(Into::into).collect();
+    let all = methods.chain(PRESETS.iter().map(|preset| preset.name));
+    let all = all.filter(|name| !bare.policy(name).is_ok_and(|policy| is_out(&policy)));
+    let all: Vec<String> = all.map(Into::into).collect();
     let one = |PolicyText(policy): &PolicyText| if policy == "*" { all.clone() } else { vec![policy.clone()] };
     let mut choices = Vec::new();
     for policy in policies.0.iter().flat_map(one) {
@@ -271,6 +309,13 @@ fn check(cell: Cell, file: Option<&FileSource>, registry: &Registry) -> Result<C
     }
     if let Some(policy) = &cell.policy {
         let asked = registry.policy(policy).map_err(|error| text(&error))?;
+        if asked.looks_at(Statistic::HiddenStates) {
+            return Err(format!(
+                "policy '{policy}' looks at hidden states, which only a model has; use measure = \"eval\""
+            ));
+        }
+        let extents = [(Axis::Layers, cell.layers), (Axis::KvHeads, cell.kv_heads), (Axis::HeadDim, cell.head_dim)];
+        asked.check_parameters(policy, &extents).map_err(|error| text(&error))?;
         if let Some(file) = file {
             asked.rope(policy, file.rope(), cell.head_dim).map_err(|error| text(&error))?;
         }
@@ -296,20 +341,25 @@ fn parse_heads(text: &str) -> Result<(usize, usize), String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::policy::{Policy, PolicyEntry};
+    use crate::policy::PolicyEntry;
 
     #[test]
     fn a_star_is_every_method_and_preset_with_each_budget() {
         let text = "name = \"x\"\n[[grid]]\nmeasure = \"evict\"\nheads = \"2/1\"\nhead_dim = 8\ncontext_tokens = 64\n\
                     policy = \"*\"\nbudget = [16, 32]\n";
-        let own = PolicyEntry { name: "own", about: "", paper: "", parameters: &[], build: |_| Ok(Policy::full()) };
+        let own = PolicyEntry { name: "own", about: "", paper: "", parameters: &[], build: |_, _| Ok(Policy::full()) };
         let registry = Registry::default().with(own);
         let spec = Spec::parse(text, "x.toml").unwrap();
         let experiment = Experiment::new(spec, "x.toml", &registry, Device::Cpu).unwrap();
         let policies: Vec<&str> = experiment.cells.iter().filter_map(|cell| cell.policy.as_deref()).collect();
         let count = |name: &str| policies.iter().filter(|policy| **policy == name).count();
         for name in registry.entries().iter().map(|entry| entry.name).chain(PRESETS.iter().map(|preset| preset.name)) {
-            assert_eq!(count(name), if name == "full" { 1 } else { 2 }, "{name}");
+            let expected = match registry.policy(name).unwrap() {
+                policy if policy.parameters.missing().is_some() => 0,
+                _ if name == "full" => 1,
+                _ => 2,
+            };
+            assert_eq!(count(name), expected, "{name}");
         }
         assert_eq!(count("own"), 2);
     }

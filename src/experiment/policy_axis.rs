@@ -3,9 +3,12 @@
 //! `{ method = "snapkv", window = 64, with = [{ part = "ada", floor = 0.2 }, "merge"] }` is
 //! `snapkv:window=64+ada:floor=0.2+merge`, and is kept as that text.
 
+use super::cell::Cell;
+use crate::policy::{Policy, PolicyError, PolicyFile, Registry};
 use serde::de::{self, Deserializer, MapAccess, SeqAccess, Visitor};
 use serde::{Deserialize, Serialize};
 use std::fmt;
+use std::path::Path;
 
 /// A policy as the command line writes it.
 #[derive(Debug, Clone, Serialize)]
@@ -15,6 +18,22 @@ pub struct PolicyText(pub String);
 impl<'de> Deserialize<'de> for PolicyText {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         deserializer.deserialize_any(Piece { name: "method" }).map(PolicyText)
+    }
+}
+
+impl Cell {
+    /// The cell's policy, from its file where it has one; `None` where nothing is evicted by design.
+    ///
+    /// # Errors
+    /// When the text means nothing, or the file is not the one that the cell was made with any more.
+    pub fn build_policy(&self, registry: &Registry) -> Result<Option<Policy>, PolicyError> {
+        let Some(text) = &self.policy else { return Ok(None) };
+        let Some(path) = &self.policy_file else { return registry.policy(text).map(Some) };
+        let file = PolicyFile::open(Path::new(path))?;
+        if self.policy_file_hash.as_deref() != Some(file.hash()) {
+            return Err(PolicyError::File(format!("policy_file '{path}' has changed since the experiment was read")));
+        }
+        registry.clone().with_file(file).policy(text).map(Some)
     }
 }
 

@@ -112,6 +112,9 @@ pub struct Grid {
     /// Budgets, for `evict` and `eval`; `full` needs none.
     #[serde(default, skip_serializing_if = "Many::is_empty")]
     pub budget: Many<BudgetText>,
+    /// A file that the policies may read tensors of, relative to the working folder, for `evict` and `eval`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub policy_file: Option<PathBuf>,
     /// Layers that share a budget, for `evict`; 1 by default.
     #[serde(default, skip_serializing_if = "Many::is_empty")]
     pub layers: Many<usize>,
@@ -176,6 +179,7 @@ impl Grid {
             softcap: None,
             policy: Many::default(),
             budget: Many::default(),
+            policy_file: None,
             layers: Many::default(),
             new_tokens: None,
             page_tokens: Many::default(),

@@ -13,10 +13,10 @@ use crate::attention::{Forward, Shape};
 use crate::cache::PagedCache;
 use crate::eviction::{ObservationWindow, Plan, Session, Span, WindowShape, add_received, received};
 use crate::format::KvFormat;
-use crate::memory::{Arena, ArenaError, Buffer};
+use crate::memory::{Arena, ArenaError, Buffer, Claim};
 use crate::model::{Config, ModelError};
 use crate::policy::sparse::{Lists, Reading};
-use crate::policy::{Budget, Decoding, Policy, PolicyError, Statistic};
+use crate::policy::{Axis, Budget, Decoding, Policy, PolicyError, Statistic};
 use crate::tensor::DType;
 
 pub(super) use recorder::QueryRecorder;
@@ -42,6 +42,13 @@ impl Eviction<'_> {
     /// What it is, and why.
     pub fn check(&self, config: &Config) -> Result<(), PolicyError> {
         let refuse = |reason: &str| Err(PolicyError::Combination { policy: self.name.into(), reason: reason.into() });
+        let extents = [
+            (Axis::Layers, config.layers),
+            (Axis::KvHeads, config.kv_heads),
+            (Axis::HeadDim, config.head_dim),
+            (Axis::Hidden, config.hidden),
+        ];
+        self.policy.check_parameters(self.name, &extents)?;
         if self.policy.reader.is_some() && config.windows.iter().any(Option::is_some) {
             return refuse("it chooses what a step reads of the whole context, but this model has sliding windows");
         }
@@ -93,6 +100,7 @@ pub(super) struct Evictor<'a> {
     sequences: Vec<Sequence<'a>>,
     /// RoPE of each eviction step, for scorers that look behind it.
     frequencies: Option<Frequencies>,
+    _parameters: Claim,
 }
 
 impl<'a> Evictor<'a> {
@@ -113,12 +121,19 @@ impl<'a> Evictor<'a> {
             Ok(Sequence { session, window: None, readings: Vec::new() })
         };
         let sequences = contexts.iter().map(sequence).collect::<Result<_, _>>()?;
-        Ok(Evictor { eviction, arena, sequences, frequencies: None })
+        let _parameters = eviction.policy.parameters.claim(arena)?;
+        Ok(Evictor { eviction, arena, sequences, frequencies: None, _parameters })
     }
 
     /// The policy, if it ever evicts.
     pub fn evicting(&self) -> Option<&'a Policy> {
         Some(self.eviction.policy).filter(|policy| policy.scorer.is_some())
+    }
+
+    /// The policy, if it gives the tokens of a sequence gates as they arrive.
+    pub fn gating(&self, sequence: usize) -> Option<&'a Policy> {
+        let is_open = self.sequences[sequence].session.is_open();
+        self.evicting().filter(|policy| is_open && policy.looks_at(Statistic::HiddenStates))
     }
 
     /// RoPE's frequencies, once keys and queries are turned to positions inside the cache.

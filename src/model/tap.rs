@@ -3,6 +3,8 @@
 /// What is looked at.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Tapped {
+    /// Hidden states: inputs of attention behind their norm, one row at a time, `[hidden]`.
+    Hidden,
     /// Queries before RoPE, `[rows, Hq * D]`.
     QBeforeRope,
     /// Keys before RoPE, `[rows, Hkv * D]`.

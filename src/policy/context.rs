@@ -15,6 +15,9 @@ pub enum Statistic {
     Values,
     /// Keys or queries before RoPE.
     BeforeRope,
+    /// The hidden state that a token had in each layer: the input of the layer's attention, which its query, key and value
+    /// are projections of. Seen once, as the token arrives.
+    HiddenStates,
     /// The queries of the context themselves.
     Queries,
     /// The attention of the last few queries.
@@ -32,6 +35,7 @@ impl Statistic {
             Statistic::Keys => "keys (one read of K)",
             Statistic::Values => "values (one read of V)",
             Statistic::BeforeRope => "vectors before RoPE (kept, or rotated back)",
+            Statistic::HiddenStates => "hidden states of the model's layers (one look at each token)",
             Statistic::Queries => "queries of the context (one read of Q)",
             Statistic::RecentAttention => "attention of the last queries (one thin pass)",
             Statistic::AccumulatedAttention => "attention of all queries (one tiled pass, one row per step)",
@@ -63,6 +67,9 @@ pub struct Context<'a> {
     /// Attention that each token received from every query so far, `[B, Hkv, kv_len]`, for
     /// [`Statistic::AccumulatedAttention`].
     pub accumulated: Option<&'a [f32]>,
+    /// What [`Scorer::gate`](super::Scorer::gate) gave each token when it arrived, `[B, Hkv, kv_len]`, for
+    /// [`Statistic::HiddenStates`].
+    pub gates: Option<&'a [f32]>,
     /// Position in its sequence of the token in `(list, slot)`.
     pub positions: &'a (dyn Fn(usize, usize) -> usize + Sync),
     /// Tokens that each sequence has seen: the position of the next.
@@ -71,6 +78,8 @@ pub struct Context<'a> {
     pub before_rope: Option<BeforeRope<'a>>,
     /// Output projection of each query head, `[1, Hq, D, hidden]`, of every layer; empty where the inputs have none.
     pub w_o: &'a [TensorView<'a>],
+    /// The model's number of each sequence's layer, `[B]`; empty where they are all of a model's layers in order.
+    pub layer_numbers: &'a [usize],
     /// Tokens that each head may keep on average.
     pub budget_tokens: usize,
     /// Seed of the cell.
@@ -114,6 +123,11 @@ impl<'a> Context<'a> {
     pub fn len(&self, list: usize) -> usize {
         let (batch, head) = self.list_at(list);
         self.call.kv.len(batch, head)
+    }
+
+    /// The model's number of the layer that is folded into `sequence`.
+    pub fn layer_number(&self, sequence: usize) -> usize {
+        self.layer_numbers.get(sequence).copied().unwrap_or(sequence / self.sequences())
     }
 
     /// Sequences of one layer: `B / layers`.

@@ -10,11 +10,13 @@
 
 pub mod action;
 pub mod allotment;
+mod assets;
 mod budget;
 mod catalogue;
 mod context;
 pub mod cuda;
 mod fits;
+pub mod gates;
 mod judge;
 mod linear;
 mod list;
@@ -26,6 +28,7 @@ mod scorers;
 mod select;
 pub mod sparse;
 
+pub use assets::{Assets, Axis, Learned, Parameters, PolicyFile};
 pub use budget::{Budget, BudgetError};
 pub use catalogue::{describe, markdown};
 pub use context::{BeforeRope, Context, Future, Protect, Statistic};
@@ -35,11 +38,13 @@ pub use presets::PRESETS;
 pub use recipe::{Recipe, Then};
 pub use registry::{ChangeScorer, Part, PartEntry, PolicyEntry, Preset, Registry};
 pub use schedule::{Decoding, Schedule};
+pub use scorers::qfilters;
 pub use select::{Selection, select, select_leaving, selection_bytes, tie_rate, tied_share};
 
 use crate::attention::Shape;
 use crate::memory::ArenaError;
 use crate::named::NamedError;
+use crate::tensor::file::FileError;
 use action::Action;
 use allotment::{OverHeads, OverLayers};
 use sparse::Reader;
@@ -67,6 +72,7 @@ pub const POLICIES: &[PolicyEntry] = &[
     scorers::scissorhands::ENTRY,
     scorers::max_attention::ENTRY,
     scorers::r_kv::ENTRY,
+    scorers::gate::ENTRY,
     scorers::oracle::ENTRY,
     sparse::quest::ENTRY,
     sparse::think::ENTRY,
@@ -134,9 +140,18 @@ pub enum PolicyError {
         /// Slot in the head's list.
         slot: usize,
     },
+    /// Its file, or a tensor in it, in words.
+    #[error("{0}")]
+    File(String),
     /// The arena has no room.
     #[error(transparent)]
     Arena(#[from] ArenaError),
+}
+
+impl From<FileError> for PolicyError {
+    fn from(error: FileError) -> Self {
+        PolicyError::File(error.to_string())
+    }
 }
 
 /// Gives each cached token an importance.
@@ -159,6 +174,11 @@ pub trait Scorer: Send + Sync {
     fn scratch_bytes(&self, _shape: &Shape, _threads: usize) -> u64 {
         0
     }
+
+    /// What it gives a token once, as it arrives, for a scorer that looks at [`Statistic::HiddenStates`]: from the token's
+    /// hidden state in a layer, `hidden` `[hidden]`, a number for each KV head, `gates` `[Hkv]`. The cache carries these
+    /// with the token; [`Context::gates`] shows them to every judgement.
+    fn gate(&self, _layer: usize, _hidden: &[f32], _gates: &mut [f32]) {}
 
     /// How a GPU gives the same scores; `None` for a scorer that has no form for one.
     fn recipe(&self) -> Option<Recipe> {
@@ -203,6 +223,8 @@ pub struct Policy {
     pub rerotates: bool,
     /// What decode steps read, for a policy that keeps everything; `None` reads all that is there.
     pub reader: Option<Box<dyn Reader>>,
+    /// Which tensors of a policy file it was built from.
+    pub parameters: Parameters,
 }
 
 impl Policy {
@@ -216,6 +238,7 @@ impl Policy {
             action: None,
             rerotates: false,
             reader: None,
+            parameters: Parameters::default(),
         }
     }
 

@@ -6,8 +6,9 @@
 use super::action::Action;
 use super::allotment::{OverHeads, OverLayers};
 use super::scorers::protect::Protected;
-use super::{Decoding, PARTS, POLICIES, PRESETS, Policy, PolicyError, Protect, Scorer, Statistic};
+use super::{Assets, Decoding, PARTS, POLICIES, PRESETS, Policy, PolicyError, PolicyFile, Protect, Scorer, Statistic};
 use crate::named::{Named, NamedError, Parameter};
+use std::sync::Arc;
 
 /// A method as the registry knows it.
 #[derive(Clone, Copy)]
@@ -20,8 +21,9 @@ pub struct PolicyEntry {
     pub paper: &'static str,
     /// Its parameters.
     pub parameters: &'static [Parameter],
-    /// Makes it, with the method's own allotment, schedule and action.
-    pub build: fn(&Named) -> Result<Policy, NamedError>,
+    /// Makes it, with the method's own allotment, schedule and action; from tensors of a policy file too, where it reads
+    /// any.
+    pub build: fn(&Named, &mut Assets<'_>) -> Result<Policy, PolicyError>,
 }
 
 /// A part that replaces one of a method's.
@@ -35,8 +37,8 @@ pub struct PartEntry {
     pub paper: &'static str,
     /// Its parameters.
     pub parameters: &'static [Parameter],
-    /// Makes it.
-    pub build: fn(&Named) -> Result<Part, NamedError>,
+    /// Makes it, as [`PolicyEntry::build`].
+    pub build: fn(&Named, &mut Assets<'_>) -> Result<Part, PolicyError>,
 }
 
 /// A name for a combination.
@@ -134,11 +136,12 @@ impl Part {
 pub struct Registry {
     entries: Vec<PolicyEntry>,
     parts: Vec<PartEntry>,
+    file: Option<Arc<PolicyFile>>,
 }
 
 impl Default for Registry {
     fn default() -> Self {
-        Registry { entries: POLICIES.to_vec(), parts: PARTS.to_vec() }
+        Registry { entries: POLICIES.to_vec(), parts: PARTS.to_vec(), file: None }
     }
 }
 
@@ -155,6 +158,23 @@ impl Registry {
         self.parts.retain(|known| known.name != part.name);
         self.parts.push(part);
         self
+    }
+
+    /// The same with a file that policies may read tensors of.
+    pub fn with_file(mut self, file: PolicyFile) -> Self {
+        self.file = Some(Arc::new(file));
+        self
+    }
+
+    /// The same without a file.
+    pub fn without_file(mut self) -> Self {
+        self.file = None;
+        self
+    }
+
+    /// The file that was given.
+    pub fn file(&self) -> Option<&PolicyFile> {
+        self.file.as_deref()
     }
 
     /// Every method, in the order in which they are listed.
@@ -185,14 +205,15 @@ impl Registry {
             NamedError::Unknown { kind: "policy", name: method.name.clone(), known }
         })?;
         method.check(entry.parameters)?;
-        let mut policy = (entry.build)(&method)?;
+        let mut assets = Assets::new(self.file.as_deref());
+        let mut policy = (entry.build)(&method, &mut assets)?;
         let refuse = |reason: String| PolicyError::Combination { policy: text.into(), reason };
         if policy.scorer.is_none() && !pieces.is_empty() {
             let reason = format!("'{}' keeps everything, so '{}' has nothing to do", method.name, pieces[0].name);
             return Err(refuse(reason));
         }
         let mut settled: Vec<(&str, String)> = Vec::new();
-        let given = pieces.iter().map(|piece| self.part(piece)).collect::<Result<Vec<_>, _>>()?;
+        let given = pieces.iter().map(|piece| self.part(piece, &mut assets)).collect::<Result<Vec<_>, _>>()?;
         for (part, piece) in given.iter().zip(&pieces) {
             for what in part.settles() {
                 if let Some((_, other)) = settled.iter().find(|(known, _)| known == what) {
@@ -205,12 +226,15 @@ impl Registry {
             }
         }
         for piece in &brought {
-            let part = self.part(piece)?;
-            if part.settles().iter().all(|what| settled.iter().all(|(known, _)| known != what)) {
-                part.apply(&mut policy);
+            let read = assets.read();
+            let part = self.part(piece, &mut assets)?;
+            match part.settles().iter().all(|what| settled.iter().all(|(known, _)| known != what)) {
+                true => part.apply(&mut policy),
+                false => assets.forget(read),
             }
         }
         given.into_iter().for_each(|part| part.apply(&mut policy));
+        policy.parameters = assets.into_parameters();
         sensible(&policy).map_err(refuse)?;
         Ok(policy)
     }
@@ -218,7 +242,7 @@ impl Registry {
     /// The kind of a part, in words.
     pub fn kind(&self, entry: &PartEntry) -> &'static str {
         let plain: Named = entry.name.parse().expect("names of parts are plain words");
-        (entry.build)(&plain).map_or("", |part| part.kind())
+        (entry.build)(&plain, &mut Assets::new(None)).map_or("", |part| part.kind())
     }
 
     fn part_entry(&self, name: &str) -> Result<&PartEntry, NamedError> {
@@ -229,10 +253,10 @@ impl Registry {
         })
     }
 
-    fn part(&self, named: &Named) -> Result<Part, NamedError> {
+    fn part(&self, named: &Named, assets: &mut Assets<'_>) -> Result<Part, PolicyError> {
         let entry = self.part_entry(&named.name)?;
         named.check(entry.parameters)?;
-        (entry.build)(named)
+        (entry.build)(named, assets)
     }
 
     /// Parameters of a preset: those of its method and of its parts, the first of each name, with the values that the
@@ -334,7 +358,7 @@ mod tests {
             assert!(registry.policy(preset.name).is_ok(), "{}", preset.name);
         }
         for part in registry.parts() {
-            assert!(registry.part(&part.name.parse().unwrap()).is_ok(), "{}", part.name);
+            assert!(registry.part(&part.name.parse().unwrap(), &mut Assets::new(None)).is_ok(), "{}", part.name);
         }
     }
 
@@ -386,7 +410,7 @@ mod tests {
             about: "",
             paper: "",
             parameters: &[],
-            build: |_| Ok(Part::Decoding(Decoding::EverySteps(99))),
+            build: |_, _| Ok(Part::Decoding(Decoding::EverySteps(99))),
         };
         let registry = Registry::default().with_part(EVERY).with_part(PartEntry { name: "seldom", ..EVERY });
         for text in ["knorm+every", "knorm+seldom"] {

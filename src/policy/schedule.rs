@@ -31,7 +31,7 @@ pub const ONCE: PartEntry = PartEntry {
     about: "judges after prefill only",
     paper: "",
     parameters: &[],
-    build: |_| Ok(Part::Decoding(Decoding::Never)),
+    build: |_, _| Ok(Part::Decoding(Decoding::Never)),
 };
 
 /// Chunked prefill.
@@ -40,7 +40,7 @@ pub const CHUNKS: PartEntry = PartEntry {
     about: "prefill in chunks, back to the budget after each: peak memory does not grow with the context",
     paper: "",
     parameters: &[Parameter { name: "tokens", default: "1024", about: "tokens of a chunk" }],
-    build: |named| Ok(Part::Chunks(named.count("tokens", 1024, 1)?)),
+    build: |named, _| Ok(Part::Chunks(named.count("tokens", 1024, 1)?)),
 };
 
 /// Every n steps.
@@ -49,7 +49,7 @@ pub const EVERY: PartEntry = PartEntry {
     about: "back to the budget every so many decode steps",
     paper: "",
     parameters: &[Parameter { name: "steps", default: "1", about: "decode steps between evictions" }],
-    build: |named| Ok(Part::Decoding(Decoding::EverySteps(named.count("steps", 1, 1)?))),
+    build: |named, _| Ok(Part::Decoding(Decoding::EverySteps(named.count("steps", 1, 1)?))),
 };
 
 /// DMS's schedule.
@@ -58,5 +58,5 @@ pub const DELAYED: PartEntry = PartEntry {
     about: "each new token is judged once, when it leaves a window of recent tokens",
     paper: "2506.05345",
     parameters: &[Parameter { name: "window", default: "128", about: "recent tokens that are not judged yet" }],
-    build: |named| Ok(Part::Delayed { window: named.count("window", 128, 1)? }),
+    build: |named, _| Ok(Part::Delayed { window: named.count("window", 128, 1)? }),
 };

@@ -26,6 +26,11 @@ pub const SEED: Dimension = |record| format!("seed {}", record.cell.seed);
 /// What may stay.
 pub const BUDGET: Dimension =
     |record| record.cell.budget.as_ref().map_or(String::new(), |budget| format!("budget {budget}"));
+/// Which file the policy was built from.
+const POLICY_FILE: Dimension = |record| match &record.cell.policy_file_hash {
+    Some(hash) => format!("file {}", short(hash)),
+    None => String::new(),
+};
 /// Layers, where there are several.
 const LAYERS: Dimension = |record| match record.cell.layers {
     1 => String::new(),
@@ -67,10 +72,12 @@ const THREADS: Dimension = |record| match (record.cell.device, record.threads) {
     (Device::Cpu, threads) => format!("{threads} threads"),
 };
 const ISA: Dimension = |record| record.isa_path.clone();
-const WORKLOAD: Dimension = |record| {
-    let hash = &record.cell.workload_hash;
-    format!("workload {}", hash.char_indices().nth(6).map_or(&hash[..], |(end, _)| &hash[..end]))
-};
+const WORKLOAD: Dimension = |record| format!("workload {}", short(&record.cell.workload_hash));
+
+/// The first six characters of a hash.
+fn short(hash: &str) -> &str {
+    hash.char_indices().nth(6).map_or(hash, |(end, _)| &hash[..end])
+}
 
 /// The dimensions of a set of records, split into those that differ and those that do not.
 pub struct Naming {
@@ -85,7 +92,20 @@ impl Naming {
     pub fn over(records: &[&Record], first: &[Dimension]) -> Naming {
         let mut all = first.to_vec();
         all.extend([
-            MODEL, JUDGED, LAYERS, BATCH, HEAD_DIM, DTYPE, KV_FORMAT, MASK, SOFTCAP, NEW_TOKENS, PAGES, THREADS, ISA,
+            MODEL,
+            JUDGED,
+            POLICY_FILE,
+            LAYERS,
+            BATCH,
+            HEAD_DIM,
+            DTYPE,
+            KV_FORMAT,
+            MASK,
+            SOFTCAP,
+            NEW_TOKENS,
+            PAGES,
+            THREADS,
+            ISA,
         ]);
         if workloads_compete(records) {
             all.push(WORKLOAD);

@@ -117,7 +117,7 @@ fn several_seeds_are_one_point_with_their_range() {
 #[test]
 fn configurations_that_differ_never_share_a_series() {
     type Change = fn(&mut crate::experiment::cell::Cell);
-    let changes: [Change; 8] = [
+    let changes: [Change; 9] = [
         |cell| cell.kv_heads = 8,
         |cell| cell.dtype = crate::tensor::DType::Bf16,
         |cell| cell.causal = false,
@@ -125,6 +125,7 @@ fn configurations_that_differ_never_share_a_series() {
         |cell| cell.softcap = Some(30.0),
         |cell| cell.batch = 2,
         |cell| cell.page_tokens = Some(0),
+        |cell| cell.policy_file_hash = Some("another".into()),
         |cell| cell.workload_hash = "another".into(),
     ];
     for (index, change) in changes.into_iter().enumerate() {

@@ -179,6 +179,11 @@ impl TensorFile {
         &self.path
     }
 
+    /// BLAKE3 hash of the whole file, in hexadecimal.
+    pub fn hash(&self) -> String {
+        blake3::hash(&self.map).to_hex().to_string()
+    }
+
     /// Whether there is a tensor of this name.
     pub fn has(&self, name: &str) -> bool {
         self.parse().is_ok_and(|tensors| tensors.tensor(name).is_ok())

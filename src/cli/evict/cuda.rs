@@ -67,6 +67,7 @@ pub fn run(args: &Args, index: usize, policy: &Policy, budget: &Budget) -> Resul
         judge_ns: retained.time_ns,
         tie_rate,
         peak_bytes: arena.usage().peak_bytes,
+        used: None,
     };
     args.finish(policy, (budget, budget_tokens), &shape, k.dtype(), &outcome)
 }

@@ -213,10 +213,7 @@ impl Prepared {
     /// In words, when a name or the budget means nothing.
     pub fn new(cell: Cell, registry: &Registry, engine: Engine<'_>) -> Result<Self, String> {
         let place = engine.place(&cell, registry).unwrap_or_else(Place::Nowhere);
-        let policy = match &cell.policy {
-            Some(name) => Some(registry.policy(name).map_err(|error| error.to_string())?),
-            None => None,
-        };
+        let policy = cell.build_policy(registry).map_err(|error| error.to_string())?;
         let budget_tokens = budget_tokens(&cell, policy.as_ref())?;
         Ok(Prepared { cell, place, policy, budget_tokens })
     }

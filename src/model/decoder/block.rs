@@ -22,6 +22,9 @@ impl Decoder<'_> {
         let qk_norm = weights.qk_norm.as_ref().map(|[q, k]| [self.norm(q), self.norm(k)]);
         let Buffers { hidden: stream, normed, q, k, v, angles, scratch, .. } = &mut self.buffers;
         norm.rows(cpu, &stream[..rows * hidden], &mut normed.data, normed.stride);
+        if let Some(tap) = self.tap {
+            (0..rows).for_each(|row| tap.rows(layer, Tapped::Hidden, normed.row_mut(row)));
+        }
         weights.q.apply(cpu, normed, rows, q, q_width, scratch);
         weights.k.apply(cpu, normed, rows, k, kv_width, scratch);
         weights.v.apply(cpu, normed, rows, v, kv_width, scratch);
@@ -49,6 +52,11 @@ impl Decoder<'_> {
             let (k, v) = (of(&k[own.clone()]), of(&v[own]));
             let sequence = layer * self.setup.batch + portion.sequence;
             self.cache.append_at(sequence, k, v, 0, 0..portion.tokens, portion.first)?;
+            if let Some(policy) = self.evictor.as_ref().and_then(|evictor| evictor.gating(portion.sequence)) {
+                let rows = portion.row..portion.row + portion.tokens;
+                let states = rows.map(|row| &normed.data[row * normed.stride..][..hidden]);
+                policy.carry_gates(&mut self.cache, (layer, sequence), states)?;
+            }
             if let Some(rope) = self.evictor.as_ref().and_then(|evictor| evictor.turns()) {
                 for head in 0..config.kv_heads {
                     let list = self.cache.list(sequence, head);

@@ -115,6 +115,7 @@ impl Evictor<'_> {
         };
         let w_o: Vec<Vec<TensorView<'_>>> = groups.iter().map(projections).collect();
         let rope = frequencies.as_ref();
+        let numbers: Vec<usize> = (0..config.layers).collect();
         let view = |((layers, lse), w_o)| {
             let layers: &Range<usize> = layers;
             let (lse, w_o): (&Buffer<f32>, &Vec<TensorView<'_>>) = (lse, w_o);
@@ -132,6 +133,7 @@ impl Evictor<'_> {
                 future: None,
                 before_rope: rope.map(|frequencies| BeforeRope { frequencies, q: None, k: None }),
                 w_o,
+                layer_numbers: &numbers[layers.clone()],
             }
         };
         let views: Vec<View<'_>> = groups.iter().zip(&lse).zip(&w_o).map(view).collect();

@@ -18,7 +18,7 @@ pub const ENTRY: PartEntry = PartEntry {
     about: "a loser's key and value are averaged into the nearest kept token before it, weighted by tokens",
     paper: "2403.09636",
     parameters: &[],
-    build: |_| Ok(Part::Action(Some(Box::new(Accumulate)))),
+    build: |_, _| Ok(Part::Action(Some(Box::new(Accumulate)))),
 };
 
 struct Accumulate;

@@ -24,7 +24,7 @@ pub const ENTRY: PartEntry = PartEntry {
     about: "a loser's value is shared among the next kept tokens, with a probability by its attention",
     paper: "",
     parameters: &[Parameter { name: "window", default: "32", about: "kept tokens that share the value" }],
-    build: |named| Ok(Part::Action(Some(Box::new(Cam { window: named.count("window", 32, 1)? })))),
+    build: |named, _| Ok(Part::Action(Some(Box::new(Cam { window: named.count("window", 32, 1)? })))),
 };
 
 struct Cam {

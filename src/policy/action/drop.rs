@@ -8,5 +8,5 @@ pub const ENTRY: PartEntry = PartEntry {
     about: "a loser is dropped",
     paper: "",
     parameters: &[],
-    build: |_| Ok(Part::Action(None)),
+    build: |_, _| Ok(Part::Action(None)),
 };

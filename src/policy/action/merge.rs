@@ -29,7 +29,7 @@ pub const ENTRY: PartEntry = PartEntry {
         default: "0",
         about: "least cosine of the keys; below, it is dropped",
     }],
-    build: |named| {
+    build: |named, _| {
         let threshold = named.number("threshold", 0.0, 0.0..=1.0)? as f32;
         Ok(Part::Action(Some(Box::new(Merge { threshold }))))
     },

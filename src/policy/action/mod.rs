@@ -68,19 +68,29 @@ pub trait Action: Send + Sync {
 impl Policy {
     /// What tokens of a cache under this policy carry.
     pub fn columns(&self) -> &'static [Column] {
-        use Column::{Attention, Origin, Weight};
+        use Column::{Attention, Gate, Origin, Weight};
+        const SETS: [&[Column]; 16] = [
+            &[],
+            &[Attention],
+            &[Weight],
+            &[Attention, Weight],
+            &[Origin],
+            &[Attention, Origin],
+            &[Weight, Origin],
+            &[Attention, Weight, Origin],
+            &[Gate],
+            &[Attention, Gate],
+            &[Weight, Gate],
+            &[Attention, Weight, Gate],
+            &[Origin, Gate],
+            &[Attention, Origin, Gate],
+            &[Weight, Origin, Gate],
+            &[Attention, Weight, Origin, Gate],
+        ];
         let attention = self.looks_at(Statistic::AccumulatedAttention);
         let weight = self.action.as_ref().is_some_and(|action| action.weighs());
-        match (attention, weight, self.rerotates) {
-            (false, false, false) => &[],
-            (true, false, false) => &[Attention],
-            (false, true, false) => &[Weight],
-            (true, true, false) => &[Attention, Weight],
-            (false, false, true) => &[Origin],
-            (true, false, true) => &[Attention, Origin],
-            (false, true, true) => &[Weight, Origin],
-            (true, true, true) => &[Attention, Weight, Origin],
-        }
+        let bits = [attention, weight, self.rerotates, self.looks_at(Statistic::HiddenStates)];
+        SETS[bits.iter().rev().fold(0, |set, &bit| 2 * set + usize::from(bit))]
     }
 
     /// Shrinks a list to the slots `kept` (ascending): losers are folded, what stays moves together, and its keys are

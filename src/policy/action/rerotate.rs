@@ -13,7 +13,7 @@ pub const ENTRY: PartEntry = PartEntry {
     about: "keys that stay, and queries, are turned to positions inside the cache (RoPE)",
     paper: "2309.17453",
     parameters: &[],
-    build: |_| Ok(Part::Rerotate),
+    build: |_, _| Ok(Part::Rerotate),
 };
 
 /// Why keys cannot be turned.

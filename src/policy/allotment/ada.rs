@@ -13,7 +13,7 @@ pub const ENTRY: PartEntry = PartEntry {
     about: "a layer keeps its best tokens over all heads together, so heads keep different counts",
     paper: "2407.11550",
     parameters: &[Parameter { name: "floor", default: "0.2", about: "part of an equal share that every head keeps" }],
-    build: |named| Ok(Part::Heads(Box::new(Ada { floor: named.number("floor", 0.2, 0.0..=1.0)? }))),
+    build: |named, _| Ok(Part::Heads(Box::new(Ada { floor: named.number("floor", 0.2, 0.0..=1.0)? }))),
 };
 
 /// Heads compete for what is above a floor.

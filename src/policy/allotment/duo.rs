@@ -2,7 +2,9 @@
 //! ones, and need no more. These streaming heads keep `sink + recent` tokens by position, whatever the scorer says, and
 //! the retrieval heads share the rest of the layer's budget equally.
 //!
-//! The paper learns which heads retrieve, over a corpus. Here it is measured on the context: of a layer's KV heads the
+//! The paper learns which heads retrieve, over a corpus: where a policy file has its gates, `duo.alpha` `[layers, Hkv]`, the
+//! fraction `heads` of all heads of the model with the lowest gates (clipped to 0 to 1, rounded to a whole number of
+//! heads, of equal gates the first) are streaming heads, as kvpress has it. Without them it is measured on the context: of a layer's KV heads the
 //! fraction `heads` (rounded down) whose last `last` queries put least attention outside sinks and recent tokens are
 //! streaming heads. Between decode steps fewer queries may be at hand, as many as the scorer asks for. A streaming head
 //! never keeps more than an equal share. What retrieval heads cannot hold goes back to streaming heads, so that the
@@ -11,23 +13,31 @@
 use super::near::{Near, attention_near, equal_share, keep_near};
 use super::{OverHeads, lens, level};
 use crate::named::Parameter;
-use crate::policy::{Context, Part, PartEntry, PolicyError, Scored, Statistic};
+use crate::policy::Axis::{KvHeads, Layers};
+use crate::policy::{Context, Learned, Part, PartEntry, PolicyError, Scored, Statistic};
 
 /// The registry's line.
 pub const ENTRY: PartEntry = PartEntry {
     name: "duo",
-    about: "heads that look near keep the first and the recent tokens, the others share the rest",
+    about: "heads that look near, or have the lowest gates in duo.alpha [layers, Hkv] of --policy-file, keep the first and \
+            the recent tokens, the others share the rest",
     paper: "2410.10819",
     parameters: &[
         Parameter { name: "sink", default: "128", about: "first tokens that a streaming head keeps" },
         Parameter { name: "recent", default: "256", about: "recent tokens that a streaming head keeps" },
-        Parameter { name: "heads", default: "0.5", about: "fraction of a layer's heads that are streaming heads" },
+        Parameter {
+            name: "heads",
+            default: "0.5",
+            about: "fraction of a layer's heads, by gates of the model's, that are streaming heads",
+        },
         Parameter { name: "last", default: "64", about: "latest queries that tell which" },
     ],
-    build: |named| {
+    build: |named, assets| {
         let near = Near { sink: named.count("sink", 128, 0)?, recent: named.count("recent", 256, 1)? };
         let (heads, last) = (named.number("heads", 0.5, 0.0..=1.0)?, named.count("last", 64, 1)?);
-        Ok(Part::Heads(Box::new(Duo { near, heads, last })))
+        let alpha = assets.optional("duo.alpha", &[Layers, KvHeads])?;
+        let streaming = alpha.map(|alpha| lowest(&alpha, heads));
+        Ok(Part::Heads(Box::new(Duo { near, heads, last, streaming })))
     },
 };
 
@@ -35,11 +45,24 @@ struct Duo {
     near: Near,
     heads: f64,
     last: usize,
+    /// Whether each head of the model is a streaming head, `[layers * Hkv]`, where a file tells.
+    streaming: Option<Vec<bool>>,
+}
+
+/// Marks the fraction `share` of all heads that has the lowest gates.
+fn lowest(alpha: &Learned, share: f64) -> Vec<bool> {
+    let gates: Vec<f32> = alpha.values().iter().map(|gate| gate.clamp(0.0, 1.0)).collect();
+    let mut order: Vec<usize> = (0..gates.len()).collect();
+    order.sort_by(|&a, &b| gates[a].total_cmp(&gates[b]));
+    let mut lowest = vec![false; gates.len()];
+    let count = (share * gates.len() as f64).round_ties_even() as usize;
+    order[..count].iter().for_each(|&head| lowest[head] = true);
+    lowest
 }
 
 impl OverHeads for Duo {
     fn needs(&self) -> Vec<Statistic> {
-        vec![Statistic::RecentAttention]
+        if self.streaming.is_some() { Vec::new() } else { vec![Statistic::RecentAttention] }
     }
 
     fn counts(
@@ -52,11 +75,21 @@ impl OverHeads for Duo {
     ) -> Result<Vec<usize>, PolicyError> {
         let caps = lens(context, sequence);
         let list = |head: usize| sequence * caps.len() + head;
-        let far: Vec<f64> =
-            (0..caps.len()).map(|head| 1.0 - attention_near(context, list(head), self.near, self.last, 0)).collect();
-        let mut order: Vec<usize> = (0..caps.len()).collect();
-        order.sort_by(|&a, &b| far[a].total_cmp(&far[b]));
-        let (streaming, retrieval) = order.split_at((self.heads * caps.len() as f64) as usize);
+        let all = 0..caps.len();
+        let (streaming, retrieval): (Vec<usize>, Vec<usize>) = match &self.streaming {
+            Some(streaming) => {
+                let first = context.layer_number(sequence) * caps.len();
+                all.partition(|&head| streaming[first + head])
+            }
+            None => {
+                let near = |head| attention_near(context, list(head), self.near, self.last, 0);
+                let far: Vec<f64> = all.clone().map(|head| 1.0 - near(head)).collect();
+                let mut order: Vec<usize> = all.collect();
+                order.sort_by(|&a, &b| far[a].total_cmp(&far[b]));
+                let rest = order.split_off((self.heads * caps.len() as f64) as usize);
+                (order, rest)
+            }
+        };
 
         let most = (self.near.sink + self.near.recent).min(equal_share(context, sequence, total));
         let mut counts = vec![0; caps.len()];

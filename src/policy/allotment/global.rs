@@ -11,7 +11,7 @@ pub const ENTRY: PartEntry = PartEntry {
     about: "one pool for all layers and heads: the best tokens of the whole model stay",
     paper: "2505.23416",
     parameters: &[],
-    build: |_| Ok(Part::Both(Box::new(Global), Box::new(Ada { floor: 0.0 }))),
+    build: |_, _| Ok(Part::Both(Box::new(Global), Box::new(Ada { floor: 0.0 }))),
 };
 
 struct Global;

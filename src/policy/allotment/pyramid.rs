@@ -23,17 +23,17 @@ pub const ENTRY: PartEntry = PartEntry {
         Parameter { name: "layer", default: "all", about: "the one layer that is judged, from 0; all: a whole stack" },
         Parameter { name: "layers", default: "all", about: "layers of the stack of which layer is one" },
     ],
-    build: |named| {
+    build: |named, _| {
         let beta = named.number("beta", 20.0, 1.0..=1e6)?;
         let text = |key| named.text(key).filter(|text| *text != "all");
         let alone = match (text("layer"), text("layers")) {
             (None, None) => None,
-            (Some(_), None) => return Err(named.wrong("layers", "given beside layer".into())),
-            (None, Some(_)) => return Err(named.wrong("layer", "given beside layers".into())),
+            (Some(_), None) => return Err(named.wrong("layers", "given beside layer".into()).into()),
+            (None, Some(_)) => return Err(named.wrong("layer", "given beside layers".into()).into()),
             (Some(_), Some(_)) => {
                 let (layer, layers) = (named.count("layer", 0, 0)?, named.count("layers", 1, 1)?);
                 if layer >= layers {
-                    return Err(named.wrong("layer", format!("less than layers, which is {layers}")));
+                    return Err(named.wrong("layer", format!("less than layers, which is {layers}")).into());
                 }
                 Some((layer, layers))
             }

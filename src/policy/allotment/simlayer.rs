@@ -24,11 +24,11 @@ pub const ENTRY: PartEntry = PartEntry {
         Parameter { name: "recent", default: "1024", about: "recent tokens; a lazy layer keeps as many less last" },
         Parameter { name: "last", default: "1", about: "latest queries that tell" },
     ],
-    build: |named| {
+    build: |named, _| {
         let (sink, last) = (named.count("sink", 4, 0)?, named.count("last", 1, 1)?);
         let recent = named.count("recent", 1024, 1)?;
         if recent <= last {
-            return Err(named.wrong("recent", format!("more than last, which is {last}")));
+            return Err(named.wrong("recent", format!("more than last, which is {last}")).into());
         }
         let threshold = named.number("threshold", 0.9, 0.0..=1.0)?;
         Ok(Part::Layers(Box::new(SimLayer { threshold, near: Near { sink, recent }, last })))

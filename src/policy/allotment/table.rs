@@ -15,7 +15,7 @@ pub const ENTRY: PartEntry = PartEntry {
         Parameter { name: "layers", default: "equal", about: "a weight for each layer, lowest first, as in 3;2;1" },
         Parameter { name: "heads", default: "equal", about: "a weight for each KV head of a layer" },
     ],
-    build: |named| {
+    build: |named, _| {
         Ok(match (Table::of(named, "layers")?, Table::of(named, "heads")?) {
             (Some(layers), Some(heads)) => Part::Both(Box::new(layers), Box::new(heads)),
             (Some(layers), None) => Part::Layers(Box::new(layers)),

@@ -9,7 +9,7 @@ pub const ENTRY: PartEntry = PartEntry {
     about: "the same budget for every layer and head",
     paper: "",
     parameters: &[],
-    build: |_| Ok(Part::Both(Box::new(Uniform), Box::new(Uniform))),
+    build: |_, _| Ok(Part::Both(Box::new(Uniform), Box::new(Uniform))),
 };
 
 /// The same for all.

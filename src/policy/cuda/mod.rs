@@ -146,6 +146,9 @@ impl Policy {
             let can: Vec<&str> = can.collect();
             return refuse(format!("no kernel for it on CUDA yet; there are {}; or use --device cpu", can.join(", ")));
         }
+        if !self.parameters.is_empty() {
+            return refuse("parameters of a policy file are not read on CUDA; use --device cpu".into());
+        }
         if self.action.is_some() {
             return refuse("losers are only dropped on CUDA; leave the action out, or use --device cpu".into());
         }

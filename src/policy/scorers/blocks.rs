@@ -16,7 +16,7 @@ pub const ENTRY: PartEntry = PartEntry {
     about: "block after block competes with what has stayed so far; for scores that need no attention",
     paper: "",
     parameters: &[Parameter { name: "size", default: "128", about: "tokens of a block" }],
-    build: |named| {
+    build: |named, _| {
         let size = named.count("size", 128, 1)?;
         Ok(Part::Scorer(Box::new(move |scorer| Box::new(Blocks { scorer, size }))))
     },
@@ -46,10 +46,10 @@ impl Scorer for Blocks {
     }
 
     fn score(&self, context: &Context<'_>, scores: &mut [f32]) -> Result<(), PolicyError> {
-        use Statistic::{AccumulatedAttention, FutureAttention, RecentAttention};
-        let attention = [RecentAttention, AccumulatedAttention, FutureAttention];
-        if self.needs().iter().any(|need| attention.contains(need)) {
-            let what = "a score of keys, values or queries: attention is over the whole list";
+        use Statistic::{AccumulatedAttention, FutureAttention, HiddenStates, RecentAttention};
+        let of_all = [RecentAttention, AccumulatedAttention, FutureAttention, HiddenStates];
+        if self.needs().iter().any(|need| of_all.contains(need)) {
+            let what = "a score of keys, values or queries: attention is over the whole list, and a gate is the same in each part";
             return Err(PolicyError::Missing { policy: "blocks", what });
         }
         let (lists, kv_len) = (context.lists(), context.call.shape.kv_len);
@@ -133,6 +133,7 @@ impl Blocks {
             lse: &[],
             future: None,
             accumulated: None,
+            gates: None,
             positions: &positions,
             ..*context
         };

@@ -22,7 +22,7 @@ pub const ENTRY: PolicyEntry = PolicyEntry {
         FUTURE,
         Parameter { name: "sink", default: "4", about: "first tokens kept, and left out" },
     ],
-    build: |named| {
+    build: |named, _| {
         let tau = named.number("tau", 5.0, 0.0..=1e4)? as f32;
         let (future, sink) = (named.count("future", 512, 1)?, named.count("sink", 4, 0)?);
         Ok(Policy::after_prefill(Cap { tau, future, sink }))

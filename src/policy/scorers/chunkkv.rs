@@ -17,7 +17,7 @@ pub const ENTRY: PartEntry = PartEntry {
     about: "whole chunks stay, the same in every head, by the mean of their scores",
     paper: "2502.00299",
     parameters: &[Parameter { name: "length", default: "20", about: "tokens of a chunk" }],
-    build: |named| {
+    build: |named, _| {
         let length = named.count("length", 20, 1)?;
         Ok(Part::Scorer(Box::new(move |scorer| Box::new(Chunks { scorer, length }))))
     },
@@ -35,6 +35,10 @@ impl Scorer for Chunks {
 
     fn recent_queries(&self) -> usize {
         self.scorer.recent_queries()
+    }
+
+    fn gate(&self, layer: usize, hidden: &[f32], gates: &mut [f32]) {
+        self.scorer.gate(layer, hidden, gates);
     }
 
     fn scratch_bytes(&self, shape: &Shape, threads: usize) -> u64 {

@@ -25,7 +25,7 @@ pub const ENTRY: PolicyEntry = PolicyEntry {
         leverage::SKETCH,
         Parameter { name: "blend", default: "auto", about: "weight of the leverage; auto: the fraction evicted" },
     ],
-    build: |named| {
+    build: |named, _| {
         let blend = match named.text("blend") {
             None | Some("auto") => None,
             Some(_) => Some(named.number("blend", 0.0, 0.0..=1e6)? as f32),

@@ -22,7 +22,7 @@ pub const ENTRY: PartEntry = PartEntry {
         Parameter { name: "first", default: "0.5", about: "part of a head's budget that goes by the score alone" },
         Parameter { name: "epsilon", default: "1e-4", about: "added to the score before the norm" },
     ],
-    build: |named| {
+    build: |named, _| {
         let first = named.number("first", 0.5, 0.0..=1.0)?;
         let epsilon = named.number("epsilon", 1e-4, 0.0..=1e6)? as f32;
         Ok(Part::Scorer(Box::new(move |scorer| Box::new(Critical { scorer, first, epsilon }))))
@@ -51,6 +51,10 @@ impl Scorer for Critical {
 
     fn recent_queries(&self) -> usize {
         self.scorer.recent_queries()
+    }
+
+    fn gate(&self, layer: usize, hidden: &[f32], gates: &mut [f32]) {
+        self.scorer.gate(layer, hidden, gates);
     }
 
     fn scratch_bytes(&self, shape: &Shape, threads: usize) -> u64 {

@@ -21,13 +21,13 @@ pub const ENTRY: PolicyEntry = PolicyEntry {
         Parameter { name: "window", default: "16", about: "tokens among which norms are compared" },
         Parameter { name: "leverage", default: "kv", about: "kv (product), avg, key or value" },
     ],
-    build: |named| {
+    build: |named, _| {
         let leverage = match named.text("leverage") {
             None | Some("kv") => Leverage::Product,
             Some("avg") => Leverage::Average,
             Some("key") => Leverage::Key,
             Some("value") => Leverage::Value,
-            Some(_) => return Err(named.wrong("leverage", "kv, avg, key or value".into())),
+            Some(_) => return Err(named.wrong("leverage", "kv, avg, key or value".into()).into()),
         };
         let (sink, window) = (named.count("sink", 4, 0)?, named.count("window", 16, 1)?);
         Ok(Policy::after_prefill(Cur { sink, window, leverage }))

@@ -26,7 +26,7 @@ pub const ENTRY: PolicyEntry = PolicyEntry {
         Parameter { name: "vnorm", default: "true", about: "true: times the norm of the value" },
         Parameter { name: "epsilon", default: "0", about: "added before the norm of the value" },
     ],
-    build: |named| {
+    build: |named, _| {
         Ok(Policy::after_prefill(ExpectedAttention {
             future: named.count("future", 512, 1)?,
             sink: named.count("sink", 4, 0)?,

@@ -8,5 +8,5 @@ pub const ENTRY: PolicyEntry = PolicyEntry {
     about: "keeps every token: the baseline",
     paper: "",
     parameters: &[],
-    build: |_| Ok(Policy::full()),
+    build: |_, _| Ok(Policy::full()),
 };

@@ -17,7 +17,7 @@ pub const ENTRY: PolicyEntry = PolicyEntry {
         Parameter { name: "window", default: "auto", about: "recent tokens kept; auto: half of the budget" },
         Parameter { name: "age", default: "false", about: "true: divide by the number of queries that saw a token" },
     ],
-    build: |named| {
+    build: |named, _| {
         let window = match named.text("window") {
             None | Some("auto") => None,
             Some(_) => Some(named.count("window", 0, 0)?),
@@ -32,7 +32,7 @@ pub const OBSERVED: PolicyEntry = PolicyEntry {
     about: "keeps the tokens with most attention per query that saw them, after prefill",
     paper: "2306.14048",
     parameters: &[],
-    build: |_| Ok(Policy::after_prefill(H2o { window: Some(0), age: true })),
+    build: |_, _| Ok(Policy::after_prefill(H2o { window: Some(0), age: true })),
 };
 
 struct H2o {

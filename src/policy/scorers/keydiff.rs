@@ -10,7 +10,7 @@ pub const ENTRY: PolicyEntry = PolicyEntry {
     about: "keeps the keys least similar to the mean key of their head",
     paper: "2504.15364",
     parameters: &[],
-    build: |_| Ok(Policy::after_prefill(KeyDiff)),
+    build: |_, _| Ok(Policy::after_prefill(KeyDiff)),
 };
 
 struct KeyDiff;

@@ -8,7 +8,7 @@ pub const ENTRY: PolicyEntry = PolicyEntry {
     about: "keeps the keys of smallest L2 norm",
     paper: "2406.11430",
     parameters: &[],
-    build: |_| Ok(Policy::after_prefill(Knorm)),
+    build: |_, _| Ok(Policy::after_prefill(Knorm)),
 };
 
 struct Knorm;

@@ -23,7 +23,7 @@ pub const ENTRY: PolicyEntry = PolicyEntry {
         Parameter { name: "lag", default: "128", about: "tokens of a partition" },
         Parameter { name: "cross", default: "false", about: "true: compare partitions by score, not by rank" },
     ],
-    build: |named| {
+    build: |named, _| {
         let (sink, lag) = (named.count("sink", 4, 0)?, named.count("lag", 128, 1)?);
         Ok(Policy::after_prefill(LagKv { sink, lag, cross: named.flag("cross", false)? }))
     },

@@ -22,7 +22,7 @@ pub const ENTRY: PolicyEntry = PolicyEntry {
     about: "keeps the keys that lie outside what the others span",
     paper: "2507.08143",
     parameters: &[SKETCH],
-    build: |named| Ok(Policy::after_prefill(Leverage { sketch: sketch(named)? })),
+    build: |named, _| Ok(Policy::after_prefill(Leverage { sketch: sketch(named)? })),
 };
 
 /// The parameter that says how far keys are sketched.

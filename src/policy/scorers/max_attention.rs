@@ -23,7 +23,7 @@ pub const ENTRY: PolicyEntry = PolicyEntry {
         default: "all",
         about: "queries that are asked; all: those of the context",
     }],
-    build: |named| {
+    build: |named, _| {
         let last = match named.text("last") {
             None | Some("all") => None,
             Some(_) => Some(named.count("last", 1, 1)?),

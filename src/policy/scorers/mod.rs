@@ -8,6 +8,7 @@ pub mod critical;
 pub mod cur;
 pub mod expected_attention;
 pub mod full;
+pub mod gate;
 pub mod h2o;
 pub mod keydiff;
 pub mod knorm;

@@ -23,11 +23,11 @@ pub const ENTRY: PolicyEntry = PolicyEntry {
         Parameter { name: "window", default: "32", about: "recent queries that rank, and recent tokens kept" },
         Parameter { name: "fusion", default: "sum", about: "over these queries: sum or max" },
     ],
-    build: |named| {
+    build: |named, _| {
         let max = match named.text("fusion") {
             None | Some("sum") => false,
             Some("max") => true,
-            Some(_) => return Err(named.wrong("fusion", "sum or max".into())),
+            Some(_) => return Err(named.wrong("fusion", "sum or max".into()).into()),
         };
         Ok(Policy::after_prefill(MorphKv { window: named.count("window", 32, 1)?, max }).every(1))
     },

@@ -28,7 +28,7 @@ pub const ENTRY: PolicyEntry = PolicyEntry {
     about: "keeps what the queries of the same chunk, earlier and later, attend to",
     paper: "2507.08143",
     parameters: &[CHUNK],
-    build: |named| Ok(Policy::after_prefill(NonCausal { chunk: named.count("chunk", 256, 1)? })),
+    build: |named, _| Ok(Policy::after_prefill(NonCausal { chunk: named.count("chunk", 256, 1)? })),
 };
 
 /// The parameter that says how long a chunk is.

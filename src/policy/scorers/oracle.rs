@@ -10,7 +10,7 @@ pub const ENTRY: PolicyEntry = PolicyEntry {
     about: "keeps what future queries attend to: the upper bound, which no real policy can reach",
     paper: "",
     parameters: &[],
-    build: |_| Ok(Policy::after_prefill(Oracle)),
+    build: |_, _| Ok(Policy::after_prefill(Oracle)),
 };
 
 struct Oracle;

@@ -13,7 +13,7 @@ pub const ENTRY: PartEntry = PartEntry {
         Parameter { name: "sink", default: "4", about: "first tokens kept" },
         Parameter { name: "window", default: "0", about: "recent tokens kept" },
     ],
-    build: |named| {
+    build: |named, _| {
         let more = Protect { sink: named.count("sink", 4, 0)?, window: named.count("window", 0, 0)? };
         Ok(Part::Scorer(Box::new(move |scorer| Box::new(Protected { scorer, more, at_most_budget: false }))))
     },
@@ -42,6 +42,10 @@ impl Scorer for Protected {
 
     fn recent_queries(&self) -> usize {
         self.scorer.recent_queries()
+    }
+
+    fn gate(&self, layer: usize, hidden: &[f32], gates: &mut [f32]) {
+        self.scorer.gate(layer, hidden, gates);
     }
 
     fn scratch_bytes(&self, shape: &Shape, threads: usize) -> u64 {

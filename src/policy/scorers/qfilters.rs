@@ -2,22 +2,38 @@
 //! attention it will get.
 //!
 //! The direction is the first right-singular vector of a head's queries after RoPE, not centred, with the sign that most
-//! queries have on it; the filter of a KV head is the mean over its query heads. The authors and kvpress compute it once
-//! for a model from a calibration text; here it is that of the queries at hand, which after prefill are those of the
-//! context. Their two signs (minus the filter, minus the product) cancel: what points along the queries stays.
+//! queries have on it, and a KV head's is the mean over its query heads. The authors and kvpress compute it once for a
+//! model from a calibration text: a policy file's `qfilters.filters` `[layers, Hkv, D]` is read as they have it, which is
+//! minus the direction, for their score is minus the product. Without one the direction is that of the queries at hand,
+//! which after prefill are those of the context. Either way what points along the queries stays.
 
 use super::super::linear::{Moments, dot, matrix_len, padded};
 use crate::attention::Shape;
-use crate::memory::Label;
-use crate::policy::{Context, Policy, PolicyEntry, PolicyError, Scorer, Statistic, each_list};
+use crate::device::Cpu;
+use crate::device::simd::Isa;
+use crate::memory::{Arena, ArenaError, Label};
+use crate::policy::Axis::{HeadDim, KvHeads, Layers};
+use crate::policy::{Context, Learned, Policy, PolicyEntry, PolicyError, Scorer, Statistic, each_list};
+use crate::tensor::TensorView;
+use rayon::prelude::*;
+
+/// The tensor of calibrated filters.
+pub const FILTERS: &str = "qfilters.filters";
 
 /// The registry's line.
 pub const ENTRY: PolicyEntry = PolicyEntry {
     name: "qfilters",
-    about: "keeps the keys that point along the principal direction of the queries",
+    about: "keeps the keys that point along the principal direction of the queries, or as calibrated filters say: \
+            qfilters.filters [layers, Hkv, D] of --policy-file",
     paper: "2503.02812",
     parameters: &[],
-    build: |_| Ok(Policy::after_prefill(QFilters)),
+    build: |_, assets| {
+        let filters = assets.optional(FILTERS, &[Layers, KvHeads, HeadDim])?;
+        Ok(match filters {
+            Some(filters) => Policy::after_prefill(Calibrated { filters }),
+            None => Policy::after_prefill(QFilters),
+        })
+    },
 };
 
 /// Queries that are looked at between decode steps.
@@ -28,9 +44,29 @@ const SQUARINGS: usize = 5;
 const STEPS: usize = 2000;
 const SETTLED: f64 = 1e-12;
 
+/// With filters of a file.
+struct Calibrated {
+    filters: Learned,
+}
+
+impl Scorer for Calibrated {
+    fn needs(&self) -> Vec<Statistic> {
+        vec![Statistic::Keys]
+    }
+
+    fn score(&self, context: &Context<'_>, scores: &mut [f32]) -> Result<(), PolicyError> {
+        each_list(context, scores, &mut [], |list, scores, _| {
+            let filter = self.filters.at(&[context.layer_number(list.batch), list.head]);
+            list.keys(|slot, key| scores[slot] = -dot(key, filter));
+        });
+        Ok(())
+    }
+}
+
+/// With directions of the queries at hand.
 struct QFilters;
 
-/// Scratch elements of a list: the queries' outer products, and two square matrices of f64.
+/// Scratch elements of [`direction`]: the queries' outer products, and two square matrices of f64.
 fn scratch_len(width: usize) -> usize {
     4 * width * width + matrix_len(width, width)
 }
@@ -53,36 +89,68 @@ impl Scorer for QFilters {
         let (width, group) = (call.shape.head_dim, call.shape.group());
         let mut scratch = context.arena.alloc::<f32>(Label::Workspace, context.lists() * scratch_len(width))?;
         each_list(context, scores, &mut scratch, |list, scores, scratch| {
-            let (squares, outer) = scratch.split_at_mut(4 * width * width);
-            let (square, power) = bytemuck::cast_slice_mut::<f32, f64>(squares).split_at_mut(width * width);
-            let mut filter = [0.0f64; Shape::MAX_HEAD_DIM];
-            let mut row = [0.0f32; Shape::MAX_HEAD_DIM];
-            let row = &mut row[..width];
-            for head in list.head * group..(list.head + 1) * group {
-                let mut moments = Moments::new(call.cpu.isa(), width, outer);
-                for index in 0..call.shape.q_len {
-                    call.q.read_rows(list.batch, head, index, row);
-                    moments.add_scaled(row, 1.0);
-                }
-                moments.finish();
-                for (to, from) in square.chunks_exact_mut(width).zip(outer.chunks_exact(padded(width))) {
-                    to.iter_mut().zip(from).for_each(|(to, &from)| *to = f64::from(from));
-                }
-                let direction = principal(square, power, width);
-                let along = direction.map(|x| x as f32);
-                let mut positive = 0;
-                for index in 0..call.shape.q_len {
-                    call.q.read_rows(list.batch, head, index, row);
-                    positive += usize::from(dot(row, &along[..width]) > 0.0);
-                }
-                let sign = if 2 * positive > call.shape.q_len { 1.0 } else { -1.0 };
-                filter.iter_mut().zip(&direction).for_each(|(sum, x)| *sum += sign * x / group as f64);
-            }
-            let filter = filter.map(|x| x as f32);
-            list.keys(|slot, key| scores[slot] = dot(key, &filter[..width]));
+            let direction = direction(call.cpu.isa(), &call.q, (list.batch, list.head), group, scratch);
+            list.keys(|slot, key| scores[slot] = dot(key, &direction[..width]));
         });
         Ok(())
     }
+}
+
+/// Where the queries `q` `[B, Hq, Lq, D]` of the `group` query heads of a KV head of a sequence point, `[D]`. `scratch` has
+/// [`scratch_len`] elements.
+fn direction(
+    isa: Isa,
+    q: &TensorView<'_>,
+    (batch, kv_head): (usize, usize),
+    group: usize,
+    scratch: &mut [f32],
+) -> [f32; Shape::MAX_HEAD_DIM] {
+    let [_, _, queries, width] = q.dims();
+    let (squares, outer) = scratch.split_at_mut(4 * width * width);
+    let (square, power) = bytemuck::cast_slice_mut::<f32, f64>(squares).split_at_mut(width * width);
+    let mut mean = [0.0f64; Shape::MAX_HEAD_DIM];
+    let mut row = [0.0f32; Shape::MAX_HEAD_DIM];
+    let row = &mut row[..width];
+    for head in kv_head * group..(kv_head + 1) * group {
+        let mut moments = Moments::new(isa, width, outer);
+        for index in 0..queries {
+            q.read_rows(batch, head, index, row);
+            moments.add_scaled(row, 1.0);
+        }
+        moments.finish();
+        for (to, from) in square.chunks_exact_mut(width).zip(outer.chunks_exact(padded(width))) {
+            to.iter_mut().zip(from).for_each(|(to, &from)| *to = f64::from(from));
+        }
+        let principal = principal(square, power, width);
+        let along = principal.map(|x| x as f32);
+        let mut positive = 0;
+        for index in 0..queries {
+            q.read_rows(batch, head, index, row);
+            positive += usize::from(dot(row, &along[..width]) > 0.0);
+        }
+        let sign = if 2 * positive > queries { 1.0 } else { -1.0 };
+        mean.iter_mut().zip(&principal).for_each(|(sum, x)| *sum += sign * x / group as f64);
+    }
+    mean.map(|x| x as f32)
+}
+
+/// Filters of a model as a policy file has them, `[layers, Hkv, D]`, from its queries over a text, `[layers, Hq, L, D]`.
+///
+/// # Errors
+/// When the arena has no room.
+pub fn filters(q: &TensorView<'_>, kv_heads: usize, cpu: &Cpu, arena: &Arena) -> Result<Vec<f32>, ArenaError> {
+    let [layers, q_heads, _, width] = q.dims();
+    let mut scratch = arena.alloc::<f32>(Label::Workspace, layers * kv_heads * scratch_len(width))?;
+    let mut filters = vec![0.0; layers * kv_heads * width];
+    let parts = scratch.chunks_mut(scratch_len(width)).zip(filters.chunks_mut(width)).collect::<Vec<_>>();
+    cpu.install(|| {
+        parts.into_par_iter().enumerate().for_each(|(list, (scratch, filter))| {
+            let of = (list / kv_heads, list % kv_heads);
+            let direction = direction(cpu.isa(), q, of, q_heads / kv_heads, scratch);
+            filter.iter_mut().zip(direction).for_each(|(to, x)| *to = -x);
+        });
+    });
+    Ok(filters)
 }
 
 /// The unit eigenvector of the largest eigenvalue of a symmetric positive matrix `[n, n]`, which is overwritten; zero for

@@ -29,7 +29,7 @@ pub const ENTRY: PolicyEntry = PolicyEntry {
         Parameter { name: "window", default: "8", about: "observing queries, and recent tokens kept" },
         Parameter { name: "kernel", default: "7", about: "width of the max pool, odd" },
     ],
-    build: |named| {
+    build: |named, _| {
         let lambda = named.number("lambda", 0.1, 0.0..=1.0)? as f32;
         let (window, pool) = (named.count("window", 8, 1)?, Pool::of(named, 7, Kind::Max)?);
         Ok(Policy::after_prefill(RKv { lambda, window, pool }).every(128))

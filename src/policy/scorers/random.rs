@@ -11,7 +11,7 @@ pub const ENTRY: PolicyEntry = PolicyEntry {
     about: "keeps a random subset: the lower bound",
     paper: "",
     parameters: &[],
-    build: |_| Ok(Policy::after_prefill(Random)),
+    build: |_, _| Ok(Policy::after_prefill(Random)),
 };
 
 struct Random;

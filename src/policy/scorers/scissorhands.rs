@@ -22,7 +22,7 @@ pub const ENTRY: PolicyEntry = PolicyEntry {
         Parameter { name: "history", default: "400", about: "recent queries that count" },
         Parameter { name: "window", default: "10", about: "recent tokens kept" },
     ],
-    build: |named| {
+    build: |named, _| {
         let (history, window) = (named.count("history", 400, 1)?, named.count("window", 10, 0)?);
         Ok(Policy::after_prefill(Scissorhands { history, window }).every(64))
     },

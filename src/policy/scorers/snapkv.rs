@@ -36,7 +36,7 @@ pub const ENTRY: PolicyEntry = PolicyEntry {
         Parameter { name: "local", default: "window", about: "recent tokens kept; window: as many as observe" },
         Parameter { name: "sink", default: "0", about: "first tokens kept" },
     ],
-    build: |named| Ok(Policy::after_prefill(SnapKv::of(named)?)),
+    build: |named, _| Ok(Policy::after_prefill(SnapKv::of(named)?)),
 };
 
 struct SnapKv {

@@ -11,7 +11,7 @@ pub const ENTRY: PolicyEntry = PolicyEntry {
     about: "keeps the first tokens (attention sinks) and the latest",
     paper: "2309.17453",
     parameters: &[Parameter { name: "sink", default: "4", about: "first tokens kept" }],
-    build: |named| {
+    build: |named, _| {
         let sink = named.count("sink", 4, 0)?;
         Ok(Policy::after_prefill(StreamingLlm { sink }).every(1))
     },

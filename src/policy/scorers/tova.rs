@@ -12,7 +12,7 @@ pub const ENTRY: PolicyEntry = PolicyEntry {
     about: "keeps what the latest query attends to, averaged over all heads",
     paper: "2401.06104",
     parameters: &[],
-    build: |_| Ok(Policy::after_prefill(Tova).every(1)),
+    build: |_, _| Ok(Policy::after_prefill(Tova).every(1)),
 };
 
 struct Tova;

@@ -11,7 +11,7 @@ pub const ENTRY: PartEntry = PartEntry {
     about: "scores times the L2 norm of the value; for scores that are not negative, such as attention",
     paper: "2406.12335",
     parameters: &[],
-    build: |_| Ok(Part::Scorer(Box::new(|scorer| Box::new(ValueNorm { scorer })))),
+    build: |_, _| Ok(Part::Scorer(Box::new(|scorer| Box::new(ValueNorm { scorer })))),
 };
 
 struct ValueNorm {
@@ -31,6 +31,10 @@ impl Scorer for ValueNorm {
 
     fn recent_queries(&self) -> usize {
         self.scorer.recent_queries()
+    }
+
+    fn gate(&self, layer: usize, hidden: &[f32], gates: &mut [f32]) {
+        self.scorer.gate(layer, hidden, gates);
     }
 
     fn scratch_bytes(&self, shape: &Shape, threads: usize) -> u64 {

@@ -29,7 +29,7 @@ pub const ENTRY: PolicyEntry = PolicyEntry {
     about: "keeps every token; each decode step reads the pages whose keys may match its query best",
     paper: "2406.10774",
     parameters: &[],
-    build: |_| Ok(Policy::reading(Quest)),
+    build: |_, _| Ok(Policy::reading(Quest)),
 };
 
 /// Query elements are padded to whole vectors.

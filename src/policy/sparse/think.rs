@@ -35,10 +35,10 @@ pub const ENTRY: PolicyEntry = PolicyEntry {
         },
         Parameter { name: "window", default: "32", about: "last queries of the context that are looked at" },
     ],
-    build: |named| {
+    build: |named, _| {
         let ratio = named.number("ratio", 0.0, 0.0..=1.0)?;
         if ratio == 1.0 {
-            return Err(named.wrong("ratio", "a number from 0 on and less than 1".into()));
+            return Err(named.wrong("ratio", "a number from 0 on and less than 1".into()).into());
         }
         let ratio = (ratio > 0.0).then_some(ratio);
         Ok(Policy::reading(Think { ratio, window: named.count("window", 32, 1)? }))

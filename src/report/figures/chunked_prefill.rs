@@ -3,7 +3,7 @@
 use super::{Data, Reading, policy};
 use crate::experiment::record::Record;
 use crate::named::Named;
-use crate::policy::{PARTS, Part, Registry};
+use crate::policy::{Assets, PARTS, Part, Registry};
 use crate::report::chart::{Axis, Chart, Quantity};
 use crate::report::naming::{BUDGET, CONTEXT, HEADS, KERNEL, Naming};
 use crate::report::palette;
@@ -87,7 +87,7 @@ fn chunk_tokens(policy: &str) -> Option<usize> {
     }
     let said = policy.split('+').skip(1).filter_map(|part| part.parse::<Named>().ok()).find_map(|part| {
         let entry = PARTS.iter().find(|entry| entry.name == part.name)?;
-        match (entry.build)(&part).ok()? {
+        match (entry.build)(&part, &mut Assets::new(None)).ok()? {
             Part::Chunks(tokens) => Some(tokens),
             _ => None,
         }

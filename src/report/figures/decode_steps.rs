@@ -71,7 +71,7 @@ pub fn mass_lost(data: &Data) -> Option<Chart> {
 
 /// What the oracle keeps of the attention and the policy does not.
 pub fn regret(data: &Data) -> Option<Chart> {
-    let question = |record: &Record| Cell { policy: None, ..record.cell.clone() }.id();
+    let question = |record: &Record| Cell { budget: record.cell.budget.clone(), ..record.cell.without_choice() }.id();
     let oracles = long_answers(data, |name| name == ORACLE);
     let oracles: BTreeMap<String, &Record> = oracles.into_iter().map(|record| (question(record), record)).collect();
     let records = long_answers(data, |name| !palette::is_baseline(name) && name != ORACLE);

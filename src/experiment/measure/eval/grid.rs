@@ -86,7 +86,7 @@ impl Opened {
         let tasks = if grid.text.is_some() { vec![PERPLEXITY.to_string()] } else { grid.task.0.clone() };
         let new_tokens = grid.new_tokens.unwrap_or(if grid.text.is_some() { TEXT_NEW_TOKENS } else { 0 });
         let samples = grid.samples.unwrap_or(SAMPLES);
-        let choices = choices(&grid.policy, &grid.budget, registry)?;
+        let choices = choices(grid, registry)?;
         let kernels = grid.kernel.or("tiled".into());
         for kernel in &kernels {
             attention::kernel(kernel).map_err(|error| error.to_string())?;

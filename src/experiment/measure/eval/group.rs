@@ -42,7 +42,7 @@ pub struct Numbers {
 
 /// Cells by what they share.
 pub fn groups(cells: Vec<&Cell>) -> Vec<Vec<&Cell>> {
-    let shared = |cell: &Cell| Cell { policy: None, budget: None, ..cell.clone() }.id();
+    let shared = |cell: &Cell| cell.without_choice().id();
     let mut groups: Vec<(String, Vec<&Cell>)> = Vec::new();
     for cell in cells {
         let id = shared(cell);
@@ -91,8 +91,8 @@ pub fn run(
         most_tokens(cell, asked).clamp(1, left.max(1))
     };
 
-    let policy = |cell: &&Cell| registry.policy(cell.policy.as_deref().unwrap_or("full"));
-    let policies = cells.iter().map(policy).collect::<Result<Vec<Policy>, _>>().map_err(ModelError::from)?;
+    let policy = |cell: &&Cell| Ok(cell.build_policy(registry)?.unwrap_or_else(Policy::full));
+    let policies = cells.iter().map(policy).collect::<Result<Vec<Policy>, PolicyError>>().map_err(ModelError::from)?;
     let choices = cells.iter().zip(&policies).map(|(cell, policy)| choice(cell, policy));
     let choices = choices.collect::<Result<Vec<Eviction<'_>>, _>>().map_err(ModelError::from)?;
     let shortest = samples.iter().map(|prompt| prompt.context.len()).min().unwrap_or(0);

@@ -143,6 +143,7 @@ impl Trial<'_> {
             future,
             before_rope,
             w_o: &[],
+            layer_numbers: &[],
         }
     }
 }

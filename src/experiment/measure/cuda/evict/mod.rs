@@ -50,7 +50,7 @@ pub(super) fn task(
 ) -> Result<Box<dyn Task>, String> {
     let policy = match &cell.policy {
         Some(name) => {
-            let policy = registry.policy(name).map_err(|error| error.to_string())?;
+            let policy = cell.build_policy(registry).map_err(|error| error.to_string())?.unwrap_or_else(Policy::full);
             policy.check_device(name).map_err(|error| error.to_string())?;
             policy
         }

@@ -1,0 +1,47 @@
+//! A policy by its text and its file, as the commands that judge once take it.
+
+use super::failure::Failure;
+use kvsieve::policy::{Policy, PolicyFile, Registry};
+use serde::Serialize;
+use std::path::{Path, PathBuf};
+
+/// The option of these commands.
+#[derive(clap::Args)]
+pub struct FileArg {
+    /// Safetensors file that the policy reads tensors of (see `kvsieve list policies`) [default: none]
+    #[arg(long, value_name = "FILE", requires = "policy", help_heading = "What is evicted")]
+    pub policy_file: Option<PathBuf>,
+}
+
+/// The file that a policy was built from, under the names that records use.
+#[derive(Debug, Clone, Serialize)]
+pub struct Used {
+    policy_file: PathBuf,
+    policy_file_hash: String,
+}
+
+impl FileArg {
+    /// The policy that `text` names, from this file.
+    pub fn policy(&self, text: &str) -> Result<(Policy, Option<Used>), Failure> {
+        let Some(path) = &self.policy_file else {
+            let policy = Registry::default().policy(text)?;
+            policy.check_parameters(text, &[])?;
+            return Ok((policy, None));
+        };
+        let file = PolicyFile::open(path)?;
+        let used = Used { policy_file: path.clone(), policy_file_hash: file.hash().into() };
+        let policy = Registry::default().with_file(file).policy(text)?;
+        if policy.parameters.is_empty() {
+            let shown = path.display();
+            return Err(Failure::usage(format!(
+                "policy '{text}' reads no tensor of --policy-file '{shown}'; leave it out"
+            )));
+        }
+        Ok((policy, Some(used)))
+    }
+
+    /// The file with its option, for checks of what is read and written.
+    pub fn read(&self) -> Option<(&'static str, &Path)> {
+        self.policy_file.as_deref().map(|path| ("--policy-file", path))
+    }
+}

@@ -1,0 +1,50 @@
+//! A learned gate: the importance of a token is a linear function of its hidden state, one for each layer and KV head,
+//! `score = weight . hidden + bias`.
+//!
+//! This is what KVzap-linear (arXiv 2601.07891) computes, and what DMS (arXiv 2506.05345) and others with a gate beside the
+//! projections come to at inference. The hidden state is the input of the layer's attention, behind its norm, as kvpress
+//! hands it to a press. A token is scored once, as it arrives, and its score stays with it in the cache; the budget decides
+//! how many stay, where KVzap evicts below a threshold.
+
+use super::super::linear::dot;
+use crate::policy::Axis::{Hidden, KvHeads, Layers};
+use crate::policy::{Context, Learned, Policy, PolicyEntry, PolicyError, Scorer, Statistic};
+
+/// The registry's line.
+pub const ENTRY: PolicyEntry = PolicyEntry {
+    name: "gate",
+    about: "keeps what a learned linear gate on the hidden state scores highest; reads gate.weight [layers, Hkv, hidden] \
+            and gate.bias [layers, Hkv] of --policy-file",
+    paper: "2601.07891",
+    parameters: &[],
+    build: |_, assets| {
+        let weight = assets.needed("gate.weight", &[Layers, KvHeads, Hidden])?;
+        let bias = assets.needed("gate.bias", &[Layers, KvHeads])?;
+        Ok(Policy::after_prefill(Gate { learned: weight.zip(bias) }))
+    },
+};
+
+struct Gate {
+    /// Weight and bias; `None` where there is no file, which is refused before anything is scored.
+    learned: Option<(Learned, Learned)>,
+}
+
+impl Scorer for Gate {
+    fn needs(&self) -> Vec<Statistic> {
+        vec![Statistic::HiddenStates]
+    }
+
+    fn gate(&self, layer: usize, hidden: &[f32], gates: &mut [f32]) {
+        let Some((weight, bias)) = &self.learned else { return };
+        for (head, (gate, bias)) in gates.iter_mut().zip(bias.at(&[layer])).enumerate() {
+            *gate = bias + dot(weight.at(&[layer, head]), hidden);
+        }
+    }
+
+    fn score(&self, context: &Context<'_>, scores: &mut [f32]) -> Result<(), PolicyError> {
+        let what = "hidden states of a model's layers, and a policy file";
+        let gates = context.gates.filter(|_| self.learned.is_some());
+        scores.copy_from_slice(gates.ok_or(PolicyError::Missing { policy: ENTRY.name, what })?);
+        Ok(())
+    }
+}
