@@ -36,8 +36,7 @@ impl Policy {
     }
 
     /// Gates of tokens that are in no cache, `[B, Hkv, kv_len]`, from their hidden states `[B, 1, kv_len, hidden]`; `None`
-    /// where there are none, or the policy
-    /// looks at none.
+    /// where there are none, or the policy looks at none.
     ///
     /// # Errors
     /// When the arena has no room.
