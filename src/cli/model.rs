@@ -3,7 +3,7 @@
 use super::Compute;
 use super::failure::Failure;
 use super::output;
-use super::policy::{FileArg, Used};
+use super::policy::{Built, FileArg, Used};
 use kvsieve::attention::{self, cuda::cuda_kernel};
 use kvsieve::device::Cpu;
 use kvsieve::device::cuda::Runtime;
@@ -74,17 +74,19 @@ pub struct OnCuda {
 impl ModelArgs {
     /// Reads names and files, names first.
     pub fn open(&self) -> Result<Opened, Failure> {
-        let (policy, policy_file, budget) = self.asked()?;
+        let (built, budget) = self.asked()?;
+        let (policy, used) = built.unzip();
         attention::kernel(&self.kernel)?;
         let cpu = self.compute.cpu()?;
         let arena = Arena::with_limit(self.compute.limit_bytes());
         let model = Model::open(&locate(&self.model)?, &arena)?;
-        Ok(Opened { model, policy, policy_file, budget, cpu, arena })
+        Ok(Opened { model, policy, policy_file: used.flatten(), budget, cpu, arena })
     }
 
     /// As [`ModelArgs::open`], for GPU `index`.
     pub fn open_on_cuda(&self, index: usize) -> Result<OnCuda, Failure> {
-        let (policy, policy_file, budget) = self.asked()?;
+        let (built, budget) = self.asked()?;
+        let (policy, used) = built.unzip();
         cuda_kernel(&self.kernel)?;
         self.kv_format.map_or(Ok(()), |format| format.on_gpu().map(drop)).map_err(Failure::usage)?;
         let runtime = Runtime::open(index, self.compute.nvrtc.as_deref())?;
@@ -92,17 +94,17 @@ impl ModelArgs {
         // The mapped files are not what is measured.
         let model = Model::open(&locate(&self.model)?, &Arena::unlimited())?;
         let cpu = Cpu::new(self.compute.threads)?;
-        Ok(OnCuda { runtime, opened: Opened { model, policy, policy_file, budget, cpu, arena } })
+        Ok(OnCuda { runtime, opened: Opened { model, policy, policy_file: used.flatten(), budget, cpu, arena } })
     }
 
     /// What is to be evicted, by names that are checked.
-    fn asked(&self) -> Result<(Option<Policy>, Option<Used>, Option<Budget>), Failure> {
+    fn asked(&self) -> Result<(Option<Built>, Option<Budget>), Failure> {
         if self.chunk == 0 {
             return Err(Failure::usage("--chunk is 0; at least one token goes through the model".into()));
         }
-        let (policy, used) = self.policy.as_deref().map(|text| self.file.policy(text)).transpose()?.unzip();
+        let built = self.policy.as_deref().map(|text| self.file.policy(text)).transpose()?;
         let budget = self.budget.as_deref().map(str::parse::<Budget>).transpose()?;
-        Ok((policy, used.flatten(), budget))
+        Ok((built, budget))
     }
 
     /// The model's tokenizer.

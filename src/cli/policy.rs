@@ -13,6 +13,9 @@ pub struct FileArg {
     pub policy_file: Option<PathBuf>,
 }
 
+/// A policy, and the file that it was built from if there is one.
+pub type Built = (Policy, Option<Used>);
+
 /// The file that a policy was built from, under the names that records use.
 #[derive(Debug, Clone, Serialize)]
 pub struct Used {
@@ -22,7 +25,7 @@ pub struct Used {
 
 impl FileArg {
     /// The policy that `text` names, from this file.
-    pub fn policy(&self, text: &str) -> Result<(Policy, Option<Used>), Failure> {
+    pub fn policy(&self, text: &str) -> Result<Built, Failure> {
         let Some(path) = &self.policy_file else {
             let policy = Registry::default().policy(text)?;
             policy.check_parameters(text, &[])?;
