@@ -15,7 +15,7 @@ use std::collections::BTreeMap;
 /// Width that no line passes, in characters.
 const MOST_COLUMNS: usize = 100;
 /// A name is not cut to less, even where a table then gets wider.
-const LEAST_NAME: usize = 24;
+const LEAST_NAME: usize = 8;
 
 /// Heading of the columns that hold words and may be shortened.
 const NAMES: [&str; 4] = ["kernel", "policy", "trace", "strategy"];
