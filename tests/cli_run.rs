@@ -348,7 +348,7 @@ fn every_wrong_value_of_an_experiment_is_named_in_one_line() {
         ("policy = [\"full\", \"knorm\"]\n", "", "policy is missing; write policy = "),
         ("policy = [\"full\", \"knorm\"]", "policy = []", "x.toml:11:10: the list is empty"),
         ("\"evict\"", "\"sideways\"", "x.toml:6:11: unknown variant `sideways`"),
-        ("\"evict\"", "\"forward\"", "policy, budget and new_tokens belong to measure = \"evict\""),
+        ("\"evict\"", "\"forward\"", "policy, budget, policy_file and new_tokens belong to measure = \"evict\""),
         ("\"4/2\"", "\"3/2\"", "3 query heads cannot share 2 KV heads evenly"),
         ("\"4/2\"", "\"4\"", "heads is '4'; write query heads / KV heads such as \"8/2\""),
         ("\"4/2\"", "\"4/0\"", "heads is '4/0'"),

@@ -191,9 +191,7 @@ fn steps_read_what_is_selected_in_every_layer() {
         let dense = run(&model, &[tokens], &[20], None);
         let spread = deviation(&dense.logits[0]);
         let apart = |a: &Run, b: &Run| furthest(&a.logits[0], &b.logits[0]) / spread;
-        for (text, budget) in [("quest", "64"), ("think", "1.0")] {
-            assert!(apart(&after(text, budget), &dense) < 1e-5, "{name}, {text}: all of it is selected");
-        }
+        assert!(apart(&after("think", "1.0"), &dense) < 1e-5, "{name}: all channels are selected");
         // One page, the last, is what a cache holds that has lost the first.
         let page = after("quest", "16");
         assert!(apart(&page, &after("streaming-llm:sink=0+once", "4")) < 1e-5, "{name}: one page is selected");
