@@ -32,12 +32,16 @@ fn logits(path: &Path, tokens: &[u32]) -> Vec<f32> {
     logits
 }
 
-/// A copy of a checkpoint in `to`, without the sliding windows that llama.cpp does not keep of these families.
-fn without_windows(from: &Path, to: &Path) {
+/// A copy of a checkpoint in `to`, without what llama.cpp does not keep: Qwen's sliding windows, and a scale of Gemma's
+/// attention that is not by the width of a head.
+fn as_kept(from: &Path, to: &Path) {
     let mut config: Value = serde_json::from_slice(&std::fs::read(from.join("config.json")).unwrap()).unwrap();
     if config["architectures"][0].as_str().unwrap().starts_with("Qwen") {
         config["use_sliding_window"] = json!(false);
         config.as_object_mut().unwrap().remove("layer_types");
+    }
+    if !config["query_pre_attn_scalar"].is_null() {
+        config["query_pre_attn_scalar"] = config["head_dim"].clone();
     }
     std::fs::write(to.join("config.json"), config.to_string()).unwrap();
     std::fs::copy(from.join("model.safetensors"), to.join("model.safetensors")).unwrap();
@@ -47,7 +51,7 @@ fn without_windows(from: &Path, to: &Path) {
 fn a_file_gives_the_logits_of_the_folder_that_it_is_made_from() {
     for name in ["llama", "llama-bias-tied", "linear", "yarn", "qwen2", "qwen3", "phi3", "gemma2"] {
         let (checkpoint, folder) = (checkpoint(name), tempfile::tempdir().unwrap());
-        without_windows(&checkpoint.folder, folder.path());
+        as_kept(&checkpoint.folder, folder.path());
         let wanted = logits(folder.path(), &checkpoint.tokens);
         let path = folder.path().join("model.gguf");
         // The furthest logit of a random model of 32 channels is a tenth to a half of a deviation off in Q8_0.
