@@ -58,7 +58,7 @@ fn a_file_gives_the_logits_of_the_folder_that_it_is_made_from() {
         for (kind, bound) in [(Kind::F32, 1e-5), (Kind::Q8_0, 0.6)] {
             std::fs::write(&path, Parts::of(folder.path(), kind).bytes()).unwrap();
             let off = furthest(&logits(&path, &checkpoint.tokens), &wanted) / deviation(&wanted);
-            assert!(off < bound, "{name}: off by {off}");
+            assert!(off < bound, "{name}, {kind:?}: off by {off}");
         }
     }
 }

@@ -6,7 +6,7 @@ use serde_json::Value;
 use std::path::Path;
 
 /// How matrices are written; vectors are always f32.
-#[derive(Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 #[allow(dead_code)] // the parsers write one of each
 pub enum Kind {
     F32,

@@ -68,6 +68,16 @@ impl Gguf {
             map.insert("attention_bias".into(), has("blk.0.attn_q.bias").into());
             map.insert("mlp_bias".into(), has("blk.0.ffn_gate.bias").into());
         }
+        if family == Family::Gemma2 {
+            // The file does not say it. As llama.cpp: the width of a head, but in the model of 27B, which has 46 layers.
+            let count = |key| own(key).and_then(Value::as_u64);
+            let heads = count("attention.head_count").filter(|&heads| heads > 0);
+            let scalar = match (count("block_count"), count("embedding_length").zip(heads)) {
+                (Some(46), Some((hidden, heads))) => Some(hidden / heads),
+                _ => count("attention.key_length"),
+            };
+            map.extend(scalar.map(|scalar| ("query_pre_attn_scalar".into(), scalar.into())));
+        }
         if let Some(window) =
             own("attention.sliding_window").filter(|_| matches!(family, Family::Phi3 | Family::Gemma2))
         {
