@@ -122,9 +122,9 @@ fn convert(
         () if name.contains("k_proj") => heads("num_key_value_heads"),
         () => 0,
     };
-    if heads > 0 {
+    if let Some(rows) = shape[0].checked_div(heads) {
         // `weights.reshape(heads, 2, D / 2, width).swapaxes(1, 2)`
-        let (width, rows) = (shape.get(1).copied().unwrap_or(1), shape[0] / heads);
+        let width = shape.get(1).copied().unwrap_or(1);
         let row = |head: usize, row: usize| (head * rows + row % 2 * (rows / 2) + row / 2) * width;
         let order = (0..heads).flat_map(|head| (0..rows).map(move |at| row(head, at)));
         values = order.flat_map(|from| values[from..from + width].to_vec()).collect();

@@ -64,7 +64,10 @@ impl Gguf {
     }
 }
 
-fn header(reader: &mut Reader<'_>) -> Result<(Map<String, Value>, BTreeMap<String, Info>), String> {
+/// Metadata, and the tensors by name.
+type Header = (Map<String, Value>, BTreeMap<String, Info>);
+
+fn header(reader: &mut Reader<'_>) -> Result<Header, String> {
     if reader.take(4)? != b"GGUF" {
         return Err("it does not begin with 'GGUF'".into());
     }
