@@ -2,7 +2,7 @@
 //! ([`crate::policy::cuda`]), and keys and values never leave it.
 //!
 //! [`CudaBackend`] waits for what it begins and times it, as experiments and prefill want it. Between the decode steps of a
-//! model nothing may be waited for but the step's logits: [`Deferred`] does the same in two halves.
+//! model nothing may be waited for but the step's logits: `Deferred` (`deferred.rs`) does the same in two halves.
 
 mod deferred;
 mod tensors;
