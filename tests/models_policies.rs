@@ -204,6 +204,34 @@ fn steps_read_what_is_selected_in_every_layer() {
 }
 
 #[test]
+fn a_second_prompt_goes_on_under_the_same_policy() {
+    let (model, tokens) = open("llama");
+    let (cpu, arena) = (Cpu::new(Some(2)).unwrap(), Arena::unlimited());
+    for text in ["quest", "knorm+every:steps=1"] {
+        let policy = policy(text);
+        let setup = Setup {
+            kernel: "tiled",
+            batch: 1,
+            max_tokens: 64,
+            chunk_tokens: 9,
+            all_logits: false,
+            dtype: DType::F32,
+            kv_format: KvFormat::plain(DType::F32),
+            columns: policy.columns(),
+        };
+        let mut decoder = Decoder::new(&model, setup, &cpu, &arena).unwrap();
+        let eviction = Eviction { policy: &policy, name: text, budget: Some("16".parse().unwrap()), seed: 5 };
+        decoder.evict(eviction, &[20]).unwrap();
+        let mut logits = Vec::new();
+        for tokens in [&tokens[..20], &tokens[20..26]] {
+            decoder.prefill(&[tokens], |_, _, row| logits = row.to_vec()).unwrap();
+        }
+        decoder.follow(&[&tokens[26..28]], |_, _, row| logits = row.to_vec()).unwrap();
+        assert!(logits.iter().all(|logit| logit.is_finite()) && decoder.seen() == [28], "{text}");
+    }
+}
+
+#[test]
 fn what_a_model_cannot_do_is_refused_with_the_reason() {
     let cases = [
         ("mistral", "quest", "this model has sliding windows"),

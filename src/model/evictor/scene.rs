@@ -76,6 +76,10 @@ impl Evictor<'_> {
     fn select(&mut self, scene: &mut Scene<'_>) -> Result<(), ModelError> {
         let Some(reader) = &self.eviction.policy.reader else { return Ok(()) };
         let Sequence { session, window, readings } = &mut self.sequences[scene.sequence];
+        if !readings.is_empty() {
+            // Begun behind an earlier prompt; what has come since is selected from too.
+            return Ok(());
+        }
         let window = window.take().expect("every pass shows its queries");
         let (budget_tokens, arena, cpu) = (session.plan().budget_tokens, self.arena, scene.cpu);
         for layer in 0..scene.model.config.layers {

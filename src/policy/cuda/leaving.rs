@@ -1,5 +1,5 @@
 //! Delayed judgements on a GPU: in each list, the token that has just left the recent ones goes unless it beats all that
-//! the list lost after prefill. What [`crate::policy::evict`] does on the CPU.
+//! the list lost after prefill. What [`crate::policy::select_leaving`] does on the CPU.
 
 use super::{DeviceContext, DevicePolicyError, DeviceScored, DeviceSelection, launch};
 use crate::cache::cuda::DeviceCache;
