@@ -178,7 +178,7 @@ fn mistakes_are_said_before_anything_runs() {
         ("h2o", "oracle", "it looks into the future"),
         ("h2o", "h3o", "unknown policy"),
         ("budget = 0.5", "", "needs a budget"),
-        ("budget = 0.5", "budget = 0.5\nheads = \"2/1\"", "an evaluation has no heads"),
+        ("budget = 0.5", "budget = 0.5\nheads = \"2/1\"", "heads belongs to measure = "),
         ("task = \"passkey\"", "", "either task or text"),
         ("task = \"passkey\"", "text = \"nothing.txt\"", "nothing.txt"),
     ] {

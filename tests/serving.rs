@@ -101,8 +101,8 @@ fn pages_and_contiguous_tensors_give_the_same_result_and_are_accounted_for_to_th
 fn axes_that_do_not_belong_are_refused() {
     let decode = format!("{DECODE}context_tokens = 64\n");
     for (grids, expected) in [
-        (format!("{SERVE}kernel = \"naive\"\n"), "a simulation has no kernel; its axes are strategy, trace and seed"),
-        (format!("{SERVE}page_tokens = 16\n"), "a simulation has no page_tokens"),
+        (format!("{SERVE}kernel = \"naive\"\n"), "kernel belongs to measure = \"forward\", \"backward\", "),
+        (format!("{SERVE}page_tokens = 16\n"), "page_tokens belongs to measure = \"decode\", not to \"serve\""),
         (SERVE.replace("strategy = [\"max\", \"paged\"]\n", ""), "strategy and trace are both needed"),
         (SERVE.replace("\"max\"", "\"best\""), "unknown strategy 'best'; there are max, pow2, oracle, paged"),
         (SERVE.replace("alpaca", "wikitext"), "unknown trace 'wikitext'"),
@@ -110,7 +110,7 @@ fn axes_that_do_not_belong_are_refused() {
             SERVE.replace("warmup=100", "warmup=100,slots=1000"),
             "no room for a request of 2048 tokens in a pool of 1000 slots",
         ),
-        (format!("{decode}strategy = \"max\"\n"), "strategy and trace belong to measure = \"serve\""),
+        (format!("{decode}strategy = \"max\"\n"), "strategy belongs to measure = \"serve\", not to \"decode\""),
         (format!("{decode}page_tokens = \"many\"\n"), "'many' is not a page size"),
         (format!("{decode}page_tokens = 16\n").replace("decode", "forward"), "page_tokens belongs to measure = "),
     ] {

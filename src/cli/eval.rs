@@ -5,7 +5,7 @@ use super::Compute;
 use super::failure::Failure;
 use super::run::Way;
 use kvsieve::experiment::axes::{BudgetText, Many};
-use kvsieve::experiment::cell::Measure;
+use kvsieve::experiment::measure::Measure;
 use kvsieve::experiment::policy_axis::PolicyText;
 use kvsieve::experiment::spec::{Grid, Spec};
 use kvsieve::format::KvFormat;
@@ -164,7 +164,7 @@ impl Args {
             dtype: Many(self.dtype.into_iter().collect()),
             kv_format: Many(self.kv_format.clone()),
             seed: Many(vec![self.seed]),
-            ..Grid::of(Measure::Eval)
+            ..Grid::of(Measure::EVAL)
         };
         let what = if self.text.is_some() { "goes on with a text" } else { "answers" };
         Ok(Spec {

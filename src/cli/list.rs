@@ -3,6 +3,7 @@
 use super::failure::Failure;
 use super::output;
 use kvsieve::attention::KERNELS;
+use kvsieve::experiment::measure::MEASURES;
 use kvsieve::experiment::spec::{SHIPPED, Spec};
 use kvsieve::format::FORMATS;
 use kvsieve::named::Parameter;
@@ -48,6 +49,8 @@ enum Things {
     Formats,
     /// Evaluation tasks
     Tasks,
+    /// What experiments measure
+    Measures,
     /// Allocation strategies of the measure `serve`
     Strategies,
     /// Request traces of the measure `serve`
@@ -67,6 +70,7 @@ impl Things {
                 FORMATS.iter().map(|entry| Row::new(entry.name, entry.about, entry.parameters)).collect()
             }
             Things::Tasks => TASKS.iter().map(|entry| Row::new(entry.name, entry.about, entry.parameters)).collect(),
+            Things::Measures => MEASURES.iter().map(|measure| Row::new(measure.name(), measure.about(), &[])).collect(),
             Things::Strategies => {
                 STRATEGIES.iter().map(|entry| Row::new(entry.name, entry.about, entry.parameters)).collect()
             }

@@ -127,7 +127,7 @@ impl Way<'_> {
             let limit_bytes = self.limit_bytes(experiment, engine)?;
             if self.dry_run {
                 let cells = runner::prepare(experiment, &registry, engine)?;
-                let others: Vec<_> = experiment.simulated().chain(experiment.evaluated()).collect();
+                let others: Vec<_> = experiment.in_comparisons().collect();
                 output::print(&estimate::table(&cells, &others, &experiment.spec.timing, engine, limit_bytes))?;
                 continue;
             }

@@ -1,41 +1,10 @@
 //! A cell: one point of an experiment's grid, fully resolved.
 
+use super::measure::{Choice, Measure};
 use crate::attention::{Params, Shape};
 use crate::format::KvFormat;
 use crate::tensor::DType;
 use serde::{Deserialize, Serialize};
-
-/// What a cell measures.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Measure {
-    /// A forward pass over the whole context: `Lq = Lk = context_tokens`.
-    Forward,
-    /// A backward pass over the whole context.
-    Backward,
-    /// One new query against `context_tokens` cached keys.
-    Decode,
-    /// Prefill, eviction by a policy, then `new_tokens` decode steps over what stayed.
-    Evict,
-    /// A request trace through an allocation strategy: simulated, with neither tensors nor times.
-    Serve,
-    /// A model's answers to a task, with its cache evicted by a policy.
-    Eval,
-}
-
-impl Measure {
-    /// Name as it stands in experiment files and records.
-    pub fn name(self) -> &'static str {
-        match self {
-            Measure::Forward => "forward",
-            Measure::Backward => "backward",
-            Measure::Decode => "decode",
-            Measure::Evict => "evict",
-            Measure::Serve => "serve",
-            Measure::Eval => "eval",
-        }
-    }
-}
 
 /// Where a cell runs.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -98,9 +67,9 @@ pub struct Cell {
     /// Whether a sequence may be longer than the model was made for.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub beyond_limit: bool,
-    /// Kernel, with parameters: `tiled:br=64,bc=256`. Empty for [`Measure::Serve`], where all extents are 0.
+    /// Kernel, with parameters: `tiled:br=64,bc=256`. Empty for [`Measure::SERVE`], where all extents are 0.
     pub kernel: String,
-    /// Layers, for [`Measure::Evict`] and [`Measure::Eval`]; 1 otherwise.
+    /// Layers, for [`Measure::EVICT`] and [`Measure::EVAL`]; 1 otherwise.
     #[serde(default = "one", skip_serializing_if = "is_one")]
     pub layers: usize,
     /// `B`.
@@ -113,7 +82,7 @@ pub struct Cell {
     pub head_dim: usize,
     /// Tokens of the context.
     pub context_tokens: usize,
-    /// Tokens decoded after the context (0 where nothing is decoded). For [`Measure::Eval`] the most of an answer, 0
+    /// Tokens decoded after the context (0 where nothing is decoded). For [`Measure::EVAL`] the most of an answer, 0
     /// being twice the right one's and 8; of a text, those behind the eviction.
     pub new_tokens: usize,
     /// Element type of q, k, v and o.
@@ -156,7 +125,7 @@ impl Default for Cell {
     /// A cell of nothing, for the fields that a measure does not have.
     fn default() -> Self {
         Cell {
-            measure: Measure::Serve,
+            measure: Measure::SERVE,
             device: Device::Cpu,
             model: None,
             task: None,
@@ -197,14 +166,14 @@ impl Cell {
         blake3::hash(canonical.as_bytes()).to_hex()[..16].to_string()
     }
 
-    /// The cell without what is compared, its policy and budget or its kernel: cells that agree in the rest are one question
+    /// The cell without what is compared ([`Choice`]): cells that agree in the rest are one question
     /// with several answers.
     pub fn without_choice(&self) -> Cell {
-        match self.measure {
-            Measure::Evict | Measure::Eval => {
-                Cell { policy: None, budget: None, policy_file: None, policy_file_hash: None, ..self.clone() }
-            }
-            _ => Cell { kernel: String::new(), ..self.clone() },
+        let same = self.clone();
+        match self.measure.compares() {
+            Choice::Policy => Cell { policy: None, budget: None, policy_file: None, policy_file_hash: None, ..same },
+            Choice::Kernel => Cell { kernel: String::new(), ..same },
+            Choice::Strategy => Cell { strategy: None, ..same },
         }
     }
 
@@ -213,13 +182,13 @@ impl Cell {
         self.kv_format.unwrap_or(self.dtype.into())
     }
 
-    /// Extents of the pass over the whole context (of one step for [`Measure::Decode`]), layers folded into the batch.
+    /// Extents of the pass over the whole context (of one step for [`Measure::DECODE`]), layers folded into the batch.
     pub fn shape(&self) -> Shape {
         Shape {
             batch: self.layers * self.batch,
             q_heads: self.q_heads,
             kv_heads: self.kv_heads,
-            q_len: if self.measure == Measure::Decode { 1 } else { self.context_tokens },
+            q_len: self.measure.q_len(self.context_tokens),
             kv_len: self.context_tokens,
             head_dim: self.head_dim,
         }

@@ -5,10 +5,10 @@
 //! and widens from there, so that a formula which is right is confirmed by two probes: one that runs, and one a step
 //! longer that is refused. Where it is wrong the limit is bracketed and bisected.
 
-use super::cell::{Cell, Measure};
+use super::cell::Cell;
 use super::engine::Engine;
 use super::grid::Experiment;
-use super::measure::{Place, Prepared, Truth, TurnError};
+use super::measure::{Choice, Place, Prepared, Truth, TurnError};
 use super::record::Refused;
 use super::runner::RunError;
 use super::store::{CLIFFS, Store};
@@ -127,7 +127,7 @@ fn families(experiment: &Experiment, registry: &Registry, engine: Engine<'_>) ->
     let mut families: Vec<Cell> = Vec::new();
     let mut refusal = "it has no forward, backward or decode cells".to_string();
     for cell in &experiment.cells {
-        if !matches!(cell.measure, Measure::Forward | Measure::Backward | Measure::Decode) {
+        if cell.measure.compares() != Choice::Kernel {
             continue;
         }
         let family = Cell { seed: 0, workload_hash: "blank".into(), ..cell.clone() };

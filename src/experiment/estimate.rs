@@ -1,6 +1,6 @@
 //! `--dry-run`: what the cells will take, before they run.
 
-use super::cell::{Cell, Measure};
+use super::cell::Cell;
 use super::engine::Engine;
 use super::measure::{Place, Prepared};
 use super::spec::Timing;
@@ -52,25 +52,20 @@ impl Rates {
 
     /// Seconds that a cell will take, all its rounds together: within a factor of two or so.
     fn seconds(&self, prepared: &Prepared, timing: &Timing, predicted_bytes: u64) -> f64 {
-        let (flops, kv_bytes) = prepared.work();
-        let (flops, kv_bytes) = (flops as f64 / self.flops_per_s, kv_bytes as f64 / self.kv_bytes_per_s);
+        let work = prepared.work();
+        let (flops_s, reads_s) =
+            (work.flops as f64 / self.flops_per_s, work.kv_bytes_read as f64 / self.kv_bytes_per_s);
         // The baseline computes what is masked too.
         let masked = if prepared.cell.kernel == "naive" && prepared.cell.causal { 2.0 } else { 1.0 };
-        let work = match prepared.cell.measure {
-            Measure::Forward => flops * masked,
-            Measure::Backward => flops * masked * 1.4,
-            Measure::Decode => kv_bytes * 4.0,
-            Measure::Evict => flops * 1.5 + kv_bytes * prepared.cell.new_tokens as f64 * 2.0,
-            Measure::Serve | Measure::Eval => 0.0,
-        };
+        let work = flops_s * masked * work.passes + reads_s * work.reads;
         let turn = work + predicted_bytes as f64 / FRESH_BYTES_PER_S;
         let rounds = (timing.cap_s / turn).clamp(1.0, timing.min_rounds as f64 + 2.0);
         turn * (rounds + timing.warmups as f64)
     }
 }
 
-/// A table of cells with predicted peak memory and time, and the sums; `others` are cells without either: simulations
-/// and evaluations. Nothing is known beforehand of a GPU's times.
+/// A table of cells with predicted peak memory and time, and the sums; `others` are cells that run in comparisons
+/// and have neither. Nothing is known beforehand of a GPU's times.
 pub fn table<'e>(
     cells: &[Prepared],
     others: &[&Cell],
@@ -110,16 +105,15 @@ pub fn table<'e>(
     }
     let mut unknown = 0;
     for cell in others {
-        let time = match cell.measure {
-            Measure::Serve => "simulated",
-            _ if engine.for_models().is_err() => {
-                skipped += 1;
-                "skipped"
-            }
-            _ => {
-                unknown += 1;
-                "–"
-            }
+        let comparisons = cell.measure.comparisons();
+        let time = if comparisons.is_some_and(|comparisons| comparisons.refusal(engine).is_some()) {
+            skipped += 1;
+            "skipped"
+        } else if comparisons.is_some_and(|comparisons| comparisons.takes_long()) {
+            unknown += 1;
+            "–"
+        } else {
+            "simulated"
         };
         let _ = writeln!(text, "{:width$}  {:>15}  {time:>9}", cell.label(), "–");
     }

@@ -4,7 +4,8 @@
 //! `snapkv:window=64+ada:floor=0.2+merge`, and is kept as that text.
 
 use super::cell::Cell;
-use crate::policy::{Policy, PolicyError, PolicyFile, Registry};
+use super::spec::Grid;
+use crate::policy::{PRESETS, Policy, PolicyError, PolicyFile, Registry, Statistic};
 use serde::de::{self, Deserializer, MapAccess, SeqAccess, Visitor};
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -35,6 +36,41 @@ impl Cell {
         }
         registry.clone().with_file(file).policy(text).map(Some)
     }
+}
+
+/// A policy and its budget, as they were written.
+type Choice = (Option<String>, Option<String>);
+
+/// Policies with their budgets. `full` has none; the policy `*` stands for every method and every preset that needs
+/// neither a file that is not given nor a model that is not there.
+///
+/// # Errors
+/// In words, when a policy has no budget.
+pub(super) fn choices(grid: &Grid, registry: &Registry) -> Result<Vec<Choice>, String> {
+    let Grid { policy: policies, budget: budgets, .. } = grid;
+    let bare = registry.clone().without_file();
+    let is_out = |policy: &Policy| {
+        let missing = policy.parameters.missing();
+        let lacks_tensor = missing.is_some_and(|tensor| !registry.file().is_some_and(|file| file.has(tensor)));
+        let lacks_model = !grid.measure.fields().contains(&"model") && policy.looks_at(Statistic::HiddenStates);
+        lacks_tensor || lacks_model
+    };
+    let methods = registry.entries().iter().map(|entry| entry.name);
+    let all = methods.chain(PRESETS.iter().map(|preset| preset.name));
+    let all = all.filter(|name| !bare.policy(name).is_ok_and(|policy| is_out(&policy)));
+    let all: Vec<String> = all.map(Into::into).collect();
+    let one = |PolicyText(policy): &PolicyText| if policy == "*" { all.clone() } else { vec![policy.clone()] };
+    let mut choices = Vec::new();
+    for policy in policies.0.iter().flat_map(one) {
+        if policy == "full" {
+            choices.push((Some(policy), None));
+        } else if budgets.is_empty() {
+            return Err(format!("policy '{policy}' needs a budget; write budget = [0.25, 0.5]"));
+        } else {
+            choices.extend(budgets.0.iter().map(|budget| (Some(policy.clone()), Some(budget.0.clone()))));
+        }
+    }
+    Ok(choices)
 }
 
 /// A method or a part: `name:key=value,...`, as a text or a table in which `self.name` is the key of the name.

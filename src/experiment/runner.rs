@@ -9,7 +9,7 @@ mod turns;
 use super::cell::Cell;
 use super::engine::Engine;
 use super::grid::Experiment;
-use super::measure::{Place, Prepared, eval, serve};
+use super::measure::{Place, Prepared, Stage};
 use super::record::{Latency, Memory, Record, SCHEMA, Status};
 use super::stats::{median_with_interval, quantile};
 use super::store::{CELLS, Store, StoreError, finished};
@@ -104,8 +104,7 @@ pub fn run<'e>(
     let engine = engine.into();
     // Everything that a user can have got wrong is said before a folder is made.
     let cells = shard(prepare(experiment, registry, engine)?, options.shard);
-    let simulated = deal(experiment.simulated().collect(), options.shard);
-    let evaluated = deal(eval::groups(experiment.evaluated().collect()), options.shard);
+    let comparisons = deal(comparisons(experiment.in_comparisons()), options.shard);
     let base = options.out.join(&experiment.spec.name);
     let suffix = options.shard.map_or(String::new(), |(index, count)| format!("-shard{index}of{count}"));
     let hash = experiment.config_hash();
@@ -120,21 +119,16 @@ pub fn run<'e>(
     };
     let done = finished(&records);
     let todo: Vec<Prepared> = cells.into_iter().filter(|prepared| !done.contains(&prepared.cell.id())).collect();
-    let simulations: Vec<&Cell> = simulated.into_iter().filter(|cell| !done.contains(&cell.id())).collect();
-    let missing = |group: Vec<&'_ Cell>| -> Vec<Cell> {
-        group.into_iter().filter(|cell| !done.contains(&cell.id())).cloned().collect()
+    let missing = |cells: Vec<&'_ Cell>| -> Vec<Cell> {
+        cells.into_iter().filter(|cell| !done.contains(&cell.id())).cloned().collect()
     };
-    let evaluations: Vec<Vec<Cell>> =
-        evaluated.into_iter().map(missing).filter(|group: &Vec<Cell>| !group.is_empty()).collect();
-    let cells = todo.len() + simulations.len() + evaluations.iter().map(Vec::len).sum::<usize>();
+    let comparisons: Vec<Vec<Cell>> = comparisons.into_iter().map(missing).filter(|cells| !cells.is_empty()).collect();
+    let cells = todo.len() + comparisons.iter().map(Vec::len).sum::<usize>();
     progress(Progress::Start { cells, resumed: done.len() });
 
     let mut runner = Runner { experiment, engine, options, store, records, progress };
-    for cell in simulations {
-        runner.simulation(cell)?;
-    }
-    for group in &evaluations {
-        runner.evaluation(group, registry)?;
+    for cells in &comparisons {
+        runner.comparison(cells, registry)?;
     }
     for group in groups(todo, options.limit_bytes) {
         runner.group(group)?;
@@ -156,13 +150,13 @@ pub fn prepare<'e>(
         Prepared::new(cell.clone(), registry, engine)
             .map_err(|error| RunError::Cell(format!("{}: {error}", cell.label())))
     };
-    let cells = experiment.timed().map(prepared).collect::<Result<Vec<_>, _>>()?;
+    let cells = experiment.in_turns().map(prepared).collect::<Result<Vec<_>, _>>()?;
     let nowhere = |prepared: &Prepared| match &prepared.place {
         Place::Nowhere(reason) => Some((prepared.cell.label(), reason.clone())),
         _ => None,
     };
-    let no_model = |cell: &Cell| Some((cell.label(), engine.for_models().err()?));
-    let all: Option<Vec<_>> = cells.iter().map(nowhere).chain(experiment.evaluated().map(no_model)).collect();
+    let refused = |cell: &Cell| Some((cell.label(), cell.measure.comparisons()?.refusal(engine)?));
+    let all: Option<Vec<_>> = cells.iter().map(nowhere).chain(experiment.in_comparisons().map(refused)).collect();
     if let Some((label, reason)) = all.iter().flatten().next() {
         return Err(RunError::Cell(format!("none of the cells runs here: {label}: {reason}")));
     }
@@ -191,9 +185,22 @@ fn shard(cells: Vec<Prepared>, shard: Option<(usize, usize)>) -> Vec<Prepared> {
     }
     let mut comparisons: Vec<_> = comparisons.into_iter().collect();
     comparisons.sort_by_cached_key(|(id, cells)| {
-        (std::cmp::Reverse(cells.iter().map(|prepared| prepared.work().0).sum::<u64>()), id.clone())
+        (std::cmp::Reverse(cells.iter().map(|prepared| prepared.work().flops).sum::<u64>()), id.clone())
     });
     deal(comparisons, shard).into_iter().flat_map(|(_, cells)| cells).collect()
+}
+
+/// Cells by what they share, in the order of their first ones.
+fn comparisons<'c>(cells: impl Iterator<Item = &'c Cell>) -> Vec<Vec<&'c Cell>> {
+    let mut comparisons: Vec<(String, Vec<&Cell>)> = Vec::new();
+    for cell in cells {
+        let id = cell.without_choice().id();
+        match comparisons.iter_mut().find(|(known, _)| *known == id) {
+            Some((_, cells)) => cells.push(cell),
+            None => comparisons.push((id, vec![cell])),
+        }
+    }
+    comparisons.into_iter().map(|(_, cells)| cells).collect()
 }
 
 /// Every n-th of `cells`; all of them without shards.
@@ -239,57 +246,24 @@ struct Runner<'a> {
 }
 
 impl Runner<'_> {
-    /// Simulates a cell and writes its record.
-    fn simulation(&mut self, cell: &Cell) -> Result<(), RunError> {
-        (self.progress)(Progress::Turn(cell));
-        let (record, start) = (self.blank_record(cell), Instant::now());
-        let result = serve::run(cell);
-        let wall_ns = start.elapsed().as_nanos() as u64;
-        self.end(match result {
-            Ok(usage) => Record { serving: Some(usage), wall_ns, ..record },
-            Err(reason) => Record { status: Status::Failed, reason: Some(reason), wall_ns, ..record },
-        })
-    }
-
-    /// Evaluates cells that share their samples and writes their records.
-    fn evaluation(&mut self, cells: &[Cell], registry: &Registry) -> Result<(), RunError> {
-        let cpu = match self.engine.for_models() {
-            Ok(cpu) => cpu,
-            Err(reason) => {
-                let skipped = |cell| Record { reason: Some(reason.clone()), ..self.blank_record(cell) };
-                let skipped: Vec<Record> = cells.iter().map(skipped).collect();
-                return skipped
-                    .into_iter()
-                    .try_for_each(|record| self.end(Record { status: Status::Skipped, ..record }));
+    /// Runs cells that are compared with one another and writes their records.
+    fn comparison(&mut self, cells: &[Cell], registry: &Registry) -> Result<(), RunError> {
+        let Some(comparisons) = cells[0].measure.comparisons() else { return Ok(()) };
+        let start = Instant::now();
+        let records: Vec<Record> = cells.iter().map(|cell| self.blank_record(cell)).collect();
+        let records = match comparisons.refusal(self.engine) {
+            Some(reason) => {
+                let skip = |record| Record { status: Status::Skipped, reason: Some(reason.clone()), ..record };
+                records.into_iter().map(skip).collect()
+            }
+            None => {
+                let stage = Stage { registry, engine: self.engine, limit_bytes: self.options.limit_bytes };
+                comparisons.run(records, &stage, &mut |cell| (self.progress)(Progress::Turn(cell)))
             }
         };
-        let start = Instant::now();
-        let (cells, limit_bytes) = (cells.iter().collect::<Vec<_>>(), self.options.limit_bytes);
-        let progress = &mut self.progress;
-        let ended = eval::run(&cells, registry, cpu, limit_bytes, |cell| progress(Progress::Turn(cell)));
         // What is shared is shared out.
         let wall_ns = start.elapsed().as_nanos() as u64 / cells.len() as u64;
-        let ended = ended.unwrap_or_else(|error| {
-            let fail = |_: &&Cell| eval::Ended { result: Err(eval::status_of(&error)), warnings: Vec::new() };
-            cells.iter().map(fail).collect()
-        });
-        for (cell, ended) in cells.into_iter().zip(ended) {
-            let record = Record { wall_ns, warnings: ended.warnings, ..self.blank_record(cell) };
-            self.end(match ended.result {
-                Err((status, reason)) => Record { status, reason: Some(reason), ..record },
-                Ok(numbers) => Record {
-                    memory: Some(numbers.memory),
-                    latency: numbers
-                        .samples_ns
-                        .into_iter()
-                        .map(|(phase, samples)| (phase.to_string(), latency(samples, 0, "samples")))
-                        .collect(),
-                    answers: Some(numbers.answers),
-                    ..record
-                },
-            })?;
-        }
-        Ok(())
+        records.into_iter().try_for_each(|record| self.end(Record { wall_ns, ..record }))
     }
 
     fn new_record(&self, prepared: &Prepared) -> Record {
@@ -339,7 +313,8 @@ impl Runner<'_> {
     }
 }
 
-fn latency(samples_ns: Vec<u64>, warmups: usize, stop_reason: &str) -> Latency {
+/// Times of a phase, with their median and its interval.
+pub(super) fn latency(samples_ns: Vec<u64>, warmups: usize, stop_reason: &str) -> Latency {
     let values: Vec<f64> = samples_ns.iter().map(|&ns| ns as f64).collect();
     let (median_ns, ci95_low_ns, ci95_high_ns) = median_with_interval(&values);
     Latency {

@@ -4,7 +4,7 @@
 //! `"1k..32k*2"` (doubling) or `"1k..8k+1k"` (in steps).
 
 use super::axes::{BudgetText, Many, PageTokens, Tokens};
-use super::cell::Measure;
+use super::measure::Measure;
 use super::policy_axis::PolicyText;
 use crate::format::KvFormat;
 use crate::tensor::DType;
@@ -98,7 +98,7 @@ pub struct Grid {
     #[serde(default, skip_serializing_if = "Many::is_empty")]
     pub kv_format: Many<KvFormat>,
     /// Causal mask; true by default.
-    #[serde(default = "yes")]
+    #[serde(default = "yes", skip_serializing_if = "is_yes")]
     pub causal: bool,
     /// Sliding window.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -198,6 +198,11 @@ impl Grid {
 
 fn yes() -> bool {
     true
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde hands a reference")]
+fn is_yes(flag: &bool) -> bool {
+    *flag
 }
 
 /// An experiment file that cannot be used.
@@ -355,7 +360,10 @@ mod tests {
             (LEAST.replace("= 64", "= \"1k..2k\""), "x.toml:4:18: '1k..2k' is not a range"),
             (LEAST.replace("= 64", "= 0"), "x.toml:4:18: '0' is not a token count"),
             (LEAST.replace("= 64", "= []"), "x.toml:4:18: the list is empty"),
-            (LEAST.replace("\"forward\"", "\"sideways\""), "x.toml:3:11: unknown variant `sideways`"),
+            (
+                LEAST.replace("\"forward\"", "\"sideways\""),
+                "x.toml:3:11: unknown measure 'sideways'; known are forward",
+            ),
             (LEAST.replace("= 8\n", "= "), "x.toml:6:"),
             (LEAST.replace("\"x\"", "\"../x\""), "x.toml: name is '../x'"),
             (format!("{LEAST}budget = 1.5\n"), "x.toml:7:10: '1.5' is not a budget"),

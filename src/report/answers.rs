@@ -6,7 +6,7 @@ use super::palette;
 use super::summary::{lines, marked, status, wrapped};
 use super::text::{self, NOTHING};
 use crate::experiment::answers::{Answers, Estimate};
-use crate::experiment::cell::Measure;
+use crate::experiment::measure::Measure;
 use crate::experiment::record::{Record, Status};
 use crate::experiment::stats::bootstrap;
 use crate::units;
@@ -27,7 +27,7 @@ pub struct Pool<'a> {
 
 /// What an `ok` evaluation gave.
 fn answers(record: &Record) -> Option<&Answers> {
-    record.answers.as_ref().filter(|_| record.status == Status::Ok && record.cell.measure == Measure::Eval)
+    record.answers.as_ref().filter(|_| record.status == Status::Ok && record.cell.measure == Measure::EVAL)
 }
 
 /// The pools of the longest context that has any, and what they have in common. One that lacks a task that others have is

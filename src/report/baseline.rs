@@ -1,7 +1,7 @@
 //! What a cell is compared with: the same cell with the kernel `naive`, or with the policy `full`.
 
 use super::{palette, text};
-use crate::experiment::cell::Measure;
+use crate::experiment::measure::Choice;
 use crate::experiment::record::{Record, Status};
 
 /// The `ok` baseline of `record` among `records`; `None` when there is none.
@@ -14,9 +14,10 @@ pub fn of<'a>(record: &Record, records: &[&'a Record]) -> Option<&'a Record> {
 
 /// Whether a cell is a baseline itself.
 pub fn is_one(record: &Record) -> bool {
-    match record.cell.measure {
-        Measure::Evict | Measure::Eval => record.cell.policy.as_deref().is_some_and(palette::is_baseline),
-        _ => palette::is_baseline(&record.cell.kernel),
+    match record.cell.measure.compares() {
+        Choice::Policy => record.cell.policy.as_deref().is_some_and(palette::is_baseline),
+        Choice::Kernel => palette::is_baseline(&record.cell.kernel),
+        Choice::Strategy => false,
     }
 }
 

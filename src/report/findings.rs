@@ -2,7 +2,7 @@
 
 use super::naming::{HEADS, KERNEL, Naming};
 use super::{answers, baseline, palette, serving, text};
-use crate::experiment::cell::Measure;
+use crate::experiment::measure::Measure;
 use crate::experiment::record::{Record, Status};
 use crate::units;
 use std::collections::BTreeMap;
@@ -12,7 +12,7 @@ use std::collections::BTreeMap;
 pub fn of(records: &[&Record]) -> Vec<String> {
     let mut sentences = ran_out(records);
     sentences.extend(
-        [Measure::Forward, Measure::Backward, Measure::Decode]
+        [Measure::FORWARD, Measure::BACKWARD, Measure::DECODE]
             .into_iter()
             .filter_map(|measure| kernels(records, measure)),
     );

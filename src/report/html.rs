@@ -7,7 +7,7 @@ use super::naming::{Naming, SEED};
 use super::summary::{status, summary_table};
 use super::text::{self, NOTHING};
 use super::{Figure, ReportError, Run, answers, baseline, findings, latest, serving};
-use crate::experiment::cell::Measure;
+use crate::experiment::measure::Measure;
 use crate::experiment::record::{Record, Status};
 use crate::units;
 use minijinja::{Environment, Value, context};
@@ -58,9 +58,9 @@ fn section(run: &Run, figures: &[Figure]) -> Value {
         records.iter().map(|record| row(record, records, &naming)).collect::<Vec<_>>()
     };
     let (simulated, measured): (Vec<&Record>, Vec<&Record>) =
-        records.iter().partition(|record| record.cell.measure == Measure::Serve);
+        records.iter().partition(|record| record.cell.measure == Measure::SERVE);
     let (evaluated, measured): (Vec<&Record>, Vec<&Record>) =
-        measured.iter().partition(|record| record.cell.measure == Measure::Eval);
+        measured.iter().partition(|record| record.cell.measure == Measure::EVAL);
     let of_measures = measured.chunk_by(|a, b| a.cell.measure == b.cell.measure);
     let mut warnings: BTreeMap<&str, usize> = BTreeMap::new();
     for warning in records.iter().flat_map(|record| &record.warnings) {

@@ -2,7 +2,8 @@
 
 use super::Run;
 use crate::experiment::answers::{Answers, Estimate};
-use crate::experiment::cell::{Cell, Measure};
+use crate::experiment::cell::Cell;
+use crate::experiment::measure::Measure;
 use crate::experiment::record::{Drift, Eviction, Latency, Memory, Record, SCHEMA, Status, Step, Work};
 use crate::memory::Label;
 use crate::serving::Usage;
@@ -35,7 +36,7 @@ pub fn record(measure: Measure, kernel: &str, context_tokens: usize) -> Record {
         kv_heads: 2,
         head_dim: 64,
         context_tokens,
-        new_tokens: if measure == Measure::Evict { 32 } else { 0 },
+        new_tokens: if measure == Measure::EVICT { 32 } else { 0 },
         dtype: DType::F32,
         causal: true,
         workload_hash: "5ee5ca1e".into(),
@@ -94,17 +95,17 @@ pub fn run() -> Run {
     let mut records = Vec::new();
     for context in [1024, 2048, 4096, 8192, 16_384, 32_768, 65_536] {
         for kernel in ["naive", "tiled:bc=256,br=64", "tiled:bc=128,br=32"] {
-            records.push(pass(Measure::Forward, kernel, context));
+            records.push(pass(Measure::FORWARD, kernel, context));
             if context <= 16_384 {
-                records.push(pass(Measure::Backward, kernel, context));
+                records.push(pass(Measure::BACKWARD, kernel, context));
             }
         }
-        records.push(pass(Measure::Decode, "naive", context));
-        records.push(pass(Measure::Decode, "decode", context));
+        records.push(pass(Measure::DECODE, "naive", context));
+        records.push(pass(Measure::DECODE, "decode", context));
     }
     for kv_heads in [1, 4, 8] {
-        for measure in [Measure::Forward, Measure::Decode] {
-            let kernel = if measure == Measure::Decode { "decode" } else { "tiled:bc=256,br=64" };
+        for measure in [Measure::FORWARD, Measure::DECODE] {
+            let kernel = if measure == Measure::DECODE { "decode" } else { "tiled:bc=256,br=64" };
             let mut of_heads = with_cell(pass(measure, kernel, 65_536), |cell| cell.kv_heads = kv_heads);
             scale(&mut of_heads, 0.4 + 0.3 * kv_heads as f64);
             records.push(of_heads);
@@ -117,7 +118,7 @@ pub fn run() -> Run {
         }
     }
     for page_tokens in [0, 1, 16, 256] {
-        let mut paged = with_cell(pass(Measure::Decode, "decode", 8192), |cell| cell.page_tokens = Some(page_tokens));
+        let mut paged = with_cell(pass(Measure::DECODE, "decode", 8192), |cell| cell.page_tokens = Some(page_tokens));
         scale(&mut paged, 1.0 + 0.3 / (page_tokens as f64 + 1.0));
         records.push(paged);
     }
@@ -126,7 +127,7 @@ pub fn run() -> Run {
             records.push(served(trace, strategy));
         }
     }
-    let broken = records.iter().position(|record| record.cell.measure == Measure::Evict).unwrap_or(0) + 8;
+    let broken = records.iter().position(|record| record.cell.measure == Measure::EVICT).unwrap_or(0) + 8;
     records[broken] = failed(records[broken].clone());
     records[0].warnings.push("the CPU's clock changed by 12% while the cell ran".into());
     Run {
@@ -204,8 +205,8 @@ pub fn pass(measure: Measure, kernel: &str, context: usize) -> Record {
     let tokens = context as f64;
     let kv_bytes = 2 * 2 * 64 * 4 * context as u64;
     let inputs = kv_bytes + 2 * 8 * 64 * 4 * context as u64;
-    let rows = if measure == Measure::Decode { 1 } else { context as u64 };
-    let passes = if measure == Measure::Backward { 2 } else { 1 };
+    let rows = if measure == Measure::DECODE { 1 } else { context as u64 };
+    let passes = if measure == Measure::BACKWARD { 2 } else { 1 };
     let scratch = if naive { 8 * 4 * rows * context as u64 * passes } else { (1 << 20) * passes };
     let predicted_peak_bytes = inputs * passes + scratch;
     let out = predicted_peak_bytes > LIMIT_BYTES;
@@ -233,7 +234,7 @@ pub fn pass(measure: Measure, kernel: &str, context: usize) -> Record {
 /// A cell of a policy at a budget.
 pub fn evicted(context: usize, policy: &str, budget: f64) -> Record {
     let whole = POLICIES.iter().find(|(name, _)| *name == policy).map_or(0.5, |(_, drift)| *drift);
-    let mut record = with_cell(record(Measure::Evict, "tiled", context), |cell| {
+    let mut record = with_cell(record(Measure::EVICT, "tiled", context), |cell| {
         cell.policy = Some(policy.into());
         cell.budget = Some(budget.to_string());
     });
@@ -279,7 +280,7 @@ pub fn evicted(context: usize, policy: &str, budget: f64) -> Record {
 
 /// A simulated trace.
 pub fn served(trace: &str, strategy: &str) -> Record {
-    let mut record = with_cell(record(Measure::Serve, "", 0), |cell| {
+    let mut record = with_cell(record(Measure::SERVE, "", 0), |cell| {
         (cell.batch, cell.q_heads, cell.kv_heads, cell.head_dim) = (0, 0, 0, 0);
         cell.trace = Some(trace.into());
         cell.strategy = Some(strategy.into());
@@ -339,7 +340,7 @@ pub fn answers() -> Run {
 /// A cell of a model that answers what the policy leaves it, 20 samples with needles everywhere.
 pub fn answered(context: usize, task: &str, policy: &str, budget: f64) -> Record {
     let lost = POLICIES.iter().find(|(name, _)| *name == policy).map_or(0.5, |(_, drift)| *drift) * (1.0 - budget);
-    let mut record = with_cell(record(Measure::Eval, "tiled", context), |cell| {
+    let mut record = with_cell(record(Measure::EVAL, "tiled", context), |cell| {
         cell.model = Some("models/builtin".into());
         cell.task = Some(task.into());
         cell.samples = Some(20);

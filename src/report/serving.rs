@@ -2,7 +2,7 @@
 
 use super::summary::status;
 use super::text::NOTHING;
-use crate::experiment::cell::Measure;
+use crate::experiment::measure::Measure;
 use crate::experiment::record::{Record, Status};
 use crate::serving::{Usage, published};
 use minijinja::{Value, context};
@@ -89,7 +89,7 @@ pub fn rows(records: &[&Record]) -> Vec<Value> {
 pub fn findings(records: &[&Record]) -> Vec<String> {
     let mut served: Vec<(&Record, &Usage)> = records
         .iter()
-        .filter(|record| record.cell.measure == Measure::Serve)
+        .filter(|record| record.cell.measure == Measure::SERVE)
         .filter_map(|record| Some((*record, usage(record)?)))
         .collect();
     served

@@ -6,7 +6,7 @@
 use super::naming::{CONTEXT, Dimension, HEADS, KERNEL, Naming, SEED};
 use super::text::{self, NOTHING};
 use super::{SPARSE, answers, baseline, latest, serving};
-use crate::experiment::cell::Measure;
+use crate::experiment::measure::Measure;
 use crate::experiment::record::{Eviction, Record, Status};
 use crate::serving::published;
 use crate::units;
@@ -30,7 +30,7 @@ type Column<'a> = (&'static str, Box<dyn Fn(&Record) -> String + 'a>);
 pub fn summary_table(records: &[Record]) -> String {
     let records = latest(records);
     let together = |a: &&Record, b: &&Record| {
-        let evicting = a.cell.measure == Measure::Evict;
+        let evicting = a.cell.measure == Measure::EVICT;
         a.cell.measure == b.cell.measure && !(evicting && a.cell.context_tokens != b.cell.context_tokens)
     };
     let tables = records.chunk_by(together).map(|records| table(records) + &warnings(records));
@@ -39,16 +39,16 @@ pub fn summary_table(records: &[Record]) -> String {
 
 fn table(records: &[&Record]) -> String {
     let measure = records[0].cell.measure;
-    if measure == Measure::Serve {
+    if measure == Measure::SERVE {
         let headings = serving::HEADINGS.map(String::from).to_vec();
         let rows = std::iter::once(headings).chain(records.iter().map(|record| serving::line(record))).collect();
         let common = format!("percent of the pool's slots · printed: tokens and batch of {}", published::SOURCE);
         return format!("### serve\n\n{common}\n\n{}", lines(rows));
     }
-    if measure == Measure::Eval {
+    if measure == Measure::EVAL {
         return answers::tables(records);
     }
-    let evicting = measure == Measure::Evict;
+    let evicting = measure == Measure::EVICT;
     let choices: &[Dimension] = if evicting { &[CONTEXT, HEADS, KERNEL, SEED] } else { &[HEADS, SEED] };
     let naming = Naming::over(records, choices);
     let columns = if evicting { evict_columns(&naming, records) } else { kernel_columns(&naming, records) };

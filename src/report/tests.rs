@@ -1,7 +1,7 @@
 //! The report as its reader finds it: files, figures, tables, page.
 
 use super::*;
-use crate::experiment::cell::Measure;
+use crate::experiment::measure::Measure;
 use crate::experiment::record::Status;
 use samples::{evicted, failed, pass, with_cell};
 use std::fs;
@@ -78,7 +78,7 @@ fn a_failed_cell_is_listed_and_its_numbers_appear_nowhere() {
     let contexts = [1024, 2048, 4096];
     let records: Vec<Record> = contexts
         .iter()
-        .map(|&context| pass(Measure::Forward, "tiled", context))
+        .map(|&context| pass(Measure::FORWARD, "tiled", context))
         .chain(contexts.iter().map(|&context| evicted(context, "h2o", 0.25)))
         .collect();
     for broken in 0..records.len() {
@@ -129,7 +129,7 @@ fn configurations_that_differ_never_share_a_series() {
         |cell| cell.workload_hash = "another".into(),
     ];
     for (index, change) in changes.into_iter().enumerate() {
-        let base = [1024, 2048].map(|context| pass(Measure::Forward, "tiled", context));
+        let base = [1024, 2048].map(|context| pass(Measure::FORWARD, "tiled", context));
         let other = base.clone().map(|record| with_cell(record, change));
         let rows = table(&of(base.into_iter().chain(other).collect()), "latency-vs-context");
         let series: std::collections::BTreeSet<&String> = rows.iter().map(|row| &row["series"]).collect();
@@ -139,15 +139,15 @@ fn configurations_that_differ_never_share_a_series() {
 
 #[test]
 fn the_last_record_of_a_cell_counts() {
-    let good = pass(Measure::Forward, "tiled", 1024);
-    let run = of(vec![failed(good.clone()), good, pass(Measure::Forward, "tiled", 2048)]);
+    let good = pass(Measure::FORWARD, "tiled", 1024);
+    let run = of(vec![failed(good.clone()), good, pass(Measure::FORWARD, "tiled", 2048)]);
     assert_eq!(table(&run, "latency-vs-context").len(), 2);
     assert!(!summary_table(&run.records).contains("failed"));
 }
 
 #[test]
 fn records_without_a_curve_make_a_page_without_figures() {
-    for records in [Vec::new(), vec![pass(Measure::Forward, "naive", 1 << 20)]] {
+    for records in [Vec::new(), vec![pass(Measure::FORWARD, "naive", 1 << 20)]] {
         let (_folder, drawn) = drawn(&[of(records)]);
         assert_eq!(drawn.figures, Vec::<PathBuf>::new());
         assert!(fs::read_to_string(drawn.html).unwrap().contains("No figure"));
@@ -157,7 +157,7 @@ fn records_without_a_curve_make_a_page_without_figures() {
 
 #[test]
 fn nothing_but_cells_without_room_is_still_a_figure() {
-    let records = [1 << 20, 1 << 21].map(|context| pass(Measure::Forward, "naive", context));
+    let records = [1 << 20, 1 << 21].map(|context| pass(Measure::FORWARD, "naive", context));
     let rows = table(&of(records.into()), "latency-vs-context");
     assert!(rows.iter().all(|row| row["status"] == "oom") && rows.len() == 2);
 }
@@ -205,7 +205,7 @@ fn each_run_has_its_section_and_its_folder_inside_the_report() {
 #[test]
 fn the_summary_is_a_table_within_a_hundred_columns() {
     let mut records = samples::run().records;
-    let long = with_cell(pass(Measure::Forward, "tiled", 4096), |cell| {
+    let long = with_cell(pass(Measure::FORWARD, "tiled", 4096), |cell| {
         cell.kernel = format!("tiled:{}=|x", "µ".repeat(200));
         cell.softcap = Some(12.5);
     });
@@ -224,7 +224,7 @@ fn the_summary_is_a_table_within_a_hundred_columns() {
 fn the_summary_compares_with_the_baseline_of_the_same_cell() {
     let mut records = Vec::new();
     for context in [8192, 16_384] {
-        records.extend(["tiled:br=64", "naive"].map(|kernel| pass(Measure::Forward, kernel, context)));
+        records.extend(["tiled:br=64", "naive"].map(|kernel| pass(Measure::FORWARD, kernel, context)));
     }
     records.extend([("full", 1.0), ("h2o", 0.25), ("h2o", 0.5)].map(|(policy, budget)| evicted(4096, policy, budget)));
     records[5].status = Status::Skipped;

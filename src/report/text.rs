@@ -39,11 +39,7 @@ pub fn times(ratio: f64) -> String {
 
 /// The phase that a cell is measured for: decoding where something is evicted, the pass itself elsewhere.
 pub fn main_phase(record: &Record) -> Option<&Latency> {
-    let name = match record.cell.measure.name() {
-        "evict" | "eval" => "decode",
-        name => name,
-    };
-    record.latency.get(name)
+    record.latency.get(record.cell.measure.phase())
 }
 
 /// The peak that was measured, or that was predicted for a cell that ran out of memory, with a tilde.

@@ -1,48 +1,119 @@
 //! `backward`: the gradients of a pass over the whole context. The gradient by `o` is taken to be `q`, which has its
 //! shape; its values do not matter for memory or time.
 
-use super::check::{accurate, finite};
-use super::{Bench, Prepared, Turn, TurnError, timed};
-use crate::attention::{Backward, Gradients, Outputs};
+use super::check::{accurate, finite, sample_rows};
+use super::pass::{self, fields_of_passes};
+use super::turns::timed;
+use super::{Bench, Measurement, Prepared, Runs, Scope, Turn, TurnError, TurnWork, Turns, cuda};
+use crate::attention::cuda::CudaKernel;
+use crate::attention::{self, Gradients, Outputs, Shape};
+use crate::device::cuda::Limits;
+use crate::experiment::cell::{Cell, Device};
+use crate::experiment::spec::Grid;
+use crate::policy::Registry;
 use crate::tensor::Tensor;
 use crate::workload::Workload;
 
-pub(super) fn predict(prepared: &Prepared, threads: usize) -> u64 {
-    let cell = &prepared.cell;
-    let (shape, params) = (cell.shape(), cell.params());
-    let forward = prepared.kernel().workspace(&shape, &params, cell.dtype, threads).bytes();
-    let backward = Gradients::bytes(&shape, cell.dtype) + prepared.workspace_bytes(threads);
-    Outputs::bytes(&shape, cell.dtype) + forward.max(backward)
+/// `Lq = Lk = context_tokens`.
+pub(super) struct Backward;
+
+impl Measurement for Backward {
+    fn name(&self) -> &'static str {
+        "backward"
+    }
+
+    fn about(&self) -> &'static str {
+        "a backward pass over the whole context"
+    }
+
+    fn fields(&self) -> &'static [&'static str] {
+        fields_of_passes!()
+    }
+
+    fn expand(&self, grid: &Grid, scope: &Scope<'_>) -> Result<Vec<Cell>, String> {
+        let cells = pass::expand(grid, scope, "tiled", 0)?;
+        let has_none = |cell: &&Cell| {
+            let kernel = attention::kernel(&cell.kernel);
+            let pass = |kernel: &dyn attention::Kernel| {
+                kernel.backward_workspace(&cell.shape(), &cell.params(), cell.dtype, 1).is_some()
+            };
+            cell.device == Device::Cpu && kernel.is_ok_and(|kernel| !pass(&*kernel))
+        };
+        match cells.iter().find(has_none) {
+            Some(cell) => Err(format!("kernel '{}' has no backward pass; use naive or tiled", cell.kernel)),
+            None => Ok(cells),
+        }
+    }
+
+    fn runs(&self) -> Runs<'_> {
+        Runs::InTurns(self)
+    }
 }
 
-pub(super) fn turn(prepared: &Prepared, bench: Bench<'_>) -> Result<Turn, TurnError> {
-    let cell = &prepared.cell;
-    let (shape, params, threads) = (cell.shape(), cell.params(), bench.cpu.threads());
-    let mut outputs = Outputs::allocate(bench.arena, &shape, cell.dtype)?;
-    bench.poison(&mut outputs);
-    let kv = bench.dense(cell.context_tokens)?;
-    let forward = bench.forward(cell, shape, &kv);
-    let mut workspace = prepared.kernel().workspace(&shape, &params, cell.dtype, threads).allocate(bench.arena)?;
-    prepared.kernel().forward(&forward, &mut outputs, &mut workspace)?;
-    drop(workspace);
-
-    let size = prepared.kernel().backward_workspace(&shape, &params, cell.dtype, threads).unwrap_or_default();
-    let mut workspace = size.allocate(bench.arena)?;
-    let mut gradients = Gradients::allocate(bench.arena, &shape, cell.dtype)?;
-    let call = Backward { forward, o: outputs.o.view(), lse: &outputs.lse, grad_o: forward.q };
-    let (backward_ns, result) = timed(|| prepared.kernel().backward(&call, &mut gradients, &mut workspace));
-    result?;
-
-    let mut turn = Turn { samples_ns: [("backward", backward_ns)].into(), ..Turn::default() };
-    if let Some(truth) = bench.truth {
-        finite(&outputs)?;
-        let o = outputs.o.view();
-        let drift = truth.drift(cell.head_dim, |[batch, head, token], row| o.read_rows(batch, head, token, row));
-        accurate(&drift, cell.dtype)?;
-        turn.drift = Some(drift);
-        identities(bench.workload, &outputs, &gradients)?;
+impl Turns for Backward {
+    fn checked_rows(&self, _cell: &Cell, shape: &Shape) -> Vec<[usize; 3]> {
+        sample_rows(shape)
     }
-    Ok(turn)
+
+    fn workspace_bytes(&self, prepared: &Prepared, threads: usize) -> u64 {
+        let (shape, params) = (prepared.cell.shape(), prepared.cell.params());
+        let size = prepared.kernel().backward_workspace(&shape, &params, prepared.cell.dtype, threads);
+        size.map_or(0, |size| size.bytes())
+    }
+
+    fn work(&self, prepared: &Prepared) -> TurnWork {
+        let flops = prepared.cell.shape().flops(&prepared.cell.params());
+        // Five products where the forward pass, which comes first, has two.
+        TurnWork { flops: flops * 5 / 2, phase: self.phase(), kv_bytes_read: 0, passes: 1.4, reads: 0.0 }
+    }
+
+    fn task(
+        &self,
+        cell: &Cell,
+        _registry: &Registry,
+        kernel: &dyn CudaKernel,
+        limits: &Limits,
+    ) -> Result<Box<dyn cuda::Task>, String> {
+        cuda::backward::task(cell, kernel, limits).map_err(|error| error.to_string())
+    }
+
+    fn predict(&self, prepared: &Prepared, threads: usize) -> u64 {
+        let cell = &prepared.cell;
+        let (shape, params) = (cell.shape(), cell.params());
+        let forward = prepared.kernel().workspace(&shape, &params, cell.dtype, threads).bytes();
+        let backward = Gradients::bytes(&shape, cell.dtype) + self.workspace_bytes(prepared, threads);
+        Outputs::bytes(&shape, cell.dtype) + forward.max(backward)
+    }
+
+    fn turn(&self, prepared: &Prepared, bench: Bench<'_>) -> Result<Turn, TurnError> {
+        let cell = &prepared.cell;
+        let (shape, params, threads) = (cell.shape(), cell.params(), bench.cpu.threads());
+        let mut outputs = Outputs::allocate(bench.arena, &shape, cell.dtype)?;
+        bench.poison(&mut outputs);
+        let kv = bench.dense(cell.context_tokens)?;
+        let forward = bench.forward(cell, shape, &kv);
+        let mut workspace = prepared.kernel().workspace(&shape, &params, cell.dtype, threads).allocate(bench.arena)?;
+        prepared.kernel().forward(&forward, &mut outputs, &mut workspace)?;
+        drop(workspace);
+
+        let size = prepared.kernel().backward_workspace(&shape, &params, cell.dtype, threads).unwrap_or_default();
+        let mut workspace = size.allocate(bench.arena)?;
+        let mut gradients = Gradients::allocate(bench.arena, &shape, cell.dtype)?;
+        let call = attention::Backward { forward, o: outputs.o.view(), lse: &outputs.lse, grad_o: forward.q };
+        let (backward_ns, result) = timed(|| prepared.kernel().backward(&call, &mut gradients, &mut workspace));
+        result?;
+
+        let mut turn = Turn { samples_ns: [("backward", backward_ns)].into(), ..Turn::default() };
+        if let Some(truth) = bench.truth {
+            finite(&outputs)?;
+            let o = outputs.o.view();
+            let drift = truth.drift(cell.head_dim, |[batch, head, token], row| o.read_rows(batch, head, token, row));
+            accurate(&drift, cell.dtype)?;
+            turn.drift = Some(drift);
+            identities(bench.workload, &outputs, &gradients)?;
+        }
+        Ok(turn)
+    }
 }
 
 /// Two identities that hold for every attention: the output is linear in v, so `<dv, v> = <do, o>`; scores depend on

@@ -1,9 +1,9 @@
 //! Results against the f64 reference.
 
-use super::{Bench, TurnError};
+use super::turns::{Bench, TurnError, Turns};
 use crate::attention::{DenseKv, Forward, Outputs, Shape, reference};
 use crate::device::Cpu;
-use crate::experiment::cell::{Cell, Measure};
+use crate::experiment::cell::Cell;
 use crate::experiment::record::Drift;
 use crate::experiment::stats::bootstrap;
 use crate::tensor::DType;
@@ -12,9 +12,6 @@ use std::collections::BTreeMap;
 
 /// Queries of a long context that are compared, in every head.
 const CHECKED_QUERIES: usize = 32;
-
-/// Decode steps that are compared at most.
-const CHECKED_STEPS: usize = 128;
 
 /// Rows of the dense f64 result.
 pub struct Truth {
@@ -25,26 +22,17 @@ pub struct Truth {
 }
 
 impl Truth {
-    /// Computes the rows that a cell is checked on: a sample of the context's for a pass over it, the last for
-    /// `decode`, and those of the decoded tokens for `evict`.
+    /// Computes the rows that a cell is checked on ([`Turns::checked_rows`]).
     ///
     /// # Errors
     /// When the inputs do not fit together.
-    pub fn compute(cell: &Cell, workload: &Workload, cpu: &Cpu) -> Result<Self, TurnError> {
+    pub fn compute(turns: &dyn Turns, cell: &Cell, workload: &Workload, cpu: &Cpu) -> Result<Self, TurnError> {
         let tokens = cell.context_tokens + cell.new_tokens;
         let shape = Shape { q_len: tokens, kv_len: tokens, ..cell.shape() };
         let kv = DenseKv::new(workload.k.view().tokens(0..tokens), workload.v.view().tokens(0..tokens))?;
         let q = workload.q.view().tokens(0..tokens);
         let call = Forward { shape, params: cell.params(), q, kv: &kv, cpu };
-        let at = match cell.measure {
-            Measure::Forward | Measure::Backward => reference::sample_rows(&shape, CHECKED_QUERIES),
-            Measure::Decode => rows_of(&shape, &[tokens - 1]),
-            Measure::Evict => {
-                let steps = sampled_steps(cell.new_tokens).into_iter().map(|step| cell.context_tokens + step);
-                rows_of(&shape, &steps.collect::<Vec<_>>())
-            }
-            Measure::Serve | Measure::Eval => Vec::new(),
-        };
+        let at = turns.checked_rows(cell, &shape);
         let rows = reference::rows(&call, &at);
         Ok(Truth { at, rows })
     }
@@ -59,7 +47,7 @@ impl Truth {
     /// What the same rows are for [`Workload::blank`] inputs, whose values are all `value`.
     pub fn blank(cell: &Cell, value: f64) -> Self {
         let (shape, params) = (cell.shape(), cell.params());
-        let at = reference::sample_rows(&shape, CHECKED_QUERIES);
+        let at = sample_rows(&shape);
         let row = |&[_, _, token]: &[usize; 3]| {
             let seen = params.visible(token, shape.q_len, shape.kv_len).len();
             reference::Row { o: vec![value; cell.head_dim], lse: (seen as f64).ln() }
@@ -93,15 +81,13 @@ impl Truth {
     }
 }
 
-/// Decode steps that are compared: all of them, or evenly many where they are more than [`CHECKED_STEPS`]; the last is
-/// among them.
-fn sampled_steps(steps: usize) -> Vec<usize> {
-    let count = steps.min(CHECKED_STEPS);
-    (1..=count).map(|index| index * steps / count - 1).collect()
+/// The rows of a long context that are compared.
+pub(super) fn sample_rows(shape: &Shape) -> Vec<[usize; 3]> {
+    reference::sample_rows(shape, CHECKED_QUERIES)
 }
 
 /// The rows of all heads for some tokens.
-fn rows_of(shape: &Shape, tokens: &[usize]) -> Vec<[usize; 3]> {
+pub(super) fn rows_of(shape: &Shape, tokens: &[usize]) -> Vec<[usize; 3]> {
     let heads = (0..shape.batch).flat_map(|batch| (0..shape.q_heads).map(move |head| (batch, head)));
     heads.flat_map(|(batch, head)| tokens.iter().map(move |&token| [batch, head, token])).collect()
 }

@@ -5,12 +5,18 @@
 //! decoded side by side: neighbours in a list lie apart in memory, which is what paging costs. With 0 there is no cache
 //! and the kernel reads the contiguous tensors.
 
-use super::check::{Truth, accurate, finite};
-use super::{Bench, Prepared, Turn, TurnError, timed};
-use crate::attention::{Forward, KvRows, Outputs};
+use super::check::{Truth, accurate, finite, rows_of};
+use super::pass::{self, fields_of_passes};
+use super::turns::timed;
+use super::{Bench, Measurement, Prepared, Runs, Scope, Turn, TurnError, TurnWork, Turns, cuda};
+use crate::attention::cuda::CudaKernel;
+use crate::attention::{Forward, KvRows, Outputs, Shape};
 use crate::cache::{CacheShape, PAGE_TOKENS, PagedCache};
+use crate::device::cuda::Limits;
 use crate::experiment::cell::Cell;
+use crate::experiment::spec::Grid;
 use crate::memory::ArenaError;
+use crate::policy::Registry;
 use crate::tensor::TensorView;
 
 /// Steps that make one sample, so that short steps are not lost in the clock's grain; their mean is recorded.
@@ -29,17 +35,33 @@ pub(super) fn cache_shape(cell: &Cell) -> CacheShape {
     }
 }
 
-pub(super) fn predict(prepared: &Prepared, threads: usize) -> u64 {
-    let outputs = Outputs::bytes(&prepared.cell.shape(), prepared.cell.dtype);
-    let cache_bytes = match prepared.cell.page_tokens {
-        Some(0) => 0,
-        _ => {
-            let cache = cache_shape(&prepared.cell);
-            let lens = std::iter::repeat_n(prepared.cell.context_tokens, cache.lists());
-            cache.bytes(lens, 0).values().sum::<u64>()
-        }
-    };
-    cache_bytes + outputs + prepared.workspace_bytes(threads)
+/// `Lq = 1`, `Lk = context_tokens`.
+pub(super) struct Decode;
+
+impl Measurement for Decode {
+    fn name(&self) -> &'static str {
+        "decode"
+    }
+
+    fn about(&self) -> &'static str {
+        "one new query against a cached context, in pages or contiguous"
+    }
+
+    fn fields(&self) -> &'static [&'static str] {
+        fields_of_passes!("kv_format", "page_tokens")
+    }
+
+    fn q_len(&self, _context_tokens: usize) -> usize {
+        1
+    }
+
+    fn expand(&self, grid: &Grid, scope: &Scope<'_>) -> Result<Vec<Cell>, String> {
+        pass::expand(grid, scope, "decode", 0)
+    }
+
+    fn runs(&self) -> Runs<'_> {
+        Runs::InTurns(self)
+    }
 }
 
 /// Fills the cache of a cell with the context of `k` and `v`.
@@ -54,44 +76,79 @@ pub(super) fn fill<'a>(
     (0..tokens).step_by(step).try_for_each(|start| cache.append(k, v, start..tokens.min(start + step)))
 }
 
-pub(super) fn turn(prepared: &Prepared, bench: Bench<'_>) -> Result<Turn, TurnError> {
-    let cell = &prepared.cell;
-    let (shape, params, tokens) = (cell.shape(), cell.params(), cell.context_tokens);
-    let (dense, cache);
-    let kv: &dyn KvRows = if cell.page_tokens == Some(0) {
-        dense = bench.dense(tokens)?;
-        &dense
-    } else {
-        let mut filled = PagedCache::new(bench.arena, cache_shape(cell))?;
-        fill(&mut filled, cell, bench.workload.k.view(), bench.workload.v.view())?;
-        cache = filled;
-        &cache
-    };
-    let mut workspace =
-        prepared.kernel().workspace(&shape, &params, cell.dtype, bench.cpu.threads()).allocate(bench.arena)?;
-    let mut outputs = Outputs::allocate(bench.arena, &shape, cell.dtype)?;
-    bench.poison(&mut outputs);
-    let q = bench.workload.q.view().tokens(tokens - 1..tokens);
-    let call = Forward { shape, params, q, kv, cpu: bench.cpu };
-    // The first step also writes back what filling the cache left in the processor's caches: no step of a real run.
-    prepared.kernel().forward(&call, &mut outputs, &mut workspace)?;
-    let (steps_ns, result) =
-        timed(|| (0..STEPS).try_for_each(|_| prepared.kernel().forward(&call, &mut outputs, &mut workspace)));
-    result?;
-
-    let mut turn = Turn { samples_ns: [("decode", steps_ns / STEPS)].into(), ..Turn::default() };
-    if let Some(truth) = bench.truth {
-        finite(&outputs)?;
-        let o = outputs.o.view();
-        let drift =
-            |truth: &Truth| truth.drift(cell.head_dim, |[batch, head, _], row| o.read_rows(batch, head, 0, row));
-        let from_given = drift(truth);
-        // What the cache's format rounds is a result; the kernel is held to what the cache holds.
-        match cell.kv_format {
-            Some(_) => accurate(&drift(&Truth::of_call(&call)), cell.dtype)?,
-            None => accurate(&from_given, cell.dtype)?,
-        }
-        turn.drift = Some(from_given);
+impl Turns for Decode {
+    fn checked_rows(&self, cell: &Cell, shape: &Shape) -> Vec<[usize; 3]> {
+        rows_of(shape, &[cell.context_tokens - 1])
     }
-    Ok(turn)
+
+    fn work(&self, prepared: &Prepared) -> TurnWork {
+        let flops = prepared.cell.shape().flops(&prepared.cell.params());
+        let kv_bytes_read = prepared.kv_bytes(prepared.cell.context_tokens);
+        TurnWork { flops, phase: self.phase(), kv_bytes_read, passes: 0.0, reads: STEPS as f64 }
+    }
+
+    fn task(
+        &self,
+        cell: &Cell,
+        _registry: &Registry,
+        kernel: &dyn CudaKernel,
+        limits: &Limits,
+    ) -> Result<Box<dyn cuda::Task>, String> {
+        cuda::decode::task(cell, kernel, limits).map_err(|error| error.to_string())
+    }
+
+    fn predict(&self, prepared: &Prepared, threads: usize) -> u64 {
+        let outputs = Outputs::bytes(&prepared.cell.shape(), prepared.cell.dtype);
+        let cache_bytes = match prepared.cell.page_tokens {
+            Some(0) => 0,
+            _ => {
+                let cache = cache_shape(&prepared.cell);
+                let lens = std::iter::repeat_n(prepared.cell.context_tokens, cache.lists());
+                cache.bytes(lens, 0).values().sum::<u64>()
+            }
+        };
+        cache_bytes + outputs + self.workspace_bytes(prepared, threads)
+    }
+
+    fn turn(&self, prepared: &Prepared, bench: Bench<'_>) -> Result<Turn, TurnError> {
+        let cell = &prepared.cell;
+        let (shape, params, tokens) = (cell.shape(), cell.params(), cell.context_tokens);
+        let (dense, cache);
+        let kv: &dyn KvRows = if cell.page_tokens == Some(0) {
+            dense = bench.dense(tokens)?;
+            &dense
+        } else {
+            let mut filled = PagedCache::new(bench.arena, cache_shape(cell))?;
+            fill(&mut filled, cell, bench.workload.k.view(), bench.workload.v.view())?;
+            cache = filled;
+            &cache
+        };
+        let mut workspace =
+            prepared.kernel().workspace(&shape, &params, cell.dtype, bench.cpu.threads()).allocate(bench.arena)?;
+        let mut outputs = Outputs::allocate(bench.arena, &shape, cell.dtype)?;
+        bench.poison(&mut outputs);
+        let q = bench.workload.q.view().tokens(tokens - 1..tokens);
+        let call = Forward { shape, params, q, kv, cpu: bench.cpu };
+        // The first step also writes back what filling the cache left in the processor's caches: no step of a real run.
+        prepared.kernel().forward(&call, &mut outputs, &mut workspace)?;
+        let (steps_ns, result) =
+            timed(|| (0..STEPS).try_for_each(|_| prepared.kernel().forward(&call, &mut outputs, &mut workspace)));
+        result?;
+
+        let mut turn = Turn { samples_ns: [("decode", steps_ns / STEPS)].into(), ..Turn::default() };
+        if let Some(truth) = bench.truth {
+            finite(&outputs)?;
+            let o = outputs.o.view();
+            let drift =
+                |truth: &Truth| truth.drift(cell.head_dim, |[batch, head, _], row| o.read_rows(batch, head, 0, row));
+            let from_given = drift(truth);
+            // What the cache's format rounds is a result; the kernel is held to what the cache holds.
+            match cell.kv_format {
+                Some(_) => accurate(&drift(&Truth::of_call(&call)), cell.dtype)?,
+                None => accurate(&from_given, cell.dtype)?,
+            }
+            turn.drift = Some(from_given);
+        }
+        Ok(turn)
+    }
 }

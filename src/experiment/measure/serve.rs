@@ -1,57 +1,79 @@
 //! `serve`: a request trace through an allocation strategy, simulated (`docs/serving.md`).
 //!
-//! Nothing is timed and no tensor is made, so these cells take no turns and need no group: each is simulated once, and
-//! its record holds shares of the pool's slots.
+//! Nothing is timed and no tensor is made: each cell is simulated once, and its record holds shares of the pool's slots.
 
-use crate::experiment::cell::{Cell, Measure};
+use super::{Choice, Comparisons, Measure, Measurement, Runs, Scope, Stage};
+use crate::experiment::cell::Cell;
+use crate::experiment::record::{Record, Status};
 use crate::experiment::spec::Grid;
 use crate::serving::{Trace, Usage, simulate, strategy};
 
-/// The cells of a grid with `measure = "serve"`: traces by strategies by seeds.
-///
-/// # Errors
-/// In words, when an axis is missing, one does not belong here, or a name means nothing.
-pub fn expand(grid: &Grid) -> Result<Vec<Cell>, String> {
-    let strangers = [
-        ("kernel", grid.kernel.is_empty()),
-        ("context_tokens", grid.context_tokens.is_empty()),
-        ("heads", grid.heads.is_empty()),
-        ("head_dim", grid.head_dim.is_empty()),
-        ("batch", grid.batch.is_empty()),
-        ("dtype", grid.dtype.is_empty()),
-        ("window", grid.window.is_none()),
-        ("softcap", grid.softcap.is_none()),
-        ("policy", grid.policy.is_empty()),
-        ("budget", grid.budget.is_empty()),
-        ("new_tokens", grid.new_tokens.is_none()),
-        ("page_tokens", grid.page_tokens.is_empty()),
-    ];
-    if let Some((name, _)) = strangers.into_iter().find(|(_, is_absent)| !is_absent) {
-        return Err(format!("a simulation has no {name}; its axes are strategy, trace and seed"));
+/// Traces by strategies by seeds.
+pub(super) struct Serve;
+
+impl Measurement for Serve {
+    fn name(&self) -> &'static str {
+        "serve"
     }
-    if grid.strategy.is_empty() || grid.trace.is_empty() {
-        let example = "write strategy = [\"max\", \"paged:page=16\"] and trace = \"sharegpt\"";
-        return Err(format!("strategy and trace are both needed; {example}"));
+
+    fn about(&self) -> &'static str {
+        "a request trace through an allocation strategy, simulated"
     }
-    let mut cells = Vec::new();
-    for name in &grid.trace.0 {
-        let trace = Trace::parse(name).map_err(|error| error.to_string())?;
-        // What a trace draws stands in its name; what it reads does not.
-        let workload_hash = trace.file_hash().unwrap_or_default();
-        for seed in grid.seed.or(0) {
-            for choice in &grid.strategy.0 {
-                strategy(choice, trace.pool).map_err(|error| error.to_string())?;
-                cells.push(cell(choice, name, seed, &workload_hash));
+
+    fn fields(&self) -> &'static [&'static str] {
+        &["strategy", "trace"]
+    }
+
+    fn compares(&self) -> Choice {
+        Choice::Strategy
+    }
+
+    fn expand(&self, grid: &Grid, _scope: &Scope<'_>) -> Result<Vec<Cell>, String> {
+        if grid.strategy.is_empty() || grid.trace.is_empty() {
+            let example = "write strategy = [\"max\", \"paged:page=16\"] and trace = \"sharegpt\"";
+            return Err(format!("strategy and trace are both needed; {example}"));
+        }
+        let mut cells = Vec::new();
+        for name in &grid.trace.0 {
+            let trace = Trace::parse(name).map_err(|error| error.to_string())?;
+            // What a trace draws stands in its name; what it reads does not.
+            let workload_hash = trace.file_hash().unwrap_or_default();
+            for seed in grid.seed.or(0) {
+                for choice in &grid.strategy.0 {
+                    strategy(choice, trace.pool).map_err(|error| error.to_string())?;
+                    cells.push(cell(choice, name, seed, &workload_hash));
+                }
             }
         }
+        Ok(cells)
     }
-    Ok(cells)
+
+    fn runs(&self) -> Runs<'_> {
+        Runs::InComparisons(self)
+    }
+}
+
+impl Comparisons for Serve {
+    fn takes_long(&self) -> bool {
+        false
+    }
+
+    fn run(&self, records: Vec<Record>, _stage: &Stage<'_>, each: &mut dyn FnMut(&Cell)) -> Vec<Record> {
+        let run = |record: Record| {
+            each(&record.cell);
+            match simulated(&record.cell) {
+                Ok(usage) => Record { serving: Some(usage), ..record },
+                Err(reason) => Record { status: Status::Failed, reason: Some(reason), ..record },
+            }
+        };
+        records.into_iter().map(run).collect()
+    }
 }
 
 /// A cell without tensors.
 fn cell(strategy: &str, trace: &str, seed: u64, workload_hash: &str) -> Cell {
     Cell {
-        measure: Measure::Serve,
+        measure: Measure::SERVE,
         strategy: Some(strategy.into()),
         trace: Some(trace.into()),
         seed,
@@ -65,7 +87,7 @@ fn cell(strategy: &str, trace: &str, seed: u64, workload_hash: &str) -> Cell {
 /// # Errors
 /// In words, when the cell is none of a simulation, or the trace's file is no longer what it was when the experiment
 /// was read.
-pub fn run(cell: &Cell) -> Result<Usage, String> {
+fn simulated(cell: &Cell) -> Result<Usage, String> {
     let (Some(strategy), Some(name)) = (&cell.strategy, &cell.trace) else {
         return Err("a simulation needs a strategy and a trace".into());
     };

@@ -2,9 +2,8 @@
 
 use super::{RunError, Runner, latency};
 use crate::attention::Params;
-use crate::experiment::cell::{Cell, Measure};
 use crate::experiment::engine::{Engine, InputError, Inputs};
-use crate::experiment::measure::{Place, Prepared, Truth, TurnError};
+use crate::experiment::measure::{Measure, Place, Prepared, Truth, TurnError};
 use crate::experiment::record::{Record, Status, Work};
 use crate::experiment::runner::Progress;
 use crate::experiment::spec::Timing;
@@ -36,13 +35,13 @@ struct Input {
 
 impl Input {
     /// The reference's rows for a cell, computed once for all cells that are checked on the same.
-    fn truth(&mut self, cell: &Cell, engine: Engine<'_>) -> Result<Rc<Truth>, TurnError> {
-        let key = (cell.measure, cell.params());
+    fn truth(&mut self, prepared: &Prepared, engine: Engine<'_>) -> Result<Rc<Truth>, TurnError> {
+        let key = (prepared.cell.measure, prepared.cell.params());
         if let Some((_, truth)) = self.truths.iter().find(|(known, _)| *known == key) {
             return Ok(truth.clone());
         }
         let workload = self.there.workload().ok_or_else(|| TurnError::Failed("blank inputs have no truth".into()))?;
-        let truth = Rc::new(Truth::compute(cell, workload, engine.cpu())?);
+        let truth = Rc::new(prepared.truth(workload, engine.cpu())?);
         self.truths.push((key, truth.clone()));
         Ok(truth)
     }
@@ -111,7 +110,7 @@ impl Runner<'_> {
     fn checked_turn(&mut self, mut running: Running, inputs: &mut Vec<Input>) -> Result<Option<Running>, RunError> {
         (self.progress)(Progress::Turn(&running.prepared.cell));
         let input = &mut inputs[running.input];
-        let truth = input.truth(&running.prepared.cell, self.engine);
+        let truth = input.truth(&running.prepared, self.engine);
         let start = Instant::now();
         let arena = &input.there.arena;
         let before_bytes = arena.usage().live_bytes;
@@ -216,13 +215,9 @@ impl Runner<'_> {
             .into_iter()
             .map(|(phase, samples)| (phase.to_string(), latency(samples, warmups, stop)))
             .collect();
-        let phase = if prepared.main_phase() == "decode" && record.eviction.is_some() {
-            "prefill"
-        } else {
-            prepared.main_phase()
-        };
-        if let Some(latency) = record.latency.get(phase) {
-            let (flops, kv_bytes_read) = prepared.work();
+        let work = prepared.work();
+        if let Some(latency) = record.latency.get(work.phase) {
+            let (flops, kv_bytes_read) = (work.flops, work.kv_bytes_read);
             record.work = Some(Work { flops, kv_bytes_read, flops_per_s: flops as f64 / (latency.median_ns / 1e9) });
         }
         self.end(record)
@@ -237,7 +232,7 @@ fn ended(record: Record, error: &TurnError) -> Record {
 
 /// Why a cell has enough samples, if it has.
 fn stop_reason(timing: &Timing, running: &Running) -> Option<&'static str> {
-    let samples = running.samples_ns.get(running.prepared.main_phase())?;
+    let samples = running.samples_ns.get(running.prepared.cell.measure.phase())?;
     if samples.len() >= timing.min_rounds {
         let values: Vec<f64> = samples.iter().map(|&ns| ns as f64).collect();
         let (median, low, high) = median_with_interval(&values);

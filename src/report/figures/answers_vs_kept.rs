@@ -2,7 +2,7 @@
 
 use super::Data;
 use crate::experiment::answers::{Answers, Estimate};
-use crate::experiment::cell::Measure;
+use crate::experiment::measure::Measure;
 use crate::experiment::record::Status;
 use crate::report::answers::{Pool, pools};
 use crate::report::chart::{Axis, Chart, Interval, Point, Quantity, Series};
@@ -44,7 +44,7 @@ fn chart(
     y: Axis,
     value: impl Fn(&Pool) -> Option<Estimate>,
 ) -> Option<Chart> {
-    let (pools, subtitle) = pools(&data.of(Measure::Eval));
+    let (pools, subtitle) = pools(&data.of(Measure::EVAL));
     let mut series: BTreeMap<(String, String), Vec<Point>> = BTreeMap::new();
     for pool in &pools {
         // A logarithm has no place for a full cache's divergence from itself.

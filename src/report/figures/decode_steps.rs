@@ -1,7 +1,8 @@
 //! A long answer, step by step: bytes in use, drift, and attention that falls on tokens that are gone.
 
 use super::{Data, Reading, policy, rounding};
-use crate::experiment::cell::{Cell, Measure};
+use crate::experiment::cell::Cell;
+use crate::experiment::measure::Measure;
 use crate::experiment::record::{Record, Status, Step};
 use crate::report::chart::{Axis, Chart, Quantity};
 use crate::report::naming::{BUDGET, CONTEXT, HEADS, KERNEL, Naming};
@@ -96,7 +97,7 @@ pub fn regret(data: &Data) -> Option<Chart> {
 
 /// The records with a long course of steps whose policy's name is `wanted`, at the longest context that has any.
 fn long_answers<'a>(data: &Data<'a>, wanted: impl Fn(&str) -> bool) -> Vec<&'a Record> {
-    let mut records = data.of(Measure::Evict);
+    let mut records = data.of(Measure::EVICT);
     records.retain(|record| {
         let long = record.cell.new_tokens >= LEAST_STEPS && record.eviction.is_some();
         record.status == Status::Ok && long && wanted(&policy(record))

@@ -1,19 +1,19 @@
 //! Rounding error of the kernels against context.
 
 use super::{Data, context, drift_at};
-use crate::experiment::cell::Measure;
+use crate::experiment::measure::Measure;
 use crate::experiment::record::{Record, Status};
 use crate::report::chart::{Axis, Chart, Quantity};
 use crate::report::naming::{HEADS, Naming};
 
 /// Of forward passes.
 pub fn forward(data: &Data) -> Option<Chart> {
-    chart(data, Measure::Forward, "drift-vs-context", "Rounding error of a forward pass")
+    chart(data, Measure::FORWARD, "drift-vs-context", "Rounding error of a forward pass")
 }
 
 /// Of backward passes.
 pub fn backward(data: &Data) -> Option<Chart> {
-    chart(data, Measure::Backward, "backward-drift-vs-context", "Rounding error of a backward pass")
+    chart(data, Measure::BACKWARD, "backward-drift-vs-context", "Rounding error of a backward pass")
 }
 
 fn chart(data: &Data, measure: Measure, id: &str, title: &str) -> Option<Chart> {

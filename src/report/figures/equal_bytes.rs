@@ -1,7 +1,7 @@
 //! The same KV bytes spent on many heads and few tokens, or on few heads and many tokens.
 
 use super::{Data, Reading, budget, drift_at, policy, rounding};
-use crate::experiment::cell::Measure;
+use crate::experiment::measure::Measure;
 use crate::experiment::record::{Record, Status};
 use crate::report::chart::{Axis, Chart, Quantity};
 use crate::report::naming::{KERNEL, Naming};
@@ -70,7 +70,7 @@ fn chart(data: &Data, y: Axis, caption: &str, read: impl Fn(f64, &Record) -> Opt
 
 /// The `ok` records whose KV bytes without eviction are those of another number of KV heads over another context.
 fn comparable<'a>(data: &Data<'a>) -> Vec<&'a Record> {
-    let mut records = data.of(Measure::Evict);
+    let mut records = data.of(Measure::EVICT);
     records.retain(|record| record.status == Status::Ok && record.eviction.is_some());
     let dense = |record: &Record| record.eviction.as_ref().map(|eviction| eviction.kv_bytes_dense);
     let mut shapes: BTreeMap<Option<u64>, BTreeSet<(usize, usize)>> = BTreeMap::new();

@@ -1,7 +1,7 @@
 //! What grouped-query attention saves: KV bytes for each token, and time, against the number of KV heads.
 
 use super::{Data, Reading};
-use crate::experiment::cell::Measure;
+use crate::experiment::measure::Measure;
 use crate::experiment::record::{Record, Status};
 use crate::memory::Label;
 use crate::report::chart::{Axis, Chart, Quantity, Series};
@@ -10,7 +10,7 @@ use crate::report::naming::{CONTEXT, Naming, Q_HEADS};
 /// Keys and values of one token, in bytes.
 pub fn bytes_per_token(data: &Data) -> Option<Chart> {
     let all = |measure| comparable(data, measure, |record| kv_bytes(record).is_some());
-    let records = Some(all(Measure::Decode)).filter(|found| !found.is_empty()).unwrap_or_else(|| all(Measure::Forward));
+    let records = Some(all(Measure::DECODE)).filter(|found| !found.is_empty()).unwrap_or_else(|| all(Measure::FORWARD));
     let read = |record: &Record| {
         let cell = &record.cell;
         let elements = 2 * cell.kv_heads * cell.head_dim;
@@ -35,12 +35,12 @@ pub fn bytes_per_token(data: &Data) -> Option<Chart> {
 
 /// Time of a forward pass.
 pub fn forward_latency(data: &Data) -> Option<Chart> {
-    latency(data, Measure::Forward, "forward-latency-vs-kv-heads", "Time of a forward pass against KV heads")
+    latency(data, Measure::FORWARD, "forward-latency-vs-kv-heads", "Time of a forward pass against KV heads")
 }
 
 /// Time of a decode step.
 pub fn decode_latency(data: &Data) -> Option<Chart> {
-    latency(data, Measure::Decode, "decode-latency-vs-kv-heads", "Time of a decode step against KV heads")
+    latency(data, Measure::DECODE, "decode-latency-vs-kv-heads", "Time of a decode step against KV heads")
 }
 
 fn latency(data: &Data, measure: Measure, id: &str, title: &str) -> Option<Chart> {

@@ -1,7 +1,7 @@
 //! Where the slots of a pool are under each allocation strategy, beside what the vLLM paper prints.
 
 use super::Data;
-use crate::experiment::cell::Measure;
+use crate::experiment::measure::Measure;
 use crate::experiment::record::{Record, Status};
 use crate::report::bars::{Bar, Bars, Part};
 use crate::report::palette::Colour;
@@ -22,7 +22,7 @@ pub fn bars(data: &Data) -> Option<Bars> {
     // Records come sorted by trace and then by strategy.
     type Seeds<'r> = Vec<(&'r Record, &'r Usage)>;
     let mut bars: Vec<(String, String, Seeds)> = Vec::new();
-    for record in data.of(Measure::Serve).into_iter().filter(|record| record.status == Status::Ok) {
+    for record in data.of(Measure::SERVE).into_iter().filter(|record| record.status == Status::Ok) {
         let (Some(trace), Some(strategy), Some(usage)) = (&record.cell.trace, &record.cell.strategy, &record.serving)
         else {
             continue;

@@ -4,7 +4,7 @@
 //! bytes, or where there are too many curves to tell apart, a budget's policies become one curve.
 
 use super::{Data, Reading, budget, context, policy};
-use crate::experiment::cell::Measure;
+use crate::experiment::measure::Measure;
 use crate::experiment::record::{Record, Status};
 use crate::report::chart::{Axis, Chart, MOST_CURVES, Quantity, Series};
 use crate::report::naming::{HEADS, KERNEL, Naming};
@@ -13,7 +13,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// The figure.
 pub fn chart(data: &Data) -> Option<Chart> {
-    let mut records = data.over_contexts(Measure::Evict);
+    let mut records = data.over_contexts(Measure::EVICT);
     records.retain(|record| record.status == Status::Ok && record.eviction.is_some());
     let naming = Naming::over(&records, &[HEADS, KERNEL]);
     let single = data.series(&records, &naming, alone, context, read);

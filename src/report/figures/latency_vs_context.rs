@@ -1,24 +1,24 @@
 //! Time of the kernels against context.
 
 use super::{Data, Reading, context};
-use crate::experiment::cell::Measure;
+use crate::experiment::measure::Measure;
 use crate::experiment::record::{Record, Status};
 use crate::report::chart::{Axis, Chart, Quantity};
 use crate::report::naming::{HEADS, Naming};
 
 /// Of forward passes.
 pub fn forward(data: &Data) -> Option<Chart> {
-    chart(data, Measure::Forward, "latency-vs-context", "Time of a forward pass")
+    chart(data, Measure::FORWARD, "latency-vs-context", "Time of a forward pass")
 }
 
 /// Of backward passes.
 pub fn backward(data: &Data) -> Option<Chart> {
-    chart(data, Measure::Backward, "backward-latency-vs-context", "Time of a backward pass")
+    chart(data, Measure::BACKWARD, "backward-latency-vs-context", "Time of a backward pass")
 }
 
 /// Of decode steps over the whole cache.
 pub fn decode(data: &Data) -> Option<Chart> {
-    chart(data, Measure::Decode, "decode-latency-vs-context", "Time of a decode step over the whole cache")
+    chart(data, Measure::DECODE, "decode-latency-vs-context", "Time of a decode step over the whole cache")
 }
 
 fn chart(data: &Data, measure: Measure, id: &str, title: &str) -> Option<Chart> {

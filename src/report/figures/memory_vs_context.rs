@@ -1,7 +1,7 @@
 //! Peak memory of the kernels against context: measured points on the line that the formula predicts.
 
 use super::{Data, Reading, context};
-use crate::experiment::cell::Measure;
+use crate::experiment::measure::Measure;
 use crate::experiment::record::{Record, Status};
 use crate::report::chart::{Axis, Chart, Quantity, Rule};
 use crate::report::naming::{HEADS, Naming};
@@ -9,12 +9,12 @@ use crate::units;
 
 /// Of forward passes.
 pub fn forward(data: &Data) -> Option<Chart> {
-    chart(data, Measure::Forward, "memory-vs-context", "Memory of a forward pass")
+    chart(data, Measure::FORWARD, "memory-vs-context", "Memory of a forward pass")
 }
 
 /// Of backward passes.
 pub fn backward(data: &Data) -> Option<Chart> {
-    chart(data, Measure::Backward, "backward-memory-vs-context", "Memory of a backward pass")
+    chart(data, Measure::BACKWARD, "backward-memory-vs-context", "Memory of a backward pass")
 }
 
 fn chart(data: &Data, measure: Measure, id: &str, title: &str) -> Option<Chart> {

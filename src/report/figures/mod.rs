@@ -35,7 +35,8 @@ use super::heat::Heat;
 use super::naming::{BUDGET, CONTEXT, HEADS, KERNEL, Naming};
 use super::palette::{self, Style};
 use super::rows::Rows;
-use crate::experiment::cell::{Cell, Measure};
+use crate::experiment::cell::Cell;
+use crate::experiment::measure::Measure;
 use crate::experiment::record::{Latency, Record, Status};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -157,9 +158,9 @@ impl<'a> Data<'a> {
         curves(self.of(measure), |cell| std::mem::take(&mut cell.context_tokens))
     }
 
-    /// The `ok` records of [`Measure::Evict`] at the longest context that has any.
+    /// The `ok` records of [`Measure::EVICT`] at the longest context that has any.
     pub fn evicted_at_longest_context(&self) -> Vec<&'a Record> {
-        let mut records = self.of(Measure::Evict);
+        let mut records = self.of(Measure::EVICT);
         records.retain(|record| record.status == Status::Ok && record.eviction.is_some());
         let longest = records.iter().map(|record| record.cell.context_tokens).max();
         records.retain(|record| Some(record.cell.context_tokens) == longest);

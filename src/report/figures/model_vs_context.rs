@@ -1,7 +1,7 @@
 //! What a whole model takes against context: peak memory, time to the first token, time of a token.
 
 use super::{Data, Reading, policy};
-use crate::experiment::cell::Measure;
+use crate::experiment::measure::Measure;
 use crate::experiment::record::Record;
 use crate::report::chart::{Axis, Chart, Quantity};
 use crate::report::naming::{BUDGET, HEADS, KERNEL, Naming, SAMPLES};
@@ -47,7 +47,7 @@ fn chart(
     y: Axis,
     read: impl Fn(&Record) -> Option<Reading>,
 ) -> Option<Chart> {
-    let mut records = data.over_contexts(Measure::Eval);
+    let mut records = data.over_contexts(Measure::EVAL);
     records.retain(|record| record.answers.is_some());
     let naming = Naming::over(&records, &[BUDGET, SAMPLES, HEADS, KERNEL]);
     let key = |record: &Record| record.cell.context_tokens.to_string();

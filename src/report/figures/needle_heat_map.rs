@@ -1,7 +1,7 @@
 //! Where needles are found: score by depth and length of the context, a map for each policy.
 
 use super::{Data, Picture};
-use crate::experiment::cell::Measure;
+use crate::experiment::measure::Measure;
 use crate::experiment::record::Record;
 use crate::report::answers::by_length;
 use crate::report::heat::{Across, Heat, Panel};
@@ -12,7 +12,7 @@ const ROWS: usize = 5;
 
 /// The figure; `None` with fewer than two lengths or two depths.
 pub fn heat(data: &Data) -> Option<Picture> {
-    let mut records = data.of(Measure::Eval);
+    let mut records = data.of(Measure::EVAL);
     records.retain(|record| record.answers.as_ref().is_some_and(|answers| !answers.sample_depths.is_empty()));
     let (maps, common) = by_length(&records);
     let mut contexts: Vec<usize> = records.iter().map(|record| record.cell.context_tokens).collect();

@@ -1,7 +1,8 @@
 //! The size of a page: what it wastes of the memory that requests hold, and what it costs a decode step.
 
 use super::{Data, Reading};
-use crate::experiment::cell::{Cell, Measure};
+use crate::experiment::cell::Cell;
+use crate::experiment::measure::Measure;
 use crate::experiment::record::{Record, Status};
 use crate::named::Named;
 use crate::report::chart::{Axis, Chart, Quantity};
@@ -15,7 +16,7 @@ pub fn chart(data: &Data) -> Option<Chart> {
         let records = data.of(measure).into_iter().filter(|record| record.status == Status::Ok);
         records.collect::<Vec<&Record>>()
     };
-    let decoded: Vec<&Record> = ok(Measure::Decode).into_iter().filter(|r| r.cell.page_tokens.is_some()).collect();
+    let decoded: Vec<&Record> = ok(Measure::DECODE).into_iter().filter(|r| r.cell.page_tokens.is_some()).collect();
     // The size of a page is the axis here and sets no series apart.
     let of_any_page: Vec<Record> = decoded
         .iter()
@@ -27,7 +28,7 @@ pub fn chart(data: &Data) -> Option<Chart> {
         data.series(&decoded, &naming, |_| "slower decode step".into(), page, |record| slow_down(record, &decoded));
     let trace = |record: &Record| format!("wasted memory, {}", record.cell.trace.as_deref().unwrap_or_default());
     // Pools and requests are all that matters to a simulation, and the trace's name says it.
-    let wasted = data.series(&ok(Measure::Serve), &Naming::over(&[], &[]), trace, page, |record| {
+    let wasted = data.series(&ok(Measure::SERVE), &Naming::over(&[], &[]), trace, page, |record| {
         let waste = record.serving.as_ref()?.waste_of_held;
         Some(Reading::measured(page_tokens(&record.cell)? as f64, waste, None))
     });

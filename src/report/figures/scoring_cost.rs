@@ -1,7 +1,7 @@
 //! What choosing costs: time of scoring and evicting relative to prefill.
 
 use super::{Data, Reading, context, policy};
-use crate::experiment::cell::Measure;
+use crate::experiment::measure::Measure;
 use crate::experiment::record::{Record, Status};
 use crate::report::chart::{Axis, Chart, Quantity};
 use crate::report::naming::{HEADS, KERNEL, Naming};
@@ -9,7 +9,7 @@ use crate::report::palette;
 
 /// The figure.
 pub fn chart(data: &Data) -> Option<Chart> {
-    let mut records = data.over_contexts(Measure::Evict);
+    let mut records = data.over_contexts(Measure::EVICT);
     // Looking into the future costs a policy nothing that could be measured.
     let chooses = |name: &str| !palette::is_baseline(name) && !palette::is_oracle(name);
     records.retain(|record| record.status == Status::Ok && chooses(&policy(record)));

@@ -14,7 +14,7 @@ struct Backward {
     backward: BackwardPlan,
 }
 
-pub(super) fn task(cell: &Cell, kernel: &dyn CudaKernel, limits: &Limits) -> Planned {
+pub(in crate::experiment::measure) fn task(cell: &Cell, kernel: &dyn CudaKernel, limits: &Limits) -> Planned {
     let (shape, params) = (cell.shape(), cell.params());
     let forward = kernel.plan(&shape, &params, cell.dtype, limits)?;
     let backward = kernel.plan_backward(&shape, &params, cell.dtype, limits)?;

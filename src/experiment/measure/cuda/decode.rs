@@ -23,7 +23,7 @@ struct Decode {
     plan: Plan,
 }
 
-pub(super) fn task(cell: &Cell, kernel: &dyn CudaKernel, limits: &Limits) -> Planned {
+pub(in crate::experiment::measure) fn task(cell: &Cell, kernel: &dyn CudaKernel, limits: &Limits) -> Planned {
     let (shape, params) = (cell.shape(), cell.params());
     let plan = match (cell.page_tokens, kernel.name()) {
         (Some(0), _) => kernel.plan(&shape, &params, cell.dtype, limits)?,

@@ -11,7 +11,7 @@ struct Forward {
     plan: Plan,
 }
 
-pub(super) fn task(cell: &Cell, kernel: &dyn CudaKernel, limits: &Limits) -> Planned {
+pub(in crate::experiment::measure) fn task(cell: &Cell, kernel: &dyn CudaKernel, limits: &Limits) -> Planned {
     let plan = kernel.plan(&cell.shape(), &cell.params(), cell.dtype, limits)?;
     Ok(Box::new(Forward { cell: cell.clone(), plan }))
 }

@@ -4,10 +4,10 @@
 //! when the turn ends, and is what `bytes` said; the checked turn fills outputs with NaN, reads them back and compares
 //! them with the f64 reference. Times are the GPU's own, by events, with a cold L2 ([`Runtime::sweep_l2`]).
 
-mod backward;
-mod decode;
-mod evict;
-mod forward;
+pub(super) mod backward;
+pub(super) mod decode;
+pub(super) mod evict;
+pub(super) mod forward;
 mod inputs;
 mod pages;
 mod written;
@@ -19,8 +19,7 @@ use super::{Truth, Turn, TurnError};
 use crate::attention::AttentionError;
 use crate::attention::cuda::cuda_kernel;
 use crate::device::cuda::{Limits, Program, Runtime};
-use crate::experiment::cell::{Cell, Measure};
-use crate::experiment::engine::MODELS_ON_CPU;
+use crate::experiment::cell::Cell;
 use crate::memory::Arena;
 use crate::policy::Registry;
 
@@ -67,15 +66,8 @@ pub struct Bench<'a> {
 pub(in crate::experiment) fn task(cell: &Cell, registry: &Registry, limits: &Limits) -> Result<Box<dyn Task>, String> {
     let kernel = cuda_kernel(&cell.kernel).map_err(|error| error.to_string())?;
     cell.kv_format().on_gpu()?;
-    let task = match cell.measure {
-        Measure::Forward => forward::task(cell, kernel, limits),
-        Measure::Backward => backward::task(cell, kernel, limits),
-        Measure::Decode => decode::task(cell, kernel, limits),
-        Measure::Evict => return evict::task(cell, registry, kernel, limits),
-        Measure::Serve => return Err("a simulation needs no GPU".into()),
-        Measure::Eval => return Err(MODELS_ON_CPU.into()),
-    };
-    task.map_err(|error: AttentionError| error.to_string())
+    let turns = cell.measure.turns().ok_or_else(|| format!("{} takes no turns", cell.measure.name()))?;
+    turns.task(cell, registry, kernel, limits)
 }
 
 /// A task, or what its kernel cannot do.

@@ -3,8 +3,9 @@
 use super::PERPLEXITY;
 use crate::attention;
 use crate::eval::{EvalError, documents, prompts};
-use crate::experiment::cell::{Cell, Measure};
-use crate::experiment::grid::choices;
+use crate::experiment::cell::Cell;
+use crate::experiment::measure::Measure;
+use crate::experiment::policy_axis::choices;
 use crate::experiment::spec::Grid;
 use crate::model::{BUILTIN, Config, Eviction, ModelError, Text, fingerprint, locate};
 use crate::policy::{Budget, Registry};
@@ -21,20 +22,6 @@ const TEXT_NEW_TOKENS: usize = 128;
 /// # Errors
 /// In words, when an axis is missing, one does not belong here, a name means nothing, or a model cannot do what is asked.
 pub fn expand(grid: &Grid, registry: &Registry) -> Result<Vec<Cell>, String> {
-    let strangers = [
-        ("heads", grid.heads.is_empty()),
-        ("head_dim", grid.head_dim.is_empty()),
-        ("batch", grid.batch.is_empty()),
-        ("layers", grid.layers.is_empty()),
-        ("window", grid.window.is_none()),
-        ("softcap", grid.softcap.is_none()),
-        ("page_tokens", grid.page_tokens.is_empty()),
-        ("strategy", grid.strategy.is_empty()),
-        ("trace", grid.trace.is_empty()),
-    ];
-    if let Some((name, _)) = strangers.into_iter().find(|(_, is_absent)| !is_absent) {
-        return Err(format!("an evaluation has no {name}; the model decides"));
-    }
     if grid.context_tokens.is_empty() {
         return Err("context_tokens is missing; write context_tokens = \"1k\"".into());
     }
@@ -110,7 +97,7 @@ impl Opened {
                             kernels.iter().flat_map(|name| types.iter().map(move |types| (name, types)))
                         {
                             let cell = Cell {
-                                measure: Measure::Eval,
+                                measure: Measure::EVAL,
                                 model: Some(model.into()),
                                 task: Some(task.clone()),
                                 text: grid.text.as_ref().map(|path| path.display().to_string()),

@@ -40,20 +40,6 @@ pub struct Numbers {
     pub samples_ns: BTreeMap<&'static str, Vec<u64>>,
 }
 
-/// Cells by what they share.
-pub fn groups(cells: Vec<&Cell>) -> Vec<Vec<&Cell>> {
-    let shared = |cell: &Cell| cell.without_choice().id();
-    let mut groups: Vec<(String, Vec<&Cell>)> = Vec::new();
-    for cell in cells {
-        let id = shared(cell);
-        match groups.iter_mut().find(|(known, _)| *known == id) {
-            Some((_, cells)) => cells.push(cell),
-            None => groups.push((id, vec![cell])),
-        }
-    }
-    groups.into_iter().map(|(_, cells)| cells).collect()
-}
-
 /// Evaluates a group; `each` is told of the cell that is at work.
 ///
 /// # Errors

@@ -1,14 +1,103 @@
 //! `eval`: what a model answers under policies and budgets (`docs/evaluation.md`).
 //!
-//! Cells take no turns of their own: those that differ only in policy and budget are a group, whose contexts are read
-//! once and judged by all of them.
+//! Cells that differ only in policy and budget are one comparison, whose contexts are read once and evicted by all of them.
 
 mod grid;
 mod group;
 mod tally;
 
-pub use grid::expand;
-pub use group::{Ended, groups, run, status_of};
+use super::{Choice, Comparisons, Measurement, Runs, Scope, Stage};
+use crate::experiment::cell::Cell;
+use crate::experiment::engine::Engine;
+use crate::experiment::record::{Record, Status};
+use crate::experiment::runner::latency;
+use crate::experiment::spec::Grid;
 
 /// The task of going on with a text of the user's.
 pub const PERPLEXITY: &str = "perplexity";
+
+/// Models by contexts by tasks by policies by budgets by seeds.
+pub(super) struct Eval;
+
+impl Measurement for Eval {
+    fn name(&self) -> &'static str {
+        "eval"
+    }
+
+    fn about(&self) -> &'static str {
+        "a model's answers to tasks, with its cache evicted by policies"
+    }
+
+    fn fields(&self) -> &'static [&'static str] {
+        &[
+            "model",
+            "task",
+            "text",
+            "samples",
+            "query_aware",
+            "beyond_limit",
+            "kernel",
+            "context_tokens",
+            "dtype",
+            "kv_format",
+            "policy",
+            "budget",
+            "policy_file",
+            "new_tokens",
+        ]
+    }
+
+    fn compares(&self) -> Choice {
+        Choice::Policy
+    }
+
+    fn phase(&self) -> &'static str {
+        "decode"
+    }
+
+    fn expand(&self, grid: &Grid, scope: &Scope<'_>) -> Result<Vec<Cell>, String> {
+        let cells = grid::expand(grid, scope.registry)?;
+        Ok(cells.into_iter().map(|cell| Cell { device: scope.device, ..cell }).collect())
+    }
+
+    fn runs(&self) -> Runs<'_> {
+        Runs::InComparisons(self)
+    }
+}
+
+impl Comparisons for Eval {
+    fn refusal(&self, engine: Engine<'_>) -> Option<String> {
+        engine.for_models().err()
+    }
+
+    fn takes_long(&self) -> bool {
+        true
+    }
+
+    fn run(&self, records: Vec<Record>, stage: &Stage<'_>, each: &mut dyn FnMut(&Cell)) -> Vec<Record> {
+        let cells: Vec<&Cell> = records.iter().map(|record| &record.cell).collect();
+        let ended = match stage.engine.for_models() {
+            Ok(cpu) => group::run(&cells, stage.registry, cpu, stage.limit_bytes, each)
+                .map_err(|error| group::status_of(&error)),
+            Err(reason) => Err((Status::Skipped, reason)),
+        };
+        let ended = ended.unwrap_or_else(|(status, reason)| {
+            let all = |_| group::Ended { result: Err((status, reason.clone())), warnings: Vec::new() };
+            cells.iter().map(all).collect()
+        });
+        records.into_iter().zip(ended).map(|(record, ended)| filled(record, ended)).collect()
+    }
+}
+
+/// A record with what its cell measured, or why it did not.
+fn filled(record: Record, ended: group::Ended) -> Record {
+    let record = Record { warnings: ended.warnings, ..record };
+    match ended.result {
+        Err((status, reason)) => Record { status, reason: Some(reason), ..record },
+        Ok(numbers) => {
+            let phase = |(phase, samples): (&str, Vec<u64>)| (phase.to_string(), latency(samples, 0, "samples"));
+            let latency = numbers.samples_ns.into_iter().map(phase).collect();
+            Record { memory: Some(numbers.memory), latency, answers: Some(numbers.answers), ..record }
+        }
+    }
+}

@@ -6,7 +6,8 @@ use super::{Trial, lengths};
 use crate::attention::{Forward, KvRows, Outputs, Shape, kernel};
 use crate::eviction::Session;
 use crate::experiment::measure::check::finite;
-use crate::experiment::measure::{Prepared, Turn, TurnError, timed};
+use crate::experiment::measure::turns::timed;
+use crate::experiment::measure::{Prepared, Turn, TurnError};
 use crate::memory::Label;
 use crate::policy::sparse::{Lists, Reading, Start};
 

@@ -14,20 +14,117 @@ pub(super) mod outcome;
 mod predict;
 mod steps;
 
-pub(super) use predict::predict;
-
-use super::check::finite;
-use super::{Bench, Prepared, Turn, TurnError, timed};
+use super::check::{finite, rows_of};
+use super::pass::{self, fields_of_passes};
+use super::turns::timed;
+use super::{Bench, Choice, Measurement, Prepared, Runs, Scope, Turn, TurnError, TurnWork, Turns, cuda};
+use crate::attention::cuda::CudaKernel;
 use crate::attention::rope::Frequencies;
 use crate::attention::{Forward, Outputs, Shape, Workspace};
 use crate::cache::{CacheShape, PAGE_TOKENS, PagedCache, Sequences};
+use crate::device::cuda::Limits;
 use crate::eviction::{Plan, Session};
+use crate::experiment::cell::Cell;
+use crate::experiment::spec::Grid;
 use crate::memory::{Buffer, Label};
-use crate::policy::Policy;
+use crate::policy::{Policy, Registry};
 use crate::tensor::TensorView;
 use lengths::Lengths;
 use outcome::{Evicted, Kept};
 use steps::Queries;
+
+/// Decode steps where nothing is said.
+const NEW_TOKENS: usize = 32;
+/// Decode steps that are compared at most.
+const CHECKED_STEPS: usize = 128;
+
+/// Prefill, eviction, and `new_tokens` decode steps.
+pub(super) struct Evict;
+
+impl Measurement for Evict {
+    fn name(&self) -> &'static str {
+        "evict"
+    }
+
+    fn about(&self) -> &'static str {
+        "prefill, eviction by a policy, and decode steps over what is retained"
+    }
+
+    fn fields(&self) -> &'static [&'static str] {
+        fields_of_passes!("kv_format", "policy", "budget", "policy_file", "layers", "new_tokens")
+    }
+
+    fn compares(&self) -> Choice {
+        Choice::Policy
+    }
+
+    fn phase(&self) -> &'static str {
+        "decode"
+    }
+
+    fn expand(&self, grid: &Grid, scope: &Scope<'_>) -> Result<Vec<Cell>, String> {
+        if grid.policy.is_empty() {
+            return Err("policy is missing; write policy = [\"full\", \"snapkv\"]".into());
+        }
+        if !grid.causal || grid.window.is_some() {
+            return Err("eviction is measured with a causal mask and without a window".into());
+        }
+        if grid.new_tokens == Some(0) {
+            return Err("new_tokens is 0; at least 1 decode step is needed to see what eviction does".into());
+        }
+        pass::expand(grid, scope, "tiled", NEW_TOKENS)
+    }
+
+    fn runs(&self) -> Runs<'_> {
+        Runs::InTurns(self)
+    }
+}
+
+impl Turns for Evict {
+    fn checked_rows(&self, cell: &Cell, shape: &Shape) -> Vec<[usize; 3]> {
+        let steps = sampled_steps(cell.new_tokens).into_iter().map(|step| cell.context_tokens + step);
+        rows_of(shape, &steps.collect::<Vec<_>>())
+    }
+
+    fn predict(&self, prepared: &Prepared, threads: usize) -> u64 {
+        predict::predict(prepared, threads)
+    }
+
+    fn work(&self, prepared: &Prepared) -> TurnWork {
+        let (cell, budget_tokens) = (&prepared.cell, prepared.budget_tokens);
+        let flops = cell.shape().flops(&cell.params());
+        let kv_bytes_read = match prepared.policy.as_ref().and_then(|policy| policy.reader.as_ref()) {
+            Some(reader) => {
+                let context = cell.context_tokens;
+                reader.step_bytes(&cache_shape(prepared), budget_tokens, context, context)
+            }
+            None => prepared.kv_bytes(budget_tokens),
+        };
+        // Scores cost about half of what attention does.
+        TurnWork { flops, phase: "prefill", kv_bytes_read, passes: 1.5, reads: 2.0 * cell.new_tokens as f64 }
+    }
+
+    fn turn(&self, prepared: &Prepared, bench: Bench<'_>) -> Result<Turn, TurnError> {
+        turn(prepared, bench)
+    }
+
+    fn task(
+        &self,
+        cell: &Cell,
+        registry: &Registry,
+        kernel: &dyn CudaKernel,
+        limits: &Limits,
+    ) -> Result<Box<dyn cuda::Task>, String> {
+        cuda::evict::task(cell, registry, kernel, limits)
+    }
+}
+
+/// Decode steps that are compared: all of them, or evenly many where they are more than [`CHECKED_STEPS`]; the last is
+/// among them.
+fn sampled_steps(steps: usize) -> Vec<usize> {
+    let count = steps.min(CHECKED_STEPS);
+    (1..=count).map(|index| index * steps / count - 1).collect()
+}
 
 /// The policy of a cell, if it ever judges.
 fn judging(prepared: &Prepared) -> Option<&Policy> {
@@ -63,7 +160,7 @@ struct Trial<'a> {
     session: Option<Session<'a>>,
 }
 
-pub(super) fn turn(prepared: &Prepared, bench: Bench<'_>) -> Result<Turn, TurnError> {
+fn turn(prepared: &Prepared, bench: Bench<'_>) -> Result<Turn, TurnError> {
     let cell = &prepared.cell;
     let mut turn = Turn::default();
     let name = cell.policy.as_deref().unwrap_or_default();

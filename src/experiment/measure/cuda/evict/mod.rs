@@ -16,8 +16,8 @@ use crate::attention::{AttentionError, Shape};
 use crate::cache::{self, CacheShape, PAGE_TOKENS};
 use crate::device::cuda::{Limits, Program};
 use crate::experiment::cell::Cell;
-use crate::experiment::measure::budget_tokens;
 use crate::experiment::measure::evict::lengths::Lengths;
+use crate::experiment::measure::prepared::budget_tokens;
 use crate::policy::{Policy, Registry, Statistic};
 use std::ops::Range;
 
@@ -42,7 +42,7 @@ struct Chunk {
     paged: bool,
 }
 
-pub(super) fn task(
+pub(in crate::experiment::measure) fn task(
     cell: &Cell,
     registry: &Registry,
     kernel: &dyn CudaKernel,

@@ -1,0 +1,156 @@
+//! A cell that takes turns, with everything that its names stand for: its kernel or its plan for a GPU, its policy, its budget.
+
+use super::check::Truth;
+use super::cuda;
+use super::turns::{Bench, Turn, TurnError, TurnWork, Turns};
+use crate::attention::Kernel;
+use crate::device::Cpu;
+use crate::experiment::cell::Cell;
+use crate::experiment::engine::{Engine, Inputs, Tensors};
+use crate::policy::{Budget, BudgetError, Policy, Registry};
+use crate::workload::{Extents, Workload};
+
+/// A cell with everything its names stand for.
+pub struct Prepared {
+    /// The cell.
+    pub cell: Cell,
+    /// How its measure takes turns.
+    turns: &'static dyn Turns,
+    /// Its kernel, where it runs.
+    pub place: Place,
+    /// Its policy; one that keeps everything where nothing is evicted.
+    pub policy: Option<Policy>,
+    /// Tokens that each KV head may keep.
+    pub budget_tokens: usize,
+}
+
+/// What the name of a cell's kernel stands for on the device of the run.
+pub enum Place {
+    /// A kernel of the CPU.
+    Cpu(Box<dyn Kernel>),
+    /// What is planned for a GPU.
+    Cuda(Box<dyn cuda::Task>),
+    /// Nothing that runs there, and why: the cell is skipped.
+    Nowhere(String),
+}
+
+/// Tokens that each KV head of a cell may keep.
+pub(super) fn budget_tokens(cell: &Cell, policy: Option<&Policy>) -> Result<usize, String> {
+    let budget: Option<Budget> = match &cell.budget {
+        Some(text) => Some(text.parse().map_err(|error: BudgetError| error.to_string())?),
+        None => None,
+    };
+    let (Some(policy), Some(name)) = (policy, &cell.policy) else { return Ok(cell.context_tokens) };
+    let token_bytes = cell.kv_format().token_bytes(cell.head_dim);
+    let lists = cell.shape().batch * cell.kv_heads;
+    let tokens = policy.budget_tokens(name, budget.as_ref(), cell.context_tokens, token_bytes, lists);
+    tokens.map_err(|error| error.to_string())
+}
+
+impl Prepared {
+    /// Resolves a cell's names.
+    ///
+    /// # Errors
+    /// In words, when a name or the budget means nothing.
+    pub fn new(cell: Cell, registry: &Registry, engine: Engine<'_>) -> Result<Self, String> {
+        let turns = cell.measure.turns().ok_or_else(|| format!("{} takes no turns", cell.measure.name()))?;
+        let place = engine.place(&cell, registry).unwrap_or_else(Place::Nowhere);
+        let policy = cell.build_policy(registry).map_err(|error| error.to_string())?;
+        let budget_tokens = budget_tokens(&cell, policy.as_ref())?;
+        Ok(Prepared { cell, turns, place, policy, budget_tokens })
+    }
+
+    /// Whether the budget leaves its policy nothing to evict. A policy that keeps everything whatever its budget is
+    /// another matter: it runs, and is found out.
+    pub fn budget_holds_context(&self) -> bool {
+        let context = self.cell.context_tokens;
+        if let Some(reader) = self.policy.as_ref().and_then(|policy| policy.reader.as_ref()) {
+            return self.cell.budget.is_some() && reader.reads_all(self.budget_tokens, context);
+        }
+        let judges = self.policy.as_ref().is_some_and(|policy| policy.scorer.is_some());
+        judges && self.cell.budget.is_some() && self.budget_tokens >= context
+    }
+
+    /// Extents of the inputs.
+    pub fn extents(&self) -> Extents {
+        let Cell { layers, batch, q_heads, kv_heads, head_dim, context_tokens, new_tokens, dtype, .. } = self.cell;
+        Extents { layers, batch, q_heads, kv_heads, head_dim, context_tokens, new_tokens, dtype }
+    }
+
+    /// The kernel of a cell that runs on the CPU.
+    pub(super) fn kernel(&self) -> &dyn Kernel {
+        match &self.place {
+            Place::Cpu(kernel) => &**kernel,
+            _ => unreachable!("the CPU's form of a measure runs for cells of the CPU"),
+        }
+    }
+
+    /// Peak bytes of a turn, inputs included, from the shapes alone; 0 for a cell that has no place.
+    pub fn predict(&self, engine: Engine<'_>) -> u64 {
+        let threads = engine.cpu().threads();
+        let turn_bytes = match &self.place {
+            Place::Nowhere(_) => return 0,
+            Place::Cuda(task) => task.bytes(),
+            Place::Cpu(_) => self.turns.predict(self, threads),
+        };
+        engine.input_bytes(&self.extents()) + turn_bytes
+    }
+
+    /// Bytes of the kernel's scratch memory and materialised scores; 0 for a cell that has no place.
+    pub fn workspace_bytes(&self, threads: usize) -> u64 {
+        match &self.place {
+            Place::Nowhere(_) => 0,
+            Place::Cuda(task) => task.workspace_bytes(),
+            Place::Cpu(_) => self.turns.workspace_bytes(self, threads),
+        }
+    }
+
+    /// Whose matrix products the kernel uses, where that depends on what is installed.
+    pub fn products(&self, engine: Engine<'_>) -> Option<String> {
+        match (&self.place, engine) {
+            (Place::Cuda(task), Engine::Cuda(gpu)) => task.products(&*gpu.runtime().ok()?),
+            _ => None,
+        }
+    }
+
+    /// What a turn computes and reads.
+    pub fn work(&self) -> TurnWork {
+        self.turns.work(self)
+    }
+
+    /// What the f64 reference says of it ([`Truth::compute`]).
+    ///
+    /// # Errors
+    /// When the inputs do not fit together.
+    pub fn truth(&self, workload: &Workload, cpu: &Cpu) -> Result<Truth, TurnError> {
+        Truth::compute(self.turns, &self.cell, workload, cpu)
+    }
+
+    /// Bytes of keys and values of so many tokens in every list.
+    pub(super) fn kv_bytes(&self, tokens: usize) -> u64 {
+        let token_bytes = self.cell.kv_format().token_bytes(self.cell.head_dim);
+        (self.cell.shape().batch * self.cell.kv_heads * tokens) as u64 * token_bytes
+    }
+
+    /// Runs and times one sample; with `truth`, which is the checked turn, the result is compared.
+    ///
+    /// # Errors
+    /// When memory ran out or the result is not to be trusted.
+    pub fn turn(&self, engine: Engine<'_>, inputs: &Inputs, truth: Option<&Truth>) -> Result<Turn, TurnError> {
+        let arena = &inputs.arena;
+        match (&self.place, &inputs.tensors, engine) {
+            (Place::Cuda(task), Tensors::Gpu(inputs), Engine::Cuda(gpu)) => {
+                let runtime = gpu.runtime()?;
+                let turned = task.turn(cuda::Bench { runtime: &runtime, arena, inputs, truth });
+                // All that the turn began ends here, so that what it broke is its own failure and not that of who comes next.
+                runtime.device().wait()?;
+                turned
+            }
+            (Place::Cpu(_), Tensors::Host(workload), Engine::Cpu(cpu)) => {
+                self.turns.turn(self, Bench { cpu, arena, workload, truth })
+            }
+            (Place::Nowhere(reason), ..) => Err(TurnError::Failed(reason.clone())),
+            _ => Err(TurnError::Failed("the inputs are on another device than the kernel".into())),
+        }
+    }
+}
