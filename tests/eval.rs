@@ -5,6 +5,7 @@
 mod byte_model;
 
 use kvsieve::device::Cpu;
+use kvsieve::eval::Protocol;
 use kvsieve::experiment::record::{Record, Status};
 use kvsieve::experiment::{Device, Experiment, Options, Outcome, Spec, run, runner::RunError};
 use kvsieve::memory::Label;
@@ -128,22 +129,39 @@ fn a_run_goes_on_where_it_was_killed() {
 }
 
 #[test]
-fn query_aware_policies_judge_the_question_too() {
+fn protocols_differ_in_what_of_the_question_is_evicted() {
     let folder = tempfile::tempdir().unwrap();
-    let of = |aware: bool| {
-        let grid = format!(
-            "context_tokens = 1000\ntask = \"recall\"\nsamples = 2\nbudget = 0.2\npolicy = [\"full\", \"snapkv\"]\n\
-             query_aware = {aware}"
-        );
-        let experiment = experiment(folder.path(), &grid).unwrap();
-        go(&experiment, folder.path(), false).unwrap().records
+    let grid = "context_tokens = 1000\ntask = \"recall\"\nsamples = 2\nbudget = 200\n\
+        protocol = [\"agnostic\", \"aware\", \"aware-kept\", \"aware-whole\"]\n\
+        policy = [\"full\", \"knorm\", \"streaming-llm\", \"knorm+chunks:tokens=300\"]";
+    let records = go(&experiment(folder.path(), grid).unwrap(), folder.path(), false).unwrap().records;
+    let answers = |protocol: Protocol, policy: &str| {
+        let wanted =
+            |record: &&Record| record.cell.protocol == Some(protocol) && record.cell.policy.as_deref() == Some(policy);
+        let record = records.iter().find(wanted).unwrap();
+        assert_eq!(record.status, Status::Ok, "{protocol} {policy}: {:?}", record.reason);
+        assert_eq!(record.warnings, Vec::<String>::new(), "{protocol} {policy}");
+        record.answers.clone().unwrap()
     };
-    let (before, after) = (of(false), of(true));
-    let answers = |records: &[Record], policy: &str| record(records, policy, "recall").answers.clone().unwrap();
-    assert_eq!(answers(&after, "full").questions, answers(&before, "full").questions);
-    assert!(answers(&after, "full").context_tokens > answers(&before, "full").context_tokens + 5.0);
-    assert_ne!(answers(&after, "snapkv").kl_nats, answers(&before, "snapkv").kl_nats);
-    assert_eq!(answers(&after, "full").kl_nats.mean, 0.0);
+    use Protocol::{Agnostic, Aware, AwareKept, AwareWhole};
+    let tokens = |protocol| answers(protocol, "full").context_tokens;
+    // ':' is the beginning of the answer, one token of this model.
+    assert!(tokens(Aware) > tokens(Agnostic) + 5.0 && tokens(AwareWhole) == tokens(Aware) + 1.0);
+    assert_eq!(tokens(AwareKept), tokens(Agnostic));
+    for protocol in Protocol::ALL {
+        assert_eq!((answers(protocol, "full").kl_nats.mean, answers(protocol, "full").questions), (0.0, 8));
+        for policy in ["knorm", "streaming-llm", "knorm+chunks:tokens=300"] {
+            let found = answers(protocol, policy);
+            assert_eq!((found.kept_fraction * found.context_tokens).round(), 200.0, "{protocol} {policy}");
+            assert!(found.kl_nats.mean > 0.0, "{protocol} {policy}");
+        }
+    }
+    // The tokens of the question come on top of the budget only where they are never evicted.
+    let live = |protocol| answers(protocol, "knorm").kv_bytes_live;
+    assert_eq!((live(Aware), live(AwareWhole)), (live(Agnostic), live(Agnostic)));
+    assert!(live(AwareKept) > live(Agnostic));
+    // All right answers have more tokens than the one that the prefill foretells.
+    assert_ne!(answers(AwareWhole, "knorm").kl_nats, answers(Aware, "knorm").kl_nats);
 }
 
 #[test]

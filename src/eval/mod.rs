@@ -7,9 +7,11 @@
 mod alone;
 mod distribution;
 mod prompt;
+mod protocol;
 mod session;
 
 pub use alone::{Alone, alone};
+pub use protocol::Protocol;
 pub use prompt::{Asked, Prompt, documents, prompts};
 pub use session::{Answer, Answers, Session, Watch};
 

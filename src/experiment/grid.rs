@@ -131,7 +131,7 @@ fn expand(
         ("task", grid.task.is_empty()),
         ("text", grid.text.is_none()),
         ("samples", grid.samples.is_none()),
-        ("query_aware", !grid.query_aware),
+        ("protocol", grid.protocol.is_empty()),
         ("beyond_limit", !grid.beyond_limit),
     ];
     if let Some((name, _)) = of_models.into_iter().find(|(_, is_absent)| !is_absent) {

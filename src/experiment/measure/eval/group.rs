@@ -95,7 +95,7 @@ pub fn run(
     let policies = cells.iter().map(policy).collect::<Result<Vec<Policy>, PolicyError>>().map_err(ModelError::from)?;
     let choices = cells.iter().zip(&policies).map(|(cell, policy)| choice(cell, policy));
     let choices = choices.collect::<Result<Vec<Eviction<'_>>, _>>().map_err(ModelError::from)?;
-    let shortest = samples.iter().map(|prompt| prompt.context.len()).min().unwrap_or(0);
+    let shortest = samples.iter().map(Prompt::budgeted_tokens).min().unwrap_or(0);
     let tokens = [shortest, max_tokens];
     let mut states: Vec<State> = choices.iter().map(|choice| State::new(choice, &model, cell, tokens)).collect();
     let going = |states: &[State]| (0..states.len()).filter(|&at| states[at].ended.is_none()).collect::<Vec<_>>();
@@ -137,7 +137,7 @@ fn samples(cell: &Cell, text: &Text) -> Result<Vec<Prompt>, EvalError> {
     }
     let name = cell.task.as_deref().unwrap_or_default();
     let task = task::task(name)?;
-    let sample = |sample| prompts((name, &*task), cell.context_tokens, (cell.seed, sample), cell.query_aware, text);
+    let sample = |sample| prompts((name, &*task), cell.context_tokens, (cell.seed, sample), cell.protocol(), text);
     let prompts = (0..count).map(sample).collect::<Result<Vec<_>, _>>()?;
     Ok(prompts.into_iter().flatten().collect())
 }

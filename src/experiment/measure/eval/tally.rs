@@ -22,7 +22,7 @@ pub(super) struct Tally {
 #[derive(Default)]
 struct Sample {
     answers: Vec<Answer>,
-    /// Tokens of each context that was judged, KV bytes and tokens that stayed of it.
+    /// Tokens of each context that its budget counts, KV bytes that stayed, and tokens of these that did.
     contexts: Vec<(usize, u64, usize)>,
     /// KV bytes that a decode step behind each of them reads.
     kv_bytes_read: Vec<u64>,
@@ -61,7 +61,8 @@ impl Tally {
 
     pub fn add(&mut self, prompt: &Prompt, given: Given) {
         let sample = self.samples.entry(prompt.sample).or_default();
-        sample.contexts.push((prompt.context.len(), given.kv_bytes_live, given.held_tokens));
+        let held = given.held_tokens - prompt.kept * self.lists;
+        sample.contexts.push((prompt.budgeted_tokens(), given.kv_bytes_live, held));
         sample.kv_bytes_read.push(given.kv_bytes_read);
         sample.answers.extend(given.answers);
         sample.depth = prompt.depth;
