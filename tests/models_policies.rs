@@ -59,7 +59,7 @@ fn open(name: &str) -> (Model, Vec<u32>) {
 
 #[test]
 fn logits_behind_an_eviction_are_those_of_transformers_with_a_mask() {
-    let streaming = policy("streaming-llm:sink=4+once");
+    let streaming = policy("streaming-llm:sink=4");
     for name in ["llama", "mistral", "gemma2", "qwen3"] {
         let checkpoint = checkpoint(name);
         let model = Model::open(&checkpoint.folder, &Arena::unlimited()).unwrap();
@@ -76,7 +76,7 @@ fn a_policy_that_keeps_everything_changes_nothing() {
     for name in ["llama", "gemma2"] {
         let (model, tokens) = open(name);
         let dense = run(&model, &[&tokens], &[20], None);
-        for text in ["full", "snapkv", "h2o+once", "expected-attention", "knorm", "streaming-llm+once", "r-kv+once"] {
+        for text in ["full", "snapkv", "h2o", "expected-attention", "knorm", "streaming-llm", "r-kv"] {
             let got = run(&model, &[&tokens], &[20], Some((&policy(text), "1.0")));
             assert!(got.logits == dense.logits, "{name}, {text}");
             assert_eq!(got.kv_bytes, dense.kv_bytes);
@@ -110,11 +110,11 @@ fn every_schedule_holds_its_budget() {
     let lens = |text| run(&model, &[&tokens], &[24], Some((&policy(text), "12"))).lens;
     assert!(lens("snapkv:window=4").iter().all(|&len| len == 12 + 16));
     for text in
-        ["h2o", "snapkv:window=4+every:steps=4", "tova+every", "knorm+every:steps=2", "streaming-llm+every+rerotate"]
+        ["h2o+every", "snapkv:window=4+every:steps=4", "tova+every", "knorm+every:steps=2", "streaming-llm+every+rerotate"]
     {
         assert!(lens(text).iter().all(|&len| len == 12), "{text}: {:?}", lens(text));
     }
-    for text in ["snapkv:window=4+chunks:tokens=8", "h2o+chunks:tokens=5+once", "expected-attention+chunks:tokens=7"] {
+    for text in ["snapkv:window=4+chunks:tokens=8", "h2o+chunks:tokens=5", "expected-attention+chunks:tokens=7"] {
         assert!(lens(text).iter().all(|&len| len == 12 + 16), "{text}: {:?}", lens(text));
     }
     let delayed = lens("knorm+delayed:window=6");
@@ -169,7 +169,7 @@ fn a_sequence_keeps_in_a_batch_what_it_keeps_alone() {
         let (model, tokens) = open(name);
         let batch: [&[u32]; 3] = [&tokens[..30], &tokens[5..], &tokens[20..39]];
         let after = [24, 11, 19];
-        for text in ["snapkv:window=4", "h2o", "expected-attention"] {
+        for text in ["snapkv:window=4", "h2o+every", "expected-attention"] {
             let policy = policy(text);
             let together = run(&model, &batch, &after, Some((&policy, "0.5")));
             for (sequence, (tokens, &after)) in batch.iter().zip(&after).enumerate() {
@@ -194,7 +194,7 @@ fn steps_read_what_is_selected_in_every_layer() {
         assert!(apart(&after("think", "1.0"), &dense) < 1e-5, "{name}: all channels are selected");
         // One page, the last, is what a cache holds that has lost the first.
         let page = after("quest", "16");
-        assert!(apart(&page, &after("streaming-llm:sink=0+once", "4")) < 1e-5, "{name}: one page is selected");
+        assert!(apart(&page, &after("streaming-llm:sink=0", "4")) < 1e-5, "{name}: one page is selected");
         assert!(apart(&page, &dense) > 1e-3 && apart(&after("think", "0.3"), &dense) > 1e-3, "{name}: it shows");
         assert_eq!(page.lens, dense.lens, "{name}: nothing is evicted");
         // A sequence of a batch reads what it reads alone.
