@@ -83,7 +83,8 @@ fn a_full_cache_is_itself_and_evictions_are_seen() {
 #[test]
 fn a_budget_that_holds_the_context_is_for_policies_that_judge_answers() {
     let folder = tempfile::tempdir().unwrap();
-    let grid = "context_tokens = 600\ntask = \"count\"\nsamples = 1\nbudget = 200\npolicy = [\"h2o+every\", \"snapkv\"]";
+    let grid =
+        "context_tokens = 600\ntask = \"count\"\nsamples = 1\nbudget = 200\npolicy = [\"h2o+every\", \"snapkv\"]";
     let records = go(&experiment(folder.path(), grid).unwrap(), &folder.path().join("out"), false).unwrap().records;
     let (h2o, snapkv) = (record(&records, "h2o+every", "count"), record(&records, "snapkv", "count"));
     let answers = h2o.answers.as_ref().unwrap_or_else(|| panic!("{:?}", h2o.reason));

@@ -109,9 +109,13 @@ fn every_schedule_holds_its_budget() {
     let (model, tokens) = open("qwen3");
     let lens = |text| run(&model, &[&tokens], &[24], Some((&policy(text), "12"))).lens;
     assert!(lens("snapkv:window=4").iter().all(|&len| len == 12 + 16));
-    for text in
-        ["h2o+every", "snapkv:window=4+every:steps=4", "tova+every", "knorm+every:steps=2", "streaming-llm+every+rerotate"]
-    {
+    for text in [
+        "h2o+every",
+        "snapkv:window=4+every:steps=4",
+        "tova+every",
+        "knorm+every:steps=2",
+        "streaming-llm+every+rerotate",
+    ] {
         assert!(lens(text).iter().all(|&len| len == 12), "{text}: {:?}", lens(text));
     }
     for text in ["snapkv:window=4+chunks:tokens=8", "h2o+chunks:tokens=5", "expected-attention+chunks:tokens=7"] {

@@ -45,7 +45,8 @@ pub struct Args {
     /// Tasks (see `kvsieve list tasks`) [default: recall,niah-single-1,niah-multikey-1,passkey]
     #[arg(long, value_name = "TASK", value_parser = named)]
     task: Vec<Names>,
-    /// Eviction policies (see `kvsieve list policies`) [default: full,streaming-llm,h2o,snapkv,ada-snapkv,keydiff]
+    /// Eviction policies (see `kvsieve list policies`); random is added to every comparison [default:
+    /// full,streaming-llm,h2o,snapkv,ada-snapkv,keydiff]
     #[arg(long, value_name = "POLICY", value_parser = named)]
     policy: Vec<Names>,
     /// Safetensors file that the policies may read tensors of [default: none]

@@ -11,8 +11,8 @@ mod protocol;
 mod session;
 
 pub use alone::{Alone, alone};
-pub use protocol::Protocol;
 pub use prompt::{Asked, Prompt, documents, prompts};
+pub use protocol::Protocol;
 pub use session::{Answer, Answers, Session, Watch};
 
 use crate::device::Cpu;

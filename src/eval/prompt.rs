@@ -76,13 +76,16 @@ pub fn prompts(
 ) -> Result<Vec<Prompt>, EvalError> {
     let beginning = text.beginning()?;
     let target = context_tokens.saturating_sub(beginning.len());
-    let written = generate(name, task, target, &Draw::of_task(name, seed, sample as u64), text).map_err(|error| match error {
-        // What the tokenizer puts before every text counts.
-        TaskError::TooShort { task, least_tokens, .. } => {
-            TaskError::TooShort { task, target_tokens: context_tokens, least_tokens: least_tokens + beginning.len() }
-        }
-        error => error,
-    })?;
+    let written =
+        generate(name, task, target, &Draw::of_task(name, seed, sample as u64), text).map_err(|error| match error {
+            // What the tokenizer puts before every text counts.
+            TaskError::TooShort { task, least_tokens, .. } => TaskError::TooShort {
+                task,
+                target_tokens: context_tokens,
+                least_tokens: least_tokens + beginning.len(),
+            },
+            error => error,
+        })?;
     let context = [beginning, text.encode(&written.context)].concat();
     let depth = written.depth;
     let mut prompts: Vec<Prompt> = Vec::new();
@@ -100,7 +103,13 @@ pub fn prompts(
         }
         match prompts.first_mut().filter(|_| protocol == Protocol::Agnostic) {
             Some(prompt) => prompt.asked.push(asked),
-            None => prompts.push(Prompt { sample, context: [&context[..], &read].concat(), kept, asked: vec![asked], depth }),
+            None => prompts.push(Prompt {
+                sample,
+                context: [&context[..], &read].concat(),
+                kept,
+                asked: vec![asked],
+                depth,
+            }),
         }
     }
     Ok(prompts)

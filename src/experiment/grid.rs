@@ -244,7 +244,7 @@ fn expand(
 }
 
 /// A policy and its budget, as they were written.
-type Choice = (Option<String>, Option<String>);
+pub(super) type Choice = (Option<String>, Option<String>);
 
 /// Policies with their budgets. `full` has none; the policy `*` stands for every method and every preset that needs
 /// neither a file that is not given nor a model that is not there.

@@ -21,9 +21,9 @@ use crate::model::norm::Norm;
 use crate::model::tap::Tap;
 use crate::named::NamedError;
 use crate::tensor::DType;
-use std::ops::Range;
 use attend::Attend;
 pub(crate) use attend::params;
+use std::ops::Range;
 
 /// How a model is to be run.
 #[derive(Debug, Clone, Copy)]

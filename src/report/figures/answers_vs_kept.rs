@@ -6,7 +6,7 @@ use crate::experiment::cell::Measure;
 use crate::experiment::record::Status;
 use crate::report::answers::{Pool, pools};
 use crate::report::chart::{Axis, Chart, Interval, Point, Quantity, Series};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Score against the fraction of tokens kept.
 pub fn score_by_budget(data: &Data) -> Option<Chart> {
@@ -58,6 +58,13 @@ fn chart(
             cell_ids: pool.cell_ids(),
         });
     }
+    let tight: BTreeSet<String> = pools
+        .iter()
+        .filter(|pool| pool.only_protected())
+        .map(|pool| format!("{} at {}", pool.name, pool.budget))
+        .collect();
+    let tight = Vec::from_iter(tight).join(", ");
+    let note = if tight.is_empty() { tight } else { format!(" Nothing but protected tokens stays of {tight}.") };
     let styles = data.styles(series.keys());
     let series = series.into_iter().zip(styles).map(|(((_, name), mut points), style)| {
         points.sort_by(|a, b| a.x.total_cmp(&b.x));
@@ -68,9 +75,10 @@ fn chart(
         id: id.into(),
         title: title.into(),
         subtitle,
-        caption: "A point is the mean over tasks at the longest context; its band is the bootstrap 95% interval over \
-                  samples. All policies answer the same samples."
-            .into(),
+        caption: format!(
+            "A point is the mean over tasks at the longest context; its band is the 95% interval over samples. All policies \
+             answer the same samples.{note}"
+        ),
         x,
         y,
         interval_fields: ("ci95_low", "ci95_high"),

@@ -1,10 +1,10 @@
 //! From a grid with `measure = "eval"` to its cells: models and tasks are looked at before anything runs.
 
-use super::PERPLEXITY;
+use super::{PERPLEXITY, RANDOM};
 use crate::attention;
 use crate::eval::{EvalError, Protocol, documents, prompts};
 use crate::experiment::cell::{Cell, Measure};
-use crate::experiment::grid::choices;
+use crate::experiment::grid::{Choice, choices};
 use crate::experiment::spec::Grid;
 use crate::model::{BUILTIN, Config, Eviction, ModelError, Text, fingerprint, locate};
 use crate::policy::{Budget, Registry};
@@ -48,9 +48,11 @@ pub fn expand(grid: &Grid, registry: &Registry) -> Result<Vec<Cell>, String> {
         return Err("protocol is about questions; a text has none".into());
     }
     if grid.text.is_some() && grid.new_tokens == Some(1) {
-        return Err("new_tokens is 1; the first token behind a text comes from the prefill's own logits, in which no eviction \
+        return Err(
+            "new_tokens is 1; the first token behind a text comes from the prefill's own logits, in which no eviction \
                     shows: at least 2 are needed"
-            .into());
+                .into(),
+        );
     }
     if grid.samples == Some(0) || grid.new_tokens == Some(0) {
         return Err("samples and new_tokens must be at least 1".into());
@@ -92,7 +94,7 @@ impl Opened {
         let new_tokens = grid.new_tokens.unwrap_or(if grid.text.is_some() { TEXT_NEW_TOKENS } else { 0 });
         let samples = grid.samples.unwrap_or(SAMPLES);
         let protocols = grid.protocol.or(Protocol::Agnostic);
-        let choices = choices(grid, registry)?;
+        let choices = with_random(choices(grid, registry)?, registry);
         let kernels = grid.kernel.or("tiled".into());
         for kernel in &kernels {
             attention::kernel(kernel).map_err(|error| error.to_string())?;
@@ -188,6 +190,22 @@ impl Opened {
             .map(drop)
             .map_err(|error| error.to_string())
     }
+}
+
+/// These policies, and random eviction at every budget at which something is evicted: what a method must be better than.
+fn with_random(mut choices: Vec<Choice>, registry: &Registry) -> Vec<Choice> {
+    let evicts = |policy: &str| registry.policy(policy).is_ok_and(|policy| policy.scorer.is_some());
+    let random = |(policy, budget): &Choice| {
+        let named = policy.as_deref().filter(|name| evicts(name)).and(budget.clone());
+        named.map(|budget| (Some(RANDOM.to_string()), Some(budget)))
+    };
+    let missing: Vec<Choice> = choices.iter().filter_map(random).collect();
+    for choice in missing {
+        if !choices.contains(&choice) {
+            choices.push(choice);
+        }
+    }
+    choices
 }
 
 /// A text file.

@@ -173,6 +173,7 @@ impl State {
         let policy = choice.policy;
         let budget = policy.budget_tokens(choice.name, choice.budget.as_ref(), shortest, token_bytes, lists);
         let warning = budget.as_ref().ok().and_then(|&tokens| policy.only_protected(tokens, shortest));
+        let unprotected = budget.as_ref().ok().and_then(|&tokens| Some((tokens, policy.unprotected(tokens)?)));
         // Some judge what the model writes too.
         let judged = if policy.schedule.decoding == Decoding::Never { shortest } else { longest };
         let (evicts, ended) = match budget {
@@ -184,7 +185,7 @@ impl State {
             }
             Ok(tokens) => (tokens < shortest, None),
         };
-        let tally = Tally::new(lists, token_bytes, model.weights.bytes());
+        let tally = Tally::new(lists, token_bytes, model.weights.bytes(), unprotected);
         State { tally, evicts, warning, ended }
     }
 

@@ -10,5 +10,8 @@ mod tally;
 pub use grid::expand;
 pub use group::{Ended, groups, run, status_of};
 
+/// The policy that every evaluation has beside those that it names.
+pub const RANDOM: &str = "random";
+
 /// The task of going on with a text of the user's.
 pub const PERPLEXITY: &str = "perplexity";
