@@ -168,6 +168,55 @@ fn what_stays_is_what_the_scores_say() {
 }
 
 #[test]
+fn a_question_that_is_never_evicted_stays_beside_the_budget_and_takes_nothing_of_it() {
+    let (model, tokens) = open("llama");
+    let (cpu, arena) = (Cpu::new(Some(2)).unwrap(), Arena::unlimited());
+    let (context, end) = (26, 32);
+    for text in [
+        "knorm",
+        "snapkv:window=8",
+        "snapkv:window=2+ada",
+        "keydiff+global",
+        "pyramidkv:window=2",
+        "h2o",
+        "knorm+chunks:tokens=7",
+        "knorm+every",
+        "keydiff+delayed:window=2",
+        "streaming-llm+every+rerotate",
+    ] {
+        let policy = policy(text);
+        let setup = Setup {
+            kernel: "tiled",
+            batch: 1,
+            max_tokens: 64,
+            chunk_tokens: 64,
+            all_logits: false,
+            dtype: DType::F32,
+            kv_format: KvFormat::plain(DType::F32),
+            columns: policy.columns(),
+        };
+        let mut decoder = Decoder::new(&model, setup, &cpu, &arena).unwrap();
+        let eviction = Eviction { policy: &policy, name: text, budget: Some("10".parse().unwrap()), seed: 0 };
+        decoder.evict(eviction, &[context]).unwrap();
+        decoder.never_evict(context..end);
+        decoder.prefill(&[&tokens[..end]], |_, _, _| ()).unwrap();
+        let check = |decoder: &Decoder<'_>| {
+            let lens = decoder.cache().lens();
+            for (list, &len) in lens.iter().enumerate() {
+                let kept: Vec<usize> = (0..len).map(|slot| decoder.cache().origin(list, slot)).collect();
+                assert!((context..end).all(|position| kept.contains(&position)), "{text}, list {list}: {kept:?}");
+                assert!(kept.windows(2).all(|pair| pair[0] < pair[1]), "{text}, list {list}: {kept:?}");
+            }
+            lens.iter().sum::<usize>() - (end - context) * lens.len()
+        };
+        // What is left of the budget is the context's alone.
+        assert_eq!(check(&decoder), 10 * decoder.cache().lens().len(), "{text}");
+        decoder.follow(&[&tokens[end..]], |_, _, _| ()).unwrap();
+        check(&decoder);
+    }
+}
+
+#[test]
 fn a_sequence_keeps_in_a_batch_what_it_keeps_alone() {
     for name in ["llama", "gemma2"] {
         let (model, tokens) = open(name);

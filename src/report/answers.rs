@@ -61,16 +61,20 @@ fn unranked(records: &[&Record]) -> String {
     if all.is_empty() { all } else { format!("\n{}\n", wrapped(&format!("not ranked, the model cannot do it: {all}"))) }
 }
 
+/// The pools of the tasks that rank policies.
+pub fn pools<'a>(records: &[&'a Record]) -> (Vec<Pool<'a>>, String) {
+    all_pools(&records.iter().copied().filter(|record| is_ranked(record)).collect::<Vec<_>>())
+}
+
 /// The pools of the longest context that has any, and what they have in common. One that lacks a task that others have is
 /// left out: its mean would be of something else.
-pub fn pools<'a>(records: &[&'a Record]) -> (Vec<Pool<'a>>, String) {
+pub fn all_pools<'a>(records: &[&'a Record]) -> (Vec<Pool<'a>>, String) {
     let mut records: Vec<&Record> = records.iter().copied().filter(|record| answers(record).is_some()).collect();
     // Texts have no score; beside tasks they are left to their own table.
     let scored = |record: &&Record| answers(record).is_some_and(|answers| answers.accuracy.is_some());
     if records.iter().any(scored) {
         records.retain(scored);
     }
-    records.retain(|record| is_ranked(record));
     let longest = records.iter().map(|record| record.cell.context_tokens).max();
     records.retain(|record| Some(record.cell.context_tokens) == longest);
     let naming = Naming::over(&records, &[CONTEXT, SAMPLES, HEADS, KERNEL]);
