@@ -7,7 +7,7 @@ mod byte_model;
 use kvsieve::device::Cpu;
 use kvsieve::eval::Protocol;
 use kvsieve::experiment::record::{Record, Status};
-use kvsieve::experiment::{Device, Experiment, Options, Outcome, Spec, run, runner::RunError};
+use kvsieve::experiment::{Device, Experiment, Options, Outcome, Progress, Spec, run, runner::RunError};
 use kvsieve::memory::Label;
 use kvsieve::policy::Registry;
 use std::path::Path;
@@ -119,11 +119,54 @@ fn a_run_goes_on_where_it_was_killed() {
     let path = first.folder.join("cells.jsonl");
     let whole = std::fs::read_to_string(&path).unwrap();
     let lines: Vec<&str> = whole.lines().collect();
+    assert!(!first.folder.join("samples.jsonl").exists(), "what is complete needs no samples");
     std::fs::write(&path, format!("{}\n{}", lines[0], &lines[1][..40])).unwrap();
     let again = go(&experiment, folder.path(), true).unwrap();
     assert_eq!((again.folder, again.records.len()), (first.folder, 5));
     // What is answered does not depend on who else was asked.
     for record in &first.records {
+        let other = again.records.iter().find(|other| other.cell_id == record.cell_id).unwrap();
+        assert_eq!(other.answers, record.answers, "{}", record.cell.label());
+    }
+}
+
+#[test]
+fn a_run_that_is_killed_within_a_group_goes_on_with_the_next_sample() {
+    let folder = tempfile::tempdir().unwrap();
+    let grid = "context_tokens = 900\ntask = \"passkey\"\nsamples = 5\nbudget = 0.25\npolicy = [\"full\", \"knorm\"]";
+    let experiment = experiment(folder.path(), grid).unwrap();
+    let whole = go(&experiment, &folder.path().join("whole"), false).unwrap();
+    let out = folder.path().join("killed");
+    let options = |resume| Options {
+        out: out.clone(),
+        resume,
+        shard: None,
+        limit_bytes: 1 << 30,
+        repro: "kvsieve run x.toml".into(),
+    };
+    let (registry, cpu) = (Registry::default(), Cpu::new(Some(2)).unwrap());
+    // The third sample's turn is the last.
+    let mut turns = 0;
+    let killed = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+        run(&experiment, &registry, &cpu, &options(false), &mut |progress| {
+            turns += usize::from(matches!(progress, Progress::Turn(_)));
+            assert!(turns < 10, "killed");
+        })
+    }));
+    assert!(killed.is_err());
+    let run_folder = std::fs::read_dir(out.join("x")).unwrap().next().unwrap().unwrap().path();
+    let samples = std::fs::read_to_string(run_folder.join("samples.jsonl")).unwrap();
+    assert!(samples.lines().count() >= 6, "{}", samples.lines().count());
+    // A torn line is asked again.
+    std::fs::write(run_folder.join("samples.jsonl"), &samples[..samples.len() - 30]).unwrap();
+    let mut turns = 0;
+    let again = run(&experiment, &registry, &cpu, &options(true), &mut |progress| {
+        turns += usize::from(matches!(progress, Progress::Turn(_)));
+    });
+    let again = again.unwrap();
+    assert_eq!((again.folder, again.records.len()), (run_folder, 3));
+    assert!(turns < 10, "{turns} turns: what was known is not asked again");
+    for record in &whole.records {
         let other = again.records.iter().find(|other| other.cell_id == record.cell_id).unwrap();
         assert_eq!(other.answers, record.answers, "{}", record.cell.label());
     }

@@ -3,10 +3,11 @@
 use super::{EvalError, Prompt, Stage};
 use crate::memory::LabelBytes;
 use crate::model::{Decoder, Eviction, ModelError, Sampler, Sampling, Setup, bytes_of_calls};
+use serde::{Deserialize, Serialize};
 use std::time::Instant;
 
 /// What a run took.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Alone {
     /// From the start to the first token of the answer: reading the context, judging it, reading the question.
     pub first_token_ns: u64,

@@ -38,6 +38,9 @@ pub enum EvalError {
     /// The arena has no room.
     #[error(transparent)]
     Arena(#[from] ArenaError),
+    /// The system refuses what is to be kept of a sample.
+    #[error("cannot write down what a sample gave: {0}")]
+    File(#[from] std::io::Error),
 }
 
 /// What all runs of an evaluation share.

@@ -13,6 +13,7 @@ use crate::memory::{Arena, ArenaError, Buffer, Label};
 use crate::model::{Decoder, Eviction, ModelError, Setup, Tap, Tapped, Text};
 use crate::policy::{Policy, Statistic};
 use crate::task::Tokens;
+use serde::{Deserialize, Serialize};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// The context with a full cache.
@@ -26,7 +27,7 @@ const FORCED: usize = 3;
 const SEQUENCES: usize = 4;
 
 /// What a question gave under a policy, compared with the full cache.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Answer {
     /// 0 to 1; `None` for a text that only goes on.
     pub score: Option<f64>,
@@ -51,7 +52,7 @@ pub struct Answer {
 }
 
 /// What a prompt gave under a policy.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Answers {
     /// One for each question.
     pub answers: Vec<Answer>,

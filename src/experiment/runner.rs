@@ -9,6 +9,7 @@ mod turns;
 use super::cell::Cell;
 use super::engine::Engine;
 use super::grid::Experiment;
+use super::measure::eval::Journal;
 use super::measure::{Place, Prepared, eval, serve};
 use super::record::{Latency, Memory, Record, SCHEMA, Status};
 use super::stats::{median_with_interval, quantile};
@@ -133,8 +134,14 @@ pub fn run<'e>(
     for cell in simulations {
         runner.simulation(cell)?;
     }
-    for group in &evaluations {
-        runner.evaluation(group, registry)?;
+    if !evaluations.is_empty() {
+        let folder = runner.store.folder.clone();
+        let refused = |error: std::io::Error| StoreError::Write { path: folder.clone(), reason: error.to_string() };
+        let mut journal = Journal::open(&folder).map_err(refused)?;
+        for group in &evaluations {
+            runner.evaluation(group, registry, &mut journal)?;
+        }
+        journal.finish().map_err(refused)?;
     }
     for group in groups(todo, options.limit_bytes) {
         runner.group(group)?;
@@ -252,7 +259,7 @@ impl Runner<'_> {
     }
 
     /// Evaluates cells that share their samples and writes their records.
-    fn evaluation(&mut self, cells: &[Cell], registry: &Registry) -> Result<(), RunError> {
+    fn evaluation(&mut self, cells: &[Cell], registry: &Registry, journal: &mut Journal) -> Result<(), RunError> {
         let cpu = match self.engine.for_models() {
             Ok(cpu) => cpu,
             Err(reason) => {
@@ -266,7 +273,7 @@ impl Runner<'_> {
         let start = Instant::now();
         let (cells, limit_bytes) = (cells.iter().collect::<Vec<_>>(), self.options.limit_bytes);
         let progress = &mut self.progress;
-        let ended = eval::run(&cells, registry, cpu, limit_bytes, |cell| progress(Progress::Turn(cell)));
+        let ended = eval::run(&cells, registry, cpu, limit_bytes, journal, |cell| progress(Progress::Turn(cell)));
         // What is shared is shared out.
         let wall_ns = start.elapsed().as_nanos() as u64 / cells.len() as u64;
         let ended = ended.unwrap_or_else(|error| {

@@ -2,6 +2,7 @@
 //! of the machine falls on all of them.
 
 use super::grid::read;
+use super::journal::{Given, Journal};
 use super::tally::Tally;
 use crate::device::Cpu;
 use crate::eval::{Asked, EvalError, Prompt, Session, Stage, Watch, alone, documents, prompts};
@@ -54,7 +55,8 @@ pub fn groups(cells: Vec<&Cell>) -> Vec<Vec<&Cell>> {
     groups.into_iter().map(|(_, cells)| cells).collect()
 }
 
-/// Evaluates a group; `each` is told of the cell that is at work.
+/// Evaluates a group; `each` is told of the cell that is at work. What `journal` holds is not asked again, and what each
+/// sample gives is written there.
 ///
 /// # Errors
 /// When the model, the tokenizer or the text cannot be read any more, or the full cache already has no room.
@@ -63,6 +65,7 @@ pub fn run(
     registry: &Registry,
     cpu: &Cpu,
     limit_bytes: u64,
+    journal: &mut Journal,
     mut each: impl FnMut(&Cell),
 ) -> Result<Vec<Ended>, EvalError> {
     let cell = cells[0];
@@ -102,25 +105,30 @@ pub fn run(
     let first: Vec<Eviction<'_>> = going(&states).into_iter().map(|at| choices[at]).collect();
     let watch = Watch::default();
     let mut session = Session::new(stage, &text, &watch, &first)?;
+    let ids: Vec<String> = cells.iter().map(|cell| cell.id()).collect();
     let mut alone_samples = 0..ALONE_SAMPLES;
-    for prompt in &samples {
-        let going = going(&states);
-        let Some(&at_work) = going.first() else { break };
-        each(cells[at_work]);
-        let evictions: Vec<Eviction<'_>> = going.iter().map(|&at| choices[at]).collect();
-        for (&at, given) in going.iter().zip(session.run(prompt, &evictions, |asked| room(prompt, asked))?) {
-            states[at].take(given.map(|given| (prompt, given)));
-        }
+    for (number, prompt) in samples.iter().enumerate() {
         // Of a sample that is many prompts the first is enough.
-        if alone_samples.start != prompt.sample || alone_samples.next().is_none() {
-            continue;
+        let is_alone = alone_samples.start == prompt.sample && alone_samples.next().is_some();
+        let (known, missing): (Vec<usize>, Vec<usize>) =
+            going(&states).into_iter().partition(|&at| journal.given(&ids[at], number).is_some());
+        for at in known {
+            states[at].take(prompt, journal.given(&ids[at], number).expect("it is known").clone());
         }
-        for &at in going.iter().filter(|&&at| states[at].ended.is_none()).collect::<Vec<_>>() {
-            each(cells[at]);
-            let stage = Stage { arena: &arena, ..stage };
-            let given = alone(&stage, choices[at], prompt, room(prompt, &prompt.asked[0]));
+        let Some(&at_work) = missing.first() else { continue };
+        each(cells[at_work]);
+        let evictions: Vec<Eviction<'_>> = missing.iter().map(|&at| choices[at]).collect();
+        for (&at, answers) in missing.iter().zip(session.run(prompt, &evictions, |asked| room(prompt, asked))?) {
+            let by_itself = || {
+                each(cells[at]);
+                alone(&Stage { arena: &arena, ..stage }, choices[at], prompt, room(prompt, &prompt.asked[0]))
+            };
+            let given = answers.and_then(|answers| Ok(Given { answers, alone: is_alone.then(by_itself).transpose()? }));
             match given {
-                Ok(given) => states[at].tally.run_alone(prompt.sample, given),
+                Ok(given) => {
+                    journal.append(&ids[at], number, &given)?;
+                    states[at].take(prompt, given);
+                }
                 Err(error) => states[at].ended = Some(status_of(&error)),
             }
         }
@@ -189,10 +197,10 @@ impl State {
         State { tally, evicts, warning, ended }
     }
 
-    fn take(&mut self, given: Result<(&Prompt, crate::eval::Answers), EvalError>) {
-        match given {
-            Ok((prompt, given)) => self.tally.add(prompt, given),
-            Err(error) => self.ended = Some(status_of(&error)),
+    fn take(&mut self, prompt: &Prompt, given: Given) {
+        self.tally.add(prompt, given.answers);
+        if let Some(alone) = given.alone {
+            self.tally.run_alone(prompt.sample, alone);
         }
     }
 
