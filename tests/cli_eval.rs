@@ -29,15 +29,15 @@ fn a_leaderboard_and_figures_come_of_one_command() {
         "### eval: leaderboard",
         "### eval: passkey:digits=3, 800 context",
         "| snapkv:window=16,kernel=5 |",
-        "18 cells: 18 ok",
+        "26 cells: 26 ok",
+        "not ranked, the model cannot do it: passkey:digits=3 at 800 (full cache 0.0)",
     ] {
         assert!(out.contains(wanted), "{wanted}: {out}");
     }
     let report = out.lines().find_map(|line| line.strip_prefix("report: ")).unwrap();
     let plots = folder.path().join(report).parent().unwrap().join("plots");
-    for figure in ["accuracy-vs-budget.svg", "accuracy-vs-kv-bytes.csv", "kl-vs-budget.svg"] {
-        assert!(plots.join(figure).exists(), "{figure}");
-    }
+    // A model that answers nothing right ranks nobody; how far a policy takes it from itself is seen all the same.
+    assert!(plots.join("kl-vs-budget.svg").exists() && !plots.join("accuracy-vs-budget.svg").exists());
     let again = run(
         folder.path(),
         &[&least[..], &["--policy", "full,knorm,snapkv:window=16,kernel=5", "--resume", "--json", "-"]].concat(),
@@ -75,7 +75,7 @@ fn the_model_that_comes_along_answers_with_its_whole_cache_and_not_with_a_sixtee
         if record["cell"]["policy"] == "full" { &mut whole } else { &mut evicted }.push(score);
     }
     let mean = |scores: &[f64]| scores.iter().sum::<f64>() / scores.len() as f64;
-    assert_eq!((whole.len(), evicted.len()), (8, 8));
+    assert_eq!((whole.len(), evicted.len()), (8, 16));
     assert!(mean(&whole) >= 0.95, "with the full cache: {whole:?}");
     assert!(mean(&evicted) <= 0.3, "with a sixteenth of it: {evicted:?}");
 }
@@ -89,7 +89,7 @@ fn a_table_says_why_a_cell_has_no_number() {
     let (out, err) = (text(&output.stdout), text(&output.stderr));
     assert!(output.status.success(), "{err}");
     for wanted in
-        ["5 cells: 3 ok, 0 oom, 2 skipped", "2 skipped · the budget holds a whole context of", "first: time to"]
+        ["7 cells: 4 ok, 0 oom, 3 skipped", "3 skipped · the budget holds a whole context of", "first: time to"]
     {
         assert!(out.contains(wanted), "{wanted}: {out}");
     }
@@ -99,6 +99,21 @@ fn a_table_says_why_a_cell_has_no_number() {
 fn run_report(folder: &Path, of: &Path) -> String {
     let mut command = Command::new(env!("CARGO_BIN_EXE_kvsieve"));
     text(&command.current_dir(folder).arg("report").arg(of).output().unwrap().stdout)
+}
+
+#[test]
+fn records_from_before_protocols_had_names_are_drawn_again() {
+    let folder = tempfile::tempdir().unwrap();
+    let reference = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/query-aware");
+    for file in ["cells.jsonl", "env.json"] {
+        std::fs::copy(format!("{reference}/{file}"), folder.path().join(file)).unwrap();
+    }
+    let drawn = run_report(folder.path(), folder.path());
+    assert!(drawn.contains("figures"), "{drawn}");
+    let summary = std::fs::read_to_string(folder.path().join("summary.md")).unwrap();
+    for heading in ["### eval: leaderboard\n", "### eval: leaderboard, aware-whole\n"] {
+        assert!(summary.contains(heading), "{summary}");
+    }
 }
 
 #[test]
@@ -129,7 +144,8 @@ fn a_text_has_a_perplexity() {
     assert!(output.status.success(), "{}", text(&output.stderr));
     let records: Vec<serde_json::Value> =
         text(&output.stdout).lines().map(|line| serde_json::from_str(line).unwrap()).collect();
-    assert_eq!(records.len(), 2);
+    // Random eviction is added.
+    assert_eq!(records.len(), 3);
     for record in &records {
         assert_eq!((&record["cell"]["task"], &record["status"]), (&"perplexity".into(), &"ok".into()));
         assert!(record["answers"]["nll_nats"]["mean"].as_f64().unwrap() > 0.0);
@@ -160,6 +176,10 @@ fn mistakes_are_one_line() {
         (&["eval", "--model", "m", "--context", "none"], "--context: 'none' is not a token count"),
         (&["eval", "--model", "m", "--context", "4k"], "was made for at most 2048"),
         (&["eval", "--model", "m", "--samples", "0"], "must be at least 1"),
+        (
+            &["eval", "--model", "m", "--protocol", "blind"],
+            "'blind' is no protocol; there are agnostic, aware, aware-kept",
+        ),
         (&["eval", "--model", "m", "--device", "cuda"], "--device cuda: models run on the CPU only"),
         (&["eval", "--model", "m", "--device", "tpu"], "unknown device 'tpu'"),
         (

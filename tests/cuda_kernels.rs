@@ -26,7 +26,7 @@ heads = \"4/2\"
 head_dim = 64
 dtype = \"bf16\"
 new_tokens = 2
-policy = [\"snapkv:window=8+ada\", \"h2o\", \"knorm+every:steps=1\"]
+policy = [\"snapkv:window=8+ada\", \"h2o+every\", \"knorm+every:steps=1\"]
 budget = 24
 ";
 

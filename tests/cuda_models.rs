@@ -108,20 +108,20 @@ fn on_cpu(model: &Model, tokens: &[u32], eviction: Eviction<'_>, after: usize, c
 fn cuda_policies_evict_in_models_as_on_the_cpu() {
     let (runtime, cpu) = (Runtime::open(0, None).unwrap(), Cpu::new(Some(1)).unwrap());
     let cases = [
-        ("streaming-llm:sink=4+once", 24, 80),
+        ("streaming-llm:sink=4", 24, 80),
         ("knorm", 24, 80),
         ("keydiff+every:steps=3", 20, 9),
-        ("snapkv:window=4,kernel=3+once", 24, 7),
+        ("snapkv:window=4,kernel=3", 24, 7),
         ("snapkv:window=4,kernel=3+every:steps=5", 24, 3),
         ("ada-snapkv:window=4,kernel=3", 30, 80),
         ("pyramidkv:window=2", 30, 80),
-        ("h2o", 24, 16),
-        ("h2o:age=true+once", 24, 5),
-        ("tova", 24, 80),
+        ("h2o+every", 24, 16),
+        ("h2o:age=true", 24, 5),
+        ("tova+every", 24, 80),
         ("knorm+chunks:tokens=10", 40, 4),
         ("snapkv:window=4,kernel=3+chunks:tokens=13", 40, 80),
-        ("streaming-llm:sink=4+rerotate", 24, 7),
-        ("h2o+rerotate", 24, 80),
+        ("streaming-llm:sink=4+every+rerotate", 24, 7),
+        ("h2o+every+rerotate", 24, 80),
         ("snapkv:window=4,kernel=3+chunks:tokens=13+rerotate", 40, 5),
         ("ada-snapkv:window=4,kernel=3+rerotate", 30, 80),
         ("keydiff+delayed:window=5", 24, 80),
@@ -270,13 +270,13 @@ fn cuda_tokens_take_no_memory_and_wait_once() {
     // middle of a judgement, launches.
     let cases = [
         (vec![], [0, 0, 0, 16 * plain + 1]),
-        (budget("snapkv:window=4,kernel=3+once"), [0, 0, 0, 16 * plain + 1]),
-        (budget("streaming-llm:sink=4"), [32, 16, 0, 16 * (plain + judged + 1)]),
+        (budget("snapkv:window=4,kernel=3"), [0, 0, 0, 16 * plain + 1]),
+        (budget("streaming-llm:sink=4+every"), [32, 16, 0, 16 * (plain + judged + 1)]),
         // Attention that tokens receive, in each layer.
-        (budget("h2o"), [32, 16, 0, 16 * (plain + 2 * 2 + judged + 1)]),
-        (budget("h2o+rerotate"), [32, 16, 0, 16 * (plain + 2 * (2 + 2) + judged + 1 + 1)]),
+        (budget("h2o+every"), [32, 16, 0, 16 * (plain + 2 * 2 + judged + 1)]),
+        (budget("h2o+every+rerotate"), [32, 16, 0, 16 * (plain + 2 * (2 + 2) + judged + 1 + 1)]),
         // The query and its log-sum-exp are held in each layer, and taken together; then the mean over heads.
-        (budget("tova"), [32, 16, 0, 16 * (plain + 2 * 2 + 2 + judged + 1 + 1)]),
+        (budget("tova+every"), [32, 16, 0, 16 * (plain + 2 * 2 + 2 + judged + 1 + 1)]),
         // Scores by keys take two launches more.
         (budget("dms:window=4"), [32, 16, 0, 16 * (plain + judged + 2)]),
         (budget("knorm+every:steps=4"), [8, 4, 0, 16 * plain + 4 * (judged + 1)]),

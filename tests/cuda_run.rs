@@ -222,12 +222,12 @@ fn cuda_is_an_option_of_run() {
 #[ignore = "cuda: needs a GPU and NVRTC"]
 fn cuda_evicts_as_the_cpu_does() {
     let _alone = alone();
-    let policies = "[\"streaming-llm\", \"h2o\", \"snapkv:window=8\", \"tova\", \"knorm+every:steps=3\", \
+    let policies = "[\"streaming-llm+every\", \"h2o+every\", \"snapkv:window=8\", \"tova+every\", \"knorm+every:steps=3\", \
                     \"ada-snapkv:window=8\", \"max-attention+global\", \
                     \"streaming-llm+chunks:tokens=16\", \"keydiff+chunks:tokens=40\", \
                     \"h2o+chunks:tokens=32\", \"snapkv:window=8+chunks:tokens=40\", \
                     \"ada-snapkv:window=8+chunks:tokens=40\", \
-                    \"streaming-llm+rerotate\", \"h2o:age=true+rerotate\", \
+                    \"streaming-llm+every+rerotate\", \"h2o:age=true+every+rerotate\", \
                     \"snapkv:window=8+chunks:tokens=40+rerotate\", \
                     \"ada-snapkv:window=8+chunks:tokens=40+rerotate\", \
                     \"snapkv:window=4+every:steps=3\", \"snapkv:window=4+every:steps=2+rerotate\", \

@@ -5,8 +5,9 @@
 mod byte_model;
 
 use kvsieve::device::Cpu;
+use kvsieve::eval::Protocol;
 use kvsieve::experiment::record::{Record, Status};
-use kvsieve::experiment::{Device, Experiment, Options, Outcome, Spec, run, runner::RunError};
+use kvsieve::experiment::{Device, Experiment, Options, Outcome, Progress, Spec, run, runner::RunError};
 use kvsieve::memory::Label;
 use kvsieve::policy::Registry;
 use std::path::Path;
@@ -82,9 +83,10 @@ fn a_full_cache_is_itself_and_evictions_are_seen() {
 #[test]
 fn a_budget_that_holds_the_context_is_for_policies_that_judge_answers() {
     let folder = tempfile::tempdir().unwrap();
-    let grid = "context_tokens = 600\ntask = \"count\"\nsamples = 1\nbudget = 200\npolicy = [\"h2o\", \"snapkv\"]";
+    let grid =
+        "context_tokens = 600\ntask = \"count\"\nsamples = 1\nbudget = 200\npolicy = [\"h2o+every\", \"snapkv\"]";
     let records = go(&experiment(folder.path(), grid).unwrap(), &folder.path().join("out"), false).unwrap().records;
-    let (h2o, snapkv) = (record(&records, "h2o", "count"), record(&records, "snapkv", "count"));
+    let (h2o, snapkv) = (record(&records, "h2o+every", "count"), record(&records, "snapkv", "count"));
     let answers = h2o.answers.as_ref().unwrap_or_else(|| panic!("{:?}", h2o.reason));
     assert!(answers.context_tokens < 200.0 && answers.kept_fraction == 1.0, "{answers:?}");
     assert!(answers.evicted_tokens > 0 && answers.kl_nats.mean > 0.0, "{answers:?}");
@@ -117,9 +119,10 @@ fn a_run_goes_on_where_it_was_killed() {
     let path = first.folder.join("cells.jsonl");
     let whole = std::fs::read_to_string(&path).unwrap();
     let lines: Vec<&str> = whole.lines().collect();
+    assert!(!first.folder.join("samples.jsonl").exists(), "what is complete needs no samples");
     std::fs::write(&path, format!("{}\n{}", lines[0], &lines[1][..40])).unwrap();
     let again = go(&experiment, folder.path(), true).unwrap();
-    assert_eq!((again.folder, again.records.len()), (first.folder, 3));
+    assert_eq!((again.folder, again.records.len()), (first.folder, 5));
     // What is answered does not depend on who else was asked.
     for record in &first.records {
         let other = again.records.iter().find(|other| other.cell_id == record.cell_id).unwrap();
@@ -128,22 +131,81 @@ fn a_run_goes_on_where_it_was_killed() {
 }
 
 #[test]
-fn query_aware_policies_judge_the_question_too() {
+fn a_run_that_is_killed_within_a_group_goes_on_with_the_next_sample() {
     let folder = tempfile::tempdir().unwrap();
-    let of = |aware: bool| {
-        let grid = format!(
-            "context_tokens = 1000\ntask = \"recall\"\nsamples = 2\nbudget = 0.2\npolicy = [\"full\", \"snapkv\"]\n\
-             query_aware = {aware}"
-        );
-        let experiment = experiment(folder.path(), &grid).unwrap();
-        go(&experiment, folder.path(), false).unwrap().records
+    let grid = "context_tokens = 900\ntask = \"passkey\"\nsamples = 5\nbudget = 0.25\npolicy = [\"full\", \"knorm\"]";
+    let experiment = experiment(folder.path(), grid).unwrap();
+    let whole = go(&experiment, &folder.path().join("whole"), false).unwrap();
+    let out = folder.path().join("killed");
+    let options = |resume| Options {
+        out: out.clone(),
+        resume,
+        shard: None,
+        limit_bytes: 1 << 30,
+        repro: "kvsieve run x.toml".into(),
     };
-    let (before, after) = (of(false), of(true));
-    let answers = |records: &[Record], policy: &str| record(records, policy, "recall").answers.clone().unwrap();
-    assert_eq!(answers(&after, "full").questions, answers(&before, "full").questions);
-    assert!(answers(&after, "full").context_tokens > answers(&before, "full").context_tokens + 5.0);
-    assert_ne!(answers(&after, "snapkv").kl_nats, answers(&before, "snapkv").kl_nats);
-    assert_eq!(answers(&after, "full").kl_nats.mean, 0.0);
+    let (registry, cpu) = (Registry::default(), Cpu::new(Some(2)).unwrap());
+    // The third sample's turn is the last.
+    let mut turns = 0;
+    let killed = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+        run(&experiment, &registry, &cpu, &options(false), &mut |progress| {
+            turns += usize::from(matches!(progress, Progress::Turn(_)));
+            assert!(turns < 10, "killed");
+        })
+    }));
+    assert!(killed.is_err());
+    let run_folder = std::fs::read_dir(out.join("x")).unwrap().next().unwrap().unwrap().path();
+    let samples = std::fs::read_to_string(run_folder.join("samples.jsonl")).unwrap();
+    assert!(samples.lines().count() >= 6, "{}", samples.lines().count());
+    // A torn line is asked again.
+    std::fs::write(run_folder.join("samples.jsonl"), &samples[..samples.len() - 30]).unwrap();
+    let mut turns = 0;
+    let again = run(&experiment, &registry, &cpu, &options(true), &mut |progress| {
+        turns += usize::from(matches!(progress, Progress::Turn(_)));
+    });
+    let again = again.unwrap();
+    assert_eq!((again.folder, again.records.len()), (run_folder, 3));
+    assert!(turns < 10, "{turns} turns: what was known is not asked again");
+    for record in &whole.records {
+        let other = again.records.iter().find(|other| other.cell_id == record.cell_id).unwrap();
+        assert_eq!(other.answers, record.answers, "{}", record.cell.label());
+    }
+}
+
+#[test]
+fn protocols_differ_in_what_of_the_question_is_evicted() {
+    let folder = tempfile::tempdir().unwrap();
+    let grid = "context_tokens = 1000\ntask = \"recall\"\nsamples = 2\nbudget = 200\n\
+        protocol = [\"agnostic\", \"aware\", \"aware-kept\", \"aware-whole\"]\n\
+        policy = [\"full\", \"knorm\", \"streaming-llm\", \"knorm+chunks:tokens=300\"]";
+    let records = go(&experiment(folder.path(), grid).unwrap(), folder.path(), false).unwrap().records;
+    let answers = |protocol: Protocol, policy: &str| {
+        let wanted =
+            |record: &&Record| record.cell.protocol == Some(protocol) && record.cell.policy.as_deref() == Some(policy);
+        let record = records.iter().find(wanted).unwrap();
+        assert_eq!(record.status, Status::Ok, "{protocol} {policy}: {:?}", record.reason);
+        assert_eq!(record.warnings, Vec::<String>::new(), "{protocol} {policy}");
+        record.answers.clone().unwrap()
+    };
+    use Protocol::{Agnostic, Aware, AwareKept, AwareWhole};
+    let tokens = |protocol| answers(protocol, "full").context_tokens;
+    // ':' is the beginning of the answer, one token of this model.
+    assert!(tokens(Aware) > tokens(Agnostic) + 5.0 && tokens(AwareWhole) == tokens(Aware) + 1.0);
+    assert_eq!(tokens(AwareKept), tokens(Agnostic));
+    for protocol in Protocol::ALL {
+        assert_eq!((answers(protocol, "full").kl_nats.mean, answers(protocol, "full").questions), (0.0, 8));
+        for policy in ["knorm", "streaming-llm", "knorm+chunks:tokens=300"] {
+            let found = answers(protocol, policy);
+            assert_eq!((found.kept_fraction * found.context_tokens).round(), 200.0, "{protocol} {policy}");
+            assert!(found.kl_nats.mean > 0.0, "{protocol} {policy}");
+        }
+    }
+    // The tokens of the question come on top of the budget only where they are never evicted.
+    let live = |protocol| answers(protocol, "knorm").kv_bytes_live;
+    assert_eq!((live(Aware), live(AwareWhole)), (live(Agnostic), live(Agnostic)));
+    assert!(live(AwareKept) > live(Agnostic));
+    // All right answers have more tokens than the one that the prefill foretells.
+    assert_ne!(answers(AwareWhole, "knorm").kl_nats, answers(Aware, "knorm").kl_nats);
 }
 
 #[test]

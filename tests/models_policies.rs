@@ -59,7 +59,7 @@ fn open(name: &str) -> (Model, Vec<u32>) {
 
 #[test]
 fn logits_behind_an_eviction_are_those_of_transformers_with_a_mask() {
-    let streaming = policy("streaming-llm:sink=4+once");
+    let streaming = policy("streaming-llm:sink=4");
     for name in ["llama", "mistral", "gemma2", "qwen3"] {
         let checkpoint = checkpoint(name);
         let model = Model::open(&checkpoint.folder, &Arena::unlimited()).unwrap();
@@ -76,7 +76,7 @@ fn a_policy_that_keeps_everything_changes_nothing() {
     for name in ["llama", "gemma2"] {
         let (model, tokens) = open(name);
         let dense = run(&model, &[&tokens], &[20], None);
-        for text in ["full", "snapkv", "h2o+once", "expected-attention", "knorm", "streaming-llm+once", "r-kv+once"] {
+        for text in ["full", "snapkv", "h2o", "expected-attention", "knorm", "streaming-llm", "r-kv"] {
             let got = run(&model, &[&tokens], &[20], Some((&policy(text), "1.0")));
             assert!(got.logits == dense.logits, "{name}, {text}");
             assert_eq!(got.kv_bytes, dense.kv_bytes);
@@ -109,12 +109,16 @@ fn every_schedule_holds_its_budget() {
     let (model, tokens) = open("qwen3");
     let lens = |text| run(&model, &[&tokens], &[24], Some((&policy(text), "12"))).lens;
     assert!(lens("snapkv:window=4").iter().all(|&len| len == 12 + 16));
-    for text in
-        ["h2o", "snapkv:window=4+every:steps=4", "tova+every", "knorm+every:steps=2", "streaming-llm+every+rerotate"]
-    {
+    for text in [
+        "h2o+every",
+        "snapkv:window=4+every:steps=4",
+        "tova+every",
+        "knorm+every:steps=2",
+        "streaming-llm+every+rerotate",
+    ] {
         assert!(lens(text).iter().all(|&len| len == 12), "{text}: {:?}", lens(text));
     }
-    for text in ["snapkv:window=4+chunks:tokens=8", "h2o+chunks:tokens=5+once", "expected-attention+chunks:tokens=7"] {
+    for text in ["snapkv:window=4+chunks:tokens=8", "h2o+chunks:tokens=5", "expected-attention+chunks:tokens=7"] {
         assert!(lens(text).iter().all(|&len| len == 12 + 16), "{text}: {:?}", lens(text));
     }
     let delayed = lens("knorm+delayed:window=6");
@@ -164,12 +168,61 @@ fn what_stays_is_what_the_scores_say() {
 }
 
 #[test]
+fn a_question_that_is_never_evicted_stays_beside_the_budget_and_takes_nothing_of_it() {
+    let (model, tokens) = open("llama");
+    let (cpu, arena) = (Cpu::new(Some(2)).unwrap(), Arena::unlimited());
+    let (context, end) = (26, 32);
+    for text in [
+        "knorm",
+        "snapkv:window=8",
+        "snapkv:window=2+ada",
+        "keydiff+global",
+        "pyramidkv:window=2",
+        "h2o",
+        "knorm+chunks:tokens=7",
+        "knorm+every",
+        "keydiff+delayed:window=2",
+        "streaming-llm+every+rerotate",
+    ] {
+        let policy = policy(text);
+        let setup = Setup {
+            kernel: "tiled",
+            batch: 1,
+            max_tokens: 64,
+            chunk_tokens: 64,
+            all_logits: false,
+            dtype: DType::F32,
+            kv_format: KvFormat::plain(DType::F32),
+            columns: policy.columns(),
+        };
+        let mut decoder = Decoder::new(&model, setup, &cpu, &arena).unwrap();
+        let eviction = Eviction { policy: &policy, name: text, budget: Some("10".parse().unwrap()), seed: 0 };
+        decoder.evict(eviction, &[context]).unwrap();
+        decoder.never_evict(context..end);
+        decoder.prefill(&[&tokens[..end]], |_, _, _| ()).unwrap();
+        let check = |decoder: &Decoder<'_>| {
+            let lens = decoder.cache().lens();
+            for (list, &len) in lens.iter().enumerate() {
+                let kept: Vec<usize> = (0..len).map(|slot| decoder.cache().origin(list, slot)).collect();
+                assert!((context..end).all(|position| kept.contains(&position)), "{text}, list {list}: {kept:?}");
+                assert!(kept.windows(2).all(|pair| pair[0] < pair[1]), "{text}, list {list}: {kept:?}");
+            }
+            lens.iter().sum::<usize>() - (end - context) * lens.len()
+        };
+        // What is left of the budget is the context's alone.
+        assert_eq!(check(&decoder), 10 * decoder.cache().lens().len(), "{text}");
+        decoder.follow(&[&tokens[end..]], |_, _, _| ()).unwrap();
+        check(&decoder);
+    }
+}
+
+#[test]
 fn a_sequence_keeps_in_a_batch_what_it_keeps_alone() {
     for name in ["llama", "gemma2"] {
         let (model, tokens) = open(name);
         let batch: [&[u32]; 3] = [&tokens[..30], &tokens[5..], &tokens[20..39]];
         let after = [24, 11, 19];
-        for text in ["snapkv:window=4", "h2o", "expected-attention"] {
+        for text in ["snapkv:window=4", "h2o+every", "expected-attention"] {
             let policy = policy(text);
             let together = run(&model, &batch, &after, Some((&policy, "0.5")));
             for (sequence, (tokens, &after)) in batch.iter().zip(&after).enumerate() {
@@ -194,7 +247,7 @@ fn steps_read_what_is_selected_in_every_layer() {
         assert!(apart(&after("think", "1.0"), &dense) < 1e-5, "{name}: all channels are selected");
         // One page, the last, is what a cache holds that has lost the first.
         let page = after("quest", "16");
-        assert!(apart(&page, &after("streaming-llm:sink=0+once", "4")) < 1e-5, "{name}: one page is selected");
+        assert!(apart(&page, &after("streaming-llm:sink=0", "4")) < 1e-5, "{name}: one page is selected");
         assert!(apart(&page, &dense) > 1e-3 && apart(&after("think", "0.3"), &dense) > 1e-3, "{name}: it shows");
         assert_eq!(page.lens, dense.lens, "{name}: nothing is evicted");
         // A sequence of a batch reads what it reads alone.

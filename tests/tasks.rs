@@ -130,10 +130,10 @@ proptest! {
             // A short context, as that of `count`, may come again by chance.
             let mut others = (1..5).map(|number| made(entry.name, target_tokens, &Draw::new(seed, number), &tokens).unwrap());
             let other = others.find(|other| other.context != sample.context).unwrap();
-            let right = mean(&sample, |question| solve(entry.name, &sample.context, &question.prompt));
+            let right = mean(&sample, |question| solve(entry.name, &sample.context, &question.prompt()));
             prop_assert_eq!(right, 1.0, "{}: {}", entry.name, sample.context);
             prop_assert_eq!(mean(&sample, |question| question.expected.clone()), 1.0, "{}", entry.name);
-            let astray = mean(&sample, |question| solve(entry.name, &other.context, &question.prompt));
+            let astray = mean(&sample, |question| solve(entry.name, &other.context, &question.prompt()));
             prop_assert!(astray <= 0.34, "{}: {astray} without having read", entry.name);
             prop_assert_eq!(mean(&sample, |_| String::new()), 0.0, "{}", entry.name);
             (wrong, all) = (wrong + astray, all + 1.0);

@@ -4,6 +4,7 @@
 use super::Compute;
 use super::failure::Failure;
 use super::run::Way;
+use kvsieve::eval::Protocol;
 use kvsieve::experiment::axes::{BudgetText, Many};
 use kvsieve::experiment::measure::Measure;
 use kvsieve::experiment::policy_axis::PolicyText;
@@ -16,8 +17,9 @@ use serde::de::value::{Error as ValueError, StrDeserializer};
 use std::path::PathBuf;
 
 const EXAMPLES: &str = "\
-Every sample is a context and questions about it. The policy judges the context before a question is seen, or after it \
-with --query-aware; the model then answers greedily, and the right answer is fed token by token to compare distributions \
+Every sample is a context and questions about it. --protocol says what a policy has seen of a question when it evicts: \
+nothing (agnostic), the question, whose tokens it may evict (aware) or not (aware-kept), or the whole prompt (aware-whole). \
+The model then answers greedily, and the right answer is fed token by token to compare distributions \
 with the full cache. The first samples of each cell also run alone, for times and memory. Models run on the CPU only. \
 Results go to OUT/eval/<time>-<hash>-<revision>/. docs/evaluation.md says what each number is.\n\n\
 Examples:
@@ -43,7 +45,8 @@ pub struct Args {
     /// Tasks (see `kvsieve list tasks`) [default: recall,niah-single-1,niah-multikey-1,passkey]
     #[arg(long, value_name = "TASK", value_parser = named)]
     task: Vec<Names>,
-    /// Eviction policies (see `kvsieve list policies`) [default: full,streaming-llm,h2o,snapkv,ada-snapkv,keydiff]
+    /// Eviction policies (see `kvsieve list policies`); random is added to every comparison [default:
+    /// full,streaming-llm,h2o,snapkv,ada-snapkv,keydiff]
     #[arg(long, value_name = "POLICY", value_parser = named)]
     policy: Vec<Names>,
     /// Safetensors file that the policies may read tensors of [default: none]
@@ -59,11 +62,11 @@ pub struct Args {
     /// Samples of each task
     #[arg(long, value_name = "N", default_value_t = 20, allow_negative_numbers = true)]
     samples: usize,
-    /// Let policies judge after the question instead of before it
-    #[arg(long)]
-    query_aware: bool,
+    /// What is scored and evicted together: agnostic, aware, aware-kept or aware-whole [default: agnostic]
+    #[arg(long, value_name = "PROTOCOL", value_delimiter = ',')]
+    protocol: Vec<Protocol>,
     /// Instead of tasks: a text, cut into pieces, whose tokens behind the eviction are fed as they are
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["task", "query_aware"])]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["task", "protocol"])]
     text: Option<PathBuf>,
     /// Tokens of a piece of the text before the eviction [default: 1k]
     #[arg(long, value_name = "N", requires = "text")]
@@ -153,7 +156,7 @@ impl Args {
             task: Many(if self.text.is_some() { Vec::new() } else { names(&self.task, &TASKS) }),
             text: self.text.clone(),
             samples: Some(self.samples),
-            query_aware: self.query_aware,
+            protocol: Many(self.protocol.clone()),
             beyond_limit: self.beyond_limit,
             context_tokens: Many(parsed(context_option, &contexts)?),
             policy: Many(names(&self.policy, &POLICIES).into_iter().map(PolicyText).collect()),

@@ -3,10 +3,11 @@
 use super::{EvalError, Prompt, Stage};
 use crate::memory::LabelBytes;
 use crate::model::{Decoder, Eviction, ModelError, Sampler, Sampling, Setup, bytes_of_calls};
+use serde::{Deserialize, Serialize};
 use std::time::Instant;
 
 /// What a run took.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Alone {
     /// From the start to the first token of the answer: reading the context, judging it, reading the question.
     pub first_token_ns: u64,
@@ -53,12 +54,13 @@ pub fn alone(
     };
     arena.reset_peak();
     let mut decoder = Decoder::new(model, setup, cpu, arena)?;
-    decoder.evict(eviction, &[context.len()])?;
+    decoder.evict(eviction, &[prompt.budgeted_tokens()])?;
+    decoder.never_evict(prompt.budgeted_tokens()..context.len());
     let mut sampler = Sampler::new(Sampling::GREEDY);
     let start = Instant::now();
-    decoder.prefill(&[context], |_, _, _| ())?;
-    let kv_bytes_live = decoder.kv_bytes();
     let mut chosen = Ok(0);
+    decoder.prefill(&[context], |_, _, logits| chosen = sampler.next(logits))?;
+    let kv_bytes_live = decoder.kv_bytes();
     decoder.follow(&[question], |_, _, logits| chosen = sampler.next(logits))?;
     let first_token_ns = start.elapsed().as_nanos() as u64;
     let (mut written, mut step_ns) = (vec![chosen?], Vec::new());

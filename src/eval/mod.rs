@@ -7,10 +7,12 @@
 mod alone;
 mod distribution;
 mod prompt;
+mod protocol;
 mod session;
 
 pub use alone::{Alone, alone};
 pub use prompt::{Asked, Prompt, documents, prompts};
+pub use protocol::Protocol;
 pub use session::{Answer, Answers, Session, Watch};
 
 use crate::device::Cpu;
@@ -36,6 +38,9 @@ pub enum EvalError {
     /// The arena has no room.
     #[error(transparent)]
     Arena(#[from] ArenaError),
+    /// The system refuses what is to be kept of a sample.
+    #[error("cannot write down what a sample gave: {0}")]
+    File(#[from] std::io::Error),
 }
 
 /// What all runs of an evaluation share.

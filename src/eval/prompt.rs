@@ -1,27 +1,37 @@
 //! Samples of tasks, and pieces of a text, as tokens: what is read, and what is asked and expected after it.
 
-use super::EvalError;
+use super::{EvalError, Protocol};
 use crate::model::{ModelError, Text};
 use crate::task::{Draw, Question, Task, TaskError, Tokens, generate};
 
 /// One thing that is asked of a context.
 #[derive(Debug, Clone)]
 pub struct Asked {
-    /// What follows the context; at least one token.
+    /// What is fed behind the eviction and before the answer. Where it is empty, the first token of the answer comes from
+    /// the prefill's own logits, in which no eviction shows.
     pub prompt: Vec<u32>,
-    /// What a right answer begins with; at least one token.
+    /// What a right answer begins with; at least one token that is fed behind the eviction.
     pub expected: Vec<u32>,
     /// How another answer is scored; a text that only goes on has no score.
     pub question: Option<Question>,
 }
 
+impl Asked {
+    /// Tokens of the right answer whose distributions are compared: a first one that comes from the prefill is not.
+    pub fn compared(&self) -> usize {
+        self.expected.len() - usize::from(self.prompt.is_empty())
+    }
+}
+
 /// A context and what is asked of it.
 #[derive(Debug, Clone)]
 pub struct Prompt {
-    /// Number of the sample; questions that are asked query-aware are prompts of one sample.
+    /// Number of the sample; where questions are read before the eviction, the prompts of one sample are several.
     pub sample: usize,
-    /// What is read before a policy judges; at least one token.
+    /// What is read before a policy evicts; at least one token.
     pub context: Vec<u32>,
+    /// Tokens at the end of `context` that are never evicted and that no budget counts.
+    pub kept: usize,
     /// What is asked afterwards, each by itself.
     pub asked: Vec<Asked>,
     /// Where a single needle lies, 0 the beginning and 1 the end.
@@ -35,12 +45,9 @@ impl Prompt {
         self.context.len() + asked.max().unwrap_or(0)
     }
 
-    /// The last token of the context is read with each question: where a question has no words of its own, logits are
-    /// still wanted behind something.
-    fn lend_last(&mut self) {
-        if let Some(last) = self.context.pop() {
-            self.asked.iter_mut().for_each(|asked| asked.prompt.insert(0, last));
-        }
+    /// Tokens that a budget counts.
+    pub fn budgeted_tokens(&self) -> usize {
+        self.context.len() - self.kept
     }
 }
 
@@ -56,48 +63,56 @@ impl Tokens for Text {
 }
 
 /// Sample `sample` of a task, of `context_tokens` with its question and its answer. `name` is what errors call the task.
-/// Query-aware, each question is read before the policy judges, all but its last token, and is a prompt of its own.
+/// Where the protocol lets a policy see the question, each question is a prompt of its own.
 ///
 /// # Errors
-/// When the task does not fit the tokenizer or the length.
+/// When the task does not fit the tokenizer or the length, or nothing of an answer is fed behind the eviction.
 pub fn prompts(
     (name, task): (&str, &dyn Task),
     context_tokens: usize,
     (seed, sample): (u64, usize),
-    query_aware: bool,
+    protocol: Protocol,
     text: &Text,
 ) -> Result<Vec<Prompt>, EvalError> {
     let beginning = text.beginning()?;
     let target = context_tokens.saturating_sub(beginning.len());
-    let written = generate(name, task, target, &Draw::new(seed, sample as u64), text).map_err(|error| match error {
-        // What the tokenizer puts before every text counts.
-        TaskError::TooShort { task, least_tokens, .. } => {
-            TaskError::TooShort { task, target_tokens: context_tokens, least_tokens: least_tokens + beginning.len() }
-        }
-        error => error,
-    })?;
+    let written =
+        generate(name, task, target, &Draw::of_task(name, seed, sample as u64), text).map_err(|error| match error {
+            // What the tokenizer puts before every text counts.
+            TaskError::TooShort { task, least_tokens, .. } => TaskError::TooShort {
+                task,
+                target_tokens: context_tokens,
+                least_tokens: least_tokens + beginning.len(),
+            },
+            error => error,
+        })?;
     let context = [beginning, text.encode(&written.context)].concat();
-    let asked = |question: Question| Asked {
-        prompt: text.encode(&question.prompt),
-        expected: text.encode(&question.expected),
-        question: Some(question),
-    };
-    let asked: Vec<Asked> = written.questions.into_iter().map(asked).collect();
     let depth = written.depth;
-    if query_aware {
-        let alone = |asked: Asked| {
-            let context = [&context[..], &asked.prompt].concat();
-            let mut prompt = Prompt { sample, context, asked: vec![Asked { prompt: Vec::new(), ..asked }], depth };
-            prompt.lend_last();
-            prompt
+    let mut prompts: Vec<Prompt> = Vec::new();
+    for question in written.questions {
+        let (words, prefix) = (text.encode(&question.text), text.encode(&question.answer_prefix));
+        let kept = if protocol == Protocol::AwareKept { words.len() } else { 0 };
+        let (read, prompt) = match protocol {
+            Protocol::Agnostic => (Vec::new(), [words, prefix].concat()),
+            Protocol::Aware | Protocol::AwareKept => (words, prefix),
+            Protocol::AwareWhole => ([words, prefix].concat(), Vec::new()),
         };
-        return Ok(asked.into_iter().map(alone).collect());
+        let asked = Asked { prompt, expected: text.encode(&question.expected), question: Some(question) };
+        if asked.expected.len() <= usize::from(asked.prompt.is_empty()) {
+            return Err(TaskError::OneToken { task: name.into() }.into());
+        }
+        match prompts.first_mut().filter(|_| protocol == Protocol::Agnostic) {
+            Some(prompt) => prompt.asked.push(asked),
+            None => prompts.push(Prompt {
+                sample,
+                context: [&context[..], &read].concat(),
+                kept,
+                asked: vec![asked],
+                depth,
+            }),
+        }
     }
-    let mut prompt = Prompt { sample, context, asked, depth };
-    if prompt.asked.iter().any(|asked| asked.prompt.is_empty()) {
-        prompt.lend_last();
-    }
-    Ok(vec![prompt])
+    Ok(prompts)
 }
 
 /// Pieces of a text, each of `context_tokens` and the `new_tokens` that follow them, at most `most`; none overlaps
@@ -118,16 +133,14 @@ pub fn documents(
     let piece = |(sample, tokens): (usize, &[u32])| {
         let (context, expected) = tokens.split_at(read);
         let asked = vec![Asked { prompt: Vec::new(), expected: expected.to_vec(), question: None }];
-        let mut prompt = Prompt { sample, context: [&beginning[..], context].concat(), asked, depth: None };
-        prompt.lend_last();
-        prompt
+        Prompt { sample, context: [&beginning[..], context].concat(), kept: 0, asked, depth: None }
     };
     let pieces: Vec<Prompt> =
         tokens.chunks_exact((read + new_tokens).max(1)).take(most).enumerate().map(piece).collect();
     if pieces.is_empty() || read == 0 {
         let reason = format!(
-            "{} tokens; {context_tokens} before the eviction and {new_tokens} behind it are needed, and at least two \
-             before it",
+            "{} tokens; {context_tokens} before the eviction and {new_tokens} behind it are needed, and at least one of its \
+             own before it",
             tokens.len()
         );
         return Err(ModelError::Config { path: path.into(), reason }.into());

@@ -13,6 +13,7 @@ use crate::memory::{Arena, ArenaError, Buffer, Label};
 use crate::model::{Decoder, Eviction, ModelError, Setup, Tap, Tapped, Text};
 use crate::policy::{Policy, Statistic};
 use crate::task::Tokens;
+use serde::{Deserialize, Serialize};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// The context with a full cache.
@@ -26,13 +27,13 @@ const FORCED: usize = 3;
 const SEQUENCES: usize = 4;
 
 /// What a question gave under a policy, compared with the full cache.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Answer {
     /// 0 to 1; `None` for a text that only goes on.
     pub score: Option<f64>,
     /// The same with the full cache.
     pub full_score: Option<f64>,
-    /// Tokens of the right answer.
+    /// Tokens of the right answer that were compared ([`Asked::compared`]).
     pub tokens: usize,
     /// Divergence from the full cache's distributions, summed over these tokens.
     pub kl_nats: f64,
@@ -51,7 +52,7 @@ pub struct Answer {
 }
 
 /// What a prompt gave under a policy.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Answers {
     /// One for each question.
     pub answers: Vec<Answer>,
@@ -89,6 +90,9 @@ pub struct Session<'a> {
     watch: &'a Watch,
     /// Logits behind the last token that was fed.
     last: Vec<f32>,
+    /// Logits behind the context that was read last, as the first token of an answer is chosen where nothing is fed in
+    /// between.
+    behind_context: Vec<f32>,
 }
 
 impl<'a> Session<'a> {
@@ -116,8 +120,8 @@ impl<'a> Session<'a> {
         let mut decoder = Decoder::new(stage.model, setup, stage.cpu, stage.arena)?;
         decoder.record_queries(choices.iter().map(|choice| choice.policy).filter(|policy| !reads_alone(policy)));
         decoder.tap(watch);
-        let last = vec![0.0; stage.model.config.vocab];
-        Ok(Session { stage, text, decoder, watch, last })
+        let [last, behind_context] = [(); 2].map(|()| vec![0.0; stage.model.config.vocab]);
+        Ok(Session { stage, text, decoder, watch, last, behind_context })
     }
 
     /// Asks everything of `prompt` under each of `choices`. `most_tokens` is how long an answer may be. An error of one
@@ -147,11 +151,12 @@ impl<'a> Session<'a> {
     ) -> Result<Answers, EvalError> {
         if reads_alone(choice.policy) {
             (JUDGED..SEQUENCES).for_each(|sequence| self.decoder.free(sequence));
-            self.decoder.evict(*choice, &[prompt.context.len(); SEQUENCES])?;
+            self.decoder.evict(*choice, &[prompt.budgeted_tokens(); SEQUENCES])?;
+            self.decoder.never_evict(prompt.budgeted_tokens()..prompt.context.len());
             self.prefill(JUDGED, &prompt.context)?;
         } else {
             self.decoder.fork(CONTEXT, JUDGED)?;
-            self.decoder.evict_recorded(JUDGED, *choice)?;
+            self.decoder.evict_recorded(JUDGED, *choice, prompt.kept)?;
         }
         let (kv_bytes_live, held_tokens) = (self.decoder.sequence_kv_bytes(JUDGED), self.decoder.held_tokens(JUDGED));
         let mut read_bytes = 0;
@@ -166,17 +171,16 @@ impl<'a> Session<'a> {
     }
 
     fn prefill(&mut self, sequence: usize, tokens: &[u32]) -> Result<(), EvalError> {
-        Ok(self.decoder.prefill(&only(sequence, tokens), |_, _, _| ())?)
+        let behind = &mut self.behind_context;
+        self.decoder.prefill(&only(sequence, tokens), |_, _, logits| behind.copy_from_slice(logits))?;
+        numbers(&self.behind_context)
     }
 
     /// Logits behind `tokens`.
     fn feed(&mut self, sequence: usize, tokens: &[u32]) -> Result<(), EvalError> {
         let last = &mut self.last;
         self.decoder.follow(&only(sequence, tokens), |_, _, logits| last.copy_from_slice(logits))?;
-        match self.last.iter().position(|logit| !logit.is_finite()) {
-            Some(token) => Err(ModelError::Logit { logit: self.last[token], token: token as u32 }.into()),
-            None => Ok(()),
-        }
+        numbers(&self.last)
     }
 
     fn ask(&mut self, from: usize, asked: &Asked, most_tokens: usize) -> Result<Given, EvalError> {
@@ -186,7 +190,10 @@ impl<'a> Session<'a> {
         let rows = asked.prompt.len() + forced - 1;
         *self.watch.outputs() = Some(Outputs::new(self.stage.arena, config.layers, rows * config.q_width())?);
         self.decoder.fork(from, ASKED)?;
-        self.feed(ASKED, &asked.prompt)?;
+        self.last.copy_from_slice(&self.behind_context);
+        if !asked.prompt.is_empty() {
+            self.feed(ASKED, &asked.prompt)?;
+        }
         self.decoder.fork(ASKED, FORCED)?;
         let behind_prompt = self.last.clone();
         logits[..vocab].copy_from_slice(&self.last);
@@ -206,21 +213,31 @@ impl<'a> Session<'a> {
 
     fn compare(&self, asked: &Asked, full: &Given, given: Given) -> Answer {
         let vocab = self.stage.model.config.vocab;
-        let rows = || full.logits.chunks_exact(vocab).zip(given.logits.chunks_exact(vocab));
+        let skipped = asked.expected.len() - asked.compared();
+        let rows = || full.logits.chunks_exact(vocab).zip(given.logits.chunks_exact(vocab)).skip(skipped);
+        let compared = || asked.expected[skipped..].iter().zip(rows());
         let score = |given: &Given| Some(asked.question.as_ref()?.score(&self.text.decode(&given.written)));
         let same = full.written.iter().zip(&given.written).take_while(|(a, b)| a == b).count();
         Answer {
             score: score(&given),
             full_score: score(full),
-            tokens: asked.expected.len(),
+            tokens: asked.compared(),
             kl_nats: rows().map(|(full, given)| divergence(full, given)).sum(),
             agreed: rows().filter(|(full, given)| likeliest(full) == likeliest(given)).count(),
-            nll_nats: asked.expected.iter().zip(rows()).map(|(&token, (_, given))| nats(given, token)).sum(),
-            full_nll_nats: asked.expected.iter().zip(rows()).map(|(&token, (full, _))| nats(full, token)).sum(),
+            nll_nats: compared().map(|(&token, (_, given))| nats(given, token)).sum(),
+            full_nll_nats: compared().map(|(&token, (full, _))| nats(full, token)).sum(),
             same: same as f64 / full.written.len() as f64,
             o_distance: full.outputs.distance(&given.outputs),
             written: given.written,
         }
+    }
+}
+
+/// Refuses logits that are no numbers.
+fn numbers(logits: &[f32]) -> Result<(), EvalError> {
+    match logits.iter().position(|logit| !logit.is_finite()) {
+        Some(token) => Err(ModelError::Logit { logit: logits[token], token: token as u32 }.into()),
+        None => Ok(()),
     }
 }
 

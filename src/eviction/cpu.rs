@@ -12,6 +12,7 @@ use crate::policy::{
     BeforeRope, Context, Future, PolicyError, Selection, Statistic, gates, select, select_leaving, tie_rate,
 };
 use crate::tensor::TensorView;
+use std::ops::Range;
 use std::time::Instant;
 
 /// The CPU, and what actions may use there.
@@ -54,6 +55,8 @@ pub struct View<'v> {
     pub w_o: &'v [TensorView<'v>],
     /// The model's number of each sequence's layer; empty where they are all of a model's layers in order.
     pub layer_numbers: &'v [usize],
+    /// Positions that are never evicted and that no budget counts.
+    pub kept: Range<usize>,
 }
 
 impl View<'_> {
@@ -136,10 +139,16 @@ impl Backend for CpuBackend<'_> {
         let mut scored = plan.policy.score(&context)?.expect("a session's policy has a scorer");
         let score_ns = nanoseconds(start);
         let start = Instant::now();
-        let selection = match rule {
+        let is_kept = |list, slot: &u32| view.kept.contains(&(context.positions)(list, *slot as usize));
+        let kept = |list| (0..context.len(list) as u32).filter(|slot| is_kept(list, slot)).collect::<Vec<_>>();
+        let kept: Vec<Vec<u32>> =
+            if view.kept.is_empty() { Vec::new() } else { (0..context.lists()).map(kept).collect() };
+        kept.iter().enumerate().for_each(|(list, slots)| scored.lower(&context, list, slots));
+        let mut selection = match rule {
             Rule::Budget => select(plan.policy, &context, &mut scored)?,
             Rule::Delayed { best_evicted } => select_leaving(&context, &scored, best_evicted)?,
         };
+        kept.iter().enumerate().for_each(|(list, slots)| selection.add(list, slots));
         let select_ns = nanoseconds(start);
         let tie_rate = if self.counts_ties { tie_rate(&context, &scored) } else { 0.0 };
         Ok(Chosen { best_evicted: selection.best_lost.clone(), selection, score_ns, select_ns, tie_rate })

@@ -1,9 +1,9 @@
 //! What a model answered: the part of a record that only `eval` has.
 
-use super::stats::bootstrap;
+use super::stats::{bootstrap, difference, wilson};
 use serde::{Deserialize, Serialize};
 
-/// A mean over samples, with its bootstrap 95% interval over them.
+/// A mean over samples, with a 95% interval over them.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Estimate {
     /// Mean.
@@ -15,7 +15,7 @@ pub struct Estimate {
 }
 
 impl Estimate {
-    /// Over one value for each sample; `None` without any.
+    /// Over one value for each sample, with a bootstrap interval; `None` without any.
     pub fn over(values: &[f64]) -> Option<Self> {
         if values.is_empty() {
             return None;
@@ -25,6 +25,27 @@ impl Estimate {
         let (ci95_low, ci95_high) =
             bootstrap(values.len(), |picked| mean(&mut picked.iter().map(|&index| values[index])) / count);
         Some(Estimate { mean: mean(&mut values.iter().copied()) / count, ci95_low, ci95_high })
+    }
+
+    /// Mean over tasks of shares between 0 and 1, one for each sample of a task: with Wilson's interval where all are 0 or 1,
+    /// a bootstrap interval over samples elsewhere, and Wilson's again where that has no width. `None` without any.
+    pub fn of_shares(tasks: &[&[f64]]) -> Option<Self> {
+        let count = tasks.iter().map(|values| values.len()).min().filter(|count| *count > 0)?;
+        let mean_over = |picked: &[usize]| {
+            let sums = tasks.iter().map(|values| picked.iter().map(|&index| values[index]).sum::<f64>());
+            sums.sum::<f64>() / (picked.len() * tasks.len()) as f64
+        };
+        let mean = mean_over(&(0..count).collect::<Vec<_>>());
+        let proportion = tasks.iter().copied().flatten().all(|&share| share == 0.0 || share == 1.0);
+        let (low, high) = if proportion { (mean, mean) } else { bootstrap(count, mean_over) };
+        let (ci95_low, ci95_high) = if low < high { (low, high) } else { wilson(mean, count * tasks.len()) };
+        Some(Estimate { mean, ci95_low, ci95_high })
+    }
+
+    /// Mean of paired differences of such shares, with the interval of [`difference`]. `None` without any.
+    pub fn of_differences(values: Vec<f64>) -> Option<Self> {
+        let found = difference(&[values])?;
+        Some(Estimate { mean: found.mean, ci95_low: found.low, ci95_high: found.high })
     }
 }
 
@@ -54,6 +75,13 @@ pub struct Answers {
     /// Relative L2 distance of attention's outputs from the full cache's in each layer, lowest first, over the tokens of
     /// question and right answer.
     pub o_drift_by_layer: Vec<Estimate>,
+    /// Tokens of the shortest context that each KV head may keep on average; `None` where nothing is evicted, and in records
+    /// from before it was written down.
+    #[serde(default)]
+    pub budget_tokens: Option<usize>,
+    /// The same less the tokens that the policy protects: 0 where nothing but these stays, so that its scores have no say.
+    #[serde(default)]
+    pub unprotected_tokens: Option<usize>,
     /// Tokens of the context that stayed, on average over samples and KV heads, as a fraction.
     pub kept_fraction: f64,
     /// Tokens of the judged contexts, on average.
@@ -93,5 +121,22 @@ mod tests {
         assert!(estimate.ci95_low < 0.5 && estimate.mean == 0.5 && estimate.ci95_high > 0.5, "{estimate:?}");
         // Half of the width of a binomial's 95% interval is about 2 sqrt(0.25 / 40) = 0.16.
         assert!((estimate.ci95_high - estimate.ci95_low - 0.31).abs() < 0.08, "{estimate:?}");
+    }
+
+    #[test]
+    fn shares_are_never_sure() {
+        for values in [vec![0.0; 8], vec![1.0; 8], vec![0.25; 8], vec![1.0]] {
+            let estimate = Estimate::of_shares(&[&values]).unwrap();
+            assert!(estimate.ci95_low < estimate.ci95_high, "{values:?}: {estimate:?}");
+            assert!(
+                estimate.ci95_low <= estimate.mean && estimate.mean <= estimate.ci95_high,
+                "{values:?}: {estimate:?}"
+            );
+        }
+        // Two tasks tell more than one.
+        let width =
+            |tasks: &[&[f64]]| Estimate::of_shares(tasks).map(|found| found.ci95_high - found.ci95_low).unwrap();
+        assert!(width(&[&[1.0; 8], &[1.0; 8]]) < width(&[&[1.0; 8]]));
+        assert_eq!((Estimate::of_shares(&[]), Estimate::of_shares(&[&[]])), (None, None));
     }
 }

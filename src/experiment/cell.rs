@@ -2,9 +2,10 @@
 
 use super::measure::{Choice, Measure};
 use crate::attention::{Params, Shape};
+use crate::eval::Protocol;
 use crate::format::KvFormat;
 use crate::tensor::DType;
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 
 /// Where a cell runs.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -41,6 +42,21 @@ fn is_one(layers: &usize) -> bool {
     *layers == 1
 }
 
+/// Reads a protocol, or whether it was query-aware.
+fn protocol_or_query_aware<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Protocol>, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(untagged)]
+    enum Written {
+        Protocol(Protocol),
+        QueryAware(bool),
+    }
+    Ok(Some(match Written::deserialize(deserializer)? {
+        Written::Protocol(protocol) => protocol,
+        Written::QueryAware(true) => Protocol::AwareWhole,
+        Written::QueryAware(false) => Protocol::Agnostic,
+    }))
+}
+
 /// One point of the grid. Its canonical JSON, with the workload's hash in it, is what [`Cell::id`] hashes.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Cell {
@@ -61,9 +77,15 @@ pub struct Cell {
     /// Samples of `eval`, at most.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub samples: Option<usize>,
-    /// Whether the policy judges after the question of `eval`, and not before it.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub query_aware: bool,
+    /// What a policy has seen of the question of `eval` when it evicts; `None` where there is no question. Records from
+    /// before protocols had names hold `query_aware` instead, which came closest to [`Protocol::AwareWhole`].
+    #[serde(
+        default,
+        alias = "query_aware",
+        deserialize_with = "protocol_or_query_aware",
+        skip_serializing_if = "Option::is_none"
+    )]
+    pub protocol: Option<Protocol>,
     /// Whether a sequence may be longer than the model was made for.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub beyond_limit: bool,
@@ -131,7 +153,7 @@ impl Default for Cell {
             task: None,
             text: None,
             samples: None,
-            query_aware: false,
+            protocol: None,
             beyond_limit: false,
             kernel: String::new(),
             layers: 1,
@@ -177,6 +199,11 @@ impl Cell {
         }
     }
 
+    /// What a policy has seen of a question when it evicts.
+    pub fn protocol(&self) -> Protocol {
+        self.protocol.unwrap_or_default()
+    }
+
     /// How the cache keeps keys and values.
     pub fn kv_format(&self) -> KvFormat {
         self.kv_format.unwrap_or(self.dtype.into())
@@ -218,7 +245,8 @@ impl Cell {
         let device = if self.device == Device::Cpu { String::new() } else { format!(" {device}") };
         let format = self.kv_format.map_or(String::new(), |format| format!(" kv {format}"));
         if let Some(task) = &self.task {
-            return format!("{} {task}{policy}{format} {tokens}{device}", self.measure.name());
+            let protocol = self.protocol.map_or(String::new(), |protocol| format!(" {protocol}"));
+            return format!("{} {task}{protocol}{policy}{format} {tokens}{device}", self.measure.name());
         }
         let pages = match self.page_tokens {
             Some(0) => " contiguous".into(),

@@ -39,14 +39,14 @@ impl Cell {
 }
 
 /// A policy and its budget, as they were written.
-type Choice = (Option<String>, Option<String>);
+pub(super) type Chosen = (Option<String>, Option<String>);
 
 /// Policies with their budgets. `full` has none; the policy `*` stands for every method and every preset that needs
 /// neither a file that is not given nor a model that is not there.
 ///
 /// # Errors
 /// In words, when a policy has no budget.
-pub(super) fn choices(grid: &Grid, registry: &Registry) -> Result<Vec<Choice>, String> {
+pub(super) fn choices(grid: &Grid, registry: &Registry) -> Result<Vec<Chosen>, String> {
     let Grid { policy: policies, budget: budgets, .. } = grid;
     let bare = registry.clone().without_file();
     let is_out = |policy: &Policy| {

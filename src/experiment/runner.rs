@@ -9,7 +9,7 @@ mod turns;
 use super::cell::Cell;
 use super::engine::Engine;
 use super::grid::Experiment;
-use super::measure::{Place, Prepared, Stage};
+use super::measure::{Measure, Place, Prepared, Stage};
 use super::record::{Latency, Memory, Record, SCHEMA, Status};
 use super::stats::{median_with_interval, quantile};
 use super::store::{CELLS, Store, StoreError, finished};
@@ -17,7 +17,8 @@ use crate::device::cuda::CudaError;
 use crate::policy::Registry;
 use crate::workload::{Extents, Workload, WorkloadError};
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::io;
+use std::path::{Path, PathBuf};
 use std::time::{Instant, SystemTime};
 
 /// How a run is made.
@@ -127,8 +128,14 @@ pub fn run<'e>(
     progress(Progress::Start { cells, resumed: done.len() });
 
     let mut runner = Runner { experiment, engine, options, store, records, progress };
+    let mut measures: Vec<Measure> = comparisons.iter().map(|cells| cells[0].measure).collect();
+    measures.dedup();
     for cells in &comparisons {
         runner.comparison(cells, registry)?;
+    }
+    for comparisons in measures.into_iter().filter_map(Measure::comparisons) {
+        let folder = &runner.store.folder;
+        comparisons.finish(folder).map_err(|error| unwritten(folder, &error))?;
     }
     for group in groups(todo, options.limit_bytes) {
         runner.group(group)?;
@@ -257,7 +264,8 @@ impl Runner<'_> {
                 records.into_iter().map(skip).collect()
             }
             None => {
-                let stage = Stage { registry, engine: self.engine, limit_bytes: self.options.limit_bytes };
+                let folder = &self.store.folder;
+                let stage = Stage { registry, engine: self.engine, limit_bytes: self.options.limit_bytes, folder };
                 comparisons.run(records, &stage, &mut |cell| (self.progress)(Progress::Turn(cell)))
             }
         };
@@ -311,6 +319,11 @@ impl Runner<'_> {
         self.records.push(record);
         Ok(())
     }
+}
+
+/// What the system refused in a run's folder.
+fn unwritten(folder: &Path, error: &io::Error) -> RunError {
+    StoreError::Write { path: folder.into(), reason: error.to_string() }.into()
 }
 
 /// Times of a phase, with their median and its interval.

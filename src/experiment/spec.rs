@@ -6,6 +6,7 @@
 use super::axes::{BudgetText, Many, PageTokens, Tokens};
 use super::measure::Measure;
 use super::policy_axis::PolicyText;
+use crate::eval::Protocol;
 use crate::format::KvFormat;
 use crate::tensor::DType;
 use crate::units;
@@ -144,9 +145,9 @@ pub struct Grid {
     /// Samples of each task, for `eval`; 20 by default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub samples: Option<usize>,
-    /// Whether policies judge after the question, for `eval`; before it by default.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub query_aware: bool,
+    /// What policies have seen of a question when they evict, for `eval`; `agnostic` by default.
+    #[serde(default, skip_serializing_if = "Many::is_empty")]
+    pub protocol: Many<Protocol>,
     /// Whether sequences of `eval` may be longer than the model was made for.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub beyond_limit: bool,
@@ -189,7 +190,7 @@ impl Grid {
             task: Many::default(),
             text: None,
             samples: None,
-            query_aware: false,
+            protocol: Many::default(),
             beyond_limit: false,
             seed: Many::default(),
         }
@@ -293,7 +294,13 @@ impl Spec {
             let before = &text[..error.span().map_or(0, |span| span.start.min(text.len()))];
             let line = before.matches('\n').count() + 1;
             let column = before.chars().rev().take_while(|&c| c != '\n').count() + 1;
-            let message = error.message().lines().collect::<Vec<_>>().join("; ");
+            let message = match error.message() {
+                message if message.contains("`query_aware`") => {
+                    let known = Protocol::ALL.map(Protocol::name).join(", ");
+                    format!("query_aware is gone; use protocol = \"agnostic\", or a list of {known}")
+                }
+                message => message.lines().collect::<Vec<_>>().join("; "),
+            };
             SpecError::Syntax { origin: origin.into(), line, column, message }
         })?;
         spec.check().map_err(|message| SpecError::Value { origin: origin.into(), message })?;
@@ -366,6 +373,7 @@ mod tests {
             ),
             (LEAST.replace("= 8\n", "= "), "x.toml:6:"),
             (LEAST.replace("\"x\"", "\"../x\""), "x.toml: name is '../x'"),
+            (format!("{LEAST}query_aware = true\n"), "x.toml:7:1: query_aware is gone; use protocol = "),
             (format!("{LEAST}budget = 1.5\n"), "x.toml:7:10: '1.5' is not a budget"),
             (LEAST.replace("[[grid]]", "[timing]\ntarget = 2\n[[grid]]"), "x.toml: timing: target is 2"),
             (LEAST.replace("[[grid]]", "[file]\npath = \"a\"\n[synthetic]\n[[grid]]"), "x.toml: both [file] and"),

@@ -1,4 +1,9 @@
-//! Medians and their uncertainty.
+//! Medians, shares, paired differences and ranks, with their uncertainty.
+//!
+//! Intervals are 95%. A share has Wilson's score interval, which has a width even where all samples agree. A paired
+//! difference of scores has the adjusted Wald interval of Agresti and Min (2005): two pseudo-samples, half of one a win and
+//! half a loss, keep its width above zero. p-values of many comparisons are corrected by Holm's method. How sure a rank is
+//! says a bootstrap over samples, the same samples for all that are ranked.
 
 use rand::RngExt;
 use rand_chacha::ChaCha8Rng;
@@ -42,6 +47,103 @@ pub fn median_with_interval(values: &[f64]) -> (f64, f64, f64) {
     (quantile(values, 0.5), low, high)
 }
 
+/// Quantile of the normal distribution for 95% intervals.
+const Z: f64 = 1.959964;
+
+/// Wilson's interval of a share of `count` samples. For samples between 0 and 1 it is too wide, never too narrow: no
+/// distribution with this mean varies more than that of zeros and ones.
+pub fn wilson(share: f64, count: usize) -> (f64, f64) {
+    let (n, z2) = (count as f64, Z * Z);
+    let centre = (share + z2 / (2.0 * n)) / (1.0 + z2 / n);
+    let half = Z / (1.0 + z2 / n) * (share * (1.0 - share) / n + z2 / (4.0 * n * n)).sqrt();
+    // Rounding must not take the share itself out.
+    ((centre - half).clamp(0.0, share), (centre + half).clamp(share, 1.0))
+}
+
+/// A mean paired difference of scores between 0 and 1.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Difference {
+    /// Mean.
+    pub mean: f64,
+    /// Lower end of the interval.
+    pub low: f64,
+    /// Upper end.
+    pub high: f64,
+    /// Two-sided p-value of no difference.
+    pub p: f64,
+}
+
+/// Mean of paired differences, -1 to 1, in strata that count equally for each sample: what varies between strata is no
+/// uncertainty. `None` without any.
+pub fn difference(strata: &[Vec<f64>]) -> Option<Difference> {
+    let count = strata.iter().map(Vec::len).sum::<usize>() as f64;
+    if count == 0.0 {
+        return None;
+    }
+    let sum = strata.iter().flatten().sum::<f64>();
+    // The two pseudo-samples are shared by the strata.
+    let more = 2.0 / strata.len() as f64;
+    let squares = |stratum: &Vec<f64>| {
+        let squares = stratum.iter().map(|x| x * x).sum::<f64>();
+        squares - stratum.iter().sum::<f64>().powi(2) / (stratum.len() as f64 + more)
+    };
+    let variance = (strata.iter().map(squares).sum::<f64>() + 1.0) / (count + 2.0);
+    let (mean, centre, error) = (sum / count, sum / (count + 2.0), (variance / (count + 2.0)).sqrt());
+    let (low, high) = ((centre - Z * error).max(-1.0).min(mean), (centre + Z * error).min(1.0).max(mean));
+    Some(Difference { mean, low, high, p: erfc(centre.abs() / error / 2f64.sqrt()) })
+}
+
+/// Holm's correction: p-values as they are among all of these comparisons.
+pub fn holm(p: &[f64]) -> Vec<f64> {
+    let mut order: Vec<usize> = (0..p.len()).collect();
+    order.sort_by(|&a, &b| p[a].total_cmp(&p[b]));
+    let (mut adjusted, mut most) = (vec![0.0; p.len()], 0.0f64);
+    for (rank, &at) in order.iter().enumerate() {
+        most = most.max((p.len() - rank) as f64 * p[at]).min(1.0);
+        adjusted[at] = most;
+    }
+    adjusted
+}
+
+/// How often each contender is among the best, as a share of resamples; `scores` holds its lists of scores, one value for
+/// each sample of a stratum, in the same order for all.
+pub fn among_best(scores: &[Vec<&[f64]>]) -> Vec<f64> {
+    let count = scores.iter().flatten().map(|values| values.len()).min().unwrap_or(0);
+    let mut wins = vec![0usize; scores.len()];
+    if count > 0 {
+        let total = |lists: &Vec<&[f64]>, picked: &[usize]| {
+            lists.iter().map(|values| picked.iter().map(|&at| values[at]).sum::<f64>()).sum::<f64>()
+        };
+        bootstrap(count, |picked| {
+            let totals: Vec<f64> = scores.iter().map(|lists| total(lists, picked)).collect();
+            let best = totals.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+            // Sums in other orders differ by roundings.
+            let is_best = |total: &f64| *total >= best - 1e-9;
+            wins.iter_mut().zip(&totals).for_each(|(wins, total)| *wins += usize::from(is_best(total)));
+            0.0
+        });
+    }
+    wins.into_iter().map(|wins| wins as f64 / RESAMPLES as f64).collect()
+}
+
+/// Complementary error function for `x >= 0`, to a relative error of 1.2e-7 (Numerical Recipes, `erfcc`).
+fn erfc(x: f64) -> f64 {
+    const TERMS: [f64; 10] = [
+        -1.26551223,
+        1.00002368,
+        0.37409196,
+        0.09678418,
+        -0.18628806,
+        0.27886807,
+        -1.13520398,
+        1.48851587,
+        -0.82215223,
+        0.17087277,
+    ];
+    let t = 1.0 / (1.0 + 0.5 * x);
+    t * (TERMS.iter().rev().fold(0.0, |sum, term| sum * t + term) - x * x).exp()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -52,6 +154,64 @@ mod tests {
         assert_eq!(quantile(&[1.0, 2.0], 0.5), 1.5);
         assert_eq!(quantile(&[5.0], 0.9), 5.0);
         assert_eq!(quantile(&[0.0, 10.0], 0.1), 1.0);
+    }
+
+    #[test]
+    fn shares_have_wilsons_interval_and_never_none() {
+        // Brown, Cai and DasGupta (2001): exact values of the formula.
+        for (share, count, low, high) in [(0.0, 50, 0.0, 0.0713), (1.0, 50, 0.9287, 1.0), (0.5, 20, 0.2993, 0.7007)] {
+            let (found_low, found_high) = wilson(share, count);
+            assert!(
+                (found_low - low).abs() < 1e-4 && (found_high - high).abs() < 1e-4,
+                "{share}: {found_low} {found_high}"
+            );
+        }
+    }
+
+    #[test]
+    fn differences_are_those_of_agresti_and_min() {
+        // 20 pairs, of which 6 are won and 1 is lost: (b - c) / (n + 2), with 0.5 added to each cell of the table.
+        let pairs: Vec<f64> =
+            (0..20).map(|pair| if pair < 6 { 1.0 } else { f64::from(-i8::from(pair == 6)) }).collect();
+        let found = difference(&[pairs.clone()]).unwrap();
+        let (b, c, n) = (6.5, 1.5, 22.0);
+        let error = ((b + c) - (b - c) * (b - c) / n as f64).sqrt() / n;
+        assert!((found.low - ((b - c) / n - Z * error)).abs() < 1e-9, "{found:?}");
+        assert!((found.high - ((b - c) / n + Z * error)).abs() < 1e-9, "{found:?}");
+        assert_eq!(found.mean, 0.25);
+        // Twice the upper tail of the normal distribution at 1.96.
+        assert!((erfc(Z / 2f64.sqrt()) - 0.05).abs() < 1e-6 && (erfc(0.0) - 1.0).abs() < 1e-6);
+        let mirrored = difference(&[pairs.iter().map(|d| -d).collect()]).unwrap();
+        assert!((mirrored.low + found.high).abs() < 1e-12 && (mirrored.p - found.p).abs() < 1e-12);
+        for same in [0.0, 1.0, -1.0] {
+            let found = difference(&[vec![same; 20]]).unwrap();
+            assert!(found.low < found.high && found.low <= same && same <= found.high, "{found:?}");
+            assert_eq!(found.p < 0.05, same != 0.0);
+        }
+        // What is won in one task and lost in another is a difference of none, and no doubt.
+        let apart = difference(&[vec![1.0; 20], vec![-1.0; 20]]).unwrap();
+        assert!(apart.mean == 0.0 && apart.high < 0.15, "{apart:?}");
+        assert_eq!(difference(&[]), None);
+    }
+
+    #[test]
+    fn many_comparisons_are_corrected_in_order() {
+        assert_eq!(holm(&[0.01, 0.04, 0.03, 0.005]), [0.03, 0.06, 0.06, 0.02]);
+        assert_eq!(holm(&[0.9, 0.8]), [1.0, 1.0]);
+    }
+
+    #[test]
+    fn who_is_best_is_sure_only_where_samples_say_so() {
+        let (all, half, other): (Vec<f64>, Vec<f64>, Vec<f64>) = (
+            vec![1.0; 30],
+            (0..30).map(|at| f64::from(at % 2)).collect(),
+            (0..30).map(|at| f64::from((at + 1) % 2)).collect(),
+        );
+        assert_eq!(among_best(&[vec![&all], vec![&half]]), [1.0, 0.0]);
+        assert_eq!(among_best(&[vec![&all], vec![&all], vec![&half]]), [1.0, 1.0, 0.0]);
+        let unsure = among_best(&[vec![&half], vec![&other]]);
+        assert!(unsure.iter().all(|share| (0.35..0.75).contains(share)), "{unsure:?}");
+        assert!(unsure.iter().sum::<f64>() >= 1.0);
     }
 
     #[test]

@@ -23,6 +23,7 @@ use crate::named::NamedError;
 use crate::tensor::DType;
 use attend::Attend;
 pub(crate) use attend::params;
+use std::ops::Range;
 
 /// How a model is to be run.
 #[derive(Debug, Clone, Copy)]
@@ -192,6 +193,13 @@ impl<'a> Decoder<'a> {
         let token_bytes = self.cache.shape().token_bytes();
         self.evictor = Some(Evictor::new(eviction, &self.model.config, contexts, token_bytes, self.arena)?);
         Ok(())
+    }
+
+    /// Tokens at these positions are never evicted by the policy at work, and stay beside its budget.
+    pub fn never_evict(&mut self, positions: Range<usize>) {
+        if let Some(evictor) = &mut self.evictor {
+            evictor.kept = positions;
+        }
     }
 
     /// Tokens that were evicted, counted in every list.

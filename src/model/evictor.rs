@@ -18,6 +18,7 @@ use crate::model::{Config, ModelError};
 use crate::policy::sparse::{Lists, Reading};
 use crate::policy::{Axis, Budget, Decoding, Policy, PolicyError, Statistic};
 use crate::tensor::DType;
+use std::ops::Range;
 
 pub(super) use recorder::QueryRecorder;
 pub(super) use scene::Scene;
@@ -98,6 +99,8 @@ pub(super) struct Evictor<'a> {
     eviction: Eviction<'a>,
     arena: &'a Arena,
     sequences: Vec<Sequence<'a>>,
+    /// Positions that are never evicted and that no budget counts.
+    pub kept: Range<usize>,
     /// RoPE of each eviction step, for scorers that look behind it.
     frequencies: Option<Frequencies>,
     _parameters: Claim,
@@ -122,7 +125,7 @@ impl<'a> Evictor<'a> {
         };
         let sequences = contexts.iter().map(sequence).collect::<Result<_, _>>()?;
         let _parameters = eviction.policy.parameters.claim(arena)?;
-        Ok(Evictor { eviction, arena, sequences, frequencies: None, _parameters })
+        Ok(Evictor { eviction, arena, sequences, kept: 0..0, frequencies: None, _parameters })
     }
 
     /// The policy, if it ever evicts.

@@ -12,6 +12,10 @@ const HEAD: &str = "\
 A policy is a **method**, or a preset of one, and after plus signs **parts** that replace what the method brings:
 `snapkv:window=32+ada:floor=0.1+every:steps=64`. Parts of one kind exclude each other, except changes of the scores, which
 are applied in order.
+
+Every method evicts once, behind the context, unless its text says more: its budget counts the tokens of the context that it
+retains, and what comes behind stays on top. With `every` it evicts while decoding too and its budget counts all there is.
+That is what some papers do; where so, the method's line says it.
 ";
 
 /// The catalogue in Markdown.

@@ -38,11 +38,18 @@ impl Policy {
         Ok(Some(base.frequencies(head_dim)))
     }
 
+    /// Of a budget of `budget_tokens` in each KV head, on average, what is left beside the tokens that the policy never
+    /// judges; `None` for a policy that evicts nothing.
+    pub fn unprotected(&self, budget_tokens: usize) -> Option<usize> {
+        let Protect { sink, window } = self.scorer.as_ref()?.protect(budget_tokens);
+        Some(budget_tokens.saturating_sub(sink.saturating_add(window)))
+    }
+
     /// A warning where a budget of `budget_tokens` in each KV head, on average, keeps nothing but tokens that the policy
     /// never judges, so that its scores have no say. Nothing where the whole context of `context_tokens` stays.
     pub fn only_protected(&self, budget_tokens: usize, context_tokens: usize) -> Option<String> {
         let Protect { sink, window } = self.scorer.as_ref()?.protect(budget_tokens);
-        (budget_tokens <= sink.saturating_add(window) && budget_tokens < context_tokens).then(|| {
+        (self.unprotected(budget_tokens)? == 0 && budget_tokens < context_tokens).then(|| {
             format!(
                 "nothing but protected tokens stays: the budget is {budget_tokens} tokens a head, and {sink} first and {window} \
                  latest ones are never judged"

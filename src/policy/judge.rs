@@ -13,6 +13,16 @@ pub struct Scored {
     pub protect: Protect,
 }
 
+impl Scored {
+    /// Puts `slots` of a list below all that are judged, so that they take nothing of a budget.
+    pub fn lower(&mut self, context: &Context<'_>, list: usize, slots: &[u32]) {
+        let (first, len) = (list * context.call.shape.kv_len, context.len(list));
+        let scores = &mut self.values[first..first + len];
+        let lowest = scores.iter().copied().fold(f32::INFINITY, f32::min);
+        slots.iter().for_each(|&slot| scores[slot as usize] = lowest - lowest.abs().max(1.0));
+    }
+}
+
 impl Policy {
     /// Scores every token that `context` shows; `None` for a policy that keeps everything.
     ///

@@ -252,12 +252,6 @@ impl Policy {
         Policy { scorer: Some(Box::new(scorer)), ..Policy::full() }
     }
 
-    /// The same with evictions every `steps` decode steps.
-    pub fn every(mut self, steps: usize) -> Self {
-        self.schedule.decoding = Decoding::EverySteps(steps);
-        self
-    }
-
     /// What its scorer, its allotments, its action and its reader look at, each once.
     pub fn needs(&self) -> Vec<Statistic> {
         let mut needs = self.scorer.as_ref().map_or(Vec::new(), |scorer| scorer.needs());

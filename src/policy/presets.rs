@@ -60,19 +60,19 @@ pub const PRESETS: &[Preset] = &[
     },
     Preset {
         name: "duoattention",
-        text: "streaming-llm+once+duo",
+        text: "streaming-llm+duo",
         paper: "2410.10819",
         about: "heads that look near keep the first and the recent tokens, the others share the rest of the budget",
     },
     Preset {
         name: "streaming-llm@paper",
-        text: "streaming-llm+rerotate",
+        text: "streaming-llm+every+rerotate",
         paper: "2309.17453",
         about: "StreamingLLM with positions inside the cache, as its authors have it",
     },
     Preset {
         name: "simlayerkv",
-        text: "streaming-llm+once+simlayer",
+        text: "streaming-llm+simlayer",
         paper: "2410.13846",
         about: "lazy layers keep the first and the recent tokens, the others share the rest of the budget",
     },

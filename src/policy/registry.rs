@@ -366,8 +366,8 @@ mod tests {
     fn parts_replace_what_a_method_brings() {
         let registry = Registry::default();
         let decoding = |text: &str| registry.policy(text).unwrap().schedule.decoding;
-        assert_eq!(decoding("h2o"), Decoding::EverySteps(1));
-        assert_eq!(decoding("h2o+once"), Decoding::Never);
+        assert_eq!(decoding("h2o+every"), Decoding::EverySteps(1));
+        assert_eq!(decoding("h2o"), Decoding::Never);
         assert_eq!(decoding("snapkv + every:steps=8"), Decoding::EverySteps(8));
         assert_eq!(decoding("dms"), Decoding::Delayed);
         assert_eq!(decoding("dms+once"), Decoding::Never);

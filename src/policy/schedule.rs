@@ -46,7 +46,7 @@ pub const CHUNKS: PartEntry = PartEntry {
 /// Every n steps.
 pub const EVERY: PartEntry = PartEntry {
     name: "every",
-    about: "back to the budget every so many decode steps",
+    about: "back to the budget every so many decode steps: it counts new tokens too",
     paper: "",
     parameters: &[Parameter { name: "steps", default: "1", about: "decode steps between evictions" }],
     build: |named, _| Ok(Part::Decoding(Decoding::EverySteps(named.count("steps", 1, 1)?))),

@@ -6,6 +6,7 @@
 use super::{Context, Policy, PolicyError, Scored};
 use crate::memory::{Buffer, Label};
 use rayon::prelude::*;
+use std::collections::BTreeSet;
 
 /// Tokens that stay, for each list.
 pub struct Selection {
@@ -21,6 +22,13 @@ impl Selection {
     /// Slots of a list that stay, ascending.
     pub fn kept(&self, list: usize) -> &[u32] {
         &self.slots[list * self.kv_len..][..self.counts[list]]
+    }
+
+    /// Lets more slots of a list stay, ascending.
+    pub fn add(&mut self, list: usize, more: &[u32]) {
+        let all: BTreeSet<u32> = self.kept(list).iter().chain(more).copied().collect();
+        self.counts[list] = all.len();
+        self.slots[list * self.kv_len..].iter_mut().zip(all).for_each(|(to, slot)| *to = slot);
     }
 }
 

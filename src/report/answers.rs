@@ -1,12 +1,15 @@
 //! What models answered, in tables and in words: a leaderboard of policies by budgets, and a table for each task.
 
-use super::SPARSE;
+use super::comparison::{self, Ranked};
 use super::naming::{CONTEXT, HEADS, KERNEL, Naming, SAMPLES, SEED, TASK};
 use super::palette;
 use super::summary::{lines, marked, status, wrapped};
 use super::text::{self, NOTHING};
+use super::{ReportError, SPARSE};
+use crate::eval::Protocol;
 use crate::experiment::answers::{Answers, Estimate};
 use crate::experiment::measure::Measure;
+use crate::experiment::measure::eval::RANDOM;
 use crate::experiment::record::{Record, Status};
 use crate::experiment::stats::bootstrap;
 use crate::units;
@@ -30,9 +33,42 @@ fn answers(record: &Record) -> Option<&Answers> {
     record.answers.as_ref().filter(|_| record.status == Status::Ok && record.cell.measure == Measure::EVAL)
 }
 
+/// Least score of the full cache with which a task ranks policies: what a model cannot do, no eviction can spoil.
+const LEAST_FULL: f64 = 0.5;
+
+/// Score of the full cache on a cell's own samples; `None` for a text.
+fn full_score(record: &Record) -> Option<f64> {
+    let answers = answers(record)?;
+    Some(answers.accuracy?.mean - answers.accuracy_difference?.mean)
+}
+
+/// Whether a cell's task ranks policies.
+fn is_ranked(record: &Record) -> bool {
+    full_score(record).is_none_or(|score| score > LEAST_FULL - 1e-9)
+}
+
+/// The tasks that rank nothing, in words; empty where all do.
+fn unranked(records: &[&Record]) -> String {
+    let mut tasks: BTreeMap<(&str, usize), f64> = BTreeMap::new();
+    for record in records.iter().filter(|record| !is_ranked(record)) {
+        let task = (record.cell.task.as_deref().unwrap_or(NOTHING), record.cell.context_tokens);
+        tasks.insert(task, full_score(record).unwrap_or(0.0));
+    }
+    let one = |((task, context), score): (&(&str, usize), &f64)| {
+        format!("{task} at {} (full cache {:.1})", units::tokens(*context), 100.0 * score)
+    };
+    let all = tasks.iter().map(one).collect::<Vec<_>>().join(" · ");
+    if all.is_empty() { all } else { format!("\n{}\n", wrapped(&format!("not ranked, the model cannot do it: {all}"))) }
+}
+
+/// The pools of the tasks that rank policies.
+pub fn pools<'a>(records: &[&'a Record]) -> (Vec<Pool<'a>>, String) {
+    all_pools(&records.iter().copied().filter(|record| is_ranked(record)).collect::<Vec<_>>())
+}
+
 /// The pools of the longest context that has any, and what they have in common. One that lacks a task that others have is
 /// left out: its mean would be of something else.
-pub fn pools<'a>(records: &[&'a Record]) -> (Vec<Pool<'a>>, String) {
+pub fn all_pools<'a>(records: &[&'a Record]) -> (Vec<Pool<'a>>, String) {
     let mut records: Vec<&Record> = records.iter().copied().filter(|record| answers(record).is_some()).collect();
     // Texts have no score; beside tasks they are left to their own table.
     let scored = |record: &&Record| answers(record).is_some_and(|answers| answers.accuracy.is_some());
@@ -52,15 +88,29 @@ pub fn pools<'a>(records: &[&'a Record]) -> (Vec<Pool<'a>>, String) {
             None => pools.push(Pool { name, policy, budget, records: vec![record] }),
         }
     }
+    // Samples are compared in pairs: tasks and seeds stand in one order everywhere.
+    for pool in &mut pools {
+        pool.records.sort_by_key(|record| (&record.cell.task, record.cell.seed));
+    }
     let most = pools.iter().map(|pool| pool.records.len()).max();
     pools.retain(|pool| Some(pool.records.len()) == most);
     (pools, naming.common)
 }
 
 impl Pool<'_> {
+    /// Scores of every sample, by task.
+    pub fn sample_scores(&self) -> Vec<&[f64]> {
+        self.records.iter().filter_map(|record| Some(&answers(record)?.sample_scores[..])).collect()
+    }
+
     /// Mean score over tasks, with an interval over samples.
     pub fn score(&self) -> Option<Estimate> {
-        self.over(|answers| &answers.sample_scores)
+        Estimate::of_shares(&self.sample_scores())
+    }
+
+    /// Whether nothing but tokens that the policy protects stays of some context, so that its scores have no say.
+    pub fn only_protected(&self) -> bool {
+        self.records.iter().filter_map(|record| answers(record)).any(|answers| answers.unprotected_tokens == Some(0))
     }
 
     /// Mean divergence over tasks, likewise.
@@ -93,13 +143,13 @@ impl Pool<'_> {
 
 /// The tables of `summary.md` and of the terminal.
 pub fn tables(records: &[&Record]) -> String {
-    let mut text: Vec<String> = by_judgement(records).iter().map(|records| leaderboard(records)).collect();
+    let mut text: Vec<String> = by_protocol(records).iter().map(|records| leaderboard(records)).collect();
     if text.is_empty() {
         text.push("### eval\n\nno cell has an answer\n".into());
     }
     let mut text = text.join("\n");
     let mut of_tasks: Vec<&Record> = records.to_vec();
-    let task = |record: &Record| (record.cell.task.clone(), record.cell.context_tokens, record.cell.query_aware);
+    let task = |record: &Record| (record.cell.task.clone(), record.cell.context_tokens, record.cell.protocol());
     of_tasks.sort_by_key(|record| task(record));
     let mut shown: Vec<Column> = Vec::new();
     for records in of_tasks.chunk_by(|a, b| task(a) == task(b)) {
@@ -112,20 +162,32 @@ pub fn tables(records: &[&Record]) -> String {
     format!("{text}\n{}\n", wrapped(&words.join(" · ")))
 }
 
-/// Cells with answers that were judged before a question was seen, and those judged behind it: neither is compared with the
-/// other.
-fn by_judgement<'a>(records: &[&'a Record]) -> Vec<Vec<&'a Record>> {
-    let of = |aware: bool| {
-        let these = |record: &&&Record| record.cell.query_aware == aware && answers(record).is_some();
+/// Cells with answers by their protocol: those of one are not compared with those of another.
+fn by_protocol<'a>(records: &[&'a Record]) -> Vec<Vec<&'a Record>> {
+    let of = |protocol: Protocol| {
+        let these = |record: &&&Record| record.cell.protocol() == protocol && answers(record).is_some();
         records.iter().filter(these).copied().collect::<Vec<_>>()
     };
-    [of(false), of(true)].into_iter().filter(|records| !records.is_empty()).collect()
+    Protocol::ALL.map(of).into_iter().filter(|records| !records.is_empty()).collect()
 }
 
-/// What a heading says of how its cells were judged.
-fn judged(record: &Record) -> &'static str {
-    if record.cell.query_aware { ", query-aware" } else { "" }
+/// Every pair of policies of each protocol and budget as CSV; `None` where nothing is compared.
+///
+/// # Errors
+/// [`ReportError::Csv`] when a line cannot be written.
+pub fn comparisons(records: &[&Record]) -> Result<Option<String>, ReportError> {
+    let of_protocols = by_protocol(records);
+    let of_protocols = of_protocols.iter().map(|records| (records[0].cell.protocol(), pools(records).0));
+    comparison::csv(&of_protocols.collect::<Vec<_>>())
 }
+
+/// What a heading says of the protocol of its cells.
+fn protocol(record: &Record) -> String {
+    record.cell.protocol.map_or(String::new(), |protocol| format!(", {protocol}"))
+}
+
+/// What a mark behind a score says.
+pub const ONLY_PROTECTED: &str = "! nothing but protected tokens stays: the policy's scores have no say";
 
 /// Policies by budgets: mean score over tasks in percent, or perplexity for texts; best first.
 fn leaderboard(records: &[&Record]) -> String {
@@ -155,10 +217,15 @@ fn leaderboard(records: &[&Record]) -> String {
             .filter(|pool| pool.name == name)
             .filter_map(|pool| Some((pool.budget.as_str(), value(pool)?)))
             .collect();
+        let marks: BTreeMap<&str, &str> = pools
+            .iter()
+            .filter(|pool| pool.name == name && pool.only_protected())
+            .map(|pool| (pool.budget.as_str(), " !"))
+            .collect();
         let mean = of_name.values().sum::<f64>() / of_name.len().max(1) as f64;
         let number = |value: Option<&f64>| value.map_or(NOTHING.into(), |value| format!("{value:.1}"));
         let mut row = vec![name.to_string(), number(of_name.get(""))];
-        row.extend(budgets.iter().map(|budget| number(of_name.get(budget))));
+        row.extend(budgets.iter().map(|budget| number(of_name.get(budget)) + marks.get(budget).unwrap_or(&"")));
         // The full cache leads: it is what the others are compared with.
         let order = if palette::is_baseline(name) { f64::NEG_INFINITY } else { mean };
         rows.push((if scored && order.is_finite() { -order } else { order }, row));
@@ -170,7 +237,14 @@ fn leaderboard(records: &[&Record]) -> String {
         .collect();
     let what = if scored { "score in percent, mean over tasks" } else { "perplexity" };
     let table = lines(std::iter::once(headings).chain(rows.into_iter().map(|(_, row)| row)).collect());
-    format!("### eval: leaderboard{}\n\n{}\n\n{table}", judged(records[0]), wrapped(&format!("{what} · {common}")))
+    let heading = format!("### eval: leaderboard{}", protocol(records[0]));
+    let note = if pools.iter().any(Pool::only_protected) { format!("\n{ONLY_PROTECTED}\n") } else { String::new() };
+    let table = if pools.is_empty() {
+        String::new()
+    } else {
+        format!("\n{}\n\n{table}", wrapped(&format!("{what} · {common}")))
+    };
+    format!("{heading}\n{table}{note}{}{}", unranked(records), comparison::tables(&pools, &protocol(records[0])))
 }
 
 /// What a column shows of a cell.
@@ -238,7 +312,7 @@ fn of_task(records: &[&Record]) -> String {
     let rows = std::iter::once(headings.clone()).chain(records.iter().map(row)).collect();
     let task = records[0].cell.task.as_deref().unwrap_or(NOTHING);
     let context = units::tokens(records[0].cell.context_tokens);
-    let mut text = format!("### eval: {task}, {context} context{}\n\n{}", judged(records[0]), lines(rows));
+    let mut text = format!("### eval: {task}, {context} context{}\n\n{}", protocol(records[0]), lines(rows));
     let mut reasons: BTreeMap<(&str, &str), usize> = BTreeMap::new();
     for record in records.iter().filter(|record| record.status != Status::Ok) {
         *reasons.entry((status(record.status), record.reason.as_deref().unwrap_or(NOTHING))).or_default() += 1;
@@ -317,9 +391,9 @@ pub fn rows(records: &[&Record]) -> Vec<Value> {
     records.iter().map(row).collect()
 }
 
-/// For each budget: the policy with the best mean score, beside the full cache.
+/// For each budget: the policies that may be the best, beside random eviction and the full cache.
 pub fn findings(records: &[&Record]) -> Vec<String> {
-    by_judgement(records).iter().flat_map(|records| best(records)).collect()
+    by_protocol(records).iter().flat_map(|records| best(records)).collect()
 }
 
 fn best(records: &[&Record]) -> Vec<String> {
@@ -327,29 +401,24 @@ fn best(records: &[&Record]) -> Vec<String> {
     let Some(full) = pools.iter().find(|pool| palette::is_baseline(pool.policy)).and_then(Pool::score) else {
         return Vec::new();
     };
-    let mut best: BTreeMap<&str, (&Pool, Estimate)> = BTreeMap::new();
-    for pool in pools.iter().filter(|pool| !palette::is_baseline(pool.policy)) {
-        let Some(score) = pool.score() else { continue };
-        let known = best.entry(&pool.budget).or_insert((pool, score));
-        if score.mean > known.1.mean {
-            *known = (pool, score);
-        }
-    }
-    let sentence = |(budget, (pool, score)): (&str, (&Pool, Estimate))| {
-        format!(
-            "eval{}, budget {budget}: `{}` answers best, {} right (95% interval {} to {}; full cache {}), with {} of the \
-             KV bytes.",
-            judged(records[0]),
-            pool.name,
-            text::percent(score.mean),
-            text::percent(score.ci95_low),
-            text::percent(score.ci95_high),
-            text::percent(full.mean),
-            text::percent(pool.mean(|answers| answers.kv_bytes_live as f64 / answers.kv_bytes_dense as f64)),
-        )
+    let sentence = |budget: Vec<Ranked>| {
+        let best = budget.iter().filter(|ranked| ranked.among_best >= 0.05).collect::<Vec<_>>();
+        let first = best.first()?;
+        let name = |ranked: &&Ranked| format!("`{}` ({})", ranked.pool.name, text::percent(ranked.score.mean));
+        let random = budget.iter().find(|ranked| ranked.pool.policy == RANDOM);
+        // Where nobody answers anything there is no best.
+        (first.score.mean > 0.0).then(|| {
+            format!(
+                "eval{}, budget {}: among the best in at least 5% of resamples: {}; {}full cache {}.",
+                protocol(records[0]),
+                first.pool.budget,
+                best.iter().map(name).collect::<Vec<_>>().join(", "),
+                random.map_or(String::new(), |random| format!("random {}, ", text::percent(random.score.mean))),
+                text::percent(full.mean),
+            )
+        })
     };
-    // Where nobody answers anything there is no best.
-    best.into_iter().filter(|(_, (_, score))| score.mean > 0.0).map(sentence).collect()
+    comparison::ranked(&pools).into_iter().filter_map(sentence).collect()
 }
 
 /// Records of each policy at the middle one of its budgets, of all lengths and tasks together; and what they have in

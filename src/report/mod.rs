@@ -9,6 +9,7 @@ mod answers;
 mod bars;
 mod baseline;
 mod chart;
+mod comparison;
 mod csv;
 mod draw;
 mod figures;
@@ -116,7 +117,7 @@ struct Figure {
     stem: String,
 }
 
-/// Writes `plots/*.svg`, `plots/*.csv`, `summary.md` and `report.html` into `folder`; the figures of the second and
+/// Writes `plots/*.svg`, `plots/*.csv` (`comparisons.csv` where models were evaluated), `summary.md` and `report.html` into `folder`; the figures of the second and
 /// further `runs` go to `plots/<run_id>/`. Every file is written under a temporary name and then renamed, so that a
 /// reader never sees half of one.
 ///
@@ -135,6 +136,11 @@ pub fn write(folder: &Path, runs: &[Run], detail: Detail) -> Result<Drawn, Repor
         files::replace(&path, &figure.svg)?;
         files::replace(&path.with_extension("csv"), &figure.csv)?;
         drawn.figures.push(path);
+    }
+    for ((run, _), plots) in sections.iter().zip(plot_folders(runs)) {
+        if let Some(table) = answers::comparisons(&latest(&run.records))? {
+            files::replace(&folder.join(plots).join("comparisons.csv"), &table)?;
+        }
     }
     files::replace(&drawn.summary, &html::summary(&sections))?;
     files::replace(&drawn.html, &html::page(&sections)?)?;

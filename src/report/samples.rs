@@ -365,6 +365,12 @@ pub fn answered(context: usize, task: &str, policy: &str, budget: f64) -> Record
         nll_nats: estimate(0.5 + lost),
         nll_difference_nats: estimate(lost),
         greedy_agreement: estimate(1.0 - lost),
+        budget_tokens: (policy != "full").then_some((budget * context as f64) as usize),
+        unprotected_tokens: (policy != "full").then_some(if policy.starts_with("snapkv") && budget < 0.2 {
+            0
+        } else {
+            100
+        }),
         o_drift_by_layer: vec![estimate(lost); 4],
         kept_fraction: budget,
         context_tokens: context as f64 - 30.0,

@@ -1,4 +1,5 @@
-//! The tables for the terminal and for `summary.md`: one line for each cell, at most 100 columns wide.
+//! The tables for the terminal and for `summary.md`: one line for each cell, at most 100 columns wide where names of
+//! policies allow it: these are never cut, because policies differ in any part of them.
 //!
 //! Names are long and the width is not, so what a table's cells have in common stands in its heading, and a cell
 //! without a time says there why it has none.
@@ -12,13 +13,15 @@ use crate::serving::published;
 use crate::units;
 use std::collections::BTreeMap;
 
-/// Width that no line passes, in characters.
+/// Width that no line passes but for the name of a policy, in characters.
 const MOST_COLUMNS: usize = 100;
 /// A name is not cut to less, even where a table then gets wider.
 const LEAST_NAME: usize = 8;
 
-/// Heading of the columns that hold words and may be shortened.
-const NAMES: [&str; 4] = ["kernel", "policy", "trace", "strategy"];
+/// Headings of the columns that hold words and may be shortened.
+const NAMES: [&str; 3] = ["kernel", "trace", "strategy"];
+/// Heading of the column that holds words and is shown whole.
+const POLICY: &str = "policy";
 
 /// A column: its heading, and what stands in it.
 type Column<'a> = (&'static str, Box<dyn Fn(&Record) -> String + 'a>);
@@ -160,8 +163,9 @@ pub fn lines(mut rows: Vec<Vec<String>>) -> String {
     let mut widths: Vec<usize> =
         (0..rows[0].len()).map(|column| rows.iter().map(|row| width(&row[column])).max().unwrap_or(0)).collect();
     let over = (widths.iter().sum::<usize>() + 3 * widths.len() + 1).saturating_sub(MOST_COLUMNS);
-    let is_words: Vec<bool> = rows[0].iter().map(|heading| NAMES.contains(&heading.as_str())).collect();
-    for (width, _) in widths.iter_mut().zip(&is_words).filter(|(_, is_words)| **is_words) {
+    let is_name = |heading: &String| NAMES.contains(&heading.as_str());
+    let is_words: Vec<bool> = rows[0].iter().map(|heading| is_name(heading) || heading == POLICY).collect();
+    for (width, _) in widths.iter_mut().zip(&rows[0]).filter(|(_, heading)| is_name(heading)) {
         *width = width.saturating_sub(over).max(LEAST_NAME.min(*width));
     }
     let mut text = String::new();

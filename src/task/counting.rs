@@ -68,7 +68,8 @@ impl Task for Common {
         list.shuffle(&mut draw.places());
         let context: String = list.iter().enumerate().map(|(at, word)| format!(" {}. {word}", at + 1)).collect();
         let question = Question {
-            prompt: format!(" Question: which {} words are most common in the list? Answer:", self.words),
+            text: format!(" Question: which {} words are most common in the list?", self.words),
+            answer_prefix: " Answer:".into(),
             expected: format!(" {}.", common.join(", ")),
             rule: Rule::AllOf(common.iter().map(|word| word.to_string()).collect()),
         };
@@ -90,7 +91,8 @@ impl Task for Frequent {
         list.shuffle(&mut draw.places());
         let asked = &ranks[1..4];
         let question = Question {
-            prompt: " Question: which three words are most common in the text? Answer:".into(),
+            text: " Question: which three words are most common in the text?".into(),
+            answer_prefix: " Answer:".into(),
             expected: format!(" {}.", asked.join(", ")),
             rule: Rule::AllOf(asked.iter().map(|word| word.to_string()).collect()),
         };

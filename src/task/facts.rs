@@ -68,11 +68,12 @@ impl Task for Facts {
         }
         paragraphs.shuffle(&mut draw.places());
         let asked = &entries[0];
-        let (prompt, answer) = match self.hops {
-            1 => (format!(" For whom was the {} made? Answer:", asked.thing), &asked.owner),
-            _ => (format!(" The one for whom the {} was made came from the", asked.thing), &asked.home),
+        let (text, answer_prefix, answer) = match self.hops {
+            1 => (format!(" For whom was the {} made?", asked.thing), " Answer:", &asked.owner),
+            _ => (format!(" The one for whom the {} was made", asked.thing), " came from the", &asked.home),
         };
-        let question = Question { prompt, expected: format!(" {answer}."), rule: Rule::AnyOf(vec![answer.clone()]) };
+        let (answer_prefix, rule) = (answer_prefix.into(), Rule::AnyOf(vec![answer.clone()]));
+        let question = Question { text, answer_prefix, expected: format!(" {answer}."), rule };
         Some(Sample { context: paragraphs.concat(), questions: vec![question], depth: None })
     }
 }

@@ -1,6 +1,6 @@
 //! Samples of a length in tokens: random numbers by name, and the search for the size that fills a context.
 
-use super::{Sample, Task};
+use super::{Question, Sample, Task};
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 
@@ -25,6 +25,15 @@ impl Draw {
     /// Those of sample `index` of a seed.
     pub fn new(seed: u64, index: u64) -> Self {
         Draw { seed, index }
+    }
+
+    /// Those of sample `index` of a task that is evaluated under a seed: no two tasks hide anything at the same places, and
+    /// the parameters of a task change nothing of what it draws.
+    pub fn of_task(name: &str, seed: u64, index: u64) -> Self {
+        let name = name.split(':').next().unwrap_or_default();
+        let hash = blake3::Hasher::new().update(&seed.to_le_bytes()).update(name.as_bytes()).finalize();
+        let bytes = hash.as_bytes().first_chunk().expect("a hash has 32 bytes");
+        Draw { seed: u64::from_le_bytes(*bytes), index }
     }
 
     /// What the sample hides.
@@ -62,6 +71,15 @@ pub enum TaskError {
         /// What it takes.
         least_tokens: usize,
     },
+    /// Nothing of the answer would be fed behind an eviction.
+    #[error(
+        "an answer of the task '{task}' is one token long and comes from the prefill's own logits, in which no eviction shows; \
+         use another task, or the protocol agnostic"
+    )]
+    OneToken {
+        /// The task.
+        task: String,
+    },
     /// The tokenizer loses something.
     #[error("the tokenizer cannot write '{piece}', which the task '{task}' needs: it gives back '{found}'")]
     Token {
@@ -76,8 +94,10 @@ pub enum TaskError {
 
 /// Tokens of a sample: its context, and the longest of its questions with its answer.
 pub fn length_tokens(sample: &Sample, tokens: &dyn Tokens) -> usize {
-    let asked =
-        |question: &super::Question| tokens.encode(&question.prompt).len() + tokens.encode(&question.expected).len();
+    let asked = |question: &Question| {
+        let pieces = [&question.text, &question.answer_prefix, &question.expected];
+        pieces.iter().map(|piece| tokens.encode(piece).len()).sum()
+    };
     tokens.encode(&sample.context).len() + sample.questions.iter().map(asked).max().unwrap_or(0)
 }
 
@@ -128,7 +148,7 @@ pub fn generate(
         }
     }
     for question in &best.questions {
-        for piece in [&question.prompt, &question.expected] {
+        for piece in [&question.text, &question.answer_prefix, &question.expected] {
             let found = tokens.decode(&tokens.encode(piece));
             if found.trim() != piece.trim() {
                 return Err(TaskError::Token { task: name.into(), piece: piece.trim().into(), found });

@@ -38,8 +38,9 @@ fn words(text: &str) -> Vec<String> {
     text.split_whitespace().map(str::to_string).collect()
 }
 
-fn question(prompt: &str, expected: String) -> Vec<Question> {
-    vec![Question { prompt: prompt.into(), rule: Rule::Prefix(words(&expected)), expected }]
+fn question(text: &str, answer_prefix: &str, expected: String) -> Vec<Question> {
+    let rule = Rule::Prefix(words(&expected));
+    vec![Question { text: text.into(), answer_prefix: answer_prefix.into(), expected, rule }]
 }
 
 impl Task for Count {
@@ -47,7 +48,7 @@ impl Task for Count {
         let first: usize = draw.content().random_range(1..500);
         let number = |at: usize| format!(" {}", first + at);
         let context = format!(" Count:{}", (0..4).map(number).collect::<String>());
-        let questions = question("", (4..4 + units).map(number).collect());
+        let questions = question("", "", (4..4 + units).map(number).collect());
         Some(Sample { context, questions, depth: None })
     }
 
@@ -61,7 +62,7 @@ impl Task for Copy {
         let mut rng = draw.filler();
         let list: String = (0..units).map(|_| format!(" {}", text::distinct_words(&mut rng, 1)[0])).collect();
         let context = format!(" List:{list}.");
-        Some(Sample { context, questions: question(" Copy:", list), depth: None })
+        Some(Sample { context, questions: question(" Copy", ":", list), depth: None })
     }
 
     fn least_units(&self) -> usize {
@@ -73,7 +74,7 @@ impl Task for Repeat {
     fn write(&self, units: usize, draw: &Draw) -> Option<Sample> {
         let mut rng = draw.filler();
         let text: String = (0..units).map(|_| text::sentence(&mut rng)).collect();
-        Some(Sample { questions: question(" Copy the text:", text.clone()), context: text, depth: None })
+        Some(Sample { questions: question(" Copy the text", ":", text.clone()), context: text, depth: None })
     }
 
     fn least_units(&self) -> usize {

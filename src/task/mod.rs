@@ -1,8 +1,8 @@
 //! Tasks that need no download: text with something in it, questions about it, and how answers are scored.
 //!
 //! A [`Task`] writes a [`Sample`] of a given size from seeded random numbers; [`generate`] finds the size that fills a
-//! context of so many tokens of the tokenizer at hand. A sample keeps its context apart from its questions: a policy may
-//! judge before a question is seen (query-agnostic) or after (query-aware), and one eviction serves many questions.
+//! context of so many tokens of the tokenizer at hand. A sample keeps its context, its questions and the words with which
+//! an answer begins apart, because protocols of evaluation differ in which of them a policy sees.
 //! `docs/tasks.md` says where each task comes from and what differs. Adding one is a file and a line in [`TASKS`].
 
 mod counting;
@@ -37,8 +37,10 @@ pub struct Sample {
 /// A question, its right answer, and how another is scored.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Question {
-    /// What follows the context; the answer follows this.
-    pub prompt: String,
+    /// What is asked, behind the context; empty where the context itself goes on.
+    pub text: String,
+    /// The words with which an answer is begun for the model, such as ` Answer:`; the answer follows them.
+    pub answer_prefix: String,
     /// A right answer, as it would be written.
     pub expected: String,
     /// What counts as right.
@@ -46,6 +48,11 @@ pub struct Question {
 }
 
 impl Question {
+    /// All that stands between the context and the answer.
+    pub fn prompt(&self) -> String {
+        format!("{}{}", self.text, self.answer_prefix)
+    }
+
     /// The share of the answer that is right: 0 to 1.
     pub fn score(&self, answer: &str) -> f64 {
         self.rule.score(answer)

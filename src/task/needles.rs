@@ -120,12 +120,14 @@ impl Task for Needles {
         let answers: Vec<String> = (0..self.queries).flat_map(|key| values_of(key).to_vec()).collect();
         let question = match (self.queries, self.values) {
             (1, 1) => Question {
-                prompt: format!("{}{}", text::needle_question(asked[0]), text::needle_stem(asked[0])),
+                text: text::needle_question(asked[0]),
+                answer_prefix: text::needle_stem(asked[0]),
                 expected: format!(" {}.", answers[0]),
                 rule: Rule::AllOf(answers),
             },
             _ => Question {
-                prompt: format!(" What are all the codes of {}? The codes are", asked.join(", ")),
+                text: format!(" What are all the codes of {}?", asked.join(", ")),
+                answer_prefix: " The codes are".into(),
                 expected: format!(" {}.", answers.join(", ")),
                 rule: Rule::AllOf(answers),
             },

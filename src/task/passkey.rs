@@ -32,7 +32,8 @@ impl Task for Passkey {
         let needle = format!(" The secret number is {key}. Remember it: {key} is the secret number.");
         let (context, depth) = hide(&Haystack::Repeat.sentences(units, draw), &[needle], self.depth, draw);
         let question = Question {
-            prompt: " What is the secret number? The secret number is".into(),
+            text: " What is the secret number?".into(),
+            answer_prefix: " The secret number is".into(),
             expected: format!(" {key}."),
             rule: Rule::FirstNumber(key.parse().ok()?),
         };

@@ -53,7 +53,8 @@ impl Task for Recall {
         let context: String = pairs.iter().map(|(key, value)| format!(" {key}: {value};")).collect();
         let asked = index::sample(&mut draw.places(), units, self.queries.min(units));
         let questions = asked.into_iter().map(|at| Question {
-            prompt: format!(" {}:", pairs[at].0),
+            text: format!(" {}", pairs[at].0),
+            answer_prefix: ":".into(),
             expected: format!(" {};", pairs[at].1),
             rule: Rule::Prefix(vec![format!("{};", pairs[at].1)]),
         });
@@ -72,7 +73,8 @@ impl Task for Retrieval {
         let members: Vec<String> = pairs.iter().map(|(key, value)| format!(" \"{key}\": \"{value}\"")).collect();
         let asked = index::sample(&mut draw.places(), units, self.queries.min(units));
         let questions = asked.into_iter().map(|at| Question {
-            prompt: format!(" The value of key \"{}\" is", pairs[at].0),
+            text: format!(" The value of key \"{}\"", pairs[at].0),
+            answer_prefix: " is".into(),
             expected: format!(" \"{}\".", pairs[at].1),
             rule: Rule::AllOf(vec![pairs[at].1.clone()]),
         });

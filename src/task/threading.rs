@@ -27,7 +27,8 @@ impl Task for Threading {
         pairs.extend(chain.windows(2).map(|link| format!(" {} -> {};", link[0], link[1])));
         pairs.shuffle(&mut draw.places());
         let question = Question {
-            prompt: format!(" The chain of {} steps that begins with {} ends with", self.steps, chain[0]),
+            text: format!(" The chain of {} steps that begins with {}", self.steps, chain[0]),
+            answer_prefix: " ends with".into(),
             expected: format!(" {}.", chain[self.steps]),
             rule: Rule::AllOf(vec![chain[self.steps].clone()]),
         };

@@ -41,7 +41,8 @@ impl Task for Tracking {
             }
         }
         let question = Question {
-            prompt: format!(" Question: which variables are {value}? Answer:"),
+            text: format!(" Question: which variables are {value}?"),
+            answer_prefix: " Answer:".into(),
             expected: format!(" {}.", variables.join(", ")),
             rule: Rule::AllOf(variables.iter().map(|name| name.to_string()).collect()),
         };

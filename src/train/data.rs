@@ -190,7 +190,7 @@ impl<'a> Data<'a> {
         sequence.push(&sample.context, 0.0);
         sample.questions.shuffle(rng);
         for question in &sample.questions {
-            if !sequence.ask(&question.prompt, &question.expected) {
+            if !sequence.ask(&question.prompt(), &question.expected) {
                 break;
             }
         }
@@ -276,7 +276,7 @@ impl<'a> Data<'a> {
                 task::generate(name, task.as_ref(), target, &draw, self.vocabulary)?;
             let mut sequence = Sequence::begun(self.vocabulary, len);
             sequence.push(&context, 0.0);
-            sequence.push(&questions[0].prompt, 0.0);
+            sequence.push(&questions[0].prompt(), 0.0);
             sequence.push(&questions[0].expected, 1.0);
             // What follows an answer changes nothing of it.
             sequence.tokens.resize(len + 1, (self.vocabulary.end().unwrap_or(0), 0.0));

@@ -29,7 +29,9 @@ use super::spec::Grid;
 use crate::policy::Registry;
 use crate::workload::FileSource;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use std::io;
 use std::ops::Deref;
+use std::path::Path;
 
 /// All measures, in the order of tables.
 pub static MEASURES: &[Measure] =
@@ -107,6 +109,14 @@ pub trait Comparisons: Sync {
     /// Runs a comparison: `records` of its cells come without numbers and go with them. `each` is told of the cell that is
     /// at work.
     fn run(&self, records: Vec<Record>, stage: &Stage<'_>, each: &mut dyn FnMut(&Cell)) -> Vec<Record>;
+
+    /// Takes away what it kept in a run's folder, once all records are there.
+    ///
+    /// # Errors
+    /// When the system refuses.
+    fn finish(&self, _folder: &Path) -> io::Result<()> {
+        Ok(())
+    }
 }
 
 /// Where a comparison runs.
@@ -117,6 +127,8 @@ pub struct Stage<'a> {
     pub engine: Engine<'a>,
     /// Memory that may be taken.
     pub limit_bytes: u64,
+    /// The run's folder, for what is kept until there is a record.
+    pub folder: &'a Path,
 }
 
 /// What a grid is expanded with.
@@ -253,7 +265,7 @@ mod tests {
         let text = "measure = \"eval\"\nkernel = \"x\"\ncontext_tokens = 1\nheads = \"1/1\"\nhead_dim = 1\nbatch = 1\n\
                     dtype = \"f32\"\nkv_format = \"int8\"\ncausal = false\nwindow = 1\nsoftcap = 1.0\npolicy = \"x\"\n\
                     budget = 1\npolicy_file = \"x\"\nlayers = 1\nnew_tokens = 1\npage_tokens = 1\nstrategy = \"x\"\n\
-                    trace = \"x\"\nmodel = \"x\"\ntask = \"x\"\ntext = \"x\"\nsamples = 1\nquery_aware = true\n\
+                    trace = \"x\"\nmodel = \"x\"\ntask = \"x\"\ntext = \"x\"\nsamples = 1\nprotocol = \"aware\"\n\
                     beyond_limit = true\n";
         let grid: Grid = toml::from_str(text).unwrap();
         let given = serde_json::to_value(grid).unwrap();

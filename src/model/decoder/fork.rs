@@ -59,18 +59,20 @@ impl<'a> Decoder<'a> {
         self.evictor.as_mut().map_or(Ok(()), |evictor| Ok(evictor.fork(from, to)?))
     }
 
-    /// Lets a policy judge `sequence`, a fork of the first one after its prefill, as if it had been at work in it. A
-    /// policy that never evicts takes the place of the one before all the same.
+    /// Lets a policy judge `sequence`, a fork of the first one after its prefill, as if it had been at work in it. Its last
+    /// `kept` tokens are never evicted, and the budget does not count them. A policy that never evicts takes the place of
+    /// the one before all the same.
     ///
     /// # Errors
     /// When the model cannot do what the policy does, the budget leaves nothing, or the arena has no room.
     ///
     /// # Panics
     /// When nothing was recorded, the policy judges chunks of the prefill, or the cache lacks a column of it.
-    pub fn evict_recorded(&mut self, sequence: usize, eviction: Eviction<'a>) -> Result<(), ModelError> {
+    pub fn evict_recorded(&mut self, sequence: usize, eviction: Eviction<'a>, kept: usize) -> Result<(), ModelError> {
         assert!(eviction.policy.schedule.chunk_tokens.is_none(), "chunks are judged while they are read");
-        let contexts = vec![self.seen[sequence]; self.setup.batch];
-        self.evict(eviction, &contexts)?;
+        let context = self.seen[sequence] - kept;
+        self.evict(eviction, &vec![context; self.setup.batch])?;
+        self.never_evict(context..context + kept);
         let recorder = self.recorder.as_ref().expect("prefill was recorded");
         let evictor = self.evictor.as_mut().expect("put to work above");
         evictor.adopt(sequence, recorder)?;

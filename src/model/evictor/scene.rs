@@ -102,7 +102,7 @@ impl Evictor<'_> {
         if policy.rerotates || policy.looks_at(Statistic::BeforeRope) {
             self.frequencies = Some(config.rope.frequencies(config.head_dim, config.max_positions, scene.seen));
         }
-        let Evictor { sequences, frequencies, arena, .. } = self;
+        let Evictor { sequences, frequencies, arena, kept, .. } = self;
         let Sequence { session, window, .. } = &mut sequences[scene.sequence];
         let window = window.as_ref().expect("every pass shows its queries");
         // Lists have changed since earlier queries attended.
@@ -138,6 +138,7 @@ impl Evictor<'_> {
                 before_rope: rope.map(|frequencies| BeforeRope { frequencies, q: None, k: None }),
                 w_o,
                 layer_numbers: &numbers[layers.clone()],
+                kept: kept.clone(),
             }
         };
         let views: Vec<View<'_>> = groups.iter().zip(&lse).zip(&w_o).map(view).collect();

@@ -11,7 +11,7 @@ use crate::policy::{Context, List, Policy, PolicyEntry, PolicyError, Protect, Re
 /// The registry's line.
 pub const ENTRY: PolicyEntry = PolicyEntry {
     name: "h2o",
-    about: "keeps the tokens with most accumulated attention, and a recent window",
+    about: "keeps the tokens with most accumulated attention, and a recent window; the paper's is h2o+every",
     paper: "2306.14048",
     parameters: &[
         Parameter { name: "window", default: "auto", about: "recent tokens kept; auto: half of the budget" },
@@ -22,7 +22,7 @@ pub const ENTRY: PolicyEntry = PolicyEntry {
             None | Some("auto") => None,
             Some(_) => Some(named.count("window", 0, 0)?),
         };
-        Ok(Policy::after_prefill(H2o { window, age: named.flag("age", false)? }).every(1))
+        Ok(Policy::after_prefill(H2o { window, age: named.flag("age", false)? }))
     },
 };
 

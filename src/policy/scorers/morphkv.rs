@@ -17,7 +17,7 @@ use crate::policy::{Context, Policy, PolicyEntry, PolicyError, Protect, Scorer, 
 /// The registry's line.
 pub const ENTRY: PolicyEntry = PolicyEntry {
     name: "morphkv",
-    about: "keeps what a window of recent queries attends to before them, and the window, re-ranked at every step",
+    about: "keeps what a window of recent queries attends to before them, and the window; the paper's is morphkv+every",
     paper: "2503.00979",
     parameters: &[
         Parameter { name: "window", default: "32", about: "recent queries that rank, and recent tokens kept" },
@@ -29,7 +29,7 @@ pub const ENTRY: PolicyEntry = PolicyEntry {
             Some("max") => true,
             Some(_) => return Err(named.wrong("fusion", "sum or max".into()).into()),
         };
-        Ok(Policy::after_prefill(MorphKv { window: named.count("window", 32, 1)?, max }).every(1))
+        Ok(Policy::after_prefill(MorphKv { window: named.count("window", 32, 1)?, max }))
     },
 };
 

@@ -208,7 +208,9 @@ fn add_softmax<S: Simd>(simd: S, row: &mut [f32], zeros: f32, sums: &mut [f32]) 
             lanes[lane] += chunk[lane];
         }
     }
-    let sum = lanes.iter().sum::<f32>() + rest.iter().sum::<f32>() + zeros * (-highest).exp();
+    // Without zeros the highest may lie so far below them that a single one would be infinite.
+    let filled = if zeros > 0.0 { zeros * (-highest).exp() } else { 0.0 };
+    let sum = lanes.iter().sum::<f32>() + rest.iter().sum::<f32>() + filled;
     let factor = 1.0 / sum;
     for (total, x) in sums.iter_mut().zip(&*row) {
         *total += factor * x;
@@ -269,8 +271,9 @@ mod tests {
     #[test]
     fn zeros_that_fill_a_chunk_count_in_the_sum() {
         for isa in Isa::available() {
-            for count in [3usize, 16, 37] {
-                let row: Vec<f32> = (0..count).map(|i| (i as f32 * 1.7).sin() * 30.0 - 5.0).collect();
+            // Keys of nearly one direction lie far from a query all together.
+            for (count, middle) in [3usize, 16, 37].into_iter().flat_map(|count| [(count, -5.0), (count, -150.0)]) {
+                let row: Vec<f32> = (0..count).map(|i| (i as f32 * 1.7).sin() * 30.0 + middle).collect();
                 for zeros in [0.0f32, 4.0] {
                     let (mut logits, mut sums) = (row.clone(), vec![1.0; count]);
                     isa.run(Rows(&mut logits, zeros, &mut sums));

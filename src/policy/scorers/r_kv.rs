@@ -7,7 +7,7 @@
 //! the latest near-duplicate of each key is forgiven. The window always stays.
 //!
 //! Redundancy compares all pairs of keys, which takes time that grows with the square of the list and memory that does
-//! not. The method is meant for decoding, every 128 steps, where lists are as short as the budget.
+//! not. The method is meant for decoding (`every:steps=128`), where lists are as short as the budget.
 
 use super::past::{self, each_query, raise, softmax};
 use super::pool::{Kind, Pool};
@@ -22,7 +22,7 @@ use std::f32::consts::LOG2_E;
 /// The registry's line.
 pub const ENTRY: PolicyEntry = PolicyEntry {
     name: "r-kv",
-    about: "keeps what the last queries attend to and later keys do not repeat",
+    about: "keeps what the last queries attend to and later keys do not repeat; the paper's is r-kv+every:steps=128",
     paper: "2505.24133",
     parameters: &[
         Parameter { name: "lambda", default: "0.1", about: "weight of importance; the rest is redundancy's" },
@@ -32,7 +32,7 @@ pub const ENTRY: PolicyEntry = PolicyEntry {
     build: |named, _| {
         let lambda = named.number("lambda", 0.1, 0.0..=1.0)? as f32;
         let (window, pool) = (named.count("window", 8, 1)?, Pool::of(named, 7, Kind::Max)?);
-        Ok(Policy::after_prefill(RKv { lambda, window, pool }).every(128))
+        Ok(Policy::after_prefill(RKv { lambda, window, pool }))
     },
 };
 

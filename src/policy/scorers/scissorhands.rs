@@ -4,8 +4,8 @@
 //!
 //! The score is minus that count, averaged over the query heads of the group. A token younger than the history is
 //! counted only by the queries that saw it. Counts are whole numbers, so many tie; of equals the later stays. The paper
-//! drops half of the budget at once whenever the cache is full; here the schedule cuts back to the budget, every 64
-//! decode steps unless said otherwise, over the tokens that are still cached.
+//! drops half of the budget at once whenever the cache is full; here `every:steps=64` cuts back to the budget that often,
+//! over the tokens that are still cached.
 
 use super::snapkv::recent_columns;
 use crate::attention::Shape;
@@ -16,7 +16,7 @@ use crate::policy::{Context, Policy, PolicyEntry, PolicyError, Protect, Recipe, 
 /// The registry's line.
 pub const ENTRY: PolicyEntry = PolicyEntry {
     name: "scissorhands",
-    about: "keeps tokens that recent queries rarely gave less than an even share of attention",
+    about: "keeps tokens that recent queries rarely gave less than an even share of attention; the paper's is near scissorhands+every:steps=64",
     paper: "2305.17118",
     parameters: &[
         Parameter { name: "history", default: "400", about: "recent queries that count" },
@@ -24,7 +24,7 @@ pub const ENTRY: PolicyEntry = PolicyEntry {
     ],
     build: |named, _| {
         let (history, window) = (named.count("history", 400, 1)?, named.count("window", 10, 0)?);
-        Ok(Policy::after_prefill(Scissorhands { history, window }).every(64))
+        Ok(Policy::after_prefill(Scissorhands { history, window }))
     },
 };
 

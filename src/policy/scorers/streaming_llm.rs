@@ -8,12 +8,12 @@ use crate::policy::{Context, Policy, PolicyEntry, PolicyError, Protect, Recipe, 
 /// The registry's line.
 pub const ENTRY: PolicyEntry = PolicyEntry {
     name: "streaming-llm",
-    about: "keeps the first tokens (attention sinks) and the latest",
+    about: "keeps the first tokens (attention sinks) and the latest; the paper's is streaming-llm+every",
     paper: "2309.17453",
     parameters: &[Parameter { name: "sink", default: "4", about: "first tokens kept" }],
     build: |named, _| {
         let sink = named.count("sink", 4, 0)?;
-        Ok(Policy::after_prefill(StreamingLlm { sink }).every(1))
+        Ok(Policy::after_prefill(StreamingLlm { sink }))
     },
 };
 

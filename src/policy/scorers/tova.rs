@@ -9,10 +9,10 @@ use crate::policy::{Context, Policy, PolicyEntry, PolicyError, Protect, Recipe, 
 /// The registry's line.
 pub const ENTRY: PolicyEntry = PolicyEntry {
     name: "tova",
-    about: "keeps what the latest query attends to, averaged over all heads",
+    about: "keeps what the latest query attends to, averaged over all heads; the paper's is tova+every",
     paper: "2401.06104",
     parameters: &[],
-    build: |_, _| Ok(Policy::after_prefill(Tova).every(1)),
+    build: |_, _| Ok(Policy::after_prefill(Tova)),
 };
 
 struct Tova;

@@ -3,29 +3,29 @@
 use super::Data;
 use crate::experiment::answers::{Answers, Estimate};
 use crate::experiment::measure::Measure;
-use crate::experiment::record::Status;
-use crate::report::answers::{Pool, pools};
+use crate::experiment::record::{Record, Status};
+use crate::report::answers::{Pool, all_pools, pools};
 use crate::report::chart::{Axis, Chart, Interval, Point, Quantity, Series};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Score against the fraction of tokens kept.
 pub fn score_by_budget(data: &Data) -> Option<Chart> {
     let words = ["accuracy-vs-budget", "Accuracy against budget"];
-    chart(data, words, kept(), |answers| answers.kept_fraction, score_axis(), |pool| pool.score())
+    chart(data, pools, words, kept(), |answers| answers.kept_fraction, score_axis(), Pool::score)
 }
 
 /// Score against the bytes that stay.
 pub fn score_by_bytes(data: &Data) -> Option<Chart> {
     let bytes = Axis { label: "live KV bytes".into(), field: "kv_bytes_live", quantity: Quantity::Bytes };
     let words = ["accuracy-vs-kv-bytes", "Accuracy against live KV bytes"];
-    chart(data, words, bytes, |answers| answers.kv_bytes_live as f64, score_axis(), |pool| pool.score())
+    chart(data, pools, words, bytes, |answers| answers.kv_bytes_live as f64, score_axis(), Pool::score)
 }
 
-/// Divergence from the full cache against the fraction of tokens kept.
+/// Divergence from the full cache against the fraction of tokens kept; it says something of tasks too that the model cannot do.
 pub fn divergence_by_budget(data: &Data) -> Option<Chart> {
     let axis = Axis { label: "KL divergence (nats per token)".into(), field: "kl_nats", quantity: Quantity::Drift };
     let words = ["kl-vs-budget", "Divergence of the next token against budget"];
-    chart(data, words, kept(), |answers| answers.kept_fraction, axis, |pool| pool.kl_nats())
+    chart(data, all_pools, words, kept(), |answers| answers.kept_fraction, axis, Pool::kl_nats)
 }
 
 fn kept() -> Axis {
@@ -36,13 +36,14 @@ fn score_axis() -> Axis {
     Axis { label: "score (mean over tasks)".into(), field: "accuracy", quantity: Quantity::Share }
 }
 
-fn chart(
-    data: &Data,
+fn chart<'d>(
+    data: &Data<'d>,
+    pools: fn(&[&'d Record]) -> (Vec<Pool<'d>>, String),
     [id, title]: [&str; 2],
     x: Axis,
     place: impl Fn(&Answers) -> f64 + Copy,
     y: Axis,
-    value: impl Fn(&Pool) -> Option<Estimate>,
+    value: fn(&Pool<'d>) -> Option<Estimate>,
 ) -> Option<Chart> {
     let (pools, subtitle) = pools(&data.of(Measure::EVAL));
     let mut series: BTreeMap<(String, String), Vec<Point>> = BTreeMap::new();
@@ -58,6 +59,13 @@ fn chart(
             cell_ids: pool.cell_ids(),
         });
     }
+    let tight: BTreeSet<String> = pools
+        .iter()
+        .filter(|pool| pool.only_protected())
+        .map(|pool| format!("{} at {}", pool.name, pool.budget))
+        .collect();
+    let tight = Vec::from_iter(tight).join(", ");
+    let note = if tight.is_empty() { tight } else { format!(" Nothing but protected tokens stays of {tight}.") };
     let styles = data.styles(series.keys());
     let series = series.into_iter().zip(styles).map(|(((_, name), mut points), style)| {
         points.sort_by(|a, b| a.x.total_cmp(&b.x));
@@ -68,9 +76,10 @@ fn chart(
         id: id.into(),
         title: title.into(),
         subtitle,
-        caption: "A point is the mean over tasks at the longest context; its band is the bootstrap 95% interval over \
-                  samples. All policies answer the same samples."
-            .into(),
+        caption: format!(
+            "A point is the mean over tasks at the longest context; its band is the 95% interval over samples. All policies \
+             answer the same samples.{note}"
+        ),
         x,
         y,
         interval_fields: ("ci95_low", "ci95_high"),

@@ -1,11 +1,11 @@
 //! From a grid with `measure = "eval"` to its cells: models and tasks are looked at before anything runs.
 
-use super::PERPLEXITY;
+use super::{PERPLEXITY, RANDOM};
 use crate::attention;
-use crate::eval::{EvalError, documents, prompts};
+use crate::eval::{EvalError, Protocol, documents, prompts};
 use crate::experiment::cell::Cell;
 use crate::experiment::measure::Measure;
-use crate::experiment::policy_axis::choices;
+use crate::experiment::policy_axis::{Chosen, choices};
 use crate::experiment::spec::Grid;
 use crate::model::{BUILTIN, Config, Eviction, ModelError, Text, fingerprint, locate};
 use crate::policy::{Budget, Registry};
@@ -31,8 +31,15 @@ pub fn expand(grid: &Grid, registry: &Registry) -> Result<Vec<Cell>, String> {
     if grid.policy.is_empty() {
         return Err("policy is missing; write policy = [\"full\", \"snapkv\"]".into());
     }
-    if grid.query_aware && grid.text.is_some() {
-        return Err("query_aware is about questions; a text has none".into());
+    if !grid.protocol.is_empty() && grid.text.is_some() {
+        return Err("protocol is about questions; a text has none".into());
+    }
+    if grid.text.is_some() && grid.new_tokens == Some(1) {
+        return Err(
+            "new_tokens is 1; the first token behind a text comes from the prefill's own logits, in which no eviction \
+                    shows: at least 2 are needed"
+                .into(),
+        );
     }
     if grid.samples == Some(0) || grid.new_tokens == Some(0) {
         return Err("samples and new_tokens must be at least 1".into());
@@ -73,7 +80,8 @@ impl Opened {
         let tasks = if grid.text.is_some() { vec![PERPLEXITY.to_string()] } else { grid.task.0.clone() };
         let new_tokens = grid.new_tokens.unwrap_or(if grid.text.is_some() { TEXT_NEW_TOKENS } else { 0 });
         let samples = grid.samples.unwrap_or(SAMPLES);
-        let choices = choices(grid, registry)?;
+        let protocols = grid.protocol.or(Protocol::Agnostic);
+        let choices = with_random(choices(grid, registry)?, registry);
         let kernels = grid.kernel.or("tiled".into());
         for kernel in &kernels {
             attention::kernel(kernel).map_err(|error| error.to_string())?;
@@ -91,8 +99,12 @@ impl Opened {
             }
             for task in &tasks {
                 for seed in grid.seed.or(0) {
-                    self.check_task(task, context_tokens, (seed, samples, new_tokens), grid.query_aware)?;
-                    for (policy, budget) in &choices {
+                    for &protocol in &protocols {
+                        self.check_task(task, context_tokens, (seed, samples, new_tokens), protocol)?;
+                    }
+                    for (&protocol, (policy, budget)) in
+                        protocols.iter().flat_map(|protocol| choices.iter().map(move |choice| (protocol, choice)))
+                    {
                         for (kernel, &(dtype, kv_format)) in
                             kernels.iter().flat_map(|name| types.iter().map(move |types| (name, types)))
                         {
@@ -102,7 +114,7 @@ impl Opened {
                                 task: Some(task.clone()),
                                 text: grid.text.as_ref().map(|path| path.display().to_string()),
                                 samples: Some(samples),
-                                query_aware: grid.query_aware,
+                                protocol: grid.text.is_none().then_some(protocol),
                                 beyond_limit: grid.beyond_limit,
                                 kernel: kernel.clone(),
                                 layers: config.layers,
@@ -137,13 +149,13 @@ impl Opened {
         name: &str,
         context_tokens: usize,
         (seed, samples, new_tokens): (u64, usize, usize),
-        query_aware: bool,
+        protocol: Protocol,
     ) -> Result<(), String> {
         let written = match &self.document {
             Some((path, content)) => documents(&self.text, (path, content), context_tokens, new_tokens, samples),
             None => task::task(name)
                 .map_err(EvalError::from)
-                .and_then(|task| prompts((name, &*task), context_tokens, (seed, 0), query_aware, &self.text)),
+                .and_then(|task| prompts((name, &*task), context_tokens, (seed, 0), protocol, &self.text)),
         };
         written.map(drop).map_err(|error| error.to_string())
     }
@@ -165,6 +177,22 @@ impl Opened {
             .map(drop)
             .map_err(|error| error.to_string())
     }
+}
+
+/// These policies, and random eviction at every budget at which something is evicted: what a method must be better than.
+fn with_random(mut choices: Vec<Chosen>, registry: &Registry) -> Vec<Chosen> {
+    let evicts = |policy: &str| registry.policy(policy).is_ok_and(|policy| policy.scorer.is_some());
+    let random = |(policy, budget): &Chosen| {
+        let named = policy.as_deref().filter(|name| evicts(name)).and(budget.clone());
+        named.map(|budget| (Some(RANDOM.to_string()), Some(budget)))
+    };
+    let missing: Vec<Chosen> = choices.iter().filter_map(random).collect();
+    for choice in missing {
+        if !choices.contains(&choice) {
+            choices.push(choice);
+        }
+    }
+    choices
 }
 
 /// A text file.

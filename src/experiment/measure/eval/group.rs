@@ -2,6 +2,7 @@
 //! of the machine falls on all of them.
 
 use super::grid::read;
+use super::journal::{Given, Journal};
 use super::tally::Tally;
 use crate::device::Cpu;
 use crate::eval::{Asked, EvalError, Prompt, Session, Stage, Watch, alone, documents, prompts};
@@ -40,7 +41,8 @@ pub struct Numbers {
     pub samples_ns: BTreeMap<&'static str, Vec<u64>>,
 }
 
-/// Evaluates a group; `each` is told of the cell that is at work.
+/// Evaluates a group; `each` is told of the cell that is at work. What `journal` holds is not asked again, and what each
+/// sample gives is written there.
 ///
 /// # Errors
 /// When the model, the tokenizer or the text cannot be read any more, or the full cache already has no room.
@@ -49,6 +51,7 @@ pub fn run(
     registry: &Registry,
     cpu: &Cpu,
     limit_bytes: u64,
+    journal: &mut Journal,
     mut each: impl FnMut(&Cell),
 ) -> Result<Vec<Ended>, EvalError> {
     let cell = cells[0];
@@ -81,32 +84,37 @@ pub fn run(
     let policies = cells.iter().map(policy).collect::<Result<Vec<Policy>, PolicyError>>().map_err(ModelError::from)?;
     let choices = cells.iter().zip(&policies).map(|(cell, policy)| choice(cell, policy));
     let choices = choices.collect::<Result<Vec<Eviction<'_>>, _>>().map_err(ModelError::from)?;
-    let shortest = samples.iter().map(|prompt| prompt.context.len()).min().unwrap_or(0);
+    let shortest = samples.iter().map(Prompt::budgeted_tokens).min().unwrap_or(0);
     let tokens = [shortest, max_tokens];
     let mut states: Vec<State> = choices.iter().map(|choice| State::new(choice, &model, cell, tokens)).collect();
     let going = |states: &[State]| (0..states.len()).filter(|&at| states[at].ended.is_none()).collect::<Vec<_>>();
     let first: Vec<Eviction<'_>> = going(&states).into_iter().map(|at| choices[at]).collect();
     let watch = Watch::default();
     let mut session = Session::new(stage, &text, &watch, &first)?;
+    let ids: Vec<String> = cells.iter().map(|cell| cell.id()).collect();
     let mut alone_samples = 0..ALONE_SAMPLES;
-    for prompt in &samples {
-        let going = going(&states);
-        let Some(&at_work) = going.first() else { break };
-        each(cells[at_work]);
-        let evictions: Vec<Eviction<'_>> = going.iter().map(|&at| choices[at]).collect();
-        for (&at, given) in going.iter().zip(session.run(prompt, &evictions, |asked| room(prompt, asked))?) {
-            states[at].take(given.map(|given| (prompt, given)));
-        }
+    for (number, prompt) in samples.iter().enumerate() {
         // Of a sample that is many prompts the first is enough.
-        if alone_samples.start != prompt.sample || alone_samples.next().is_none() {
-            continue;
+        let is_alone = alone_samples.start == prompt.sample && alone_samples.next().is_some();
+        let (known, missing): (Vec<usize>, Vec<usize>) =
+            going(&states).into_iter().partition(|&at| journal.given(&ids[at], number).is_some());
+        for at in known {
+            states[at].take(prompt, journal.given(&ids[at], number).expect("it is known").clone());
         }
-        for &at in going.iter().filter(|&&at| states[at].ended.is_none()).collect::<Vec<_>>() {
-            each(cells[at]);
-            let stage = Stage { arena: &arena, ..stage };
-            let given = alone(&stage, choices[at], prompt, room(prompt, &prompt.asked[0]));
+        let Some(&at_work) = missing.first() else { continue };
+        each(cells[at_work]);
+        let evictions: Vec<Eviction<'_>> = missing.iter().map(|&at| choices[at]).collect();
+        for (&at, answers) in missing.iter().zip(session.run(prompt, &evictions, |asked| room(prompt, asked))?) {
+            let by_itself = || {
+                each(cells[at]);
+                alone(&Stage { arena: &arena, ..stage }, choices[at], prompt, room(prompt, &prompt.asked[0]))
+            };
+            let given = answers.and_then(|answers| Ok(Given { answers, alone: is_alone.then(by_itself).transpose()? }));
             match given {
-                Ok(given) => states[at].tally.run_alone(prompt.sample, given),
+                Ok(given) => {
+                    journal.append(&ids[at], number, &given)?;
+                    states[at].take(prompt, given);
+                }
                 Err(error) => states[at].ended = Some(status_of(&error)),
             }
         }
@@ -123,7 +131,7 @@ fn samples(cell: &Cell, text: &Text) -> Result<Vec<Prompt>, EvalError> {
     }
     let name = cell.task.as_deref().unwrap_or_default();
     let task = task::task(name)?;
-    let sample = |sample| prompts((name, &*task), cell.context_tokens, (cell.seed, sample), cell.query_aware, text);
+    let sample = |sample| prompts((name, &*task), cell.context_tokens, (cell.seed, sample), cell.protocol(), text);
     let prompts = (0..count).map(sample).collect::<Result<Vec<_>, _>>()?;
     Ok(prompts.into_iter().flatten().collect())
 }
@@ -159,6 +167,7 @@ impl State {
         let policy = choice.policy;
         let budget = policy.budget_tokens(choice.name, choice.budget.as_ref(), shortest, token_bytes, lists);
         let warning = budget.as_ref().ok().and_then(|&tokens| policy.only_protected(tokens, shortest));
+        let unprotected = budget.as_ref().ok().and_then(|&tokens| Some((tokens, policy.unprotected(tokens)?)));
         // Some judge what the model writes too.
         let judged = if policy.schedule.decoding == Decoding::Never { shortest } else { longest };
         let (evicts, ended) = match budget {
@@ -170,14 +179,14 @@ impl State {
             }
             Ok(tokens) => (tokens < shortest, None),
         };
-        let tally = Tally::new(lists, token_bytes, model.weights.bytes());
+        let tally = Tally::new(lists, token_bytes, model.weights.bytes(), unprotected);
         State { tally, evicts, warning, ended }
     }
 
-    fn take(&mut self, given: Result<(&Prompt, crate::eval::Answers), EvalError>) {
-        match given {
-            Ok((prompt, given)) => self.tally.add(prompt, given),
-            Err(error) => self.ended = Some(status_of(&error)),
+    fn take(&mut self, prompt: &Prompt, given: Given) {
+        self.tally.add(prompt, given.answers);
+        if let Some(alone) = given.alone {
+            self.tally.run_alone(prompt.sample, alone);
         }
     }
 

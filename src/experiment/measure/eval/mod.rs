@@ -1,9 +1,11 @@
 //! `eval`: what a model answers under policies and budgets (`docs/evaluation.md`).
 //!
 //! Cells that differ only in policy and budget are one comparison, whose contexts are read once and evicted by all of them.
+//! What each sample gives is on disk at once, in a [`Journal`].
 
 mod grid;
 mod group;
+mod journal;
 mod tally;
 
 use super::{Choice, Comparisons, Measurement, Runs, Scope, Stage};
@@ -12,6 +14,12 @@ use crate::experiment::engine::Engine;
 use crate::experiment::record::{Record, Status};
 use crate::experiment::runner::latency;
 use crate::experiment::spec::Grid;
+use journal::Journal;
+use std::io;
+use std::path::Path;
+
+/// The policy that every evaluation has beside those that it names.
+pub const RANDOM: &str = "random";
 
 /// The task of going on with a text of the user's.
 pub const PERPLEXITY: &str = "perplexity";
@@ -34,7 +42,7 @@ impl Measurement for Eval {
             "task",
             "text",
             "samples",
-            "query_aware",
+            "protocol",
             "beyond_limit",
             "kernel",
             "context_tokens",
@@ -76,9 +84,12 @@ impl Comparisons for Eval {
 
     fn run(&self, records: Vec<Record>, stage: &Stage<'_>, each: &mut dyn FnMut(&Cell)) -> Vec<Record> {
         let cells: Vec<&Cell> = records.iter().map(|record| &record.cell).collect();
+        let run = |cpu| {
+            let mut journal = Journal::open(stage.folder)?;
+            group::run(&cells, stage.registry, cpu, stage.limit_bytes, &mut journal, each)
+        };
         let ended = match stage.engine.for_models() {
-            Ok(cpu) => group::run(&cells, stage.registry, cpu, stage.limit_bytes, each)
-                .map_err(|error| group::status_of(&error)),
+            Ok(cpu) => run(cpu).map_err(|error| group::status_of(&error)),
             Err(reason) => Err((Status::Skipped, reason)),
         };
         let ended = ended.unwrap_or_else(|(status, reason)| {
@@ -86,6 +97,10 @@ impl Comparisons for Eval {
             cells.iter().map(all).collect()
         });
         records.into_iter().zip(ended).map(|(record, ended)| filled(record, ended)).collect()
+    }
+
+    fn finish(&self, folder: &Path) -> io::Result<()> {
+        Journal::remove(folder)
     }
 }
 

@@ -14,6 +14,8 @@ pub(super) struct Tally {
     /// Bytes of one token of one of them.
     token_bytes: u64,
     weights_bytes: u64,
+    /// Tokens of the budget, and those of them that are not protected, where something is evicted.
+    budget: Option<(usize, usize)>,
     samples: BTreeMap<usize, Sample>,
     alone: Vec<(usize, Alone)>,
 }
@@ -22,7 +24,7 @@ pub(super) struct Tally {
 #[derive(Default)]
 struct Sample {
     answers: Vec<Answer>,
-    /// Tokens of each context that was judged, KV bytes and tokens that stayed of it.
+    /// Tokens of each context that its budget counts, KV bytes that stayed, and tokens of these that did.
     contexts: Vec<(usize, u64, usize)>,
     /// KV bytes that a decode step behind each of them reads.
     kv_bytes_read: Vec<u64>,
@@ -55,13 +57,14 @@ impl Sample {
 }
 
 impl Tally {
-    pub fn new(lists: usize, token_bytes: u64, weights_bytes: u64) -> Self {
-        Tally { lists, token_bytes, weights_bytes, samples: BTreeMap::new(), alone: Vec::new() }
+    pub fn new(lists: usize, token_bytes: u64, weights_bytes: u64, budget: Option<(usize, usize)>) -> Self {
+        Tally { lists, token_bytes, weights_bytes, budget, samples: BTreeMap::new(), alone: Vec::new() }
     }
 
     pub fn add(&mut self, prompt: &Prompt, given: Given) {
         let sample = self.samples.entry(prompt.sample).or_default();
-        sample.contexts.push((prompt.context.len(), given.kv_bytes_live, given.held_tokens));
+        let held = given.held_tokens - prompt.kept * self.lists;
+        sample.contexts.push((prompt.budgeted_tokens(), given.kv_bytes_live, held));
         sample.kv_bytes_read.push(given.kv_bytes_read);
         sample.answers.extend(given.answers);
         sample.depth = prompt.depth;
@@ -91,9 +94,9 @@ impl Tally {
     pub fn finish(&self, limit_bytes: u64) -> Option<Numbers> {
         let samples: Vec<&Sample> = self.samples.values().collect();
         let (_, first) = self.alone.first()?;
-        let over = |value: &dyn Fn(&Sample) -> f64| {
-            Estimate::over(&samples.iter().map(|sample| value(sample)).collect::<Vec<_>>())
-        };
+        let values = |value: &dyn Fn(&Sample) -> f64| samples.iter().map(|sample| value(sample)).collect::<Vec<_>>();
+        let over = |value: &dyn Fn(&Sample) -> f64| Estimate::over(&values(value));
+        let share = |value: &dyn Fn(&Sample) -> f64| Estimate::of_shares(&[&values(value)]);
         let scored = |value: &dyn Fn(&Sample) -> Option<f64>| -> Option<Vec<f64>> {
             samples.iter().map(|sample| value(sample)).collect()
         };
@@ -111,14 +114,16 @@ impl Tally {
         let answers = Answers {
             samples: samples.len(),
             questions,
-            accuracy: scores.as_ref().and_then(|scores| Estimate::over(scores)),
-            accuracy_difference: differences.and_then(|differences| Estimate::over(&differences)),
+            accuracy: scores.as_ref().and_then(|scores| Estimate::of_shares(&[scores])),
+            accuracy_difference: differences.and_then(Estimate::of_differences),
             kl_nats: over(&kl_nats)?,
-            top1_agreement: over(&|sample| sample.per_token(|answer| answer.agreed as f64))?,
+            top1_agreement: share(&|sample| sample.per_token(|answer| answer.agreed as f64))?,
             nll_nats: over(&|sample| sample.per_token(|answer| answer.nll_nats))?,
             nll_difference_nats: over(&|sample| sample.per_token(|answer| answer.nll_nats - answer.full_nll_nats))?,
-            greedy_agreement: over(&|sample| sample.mean(|answer| answer.same))?,
+            greedy_agreement: share(&|sample| sample.mean(|answer| answer.same))?,
             o_drift_by_layer: (0..layers).map(|layer| over(&|sample| sample.o_drift(layer))).collect::<Option<_>>()?,
+            budget_tokens: self.budget.map(|(tokens, _)| tokens),
+            unprotected_tokens: self.budget.map(|(_, unprotected)| unprotected),
             kept_fraction: held / tokens,
             context_tokens: tokens / contexts,
             answer_tokens: words as f64 / questions as f64,

@@ -144,6 +144,7 @@ impl Trial<'_> {
             before_rope,
             w_o: &[],
             layer_numbers: &[],
+            kept: 0..0,
         }
     }
 }

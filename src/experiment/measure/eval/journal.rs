@@ -1,0 +1,87 @@
+//! What every sample gave, written down as soon as it is known, so that a run that was killed in the middle of a group of
+//! cells goes on with the next sample. The file lies beside the records and goes when the run is complete.
+
+use crate::eval::{Alone, Answers};
+use serde::{Deserialize, Serialize};
+use std::collections::HashMap;
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Seek, SeekFrom, Write};
+use std::path::Path;
+
+/// Name of the file in a run's folder.
+const SAMPLES: &str = "samples.jsonl";
+
+/// What a prompt gave under a cell's policy.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Given {
+    /// Beside the full cache.
+    pub answers: Answers,
+    /// By itself, for the first samples.
+    pub alone: Option<Alone>,
+}
+
+/// A line of the file.
+#[derive(Serialize, Deserialize)]
+struct Line<G> {
+    cell_id: String,
+    /// Which prompt of the cell's samples.
+    prompt: usize,
+    given: G,
+}
+
+/// The samples of a run so far.
+pub struct Journal {
+    lines: File,
+    given: HashMap<(String, usize), Given>,
+}
+
+impl Journal {
+    /// Reads what is in a run's folder; a torn last line is cut off.
+    ///
+    /// # Errors
+    /// When the system refuses.
+    pub fn open(folder: &Path) -> io::Result<Self> {
+        let path = folder.join(SAMPLES);
+        let mut lines = OpenOptions::new().create(true).truncate(false).read(true).write(true).open(&path)?;
+        let (mut given, mut whole) = (HashMap::new(), 0);
+        for line in fs::read(&path)?.split_inclusive(|&byte| byte == b'\n') {
+            let Ok(read) = serde_json::from_slice::<Line<Given>>(line) else { break };
+            if !line.ends_with(b"\n") {
+                break;
+            }
+            given.insert((read.cell_id, read.prompt), read.given);
+            whole += line.len() as u64;
+        }
+        lines.set_len(whole)?;
+        lines.seek(SeekFrom::End(0))?;
+        Ok(Journal { lines, given })
+    }
+
+    /// What a prompt of a cell gave before.
+    pub fn given(&self, cell_id: &str, prompt: usize) -> Option<&Given> {
+        self.given.get(&(cell_id.to_string(), prompt))
+    }
+
+    /// Writes down what a prompt of a cell gave: on disk when this returns.
+    ///
+    /// # Errors
+    /// When the system refuses.
+    pub fn append(&mut self, cell_id: &str, prompt: usize, given: &Given) -> io::Result<()> {
+        let line = Line { cell_id: cell_id.into(), prompt, given };
+        let mut text = serde_json::to_string(&line).expect("answers are plain data");
+        text.push('\n');
+        self.lines.write_all(text.as_bytes())?;
+        self.lines.sync_data()
+    }
+
+    /// Takes the file of a folder away, once every cell has its record.
+    ///
+    /// # Errors
+    /// When the system refuses.
+    pub fn remove(folder: &Path) -> io::Result<()> {
+        match fs::remove_file(folder.join(SAMPLES)) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+            _ => Ok(()),
+        }
+    }
+}
