@@ -11,6 +11,7 @@ pub mod eval;
 pub mod eviction;
 pub mod experiment;
 pub mod format;
+pub mod memories;
 pub mod memory;
 pub mod model;
 pub mod named;

@@ -36,6 +36,9 @@ impl<'a> Decoder<'a> {
 
     /// Takes all tokens from a sequence.
     pub fn free(&mut self, sequence: usize) {
+        if let Some(memory) = &mut self.memory {
+            memory.free(self.model.config.layers, self.setup.batch, sequence);
+        }
         for layer in 0..self.model.config.layers {
             self.cache.free(layer * self.setup.batch + sequence);
         }
@@ -52,6 +55,9 @@ impl<'a> Decoder<'a> {
     pub fn fork(&mut self, from: usize, to: usize) -> Result<(), ModelError> {
         assert!(from != to, "a sequence is forked into another");
         self.free(to);
+        if let Some(memory) = &mut self.memory {
+            memory.fork(self.model.config.layers, self.setup.batch, from, to);
+        }
         for layer in 0..self.model.config.layers {
             self.cache.fork(layer * self.setup.batch + from, layer * self.setup.batch + to);
         }
