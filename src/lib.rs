@@ -28,3 +28,8 @@ pub mod workload;
 #[cfg(doctest)]
 #[doc = include_str!("../docs/adding-a-policy.md")]
 struct AddingAPolicy;
+
+/// Compiles and runs the code of the guide to memories.
+#[cfg(doctest)]
+#[doc = include_str!("../docs/adding-a-memory.md")]
+struct AddingAMemory;

@@ -4,12 +4,15 @@
 mod common;
 
 use common::models::{Checkpoint, all, checkpoint, deviation, furthest};
-use common::{bits, cpu};
+use common::{bits, cpu, normal, rng, widen};
+use kvsieve::attention::KvRows;
+use kvsieve::attention::rope::{Frequencies, ModelRope};
 use kvsieve::format::KvFormat;
-use kvsieve::memories::{MEMORIES, memory};
+use kvsieve::memories::{At, MEMORIES, MemoryShape, memory};
 use kvsieve::memory::Arena;
 use kvsieve::model::{Decoder, Model, Setup, bytes_with_memory};
-use kvsieve::tensor::DType;
+use kvsieve::tensor::{DType, TensorView};
+use proptest::prelude::*;
 
 fn setup(batch: usize, chunk_tokens: usize) -> Setup<'static> {
     Setup {
@@ -86,8 +89,157 @@ fn slots_without_consolidation_are_a_ring() {
             let ring = alone(&model, &tokens, &format!("transformer-xl:slots={slots},window=8"));
             let camelot = alone(&model, &tokens, &format!("camelot:slots={slots},window=8,threshold=2"));
             assert!(furthest(&ring, &camelot) < 1e-4, "{name}, {slots} slots");
-            let full = alone(&model, &tokens, MEMORIES[0].exact);
-            assert!(furthest(&ring, &full) > 1e-3, "{name}: {slots} slots are not all tokens");
+            // A sliding window may be all that there is to see.
+            if model.config.windows.iter().all(Option::is_none) {
+                let full = alone(&model, &tokens, MEMORIES[0].exact);
+                assert!(furthest(&ring, &full) > 1e-3, "{name}: {slots} slots are not all tokens");
+            }
+        }
+    }
+}
+
+/// A mode of one head, as the paper has it, in f64.
+#[derive(Clone)]
+struct Mode {
+    key: Vec<f64>,
+    value: Vec<f64>,
+    tokens: f64,
+    last: usize,
+    mean: f64,
+}
+
+fn cosine(a: &[f64], b: &[f64]) -> f64 {
+    let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
+    dot(a, b) / (dot(a, a) * dot(b, b)).sqrt()
+}
+
+/// Writes a token to the modes of a head.
+fn write(modes: &mut Vec<Mode>, (slots, threshold): (usize, f64), key: &[f64], value: &[f64], position: usize) {
+    let similarity = |mode: &Mode| cosine(&mode.key, key);
+    let nearest = (0..modes.len()).max_by(|&a, &b| similarity(&modes[a]).total_cmp(&similarity(&modes[b])));
+    match nearest.filter(|&slot| similarity(&modes[slot]) > threshold) {
+        Some(slot) => {
+            let Mode { key: mean_key, value: mean_value, tokens, last, mean } = &mut modes[slot];
+            let update = |mean: &mut f64, new: f64| *mean = (new + *tokens * *mean) / (*tokens + 1.0);
+            mean_key.iter_mut().zip(key).for_each(|(mean, new)| update(mean, *new));
+            mean_value.iter_mut().zip(value).for_each(|(mean, new)| update(mean, *new));
+            update(mean, position as f64);
+            (*tokens, *last) = (*tokens + 1.0, position);
+        }
+        None => {
+            let new = Mode { key: key.into(), value: value.into(), tokens: 1.0, last: position, mean: position as f64 };
+            match modes.len() < slots {
+                true => modes.push(new),
+                false => *modes.iter_mut().min_by_key(|mode| mode.last).unwrap() = new,
+            }
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
+    /// Every row that a token reads, for random keys of all similarities.
+    #[test]
+    fn modes_are_those_of_the_paper(
+        seed in 0u64..1000,
+        slots in 1usize..9,
+        window in 1usize..7,
+        threshold in prop::sample::select(vec![-2.0, -0.3, 0.2, 0.6, 0.9, 2.0]),
+        top in prop::sample::select(vec![None, Some(1), Some(3)]),
+        place in 0usize..3,
+        sliding in prop::sample::select(vec![None, Some(5), Some(17)]),
+    ) {
+        const TOKENS: usize = 30;
+        const HEADS: usize = 2;
+        const WIDTH: usize = 4;
+        let place_name = ["last", "mean", "near"][place];
+        let text = format!("camelot:slots={slots},window={window},threshold={threshold},position={place_name}");
+        let text = top.map_or(text.clone(), |top: usize| format!("{text},top={top}"));
+        let asked = memory(&text).unwrap();
+        let shape = MemoryShape {
+            sequences: 1,
+            kv_heads: HEADS,
+            head_dim: WIDTH,
+            max_tokens: TOKENS,
+            windowed: sliding.is_some(),
+        };
+        let mut state = asked.open(&shape, &Arena::unlimited()).unwrap();
+        let rope = ModelRope::new(Frequencies::new(WIDTH, 100.0), 1.0);
+        let at = At { sequence: 0, window: sliding, rope: &rope, cpu: cpu(2) };
+        // A common part makes keys similar.
+        let mut rng = rng(seed);
+        let common = normal(&mut rng, WIDTH, 1.0);
+        let mut rows = normal(&mut rng, 2 * TOKENS * HEADS * WIDTH, 1.0);
+        rows.chunks_exact_mut(WIDTH).for_each(|row| row.iter_mut().zip(&common).for_each(|(x, y)| *x += y));
+        let (keys, values) = rows.split_at(TOKENS * HEADS * WIDTH);
+        let row = |rows: &[f32], head: usize, token: usize| -> Vec<f64> {
+            widen(&rows[(head * TOKENS + token) * WIDTH..][..WIDTH])
+        };
+        let turned = |key: &[f64], position: f64| -> Vec<f64> {
+            let turn = |pair: usize| {
+                let (sin, cos) = (position * 100f64.powf(-2.0 * pair as f64 / WIDTH as f64)).sin_cos();
+                let (x, y) = (key[pair], key[pair + WIDTH / 2]);
+                [x * cos - y * sin, y * cos + x * sin]
+            };
+            let (first, second): (Vec<f64>, Vec<f64>) = (0..WIDTH / 2).map(turn).map(|[x, y]| (x, y)).unzip();
+            [first, second].concat()
+        };
+        let mut modes = vec![Vec::<Mode>::new(); HEADS];
+        let mut seen = 0;
+        while seen < TOKENS {
+            let count = asked.together(seen, TOKENS - seen, sliding);
+            let view = |rows| TensorView::contiguous(DType::F32, [1, HEADS, TOKENS, WIDTH], bytemuck::cast_slice(rows));
+            let tokens = seen..seen + count;
+            state.append(&at, view(keys).tokens(tokens.clone()), view(values).tokens(tokens));
+            let own = seen + count - 1;
+            let oldest = sliding.map_or(0, |sliding: usize| (own + 1).saturating_sub(sliding));
+            let segment = own - own % window;
+            {
+                let runs = state.read(&at);
+                prop_assert!(runs.max_len() <= asked.most_rows(&shape));
+                for (head, modes) in modes.iter().enumerate() {
+                    let key = row(keys, head, own);
+                    let mut ranks: Vec<usize> = (0..modes.len()).collect();
+                    ranks.sort_by_key(|&slot| modes[slot].last);
+                    let position = |slot: usize| match place {
+                        0 => modes[slot].last as f64,
+                        1 => modes[slot].mean,
+                        _ => (segment - modes.len() + ranks.iter().position(|&other| other == slot).unwrap()) as f64,
+                    };
+                    let mut read: Vec<usize> = (0..modes.len()).filter(|&slot| position(slot) >= oldest as f64).collect();
+                    read.sort_by(|&a, &b| cosine(&modes[b].key, &key).total_cmp(&cosine(&modes[a].key, &key)));
+                    read.truncate(top.unwrap_or(usize::MAX));
+                    read.sort_unstable();
+                    let past = read.iter().map(|&slot| (turned(&modes[slot].key, position(slot)), modes[slot].value.clone()));
+                    let near = (segment.max(oldest)..=own)
+                        .map(|token| (turned(&row(keys, head, token), token as f64), row(values, head, token)));
+                    let expected: Vec<_> = past.chain(near).collect();
+                    prop_assert_eq!(runs.len(0, head), expected.len());
+                    let mut scratch = [0.0; WIDTH];
+                    for (at, (key, value)) in expected.iter().enumerate() {
+                        for (expected, rows) in [(key, runs.keys(0, head, at, 1, &mut scratch).to_vec()),
+                                                 (value, runs.values(0, head, at, 1, &mut scratch).to_vec())] {
+                            for (got, expected) in rows.iter().zip(expected) {
+                                prop_assert!((f64::from(*got) - expected).abs() < 1e-4, "{text} row {at}: {got} {expected}");
+                            }
+                        }
+                    }
+                }
+            }
+            state.write(&at);
+            seen += count;
+            if seen.is_multiple_of(window) {
+                for (head, modes) in modes.iter_mut().enumerate() {
+                    for token in segment..seen {
+                        let (key, value) = (row(keys, head, token), row(values, head, token));
+                        write(modes, (slots, threshold), &key, &value, token);
+                    }
+                    // Every token taken into one mode, or none into any.
+                    prop_assert!(threshold > -1.0 || modes.len() == 1);
+                    prop_assert!(threshold < 1.0 || modes.len() == slots.min(seen));
+                }
+            }
         }
     }
 }

@@ -5,6 +5,7 @@ use super::output;
 use kvsieve::attention::KERNELS;
 use kvsieve::experiment::spec::{SHIPPED, Spec};
 use kvsieve::format::FORMATS;
+use kvsieve::memories::MEMORIES;
 use kvsieve::named::Parameter;
 use kvsieve::policy::{PRESETS, Registry, describe, markdown};
 use kvsieve::serving::{STRATEGIES, TRACES};
@@ -46,6 +47,8 @@ enum Things {
     Policies,
     /// Formats of keys and values in the cache
     Formats,
+    /// Memories in place of the cache
+    Memories,
     /// Evaluation tasks
     Tasks,
     /// Allocation strategies of the measure `serve`
@@ -66,6 +69,10 @@ impl Things {
             Things::Formats => {
                 FORMATS.iter().map(|entry| Row::new(entry.name, entry.about, entry.parameters)).collect()
             }
+            Things::Memories => MEMORIES
+                .iter()
+                .map(|entry| Row { paper: paper(entry.paper), ..Row::new(entry.name, entry.about, entry.parameters) })
+                .collect(),
             Things::Tasks => TASKS.iter().map(|entry| Row::new(entry.name, entry.about, entry.parameters)).collect(),
             Things::Strategies => {
                 STRATEGIES.iter().map(|entry| Row::new(entry.name, entry.about, entry.parameters)).collect()
