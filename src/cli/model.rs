@@ -103,7 +103,10 @@ impl ModelArgs {
         // The mapped files are not what is measured.
         let model = Model::open(&locate(&self.model)?, &Arena::unlimited())?;
         let cpu = Cpu::new(self.compute.threads)?;
-        Ok(OnCuda { runtime, opened: Opened { model, policy, policy_file: used.flatten(), budget, memory: None, cpu, arena } })
+        Ok(OnCuda {
+            runtime,
+            opened: Opened { model, policy, policy_file: used.flatten(), budget, memory: None, cpu, arena },
+        })
     }
 
     /// What is to be evicted, by names that are checked.

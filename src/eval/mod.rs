@@ -15,8 +15,9 @@ pub use session::{Answer, Answers, Session, Watch};
 
 use crate::device::Cpu;
 use crate::format::KvFormat;
+use crate::memories::Memory;
 use crate::memory::{Arena, ArenaError};
-use crate::model::{Model, ModelError};
+use crate::model::{Eviction, Model, ModelError};
 use crate::named::NamedError;
 use crate::task::TaskError;
 use crate::tensor::DType;
@@ -36,6 +37,25 @@ pub enum EvalError {
     /// The arena has no room.
     #[error(transparent)]
     Arena(#[from] ArenaError),
+}
+
+/// What is compared with the full cache.
+#[derive(Clone, Copy)]
+pub enum Choice<'a> {
+    /// A policy at work in the cache.
+    Evict(Eviction<'a>),
+    /// A memory in place of the cache.
+    Remember(&'a dyn Memory),
+}
+
+impl<'a> Choice<'a> {
+    /// What is asked of a policy, if it is one.
+    pub fn eviction(&self) -> Option<Eviction<'a>> {
+        match *self {
+            Choice::Evict(eviction) => Some(eviction),
+            Choice::Remember(_) => None,
+        }
+    }
 }
 
 /// What all runs of an evaluation share.

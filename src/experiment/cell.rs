@@ -131,6 +131,9 @@ pub struct Cell {
     pub policy: Option<String>,
     /// Budget as it was written: `0.25`, `512` or `64MiB`.
     pub budget: Option<String>,
+    /// Memory of `eval` in place of the cache, with parameters.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory: Option<String>,
     /// File that the policy read tensors of, where it did.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub policy_file: Option<String>,
@@ -179,6 +182,7 @@ impl Default for Cell {
             softcap: None,
             policy: None,
             budget: None,
+            memory: None,
             policy_file: None,
             policy_file_hash: None,
             page_tokens: None,
@@ -202,10 +206,16 @@ impl Cell {
     pub fn without_choice(&self) -> Cell {
         match self.measure {
             Measure::Evict | Measure::Eval => {
-                Cell { policy: None, budget: None, policy_file: None, policy_file_hash: None, ..self.clone() }
+                let bare = Cell { policy: None, budget: None, memory: None, ..self.clone() };
+                Cell { policy_file: None, policy_file_hash: None, ..bare }
             }
             _ => Cell { kernel: String::new(), ..self.clone() },
         }
+    }
+
+    /// What is compared: the policy, or the memory in place of the cache.
+    pub fn chosen(&self) -> Option<&str> {
+        self.policy.as_deref().or(self.memory.as_deref())
     }
 
     /// How the cache keeps keys and values.
@@ -240,7 +250,7 @@ impl Cell {
         if let (Some(strategy), Some(trace)) = (&self.strategy, &self.trace) {
             return format!("{} {strategy} {trace}", self.measure.name());
         }
-        let policy = match (&self.policy, &self.budget) {
+        let policy = match (self.chosen(), &self.budget) {
             (Some(policy), Some(budget)) => format!(" {policy}@{budget}"),
             (Some(policy), None) => format!(" {policy}"),
             _ => String::new(),

@@ -176,6 +176,9 @@ fn expand(
     if !evicts && (chooses || grid.new_tokens.is_some()) {
         return Err("policy, budget, policy_file and new_tokens belong to measure = \"evict\"".into());
     }
+    if !grid.memory.is_empty() {
+        return Err("memory belongs to measure = \"eval\"".into());
+    }
     if evicts && grid.policy.0.is_empty() {
         return Err("policy is missing; write policy = [\"full\", \"snapkv\"]".into());
     }

@@ -186,6 +186,11 @@ impl State {
     fn sizes(&self) -> Sizes {
         self.asked.sizes(&self.shape)
     }
+
+    /// Modes of each head of a sequence.
+    fn counts(&self, sequence: usize) -> &[usize] {
+        &self.counts[sequence * self.shape.kv_heads..(sequence + 1) * self.shape.kv_heads]
+    }
 }
 
 impl MemoryState for State {
@@ -289,6 +294,20 @@ impl MemoryState for State {
             }
         });
         self.segments[at.sequence] = Segment { first: first + tokens, tokens: 0 };
+    }
+
+    fn held_rows(&self, sequence: usize) -> usize {
+        let heads = self.shape.kv_heads;
+        self.counts(sequence).iter().sum::<usize>() + heads * self.segments[sequence].tokens
+    }
+
+    fn read_bytes(&self, sequence: usize) -> u64 {
+        let top = self.asked.top.unwrap_or(usize::MAX);
+        // Where modes are chosen, all keys are read for that.
+        let rows = |&modes: &usize| if modes > top { modes + 2 * top } else { 2 * modes };
+        let past: usize = self.counts(sequence).iter().map(rows).sum();
+        let own = 2 * self.shape.kv_heads * (self.segments[sequence].tokens + 1);
+        4 * ((past + own) * self.shape.head_dim) as u64
     }
 
     fn fork(&mut self, from: usize, to: usize) {

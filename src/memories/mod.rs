@@ -79,6 +79,12 @@ pub trait MemoryState: Send {
     /// Keeps what is to be kept, once the tokens that were appended last went through attention.
     fn write(&mut self, _at: &At<'_>) {}
 
+    /// Rows of keys and values that a sequence holds, summed over the KV heads.
+    fn held_rows(&self, sequence: usize) -> usize;
+
+    /// KV bytes that the next token of a sequence reads.
+    fn read_bytes(&self, sequence: usize) -> u64;
+
     /// Puts sequence `to` where `from` is.
     fn fork(&mut self, from: usize, to: usize);
 

@@ -207,6 +207,12 @@ impl<'a> Decoder<'a> {
         self.memory.as_ref().map_or_else(pages, Remembered::kv_bytes)
     }
 
+    /// Most KV bytes of pages in use at one moment, or of the memory.
+    pub fn most_kv_bytes(&self) -> u64 {
+        let pages = || self.cache.most_pages() as u64 * self.cache.shape().page_bytes();
+        self.memory.as_ref().map_or_else(pages, Remembered::kv_bytes)
+    }
+
     /// Tokens that each sequence has seen.
     pub fn seen(&self) -> &[usize] {
         &self.seen

@@ -22,6 +22,7 @@ pub fn expand(grid: &Grid) -> Result<Vec<Cell>, String> {
         ("window", grid.window.is_none()),
         ("softcap", grid.softcap.is_none()),
         ("policy", grid.policy.is_empty()),
+        ("memory", grid.memory.is_empty()),
         ("budget", grid.budget.is_empty()),
         ("new_tokens", grid.new_tokens.is_none()),
         ("page_tokens", grid.page_tokens.is_empty()),

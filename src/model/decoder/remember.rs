@@ -40,6 +40,16 @@ impl<'a> Remembered<'a> {
         self.memory.bytes(&self.shape).get(&Label::Kv).copied().unwrap_or(0)
     }
 
+    /// As [`Decoder::held_tokens`].
+    pub fn held_rows(&self, layers: usize, batch: usize, sequence: usize) -> usize {
+        (0..layers).map(|layer| self.state.held_rows(layer * batch + sequence)).sum()
+    }
+
+    /// As [`Decoder::step_kv_bytes`].
+    pub fn read_bytes(&self, layers: usize, batch: usize, sequence: usize) -> u64 {
+        (0..layers).map(|layer| self.state.read_bytes(layer * batch + sequence)).sum()
+    }
+
     pub fn fork(&mut self, layers: usize, batch: usize, from: usize, to: usize) {
         (0..layers).for_each(|layer| self.state.fork(layer * batch + from, layer * batch + to));
     }

@@ -6,6 +6,7 @@ use crate::eval::{EvalError, documents, prompts};
 use crate::experiment::cell::{Cell, Measure};
 use crate::experiment::grid::choices;
 use crate::experiment::spec::Grid;
+use crate::memories::memory;
 use crate::model::{BUILTIN, Config, Eviction, ModelError, Text, fingerprint, locate};
 use crate::policy::{Budget, Registry};
 use crate::task;
@@ -41,7 +42,10 @@ pub fn expand(grid: &Grid, registry: &Registry) -> Result<Vec<Cell>, String> {
     if grid.task.is_empty() == grid.text.is_none() {
         return Err("either task or text is needed; write task = [\"recall\", \"passkey\"], or text = \"FILE\"".into());
     }
-    if grid.policy.is_empty() {
+    if !grid.memory.is_empty() && !grid.kv_format.is_empty() {
+        return Err("a memory keeps keys and values in its own way; leave kv_format or memory out".into());
+    }
+    if grid.policy.is_empty() && grid.memory.is_empty() {
         return Err("policy is missing; write policy = [\"full\", \"snapkv\"]".into());
     }
     if grid.query_aware && grid.text.is_some() {
@@ -86,7 +90,12 @@ impl Opened {
         let tasks = if grid.text.is_some() { vec![PERPLEXITY.to_string()] } else { grid.task.0.clone() };
         let new_tokens = grid.new_tokens.unwrap_or(if grid.text.is_some() { TEXT_NEW_TOKENS } else { 0 });
         let samples = grid.samples.unwrap_or(SAMPLES);
-        let choices = choices(grid, registry)?;
+        let policies = choices(grid, registry)?.into_iter().map(|(policy, budget)| (policy, budget, None));
+        let memories = grid.memory.0.iter().map(|memory| (None, None, Some(memory.clone())));
+        let choices: Vec<(Option<String>, Option<String>, Option<String>)> = policies.chain(memories).collect();
+        for text in &grid.memory.0 {
+            memory(text).map_err(|error| error.to_string())?;
+        }
         let kernels = grid.kernel.or("tiled".into());
         for kernel in &kernels {
             attention::kernel(kernel).map_err(|error| error.to_string())?;
@@ -105,7 +114,7 @@ impl Opened {
             for task in &tasks {
                 for seed in grid.seed.or(0) {
                     self.check_task(task, context_tokens, (seed, samples, new_tokens), grid.query_aware)?;
-                    for (policy, budget) in &choices {
+                    for (policy, budget, memory) in &choices {
                         for (kernel, &(dtype, kv_format)) in
                             kernels.iter().flat_map(|name| types.iter().map(move |types| (name, types)))
                         {
@@ -130,6 +139,7 @@ impl Opened {
                                 causal: true,
                                 policy: policy.clone(),
                                 budget: budget.clone(),
+                                memory: memory.clone(),
                                 seed,
                                 workload_hash: self.workload_hash.clone(),
                                 ..Cell::default()
