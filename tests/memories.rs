@@ -114,9 +114,15 @@ fn cosine(a: &[f64], b: &[f64]) -> f64 {
 }
 
 /// Writes a token to the modes of a head.
-fn write(modes: &mut Vec<Mode>, (slots, threshold): (usize, f64), key: &[f64], value: &[f64], position: usize) {
+fn write(
+    modes: &mut Vec<Mode>,
+    (slots, sink, threshold): (usize, usize, f64),
+    (key, value): (&[f64], &[f64]),
+    position: usize,
+) {
     let similarity = |mode: &Mode| cosine(&mode.key, key);
-    let nearest = (0..modes.len()).max_by(|&a, &b| similarity(&modes[a]).total_cmp(&similarity(&modes[b])));
+    let others = if position < sink { 0..0 } else { sink..modes.len() };
+    let nearest = others.max_by(|&a, &b| similarity(&modes[a]).total_cmp(&similarity(&modes[b])));
     match nearest.filter(|&slot| similarity(&modes[slot]) > threshold) {
         Some(slot) => {
             let Mode { key: mean_key, value: mean_value, tokens, last, mean } = &mut modes[slot];
@@ -130,7 +136,7 @@ fn write(modes: &mut Vec<Mode>, (slots, threshold): (usize, f64), key: &[f64], v
             let new = Mode { key: key.into(), value: value.into(), tokens: 1.0, last: position, mean: position as f64 };
             match modes.len() < slots {
                 true => modes.push(new),
-                false => *modes.iter_mut().min_by_key(|mode| mode.last).unwrap() = new,
+                false => *modes[sink..].iter_mut().min_by_key(|mode| mode.last).unwrap() = new,
             }
         }
     }
@@ -148,13 +154,15 @@ proptest! {
         threshold in prop::sample::select(vec![-2.0, -0.3, 0.2, 0.6, 0.9, 2.0]),
         top in prop::sample::select(vec![None, Some(1), Some(3)]),
         place in 0usize..3,
+        sink in prop::sample::select(vec![0usize, 0, 2]),
         sliding in prop::sample::select(vec![None, Some(5), Some(17)]),
     ) {
         const TOKENS: usize = 30;
         const HEADS: usize = 2;
         const WIDTH: usize = 4;
         let place_name = ["last", "mean", "near"][place];
-        let text = format!("camelot:slots={slots},window={window},threshold={threshold},position={place_name}");
+        let slots = slots + sink;
+        let text = format!("camelot:slots={slots},sink={sink},window={window},threshold={threshold},position={place_name}");
         let text = top.map_or(text.clone(), |top: usize| format!("{text},top={top}"));
         let asked = memory(&text).unwrap();
         let shape = MemoryShape {
@@ -208,7 +216,8 @@ proptest! {
                         _ => (segment - modes.len() + ranks.iter().position(|&other| other == slot).unwrap()) as f64,
                     };
                     let mut read: Vec<usize> = (0..modes.len()).filter(|&slot| position(slot) >= oldest as f64).collect();
-                    read.sort_by(|&a, &b| cosine(&modes[b].key, &key).total_cmp(&cosine(&modes[a].key, &key)));
+                    let similarity = |slot: usize| if slot < sink { 2.0 } else { cosine(&modes[slot].key, &key) };
+                    read.sort_by(|&a, &b| similarity(b).total_cmp(&similarity(a)).then(a.cmp(&b)));
                     read.truncate(top.unwrap_or(usize::MAX));
                     read.sort_unstable();
                     let past = read.iter().map(|&slot| (turned(&modes[slot].key, position(slot)), modes[slot].value.clone()));
@@ -233,10 +242,10 @@ proptest! {
                 for (head, modes) in modes.iter_mut().enumerate() {
                     for token in segment..seen {
                         let (key, value) = (row(keys, head, token), row(values, head, token));
-                        write(modes, (slots, threshold), &key, &value, token);
+                        write(modes, (slots, sink, threshold), (&key, &value), token);
                     }
                     // Every token taken into one mode, or none into any.
-                    prop_assert!(threshold > -1.0 || modes.len() == 1);
+                    prop_assert!(threshold > -1.0 || modes.len() == seen.min(1 + sink));
                     prop_assert!(threshold < 1.0 || modes.len() == slots.min(seen));
                 }
             }
@@ -322,6 +331,7 @@ fn what_means_nothing_is_refused_by_name() {
         ("camelot:slots=0", "camelot: slots is '0'; it must be a whole number of at least 1"),
         ("camelot:window=0", "camelot: window is '0'; it must be a whole number of at least 1"),
         ("camelot:threshold=3", "camelot: threshold is '3'; it must be a number between -2 and 2"),
+        ("camelot:slots=4,sink=4", "camelot: sink is '4'; it must be less than the 4 slots"),
         ("camelot:top=none", "camelot: top is 'none'; it must be all or a whole number of at least 1"),
         ("camelot:position=first", "camelot: position is 'first'; it must be last, mean or near"),
         ("transformer-xl:top=3", "'transformer-xl' has no parameter 'top'; it has slots, window"),

@@ -29,6 +29,11 @@ pub(super) const ENTRY: MemoryEntry = MemoryEntry {
             about: "cosine above which a token is taken into the nearest mode, -2 to 2; above 1 none is",
         },
         Parameter {
+            name: "sink",
+            default: "0",
+            about: "first tokens of a text that stay modes of their own, of the slots",
+        },
+        Parameter {
             name: "top",
             default: "all",
             about: "modes that a token reads, those of the most similar keys; with a number tokens go one by one",
@@ -68,8 +73,13 @@ fn build(named: &Named) -> Result<Box<dyn Memory>, NamedError> {
             Err(_) => return Err(named.wrong("top", "all or a whole number of at least 1".into())),
         },
     };
+    let (slots, sink) = (named.count("slots", 1024, 1)?, named.count("sink", 0, 0)?);
+    if sink >= slots {
+        return Err(named.wrong("sink", format!("less than the {slots} slots")));
+    }
     Ok(Box::new(Camelot {
-        slots: named.count("slots", 1024, 1)?,
+        slots,
+        sink,
         window: named.count("window", 128, 1)?,
         threshold: named.number("threshold", 0.9, -2.0..=2.0)? as f32,
         top,
@@ -80,6 +90,7 @@ fn build(named: &Named) -> Result<Box<dyn Memory>, NamedError> {
 #[derive(Clone, Copy)]
 struct Camelot {
     slots: usize,
+    sink: usize,
     window: usize,
     threshold: f32,
     top: Option<usize>,
@@ -233,7 +244,8 @@ impl MemoryState for State {
             let keys = &self.modes[BEFORE][rows(list, slots, 0, modes.len())];
             let scores = &mut self.scores[head * slots..][..modes.len()];
             let order = &mut self.order[head * slots..][..modes.len()];
-            let picked = head::nearest(at.cpu.isa(), modes, hidden, (key, keys), picks, scores, order);
+            let picked =
+                head::nearest(at.cpu.isa(), modes, hidden, (key, keys), (picks, self.asked.sink), scores, order);
             for (pick, &slot) in picked.iter().enumerate() {
                 let from = rows(list, slots, slot as usize, slot as usize + 1);
                 let to = rows(head, picks, pick, pick + 1);
@@ -282,7 +294,8 @@ impl MemoryState for State {
         let [keys, _, from_values] = &self.tokens;
         let (asked, list) = (self.asked, window * head_dim);
         heads.enumerate().for_each(|(head, ((((((before, turned), values), modes), count), scores), order))| {
-            let mut written = Head { head_dim, before, turned, values, modes, count, scores, isa: at.cpu.isa() };
+            let mut written =
+                Head { head_dim, before, turned, values, modes, count, scores, sink: asked.sink, isa: at.cpu.isa() };
             let own = (lists.start + head) * list..(lists.start + head + 1) * list;
             let rows = keys[own.clone()].chunks_exact(head_dim).zip(from_values[own].chunks_exact(head_dim));
             for (position, (key, value)) in (first..).zip(rows) {

@@ -39,13 +39,13 @@ fn similarities(isa: Isa, key: &[f32], keys: &[f32], modes: &[Mode], scores: &mu
 }
 
 /// The slots of up to `most` modes at position `oldest` or later whose keys are most similar to a key, ascending; of equal
-/// ones the first. `scores` and `order` are as long as `modes` and are overwritten.
+/// ones the first, and before all others those of the first `sink` tokens. `scores` and `order` are as long as `modes` and are overwritten.
 pub fn nearest<'o>(
     isa: Isa,
     modes: &[Mode],
     oldest: usize,
     (key, keys): (&[f32], &[f32]),
-    most: usize,
+    (most, sink): (usize, usize),
     scores: &mut [f32],
     order: &'o mut [u32],
 ) -> &'o [u32] {
@@ -59,6 +59,7 @@ pub fn nearest<'o>(
         return order;
     }
     similarities(isa, key, keys, modes, scores);
+    scores[..sink.min(modes.len())].fill(f32::INFINITY);
     let score = |slot: u32| scores[slot as usize];
     order.select_nth_unstable_by(most - 1, |&a, &b| score(b).total_cmp(&score(a)).then(a.cmp(&b)));
     let nearest = &mut order[..most];
@@ -77,6 +78,8 @@ pub struct Head<'a> {
     /// Modes that there are.
     pub count: &'a mut usize,
     pub scores: &'a mut [f32],
+    /// The first so many tokens are the modes of the first slots, and stay so.
+    pub sink: usize,
     pub isa: Isa,
 }
 
@@ -88,7 +91,8 @@ impl Head<'_> {
         let scores = &mut self.scores[..count];
         similarities(self.isa, key, &self.before[..count * width], &self.modes[..count], scores);
         let nearer = |best: usize, slot: usize| if scores[slot] > scores[best] { slot } else { best };
-        let nearest = (0..count).reduce(nearer).filter(|&slot| scores[slot] > threshold);
+        let others = if position < self.sink { count..count } else { self.sink..count };
+        let nearest = others.reduce(nearer).filter(|&slot| scores[slot] > threshold);
         let slot = nearest.unwrap_or_else(|| self.free_slot());
         let row = slot * width..(slot + 1) * width;
         let mode = &mut self.modes[slot];
@@ -119,7 +123,7 @@ impl Head<'_> {
             *self.count += 1;
             return *self.count - 1;
         }
-        let oldest = self.modes.iter().enumerate().min_by_key(|(_, mode)| mode.last);
+        let oldest = self.modes.iter().enumerate().skip(self.sink).min_by_key(|(_, mode)| mode.last);
         oldest.map_or(0, |(slot, _)| slot)
     }
 
