@@ -58,7 +58,7 @@ fn logits_over_a_memory_are_written() {
     // 3 layers, 2 KV heads, 40 modes and 8 tokens of a segment: two keys and a value each, of 16 channels in f32.
     let kv_bytes = 3 * 2 * (40 + 8) * 3 * 16 * 4;
     assert_eq!(report["kv_bytes_live"], kv_bytes);
-    let model = expected.folder.to_str().unwrap();
+    let model = "tests/models/llama";
     let generate = |more: &[&str]| kvsieve(&["generate", "--model", model, "--prompt", "a b"]).args(more).assert();
     generate(&["--memory", "camelot:slots=4,window=3", "--json", "-"]).success().stdout(contains("\"memory\""));
     for (more, reason) in [

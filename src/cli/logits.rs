@@ -29,7 +29,8 @@ Examples:
   kvsieve logits --model DIR --tokens tokens.json --output logits.safetensors
   kvsieve logits --model DIR --tokens tokens.json --output evicted.safetensors \\
       --policy snapkv --budget 0.25 --evict-after 1000
-  kvsieve logits --model DIR --tokens tokens.json --output remembered.safetensors --memory camelot:slots=512";
+  kvsieve logits --model DIR --tokens tokens.json --output remembered.safetensors \\
+      --memory camelot:slots=512";
 
 /// Logits of a model at every token of given sequences
 #[derive(clap::Args)]
