@@ -1,7 +1,7 @@
 //! kvsieve measures what attention costs at a context length, and what may be thrown away.
 //!
 //! The modules are floors of one house; each uses only those below it:
-//! [`experiment`] and [`report`] over [`workload`], [`eval`], [`task`], [`model`], [`eviction`], [`policy`], [`serving`], [`cache`], [`attention`], [`device`],
+//! [`experiment`] and [`report`] over [`workload`], [`eval`], [`task`], [`model`], [`eviction`], [`policy`], [`memories`], [`serving`], [`cache`], [`attention`], [`device`],
 //! [`tensor`] and [`memory`]. `ARCHITECTURE.md` is the map.
 
 pub mod attention;
@@ -11,6 +11,7 @@ pub mod eval;
 pub mod eviction;
 pub mod experiment;
 pub mod format;
+pub mod memories;
 pub mod memory;
 pub mod model;
 pub mod named;
@@ -27,3 +28,8 @@ pub mod workload;
 #[cfg(doctest)]
 #[doc = include_str!("../docs/adding-a-policy.md")]
 struct AddingAPolicy;
+
+/// Compiles and runs the code of the guide to memories.
+#[cfg(doctest)]
+#[doc = include_str!("../docs/adding-a-memory.md")]
+struct AddingAMemory;

@@ -71,13 +71,14 @@ fn kernels_are_listed_with_their_parameters() {
 }
 
 #[test]
-fn policies_and_experiments_are_listed() {
+fn policies_memories_and_experiments_are_listed() {
     insta::assert_snapshot!("list_policies", stdout(&["list", "policies"]));
+    insta::assert_snapshot!("list_memories", stdout(&["list", "memories"]));
     insta::assert_snapshot!("list_experiments", stdout(&["list", "experiments"]));
 }
 
 #[test]
-fn listed_defaults_are_what_a_kernel_or_policy_takes() {
+fn listed_defaults_are_what_a_kernel_policy_or_memory_takes() {
     let text = |name: &str, parameters: &[kvsieve::named::Parameter]| {
         let settings: Vec<_> = parameters.iter().map(|p| format!("{}={}", p.name, p.default)).collect();
         let separator = if settings.is_empty() { "" } else { ":" };
@@ -86,6 +87,10 @@ fn listed_defaults_are_what_a_kernel_or_policy_takes() {
     for entry in kvsieve::attention::KERNELS {
         let text = text(entry.name, entry.parameters);
         assert!(kvsieve::attention::kernel(&text).is_ok(), "{text}");
+    }
+    for entry in kvsieve::memories::MEMORIES {
+        let text = text(entry.name, entry.parameters);
+        assert!(kvsieve::memories::memory(&text).is_ok(), "{text}");
     }
     let registry = kvsieve::policy::Registry::default();
     for entry in registry.entries() {

@@ -50,6 +50,29 @@ fn logits_are_written_with_their_measurements() {
 }
 
 #[test]
+fn logits_over_a_memory_are_written() {
+    let expected = checkpoint("qwen3");
+    let (values, report) = logits("qwen3", &["--memory", "camelot:slots=100,window=8,threshold=2"]);
+    assert!(furthest(&values, &expected.logits) < 1e-3 * deviation(&expected.logits));
+    assert_eq!(report["memory"], "camelot:slots=100,window=8,threshold=2");
+    // 3 layers, 2 KV heads, 40 modes and 8 tokens of a segment: two keys and a value each, of 16 channels in f32.
+    let kv_bytes = 3 * 2 * (40 + 8) * 3 * 16 * 4;
+    assert_eq!(report["kv_bytes_live"], kv_bytes);
+    let model = "tests/models/llama";
+    let generate = |more: &[&str]| kvsieve(&["generate", "--model", model, "--prompt", "a b"]).args(more).assert();
+    generate(&["--memory", "camelot:slots=4,window=3", "--json", "-"]).success().stdout(contains("\"memory\""));
+    for (more, reason) in [
+        (vec!["--memory", "camelot:slots=0"], "camelot: slots is '0'; it must be a whole number of at least 1"),
+        (vec!["--memory", "cameloot"], "unknown memory 'cameloot'; there are camelot, transformer-xl"),
+        (vec!["--memory", "camelot", "--policy", "h2o", "--budget", "3"], "cannot be used with"),
+        (vec!["--memory", "camelot", "--kv-format", "int8"], "cannot be used with"),
+        (vec!["--memory", "camelot", "--device", "cuda"], "memory 'camelot' is at work on the CPU only"),
+    ] {
+        generate(&more).code(2).stderr(contains(reason));
+    }
+}
+
+#[test]
 fn logits_behind_an_eviction_are_written() {
     let expected = checkpoint("qwen3").evicted.unwrap();
     let policy = ["--policy", "streaming-llm:sink=4", "--budget", "12", "--evict-after", "24"];

@@ -81,6 +81,41 @@ fn a_full_cache_is_itself_and_evictions_are_seen() {
 }
 
 #[test]
+fn a_memory_is_compared_with_the_full_cache() {
+    let folder = tempfile::tempdir().unwrap();
+    let (exact, small) = ("camelot:slots=4000,window=200,threshold=2", "camelot:slots=40,window=20");
+    let grid = format!(
+        "context_tokens = 700\ntask = \"passkey\"\nsamples = 2\npolicy = \"full\"\n\
+         memory = [\"{exact}\", \"{small}\", \"transformer-xl:slots=40,window=20\"]"
+    );
+    let experiment = experiment(folder.path(), &grid).unwrap();
+    let records = go(&experiment, &folder.path().join("out"), false).unwrap().records;
+    let of = |text| records.iter().find(|record| record.cell.memory.as_deref() == Some(text)).unwrap();
+    assert_eq!((records.len(), of(small).cell.policy.as_deref()), (4, None));
+    assert!(of(small).cell_id != of(exact).cell_id);
+    for record in &records {
+        assert_eq!((record.status, &record.reason), (Status::Ok, &None));
+        assert_eq!(record.memory.as_ref().unwrap().residual_bytes, 0, "{}", record.cell.label());
+    }
+    let answers = |record: &Record| record.answers.clone().unwrap();
+    // The byte model's weights are f32, as memories are.
+    let (exact, small) = (answers(of(exact)), answers(of(small)));
+    assert!(exact.kl_nats.mean < 1e-6 && exact.kept_fraction == 1.0, "{exact:?}");
+    assert!(small.kl_nats.mean > 1e-5 && small.kept_fraction < 0.1, "{small:?}");
+    // Two keys and a value of 40 modes and 20 tokens.
+    let head_dim = of("transformer-xl:slots=40,window=20").cell.head_dim as u64;
+    let heads = (records[0].cell.layers * records[0].cell.kv_heads) as u64;
+    assert_eq!((small.kv_bytes_live, small.kv_bytes_peak), (heads * 60 * 3 * 4 * head_dim, small.kv_bytes_live));
+    for (more, reason) in [
+        ("memory = \"camelot:slots=0\"", "slots is '0'; it must be a whole number of at least 1"),
+        ("memory = \"camelot\"\nkv_format = \"int8\"", "leave kv_format or memory out"),
+    ] {
+        let error = self::experiment(folder.path(), &format!("context_tokens = 700\ntask = \"passkey\"\n{more}"));
+        assert!(error.as_ref().is_err_and(|error| error.contains(reason)), "{:?}", error.err());
+    }
+}
+
+#[test]
 fn a_budget_that_holds_the_context_is_for_policies_that_judge_answers() {
     let folder = tempfile::tempdir().unwrap();
     let grid =

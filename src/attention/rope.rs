@@ -75,6 +75,32 @@ pub fn rotate(row: &mut [f32], position: usize, frequencies: &Frequencies) {
     turn(row, position as f64, frequencies);
 }
 
+/// RoPE of a model: turns rows to positions that a memory gives them, which need not be whole.
+pub struct ModelRope {
+    frequencies: Frequencies,
+    /// Factor of turned rows (YaRN).
+    factor: f64,
+}
+
+impl ModelRope {
+    /// Frequencies, and the factor of both sine and cosine.
+    pub fn new(frequencies: Frequencies, factor: f64) -> Self {
+        ModelRope { frequencies, factor }
+    }
+
+    /// Turns one row of `D` channels, as they were before RoPE, to `position`.
+    ///
+    /// # Panics
+    /// When the row is not as long as the frequencies say.
+    pub fn turn(&self, row: &mut [f32], position: f64) {
+        let turned = self.frequencies.0.iter().map(|frequency| {
+            let (sin, cos) = (position * frequency).sin_cos();
+            ((sin * self.factor) as f32, (cos * self.factor) as f32)
+        });
+        turn_pairs(row, turned);
+    }
+}
+
 /// Sines and cosines of a turn by some tokens, for many rows that turn alike.
 pub struct Rotation(Vec<(f32, f32)>);
 

@@ -28,6 +28,8 @@ Examples:
       --policy full,snapkv,h2o --budget 0.25,512
   kvsieve eval --model DIR --text novel.txt --evict-after 2k --new-tokens 256 \\
       --policy full,keydiff --budget 0.5
+  kvsieve eval --model DIR --text novel.txt --evict-after 2k --memory camelot:slots=512,window=128 \\
+      --policy full,streaming-llm --budget 512
   kvsieve list tasks             what there is to ask";
 
 /// What is asked where nothing is said.
@@ -49,6 +51,10 @@ pub struct Args {
     /// full,streaming-llm,h2o,snapkv,ada-snapkv,keydiff]
     #[arg(long, value_name = "POLICY", value_parser = named)]
     policy: Vec<Names>,
+    /// Memories in place of the cache (see `kvsieve list memories`); policies are then only those that are named, and
+    /// without any the full cache
+    #[arg(long, value_name = "MEMORY", value_parser = named, conflicts_with = "kv_format")]
+    memory: Vec<Names>,
     /// Safetensors file that the policies may read tensors of [default: none]
     #[arg(long, value_name = "FILE")]
     policy_file: Option<PathBuf>,
@@ -145,6 +151,7 @@ impl Args {
                 given => given.iter().flat_map(|Names(names)| names.clone()).collect(),
             }
         };
+        let policies: &[&str] = if self.memory.is_empty() { &POLICIES } else { &["full"] };
         let budgets = match &self.budget[..] {
             [] => BUDGETS.map(String::from).to_vec(),
             given => given.to_vec(),
@@ -159,8 +166,9 @@ impl Args {
             protocol: Many(self.protocol.clone()),
             beyond_limit: self.beyond_limit,
             context_tokens: Many(parsed(context_option, &contexts)?),
-            policy: Many(names(&self.policy, &POLICIES).into_iter().map(PolicyText).collect()),
+            policy: Many(names(&self.policy, policies).into_iter().map(PolicyText).collect()),
             budget: Many(parsed::<BudgetText>("--budget", &budgets)?),
+            memory: Many(names(&self.memory, &[])),
             policy_file: self.policy_file.clone(),
             new_tokens: self.new_tokens,
             kernel: Many(names(&self.kernel, &[])),

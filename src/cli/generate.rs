@@ -7,7 +7,7 @@ use super::model::{ModelArgs, Opened};
 use super::output;
 use super::place::Place;
 use super::policy::Used;
-use kvsieve::model::{Decoder, Generated, Model, OneSequence, Sampler, Sampling, Setup, Text, generate};
+use kvsieve::model::{Generated, Model, OneSequence, Sampler, Sampling, Setup, Text, generate};
 use kvsieve::units;
 use serde::Serialize;
 use std::path::PathBuf;
@@ -20,6 +20,7 @@ windows.\n\n\
 Examples:
   kvsieve generate --model DIR --prompt 'Once upon a time'
   kvsieve generate --model DIR --prompt \"$(cat long.txt)\" --policy snapkv --budget 0.25
+  kvsieve generate --model DIR --prompt \"$(cat long.txt)\" --memory camelot:slots=512,window=128
   kvsieve generate --model DIR --prompt 'Dear diary' --temperature 0.8 --top-p 0.95 --seed 7 --json -";
 
 /// Let a model continue a text
@@ -51,6 +52,8 @@ struct Report {
     #[serde(flatten)]
     policy_file: Option<Used>,
     budget: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    memory: Option<String>,
     kernel: String,
     prompt_tokens: usize,
     new_tokens: usize,
@@ -89,7 +92,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     let prompt = text.tokens(&args.prompt)?;
     let most_tokens = prompt.len() + args.max_new_tokens;
     let setup = model_args.setup(&opened, 1, most_tokens, false)?;
-    let mut decoder = Decoder::new(&opened.model, setup, &opened.cpu, &opened.arena)?;
+    let mut decoder = model_args.decoder(&opened, setup)?;
     if let Some(eviction) = model_args.eviction(&opened) {
         decoder.evict(eviction, &[prompt.len()])?;
     }
@@ -151,6 +154,7 @@ impl Args {
             policy: self.model.policy.clone(),
             policy_file: opened.policy_file.clone(),
             budget: opened.budget.map(|budget| budget.to_string()),
+            memory: self.model.memory.clone(),
             kernel: setup.kernel.into(),
             prompt_tokens: prompt.len(),
             new_tokens: ran.generated.tokens.len(),

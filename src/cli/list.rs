@@ -6,6 +6,7 @@ use kvsieve::attention::KERNELS;
 use kvsieve::experiment::measure::MEASURES;
 use kvsieve::experiment::spec::{SHIPPED, Spec};
 use kvsieve::format::FORMATS;
+use kvsieve::memories::MEMORIES;
 use kvsieve::named::Parameter;
 use kvsieve::policy::{PRESETS, Registry, describe, markdown};
 use kvsieve::serving::{STRATEGIES, TRACES};
@@ -47,6 +48,8 @@ enum Things {
     Policies,
     /// Formats of keys and values in the cache
     Formats,
+    /// Memories in place of the cache
+    Memories,
     /// Evaluation tasks
     Tasks,
     /// What experiments measure
@@ -69,6 +72,10 @@ impl Things {
             Things::Formats => {
                 FORMATS.iter().map(|entry| Row::new(entry.name, entry.about, entry.parameters)).collect()
             }
+            Things::Memories => MEMORIES
+                .iter()
+                .map(|entry| Row { paper: paper(entry.paper), ..Row::new(entry.name, entry.about, entry.parameters) })
+                .collect(),
             Things::Tasks => TASKS.iter().map(|entry| Row::new(entry.name, entry.about, entry.parameters)).collect(),
             Things::Measures => MEASURES.iter().map(|measure| Row::new(measure.name(), measure.about(), &[])).collect(),
             Things::Strategies => {

@@ -8,7 +8,7 @@ use super::output;
 use super::place::Place;
 use super::policy::Used;
 use kvsieve::memory::{Arena, Buffer, Label};
-use kvsieve::model::{Decoder, Model, ModelError, Setup, sequences};
+use kvsieve::model::{Model, ModelError, Setup, sequences};
 use kvsieve::tensor::file::{self, Output};
 use kvsieve::units;
 use serde::Serialize;
@@ -22,12 +22,15 @@ tells how many there are.\n\n\
 With --policy, --evict-after N feeds N tokens of each sequence, lets the policy judge, and feeds the rest as given: the \
 logits behind the N-th token show what the eviction did. The budget counts those N tokens. A policy with '+chunks' judges \
 while it reads, and needs no --evict-after.\n\n\
+With --memory attention reads a memory in place of the cache, on the CPU; docs/memories.md says what each holds.\n\n\
 With --device cuda sequences run one after another, and memory is the GPU's; kv_bytes_live is the largest of a sequence. \
 Policies are those of `kvsieve evict --device cuda`, in models without sliding windows.\n\n\
 Examples:
   kvsieve logits --model DIR --tokens tokens.json --output logits.safetensors
   kvsieve logits --model DIR --tokens tokens.json --output evicted.safetensors \\
-      --policy snapkv --budget 0.25 --evict-after 1000";
+      --policy snapkv --budget 0.25 --evict-after 1000
+  kvsieve logits --model DIR --tokens tokens.json --output remembered.safetensors \\
+      --memory camelot:slots=512";
 
 /// Logits of a model at every token of given sequences
 #[derive(clap::Args)]
@@ -61,6 +64,8 @@ struct Report {
     #[serde(flatten)]
     policy_file: Option<Used>,
     budget: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    memory: Option<String>,
     evict_after_tokens: Option<usize>,
     batch: usize,
     tokens: usize,
@@ -97,7 +102,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     let setup = model_args.setup(&opened, sequences.len(), longest, true)?;
     let (arena, cpu) = (&opened.arena, &opened.cpu);
     let mut logits = Logits::new(arena, &opened.model, sequences.len(), longest)?;
-    let mut decoder = Decoder::new(&opened.model, setup, cpu, arena)?;
+    let mut decoder = model_args.decoder(&opened, setup)?;
     let after = |len: usize| args.evict_after.unwrap_or(len);
     if let Some(eviction) = model_args.eviction(&opened) {
         decoder.evict(eviction, &lens.iter().map(|&len| after(len)).collect::<Vec<_>>())?;
@@ -179,6 +184,7 @@ impl Args {
             policy: self.model.policy.clone(),
             policy_file: opened.policy_file.clone(),
             budget: opened.budget.map(|budget| budget.to_string()),
+            memory: self.model.memory.clone(),
             evict_after_tokens: self.evict_after,
             batch: sequences.len(),
             tokens: sequences.iter().map(Vec::len).sum(),
@@ -224,10 +230,10 @@ fn summary(report: &Report) -> String {
     let bytes = |bytes: u64| units::bytes(bytes);
     let seconds = report.run_ns as f64 / 1e9;
     let mut text = format!(
-        "{}, {} weights, {} cache: {} tokens in {} sequences, {:.0} tokens/s on {}\n",
+        "{}, {} weights, {}: {} tokens in {} sequences, {:.0} tokens/s on {}\n",
         report.architecture,
         report.weights_dtype,
-        report.dtype,
+        report.memory.clone().unwrap_or_else(|| format!("{} cache", report.dtype)),
         report.tokens,
         report.batch,
         report.tokens as f64 / seconds,

@@ -8,8 +8,9 @@ use kvsieve::attention::{self, cuda::cuda_kernel};
 use kvsieve::device::Cpu;
 use kvsieve::device::cuda::Runtime;
 use kvsieve::format::KvFormat;
+use kvsieve::memories::{Memory, memory};
 use kvsieve::memory::Arena;
-use kvsieve::model::{Eviction, Model, Setup, Text, locate};
+use kvsieve::model::{Decoder, Eviction, Model, Setup, Text, locate};
 use kvsieve::policy::{Budget, Policy};
 use kvsieve::tensor::DType;
 use std::path::PathBuf;
@@ -44,6 +45,9 @@ pub struct ModelArgs {
     #[arg(long, value_name = "BUDGET", requires = "policy", allow_negative_numbers = true)]
     #[arg(help_heading = "What is evicted")]
     pub budget: Option<String>,
+    /// What attention reads in place of the cache, perhaps with parameters (see `kvsieve list memories`) [default: the cache]
+    #[arg(long, value_name = "MEMORY", conflicts_with_all = ["policy", "kv_format"])]
+    pub memory: Option<String>,
     /// Seed of what is drawn
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub seed: u64,
@@ -60,6 +64,7 @@ pub struct Opened {
     pub policy: Option<Policy>,
     pub policy_file: Option<Used>,
     pub budget: Option<Budget>,
+    pub memory: Option<Box<dyn Memory>>,
     pub cpu: Cpu,
     pub arena: Arena,
 }
@@ -76,17 +81,21 @@ impl ModelArgs {
     pub fn open(&self) -> Result<Opened, Failure> {
         let (built, budget) = self.asked()?;
         let (policy, used) = built.unzip();
+        let memory = self.memory.as_deref().map(memory).transpose()?;
         attention::kernel(&self.kernel)?;
         let cpu = self.compute.cpu()?;
         let arena = Arena::with_limit(self.compute.limit_bytes());
         let model = Model::open(&locate(&self.model)?, &arena)?;
-        Ok(Opened { model, policy, policy_file: used.flatten(), budget, cpu, arena })
+        Ok(Opened { model, policy, policy_file: used.flatten(), budget, memory, cpu, arena })
     }
 
     /// As [`ModelArgs::open`], for GPU `index`.
     pub fn open_on_cuda(&self, index: usize) -> Result<OnCuda, Failure> {
         let (built, budget) = self.asked()?;
         let (policy, used) = built.unzip();
+        if let Some(memory) = &self.memory {
+            return Err(Failure::usage(format!("memory '{memory}' is at work on the CPU only; leave --device out")));
+        }
         cuda_kernel(&self.kernel)?;
         self.kv_format.map_or(Ok(()), |format| format.on_gpu().map(drop)).map_err(Failure::usage)?;
         let runtime = Runtime::open(index, self.compute.nvrtc.as_deref())?;
@@ -94,7 +103,10 @@ impl ModelArgs {
         // The mapped files are not what is measured.
         let model = Model::open(&locate(&self.model)?, &Arena::unlimited())?;
         let cpu = Cpu::new(self.compute.threads)?;
-        Ok(OnCuda { runtime, opened: Opened { model, policy, policy_file: used.flatten(), budget, cpu, arena } })
+        Ok(OnCuda {
+            runtime,
+            opened: Opened { model, policy, policy_file: used.flatten(), budget, memory: None, cpu, arena },
+        })
     }
 
     /// What is to be evicted, by names that are checked.
@@ -133,6 +145,15 @@ impl ModelArgs {
             dtype,
             kv_format: self.kv_format.unwrap_or(dtype.into()),
             columns: opened.policy.as_ref().map_or(&[], Policy::columns),
+        })
+    }
+
+    /// The model with its cache, or with a memory in its place.
+    pub fn decoder<'a>(&'a self, opened: &'a Opened, setup: Setup<'a>) -> Result<Decoder<'a>, Failure> {
+        let Opened { model, memory, cpu, arena, .. } = opened;
+        Ok(match memory {
+            Some(memory) => Decoder::with_memory(model, setup, &**memory, cpu, arena)?,
+            None => Decoder::new(model, setup, cpu, arena)?,
         })
     }
 

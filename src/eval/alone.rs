@@ -1,8 +1,8 @@
-//! One policy by itself: what a context, a question and its answer take, without anything that other policies need.
+//! One policy or memory by itself: what a context, a question and its answer take, without anything that other policies need.
 
-use super::{EvalError, Prompt, Stage};
+use super::{Choice, EvalError, Prompt, Stage};
 use crate::memory::LabelBytes;
-use crate::model::{Decoder, Eviction, ModelError, Sampler, Sampling, Setup, bytes_of_calls};
+use crate::model::{Decoder, ModelError, Sampler, Sampling, Setup, bytes_of_calls, bytes_with_memory};
 use serde::{Deserialize, Serialize};
 use std::time::Instant;
 
@@ -15,7 +15,7 @@ pub struct Alone {
     pub step_ns: Vec<u64>,
     /// The answer.
     pub written: Vec<u32>,
-    /// KV bytes of pages in use once the context was judged.
+    /// KV bytes of pages in use once the context was judged, or of the memory.
     pub kv_bytes_live: u64,
     /// Most KV bytes of pages in use at one moment.
     pub kv_bytes_peak: u64,
@@ -23,7 +23,7 @@ pub struct Alone {
     pub peak_bytes: u64,
     /// Most bytes of each label.
     pub peak_by_label: LabelBytes,
-    /// Peak with a full cache, from the extents alone.
+    /// Peak with a full cache, or with the memory, from the extents alone.
     pub full_peak_bytes: u64,
     /// Tokens evicted, summed over the KV heads of all layers.
     pub evicted_tokens: u64,
@@ -34,12 +34,7 @@ pub struct Alone {
 ///
 /// # Errors
 /// When the policy cannot do this, a logit is no number, or the arena has no room.
-pub fn alone(
-    stage: &Stage<'_>,
-    eviction: Eviction<'_>,
-    prompt: &Prompt,
-    most_tokens: usize,
-) -> Result<Alone, EvalError> {
+pub fn alone(stage: &Stage<'_>, choice: Choice<'_>, prompt: &Prompt, most_tokens: usize) -> Result<Alone, EvalError> {
     let Stage { model, cpu, arena, .. } = *stage;
     let (context, question) = (&prompt.context[..], &prompt.asked[0].prompt[..]);
     let setup = Setup {
@@ -50,12 +45,17 @@ pub fn alone(
         all_logits: false,
         dtype: stage.dtype,
         kv_format: stage.kv_format,
-        columns: eviction.policy.columns(),
+        columns: choice.eviction().map_or(&[], |eviction| eviction.policy.columns()),
     };
     arena.reset_peak();
-    let mut decoder = Decoder::new(model, setup, cpu, arena)?;
-    decoder.evict(eviction, &[prompt.budgeted_tokens()])?;
-    decoder.never_evict(prompt.budgeted_tokens()..context.len());
+    let mut decoder = match choice {
+        Choice::Evict(_) => Decoder::new(model, setup, cpu, arena)?,
+        Choice::Remember(memory) => Decoder::with_memory(model, setup, memory, cpu, arena)?,
+    };
+    if let Some(eviction) = choice.eviction() {
+        decoder.evict(eviction, &[prompt.budgeted_tokens()])?;
+        decoder.never_evict(prompt.budgeted_tokens()..context.len());
+    }
     let mut sampler = Sampler::new(Sampling::GREEDY);
     let start = Instant::now();
     let mut chosen = Ok(0);
@@ -73,16 +73,23 @@ pub fn alone(
     }
     let usage = arena.usage();
     let steps = written.len() - 1;
+    let calls: [&[usize]; 2] = [&[context.len()], &[question.len()]];
+    let predicted = match choice {
+        Choice::Evict(_) => bytes_of_calls(model, &setup, &calls, steps, cpu.threads()),
+        Choice::Remember(memory) => {
+            let calls: Vec<&[usize]> = calls.into_iter().chain(std::iter::repeat_n(&[1][..], steps)).collect();
+            bytes_with_memory(model, &setup, memory, &calls, cpu.threads())
+        }
+    };
     Ok(Alone {
         first_token_ns,
         step_ns,
         written,
         kv_bytes_live,
-        kv_bytes_peak: decoder.cache().most_pages() as u64 * decoder.cache().shape().page_bytes(),
+        kv_bytes_peak: decoder.most_kv_bytes(),
         peak_bytes: usage.peak_bytes,
         peak_by_label: usage.peak,
-        full_peak_bytes: bytes_of_calls(model, &setup, &[&[context.len()], &[question.len()]], steps, cpu.threads())
-            .map_err(ModelError::from)?,
+        full_peak_bytes: predicted.map_err(ModelError::from)?,
         evicted_tokens: decoder.evicted_tokens(),
     })
 }

@@ -17,8 +17,9 @@ pub use session::{Answer, Answers, Session, Watch};
 
 use crate::device::Cpu;
 use crate::format::KvFormat;
+use crate::memories::Memory;
 use crate::memory::{Arena, ArenaError};
-use crate::model::{Model, ModelError};
+use crate::model::{Eviction, Model, ModelError};
 use crate::named::NamedError;
 use crate::task::TaskError;
 use crate::tensor::DType;
@@ -41,6 +42,25 @@ pub enum EvalError {
     /// The system refuses what is to be kept of a sample.
     #[error("cannot write down what a sample gave: {0}")]
     File(#[from] std::io::Error),
+}
+
+/// What is compared with the full cache.
+#[derive(Clone, Copy)]
+pub enum Choice<'a> {
+    /// A policy at work in the cache.
+    Evict(Eviction<'a>),
+    /// A memory in place of the cache.
+    Remember(&'a dyn Memory),
+}
+
+impl<'a> Choice<'a> {
+    /// What is asked of a policy, if it is one.
+    pub fn eviction(&self) -> Option<Eviction<'a>> {
+        match *self {
+            Choice::Evict(eviction) => Some(eviction),
+            Choice::Remember(_) => None,
+        }
+    }
 }
 
 /// What all runs of an evaluation share.

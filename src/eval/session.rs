@@ -6,9 +6,10 @@
 //! (teacher-forced), and apart from that the model's own words (greedy).
 
 use super::distribution::{divergence, likeliest, nats};
-use super::{EvalError, Prompt, Stage};
+use super::{Choice, EvalError, Prompt, Stage};
 use crate::cache::Column;
 use crate::eval::Asked;
+use crate::memories::Memory;
 use crate::memory::{Arena, ArenaError, Buffer, Label};
 use crate::model::{Decoder, Eviction, ModelError, Setup, Tap, Tapped, Text};
 use crate::policy::{Policy, Statistic};
@@ -56,7 +57,7 @@ pub struct Answer {
 pub struct Answers {
     /// One for each question.
     pub answers: Vec<Answer>,
-    /// KV bytes of whole pages that the judged context holds.
+    /// KV bytes of whole pages that the judged context holds, or of the memory.
     pub kv_bytes_live: u64,
     /// Tokens that it holds, summed over the KV heads of all layers.
     pub held_tokens: usize,
@@ -88,11 +89,12 @@ pub struct Session<'a> {
     text: &'a Text,
     decoder: Decoder<'a>,
     watch: &'a Watch,
+    setup: Setup<'a>,
     /// Logits behind the last token that was fed.
     last: Vec<f32>,
-    /// Logits behind the context that was read last, as the first token of an answer is chosen where nothing is fed in
-    /// between.
-    behind_context: Vec<f32>,
+    /// Logits behind the context of [`CONTEXT`] and of [`JUDGED`], as the first token of an answer is chosen where nothing
+    /// is fed in between.
+    behind_context: [Vec<f32>; 2],
 }
 
 impl<'a> Session<'a> {
@@ -100,13 +102,9 @@ impl<'a> Session<'a> {
     ///
     /// # Errors
     /// When the arena has no room.
-    pub fn new(
-        stage: Stage<'a>,
-        text: &'a Text,
-        watch: &'a Watch,
-        choices: &[Eviction<'a>],
-    ) -> Result<Self, EvalError> {
-        let plain = choices.iter().all(|choice| choice.policy.columns().is_empty());
+    pub fn new(stage: Stage<'a>, text: &'a Text, watch: &'a Watch, choices: &[Choice<'a>]) -> Result<Self, EvalError> {
+        let policies = || choices.iter().filter_map(Choice::eviction).map(|eviction| eviction.policy);
+        let plain = policies().all(|policy| policy.columns().is_empty());
         let setup = Setup {
             kernel: stage.kernel,
             batch: SEQUENCES,
@@ -118,10 +116,11 @@ impl<'a> Session<'a> {
             columns: if plain { &[] } else { &[Column::Attention, Column::Weight, Column::Origin, Column::Gate] },
         };
         let mut decoder = Decoder::new(stage.model, setup, stage.cpu, stage.arena)?;
-        decoder.record_queries(choices.iter().map(|choice| choice.policy).filter(|policy| !reads_alone(policy)));
+        decoder.record_queries(policies().filter(|policy| !reads_alone(policy)));
         decoder.tap(watch);
-        let [last, behind_context] = [(); 2].map(|()| vec![0.0; stage.model.config.vocab]);
-        Ok(Session { stage, text, decoder, watch, last, behind_context })
+        let [last, context, judged] = [(); 3].map(|()| vec![0.0; stage.model.config.vocab]);
+        let behind_context = [context, judged];
+        Ok(Session { stage, text, decoder, watch, setup, last, behind_context })
     }
 
     /// Asks everything of `prompt` under each of `choices`. `most_tokens` is how long an answer may be. An error of one
@@ -132,14 +131,18 @@ impl<'a> Session<'a> {
     pub fn run(
         &mut self,
         prompt: &Prompt,
-        choices: &[Eviction<'a>],
+        choices: &[Choice<'a>],
         most_tokens: impl Fn(&Asked) -> usize,
     ) -> Result<Vec<Result<Answers, EvalError>>, EvalError> {
         self.decoder.clear();
         self.prefill(CONTEXT, &prompt.context)?;
         let full = prompt.asked.iter().map(|asked| self.ask(CONTEXT, asked, most_tokens(asked)));
         let full = full.collect::<Result<Vec<Given>, _>>()?;
-        Ok(choices.iter().map(|choice| self.judged(prompt, choice, &full, &most_tokens)).collect())
+        let one = |choice: &Choice<'a>| match choice {
+            Choice::Evict(eviction) => self.judged(prompt, eviction, &full, &most_tokens),
+            Choice::Remember(memory) => self.remembered(prompt, *memory, &full, &most_tokens),
+        };
+        Ok(choices.iter().map(one).collect())
     }
 
     fn judged(
@@ -156,8 +159,37 @@ impl<'a> Session<'a> {
             self.prefill(JUDGED, &prompt.context)?;
         } else {
             self.decoder.fork(CONTEXT, JUDGED)?;
+            self.behind_context[JUDGED] = self.behind_context[CONTEXT].clone();
             self.decoder.evict_recorded(JUDGED, *choice, prompt.kept)?;
         }
+        self.answers(prompt, full, most_tokens)
+    }
+
+    /// The context is read again, by a decoder with the memory.
+    fn remembered(
+        &mut self,
+        prompt: &Prompt,
+        memory: &'a dyn Memory,
+        full: &[Given],
+        most_tokens: &impl Fn(&Asked) -> usize,
+    ) -> Result<Answers, EvalError> {
+        let Stage { model, cpu, arena, .. } = self.stage;
+        let mut other = Decoder::with_memory(model, self.setup, memory, cpu, arena)?;
+        other.tap(self.watch);
+        std::mem::swap(&mut self.decoder, &mut other);
+        let read = self.prefill(JUDGED, &prompt.context);
+        let answers = read.and_then(|()| self.answers(prompt, full, most_tokens));
+        self.decoder = other;
+        answers
+    }
+
+    /// Asks everything of the context as it was judged.
+    fn answers(
+        &mut self,
+        prompt: &Prompt,
+        full: &[Given],
+        most_tokens: &impl Fn(&Asked) -> usize,
+    ) -> Result<Answers, EvalError> {
         let (kv_bytes_live, held_tokens) = (self.decoder.sequence_kv_bytes(JUDGED), self.decoder.held_tokens(JUDGED));
         let mut read_bytes = 0;
         let answer = |(asked, full): (&Asked, &Given)| {
@@ -171,9 +203,9 @@ impl<'a> Session<'a> {
     }
 
     fn prefill(&mut self, sequence: usize, tokens: &[u32]) -> Result<(), EvalError> {
-        let behind = &mut self.behind_context;
+        let behind = &mut self.behind_context[sequence];
         self.decoder.prefill(&only(sequence, tokens), |_, _, logits| behind.copy_from_slice(logits))?;
-        numbers(&self.behind_context)
+        numbers(&self.behind_context[sequence])
     }
 
     /// Logits behind `tokens`.
@@ -190,7 +222,7 @@ impl<'a> Session<'a> {
         let rows = asked.prompt.len() + forced - 1;
         *self.watch.outputs() = Some(Outputs::new(self.stage.arena, config.layers, rows * config.q_width())?);
         self.decoder.fork(from, ASKED)?;
-        self.last.copy_from_slice(&self.behind_context);
+        self.last.copy_from_slice(&self.behind_context[from]);
         if !asked.prompt.is_empty() {
             self.feed(ASKED, &asked.prompt)?;
         }

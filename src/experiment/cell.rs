@@ -122,6 +122,9 @@ pub struct Cell {
     pub policy: Option<String>,
     /// Budget as it was written: `0.25`, `512` or `64MiB`.
     pub budget: Option<String>,
+    /// Memory of `eval` in place of the cache, with parameters.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory: Option<String>,
     /// File that the policy read tensors of, where it did.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub policy_file: Option<String>,
@@ -170,6 +173,7 @@ impl Default for Cell {
             softcap: None,
             policy: None,
             budget: None,
+            memory: None,
             policy_file: None,
             policy_file_hash: None,
             page_tokens: None,
@@ -193,10 +197,18 @@ impl Cell {
     pub fn without_choice(&self) -> Cell {
         let same = self.clone();
         match self.measure.compares() {
-            Choice::Policy => Cell { policy: None, budget: None, policy_file: None, policy_file_hash: None, ..same },
+            Choice::Policy => {
+                let bare = Cell { policy: None, budget: None, memory: None, ..same };
+                Cell { policy_file: None, policy_file_hash: None, ..bare }
+            }
             Choice::Kernel => Cell { kernel: String::new(), ..same },
             Choice::Strategy => Cell { strategy: None, ..same },
         }
+    }
+
+    /// What is compared: the policy, or the memory in place of the cache.
+    pub fn chosen(&self) -> Option<&str> {
+        self.policy.as_deref().or(self.memory.as_deref())
     }
 
     /// What a policy has seen of a question when it evicts.
@@ -236,7 +248,7 @@ impl Cell {
         if let (Some(strategy), Some(trace)) = (&self.strategy, &self.trace) {
             return format!("{} {strategy} {trace}", self.measure.name());
         }
-        let policy = match (&self.policy, &self.budget) {
+        let policy = match (self.chosen(), &self.budget) {
             (Some(policy), Some(budget)) => format!(" {policy}@{budget}"),
             (Some(policy), None) => format!(" {policy}"),
             _ => String::new(),

@@ -113,6 +113,9 @@ pub struct Grid {
     /// Budgets, for `evict` and `eval`; `full` needs none.
     #[serde(default, skip_serializing_if = "Many::is_empty")]
     pub budget: Many<BudgetText>,
+    /// Memories in place of the cache, for `eval`.
+    #[serde(default, skip_serializing_if = "Many::is_empty")]
+    pub memory: Many<String>,
     /// A file that the policies may read tensors of, relative to the working folder, for `evict` and `eval`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub policy_file: Option<PathBuf>,
@@ -180,6 +183,7 @@ impl Grid {
             softcap: None,
             policy: Many::default(),
             budget: Many::default(),
+            memory: Many::default(),
             policy_file: None,
             layers: Many::default(),
             new_tokens: None,

@@ -8,6 +8,7 @@ mod block;
 mod fork;
 mod narrow;
 mod phases;
+mod remember;
 
 use super::sheet::Sheet;
 use super::weights::embed;
@@ -15,6 +16,7 @@ use super::{Model, ModelError, linear, rope};
 use crate::cache::{CacheShape, Column, PAGE_TOKENS, PagedCache};
 use crate::device::Cpu;
 use crate::format::KvFormat;
+use crate::memories::Memory;
 use crate::memory::{Arena, ArenaError, Buffer, Label};
 use crate::model::evictor::{Eviction, Evictor, QueryRecorder};
 use crate::model::norm::Norm;
@@ -23,6 +25,8 @@ use crate::named::NamedError;
 use crate::tensor::DType;
 use attend::Attend;
 pub(crate) use attend::params;
+use remember::Remembered;
+pub use remember::bytes_with_memory;
 use std::ops::Range;
 
 /// How a model is to be run.
@@ -131,6 +135,8 @@ pub struct Decoder<'a> {
     cpu: &'a Cpu,
     arena: &'a Arena,
     cache: PagedCache,
+    /// What attention reads in place of the cache, which is empty then.
+    memory: Option<Remembered<'a>>,
     /// Tokens that each sequence has seen.
     seen: Vec<usize>,
     buffers: Buffers,
@@ -148,12 +154,39 @@ impl<'a> Decoder<'a> {
     /// # Errors
     /// When there is no such kernel, or the arena has no room.
     pub fn new(model: &'a Model, setup: Setup<'a>, cpu: &'a Cpu, arena: &'a Arena) -> Result<Self, ModelError> {
+        Self::build(model, setup, None, cpu, arena)
+    }
+
+    /// A model with an empty memory in place of the cache. The memory says in what its keys and values are kept, and no
+    /// policy can be put to work.
+    ///
+    /// # Errors
+    /// As [`Decoder::new`].
+    pub fn with_memory(
+        model: &'a Model,
+        setup: Setup<'a>,
+        memory: &'a dyn Memory,
+        cpu: &'a Cpu,
+        arena: &'a Arena,
+    ) -> Result<Self, ModelError> {
+        let memory = Remembered::open(memory, model, &setup, arena)?;
+        Self::build(model, setup, Some(memory), cpu, arena)
+    }
+
+    fn build(
+        model: &'a Model,
+        setup: Setup<'a>,
+        memory: Option<Remembered<'a>>,
+        cpu: &'a Cpu,
+        arena: &'a Arena,
+    ) -> Result<Self, ModelError> {
         Ok(Decoder {
             model,
             setup,
             cpu,
             arena,
-            cache: PagedCache::new(arena, cache_shape(model, &setup))?,
+            cache: PagedCache::new(arena, cache_shape(model, &setup, memory.is_some()))?,
+            memory,
             seen: vec![0; setup.batch],
             buffers: Buffers::allocate(model, &setup, arena, cpu.threads())?,
             attend: Attend::new(&setup)?,
@@ -169,9 +202,16 @@ impl<'a> Decoder<'a> {
         &self.cache
     }
 
-    /// KV bytes of pages in use.
+    /// KV bytes of pages in use, or of the memory.
     pub fn kv_bytes(&self) -> u64 {
-        self.cache.pages() as u64 * self.cache.shape().page_bytes()
+        let pages = || self.cache.pages() as u64 * self.cache.shape().page_bytes();
+        self.memory.as_ref().map_or_else(pages, Remembered::kv_bytes)
+    }
+
+    /// Most KV bytes of pages in use at one moment, or of the memory.
+    pub fn most_kv_bytes(&self) -> u64 {
+        let pages = || self.cache.most_pages() as u64 * self.cache.shape().page_bytes();
+        self.memory.as_ref().map_or_else(pages, Remembered::kv_bytes)
     }
 
     /// Tokens that each sequence has seen.
@@ -186,8 +226,9 @@ impl<'a> Decoder<'a> {
     /// When the model cannot do what the policy does, or the budget leaves nothing.
     ///
     /// # Panics
-    /// When the setup lacks a column of the policy.
+    /// When the setup lacks a column of the policy, or there is a memory in place of the cache.
     pub fn evict(&mut self, eviction: Eviction<'a>, contexts: &[usize]) -> Result<(), ModelError> {
+        assert!(self.memory.is_none(), "a policy is at work in a cache");
         let columns = eviction.policy.columns();
         assert!(columns.iter().all(|column| self.setup.columns.contains(column)), "a cache with the policy's columns");
         let token_bytes = self.cache.shape().token_bytes();
@@ -322,13 +363,14 @@ impl<'a> Decoder<'a> {
     }
 }
 
-fn cache_shape(model: &Model, setup: &Setup<'_>) -> CacheShape {
+/// The cache of a model; without a single page where it has a memory in its place.
+fn cache_shape(model: &Model, setup: &Setup<'_>, memory: bool) -> CacheShape {
     CacheShape {
         batch: model.config.layers * setup.batch,
         kv_heads: model.config.kv_heads,
         head_dim: model.config.head_dim,
         format: setup.kv_format,
-        max_tokens: setup.max_tokens,
+        max_tokens: if memory { 0 } else { setup.max_tokens },
         page_tokens: PAGE_TOKENS,
         columns: setup.columns,
     }
@@ -360,7 +402,7 @@ pub fn bytes_of_calls(
     steps: usize,
     threads: usize,
 ) -> Result<u64, NamedError> {
-    let (shape, config) = (cache_shape(model, setup), &model.config);
+    let (shape, config) = (cache_shape(model, setup, false), &model.config);
     let cache = |held: &[usize]| {
         let lists = held.iter().flat_map(|&len| std::iter::repeat_n(len, config.layers * config.kv_heads));
         shape.bytes(lists, 0).values().sum::<u64>()

@@ -25,7 +25,7 @@ mod weights;
 
 pub use config::Config;
 pub(crate) use decoder::params;
-pub use decoder::{Decoder, Setup, bytes, bytes_of_calls};
+pub use decoder::{Decoder, Setup, bytes, bytes_of_calls, bytes_with_memory};
 pub use evictor::Eviction;
 pub use generate::{Generated, OneSequence, generate};
 pub use locate::{BUILTIN, fingerprint, locate};

@@ -80,7 +80,7 @@ pub fn all_pools<'a>(records: &[&'a Record]) -> (Vec<Pool<'a>>, String) {
     let naming = Naming::over(&records, &[CONTEXT, SAMPLES, HEADS, KERNEL]);
     let mut pools: Vec<Pool> = Vec::new();
     for record in records {
-        let policy = record.cell.policy.as_deref().unwrap_or("full");
+        let policy = record.cell.chosen().unwrap_or("full");
         let (name, budget) =
             (format!("{policy}{}", naming.apart(record)), record.cell.budget.clone().unwrap_or_default());
         match pools.iter_mut().find(|pool| pool.name == name && pool.budget == budget) {
@@ -292,7 +292,7 @@ fn of_task(records: &[&Record]) -> String {
     let headings: Vec<String> =
         ["policy", "budget"].into_iter().chain(shown.iter().map(|column| column.heading)).map(String::from).collect();
     let row = |record: &&Record| {
-        let policy = record.cell.policy.as_deref().unwrap_or(NOTHING);
+        let policy = record.cell.chosen().unwrap_or(NOTHING);
         let mut row = vec![
             format!("{policy}{}", naming.apart(record)),
             marked(record, record.cell.budget.clone().unwrap_or_else(|| NOTHING.into())),
@@ -371,7 +371,7 @@ pub fn rows(records: &[&Record]) -> Vec<Value> {
             status => status(record.status),
             task => record.cell.task.as_deref().unwrap_or(NOTHING),
             context => units::tokens(record.cell.context_tokens),
-            policy => record.cell.policy.as_deref().unwrap_or(NOTHING),
+            policy => record.cell.chosen().unwrap_or(NOTHING),
             apart => naming.apart(record),
             budget => record.cell.budget.as_deref().unwrap_or(NOTHING),
             seed => record.cell.seed,
@@ -427,7 +427,7 @@ pub fn by_length<'a>(records: &[&'a Record]) -> (Vec<(String, Vec<&'a Record>)>,
     let naming = Naming::over(records, &[SAMPLES, HEADS, KERNEL]);
     let mut maps: BTreeMap<String, Vec<&Record>> = BTreeMap::new();
     for &record in records {
-        let policy = record.cell.policy.as_deref().unwrap_or("full");
+        let policy = record.cell.chosen().unwrap_or("full");
         maps.entry(format!("{policy}{}", naming.apart(record))).or_default().push(record);
     }
     let middle = |(name, mut records): (String, Vec<&'a Record>)| {

@@ -118,7 +118,7 @@ fn row(record: &Record, records: &[&Record], naming: &Naming) -> Value {
         dtype => cell.dtype.name(),
         apart => naming.apart(record),
         context => units::tokens(cell.context_tokens),
-        policy => cell.policy.as_deref().unwrap_or(NOTHING),
+        policy => cell.chosen().unwrap_or(NOTHING),
         budget => cell.budget.as_deref().unwrap_or(NOTHING),
         peak => text::peak(record),
         kv => or_nothing(eviction.map(|eviction| units::bytes(eviction.kv_bytes_live))),

@@ -10,6 +10,7 @@ use crate::attention::{Forward, Kernel, KvRows, Outputs, Params, Shape, Workspac
 use crate::cache::Sequences;
 use crate::memory::{Arena, ArenaError};
 use crate::model::evictor::QueryRecorder;
+use crate::model::sheet::Sheet;
 use crate::model::{Config, ModelError};
 use crate::named::NamedError;
 use crate::policy::sparse::Lists;
@@ -24,10 +25,21 @@ pub(super) struct Attend {
     held: Option<(Shape, Outputs, Workspace)>,
 }
 
-/// A call's extents with room for the longest list.
-fn roomy(config: &Config, setup: &Setup<'_>, batch: usize, q_len: usize) -> Shape {
+/// A call's extents with room for the longest list, of `most_rows`.
+pub(super) fn roomy(config: &Config, most_rows: usize, batch: usize, q_len: usize) -> Shape {
     let Config { q_heads, kv_heads, head_dim, .. } = *config;
-    Shape { batch, q_heads, kv_heads, q_len, kv_len: setup.max_tokens, head_dim }
+    Shape { batch, q_heads, kv_heads, q_len, kv_len: most_rows, head_dim }
+}
+
+/// Copies outputs `[B, Hq, Lq, D]` to the rows from `first` on that the output projection reads.
+pub(super) fn hand_on(outputs: &Outputs, shape: &Shape, attended: &mut Sheet, first: usize) {
+    let Shape { q_heads, q_len, head_dim, .. } = *shape;
+    let o: &[f32] = bytemuck::cast_slice(outputs.o.bytes());
+    for (index, o) in o.chunks_exact(head_dim).enumerate() {
+        let (token, head) = (index % q_len, index / q_len % q_heads);
+        let to = attended.row_mut(first + index / (q_len * q_heads) * q_len + token);
+        to[head * head_dim..][..head_dim].copy_from_slice(o);
+    }
 }
 
 /// Scale, mask and soft-cap of a layer.
@@ -53,11 +65,11 @@ impl Attend {
         self.kernel(shape.q_len).workspace(shape, &params(config, 0), DType::F32, threads)
     }
 
-    fn bytes(&self, config: &Config, shape: &Shape, threads: usize) -> u64 {
+    pub fn bytes(&self, config: &Config, shape: &Shape, threads: usize) -> u64 {
         self.scratch(config, shape, threads).bytes() + Outputs::bytes(shape, DType::F32)
     }
 
-    fn room(
+    pub fn room(
         &mut self,
         config: &Config,
         shape: &Shape,
@@ -76,7 +88,7 @@ impl Attend {
 
     /// Most bytes of any call for sequences that bring so many tokens.
     pub fn most_bytes(&self, config: &Config, setup: &Setup<'_>, counts: &[usize], threads: usize) -> u64 {
-        let bytes = |(batch, q_len)| self.bytes(config, &roomy(config, setup, batch, q_len), threads);
+        let bytes = |(batch, q_len)| self.bytes(config, &roomy(config, setup.max_tokens, batch, q_len), threads);
         calls(counts).into_iter().map(bytes).max().unwrap_or(0)
     }
 }
@@ -91,10 +103,13 @@ fn calls(counts: &[usize]) -> Vec<(usize, usize)> {
 
 impl Decoder<'_> {
     /// Gives back what calls of another shape needed, before the cache grows for `portions`: the two are not held
-    /// together.
+    /// together. A memory does not grow.
     pub(super) fn make_way(&mut self, portions: &[Portion]) {
+        if self.memory.is_some() {
+            return;
+        }
         let batch = if self.is_one_call(portions) { portions.len() } else { 1 };
-        let comes = roomy(&self.model.config, &self.setup, batch, portions[0].tokens);
+        let comes = roomy(&self.model.config, self.setup.max_tokens, batch, portions[0].tokens);
         self.attend.held.take_if(|(shape, ..)| *shape != comes);
     }
 
@@ -136,7 +151,7 @@ impl Decoder<'_> {
             Some(narrow) => (narrow.slots.iter().map(|slots| slots.len()).max().unwrap_or(0), narrow, None),
             None => (kv.max_len(batch), &kv, config.windows[layer]),
         };
-        let roomy = roomy(config, &self.setup, batch, q_len);
+        let roomy = roomy(config, self.setup.max_tokens, batch, q_len);
         let (kernel, outputs, workspace) = self.attend.room(config, &roomy, self.cpu.threads(), self.arena)?;
         let Buffers { q, attended, .. } = &mut self.buffers;
         let q = block::heads(&q[row * width..][..batch * q_len * width], batch, q_len, config.q_heads);
@@ -159,14 +174,7 @@ impl Decoder<'_> {
                 kernel.forward(&Forward { shape, q, kv, ..call }, outputs, workspace)?;
             }
         }
-
-        let o: &[f32] = bytemuck::cast_slice(outputs.o.bytes());
-        let head_dim = config.head_dim;
-        for (index, o) in o.chunks_exact(head_dim).enumerate() {
-            let (token, head) = (index % q_len, index / q_len % config.q_heads);
-            let to = attended.row_mut(row + index / (q_len * config.q_heads) * q_len + token);
-            to[head * head_dim..][..head_dim].copy_from_slice(o);
-        }
+        hand_on(outputs, &roomy, attended, row);
         let received = match (&mut self.evictor, &mut self.recorder) {
             (Some(evictor), _) => evictor.see(layer, config.layers, portion.sequence, &call, &outputs.lse)?,
             (None, Some(recorder)) if portion.sequence == QueryRecorder::SEQUENCE => {

@@ -39,32 +39,22 @@ impl Decoder<'_> {
         let heads_of = q.chunks_exact_mut(q_width).zip(k.chunks_exact_mut(kv_width));
         for ((q, k), angles) in heads_of.zip(angles.chunks_exact(head_dim)).take(rows) {
             rope::turn(q, angles);
-            rope::turn(k, angles);
+            // A memory turns keys itself.
+            if self.memory.is_none() {
+                rope::turn(k, angles);
+            }
         }
         if let Some(tap) = self.tap {
             tap.rows(layer, Tapped::Q, &q[..rows * q_width]);
-            tap.rows(layer, Tapped::K, &k[..rows * kv_width]);
+            if self.memory.is_none() {
+                tap.rows(layer, Tapped::K, &k[..rows * kv_width]);
+            }
             tap.rows(layer, Tapped::V, &v[..rows * kv_width]);
         }
-        for portion in portions {
-            let own = portion.row * kv_width..(portion.row + portion.tokens) * kv_width;
-            let of = |rows| heads(rows, 1, portion.tokens, config.kv_heads);
-            let (k, v) = (of(&k[own.clone()]), of(&v[own]));
-            let sequence = layer * self.setup.batch + portion.sequence;
-            self.cache.append_at(sequence, k, v, 0, 0..portion.tokens, portion.first)?;
-            if let Some(policy) = self.evictor.as_ref().and_then(|evictor| evictor.gating(portion.sequence)) {
-                let rows = portion.row..portion.row + portion.tokens;
-                let states = rows.map(|row| &normed.data[row * normed.stride..][..hidden]);
-                policy.carry_gates(&mut self.cache, (layer, sequence), states)?;
-            }
-            if let Some(rope) = self.evictor.as_ref().and_then(|evictor| evictor.turns()) {
-                for head in 0..config.kv_heads {
-                    let list = self.cache.list(sequence, head);
-                    self.cache.rerotate_from(list, self.cache.lens()[list] - portion.tokens, rope)?;
-                }
-            }
+        match self.memory.is_some() {
+            true => self.remember(layer, portions)?,
+            false => self.cached_attention(layer, portions)?,
         }
-        self.attention(layer, portions)?;
         if let Some(tap) = self.tap {
             let attended = &mut self.buffers.attended;
             (0..rows).for_each(|row| tap.rows(layer, Tapped::O, attended.row_mut(row)));
@@ -93,5 +83,30 @@ impl Decoder<'_> {
         }
         add_scaled(cpu.isa(), stream, 1.0, &projected[..added]);
         Ok(())
+    }
+
+    /// Puts the keys and values of `portions` into the cache, and lets their queries attend to it.
+    fn cached_attention(&mut self, layer: usize, portions: &[Portion]) -> Result<(), ModelError> {
+        let (config, hidden) = (&self.model.config, self.model.config.hidden);
+        let (kv_width, Buffers { normed, k, v, .. }) = (config.kv_width(), &self.buffers);
+        for portion in portions {
+            let own = portion.row * kv_width..(portion.row + portion.tokens) * kv_width;
+            let of = |rows| heads(rows, 1, portion.tokens, config.kv_heads);
+            let (k, v) = (of(&k[own.clone()]), of(&v[own]));
+            let sequence = layer * self.setup.batch + portion.sequence;
+            self.cache.append_at(sequence, k, v, 0, 0..portion.tokens, portion.first)?;
+            if let Some(policy) = self.evictor.as_ref().and_then(|evictor| evictor.gating(portion.sequence)) {
+                let rows = portion.row..portion.row + portion.tokens;
+                let states = rows.map(|row| &normed.data[row * normed.stride..][..hidden]);
+                policy.carry_gates(&mut self.cache, (layer, sequence), states)?;
+            }
+            if let Some(rope) = self.evictor.as_ref().and_then(|evictor| evictor.turns()) {
+                for head in 0..config.kv_heads {
+                    let list = self.cache.list(sequence, head);
+                    self.cache.rerotate_from(list, self.cache.lens()[list] - portion.tokens, rope)?;
+                }
+            }
+        }
+        self.attention(layer, portions)
     }
 }

@@ -36,6 +36,9 @@ impl<'a> Decoder<'a> {
 
     /// Takes all tokens from a sequence.
     pub fn free(&mut self, sequence: usize) {
+        if let Some(memory) = &mut self.memory {
+            memory.free(self.model.config.layers, self.setup.batch, sequence);
+        }
         for layer in 0..self.model.config.layers {
             self.cache.free(layer * self.setup.batch + sequence);
         }
@@ -52,6 +55,9 @@ impl<'a> Decoder<'a> {
     pub fn fork(&mut self, from: usize, to: usize) -> Result<(), ModelError> {
         assert!(from != to, "a sequence is forked into another");
         self.free(to);
+        if let Some(memory) = &mut self.memory {
+            memory.fork(self.model.config.layers, self.setup.batch, from, to);
+        }
         for layer in 0..self.model.config.layers {
             self.cache.fork(layer * self.setup.batch + from, layer * self.setup.batch + to);
         }
@@ -79,8 +85,11 @@ impl<'a> Decoder<'a> {
         self.judge(sequence, |evictor, scene| evictor.evict_chunk(scene, true))
     }
 
-    /// KV bytes of the pages that a sequence holds, as if it shared none.
+    /// KV bytes of the pages that a sequence holds, as if it shared none, or of its part of the memory.
     pub fn sequence_kv_bytes(&self, sequence: usize) -> u64 {
+        if let Some(memory) = &self.memory {
+            return memory.kv_bytes() / self.setup.batch as u64;
+        }
         let shape = self.cache.shape();
         let pages: usize = self.lists_of(sequence).map(|list| shape.pages(self.cache.lens()[list])).sum();
         pages as u64 * shape.page_bytes()
@@ -88,13 +97,19 @@ impl<'a> Decoder<'a> {
 
     /// KV bytes that the latest decode step of a sequence read: all that it holds, unless the policy selects.
     pub fn step_kv_bytes(&self, sequence: usize) -> u64 {
+        if let Some(memory) = &self.memory {
+            return memory.read_bytes(self.model.config.layers, self.setup.batch, sequence);
+        }
         let selected =
             self.evictor.as_ref().and_then(|evictor| evictor.read_bytes(&self.cache, self.setup.batch, sequence));
         selected.unwrap_or_else(|| self.held_tokens(sequence) as u64 * self.cache.shape().token_bytes())
     }
 
-    /// Tokens that a sequence holds, summed over the KV heads of all layers.
+    /// Tokens that a sequence holds, or rows of its memory, summed over the KV heads of all layers.
     pub fn held_tokens(&self, sequence: usize) -> usize {
+        if let Some(memory) = &self.memory {
+            return memory.held_rows(self.model.config.layers, self.setup.batch, sequence);
+        }
         self.lists_of(sequence).map(|list| self.cache.lens()[list]).sum()
     }
 

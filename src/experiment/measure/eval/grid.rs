@@ -7,6 +7,7 @@ use crate::experiment::cell::Cell;
 use crate::experiment::measure::Measure;
 use crate::experiment::policy_axis::{Chosen, choices};
 use crate::experiment::spec::Grid;
+use crate::memories::memory;
 use crate::model::{BUILTIN, Config, Eviction, ModelError, Text, fingerprint, locate};
 use crate::policy::{Budget, Registry};
 use crate::task;
@@ -28,7 +29,10 @@ pub fn expand(grid: &Grid, registry: &Registry) -> Result<Vec<Cell>, String> {
     if grid.task.is_empty() == grid.text.is_none() {
         return Err("either task or text is needed; write task = [\"recall\", \"passkey\"], or text = \"FILE\"".into());
     }
-    if grid.policy.is_empty() {
+    if !grid.memory.is_empty() && !grid.kv_format.is_empty() {
+        return Err("a memory keeps keys and values in its own way; leave kv_format or memory out".into());
+    }
+    if grid.policy.is_empty() && grid.memory.is_empty() {
         return Err("policy is missing; write policy = [\"full\", \"snapkv\"]".into());
     }
     if !grid.protocol.is_empty() && grid.text.is_some() {
@@ -81,7 +85,13 @@ impl Opened {
         let new_tokens = grid.new_tokens.unwrap_or(if grid.text.is_some() { TEXT_NEW_TOKENS } else { 0 });
         let samples = grid.samples.unwrap_or(SAMPLES);
         let protocols = grid.protocol.or(Protocol::Agnostic);
-        let choices = with_random(choices(grid, registry)?, registry);
+        let policies = with_random(choices(grid, registry)?, registry);
+        let policies = policies.into_iter().map(|(policy, budget)| (policy, budget, None));
+        let memories = grid.memory.0.iter().map(|memory| (None, None, Some(memory.clone())));
+        let choices: Vec<(Option<String>, Option<String>, Option<String>)> = policies.chain(memories).collect();
+        for text in &grid.memory.0 {
+            memory(text).map_err(|error| error.to_string())?;
+        }
         let kernels = grid.kernel.or("tiled".into());
         for kernel in &kernels {
             attention::kernel(kernel).map_err(|error| error.to_string())?;
@@ -102,7 +112,7 @@ impl Opened {
                     for &protocol in &protocols {
                         self.check_task(task, context_tokens, (seed, samples, new_tokens), protocol)?;
                     }
-                    for (&protocol, (policy, budget)) in
+                    for (&protocol, (policy, budget, memory)) in
                         protocols.iter().flat_map(|protocol| choices.iter().map(move |choice| (protocol, choice)))
                     {
                         for (kernel, &(dtype, kv_format)) in
@@ -129,6 +139,7 @@ impl Opened {
                                 causal: true,
                                 policy: policy.clone(),
                                 budget: budget.clone(),
+                                memory: memory.clone(),
                                 seed,
                                 workload_hash: self.workload_hash.clone(),
                                 ..Cell::default()

@@ -1,14 +1,15 @@
-//! Cells that differ only in policy and budget, evaluated together: samples outside, cells inside, so that a slow moment
+//! Cells that differ only in policy and budget, or in the memory, evaluated together: samples outside, cells inside, so that a slow moment
 //! of the machine falls on all of them.
 
 use super::grid::read;
 use super::journal::{Given, Journal};
 use super::tally::Tally;
 use crate::device::Cpu;
-use crate::eval::{Asked, EvalError, Prompt, Session, Stage, Watch, alone, documents, prompts};
+use crate::eval::{Asked, Choice, EvalError, Prompt, Session, Stage, Watch, alone, documents, prompts};
 use crate::experiment::answers::Answers;
 use crate::experiment::cell::Cell;
 use crate::experiment::record::{Memory, Status};
+use crate::memories;
 use crate::memory::Arena;
 use crate::model::{Eviction, Model, ModelError, Text, locate};
 use crate::policy::{Decoding, Policy, PolicyError, Registry};
@@ -82,13 +83,18 @@ pub fn run(
 
     let policy = |cell: &&Cell| Ok(cell.build_policy(registry)?.unwrap_or_else(Policy::full));
     let policies = cells.iter().map(policy).collect::<Result<Vec<Policy>, PolicyError>>().map_err(ModelError::from)?;
-    let choices = cells.iter().zip(&policies).map(|(cell, policy)| choice(cell, policy));
-    let choices = choices.collect::<Result<Vec<Eviction<'_>>, _>>().map_err(ModelError::from)?;
+    let built = cells.iter().map(|cell| cell.memory.as_deref().map(memories::memory).transpose());
+    let built = built.collect::<Result<Vec<_>, _>>()?;
+    let choices = cells.iter().zip(&policies).zip(&built).map(|((cell, policy), memory)| match memory {
+        Some(memory) => Ok(Choice::Remember(&**memory)),
+        None => choice(cell, policy).map(Choice::Evict),
+    });
+    let choices = choices.collect::<Result<Vec<Choice<'_>>, _>>().map_err(ModelError::from)?;
     let shortest = samples.iter().map(Prompt::budgeted_tokens).min().unwrap_or(0);
     let tokens = [shortest, max_tokens];
     let mut states: Vec<State> = choices.iter().map(|choice| State::new(choice, &model, cell, tokens)).collect();
     let going = |states: &[State]| (0..states.len()).filter(|&at| states[at].ended.is_none()).collect::<Vec<_>>();
-    let first: Vec<Eviction<'_>> = going(&states).into_iter().map(|at| choices[at]).collect();
+    let first: Vec<Choice<'_>> = going(&states).into_iter().map(|at| choices[at]).collect();
     let watch = Watch::default();
     let mut session = Session::new(stage, &text, &watch, &first)?;
     let ids: Vec<String> = cells.iter().map(|cell| cell.id()).collect();
@@ -103,8 +109,8 @@ pub fn run(
         }
         let Some(&at_work) = missing.first() else { continue };
         each(cells[at_work]);
-        let evictions: Vec<Eviction<'_>> = missing.iter().map(|&at| choices[at]).collect();
-        for (&at, answers) in missing.iter().zip(session.run(prompt, &evictions, |asked| room(prompt, asked))?) {
+        let chosen: Vec<Choice<'_>> = missing.iter().map(|&at| choices[at]).collect();
+        for (&at, answers) in missing.iter().zip(session.run(prompt, &chosen, |asked| room(prompt, asked))?) {
             let by_itself = || {
                 each(cells[at]);
                 alone(&Stage { arena: &arena, ..stage }, choices[at], prompt, room(prompt, &prompt.asked[0]))
@@ -161,9 +167,13 @@ struct State {
 
 impl State {
     /// `shortest` and `longest` are tokens of the shortest context, and of the longest with its answer.
-    fn new(choice: &Eviction<'_>, model: &Model, cell: &Cell, [shortest, longest]: [usize; 2]) -> Self {
+    fn new(choice: &Choice<'_>, model: &Model, cell: &Cell, [shortest, longest]: [usize; 2]) -> Self {
         let lists = cell.layers * cell.kv_heads;
         let token_bytes = cell.kv_format().token_bytes(cell.head_dim);
+        let tally = |unprotected| Tally::new(lists, token_bytes, model.weights.bytes(), unprotected);
+        let Choice::Evict(choice) = choice else {
+            return State { tally: tally(None), evicts: false, warning: None, ended: None };
+        };
         let policy = choice.policy;
         let budget = policy.budget_tokens(choice.name, choice.budget.as_ref(), shortest, token_bytes, lists);
         let warning = budget.as_ref().ok().and_then(|&tokens| policy.only_protected(tokens, shortest));
@@ -179,8 +189,7 @@ impl State {
             }
             Ok(tokens) => (tokens < shortest, None),
         };
-        let tally = Tally::new(lists, token_bytes, model.weights.bytes(), unprotected);
-        State { tally, evicts, warning, ended }
+        State { tally: tally(unprotected), evicts, warning, ended }
     }
 
     fn take(&mut self, prompt: &Prompt, given: Given) {

@@ -51,6 +51,7 @@ impl Measurement for Eval {
             "policy",
             "budget",
             "policy_file",
+            "memory",
             "new_tokens",
         ]
     }

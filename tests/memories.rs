@@ -1,0 +1,341 @@
+//! Memories in models: against the full cache where they must equal it, against one another, and against a memory that is
+//! worked out here; their bytes, and that nothing depends on chunks, batches or threads.
+
+mod common;
+
+use common::models::{Checkpoint, all, checkpoint, deviation, furthest};
+use common::{bits, cpu, normal, rng, widen};
+use kvsieve::attention::KvRows;
+use kvsieve::attention::rope::{Frequencies, ModelRope};
+use kvsieve::format::KvFormat;
+use kvsieve::memories::{At, MEMORIES, MemoryShape, memory};
+use kvsieve::memory::Arena;
+use kvsieve::model::{Decoder, Model, Setup, bytes_with_memory};
+use kvsieve::tensor::{DType, TensorView};
+use proptest::prelude::*;
+
+fn setup(batch: usize, chunk_tokens: usize) -> Setup<'static> {
+    Setup {
+        kernel: "tiled",
+        batch,
+        max_tokens: 80,
+        chunk_tokens,
+        all_logits: true,
+        dtype: DType::F32,
+        kv_format: KvFormat::plain(DType::F32),
+        columns: &[],
+    }
+}
+
+fn open(name: &str) -> (Model, Checkpoint) {
+    let expected = checkpoint(name);
+    (Model::open(&expected.folder, &Arena::unlimited()).unwrap(), expected)
+}
+
+/// Logits of all tokens of each sequence, `[L, vocab]`: `prompt` tokens in chunks, the others one by one.
+fn logits(model: &Model, tokens: &[&[u32]], text: &str, prompt: usize, chunk: usize, threads: usize) -> Vec<Vec<f32>> {
+    let (arena, memory) = (Arena::unlimited(), memory(text).unwrap());
+    let setup = setup(tokens.len(), chunk);
+    let mut decoder = Decoder::with_memory(model, setup, &*memory, cpu(threads), &arena).unwrap();
+    let mut all = vec![Vec::new(); tokens.len()];
+    let part = |from: usize, to: usize| -> Vec<&[u32]> {
+        tokens.iter().map(|tokens| &tokens[from.min(tokens.len())..to.min(tokens.len())]).collect()
+    };
+    decoder.prefill(&part(0, prompt), |sequence, _, logits| all[sequence].extend_from_slice(logits)).unwrap();
+    let longest = tokens.iter().map(|tokens| tokens.len()).max().unwrap();
+    for at in prompt.min(longest)..longest {
+        decoder.follow(&part(at, at + 1), |sequence, _, logits| all[sequence].extend_from_slice(logits)).unwrap();
+    }
+    all
+}
+
+/// All tokens of one sequence as a prompt.
+fn alone(model: &Model, tokens: &[u32], text: &str) -> Vec<f32> {
+    logits(model, &[tokens], text, tokens.len(), 16, 2).remove(0)
+}
+
+#[test]
+fn what_must_equal_the_full_cache_does_in_every_family() {
+    let exact = MEMORIES.iter().map(|entry| entry.exact.to_string());
+    let exact = exact.chain(["mean", "near"].map(|place| format!("camelot:slots=999,threshold=2,position={place}")));
+    let exact: Vec<String> = exact.chain(["camelot:slots=999,threshold=2,top=999".into()]).collect();
+    let mut failed = Vec::new();
+    for name in all() {
+        let (model, expected) = open(&name);
+        let bound = 1e-3 * deviation(&expected.logits);
+        for text in exact.iter().flat_map(|text| [5, 32].map(|window| format!("{text},window={window}"))) {
+            for (prompt, chunk) in [(expected.tokens.len(), 7), (20, 100)] {
+                // Dynamic scaling turns a prompt's keys by the length of the prompt.
+                if name == "dynamic" && prompt < expected.tokens.len() {
+                    continue;
+                }
+                let got = logits(&model, &[&expected.tokens], &text, prompt, chunk, 2).remove(0);
+                let off = furthest(&got, &expected.logits);
+                if off.is_nan() || off > bound {
+                    failed
+                        .push(format!("{name}, {text}, {prompt} in chunks of {chunk}: off by {off}, allowed {bound}"));
+                }
+            }
+        }
+    }
+    assert!(failed.is_empty(), "{failed:#?}");
+}
+
+#[test]
+fn slots_without_consolidation_are_a_ring() {
+    for name in ["llama", "qwen3", "mistral", "gemma2"] {
+        let (model, Checkpoint { tokens, .. }) = open(name);
+        for slots in [1, 6, 20] {
+            let ring = alone(&model, &tokens, &format!("transformer-xl:slots={slots},window=8"));
+            let camelot = alone(&model, &tokens, &format!("camelot:slots={slots},window=8,threshold=2"));
+            assert!(furthest(&ring, &camelot) < 1e-4, "{name}, {slots} slots");
+            // A sliding window may be all that there is to see.
+            if model.config.windows.iter().all(Option::is_none) {
+                let full = alone(&model, &tokens, MEMORIES[0].exact);
+                assert!(furthest(&ring, &full) > 1e-3, "{name}: {slots} slots are not all tokens");
+            }
+        }
+    }
+}
+
+/// A mode of one head, as the paper has it, in f64.
+#[derive(Clone)]
+struct Mode {
+    key: Vec<f64>,
+    value: Vec<f64>,
+    tokens: f64,
+    last: usize,
+    mean: f64,
+}
+
+fn cosine(a: &[f64], b: &[f64]) -> f64 {
+    let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
+    dot(a, b) / (dot(a, a) * dot(b, b)).sqrt()
+}
+
+/// Writes a token to the modes of a head.
+fn write(
+    modes: &mut Vec<Mode>,
+    (slots, sink, threshold): (usize, usize, f64),
+    (key, value): (&[f64], &[f64]),
+    position: usize,
+) {
+    let similarity = |mode: &Mode| cosine(&mode.key, key);
+    let others = if position < sink { 0..0 } else { sink..modes.len() };
+    let nearest = others.max_by(|&a, &b| similarity(&modes[a]).total_cmp(&similarity(&modes[b])));
+    match nearest.filter(|&slot| similarity(&modes[slot]) > threshold) {
+        Some(slot) => {
+            let Mode { key: mean_key, value: mean_value, tokens, last, mean } = &mut modes[slot];
+            let update = |mean: &mut f64, new: f64| *mean = (new + *tokens * *mean) / (*tokens + 1.0);
+            mean_key.iter_mut().zip(key).for_each(|(mean, new)| update(mean, *new));
+            mean_value.iter_mut().zip(value).for_each(|(mean, new)| update(mean, *new));
+            update(mean, position as f64);
+            (*tokens, *last) = (*tokens + 1.0, position);
+        }
+        None => {
+            let new = Mode { key: key.into(), value: value.into(), tokens: 1.0, last: position, mean: position as f64 };
+            match modes.len() < slots {
+                true => modes.push(new),
+                false => *modes[sink..].iter_mut().min_by_key(|mode| mode.last).unwrap() = new,
+            }
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
+    /// Every row that a token reads, for random keys of all similarities.
+    #[test]
+    fn modes_are_those_of_the_paper(
+        seed in 0u64..1000,
+        slots in 1usize..9,
+        window in 1usize..7,
+        threshold in prop::sample::select(vec![-2.0, -0.3, 0.2, 0.6, 0.9, 2.0]),
+        top in prop::sample::select(vec![None, Some(1), Some(3)]),
+        place in 0usize..3,
+        sink in prop::sample::select(vec![0usize, 0, 2]),
+        sliding in prop::sample::select(vec![None, Some(5), Some(17)]),
+    ) {
+        const TOKENS: usize = 30;
+        const HEADS: usize = 2;
+        const WIDTH: usize = 4;
+        let place_name = ["last", "mean", "near"][place];
+        let slots = slots + sink;
+        let text = format!("camelot:slots={slots},sink={sink},window={window},threshold={threshold},position={place_name}");
+        let text = top.map_or(text.clone(), |top: usize| format!("{text},top={top}"));
+        let asked = memory(&text).unwrap();
+        let shape = MemoryShape {
+            sequences: 1,
+            kv_heads: HEADS,
+            head_dim: WIDTH,
+            max_tokens: TOKENS,
+            windowed: sliding.is_some(),
+        };
+        let mut state = asked.open(&shape, &Arena::unlimited()).unwrap();
+        let rope = ModelRope::new(Frequencies::new(WIDTH, 100.0), 1.0);
+        let at = At { sequence: 0, window: sliding, rope: &rope, cpu: cpu(2) };
+        // A common part makes keys similar.
+        let mut rng = rng(seed);
+        let common = normal(&mut rng, WIDTH, 1.0);
+        let mut rows = normal(&mut rng, 2 * TOKENS * HEADS * WIDTH, 1.0);
+        rows.chunks_exact_mut(WIDTH).for_each(|row| row.iter_mut().zip(&common).for_each(|(x, y)| *x += y));
+        let (keys, values) = rows.split_at(TOKENS * HEADS * WIDTH);
+        let row = |rows: &[f32], head: usize, token: usize| -> Vec<f64> {
+            widen(&rows[(head * TOKENS + token) * WIDTH..][..WIDTH])
+        };
+        let turned = |key: &[f64], position: f64| -> Vec<f64> {
+            let turn = |pair: usize| {
+                let (sin, cos) = (position * 100f64.powf(-2.0 * pair as f64 / WIDTH as f64)).sin_cos();
+                let (x, y) = (key[pair], key[pair + WIDTH / 2]);
+                [x * cos - y * sin, y * cos + x * sin]
+            };
+            let (first, second): (Vec<f64>, Vec<f64>) = (0..WIDTH / 2).map(turn).map(|[x, y]| (x, y)).unzip();
+            [first, second].concat()
+        };
+        let mut modes = vec![Vec::<Mode>::new(); HEADS];
+        let mut seen = 0;
+        while seen < TOKENS {
+            let count = asked.together(seen, TOKENS - seen, sliding);
+            let view = |rows| TensorView::contiguous(DType::F32, [1, HEADS, TOKENS, WIDTH], bytemuck::cast_slice(rows));
+            let tokens = seen..seen + count;
+            state.append(&at, view(keys).tokens(tokens.clone()), view(values).tokens(tokens));
+            let own = seen + count - 1;
+            let oldest = sliding.map_or(0, |sliding: usize| (own + 1).saturating_sub(sliding));
+            let segment = own - own % window;
+            {
+                let runs = state.read(&at);
+                prop_assert!(runs.max_len() <= asked.most_rows(&shape));
+                for (head, modes) in modes.iter().enumerate() {
+                    let key = row(keys, head, own);
+                    let mut ranks: Vec<usize> = (0..modes.len()).collect();
+                    ranks.sort_by_key(|&slot| modes[slot].last);
+                    let position = |slot: usize| match place {
+                        0 => modes[slot].last as f64,
+                        1 => modes[slot].mean,
+                        _ => (segment - modes.len() + ranks.iter().position(|&other| other == slot).unwrap()) as f64,
+                    };
+                    let mut read: Vec<usize> = (0..modes.len()).filter(|&slot| position(slot) >= oldest as f64).collect();
+                    let similarity = |slot: usize| if slot < sink { 2.0 } else { cosine(&modes[slot].key, &key) };
+                    read.sort_by(|&a, &b| similarity(b).total_cmp(&similarity(a)).then(a.cmp(&b)));
+                    read.truncate(top.unwrap_or(usize::MAX));
+                    read.sort_unstable();
+                    let past = read.iter().map(|&slot| (turned(&modes[slot].key, position(slot)), modes[slot].value.clone()));
+                    let near = (segment.max(oldest)..=own)
+                        .map(|token| (turned(&row(keys, head, token), token as f64), row(values, head, token)));
+                    let expected: Vec<_> = past.chain(near).collect();
+                    prop_assert_eq!(runs.len(0, head), expected.len());
+                    let mut scratch = [0.0; WIDTH];
+                    for (at, (key, value)) in expected.iter().enumerate() {
+                        for (expected, rows) in [(key, runs.keys(0, head, at, 1, &mut scratch).to_vec()),
+                                                 (value, runs.values(0, head, at, 1, &mut scratch).to_vec())] {
+                            for (got, expected) in rows.iter().zip(expected) {
+                                prop_assert!((f64::from(*got) - expected).abs() < 1e-4, "{text} row {at}: {got} {expected}");
+                            }
+                        }
+                    }
+                }
+            }
+            state.write(&at);
+            seen += count;
+            if seen.is_multiple_of(window) {
+                for (head, modes) in modes.iter_mut().enumerate() {
+                    for token in segment..seen {
+                        let (key, value) = (row(keys, head, token), row(values, head, token));
+                        write(modes, (slots, sink, threshold), (&key, &value), token);
+                    }
+                    // Every token taken into one mode, or none into any.
+                    prop_assert!(threshold > -1.0 || modes.len() == seen.min(1 + sink));
+                    prop_assert!(threshold < 1.0 || modes.len() == slots.min(seen));
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn logits_do_not_depend_on_chunks_batches_or_threads() {
+    for name in ["llama", "qwen3", "gemma2"] {
+        let (model, Checkpoint { tokens, .. }) = open(name);
+        for text in [
+            "camelot:slots=9,window=6,threshold=0.5",
+            "camelot:slots=9,window=6,threshold=0.5,top=3,position=mean",
+            "camelot:slots=9,window=6,threshold=0.5,position=near",
+            "transformer-xl:slots=9,window=6",
+        ] {
+            let whole = alone(&model, &tokens, text);
+            for (prompt, chunk) in [(tokens.len(), 1), (tokens.len(), 100), (1, 1), (11, 4)] {
+                let got = logits(&model, &[&tokens], text, prompt, chunk, 2).remove(0);
+                assert!(furthest(&got, &whole) < 1e-4, "{name}, {text}, {prompt} in chunks of {chunk}");
+            }
+            let threads = |count| logits(&model, &[&tokens], text, 30, 16, count).remove(0);
+            assert_eq!(bits(&threads(1)), bits(&threads(3)), "{name}, {text}");
+            let batch: [&[u32]; 3] = [&tokens[..23], &tokens[5..], &tokens[30..31]];
+            let together = logits(&model, &batch, text, 25, 9, 2);
+            for (tokens, together) in batch.iter().zip(&together) {
+                assert!(furthest(&alone(&model, tokens, text), together) < 1e-4, "{name}, {text}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_fork_goes_on_as_its_original_would() {
+    let (model, Checkpoint { tokens, .. }) = open("llama");
+    for text in ["camelot:slots=7,window=6,threshold=0.5", "transformer-xl:slots=7,window=6"] {
+        let (arena, memory) = (Arena::unlimited(), memory(text).unwrap());
+        let mut decoder = Decoder::with_memory(&model, setup(2, 16), &*memory, cpu(2), &arena).unwrap();
+        decoder.prefill(&[&tokens[..20], &tokens[7..31]], |_, _, _| ()).unwrap();
+        decoder.fork(0, 1).unwrap();
+        let mut rest = vec![Vec::new(); 2];
+        // Another text in the original, and the same text in its fork.
+        decoder.follow(&[&tokens[3..9], &tokens[20..]], |at, _, logits| rest[at].extend_from_slice(logits)).unwrap();
+        let whole = alone(&model, &tokens, text);
+        assert!(furthest(&rest[1], &whole[20 * model.config.vocab..]) < 1e-4, "{text}");
+        decoder.free(1);
+        let mut again = Vec::new();
+        decoder.prefill(&[&[], &tokens], |_, _, logits| again.extend_from_slice(logits)).unwrap();
+        assert!(furthest(&again, &whole) < 1e-4, "{text}");
+    }
+}
+
+#[test]
+fn the_peak_is_the_formula() {
+    for (name, text, chunk_tokens, calls) in [
+        ("llama", "camelot:slots=10,window=8", 16, vec![vec![40, 13], vec![1, 1], vec![0, 5]]),
+        ("llama", "camelot:slots=10,window=8,top=4", 16, vec![vec![40, 13], vec![1, 1]]),
+        ("llama", "camelot:slots=1000,window=300", 7, vec![vec![5, 0], vec![30, 2]]),
+        ("gemma2", "camelot:slots=10,window=8,position=near", 16, vec![vec![40, 13], vec![1, 1]]),
+        ("gemma2", "transformer-xl:slots=10,window=32", 64, vec![vec![40, 13], vec![30, 1]]),
+        ("qwen3", "transformer-xl:slots=1,window=1", 64, vec![vec![7, 7]]),
+    ] {
+        let (model, Checkpoint { tokens, .. }) = open(name);
+        let (arena, memory) = (Arena::unlimited(), memory(text).unwrap());
+        let setup = setup(2, chunk_tokens);
+        let mut decoder = Decoder::with_memory(&model, setup, &*memory, cpu(2), &arena).unwrap();
+        for call in &calls {
+            decoder.follow(&[&tokens[..call[0]], &tokens[..call[1]]], |_, _, _| ()).unwrap();
+        }
+        let lens: Vec<&[usize]> = calls.iter().map(|call| &call[..]).collect();
+        let predicted = bytes_with_memory(&model, &setup, &*memory, &lens, 2).unwrap() - model.weights.bytes();
+        assert_eq!(arena.usage().peak_bytes, predicted, "{name} {text}");
+        assert!(decoder.kv_bytes() > 0 && decoder.cache().pages() == 0);
+        assert_eq!(arena.usage().live[&kvsieve::memory::Label::Kv], decoder.kv_bytes(), "{name} {text}");
+    }
+}
+
+#[test]
+fn what_means_nothing_is_refused_by_name() {
+    for (text, expected) in [
+        ("larimar", "unknown memory 'larimar'; there are camelot, transformer-xl"),
+        ("camelot:slots=0", "camelot: slots is '0'; it must be a whole number of at least 1"),
+        ("camelot:window=0", "camelot: window is '0'; it must be a whole number of at least 1"),
+        ("camelot:threshold=3", "camelot: threshold is '3'; it must be a number between -2 and 2"),
+        ("camelot:slots=4,sink=4", "camelot: sink is '4'; it must be less than the 4 slots"),
+        ("camelot:top=none", "camelot: top is 'none'; it must be all or a whole number of at least 1"),
+        ("camelot:position=first", "camelot: position is 'first'; it must be last, mean or near"),
+        ("transformer-xl:top=3", "'transformer-xl' has no parameter 'top'; it has slots, window"),
+    ] {
+        assert_eq!(memory(text).err().unwrap().to_string(), expected);
+    }
+}
