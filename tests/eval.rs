@@ -71,10 +71,10 @@ fn a_full_cache_is_itself_and_evictions_are_seen() {
         assert_eq!(record.latency["first_token"].samples_ns.len(), 2);
         assert!(record.latency.contains_key("decode"), "{label}");
     }
-    // Who judges chunks never holds the whole context.
+    // Who evicts chunks never holds the whole context.
     let peak = |policy: &str| record(&records, policy, "passkey").answers.as_ref().unwrap().kv_bytes_peak;
     assert!(peak("snapkv+chunks:tokens=512") < peak("snapkv") * 3 / 4);
-    // Who judges after prefill holds all of it at that moment, and no more later; a full cache also what follows.
+    // Who evicts after prefill holds all of it at that moment, and no more later; a full cache also what follows.
     assert_eq!(peak("snapkv"), peak("random"));
     assert!(peak("snapkv") < peak("full"));
 }

@@ -16,7 +16,7 @@ use serde::de::value::{Error as ValueError, StrDeserializer};
 use std::path::PathBuf;
 
 const EXAMPLES: &str = "\
-Every sample is a context and questions about it. The policy judges the context before a question is seen, or after it \
+Every sample is a context and questions about it. The policy evicts from the context before a question is seen, or after it \
 with --query-aware; the model then answers greedily, and the right answer is fed token by token to compare distributions \
 with the full cache. The first samples of each cell also run alone, for times and memory. Models run on the CPU only. \
 Results go to OUT/eval/<time>-<hash>-<revision>/. docs/evaluation.md says what each number is.\n\n\
@@ -59,7 +59,7 @@ pub struct Args {
     /// Samples of each task
     #[arg(long, value_name = "N", default_value_t = 20, allow_negative_numbers = true)]
     samples: usize,
-    /// Let policies judge after the question instead of before it
+    /// Let policies evict after the question instead of before it
     #[arg(long)]
     query_aware: bool,
     /// Instead of tasks: a text, cut into pieces, whose tokens behind the eviction are fed as they are
@@ -126,7 +126,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
         out: &args.out,
         resume: args.resume,
         dry_run: false,
-        find_cliff: false,
+        find_max_context: false,
         shard: None,
         compute: &args.compute,
         json: args.json.is_some(),

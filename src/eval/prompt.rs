@@ -20,7 +20,7 @@ pub struct Asked {
 pub struct Prompt {
     /// Number of the sample; questions that are asked query-aware are prompts of one sample.
     pub sample: usize,
-    /// What is read before a policy judges; at least one token.
+    /// What is read before a policy evicts; at least one token.
     pub context: Vec<u32>,
     /// What is asked afterwards, each by itself.
     pub asked: Vec<Asked>,
@@ -56,7 +56,7 @@ impl Tokens for Text {
 }
 
 /// Sample `sample` of a task, of `context_tokens` with its question and its answer. `name` is what errors call the task.
-/// Query-aware, each question is read before the policy judges, all but its last token, and is a prompt of its own.
+/// Query-aware, each question is read before the policy evicts, all but its last token, and is a prompt of its own.
 ///
 /// # Errors
 /// When the task does not fit the tokenizer or the length.

@@ -1,6 +1,6 @@
 //! One context for many policies and many questions.
 //!
-//! A context is prefilled once, with everything kept that any of the policies looks at. Each policy judges a fork of it
+//! A context is prefilled once, with everything kept that any of the policies looks at. Each policy evicts from a fork of it
 //! and each question is asked of a fork of that, so that what is the same is computed once. What was given with the full
 //! cache is what all are compared with: the same question, then the tokens of the right answer one by one
 //! (teacher-forced), and apart from that the model's own words (greedy).
@@ -10,7 +10,7 @@ use super::{EvalError, Prompt, Stage};
 use crate::cache::Column;
 use crate::eval::Asked;
 use crate::memory::{Arena, ArenaError, Buffer, Label};
-use crate::model::{Decoder, Eviction, ModelError, Setup, Tap, Tapped, Text};
+use crate::model::{Activation, Decoder, Eviction, Hook, ModelError, Setup, Text};
 use crate::policy::{Policy, Statistic};
 use crate::task::Tokens;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -18,7 +18,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 /// The context with a full cache.
 const CONTEXT: usize = 0;
 /// The context as a policy leaves it.
-const JUDGED: usize = 1;
+const EVICTED: usize = 1;
 /// The same behind a question.
 const ASKED: usize = 2;
 /// The same behind a part of the right answer.
@@ -44,7 +44,7 @@ pub struct Answer {
     pub full_nll_nats: f64,
     /// The model's own words.
     pub written: Vec<u32>,
-    /// Share of the full cache's own words that these begin with.
+    /// Fraction of the full cache's own words that these begin with.
     pub same: f64,
     /// For each layer, squared distance of attention's outputs from the full cache's, and their squared norm.
     pub o_distance: Vec<(f64, f64)>,
@@ -55,7 +55,7 @@ pub struct Answer {
 pub struct Answers {
     /// One for each question.
     pub answers: Vec<Answer>,
-    /// KV bytes of whole pages that the judged context holds.
+    /// KV bytes of whole pages that the evicted context holds.
     pub kv_bytes_live: u64,
     /// Tokens that it holds, summed over the KV heads of all layers.
     pub held_tokens: usize,
@@ -73,9 +73,9 @@ impl Watch {
     }
 }
 
-impl Tap for Watch {
-    fn rows(&self, layer: usize, what: Tapped, rows: &[f32]) {
-        if let (Tapped::O, Some(outputs)) = (what, self.outputs().as_mut()) {
+impl Hook for Watch {
+    fn rows(&self, layer: usize, what: Activation, rows: &[f32]) {
+        if let (Activation::O, Some(outputs)) = (what, self.outputs().as_mut()) {
             outputs.push(layer, rows);
         }
     }
@@ -115,7 +115,7 @@ impl<'a> Session<'a> {
         };
         let mut decoder = Decoder::new(stage.model, setup, stage.cpu, stage.arena)?;
         decoder.record_queries(choices.iter().map(|choice| choice.policy).filter(|policy| !reads_alone(policy)));
-        decoder.tap(watch);
+        decoder.hook(watch);
         let last = vec![0.0; stage.model.config.vocab];
         Ok(Session { stage, text, decoder, watch, last })
     }
@@ -135,10 +135,10 @@ impl<'a> Session<'a> {
         self.prefill(CONTEXT, &prompt.context)?;
         let full = prompt.asked.iter().map(|asked| self.ask(CONTEXT, asked, most_tokens(asked)));
         let full = full.collect::<Result<Vec<Given>, _>>()?;
-        Ok(choices.iter().map(|choice| self.judged(prompt, choice, &full, &most_tokens)).collect())
+        Ok(choices.iter().map(|choice| self.evicted(prompt, choice, &full, &most_tokens)).collect())
     }
 
-    fn judged(
+    fn evicted(
         &mut self,
         prompt: &Prompt,
         choice: &Eviction<'a>,
@@ -146,17 +146,17 @@ impl<'a> Session<'a> {
         most_tokens: &impl Fn(&Asked) -> usize,
     ) -> Result<Answers, EvalError> {
         if reads_alone(choice.policy) {
-            (JUDGED..SEQUENCES).for_each(|sequence| self.decoder.free(sequence));
+            (EVICTED..SEQUENCES).for_each(|sequence| self.decoder.free(sequence));
             self.decoder.evict(*choice, &[prompt.context.len(); SEQUENCES])?;
-            self.prefill(JUDGED, &prompt.context)?;
+            self.prefill(EVICTED, &prompt.context)?;
         } else {
-            self.decoder.fork(CONTEXT, JUDGED)?;
-            self.decoder.evict_recorded(JUDGED, *choice)?;
+            self.decoder.fork(CONTEXT, EVICTED)?;
+            self.decoder.evict_recorded(EVICTED, *choice)?;
         }
-        let (kv_bytes_live, held_tokens) = (self.decoder.sequence_kv_bytes(JUDGED), self.decoder.held_tokens(JUDGED));
+        let (kv_bytes_live, held_tokens) = (self.decoder.sequence_kv_bytes(EVICTED), self.decoder.held_tokens(EVICTED));
         let mut read_bytes = 0;
         let answer = |(asked, full): (&Asked, &Given)| {
-            let given = self.ask(JUDGED, asked, most_tokens(asked))?;
+            let given = self.ask(EVICTED, asked, most_tokens(asked))?;
             read_bytes += self.decoder.step_kv_bytes(ASKED);
             Ok(self.compare(asked, full, given))
         };
@@ -231,7 +231,7 @@ fn only(sequence: usize, tokens: &[u32]) -> [&[u32]; SEQUENCES] {
     all
 }
 
-/// Whether a policy has something to do while the context is read, to judge chunks or to look at hidden states, so that
+/// Whether a policy has something to do while the context is read, to evict after chunks or to look at hidden states, so that
 /// it needs a prefill of its own.
 fn reads_alone(policy: &Policy) -> bool {
     let does = policy.schedule.chunk_tokens.is_some() || policy.looks_at(Statistic::HiddenStates);

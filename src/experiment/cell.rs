@@ -61,7 +61,7 @@ pub struct Cell {
     /// Samples of `eval`, at most.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub samples: Option<usize>,
-    /// Whether the policy judges after the question of `eval`, and not before it.
+    /// Whether the policy evicts after the question of `eval`, and not before it.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub query_aware: bool,
     /// Whether a sequence may be longer than the model was made for.

@@ -137,14 +137,14 @@ pub struct Grid {
     /// Tasks, for `eval`.
     #[serde(default, skip_serializing_if = "Many::is_empty")]
     pub task: Many<String>,
-    /// Instead of tasks, a text file: each piece of `context_tokens` is judged, and the `new_tokens` that follow (128 by
+    /// Instead of tasks, a text file: each piece of `context_tokens` is evicted from, and the `new_tokens` that follow (128 by
     /// default) are fed as they are.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub text: Option<PathBuf>,
     /// Samples of each task, for `eval`; 20 by default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub samples: Option<usize>,
-    /// Whether policies judge after the question, for `eval`; before it by default.
+    /// Whether policies evict after the question, for `eval`; before it by default.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub query_aware: bool,
     /// Whether sequences of `eval` may be longer than the model was made for.

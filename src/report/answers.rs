@@ -93,7 +93,7 @@ impl Pool<'_> {
 
 /// The tables of `summary.md` and of the terminal.
 pub fn tables(records: &[&Record]) -> String {
-    let mut text: Vec<String> = by_judgement(records).iter().map(|records| leaderboard(records)).collect();
+    let mut text: Vec<String> = by_protocol(records).iter().map(|records| leaderboard(records)).collect();
     if text.is_empty() {
         text.push("### eval\n\nno cell has an answer\n".into());
     }
@@ -112,9 +112,9 @@ pub fn tables(records: &[&Record]) -> String {
     format!("{text}\n{}\n", wrapped(&words.join(" · ")))
 }
 
-/// Cells with answers that were judged before a question was seen, and those judged behind it: neither is compared with the
+/// Cells with answers that were evicted before a question was seen, and those evicted behind it: neither is compared with the
 /// other.
-fn by_judgement<'a>(records: &[&'a Record]) -> Vec<Vec<&'a Record>> {
+fn by_protocol<'a>(records: &[&'a Record]) -> Vec<Vec<&'a Record>> {
     let of = |aware: bool| {
         let these = |record: &&&Record| record.cell.query_aware == aware && answers(record).is_some();
         records.iter().filter(these).copied().collect::<Vec<_>>()
@@ -122,8 +122,8 @@ fn by_judgement<'a>(records: &[&'a Record]) -> Vec<Vec<&'a Record>> {
     [of(false), of(true)].into_iter().filter(|records| !records.is_empty()).collect()
 }
 
-/// What a heading says of how its cells were judged.
-fn judged(record: &Record) -> &'static str {
+/// What a heading says of how its cells were evicted.
+fn evicted(record: &Record) -> &'static str {
     if record.cell.query_aware { ", query-aware" } else { "" }
 }
 
@@ -170,7 +170,7 @@ fn leaderboard(records: &[&Record]) -> String {
         .collect();
     let what = if scored { "score in percent, mean over tasks" } else { "perplexity" };
     let table = lines(std::iter::once(headings).chain(rows.into_iter().map(|(_, row)| row)).collect());
-    format!("### eval: leaderboard{}\n\n{}\n\n{table}", judged(records[0]), wrapped(&format!("{what} · {common}")))
+    format!("### eval: leaderboard{}\n\n{}\n\n{table}", evicted(records[0]), wrapped(&format!("{what} · {common}")))
 }
 
 /// What a column shows of a cell.
@@ -238,7 +238,7 @@ fn of_task(records: &[&Record]) -> String {
     let rows = std::iter::once(headings.clone()).chain(records.iter().map(row)).collect();
     let task = records[0].cell.task.as_deref().unwrap_or(NOTHING);
     let context = units::tokens(records[0].cell.context_tokens);
-    let mut text = format!("### eval: {task}, {context} context{}\n\n{}", judged(records[0]), lines(rows));
+    let mut text = format!("### eval: {task}, {context} context{}\n\n{}", evicted(records[0]), lines(rows));
     let mut reasons: BTreeMap<(&str, &str), usize> = BTreeMap::new();
     for record in records.iter().filter(|record| record.status != Status::Ok) {
         *reasons.entry((status(record.status), record.reason.as_deref().unwrap_or(NOTHING))).or_default() += 1;
@@ -319,7 +319,7 @@ pub fn rows(records: &[&Record]) -> Vec<Value> {
 
 /// For each budget: the policy with the best mean score, beside the full cache.
 pub fn findings(records: &[&Record]) -> Vec<String> {
-    by_judgement(records).iter().flat_map(|records| best(records)).collect()
+    by_protocol(records).iter().flat_map(|records| best(records)).collect()
 }
 
 fn best(records: &[&Record]) -> Vec<String> {
@@ -339,7 +339,7 @@ fn best(records: &[&Record]) -> Vec<String> {
         format!(
             "eval{}, budget {budget}: `{}` answers best, {} right (95% interval {} to {}; full cache {}), with {} of the \
              KV bytes.",
-            judged(records[0]),
+            evicted(records[0]),
             pool.name,
             text::percent(score.mean),
             text::percent(score.ci95_low),

@@ -45,7 +45,7 @@ const MODEL: Dimension = |record| {
     let model = record.cell.model.as_deref().unwrap_or_default();
     model.rsplit('/').find(|part| !part.is_empty()).unwrap_or_default().into()
 };
-const JUDGED: Dimension = |record| if record.cell.query_aware { "query-aware".into() } else { String::new() };
+const EVICTED: Dimension = |record| if record.cell.query_aware { "query-aware".into() } else { String::new() };
 const BATCH: Dimension = |record| format!("B {}", record.cell.batch);
 const HEAD_DIM: Dimension = |record| format!("D {}", record.cell.head_dim);
 const DTYPE: Dimension = |record| record.cell.dtype.name().into();
@@ -93,7 +93,7 @@ impl Naming {
         let mut all = first.to_vec();
         all.extend([
             MODEL,
-            JUDGED,
+            EVICTED,
             POLICY_FILE,
             LAYERS,
             BATCH,

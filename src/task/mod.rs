@@ -2,7 +2,7 @@
 //!
 //! A [`Task`] writes a [`Sample`] of a given size from seeded random numbers; [`generate`] finds the size that fills a
 //! context of so many tokens of the tokenizer at hand. A sample keeps its context apart from its questions: a policy may
-//! judge before a question is seen (query-agnostic) or after (query-aware), and one eviction serves many questions.
+//! evict before a question is seen (query-agnostic) or after (query-aware), and one eviction serves many questions.
 //! `docs/tasks.md` says where each task comes from and what differs. Adding one is a file and a line in [`TASKS`].
 
 mod counting;
@@ -46,7 +46,7 @@ pub struct Question {
 }
 
 impl Question {
-    /// The share of the answer that is right: 0 to 1.
+    /// The fraction of the answer that is right: 0 to 1.
     pub fn score(&self, answer: &str) -> f64 {
         self.rule.score(answer)
     }

@@ -22,7 +22,7 @@ pub(super) struct Tally {
 #[derive(Default)]
 struct Sample {
     answers: Vec<Answer>,
-    /// Tokens of each context that was judged, KV bytes and tokens that stayed of it.
+    /// Tokens of each context that was evicted, KV bytes and tokens that stayed of it.
     contexts: Vec<(usize, u64, usize)>,
     /// KV bytes that a decode step behind each of them reads.
     kv_bytes_read: Vec<u64>,
