@@ -1,5 +1,5 @@
 // A paged cache in a GPU's memory changes: tokens arrive, those that stay move together, pages move out of slabs that are
-// given back, keys turn to other positions (src/cache/cuda/).
+// given back, keys are rotated to other positions (src/cache/cuda/).
 //
 // Compaction is in place. Slots that stay ascend, so a token never moves back: the slot it goes to is at most the one it
 // comes from. One block moves all rows of a list, a batch at a time: it reads a batch into registers, waits for all its
@@ -15,8 +15,8 @@
 //   keep_slots      grid (lists, 5), 256 threads: keys, values, positions, attention, origins
 //   move_pages      grid (pages, 2), 128 threads: keys, values
 //   change_table    grid (ceil(count / 256)), 256 threads
-//   turn_keys       grid (ceil(newest / 32), lists), 128 threads
-//   turn_queries    grid (ceil(count / 32), query heads), 128 threads
+//   rotate_keys       grid (ceil(newest / 32), lists), 128 threads
+//   rotate_queries    grid (ceil(count / 32), query heads), 128 threads
 //   add_columns     grid (ceil(width / 256), lists), 256 threads
 //   take_tokens     grid (ceil(count / 32), heads), 128 threads
 //   gather_tokens   grid (ceil(length / 32), lists, 2), 128 threads: keys, values
@@ -50,13 +50,13 @@ struct Changes {
 };
 
 // Keys that turn: so many at the end of each list.
-struct Turning {
+struct Rerotation {
     const double *turns_per_token; // [D / 2], of each pair of channels
     int newest;
     int unused;
 };
 
-// Queries that turn as far as the lists of turned keys are short of what their sequences have seen.
+// Queries that turn as far as the lists of re-rotated keys are short of what their sequences have seen.
 struct Asking {
     void *q;                       // [B, heads, count, D]
     const double *turns_per_token; // [D / 2]
@@ -189,7 +189,7 @@ KERNEL(256) change_table(ARGUMENT Lists l, ARGUMENT Changes c) {
 }
 
 // A warp for each key.
-KERNEL(128) turn_keys(ARGUMENT Lists l, ARGUMENT Turning t) {
+KERNEL(128) rotate_keys(ARGUMENT Lists l, ARGUMENT Rerotation t) {
     const int list = blockIdx.y, len = l.pages.lens[list], first = most(0, len - t.newest) + blockIdx.x * 32;
     for (int slot = first + threadIdx.x / 32; slot < least(first + 32, len); slot += 4) {
         int *const position = l.positions + (long long)list * l.stride + slot;
@@ -201,7 +201,7 @@ KERNEL(128) turn_keys(ARGUMENT Lists l, ARGUMENT Turning t) {
 }
 
 // A warp for each query.
-KERNEL(128) turn_queries(ARGUMENT Lists l, ARGUMENT Asking a) {
+KERNEL(128) rotate_queries(ARGUMENT Lists l, ARGUMENT Asking a) {
     const int head = blockIdx.y % a.heads, list = blockIdx.y / a.heads * l.heads + head / (a.heads / l.heads);
     const int by = l.pages.lens[list] - a.seen, end = least((blockIdx.x + 1) * 32, a.count);
     if (by == 0) return;

@@ -1,5 +1,5 @@
 // The instructions that only Hopper has (sm_90a), each behind a small function: barriers that count bytes (mbarrier),
-// boxes of a tensor copied in the background (TMA), and products of a warpgroup, which is four warps from a multiple of
+// tiles of a tensor copied in the background (TMA), and products of a warpgroup, which is four warps from a multiple of
 // four on (wgmma). The emulation's bodies are in tests/kernels/emulate/hopper_machine.hpp. Numbers in brackets are
 // sections of the PTX ISA, 9.x.
 //
@@ -9,7 +9,7 @@
 #pragma once
 #include "ptx.cuh"
 
-// A CUtensorMap: where a tensor lies and which box of it a copy takes. src/device/cuda/tensor_map.rs makes it.
+// A CUtensorMap: where a tensor lies and which tile of it a copy takes. src/device/cuda/tensor_map.rs makes it.
 struct alignas(128) TensorMap {
     u64 opaque[16];
 };

@@ -12,8 +12,8 @@
 //   norm_rows       grid (rows), 256 threads
 //   multiply_rows   grid (ceil(width / 64), ceil(rows / 64)), 256 threads
 //   multiply_few    grid (ceil(width / 8)), 256 threads; at most 8 rows
-//   cut_heads       grid (tokens, heads), 128 threads
-//   join_heads      grid (tokens, heads), 128 threads
+//   split_heads       grid (tokens, heads), 128 threads
+//   merge_heads      grid (tokens, heads), 128 threads
 //   narrow_each, add_each, add_bias, gate_silu, gate_gelu, cap_each   grid (ceil(count / 256)), 256 threads
 #include "product.cuh"
 
@@ -48,7 +48,7 @@ struct Linear {
 // Rows with heads side by side, and the same head by head, as attention has them.
 struct Heads {
     float *rows;         // [tokens, heads, head_dim]
-    const float *angles; // [tokens, head_dim], cosines and then sines of each row's position; null: nothing is turned
+    const float *angles; // [tokens, head_dim], cosines and then sines of each row's position; null: nothing is rotated
     void *split;         // [heads, tokens, head_dim]
     int tokens, heads, head_dim;
     int unused;
@@ -130,7 +130,7 @@ KERNEL(256) multiply_few(ARGUMENT Linear l) {
     }
 }
 
-KERNEL(128) cut_heads(ARGUMENT Heads h) {
+KERNEL(128) split_heads(ARGUMENT Heads h) {
     const long long token = blockIdx.x, head = blockIdx.y, to = (head * h.tokens + token) * h.head_dim;
     const float *const from = h.rows + (token * h.heads + head) * h.head_dim;
     if (!h.angles) {
@@ -146,7 +146,7 @@ KERNEL(128) cut_heads(ARGUMENT Heads h) {
     }
 }
 
-KERNEL(128) join_heads(ARGUMENT Heads h) {
+KERNEL(128) merge_heads(ARGUMENT Heads h) {
     const long long token = blockIdx.x, head = blockIdx.y, from = (head * h.tokens + token) * h.head_dim;
     float *const to = h.rows + (token * h.heads + head) * h.head_dim;
     for (int d = threadIdx.x; d < h.head_dim; d += 128) to[d] = element<ELEMENT>(h.split, from + d);

@@ -1,4 +1,4 @@
-// Scores of eviction policies that look at keys, values, positions or attention: higher stays (src/policy/scorers/).
+// Scores of eviction policies that look at keys, values, positions or attention: higher is retained (src/policy/scorers/).
 //
 // A warp takes a row, so that its sum has one order; a block takes 32 rows of one list.
 //
@@ -13,7 +13,7 @@
 //   score_age          score / queries that saw the token
 //   score_key_norm     -|k|
 //   score_value_norm   score * |v|
-//   score_pool         pooled along the sequence, from `raw`; zeros behind `judged` slots
+//   score_pool         pooled along the sequence, from `raw`; zeros behind `scored_tokens` slots
 //   score_over_heads   the mean over the heads of a sequence, from `raw`
 //   anchor_sum         sum of k / |k| over 32 rows, to `raw` [lists, ceil(width / 32), D]
 //   anchor_join        the sum of these over a list, in place of its first
@@ -106,16 +106,16 @@ KERNEL(128) score_value_norm(ARGUMENT Lists l, ARGUMENT Scoring s) {
 }
 
 KERNEL(128) score_pool(ARGUMENT Lists l, ARGUMENT Scoring s) {
-    const int judged = most(0, l.pages.lens[blockIdx.y] - s.behind);
+    const int scored_tokens = most(0, l.pages.lens[blockIdx.y] - s.behind);
     const float *const raw = s.raw + (long long)blockIdx.y * s.width;
     each_slot(l, [&](int slot) {
         float all = s.is_max ? minus_infinity() : 0.0f;
-        const int first = most(0, slot - s.kernel / 2), end = least(judged, slot + s.kernel / 2 + 1);
+        const int first = most(0, slot - s.kernel / 2), end = least(scored_tokens, slot + s.kernel / 2 + 1);
         for (int other = first; other < end; other++) {
             const float x = raw[other] / s.divisor;
             all = s.is_max ? larger(all, x) : all + x;
         }
-        score_of(s, slot) = slot >= judged ? 0.0f : s.is_max ? all : all / float(s.kernel);
+        score_of(s, slot) = slot >= scored_tokens ? 0.0f : s.is_max ? all : all / float(s.kernel);
     });
 }
 

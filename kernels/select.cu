@@ -138,7 +138,7 @@ KERNEL(1024) select_best(ARGUMENT Lists l, ARGUMENT Choice c) {
     if (thread == 0) c.best_lost[list] = of_order(bar);
 }
 
-// Under a delayed schedule a token is judged once, when it has left the `recent` latest ones: it stays if it beats the best
+// Under a delayed schedule a token is decided on once, when it has left the `recent` latest ones: it stays if it beats the best
 // that its list lost after prefill, and is the slot that is found if it goes.
 KERNEL(256) let_leave(ARGUMENT Lists l, ARGUMENT Choice c) {
     const int slot = blockIdx.x * 256 + threadIdx.x, list = blockIdx.y, len = l.pages.lens[list];

@@ -1,4 +1,4 @@
-//! What becomes of losers, and keys that are turned: on caches small enough to do by hand, and as properties.
+//! What becomes of evicted tokens, and keys that are rotated: on caches small enough to do by hand, and as properties.
 
 mod common;
 
@@ -99,7 +99,7 @@ fn cam_shares_a_value_among_the_next_kept_tokens() {
 
 #[test]
 fn cam_draws_as_often_as_its_chance() {
-    // Every second token stays and has received four times what the losers have: a chance of a quarter each.
+    // Every second token stays and has received four times what the evicted tokens have: a chance of a quarter each.
     let tokens = 4000;
     let (keys_of, values_of) = (vec![1.0; tokens], vec![1.0; tokens]);
     let arena = Arena::unlimited();
@@ -128,7 +128,7 @@ fn accumulate_averages_runs_and_counts_them() {
     let weights = |cache: &PagedCache| -> Vec<f32> {
         (0..cache.lens()[0]).map(|slot| cache.column(0, slot, Column::Weight)).collect()
     };
-    // What comes before the first kept token goes into it as well.
+    // What comes before the first retained token goes into it as well.
     shrink(&arena, policy, &mut cache, &[1, 4], None, 1);
     assert_near(&keys(&cache), &[4.0, 10.0]);
     assert_near(&values(&cache), &[3.0, -3.0]);
@@ -145,21 +145,21 @@ fn turned_keys_stand_at_positions_without_gaps() {
     let arena = Arena::unlimited();
     let policy = "knorm+rerotate";
     let keys_of = normal(&mut rng(3), 9 * 4, 1.0);
-    let mut turned = cache(&arena, policy, DType::F32, 4, &keys_of, &keys_of);
-    shrink(&arena, policy, &mut turned, &(0..9).collect::<Vec<u32>>(), None, 1);
-    assert_eq!(keys(&turned), keys_of, "where nothing goes, nothing changes");
-    shrink(&arena, policy, &mut turned, &[0, 4, 8], None, 1);
+    let mut rotated = cache(&arena, policy, DType::F32, 4, &keys_of, &keys_of);
+    shrink(&arena, policy, &mut rotated, &(0..9).collect::<Vec<u32>>(), None, 1);
+    assert_eq!(keys(&rotated), keys_of, "where nothing goes, nothing changes");
+    shrink(&arena, policy, &mut rotated, &[0, 4, 8], None, 1);
     let mut wanted: Vec<f32> = [0, 4, 8].iter().flat_map(|&slot| keys_of[slot * 4..][..4].to_vec()).collect();
     let rope = Frequencies::new(4, 10_000.0);
-    Rotation::new(&rope, 1 - 4).turn(&mut wanted[4..8]);
-    Rotation::new(&rope, 2 - 8).turn(&mut wanted[8..]);
-    assert_near(&keys(&turned), &wanted);
-    let places: Vec<_> = (0..3).map(|slot| (turned.position(0, slot), turned.origin(0, slot))).collect();
+    Rotation::new(&rope, 1 - 4).rotate(&mut wanted[4..8]);
+    Rotation::new(&rope, 2 - 8).rotate(&mut wanted[8..]);
+    assert_near(&keys(&rotated), &wanted);
+    let places: Vec<_> = (0..3).map(|slot| (rotated.position(0, slot), rotated.origin(0, slot))).collect();
     assert_eq!(places, [(0, 0), (1, 4), (2, 8)]);
     // Without RoPE's base it is refused.
     let fold = Fold { arena: &arena, cpu: cpu(1), seed: 0, draws: None, rope: None };
     let policy = Registry::default().policy(policy).unwrap();
-    let error = policy.shrink(&fold, &mut turned, 0, &[0, 1]).unwrap_err();
+    let error = policy.shrink(&fold, &mut rotated, 0, &[0, 1]).unwrap_err();
     assert!(matches!(error, PolicyError::Missing { policy: "rerotate", .. }), "{error}");
 }
 

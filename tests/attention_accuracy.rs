@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::accuracy::{Described, Judged};
+use common::accuracy::{Checked, Described};
 use kvsieve::device::simd::Isa;
 use serde::Deserialize;
 
@@ -36,11 +36,11 @@ fn errors_are_no_larger_than_those_of_pytorch() {
     assert!(!recorded.cases.is_empty());
     let mut too_far = Vec::new();
     for Case { problem, seed, pytorch_error } in recorded.cases {
-        let judged = Judged::new(problem.problem().unwrap(), seed);
+        let evicted = Checked::new(problem.problem().unwrap(), seed);
         // `decode` is made for few queries.
         let kernels: &[&str] = if problem.q_len == 1 { &["tiled", "decode"] } else { &["tiled"] };
         for kernel in kernels {
-            let error = judged.error(kernel);
+            let error = evicted.error(kernel);
             let line = format!("{kernel} {error:.3e}, PyTorch {pytorch_error:.3e}: {problem:?}, seed {seed}");
             println!("{line}");
             if error.is_nan() || error > margin() * pytorch_error {

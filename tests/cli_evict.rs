@@ -215,7 +215,7 @@ fn a_budget_of_nothing_but_protected_tokens_warns() {
     };
     let (warnings, stderr) = warned("20");
     let text = "nothing but protected tokens stays: the budget is 20 tokens a head, and 4 first and 16 latest ones are never \
-                judged";
+                evicted";
     assert_eq!((warnings[0].as_str(), stderr), (Some(text), format!("warning: {text}\n")));
     assert_eq!(warned("21"), (Value::Null, String::new()));
 }
@@ -246,8 +246,8 @@ fn kept_tokens_are_those_of_the_highest_scores() {
         let best_lost = (0..70).filter(|slot| !stays(slot)).map(|slot| scores[slot]).fold(0.0, f32::max);
         assert!(best_lost < least);
         // Protected tokens stand above all others.
-        let judged = scores[..62].iter().copied().fold(0.0, f32::max);
-        assert!(scores[62..].iter().all(|score| *score > judged) && (62..70).all(|slot| stays(&slot)));
+        let evicted = scores[..62].iter().copied().fold(0.0, f32::max);
+        assert!(scores[62..].iter().all(|score| *score > evicted) && (62..70).all(|slot| stays(&slot)));
     }
 }
 
@@ -283,7 +283,7 @@ fn the_report_has_every_field_and_the_summary_says_what_happened() {
     for (field, value) in expected.as_object().unwrap() {
         assert_eq!(&report[field], value, "{field}");
     }
-    assert!(report["judge_ns"].as_u64().unwrap() > 0);
+    assert!(report["evict_ns"].as_u64().unwrap() > 0);
     let text = |options: &[&str]| String::from_utf8(desk.evict(options).output().unwrap().stdout).unwrap();
     let shown = text(&[]);
     assert!(shown.contains("knorm at 20: 20.0 of 70 tokens per KV head stay on average (28.6%)"), "{shown}");
@@ -305,7 +305,7 @@ fn wrong_options_are_named_in_one_line() {
         (&["--policy", "snapkv:kernel=4"], 2, "snapkv: kernel is '4'; it must be odd"),
         (&["--policy", "snapkv:window=0"], 2, "snapkv: window is '0'; it must be a whole number of at least 1"),
         (&["--policy", "h2o:window=-1"], 2, "h2o: window is '-1'"),
-        (&["--policy", "h2o+delayed"], 2, "policy 'h2o+delayed': a delayed judgement compares"),
+        (&["--policy", "h2o+delayed"], 2, "policy 'h2o+delayed': delayed eviction compares"),
         (&["--policy", "streaming-llm", "--budget", "4"], 2, "'streaming-llm' keeps 4 sinks and needs at least 5"),
         (&["--budget", "0"], 2, "'0' is not a budget"),
         (&["--budget", "-1"], 2, "'-1' is not a budget"),
@@ -323,7 +323,7 @@ fn wrong_options_are_named_in_one_line() {
             2,
             "policy 'cur': no kernel for it on CUDA yet; there are streaming-llm, knorm, keydiff, h2o",
         ),
-        (&["--device", "cuda", "--policy", "knorm+merge"], 2, "losers are only dropped on CUDA"),
+        (&["--device", "cuda", "--policy", "knorm+merge"], 2, "evicted tokens are only dropped on CUDA"),
         (&["--device", "cuda", "--policy", "knorm+duo"], 2, "on CUDA budgets are divided by lengths or scores"),
         (&["--device", "cuda:x"], 2, "unknown device 'cuda:x'; use cpu or cuda[:N]"),
         (&["--device", "tpu"], 2, "unknown device 'tpu'; use cpu or cuda[:N]"),

@@ -486,7 +486,7 @@ fn a_budget_of_nothing_but_protected_tokens_warns_in_record_and_tables() {
     let printed = desk.works(&["run", "x.toml", "--out", "out"]);
     let run = desk.only_run();
     let warning = "nothing but protected tokens stays: the budget is 64 tokens a head, and 0 first and 64 latest ones are \
-                   never judged";
+                   never evicted";
     for record in records(&cells(&run)) {
         let expected =
             if record["cell"]["budget"] == "0.25" { serde_json::json!([warning]) } else { serde_json::json!([]) };
@@ -512,7 +512,7 @@ fn a_place_that_takes_no_results_is_refused_before_the_work() {
         places.push(("/proc/results", "cannot write --out '/proc/results/x'"));
     }
     for &(place, expected) in &places {
-        for more in [&[][..], &["--resume"], &["--find-cliff"]] {
+        for more in [&[][..], &["--resume"], &["--find-max-context"]] {
             let stderr = desk.refuses(&[&["run", "x.toml", "--out", place], more].concat());
             assert!(stderr.contains(expected), "{stderr}");
         }

@@ -1,4 +1,4 @@
-//! Agreement with public implementations: `kvsieve evict` gives the scores, the kept tokens and the merged values that
+//! Agreement with public implementations: `kvsieve evict` gives the scores, the retained tokens and the merged values that
 //! kvpress and others give for the same tensors. `conformance/README.md` says how the fixtures were made and what is
 //! compared. Every case is checked and every difference reported in one go.
 
@@ -121,7 +121,7 @@ fn mean_size(values: impl Iterator<Item = f64> + Clone) -> f64 {
 }
 
 /// Whether a token's score is compared.
-fn judged(case: &Case, slot: usize, wanted: &[f64]) -> bool {
+fn evicted(case: &Case, slot: usize, wanted: &[f64]) -> bool {
     slot >= case.protected.sink && slot + case.protected.window < wanted.len() && wanted[slot] < PINNED
 }
 
@@ -130,26 +130,26 @@ fn scores_agree(case: &Case, got: &Values, wanted: &Values) -> Result<(), String
         return Err(format!("scores are {:?}, expected {:?}", got.dims, wanted.dims));
     }
     for (list, (got, wanted)) in got.rows().zip(wanted.rows()).enumerate() {
-        let judged: Vec<usize> = (0..wanted.len()).filter(|&slot| judged(case, slot, wanted)).collect();
-        let typical = mean_size(judged.iter().map(|&slot| wanted[slot]));
+        let evicted: Vec<usize> = (0..wanted.len()).filter(|&slot| evicted(case, slot, wanted)).collect();
+        let typical = mean_size(evicted.iter().map(|&slot| wanted[slot]));
         let differs = |&&slot: &&usize| {
             // Written so that a NaN differs.
             let agrees = (got[slot] - wanted[slot]).abs() <= allowed(case, wanted[slot], typical);
             !agrees
         };
-        let different: Vec<usize> = judged.iter().filter(differs).copied().collect();
+        let different: Vec<usize> = evicted.iter().filter(differs).copied().collect();
         if let Some(&slot) = different.first() {
             return Err(format!(
                 "{} of {} scores of list {list} differ, first at token {slot}: {}, expected {} +- {:.1e}",
                 different.len(),
-                judged.len(),
+                evicted.len(),
                 got[slot],
                 wanted[slot],
                 allowed(case, wanted[slot], typical),
             ));
         }
-        let best = judged.iter().map(|&slot| got[slot]).fold(f64::NEG_INFINITY, f64::max);
-        let mut always = (0..wanted.len()).filter(|slot| judged.binary_search(slot).is_err());
+        let best = evicted.iter().map(|&slot| got[slot]).fold(f64::NEG_INFINITY, f64::max);
+        let mut always = (0..wanted.len()).filter(|slot| evicted.binary_search(slot).is_err());
         if let Some(slot) = always.find(|&slot| got[slot] < best) {
             return Err(format!("token {slot} of list {list} always stays, but scores {} under {best}", got[slot]));
         }
@@ -174,8 +174,8 @@ fn kept_agree(
         let wanted: BTreeSet<usize> = (0..wanted.len()).filter(|&slot| wanted[slot] == 1.0).collect();
         let ties = |slot: usize| {
             let Some(scores) = scores.and_then(|scores| scores.rows().nth(list)) else { return false };
-            let judged = (0..scores.len()).filter(|&slot| judged(case, slot, scores));
-            let typical = mean_size(judged.map(|slot| scores[slot]));
+            let evicted = (0..scores.len()).filter(|&slot| evicted(case, slot, scores));
+            let typical = mean_size(evicted.map(|slot| scores[slot]));
             let least = wanted.iter().map(|&slot| scores[slot]).fold(f64::INFINITY, f64::min);
             (scores[slot] - least).abs() <= 2.0 * allowed(case, least, typical)
         };

@@ -74,8 +74,8 @@ fn cuda_memory_that_was_given_back_is_there_again() {
     for _ in 0..2 {
         let buffer = device.alloc(&arena, Label::Input, most).unwrap();
         match device.alloc(&arena, Label::Scores, most) {
-            Err(CudaError::OutOfMemory { label: Label::Scores, asked_bytes, free_bytes }) => {
-                assert_eq!(asked_bytes, most);
+            Err(CudaError::OutOfMemory { label: Label::Scores, requested_bytes, free_bytes }) => {
+                assert_eq!(requested_bytes, most);
                 assert!(free_bytes < most);
             }
             other => panic!("{:?}", other.map(|buffer| buffer.bytes())),

@@ -146,7 +146,7 @@ fn cuda_memory_that_is_not_there_is_a_record_whoever_asks_for_it() {
     }
     // Where it ends a probe of the longest context, the search goes on.
     let folder = tempfile::tempdir().unwrap();
-    let search: Vec<&str> = RUN.into_iter().chain(["--find-cliff", "--limit-memory", "1MiB"]).collect();
+    let search: Vec<&str> = RUN.into_iter().chain(["--find-max-context", "--limit-memory", "1MiB"]).collect();
     let output = kvsieve(folder.path(), &search, &[("KVSIEVE_EMULATED_FAULTS", "load@2")]);
     assert_eq!(output.status.code(), Some(0), "{output:?}");
     // A fault ends it, and is no mistake of the user's.

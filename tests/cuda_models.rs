@@ -91,7 +91,7 @@ fn cuda_greedy_continuations_are_those_of_transformers() {
     }
 }
 
-/// Logits of all tokens, with `after` of them before the policy judges, and what it evicted.
+/// Logits of all tokens, with `after` of them before the policy evicts, and what it evicted.
 fn on_cpu(model: &Model, tokens: &[u32], eviction: Eviction<'_>, after: usize, chunk: usize) -> (Vec<f32>, u64) {
     let (cpu, arena) = (Cpu::new(Some(2)).unwrap(), Arena::unlimited());
     let setup = Setup { columns: eviction.policy.columns(), ..setup(chunk) };
@@ -165,7 +165,7 @@ fn cuda_policies_without_a_form_in_models_are_refused_by_name() {
     let cases = [
         ("gemma2", "knorm", "'knorm': in a model with sliding windows nothing is evicted on CUDA yet"),
         ("llama", "qfilters", "no kernel for it on CUDA yet"),
-        ("llama", "knorm+merge", "losers are only dropped on CUDA"),
+        ("llama", "knorm+merge", "evicted tokens are only dropped on CUDA"),
     ];
     for (name, text, reason) in cases {
         let model = Model::open(&checkpoint(name).folder, &Arena::unlimited()).unwrap();
@@ -229,7 +229,7 @@ fn cuda_commands_report_what_they_report_on_the_cpu() {
     let mut command = Command::cargo_bin("kvsieve").unwrap();
     let refused =
         command.args(generate).args(["--device", "cuda", "--policy", "knorm+merge", "--budget", "4"]).assert().code(2);
-    refused.stderr(predicates::str::contains("losers are only dropped on CUDA"));
+    refused.stderr(predicates::str::contains("evicted tokens are only dropped on CUDA"));
 }
 
 /// Calls of the driver by function, and launches by kernel, of a process in which a model writes `new_tokens`: as the
@@ -265,23 +265,23 @@ fn cuda_tokens_take_no_memory_and_wait_once() {
     // that pass one and come back do so at every token.
     let plain = 2 * 19 + 3;
     // Scores, their bounds, the protected, the choice, and what is kept.
-    let judged = 5;
+    let evicted = 5;
     // Of all these tokens: copies to the GPU besides those of the step, copies from it, scores that are waited for in the
-    // middle of a judgement, launches.
+    // middle of an eviction step, launches.
     let cases = [
         (vec![], [0, 0, 0, 16 * plain + 1]),
         (budget("snapkv:window=4,kernel=3"), [0, 0, 0, 16 * plain + 1]),
-        (budget("streaming-llm:sink=4+every"), [32, 16, 0, 16 * (plain + judged + 1)]),
+        (budget("streaming-llm:sink=4+every"), [32, 16, 0, 16 * (plain + evicted + 1)]),
         // Attention that tokens receive, in each layer.
-        (budget("h2o+every"), [32, 16, 0, 16 * (plain + 2 * 2 + judged + 1)]),
-        (budget("h2o+every+rerotate"), [32, 16, 0, 16 * (plain + 2 * (2 + 2) + judged + 1 + 1)]),
+        (budget("h2o+every"), [32, 16, 0, 16 * (plain + 2 * 2 + evicted + 1)]),
+        (budget("h2o+every+rerotate"), [32, 16, 0, 16 * (plain + 2 * (2 + 2) + evicted + 1 + 1)]),
         // The query and its log-sum-exp are held in each layer, and taken together; then the mean over heads.
-        (budget("tova+every"), [32, 16, 0, 16 * (plain + 2 * 2 + 2 + judged + 1 + 1)]),
+        (budget("tova+every"), [32, 16, 0, 16 * (plain + 2 * 2 + 2 + evicted + 1 + 1)]),
         // Scores by keys take two launches more.
-        (budget("dms:window=4"), [32, 16, 0, 16 * (plain + judged + 2)]),
-        (budget("knorm+every:steps=4"), [8, 4, 0, 16 * plain + 4 * (judged + 1)]),
+        (budget("dms:window=4"), [32, 16, 0, 16 * (plain + evicted + 2)]),
+        (budget("knorm+every:steps=4"), [8, 4, 0, 16 * plain + 4 * (evicted + 1)]),
         // Its budget is divided by scores.
-        (budget("knorm+ada+every:steps=4"), [8, 4, 8, 16 * plain + 4 * (judged + 1)]),
+        (budget("knorm+ada+every:steps=4"), [8, 4, 8, 16 * plain + 4 * (evicted + 1)]),
     ];
     for (policy, [writes, reads, scores, launches]) in cases {
         let mut more = driver_calls(&policy, FEW + MORE);

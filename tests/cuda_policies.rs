@@ -195,7 +195,7 @@ fn cuda_keys_turn_to_positions_inside_the_cache() {
             for (slot, (&position, found)) in there.kept[list].iter().zip(keys.chunks(72)).enumerate() {
                 let mut key = vec![0.0; 72];
                 dtype.decode(problem.row(1, list, position as usize), &mut key);
-                Rotation::new(&rope, slot as i64 - i64::from(position)).turn(&mut key);
+                Rotation::new(&rope, slot as i64 - i64::from(position)).rotate(&mut key);
                 let size = key.iter().fold(0f32, |most, x| most.max(x.abs()));
                 let error = key.iter().zip(found).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
                 assert!(error <= allowed * size, "{dtype}, list {list}, slot {slot}: {error}");

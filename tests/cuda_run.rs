@@ -8,9 +8,9 @@ mod common;
 use common::cpu;
 use kvsieve::device::Cpu;
 use kvsieve::experiment::record::{Record, Status};
-use kvsieve::experiment::{Device, Engine, Experiment, Gpu, Options, Spec, cliff, runner};
+use kvsieve::experiment::{Device, Engine, Experiment, Gpu, Options, Spec, max_context, runner};
 use kvsieve::memory::{Arena, Label};
-use kvsieve::policy::{Context, Policy, PolicyEntry, PolicyError, Recipe, Registry, Scorer, Statistic, each_list};
+use kvsieve::policy::{Context, Policy, PolicyEntry, PolicyError, Registry, Scorer, ScoringPlan, Statistic, each_list};
 use serde_json::Value;
 use std::path::Path;
 use std::process::Command;
@@ -141,8 +141,8 @@ fn cuda_out_of_memory_is_a_record_and_the_sweep_goes_on() {
         records.iter().map(|record| (record.cell.context_tokens, record.status)).collect();
     assert_eq!(statuses, [(32, Status::Ok), (48, Status::Ok), (2048, Status::Oom)]);
     let refused = records[2].refused.as_ref().unwrap();
-    assert_eq!((refused.label.as_str(), refused.asked_bytes), ("scores", 4 * 2048 * 2048));
-    assert!(refused.free_bytes.unwrap() < refused.asked_bytes, "{refused:?}");
+    assert_eq!((refused.label.as_str(), refused.requested_bytes), ("scores", 4 * 2048 * 2048));
+    assert!(refused.free_bytes.unwrap() < refused.requested_bytes, "{refused:?}");
     // The GPU is as good as before.
     assert_eq!(run(&grid.replace("[32, 2048]", "56"), &gpu, u64::MAX)[0].status, Status::Ok);
 }
@@ -159,20 +159,29 @@ fn find<'e>(engine: impl Into<Engine<'e>>) {
     let experiment = experiment(&grids.concat(), engine.device()).unwrap();
     let folder = tempfile::tempdir().unwrap();
     let options =
-        cliff::Options { out: folder.path().into(), limit_bytes: Some(LIMIT_BYTES), repro: "kvsieve run".into() };
-    let found = cliff::find(&experiment, &Registry::default(), engine, &options, &mut |_, _| ()).unwrap();
-    assert_eq!(found.cliffs.len(), 4);
-    for cliff in &found.cliffs {
-        assert_eq!(cliff.found_tokens, cliff.predicted_tokens, "{cliff:?}");
-        assert_eq!(cliff.refused_tokens, Some(cliff.found_tokens + cliff.step_tokens), "{cliff:?}");
-        assert!(cliff.peak_bytes <= LIMIT_BYTES && cliff.peak_bytes > LIMIT_BYTES / 2, "{cliff:?}");
-        let refused = cliff.refused.as_ref().unwrap();
-        assert!(refused.asked_bytes > refused.free_bytes.unwrap(), "{cliff:?}");
+        max_context::Options { out: folder.path().into(), limit_bytes: Some(LIMIT_BYTES), repro: "kvsieve run".into() };
+    let found = max_context::find(&experiment, &Registry::default(), engine, &options, &mut |_, _| ()).unwrap();
+    assert_eq!(found.max_contexts.len(), 4);
+    for max_context in &found.max_contexts {
+        assert_eq!(max_context.found_tokens, max_context.predicted_tokens, "{max_context:?}");
+        assert_eq!(
+            max_context.refused_tokens,
+            Some(max_context.found_tokens + max_context.step_tokens),
+            "{max_context:?}"
+        );
+        assert!(max_context.peak_bytes <= LIMIT_BYTES && max_context.peak_bytes > LIMIT_BYTES / 2, "{max_context:?}");
+        let refused = max_context.refused.as_ref().unwrap();
+        assert!(refused.requested_bytes > refused.free_bytes.unwrap(), "{max_context:?}");
     }
-    let lines = std::fs::read_to_string(found.folder.join("cliffs.jsonl")).unwrap();
-    let read: Vec<cliff::Cliff> = lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
-    assert!(read == found.cliffs);
-    assert_eq!(cliff::table(&found.cliffs).matches("+0.00%").count(), 4, "{}", cliff::table(&found.cliffs));
+    let lines = std::fs::read_to_string(found.folder.join("max-context.jsonl")).unwrap();
+    let read: Vec<max_context::MaxContext> = lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert!(read == found.max_contexts);
+    assert_eq!(
+        max_context::table(&found.max_contexts).matches("+0.00%").count(),
+        4,
+        "{}",
+        max_context::table(&found.max_contexts)
+    );
 }
 
 #[test]
@@ -269,7 +278,7 @@ fn cuda_evicts_as_the_cpu_does() {
         let drift = [there, here].map(|record| record.drift.as_ref().unwrap().rel_l2);
         assert!((drift[0] - drift[1]).abs() <= 0.02 * drift[1].max(0.1), "{label}: {drift:?}");
     }
-    let refused = [("cur", "no kernel for it on CUDA yet"), ("knorm+merge", "losers are only dropped on CUDA")];
+    let refused = [("cur", "no kernel for it on CUDA yet"), ("knorm+merge", "evicted tokens are only dropped on CUDA")];
     for (policy, reason) in refused {
         let own = grid("bf16", "policy = \"knorm\"\nbudget = 24");
         let records =
@@ -287,8 +296,8 @@ impl Scorer for ByPosition {
         Vec::new()
     }
 
-    fn recipe(&self) -> Option<Recipe> {
-        Some(Recipe::Positions)
+    fn scoring_plan(&self) -> Option<ScoringPlan> {
+        Some(ScoringPlan::Positions)
     }
 
     fn score(&self, context: &Context<'_>, scores: &mut [f32]) -> Result<(), PolicyError> {

@@ -72,10 +72,10 @@ fn a_full_cache_is_itself_and_evictions_are_seen() {
         assert_eq!(record.latency["first_token"].samples_ns.len(), 2);
         assert!(record.latency.contains_key("decode"), "{label}");
     }
-    // Who judges chunks never holds the whole context.
+    // Who evicts chunks never holds the whole context.
     let peak = |policy: &str| record(&records, policy, "passkey").answers.as_ref().unwrap().kv_bytes_peak;
     assert!(peak("snapkv+chunks:tokens=512") < peak("snapkv") * 3 / 4);
-    // Who judges after prefill holds all of it at that moment, and no more later; a full cache also what follows.
+    // Who evicts after prefill holds all of it at that moment, and no more later; a full cache also what follows.
     assert_eq!(peak("snapkv"), peak("random"));
     assert!(peak("snapkv") < peak("full"));
 }
@@ -181,11 +181,11 @@ fn a_run_that_is_killed_within_a_group_goes_on_with_the_next_sample() {
     };
     let (registry, cpu) = (Registry::default(), Cpu::new(Some(2)).unwrap());
     // The third sample's turn is the last.
-    let mut turns = 0;
+    let mut trials = 0;
     let killed = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
         run(&experiment, &registry, &cpu, &options(false), &mut |progress| {
-            turns += usize::from(matches!(progress, Progress::Turn(_)));
-            assert!(turns < 10, "killed");
+            trials += usize::from(matches!(progress, Progress::Trial(_)));
+            assert!(trials < 10, "killed");
         })
     }));
     assert!(killed.is_err());
@@ -194,13 +194,13 @@ fn a_run_that_is_killed_within_a_group_goes_on_with_the_next_sample() {
     assert!(samples.lines().count() >= 6, "{}", samples.lines().count());
     // A torn line is asked again.
     std::fs::write(run_folder.join("samples.jsonl"), &samples[..samples.len() - 30]).unwrap();
-    let mut turns = 0;
+    let mut trials = 0;
     let again = run(&experiment, &registry, &cpu, &options(true), &mut |progress| {
-        turns += usize::from(matches!(progress, Progress::Turn(_)));
+        trials += usize::from(matches!(progress, Progress::Trial(_)));
     });
     let again = again.unwrap();
     assert_eq!((again.folder, again.records.len()), (run_folder, 3));
-    assert!(turns < 10, "{turns} turns: what was known is not asked again");
+    assert!(trials < 10, "{trials} trials: what was known is not asked again");
     for record in &whole.records {
         let other = again.records.iter().find(|other| other.cell_id == record.cell_id).unwrap();
         assert_eq!(other.answers, record.answers, "{}", record.cell.label());

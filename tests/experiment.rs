@@ -54,7 +54,7 @@ fn every_policy() -> String {
     format!("policy = {:?}\n", methods())
 }
 
-/// Whether a policy judges between decode steps.
+/// Whether a policy evicts between decode steps.
 fn judges_again(policy: &str) -> bool {
     Registry::default().policy(policy).unwrap().schedule.decoding != Decoding::Never
 }
@@ -128,7 +128,7 @@ fn every_policy_gives_back_its_bytes_and_none_beats_the_oracle() {
             assert_eq!(eviction.kv_bytes_dense, pages(384), "{label}");
             assert!(eviction.kv_bytes_peak >= eviction.kv_bytes_dense, "{label}");
             let kept = (eviction.kept_fraction * 384.0 * 2.0).round() as usize;
-            if Registry::default().policy(policy).unwrap().reader.is_some() {
+            if Registry::default().policy(policy).unwrap().selection.is_some() {
                 assert_eq!((kept, eviction.evicted_tokens), (2 * 384, 0), "{label}");
                 assert_eq!(eviction.kv_bytes_live, pages(384), "{label}");
                 assert!(eviction.kv_bytes_read < full.eviction.as_ref().unwrap().kv_bytes_read, "{label}");
@@ -268,7 +268,7 @@ fn what_does_not_fit_is_oom_with_its_prediction_and_never_runs() {
         let (registry, mut turns) = (Registry::default(), 0);
         let options = Options { limit_bytes, ..options(folder.path()) };
         let outcome = runner::run(&experiment_of(grids, &registry), &registry, cpu(2), &options, &mut |progress| {
-            turns += usize::from(matches!(progress, Progress::Turn(_)));
+            turns += usize::from(matches!(progress, Progress::Trial(_)));
         });
         (outcome.unwrap().records, turns)
     };
@@ -395,7 +395,7 @@ fn samples_of_competing_cells_are_taken_in_turn() {
     let folder = tempfile::tempdir().unwrap();
     let mut turns = Vec::new();
     let outcome = runner::run(&experiment, &registry, cpu(2), &options(folder.path()), &mut |progress| {
-        if let Progress::Turn(cell) = progress {
+        if let Progress::Trial(cell) = progress {
             turns.push(cell.kernel.clone());
         }
     });

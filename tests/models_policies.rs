@@ -20,7 +20,7 @@ struct Run {
     live_kv_bytes: u64,
 }
 
-/// Prefill of the first `after` tokens, judgement, and the rest.
+/// Prefill of the first `after` tokens, eviction, and the rest.
 fn run(model: &Model, tokens: &[&[u32]], after: &[usize], policy: Option<(&Policy, &str)>) -> Run {
     let (cpu, arena) = (Cpu::new(Some(2)).unwrap(), Arena::unlimited());
     let columns = policy.map_or(&[][..], |(policy, _)| policy.columns());

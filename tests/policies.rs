@@ -13,7 +13,7 @@ use kvsieve::policy::{Budget, BudgetError, PARTS, POLICIES, PRESETS, PolicyError
 use kvsieve::tensor::{DType, Tensor};
 use proptest::prelude::*;
 
-/// What a judgement gave, out of the arena.
+/// What an eviction step gave, out of the arena.
 #[derive(Debug, Clone, PartialEq)]
 struct Verdict {
     kept: Vec<Vec<u32>>,
@@ -22,7 +22,7 @@ struct Verdict {
     tie_rate: f64,
 }
 
-/// How a problem is judged.
+/// How a problem is evicted.
 #[derive(Clone, Copy)]
 struct How<'a> {
     policy: &'a str,
@@ -43,7 +43,7 @@ fn try_verdict(how: How<'_>, shape: Shape, inputs: &Inputs) -> Result<Verdict, P
     let params = Params::new(shape.head_dim, true);
     let call = Forward { shape, params, q: inputs.q.view(), kv: &kv, cpu: cpu(how.threads) };
     let arena = Arena::unlimited();
-    // RoPE turns pairs of channels: heads of odd width have none.
+    // RoPE rotates pairs of channels: heads of odd width have none.
     let rope = shape.head_dim.is_multiple_of(2).then(|| Frequencies::new(shape.head_dim, 10_000.0));
     let given = Given {
         layers: how.layers,
@@ -52,16 +52,16 @@ fn try_verdict(how: How<'_>, shape: Shape, inputs: &Inputs) -> Result<Verdict, P
         seed: how.seed,
         ..Given::budget(how.budget_tokens)
     };
-    let judged = retain(&policy, call, given, &arena)?;
+    let evicted = retain(&policy, call, given, &arena)?;
     let lists = shape.batch * shape.kv_heads;
     let verdict = Verdict {
-        kept: (0..lists).map(|list| judged.selection.kept(list).to_vec()).collect(),
-        scores: judged.scores.as_ref().map(|scores| scores.to_vec()),
-        best_lost: judged.selection.best_lost.clone(),
-        tie_rate: judged.tie_rate,
+        kept: (0..lists).map(|list| evicted.selection.kept(list).to_vec()).collect(),
+        scores: evicted.scores.as_ref().map(|scores| scores.to_vec()),
+        best_lost: evicted.selection.best_lost.clone(),
+        tie_rate: evicted.tie_rate,
     };
-    drop(judged);
-    assert_eq!(arena.usage().live_bytes, 0, "a judgement leaves nothing behind");
+    drop(evicted);
+    assert_eq!(arena.usage().live_bytes, 0, "an eviction step leaves nothing behind");
     Ok(verdict)
 }
 
@@ -178,7 +178,7 @@ proptest! {
                 Err(error) => {
                     let refused = match error {
                         BudgetError::Sinks { .. } => budget <= 8,
-                        BudgetError::Reader { .. } => policy.reader.is_some() && budget < PAGE_TOKENS,
+                        BudgetError::Selection { .. } => policy.selection.is_some() && budget < PAGE_TOKENS,
                         _ => false,
                     };
                     prop_assert!(refused, "{name}: {error}");
@@ -197,7 +197,7 @@ proptest! {
                 prop_assert!(kept.iter().all(|&slot| (slot as usize) < kv_len), "{name}: {kept:?}");
             }
             if policy.scorer.is_none() {
-                prop_assert_eq!(tokens, if policy.reader.is_some() { budget.min(kv_len) } else { kv_len });
+                prop_assert_eq!(tokens, if policy.selection.is_some() { budget.min(kv_len) } else { kv_len });
                 prop_assert!(one.scores.is_none() && one.kept.iter().all(|kept| kept.len() == kv_len), "{name}");
                 continue;
             } else {
@@ -295,17 +295,17 @@ fn snapkv_follows_kvpress() {
         let observers = q_len.saturating_sub(window)..q_len;
         let count = observers.len() as f64;
         let means: Vec<f64> = column_sums(&shape, &p, observers).iter().map(|sum| sum / count).collect();
-        let judged = 70 - window;
+        let evicted = 70 - window;
         let mut expected = vec![0.0; means.len()];
         for (mean, target) in means.chunks_exact(70).zip(expected.chunks_exact_mut(70)) {
-            for (j, out) in target[..judged].iter_mut().enumerate() {
-                let padded = |at: isize| usize::try_from(at).ok().filter(|&at| at < judged).map_or(0.0, |at| mean[at]);
+            for (j, out) in target[..evicted].iter_mut().enumerate() {
+                let padded = |at: isize| usize::try_from(at).ok().filter(|&at| at < evicted).map_or(0.0, |at| mean[at]);
                 let half = (kernel / 2) as isize;
                 *out = (-half..=half).map(|offset| padded(j as isize + offset)).sum::<f64>() / kernel as f64;
             }
         }
         let highest = expected.iter().copied().fold(0.0, f64::max);
-        expected.chunks_exact_mut(70).for_each(|list| list[judged..].fill(highest + 1.0));
+        expected.chunks_exact_mut(70).for_each(|list| list[evicted..].fill(highest + 1.0));
         let text = format!("snapkv:window={window},kernel={kernel}");
         let got = verdict(how(&text, 66), shape, &made);
         assert_scores(got.scores.as_ref().unwrap(), &expected, 1e-6);
@@ -327,13 +327,13 @@ fn tova_keeps_the_same_tokens_in_every_head() {
     for sequence in sums.chunks_exact(3 * 50) {
         let mut mean: Vec<f64> =
             (0..50).map(|j| (0..3).map(|head| sequence[head * 50 + j]).sum::<f64>() / 3.0).collect();
-        mean[49] = 2.0; // the latest token is not judged
+        mean[49] = 2.0; // the latest token is not evicted
         expected.extend([mean.clone(), mean.clone(), mean].concat());
     }
     let got = verdict(how("tova", 13), shape, &made);
     assert_eq!(got.kept, best(&expected, 50, 13));
     assert!(got.kept[..3].iter().all(|kept| *kept == got.kept[0]) && got.kept[0].contains(&49));
-    assert_ne!(got.kept[0], got.kept[3], "sequences are judged apart");
+    assert_ne!(got.kept[0], got.kept[3], "sequences are evicted apart");
 }
 
 #[test]
@@ -344,7 +344,7 @@ fn dms_divides_one_budget_over_heads_by_a_threshold() {
     let made = with_keys(shape, &keys);
     let got = verdict(how("knorm+ada:floor=0+delayed:window=1", 4), shape, &made);
     assert_eq!(got.kept, [vec![0, 1, 2, 3, 4, 5, 7], vec![7]]);
-    // What a delayed judgement compares with: the best that each head lost.
+    // What delayed eviction compares with: the best that each head lost.
     assert_eq!(got.best_lost, [-7.0, -9.0]);
     // The window never takes more than the budget: then it is all that stays.
     let got = verdict(how("dms", 3), shape, &made);

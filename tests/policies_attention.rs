@@ -1,4 +1,4 @@
-//! Scorers of the latest queries and allotments that look at attention: against definitions in f64, and on problems
+//! Scorers of the latest queries and budget allocations that look at attention: against definitions in f64, and on problems
 //! made so that the answer is known.
 
 mod common;
@@ -10,7 +10,7 @@ use kvsieve::memory::Arena;
 use kvsieve::policy::{PolicyError, Registry};
 use kvsieve::tensor::DType;
 
-/// What stays of each list, and the scores.
+/// What is retained of each list, and the scores.
 struct Verdict {
     kept: Vec<Vec<u32>>,
     scores: Vec<f32>,
@@ -28,11 +28,11 @@ fn try_verdict(
     let params = Params::new(shape.head_dim, true);
     let call = Forward { shape, params, q: made.q.view(), kv: &kv, cpu: cpu(2) };
     let arena = Arena::unlimited();
-    let judged = retain(&policy, call, Given { layers, ..Given::budget(tokens) }, &arena)?;
+    let evicted = retain(&policy, call, Given { layers, ..Given::budget(tokens) }, &arena)?;
     let lists = shape.batch * shape.kv_heads;
     Ok(Verdict {
-        kept: (0..lists).map(|list| judged.selection.kept(list).to_vec()).collect(),
-        scores: judged.scores.as_ref().unwrap().to_vec(),
+        kept: (0..lists).map(|list| evicted.selection.kept(list).to_vec()).collect(),
+        scores: evicted.scores.as_ref().unwrap().to_vec(),
     })
 }
 
@@ -249,7 +249,7 @@ fn tables_divide_by_their_weights_and_must_fit() {
     let said = "policy 'table:layers=3;2': it gives 2 weights, and there are 3 layers; give one for each";
     assert_eq!(refused("knorm+table:layers=3;2", 3), said);
     assert!(refused("knorm+table:heads=1;2;3", 1).contains("it gives 3 weights, and there are 2 KV heads"));
-    assert!(refused("snapkv+pyramid:layer=0,layers=4", 3).contains("it judges one layer alone, and there are 3"));
+    assert!(refused("snapkv+pyramid:layer=0,layers=4", 3).contains("it evicts from one layer alone, and there are 3"));
 }
 
 #[test]

@@ -11,7 +11,7 @@ use kvsieve::experiment::record::Status;
 use kvsieve::experiment::{Device, Experiment, Options, Spec, run};
 use kvsieve::format::KvFormat;
 use kvsieve::memory::{Arena, Label};
-use kvsieve::model::{Decoder, Eviction, Model, Setup, Tap, Tapped};
+use kvsieve::model::{Activation, Decoder, Eviction, Hook, Model, Setup};
 use kvsieve::policy::{Policy, PolicyFile, Registry, qfilters};
 use kvsieve::tensor::file::{Output, TensorFile, write};
 use kvsieve::tensor::{DType, TensorView};
@@ -51,31 +51,31 @@ fn gate(layers: usize, heads: usize, hidden: usize) -> [Named<'static>; 2] {
 
 /// Keeps what it is shown of each layer.
 struct Recorder {
-    what: Tapped,
+    what: Activation,
     layers: Vec<Mutex<Vec<f32>>>,
 }
 
 impl Recorder {
-    fn new(what: Tapped, layers: usize) -> Self {
+    fn new(what: Activation, layers: usize) -> Self {
         Recorder { what, layers: (0..layers).map(|_| Mutex::default()).collect() }
     }
 }
 
-impl Tap for Recorder {
-    fn rows(&self, layer: usize, what: Tapped, rows: &[f32]) {
+impl Hook for Recorder {
+    fn rows(&self, layer: usize, what: Activation, rows: &[f32]) {
         if what == self.what {
             self.layers[layer].lock().unwrap().extend_from_slice(rows);
         }
     }
 }
 
-/// Prefill of `after` tokens, judgement, the rest; positions that each list holds at the end, by layer and head.
+/// Prefill of `after` tokens, eviction, the rest; positions that each list holds at the end, by layer and head.
 fn kept(
     model: &Model,
     tokens: &[u32],
     after: usize,
     (policy, budget): (&Policy, &str),
-    tap: &Recorder,
+    hook: &Recorder,
 ) -> Vec<Vec<usize>> {
     let (cpu, arena) = (Cpu::new(Some(2)).unwrap(), Arena::unlimited());
     let setup = Setup {
@@ -89,7 +89,7 @@ fn kept(
         columns: policy.columns(),
     };
     let mut decoder = Decoder::new(model, setup, &cpu, &arena).unwrap();
-    decoder.tap(tap);
+    decoder.hook(hook);
     let eviction = Eviction { policy, name: "policy", budget: Some(budget.parse().unwrap()), seed: 5 };
     decoder.evict(eviction, &[after]).unwrap();
     decoder.prefill(&[&tokens[..after]], |_, _, _| ()).unwrap();
@@ -126,12 +126,12 @@ fn the_gate_keeps_what_a_computation_by_hand_says() {
         for text in
             ["gate", "gate+protect:sink=2", "gate+chunks:tokens=8", "gate+every:steps=4", "gate+delayed:window=6"]
         {
-            let tap = Recorder::new(Tapped::Hidden, layers);
+            let hook = Recorder::new(Activation::Hidden, layers);
             let policy = registry.policy(text).unwrap();
-            let got = kept(&model, &tokens, AFTER, (&policy, "12"), &tap);
+            let got = kept(&model, &tokens, AFTER, (&policy, "12"), &hook);
             let mut differ = 0;
             for (list, got) in got.iter().enumerate() {
-                let states = tap.layers[list / heads].lock().unwrap();
+                let states = hook.layers[list / heads].lock().unwrap();
                 let weight = &weight.2[list * hidden..][..hidden];
                 let score = |state: &[f32]| {
                     let product: f64 = state.iter().zip(weight).map(|(h, w)| f64::from(*h) * f64::from(*w)).sum();
@@ -142,10 +142,10 @@ fn the_gate_keeps_what_a_computation_by_hand_says() {
                 let context: Vec<usize> = (0..AFTER).collect();
                 let expected = match text {
                     "gate+chunks:tokens=8" => {
-                        let judged = context.chunks(8).fold(Vec::new(), |held: Vec<usize>, chunk| {
+                        let evicted = context.chunks(8).fold(Vec::new(), |held: Vec<usize>, chunk| {
                             best(&[&held[..], chunk].concat(), &scores, BUDGET)
                         });
-                        judged.into_iter().chain(AFTER..tokens.len()).collect()
+                        evicted.into_iter().chain(AFTER..tokens.len()).collect()
                     }
                     "gate+every:steps=4" => {
                         let mut held = best(&context, &scores, BUDGET);
@@ -159,10 +159,10 @@ fn the_gate_keeps_what_a_computation_by_hand_says() {
                     }
                     "gate+delayed:window=6" => {
                         let (old, recent) = context.split_at(AFTER - WINDOW);
-                        let judged = best(old, &scores, BUDGET - WINDOW);
-                        let lost = old.iter().filter(|token| !judged.contains(token));
+                        let evicted = best(old, &scores, BUDGET - WINDOW);
+                        let lost = old.iter().filter(|token| !evicted.contains(token));
                         let best_lost = lost.map(|&token| scores[token]).fold(f64::NEG_INFINITY, f64::max);
-                        let mut held = [judged, recent.to_vec()].concat();
+                        let mut held = [evicted, recent.to_vec()].concat();
                         for token in AFTER..tokens.len() {
                             held.push(token);
                             let leaving = held.len() - WINDOW - 1;
@@ -173,8 +173,8 @@ fn the_gate_keeps_what_a_computation_by_hand_says() {
                         held
                     }
                     "gate+protect:sink=2" => {
-                        let judged = best(&context[2..], &scores, BUDGET - 2);
-                        [0, 1].into_iter().chain(judged).chain(AFTER..tokens.len()).collect()
+                        let evicted = best(&context[2..], &scores, BUDGET - 2);
+                        [0, 1].into_iter().chain(evicted).chain(AFTER..tokens.len()).collect()
                     }
                     _ => best(&context, &scores, BUDGET).into_iter().chain(AFTER..tokens.len()).collect::<Vec<_>>(),
                 };
@@ -192,17 +192,17 @@ fn calibrated_filters_of_the_same_queries_keep_the_same_tokens() {
     for name in ["llama", "gemma2"] {
         let (model, tokens) = open(name);
         let config = &model.config;
-        let tap = Recorder::new(Tapped::Q, config.layers);
+        let hook = Recorder::new(Activation::Q, config.layers);
         let uncalibrated = Registry::default().policy("qfilters").unwrap();
-        let own = kept(&model, &tokens, tokens.len(), (&uncalibrated, "12"), &tap);
-        let q: Vec<f32> = tap.layers.iter().flat_map(|layer| layer.lock().unwrap().clone()).collect();
+        let own = kept(&model, &tokens, tokens.len(), (&uncalibrated, "12"), &hook);
+        let q: Vec<f32> = hook.layers.iter().flat_map(|layer| layer.lock().unwrap().clone()).collect();
         let dims = [config.layers, tokens.len(), config.q_heads, config.head_dim];
         let q = TensorView::contiguous(DType::F32, dims, bytemuck::cast_slice(&q)).permuted([0, 2, 1, 3]);
         let filters = qfilters::filters(&q, config.kv_heads, &cpu, &arena).unwrap();
         let with = |filters: Vec<f32>| {
             let shape = vec![config.layers, config.kv_heads, config.head_dim];
             let policy = registry(&[(qfilters::FILTERS, shape, filters)]).policy("qfilters").unwrap();
-            kept(&model, &tokens, tokens.len(), (&policy, "12"), &Recorder::new(Tapped::Q, config.layers))
+            kept(&model, &tokens, tokens.len(), (&policy, "12"), &Recorder::new(Activation::Q, config.layers))
         };
         assert_eq!(with(filters.clone()), own, "{name}");
         assert_ne!(with(filters.iter().map(|x| -x).collect()), own, "{name}: the other way");
@@ -214,8 +214,8 @@ fn heads_of_the_lowest_gates_keep_the_first_and_the_recent_tokens() {
     let (model, tokens) = open("llama");
     let registry = registry(&[("duo.alpha", vec![2, 2], vec![0.1, 0.2, 0.9, 0.3])]);
     let policy = registry.policy("knorm+duo:sink=1,recent=3,heads=0.75").unwrap();
-    let tap = Recorder::new(Tapped::Q, 2);
-    let got = kept(&model, &tokens, tokens.len(), (&policy, "12"), &tap);
+    let hook = Recorder::new(Activation::Q, 2);
+    let got = kept(&model, &tokens, tokens.len(), (&policy, "12"), &hook);
     let lens: Vec<usize> = got.iter().map(Vec::len).collect();
     // Three of four heads of the model are streaming heads. Where all of a layer are, they share its budget.
     assert_eq!(lens, [12, 12, 20, 4]);

@@ -43,7 +43,7 @@ fn simulations_leave_records_beside_measured_cells() {
     }
     let shares = |seed: u64| {
         let of_seed = simulated.iter().filter(|record| record.cell.seed == seed);
-        of_seed.map(|record| record.serving.as_ref().unwrap().token_share.to_bits()).collect::<Vec<_>>()
+        of_seed.map(|record| record.serving.as_ref().unwrap().token_fraction.to_bits()).collect::<Vec<_>>()
     };
     assert_ne!(shares(3), shares(4));
 }

@@ -1,4 +1,4 @@
-//! Sparse reading: what is chosen, that it is read where it lies, and how many bytes that is.
+//! KV selection: what is chosen, that it is read where it lies, and how many bytes that is.
 
 mod common;
 
@@ -7,7 +7,7 @@ use kvsieve::attention::{DenseKv, Forward, KvRows, Outputs, Params, Shape, kerne
 use kvsieve::cache::{CacheShape, PAGE_TOKENS, PagedCache};
 use kvsieve::memory::{Arena, Label};
 use kvsieve::policy::Registry;
-use kvsieve::policy::sparse::{Lists, Reader, Selected, Start};
+use kvsieve::policy::sparse::{KvSelection, Lists, Selected, Start};
 use kvsieve::tensor::{DType, Tensor};
 use proptest::prelude::*;
 
@@ -15,8 +15,8 @@ const SEQUENCES: usize = 2;
 const HEADS: usize = 2;
 const GROUP: usize = 3;
 
-fn reader(text: &str) -> Box<dyn Reader> {
-    Registry::default().policy(text).unwrap().reader.unwrap()
+fn selection(text: &str) -> Box<dyn KvSelection> {
+    Registry::default().policy(text).unwrap().selection.unwrap()
 }
 
 fn cache_shape(width: usize, dtype: DType, page_tokens: usize, max_tokens: usize) -> CacheShape {
@@ -115,18 +115,18 @@ proptest! {
         let mut cache = PagedCache::new(&arena, shape).unwrap();
         cache.append(k.view(), k.view(), 0..context).unwrap();
         let before = arena.usage().live_bytes;
-        let quest = reader("quest");
+        let quest = selection("quest");
         let start = Start { cache: Lists::all(&cache), q: q.view().tokens(context - 1..context), budget_tokens: budget, cpu: cpu(2), arena: &arena };
-        let mut reading = quest.open(&start).unwrap();
+        let mut selector = quest.open(&start).unwrap();
         let step = Shape { batch: SEQUENCES, q_heads: HEADS * GROUP, kv_heads: HEADS, q_len: 1, kv_len: tokens, head_dim: width };
         prop_assert_eq!(arena.usage().live_bytes - before, quest.bytes(&shape, (&step, dtype), 2));
         for token in context..tokens {
             cache.append(k.view(), k.view(), token..token + 1).unwrap();
-            reading.step(q.view().tokens(token..token + 1), Lists::all(&cache), cpu(2));
+            selector.step(q.view().tokens(token..token + 1), Lists::all(&cache), cpu(2));
         }
         let pages = tokens.div_ceil(PAGE_TOKENS);
         let read = (budget / PAGE_TOKENS).min(pages);
-        let (name, choice) = reading.choice();
+        let (name, choice) = selector.choice();
         prop_assert_eq!(name, "pages");
         for (list, chosen) in choice.iter().enumerate() {
             let (sequence, head) = (list / HEADS, list % HEADS);
@@ -155,11 +155,11 @@ proptest! {
         }
         let rows = (read - 1) * PAGE_TOKENS + tokens - (pages - 1) * PAGE_TOKENS;
         let bytes = (SEQUENCES * HEADS * (rows + pages)) as u64 * shape.token_bytes();
-        prop_assert_eq!(reading.read_bytes(Lists::all(&cache)), bytes);
+        prop_assert_eq!(selector.read_bytes(Lists::all(&cache)), bytes);
         // With room for everything, everything is read.
         if read == pages {
             let query = tensor(dtype, [SEQUENCES, HEADS * GROUP, 1, width], &(0..SEQUENCES * HEADS * GROUP).flat_map(|at| row(&q, at / (HEADS * GROUP), at % (HEADS * GROUP), tokens - 1)).map(|x| x as f32).collect::<Vec<f32>>());
-            let rows = reading.rows(Lists::all(&cache)).unwrap();
+            let rows = selector.rows(Lists::all(&cache)).unwrap();
             prop_assert_eq!(attend(&query, &rows, tokens, dtype), attend(&query, &cache, tokens, dtype));
         }
     }
@@ -188,18 +188,18 @@ fn think_keeps_the_channels_that_queries_and_keys_are_large_in() {
         [("think:ratio=0.5", 3, vec![0i64, 1]), ("think:ratio=0.3", 3, vec![0, 1, 3]), ("think", 1, vec![1])]
     {
         let start = Start { cache: Lists::all(&cache), q: q.view(), budget_tokens, cpu: cpu(1), arena: &arena };
-        let mut reading = reader(policy).open(&start).unwrap();
-        assert_eq!(reading.choice(), ("channels", vec![kept.clone()]), "{policy}");
-        reading.step(q.view(), Lists::all(&cache), cpu(1));
+        let mut selector = selection(policy).open(&start).unwrap();
+        assert_eq!(selector.choice(), ("channels", vec![kept.clone()]), "{policy}");
+        selector.step(q.view(), Lists::all(&cache), cpu(1));
         let mut asked = [0.0; 4];
-        reading.query(q.view()).read_rows(0, 1, 0, &mut asked);
+        selector.query(q.view()).read_rows(0, 1, 0, &mut asked);
         let wanted = [-1.0, 1.0, 0.0, 3.0].map(f32::abs);
         for (channel, &asked) in asked.iter().enumerate() {
             let stays = kept.contains(&(channel as i64));
             assert_eq!(asked.abs(), if stays { wanted[channel] } else { 0.0 }, "{policy}, channel {channel}");
         }
-        assert_eq!(reading.read_bytes(Lists::all(&cache)), 3 * 4 * (kept.len() as u64 + 4), "{policy}");
-        drop(reading);
+        assert_eq!(selector.read_bytes(Lists::all(&cache)), 3 * 4 * (kept.len() as u64 + 4), "{policy}");
+        drop(selector);
         assert_eq!(arena.live_bytes(Label::Activations) + arena.live_bytes(Label::Workspace), 0);
     }
 }
@@ -217,7 +217,7 @@ fn a_reader_without_room_says_so() {
         let arena = Arena::with_limit(100);
         let start =
             Start { cache: Lists::all(&cache), q: made.q.view(), budget_tokens: 50, cpu: cpu(1), arena: &arena };
-        assert!(reader(policy).open(&start).is_err(), "{policy}");
+        assert!(selection(policy).open(&start).is_err(), "{policy}");
         assert_eq!(arena.usage().live_bytes, 0);
     }
 }

@@ -158,7 +158,7 @@ class Plan:
         """Where the memory ends: shapes whose longest passes take about a second."""
         for kernel, heads, batch in [("naive", (32, 8), 1), ("tiled", (32, 8), 512)]:
             one = cell("forward", True, 64, 1, (2, 2)) if self.tiny else cell("forward", True, 64, batch, heads)
-            more = ["--find-cliff", *(["--limit-memory", "200KiB"] if self.tiny else [])]
+            more = ["--find-max-context", *(["--limit-memory", "200KiB"] if self.tiny else [])]
             yield self.experiment(f"maximum/{kernel}", kernel, [grid(one, kernel)], 90, more=more)
 
     def sanitizer(self):

@@ -78,8 +78,8 @@ class Times:
             ok = line["status"] == "ok"
             samples = line["latency"][cell["measure"]]["samples_ns"] if ok else None
             why = None if ok else f"{line['status']}: {line['reason']}"
-            if ok and cell["kernel"] == "naive" and not (line.get("products") or "").startswith("cuBLAS"):
-                self.warn("naive has its own products and not cuBLAS's: a ratio to it means nothing")
+            if ok and cell["kernel"] == "naive" and not (line.get("gemm") or "").startswith("cuBLAS"):
+                self.warn("naive has its fallback GEMM and not cuBLAS's: a ratio to it means nothing")
             for reason in (line.get("gpu") or {}).get("throttle", []):
                 self.warn(f"clocks were held down after {who} on {shape}: {reason}")
         if samples:

@@ -7,7 +7,7 @@
 mod common;
 mod decoder;
 
-use common::accuracy::{Described, Judged};
+use common::accuracy::{Checked, Described};
 use common::{Problem, grad_o, inputs};
 use kvsieve::attention::{Backward, DenseKv, Forward, Gradients, Inputs, Kernel, Outputs, Workspace, kernel};
 use kvsieve::device::{Cpu, cpu::CpuInfo, probe};
@@ -107,7 +107,7 @@ impl Bench {
             Request::Inputs { problem, seed, path } => write_inputs(&problem, seed, &path),
             Request::Error { problem, seed, kernel: name } => {
                 kernel(&name)?;
-                Ok(json!({ "error_l2": Judged::new(problem.problem()?, seed).error(&name) }))
+                Ok(json!({ "error_l2": Checked::new(problem.problem()?, seed).error(&name) }))
             }
             Request::Forward(sample) => self.sample("tiled", false, &sample),
             Request::Decode(sample) => self.sample("decode", false, &sample),
@@ -145,19 +145,19 @@ fn per_second(ceiling: Ceiling, cpu: &Cpu) -> Option<f64> {
 }
 
 fn write_inputs(problem: &Described, seed: u64, path: &std::path::Path) -> Answer {
-    let judged = Judged::new(problem.problem()?, seed);
-    let rows: Vec<f64> = judged.expected.iter().flat_map(|row| row.o.iter().copied()).collect();
-    let at: Vec<i64> = judged.at.iter().flatten().map(|&index| index as i64).collect();
+    let checked = Checked::new(problem.problem()?, seed);
+    let rows: Vec<f64> = checked.expected.iter().flat_map(|row| row.o.iter().copied()).collect();
+    let at: Vec<i64> = checked.at.iter().flatten().map(|&index| index as i64).collect();
     let o = Output {
         name: "o",
         dtype: Dtype::F64,
-        shape: vec![judged.at.len(), problem.head_dim],
+        shape: vec![checked.at.len(), problem.head_dim],
         bytes: bytemuck::cast_slice(&rows),
     };
-    let Inputs { q, k, v } = &judged.inputs;
+    let Inputs { q, k, v } = &checked.inputs;
     let [q, k, v] = [("q", q), ("k", k), ("v", v)].map(|(name, tensor)| Output::tensor(name, tensor));
-    file::write(path, &[q, k, v, o, Output::i64("at", vec![judged.at.len(), 3], &at)])?;
-    Ok(json!({ "rows": judged.at.len() }))
+    file::write(path, &[q, k, v, o, Output::i64("at", vec![checked.at.len(), 3], &at)])?;
+    Ok(json!({ "rows": checked.at.len() }))
 }
 
 /// What tells prepared problems apart.

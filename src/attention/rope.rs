@@ -4,9 +4,9 @@
 /// What inputs say of their RoPE.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum RopeBase {
-    /// Keys and queries were turned, with this base of the frequencies.
+    /// Keys and queries were rotated, with this base of the frequencies.
     Theta(f64),
-    /// They were not turned.
+    /// They were not rotated.
     None,
 }
 
@@ -72,7 +72,7 @@ impl Frequencies {
 /// # Panics
 /// When the row is not as long as the frequencies say.
 pub fn rotate(row: &mut [f32], position: usize, frequencies: &Frequencies) {
-    turn(row, position as f64, frequencies);
+    rotate_by(row, position as f64, frequencies);
 }
 
 /// RoPE of a model: turns rows to positions that a memory gives them, which need not be whole.
@@ -88,16 +88,16 @@ impl ModelRope {
         ModelRope { frequencies, factor }
     }
 
-    /// Turns one row of `D` channels, as they were before RoPE, to `position`.
+    /// Rotates one row of `D` channels, as they were before RoPE, to `position`.
     ///
     /// # Panics
     /// When the row is not as long as the frequencies say.
-    pub fn turn(&self, row: &mut [f32], position: f64) {
-        let turned = self.frequencies.0.iter().map(|frequency| {
+    pub fn rotate(&self, row: &mut [f32], position: f64) {
+        let moved = self.frequencies.0.iter().map(|frequency| {
             let (sin, cos) = (position * frequency).sin_cos();
             ((sin * self.factor) as f32, (cos * self.factor) as f32)
         });
-        turn_pairs(row, turned);
+        turn_pairs(row, moved);
     }
 }
 
@@ -110,11 +110,11 @@ impl Rotation {
         Rotation(frequencies.sin_cos(tokens as f64).collect())
     }
 
-    /// Turns one row of `D` channels.
+    /// Rotates one row of `D` channels.
     ///
     /// # Panics
     /// When the row is not as long as the frequencies say.
-    pub fn turn(&self, row: &mut [f32]) {
+    pub fn rotate(&self, row: &mut [f32]) {
         turn_pairs(row, self.0.iter().copied());
     }
 }
@@ -167,7 +167,7 @@ impl<'a> Unrotation<'a> {
     }
 }
 
-fn turn(row: &mut [f32], position: f64, frequencies: &Frequencies) {
+fn rotate_by(row: &mut [f32], position: f64, frequencies: &Frequencies) {
     turn_pairs(row, frequencies.sin_cos(position));
 }
 
@@ -215,17 +215,17 @@ mod tests {
             theta in 1e3f64..1e7,
         ) {
             let frequencies = Frequencies::new(16, theta);
-            let mut turned = rotated(&q, position, &frequencies);
-            prop_assert!((dot(&turned, &turned) - dot(&q, &q)).abs() < 1e-4);
+            let mut moved = rotated(&q, position, &frequencies);
+            prop_assert!((dot(&moved, &moved) - dot(&q, &q)).abs() < 1e-4);
             let here = dot(&rotated(&q, position + distance, &frequencies), &rotated(&k, position, &frequencies));
             let at_start = dot(&rotated(&q, distance, &frequencies), &k);
             prop_assert!((here - at_start).abs() < 1e-3, "{here} {at_start}");
-            Rotation::new(&frequencies, distance as i64).turn(&mut turned);
+            Rotation::new(&frequencies, distance as i64).rotate(&mut moved);
             let further = rotated(&q, position + distance, &frequencies);
-            prop_assert!(turned.iter().zip(&further).all(|(a, b)| (a - b).abs() < 1e-4), "{turned:?} {further:?}");
-            Rotation::new(&frequencies, -(distance as i64)).turn(&mut turned);
-            Rotation::new(&frequencies, -(position as i64)).turn(&mut turned);
-            for (back, original) in turned.iter().zip(&q) {
+            prop_assert!(moved.iter().zip(&further).all(|(a, b)| (a - b).abs() < 1e-4), "{moved:?} {further:?}");
+            Rotation::new(&frequencies, -(distance as i64)).rotate(&mut moved);
+            Rotation::new(&frequencies, -(position as i64)).rotate(&mut moved);
+            for (back, original) in moved.iter().zip(&q) {
                 prop_assert!((back - original).abs() < 1e-5);
             }
         }
@@ -241,7 +241,7 @@ mod tests {
                 for position in start..start + count {
                     let (mut got, mut expected) = (row.clone(), row.clone());
                     unrotation.unrotate(&mut got, position);
-                    Rotation::new(&frequencies, -(position as i64)).turn(&mut expected);
+                    Rotation::new(&frequencies, -(position as i64)).rotate(&mut expected);
                     for (got, expected) in got.iter().zip(&expected) {
                         prop_assert!((got - expected).abs() < 1e-6, "{got} {expected} at {position}");
                     }

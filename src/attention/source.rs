@@ -12,7 +12,7 @@ pub trait KvRows: Sync {
     /// How rows are kept.
     fn format(&self) -> KvFormat;
 
-    /// Key rows from `start` on, `[_, D]`: as many as lie evenly in memory, at least one.
+    /// Key rows from `start` on, `[_, D]`: as many as are uniformly strided in memory, at least one.
     fn key_rows(&self, batch: usize, head: usize, start: usize) -> Rows<'_>;
 
     /// Value rows, as [`KvRows::key_rows`].

@@ -47,7 +47,7 @@ pub enum Column {
     Weight,
     /// What a policy's gate gave the token as it arrived, from its hidden state (as KVzap, arXiv 2601.07891); begins at 0.
     Gate,
-    /// Position at which the token was appended, where keys are turned to other positions
+    /// Position at which the token was appended, where keys are rotated to other positions
     /// ([`PagedCache::rerotate`]); whole numbers up to 16 million.
     Origin,
 }

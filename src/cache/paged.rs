@@ -9,7 +9,7 @@ use crate::tensor::{Coded, Rows, TensorView};
 use std::collections::HashMap;
 use std::ops::Range;
 
-/// Rows for which pages are looked up to find those that lie evenly: as many as `decode` reads at a time.
+/// Rows for which pages are looked up to find those that are uniformly strided: as many as `decode` reads at a time.
 const RUN_TOKENS: usize = 256;
 /// Rows that are converted at a time.
 const APPEND_TOKENS: usize = 16;

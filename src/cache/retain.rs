@@ -1,4 +1,4 @@
-//! Eviction in place: what stays of a list moves together, and the pages behind it go back.
+//! Eviction in place: what is retained of a list moves together, and the pages behind it go back.
 //!
 //! Tokens move in runs, as long as both where they lie and where they go is one piece of memory, so that dropping one
 //! token in the middle costs two moves for each slab that the rest lies in. Nothing is held twice.

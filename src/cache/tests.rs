@@ -64,7 +64,7 @@ enum Step {
     AppendTo { sequence: usize, source: usize, count: usize },
     Evict { list: usize, seed: usize },
     EvictRange { list: usize, from: usize, count: usize },
-    Merge { list: usize, loser: usize, survivor: usize },
+    Merge { list: usize, evicted: usize, survivor: usize },
     Attend { list: usize },
     Fork { from: usize, to: usize },
     Free(usize),
@@ -81,7 +81,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         2 => (list.clone(), any.clone()).prop_map(|(list, seed)| Step::Evict { list, seed }),
         2 => (list.clone(), any.clone(), 1usize..40)
             .prop_map(|(list, from, count)| Step::EvictRange { list, from, count }),
-        2 => (list.clone(), any.clone(), any).prop_map(|(list, loser, survivor)| Step::Merge { list, loser, survivor }),
+        2 => (list.clone(), any.clone(), any).prop_map(|(list, evicted, survivor)| Step::Merge { list, evicted, survivor }),
         1 => list.clone().prop_map(|list| Step::Attend { list }),
         2 => (sequence.clone(), sequence.clone()).prop_map(|(from, to)| Step::Fork { from, to }),
         1 => sequence.prop_map(Step::Free),
@@ -151,10 +151,10 @@ impl Pair {
                 cache.retain_ranges(list, [0..from, end..len]).unwrap();
                 model[list].drain(from..end);
             }
-            Step::Merge { list, loser, survivor } if model[list].len() > 1 => {
+            Step::Merge { list, evicted, survivor } if model[list].len() > 1 => {
                 let len = model[list].len();
-                let (loser, survivor) = (loser % len, survivor % len);
-                let lost = model[list][loser].clone();
+                let (evicted, survivor) = (evicted % len, survivor % len);
+                let lost = model[list][evicted].clone();
                 let merged = &mut model[list][survivor];
                 for (mine, other) in merged.key.iter_mut().zip(lost.key).chain(merged.value.iter_mut().zip(lost.value))
                 {
@@ -165,9 +165,9 @@ impl Pair {
                 cache.write_value(list, survivor, &merged.value).unwrap();
                 cache.set_column(list, survivor, Column::Weight, merged.weight).unwrap();
                 (merged.key, merged.value) = (rounded(of_keys, merged.key), rounded(of_values, merged.value));
-                if loser != survivor {
-                    cache.retain_ranges(list, [0..loser, loser + 1..len]).unwrap();
-                    model[list].remove(loser);
+                if evicted != survivor {
+                    cache.retain_ranges(list, [0..evicted, evicted + 1..len]).unwrap();
+                    model[list].remove(evicted);
                 }
             }
             Step::Merge { .. } => {}
@@ -193,7 +193,7 @@ impl Pair {
                 cache.rerotate(list, &rope).unwrap();
                 for (slot, token) in model[list].iter_mut().enumerate().filter(|(slot, token)| *slot != token.position)
                 {
-                    Rotation::new(&rope, slot as i64 - token.position as i64).turn(&mut token.key);
+                    Rotation::new(&rope, slot as i64 - token.position as i64).rotate(&mut token.key);
                     token.key = rounded(of_keys, token.key);
                     token.position = slot;
                 }

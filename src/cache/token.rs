@@ -111,7 +111,7 @@ impl PagedCache {
         Ok(())
     }
 
-    /// Turns the keys of a list from their positions to `0 .. len`, in place, and makes these the positions: the form of
+    /// Rotates the keys of a list from their positions to `0 .. len`, in place, and makes these the positions: the form of
     /// StreamingLLM (arXiv 2309.17453), whose positions are those inside the cache. Keys are rounded each time they are
     /// turned; those whose position stays are left alone.
     ///
@@ -124,7 +124,7 @@ impl PagedCache {
         self.rerotate_from(list, 0, rope)
     }
 
-    /// As [`PagedCache::rerotate`] where the keys before slot `from` are known to be turned already.
+    /// As [`PagedCache::rerotate`] where the keys before slot `from` are known to be rotated already.
     ///
     /// # Errors
     /// As [`PagedCache::rerotate`].
@@ -146,7 +146,7 @@ impl PagedCache {
             };
             if by != 0 {
                 self.read_key(list, slot, &mut key);
-                rotation.turn(&mut key);
+                rotation.rotate(&mut key);
                 self.write_key(list, slot, &key)?;
                 let (slab, place) = self.at_mut(list, slot)?;
                 slab.positions[place] = slot as u32;

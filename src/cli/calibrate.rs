@@ -3,7 +3,7 @@
 use super::capture::{Captured, ReadingArgs};
 use super::failure::Failure;
 use super::output;
-use kvsieve::model::Tapped;
+use kvsieve::model::Activation;
 use kvsieve::policy::qfilters;
 use kvsieve::tensor::file::{self, Output};
 use serde::Serialize;
@@ -48,7 +48,7 @@ struct Report {
 
 pub fn run(args: &Args) -> Result<(), Failure> {
     let Method::Qfilters = args.method;
-    let Captured { config, layers, tensors, cpu, arena } = args.reading.capture(&[], &[(Tapped::Q, "q")])?;
+    let Captured { config, layers, tensors, cpu, arena } = args.reading.capture(&[], &[(Activation::Q, "q")])?;
     let q = tensors[0].view();
     let filters = qfilters::filters(&q, config.kv_heads, &cpu, &arena)?;
     let (layers, kv_heads, head_dim) = (layers.len(), config.kv_heads, config.head_dim);

@@ -6,7 +6,7 @@ use kvsieve::device::Cpu;
 use kvsieve::format::KvFormat;
 use kvsieve::memory::{Arena, ArenaError, Buffer, Label};
 use kvsieve::model::config::RopeScaling;
-use kvsieve::model::{Config, Decoder, Model, Setup, Tap, Tapped, Text, locate};
+use kvsieve::model::{Activation, Config, Decoder, Hook, Model, Setup, Text, locate};
 use kvsieve::tensor::file::{self, Output};
 use kvsieve::tensor::{DType, TensorView};
 use kvsieve::units;
@@ -18,7 +18,7 @@ use std::sync::{Mutex, PoisonError};
 const EXAMPLES: &str = "\
 The output holds, with the chosen layers in place of sequences, q, o [layers, Hq, L, D] and k, v [layers, Hkv, L, D] after \
 RoPE, q_pre, k_pre before it, and the hidden states that they are projected from, hidden [layers, 1, L, hidden], all F32; \
-o is what attention gave in the model, with nothing evicted. Its metadata name the layers and, where RoPE is not stretched, rope_theta.\n\n\
+o is what attention gave in the model, with nothing evicted. Its metadata name the layers and, where RoPE is not scaled, rope_theta.\n\n\
 Examples:
   kvsieve capture --model DIR --text novel.txt --layers 0,3 --output qkv.safetensors
   kvsieve attend --input qkv.safetensors --output o.safetensors --kernel tiled --causal
@@ -80,14 +80,14 @@ struct Report {
 }
 
 /// What is captured, and the tensors' names.
-const NAMES: [(Tapped, &str); 7] = [
-    (Tapped::Q, "q"),
-    (Tapped::K, "k"),
-    (Tapped::V, "v"),
-    (Tapped::QBeforeRope, "q_pre"),
-    (Tapped::KBeforeRope, "k_pre"),
-    (Tapped::O, "o"),
-    (Tapped::Hidden, "hidden"),
+const NAMES: [(Activation, &str); 7] = [
+    (Activation::Q, "q"),
+    (Activation::K, "k"),
+    (Activation::V, "v"),
+    (Activation::QBeforeRope, "q_pre"),
+    (Activation::KBeforeRope, "k_pre"),
+    (Activation::O, "o"),
+    (Activation::Hidden, "hidden"),
 ];
 
 pub fn run(args: &Args) -> Result<(), Failure> {
@@ -138,7 +138,7 @@ pub struct Captured {
 
 impl ReadingArgs {
     /// Runs the text through the model and keeps what `names` says of some layers, or of all where there are none.
-    pub fn capture(&self, layers: &[usize], names: &'static [(Tapped, &'static str)]) -> Result<Captured, Failure> {
+    pub fn capture(&self, layers: &[usize], names: &'static [(Activation, &'static str)]) -> Result<Captured, Failure> {
         self.compute.refuse_cuda()?;
         let mut writes = vec![("--output", self.output.as_path())];
         writes.extend(self.json.as_deref().filter(|path| !output::is_stdout(path)).map(|path| ("--json", path)));
@@ -173,7 +173,7 @@ impl ReadingArgs {
         };
         let capturing = Capturing::new(&arena, &config, (layers, names), tokens.len())?;
         let mut decoder = Decoder::new(&model, setup, &cpu, &arena)?;
-        decoder.tap(&capturing);
+        decoder.hook(&capturing);
         decoder.prefill(&[&tokens], |_, _, _| ())?;
         drop(decoder);
         let Capturing { layers, tensors, .. } = capturing;
@@ -195,7 +195,7 @@ fn wanted_layers(wanted: &[usize], config: &Config) -> Result<Vec<usize>, Failur
 /// What is captured so far.
 struct Capturing {
     layers: Vec<usize>,
-    names: &'static [(Tapped, &'static str)],
+    names: &'static [(Activation, &'static str)],
     /// In the order of the names.
     tensors: Mutex<Vec<Filled>>,
 }
@@ -204,17 +204,17 @@ impl Capturing {
     fn new(
         arena: &Arena,
         config: &Config,
-        (layers, names): (Vec<usize>, &'static [(Tapped, &'static str)]),
+        (layers, names): (Vec<usize>, &'static [(Activation, &'static str)]),
         tokens: usize,
     ) -> Result<Self, ArenaError> {
-        let tensor = |&(what, _): &(Tapped, _)| Filled::new(arena, config, what, layers.len(), tokens);
+        let tensor = |&(what, _): &(Activation, _)| Filled::new(arena, config, what, layers.len(), tokens);
         let tensors = names.iter().map(tensor).collect::<Result<Vec<_>, _>>()?;
         Ok(Capturing { layers, names, tensors: Mutex::new(tensors) })
     }
 }
 
-impl Tap for Capturing {
-    fn rows(&self, layer: usize, what: Tapped, rows: &[f32]) {
+impl Hook for Capturing {
+    fn rows(&self, layer: usize, what: Activation, rows: &[f32]) {
         let Some(at) = self.layers.iter().position(|&wanted| wanted == layer) else { return };
         let mut tensors = self.tensors.lock().unwrap_or_else(PoisonError::into_inner);
         let named = tensors.iter_mut().zip(self.names).filter(|(_, (named, _))| *named == what);
@@ -231,11 +231,11 @@ pub struct Filled {
 }
 
 impl Filled {
-    fn new(arena: &Arena, config: &Config, what: Tapped, layers: usize, tokens: usize) -> Result<Self, ArenaError> {
+    fn new(arena: &Arena, config: &Config, what: Activation, layers: usize, tokens: usize) -> Result<Self, ArenaError> {
         let (heads, width) = match what {
-            Tapped::Q | Tapped::QBeforeRope | Tapped::O => (config.q_heads, config.head_dim),
-            Tapped::K | Tapped::KBeforeRope | Tapped::V => (config.kv_heads, config.head_dim),
-            Tapped::Hidden => (1, config.hidden),
+            Activation::Q | Activation::QBeforeRope | Activation::O => (config.q_heads, config.head_dim),
+            Activation::K | Activation::KBeforeRope | Activation::V => (config.kv_heads, config.head_dim),
+            Activation::Hidden => (1, config.hidden),
         };
         let dims = [layers, heads, tokens, width];
         Ok(Filled { data: arena.alloc(Label::Activations, dims.iter().product())?, dims, fill: vec![0; layers] })

@@ -135,7 +135,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
         out: &args.out,
         resume: args.resume,
         dry_run: false,
-        find_cliff: false,
+        find_max_context: false,
         shard: None,
         compute: &args.compute,
         json: args.json.is_some(),

@@ -1,6 +1,6 @@
 //! `kvsieve evict`: a policy applied once to the tensors of a file.
 //!
-//! Where the policy folds losers or turns keys, a cache is filled with the tensors and shrunk as an experiment does it,
+//! Where the policy merges evicted tokens or rotates keys, a cache is filled with the tensors and shrunk as an experiment does it,
 //! and what it holds then is written; where it chooses what a step reads, it is asked with the last query.
 
 mod cuda;
@@ -26,19 +26,19 @@ use std::time::Instant;
 
 const EXAMPLES: &str = "\
 Tensors: the input holds q [B, Hq, Lq, D] and k, v [B, Hkv, Lk, D] after RoPE (F32, F16 or BF16); for the policy \
-'oracle' q_future [B, Hq, Lf, D]; for policies that look behind RoPE the metadata rope_theta (its base, or none where nothing was turned), and \
+'oracle' q_future [B, Hq, Lf, D]; for policies that look behind RoPE the metadata rope_theta (its base, or none where nothing was rotated), and \
 q_pre and k_pre if they were recorded (else they are rotated back); for those that weigh values by the output projection w_o [1, Hq, D, hidden]; for \
 those that look at hidden states hidden [B, 1, Lk, hidden], and the metadata layers if the sequences are not all layers of \
 the model that --policy-file is for. The output holds kept I64 [B, Hkv, max_kept] (positions, ascending, padded with -1 \
 where heads keep different counts), kept_len I64 [B, Hkv], and scores F32 [B, Hkv, Lk] where the policy has scores \
-(protected tokens above all others). An action that changes what stays adds values F32 [B, Hkv, max_kept, D], and keys \
+(protected tokens above all others). An action that changes what is retained adds values F32 [B, Hkv, max_kept, D], and keys \
 where it changes them (padded with zeros); '+cam' takes its draws from draws [1, 1, Lk, 1] if that is there, '+rerotate' \
 needs rope_theta. Policies that evict nothing write what the last query reads: 'quest' pages, 'think' channels, I64 \
 [B, Hkv, n].\n\n\
-Ties: of equal scores the later token stays; tie_rate says how many scores have an equal.\n\n\
-With --device cuda q, k and v are of one type, and a cache on the GPU is filled, judged and shrunk; policies are those \
+Ties: of equal scores the later token is retained; tie_rate says how many scores have an equal.\n\n\
+With --device cuda q, k and v are of one type, and a cache on the GPU is filled and evicted from; policies are those \
 of positions, keys, values and attention (an error names them), with no action but rerotate. Memory is the GPU's, and \
-judge_ns the GPU's own time.\n\n\
+evict_ns the GPU's own time.\n\n\
 Examples:
   kvsieve evict --input in.safetensors --output kept.safetensors --policy snapkv --budget 0.25
   kvsieve evict --input in.safetensors --output kept.safetensors --policy h2o --budget 512
@@ -91,7 +91,7 @@ struct Report {
     /// As `--device` names it.
     device: String,
     threads: Option<usize>,
-    judge_ns: u64,
+    evict_ns: u64,
     kept_fraction: f64,
     evicted_tokens: usize,
     kv_bytes_dense: u64,
@@ -131,7 +131,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     let held = Held { policy: &policy, call: &call, k: &k, v: &v, arena: &arena };
     let read = held.read(budget_tokens)?;
     let shrunk = held.shrink(&retained, &extra, args.seed)?;
-    let judge_ns = start.elapsed().as_nanos() as u64;
+    let evict_ns = start.elapsed().as_nanos() as u64;
 
     let result = Outcome {
         kept: (0..lists).map(|list| retained.selection.kept(list)).collect(),
@@ -140,7 +140,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
         read,
         device: "cpu".into(),
         threads: Some(cpu.threads()),
-        judge_ns,
+        evict_ns,
         tie_rate: retained.tie_rate,
         peak_bytes: arena.usage().peak_bytes,
         used,
@@ -158,7 +158,7 @@ struct Outcome<'a> {
     read: Option<Read>,
     device: String,
     threads: Option<usize>,
-    judge_ns: u64,
+    evict_ns: u64,
     tie_rate: f64,
     peak_bytes: u64,
     used: Option<Used>,
@@ -211,7 +211,7 @@ impl Args {
             seed: self.seed,
             device: outcome.device.clone(),
             threads: outcome.threads,
-            judge_ns: outcome.judge_ns,
+            evict_ns: outcome.evict_ns,
             kept_fraction: kept as f64 / tokens as f64,
             evicted_tokens: tokens - kept,
             kv_bytes_dense: tokens as u64 * token_bytes,
@@ -363,7 +363,7 @@ impl Held<'_> {
         Ok(cache)
     }
 
-    /// What stays, where the policy changes it.
+    /// What is retained, where the policy changes it.
     fn shrink(&self, retained: &Retained, extra: &Extra, seed: u64) -> Result<Option<PagedCache>, Failure> {
         if self.policy.action.is_none() && !self.policy.rerotates {
             return Ok(None);
@@ -383,15 +383,15 @@ impl Held<'_> {
 
     /// What a step with the last query reads, where the policy chooses that, and its bytes.
     fn read(&self, budget_tokens: usize) -> Result<Option<Read>, Failure> {
-        let Some(reader) = &self.policy.reader else { return Ok(None) };
+        let Some(selection) = &self.policy.selection else { return Ok(None) };
         let (cache, cpu): (_, &Cpu) = (self.cache()?, self.call.cpu);
         let (q, q_len) = (self.call.q, self.call.shape.q_len);
-        let recent = q.tokens(q_len.saturating_sub(reader.recent_queries())..q_len);
-        let mut reading =
-            reader.open(&Start { cache: Lists::all(&cache), q: recent, budget_tokens, cpu, arena: self.arena })?;
-        reading.step(q.tokens(q_len - 1..q_len), Lists::all(&cache), cpu);
-        let (name, chosen) = reading.choice();
-        Ok(Some(Read { name, chosen, bytes: reading.read_bytes(Lists::all(&cache)) }))
+        let recent = q.tokens(q_len.saturating_sub(selection.recent_queries())..q_len);
+        let mut selector =
+            selection.open(&Start { cache: Lists::all(&cache), q: recent, budget_tokens, cpu, arena: self.arena })?;
+        selector.step(q.tokens(q_len - 1..q_len), Lists::all(&cache), cpu);
+        let (name, chosen) = selector.choice();
+        Ok(Some(Read { name, chosen, bytes: selector.read_bytes(Lists::all(&cache)) }))
     }
 }
 
@@ -446,7 +446,7 @@ fn summary(report: &Report) -> String {
     };
     format!(
         "{} at {}: {} of {} tokens per KV head stay on average ({:.1}%)\n\
-         KV {} -> {}, ties {:.1}%, judged in {}{said}\n",
+         KV {} -> {}, ties {:.1}%, evicted in {}{said}\n",
         report.policy,
         report.budget,
         units::three_digits(report.kept_fraction * report.kv_len as f64),
@@ -455,6 +455,6 @@ fn summary(report: &Report) -> String {
         units::bytes(report.kv_bytes_dense),
         units::bytes(report.kv_bytes_kept),
         100.0 * report.tie_rate,
-        units::nanoseconds(report.judge_ns as f64),
+        units::nanoseconds(report.evict_ns as f64),
     )
 }

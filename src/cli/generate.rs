@@ -13,8 +13,8 @@ use serde::Serialize;
 use std::path::PathBuf;
 
 const EXAMPLES: &str = "\
-The prompt goes through the model, the policy judges it (its budget counts the prompt), and tokens follow one by one until \
-the model ends the text or --max-new-tokens is reached. A policy with '+every:steps=N' goes on judging.\n\n\
+The prompt goes through the model, the policy evicts from it (its budget counts the prompt), and tokens follow one by one until \
+the model ends the text or --max-new-tokens is reached. A policy with '+every:steps=N' goes on evicting.\n\n\
 With --device cuda memory is the GPU's. Policies are those of `kvsieve evict --device cuda`, in models without sliding \
 windows.\n\n\
 Examples:
@@ -70,7 +70,7 @@ struct Report {
     step_ns: Option<u64>,
     evicted_tokens: u64,
     weights_bytes: u64,
-    /// Once the prompt was judged.
+    /// Once the prompt was evicted.
     prompt_kv_bytes: u64,
     kv_bytes_live: u64,
     peak_bytes: u64,

@@ -19,8 +19,8 @@ const EXAMPLES: &str = "\
 Tokens: a JSON object {\"tokens\": [[...], ...]} of sequences, which may differ in length. The output holds logits F32 \
 [B, L, vocab], L being the longest; where sequences differ, rows past the end of a shorter one are zero and len I64 [B] \
 tells how many there are.\n\n\
-With --policy, --evict-after N feeds N tokens of each sequence, lets the policy judge, and feeds the rest as given: the \
-logits behind the N-th token show what the eviction did. The budget counts those N tokens. A policy with '+chunks' judges \
+With --policy, --evict-after N feeds N tokens of each sequence, lets the policy evict, and feeds the rest as given: the \
+logits behind the N-th token show what the eviction did. The budget counts those N tokens. A policy with '+chunks' evicts \
 while it reads, and needs no --evict-after.\n\n\
 With --memory attention reads a memory in place of the cache, on the CPU; docs/memories.md says what each holds.\n\n\
 With --device cuda sequences run one after another, and memory is the GPU's; kv_bytes_live is the largest of a sequence. \
@@ -42,7 +42,7 @@ pub struct Args {
     /// Safetensors file to write: logits
     #[arg(long, value_name = "FILE")]
     output: PathBuf,
-    /// Tokens of each sequence after which the policy judges
+    /// Tokens of each sequence after which the policy evicts
     #[arg(
         long,
         value_name = "N",
@@ -219,7 +219,7 @@ fn check_eviction(args: &Args, opened: &Opened, sequences: &[Vec<u32>]) -> Resul
     let evicts = opened.policy.as_ref().filter(|policy| policy.scorer.is_some());
     if evicts.is_some_and(|policy| policy.schedule.chunk_tokens.is_none()) && args.evict_after.is_none() {
         return Err(Failure::usage(
-            "the policy would judge after the last token, where no logits see it; give --evict-after N, or '+chunks'"
+            "the policy would evict after the last token, where no logits see it; give --evict-after N, or '+chunks'"
                 .into(),
         ));
     }

@@ -150,7 +150,7 @@ struct Compute {
 }
 
 impl Compute {
-    /// The number of the GPU that was asked for; `None` for anything else, which [`Compute::cpu`] judges: every command
+    /// The number of the GPU that was asked for; `None` for anything else, which [`Compute::cpu`] checks: every command
     /// asks this first.
     fn cuda(&self) -> Option<usize> {
         match self.device.strip_prefix("cuda")? {

@@ -1,4 +1,4 @@
-//! A policy by its text and its file, as the commands that judge once take it.
+//! A policy by its text and its file, as the commands that evict once take it.
 
 use super::failure::Failure;
 use kvsieve::policy::{Policy, PolicyFile, Registry};

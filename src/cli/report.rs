@@ -26,7 +26,7 @@ pub struct Args {
     /// Folder to write into [default: the first DIR]
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
-    /// Heat maps of kept tokens with a row for each KV head instead of each layer
+    /// Heat maps of retained tokens with a row for each KV head instead of each layer
     #[arg(long)]
     per_head: bool,
 }

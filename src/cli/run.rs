@@ -4,7 +4,7 @@ use super::failure::Failure;
 use super::{Compute, output, report};
 use indicatif::{ProgressBar, ProgressStyle};
 use kvsieve::device::Cpu;
-use kvsieve::experiment::cliff::{self, Cliff};
+use kvsieve::experiment::max_context::{self, MaxContext};
 use kvsieve::experiment::record::Status;
 use kvsieve::experiment::{Engine, Experiment, Gpu, Options, Outcome, Progress, Spec, estimate, runner};
 use kvsieve::policy::Registry;
@@ -26,7 +26,7 @@ Examples:
   kvsieve run my.toml --shard 1/4               a quarter of the cells, for a job array
   kvsieve run my.toml --limit-memory 8GiB       cells that would need more are recorded as oom
   kvsieve run --device cuda                     on an NVIDIA GPU; what has no kernel there is skipped
-  kvsieve run memory-vs-context --find-cliff --limit-memory 64MiB
+  kvsieve run memory-vs-context --find-max-context --limit-memory 64MiB
                                                 the longest context that really runs, beside the predicted one";
 
 /// Run experiments and draw their figures
@@ -48,7 +48,7 @@ pub struct Args {
     /// Instead of measuring, find for each kernel and shape the longest context that really runs: predicted from the
     /// formula, then tried and bisected
     #[arg(long, conflicts_with_all = ["dry_run", "resume", "shard"])]
-    find_cliff: bool,
+    find_max_context: bool,
     /// Run only shard I of N; shards cost about the same
     #[arg(long, value_name = "I/N", value_parser = parse_shard)]
     shard: Option<(usize, usize)>,
@@ -73,7 +73,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
         out: &args.out,
         resume: args.resume,
         dry_run: args.dry_run,
-        find_cliff: args.find_cliff,
+        find_max_context: args.find_max_context,
         shard: args.shard,
         compute: &args.compute,
         json: args.json.is_some(),
@@ -87,7 +87,7 @@ pub struct Way<'a> {
     pub out: &'a Path,
     pub resume: bool,
     pub dry_run: bool,
-    pub find_cliff: bool,
+    pub find_max_context: bool,
     pub shard: Option<(usize, usize)>,
     pub compute: &'a Compute,
     /// Whether records go to standard output instead of the summary.
@@ -120,8 +120,8 @@ impl Way<'_> {
         }
         let mut failed = Vec::new();
         for &(repro, ref experiment) in &experiments {
-            if self.find_cliff {
-                self.find_cliffs(repro, experiment, &registry, engine)?;
+            if self.find_max_context {
+                self.find_max_contexts(repro, experiment, &registry, engine)?;
                 continue;
             }
             let limit_bytes = self.limit_bytes(experiment, engine)?;
@@ -159,33 +159,35 @@ impl Way<'_> {
     }
 
     /// The limits of an experiment's kernels and shapes, found.
-    fn find_cliffs(
+    fn find_max_contexts(
         &self,
         repro: &str,
         experiment: &Experiment,
         registry: &Registry,
         engine: Engine<'_>,
     ) -> Result<(), Failure> {
-        let options = cliff::Options {
+        let options = max_context::Options {
             out: self.out.into(),
             limit_bytes: self.asked_limit_bytes(experiment)?,
-            repro: format!("{repro} --find-cliff"),
+            repro: format!("{repro} --find-max-context"),
         };
         let bar = ProgressBar::new_spinner();
         bar.enable_steady_tick(std::time::Duration::from_millis(200));
         let mut printed = Ok(());
-        let found =
-            cliff::find(experiment, registry, engine, &options, &mut |family, cliff: Option<&Cliff>| match cliff {
-                None => bar.set_message(family.label()),
-                Some(cliff) if self.json && printed.is_ok() => printed = print_line(cliff),
-                Some(_) => {}
-            })?;
+        let found = max_context::find(experiment, registry, engine, &options, &mut |family,
+                                                                                    max_context: Option<
+            &MaxContext,
+        >| match max_context {
+            None => bar.set_message(family.label()),
+            Some(max_context) if self.json && printed.is_ok() => printed = print_line(max_context),
+            Some(_) => {}
+        })?;
         bar.finish_and_clear();
         printed?;
         if self.json {
             return Ok(());
         }
-        output::print(&format!("{}records: {}\n", cliff::table(&found.cliffs), found.folder.display()))
+        output::print(&format!("{}records: {}\n", max_context::table(&found.max_contexts), found.folder.display()))
     }
 
     /// `--limit-memory`, else the experiment's limit.
@@ -237,7 +239,7 @@ fn with_progress(
             bar.set_length((cells + resumed) as u64);
             bar.set_position(resumed as u64);
         }
-        Progress::Turn(cell) => bar.set_message(cell.label()),
+        Progress::Trial(cell) => bar.set_message(cell.label()),
         Progress::Done(record) => {
             bar.inc(1);
             if json && printed.is_ok() {

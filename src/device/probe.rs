@@ -1,4 +1,4 @@
-//! What the CPU can do at best: the ceilings against which kernels are judged.
+//! What the CPU can do at best: the ceilings against which kernels are measured.
 //!
 //! Each probe runs on all threads of a pool at once and is the best of a few short runs. A multiply-add counts as two
 //! operations, a dot product of a pair as four.

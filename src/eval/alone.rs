@@ -9,13 +9,13 @@ use std::time::Instant;
 /// What a run took.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Alone {
-    /// From the start to the first token of the answer: reading the context, judging it, reading the question.
+    /// From the start to the first token of the answer: reading the context, evicting it, reading the question.
     pub first_token_ns: u64,
-    /// Between one token of the answer and the next, judgements included.
+    /// Between one token of the answer and the next, eviction steps included.
     pub step_ns: Vec<u64>,
     /// The answer.
     pub written: Vec<u32>,
-    /// KV bytes of pages in use once the context was judged, or of the memory.
+    /// KV bytes of pages in use once the context was evicted, or of the memory.
     pub kv_bytes_live: u64,
     /// Most KV bytes of pages in use at one moment.
     pub kv_bytes_peak: u64,
@@ -29,7 +29,7 @@ pub struct Alone {
     pub evicted_tokens: u64,
 }
 
-/// Reads `prompt`, lets the policy judge, asks its first question, and lets the model answer in up to `most_tokens`
+/// Reads `prompt`, lets the policy evict, asks its first question, and lets the model answer in up to `most_tokens`
 /// tokens. The arena of `stage` holds the weights and else only what this run takes.
 ///
 /// # Errors

@@ -1,7 +1,7 @@
 //! What a model answers under a policy and a budget, beside what it answers with its full cache.
 //!
 //! A [`Prompt`] is a context and what is asked of it, as tokens. A [`Session`] reads a context once and lets every policy
-//! that judges only after prefill judge a fork of it; [`alone()`] runs one policy by itself, as a server would, and
+//! that evicts only after prefill evict a fork of it; [`alone()`] runs one policy by itself, as a server would, and
 //! measures what that takes. `docs/evaluation.md` says what each number is.
 
 mod alone;

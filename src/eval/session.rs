@@ -1,6 +1,6 @@
 //! One context for many policies and many questions.
 //!
-//! A context is prefilled once, with everything kept that any of the policies looks at. Each policy judges a fork of it
+//! A context is prefilled once, with everything kept that any of the policies looks at. Each policy evicts from a fork of it
 //! and each question is asked of a fork of that, so that what is the same is computed once. What was given with the full
 //! cache is what all are compared with: the same question, then the tokens of the right answer one by one
 //! (teacher-forced), and apart from that the model's own words (greedy).
@@ -11,7 +11,7 @@ use crate::cache::Column;
 use crate::eval::Asked;
 use crate::memories::Memory;
 use crate::memory::{Arena, ArenaError, Buffer, Label};
-use crate::model::{Decoder, Eviction, ModelError, Setup, Tap, Tapped, Text};
+use crate::model::{Activation, Decoder, Eviction, Hook, ModelError, Setup, Text};
 use crate::policy::{Policy, Statistic};
 use crate::task::Tokens;
 use serde::{Deserialize, Serialize};
@@ -20,7 +20,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 /// The context with a full cache.
 const CONTEXT: usize = 0;
 /// The context as a policy leaves it.
-const JUDGED: usize = 1;
+const EVICTED: usize = 1;
 /// The same behind a question.
 const ASKED: usize = 2;
 /// The same behind a part of the right answer.
@@ -46,7 +46,7 @@ pub struct Answer {
     pub full_nll_nats: f64,
     /// The model's own words.
     pub written: Vec<u32>,
-    /// Share of the full cache's own words that these begin with.
+    /// Fraction of the full cache's own words that these begin with.
     pub same: f64,
     /// For each layer, squared distance of attention's outputs from the full cache's, and their squared norm.
     pub o_distance: Vec<(f64, f64)>,
@@ -57,7 +57,7 @@ pub struct Answer {
 pub struct Answers {
     /// One for each question.
     pub answers: Vec<Answer>,
-    /// KV bytes of whole pages that the judged context holds, or of the memory.
+    /// KV bytes of whole pages that the evicted context holds, or of the memory.
     pub kv_bytes_live: u64,
     /// Tokens that it holds, summed over the KV heads of all layers.
     pub held_tokens: usize,
@@ -75,9 +75,9 @@ impl Watch {
     }
 }
 
-impl Tap for Watch {
-    fn rows(&self, layer: usize, what: Tapped, rows: &[f32]) {
-        if let (Tapped::O, Some(outputs)) = (what, self.outputs().as_mut()) {
+impl Hook for Watch {
+    fn rows(&self, layer: usize, what: Activation, rows: &[f32]) {
+        if let (Activation::O, Some(outputs)) = (what, self.outputs().as_mut()) {
             outputs.push(layer, rows);
         }
     }
@@ -92,7 +92,7 @@ pub struct Session<'a> {
     setup: Setup<'a>,
     /// Logits behind the last token that was fed.
     last: Vec<f32>,
-    /// Logits behind the context of [`CONTEXT`] and of [`JUDGED`], as the first token of an answer is chosen where nothing
+    /// Logits behind the context of [`CONTEXT`] and of [`EVICTED`], as the first token of an answer is chosen where nothing
     /// is fed in between.
     behind_context: [Vec<f32>; 2],
 }
@@ -117,9 +117,9 @@ impl<'a> Session<'a> {
         };
         let mut decoder = Decoder::new(stage.model, setup, stage.cpu, stage.arena)?;
         decoder.record_queries(policies().filter(|policy| !reads_alone(policy)));
-        decoder.tap(watch);
-        let [last, context, judged] = [(); 3].map(|()| vec![0.0; stage.model.config.vocab]);
-        let behind_context = [context, judged];
+        decoder.hook(watch);
+        let [last, context, evicted] = [(); 3].map(|()| vec![0.0; stage.model.config.vocab]);
+        let behind_context = [context, evicted];
         Ok(Session { stage, text, decoder, watch, setup, last, behind_context })
     }
 
@@ -139,13 +139,13 @@ impl<'a> Session<'a> {
         let full = prompt.asked.iter().map(|asked| self.ask(CONTEXT, asked, most_tokens(asked)));
         let full = full.collect::<Result<Vec<Given>, _>>()?;
         let one = |choice: &Choice<'a>| match choice {
-            Choice::Evict(eviction) => self.judged(prompt, eviction, &full, &most_tokens),
+            Choice::Evict(eviction) => self.evicted(prompt, eviction, &full, &most_tokens),
             Choice::Remember(memory) => self.remembered(prompt, *memory, &full, &most_tokens),
         };
         Ok(choices.iter().map(one).collect())
     }
 
-    fn judged(
+    fn evicted(
         &mut self,
         prompt: &Prompt,
         choice: &Eviction<'a>,
@@ -153,14 +153,14 @@ impl<'a> Session<'a> {
         most_tokens: &impl Fn(&Asked) -> usize,
     ) -> Result<Answers, EvalError> {
         if reads_alone(choice.policy) {
-            (JUDGED..SEQUENCES).for_each(|sequence| self.decoder.free(sequence));
+            (EVICTED..SEQUENCES).for_each(|sequence| self.decoder.free(sequence));
             self.decoder.evict(*choice, &[prompt.budgeted_tokens(); SEQUENCES])?;
             self.decoder.never_evict(prompt.budgeted_tokens()..prompt.context.len());
-            self.prefill(JUDGED, &prompt.context)?;
+            self.prefill(EVICTED, &prompt.context)?;
         } else {
-            self.decoder.fork(CONTEXT, JUDGED)?;
-            self.behind_context[JUDGED] = self.behind_context[CONTEXT].clone();
-            self.decoder.evict_recorded(JUDGED, *choice, prompt.kept)?;
+            self.decoder.fork(CONTEXT, EVICTED)?;
+            self.behind_context[EVICTED] = self.behind_context[CONTEXT].clone();
+            self.decoder.evict_recorded(EVICTED, *choice, prompt.kept)?;
         }
         self.answers(prompt, full, most_tokens)
     }
@@ -175,25 +175,25 @@ impl<'a> Session<'a> {
     ) -> Result<Answers, EvalError> {
         let Stage { model, cpu, arena, .. } = self.stage;
         let mut other = Decoder::with_memory(model, self.setup, memory, cpu, arena)?;
-        other.tap(self.watch);
+        other.hook(self.watch);
         std::mem::swap(&mut self.decoder, &mut other);
-        let read = self.prefill(JUDGED, &prompt.context);
+        let read = self.prefill(EVICTED, &prompt.context);
         let answers = read.and_then(|()| self.answers(prompt, full, most_tokens));
         self.decoder = other;
         answers
     }
 
-    /// Asks everything of the context as it was judged.
+    /// Asks everything of the context as it was evicted.
     fn answers(
         &mut self,
         prompt: &Prompt,
         full: &[Given],
         most_tokens: &impl Fn(&Asked) -> usize,
     ) -> Result<Answers, EvalError> {
-        let (kv_bytes_live, held_tokens) = (self.decoder.sequence_kv_bytes(JUDGED), self.decoder.held_tokens(JUDGED));
+        let (kv_bytes_live, held_tokens) = (self.decoder.sequence_kv_bytes(EVICTED), self.decoder.held_tokens(EVICTED));
         let mut read_bytes = 0;
         let answer = |(asked, full): (&Asked, &Given)| {
-            let given = self.ask(JUDGED, asked, most_tokens(asked))?;
+            let given = self.ask(EVICTED, asked, most_tokens(asked))?;
             read_bytes += self.decoder.step_kv_bytes(ASKED);
             Ok(self.compare(asked, full, given))
         };
@@ -280,7 +280,7 @@ fn only(sequence: usize, tokens: &[u32]) -> [&[u32]; SEQUENCES] {
     all
 }
 
-/// Whether a policy has something to do while the context is read, to judge chunks or to look at hidden states, so that
+/// Whether a policy has something to do while the context is read, to evict after chunks or to look at hidden states, so that
 /// it needs a prefill of its own.
 fn reads_alone(policy: &Policy) -> bool {
     let does = policy.schedule.chunk_tokens.is_some() || policy.looks_at(Statistic::HiddenStates);

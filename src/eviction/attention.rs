@@ -9,7 +9,7 @@ use crate::memory::{Arena, ArenaError, Buffer, Label};
 ///
 /// # Errors
 /// When the arena has no room.
-pub fn received(call: &Forward<'_>, lse: &[f32], arena: &Arena) -> Result<Buffer<f32>, ArenaError> {
+pub fn attention_sums(call: &Forward<'_>, lse: &[f32], arena: &Arena) -> Result<Buffer<f32>, ArenaError> {
     let shape = &call.shape;
     let mut sums = arena.alloc::<f32>(Label::Policy, shape.batch * shape.kv_heads * shape.kv_len)?;
     let mut scratch = arena.alloc(Label::Workspace, export::workspace(shape, call.cpu.threads()))?;
@@ -22,7 +22,7 @@ pub fn received(call: &Forward<'_>, lse: &[f32], arena: &Arena) -> Result<Buffer
 ///
 /// # Errors
 /// When other sequences share pages and the arena has no room for copies.
-pub(crate) fn add_received(
+pub(crate) fn add_cumulative_attention(
     cache: &mut PagedCache,
     list: impl Fn(usize) -> usize,
     kv_len: usize,

@@ -1,6 +1,6 @@
 //! Eviction steps on the CPU, over a paged cache.
 
-use super::attention::{accumulated, add_received, received};
+use super::attention::{accumulated, add_cumulative_attention, attention_sums};
 use super::{Backend, Chosen, Evicted, Plan, Rule};
 use crate::attention::rope::Frequencies;
 use crate::attention::{Forward, Params, Shape};
@@ -22,7 +22,7 @@ pub struct CpuBackend<'a> {
     pub cpu: &'a Cpu,
     /// Where memory comes from.
     pub arena: &'a Arena,
-    /// RoPE's frequencies, to turn keys to positions inside the cache; `None` where the inputs do not tell.
+    /// RoPE's frequencies, to rotate keys to positions inside the cache; `None` where the inputs do not tell.
     pub rope: Option<&'a Frequencies>,
     /// Whether ties are counted, which takes a sort of all scores.
     pub counts_ties: bool,
@@ -94,10 +94,10 @@ impl Backend for CpuBackend<'_> {
         let (kv_len, sums) = {
             let kv = view.sequences(cache);
             let call = view.call(&kv, self.cpu);
-            (call.shape.kv_len, received(&call, view.lse, self.arena)?)
+            (call.shape.kv_len, attention_sums(&call, view.lse, self.arena)?)
         };
         let lists: Vec<usize> = (0..view.lists(cache)).map(|index| view.list(cache, index)).collect();
-        add_received(cache, |index| lists[index], kv_len, &sums)?;
+        add_cumulative_attention(cache, |index| lists[index], kv_len, &sums)?;
         Ok(nanoseconds(start))
     }
 

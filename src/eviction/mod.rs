@@ -11,8 +11,8 @@ pub mod cuda;
 mod tensors;
 mod window;
 
-pub(crate) use attention::add_received;
-pub use attention::{received, recompute_lse};
+pub(crate) use attention::add_cumulative_attention;
+pub use attention::{attention_sums, recompute_lse};
 pub use cpu::{CpuBackend, View};
 pub use tensors::{Given, Retained, retain};
 pub use window::{ObservationWindow, Span, WindowShape};
@@ -101,7 +101,7 @@ pub trait Backend {
     /// Retains what was chosen; returns how many list-tokens were evicted.
     ///
     /// # Errors
-    /// When the policy's action or the turning of keys lacks something, or there is no room.
+    /// When the policy's action or re-rotation of keys lacks something, or there is no room.
     fn evict(
         &self,
         plan: &Plan<'_>,

@@ -1,6 +1,6 @@
 //! A policy applied once to tensors: what `kvsieve evict` does, and what a library user calls without a cache.
 
-use super::attention::{received, recompute_lse};
+use super::attention::{attention_sums, recompute_lse};
 use crate::attention::rope::Frequencies;
 use crate::attention::{AttentionError, Forward, Params, Shape, Tiled};
 use crate::memory::{Arena, Buffer, Label};
@@ -66,7 +66,7 @@ pub fn retain(policy: &Policy, call: Forward<'_>, given: Given<'_>, arena: &Aren
     };
     let lse = lse.as_deref().unwrap_or(&[]);
     let accumulated = match policy.looks_at(Statistic::AccumulatedAttention) {
-        true => Some(received(&call, lse, arena)?),
+        true => Some(attention_sums(&call, lse, arena)?),
         false => None,
     };
     let future_call = given.future.map(|q| {
@@ -103,7 +103,7 @@ pub fn retain(policy: &Policy, call: Forward<'_>, given: Given<'_>, arena: &Aren
         // Everything is protected, so nothing is scored and nothing ties.
         None => Scored {
             values: arena.alloc(Label::Policy, context.lists() * shape.kv_len)?,
-            highest_judged: f32::NEG_INFINITY,
+            highest_scored: f32::NEG_INFINITY,
             protect: Protect::default(),
         },
     };

@@ -17,8 +17,8 @@ pub enum Span {
 impl Span {
     /// Queries that a policy looks at in an eviction step of prefill, or when it begins to select what steps read.
     pub fn of_prefill(policy: &Policy) -> Span {
-        if let Some(reader) = &policy.reader {
-            Span::Latest(reader.recent_queries())
+        if let Some(selection) = &policy.selection {
+            Span::Latest(selection.recent_queries())
         } else if looks_at_all_queries(policy) {
             Span::All
         } else {

@@ -64,13 +64,13 @@ pub struct Answers {
     /// Kullback-Leibler divergence from the full cache's next-token distributions, nats for each token of the right
     /// answer, fed as it is.
     pub kl_nats: Estimate,
-    /// Share of these tokens where both caches make the same token the likeliest.
+    /// Fraction of these tokens where both caches make the same token the likeliest.
     pub top1_agreement: Estimate,
     /// Minus the log-probability of these tokens, nats each; its exponential is the perplexity.
     pub nll_nats: Estimate,
     /// The same minus that of the full cache.
     pub nll_difference_nats: Estimate,
-    /// Share of the full cache's own words that the answer begins with, both written greedily.
+    /// Fraction of the full cache's own words that the answer begins with, both written greedily.
     pub greedy_agreement: Estimate,
     /// Relative L2 distance of attention's outputs from the full cache's in each layer, lowest first, over the tokens of
     /// question and right answer.
@@ -84,13 +84,13 @@ pub struct Answers {
     pub unprotected_tokens: Option<usize>,
     /// Tokens of the context that stayed, on average over samples and KV heads, as a fraction.
     pub kept_fraction: f64,
-    /// Tokens of the judged contexts, on average.
+    /// Tokens of the evicted contexts, on average.
     pub context_tokens: f64,
     /// Tokens of an answer, on average.
     pub answer_tokens: f64,
     /// KV bytes of a context without eviction, on average.
     pub kv_bytes_dense: u64,
-    /// KV bytes of whole pages in use once the context was judged, on average.
+    /// KV bytes of whole pages in use once the context was evicted, on average.
     pub kv_bytes_live: u64,
     /// KV bytes that the last decode step of an answer read, on average; 0 in records from before policies selected in
     /// models.

@@ -59,7 +59,7 @@ impl Gpu {
     fn reopen(&self) -> Result<(), CudaError> {
         let old = self.runtime()?;
         self.runtime.take();
-        let old = Rc::try_unwrap(old).map_err(|_| CudaError::Lost("a turn still uses it".into()))?;
+        let old = Rc::try_unwrap(old).map_err(|_| CudaError::Lost("a trial still uses it".into()))?;
         let lost = |error: CudaError| match error {
             CudaError::Lost(_) => error,
             error => CudaError::Lost(error.to_string()),
@@ -95,7 +95,7 @@ impl<'a> From<&'a Gpu> for Engine<'a> {
 
 /// The inputs of some cells, where their device reads them.
 pub struct Inputs {
-    /// Counts the device's memory: the inputs, and what turns take.
+    /// Counts the device's memory: the inputs, and what trials take.
     pub arena: Arena,
     /// The tensors.
     pub tensors: Tensors,
@@ -146,7 +146,7 @@ fn host_inputs(made: Result<Workload, WorkloadError>) -> Result<Workload, InputE
     })
 }
 
-/// What the system says of memory before a turn.
+/// What the system says of memory before a trial.
 pub struct Watch {
     resident: Option<u64>,
     free_bytes: Option<u64>,

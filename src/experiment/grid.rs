@@ -53,9 +53,9 @@ impl Experiment {
         Ok(Experiment { spec, file, cells })
     }
 
-    /// The cells that take turns.
-    pub fn in_turns(&self) -> impl Iterator<Item = &Cell> {
-        self.cells.iter().filter(|cell| cell.measure.turns().is_some())
+    /// The cells that take trials.
+    pub fn in_trials(&self) -> impl Iterator<Item = &Cell> {
+        self.cells.iter().filter(|cell| cell.measure.trials().is_some())
     }
 
     /// The cells that run in comparisons.

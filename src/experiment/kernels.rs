@@ -99,7 +99,7 @@ pub fn programs(limits: &Limits) -> Vec<Program> {
     let registry = Registry::default();
     let planned = SHIPPED.iter().copied().chain([("kernels", TABLE)]).flat_map(|(name, text)| {
         let experiment = measured(name, text, &registry);
-        let of_cells = experiment.iter().flat_map(Experiment::in_turns);
+        let of_cells = experiment.iter().flat_map(Experiment::in_trials);
         let tasks = of_cells.filter_map(|cell| cuda::task(cell, &registry, limits).ok());
         tasks.flat_map(|task| task.programs()).collect::<Vec<_>>()
     });
@@ -111,7 +111,7 @@ pub fn programs(limits: &Limits) -> Vec<Program> {
 /// The cells of an experiment that run on a GPU; `None` where none does.
 fn measured(name: &str, text: &str, registry: &Registry) -> Option<Experiment> {
     let mut spec = Spec::parse(text, name).expect("experiments of this crate are right");
-    spec.grid.retain(|grid| grid.measure.turns().is_some());
+    spec.grid.retain(|grid| grid.measure.trials().is_some());
     if spec.grid.is_empty() {
         return None;
     }

@@ -3,12 +3,12 @@
 pub mod answers;
 pub mod axes;
 pub mod cell;
-pub mod cliff;
 pub mod engine;
 pub mod environment;
 pub mod estimate;
 pub mod grid;
 pub mod kernels;
+pub mod max_context;
 pub mod measure;
 pub mod policy_axis;
 pub mod record;

@@ -52,9 +52,9 @@ pub struct Record {
     pub threads: usize,
     /// Instruction path that ran: `avx512`, `avx2`, `portable`; of a GPU its name, architecture, and NVRTC's version.
     pub isa_path: String,
-    /// Whose matrix products the kernel used, where that depends on what is installed: `cuBLAS 13.0` or `own products`.
+    /// Whose matrix products the kernel used, where that depends on what is installed: `cuBLAS 13.0` or `fallback GEMM`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub products: Option<String>,
+    pub gemm: Option<String>,
     /// Memory; for an `oom` cell only the prediction.
     pub memory: Option<Memory>,
     /// The allocation that was refused, where one was.
@@ -111,9 +111,9 @@ impl Record {
             if !lists.is_empty() && Some(lists.len()) != layers.checked_mul(kv_heads) {
                 return Err(format!("kept_by_position has {} lists; the cell has {layers} x {kv_heads}", lists.len()));
             }
-            let stretches = lists.first().map_or(0, Vec::len);
-            if let Some(list) = lists.iter().find(|list| list.len() != stretches) {
-                return wrong("kept_by_position", list.len(), "stretches in a list", stretches);
+            let bins = lists.first().map_or(0, Vec::len);
+            if let Some(list) = lists.iter().find(|list| list.len() != bins) {
+                return wrong("kept_by_position", list.len(), "bins in a list", bins);
             }
         }
         if let Some(answers) = &self.answers {
@@ -137,7 +137,7 @@ pub struct Refused {
     /// What it was for.
     pub label: String,
     /// Bytes asked for.
-    pub asked_bytes: u64,
+    pub requested_bytes: u64,
     /// Bytes that were free: of the GPU, or up to the arena's limit; `None` where the system does not tell.
     pub free_bytes: Option<u64>,
 }
@@ -231,9 +231,9 @@ pub struct Eviction {
     pub kv_bytes_peak: u64,
     /// Needles whose value a late query still retrieves, as a fraction; `None` without planted needles.
     pub needle_recall: Option<f64>,
-    /// Share of the dense attention mass of late queries that falls on tokens that stayed.
+    /// Fraction of the dense attention mass of late queries that falls on tokens that stayed.
     pub attention_mass_kept: f64,
-    /// Share of scores that equal another score of the same head, so that the tie rule decides.
+    /// Fraction of scores that equal another score of the same head, so that the tie rule decides.
     pub tie_rate: f64,
     /// KV bytes that a decode step read, on average over the steps.
     pub kv_bytes_read: u64,
@@ -242,7 +242,7 @@ pub struct Eviction {
     pub kv_bytes_padded: u64,
     /// Fraction of the context that stayed after prefill, `[layers][Hkv]`, on average over sequences.
     pub kept_by_head: Vec<Vec<f64>>,
-    /// Fraction that stayed of each of 64 equal stretches of the context, `[layers * Hkv][64]`, of the first sequence.
+    /// Fraction that stayed of each of 64 equal bins of the context, `[layers * Hkv][64]`, of the first sequence.
     pub kept_by_position: Vec<Vec<f32>>,
     /// Drift of each query head, `[layers][Hq]`.
     pub drift_by_head: Vec<Vec<f64>>,
@@ -257,7 +257,7 @@ pub struct Step {
     pub new_tokens: usize,
     /// KV bytes of pages in use.
     pub kv_bytes_live: u64,
-    /// Share of the dense attention mass that fell on tokens that are there, over all heads.
+    /// Fraction of the dense attention mass that fell on tokens that are there, over all heads.
     pub attention_mass_kept: f64,
     /// Drift over all heads.
     pub drift: f64,

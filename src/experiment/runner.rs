@@ -1,10 +1,10 @@
 //! Runs an experiment: interleaved rounds, checked turns, records as cells end.
 //!
-//! Cells of one context length are a group. Their inputs are made once and their samples are taken in turn, round
+//! Cells of one context length are a group. Their inputs are made once and their samples are taken interleaved, round
 //! after round (A B C A B C), so that a slow moment of the machine falls on all of them. A cell leaves the rotation,
 //! and its record is written, when its interval is tight or its time is up.
 
-mod turns;
+mod trials;
 
 use super::cell::Cell;
 use super::engine::Engine;
@@ -45,7 +45,7 @@ pub enum Progress<'a> {
         resumed: usize,
     },
     /// A sample of this cell is taken.
-    Turn(&'a Cell),
+    Trial(&'a Cell),
     /// A cell ended.
     Done(&'a Record),
 }
@@ -157,7 +157,7 @@ pub fn prepare<'e>(
         Prepared::new(cell.clone(), registry, engine)
             .map_err(|error| RunError::Cell(format!("{}: {error}", cell.label())))
     };
-    let cells = experiment.in_turns().map(prepared).collect::<Result<Vec<_>, _>>()?;
+    let cells = experiment.in_trials().map(prepared).collect::<Result<Vec<_>, _>>()?;
     let nowhere = |prepared: &Prepared| match &prepared.place {
         Place::Nowhere(reason) => Some((prepared.cell.label(), reason.clone())),
         _ => None,
@@ -266,7 +266,7 @@ impl Runner<'_> {
             None => {
                 let folder = &self.store.folder;
                 let stage = Stage { registry, engine: self.engine, limit_bytes: self.options.limit_bytes, folder };
-                comparisons.run(records, &stage, &mut |cell| (self.progress)(Progress::Turn(cell)))
+                comparisons.run(records, &stage, &mut |cell| (self.progress)(Progress::Trial(cell)))
             }
         };
         // What is shared is shared out.
@@ -282,7 +282,7 @@ impl Runner<'_> {
             context_bytes: self.engine.context_bytes(),
             ..Memory::default()
         };
-        Record { memory: Some(memory), products: prepared.products(self.engine), ..self.blank_record(&prepared.cell) }
+        Record { memory: Some(memory), gemm: prepared.gemm(self.engine), ..self.blank_record(&prepared.cell) }
     }
 
     /// A record of a cell, without numbers.
@@ -300,7 +300,7 @@ impl Runner<'_> {
             cell: cell.clone(),
             threads: self.engine.cpu().threads(),
             isa_path: self.engine.path(),
-            products: None,
+            gemm: None,
             memory: None,
             refused: None,
             gpu: None,

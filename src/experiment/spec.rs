@@ -141,7 +141,7 @@ pub struct Grid {
     /// Tasks, for `eval`.
     #[serde(default, skip_serializing_if = "Many::is_empty")]
     pub task: Many<String>,
-    /// Instead of tasks, a text file: each piece of `context_tokens` is judged, and the `new_tokens` that follow (128 by
+    /// Instead of tasks, a text file: each piece of `context_tokens` is evicted from, and the `new_tokens` that follow (128 by
     /// default) are fed as they are.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub text: Option<PathBuf>,

@@ -105,7 +105,7 @@ pub fn holm(p: &[f64]) -> Vec<f64> {
     adjusted
 }
 
-/// How often each contender is among the best, as a share of resamples; `scores` holds its lists of scores, one value for
+/// How often each contender is among the best, as a fraction of resamples; `scores` holds its lists of scores, one value for
 /// each sample of a stratum, in the same order for all.
 pub fn among_best(scores: &[Vec<&[f64]>]) -> Vec<f64> {
     let count = scores.iter().flatten().map(|values| values.len()).min().unwrap_or(0);

@@ -16,7 +16,7 @@ use std::time::Duration;
 /// Name of the records' file.
 pub const CELLS: &str = "cells.jsonl";
 /// Name of the file of limits that were searched for.
-pub const CLIFFS: &str = "cliffs.jsonl";
+pub const MAX_CONTEXTS: &str = "max-context.jsonl";
 
 /// A folder that cannot be used.
 #[derive(Debug, thiserror::Error)]

@@ -212,10 +212,10 @@ impl MemoryState for State {
             for token in 0..count {
                 let place = ((at.sequence * kv_heads + head) * room + segment.tokens + token) * head_dim;
                 let row = place..place + head_dim;
-                let [before, turned, values] = &mut self.tokens;
+                let [before, rotated, values] = &mut self.tokens;
                 k.read_rows(0, head, token, &mut before[row.clone()]);
-                turned[row.clone()].copy_from_slice(&before[row.clone()]);
-                at.rope.turn(&mut turned[row.clone()], (segment.first + segment.tokens + token) as f64);
+                rotated[row.clone()].copy_from_slice(&before[row.clone()]);
+                at.rope.rotate(&mut rotated[row.clone()], (segment.first + segment.tokens + token) as f64);
                 v.read_rows(0, head, token, &mut values[row]);
             }
         }
@@ -282,10 +282,10 @@ impl MemoryState for State {
         let lists = at.sequence * kv_heads..(at.sequence + 1) * kv_heads;
         // One head each: its modes, and room for what is worked out.
         let part = |per_list: usize| lists.start * per_list..lists.end * per_list;
-        let [before, turned, values] = &mut self.modes;
+        let [before, rotated, values] = &mut self.modes;
         let heads = before[part(slots * head_dim)]
             .par_chunks_mut(slots * head_dim)
-            .zip(turned[part(slots * head_dim)].par_chunks_mut(slots * head_dim))
+            .zip(rotated[part(slots * head_dim)].par_chunks_mut(slots * head_dim))
             .zip(values[part(slots * head_dim)].par_chunks_mut(slots * head_dim))
             .zip(self.facts[part(slots)].par_chunks_mut(slots))
             .zip(self.counts[lists.clone()].par_iter_mut())
@@ -293,9 +293,9 @@ impl MemoryState for State {
             .zip(self.order.par_chunks_mut(slots));
         let [keys, _, from_values] = &self.tokens;
         let (asked, list) = (self.asked, window * head_dim);
-        heads.enumerate().for_each(|(head, ((((((before, turned), values), modes), count), scores), order))| {
+        heads.enumerate().for_each(|(head, ((((((before, rotated), values), modes), count), scores), order))| {
             let mut written =
-                Head { head_dim, before, turned, values, modes, count, scores, sink: asked.sink, isa: at.cpu.isa() };
+                Head { head_dim, before, rotated, values, modes, count, scores, sink: asked.sink, isa: at.cpu.isa() };
             let own = (lists.start + head) * list..(lists.start + head + 1) * list;
             let rows = keys[own.clone()].chunks_exact(head_dim).zip(from_values[own].chunks_exact(head_dim));
             for (position, (key, value)) in (first..).zip(rows) {

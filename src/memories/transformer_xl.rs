@@ -90,7 +90,7 @@ impl MemoryState for Ring {
                 let place = ((at.sequence * kv_heads + head) * ring + position % ring) * head_dim;
                 let key = &mut self.k[place..place + head_dim];
                 k.read_rows(0, head, token, key);
-                at.rope.turn(key, position as f64);
+                at.rope.rotate(key, position as f64);
                 v.read_rows(0, head, token, &mut self.v[place..place + head_dim]);
             }
         }

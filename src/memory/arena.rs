@@ -17,7 +17,7 @@ const LABELS: usize = Label::ALL.len();
 pub enum ArenaError {
     /// The arena's limit would be passed.
     #[error(
-        "out of memory: {asked_bytes} bytes for {label} asked, {live_bytes} of {limit_bytes} bytes in use; \
+        "out of memory: {requested_bytes} bytes for {label} requested, {live_bytes} of {limit_bytes} bytes in use; \
          shorten the context or raise --limit-memory",
         label = label.name()
     )]
@@ -25,19 +25,19 @@ pub enum ArenaError {
         /// What the memory was for.
         label: Label,
         /// Bytes asked for.
-        asked_bytes: u64,
+        requested_bytes: u64,
         /// Bytes in use at that moment.
         live_bytes: u64,
         /// The arena's limit.
         limit_bytes: u64,
     },
     /// The operating system refused.
-    #[error("out of memory: the system refused {asked_bytes} bytes for {label}: {reason}", label = label.name())]
+    #[error("out of memory: the system refused {requested_bytes} bytes for {label}: {reason}", label = label.name())]
     System {
         /// What the memory was for.
         label: Label,
         /// Bytes asked for.
-        asked_bytes: u64,
+        requested_bytes: u64,
         /// The system's own words.
         reason: String,
     },
@@ -137,7 +137,7 @@ impl Arena {
         let spare = self.0.spare().take(bytes as usize);
         let pages = spare.map_or_else(|| map(bytes as usize), Ok).map_err(|error| ArenaError::System {
             label,
-            asked_bytes: bytes,
+            requested_bytes: bytes,
             reason: error.to_string(),
         })?;
         self.0.ledger().change(label, bytes as i64, self.0.started);
@@ -154,10 +154,10 @@ impl Arena {
         Ok(Claim { label, bytes, arena: self.clone() })
     }
 
-    fn refuse_beyond_limit(&self, label: Label, asked_bytes: u64) -> Result<(), ArenaError> {
+    fn refuse_beyond_limit(&self, label: Label, requested_bytes: u64) -> Result<(), ArenaError> {
         let (live_bytes, limit_bytes) = (self.0.ledger().live_total, self.0.limit_bytes);
-        if live_bytes.saturating_add(asked_bytes) > limit_bytes {
-            return Err(ArenaError::Limit { label, asked_bytes, live_bytes, limit_bytes });
+        if live_bytes.saturating_add(requested_bytes) > limit_bytes {
+            return Err(ArenaError::Limit { label, requested_bytes, live_bytes, limit_bytes });
         }
         Ok(())
     }
@@ -298,7 +298,8 @@ mod tests {
         let arena = Arena::with_limit(1000);
         let _held = arena.alloc::<u8>(Label::Input, 900).unwrap();
         let error = arena.alloc::<u8>(Label::Scores, 101).err().unwrap();
-        let expected = ArenaError::Limit { label: Label::Scores, asked_bytes: 101, live_bytes: 900, limit_bytes: 1000 };
+        let expected =
+            ArenaError::Limit { label: Label::Scores, requested_bytes: 101, live_bytes: 900, limit_bytes: 1000 };
         assert_eq!(error, expected);
         assert!(arena.alloc::<u8>(Label::Scores, 100).is_ok());
     }

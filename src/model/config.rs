@@ -45,7 +45,7 @@ impl Family {
     }
 }
 
-/// How frequencies of RoPE are stretched over longer contexts than the model was first trained for.
+/// RoPE scaling: how frequencies change for longer contexts than the model was first trained for.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum RopeScaling {
     /// Not at all.
@@ -93,7 +93,7 @@ pub enum RopeScaling {
 pub struct Rope {
     /// Base of the frequencies.
     pub theta: f64,
-    /// How they are stretched.
+    /// RoPE scaling.
     pub scaling: RopeScaling,
 }
 
@@ -178,7 +178,7 @@ impl Config {
         self.q_heads * self.head_dim
     }
 
-    /// Tokens of the longest sequence that the model was made for, with its RoPE stretched.
+    /// Tokens of the longest sequence that the model was made for, with its RoPE scaling.
     pub fn most_tokens(&self) -> usize {
         match self.rope.scaling {
             RopeScaling::Dynamic { factor } => (self.max_positions as f64 * factor) as usize,

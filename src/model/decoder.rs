@@ -10,7 +10,7 @@ mod narrow;
 mod phases;
 mod remember;
 
-use super::sheet::Sheet;
+use super::padded::PaddedRows;
 use super::weights::embed;
 use super::{Model, ModelError, linear, rope};
 use crate::cache::{CacheShape, Column, PAGE_TOKENS, PagedCache};
@@ -19,8 +19,8 @@ use crate::format::KvFormat;
 use crate::memories::Memory;
 use crate::memory::{Arena, ArenaError, Buffer, Label};
 use crate::model::evictor::{Eviction, Evictor, QueryRecorder};
+use crate::model::hook::Hook;
 use crate::model::norm::Norm;
-use crate::model::tap::Tap;
 use crate::named::NamedError;
 use crate::tensor::DType;
 use attend::Attend;
@@ -65,7 +65,7 @@ impl Setup<'_> {
 
 /// Tokens of one sequence in a pass.
 #[derive(Debug, Clone, Copy)]
-struct Portion {
+struct Chunk {
     sequence: usize,
     /// First of its rows.
     row: usize,
@@ -83,12 +83,12 @@ struct Buffers {
     /// What a block's parts add to it.
     projected: Buffer<f32>,
     /// Norms of it.
-    normed: Sheet,
+    normed: PaddedRows,
     q: Buffer<f32>,
     k: Buffer<f32>,
     v: Buffer<f32>,
-    attended: Sheet,
-    gate: Sheet,
+    attended: PaddedRows,
+    gate: PaddedRows,
     up: Buffer<f32>,
     /// Cosines and sines of each row's position.
     angles: Buffer<f32>,
@@ -104,12 +104,12 @@ impl Buffers {
         Ok(Buffers {
             hidden: plain(rows * config.hidden)?,
             projected: plain(rows * config.hidden)?,
-            normed: Sheet::new(arena, rows, config.hidden, setup.dtype)?,
+            normed: PaddedRows::new(arena, rows, config.hidden, setup.dtype)?,
             q: plain(rows * config.q_width())?,
             k: plain(rows * config.kv_width())?,
             v: plain(rows * config.kv_width())?,
-            attended: Sheet::new(arena, rows, config.q_width(), setup.dtype)?,
-            gate: Sheet::new(arena, rows, config.ffn, setup.dtype)?,
+            attended: PaddedRows::new(arena, rows, config.q_width(), setup.dtype)?,
+            gate: PaddedRows::new(arena, rows, config.ffn, setup.dtype)?,
             up: plain(rows * config.ffn)?,
             angles: plain(rows * config.head_dim)?,
             logits: plain(setup.logit_rows() * config.vocab)?,
@@ -124,7 +124,7 @@ impl Buffers {
             + setup.logit_rows() * config.vocab
             + linear::scratch(rows, threads);
         let sheets = [config.hidden, config.q_width(), config.ffn];
-        4 * plain as u64 + sheets.map(|width| Sheet::bytes(rows, width)).iter().sum::<u64>()
+        4 * plain as u64 + sheets.map(|width| PaddedRows::bytes(rows, width)).iter().sum::<u64>()
     }
 }
 
@@ -143,7 +143,7 @@ pub struct Decoder<'a> {
     attend: Attend,
     evictor: Option<Evictor<'a>>,
     recorder: Option<QueryRecorder>,
-    tap: Option<&'a dyn Tap>,
+    hook: Option<&'a dyn Hook>,
     /// Whether tokens of a sequence were evicted, so that slots of its lists are no positions.
     gaps: Vec<bool>,
 }
@@ -192,7 +192,7 @@ impl<'a> Decoder<'a> {
             attend: Attend::new(&setup)?,
             evictor: None,
             recorder: None,
-            tap: None,
+            hook: None,
             gaps: vec![false; setup.batch],
         })
     }
@@ -259,7 +259,7 @@ impl<'a> Decoder<'a> {
     ) -> Result<(), ModelError> {
         let longest = tokens.iter().map(|tokens| tokens.len()).max().unwrap_or(0);
         for start in (0..longest).step_by(self.setup.chunk_tokens) {
-            let mut portions = Vec::with_capacity(tokens.len());
+            let mut chunks = Vec::with_capacity(tokens.len());
             let mut row = 0;
             for (sequence, tokens) in tokens.iter().enumerate() {
                 let left = &tokens[start.min(tokens.len())..];
@@ -268,7 +268,7 @@ impl<'a> Decoder<'a> {
                     continue;
                 }
                 let (first, horizon) = (self.seen[sequence], horizons[sequence]);
-                portions.push(Portion { sequence, row, tokens: chunk.len(), first, horizon });
+                chunks.push(Chunk { sequence, row, tokens: chunk.len(), first, horizon });
                 for token in chunk {
                     let hidden = self.model.config.hidden;
                     let to = &mut self.buffers.hidden[row * hidden..][..hidden];
@@ -276,11 +276,11 @@ impl<'a> Decoder<'a> {
                     row += 1;
                 }
             }
-            self.pass(&portions, row)?;
-            for portion in &portions {
-                self.seen[portion.sequence] += portion.tokens;
+            self.pass(&chunks, row)?;
+            for chunk in &chunks {
+                self.seen[chunk.sequence] += chunk.tokens;
             }
-            self.logits(&portions, |sequence| from[sequence] + start, visit);
+            self.logits(&chunks, |sequence| from[sequence] + start, visit);
         }
         Ok(())
     }
@@ -292,27 +292,27 @@ impl<'a> Decoder<'a> {
 
     /// The blocks, over `rows` rows of the residual stream: on the threads from the first to the last, because to hand
     /// each small product over to them costs more than a new token's products themselves.
-    fn pass(&mut self, portions: &[Portion], rows: usize) -> Result<(), ModelError> {
-        self.turn_angles(portions);
-        self.make_way(portions);
+    fn pass(&mut self, chunks: &[Chunk], rows: usize) -> Result<(), ModelError> {
+        self.turn_angles(chunks);
+        self.make_way(chunks);
         let (cpu, layers) = (self.cpu, 0..self.model.config.layers);
-        cpu.install(|| layers.into_iter().try_for_each(|layer| self.block(layer, portions, rows)))
+        cpu.install(|| layers.into_iter().try_for_each(|layer| self.block(layer, chunks, rows)))
     }
 
     /// Cosines and sines of every row's position.
-    fn turn_angles(&mut self, portions: &[Portion]) {
+    fn turn_angles(&mut self, chunks: &[Chunk]) {
         let config = &self.model.config;
         let frequencies = |tokens| config.rope.frequencies(config.head_dim, config.max_positions, tokens);
         let factor = config.rope.attention_factor();
         let mut same = None;
-        for portion in portions {
-            let own = (config.rope.is_dynamic() || same.is_none()).then(|| frequencies(portion.horizon));
+        for chunk in chunks {
+            let own = (config.rope.is_dynamic() || same.is_none()).then(|| frequencies(chunk.horizon));
             let frequencies = match own {
                 Some(own) => same.insert(own),
-                None => same.as_mut().expect("made for the first portion"),
+                None => same.as_mut().expect("made for the first chunk"),
             };
-            let rows = self.buffers.angles.chunks_exact_mut(config.head_dim).skip(portion.row).take(portion.tokens);
-            for (position, row) in (portion.first..).zip(rows) {
+            let rows = self.buffers.angles.chunks_exact_mut(config.head_dim).skip(chunk.row).take(chunk.tokens);
+            for (position, row) in (chunk.first..).zip(rows) {
                 rope::angles(frequencies, position, factor, row);
             }
         }
@@ -323,10 +323,10 @@ impl<'a> Decoder<'a> {
         self.model.config.norm(weight)
     }
 
-    /// Logits of the rows that are wanted, handed to `visit`; `place` gives that of a portion's first token.
+    /// Logits of the rows that are wanted, handed to `visit`; `place` gives that of a chunk's first token.
     fn logits(
         &mut self,
-        portions: &[Portion],
+        chunks: &[Chunk],
         place: impl Fn(usize) -> usize,
         visit: &mut impl FnMut(usize, usize, &[f32]),
     ) {
@@ -335,14 +335,14 @@ impl<'a> Decoder<'a> {
         let (hidden, vocab) = (config.hidden, config.vocab);
         // Sequence, place and row of what is wanted.
         let mut wanted = Vec::new();
-        for portion in portions {
+        for chunk in chunks {
             let first = match self.setup.all_logits {
                 true => 0,
-                false if portion.first + portion.tokens == portion.horizon => portion.tokens - 1,
+                false if chunk.first + chunk.tokens == chunk.horizon => chunk.tokens - 1,
                 false => continue,
             };
-            let places = (first..portion.tokens)
-                .map(|token| (portion.sequence, place(portion.sequence) + token, portion.row + token));
+            let places =
+                (first..chunk.tokens).map(|token| (chunk.sequence, place(chunk.sequence) + token, chunk.row + token));
             wanted.extend(places);
         }
         if wanted.is_empty() {

@@ -11,11 +11,11 @@ mod scene;
 use crate::attention::rope::Frequencies;
 use crate::attention::{Forward, Shape};
 use crate::cache::PagedCache;
-use crate::eviction::{ObservationWindow, Plan, Session, Span, WindowShape, add_received, received};
+use crate::eviction::{ObservationWindow, Plan, Session, Span, WindowShape, add_cumulative_attention, attention_sums};
 use crate::format::KvFormat;
 use crate::memory::{Arena, ArenaError, Buffer, Claim};
 use crate::model::{Config, ModelError};
-use crate::policy::sparse::{Lists, Reading};
+use crate::policy::sparse::{KvSelector, Lists};
 use crate::policy::{Axis, Budget, Decoding, Policy, PolicyError, Statistic};
 use crate::tensor::DType;
 use std::ops::Range;
@@ -50,7 +50,7 @@ impl Eviction<'_> {
             (Axis::Hidden, config.hidden),
         ];
         self.policy.check_parameters(self.name, &extents)?;
-        if self.policy.reader.is_some() && config.windows.iter().any(Option::is_some) {
+        if self.policy.selection.is_some() && config.windows.iter().any(Option::is_some) {
             return refuse("it chooses what a step reads of the whole context, but this model has sliding windows");
         }
         if self.policy.looks_at(Statistic::FutureAttention) {
@@ -59,12 +59,12 @@ impl Eviction<'_> {
         let recent = self.policy.scorer.as_ref().map_or(1, |scorer| scorer.recent_queries());
         if self.policy.rerotates && self.policy.schedule.decoding != Decoding::Never && recent > 1 {
             return refuse(
-                "it turns keys and judges again by queries that were asked before; use 'once', or leave 'rerotate' out",
+                "it rotates keys and evicts again by queries that were asked before; use 'once', or leave 'rerotate' out",
             );
         }
         if self.policy.rerotates && config.windows.iter().any(Option::is_some) {
             return refuse(
-                "it turns keys to positions inside the cache, where this model's sliding windows mean nothing",
+                "it rotates keys to positions inside the cache, where this model's sliding windows mean nothing",
             );
         }
         let uneven = config.windows.iter().any(|window| *window != config.windows[0]);
@@ -76,7 +76,7 @@ impl Eviction<'_> {
 }
 
 impl Eviction<'_> {
-    /// A warning where the budget of a context of `context_tokens`, kept in `format`, leaves nothing to judge
+    /// A warning where the budget of a context of `context_tokens`, kept in `format`, leaves nothing to score
     /// ([`Policy::only_protected`]).
     pub fn warning(&self, config: &Config, context_tokens: usize, format: KvFormat) -> Option<String> {
         let token_bytes = format.token_bytes(config.head_dim);
@@ -91,7 +91,7 @@ struct Sequence<'a> {
     session: Session<'a>,
     window: Option<ObservationWindow>,
     /// KV selection of every layer, once the context was read.
-    readings: Vec<Box<dyn Reading>>,
+    selectors: Vec<Box<dyn KvSelector>>,
 }
 
 /// A policy with what it has seen of each sequence.
@@ -121,7 +121,7 @@ impl<'a> Evictor<'a> {
             let Eviction { policy, name, ref budget, seed } = eviction;
             let budget_tokens = policy.budget_tokens(name, budget.as_ref(), context, token_bytes, lists)?;
             let session = Session::new(Plan { policy, budget_tokens, seed });
-            Ok(Sequence { session, window: None, readings: Vec::new() })
+            Ok(Sequence { session, window: None, selectors: Vec::new() })
         };
         let sequences = contexts.iter().map(sequence).collect::<Result<_, _>>()?;
         let _parameters = eviction.policy.parameters.claim(arena)?;
@@ -139,8 +139,8 @@ impl<'a> Evictor<'a> {
         self.evicting().filter(|policy| is_open && policy.looks_at(Statistic::HiddenStates))
     }
 
-    /// RoPE's frequencies, once keys and queries are turned to positions inside the cache.
-    pub fn turns(&self) -> Option<&Frequencies> {
+    /// RoPE's frequencies, once keys and queries are rotated to positions inside the cache.
+    pub fn rotates(&self) -> Option<&Frequencies> {
         self.evicting().filter(|policy| policy.rerotates).and(self.frequencies.as_ref())
     }
 
@@ -158,12 +158,12 @@ impl<'a> Evictor<'a> {
         sequence: usize,
         call: &Forward<'_>,
         lse: &[f32],
-    ) -> Result<Option<Received>, ModelError> {
+    ) -> Result<Option<AttentionSums>, ModelError> {
         let (policy, shape, mut open) = (self.eviction.policy, call.shape, false);
         for index in 0..shape.batch {
-            let Sequence { session, window, readings } = &mut self.sequences[sequence + index];
+            let Sequence { session, window, selectors } = &mut self.sequences[sequence + index];
             let span = if session.is_decoding() { Span::of_decoding(policy) } else { Span::of_prefill(policy) };
-            if span == Span::Latest(0) || !session.is_open() || !readings.is_empty() {
+            if span == Span::Latest(0) || !session.is_open() || !selectors.is_empty() {
                 continue;
             }
             open = true;
@@ -179,33 +179,33 @@ impl<'a> Evictor<'a> {
         if !(open && policy.looks_at(Statistic::AccumulatedAttention)) {
             return Ok(None);
         }
-        Ok(Some(Received { kv_len: shape.kv_len, sums: received(call, lse, self.arena)? }))
+        Ok(Some(AttentionSums { kv_len: shape.kv_len, sums: attention_sums(call, lse, self.arena)? }))
     }
 
     /// What a decode step of a sequence reads in a layer, where the policy selects it; nothing before the context was read.
-    pub fn reading(&mut self, layer: usize, sequence: usize) -> Option<&mut Box<dyn Reading>> {
-        self.sequences[sequence].readings.get_mut(layer)
+    pub fn selector(&mut self, layer: usize, sequence: usize) -> Option<&mut Box<dyn KvSelector>> {
+        self.sequences[sequence].selectors.get_mut(layer)
     }
 
     /// Whether decode steps of some sequence read what the policy selects.
     pub fn selects(&self) -> bool {
-        self.sequences.iter().any(|sequence| !sequence.readings.is_empty())
+        self.sequences.iter().any(|sequence| !sequence.selectors.is_empty())
     }
 
     /// KV bytes that the latest decode step of a sequence read, in all layers; `None` where it reads all.
     pub fn read_bytes(&self, cache: &PagedCache, batch: usize, sequence: usize) -> Option<u64> {
-        let readings = &self.sequences[sequence].readings;
+        let selectors = &self.sequences[sequence].selectors;
         let lists = |layer: usize| Lists::of_sequence(cache, layer * batch + sequence);
-        let bytes = readings.iter().enumerate().map(|(layer, reading)| reading.read_bytes(lists(layer)));
-        (!readings.is_empty()).then(|| bytes.sum())
+        let bytes = selectors.iter().enumerate().map(|(layer, selector)| selector.read_bytes(lists(layer)));
+        (!selectors.is_empty()).then(|| bytes.sum())
     }
 
     /// Makes what is known of sequence `to` what is known of `from`.
     pub fn fork(&mut self, from: usize, to: usize) -> Result<(), ArenaError> {
-        let Sequence { session, window, readings } = &self.sequences[from];
+        let Sequence { session, window, selectors } = &self.sequences[from];
         let window = window.as_ref().map(|window| window.copy(None)).transpose()?;
-        let readings = readings.iter().map(|reading| reading.copy(self.arena)).collect::<Result<_, _>>()?;
-        self.sequences[to] = Sequence { session: session.clone(), window, readings };
+        let selectors = selectors.iter().map(|selector| selector.copy(self.arena)).collect::<Result<_, _>>()?;
+        self.sequences[to] = Sequence { session: session.clone(), window, selectors };
         Ok(())
     }
 }
@@ -216,16 +216,16 @@ fn window_shape(layers: usize, call: &Shape) -> WindowShape {
 }
 
 /// Attention that the tokens of some lists received in a pass, `[lists, kv_len]`.
-pub(super) struct Received {
+pub(super) struct AttentionSums {
     kv_len: usize,
     sums: Buffer<f32>,
 }
 
-impl Received {
+impl AttentionSums {
     /// Adds it to the tokens of the lists from `first` on; of each list, so many tokens were `skipped`.
     pub fn add(&self, cache: &mut PagedCache, first: usize, skipped: &[usize]) -> Result<(), ModelError> {
         if skipped.is_empty() {
-            return Ok(add_received(cache, |list| first + list, self.kv_len, &self.sums)?);
+            return Ok(add_cumulative_attention(cache, |list| first + list, self.kv_len, &self.sums)?);
         }
         for ((list, &skipped), sums) in (first..).zip(skipped).zip(self.sums.chunks(self.kv_len)) {
             let sums: Vec<f32> = std::iter::repeat_n(0.0, skipped).chain(sums.iter().copied()).collect();

@@ -11,9 +11,9 @@ pub struct Generated {
     pub tokens: Vec<u32>,
     /// From the start to the first new token.
     pub first_token_ns: u64,
-    /// Between one new token and the next, judgements included.
+    /// Between one new token and the next, eviction steps included.
     pub step_ns: Vec<u64>,
-    /// KV bytes of pages in use once the prompt was judged.
+    /// KV bytes of pages in use once the prompt was evicted.
     pub prompt_kv_bytes: u64,
 }
 

@@ -3,7 +3,7 @@
 //!
 //! Threads take rows of `w`, so every element of `y` has one owner and the bits do not depend on their number.
 
-use super::sheet::Sheet;
+use super::padded::PaddedRows;
 use super::weights::Matrix;
 use crate::device::Cpu;
 use crate::device::cpu::Slots;
@@ -37,7 +37,7 @@ impl Linear {
 
     /// `y = x wᵀ + b` for the first `rows` rows of `x`; rows of `y` lie `stride` apart. `scratch` holds [`scratch`]
     /// elements.
-    pub fn apply(&self, cpu: &Cpu, x: &Sheet, rows: usize, y: &mut [f32], stride: usize, scratch: &mut [f32]) {
+    pub fn apply(&self, cpu: &Cpu, x: &PaddedRows, rows: usize, y: &mut [f32], stride: usize, scratch: &mut [f32]) {
         let (width, w) = (self.weight.rows(), self.weight.all());
         assert_eq!(x.width, self.weight.width(), "inner extents of a linear layer differ");
         let y = Stripes::new(y, stride, rows, width);

@@ -1,4 +1,4 @@
-//! Frequencies of a model's RoPE, stretched as its configuration says, and the turning of many rows.
+//! Frequencies of a model's RoPE with the scaling of its configuration, and the rotation of many rows.
 //!
 //! The formulas are those of `transformers` (`modeling_rope_utils.py`), in f64.
 
@@ -13,7 +13,7 @@ impl Rope {
         let plain = |theta: f64| {
             (0..head_dim / 2).map(move |pair| theta.powf(-2.0 * pair as f64 / head_dim as f64)).collect::<Vec<f64>>()
         };
-        let stretched = match self.scaling {
+        let scaled = match self.scaling {
             RopeScaling::None => plain(self.theta),
             RopeScaling::Linear { factor } => plain(self.theta).into_iter().map(|x| x / factor).collect(),
             RopeScaling::Dynamic { factor } => {
@@ -39,7 +39,7 @@ impl Rope {
                 plain(self.theta).into_iter().enumerate().map(ramp).collect()
             }
             RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_positions } => {
-                let stretch = |x: f64| {
+                let scale = |x: f64| {
                     // Turns over the original context.
                     let turns = original_positions as f64 * x / (2.0 * PI);
                     if turns > high_freq_factor {
@@ -51,10 +51,10 @@ impl Rope {
                         (1.0 - smooth) * x / factor + smooth * x
                     }
                 };
-                plain(self.theta).into_iter().map(stretch).collect()
+                plain(self.theta).into_iter().map(scale).collect()
             }
         };
-        Frequencies::from_rad_per_token(stretched)
+        Frequencies::from_rad_per_token(scaled)
     }
 
     /// Whether frequencies depend on the length of the sequence.
@@ -62,7 +62,7 @@ impl Rope {
         matches!(self.scaling, RopeScaling::Dynamic { .. })
     }
 
-    /// Factor of turned queries and keys.
+    /// Factor of rotated queries and keys.
     pub fn attention_factor(&self) -> f64 {
         match self.scaling {
             RopeScaling::Yarn { attention_factor, .. } => attention_factor,
@@ -80,8 +80,8 @@ pub(crate) fn angles(frequencies: &Frequencies, position: usize, factor: f64, ro
     }
 }
 
-/// Turns the heads of a token, side by side, by the angles of its position.
-pub(crate) fn turn(heads: &mut [f32], angles: &[f32]) {
+/// Rotates the heads of a token, side by side, by the angles of its position.
+pub(crate) fn rotate(heads: &mut [f32], angles: &[f32]) {
     let (cosines, sines) = angles.split_at(angles.len() / 2);
     for head in heads.chunks_exact_mut(angles.len()) {
         let (first, second) = head.split_at_mut(cosines.len());

@@ -48,7 +48,7 @@ pub enum BudgetError {
     },
     /// One that means nothing to a policy that chooses what is read.
     #[error("budget {budget}: '{policy}' {reason}")]
-    Reader {
+    Selection {
         /// The budget.
         budget: String,
         /// The policy.

@@ -1,4 +1,4 @@
-//! What a policy sees when it judges.
+//! What a policy sees when it evicts.
 
 use crate::attention::rope::{Frequencies, Unrotation};
 use crate::attention::{Forward, Shape};
@@ -44,7 +44,7 @@ impl Statistic {
     }
 }
 
-/// Tokens that are never judged.
+/// Tokens that are never evicted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Protect {
     /// The first tokens of the sequence, by position.

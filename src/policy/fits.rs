@@ -1,11 +1,11 @@
-//! Whether a policy fits what it is given, asked before it works: it must know how keys were turned if it looks behind
-//! RoPE, and its budget should leave it something to judge.
+//! Whether a policy fits what it is given, asked before it works: it must know how keys were rotated if it looks behind
+//! RoPE, and its budget should leave it something to score.
 
 use super::{Policy, PolicyError, Protect, Statistic};
 use crate::attention::rope::{Frequencies, RopeBase};
 
 impl Policy {
-    /// Whether it needs RoPE's frequencies: to look at vectors before RoPE, or to turn keys.
+    /// Whether it needs RoPE's frequencies: to look at vectors before RoPE, or to rotate keys.
     pub fn needs_rope(&self) -> bool {
         self.scorer.is_some() && (self.rerotates || self.looks_at(Statistic::BeforeRope))
     }
@@ -26,33 +26,33 @@ impl Policy {
             return Ok(None);
         }
         let refused = |reason: String| PolicyError::Combination { policy: name.into(), reason };
-        let does = if self.rerotates { "it turns keys" } else { "it looks behind RoPE" };
+        let does = if self.rerotates { "it rotates keys" } else { "it looks behind RoPE" };
         let Some(base) = stated else {
             return Err(refused(format!(
-                "{does} and needs rope_theta in the tensor file's metadata: RoPE's base, or none where nothing was turned"
+                "{does} and needs rope_theta in the tensor file's metadata: RoPE's base, or none where nothing was rotated"
             )));
         };
         if !head_dim.is_multiple_of(2) {
-            return Err(refused(format!("{does}, which turns pairs of channels; head dim {head_dim} is odd")));
+            return Err(refused(format!("{does}, which rotates pairs of channels; head dim {head_dim} is odd")));
         }
         Ok(Some(base.frequencies(head_dim)))
     }
 
     /// Of a budget of `budget_tokens` in each KV head, on average, what is left beside the tokens that the policy never
-    /// judges; `None` for a policy that evicts nothing.
+    /// evicts; `None` for a policy that evicts nothing.
     pub fn unprotected(&self, budget_tokens: usize) -> Option<usize> {
         let Protect { sink, window } = self.scorer.as_ref()?.protect(budget_tokens);
         Some(budget_tokens.saturating_sub(sink.saturating_add(window)))
     }
 
     /// A warning where a budget of `budget_tokens` in each KV head, on average, keeps nothing but tokens that the policy
-    /// never judges, so that its scores have no say. Nothing where the whole context of `context_tokens` stays.
+    /// never evicts, so that its scores have no say. Nothing where the whole context of `context_tokens` stays.
     pub fn only_protected(&self, budget_tokens: usize, context_tokens: usize) -> Option<String> {
         let Protect { sink, window } = self.scorer.as_ref()?.protect(budget_tokens);
         (self.unprotected(budget_tokens)? == 0 && budget_tokens < context_tokens).then(|| {
             format!(
                 "nothing but protected tokens stays: the budget is {budget_tokens} tokens a head, and {sink} first and {window} \
-                 latest ones are never judged"
+                 latest ones are never evicted"
             )
         })
     }
@@ -71,7 +71,7 @@ mod tests {
             ("cap", "it looks behind RoPE"),
             ("leverage", "it looks behind RoPE"),
             ("compactor", "it looks behind RoPE"),
-            ("knorm+rerotate", "it turns keys"),
+            ("knorm+rerotate", "it rotates keys"),
         ] {
             let policy = registry.policy(text).unwrap();
             let asked = |stated, head_dim| policy.rope(text, stated, head_dim).map(|rope| rope.unwrap());

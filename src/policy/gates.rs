@@ -1,5 +1,5 @@
 //! Numbers that a policy gives tokens as they arrive, from their hidden states ([`Scorer::gate`](super::Scorer::gate)):
-//! worked out where a token's hidden state is at hand, which is once, carried by the cache, and shown to judgements as
+//! worked out where a token's hidden state is at hand, which is once, carried by the cache, and shown to eviction steps as
 //! [`Context::gates`].
 
 use super::{Context, Policy, PolicyError, Statistic};

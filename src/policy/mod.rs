@@ -1,15 +1,15 @@
-//! Eviction policies: who stays in the cache.
+//! Eviction policies: which tokens are retained.
 //!
-//! A policy is a scorer x an allotment x a schedule x an action. The scorer gives every cached token of every KV head
-//! an importance; the allotment divides the budget over layers and heads; the schedule says when tokens are judged;
-//! the action says what becomes of a loser before its bytes are given back. A reader instead keeps everything and chooses
+//! A policy is a scorer x a budget allocation x a schedule x an action. The scorer gives every cached token of every KV head
+//! an importance; the budget allocation divides the budget over layers and heads; the schedule says when tokens are evicted;
+//! the action says what becomes of an evicted token before its bytes are given back. A KV selection instead keeps everything and chooses
 //! what each decode step reads. A published method is a [`PolicyEntry`]:
 //! a scorer with the method's defaults; [`PartEntry`]s replace one of these, as in `snapkv:window=64+ada:floor=0.2`,
 //! and a [`Preset`] names a combination. Adding one is one file and one line in [`POLICIES`], [`PARTS`] or [`PRESETS`];
 //! a crate of your own adds its entries to a [`Registry`].
 
 pub mod action;
-pub mod allotment;
+pub mod allocation;
 mod assets;
 mod budget;
 mod catalogue;
@@ -17,14 +17,14 @@ mod context;
 pub mod cuda;
 mod fits;
 pub mod gates;
-mod judge;
 mod linear;
 mod list;
 mod presets;
-mod recipe;
 mod registry;
 mod schedule;
+mod scored;
 mod scorers;
+mod scoring_plan;
 mod select;
 pub mod sparse;
 
@@ -32,22 +32,22 @@ pub use assets::{Assets, Axis, Learned, Parameters, PolicyFile};
 pub use budget::{Budget, BudgetError};
 pub use catalogue::{describe, markdown};
 pub use context::{BeforeRope, Context, Future, Protect, Statistic};
-pub use judge::Scored;
 pub use list::{List, each_list};
 pub use presets::PRESETS;
-pub use recipe::{Recipe, Then};
 pub use registry::{ChangeScorer, Part, PartEntry, PolicyEntry, Preset, Registry};
 pub use schedule::{Decoding, Schedule};
+pub use scored::Scored;
 pub use scorers::qfilters;
-pub use select::{Selection, select, select_leaving, selection_bytes, tie_rate, tied_share};
+pub use scoring_plan::{ScoringPlan, Then};
+pub use select::{Selection, select, select_leaving, selection_bytes, tie_rate, tie_rate_of};
 
 use crate::attention::Shape;
 use crate::memory::ArenaError;
 use crate::named::NamedError;
 use crate::tensor::file::FileError;
 use action::Action;
-use allotment::{OverHeads, OverLayers};
-use sparse::Reader;
+use allocation::{OverHeads, OverLayers};
+use sparse::KvSelection;
 
 /// The methods that come with kvsieve, in the order in which they are listed.
 pub const POLICIES: &[PolicyEntry] = &[
@@ -80,13 +80,13 @@ pub const POLICIES: &[PolicyEntry] = &[
 
 /// What may replace a part of a method, in the order in which it is listed.
 pub const PARTS: &[PartEntry] = &[
-    allotment::uniform::ENTRY,
-    allotment::pyramid::ENTRY,
-    allotment::ada::ENTRY,
-    allotment::global::ENTRY,
-    allotment::duo::ENTRY,
-    allotment::simlayer::ENTRY,
-    allotment::table::ENTRY,
+    allocation::uniform::ENTRY,
+    allocation::pyramid::ENTRY,
+    allocation::ada::ENTRY,
+    allocation::global::ENTRY,
+    allocation::duo::ENTRY,
+    allocation::simlayer::ENTRY,
+    allocation::table::ENTRY,
     schedule::ONCE,
     schedule::CHUNKS,
     schedule::EVERY,
@@ -159,12 +159,12 @@ pub trait Scorer: Send + Sync {
     /// What it looks at besides positions.
     fn needs(&self) -> Vec<Statistic>;
 
-    /// Tokens that it never judges, under a budget of so many tokens a head.
+    /// Tokens that it never evicts, under a budget of so many tokens a head.
     fn protect(&self, _budget_tokens: usize) -> Protect {
         Protect::default()
     }
 
-    /// How many of the latest queries it looks at in a judgement between decode steps.
+    /// How many of the latest queries it looks at in an eviction step between decode steps.
     fn recent_queries(&self) -> usize {
         1
     }
@@ -177,15 +177,15 @@ pub trait Scorer: Send + Sync {
 
     /// What it gives a token once, as it arrives, for a scorer that looks at [`Statistic::HiddenStates`]: from the token's
     /// hidden state in a layer, `hidden` `[hidden]`, a number for each KV head, `gates` `[Hkv]`. The cache carries these
-    /// with the token; [`Context::gates`] shows them to every judgement.
+    /// with the token; [`Context::gates`] shows them to every eviction.
     fn gate(&self, _layer: usize, _hidden: &[f32], _gates: &mut [f32]) {}
 
     /// How a GPU gives the same scores; `None` for a scorer that has no form for one.
-    fn recipe(&self) -> Option<Recipe> {
+    fn scoring_plan(&self) -> Option<ScoringPlan> {
         None
     }
 
-    /// Writes `scores` `[B, Hkv, kv_len]`: higher stays. Entries past the end of a shorter list are not looked at.
+    /// Writes `scores` `[B, Hkv, kv_len]`: higher is retained. Entries past the end of a shorter list are not looked at.
     ///
     /// # Errors
     /// When something it needs is missing.
@@ -207,7 +207,7 @@ pub trait Scorer: Send + Sync {
     }
 }
 
-/// A policy: scorer x allotment x schedule x action.
+/// A policy: scorer x budget allocation x schedule x action.
 pub struct Policy {
     /// Who is important; `None` keeps everything.
     pub scorer: Option<Box<dyn Scorer>>,
@@ -215,14 +215,14 @@ pub struct Policy {
     pub layers: Box<dyn OverLayers>,
     /// How a layer's budget is divided over its heads.
     pub heads: Box<dyn OverHeads>,
-    /// When tokens are judged.
+    /// When tokens are evicted.
     pub schedule: Schedule,
-    /// What becomes of a loser; `None` drops it.
+    /// What becomes of an evicted token; `None` drops it.
     pub action: Option<Box<dyn Action>>,
-    /// Whether keys that stay are turned to positions inside the cache.
+    /// Whether retained keys are rotated to positions inside the cache.
     pub rerotates: bool,
     /// What decode steps read, for a policy that keeps everything; `None` reads all that is there.
-    pub reader: Option<Box<dyn Reader>>,
+    pub selection: Option<Box<dyn KvSelection>>,
     /// Which tensors of a policy file it was built from.
     pub parameters: Parameters,
 }
@@ -232,33 +232,33 @@ impl Policy {
     pub fn full() -> Self {
         Policy {
             scorer: None,
-            layers: Box::new(allotment::uniform::Uniform),
-            heads: Box::new(allotment::uniform::Uniform),
+            layers: Box::new(allocation::uniform::Uniform),
+            heads: Box::new(allocation::uniform::Uniform),
             schedule: Schedule::default(),
             action: None,
             rerotates: false,
-            reader: None,
+            selection: None,
             parameters: Parameters::default(),
         }
     }
 
     /// A policy that keeps everything and reads a part of it in each decode step.
-    pub fn reading(reader: impl Reader + 'static) -> Self {
-        Policy { reader: Some(Box::new(reader)), ..Policy::full() }
+    pub fn selecting(selection: impl KvSelection + 'static) -> Self {
+        Policy { selection: Some(Box::new(selection)), ..Policy::full() }
     }
 
-    /// A policy that judges once after prefill, gives every head the same budget, and drops losers.
+    /// A policy that evicts once after prefill, gives every head the same budget, and drops evicted tokens.
     pub fn after_prefill(scorer: impl Scorer + 'static) -> Self {
         Policy { scorer: Some(Box::new(scorer)), ..Policy::full() }
     }
 
-    /// What its scorer, its allotments, its action and its reader look at, each once.
+    /// What its scorer, its budget allocations, its action and its selection look at, each once.
     pub fn needs(&self) -> Vec<Statistic> {
         let mut needs = self.scorer.as_ref().map_or(Vec::new(), |scorer| scorer.needs());
         needs.extend(self.layers.needs());
         needs.extend(self.heads.needs());
         needs.extend(self.action.as_ref().map_or(Vec::new(), |action| action.needs()));
-        needs.extend(self.reader.as_ref().map_or(Vec::new(), |reader| reader.needs()));
+        needs.extend(self.selection.as_ref().map_or(Vec::new(), |selection| selection.needs()));
         needs.sort_unstable();
         needs.dedup();
         needs

@@ -8,7 +8,7 @@ pub const PRESETS: &[Preset] = &[
         name: "dms",
         text: "keydiff+ada:floor=0+delayed",
         paper: "2506.05345",
-        about: "one threshold for the heads of a layer, each new token judged when it leaves a recent window; the decision is a training-free score",
+        about: "one threshold for the heads of a layer, each new token decided on when it leaves a recent window; the decision is a training-free score",
     },
     Preset {
         name: "ada-snapkv",

@@ -4,7 +4,7 @@
 //! parts of the same kind in one text, and combinations that mean nothing, are refused with the reason.
 
 use super::action::Action;
-use super::allotment::{OverHeads, OverLayers};
+use super::allocation::{OverHeads, OverLayers};
 use super::scorers::protect::Protected;
 use super::{Assets, Decoding, PARTS, POLICIES, PRESETS, Policy, PolicyError, PolicyFile, Protect, Scorer, Statistic};
 use crate::named::{Named, NamedError, Parameter};
@@ -21,7 +21,7 @@ pub struct PolicyEntry {
     pub paper: &'static str,
     /// Its parameters.
     pub parameters: &'static [Parameter],
-    /// Makes it, with the method's own allotment, schedule and action; from tensors of a policy file too, where it reads
+    /// Makes it, with the method's own budget allocation, schedule and action; from tensors of a policy file too, where it reads
     /// any.
     pub build: fn(&Named, &mut Assets<'_>) -> Result<Policy, PolicyError>,
 }
@@ -69,14 +69,14 @@ pub enum Part {
     Chunks(usize),
     /// What happens while decoding.
     Decoding(Decoding),
-    /// Delayed judgement, behind a window of recent tokens.
+    /// Delayed eviction, behind a window of recent tokens.
     Delayed {
         /// The window.
         window: usize,
     },
     /// Makes another scorer of the method's.
     Scorer(ChangeScorer),
-    /// What becomes of a loser; `None` drops it.
+    /// What becomes of an evicted token; `None` drops it.
     Action(Option<Box<dyn Action>>),
     /// Turns keys to positions inside the cache.
     Rerotate,
@@ -86,9 +86,9 @@ impl Part {
     /// The kind of the part, in the words of the catalogue.
     pub fn kind(&self) -> &'static str {
         match self {
-            Part::Layers(_) => "allotment over layers",
-            Part::Heads(_) => "allotment over heads",
-            Part::Both(..) => "allotment over layers and heads",
+            Part::Layers(_) => "budget allocation over layers",
+            Part::Heads(_) => "budget allocation over heads",
+            Part::Both(..) => "budget allocation over layers and heads",
             Part::Chunks(_) => "schedule of prefill",
             Part::Decoding(_) | Part::Delayed { .. } => "schedule of decoding",
             Part::Scorer(_) => "change of the scores",
@@ -104,9 +104,9 @@ impl Part {
             Part::Heads(_) => &["how heads share the budget"],
             Part::Both(..) => &["how layers share the budget", "how heads share the budget"],
             Part::Chunks(_) => &["the chunks of prefill"],
-            Part::Decoding(_) | Part::Delayed { .. } => &["when tokens are judged while decoding"],
+            Part::Decoding(_) | Part::Delayed { .. } => &["when tokens are evicted while decoding"],
             Part::Scorer(_) => &[],
-            Part::Action(_) => &["what becomes of a loser"],
+            Part::Action(_) => &["what becomes of an evicted token"],
             Part::Rerotate => &["the positions of keys"],
         }
     }
@@ -326,18 +326,18 @@ fn sensible(policy: &Policy) -> Result<(), String> {
     let needs = policy.needs();
     let again = policy.schedule.decoding != Decoding::Never || policy.schedule.chunk_tokens.is_some();
     if needs.contains(&Statistic::FutureAttention) && again {
-        return Err("it looks into the future once, after prefill; it cannot judge again".into());
+        return Err("it looks into the future once, after prefill; it cannot evict again".into());
     }
     if policy.rerotates && needs.contains(&Statistic::BeforeRope) && again {
         return Err(
-            "it judges again by vectors before RoPE, and 'rerotate' turns keys to other positions after the first \
-                    judgement; use 'once', or leave 'rerotate' out"
+            "it evicts again by vectors before RoPE, and 'rerotate' rotates keys to other positions after the first \
+                    eviction; use 'once', or leave 'rerotate' out"
                 .into(),
         );
     }
     let moving = [Statistic::RecentAttention, Statistic::AccumulatedAttention];
     if policy.schedule.decoding == Decoding::Delayed && needs.iter().any(|need| moving.contains(need)) {
-        return Err("a delayed judgement compares a score with those of prefill, and attention changes with every \
+        return Err("delayed eviction compares a score with those of prefill, and attention changes with every \
                     query; use a scorer of keys or values, or every:steps=N"
             .into());
     }
@@ -425,11 +425,11 @@ mod tests {
             ("full+ada", "'full' keeps everything, so 'ada' has nothing to do"),
             ("snapkv+ada+ada", "'ada' is given twice"),
             ("snapkv+ada+global", "'ada' and 'global' both settle how heads share the budget"),
-            ("snapkv+every+once", "'every' and 'once' both settle when tokens are judged while decoding; give one"),
+            ("snapkv+every+once", "'every' and 'once' both settle when tokens are evicted while decoding; give one"),
             ("oracle+every", "it looks into the future once"),
             ("quest+merge", "'quest' keeps everything, so 'merge' has nothing to do"),
             ("think+rerotate", "'think' keeps everything, so 'rerotate' has nothing to do"),
-            ("knorm+merge+cam", "'merge' and 'cam' both settle what becomes of a loser"),
+            ("knorm+merge+cam", "'merge' and 'cam' both settle what becomes of an evicted token"),
             ("knorm+rerotate+rerotate", "'rerotate' is given twice"),
             ("knorm+merge:threshold=2", "merge: threshold is '2'; it must be"),
             ("knorm+cam:window=0", "cam: window is '0'; it must be"),

@@ -1,9 +1,9 @@
-//! When tokens are judged: after the prefill or after each chunk of it, and while decoding.
+//! When tokens are evicted: after the prefill or after each chunk of it, and while decoding.
 
 use super::registry::{Part, PartEntry};
 use crate::named::Parameter;
 
-/// When tokens are judged.
+/// When tokens are evicted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Schedule {
     /// Tokens of a prefill chunk: the cache is cut back to the budget after each. `None`: after the whole context.
@@ -12,7 +12,7 @@ pub struct Schedule {
     pub decoding: Decoding,
 }
 
-/// When tokens are judged while decoding.
+/// When tokens are evicted while decoding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Decoding {
     /// Never: the cache grows by every new token.
@@ -28,7 +28,7 @@ pub enum Decoding {
 /// After prefill only.
 pub const ONCE: PartEntry = PartEntry {
     name: "once",
-    about: "judges after prefill only",
+    about: "evicts after prefill only",
     paper: "",
     parameters: &[],
     build: |_, _| Ok(Part::Decoding(Decoding::Never)),
@@ -55,8 +55,8 @@ pub const EVERY: PartEntry = PartEntry {
 /// DMS's schedule.
 pub const DELAYED: PartEntry = PartEntry {
     name: "delayed",
-    about: "each new token is judged once, when it leaves a window of recent tokens",
+    about: "each new token is decided on once, when it leaves a window of recent tokens",
     paper: "2506.05345",
-    parameters: &[Parameter { name: "window", default: "128", about: "recent tokens that are not judged yet" }],
+    parameters: &[Parameter { name: "window", default: "128", about: "recent tokens that are not evicted yet" }],
     build: |named, _| Ok(Part::Delayed { window: named.count("window", 128, 1)? }),
 };

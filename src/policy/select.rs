@@ -1,6 +1,6 @@
-//! From scores and counts to the tokens that stay.
+//! From scores and counts to the retained tokens.
 //!
-//! Higher scores stay; of equal scores the token later in the list stays, so that a selection depends on nothing but
+//! Higher scores are retained; of equal scores the token later in the list, so that a selection depends on nothing but
 //! the scores. How often that rule had to decide between equals is the tie rate.
 
 use super::{Context, Policy, PolicyError, Scored};
@@ -37,10 +37,10 @@ pub fn selection_bytes(lists: usize, kv_len: usize) -> u64 {
     8 * (lists * kv_len) as u64
 }
 
-/// Divides the budget of a judgement over its lists and chooses the best of each.
+/// Divides the budget of an eviction step over its lists and chooses the best of each.
 ///
 /// # Errors
-/// When an allotment lacks something, or the arena has no room.
+/// When a budget allocation lacks something, or the arena has no room.
 pub fn select(policy: &Policy, context: &Context<'_>, scored: &mut Scored) -> Result<Selection, PolicyError> {
     let (lists, kv_len, heads) = (context.lists(), context.call.shape.kv_len, context.call.shape.kv_heads);
     let mut slots: Buffer<u32> = context.arena.alloc(Label::Policy, lists * kv_len)?;
@@ -93,7 +93,7 @@ pub(super) fn keep_best(scores: &[f32], count: usize, ranks: &mut [f32], slots: 
     }
     let ranks = &mut ranks[..scores.len()];
     ranks.copy_from_slice(scores);
-    // The best loser: everything above it stays, and of its equals the latest.
+    // The best evicted token: everything above it stays, and of its equals the latest.
     let (_, &mut bar, _) = ranks.select_nth_unstable_by(count, |a, b| b.total_cmp(a));
     let above = scores.iter().filter(|score| score.total_cmp(&bar).is_gt()).count();
     let equal = scores.iter().filter(|score| score.total_cmp(&bar).is_eq()).count();
@@ -117,22 +117,22 @@ pub(super) fn keep_best(scores: &[f32], count: usize, ranks: &mut [f32], slots: 
     bar
 }
 
-/// Share of judged tokens whose score equals that of another of the same list; protected tokens do not count.
+/// Fraction of scored tokens whose score equals that of another of the same list; protected tokens do not count.
 pub fn tie_rate(context: &Context<'_>, scored: &Scored) -> f64 {
     let lists = scored.values.chunks(context.call.shape.kv_len).enumerate();
-    tied_share(lists.map(|(list, scores)| &scores[..context.len(list)]), scored.highest_judged)
+    tie_rate_of(lists.map(|(list, scores)| &scores[..context.len(list)]), scored.highest_scored)
 }
 
 /// As [`tie_rate`], of lists of scores.
-pub fn tied_share<'a>(lists: impl Iterator<Item = &'a [f32]>, highest_judged: f32) -> f64 {
-    let (mut tied, mut judged) = (0, 0);
+pub fn tie_rate_of<'a>(lists: impl Iterator<Item = &'a [f32]>, highest_scored: f32) -> f64 {
+    let (mut tied, mut scored_tokens) = (0, 0);
     for scores in lists {
-        let mut scores: Vec<f32> = scores.iter().copied().filter(|&score| score <= highest_judged).collect();
+        let mut scores: Vec<f32> = scores.iter().copied().filter(|&score| score <= highest_scored).collect();
         scores.sort_unstable_by(f32::total_cmp);
         tied += scores.chunk_by(|a, b| a == b).filter(|run| run.len() > 1).map(<[f32]>::len).sum::<usize>();
-        judged += scores.len();
+        scored_tokens += scores.len();
     }
-    if judged == 0 { 0.0 } else { tied as f64 / judged as f64 }
+    if scored_tokens == 0 { 0.0 } else { tied as f64 / scored_tokens as f64 }
 }
 
 #[cfg(test)]

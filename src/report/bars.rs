@@ -46,7 +46,7 @@ pub struct Bar {
     pub name: String,
     /// Further words below the bar, one line each.
     pub notes: Vec<String>,
-    /// Share of each part, adding up to 1.
+    /// Fraction of each part, adding up to 1.
     pub shares: Vec<f64>,
     /// Printed share of each part, where there is one.
     pub printed: Vec<Option<f64>>,

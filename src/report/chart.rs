@@ -64,7 +64,7 @@ pub enum Quantity {
     Loss,
     /// A cost relative to another; log10, `5 %`.
     Cost,
-    /// A share from 0 to 1; linear, `80 %`.
+    /// A fraction from 0 to 1; linear, `80 %`.
     Share,
     /// Decode steps; linear from 0, `1K`.
     Steps,

@@ -24,7 +24,7 @@ pub struct Ranked<'a> {
     pub pool: &'a Pool<'a>,
     /// Its mean score over tasks.
     pub score: Estimate,
-    /// Share of resamples in which none is better.
+    /// Fraction of resamples in which none is better.
     pub among_best: f64,
 }
 

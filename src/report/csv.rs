@@ -43,7 +43,7 @@ pub fn rows(rows: &Rows) -> Result<String, ReportError> {
     text(table)
 }
 
-/// The fields of heat maps as CSV: `series`, `status`, `row`, `stretch`, `head` or `context_tokens`, the value's field, `cells` and
+/// The fields of heat maps as CSV: `series`, `status`, `row`, `bin`, `head` or `context_tokens`, the value's field, `cells` and
 /// `cell_ids`.
 ///
 /// # Errors
@@ -52,7 +52,7 @@ pub fn heat(heat: &Heat) -> Result<String, ReportError> {
     let mut table = csv::Writer::from_writer(Vec::new());
     let across = match heat.across {
         Across::Heads => "head",
-        Across::Positions(_) => "stretch",
+        Across::Positions(_) => "bin",
         Across::Contexts(_) => "context_tokens",
     };
     table.write_record(["series", "status", "row", across, heat.field, "cells", "cell_ids"])?;

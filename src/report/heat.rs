@@ -24,7 +24,7 @@ pub struct Heat {
 /// What lies from left to right.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Across {
-    /// Equal stretches of a context of so many tokens.
+    /// Equal bins of a context of so many tokens.
     Positions(usize),
     /// KV heads; there are few, so each field says its value in words.
     Heads,

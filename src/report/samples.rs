@@ -55,7 +55,7 @@ pub fn record(measure: Measure, kernel: &str, context_tokens: usize) -> Record {
         cell,
         threads: 2,
         isa_path: "avx2".into(),
-        products: None,
+        gemm: None,
         memory: None,
         refused: None,
         gpu: None,
@@ -285,14 +285,14 @@ pub fn served(trace: &str, strategy: &str) -> Record {
         cell.trace = Some(trace.into());
         cell.strategy = Some(strategy.into());
     });
-    let token_share = strategy.len() as f64 / 20.0;
+    let token_fraction = strategy.len() as f64 / 20.0;
     record.serving = Some(Usage {
-        token_share,
-        reserved_share: 0.1,
-        internal_share: 0.9 - token_share,
-        external_share: 0.0,
-        waste_of_held: 1.0 - token_share,
-        mean_batch: 40.0 * token_share,
+        token_fraction,
+        reserved_fraction: 0.1,
+        internal_fraction: 0.9 - token_fraction,
+        external_fraction: 0.0,
+        waste_of_held: 1.0 - token_fraction,
+        mean_batch: 40.0 * token_fraction,
         finished_requests: 1000,
         dropped_requests: 0,
         counted_steps: 5000,

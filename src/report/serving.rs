@@ -38,7 +38,7 @@ pub fn line(record: &Record) -> Vec<String> {
     let (trace, strategy) = names(record);
     let share = |read: fn(&Usage) -> f64| usage(record).map_or(NOTHING.into(), |usage| percent(read(usage)));
     let tokens = match usage(record) {
-        Some(usage) => percent(usage.token_share),
+        Some(usage) => percent(usage.token_fraction),
         None => status(record.status).into(),
     };
     let row = published::of(trace, strategy);
@@ -50,9 +50,9 @@ pub fn line(record: &Record) -> Vec<String> {
         trace.into(),
         strategy.into(),
         tokens,
-        share(|usage| usage.reserved_share),
-        share(|usage| usage.internal_share),
-        share(|usage| usage.external_share),
+        share(|usage| usage.reserved_fraction),
+        share(|usage| usage.internal_fraction),
+        share(|usage| usage.external_fraction),
         usage(record).map_or(NOTHING.into(), |usage| format!("{:.2}", usage.mean_batch)),
         printed,
     ]
@@ -70,10 +70,10 @@ pub fn rows(records: &[&Record]) -> Vec<Value> {
             trace,
             strategy,
             seed => record.cell.seed,
-            tokens => number(|usage| percent(usage.token_share)),
-            reserved => number(|usage| percent(usage.reserved_share)),
-            internal => number(|usage| percent(usage.internal_share)),
-            external => number(|usage| percent(usage.external_share)),
+            tokens => number(|usage| percent(usage.token_fraction)),
+            reserved => number(|usage| percent(usage.reserved_fraction)),
+            internal => number(|usage| percent(usage.internal_fraction)),
+            external => number(|usage| percent(usage.external_fraction)),
             waste => number(|usage| percent(usage.waste_of_held)),
             batch => number(|usage| format!("{:.2}", usage.mean_batch)),
             finished => number(|usage| usage.finished_requests.to_string()),
@@ -92,8 +92,9 @@ pub fn findings(records: &[&Record]) -> Vec<String> {
         .filter(|record| record.cell.measure == Measure::SERVE)
         .filter_map(|record| Some((*record, usage(record)?)))
         .collect();
-    served
-        .sort_by(|(a, one), (b, other)| names(a).0.cmp(names(b).0).then(one.token_share.total_cmp(&other.token_share)));
+    served.sort_by(|(a, one), (b, other)| {
+        names(a).0.cmp(names(b).0).then(one.token_fraction.total_cmp(&other.token_fraction))
+    });
     let of_traces = served.chunk_by(|(a, _), (b, _)| a.cell.trace == b.cell.trace).filter(|found| found.len() > 1);
     let sentence = |found: &[(&Record, &Usage)]| {
         let ((least, low), (most, high)) = (found[0], found[found.len() - 1]);
@@ -101,9 +102,9 @@ pub fn findings(records: &[&Record]) -> Vec<String> {
             "serve, {}: tokens fill {}% of the slots under `{}` and {}% under `{}`; {:.1} and {:.1} requests run at a \
              time.",
             names(least).0,
-            percent(low.token_share),
+            percent(low.token_fraction),
             names(least).1,
-            percent(high.token_share),
+            percent(high.token_fraction),
             names(most).1,
             low.mean_batch,
             high.mean_batch,

@@ -107,7 +107,7 @@ fn evict_columns<'a>(naming: &'a Naming, records: &'a [&Record]) -> Vec<Column<'
         ("budget", Box::new(|record| marked(record, record.cell.budget.clone().unwrap_or_else(|| NOTHING.into())))),
         measured("kv", |record| Some(units::bytes(record.eviction.as_ref()?.kv_bytes_live))),
     ];
-    // Who evicts reads what stays; a column of its own is for those who read less than they hold.
+    // Who evicts reads what is retained; a column of its own is for those who read less than they hold.
     let sparse = |eviction: &Eviction| (eviction.kv_bytes_read as f64) < SPARSE * eviction.kv_bytes_live as f64;
     if records.iter().filter_map(|record| record.eviction.as_ref()).any(sparse) {
         columns.push(measured("read", |record| Some(units::bytes(record.eviction.as_ref()?.kv_bytes_read))));

@@ -17,12 +17,12 @@ pub fn drift(value: f64) -> String {
     }
 }
 
-/// A share as whole percent.
+/// A fraction as whole percent.
 pub fn percent(value: f64) -> String {
     format!("{:.0}%", value * 100.0)
 }
 
-/// Half the width of an interval of the median, as a share of the median: `±2%`. One sample has none.
+/// Half the width of an interval of the median, as a fraction of the median: `±2%`. One sample has none.
 pub fn half_width(latency: &Latency) -> String {
     let half = (latency.ci95_high_ns - latency.median_ns).max(latency.median_ns - latency.ci95_low_ns);
     let share = 100.0 * half / latency.median_ns;

@@ -40,7 +40,7 @@ fn loss(lines: &[Line]) -> Chart {
     Chart {
         id: "loss".into(),
         title: "Training loss".into(),
-        subtitle: "weighted cross-entropy of the judged tokens, mean over the steps between two lines of the log"
+        subtitle: "weighted cross-entropy of the target tokens, mean over the steps between two lines of the log"
             .into(),
         caption: "One curve for each length of sequences.".into(),
         y: Axis { label: "loss, nats per token".into(), field: "loss", quantity: Quantity::Loss },
@@ -60,7 +60,7 @@ fn accuracies(lines: &[Line]) -> impl Iterator<Item = Chart> {
     lengths.into_iter().map(|(length, tasks)| Chart {
         id: format!("accuracy-{length}"),
         title: format!("Accuracy at {length} tokens, on samples that were not trained on"),
-        subtitle: "share of samples whose every token of the answer was the likeliest".into(),
+        subtitle: "fraction of samples whose every token of the answer was the likeliest".into(),
         caption: "Full cache, one question of each sample.".into(),
         y: Axis { label: "accuracy".into(), field: "accuracy", quantity: Quantity::Share },
         ..chart(tasks.into_iter())

@@ -11,13 +11,13 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Usage {
     /// Share of the slots that hold tokens.
-    pub token_share: f64,
+    pub token_fraction: f64,
     /// Share that is set aside for tokens that running requests will have.
-    pub reserved_share: f64,
+    pub reserved_fraction: f64,
     /// Share inside what requests hold that none of their tokens will ever use.
-    pub internal_share: f64,
+    pub internal_fraction: f64,
     /// The rest: free slots, and those that an allocator's rounding takes beyond what was asked.
-    pub external_share: f64,
+    pub external_fraction: f64,
     /// Share of the slots that requests hold, rounding included, which have no token.
     pub waste_of_held: f64,
     /// Running requests.
@@ -88,13 +88,13 @@ pub fn simulate(trace: &Trace, name: &str, seed: u64) -> Result<Usage, ServingEr
     let counted_steps = trace.steps - trace.warmup_steps;
     let slot_steps = trace.pool.slots as f64 * counted_steps as f64;
     let share = |slots: u128| slots as f64 / slot_steps;
-    let (token_share, reserved_share, internal_share) =
+    let (token_fraction, reserved_fraction, internal_fraction) =
         (share(sums.tokens), share(sums.reserved), share(sums.internal));
     Ok(Usage {
-        token_share,
-        reserved_share,
-        internal_share,
-        external_share: 1.0 - token_share - reserved_share - internal_share,
+        token_fraction,
+        reserved_fraction,
+        internal_fraction,
+        external_fraction: 1.0 - token_fraction - reserved_fraction - internal_fraction,
         waste_of_held: 1.0 - sums.tokens as f64 / sums.taken as f64,
         mean_batch: sums.requests as f64 / counted_steps as f64,
         finished_requests: finished,

@@ -9,7 +9,7 @@ fn run(trace: &str, strategy: &str) -> Usage {
 }
 
 fn shares(usage: &Usage) -> [f64; 4] {
-    [usage.token_share, usage.reserved_share, usage.internal_share, usage.external_share]
+    [usage.token_fraction, usage.reserved_fraction, usage.internal_fraction, usage.external_fraction]
 }
 
 /// Figure 2 of the vLLM paper within 1 percentage point, its power-of-two row within 5.
@@ -179,7 +179,7 @@ proptest! {
             prop_assert!(shares(&usage).iter().all(|share| (-1e-12..=1.0).contains(share)), "{name}: {usage:?}");
             prop_assert!((0.0..1.0).contains(&usage.waste_of_held) && usage.mean_batch > 0.0, "{name}: {usage:?}");
             prop_assert!(name == paged || usage.dropped_requests == 0);
-            prop_assert!(name != "oracle" || usage.internal_share == 0.0);
+            prop_assert!(name != "oracle" || usage.internal_fraction == 0.0);
             prop_assert_eq!(simulate(&trace, name, seed).unwrap(), usage);
         }
     }

@@ -107,7 +107,7 @@ impl Task for Frequent {
 }
 
 impl Frequent {
-    /// The share of the text that a rank has, from 1 on.
+    /// The fraction of the text that a rank has, from 1 on.
     fn share(&self, rank: usize) -> f64 {
         let zeta: f64 = (1..10_000).map(|rank| f64::from(rank).powf(-self.alpha)).sum();
         (rank as f64).powf(-self.alpha) / zeta

@@ -53,7 +53,7 @@ impl Question {
         format!("{}{}", self.text, self.answer_prefix)
     }
 
-    /// The share of the answer that is right: 0 to 1.
+    /// The fraction of the answer that is right: 0 to 1.
     pub fn score(&self, answer: &str) -> f64 {
         self.rule.score(answer)
     }

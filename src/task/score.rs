@@ -3,13 +3,13 @@
 /// What counts as right.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Rule {
-    /// The share of these texts that the answer contains, without regard to case (RULER's `string_match_all`).
+    /// The fraction of these texts that the answer contains, without regard to case (RULER's `string_match_all`).
     AllOf(Vec<String>),
     /// Whether the answer contains any of these (RULER's `string_match_part`).
     AnyOf(Vec<String>),
     /// Whether the first whole number of the answer is this one (passkey retrieval).
     FirstNumber(u64),
-    /// The share of these words with which the answer begins, in order, up to the first that is wrong.
+    /// The fraction of these words with which the answer begins, in order, up to the first that is wrong.
     Prefix(Vec<String>),
 }
 

@@ -74,7 +74,7 @@ impl<'a> Extents<'a> {
         self.batch * self.len
     }
 
-    /// Floating-point operations of a step with `targets` judged tokens: a product of a row with a matrix takes two for
+    /// Floating-point operations of a step with `targets` target tokens: a product of a row with a matrix takes two for
     /// each element, and twice as many again for both gradients; attention's backward pass 2.5 times its forward pass.
     /// What is computed again, or not because it is frozen, is not looked at.
     pub fn step_flop(&self, targets: usize) -> f64 {

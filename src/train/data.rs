@@ -1,4 +1,4 @@
-//! What is read: sequences of generated tasks and text, and which of their tokens are judged.
+//! What is read: sequences of generated tasks and text, and which of their tokens are targets.
 //!
 //! A sequence begins as every text of the model. A task's context follows, then as many of its questions with
 //! their answers as there is room for: one context with many answers teaches more than many with one. The tokens of

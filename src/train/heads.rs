@@ -3,7 +3,7 @@
 use crate::device::Cpu;
 use crate::model::Config;
 use crate::model::norm::Norm;
-use crate::model::rope::{angles, turn};
+use crate::model::rope::{angles, rotate};
 use rayon::prelude::*;
 use std::ops::Range;
 
@@ -58,7 +58,7 @@ pub(super) fn split(
                         norm.row(cpu.isa(), to);
                     }
                     if part < 2 {
-                        turn(to, &turns.forth[at * dim..][..dim]);
+                        rotate(to, &turns.forth[at * dim..][..dim]);
                     }
                 }
             });
@@ -78,7 +78,7 @@ pub(super) fn merge(cpu: &Cpu, config: &Config, turns: &Turns, heads: [&[f32]; 3
                 for (head, to) in to[columns].chunks_exact_mut(dim).enumerate() {
                     to.copy_from_slice(&heads[((batch * count + head) * len + at) * dim..][..dim]);
                     if part < 2 {
-                        turn(to, &turns.back[at * dim..][..dim]);
+                        rotate(to, &turns.back[at * dim..][..dim]);
                     }
                 }
             }

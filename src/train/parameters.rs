@@ -14,7 +14,7 @@ use rand_distr::{Distribution, Normal};
 use std::convert::Infallible;
 use std::ops::Range;
 
-/// What every token's embedding has in common at first, as a share of its size, and how many frequencies of RoPE the
+/// What every token's embedding has in common at first, as a fraction of its size, and how many frequencies of RoPE the
 /// first block's heads read from it, with what size after normalisation.
 const COMMON: f32 = 0.33;
 const FREQUENCIES: usize = 5;
@@ -187,7 +187,7 @@ impl Parameters {
             let values = &mut weights[parameter.range.clone()];
             // A product with a row of size 1 has size 1; what is added to the residual stream 2 * layers times has less.
             let size = 1.0 / (parameter.shape[parameter.shape.len() - 1] as f32).sqrt();
-            let spread = match parameter.role {
+            let std_dev = match parameter.role {
                 Role::Norm => {
                     values.fill(1.0 - self.config.norm_shift());
                     continue;
@@ -196,7 +196,7 @@ impl Parameters {
                 Role::Embedding | Role::Matrix => size,
                 Role::Residual => 1.0 / (2.0 * self.config.layers as f32) * size,
             };
-            let normal = Normal::new(0.0f32, spread).expect("a spread is finite and not negative");
+            let normal = Normal::new(0.0f32, std_dev).expect("a std_dev is finite and not negative");
             values.iter_mut().for_each(|value| *value = normal.sample(&mut rng));
         }
         self.look_back(&mut weights);

@@ -139,7 +139,7 @@ impl Recipe {
         for source in &self.data.sources {
             if !(source.share.is_finite() && source.share > 0.0) {
                 return Err(format!(
-                    "the share of '{}' is {}; it must be finite and above 0",
+                    "the fraction of '{}' is {}; it must be finite and above 0",
                     source.source, source.share
                 ));
             }

@@ -56,9 +56,9 @@ fn weights(parameters: &Parameters, seed: u64) -> Vec<f32> {
     for parameter in &parameters.all {
         let is_norm = parameter.role == Role::Norm;
         let base = if is_norm { 1.0 - parameters.config.norm_shift() } else { 0.0 };
-        let spread = if parameter.role.decays() { 0.3 } else { 0.5 };
+        let std_dev = if parameter.role.decays() { 0.3 } else { 0.5 };
         for weight in &mut weights[parameter.range.clone()] {
-            *weight = base + rng.random_range(-1.0..1.0f32) * spread;
+            *weight = base + rng.random_range(-1.0..1.0f32) * std_dev;
         }
     }
     weights

@@ -148,7 +148,7 @@ impl Distances {
         let samples = (tokens - exact).min(2 * EXACT_TOKENS);
         let stride = (tokens - exact) as f64 / samples.max(1) as f64;
         far.extend((0..samples).map(|sample| {
-            // One sample in each stretch, at a place that follows the golden ratio lest strides beat with cosines.
+            // One sample in each bin, at a place that follows the golden ratio lest strides beat with cosines.
             let place = (sample as f64 * 0.618_033_988_749_895).fract();
             at(exact + ((sample as f64 + place) * stride) as usize, stride)
         }));

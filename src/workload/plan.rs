@@ -129,7 +129,7 @@ impl Plan {
     }
 }
 
-/// Needles, one in each of as many equal stretches of the context, asked for in random order.
+/// Needles, one in each of as many equal bins of the context, asked for in random order.
 fn needles(spec: &SyntheticSpec, extents: &Extents, channels: &Channels, rng: &mut impl Rng) -> Vec<Planted> {
     let count = spec.needles_planted(extents);
     let tail = BAND_TOKENS.min(extents.context_tokens / 4);

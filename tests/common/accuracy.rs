@@ -32,7 +32,7 @@ impl Described {
 }
 
 /// The seeded inputs of a problem with the f64 result of some of its rows.
-pub struct Judged {
+pub struct Checked {
     pub problem: Problem,
     pub inputs: Inputs,
     /// `[batch, query head, query]` of each row.
@@ -40,13 +40,13 @@ pub struct Judged {
     pub expected: Vec<Row>,
 }
 
-impl Judged {
+impl Checked {
     pub fn new(problem: Problem, seed: u64) -> Self {
         let (inputs, at) = (inputs(&problem, seed), reference::sample_rows(&problem.shape, MOST_QUERIES));
         let kv = DenseKv::new(inputs.k.view(), inputs.v.view()).unwrap();
         let Problem { shape, params, .. } = problem;
         let expected = reference::rows(&Forward { shape, params, q: inputs.q.view(), kv: &kv, cpu: cpu(2) }, &at);
-        Judged { problem, inputs, at, expected }
+        Checked { problem, inputs, at, expected }
     }
 
     /// Relative L2 error of a kernel's output over the rows.

@@ -163,7 +163,7 @@ def one_sequence_cases(at: Inputs, ratio: float, case: Callable[..., Case]) -> I
     yield case("qfilters", filters, tolerance=1e-4, notes=notes)
 
 
-def allotment_cases(at: Inputs, budget: int) -> Iterator[Case]:
+def allocation_cases(at: Inputs, budget: int) -> Iterator[Case]:
     """Wrappers that decide how many tokens each head, chunk or layer keeps. Only kept positions are compared."""
     ratio = removed(at, budget)
 
@@ -291,7 +291,7 @@ def all_cases() -> list[Case]:
     for at, budget in [(one, 80), (two, 60), (long, 75)]:
         cases += [*scorer_cases(at, budget), *other_sources(at, budget)]
     for at, budget in [(one, 80), (two, 60)]:
-        cases += allotment_cases(at, budget)
+        cases += allocation_cases(at, budget)
     cases += action_cases(one, 40)
     cases.append(cam_case(mqa, 48))
     return cases

@@ -70,10 +70,10 @@ impl BackwardPlan {
         let BackwardResults { q: grad_q, k: grad_k, v: grad_v } = results;
         let Scratch { scores, partials } = scratch;
         let extents = &self.0.extents;
-        let maps = match &self.0.boxes {
-            Some(boxes) => {
-                let [q_map, k_map, v_map] = boxes.maps(extents, Inputs { q, k, v })?;
-                vec![q_map, k_map, v_map, boxes.map_of_queries(extents, grad_o)?]
+        let maps = match &self.0.tma_tiles {
+            Some(tma_tiles) => {
+                let [q_map, k_map, v_map] = tma_tiles.maps(extents, Inputs { q, k, v })?;
+                vec![q_map, k_map, v_map, tma_tiles.map_of_queries(extents, grad_o)?]
             }
             None => Vec::new(),
         };

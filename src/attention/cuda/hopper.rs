@@ -3,7 +3,7 @@
 #[cfg(test)]
 mod schedule;
 
-use super::{BackwardPlan, Boxes, CudaKernel, Plan, hopper_backward};
+use super::{BackwardPlan, CudaKernel, Plan, TmaTiles, hopper_backward};
 use crate::attention::{AttentionError, Params, Shape, WorkspaceSize};
 use crate::device::cuda::{Launch, Limits, Program, Source};
 use crate::tensor::DType;
@@ -88,7 +88,7 @@ impl CudaKernel for Hopper {
         let macros = vec![("KEYS", tiles.keys), ("CAPPED", usize::from(capped)), ("NEGATIVE", usize::from(negative))];
         let program = Program { source: SOURCE, dtype, head_dim: shape.head_dim, macros };
         let mut plan = Plan::new(self.name(), program, launches, WorkspaceSize::default(), shape, params)?;
-        plan.boxes = Some(Boxes { q_rows: tiles.rows(), kv_rows: tiles.keys });
+        plan.tma_tiles = Some(TmaTiles { q_rows: tiles.rows(), kv_rows: tiles.keys });
         Ok(plan)
     }
 
@@ -143,8 +143,8 @@ mod tests {
         ];
         for (head_dim, params, expected) in cases {
             let plan = plan(head_dim, params);
-            let (launch, boxes) = (plan.launches[0], plan.boxes.unwrap());
-            let found = [boxes.q_rows, boxes.kv_rows, launch.threads as usize, launch.shared_bytes as usize];
+            let (launch, tma_tiles) = (plan.launches[0], plan.tma_tiles.unwrap());
+            let found = [tma_tiles.q_rows, tma_tiles.kv_rows, launch.threads as usize, launch.shared_bytes as usize];
             assert_eq!(found, expected, "D {head_dim} {params:?}");
             assert!(launch.shared_bytes as usize <= H200.block_shared_bytes);
             assert_eq!(launch.grid, [132, 1, 1]);

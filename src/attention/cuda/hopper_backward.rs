@@ -1,7 +1,7 @@
 //! The backward pass of `hopper`: `kernels/hopper_backward.cu`.
 
 use super::tiled_backward::{DELTA_ROWS, ROUND_ROWS};
-use super::{BackwardPlan, Boxes, Plan};
+use super::{BackwardPlan, Plan, TmaTiles};
 use crate::attention::{AttentionError, Params, Shape, WorkspaceSize};
 use crate::device::cuda::{Launch, Program, Source, deltas};
 use crate::tensor::DType;
@@ -47,7 +47,7 @@ pub(super) fn plan(
     let program = Program { source: SOURCE, dtype, head_dim, macros };
     let workspace = WorkspaceSize { scores: 0, scratch: deltas(shape.rows()) + rows * head_dim };
     let mut plan = Plan::new(kernel, program, launches, workspace, shape, params)?;
-    plan.boxes = Some(Boxes { q_rows: QUERIES, kv_rows: KEYS });
+    plan.tma_tiles = Some(TmaTiles { q_rows: QUERIES, kv_rows: KEYS });
     Ok(BackwardPlan(plan))
 }
 
@@ -81,7 +81,7 @@ mod tests {
                 ("backward_round", [32, 1, 1], 128, 0),
             ];
             assert_eq!(launches, expected, "D {head_dim}");
-            assert_eq!(plan.boxes, Some(Boxes { q_rows: 64, kv_rows: 128 }));
+            assert_eq!(plan.tma_tiles, Some(TmaTiles { q_rows: 64, kv_rows: 128 }));
         }
     }
 

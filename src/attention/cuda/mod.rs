@@ -98,7 +98,7 @@ pub struct Plan {
     /// How it runs where cuBLAS is there: two products, and a kernel between them.
     pub library: Option<LibraryPass>,
     /// How the copy engine takes the inputs, where a kernel uses it.
-    pub boxes: Option<Boxes>,
+    pub tma_tiles: Option<TmaTiles>,
 }
 
 /// A pass whose products are cuBLAS's.
@@ -116,7 +116,7 @@ pub struct LibraryPass {
 
 /// Rows of q, and of k and v, that are copied as one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Boxes {
+pub struct TmaTiles {
     /// Of q.
     pub q_rows: usize,
     /// Of k and v.
@@ -168,7 +168,7 @@ impl Plan {
             scores: workspace.scores,
             partials: workspace.scratch,
         };
-        Ok(Plan { program, launches, workspace, extents, library: None, boxes: None })
+        Ok(Plan { program, launches, workspace, extents, library: None, tma_tiles: None })
     }
 
     /// The extents of the problem that it was made for.

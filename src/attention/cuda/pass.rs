@@ -1,6 +1,6 @@
 //! A planned pass over tensors in a GPU's memory.
 
-use super::{Boxes, LibraryPass, Plan};
+use super::{LibraryPass, Plan, TmaTiles};
 use crate::attention::{Outputs, WorkspaceSize};
 use crate::device::cuda::{
     Argument, Cublas, CudaError, Device, DeviceBuffer, Extents, Operands, PagedKv, Pages, Problem, Ready, Runtime,
@@ -91,7 +91,7 @@ impl Plan {
         runtime.device().ready(&*runtime.module(&self.program)?, &self.launches)
     }
 
-    /// Begins the pass with this project's own products: inside [`Device::timed`].
+    /// Begins the pass with this project's fallback GEMM: inside [`Device::timed`].
     ///
     /// # Errors
     /// As [`Plan::forward`].
@@ -106,15 +106,15 @@ impl Plan {
         let Inputs { q, k, v } = inputs;
         let mut operands = Operands { q, k: Some(k), v: Some(v), o, lse, scores, partials };
         let problem = Problem::new(&self.extents, &mut operands)?;
-        let maps = self.boxes.map(|boxes| boxes.maps(&self.extents, inputs)).transpose()?;
+        let maps = self.tma_tiles.map(|tma_tiles| tma_tiles.maps(&self.extents, inputs)).transpose()?;
         let mut arguments: Vec<&dyn Argument> = vec![&problem];
         arguments.extend(maps.iter().flatten().map(|map| map as &dyn Argument));
         device.begin(ready, &arguments)
     }
 
-    /// Whose matrix products the pass uses, where it could use cuBLAS's: as `cuBLAS 13.0`, or `own products`.
-    pub fn products(&self, runtime: &Runtime) -> Option<String> {
-        self.library.as_ref().map(|_| runtime.products())
+    /// Whose matrix products the pass uses, where it could use cuBLAS's: as `cuBLAS 13.0`, or `fallback GEMM`.
+    pub fn gemm(&self, runtime: &Runtime) -> Option<String> {
+        self.library.as_ref().map(|_| runtime.gemm())
     }
 
     fn forward_library(
@@ -200,7 +200,7 @@ impl Plan {
     }
 }
 
-impl Boxes {
+impl TmaTiles {
     /// Maps of q, k and v.
     pub(super) fn maps<'a>(&self, extents: &Extents, inputs: Inputs<'a>) -> Result<[TensorMap<'a>; 3], CudaError> {
         let Extents { batch, kv_heads, kv_len, head_dim, dtype, .. } = *extents;

@@ -1,18 +1,18 @@
 //! The paged KV cache in a GPU's memory: the GPU holds pages, tables and positions, the host decides which page is whose.
 //!
 //! It is [`crate::cache`]'s cache, with the same [`CacheShape`] and the same labels in the arena, and eviction gives
-//! whole slabs back to the GPU. Kernels (`kernels/compact.cu`) append, compact and turn keys; of tokens nothing comes to
+//! whole slabs back to the GPU. Kernels (`kernels/compact.cu`) append, compact and rotate keys; of tokens nothing comes to
 //! the host. Lists share no pages here, and tokens carry their position and, where asked for, attention and the position
 //! that they came with: [`Column::Weight`] and [`Column::Gate`] are refused. Positions and columns are plain arrays as long as the lists may grow,
 //! which eviction does not shorten: 4 bytes for each place.
 
 mod growing;
-mod latest;
+mod observed;
 mod pool;
+mod rerotate;
 mod tokens;
-mod turning;
 
-pub(crate) use latest::Latest;
+pub(crate) use observed::ObservedRows;
 use tokens::begin_copy;
 pub use tokens::take_tokens;
 
@@ -29,7 +29,7 @@ use std::ops::Range;
 const SOURCE: Source = Source { name: "compact.cu", text: include_str!("../../../kernels/compact.cu") };
 /// Pages that one launch moves out of slabs.
 const MOST_MOVES: usize = 1024;
-/// Rows of a block that appends or turns.
+/// Rows of a block that appends or rotates.
 const ROWS: usize = 32;
 
 /// A cache of keys and values in a GPU's memory, one list of pages per (sequence, KV head).

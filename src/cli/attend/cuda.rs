@@ -38,7 +38,7 @@ pub fn run(args: &Args, index: usize) -> Result<(), Failure> {
     }
     let cpu = Cpu::new(args.compute.threads)?;
     let solution = plans.solve(&problem, &file, &runtime, &arena, &cpu, args.repeat)?;
-    let place = Place::cuda(index, &runtime, plans.forward.products(&runtime));
+    let place = Place::cuda(index, &runtime, plans.forward.gemm(&runtime));
     let report = Report::new(name.to_string(), &problem, &sizes, &solution, arena.usage(), place, limit_bytes);
     args.finish(&report, &problem, &solution, &arena)
 }

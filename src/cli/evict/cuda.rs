@@ -1,4 +1,4 @@
-//! `evict --device cuda`: a cache in a GPU's memory is filled, judged and shrunk there; what stays is read for the output.
+//! `evict --device cuda`: a cache in a GPU's memory is filled and evicted from there; what is retained is read for the output.
 
 use super::{Args, Outcome};
 use crate::cli::failure::Failure;
@@ -8,7 +8,7 @@ use kvsieve::device::Cpu;
 use kvsieve::device::cuda::Runtime;
 use kvsieve::eviction::cuda::{DeviceTensors, retain};
 use kvsieve::memory::{Arena, Label};
-use kvsieve::policy::{Budget, Policy, tied_share};
+use kvsieve::policy::{Budget, Policy, tie_rate_of};
 use kvsieve::tensor::file::TensorFile;
 
 pub fn run(args: &Args, index: usize, policy: &Policy, budget: &Budget) -> Result<(), Failure> {
@@ -55,7 +55,7 @@ pub fn run(args: &Args, index: usize, policy: &Policy, budget: &Budget) -> Resul
     let mut tie_rate = 0.0;
     if let Some((values, highest)) = &retained.scores {
         values.read(bytemuck::cast_slice_mut(&mut scores))?;
-        tie_rate = tied_share(scores.chunks(shape.kv_len), *highest);
+        tie_rate = tie_rate_of(scores.chunks(shape.kv_len), *highest);
     }
     let outcome = Outcome {
         kept: retained.kept.iter().map(Vec::as_slice).collect(),
@@ -64,7 +64,7 @@ pub fn run(args: &Args, index: usize, policy: &Policy, budget: &Budget) -> Resul
         read: None,
         device: format!("cuda:{index}"),
         threads: None,
-        judge_ns: retained.time_ns,
+        evict_ns: retained.time_ns,
         tie_rate,
         peak_bytes: arena.usage().peak_bytes,
         used: None,

@@ -20,7 +20,7 @@ pub fn run(args: &Args, index: usize, sampling: Sampling, text: &Text) -> Result
     }
     let generated = args.write(&mut decoder, &opened.model, sampling, text, &prompt)?;
     let ran = Ran {
-        place: Place::cuda(index, &runtime, Some(runtime.products())),
+        place: Place::cuda(index, &runtime, Some(runtime.gemm())),
         generated,
         evicted_tokens: decoder.evicted_tokens(),
         weights_bytes: there.bytes(),

@@ -33,7 +33,7 @@ pub fn run(args: &Args, index: usize, sequences: &[Vec<u32>]) -> Result<(), Fail
         kv_bytes_live = decoder.kv_bytes().max(kv_bytes_live);
     }
     let ran = Ran {
-        place: Place::cuda(index, &runtime, Some(runtime.products())),
+        place: Place::cuda(index, &runtime, Some(runtime.gemm())),
         run_ns: start.elapsed().as_nanos() as u64,
         evicted_tokens,
         weights_bytes: there.bytes(),

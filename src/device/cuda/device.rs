@@ -236,7 +236,7 @@ impl Device {
                 match doing("taking memory")(error) {
                     CudaError::NoRoom { .. } => {
                         let free_bytes = self.context.mem_get_info().map_or(0, |(free, _)| free as u64);
-                        CudaError::OutOfMemory { label, asked_bytes: bytes, free_bytes }
+                        CudaError::OutOfMemory { label, requested_bytes: bytes, free_bytes }
                     }
                     error => error,
                 }

@@ -85,14 +85,14 @@ pub enum CudaError {
     },
     /// The GPU has no memory left for a tensor.
     #[error(
-        "out of GPU memory: {asked_bytes} bytes for {label} asked, {free_bytes} bytes free; shorten the context",
+        "out of GPU memory: {requested_bytes} bytes for {label} requested, {free_bytes} bytes free; shorten the context",
         label = label.name()
     )]
     OutOfMemory {
         /// What the memory was for.
         label: Label,
         /// Bytes asked for.
-        asked_bytes: u64,
+        requested_bytes: u64,
         /// Bytes free at that moment.
         free_bytes: u64,
     },

@@ -159,7 +159,7 @@ pub(crate) struct Heads<'a> {
 pub(crate) struct HeadsOperands<'a> {
     /// `[tokens, heads, D]` in f32.
     pub rows: &'a mut DeviceBuffer,
-    /// `[tokens, D]` in f32, where heads are turned: cosines and then sines of each row.
+    /// `[tokens, D]` in f32, where heads are rotated: cosines and then sines of each row.
     pub angles: Option<&'a DeviceBuffer>,
     /// `[heads, tokens, D]` of type `dtype`.
     pub split: &'a mut DeviceBuffer,

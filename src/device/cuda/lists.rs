@@ -22,7 +22,7 @@ pub(crate) struct ListsOperands<'a> {
     pub kv: PagedKv<'a>,
     /// `[all lists, stride]` in i32.
     pub positions: &'a DeviceBuffer,
-    /// The same of what keys stood at before they were turned, where that is kept.
+    /// The same of what keys stood at before they were rotated, where that is kept.
     pub origins: Option<&'a DeviceBuffer>,
     /// `[all lists, stride]` in f32, where it is kept.
     pub attention: Option<&'a DeviceBuffer>,

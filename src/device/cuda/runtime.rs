@@ -74,16 +74,16 @@ impl Runtime {
         self.cublas.get_or_init(load)
     }
 
-    /// Whose matrix products there are: as `cuBLAS 13.0`, or `own products`, with the reason where there is a cuBLAS that
+    /// Whose matrix products there are: as `cuBLAS 13.0`, or `fallback GEMM`, with the reason where there is a cuBLAS that
     /// does not work.
-    pub fn products(&self) -> String {
+    pub fn gemm(&self) -> String {
         match self.tried_cublas() {
             Ok(cublas) => {
                 let cublas = cublas.lock().unwrap_or_else(PoisonError::into_inner);
                 format!("cuBLAS {}", cublas.version())
             }
-            Err(NoCublas::NotFound) => "own products".into(),
-            Err(NoCublas::Broken(reason)) => format!("own products ({reason})"),
+            Err(NoCublas::NotFound) => "fallback GEMM".into(),
+            Err(NoCublas::Broken(reason)) => format!("fallback GEMM ({reason})"),
         }
     }
 

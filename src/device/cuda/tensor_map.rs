@@ -1,4 +1,4 @@
-//! Tensor maps: what Hopper's copy engine must know of a tensor to take boxes of it.
+//! TMA descriptors: the extents, strides and swizzle by which Hopper's copy engine fetches tiles of a tensor.
 //!
 //! A map is 128 opaque bytes that the driver makes from the tensor's address, extents and strides, and from the box. A
 //! kernel gets it by value. Boxes are rows of 64 elements, the width of the swizzle that tensor cores read; what a box
@@ -19,7 +19,7 @@ const BOX_COLUMNS: usize = 64;
 /// The most rows that a box can have.
 const MOST_BOX_ROWS: usize = 256;
 
-/// A tensor `[lists, rows, columns]` of a 16-bit type, in boxes of some rows and 64 columns. It borrows its buffer.
+/// A tensor `[lists, rows, columns]` of a 16-bit type, in tiles of some rows and 64 columns. It borrows its buffer.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(crate) struct TensorMap<'a> {
@@ -47,18 +47,18 @@ impl<'a> TensorMap<'a> {
         let element = match dtype {
             DType::Bf16 => CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
             DType::F16 => CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-            DType::F32 => return Err(CudaError::Operand("a tensor map of f32; it takes bf16 or f16".into())),
+            DType::F32 => return Err(CudaError::Operand("a TMA descriptor of f32; it takes bf16 or f16".into())),
         };
         let row_bytes = columns * dtype.bytes();
         let bytes = lists * rows * row_bytes;
         if buffer.bytes() < bytes as u64 || bytes == 0 {
             let has = buffer.bytes();
-            return Err(CudaError::Operand(format!("a tensor map of {bytes} bytes over a buffer of {has}")));
+            return Err(CudaError::Operand(format!("a TMA descriptor of {bytes} bytes over a buffer of {has}")));
         }
         if !columns.is_multiple_of(BOX_COLUMNS) || !(1..=MOST_BOX_ROWS).contains(&box_rows) || rows >= 1 << 31 {
             return Err(CudaError::Operand(format!(
-                "a tensor map of {rows} rows of {columns} in boxes of {box_rows} rows; it takes less than 2^31 rows of a \
-                 multiple of {BOX_COLUMNS}, and boxes of 1 to {MOST_BOX_ROWS} rows"
+                "a TMA descriptor of {rows} rows of {columns} in tiles of {box_rows} rows; it takes less than 2^31 rows of a \
+                 multiple of {BOX_COLUMNS}, and tiles of 1 to {MOST_BOX_ROWS} rows"
             )));
         }
         let lengths = [columns as u64, rows as u64, lists as u64];
@@ -83,7 +83,7 @@ impl<'a> TensorMap<'a> {
                 CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
             )
         };
-        result.result().map_err(doing("making a tensor map"))?;
+        result.result().map_err(doing("making a TMA descriptor"))?;
         Ok(TensorMap { map, buffer: PhantomData })
     }
 }

@@ -161,7 +161,7 @@ mod pairs {
 }
 
 /// Packs `count` rows as columns: unit `(step, row)` at `step * stride + row` of `to`, for `width / DEPTH` steps rounded
-/// up. `rows(i)` gives row `i` and as many after it as lie evenly. Rows up to `columns`, a multiple of
+/// up. `rows(i)` gives row `i` and as many after it as are uniformly strided. Rows up to `columns`, a multiple of
 /// [`Simd::LANES`], become zero.
 #[inline(always)]
 pub fn transposed<'a, S: Simd, U: Packed<S>>(

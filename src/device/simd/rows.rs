@@ -39,7 +39,7 @@ pub struct RowList<'a, R> {
 
 impl<'a, R: RowReader> RowList<'a, R> {
     /// The rows `range`, `width` elements each, that `reader` reads and that will be followed by the rows `next_range` of
-    /// `next`. `rows(i)` gives row `i` and as many after it as lie evenly. Rows whose elements are no neighbours are copied
+    /// `next`. `rows(i)` gives row `i` and as many after it as are uniformly strided. Rows whose elements are no neighbours are copied
     /// to `copies`, which holds as many elements in f32.
     ///
     /// # Panics
@@ -129,7 +129,7 @@ impl<'a, R: RowReader> RowList<'a, R> {
     }
 }
 
-/// The addresses of rows that lie evenly.
+/// The addresses of rows that are uniformly strided.
 #[inline(always)]
 fn spread(span: &[u8], stride_bytes: usize, at: &mut [*const u8]) {
     for (index, at) in at.iter_mut().enumerate() {

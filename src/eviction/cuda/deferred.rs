@@ -226,6 +226,6 @@ fn write_counts(device: &Device, counts: &mut DeviceBuffer, retained: &[usize]) 
 
 /// Scratch memory of a policy's scores.
 fn scratch_bytes_of(policy: &Policy, lists: usize, width: usize, head_dim: usize) -> u64 {
-    let recipe = policy.scorer.as_ref().and_then(|scorer| scorer.recipe());
-    recipe.map_or(0, |recipe| scratch_bytes(&recipe, lists, width, head_dim))
+    let plan = policy.scorer.as_ref().and_then(|scorer| scorer.scoring_plan());
+    plan.map_or(0, |plan| scratch_bytes(&plan, lists, width, head_dim))
 }

@@ -22,7 +22,7 @@ use crate::memory::{Arena, Label};
 use crate::policy::cuda::{
     DeviceContext, DevicePolicyError, DeviceScored, DeviceSelection, Queries, let_leave, score, select,
 };
-use crate::policy::tied_share;
+use crate::policy::tie_rate_of;
 
 /// A GPU.
 #[derive(Clone, Copy)]
@@ -67,7 +67,7 @@ impl CudaBackend<'_> {
         let mut values = vec![0f32; cache.shape().lists() * scored.width];
         scored.values.read(bytemuck::cast_slice_mut(&mut values))?;
         let lists = values.chunks(scored.width).zip(cache.lens()).map(|(values, &len)| &values[..len]);
-        Ok(tied_share(lists, scored.highest_judged))
+        Ok(tie_rate_of(lists, scored.highest_scored))
     }
 }
 

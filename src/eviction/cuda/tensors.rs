@@ -33,13 +33,13 @@ pub struct DeviceTensors<'a> {
     pub params: Params,
     /// Layers folded into the batch.
     pub layers: usize,
-    /// RoPE's frequencies, for a policy that turns keys.
+    /// RoPE's frequencies, for a policy that rotates keys.
     pub rope: Option<&'a Frequencies>,
 }
 
 /// What is retained of a context.
 pub struct RetainedThere {
-    /// What stayed, with its keys at positions inside the cache if the policy turns them.
+    /// What was retained, with its keys at positions inside the cache if the policy rotates them.
     pub cache: DeviceCache,
     /// Positions of the context that stayed, for each list, ascending.
     pub kept: Vec<Vec<u32>>,
@@ -96,7 +96,7 @@ pub fn retain(
     let plan = Plan { policy, budget_tokens, seed: 0 };
     time_ns += backend.evict(&plan, &mut cache, &view, &selection)?.ns + backend.release(&mut cache)?;
     let kept = cache.read_origins()?;
-    Ok(RetainedThere { cache, kept, scores: Some((scored.values, scored.highest_judged)), time_ns })
+    Ok(RetainedThere { cache, kept, scores: Some((scored.values, scored.highest_scored)), time_ns })
 }
 
 /// Log-sum-exps of the queries, `[B, Hq, Lq]` in f32, and the GPU's time for them.

@@ -2,16 +2,16 @@
 //! step looks at them.
 
 use crate::attention::Shape;
-use crate::cache::cuda::Latest;
+use crate::cache::cuda::ObservedRows;
 use crate::device::cuda::{CudaError, Device, DeviceBuffer, Runtime};
 use crate::memory::Arena;
 use crate::tensor::DType;
 
 /// Queries of one sequence, oldest first.
 pub(crate) struct DeviceWindow {
-    queries: Latest,
+    queries: ObservedRows,
     /// Their log-sum-exps, in f32.
-    sums: Latest,
+    sums: ObservedRows,
 }
 
 impl DeviceWindow {
@@ -28,8 +28,8 @@ impl DeviceWindow {
     ) -> Result<Self, CudaError> {
         let extents = [layers, shape.q_heads, room];
         Ok(DeviceWindow {
-            queries: Latest::new(device, arena, (dtype, shape.head_dim), extents)?,
-            sums: Latest::new(device, arena, (DType::F32, 1), extents)?,
+            queries: ObservedRows::new(device, arena, (dtype, shape.head_dim), extents)?,
+            sums: ObservedRows::new(device, arena, (DType::F32, 1), extents)?,
         })
     }
 

@@ -3,8 +3,8 @@
 
 use super::check::{accurate, finite, sample_rows};
 use super::pass::{self, fields_of_passes};
-use super::turns::timed;
-use super::{Bench, Measurement, Prepared, Runs, Scope, Turn, TurnError, TurnWork, Turns, cuda};
+use super::trials::timed;
+use super::{Bench, Measurement, Prepared, Runs, Scope, Trial, TrialError, TrialWork, Trials, cuda};
 use crate::attention::cuda::CudaKernel;
 use crate::attention::{self, Gradients, Outputs, Shape};
 use crate::device::cuda::Limits;
@@ -46,11 +46,11 @@ impl Measurement for Backward {
     }
 
     fn runs(&self) -> Runs<'_> {
-        Runs::InTurns(self)
+        Runs::InTrials(self)
     }
 }
 
-impl Turns for Backward {
+impl Trials for Backward {
     fn checked_rows(&self, _cell: &Cell, shape: &Shape) -> Vec<[usize; 3]> {
         sample_rows(shape)
     }
@@ -61,10 +61,10 @@ impl Turns for Backward {
         size.map_or(0, |size| size.bytes())
     }
 
-    fn work(&self, prepared: &Prepared) -> TurnWork {
+    fn work(&self, prepared: &Prepared) -> TrialWork {
         let flops = prepared.cell.shape().flops(&prepared.cell.params());
         // Five products where the forward pass, which comes first, has two.
-        TurnWork { flops: flops * 5 / 2, phase: self.phase(), kv_bytes_read: 0, passes: 1.4, reads: 0.0 }
+        TrialWork { flops: flops * 5 / 2, phase: self.phase(), kv_bytes_read: 0, passes: 1.4, reads: 0.0 }
     }
 
     fn task(
@@ -85,7 +85,7 @@ impl Turns for Backward {
         Outputs::bytes(&shape, cell.dtype) + forward.max(backward)
     }
 
-    fn turn(&self, prepared: &Prepared, bench: Bench<'_>) -> Result<Turn, TurnError> {
+    fn trial(&self, prepared: &Prepared, bench: Bench<'_>) -> Result<Trial, TrialError> {
         let cell = &prepared.cell;
         let (shape, params, threads) = (cell.shape(), cell.params(), bench.cpu.threads());
         let mut outputs = Outputs::allocate(bench.arena, &shape, cell.dtype)?;
@@ -103,22 +103,22 @@ impl Turns for Backward {
         let (backward_ns, result) = timed(|| prepared.kernel().backward(&call, &mut gradients, &mut workspace));
         result?;
 
-        let mut turn = Turn { samples_ns: [("backward", backward_ns)].into(), ..Turn::default() };
+        let mut trial = Trial { samples_ns: [("backward", backward_ns)].into(), ..Trial::default() };
         if let Some(truth) = bench.truth {
             finite(&outputs)?;
             let o = outputs.o.view();
             let drift = truth.drift(cell.head_dim, |[batch, head, token], row| o.read_rows(batch, head, token, row));
             accurate(&drift, cell.dtype)?;
-            turn.drift = Some(drift);
+            trial.drift = Some(drift);
             identities(bench.workload, &outputs, &gradients)?;
         }
-        Ok(turn)
+        Ok(trial)
     }
 }
 
 /// Two identities that hold for every attention: the output is linear in v, so `<dv, v> = <do, o>`; scores depend on
 /// q and k only through `q.k`, so `<dq, q> = <dk, k>`.
-pub(super) fn identities(workload: &Workload, outputs: &Outputs, gradients: &Gradients) -> Result<(), TurnError> {
+pub(super) fn identities(workload: &Workload, outputs: &Outputs, gradients: &Gradients) -> Result<(), TrialError> {
     let pairs = [
         ("<dv, v> = <do, o>", inner(&gradients.v, &workload.v), inner(&workload.q, &outputs.o)),
         ("<dq, q> = <dk, k>", inner(&gradients.q, &workload.q), inner(&gradients.k, &workload.k)),
@@ -128,7 +128,7 @@ pub(super) fn identities(workload: &Workload, outputs: &Outputs, gradients: &Gra
         let agree = (left - right).abs() <= 0.01 * (left_size + right_size);
         // A NaN agrees with nothing.
         if !agree {
-            return Err(TurnError::Failed(format!("gradients break {identity}: {left:e} and {right:e}")));
+            return Err(TrialError::Failed(format!("gradients break {identity}: {left:e} and {right:e}")));
         }
     }
     Ok(())

@@ -1,6 +1,6 @@
 //! Results against the f64 reference.
 
-use super::turns::{Bench, TurnError, Turns};
+use super::trials::{Bench, TrialError, Trials};
 use crate::attention::{DenseKv, Forward, Outputs, Shape, reference};
 use crate::device::Cpu;
 use crate::experiment::cell::Cell;
@@ -22,17 +22,17 @@ pub struct Truth {
 }
 
 impl Truth {
-    /// Computes the rows that a cell is checked on ([`Turns::checked_rows`]).
+    /// Computes the rows that a cell is checked on ([`Trials::checked_rows`]).
     ///
     /// # Errors
     /// When the inputs do not fit together.
-    pub fn compute(turns: &dyn Turns, cell: &Cell, workload: &Workload, cpu: &Cpu) -> Result<Self, TurnError> {
+    pub fn compute(trials: &dyn Trials, cell: &Cell, workload: &Workload, cpu: &Cpu) -> Result<Self, TrialError> {
         let tokens = cell.context_tokens + cell.new_tokens;
         let shape = Shape { q_len: tokens, kv_len: tokens, ..cell.shape() };
         let kv = DenseKv::new(workload.k.view().tokens(0..tokens), workload.v.view().tokens(0..tokens))?;
         let q = workload.q.view().tokens(0..tokens);
         let call = Forward { shape, params: cell.params(), q, kv: &kv, cpu };
-        let at = turns.checked_rows(cell, &shape);
+        let at = trials.checked_rows(cell, &shape);
         let rows = reference::rows(&call, &at);
         Ok(Truth { at, rows })
     }
@@ -93,7 +93,7 @@ pub(super) fn rows_of(shape: &Shape, tokens: &[usize]) -> Vec<[usize; 3]> {
 }
 
 impl Bench<'_> {
-    /// In a checked turn, fills outputs with NaN, so that what a kernel does not write is seen.
+    /// In a checked trial, fills outputs with NaN, so that what a kernel does not write is seen.
     pub(super) fn poison(&self, outputs: &mut Outputs) {
         if self.truth.is_some() {
             outputs.o.bytes_mut().fill(0xff);
@@ -103,18 +103,18 @@ impl Bench<'_> {
 }
 
 /// Refuses outputs that hold a NaN or an infinity, or were not written.
-pub(super) fn finite(outputs: &Outputs) -> Result<(), TurnError> {
+pub(super) fn finite(outputs: &Outputs) -> Result<(), TrialError> {
     if let Some((at, value)) = outputs.o.first_non_finite() {
-        return Err(TurnError::Failed(format!("the output holds {value} at {at:?}")));
+        return Err(TrialError::Failed(format!("the output holds {value} at {at:?}")));
     }
     match outputs.lse.iter().position(|lse| lse.is_nan() || *lse == f32::INFINITY) {
-        Some(row) => Err(TurnError::Failed(format!("the log-sum-exp of row {row} is {}", outputs.lse[row]))),
+        Some(row) => Err(TrialError::Failed(format!("the log-sum-exp of row {row} is {}", outputs.lse[row]))),
         None => Ok(()),
     }
 }
 
 /// Refuses a kernel whose result is further from the reference than rounding explains.
-pub(super) fn accurate(drift: &Drift, dtype: DType) -> Result<(), TurnError> {
+pub(super) fn accurate(drift: &Drift, dtype: DType) -> Result<(), TrialError> {
     // Several times what correct kernels show (docs/measurement.md), far below what a wrong mask or scale gives.
     let limit = match dtype {
         DType::F32 => 1e-4,
@@ -125,7 +125,7 @@ pub(super) fn accurate(drift: &Drift, dtype: DType) -> Result<(), TurnError> {
         return Ok(());
     }
     let error = drift.rel_l2;
-    Err(TurnError::Failed(format!(
+    Err(TrialError::Failed(format!(
         "the result is {error:.2e} from the f64 reference; {dtype} must be within {limit:.0e}"
     )))
 }

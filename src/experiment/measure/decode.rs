@@ -7,8 +7,8 @@
 
 use super::check::{Truth, accurate, finite, rows_of};
 use super::pass::{self, fields_of_passes};
-use super::turns::timed;
-use super::{Bench, Measurement, Prepared, Runs, Scope, Turn, TurnError, TurnWork, Turns, cuda};
+use super::trials::timed;
+use super::{Bench, Measurement, Prepared, Runs, Scope, Trial, TrialError, TrialWork, Trials, cuda};
 use crate::attention::cuda::CudaKernel;
 use crate::attention::{Forward, KvRows, Outputs, Shape};
 use crate::cache::{CacheShape, PAGE_TOKENS, PagedCache};
@@ -60,7 +60,7 @@ impl Measurement for Decode {
     }
 
     fn runs(&self) -> Runs<'_> {
-        Runs::InTurns(self)
+        Runs::InTrials(self)
     }
 }
 
@@ -76,15 +76,15 @@ pub(super) fn fill<'a>(
     (0..tokens).step_by(step).try_for_each(|start| cache.append(k, v, start..tokens.min(start + step)))
 }
 
-impl Turns for Decode {
+impl Trials for Decode {
     fn checked_rows(&self, cell: &Cell, shape: &Shape) -> Vec<[usize; 3]> {
         rows_of(shape, &[cell.context_tokens - 1])
     }
 
-    fn work(&self, prepared: &Prepared) -> TurnWork {
+    fn work(&self, prepared: &Prepared) -> TrialWork {
         let flops = prepared.cell.shape().flops(&prepared.cell.params());
         let kv_bytes_read = prepared.kv_bytes(prepared.cell.context_tokens);
-        TurnWork { flops, phase: self.phase(), kv_bytes_read, passes: 0.0, reads: STEPS as f64 }
+        TrialWork { flops, phase: self.phase(), kv_bytes_read, passes: 0.0, reads: STEPS as f64 }
     }
 
     fn task(
@@ -110,7 +110,7 @@ impl Turns for Decode {
         cache_bytes + outputs + self.workspace_bytes(prepared, threads)
     }
 
-    fn turn(&self, prepared: &Prepared, bench: Bench<'_>) -> Result<Turn, TurnError> {
+    fn trial(&self, prepared: &Prepared, bench: Bench<'_>) -> Result<Trial, TrialError> {
         let cell = &prepared.cell;
         let (shape, params, tokens) = (cell.shape(), cell.params(), cell.context_tokens);
         let (dense, cache);
@@ -135,7 +135,7 @@ impl Turns for Decode {
             timed(|| (0..STEPS).try_for_each(|_| prepared.kernel().forward(&call, &mut outputs, &mut workspace)));
         result?;
 
-        let mut turn = Turn { samples_ns: [("decode", steps_ns / STEPS)].into(), ..Turn::default() };
+        let mut trial = Trial { samples_ns: [("decode", steps_ns / STEPS)].into(), ..Trial::default() };
         if let Some(truth) = bench.truth {
             finite(&outputs)?;
             let o = outputs.o.view();
@@ -147,8 +147,8 @@ impl Turns for Decode {
                 Some(_) => accurate(&drift(&Truth::of_call(&call)), cell.dtype)?,
                 None => accurate(&from_given, cell.dtype)?,
             }
-            turn.drift = Some(from_given);
+            trial.drift = Some(from_given);
         }
-        Ok(turn)
+        Ok(trial)
     }
 }

@@ -2,8 +2,8 @@
 
 use super::check::{accurate, finite, sample_rows};
 use super::pass::{self, fields_of_passes};
-use super::turns::timed;
-use super::{Bench, Measurement, Prepared, Runs, Scope, Turn, TurnError, TurnWork, Turns, cuda};
+use super::trials::timed;
+use super::{Bench, Measurement, Prepared, Runs, Scope, Trial, TrialError, TrialWork, Trials, cuda};
 use crate::attention::cuda::CudaKernel;
 use crate::attention::{Outputs, Shape};
 use crate::device::cuda::Limits;
@@ -32,11 +32,11 @@ impl Measurement for Forward {
     }
 
     fn runs(&self) -> Runs<'_> {
-        Runs::InTurns(self)
+        Runs::InTrials(self)
     }
 }
 
-impl Turns for Forward {
+impl Trials for Forward {
     fn checked_rows(&self, _cell: &Cell, shape: &Shape) -> Vec<[usize; 3]> {
         sample_rows(shape)
     }
@@ -45,9 +45,9 @@ impl Turns for Forward {
         Outputs::bytes(&prepared.cell.shape(), prepared.cell.dtype) + self.workspace_bytes(prepared, threads)
     }
 
-    fn work(&self, prepared: &Prepared) -> TurnWork {
+    fn work(&self, prepared: &Prepared) -> TrialWork {
         let flops = prepared.cell.shape().flops(&prepared.cell.params());
-        TurnWork { flops, phase: self.phase(), kv_bytes_read: 0, passes: 1.0, reads: 0.0 }
+        TrialWork { flops, phase: self.phase(), kv_bytes_read: 0, passes: 1.0, reads: 0.0 }
     }
 
     fn task(
@@ -60,7 +60,7 @@ impl Turns for Forward {
         cuda::forward::task(cell, kernel, limits).map_err(|error| error.to_string())
     }
 
-    fn turn(&self, prepared: &Prepared, bench: Bench<'_>) -> Result<Turn, TurnError> {
+    fn trial(&self, prepared: &Prepared, bench: Bench<'_>) -> Result<Trial, TrialError> {
         let cell = &prepared.cell;
         let (shape, params) = (cell.shape(), cell.params());
         let size = prepared.kernel().workspace(&shape, &params, cell.dtype, bench.cpu.threads());
@@ -72,14 +72,14 @@ impl Turns for Forward {
         let (forward_ns, result) = timed(|| prepared.kernel().forward(&call, &mut outputs, &mut workspace));
         result?;
 
-        let mut turn = Turn { samples_ns: [("forward", forward_ns)].into(), ..Turn::default() };
+        let mut trial = Trial { samples_ns: [("forward", forward_ns)].into(), ..Trial::default() };
         if let Some(truth) = bench.truth {
             finite(&outputs)?;
             let o = outputs.o.view();
             let drift = truth.drift(cell.head_dim, |[batch, head, token], row| o.read_rows(batch, head, token, row));
             accurate(&drift, cell.dtype)?;
-            turn.drift = Some(drift);
+            trial.drift = Some(drift);
         }
-        Ok(turn)
+        Ok(trial)
     }
 }

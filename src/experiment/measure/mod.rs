@@ -1,7 +1,7 @@
 //! What a cell measures: the registry of measures, one file each.
 //!
 //! A [`Measurement`] says which fields of a grid belong to it, makes cells of a grid, and says how these run. There are two
-//! ways. Cells that take [`Turns`] are interleaved with all others of their context length: each is checked against the f64
+//! ways. Cells that take [`Trials`] are interleaved with all others of their context length: each is checked against the f64
 //! reference, then timed until its interval is tight; their memory is predicted from the shapes. Cells that run in
 //! [`Comparisons`] share their work with those that differ only in what is compared, and report when it is done. The runner,
 //! the shards, `--dry-run` and the tables of a report know these two ways and no measure by name.
@@ -16,11 +16,11 @@ mod forward;
 mod pass;
 mod prepared;
 mod serve;
-mod turns;
+mod trials;
 
 pub use check::Truth;
 pub use prepared::{Place, Prepared};
-pub use turns::{Bench, Turn, TurnError, TurnWork, Turns};
+pub use trials::{Bench, Trial, TrialError, TrialWork, Trials};
 
 use super::cell::{Cell, Device};
 use super::engine::Engine;
@@ -90,8 +90,8 @@ pub trait Measurement: Sync {
 
 /// How the cells of a measure run.
 pub enum Runs<'a> {
-    /// Checked, then timed in turn with all others of their context length.
-    InTurns(&'a dyn Turns),
+    /// Checked, then timed interleaved with all others of their context length.
+    InTrials(&'a dyn Trials),
     /// With those they are compared with, once.
     InComparisons(&'a dyn Comparisons),
 }
@@ -166,9 +166,9 @@ impl Measure {
     }
 
     /// Its turns, if it takes them.
-    pub fn turns(self) -> Option<&'static dyn Turns> {
+    pub fn trials(self) -> Option<&'static dyn Trials> {
         match self.0.runs() {
-            Runs::InTurns(turns) => Some(turns),
+            Runs::InTrials(turns) => Some(turns),
             Runs::InComparisons(_) => None,
         }
     }
@@ -176,7 +176,7 @@ impl Measure {
     /// Its comparisons, if it runs in them.
     pub fn comparisons(self) -> Option<&'static dyn Comparisons> {
         match self.0.runs() {
-            Runs::InTurns(_) => None,
+            Runs::InTrials(_) => None,
             Runs::InComparisons(comparisons) => Some(comparisons),
         }
     }

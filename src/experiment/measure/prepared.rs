@@ -1,8 +1,8 @@
-//! A cell that takes turns, with everything that its names stand for: its kernel or its plan for a GPU, its policy, its budget.
+//! A cell that takes trials, with everything that its names stand for: its kernel or its plan for a GPU, its policy, its budget.
 
 use super::check::Truth;
 use super::cuda;
-use super::turns::{Bench, Turn, TurnError, TurnWork, Turns};
+use super::trials::{Bench, Trial, TrialError, TrialWork, Trials};
 use crate::attention::Kernel;
 use crate::device::Cpu;
 use crate::experiment::cell::Cell;
@@ -14,8 +14,8 @@ use crate::workload::{Extents, Workload};
 pub struct Prepared {
     /// The cell.
     pub cell: Cell,
-    /// How its measure takes turns.
-    turns: &'static dyn Turns,
+    /// How its measure takes trials.
+    trials: &'static dyn Trials,
     /// Its kernel, where it runs.
     pub place: Place,
     /// Its policy; one that keeps everything where nothing is evicted.
@@ -53,22 +53,22 @@ impl Prepared {
     /// # Errors
     /// In words, when a name or the budget means nothing.
     pub fn new(cell: Cell, registry: &Registry, engine: Engine<'_>) -> Result<Self, String> {
-        let turns = cell.measure.turns().ok_or_else(|| format!("{} takes no turns", cell.measure.name()))?;
+        let trials = cell.measure.trials().ok_or_else(|| format!("{} takes no trials", cell.measure.name()))?;
         let place = engine.place(&cell, registry).unwrap_or_else(Place::Nowhere);
         let policy = cell.build_policy(registry).map_err(|error| error.to_string())?;
         let budget_tokens = budget_tokens(&cell, policy.as_ref())?;
-        Ok(Prepared { cell, turns, place, policy, budget_tokens })
+        Ok(Prepared { cell, trials, place, policy, budget_tokens })
     }
 
     /// Whether the budget leaves its policy nothing to evict. A policy that keeps everything whatever its budget is
     /// another matter: it runs, and is found out.
     pub fn budget_holds_context(&self) -> bool {
         let context = self.cell.context_tokens;
-        if let Some(reader) = self.policy.as_ref().and_then(|policy| policy.reader.as_ref()) {
-            return self.cell.budget.is_some() && reader.reads_all(self.budget_tokens, context);
+        if let Some(selection) = self.policy.as_ref().and_then(|policy| policy.selection.as_ref()) {
+            return self.cell.budget.is_some() && selection.reads_all(self.budget_tokens, context);
         }
-        let judges = self.policy.as_ref().is_some_and(|policy| policy.scorer.is_some());
-        judges && self.cell.budget.is_some() && self.budget_tokens >= context
+        let evicts = self.policy.as_ref().is_some_and(|policy| policy.scorer.is_some());
+        evicts && self.cell.budget.is_some() && self.budget_tokens >= context
     }
 
     /// Extents of the inputs.
@@ -85,15 +85,15 @@ impl Prepared {
         }
     }
 
-    /// Peak bytes of a turn, inputs included, from the shapes alone; 0 for a cell that has no place.
+    /// Peak bytes of a trial, inputs included, from the shapes alone; 0 for a cell that has no place.
     pub fn predict(&self, engine: Engine<'_>) -> u64 {
         let threads = engine.cpu().threads();
-        let turn_bytes = match &self.place {
+        let trial_bytes = match &self.place {
             Place::Nowhere(_) => return 0,
             Place::Cuda(task) => task.bytes(),
-            Place::Cpu(_) => self.turns.predict(self, threads),
+            Place::Cpu(_) => self.trials.predict(self, threads),
         };
-        engine.input_bytes(&self.extents()) + turn_bytes
+        engine.input_bytes(&self.extents()) + trial_bytes
     }
 
     /// Bytes of the kernel's scratch memory and materialised scores; 0 for a cell that has no place.
@@ -101,29 +101,29 @@ impl Prepared {
         match &self.place {
             Place::Nowhere(_) => 0,
             Place::Cuda(task) => task.workspace_bytes(),
-            Place::Cpu(_) => self.turns.workspace_bytes(self, threads),
+            Place::Cpu(_) => self.trials.workspace_bytes(self, threads),
         }
     }
 
-    /// Whose matrix products the kernel uses, where that depends on what is installed.
-    pub fn products(&self, engine: Engine<'_>) -> Option<String> {
+    /// Whose GEMM the kernel uses, where that depends on what is installed.
+    pub fn gemm(&self, engine: Engine<'_>) -> Option<String> {
         match (&self.place, engine) {
-            (Place::Cuda(task), Engine::Cuda(gpu)) => task.products(&*gpu.runtime().ok()?),
+            (Place::Cuda(task), Engine::Cuda(gpu)) => task.gemm(&*gpu.runtime().ok()?),
             _ => None,
         }
     }
 
-    /// What a turn computes and reads.
-    pub fn work(&self) -> TurnWork {
-        self.turns.work(self)
+    /// What a trial computes and reads.
+    pub fn work(&self) -> TrialWork {
+        self.trials.work(self)
     }
 
     /// What the f64 reference says of it ([`Truth::compute`]).
     ///
     /// # Errors
     /// When the inputs do not fit together.
-    pub fn truth(&self, workload: &Workload, cpu: &Cpu) -> Result<Truth, TurnError> {
-        Truth::compute(self.turns, &self.cell, workload, cpu)
+    pub fn truth(&self, workload: &Workload, cpu: &Cpu) -> Result<Truth, TrialError> {
+        Truth::compute(self.trials, &self.cell, workload, cpu)
     }
 
     /// Bytes of keys and values of so many tokens in every list.
@@ -132,25 +132,25 @@ impl Prepared {
         (self.cell.shape().batch * self.cell.kv_heads * tokens) as u64 * token_bytes
     }
 
-    /// Runs and times one sample; with `truth`, which is the checked turn, the result is compared.
+    /// Runs and times one sample; with `truth`, which is the checked trial, the result is compared.
     ///
     /// # Errors
     /// When memory ran out or the result is not to be trusted.
-    pub fn turn(&self, engine: Engine<'_>, inputs: &Inputs, truth: Option<&Truth>) -> Result<Turn, TurnError> {
+    pub fn trial(&self, engine: Engine<'_>, inputs: &Inputs, truth: Option<&Truth>) -> Result<Trial, TrialError> {
         let arena = &inputs.arena;
         match (&self.place, &inputs.tensors, engine) {
             (Place::Cuda(task), Tensors::Gpu(inputs), Engine::Cuda(gpu)) => {
                 let runtime = gpu.runtime()?;
-                let turned = task.turn(cuda::Bench { runtime: &runtime, arena, inputs, truth });
-                // All that the turn began ends here, so that what it broke is its own failure and not that of who comes next.
+                let done = task.trial(cuda::Bench { runtime: &runtime, arena, inputs, truth });
+                // All that the trial began ends here, so that what it broke is its own failure and not that of who comes next.
                 runtime.device().wait()?;
-                turned
+                done
             }
             (Place::Cpu(_), Tensors::Host(workload), Engine::Cpu(cpu)) => {
-                self.turns.turn(self, Bench { cpu, arena, workload, truth })
+                self.trials.trial(self, Bench { cpu, arena, workload, truth })
             }
-            (Place::Nowhere(reason), ..) => Err(TurnError::Failed(reason.clone())),
-            _ => Err(TurnError::Failed("the inputs are on another device than the kernel".into())),
+            (Place::Nowhere(reason), ..) => Err(TrialError::Failed(reason.clone())),
+            _ => Err(TrialError::Failed("the inputs are on another device than the kernel".into())),
         }
     }
 }

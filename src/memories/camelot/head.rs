@@ -70,9 +70,9 @@ pub fn nearest<'o>(
 /// The modes of a head, with room for similarities.
 pub struct Head<'a> {
     pub head_dim: usize,
-    /// Mean keys before RoPE, and turned to where they are read; mean values; `[slots, D]`.
+    /// Mean keys before RoPE, and rotated to where they are read; mean values; `[slots, D]`.
     pub before: &'a mut [f32],
-    pub turned: &'a mut [f32],
+    pub rotated: &'a mut [f32],
     pub values: &'a mut [f32],
     pub modes: &'a mut [Mode],
     /// Modes that there are.
@@ -129,9 +129,9 @@ impl Head<'_> {
 
     fn turn(&mut self, slot: usize, rope: &ModelRope) {
         let row = slot * self.head_dim..(slot + 1) * self.head_dim;
-        let turned = &mut self.turned[row.clone()];
-        turned.copy_from_slice(&self.before[row]);
-        rope.turn(turned, self.modes[slot].position);
+        let rotated = &mut self.rotated[row.clone()];
+        rotated.copy_from_slice(&self.before[row]);
+        rope.rotate(rotated, self.modes[slot].position);
     }
 
     /// Turns the keys of the modes that were written to at position `since` or later.

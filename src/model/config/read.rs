@@ -60,7 +60,7 @@ impl Config {
         let shape = Shape { batch: 1, q_heads, kv_heads, q_len: 1, kv_len: 1, head_dim };
         shape.check().map_err(|error| error.to_string())?;
         if !head_dim.is_multiple_of(2) {
-            return Err(format!("head_dim is {head_dim}; RoPE turns pairs, so it must be even"));
+            return Err(format!("head_dim is {head_dim}; RoPE rotates pairs, so it must be even"));
         }
         if layers > 4096 {
             return Err(fields.refuse("num_hidden_layers", "it must be at most 4096"));
@@ -287,11 +287,11 @@ fn rope(fields: &Fields<'_>, family: Family, max_positions: usize) -> Result<Rop
     Ok(Rope { theta, scaling })
 }
 
-/// Refuses a RoPE that turns only a part of a head.
+/// Refuses a RoPE that rotates only a part of a head.
 fn whole(partial: Option<f64>) -> Result<(), String> {
     match partial {
         Some(part) if part != 1.0 => {
-            Err(format!("partial_rotary_factor is {part}; only heads that are turned as a whole (1) are understood"))
+            Err(format!("partial_rotary_factor is {part}; only heads that are rotated as a whole (1) are understood"))
         }
         _ => Ok(()),
     }

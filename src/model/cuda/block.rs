@@ -91,14 +91,14 @@ impl DeviceDecoder<'_> {
             (k, angles, &mut *k_heads, config.kv_heads),
             (v, None, &mut *v_heads, config.kv_heads),
         ] {
-            layers.cut(&HeadsOperands { rows, angles, split, dtype, tokens: count, heads, head_dim })?;
+            layers.split_heads(&HeadsOperands { rows, angles, split, dtype, tokens: count, heads, head_dim })?;
         }
         let lists = layer * config.kv_heads..(layer + 1) * config.kv_heads;
         self.cache.place(self.of.runtime, lists.clone(), [k_heads, v_heads], count, self.seen)?;
-        if self.evictor.as_ref().is_some_and(|evictor| evictor.turns()) {
+        if self.evictor.as_ref().is_some_and(|evictor| evictor.rotates()) {
             self.cache.turn_newest(self.of.runtime, lists.clone(), count)?;
             let (extents, seen) = ([config.q_heads, count], self.seen + count);
-            self.cache.turn_queries(self.of.runtime, lists, q_heads, extents, seen)?;
+            self.cache.rotate_queries(self.of.runtime, lists, q_heads, extents, seen)?;
         }
         self.attend.begin(self.of.runtime, &self.cache, layer, count, [&mut *q_heads, &mut *o_heads])?;
         if let Some(evictor) = &mut self.evictor {
@@ -107,7 +107,7 @@ impl DeviceDecoder<'_> {
         }
         let heads = config.q_heads;
         let joined = HeadsOperands { rows: q, angles: None, split: o_heads, dtype, tokens: count, heads, head_dim };
-        layers.join(&joined)?;
+        layers.merge_heads(&joined)?;
 
         layers.linear(q, &weights.o, count, projected, narrowed)?;
         if let Some(weight) = &weights.after_attention {

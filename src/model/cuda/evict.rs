@@ -23,8 +23,8 @@ pub(super) struct DeviceEvictor<'a> {
     window: Option<DeviceWindow>,
     /// Attention that a layer's tokens receive of a pass.
     received: Growing,
-    /// Whether keys and queries are turned to positions inside the cache: from the first eviction step on, if at all.
-    turns: bool,
+    /// Whether keys and queries are rotated to positions inside the cache: from the first eviction step on, if at all.
+    rotates: bool,
     /// Of steps between new tokens, from the first one on.
     deferred: Option<Deferred>,
 }
@@ -54,7 +54,7 @@ impl<'a> DeviceEvictor<'a> {
         };
         let received = Growing::new(runtime.device(), arena, Label::Policy)?;
         let session = Session::new(Plan { policy, budget_tokens, seed });
-        Ok(DeviceEvictor { session, cpu, arena: arena.clone(), window, received, turns: false, deferred: None })
+        Ok(DeviceEvictor { session, cpu, arena: arena.clone(), window, received, rotates: false, deferred: None })
     }
 
     /// The policy, if it ever evicts.
@@ -72,9 +72,9 @@ impl<'a> DeviceEvictor<'a> {
         self.session.totals().evicted_tokens
     }
 
-    /// Whether keys and queries are turned to positions inside the cache by now.
-    pub fn turns(&self) -> bool {
-        self.turns
+    /// Whether keys and queries are rotated to positions inside the cache by now.
+    pub fn rotates(&self) -> bool {
+        self.rotates
     }
 
     /// Begins to look at the attention of a layer: `count` queries `[Hq, count, D]` and their log-sum-exps.
@@ -133,7 +133,7 @@ impl<'a> DeviceEvictor<'a> {
         let Some(policy) = self.evicting() else { return Ok(()) };
         if policy.rerotates {
             cache.set_rope(&config.rope.frequencies(config.head_dim, config.max_positions, seen))?;
-            self.turns = true;
+            self.rotates = true;
         }
         let DeviceEvictor { session, cpu, arena, window, .. } = self;
         let dense = window.as_ref().map(|window| window.dense(runtime, arena)).transpose()?;
@@ -205,7 +205,7 @@ fn view<'v>(config: &Config, queries: Option<Queries<'v>>, seen_tokens: usize) -
 
 /// Whether eviction steps look at the latest queries.
 fn observes(policy: &Policy) -> bool {
-    policy.scorer.as_ref().and_then(|scorer| scorer.recipe()).is_some_and(|recipe| recipe.observes())
+    policy.scorer.as_ref().and_then(|scorer| scorer.scoring_plan()).is_some_and(|plan| plan.observes())
 }
 
 /// Refuses what a model cannot do, or has no form on a GPU.

@@ -137,13 +137,13 @@ impl<'a> Layers<'a> {
     }
 
     /// Rows to heads, turned where there are angles.
-    pub fn cut(&self, operands: &HeadsOperands<'_>) -> Result<(), CudaError> {
-        self.begin(operands.dtype, "cut_heads", [operands.tokens, operands.heads], &Heads::new(operands)?)
+    pub fn split_heads(&self, operands: &HeadsOperands<'_>) -> Result<(), CudaError> {
+        self.begin(operands.dtype, "split_heads", [operands.tokens, operands.heads], &Heads::new(operands)?)
     }
 
     /// Heads to rows.
-    pub fn join(&self, operands: &HeadsOperands<'_>) -> Result<(), CudaError> {
-        self.begin(operands.dtype, "join_heads", [operands.tokens, operands.heads], &Heads::new(operands)?)
+    pub fn merge_heads(&self, operands: &HeadsOperands<'_>) -> Result<(), CudaError> {
+        self.begin(operands.dtype, "merge_heads", [operands.tokens, operands.heads], &Heads::new(operands)?)
     }
 
     /// `x += y`.

@@ -4,13 +4,13 @@
 //! another shape comes, so that decode steps take no memory.
 
 use super::narrow::Narrow;
-use super::{Buffers, Decoder, Portion, Setup, block};
+use super::{Buffers, Chunk, Decoder, Setup, block};
 use crate::attention::rope::Rotation;
 use crate::attention::{Forward, Kernel, KvRows, Outputs, Params, Shape, Workspace, WorkspaceSize, kernel};
 use crate::cache::Sequences;
 use crate::memory::{Arena, ArenaError};
 use crate::model::evictor::QueryRecorder;
-use crate::model::sheet::Sheet;
+use crate::model::padded::PaddedRows;
 use crate::model::{Config, ModelError};
 use crate::named::NamedError;
 use crate::policy::sparse::Lists;
@@ -32,7 +32,7 @@ pub(super) fn roomy(config: &Config, most_rows: usize, batch: usize, q_len: usiz
 }
 
 /// Copies outputs `[B, Hq, Lq, D]` to the rows from `first` on that the output projection reads.
-pub(super) fn hand_on(outputs: &Outputs, shape: &Shape, attended: &mut Sheet, first: usize) {
+pub(super) fn hand_on(outputs: &Outputs, shape: &Shape, attended: &mut PaddedRows, first: usize) {
     let Shape { q_heads, q_len, head_dim, .. } = *shape;
     let o: &[f32] = bytemuck::cast_slice(outputs.o.bytes());
     for (index, o) in o.chunks_exact(head_dim).enumerate() {
@@ -102,35 +102,35 @@ fn calls(counts: &[usize]) -> Vec<(usize, usize)> {
 }
 
 impl Decoder<'_> {
-    /// Gives back what calls of another shape needed, before the cache grows for `portions`: the two are not held
+    /// Gives back what calls of another shape needed, before the cache grows for `chunks`: the two are not held
     /// together. A memory does not grow.
-    pub(super) fn make_way(&mut self, portions: &[Portion]) {
+    pub(super) fn make_way(&mut self, chunks: &[Chunk]) {
         if self.memory.is_some() {
             return;
         }
-        let batch = if self.is_one_call(portions) { portions.len() } else { 1 };
-        let comes = roomy(&self.model.config, self.setup.max_tokens, batch, portions[0].tokens);
+        let batch = if self.is_one_call(chunks) { chunks.len() } else { 1 };
+        let comes = roomy(&self.model.config, self.setup.max_tokens, batch, chunks[0].tokens);
         self.attend.held.take_if(|(shape, ..)| *shape != comes);
     }
 
     /// Whether all sequences bring equally many tokens.
-    fn is_one_call(&self, portions: &[Portion]) -> bool {
-        portions.len() == self.setup.batch && portions.iter().all(|portion| portion.tokens == portions[0].tokens)
+    fn is_one_call(&self, chunks: &[Chunk]) -> bool {
+        chunks.len() == self.setup.batch && chunks.iter().all(|chunk| chunk.tokens == chunks[0].tokens)
     }
 
-    /// Attention of `portions` in a layer: from the queries to the rows that the output projection reads.
-    pub(super) fn attention(&mut self, layer: usize, portions: &[Portion]) -> Result<(), ModelError> {
+    /// Attention of `chunks` in a layer: from the queries to the rows that the output projection reads.
+    pub(super) fn attention(&mut self, layer: usize, chunks: &[Chunk]) -> Result<(), ModelError> {
         let windowed = self.model.config.windows[layer].is_some();
-        let narrow = |portion: &Portion| windowed && self.gaps[portion.sequence];
+        let narrow = |chunk: &Chunk| windowed && self.gaps[chunk.sequence];
         let selects = self.evictor.as_ref().is_some_and(|evictor| evictor.selects());
-        if self.is_one_call(portions) && !selects && !portions.iter().any(narrow) {
-            return self.call(layer, portions, None);
+        if self.is_one_call(chunks) && !selects && !chunks.iter().any(narrow) {
+            return self.call(layer, chunks, None);
         }
-        for portion in portions {
-            match windowed && self.gaps[portion.sequence] {
-                false => self.call(layer, std::slice::from_ref(portion), None)?,
-                true => (0..portion.tokens)
-                    .try_for_each(|token| self.call(layer, std::slice::from_ref(portion), Some(token)))?,
+        for chunk in chunks {
+            match windowed && self.gaps[chunk.sequence] {
+                false => self.call(layer, std::slice::from_ref(chunk), None)?,
+                true => (0..chunk.tokens)
+                    .try_for_each(|token| self.call(layer, std::slice::from_ref(chunk), Some(token)))?,
             }
         }
         Ok(())
@@ -138,15 +138,15 @@ impl Decoder<'_> {
 
     /// One call for neighbouring sequences that bring equally many tokens, or for token `only` of one sequence in a
     /// windowed layer.
-    fn call(&mut self, layer: usize, portions: &[Portion], only: Option<usize>) -> Result<(), ModelError> {
-        let (config, batch, portion) = (&self.model.config, portions.len(), portions[0]);
-        let q_len = if only.is_some() { 1 } else { portion.tokens };
-        let (row, width) = (portion.row + only.unwrap_or(0), config.q_width());
-        self.turn_queries(layer, portions);
-        let kv = Sequences { cache: &self.cache, first: layer * self.setup.batch + portion.sequence, step: 1 };
+    fn call(&mut self, layer: usize, chunks: &[Chunk], only: Option<usize>) -> Result<(), ModelError> {
+        let (config, batch, chunk) = (&self.model.config, chunks.len(), chunks[0]);
+        let q_len = if only.is_some() { 1 } else { chunk.tokens };
+        let (row, width) = (chunk.row + only.unwrap_or(0), config.q_width());
+        self.rotate_queries(layer, chunks);
+        let kv = Sequences { cache: &self.cache, first: layer * self.setup.batch + chunk.sequence, step: 1 };
         let narrow = only
             .zip(config.windows[layer])
-            .map(|(token, window)| Narrow { kv, slots: self.seen_slots(&kv, &portion, token, window) });
+            .map(|(token, window)| Narrow { kv, slots: self.seen_slots(&kv, &chunk, token, window) });
         let (kv_len, kv, window): (usize, &dyn KvRows, _) = match &narrow {
             Some(narrow) => (narrow.slots.iter().map(|slots| slots.len()).max().unwrap_or(0), narrow, None),
             None => (kv.max_len(batch), &kv, config.windows[layer]),
@@ -157,14 +157,14 @@ impl Decoder<'_> {
         let q = block::heads(&q[row * width..][..batch * q_len * width], batch, q_len, config.q_heads);
         let (shape, params) = (Shape { kv_len, ..roomy }, Params { window, ..params(config, layer) });
         let call = Forward { shape, params, q, kv, cpu: self.cpu };
-        let reading = self.evictor.as_mut().and_then(|evictor| evictor.reading(layer, portion.sequence));
+        let selector = self.evictor.as_mut().and_then(|evictor| evictor.selector(layer, chunk.sequence));
         // Several tokens at once are a context, which is read whole.
-        match reading.filter(|_| q_len == 1) {
+        match selector.filter(|_| q_len == 1) {
             None => kernel.forward(&call, outputs, workspace)?,
-            Some(reading) => {
-                let lists = Lists::of_sequence(&self.cache, layer * self.setup.batch + portion.sequence);
-                reading.step(q, lists, self.cpu);
-                let (q, selected) = (reading.query(q), reading.rows(lists));
+            Some(selector) => {
+                let lists = Lists::of_sequence(&self.cache, layer * self.setup.batch + chunk.sequence);
+                selector.step(q, lists, self.cpu);
+                let (q, selected) = (selector.query(q), selector.rows(lists));
                 let kv: &dyn KvRows = match &selected {
                     Some(selected) => selected,
                     None => kv,
@@ -176,36 +176,36 @@ impl Decoder<'_> {
         }
         hand_on(outputs, &roomy, attended, row);
         let received = match (&mut self.evictor, &mut self.recorder) {
-            (Some(evictor), _) => evictor.see(layer, config.layers, portion.sequence, &call, &outputs.lse)?,
-            (None, Some(recorder)) if portion.sequence == QueryRecorder::SEQUENCE => {
+            (Some(evictor), _) => evictor.see(layer, config.layers, chunk.sequence, &call, &outputs.lse)?,
+            (None, Some(recorder)) if chunk.sequence == QueryRecorder::SEQUENCE => {
                 recorder.see(layer, config.layers, &call, &outputs.lse)?
             }
             _ => None,
         };
         if let Some(received) = received {
             let skipped = narrow.map_or(Vec::new(), |narrow| narrow.slots.iter().map(|slots| slots.start).collect());
-            let first = (layer * self.setup.batch + portion.sequence) * config.kv_heads;
+            let first = (layer * self.setup.batch + chunk.sequence) * config.kv_heads;
             received.add(&mut self.cache, first, &skipped)?;
         }
         Ok(())
     }
 
-    /// Where keys are turned to positions inside the cache, turns the queries of a layer as far as each list is short of
+    /// Where keys are rotated to positions inside the cache, rotates the queries of a layer as far as each list is short of
     /// the tokens that its sequence has seen.
-    fn turn_queries(&mut self, layer: usize, portions: &[Portion]) {
-        let Some(rope) = self.evictor.as_ref().and_then(|evictor| evictor.turns()) else { return };
+    fn rotate_queries(&mut self, layer: usize, chunks: &[Chunk]) {
+        let Some(rope) = self.evictor.as_ref().and_then(|evictor| evictor.rotates()) else { return };
         let config = &self.model.config;
         let (width, head_dim, group) = (config.q_width(), config.head_dim, config.q_heads / config.kv_heads);
-        for portion in portions {
-            let rows = &mut self.buffers.q[portion.row * width..][..portion.tokens * width];
+        for chunk in chunks {
+            let rows = &mut self.buffers.q[chunk.row * width..][..chunk.tokens * width];
             for head in 0..config.q_heads {
-                let list = self.cache.list(layer * self.setup.batch + portion.sequence, head / group);
-                let by = self.cache.lens()[list] as i64 - (portion.first + portion.tokens) as i64;
+                let list = self.cache.list(layer * self.setup.batch + chunk.sequence, head / group);
+                let by = self.cache.lens()[list] as i64 - (chunk.first + chunk.tokens) as i64;
                 if by == 0 {
                     continue;
                 }
                 let rotation = Rotation::new(rope, by);
-                rows.chunks_exact_mut(width).for_each(|row| rotation.turn(&mut row[head * head_dim..][..head_dim]));
+                rows.chunks_exact_mut(width).for_each(|row| rotation.rotate(&mut row[head * head_dim..][..head_dim]));
             }
         }
     }

@@ -1,8 +1,8 @@
 //! One block: attention and MLP, each behind its norm and added to the residual stream.
 
-use super::{Buffers, Decoder, Portion};
+use super::{Buffers, Chunk, Decoder};
 use crate::device::simd::loops::add_scaled;
-use crate::model::tap::Tapped;
+use crate::model::hook::Activation;
 use crate::model::{ModelError, mlp, rope};
 use crate::tensor::{DType, TensorView};
 
@@ -14,7 +14,7 @@ pub(super) fn heads(rows: &[f32], batch: usize, tokens: usize, heads: usize) -> 
 }
 
 impl Decoder<'_> {
-    pub(super) fn block(&mut self, layer: usize, portions: &[Portion], rows: usize) -> Result<(), ModelError> {
+    pub(super) fn block(&mut self, layer: usize, chunks: &[Chunk], rows: usize) -> Result<(), ModelError> {
         let (config, weights, cpu) = (&self.model.config, &self.model.weights.layers[layer], self.cpu);
         let (hidden, head_dim) = (config.hidden, config.head_dim);
         let (q_width, kv_width) = (config.q_width(), config.kv_width());
@@ -22,8 +22,8 @@ impl Decoder<'_> {
         let qk_norm = weights.qk_norm.as_ref().map(|[q, k]| [self.norm(q), self.norm(k)]);
         let Buffers { hidden: stream, normed, q, k, v, angles, scratch, .. } = &mut self.buffers;
         norm.rows(cpu, &stream[..rows * hidden], &mut normed.data, normed.stride);
-        if let Some(tap) = self.tap {
-            (0..rows).for_each(|row| tap.rows(layer, Tapped::Hidden, normed.row_mut(row)));
+        if let Some(hook) = self.hook {
+            (0..rows).for_each(|row| hook.rows(layer, Activation::Hidden, normed.row_mut(row)));
         }
         weights.q.apply(cpu, normed, rows, q, q_width, scratch);
         weights.k.apply(cpu, normed, rows, k, kv_width, scratch);
@@ -32,32 +32,32 @@ impl Decoder<'_> {
             q_norm.in_place(cpu, &mut q[..rows * q_width]);
             k_norm.in_place(cpu, &mut k[..rows * kv_width]);
         }
-        if let Some(tap) = self.tap {
-            tap.rows(layer, Tapped::QBeforeRope, &q[..rows * q_width]);
-            tap.rows(layer, Tapped::KBeforeRope, &k[..rows * kv_width]);
+        if let Some(hook) = self.hook {
+            hook.rows(layer, Activation::QBeforeRope, &q[..rows * q_width]);
+            hook.rows(layer, Activation::KBeforeRope, &k[..rows * kv_width]);
         }
         let heads_of = q.chunks_exact_mut(q_width).zip(k.chunks_exact_mut(kv_width));
         for ((q, k), angles) in heads_of.zip(angles.chunks_exact(head_dim)).take(rows) {
-            rope::turn(q, angles);
-            // A memory turns keys itself.
+            rope::rotate(q, angles);
+            // A memory rotates keys itself.
             if self.memory.is_none() {
-                rope::turn(k, angles);
+                rope::rotate(k, angles);
             }
         }
-        if let Some(tap) = self.tap {
-            tap.rows(layer, Tapped::Q, &q[..rows * q_width]);
+        if let Some(hook) = self.hook {
+            hook.rows(layer, Activation::Q, &q[..rows * q_width]);
             if self.memory.is_none() {
-                tap.rows(layer, Tapped::K, &k[..rows * kv_width]);
+                hook.rows(layer, Activation::K, &k[..rows * kv_width]);
             }
-            tap.rows(layer, Tapped::V, &v[..rows * kv_width]);
+            hook.rows(layer, Activation::V, &v[..rows * kv_width]);
         }
         match self.memory.is_some() {
-            true => self.remember(layer, portions)?,
-            false => self.cached_attention(layer, portions)?,
+            true => self.remember(layer, chunks)?,
+            false => self.cached_attention(layer, chunks)?,
         }
-        if let Some(tap) = self.tap {
+        if let Some(hook) = self.hook {
             let attended = &mut self.buffers.attended;
-            (0..rows).for_each(|row| tap.rows(layer, Tapped::O, attended.row_mut(row)));
+            (0..rows).for_each(|row| hook.rows(layer, Activation::O, attended.row_mut(row)));
         }
 
         let after_attention = weights.after_attention.as_ref().map(|weight| self.norm(weight));
@@ -85,28 +85,28 @@ impl Decoder<'_> {
         Ok(())
     }
 
-    /// Puts the keys and values of `portions` into the cache, and lets their queries attend to it.
-    fn cached_attention(&mut self, layer: usize, portions: &[Portion]) -> Result<(), ModelError> {
+    /// Puts the keys and values of `chunks` into the cache, and lets their queries attend to it.
+    fn cached_attention(&mut self, layer: usize, chunks: &[Chunk]) -> Result<(), ModelError> {
         let (config, hidden) = (&self.model.config, self.model.config.hidden);
         let (kv_width, Buffers { normed, k, v, .. }) = (config.kv_width(), &self.buffers);
-        for portion in portions {
-            let own = portion.row * kv_width..(portion.row + portion.tokens) * kv_width;
-            let of = |rows| heads(rows, 1, portion.tokens, config.kv_heads);
+        for chunk in chunks {
+            let own = chunk.row * kv_width..(chunk.row + chunk.tokens) * kv_width;
+            let of = |rows| heads(rows, 1, chunk.tokens, config.kv_heads);
             let (k, v) = (of(&k[own.clone()]), of(&v[own]));
-            let sequence = layer * self.setup.batch + portion.sequence;
-            self.cache.append_at(sequence, k, v, 0, 0..portion.tokens, portion.first)?;
-            if let Some(policy) = self.evictor.as_ref().and_then(|evictor| evictor.gating(portion.sequence)) {
-                let rows = portion.row..portion.row + portion.tokens;
+            let sequence = layer * self.setup.batch + chunk.sequence;
+            self.cache.append_at(sequence, k, v, 0, 0..chunk.tokens, chunk.first)?;
+            if let Some(policy) = self.evictor.as_ref().and_then(|evictor| evictor.gating(chunk.sequence)) {
+                let rows = chunk.row..chunk.row + chunk.tokens;
                 let states = rows.map(|row| &normed.data[row * normed.stride..][..hidden]);
                 policy.carry_gates(&mut self.cache, (layer, sequence), states)?;
             }
-            if let Some(rope) = self.evictor.as_ref().and_then(|evictor| evictor.turns()) {
+            if let Some(rope) = self.evictor.as_ref().and_then(|evictor| evictor.rotates()) {
                 for head in 0..config.kv_heads {
                     let list = self.cache.list(sequence, head);
-                    self.cache.rerotate_from(list, self.cache.lens()[list] - portion.tokens, rope)?;
+                    self.cache.rerotate_from(list, self.cache.lens()[list] - chunk.tokens, rope)?;
                 }
             }
         }
-        self.attention(layer, portions)
+        self.attention(layer, chunks)
     }
 }

@@ -1,5 +1,5 @@
-//! One prefill for many policies and many questions: a sequence goes on from where another is, and a policy that judges
-//! only after prefill judges a prefill that is already there.
+//! One prefill for many policies and many questions: a sequence goes on from where another is, and a policy that evicts
+//! only after prefill evicts from a prefill that is already there.
 //!
 //! Pages are shared until a sequence changes them, so that a fork costs nothing but page tables, and an eviction a copy
 //! of the pages that stay.
@@ -7,7 +7,7 @@
 use super::Decoder;
 use crate::model::ModelError;
 use crate::model::evictor::{Eviction, QueryRecorder};
-use crate::model::tap::Tap;
+use crate::model::hook::Hook;
 use crate::policy::Policy;
 
 impl<'a> Decoder<'a> {
@@ -20,9 +20,9 @@ impl<'a> Decoder<'a> {
         self.recorder = Some(recorder);
     }
 
-    /// Shows every layer's rows to `tap` from now on.
-    pub fn tap(&mut self, tap: &'a dyn Tap) {
-        self.tap = Some(tap);
+    /// Shows every layer's rows to `hook` from now on.
+    pub fn hook(&mut self, hook: &'a dyn Hook) {
+        self.hook = Some(hook);
     }
 
     /// Forgets every sequence, the policy, and what was recorded.
@@ -65,7 +65,7 @@ impl<'a> Decoder<'a> {
         self.evictor.as_mut().map_or(Ok(()), |evictor| Ok(evictor.fork(from, to)?))
     }
 
-    /// Lets a policy judge `sequence`, a fork of the first one after its prefill, as if it had been at work in it. Its last
+    /// Lets a policy evict from `sequence`, a fork of the first one after its prefill, as if it had been at work in it. Its last
     /// `kept` tokens are never evicted, and the budget does not count them. A policy that never evicts takes the place of
     /// the one before all the same.
     ///
@@ -73,16 +73,16 @@ impl<'a> Decoder<'a> {
     /// When the model cannot do what the policy does, the budget leaves nothing, or the arena has no room.
     ///
     /// # Panics
-    /// When nothing was recorded, the policy judges chunks of the prefill, or the cache lacks a column of it.
+    /// When nothing was recorded, the policy evicts from chunks of the prefill, or the cache lacks a column of it.
     pub fn evict_recorded(&mut self, sequence: usize, eviction: Eviction<'a>, kept: usize) -> Result<(), ModelError> {
-        assert!(eviction.policy.schedule.chunk_tokens.is_none(), "chunks are judged while they are read");
+        assert!(eviction.policy.schedule.chunk_tokens.is_none(), "chunks are evicted from while they are read");
         let context = self.seen[sequence] - kept;
         self.evict(eviction, &vec![context; self.setup.batch])?;
         self.never_evict(context..context + kept);
         let recorder = self.recorder.as_ref().expect("prefill was recorded");
         let evictor = self.evictor.as_mut().expect("put to work above");
         evictor.adopt(sequence, recorder)?;
-        self.judge(sequence, |evictor, scene| evictor.evict_chunk(scene, true))
+        self.eviction_step(sequence, |evictor, scene| evictor.evict_chunk(scene, true))
     }
 
     /// KV bytes of the pages that a sequence holds, as if it shared none, or of its part of the memory.

@@ -3,7 +3,7 @@
 //! Queries go one by one; each sees the tokens of a list whose positions are within its window. That is slow only where
 //! many tokens are fed after an eviction of a model with windows.
 
-use super::{Decoder, Portion};
+use super::{Chunk, Decoder};
 use crate::attention::KvRows;
 use crate::cache::{PagedCache, Sequences};
 use crate::format::KvFormat;
@@ -51,18 +51,18 @@ fn first_slot(cache: &PagedCache, list: usize, position: usize) -> usize {
 }
 
 impl Decoder<'_> {
-    /// The slots that token `token` of a portion sees in each head's list through a window.
+    /// The slots that token `token` of a chunk sees in each head's list through a window.
     pub(super) fn seen_slots(
         &self,
         kv: &Sequences<'_>,
-        portion: &Portion,
+        chunk: &Chunk,
         token: usize,
         window: usize,
     ) -> Vec<Range<usize>> {
-        let oldest = (portion.first + token + 1).saturating_sub(window);
+        let oldest = (chunk.first + token + 1).saturating_sub(window);
         let slots = |head| {
             let list = kv.list(0, head);
-            let end = self.cache.lens()[list] - portion.tokens + token + 1;
+            let end = self.cache.lens()[list] - chunk.tokens + token + 1;
             first_slot(&self.cache, list, oldest)..end
         };
         (0..self.model.config.kv_heads).map(slots).collect()

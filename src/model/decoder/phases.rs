@@ -1,4 +1,4 @@
-//! Prefill and decoding: what is run together, and when the policy judges.
+//! Prefill and decoding: what is run together, and when the policy evicts.
 
 use super::Decoder;
 use crate::model::ModelError;
@@ -6,7 +6,7 @@ use crate::model::evictor::Scene;
 use crate::policy::Decoding;
 
 impl Decoder<'_> {
-    /// Runs the prompts, `[B]` sequences that may differ in length, and lets the policy judge after them, or after each
+    /// Runs the prompts, `[B]` sequences that may differ in length, and lets the policy evict after them, or after each
     /// chunk that its schedule names. `visit(sequence, place, logits)` gets the logits `[vocab]` of every token, or of
     /// the last of each sequence, as the setup says; `place` counts from the first token of this call.
     ///
@@ -31,13 +31,13 @@ impl Decoder<'_> {
             self.run(&pieces, &horizons, &vec![start; tokens.len()], &mut visit)?;
             for (sequence, piece) in pieces.iter().enumerate().filter(|(_, piece)| !piece.is_empty()) {
                 let last = start + piece.len() == tokens[sequence].len();
-                self.judge(sequence, |evictor, scene| evictor.evict_chunk(scene, last))?;
+                self.eviction_step(sequence, |evictor, scene| evictor.evict_chunk(scene, last))?;
             }
         }
         Ok(())
     }
 
-    /// Runs tokens that follow, and lets the policy judge after each where its schedule asks for that; else they go
+    /// Runs tokens that follow, and lets the policy evict after each where its schedule asks for that; else they go
     /// through together. `visit` as in [`Decoder::prefill`].
     ///
     /// # Errors
@@ -59,14 +59,14 @@ impl Decoder<'_> {
             let horizons: Vec<usize> = self.seen.iter().zip(&pieces).map(|(seen, piece)| seen + piece.len()).collect();
             self.run(&pieces, &horizons, &vec![start; tokens.len()], &mut visit)?;
             for (sequence, _) in pieces.iter().enumerate().filter(|(_, piece)| !together && !piece.is_empty()) {
-                self.judge(sequence, |evictor, scene| evictor.evict_step(scene))?;
+                self.eviction_step(sequence, |evictor, scene| evictor.evict_step(scene))?;
             }
         }
         Ok(())
     }
 
-    /// Lets the policy judge a sequence: on the threads from the first to the last, as [`Decoder::pass`].
-    pub(super) fn judge(
+    /// Lets the policy evict from a sequence: on the threads from the first to the last, as [`Decoder::pass`].
+    pub(super) fn eviction_step(
         &mut self,
         sequence: usize,
         work: impl FnOnce(&mut super::Evictor<'_>, &mut Scene<'_>) -> Result<(), ModelError> + Send,

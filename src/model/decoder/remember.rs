@@ -4,7 +4,7 @@
 //! it takes together: append, attend, write. A layer's memory looks at nothing but the keys and values of that layer, so
 //! pieces need not be those in which tokens go through the model, and the result does not depend on these.
 
-use super::{Attend, Decoder, Portion, Setup, attend, block};
+use super::{Attend, Chunk, Decoder, Setup, attend, block};
 use crate::attention::rope::ModelRope;
 use crate::attention::{Forward, KvRows, Params, Shape};
 use crate::memories::{At, Memory, MemoryShape, MemoryState};
@@ -104,21 +104,21 @@ pub fn bytes_with_memory(
 }
 
 impl Decoder<'_> {
-    /// Attention of `portions` in a layer over the memory, as [`Decoder::attention`] over the cache; keys are not turned.
+    /// Attention of `chunks` in a layer over the memory, as [`Decoder::attention`] over the cache; keys are not turned.
     ///
     /// # Panics
     /// When there is no memory.
-    pub(super) fn remember(&mut self, layer: usize, portions: &[Portion]) -> Result<(), ModelError> {
+    pub(super) fn remember(&mut self, layer: usize, chunks: &[Chunk]) -> Result<(), ModelError> {
         let (config, batch) = (&self.model.config, self.setup.batch);
         let Remembered { memory, shape, state } = self.memory.as_mut().expect("a memory in place of the cache");
         let (q_width, kv_width, window) = (config.q_width(), config.kv_width(), config.windows[layer]);
         let params = Params { window: None, ..attend::params(config, layer) };
-        for portion in portions {
-            let frequencies = config.rope.frequencies(config.head_dim, config.max_positions, portion.horizon);
+        for chunk in chunks {
+            let frequencies = config.rope.frequencies(config.head_dim, config.max_positions, chunk.horizon);
             let rope = ModelRope::new(frequencies, config.rope.attention_factor());
-            let at = At { sequence: layer * batch + portion.sequence, window, rope: &rope, cpu: self.cpu };
-            let mut row = portion.row;
-            for count in pieces(*memory, window, portion.first, portion.tokens) {
+            let at = At { sequence: layer * batch + chunk.sequence, window, rope: &rope, cpu: self.cpu };
+            let mut row = chunk.row;
+            for count in pieces(*memory, window, chunk.first, chunk.tokens) {
                 let of = |rows, heads| block::heads(rows, 1, count, heads);
                 let own = row * kv_width..(row + count) * kv_width;
                 let (k, v) = (&self.buffers.k[own.clone()], &self.buffers.v[own]);

@@ -1,10 +1,10 @@
 //! What a prefill shows to policies that evict from it later: its queries, and the attention that tokens received, once for
 //! all of them.
 
-use super::{Evictor, Received, window_shape};
+use super::{AttentionSums, Evictor, window_shape};
 use crate::attention::Forward;
 use crate::cache::Column;
-use crate::eviction::{ObservationWindow, Span, received};
+use crate::eviction::{ObservationWindow, Span, attention_sums};
 use crate::memory::{Arena, ArenaError};
 use crate::model::ModelError;
 use crate::policy::{Policy, Statistic};
@@ -44,7 +44,7 @@ impl QueryRecorder {
         layers: usize,
         call: &Forward<'_>,
         lse: &[f32],
-    ) -> Result<Option<Received>, ModelError> {
+    ) -> Result<Option<AttentionSums>, ModelError> {
         if self.span == Span::Latest(0) {
             return Ok(None);
         }
@@ -59,7 +59,7 @@ impl QueryRecorder {
         if !self.accumulates {
             return Ok(None);
         }
-        Ok(Some(Received { kv_len: call.shape.kv_len, sums: received(call, lse, &self.arena)? }))
+        Ok(Some(AttentionSums { kv_len: call.shape.kv_len, sums: attention_sums(call, lse, &self.arena)? }))
     }
 }
 

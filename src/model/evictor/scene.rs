@@ -74,9 +74,9 @@ impl Evictor<'_> {
 
     /// Where the policy selects what steps read: begins that in every layer.
     fn select(&mut self, scene: &mut Scene<'_>) -> Result<(), ModelError> {
-        let Some(reader) = &self.eviction.policy.reader else { return Ok(()) };
-        let Sequence { session, window, readings } = &mut self.sequences[scene.sequence];
-        if !readings.is_empty() {
+        let Some(selection) = &self.eviction.policy.selection else { return Ok(()) };
+        let Sequence { session, window, selectors } = &mut self.sequences[scene.sequence];
+        if !selectors.is_empty() {
             // Begun behind an earlier prompt; what has come since is selected from too.
             return Ok(());
         }
@@ -84,7 +84,7 @@ impl Evictor<'_> {
         let (budget_tokens, arena, cpu) = (session.plan().budget_tokens, self.arena, scene.cpu);
         for layer in 0..scene.model.config.layers {
             let (cache, q) = (Lists::of_sequence(scene.cache, scene.sequence_of(layer)), window.view(layer..layer + 1));
-            readings.push(reader.open(&Start { cache, q, budget_tokens, cpu, arena })?);
+            selectors.push(selection.open(&Start { cache, q, budget_tokens, cpu, arena })?);
         }
         Ok(())
     }

@@ -76,7 +76,7 @@ impl Gguf {
     }
 }
 
-/// The rows of a head that RoPE turns together stand next to each other in llama.cpp's order, and half a head apart in that
+/// The rows of a head that RoPE rotates together stand next to each other in llama.cpp's order, and half a head apart in that
 /// of `transformers`: row `2 i + p` goes to `p D / 2 + i`.
 fn separate_pairs(head: &mut [f32], width: usize) {
     let rows = head.to_vec();

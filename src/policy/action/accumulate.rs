@@ -1,9 +1,9 @@
-//! A loser is folded into the nearest token that stays before it: keys and values become averages, weighted by how many
+//! An evicted token is merged into the nearest retained token before it: keys and values become averages, weighted by how many
 //! tokens each stands for, and the weights add up.
 //!
 //! The memory of Dynamic Memory Compression (DMC, arXiv 2403.09636): there a trained head says of each new token whether
-//! it is appended or accumulated into the last slot, `k <- (z k + w k_new) / (z + w)`. Here the policy's losers are those
-//! that accumulate, and every token begins with the weight 1. Losers before the first token that stays go into that one,
+//! it is appended or accumulated into the last slot, `k <- (z k + w k_new) / (z + w)`. Here the policy's evicted tokens are those
+//! that accumulate, and every token begins with the weight 1. Evicted tokens before the first retained token go into that one,
 //! so that the weights of a list always add up to the tokens it has seen. Keys are averaged as they are cached, after
 //! RoPE: the further apart two tokens are, the more their fast channels cancel.
 
@@ -15,7 +15,7 @@ use crate::policy::{Part, PartEntry, PolicyError};
 /// The registry's line.
 pub const ENTRY: PartEntry = PartEntry {
     name: "accumulate",
-    about: "a loser's key and value are averaged into the nearest kept token before it, weighted by tokens",
+    about: "an evicted token's key and value are averaged into the nearest retained token before it, weighted by tokens",
     paper: "2403.09636",
     parameters: &[],
     build: |_, _| Ok(Part::Action(Some(Box::new(Accumulate)))),

@@ -1,12 +1,12 @@
-//! CAM: a loser's value is added to the values of the tokens that stay next after it, with a probability.
+//! CAM: an evicted token's value is added to the values of the retained tokens next after it, with a probability.
 //!
-//! Cache Merging (ICML 2024). The probability is the attention that the loser has received so far, relative to the mean
-//! of the next `window` tokens that stay, at most 1; then each of them (`m` near the end of the list) is given `1/m` of
-//! the loser's value. On average the output loses less than by dropping, whatever the query. A loser with no kept token
+//! Cache Merging (ICML 2024). The probability is the attention that the evicted token has received so far, relative to the mean
+//! of the next `window` retained tokens, at most 1; then each of them (`m` near the end of the list) is given `1/m` of
+//! the evicted token's value. On average the output loses less than by dropping, whatever the query. An evicted token with no retained token
 //! behind it is dropped. Draws belong to (list, position), so that threads and the order of evictions do not matter.
 //!
-//! All losers between two tokens that stay have the same window, so each gap is summed once and then handed to the
-//! next `window` kept tokens.
+//! All evicted tokens between two retained tokens have the same window, so each gap is summed once and then handed to the
+//! next `window` retained tokens.
 
 use super::{Action, Fold};
 use crate::attention::Shape;
@@ -21,9 +21,9 @@ use rand_chacha::rand_core::SeedableRng;
 /// The registry's line.
 pub const ENTRY: PartEntry = PartEntry {
     name: "cam",
-    about: "a loser's value is shared among the next kept tokens, with a probability by its attention",
+    about: "an evicted token's value is shared among the next retained tokens, with a probability by its attention",
     paper: "",
-    parameters: &[Parameter { name: "window", default: "32", about: "kept tokens that share the value" }],
+    parameters: &[Parameter { name: "window", default: "32", about: "retained tokens that share the value" }],
     build: |named, _| Ok(Part::Action(Some(Box::new(Cam { window: named.count("window", 32, 1)? })))),
 };
 
@@ -38,7 +38,7 @@ impl Cam {
     }
 }
 
-/// The probability that a loser is merged: its attention over the mean of its window.
+/// The probability that an evicted token is merged: its attention over the mean of its window.
 fn chance(attention: f32, mean: f32) -> f32 {
     match (attention > 0.0, mean > 0.0) {
         (false, _) => 0.0,

@@ -1,11 +1,11 @@
-//! The loser is dropped and leaves nothing behind: what a method does unless it says otherwise.
+//! The evicted token is dropped and leaves nothing behind: what a method does unless it says otherwise.
 
 use crate::policy::{Part, PartEntry};
 
 /// The registry's line.
 pub const ENTRY: PartEntry = PartEntry {
     name: "drop",
-    about: "a loser is dropped",
+    about: "an evicted token is dropped",
     paper: "",
     parameters: &[],
     build: |_, _| Ok(Part::Action(None)),

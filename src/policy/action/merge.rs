@@ -1,12 +1,12 @@
-//! A loser's value is folded into that of the kept token whose key is most like its own.
+//! An evicted token's value is merged into that of the retained token whose key is most like its own.
 //!
 //! kvpress's MergingPress. With `c` the cosine of the two keys, if it reaches the threshold (at least 0), and `|v|` the norms of the
-//! values as they were, the loser `e` has the weight `w = c |v_e| / (|v_e| + |v_t|)` and the kept token `t`
-//! becomes `(v_t + sum w v_e) / (1 + sum w)`. Keys stay as they are. Of equal cosines the earliest kept token takes the
-//! loser.
+//! values as they were, the evicted token `e` has the weight `w = c |v_e| / (|v_e| + |v_t|)` and the retained token `t`
+//! becomes `(v_t + sum w v_e) / (1 + sum w)`. Keys stay as they are. Of equal cosines the earliest retained token takes the
+//! evicted token.
 //!
-//! The search is a product of all losers with all kept keys, in tiles that fit a core's cache, in parallel over blocks of
-//! losers; nothing grows with the square. Then losers are sorted by their token, so that each value is written once.
+//! The search is a product of all evicted tokens with all kept keys, in tiles that fit a core's cache, in parallel over blocks of
+//! evicted tokens; nothing grows with the square. Then evicted tokens are sorted by their token, so that each value is written once.
 
 use super::{Action, Fold};
 use crate::attention::Shape;
@@ -22,7 +22,7 @@ use rayon::prelude::*;
 /// The registry's line.
 pub const ENTRY: PartEntry = PartEntry {
     name: "merge",
-    about: "a loser's value is averaged into that of the kept token with the most similar key",
+    about: "an evicted token's value is averaged into that of the retained token with the most similar key",
     paper: "",
     parameters: &[Parameter {
         name: "threshold",
@@ -35,8 +35,8 @@ pub const ENTRY: PartEntry = PartEntry {
     },
 };
 
-/// Losers of a block.
-const LOSERS: usize = 256;
+/// Evicted tokens of a block.
+const EVICTED: usize = 256;
 /// Kept keys of a tile.
 const KEPT: usize = 256;
 /// Norms below this count as this.
@@ -46,12 +46,12 @@ struct Merge {
     threshold: f32,
 }
 
-/// A loser's token among those that stay, its own slot, and the bits of their cosine.
+/// An evicted token's token among the retained, its own slot, and the bits of their cosine.
 type Match = [u32; 3];
 
-/// Elements of a thread's scratch: a block of losers, a tile of kept keys, and their cosines.
+/// Elements of a thread's scratch: a block of evicted tokens, a tile of kept keys, and their cosines.
 fn slot(width: usize) -> usize {
-    (LOSERS + KEPT) * width + LOSERS * KEPT
+    (EVICTED + KEPT) * width + EVICTED * KEPT
 }
 
 fn norm(isa: Isa, row: &[f32]) -> f32 {
@@ -68,16 +68,16 @@ fn directions(isa: Isa, cache: &PagedCache, list: usize, slots: impl Iterator<It
     }
 }
 
-/// Finds the kept token for each loser of a block.
+/// Finds the retained token for each evicted token of a block.
 fn search(isa: Isa, cache: &PagedCache, list: usize, kept: &[u32], block: &mut [Match], slot: &mut [f32]) {
     let width = cache.shape().head_dim;
-    let (losers, rest) = slot.split_at_mut(LOSERS * width);
+    let (evicted, rest) = slot.split_at_mut(EVICTED * width);
     let (keys, cosines) = rest.split_at_mut(KEPT * width);
-    directions(isa, cache, list, block.iter().map(|found| found[1] as usize), losers);
-    let mut best = [f32::NEG_INFINITY; LOSERS];
+    directions(isa, cache, list, block.iter().map(|found| found[1] as usize), evicted);
+    let mut best = [f32::NEG_INFINITY; EVICTED];
     for (tile, kept) in kept.chunks(KEPT).enumerate() {
         directions(isa, cache, list, kept.iter().map(|&slot| slot as usize), keys);
-        let (left, right) = (Matrix::new(losers, block.len(), width), Matrix::new(keys, kept.len(), width));
+        let (left, right) = (Matrix::new(evicted, block.len(), width), Matrix::new(keys, kept.len(), width));
         product(cosines, KEPT, left, right.transposed(), false, 1);
         for ((found, best), cosines) in block.iter_mut().zip(&mut best).zip(cosines.chunks_exact_mut(KEPT)) {
             let cosines = &mut cosines[..kept.len()];
@@ -93,19 +93,19 @@ fn search(isa: Isa, cache: &PagedCache, list: usize, kept: &[u32], block: &mut [
 }
 
 impl Merge {
-    /// Folds the losers of one kept token into its value.
+    /// Merges the evicted tokens of one retained token into its value.
     fn write(
         &self,
         isa: Isa,
         cache: &mut PagedCache,
         [list, target]: [usize; 2],
-        losers: &[Match],
+        evicted: &[Match],
     ) -> Result<(), PolicyError> {
         let mut rows = [[0.0; Shape::MAX_HEAD_DIM]; 2];
         let [sum, value] = rows.each_mut().map(|row| &mut row[..cache.shape().head_dim]);
         cache.read_value(list, target, sum);
         let (own, mut total) = (norm(isa, sum), 1.0);
-        for &[_, slot, cosine] in losers {
+        for &[_, slot, cosine] in evicted {
             let cosine = f32::from_bits(cosine);
             if cosine < self.threshold {
                 continue;
@@ -134,18 +134,18 @@ impl Action for Merge {
         let mut matches: Buffer<Match> = fold.arena.alloc(Label::Workspace, len)?;
         let mut scratch: Buffer<f32> = fold.arena.alloc(Label::Workspace, threads * slot(cache.shape().head_dim))?;
         let mut stays = kept.iter().copied().peekable();
-        let losers = (0..len as u32).filter(|slot| stays.next_if_eq(slot).is_none());
+        let evicted = (0..len as u32).filter(|slot| stays.next_if_eq(slot).is_none());
         let matches = &mut matches[..len - kept.len()];
-        matches.iter_mut().zip(losers).for_each(|(found, slot)| found[1] = slot);
+        matches.iter_mut().zip(evicted).for_each(|(found, slot)| found[1] = slot);
         let (slots, whole) = (Slots::new(&mut scratch, threads), &*cache);
         fold.cpu.install(|| {
-            let blocks = matches.par_chunks_mut(LOSERS).with_max_len(1);
+            let blocks = matches.par_chunks_mut(EVICTED).with_max_len(1);
             blocks.for_each(|block| slots.with(|slot| search(isa, whole, list, kept, block, slot)));
         });
         matches.sort_unstable();
         let groups = matches.chunk_by(|a, b| a[0] == b[0]);
         groups
-            .map(|losers| (kept[losers[0][0] as usize] as usize, losers))
-            .try_for_each(|(target, losers)| self.write(isa, cache, [list, target], losers))
+            .map(|evicted| (kept[evicted[0][0] as usize] as usize, evicted))
+            .try_for_each(|(target, evicted)| self.write(isa, cache, [list, target], evicted))
     }
 }

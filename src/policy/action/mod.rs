@@ -1,7 +1,7 @@
-//! What becomes of a token that loses: it is dropped, or folded into one that stays, before its bytes are given back.
+//! What becomes of a token that loses: it is dropped, or merged into one that stays, before its bytes are given back.
 //!
 //! An action works in place, on the tokens of one list of the cache at a time, while the list is still whole. Keys of
-//! what stays may then be turned to positions inside the cache ([`rerotate`]).
+//! what is retained may then be rotated to positions inside the cache ([`rerotate`]).
 
 pub mod accumulate;
 pub mod cam;
@@ -26,18 +26,18 @@ pub struct Fold<'a> {
     pub seed: u64,
     /// Numbers in `0 .. 1` by position, in place of drawn ones.
     pub draws: Option<&'a [f32]>,
-    /// RoPE's frequencies, to turn keys; `None` where the inputs do not tell.
+    /// RoPE's frequencies, to rotate keys; `None` where the inputs do not tell.
     pub rope: Option<&'a Frequencies>,
 }
 
-/// Folds losers into tokens that stay.
+/// Merges evicted tokens into retained tokens.
 pub trait Action: Send + Sync {
     /// What it looks at besides keys and values of the cache.
     fn needs(&self) -> Vec<Statistic> {
         Vec::new()
     }
 
-    /// Whether tokens of the cache carry how much was folded into them.
+    /// Whether tokens of the cache carry how much was merged into them.
     fn weighs(&self) -> bool {
         false
     }
@@ -93,11 +93,11 @@ impl Policy {
         SETS[bits.iter().rev().fold(0, |set, &bit| 2 * set + usize::from(bit))]
     }
 
-    /// Shrinks a list to the slots `kept` (ascending): losers are folded, what stays moves together, and its keys are
+    /// Shrinks a list to the slots `kept` (ascending): evicted tokens are merged, what is retained moves together, and its keys are
     /// turned, as the policy says.
     ///
     /// # Errors
-    /// When the action or the turning of keys lacks something, or the arena has no room.
+    /// When the action or re-rotation of keys lacks something, or the arena has no room.
     pub fn shrink(
         &self,
         fold: &Fold<'_>,

@@ -1,4 +1,4 @@
-//! The budget of a judgement divided over lists, on the host, by the policy's own allotments.
+//! The budget of an eviction step divided over lists, on the host, by the policy's own budget allocations.
 
 use super::{DeviceContext, DevicePolicyError};
 use crate::attention::{Forward, KvRows};
@@ -14,14 +14,14 @@ pub(crate) fn divides_by_scores(policy: &Policy) -> bool {
     policy.layers.reads_scores() || policy.heads.reads_scores()
 }
 
-/// Tokens that stay of each list, by the policy's allotments on the host. `scores` and the highest that is judged are looked
+/// Tokens retained of each list, by the policy's budget allocations on the host. `scores` and the highest that is scored are looked
 /// at where these read them.
 pub(crate) fn divide(
     policy: &Policy,
     context: &DeviceContext<'_>,
     cache: &DeviceCache,
     scores: &DeviceBuffer,
-    highest_judged: f32,
+    highest_scored: f32,
 ) -> Result<Vec<usize>, DevicePolicyError> {
     // What the host holds for a moment is not the GPU's.
     let host = Arena::unlimited();
@@ -33,7 +33,7 @@ pub(crate) fn divide(
     let mut there = host.alloc::<f32>(Label::Policy, places).map_err(PolicyError::from)?;
     scores.read(bytemuck::cast_slice_mut(&mut there))?;
     let protect = policy.scorer.as_ref().map_or_else(Protect::default, |scorer| scorer.protect(context.budget_tokens));
-    let mut scored = Scored { values: there, highest_judged, protect };
+    let mut scored = Scored { values: there, highest_scored, protect };
     let mut ranks = host.alloc::<f32>(Label::Policy, places).map_err(PolicyError::from)?;
     let kv = Lengths { lens: cache.lens(), heads: shape.kv_heads, dtype: cache.shape().dtype() };
     let none = Tensor::zeros(&host, Label::Policy, kv.dtype, shape.q_dims()).map_err(PolicyError::from)?;
@@ -61,7 +61,7 @@ pub(crate) fn divide(
     Ok(counts)
 }
 
-/// The lengths of lists whose rows lie in a GPU's memory: all that an allotment without needs asks of them.
+/// The lengths of lists whose rows lie in a GPU's memory: all that a budget allocation without needs asks of them.
 struct Lengths<'a> {
     lens: &'a [usize],
     heads: usize,
@@ -78,10 +78,10 @@ impl KvRows for Lengths<'_> {
     }
 
     fn key_rows(&self, _: usize, _: usize, _: usize) -> Rows<'_> {
-        unreachable!("`check_device` refuses allotments that look at keys")
+        unreachable!("`check_device` refuses budget allocations that look at keys")
     }
 
     fn value_rows(&self, _: usize, _: usize, _: usize) -> Rows<'_> {
-        unreachable!("`check_device` refuses allotments that look at values")
+        unreachable!("`check_device` refuses budget allocations that look at values")
     }
 }

@@ -1,20 +1,20 @@
 //! Policies on a GPU: scores, selection and counts without the cache coming to the host.
 //!
-//! A scorer with a [`Recipe`] is computed by kernels over a [`DeviceCache`] (`scores.rs`); protection and selection are
+//! A scorer with a [`ScoringPlan`] is computed by kernels over a [`DeviceCache`] (`scores.rs`); protection and selection are
 //! kernels as well (`kernels/select.cu`). How the budget is divided is decided on the host by the policy's own
-//! allotments: those that look at list lengths alone need nothing from the GPU, those that compare scores (`ada`,
+//! budget allocations: those that look at list lengths alone need nothing from the GPU, those that compare scores (`ada`,
 //! `global`) get a copy of the scores, 4 bytes for each token and KV head. Keys and values never leave the GPU.
 
+mod delayed;
 mod division;
-mod leaving;
 mod scores;
 
+pub use delayed::let_leave;
+pub(crate) use delayed::{begin_leaving, staying};
 pub(crate) use division::{divide, divides_by_scores};
-pub use leaving::let_leave;
-pub(crate) use leaving::{begin_leaving, staying};
 pub use scores::scratch_bytes;
 
-use super::{Policy, PolicyError, Protect, Recipe, Registry, Statistic};
+use super::{Policy, PolicyError, Protect, Registry, ScoringPlan, Statistic};
 use crate::attention::cuda::export::{self, Observed};
 use crate::attention::export::Reduction;
 use crate::attention::{Params, Shape};
@@ -27,7 +27,7 @@ use crate::tensor::DType;
 
 const SOURCE: Source = Source { name: "select.cu", text: include_str!("../../../kernels/select.cu") };
 
-/// What went wrong when a GPU judged.
+/// What went wrong when a GPU evicted.
 #[derive(Debug, thiserror::Error)]
 pub enum DevicePolicyError {
     /// In the policy.
@@ -53,7 +53,7 @@ pub struct Queries<'a> {
     pub q_len: usize,
 }
 
-/// What a policy sees on a GPU besides the cache that it judges; the words are those of [`crate::policy::Context`].
+/// What a policy sees on a GPU besides the cache that it evicts from; the words are those of [`crate::policy::Context`].
 #[derive(Clone, Copy)]
 pub struct DeviceContext<'a> {
     /// The GPU.
@@ -82,8 +82,8 @@ pub struct DeviceScored {
     pub values: DeviceBuffer,
     /// Slots of each list: the longest list.
     pub width: usize,
-    /// The highest score of a token that is judged; what lies above it is protected.
-    pub highest_judged: f32,
+    /// The highest score of a token that is scored; what lies above it is protected.
+    pub highest_scored: f32,
     /// What the scorer protects.
     pub protect: Protect,
     /// The GPU's time for it.
@@ -119,30 +119,31 @@ impl DeviceSelection {
 }
 
 impl Policy {
-    /// What judging by it compiles, over a cache of a type and head dim; nothing where nothing is judged on a GPU.
+    /// What evicting by it compiles, over a cache of a type and head dim; nothing where nothing is evicted on a GPU.
     pub(crate) fn programs(&self, dtype: DType, head_dim: usize) -> Vec<Program> {
-        let recipe = self.scorer.as_ref().and_then(|scorer| scorer.recipe());
-        recipe.map_or_else(Vec::new, |recipe| {
-            let mut programs = scores::programs(&recipe, dtype, head_dim);
+        let plan = self.scorer.as_ref().and_then(|scorer| scorer.scoring_plan());
+        plan.map_or_else(Vec::new, |plan| {
+            let mut programs = scores::programs(&plan, dtype, head_dim);
             programs.push(program());
             programs
         })
     }
 
-    /// Says whether a GPU can judge by this policy, which was written as `name`.
+    /// Says whether a GPU can evict by this policy, which was written as `name`.
     ///
     /// # Errors
     /// [`PolicyError::Combination`] with what has no form for a GPU and what has.
     pub fn check_device(&self, name: &str) -> Result<(), PolicyError> {
         let refuse = |reason: String| Err(PolicyError::Combination { policy: name.into(), reason });
-        let has_recipe = |policy: &Policy| policy.scorer.as_ref().is_some_and(|scorer| scorer.recipe().is_some());
-        if self.reader.is_some() || (self.scorer.is_some() && !has_recipe(self)) {
+        let has_scoring_plan =
+            |policy: &Policy| policy.scorer.as_ref().is_some_and(|scorer| scorer.scoring_plan().is_some());
+        if self.selection.is_some() || (self.scorer.is_some() && !has_scoring_plan(self)) {
             let registry = Registry::default();
             let can = registry
                 .entries()
                 .iter()
                 .map(|entry| entry.name)
-                .filter(|name| registry.policy(name).is_ok_and(|policy| has_recipe(&policy)));
+                .filter(|name| registry.policy(name).is_ok_and(|policy| has_scoring_plan(&policy)));
             let can: Vec<&str> = can.collect();
             return refuse(format!("no kernel for it on CUDA yet; there are {}; or use --device cpu", can.join(", ")));
         }
@@ -150,7 +151,7 @@ impl Policy {
             return refuse("parameters of a policy file are not read on CUDA; use --device cpu".into());
         }
         if self.action.is_some() {
-            return refuse("losers are only dropped on CUDA; leave the action out, or use --device cpu".into());
+            return refuse("evicted tokens are only dropped on CUDA; leave the action out, or use --device cpu".into());
         }
         if !(self.layers.needs().is_empty() && self.heads.needs().is_empty()) {
             let why = "on CUDA budgets are divided by lengths or scores (uniform, pyramid, table, ada, global)";
@@ -220,15 +221,15 @@ pub fn score(
     let mut found = take(Label::Policy, 16 * lists as u64)?;
     let time_ns = {
         let head_dim = cache.shape().head_dim;
-        let bytes = scorer.recipe().map_or(0, |recipe| scratch_bytes(&recipe, lists, width, head_dim));
+        let bytes = scorer.scoring_plan().map_or(0, |plan| scratch_bytes(&plan, lists, width, head_dim));
         let mut scratch = take(Label::Workspace, bytes)?;
         device.timed(|| begin_score(policy, context, cache, [&mut values, &mut scratch, &mut found]))?
     };
     let mut words = vec![0u32; 4 * lists];
     found.read(bytemuck::cast_slice_mut(&mut words))?;
-    let highest_judged = highest_of(cache, &values, &words)?;
+    let highest_scored = highest_of(cache, &values, &words)?;
     let protect = scorer.protect(context.budget_tokens);
-    Ok(Some(DeviceScored { values, width, highest_judged, protect, time_ns, found }))
+    Ok(Some(DeviceScored { values, width, highest_scored, protect, time_ns, found }))
 }
 
 /// Begins to score every token of the cache: `scores` `[B, Hkv, longest list]`, protected tokens above all others, with
@@ -245,9 +246,10 @@ pub(crate) fn begin_score(
 ) -> Result<(), DevicePolicyError> {
     let what = "a form for CUDA";
     let scorer = policy.scorer.as_ref();
-    let recipe = scorer.and_then(|scorer| scorer.recipe()).ok_or(PolicyError::Missing { policy: "on CUDA", what })?;
+    let plan =
+        scorer.and_then(|scorer| scorer.scoring_plan()).ok_or(PolicyError::Missing { policy: "on CUDA", what })?;
     let protect = scorer.map_or_else(Protect::default, |scorer| scorer.protect(context.budget_tokens));
-    scores::begin(&recipe, context, cache, [&mut *scores, scratch])?;
+    scores::begin(&plan, context, cache, [&mut *scores, scratch])?;
     let (lists, width) = (cache.shape().lists(), cache.max_len());
     let Protect { sink, window, .. } = protect;
     let choice = ChoiceOperands { scores, chosen: None, found, lists, width, sink, recent: window };
@@ -255,7 +257,7 @@ pub(crate) fn begin_score(
     Ok(launch(context, cache, "score_protect", [width.div_ceil(256), lists, 1], 256, &choice)?)
 }
 
-/// The highest score that was judged, by what [`begin_score`] has found, `[4, lists]`.
+/// The highest score of a token that is not protected, by what [`begin_score`] has found, `[4, lists]`.
 ///
 /// # Errors
 /// [`PolicyError::Score`] when a score is no number.
@@ -271,10 +273,10 @@ pub(crate) fn highest_of(cache: &DeviceCache, scores: &DeviceBuffer, found: &[u3
     Ok(tops.iter().map(|&bits| f32::from_bits(bits)).fold(f32::NEG_INFINITY, f32::max))
 }
 
-/// Divides the budget of a judgement over the lists and chooses the best of each.
+/// Divides the budget of an eviction step over the lists and chooses the best of each.
 ///
 /// # Errors
-/// When an allotment lacks something, there is no room, and as [`Runtime::module`].
+/// When a budget allocation lacks something, there is no room, and as [`Runtime::module`].
 pub fn select(
     policy: &Policy,
     context: &DeviceContext<'_>,
@@ -282,7 +284,7 @@ pub fn select(
     scored: &mut DeviceScored,
 ) -> Result<DeviceSelection, DevicePolicyError> {
     let (device, lists) = (context.runtime.device(), cache.shape().lists());
-    let (width, counts) = (scored.width, divide(policy, context, cache, &scored.values, scored.highest_judged)?);
+    let (width, counts) = (scored.width, divide(policy, context, cache, &scored.values, scored.highest_scored)?);
     let numbers: Vec<i32> = counts.iter().map(|&count| count as i32).collect();
     let mut counts_there = device.alloc(context.arena, Label::Policy, 4 * lists as u64)?;
     counts_there.write(bytemuck::cast_slice(&numbers))?;
@@ -338,16 +340,16 @@ fn number_at(buffer: &DeviceBuffer, index: usize) -> Result<f32, CudaError> {
     Ok(number[0])
 }
 
-/// Whether a judgement looks at attention, so that its queries and their log-sum-exps are needed.
+/// Whether an eviction step looks at attention, so that its queries and their log-sum-exps are needed.
 pub fn looks_at_attention(policy: &Policy) -> bool {
-    let observes = |recipe: Recipe| recipe.observes();
-    policy.scorer.as_ref().and_then(|scorer| scorer.recipe()).is_some_and(observes)
+    let observes = |plan: ScoringPlan| plan.observes();
+    policy.scorer.as_ref().and_then(|scorer| scorer.scoring_plan()).is_some_and(observes)
         || policy.looks_at(Statistic::AccumulatedAttention)
 }
 
-/// Bytes on the GPU of a judgement of `lists` lists of at most `width` tokens, besides the cache: the most at one moment.
-pub fn judgement_bytes(policy: &Policy, lists: usize, width: usize, head_dim: usize) -> u64 {
-    let Some(recipe) = policy.scorer.as_ref().and_then(|scorer| scorer.recipe()) else { return 0 };
+/// Bytes on the GPU of an eviction step of `lists` lists of at most `width` tokens, besides the cache: the most at one moment.
+pub fn eviction_bytes(policy: &Policy, lists: usize, width: usize, head_dim: usize) -> u64 {
+    let Some(plan) = policy.scorer.as_ref().and_then(|scorer| scorer.scoring_plan()) else { return 0 };
     let scores = 4 * (lists * width) as u64;
-    scores + 16 * lists as u64 + scratch_bytes(&recipe, lists, width, head_dim).max(4 * lists as u64 + scores)
+    scores + 16 * lists as u64 + scratch_bytes(&plan, lists, width, head_dim).max(4 * lists as u64 + scores)
 }

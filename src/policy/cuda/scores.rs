@@ -5,7 +5,7 @@ use crate::attention::cuda::export;
 use crate::attention::export::OverQueries;
 use crate::cache::cuda::DeviceCache;
 use crate::device::cuda::{CudaError, DeviceBuffer, Launch, Program, Scoring, Source};
-use crate::policy::{Recipe, Then};
+use crate::policy::{ScoringPlan, Then};
 use crate::tensor::DType;
 
 const SOURCE: Source = Source { name: "score.cu", text: include_str!("../../../kernels/score.cu") };
@@ -13,52 +13,52 @@ const SOURCE: Source = Source { name: "score.cu", text: include_str!("../../../k
 const ROWS: usize = 32;
 
 /// Bytes of scratch memory that scores take besides themselves.
-pub fn scratch_bytes(recipe: &Recipe, lists: usize, width: usize, head_dim: usize) -> u64 {
-    let elements = match recipe {
-        Recipe::Positions | Recipe::KeyNorm | Recipe::Accumulated { .. } => 0,
-        Recipe::KeyUnlike => lists * width.div_ceil(ROWS) * head_dim,
-        Recipe::Recent { then: Then::Nothing, .. } => 0,
-        Recipe::Recent { .. } => lists * width,
-        Recipe::TimesValueNorm(recipe) => return scratch_bytes(recipe, lists, width, head_dim),
+pub fn scratch_bytes(plan: &ScoringPlan, lists: usize, width: usize, head_dim: usize) -> u64 {
+    let elements = match plan {
+        ScoringPlan::Positions | ScoringPlan::KeyNorm | ScoringPlan::Accumulated { .. } => 0,
+        ScoringPlan::KeyUnlike => lists * width.div_ceil(ROWS) * head_dim,
+        ScoringPlan::Recent { then: Then::Nothing, .. } => 0,
+        ScoringPlan::Recent { .. } => lists * width,
+        ScoringPlan::TimesValueNorm(plan) => return scratch_bytes(plan, lists, width, head_dim),
     };
     4 * elements as u64
 }
 
-/// Begins the scores of a recipe, `[B, Hkv, longest list]`; `scratch` has [`scratch_bytes`].
+/// Begins the scores of a scoring plan, `[B, Hkv, longest list]`; `scratch` has [`scratch_bytes`].
 ///
 /// # Errors
 /// When queries are missing, a buffer is too small, or a kernel cannot be launched.
 pub(super) fn begin(
-    recipe: &Recipe,
+    plan: &ScoringPlan,
     context: &DeviceContext<'_>,
     cache: &DeviceCache,
     [scores, scratch]: [&mut DeviceBuffer; 2],
 ) -> Result<(), DevicePolicyError> {
     let (lists, width) = (cache.shape().lists(), cache.max_len());
-    let scratch_bytes = scratch_bytes(recipe, lists, width, cache.shape().head_dim) as usize;
+    let scratch_bytes = scratch_bytes(plan, lists, width, cache.shape().head_dim) as usize;
     let plain = |function, scores: &mut DeviceBuffer| {
         launch(context, cache, function, &Scoring::new(scores, None, [lists, width], context.seen_tokens)?)
     };
-    match recipe {
-        Recipe::Positions => plain("score_positions", scores)?,
-        Recipe::KeyNorm => plain("score_key_norm", scores)?,
-        Recipe::KeyUnlike => {
+    match plan {
+        ScoringPlan::Positions => plain("score_positions", scores)?,
+        ScoringPlan::KeyNorm => plain("score_key_norm", scores)?,
+        ScoringPlan::KeyUnlike => {
             let raw = Some((&*scratch, scratch_bytes));
             let scoring = Scoring::new(scores, raw, [lists, width], context.seen_tokens)?;
             launch(context, cache, "anchor_sum", &scoring)?;
             launch(context, cache, "anchor_join", &scoring)?;
             launch(context, cache, "score_unlike", &scoring)?;
         }
-        Recipe::Accumulated { age } => {
+        ScoringPlan::Accumulated { age } => {
             plain("score_copy", scores)?;
             if *age {
                 plain("score_age", scores)?;
             }
         }
-        Recipe::Recent { queries, reduction, then: Then::Nothing } => {
+        ScoringPlan::Recent { queries, reduction, then: Then::Nothing } => {
             context.begin_columns(cache, *queries, *reduction, scores)?;
         }
-        Recipe::Recent { queries, reduction, then } => {
+        ScoringPlan::Recent { queries, reduction, then } => {
             context.begin_columns(cache, *queries, *reduction, scratch)?;
             let raw = Some((&*scratch, scratch_bytes));
             let scoring = Scoring::new(scores, raw, [lists, width], context.seen_tokens)?;
@@ -74,23 +74,23 @@ pub(super) fn begin(
                 Then::Nothing => unreachable!("columns that are scores are written in place, above"),
             }
         }
-        Recipe::TimesValueNorm(recipe) => {
-            begin(recipe, context, cache, [&mut *scores, scratch])?;
+        ScoringPlan::TimesValueNorm(plan) => {
+            begin(plan, context, cache, [&mut *scores, scratch])?;
             plain("score_value_norm", scores)?;
         }
     }
     Ok(())
 }
 
-/// What is compiled for the scores of a recipe over a cache of a type and head dim.
-pub(super) fn programs(recipe: &Recipe, dtype: DType, head_dim: usize) -> Vec<Program> {
+/// What is compiled for the scores of a scoring plan over a cache of a type and head dim.
+pub(super) fn programs(plan: &ScoringPlan, dtype: DType, head_dim: usize) -> Vec<Program> {
     let columns = |queries| export::program(dtype, head_dim, queries);
     let mut programs = vec![program(dtype, head_dim)];
-    programs.extend(match recipe {
-        Recipe::Positions | Recipe::KeyNorm | Recipe::KeyUnlike => None,
-        Recipe::Accumulated { .. } => Some(columns(OverQueries::Sum)),
-        Recipe::Recent { reduction, .. } => Some(columns(reduction.queries)),
-        Recipe::TimesValueNorm(recipe) => return self::programs(recipe, dtype, head_dim),
+    programs.extend(match plan {
+        ScoringPlan::Positions | ScoringPlan::KeyNorm | ScoringPlan::KeyUnlike => None,
+        ScoringPlan::Accumulated { .. } => Some(columns(OverQueries::Sum)),
+        ScoringPlan::Recent { reduction, .. } => Some(columns(reduction.queries)),
+        ScoringPlan::TimesValueNorm(plan) => return self::programs(plan, dtype, head_dim),
     });
     programs
 }

@@ -1,4 +1,4 @@
-//! Judging block by block, as kvpress's BlockPress does: the budget is filled with the first tokens, and then each block
+//! Selection block by block, as kvpress's BlockPress does: the budget is filled with the first tokens, and then each block
 //! of `size` tokens competes with what has stayed so far, scored among each other. It is not prefill in chunks
 //! (`+chunks`): all queries and keys are there already. For scorers of keys, values and queries; attention is over the
 //! whole list and cannot be had for parts of it.
@@ -61,7 +61,7 @@ impl Scorer for Blocks {
         let kept = |list: usize| context.budget_tokens.min(context.len(list));
         let mut lens: Vec<usize> = (0..lists).map(kept).collect();
         slots.chunks_mut(kv_len).for_each(|slots| slots.iter_mut().zip(0..).for_each(|(to, slot)| *to = slot));
-        // The round in which a token went; 0 for what stays.
+        // The round in which a token went; 0 for what is retained.
         scores.fill(0.0);
         let (mut start, mut round) = (context.budget_tokens.min(kv_len), 0.0);
         loop {
@@ -141,7 +141,7 @@ impl Blocks {
     }
 }
 
-/// Writes the scores of what stayed to the end, and below them those of what went: the lower the earlier.
+/// Writes the scores of what was retained to the end, and below them those of what went: the lower the earlier.
 fn finish(scores: &mut [f32], slots: &[u32], among: &[f32], rounds: f32) {
     let lowest = among[..slots.len()].iter().copied().fold(f32::INFINITY, f32::min);
     let distance = lowest.abs().max(1.0);

@@ -1,6 +1,6 @@
 //! CapKV (arXiv 2604.25975): leverage of the values, weighted by how well their keys point along the queries to come.
 //!
-//! Formula and defaults are kvpress's: the mean query before RoPE of all tokens but the first `sink`, turned by RoPE on
+//! Formula and defaults are kvpress's: the mean query before RoPE of all tokens but the first `sink`, rotated by RoPE on
 //! average over the next `future` positions, is the anchor of a query head. A key with cosine `c` to it weighs
 //! `w = exp(tau c)`, divided by the largest; the score is `w v C^-1 v'` with `C = I + sum (w + 1e-6) v' v`, averaged over
 //! the query heads of a group. Between decode steps the mean is that of the latest queries.

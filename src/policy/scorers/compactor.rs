@@ -44,7 +44,7 @@ struct Compactor {
 }
 
 impl Compactor {
-    /// The slots that are judged.
+    /// The slots that are scored.
     fn span(&self, list: &List<'_>) -> Range<usize> {
         let start = list.sinks(self.protect.sink);
         start..list.len.saturating_sub(self.protect.window).max(start)

@@ -88,7 +88,7 @@ impl Scorer for Critical {
             norms[len..].fill(0.0);
             // Of equal scores the latest are the first stage's.
             for (score, norm) in scores[..len].iter_mut().zip(&mut norms[..len]).rev() {
-                if *score > scored.highest_judged {
+                if *score > scored.highest_scored {
                     *norm = PROTECTED;
                 } else if best.takes(*score) {
                     *norm = FIRST_STAGE;
@@ -100,19 +100,19 @@ impl Scorer for Critical {
             }
         }
         // The first stage goes above the second, and what is protected above the first.
-        let mut highest_judged = highest;
+        let mut highest_scored = highest;
         for (score, norm) in scored.values.iter_mut().zip(&*scratch) {
             if *norm == FIRST_STAGE {
                 *score = highest + 1.0 + (*score - lowest_first);
-                highest_judged = highest_judged.max(*score);
+                highest_scored = highest_scored.max(*score);
             }
         }
         for (score, norm) in scored.values.iter_mut().zip(&*scratch) {
             if *norm == PROTECTED {
-                *score = highest_judged + (*score - scored.highest_judged);
+                *score = highest_scored + (*score - scored.highest_scored);
             }
         }
-        scored.highest_judged = highest_judged;
+        scored.highest_scored = highest_scored;
         Ok(())
     }
 }

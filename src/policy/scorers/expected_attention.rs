@@ -1,5 +1,5 @@
 //! Expected attention (arXiv 2510.00636): the attention that queries to come will give a key, from what queries so far
-//! are like. Queries before RoPE are taken as normal numbers with mean `mu` and covariance `S`; turned by RoPE to the
+//! are like. Queries before RoPE are taken as normal numbers with mean `mu` and covariance `S`; rotated by RoPE to the
 //! next `future` positions on average, the expectation of `exp(q k / root D)` is `exp(k mu / root D + k S k / 2 D)`.
 //!
 //! Formula and defaults are kvpress's: the first `sink` tokens are left out, as queries and as keys; the softmax is over

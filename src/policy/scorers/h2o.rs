@@ -6,7 +6,9 @@
 //! prefill and without a window, is kvpress's observed attention.
 
 use crate::named::Parameter;
-use crate::policy::{Context, List, Policy, PolicyEntry, PolicyError, Protect, Recipe, Scorer, Statistic, each_list};
+use crate::policy::{
+    Context, List, Policy, PolicyEntry, PolicyError, Protect, Scorer, ScoringPlan, Statistic, each_list,
+};
 
 /// The registry's line.
 pub const ENTRY: PolicyEntry = PolicyEntry {
@@ -49,8 +51,8 @@ impl Scorer for H2o {
         Protect { sink: 0, window: self.window.unwrap_or(budget_tokens / 2) }
     }
 
-    fn recipe(&self) -> Option<Recipe> {
-        Some(Recipe::Accumulated { age: self.age })
+    fn scoring_plan(&self) -> Option<ScoringPlan> {
+        Some(ScoringPlan::Accumulated { age: self.age })
     }
 
     fn score(&self, context: &Context<'_>, scores: &mut [f32]) -> Result<(), PolicyError> {

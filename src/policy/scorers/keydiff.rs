@@ -2,7 +2,7 @@
 //! negative cosine between a key and the mean of the normalised keys of its head.
 
 use crate::attention::Shape;
-use crate::policy::{Context, Policy, PolicyEntry, PolicyError, Recipe, Scorer, Statistic, each_list};
+use crate::policy::{Context, Policy, PolicyEntry, PolicyError, Scorer, ScoringPlan, Statistic, each_list};
 
 /// The registry's line.
 pub const ENTRY: PolicyEntry = PolicyEntry {
@@ -27,8 +27,8 @@ impl Scorer for KeyDiff {
         vec![Statistic::Keys]
     }
 
-    fn recipe(&self) -> Option<Recipe> {
-        Some(Recipe::KeyUnlike)
+    fn scoring_plan(&self) -> Option<ScoringPlan> {
+        Some(ScoringPlan::KeyUnlike)
     }
 
     fn score(&self, context: &Context<'_>, scores: &mut [f32]) -> Result<(), PolicyError> {

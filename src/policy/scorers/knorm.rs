@@ -1,6 +1,6 @@
 //! Knorm (arXiv 2406.11430): keys of small norm attract attention, so the score is the negative L2 norm of the key.
 
-use crate::policy::{Context, Policy, PolicyEntry, PolicyError, Recipe, Scorer, Statistic, each_list};
+use crate::policy::{Context, Policy, PolicyEntry, PolicyError, Scorer, ScoringPlan, Statistic, each_list};
 
 /// The registry's line.
 pub const ENTRY: PolicyEntry = PolicyEntry {
@@ -18,8 +18,8 @@ impl Scorer for Knorm {
         vec![Statistic::Keys]
     }
 
-    fn recipe(&self) -> Option<Recipe> {
-        Some(Recipe::KeyNorm)
+    fn scoring_plan(&self) -> Option<ScoringPlan> {
+        Some(ScoringPlan::KeyNorm)
     }
 
     fn score(&self, context: &Context<'_>, scores: &mut [f32]) -> Result<(), PolicyError> {

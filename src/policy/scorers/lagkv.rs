@@ -55,14 +55,14 @@ impl Scorer for LagKv {
         let mut scratch = context.arena.alloc::<f32>(Label::Workspace, scores.len())?;
         each_list(context, scores, &mut scratch, |list, scores, scratch| {
             let sinks = list.sinks(self.sink);
-            let judged = list.len - sinks;
+            let scored_tokens = list.len - sinks;
             scores[..sinks].fill(1.0);
-            if judged < 2 * self.lag {
-                let recency = |i: usize| i as f32 / judged as f32;
+            if scored_tokens < 2 * self.lag {
+                let recency = |i: usize| i as f32 / scored_tokens as f32;
                 scores[sinks..].iter_mut().enumerate().for_each(|(i, score)| *score = recency(i));
                 return;
             }
-            let last = judged / self.lag - 1;
+            let last = scored_tokens / self.lag - 1;
             for partition in 0..last {
                 let start = sinks + partition * self.lag;
                 let (own, next) = (start..start + self.lag, start + self.lag..start + 2 * self.lag);

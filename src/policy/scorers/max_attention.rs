@@ -11,7 +11,7 @@ use super::snapkv::recent_columns;
 use crate::attention::Shape;
 use crate::attention::export::{self, OverGroup, OverQueries, Reduction};
 use crate::named::Parameter;
-use crate::policy::{Context, Policy, PolicyEntry, PolicyError, Recipe, Scorer, Statistic, Then};
+use crate::policy::{Context, Policy, PolicyEntry, PolicyError, Scorer, ScoringPlan, Statistic, Then};
 
 /// The registry's line.
 pub const ENTRY: PolicyEntry = PolicyEntry {
@@ -53,9 +53,9 @@ impl Scorer for MaxAttention {
         4 * export::workspace(shape, threads) as u64
     }
 
-    fn recipe(&self) -> Option<Recipe> {
+    fn scoring_plan(&self) -> Option<ScoringPlan> {
         let reduction = Reduction { queries: OverQueries::Max, group: OverGroup::Max };
-        Some(Recipe::Recent { queries: self.last, reduction, then: Then::Nothing })
+        Some(ScoringPlan::Recent { queries: self.last, reduction, then: Then::Nothing })
     }
 
     fn score(&self, context: &Context<'_>, scores: &mut [f32]) -> Result<(), PolicyError> {

@@ -1,13 +1,13 @@
-//! Protection for any scorer: first and recent tokens that are not judged.
+//! Protection for any scorer: first and recent tokens that are not evicted.
 
 use crate::attention::Shape;
 use crate::named::Parameter;
-use crate::policy::{Context, Part, PartEntry, PolicyError, Protect, Recipe, Scored, Scorer, Statistic};
+use crate::policy::{Context, Part, PartEntry, PolicyError, Protect, Scored, Scorer, ScoringPlan, Statistic};
 
 /// The registry's line.
 pub const ENTRY: PartEntry = PartEntry {
     name: "protect",
-    about: "first and recent tokens that are never judged, besides those of the method itself",
+    about: "first and recent tokens that are never evicted, besides those of the method itself",
     paper: "",
     parameters: &[
         Parameter { name: "sink", default: "4", about: "first tokens kept" },
@@ -52,8 +52,8 @@ impl Scorer for Protected {
         self.scorer.scratch_bytes(shape, threads)
     }
 
-    fn recipe(&self) -> Option<Recipe> {
-        self.scorer.recipe()
+    fn scoring_plan(&self) -> Option<ScoringPlan> {
+        self.scorer.scoring_plan()
     }
 
     fn score(&self, context: &Context<'_>, scores: &mut [f32]) -> Result<(), PolicyError> {

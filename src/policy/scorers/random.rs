@@ -28,7 +28,7 @@ impl Scorer for Random {
             rng.set_stream(list as u64);
             let len = context.call.kv.len(list / shape.kv_heads, list % shape.kv_heads);
             for (slot, score) in scores[..len].iter_mut().enumerate() {
-                // The number belongs to the position: judged again, a token has the same importance.
+                // The number belongs to the position: evicted again, a token has the same importance.
                 rng.set_word_pos((context.positions)(list, slot) as u128);
                 *score = (rng.next_u32() >> 8) as f32 / (1 << 24) as f32;
             }

@@ -3,7 +3,7 @@
 //! highest counts go, and a few recent tokens always stay.
 //!
 //! The score is minus that count, averaged over the query heads of the group. A token younger than the history is
-//! counted only by the queries that saw it. Counts are whole numbers, so many tie; of equals the later stays. The paper
+//! counted only by the queries that saw it. Counts are whole numbers, so many tie; of equals the later is retained. The paper
 //! drops half of the budget at once whenever the cache is full; here `every:steps=64` cuts back to the budget that often,
 //! over the tokens that are still cached.
 
@@ -11,12 +11,12 @@ use super::snapkv::recent_columns;
 use crate::attention::Shape;
 use crate::attention::export::{self, OverGroup, OverQueries, Reduction};
 use crate::named::Parameter;
-use crate::policy::{Context, Policy, PolicyEntry, PolicyError, Protect, Recipe, Scorer, Statistic, Then};
+use crate::policy::{Context, Policy, PolicyEntry, PolicyError, Protect, Scorer, ScoringPlan, Statistic, Then};
 
 /// The registry's line.
 pub const ENTRY: PolicyEntry = PolicyEntry {
     name: "scissorhands",
-    about: "keeps tokens that recent queries rarely gave less than an even share of attention; the paper's is near scissorhands+every:steps=64",
+    about: "keeps tokens that recent queries rarely gave less than an even fraction of attention; the paper's is near scissorhands+every:steps=64",
     paper: "2305.17118",
     parameters: &[
         Parameter { name: "history", default: "400", about: "recent queries that count" },
@@ -50,9 +50,9 @@ impl Scorer for Scissorhands {
         4 * export::workspace(shape, threads) as u64
     }
 
-    fn recipe(&self) -> Option<Recipe> {
+    fn scoring_plan(&self) -> Option<ScoringPlan> {
         let reduction = Reduction { queries: OverQueries::CountBelowEven, group: OverGroup::Mean };
-        Some(Recipe::Recent { queries: Some(self.history), reduction, then: Then::Negated })
+        Some(ScoringPlan::Recent { queries: Some(self.history), reduction, then: Then::Negated })
     }
 
     fn score(&self, context: &Context<'_>, scores: &mut [f32]) -> Result<(), PolicyError> {

@@ -19,7 +19,7 @@ use crate::attention::Shape;
 use crate::attention::export::{self, OverGroup, OverQueries, Reduction};
 use crate::memory::Label;
 use crate::named::{Named, NamedError, Parameter};
-use crate::policy::{Context, Policy, PolicyEntry, PolicyError, Protect, Recipe, Scorer, Statistic, Then};
+use crate::policy::{Context, Policy, PolicyEntry, PolicyError, Protect, Scorer, ScoringPlan, Statistic, Then};
 
 /// The registry's line.
 pub const ENTRY: PolicyEntry = PolicyEntry {
@@ -103,11 +103,11 @@ impl Scorer for SnapKv {
         4 * export::workspace(shape, threads).max(shape.kv_len) as u64
     }
 
-    fn recipe(&self) -> Option<Recipe> {
+    fn scoring_plan(&self) -> Option<ScoringPlan> {
         let (kernel, is_max) = self.pool.shape();
         let (mean, behind) = (self.mean, if self.all { 0 } else { self.window });
         let then = Then::Pooled { mean, kernel, is_max, behind };
-        Some(Recipe::Recent { queries: Some(self.window), reduction: self.reduction, then })
+        Some(ScoringPlan::Recent { queries: Some(self.window), reduction: self.reduction, then })
     }
 
     fn score(&self, context: &Context<'_>, scores: &mut [f32]) -> Result<(), PolicyError> {
@@ -120,10 +120,10 @@ impl Scorer for SnapKv {
         for (list, scores) in scores.chunks_mut(shape.kv_len).enumerate() {
             // The window's own columns are left out of the pool: past its end there is nothing.
             let len = context.len(list);
-            let judged = if self.all { len } else { len.saturating_sub(self.window) };
-            raw[..judged].copy_from_slice(&scores[..judged]);
-            self.pool.apply(&raw[..judged], &mut scores[..judged]);
-            scores[judged..len].fill(0.0);
+            let scored_tokens = if self.all { len } else { len.saturating_sub(self.window) };
+            raw[..scored_tokens].copy_from_slice(&scores[..scored_tokens]);
+            self.pool.apply(&raw[..scored_tokens], &mut scores[..scored_tokens]);
+            scores[scored_tokens..len].fill(0.0);
         }
         Ok(())
     }

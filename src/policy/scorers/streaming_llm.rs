@@ -3,7 +3,7 @@
 //! Kept tokens keep their positions; the paper's own form re-assigns positions inside the cache.
 
 use crate::named::Parameter;
-use crate::policy::{Context, Policy, PolicyEntry, PolicyError, Protect, Recipe, Scorer, Statistic};
+use crate::policy::{Context, Policy, PolicyEntry, PolicyError, Protect, Scorer, ScoringPlan, Statistic};
 
 /// The registry's line.
 pub const ENTRY: PolicyEntry = PolicyEntry {
@@ -30,8 +30,8 @@ impl Scorer for StreamingLlm {
         Protect { sink: self.sink, window: 0 }
     }
 
-    fn recipe(&self) -> Option<Recipe> {
-        Some(Recipe::Positions)
+    fn scoring_plan(&self) -> Option<ScoringPlan> {
+        Some(ScoringPlan::Positions)
     }
 
     fn score(&self, context: &Context<'_>, scores: &mut [f32]) -> Result<(), PolicyError> {

@@ -4,7 +4,7 @@
 use super::snapkv::recent_columns;
 use crate::attention::Shape;
 use crate::attention::export::{self, Reduction};
-use crate::policy::{Context, Policy, PolicyEntry, PolicyError, Protect, Recipe, Scorer, Statistic, Then};
+use crate::policy::{Context, Policy, PolicyEntry, PolicyError, Protect, Scorer, ScoringPlan, Statistic, Then};
 
 /// The registry's line.
 pub const ENTRY: PolicyEntry = PolicyEntry {
@@ -30,8 +30,8 @@ impl Scorer for Tova {
         4 * export::workspace(shape, threads) as u64
     }
 
-    fn recipe(&self) -> Option<Recipe> {
-        Some(Recipe::Recent { queries: Some(1), reduction: Reduction::RECEIVED, then: Then::MeanOverHeads })
+    fn scoring_plan(&self) -> Option<ScoringPlan> {
+        Some(ScoringPlan::Recent { queries: Some(1), reduction: Reduction::RECEIVED, then: Then::MeanOverHeads })
     }
 
     fn score(&self, context: &Context<'_>, scores: &mut [f32]) -> Result<(), PolicyError> {

@@ -3,7 +3,9 @@
 
 use super::super::linear::dot;
 use crate::attention::Shape;
-use crate::policy::{Context, Part, PartEntry, PolicyError, Protect, Recipe, Scored, Scorer, Statistic, each_list};
+use crate::policy::{
+    Context, Part, PartEntry, PolicyError, Protect, Scored, Scorer, ScoringPlan, Statistic, each_list,
+};
 
 /// The registry's line.
 pub const ENTRY: PartEntry = PartEntry {
@@ -41,8 +43,8 @@ impl Scorer for ValueNorm {
         self.scorer.scratch_bytes(shape, threads)
     }
 
-    fn recipe(&self) -> Option<Recipe> {
-        Some(Recipe::TimesValueNorm(Box::new(self.scorer.recipe()?)))
+    fn scoring_plan(&self) -> Option<ScoringPlan> {
+        Some(ScoringPlan::TimesValueNorm(Box::new(self.scorer.scoring_plan()?)))
     }
 
     fn score(&self, context: &Context<'_>, scores: &mut [f32]) -> Result<(), PolicyError> {

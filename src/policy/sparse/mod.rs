@@ -1,6 +1,6 @@
-//! Sparse reading: every token stays, and each decode step reads a part of what is there.
+//! KV selection: every token stays, and each decode step reads a part of what is there.
 //!
-//! A [`Reader`] is a method; opened on lists of a cache after prefill it becomes a [`Reading`], which looks at the query of every
+//! A [`KvSelection`] is a method; opened on lists of a cache after prefill it becomes a [`KvSelector`], which looks at the query of every
 //! step. What it holds besides the cache (an index, the query it hands on) is real memory under its labels, and what it
 //! read is counted step by step: the rows, and the index that they were chosen by.
 
@@ -19,7 +19,7 @@ use crate::device::Cpu;
 use crate::memory::{Arena, ArenaError};
 use crate::tensor::{DType, TensorView};
 
-/// What a reader begins with.
+/// What a selection begins with.
 pub struct Start<'a> {
     /// The context; every list holds all of it.
     pub cache: Lists<'a>,
@@ -34,7 +34,7 @@ pub struct Start<'a> {
 }
 
 /// Chooses what decode steps read.
-pub trait Reader: Send + Sync {
+pub trait KvSelection: Send + Sync {
     /// What it looks at.
     fn needs(&self) -> Vec<Statistic>;
 
@@ -62,16 +62,16 @@ pub trait Reader: Send + Sync {
     ///
     /// # Errors
     /// When the arena has no room.
-    fn open(&self, start: &Start<'_>) -> Result<Box<dyn Reading>, PolicyError>;
+    fn open(&self, start: &Start<'_>) -> Result<Box<dyn KvSelector>, PolicyError>;
 }
 
-/// A reader at work on the lists that it was opened on.
-pub trait Reading: Send + Sync {
+/// A selection at work on the lists that it was opened on.
+pub trait KvSelector: Send + Sync {
     /// The same for lists that hold the same tokens.
     ///
     /// # Errors
     /// When the arena has no room.
-    fn copy(&self, arena: &Arena) -> Result<Box<dyn Reading>, ArenaError>;
+    fn copy(&self, arena: &Arena) -> Result<Box<dyn KvSelector>, ArenaError>;
 
     /// Looks at the query `[B, Hq, 1, D]` of a step, and at the tokens that came since the last one.
     fn step(&mut self, q: TensorView<'_>, cache: Lists<'_>, cpu: &Cpu);

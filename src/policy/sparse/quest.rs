@@ -7,7 +7,7 @@
 //! the group). A list reads its last page, which holds the query's own token, and the best others, as many whole pages as
 //! the budget has room for. The paper reads the first two layers densely; here every layer is read by pages.
 
-use super::{Lists, Reader, Reading, Selected, Start};
+use super::{KvSelection, KvSelector, Lists, Selected, Start};
 use crate::attention::Shape;
 use crate::cache::{CacheShape, PAGE_TOKENS};
 use crate::device::Cpu;
@@ -29,7 +29,7 @@ pub const ENTRY: PolicyEntry = PolicyEntry {
     about: "keeps every token; each decode step reads the pages whose keys may match its query best",
     paper: "2406.10774",
     parameters: &[],
-    build: |_, _| Ok(Policy::reading(Quest)),
+    build: |_, _| Ok(Policy::selecting(Quest)),
 };
 
 /// Query elements are padded to whole vectors.
@@ -52,7 +52,7 @@ fn slot(group: usize, head_dim: usize) -> usize {
     group * ((2 * head_dim).next_multiple_of(LANES) + BLOCK)
 }
 
-impl Reader for Quest {
+impl KvSelection for Quest {
     fn needs(&self) -> Vec<Statistic> {
         vec![Statistic::Keys, Statistic::Queries]
     }
@@ -79,12 +79,12 @@ impl Reader for Quest {
         (pages * (line_bytes(cache) + 3 * 4) + 4 * threads * slot(step.group(), cache.head_dim)) as u64
     }
 
-    fn open(&self, start: &Start<'_>) -> Result<Box<dyn Reading>, PolicyError> {
+    fn open(&self, start: &Start<'_>) -> Result<Box<dyn KvSelector>, PolicyError> {
         let (shape, arena) = (start.cache.shape(), start.arena);
         let most = shape.pages(shape.max_tokens);
         let group = start.q.dims()[1] / shape.kv_heads;
         let threads = start.cpu.threads();
-        let mut reading = Pages {
+        let mut selector = Pages {
             budget_tokens: start.budget_tokens,
             most,
             indexed: 0,
@@ -96,8 +96,8 @@ impl Reader for Quest {
             pages: arena.alloc(Label::Policy, shape.lists() * most)?,
             scratch: arena.alloc(Label::Workspace, threads * slot(group, shape.head_dim))?,
         };
-        reading.index(start.cache, start.cpu);
-        Ok(Box::new(reading))
+        selector.index(start.cache, start.cpu);
+        Ok(Box::new(selector))
     }
 }
 
@@ -156,8 +156,8 @@ fn bounds(cache: Lists<'_>, list: usize, slots: Range<usize>, line: &mut [u8]) {
     dtype.encode(greatest, to_greatest);
 }
 
-impl Reading for Pages {
-    fn copy(&self, arena: &Arena) -> Result<Box<dyn Reading>, ArenaError> {
+impl KvSelector for Pages {
+    fn copy(&self, arena: &Arena) -> Result<Box<dyn KvSelector>, ArenaError> {
         let Pages { budget_tokens, most, indexed, read, group, .. } = *self;
         let lists = self.pages.len();
         let mut copy = Pages {

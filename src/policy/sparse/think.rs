@@ -11,7 +11,7 @@
 //!
 //! `ratio` is the fraction of channels that goes. Where it is 0, the budget says what fraction of the channels stays.
 
-use super::{Lists, Reader, Reading, Start};
+use super::{KvSelection, KvSelector, Lists, Start};
 use crate::attention::Shape;
 use crate::cache::CacheShape;
 use crate::device::Cpu;
@@ -41,7 +41,7 @@ pub const ENTRY: PolicyEntry = PolicyEntry {
             return Err(named.wrong("ratio", "a number from 0 on and less than 1".into()).into());
         }
         let ratio = (ratio > 0.0).then_some(ratio);
-        Ok(Policy::reading(Think { ratio, window: named.count("window", 32, 1)? }))
+        Ok(Policy::selecting(Think { ratio, window: named.count("window", 32, 1)? }))
     },
 };
 
@@ -65,7 +65,7 @@ fn pruned_bytes(cache: &CacheShape, channels: usize, tokens: usize) -> u64 {
     (tokens * (cache.format.k.row_bytes(channels) + cache.format.v.row_bytes(cache.head_dim))) as u64
 }
 
-impl Reader for Think {
+impl KvSelection for Think {
     fn needs(&self) -> Vec<Statistic> {
         vec![Statistic::Keys, Statistic::Queries]
     }
@@ -95,7 +95,7 @@ impl Reader for Think {
         4 * row + (8 * row).max(Tensor::bytes_of(dtype, step.q_dims()))
     }
 
-    fn open(&self, start: &Start<'_>) -> Result<Box<dyn Reading>, PolicyError> {
+    fn open(&self, start: &Start<'_>) -> Result<Box<dyn KvSelector>, PolicyError> {
         let (shape, arena) = (start.cache.shape(), start.arena);
         let width = shape.head_dim;
         let kept = self.channels(width, start.budget_tokens, start.cache.max_len());
@@ -156,8 +156,8 @@ impl Channels {
     }
 }
 
-impl Reading for Channels {
-    fn copy(&self, arena: &Arena) -> Result<Box<dyn Reading>, ArenaError> {
+impl KvSelector for Channels {
+    fn copy(&self, arena: &Arena) -> Result<Box<dyn KvSelector>, ArenaError> {
         let mut channels = arena.alloc(Label::Policy, self.channels.len())?;
         channels.copy_from_slice(&self.channels);
         let q = Tensor::zeros(arena, Label::Activations, self.q.dtype(), self.q.dims())?;

@@ -1,4 +1,4 @@
-//! Prefill in chunks, each judged as it ends: peak memory and drift against the size of a chunk.
+//! Prefill in chunks, with eviction after each: peak memory and drift against the size of a chunk.
 
 use super::{Data, Reading, policy};
 use crate::experiment::record::Record;
@@ -67,8 +67,8 @@ fn chart(data: &Data, y: Axis, read: impl Fn(&Record) -> Option<(f64, Option<(f6
         title: String::new(),
         subtitle: naming.common,
         caption:
-            "Prefill comes in chunks; after each the policy judges and the cache shrinks to its budget. The point \
-                  at the length of the context is prefill in one piece, judged once at its end."
+            "Prefill comes in chunks; after each the policy evicts and the cache shrinks to its budget. The point \
+                  at the length of the context is prefill in one piece, evicted once at its end."
                 .into(),
         x: Axis { label: "tokens of a prefill chunk".into(), field: "chunk_tokens", quantity: Quantity::Tokens },
         y,

@@ -63,7 +63,7 @@ pub fn mass_lost(data: &Data) -> Option<Chart> {
         id: "attention-lost-vs-steps".into(),
         title: "Attention lost while decoding".into(),
         caption: format!(
-            "Share of a step's dense attention that falls on tokens that are no longer there, mean of all layers and \
+            "Fraction of a step's dense attention that falls on tokens that are no longer there, mean of all layers and \
              heads; {MEAN}. Lower is better; the full cache loses nothing."
         ),
         ..chart
@@ -86,8 +86,8 @@ pub fn regret(data: &Data) -> Option<Chart> {
         id: "regret-vs-steps".into(),
         title: "Regret against the oracle while decoding".into(),
         caption: format!(
-            "Share of the dense attention that the oracle's tokens hold and the policy's do not; {MEAN}. The oracle \
-             judges once, after prefill, knowing all queries to come, and keeps every new token: it holds more bytes \
+            "Fraction of the dense attention that the oracle's tokens hold and the policy's do not; {MEAN}. The oracle \
+             evicts once, after prefill, knowing all queries to come, and keeps every new token: it holds more bytes \
              than a policy that goes on evicting, and part of the regret is these bytes. Below 0 a policy keeps more \
              than the oracle."
         ),

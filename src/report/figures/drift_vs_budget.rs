@@ -1,4 +1,4 @@
-//! What is lost against what is kept: drift of the policies against the fraction of tokens that stay.
+//! What is lost against what is kept: drift of the policies against the fraction of retained tokens.
 
 use super::{Data, budget, drift_at, policy, rounding};
 use crate::report::chart::{Axis, Chart, Quantity};

@@ -1,4 +1,4 @@
-//! Who stayed where: the fraction that each layer keeps of each stretch of the context.
+//! What was retained where: the fraction that each layer keeps of each bin of the context.
 
 use super::{Data, Picture};
 use crate::experiment::record::Record;
@@ -33,7 +33,7 @@ pub fn heat(data: &Data) -> Option<Picture> {
         title: format!("Tokens kept, by {what} and position"),
         subtitle: common,
         caption: format!(
-            "Fraction kept of each of 64 equal stretches of the context, oldest on the left, after prefill, in the \
+            "Fraction kept of each of 64 equal bins of the context, oldest on the left, after prefill, in the \
              first sequence. A row is a {what} ({rows}), the lowest layer on top."
         ),
         across: Across::Positions(context),
@@ -43,9 +43,9 @@ pub fn heat(data: &Data) -> Option<Picture> {
     }))
 }
 
-/// Mean of lists, stretch by stretch.
+/// Mean of lists, bin by bin.
 fn mean(lists: &[Vec<f32>]) -> Vec<f64> {
-    let stretches = lists.first().map_or(0, Vec::len);
-    let of = |stretch: usize| lists.iter().map(|list| f64::from(list[stretch])).sum::<f64>() / lists.len() as f64;
-    (0..stretches).map(of).collect()
+    let bins = lists.first().map_or(0, Vec::len);
+    let of = |bin: usize| lists.iter().map(|list| f64::from(list[bin])).sum::<f64>() / lists.len() as f64;
+    (0..bins).map(of).collect()
 }

@@ -10,10 +10,10 @@ use std::collections::BTreeMap;
 
 /// From below: what is useful stands on the axis, where heights are compared best.
 const PARTS: [Part; 4] = [
-    Part { name: "tokens", field: "token_share", colour: Colour(0x00, 0x72, 0xB2) },
-    Part { name: "reserved", field: "reserved_share", colour: Colour(0x56, 0xB4, 0xE9) },
-    Part { name: "internal", field: "internal_share", colour: Colour(0xD5, 0x5E, 0x00) },
-    Part { name: "external", field: "external_share", colour: Colour(0xBB, 0xBB, 0xBB) },
+    Part { name: "tokens", field: "token_fraction", colour: Colour(0x00, 0x72, 0xB2) },
+    Part { name: "reserved", field: "reserved_fraction", colour: Colour(0x56, 0xB4, 0xE9) },
+    Part { name: "internal", field: "internal_fraction", colour: Colour(0xD5, 0x5E, 0x00) },
+    Part { name: "external", field: "external_fraction", colour: Colour(0xBB, 0xBB, 0xBB) },
 ];
 
 /// The figure. Of page sizes only 16, the paper's, is shown where it was simulated: the others have a figure of their
@@ -45,12 +45,12 @@ pub fn bars(data: &Data) -> Option<Bars> {
         title: "Where KV memory goes".into(),
         subtitle: format!("simulated request traces, memory always full · paler: {}", published::SOURCE),
         caption:
-            "Mean share of the pool's slots over all steps. Tokens: keys and values that are there. Reserved: set \
+            "Mean fraction of the pool's slots over all steps. Tokens: keys and values that are there. Reserved: set \
                   aside for tokens that running requests will have. Internal: inside what a request holds, and never \
                   used by it. External: free, or lost to an allocator's rounding. Batch: requests that run at a time; \
                   the paper's load did not fill the memory of its paged system, so its batch is smaller there."
                 .into(),
-        y_label: "share of the pool's slots".into(),
+        y_label: "fraction of the pool's slots".into(),
         parts: PARTS.into(),
         printed_label: "paper (vLLM)".into(),
         bars,
@@ -70,10 +70,10 @@ fn bar(trace: &str, strategy: &str, seeds: &[(&Record, &Usage)]) -> Bar {
         name: strategy.replace("paged:page=", "paged "),
         notes,
         shares: vec![
-            mean(&|usage| usage.token_share),
-            mean(&|usage| usage.reserved_share),
-            mean(&|usage| usage.internal_share),
-            mean(&|usage| usage.external_share),
+            mean(&|usage| usage.token_fraction),
+            mean(&|usage| usage.reserved_fraction),
+            mean(&|usage| usage.internal_fraction),
+            mean(&|usage| usage.external_fraction),
         ],
         printed: printed.iter().map(|share| share.map(|percent| percent / 100.0)).collect(),
         cell_ids: seeds.iter().map(|(record, _)| record.cell_id.clone()).collect(),

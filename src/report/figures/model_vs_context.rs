@@ -20,7 +20,7 @@ pub fn memory(data: &Data) -> Option<Chart> {
 /// Time to the first token.
 pub fn first_token(data: &Data) -> Option<Chart> {
     let caption = "From the start to the first token of the answer, while the policy ran alone: reading the context, \
-                   judging it, reading the question. Medians over samples.";
+                   evicting from it, reading the question. Medians over samples.";
     chart(data, ["first-token-vs-context", "Time to the first token", caption], time(), |record| {
         phase(record, "first_token")
     })

@@ -80,7 +80,7 @@ impl Row {
     }
 }
 
-/// Equal stretches of depth: as many as there are depths that tasks ask for, or [`ROWS`].
+/// Equal bins of depth: as many as there are depths that tasks ask for, or [`ROWS`].
 fn rows(records: &[&Record]) -> Vec<Row> {
     // Tasks such as `passkey:depth=0.5` ask for places, which sentences then round.
     let asked: BTreeSet<&str> =

@@ -1,4 +1,4 @@
-//! Whether what mattered stayed: needles that late queries still find, against the fraction of tokens that stay.
+//! Whether what mattered stayed: needles that late queries still find, against the fraction of retained tokens.
 
 use super::{Data, Reading, budget, policy};
 use crate::report::chart::{Axis, Chart, Quantity};
@@ -16,9 +16,10 @@ pub fn chart(data: &Data) -> Option<Chart> {
         id: "needle-recall-vs-budget".into(),
         title: "Needle recall against budget".into(),
         subtitle: naming.common,
-        caption: "Share of the planted needles whose value a late query still retrieves; higher is better. A band is \
+        caption:
+            "Fraction of the planted needles whose value a late query still retrieves; higher is better. A band is \
                   the range over seeds."
-            .into(),
+                .into(),
         x: Axis {
             label: "tokens kept (fraction of context)".into(),
             field: "kept_fraction",

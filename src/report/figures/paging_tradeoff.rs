@@ -43,7 +43,7 @@ pub fn chart(data: &Data) -> Option<Chart> {
         id: "paging-tradeoff".into(),
         title: "The size of a page: wasted memory against time".into(),
         subtitle: naming.common,
-        caption: "Wasted memory (simulated): share of the slots that running requests hold in which there is no token. \
+        caption: "Wasted memory (simulated): fraction of the slots that running requests hold in which there is no token. \
                   Slower decode step (measured): how much longer a step takes than over contiguous tensors, from \
                   interleaved rounds; the cache was filled page by page over all heads, so that the pages of a head lie \
                   apart. The band is made of the ends of both bootstrap 95% intervals. Below 0: faster."

@@ -40,7 +40,7 @@ pub fn rows(data: &Data) -> Option<Picture> {
     };
     Some(Picture::Rows(Rows {
         id: "ragged-memory".into(),
-        title: "KV bytes of allotments that differ from head to head".into(),
+        title: "KV bytes of budget allocations that differ from head to head".into(),
         subtitle: common,
         caption: "Bytes that hold the same tokens, after prefill. In use: measured, whole pages of a list for each \
                   head. Padded: a rectangular cache with room for as much as the fullest head of a layer keeps. \

@@ -12,8 +12,8 @@ fn recipe(sources: &str) -> Recipe {
     recipe
 }
 
-/// The judged tokens of a batch, each with those before it in its sequence.
-fn judged(batch: &Batch, len: usize) -> Vec<(Vec<u32>, u32)> {
+/// The target tokens of a batch, each with those before it in its sequence.
+fn targets_of(batch: &Batch, len: usize) -> Vec<(Vec<u32>, u32)> {
     let before = |target: &Target| batch.tokens[target.row / len * len..=target.row].to_vec();
     batch.targets.iter().map(|target| (before(target), target.token)).collect()
 }
@@ -63,7 +63,7 @@ fn the_words_of_an_echo_followed_the_same_word_before() {
     let data = Data::new(&recipe, &vocabulary).unwrap();
     let batch = data.batch(&Cpu::new(Some(1)).unwrap(), 0, [8, 300]).unwrap();
     let mut words = 0;
-    for (before, token) in judged(&batch, 300) {
+    for (before, token) in targets_of(&batch, 300) {
         let last = before[before.len() - 1];
         if Some(token) == vocabulary.end() {
             continue;

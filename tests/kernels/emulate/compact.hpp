@@ -118,7 +118,7 @@ int failures(Cache &cache) {
                 cache.positions[list * cache.stride + slot] = slot % 5 ? slot + 123456 : slot;
         // The newest 37, or whole lists that are shorter.
         const int newest = 37;
-        machine::launch({blocks(newest, 32), unsigned(count), 1}, 128, 0, [&] { turn_keys(cache.lists, {turns.data(), newest, 0}); });
+        machine::launch({blocks(newest, 32), unsigned(count), 1}, 128, 0, [&] { rotate_keys(cache.lists, {turns.data(), newest, 0}); });
         for (int list = 0; list < count; list++)
             for (int slot = 0; slot < cache.lens[list]; slot++) {
                 const int by = slot % 5 ? -123456 : 0, is_new = slot >= cache.lens[list] - newest;
@@ -131,7 +131,7 @@ int failures(Cache &cache) {
         std::vector<Element> q(size_t(rows) * HEAD_DIM);
         for (Element &x : q) x = narrow(cache.normal());
         const std::vector<Element> before = q;
-        machine::launch({1, unsigned(count * group), 1}, 128, 0, [&] { turn_queries(cache.lists, {q.data(), turns.data(), cache.heads * group, queries, seen, 0}); });
+        machine::launch({1, unsigned(count * group), 1}, 128, 0, [&] { rotate_queries(cache.lists, {q.data(), turns.data(), cache.heads * group, queries, seen, 0}); });
         for (int row = 0; row < rows; row++) {
             const int list = row / queries / group;
             turns_to(list, row, &q[size_t(row) * HEAD_DIM], cache.lens[list] - seen, [&](int d) { return widen(before[size_t(row) * HEAD_DIM + d]); });

@@ -1,4 +1,4 @@
-// kernels/naive.cu, with its own products or with those of a library, which are plain loops here.
+// kernels/naive.cu, with its fallback GEMM or with those of a library, which are plain loops here.
 #include "naive.cu"
 
 namespace {

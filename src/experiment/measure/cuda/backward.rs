@@ -1,6 +1,6 @@
 //! `backward` on a GPU: the gradients of a pass over the whole context. As on the CPU the gradient by `o` is `q`.
 
-use super::{Bench, Planned, Task, Turn, TurnError, Written};
+use super::{Bench, Planned, Task, Trial, TrialError, Written};
 use crate::attention::cuda::{BackwardInputs, BackwardPlan, BackwardResults, CudaKernel, Inputs, Plan};
 use crate::attention::{Gradients, Outputs};
 use crate::device::cuda::{DeviceBuffer, Limits, Program, Runtime};
@@ -36,11 +36,11 @@ impl Task for Backward {
         [self.forward.programs(), self.backward.programs()].concat()
     }
 
-    fn products(&self, runtime: &Runtime) -> Option<String> {
-        self.forward.products(runtime)
+    fn gemm(&self, runtime: &Runtime) -> Option<String> {
+        self.forward.gemm(runtime)
     }
 
-    fn turn(&self, bench: Bench<'_>) -> Result<Turn, TurnError> {
+    fn trial(&self, bench: Bench<'_>) -> Result<Trial, TrialError> {
         let Bench { runtime, arena, inputs, truth } = bench;
         let (shape, dtype) = (self.cell.shape(), self.cell.dtype);
         let mut written = Written::allocate(bench, shape, dtype)?;
@@ -55,7 +55,7 @@ impl Task for Backward {
             if truth.is_some() {
                 buffer.fill(0xff)?;
             }
-            Ok::<_, TurnError>(buffer)
+            Ok::<_, TrialError>(buffer)
         };
         let (mut q, mut k, mut v) = (unwritten(&inputs.q)?, unwritten(&inputs.k)?, unwritten(&inputs.v)?);
         let read = BackwardInputs {
@@ -69,9 +69,9 @@ impl Task for Backward {
         let results = BackwardResults { q: &mut q, k: &mut k, v: &mut v };
         let backward_ns = self.backward.run(runtime, read, results, &mut scratch)?;
 
-        let mut turn = Turn { samples_ns: [("backward", backward_ns)].into(), ..Turn::default() };
+        let mut trial = Trial { samples_ns: [("backward", backward_ns)].into(), ..Trial::default() };
         if let Some(truth) = truth {
-            turn.drift = Some(written.check(truth, |token| token)?);
+            trial.drift = Some(written.check(truth, |token| token)?);
         }
         if let (Some(_), Some(workload)) = (truth, &inputs.host) {
             let outputs = written.read()?;
@@ -81,6 +81,6 @@ impl Task for Backward {
             v.read(gradients.v.bytes_mut())?;
             identities(workload, &outputs, &gradients)?;
         }
-        Ok(turn)
+        Ok(trial)
     }
 }

@@ -4,7 +4,7 @@
 //! kernel reads the contiguous tensors.
 
 use super::pages::Pages;
-use super::{Bench, Planned, Task, Turn, TurnError, Written};
+use super::{Bench, Planned, Task, Trial, TrialError, Written};
 use crate::attention::cuda::{CudaKernel, Inputs, Plan, decode_paged};
 use crate::attention::{AttentionError, Outputs};
 use crate::cache::PagedCache;
@@ -42,17 +42,17 @@ impl Decode {
     }
 
     /// The cache of the cell in the GPU's memory.
-    fn pages(&self, bench: Bench<'_>) -> Result<Pages, TurnError> {
+    fn pages(&self, bench: Bench<'_>) -> Result<Pages, TrialError> {
         let cache = self.filled(bench).map_err(|error| match error {
             // Not the GPU's memory.
-            TurnError::Memory(error) => InputError::Host(error).into(),
+            TrialError::Memory(error) => InputError::Host(error).into(),
             error => error,
         })?;
         Ok(Pages::upload(bench.runtime.device(), bench.arena, &cache)?)
     }
 
     /// The cache on the host, whose memory is not what is measured.
-    fn filled(&self, bench: Bench<'_>) -> Result<PagedCache, TurnError> {
+    fn filled(&self, bench: Bench<'_>) -> Result<PagedCache, TrialError> {
         let arena = host_arena();
         let mut cache = PagedCache::new(&arena, cache_shape(&self.cell))?;
         if let Some(workload) = &bench.inputs.host {
@@ -60,7 +60,7 @@ impl Decode {
             return Ok(cache);
         }
         // Blank inputs are on the GPU alone.
-        let read = |there: &DeviceBuffer| -> Result<Tensor, TurnError> {
+        let read = |there: &DeviceBuffer| -> Result<Tensor, TrialError> {
             let mut tensor = Tensor::zeros(&arena, Label::Input, self.cell.dtype, self.cell.shape().kv_dims())?;
             there.read(tensor.bytes_mut())?;
             Ok(tensor)
@@ -85,11 +85,11 @@ impl Task for Decode {
         self.plan.programs()
     }
 
-    fn products(&self, runtime: &Runtime) -> Option<String> {
-        self.plan.products(runtime)
+    fn gemm(&self, runtime: &Runtime) -> Option<String> {
+        self.plan.gemm(runtime)
     }
 
-    fn turn(&self, bench: Bench<'_>) -> Result<Turn, TurnError> {
+    fn trial(&self, bench: Bench<'_>) -> Result<Trial, TrialError> {
         let Bench { runtime, arena, inputs, truth } = bench;
         let pages = if self.is_paged() { Some(self.pages(bench)?) } else { None };
         let mut scratch = self.plan.scratch(runtime.device(), arena)?;
@@ -106,10 +106,10 @@ impl Task for Decode {
             };
         }
 
-        let mut turn = Turn { samples_ns: [("decode", steps_ns / STEPS)].into(), ..Turn::default() };
+        let mut trial = Trial { samples_ns: [("decode", steps_ns / STEPS)].into(), ..Trial::default() };
         if let Some(truth) = truth {
-            turn.drift = Some(written.check(truth, |_| 0)?);
+            trial.drift = Some(written.check(truth, |_| 0)?);
         }
-        Ok(turn)
+        Ok(trial)
     }
 }

@@ -1,6 +1,6 @@
 //! `forward` on a GPU: a pass over the whole context.
 
-use super::{Bench, Planned, Task, Turn, TurnError, Written};
+use super::{Bench, Planned, Task, Trial, TrialError, Written};
 use crate::attention::Outputs;
 use crate::attention::cuda::{CudaKernel, Inputs, Plan};
 use crate::device::cuda::{Limits, Program, Runtime};
@@ -29,21 +29,21 @@ impl Task for Forward {
         self.plan.programs()
     }
 
-    fn products(&self, runtime: &Runtime) -> Option<String> {
-        self.plan.products(runtime)
+    fn gemm(&self, runtime: &Runtime) -> Option<String> {
+        self.plan.gemm(runtime)
     }
 
-    fn turn(&self, bench: Bench<'_>) -> Result<Turn, TurnError> {
+    fn trial(&self, bench: Bench<'_>) -> Result<Trial, TrialError> {
         let Bench { runtime, arena, inputs, truth } = bench;
         let mut scratch = self.plan.scratch(runtime.device(), arena)?;
         let mut written = Written::allocate(bench, self.cell.shape(), self.cell.dtype)?;
         let read = Inputs { q: &inputs.q, k: &inputs.k, v: &inputs.v };
         let forward_ns = self.plan.forward(runtime, read, written.results(), &mut scratch)?;
 
-        let mut turn = Turn { samples_ns: [("forward", forward_ns)].into(), ..Turn::default() };
+        let mut trial = Trial { samples_ns: [("forward", forward_ns)].into(), ..Trial::default() };
         if let Some(truth) = truth {
-            turn.drift = Some(written.check(truth, |token| token)?);
+            trial.drift = Some(written.check(truth, |token| token)?);
         }
-        Ok(turn)
+        Ok(trial)
     }
 }

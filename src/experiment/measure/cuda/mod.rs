@@ -1,7 +1,7 @@
 //! What a cell does on a GPU: one file for each measure.
 //!
-//! Everything that a turn on the CPU promises holds here: memory comes from the arena, which counts the GPU's, is gone
-//! when the turn ends, and is what `bytes` said; the checked turn fills outputs with NaN, reads them back and compares
+//! Everything that a trial on the CPU promises holds here: memory comes from the arena, which counts the GPU's, is gone
+//! when the trial ends, and is what `bytes` said; the checked trial fills outputs with NaN, reads them back and compares
 //! them with the f64 reference. Times are the GPU's own, by events, with a cold L2 ([`Runtime::sweep_l2`]).
 
 pub(super) mod backward;
@@ -15,7 +15,7 @@ mod written;
 pub use inputs::Inputs;
 use written::Written;
 
-use super::{Truth, Turn, TurnError};
+use super::{Trial, TrialError, Truth};
 use crate::attention::AttentionError;
 use crate::attention::cuda::cuda_kernel;
 use crate::device::cuda::{Limits, Program, Runtime};
@@ -23,19 +23,19 @@ use crate::experiment::cell::Cell;
 use crate::memory::Arena;
 use crate::policy::Registry;
 
-/// What a turn does on a GPU, planned.
+/// What a trial does on a GPU, planned.
 pub trait Task {
-    /// Bytes that a turn takes at its peak besides the inputs.
+    /// Bytes that a trial takes at its peak besides the inputs.
     fn bytes(&self) -> u64;
 
     /// Bytes of the kernel's scratch memory and materialised scores.
     fn workspace_bytes(&self) -> u64;
 
-    /// Everything that its turns may compile.
+    /// Everything that its trials may compile.
     fn programs(&self) -> Vec<Program>;
 
-    /// Whose matrix products the kernel uses, where it could use cuBLAS's.
-    fn products(&self, _runtime: &Runtime) -> Option<String> {
+    /// Whose GEMM the kernel uses, where it could use cuBLAS's.
+    fn gemm(&self, _runtime: &Runtime) -> Option<String> {
         None
     }
 
@@ -43,10 +43,10 @@ pub trait Task {
     ///
     /// # Errors
     /// When memory ran out, the GPU failed, or the result is not to be trusted.
-    fn turn(&self, bench: Bench<'_>) -> Result<Turn, TurnError>;
+    fn trial(&self, bench: Bench<'_>) -> Result<Trial, TrialError>;
 }
 
-/// Where and on what a turn runs.
+/// Where and on what a trial runs.
 #[derive(Clone, Copy)]
 pub struct Bench<'a> {
     /// The GPU and its compiler.
@@ -55,7 +55,7 @@ pub struct Bench<'a> {
     pub arena: &'a Arena,
     /// The inputs, in the GPU's memory.
     pub inputs: &'a Inputs,
-    /// What the f64 reference says; present in the checked turn.
+    /// What the f64 reference says; present in the checked trial.
     pub truth: Option<&'a Truth>,
 }
 
@@ -66,8 +66,8 @@ pub struct Bench<'a> {
 pub(in crate::experiment) fn task(cell: &Cell, registry: &Registry, limits: &Limits) -> Result<Box<dyn Task>, String> {
     let kernel = cuda_kernel(&cell.kernel).map_err(|error| error.to_string())?;
     cell.kv_format().on_gpu()?;
-    let turns = cell.measure.turns().ok_or_else(|| format!("{} takes no turns", cell.measure.name()))?;
-    turns.task(cell, registry, kernel, limits)
+    let trials = cell.measure.trials().ok_or_else(|| format!("{} takes no trials", cell.measure.name()))?;
+    trials.task(cell, registry, kernel, limits)
 }
 
 /// A task, or what its kernel cannot do.

@@ -5,7 +5,7 @@ use crate::attention::cuda::Results;
 use crate::attention::{Outputs, Shape};
 use crate::device::cuda::{CudaError, DeviceBuffer};
 use crate::experiment::measure::check::accurate;
-use crate::experiment::measure::{Truth, TurnError};
+use crate::experiment::measure::{TrialError, Truth};
 use crate::experiment::record::Drift;
 use crate::memory::{Arena, Label};
 use crate::tensor::{DType, Tensor};
@@ -24,7 +24,7 @@ pub(super) struct Written {
 }
 
 impl Written {
-    /// As much as [`Outputs::bytes`] says. In a checked turn it is filled with NaN, so that what a kernel does not write
+    /// As much as [`Outputs::bytes`] says. In a checked trial it is filled with NaN, so that what a kernel does not write
     /// is seen.
     pub(super) fn allocate(bench: Bench<'_>, shape: Shape, dtype: DType) -> Result<Self, CudaError> {
         let device = bench.runtime.device();
@@ -37,7 +37,7 @@ impl Written {
         Ok(written)
     }
 
-    /// In a checked turn, fills it with NaN.
+    /// In a checked trial, fills it with NaN.
     pub(super) fn poison(&mut self, bench: Bench<'_>) -> Result<(), CudaError> {
         if bench.truth.is_some() {
             self.o.fill(0xff)?;
@@ -51,7 +51,7 @@ impl Written {
     }
 
     /// A copy on the host, outside every measured arena.
-    pub(super) fn read(&self) -> Result<Outputs, TurnError> {
+    pub(super) fn read(&self) -> Result<Outputs, TrialError> {
         let mut outputs = Outputs::allocate(&Arena::unlimited(), &self.shape, self.dtype)?;
         self.o.read(outputs.o.bytes_mut())?;
         self.lse.read(bytemuck::cast_slice_mut(&mut outputs.lse))?;
@@ -62,7 +62,7 @@ impl Written {
     ///
     /// # Errors
     /// When the output holds a NaN or an infinity, or is further away than rounding explains.
-    pub(super) fn check(&self, truth: &Truth, token: impl Fn(usize) -> usize) -> Result<Drift, TurnError> {
+    pub(super) fn check(&self, truth: &Truth, token: impl Fn(usize) -> usize) -> Result<Drift, TrialError> {
         self.finite()?;
         let Shape { q_heads, q_len, head_dim, .. } = self.shape;
         let row_bytes = head_dim * self.dtype.bytes();
@@ -79,7 +79,7 @@ impl Written {
         Ok(drift)
     }
 
-    fn finite(&self) -> Result<(), TurnError> {
+    fn finite(&self) -> Result<(), TrialError> {
         let Shape { q_heads, q_len, head_dim, .. } = self.shape;
         let (arena, rows) = (Arena::unlimited(), self.shape.rows());
         let piece = (PIECE_BYTES / (head_dim * self.dtype.bytes())).max(1);
@@ -90,12 +90,12 @@ impl Written {
             if let Some(([_, _, row, element], value)) = o.first_non_finite() {
                 let row = first + row;
                 let at = [row / q_len / q_heads, row / q_len % q_heads, row % q_len, element];
-                return Err(TurnError::Failed(format!("the output holds {value} at {at:?}")));
+                return Err(TrialError::Failed(format!("the output holds {value} at {at:?}")));
             }
             let mut lse = vec![0f32; dims[2]];
             self.lse.read_from(4 * first, bytemuck::cast_slice_mut(&mut lse))?;
             if let Some(row) = lse.iter().position(|lse| lse.is_nan() || *lse == f32::INFINITY) {
-                return Err(TurnError::Failed(format!("the log-sum-exp of row {} is {}", first + row, lse[row])));
+                return Err(TrialError::Failed(format!("the log-sum-exp of row {} is {}", first + row, lse[row])));
             }
         }
         Ok(())

@@ -178,13 +178,13 @@ impl State {
         let budget = policy.budget_tokens(choice.name, choice.budget.as_ref(), shortest, token_bytes, lists);
         let warning = budget.as_ref().ok().and_then(|&tokens| policy.only_protected(tokens, shortest));
         let unprotected = budget.as_ref().ok().and_then(|&tokens| Some((tokens, policy.unprotected(tokens)?)));
-        // Some judge what the model writes too.
-        let judged = if policy.schedule.decoding == Decoding::Never { shortest } else { longest };
+        // Some evict what the model writes too.
+        let evicted = if policy.schedule.decoding == Decoding::Never { shortest } else { longest };
         let (evicts, ended) = match budget {
             Err(error) => (true, Some((Status::Failed, error.to_string()))),
             _ if policy.scorer.is_none() => (false, None),
-            Ok(tokens) if tokens >= judged => {
-                let reason = format!("the budget holds a whole context of {judged} tokens: nothing to evict");
+            Ok(tokens) if tokens >= evicted => {
+                let reason = format!("the budget holds a whole context of {evicted} tokens: nothing to evict");
                 (false, Some((Status::Skipped, reason)))
             }
             Ok(tokens) => (tokens < shortest, None),

@@ -1,24 +1,24 @@
-//! Decode steps over what stayed.
+//! Decode steps over what was retained.
 
 use super::late::Late;
 use super::steps::Queries;
-use super::{Trial, lengths};
+use super::{Running, lengths};
 use crate::attention::{Forward, KvRows, Outputs, Shape, kernel};
 use crate::eviction::Session;
 use crate::experiment::measure::check::finite;
-use crate::experiment::measure::turns::timed;
-use crate::experiment::measure::{Prepared, Turn, TurnError};
+use crate::experiment::measure::trials::timed;
+use crate::experiment::measure::{Prepared, Trial, TrialError};
 use crate::memory::Label;
-use crate::policy::sparse::{Lists, Reading, Start};
+use crate::policy::sparse::{KvSelector, Lists, Start};
 
 /// One decode step over at most everything; the workspace is taken once for all steps.
 pub(super) fn step_shape(prepared: &Prepared) -> Shape {
     Shape { q_len: 1, kv_len: lengths(prepared).most(), ..prepared.cell.shape() }
 }
 
-impl Trial<'_> {
+impl Running<'_> {
     /// Decodes the new tokens one by one; adds the mean times of a step and of what the schedule costs.
-    pub(super) fn decode(&mut self, turn: &mut Turn) -> Result<Late, TurnError> {
+    pub(super) fn decode(&mut self, trial: &mut Trial) -> Result<Late, TrialError> {
         let (cell, bench) = (&self.prepared.cell, self.bench);
         let q = bench.workload.q.view();
         let kernel = kernel("decode").expect("the decode kernel is built in");
@@ -33,22 +33,22 @@ impl Trial<'_> {
             read_bytes: 0,
             all_bytes: 0,
         };
-        let mut reading = self.open_reader(turn)?;
+        let mut selector = self.open_selection(trial)?;
         let mut window = self.observe_context()?;
         let (mut decode_ns, mut evict_ns) = (0, 0);
         for step in 0..cell.new_tokens {
             let token = cell.context_tokens + step;
             self.append(token..token + 1)?;
             let query = q.tokens(token..token + 1);
-            let asked = self.ask(query, token + 1)?;
+            let asked = self.attending(query, token + 1)?;
             bench.poison(&mut outputs);
             let (step_ns, result) = timed(|| {
-                let Some(reading) = &mut reading else {
+                let Some(selector) = &mut selector else {
                     return kernel.forward(&self.call(asked.view()), &mut outputs, &mut workspace);
                 };
                 let lists = Lists::all(&self.cache);
-                reading.step(asked.view(), lists, bench.cpu);
-                let (call, rows) = (self.call(reading.query(asked.view())), reading.rows(lists));
+                selector.step(asked.view(), lists, bench.cpu);
+                let (call, rows) = (self.call(selector.query(asked.view())), selector.rows(lists));
                 let call = match &rows {
                     Some(rows) => {
                         let kv_len = rows.max_len().min(call.shape.kv_len);
@@ -67,7 +67,8 @@ impl Trial<'_> {
                 let tokens: usize = self.cache.lens().iter().sum();
                 let all = tokens as u64 * self.cache.shape().token_bytes();
                 late.all_bytes += all;
-                late.read_bytes += reading.as_ref().map_or(all, |reading| reading.read_bytes(Lists::all(&self.cache)));
+                late.read_bytes +=
+                    selector.as_ref().map_or(all, |selector| selector.read_bytes(Lists::all(&self.cache)));
             }
             let queries = Queries { q: asked.view(), end: token + 1, lse: &outputs.lse };
             let (ns, result) = timed(|| self.evict_step(&queries, query, window.as_mut()));
@@ -75,27 +76,29 @@ impl Trial<'_> {
             evict_ns += ns;
         }
         let steps = cell.new_tokens as u64;
-        turn.samples_ns.insert("decode", decode_ns / steps);
+        trial.samples_ns.insert("decode", decode_ns / steps);
         if self.session.as_ref().is_some_and(Session::is_open) {
-            turn.samples_ns.insert("decode_evict", evict_ns / steps);
+            trial.samples_ns.insert("decode_evict", evict_ns / steps);
         }
         Ok(late)
     }
 
     /// Begins to read by the policy's reader, if it has one; adds what that costs to the times.
-    fn open_reader(&self, turn: &mut Turn) -> Result<Option<Box<dyn Reading>>, TurnError> {
+    fn open_selection(&self, trial: &mut Trial) -> Result<Option<Box<dyn KvSelector>>, TrialError> {
         let (prepared, bench) = (self.prepared, self.bench);
-        let Some(reader) = prepared.policy.as_ref().and_then(|policy| policy.reader.as_ref()) else { return Ok(None) };
+        let Some(selection) = prepared.policy.as_ref().and_then(|policy| policy.selection.as_ref()) else {
+            return Ok(None);
+        };
         let context = prepared.cell.context_tokens;
         let start = Start {
             cache: Lists::all(&self.cache),
-            q: bench.workload.q.view().tokens(context.saturating_sub(reader.recent_queries())..context),
+            q: bench.workload.q.view().tokens(context.saturating_sub(selection.recent_queries())..context),
             budget_tokens: prepared.budget_tokens,
             cpu: bench.cpu,
             arena: bench.arena,
         };
-        let (ns, reading) = timed(|| reader.open(&start));
-        turn.samples_ns.insert("score", ns);
-        Ok(Some(reading?))
+        let (ns, selector) = timed(|| selection.open(&start));
+        trial.samples_ns.insert("score", ns);
+        Ok(Some(selector?))
     }
 }

@@ -33,15 +33,15 @@ impl Late {
         &self.o[Self::row(cell, at) * cell.head_dim..][..cell.head_dim]
     }
 
-    /// Share of the dense attention mass that stayed for a row: `exp(lse - lse_dense)`, since a log-sum-exp over fewer
-    /// keys is the log of a part of the same sum. Where keys are changed (by merging, or turned to other positions) it is
+    /// Fraction of the dense attention mass that stayed for a row: `exp(lse - lse_dense)`, since a log-sum-exp over fewer
+    /// keys is the log of a part of the same sum. Where keys are changed (by merging, or rotated to other positions) it is
     /// the mass that they now draw, at most 1.
     pub fn mass_kept(&self, cell: &Cell, at: [usize; 3], dense: &Row) -> f64 {
         (f64::from(self.lse[Self::row(cell, at)]) - dense.lse).exp().min(1.0)
     }
 }
 
-/// Share of asked needles whose value the asking queries retrieve: of all needles of the KV head, the right one's
+/// Fraction of asked needles whose value the asking queries retrieve: of all needles of the KV head, the right one's
 /// value has the largest cosine with the output. Averaged over the query heads of the group.
 pub(super) fn needle_recall(cell: &Cell, workload: &Workload, late: &Late) -> Option<f64> {
     let group = cell.q_heads / cell.kv_heads;

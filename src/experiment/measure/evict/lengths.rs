@@ -7,8 +7,8 @@ use crate::policy::{Decoding, Policy};
 #[derive(Clone, Copy)]
 pub(in crate::experiment::measure) struct Lengths<'a> {
     pub cell: &'a Cell,
-    /// The policy, if it ever judges.
-    pub judging: Option<&'a Policy>,
+    /// The policy, if it ever evicts.
+    pub evicting: Option<&'a Policy>,
     pub budget_tokens: usize,
 }
 
@@ -16,7 +16,7 @@ impl Lengths<'_> {
     /// Tokens of a prefill chunk.
     pub fn chunk(&self) -> usize {
         let context = self.cell.context_tokens;
-        self.judging.and_then(|policy| policy.schedule.chunk_tokens).map_or(context, |tokens| tokens.min(context))
+        self.evicting.and_then(|policy| policy.schedule.chunk_tokens).map_or(context, |tokens| tokens.min(context))
     }
 
     /// Most tokens that one list may ever hold: in chunks, what a layer and its sequence may give to one head.
@@ -31,7 +31,7 @@ impl Lengths<'_> {
 
     /// Whether all lists always hold the same number of tokens.
     pub fn is_even(&self) -> bool {
-        self.judging.is_none_or(Policy::is_even)
+        self.evicting.is_none_or(Policy::is_even)
     }
 
     /// Tokens of a list, on average, when the chunk that begins at token `start` comes.
@@ -39,7 +39,7 @@ impl Lengths<'_> {
         self.budget_tokens.min(start)
     }
 
-    /// Tokens of the longest list where lists hold `tokens` on average, `fresh` of them not judged yet.
+    /// Tokens of the longest list where lists hold `tokens` on average, `fresh` of them not evicted yet.
     pub fn longest(&self, tokens: usize, fresh: usize) -> usize {
         if self.is_even() {
             return tokens;
@@ -52,7 +52,7 @@ impl Lengths<'_> {
     /// Decode steps after which a list is back at its budget; all of them where it is never cut.
     pub fn grown(&self) -> usize {
         let new = self.cell.new_tokens;
-        match self.judging.map_or(Decoding::Never, |policy| policy.schedule.decoding) {
+        match self.evicting.map_or(Decoding::Never, |policy| policy.schedule.decoding) {
             Decoding::EverySteps(steps) => steps.min(new),
             Decoding::Never | Decoding::Delayed => new,
         }
@@ -61,12 +61,12 @@ impl Lengths<'_> {
     /// Tokens of a list while decoding, on average and at most.
     pub fn late(&self) -> usize {
         let most = self.cell.context_tokens + self.cell.new_tokens;
-        self.judging.map_or(most, |_| (self.budget_tokens + self.grown()).min(most))
+        self.evicting.map_or(most, |_| (self.budget_tokens + self.grown()).min(most))
     }
 
     /// Latest queries that are held while decoding: more than one, or none.
     pub fn recent(&self) -> Option<usize> {
-        let policy = self.judging.filter(|policy| policy.schedule.decoding != Decoding::Never)?;
+        let policy = self.evicting.filter(|policy| policy.schedule.decoding != Decoding::Never)?;
         let recent = policy.scorer.as_ref()?.recent_queries().min(self.cell.context_tokens);
         (recent > 1).then_some(recent)
     }

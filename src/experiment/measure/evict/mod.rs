@@ -1,23 +1,23 @@
-//! `evict`: prefill, judgement of the context by a policy, then decode steps over what stayed.
+//! `evict`: prefill, eviction of the context by a policy, then decode steps over what was retained.
 //!
 //! Prefill writes keys and values into the paged cache and attends to them there, layer by layer, in one piece or in
-//! chunks. After each chunk the policy judges and the cache shrinks for real; decoding reads only what is left, and the
-//! policy's schedule judges again. A policy that evicts nothing may instead read a part of the cache in each step. Late
+//! chunks. After each chunk the policy evicts and the cache shrinks for real; decoding reads only what is left, and the
+//! policy's schedule evicts again. A policy that evicts nothing may instead read a part of the cache in each step. Late
 //! queries are compared with the dense f64 result. Layers are folded into the batch, so a decode step is one call for
 //! all of them.
 
-mod asked;
 mod decode;
 pub(super) mod late;
 pub(super) mod lengths;
 pub(super) mod outcome;
 mod predict;
+mod queries;
 mod steps;
 
 use super::check::{finite, rows_of};
 use super::pass::{self, fields_of_passes};
-use super::turns::timed;
-use super::{Bench, Choice, Measurement, Prepared, Runs, Scope, Turn, TurnError, TurnWork, Turns, cuda};
+use super::trials::timed;
+use super::{Bench, Choice, Measurement, Prepared, Runs, Scope, Trial, TrialError, TrialWork, Trials, cuda};
 use crate::attention::cuda::CudaKernel;
 use crate::attention::rope::Frequencies;
 use crate::attention::{Forward, Outputs, Shape, Workspace};
@@ -76,11 +76,11 @@ impl Measurement for Evict {
     }
 
     fn runs(&self) -> Runs<'_> {
-        Runs::InTurns(self)
+        Runs::InTrials(self)
     }
 }
 
-impl Turns for Evict {
+impl Trials for Evict {
     fn checked_rows(&self, cell: &Cell, shape: &Shape) -> Vec<[usize; 3]> {
         let steps = sampled_steps(cell.new_tokens).into_iter().map(|step| cell.context_tokens + step);
         rows_of(shape, &steps.collect::<Vec<_>>())
@@ -90,22 +90,22 @@ impl Turns for Evict {
         predict::predict(prepared, threads)
     }
 
-    fn work(&self, prepared: &Prepared) -> TurnWork {
+    fn work(&self, prepared: &Prepared) -> TrialWork {
         let (cell, budget_tokens) = (&prepared.cell, prepared.budget_tokens);
         let flops = cell.shape().flops(&cell.params());
-        let kv_bytes_read = match prepared.policy.as_ref().and_then(|policy| policy.reader.as_ref()) {
-            Some(reader) => {
+        let kv_bytes_read = match prepared.policy.as_ref().and_then(|policy| policy.selection.as_ref()) {
+            Some(selection) => {
                 let context = cell.context_tokens;
-                reader.step_bytes(&cache_shape(prepared), budget_tokens, context, context)
+                selection.step_bytes(&cache_shape(prepared), budget_tokens, context, context)
             }
             None => prepared.kv_bytes(budget_tokens),
         };
         // Scores cost about half of what attention does.
-        TurnWork { flops, phase: "prefill", kv_bytes_read, passes: 1.5, reads: 2.0 * cell.new_tokens as f64 }
+        TrialWork { flops, phase: "prefill", kv_bytes_read, passes: 1.5, reads: 2.0 * cell.new_tokens as f64 }
     }
 
-    fn turn(&self, prepared: &Prepared, bench: Bench<'_>) -> Result<Turn, TurnError> {
-        turn(prepared, bench)
+    fn trial(&self, prepared: &Prepared, bench: Bench<'_>) -> Result<Trial, TrialError> {
+        trial(prepared, bench)
     }
 
     fn task(
@@ -126,8 +126,8 @@ fn sampled_steps(steps: usize) -> Vec<usize> {
     (1..=count).map(|index| index * steps / count - 1).collect()
 }
 
-/// The policy of a cell, if it ever judges.
-fn judging(prepared: &Prepared) -> Option<&Policy> {
+/// The policy of a cell, if it ever evicts.
+fn evicting(prepared: &Prepared) -> Option<&Policy> {
     prepared.policy.as_ref().filter(|policy| policy.scorer.is_some())
 }
 
@@ -140,17 +140,17 @@ pub(super) fn cache_shape(prepared: &Prepared) -> CacheShape {
         format: cell.kv_format(),
         max_tokens: lengths(prepared).most(),
         page_tokens: PAGE_TOKENS,
-        columns: judging(prepared).map_or(&[], Policy::columns),
+        columns: evicting(prepared).map_or(&[], Policy::columns),
     }
 }
 
 /// How long lists get.
 fn lengths(prepared: &Prepared) -> Lengths<'_> {
-    Lengths { cell: &prepared.cell, judging: judging(prepared), budget_tokens: prepared.budget_tokens }
+    Lengths { cell: &prepared.cell, evicting: evicting(prepared), budget_tokens: prepared.budget_tokens }
 }
 
-/// What happens in a turn, and what it leaves behind.
-struct Trial<'a> {
+/// What happens in a trial, and what it leaves behind.
+struct Running<'a> {
     prepared: &'a Prepared,
     bench: Bench<'a>,
     cache: PagedCache,
@@ -160,42 +160,42 @@ struct Trial<'a> {
     session: Option<Session<'a>>,
 }
 
-fn turn(prepared: &Prepared, bench: Bench<'_>) -> Result<Turn, TurnError> {
+fn trial(prepared: &Prepared, bench: Bench<'_>) -> Result<Trial, TrialError> {
     let cell = &prepared.cell;
-    let mut turn = Turn::default();
+    let mut trial = Trial::default();
     let name = cell.policy.as_deref().unwrap_or_default();
     let rope = |policy: &Policy| policy.rope(name, bench.workload.rope, cell.head_dim);
     let plan = |policy| Plan { policy, budget_tokens: prepared.budget_tokens, seed: cell.seed };
-    let mut trial = Trial {
+    let mut running = Running {
         prepared,
         bench,
         cache: PagedCache::new(bench.arena, cache_shape(prepared))?,
-        frequencies: judging(prepared).map(rope).transpose()?.flatten(),
-        session: judging(prepared).map(|policy| Session::new(plan(policy))),
+        frequencies: evicting(prepared).map(rope).transpose()?.flatten(),
+        session: evicting(prepared).map(|policy| Session::new(plan(policy))),
     };
-    let prefill_ns = trial.prefill()?;
-    turn.samples_ns.insert("prefill", prefill_ns);
-    if let Some(session) = &trial.session {
+    let prefill_ns = running.prefill()?;
+    trial.samples_ns.insert("prefill", prefill_ns);
+    if let Some(session) = &running.session {
         let totals = session.totals();
-        turn.samples_ns.extend([("score", totals.score_ns), ("evict", totals.evict_ns)]);
+        trial.samples_ns.extend([("score", totals.score_ns), ("evict", totals.evict_ns)]);
     }
-    let kept = trial.kept();
-    let late = trial.decode(&mut turn)?;
+    let kept = running.kept();
+    let late = running.decode(&mut trial)?;
     if let Some(truth) = bench.truth {
-        let evicted = trial.evicted();
+        let evicted = running.evicted();
         outcome::check(&evicted, &kept, &late)?;
         let drift = truth.drift(cell.head_dim, |at, row| row.copy_from_slice(late.o(cell, at)));
         if cell.budget.is_none() {
             super::check::accurate(&drift, cell.dtype)?;
         }
-        turn.drift = Some(drift);
-        turn.eviction = Some(outcome::eviction(&evicted, &kept, &late, truth));
-        turn.warnings.extend(outcome::warnings(&evicted));
+        trial.drift = Some(drift);
+        trial.eviction = Some(outcome::eviction(&evicted, &kept, &late, truth));
+        trial.warnings.extend(outcome::warnings(&evicted));
     }
-    Ok(turn)
+    Ok(trial)
 }
 
-impl Trial<'_> {
+impl Running<'_> {
     fn evicted(&self) -> Evicted<'_> {
         let totals = self.session.as_ref().map(|session| *session.totals()).unwrap_or_default();
         Evicted {
@@ -228,15 +228,15 @@ impl Trial<'_> {
         }
     }
 
-    /// Attention over the context, chunk by chunk and layer by layer, each chunk judged; returns the time of attention.
-    fn prefill(&mut self) -> Result<u64, TurnError> {
+    /// Attention over the context, chunk by chunk and layer by layer, with an eviction step after each; returns the time of attention.
+    fn prefill(&mut self) -> Result<u64, TrialError> {
         let (cell, bench) = (&self.prepared.cell, self.bench);
         let (context, chunk) = (cell.context_tokens, lengths(self.prepared).chunk());
         let mut prefill_ns = 0;
         for start in (0..context).step_by(chunk) {
             let range = start..context.min(start + chunk);
             self.append(range.clone())?;
-            let asked = self.ask(bench.workload.q.view().tokens(range.clone()), range.end)?;
+            let asked = self.attending(bench.workload.q.view().tokens(range.clone()), range.end)?;
             let (chunk_ns, lse) = self.attend(asked.view())?;
             prefill_ns += chunk_ns;
             let queries = Queries { q: asked.view(), end: range.end, lse: &lse };
@@ -246,7 +246,7 @@ impl Trial<'_> {
     }
 
     /// Attention of the queries `q` to the cache; returns its time and the log-sum-exps, `[layers * B, Hq, n]`.
-    fn attend(&self, q: TensorView<'_>) -> Result<(u64, Buffer<f32>), TurnError> {
+    fn attend(&self, q: TensorView<'_>) -> Result<(u64, Buffer<f32>), TrialError> {
         let (cell, bench, kernel) = (&self.prepared.cell, self.bench, self.prepared.kernel());
         let shape = Shape { batch: cell.batch, q_len: q.dims()[2], kv_len: self.cache.max_len(), ..cell.shape() };
         let size = kernel.workspace(&shape, &cell.params(), cell.dtype, bench.cpu.threads());

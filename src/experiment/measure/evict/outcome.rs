@@ -3,19 +3,19 @@
 use super::late::{Late, needle_recall};
 use crate::cache::CacheShape;
 use crate::experiment::cell::Cell;
-use crate::experiment::measure::{Truth, TurnError};
+use crate::experiment::measure::{TrialError, Truth};
 use crate::experiment::record::{Eviction, Step};
 use crate::policy::Policy;
 use crate::workload::Workload;
 use std::collections::BTreeMap;
 
-/// Stretches of the context in which kept tokens are counted.
-const STRETCHES: usize = 64;
+/// Bins of the context in which retained tokens are counted.
+const BINS: usize = 64;
 
 /// Moments of decoding that a record tells at most.
 const MOMENTS: usize = 128;
 
-/// What a turn was asked to do and what it came to, whichever device it ran on.
+/// What a trial was asked to do and what it came to, whichever device it ran on.
 pub(in crate::experiment::measure) struct Evicted<'a> {
     pub cell: &'a Cell,
     pub policy: Option<&'a Policy>,
@@ -28,37 +28,37 @@ pub(in crate::experiment::measure) struct Evicted<'a> {
     pub workload: &'a Workload,
 }
 
-/// What stayed after prefill.
+/// What was retained after prefill.
 pub(in crate::experiment::measure) struct Kept {
     pub lens: Vec<usize>,
     /// KV bytes of pages in use.
     pub kv_bytes_live: u64,
-    /// Fraction of each stretch of the context that stayed, for each list of the first sequence.
+    /// Fraction of each bin of the context that stayed, for each list of the first sequence.
     pub by_position: Vec<Vec<f32>>,
 }
 
 /// Refuses a policy that evicted nothing, or did not meet its budget; one that reads a part must have read less.
-pub(in crate::experiment::measure) fn check(evicted: &Evicted<'_>, kept: &Kept, late: &Late) -> Result<(), TurnError> {
+pub(in crate::experiment::measure) fn check(evicted: &Evicted<'_>, kept: &Kept, late: &Late) -> Result<(), TrialError> {
     let cell = evicted.cell;
     let Some(budget) = &cell.budget else { return Ok(()) };
     let context = cell.context_tokens;
-    if evicted.policy.is_some_and(|policy| policy.reader.is_some()) {
+    if evicted.policy.is_some_and(|policy| policy.selection.is_some()) {
         if late.read_bytes < late.all_bytes {
             return Ok(());
         }
-        return Err(TurnError::Failed(format!(
+        return Err(TrialError::Failed(format!(
             "the policy read no less than all: {} of {} bytes under a budget of {budget}",
             late.read_bytes, late.all_bytes
         )));
     }
     if evicted.evicted_tokens == 0 {
-        return Err(TurnError::Failed(format!(
+        return Err(TrialError::Failed(format!(
             "the policy evicted nothing: a budget of {budget} against a context of {context} tokens"
         )));
     }
     let (tokens, wanted) = (kept.lens.iter().sum::<usize>(), evicted.budget_tokens * kept.lens.len());
     if tokens != wanted {
-        return Err(TurnError::Failed(format!(
+        return Err(TrialError::Failed(format!(
             "the budget was not met: {tokens} tokens stayed in {} lists, {budget} allows {wanted}",
             kept.lens.len()
         )));
@@ -106,22 +106,22 @@ pub(in crate::experiment::measure) fn eviction(
     }
 }
 
-/// Fraction of each stretch of the context that stayed in each list of the first sequence, lowest layer first.
+/// Fraction of each bin of the context that stayed in each list of the first sequence, lowest layer first.
 /// `positions(list)` are those of a list's tokens in the context.
 pub(in crate::experiment::measure) fn by_position(
     cell: &Cell,
     positions: impl Fn(usize) -> Vec<usize>,
 ) -> Vec<Vec<f32>> {
-    let (context, stretches) = (cell.context_tokens, STRETCHES.min(cell.context_tokens));
-    let stretch = |position: usize| position * stretches / context;
-    let mut tokens = vec![0f32; stretches];
-    (0..context).for_each(|position| tokens[stretch(position)] += 1.0);
+    let (context, bins) = (cell.context_tokens, BINS.min(cell.context_tokens));
+    let bin = |position: usize| position * bins / context;
+    let mut tokens = vec![0f32; bins];
+    (0..context).for_each(|position| tokens[bin(position)] += 1.0);
     let lists = (0..cell.layers).flat_map(|layer| (0..cell.kv_heads).map(move |head| (layer, head)));
     lists
         .map(|(layer, head)| {
-            let mut kept = vec![0f32; stretches];
+            let mut kept = vec![0f32; bins];
             let here = positions(layer * cell.batch * cell.kv_heads + head);
-            here.into_iter().for_each(|position| kept[stretch(position)] += 1.0);
+            here.into_iter().for_each(|position| kept[bin(position)] += 1.0);
             // Three digits are more than a picture shows.
             kept.iter().zip(&tokens).map(|(kept, all)| (kept / all * 1000.0).round() / 1000.0).collect()
         })

@@ -1,17 +1,17 @@
 //! Peak memory of the measure, from the shapes.
 
-use super::asked::query_bytes;
 use super::decode::step_shape;
 use super::lengths::Lengths;
+use super::queries::query_bytes;
 use super::steps::{future_shape, window_shape};
-use super::{cache_shape, judging, lengths};
+use super::{cache_shape, evicting, lengths};
 use crate::attention::{Outputs, Shape, export, kernel};
 use crate::experiment::measure::Prepared;
 use crate::policy::{Decoding, Policy, Statistic, selection_bytes};
 
-/// Peak bytes besides the inputs: the largest of attention and judgement of every chunk, and of decoding. Exact where
+/// Peak bytes besides the inputs: the largest of attention and eviction of every chunk, and of decoding. Exact where
 /// all lists keep the same number of tokens; where heads or layers keep different numbers, what follows the first
-/// judgement depends on the data, and this is an upper bound.
+/// eviction depends on the data, and this is an upper bound.
 pub(in crate::experiment::measure) fn predict(prepared: &Prepared, threads: usize) -> u64 {
     let plan = Plan { prepared, threads };
     let (context, chunk) = (prepared.cell.context_tokens, lengths(prepared).chunk());
@@ -48,7 +48,7 @@ impl Plan<'_> {
         4 * shape.rows() as u64
     }
 
-    /// Attention of the chunk that begins at token `start`, and its judgement.
+    /// Attention of the chunk that begins at token `start`, and its eviction step.
     fn chunk(&self, start: usize, tokens: usize) -> u64 {
         let cell = &self.prepared.cell;
         let lengths = self.lengths();
@@ -59,14 +59,14 @@ impl Plan<'_> {
         let (params, lse) = (cell.params(), Self::lse_bytes(&folded));
         let workspace = self.prepared.kernel().workspace(&layer, &params, cell.dtype, self.threads).bytes();
         let attention = Outputs::bytes(&layer, cell.dtype) + workspace;
-        let step = judging(self.prepared)
+        let step = evicting(self.prepared)
             .map_or(0, |policy| self.accumulation(policy, &folded).max(self.scoring(policy, &folded)));
-        let turned = if self.rerotates() && old < start { query_bytes(cell, tokens) } else { 0 };
-        self.held(old + tokens, start == 0 || lengths.is_even()) + lse + turned + attention.max(step)
+        let rotated = if self.rerotates() && old < start { query_bytes(cell, tokens) } else { 0 };
+        self.held(old + tokens, start == 0 || lengths.is_even()) + lse + rotated + attention.max(step)
     }
 
     fn rerotates(&self) -> bool {
-        judging(self.prepared).is_some_and(|policy| policy.rerotates)
+        evicting(self.prepared).is_some_and(|policy| policy.rerotates)
     }
 
     /// What it takes to score, select and evict, besides the cache and the log-sum-exps of the queries of `shape`.
@@ -101,17 +101,17 @@ impl Plan<'_> {
         Outputs::bytes(shape, cell.dtype) + workspace
     }
 
-    /// Decoding, and the largest of the judgements in it.
+    /// Decoding, and the largest of the eviction steps in it.
     fn decoding(&self) -> u64 {
         let (cell, lengths) = (&self.prepared.cell, self.lengths());
         let (new, step) = (cell.new_tokens, step_shape(self.prepared));
         let results = 4 * (new * step.rows() * (cell.head_dim + 1)) as u64;
         let steps = results + self.pass(&step);
-        let Some(policy) = judging(self.prepared) else {
-            let reader = self.prepared.policy.as_ref().and_then(|policy| policy.reader.as_ref());
-            let reader =
-                reader.map_or(0, |reader| reader.bytes(&cache_shape(self.prepared), (&step, cell.dtype), self.threads));
-            return self.held(cell.context_tokens + new, true) + steps + reader;
+        let Some(policy) = evicting(self.prepared) else {
+            let selection = self.prepared.policy.as_ref().and_then(|policy| policy.selection.as_ref());
+            let selection = selection
+                .map_or(0, |selection| selection.bytes(&cache_shape(self.prepared), (&step, cell.dtype), self.threads));
+            return self.held(cell.context_tokens + new, true) + steps + selection;
         };
         let (tokens, grown) = (lengths.late(), lengths.grown());
         let fresh = Shape { q_len: 1, kv_len: lengths.longest(tokens, grown), ..cell.shape() };
@@ -121,8 +121,8 @@ impl Plan<'_> {
             _ => self.accumulation(policy, &fresh).max(self.step(policy, &fresh)),
         };
         let window = lengths.recent().map_or(0, |queries| window_shape(cell).bytes(queries));
-        let turned = if self.rerotates() { query_bytes(cell, 1) } else { 0 };
-        self.held(tokens, lengths.is_even()) + steps + window + turned + evicting
+        let rotated = if self.rerotates() { query_bytes(cell, 1) } else { 0 };
+        self.held(tokens, lengths.is_even()) + steps + window + rotated + evicting
     }
 
     /// An eviction step behind a decode step, whose query is `fresh`.
@@ -130,9 +130,9 @@ impl Plan<'_> {
         // A single query has its log-sum-exps from its own step.
         let Some(recent) = self.lengths().recent() else { return self.scoring(policy, fresh) };
         let shape = Shape { q_len: recent, ..*fresh };
-        let turned = if self.rerotates() { query_bytes(&self.prepared.cell, recent) } else { 0 };
+        let rotated = if self.rerotates() { query_bytes(&self.prepared.cell, recent) } else { 0 };
         let scoring = self.scoring(policy, &shape);
-        turned
+        rotated
             + match policy.looks_at_attention() {
                 true => self.pass(&shape).max(Self::lse_bytes(&shape) + scoring),
                 false => scoring,

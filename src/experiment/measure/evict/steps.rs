@@ -1,11 +1,11 @@
 //! Eviction steps of a trial: behind chunks of prefill, whose queries lie in the workload, and behind decode steps, whose
 //! latest queries are held where the policy looks at more than one.
 
-use super::{Trial, judging, lengths};
+use super::{Running, evicting, lengths};
 use crate::attention::{Forward, Shape, kernel};
 use crate::eviction::{CpuBackend, Moment, ObservationWindow, Span, View, WindowShape, recompute_lse};
 use crate::experiment::cell::Cell;
-use crate::experiment::measure::{Prepared, TurnError};
+use crate::experiment::measure::{Prepared, TrialError};
 use crate::memory::Buffer;
 use crate::policy::{BeforeRope, Future, Statistic};
 use crate::tensor::TensorView;
@@ -32,10 +32,10 @@ pub(super) fn window_shape(cell: &Cell) -> WindowShape {
     WindowShape { layers, q_heads: cell.q_heads, head_dim: cell.head_dim, dtype, has_lse: false }
 }
 
-impl Trial<'_> {
+impl Running<'_> {
     /// The eviction step behind a chunk of prefill. What is left after the last one is what decoding begins with.
-    pub(super) fn evict_chunk(&mut self, queries: &Queries<'_>, last: bool) -> Result<(), TurnError> {
-        let Some(policy) = judging(self.prepared) else { return Ok(()) };
+    pub(super) fn evict_chunk(&mut self, queries: &Queries<'_>, last: bool) -> Result<(), TrialError> {
+        let Some(policy) = evicting(self.prepared) else { return Ok(()) };
         // The bound's own pass over the future is no cost of a policy: it is not timed.
         let (shape, bench) = (future_shape(self.prepared), self.bench);
         let all = bench.dense(shape.kv_len)?;
@@ -57,7 +57,7 @@ impl Trial<'_> {
         fresh: &Queries<'_>,
         query: TensorView<'_>,
         window: Option<&mut ObservationWindow>,
-    ) -> Result<(), TurnError> {
+    ) -> Result<(), TrialError> {
         let Some(session) = self.session.as_mut().filter(|session| session.is_open()) else { return Ok(()) };
         let due = session.advance();
         // The attention of every query counts, also in steps that evict nothing.
@@ -72,8 +72,8 @@ impl Trial<'_> {
         if !due {
             return Ok(());
         }
-        let asked = self.ask(window.view(0..sequences), fresh.end)?;
-        let lse = match judging(self.prepared).is_some_and(|policy| policy.looks_at_attention()) {
+        let asked = self.attending(window.view(0..sequences), fresh.end)?;
+        let lse = match evicting(self.prepared).is_some_and(|policy| policy.looks_at_attention()) {
             true => Some(self.lse(&self.call(asked.view()))?),
             false => None,
         };
@@ -82,7 +82,7 @@ impl Trial<'_> {
     }
 
     /// The context's latest queries, for a policy that looks at more than one while decoding.
-    pub(super) fn observe_context(&self) -> Result<Option<ObservationWindow>, TurnError> {
+    pub(super) fn observe_context(&self) -> Result<Option<ObservationWindow>, TrialError> {
         let Some(queries) = lengths(self.prepared).recent() else { return Ok(None) };
         let (cell, shape) = (&self.prepared.cell, window_shape(&self.prepared.cell));
         let mut window = ObservationWindow::new(self.bench.arena, shape, Span::Latest(queries), 0)?;
@@ -101,20 +101,20 @@ impl Trial<'_> {
     }
 
     /// Log-sum-exps by the decode kernel.
-    fn lse(&self, call: &Forward<'_>) -> Result<Buffer<f32>, TurnError> {
+    fn lse(&self, call: &Forward<'_>) -> Result<Buffer<f32>, TrialError> {
         let decode = kernel("decode").expect("the decode kernel is built in");
         Ok(recompute_lse(&*decode, call, self.bench.arena)?)
     }
 
-    fn accumulate(&mut self, queries: &Queries<'_>) -> Result<(), TurnError> {
+    fn accumulate(&mut self, queries: &Queries<'_>) -> Result<(), TrialError> {
         let view = Self::view(self.prepared, None, queries, None);
         let backend = CpuBackend { cpu: self.bench.cpu, arena: self.bench.arena, rope: None, counts_ties: false };
         let Some(session) = &mut self.session else { return Ok(()) };
         Ok(session.accumulate(&backend, &mut self.cache, &view)?)
     }
 
-    fn evict(&mut self, queries: &Queries<'_>, future: Option<Future<'_>>, moment: Moment) -> Result<(), TurnError> {
-        let Trial { prepared, bench, cache, frequencies, session } = self;
+    fn evict(&mut self, queries: &Queries<'_>, future: Option<Future<'_>>, moment: Moment) -> Result<(), TrialError> {
+        let Running { prepared, bench, cache, frequencies, session } = self;
         let Some(session) = session else { return Ok(()) };
         let rope = frequencies.as_ref();
         let before_rope = rope.map(|frequencies| BeforeRope { frequencies, q: None, k: None });

@@ -4,13 +4,13 @@
 //! on: keys and values are appended, scored, compacted and read there. Prefill attends, in one piece or in chunks, layer by
 //! layer to a contiguous copy of what the cache holds (its times are those of the cell's kernel); where heads have kept
 //! different numbers of tokens, the decode kernel reads the pages instead. Only what is reported comes to the host, in the
-//! checked turn, and for allotments by scores these scores. What follows the late queries is told by the same code as on
+//! checked trial, and for budget allocations by scores these scores. What follows the late queries is told by the same code as on
 //! the CPU.
 
 mod predict;
-mod turn;
+mod trial;
 
-use super::{Bench, Task, Turn, TurnError};
+use super::{Bench, Task, Trial, TrialError};
 use crate::attention::cuda::{CudaKernel, Plan, decode_paged};
 use crate::attention::{AttentionError, Shape};
 use crate::cache::{self, CacheShape, PAGE_TOKENS};
@@ -29,7 +29,7 @@ struct Evict {
     chunks: Vec<Chunk>,
     /// A decode step of all layers.
     step: Plan,
-    /// The same with the latest queries, which judgements between decode steps look at.
+    /// The same with the latest queries, which eviction steps between decode steps look at.
     again: Option<Plan>,
 }
 
@@ -70,7 +70,7 @@ impl Evict {
         limits: &Limits,
     ) -> Result<Self, AttentionError> {
         let (params, context) = (cell.params(), cell.context_tokens);
-        let lengths = Lengths { cell, judging: Some(&policy).filter(|policy| policy.scorer.is_some()), budget_tokens };
+        let lengths = Lengths { cell, evicting: Some(&policy).filter(|policy| policy.scorer.is_some()), budget_tokens };
         let paged = |shape: &Shape| decode_paged(shape, &params, cell.dtype, limits, PAGE_TOKENS);
         let step =
             paged(&Shape { q_len: 1, kv_len: lengths.longest(lengths.late(), lengths.grown()), ..cell.shape() })?;
@@ -93,16 +93,16 @@ impl Evict {
     }
 
     fn lengths(&self) -> Lengths<'_> {
-        let judging = Some(&self.policy).filter(|_| self.evicts());
-        Lengths { cell: &self.cell, judging, budget_tokens: self.budget_tokens }
+        let evicting = Some(&self.policy).filter(|_| self.evicts());
+        Lengths { cell: &self.cell, evicting, budget_tokens: self.budget_tokens }
     }
 
     fn accumulates(&self) -> bool {
         self.evicts() && self.policy.looks_at(Statistic::AccumulatedAttention)
     }
 
-    /// Whether keys and queries are turned to positions inside the cache.
-    fn turns(&self) -> bool {
+    /// Whether keys and queries are rotated to positions inside the cache.
+    fn rotates(&self) -> bool {
         self.evicts() && self.policy.rerotates
     }
 
@@ -141,7 +141,7 @@ impl Task for Evict {
         plans.flat_map(Plan::programs).chain(own).collect()
     }
 
-    fn turn(&self, bench: Bench<'_>) -> Result<Turn, TurnError> {
-        turn::turn(self, bench)
+    fn trial(&self, bench: Bench<'_>) -> Result<Trial, TrialError> {
+        trial::trial(self, bench)
     }
 }

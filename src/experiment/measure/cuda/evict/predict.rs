@@ -4,18 +4,18 @@ use super::{Chunk, Evict};
 use crate::attention::{Outputs, Shape};
 use crate::cache::cuda::DeviceCache;
 use crate::policy::Decoding;
-use crate::policy::cuda::{judgement_bytes, looks_at_attention};
+use crate::policy::cuda::{eviction_bytes, looks_at_attention};
 use crate::tensor::Tensor;
 use std::iter::repeat_n;
 
 impl Evict {
-    /// Peak bytes besides the inputs: a chunk of prefill or its judgement, or decoding. Exact where all lists keep the same
+    /// Peak bytes besides the inputs: a chunk of prefill or its eviction step, or decoding. Exact where all lists keep the same
     /// number of tokens, else an upper bound, as on the CPU.
     pub(super) fn peak_bytes(&self) -> u64 {
         self.prefill_bytes().max(self.decode_bytes())
     }
 
-    /// Whether the log-sum-exps of all layers are held for the judgement.
+    /// Whether the log-sum-exps of all layers are held for the eviction step.
     pub(super) fn observes(&self) -> bool {
         self.evicts() && looks_at_attention(&self.policy)
     }
@@ -24,7 +24,7 @@ impl Evict {
         self.chunks.iter().map(|chunk| self.chunk_bytes(chunk)).max().unwrap_or(0)
     }
 
-    /// Attention of a chunk, and its judgement.
+    /// Attention of a chunk, and its eviction step.
     fn chunk_bytes(&self, chunk: &Chunk) -> u64 {
         let (cell, layer) = (&self.cell, chunk.plan.shape());
         let is_first = chunk.tokens.start == 0;
@@ -33,17 +33,17 @@ impl Evict {
         let copies = Tensor::bytes_of(cell.dtype, layer.q_dims()) + 2 * kv_bytes;
         let attention = copies + Outputs::bytes(&layer, cell.dtype) + chunk.plan.workspace.bytes();
         let lse = if self.observes() { 4 * (cell.layers * layer.rows()) as u64 } else { 0 };
-        let is_turned = self.turns() && tokens < chunk.tokens.end;
-        let turned = if is_turned { self.query_bytes(layer.q_len) } else { 0 };
-        let judgement = self.accumulated(layer.kv_len).max(self.judgement(layer.kv_len));
-        self.held(tokens, is_first || self.lengths().is_even()) + lse + turned + attention.max(judgement)
+        let is_turned = self.rotates() && tokens < chunk.tokens.end;
+        let rotated = if is_turned { self.query_bytes(layer.q_len) } else { 0 };
+        let eviction = self.accumulated(layer.kv_len).max(self.eviction(layer.kv_len));
+        self.held(tokens, is_first || self.lengths().is_even()) + lse + rotated + attention.max(eviction)
     }
 
     fn decode_bytes(&self) -> u64 {
         let (cell, step, lengths) = (&self.cell, self.step_shape(), self.lengths());
         let again = match self.policy.schedule.decoding {
-            Decoding::EverySteps(steps) if steps <= cell.new_tokens => self.judged_again(step.kv_len),
-            Decoding::Delayed => self.judgement(step.kv_len),
+            Decoding::EverySteps(steps) if steps <= cell.new_tokens => self.late_eviction(step.kv_len),
+            Decoding::Delayed => self.eviction(step.kv_len),
             _ => 0,
         };
         let steps = self.query_bytes(1) + Outputs::bytes(&step, cell.dtype) + self.step.workspace.bytes();
@@ -51,12 +51,12 @@ impl Evict {
         self.held(lengths.late(), lengths.is_even()) + steps + recent + again.max(self.accumulated(step.kv_len))
     }
 
-    /// A judgement between decode steps; the latest queries are asked once more before it.
-    fn judged_again(&self, width: usize) -> u64 {
-        let Some(plan) = &self.again else { return self.judgement(width) };
+    /// An eviction step between decode steps; the latest queries are asked once more before it.
+    fn late_eviction(&self, width: usize) -> u64 {
+        let Some(plan) = &self.again else { return self.eviction(width) };
         let (dtype, shape) = (self.cell.dtype, plan.shape());
         let pass = Outputs::bytes(&shape, dtype) + plan.workspace.bytes();
-        self.query_bytes(shape.q_len) + pass.max(4 * shape.rows() as u64 + self.judgement(width))
+        self.query_bytes(shape.q_len) + pass.max(4 * shape.rows() as u64 + self.eviction(width))
     }
 
     /// Queries of all layers, so many of each head.
@@ -78,8 +78,8 @@ impl Evict {
         if self.accumulates() { 4 * (self.cache_shape().lists() * width) as u64 } else { 0 }
     }
 
-    /// A judgement of lists of at most `width` tokens.
-    fn judgement(&self, width: usize) -> u64 {
-        judgement_bytes(&self.policy, self.cache_shape().lists(), width, self.cell.head_dim)
+    /// An eviction step of lists of at most `width` tokens.
+    fn eviction(&self, width: usize) -> u64 {
+        eviction_bytes(&self.policy, self.cache_shape().lists(), width, self.cell.head_dim)
     }
 }

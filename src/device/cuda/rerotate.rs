@@ -12,7 +12,7 @@ type Borrowed<'a> = PhantomData<&'a DeviceBuffer>;
 /// Keys that turn: so many at the end of each list.
 #[repr(C)]
 #[derive(Clone, Copy)]
-pub(crate) struct Turning<'a> {
+pub(crate) struct Rerotation<'a> {
     turns_per_token: u64,
     newest: i32,
     unused: i32,
@@ -21,15 +21,15 @@ pub(crate) struct Turning<'a> {
 
 // SAFETY: this struct and the one below are `repr(C)` without padding and hold numbers only; their fields are those of the
 // structs of the same names in kernels/compact.cu (a test compares them). Their constructors compare buffers with extents.
-unsafe impl DeviceRepr for Turning<'_> {}
+unsafe impl DeviceRepr for Rerotation<'_> {}
 
-impl<'a> Turning<'a> {
+impl<'a> Rerotation<'a> {
     /// Keys of heads of `head_dim` channels; `turns` per token of each pair of these, in f64.
     ///
     /// # Errors
     /// [`CudaError::Operand`] when a buffer is too small or an extent too large.
     pub fn new(turns: &'a DeviceBuffer, head_dim: usize, newest: usize) -> Result<Self, CudaError> {
-        Ok(Turning {
+        Ok(Rerotation {
             turns_per_token: has("turns", turns, 8 * (head_dim / 2))?,
             newest: short("keys that turn", newest)?,
             unused: 0,
@@ -58,7 +58,7 @@ pub(crate) struct AskingOperands<'a> {
     pub seen: usize,
 }
 
-/// Queries that turn as far as the lists of turned keys are short of what their sequences have seen.
+/// Queries that turn as far as the lists of re-rotated keys are short of what their sequences have seen.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(crate) struct Asking<'a> {
@@ -71,14 +71,14 @@ pub(crate) struct Asking<'a> {
     buffers: Borrowed<'a>,
 }
 
-// SAFETY: see `Turning`.
+// SAFETY: see `Rerotation`.
 unsafe impl DeviceRepr for Asking<'_> {}
 
 impl<'a> Asking<'a> {
     /// Queries over a buffer, which are changed.
     ///
     /// # Errors
-    /// As [`Turning::new`].
+    /// As [`Rerotation::new`].
     pub fn new(operands: &'a AskingOperands<'_>) -> Result<Self, CudaError> {
         let AskingOperands { ref q, turns, batch, q_heads, count, head_dim, row_bytes, seen } = *operands;
         Ok(Asking {
@@ -100,8 +100,8 @@ mod tests {
     #[test]
     fn structs_are_the_same_in_rust_and_in_cuda() {
         let text = include_str!("../../../kernels/compact.cu");
-        for name in ["Turning", "Asking"] {
-            assert_eq!(in_rust(include_str!("turning.rs"), name), in_cuda_text(text, name), "{name}");
+        for name in ["Rerotation", "Asking"] {
+            assert_eq!(in_rust(include_str!("rerotate.rs"), name), in_cuda_text(text, name), "{name}");
         }
     }
 }

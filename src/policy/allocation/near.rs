@@ -26,7 +26,7 @@ impl Near {
     }
 }
 
-/// Share of the softmax of the last `last` queries that falls on what is near, not counting the last `skip` tokens of
+/// Fraction of the softmax of the last `last` queries that falls on what is near, not counting the last `skip` tokens of
 /// the list; mean over the queries that see anything and the query heads of the group.
 pub fn attention_near(context: &Context<'_>, list: usize, near: Near, last: usize, skip: usize) -> f64 {
     const BLOCK: usize = 64;
@@ -61,7 +61,7 @@ pub fn attention_near(context: &Context<'_>, list: usize, near: Near, last: usiz
 pub fn keep_near(context: &Context<'_>, scored: &mut Scored, list: usize, near: Near, count: usize) {
     let kv_len = context.call.shape.kv_len;
     let sink = if count < near.sink + near.recent { near.sink.min(count / 2) } else { near.sink };
-    let first = scored.highest_judged.max(0.0) + 2.0;
+    let first = scored.highest_scored.max(0.0) + 2.0;
     let len = context.len(list);
     for (slot, score) in scored.values[list * kv_len..][..len].iter_mut().enumerate() {
         *score = if (context.positions)(list, slot) < sink { first } else { -((len - slot) as f32) };

@@ -2,7 +2,7 @@
 
 /// What is looked at.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Tapped {
+pub enum Activation {
     /// Hidden states: inputs of attention behind their norm, one row at a time, `[hidden]`.
     Hidden,
     /// Queries before RoPE, `[rows, Hq * D]`.
@@ -20,7 +20,7 @@ pub enum Tapped {
 }
 
 /// Looks on while a decoder works.
-pub trait Tap: Sync {
+pub trait Hook: Sync {
     /// Is shown rows of a layer, in the order of their tokens.
-    fn rows(&self, layer: usize, what: Tapped, rows: &[f32]);
+    fn rows(&self, layer: usize, what: Activation, rows: &[f32]);
 }

@@ -1,4 +1,4 @@
-//! `--find-cliff`: the longest context at which a pass really allocates and runs, beside the one that the formula allows.
+//! `--find-max-context`: the longest context at which a pass really allocates and runs, beside the one that the formula allows.
 //!
 //! The cells of an experiment that differ only in their context and seed are one question. Inputs are blank: they take
 //! the memory, cost no time to make, and have a known result, which is compared. The search begins where the formula says
@@ -8,10 +8,10 @@
 use super::cell::Cell;
 use super::engine::Engine;
 use super::grid::Experiment;
-use super::measure::{Choice, Place, Prepared, Truth, TurnError};
+use super::measure::{Choice, Place, Prepared, TrialError, Truth};
 use super::record::Refused;
 use super::runner::RunError;
-use super::store::{CLIFFS, Store};
+use super::store::{MAX_CONTEXTS, Store};
 use crate::device::cuda::Condition;
 use crate::policy::Registry;
 use crate::tensor::DType;
@@ -22,7 +22,7 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 /// Name and version of the schema of a line.
-pub const SCHEMA: &str = "kvsieve/cliff/v1";
+pub const SCHEMA: &str = "kvsieve/max-context/v1";
 /// A step is this part of the predicted context, at least one token: how exact the answer is.
 const STEPS: usize = 400;
 /// Longest context that is looked at.
@@ -32,7 +32,7 @@ const VALUE_BYTE: u8 = 0x3f;
 
 /// The limit of one kernel on one shape.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Cliff {
+pub struct MaxContext {
     /// [`SCHEMA`].
     pub schema: String,
     /// The run that found it.
@@ -59,7 +59,7 @@ pub struct Cliff {
     pub reason: Option<String>,
     /// Whose matrix products ran, where that depends on what is installed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub products: Option<String>,
+    pub gemm: Option<String>,
     /// Contexts that were tried, in order.
     pub probed_tokens: Vec<usize>,
     /// What ran: the instruction path, or the GPU.
@@ -88,7 +88,7 @@ pub struct Found {
     /// The run's folder.
     pub folder: PathBuf,
     /// The limits.
-    pub cliffs: Vec<Cliff>,
+    pub max_contexts: Vec<MaxContext>,
 }
 
 /// Searches for the limit of every kernel and shape of an experiment's forward, backward and decode cells; each is told
@@ -101,7 +101,7 @@ pub fn find<'e>(
     registry: &Registry,
     engine: impl Into<Engine<'e>>,
     options: &Options,
-    progress: &mut dyn FnMut(&Cell, Option<&Cliff>),
+    progress: &mut dyn FnMut(&Cell, Option<&MaxContext>),
 ) -> Result<Found, RunError> {
     let engine = engine.into();
     let families = families(experiment, registry, engine)?;
@@ -109,17 +109,17 @@ pub fn find<'e>(
     let environment = super::environment::probe(engine, &options.repro);
     let base = options.out.join(&experiment.spec.name);
     let hash = experiment.config_hash();
-    let mut store = Store::create(&base, &hash, "-cliff", &config, &environment, CLIFFS)?;
-    let mut cliffs = Vec::new();
+    let mut store = Store::create(&base, &hash, "-max-context", &config, &environment, MAX_CONTEXTS)?;
+    let mut max_contexts = Vec::new();
     for family in families {
         progress(&family, None);
         let search = Search { family: &family, registry, engine, options, run_id: &store.run_id };
-        let cliff = search.run()?;
-        store.append(&cliff)?;
-        progress(&family, Some(&cliff));
-        cliffs.push(cliff);
+        let max_context = search.run()?;
+        store.append(&max_context)?;
+        progress(&family, Some(&max_context));
+        max_contexts.push(max_context);
     }
-    Ok(Found { folder: store.folder, cliffs })
+    Ok(Found { folder: store.folder, max_contexts })
 }
 
 /// The cells whose limit is asked for, each once.
@@ -173,14 +173,14 @@ struct Bracket {
 }
 
 impl Search<'_> {
-    fn run(&self) -> Result<Cliff, RunError> {
+    fn run(&self) -> Result<MaxContext, RunError> {
         let start = Instant::now();
-        let products = self.warm_up()?;
+        let gemm = self.warm_up()?;
         let limit_bytes = self.limit_bytes();
         let predicted_tokens = self.predict(limit_bytes)?;
         let step_tokens = (predicted_tokens / STEPS).max(1);
         let bracket = self.bracket(predicted_tokens, step_tokens)?;
-        Ok(Cliff {
+        Ok(MaxContext {
             schema: SCHEMA.into(),
             run_id: self.run_id.into(),
             cell: Cell { context_tokens: bracket.runs, ..self.family.clone() },
@@ -193,7 +193,7 @@ impl Search<'_> {
             peak_bytes: bracket.peak_bytes,
             refused: bracket.refused,
             reason: bracket.reason,
-            products,
+            gemm,
             probed_tokens: bracket.probed_tokens,
             isa_path: self.engine.path(),
             gpu: self.engine.condition(),
@@ -208,7 +208,7 @@ impl Search<'_> {
         if let Engine::Cuda(_) = self.engine {
             self.try_out(1)?;
         }
-        Ok(self.prepared(1)?.products(self.engine))
+        Ok(self.prepared(1)?.gemm(self.engine))
     }
 
     /// The limit that the formula is asked about.
@@ -292,19 +292,19 @@ impl Search<'_> {
             Engine::Cpu(_) => self.limit_bytes(),
             Engine::Cuda(_) => self.options.limit_bytes.unwrap_or(u64::MAX),
         };
-        let turn = match self.engine.blank(&prepared.extents(), arena_bytes, VALUE_BYTE) {
-            Err(error) => Err(TurnError::from(error)),
+        let trial = match self.engine.blank(&prepared.extents(), arena_bytes, VALUE_BYTE) {
+            Err(error) => Err(TrialError::from(error)),
             Ok(inputs) => {
                 let truth = Truth::blank(&prepared.cell, value(prepared.cell.dtype));
-                prepared.turn(self.engine, &inputs, Some(&truth)).map(|_| inputs.arena.usage().peak_bytes)
+                prepared.trial(self.engine, &inputs, Some(&truth)).map(|_| inputs.arena.usage().peak_bytes)
             }
         };
-        match turn {
+        match trial {
             Ok(peak_bytes) => Ok(Probe::Runs { peak_bytes }),
             Err(error) if error.is_memory() => {
                 Ok(Probe::Refused { refused: error.refused(), reason: error.to_string() })
             }
-            Err(TurnError::Cuda(error)) => Err(RunError::Gpu { label: prepared.cell.label(), error }),
+            Err(TrialError::Cuda(error)) => Err(RunError::Gpu { label: prepared.cell.label(), error }),
             Err(error) => Err(RunError::Cell(format!("{}: {error}", prepared.cell.label()))),
         }
     }
@@ -318,25 +318,25 @@ fn value(dtype: DType) -> f64 {
 }
 
 /// The limits as a table: predicted and found, and how far they are apart.
-pub fn table(cliffs: &[Cliff]) -> String {
-    let name = |cliff: &Cliff| {
-        let Cell { measure, kernel, dtype, head_dim, batch, .. } = &cliff.cell;
+pub fn table(max_contexts: &[MaxContext]) -> String {
+    let name = |max_context: &MaxContext| {
+        let Cell { measure, kernel, dtype, head_dim, batch, .. } = &max_context.cell;
         let batch = if *batch == 1 { String::new() } else { format!(" B {batch}") };
-        format!("{} {kernel} {} D {head_dim} {dtype}{batch}", measure.name(), cliff.cell.heads())
+        format!("{} {kernel} {} D {head_dim} {dtype}{batch}", measure.name(), max_context.cell.heads())
     };
-    let width = cliffs.iter().map(|cliff| name(cliff).chars().count()).max().unwrap_or(0);
+    let width = max_contexts.iter().map(|max_context| name(max_context).chars().count()).max().unwrap_or(0);
     let mut text =
         format!("{:width$}  {:>10}  {:>10}  {:>7}  {:>9}\n", "limit of", "predicted", "found", "apart", "memory");
-    for cliff in cliffs {
-        let apart = format!("{:+.2}%", 100.0 * cliff.apart);
-        let memory = units::bytes(cliff.limit_bytes);
+    for max_context in max_contexts {
+        let apart = format!("{:+.2}%", 100.0 * max_context.apart);
+        let memory = units::bytes(max_context.limit_bytes);
         // Writing to a string cannot fail.
         let _ = writeln!(
             text,
             "{:width$}  {:>10}  {:>10}  {apart:>7}  {memory:>9}",
-            name(cliff),
-            cliff.predicted_tokens,
-            cliff.found_tokens
+            name(max_context),
+            max_context.predicted_tokens,
+            max_context.found_tokens
         );
     }
     text

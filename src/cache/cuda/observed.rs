@@ -7,7 +7,7 @@ use crate::memory::{Arena, Label};
 use crate::tensor::DType;
 
 /// Rows of the latest tokens, so many of each head, in some layers.
-pub(crate) struct Latest {
+pub(crate) struct ObservedRows {
     /// `[layers, heads, room, D]`; the next token goes to place `next`.
     rows: DeviceBuffer,
     /// Element type, and `D`.
@@ -19,7 +19,7 @@ pub(crate) struct Latest {
     fill: usize,
 }
 
-impl Latest {
+impl ObservedRows {
     /// Bytes of `room` rows of `kind` of each of `heads` heads, under `policy`.
     fn bytes((dtype, width): (DType, usize), heads: usize, room: usize) -> u64 {
         (heads * room * width * dtype.bytes()) as u64
@@ -36,7 +36,7 @@ impl Latest {
         [layers, heads, room]: [usize; 3],
     ) -> Result<Self, CudaError> {
         let rows = device.alloc(arena, Label::Policy, Self::bytes(kind, layers * heads, room))?;
-        Ok(Latest { rows, kind, layers, heads, room, next: 0, fill: 0 })
+        Ok(ObservedRows { rows, kind, layers, heads, room, next: 0, fill: 0 })
     }
 
     /// Tokens that are held.
@@ -45,7 +45,7 @@ impl Latest {
     }
 
     /// Takes the `new` last tokens of `from` `[heads, length, D]`, up to `end`, into a layer; every layer takes as many
-    /// before [`Latest::advance`].
+    /// before [`ObservedRows::advance`].
     ///
     /// # Errors
     /// As [`super::take_tokens`].
@@ -63,7 +63,7 @@ impl Latest {
     /// Begins to do so.
     ///
     /// # Errors
-    /// As [`Latest::push`].
+    /// As [`ObservedRows::push`].
     pub fn begin_push(
         &mut self,
         runtime: &Runtime,
@@ -112,12 +112,12 @@ impl Latest {
         Self::bytes(self.kind, self.layers * self.heads, self.fill)
     }
 
-    /// Begins to copy what is held to `to`, as [`Latest::dense`] gives it.
+    /// Begins to copy what is held to `to`, as [`ObservedRows::dense`] gives it.
     ///
     /// # Errors
-    /// As [`Latest::dense`].
+    /// As [`ObservedRows::dense`].
     pub fn begin_dense(&self, runtime: &Runtime, to: &mut DeviceBuffer) -> Result<(), CudaError> {
-        let Latest { ref rows, kind, room, next, fill, .. } = *self;
+        let ObservedRows { ref rows, kind, room, next, fill, .. } = *self;
         let (heads, oldest) = (self.layers * self.heads, (next + room - fill) % room);
         let before_end = fill.min(room - oldest);
         let corner = |length, first| Corner { head: 0, length, first };

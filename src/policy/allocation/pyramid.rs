@@ -6,8 +6,8 @@
 //! layers get `b`. With kvpress's window of 64 and `beta` of 20 that is so below 1280 tokens a head, unless the lists
 //! are short; give a smaller window. (KVCache-Factory divides whole numbers and adds the window to each.)
 //!
-//! With `layer` and `layers` the context is one layer of a stack that is judged alone: `b` is the mean of the stack, and
-//! what stays is this layer's number.
+//! With `layer` and `layers` the context is one layer of a stack that is scored alone: `b` is the mean of the stack, and
+//! what is retained is this layer's number.
 
 use super::{OverLayers, layers_of, lens, level, sequence_total};
 use crate::named::Parameter;
@@ -20,7 +20,7 @@ pub const ENTRY: PartEntry = PartEntry {
     paper: "2406.02069",
     parameters: &[
         Parameter { name: "beta", default: "20", about: "the highest layer gets 1/beta of the average" },
-        Parameter { name: "layer", default: "all", about: "the one layer that is judged, from 0; all: a whole stack" },
+        Parameter { name: "layer", default: "all", about: "the one layer that is scored, from 0; all: a whole stack" },
         Parameter { name: "layers", default: "all", about: "layers of the stack of which layer is one" },
     ],
     build: |named, _| {
@@ -56,7 +56,7 @@ impl OverLayers for Pyramid {
         let (heads, window) = (context.call.shape.kv_heads, scored.protect.window as f64);
         if let (Some((layer, layers)), true) = (self.alone, context.layers > 1) {
             let (policy, found) = (format!("pyramid:layer={layer},layers={layers}"), context.layers);
-            let reason = format!("it judges one layer alone, and there are {found}; leave both parameters out");
+            let reason = format!("it evicts from one layer alone, and there are {found}; leave both parameters out");
             return Err(PolicyError::Combination { policy, reason });
         }
         let mut totals = vec![0; context.call.shape.batch];

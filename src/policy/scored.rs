@@ -1,4 +1,4 @@
-//! One judgement: scores with protected tokens above all others.
+//! One eviction step: scores with protected tokens above all others.
 
 use super::{Budget, BudgetError, Context, Policy, PolicyError, Protect};
 use crate::memory::{Buffer, Label};
@@ -7,14 +7,14 @@ use crate::memory::{Buffer, Label};
 pub struct Scored {
     /// `[B, Hkv, kv_len]`: protected tokens above all others.
     pub values: Buffer<f32>,
-    /// The highest score of a token that is judged; what lies above it is protected.
-    pub highest_judged: f32,
+    /// The highest score of a token that is scored; what lies above it is protected.
+    pub highest_scored: f32,
     /// What the scorer protects under the context's budget.
     pub protect: Protect,
 }
 
 impl Scored {
-    /// Puts `slots` of a list below all that are judged, so that they take nothing of a budget.
+    /// Puts `slots` of a list below all that are evicted, so that they take nothing of a budget.
     pub fn lower(&mut self, context: &Context<'_>, list: usize, slots: &[u32]) {
         let (first, len) = (list * context.call.shape.kv_len, context.len(list));
         let scores = &mut self.values[first..first + len];
@@ -33,15 +33,15 @@ impl Policy {
         let mut values = context.arena.alloc(Label::Policy, context.lists() * context.call.shape.kv_len)?;
         scorer.score(context, &mut values)?;
         let protect = scorer.protect(context.budget_tokens);
-        let highest_judged = protect_scores(context, protect, &mut values)?;
-        Ok(Some(Scored { values, highest_judged, protect }))
+        let highest_scored = protect_scores(context, protect, &mut values)?;
+        Ok(Some(Scored { values, highest_scored, protect }))
     }
 
     /// Tokens of a context that each KV head may keep under `budget` on average, or read in a step; all of them for a
     /// policy that keeps and reads everything.
     ///
     /// # Errors
-    /// When nothing would stay, fewer than the sinks and one token more, or a budget that means nothing to a reader.
+    /// When nothing would stay, fewer than the sinks and one token more, or a budget that means nothing to a KV selection.
     pub fn budget_tokens(
         &self,
         name: &str,
@@ -51,10 +51,10 @@ impl Policy {
         lists: usize,
     ) -> Result<usize, BudgetError> {
         let Some(budget) = budget else { return Ok(context_tokens) };
-        if let Some(reader) = &self.reader {
+        if let Some(selection) = &self.selection {
             let tokens = budget.tokens(context_tokens, token_bytes, lists)?;
-            let refused = |reason| BudgetError::Reader { budget: budget.to_string(), policy: name.into(), reason };
-            reader.check(tokens, context_tokens).map_err(refused)?;
+            let refused = |reason| BudgetError::Selection { budget: budget.to_string(), policy: name.into(), reason };
+            selection.check(tokens, context_tokens).map_err(refused)?;
             return Ok(tokens);
         }
         let Some(scorer) = &self.scorer else { return Ok(context_tokens) };

@@ -1,9 +1,9 @@
-//! The rotation of a group: a first turn of each cell that is checked, then rounds of samples until each has enough.
+//! The rotation of a group: a first trial of each cell that is checked, then rounds of samples until each has enough.
 
 use super::{RunError, Runner, latency};
 use crate::attention::Params;
 use crate::experiment::engine::{Engine, InputError, Inputs};
-use crate::experiment::measure::{Measure, Place, Prepared, Truth, TurnError};
+use crate::experiment::measure::{Measure, Place, Prepared, TrialError, Truth};
 use crate::experiment::record::{Record, Status, Work};
 use crate::experiment::runner::Progress;
 use crate::experiment::spec::Timing;
@@ -35,12 +35,12 @@ struct Input {
 
 impl Input {
     /// The reference's rows for a cell, computed once for all cells that are checked on the same.
-    fn truth(&mut self, prepared: &Prepared, engine: Engine<'_>) -> Result<Rc<Truth>, TurnError> {
+    fn truth(&mut self, prepared: &Prepared, engine: Engine<'_>) -> Result<Rc<Truth>, TrialError> {
         let key = (prepared.cell.measure, prepared.cell.params());
         if let Some((_, truth)) = self.truths.iter().find(|(known, _)| *known == key) {
             return Ok(truth.clone());
         }
-        let workload = self.there.workload().ok_or_else(|| TurnError::Failed("blank inputs have no truth".into()))?;
+        let workload = self.there.workload().ok_or_else(|| TrialError::Failed("blank inputs have no truth".into()))?;
         let truth = Rc::new(prepared.truth(workload, engine.cpu())?);
         self.truths.push((key, truth.clone()));
         Ok(truth)
@@ -91,7 +91,7 @@ impl Runner<'_> {
                 },
             };
             let running = Running { prepared, input, record, samples_ns: BTreeMap::new(), spent: Duration::ZERO };
-            if let Some(running) = self.checked_turn(running, &mut inputs)? {
+            if let Some(running) = self.checked_trial(running, &mut inputs)? {
                 rotation.push(running);
             }
         }
@@ -106,9 +106,9 @@ impl Runner<'_> {
         Ok(Input { key, there, truths: Vec::new() })
     }
 
-    /// The first turn of a cell: compared with the reference, its memory measured by the arena and by the system.
-    fn checked_turn(&mut self, mut running: Running, inputs: &mut Vec<Input>) -> Result<Option<Running>, RunError> {
-        (self.progress)(Progress::Turn(&running.prepared.cell));
+    /// The first trial of a cell: compared with the reference, its memory measured by the arena and by the system.
+    fn checked_trial(&mut self, mut running: Running, inputs: &mut Vec<Input>) -> Result<Option<Running>, RunError> {
+        (self.progress)(Progress::Trial(&running.prepared.cell));
         let input = &mut inputs[running.input];
         let truth = input.truth(&running.prepared, self.engine);
         let start = Instant::now();
@@ -116,7 +116,7 @@ impl Runner<'_> {
         let before_bytes = arena.usage().live_bytes;
         arena.reset_peak();
         let watch = self.engine.watch();
-        let result = truth.and_then(|truth| running.prepared.turn(self.engine, &input.there, Some(&truth)));
+        let result = truth.and_then(|truth| running.prepared.trial(self.engine, &input.there, Some(&truth)));
         let (rss_growth_bytes, gpu_growth_bytes) = self.engine.growth(&watch);
         running.spent += start.elapsed();
 
@@ -129,10 +129,10 @@ impl Runner<'_> {
         memory.rss_growth_bytes = rss_growth_bytes;
         memory.gpu_growth_bytes = gpu_growth_bytes;
         match result {
-            Ok(turn) => {
-                running.record.drift = turn.drift;
-                running.record.eviction = turn.eviction;
-                running.record.warnings.extend(turn.warnings);
+            Ok(trial) => {
+                running.record.drift = trial.drift;
+                running.record.eviction = trial.eviction;
+                running.record.warnings.extend(trial.warnings);
                 if memory.residual_bytes != 0 {
                     let residual = memory.residual_bytes;
                     running
@@ -154,19 +154,19 @@ impl Runner<'_> {
         for round in 1.. {
             let mut stay = Vec::new();
             for mut running in rotation {
-                (self.progress)(Progress::Turn(&running.prepared.cell));
+                (self.progress)(Progress::Trial(&running.prepared.cell));
                 let start = Instant::now();
-                let result = running.prepared.turn(self.engine, &inputs[running.input].there, None);
+                let result = running.prepared.trial(self.engine, &inputs[running.input].there, None);
                 running.spent += start.elapsed();
                 match result {
                     Err(error) => {
                         self.fail(running, &error, inputs)?;
                         continue;
                     }
-                    // The checked turn was the first warm-up.
+                    // The checked trial was the first warm-up.
                     Ok(_) if round < timing.warmups => {}
-                    Ok(turn) => {
-                        for (phase, ns) in turn.samples_ns {
+                    Ok(trial) => {
+                        for (phase, ns) in trial.samples_ns {
                             running.samples_ns.entry(phase).or_default().push(ns);
                         }
                     }
@@ -185,20 +185,20 @@ impl Runner<'_> {
     }
 
     /// Ends a cell that met an error, so that the others can go on.
-    fn fail(&mut self, running: Running, error: &TurnError, inputs: &mut Vec<Input>) -> Result<(), RunError> {
+    fn fail(&mut self, running: Running, error: &TrialError, inputs: &mut Vec<Input>) -> Result<(), RunError> {
         self.finish(Running { record: ended(running.record, error), ..running }, "")?;
         self.recover(error, inputs)
     }
 
     /// After an error that a GPU's context did not survive, and with it nothing in its memory: a new context, and the same
     /// inputs in it. Cells in the rotation go on with the samples they have.
-    fn recover(&self, error: &TurnError, inputs: &mut Vec<Input>) -> Result<(), RunError> {
+    fn recover(&self, error: &TrialError, inputs: &mut Vec<Input>) -> Result<(), RunError> {
         if !error.is_fatal() {
             return Ok(());
         }
         // Every buffer goes before the context does.
         let kept: Vec<_> = inputs.drain(..).map(|Input { key, truths, .. }| (key, truths)).collect();
-        let lost = |error: TurnError| RunError::Lost { reason: error.to_string(), folder: self.store.folder.clone() };
+        let lost = |error: TrialError| RunError::Lost { reason: error.to_string(), folder: self.store.folder.clone() };
         self.engine.reopen().map_err(|error| lost(error.into()))?;
         for (key, truths) in kept {
             inputs.push(Input { truths, ..self.input(key).map_err(|error| lost(error.into()))? });
@@ -225,7 +225,7 @@ impl Runner<'_> {
 }
 
 /// The record of a cell that met this error.
-fn ended(record: Record, error: &TurnError) -> Record {
+fn ended(record: Record, error: &TrialError) -> Record {
     let status = if error.is_memory() { Status::Oom } else { Status::Failed };
     Record { status, reason: Some(error.to_string()), refused: error.refused(), ..record }
 }

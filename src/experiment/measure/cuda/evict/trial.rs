@@ -1,16 +1,16 @@
-//! A turn: prefill in one piece or in chunks, and decode steps.
+//! A trial: prefill in one piece or in chunks, and decode steps.
 
 use super::{Chunk, Evict};
 use crate::attention::Outputs;
 use crate::attention::cuda::{Inputs, Results};
-use crate::cache::cuda::{DeviceCache, Latest, take_tokens};
+use crate::cache::cuda::{DeviceCache, ObservedRows, take_tokens};
 use crate::device::Cpu;
 use crate::device::cuda::DeviceBuffer;
 use crate::eviction::cuda::{CudaBackend, CudaView};
 use crate::eviction::{Moment, Plan, Session, Totals};
 use crate::experiment::cell::Cell;
 use crate::experiment::measure::check::{accurate, finite};
-use crate::experiment::measure::cuda::{Bench, Turn, TurnError, Written};
+use crate::experiment::measure::cuda::{Bench, Trial, TrialError, Written};
 use crate::experiment::measure::evict::late::Late;
 use crate::experiment::measure::evict::outcome::{self, Evicted, Kept};
 use crate::memory::{Arena, Label};
@@ -18,8 +18,8 @@ use crate::policy::cuda::Queries;
 use crate::tensor::Tensor;
 use std::ops::Range;
 
-/// What happens in a turn, and what it leaves behind.
-struct Trial<'a> {
+/// What happens in a trial, and what it leaves behind.
+struct Running<'a> {
     evict: &'a Evict,
     bench: Bench<'a>,
     /// Divides budgets.
@@ -29,11 +29,11 @@ struct Trial<'a> {
     session: Option<Session<'a>>,
 }
 
-pub(super) fn turn(evict: &Evict, bench: Bench<'_>) -> Result<Turn, TurnError> {
+pub(super) fn trial(evict: &Evict, bench: Bench<'_>) -> Result<Trial, TrialError> {
     let cell = &evict.cell;
-    let cpu = Cpu::new(Some(1)).map_err(|error| TurnError::Failed(error.to_string()))?;
+    let cpu = Cpu::new(Some(1)).map_err(|error| TrialError::Failed(error.to_string()))?;
     let mut cache = DeviceCache::new(bench.runtime.device(), bench.arena, evict.cache_shape())?;
-    if evict.turns() {
+    if evict.rotates() {
         let stated = bench.inputs.host.as_ref().and_then(|workload| workload.rope);
         let name = cell.policy.as_deref().unwrap_or_default();
         if let Some(frequencies) = evict.policy.rope(name, stated, cell.head_dim)? {
@@ -42,23 +42,23 @@ pub(super) fn turn(evict: &Evict, bench: Bench<'_>) -> Result<Turn, TurnError> {
     }
     let plan = Plan { policy: &evict.policy, budget_tokens: evict.budget_tokens, seed: cell.seed };
     let session = evict.evicts().then(|| Session::new(plan));
-    let mut trial = Trial { evict, bench, cpu, cache, session };
-    let mut turn = Turn::default();
-    turn.samples_ns.insert("prefill", trial.prefill()?);
-    if let Some(session) = &trial.session {
+    let mut running = Running { evict, bench, cpu, cache, session };
+    let mut trial = Trial::default();
+    trial.samples_ns.insert("prefill", running.prefill()?);
+    if let Some(session) = &running.session {
         let totals = session.totals();
-        turn.samples_ns.extend([("score", totals.score_ns), ("evict", totals.evict_ns)]);
+        trial.samples_ns.extend([("score", totals.score_ns), ("evict", totals.evict_ns)]);
     }
-    let kept = trial.kept()?;
-    let late = trial.decode(&mut turn)?;
-    let totals = trial.totals();
+    let kept = running.kept()?;
+    let late = running.decode(&mut trial)?;
+    let totals = running.totals();
     if let (Some(truth), Some(workload)) = (bench.truth, &bench.inputs.host) {
         let evicted = Evicted {
             cell,
             policy: Some(&evict.policy),
             budget_tokens: evict.budget_tokens,
-            cache: *trial.cache.shape(),
-            most_pages: trial.cache.most_pages(),
+            cache: *running.cache.shape(),
+            most_pages: running.cache.most_pages(),
             evicted_tokens: totals.evicted_tokens,
             tie_rate: totals.tie_rate,
             workload,
@@ -68,14 +68,14 @@ pub(super) fn turn(evict: &Evict, bench: Bench<'_>) -> Result<Turn, TurnError> {
         if cell.budget.is_none() {
             accurate(&drift, cell.dtype)?;
         }
-        turn.drift = Some(drift);
-        turn.eviction = Some(outcome::eviction(&evicted, &kept, &late, truth));
-        turn.warnings.extend(outcome::warnings(&evicted));
+        trial.drift = Some(drift);
+        trial.eviction = Some(outcome::eviction(&evicted, &kept, &late, truth));
+        trial.warnings.extend(outcome::warnings(&evicted));
     }
-    Ok(turn)
+    Ok(trial)
 }
 
-impl Trial<'_> {
+impl Running<'_> {
     fn totals(&self) -> Totals {
         self.session.as_ref().map(|session| *session.totals()).unwrap_or_default()
     }
@@ -85,7 +85,7 @@ impl Trial<'_> {
         self.cache.pages() as u64 * self.cache.shape().page_bytes()
     }
 
-    fn kept(&self) -> Result<Kept, TurnError> {
+    fn kept(&self) -> Result<Kept, TrialError> {
         let by_position = match self.bench.truth {
             Some(_) => {
                 let positions = self.cache.read_origins()?;
@@ -102,45 +102,45 @@ impl Trial<'_> {
         self.evict.cell.context_tokens + self.evict.cell.new_tokens
     }
 
-    fn append(&mut self, tokens: Range<usize>) -> Result<(), TurnError> {
+    fn append(&mut self, tokens: Range<usize>) -> Result<(), TrialError> {
         let Bench { runtime, inputs, .. } = self.bench;
         let length = self.length();
         let count = tokens.len();
         self.cache.append(runtime, [&inputs.k, &inputs.v], length, tokens)?;
-        if self.evict.turns() {
+        if self.evict.rotates() {
             let lists = 0..self.cache.shape().lists();
             runtime.device().timed(|| self.cache.turn_newest(runtime, lists, count))?;
         }
         Ok(())
     }
 
-    /// The queries of some tokens, up to the latest, as the cache is to be asked: turned with its keys, where these are.
-    fn ask(&self, tokens: Range<usize>, q: &mut DeviceBuffer) -> Result<(), TurnError> {
+    /// The queries of some tokens, up to the latest, as the cache is to be asked: rotated with its keys, where these are.
+    fn ask(&self, tokens: Range<usize>, q: &mut DeviceBuffer) -> Result<(), TrialError> {
         let Bench { runtime, inputs, .. } = self.bench;
         let cell = &self.evict.cell;
         let (kind, heads) = ((cell.dtype, cell.head_dim), 0..cell.layers * cell.batch * cell.q_heads);
         take_tokens(runtime, kind, (&inputs.q, self.length()), heads, tokens.clone(), q)?;
-        self.turn(q, tokens.len(), tokens.end)
+        self.trial(q, tokens.len(), tokens.end)
     }
 
-    /// Turns queries `[layers * B, Hq, count, D]`, of which the last is that of token `end - 1`, with the cache's keys, where
+    /// Rotates queries `[layers * B, Hq, count, D]`, of which the last is that of token `end - 1`, with the cache's keys, where
     /// these are.
-    fn turn(&self, q: &mut DeviceBuffer, count: usize, end: usize) -> Result<(), TurnError> {
+    fn trial(&self, q: &mut DeviceBuffer, count: usize, end: usize) -> Result<(), TrialError> {
         if self.is_turned(end) {
             let (runtime, lists) = (self.bench.runtime, 0..self.cache.shape().lists());
             let extents = [self.evict.cell.q_heads, count];
-            runtime.device().timed(|| self.cache.turn_queries(runtime, lists, q, extents, end))?;
+            runtime.device().timed(|| self.cache.rotate_queries(runtime, lists, q, extents, end))?;
         }
         Ok(())
     }
 
     /// Whether keys stand elsewhere than in the sequence, of which `end` tokens were seen.
     fn is_turned(&self, end: usize) -> bool {
-        self.evict.turns() && self.cache.lens().iter().any(|&len| len != end)
+        self.evict.rotates() && self.cache.lens().iter().any(|&len| len != end)
     }
 
-    /// Attention over the context, chunk by chunk and layer by layer, each chunk judged; returns the time of attention.
-    fn prefill(&mut self) -> Result<u64, TurnError> {
+    /// Attention over the context, chunk by chunk and layer by layer, with an eviction step after each; returns the time of attention.
+    fn prefill(&mut self) -> Result<u64, TrialError> {
         let (evict, Bench { runtime, arena, inputs, .. }) = (self.evict, self.bench);
         let mut prefill_ns = 0;
         for chunk in &evict.chunks {
@@ -149,17 +149,17 @@ impl Trial<'_> {
             let rows = evict.cell.layers * chunk.plan.shape().rows();
             let lse_bytes = if evict.observes() { 4 * rows as u64 } else { 0 };
             let mut lse = runtime.device().alloc(arena, Label::Activations, lse_bytes)?;
-            let turned = match self.is_turned(end) {
+            let rotated = match self.is_turned(end) {
                 true => {
                     let bytes = evict.query_bytes(end - start);
-                    let mut turned = runtime.device().alloc(arena, Label::Activations, bytes)?;
-                    self.ask(start..end, &mut turned)?;
-                    Some(turned)
+                    let mut rotated = runtime.device().alloc(arena, Label::Activations, bytes)?;
+                    self.ask(start..end, &mut rotated)?;
+                    Some(rotated)
                 }
                 false => None,
             };
-            let (q, tokens, length) = match &turned {
-                Some(turned) => (turned, 0..end - start, end - start),
+            let (q, tokens, length) = match &rotated {
+                Some(rotated) => (rotated, 0..end - start, end - start),
                 None => (&inputs.q, start..end, self.length()),
             };
             prefill_ns += self.attend(chunk, (q, length), tokens.clone(), &mut lse)?;
@@ -178,7 +178,7 @@ impl Trial<'_> {
         q: (&DeviceBuffer, usize),
         tokens: Range<usize>,
         lse: &mut DeviceBuffer,
-    ) -> Result<u64, TurnError> {
+    ) -> Result<u64, TrialError> {
         let (bench, cell) = (self.bench, &self.evict.cell);
         let (device, plan, layer) = (bench.runtime.device(), &chunk.plan, chunk.plan.shape());
         let take = |bytes| device.alloc(bench.arena, Label::Workspace, bytes);
@@ -215,18 +215,19 @@ impl Trial<'_> {
     }
 
     /// The context's latest queries, for a policy that looks at more than one while decoding.
-    fn observe_context(&self) -> Result<Option<Latest>, TurnError> {
+    fn observe_context(&self) -> Result<Option<ObservedRows>, TrialError> {
         let Some(plan) = &self.evict.again else { return Ok(None) };
         let (Bench { runtime, arena, inputs, .. }, shape) = (self.bench, plan.shape());
         let kind = (self.evict.cell.dtype, shape.head_dim);
-        let mut latest = Latest::new(runtime.device(), arena, kind, [1, shape.batch * shape.q_heads, shape.q_len])?;
+        let mut latest =
+            ObservedRows::new(runtime.device(), arena, kind, [1, shape.batch * shape.q_heads, shape.q_len])?;
         latest.push(runtime, 0, (&inputs.q, self.length()), self.evict.cell.context_tokens, shape.q_len)?;
         latest.advance(shape.q_len);
         Ok(Some(latest))
     }
 
     /// Decodes the new tokens one by one; adds the mean times of a step and of what the schedule costs.
-    fn decode(&mut self, turn: &mut Turn) -> Result<Late, TurnError> {
+    fn decode(&mut self, trial: &mut Trial) -> Result<Late, TrialError> {
         let (evict, bench) = (self.evict, self.bench);
         let (cell, device, shape) = (&evict.cell, bench.runtime.device(), evict.step_shape());
         let q_bytes = Tensor::bytes_of(cell.dtype, shape.q_dims());
@@ -264,18 +265,23 @@ impl Trial<'_> {
             self.evict_step(queries, token + 1, recent.as_mut())?;
         }
         let steps = cell.new_tokens as u64;
-        turn.samples_ns.insert("decode", decode_ns / steps);
+        trial.samples_ns.insert("decode", decode_ns / steps);
         if self.session.as_ref().is_some_and(Session::is_open) {
             let totals = self.totals();
             let evicting_ns = totals.score_ns + totals.evict_ns - before.score_ns - before.evict_ns;
-            turn.samples_ns.insert("decode_evict", evicting_ns / steps);
+            trial.samples_ns.insert("decode_evict", evicting_ns / steps);
         }
         Ok(late)
     }
 
     /// What the schedule asks for behind a decode step, whose query is `fresh`; `recent` holds the latest queries where the
     /// policy looks at more than that one.
-    fn evict_step(&mut self, fresh: Queries<'_>, end: usize, recent: Option<&mut Latest>) -> Result<(), TurnError> {
+    fn evict_step(
+        &mut self,
+        fresh: Queries<'_>,
+        end: usize,
+        recent: Option<&mut ObservedRows>,
+    ) -> Result<(), TrialError> {
         let Some(session) = self.session.as_mut().filter(|session| session.is_open()) else { return Ok(()) };
         let due = session.advance();
         let Some(recent) = recent else {
@@ -288,25 +294,25 @@ impl Trial<'_> {
         let Some(plan) = plan.filter(|_| due) else { return Ok(()) };
         let q_len = recent.count();
         let mut q = recent.dense(runtime, arena)?;
-        self.turn(&mut q, q_len, end)?;
+        self.trial(&mut q, q_len, end)?;
         let (ask_ns, lse) = plan.ask_paged(runtime, arena, &q, &self.cache.kv())?;
         self.session.iter_mut().for_each(|session| session.add_score_ns(ask_ns));
         self.evict(Queries { q: &q, length: q_len, first: 0, lse: &lse, q_len }, end, Moment::Step, false)
     }
 
-    fn accumulate(&mut self, queries: Queries<'_>, end: usize) -> Result<(), TurnError> {
-        let Trial { evict, bench, cpu, cache, session } = self;
+    fn accumulate(&mut self, queries: Queries<'_>, end: usize) -> Result<(), TrialError> {
+        let Running { evict, bench, cpu, cache, session } = self;
         let Some(session) = session else { return Ok(()) };
         let backend = CudaBackend { runtime: bench.runtime, arena: bench.arena, cpu, counts_ties: false };
         Ok(session.accumulate(&backend, cache, &view(&evict.cell, queries, end))?)
     }
 
     /// An eviction step; the attention of its queries is added first, if they are `fresh`.
-    fn evict(&mut self, queries: Queries<'_>, end: usize, moment: Moment, fresh: bool) -> Result<(), TurnError> {
+    fn evict(&mut self, queries: Queries<'_>, end: usize, moment: Moment, fresh: bool) -> Result<(), TrialError> {
         if fresh {
             self.accumulate(queries, end)?;
         }
-        let Trial { evict, bench, cpu, cache, session } = self;
+        let Running { evict, bench, cpu, cache, session } = self;
         let Some(session) = session else { return Ok(()) };
         let counts_ties = bench.truth.is_some();
         let backend = CudaBackend { runtime: bench.runtime, arena: bench.arena, cpu, counts_ties };

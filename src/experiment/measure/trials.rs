@@ -1,8 +1,8 @@
-//! Turns: how the cells of a measure over tensors run, one sample after another.
+//! Trials: how the cells of a measure over tensors run, one sample after another.
 //!
-//! A measure that takes turns predicts the peak of one from the shapes, before anything is allocated; allocates, runs and
-//! times one sample; and in the first, checked turn also compares the result with the f64 reference. Everything that a turn
-//! allocates is gone when it ends, so every turn of a cell is the same.
+//! A measure that takes trials predicts the peak of one from the shapes, before anything is allocated; allocates, runs and
+//! times one sample; and in the first, checked trial also compares the result with the f64 reference. Everything that a trial
+//! allocates is gone when it ends, so every trial of a cell is the same.
 
 use super::Prepared;
 use super::check::Truth;
@@ -21,12 +21,12 @@ use crate::workload::{Workload, WorkloadError};
 use std::collections::BTreeMap;
 use std::time::Instant;
 
-/// A measure whose cells take turns, on the CPU and, planned by [`Turns::task`], on a GPU.
-pub trait Turns: Sync {
+/// A measure whose cells take trials, on the CPU and, planned by [`Trials::task`], on a GPU.
+pub trait Trials: Sync {
     /// Rows `[batch, query head, token]` of the dense result that a cell is checked on.
     fn checked_rows(&self, cell: &Cell, shape: &Shape) -> Vec<[usize; 3]>;
 
-    /// Peak bytes of a turn on the CPU besides its inputs, from the shapes alone.
+    /// Peak bytes of a trial on the CPU besides its inputs, from the shapes alone.
     fn predict(&self, prepared: &Prepared, threads: usize) -> u64;
 
     /// Bytes of the kernel's scratch memory and materialised scores in the pass that is measured.
@@ -35,16 +35,16 @@ pub trait Turns: Sync {
         prepared.kernel().workspace(&prepared.cell.shape(), &prepared.cell.params(), dtype, threads).bytes()
     }
 
-    /// What a turn computes and reads.
-    fn work(&self, prepared: &Prepared) -> TurnWork;
+    /// What a trial computes and reads.
+    fn work(&self, prepared: &Prepared) -> TrialWork;
 
     /// Runs and times one sample on the CPU.
     ///
     /// # Errors
     /// When memory ran out or the result is not to be trusted.
-    fn turn(&self, prepared: &Prepared, bench: Bench<'_>) -> Result<Turn, TurnError>;
+    fn trial(&self, prepared: &Prepared, bench: Bench<'_>) -> Result<Trial, TrialError>;
 
-    /// What the turns of a cell do on a GPU with `limits`.
+    /// What the trials of a cell do on a GPU with `limits`.
     ///
     /// # Errors
     /// In words, when they cannot run there.
@@ -57,21 +57,21 @@ pub trait Turns: Sync {
     ) -> Result<Box<dyn cuda::Task>, String>;
 }
 
-/// What a turn computes and reads.
-pub struct TurnWork {
+/// What a trial computes and reads.
+pub struct TrialWork {
     /// Floating-point operations of the pass that is timed.
     pub flops: u64,
     /// The phase that does them.
     pub phase: &'static str,
     /// KV bytes that one decode step reads at most.
     pub kv_bytes_read: u64,
-    /// How often a turn does these operations, on average: warm-up passes and forward passes before a backward one count.
+    /// How often a trial does these operations, on average: warm-up passes and forward passes before a backward one count.
     pub passes: f64,
     /// How often it reads these bytes.
     pub reads: f64,
 }
 
-/// Where and on what a turn of the CPU runs.
+/// Where and on what a trial of the CPU runs.
 #[derive(Clone, Copy)]
 pub struct Bench<'a> {
     /// The threads.
@@ -80,26 +80,26 @@ pub struct Bench<'a> {
     pub arena: &'a Arena,
     /// The inputs.
     pub workload: &'a Workload,
-    /// What the f64 reference says; present in the checked turn.
+    /// What the f64 reference says; present in the checked trial.
     pub truth: Option<&'a Truth>,
 }
 
-/// What one turn gave.
+/// What one trial gave.
 #[derive(Default)]
-pub struct Turn {
+pub struct Trial {
     /// Nanoseconds by phase.
     pub samples_ns: BTreeMap<&'static str, u64>,
-    /// Distance from the reference, in a checked turn.
+    /// Distance from the reference, in a checked trial.
     pub drift: Option<Drift>,
-    /// What a policy did, in a checked turn.
+    /// What a policy did, in a checked trial.
     pub eviction: Option<Eviction>,
     /// What a reader should know.
     pub warnings: Vec<String>,
 }
 
-/// Why a turn gave nothing.
+/// Why a trial gave nothing.
 #[derive(Debug, thiserror::Error)]
-pub enum TurnError {
+pub enum TrialError {
     /// The memory limit was met.
     #[error(transparent)]
     Memory(#[from] ArenaError),
@@ -111,68 +111,70 @@ pub enum TurnError {
     Failed(String),
 }
 
-impl TurnError {
+impl TrialError {
     /// Whether the GPU's context was lost with it ([`CudaError::is_fatal`]).
     pub fn is_fatal(&self) -> bool {
-        matches!(self, TurnError::Cuda(error) if error.is_fatal())
+        matches!(self, TrialError::Cuda(error) if error.is_fatal())
     }
 
     /// Whether there was not enough memory.
     pub fn is_memory(&self) -> bool {
         match self {
-            TurnError::Memory(_) => true,
-            TurnError::Cuda(error) => error.is_memory(),
-            TurnError::Failed(_) => false,
+            TrialError::Memory(_) => true,
+            TrialError::Cuda(error) => error.is_memory(),
+            TrialError::Failed(_) => false,
         }
     }
 
     /// The memory that was not given, if this is why and it is known how much.
     pub fn refused(&self) -> Option<Refused> {
-        let (TurnError::Memory(arena) | TurnError::Cuda(CudaError::Arena(arena))) = self else {
-            let TurnError::Cuda(CudaError::OutOfMemory { label, asked_bytes, free_bytes }) = *self else { return None };
-            return Some(Refused { label: label.name().into(), asked_bytes, free_bytes: Some(free_bytes) });
+        let (TrialError::Memory(arena) | TrialError::Cuda(CudaError::Arena(arena))) = self else {
+            let TrialError::Cuda(CudaError::OutOfMemory { label, requested_bytes, free_bytes }) = *self else {
+                return None;
+            };
+            return Some(Refused { label: label.name().into(), requested_bytes, free_bytes: Some(free_bytes) });
         };
         Some(match *arena {
-            ArenaError::Limit { label, asked_bytes, live_bytes, limit_bytes } => {
-                Refused { label: label.name().into(), asked_bytes, free_bytes: Some(limit_bytes - live_bytes) }
+            ArenaError::Limit { label, requested_bytes, live_bytes, limit_bytes } => {
+                Refused { label: label.name().into(), requested_bytes, free_bytes: Some(limit_bytes - live_bytes) }
             }
-            ArenaError::System { label, asked_bytes, .. } => {
-                Refused { label: label.name().into(), asked_bytes, free_bytes: None }
+            ArenaError::System { label, requested_bytes, .. } => {
+                Refused { label: label.name().into(), requested_bytes, free_bytes: None }
             }
         })
     }
 }
 
-impl From<InputError> for TurnError {
+impl From<InputError> for TrialError {
     fn from(error: InputError) -> Self {
         match error {
-            InputError::Workload(WorkloadError::Arena(error)) => TurnError::Memory(error),
-            InputError::Workload(error) => TurnError::Failed(error.to_string()),
-            InputError::Host(_) => TurnError::Failed(error.to_string()),
-            InputError::Cuda(error) => TurnError::Cuda(error),
+            InputError::Workload(WorkloadError::Arena(error)) => TrialError::Memory(error),
+            InputError::Workload(error) => TrialError::Failed(error.to_string()),
+            InputError::Host(_) => TrialError::Failed(error.to_string()),
+            InputError::Cuda(error) => TrialError::Cuda(error),
         }
     }
 }
 
-impl From<AttentionError> for TurnError {
+impl From<AttentionError> for TrialError {
     fn from(error: AttentionError) -> Self {
         match error {
-            AttentionError::Arena(error) => TurnError::Memory(error),
-            error => TurnError::Failed(error.to_string()),
+            AttentionError::Arena(error) => TrialError::Memory(error),
+            error => TrialError::Failed(error.to_string()),
         }
     }
 }
 
-impl From<PolicyError> for TurnError {
+impl From<PolicyError> for TrialError {
     fn from(error: PolicyError) -> Self {
         match error {
-            PolicyError::Arena(error) => TurnError::Memory(error),
-            error => TurnError::Failed(error.to_string()),
+            PolicyError::Arena(error) => TrialError::Memory(error),
+            error => TrialError::Failed(error.to_string()),
         }
     }
 }
 
-impl From<DevicePolicyError> for TurnError {
+impl From<DevicePolicyError> for TrialError {
     fn from(error: DevicePolicyError) -> Self {
         match error {
             DevicePolicyError::Policy(error) => error.into(),

@@ -1,15 +1,15 @@
-//! Positions inside the cache: keys turn to where they stand in their lists, and queries as far as these are short of what
+//! Positions inside the cache: keys are rotated to where they stand in their lists, and queries as far as these are short of what
 //! the sequence has seen. Tokens carry the position that they came with ([`Column::Origin`]).
 
 use super::{DeviceCache, ROWS};
 use crate::attention::rope::Frequencies;
 use crate::cache::Column;
-use crate::device::cuda::{Asking, AskingOperands, CudaError, DeviceBuffer, Runtime, Turning};
+use crate::device::cuda::{Asking, AskingOperands, CudaError, DeviceBuffer, Rerotation, Runtime};
 use std::f64::consts::TAU;
 use std::ops::Range;
 
 impl DeviceCache {
-    /// Says how keys turn with their positions, before any of them does.
+    /// Says how keys are rotated with their positions, before any of them does.
     ///
     /// # Errors
     /// [`CudaError::Operand`] when the cache does not keep [`Column::Origin`] or the frequencies are of another head dim;
@@ -31,7 +31,7 @@ impl DeviceCache {
         Ok(())
     }
 
-    /// Turns the keys of all lists from their positions to `0 .. len`, in place, and makes these the positions, as
+    /// Rotates the keys of all lists from their positions to `0 .. len`, in place, and makes these the positions, as
     /// [`crate::cache::PagedCache::rerotate`]. Returns the GPU's time in nanoseconds.
     ///
     /// # Errors
@@ -41,23 +41,23 @@ impl DeviceCache {
         runtime.device().timed(|| self.turn_newest(runtime, 0..self.shape.lists(), newest))
     }
 
-    /// Begins to do so with the `newest` tokens of some lists, where all before them are turned already: inside
+    /// Begins to do so with the `newest` tokens of some lists, where all before them are rotated already: inside
     /// [`crate::device::cuda::Device::timed`].
     ///
     /// # Errors
     /// As [`DeviceCache::rerotate`].
     pub(crate) fn turn_newest(&self, runtime: &Runtime, lists: Range<usize>, newest: usize) -> Result<(), CudaError> {
-        let turning = Turning::new(self.turns.as_ref().ok_or_else(no_origins)?, self.shape.head_dim, newest)?;
+        let rerotation = Rerotation::new(self.turns.as_ref().ok_or_else(no_origins)?, self.shape.head_dim, newest)?;
         let grid = [newest.div_ceil(ROWS), lists.len(), 1];
-        self.begin(runtime, lists, ("turn_keys", 128), grid, &turning)
+        self.begin(runtime, lists, ("rotate_keys", 128), grid, &rerotation)
     }
 
-    /// Begins to turn queries `q` `[B, Hq, count, D]`, in place, to where they stand behind some lists of turned keys, those
+    /// Begins to rotate queries `q` `[B, Hq, count, D]`, in place, to where they stand behind some lists of re-rotated keys, those
     /// of `B` sequences that have `seen` so many tokens: inside [`crate::device::cuda::Device::timed`].
     ///
     /// # Errors
     /// As [`DeviceCache::rerotate`]; [`CudaError::Operand`] when `q` is too small.
-    pub(crate) fn turn_queries(
+    pub(crate) fn rotate_queries(
         &self,
         runtime: &Runtime,
         lists: Range<usize>,
@@ -70,11 +70,11 @@ impl DeviceCache {
         let turns = self.turns.as_ref().ok_or_else(no_origins)?;
         let operands = AskingOperands { q, turns, batch, q_heads, count, head_dim, row_bytes, seen };
         let grid = [count.div_ceil(ROWS), batch * q_heads, 1];
-        self.begin(runtime, lists, ("turn_queries", 128), grid, &Asking::new(&operands)?)
+        self.begin(runtime, lists, ("rotate_queries", 128), grid, &Asking::new(&operands)?)
     }
 }
 
 /// Why keys do not turn.
 fn no_origins() -> CudaError {
-    CudaError::Operand(format!("keys turn in a cache that keeps {:?}", Column::Origin))
+    CudaError::Operand(format!("keys are rotated in a cache that keeps {:?}", Column::Origin))
 }

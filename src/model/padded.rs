@@ -5,7 +5,7 @@ use crate::memory::{Arena, ArenaError, Buffer, Label};
 use crate::tensor::DType;
 
 /// Rows of `width` elements, each followed by zeros up to whole vectors, with room for whole register tiles.
-pub(super) struct Sheet {
+pub(super) struct PaddedRows {
     pub data: Buffer<f32>,
     pub width: usize,
     pub stride: usize,
@@ -13,7 +13,7 @@ pub(super) struct Sheet {
     pub rounds: bool,
 }
 
-impl Sheet {
+impl PaddedRows {
     fn stride(width: usize) -> usize {
         width.next_multiple_of(16)
     }
@@ -21,7 +21,7 @@ impl Sheet {
     /// Zeros, of a pass in `dtype`: where that is f32, nothing is rounded.
     pub fn new(arena: &Arena, rows: usize, width: usize, dtype: DType) -> Result<Self, ArenaError> {
         let stride = Self::stride(width);
-        Ok(Sheet {
+        Ok(PaddedRows {
             data: arena.alloc(Label::Activations, padded_rows(rows) * stride)?,
             width,
             stride,
@@ -29,7 +29,7 @@ impl Sheet {
         })
     }
 
-    /// Bytes that [`Sheet::new`] takes.
+    /// Bytes that [`PaddedRows::new`] takes.
     pub fn bytes(rows: usize, width: usize) -> u64 {
         4 * (padded_rows(rows) * Self::stride(width)) as u64
     }

@@ -1,13 +1,13 @@
 //! A scorer in the steps that a GPU has kernels for (`kernels/export.cu`, `kernels/score.cu`).
 //!
-//! A recipe says nothing new: it names the formula that the scorer itself computes on the CPU, so that
+//! A scoring plan says nothing new: it names the formula that the scorer itself computes on the CPU, so that
 //! [`super::cuda`] can launch the kernels of it. Scores agree with the scorer's as far as f32 sums of another order do.
 
 use crate::attention::export::Reduction;
 
 /// How scores are made.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Recipe {
+pub enum ScoringPlan {
     /// The position.
     Positions,
     /// `-|k|`.
@@ -28,8 +28,8 @@ pub enum Recipe {
         /// What is done with it.
         then: Then,
     },
-    /// The scores of another recipe times `|v|`.
-    TimesValueNorm(Box<Recipe>),
+    /// The scores of another plan times `|v|`.
+    TimesValueNorm(Box<ScoringPlan>),
 }
 
 /// What becomes of attention columns before they are scores.
@@ -54,12 +54,12 @@ pub enum Then {
     },
 }
 
-impl Recipe {
+impl ScoringPlan {
     /// Whether it looks at the attention of the last queries.
     pub fn observes(&self) -> bool {
         match self {
-            Recipe::Recent { .. } => true,
-            Recipe::TimesValueNorm(recipe) => recipe.observes(),
+            ScoringPlan::Recent { .. } => true,
+            ScoringPlan::TimesValueNorm(plan) => plan.observes(),
             _ => false,
         }
     }

@@ -1,4 +1,4 @@
-//! Delayed judgements on a GPU: in each list, the token that has just left the recent ones goes unless it beats all that
+//! Delayed eviction on a GPU: in each list, the token that has just left the recent ones goes unless it beats all that
 //! the list lost after prefill. What [`crate::policy::select_leaving`] does on the CPU.
 
 use super::{DeviceContext, DevicePolicyError, DeviceScored, DeviceSelection, launch};
@@ -6,7 +6,7 @@ use crate::cache::cuda::DeviceCache;
 use crate::device::cuda::{ChoiceOperands, CudaError, DeviceBuffer};
 use crate::memory::Label;
 
-/// What stays of each list; `best_lost` are the best scores that they lost after prefill.
+/// What is retained of each list; `best_lost` are the best scores that they lost after prefill.
 ///
 /// # Errors
 /// When there is no room, and as [`crate::device::cuda::Runtime::module`].
@@ -32,7 +32,7 @@ pub fn let_leave(
 }
 
 /// Begins to write the slots that stay, and which one goes: `found` `[4, lists]` has the best scores that were lost, as
-/// [`super::begin_select`] leaves them there. `recent` slots at the end are not judged yet.
+/// [`super::begin_select`] leaves them there. `recent` slots at the end are not evicted yet.
 pub(crate) fn begin_leaving(
     context: &DeviceContext<'_>,
     cache: &DeviceCache,
