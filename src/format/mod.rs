@@ -88,6 +88,10 @@ formats! {
     Int8(int8::Int8),
 }
 
+#[cfg(test)]
+#[path = "../../docs/examples/format.rs"]
+mod example;
+
 /// A format as the registry knows it.
 pub struct FormatEntry {
     /// Name on the command line and in records.
@@ -156,5 +160,45 @@ impl FromStr for RowFormat {
         })?;
         named.check(entry.parameters)?;
         (entry.build)(&named)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::example::E5m2;
+    use super::*;
+    use crate::device::Cpu;
+    use crate::device::simd::{Native, Task};
+
+    /// Reads all elements of a row by vectors, the last in part.
+    struct Load<'a>(&'a [u8], &'a mut [f32]);
+
+    impl Task for Load<'_> {
+        type Output = ();
+
+        #[inline(always)]
+        fn run<S: Native>(self, simd: S) {
+            let Load(row, to) = self;
+            for (block, to) in to.chunks_mut(S::LANES).enumerate() {
+                let mut lanes = vec![0.0; S::LANES];
+                // SAFETY: the row has as many elements as `to`, and a chunk is at most a vector.
+                let vector = unsafe { E5m2.load_part(simd, row.as_ptr(), block * S::LANES, to.len()) };
+                simd.write(&mut lanes, vector);
+                to.copy_from_slice(&lanes[..to.len()]);
+            }
+        }
+    }
+
+    #[test]
+    fn the_example_of_the_guide_keeps_three_bits() {
+        let row: Vec<f32> = (0..37).map(|i| (i as f32 - 18.0) * 0.37).collect();
+        let mut bytes = vec![0; E5m2.row_bytes(row.len())];
+        E5m2.encode(&row, &mut bytes);
+        let (mut decoded, mut loaded) = (vec![0.0; row.len()], vec![0.0; row.len()]);
+        E5m2.decode(&bytes, 0, &mut decoded);
+        Cpu::new(Some(1)).unwrap().isa().run(Load(&bytes, &mut loaded));
+        assert_eq!(decoded, loaded);
+        assert!(row.iter().zip(&decoded).all(|(x, back)| (x - back).abs() <= x.abs() / 8.0), "{row:?} {decoded:?}");
+        assert_eq!((E5m2::NAME, E5m2::build(&"e5m2".parse().unwrap()).unwrap()), ("e5m2", E5m2));
     }
 }
