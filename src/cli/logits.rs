@@ -66,7 +66,7 @@ struct Report {
     tokens: usize,
     kernel: String,
     chunk_tokens: usize,
-    weights_dtype: String,
+    weights_format: String,
     dtype: String,
     seed: u64,
     #[serde(flatten)]
@@ -184,7 +184,7 @@ impl Args {
             tokens: sequences.iter().map(Vec::len).sum(),
             kernel: setup.kernel.into(),
             chunk_tokens: setup.chunk_tokens,
-            weights_dtype: opened.model.weights.dtype().to_string(),
+            weights_format: opened.model.weights.format().to_string(),
             dtype: setup.dtype.to_string(),
             seed: self.model.seed,
             place: ran.place,
@@ -226,7 +226,7 @@ fn summary(report: &Report) -> String {
     let mut text = format!(
         "{}, {} weights, {} cache: {} tokens in {} sequences, {:.0} tokens/s on {}\n",
         report.architecture,
-        report.weights_dtype,
+        report.weights_format,
         report.dtype,
         report.tokens,
         report.batch,

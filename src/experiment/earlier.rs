@@ -27,3 +27,28 @@ pub(super) fn renew(record: &mut Value) {
     }
     record["schema"] = super::record::SCHEMA.into();
 }
+
+#[cfg(test)]
+mod tests {
+    use crate::experiment::record::SCHEMA;
+    use crate::experiment::store;
+    use std::path::Path;
+
+    #[test]
+    fn the_reference_runs_are_read() {
+        let folders = std::fs::read_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("results/reference")).unwrap();
+        let folders = folders.map(|entry| entry.unwrap().path()).filter(|folder| folder.join(store::CELLS).exists());
+        let mut simulated = 0;
+        for folder in folders {
+            let (records, _) = store::read(&folder).unwrap_or_else(|error| panic!("{}: {error}", folder.display()));
+            assert!(records.iter().all(|record| record.schema == SCHEMA), "{}", folder.display());
+            for usage in records.iter().filter_map(|record| record.serving.as_ref()) {
+                let sum =
+                    usage.token_fraction + usage.reserved_fraction + usage.internal_fraction + usage.external_fraction;
+                assert!((sum - 1.0).abs() < 1e-9, "{sum}");
+                simulated += 1;
+            }
+        }
+        assert!(simulated > 0, "the run paging-waste is one of them");
+    }
+}

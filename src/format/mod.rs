@@ -1,9 +1,9 @@
-//! Formats: how a row of a key or a value is kept in the cache.
+//! Formats: how a row of numbers is kept, of a key or a value in the cache, and of a weight matrix.
 //!
-//! A format turns a row of f32 into bytes and back, and reads a vector of the row in registers, so that `decode` never
-//! makes a widened copy of the cache. The type in which attention is computed is another matter: rows of any format are
-//! widened to f32 as they are read. Keys and values may have different formats ([`KvFormat`]). Adding a format is one
-//! file with a `RowCodec` and one line in `formats!`.
+//! A format turns a row of f32 into bytes and back, and reads a vector of the row in registers, so that neither `decode`
+//! nor a product of few rows with weights makes a widened copy. The type in which attention is computed is another matter:
+//! rows of any format are widened to f32 as they are read. Keys and values may have different formats ([`KvFormat`]), and
+//! weights one of their own. Adding a format is one file with a `RowCodec` and one line in `formats!`.
 
 mod int8;
 mod kv;
@@ -13,7 +13,7 @@ pub use kv::KvFormat;
 
 use crate::device::simd::reader::{Plain, RowReader};
 use crate::named::{Named, NamedError, Parameter};
-use crate::tensor::{DType, RowCode};
+use crate::tensor::{Coded, DType, RowCode, Rows};
 use std::fmt;
 use std::str::FromStr;
 
@@ -121,6 +121,18 @@ impl RowFormat {
     /// Bytes of a row of `width` elements, with all that belongs to it.
     pub fn row_bytes(self, width: usize) -> usize {
         with_codec!(self, codec => codec.row_bytes(width))
+    }
+
+    /// Rows `[count, width]` that are kept in these bytes, one behind another.
+    ///
+    /// # Panics
+    /// When `bytes` is of another length, or not aligned to plain elements.
+    #[inline]
+    pub fn rows<'a>(&'a self, bytes: &'a [u8], [count, width]: [usize; 2]) -> Rows<'a> {
+        match self.dtype() {
+            Some(dtype) => Rows::contiguous(dtype, bytes, [count, width]),
+            None => Rows::Coded(Coded::new(self, bytes, self.row_bytes(width), width)),
+        }
     }
 
     /// Writes rows `[_, width]` into the bytes of as many rows.
