@@ -1,9 +1,11 @@
 //! kvsieve measures what attention costs at a context length, and what may be thrown away.
 //!
 //! The modules are floors of one house; each uses only those below it:
-//! [`experiment`] and [`report`] over [`workload`], [`eval`], [`task`], [`model`], [`eviction`], [`policy`], [`memories`], [`serving`], [`cache`], [`attention`], [`device`],
+//! [`experiment`] and [`report`] over [`workload`], [`eval`], [`anatomy`], [`task`], [`model`], [`eviction`], [`policy`],
+//! [`memories`], [`serving`], [`cache`], [`attention`], [`device`],
 //! [`tensor`] and [`memory`]. `ARCHITECTURE.md` is the map.
 
+pub mod anatomy;
 pub mod attention;
 pub mod cache;
 pub mod device;

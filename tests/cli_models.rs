@@ -82,6 +82,18 @@ fn logits_behind_an_eviction_are_written() {
 }
 
 #[test]
+fn weights_are_kept_as_they_are_asked_for() {
+    let expected = checkpoint("llama").logits;
+    let bytes = [("f32", 1e-3), ("int8", 0.1)].map(|(format, bound)| {
+        let (values, report) = logits("llama", &["--weights", format]);
+        assert!(furthest(&values, &expected) < bound * deviation(&expected), "{format}");
+        assert_eq!(report["weights_format"], format);
+        report["weights_bytes"].as_u64().unwrap()
+    });
+    assert!(bytes[1] * 3 < bytes[0], "{bytes:?}");
+}
+
+#[test]
 fn sequences_of_different_lengths_come_with_their_lengths() {
     let folder = tempfile::tempdir().unwrap();
     let tokens = write_tokens(folder.path(), r#"{"tokens": [[5, 6, 7], [8]]}"#);
@@ -104,7 +116,7 @@ fn mistakes_are_one_line_and_status_2() {
     let good = r#"{"tokens": [[5, 6, 7, 8]]}"#;
     let long = format!("{{\"tokens\": [{:?}]}}", vec![5; 200]);
     let evict = ["--policy", "knorm", "--budget", "2"];
-    let cases: [(&str, &str, Vec<&str>, &str); 14] = [
+    let cases: [(&str, &str, Vec<&str>, &str); 15] = [
         (
             "llama",
             r#"{"tokens": [[5, 120]]}"#,
@@ -134,6 +146,7 @@ fn mistakes_are_one_line_and_status_2() {
             "this model has sliding windows",
         ),
         ("llama", good, vec!["--dtype", "f8"], "unknown dtype 'f8'"),
+        ("llama", good, vec!["--weights", "int7"], "unknown format 'int7'"),
     ];
     for (model, tokens, more, expected) in cases {
         let tokens = write_tokens(folder.path(), tokens);

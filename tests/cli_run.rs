@@ -137,7 +137,7 @@ fn a_run_leaves_records_figures_and_a_page() {
     let records = records(&cells(&run));
     assert_eq!(records.len(), 3);
     for record in &records {
-        assert_eq!((&record["status"], &record["schema"]), (&"ok".into(), &"kvsieve/cell/v2".into()));
+        assert_eq!((&record["status"], &record["schema"]), (&"ok".into(), &"kvsieve/cell/v3".into()));
         assert_eq!(record["memory"]["residual_bytes"], 0);
         assert_eq!(record["repro"], "kvsieve run x.toml");
         assert_eq!(record["run_id"], run.file_name().unwrap().to_str().unwrap());

@@ -5,7 +5,7 @@ use super::pool::{PageId, PagePool};
 use crate::attention::KvRows;
 use crate::format::KvFormat;
 use crate::memory::{Arena, ArenaError, Buffer, Label};
-use crate::tensor::{Coded, Rows, TensorView};
+use crate::tensor::{Rows, TensorView};
 use std::collections::HashMap;
 use std::ops::Range;
 
@@ -321,10 +321,7 @@ impl PagedCache {
         let (page, token, count) = self.run(list, start, (self.lens[list] - start).min(RUN_TOKENS));
         let (slab, place) = self.pool.at(page, token);
         let (bytes, format, width) = (slab.rows(part, place, count), self.shape.format.of(part), self.shape.head_dim);
-        match format.dtype() {
-            Some(dtype) => Rows::contiguous(dtype, bytes, [count, width]),
-            None => Rows::Coded(Coded::new(format, bytes, format.row_bytes(width), width)),
-        }
+        format.rows(bytes, [count, width])
     }
 }
 

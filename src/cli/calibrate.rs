@@ -1,6 +1,6 @@
 //! `kvsieve calibrate`: a policy file from a model and a text.
 
-use super::capture::{Captured, ReadingArgs};
+use super::capture::{ReadingArgs, Run};
 use super::failure::Failure;
 use super::output;
 use kvsieve::model::Activation;
@@ -48,7 +48,7 @@ struct Report {
 
 pub fn run(args: &Args) -> Result<(), Failure> {
     let Method::Qfilters = args.method;
-    let Captured { config, layers, tensors, cpu, arena } = args.reading.capture(&[], &[(Activation::Q, "q")])?;
+    let Run { config, layers, tensors, cpu, arena } = args.reading.capture(&[], &[Activation::Q])?;
     let q = tensors[0].view();
     let filters = qfilters::filters(&q, config.kv_heads, &cpu, &arena)?;
     let (layers, kv_heads, head_dim) = (layers.len(), config.kv_heads, config.head_dim);

@@ -4,16 +4,15 @@ use super::failure::Failure;
 use super::{Compute, output};
 use kvsieve::device::Cpu;
 use kvsieve::format::KvFormat;
-use kvsieve::memory::{Arena, ArenaError, Buffer, Label};
+use kvsieve::memory::Arena;
 use kvsieve::model::config::RopeScaling;
-use kvsieve::model::{Activation, Config, Decoder, Hook, Model, Setup, Text, locate};
+use kvsieve::model::{Activation, Capture, Captured, Config, Decoder, Model, Setup, Text, locate};
+use kvsieve::tensor::DType;
 use kvsieve::tensor::file::{self, Output};
-use kvsieve::tensor::{DType, TensorView};
 use kvsieve::units;
 use serde::Serialize;
 use std::collections::HashMap;
 use std::path::PathBuf;
-use std::sync::{Mutex, PoisonError};
 
 const EXAMPLES: &str = "\
 The output holds, with the chosen layers in place of sequences, q, o [layers, Hq, L, D] and k, v [layers, Hkv, L, D] after \
@@ -92,7 +91,8 @@ const NAMES: [(Activation, &str); 7] = [
 
 pub fn run(args: &Args) -> Result<(), Failure> {
     let reading = &args.reading;
-    let Captured { config, layers, tensors, cpu, .. } = reading.capture(&args.layers, &NAMES)?;
+    let kinds = NAMES.map(|(kind, _)| kind);
+    let Run { config, layers, tensors, cpu, .. } = reading.capture(&args.layers, &kinds)?;
     let rope_theta = (config.rope.scaling == RopeScaling::None).then_some(config.rope.theta);
     let listed = layers.iter().map(usize::to_string).collect::<Vec<_>>().join(",");
     let mut metadata = HashMap::from([("layers".to_string(), listed)]);
@@ -106,7 +106,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
         q_heads: config.q_heads,
         kv_heads: config.kv_heads,
         head_dim: config.head_dim,
-        tokens: tensors[0].dims[2],
+        tokens: tensors[0].view().dims()[2],
         rope_theta,
         output_bytes,
         threads: cpu.threads(),
@@ -126,19 +126,19 @@ pub fn run(args: &Args) -> Result<(), Failure> {
 }
 
 /// What a model computed over a text.
-pub struct Captured {
+pub struct Run {
     pub config: Config,
     /// The layers, lowest first.
     pub layers: Vec<usize>,
-    /// One for each name that was asked for.
-    pub tensors: Vec<Filled>,
+    /// One for each kind that was asked for.
+    pub tensors: Vec<Captured>,
     pub cpu: Cpu,
     pub arena: Arena,
 }
 
 impl ReadingArgs {
-    /// Runs the text through the model and keeps what `names` says of some layers, or of all where there are none.
-    pub fn capture(&self, layers: &[usize], names: &'static [(Activation, &'static str)]) -> Result<Captured, Failure> {
+    /// Runs the text through the model and keeps activations of some layers, or of all where none are named.
+    pub fn capture(&self, layers: &[usize], kinds: &[Activation]) -> Result<Run, Failure> {
         self.compute.refuse_cuda()?;
         let mut writes = vec![("--output", self.output.as_path())];
         writes.extend(self.json.as_deref().filter(|path| !output::is_stdout(path)).map(|path| ("--json", path)));
@@ -171,15 +171,14 @@ impl ReadingArgs {
             kv_format: KvFormat::plain(DType::F32),
             columns: &[],
         };
-        let capturing = Capturing::new(&arena, &config, (layers, names), tokens.len())?;
+        let capture = Capture::new(&arena, &config, &layers, kinds, tokens.len())?;
         let mut decoder = Decoder::new(&model, setup, &cpu, &arena)?;
-        decoder.hook(&capturing);
+        decoder.hook(&capture);
         decoder.prefill(&[&tokens], |_, _, _| ())?;
         drop(decoder);
-        let Capturing { layers, tensors, .. } = capturing;
-        let tensors = tensors.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let tensors = capture.finish();
         drop(model);
-        Ok(Captured { config, layers, tensors, cpu, arena })
+        Ok(Run { config, layers, tensors, cpu, arena })
     }
 }
 
@@ -190,75 +189,4 @@ fn wanted_layers(wanted: &[usize], config: &Config) -> Result<Vec<usize>, Failur
     }
     let all = 0..config.layers;
     Ok(if wanted.is_empty() { all.collect() } else { all.filter(|layer| wanted.contains(layer)).collect() })
-}
-
-/// What is captured so far.
-struct Capturing {
-    layers: Vec<usize>,
-    names: &'static [(Activation, &'static str)],
-    /// In the order of the names.
-    tensors: Mutex<Vec<Filled>>,
-}
-
-impl Capturing {
-    fn new(
-        arena: &Arena,
-        config: &Config,
-        (layers, names): (Vec<usize>, &'static [(Activation, &'static str)]),
-        tokens: usize,
-    ) -> Result<Self, ArenaError> {
-        let tensor = |&(what, _): &(Activation, _)| Filled::new(arena, config, what, layers.len(), tokens);
-        let tensors = names.iter().map(tensor).collect::<Result<Vec<_>, _>>()?;
-        Ok(Capturing { layers, names, tensors: Mutex::new(tensors) })
-    }
-}
-
-impl Hook for Capturing {
-    fn rows(&self, layer: usize, what: Activation, rows: &[f32]) {
-        let Some(at) = self.layers.iter().position(|&wanted| wanted == layer) else { return };
-        let mut tensors = self.tensors.lock().unwrap_or_else(PoisonError::into_inner);
-        let named = tensors.iter_mut().zip(self.names).filter(|(_, (named, _))| *named == what);
-        named.for_each(|(tensor, _)| tensor.push(at, rows));
-    }
-}
-
-/// A tensor as it fills, `[layers, heads, L, D]`, or `[layers, 1, L, hidden]`.
-pub struct Filled {
-    data: Buffer<f32>,
-    dims: [usize; 4],
-    /// Tokens of each layer so far.
-    fill: Vec<usize>,
-}
-
-impl Filled {
-    fn new(arena: &Arena, config: &Config, what: Activation, layers: usize, tokens: usize) -> Result<Self, ArenaError> {
-        let (heads, width) = match what {
-            Activation::Q | Activation::QBeforeRope | Activation::O => (config.q_heads, config.head_dim),
-            Activation::K | Activation::KBeforeRope | Activation::V => (config.kv_heads, config.head_dim),
-            Activation::Hidden => (1, config.hidden),
-        };
-        let dims = [layers, heads, tokens, width];
-        Ok(Filled { data: arena.alloc(Label::Activations, dims.iter().product())?, dims, fill: vec![0; layers] })
-    }
-
-    /// All of it.
-    pub fn view(&self) -> TensorView<'_> {
-        TensorView::contiguous(DType::F32, self.dims, bytemuck::cast_slice(&self.data))
-    }
-
-    /// Takes rows `[n, heads * width]` of a layer in.
-    fn push(&mut self, layer: usize, rows: &[f32]) {
-        let [_, heads, tokens, width] = self.dims;
-        for row in rows.chunks_exact(heads * width) {
-            for (head, values) in row.chunks_exact(width).enumerate() {
-                let at = ((layer * heads + head) * tokens + self.fill[layer]) * width;
-                self.data[at..][..width].copy_from_slice(values);
-            }
-            self.fill[layer] += 1;
-        }
-    }
-
-    fn output<'t>(&'t self, name: &'t str) -> Output<'t> {
-        Output::f32(name, self.dims.to_vec(), &self.data)
-    }
 }

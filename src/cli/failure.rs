@@ -3,6 +3,7 @@
 //! What the user can put right by giving other input or arguments is a [`Failure::Usage`] (files, shapes, names,
 //! values); what goes wrong although they are right is a [`Failure::Work`] (no memory, a full disk, a bad result).
 
+use kvsieve::anatomy::RetrievalError;
 use kvsieve::attention::AttentionError;
 use kvsieve::device::cpu::CpuError;
 use kvsieve::device::cuda::CudaError;
@@ -15,6 +16,7 @@ use kvsieve::named::NamedError;
 use kvsieve::policy::cuda::DevicePolicyError;
 use kvsieve::policy::{BudgetError, PolicyError};
 use kvsieve::report::ReportError;
+use kvsieve::task::TaskError;
 use kvsieve::tensor::file::FileError;
 use kvsieve::train::run::TrainError;
 use kvsieve::workload::WorkloadError;
@@ -147,6 +149,21 @@ impl From<ModelError> for Failure {
             ModelError::Arena(error) => error.into(),
             ModelError::Logit { .. } => Failure::Work(error.into()),
             error => Failure::Usage(error.into()),
+        }
+    }
+}
+
+impl From<TaskError> for Failure {
+    fn from(error: TaskError) -> Self {
+        Failure::Usage(error.into())
+    }
+}
+
+impl From<RetrievalError> for Failure {
+    fn from(error: RetrievalError) -> Self {
+        match error {
+            RetrievalError::Task(error) => error.into(),
+            RetrievalError::Model(error) => error.into(),
         }
     }
 }

@@ -71,7 +71,7 @@ struct Report {
     tokens: usize,
     kernel: String,
     chunk_tokens: usize,
-    weights_dtype: String,
+    weights_format: String,
     dtype: String,
     seed: u64,
     #[serde(flatten)]
@@ -190,7 +190,7 @@ impl Args {
             tokens: sequences.iter().map(Vec::len).sum(),
             kernel: setup.kernel.into(),
             chunk_tokens: setup.chunk_tokens,
-            weights_dtype: opened.model.weights.dtype().to_string(),
+            weights_format: opened.model.weights.format().to_string(),
             dtype: setup.dtype.to_string(),
             seed: self.model.seed,
             place: ran.place,
@@ -232,7 +232,7 @@ fn summary(report: &Report) -> String {
     let mut text = format!(
         "{}, {} weights, {}: {} tokens in {} sequences, {:.0} tokens/s on {}\n",
         report.architecture,
-        report.weights_dtype,
+        report.weights_format,
         report.memory.clone().unwrap_or_else(|| format!("{} cache", report.dtype)),
         report.tokens,
         report.batch,

@@ -13,6 +13,7 @@ mod eval;
 mod evict;
 mod failure;
 mod generate;
+mod inspect;
 mod kernels;
 mod list;
 mod logits;
@@ -75,6 +76,7 @@ enum Command {
     Eval(eval::Args),
     Capture(capture::Args),
     Calibrate(calibrate::Args),
+    Inspect(inspect::Args),
     Train(train::Args),
     List(list::Args),
     Doctor(doctor::Args),
@@ -94,6 +96,7 @@ impl Command {
             Command::Eval(args) => eval::run(&args),
             Command::Capture(args) => capture::run(&args),
             Command::Calibrate(args) => calibrate::run(&args),
+            Command::Inspect(args) => inspect::run(&args),
             Command::Train(args) => train::run(&args),
             Command::List(args) => list::run(&args),
             Command::Doctor(args) => doctor::run(&args),
@@ -104,7 +107,7 @@ impl Command {
 }
 
 /// Commands that run a model on the CPU alone: they refuse a GPU in words, and their help does not offer one.
-const ON_CPU: [&str; 4] = ["eval", "capture", "calibrate", "train"];
+const ON_CPU: [&str; 5] = ["eval", "capture", "calibrate", "inspect", "train"];
 
 fn command() -> clap::Command {
     let hide = |command: clap::Command| {

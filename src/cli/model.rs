@@ -7,7 +7,7 @@ use super::policy::{Built, FileArg, Used};
 use kvsieve::attention::{self, cuda::cuda_kernel};
 use kvsieve::device::Cpu;
 use kvsieve::device::cuda::Runtime;
-use kvsieve::format::KvFormat;
+use kvsieve::format::{KvFormat, RowFormat};
 use kvsieve::memories::{Memory, memory};
 use kvsieve::memory::Arena;
 use kvsieve::model::{Decoder, Eviction, Model, Setup, Text, locate};
@@ -33,6 +33,9 @@ pub struct ModelArgs {
     /// How the cache keeps keys and values: a format, or k=FORMAT,v=FORMAT (see `kvsieve list formats`) [default: as --dtype]
     #[arg(long, value_name = "FORMAT")]
     pub kv_format: Option<KvFormat>,
+    /// How weight matrices are kept: a format (see `kvsieve list formats`) [default: as in their file]
+    #[arg(long, value_name = "FORMAT")]
+    pub weights: Option<RowFormat>,
     /// Run sequences that are longer than the model was made for
     #[arg(long)]
     pub beyond_limit: bool,
@@ -85,7 +88,7 @@ impl ModelArgs {
         attention::kernel(&self.kernel)?;
         let cpu = self.compute.cpu()?;
         let arena = Arena::with_limit(self.compute.limit_bytes());
-        let model = Model::open(&locate(&self.model)?, &arena)?;
+        let model = Model::open_in(&locate(&self.model)?, self.weights, &arena)?;
         Ok(Opened { model, policy, policy_file: used.flatten(), budget, memory, cpu, arena })
     }
 
@@ -98,10 +101,13 @@ impl ModelArgs {
         }
         cuda_kernel(&self.kernel)?;
         self.kv_format.map_or(Ok(()), |format| format.on_gpu().map(drop)).map_err(Failure::usage)?;
+        if let Some(format) = self.weights.filter(|format| format.dtype().is_none()) {
+            return Err(Failure::usage(format!("no kernel for GPUs reads weights in {format}; use --device cpu")));
+        }
         let runtime = Runtime::open(index, self.compute.nvrtc.as_deref())?;
         let arena = Arena::with_limit(self.compute.limit_memory.unwrap_or(runtime.device().free_bytes()));
         // The mapped files are not what is measured.
-        let model = Model::open(&locate(&self.model)?, &Arena::unlimited())?;
+        let model = Model::open_in(&locate(&self.model)?, self.weights, &Arena::unlimited())?;
         let cpu = Cpu::new(self.compute.threads)?;
         Ok(OnCuda {
             runtime,

@@ -22,7 +22,7 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 /// Name and version of the schema of a line.
-pub const SCHEMA: &str = "kvsieve/max-context/v1";
+pub const SCHEMA: &str = "kvsieve/max-context/v2";
 /// A step is this part of the predicted context, at least one token: how exact the answer is.
 const STEPS: usize = 400;
 /// Longest context that is looked at.
@@ -57,7 +57,7 @@ pub struct MaxContext {
     pub refused: Option<Refused>,
     /// Why it was refused, in words.
     pub reason: Option<String>,
-    /// Whose matrix products ran, where that depends on what is installed.
+    /// Whose GEMM ran, where that depends on what is installed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gemm: Option<String>,
     /// Contexts that were tried, in order.
@@ -202,7 +202,7 @@ impl Search<'_> {
         })
     }
 
-    /// Whose matrix products the pass uses. On a GPU the shortest pass runs once: the kernels are loaded and cuBLAS has its
+    /// Whose GEMM the pass uses. On a GPU the shortest pass runs once: the kernels are loaded and cuBLAS has its
     /// handle before anybody asks how much memory is free, as both take some of it.
     fn warm_up(&self) -> Result<Option<String>, RunError> {
         if let Engine::Cuda(_) = self.engine {

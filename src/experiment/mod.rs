@@ -3,6 +3,7 @@
 pub mod answers;
 pub mod axes;
 pub mod cell;
+mod earlier;
 pub mod engine;
 pub mod environment;
 pub mod estimate;

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
 /// Name and version of the record's schema.
-pub const SCHEMA: &str = "kvsieve/cell/v2";
+pub const SCHEMA: &str = "kvsieve/cell/v3";
 
 /// How a cell ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -52,7 +52,7 @@ pub struct Record {
     pub threads: usize,
     /// Instruction path that ran: `avx512`, `avx2`, `portable`; of a GPU its name, architecture, and NVRTC's version.
     pub isa_path: String,
-    /// Whose matrix products the kernel used, where that depends on what is installed: `cuBLAS 13.0` or `fallback GEMM`.
+    /// Whose GEMM the kernel used, where that depends on what is installed: `cuBLAS 13.0` or `fallback GEMM`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gemm: Option<String>,
     /// Memory; for an `oom` cell only the prediction.
@@ -80,6 +80,34 @@ pub struct Record {
 }
 
 impl Record {
+    /// A record of a cell, `ok` and without numbers.
+    pub fn blank(cell: Cell) -> Self {
+        Record {
+            schema: SCHEMA.into(),
+            run_id: String::new(),
+            cell_id: cell.id(),
+            status: Status::Ok,
+            reason: None,
+            started_at: String::new(),
+            wall_ns: 0,
+            repro: String::new(),
+            warnings: Vec::new(),
+            cell,
+            threads: 0,
+            isa_path: String::new(),
+            gemm: None,
+            memory: None,
+            refused: None,
+            gpu: None,
+            latency: BTreeMap::new(),
+            work: None,
+            drift: None,
+            eviction: None,
+            serving: None,
+            answers: None,
+        }
+    }
+
     /// Whether its parts are of one cell: lists are as long as the cell's layers and heads, or the number of samples, say.
     /// A record that a run wrote is; one that was changed by hand, or mended after a damage, may not be.
     ///

@@ -10,7 +10,7 @@ use super::cell::Cell;
 use super::engine::Engine;
 use super::grid::Experiment;
 use super::measure::{Measure, Place, Prepared, Stage};
-use super::record::{Latency, Memory, Record, SCHEMA, Status};
+use super::record::{Latency, Memory, Record, Status};
 use super::stats::{median_with_interval, quantile};
 use super::store::{CELLS, Store, StoreError, finished};
 use crate::device::cuda::CudaError;
@@ -288,28 +288,12 @@ impl Runner<'_> {
     /// A record of a cell, without numbers.
     fn blank_record(&self, cell: &Cell) -> Record {
         Record {
-            schema: SCHEMA.into(),
             run_id: self.store.run_id.clone(),
-            cell_id: cell.id(),
-            status: Status::Ok,
-            reason: None,
             started_at: humantime::format_rfc3339_seconds(SystemTime::now()).to_string(),
-            wall_ns: 0,
             repro: self.options.repro.clone(),
-            warnings: Vec::new(),
-            cell: cell.clone(),
             threads: self.engine.cpu().threads(),
             isa_path: self.engine.path(),
-            gemm: None,
-            memory: None,
-            refused: None,
-            gpu: None,
-            latency: BTreeMap::new(),
-            work: None,
-            drift: None,
-            eviction: None,
-            serving: None,
-            answers: None,
+            ..Record::blank(cell.clone())
         }
     }
 

@@ -4,6 +4,7 @@
 //! and synced as its cell ends. A run that was killed is found again by the hash of its configuration; a last line
 //! that was torn by the kill is cut off.
 
+use super::earlier;
 use super::record::{Record, SCHEMA, Status};
 use serde::Serialize;
 use std::collections::HashSet;
@@ -166,7 +167,8 @@ fn read_records(path: &Path) -> Result<(Vec<Record>, u64), StoreError> {
             continue;
         }
         let damaged = |reason: String| StoreError::Damaged { path: path.into(), line: index + 1, reason };
-        let value: serde_json::Value = serde_json::from_slice(line).map_err(|error| damaged(error.to_string()))?;
+        let mut value: serde_json::Value = serde_json::from_slice(line).map_err(|error| damaged(error.to_string()))?;
+        earlier::renew(&mut value);
         // Said before a missing field is: the record is whole, only of another version.
         if let Some(other) = value["schema"].as_str().filter(|schema| *schema != SCHEMA) {
             return Err(damaged(format!("its schema is {other}, and this kvsieve reads {SCHEMA}; run it again")));

@@ -1,9 +1,9 @@
-//! Formats: how a row of a key or a value is kept in the cache.
+//! Formats: how a row of numbers is kept, of a key or a value in the cache, and of a weight matrix.
 //!
-//! A format turns a row of f32 into bytes and back, and reads a vector of the row in registers, so that `decode` never
-//! makes a widened copy of the cache. The type in which attention is computed is another matter: rows of any format are
-//! widened to f32 as they are read. Keys and values may have different formats ([`KvFormat`]). Adding a format is one
-//! file with a `RowCodec` and one line in `formats!`.
+//! A format turns a row of f32 into bytes and back, and reads a vector of the row in registers, so that neither `decode`
+//! nor a product of few rows with weights makes a widened copy. The type in which attention is computed is another matter:
+//! rows of any format are widened to f32 as they are read. Keys and values may have different formats ([`KvFormat`]), and
+//! weights one of their own. Adding a format is one file with a `RowCodec` and one line in `formats!`.
 
 mod int8;
 mod kv;
@@ -13,7 +13,7 @@ pub use kv::KvFormat;
 
 use crate::device::simd::reader::{Plain, RowReader};
 use crate::named::{Named, NamedError, Parameter};
-use crate::tensor::{DType, RowCode};
+use crate::tensor::{Coded, DType, RowCode, Rows};
 use std::fmt;
 use std::str::FromStr;
 
@@ -88,6 +88,10 @@ formats! {
     Int8(int8::Int8),
 }
 
+#[cfg(test)]
+#[path = "../../docs/examples/format.rs"]
+mod example;
+
 /// A format as the registry knows it.
 pub struct FormatEntry {
     /// Name on the command line and in records.
@@ -117,6 +121,18 @@ impl RowFormat {
     /// Bytes of a row of `width` elements, with all that belongs to it.
     pub fn row_bytes(self, width: usize) -> usize {
         with_codec!(self, codec => codec.row_bytes(width))
+    }
+
+    /// Rows `[count, width]` that are kept in these bytes, one behind another.
+    ///
+    /// # Panics
+    /// When `bytes` is of another length, or not aligned to plain elements.
+    #[inline]
+    pub fn rows<'a>(&'a self, bytes: &'a [u8], [count, width]: [usize; 2]) -> Rows<'a> {
+        match self.dtype() {
+            Some(dtype) => Rows::contiguous(dtype, bytes, [count, width]),
+            None => Rows::Coded(Coded::new(self, bytes, self.row_bytes(width), width)),
+        }
     }
 
     /// Writes rows `[_, width]` into the bytes of as many rows.
@@ -156,5 +172,45 @@ impl FromStr for RowFormat {
         })?;
         named.check(entry.parameters)?;
         (entry.build)(&named)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::example::E5m2;
+    use super::*;
+    use crate::device::Cpu;
+    use crate::device::simd::{Native, Task};
+
+    /// Reads all elements of a row by vectors, the last in part.
+    struct Load<'a>(&'a [u8], &'a mut [f32]);
+
+    impl Task for Load<'_> {
+        type Output = ();
+
+        #[inline(always)]
+        fn run<S: Native>(self, simd: S) {
+            let Load(row, to) = self;
+            for (block, to) in to.chunks_mut(S::LANES).enumerate() {
+                let mut lanes = vec![0.0; S::LANES];
+                // SAFETY: the row has as many elements as `to`, and a chunk is at most a vector.
+                let vector = unsafe { E5m2.load_part(simd, row.as_ptr(), block * S::LANES, to.len()) };
+                simd.write(&mut lanes, vector);
+                to.copy_from_slice(&lanes[..to.len()]);
+            }
+        }
+    }
+
+    #[test]
+    fn the_example_of_the_guide_keeps_three_bits() {
+        let row: Vec<f32> = (0..37).map(|i| (i as f32 - 18.0) * 0.37).collect();
+        let mut bytes = vec![0; E5m2.row_bytes(row.len())];
+        E5m2.encode(&row, &mut bytes);
+        let (mut decoded, mut loaded) = (vec![0.0; row.len()], vec![0.0; row.len()]);
+        E5m2.decode(&bytes, 0, &mut decoded);
+        Cpu::new(Some(1)).unwrap().isa().run(Load(&bytes, &mut loaded));
+        assert_eq!(decoded, loaded);
+        assert!(row.iter().zip(&decoded).all(|(x, back)| (x - back).abs() <= x.abs() / 8.0), "{row:?} {decoded:?}");
+        assert_eq!((E5m2::NAME, E5m2::build(&"e5m2".parse().unwrap()).unwrap()), ("e5m2", E5m2));
     }
 }

@@ -1,4 +1,4 @@
-//! Linear layers: `y[T, N] = x[T, K] w[N, K]ᵀ (+ b)`, with activations in f32 and weights in their own type
+//! Linear layers: `y[T, N] = x[T, K] w[N, K]ᵀ (+ b)`, with activations in f32 and weights in their own format
 //! ([`crate::device::simd::linear`] says where activations are rounded).
 //!
 //! Threads take rows of `w`, so every element of `y` has one owner and the bits do not depend on their number.
@@ -8,6 +8,7 @@ use super::weights::Matrix;
 use crate::device::Cpu;
 use crate::device::cpu::Slots;
 use crate::device::simd::linear::{Columns, FEW, Few, PANEL, Panel, Stripes, panel_scratch};
+use crate::format::with_codec;
 use crate::memory::Buffer;
 use rayon::prelude::*;
 
@@ -54,7 +55,8 @@ impl Linear {
             let share = width.div_ceil(8 * cpu.threads()).next_multiple_of(FEW_ROWS).min(width);
             let unit = |unit: usize| {
                 let first = unit * share;
-                isa.run(Few { columns: columns(first, share.min(width - first)), y: &y });
+                let columns = columns(first, share.min(width - first));
+                with_codec!(self.weight.format(), reader => isa.run(Few { columns, reader, y: &y }));
             };
             cpu.install(|| (0..width.div_ceil(share)).into_par_iter().with_max_len(1).for_each(unit));
             return;

@@ -4,6 +4,7 @@
 //! chunk, with sequences of different lengths in one batch, attention only through [`crate::attention::Kernel`] over a
 //! [`crate::cache::PagedCache`] into whose sequences layers are folded.
 
+mod capture;
 pub mod config;
 pub mod cuda;
 mod decoder;
@@ -23,6 +24,7 @@ mod sequences;
 mod text;
 mod weights;
 
+pub use capture::{Capture, Captured};
 pub use config::Config;
 pub(crate) use decoder::params;
 pub use decoder::{Decoder, Setup, bytes, bytes_of_calls, bytes_with_memory};
@@ -38,6 +40,7 @@ pub(crate) use weights::widen;
 
 use crate::attention::AttentionError;
 use crate::device::cuda::CudaError;
+use crate::format::RowFormat;
 use crate::memory::{Arena, ArenaError};
 use crate::named::NamedError;
 use crate::policy::cuda::DevicePolicyError;
@@ -128,8 +131,16 @@ impl Model {
     /// # Errors
     /// When something is missing, damaged, or not understood.
     pub fn open(folder: &Path, arena: &Arena) -> Result<Self, ModelError> {
+        Model::open_in(folder, None, arena)
+    }
+
+    /// The same with all matrices in a format; `None` is that of their files.
+    ///
+    /// # Errors
+    /// As [`Model::open`].
+    pub fn open_in(folder: &Path, format: Option<RowFormat>, arena: &Arena) -> Result<Self, ModelError> {
         let config = Config::read(folder)?;
-        let weights = Weights::open(folder, &config, arena)?;
+        let weights = Weights::open(folder, &config, format, arena)?;
         Ok(Model { config, weights })
     }
 

@@ -2,7 +2,8 @@
 //! dequantised to f32 in the arena.
 //!
 //! Matrices stay where the files lie and are read in their own type; the arena counts their bytes under `weights` as if
-//! it held them, since every pass reads all of them. Vectors (norms and biases) are widened to f32, which is less than
+//! it held them, since every pass reads all of them. Where a format is asked for, they are encoded in the arena instead.
+//! Vectors (norms and biases) are widened to f32, which is less than
 //! a thousandth. Every tensor that the configuration asks for must be there in its shape, and none that it does not
 //! know: a bias that nobody adds would make the results wrong.
 
@@ -10,20 +11,22 @@ use super::gguf::{Gguf, is_gguf};
 use super::linear::Linear;
 use super::parameters::{Block, Make, Role, Stack, Tree};
 use super::{Config, ModelError};
-use crate::memory::{Arena, Buffer, Claim, Label};
+use crate::format::RowFormat;
+use crate::memory::{Arena, ArenaError, Buffer, Claim, Label};
 use crate::tensor::file::{Entry, TensorFile, read_as};
 use crate::tensor::{DType, Rows, TensorView};
+use rayon::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// A matrix `[rows, width]` in the type in which it is kept.
+/// A matrix `[rows, width]` in the format in which it is kept.
 #[derive(Clone)]
 pub struct Matrix {
     bytes: Arc<Bytes>,
     range: Range<usize>,
-    dtype: DType,
+    format: RowFormat,
     rows: usize,
     width: usize,
 }
@@ -31,33 +34,49 @@ pub struct Matrix {
 /// Where a matrix lies.
 enum Bytes {
     Mapped(Arc<TensorFile>),
-    /// A copy of one that lies in its file where its type cannot be read.
-    Copied(Buffer<u8>),
+    /// What cannot be read where it lies in its file, or is kept in another format.
+    Held(Buffer<u8>),
 }
 
 impl Matrix {
     /// All rows.
     pub fn all(&self) -> Rows<'_> {
-        Rows::contiguous(self.dtype, self.bytes(), [self.rows, self.width])
+        self.format.rows(self.bytes(), [self.rows, self.width])
     }
 
     /// Its elements, as they lie.
     pub(super) fn bytes(&self) -> &[u8] {
         match &*self.bytes {
             Bytes::Mapped(file) => file.bytes(self.range.clone()),
-            Bytes::Copied(bytes) => &bytes[self.range.clone()],
+            Bytes::Held(bytes) => &bytes[self.range.clone()],
         }
     }
 
-    /// A matrix `[N, Hq * D]` as `[1, Hq, D, N]`.
-    pub(super) fn by_head(&self, head_dim: usize) -> TensorView<'_> {
+    /// A matrix `[N, Hq * D]` of plain elements as `[1, Hq, D, N]`.
+    pub(super) fn by_head(&self, head_dim: usize) -> Option<TensorView<'_>> {
         let dims = [1, self.rows, self.width / head_dim, head_dim];
-        TensorView::contiguous(self.dtype, dims, self.bytes()).permuted([0, 2, 3, 1])
+        Some(TensorView::contiguous(self.format.dtype()?, dims, self.bytes()).permuted([0, 2, 3, 1]))
     }
 
-    /// Element type.
-    pub(super) fn dtype(&self) -> DType {
-        self.dtype
+    /// How rows are kept.
+    pub(super) fn format(&self) -> RowFormat {
+        self.format
+    }
+
+    /// The same in another format, in the arena.
+    fn encoded(&self, format: RowFormat, arena: &Arena) -> Result<Matrix, ArenaError> {
+        let row_bytes = format.row_bytes(self.width);
+        let mut bytes = arena.alloc::<u8>(Label::Weights, self.rows * row_bytes)?;
+        let rows = bytes.par_chunks_mut(row_bytes).enumerate();
+        rows.for_each_init(
+            || vec![0.0; self.width],
+            |widened, (row, to)| {
+                self.all().skip(row).first(1).widen(widened);
+                format.encode(widened, self.width, to);
+            },
+        );
+        let (range, bytes) = (0..bytes.len(), Arc::new(Bytes::Held(bytes)));
+        Ok(Matrix { bytes, range, format, rows: self.rows, width: self.width })
     }
 
     /// Number of rows.
@@ -72,7 +91,7 @@ impl Matrix {
 
     /// Some of the rows, as a matrix of its own in the same memory.
     fn part(&self, rows: Range<usize>) -> Matrix {
-        let row_bytes = self.width * self.dtype.bytes();
+        let row_bytes = self.format.row_bytes(self.width);
         let range = self.range.start + rows.start * row_bytes..self.range.start + rows.end * row_bytes;
         Matrix { range, rows: rows.len(), ..self.clone() }
     }
@@ -105,31 +124,38 @@ pub struct Weights {
     /// `[vocab, hidden]`; the embedding where they are tied.
     pub(super) output: Linear,
     dtype: DType,
+    format: Option<RowFormat>,
     bytes: u64,
     /// Counts the mapped bytes for as long as they are used.
     _mapped: Claim,
 }
 
 impl Weights {
-    /// Maps the files of a folder and finds every parameter of `config` in them.
+    /// Maps the files of a folder and finds every parameter of `config` in them. Matrices are kept in `format`, or where
+    /// none is asked for in that of their files.
     ///
     /// # Errors
     /// When a file is missing or damaged, a tensor is missing or has another shape or a type that is not read, there is
     /// one that the configuration does not know, or the arena has no room.
-    pub fn open(folder: &Path, config: &Config, arena: &Arena) -> Result<Self, ModelError> {
-        let mut found = Found::open(folder, config, arena)?;
+    pub fn open(folder: &Path, config: &Config, format: Option<RowFormat>, arena: &Arena) -> Result<Self, ModelError> {
+        let mut found = Found { format, ..Found::open(folder, config, arena)? };
         let Tree { embedding, blocks, norm, output } = config.parameters(&mut found)?;
         found.finish()?;
         let output = Linear::new(output.unwrap_or_else(|| embedding.clone()), None);
         let layers = blocks.into_iter().map(|block| layer(config, block)).collect();
-        let (dtype, bytes) = (embedding.dtype(), found.mapped_bytes + found.held_bytes);
+        let (dtype, bytes) = (found.dtype, found.mapped_bytes + found.held_bytes);
         let mapped = arena.claim(Label::Weights, found.mapped_bytes)?;
-        Ok(Weights { embedding, layers, norm, output, dtype, bytes, _mapped: mapped })
+        Ok(Weights { embedding, layers, norm, output, dtype, format, bytes, _mapped: mapped })
     }
 
-    /// Element type of the embedding, which is that of all matrices in most folders.
+    /// Element type of the embedding in its file, which is that of all matrices in most folders.
     pub fn dtype(&self) -> DType {
         self.dtype
+    }
+
+    /// How matrices are kept.
+    pub fn format(&self) -> RowFormat {
+        self.format.unwrap_or(RowFormat::plain(self.dtype))
     }
 
     /// Bytes of all parameters, as the arena counts them.
@@ -151,6 +177,10 @@ struct Found<'a> {
     config: &'a Config,
     arena: &'a Arena,
     source: Source,
+    /// Where matrices are kept in another format than that of their files.
+    format: Option<RowFormat>,
+    /// Element type of the embedding.
+    dtype: DType,
     taken: BTreeSet<String>,
     mapped_bytes: u64,
     held_bytes: u64,
@@ -160,7 +190,17 @@ impl<'a> Found<'a> {
     fn open(folder: &Path, config: &'a Config, arena: &'a Arena) -> Result<Self, ModelError> {
         let source = if is_gguf(folder) { Source::Gguf(Gguf::open(folder)?) } else { Self::files(folder)? };
         let (folder, taken) = (folder.to_path_buf(), BTreeSet::new());
-        Ok(Found { folder, config, arena, source, taken, mapped_bytes: 0, held_bytes: 0 })
+        Ok(Found {
+            folder,
+            config,
+            arena,
+            source,
+            format: None,
+            dtype: DType::F32,
+            taken,
+            mapped_bytes: 0,
+            held_bytes: 0,
+        })
     }
 
     fn files(folder: &Path) -> Result<Source, ModelError> {
@@ -199,7 +239,7 @@ impl<'a> Found<'a> {
                 let found = gguf.widened(self.config, name, shape, bytemuck::cast_slice_mut(&mut bytes));
                 found.ok_or_else(missing)?.map_err(|reason| self.wrong(&self.folder, reason))?;
                 self.held_bytes += bytes.bytes();
-                return Ok(self.take(name, shape, (0..bytes.len(), Bytes::Copied(bytes)), DType::F32));
+                return Ok(self.take(name, shape, (0..bytes.len(), Bytes::Held(bytes)), DType::F32));
             }
         };
         let (file, entry) = tensors.get(name).ok_or_else(missing)?;
@@ -222,7 +262,7 @@ impl<'a> Found<'a> {
                 self.held_bytes += bytes.len() as u64;
                 let mut copy = self.arena.alloc::<u8>(Label::Weights, bytes.len())?;
                 copy.copy_from_slice(bytes);
-                (0..bytes.len(), Bytes::Copied(copy))
+                (0..bytes.len(), Bytes::Held(copy))
             }
         };
         Ok(self.take(name, shape, (range, bytes), dtype))
@@ -231,7 +271,7 @@ impl<'a> Found<'a> {
     fn take(&mut self, name: &str, shape: &[usize], (range, bytes): (Range<usize>, Bytes), dtype: DType) -> Matrix {
         let (rows, width) = (shape[..shape.len() - 1].iter().product(), shape[shape.len() - 1]);
         self.taken.insert(name.into());
-        Matrix { bytes: Arc::new(bytes), range, dtype, rows, width }
+        Matrix { bytes: Arc::new(bytes), range, format: RowFormat::plain(dtype), rows, width }
     }
 
     /// Refuses tensors that the configuration does not know.
@@ -260,8 +300,16 @@ impl Make for Found<'_> {
     type Vector = Buffer<f32>;
     type Error = ModelError;
 
-    fn matrix(&mut self, name: String, _: Role, shape: [usize; 2]) -> Result<Matrix, ModelError> {
-        self.tensor(&name, &shape)
+    fn matrix(&mut self, name: String, role: Role, shape: [usize; 2]) -> Result<Matrix, ModelError> {
+        let counted = (self.mapped_bytes, self.held_bytes);
+        let matrix = self.tensor(&name, &shape)?;
+        if let (Role::Embedding, Some(dtype)) = (role, matrix.format.dtype()) {
+            self.dtype = dtype;
+        }
+        let Some(format) = self.format.filter(|format| *format != matrix.format) else { return Ok(matrix) };
+        let matrix = matrix.encoded(format, self.arena)?;
+        (self.mapped_bytes, self.held_bytes) = (counted.0, counted.1 + matrix.range.len() as u64);
+        Ok(matrix)
     }
 
     /// Widened.

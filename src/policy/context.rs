@@ -18,6 +18,8 @@ pub enum Statistic {
     /// The hidden state that a token had in each layer: the input of the layer's attention, which its query, key and value
     /// are projections of. Seen once, as the token arrives.
     HiddenStates,
+    /// The output projection, where the inputs have one: values are multiplied by it.
+    OutputProjection,
     /// The queries of the context themselves.
     Queries,
     /// The attention of the last few queries.
@@ -36,6 +38,7 @@ impl Statistic {
             Statistic::Values => "values (one read of V)",
             Statistic::BeforeRope => "vectors before RoPE (kept, or rotated back)",
             Statistic::HiddenStates => "hidden states of the model's layers (one look at each token)",
+            Statistic::OutputProjection => "the output projection, if there is one (one product with V)",
             Statistic::Queries => "queries of the context (one read of Q)",
             Statistic::RecentAttention => "attention of the last queries (one thin pass)",
             Statistic::AccumulatedAttention => "attention of all queries (one tiled pass, one row per step)",

@@ -71,7 +71,7 @@ pub fn heat(heat: &Heat) -> Result<String, ReportError> {
     text(table)
 }
 
-/// The text of a table that was written.
+/// A finished table.
 pub(super) fn text(table: csv::Writer<Vec<u8>>) -> Result<String, ReportError> {
     let bytes = table.into_inner().map_err(|error| csv::Error::from(error.into_error()))?;
     Ok(String::from_utf8(bytes).expect("every field is text"))

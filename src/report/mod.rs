@@ -5,6 +5,7 @@
 //! another: `figures` reads records and makes a `chart::Chart`, a `rows::Rows` or a `heat::Heat`, `draw` makes SVG of it,
 //! `csv` a table, `html` a page. Adding a figure is one file and one line in `figures::FIGURES` or `figures::PANELS`.
 
+pub mod anatomy;
 mod answers;
 mod bars;
 mod baseline;

@@ -4,7 +4,7 @@ use super::Run;
 use crate::experiment::answers::{Answers, Estimate};
 use crate::experiment::cell::Cell;
 use crate::experiment::measure::Measure;
-use crate::experiment::record::{Drift, Eviction, Latency, Memory, Record, SCHEMA, Status, Step, Work};
+use crate::experiment::record::{Drift, Eviction, Latency, Memory, Record, Status, Step, Work};
 use crate::memory::Label;
 use crate::serving::Usage;
 use crate::tensor::DType;
@@ -43,28 +43,13 @@ pub fn record(measure: Measure, kernel: &str, context_tokens: usize) -> Record {
         ..Cell::default()
     };
     Record {
-        schema: SCHEMA.into(),
         run_id: "2031-01-02T03-04-05Z-0123abcd-4567def".into(),
-        cell_id: cell.id(),
-        status: Status::Ok,
-        reason: None,
         started_at: "2031-01-02T03:04:05Z".into(),
         wall_ns: 1_000_000,
         repro: "kvsieve run quickstart".into(),
-        warnings: Vec::new(),
-        cell,
         threads: 2,
         isa_path: "avx2".into(),
-        gemm: None,
-        memory: None,
-        refused: None,
-        gpu: None,
-        latency: BTreeMap::new(),
-        work: None,
-        drift: None,
-        eviction: None,
-        serving: None,
-        answers: None,
+        ..Record::blank(cell)
     }
 }
 

@@ -443,3 +443,12 @@ fn many_policies_at_one_budget_are_lines_with_names_and_not_a_cloud() {
     let has = |name: &str| drawn.figures.iter().any(|path| path.ends_with(format!("plots/{name}.svg")));
     assert!(has("policies-ranked") && !has("drift-vs-budget") && !has("needle-recall-vs-budget"));
 }
+
+#[test]
+fn the_guides_figure_draws_what_records_say() {
+    let run = samples::run();
+    let records: Vec<&Record> = run.records.iter().collect();
+    let chart = super::figures::example::chart(&super::figures::Data::new(&records, Detail::Layers)).unwrap();
+    let points = chart.series.iter().map(|series| series.points.len()).sum::<usize>();
+    assert!(chart.id == "peak-vs-budget" && chart.series.len() > 3 && points > 6, "{chart:?}");
+}

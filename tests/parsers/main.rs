@@ -303,7 +303,7 @@ fn records() {
     let target = Target {
         name: "records",
         corpus,
-        words: &["ok", "oom", "full", "naive", "tiled", "kvsieve/cell/v2", "\n", "-", "eval", "evict", "serve"],
+        words: &["ok", "oom", "full", "naive", "tiled", "kvsieve/cell/v3", "\n", "-", "eval", "evict", "serve"],
         inputs: 60,
         all_right: true,
     };

@@ -1,5 +1,5 @@
-//! Products with the rows of a weight matrix: `y = x wᵀ + b`, where rows of `w` are read in the type in which they are
-//! kept.
+//! Products with the rows of a weight matrix: `y = x wᵀ + b`, where rows of `w` are read in the format in which they are
+//! kept: plain elements, or bytes that a [`RowReader`] makes vectors of.
 //!
 //! Many rows of `x` share what is packed: [`Panel`] turns some rows of `w` into the layout of [`super::product`], a depth
 //! of [`DEPTH`] at a time, and multiplies all of `x` by it. For few rows of `x` packing would cost more than the
@@ -11,11 +11,10 @@
 
 use super::pack::{Packed, transposed};
 use super::product::{Extents, Left, ROWS, Right, product};
-use super::reader::Plain;
+use super::reader::RowReader;
 use super::rows::tile;
-use super::{Element, Native, Simd, Task, Unit};
+use super::{Native, Simd, Task, Unit};
 use crate::tensor::Rows;
-use half::{bf16, f16};
 use std::marker::PhantomData;
 use std::ops::Range;
 
@@ -174,35 +173,25 @@ impl Panel<'_> {
 }
 
 /// Columns of `y` for few rows of `x`, unpacked.
-pub struct Few<'a> {
+pub struct Few<'a, R> {
     /// What is multiplied.
     pub columns: Columns<'a>,
+    /// What reads the rows of `w`.
+    pub reader: R,
     /// All of `y`.
     pub y: &'a Stripes<'a>,
 }
 
-impl Task for Few<'_> {
+impl<R: RowReader> Task for Few<'_, R> {
     type Output = ();
 
     #[inline(always)]
     fn run<S: Native>(self, simd: S) {
-        match self.columns.w {
-            Rows::F32(_) => self.over::<S, f32>(simd),
-            Rows::Bf16(_) => self.over::<S, bf16>(simd),
-            Rows::F16(_) => self.over::<S, f16>(simd),
-            Rows::Coded(_) => unreachable!("weights are plain elements"),
-        }
-    }
-}
-
-impl Few<'_> {
-    #[inline(always)]
-    fn over<S: Simd, T: Element>(self, simd: S) {
-        let Few { columns: part, y } = self;
+        let Few { columns: part, reader, y } = self;
         part.check(part.rows);
-        let w = T::rows(part.w).expect("the rows are of this type");
-        let (span, count) = (w.span().expect("rows of a matrix lie along it"), w.count());
-        let row = |index: usize| span[index * w.row_stride()..][..w.width()].as_ptr().cast::<u8>();
+        let (span, stride_bytes) = part.w.span().expect("rows of a matrix lie along it");
+        let (width, count) = (part.w.width(), part.w.count());
+        let row = |index: usize| span[index * stride_bytes..][..reader.row_bytes(width)].as_ptr();
         let mut first = 0;
         while first < count {
             let rows = TILE.min(count - first);
@@ -211,34 +200,40 @@ impl Few<'_> {
                 #[inline(always)]
                 |offset| row(first + offset.min(rows - 1)),
             );
+            // SAFETY: each row holds the bytes of `width` elements, by `row`.
+            let scales = R::SCALED.then(|| at.map(|row| unsafe { reader.scale(row) }));
             let mut query = 0;
             while query < part.rows {
-                // SAFETY: rows of `w` hold `width` elements, rows of `x` whole vectors of as many, by `check`.
+                // SAFETY: rows of `w` hold `width` elements, by `row`, rows of `x` whole vectors of as many, by `check`.
                 query += unsafe {
-                    let x = part.x.as_ptr().add(query * part.stride);
+                    let (x, stride) = (part.x.as_ptr().add(query * part.stride), part.stride);
                     match part.rows - query {
                         1 => part.put(
                             simd,
                             y,
-                            tile::<S, _, TILE, 1>(simd, Plain::<T>::NEW, at, w.width(), x, part.stride),
+                            tile::<S, R, TILE, 1>(simd, reader, at, width, x, stride),
+                            scales,
                             [query, first],
                         ),
                         2 | 3 => part.put(
                             simd,
                             y,
-                            tile::<S, _, TILE, 2>(simd, Plain::<T>::NEW, at, w.width(), x, part.stride),
+                            tile::<S, R, TILE, 2>(simd, reader, at, width, x, stride),
+                            scales,
                             [query, first],
                         ),
                         _ if S::COLUMNS < 4 => part.put(
                             simd,
                             y,
-                            tile::<S, _, TILE, 2>(simd, Plain::<T>::NEW, at, w.width(), x, part.stride),
+                            tile::<S, R, TILE, 2>(simd, reader, at, width, x, stride),
+                            scales,
                             [query, first],
                         ),
                         _ => part.put(
                             simd,
                             y,
-                            tile::<S, _, TILE, 4>(simd, Plain::<T>::NEW, at, w.width(), x, part.stride),
+                            tile::<S, R, TILE, 4>(simd, reader, at, width, x, stride),
+                            scales,
                             [query, first],
                         ),
                     }
@@ -267,18 +262,23 @@ impl Columns<'_> {
         }
     }
 
-    /// Writes a register tile, given as lanes to be summed, at a row and a column of this part; returns its rows.
+    /// Writes a register tile, given as lanes to be summed and then multiplied by the `scales` of the rows of `w`, at a row
+    /// and a column of this part; returns its rows.
     #[inline(always)]
     fn put<S: Simd, const QUERIES: usize>(
         &self,
         simd: S,
         y: &Stripes<'_>,
         tile: [[S::Vector; TILE]; QUERIES],
+        scales: Option<[f32; TILE]>,
         [row, column]: [usize; 2],
     ) -> usize {
         let count = TILE.min(self.w.count() - column);
         for (offset, sums) in tile.into_iter().enumerate() {
             let mut sums = simd.sums(sums);
+            if let Some(scales) = scales {
+                sums.iter_mut().zip(scales).for_each(|(sum, scale)| *sum *= scale);
+            }
             if let Some(bias) = self.bias {
                 sums.iter_mut().zip(&bias[column..]).for_each(|(sum, bias)| *sum += bias);
             }

@@ -256,8 +256,15 @@ pub(super) fn check_fields(grid: &Grid) -> Result<(), String> {
 }
 
 #[cfg(test)]
+#[path = "../../../docs/examples/measure.rs"]
+mod example;
+
+#[cfg(test)]
 mod tests {
     use super::*;
+    use crate::device::Cpu;
+    use crate::experiment::axes::{Many, Tokens};
+    use std::collections::BTreeMap;
 
     /// A field that no measure has could never be given; one that a measure invents would never be refused elsewhere.
     #[test]
@@ -286,5 +293,29 @@ mod tests {
             let text = serde_json::to_string(measure).unwrap();
             assert_eq!(serde_json::from_str::<Measure>(&text).unwrap(), *measure);
         }
+    }
+
+    #[test]
+    fn the_guides_measure_gives_the_formula_of_each_kernel() {
+        let measure = Measure(&example::Scratch);
+        let grid = Grid {
+            kernel: Many(vec!["naive".into(), "tiled".into()]),
+            heads: Many(vec!["8/2".into()]),
+            context_tokens: toml::from_str::<BTreeMap<String, Many<Tokens>>>("x = \"1k..4k*2\"").unwrap()["x"].clone(),
+            ..Grid::of(measure)
+        };
+        let (registry, cpu) = (Registry::default(), Cpu::new(Some(1)).unwrap());
+        let scope = Scope { file: None, workload_hash: "", registry: &registry, device: Device::Cpu };
+        let cells = measure.expand(&grid, &scope).unwrap();
+        let records = cells.iter().map(|cell| Record::blank(cell.clone())).collect();
+        let stage = Stage { registry: &registry, engine: (&cpu).into(), limit_bytes: u64::MAX, folder: Path::new("") };
+        let records = measure.comparisons().unwrap().run(records, &stage, &mut |_| ());
+        let bytes = |record: &Record| record.memory.as_ref().unwrap().workspace_bytes;
+        let of =
+            |kernel: &str| records.iter().filter(|record| record.cell.kernel == kernel).map(bytes).collect::<Vec<_>>();
+        // Naive holds the scores of all heads, which grow with the square; tiled does not grow.
+        let naive = of("naive");
+        assert!(naive[0] >= 8 * 1024 * 1024 * 4 && naive[1] > 3 * naive[0] && naive[2] > 3 * naive[1], "{naive:?}");
+        assert!(of("tiled").iter().all(|&bytes| bytes < 8 << 20), "{:?}", of("tiled"));
     }
 }

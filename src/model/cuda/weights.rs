@@ -111,7 +111,9 @@ impl Upload<'_> {
     }
 
     fn matrix(&mut self, matrix: &Matrix) -> Result<DeviceMatrix, CudaError> {
-        let (dtype, rows, width) = (matrix.dtype(), matrix.rows(), matrix.width());
+        let (format, rows, width) = (matrix.format(), matrix.rows(), matrix.width());
+        let refused = || CudaError::Operand(format!("no kernel for GPUs reads weights in {format}; use --device cpu"));
+        let dtype = format.dtype().ok_or_else(refused)?;
         self.dtypes.insert(dtype);
         Ok(DeviceMatrix { data: self.copy(matrix.bytes())?, dtype, rows, width })
     }

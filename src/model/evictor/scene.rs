@@ -115,7 +115,8 @@ impl Evictor<'_> {
         let lse = groups.iter().map(lse).collect::<Result<Vec<_>, _>>()?;
         let projections = |layers: &Range<usize>| {
             let layers = scene.model.weights.layers[layers.clone()].iter();
-            layers.map(|layer| layer.o.weight().by_head(config.head_dim)).collect()
+            // Without them where they are coded; `Decoder::evict` has refused policies that look at them.
+            layers.filter_map(|layer| layer.o.weight().by_head(config.head_dim)).collect()
         };
         let w_o: Vec<Vec<TensorView<'_>>> = groups.iter().map(projections).collect();
         let rope = frequencies.as_ref();

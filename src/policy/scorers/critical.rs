@@ -41,7 +41,7 @@ struct Critical {
 impl Scorer for Critical {
     fn needs(&self) -> Vec<Statistic> {
         let mut needs = self.scorer.needs();
-        needs.push(Statistic::Values);
+        needs.extend([Statistic::Values, Statistic::OutputProjection]);
         needs
     }
 

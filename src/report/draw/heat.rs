@@ -13,6 +13,10 @@ const NOTE: f64 = 11.0;
 /// Shades that are told apart: neighbours of one shade are drawn as one piece.
 const SHADES: f64 = 32.0;
 const KEY: f64 = 120.0;
+/// Width of a field that says its value.
+const FIELD: f64 = 40.0;
+/// Width of the figure without its margins.
+const ROOM: f64 = WIDTH - 2.0 * MARGIN;
 
 /// Draws `heat` as an SVG document.
 ///
@@ -25,18 +29,17 @@ pub fn svg(heat: &Heat) -> Result<String, ReportError> {
     let rows = heat.panels.iter().map(|panel| panel.rows.len()).max().unwrap_or(1);
     let names = heat.panels.iter().flat_map(|panel| &panel.rows).map(|(name, _)| text_width(name, NOTE));
     let row_name = names.fold(0.0, f64::max) + 6.0;
-    let (high, least_wide) = match &heat.across {
-        // Words stand in the fields.
-        Across::Heads | Across::Contexts(_) => (18.0, 40.0 * widest(heat) as f64),
-        Across::Positions(_) => (if rows > 8 { 7.0 } else { 12.0 }, 150.0),
+    let (high, least_wide) = match says_values(heat) {
+        true => (18.0, FIELD * widest(heat) as f64),
+        false => (if rows > 8 { 7.0 } else { 12.0 }, 150.0),
     };
-    let room = WIDTH - 2.0 * MARGIN;
+    let room = ROOM;
     let across = (((room + GAP) / (least_wide + row_name + GAP)) as usize).clamp(1, 4);
     let wide = (room + GAP) / across as f64 - GAP - row_name;
     let panel_high = NAME + high * rows as f64 + 20.0;
     let lines = heat.panels.len().div_ceil(across);
     let height = TOP + panel_high * lines as f64 + 8.0;
-    canvas::svg((WIDTH, height), &format!("{}: a map for each policy", heat.title), |canvas| {
+    canvas::svg((WIDTH, height), &format!("{}: maps side by side", heat.title), |canvas| {
         canvas.polygon(&[(0.0, 0.0), (WIDTH, 0.0), (WIDTH, height), (0.0, height)], WHITE, 1.0)?;
         let plain = Words { size: SMALL, colour: FAINT_INK, bold: false, align: Align::Start };
         canvas.words((MARGIN, 20.0), &heat.title, Words { size: 16.0, colour: INK, bold: true, ..plain })?;
@@ -51,6 +54,11 @@ pub fn svg(heat: &Heat) -> Result<String, ReportError> {
         }
         Ok(())
     })
+}
+
+/// Whether fields say their values in words: where there are few.
+fn says_values(heat: &Heat) -> bool {
+    !matches!(heat.across, Across::Positions(_)) && FIELD * widest(heat) as f64 <= ROOM - 30.0
 }
 
 fn widest(heat: &Heat) -> usize {
@@ -96,7 +104,7 @@ fn map(
                 field(canvas, place, (width * same.len() as f64, high), value)?;
             }
         }
-        if !matches!(heat.across, Across::Positions(_)) {
+        if says_values(heat) {
             for (head, value) in values.iter().enumerate() {
                 let colour = if *value > 0.5 { WHITE } else { INK };
                 let words = Words { colour, align: Align::Middle, ..plain };
@@ -120,7 +128,9 @@ fn map(
         Across::Heads => {
             let heads = panel.rows.first().map_or(0, |(_, values)| values.len());
             let width = wide / heads.max(1) as f64;
+            let every = (FIELD / width).ceil() as usize;
             (0..heads)
+                .step_by(every)
                 .try_for_each(|head| note(left + width * (head as f64 + 0.5), &format!("head {head}"), Align::Middle))
         }
         Across::Contexts(contexts) => {

@@ -28,6 +28,10 @@ mod ragged_memory;
 mod rounding;
 mod scoring_cost;
 
+#[cfg(test)]
+#[path = "../../../docs/examples/figure.rs"]
+pub mod example;
+
 use super::Detail;
 use super::bars::Bars;
 use super::chart::{Chart, Interval, Point, Series};

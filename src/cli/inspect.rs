@@ -1,0 +1,163 @@
+//! `kvsieve inspect`: where the heads of a model look, and which of them fetch what a context hides.
+
+use super::failure::Failure;
+use super::{Compute, output};
+use kvsieve::anatomy::{Anatomy, FIRST, LAST, MASS, Retrieval, anatomy, retrieval};
+use kvsieve::memory::Arena;
+use kvsieve::model::{Model, Text, locate};
+use kvsieve::report;
+use kvsieve::task::{Draw, generate, task};
+use kvsieve::units;
+use serde::Serialize;
+use std::path::PathBuf;
+
+const EXAMPLES: &str = "\
+Writes anatomy.svg, maps of layers by heads, and anatomy.csv, a line for each query head: the fraction of its attention on the \
+first 4 tokens and on the latest 64, its entropy in nats, the fewest tokens that hold 90% of it, how often it copies a needle \
+(retrieval score, arXiv 2404.15574), and the norms of its first 4 keys and values over the median ones. Attention is that of 64 \
+queries of the second half of the text; without --text the text is an essay that tasks hide needles in.\n\n\
+Examples:
+  kvsieve inspect --model builtin --output anatomy
+  kvsieve inspect --model SmolLM2-135M-Instruct.Q4_1.gguf --text novel.txt --tokens 2k --output anatomy";
+
+/// The anatomy of a model's attention, head by head: sinks, locality, entropy, copying
+#[derive(clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Args {
+    /// Hugging Face folder, a GGUF file, or 'builtin'
+    #[arg(long, value_name = "MODEL", default_value = "builtin")]
+    model: PathBuf,
+    /// File with a text [default: an essay]
+    #[arg(long, value_name = "FILE")]
+    text: Option<PathBuf>,
+    /// Tokens of the text, and of each context with a needle
+    #[arg(long, value_name = "N", default_value = "1k", value_parser = units::parse_tokens, allow_negative_numbers = true)]
+    tokens: usize,
+    /// Contexts with a needle
+    #[arg(long, value_name = "N", default_value_t = 10, allow_negative_numbers = true)]
+    needles: usize,
+    /// Folder to write into
+    #[arg(long, value_name = "DIR")]
+    output: PathBuf,
+    #[command(flatten)]
+    compute: Compute,
+    /// Write the numbers as JSON instead of the summary, to standard output (-) or a file
+    #[arg(long, value_name = "-|FILE", help_heading = "What is reported")]
+    json: Option<PathBuf>,
+}
+
+/// Fractions of all query heads.
+#[derive(Serialize)]
+struct Report {
+    model: PathBuf,
+    tokens: usize,
+    needles: usize,
+    layers: usize,
+    q_heads: usize,
+    /// With more than 0.3 of their attention on the first tokens.
+    sink_heads: f64,
+    /// With more than 0.6 on the latest.
+    local_heads: f64,
+    /// That copy at least a tenth of the needle's tokens.
+    retrieval_heads: f64,
+    /// Median over heads of the tokens for 90% of the attention.
+    median_tokens_for_mass: f64,
+    /// Median over KV heads.
+    median_first_key_norm: f64,
+    median_first_value_norm: f64,
+    /// The best copying heads: layer, head, score.
+    copying: Vec<(usize, usize, f64)>,
+}
+
+/// From which fraction on a head counts as one that rests on sinks, one that looks near, one that copies.
+const SINK: f64 = 0.3;
+const LOCAL: f64 = 0.6;
+const COPIES: f64 = 0.1;
+/// Copying heads that are named.
+const NAMED: usize = 5;
+
+pub fn run(args: &Args) -> Result<(), Failure> {
+    args.compute.refuse_cuda()?;
+    if args.tokens < 2 || args.needles == 0 {
+        return Err(Failure::usage("--tokens must be at least 2 and --needles at least 1".into()));
+    }
+    output::check_folder("--output", &args.output)?;
+    let folder = locate(&args.model)?;
+    let text = Text::open(&folder)?;
+    let content = match &args.text {
+        Some(path) => std::fs::read_to_string(path)
+            .map_err(|error| Failure::usage(format!("cannot read --text '{}': {error}", path.display())))?,
+        None => {
+            let essay = task("niah-single-2").expect("the task is built in");
+            generate("niah-single-2", &*essay, args.tokens, &Draw::new(1, 0), &text)?.context
+        }
+    };
+    let mut tokens = text.tokens(&content)?;
+    tokens.truncate(args.tokens);
+    let cpu = args.compute.cpu()?;
+    let arena = Arena::with_limit(args.compute.limit_bytes());
+    let model = Model::open(&folder, &arena)?;
+    model.check_length(args.tokens)?;
+    let found = anatomy(&model, &tokens, &cpu, &arena)?;
+    let copied = retrieval(&model, &text, (args.tokens, args.needles), &cpu, &arena)?;
+    let name = args.model.file_stem().unwrap_or(args.model.as_os_str()).to_string_lossy();
+    report::anatomy::write(&args.output, &name, &found, &copied)?;
+    let report = summed_up(args, &found, &copied);
+    match &args.json {
+        Some(target) => output::json(target, &report),
+        None => output::print(&words(args, &report)),
+    }
+}
+
+fn summed_up(args: &Args, found: &Anatomy, copied: &Retrieval) -> Report {
+    let heads: Vec<_> = found.heads.iter().flatten().collect();
+    let kv_heads: Vec<_> = found.kv_heads.iter().flatten().collect();
+    let fraction = |count: usize| count as f64 / heads.len() as f64;
+    let median = |mut values: Vec<f64>| {
+        values.sort_unstable_by(f64::total_cmp);
+        values[values.len() / 2]
+    };
+    let best = found.by_retrieval(copied);
+    Report {
+        model: args.model.clone(),
+        tokens: found.tokens,
+        needles: args.needles,
+        layers: found.heads.len(),
+        q_heads: found.heads[0].len(),
+        sink_heads: fraction(heads.iter().filter(|head| head.first_mass > SINK).count()),
+        local_heads: fraction(heads.iter().filter(|head| head.last_mass > LOCAL).count()),
+        retrieval_heads: fraction(best.iter().filter(|(_, score)| *score >= COPIES).count()),
+        median_tokens_for_mass: median(heads.iter().map(|head| head.tokens_for_mass).collect()),
+        median_first_key_norm: median(kv_heads.iter().map(|head| head.first_key_norm).collect()),
+        median_first_value_norm: median(kv_heads.iter().map(|head| head.first_value_norm).collect()),
+        copying: best.into_iter().take(NAMED).map(|([layer, head], score)| (layer, head, score)).collect(),
+    }
+}
+
+fn words(args: &Args, report: &Report) -> String {
+    let percent = |fraction: f64| format!("{:.0}%", 100.0 * fraction);
+    let copying = report.copying.iter().map(|(layer, head, score)| format!("{layer}.{head} ({})", percent(*score)));
+    format!(
+        "{} layers of {} heads over {} tokens: {} of the heads have more than {} of their attention on the first {FIRST} tokens, {} \
+         more than {} on the latest {LAST}\n\
+         half of the heads need at most {:.0} tokens for {} of their attention\n\
+         {} of the heads copy at least {} of a needle's tokens; most: {}\n\
+         norms of the first {FIRST} tokens over the median's: keys {:.2}, values {:.2}\n\
+         {} and anatomy.csv\n",
+        report.layers,
+        report.q_heads,
+        report.tokens,
+        percent(report.sink_heads),
+        percent(SINK),
+        percent(report.local_heads),
+        percent(LOCAL),
+        report.median_tokens_for_mass,
+        percent(MASS),
+        percent(report.retrieval_heads),
+        percent(COPIES),
+        copying.collect::<Vec<_>>().join(", "),
+        report.median_first_key_norm,
+        report.median_first_value_norm,
+        args.output.join("anatomy.svg").display(),
+    )
+}

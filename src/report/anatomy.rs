@@ -1,0 +1,86 @@
+//! The figure and the table of a model's anatomy: maps of layers by heads, and all numbers as CSV.
+
+use super::heat::{Across, Heat, Panel};
+use super::{ReportError, csv, draw, files};
+use crate::anatomy::{Anatomy, FIRST, LAST, MASS, Retrieval};
+use std::path::Path;
+
+/// Writes `anatomy.svg` and `anatomy.csv` into a folder.
+///
+/// # Errors
+/// When a file cannot be written.
+pub fn write(folder: &Path, model: &str, anatomy: &Anatomy, retrieval: &Retrieval) -> Result<(), ReportError> {
+    files::replace(&folder.join("anatomy.svg"), &draw::heat(&heat(model, anatomy, retrieval))?)?;
+    files::replace(&folder.join("anatomy.csv"), &table(anatomy, retrieval)?)
+}
+
+fn heat(model: &str, anatomy: &Anatomy, retrieval: &Retrieval) -> Heat {
+    let map = |name: String, value: &dyn Fn(usize, usize) -> f64| Panel {
+        name,
+        rows: anatomy
+            .heads
+            .iter()
+            .enumerate()
+            .map(|(layer, heads)| (format!("{layer}"), (0..heads.len()).map(|head| value(layer, head)).collect()))
+            .collect(),
+        cell_id: String::new(),
+    };
+    let heads = &anatomy.heads;
+    Heat {
+        id: "anatomy".into(),
+        title: format!("Where the heads of {model} look"),
+        subtitle: format!(
+            "a row for each layer, a field for each query head; {} tokens of text, {} copied tokens of needles",
+            anatomy.tokens, retrieval.steps
+        ),
+        caption: String::new(),
+        across: Across::Heads,
+        ends: ("none", "all"),
+        field: "fraction",
+        panels: vec![
+            map(format!("on the first {FIRST} tokens"), &|layer, head| heads[layer][head].first_mass),
+            map(format!("on the latest {LAST} tokens"), &|layer, head| heads[layer][head].last_mass),
+            map(format!("of the tokens, for {:.0}% of the mass", 100.0 * MASS), &|layer, head| {
+                heads[layer][head].fraction_for_mass
+            }),
+            map("of needle tokens copied".into(), &|layer, head| retrieval.scores[layer][head]),
+        ],
+    }
+}
+
+/// A line for each query head, with what its KV head's first tokens are like.
+fn table(anatomy: &Anatomy, retrieval: &Retrieval) -> Result<String, ReportError> {
+    let mut table = ::csv::Writer::from_writer(Vec::new());
+    table.write_record([
+        "layer",
+        "head",
+        "kv_head",
+        "first_mass",
+        "last_mass",
+        "entropy_nats",
+        "tokens_for_mass",
+        "fraction_for_mass",
+        "retrieval_score",
+        "first_key_norm",
+        "first_value_norm",
+    ])?;
+    for (layer, heads) in anatomy.heads.iter().enumerate() {
+        let kv_heads = &anatomy.kv_heads[layer];
+        for (head, of) in heads.iter().enumerate() {
+            let kv_head = head / (heads.len() / kv_heads.len());
+            let numbers = [
+                of.first_mass,
+                of.last_mass,
+                of.entropy_nats,
+                of.tokens_for_mass,
+                of.fraction_for_mass,
+                retrieval.scores[layer][head],
+                kv_heads[kv_head].first_key_norm,
+                kv_heads[kv_head].first_value_norm,
+            ];
+            let places = [layer, head, kv_head].map(|place| place.to_string());
+            table.write_record(places.into_iter().chain(numbers.map(|number| format!("{number:.5}"))))?;
+        }
+    }
+    csv::text(table)
+}

@@ -1,0 +1,55 @@
+//! `kvsieve inspect`, on a model that anyone has.
+
+use assert_cmd::Command;
+use predicates::str::contains;
+use std::collections::HashMap;
+
+fn inspect(more: &[&str]) -> assert_cmd::assert::Assert {
+    let mut command = Command::cargo_bin("kvsieve").unwrap();
+    command.args(["inspect", "--threads", "2"]).args(more).assert()
+}
+
+#[test]
+fn the_built_in_model_has_heads_that_copy_needles() {
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().join("anatomy");
+    let out = out.to_str().unwrap();
+    let run = inspect(&["--output", out, "--tokens", "512", "--needles", "3", "--json", "-"]).success();
+    let report: serde_json::Value = serde_json::from_slice(&run.get_output().stdout).unwrap();
+    assert_eq!((&report["layers"], &report["q_heads"], &report["tokens"]), (&4.into(), &4.into(), &512.into()));
+    // It answers needle tasks, so something fetches; and its first tokens are no sinks.
+    assert!(report["copying"][0][2].as_f64().unwrap() > 0.5, "{report}");
+    assert!(report["sink_heads"].as_f64().unwrap() < 0.3, "{report}");
+    let mut table = csv::Reader::from_path(format!("{out}/anatomy.csv")).unwrap();
+    let lines: Vec<HashMap<String, f64>> = table.deserialize().map(Result::unwrap).collect();
+    assert_eq!(lines.len(), 16);
+    for line in &lines {
+        let fraction = |field: &str| (0.0..=1.0).contains(&line[field]);
+        assert!(
+            ["first_mass", "last_mass", "fraction_for_mass", "retrieval_score"].into_iter().all(fraction),
+            "{line:?}"
+        );
+        assert!(line["first_mass"] + line["last_mass"] < 1.0001 && line["entropy_nats"] < 512f64.ln(), "{line:?}");
+    }
+    let svg = std::fs::read_to_string(format!("{out}/anatomy.svg")).unwrap();
+    assert!(svg.contains("head 3") && svg.contains("of needle tokens copied"));
+}
+
+#[test]
+fn mistakes_are_one_line_and_status_2() {
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().join("anatomy");
+    let out = out.to_str().unwrap();
+    for (more, expected) in [
+        (vec!["--tokens", "1"], "--tokens must be at least 2"),
+        (vec!["--needles", "0"], "--needles at least 1"),
+        (vec!["--tokens", "60"], "tokens are too few"),
+        (vec!["--model", "no/such"], "no/such"),
+        (vec!["--text", "no-such.txt"], "cannot read --text 'no-such.txt'"),
+        (vec!["--tokens", "100k"], "was made for at most"),
+    ] {
+        let run = inspect(&[&["--output", out][..], &more].concat()).code(2).stderr(contains(expected));
+        let stderr = String::from_utf8(run.get_output().stderr.clone()).unwrap();
+        assert_eq!(stderr.trim_end().lines().count(), 1, "{stderr}");
+    }
+}
