@@ -229,10 +229,11 @@ impl<'a> Session<'a> {
         self.decoder.fork(ASKED, FORCED)?;
         let behind_prompt = self.last.clone();
         logits[..vocab].copy_from_slice(&self.last);
-        for (token, logits) in asked.expected.iter().zip(logits.chunks_exact_mut(vocab).skip(1)) {
-            self.feed(FORCED, &[*token])?;
-            logits.copy_from_slice(&self.last);
-        }
+        let fed = &asked.expected[..forced - 1];
+        self.decoder.follow_closely(&only(FORCED, fed), |_, place, row| {
+            logits[(place + 1) * vocab..][..vocab].copy_from_slice(row);
+        })?;
+        logits.chunks_exact(vocab).try_for_each(numbers)?;
         let outputs = self.watch.outputs().take().expect("put there above");
 
         let mut written = vec![likeliest(&behind_prompt) as u32];

@@ -263,6 +263,9 @@ pub const SHIPPED: &[(&str, &str)] = &[
     ("needle-heatmap", include_str!("../../experiments/needle-heatmap.toml")),
     ("model-memory", include_str!("../../experiments/model-memory.toml")),
     ("long-decode", include_str!("../../experiments/long-decode.toml")),
+    ("real-text", include_str!("../../experiments/real-text.toml")),
+    ("real-needles", include_str!("../../experiments/real-needles.toml")),
+    ("real-memory", include_str!("../../experiments/real-memory.toml")),
 ];
 
 impl Spec {

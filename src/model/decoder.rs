@@ -141,6 +141,8 @@ pub struct Decoder<'a> {
     /// Tokens that each sequence has seen.
     seen: Vec<usize>,
     buffers: Buffers,
+    /// Whether logits of every token of a call are wanted.
+    all_logits: bool,
     attend: Attend,
     evictor: Option<Evictor<'a>>,
     recorder: Option<QueryRecorder>,
@@ -190,6 +192,7 @@ impl<'a> Decoder<'a> {
             memory,
             seen: vec![0; setup.batch],
             buffers: Buffers::allocate(model, &setup, arena, cpu.threads())?,
+            all_logits: setup.all_logits,
             attend: Attend::new(&setup)?,
             evictor: None,
             recorder: None,
@@ -343,7 +346,7 @@ impl<'a> Decoder<'a> {
         // Sequence, place and row of what is wanted.
         let mut wanted = Vec::new();
         for chunk in chunks {
-            let first = match self.setup.all_logits {
+            let first = match self.all_logits {
                 true => 0,
                 false if chunk.first + chunk.tokens == chunk.horizon => chunk.tokens - 1,
                 false => continue,
@@ -352,20 +355,19 @@ impl<'a> Decoder<'a> {
                 (first..chunk.tokens).map(|token| (chunk.sequence, place(chunk.sequence) + token, chunk.row + token));
             wanted.extend(places);
         }
-        if wanted.is_empty() {
-            return;
-        }
         let Buffers { hidden: stream, normed, logits, scratch, .. } = &mut self.buffers;
-        for (to, &(_, _, row)) in wanted.iter().enumerate() {
-            let stride = normed.stride;
-            norm.rows(self.cpu, &stream[row * hidden..][..hidden], &mut normed.data[to * stride..], stride);
-        }
-        weights.output.apply(self.cpu, normed, wanted.len(), logits, vocab, scratch);
-        for (&(sequence, place, _), logits) in wanted.iter().zip(logits.chunks_exact_mut(vocab)) {
-            if let Some(cap) = config.final_softcap {
-                crate::device::simd::loops::soft_cap(self.cpu.isa(), logits, 1.0, cap);
+        for wanted in wanted.chunks(self.setup.logit_rows()) {
+            for (to, &(_, _, row)) in wanted.iter().enumerate() {
+                let stride = normed.stride;
+                norm.rows(self.cpu, &stream[row * hidden..][..hidden], &mut normed.data[to * stride..], stride);
             }
-            visit(sequence, place, logits);
+            weights.output.apply(self.cpu, normed, wanted.len(), logits, vocab, scratch);
+            for (&(sequence, place, _), logits) in wanted.iter().zip(logits.chunks_exact_mut(vocab)) {
+                if let Some(cap) = config.final_softcap {
+                    crate::device::simd::loops::soft_cap(self.cpu.isa(), logits, 1.0, cap);
+                }
+                visit(sequence, place, logits);
+            }
         }
     }
 }

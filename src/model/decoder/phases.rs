@@ -65,6 +65,25 @@ impl Decoder<'_> {
         Ok(())
     }
 
+    /// As [`Decoder::follow`], with the logits of every token whatever the setup says; they are computed as many at a time
+    /// as it has room for.
+    ///
+    /// # Errors
+    /// As [`Decoder::prefill`].
+    ///
+    /// # Panics
+    /// As [`Decoder::prefill`].
+    pub fn follow_closely(
+        &mut self,
+        tokens: &[&[u32]],
+        visit: impl FnMut(usize, usize, &[f32]),
+    ) -> Result<(), ModelError> {
+        let usual = std::mem::replace(&mut self.all_logits, true);
+        let followed = self.follow(tokens, visit);
+        self.all_logits = usual;
+        followed
+    }
+
     /// Lets the policy evict from a sequence: on the threads from the first to the last, as [`Decoder::pass`].
     pub(super) fn eviction_step(
         &mut self,
