@@ -93,6 +93,23 @@ pub fn difference(strata: &[Vec<f64>]) -> Option<Difference> {
     Some(Difference { mean, low, high, p: erfc(centre.abs() / error / 2f64.sqrt()) })
 }
 
+/// Mean of paired differences without bounds, with a bootstrap interval and p-value: few samples cannot make either small.
+/// `None` without any.
+pub fn unbounded_difference(values: &[f64]) -> Option<Difference> {
+    if values.is_empty() {
+        return None;
+    }
+    let mean = |picked: &mut dyn Iterator<Item = f64>| picked.sum::<f64>() / values.len() as f64;
+    let (mut above, mut below) = (0, 0);
+    let (low, high) = bootstrap(values.len(), |picked| {
+        let mean = mean(&mut picked.iter().map(|&at| values[at]));
+        (above, below) = (above + usize::from(mean >= 0.0), below + usize::from(mean <= 0.0));
+        mean
+    });
+    let p = 2.0 * (1 + above.min(below)) as f64 / (1 + RESAMPLES) as f64;
+    Some(Difference { mean: mean(&mut values.iter().copied()), low, high, p: p.min(1.0) })
+}
+
 /// Holm's correction: p-values as they are among all of these comparisons.
 pub fn holm(p: &[f64]) -> Vec<f64> {
     let mut order: Vec<usize> = (0..p.len()).collect();
@@ -105,13 +122,13 @@ pub fn holm(p: &[f64]) -> Vec<f64> {
     adjusted
 }
 
-/// How often each contender is among the best, as a share of resamples; `scores` holds its lists of scores, one value for
-/// each sample of a stratum, in the same order for all.
-pub fn among_best(scores: &[Vec<&[f64]>]) -> Vec<f64> {
+/// How often each contender is among the best, as a share of resamples; `scores` holds its lists of scores, the higher the
+/// better, one value for each sample of a stratum, in the same order for all.
+pub fn among_best(scores: &[Vec<Vec<f64>>]) -> Vec<f64> {
     let count = scores.iter().flatten().map(|values| values.len()).min().unwrap_or(0);
     let mut wins = vec![0usize; scores.len()];
     if count > 0 {
-        let total = |lists: &Vec<&[f64]>, picked: &[usize]| {
+        let total = |lists: &Vec<Vec<f64>>, picked: &[usize]| {
             lists.iter().map(|values| picked.iter().map(|&at| values[at]).sum::<f64>()).sum::<f64>()
         };
         bootstrap(count, |picked| {
@@ -195,6 +212,15 @@ mod tests {
     }
 
     #[test]
+    fn differences_without_bounds_are_as_sure_as_samples_make_them() {
+        let found = unbounded_difference(&[0.2, 0.3, 0.25, 0.4, 0.1, 0.35]).unwrap();
+        assert!(found.low > 0.1 && found.high < 0.4 && (found.mean - 1.6 / 6.0).abs() < 1e-12, "{found:?}");
+        assert!((found.p - 2.0 / 1001.0).abs() < 1e-12, "{found:?}");
+        assert_eq!(unbounded_difference(&[0.0; 5]).unwrap().p, 1.0);
+        assert_eq!(unbounded_difference(&[]), None);
+    }
+
+    #[test]
     fn many_comparisons_are_corrected_in_order() {
         assert_eq!(holm(&[0.01, 0.04, 0.03, 0.005]), [0.03, 0.06, 0.06, 0.02]);
         assert_eq!(holm(&[0.9, 0.8]), [1.0, 1.0]);
@@ -207,9 +233,10 @@ mod tests {
             (0..30).map(|at| f64::from(at % 2)).collect(),
             (0..30).map(|at| f64::from((at + 1) % 2)).collect(),
         );
-        assert_eq!(among_best(&[vec![&all], vec![&half]]), [1.0, 0.0]);
-        assert_eq!(among_best(&[vec![&all], vec![&all], vec![&half]]), [1.0, 1.0, 0.0]);
-        let unsure = among_best(&[vec![&half], vec![&other]]);
+        let contenders = |lists: &[&Vec<f64>]| lists.iter().map(|&list| vec![list.clone()]).collect::<Vec<_>>();
+        assert_eq!(among_best(&contenders(&[&all, &half])), [1.0, 0.0]);
+        assert_eq!(among_best(&contenders(&[&all, &all, &half])), [1.0, 1.0, 0.0]);
+        let unsure = among_best(&contenders(&[&half, &other]));
         assert!(unsure.iter().all(|share| (0.35..0.75).contains(share)), "{unsure:?}");
         assert!(unsure.iter().sum::<f64>() >= 1.0);
     }

@@ -295,7 +295,7 @@ fn what_a_model_cannot_do_ranks_nobody_and_nothing_but_a_window_is_marked() {
     assert_eq!(rows.len(), 3 * 15);
     for row in &rows {
         let number = |field: &str| row[field].parse::<f64>().unwrap();
-        assert!((number("accuracy_a") - number("accuracy_b") - number("difference")).abs() < 1e-9, "{row:?}");
+        assert!((number("value_a") - number("value_b") - number("difference")).abs() < 1e-9, "{row:?}");
         assert!(number("ci95_low") < number("ci95_high") && number("p") <= number("p_holm"), "{row:?}");
         assert!(number("difference") >= 0.0 && row["protocol"] == "agnostic", "{row:?}");
     }
