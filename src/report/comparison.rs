@@ -98,6 +98,7 @@ fn table(ranked: &[Ranked], protocol: &str) -> String {
     let random = ranked.iter().position(|ranked| ranked.pool.policy == RANDOM);
     let is_scored = ranked[0].pool.is_scored();
     let signed = |value: f64| match is_scored {
+        true if (100.0 * value).round() == 0.0 => "0".into(),
         true => format!("{:+.0}", 100.0 * value),
         false => format!("{}{}", if value < 0.0 { "" } else { "+" }, text::drift(value)),
     };
