@@ -190,9 +190,9 @@ mod tests {
         // 20 pairs, of which 6 are won and 1 is lost: (b - c) / (n + 2), with 0.5 added to each cell of the table.
         let pairs: Vec<f64> =
             (0..20).map(|pair| if pair < 6 { 1.0 } else { f64::from(-i8::from(pair == 6)) }).collect();
-        let found = difference(&[pairs.clone()]).unwrap();
+        let found = difference(std::slice::from_ref(&pairs)).unwrap();
         let (b, c, n) = (6.5, 1.5, 22.0);
-        let error = ((b + c) - (b - c) * (b - c) / n as f64).sqrt() / n;
+        let error = ((b + c) - (b - c) * (b - c) / n).sqrt() / n;
         assert!((found.low - ((b - c) / n - Z * error)).abs() < 1e-9, "{found:?}");
         assert!((found.high - ((b - c) / n + Z * error)).abs() < 1e-9, "{found:?}");
         assert_eq!(found.mean, 0.25);
