@@ -191,7 +191,7 @@ mod tests {
         let pairs: Vec<f64> =
             (0..20).map(|pair| if pair < 6 { 1.0 } else { f64::from(-i8::from(pair == 6)) }).collect();
         let found = difference(std::slice::from_ref(&pairs)).unwrap();
-        let (b, c, n) = (6.5, 1.5, 22.0);
+        let (b, c, n) = (6.5, 1.5, 22.0f64);
         let error = ((b + c) - (b - c) * (b - c) / n).sqrt() / n;
         assert!((found.low - ((b - c) / n - Z * error)).abs() < 1e-9, "{found:?}");
         assert!((found.high - ((b - c) / n + Z * error)).abs() < 1e-9, "{found:?}");
