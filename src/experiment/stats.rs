@@ -90,7 +90,7 @@ pub fn difference(strata: &[Vec<f64>]) -> Option<Difference> {
     let variance = (strata.iter().map(squares).sum::<f64>() + 1.0) / (count + 2.0);
     let (mean, centre, error) = (sum / count, sum / (count + 2.0), (variance / (count + 2.0)).sqrt());
     let (low, high) = ((centre - Z * error).max(-1.0).min(mean), (centre + Z * error).min(1.0).max(mean));
-    Some(Difference { mean, low, high, p: erfc(centre.abs() / error / 2f64.sqrt()) })
+    Some(Difference { mean, low, high, p: erfc(centre.abs() / error / 2f64.sqrt()).min(1.0) })
 }
 
 /// Mean of paired differences without bounds, with a bootstrap interval and p-value: few samples cannot make either small.
