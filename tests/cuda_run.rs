@@ -113,14 +113,14 @@ fn cuda_skips_models_beside_what_it_measures() {
     let records = run(&format!("{eval}{forward}"), &gpu, 1 << 30);
     let (evaluated, measured): (Vec<&Record>, _) = records.iter().partition(|record| record.cell.model.is_some());
     assert_eq!(measured.iter().map(|record| record.status).collect::<Vec<_>>(), [Status::Ok]);
-    assert_eq!(evaluated.len(), 2);
+    assert_eq!(evaluated.len(), 3);
     for record in evaluated {
         assert_eq!((record.status, record.cell.device), (Status::Skipped, Device::Cuda));
         assert_eq!(record.reason.as_deref(), Some("models run on the CPU only"));
     }
     let experiment = experiment(&eval, Device::Cuda).unwrap();
     let error = runner::prepare(&experiment, &Registry::default(), &gpu).err().unwrap().to_string();
-    assert!(error.starts_with("none of the cells runs here: eval passkey full"), "{error}");
+    assert!(error.starts_with("none of the cells runs here: eval passkey agnostic full"), "{error}");
 }
 
 #[test]

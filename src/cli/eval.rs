@@ -99,7 +99,7 @@ pub struct Args {
     /// Folder for results
     #[arg(long, value_name = "DIR", default_value = "results")]
     out: PathBuf,
-    /// Go on with the latest run of the same options: only missing cells run
+    /// Go on with the latest run of the same options: only missing samples run
     #[arg(long)]
     resume: bool,
     #[command(flatten)]

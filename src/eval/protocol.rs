@@ -53,3 +53,17 @@ impl FromStr for Protocol {
         named.ok_or_else(|| format!("'{text}' is no protocol; there are {known}"))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_protocol_has_one_name_everywhere() {
+        for protocol in Protocol::ALL {
+            assert_eq!(serde_json::to_value(protocol).unwrap(), protocol.name());
+            assert_eq!(protocol.name().parse(), Ok(protocol));
+        }
+        assert!("query-aware".parse::<Protocol>().unwrap_err().contains("aware-kept"));
+    }
+}

@@ -90,7 +90,24 @@ pub fn difference(strata: &[Vec<f64>]) -> Option<Difference> {
     let variance = (strata.iter().map(squares).sum::<f64>() + 1.0) / (count + 2.0);
     let (mean, centre, error) = (sum / count, sum / (count + 2.0), (variance / (count + 2.0)).sqrt());
     let (low, high) = ((centre - Z * error).max(-1.0).min(mean), (centre + Z * error).min(1.0).max(mean));
-    Some(Difference { mean, low, high, p: erfc(centre.abs() / error / 2f64.sqrt()) })
+    Some(Difference { mean, low, high, p: erfc(centre.abs() / error / 2f64.sqrt()).min(1.0) })
+}
+
+/// Mean of paired differences without bounds, with a bootstrap interval and p-value: few samples cannot make either small.
+/// `None` without any.
+pub fn unbounded_difference(values: &[f64]) -> Option<Difference> {
+    if values.is_empty() {
+        return None;
+    }
+    let mean = |picked: &mut dyn Iterator<Item = f64>| picked.sum::<f64>() / values.len() as f64;
+    let (mut above, mut below) = (0, 0);
+    let (low, high) = bootstrap(values.len(), |picked| {
+        let mean = mean(&mut picked.iter().map(|&at| values[at]));
+        (above, below) = (above + usize::from(mean >= 0.0), below + usize::from(mean <= 0.0));
+        mean
+    });
+    let p = 2.0 * (1 + above.min(below)) as f64 / (1 + RESAMPLES) as f64;
+    Some(Difference { mean: mean(&mut values.iter().copied()), low, high, p: p.min(1.0) })
 }
 
 /// Holm's correction: p-values as they are among all of these comparisons.
@@ -105,13 +122,13 @@ pub fn holm(p: &[f64]) -> Vec<f64> {
     adjusted
 }
 
-/// How often each contender is among the best, as a fraction of resamples; `scores` holds its lists of scores, one value for
-/// each sample of a stratum, in the same order for all.
-pub fn among_best(scores: &[Vec<&[f64]>]) -> Vec<f64> {
+/// How often each contender is among the best, as a fraction of resamples; `scores` holds its lists of scores, the higher the
+/// better, one value for each sample of a stratum, in the same order for all.
+pub fn among_best(scores: &[Vec<Vec<f64>>]) -> Vec<f64> {
     let count = scores.iter().flatten().map(|values| values.len()).min().unwrap_or(0);
     let mut wins = vec![0usize; scores.len()];
     if count > 0 {
-        let total = |lists: &Vec<&[f64]>, picked: &[usize]| {
+        let total = |lists: &Vec<Vec<f64>>, picked: &[usize]| {
             lists.iter().map(|values| picked.iter().map(|&at| values[at]).sum::<f64>()).sum::<f64>()
         };
         bootstrap(count, |picked| {
@@ -173,9 +190,9 @@ mod tests {
         // 20 pairs, of which 6 are won and 1 is lost: (b - c) / (n + 2), with 0.5 added to each cell of the table.
         let pairs: Vec<f64> =
             (0..20).map(|pair| if pair < 6 { 1.0 } else { f64::from(-i8::from(pair == 6)) }).collect();
-        let found = difference(&[pairs.clone()]).unwrap();
-        let (b, c, n) = (6.5, 1.5, 22.0);
-        let error = ((b + c) - (b - c) * (b - c) / n as f64).sqrt() / n;
+        let found = difference(std::slice::from_ref(&pairs)).unwrap();
+        let (b, c, n) = (6.5, 1.5, 22.0f64);
+        let error = ((b + c) - (b - c) * (b - c) / n).sqrt() / n;
         assert!((found.low - ((b - c) / n - Z * error)).abs() < 1e-9, "{found:?}");
         assert!((found.high - ((b - c) / n + Z * error)).abs() < 1e-9, "{found:?}");
         assert_eq!(found.mean, 0.25);
@@ -195,6 +212,15 @@ mod tests {
     }
 
     #[test]
+    fn differences_without_bounds_are_as_sure_as_samples_make_them() {
+        let found = unbounded_difference(&[0.2, 0.3, 0.25, 0.4, 0.1, 0.35]).unwrap();
+        assert!(found.low > 0.1 && found.high < 0.4 && (found.mean - 1.6 / 6.0).abs() < 1e-12, "{found:?}");
+        assert!((found.p - 2.0 / 1001.0).abs() < 1e-12, "{found:?}");
+        assert_eq!(unbounded_difference(&[0.0; 5]).unwrap().p, 1.0);
+        assert_eq!(unbounded_difference(&[]), None);
+    }
+
+    #[test]
     fn many_comparisons_are_corrected_in_order() {
         assert_eq!(holm(&[0.01, 0.04, 0.03, 0.005]), [0.03, 0.06, 0.06, 0.02]);
         assert_eq!(holm(&[0.9, 0.8]), [1.0, 1.0]);
@@ -207,9 +233,10 @@ mod tests {
             (0..30).map(|at| f64::from(at % 2)).collect(),
             (0..30).map(|at| f64::from((at + 1) % 2)).collect(),
         );
-        assert_eq!(among_best(&[vec![&all], vec![&half]]), [1.0, 0.0]);
-        assert_eq!(among_best(&[vec![&all], vec![&all], vec![&half]]), [1.0, 1.0, 0.0]);
-        let unsure = among_best(&[vec![&half], vec![&other]]);
+        let contenders = |lists: &[&Vec<f64>]| lists.iter().map(|&list| vec![list.clone()]).collect::<Vec<_>>();
+        assert_eq!(among_best(&contenders(&[&all, &half])), [1.0, 0.0]);
+        assert_eq!(among_best(&contenders(&[&all, &all, &half])), [1.0, 1.0, 0.0]);
+        let unsure = among_best(&contenders(&[&half, &other]));
         assert!(unsure.iter().all(|share| (0.35..0.75).contains(share)), "{unsure:?}");
         assert!(unsure.iter().sum::<f64>() >= 1.0);
     }

@@ -8,6 +8,7 @@ use super::text::{self, NOTHING};
 use super::{ReportError, SPARSE};
 use crate::eval::Protocol;
 use crate::experiment::answers::{Answers, Estimate};
+use crate::experiment::cell::Cell;
 use crate::experiment::measure::Measure;
 use crate::experiment::measure::eval::RANDOM;
 use crate::experiment::record::{Record, Status};
@@ -24,6 +25,8 @@ pub struct Pool<'a> {
     pub policy: &'a str,
     /// Its budget as it was written; empty for a full cache.
     pub budget: String,
+    /// Hash of all else that sets its cells apart, such as the model: policies of another setting answer another question.
+    pub setting: String,
     /// One for each task.
     pub records: Vec<&'a Record>,
 }
@@ -85,7 +88,7 @@ pub fn all_pools<'a>(records: &[&'a Record]) -> (Vec<Pool<'a>>, String) {
             (format!("{policy}{}", naming.apart(record)), record.cell.budget.clone().unwrap_or_default());
         match pools.iter_mut().find(|pool| pool.name == name && pool.budget == budget) {
             Some(pool) => pool.records.push(record),
-            None => pools.push(Pool { name, policy, budget, records: vec![record] }),
+            None => pools.push(Pool { name, policy, budget, setting: setting(record), records: vec![record] }),
         }
     }
     // Samples are compared in pairs: tasks and seeds stand in one order everywhere.
@@ -97,10 +100,36 @@ pub fn all_pools<'a>(records: &[&'a Record]) -> (Vec<Pool<'a>>, String) {
     (pools, naming.common)
 }
 
+/// Hash of what the cells of a comparison have in common besides their tasks and seeds.
+fn setting(record: &Record) -> String {
+    Cell { task: None, seed: 0, workload_hash: String::new(), ..record.cell.without_choice() }.id()
+}
+
 impl Pool<'_> {
+    /// What sets it apart besides its policy; empty or with a leading space.
+    pub fn apart(&self) -> &str {
+        &self.name[self.policy.len()..]
+    }
+
     /// Scores of every sample, by task.
     pub fn sample_scores(&self) -> Vec<&[f64]> {
         self.records.iter().filter_map(|record| Some(&answers(record)?.sample_scores[..])).collect()
+    }
+
+    /// Whether its answers have scores; a text only goes on.
+    pub fn is_scored(&self) -> bool {
+        self.sample_scores().iter().any(|scores| !scores.is_empty())
+    }
+
+    /// What ranks it, of every sample, by task, the higher the better: scores, or of texts minus the divergence.
+    pub fn merits(&self) -> Vec<Vec<f64>> {
+        match self.is_scored() {
+            true => self.sample_scores().into_iter().map(<[f64]>::to_vec).collect(),
+            false => {
+                let answers = self.records.iter().filter_map(|record| answers(record));
+                answers.map(|answers| answers.sample_kl_nats.iter().map(|kl| -kl).collect()).collect()
+            }
+        }
     }
 
     /// Mean score over tasks, with an interval over samples.
@@ -398,22 +427,22 @@ pub fn findings(records: &[&Record]) -> Vec<String> {
 
 fn best(records: &[&Record]) -> Vec<String> {
     let (pools, _) = pools(records);
-    let Some(full) = pools.iter().find(|pool| palette::is_baseline(pool.policy)).and_then(Pool::score) else {
-        return Vec::new();
-    };
     let sentence = |budget: Vec<Ranked>| {
+        budget.first().filter(|ranked| ranked.pool.is_scored())?;
         let best = budget.iter().filter(|ranked| ranked.among_best >= 0.05).collect::<Vec<_>>();
         let first = best.first()?;
-        let name = |ranked: &&Ranked| format!("`{}` ({})", ranked.pool.name, text::percent(ranked.score.mean));
+        let name = |ranked: &&Ranked| format!("`{}` ({})", ranked.pool.name, text::percent(ranked.value.mean));
+        let is_full = |pool: &&Pool| palette::is_baseline(pool.policy) && pool.setting == first.pool.setting;
+        let full = pools.iter().find(is_full).and_then(Pool::score)?;
         let random = budget.iter().find(|ranked| ranked.pool.policy == RANDOM);
         // Where nobody answers anything there is no best.
-        (first.score.mean > 0.0).then(|| {
+        (first.value.mean > 0.0).then(|| {
             format!(
                 "eval{}, budget {}: among the best in at least 5% of resamples: {}; {}full cache {}.",
                 protocol(records[0]),
                 first.pool.budget,
                 best.iter().map(name).collect::<Vec<_>>().join(", "),
-                random.map_or(String::new(), |random| format!("random {}, ", text::percent(random.score.mean))),
+                random.map_or(String::new(), |random| format!("random {}, ", text::percent(random.value.mean))),
                 text::percent(full.mean),
             )
         })

@@ -1,4 +1,5 @@
-//! Policies against one another: paired differences of scores on the same samples, and how sure a rank is.
+//! Policies against one another: paired differences on the same samples, of scores or, for texts, of divergence from the full
+//! cache, and how sure a rank is.
 //!
 //! All policies of a budget answer the same samples, so that a difference of two is surer than their intervals say. Every
 //! pair of a budget is compared, the p-values of all these pairs are corrected together (Holm), and the table shows of them
@@ -13,7 +14,7 @@ use super::text::{self, NOTHING};
 use crate::eval::Protocol;
 use crate::experiment::answers::Estimate;
 use crate::experiment::measure::eval::RANDOM;
-use crate::experiment::stats::{Difference, among_best, difference, holm};
+use crate::experiment::stats::{Difference, among_best, difference, holm, unbounded_difference};
 
 /// Differences with a larger corrected p-value are not marked.
 const SURE: f64 = 0.05;
@@ -22,8 +23,8 @@ const SURE: f64 = 0.05;
 pub struct Ranked<'a> {
     /// The policy.
     pub pool: &'a Pool<'a>,
-    /// Its mean score over tasks.
-    pub score: Estimate,
+    /// Its mean score over tasks, or its divergence for texts.
+    pub value: Estimate,
     /// Fraction of resamples in which none is better.
     pub among_best: f64,
 }
@@ -32,40 +33,47 @@ pub struct Ranked<'a> {
 struct Pair {
     /// Indices among those of the budget.
     of: [usize; 2],
-    /// The first's score minus the second's.
+    /// The first's score minus the second's; for texts the second's divergence minus the first's.
     difference: Difference,
     /// Holm's p-value among all pairs of the budget.
     p_holm: f64,
 }
 
-/// The policies that evict, by budget from the largest, each with the best first.
+/// The policies that evict, by setting and by budget from the largest, each with the best first.
 pub fn ranked<'a>(pools: &'a [Pool<'a>]) -> Vec<Vec<Ranked<'a>>> {
-    let mut budgets: Vec<&str> = Vec::new();
+    let mut questions: Vec<(&str, &str)> = Vec::new();
     for pool in pools.iter().rev().filter(|pool| !pool.budget.is_empty()) {
-        if !budgets.contains(&pool.budget.as_str()) {
-            budgets.push(&pool.budget);
+        let question = (pool.budget.as_str(), pool.setting.as_str());
+        if !questions.contains(&question) {
+            questions.push(question);
         }
     }
-    let of_budget = |budget: &str| {
-        let of = |pool: &&Pool| pool.budget == budget && !palette::is_baseline(pool.policy);
+    let of_question = |(budget, setting): (&str, &str)| {
+        let of = |pool: &&Pool| pool.budget == budget && pool.setting == setting && !palette::is_baseline(pool.policy);
         let these: Vec<&Pool> = pools.iter().filter(of).collect();
-        let shares = among_best(&these.iter().map(|pool| pool.sample_scores()).collect::<Vec<_>>());
-        let one = |(pool, among_best): (&'a Pool<'a>, f64)| Some(Ranked { pool, score: pool.score()?, among_best });
+        let shares = among_best(&these.iter().map(|pool| pool.merits()).collect::<Vec<_>>());
+        let value = |pool: &Pool| if pool.is_scored() { pool.score() } else { pool.kl_nats() };
+        let one = |(pool, among_best): (&'a Pool<'a>, f64)| Some(Ranked { pool, value: value(pool)?, among_best });
         let mut ranked: Vec<Ranked> = these.into_iter().zip(shares).filter_map(one).collect();
-        ranked.sort_by(|a, b| b.score.mean.total_cmp(&a.score.mean).then(b.among_best.total_cmp(&a.among_best)));
+        let worth = |ranked: &Ranked| if ranked.pool.is_scored() { ranked.value.mean } else { -ranked.value.mean };
+        ranked.sort_by(|a, b| worth(b).total_cmp(&worth(a)).then(b.among_best.total_cmp(&a.among_best)));
         ranked
     };
-    budgets.into_iter().map(of_budget).filter(|ranked| !ranked.is_empty()).collect()
+    questions.into_iter().map(of_question).filter(|ranked| !ranked.is_empty()).collect()
 }
 
 /// Every pair of a budget's policies, the better one first.
 fn pairs(ranked: &[Ranked]) -> Vec<Pair> {
     let both = (0..ranked.len()).flat_map(|a| (a + 1..ranked.len()).map(move |b| [a, b]));
     let compared = |of: [usize; 2]| {
-        let [a, b] = of.map(|at| ranked[at].pool.sample_scores());
-        let stratum = |(a, b): (&&[f64], &&[f64])| a.iter().zip(*b).map(|(a, b)| a - b).collect();
+        let [a, b] = of.map(|at| ranked[at].pool.merits());
+        let stratum = |(a, b): (&Vec<f64>, &Vec<f64>)| a.iter().zip(b).map(|(a, b)| a - b).collect();
         let strata: Vec<Vec<f64>> = a.iter().zip(&b).map(stratum).collect();
-        Some(Pair { of, difference: difference(&strata)?, p_holm: 1.0 })
+        let difference = match ranked[of[0]].pool.is_scored() {
+            true => difference(&strata),
+            false => unbounded_difference(&strata.concat()),
+        };
+        Some(Pair { of, difference: difference?, p_holm: 1.0 })
     };
     let mut pairs: Vec<Pair> = both.filter_map(compared).collect();
     let corrected = holm(&pairs.iter().map(|pair| pair.difference.p).collect::<Vec<_>>());
@@ -78,7 +86,7 @@ pub fn tables(pools: &[Pool], protocol: &str) -> String {
     let all = ranked(pools);
     let mut text: String = all.iter().filter(|ranked| ranked.len() > 1).map(|ranked| table(ranked, protocol)).collect();
     if !text.is_empty() {
-        let words = "vs: difference of scores with its 95% interval, paired by sample · *: p < 0.05, corrected for all pairs of \
+        let words = "vs: difference with its 95% interval, paired by sample · *: p < 0.05, corrected for all pairs of \
                      the budget (Holm) · among best: share of resamples in which none is better";
         text += &format!("\n{}\n", wrapped(words));
     }
@@ -88,32 +96,44 @@ pub fn tables(pools: &[Pool], protocol: &str) -> String {
 fn table(ranked: &[Ranked], protocol: &str) -> String {
     let pairs = pairs(ranked);
     let random = ranked.iter().position(|ranked| ranked.pool.policy == RANDOM);
+    let is_scored = ranked[0].pool.is_scored();
+    let signed = |value: f64| match is_scored {
+        true if (100.0 * value).round() == 0.0 => "0".into(),
+        true => format!("{:+.0}", 100.0 * value),
+        false => format!("{}{}", if value < 0.0 { "" } else { "+" }, text::drift(value)),
+    };
     let against = |one: usize, other: Option<usize>| {
         let found = pairs.iter().find(|pair| other.is_some_and(|other| pair.of == [one.min(other), one.max(other)]));
         found.map_or(NOTHING.into(), |pair| {
-            let sign = if pair.of[0] == one { 1.0 } else { -1.0 };
             let Difference { mean, low, high, .. } = pair.difference;
-            let (low, high) = if sign > 0.0 { (low, high) } else { (-high, -low) };
-            let percent = |value: f64| format!("{:+.0}", 100.0 * value);
+            // Of texts, less divergence is better.
+            let (mean, low, high) =
+                if (pair.of[0] == one) == is_scored { (mean, low, high) } else { (-mean, -high, -low) };
             let sure = if pair.p_holm < SURE { " *" } else { "" };
-            format!("{} ({} to {}){sure}", percent(sign * mean), percent(low), percent(high))
+            format!("{} ({} to {}){sure}", signed(mean), signed(low), signed(high))
         })
     };
-    let headings = ["policy", "score", "95%", "vs random", "vs best", "among best"].map(String::from).to_vec();
+    let value = if is_scored { "score" } else { "KL nats" };
+    let headings = ["policy", value, "95%", "vs random", "vs best", "among best"].map(String::from).to_vec();
     let row = |(at, found): (usize, &Ranked)| {
-        let Estimate { mean, ci95_low, ci95_high } = found.score;
+        let Estimate { mean, ci95_low, ci95_high } = found.value;
         let mark = if found.pool.only_protected() { " !" } else { "" };
+        let [value, interval] = match is_scored {
+            true => [format!("{:.1}", 100.0 * mean), format!("{:.0}–{:.0}", 100.0 * ci95_low, 100.0 * ci95_high)],
+            false => [text::drift(mean), format!("{}–{}", text::drift(ci95_low), text::drift(ci95_high))],
+        };
         vec![
             found.pool.name.clone(),
-            format!("{:.1}{mark}", 100.0 * mean),
-            format!("{:.0}–{:.0}", 100.0 * ci95_low, 100.0 * ci95_high),
+            format!("{value}{mark}"),
+            interval,
             against(at, random),
             against(at, Some(0)),
             text::percent(found.among_best),
         ]
     };
     let rows = std::iter::once(headings).chain(ranked.iter().enumerate().map(row)).collect();
-    format!("\n### eval: comparison{protocol}, budget {}\n\n{}", ranked[0].pool.budget, lines(rows))
+    let Pool { budget, .. } = ranked[0].pool;
+    format!("\n### eval: comparison{protocol}, budget {budget}{}\n\n{}", ranked[0].pool.apart(), lines(rows))
 }
 
 /// `comparisons.csv`: every pair of policies of each protocol's pools; `None` without any.
@@ -121,18 +141,9 @@ fn table(ranked: &[Ranked], protocol: &str) -> String {
 /// # Errors
 /// When a line cannot be written.
 pub fn csv(of_protocols: &[(Protocol, Vec<Pool>)]) -> Result<Option<String>, ReportError> {
-    const NAMES: [&str; 4] = ["protocol", "budget", "policy_a", "policy_b"];
-    const NUMBERS: [&str; 9] = [
-        "accuracy_a",
-        "accuracy_b",
-        "difference",
-        "ci95_low",
-        "ci95_high",
-        "p",
-        "p_holm",
-        "among_best_a",
-        "among_best_b",
-    ];
+    const NAMES: [&str; 5] = ["protocol", "budget", "measure", "policy_a", "policy_b"];
+    const NUMBERS: [&str; 9] =
+        ["value_a", "value_b", "difference", "ci95_low", "ci95_high", "p", "p_holm", "among_best_a", "among_best_b"];
     let mut table = ::csv::Writer::from_writer(Vec::new());
     table.write_record(NAMES.iter().chain(&NUMBERS))?;
     let mut is_empty = true;
@@ -140,8 +151,12 @@ pub fn csv(of_protocols: &[(Protocol, Vec<Pool>)]) -> Result<Option<String>, Rep
         for ranked in ranked(pools) {
             for Pair { of, difference: Difference { mean, low, high, p }, p_holm } in pairs(&ranked) {
                 let [a, b] = of.map(|at| &ranked[at]);
-                let numbers = [a.score.mean, b.score.mean, mean, low, high, p, p_holm, a.among_best, b.among_best];
-                let names = [protocol.name(), &a.pool.budget, &a.pool.name, &b.pool.name].map(String::from);
+                // Of texts, less divergence is better.
+                let is_scored = a.pool.is_scored();
+                let (mean, low, high) = if is_scored { (mean, low, high) } else { (-mean, -high, -low) };
+                let numbers = [a.value.mean, b.value.mean, mean, low, high, p, p_holm, a.among_best, b.among_best];
+                let measure = if is_scored { "accuracy" } else { "kl_nats" };
+                let names = [protocol.name(), &a.pool.budget, measure, &a.pool.name, &b.pool.name].map(String::from);
                 table.write_record(names.into_iter().chain(numbers.map(|number| number.to_string())))?;
                 is_empty = false;
             }

@@ -22,6 +22,11 @@ fn table(run: &Run, id: &str) -> Vec<BTreeMap<String, String>> {
     reader.deserialize().map(Result::unwrap).collect()
 }
 
+/// Whether no line passes a hundred columns but those of tables, in which names of policies are whole.
+fn within_width(summary: &str) -> bool {
+    summary.lines().all(|line| line.chars().count() <= 100 || line.starts_with('|'))
+}
+
 #[test]
 fn every_figure_is_drawn_with_the_table_behind_it() {
     let (_folder, kernels) = drawn(&[samples::run()]);
@@ -262,7 +267,7 @@ fn a_leaderboard_has_means_over_tasks_and_leaves_out_what_lacks_one() {
     let place = run.records.iter().position(lame).unwrap();
     run.records[place] = failed(run.records[place].clone());
     let summary = summary_table(&run.records);
-    assert!(summary.lines().all(|line| line.chars().count() <= 100), "{summary}");
+    assert!(within_width(&summary), "{summary}");
     let board: Vec<&str> = summary.lines().take_while(|line| !line.contains("eval: niah")).collect();
     insta::assert_snapshot!(board.join("\n"));
     let points = table(&run, "accuracy-vs-budget");
@@ -284,7 +289,8 @@ fn what_a_model_cannot_do_ranks_nobody_and_nothing_but_a_window_is_marked() {
     }
     let summary = summary_table(&run.records);
     let unranked = "passkey at 512 (full cache 40.0) · passkey at 1K (full cache 40.0)";
-    assert!(summary.contains(&format!("not ranked, the model cannot do it: {unranked}")), "{summary}");
+    let words = summary.replace('\n', " ");
+    assert!(words.contains(&format!("not ranked, the model cannot do it: {unranked}")), "{summary}");
     assert!(table(&run, "accuracy-vs-budget").iter().all(|point| point["cells"] == "1"));
     assert!(table(&run, "kl-vs-budget").iter().all(|point| point["cells"] == "2"));
     let marked: Vec<&str> = summary.lines().filter(|line| line.contains(" ! |")).collect();
@@ -295,7 +301,7 @@ fn what_a_model_cannot_do_ranks_nobody_and_nothing_but_a_window_is_marked() {
     assert_eq!(rows.len(), 3 * 15);
     for row in &rows {
         let number = |field: &str| row[field].parse::<f64>().unwrap();
-        assert!((number("accuracy_a") - number("accuracy_b") - number("difference")).abs() < 1e-9, "{row:?}");
+        assert!((number("value_a") - number("value_b") - number("difference")).abs() < 1e-9, "{row:?}");
         assert!(number("ci95_low") < number("ci95_high") && number("p") <= number("p_holm"), "{row:?}");
         assert!(number("difference") >= 0.0 && row["protocol"] == "agnostic", "{row:?}");
     }
@@ -429,9 +435,7 @@ fn names_of_policies_are_never_cut_and_bytes_read_appear_where_they_are_few() {
     assert!(summary.contains(&long) && !summary.contains("…"), "{summary}");
     // What all have in common is never cut: it goes on on a second line.
     let many = summary_table(&samples::layers().records);
-    assert!(
-        many.lines().all(|line| line.chars().count() <= 100) && many.contains("4 layers") && many.contains("2 threads")
-    );
+    assert!(within_width(&many) && many.contains("4 layers") && many.contains("2 threads"));
     assert!(!summary.contains(" read |") && summary_table(&samples::layers().records).contains(" read |"));
 }
 
