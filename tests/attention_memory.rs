@@ -155,7 +155,7 @@ fn without_room_a_workspace_is_an_error_and_not_a_crash() {
     let problem = shape([1, 8, 8, 4096, 4096, 64]);
     let size = kernel("naive").unwrap().workspace(&problem, &Params::new(64, true), DType::F32, 2);
     let error = size.allocate(&Arena::with_limit(1 << 20)).err().unwrap().to_string();
-    assert!(error.contains("536870912 bytes for scores asked"), "{error}");
+    assert!(error.contains("536870912 bytes for scores requested"), "{error}");
 }
 
 #[test]

@@ -328,7 +328,7 @@ fn wrong_options_are_named_in_one_line() {
         (&["--device", "cuda:x"], 2, "unknown device 'cuda:x'; use cpu or cuda[:N]"),
         (&["--device", "tpu"], 2, "unknown device 'tpu'; use cpu or cuda[:N]"),
         (&["--limit-memory", "8"], 2, "'8' is not an amount of memory"),
-        (&["--limit-memory", "16KiB"], 1, "out of memory: 16896 bytes for input asked"),
+        (&["--limit-memory", "16KiB"], 1, "out of memory: 16896 bytes for input requested"),
         (&["--output", "none/out.safetensors"], 2, "there is no folder 'none'"),
         (&["--output", "folder"], 2, "'folder' exists and is not a regular file"),
         (&["--output", "./in.safetensors"], 2, "the same file as --input; give each its own"),

@@ -238,7 +238,7 @@ fn torn_last_lines_are_cut_off_and_damaged_ones_are_named() {
         assert!(stderr.contains("cells.jsonl' line 2 is not a record"), "{stderr}");
     }
     assert_eq!(fs::read(&path).unwrap(), damaged, "nothing of it is lost");
-    fs::write(&path, String::from_utf8(whole).unwrap().replace("cell/v2", "cell/v1")).unwrap();
+    fs::write(&path, String::from_utf8(whole).unwrap().replace("cell/v3", "cell/v1")).unwrap();
     let stderr = desk.refuses(&["report", run.to_str().unwrap()]);
     assert!(stderr.contains("line 1 is not a record: its schema is kvsieve/cell/v1"), "{stderr}");
 }
@@ -453,7 +453,7 @@ fn a_record_whose_parts_do_not_fit_together_is_damaged() {
         (|record| drop(take(record, "kept_by_position").pop()), "kept_by_position has 3 lists; the cell has 2 x 2"),
         (
             |record| drop(take(record, "kept_by_position")[1].as_array_mut().unwrap().pop()),
-            "kept_by_position has 63 stretches in a list; the cell needs 64",
+            "kept_by_position has 63 bins in a list; the cell needs 64",
         ),
         (|record| drop(take(record, "kept_by_head").pop()), "kept_by_head has 1 layers; the cell needs 2"),
         (

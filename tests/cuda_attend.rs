@@ -62,7 +62,7 @@ fn cuda_attend_without_room_is_one_line() {
     let output = attend(folder.path(), &options).output().unwrap();
     let stderr = String::from_utf8(output.stderr).unwrap();
     assert_eq!(output.status.code(), Some(1), "{stderr}");
-    let asked = "out of GPU memory: 360000000000 bytes for scores asked";
+    let asked = "out of GPU memory: 360000000000 bytes for scores requested";
     assert!(stderr.contains(asked) && stderr.lines().count() == 1, "{stderr}");
 }
 

@@ -54,11 +54,14 @@ fn a_resumed_run_simulates_only_what_is_missing_and_shards_share_the_cells() {
     let first = run(SERVE, folder.path(), false, None);
     let again = run(SERVE, folder.path(), true, None);
     assert!(first.folder == again.folder && first.records == again.records);
+    // Strategies are compared with one another: a shard has both of a seed.
+    let seeds = format!("{SERVE}seed = [3, 4]\n");
     let cells = |index: usize| {
-        let records = run(SERVE, folder.path(), false, Some((index, 2))).records;
-        records.into_iter().map(|record| record.cell.strategy.unwrap()).collect::<Vec<_>>()
+        let records = run(&seeds, folder.path(), false, Some((index, 2))).records;
+        records.into_iter().map(|record| (record.cell.seed, record.cell.strategy.unwrap())).collect::<Vec<_>>()
     };
-    assert_eq!([cells(1), cells(2)], [["max"], ["paged"]]);
+    let both = |seed: u64| ["max", "paged"].map(|strategy| (seed, strategy.to_string())).to_vec();
+    assert_eq!([cells(1), cells(2)], [both(3), both(4)]);
 }
 
 #[test]

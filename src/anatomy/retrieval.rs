@@ -5,7 +5,7 @@
 //! so is where it stands in the needle: a head that looks there most copies it. The authors let the model write and count
 //! only what it copies rightly; here the right answer is fed, so that a weak model's heads are scored on as many steps.
 
-use super::{Anatomy, activations, heads::softmaxes};
+use super::{activations, heads::softmaxes};
 use crate::device::Cpu;
 use crate::memory::Arena;
 use crate::model::{Activation, Model, ModelError, Text};
@@ -35,10 +35,10 @@ pub enum RetrievalError {
     Model(#[from] ModelError),
 }
 
-impl Anatomy {
-    /// Heads `[layer, head]` by their retrieval scores, the highest first.
-    pub fn by_retrieval(&self, retrieval: &Retrieval) -> Vec<([usize; 2], f64)> {
-        let scores = retrieval.scores.iter().enumerate();
+impl Retrieval {
+    /// Heads `[layer, head]` with their scores, the highest first.
+    pub fn heads(&self) -> Vec<([usize; 2], f64)> {
+        let scores = self.scores.iter().enumerate();
         let mut heads: Vec<_> = scores
             .flat_map(|(layer, heads)| heads.iter().enumerate().map(move |(head, &score)| ([layer, head], score)))
             .collect();

@@ -219,7 +219,7 @@ impl Args {
             kv_bytes_read: outcome.read.as_ref().map(|read| read.bytes),
             tie_rate: outcome.tie_rate,
             peak_bytes: outcome.peak_bytes,
-            warnings: policy.only_protected(budget_tokens, shape.kv_len).into_iter().collect(),
+            warnings: policy.only_protected(budget_tokens, shape.kv_len, 0).into_iter().collect(),
         };
         output::warn(&report.warnings);
         match &self.json {

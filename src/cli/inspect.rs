@@ -73,6 +73,8 @@ struct Report {
 const SINK: f64 = 0.3;
 const LOCAL: f64 = 0.6;
 const COPIES: f64 = 0.1;
+/// Tokens by which an essay is written longer than what is read.
+const ESSAY_MORE: usize = 256;
 /// Copying heads that are named.
 const NAMED: usize = 5;
 
@@ -82,6 +84,9 @@ pub fn run(args: &Args) -> Result<(), Failure> {
         return Err(Failure::usage("--tokens must be at least 2 and --needles at least 1".into()));
     }
     output::check_folder("--output", &args.output)?;
+    let reads: Vec<_> = args.text.as_deref().map(|path| ("--text", path)).into_iter().collect();
+    let json = args.json.as_deref().filter(|path| !output::is_stdout(path)).map(|path| ("--json", path));
+    output::check_files(&reads, &json.into_iter().collect::<Vec<_>>())?;
     let folder = locate(&args.model)?;
     let text = Text::open(&folder)?;
     let content = match &args.text {
@@ -89,7 +94,8 @@ pub fn run(args: &Args) -> Result<(), Failure> {
             .map_err(|error| Failure::usage(format!("cannot read --text '{}': {error}", path.display())))?,
         None => {
             let essay = task("niah-single-2").expect("the task is built in");
-            generate("niah-single-2", &*essay, args.tokens, &Draw::new(1, 0), &text)?.context
+            // Longer than what is read of it: its question and answer count in the length.
+            generate("niah-single-2", &*essay, args.tokens + ESSAY_MORE, &Draw::new(1, 0), &text)?.context
         }
     };
     let mut tokens = text.tokens(&content)?;
@@ -100,8 +106,8 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     model.check_length(args.tokens)?;
     let found = anatomy(&model, &tokens, &cpu, &arena)?;
     let copied = retrieval(&model, &text, (args.tokens, args.needles), &cpu, &arena)?;
-    let name = args.model.file_stem().unwrap_or(args.model.as_os_str()).to_string_lossy();
-    report::anatomy::write(&args.output, &name, &found, &copied)?;
+    let name = args.model.file_name().unwrap_or(args.model.as_os_str()).to_string_lossy();
+    report::anatomy::write(&args.output, name.trim_end_matches(".gguf"), &found, &copied)?;
     let report = summed_up(args, &found, &copied);
     match &args.json {
         Some(target) => output::json(target, &report),
@@ -117,7 +123,7 @@ fn summed_up(args: &Args, found: &Anatomy, copied: &Retrieval) -> Report {
         values.sort_unstable_by(f64::total_cmp);
         values[values.len() / 2]
     };
-    let best = found.by_retrieval(copied);
+    let best = copied.heads();
     Report {
         model: args.model.clone(),
         tokens: found.tokens,

@@ -203,6 +203,8 @@ impl<'a> Session<'a> {
     }
 
     fn prefill(&mut self, sequence: usize, tokens: &[u32]) -> Result<(), EvalError> {
+        // A question that failed may have left its watch on.
+        *self.watch.outputs() = None;
         let behind = &mut self.behind_context[sequence];
         self.decoder.prefill(&only(sequence, tokens), |_, _, logits| behind.copy_from_slice(logits))?;
         numbers(&self.behind_context[sequence])

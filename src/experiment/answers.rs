@@ -71,7 +71,7 @@ pub struct Answers {
     /// The same minus that of the full cache.
     pub nll_difference_nats: Estimate,
     /// Fraction of the full cache's own words that the answer begins with, both written greedily.
-    pub greedy_agreement: Estimate,
+    pub greedy_agreement: Option<Estimate>,
     /// Relative L2 distance of attention's outputs from the full cache's in each layer, lowest first, over the tokens of
     /// question and right answer.
     pub o_drift_by_layer: Vec<Estimate>,

@@ -1,4 +1,4 @@
-//! Runs an experiment: interleaved rounds, checked turns, records as cells end.
+//! Runs an experiment: interleaved rounds, checked trials, records as cells end.
 //!
 //! Cells of one context length are a group. Their inputs are made once and their samples are taken interleaved, round
 //! after round (A B C A B C), so that a slow moment of the machine falls on all of them. A cell leaves the rotation,
@@ -120,6 +120,8 @@ pub fn run<'e>(
     };
     let done = finished(&records);
     let todo: Vec<Prepared> = cells.into_iter().filter(|prepared| !done.contains(&prepared.cell.id())).collect();
+    let mut measures: Vec<Measure> = comparisons.iter().map(|cells| cells[0].measure).collect();
+    measures.dedup();
     let missing = |cells: Vec<&'_ Cell>| -> Vec<Cell> {
         cells.into_iter().filter(|cell| !done.contains(&cell.id())).cloned().collect()
     };
@@ -128,14 +130,18 @@ pub fn run<'e>(
     progress(Progress::Start { cells, resumed: done.len() });
 
     let mut runner = Runner { experiment, engine, options, store, records, progress };
-    let mut measures: Vec<Measure> = comparisons.iter().map(|cells| cells[0].measure).collect();
-    measures.dedup();
     for cells in &comparisons {
         runner.comparison(cells, registry)?;
     }
-    for comparisons in measures.into_iter().filter_map(Measure::comparisons) {
+    // What failed is run again by a resume, which then needs what was kept for it.
+    let done = finished(&runner.records);
+    let failed = |measure: Measure| {
+        runner.records.iter().any(|record| record.cell.measure == measure && !done.contains(&record.cell_id))
+    };
+    for measure in measures.into_iter().filter(|measure| !failed(*measure)) {
         let folder = &runner.store.folder;
-        comparisons.finish(folder).map_err(|error| unwritten(folder, &error))?;
+        let finished = measure.comparisons().map_or(Ok(()), |comparisons| comparisons.finish(folder));
+        finished.map_err(|error| unwritten(folder, &error))?;
     }
     for group in groups(todo, options.limit_bytes) {
         runner.group(group)?;

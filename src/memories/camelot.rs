@@ -171,7 +171,7 @@ struct Segment {
 
 /// Keys before RoPE, keys after it, and values.
 const BEFORE: usize = 0;
-const TURNED: usize = 1;
+const ROTATED: usize = 1;
 const VALUES: usize = 2;
 
 struct State {
@@ -183,7 +183,7 @@ struct State {
     facts: Buffer<Mode>,
     /// Tokens of the segment, `[sequences, Hkv, window, D]`.
     tokens: [Buffer<f32>; 3],
-    /// Turned keys and values of chosen modes, `[Hkv, picks, D]`.
+    /// Rotated keys and values of chosen modes, `[Hkv, picks, D]`.
     picked: [Buffer<f32>; 2],
     /// Similarities to a key, and an order of modes, `[Hkv, slots]`.
     scores: Buffer<f32>,
@@ -249,7 +249,7 @@ impl MemoryState for State {
             for (pick, &slot) in picked.iter().enumerate() {
                 let from = rows(list, slots, slot as usize, slot as usize + 1);
                 let to = rows(head, picks, pick, pick + 1);
-                self.picked[0][to.clone()].copy_from_slice(&self.modes[TURNED][from.clone()]);
+                self.picked[0][to.clone()].copy_from_slice(&self.modes[ROTATED][from.clone()]);
                 self.picked[1][to].copy_from_slice(&self.modes[VALUES][from]);
             }
             chosen.push(Some(picked.len()));
@@ -259,7 +259,7 @@ impl MemoryState for State {
             let modes = match chosen {
                 None => {
                     let all = rows(list, slots, 0, self.counts[list]);
-                    Run { k: &self.modes[TURNED][all.clone()], v: &self.modes[VALUES][all] }
+                    Run { k: &self.modes[ROTATED][all.clone()], v: &self.modes[VALUES][all] }
                 }
                 Some(count) => {
                     let copied = rows(head, picks, 0, count);
@@ -267,7 +267,7 @@ impl MemoryState for State {
                 }
             };
             let seen = rows(list, window, hidden.saturating_sub(first), tokens);
-            [modes, Run { k: &self.tokens[TURNED][seen.clone()], v: &self.tokens[VALUES][seen] }]
+            [modes, Run { k: &self.tokens[ROTATED][seen.clone()], v: &self.tokens[VALUES][seen] }]
         };
         Runs::new(head_dim, chosen.into_iter().enumerate().map(runs))
     }

@@ -82,7 +82,7 @@ impl Eviction<'_> {
         let token_bytes = format.token_bytes(config.head_dim);
         let lists = config.layers * config.kv_heads;
         let budget = self.policy.budget_tokens(self.name, self.budget.as_ref(), context_tokens, token_bytes, lists);
-        self.policy.only_protected(budget.ok()?, context_tokens)
+        self.policy.only_protected(budget.ok()?, context_tokens, 0)
     }
 }
 

@@ -39,17 +39,18 @@ impl Policy {
     }
 
     /// Of a budget of `budget_tokens` in each KV head, on average, what is left beside the tokens that the policy never
-    /// evicts; `None` for a policy that evicts nothing.
-    pub fn unprotected(&self, budget_tokens: usize) -> Option<usize> {
+    /// evicts; `None` for a policy that evicts nothing. The `kept` last tokens stay beside the budget, whoever protects them.
+    pub fn unprotected(&self, budget_tokens: usize, kept: usize) -> Option<usize> {
         let Protect { sink, window } = self.scorer.as_ref()?.protect(budget_tokens);
-        Some(budget_tokens.saturating_sub(sink.saturating_add(window)))
+        Some(budget_tokens.saturating_sub(sink.saturating_add(window.saturating_sub(kept))))
     }
 
     /// A warning where a budget of `budget_tokens` in each KV head, on average, keeps nothing but tokens that the policy
-    /// never evicts, so that its scores have no say. Nothing where the whole context of `context_tokens` stays.
-    pub fn only_protected(&self, budget_tokens: usize, context_tokens: usize) -> Option<String> {
+    /// never evicts, so that its scores have no say. Nothing where the whole context of `context_tokens` stays; `kept` as in
+    /// [`Policy::unprotected`].
+    pub fn only_protected(&self, budget_tokens: usize, context_tokens: usize, kept: usize) -> Option<String> {
         let Protect { sink, window } = self.scorer.as_ref()?.protect(budget_tokens);
-        (self.unprotected(budget_tokens)? == 0 && budget_tokens < context_tokens).then(|| {
+        (self.unprotected(budget_tokens, kept)? == 0 && budget_tokens < context_tokens).then(|| {
             format!(
                 "nothing but protected tokens stays: the budget is {budget_tokens} tokens a head, and {sink} first and {window} \
                  latest ones are never evicted"
@@ -99,7 +100,7 @@ mod tests {
     #[test]
     fn a_budget_of_nothing_but_protected_tokens_warns() {
         let warns =
-            |text: &str, budget| Registry::default().policy(text).unwrap().only_protected(budget, 1000).is_some();
+            |text: &str, budget| Registry::default().policy(text).unwrap().only_protected(budget, 1000, 0).is_some();
         for (text, least) in [
             ("snapkv:window=64", 65),
             ("snapkv:window=64+protect:sink=4", 69),

@@ -14,11 +14,12 @@ pub struct Scored {
 }
 
 impl Scored {
-    /// Puts `slots` of a list below all that are evicted, so that they take nothing of a budget.
+    /// Puts `slots` of a list below all scores of all lists, so that they take nothing of a budget, however it is divided.
     pub fn lower(&mut self, context: &Context<'_>, list: usize, slots: &[u32]) {
-        let (first, len) = (list * context.call.shape.kv_len, context.len(list));
-        let scores = &mut self.values[first..first + len];
-        let lowest = scores.iter().copied().fold(f32::INFINITY, f32::min);
+        let kv_len = context.call.shape.kv_len;
+        let all = (0..context.lists()).flat_map(|list| &self.values[list * kv_len..][..context.len(list)]);
+        let lowest = all.copied().fold(f32::INFINITY, f32::min);
+        let scores = &mut self.values[list * kv_len..][..context.len(list)];
         slots.iter().for_each(|&slot| scores[slot as usize] = lowest - lowest.abs().max(1.0));
     }
 }

@@ -52,13 +52,15 @@ fn is_ranked(record: &Record) -> bool {
 
 /// The tasks that rank nothing, in words; empty where all do.
 fn unranked(records: &[&Record]) -> String {
-    let mut tasks: BTreeMap<(&str, usize), f64> = BTreeMap::new();
+    let mut tasks: BTreeMap<(&str, usize, &str), f64> = BTreeMap::new();
     for record in records.iter().filter(|record| !is_ranked(record)) {
-        let task = (record.cell.task.as_deref().unwrap_or(NOTHING), record.cell.context_tokens);
-        tasks.insert(task, full_score(record).unwrap_or(0.0));
+        let (task, model) = (record.cell.task.as_deref().unwrap_or(NOTHING), record.cell.model.as_deref());
+        tasks.insert((task, record.cell.context_tokens, model.unwrap_or(NOTHING)), full_score(record).unwrap_or(0.0));
     }
-    let one = |((task, context), score): (&(&str, usize), &f64)| {
-        format!("{task} at {} (full cache {:.1})", units::tokens(*context), 100.0 * score)
+    let many = records.iter().any(|record| record.cell.model != records[0].cell.model);
+    let one = |((task, context, model), score): (&(&str, usize, &str), &f64)| {
+        let of_model = if many { format!(" by {model}") } else { String::new() };
+        format!("{task} at {}{of_model} (full cache {:.1})", units::tokens(*context), 100.0 * score)
     };
     let all = tasks.iter().map(one).collect::<Vec<_>>().join(" · ");
     if all.is_empty() { all } else { format!("\n{}\n", wrapped(&format!("not ranked, the model cannot do it: {all}"))) }
@@ -69,8 +71,8 @@ pub fn pools<'a>(records: &[&'a Record]) -> (Vec<Pool<'a>>, String) {
     all_pools(&records.iter().copied().filter(|record| is_ranked(record)).collect::<Vec<_>>())
 }
 
-/// The pools of the longest context that has any, and what they have in common. One that lacks a task that others have is
-/// left out: its mean would be of something else.
+/// The pools of the longest context that has any, and what they have in common. One that lacks a task that others of its
+/// setting have is left out: its mean would be of something else.
 pub fn all_pools<'a>(records: &[&'a Record]) -> (Vec<Pool<'a>>, String) {
     let mut records: Vec<&Record> = records.iter().copied().filter(|record| answers(record).is_some()).collect();
     // Texts have no score; beside tasks they are left to their own table.
@@ -93,16 +95,32 @@ pub fn all_pools<'a>(records: &[&'a Record]) -> (Vec<Pool<'a>>, String) {
     }
     // Samples are compared in pairs: tasks and seeds stand in one order everywhere.
     for pool in &mut pools {
-        pool.records.sort_by_key(|record| (&record.cell.task, record.cell.seed));
+        pool.records.sort_by_key(|record| asked(record));
     }
-    let most = pools.iter().map(|pool| pool.records.len()).max();
-    pools.retain(|pool| Some(pool.records.len()) == most);
+    let mut fullest: BTreeMap<String, Vec<AskedOf>> = BTreeMap::new();
+    for pool in &pools {
+        let asked: Vec<AskedOf> = pool.records.iter().map(|record| asked(record)).collect();
+        let most = fullest.entry(pool.setting.clone()).or_default();
+        if asked.len() > most.len() {
+            *most = asked;
+        }
+    }
+    pools.retain(|pool| pool.records.iter().map(|record| asked(record)).eq(fullest[&pool.setting].iter().copied()));
     (pools, naming.common)
+}
+
+/// Task, text and seed of a cell: what its samples are drawn from.
+type AskedOf<'a> = (Option<&'a str>, Option<&'a str>, u64, &'a str);
+
+fn asked(record: &Record) -> AskedOf<'_> {
+    let Cell { task, text, seed, workload_hash, .. } = &record.cell;
+    (task.as_deref(), text.as_deref(), *seed, workload_hash)
 }
 
 /// Hash of what the cells of a comparison have in common besides their tasks and seeds.
 fn setting(record: &Record) -> String {
-    Cell { task: None, seed: 0, workload_hash: String::new(), ..record.cell.without_choice() }.id()
+    let cell = record.cell.without_choice();
+    Cell { task: None, text: None, seed: 0, workload_hash: String::new(), ..cell }.id()
 }
 
 impl Pool<'_> {
@@ -260,7 +278,7 @@ fn leaderboard(records: &[&Record]) -> String {
         rows.push((if scored && order.is_finite() { -order } else { order }, row));
     }
     rows.sort_by(|(a, _), (b, _)| a.total_cmp(b));
-    let headings: Vec<String> = ["policy".to_string(), "full cache".into()]
+    let headings: Vec<String> = ["policy".to_string(), "no budget".into()]
         .into_iter()
         .chain(budgets.iter().map(|text| text.to_string()))
         .collect();
@@ -381,7 +399,7 @@ impl Numbers {
             kl: text::drift(answers.kl_nats.mean),
             top1: percent(answers.top1_agreement.mean),
             perplexity: units::three_digits(answers.nll_nats.mean.exp()),
-            agreement: percent(answers.greedy_agreement.mean),
+            agreement: answers.greedy_agreement.map_or(NOTHING.into(), |agreement| percent(agreement.mean)),
             kv: units::bytes(answers.kv_bytes_live),
             kv_read: units::bytes(answers.kv_bytes_read),
             first: time("first_token"),

@@ -87,7 +87,7 @@ pub fn tables(pools: &[Pool], protocol: &str) -> String {
     let mut text: String = all.iter().filter(|ranked| ranked.len() > 1).map(|ranked| table(ranked, protocol)).collect();
     if !text.is_empty() {
         let words = "vs: difference with its 95% interval, paired by sample · *: p < 0.05, corrected for all pairs of \
-                     the budget (Holm) · among best: share of resamples in which none is better";
+                     the budget (Holm) · among best: fraction of resamples in which none is better";
         text += &format!("\n{}\n", wrapped(words));
     }
     text

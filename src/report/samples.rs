@@ -349,7 +349,7 @@ pub fn answered(context: usize, task: &str, policy: &str, budget: f64) -> Record
         top1_agreement: estimate(1.0 - lost / 2.0),
         nll_nats: estimate(0.5 + lost),
         nll_difference_nats: estimate(lost),
-        greedy_agreement: estimate(1.0 - lost),
+        greedy_agreement: Some(estimate(1.0 - lost)),
         budget_tokens: (policy != "full").then_some((budget * context as f64) as usize),
         unprotected_tokens: (policy != "full").then_some(if policy.starts_with("snapkv") && budget < 0.2 {
             0

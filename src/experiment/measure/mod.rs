@@ -4,7 +4,7 @@
 //! ways. Cells that take [`Trials`] are interleaved with all others of their context length: each is checked against the f64
 //! reference, then timed until its interval is tight; their memory is predicted from the shapes. Cells that run in
 //! [`Comparisons`] share their work with those that differ only in what is compared, and report when it is done. The runner,
-//! the shards, `--dry-run` and the tables of a report know these two ways and no measure by name.
+//! the shards and `--dry-run` know these two ways and no measure by name.
 
 mod backward;
 mod check;
@@ -165,10 +165,10 @@ impl Measure {
         MEASURES.iter().copied().find(|measure| measure.name() == name)
     }
 
-    /// Its turns, if it takes them.
+    /// Its trials, if it takes them.
     pub fn trials(self) -> Option<&'static dyn Trials> {
         match self.0.runs() {
-            Runs::InTrials(turns) => Some(turns),
+            Runs::InTrials(trials) => Some(trials),
             Runs::InComparisons(_) => None,
         }
     }

@@ -38,7 +38,7 @@ impl Decoder<'_> {
     }
 
     /// Runs tokens that follow, and lets the policy evict after each where its schedule asks for that; else they go
-    /// through together. `visit` as in [`Decoder::prefill`].
+    /// through together (but with RoPE of dynamic scaling, which depends on the length). `visit` as in [`Decoder::prefill`].
     ///
     /// # Errors
     /// As [`Decoder::prefill`].
@@ -51,6 +51,8 @@ impl Decoder<'_> {
             let evicts = evictor.evicting().is_some_and(|policy| policy.schedule.decoding != Decoding::Never);
             !evicts && !evictor.selects()
         });
+        // Each token is rotated by the length that it is written at.
+        let together = together && !self.model.config.rope.is_dynamic();
         let longest = tokens.iter().map(|tokens| tokens.len()).max().unwrap_or(0);
         let piece = if together { longest.max(1) } else { 1 };
         for start in (0..longest).step_by(piece) {

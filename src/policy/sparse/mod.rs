@@ -23,7 +23,7 @@ use crate::tensor::{DType, TensorView};
 pub struct Start<'a> {
     /// The context; every list holds all of it.
     pub cache: Lists<'a>,
-    /// The last [`Reader::recent_queries`] queries of the context, or all if there are fewer, `[B, Hq, n, D]`.
+    /// The last [`KvSelection::recent_queries`] queries of the context, or all if there are fewer, `[B, Hq, n, D]`.
     pub q: TensorView<'a>,
     /// Tokens that a step may read of each KV head.
     pub budget_tokens: usize,

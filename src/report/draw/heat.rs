@@ -14,7 +14,7 @@ const NOTE: f64 = 11.0;
 const SHADES: f64 = 32.0;
 const KEY: f64 = 120.0;
 /// Width of a field that says its value.
-const FIELD: f64 = 40.0;
+const FIELD: f64 = 38.0;
 /// Width of the figure without its margins.
 const ROOM: f64 = WIDTH - 2.0 * MARGIN;
 

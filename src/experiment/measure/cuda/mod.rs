@@ -59,7 +59,7 @@ pub struct Bench<'a> {
     pub truth: Option<&'a Truth>,
 }
 
-/// What a cell's turns do on a GPU with `limits`, with the policies of `registry`.
+/// What a cell's trials do on a GPU with `limits`, with the policies of `registry`.
 ///
 /// # Errors
 /// In words, when they cannot run there.

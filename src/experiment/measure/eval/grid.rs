@@ -32,6 +32,9 @@ pub fn expand(grid: &Grid, registry: &Registry) -> Result<Vec<Cell>, String> {
     if !grid.memory.is_empty() && !grid.kv_format.is_empty() {
         return Err("a memory keeps keys and values in its own way; leave kv_format or memory out".into());
     }
+    if !grid.memory.is_empty() && grid.protocol.0.contains(&Protocol::AwareKept) {
+        return Err("a memory keeps no tokens beside its own; leave memory or the protocol aware-kept out".into());
+    }
     if grid.policy.is_empty() && grid.memory.is_empty() {
         return Err("policy is missing; write policy = [\"full\", \"snapkv\"]".into());
     }

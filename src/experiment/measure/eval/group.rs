@@ -17,8 +17,9 @@ use crate::task;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// Samples that each cell also runs alone, for times and memory.
+/// Samples that each cell also runs alone, for times and memory: fewer where many cells do so.
 const ALONE_SAMPLES: usize = 3;
+const FEW_CELLS: usize = 8;
 /// Tokens that go through the model together.
 const CHUNK_TOKENS: usize = 512;
 /// An answer may be twice as long as a right one, and so many tokens.
@@ -91,14 +92,15 @@ pub fn run(
     });
     let choices = choices.collect::<Result<Vec<Choice<'_>>, _>>().map_err(ModelError::from)?;
     let shortest = samples.iter().map(Prompt::budgeted_tokens).min().unwrap_or(0);
-    let tokens = [shortest, max_tokens];
+    let kept = samples.iter().map(|prompt| prompt.kept).min().unwrap_or(0);
+    let tokens = [shortest, max_tokens, kept];
     let mut states: Vec<State> = choices.iter().map(|choice| State::new(choice, &model, cell, tokens)).collect();
     let going = |states: &[State]| (0..states.len()).filter(|&at| states[at].ended.is_none()).collect::<Vec<_>>();
     let first: Vec<Choice<'_>> = going(&states).into_iter().map(|at| choices[at]).collect();
     let watch = Watch::default();
     let mut session = Session::new(stage, &text, &watch, &first)?;
     let ids: Vec<String> = cells.iter().map(|cell| cell.id()).collect();
-    let mut alone_samples = 0..ALONE_SAMPLES;
+    let mut alone_samples = 0..if cells.len() > FEW_CELLS { 1 } else { ALONE_SAMPLES };
     for (number, prompt) in samples.iter().enumerate() {
         // Of a sample that is many prompts the first is enough.
         let is_alone = alone_samples.start == prompt.sample && alone_samples.next().is_some();
@@ -145,6 +147,8 @@ fn samples(cell: &Cell, text: &Text) -> Result<Vec<Prompt>, EvalError> {
 /// How long an answer may be.
 fn most_tokens(cell: &Cell, asked: &Asked) -> usize {
     match cell.new_tokens {
+        // A text is gone on with as it is; its own words would be compared with nothing.
+        _ if asked.question.is_none() => 1,
         0 => 2 * asked.expected.len() + MORE_TOKENS,
         tokens => tokens,
     }
@@ -166,8 +170,9 @@ struct State {
 }
 
 impl State {
-    /// `shortest` and `longest` are tokens of the shortest context, and of the longest with its answer.
-    fn new(choice: &Choice<'_>, model: &Model, cell: &Cell, [shortest, longest]: [usize; 2]) -> Self {
+    /// `shortest` and `longest` are tokens of the shortest context, and of the longest with its answer; `kept` those that stay
+    /// beside any budget.
+    fn new(choice: &Choice<'_>, model: &Model, cell: &Cell, [shortest, longest, kept]: [usize; 3]) -> Self {
         let lists = cell.layers * cell.kv_heads;
         let token_bytes = cell.kv_format().token_bytes(cell.head_dim);
         let tally = |unprotected| Tally::new(lists, token_bytes, model.weights.bytes(), unprotected);
@@ -176,8 +181,8 @@ impl State {
         };
         let policy = choice.policy;
         let budget = policy.budget_tokens(choice.name, choice.budget.as_ref(), shortest, token_bytes, lists);
-        let warning = budget.as_ref().ok().and_then(|&tokens| policy.only_protected(tokens, shortest));
-        let unprotected = budget.as_ref().ok().and_then(|&tokens| Some((tokens, policy.unprotected(tokens)?)));
+        let warning = budget.as_ref().ok().and_then(|&tokens| policy.only_protected(tokens, shortest, kept));
+        let unprotected = budget.as_ref().ok().and_then(|&tokens| Some((tokens, policy.unprotected(tokens, kept)?)));
         // Some evict what the model writes too.
         let evicted = if policy.schedule.decoding == Decoding::Never { shortest } else { longest };
         let (evicts, ended) = match budget {

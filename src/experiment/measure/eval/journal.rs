@@ -45,12 +45,14 @@ impl Journal {
         let mut lines = OpenOptions::new().create(true).truncate(false).read(true).write(true).open(&path)?;
         let (mut given, mut whole) = (HashMap::new(), 0);
         for line in fs::read(&path)?.split_inclusive(|&byte| byte == b'\n') {
-            let Ok(read) = serde_json::from_slice::<Line<Given>>(line) else { break };
             if !line.ends_with(b"\n") {
                 break;
             }
-            given.insert((read.cell_id, read.prompt), read.given);
             whole += line.len() as u64;
+            // What cannot be read is asked again.
+            if let Ok(read) = serde_json::from_slice::<Line<Given>>(line) {
+                given.insert((read.cell_id, read.prompt), read.given);
+            }
         }
         lines.set_len(whole)?;
         lines.seek(SeekFrom::End(0))?;

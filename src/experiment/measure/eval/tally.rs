@@ -63,7 +63,7 @@ impl Tally {
 
     pub fn add(&mut self, prompt: &Prompt, given: Given) {
         let sample = self.samples.entry(prompt.sample).or_default();
-        let held = given.held_tokens - prompt.kept * self.lists;
+        let held = given.held_tokens.saturating_sub(prompt.kept * self.lists);
         sample.contexts.push((prompt.budgeted_tokens(), given.kv_bytes_live, held));
         sample.kv_bytes_read.push(given.kv_bytes_read);
         sample.answers.extend(given.answers);
@@ -82,7 +82,7 @@ impl Tally {
     pub fn warnings(&self) -> Vec<String> {
         let differs = |(sample, alone): &&(usize, Alone)| {
             let shared = self.samples.get(sample).and_then(|sample| sample.answers.first());
-            shared.is_some_and(|shared| shared.written != alone.written)
+            shared.is_some_and(|shared| !alone.written.starts_with(&shared.written))
         };
         match self.alone.iter().filter(differs).count() {
             0 => Vec::new(),
@@ -105,7 +105,9 @@ impl Tally {
         let kl_nats = |sample: &Sample| sample.per_token(|answer| answer.kl_nats);
         let layers = samples.first()?.answers.first()?.o_distance.len();
         let questions = samples.iter().map(|sample| sample.answers.len()).sum();
-        let words: usize = samples.iter().flat_map(|sample| &sample.answers).map(|answer| answer.written.len()).sum();
+        // Of a text the tokens that are fed; the first of them is compared with nothing.
+        let words = |answer: &Answer| if answer.score.is_some() { answer.written.len() } else { answer.tokens + 1 };
+        let words: usize = samples.iter().flat_map(|sample| &sample.answers).map(words).sum();
         let contexts = self.contexts().count() as f64;
         let tokens = self.contexts().map(|(tokens, ..)| tokens as f64).sum::<f64>();
         let held = self.contexts().map(|(_, _, held)| held as f64).sum::<f64>() / self.lists as f64;
@@ -120,7 +122,7 @@ impl Tally {
             top1_agreement: share(&|sample| sample.per_token(|answer| answer.agreed as f64))?,
             nll_nats: over(&|sample| sample.per_token(|answer| answer.nll_nats))?,
             nll_difference_nats: over(&|sample| sample.per_token(|answer| answer.nll_nats - answer.full_nll_nats))?,
-            greedy_agreement: share(&|sample| sample.mean(|answer| answer.same))?,
+            greedy_agreement: scores.as_ref().and_then(|_| share(&|sample| sample.mean(|answer| answer.same))),
             o_drift_by_layer: (0..layers).map(|layer| over(&|sample| sample.o_drift(layer))).collect::<Option<_>>()?,
             budget_tokens: self.budget.map(|(tokens, _)| tokens),
             unprotected_tokens: self.budget.map(|(_, unprotected)| unprotected),

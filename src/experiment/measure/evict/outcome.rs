@@ -68,7 +68,7 @@ pub(in crate::experiment::measure) fn check(evicted: &Evicted<'_>, kept: &Kept, 
 
 /// What a reader should know before trusting the numbers.
 pub(in crate::experiment::measure) fn warnings(evicted: &Evicted<'_>) -> Option<String> {
-    evicted.policy?.only_protected(evicted.budget_tokens, evicted.cell.context_tokens)
+    evicted.policy?.only_protected(evicted.budget_tokens, evicted.cell.context_tokens, 0)
 }
 
 pub(in crate::experiment::measure) fn eviction(

@@ -33,8 +33,8 @@ impl Evict {
         let copies = Tensor::bytes_of(cell.dtype, layer.q_dims()) + 2 * kv_bytes;
         let attention = copies + Outputs::bytes(&layer, cell.dtype) + chunk.plan.workspace.bytes();
         let lse = if self.observes() { 4 * (cell.layers * layer.rows()) as u64 } else { 0 };
-        let is_turned = self.rotates() && tokens < chunk.tokens.end;
-        let rotated = if is_turned { self.query_bytes(layer.q_len) } else { 0 };
+        let is_rotated = self.rotates() && tokens < chunk.tokens.end;
+        let rotated = if is_rotated { self.query_bytes(layer.q_len) } else { 0 };
         let eviction = self.accumulated(layer.kv_len).max(self.eviction(layer.kv_len));
         self.held(tokens, is_first || self.lengths().is_even()) + lse + rotated + attention.max(eviction)
     }

@@ -126,7 +126,7 @@ impl Running<'_> {
     /// Rotates queries `[layers * B, Hq, count, D]`, of which the last is that of token `end - 1`, with the cache's keys, where
     /// these are.
     fn trial(&self, q: &mut DeviceBuffer, count: usize, end: usize) -> Result<(), TrialError> {
-        if self.is_turned(end) {
+        if self.is_rotated(end) {
             let (runtime, lists) = (self.bench.runtime, 0..self.cache.shape().lists());
             let extents = [self.evict.cell.q_heads, count];
             runtime.device().timed(|| self.cache.rotate_queries(runtime, lists, q, extents, end))?;
@@ -135,7 +135,7 @@ impl Running<'_> {
     }
 
     /// Whether keys stand elsewhere than in the sequence, of which `end` tokens were seen.
-    fn is_turned(&self, end: usize) -> bool {
+    fn is_rotated(&self, end: usize) -> bool {
         self.evict.rotates() && self.cache.lens().iter().any(|&len| len != end)
     }
 
@@ -149,7 +149,7 @@ impl Running<'_> {
             let rows = evict.cell.layers * chunk.plan.shape().rows();
             let lse_bytes = if evict.observes() { 4 * rows as u64 } else { 0 };
             let mut lse = runtime.device().alloc(arena, Label::Activations, lse_bytes)?;
-            let rotated = match self.is_turned(end) {
+            let rotated = match self.is_rotated(end) {
                 true => {
                     let bytes = evict.query_bytes(end - start);
                     let mut rotated = runtime.device().alloc(arena, Label::Activations, bytes)?;
