@@ -47,7 +47,7 @@ pub(super) fn heads(model: &Model, layer: usize, (q, k): (&TensorView<'_>, &Tens
     let looked_at = (tokens - tokens / 2).min(QUERIES);
     let queries: Vec<usize> = (1..=looked_at).map(|n| tokens / 2 + n * (tokens - tokens / 2) / looked_at - 1).collect();
     let kv_heads = model.config.kv_heads;
-    let heads = cpu.install(|| {
+    cpu.install(|| {
         let of_group = |kv_head: usize| {
             let mut sums = vec![Vec::new(); model.config.q_heads / kv_heads];
             for &query in &queries {
@@ -58,8 +58,7 @@ pub(super) fn heads(model: &Model, layer: usize, (q, k): (&TensorView<'_>, &Tens
             sums.iter().map(|heads| Head::mean(heads)).collect::<Vec<Head>>()
         };
         (0..kv_heads).into_par_iter().flat_map_iter(of_group).collect()
-    });
-    heads
+    })
 }
 
 /// Hands the softmax of a query, over the tokens up to its own, to `visit` for each query head of a group.

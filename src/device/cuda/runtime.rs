@@ -61,7 +61,7 @@ impl Runtime {
     }
 
     /// cuBLAS, looked for the first time that it is asked for; `None` where there is none that works, and then never again:
-    /// products are the same from the first to the last, and [`Runtime::products`] says which.
+    /// products are the same from the first to the last, and [`Runtime::gemm`] says which.
     pub fn cublas(&self) -> Option<MutexGuard<'_, Cublas>> {
         self.tried_cublas().as_ref().ok().map(|cublas| cublas.lock().unwrap_or_else(PoisonError::into_inner))
     }

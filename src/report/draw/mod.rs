@@ -102,7 +102,7 @@ fn headings(canvas: &Canvas, chart: &Chart, frame: &Frame) -> Result<(), ReportE
     let title = Words { size: 16.0, colour: INK, bold: true, align: Align::Start };
     canvas.words((MARGIN, 20.0), &chart.title, title)?;
     let plain = Words { size: SMALL, colour: FAINT_INK, bold: false, align: Align::Start };
-    canvas.words((MARGIN, 40.0), &chart.subtitle, plain)?;
+    canvas.words((MARGIN, 40.0), &shortened(&chart.subtitle, WIDTH - 2.0 * MARGIN, SMALL), plain)?;
     canvas.words((MARGIN, TOP - 14.0), &chart.y.label, Words { colour: INK, ..plain })?;
     let below = ((frame.left + frame.right) / 2.0, frame.bottom + 38.0);
     canvas.words(below, &chart.x.label, Words { colour: INK, align: Align::Middle, ..plain })

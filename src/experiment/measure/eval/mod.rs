@@ -1,7 +1,7 @@
 //! `eval`: what a model answers under policies and budgets (`docs/evaluation.md`).
 //!
 //! Cells that differ only in policy and budget are one comparison, whose contexts are read once and evicted by all of them.
-//! What each sample gives is on disk at once, in a [`Journal`].
+//! What each sample gives is on disk at once, in a journal.
 
 mod grid;
 mod group;
