@@ -73,7 +73,8 @@ fn a_full_cache_is_itself_and_evictions_are_seen() {
             assert!(answers.kv_bytes_live < answers.kv_bytes_dense * 2 / 5, "{label}");
             assert!(answers.kv_bytes_peak >= answers.kv_bytes_live && answers.evicted_tokens > 0, "{label}");
         }
-        assert_eq!(record.latency["first_token"].samples_ns.len(), 2);
+        // Of more than eight cells that are compared each runs alone once.
+        assert_eq!(record.latency["first_token"].samples_ns.len(), 1);
         assert!(record.latency.contains_key("decode"), "{label}");
     }
     // Who evicts chunks never holds the whole context.

@@ -32,7 +32,7 @@ fn the_built_in_model_has_heads_that_copy_needles() {
         assert!(line["first_mass"] + line["last_mass"] < 1.0001 && line["entropy_nats"] < 512f64.ln(), "{line:?}");
     }
     let svg = std::fs::read_to_string(format!("{out}/anatomy.svg")).unwrap();
-    assert!(svg.contains("head 3") && svg.contains("of needle tokens copied"));
+    assert!(svg.contains("head 3") && svg.contains("copied needles"));
 }
 
 #[test]

@@ -239,10 +239,6 @@ mod tests {
         assert_eq!(unbounded_difference(&[0.1, 0.2, 0.3]).unwrap().p, 2.0 / 8.0);
         assert_eq!(unbounded_difference(&[0.0; 5]).unwrap().p, 1.0);
         assert_eq!((unbounded_difference(&[]), unbounded_difference(&[0.3])), (None, None));
-        // Where the exact test ends and Student's t begins, they agree: of 14 and of 15 alike.
-        let alike = |count: usize| (0..count).map(|at| 0.1 + ((at * 7) % 5) as f64 / 5.0 - 0.4).collect::<Vec<_>>();
-        let [exact, student] = [14, 15].map(|count| unbounded_difference(&alike(count)).unwrap().p);
-        assert!(exact > 0.05 && exact < 0.9 && (exact - student).abs() < 0.12, "{exact} {student}");
         // t = 2.145 of 14 degrees of freedom is the table's 5%.
         let mut table: Vec<f64> = (0..15).map(|at| at as f64 - 7.0).collect();
         let spread = (table.iter().map(|x| x * x).sum::<f64>() / 14.0).sqrt();

@@ -38,12 +38,10 @@ fn heat(model: &str, anatomy: &Anatomy, retrieval: &Retrieval) -> Heat {
         ends: ("none", "all"),
         field: "fraction",
         panels: vec![
-            map(format!("on the first {FIRST} tokens"), &|layer, head| heads[layer][head].first_mass),
-            map(format!("on the latest {LAST} tokens"), &|layer, head| heads[layer][head].last_mass),
-            map(format!("of the tokens, for {:.0}% of the mass", 100.0 * MASS), &|layer, head| {
-                heads[layer][head].fraction_for_mass
-            }),
-            map("of needle tokens copied".into(), &|layer, head| retrieval.scores[layer][head]),
+            map(format!("first {FIRST} tokens"), &|layer, head| heads[layer][head].first_mass),
+            map(format!("latest {LAST} tokens"), &|layer, head| heads[layer][head].last_mass),
+            map(format!("tokens for {:.0}%", 100.0 * MASS), &|layer, head| heads[layer][head].fraction_for_mass),
+            map("copied needles".into(), &|layer, head| retrieval.scores[layer][head]),
         ],
     }
 }
