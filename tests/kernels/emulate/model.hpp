@@ -57,7 +57,7 @@ int heads(Cache &cache, int tokens, int count, int head_dim, bool turned) {
     std::vector<float> rows = normals(cache, all), angles = normals(cache, size_t(tokens) * head_dim);
     std::vector<Element> split(all);
     const Heads h{rows.data(), turned ? angles.data() : nullptr, split.data(), tokens, count, head_dim, 0};
-    machine::launch({unsigned(tokens), unsigned(count), 1}, 128, 0, [&] { cut_heads(h); });
+    machine::launch({unsigned(tokens), unsigned(count), 1}, 128, 0, [&] { split_heads(h); });
     const int half = head_dim / 2;
     const double allowed = ELEMENT == F32 ? 1e-6 : ELEMENT == BF16 ? 8e-3 : 1e-3;
     for (int token = 0; token < tokens; token++)
@@ -69,7 +69,7 @@ int heads(Cache &cache, int tokens, int count, int head_dim, bool turned) {
                 if (turned && d >= half) wanted = double(row[d]) * angle[d - half] + double(row[d - half]) * angle[d];
                 failed += differs("cut", head, token, widen(split[(size_t(head) * tokens + token) * head_dim + d]), wanted, allowed);
             }
-    machine::launch({unsigned(tokens), unsigned(count), 1}, 128, 0, [&] { join_heads(h); });
+    machine::launch({unsigned(tokens), unsigned(count), 1}, 128, 0, [&] { merge_heads(h); });
     for (int token = 0; token < tokens; token++)
         for (int head = 0; head < count; head++)
             for (int d = 0; d < head_dim; d++)
