@@ -6,7 +6,6 @@ use indicatif::{ProgressBar, ProgressStyle};
 use kvsieve::device::Cpu;
 use kvsieve::experiment::max_context::{self, MaxContext};
 use kvsieve::experiment::record::Status;
-use kvsieve::experiment::store::finished;
 use kvsieve::experiment::{Engine, Experiment, Gpu, Options, Outcome, Progress, Spec, estimate, runner};
 use kvsieve::policy::Registry;
 use kvsieve::report::Detail;
@@ -146,10 +145,7 @@ impl Way<'_> {
             if !self.json {
                 output::print(&ending(&outcome, &drawn.html))?;
             }
-            // A cell that failed before and was measured by a resume did not fail.
-            let done = finished(&outcome.records);
-            let unfinished = outcome.records.into_iter().filter(|record| !done.contains(&record.cell_id));
-            failed.extend(unfinished.filter(|record| record.status == Status::Failed));
+            failed.extend(outcome.records.into_iter().filter(|record| record.status == Status::Failed));
         }
         match failed.first() {
             None => Ok(()),
