@@ -4,10 +4,9 @@
 mod common;
 
 use assert_cmd::Command;
-use common::models::{all, checkpoint, deviation, furthest};
+use common::models::{all, checkpoint, deviation, furthest, setup};
 use kvsieve::device::Cpu;
 use kvsieve::device::cuda::Runtime;
-use kvsieve::format::KvFormat;
 use kvsieve::memory::Arena;
 use kvsieve::model::cuda::{DeviceDecoder, DeviceModel};
 use kvsieve::model::{Decoder, Eviction, Model, Sampler, Sampling, Setup, generate};
@@ -15,19 +14,6 @@ use kvsieve::policy::Registry;
 use kvsieve::tensor::DType;
 use safetensors::SafeTensors;
 use std::collections::BTreeMap;
-
-fn setup(chunk_tokens: usize) -> Setup<'static> {
-    Setup {
-        kernel: "tiled",
-        batch: 1,
-        max_tokens: 80,
-        chunk_tokens,
-        all_logits: true,
-        dtype: DType::F32,
-        kv_format: KvFormat::plain(DType::F32),
-        columns: &[],
-    }
-}
 
 #[test]
 #[ignore = "needs a GPU, or the emulated device (tests/kernels/emulate/device.py)"]
@@ -51,7 +37,7 @@ fn cuda_logits_are_those_of_transformers_whatever_the_chunks() {
             if kernel == "naive" && !["llama", "gemma2"].contains(&&*name) {
                 continue;
             }
-            let mut decoder = DeviceDecoder::new(&there, Setup { kernel, ..setup(chunk) }, &arena).unwrap();
+            let mut decoder = DeviceDecoder::new(&there, Setup { kernel, ..setup(1, chunk) }, &arena).unwrap();
             let mut got = Vec::new();
             // Twice, the second time where other tokens were.
             for _ in 0..2 {
@@ -82,7 +68,7 @@ fn cuda_greedy_continuations_are_those_of_transformers() {
         let model = Model::open(&expected.folder, &Arena::unlimited()).unwrap();
         let arena = Arena::unlimited();
         let there = DeviceModel::new(&model, &runtime, &arena).unwrap();
-        let setup = Setup { all_logits: false, ..setup(16) };
+        let setup = Setup { all_logits: false, ..setup(1, 16) };
         let mut decoder = DeviceDecoder::new(&there, setup, &arena).unwrap();
         let mut sampler = Sampler::new(Sampling::GREEDY);
         let most_tokens = expected.greedy.len();
@@ -94,7 +80,7 @@ fn cuda_greedy_continuations_are_those_of_transformers() {
 /// Logits of all tokens, with `after` of them before the policy evicts, and what it evicted.
 fn on_cpu(model: &Model, tokens: &[u32], eviction: Eviction<'_>, after: usize, chunk: usize) -> (Vec<f32>, u64) {
     let (cpu, arena) = (Cpu::new(Some(2)).unwrap(), Arena::unlimited());
-    let setup = Setup { columns: eviction.policy.columns(), ..setup(chunk) };
+    let setup = Setup { columns: eviction.policy.columns(), ..setup(1, chunk) };
     let mut decoder = Decoder::new(model, setup, &cpu, &arena).unwrap();
     decoder.evict(eviction, &[after]).unwrap();
     let mut all = Vec::new();
@@ -141,7 +127,7 @@ fn cuda_policies_evict_in_models_as_on_the_cpu() {
             let (wanted, evicted) = on_cpu(&model, tokens, eviction, after, chunk);
             let arena = Arena::unlimited();
             let there = DeviceModel::new(&model, &runtime, &arena).unwrap();
-            let setup = Setup { columns: policy.columns(), ..setup(chunk) };
+            let setup = Setup { columns: policy.columns(), ..setup(1, chunk) };
             let mut decoder = DeviceDecoder::new(&there, setup, &arena).unwrap();
             decoder.evict(eviction, &cpu, after).unwrap();
             let mut got = Vec::new();
@@ -176,7 +162,7 @@ fn cuda_policies_without_a_form_in_models_are_refused_by_name() {
         let error = there.check(&eviction).unwrap_err().to_string();
         assert!(error.contains(reason) && error.ends_with("use --device cpu"), "{error}");
         if policy.columns().is_empty() {
-            let mut decoder = DeviceDecoder::new(&there, setup(16), &arena).unwrap();
+            let mut decoder = DeviceDecoder::new(&there, setup(1, 16), &arena).unwrap();
             assert_eq!(decoder.evict(eviction, &cpu, 24).unwrap_err().to_string(), error);
         }
     }

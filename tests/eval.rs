@@ -268,6 +268,27 @@ fn a_text_is_gone_on_with_piece_by_piece() {
     assert!((evicted.nll_nats.mean - full.nll_nats.mean - evicted.nll_difference_nats.mean).abs() < 1e-9);
 }
 
+/// A policy that reads the context by itself leaves other logits behind it; those that come after begin their answers with
+/// the full cache's all the same.
+#[test]
+fn a_policy_gives_the_same_whoever_was_asked_before_it() {
+    let answers = |before: &str| {
+        let folder = tempfile::tempdir().unwrap();
+        let grid = format!(
+            "context_tokens = 700\ntask = \"passkey\"\nprotocol = \"aware-whole\"\nsamples = 4\nbudget = 0.25\n\
+             policy = [{before}\"knorm\", \"full\"]"
+        );
+        let records = go(&experiment(folder.path(), &grid).unwrap(), folder.path(), false).unwrap().records;
+        ["knorm", "full"].map(|policy| {
+            let answers = record(&records, policy, "passkey").answers.clone().unwrap();
+            (answers.sample_kl_nats, answers.greedy_agreement.unwrap().mean, answers.nll_nats.mean)
+        })
+    };
+    let alone = answers("");
+    assert_eq!(alone[1].1, 1.0, "the full cache agrees with itself");
+    assert_eq!(answers("\"keydiff+chunks:tokens=64\", "), alone);
+}
+
 #[test]
 fn mistakes_are_said_before_anything_runs() {
     let folder = tempfile::tempdir().unwrap();

@@ -3,29 +3,15 @@
 
 mod common;
 
-use common::models::{Checkpoint, all, checkpoint, deviation, furthest};
+use common::models::{Checkpoint, all, checkpoint, deviation, furthest, setup};
 use common::{bits, cpu, normal, rng, widen};
 use kvsieve::attention::KvRows;
 use kvsieve::attention::rope::{Frequencies, ModelRope};
-use kvsieve::format::KvFormat;
 use kvsieve::memories::{At, MEMORIES, MemoryShape, memory};
 use kvsieve::memory::Arena;
-use kvsieve::model::{Decoder, Model, Setup, bytes_with_memory};
+use kvsieve::model::{Decoder, Model, bytes_with_memory};
 use kvsieve::tensor::{DType, TensorView};
 use proptest::prelude::*;
-
-fn setup(batch: usize, chunk_tokens: usize) -> Setup<'static> {
-    Setup {
-        kernel: "tiled",
-        batch,
-        max_tokens: 80,
-        chunk_tokens,
-        all_logits: true,
-        dtype: DType::F32,
-        kv_format: KvFormat::plain(DType::F32),
-        columns: &[],
-    }
-}
 
 fn open(name: &str) -> (Model, Checkpoint) {
     let expected = checkpoint(name);

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::models::{all, checkpoint, deviation, furthest};
+use common::models::{all, checkpoint, deviation, furthest, setup};
 use kvsieve::device::Cpu;
 use kvsieve::format::KvFormat;
 use kvsieve::memory::Arena;
@@ -12,19 +12,6 @@ use kvsieve::tensor::DType;
 use proptest::prelude::*;
 use serde_json::Value;
 use std::path::Path;
-
-fn setup(batch: usize, chunk_tokens: usize) -> Setup<'static> {
-    Setup {
-        kernel: "tiled",
-        batch,
-        max_tokens: 80,
-        chunk_tokens,
-        all_logits: true,
-        dtype: DType::F32,
-        kv_format: KvFormat::plain(DType::F32),
-        columns: &[],
-    }
-}
 
 /// Logits of all tokens of each sequence.
 fn logits(model: &Model, tokens: &[&[u32]], (kernel, chunk_tokens): (&str, usize), cpu: &Cpu) -> Vec<Vec<f32>> {
@@ -66,6 +53,43 @@ fn logits_are_those_of_transformers_whatever_the_chunks_and_the_kernel() {
         }
     }
     assert!(failed.is_empty(), "{failed:#?}");
+}
+
+#[test]
+fn what_follows_closely_gives_the_logits_of_every_token() {
+    let cpu = Cpu::new(Some(2)).unwrap();
+    for name in ["llama", "gemma2", "dynamic", "mistral"] {
+        let expected = checkpoint(name);
+        let model = Model::open(&expected.folder, &Arena::unlimited()).unwrap();
+        let arena = Arena::unlimited();
+        // Room for the logits of one token at a time.
+        let few = Setup { all_logits: false, ..setup(1, 64) };
+        let (context, rest) = expected.tokens.split_at(15);
+        let steps = {
+            let mut decoder = Decoder::new(&model, few, &cpu, &arena).unwrap();
+            decoder.prefill(&[context], |_, _, _| ()).unwrap();
+            let mut all = Vec::new();
+            for token in rest {
+                decoder.follow(&[&[*token]], |_, _, logits| all.extend_from_slice(logits)).unwrap();
+            }
+            all
+        };
+        let mut decoder = Decoder::new(&model, few, &cpu, &arena).unwrap();
+        decoder.prefill(&[context], |_, _, _| ()).unwrap();
+        let (mut places, mut together) = (Vec::new(), Vec::new());
+        decoder
+            .follow_closely(&[rest], |_, place, logits| {
+                places.push(place);
+                together.extend_from_slice(logits);
+            })
+            .unwrap();
+        assert!(places.into_iter().eq(0..rest.len()), "{name}");
+        assert!(furthest(&together, &steps) < 1e-3 * deviation(&steps), "{name}");
+        // Afterwards only the last is given again.
+        let mut last = 0;
+        decoder.follow(&[&rest[..3]], |_, place, _| last = 10 * last + place + 1).unwrap();
+        assert!(last == 3 || name == "dynamic", "{name}: {last}");
+    }
 }
 
 #[test]

@@ -3,30 +3,16 @@
 
 mod common;
 
-use common::models::{all, checkpoint, deviation, furthest};
+use common::models::{all, checkpoint, deviation, furthest, setup};
 use kvsieve::device::Cpu;
-use kvsieve::format::{KvFormat, RowFormat};
+use kvsieve::format::RowFormat;
 use kvsieve::memory::{Arena, Label};
 use kvsieve::model::{Decoder, Eviction, Model, Setup};
 use kvsieve::policy::Registry;
-use kvsieve::tensor::DType;
-
-fn setup(chunk_tokens: usize) -> Setup<'static> {
-    Setup {
-        kernel: "tiled",
-        batch: 1,
-        max_tokens: 80,
-        chunk_tokens,
-        all_logits: true,
-        dtype: DType::F32,
-        kv_format: KvFormat::plain(DType::F32),
-        columns: &[],
-    }
-}
 
 fn logits(model: &Model, tokens: &[u32], chunk_tokens: usize, cpu: &Cpu) -> Vec<f32> {
     let arena = Arena::unlimited();
-    let mut decoder = Decoder::new(model, setup(chunk_tokens), cpu, &arena).unwrap();
+    let mut decoder = Decoder::new(model, setup(1, chunk_tokens), cpu, &arena).unwrap();
     let mut all = Vec::new();
     decoder.prefill(&[tokens], |_, _, logits| all.extend_from_slice(logits)).unwrap();
     all
@@ -93,7 +79,7 @@ fn a_policy_that_reads_a_projection_is_refused_where_it_is_coded() {
     {
         let model = Model::open_in(&folder, Some(weights.parse().unwrap()), &arena).unwrap();
         let policy = registry.policy(name).unwrap();
-        let setup = Setup { columns: policy.columns(), ..setup(80) };
+        let setup = Setup { columns: policy.columns(), ..setup(1, 80) };
         let mut decoder = Decoder::new(&model, setup, &cpu, &arena).unwrap();
         let eviction = Eviction { policy: &policy, name, budget: Some("0.5".parse().unwrap()), seed: 0 };
         let error = decoder.evict(eviction, &[40]).err().map(|error| error.to_string());

@@ -9,8 +9,9 @@ use super::online::{Logits, Running};
 use super::strip::{LANES, SPAN};
 use super::{AttentionError, Forward, Kernel, KernelEntry, Outputs, Params, Shape, Workspace, WorkspaceSize};
 use crate::device::cpu::Slots;
+use crate::device::simd::reader::RowReader;
 use crate::device::simd::rows::{BLOCK, RowList, accumulate, dots};
-use crate::device::simd::{Native, Task};
+use crate::device::simd::{Simd, Task};
 use crate::format::with_codec;
 use crate::tensor::DType;
 use rayon::prelude::*;
@@ -114,7 +115,7 @@ impl<'p, I: Iterator<Item = (Running, &'p [f32])>> Task for Merge<'_, I> {
     type Output = f32;
 
     #[inline(always)]
-    fn run<S: Native>(self, simd: S) -> f32 {
+    fn run<S: Simd>(self, simd: S) -> f32 {
         let mut state = Running::EMPTY;
         for (other, other_o) in self.parts {
             state.merge(simd, self.o, other, other_o);
@@ -137,7 +138,7 @@ impl Task for Unit<'_> {
     type Output = ();
 
     #[inline(always)]
-    fn run<S: Native>(self, simd: S) {
+    fn run<S: Simd>(self, simd: S) {
         let Unit { call, head, start, o, states, slot } = self;
         let (shape, width, stride) = (call.shape, call.shape.head_dim, padded(&call.shape));
         let (batch, kv_head) = (head / shape.kv_heads, head % shape.kv_heads);
@@ -165,8 +166,9 @@ impl Task for Unit<'_> {
             let count = BLOCK.min(seen.end - first);
             let end = first + count;
             with_codec!(format.k, reader => {
-                let list = RowList::collect(reader, keys, first..end, values, first..end, width, copies);
-                dots(simd, &list, queries, stride, scores);
+                let bytes = [width, reader.row_bytes(width)];
+                let list = RowList::collect(bytes, &keys, first..end, &values, first..end, copies);
+                dots(simd, reader, &list, queries, stride, scores);
             });
             let rows = scores.chunks_exact_mut(BLOCK).zip(o.chunks_exact_mut(stride)).zip(&mut *states);
             for (row, ((scores, o), state)) in rows.enumerate() {
@@ -175,8 +177,9 @@ impl Task for Unit<'_> {
                 state.absorb::<S, f32>(simd, &logits, &mut scores[..count.next_multiple_of(SPAN)], seen, o);
             }
             with_codec!(format.v, reader => {
-                let list = RowList::collect(reader, values, first..end, keys, end..kv_len, width, copies);
-                accumulate(simd, &list, scores, o, stride);
+                let bytes = [width, reader.row_bytes(width)];
+                let list = RowList::collect(bytes, &values, first..end, &keys, end..kv_len, copies);
+                accumulate(simd, reader, &list, scores, o, stride);
             });
         }
     }

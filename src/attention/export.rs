@@ -11,7 +11,7 @@ use super::{Forward, Shape};
 use crate::device::cpu::Slots;
 use crate::device::simd::pack::{Packed, transposed};
 use crate::device::simd::product::{Extents, Left, ROWS, Right, product};
-use crate::device::simd::{Native, Simd, Task, math};
+use crate::device::simd::{Bf16Task, Native, Simd, math};
 use rayon::prelude::*;
 use std::ops::Range;
 
@@ -107,7 +107,7 @@ pub fn columns(
                 slots.with(|slot| {
                     let queries = queries.clone();
                     let tile = KeyTile { call, lse, queries, reduction, batch, kv_head, first, sums: seen, slot };
-                    call.cpu.isa().run(tile);
+                    call.cpu.isa().run_bf16(tile);
                 });
             }
         });
@@ -127,7 +127,7 @@ struct KeyTile<'a, 's> {
     slot: &'s mut [f32],
 }
 
-impl Task for KeyTile<'_, '_> {
+impl Bf16Task for KeyTile<'_, '_> {
     type Output = ();
 
     #[inline(always)]

@@ -179,7 +179,7 @@ impl Running {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::simd::{Native, Task};
+    use crate::device::simd::Task;
     use proptest::prelude::*;
 
     struct Absorb<'a> {
@@ -192,7 +192,7 @@ mod tests {
         type Output = ();
 
         #[inline(always)]
-        fn run<S: Native>(self, simd: S) {
+        fn run<S: Simd>(self, simd: S) {
             self.state.absorb::<S, f32>(simd, &Logits::new(&Params::new(1, false)), self.row, self.seen, &mut []);
         }
     }
@@ -203,7 +203,7 @@ mod tests {
         type Output = ();
 
         #[inline(always)]
-        fn run<S: Native>(self, simd: S) {
+        fn run<S: Simd>(self, simd: S) {
             let Merge((state, output), (other, other_output)) = self;
             state.merge(simd, output, other, &other_output);
         }
@@ -215,7 +215,7 @@ mod tests {
         type Output = (f32, [f32; 16]);
 
         #[inline(always)]
-        fn run<S: Native>(self, simd: S) -> (f32, [f32; 16]) {
+        fn run<S: Simd>(self, simd: S) -> (f32, [f32; 16]) {
             let Finish((state, mut output)) = self;
             (state.normalise(simd, &mut output), output)
         }

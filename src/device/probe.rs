@@ -4,7 +4,7 @@
 //! operations, a dot product of a pair as four.
 
 use super::Cpu;
-use super::simd::{Native, Simd, Task, Unit};
+use super::simd::{Bf16Task, Native, Simd, Task, Unit};
 use std::hint::black_box;
 use std::time::Instant;
 
@@ -21,12 +21,12 @@ const AHEAD_BYTES: usize = 8192;
 
 /// Operations per second of f32 multiply-adds.
 pub fn fma_flops(cpu: &Cpu) -> f64 {
-    best(cpu, || cpu.isa().run(MultiplyAdds { bf16: false }))
+    best(cpu, || cpu.isa().run_bf16(MultiplyAdds { bf16: false }))
 }
 
 /// Operations per second of dot products of pairs of bf16; `None` where the path has none.
 pub fn bf16_dot_flops(cpu: &Cpu) -> Option<f64> {
-    let probe = || cpu.isa().run(MultiplyAdds { bf16: true });
+    let probe = || cpu.isa().run_bf16(MultiplyAdds { bf16: true });
     (probe() > 0.0).then(|| best(cpu, probe))
 }
 
@@ -56,7 +56,7 @@ struct MultiplyAdds {
     bf16: bool,
 }
 
-impl Task for MultiplyAdds {
+impl Bf16Task for MultiplyAdds {
     type Output = f64;
 
     #[inline(always)]
@@ -93,7 +93,7 @@ impl Task for Read<'_> {
     type Output = f64;
 
     #[inline(always)]
-    fn run<S: Native>(self, simd: S) -> f64 {
+    fn run<S: Simd>(self, simd: S) -> f64 {
         let mut sums = [simd.splat(0.0); 4];
         // Hardware prefetchers stop at the end of a page: asking ahead is what reads fastest.
         for line in self.0.chunks_exact(LINE_BYTES / 4) {

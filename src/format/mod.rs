@@ -180,7 +180,7 @@ mod tests {
     use super::example::E5m2;
     use super::*;
     use crate::device::Cpu;
-    use crate::device::simd::{Native, Task};
+    use crate::device::simd::{Simd, Task};
 
     /// Reads all elements of a row by vectors, the last in part.
     struct Load<'a>(&'a [u8], &'a mut [f32]);
@@ -189,7 +189,7 @@ mod tests {
         type Output = ();
 
         #[inline(always)]
-        fn run<S: Native>(self, simd: S) {
+        fn run<S: Simd>(self, simd: S) {
             let Load(row, to) = self;
             for (block, to) in to.chunks_mut(S::LANES).enumerate() {
                 let mut lanes = vec![0.0; S::LANES];

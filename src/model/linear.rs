@@ -66,7 +66,7 @@ impl Linear {
             let first = unit * PANEL;
             slots.with(|scratch| {
                 let columns = columns(first, PANEL.min(width - first));
-                isa.run(Panel { columns, rounds: x.rounds, scratch, y: &y });
+                isa.run_bf16(Panel { columns, rounds: x.rounds, scratch, y: &y });
             });
         };
         cpu.install(|| (0..width.div_ceil(PANEL)).into_par_iter().with_max_len(1).for_each(unit));

@@ -4,7 +4,7 @@ use super::config::Activation;
 use super::norm::SERIAL;
 use crate::device::Cpu;
 use crate::device::simd::math::{exp2, tanh};
-use crate::device::simd::{Isa, Native, Simd, Task};
+use crate::device::simd::{Isa, Simd, Task};
 use rayon::prelude::*;
 
 /// One row.
@@ -18,7 +18,7 @@ impl Task for Row<'_> {
     type Output = ();
 
     #[inline(always)]
-    fn run<S: Native>(self, simd: S) {
+    fn run<S: Simd>(self, simd: S) {
         match self.activation {
             Activation::Silu => each(
                 simd,

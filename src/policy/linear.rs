@@ -7,7 +7,7 @@
 use super::List;
 use crate::attention::Shape;
 use crate::device::simd::product::{Extents, Left, ROWS, Right, product};
-use crate::device::simd::{Isa, Native, Task};
+use crate::device::simd::{Isa, Simd, Task};
 
 const MAX: usize = Shape::MAX_HEAD_DIM;
 /// Widest vector of any instruction path.
@@ -40,7 +40,7 @@ impl<const ADD: bool> Task for Multiply<'_, ADD> {
     type Output = ();
 
     #[inline(always)]
-    fn run<S: Native>(self, simd: S) {
+    fn run<S: Simd>(self, simd: S) {
         let extents = Extents { rows: self.rows, columns: self.columns, steps: self.steps };
         let right = Right { units: self.b, stride: self.stride };
         product::<S, f32, ADD>(simd, extents, self.a, right, self.c, self.columns);

@@ -1,5 +1,8 @@
 //! The tiny checkpoints of `tests/models/`, and what `transformers` gave for them.
 
+use kvsieve::format::KvFormat;
+use kvsieve::model::Setup;
+use kvsieve::tensor::DType;
 use safetensors::SafeTensors;
 use std::path::{Path, PathBuf};
 
@@ -55,4 +58,18 @@ pub fn deviation(values: &[f32]) -> f32 {
 pub fn furthest(a: &[f32], b: &[f32]) -> f32 {
     assert_eq!(a.len(), b.len());
     a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, |most, x| if x > most || x.is_nan() { x } else { most })
+}
+
+/// How the checkpoints are run: unrounded, with the logits of every token.
+pub fn setup(batch: usize, chunk_tokens: usize) -> Setup<'static> {
+    Setup {
+        kernel: "tiled",
+        batch,
+        max_tokens: 80,
+        chunk_tokens,
+        all_logits: true,
+        dtype: DType::F32,
+        kv_format: KvFormat::plain(DType::F32),
+        columns: &[],
+    }
 }

@@ -7,7 +7,7 @@ use crate::attention::{Forward, Outputs, Shape};
 use crate::device::cpu::Slots;
 use crate::device::simd::pack::{Packed, stacked, transposed};
 use crate::device::simd::product::{Extents, Left, ROWS, Right, product};
-use crate::device::simd::{Native, Simd, Task, narrow};
+use crate::device::simd::{Bf16Task, Native, Simd, narrow};
 use crate::tensor::DType;
 use rayon::prelude::*;
 
@@ -77,7 +77,7 @@ pub(super) fn run(tile: TileSizes, call: &Forward<'_>, outputs: &mut Outputs, sc
     let slots = Slots::new(scratch, call.cpu.threads());
     call.cpu.install(|| {
         units.into_iter().par_bridge().for_each(|unit| {
-            slots.with(|slot| call.cpu.isa().run(Block { tile, call, dtype, unit, slot }));
+            slots.with(|slot| call.cpu.isa().run_bf16(Block { tile, call, dtype, unit, slot }));
         });
     });
 }
@@ -91,7 +91,7 @@ struct Block<'a, 'u, 's> {
     slot: &'s mut [f32],
 }
 
-impl Task for Block<'_, '_, '_> {
+impl Bf16Task for Block<'_, '_, '_> {
     type Output = ();
 
     #[inline(always)]

@@ -1,17 +1,18 @@
 //! AVX2 and FMA: vectors of 8 f32.
 
-use super::{Native, Simd, Task};
+use super::vector::each;
+use super::{Native, Simd};
 use half::{bf16, f16};
 use std::arch::x86_64::*;
 
-/// The path. Made only by [`run`].
+/// The path. Made only by [`with`].
 #[derive(Clone, Copy)]
 pub struct Avx2(());
 
-/// Runs a task with AVX2 and FMA.
+/// Calls `work`, compiled with AVX2 and FMA if it is `#[inline(always)]`.
 #[target_feature(enable = "avx2,fma,f16c")]
-pub fn run<T: Task>(task: T) -> T::Output {
-    task.run(Avx2(()))
+pub fn with<R>(work: impl FnOnce(Avx2) -> R) -> R {
+    work(Avx2(()))
 }
 
 /// An intrinsic that touches registers only.
@@ -112,7 +113,8 @@ impl Simd for Avx2 {
 
     #[inline(always)]
     unsafe fn load_i8_part(self, from: *const i8, count: usize) -> __m256 {
-        let bytes: [i8; 8] = std::array::from_fn(
+        let bytes: [i8; 8] = each(
+            0,
             #[inline(always)]
             // SAFETY: the caller's promise.
             |lane| if lane < count { unsafe { *from.add(lane) } } else { 0 },

@@ -1,6 +1,6 @@
 //! AVX-512: vectors of 16 f32, and with AVX512-BF16 dot products of pairs of bf16.
 
-use super::{Native, Simd, Task, Unit};
+use super::{Native, Simd, Unit};
 use half::{bf16, f16};
 use std::arch::x86_64::*;
 
@@ -8,16 +8,16 @@ use std::arch::x86_64::*;
 #[derive(Clone, Copy)]
 pub struct Avx512<const BF16: bool>(());
 
-/// Runs a task with AVX-512.
+/// Calls `work`, compiled with AVX-512 if it is `#[inline(always)]`.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
-pub fn run<T: Task>(task: T) -> T::Output {
-    task.run(Avx512::<false>(()))
+pub fn with<R>(work: impl FnOnce(Avx512<false>) -> R) -> R {
+    work(Avx512(()))
 }
 
-/// Runs a task with AVX-512 and AVX512-BF16.
+/// As [`with`], with AVX512-BF16 too.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]
-pub fn run_bf16<T: Task>(task: T) -> T::Output {
-    task.run(Avx512::<true>(()))
+pub fn with_bf16<R>(work: impl FnOnce(Avx512<true>) -> R) -> R {
+    work(Avx512(()))
 }
 
 /// An intrinsic that touches registers only.
@@ -187,7 +187,8 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
             let ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
             let cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
             let (ab, cd) = (_mm512_castps_pd(ab), _mm512_castps_pd(cd));
-            let [low, high] = [_mm512_unpacklo_pd(ab, cd), _mm512_unpackhi_pd(ab, cd)].map(|x| _mm512_castpd_ps(x));
+            let low = _mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd));
+            let high = _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd));
             // Each quarter now holds four partial sums, one of each vector.
             let quarters = _mm512_add_ps(low, high);
             let halves = _mm512_castps_pd(quarters);

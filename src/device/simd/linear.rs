@@ -13,7 +13,8 @@ use super::pack::{Packed, transposed};
 use super::product::{Extents, Left, ROWS, Right, product};
 use super::reader::RowReader;
 use super::rows::tile;
-use super::{Native, Simd, Task, Unit};
+use super::vector::each;
+use super::{Bf16Task, Native, Simd, Task, Unit};
 use crate::tensor::Rows;
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -116,7 +117,7 @@ pub struct Panel<'a> {
     pub y: &'a Stripes<'a>,
 }
 
-impl Task for Panel<'_> {
+impl Bf16Task for Panel<'_> {
     type Output = ();
 
     #[inline(always)]
@@ -186,7 +187,7 @@ impl<R: RowReader> Task for Few<'_, R> {
     type Output = ();
 
     #[inline(always)]
-    fn run<S: Native>(self, simd: S) {
+    fn run<S: Simd>(self, simd: S) {
         let Few { columns: part, reader, y } = self;
         part.check(part.rows);
         let (span, stride_bytes) = part.w.span().expect("rows of a matrix lie along it");
@@ -196,12 +197,19 @@ impl<R: RowReader> Task for Few<'_, R> {
         while first < count {
             let rows = TILE.min(count - first);
             // Rows that are not there are the last one again.
-            let at: [*const u8; TILE] = std::array::from_fn(
+            let at: [*const u8; TILE] = each(
+                std::ptr::null(),
                 #[inline(always)]
                 |offset| row(first + offset.min(rows - 1)),
             );
             // SAFETY: each row holds the bytes of `width` elements, by `row`.
-            let scales = R::SCALED.then(|| at.map(|row| unsafe { reader.scale(row) }));
+            let scales = R::SCALED.then(|| {
+                each(
+                    1.0,
+                    #[inline(always)]
+                    |row: usize| unsafe { reader.scale(at[row]) },
+                )
+            });
             let mut query = 0;
             while query < part.rows {
                 // SAFETY: rows of `w` hold `width` elements, by `row`, rows of `x` whole vectors of as many, by `check`.

@@ -1,7 +1,7 @@
 //! Loops over rows of f32 that the compiler vectorises by itself, compiled for each path.
 
 use super::math::{Exp2, SoftCap};
-use super::{Isa, Native, Task};
+use super::{Isa, Simd, Task};
 
 const LANES: usize = 16;
 
@@ -12,7 +12,7 @@ impl<R, F: FnMut() -> R> Task for Loop<F> {
     type Output = R;
 
     #[inline(always)]
-    fn run<S: Native>(mut self, _: S) -> R {
+    fn run<S: Simd>(mut self, _: S) -> R {
         (self.0)()
     }
 }
@@ -143,7 +143,7 @@ impl Task for RowDots<'_> {
     type Output = ();
 
     #[inline(always)]
-    fn run<S: Native>(self, simd: S) {
+    fn run<S: Simd>(self, simd: S) {
         let whole = self.query.len() - self.query.len() % S::LANES;
         let (query, query_tail) = self.query.split_at(whole);
         for (score, row) in self.scores.iter_mut().zip(self.rows.chunks_exact(self.query.len())) {

@@ -1,6 +1,6 @@
 //! Exponentials of vectors, as polynomials.
 
-use super::{Native, Simd, Task};
+use super::{Simd, Task};
 
 /// Coefficients of `2^f` on `[-0.5, 0.5]`, highest power first, of the least relative error (9.2e-8, a bit and a half
 /// of f32) among those that give exactly 1 at 0; found by iterated least squares.
@@ -82,7 +82,7 @@ impl Task for Exp2<'_> {
     type Output = ();
 
     #[inline(always)]
-    fn run<S: Native>(self, simd: S) {
+    fn run<S: Simd>(self, simd: S) {
         let shift = simd.splat(self.shift);
         map(
             simd,
@@ -107,7 +107,7 @@ impl Task for SoftCap<'_> {
     type Output = ();
 
     #[inline(always)]
-    fn run<S: Native>(self, simd: S) {
+    fn run<S: Simd>(self, simd: S) {
         let (inner, cap) = (simd.splat(self.factor / self.cap), simd.splat(self.cap));
         map(
             simd,

@@ -1,7 +1,7 @@
 //! Vector code: one dispatch point, one trait of vectors, and an implementation of it for each instruction set.
 //!
 //! A kernel's inner part is a [`Task`]: code written once over the trait [`Simd`]. [`Isa::run`] compiles it for each
-//! path (AVX-512 with and without bf16 dot products, AVX2 + FMA, portable) and picks at run time. Everything that a task
+//! path (AVX-512, AVX2 + FMA, portable) and picks at run time; a [`Bf16Task`] also for AVX-512 with dot products of bf16. Everything that a task
 //! calls must be `#[inline(always)]`: an ordinary function would be compiled for the target's baseline, where every
 //! intrinsic is a call. On top of the trait stand `math` (exponentials), `product` (the one register-blocked matrix
 //! product that all tiled kernels share), `pack` (rows of any element type into the layout that it reads), `rows` (inner
@@ -32,6 +32,16 @@ pub trait Task {
     type Output;
 
     /// The code; mark it and all that it calls `#[inline(always)]`.
+    fn run<S: Simd>(self, simd: S) -> Self::Output;
+}
+
+/// A task that multiplies bf16 in the unit that the processor has for it ([`Native::Bf16`]), so that there is one more
+/// path to compile it for.
+pub trait Bf16Task {
+    /// What it computes.
+    type Output;
+
+    /// As [`Task::run`].
     fn run<S: Native>(self, simd: S) -> Self::Output;
 }
 
@@ -96,15 +106,64 @@ impl Isa {
     #[inline]
     pub fn run<T: Task>(self, task: T) -> T::Output {
         match self.0 {
-            // SAFETY: an `Isa` is made only of a path that `is_here`.
             #[cfg(target_arch = "x86_64")]
-            Path::Avx512Bf16 => unsafe { avx512::run_bf16(task) },
-            // SAFETY: as above.
+            Path::Avx512Bf16 | Path::Avx512 => {
+                // SAFETY: an `Isa` is made only of a path that `is_here`.
+                unsafe {
+                    avx512::with(
+                        #[inline(always)]
+                        |simd| task.run(simd),
+                    )
+                }
+            }
             #[cfg(target_arch = "x86_64")]
-            Path::Avx512 => unsafe { avx512::run(task) },
-            // SAFETY: as above.
+            Path::Avx2 => {
+                // SAFETY: as above.
+                unsafe {
+                    avx2::with(
+                        #[inline(always)]
+                        |simd| task.run(simd),
+                    )
+                }
+            }
+            _ => task.run(portable::Portable),
+        }
+    }
+
+    /// Runs a task with the instructions of this path and its unit for bf16.
+    #[inline]
+    pub fn run_bf16<T: Bf16Task>(self, task: T) -> T::Output {
+        match self.0 {
             #[cfg(target_arch = "x86_64")]
-            Path::Avx2 => unsafe { avx2::run(task) },
+            Path::Avx512Bf16 => {
+                // SAFETY: as in `run`.
+                unsafe {
+                    avx512::with_bf16(
+                        #[inline(always)]
+                        |simd| task.run(simd),
+                    )
+                }
+            }
+            #[cfg(target_arch = "x86_64")]
+            Path::Avx512 => {
+                // SAFETY: as in `run`.
+                unsafe {
+                    avx512::with(
+                        #[inline(always)]
+                        |simd| task.run(simd),
+                    )
+                }
+            }
+            #[cfg(target_arch = "x86_64")]
+            Path::Avx2 => {
+                // SAFETY: as in `run`.
+                unsafe {
+                    avx2::with(
+                        #[inline(always)]
+                        |simd| task.run(simd),
+                    )
+                }
+            }
             _ => task.run(portable::Portable),
         }
     }

@@ -230,14 +230,14 @@ pub fn stacked<'a, S: Simd, U: Packed<S>>(
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Isa, Native, Task};
+    use super::super::{Bf16Task, Isa, Native};
     use super::*;
     use half::f16;
 
     /// Packs both ways and compares with the definition.
     struct Check<'a>(Rows<'a>, usize);
 
-    impl Task for Check<'_> {
+    impl Bf16Task for Check<'_> {
         type Output = ();
 
         #[inline(always)]
@@ -303,9 +303,9 @@ mod tests {
             for strides in [[width, 1], [width + 3, 1], [1, count]] {
                 for isa in Isa::available() {
                     for run in [16, 1000] {
-                        isa.run(Check(Rows::F32(Strided::new(&wide, strides, count, width)), run));
-                        isa.run(Check(Rows::Bf16(Strided::new(&bf16s, strides, count, width)), run));
-                        isa.run(Check(Rows::F16(Strided::new(&f16s, strides, count, width)), run));
+                        isa.run_bf16(Check(Rows::F32(Strided::new(&wide, strides, count, width)), run));
+                        isa.run_bf16(Check(Rows::Bf16(Strided::new(&bf16s, strides, count, width)), run));
+                        isa.run_bf16(Check(Rows::F16(Strided::new(&f16s, strides, count, width)), run));
                     }
                 }
             }

@@ -1,5 +1,6 @@
 //! Vectors of four f32 that any target's compiler can place in registers (SSE2 and NEON have them).
 
+use super::vector::each;
 use super::{Element, Native, Simd};
 use half::{bf16, f16};
 
@@ -11,7 +12,7 @@ type Lanes = [f32; 4];
 
 #[inline(always)]
 fn zip(a: Lanes, b: Lanes, f: impl Fn(f32, f32) -> f32) -> Lanes {
-    std::array::from_fn(|lane| f(a[lane], b[lane]))
+    each(0.0, |lane| f(a[lane], b[lane]))
 }
 
 /// The first `count` elements, zeros after them.
@@ -21,7 +22,7 @@ fn zip(a: Lanes, b: Lanes, f: impl Fn(f32, f32) -> f32) -> Lanes {
 #[inline(always)]
 unsafe fn part<T: Element>(from: *const T, count: usize) -> Lanes {
     // SAFETY: the caller's promise.
-    std::array::from_fn(|lane| if lane < count { unsafe { from.add(lane).read_unaligned() }.widen() } else { 0.0 })
+    each(0.0, |lane| if lane < count { unsafe { from.add(lane).read_unaligned() }.widen() } else { 0.0 })
 }
 
 /// Adding it rounds an f32 below 2^22 to the nearest integer.
@@ -47,19 +48,21 @@ impl Simd for Portable {
     unsafe fn load_bf16(self, from: *const bf16) -> Lanes {
         // SAFETY: the caller's promise.
         let bits = unsafe { from.cast::<[u16; 4]>().read_unaligned() };
-        bits.map(|bits| f32::from_bits(u32::from(bits) << 16))
+        each(0.0, |lane| f32::from_bits(u32::from(bits[lane]) << 16))
     }
 
     #[inline(always)]
     unsafe fn load_f16(self, from: *const f16) -> Lanes {
         // SAFETY: the caller's promise.
-        unsafe { from.cast::<[f16; 4]>().read_unaligned() }.map(f16::to_f32)
+        let halves = unsafe { from.cast::<[f16; 4]>().read_unaligned() };
+        each(0.0, |lane| halves[lane].to_f32())
     }
 
     #[inline(always)]
     unsafe fn load_i8(self, from: *const i8) -> Lanes {
         // SAFETY: the caller's promise.
-        unsafe { from.cast::<[i8; 4]>().read_unaligned() }.map(f32::from)
+        let bytes = unsafe { from.cast::<[i8; 4]>().read_unaligned() };
+        each(0.0, |lane| f32::from(bytes[lane]))
     }
 
     #[inline(always)]
@@ -83,7 +86,7 @@ impl Simd for Portable {
     #[inline(always)]
     unsafe fn load_i8_part(self, from: *const i8, count: usize) -> Lanes {
         // SAFETY: the caller's promise.
-        std::array::from_fn(|lane| if lane < count { f32::from(unsafe { *from.add(lane) }) } else { 0.0 })
+        each(0.0, |lane| if lane < count { f32::from(unsafe { *from.add(lane) }) } else { 0.0 })
     }
 
     #[inline(always)]
@@ -95,13 +98,13 @@ impl Simd for Portable {
     #[inline(always)]
     unsafe fn store_bf16(self, to: *mut bf16, x: Lanes) {
         // SAFETY: the caller's promise.
-        unsafe { to.cast::<[bf16; 4]>().write_unaligned(x.map(bf16::from_f32)) }
+        unsafe { to.cast::<[bf16; 4]>().write_unaligned(each(bf16::ZERO, |lane| bf16::from_f32(x[lane]))) }
     }
 
     #[inline(always)]
     unsafe fn store_f16(self, to: *mut f16, x: Lanes) {
         // SAFETY: the caller's promise.
-        unsafe { to.cast::<[f16; 4]>().write_unaligned(x.map(f16::from_f32)) }
+        unsafe { to.cast::<[f16; 4]>().write_unaligned(each(f16::ZERO, |lane| f16::from_f32(x[lane]))) }
     }
 
     #[inline(always)]
@@ -123,9 +126,9 @@ impl Simd for Portable {
     fn mul_add(self, a: Lanes, b: Lanes, c: Lanes) -> Lanes {
         // Without the instruction a fused multiply-add is a call of the C library.
         if cfg!(any(target_feature = "fma", target_arch = "aarch64")) {
-            std::array::from_fn(|lane| a[lane].mul_add(b[lane], c[lane]))
+            each(0.0, |lane| a[lane].mul_add(b[lane], c[lane]))
         } else {
-            std::array::from_fn(|lane| a[lane] * b[lane] + c[lane])
+            each(0.0, |lane| a[lane] * b[lane] + c[lane])
         }
     }
 
@@ -136,7 +139,7 @@ impl Simd for Portable {
 
     #[inline(always)]
     fn select_less(self, a: Lanes, b: Lanes, x: Lanes, y: Lanes) -> Lanes {
-        std::array::from_fn(|lane| if a[lane] < b[lane] { x[lane] } else { y[lane] })
+        each(0.0, |lane| if a[lane] < b[lane] { x[lane] } else { y[lane] })
     }
 
     #[inline(always)]
@@ -146,12 +149,12 @@ impl Simd for Portable {
 
     #[inline(always)]
     fn round(self, x: Lanes) -> Lanes {
-        x.map(|x| (x + ROUND) - ROUND)
+        each(0.0, |lane| (x[lane] + ROUND) - ROUND)
     }
 
     #[inline(always)]
     fn scale_or_zero(self, x: Lanes, exponent: Lanes, limit: Lanes) -> Lanes {
-        std::array::from_fn(|lane| {
+        each(0.0, |lane| {
             let bits = (exponent[lane] + ROUND).to_bits() << 23;
             let scaled = x[lane] * f32::from_bits(bits.wrapping_add(127 << 23));
             if limit[lane] < -126.0 { 0.0 } else { scaled }
@@ -165,7 +168,7 @@ impl Simd for Portable {
 
     #[inline(always)]
     fn sums(self, x: [Lanes; 4]) -> [f32; 4] {
-        x.map(|x| self.sum(x))
+        each(0.0, |row| self.sum(x[row]))
     }
 
     #[inline(always)]
@@ -176,11 +179,10 @@ impl Simd for Portable {
     #[inline(always)]
     unsafe fn transpose(self, from: *const u8, from_stride_bytes: usize, to: *mut f32, to_stride: usize) {
         // SAFETY: the caller's promise, for each row.
-        let rows: [Lanes; 4] =
-            std::array::from_fn(|row| unsafe { self.load(from.add(row * from_stride_bytes).cast()) });
+        let rows: [Lanes; 4] = each([0.0; 4], |row| unsafe { self.load(from.add(row * from_stride_bytes).cast()) });
         for column in 0..4 {
             // SAFETY: likewise.
-            unsafe { self.store(to.add(column * to_stride), rows.map(|row| row[column])) };
+            unsafe { self.store(to.add(column * to_stride), each(0.0, |row| rows[row][column])) };
         }
     }
 

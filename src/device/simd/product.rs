@@ -6,6 +6,7 @@
 //! with any two strides: the same code multiplies by `P` and by its transpose. Operands are f32, or pairs of bf16
 //! where the processor multiplies those ([`Unit`]).
 
+use super::vector::each;
 use super::{Simd, Unit};
 
 /// Rows of a register tile: extents of `C` and `A` are multiples of it.
@@ -118,7 +119,8 @@ impl<U> Tile<U> {
         for _ in 0..self.steps {
             // SAFETY: the caller's promise; `wrapping_add` below may leave the slice after the last step only.
             unsafe {
-                let right: [U::Operand; VECTORS] = std::array::from_fn(
+                let right: [U::Operand; VECTORS] = each(
+                    U::load(simd, b),
                     #[inline(always)]
                     |column| U::load(simd, b.add(column * S::LANES)),
                 );

@@ -8,6 +8,7 @@
 
 use super::Simd;
 use super::reader::RowReader;
+use super::vector::each;
 use crate::tensor::Rows;
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -26,36 +27,32 @@ const KEYS: usize = 4;
 const CHUNK: usize = 16;
 
 /// Addresses of up to [`BLOCK`] rows, and of the rows that will be read after them.
-pub struct RowList<'a, R> {
+pub struct RowList<'a> {
     /// `count` rows that may be read; behind them, addresses that may only be asked for.
     at: [*const u8; BLOCK + AHEAD],
     count: usize,
     width: usize,
     /// Rows from one that is read to one that is asked for.
     ahead: usize,
-    reader: R,
     rows: PhantomData<&'a [u8]>,
 }
 
-impl<'a, R: RowReader> RowList<'a, R> {
-    /// The rows `range`, `width` elements each, that `reader` reads and that will be followed by the rows `next_range` of
-    /// `next`. `rows(i)` gives row `i` and as many after it as are uniformly strided. Rows whose elements are no neighbours are copied
-    /// to `copies`, which holds as many elements in f32.
+impl<'a> RowList<'a> {
+    /// The rows `range`, `width` elements in `row_bytes` each, that will be followed by the rows `next_range` of `next`.
+    /// `rows(i)` gives row `i` and as many after it as are uniformly strided. Rows whose elements are no neighbours are
+    /// copied to `copies`, which holds as many elements in f32.
     ///
     /// # Panics
-    /// When there are more than [`BLOCK`] rows, rows of other bytes than the reader's or of another width, or no room for
-    /// copies.
-    #[inline(always)]
+    /// When there are more than [`BLOCK`] rows, rows of other bytes or of another width, or no room for copies.
     pub fn collect<'r: 'a>(
-        reader: R,
-        rows: impl Fn(usize) -> Rows<'r>,
+        [width, row_bytes]: [usize; 2],
+        rows: &dyn Fn(usize) -> Rows<'r>,
         range: Range<usize>,
-        next: impl Fn(usize) -> Rows<'r>,
+        next: &dyn Fn(usize) -> Rows<'r>,
         next_range: Range<usize>,
-        width: usize,
         copies: &'a mut [f32],
     ) -> Self {
-        let (count, row_bytes) = (range.len(), reader.row_bytes(width));
+        let count = range.len();
         let ahead = (AHEAD_BYTES / row_bytes).clamp(1, AHEAD);
         let mut copies: &mut [u8] = bytemuck::cast_slice_mut(copies);
         let mut at = [copies.as_ptr(); BLOCK + AHEAD];
@@ -85,19 +82,19 @@ impl<'a, R: RowReader> RowList<'a, R> {
             spread(span, stride_bytes, &mut at[count + listed..][..run.count()]);
             listed += run.count();
         }
-        RowList { at, count, width, ahead, reader, rows: PhantomData }
+        RowList { at, count, width, ahead, rows: PhantomData }
     }
 
     /// Multiplies numbers of the rows, `BLOCK` for each of some queries, by the factors that the rows carry.
     #[inline(always)]
-    fn scale(&self, numbers: &mut [f32]) {
+    fn scale<R: RowReader>(&self, reader: R, numbers: &mut [f32]) {
         if !R::SCALED {
             return;
         }
         let mut factors = [0.0; BLOCK];
         for (index, factor) in factors[..self.count].iter_mut().enumerate() {
             // SAFETY: `index` is below `count`; a listed row may be read.
-            *factor = unsafe { self.reader.scale(self.row(index)) };
+            *factor = unsafe { reader.scale(self.row(index)) };
         }
         for numbers in numbers.chunks_exact_mut(BLOCK) {
             numbers[..self.count].iter_mut().zip(&factors).for_each(|(number, factor)| *number *= factor);
@@ -130,7 +127,6 @@ impl<'a, R: RowReader> RowList<'a, R> {
 }
 
 /// The addresses of rows that are uniformly strided.
-#[inline(always)]
 fn spread(span: &[u8], stride_bytes: usize, at: &mut [*const u8]) {
     for (index, at) in at.iter_mut().enumerate() {
         *at = span.as_ptr().wrapping_add(index * stride_bytes);
@@ -138,23 +134,31 @@ fn spread(span: &[u8], stride_bytes: usize, at: &mut [*const u8]) {
 }
 
 /// `scores[i][j] = queries[i] . rows[j]`: query row `i` begins at `i * stride` of `queries` and is followed by zeros up
-/// to whole vectors, its scores begin at `i * BLOCK` of `scores`.
+/// to whole vectors, its scores begin at `i * BLOCK` of `scores`. `reader` reads the list's rows.
 ///
 /// # Panics
 /// When a slice is too short.
 #[inline(always)]
-pub fn dots<S: Simd, R: RowReader>(simd: S, rows: &RowList<'_, R>, queries: &[f32], stride: usize, scores: &mut [f32]) {
+pub fn dots<S: Simd, R: RowReader>(
+    simd: S,
+    reader: R,
+    rows: &RowList<'_>,
+    queries: &[f32],
+    stride: usize,
+    scores: &mut [f32],
+) {
     let query_count = queries.len() / stride;
     assert!(rows.width <= stride && stride.is_multiple_of(S::LANES), "queries in whole vectors");
     assert!(scores.len() >= query_count * BLOCK, "scores are too short");
-    let (reader, row_bytes) = (rows.reader, rows.reader.row_bytes(rows.width));
+    let row_bytes = reader.row_bytes(rows.width);
     let quads = rows.count - rows.count % KEYS;
     for key in (0..quads).step_by(KEYS) {
         for key in key..key + KEYS {
             // SAFETY: `quads` is at most `count`.
             unsafe { rows.prefetch(simd, key, 0, row_bytes) };
         }
-        let keys: [*const u8; KEYS] = std::array::from_fn(
+        let keys: [*const u8; KEYS] = each(
+            std::ptr::null(),
             #[inline(always)]
             |offset| {
                 // SAFETY: as above.
@@ -190,7 +194,7 @@ pub fn dots<S: Simd, R: RowReader>(simd: S, rows: &RowList<'_, R>, queries: &[f3
             scores[query * BLOCK + key] = simd.sum(sum);
         }
     }
-    rows.scale(&mut scores[..query_count * BLOCK]);
+    rows.scale(reader, &mut scores[..query_count * BLOCK]);
 }
 
 /// Writes the sums of a tile's lanes; returns the number of its query rows.
@@ -227,7 +231,8 @@ pub(super) unsafe fn tile<S: Simd, R: RowReader, const ROWS: usize, const QUERIE
     unsafe {
         let mut column = 0;
         while column < whole {
-            let keys: [S::Vector; ROWS] = std::array::from_fn(
+            let keys: [S::Vector; ROWS] = each(
+                simd.splat(0.0),
                 #[inline(always)]
                 |row| reader.load(simd, rows[row], column),
             );
@@ -235,7 +240,8 @@ pub(super) unsafe fn tile<S: Simd, R: RowReader, const ROWS: usize, const QUERIE
             column += S::LANES;
         }
         if tail > 0 {
-            let keys: [S::Vector; ROWS] = std::array::from_fn(
+            let keys: [S::Vector; ROWS] = each(
+                simd.splat(0.0),
                 #[inline(always)]
                 |row| reader.load_part(simd, rows[row], whole, tail),
             );
@@ -275,7 +281,8 @@ unsafe fn add<S: Simd, const ROWS: usize, const QUERIES: usize>(
 #[inline(always)]
 pub fn accumulate<S: Simd, R: RowReader>(
     simd: S,
-    rows: &RowList<'_, R>,
+    reader: R,
+    rows: &RowList<'_>,
     weights: &mut [f32],
     outputs: &mut [f32],
     stride: usize,
@@ -283,7 +290,7 @@ pub fn accumulate<S: Simd, R: RowReader>(
     let output_count = outputs.len() / stride;
     assert!(rows.width <= stride && stride.is_multiple_of(S::LANES), "outputs in whole vectors");
     assert!(weights.len() >= output_count * BLOCK, "weights are too short");
-    rows.scale(&mut weights[..output_count * BLOCK]);
+    rows.scale(reader, &mut weights[..output_count * BLOCK]);
     for first in (0..rows.count).step_by(CHUNK) {
         let end = rows.count.min(first + CHUNK);
         let mut output = 0;
@@ -291,7 +298,7 @@ pub fn accumulate<S: Simd, R: RowReader>(
             // SAFETY: output rows from `output` on are there, `stride` apart, and `BLOCK` weights for each of them.
             output += unsafe {
                 let (weights, to) = (weights.as_ptr().add(output * BLOCK), outputs.as_mut_ptr().add(output * stride));
-                let sum = Sum { rows, first, end, weights, to, stride, prefetch: output == 0 };
+                let sum = Sum { reader, rows, first, end, weights, to, stride, prefetch: output == 0 };
                 match output_count - output {
                     1 => sum.panels::<S, 1>(simd),
                     2 | 3 => sum.panels::<S, 2>(simd),
@@ -305,7 +312,8 @@ pub fn accumulate<S: Simd, R: RowReader>(
 
 /// The sums of rows `first .. end` for some outputs.
 struct Sum<'a, R> {
-    rows: &'a RowList<'a, R>,
+    reader: R,
+    rows: &'a RowList<'a>,
     first: usize,
     end: usize,
     weights: *const f32,
@@ -329,8 +337,7 @@ impl<R: RowReader> Sum<'_, R> {
             column += unsafe {
                 match (self.rows.width - column) / S::LANES {
                     0 => self.panel::<S, OUTPUTS, 1, true>(simd, column),
-                    1 => self.panel::<S, OUTPUTS, 1, false>(simd, column),
-                    2 | 3 => self.panel::<S, OUTPUTS, 2, false>(simd, column),
+                    1..4 => self.panel::<S, OUTPUTS, 1, false>(simd, column),
                     8.. if OUTPUTS <= 2 && S::COLUMNS == 4 => self.panel::<S, OUTPUTS, 8, false>(simd, column),
                     _ => self.panel::<S, OUTPUTS, 4, false>(simd, column),
                 }
@@ -351,7 +358,7 @@ impl<R: RowReader> Sum<'_, R> {
         column: usize,
     ) -> usize {
         let part = self.rows.width - column;
-        let (columns, reader) = (VECTORS * S::LANES, self.rows.reader);
+        let (columns, reader) = (VECTORS * S::LANES, self.reader);
         let (first_byte, end_byte) = (reader.row_bytes(column), reader.row_bytes(column + columns));
         let mut sums = [[simd.splat(0.0); VECTORS]; OUTPUTS];
         // SAFETY: the caller's promise.
@@ -367,7 +374,8 @@ impl<R: RowReader> Sum<'_, R> {
                     self.rows.prefetch(simd, index, first_byte, end_byte - first_byte);
                 }
                 let from = self.rows.row(index);
-                let values: [S::Vector; VECTORS] = std::array::from_fn(
+                let values: [S::Vector; VECTORS] = each(
+                    simd.splat(0.0),
                     #[inline(always)]
                     |vector| match PART {
                         true => reader.load_part(simd, from, column, part),
@@ -393,7 +401,7 @@ impl<R: RowReader> Sum<'_, R> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Isa, Native, Task};
+    use super::super::{Isa, Task};
     use super::*;
     use crate::format::{RowFormat, with_codec};
     use crate::tensor::{Coded, DType, Strided};
@@ -411,7 +419,7 @@ mod tests {
         type Output = ();
 
         #[inline(always)]
-        fn run<S: Native>(self, simd: S) {
+        fn run<S: Simd>(self, simd: S) {
             with_codec!(self.format, reader => self.check(simd, reader));
         }
     }
@@ -427,14 +435,15 @@ mod tests {
             let stride = width.next_multiple_of(16);
             let source = |row: usize| rows.skip(row).first(run - row % run);
             let mut copies = vec![0.0; count * width];
-            let list = RowList::collect(reader, source, 0..count, source, 0..count, width, &mut copies);
+            let bytes = [width, reader.row_bytes(width)];
+            let list = RowList::collect(bytes, &source, 0..count, &source, 0..count, &mut copies);
 
             let mut x = vec![0.0; queries * stride];
             x.iter_mut()
                 .enumerate()
                 .for_each(|(at, x)| *x = if at % stride < width { (at % 13) as f32 - 6.0 } else { 0.0 });
             let mut scores = vec![f32::NAN; queries * BLOCK];
-            dots(simd, &list, &x, stride, &mut scores);
+            dots(simd, reader, &list, &x, stride, &mut scores);
             let mut weights = vec![f32::NAN; queries * BLOCK];
             for query in 0..queries {
                 for row in 0..count {
@@ -445,7 +454,7 @@ mod tests {
                 }
             }
             let mut sums = vec![1.0; queries * stride];
-            accumulate(simd, &list, &mut weights, &mut sums, stride);
+            accumulate(simd, reader, &list, &mut weights, &mut sums, stride);
             for (at, &got) in sums.iter().enumerate() {
                 let (query, d) = (at / stride, at % stride);
                 let weight = |row: usize| ((query + row) % 7) as f64 - 2.5;

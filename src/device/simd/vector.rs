@@ -146,6 +146,19 @@ pub(crate) fn narrow<S: Simd>(simd: S, dtype: DType, row: &[f32], to: &mut [u8])
     dtype.encode(tail, to_tail);
 }
 
+/// What `of` gives for each index; `empty` is overwritten. In place of `std::array::from_fn`, which is no more than a hint to
+/// inline, so that vectors of the closure would pass through memory.
+#[inline(always)]
+pub(crate) fn each<T: Copy, const N: usize>(empty: T, of: impl Fn(usize) -> T) -> [T; N] {
+    let mut all = [empty; N];
+    let mut index = 0;
+    while index < N {
+        all[index] = of(index);
+        index += 1;
+    }
+    all
+}
+
 /// An instruction path with the unit in which it multiplies bf16.
 pub trait Native: Simd {
     /// A pair of bf16 where the processor has dot products of them, else f32.

@@ -14,7 +14,7 @@ use crate::attention::Shape;
 use crate::device::cpu::Slots;
 use crate::device::simd::pack::{Packed, transposed};
 use crate::device::simd::product::{Extents, Left, ROWS, Right, product};
-use crate::device::simd::{Native, Simd, Task, math};
+use crate::device::simd::{Bf16Task, Native, Simd, math};
 use crate::memory::Label;
 use crate::named::Parameter;
 use crate::policy::{Context, List, Policy, PolicyEntry, PolicyError, Scorer, Statistic, each_list};
@@ -101,7 +101,9 @@ pub(super) fn attention_in_chunks(
         units.into_par_iter().with_max_len(1).for_each(|(index, first, sums)| {
             let list = List::new(context, index);
             let queries = queries(context, &list, first..first + sums.len(), chunk);
-            slots.with(|slot| cpu.isa().run(Chunk { context, list: &list, first, chunk, queries, sums, parts, slot }));
+            slots.with(|slot| {
+                cpu.isa().run_bf16(Chunk { context, list: &list, first, chunk, queries, sums, parts, slot })
+            });
         });
     });
     times_value_norm(context, scores, 0.0);
@@ -130,7 +132,7 @@ struct Chunk<'a, 's> {
     slot: &'s mut [f32],
 }
 
-impl Task for Chunk<'_, '_> {
+impl Bf16Task for Chunk<'_, '_> {
     type Output = ();
 
     #[inline(always)]
@@ -255,7 +257,7 @@ pub(super) fn standardise(context: &Context<'_>, scores: &mut [f32], span: impl 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::simd::Isa;
+    use crate::device::simd::{Isa, Task};
 
     struct Rows<'a>(&'a mut [f32], f32, &'a mut [f32]);
 
@@ -263,7 +265,7 @@ mod tests {
         type Output = ();
 
         #[inline(always)]
-        fn run<S: Native>(self, simd: S) {
+        fn run<S: Simd>(self, simd: S) {
             add_softmax(simd, self.0, self.1, self.2);
         }
     }

@@ -8,7 +8,7 @@
 use crate::attention::Shape;
 use crate::device::simd::pack::transposed;
 use crate::device::simd::product::{Extents, Left, ROWS, Right, product};
-use crate::device::simd::{Isa, Native, Task, loops};
+use crate::device::simd::{Isa, Simd, Task, loops};
 use crate::policy::List;
 use crate::tensor::{DType, Rows};
 
@@ -68,7 +68,7 @@ impl Task for Search<'_> {
     type Output = ();
 
     #[inline(always)]
-    fn run<S: Native>(self, simd: S) {
+    fn run<S: Simd>(self, simd: S) {
         let Search { width, len, units, open, tile, cosines, sums } = self;
         for first in (0..len).step_by(TILE).rev() {
             let count = TILE.min(len - first);

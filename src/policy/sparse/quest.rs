@@ -14,7 +14,7 @@ use crate::device::Cpu;
 use crate::device::cpu::Slots;
 use crate::device::simd::reader::RowReader;
 use crate::device::simd::rows::{BLOCK, RowList, dots};
-use crate::device::simd::{Native, Task};
+use crate::device::simd::{Simd, Task};
 use crate::format::{RowFormat, with_codec};
 use crate::memory::{Arena, ArenaError, Buffer, Label};
 use crate::policy::select::keep_best;
@@ -238,14 +238,14 @@ impl Task for Bounds<'_> {
     type Output = ();
 
     #[inline(always)]
-    fn run<S: Native>(self, simd: S) {
+    fn run<S: Simd>(self, simd: S) {
         with_codec!(RowFormat::plain(self.dtype), reader => self.over(simd, reader));
     }
 }
 
 impl Bounds<'_> {
     #[inline(always)]
-    fn over<S: Native, R: RowReader>(self, simd: S, reader: R) {
+    fn over<S: Simd, R: RowReader>(self, simd: S, reader: R) {
         let Bounds { q, batch, heads, index, dtype, width, scores, slot } = self;
         let stride = (2 * width).next_multiple_of(LANES);
         let (queries, blocks) = slot.split_at_mut(heads.len() * stride);
@@ -263,8 +263,8 @@ impl Bounds<'_> {
         for (block, scores) in scores.chunks_mut(BLOCK).enumerate() {
             let first = block * BLOCK;
             let end = first + scores.len();
-            let list = RowList::collect(reader, lines, first..end, lines, end..pages, 2 * width, &mut []);
-            dots(simd, &list, queries, stride, blocks);
+            let list = RowList::collect([2 * width, line], &lines, first..end, &lines, end..pages, &mut []);
+            dots(simd, reader, &list, queries, stride, blocks);
             scores.fill(f32::NEG_INFINITY);
             for of_head in blocks.chunks_exact(BLOCK) {
                 scores.iter_mut().zip(of_head).for_each(|(score, &bound)| *score = score.max(bound));

@@ -203,7 +203,7 @@ pub(super) fn run(blocks: Blocks, call: &Backward<'_>, gradients: &mut Gradients
                     if index >= plan.targets.len() {
                         break;
                     }
-                    cpu.isa().run(KeyBlock { plan, index, slot: &mut *slot });
+                    cpu.isa().run_bf16(KeyBlock { plan, index, slot: &mut *slot });
                 }
             });
         });

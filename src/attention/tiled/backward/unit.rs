@@ -7,7 +7,7 @@ use crate::attention::strip::{SPAN, STRIP, cut, pack_queries};
 use crate::device::simd::math::scale;
 use crate::device::simd::pack::{self, Packed};
 use crate::device::simd::product::{Extents, Left, ROWS, Right, product};
-use crate::device::simd::{Native, Simd, Task, narrow};
+use crate::device::simd::{Bf16Task, Native, Simd, narrow};
 use crate::tensor::{DType, Rows as TensorRows};
 use std::ops::Range;
 use std::sync::PoisonError;
@@ -75,7 +75,7 @@ pub(super) struct KeyBlock<'p, 'a, 'g, 's> {
     pub(super) slot: &'s mut [f32],
 }
 
-impl Task for KeyBlock<'_, '_, '_, '_> {
+impl Bf16Task for KeyBlock<'_, '_, '_, '_> {
     type Output = ();
 
     #[inline(always)]
