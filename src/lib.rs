@@ -8,6 +8,7 @@
 pub mod anatomy;
 pub mod attention;
 pub mod cache;
+pub mod cli;
 pub mod device;
 pub mod eval;
 pub mod eviction;

@@ -34,14 +34,14 @@ pub enum NamedError {
         text: String,
     },
     /// No such name.
-    #[error("unknown {kind} '{name}'; there are {known}")]
+    #[error("unknown {kind} '{name}'; {hint}")]
     Unknown {
         /// What kind of thing was looked for.
         kind: &'static str,
         /// The name.
         name: String,
-        /// The names there are.
-        known: String,
+        /// The names that are near, else those there are.
+        hint: String,
     },
     /// No such parameter.
     #[error("'{name}' has no parameter '{key}'; it has {known}")]
@@ -65,6 +65,36 @@ pub enum NamedError {
         /// What would be right.
         expected: String,
     },
+}
+
+impl NamedError {
+    /// The error for a `kind` of thing that has no such name: with the names that were perhaps meant, else all that are
+    /// `known`.
+    pub fn unknown<'n>(kind: &'static str, name: &str, known: impl IntoIterator<Item = &'n str>) -> Self {
+        let known: Vec<&str> = known.into_iter().collect();
+        let hint = match &nearest(name, &known)[..] {
+            [] => format!("there are {}", known.join(", ")),
+            near => format!("did you mean '{}'?", near.join("' or '")),
+        };
+        NamedError::Unknown { kind, name: name.into(), hint }
+    }
+}
+
+/// The names, at most three and the nearest first, of which `name` may be another spelling: of equal letters and digits, else
+/// similar by Jaro and Winkler's measure.
+pub fn nearest<'n>(name: &str, known: &[&'n str]) -> Vec<&'n str> {
+    const SIMILAR: f64 = 0.85;
+    let plain = |name: &str| -> String {
+        name.chars().filter(|c| c.is_alphanumeric()).map(|c| c.to_ascii_lowercase()).collect()
+    };
+    let wanted = plain(name);
+    let mut near: Vec<(f64, &str)> =
+        known.iter().map(|&known| (strsim::jaro_winkler(&wanted, &plain(known)), known)).collect();
+    near.retain(|(similarity, _)| *similarity >= SIMILAR);
+    near.sort_by(|a, b| b.0.total_cmp(&a.0));
+    let is_equal = near.first().is_some_and(|(similarity, _)| *similarity == 1.0);
+    near.truncate(if is_equal { 1 } else { 3 });
+    near.into_iter().map(|(_, name)| name).collect()
 }
 
 impl FromStr for Named {
@@ -98,6 +128,20 @@ impl fmt::Display for Named {
 }
 
 impl Named {
+    /// The entry of a registry that has this name.
+    ///
+    /// # Errors
+    /// Names the entries that are near, else all.
+    pub fn find<'e, E>(
+        &self,
+        kind: &'static str,
+        entries: &'e [E],
+        name: impl Fn(&'e E) -> &'static str,
+    ) -> Result<&'e E, NamedError> {
+        let entry = entries.iter().find(|entry| name(entry) == self.name);
+        entry.ok_or_else(|| NamedError::unknown(kind, &self.name, entries.iter().map(&name)))
+    }
+
     /// Refuses parameters that are not in `known`.
     ///
     /// # Errors
@@ -174,6 +218,22 @@ impl Named {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn other_spellings_of_a_name_are_told_and_strangers_get_the_list() {
+        let known = ["snapkv", "pyramidkv", "knorm", "streaming-llm"];
+        for (name, hint) in [
+            ("SnapKV", "did you mean 'snapkv'?"),
+            ("snap-kv", "did you mean 'snapkv'?"),
+            ("StreamingLLM", "did you mean 'streaming-llm'?"),
+            ("pyramid", "did you mean 'pyramidkv'?"),
+            ("fancy", "there are snapkv, pyramidkv, knorm, streaming-llm"),
+            ("", "there are snapkv, pyramidkv, knorm, streaming-llm"),
+        ] {
+            let error = NamedError::unknown("policy", name, known).to_string();
+            assert_eq!(error, format!("unknown policy '{name}'; {hint}"));
+        }
+    }
 
     #[test]
     fn names_with_parameters_are_read_and_printed_in_one_order() {

@@ -286,9 +286,48 @@ fn the_report_has_every_field_and_the_summary_says_what_happened() {
     assert!(report["evict_ns"].as_u64().unwrap() > 0);
     let text = |options: &[&str]| String::from_utf8(desk.evict(options).output().unwrap().stdout).unwrap();
     let shown = text(&[]);
-    assert!(shown.contains("knorm at 20: 20.0 of 70 tokens per KV head stay on average (28.6%)"), "{shown}");
-    assert!(shown.contains("KV 35.0 KiB -> 10.0 KiB"), "{shown}");
-    assert!(text(&["--budget", "70"]).contains("nothing was evicted"));
+    for said in [
+        "knorm at 20\n",
+        "q [2, 4, 33, 16], k and v [2, 2, 70, 16]",
+        "20.0 of 70 tokens (28.6%); by head 20.0 to 20.0",
+        "35.0 KiB -> 10.0 KiB",
+        "of 5 q_future",
+        "out.safetensors",
+    ] {
+        assert!(shown.contains(said), "no '{said}' in {shown}");
+    }
+    let shown = text(&["--budget", "70"]);
+    for said in ["nothing: the budget holds the whole context", "100.0% kept", "0.00e0 relative L2"] {
+        assert!(shown.contains(said), "no '{said}' in {shown}");
+    }
+}
+
+/// The loss is that of the queries to come where the file has them, else of its last ones; what is kept of their attention
+/// is more for the policy that looks at them than by lot.
+#[test]
+fn the_loss_is_told_of_the_queries_that_the_file_has() {
+    let mut specs = problem(DType::F32);
+    let of = |desk: &Desk, policy: &str| {
+        let report = desk.measure(&["--policy", policy, "--budget", "35"]);
+        let number = |name: &str| report[name].as_f64().unwrap();
+        (
+            report["asked"].clone(),
+            report["asked_queries"].clone(),
+            number("attention_mass_kept"),
+            number("output_error"),
+        )
+    };
+    let desk = Desk::with(&specs);
+    let (oracle, random) = (of(&desk, "oracle"), of(&desk, "random"));
+    assert_eq!((oracle.0, oracle.1), ("q_future".into(), 5.into()));
+    assert!(oracle.2 > random.2 + 0.1 && oracle.3 < random.3, "{} {} {} {}", oracle.2, random.2, oracle.3, random.3);
+    specs.truncate(3);
+    let desk = Desk::with(&specs);
+    let (snapkv, random) = (of(&desk, "snapkv:window=16,kernel=1"), of(&desk, "random"));
+    assert_eq!((snapkv.0, snapkv.1), ("last queries".into(), 16.into()));
+    assert!(snapkv.2 > random.2 && snapkv.3 < random.3, "{} {} {} {}", snapkv.2, random.2, snapkv.3, random.3);
+    let report = desk.measure(&["--policy", "quest", "--budget", "35"]);
+    assert!(report["attention_mass_kept"].is_null(), "quest evicts nothing");
 }
 
 #[test]
@@ -298,7 +337,7 @@ fn wrong_options_are_named_in_one_line() {
     let cases: &[(&[&str], i32, &str)] = &[
         (&["--input", "none.safetensors"], 2, "cannot read 'none.safetensors': No such file"),
         (&["--input", "folder"], 2, "cannot read 'folder'"),
-        (&["--policy", "snap"], 2, "unknown policy 'snap'; there are full, random, streaming-llm"),
+        (&["--policy", "snap"], 2, "unknown policy 'snap'; did you mean 'snapkv'"),
         (&["--policy", ""], 2, "is not of the form NAME"),
         (&["--policy", "snapkv:"], 2, "'snapkv:' is not of the form NAME"),
         (&["--policy", "snapkv:sinks=1"], 2, "'snapkv' has no parameter 'sinks'; it has window, kernel, pool"),

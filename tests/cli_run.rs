@@ -302,6 +302,32 @@ fn shards_hold_whole_comparisons_and_make_one_report() {
     assert_eq!(summary.lines().filter(|line| line.starts_with("| knorm")).count(), 8, "{summary}");
 }
 
+/// The same experiment twice is compared, not merged; a byte more is a change, and an exit status for scripts.
+#[test]
+fn two_runs_of_the_same_cells_are_compared() {
+    let desk = Desk::with(SMALL);
+    for out in ["before", "after"] {
+        desk.works(&["run", "x.toml", "--out", out]);
+    }
+    let folder = |out: &str| format!("{out}/x/{}", names(&desk.path(&format!("{out}/x")))[0]);
+    let (before, after) = (folder("before"), folder("after"));
+    let shown = desk.works(&["report", &before, &after, "--out", "both"]);
+    assert!(shown.contains("3 cells in both"), "{shown}");
+    let path = desk.path(&after).join("cells.jsonl");
+    let mut changed = records(&cells(&desk.path(&after)));
+    for record in &mut changed {
+        record["memory"]["peak_bytes"] = (record["memory"]["peak_bytes"].as_u64().unwrap() + 64).into();
+    }
+    let lines: String = changed.iter().map(|record| format!("{record}\n")).collect();
+    fs::write(&path, lines).unwrap();
+    let output = desk.kvsieve(&["report", &before, &after, "--out", "both", "--check"]).output().unwrap();
+    let (stdout, stderr) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert_eq!(output.status.code(), Some(1), "{stderr}");
+    assert!(stderr.contains("error: 3 of 3 cells changed beyond noise"), "{stderr}");
+    assert!(stdout.contains("1.00x *"), "{stdout}");
+    assert!(desk.refuses(&["report", &before, "--check"]).contains("--check compares two runs"));
+}
+
 #[test]
 fn cells_that_do_not_fit_are_no_error_and_cells_that_fail_are() {
     let desk = Desk::with(SMALL);

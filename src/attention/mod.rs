@@ -51,11 +51,7 @@ pub const KERNELS: &[KernelEntry] = &[reference::ENTRY, naive::ENTRY, tiled::ENT
 /// When there is no such kernel or parameter, or a value is wrong.
 pub fn kernel(text: &str) -> Result<Box<dyn Kernel>, NamedError> {
     let named: Named = text.parse()?;
-    let entry = KERNELS.iter().find(|entry| entry.name == named.name).ok_or_else(|| NamedError::Unknown {
-        kind: "kernel",
-        name: named.name.clone(),
-        known: KERNELS.iter().map(|entry| entry.name).collect::<Vec<_>>().join(", "),
-    })?;
+    let entry = named.find("kernel", KERNELS, |entry| entry.name)?;
     named.check(entry.parameters)?;
     (entry.build)(&named)
 }

@@ -3,9 +3,9 @@
 use super::capture::{ReadingArgs, Run};
 use super::failure::Failure;
 use super::output;
-use kvsieve::model::Activation;
-use kvsieve::policy::qfilters;
-use kvsieve::tensor::file::{self, Output};
+use crate::model::Activation;
+use crate::policy::qfilters;
+use crate::tensor::file::{self, Output};
 use serde::Serialize;
 use std::path::PathBuf;
 

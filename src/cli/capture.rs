@@ -2,14 +2,14 @@
 
 use super::failure::Failure;
 use super::{Compute, output};
-use kvsieve::device::Cpu;
-use kvsieve::format::KvFormat;
-use kvsieve::memory::Arena;
-use kvsieve::model::config::RopeScaling;
-use kvsieve::model::{Activation, Capture, Captured, Config, Decoder, Model, Setup, Text, locate};
-use kvsieve::tensor::DType;
-use kvsieve::tensor::file::{self, Output};
-use kvsieve::units;
+use crate::device::Cpu;
+use crate::format::KvFormat;
+use crate::memory::Arena;
+use crate::model::config::RopeScaling;
+use crate::model::{Activation, Capture, Captured, Config, Decoder, Model, Setup, Text, locate};
+use crate::tensor::DType;
+use crate::tensor::file::{self, Output};
+use crate::units;
 use serde::Serialize;
 use std::collections::HashMap;
 use std::path::PathBuf;

@@ -2,13 +2,13 @@
 
 use super::failure::Failure;
 use super::output;
-use kvsieve::device::cpu::CpuInfo;
-use kvsieve::device::cuda::{Cache, Condition, Device, Limits, Nvrtc};
-use kvsieve::device::gpu::Gpu;
-use kvsieve::device::{Cpu, simd::Isa};
-use kvsieve::experiment::kernels;
-use kvsieve::memory::os;
-use kvsieve::units;
+use crate::device::cpu::CpuInfo;
+use crate::device::cuda::{Cache, Condition, Device, Limits, Nvrtc};
+use crate::device::gpu::Gpu;
+use crate::device::{Cpu, simd::Isa};
+use crate::experiment::kernels;
+use crate::memory::os;
+use crate::units;
 use serde::Serialize;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};

@@ -4,13 +4,14 @@
 use super::Compute;
 use super::failure::Failure;
 use super::run::Way;
-use kvsieve::eval::Protocol;
-use kvsieve::experiment::axes::{BudgetText, Many};
-use kvsieve::experiment::measure::Measure;
-use kvsieve::experiment::policy_axis::PolicyText;
-use kvsieve::experiment::spec::{Grid, Spec};
-use kvsieve::format::KvFormat;
-use kvsieve::tensor::DType;
+use crate::eval::Protocol;
+use crate::experiment::axes::{BudgetText, Many};
+use crate::experiment::measure::Measure;
+use crate::experiment::policy_axis::PolicyText;
+use crate::experiment::spec::{Grid, Spec};
+use crate::format::KvFormat;
+use crate::policy::Registry;
+use crate::tensor::DType;
 use serde::Deserialize;
 use serde::de::IntoDeserializer;
 use serde::de::value::{Error as ValueError, StrDeserializer};
@@ -128,10 +129,11 @@ fn named(text: &str) -> Result<Names, String> {
     Ok(Names(names))
 }
 
-pub fn run(args: &Args) -> Result<(), Failure> {
+pub fn run(args: &Args, registry: &Registry) -> Result<(), Failure> {
     args.compute.refuse_cuda()?;
     let spec = args.spec()?;
     let way = Way {
+        registry,
         out: &args.out,
         resume: args.resume,
         dry_run: false,

@@ -4,24 +4,25 @@
 //! and what it holds then is written; where it chooses what a step reads, it is asked with the last query.
 
 mod cuda;
+mod extra;
+mod held;
 
 use super::failure::Failure;
 use super::policy::{FileArg, Used};
 use super::{Compute, output};
-use kvsieve::attention::rope::{Frequencies, RopeBase};
-use kvsieve::attention::{DenseKv, Forward, Params, Shape};
-use kvsieve::cache::{CacheShape, PAGE_TOKENS, PagedCache};
-use kvsieve::device::Cpu;
-use kvsieve::eviction::{Given, Retained, retain};
-use kvsieve::memory::{Arena, Label};
-use kvsieve::policy::action::Fold;
-use kvsieve::policy::sparse::{Lists, Start};
-use kvsieve::policy::{Axis, Budget, Policy, Statistic};
-use kvsieve::tensor::file::{self, Output, TensorFile};
-use kvsieve::tensor::{DType, Tensor};
-use kvsieve::units;
+use crate::attention::rope::{Frequencies, RopeBase};
+use crate::attention::{DenseKv, Forward, Params, Shape};
+use crate::device::Cpu;
+use crate::eviction::{Asked, Given, Loss, loss, retain};
+use crate::memory::{Arena, Label};
+use crate::policy::{Budget, Policy, Registry, Statistic};
+use crate::tensor::file::{self, Output, TensorFile};
+use crate::tensor::{Tensor, TensorView};
+use crate::units;
+use extra::Extra;
+use held::{Held, Read, rows};
 use serde::Serialize;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 const EXAMPLES: &str = "\
@@ -93,6 +94,17 @@ struct Report {
     threads: Option<usize>,
     evict_ns: u64,
     kept_fraction: f64,
+    /// Tokens that stay of a (sequence, KV head): fewest, mean and most.
+    kept_tokens: [f64; 3],
+    /// Queries that the next two numbers are of: the last ones of the file, or q_future.
+    asked: &'static str,
+    asked_queries: usize,
+    /// Of policies that evict.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    attention_mass_kept: Option<f64>,
+    /// Relative L2 distance from the output of the full cache; not where positions change (rerotate).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    output_error: Option<f64>,
     evicted_tokens: usize,
     kv_bytes_dense: u64,
     kv_bytes_kept: u64,
@@ -105,8 +117,8 @@ struct Report {
     warnings: Vec<String>,
 }
 
-pub fn run(args: &Args) -> Result<(), Failure> {
-    let (policy, used) = args.file.policy(&args.policy)?;
+pub fn run(args: &Args, registry: &Registry) -> Result<(), Failure> {
+    let (policy, used) = args.file.policy(&args.policy, registry)?;
     let budget: Budget = args.budget.parse()?;
     if let Some(index) = args.compute.cuda() {
         return cuda::run(args, index, &policy, &budget);
@@ -145,7 +157,33 @@ pub fn run(args: &Args) -> Result<(), Failure> {
         peak_bytes: arena.usage().peak_bytes,
         used,
     };
-    args.finish(&policy, (&budget, budget_tokens), &shape, k.dtype(), &result)
+    let tensors = Tensors { q: q.view(), k: k.view(), v: v.view(), shape, cpu: &cpu };
+    args.finish(&policy, (&budget, budget_tokens), &file, &tensors, &result)
+}
+
+/// The most queries, of the file's last ones, that an eviction's loss is told of.
+const ASKED: usize = 16;
+
+/// The file's `q`, `k` and `v`, in the host's memory.
+struct Tensors<'a> {
+    q: TensorView<'a>,
+    k: TensorView<'a>,
+    v: TensorView<'a>,
+    shape: Shape,
+    cpu: &'a Cpu,
+}
+
+impl Tensors<'_> {
+    /// What is lost for the queries of `future` or else for the last ones.
+    fn loss(&self, future: Option<&Tensor>, outcome: &Outcome<'_>) -> Loss {
+        let Shape { q_len, kv_len, .. } = self.shape;
+        let (q, first) = match future {
+            Some(future) => (future.view(), kv_len),
+            None => (self.q.tokens(q_len - q_len.min(ASKED)..q_len), kv_len - q_len.min(ASKED)),
+        };
+        let values = outcome.rows.iter().find(|(name, _)| *name == "values").map(|(_, values)| &values[..]);
+        loss(Asked { q, first, k: self.k, v: self.v }, &outcome.kept, values, self.cpu)
+    }
 }
 
 /// What a device found.
@@ -188,12 +226,27 @@ impl Args {
         &self,
         policy: &Policy,
         (budget, budget_tokens): (&Budget, usize),
-        shape: &Shape,
-        dtype: DType,
+        file: &TensorFile,
+        tensors: &Tensors<'_>,
         outcome: &Outcome<'_>,
     ) -> Result<(), Failure> {
+        let (shape, dtype) = (&tensors.shape, tensors.k.dtype());
         write(self, shape, outcome)?;
-        let kept: usize = outcome.kept.iter().map(|kept| kept.len()).sum();
+        // These queries are not part of what is measured.
+        let future = match file.has("q_future") {
+            true => Some(file.load("q_future", &Arena::unlimited(), Label::Input)?),
+            false => None,
+        };
+        let future = future.filter(|q| q.dims()[..2] == [shape.batch, shape.q_heads] && q.dims()[3] == shape.head_dim);
+        let evicts = policy.selection.is_none();
+        let loss = evicts.then(|| tensors.loss(future.as_ref(), outcome));
+        let lens = || outcome.kept.iter().map(|kept| kept.len());
+        let kept: usize = lens().sum();
+        let mut warnings: Vec<String> = policy.only_protected(budget_tokens, shape.kv_len, 0).into_iter().collect();
+        if policy.looks_at(Statistic::OutputProjection) && !file.has("w_o") {
+            let told = "the input holds no w_o: values are weighed by their own norm, not by that of their projection";
+            warnings.push(told.into());
+        }
         let token_bytes = (2 * shape.head_dim * dtype.bytes()) as u64;
         let tokens = shape.batch * shape.kv_heads * shape.kv_len;
         let report = Report {
@@ -213,204 +266,29 @@ impl Args {
             threads: outcome.threads,
             evict_ns: outcome.evict_ns,
             kept_fraction: kept as f64 / tokens as f64,
+            kept_tokens: [
+                lens().min().unwrap_or(0) as f64,
+                kept as f64 / outcome.kept.len().max(1) as f64,
+                lens().max().unwrap_or(0) as f64,
+            ],
+            asked: if future.is_some() { "q_future" } else { "last queries" },
+            asked_queries: future.as_ref().map_or(shape.q_len.min(ASKED), |q| q.dims()[2]),
+            attention_mass_kept: loss.map(|loss| loss.attention_mass_kept),
+            output_error: loss.filter(|_| !policy.rerotates).map(|loss| loss.output_error),
             evicted_tokens: tokens - kept,
             kv_bytes_dense: tokens as u64 * token_bytes,
             kv_bytes_kept: kept as u64 * token_bytes,
             kv_bytes_read: outcome.read.as_ref().map(|read| read.bytes),
             tie_rate: outcome.tie_rate,
             peak_bytes: outcome.peak_bytes,
-            warnings: policy.only_protected(budget_tokens, shape.kv_len, 0).into_iter().collect(),
+            warnings,
         };
         output::warn(&report.warnings);
         match &self.json {
             Some(target) => output::json(target, &report),
-            None => output::print(&summary(&report)),
+            None => output::print(&summary(&report, &self.output)),
         }
     }
-}
-
-/// What a file may hold besides q, k and v, loaded where the policy looks at it.
-struct Extra {
-    future: Option<Tensor>,
-    rope: Option<Frequencies>,
-    q_pre: Option<Tensor>,
-    k_pre: Option<Tensor>,
-    w_o: Option<Tensor>,
-    hidden: Option<Tensor>,
-    /// The model's number of the layer that each sequence is; all of its layers in order where the file does not tell.
-    layer_numbers: Vec<usize>,
-    has_all_layers: bool,
-    /// Numbers that an action uses in place of drawn ones, by position.
-    draws: Option<Vec<f32>>,
-}
-
-impl Extra {
-    fn load(
-        file: &TensorFile,
-        arena: &Arena,
-        policy: &Policy,
-        shape: &Shape,
-        rope: Option<Frequencies>,
-    ) -> Result<Self, Failure> {
-        let Shape { batch, q_heads, kv_heads, q_len, kv_len, head_dim } = *shape;
-        let rotated = policy.looks_at(Statistic::BeforeRope);
-        let load = |name: &str, wanted: bool, expected: [Option<usize>; 4]| -> Result<Option<Tensor>, Failure> {
-            if !wanted {
-                return Ok(None);
-            }
-            let tensor = file.load(name, arena, Label::Input)?;
-            let fits = tensor.dims().iter().zip(expected).all(|(&found, expected)| expected.is_none_or(|e| e == found));
-            if !fits {
-                let expected = expected.map(|extent| extent.map_or("any".into(), |extent| extent.to_string()));
-                let (found, expected) = (tensor.dims(), expected.join(", "));
-                return Err(Failure::usage(format!("{name} is {found:?}; it must be [{expected}]")));
-            }
-            Ok(Some(tensor))
-        };
-        let future = [Some(batch), Some(q_heads), None, Some(head_dim)];
-        let q = [Some(batch), Some(q_heads), Some(q_len), Some(head_dim)];
-        let k = [Some(batch), Some(kv_heads), Some(kv_len), Some(head_dim)];
-        let draws = policy.action.as_ref().is_some_and(|action| action.draws()) && file.has("draws");
-        let draws = load("draws", draws, [Some(1), Some(1), Some(kv_len), Some(1)])?;
-        let w_o = [Some(1), Some(q_heads), Some(head_dim), None];
-        let hidden = [Some(batch), Some(1), Some(kv_len), None];
-        let wants_layers = policy.parameters.extent(Axis::Layers).is_some();
-        let listed = file.metadata("layers").filter(|_| wants_layers).map(|text| layer_numbers(&text, batch));
-        let listed = listed.transpose()?;
-        Ok(Extra {
-            future: load("q_future", policy.looks_at(Statistic::FutureAttention), future)?,
-            rope,
-            q_pre: load("q_pre", rotated && file.has("q_pre"), q)?,
-            k_pre: load("k_pre", rotated && file.has("k_pre"), k)?,
-            w_o: load("w_o", policy.looks_at(Statistic::Values) && file.has("w_o"), w_o)?,
-            hidden: load("hidden", policy.looks_at(Statistic::HiddenStates), hidden)?,
-            has_all_layers: listed.is_none(),
-            layer_numbers: listed.unwrap_or_else(|| (0..batch).collect()),
-            draws: draws.map(|tensor| tensor.to_f32()),
-        })
-    }
-
-    /// Refuses parameters of another model than the tensors are of.
-    fn check_parameters(&self, policy: &Policy, name: &str, shape: &Shape) -> Result<(), Failure> {
-        let mut extents = vec![(Axis::KvHeads, shape.kv_heads), (Axis::HeadDim, shape.head_dim)];
-        extents.extend(self.hidden.as_ref().map(|hidden| (Axis::Hidden, hidden.dims()[3])));
-        extents.extend(self.has_all_layers.then_some((Axis::Layers, shape.batch)));
-        policy.check_parameters(name, &extents)?;
-        let layers = policy.parameters.extent(Axis::Layers).unwrap_or(usize::MAX);
-        match self.layer_numbers.iter().find(|&&number| number >= layers) {
-            Some(number) => Err(Failure::usage(format!(
-                "the policy file is of a model of {layers} layers; by the input's metadata it holds layer {number}"
-            ))),
-            None => Ok(()),
-        }
-    }
-
-    fn given(&self) -> Given<'_> {
-        Given {
-            future: self.future.as_ref().map(Tensor::view),
-            rope: self.rope.as_ref(),
-            q_pre: self.q_pre.as_ref().map(Tensor::view),
-            k_pre: self.k_pre.as_ref().map(Tensor::view),
-            w_o: self.w_o.as_ref().map(Tensor::view),
-            hidden: self.hidden.as_ref().map(Tensor::view),
-            layer_numbers: &self.layer_numbers,
-            ..Given::budget(0)
-        }
-    }
-}
-
-/// Reads `layers` of a file's metadata, one number for each of `batch` sequences.
-fn layer_numbers(text: &str, batch: usize) -> Result<Vec<usize>, Failure> {
-    let numbers: Option<Vec<usize>> = text.split(',').map(|layer| layer.trim().parse().ok()).collect();
-    numbers.filter(|numbers| numbers.len() == batch).ok_or_else(|| {
-        let expected = format!("it must be {batch} numbers with commas, one for each sequence");
-        Failure::usage(format!("layers in the file's metadata is '{text}'; {expected}"))
-    })
-}
-
-/// What a step reads: what was chosen, for each list, and KV bytes.
-struct Read {
-    name: &'static str,
-    chosen: Vec<Vec<i64>>,
-    bytes: u64,
-}
-
-/// Queries, keys and values, and the policy that is to shrink or read them.
-struct Held<'a> {
-    policy: &'a Policy,
-    call: &'a Forward<'a>,
-    k: &'a Tensor,
-    v: &'a Tensor,
-    arena: &'a Arena,
-}
-
-impl Held<'_> {
-    /// A cache of the keys and values.
-    fn cache(&self) -> Result<PagedCache, Failure> {
-        let Shape { batch, kv_heads, kv_len, head_dim, .. } = self.call.shape;
-        let (columns, dtype) = (self.policy.columns(), self.k.dtype());
-        let shape = CacheShape {
-            batch,
-            kv_heads,
-            head_dim,
-            format: dtype.into(),
-            max_tokens: kv_len,
-            page_tokens: PAGE_TOKENS,
-            columns,
-        };
-        let mut cache = PagedCache::new(self.arena, shape)?;
-        cache.append(self.k.view(), self.v.view(), 0..kv_len)?;
-        Ok(cache)
-    }
-
-    /// What is retained, where the policy changes it.
-    fn shrink(&self, retained: &Retained, extra: &Extra, seed: u64) -> Result<Option<PagedCache>, Failure> {
-        if self.policy.action.is_none() && !self.policy.rerotates {
-            return Ok(None);
-        }
-        let mut cache = self.cache()?;
-        let (draws, rope) = (extra.draws.as_deref(), extra.rope.as_ref());
-        let fold = Fold { arena: self.arena, cpu: self.call.cpu, seed, draws, rope };
-        for list in 0..cache.shape().lists() {
-            if let Some(received) = &retained.accumulated {
-                let kv_len = self.call.shape.kv_len;
-                cache.add_attention(list, &received[list * kv_len..][..kv_len])?;
-            }
-            self.policy.shrink(&fold, &mut cache, list, retained.selection.kept(list))?;
-        }
-        Ok(Some(cache))
-    }
-
-    /// What a step with the last query reads, where the policy chooses that, and its bytes.
-    fn read(&self, budget_tokens: usize) -> Result<Option<Read>, Failure> {
-        let Some(selection) = &self.policy.selection else { return Ok(None) };
-        let (cache, cpu): (_, &Cpu) = (self.cache()?, self.call.cpu);
-        let (q, q_len) = (self.call.q, self.call.shape.q_len);
-        let recent = q.tokens(q_len.saturating_sub(selection.recent_queries())..q_len);
-        let mut selector =
-            selection.open(&Start { cache: Lists::all(&cache), q: recent, budget_tokens, cpu, arena: self.arena })?;
-        selector.step(q.tokens(q_len - 1..q_len), Lists::all(&cache), cpu);
-        let (name, chosen) = selector.choice();
-        Ok(Some(Read { name, chosen, bytes: selector.read_bytes(Lists::all(&cache)) }))
-    }
-}
-
-/// Values of a cache, and keys if the policy changes them, padded to the longest list.
-fn rows(policy: &Policy, cache: &PagedCache) -> Vec<(&'static str, Vec<f32>)> {
-    let (width, lists, columns) = (cache.shape().head_dim, cache.shape().lists(), cache.max_len());
-    let all = |read: &dyn Fn(usize, usize, &mut [f32])| {
-        let mut rows = vec![0.0; lists * columns * width];
-        for list in 0..lists {
-            let rows = rows[list * columns * width..].chunks_exact_mut(width).take(cache.lens()[list]);
-            rows.enumerate().for_each(|(slot, row)| read(list, slot, row));
-        }
-        rows
-    };
-    let mut named = vec![("values", all(&|list, slot, row| cache.read_value(list, slot, row)))];
-    if policy.rerotates || policy.action.as_ref().is_some_and(|action| action.changes_keys()) {
-        named.push(("keys", all(&|list, slot, row| cache.read_key(list, slot, row))));
-    }
-    named
 }
 
 fn write(args: &Args, shape: &Shape, outcome: &Outcome<'_>) -> Result<(), Failure> {
@@ -438,23 +316,37 @@ fn write(args: &Args, shape: &Shape, outcome: &Outcome<'_>) -> Result<(), Failur
     Ok(file::write(&args.output, &outputs)?)
 }
 
-fn summary(report: &Report) -> String {
-    let said = match report.kv_bytes_read {
-        Some(bytes) => format!("\nnothing is evicted; a step with the last query reads {}", units::bytes(bytes)),
-        None if report.evicted_tokens == 0 => "\nnothing was evicted: the budget holds the whole context".into(),
-        None => String::new(),
-    };
-    format!(
-        "{} at {}: {} of {} tokens per KV head stay on average ({:.1}%)\n\
-         KV {} -> {}, ties {:.1}%, evicted in {}{said}\n",
-        report.policy,
-        report.budget,
-        units::three_digits(report.kept_fraction * report.kv_len as f64),
-        report.kv_len,
-        100.0 * report.kept_fraction,
-        units::bytes(report.kv_bytes_dense),
-        units::bytes(report.kv_bytes_kept),
-        100.0 * report.tie_rate,
-        units::nanoseconds(report.evict_ns as f64),
-    )
+fn summary(report: &Report, output: &Path) -> String {
+    let Report { batch, q_heads, kv_heads, q_len, kv_len, head_dim, .. } = report;
+    let [fewest, mean, most] = report.kept_tokens.map(units::three_digits);
+    let percent = |fraction: f64| format!("{:.1}%", 100.0 * fraction);
+    let mut lines = vec![
+        (
+            "input",
+            format!("q [{batch}, {q_heads}, {q_len}, {head_dim}], k and v [{batch}, {kv_heads}, {kv_len}, {head_dim}]"),
+        ),
+        (
+            "retained",
+            format!("{mean} of {kv_len} tokens ({}); by head {fewest} to {most}", percent(report.kept_fraction)),
+        ),
+    ];
+    let asked = format!("of {} {}", report.asked_queries, report.asked);
+    lines.extend(report.attention_mass_kept.map(|kept| ("attention", format!("{} kept, {asked}", percent(kept)))));
+    let error = |error| format!("{error:.2e} relative L2 from the full cache's, {asked}");
+    lines.extend(report.output_error.map(|found| ("output error", error(found))));
+    let bytes = [report.kv_bytes_dense, report.kv_bytes_kept].map(units::bytes);
+    lines.push(("KV bytes", format!("{} -> {}", bytes[0], bytes[1])));
+    lines.extend(
+        report.kv_bytes_read.map(|bytes| {
+            ("read", format!("{} by a step with the last query; nothing is evicted", units::bytes(bytes)))
+        }),
+    );
+    if report.evicted_tokens == 0 && report.kv_bytes_read.is_none() {
+        lines.push(("evicted", "nothing: the budget holds the whole context".into()));
+    }
+    lines.push(("time", format!("{} to score and evict", units::nanoseconds(report.evict_ns as f64))));
+    lines.push(("ties", percent(report.tie_rate)));
+    lines.push(("written to", output.display().to_string()));
+    let lines = lines.iter().map(|(name, text)| format!("  {name:12}  {text}\n")).collect::<String>();
+    format!("{} at {}\n{lines}", report.policy, report.budget)
 }

@@ -3,23 +3,23 @@
 //! What the user can put right by giving other input or arguments is a [`Failure::Usage`] (files, shapes, names,
 //! values); what goes wrong although they are right is a [`Failure::Work`] (no memory, a full disk, a bad result).
 
-use kvsieve::anatomy::RetrievalError;
-use kvsieve::attention::AttentionError;
-use kvsieve::device::cpu::CpuError;
-use kvsieve::device::cuda::CudaError;
-use kvsieve::experiment::runner::RunError;
-use kvsieve::experiment::spec::SpecError;
-use kvsieve::experiment::store::StoreError;
-use kvsieve::memory::ArenaError;
-use kvsieve::model::ModelError;
-use kvsieve::named::NamedError;
-use kvsieve::policy::cuda::DevicePolicyError;
-use kvsieve::policy::{BudgetError, PolicyError};
-use kvsieve::report::ReportError;
-use kvsieve::task::TaskError;
-use kvsieve::tensor::file::FileError;
-use kvsieve::train::run::TrainError;
-use kvsieve::workload::WorkloadError;
+use crate::anatomy::RetrievalError;
+use crate::attention::AttentionError;
+use crate::device::cpu::CpuError;
+use crate::device::cuda::CudaError;
+use crate::experiment::runner::RunError;
+use crate::experiment::spec::SpecError;
+use crate::experiment::store::StoreError;
+use crate::memory::ArenaError;
+use crate::model::ModelError;
+use crate::named::NamedError;
+use crate::policy::cuda::DevicePolicyError;
+use crate::policy::{BudgetError, PolicyError};
+use crate::report::ReportError;
+use crate::task::TaskError;
+use crate::tensor::file::FileError;
+use crate::train::run::TrainError;
+use crate::workload::WorkloadError;
 use std::fmt;
 use std::process::ExitCode;
 

@@ -7,8 +7,9 @@ use super::model::{ModelArgs, Opened};
 use super::output;
 use super::place::Place;
 use super::policy::Used;
-use kvsieve::model::{Generated, Model, OneSequence, Sampler, Sampling, Setup, Text, generate};
-use kvsieve::units;
+use crate::model::{Generated, Model, OneSequence, Sampler, Sampling, Setup, Text, generate};
+use crate::policy::Registry;
+use crate::units;
 use serde::Serialize;
 use std::path::PathBuf;
 
@@ -80,15 +81,15 @@ struct Report {
     warnings: Vec<String>,
 }
 
-pub fn run(args: &Args) -> Result<(), Failure> {
+pub fn run(args: &Args, registry: &Registry) -> Result<(), Failure> {
     let model_args = &args.model;
     let sampling = sampling(args)?;
     output::check_json(model_args.json.as_deref())?;
     let text = model_args.text()?;
     if let Some(index) = model_args.compute.cuda() {
-        return cuda::run(args, index, sampling, &text);
+        return cuda::run(args, registry, index, sampling, &text);
     }
-    let opened = model_args.open()?;
+    let opened = model_args.open(registry)?;
     let prompt = text.tokens(&args.prompt)?;
     let most_tokens = prompt.len() + args.max_new_tokens;
     let setup = model_args.setup(&opened, 1, most_tokens, false)?;

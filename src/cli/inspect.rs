@@ -2,12 +2,12 @@
 
 use super::failure::Failure;
 use super::{Compute, output};
-use kvsieve::anatomy::{Anatomy, FIRST, LAST, MASS, Retrieval, anatomy, retrieval};
-use kvsieve::memory::Arena;
-use kvsieve::model::{Model, Text, locate};
-use kvsieve::report;
-use kvsieve::task::{Draw, generate, task};
-use kvsieve::units;
+use crate::anatomy::{Anatomy, FIRST, LAST, MASS, Retrieval, anatomy, retrieval};
+use crate::memory::Arena;
+use crate::model::{Model, Text, locate};
+use crate::report;
+use crate::task::{Draw, generate, task};
+use crate::units;
 use serde::Serialize;
 use std::path::PathBuf;
 

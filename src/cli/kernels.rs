@@ -6,9 +6,9 @@
 
 use super::failure::Failure;
 use super::output;
-use kvsieve::device::cuda::{Cache, Limits, Nvrtc, Program};
-use kvsieve::experiment::kernels;
-use kvsieve::units;
+use crate::device::cuda::{Cache, Limits, Nvrtc, Program};
+use crate::experiment::kernels;
+use crate::units;
 use serde::{Deserialize, Serialize};
 use std::io::{BufRead, BufReader, Write};
 use std::num::NonZero;

@@ -2,25 +2,27 @@
 
 use super::failure::Failure;
 use super::output;
-use kvsieve::attention::KERNELS;
-use kvsieve::experiment::measure::MEASURES;
-use kvsieve::experiment::spec::{SHIPPED, Spec};
-use kvsieve::format::FORMATS;
-use kvsieve::memories::MEMORIES;
-use kvsieve::named::Parameter;
-use kvsieve::policy::{PRESETS, Registry, describe, markdown};
-use kvsieve::serving::{STRATEGIES, TRACES};
-use kvsieve::task::{self, TASKS};
+use crate::attention::KERNELS;
+use crate::experiment::measure::MEASURES;
+use crate::experiment::spec::{SHIPPED, Spec};
+use crate::format::FORMATS;
+use crate::memories::MEMORIES;
+use crate::named::{NamedError, Parameter};
+use crate::policy::{PRESETS, Registry, cost_class, describe, markdown};
+use crate::serving::{STRATEGIES, TRACES};
+use crate::task::{self, TASKS};
 use serde::Serialize;
-use std::fmt::Write;
 use std::path::PathBuf;
 
 const EXAMPLES: &str = "\
-Parameters are shown with their defaults; give others as NAME:key=value,key=value.
+One line each; with a name, the whole of it: parameters are shown with their defaults, give others as
+NAME:key=value,key=value. Behind a policy's name stands what its scores look at: positions alone are free, K and V are read
+once, the last queries cost a thin pass of attention, all queries a whole one.
 
 Examples:
-  kvsieve list kernels
   kvsieve list policies
+  kvsieve list policies snapkv
+  kvsieve list kernels tiled
   kvsieve list policies --markdown > docs/policies.md
   kvsieve list experiments --json -
   kvsieve attend --kernel tiled:br=32,bc=128 ...";
@@ -32,11 +34,13 @@ pub struct Args {
     /// What to list
     #[arg(value_enum)]
     things: Things,
+    /// One of them: everything there is to say
+    name: Option<String>,
     /// Write JSON instead of the table, to standard output (-) or a file
     #[arg(long, value_name = "-|FILE")]
     json: Option<PathBuf>,
     /// Write the page of policies or of tasks in Markdown instead of the table
-    #[arg(long, conflicts_with = "json")]
+    #[arg(long, conflicts_with_all = ["json", "name"])]
     markdown: bool,
 }
 
@@ -63,12 +67,27 @@ enum Things {
 }
 
 impl Things {
-    fn rows(self) -> Vec<Row> {
+    /// One of them.
+    fn one(self) -> &'static str {
+        match self {
+            Things::Kernels => "kernel",
+            Things::Policies => "policy",
+            Things::Formats => "format",
+            Things::Memories => "memory",
+            Things::Tasks => "task",
+            Things::Measures => "measure",
+            Things::Strategies => "strategy",
+            Things::Traces => "trace",
+            Things::Experiments => "experiment",
+        }
+    }
+
+    fn rows(self, registry: &Registry) -> Vec<Row> {
         match self {
             Things::Kernels => {
                 KERNELS.iter().map(|entry| Row::new(entry.name, entry.about, entry.parameters)).collect()
             }
-            Things::Policies => policies(&Registry::default()),
+            Things::Policies => policies(registry),
             Things::Formats => {
                 FORMATS.iter().map(|entry| Row::new(entry.name, entry.about, entry.parameters)).collect()
             }
@@ -89,17 +108,21 @@ impl Things {
 
 /// Methods, presets and parts of policies.
 fn policies(registry: &Registry) -> Vec<Row> {
-    let looks_at = |name: &str| registry.policy(name).ok().map(|policy| describe(&policy.needs()));
+    let needs = |name: &str| registry.policy(name).ok().map(|policy| policy.needs());
+    let looks_at = |name: &str| needs(name).map(|needs| describe(&needs));
+    let cost = |name: &str| needs(name).map(|needs| cost_class(&needs));
     let methods = registry.entries().iter().map(|entry| Row {
         kind: Some("method"),
         paper: paper(entry.paper),
         needs: looks_at(entry.name),
+        cost: cost(entry.name),
         ..Row::new(entry.name, entry.about, entry.parameters)
     });
     let presets = PRESETS.iter().map(|preset| Row {
         kind: Some("preset"),
         paper: paper(preset.paper),
         needs: looks_at(preset.name),
+        cost: cost(preset.name),
         is: Some(preset.text),
         ..Row::new(preset.name, preset.about, &registry.preset_parameters(preset))
     });
@@ -135,6 +158,9 @@ struct Row {
     paper: Option<&'static str>,
     #[serde(skip_serializing_if = "Option::is_none")]
     needs: Option<String>,
+    /// The class of what scoring costs.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    cost: Option<&'static str>,
     parameters: Vec<ParameterRow>,
 }
 
@@ -156,54 +182,70 @@ impl Row {
             is: None,
             paper: None,
             needs: None,
+            cost: None,
             parameters: parameters.collect(),
         }
     }
 }
 
-pub fn run(args: &Args) -> Result<(), Failure> {
+pub fn run(args: &Args, registry: &Registry) -> Result<(), Failure> {
     if args.markdown {
         return match args.things {
-            Things::Policies => output::print(&markdown(&Registry::default())),
+            Things::Policies => output::print(&markdown(registry)),
             Things::Tasks => output::print(&task::markdown()),
             _ => Err(Failure::usage("--markdown writes the pages of policies and of tasks only".into())),
         };
     }
-    let rows = args.things.rows();
-    match &args.json {
-        None => output::print(&table(&rows)),
-        Some(target) => output::json(target, &rows),
+    let mut rows = args.things.rows(registry);
+    if let Some(name) = &args.name {
+        let known: Vec<&str> = rows.iter().map(|row| row.name).collect();
+        let index = known.iter().position(|known| known == name);
+        let index = index.ok_or_else(|| NamedError::unknown(args.things.one(), name, known))?;
+        rows = vec![rows.swap_remove(index)];
+    }
+    match (&args.json, &args.name) {
+        (Some(target), _) => output::json(target, &rows),
+        (None, Some(_)) => output::print(&whole(&rows[0])),
+        (None, None) => output::print(&table(&rows)),
     }
 }
 
+/// A line for each thing; methods, presets and parts of policies under headings.
 fn table(rows: &[Row]) -> String {
-    let setting = |parameter: &ParameterRow| format!("{}={}", parameter.name, parameter.default);
-    let longest = |widths: &mut dyn Iterator<Item = usize>| widths.max().unwrap_or(0);
-    let names = longest(&mut rows.iter().map(|row| row.name.len()));
-    let settings = longest(&mut rows.iter().flat_map(|row| &row.parameters).map(|parameter| setting(parameter).len()));
-    let mut text = String::new();
-    let mut kind = None;
+    let names = rows.iter().map(|row| row.name.len()).max().unwrap_or(0);
+    let costs = rows.iter().filter_map(|row| row.cost).map(str::len).max().unwrap_or(0);
+    let (mut text, mut section) = (String::new(), "");
     for row in rows {
-        if row.kind.is_some_and(|row| !matches!(row, "method" | "preset")) && kind.is_none() {
-            kind = row.kind;
-            text.push_str("\nparts, after a plus sign as in snapkv+ada:floor=0.1\n\n");
+        let heading = row.kind.map_or("", |kind| match kind {
+            "method" => "methods, and what their scores look at",
+            "preset" => "presets: combinations with a name",
+            _ => "parts, after a plus sign as in snapkv+ada:floor=0.1",
+        });
+        if heading != section {
+            text.push_str(if section.is_empty() { "" } else { "\n" });
+            text.push_str(&format!("{heading}\n\n"));
+            section = heading;
         }
-        // Writing to a string cannot fail.
-        let _ = writeln!(text, "{:names$}  {}", row.name, row.about);
-        let paper = row.paper.map(|paper| format!("arXiv {paper}"));
-        let facts = [
-            row.is.map(|is| format!("= {is}")),
-            kind.and(row.kind).map(String::from),
-            paper,
-            row.needs.as_ref().map(|needs| format!("needs {needs}")),
-        ];
-        let facts: Vec<String> = facts.into_iter().flatten().collect();
-        if !facts.is_empty() {
-            let _ = writeln!(text, "{:names$}    {}", "", facts.join("; "));
-        }
-        for parameter in &row.parameters {
-            let _ = writeln!(text, "{:names$}    {:settings$}  {}", "", setting(parameter), parameter.about);
-        }
+        let cost = row.cost.map_or(String::new(), |cost| format!("{cost:costs$}  "));
+        text.push_str(&format!("{:names$}  {cost}{}\n", row.name, row.about));
+    }
+    text
+}
+
+/// Everything about one thing.
+fn whole(row: &Row) -> String {
+    let mut text = format!("{}\n  {}\n", row.name, row.about);
+    let facts = [
+        row.kind.map(String::from),
+        row.is.map(|is| format!("= {is}")),
+        row.paper.map(|paper| format!("arXiv {paper}")),
+        row.needs.as_ref().map(|needs| format!("looks at {needs}")),
+    ];
+    facts.into_iter().flatten().for_each(|fact| text.push_str(&format!("  {fact}\n")));
+    let setting = |parameter: &ParameterRow| format!("{}={}", parameter.name, parameter.default);
+    let settings = row.parameters.iter().map(|parameter| setting(parameter).len()).max().unwrap_or(0);
+    for parameter in &row.parameters {
+        text.push_str(&format!("    {:settings$}  {}\n", setting(parameter), parameter.about));
     }
     text
 }

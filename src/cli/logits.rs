@@ -7,10 +7,11 @@ use super::model::{ModelArgs, Opened};
 use super::output;
 use super::place::Place;
 use super::policy::Used;
-use kvsieve::memory::{Arena, Buffer, Label};
-use kvsieve::model::{Model, ModelError, Setup, sequences};
-use kvsieve::tensor::file::{self, Output};
-use kvsieve::units;
+use crate::memory::{Arena, Buffer, Label};
+use crate::model::{Model, ModelError, Setup, sequences};
+use crate::policy::Registry;
+use crate::tensor::file::{self, Output};
+use crate::units;
 use serde::Serialize;
 use std::path::PathBuf;
 use std::time::Instant;
@@ -85,7 +86,7 @@ struct Report {
     warnings: Vec<String>,
 }
 
-pub fn run(args: &Args) -> Result<(), Failure> {
+pub fn run(args: &Args, registry: &Registry) -> Result<(), Failure> {
     let model_args = &args.model;
     let mut writes = vec![("--output", args.output.as_path())];
     writes.extend(model_args.json.as_deref().filter(|path| !output::is_stdout(path)).map(|path| ("--json", path)));
@@ -93,9 +94,9 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     output::check_files(&reads, &writes)?;
     let sequences = sequences(&args.tokens)?;
     if let Some(index) = model_args.compute.cuda() {
-        return cuda::run(args, index, &sequences);
+        return cuda::run(args, registry, index, &sequences);
     }
-    let opened = model_args.open()?;
+    let opened = model_args.open(registry)?;
     check_eviction(args, &opened, &sequences)?;
     let lens: Vec<usize> = sequences.iter().map(Vec::len).collect();
     let longest = lens.iter().copied().max().unwrap_or(0);

@@ -1,5 +1,8 @@
 //! The command line: one file per subcommand, each of which parses, calls the library and prints.
 //!
+//! It is part of the library, so that a program of a few lines is a whole `kvsieve` with a policy of its own
+//! ([`main_with`]).
+//!
 //! A new command is one file with `Args` and `run`, one line in [`Command`] and one in [`Command::run`]. What several
 //! commands share is here: where work runs ([`Compute`]) and how results leave the program ([`output`]). Every error
 //! of the library is classed once, in [`failure`], so that `?` is all a command needs.
@@ -25,14 +28,17 @@ mod report;
 mod run;
 mod train;
 
+use crate::device::Cpu;
+use crate::experiment::engine::MODELS_ON_CPU;
+use crate::memory::os;
+use crate::policy::Registry;
+use crate::units;
 use clap::error::ErrorKind;
 use clap::{CommandFactory, FromArgMatches, Parser};
 use failure::Failure;
-use kvsieve::device::Cpu;
-use kvsieve::experiment::engine::MODELS_ON_CPU;
-use kvsieve::memory::os;
-use kvsieve::units;
+use std::io::Write;
 use std::path::PathBuf;
+use std::process::ExitCode;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -85,20 +91,20 @@ enum Command {
 }
 
 impl Command {
-    fn run(self) -> Result<(), Failure> {
+    fn run(self, registry: &Registry) -> Result<(), Failure> {
         match self {
-            Command::Run(args) => run::run(&args),
+            Command::Run(args) => run::run(&args, registry),
             Command::Report(args) => report::run(&args),
             Command::Attend(args) => attend::run(&args),
-            Command::Evict(args) => evict::run(&args),
-            Command::Logits(args) => logits::run(&args),
-            Command::Generate(args) => generate::run(&args),
-            Command::Eval(args) => eval::run(&args),
+            Command::Evict(args) => evict::run(&args, registry),
+            Command::Logits(args) => logits::run(&args, registry),
+            Command::Generate(args) => generate::run(&args, registry),
+            Command::Eval(args) => eval::run(&args, registry),
             Command::Capture(args) => capture::run(&args),
             Command::Calibrate(args) => calibrate::run(&args),
             Command::Inspect(args) => inspect::run(&args),
             Command::Train(args) => train::run(&args),
-            Command::List(args) => list::run(&args),
+            Command::List(args) => list::run(&args, registry),
             Command::Doctor(args) => doctor::run(&args),
             Command::Kernels(args) => kernels::run(&args),
             Command::Completions(args) => completions::run(&args),
@@ -116,10 +122,26 @@ fn command() -> clap::Command {
     ON_CPU.into_iter().fold(Cli::command(), |whole, name| whole.mut_subcommand(name, hide))
 }
 
-/// Parses the arguments and does what they say. Help and version texts are printed and end the process here.
-pub fn run() -> Result<(), Failure> {
+/// The `kvsieve` command with the policies of a registry: does what the arguments of the process say, turns an error into
+/// one line and an exit status. Help and version texts are printed and end the process here.
+///
+/// ```no_run
+/// kvsieve::cli::main_with(kvsieve::policy::Registry::default());
+/// ```
+pub fn main_with(registry: Registry) -> ExitCode {
+    match run(&registry) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => {
+            // Nobody reads a closed stderr; that must not turn an error into a panic.
+            let _ = writeln!(std::io::stderr(), "error: {failure}");
+            failure.exit_code()
+        }
+    }
+}
+
+fn run(registry: &Registry) -> Result<(), Failure> {
     let matches = command().try_get_matches().map_err(wrong_arguments)?;
-    Cli::from_arg_matches(&matches).map_err(wrong_arguments)?.command.run()
+    Cli::from_arg_matches(&matches).map_err(wrong_arguments)?.command.run(registry)
 }
 
 /// clap's account of wrong arguments in one line: what was wrong and its tips, without the usage text.

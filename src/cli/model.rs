@@ -4,15 +4,15 @@ use super::Compute;
 use super::failure::Failure;
 use super::output;
 use super::policy::{Built, FileArg, Used};
-use kvsieve::attention::{self, cuda::cuda_kernel};
-use kvsieve::device::Cpu;
-use kvsieve::device::cuda::Runtime;
-use kvsieve::format::{KvFormat, RowFormat};
-use kvsieve::memories::{Memory, memory};
-use kvsieve::memory::Arena;
-use kvsieve::model::{Decoder, Eviction, Model, Setup, Text, locate};
-use kvsieve::policy::{Budget, Policy};
-use kvsieve::tensor::DType;
+use crate::attention::{self, cuda::cuda_kernel};
+use crate::device::Cpu;
+use crate::device::cuda::Runtime;
+use crate::format::{KvFormat, RowFormat};
+use crate::memories::{Memory, memory};
+use crate::memory::Arena;
+use crate::model::{Decoder, Eviction, Model, Setup, Text, locate};
+use crate::policy::{Budget, Policy, Registry};
+use crate::tensor::DType;
 use std::path::PathBuf;
 
 /// The options of every command that runs a model.
@@ -81,8 +81,8 @@ pub struct OnCuda {
 
 impl ModelArgs {
     /// Reads names and files, names first.
-    pub fn open(&self) -> Result<Opened, Failure> {
-        let (built, budget) = self.asked()?;
+    pub fn open(&self, registry: &Registry) -> Result<Opened, Failure> {
+        let (built, budget) = self.asked(registry)?;
         let (policy, used) = built.unzip();
         let memory = self.memory.as_deref().map(memory).transpose()?;
         attention::kernel(&self.kernel)?;
@@ -93,8 +93,8 @@ impl ModelArgs {
     }
 
     /// As [`ModelArgs::open`], for GPU `index`.
-    pub fn open_on_cuda(&self, index: usize) -> Result<OnCuda, Failure> {
-        let (built, budget) = self.asked()?;
+    pub fn open_on_cuda(&self, index: usize, registry: &Registry) -> Result<OnCuda, Failure> {
+        let (built, budget) = self.asked(registry)?;
         let (policy, used) = built.unzip();
         if let Some(memory) = &self.memory {
             return Err(Failure::usage(format!("memory '{memory}' is at work on the CPU only; leave --device out")));
@@ -116,11 +116,11 @@ impl ModelArgs {
     }
 
     /// What is to be evicted, by names that are checked.
-    fn asked(&self) -> Result<(Option<Built>, Option<Budget>), Failure> {
+    fn asked(&self, registry: &Registry) -> Result<(Option<Built>, Option<Budget>), Failure> {
         if self.chunk == 0 {
             return Err(Failure::usage("--chunk is 0; at least one token goes through the model".into()));
         }
-        let built = self.policy.as_deref().map(|text| self.file.policy(text)).transpose()?;
+        let built = self.policy.as_deref().map(|text| self.file.policy(text, registry)).transpose()?;
         let budget = self.budget.as_deref().map(str::parse::<Budget>).transpose()?;
         Ok((built, budget))
     }

@@ -2,7 +2,7 @@
 //! whole or not there.
 
 use super::failure::Failure;
-use kvsieve::tensor::file;
+use crate::tensor::file;
 use serde::Serialize;
 use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};

@@ -1,7 +1,7 @@
 //! Where something ran, as reports say it.
 
-use kvsieve::device::Cpu;
-use kvsieve::device::cuda::Runtime;
+use crate::device::Cpu;
+use crate::device::cuda::Runtime;
 use serde::Serialize;
 use std::fmt;
 

@@ -1,7 +1,7 @@
 //! A policy by its text and its file, as the commands that evict once take it.
 
 use super::failure::Failure;
-use kvsieve::policy::{Policy, PolicyFile, Registry};
+use crate::policy::{Policy, PolicyFile, Registry};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 
@@ -25,15 +25,15 @@ pub struct Used {
 
 impl FileArg {
     /// The policy that `text` names, from this file.
-    pub fn policy(&self, text: &str) -> Result<Built, Failure> {
+    pub fn policy(&self, text: &str, registry: &Registry) -> Result<Built, Failure> {
         let Some(path) = &self.policy_file else {
-            let policy = Registry::default().policy(text)?;
+            let policy = registry.policy(text)?;
             policy.check_parameters(text, &[])?;
             return Ok((policy, None));
         };
         let file = PolicyFile::open(path)?;
         let used = Used { policy_file: path.clone(), policy_file_hash: file.hash().into() };
-        let policy = Registry::default().with_file(file).policy(text)?;
+        let policy = registry.clone().with_file(file).policy(text)?;
         if policy.parameters.is_empty() {
             let shown = path.display();
             return Err(Failure::usage(format!(

@@ -2,18 +2,21 @@
 
 use super::failure::Failure;
 use super::output;
-use kvsieve::experiment::{Spec, store};
-use kvsieve::report::{self, Detail, Drawn, Run};
+use crate::experiment::{Spec, store};
+use crate::report::{self, Detail, Drawn, Run, Versus, versus};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 
 const EXAMPLES: &str = "\
-A folder is that of one run (it holds cells.jsonl), as `kvsieve run` prints it. With several folders, runs of the \
-same configuration (such as shards) are merged into one section; the page is written into the first folder, or into \
---out.\n\n\
+A folder is that of one run (it holds cells.jsonl), as `kvsieve run` prints it. Parts of one run (shards: the same \
+configuration, no cell in common) are one section; the page is written into the first folder, or into --out.\n\n\
+Two runs that have cells in common are compared, the second with the first: what differs between their machines and \
+programs, and each cell whose time, memory, drift or score changed beyond noise (* marks which). A time has changed when the \
+95% intervals of the medians do not meet and the medians differ by more than 5%; with --check a change is exit status 1.\n\n\
 Examples:
   kvsieve report results/quickstart/20260101T120000Z-0a1b2c3d-1234567
   kvsieve report results/quickstart/* --out comparison
+  kvsieve report before after --out comparison --check
   kvsieve report results/eviction-catalogue/* --per-head";
 
 /// Draw the figures and the page of runs again, from their records
@@ -29,17 +32,42 @@ pub struct Args {
     /// Heat maps of retained tokens with a row for each KV head instead of each layer
     #[arg(long)]
     per_head: bool,
+    /// Compare two runs, and end with exit status 1 if a cell changed beyond noise
+    #[arg(long)]
+    check: bool,
 }
 
 pub fn run(args: &Args) -> Result<(), Failure> {
     let out = args.out.as_ref().unwrap_or(&args.folders[0]);
     let detail = if args.per_head { Detail::Heads } else { Detail::Layers };
-    let drawn = draw(out, &args.folders, detail)?;
-    output::print(&format!("{} figures\nreport: {}\n", drawn.figures.len(), drawn.html.display()))
+    let runs = read(&args.folders)?;
+    let compared = match &runs[..] {
+        [a, b] => Some(versus(a, b)).filter(|versus| versus.common > 0),
+        _ => None,
+    };
+    if args.check && compared.is_none() {
+        return Err(Failure::usage(
+            "--check compares two runs that have cells in common; name their two folders".into(),
+        ));
+    }
+    let drawn = write(out, &runs, detail)?;
+    let versus = compared.as_ref().map_or(String::new(), |versus| format!("{}\n", versus.text));
+    output::print(&format!("{versus}{} figures\nreport: {}\n", drawn.figures.len(), drawn.html.display()))?;
+    match compared.filter(|versus| args.check && versus.changed > 0) {
+        Some(Versus { common, changed, .. }) => {
+            Err(Failure::work(format!("{changed} of {common} cells changed beyond noise")))
+        }
+        None => Ok(()),
+    }
 }
 
 /// Reads the runs in `folders` and writes their report into `out`.
 pub fn draw(out: &Path, folders: &[PathBuf], detail: Detail) -> Result<Drawn, Failure> {
+    write(out, &read(folders)?, detail)
+}
+
+/// The runs in `folders`; parts of one run are put together.
+fn read(folders: &[PathBuf]) -> Result<Vec<Run>, Failure> {
     let mut runs: Vec<((String, Value), Run)> = Vec::new();
     for folder in folders {
         let (records, environment) = store::read(folder)?;
@@ -52,9 +80,10 @@ pub fn draw(out: &Path, folders: &[PathBuf], detail: Detail) -> Result<Drawn, Fa
         };
         let name = folder.canonicalize().unwrap_or_else(|_| folder.clone());
         let run_id = name.file_name().map(|name| name.to_string_lossy().to_string()).unwrap_or_default();
-        // Shards of one configuration are one run; runs of two devices are not.
+        // Shards of one configuration are one run; runs of two devices are not, nor is what was run twice.
         let key = (config, environment["gpu"]["name"].clone());
-        match runs.iter_mut().find(|(known, _)| !key.0.is_empty() && *known == key) {
+        let is_in = |run: &Run| records.iter().any(|new| run.records.iter().any(|known| known.cell_id == new.cell_id));
+        match runs.iter_mut().find(|(known, run)| !key.0.is_empty() && *known == key && !is_in(run)) {
             Some((_, run)) => run.records.extend(records),
             None => runs.push((
                 key,
@@ -69,9 +98,12 @@ pub fn draw(out: &Path, folders: &[PathBuf], detail: Detail) -> Result<Drawn, Fa
             )),
         }
     }
-    let runs: Vec<Run> = runs.into_iter().map(|(_, run)| run).collect();
+    Ok(runs.into_iter().map(|(_, run)| run).collect())
+}
+
+fn write(out: &Path, runs: &[Run], detail: Detail) -> Result<Drawn, Failure> {
     output::check_folder("--out", out)?;
     std::fs::create_dir_all(out)
         .map_err(|error| Failure::work(format!("cannot make folder '{}': {error}", out.display())))?;
-    Ok(report::write(out, &runs, detail)?)
+    Ok(report::write(out, runs, detail)?)
 }

@@ -2,14 +2,14 @@
 
 use super::failure::Failure;
 use super::{Compute, output, report};
+use crate::device::Cpu;
+use crate::experiment::max_context::{self, MaxContext};
+use crate::experiment::record::Status;
+use crate::experiment::{Engine, Experiment, Gpu, Options, Outcome, Progress, Spec, estimate, runner};
+use crate::policy::Registry;
+use crate::report::Detail;
+use crate::units;
 use indicatif::{ProgressBar, ProgressStyle};
-use kvsieve::device::Cpu;
-use kvsieve::experiment::max_context::{self, MaxContext};
-use kvsieve::experiment::record::Status;
-use kvsieve::experiment::{Engine, Experiment, Gpu, Options, Outcome, Progress, Spec, estimate, runner};
-use kvsieve::policy::Registry;
-use kvsieve::report::Detail;
-use kvsieve::units;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
@@ -66,10 +66,11 @@ fn parse_shard(text: &str) -> Result<(usize, usize), String> {
     if index >= 1 && index <= count { Ok((index, count)) } else { Err(wrong()) }
 }
 
-pub fn run(args: &Args) -> Result<(), Failure> {
+pub fn run(args: &Args, registry: &Registry) -> Result<(), Failure> {
     let load = |path: &PathBuf| Ok((Spec::load(path)?, path.display().to_string(), args.repro(path)));
     let specs = args.experiments.iter().map(load).collect::<Result<Vec<_>, Failure>>()?;
     let way = Way {
+        registry,
         out: &args.out,
         resume: args.resume,
         dry_run: args.dry_run,
@@ -83,6 +84,8 @@ pub fn run(args: &Args) -> Result<(), Failure> {
 
 /// How experiments are run.
 pub struct Way<'a> {
+    /// Policies that may be named.
+    pub registry: &'a Registry,
     /// Folder for results.
     pub out: &'a Path,
     pub resume: bool,
@@ -110,23 +113,22 @@ impl Way<'_> {
     }
 
     fn go_on(&self, specs: &[(Spec, String, String)], engine: Engine<'_>) -> Result<(), Failure> {
-        let registry = Registry::default();
         // Every experiment is read and checked before the first one runs.
         let mut experiments = Vec::new();
         for (spec, origin, repro) in specs {
-            let experiment = Experiment::new(spec.clone(), origin, &registry, engine.device())?;
-            runner::prepare(&experiment, &registry, engine)?;
+            let experiment = Experiment::new(spec.clone(), origin, self.registry, engine.device())?;
+            runner::prepare(&experiment, self.registry, engine)?;
             experiments.push((repro, experiment));
         }
         let mut failed = Vec::new();
         for &(repro, ref experiment) in &experiments {
             if self.find_max_context {
-                self.find_max_contexts(repro, experiment, &registry, engine)?;
+                self.find_max_contexts(repro, experiment, self.registry, engine)?;
                 continue;
             }
             let limit_bytes = self.limit_bytes(experiment, engine)?;
             if self.dry_run {
-                let cells = runner::prepare(experiment, &registry, engine)?;
+                let cells = runner::prepare(experiment, self.registry, engine)?;
                 let others: Vec<_> = experiment.in_comparisons().collect();
                 output::print(&estimate::table(&cells, &others, &experiment.spec.timing, engine, limit_bytes))?;
                 continue;
@@ -139,7 +141,7 @@ impl Way<'_> {
                 repro: repro.clone(),
             };
             let outcome = with_progress(self.json, |progress| {
-                runner::run(experiment, &registry, engine, &options, progress).map_err(Failure::from)
+                runner::run(experiment, self.registry, engine, &options, progress).map_err(Failure::from)
             })?;
             let drawn = report::draw(&outcome.folder, std::slice::from_ref(&outcome.folder), Detail::Layers)?;
             if !self.json {
@@ -259,10 +261,10 @@ fn print_line(record: &impl serde::Serialize) -> Result<(), Failure> {
 /// The table and where everything is.
 fn ending(outcome: &Outcome, html: &Path) -> String {
     let count = |status| outcome.records.iter().filter(|record| record.status == status).count();
-    let findings = kvsieve::report::findings(&outcome.records);
+    let findings = crate::report::findings(&outcome.records);
     format!(
         "{}\n{}\n{} cells: {} ok, {} oom, {} skipped, {} failed\nreport: {}\n",
-        kvsieve::report::summary_table(&outcome.records),
+        crate::report::summary_table(&outcome.records),
         findings.iter().map(|finding| format!("- {finding}\n")).collect::<String>(),
         outcome.records.len(),
         count(Status::Ok),

@@ -2,12 +2,12 @@
 
 use super::failure::Failure;
 use super::{Compute, output};
+use crate::experiment::environment;
+use crate::report::training;
+use crate::train::log::Line;
+use crate::train::recipe::{BUILTIN, Recipe};
+use crate::train::run::{self, Options, RECORD, TrainError};
 use indicatif::{ProgressBar, ProgressStyle};
-use kvsieve::experiment::environment;
-use kvsieve::report::training;
-use kvsieve::train::log::Line;
-use kvsieve::train::recipe::{BUILTIN, Recipe};
-use kvsieve::train::run::{self, Options, RECORD, TrainError};
 use std::path::{Path, PathBuf};
 
 const EXAMPLES: &str = "\

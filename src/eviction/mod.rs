@@ -8,12 +8,14 @@
 mod attention;
 mod cpu;
 pub mod cuda;
+mod loss;
 mod tensors;
 mod window;
 
 pub(crate) use attention::add_cumulative_attention;
 pub use attention::{attention_sums, recompute_lse};
 pub use cpu::{CpuBackend, View};
+pub use loss::{Asked, Loss, loss};
 pub use tensors::{Given, Retained, retain};
 pub use window::{ObservationWindow, Span, WindowShape};
 

@@ -165,11 +165,7 @@ impl FromStr for RowFormat {
 
     fn from_str(text: &str) -> Result<Self, NamedError> {
         let named: Named = text.parse()?;
-        let entry = FORMATS.iter().find(|entry| entry.name == named.name).ok_or_else(|| NamedError::Unknown {
-            kind: "format",
-            name: named.name.clone(),
-            known: FORMATS.iter().map(|entry| entry.name).collect::<Vec<_>>().join(", "),
-        })?;
+        let entry = named.find("format", FORMATS, |entry| entry.name)?;
         named.check(entry.parameters)?;
         (entry.build)(&named)
     }

@@ -117,11 +117,7 @@ pub const MEMORIES: &[MemoryEntry] = &[camelot::ENTRY, transformer_xl::ENTRY];
 /// When there is no such memory or parameter, or a value is wrong.
 pub fn memory(text: &str) -> Result<Box<dyn Memory>, NamedError> {
     let named: Named = text.parse()?;
-    let entry = MEMORIES.iter().find(|entry| entry.name == named.name).ok_or_else(|| NamedError::Unknown {
-        kind: "memory",
-        name: named.name.clone(),
-        known: MEMORIES.iter().map(|entry| entry.name).collect::<Vec<_>>().join(", "),
-    })?;
+    let entry = named.find("memory", MEMORIES, |entry| entry.name)?;
     named.check(entry.parameters)?;
     (entry.build)(&named)
 }

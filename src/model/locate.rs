@@ -18,10 +18,15 @@ const PIECE_BYTES: u64 = 64 << 10;
 /// or else in the nearest folder above the program.
 ///
 /// # Errors
-/// When `builtin` is in none of these places.
+/// When there is no such folder or file, or `builtin` is in none of these places.
 pub fn locate(name: &Path) -> Result<PathBuf, ModelError> {
     if name != Path::new(BUILTIN) {
-        return Ok(name.into());
+        let reason =
+            "there is no such folder or file, and nothing is downloaded; name a local Hugging Face folder or GGUF file";
+        return match name.exists() {
+            true => Ok(name.into()),
+            false => Err(ModelError::Config { path: name.into(), reason: reason.into() }),
+        };
     }
     let own = Path::new("models").join(BUILTIN);
     let program = std::env::current_exe().unwrap_or_default();

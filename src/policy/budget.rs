@@ -20,12 +20,15 @@ pub enum Budget {
 pub enum BudgetError {
     /// Not a budget.
     #[error(
-        "'{text}' is not a budget; write a fraction kept such as 0.25, tokens per KV head such as 512, or bytes such as 64MiB"
+        "'{text}' is not a budget; write a fraction kept such as 0.25 or 25%, tokens per KV head such as 512, or bytes such as 64MiB"
     )]
     Syntax {
         /// What was given.
         text: String,
     },
+    /// A bare 1.
+    #[error("budget '1' may mean one token or everything; write 1.0 to keep the whole context, or at least 2 tokens")]
+    Ambiguous,
     /// Less than a token.
     #[error("budget {budget} leaves no token of {context_tokens} in a KV head; at least 1 must stay")]
     Nothing {
@@ -86,9 +89,10 @@ impl FromStr for Budget {
             return units::parse_bytes(text).map(Budget::Bytes).map_err(|_| syntax());
         }
         if let Ok(tokens) = units::parse_tokens(text) {
-            return Ok(Budget::Tokens(tokens));
+            return if tokens == 1 { Err(BudgetError::Ambiguous) } else { Ok(Budget::Tokens(tokens)) };
         }
-        let fraction: f64 = text.parse().map_err(|_| syntax())?;
+        let (number, whole) = text.strip_suffix('%').map_or((text, 1.0), |percent| (percent.trim_end(), 100.0));
+        let fraction = number.parse::<f64>().map_err(|_| syntax())? / whole;
         // 1.0 is everything; larger numbers with a point are a mistake, not a count.
         if fraction > 0.0 && fraction <= 1.0 { Ok(Budget::Fraction(fraction)) } else { Err(syntax()) }
     }
@@ -116,7 +120,10 @@ mod tests {
             ("1.0", 77, 77),
             ("512", 1000, 512),
             ("2k", 1000, 1000),
-            ("1", 9, 1),
+            ("2", 9, 2),
+            ("25%", 1000, 250),
+            ("12.5 %", 1000, 125),
+            ("100%", 77, 77),
             ("64KiB", 1000, 64),
             ("1500B", 1000, 1),
         ];
@@ -129,7 +136,7 @@ mod tests {
 
     #[test]
     fn budgets_that_mean_nothing_are_refused() {
-        for bad in ["", "0", "0.0", "-0.5", "-3", "nan", "inf", "1.5", "half", "0B", "-1MiB"] {
+        for bad in ["", "0", "1", "%", "0%", "101%", "0.0", "-0.5", "-3", "nan", "inf", "1.5", "half", "0B", "-1MiB"] {
             assert!(bad.parse::<Budget>().is_err(), "{bad}");
         }
         assert!("0.05".parse::<Budget>().unwrap().tokens(10, 256, 4).is_err());

@@ -59,6 +59,21 @@ fn looks_at(registry: &Registry, entry: &PolicyEntry) -> String {
     describe(&needs)
 }
 
+/// The class of what scoring costs, by what a policy looks at: a word or two for a list.
+pub fn cost_class(needs: &[Statistic]) -> &'static str {
+    let looks_at = |statistic| needs.contains(&statistic);
+    match () {
+        _ if looks_at(Statistic::FutureAttention) => "future",
+        _ if looks_at(Statistic::AccumulatedAttention) => "all queries",
+        _ if looks_at(Statistic::RecentAttention) => "last queries",
+        _ if looks_at(Statistic::HiddenStates) => "hidden states",
+        _ if looks_at(Statistic::Queries) => "Q and K",
+        _ if looks_at(Statistic::Values) => "K and V",
+        _ if needs.is_empty() => "positions",
+        _ => "K",
+    }
+}
+
 /// What a policy looks at, in words.
 pub fn describe(needs: &[Statistic]) -> String {
     match needs {

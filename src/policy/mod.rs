@@ -30,7 +30,7 @@ pub mod sparse;
 
 pub use assets::{Assets, Axis, Learned, Parameters, PolicyFile};
 pub use budget::{Budget, BudgetError};
-pub use catalogue::{describe, markdown};
+pub use catalogue::{cost_class, describe, markdown};
 pub use context::{BeforeRope, Context, Future, Protect, Statistic};
 pub use list::{List, each_list};
 pub use presets::PRESETS;

@@ -201,8 +201,7 @@ impl Registry {
         };
         let entry = self.entries.iter().find(|entry| entry.name == method.name).ok_or_else(|| {
             let presets = PRESETS.iter().map(|preset| preset.name);
-            let known = self.entries.iter().map(|entry| entry.name).chain(presets).collect::<Vec<_>>().join(", ");
-            NamedError::Unknown { kind: "policy", name: method.name.clone(), known }
+            NamedError::unknown("policy", &method.name, self.entries.iter().map(|entry| entry.name).chain(presets))
         })?;
         method.check(entry.parameters)?;
         let mut assets = Assets::new(self.file.as_deref());
@@ -246,11 +245,9 @@ impl Registry {
     }
 
     fn part_entry(&self, name: &str) -> Result<&PartEntry, NamedError> {
-        self.parts.iter().find(|entry| entry.name == name).ok_or_else(|| NamedError::Unknown {
-            kind: "part of a policy",
-            name: name.into(),
-            known: self.parts.iter().map(|entry| entry.name).collect::<Vec<_>>().join(", "),
-        })
+        let known = || self.parts.iter().map(|entry| entry.name);
+        let entry = self.parts.iter().find(|entry| entry.name == name);
+        entry.ok_or_else(|| NamedError::unknown("part of a policy", name, known()))
     }
 
     fn part(&self, named: &Named, assets: &mut Assets<'_>) -> Result<Part, PolicyError> {
@@ -437,7 +434,7 @@ mod tests {
             ("dms+cam", "attention changes with every query"),
             ("snapkv+delayed", "attention changes with every query"),
             ("snapkv+knorm", "unknown part of a policy 'knorm'"),
-            ("snapkw", "unknown policy 'snapkw'; there are full, random"),
+            ("snapkw", "unknown policy 'snapkw'; did you mean 'snapkv'"),
             ("ada-snapkv:widow=3", "'ada-snapkv' has no parameter 'widow'; it has window, kernel"),
             ("snapkv+", "'' is not of the form NAME"),
             ("snapkv+ada:floor=2", "ada: floor is '2'; it must be"),

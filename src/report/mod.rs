@@ -30,8 +30,10 @@ mod tests;
 mod text;
 mod ticks;
 pub mod training;
+mod versus;
 
 pub use summary::summary_table;
+pub use versus::{Versus, versus};
 
 use crate::experiment::record::Record;
 use crate::units;

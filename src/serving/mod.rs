@@ -110,11 +110,7 @@ pub enum ServingError {
 /// When there is no such strategy or parameter, a value is wrong, or the longest request would never find room.
 pub fn strategy(text: &str, pool: Pool) -> Result<Box<dyn Strategy>, ServingError> {
     let named: Named = text.parse()?;
-    let entry = STRATEGIES.iter().find(|entry| entry.name == named.name).ok_or_else(|| NamedError::Unknown {
-        kind: "strategy",
-        name: named.name.clone(),
-        known: STRATEGIES.iter().map(|entry| entry.name).collect::<Vec<_>>().join(", "),
-    })?;
+    let entry = named.find("strategy", STRATEGIES, |entry| entry.name)?;
     named.check(entry.parameters)?;
     let longest = Request { prompt_tokens: pool.max_tokens - 1, output_tokens: 1 };
     if (entry.build)(&named, pool)?.admit(longest).is_none() {

@@ -109,11 +109,7 @@ impl Trace {
     /// When there is no such trace or parameter, a value is wrong, or a file is not a trace.
     pub fn parse(text: &str) -> Result<Self, ServingError> {
         let named: Named = text.parse()?;
-        let entry = TRACES.iter().find(|entry| entry.name == named.name).ok_or_else(|| NamedError::Unknown {
-            kind: "trace",
-            name: named.name.clone(),
-            known: TRACES.iter().map(|entry| entry.name).collect::<Vec<_>>().join(", "),
-        })?;
+        let entry = named.find("trace", TRACES, |entry| entry.name)?;
         named.check(entry.parameters)?;
         let number = |key: &str, least: usize, most: usize| -> Result<usize, NamedError> {
             let default = default_of(entry, key).parse().expect("a default is a number");

@@ -115,11 +115,7 @@ pub const TASKS: &[TaskEntry] = &[
 /// When there is no such task or parameter, or a value is wrong.
 pub fn task(text: &str) -> Result<Box<dyn Task>, NamedError> {
     let named: Named = text.parse()?;
-    let entry = TASKS.iter().find(|entry| entry.name == named.name).ok_or_else(|| NamedError::Unknown {
-        kind: "task",
-        name: named.name.clone(),
-        known: TASKS.iter().map(|entry| entry.name).collect::<Vec<_>>().join(", "),
-    })?;
+    let entry = named.find("task", TASKS, |entry| entry.name)?;
     named.check(entry.parameters)?;
     (entry.build)(&named)
 }

@@ -75,11 +75,7 @@ pub const CUDA_KERNELS: &[&dyn CudaKernel] =
 /// When there is no such kernel or parameter, or a value is wrong.
 pub fn cuda_kernel(text: &str) -> Result<&'static dyn CudaKernel, NamedError> {
     let named: Named = text.parse()?;
-    let kernel = CUDA_KERNELS.iter().find(|kernel| kernel.name() == named.name).ok_or_else(|| NamedError::Unknown {
-        kind: "kernel of --device cuda",
-        name: named.name.clone(),
-        known: CUDA_KERNELS.iter().map(|kernel| kernel.name()).collect::<Vec<_>>().join(", "),
-    })?;
+    let kernel = named.find("kernel of --device cuda", CUDA_KERNELS, |kernel| kernel.name())?;
     named.check(kernel.parameters())?;
     Ok(kernel.with(&named)?.unwrap_or(*kernel))
 }

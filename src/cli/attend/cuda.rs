@@ -3,18 +3,18 @@
 use super::Args;
 use super::pass::{BackwardSolution, Problem, Sizes, Solution, refuse_bad_gradients};
 use super::report::Report;
-use crate::cli::failure::Failure;
-use crate::cli::place::Place;
-use kvsieve::attention::cuda::{
+use crate::attention::cuda::{
     BackwardInputs, BackwardPlan, BackwardResults, Inputs, Plan, Results, Scratch, cuda_kernel,
 };
-use kvsieve::attention::{Gradients, Outputs};
-use kvsieve::device::Cpu;
-use kvsieve::device::cuda::{CudaError, DeviceBuffer, Runtime};
-use kvsieve::memory::{Arena, Label};
-use kvsieve::named::Named;
-use kvsieve::tensor::file::TensorFile;
-use kvsieve::tensor::{DType, Tensor};
+use crate::attention::{Gradients, Outputs};
+use crate::cli::failure::Failure;
+use crate::cli::place::Place;
+use crate::device::Cpu;
+use crate::device::cuda::{CudaError, DeviceBuffer, Runtime};
+use crate::memory::{Arena, Label};
+use crate::named::Named;
+use crate::tensor::file::TensorFile;
+use crate::tensor::{DType, Tensor};
 
 pub fn run(args: &Args, index: usize) -> Result<(), Failure> {
     let name: Named = args.kernel.parse()?;

@@ -1,14 +1,14 @@
 //! The passes themselves: load, predict, run, check.
 
 use super::Failure;
-use kvsieve::attention::{
+use crate::attention::{
     AttentionError, Backward, DenseKv, Forward, Gradients, Kernel, Outputs, Params, Shape, WorkspaceSize, reference,
 };
-use kvsieve::device::Cpu;
-use kvsieve::memory::{Arena, Label};
-use kvsieve::tensor::file::TensorFile;
-use kvsieve::tensor::{DType, Tensor};
-use kvsieve::units;
+use crate::device::Cpu;
+use crate::memory::{Arena, Label};
+use crate::tensor::file::TensorFile;
+use crate::tensor::{DType, Tensor};
+use crate::units;
 use std::time::Instant;
 
 /// Queries of each head that are compared with the reference.

@@ -1,11 +1,11 @@
 //! What `attend` measured, as JSON and as a summary for people.
 
 use super::pass::{Problem, Sizes, Solution};
+use crate::attention::Shape;
 use crate::cli::place::Place;
-use kvsieve::attention::Shape;
-use kvsieve::memory::{LabelBytes, Usage};
-use kvsieve::tensor::DType;
-use kvsieve::units;
+use crate::memory::{LabelBytes, Usage};
+use crate::tensor::DType;
+use crate::units;
 use serde::Serialize;
 use std::path::Path;
 

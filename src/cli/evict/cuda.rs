@@ -1,15 +1,15 @@
 //! `evict --device cuda`: a cache in a GPU's memory is filled and evicted from there; what is retained is read for the output.
 
-use super::{Args, Outcome};
+use super::{Args, Outcome, Tensors};
+use crate::attention::{Params, Shape};
+use crate::cache::cuda::DeviceCache;
 use crate::cli::failure::Failure;
-use kvsieve::attention::{Params, Shape};
-use kvsieve::cache::cuda::DeviceCache;
-use kvsieve::device::Cpu;
-use kvsieve::device::cuda::Runtime;
-use kvsieve::eviction::cuda::{DeviceTensors, retain};
-use kvsieve::memory::{Arena, Label};
-use kvsieve::policy::{Budget, Policy, tie_rate_of};
-use kvsieve::tensor::file::TensorFile;
+use crate::device::Cpu;
+use crate::device::cuda::Runtime;
+use crate::eviction::cuda::{DeviceTensors, retain};
+use crate::memory::{Arena, Label};
+use crate::policy::{Budget, Policy, tie_rate_of};
+use crate::tensor::file::TensorFile;
 
 pub fn run(args: &Args, index: usize, policy: &Policy, budget: &Budget) -> Result<(), Failure> {
     policy.check_device(&args.policy)?;
@@ -69,7 +69,8 @@ pub fn run(args: &Args, index: usize, policy: &Policy, budget: &Budget) -> Resul
         peak_bytes: arena.usage().peak_bytes,
         used: None,
     };
-    args.finish(policy, (budget, budget_tokens), &shape, k.dtype(), &outcome)
+    let tensors = Tensors { q: q.view(), k: k.view(), v: v.view(), shape, cpu: &cpu };
+    args.finish(policy, (budget, budget_tokens), &file, &tensors, &outcome)
 }
 
 /// Values and keys of a cache, padded to the longest list.

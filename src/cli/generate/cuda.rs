@@ -4,11 +4,12 @@ use super::{Args, Ran};
 use crate::cli::failure::Failure;
 use crate::cli::model::OnCuda;
 use crate::cli::place::Place;
-use kvsieve::model::cuda::{DeviceDecoder, DeviceModel};
-use kvsieve::model::{OneSequence, Sampling, Text};
+use crate::model::cuda::{DeviceDecoder, DeviceModel};
+use crate::model::{OneSequence, Sampling, Text};
+use crate::policy::Registry;
 
-pub fn run(args: &Args, index: usize, sampling: Sampling, text: &Text) -> Result<(), Failure> {
-    let OnCuda { runtime, opened } = args.model.open_on_cuda(index)?;
+pub fn run(args: &Args, registry: &Registry, index: usize, sampling: Sampling, text: &Text) -> Result<(), Failure> {
+    let OnCuda { runtime, opened } = args.model.open_on_cuda(index, registry)?;
     let prompt = text.tokens(&args.prompt)?;
     let setup = args.model.setup(&opened, 1, prompt.len() + args.max_new_tokens, false)?;
     let there = DeviceModel::new(&opened.model, &runtime, &opened.arena)?;

@@ -4,13 +4,14 @@ use super::{Args, Logits, Ran, check_eviction};
 use crate::cli::failure::Failure;
 use crate::cli::model::OnCuda;
 use crate::cli::place::Place;
-use kvsieve::memory::Arena;
-use kvsieve::model::OneSequence;
-use kvsieve::model::cuda::{DeviceDecoder, DeviceModel};
+use crate::memory::Arena;
+use crate::model::OneSequence;
+use crate::model::cuda::{DeviceDecoder, DeviceModel};
+use crate::policy::Registry;
 use std::time::Instant;
 
-pub fn run(args: &Args, index: usize, sequences: &[Vec<u32>]) -> Result<(), Failure> {
-    let OnCuda { runtime, opened } = args.model.open_on_cuda(index)?;
+pub fn run(args: &Args, registry: &Registry, index: usize, sequences: &[Vec<u32>]) -> Result<(), Failure> {
+    let OnCuda { runtime, opened } = args.model.open_on_cuda(index, registry)?;
     check_eviction(args, &opened, sequences)?;
     let longest = sequences.iter().map(Vec::len).max().unwrap_or(0);
     let setup = args.model.setup(&opened, 1, longest, true)?;
