@@ -309,7 +309,7 @@ fn two_runs_of_the_same_cells_are_compared() {
     for out in ["before", "after"] {
         desk.works(&["run", "x.toml", "--out", out]);
     }
-    let folder = |out: &str| format!("{out}/x/{}", names(&desk.path(&format!("{out}/x")))[0]);
+    let folder = |out: &str| format!("{out}/x/{}", names(&desk.path(&format!("{out}/x"))).first().unwrap());
     let (before, after) = (folder("before"), folder("after"));
     let shown = desk.works(&["report", &before, &after, "--out", "both"]);
     assert!(shown.contains("3 cells in both"), "{shown}");
@@ -320,7 +320,7 @@ fn two_runs_of_the_same_cells_are_compared() {
     }
     let lines: String = changed.iter().map(|record| format!("{record}\n")).collect();
     fs::write(&path, lines).unwrap();
-    let output = desk.kvsieve(&["report", &before, &after, "--out", "both", "--check"]).output().unwrap();
+    let output = desk.command(&["report", &before, &after, "--out", "both", "--check"]).output().unwrap();
     let (stdout, stderr) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     assert_eq!(output.status.code(), Some(1), "{stderr}");
     assert!(stderr.contains("error: 3 of 3 cells changed beyond noise"), "{stderr}");
@@ -359,7 +359,7 @@ fn every_wrong_value_of_an_experiment_is_named_in_one_line() {
         ("name = \"x\"", "name = \"x\"\nname = \"y\"", "x.toml:2:1: duplicate key"),
         ("name = \"x\"", "name = \"x\"\nlimit_memory = \"8\"", "limit_memory: '8' is not an amount of memory"),
         ("[[grid]]", "[[grid]", "x.toml:5:"),
-        ("\"knorm\"", "\"knrm\"", "x.toml: grid 1 (evict): unknown policy 'knrm'; there are full, random"),
+        ("\"knorm\"", "\"knrm\"", "x.toml: grid 1 (evict): unknown policy 'knrm'; did you mean 'knorm'"),
         ("\"knorm\"", "\"knorm:window=3\"", "'knorm' has no parameter 'window'; it has none"),
         ("\"knorm\"", "3", "x.toml:11:19: "),
         ("budget = [0.25, 0.5]\n", "", "policy 'knorm' needs a budget; write budget = [0.25, 0.5]"),

@@ -24,6 +24,7 @@ mod model;
 mod output;
 mod place;
 mod policy;
+mod progress;
 mod report;
 mod run;
 mod train;

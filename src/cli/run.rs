@@ -1,15 +1,15 @@
 //! `kvsieve run`: experiments, from their files to a report.
 
 use super::failure::Failure;
-use super::{Compute, output, report};
+use super::{Compute, output, progress, report};
 use crate::device::Cpu;
 use crate::experiment::max_context::{self, MaxContext};
 use crate::experiment::record::Status;
-use crate::experiment::{Engine, Experiment, Gpu, Options, Outcome, Progress, Spec, estimate, runner};
+use crate::experiment::{Engine, Experiment, Gpu, Options, Outcome, Spec, estimate, runner};
 use crate::policy::Registry;
 use crate::report::Detail;
 use crate::units;
-use indicatif::{ProgressBar, ProgressStyle};
+use indicatif::ProgressBar;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
@@ -140,7 +140,7 @@ impl Way<'_> {
                 limit_bytes,
                 repro: repro.clone(),
             };
-            let outcome = with_progress(self.json, |progress| {
+            let outcome = progress::with(self.json, |progress| {
                 runner::run(experiment, self.registry, engine, &options, progress).map_err(Failure::from)
             })?;
             let drawn = report::draw(&outcome.folder, std::slice::from_ref(&outcome.folder), Detail::Layers)?;
@@ -226,34 +226,8 @@ impl Args {
     }
 }
 
-/// Runs `work` with a progress bar on stderr, which shows only on a terminal; with `json`, records go to stdout.
-fn with_progress(
-    json: bool,
-    work: impl FnOnce(&mut dyn FnMut(Progress<'_>)) -> Result<Outcome, Failure>,
-) -> Result<Outcome, Failure> {
-    let bar = ProgressBar::new(0);
-    let style = ProgressStyle::with_template("{elapsed_precise} [{bar:30}] {pos}/{len} cells  {wide_msg}");
-    bar.set_style(style.expect("the template is right").progress_chars("=> "));
-    bar.enable_steady_tick(std::time::Duration::from_millis(200));
-    let mut printed = Ok(());
-    let outcome = work(&mut |progress| match progress {
-        Progress::Start { cells, resumed } => {
-            bar.set_length((cells + resumed) as u64);
-            bar.set_position(resumed as u64);
-        }
-        Progress::Trial(cell) => bar.set_message(cell.label()),
-        Progress::Done(record) => {
-            bar.inc(1);
-            if json && printed.is_ok() {
-                printed = print_line(record);
-            }
-        }
-    })?;
-    bar.finish_and_clear();
-    printed.map(|()| outcome)
-}
-
-fn print_line(record: &impl serde::Serialize) -> Result<(), Failure> {
+/// Prints a value as a line of JSON.
+pub fn print_line(record: &impl serde::Serialize) -> Result<(), Failure> {
     let line = serde_json::to_string(record).expect("a record is plain data");
     output::print(&format!("{line}\n"))
 }

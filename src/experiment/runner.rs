@@ -46,6 +46,15 @@ pub enum Progress<'a> {
     },
     /// A sample of this cell is taken.
     Trial(&'a Cell),
+    /// So much of a comparison is done.
+    Part {
+        /// The cell that is at work.
+        cell: &'a Cell,
+        /// Cells of the comparison.
+        cells: usize,
+        /// 0 to 1.
+        fraction: f64,
+    },
     /// A cell ended.
     Done(&'a Record),
 }
@@ -272,7 +281,10 @@ impl Runner<'_> {
             None => {
                 let folder = &self.store.folder;
                 let stage = Stage { registry, engine: self.engine, limit_bytes: self.options.limit_bytes, folder };
-                comparisons.run(records, &stage, &mut |cell| (self.progress)(Progress::Trial(cell)))
+                let of = cells.len();
+                comparisons.run(records, &stage, &mut |cell, fraction| {
+                    (self.progress)(Progress::Part { cell, cells: of, fraction });
+                })
             }
         };
         // What is shared is shared out.

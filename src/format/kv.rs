@@ -109,7 +109,7 @@ mod tests {
         }
         assert_eq!("k=int8,v=int8".parse::<KvFormat>().unwrap().to_string(), "int8");
         let cases = [
-            ("int9", "unknown format 'int9'; there are f32, bf16, f16, int8"),
+            ("int9", "unknown format 'int9'; did you mean 'int8'"),
             ("int8:group=3", "'int8' has no parameter 'group'; it has none"),
             ("k=int8", "v is 'k=int8'; it must be given beside k, as k=int8,v=bf16"),
             ("k=int8,v=", "is not of the form NAME"),

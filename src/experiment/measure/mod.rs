@@ -107,8 +107,8 @@ pub trait Comparisons: Sync {
     fn takes_long(&self) -> bool;
 
     /// Runs a comparison: `records` of its cells come without numbers and go with them. `each` is told of the cell that is
-    /// at work.
-    fn run(&self, records: Vec<Record>, stage: &Stage<'_>, each: &mut dyn FnMut(&Cell)) -> Vec<Record>;
+    /// at work, and which fraction of the comparison is done.
+    fn run(&self, records: Vec<Record>, stage: &Stage<'_>, each: &mut dyn FnMut(&Cell, f64)) -> Vec<Record>;
 
     /// Takes away what it kept in a run's folder, once all records are there.
     ///
@@ -271,7 +271,7 @@ mod tests {
     fn every_field_of_a_grid_belongs_to_a_measure() {
         let text = "measure = \"eval\"\nkernel = \"x\"\ncontext_tokens = 1\nheads = \"1/1\"\nhead_dim = 1\nbatch = 1\n\
                     dtype = \"f32\"\nkv_format = \"int8\"\ncausal = false\nwindow = 1\nsoftcap = 1.0\npolicy = \"x\"\n\
-                    budget = 1\npolicy_file = \"x\"\nlayers = 1\nnew_tokens = 1\npage_tokens = 1\nstrategy = \"x\"\n\
+                    budget = 2\npolicy_file = \"x\"\nlayers = 1\nnew_tokens = 1\npage_tokens = 1\nstrategy = \"x\"\n\
                     trace = \"x\"\nmodel = \"x\"\ntask = \"x\"\ntext = \"x\"\nsamples = 1\nprotocol = \"aware\"\n\
                     beyond_limit = true\nmemory = \"x\"\n";
         let grid: Grid = toml::from_str(text).unwrap();

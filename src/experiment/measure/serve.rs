@@ -58,9 +58,9 @@ impl Comparisons for Serve {
         false
     }
 
-    fn run(&self, records: Vec<Record>, _stage: &Stage<'_>, each: &mut dyn FnMut(&Cell)) -> Vec<Record> {
+    fn run(&self, records: Vec<Record>, _stage: &Stage<'_>, each: &mut dyn FnMut(&Cell, f64)) -> Vec<Record> {
         let run = |record: Record| {
-            each(&record.cell);
+            each(&record.cell, 0.0);
             match simulated(&record.cell) {
                 Ok(usage) => Record { serving: Some(usage), ..record },
                 Err(reason) => Record { status: Status::Failed, reason: Some(reason), ..record },

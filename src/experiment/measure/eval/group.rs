@@ -43,7 +43,7 @@ pub struct Numbers {
     pub samples_ns: BTreeMap<&'static str, Vec<u64>>,
 }
 
-/// Evaluates a group; `each` is told of the cell that is at work. What `journal` holds is not asked again, and what each
+/// Evaluates a group; `each` is told of the cell that is at work and of the fraction of the samples that is done. What `journal` holds is not asked again, and what each
 /// sample gives is written there.
 ///
 /// # Errors
@@ -54,7 +54,7 @@ pub fn run(
     cpu: &Cpu,
     limit_bytes: u64,
     journal: &mut Journal,
-    mut each: impl FnMut(&Cell),
+    mut each: impl FnMut(&Cell, f64),
 ) -> Result<Vec<Ended>, EvalError> {
     let cell = cells[0];
     let folder = locate(Path::new(cell.model.as_deref().unwrap_or_default()))?;
@@ -110,11 +110,14 @@ pub fn run(
             states[at].take(prompt, journal.given(&ids[at], number).expect("it is known").clone());
         }
         let Some(&at_work) = missing.first() else { continue };
-        each(cells[at_work]);
+        let done = |part: f64| (number as f64 + part) / samples.len() as f64;
+        each(cells[at_work], done(0.0));
         let chosen: Vec<Choice<'_>> = missing.iter().map(|&at| choices[at]).collect();
-        for (&at, answers) in missing.iter().zip(session.run(prompt, &chosen, |asked| room(prompt, asked))?) {
+        let answered = session.run(prompt, &chosen, |asked| room(prompt, asked))?;
+        for (place, (&at, answers)) in missing.iter().zip(answered).enumerate() {
             let by_itself = || {
-                each(cells[at]);
+                // Beside the answers of all cells together, which took about as long as one of these runs.
+                each(cells[at], done((place + 1) as f64 / (missing.len() + 1) as f64));
                 alone(&Stage { arena: &arena, ..stage }, choices[at], prompt, room(prompt, &prompt.asked[0]))
             };
             let given = answers.and_then(|answers| Ok(Given { answers, alone: is_alone.then(by_itself).transpose()? }));

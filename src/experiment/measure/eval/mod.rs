@@ -83,7 +83,7 @@ impl Comparisons for Eval {
         true
     }
 
-    fn run(&self, records: Vec<Record>, stage: &Stage<'_>, each: &mut dyn FnMut(&Cell)) -> Vec<Record> {
+    fn run(&self, records: Vec<Record>, stage: &Stage<'_>, each: &mut dyn FnMut(&Cell, f64)) -> Vec<Record> {
         let cells: Vec<&Cell> = records.iter().map(|record| &record.cell).collect();
         let run = |cpu| {
             let mut journal = Journal::open(stage.folder)?;
