@@ -13,6 +13,7 @@ use kvsieve::experiment::store::StoreError;
 use kvsieve::memory::ArenaError;
 use kvsieve::model::ModelError;
 use kvsieve::named::NamedError;
+use kvsieve::planner::PlanError;
 use kvsieve::policy::cuda::DevicePolicyError;
 use kvsieve::policy::{BudgetError, PolicyError};
 use kvsieve::report::ReportError;
@@ -148,6 +149,16 @@ impl From<ModelError> for Failure {
             ModelError::Policy(error) => error.into(),
             ModelError::Arena(error) => error.into(),
             ModelError::Logit { .. } => Failure::Work(error.into()),
+            error => Failure::Usage(error.into()),
+        }
+    }
+}
+
+impl From<PlanError> for Failure {
+    fn from(error: PlanError) -> Self {
+        match error {
+            PlanError::Tensors(error) => error.into(),
+            PlanError::Model(error) => error.into(),
             error => Failure::Usage(error.into()),
         }
     }

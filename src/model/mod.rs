@@ -29,6 +29,7 @@ pub use config::Config;
 pub(crate) use decoder::params;
 pub use decoder::{Decoder, Setup, bytes, bytes_of_calls, bytes_with_memory};
 pub use evictor::Eviction;
+pub(crate) use gguf::{GgufTensor, gguf_tensors};
 pub use generate::{Generated, OneSequence, generate};
 pub use hook::{Activation, Hook};
 pub use locate::{BUILTIN, fingerprint, locate};
@@ -36,7 +37,7 @@ pub use sample::{Sampler, Sampling};
 pub use sequences::sequences;
 pub use text::Text;
 pub use weights::Weights;
-pub(crate) use weights::widen;
+pub(crate) use weights::{tensor_files, widen};
 
 use crate::attention::AttentionError;
 use crate::device::cuda::CudaError;
