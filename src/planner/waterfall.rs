@@ -113,7 +113,13 @@ impl Scenario<'_> {
             .map(|place| {
                 let term = cells[0][place].0;
                 let [load_bytes, prefill_bytes, decode_bytes] = cells.map(|cells| cells[place].1 as u64);
-                let (formula, numbers, known, growth) = self.explain(term, phase, &peak);
+                // Where the fullest phase has none of it, the phase that has most.
+                let most = [phase].into_iter().chain(Phase::ALL).max_by_key(|&other| {
+                    let bytes = cells[other as usize][place].1;
+                    (other == phase && bytes > 0, bytes)
+                });
+                let most = most.unwrap_or(phase);
+                let (formula, numbers, known, growth) = self.explain(term, most, &phases[most as usize]);
                 Term { term, load_bytes, prefill_bytes, decode_bytes, formula, numbers, known, growth }
             })
             .filter(|term| Phase::ALL.iter().any(|&phase| term.bytes(phase) > 0))
@@ -149,7 +155,7 @@ impl Scenario<'_> {
         };
         let batch = if self.batch > 1 { format!(" of {} sequences each", self.batch) } else { String::new() };
         let margin = match peak.total() <= u128::from(self.memory.bytes()) {
-            true => format!("fits: {} GiB stay free", gib(u128::from(self.memory.bytes()) - peak.total())),
+            true => format!("fits, and {} GiB stay free", gib(u128::from(self.memory.bytes()) - peak.total())),
             false => "does not fit".into(),
         };
         format!(
