@@ -8,17 +8,17 @@
 // pub mod allocator;
 pub mod architecture;
 // pub mod audit;
-// pub mod cards;
+pub mod cards;
 // pub mod claims;
 pub mod kv;
-// pub mod levers;
+pub mod levers;
 pub mod presets;
 mod read;
-// pub mod roofline;
+pub mod roofline;
 pub mod scenario;
 mod search;
 pub mod source;
-// pub mod train;
+pub mod train;
 pub mod waterfall;
 pub mod weights;
 
