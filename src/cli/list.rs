@@ -8,9 +8,12 @@ use kvsieve::experiment::spec::{SHIPPED, Spec};
 use kvsieve::format::FORMATS;
 use kvsieve::memories::MEMORIES;
 use kvsieve::named::Parameter;
+use kvsieve::planner::architecture::Architecture;
+use kvsieve::planner::presets::{GPUS, Gpu, MODELS, WEIGHT_FORMATS};
 use kvsieve::policy::{PRESETS, Registry, describe, markdown};
 use kvsieve::serving::{STRATEGIES, TRACES};
 use kvsieve::task::{self, TASKS};
+use kvsieve::units;
 use serde::Serialize;
 use std::fmt::Write;
 use std::path::PathBuf;
@@ -58,6 +61,12 @@ enum Things {
     Strategies,
     /// Request traces of the measure `serve`
     Traces,
+    /// Models that `plan` knows by name
+    Models,
+    /// Cards that `plan` knows by name
+    Gpus,
+    /// Weight formats of `plan`
+    Weights,
     /// Experiments that come with kvsieve
     Experiments,
 }
@@ -82,9 +91,39 @@ impl Things {
                 STRATEGIES.iter().map(|entry| Row::new(entry.name, entry.about, entry.parameters)).collect()
             }
             Things::Traces => TRACES.iter().map(|entry| Row::new(entry.name, entry.about, entry.parameters)).collect(),
+            Things::Models => MODELS.iter().map(model).collect(),
+            Things::Gpus => GPUS.iter().map(|gpu| Row::new(&gpu.name, &about_gpu(gpu), &[])).collect(),
+            Things::Weights => WEIGHT_FORMATS.iter().map(|format| Row::new(&format.name, &format.about, &[])).collect(),
             Things::Experiments => SHIPPED.iter().map(|(name, text)| experiment(name, text)).collect(),
         }
     }
+}
+
+/// A model that plans know.
+fn model(model: &'static Architecture) -> Row {
+    let heads = match model.mla {
+        Some(mla) => format!("{} heads, latent rows of {}", model.heads, mla.kv_rank + mla.rope),
+        None => format!("{} / {} heads of {}", model.heads, model.kv_heads, model.head_dim),
+    };
+    let window = model.window.map_or(String::new(), |window| {
+        format!(", {} of {} layers see {} tokens", window.layers, model.layers, window.tokens)
+    });
+    let parameters = model.parameters() as f64 / 1e9;
+    let context = units::tokens(model.context);
+    let about =
+        format!("{parameters:.2} billion parameters, {} layers, {heads}, context {context}{window}", model.layers);
+    Row::new(&model.name, &about, &[])
+}
+
+fn about_gpu(gpu: &Gpu) -> String {
+    let bf16 = if gpu.bf16 { "" } else { ", no bf16" };
+    format!(
+        "{} MiB, {} GB/s, {} TFLOP/s in 16 bits, PCIe {}{bf16}",
+        units::grouped(gpu.mib.into()),
+        gpu.gb_per_s,
+        gpu.tflops,
+        gpu.pcie
+    )
 }
 
 /// Methods, presets and parts of policies.

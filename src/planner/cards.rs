@@ -85,7 +85,11 @@ pub fn cards(scenario: &Scenario<'_>) -> Result<Vec<Card>, PlanError> {
     gpus.into_iter()
         .map(|gpu| {
             let on = |format: &'static str| {
-                Ok::<_, PlanError>(Scenario { memory: Memory::Gpu(gpu), weights: Some(weight_format(format)?), ..scenario.clone() })
+                Ok::<_, PlanError>(Scenario {
+                    memory: Memory::Gpu(gpu),
+                    weights: Some(weight_format(format)?),
+                    ..scenario.clone()
+                })
             };
             let fit = |format| {
                 let on = on(format)?;

@@ -17,10 +17,10 @@ pub enum KvStore {
 
 /// Formats of other engines: name, bits of an element with its scales.
 pub const OTHERS: [(&str, f64); 5] = [
-    ("fp8", 8.0),     // vLLM, TensorRT-LLM: a scale per tensor
-    ("q8_0", 8.5),    // llama.cpp: 32 bytes and an f16 scale
-    ("q5_0", 5.5),    // llama.cpp
-    ("q4_0", 4.5),    // llama.cpp
+    ("fp8", 8.0),      // vLLM, TensorRT-LLM: a scale per tensor
+    ("q8_0", 8.5),     // llama.cpp: 32 bytes and an f16 scale
+    ("q5_0", 5.5),     // llama.cpp
+    ("q4_0", 4.5),     // llama.cpp
     ("int4-g32", 5.0), // groups of 32 with an f16 scale and an f16 zero
 ];
 

@@ -145,7 +145,9 @@ pub fn levers<'a>(scenario: &Scenario<'a>, siblings: &'a [Subject]) -> Result<Ve
         add("allocation", "pages of 16 tokens".into(), Drift::None, Box::new(change));
     }
     let held = scenario.subject.weight_bytes(scenario.weights).total();
-    for format in WEIGHT_FORMATS.iter().filter(|format| ["fp8", "q8_0", "nf4", "q4_k_m"].contains(&format.name.as_str())) {
+    for format in
+        WEIGHT_FORMATS.iter().filter(|format| ["fp8", "q8_0", "nf4", "q4_k_m"].contains(&format.name.as_str()))
+    {
         if scenario.subject.weight_bytes(Some(format)).total() < held {
             let change = move |scenario: &mut Scenario<'a>| scenario.weights = Some(format);
             add("weights", format!("weights in {}", format.name), Drift::NotMeasured, Box::new(change));
@@ -295,7 +297,13 @@ struct Search<'s, 'a> {
 }
 
 impl<'s, 'a> Search<'s, 'a> {
-    fn go(&mut self, kind: usize, scenario: &Scenario<'a>, price: f64, used: &mut Vec<&'s Lever<'a>>) -> Result<(), PlanError> {
+    fn go(
+        &mut self,
+        kind: usize,
+        scenario: &Scenario<'a>,
+        price: f64,
+        used: &mut Vec<&'s Lever<'a>>,
+    ) -> Result<(), PlanError> {
         if self.best.as_ref().is_some_and(|(best, _)| price >= *best) {
             return Ok(());
         }

@@ -5,18 +5,18 @@
 //! [`levers`] ranks what could be changed by context gained and price paid. Models and cards are tables in `presets/`.
 //! `docs/memory.md` has the formulas, and how far they are from what others measured.
 
-// pub mod allocator;
+pub mod allocator;
 pub mod architecture;
-// pub mod audit;
+pub mod audit;
 pub mod cards;
-// pub mod claims;
+pub mod claims;
 pub mod kv;
 pub mod levers;
 pub mod presets;
 mod read;
 pub mod roofline;
 pub mod scenario;
-mod search;
+pub mod search;
 pub mod source;
 pub mod train;
 pub mod waterfall;

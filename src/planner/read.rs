@@ -6,8 +6,8 @@
 
 use super::PlanError;
 use super::architecture::{Architecture, Experts, Linear, Mla, Window};
-use crate::model::config::Fields;
 use crate::model::GgufTensor;
+use crate::model::config::Fields;
 use serde_json::{Map, Value, json};
 use std::path::Path;
 
@@ -293,7 +293,9 @@ pub fn gguf(metadata: &Map<String, Value>, tensors: &[GgufTensor], path: &Path) 
     map.insert("architectures".into(), json!([class]));
     for (key, config) in KEYS {
         match own(key) {
-            Some(Value::Array(_)) => return Err(format!("{name}.{key} differs from layer to layer, which is not understood")),
+            Some(Value::Array(_)) => {
+                return Err(format!("{name}.{key} differs from layer to layer, which is not understood"));
+            }
             Some(value) => drop(map.insert(config.into(), value.clone())),
             None => {}
         }
@@ -366,6 +368,7 @@ pub fn ggml_bytes(tensor: &GgufTensor) -> Result<u64, String> {
     let elements = shape.iter().try_fold(1u64, |all, &extent| all.checked_mul(extent as u64));
     let width = shape.last().map_or(1, |&width| width as u64);
     let whole = elements.filter(|_| width.is_multiple_of(*block));
-    whole.and_then(|elements| (elements / block).checked_mul(*bytes))
+    whole
+        .and_then(|elements| (elements / block).checked_mul(*bytes))
         .ok_or_else(|| format!("tensor '{name}': shape {shape:?} is not whole blocks of {block}"))
 }

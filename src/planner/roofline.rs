@@ -67,7 +67,8 @@ impl Scenario<'_> {
         let operations = gpu.tflops * 1e12 * reached.operations * self.tensor_parallel as f64;
         let link = self.offloaded_bytes() as f64 / (gpu.link_bytes_per_s() * cards);
         let held = self.bytes_at(Phase::Decode, self.context)?.kv as f64 * cards;
-        let on_card = |tokens| self.read_bytes(tokens) - self.offloaded_bytes().min(self.read_bytes(tokens) as u128) as f64;
+        let on_card =
+            |tokens| self.read_bytes(tokens) - self.offloaded_bytes().min(self.read_bytes(tokens) as u128) as f64;
         let decode_bytes = on_card(self.batch) + held;
         let decode_flops = 2.0 * self.subject.active_parameters as f64 * self.batch as f64;
         let decode_s = (decode_bytes / bandwidth).max(decode_flops / operations) + link;
@@ -87,10 +88,17 @@ impl Scenario<'_> {
         let faster = gpu.fp8_tflops.filter(|_| eight).map_or(1.0, |fp8| fp8 / gpu.tflops);
         let products = 2.0 * self.subject.active_parameters as f64 * tokens / (operations * faster);
         let reads = passes * self.read_bytes(self.batch * self.pass_tokens(self.context)) / bandwidth;
-        let pairs: f64 = self.subject.groups.iter().map(|group| {
-            let seen = group.window.map_or(self.context, |window| self.context.min(window as u64));
-            group.layers as f64 * self.context as f64 * seen as f64
-        }).sum::<f64>() * self.batch as f64 * shape.heads as f64;
+        let pairs: f64 = self
+            .subject
+            .groups
+            .iter()
+            .map(|group| {
+                let seen = group.window.map_or(self.context, |window| self.context.min(window as u64));
+                group.layers as f64 * self.context as f64 * seen as f64
+            })
+            .sum::<f64>()
+            * self.batch as f64
+            * shape.heads as f64;
         let attention = match self.attention {
             // Half of the pairs are masked and skipped.
             Attention::Tiled => 2.0 * pairs * shape.head_dim as f64 / operations,

@@ -255,7 +255,8 @@ impl Scenario<'_> {
             let (held, room) = self.tokens(tokens, group.window);
             // KV heads are shared out as far as there are any; a compressed row is held by every card.
             let split = self.tensor_parallel.min(group.heads as u64);
-            let token = (u128::from(self.kv.token_bytes(group)) * u128::from(self.batch)).div_ceil(u128::from(split) * cards);
+            let token =
+                (u128::from(self.kv.token_bytes(group)) * u128::from(self.batch)).div_ceil(u128::from(split) * cards);
             to.kv += token * u128::from(held);
             to.slack += token * u128::from(room - held);
             if let Allocation::Paged(page) = self.allocation {
@@ -327,11 +328,8 @@ impl Scenario<'_> {
     /// # Errors
     /// When the budget leaves no token.
     pub fn bytes_at(&self, phase: Phase, context: u64) -> Result<Bytes, PlanError> {
-        let mut base = Bytes {
-            weights: self.weight_bytes(),
-            context: u128::from(self.overhead_bytes),
-            ..Bytes::default()
-        };
+        let mut base =
+            Bytes { weights: self.weight_bytes(), context: u128::from(self.overhead_bytes), ..Bytes::default() };
         match phase {
             Phase::Load => {
                 // Quantised as it is loaded: the largest matrix is there in 16 bits too.
@@ -391,7 +389,8 @@ impl Scenario<'_> {
             ("--tensor-parallel", self.tensor_parallel),
             ("--pipeline", self.pipeline),
         ]);
-        let wrong = |what, value: u64, expected: String| Err(PlanError::Value { what, value: value.to_string(), expected });
+        let wrong =
+            |what, value: u64, expected: String| Err(PlanError::Value { what, value: value.to_string(), expected });
         for (what, value) in counts {
             if !(1..=MOST).contains(&value) {
                 return wrong(what, value, "it must be 1 to 2^40".into());

@@ -1,7 +1,7 @@
 //! The largest context and the largest batch that fit: bytes never fall as either grows, so halving finds the last.
 
-use super::scenario::Scenario;
 use super::PlanError;
+use super::scenario::Scenario;
 
 /// Beyond this nobody asks.
 pub const MOST: u64 = 1 << 40;

@@ -98,7 +98,8 @@ impl Subject {
             Some("safetensors") => match model.parent().filter(|folder| folder.join("config.json").exists()) {
                 Some(folder) => Self::find(folder),
                 None => {
-                    let reason = "tensors alone do not say how many heads there are; a config.json must lie beside them";
+                    let reason =
+                        "tensors alone do not say how many heads there are; a config.json must lie beside them";
                     Err(PlanError::File { path: model.into(), reason: reason.into() })
                 }
             },

@@ -153,7 +153,14 @@ pub fn states(parameters: u64, optimizer: Optimizer, zero: u64, cards: u64) -> [
 
 /// Bytes that a GPT-like block keeps of a token of the residual stream, in 16 bits: `h (34 + 5 a s / h)` (arXiv 2205.05198,
 /// equations 1 to 4 and 6), divided over `t` cards, with or without the sequence.
-pub fn gpt_bytes_per_token(hidden: u64, heads: u64, context: u64, tensor: u64, sequence: bool, recompute: Recompute) -> f64 {
+pub fn gpt_bytes_per_token(
+    hidden: u64,
+    heads: u64,
+    context: u64,
+    tensor: u64,
+    sequence: bool,
+    recompute: Recompute,
+) -> f64 {
     let [h, a, s, t] = [hidden, heads, context, tensor].map(|n| n as f64);
     let shared = if sequence { t } else { 1.0 };
     let scores = if recompute == Recompute::None { 5.0 * a * s / t } else { 0.0 };
@@ -175,7 +182,14 @@ impl Training<'_> {
                 (recompute, _) => recompute,
             };
             let (hidden, heads) = (shape.hidden as u64, shape.heads as u64);
-            return gpt_bytes_per_token(hidden, heads, self.context, self.tensor_parallel, self.sequence_parallel, recompute);
+            return gpt_bytes_per_token(
+                hidden,
+                heads,
+                self.context,
+                self.tensor_parallel,
+                self.sequence_parallel,
+                recompute,
+            );
         }
         let shared = if self.sequence_parallel { tensor } else { 1.0 };
         let ffn = match shape.experts {
@@ -207,7 +221,9 @@ impl Training<'_> {
         // A pipeline's first stage holds as many micro-batches as there are stages: layers of one card times stages.
         let kept = tokens * shape.layers as f64 * self.block_bytes_per_token();
         let one_more = match self.recompute {
-            Recompute::Full => tokens * Training { recompute: Recompute::Selective, ..self.clone() }.block_bytes_per_token(),
+            Recompute::Full => {
+                tokens * Training { recompute: Recompute::Selective, ..self.clone() }.block_bytes_per_token()
+            }
             _ => 0.0,
         };
         let loss = 10.0 * tokens * shape.vocab as f64 / self.tensor_parallel as f64;
@@ -262,7 +278,11 @@ impl Training<'_> {
             return wrong("--pipeline", self.pipeline, "it must not be more than the model's layers");
         }
         if self.tensor_parallel > self.subject.heads as u64 {
-            return wrong("--tensor-parallel", self.tensor_parallel, "it must not be more than the model's query heads");
+            return wrong(
+                "--tensor-parallel",
+                self.tensor_parallel,
+                "it must not be more than the model's query heads",
+            );
         }
         let tokens = self.micro_batch as f64 * self.context as f64;
         if tokens * self.subject.layers as f64 * self.block_bytes_per_token() > 2f64.powi(60) {

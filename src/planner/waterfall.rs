@@ -171,7 +171,8 @@ impl Scenario<'_> {
         let tokens = if phase == Phase::Decode { 1 } else { self.pass_tokens(self.context) };
         let n = |count: u64| grouped(u128::from(count));
         let bounded = |growth| if self.is_bounded() { Growth::Constant } else { growth };
-        let rows = if self.chunk.is_some() || phase == Phase::Decode { Growth::Constant } else { bounded(Growth::Linear) };
+        let rows =
+            if self.chunk.is_some() || phase == Phase::Decode { Growth::Constant } else { bounded(Growth::Linear) };
         let times = if *batch > 1 { format!(" x {batch} sequences") } else { String::new() };
         match term {
             "weights" => {
@@ -184,7 +185,8 @@ impl Scenario<'_> {
                 };
                 let cards = self.tensor_parallel * self.pipeline;
                 let shared = if cards > 1 { format!(", over {cards} cards") } else { String::new() };
-                let gone = if self.offload > 0 { format!(", {} layers on the host", self.offload) } else { String::new() };
+                let gone =
+                    if self.offload > 0 { format!(", {} layers on the host", self.offload) } else { String::new() };
                 ("sum over tensors of elements x bits / 8", format!("{numbers}{shared}{gone}"), known, Growth::Constant)
             }
             "cold start" => (
@@ -200,8 +202,10 @@ impl Scenario<'_> {
                     bytes => format!(" + states of {} B", n(bytes)),
                 };
                 let held = at.kv / u128::from(token.max(1) * batch);
-                let windows = if subject.groups.iter().any(|group| group.window.is_some()) { " on average" } else { "" };
-                let numbers = format!("{} B a token in {} x {} tokens{windows}{times}{state}", n(token), self.kv, grouped(held));
+                let windows =
+                    if subject.groups.iter().any(|group| group.window.is_some()) { " on average" } else { "" };
+                let numbers =
+                    format!("{} B a token in {} x {} tokens{windows}{times}{state}", n(token), self.kv, grouped(held));
                 let formula = "sum over layers of Hkv x (key row + value row) x min(tokens, window)";
                 (formula, numbers, Known::Formula, bounded(Growth::Linear))
             }
@@ -230,8 +234,18 @@ impl Scenario<'_> {
                 let numbers = format!("{} rows x {} tokens x {bytes} B{times}", n(count), n(subject.vocab as u64));
                 ("rows x vocabulary x bytes of a logit", numbers, Known::Formula, growth)
             }
-            "workspace" => ("scores of a policy: 4 B x B x Hkv x keys", format!("{}{times}", self.policy()), Known::Formula, bounded(Growth::Linear)),
-            "metadata" => ("page table: 4 B a page of each list", format!("{} lists a sequence", self.lists()), Known::Formula, bounded(Growth::Linear)),
+            "workspace" => (
+                "scores of a policy: 4 B x B x Hkv x keys",
+                format!("{}{times}", self.policy()),
+                Known::Formula,
+                bounded(Growth::Linear),
+            ),
+            "metadata" => (
+                "page table: 4 B a page of each list",
+                format!("{} lists a sequence", self.lists()),
+                Known::Formula,
+                bounded(Growth::Linear),
+            ),
             "slack" => {
                 let (numbers, growth) = match self.allocation {
                     Allocation::Exact => (String::new(), Growth::Constant),
@@ -243,7 +257,8 @@ impl Scenario<'_> {
             _ => {
                 let given = self.overhead_bytes != super::scenario::DEFAULT_OVERHEAD;
                 let known = if given { Known::Measured } else { Known::Calibrated };
-                let numbers = format!("{} B{}", n(self.overhead_bytes), if given { ", as given" } else { ", the default" });
+                let numbers =
+                    format!("{} B{}", n(self.overhead_bytes), if given { ", as given" } else { ", the default" });
                 ("context, libraries, other processes", numbers, known, Growth::Constant)
             }
         }
@@ -278,7 +293,8 @@ impl Scenario<'_> {
             (None, None) => "bf16",
         };
         let chunk = self.pass_tokens(self.context);
-        let chunk = if chunk < self.context { format!(" in chunks of {}", grouped(u128::from(chunk))) } else { String::new() };
+        let chunk =
+            if chunk < self.context { format!(" in chunks of {}", grouped(u128::from(chunk))) } else { String::new() };
         let attention = match self.attention {
             Attention::Naive => "naive (8 B a score)",
             Attention::Minimal => "minimal naive (4 B a score)",

@@ -1,9 +1,9 @@
 //! Numbers that were published, to the digit.
 
+use kvsieve::planner::Subject;
 use kvsieve::planner::kv::KvStore;
 use kvsieve::planner::presets::{GPUS, MODELS, model};
 use kvsieve::planner::source::Source;
-use kvsieve::planner::Subject;
 
 /// The preset of a name.
 fn subject(name: &str) -> Subject {

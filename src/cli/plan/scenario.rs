@@ -68,7 +68,7 @@ pub struct ScenarioArgs {
     overhead: Option<u64>,
 }
 
-fn tokens(text: &str) -> Result<u64, String> {
+pub fn tokens(text: &str) -> Result<u64, String> {
     units::parse_tokens(text).map(|tokens| tokens as u64)
 }
 
@@ -128,14 +128,21 @@ pub fn memory(text: &str) -> Result<Memory, Failure> {
 impl ScenarioArgs {
     /// The model.
     pub fn subject(&self) -> Result<Subject, Failure> {
-        let missing = || Failure::usage("--model is missing; give a preset such as llama-3-8b, a folder or a file".into());
+        let missing =
+            || Failure::usage("--model is missing; give a preset such as llama-3-8b, a folder or a file".into());
         subject(self.model.as_deref().ok_or_else(missing)?)
     }
 
     /// The memory.
     pub fn memory(&self) -> Result<Memory, Failure> {
-        let missing = || Failure::usage("--gpu is missing; give a card such as rtx-4090, bytes as 24GiB, or here".into());
+        let missing =
+            || Failure::usage("--gpu is missing; give a card such as rtx-4090, bytes as 24GiB, or here".into());
         memory(self.gpu.as_deref().ok_or_else(missing)?)
+    }
+
+    /// The memory, or this where none is named.
+    pub fn memory_or(&self, other: Memory) -> Result<Memory, Failure> {
+        self.gpu.as_deref().map_or(Ok(other), memory)
     }
 
     /// The scenario of a model, checked.

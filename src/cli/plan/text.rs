@@ -1,7 +1,10 @@
 //! The planner's answers as text of at most 100 columns.
 
+use kvsieve::planner::levers::{Drift, Ranked, Remedy};
+use kvsieve::planner::roofline::Times;
+use kvsieve::planner::search::MOST;
 use kvsieve::planner::{Phase, Scenario, Waterfall};
-use kvsieve::units::{gb, gib, grouped};
+use kvsieve::units::{bytes, gb, gib, grouped, nanoseconds};
 use std::fmt::Write;
 
 /// Columns of a terminal.
@@ -69,11 +72,83 @@ pub fn waterfall(scenario: &Scenario<'_>, waterfall: &Waterfall) -> String {
     text
 }
 
-/// Bytes a token's keys and values take, and how many fit.
-pub fn most(scenario: &Scenario<'_>, what: &str, most: Option<u64>) -> String {
+/// The roofline's times, where the card is known.
+pub fn times(times: Option<Times>) -> String {
+    let Some(times) = times else { return String::new() };
+    wrapped(
+        &format!(
+            "By the roofline the first token takes {}, each further one {} ({} read).",
+            nanoseconds(times.prefill_s * 1e9),
+            nanoseconds(times.decode_s * 1e9),
+            bytes(times.decode_bytes as u64)
+        ),
+        "",
+    )
+}
+
+/// Levers that are shown.
+const SHOWN: usize = 12;
+
+/// The levers, those that gain most for their price first.
+pub fn levers(scenario: &Scenario<'_>, levers: &[Ranked]) -> String {
+    if levers.is_empty() {
+        return String::new();
+    }
+    let mut rows = vec![["change first", "longest context", "peak here", "time", "drift"].map(String::from).to_vec()];
+    for lever in levers.iter().take(SHOWN) {
+        let context = lever.max_context_tokens.map_or("none".into(), |tokens| match tokens {
+            MOST.. => "any".into(),
+            tokens => grouped(u128::from(tokens)),
+        });
+        let time = lever.time_factor.map_or("-".into(), |factor| format!("x{factor:.2}"));
+        let fits = if lever.peak_bytes <= scenario.memory.bytes() { "" } else { "!" };
+        let peak = format!("{} GiB{fits:1}", gib(u128::from(lever.peak_bytes)));
+        rows.push(vec![lever.lever.clone(), context, peak, time, drift(&lever.drift)]);
+    }
+    let note = if levers.iter().take(SHOWN).any(|lever| lever.peak_bytes > scenario.memory.bytes()) {
+        "! still too much\n"
+    } else {
+        ""
+    };
+    format!("\n{}{note}", table(&rows, 1))
+}
+
+fn drift(drift: &Drift) -> String {
+    match drift {
+        Drift::None => "none".into(),
+        Drift::Measured { rel_l2, .. } => format!("{rel_l2:.3}"),
+        Drift::NotMeasured => "not measured".into(),
+    }
+}
+
+/// The cheapest set of levers for a context.
+pub fn remedy(remedy: &Remedy) -> String {
+    let tokens = grouped(u128::from(remedy.target_context_tokens));
+    if remedy.levers.is_empty() {
+        return format!("\n{tokens} tokens fit as it is.\n");
+    }
+    let with = remedy.levers.iter().zip(&remedy.drifts).map(|(lever, of)| match of {
+        Drift::None => lever.clone(),
+        of => format!("{lever} (drift {})", drift(of)),
+    });
+    let time = remedy.time_factor.map_or(String::new(), |factor| format!(" A request takes x{factor:.2}."));
+    let said = format!(
+        "{tokens} tokens fit with {}: peak {} GiB.{time}",
+        with.collect::<Vec<_>>().join(", "),
+        gib(u128::from(remedy.peak_bytes))
+    );
+    format!("\n{}", wrapped(&said, ""))
+}
+
+/// The most that fits.
+pub fn most(scenario: &Scenario<'_>, what: &str, most: u64) -> String {
     let answer = match most {
-        Some(most) => format!("{} {what}", grouped(u128::from(most))),
-        None => format!("not one: weights and context alone take {} GiB", gib(scenario.weight_bytes() + u128::from(scenario.overhead_bytes))),
+        0 => format!(
+            "none: weights and context alone take {} GiB",
+            gib(scenario.weight_bytes() + u128::from(scenario.overhead_bytes))
+        ),
+        MOST.. => format!("any number of {what}"),
+        most => format!("{} {what}", grouped(u128::from(most))),
     };
     format!("{}{answer}\n", wrapped(&scenario.words(), ""))
 }
