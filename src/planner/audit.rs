@@ -11,6 +11,7 @@ use crate::experiment::record::{Memory, Record, Status};
 use crate::experiment::store::{self, MAX_CONTEXTS};
 use crate::policy::Registry;
 use serde::Serialize;
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -199,13 +200,30 @@ fn times(records: &[Record], kernel: &str) -> Option<Finding> {
             Some((record, work, record.latency.get("forward")?.median_ns))
         })
         .collect();
-    let mut rates: Vec<f64> = passes.iter().map(|(_, work, ns)| work / ns).collect();
-    rates.sort_by(f64::total_cmp);
-    let rate = *rates.get(rates.len() / 2)?;
     let mut tally = Tally::new(question, "of the prediction", tolerance, false);
-    for (record, work, ns) in passes {
-        let off = ns / (work / rate) - 1.0;
-        tally.add(off, off.abs() / allowed, || name(record));
+    // One constant for passes of one run that differ in their lengths only.
+    let key = |record: &Record| {
+        let cell = &record.cell;
+        (
+            record.run_id.clone(),
+            cell.q_heads,
+            cell.kv_heads,
+            cell.head_dim,
+            cell.dtype.name(),
+            cell.causal,
+            record.threads,
+        )
+    };
+    let mut groups: BTreeMap<_, Vec<(&Record, f64, f64)>> = BTreeMap::new();
+    passes.into_iter().for_each(|pass| groups.entry(key(pass.0)).or_default().push(pass));
+    for passes in groups.into_values().filter(|passes| passes.len() > 1) {
+        let mut rates: Vec<f64> = passes.iter().map(|(_, work, ns)| work / ns).collect();
+        rates.sort_by(f64::total_cmp);
+        let rate = rates[rates.len() / 2];
+        for (record, work, ns) in passes {
+            let off = ns / (work / rate) - 1.0;
+            tally.add(off, off.abs() / allowed, || name(record));
+        }
     }
     tally.done()
 }

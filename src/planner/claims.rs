@@ -175,7 +175,7 @@ pub const CLAIMS: &[Claim] = &[
     claim("C39", "Training takes 4 to 6 times the model's size", Wrong, || {
         format!("{} times its 16-bit size, and activations", OPTIMIZERS[4].bytes() / 2)
     }),
-    claim("C40", "Activations in training take 10 to 50 GB", Right, || {
+    claim("C40", "Activations in training take 10 to 50 GB", Imprecise, || {
         let of = |recompute| gb((32.0 * 4096.0 * gpt_bytes_per_token(4096, 32, 4096, 1, false, recompute)) as u128);
         format!(
             "Llama-2-7B's extents, 4,096 tokens, batch 1: {} GB, attention recomputed {}, everything {}",

@@ -1,7 +1,7 @@
 //! Levers: what could be changed, what each gains in context, and what it costs in drift and time.
 //!
 //! A lever's price adds up what it spends: the logarithm of how much longer a request takes (prompt and 256 more tokens, by
-//! the roofline), four times its drift, 1 where its drift was never measured, 1 for each doubling of cards, and 0.01 for
+//! the roofline), four times its drift, 1 where its drift was never measured, 2 for each doubling of cards, and 0.01 for
 //! being a change at all. Levers are ranked by gained context (log2 of the factor) per price. A search over one lever of
 //! each kind finds the set of least price that fits a context.
 
@@ -208,7 +208,7 @@ impl<'a> Lever<'a> {
             Drift::Measured { rel_l2, .. } => 4.0 * rel_l2,
             Drift::NotMeasured => 1.0,
         };
-        0.01 + drift + self.doublings + time_factor.map_or(0.0, |factor| factor.ln().max(0.0))
+        0.01 + drift + 2.0 * self.doublings + time_factor.map_or(0.0, |factor| factor.ln().max(0.0))
     }
 }
 
@@ -219,7 +219,8 @@ impl<'a> Lever<'a> {
 pub fn rank<'a>(scenario: &Scenario<'a>, siblings: &'a [Subject]) -> Result<Vec<Ranked>, PlanError> {
     let (most, peak) = (scenario.max_context()?, scenario.peak(scenario.context)?.1.total());
     let mut ranked = Vec::new();
-    for lever in levers(scenario, siblings)? {
+    // More than twice the cards gain no more for their price.
+    for lever in levers(scenario, siblings)?.into_iter().filter(|lever| lever.doublings <= 1.0) {
         let changed = lever.pulled(scenario);
         let (max_context_tokens, peak_bytes) = (changed.max_context()?, changed.peak(changed.context)?.1.total());
         if max_context_tokens <= most && peak_bytes >= peak {

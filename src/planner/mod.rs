@@ -13,6 +13,7 @@ pub mod claims;
 pub mod kv;
 pub mod levers;
 pub mod presets;
+pub mod published;
 mod read;
 pub mod roofline;
 pub mod scenario;

@@ -24,6 +24,9 @@ pub enum Memory {
 }
 
 impl Memory {
+    /// More than there is anywhere: for questions that no card is part of.
+    pub const ENDLESS: Memory = Memory::Bytes(1 << 60);
+
     /// Bytes that are there.
     pub fn bytes(&self) -> u64 {
         match self {

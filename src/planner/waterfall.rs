@@ -283,6 +283,7 @@ impl Scenario<'_> {
     pub fn words(&self) -> String {
         let card = match self.memory {
             Memory::Gpu(gpu) => format!("{} ({} MiB)", gpu.name, grouped(u128::from(gpu.mib))),
+            Memory::Bytes(bytes) if bytes >= 1 << 60 => "any card".into(),
             Memory::Bytes(bytes) => format!("{} GiB", gib(u128::from(bytes))),
         };
         let cards = self.tensor_parallel * self.pipeline;

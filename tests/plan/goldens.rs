@@ -1,14 +1,14 @@
 //! Numbers that were published, to the digit.
 
-use kvsieve::planner::Subject;
+use super::{on, subject};
+use kvsieve::experiment::store;
 use kvsieve::planner::kv::KvStore;
-use kvsieve::planner::presets::{GPUS, MODELS, model};
-use kvsieve::planner::source::Source;
-
-/// The preset of a name.
-fn subject(name: &str) -> Subject {
-    Subject::new(model(name).unwrap().clone(), Source::Preset, None).unwrap()
-}
+use kvsieve::planner::presets::{DRIFTS, GPUS, MODELS, weight_format};
+use kvsieve::planner::published::published;
+use kvsieve::planner::scenario::{Attention, Memory};
+use kvsieve::planner::train::{OPTIMIZERS, Offload, Recompute, Training, states};
+use kvsieve::planner::{Scenario, Subject};
+use std::path::Path;
 
 /// Bytes of one sequence's keys and values in bf16.
 fn kv_bytes(subject: &Subject, tokens: u64, windows: bool) -> u64 {
@@ -103,4 +103,160 @@ fn parameters_and_bytes_of_a_token_are_those_that_were_published() {
     }
     let tested = MODELS_PUBLISHED.len() + OTHERS_PUBLISHED.len();
     assert!(tested >= 57 && MODELS.len() >= 57 && GPUS.len() >= 14, "{tested} of {}", MODELS.len());
+}
+
+/// Bytes of memory, model, and the context at which eager, minimal, tiled and tiled prefill in chunks of 2048 end, with
+/// bf16 weights and 0.5 GB of context.
+#[test]
+fn contexts_end_where_the_closed_form_says() {
+    let cases = [
+        ("llama-3-8b", [9_621, 13_354, 111_124, 196_341]),
+        ("llama-2-7b", [9_437, 12_746, 47_020, 54_091]),
+        // With a token table of 32,000; its window would keep it from ending, were it seen.
+        ("mistral-7b-v0.1", [9_922, 13_779, 117_879, 208_373]),
+    ];
+    for (name, ends) in cases {
+        let mut subject = subject(name);
+        subject.groups.iter_mut().for_each(|group| group.window = None);
+        let tiled = Scenario { memory: Memory::Bytes(40_536 << 20), ..on(&subject, "a100-40gb", 1024) };
+        let kinds = [
+            (Attention::Naive, None),
+            (Attention::Minimal, None),
+            (Attention::Tiled, None),
+            (Attention::Tiled, Some(2048)),
+        ];
+        for ((attention, chunk), end) in kinds.into_iter().zip(ends) {
+            let scenario = Scenario { attention, chunk, ..tiled.clone() };
+            assert_eq!(scenario.max_context().unwrap(), Some(end), "{name} {attention:?} {chunk:?}");
+        }
+    }
+}
+
+#[test]
+fn published_numbers_are_reproduced_to_their_last_digit() {
+    let rows = published();
+    assert!(rows.len() >= 30, "{} rows", rows.len());
+    // Files of llama.cpp hold a header with the vocabulary besides, at most 0.3%.
+    for row in &rows {
+        let close = row.source.contains("headers") && (0.997..=1.0).contains(&(row.computed / row.value));
+        assert!(
+            row.agrees() || close,
+            "{} {}: {} computed, {} published",
+            row.source,
+            row.what,
+            row.computed,
+            row.value
+        );
+    }
+    assert_eq!(rows.iter().filter(|row| row.source.starts_with("FlashAttention") && row.agrees()).count(), 16);
+}
+
+/// GB of Llama-3-8B and Llama-2-7B by weight format, from the formats' bits.
+#[test]
+fn quantised_weights_have_their_scales_and_their_16_bit_tables() {
+    let cases = [
+        ("llama-3-8b", "bf16", 16.06),
+        ("llama-3-8b", "nf4", 5.70),
+        ("llama-3-8b", "q8_0", 8.53),
+        ("llama-2-7b", "fp32", 26.95),
+        ("llama-2-7b", "q8_0", 7.16),
+        ("mistral-7b-v0.1", "fp32", 28.97),
+        ("mistral-7b-v0.1", "q4_k_m", 4.37),
+        ("llama-3-70b", "nf4", 39.52),
+        ("gpt-neox-20b", "bf16", 41.11),
+    ];
+    for (name, format, gb) in cases {
+        let bytes = subject(name).weight_bytes(Some(weight_format(format).unwrap())).total();
+        assert!((bytes as f64 / 1e9 - gb).abs() < 0.006, "{name} in {format}: {bytes}");
+    }
+}
+
+fn training(subject: &Subject) -> Training<'_> {
+    Training {
+        subject,
+        optimizer: OPTIMIZERS[4],
+        zero: 0,
+        data_parallel: 1,
+        tensor_parallel: 1,
+        sequence_parallel: false,
+        pipeline: 1,
+        micro_batch: 1,
+        context: 4096,
+        recompute: Recompute::None,
+        keeps_scores: false,
+        offload: Offload::None,
+        overhead_bytes: 0,
+    }
+}
+
+#[test]
+fn zero_divides_what_its_paper_says() {
+    // Figure 1: 7.5B parameters, 64 cards; every stage to the byte.
+    let stages = [0, 1, 2, 3].map(|zero| states(7_500_000_000, OPTIMIZERS[4], zero, 64).iter().sum::<u64>());
+    assert_eq!(stages, [120_000_000_000, 31_406_250_000, 16_640_625_000, 1_875_000_000]);
+    // DeepSpeed's documents, t5-3b on 8 cards, GiB: stage 2, 16-bit gradients, with the optimizer on the host and without.
+    let gib = |bytes: u64| bytes as f64 / (1u64 << 30) as f64;
+    let parameters = 2_851_000_000;
+    let [parameter, ..] = states(parameters, OPTIMIZERS[4], 2, 8);
+    assert!((gib(parameter) - 5.31).abs() < 0.005);
+    let with_f32_gradients = states(parameters, OPTIMIZERS[5], 3, 8).iter().sum::<u64>() + 4 * 32_000_000;
+    assert!((gib(with_f32_gradients) - 6.10).abs() < 0.02, "{}", gib(with_f32_gradients));
+}
+
+#[test]
+fn recomputing_sharding_and_offloading_only_ever_save() {
+    for name in ["llama-2-7b", "gpt-2-xl", "mixtral-8x7b"] {
+        let subject = subject(name);
+        let plain = training(&subject);
+        let total = |training: &Training<'_>| training.spent().total();
+        let smaller = [
+            Training { recompute: Recompute::Full, ..plain.clone() },
+            Training { zero: 1, data_parallel: 8, ..plain.clone() },
+            Training { tensor_parallel: 2, ..plain.clone() },
+            Training { pipeline: 2, ..plain.clone() },
+            Training { offload: Offload::Optimizer, ..plain.clone() },
+        ];
+        for training in &smaller {
+            assert!(total(training) < total(&plain), "{name} {training:?}");
+        }
+        let kept = Training { keeps_scores: true, ..plain.clone() };
+        assert!(total(&kept) > total(&plain), "{name}");
+        let spent = smaller[4].spent();
+        let held = plain.spent();
+        assert_eq!(spent.host_bytes, held.gradient_bytes + held.optimizer_bytes, "nothing is lost on the way");
+    }
+}
+
+/// "Speed-up of GQA", Llama-3-8B's extents on an H100 at its full bandwidth: ms of a decode step.
+#[test]
+fn a_decode_step_takes_its_bytes_over_the_bandwidth() {
+    let subject = subject("llama-3-8b");
+    let full = kvsieve::planner::roofline::Reached { bandwidth: 1.0, operations: 1.0 };
+    for (batch, context, ms) in [(1, 2048, 4.56), (1, 32_768, 5.76), (8, 8192, 7.04), (32, 8192, 14.7)] {
+        let scenario = Scenario { batch, ..on(&subject, "h100", context) };
+        let times = scenario.times(full).unwrap().unwrap();
+        assert!((times.decode_s * 1e3 / ms - 1.0).abs() < 0.01, "{batch} x {context}: {}", times.decode_s);
+    }
+}
+
+#[test]
+fn the_table_of_drifts_is_that_of_the_records() {
+    let mut records = Vec::new();
+    for experiment in ["eviction-catalogue", "chunked-prefill"] {
+        let folder = Path::new("results/reference").join(experiment);
+        let (found, _) = store::read(&folder).unwrap();
+        records.extend(found.into_iter().map(|record| (experiment, record)));
+    }
+    for drift in DRIFTS.iter() {
+        let found = records.iter().filter(|(experiment, record)| {
+            let cell = &record.cell;
+            *experiment == drift.experiment
+                && cell.policy.as_deref() == Some(&drift.policy)
+                && cell.budget.as_deref() == Some(&drift.budget)
+                && cell.context_tokens == drift.context_tokens
+        });
+        let measured: Vec<f64> = found.filter_map(|(_, record)| Some(record.drift.as_ref()?.rel_l2)).collect();
+        assert!(measured.contains(&drift.rel_l2), "{drift:?}: {measured:?}");
+    }
+    assert!(DRIFTS.len() > 150);
 }

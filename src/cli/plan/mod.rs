@@ -75,6 +75,8 @@ enum Question {
     Gpus(questions::Gpus),
     /// What is said about GPU memory, beside what is computed
     Claims(questions::Claims),
+    /// What others measured and printed, beside what is computed
+    Published(questions::PublishedArgs),
     /// Predictions against every record of a folder; exit status 1 beyond the tolerance
     Audit(questions::AuditArgs),
     /// A timeline of allocations (`kvsieve attend --timeline`) through several allocators
@@ -101,6 +103,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
         Some(Question::Train(args)) => train::run(args),
         Some(Question::Gpus(args)) => questions::gpus(args),
         Some(Question::Claims(args)) => questions::claims(args),
+        Some(Question::Published(args)) => questions::published(args),
         Some(Question::Audit(args)) => questions::audit(args),
         Some(Question::Allocator(args)) => questions::allocator(args),
     }

@@ -9,6 +9,7 @@ use kvsieve::planner::audit::audit as held;
 use kvsieve::planner::cards::{Card, RANK, cards};
 use kvsieve::planner::claims::{CLAIMS, Verdict};
 use kvsieve::planner::presets::near;
+use kvsieve::planner::published::Published;
 use kvsieve::planner::roofline::REACHED;
 use kvsieve::planner::scenario::Memory;
 use kvsieve::planner::{PlanError, Scenario};
@@ -130,7 +131,7 @@ pub struct Explain {
 pub fn explain(args: &Explain) -> Result<(), Failure> {
     let subject = args.scenario.subject()?;
     // A formula needs no card; where one is named, it is part of the answer.
-    let memory = args.scenario.memory_or(Memory::Bytes(1 << 60))?;
+    let memory = args.scenario.memory_or(Memory::ENDLESS)?;
     let scenario = args.scenario.scenario_in(&subject, memory)?;
     let waterfall = scenario.waterfall()?;
     let names = scenario.peak(scenario.context)?.1.terms().map(|(name, _)| name);
@@ -172,7 +173,7 @@ pub struct Gpus {
 
 pub fn gpus(args: &Gpus) -> Result<(), Failure> {
     let subject = args.scenario.subject()?;
-    let scenario = args.scenario.scenario_in(&subject, Memory::Bytes(1 << 60))?;
+    let scenario = args.scenario.scenario_in(&subject, Memory::ENDLESS)?;
     let cards = cards(&scenario)?;
     args.report.give(&cards, || {
         let heading = |cells: &[&str]| cells.iter().map(|cell| cell.to_string()).collect::<Vec<_>>();
@@ -222,6 +223,9 @@ struct Claimed {
     computed: String,
 }
 
+/// As wide as what stands before a claim.
+const INDENT: &str = "                ";
+
 pub fn claims(args: &Claims) -> Result<(), Failure> {
     let of = |claim: &kvsieve::planner::claims::Claim| Claimed {
         id: claim.id,
@@ -233,10 +237,11 @@ pub fn claims(args: &Claims) -> Result<(), Failure> {
     args.report.give(&claims, || {
         let line = |claim: &Claimed| {
             let verdict = format!("{:?}", claim.verdict).to_lowercase();
-            let head = format!("{:5}{verdict:10} \"{}\"", claim.id, claim.claim);
-            format!("{}{}", text::wrapped(&head, ""), text::wrapped(&claim.computed, "                "))
+            let head = text::wrapped(&format!("\"{}\"", claim.claim), INDENT);
+            let said = text::wrapped(&claim.computed, INDENT);
+            format!("{:4} {verdict:10} {}{said}", claim.id, head.trim_start())
         };
-        claims.iter().map(line).collect()
+        claims.iter().map(line).collect::<Vec<_>>().join("\n")
     })
 }
 
@@ -311,5 +316,50 @@ pub fn allocator(args: &Allocator) -> Result<(), Failure> {
             [vec![outcome.allocator.to_string()], numbers.to_vec()].concat()
         }));
         format!("{} events, bytes\n\n{}", n(events.len() as u64), text::table(&rows, 0))
+    })
+}
+
+/// Published numbers.
+#[derive(clap::Args)]
+pub struct PublishedArgs {
+    #[command(flatten)]
+    report: Reported,
+}
+
+/// A published number as JSON.
+#[derive(Serialize)]
+struct Beside {
+    source: &'static str,
+    what: String,
+    unit: &'static str,
+    published: f64,
+    computed: f64,
+    agrees: bool,
+}
+
+pub fn published(args: &PublishedArgs) -> Result<(), Failure> {
+    let of = |row: Published| Beside {
+        agrees: row.agrees(),
+        source: row.source,
+        what: row.what,
+        unit: row.unit,
+        published: row.value,
+        computed: row.computed,
+    };
+    let rows: Vec<Beside> = kvsieve::planner::published::published().into_iter().map(of).collect();
+    args.report.give(&rows, || {
+        let mut said = String::new();
+        for group in rows.chunk_by(|a, b| a.source == b.source) {
+            let line = |row: &Beside| {
+                let apart = 100.0 * (row.computed / row.published - 1.0);
+                let apart = if row.agrees { "as printed".into() } else { format!("{apart:+.1}%") };
+                let [published, computed] = [row.published, row.computed].map(|value| format!("{value:.2}"));
+                vec![format!("  {}", row.what), published, computed, row.unit.into(), apart]
+            };
+            let lines: Vec<Vec<String>> = group.iter().map(line).collect();
+            said.push_str(&format!("{}\n{}\n", group[0].source, text::table(&lines, 2)));
+        }
+        let agree = rows.iter().filter(|row| row.agrees).count();
+        said + &format!("published and computed; {agree} of {} agree to the last printed digit\n", rows.len())
     })
 }
