@@ -11,12 +11,12 @@ fn last(mut fits: impl FnMut(u64) -> Result<bool, PlanError>) -> Result<Option<u
     if !fits(1)? {
         return Ok(None);
     }
-    let (mut good, mut bad) = (1, MOST + 1);
-    // Doubling first: most answers are far below the end.
-    while good < bad / 2 && fits(2 * good)? {
+    // Doubling first: most answers are far below the end, which is a power of two.
+    let mut good = 1;
+    while good < MOST && fits(2 * good)? {
         good *= 2;
     }
-    bad = bad.min(2 * good);
+    let mut bad = if good == MOST { MOST + 1 } else { 2 * good };
     while bad - good > 1 {
         let middle = good + (bad - good) / 2;
         match fits(middle)? {

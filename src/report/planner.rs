@@ -17,8 +17,10 @@ use std::path::Path;
 
 /// Contexts of the curves: powers of two from this on.
 const LEAST_CONTEXT: u64 = 512;
-/// How many.
-const CONTEXTS: u32 = 12;
+/// The least length of the axis.
+const LEAST_FAR: u64 = 64 << 10;
+/// Crosses behind the last context that fits.
+const CROSSES: usize = 2;
 /// Levers that are drawn.
 const LEVERS: usize = 12;
 
@@ -47,7 +49,8 @@ fn rows(folder: &Path, figure: &Rows) -> Result<(), ReportError> {
 
 /// Contexts from short to twice what was asked for at least.
 fn contexts(scenario: &Scenario<'_>) -> Vec<u64> {
-    let far = (2 * scenario.context).max(LEAST_CONTEXT << CONTEXTS).next_power_of_two().min(MOST);
+    let tiled = Scenario { attention: Attention::Tiled, ..scenario.clone() }.max_context().ok().flatten().unwrap_or(1);
+    let far = (2 * scenario.context).max(LEAST_FAR).max(4 * tiled.min(MOST >> 20)).next_power_of_two().min(MOST);
     std::iter::successors(Some(LEAST_CONTEXT), |context| Some(2 * context))
         .take_while(|context| *context <= far)
         .collect()
@@ -62,7 +65,12 @@ fn curve(name: String, place: usize, of: impl Fn(u64) -> Option<(u128, bool)>, c
         Some(Point { x: context as f64, y, interval: None, model, status, cell_ids: Vec::new() })
     };
     let style = palette::style(&name, place, 0);
-    Series { name, style, points: contexts.iter().filter_map(point).collect() }
+    let mut crosses = 0;
+    let points = contexts.iter().filter_map(point).take_while(|point| {
+        crosses += usize::from(point.status == Status::Oom);
+        crosses <= CROSSES
+    });
+    Series { points: points.collect(), name, style }
 }
 
 fn chart(id: &str, title: String, scenario: &Scenario<'_>, caption: &str, series: Vec<Series>) -> Chart {

@@ -93,7 +93,7 @@ fn what_a_config_lacks_is_an_error_and_never_a_guess() {
         ),
         (json!({"architectures": null}), "architectures is missing; it must name one architecture"),
         (json!({"architectures": ["Qwen3ForCausalLM"]}), "head_dim is missing"),
-        (json!({"architectures": ["MixtralForCausalLM"]}), "num_experts_per_tok is missing"),
+        (json!({"architectures": ["MixtralForCausalLM"]}), "num_local_experts is missing"),
         (
             json!({"architectures": ["Gemma3ForCausalLM"], "head_dim": 256, "sliding_window": 512}),
             "sliding_window_pattern is missing",

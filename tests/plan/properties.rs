@@ -55,6 +55,8 @@ fn scenario<'a>(
 }
 
 proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+
     #[test]
     fn more_never_takes_less((model, card, context, batch, options, cards) in scenarios()) {
         let subject = subject(&MODELS[model].name);
