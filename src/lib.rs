@@ -1,7 +1,7 @@
 //! kvsieve measures what attention costs at a context length, and what may be thrown away.
 //!
 //! The modules are floors of one house; each uses only those below it:
-//! [`experiment`] and [`report`] over [`workload`], [`eval`], [`anatomy`], [`task`], [`model`], [`eviction`], [`policy`],
+//! [`report`] over [`planner`] over [`experiment`] over [`workload`], [`eval`], [`anatomy`], [`task`], [`model`], [`eviction`], [`policy`],
 //! [`memories`], [`serving`], [`cache`], [`attention`], [`device`],
 //! [`tensor`] and [`memory`]. `ARCHITECTURE.md` is the map.
 
@@ -18,6 +18,7 @@ pub mod memories;
 pub mod memory;
 pub mod model;
 pub mod named;
+pub mod planner;
 pub mod policy;
 pub mod report;
 pub mod serving;

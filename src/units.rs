@@ -23,6 +23,29 @@ pub fn bytes(count: u64) -> String {
     if unit == 0 { format!("{count} B") } else { format!("{} {}", three_digits(value), UNITS[unit]) }
 }
 
+/// A whole number with its digits in threes: `111,124`.
+pub fn grouped(count: u128) -> String {
+    let digits = count.to_string();
+    let mut text = String::new();
+    for (place, digit) in digits.chars().enumerate() {
+        if place > 0 && (digits.len() - place).is_multiple_of(3) {
+            text.push(',');
+        }
+        text.push(digit);
+    }
+    text
+}
+
+/// GiB with two digits behind the point: `14.96`.
+pub fn gib(bytes: u128) -> String {
+    format!("{:.2}", bytes as f64 / (1u64 << 30) as f64)
+}
+
+/// GB (1e9 bytes) with two digits behind the point: `16.06`.
+pub fn gb(bytes: u128) -> String {
+    format!("{:.2}", bytes as f64 / 1e9)
+}
+
 /// Nanoseconds with three significant digits in the unit that fits: `1.20 ms`.
 pub fn nanoseconds(count: f64) -> String {
     let (value, unit) = match count {
@@ -100,6 +123,8 @@ mod tests {
         for (count, expected) in cases {
             assert_eq!(nanoseconds(count), expected);
         }
+        assert_eq!([0, 999, 1000, 1_234_567].map(grouped), ["0", "999", "1,000", "1,234,567"]);
+        assert_eq!((gib(3 << 29).as_str(), gb(16_060_522_496).as_str()), ("1.50", "16.06"));
         assert_eq!([512, 1024, 1000, 131_072, 1 << 20].map(tokens), ["512", "1K", "1000", "128K", "1M"]);
     }
 

@@ -13,6 +13,7 @@ use crate::experiment::store::StoreError;
 use crate::memory::ArenaError;
 use crate::model::ModelError;
 use crate::named::NamedError;
+use crate::planner::PlanError;
 use crate::policy::cuda::DevicePolicyError;
 use crate::policy::{BudgetError, PolicyError};
 use crate::report::ReportError;
@@ -148,6 +149,16 @@ impl From<ModelError> for Failure {
             ModelError::Policy(error) => error.into(),
             ModelError::Arena(error) => error.into(),
             ModelError::Logit { .. } => Failure::Work(error.into()),
+            error => Failure::Usage(error.into()),
+        }
+    }
+}
+
+impl From<PlanError> for Failure {
+    fn from(error: PlanError) -> Self {
+        match error {
+            PlanError::Tensors(error) => error.into(),
+            PlanError::Model(error) => error.into(),
             error => Failure::Usage(error.into()),
         }
     }

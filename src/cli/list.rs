@@ -8,9 +8,12 @@ use crate::experiment::spec::{SHIPPED, Spec};
 use crate::format::FORMATS;
 use crate::memories::MEMORIES;
 use crate::named::{NamedError, Parameter};
+use crate::planner::architecture::Architecture;
+use crate::planner::presets::{GPUS, Gpu, MODELS, WEIGHT_FORMATS};
 use crate::policy::{PRESETS, Registry, cost_class, describe, markdown};
 use crate::serving::{STRATEGIES, TRACES};
 use crate::task::{self, TASKS};
+use crate::units;
 use serde::Serialize;
 use std::path::PathBuf;
 
@@ -62,6 +65,12 @@ enum Things {
     Strategies,
     /// Request traces of the measure `serve`
     Traces,
+    /// Models that `plan` knows by name
+    Models,
+    /// Cards that `plan` knows by name
+    Gpus,
+    /// Weight formats of `plan`
+    Weights,
     /// Experiments that come with kvsieve
     Experiments,
 }
@@ -79,6 +88,9 @@ impl Things {
             Things::Strategies => "strategy",
             Things::Traces => "trace",
             Things::Experiments => "experiment",
+            Things::Models => "model",
+            Things::Gpus => "GPU",
+            Things::Weights => "weight format",
         }
     }
 
@@ -101,9 +113,39 @@ impl Things {
                 STRATEGIES.iter().map(|entry| Row::new(entry.name, entry.about, entry.parameters)).collect()
             }
             Things::Traces => TRACES.iter().map(|entry| Row::new(entry.name, entry.about, entry.parameters)).collect(),
+            Things::Models => MODELS.iter().map(model).collect(),
+            Things::Gpus => GPUS.iter().map(|gpu| Row::new(&gpu.name, &about_gpu(gpu), &[])).collect(),
+            Things::Weights => WEIGHT_FORMATS.iter().map(|format| Row::new(&format.name, &format.about, &[])).collect(),
             Things::Experiments => SHIPPED.iter().map(|(name, text)| experiment(name, text)).collect(),
         }
     }
+}
+
+/// A model that plans know.
+fn model(model: &'static Architecture) -> Row {
+    let heads = match model.mla {
+        Some(mla) => format!("{} heads, latent rows of {}", model.heads, mla.kv_rank + mla.rope),
+        None => format!("{} / {} heads of {}", model.heads, model.kv_heads, model.head_dim),
+    };
+    let window = model.window.map_or(String::new(), |window| {
+        format!(", {} of {} layers see {} tokens", window.layers, model.layers, window.tokens)
+    });
+    let parameters = model.parameters() as f64 / 1e9;
+    let context = units::tokens(model.context);
+    let about =
+        format!("{parameters:.2} billion parameters, {} layers, {heads}, context {context}{window}", model.layers);
+    Row::new(&model.name, &about, &[])
+}
+
+fn about_gpu(gpu: &Gpu) -> String {
+    let bf16 = if gpu.bf16 { "" } else { ", no bf16" };
+    format!(
+        "{} MiB, {} GB/s, {} TFLOP/s in 16 bits, PCIe {}{bf16}",
+        units::grouped(gpu.mib.into()),
+        gpu.gb_per_s,
+        gpu.tflops,
+        gpu.pcie
+    )
 }
 
 /// Methods, presets and parts of policies.

@@ -23,6 +23,7 @@ mod logits;
 mod model;
 mod output;
 mod place;
+mod plan;
 mod policy;
 mod progress;
 mod report;
@@ -46,6 +47,8 @@ Examples:
   kvsieve run                       the first figures: memory, latency and drift against context
   kvsieve run eviction-catalogue    every eviction policy at several budgets
   kvsieve doctor                    what this machine offers
+  kvsieve plan --model llama-3-8b --gpu rtx-4090 --context 32k
+                                    where memory goes, what fits, what to change first
   kvsieve list policies             the eviction policies and their parameters
   kvsieve attend --input qkv.safetensors --output o.safetensors --kernel tiled --causal
                                     attention over your own tensors: time, memory, drift
@@ -76,6 +79,7 @@ struct Cli {
 enum Command {
     Run(run::Args),
     Report(report::Args),
+    Plan(plan::Args),
     Attend(attend::Args),
     Evict(evict::Args),
     Logits(logits::Args),
@@ -96,6 +100,7 @@ impl Command {
         match self {
             Command::Run(args) => run::run(&args, registry),
             Command::Report(args) => report::run(&args),
+            Command::Plan(args) => plan::run(&args),
             Command::Attend(args) => attend::run(&args),
             Command::Evict(args) => evict::run(&args, registry),
             Command::Logits(args) => logits::run(&args, registry),

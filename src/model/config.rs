@@ -8,6 +8,8 @@ mod fields;
 mod harmless;
 mod read;
 
+pub(crate) use fields::Fields;
+
 use crate::tensor::DType;
 
 /// An architecture, by the name of its class in `transformers`.

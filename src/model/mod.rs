@@ -30,13 +30,14 @@ pub(crate) use decoder::params;
 pub use decoder::{Decoder, Setup, bytes, bytes_of_calls, bytes_with_memory};
 pub use evictor::Eviction;
 pub use generate::{Generated, OneSequence, generate};
+pub(crate) use gguf::{GgufTensor, gguf_tensors};
 pub use hook::{Activation, Hook};
 pub use locate::{BUILTIN, fingerprint, locate};
 pub use sample::{Sampler, Sampling};
 pub use sequences::sequences;
 pub use text::Text;
 pub use weights::Weights;
-pub(crate) use weights::widen;
+pub(crate) use weights::{tensor_files, widen};
 
 use crate::attention::AttentionError;
 use crate::device::cuda::CudaError;

@@ -204,19 +204,8 @@ impl<'a> Found<'a> {
     }
 
     fn files(folder: &Path) -> Result<Source, ModelError> {
-        let (single, index) = (folder.join("model.safetensors"), folder.join("model.safetensors.index.json"));
-        let (names, index) = match (single.exists(), index.exists()) {
-            (false, true) => (shards(&index)?, Some(index)),
-            _ => (vec!["model.safetensors".to_string()], None),
-        };
         let (mut files, mut tensors) = (Vec::new(), BTreeMap::new());
-        for name in names {
-            let path = folder.join(&name);
-            if let Some(index) = index.clone().filter(|_| !path.exists()) {
-                let reason = format!("it names the file '{name}', which is not there");
-                return Err(ModelError::Weights { path: index, reason });
-            }
-            let file = TensorFile::open(&path)?;
+        for file in tensor_files(folder)? {
             for entry in file.entries()? {
                 tensors.insert(entry.name.clone(), (files.len(), entry));
             }
@@ -388,6 +377,27 @@ impl Make for Widened<'_> {
     fn vector(&mut self, name: String, _: Role, width: usize) -> Result<(), ModelError> {
         self.take(&name, &[width])
     }
+}
+
+/// The files of a folder's weights, mapped: `model.safetensors`, or those that its index names.
+///
+/// # Errors
+/// When one is missing or damaged.
+pub(crate) fn tensor_files(folder: &Path) -> Result<Vec<TensorFile>, ModelError> {
+    let (single, index) = (folder.join("model.safetensors"), folder.join("model.safetensors.index.json"));
+    let (names, index) = match (single.exists(), index.exists()) {
+        (false, true) => (shards(&index)?, Some(index)),
+        _ => (vec!["model.safetensors".to_string()], None),
+    };
+    let open = |name: String| {
+        let path = folder.join(&name);
+        if let Some(index) = index.clone().filter(|_| !path.exists()) {
+            let reason = format!("it names the file '{name}', which is not there");
+            return Err(ModelError::Weights { path: index, reason });
+        }
+        Ok(TensorFile::open(&path)?)
+    };
+    names.into_iter().map(open).collect()
 }
 
 /// The files that an index names, each once.

@@ -20,6 +20,7 @@ mod heat;
 mod html;
 mod naming;
 mod palette;
+pub mod planner;
 mod rows;
 #[cfg(test)]
 mod samples;

@@ -14,6 +14,7 @@ mod simulate;
 mod tests;
 mod trace;
 
+pub(crate) use buddy::Buddy;
 pub use paged::DEFAULT_PAGE_TOKENS;
 pub use simulate::{Usage, simulate};
 pub use trace::{Request, TRACES, Trace, TraceEntry};

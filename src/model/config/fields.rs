@@ -9,7 +9,7 @@ use std::collections::BTreeSet;
 const MOST: u64 = 1 << 28;
 
 /// An object of a JSON file.
-pub(super) struct Fields<'a> {
+pub(crate) struct Fields<'a> {
     map: &'a Map<String, Value>,
     /// Name of the object before a key, as `rope_scaling.`.
     within: &'static str,

@@ -41,10 +41,7 @@ impl Gguf {
     pub fn open(path: &Path) -> Result<Self, ModelError> {
         let map = file::map(path)?;
         let mut reader = Reader { bytes: &map, at: 0 };
-        let (metadata, tensors) = header(&mut reader).map_err(|reason| ModelError::Weights {
-            path: path.into(),
-            reason: format!("not a GGUF file that is read: {reason}"),
-        })?;
+        let (metadata, tensors) = header(&mut reader).map_err(|reason| not_read(path, &reason))?;
         Ok(Gguf { path: path.into(), map, metadata, tensors })
     }
 
@@ -64,10 +61,32 @@ impl Gguf {
     }
 }
 
-/// Metadata, and the tensors by name.
-type Header = (Map<String, Value>, BTreeMap<String, Info>);
+/// A tensor as the header describes it.
+#[derive(Debug, Clone)]
+pub(crate) struct GgufTensor {
+    /// Its name.
+    pub name: String,
+    /// Rows first, as in a Hugging Face folder.
+    pub shape: Vec<usize>,
+    /// Number of its type in ggml, known here or not.
+    pub number: u32,
+    offset: u64,
+}
 
-fn header(reader: &mut Reader<'_>) -> Result<Header, String> {
+/// Metadata and tensors of a file, of which only the header is read.
+///
+/// # Errors
+/// When it cannot be read or is no GGUF file.
+pub(crate) fn gguf_tensors(path: &Path) -> Result<(Map<String, Value>, Vec<GgufTensor>), ModelError> {
+    let map = file::map(path)?;
+    described(&mut Reader { bytes: &map, at: 0 }).map_err(|reason| not_read(path, &reason))
+}
+
+fn not_read(path: &Path, reason: &str) -> ModelError {
+    ModelError::Weights { path: path.into(), reason: format!("not a GGUF file that is read: {reason}") }
+}
+
+fn described(reader: &mut Reader<'_>) -> Result<(Map<String, Value>, Vec<GgufTensor>), String> {
     if reader.take(4)? != b"GGUF" {
         return Err("it does not begin with 'GGUF'".into());
     }
@@ -84,18 +103,27 @@ fn header(reader: &mut Reader<'_>) -> Result<Header, String> {
             return Err(format!("key '{key}' is there twice"));
         }
     }
-    let mut described = Vec::new();
+    let mut tensors = Vec::new();
     for _ in 0..tensor_count {
         let name = reader.text()?;
-        let tensor = tensor(reader).map_err(|reason| format!("tensor '{name}': {reason}"))?;
-        described.push((name, tensor));
+        let (shape, number, offset) = tensor(reader).map_err(|reason| format!("tensor '{name}': {reason}"))?;
+        tensors.push(GgufTensor { name, shape, number, offset });
     }
+    Ok((metadata, tensors))
+}
+
+/// Metadata, and the tensors by name.
+type Header = (Map<String, Value>, BTreeMap<String, Info>);
+
+fn header(reader: &mut Reader<'_>) -> Result<Header, String> {
+    let (metadata, described) = described(reader)?;
     let alignment = metadata.get("general.alignment").map_or(Some(ALIGNMENT), Value::as_u64);
     let alignment =
         alignment.filter(|alignment| alignment.is_power_of_two()).ok_or("general.alignment is no power of two")?;
     let start = (reader.at as u64).next_multiple_of(alignment);
     let mut tensors = BTreeMap::new();
-    for (name, (shape, kind, offset)) in described {
+    for GgufTensor { name, shape, number, offset } in described {
+        let kind = BlockType::numbered(number).map_err(|reason| format!("tensor '{name}': {reason}"))?;
         let elements = shape.iter().try_fold(1usize, |all, &extent| all.checked_mul(extent));
         let bytes = elements.and_then(|elements| kind.bytes_of(*shape.last().unwrap_or(&1), elements));
         let bytes =
@@ -117,7 +145,7 @@ fn header(reader: &mut Reader<'_>) -> Result<Header, String> {
 }
 
 /// Shape, type and offset of the next tensor.
-fn tensor(reader: &mut Reader<'_>) -> Result<(Vec<usize>, BlockType, u64), String> {
+fn tensor(reader: &mut Reader<'_>) -> Result<(Vec<usize>, u32, u64), String> {
     let axes = reader.u32()?;
     if !(1..=MOST_AXES).contains(&axes) {
         return Err(format!("{axes} axes; 1 to {MOST_AXES} are read"));
@@ -128,7 +156,7 @@ fn tensor(reader: &mut Reader<'_>) -> Result<(Vec<usize>, BlockType, u64), Strin
         shape.push(usize::try_from(extent).ok().filter(|&extent| extent > 0).ok_or(format!("an extent of {extent}"))?);
     }
     shape.reverse();
-    Ok((shape, BlockType::numbered(reader.u32()?)?, reader.u64()?))
+    Ok((shape, reader.u32()?, reader.u64()?))
 }
 
 /// What is still to be read.

@@ -13,6 +13,7 @@ mod tensors;
 mod tokenizer;
 
 pub(super) use container::Gguf;
+pub(crate) use container::{GgufTensor, gguf_tensors};
 
 use std::path::Path;
 

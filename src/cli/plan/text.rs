@@ -1,0 +1,154 @@
+//! The planner's answers as text of at most 100 columns.
+
+use crate::planner::levers::{Drift, Ranked, Remedy};
+use crate::planner::roofline::Times;
+use crate::planner::search::MOST;
+use crate::planner::{Phase, Scenario, Waterfall};
+use crate::units::{bytes, gb, gib, grouped, nanoseconds};
+use std::fmt::Write;
+
+/// Columns of a terminal.
+const WIDTH: usize = 100;
+
+/// Lines of at most [`WIDTH`] columns, broken between words, each beginning with `indent`.
+pub fn wrapped(text: &str, indent: &str) -> String {
+    let mut lines = String::new();
+    let mut line = String::new();
+    for word in text.split_whitespace() {
+        if !line.is_empty() && indent.chars().count() + line.chars().count() + 1 + word.chars().count() > WIDTH {
+            let _ = writeln!(lines, "{indent}{line}");
+            line.clear();
+        }
+        if !line.is_empty() {
+            line.push(' ');
+        }
+        line.push_str(word);
+    }
+    let _ = writeln!(lines, "{indent}{line}");
+    lines
+}
+
+/// A table whose first column is left-aligned and whose others are right-aligned, but for the last ones in `left`.
+pub fn table(rows: &[Vec<String>], left: usize) -> String {
+    let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
+    let width = |column: usize| rows.iter().filter_map(|row| row.get(column)).map(|cell| cell.chars().count()).max();
+    let widths: Vec<usize> = (0..columns).map(|column| width(column).unwrap_or(0)).collect();
+    let mut text = String::new();
+    for row in rows {
+        let cells = row.iter().enumerate().map(|(column, cell)| {
+            let pad = " ".repeat(widths[column] - cell.chars().count());
+            if column == 0 || column + left >= columns { format!("{cell}{pad}") } else { format!("{pad}{cell}") }
+        });
+        let _ = writeln!(text, "{}", cells.collect::<Vec<_>>().join("  ").trim_end());
+    }
+    text
+}
+
+/// The waterfall: a line for each term, its sums, how each is known, and the verdict.
+pub fn waterfall(scenario: &Scenario<'_>, waterfall: &Waterfall) -> String {
+    let of = |bytes: u64| if bytes == 0 { "-".into() } else { gib(u128::from(bytes)) };
+    let heading = ["GiB", "load", "prefill", "decode", "known by"].map(String::from).to_vec();
+    let mut rows = vec![heading];
+    for term in &waterfall.terms {
+        let known = format!("{:?}", term.known).to_lowercase();
+        let cells = Phase::ALL.map(|phase| of(term.bytes(phase)));
+        rows.push([vec![term.term.into()], cells.to_vec(), vec![known]].concat());
+    }
+    let sum = |name: &str, unit: fn(u128) -> String| {
+        let sums = waterfall.total_bytes.map(|bytes| unit(u128::from(bytes)));
+        [vec![name.to_string()], sums.to_vec()].concat()
+    };
+    rows.extend([sum("total", gib), sum("total, GB", gb)]);
+    let there = u128::from(waterfall.available_bytes);
+    let available = |name: &str, value: String| vec![name.to_string(), value.clone(), value.clone(), value];
+    rows.extend([available("available", gib(there)), available("available, GB", gb(there))]);
+    let mut text = wrapped(&scenario.words(), "");
+    let _ = write!(text, "\n{}\n", table(&rows, 1));
+    for term in &waterfall.terms {
+        let line = format!("{} = {}: {}", term.term, term.formula, term.numbers);
+        text.push_str(&wrapped(&line, "  "));
+    }
+    let _ = write!(text, "\n{}", wrapped(&waterfall.verdict, ""));
+    text
+}
+
+/// The roofline's times, where the card is known.
+pub fn times(times: Option<Times>) -> String {
+    let Some(times) = times else { return String::new() };
+    wrapped(
+        &format!(
+            "By the roofline the first token takes {}, each further one {} ({} read).",
+            nanoseconds(times.prefill_s * 1e9),
+            nanoseconds(times.decode_s * 1e9),
+            bytes(times.decode_bytes as u64)
+        ),
+        "",
+    )
+}
+
+/// Levers that are shown.
+const SHOWN: usize = 12;
+
+/// The levers, those that gain most for their price first.
+pub fn levers(scenario: &Scenario<'_>, levers: &[Ranked]) -> String {
+    if levers.is_empty() {
+        return String::new();
+    }
+    let mut rows = vec![["change first", "longest context", "peak here", "time", "drift"].map(String::from).to_vec()];
+    for lever in levers.iter().take(SHOWN) {
+        let context = lever.max_context_tokens.map_or("none".into(), |tokens| match tokens {
+            MOST.. => "any".into(),
+            tokens => grouped(u128::from(tokens)),
+        });
+        let time = lever.time_factor.map_or("-".into(), |factor| format!("x{factor:.2}"));
+        let fits = if lever.peak_bytes <= scenario.memory.bytes() { "" } else { "!" };
+        let peak = format!("{} GiB{fits:1}", gib(u128::from(lever.peak_bytes)));
+        rows.push(vec![lever.lever.clone(), context, peak, time, drift(&lever.drift)]);
+    }
+    let note = if levers.iter().take(SHOWN).any(|lever| lever.peak_bytes > scenario.memory.bytes()) {
+        "! still too much\n"
+    } else {
+        ""
+    };
+    format!("\n{}{note}", table(&rows, 1))
+}
+
+fn drift(drift: &Drift) -> String {
+    match drift {
+        Drift::None => "none".into(),
+        Drift::Measured { rel_l2, .. } => format!("{rel_l2:.3}"),
+        Drift::NotMeasured => "not measured".into(),
+    }
+}
+
+/// The cheapest set of levers for a context.
+pub fn remedy(remedy: &Remedy) -> String {
+    let tokens = grouped(u128::from(remedy.target_context_tokens));
+    if remedy.levers.is_empty() {
+        return format!("\n{tokens} tokens fit as it is.\n");
+    }
+    let with = remedy.levers.iter().zip(&remedy.drifts).map(|(lever, of)| match of {
+        Drift::None => lever.clone(),
+        of => format!("{lever} (drift {})", drift(of)),
+    });
+    let time = remedy.time_factor.map_or(String::new(), |factor| format!(" A request takes x{factor:.2}."));
+    let said = format!(
+        "{tokens} tokens fit with {}: peak {} GiB.{time}",
+        with.collect::<Vec<_>>().join(", "),
+        gib(u128::from(remedy.peak_bytes))
+    );
+    format!("\n{}", wrapped(&said, ""))
+}
+
+/// The most that fits.
+pub fn most(scenario: &Scenario<'_>, what: &str, most: u64) -> String {
+    let answer = match most {
+        0 => format!(
+            "none: weights and context alone take {} GiB",
+            gib(scenario.weight_bytes() + u128::from(scenario.overhead_bytes))
+        ),
+        MOST.. => format!("any number of {what}"),
+        most => format!("{} {what}", grouped(u128::from(most))),
+    };
+    format!("{}{answer}\n", wrapped(&scenario.words(), ""))
+}

@@ -1,0 +1,124 @@
+//! A model on every card: does it fit, how long a context, how large a batch; fine-tuned or only run; with layers on the host.
+
+use super::PlanError;
+use super::presets::{GPUS, weight_format};
+use super::roofline::REACHED;
+use super::scenario::{DEFAULT_OVERHEAD, Memory, Scenario};
+use super::train::{OPTIMIZERS, Offload, Recompute, Training, adapter_bytes};
+use serde::Serialize;
+
+/// Weight formats of the table.
+pub const FORMATS: [&str; 3] = ["bf16", "fp8", "q4_k_m"];
+
+/// Rank of adapters in the table.
+pub const RANK: u64 = 16;
+
+/// A weight format on a card.
+#[derive(Debug, Clone, Serialize)]
+pub struct Fit {
+    /// The format.
+    pub weights: &'static str,
+    /// Whether the context that was asked for fits.
+    pub fits: bool,
+    /// The largest context.
+    pub max_context_tokens: Option<u64>,
+    /// The largest batch at the context.
+    pub max_batch: Option<u64>,
+}
+
+/// A card.
+#[derive(Debug, Clone, Serialize)]
+pub struct Card {
+    /// Its name.
+    pub gpu: &'static str,
+    /// What its driver reports.
+    pub available_bytes: u64,
+    /// In each of [`FORMATS`].
+    pub formats: Vec<Fit>,
+    /// Adapters over bf16 weights, a sequence of the context, everything recomputed.
+    pub lora_fits: bool,
+    /// Adapters over nf4 weights.
+    pub qlora_fits: bool,
+    /// All parameters, mixed precision.
+    pub full_fits: bool,
+    /// Fewest layers on the host with which bf16 weights fit; `None` when none is enough.
+    pub offload_layers: Option<u64>,
+    /// Tokens per second of one sequence with them.
+    pub offload_tokens_per_s: Option<f64>,
+    /// How much slower that is than if the card had room.
+    pub offload_factor: Option<f64>,
+}
+
+/// Bytes of fine-tuning one sequence: `[adapters over bf16, adapters over nf4, all parameters]`.
+pub fn fine_tuning(scenario: &Scenario<'_>) -> Result<[u64; 3], PlanError> {
+    let subject = scenario.subject;
+    let training = Training {
+        subject,
+        optimizer: OPTIMIZERS[4],
+        zero: 0,
+        data_parallel: 1,
+        tensor_parallel: 1,
+        sequence_parallel: false,
+        pipeline: 1,
+        micro_batch: 1,
+        context: scenario.context,
+        recompute: Recompute::Full,
+        keeps_scores: false,
+        offload: Offload::None,
+        overhead_bytes: DEFAULT_OVERHEAD,
+    };
+    training.check()?;
+    let spent = training.spent();
+    let besides = spent.activation_bytes + spent.loss_bytes + spent.context_bytes + adapter_bytes(subject, RANK);
+    let base = |format| Ok::<_, PlanError>(subject.weight_bytes(Some(weight_format(format)?)).total() + besides);
+    Ok([base("bf16")?, base("nf4")?, spent.total()])
+}
+
+/// Every card, by memory.
+///
+/// # Errors
+/// When the budget leaves no token.
+pub fn cards(scenario: &Scenario<'_>) -> Result<Vec<Card>, PlanError> {
+    let tuned = fine_tuning(scenario)?;
+    let mut gpus: Vec<_> = GPUS.iter().collect();
+    gpus.sort_by_key(|gpu| gpu.mib);
+    gpus.into_iter()
+        .map(|gpu| {
+            let on = |format: &'static str| {
+                Ok::<_, PlanError>(Scenario {
+                    memory: Memory::Gpu(gpu),
+                    weights: Some(weight_format(format)?),
+                    ..scenario.clone()
+                })
+            };
+            let fit = |format| {
+                let on = on(format)?;
+                let (max_context_tokens, max_batch) = (on.max_context()?, on.max_batch()?);
+                Ok(Fit { weights: format, fits: on.fits(on.context)?, max_context_tokens, max_batch })
+            };
+            let whole = on("bf16")?;
+            let with = |offload| Scenario { offload, ..whole.clone() };
+            let layers = scenario.subject.layers as u64;
+            let mut offload_layers = None;
+            for offload in 0..=layers {
+                if with(offload).fits(scenario.context)? {
+                    offload_layers = Some(offload);
+                    break;
+                }
+            }
+            let seconds = |offload| Ok::<_, PlanError>(with(offload).times(REACHED)?.map(|times| times.decode_s));
+            let (fast, slow) = (seconds(0)?, offload_layers.map(seconds).transpose()?.flatten());
+            Ok(Card {
+                gpu: &gpu.name,
+                available_bytes: gpu.bytes(),
+                formats: FORMATS.into_iter().map(fit).collect::<Result<_, PlanError>>()?,
+                lora_fits: tuned[0] <= gpu.bytes(),
+                qlora_fits: tuned[1] <= gpu.bytes(),
+                full_fits: tuned[2] <= gpu.bytes(),
+                offload_layers,
+                offload_tokens_per_s: slow.map(|seconds| scenario.batch as f64 / seconds),
+                offload_factor: fast.zip(slow).map(|(fast, slow)| slow / fast),
+            })
+        })
+        .collect()
+}

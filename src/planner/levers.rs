@@ -1,0 +1,323 @@
+//! Levers: what could be changed, what each gains in context, and what it costs in drift and time.
+//!
+//! A lever's price adds up what it spends: the logarithm of how much longer a request takes (prompt and 256 more tokens, by
+//! the roofline), four times its drift, 1 where its drift was never measured, 2 for each doubling of cards, and 0.01 for
+//! being a change at all. Levers are ranked by gained context (log2 of the factor) per price. A search over one lever of
+//! each kind finds the set of least price that fits a context.
+
+use super::PlanError;
+use super::presets::{DRIFTS, MODELS, WEIGHT_FORMATS};
+use super::roofline::REACHED;
+use super::scenario::{Allocation, Attention, Eviction, Logits, Scenario};
+use super::search::MOST;
+use super::source::{Source, Subject};
+use crate::policy::{Budget, Registry};
+use serde::Serialize;
+
+/// What a lever does to results.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+#[serde(tag = "drift", rename_all = "kebab-case")]
+pub enum Drift {
+    /// Nothing beyond rounding.
+    None,
+    /// Relative L2 error of attention's output in a record.
+    Measured {
+        /// The error.
+        rel_l2: f64,
+        /// The experiment in `results/reference/`.
+        experiment: &'static str,
+    },
+    /// Unknown here.
+    NotMeasured,
+}
+
+/// A change of a scenario.
+pub struct Lever<'a> {
+    /// In words.
+    pub name: String,
+    /// At most one of a kind is used.
+    kind: &'static str,
+    /// What it does to results.
+    pub drift: Drift,
+    /// Doublings of cards.
+    doublings: f64,
+    /// The changed scenario, of this scenario.
+    change: Box<dyn Fn(&mut Scenario<'a>) + 'a>,
+}
+
+/// A lever, and what it does.
+#[derive(Debug, Clone, Serialize)]
+pub struct Ranked {
+    /// In words.
+    pub lever: String,
+    /// The largest context that then fits.
+    pub max_context_tokens: Option<u64>,
+    /// Peak at the context that was asked for.
+    pub peak_bytes: u64,
+    /// How much longer a request takes; `None` where nothing is known of the card's speed.
+    pub time_factor: Option<f64>,
+    /// What it does to results.
+    #[serde(flatten)]
+    pub drift: Drift,
+    /// What it costs.
+    pub price: f64,
+    /// Gained context per price.
+    pub gain_per_price: f64,
+}
+
+/// Tokens that a request is given when its time is compared.
+const REQUEST_TOKENS: u64 = 256;
+
+/// Policies that are offered, with their budgets: the records' best that evict while the prompt is read, and after it.
+const POLICIES: [(&str, &str); 6] = [
+    ("keydiff+chunks:tokens=1024", "0.125"),
+    ("snapkv+chunks:tokens=1024", "0.125"),
+    ("h2o+chunks:tokens=1024", "0.125"),
+    ("expected-attention", "0.25"),
+    ("snapkv", "0.25"),
+    ("streaming-llm", "0.25"),
+];
+
+/// The records' drift of a policy at a budget.
+pub fn drift(policy: &str, budget: &str) -> Drift {
+    let found = DRIFTS.iter().find(|drift| drift.policy == policy && drift.budget == budget);
+    found.map_or(Drift::NotMeasured, |found| Drift::Measured { rel_l2: found.rel_l2, experiment: &found.experiment })
+}
+
+/// Presets of the same extents with fewer KV heads than a model that has as many as query heads.
+pub fn siblings(subject: &Subject) -> Vec<Subject> {
+    let shape = &subject.architecture;
+    let alike = MODELS.iter().filter(|other| {
+        shape.kv_heads == shape.heads
+            && shape.mla.is_none()
+            && other.kv_heads < shape.kv_heads
+            && (other.layers, other.hidden, other.heads) == (shape.layers, shape.hidden, shape.heads)
+            && other.window.is_none()
+            && other.experts == shape.experts
+    });
+    alike.take(1).filter_map(|other| Subject::new(other.clone(), Source::Preset, None).ok()).collect()
+}
+
+/// Every lever that changes something of a scenario.
+///
+/// # Errors
+/// When a policy cannot be built, which the tests hold.
+pub fn levers<'a>(scenario: &Scenario<'a>, siblings: &'a [Subject]) -> Result<Vec<Lever<'a>>, PlanError> {
+    let mut levers: Vec<Lever<'a>> = Vec::new();
+    let mut add = |kind, name: String, drift, change: Box<dyn Fn(&mut Scenario<'a>) + 'a>| {
+        levers.push(Lever { name, kind, drift, doublings: 0.0, change });
+    };
+    if scenario.attention != Attention::Tiled {
+        let change = |scenario: &mut Scenario<'a>| scenario.attention = Attention::Tiled;
+        add("attention", "tiled attention".into(), Drift::None, Box::new(change));
+    }
+    for chunk in [2048, 512].into_iter().filter(|&chunk| chunk < scenario.pass_tokens(scenario.context)) {
+        let change = move |scenario: &mut Scenario<'a>| scenario.chunk = Some(chunk);
+        add("chunk", format!("prefill in chunks of {chunk}"), Drift::None, Box::new(change));
+    }
+    if scenario.logits == Logits::All {
+        let change = |scenario: &mut Scenario<'a>| scenario.logits = Logits::Last;
+        add("logits", "logits of the last token only".into(), Drift::None, Box::new(change));
+    }
+    for format in ["int8", "fp8", "q4_0"] {
+        let kv = format.parse()?;
+        let smaller = Scenario { kv, ..scenario.clone() };
+        if smaller.kv_token_bytes() < scenario.kv_token_bytes() {
+            let change = move |scenario: &mut Scenario<'a>| scenario.kv = kv;
+            add("kv", format!("keys and values in {format}"), Drift::NotMeasured, Box::new(change));
+        }
+    }
+    if scenario.eviction.is_none() {
+        for (policy, budget) in POLICIES {
+            let built = Registry::default().policy(policy)?;
+            let eviction = Eviction {
+                policy: policy.into(),
+                budget: budget.parse::<Budget>()?,
+                chunk_tokens: built.schedule.chunk_tokens.map(|tokens| tokens as u64),
+                selects: false,
+            };
+            let change = move |scenario: &mut Scenario<'a>| scenario.eviction = Some(eviction.clone());
+            add("eviction", format!("{policy}, {budget} kept"), drift(policy, budget), Box::new(change));
+        }
+    }
+    if let Allocation::Reserved(_) = scenario.allocation {
+        let change = |scenario: &mut Scenario<'a>| scenario.allocation = Allocation::Paged(16);
+        add("allocation", "pages of 16 tokens".into(), Drift::None, Box::new(change));
+    }
+    let held = scenario.subject.weight_bytes(scenario.weights).total();
+    for format in
+        WEIGHT_FORMATS.iter().filter(|format| ["fp8", "q8_0", "nf4", "q4_k_m"].contains(&format.name.as_str()))
+    {
+        if scenario.subject.weight_bytes(Some(format)).total() < held {
+            let change = move |scenario: &mut Scenario<'a>| scenario.weights = Some(format);
+            add("weights", format!("weights in {}", format.name), Drift::NotMeasured, Box::new(change));
+        }
+    }
+    if scenario.batch > 1 {
+        let half = scenario.batch / 2;
+        let change = move |scenario: &mut Scenario<'a>| scenario.batch = half;
+        add("batch", format!("batch of {half}"), Drift::None, Box::new(change));
+    }
+    let layers = scenario.subject.layers as u64;
+    for part in [layers / 4, layers / 2, layers].into_iter().filter(|&part| part > scenario.offload) {
+        let change = move |scenario: &mut Scenario<'a>| scenario.offload = part;
+        add("offload", format!("{part} of {layers} layers on the host"), Drift::None, Box::new(change));
+    }
+    for sibling in siblings {
+        let change = move |scenario: &mut Scenario<'a>| scenario.subject = sibling;
+        add("sibling", format!("{} in its place (GQA)", sibling.name), Drift::NotMeasured, Box::new(change));
+    }
+    for doublings in 1..=3u32 {
+        let cards = scenario.tensor_parallel << doublings;
+        if cards <= scenario.subject.heads as u64 {
+            let change = move |scenario: &mut Scenario<'a>| scenario.tensor_parallel = cards;
+            add("cards", format!("{cards} cards that share each layer"), Drift::None, Box::new(change));
+        }
+        let cards = scenario.pipeline << doublings;
+        if cards <= layers && doublings == 1 {
+            let change = move |scenario: &mut Scenario<'a>| scenario.pipeline = cards;
+            add("cards", format!("{cards} cards that share the layers"), Drift::None, Box::new(change));
+        }
+    }
+    for lever in levers.iter_mut().filter(|lever| lever.kind == "cards") {
+        let cards: f64 = lever.name.split(' ').next().and_then(|cards| cards.parse().ok()).unwrap_or(2.0);
+        lever.doublings = (cards / (scenario.tensor_parallel * scenario.pipeline) as f64).log2();
+    }
+    Ok(levers)
+}
+
+impl<'a> Lever<'a> {
+    /// The scenario with the lever pulled.
+    fn pulled(&self, scenario: &Scenario<'a>) -> Scenario<'a> {
+        let mut changed = scenario.clone();
+        (self.change)(&mut changed);
+        changed
+    }
+
+    /// How much longer a request takes, where that is known.
+    fn time_factor(&self, scenario: &Scenario<'a>) -> Result<Option<f64>, PlanError> {
+        let of = |scenario: &Scenario<'a>| Ok::<_, PlanError>(scenario.times(REACHED)?);
+        let (before, after) = (of(scenario)?, of(&self.pulled(scenario))?);
+        Ok(before.zip(after).map(|(before, after)| after.request_s(REQUEST_TOKENS) / before.request_s(REQUEST_TOKENS)))
+    }
+
+    /// What it costs.
+    fn price(&self, time_factor: Option<f64>) -> f64 {
+        let drift = match self.drift {
+            Drift::None => 0.0,
+            Drift::Measured { rel_l2, .. } => 4.0 * rel_l2,
+            Drift::NotMeasured => 1.0,
+        };
+        0.01 + drift + 2.0 * self.doublings + time_factor.map_or(0.0, |factor| factor.ln().max(0.0))
+    }
+}
+
+/// Levers that gain context or free memory, the most gained per price first.
+///
+/// # Errors
+/// When the budget leaves no token.
+pub fn rank<'a>(scenario: &Scenario<'a>, siblings: &'a [Subject]) -> Result<Vec<Ranked>, PlanError> {
+    let (most, peak) = (scenario.max_context()?, scenario.peak(scenario.context)?.1.total());
+    let mut ranked = Vec::new();
+    // More than twice the cards gain no more for their price.
+    for lever in levers(scenario, siblings)?.into_iter().filter(|lever| lever.doublings <= 1.0) {
+        let changed = lever.pulled(scenario);
+        let (max_context_tokens, peak_bytes) = (changed.max_context()?, changed.peak(changed.context)?.1.total());
+        if max_context_tokens <= most && peak_bytes >= peak {
+            continue;
+        }
+        let time_factor = lever.time_factor(scenario)?;
+        let price = lever.price(time_factor);
+        let gained = max_context_tokens.unwrap_or(0).max(1) as f64 / most.unwrap_or(1) as f64;
+        ranked.push(Ranked {
+            lever: lever.name.clone(),
+            max_context_tokens,
+            peak_bytes: u64::try_from(peak_bytes).unwrap_or(u64::MAX),
+            time_factor,
+            drift: lever.drift.clone(),
+            price,
+            gain_per_price: gained.log2() / price,
+        });
+    }
+    ranked.sort_by(|a, b| b.gain_per_price.total_cmp(&a.gain_per_price).then(a.peak_bytes.cmp(&b.peak_bytes)));
+    Ok(ranked)
+}
+
+/// The set of levers of least price with which a context fits.
+#[derive(Debug, Clone, Serialize)]
+pub struct Remedy {
+    /// The context.
+    pub target_context_tokens: u64,
+    /// The levers; none where it fits as it is.
+    pub levers: Vec<String>,
+    /// What they do to results.
+    pub drifts: Vec<Drift>,
+    /// Their prices, added up.
+    pub price: f64,
+    /// Peak at the target.
+    pub peak_bytes: u64,
+    /// The largest context that fits with them.
+    pub max_context_tokens: Option<u64>,
+    /// How much longer a request takes.
+    pub time_factor: Option<f64>,
+}
+
+/// Searches one lever of each kind for the set of least price with which `target` tokens fit; `None` when no set is enough.
+///
+/// # Errors
+/// When the budget leaves no token.
+pub fn remedy<'a>(scenario: &Scenario<'a>, target: u64, siblings: &'a [Subject]) -> Result<Option<Remedy>, PlanError> {
+    let start = Scenario { context: target.min(MOST), ..scenario.clone() };
+    let levers = levers(&start, siblings)?;
+    let priced = levers.iter().map(|lever| Ok((lever, lever.price(lever.time_factor(&start)?))));
+    let priced: Vec<(&Lever<'a>, f64)> = priced.collect::<Result<_, PlanError>>()?;
+    let mut kinds: Vec<&str> = priced.iter().map(|(lever, _)| lever.kind).collect();
+    kinds.dedup();
+    let kinds: Vec<Vec<(&Lever<'a>, f64)>> =
+        kinds.iter().map(|kind| priced.iter().filter(|(lever, _)| lever.kind == *kind).copied().collect()).collect();
+    let mut search = Search { kinds: &kinds, best: None };
+    search.go(0, &start, 0.0, &mut Vec::new())?;
+    let Some((price, used)) = search.best else { return Ok(None) };
+    let changed = used.iter().fold(start.clone(), |scenario, lever| lever.pulled(&scenario));
+    let times = start.times(REACHED)?.zip(changed.times(REACHED)?);
+    Ok(Some(Remedy {
+        target_context_tokens: start.context,
+        levers: used.iter().map(|lever| lever.name.clone()).collect(),
+        drifts: used.iter().map(|lever| lever.drift.clone()).collect(),
+        price,
+        peak_bytes: u64::try_from(changed.peak(start.context)?.1.total()).unwrap_or(u64::MAX),
+        max_context_tokens: changed.max_context()?,
+        time_factor: times.map(|(before, after)| after.request_s(REQUEST_TOKENS) / before.request_s(REQUEST_TOKENS)),
+    }))
+}
+
+/// A search in depth, cut where the price is no longer the best.
+struct Search<'s, 'a> {
+    kinds: &'s [Vec<(&'s Lever<'a>, f64)>],
+    best: Option<(f64, Vec<&'s Lever<'a>>)>,
+}
+
+impl<'s, 'a> Search<'s, 'a> {
+    fn go(
+        &mut self,
+        kind: usize,
+        scenario: &Scenario<'a>,
+        price: f64,
+        used: &mut Vec<&'s Lever<'a>>,
+    ) -> Result<(), PlanError> {
+        if self.best.as_ref().is_some_and(|(best, _)| price >= *best) {
+            return Ok(());
+        }
+        if scenario.fits(scenario.context)? {
+            self.best = Some((price, used.clone()));
+            return Ok(());
+        }
+        let Some(levers) = self.kinds.get(kind) else { return Ok(()) };
+        for &(lever, cost) in levers {
+            used.push(lever);
+            self.go(kind + 1, &lever.pulled(scenario), price + cost, used)?;
+            used.pop();
+        }
+        self.go(kind + 1, scenario, price, used)
+    }
+}

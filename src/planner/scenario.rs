@@ -1,0 +1,417 @@
+//! A model, a card and a load: the bytes of each term in each phase, as exact whole numbers.
+//!
+//! Transients of different moments do not add up: a pass needs its block's activations and scores, or its logits, never
+//! both. So prefill is looked at twice, inside the blocks and at the output, and the larger moment is its peak.
+
+use super::PlanError;
+use super::kv::KvStore;
+use super::presets::Gpu;
+use super::source::Subject;
+use super::weights::WeightFormat;
+use crate::policy::Budget;
+use std::collections::BTreeMap;
+
+/// Bytes of the context and libraries of a process on a GPU, unless they are measured: 0.5 GB.
+pub const DEFAULT_OVERHEAD: u64 = 500_000_000;
+
+/// Where the memory is.
+#[derive(Debug, Clone, Copy)]
+pub enum Memory {
+    /// A card of the table.
+    Gpu(&'static Gpu),
+    /// So many bytes; nothing is known of its speed.
+    Bytes(u64),
+}
+
+impl Memory {
+    /// More than there is anywhere: for questions that no card is part of.
+    pub const ENDLESS: Memory = Memory::Bytes(1 << 60);
+
+    /// Bytes that are there.
+    pub fn bytes(&self) -> u64 {
+        match self {
+            Memory::Gpu(gpu) => gpu.bytes(),
+            Memory::Bytes(bytes) => *bytes,
+        }
+    }
+
+    /// The card, if it is one of the table.
+    pub fn gpu(&self) -> Option<&'static Gpu> {
+        match self {
+            Memory::Gpu(gpu) => Some(gpu),
+            Memory::Bytes(_) => None,
+        }
+    }
+}
+
+/// How scores are held.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Attention {
+    /// As `eager` of transformers: scores and probabilities in 16 bits, the softmax in f32. 8 bytes a score.
+    Naive,
+    /// Scores and probabilities in 16 bits. 4 bytes a score.
+    Minimal,
+    /// An online softmax: none.
+    Tiled,
+}
+
+impl Attention {
+    /// Bytes that are held for each pair of a query and a key.
+    pub fn score_bytes(self) -> u64 {
+        match self {
+            Attention::Naive => 8,
+            Attention::Minimal => 4,
+            Attention::Tiled => 0,
+        }
+    }
+
+    /// Its name on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Attention::Naive => "naive",
+            Attention::Minimal => "minimal",
+            Attention::Tiled => "tiled",
+        }
+    }
+}
+
+/// Of which tokens of the prompt there are logits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Logits {
+    /// The last: f32.
+    Last,
+    /// All of a pass: 16 bits and a copy in f32.
+    All,
+}
+
+/// How room for keys and values is taken.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Allocation {
+    /// As many tokens as there are.
+    Exact,
+    /// Pages of so many tokens, and 4 bytes for each in a table.
+    Paged(u64),
+    /// So many tokens for each sequence from the beginning.
+    Reserved(u64),
+}
+
+/// What stays of a context.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Eviction {
+    /// As it is written.
+    pub policy: String,
+    /// What may stay.
+    pub budget: Budget,
+    /// Tokens of a prefill chunk, back to the budget after each; `None`: after the whole prompt.
+    pub chunk_tokens: Option<u64>,
+    /// Whether a policy that selects what is read, and gives nothing back.
+    pub selects: bool,
+}
+
+/// A model, a card and a load.
+#[derive(Debug, Clone)]
+pub struct Scenario<'a> {
+    /// The model.
+    pub subject: &'a Subject,
+    /// How its weights are kept; as in its files where nothing is asked for.
+    pub weights: Option<&'static WeightFormat>,
+    /// Where.
+    pub memory: Memory,
+    /// Bytes of the context, libraries and other processes.
+    pub overhead_bytes: u64,
+    /// Sequences.
+    pub batch: u64,
+    /// Tokens that each brings.
+    pub context: u64,
+    /// Tokens that each is given.
+    pub output: u64,
+    /// Tokens of a sequence that go through the model together; `None`: all.
+    pub chunk: Option<u64>,
+    /// Attention.
+    pub attention: Attention,
+    /// Logits.
+    pub logits: Logits,
+    /// Keys and values.
+    pub kv: KvStore,
+    /// Room for them.
+    pub allocation: Allocation,
+    /// What is evicted.
+    pub eviction: Option<Eviction>,
+    /// Cards that share each layer.
+    pub tensor_parallel: u64,
+    /// Cards that share the layers.
+    pub pipeline: u64,
+    /// Layers whose weights lie in the host's memory and come over the link for each pass.
+    pub offload: u64,
+}
+
+/// Moments of a run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Phase {
+    /// Weights are there; the largest tensor is being converted.
+    Load,
+    /// Prefill at its worst.
+    Prefill,
+    /// The last token is decoded.
+    Decode,
+}
+
+impl Phase {
+    /// In the order in which they come.
+    pub const ALL: [Phase; 3] = [Phase::Load, Phase::Prefill, Phase::Decode];
+
+    /// Name.
+    pub fn name(self) -> &'static str {
+        match self {
+            Phase::Load => "load",
+            Phase::Prefill => "prefill",
+            Phase::Decode => "decode",
+        }
+    }
+}
+
+/// Bytes of a moment, by term.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Bytes {
+    /// Weights on the card.
+    pub weights: u128,
+    /// What a load needs besides.
+    pub cold_start: u128,
+    /// Keys and values of tokens, and recurrent states.
+    pub kv: u128,
+    /// Score matrices of one layer.
+    pub scores: u128,
+    /// The residual stream and one block's intermediate results.
+    pub activations: u128,
+    /// Logits.
+    pub logits: u128,
+    /// A policy's scores.
+    pub workspace: u128,
+    /// Page tables.
+    pub metadata: u128,
+    /// Room for tokens that is taken and empty.
+    pub slack: u128,
+    /// Context, libraries, other processes.
+    pub context: u128,
+}
+
+impl Bytes {
+    /// Names and bytes, in the order in which they are shown.
+    pub fn terms(&self) -> [(&'static str, u128); 10] {
+        [
+            ("weights", self.weights),
+            ("cold start", self.cold_start),
+            ("kv", self.kv),
+            ("scores", self.scores),
+            ("activations", self.activations),
+            ("logits", self.logits),
+            ("workspace", self.workspace),
+            ("metadata", self.metadata),
+            ("slack", self.slack),
+            ("context", self.context),
+        ]
+    }
+
+    /// Their sum.
+    pub fn total(&self) -> u128 {
+        self.terms().iter().map(|(_, bytes)| bytes).sum()
+    }
+}
+
+impl Scenario<'_> {
+    /// Tokens of each sequence that go through the model together.
+    pub fn pass_tokens(&self, context: u64) -> u64 {
+        let evicting = self.eviction.as_ref().and_then(|eviction| eviction.chunk_tokens);
+        [self.chunk, evicting].into_iter().flatten().fold(context, u64::min).max(1)
+    }
+
+    /// Tokens that a list holds of a context once the policy was at work.
+    ///
+    /// # Errors
+    /// When the budget leaves none.
+    pub fn retained(&self, context: u64) -> Result<u64, PlanError> {
+        let Some(eviction) = self.eviction.as_ref().filter(|eviction| !eviction.selects) else { return Ok(context) };
+        let budget = eviction.budget;
+        Ok(budget.tokens(context as usize, self.kv_token_bytes(), self.batch as usize)? as u64)
+    }
+
+    /// Bytes of a token of a sequence in all layers, windows aside.
+    pub fn kv_token_bytes(&self) -> u64 {
+        self.subject.groups.iter().map(|group| self.kv.token_bytes(group)).sum()
+    }
+
+    /// Tokens of a sequence in a list that may hold as many as `window` says: those that are there, and the room for them.
+    fn tokens(&self, held: u64, window: Option<usize>) -> (u64, u64) {
+        let held = window.map_or(held, |window| held.min(window as u64));
+        let room = match self.allocation {
+            Allocation::Exact => held,
+            Allocation::Paged(page) => held.next_multiple_of(page),
+            Allocation::Reserved(most) => held.max(window.map_or(most, |window| most.min(window as u64))),
+        };
+        (held, room)
+    }
+
+    /// Adds a cache whose lists hold `tokens` of each sequence.
+    fn add_cache(&self, to: &mut Bytes, tokens: u64) {
+        let cards = u128::from(self.pipeline);
+        for group in &self.subject.groups {
+            let (held, room) = self.tokens(tokens, group.window);
+            // KV heads are shared out as far as there are any; a compressed row is held by every card.
+            let split = self.tensor_parallel.min(group.heads as u64);
+            let token =
+                (u128::from(self.kv.token_bytes(group)) * u128::from(self.batch)).div_ceil(u128::from(split) * cards);
+            to.kv += token * u128::from(held);
+            to.slack += token * u128::from(room - held);
+            if let Allocation::Paged(page) = self.allocation {
+                let lists = u128::from(self.batch) * (group.layers * group.heads) as u128;
+                to.metadata += (4 * u128::from(room / page) * lists).div_ceil(cards);
+            }
+        }
+        to.kv += u128::from(self.subject.state_bytes) * u128::from(self.batch) / cards;
+    }
+
+    /// Bytes of weights on the fullest card.
+    pub fn weight_bytes(&self) -> u128 {
+        let whole = self.subject.weight_bytes(self.weights);
+        let layer = u128::from(whole.layers).div_ceil(self.subject.layers as u128);
+        let here = (self.subject.layers as u128).saturating_sub(u128::from(self.offload));
+        // One layer that is on its way has its room.
+        let passing = u128::from(self.offload.min(1));
+        let layers = if self.offload == 0 { u128::from(whole.layers) } else { layer * (here + passing) };
+        layers.div_ceil(u128::from(self.tensor_parallel * self.pipeline))
+            + u128::from(whole.outside).div_ceil(u128::from(self.tensor_parallel))
+    }
+
+    /// Bytes that weights in the host's memory have.
+    pub fn offloaded_bytes(&self) -> u128 {
+        let layers = self.subject.layers as u128;
+        u128::from(self.subject.weight_bytes(self.weights).layers) * u128::from(self.offload).min(layers) / layers
+    }
+
+    /// Bytes of an element in which a block computes.
+    pub fn compute_bytes(&self) -> u64 {
+        if self.weights.is_some_and(|format| format.name == "fp32") { 4 } else { 2 }
+    }
+
+    /// Bytes of the rows of a pass: `elements` of each token.
+    fn rows(&self, tokens: u64, elements: u64) -> u128 {
+        u128::from(self.batch) * u128::from(tokens) * u128::from(elements) * u128::from(self.compute_bytes())
+    }
+
+    fn logit_bytes(&self, tokens: u64) -> u128 {
+        let (rows, bytes) = match self.logits {
+            Logits::Last => (1, 4),
+            Logits::All => (tokens, self.compute_bytes() + 4),
+        };
+        u128::from(self.batch) * u128::from(rows) * u128::from(bytes) * self.subject.vocab as u128
+    }
+
+    /// The larger of the two moments of a pass of `tokens` of each sequence over `keys` keys, whose cache `base` holds.
+    fn pass(&self, base: Bytes, tokens: u64, keys: u64) -> Bytes {
+        let subject = self.subject;
+        let pairs = u128::from(self.batch) * u128::from(tokens) * u128::from(keys);
+        let heads = (subject.heads as u64).div_ceil(self.tensor_parallel);
+        let scores = pairs * u128::from(heads) * u128::from(self.attention.score_bytes());
+        let stream = 2 * subject.hidden as u64;
+        let inner = (subject.activation_elements - stream).div_ceil(self.tensor_parallel);
+        let workspace = match &self.eviction {
+            Some(eviction) if !eviction.selects => {
+                let lists = subject.groups.iter().map(|group| group.heads).max().unwrap_or(0);
+                4 * u128::from(self.batch) * lists as u128 * u128::from(keys)
+            }
+            _ => 0,
+        };
+        let inside = Bytes { scores, activations: self.rows(tokens, stream + inner), workspace, ..base };
+        let output = Bytes { activations: self.rows(tokens, stream), logits: self.logit_bytes(tokens), ..base };
+        if inside.total() >= output.total() { inside } else { output }
+    }
+
+    /// Bytes of a phase at `context` tokens of each sequence.
+    ///
+    /// # Errors
+    /// When the budget leaves no token.
+    pub fn bytes_at(&self, phase: Phase, context: u64) -> Result<Bytes, PlanError> {
+        let mut base =
+            Bytes { weights: self.weight_bytes(), context: u128::from(self.overhead_bytes), ..Bytes::default() };
+        match phase {
+            Phase::Load => {
+                // Quantised as it is loaded: the largest matrix is there in 16 bits too.
+                if self.weights.is_some_and(|format| format.at_load) {
+                    base.cold_start = 2 * u128::from(self.subject.largest_matrix());
+                }
+                Ok(base)
+            }
+            Phase::Prefill => {
+                let pass = self.pass_tokens(context);
+                let chunked = self.eviction.as_ref().is_some_and(|eviction| eviction.chunk_tokens.is_some());
+                let held = if chunked { context.min(self.retained(context)? + pass) } else { context };
+                self.add_cache(&mut base, held);
+                Ok(self.pass(base, pass, held))
+            }
+            Phase::Decode => {
+                let held = self.retained(context)? + self.output;
+                self.add_cache(&mut base, held);
+                Ok(self.pass(base, 1, held))
+            }
+        }
+    }
+
+    /// Bytes of the fullest moment at `context` tokens.
+    ///
+    /// # Errors
+    /// As [`Scenario::bytes_at`].
+    pub fn peak(&self, context: u64) -> Result<(Phase, Bytes), PlanError> {
+        let mut peak = (Phase::Load, self.bytes_at(Phase::Load, context)?);
+        for phase in [Phase::Prefill, Phase::Decode] {
+            let bytes = self.bytes_at(phase, context)?;
+            if bytes.total() > peak.1.total() {
+                peak = (phase, bytes);
+            }
+        }
+        Ok(peak)
+    }
+
+    /// Whether it runs at `context` tokens.
+    ///
+    /// # Errors
+    /// As [`Scenario::bytes_at`].
+    pub fn fits(&self, context: u64) -> Result<bool, PlanError> {
+        Ok(self.peak(context)?.1.total() <= u128::from(self.memory.bytes()))
+    }
+
+    /// Refuses what cannot be.
+    ///
+    /// # Errors
+    /// What was wrong, its value, and what would be right; or that the sum is beyond any memory.
+    pub fn check(&self) -> Result<(), PlanError> {
+        const MOST: u64 = 1 << 40;
+        let counts: BTreeMap<&'static str, u64> = BTreeMap::from([
+            ("--batch", self.batch),
+            ("--context", self.context),
+            ("--prefill-chunk", self.chunk.unwrap_or(1)),
+            ("--tensor-parallel", self.tensor_parallel),
+            ("--pipeline", self.pipeline),
+        ]);
+        let wrong =
+            |what, value: u64, expected: String| Err(PlanError::Value { what, value: value.to_string(), expected });
+        for (what, value) in counts {
+            if !(1..=MOST).contains(&value) {
+                return wrong(what, value, "it must be 1 to 2^40".into());
+            }
+        }
+        let layers = self.subject.layers as u64;
+        for (what, value) in [("--pipeline", self.pipeline), ("--offload-layers", self.offload)] {
+            if value > layers {
+                return wrong(what, value, format!("the model has {layers} layers"));
+            }
+        }
+        let heads = self.subject.heads as u64;
+        if self.tensor_parallel > heads {
+            return wrong("--tensor-parallel", self.tensor_parallel, format!("the model has {heads} query heads"));
+        }
+        if self.peak(self.context)?.1.total() > 1 << 60 {
+            return Err(PlanError::Overflow { what: "this" });
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,182 @@
+//! Where a model comes from: a preset, a `config.json`, a folder, a safetensors file's folder, or a GGUF file.
+//!
+//! Of files only headers are read: bytes of weights are then those of the tensors, to the byte, and not an estimate.
+
+use super::PlanError;
+use super::architecture::{Architecture, KvGroup};
+use super::presets::{self, WEIGHT_FORMATS};
+use super::read;
+use super::weights::WeightFormat;
+use crate::model::{gguf_tensors, tensor_files};
+use std::path::{Path, PathBuf};
+
+/// Where the shape of a model was found.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Source {
+    /// The table of presets.
+    Preset,
+    /// A `config.json` without tensors.
+    Config(PathBuf),
+    /// A folder with tensors, or a GGUF file.
+    Tensors(PathBuf),
+}
+
+/// Bytes of weights, outside of blocks and in them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Parts {
+    /// Embedding, head, last norm.
+    pub outside: u64,
+    /// Blocks.
+    pub layers: u64,
+}
+
+impl Parts {
+    /// Both.
+    pub fn total(self) -> u64 {
+        self.outside + self.layers
+    }
+}
+
+/// A model, with all that a plan asks of it.
+#[derive(Debug, Clone)]
+pub struct Subject {
+    /// What it was called.
+    pub name: String,
+    /// Where it was found.
+    pub source: Source,
+    /// Its shape.
+    pub architecture: Architecture,
+    /// Blocks.
+    pub layers: usize,
+    /// Elements of the residual stream.
+    pub hidden: usize,
+    /// `Hq`.
+    pub heads: usize,
+    /// Tokens that there are.
+    pub vocab: usize,
+    /// Layers that hold keys and values.
+    pub groups: Vec<KvGroup>,
+    /// Bytes of a sequence's recurrent states.
+    pub state_bytes: u64,
+    /// Elements that a token takes inside a block.
+    pub activation_elements: u64,
+    /// All parameters.
+    pub parameters: u64,
+    /// Those that a token is multiplied by.
+    pub active_parameters: u64,
+    /// Bytes of its files' tensors, where there are files.
+    pub held: Option<Parts>,
+    /// Bytes in each of [`WEIGHT_FORMATS`].
+    formats: Vec<Parts>,
+}
+
+impl Subject {
+    /// Finds a model by what was given as `--model`: an existing path, else a preset.
+    ///
+    /// # Errors
+    /// When there is neither, or what is there is not understood.
+    pub fn find(model: &Path) -> Result<Self, PlanError> {
+        if !model.exists() {
+            let name = model.to_string_lossy();
+            if name.contains('/') || name.ends_with(".json") || name.ends_with(".gguf") {
+                return Err(PlanError::File { path: model.into(), reason: "there is no such file or folder".into() });
+            }
+            return Self::new(presets::model(&name)?.clone(), Source::Preset, None);
+        }
+        if model.is_dir() {
+            let architecture = read::config(&model.join("config.json"))?;
+            let mut parts = Parts::default();
+            for file in tensor_files(model)? {
+                for entry in file.entries()? {
+                    parts.add(&entry.name, entry.range.len() as u64);
+                }
+            }
+            return Self::new(architecture, Source::Tensors(model.into()), Some(parts));
+        }
+        match model.extension().and_then(|extension| extension.to_str()) {
+            Some("json") => Self::new(read::config(model)?, Source::Config(model.into()), None),
+            Some("safetensors") => match model.parent().filter(|folder| folder.join("config.json").exists()) {
+                Some(folder) => Self::find(folder),
+                None => {
+                    let reason =
+                        "tensors alone do not say how many heads there are; a config.json must lie beside them";
+                    Err(PlanError::File { path: model.into(), reason: reason.into() })
+                }
+            },
+            _ => {
+                let (metadata, tensors) = gguf_tensors(model)?;
+                let wrong = |reason| PlanError::File { path: model.into(), reason };
+                let mut parts = Parts::default();
+                for tensor in &tensors {
+                    parts.add(&tensor.name, read::ggml_bytes(tensor).map_err(wrong)?);
+                }
+                let architecture = read::gguf(&metadata, &tensors, model).map_err(wrong)?;
+                Self::new(architecture, Source::Tensors(model.into()), Some(parts))
+            }
+        }
+    }
+
+    /// A model of a shape.
+    ///
+    /// # Errors
+    /// When the shape is none.
+    pub fn new(architecture: Architecture, source: Source, held: Option<Parts>) -> Result<Self, PlanError> {
+        architecture.check().map_err(|reason| match &source {
+            Source::Preset => PlanError::File { path: "presets".into(), reason },
+            Source::Config(path) | Source::Tensors(path) => PlanError::File { path: path.clone(), reason },
+        })?;
+        let parts = |format: &WeightFormat| Parts {
+            outside: format.outside_bytes(&architecture),
+            layers: format.bytes(&architecture) - format.outside_bytes(&architecture),
+        };
+        Ok(Subject {
+            name: architecture.name.clone(),
+            source,
+            layers: architecture.layers,
+            hidden: architecture.hidden,
+            heads: architecture.heads,
+            vocab: architecture.vocab,
+            groups: architecture.kv_groups(),
+            state_bytes: architecture.state_bytes(),
+            activation_elements: architecture.activation_elements(),
+            parameters: architecture.parameters(),
+            active_parameters: architecture.active_parameters(),
+            held,
+            formats: WEIGHT_FORMATS.iter().map(parts).collect(),
+            architecture,
+        })
+    }
+
+    /// Bytes of weights in a format; in that of the files, or bf16 without files, where none is asked for.
+    pub fn weight_bytes(&self, format: Option<&'static WeightFormat>) -> Parts {
+        let name = match (format, self.held) {
+            (None, Some(held)) => return held,
+            (None, None) => "bf16",
+            (Some(format), _) => &format.name,
+        };
+        let at = WEIGHT_FORMATS.iter().position(|format| format.name == name);
+        self.formats[at.expect("every format is of the table")]
+    }
+
+    /// Elements of the largest matrix of a block.
+    pub fn largest_matrix(&self) -> u64 {
+        let shape = &self.architecture;
+        let attention = shape.heads * shape.head_dim * if shape.output_gate { 2 } else { 1 };
+        let ffn = shape.experts.map_or(shape.ffn, |experts| match experts.dense_layers {
+            0 => experts.ffn,
+            _ => shape.ffn,
+        });
+        (shape.hidden * attention.max(ffn)) as u64
+    }
+}
+
+impl Parts {
+    /// Counts a tensor where its name says that it belongs.
+    fn add(&mut self, name: &str, bytes: u64) {
+        let in_block = ["layers.", "blk.", "h."].iter().any(|part| {
+            let at = name.find(part);
+            at.is_some_and(|at| name[at + part.len()..].starts_with(|c: char| c.is_ascii_digit()))
+        });
+        *if in_block { &mut self.layers } else { &mut self.outside } += bytes;
+    }
+}

@@ -1,0 +1,303 @@
+//! Memory of training: parameters, gradients, optimizer and activations, and how sharding divides them.
+//!
+//! States follow ZeRO (arXiv 1910.02054): an optimizer's row says how many bytes a parameter, a gradient and its states
+//! take; stage 1 divides the states over the data-parallel cards, stage 2 the gradients too, stage 3 (FSDP) also the
+//! parameters, and then gathers the largest unit. Activations follow Korthikanti et al. (arXiv 2205.05198): what a block
+//! keeps for its backward pass, with nothing recomputed, attention recomputed, or everything.
+
+use super::PlanError;
+use super::source::Subject;
+use serde::Serialize;
+
+/// Bytes per parameter of an optimizer's way of training.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct Optimizer {
+    /// Name on the command line.
+    pub name: &'static str,
+    /// One line.
+    #[serde(skip)]
+    pub about: &'static str,
+    /// Of a parameter as the pass reads it.
+    pub parameter: u64,
+    /// Of a gradient.
+    pub gradient: u64,
+    /// Of the optimizer's states, a master copy included.
+    pub states: u64,
+}
+
+impl Optimizer {
+    /// All of them.
+    pub fn bytes(&self) -> u64 {
+        self.parameter + self.gradient + self.states
+    }
+}
+
+/// The ways of training, from 8 to 20 bytes a parameter.
+pub const OPTIMIZERS: [Optimizer; 7] = [
+    optimizer("adamw-bf16", "everything in bf16, no master copy", [2, 2, 4]),
+    optimizer("adamw-8bit", "master copy in f32, states in 8 bits", [2, 2, 6]),
+    optimizer("adamw-bf16-states", "master copy in f32, states in bf16", [2, 2, 8]),
+    optimizer("sgd", "master copy and momentum in f32", [2, 2, 8]),
+    optimizer("adamw", "mixed precision: master copy and states in f32", [2, 2, 12]),
+    optimizer("adamw-f32-gradients", "mixed precision, gradients in f32", [2, 4, 12]),
+    optimizer("adamw-accumulated", "gradients in 16 bits, added up in f32", [2, 6, 12]),
+];
+
+const fn optimizer(name: &'static str, about: &'static str, [parameter, gradient, states]: [u64; 3]) -> Optimizer {
+    Optimizer { name, about, parameter, gradient, states }
+}
+
+/// What is computed again in the backward pass.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Recompute {
+    /// Nothing.
+    None,
+    /// Attention's scores.
+    Selective,
+    /// All but the input of each block.
+    Full,
+}
+
+/// What lies in the host's memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Offload {
+    /// Nothing.
+    None,
+    /// Gradients and the optimizer's states.
+    Optimizer,
+    /// Parameters too.
+    All,
+}
+
+/// A way of training.
+#[derive(Debug, Clone)]
+pub struct Training<'a> {
+    /// The model.
+    pub subject: &'a Subject,
+    /// Bytes a parameter.
+    pub optimizer: Optimizer,
+    /// ZeRO's stage, 0 to 3.
+    pub zero: u64,
+    /// Cards that each see other sequences.
+    pub data_parallel: u64,
+    /// Cards that share each layer.
+    pub tensor_parallel: u64,
+    /// Whether they share the sequence between their layers too.
+    pub sequence_parallel: bool,
+    /// Cards that share the layers.
+    pub pipeline: u64,
+    /// Sequences of a card at once.
+    pub micro_batch: u64,
+    /// Tokens of a sequence.
+    pub context: u64,
+    /// What is computed again.
+    pub recompute: Recompute,
+    /// Whether attention keeps its scores for the backward pass, as without tiles.
+    pub keeps_scores: bool,
+    /// What lies in the host's memory.
+    pub offload: Offload,
+    /// Context and libraries of a card.
+    pub overhead_bytes: u64,
+}
+
+/// Bytes of a card, by term.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Spent {
+    /// Parameters.
+    pub parameter_bytes: u64,
+    /// Gradients.
+    pub gradient_bytes: u64,
+    /// The optimizer's states.
+    pub optimizer_bytes: u64,
+    /// The unit that stage 3 gathers: parameters and gradients of the largest, in 16 bits.
+    pub gathered_bytes: u64,
+    /// What blocks keep for the backward pass.
+    pub activation_bytes: u64,
+    /// Logits: 16 bits, f32, and a gradient in f32.
+    pub loss_bytes: u64,
+    /// Context and libraries.
+    pub context_bytes: u64,
+    /// Bytes in the host's memory, for each card.
+    pub host_bytes: u64,
+    /// Bytes over the link in a step, for each card.
+    pub link_bytes: u64,
+}
+
+impl Spent {
+    /// What a card needs.
+    pub fn total(&self) -> u64 {
+        self.terms().iter().map(|(_, bytes)| bytes).sum()
+    }
+
+    /// Names and bytes on the card.
+    pub fn terms(&self) -> [(&'static str, u64); 7] {
+        [
+            ("parameters", self.parameter_bytes),
+            ("gradients", self.gradient_bytes),
+            ("optimizer", self.optimizer_bytes),
+            ("gathered unit", self.gathered_bytes),
+            ("activations", self.activation_bytes),
+            ("loss", self.loss_bytes),
+            ("context", self.context_bytes),
+        ]
+    }
+}
+
+/// Bytes of parameters, gradients and optimizer states of a card that holds `parameters`, with ZeRO over `cards`.
+pub fn states(parameters: u64, optimizer: Optimizer, zero: u64, cards: u64) -> [u64; 3] {
+    let of = |bytes: u64, from: u64| (parameters * bytes).div_ceil(if zero >= from { cards } else { 1 });
+    [of(optimizer.parameter, 3), of(optimizer.gradient, 2), of(optimizer.states, 1)]
+}
+
+/// Bytes that a GPT-like block keeps of a token of the residual stream, in 16 bits: `h (34 + 5 a s / h)` (arXiv 2205.05198,
+/// equations 1 to 4 and 6), divided over `t` cards, with or without the sequence.
+pub fn gpt_bytes_per_token(
+    hidden: u64,
+    heads: u64,
+    context: u64,
+    tensor: u64,
+    sequence: bool,
+    recompute: Recompute,
+) -> f64 {
+    let [h, a, s, t] = [hidden, heads, context, tensor].map(|n| n as f64);
+    let shared = if sequence { t } else { 1.0 };
+    let scores = if recompute == Recompute::None { 5.0 * a * s / t } else { 0.0 };
+    match recompute {
+        Recompute::Full => 2.0 * h / shared,
+        _ => h * (10.0 / shared + 24.0 / t) + scores,
+    }
+}
+
+impl Training<'_> {
+    /// Bytes that a block keeps of a token.
+    fn block_bytes_per_token(&self) -> f64 {
+        let shape = &self.subject.architecture;
+        let [h, heads, kv_heads, d] = [shape.hidden, shape.heads, shape.kv_heads, shape.head_dim].map(|n| n as f64);
+        let tensor = self.tensor_parallel as f64;
+        if shape.gpt {
+            let recompute = match (self.recompute, self.keeps_scores) {
+                (Recompute::None, false) => Recompute::Selective,
+                (recompute, _) => recompute,
+            };
+            let (hidden, heads) = (shape.hidden as u64, shape.heads as u64);
+            return gpt_bytes_per_token(
+                hidden,
+                heads,
+                self.context,
+                self.tensor_parallel,
+                self.sequence_parallel,
+                recompute,
+            );
+        }
+        let shared = if self.sequence_parallel { tensor } else { 1.0 };
+        let ffn = match shape.experts {
+            Some(experts) => (experts.ffn * (experts.active + experts.shared)) as f64,
+            None => shape.ffn as f64,
+        };
+        // RMS norms, SwiGLU: two norms with their inputs, q, k, v, the output, gate, up, their product and its factor.
+        let kept = 8.0 * h / shared + (2.0 * (heads + 2.0 * kv_heads) * d + 2.0 * heads * d + 8.0 * ffn) / tensor;
+        let scores = match (self.recompute, self.keeps_scores) {
+            (Recompute::None, true) => 5.0 * heads * self.context as f64 / tensor,
+            // The log-sum-exp of each row.
+            _ => 4.0 * heads / tensor,
+        };
+        match self.recompute {
+            Recompute::Full => 2.0 * h / shared,
+            _ => kept + scores,
+        }
+    }
+
+    /// Bytes of a card.
+    pub fn spent(&self) -> Spent {
+        let shape = &self.subject.architecture;
+        let parameters = self.subject.parameters.div_ceil(self.tensor_parallel * self.pipeline);
+        let [parameter, gradient, optimizer] = states(parameters, self.optimizer, self.zero, self.data_parallel);
+        let largest = (0..shape.layers).map(|layer| shape.layer(layer).block()).max().unwrap_or(0);
+        let largest = largest.max((shape.vocab * shape.hidden) as u64) / self.tensor_parallel;
+        let gathered_bytes = if self.zero >= 3 && self.data_parallel > 1 { 4 * largest } else { 0 };
+        let tokens = (self.micro_batch * self.context) as f64;
+        // A pipeline's first stage holds as many micro-batches as there are stages: layers of one card times stages.
+        let kept = tokens * shape.layers as f64 * self.block_bytes_per_token();
+        let one_more = match self.recompute {
+            Recompute::Full => {
+                tokens * Training { recompute: Recompute::Selective, ..self.clone() }.block_bytes_per_token()
+            }
+            _ => 0.0,
+        };
+        let loss = 10.0 * tokens * shape.vocab as f64 / self.tensor_parallel as f64;
+        let (mut here, mut host) = ([parameter, gradient, optimizer], 0);
+        let moved = match self.offload {
+            Offload::None => 0..0,
+            Offload::Optimizer => 1..3,
+            Offload::All => 0..3,
+        };
+        here[moved].iter_mut().for_each(|bytes| host += std::mem::take(bytes));
+        // Gradients go down and new parameters come up; parameters that lie there come up for both passes.
+        let link = match self.offload {
+            Offload::None => 0,
+            Offload::Optimizer => gradient + parameter,
+            Offload::All => gradient + 3 * parameter,
+        };
+        Spent {
+            parameter_bytes: here[0],
+            gradient_bytes: here[1],
+            optimizer_bytes: here[2],
+            gathered_bytes,
+            activation_bytes: (kept + one_more) as u64,
+            loss_bytes: loss as u64,
+            context_bytes: self.overhead_bytes,
+            host_bytes: host,
+            link_bytes: link,
+        }
+    }
+
+    /// Refuses what cannot be.
+    ///
+    /// # Errors
+    /// What was wrong, its value, and what would be right.
+    pub fn check(&self) -> Result<(), PlanError> {
+        let wrong = |what, value: u64, expected: &str| {
+            Err(PlanError::Value { what, value: value.to_string(), expected: expected.into() })
+        };
+        let counts = [
+            ("--data-parallel", self.data_parallel),
+            ("--tensor-parallel", self.tensor_parallel),
+            ("--pipeline", self.pipeline),
+            ("--micro-batch", self.micro_batch),
+            ("--context", self.context),
+        ];
+        if let Some((what, value)) = counts.into_iter().find(|(_, value)| !(1..=1 << 28).contains(value)) {
+            return wrong(what, value, "it must be 1 to 2^28");
+        }
+        if self.zero > 3 {
+            return wrong("--zero", self.zero, "the stages are 0 to 3");
+        }
+        if self.pipeline > self.subject.layers as u64 {
+            return wrong("--pipeline", self.pipeline, "it must not be more than the model's layers");
+        }
+        if self.tensor_parallel > self.subject.heads as u64 {
+            return wrong(
+                "--tensor-parallel",
+                self.tensor_parallel,
+                "it must not be more than the model's query heads",
+            );
+        }
+        let tokens = self.micro_batch as f64 * self.context as f64;
+        if tokens * self.subject.layers as f64 * self.block_bytes_per_token() > 2f64.powi(60) {
+            return Err(PlanError::Overflow { what: "a step" });
+        }
+        Ok(())
+    }
+}
+
+/// Bytes of adapters of a rank on every matrix of all blocks, trained as `adamw`: 16 bytes a parameter.
+pub fn adapter_bytes(subject: &Subject, rank: u64) -> u64 {
+    let shape = &subject.architecture;
+    let [hidden, ffn] = [shape.hidden, shape.ffn].map(|n| n as u64);
+    let (q, kv) = ((shape.heads * shape.head_dim) as u64, (shape.kv_heads * shape.head_dim) as u64);
+    let attention = (hidden + q) * 2 + (hidden + kv) * 2;
+    let mlp = (hidden + ffn) * if shape.gpt { 2 } else { 3 };
+    16 * rank * shape.layers as u64 * (attention + mlp)
+}

@@ -1,0 +1,150 @@
+//! `kvsieve plan` as a user sees it.
+
+use assert_cmd::Command;
+use serde_json::Value;
+use std::fs;
+use tempfile::TempDir;
+
+fn plan(arguments: &str) -> Command {
+    let mut command = Command::cargo_bin("kvsieve").unwrap();
+    command.arg("plan").args(arguments.split_whitespace()).env("NO_COLOR", "1");
+    command
+}
+
+fn stdout(arguments: &str) -> String {
+    String::from_utf8(plan(arguments).assert().success().stderr("").get_output().stdout.clone()).unwrap()
+}
+
+fn json(arguments: &str) -> Value {
+    serde_json::from_str(&stdout(&format!("{arguments} --json -"))).unwrap()
+}
+
+#[test]
+fn answers_are_as_reviewed() {
+    let cases = [
+        ("eager", "--model llama-3-8b --gpu 40536MiB --context 16384 --attention naive"),
+        ("target", "--model llama-3-8b --gpu rtx-4090 --target-context 128k"),
+        (
+            "sharded",
+            "--model deepseek-v3 --gpu h200 --tensor-parallel 8 --weights fp8 --batch 4 --context 32k --allocation paged",
+        ),
+        (
+            "evicted",
+            "--model llama-2-7b --gpu l4 --context 32k --policy keydiff+chunks:tokens=1024 --budget 4k --output-tokens 512",
+        ),
+        ("max_context", "max-context --model qwen3-8b --gpu rtx-4090 --prefill-chunk 2k --kv-format int8"),
+        ("max_batch", "max-batch --model llama-3-8b --gpu h100 --context 8k"),
+        ("compare", "compare llama-2-7b mistral-7b-v0.3 --gpu l4 --context 16k"),
+        ("explain", "explain kv --model gemma-3-4b --context 128k"),
+        ("train", "train --model llama-3-8b --gpu h100 --zero 2 --data-parallel 8 --offload optimizer"),
+        ("gpus", "gpus --model qwen2.5-14b --context 32k"),
+        ("claims", "claims"),
+        ("published", "published"),
+        ("audit", "audit results/reference/quickstart"),
+    ];
+    for (name, arguments) in cases {
+        let said = stdout(arguments);
+        assert!(said.lines().all(|line| line.chars().count() <= 100), "{name}: a line is too wide\n{said}");
+        insta::assert_snapshot!(format!("plan_{name}"), said);
+    }
+}
+
+#[test]
+fn json_has_every_number() {
+    let plan = json("--model llama-3-8b --gpu 40536MiB --context 16384 --attention naive");
+    assert_eq!(plan["max_context_tokens"], 9621);
+    assert_eq!(plan["guilty_term"], "scores");
+    assert_eq!(plan["parameters"], 8_030_261_248u64);
+    let scores = plan["terms"].as_array().unwrap().iter().find(|term| term["term"] == "scores").unwrap();
+    assert_eq!(
+        (&scores["prefill_bytes"], &scores["growth"]),
+        (&Value::from(68_719_476_736u64), &Value::from("quadratic"))
+    );
+    let sum: u64 = plan["terms"].as_array().unwrap().iter().map(|term| term["prefill_bytes"].as_u64().unwrap()).sum();
+    assert_eq!(plan["peak_bytes"], sum);
+    assert!(plan["levers"][0]["lever"] == "tiled attention" && plan["levers"][0]["max_context_tokens"] == 111_124);
+    assert_eq!(json("max-context --model llama-3-8b --gpu 40536MiB --attention minimal")["max_context_tokens"], 13_354);
+    assert!(json("published").as_array().unwrap().len() >= 30);
+}
+
+#[test]
+fn what_is_wrong_is_told_in_one_line_with_status_2() {
+    let cases = [
+        ("--gpu h100", "--model is missing; give a preset such as llama-3-8b"),
+        ("--model llama-3-8b", "--gpu is missing; give a card such as rtx-4090"),
+        ("--model lama-3-8b --gpu h100", "unknown model 'lama-3-8b'; near it are llama-3-8b"),
+        ("--model llama-3-8b --gpu h10", "unknown GPU 'h10'; near it are h100"),
+        ("--model llama-3-8b --gpu 0GiB", "'0GiB' is not an amount of memory"),
+        ("--model llama-3-8b --gpu=-5GiB", "'-5GiB' is not an amount of memory"),
+        ("--model llama-3-8b --gpu h100 --context 0", "'0' is not a token count"),
+        ("--model llama-3-8b --gpu h100 --context -1", "'-1' is not a token count"),
+        ("--model llama-3-8b --gpu h100 --context 9999999999999999", "is not a token count"),
+        ("--model llama-3-8b --gpu h100 --batch 0", "--batch is 0; it must be 1 to 2^40"),
+        ("--model llama-3-8b --gpu h100 --batch -2", "invalid value '-2'"),
+        ("--model llama-3-8b --gpu h100 --batch 1099511627776 --context 1m", "more than 2^60 bytes"),
+        ("--model llama-3-8b --gpu h100 --tensor-parallel 33", "--tensor-parallel is 33; the model has 32 query heads"),
+        ("--model llama-3-8b --gpu h100 --offload-layers 33", "--offload-layers is 33; the model has 32 layers"),
+        ("--model llama-3-8b --gpu h100 --weights q4_k", "unknown weight format 'q4_k'; near it are q4_k_m"),
+        ("--model llama-3-8b --gpu h100 --kv-format int3", "format of keys and values is 'int3'"),
+        ("--model llama-3-8b --gpu h100 --attention flash", "it is naive, minimal or tiled"),
+        ("--model llama-3-8b --gpu h100 --policy snapkv --budget 0", "'0' is not a budget"),
+        ("--model llama-3-8b --gpu h100 --policy nosuch --budget 0.5", "unknown policy 'nosuch'"),
+        ("--model llama-3-8b --gpu h100 --allocation paged:0", "'0' is not a token count"),
+        ("--model /nosuch/model --gpu h100", "there is no such file or folder"),
+        ("--model Cargo.toml --gpu h100", "not a GGUF file that is read"),
+        ("explain kvs --model llama-3-8b", "unknown term 'kvs'; near it are kv"),
+        ("compare llama-3-8b --gpu h100", "2 values required"),
+        ("train --model llama-3-8b --gpu h100 --zero 4", "--zero is 4; the stages are 0 to 3"),
+        ("train --model llama-3-8b --gpu h100 --optimizer adam", "unknown optimizer 'adam'; near it are adamw"),
+        ("audit src", "there is no run in it"),
+        ("allocator Cargo.toml", "not a list of events"),
+    ];
+    for (arguments, expected) in cases {
+        let output = plan(arguments).output().unwrap();
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(2), "{arguments}: {said}");
+        assert!(said.contains(expected) && said.trim_end().lines().count() == 1, "{arguments}: {said}");
+    }
+}
+
+#[test]
+fn an_audit_beyond_its_tolerance_ends_with_status_1() {
+    let folder = TempDir::new().unwrap();
+    let records = fs::read_to_string("results/reference/quickstart/cells.jsonl").unwrap();
+    let first = records.lines().next().unwrap();
+    assert!(first.contains("\"peak_bytes\":5288000"), "{first}");
+    fs::write(
+        folder.path().join("cells.jsonl"),
+        first.replace("\"peak_bytes\":5288000", "\"peak_bytes\":5288004") + "\n",
+    )
+    .unwrap();
+    let output = plan(&format!("audit {}", folder.path().display())).output().unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    assert!(String::from_utf8(output.stdout).unwrap().contains("peak of the arena"));
+}
+
+#[test]
+fn figures_are_drawn_with_the_numbers_behind_them() {
+    let folder = TempDir::new().unwrap();
+    let to = folder.path().display();
+    stdout(&format!("--model llama-3-8b --gpu a100-40gb --context 16k --attention naive --output {to}"));
+    stdout(&format!("train --model llama-3-8b --gpu h100 --data-parallel 8 --output {to}"));
+    for name in ["memory-vs-context", "memory-terms", "levers", "zero-stages"] {
+        assert!(fs::read_to_string(folder.path().join(format!("{name}.svg"))).unwrap().contains("<svg"), "{name}");
+        assert!(fs::read_to_string(folder.path().join(format!("{name}.csv"))).unwrap().lines().count() > 3, "{name}");
+    }
+    let curves = fs::read_to_string(folder.path().join("memory-vs-context.csv")).unwrap();
+    assert!(curves.contains("\"naive, 8 B a score: ends at 9,621\",oom,16384,,89105204480"), "{curves}");
+}
+
+#[test]
+fn a_timeline_goes_through_every_allocator() {
+    let folder = TempDir::new().unwrap();
+    let trace = folder.path().join("timeline.json");
+    fs::write(&trace, r#"[{"at_ns":1,"label":"kv","delta_bytes":3145728},{"label":"kv","delta_bytes":-3145728}]"#)
+        .unwrap();
+    let outcomes = json(&format!("allocator {}", trace.display()));
+    let reserved: Vec<u64> =
+        outcomes.as_array().unwrap().iter().map(|one| one["reserved_peak_bytes"].as_u64().unwrap()).collect();
+    assert_eq!(reserved, [20 << 20, 20 << 20, 4 << 20, 3 << 20, 3 << 20]);
+}

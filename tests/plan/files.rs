@@ -1,0 +1,176 @@
+//! Models from files: a `config.json`, a folder's tensors, a GGUF header, and what is wrong with them.
+
+use kvsieve::planner::Subject;
+use serde_json::{Value, json};
+use std::fs;
+use std::path::{Path, PathBuf};
+use tempfile::TempDir;
+
+/// A folder with a `config.json`.
+fn config(value: &Value) -> (TempDir, PathBuf) {
+    let folder = TempDir::new().unwrap();
+    let path = folder.path().join("config.json");
+    fs::write(&path, value.to_string()).unwrap();
+    (folder, path)
+}
+
+fn llama() -> Value {
+    json!({
+        "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128_256, "max_position_embeddings": 8192,
+        "tie_word_embeddings": false, "rope_theta": 5e5, "something_else": [1, 2],
+    })
+}
+
+/// The keys of `changes` over those of a Llama; `null` takes a key away.
+fn with(changes: &Value) -> Value {
+    let mut value = llama();
+    for (key, change) in changes.as_object().unwrap() {
+        match change {
+            Value::Null => drop(value.as_object_mut().unwrap().remove(key)),
+            change => value[key] = change.clone(),
+        }
+    }
+    value
+}
+
+#[test]
+fn a_config_is_the_preset_that_was_made_from_it() {
+    let gemma = json!({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {
+        "hidden_size": 2560, "num_hidden_layers": 34, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+        "intermediate_size": 10240, "vocab_size": 262_208, "max_position_embeddings": 131_072, "sliding_window": 1024,
+        "sliding_window_pattern": 6}});
+    let deepseek = json!({
+        "architectures": ["DeepseekV3ForCausalLM"], "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128,
+        "num_key_value_heads": 128, "intermediate_size": 18432, "vocab_size": 129_280, "max_position_embeddings": 163_840,
+        "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+        "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "moe_intermediate_size": 2048,
+        "first_k_dense_replace": 3});
+    let next = json!({
+        "architectures": ["Qwen3NextForCausalLM"], "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 16,
+        "num_key_value_heads": 2, "head_dim": 256, "intermediate_size": 512, "vocab_size": 151_936,
+        "max_position_embeddings": 262_144, "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512, "full_attention_interval": 4, "linear_num_key_heads": 16,
+        "linear_key_head_dim": 128, "linear_num_value_heads": 32, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4});
+    let gpt = json!({"architectures": ["GPT2LMHeadModel"], "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024,
+        "vocab_size": 50257});
+    let qwen = with(&json!({"architectures": ["Qwen2ForCausalLM"], "hidden_size": 3584, "num_hidden_layers": 28,
+        "num_attention_heads": 28, "num_key_value_heads": 4, "intermediate_size": 18944, "vocab_size": 152_064,
+        "use_sliding_window": false, "sliding_window": 131_072}));
+    let cases = [
+        ("llama-3-8b", llama()),
+        ("gemma-3-4b", gemma),
+        ("deepseek-v3", deepseek),
+        ("qwen3-next-80b-a3b", next),
+        ("gpt-2", gpt),
+        ("qwen2.5-7b", qwen),
+    ];
+    for (name, value) in cases {
+        let (_folder, path) = config(&value);
+        let (read, preset) = (Subject::find(&path).unwrap(), super::subject(name));
+        assert_eq!((read.parameters, &read.groups), (preset.parameters, &preset.groups), "{name}");
+        assert_eq!(
+            (read.active_parameters, read.state_bytes),
+            (preset.active_parameters, preset.state_bytes),
+            "{name}"
+        );
+    }
+}
+
+#[test]
+fn what_a_config_lacks_is_an_error_and_never_a_guess() {
+    let cases = [
+        (json!({"num_key_value_heads": null}), "num_key_value_heads is missing"),
+        (json!({"vocab_size": null}), "vocab_size is missing"),
+        (json!({"max_position_embeddings": null}), "max_position_embeddings is missing"),
+        (json!({"hidden_size": -4096}), "hidden_size is -4096; it must be a whole number"),
+        (json!({"hidden_size": 0}), "hidden_size is 0; it must be a whole number"),
+        (json!({"num_hidden_layers": 1_000_000}), "layers is 1000000; it must be at most 4096"),
+        (json!({"num_key_value_heads": 5}), "32 query heads cannot share 5 KV heads"),
+        (
+            json!({"architectures": ["MambaForCausalLM"]}),
+            "architecture 'MambaForCausalLM' is not understood; known: Llama",
+        ),
+        (json!({"architectures": null}), "architectures is missing; it must name one architecture"),
+        (json!({"architectures": ["Qwen3ForCausalLM"]}), "head_dim is missing"),
+        (json!({"architectures": ["MixtralForCausalLM"]}), "num_local_experts is missing"),
+        (
+            json!({"architectures": ["Gemma3ForCausalLM"], "head_dim": 256, "sliding_window": 512}),
+            "sliding_window_pattern is missing",
+        ),
+        (json!({"architectures": ["DeepseekV3ForCausalLM"]}), "qk_nope_head_dim is missing"),
+    ];
+    for (changes, expected) in cases {
+        let (_folder, path) = config(&with(&changes));
+        let error = Subject::find(&path).unwrap_err().to_string();
+        assert!(error.contains(expected), "{changes}: {error}");
+    }
+    let (_folder, path) = config(&json!([1]));
+    assert!(Subject::find(&path).unwrap_err().to_string().contains("it must be a JSON object"));
+}
+
+/// Weights are the bytes of the tensors, and the shape is that of the configuration.
+#[test]
+fn a_folder_is_counted_by_its_tensors() {
+    let subject = Subject::find(Path::new("models/builtin")).unwrap();
+    let held = subject.held.unwrap();
+    // Every tensor of this folder is in bf16.
+    assert_eq!(held.total(), 2 * subject.parameters);
+    assert_eq!(held.total(), subject.weight_bytes(None).total());
+    assert_eq!(held, subject.weight_bytes(Some(kvsieve::planner::presets::weight_format("bf16").unwrap())));
+}
+
+/// A GGUF header with tensors of types that are not computed with here, and no data behind it.
+fn gguf(architecture: &str, kind: u32, extra: &[(&str, u32)]) -> Vec<u8> {
+    let text = |text: &str| [(text.len() as u64).to_le_bytes().to_vec(), text.as_bytes().to_vec()].concat();
+    let counts = [
+        ("block_count", 1),
+        ("context_length", 8192),
+        ("embedding_length", 512),
+        ("feed_forward_length", 1024),
+        ("attention.head_count", 8),
+        ("attention.head_count_kv", 2),
+    ];
+    let counts: Vec<_> = counts.iter().chain(extra).collect();
+    let tensors = [("token_embd.weight", [512u64, 1000]), ("blk.0.ffn_down.weight", [1024, 512])];
+    let mut file = [b"GGUF".to_vec(), 3u32.to_le_bytes().to_vec()].concat();
+    file.extend((tensors.len() as u64).to_le_bytes());
+    file.extend((counts.len() as u64 + 1).to_le_bytes());
+    file.extend([text("general.architecture"), 8u32.to_le_bytes().to_vec(), text(architecture)].concat());
+    for (key, count) in counts {
+        file.extend(
+            [text(&format!("{architecture}.{key}")), 4u32.to_le_bytes().to_vec(), count.to_le_bytes().to_vec()]
+                .concat(),
+        );
+    }
+    for (name, shape) in tensors {
+        file.extend([text(name), 2u32.to_le_bytes().to_vec()].concat());
+        shape.iter().for_each(|extent| file.extend(extent.to_le_bytes()));
+        file.extend([kind.to_le_bytes().to_vec(), 0u64.to_le_bytes().to_vec()].concat());
+    }
+    file
+}
+
+#[test]
+fn a_gguf_file_is_counted_by_its_header() {
+    let folder = TempDir::new().unwrap();
+    let path = folder.path().join("model.gguf");
+    // Q4_K: 144 bytes for 256 elements.
+    fs::write(&path, gguf("llama", 12, &[])).unwrap();
+    let subject = Subject::find(&path).unwrap();
+    let held = subject.held.unwrap();
+    assert_eq!((held.outside, held.layers), (1000 * 512 / 256 * 144, 1024 * 512 / 256 * 144));
+    assert_eq!((subject.vocab, subject.architecture.tied, subject.architecture.head_dim), (1000, true, 64));
+    let cases = [
+        (gguf("llama", 999, &[]), "tensor 'token_embd.weight' is of type 999 of ggml, which is not known"),
+        (gguf("mamba", 12, &[]), "general.architecture is 'mamba'; understood are llama, qwen2"),
+        (gguf("qwen3", 12, &[]), "head_dim is missing"),
+        (gguf("llama", 12, &[])[..200].to_vec(), "inside its header"),
+        (b"GGML".to_vec(), "it does not begin with 'GGUF'"),
+    ];
+    for (bytes, expected) in cases {
+        fs::write(&path, bytes).unwrap();
+        let error = Subject::find(&path).unwrap_err().to_string();
+        assert!(error.contains(expected), "{error}");
+    }
+}
