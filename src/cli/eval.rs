@@ -71,8 +71,11 @@ pub struct Args {
     /// What is scored and evicted together: agnostic, aware, aware-kept or aware-whole [default: agnostic]
     #[arg(long, value_name = "PROTOCOL", value_delimiter = ',')]
     protocol: Vec<Protocol>,
+    /// Write context and question as the model's own chat template has what a user says
+    #[arg(long)]
+    chat: bool,
     /// Instead of tasks: a text, cut into pieces, whose tokens behind the eviction are fed as they are
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["task", "protocol"])]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["task", "protocol", "chat"])]
     text: Option<PathBuf>,
     /// Tokens of a piece of the text before the eviction [default: 1k]
     #[arg(long, value_name = "N", requires = "text")]
@@ -164,6 +167,7 @@ impl Args {
             text: self.text.clone(),
             samples: Some(self.samples),
             protocol: Many(self.protocol.clone()),
+            chat: self.chat,
             beyond_limit: self.beyond_limit,
             context_tokens: Many(parsed(context_option, &contexts)?),
             policy: Many(names(&self.policy, policies).into_iter().map(PolicyText).collect()),

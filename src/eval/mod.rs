@@ -11,7 +11,7 @@ mod protocol;
 mod session;
 
 pub use alone::{Alone, alone};
-pub use prompt::{Asked, Prompt, documents, prompts};
+pub use prompt::{Asked, Frame, Prompt, documents, prompts};
 pub use protocol::Protocol;
 pub use session::{Answer, Answers, Session, Watch};
 

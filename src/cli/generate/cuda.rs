@@ -9,7 +9,7 @@ use kvsieve::model::{OneSequence, Sampling, Text};
 
 pub fn run(args: &Args, index: usize, sampling: Sampling, text: &Text) -> Result<(), Failure> {
     let OnCuda { runtime, opened } = args.model.open_on_cuda(index)?;
-    let prompt = text.tokens(&args.prompt)?;
+    let prompt = args.prompt_tokens(text)?;
     let setup = args.model.setup(&opened, 1, prompt.len() + args.max_new_tokens, false)?;
     let there = DeviceModel::new(&opened.model, &runtime, &opened.arena)?;
     let eviction = args.model.eviction(&opened);

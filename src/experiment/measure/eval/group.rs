@@ -1,7 +1,7 @@
 //! Cells that differ only in policy and budget, or in the memory, evaluated together: samples outside, cells inside, so that a slow moment
 //! of the machine falls on all of them.
 
-use super::grid::read;
+use super::grid::{frame, read};
 use super::journal::{Given, Journal};
 use super::tally::Tally;
 use crate::device::Cpu;
@@ -63,7 +63,7 @@ pub fn run(
     let model = Model::open(&folder, &arena)?;
     let shared_arena = Arena::with_limit(limit_bytes.saturating_sub(arena.usage().live_bytes));
     let text = Text::open(&folder)?;
-    let samples = samples(cell, &text)?;
+    let samples = samples(cell, &folder, &text)?;
     let limit = if cell.beyond_limit { usize::MAX } else { model.config.most_tokens() };
     let longest = samples.iter().map(|prompt| prompt.most_tokens(|asked| most_tokens(cell, asked))).max();
     let max_tokens = longest.unwrap_or(0).min(limit);
@@ -131,7 +131,7 @@ pub fn run(
 }
 
 /// The samples of a cell.
-fn samples(cell: &Cell, text: &Text) -> Result<Vec<Prompt>, EvalError> {
+fn samples(cell: &Cell, folder: &Path, text: &Text) -> Result<Vec<Prompt>, EvalError> {
     let count = cell.samples.unwrap_or(1);
     if let Some(path) = &cell.text {
         let (path, content) = read(Path::new(path))?;
@@ -139,7 +139,8 @@ fn samples(cell: &Cell, text: &Text) -> Result<Vec<Prompt>, EvalError> {
     }
     let name = cell.task.as_deref().unwrap_or_default();
     let task = task::task(name)?;
-    let sample = |sample| prompts((name, &*task), cell.context_tokens, (cell.seed, sample), cell.protocol(), text);
+    let words = (text, &frame(folder, text, cell.chat)?);
+    let sample = |sample| prompts((name, &*task), cell.context_tokens, (cell.seed, sample), cell.protocol(), words);
     let prompts = (0..count).map(sample).collect::<Result<Vec<_>, _>>()?;
     Ok(prompts.into_iter().flatten().collect())
 }
