@@ -7,6 +7,7 @@ use kvsieve::anatomy::RetrievalError;
 use kvsieve::attention::AttentionError;
 use kvsieve::device::cpu::CpuError;
 use kvsieve::device::cuda::CudaError;
+use kvsieve::eval::EvalError;
 use kvsieve::experiment::runner::RunError;
 use kvsieve::experiment::spec::SpecError;
 use kvsieve::experiment::store::StoreError;
@@ -149,6 +150,18 @@ impl From<ModelError> for Failure {
             ModelError::Arena(error) => error.into(),
             ModelError::Logit { .. } => Failure::Work(error.into()),
             error => Failure::Usage(error.into()),
+        }
+    }
+}
+
+impl From<EvalError> for Failure {
+    fn from(error: EvalError) -> Self {
+        match error {
+            EvalError::Model(error) => error.into(),
+            EvalError::Task(error) => error.into(),
+            EvalError::Named(error) => error.into(),
+            EvalError::Arena(error) => error.into(),
+            EvalError::File(error) => Failure::work(error.to_string()),
         }
     }
 }

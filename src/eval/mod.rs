@@ -6,11 +6,13 @@
 
 mod alone;
 mod distribution;
+mod perplexity;
 mod prompt;
 mod protocol;
 mod session;
 
 pub use alone::{Alone, alone};
+pub use perplexity::{Perplexity, Windows, perplexity};
 pub use prompt::{Asked, Frame, Prompt, documents, prompts};
 pub use protocol::Protocol;
 pub use session::{Answer, Answers, Session, Watch};
