@@ -42,7 +42,7 @@ evict_ns the GPU's own time.\n\n\
 Examples:
   kvsieve evict --input in.safetensors --output kept.safetensors --policy snapkv --budget 0.25
   kvsieve evict --input in.safetensors --output kept.safetensors --policy h2o --budget 512
-  kvsieve evict --input in.safetensors --output kept.safetensors --policy dms --budget 8MiB";
+  kvsieve evict --input in.safetensors --output kept.safetensors --policy delayed-keydiff --budget 8MiB";
 
 /// Apply an eviction policy once to your own tensors: which tokens stay, and why
 #[derive(clap::Args)]
@@ -219,7 +219,7 @@ impl Args {
             kv_bytes_read: outcome.read.as_ref().map(|read| read.bytes),
             tie_rate: outcome.tie_rate,
             peak_bytes: outcome.peak_bytes,
-            warnings: policy.only_protected(budget_tokens, shape.kv_len, 0).into_iter().collect(),
+            warnings: policy.warnings(budget_tokens, shape.kv_len, 0, 1),
         };
         output::warn(&report.warnings);
         match &self.json {

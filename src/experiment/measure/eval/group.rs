@@ -166,7 +166,7 @@ struct State {
     /// Whether every context must lose tokens.
     evicts: bool,
     /// What a reader should know before trusting the numbers.
-    warning: Option<String>,
+    warnings: Vec<String>,
     ended: Option<(Status, String)>,
 }
 
@@ -178,11 +178,12 @@ impl State {
         let token_bytes = cell.kv_format().token_bytes(cell.head_dim);
         let tally = |unprotected| Tally::new(lists, token_bytes, model.weights.bytes(), unprotected);
         let Choice::Evict(choice) = choice else {
-            return State { tally: tally(None), evicts: false, warning: None, ended: None };
+            return State { tally: tally(None), evicts: false, warnings: Vec::new(), ended: None };
         };
         let policy = choice.policy;
         let budget = policy.budget_tokens(choice.name, choice.budget.as_ref(), shortest, token_bytes, lists);
-        let warning = budget.as_ref().ok().and_then(|&tokens| policy.only_protected(tokens, shortest, kept));
+        let warnings =
+            budget.as_ref().map_or(Vec::new(), |&tokens| policy.warnings(tokens, shortest, kept, cell.layers));
         let unprotected = budget.as_ref().ok().and_then(|&tokens| Some((tokens, policy.unprotected(tokens, kept)?)));
         // Some evict what the model writes too.
         let evicted = if policy.schedule.decoding == Decoding::Never { shortest } else { longest };
@@ -195,7 +196,7 @@ impl State {
             }
             Ok(tokens) => (tokens < shortest, None),
         };
-        State { tally: tally(unprotected), evicts, warning, ended }
+        State { tally: tally(unprotected), evicts, warnings, ended }
     }
 
     fn take(&mut self, prompt: &Prompt, given: Given) {
@@ -206,8 +207,8 @@ impl State {
     }
 
     fn end(self, limit_bytes: u64) -> Ended {
-        let State { tally, evicts, warning, ended } = self;
-        let warnings = warning.into_iter().chain(tally.warnings()).collect();
+        let State { tally, evicts, warnings, ended } = self;
+        let warnings = warnings.into_iter().chain(tally.warnings()).collect();
         let result = match ended {
             Some(ended) => Err(ended),
             None if evicts && tally.kept_everything() => {
