@@ -153,6 +153,49 @@ fn a_text_has_a_perplexity() {
     }
 }
 
+/// Of this repository's licence, beside `transformers` (`conformance/perplexity_fixtures.py`).
+#[test]
+fn perplexities_in_windows_are_those_of_transformers() {
+    #[derive(serde::Deserialize)]
+    struct Expected {
+        model: String,
+        protocol: String,
+        windows: u64,
+        perplexity: f64,
+        standard_error: Option<f64>,
+    }
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let expected = std::fs::read_to_string(root.join("tests/fixtures/perplexity.json")).unwrap();
+    for expected in serde_json::from_str::<Vec<Expected>>(&expected).unwrap() {
+        let Expected { model, protocol, .. } = &expected;
+        if !root.join(model).exists() {
+            println!("skipped: {model} is not there; scripts/fetch-smollm2 fetches it");
+            continue;
+        }
+        let of = ["eval", "--model", model, "--protocol", protocol, "--text", "LICENSE", "--dtype", "f32"];
+        let output = run(root, &[&of[..], &["--json", "-"]].concat());
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        let got: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+        let near = |name: &str, wanted: f64| {
+            let got = got[name].as_f64().unwrap();
+            assert!((got / wanted - 1.0).abs() < 1e-3, "{model}, {protocol}: {name} {got}, expected {wanted}");
+        };
+        near("perplexity", expected.perplexity);
+        assert_eq!(got["windows"], expected.windows);
+        match expected.standard_error {
+            Some(error) => near("standard_error", error),
+            None => assert!(got["standard_error"].is_null()),
+        }
+    }
+    let words = run(root, &["eval", "--protocol", "llama-perplexity", "--text", "LICENSE", "--samples", "2"]);
+    assert!(text(&words.stdout).contains("(llama-perplexity, 2 windows of 512 tokens, 510 predicted; "));
+    let folder = tempfile::tempdir().unwrap();
+    byte_model::write(&folder.path().join("m"), 2048);
+    std::fs::write(folder.path().join("t"), "short").unwrap();
+    let short = run(folder.path(), &["eval", "--model", "m", "--protocol", "wikitext", "--text", "t"]);
+    assert!(text(&short.stderr).contains("'t': 6 tokens; a window of wikitext has 2048"), "{}", text(&short.stderr));
+}
+
 #[test]
 fn a_program_far_from_its_model_says_so() {
     let folder = tempfile::tempdir().unwrap();
@@ -187,6 +230,11 @@ fn mistakes_are_one_line() {
             "--device cuda:1: models run on the CPU only",
         ),
         (&["eval", "--model", "m", "--text", "t", "--task", "copy"], "cannot be used with"),
+        (&["eval", "--model", "m", "--protocol", "wikitext"], "the perplexity of a text; give --text FILE"),
+        (&["eval", "--model", "m", "--protocol", "wikitext,aware", "--text", "t"], "give one kind"),
+        (&["eval", "--model", "m", "--protocol", "wikitext", "--text", "t", "--budget", "9"], "leave --budget out"),
+        (&["eval", "--model", "m", "--protocol", "wikitext", "--text", "no.txt"], "cannot read --text 'no.txt'"),
+        (&["eval", "--model", "m", "--protocol", "aware", "--text", "t"], "protocol is about questions"),
         (&["capture", "--model", "m", "--text", "no.txt", "--output", "o.safetensors"], "cannot read --text 'no.txt'"),
     ] {
         let output = run(folder.path(), arguments);

@@ -111,7 +111,7 @@ fn cuda_policies_evict_in_models_as_on_the_cpu() {
         ("snapkv:window=4,kernel=3+chunks:tokens=13+rerotate", 40, 5),
         ("ada-snapkv:window=4,kernel=3+rerotate", 30, 80),
         ("keydiff+delayed:window=5", 24, 80),
-        ("dms:window=4", 30, 7),
+        ("delayed-keydiff:window=4", 30, 7),
         ("keydiff+delayed:window=6+rerotate", 24, 80),
         ("full", 24, 80),
     ];
@@ -264,7 +264,7 @@ fn cuda_tokens_take_no_memory_and_wait_once() {
         // The query and its log-sum-exp are held in each layer, and taken together; then the mean over heads.
         (budget("tova+every"), [32, 16, 0, 16 * (plain + 2 * 2 + 2 + evicted + 1 + 1)]),
         // Scores by keys take two launches more.
-        (budget("dms:window=4"), [32, 16, 0, 16 * (plain + evicted + 2)]),
+        (budget("delayed-keydiff:window=4"), [32, 16, 0, 16 * (plain + evicted + 2)]),
         (budget("knorm+every:steps=4"), [8, 4, 0, 16 * plain + 4 * (evicted + 1)]),
         // Its budget is divided by scores.
         (budget("knorm+ada+every:steps=4"), [8, 4, 8, 16 * plain + 4 * (evicted + 1)]),

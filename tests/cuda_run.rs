@@ -240,7 +240,7 @@ fn cuda_evicts_as_the_cpu_does() {
                     \"snapkv:window=8+chunks:tokens=40+rerotate\", \
                     \"ada-snapkv:window=8+chunks:tokens=40+rerotate\", \
                     \"snapkv:window=4+every:steps=3\", \"snapkv:window=4+every:steps=2+rerotate\", \
-                    \"knorm+delayed:window=8\", \"dms:window=8\", \"keydiff+delayed:window=4+rerotate\"]";
+                    \"knorm+delayed:window=8\", \"delayed-keydiff:window=8\", \"keydiff+delayed:window=4+rerotate\"]";
     let shape = "heads = \"4/2\"\nhead_dim = 16\nlayers = 2\nbatch = 1\ncontext_tokens = 96\nnew_tokens = 5\n";
     let grid = |dtype: &str, rest: &str| format!("[[grid]]\nmeasure = \"evict\"\ndtype = \"{dtype}\"\n{shape}{rest}\n");
     let cut = format!("policy = {policies}\nbudget = 24");

@@ -37,7 +37,7 @@ fn record<'r>(records: &'r [Record], policy: &str, task: &str) -> &'r Record {
 
 const GRID: &str = "context_tokens = 1500\ntask = [\"recall:queries=2\", \"passkey\"]\nsamples = 2\nbudget = 0.25\n\
     policy = [\"full\", \"random\", \"streaming-llm\", \"h2o\", \"snapkv\", \"ada-snapkv\", \"keydiff\", \
-    \"snapkv+chunks:tokens=512\", \"h2o+every:steps=4\", \"knorm+rerotate\", \"dms\"]";
+    \"snapkv+chunks:tokens=512\", \"h2o+every:steps=4\", \"knorm+rerotate\", \"delayed-keydiff\"]";
 
 #[test]
 fn a_full_cache_is_itself_and_evictions_are_seen() {

@@ -136,7 +136,7 @@ fn every_policy_gives_back_its_bytes_and_none_beats_the_oracle() {
                 continue;
             }
             assert_eq!(kept, 2 * eviction.budget_tokens, "{label}");
-            if policy == "dms" {
+            if policy == "delayed-keydiff" {
                 let least = (kept as u64).div_ceil(PAGE_TOKENS as u64) * page_bytes;
                 assert!((least..=least + page_bytes).contains(&eviction.kv_bytes_live), "{label}");
             } else {
@@ -152,7 +152,7 @@ fn every_policy_gives_back_its_bytes_and_none_beats_the_oracle() {
                 assert!(record.latency.contains_key("score") && record.latency.contains_key("evict"), "{label}");
             }
             // Of all ways to keep as many tokens of each head, the oracle's keeps most attention.
-            if policy != "full" && policy != "dms" {
+            if policy != "full" && policy != "delayed-keydiff" {
                 let bound = of("oracle", eviction.budget_tokens).eviction.as_ref().unwrap().attention_mass_kept;
                 assert!(eviction.attention_mass_kept <= bound + 1e-3, "{label}");
             }
@@ -185,7 +185,7 @@ fn bytes_are_predicted_where_decoding_takes_most() {
     let more = every_policy().replace(']', ", \"h2o+every:steps=7\", \"snapkv:window=9+every:steps=20\"]");
     for record in run(&evict(&format!("{more}{axes}")).replacen("new_tokens = 8\n", "", 1)) {
         // Which heads keep what under a threshold is in the data: there the prediction is a bound.
-        if record.cell.policy.as_deref() == Some("dms") {
+        if record.cell.policy.as_deref() == Some("delayed-keydiff") {
             assert_eq!(record.status, Status::Ok);
             assert!(record.memory.unwrap().residual_bytes <= 0);
         } else {
@@ -467,7 +467,12 @@ fn bytes_of_actions_and_readers_are_predicted() {
         }
     }
     // Where heads keep different numbers the prediction is a bound.
-    let uneven = ["knorm+ada+merge", "dms+accumulate", "dms+rerotate", "snapkv+ada+rerotate+chunks:tokens=60"];
+    let uneven = [
+        "knorm+ada+merge",
+        "delayed-keydiff+accumulate",
+        "delayed-keydiff+rerotate",
+        "snapkv+ada+rerotate+chunks:tokens=60",
+    ];
     for record in run(&evict(&format!("policy = {uneven:?}\ncontext_tokens = 256\nbudget = 90\n"))) {
         assert_eq!(record.status, Status::Ok, "{}: {:?}", record.cell.label(), record.reason);
         assert!(record.memory.as_ref().unwrap().residual_bytes <= 0, "{}", record.cell.label());

@@ -135,7 +135,7 @@ fn names() -> Vec<String> {
         "h2o:window=0",
         "h2o:window=5",
         "h2o:age=true+ada:floor=0.5",
-        "dms:window=2",
+        "delayed-keydiff:window=2",
         "knorm+protect:sink=2,window=3+ada",
         "keydiff+pyramid:beta=2+ada:floor=0",
         "knorm+blocks:size=7",
@@ -337,7 +337,7 @@ fn tova_keeps_the_same_tokens_in_every_head() {
 }
 
 #[test]
-fn dms_divides_one_budget_over_heads_by_a_threshold() {
+fn delayed_keydiff_divides_one_budget_over_heads_by_a_threshold() {
     // The first head's keys are all smaller than the second's: under knorm it keeps what the second gives up.
     let shape = shape([1, 2, 2, 4, 8, 1]);
     let keys: Vec<f32> = (1..=16).map(|norm| norm as f32).collect();
@@ -347,7 +347,7 @@ fn dms_divides_one_budget_over_heads_by_a_threshold() {
     // What delayed eviction compares with: the best that each head lost.
     assert_eq!(got.best_lost, [-7.0, -9.0]);
     // The window never takes more than the budget: then it is all that stays.
-    let got = verdict(how("dms", 3), shape, &made);
+    let got = verdict(how("delayed-keydiff", 3), shape, &made);
     assert_eq!(got.kept, [[5, 6, 7]; 2]);
 }
 

@@ -1,10 +1,12 @@
 //! `kvsieve eval`: a model's answers under eviction policies. The options are written as an experiment, which runs as
-//! any other.
+//! any other. Perplexities in windows, which evict nothing, are none (`windows.rs`).
+
+mod windows;
 
 use super::Compute;
 use super::failure::Failure;
 use super::run::Way;
-use crate::eval::Protocol;
+use crate::eval::{Protocol, Windows};
 use crate::experiment::axes::{BudgetText, Many};
 use crate::experiment::measure::Measure;
 use crate::experiment::policy_axis::PolicyText;
@@ -16,6 +18,7 @@ use serde::Deserialize;
 use serde::de::IntoDeserializer;
 use serde::de::value::{Error as ValueError, StrDeserializer};
 use std::path::PathBuf;
+use std::str::FromStr;
 
 const EXAMPLES: &str = "\
 Every sample is a context and questions about it. --protocol says what a policy has seen of a question when it evicts: \
@@ -31,6 +34,7 @@ Examples:
       --policy full,keydiff --budget 0.5
   kvsieve eval --model DIR --text novel.txt --evict-after 2k --memory camelot:slots=512,window=128 \\
       --policy full,streaming-llm --budget 512
+  kvsieve eval --model FILE.gguf --text wiki.test.raw --protocol wikitext,llama-perplexity
   kvsieve list tasks             what there is to ask";
 
 /// What is asked where nothing is said.
@@ -66,14 +70,18 @@ pub struct Args {
     /// Lengths of context, question and answer together, in tokens of the model
     #[arg(long, value_name = "N", value_delimiter = ',', default_value = "1k", conflicts_with = "evict_after")]
     context: Vec<String>,
-    /// Samples of each task
-    #[arg(long, value_name = "N", default_value_t = 20, allow_negative_numbers = true)]
-    samples: usize,
-    /// What is scored and evicted together: agnostic, aware, aware-kept or aware-whole [default: agnostic]
+    /// Samples of each task, or pieces or windows of the text at most [default: 20; all windows]
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    samples: Option<usize>,
+    /// What is scored and evicted together: agnostic, aware, aware-kept or aware-whole; or, with --text and nothing evicted,
+    /// perplexity in windows: wikitext (2048 tokens) or llama-perplexity (512, second half) [default: agnostic]
     #[arg(long, value_name = "PROTOCOL", value_delimiter = ',')]
-    protocol: Vec<Protocol>,
+    protocol: Vec<Named>,
+    /// Write context and question as the model's own chat template has what a user says
+    #[arg(long)]
+    chat: bool,
     /// Instead of tasks: a text, cut into pieces, whose tokens behind the eviction are fed as they are
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["task", "protocol"])]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["task", "chat"])]
     text: Option<PathBuf>,
     /// Tokens of a piece of the text before the eviction [default: 1k]
     #[arg(long, value_name = "N", requires = "text")]
@@ -110,6 +118,26 @@ pub struct Args {
     json: Option<String>,
 }
 
+/// A protocol by its name.
+#[derive(Debug, Clone, Copy)]
+enum Named {
+    /// What a policy has seen of a question.
+    Question(Protocol),
+    /// Perplexity of a text.
+    Windows(Windows),
+}
+
+impl FromStr for Named {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        text.parse().map(Named::Windows).or_else(|_| {
+            let known = |error| format!("{error}; for --text {}", Windows::ALL.map(Windows::name).join(", "));
+            text.parse().map(Named::Question).map_err(known)
+        })
+    }
+}
+
 /// Names with parameters, separated by commas.
 #[derive(Debug, Clone)]
 struct Names(Vec<String>);
@@ -131,7 +159,22 @@ fn named(text: &str) -> Result<Names, String> {
 
 pub fn run(args: &Args, registry: &Registry) -> Result<(), Failure> {
     args.compute.refuse_cuda()?;
-    let spec = args.spec()?;
+    let (mut windows, mut protocols) = (Vec::new(), Vec::new());
+    for named in &args.protocol {
+        match *named {
+            Named::Windows(of_text) => windows.push(of_text),
+            Named::Question(protocol) => protocols.push(protocol),
+        }
+    }
+    match (&windows[..], &protocols[..]) {
+        ([], _) => {}
+        (windows, []) => return windows::run(args, windows),
+        ([windows, ..], [protocol, ..]) => {
+            let reason = format!("--protocol {windows} is about a text and {protocol} about questions; give one kind");
+            return Err(Failure::usage(reason));
+        }
+    }
+    let spec = args.spec(protocols)?;
     let way = Way {
         registry,
         out: &args.out,
@@ -146,13 +189,16 @@ pub fn run(args: &Args, registry: &Registry) -> Result<(), Failure> {
 }
 
 impl Args {
-    fn spec(&self) -> Result<Spec, Failure> {
-        let names = |given: &[Names], default: &[&str]| -> Vec<String> {
-            match given {
-                [] => default.iter().map(|name| name.to_string()).collect(),
-                given => given.iter().flat_map(|Names(names)| names.clone()).collect(),
-            }
-        };
+    /// The names that were given, or those that are meant where none is.
+    fn names(given: &[Names], default: &[&str]) -> Vec<String> {
+        match given {
+            [] => default.iter().map(|name| name.to_string()).collect(),
+            given => given.iter().flat_map(|Names(names)| names.clone()).collect(),
+        }
+    }
+
+    fn spec(&self, protocols: Vec<Protocol>) -> Result<Spec, Failure> {
+        let names = Args::names;
         let policies: &[&str] = if self.memory.is_empty() { &POLICIES } else { &["full"] };
         let budgets = match &self.budget[..] {
             [] => BUDGETS.map(String::from).to_vec(),
@@ -164,8 +210,9 @@ impl Args {
             model: Many(self.model.clone()),
             task: Many(if self.text.is_some() { Vec::new() } else { names(&self.task, &TASKS) }),
             text: self.text.clone(),
-            samples: Some(self.samples),
-            protocol: Many(self.protocol.clone()),
+            samples: self.samples,
+            protocol: Many(protocols),
+            chat: self.chat,
             beyond_limit: self.beyond_limit,
             context_tokens: Many(parsed(context_option, &contexts)?),
             policy: Many(names(&self.policy, policies).into_iter().map(PolicyText).collect()),

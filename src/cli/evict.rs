@@ -43,7 +43,7 @@ evict_ns the GPU's own time.\n\n\
 Examples:
   kvsieve evict --input in.safetensors --output kept.safetensors --policy snapkv --budget 0.25
   kvsieve evict --input in.safetensors --output kept.safetensors --policy h2o --budget 512
-  kvsieve evict --input in.safetensors --output kept.safetensors --policy dms --budget 8MiB";
+  kvsieve evict --input in.safetensors --output kept.safetensors --policy delayed-keydiff --budget 8MiB";
 
 /// Apply an eviction policy once to your own tensors: which tokens stay, and why
 #[derive(clap::Args)]
@@ -242,7 +242,7 @@ impl Args {
         let loss = evicts.then(|| tensors.loss(future.as_ref(), outcome));
         let lens = || outcome.kept.iter().map(|kept| kept.len());
         let kept: usize = lens().sum();
-        let mut warnings: Vec<String> = policy.only_protected(budget_tokens, shape.kv_len, 0).into_iter().collect();
+        let mut warnings = policy.warnings(budget_tokens, shape.kv_len, 0, 1);
         if policy.looks_at(Statistic::OutputProjection) && !file.has("w_o") {
             let told = "the input holds no w_o: values are weighed by their own norm, not by that of their projection";
             warnings.push(told.into());

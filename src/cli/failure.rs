@@ -7,6 +7,7 @@ use crate::anatomy::RetrievalError;
 use crate::attention::AttentionError;
 use crate::device::cpu::CpuError;
 use crate::device::cuda::CudaError;
+use crate::eval::EvalError;
 use crate::experiment::runner::RunError;
 use crate::experiment::spec::SpecError;
 use crate::experiment::store::StoreError;
@@ -160,6 +161,18 @@ impl From<PlanError> for Failure {
             PlanError::Tensors(error) => error.into(),
             PlanError::Model(error) => error.into(),
             error => Failure::Usage(error.into()),
+        }
+    }
+}
+
+impl From<EvalError> for Failure {
+    fn from(error: EvalError) -> Self {
+        match error {
+            EvalError::Model(error) => error.into(),
+            EvalError::Task(error) => error.into(),
+            EvalError::Named(error) => error.into(),
+            EvalError::Arena(error) => error.into(),
+            EvalError::File(error) => Failure::work(error.to_string()),
         }
     }
 }

@@ -7,7 +7,7 @@ use super::model::{ModelArgs, Opened};
 use super::output;
 use super::place::Place;
 use super::policy::Used;
-use crate::model::{Generated, Model, OneSequence, Sampler, Sampling, Setup, Text, generate};
+use crate::model::{ChatTemplate, Generated, Model, OneSequence, Sampler, Sampling, Setup, Text, generate, locate};
 use crate::policy::Registry;
 use crate::units;
 use serde::Serialize;
@@ -22,6 +22,7 @@ Examples:
   kvsieve generate --model DIR --prompt 'Once upon a time'
   kvsieve generate --model DIR --prompt \"$(cat long.txt)\" --policy snapkv --budget 0.25
   kvsieve generate --model DIR --prompt \"$(cat long.txt)\" --memory camelot:slots=512,window=128
+  kvsieve generate --model FILE.gguf --chat --prompt 'What is the capital of France?'
   kvsieve generate --model DIR --prompt 'Dear diary' --temperature 0.8 --top-p 0.95 --seed 7 --json -";
 
 /// Let a model continue a text
@@ -31,6 +32,9 @@ pub struct Args {
     /// Text to continue
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     prompt: String,
+    /// Write the prompt as the model's own chat template has what a user says
+    #[arg(long)]
+    chat: bool,
     /// Most tokens that follow
     #[arg(long, value_name = "N", default_value_t = 64, allow_negative_numbers = true)]
     max_new_tokens: usize,
@@ -56,6 +60,8 @@ struct Report {
     #[serde(skip_serializing_if = "Option::is_none")]
     memory: Option<String>,
     kernel: String,
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    chat: bool,
     prompt_tokens: usize,
     new_tokens: usize,
     weights_format: String,
@@ -90,7 +96,7 @@ pub fn run(args: &Args, registry: &Registry) -> Result<(), Failure> {
         return cuda::run(args, registry, index, sampling, &text);
     }
     let opened = model_args.open(registry)?;
-    let prompt = text.tokens(&args.prompt)?;
+    let prompt = args.prompt_tokens(&text)?;
     let most_tokens = prompt.len() + args.max_new_tokens;
     let setup = model_args.setup(&opened, 1, most_tokens, false)?;
     let mut decoder = model_args.decoder(&opened, setup)?;
@@ -120,6 +126,14 @@ struct Ran {
 }
 
 impl Args {
+    /// The prompt, in the model's chat template if that is asked for.
+    fn prompt_tokens(&self, text: &Text) -> Result<Vec<u32>, Failure> {
+        Ok(match self.chat {
+            true => ChatTemplate::open(&locate(&self.model.model)?)?.prompt(&self.prompt, text)?,
+            false => text.tokens(&self.prompt)?,
+        })
+    }
+
     /// Lets the model continue the prompt. Text appears as it is written; what a reader of a pipe no longer wants is no
     /// error.
     fn write(
@@ -157,6 +171,7 @@ impl Args {
             budget: opened.budget.map(|budget| budget.to_string()),
             memory: self.model.memory.clone(),
             kernel: setup.kernel.into(),
+            chat: self.chat,
             prompt_tokens: prompt.len(),
             new_tokens: ran.generated.tokens.len(),
             weights_format: opened.model.weights.format().to_string(),

@@ -166,8 +166,8 @@ impl ModelArgs {
     /// What is to be known of an eviction of contexts of these lengths, each thing once; also printed.
     pub fn warnings(&self, opened: &Opened, setup: &Setup<'_>, contexts: &[usize]) -> Vec<String> {
         let Some(eviction) = self.eviction(opened) else { return Vec::new() };
-        let of = |&context: &usize| eviction.warning(&opened.model.config, context, setup.kv_format);
-        let mut warnings: Vec<String> = contexts.iter().filter_map(of).collect();
+        let of = |&context: &usize| eviction.warnings(&opened.model.config, context, setup.kv_format);
+        let mut warnings: Vec<String> = contexts.iter().flat_map(of).collect();
         warnings.sort();
         warnings.dedup();
         output::warn(&warnings);

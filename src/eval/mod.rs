@@ -6,12 +6,14 @@
 
 mod alone;
 mod distribution;
+mod perplexity;
 mod prompt;
 mod protocol;
 mod session;
 
 pub use alone::{Alone, alone};
-pub use prompt::{Asked, Prompt, documents, prompts};
+pub use perplexity::{Perplexity, Windows, perplexity};
+pub use prompt::{Asked, Frame, Prompt, documents, prompts};
 pub use protocol::Protocol;
 pub use session::{Answer, Answers, Session, Watch};
 

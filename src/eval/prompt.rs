@@ -1,7 +1,7 @@
 //! Samples of tasks, and pieces of a text, as tokens: what is read, and what is asked and expected after it.
 
 use super::{EvalError, Protocol};
-use crate::model::{ModelError, Text};
+use crate::model::{ChatTemplate, ModelError, Text};
 use crate::task::{Draw, Question, Task, TaskError, Tokens, generate};
 
 /// One thing that is asked of a context.
@@ -62,6 +62,34 @@ impl Tokens for Text {
     }
 }
 
+/// Tokens that stand around the words of every prompt.
+#[derive(Debug, Clone)]
+pub struct Frame {
+    /// Before the context.
+    pub before: Vec<u32>,
+    /// Between the question and the words with which the answer is begun.
+    pub behind: Vec<u32>,
+}
+
+impl Frame {
+    /// What the tokenizer puts before every text.
+    ///
+    /// # Errors
+    /// When the tokenizer has no token for a letter.
+    pub fn plain(text: &Text) -> Result<Self, EvalError> {
+        Ok(Frame { before: text.beginning()?, behind: Vec::new() })
+    }
+
+    /// Context and question as one turn of a user's.
+    ///
+    /// # Errors
+    /// When the template is not understood.
+    pub fn chat(template: &ChatTemplate, text: &Text) -> Result<Self, EvalError> {
+        let [before, behind] = template.around(text)?;
+        Ok(Frame { before, behind })
+    }
+}
+
 /// Sample `sample` of a task, of `context_tokens` with its question and its answer. `name` is what errors call the task.
 /// Where the protocol lets a policy see the question, each question is a prompt of its own.
 ///
@@ -72,25 +100,24 @@ pub fn prompts(
     context_tokens: usize,
     (seed, sample): (u64, usize),
     protocol: Protocol,
-    text: &Text,
+    (text, frame): (&Text, &Frame),
 ) -> Result<Vec<Prompt>, EvalError> {
-    let beginning = text.beginning()?;
-    let target = context_tokens.saturating_sub(beginning.len());
+    let around = frame.before.len() + frame.behind.len();
+    let target = context_tokens.saturating_sub(around);
     let written =
         generate(name, task, target, &Draw::of_task(name, seed, sample as u64), text).map_err(|error| match error {
-            // What the tokenizer puts before every text counts.
-            TaskError::TooShort { task, least_tokens, .. } => TaskError::TooShort {
-                task,
-                target_tokens: context_tokens,
-                least_tokens: least_tokens + beginning.len(),
-            },
+            // What stands around the words counts.
+            TaskError::TooShort { task, least_tokens, .. } => {
+                TaskError::TooShort { task, target_tokens: context_tokens, least_tokens: least_tokens + around }
+            }
             error => error,
         })?;
-    let context = [beginning, text.encode(&written.context)].concat();
+    let context = [&frame.before[..], &text.encode(&written.context)].concat();
     let depth = written.depth;
     let mut prompts: Vec<Prompt> = Vec::new();
     for question in written.questions {
-        let (words, prefix) = (text.encode(&question.text), text.encode(&question.answer_prefix));
+        let words = text.encode(&question.text);
+        let prefix = [&frame.behind[..], &text.encode(&question.answer_prefix)].concat();
         let kept = if protocol == Protocol::AwareKept { words.len() } else { 0 };
         let (read, prompt) = match protocol {
             Protocol::Agnostic => (Vec::new(), [words, prefix].concat()),

@@ -86,6 +86,9 @@ pub struct Cell {
         skip_serializing_if = "Option::is_none"
     )]
     pub protocol: Option<Protocol>,
+    /// Whether prompts of `eval` are written in the model's chat template.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub chat: bool,
     /// Whether a sequence may be longer than the model was made for.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub beyond_limit: bool,
@@ -157,6 +160,7 @@ impl Default for Cell {
             text: None,
             samples: None,
             protocol: None,
+            chat: false,
             beyond_limit: false,
             kernel: String::new(),
             layers: 1,

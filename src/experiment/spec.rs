@@ -151,6 +151,9 @@ pub struct Grid {
     /// What policies have seen of a question when they evict, for `eval`; `agnostic` by default.
     #[serde(default, skip_serializing_if = "Many::is_empty")]
     pub protocol: Many<Protocol>,
+    /// Whether prompts of `eval` are written in the model's chat template.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub chat: bool,
     /// Whether sequences of `eval` may be longer than the model was made for.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub beyond_limit: bool,
@@ -195,6 +198,7 @@ impl Grid {
             text: None,
             samples: None,
             protocol: Many::default(),
+            chat: false,
             beyond_limit: false,
             seed: Many::default(),
         }

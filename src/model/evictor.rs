@@ -76,13 +76,12 @@ impl Eviction<'_> {
 }
 
 impl Eviction<'_> {
-    /// A warning where the budget of a context of `context_tokens`, kept in `format`, leaves nothing to score
-    /// ([`Policy::only_protected`]).
-    pub fn warning(&self, config: &Config, context_tokens: usize, format: KvFormat) -> Option<String> {
+    /// What a reader must know of the budget of a context of `context_tokens`, kept in `format` ([`Policy::warnings`]).
+    pub fn warnings(&self, config: &Config, context_tokens: usize, format: KvFormat) -> Vec<String> {
         let token_bytes = format.token_bytes(config.head_dim);
         let lists = config.layers * config.kv_heads;
         let budget = self.policy.budget_tokens(self.name, self.budget.as_ref(), context_tokens, token_bytes, lists);
-        self.policy.only_protected(budget.ok()?, context_tokens, 0)
+        budget.map_or(Vec::new(), |budget| self.policy.warnings(budget, context_tokens, 0, config.layers))
     }
 }
 

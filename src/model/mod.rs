@@ -5,6 +5,7 @@
 //! [`crate::cache::PagedCache`] into whose sequences layers are folded.
 
 mod capture;
+mod chat;
 pub mod config;
 pub mod cuda;
 mod decoder;
@@ -25,6 +26,7 @@ mod text;
 mod weights;
 
 pub use capture::{Capture, Captured};
+pub use chat::{ChatTemplate, Message};
 pub use config::Config;
 pub(crate) use decoder::params;
 pub use decoder::{Decoder, Setup, bytes, bytes_of_calls, bytes_with_memory};

@@ -45,12 +45,20 @@ impl Policy {
         Some(budget_tokens.saturating_sub(sink.saturating_add(window.saturating_sub(kept))))
     }
 
-    /// A warning where a budget of `budget_tokens` in each KV head, on average, keeps nothing but tokens that the policy
-    /// never evicts, so that its scores have no say. Nothing where the whole context of `context_tokens` stays; `kept` as in
-    /// [`Policy::unprotected`].
-    pub fn only_protected(&self, budget_tokens: usize, context_tokens: usize, kept: usize) -> Option<String> {
+    /// What a reader must know of a budget of `budget_tokens` in each KV head, on average, of `layers` layers and contexts of
+    /// `context_tokens`: that nothing but protected tokens stays, or that its budget allocation does nothing. Nothing where the
+    /// whole context stays; `kept` as in [`Policy::unprotected`].
+    pub fn warnings(&self, budget_tokens: usize, context_tokens: usize, kept: usize, layers: usize) -> Vec<String> {
+        let Some(scorer) = self.scorer.as_ref().filter(|_| budget_tokens < context_tokens) else { return Vec::new() };
+        let window = scorer.protect(budget_tokens).window;
+        let inert = self.layers.inert(budget_tokens, context_tokens, window, layers);
+        self.only_protected(budget_tokens, kept).into_iter().chain(inert).collect()
+    }
+
+    /// A warning where a budget keeps nothing but tokens that the policy never evicts, so that its scores have no say.
+    fn only_protected(&self, budget_tokens: usize, kept: usize) -> Option<String> {
         let Protect { sink, window } = self.scorer.as_ref()?.protect(budget_tokens);
-        (self.unprotected(budget_tokens, kept)? == 0 && budget_tokens < context_tokens).then(|| {
+        (self.unprotected(budget_tokens, kept)? == 0).then(|| {
             format!(
                 "nothing but protected tokens stays: the budget is {budget_tokens} tokens a head, and {sink} first and {window} \
                  latest ones are never evicted"
@@ -100,7 +108,7 @@ mod tests {
     #[test]
     fn a_budget_of_nothing_but_protected_tokens_warns() {
         let warns =
-            |text: &str, budget| Registry::default().policy(text).unwrap().only_protected(budget, 1000, 0).is_some();
+            |text: &str, budget| !Registry::default().policy(text).unwrap().warnings(budget, 1000, 0, 4).is_empty();
         for (text, least) in [
             ("snapkv:window=64", 65),
             ("snapkv:window=64+protect:sink=4", 69),
@@ -111,6 +119,11 @@ mod tests {
             assert!(!warns(text, least) && (least == 1 || warns(text, least - 1)), "{text}");
         }
         assert!(!warns("snapkv", 1000) && !warns("full", 3) && !warns("quest", 16));
+        // Of a pyramid the highest layer keeps its window too.
+        assert!(
+            warns("pyramidkv", 500) && !warns("snapkv:window=8+pyramid", 400) && warns("snapkv:window=8+pyramid", 100)
+        );
+        assert!(!warns("pyramidkv", 1000));
         // Half of H2O's budget is always for others.
         assert!(!warns("h2o", 2) && warns("h2o:window=10", 10));
     }

@@ -5,10 +5,10 @@ use super::registry::Preset;
 /// The presets, in the order in which they are listed. A parameter given to a preset goes to every part that has it.
 pub const PRESETS: &[Preset] = &[
     Preset {
-        name: "dms",
+        name: "delayed-keydiff",
         text: "keydiff+ada:floor=0+delayed",
-        paper: "2506.05345",
-        about: "one threshold for the heads of a layer, each new token decided on when it leaves a recent window; the decision is a training-free score",
+        paper: "2504.15364",
+        about: "the schedule of DMS (arXiv 2506.05345) with keydiff's scores in place of its trained ones: one threshold for the heads of a layer, each new token decided on when it leaves a recent window",
     },
     Preset {
         name: "ada-snapkv",
@@ -96,3 +96,7 @@ pub const PRESETS: &[Preset] = &[
         about: "SnapKV as sparse-frontier has it",
     },
 ];
+
+/// Presets that had another name before: the old one, and the one that says what it is. Records keep the name that they were
+/// written with.
+pub const RENAMED: &[(&str, &str)] = &[("dms", "delayed-keydiff")];

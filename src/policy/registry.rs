@@ -5,6 +5,7 @@
 
 use super::action::Action;
 use super::allocation::{OverHeads, OverLayers};
+use super::presets::RENAMED;
 use super::scorers::protect::Protected;
 use super::{Assets, Decoding, PARTS, POLICIES, PRESETS, Policy, PolicyError, PolicyFile, Protect, Scorer, Statistic};
 use crate::named::{Named, NamedError, Parameter};
@@ -194,6 +195,10 @@ impl Registry {
     pub fn policy(&self, text: &str) -> Result<Policy, PolicyError> {
         let mut pieces = pieces(text)?;
         let method = pieces.remove(0);
+        if let Some((_, name)) = RENAMED.iter().find(|(old, _)| *old == method.name) {
+            let reason = format!("it is called '{name}' now, for what it is: no scores are trained");
+            return Err(PolicyError::Combination { policy: text.into(), reason });
+        }
         let preset = PRESETS.iter().find(|preset| preset.name == method.name);
         let (method, brought) = match preset {
             Some(preset) => self.expand(preset, &method)?,
@@ -366,12 +371,15 @@ mod tests {
         assert_eq!(decoding("h2o+every"), Decoding::EverySteps(1));
         assert_eq!(decoding("h2o"), Decoding::Never);
         assert_eq!(decoding("snapkv + every:steps=8"), Decoding::EverySteps(8));
-        assert_eq!(decoding("dms"), Decoding::Delayed);
-        assert_eq!(decoding("dms+once"), Decoding::Never);
+        assert_eq!(decoding("delayed-keydiff"), Decoding::Delayed);
+        assert_eq!(decoding("delayed-keydiff+once"), Decoding::Never);
         let window = |text: &str| registry.policy(text).unwrap().scorer.unwrap().protect(1000).window;
         assert_eq!((window("snapkv@factory"), window("snapkv@factory:window=16")), (8, 16));
         assert_eq!((window("snapkv@frontier:window=32"), window("snapkv@frontier:local=16,window=32")), (128, 16));
-        assert_eq!((window("dms"), window("dms:window=32"), window("ada-snapkv:window=8")), (128, 32, 8));
+        assert_eq!(
+            (window("delayed-keydiff"), window("delayed-keydiff:window=32"), window("ada-snapkv:window=8")),
+            (128, 32, 8)
+        );
     }
 
     #[test]
@@ -382,7 +390,7 @@ mod tests {
             registry.preset_parameters(preset).into_iter().find(|known| known.name == parameter).unwrap().default
         };
         assert_eq!(default("ada-expected-attention", "epsilon"), "0.01");
-        assert_eq!((default("dms", "floor"), default("ada-snapkv", "floor")), ("0", "0.2"));
+        assert_eq!((default("delayed-keydiff", "floor"), default("ada-snapkv", "floor")), ("0", "0.2"));
         assert_eq!((default("snapkv@factory", "window"), default("snapkv@kvpress", "window")), ("8", "64"));
         // What is listed, given as it stands, changes nothing that is protected.
         for preset in PRESETS {
@@ -431,7 +439,8 @@ mod tests {
             ("knorm+merge:threshold=2", "merge: threshold is '2'; it must be"),
             ("knorm+cam:window=0", "cam: window is '0'; it must be"),
             ("think:ratio=1", "think: ratio is '1'; it must be"),
-            ("dms+cam", "attention changes with every query"),
+            ("dms:window=8", "'delayed-keydiff' now"),
+            ("delayed-keydiff+cam", "attention changes with every query"),
             ("snapkv+delayed", "attention changes with every query"),
             ("snapkv+knorm", "unknown part of a policy 'knorm'"),
             ("snapkw", "unknown policy 'snapkw'; did you mean 'snapkv'"),

@@ -47,6 +47,7 @@ const MODEL: Dimension = |record| {
 };
 /// What policies had seen of a question.
 const PROTOCOL: Dimension = |record| record.cell.protocol.map_or(String::new(), |protocol| protocol.name().into());
+const CHAT: Dimension = |record| if record.cell.chat { "chat template".into() } else { String::new() };
 const BATCH: Dimension = |record| format!("B {}", record.cell.batch);
 const HEAD_DIM: Dimension = |record| format!("D {}", record.cell.head_dim);
 const DTYPE: Dimension = |record| record.cell.dtype.name().into();
@@ -95,6 +96,7 @@ impl Naming {
         all.extend([
             MODEL,
             PROTOCOL,
+            CHAT,
             POLICY_FILE,
             LAYERS,
             BATCH,

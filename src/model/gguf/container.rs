@@ -20,7 +20,7 @@ const MOST_AXES: u32 = 4;
 pub(in crate::model) struct Gguf {
     path: PathBuf,
     map: Mmap,
-    pub(super) metadata: Map<String, Value>,
+    pub(in crate::model) metadata: Map<String, Value>,
     tensors: BTreeMap<String, Info>,
 }
 

@@ -32,6 +32,12 @@ pub trait OverLayers: Send + Sync {
         true
     }
 
+    /// Why it gives `layers` layers the same, though it is there to divide: under a budget of `budget_tokens` in each KV head on
+    /// average, of lists of `context_tokens` whose `window` latest tokens are never evicted.
+    fn inert(&self, _budget_tokens: usize, _context_tokens: usize, _window: usize, _layers: usize) -> Option<String> {
+        None
+    }
+
     /// Tokens that each sequence of each layer may keep in all its heads together, `[B]` with layers folded in. At
     /// most what its lists hold. `scratch` is `[B, Hkv, kv_len]`.
     ///

@@ -52,6 +52,19 @@ impl OverLayers for Pyramid {
         false
     }
 
+    fn inert(&self, budget_tokens: usize, context_tokens: usize, window: usize, layers: usize) -> Option<String> {
+        let layers = self.alone.map_or(layers, |(_, layers)| layers);
+        let shares = budgets(budget_tokens as f64, self.beta, context_tokens as f64, window as f64, layers);
+        let even = shares.iter().all(|share| *share == shares[0]);
+        let why = match layers {
+            1 => "there is one layer".into(),
+            _ => format!(
+                "a budget of {budget_tokens} tokens leaves no room for it beside a window of {window} in every layer"
+            ),
+        };
+        even.then(|| format!("the pyramid is inert, all layers have the same: {why}"))
+    }
+
     fn totals(&self, context: &Context<'_>, scored: &mut Scored, _: &mut [f32]) -> Result<Vec<usize>, PolicyError> {
         let (heads, window) = (context.call.shape.kv_heads, scored.protect.window as f64);
         if let (Some((layer, layers)), true) = (self.alone, context.layers > 1) {

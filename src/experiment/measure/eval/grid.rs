@@ -2,13 +2,13 @@
 
 use super::{PERPLEXITY, RANDOM};
 use crate::attention;
-use crate::eval::{EvalError, Protocol, documents, prompts};
+use crate::eval::{EvalError, Frame, Protocol, documents, prompts};
 use crate::experiment::cell::Cell;
 use crate::experiment::measure::Measure;
 use crate::experiment::policy_axis::{Chosen, choices};
 use crate::experiment::spec::Grid;
 use crate::memories::memory;
-use crate::model::{BUILTIN, Config, Eviction, ModelError, Text, fingerprint, locate};
+use crate::model::{BUILTIN, ChatTemplate, Config, Eviction, ModelError, Text, fingerprint, locate};
 use crate::policy::{Budget, Registry};
 use crate::task;
 use std::path::{Path, PathBuf};
@@ -41,6 +41,9 @@ pub fn expand(grid: &Grid, registry: &Registry) -> Result<Vec<Cell>, String> {
     if !grid.protocol.is_empty() && grid.text.is_some() {
         return Err("protocol is about questions; a text has none".into());
     }
+    if grid.chat && grid.text.is_some() {
+        return Err("chat is about questions; a text has none".into());
+    }
     if grid.text.is_some() && grid.new_tokens == Some(1) {
         return Err(
             "new_tokens is 1; the first token behind a text comes from the prefill's own logits, in which no eviction \
@@ -53,7 +56,7 @@ pub fn expand(grid: &Grid, registry: &Registry) -> Result<Vec<Cell>, String> {
     }
     let mut cells = Vec::new();
     for model in grid.model.or(BUILTIN.into()) {
-        let opened = Opened::new(&model, grid.text.as_deref()).map_err(|error| error.to_string())?;
+        let opened = Opened::new(&model, grid).map_err(|error| error.to_string())?;
         cells.extend(opened.cells(&model, grid, registry)?);
     }
     Ok(cells)
@@ -63,23 +66,28 @@ pub fn expand(grid: &Grid, registry: &Registry) -> Result<Vec<Cell>, String> {
 struct Opened {
     config: Config,
     text: Text,
+    frame: Frame,
     /// The user's text and its file.
     document: Option<(PathBuf, String)>,
     workload_hash: String,
 }
 
 impl Opened {
-    fn new(model: &str, document: Option<&Path>) -> Result<Self, EvalError> {
+    fn new(model: &str, grid: &Grid) -> Result<Self, EvalError> {
         let folder = locate(Path::new(model))?;
         let config = Config::read(&folder)?;
         let text = Text::open(&folder)?;
-        let document = document.map(read).transpose()?;
+        let frame = frame(&folder, &text, grid.chat)?;
+        let document = grid.text.as_deref().map(read).transpose()?;
         let mut hasher = blake3::Hasher::new();
         hasher.update(fingerprint(&folder)?.as_bytes());
+        if grid.chat {
+            hasher.update(bytemuck::cast_slice(&[&frame.before[..], &frame.behind].join(&u32::MAX)));
+        }
         if let Some((_, content)) = &document {
             hasher.update(content.as_bytes());
         }
-        Ok(Opened { config, text, document, workload_hash: hasher.finalize().to_hex()[..16].to_string() })
+        Ok(Opened { config, text, frame, document, workload_hash: hasher.finalize().to_hex()[..16].to_string() })
     }
 
     fn cells(&self, model: &str, grid: &Grid, registry: &Registry) -> Result<Vec<Cell>, String> {
@@ -128,6 +136,7 @@ impl Opened {
                                 text: grid.text.as_ref().map(|path| path.display().to_string()),
                                 samples: Some(samples),
                                 protocol: grid.text.is_none().then_some(protocol),
+                                chat: grid.chat,
                                 beyond_limit: grid.beyond_limit,
                                 kernel: kernel.clone(),
                                 layers: config.layers,
@@ -167,9 +176,9 @@ impl Opened {
     ) -> Result<(), String> {
         let written = match &self.document {
             Some((path, content)) => documents(&self.text, (path, content), context_tokens, new_tokens, samples),
-            None => task::task(name)
-                .map_err(EvalError::from)
-                .and_then(|task| prompts((name, &*task), context_tokens, (seed, 0), protocol, &self.text)),
+            None => task::task(name).map_err(EvalError::from).and_then(|task| {
+                prompts((name, &*task), context_tokens, (seed, 0), protocol, (&self.text, &self.frame))
+            }),
         };
         written.map(drop).map_err(|error| error.to_string())
     }
@@ -207,6 +216,11 @@ fn with_random(mut choices: Vec<Chosen>, registry: &Registry) -> Vec<Chosen> {
         }
     }
     choices
+}
+
+/// What stands around a model's prompts.
+pub(super) fn frame(folder: &Path, text: &Text, chat: bool) -> Result<Frame, EvalError> {
+    if chat { Frame::chat(&ChatTemplate::open(folder)?, text) } else { Frame::plain(text) }
 }
 
 /// A text file.

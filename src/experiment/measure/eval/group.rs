@@ -1,7 +1,7 @@
 //! Cells that differ only in policy and budget, or in the memory, evaluated together: samples outside, cells inside, so that a slow moment
 //! of the machine falls on all of them.
 
-use super::grid::read;
+use super::grid::{frame, read};
 use super::journal::{Given, Journal};
 use super::tally::Tally;
 use crate::device::Cpu;
@@ -63,7 +63,7 @@ pub fn run(
     let model = Model::open(&folder, &arena)?;
     let shared_arena = Arena::with_limit(limit_bytes.saturating_sub(arena.usage().live_bytes));
     let text = Text::open(&folder)?;
-    let samples = samples(cell, &text)?;
+    let samples = samples(cell, &folder, &text)?;
     let limit = if cell.beyond_limit { usize::MAX } else { model.config.most_tokens() };
     let longest = samples.iter().map(|prompt| prompt.most_tokens(|asked| most_tokens(cell, asked))).max();
     let max_tokens = longest.unwrap_or(0).min(limit);
@@ -134,7 +134,7 @@ pub fn run(
 }
 
 /// The samples of a cell.
-fn samples(cell: &Cell, text: &Text) -> Result<Vec<Prompt>, EvalError> {
+fn samples(cell: &Cell, folder: &Path, text: &Text) -> Result<Vec<Prompt>, EvalError> {
     let count = cell.samples.unwrap_or(1);
     if let Some(path) = &cell.text {
         let (path, content) = read(Path::new(path))?;
@@ -142,7 +142,8 @@ fn samples(cell: &Cell, text: &Text) -> Result<Vec<Prompt>, EvalError> {
     }
     let name = cell.task.as_deref().unwrap_or_default();
     let task = task::task(name)?;
-    let sample = |sample| prompts((name, &*task), cell.context_tokens, (cell.seed, sample), cell.protocol(), text);
+    let words = (text, &frame(folder, text, cell.chat)?);
+    let sample = |sample| prompts((name, &*task), cell.context_tokens, (cell.seed, sample), cell.protocol(), words);
     let prompts = (0..count).map(sample).collect::<Result<Vec<_>, _>>()?;
     Ok(prompts.into_iter().flatten().collect())
 }
@@ -168,7 +169,7 @@ struct State {
     /// Whether every context must lose tokens.
     evicts: bool,
     /// What a reader should know before trusting the numbers.
-    warning: Option<String>,
+    warnings: Vec<String>,
     ended: Option<(Status, String)>,
 }
 
@@ -180,11 +181,12 @@ impl State {
         let token_bytes = cell.kv_format().token_bytes(cell.head_dim);
         let tally = |unprotected| Tally::new(lists, token_bytes, model.weights.bytes(), unprotected);
         let Choice::Evict(choice) = choice else {
-            return State { tally: tally(None), evicts: false, warning: None, ended: None };
+            return State { tally: tally(None), evicts: false, warnings: Vec::new(), ended: None };
         };
         let policy = choice.policy;
         let budget = policy.budget_tokens(choice.name, choice.budget.as_ref(), shortest, token_bytes, lists);
-        let warning = budget.as_ref().ok().and_then(|&tokens| policy.only_protected(tokens, shortest, kept));
+        let warnings =
+            budget.as_ref().map_or(Vec::new(), |&tokens| policy.warnings(tokens, shortest, kept, cell.layers));
         let unprotected = budget.as_ref().ok().and_then(|&tokens| Some((tokens, policy.unprotected(tokens, kept)?)));
         // Some evict what the model writes too.
         let evicted = if policy.schedule.decoding == Decoding::Never { shortest } else { longest };
@@ -197,7 +199,7 @@ impl State {
             }
             Ok(tokens) => (tokens < shortest, None),
         };
-        State { tally: tally(unprotected), evicts, warning, ended }
+        State { tally: tally(unprotected), evicts, warnings, ended }
     }
 
     fn take(&mut self, prompt: &Prompt, given: Given) {
@@ -208,8 +210,8 @@ impl State {
     }
 
     fn end(self, limit_bytes: u64) -> Ended {
-        let State { tally, evicts, warning, ended } = self;
-        let warnings = warning.into_iter().chain(tally.warnings()).collect();
+        let State { tally, evicts, warnings, ended } = self;
+        let warnings = warnings.into_iter().chain(tally.warnings()).collect();
         let result = match ended {
             Some(ended) => Err(ended),
             None if evicts && tally.kept_everything() => {

@@ -43,6 +43,7 @@ impl Measurement for Eval {
             "text",
             "samples",
             "protocol",
+            "chat",
             "beyond_limit",
             "kernel",
             "context_tokens",

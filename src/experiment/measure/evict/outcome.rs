@@ -67,8 +67,9 @@ pub(in crate::experiment::measure) fn check(evicted: &Evicted<'_>, kept: &Kept, 
 }
 
 /// What a reader should know before trusting the numbers.
-pub(in crate::experiment::measure) fn warnings(evicted: &Evicted<'_>) -> Option<String> {
-    evicted.policy?.only_protected(evicted.budget_tokens, evicted.cell.context_tokens, 0)
+pub(in crate::experiment::measure) fn warnings(evicted: &Evicted<'_>) -> Vec<String> {
+    let (cell, budget) = (evicted.cell, evicted.budget_tokens);
+    evicted.policy.map_or(Vec::new(), |policy| policy.warnings(budget, cell.context_tokens, 0, cell.layers))
 }
 
 pub(in crate::experiment::measure) fn eviction(

@@ -1,0 +1,147 @@
+//! Chat templates: how a model that was trained on conversations wants its prompts written.
+//!
+//! A template is a Jinja text that comes with the model: in the metadata of a GGUF file, as `chat_template.jinja` in a folder,
+//! or in its `tokenizer_config.json`. It is rendered as `transformers` renders it (blocks trimmed, Python's methods of
+//! strings), and the special tokens that it writes are read by the tokenizer as tokens. Only what is the same on every day
+//! is rendered: `strftime_now` is not defined, and templates then write the date that they were made with.
+
+use super::gguf::{Gguf, is_gguf};
+use super::{ModelError, Text};
+use minijinja::syntax::SyntaxConfig;
+use minijinja::{Environment, Error, ErrorKind, Value as Data, context};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+
+/// What a user might say in no task: the place of the words in a rendered prompt.
+const WORDS: &str = "\u{e000}";
+
+/// One turn of a conversation.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Message {
+    /// Who speaks: `system`, `user` or `assistant`.
+    pub role: String,
+    /// The words.
+    pub content: String,
+}
+
+impl Message {
+    fn user(words: &str) -> Self {
+        Message { role: "user".into(), content: words.into() }
+    }
+}
+
+/// A model's chat template.
+#[derive(Debug)]
+pub struct ChatTemplate {
+    path: PathBuf,
+    source: String,
+    /// Texts of the tokens at the beginning and the end; empty where the model names none.
+    bos: String,
+    eos: String,
+}
+
+impl ChatTemplate {
+    /// The template of a folder or a GGUF file; of several the one that is named `default`.
+    ///
+    /// # Errors
+    /// When the model has none, or its file cannot be read.
+    pub fn open(model: &Path) -> Result<Self, ModelError> {
+        if is_gguf(model) {
+            let gguf = Gguf::open(model)?;
+            let key = |key: &str| gguf.metadata.get(&format!("tokenizer.{key}"));
+            let token = |id: &str| key("ggml.tokens")?.get(key(id)?.as_u64()? as usize)?.as_str().map(String::from);
+            let source = key("chat_template").and_then(Value::as_str).map(String::from);
+            return Self::found(model, source, token("ggml.bos_token_id"), token("ggml.eos_token_id"));
+        }
+        let path = model.join("tokenizer_config.json");
+        let wrong = |reason: String| ModelError::Config { path: path.clone(), reason };
+        let config = match path.exists() {
+            true => std::fs::read_to_string(&path).map_err(|error| wrong(error.to_string()))?,
+            false => "{}".into(),
+        };
+        let config: Value = serde_json::from_str(&config).map_err(|error| wrong(error.to_string()))?;
+        let token = |name: &str| {
+            let token = config.get(name)?;
+            token.as_str().or_else(|| token.get("content")?.as_str()).map(String::from)
+        };
+        let of_config = |config: &Value| match config.get("chat_template")? {
+            Value::Array(named) => {
+                let default = named.iter().find(|entry| entry["name"] == "default")?;
+                default["template"].as_str().map(String::from)
+            }
+            source => source.as_str().map(String::from),
+        };
+        let beside = std::fs::read_to_string(model.join("chat_template.jinja")).ok();
+        Self::found(model, beside.or_else(|| of_config(&config)), token("bos_token"), token("eos_token"))
+    }
+
+    fn found(
+        model: &Path,
+        source: Option<String>,
+        bos: Option<String>,
+        eos: Option<String>,
+    ) -> Result<Self, ModelError> {
+        let reason =
+            "it has no chat template (in a GGUF file tokenizer.chat_template, in a folder chat_template.jinja or \
+                      chat_template of tokenizer_config.json); leave --chat out"
+                .to_string();
+        let source = source.ok_or_else(|| ModelError::Config { path: model.into(), reason })?;
+        Ok(Self::parse(model.into(), source, bos.unwrap_or_default(), eos.unwrap_or_default()))
+    }
+
+    /// A template by its text; `path` is what errors call it.
+    pub fn parse(path: PathBuf, source: String, bos: String, eos: String) -> Self {
+        ChatTemplate { path, source, bos, eos }
+    }
+
+    /// A conversation as the model wants it written; with `answer`, up to where its next answer begins.
+    ///
+    /// # Errors
+    /// When the template is no Jinja, or refuses the conversation.
+    pub fn render(&self, messages: &[Message], answer: bool) -> Result<String, ModelError> {
+        let mut jinja = Environment::new();
+        let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
+        jinja.set_syntax(syntax.expect("the delimiters are Jinja's own"));
+        jinja.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        let refuse = |reason: String| -> Result<String, Error> { Err(Error::new(ErrorKind::InvalidOperation, reason)) };
+        jinja.add_function("raise_exception", refuse);
+        // Plain JSON; Jinja's own is made safe for HTML.
+        jinja.add_filter("tojson", |value: Data| serde_json::to_string(&value).unwrap_or_default());
+        let turn = |message: &Message| {
+            let Message { role, content } = message.clone();
+            Data::from_pairs([("role", role), ("content", content)])
+        };
+        let messages: Vec<Data> = messages.iter().map(turn).collect();
+        let (bos_token, eos_token) = (self.bos.clone(), self.eos.clone());
+        let given = context! { messages, bos_token, eos_token, add_generation_prompt => answer };
+        jinja.render_str(&self.source, given).map_err(|error| {
+            let reason = error.detail().map_or_else(|| error.to_string(), String::from);
+            ModelError::Config { path: self.path.clone(), reason: format!("its chat template: {reason}") }
+        })
+    }
+
+    /// Tokens of a user's words, up to where the model's answer begins.
+    ///
+    /// # Errors
+    /// As [`ChatTemplate::render`], and when the tokenizer has no token for a part of it.
+    pub fn prompt(&self, words: &str, text: &Text) -> Result<Vec<u32>, ModelError> {
+        text.piece(&self.render(&[Message::user(words)], true)?)
+    }
+
+    /// Tokens that stand before a user's words, and between them and the model's answer.
+    ///
+    /// # Errors
+    /// As [`ChatTemplate::prompt`], and when the template does not write the words once.
+    pub fn around(&self, text: &Text) -> Result<[Vec<u32>; 2], ModelError> {
+        let written = self.render(&[Message::user(WORDS)], true)?;
+        match written.split(WORDS).collect::<Vec<_>>()[..] {
+            [before, behind] => Ok([text.piece(before)?, text.piece(behind)?]),
+            ref pieces => {
+                let reason =
+                    format!("its chat template writes what a user says {} times; once is needed", pieces.len() - 1);
+                Err(ModelError::Config { path: self.path.clone(), reason })
+            }
+        }
+    }
+}
