@@ -119,7 +119,7 @@ fn tolerance(policy: &str) -> f32 {
 fn spread(scores: impl Iterator<Item = f32>) -> f32 {
     let (mut least, mut most) = (f32::INFINITY, f32::NEG_INFINITY);
     scores.for_each(|score| (least, most) = (least.min(score), most.max(score)));
-    if most == least || most < least { 0.0 } else { (most - least) / most.abs().max(least.abs()) }
+    if most <= least { 0.0 } else { (most - least) / most.abs().max(least.abs()) }
 }
 
 /// The model, the context in a decoder, and what is compared in it.

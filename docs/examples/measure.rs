@@ -38,9 +38,9 @@ impl Comparisons for Scratch {
         false
     }
 
-    fn run(&self, records: Vec<Record>, stage: &Stage<'_>, each: &mut dyn FnMut(&Cell)) -> Vec<Record> {
+    fn run(&self, records: Vec<Record>, stage: &Stage<'_>, each: &mut dyn FnMut(&Cell, f64)) -> Vec<Record> {
         let run = |record: Record| {
-            each(&record.cell);
+            each(&record.cell, 0.0);
             let cell = &record.cell;
             match kernel(&cell.kernel) {
                 Ok(kernel) => {

@@ -3,9 +3,9 @@
 //! It is part of the library, so that a program of a few lines is a whole `kvsieve` with a policy of its own
 //! ([`main_with`]).
 //!
-//! A new command is one file with `Args` and `run`, one line in [`Command`] and one in [`Command::run`]. What several
-//! commands share is here: where work runs ([`Compute`]) and how results leave the program ([`output`]). Every error
-//! of the library is classed once, in [`failure`], so that `?` is all a command needs.
+//! A new command is one file with `Args` and `run`, one line in `Command` and one in `Command::run`. What several
+//! commands share is here: where work runs (`Compute`) and how results leave the program (`output`). Every error
+//! of the library is classed once, in `failure`, so that `?` is all a command needs.
 
 mod attend;
 mod calibrate;

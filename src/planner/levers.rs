@@ -196,7 +196,7 @@ impl<'a> Lever<'a> {
 
     /// How much longer a request takes, where that is known.
     fn time_factor(&self, scenario: &Scenario<'a>) -> Result<Option<f64>, PlanError> {
-        let of = |scenario: &Scenario<'a>| Ok::<_, PlanError>(scenario.times(REACHED)?);
+        let of = |scenario: &Scenario<'a>| scenario.times(REACHED);
         let (before, after) = (of(scenario)?, of(&self.pulled(scenario))?);
         Ok(before.zip(after).map(|(before, after)| after.request_s(REQUEST_TOKENS) / before.request_s(REQUEST_TOKENS)))
     }

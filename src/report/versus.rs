@@ -228,7 +228,8 @@ mod tests {
             change(&mut records[1]);
             records
         };
-        let cases: [(&dyn Fn(&mut Record), usize); 6] = [
+        type Case<'c> = (&'c dyn Fn(&mut Record), usize);
+        let cases: [Case<'_>; 6] = [
             (&|record| *record = slower(record.clone(), 1.5), 1),
             (&|record| *record = slower(record.clone(), 1.02), 0),
             (&|record| record.memory.as_mut().unwrap().peak_bytes += 1, 1),

@@ -202,14 +202,11 @@ impl<R: RowReader> Task for Few<'_, R> {
                 #[inline(always)]
                 |offset| row(first + offset.min(rows - 1)),
             );
-            // SAFETY: each row holds the bytes of `width` elements, by `row`.
-            let scales = R::SCALED.then(|| {
-                each(
-                    1.0,
-                    #[inline(always)]
-                    |row: usize| unsafe { reader.scale(at[row]) },
-                )
-            });
+            let mut scales = R::SCALED.then_some([1.0; TILE]);
+            for (scale, row) in scales.iter_mut().flatten().zip(at) {
+                // SAFETY: each row holds the bytes of `width` elements, by `row`.
+                *scale = unsafe { reader.scale(row) };
+            }
             let mut query = 0;
             while query < part.rows {
                 // SAFETY: rows of `w` hold `width` elements, by `row`, rows of `x` whole vectors of as many, by `check`.

@@ -180,9 +180,10 @@ impl Simd for Portable {
     unsafe fn transpose(self, from: *const u8, from_stride_bytes: usize, to: *mut f32, to_stride: usize) {
         // SAFETY: the caller's promise, for each row.
         let rows: [Lanes; 4] = each([0.0; 4], |row| unsafe { self.load(from.add(row * from_stride_bytes).cast()) });
-        for column in 0..4 {
+        let columns: [Lanes; 4] = each([0.0; 4], |column| each(0.0, |row| rows[row][column]));
+        for (column, lanes) in columns.into_iter().enumerate() {
             // SAFETY: likewise.
-            unsafe { self.store(to.add(column * to_stride), each(0.0, |row| rows[row][column])) };
+            unsafe { self.store(to.add(column * to_stride), lanes) };
         }
     }
 

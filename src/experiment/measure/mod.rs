@@ -309,7 +309,7 @@ mod tests {
         let cells = measure.expand(&grid, &scope).unwrap();
         let records = cells.iter().map(|cell| Record::blank(cell.clone())).collect();
         let stage = Stage { registry: &registry, engine: (&cpu).into(), limit_bytes: u64::MAX, folder: Path::new("") };
-        let records = measure.comparisons().unwrap().run(records, &stage, &mut |_| ());
+        let records = measure.comparisons().unwrap().run(records, &stage, &mut |_, _| ());
         let bytes = |record: &Record| record.memory.as_ref().unwrap().workspace_bytes;
         let of =
             |kernel: &str| records.iter().filter(|record| record.cell.kernel == kernel).map(bytes).collect::<Vec<_>>();
