@@ -26,6 +26,7 @@ fn help_texts_are_as_reviewed() {
         "evict",
         "logits",
         "generate",
+        "plan",
         "eval",
         "capture",
         "calibrate",
@@ -50,6 +51,19 @@ fn every_command_has_examples_in_its_help() {
         assert!(help.contains("Examples:"), "{name} has no examples");
         assert!(help.lines().all(|line| line.chars().count() <= 100), "{name}: a line is too wide");
     }
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn who_holds_memory_is_told_of_a_process_and_of_the_machine() {
+    let own = std::process::id().to_string();
+    let report: Value = serde_json::from_str(&stdout(&["doctor", "--memory", &own, "--json", "-"])).unwrap();
+    let process = &report["processes"][0];
+    assert_eq!(process["pid"], std::process::id());
+    let of = |field: &str| process[field].as_u64().unwrap();
+    assert!(of("anonymous_bytes") > 0 && of("anonymous_bytes") + of("file_bytes") == of("resident_bytes"), "{report}");
+    assert!(stdout(&["doctor", "--memory"]).contains("kvsieve plan --model MODEL --gpu here"));
+    kvsieve(&["doctor", "--memory", "4294967295"]).assert().code(2).stderr(predicate::str::contains("no such process"));
 }
 
 #[test]

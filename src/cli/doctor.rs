@@ -1,5 +1,7 @@
 //! `kvsieve doctor`: what this machine offers, what is missing, and what to do about it.
 
+mod memory;
+
 use super::failure::Failure;
 use super::output;
 use crate::device::cpu::CpuInfo;
@@ -18,7 +20,9 @@ Nothing is changed and nothing has to be there: what is missing is named, with w
 
 Examples:
   kvsieve doctor
-  kvsieve doctor --json -           for a bug report or a script";
+  kvsieve doctor --json -           for a bug report or a script
+  kvsieve doctor --memory           who holds memory now
+  kvsieve doctor --memory 1234      what one process holds, and what of it could be given back";
 
 /// Say what this machine offers: CPU, memory, GPU, and what is missing
 #[derive(clap::Args)]
@@ -30,6 +34,9 @@ pub struct Args {
     /// NVRTC to try [default: KVSIEVE_NVRTC, else the first that is found]
     #[arg(long, value_name = "libnvrtc.so")]
     nvrtc: Option<PathBuf>,
+    /// Say who holds memory now, or what one process holds
+    #[arg(long, value_name = "PID", num_args = 0..=1)]
+    memory: Option<Option<u32>>,
 }
 
 #[derive(Serialize)]
@@ -206,6 +213,9 @@ struct Memory {
 
 pub fn run(args: &Args) -> Result<(), Failure> {
     output::check_json(args.json.as_deref())?;
+    if let Some(pid) = args.memory {
+        return memory::run(pid, args.json.as_deref());
+    }
     let cpu = Cpu::new(None)?;
     let machine = os::machine();
     let (cuda, limits) = Cuda::probe(args.nvrtc.as_deref());

@@ -253,6 +253,7 @@ pub enum SpecError {
 pub const SHIPPED: &[(&str, &str)] = &[
     ("quickstart", include_str!("../../experiments/quickstart.toml")),
     ("memory-vs-context", include_str!("../../experiments/memory-vs-context.toml")),
+    ("plan-vs-measured", include_str!("../../experiments/plan-vs-measured.toml")),
     ("latency-vs-context", include_str!("../../experiments/latency-vs-context.toml")),
     ("gqa-vs-mha", include_str!("../../experiments/gqa-vs-mha.toml")),
     ("eviction-catalogue", include_str!("../../experiments/eviction-catalogue.toml")),

@@ -52,6 +52,44 @@ pub fn default_limit_bytes() -> Option<u64> {
     machine().map(|machine| machine.available_bytes / 5 * 4)
 }
 
+/// What a process holds, in bytes, as `/proc/PID/smaps_rollup` tells.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
+pub struct Held {
+    /// Pages in memory.
+    pub resident_bytes: u64,
+    /// Of these, its share of pages that several processes map.
+    pub proportional_bytes: u64,
+    /// Anonymous pages: heap, tensors, stacks. Only the process itself can give them back.
+    pub anonymous_bytes: u64,
+    /// Of these, in huge pages.
+    pub huge_bytes: u64,
+    /// Of these, given up by the process and taken by the system when it needs them.
+    pub lazily_free_bytes: u64,
+    /// Pages of files, shared memory included.
+    pub file_bytes: u64,
+    /// Of these, unchanged: the system takes them without asking and reads them again.
+    pub clean_bytes: u64,
+    /// Swapped out.
+    pub swapped_bytes: u64,
+}
+
+/// What a process holds; `None` where there is no such process, it belongs to somebody else, or the system does not tell.
+pub fn held(pid: u32) -> Option<Held> {
+    let text = fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).ok()?;
+    let of = |name| field(&text, name);
+    let (resident_bytes, anonymous_bytes) = (of("Rss:")?, of("Anonymous:")?);
+    Some(Held {
+        resident_bytes,
+        proportional_bytes: of("Pss:")?,
+        anonymous_bytes,
+        huge_bytes: of("AnonHugePages:")?,
+        lazily_free_bytes: of("LazyFree:")?,
+        file_bytes: resident_bytes.saturating_sub(anonymous_bytes),
+        clean_bytes: of("Shared_Clean:")? + of("Private_Clean:")?,
+        swapped_bytes: of("Swap:")?,
+    })
+}
+
 /// A `Name:  1234 kB` line of a proc file, in bytes.
 fn field(text: &str, name: &str) -> Option<u64> {
     let line = text.lines().find_map(|line| line.strip_prefix(name))?;

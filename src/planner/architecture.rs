@@ -65,6 +65,9 @@ pub struct Architecture {
     pub linear: Option<Linear>,
 }
 
+/// Up to here f64 counts whole numbers, and nothing overflows.
+const MOST_PARAMETERS: f64 = 9_007_199_254_740_992.0;
+
 fn two() -> usize {
     2
 }
@@ -328,6 +331,29 @@ impl Architecture {
         (2 * self.hidden + dense.max(routed).max(attention)) as u64
     }
 
+    /// No less than the parameters, and than any product of extents here, without overflow.
+    fn size(&self) -> f64 {
+        let product = |extents: &[usize]| extents.iter().map(|&extent| extent as f64).product::<f64>();
+        let mla = self.mla.map_or(0.0, |mla| {
+            let ranks = (mla.kv_rank + mla.q_rank.unwrap_or(0) + self.hidden) as f64;
+            2.0 * ranks * product(&[self.heads, mla.nope + mla.rope + mla.v])
+        });
+        let linear = self.linear.map_or(0.0, |linear| {
+            let (keys, values) =
+                (product(&[linear.key_heads, linear.key_dim]), product(&[linear.value_heads, linear.value_dim]));
+            (2.0 * keys + 2.0 * values) * (self.hidden + linear.conv) as f64 + values * linear.key_dim as f64
+        });
+        let experts = self
+            .experts
+            .map_or(0.0, |experts| product(&[3, experts.count + experts.shared, experts.ffn + 1, self.hidden]));
+        let block = product(&[4, self.heads, self.head_dim, self.hidden])
+            + product(&[3, self.ffn, self.hidden])
+            + experts
+            + mla
+            + linear;
+        self.layers as f64 * block + product(&[2, self.vocab + self.positions, self.hidden])
+    }
+
     /// Says whether the extents make a model.
     ///
     /// # Errors
@@ -353,6 +379,12 @@ impl Architecture {
                 "{} query heads cannot share {} KV heads; heads must be a multiple of kv_heads",
                 self.heads, self.kv_heads
             ));
+        }
+        if let Some(Experts { count, active, .. }) = self.experts.filter(|experts| experts.active > experts.count) {
+            return Err(format!("{active} of {count} experts are active; it must be at most all"));
+        }
+        if self.size() > MOST_PARAMETERS {
+            return Err("it comes to more than 2^53 parameters; its extents cannot be right".into());
         }
         let windowed = self.window.map_or(0, |window| window.layers);
         let linear = self.linear.map_or(0, |linear| linear.layers);

@@ -12,6 +12,7 @@ pub mod cards;
 pub mod claims;
 pub mod kv;
 pub mod levers;
+mod own;
 pub mod presets;
 pub mod published;
 mod read;
@@ -23,6 +24,7 @@ pub mod train;
 pub mod waterfall;
 pub mod weights;
 
+pub use own::own_peak_bytes;
 pub use scenario::{Phase, Scenario};
 pub use source::Subject;
 pub use waterfall::Waterfall;

@@ -163,7 +163,9 @@ pub fn write_training(folder: &Path, training: &Training<'_>) -> Result<(), Repo
         colour: palette::style("", place, 0).colour,
     });
     let row = |(zero, spent): (usize, &Spent)| {
-        let value = |&term: &usize| Some((spent.terms()[term].1 as f64, Vec::new()));
+        let value = |&term: &usize| {
+            Some(spent.terms()[term].1).filter(|bytes| *bytes > 0).map(|bytes| (bytes as f64, Vec::new()))
+        };
         Row { name: format!("ZeRO {zero}: {}", bytes(spent.total())), values: used.iter().map(value).collect() }
     };
     let figure = Rows {

@@ -14,6 +14,8 @@ use kvsieve::device::Cpu;
 use kvsieve::experiment::{Device, Experiment, Spec, runner, store};
 use kvsieve::memory::{Arena, Label};
 use kvsieve::model::{Config, Model, Text, sequences};
+use kvsieve::planner::Subject;
+use kvsieve::planner::allocator::{Event, replay};
 use kvsieve::policy::{Budget, Registry};
 use kvsieve::report::{self, Detail, Run};
 use kvsieve::tensor::file::TensorFile;
@@ -134,6 +136,51 @@ fn gguf_files() {
     target.run(|path| {
         let _ = Text::open(path);
         Model::open(path, &Arena::with_limit(64 << 20)).map(drop).map_err(said)
+    });
+}
+
+/// The planner reads more architectures and types of tensors than can be run, and multiplies what it reads.
+#[test]
+fn planned_models() {
+    let mut corpus: Vec<Vec<u8>> = ["models/builtin", "tests/models/gemma2", "tests/models/qwen3"]
+        .map(|folder| fs::read(Path::new(folder).join("config.json")).unwrap())
+        .into();
+    let deepseek = r#"{"architectures": ["DeepseekV3ForCausalLM"], "hidden_size": 7168, "num_hidden_layers": 61,
+        "num_attention_heads": 128, "num_key_value_heads": 128, "intermediate_size": 18432, "vocab_size": 129280,
+        "max_position_embeddings": 163840, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048, "first_k_dense_replace": 3}"#;
+    corpus.push(deepseek.into());
+    corpus.push(gguf::Parts::of(Path::new("tests/models/llama"), gguf::Kind::Q8_0).bytes());
+    let words = &[
+        "Qwen3NextForCausalLM",
+        "GptOssForCausalLM",
+        "268435456",
+        "sliding_window",
+        "num_experts",
+        "null",
+        "GGUF",
+        "llama.",
+    ];
+    let target = Target { name: "planned_models", corpus, words, inputs: 2000, all_right: true };
+    target.run(|path| {
+        let is_gguf = fs::read(path).unwrap().starts_with(b"GGUF");
+        let named = path.with_extension(if is_gguf { "gguf" } else { "json" });
+        fs::copy(path, &named).unwrap();
+        Subject::find(&named).map(drop).map_err(said)
+    });
+}
+
+/// A trace of allocations.
+#[test]
+fn traces() {
+    let trace = r#"[{"at_ns":1,"label":"kv","delta_bytes":3145728},{"label":"scores","delta_bytes":700},
+        {"label":"kv","delta_bytes":-3145728},{"label":"kv","delta_bytes":20971520}]"#;
+    let words = &["-3145728", "9223372036854775807", "281474976710656", "kv"];
+    let target = Target { name: "traces", corpus: vec![trace.into()], words, inputs: 2000, all_right: true };
+    target.run(|path| {
+        let events: Vec<Event> = serde_json::from_slice(&fs::read(path).unwrap()).map_err(said)?;
+        replay(&events).map(drop).map_err(said)
     });
 }
 

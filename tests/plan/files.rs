@@ -1,6 +1,10 @@
 //! Models from files: a `config.json`, a folder's tensors, a GGUF header, and what is wrong with them.
 
-use kvsieve::planner::Subject;
+use kvsieve::device::Cpu;
+use kvsieve::memory::Arena;
+use kvsieve::model::{Decoder, Model, Setup};
+use kvsieve::planner::scenario::Attention;
+use kvsieve::planner::{Scenario, Subject, own_peak_bytes};
 use serde_json::{Value, json};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -172,5 +176,35 @@ fn a_gguf_file_is_counted_by_its_header() {
         fs::write(&path, bytes).unwrap();
         let error = Subject::find(&path).unwrap_err().to_string();
         assert!(error.contains(expected), "{error}");
+    }
+}
+
+/// What the plan says of kvsieve's own run is what its arena then measures, to the byte.
+#[test]
+fn the_own_peak_is_the_arenas() {
+    let folder = Path::new("models/builtin");
+    let subject = Subject::find(folder).unwrap();
+    for (attention, kernel, context, output, chunk) in
+        [(Attention::Tiled, "tiled", 700, 2, Some(256)), (Attention::Naive, "naive", 300, 0, None)]
+    {
+        let scenario = Scenario { attention, output, chunk, ..super::on(&subject, "h100", context) };
+        let (cpu, arena) = (Cpu::new(Some(2)).unwrap(), Arena::unlimited());
+        let model = Model::open(folder, &arena).unwrap();
+        let dtype = model.weights.dtype();
+        let setup = Setup {
+            kernel,
+            batch: 1,
+            max_tokens: (context + output) as usize,
+            chunk_tokens: scenario.pass_tokens(context) as usize,
+            all_logits: false,
+            dtype,
+            kv_format: dtype.into(),
+            columns: &[],
+        };
+        let mut decoder = Decoder::new(&model, setup, &cpu, &arena).unwrap();
+        let prompt = vec![5; context as usize];
+        decoder.prefill(&[&prompt], |_, _, _| ()).unwrap();
+        (0..output).for_each(|_| decoder.follow(&[&[5][..]], |_, _, _| ()).unwrap());
+        assert_eq!(own_peak_bytes(&scenario, 2).unwrap(), Some(arena.usage().peak_bytes), "{kernel}");
     }
 }

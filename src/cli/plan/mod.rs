@@ -7,7 +7,9 @@ mod train;
 
 use super::failure::Failure;
 use super::output;
+use crate::device::Cpu;
 use crate::planner::levers::{Ranked, Remedy, rank, remedy, siblings};
+use crate::planner::own_peak_bytes;
 use crate::planner::roofline::{REACHED, Times};
 use crate::planner::waterfall::Waterfall;
 use crate::report;
@@ -120,6 +122,8 @@ struct Plan<'a> {
     #[serde(flatten)]
     waterfall: &'a Waterfall,
     times: Option<Times>,
+    /// Peak of the arena when kvsieve itself runs it on this CPU; `None` where it cannot.
+    own_peak_bytes: Option<u64>,
     levers: &'a [Ranked],
     #[serde(skip_serializing_if = "Option::is_none")]
     remedy: Option<&'a Remedy>,
@@ -131,6 +135,8 @@ fn plan(args: &Args) -> Result<(), Failure> {
     let subject = args.scenario.subject()?;
     let scenario = args.scenario.scenario(&subject)?;
     let siblings = siblings(&subject);
+    let threads = Cpu::new(None)?.threads();
+    let own = own_peak_bytes(&scenario, threads)?;
     let (waterfall, times, levers) = (scenario.waterfall()?, scenario.times(REACHED)?, rank(&scenario, &siblings)?);
     let found = args.target_context.map(|target| Ok::<_, Failure>((target, remedy(&scenario, target, &siblings)?)));
     let found = found.transpose()?;
@@ -152,12 +158,14 @@ fn plan(args: &Args) -> Result<(), Failure> {
         context_tokens: scenario.context,
         waterfall: &waterfall,
         times,
+        own_peak_bytes: own,
         levers: &levers,
         remedy,
     };
     args.report.give(&plan, || {
         let mut said = text::waterfall(&scenario, &waterfall);
         said.push_str(&text::times(times));
+        said.push_str(&own.map_or(String::new(), |bytes| text::own(bytes, threads)));
         said.push_str(&text::levers(&scenario, &levers));
         said.push_str(&remedy.map_or(String::new(), text::remedy));
         if let Some(folder) = &args.output {

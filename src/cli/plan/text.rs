@@ -86,6 +86,17 @@ pub fn times(times: Option<Times>) -> String {
     )
 }
 
+/// What kvsieve itself takes.
+pub fn own(peak: u64, threads: usize) -> String {
+    let peak = format!("{} B ({})", grouped(u128::from(peak)), bytes(peak));
+    wrapped(
+        &format!(
+            "Run by kvsieve on this CPU with {threads} threads, its arena's peak is {peak}: exact, the sizes that it allocates."
+        ),
+        "",
+    )
+}
+
 /// Levers that are shown.
 const SHOWN: usize = 12;
 

@@ -24,6 +24,7 @@ mod needle_heat_map;
 mod needle_recall_vs_budget;
 mod paging_tradeoff;
 mod policies_ranked;
+mod predicted_vs_measured;
 mod ragged_memory;
 mod rounding;
 mod scoring_cost;
@@ -48,6 +49,7 @@ use std::collections::{BTreeMap, BTreeSet};
 pub const FIGURES: &[fn(&Data) -> Option<Chart>] = &[
     memory_vs_context::forward,
     memory_vs_context::backward,
+    predicted_vs_measured::chart,
     latency_vs_context::forward,
     latency_vs_context::backward,
     latency_vs_context::decode,
