@@ -160,6 +160,7 @@ fn every_policy_gives_back_its_bytes_and_none_beats_the_oracle() {
         for budget in [48, 90] {
             let drift = |policy| of(policy, budget).drift.as_ref().unwrap().rel_l2;
             assert!(drift("oracle") < drift("random"), "at {budget} tokens");
+            assert!(drift("oracle-output") < drift("oracle"), "at {budget} tokens");
             // What comes behind the context stays on top of the budget, unless the schedule says every: then as many are
             // evicted as are added.
             let evicted = |policy| of(policy, budget).eviction.as_ref().unwrap().evicted_tokens;

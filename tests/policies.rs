@@ -367,6 +367,50 @@ fn the_oracle_keeps_what_later_queries_attend_to() {
     assert_eq!(error, "policy 'oracle' needs the queries that come after the context");
 }
 
+/// Squared error of the future outputs of `kept`, f64, `p` being the attention `[rows, Lk]` and `v` `[Lk, D]`.
+fn output_error(p: &[f64], v: &[f64], width: usize, kept: &[u32]) -> f64 {
+    let output = |p: &[f64], slots: &mut dyn Iterator<Item = usize>| {
+        let (mut sum, mut mass) = (vec![0.0; width], 0.0);
+        for slot in slots {
+            mass += p[slot];
+            sum.iter_mut().zip(&v[slot * width..]).for_each(|(sum, v)| *sum += p[slot] * v);
+        }
+        sum.into_iter().map(|sum| sum / mass).collect::<Vec<f64>>()
+    };
+    let tokens = v.len() / width;
+    let row = |p: &[f64]| {
+        let (full, got) = (output(p, &mut (0..tokens)), output(p, &mut kept.iter().map(|&slot| slot as usize)));
+        full.iter().zip(got).map(|(a, b)| (a - b).powi(2)).sum::<f64>()
+    };
+    p.chunks_exact(tokens).map(row).sum()
+}
+
+/// Against every set of 6 of 12 tokens: greedy is near the best, and better than to keep the most attention.
+#[test]
+fn the_output_oracle_is_near_the_best_of_all_sets() {
+    const TOKENS: usize = 12;
+    const WIDTH: usize = 4;
+    let shape = shape([1, 2, 1, TOKENS, TOKENS, WIDTH]);
+    let [mut best, mut greedy, mut by_mass] = [0.0; 3];
+    for seed in 0..20 {
+        let made = inputs(&problem(shape, DType::F32), 40 + seed);
+        let future = tensor(DType::F32, [1, 2, 3, WIDTH], &normal(&mut rng(70 + seed), 2 * 3 * WIDTH, 2.0));
+        let p = probabilities(&Shape { q_len: 3, ..shape }, &Params::new(WIDTH, false), &future, &made.k);
+        let v = widen(&made.v.to_f32());
+        let error = |policy| {
+            let got = verdict(How { future: Some(&future), ..how(policy, 6) }, shape, &made);
+            output_error(&p, &v, WIDTH, &got.kept[0])
+        };
+        let sets = (0u32..1 << TOKENS).filter(|set| set.count_ones() == 6);
+        let of_set = |set: u32| (0..TOKENS as u32).filter(|slot| set >> slot & 1 == 1).collect::<Vec<u32>>();
+        let least = sets.map(|set| output_error(&p, &v, WIDTH, &of_set(set))).fold(f64::INFINITY, f64::min);
+        let got = error("oracle-output");
+        assert!(got >= least * (1.0 - 1e-6), "seed {seed}: {got} is less than the least, {least}");
+        (best, greedy, by_mass) = (best + least, greedy + got, by_mass + error("oracle"));
+    }
+    assert!(greedy < 1.15 * best && 1.5 * greedy < by_mass, "{greedy}, best {best}, by attention {by_mass}");
+}
+
 #[test]
 fn random_depends_on_the_seed_alone() {
     let shape = shape([1, 4, 2, 4, 200, 4]);

@@ -26,7 +26,7 @@ pub enum Statistic {
     RecentAttention,
     /// The attention of every query so far.
     AccumulatedAttention,
-    /// The attention of the queries that will come: an upper bound, not a policy one can run.
+    /// The attention of the queries that will come: no policy that one can run.
     FutureAttention,
 }
 
@@ -42,7 +42,7 @@ impl Statistic {
             Statistic::Queries => "queries of the context (one read of Q)",
             Statistic::RecentAttention => "attention of the last queries (one thin pass)",
             Statistic::AccumulatedAttention => "attention of all queries (one tiled pass, one row per step)",
-            Statistic::FutureAttention => "attention of future queries (bound, not runnable)",
+            Statistic::FutureAttention => "attention of future queries (known to no policy that one can run)",
         }
     }
 }

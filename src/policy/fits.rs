@@ -121,7 +121,7 @@ mod tests {
         assert!(!warns("snapkv", 1000) && !warns("full", 3) && !warns("quest", 16));
         // Of a pyramid the highest layer keeps its window too.
         assert!(
-            warns("pyramidkv", 500) && !warns("snapkv:window=8+pyramid", 400) && warns("snapkv:window=8+pyramid", 100)
+            warns("pyramidkv", 400) && !warns("snapkv:window=8+pyramid", 400) && warns("snapkv:window=8+pyramid", 100)
         );
         assert!(!warns("pyramidkv", 1000));
         // Half of H2O's budget is always for others.

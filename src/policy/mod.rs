@@ -74,6 +74,7 @@ pub const POLICIES: &[PolicyEntry] = &[
     scorers::r_kv::ENTRY,
     scorers::gate::ENTRY,
     scorers::oracle::ENTRY,
+    scorers::oracle_output::ENTRY,
     sparse::quest::ENTRY,
     sparse::think::ENTRY,
 ];

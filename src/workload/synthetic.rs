@@ -19,6 +19,7 @@ enum Part {
     K,
     V,
     Plan,
+    Norm,
 }
 
 /// Everything that the heads of a workload have in common.
@@ -115,8 +116,12 @@ impl<'a> Scene<'a> {
     ) -> Result<Vec<Needle>, WorkloadError> {
         let (plan, strengths) = self.plan(batch, kv_head);
         self.keys(&plan, &mut self.stream(Part::K, batch, kv_head), k);
-        let mut rng = self.stream(Part::V, batch, kv_head);
-        self.rows(v, |_, row| normals(&mut rng, row));
+        let [mut rng, mut norms] = [Part::V, Part::Norm].map(|part| self.stream(part, batch, kv_head));
+        self.rows(v, |token, row| {
+            normals(&mut rng, row);
+            let norm = self.value_norm(&plan, token, &mut norms) as f32;
+            row.iter_mut().for_each(|x| *x *= norm);
+        });
         let group = self.extents.q_heads / self.extents.kv_heads;
         let tokens = self.extents.total_tokens();
         let mut asker = Asker::new(self.extents.dtype, k, tokens, self.extents.head_dim);
@@ -132,6 +137,17 @@ impl<'a> Scene<'a> {
             hinted: needle.hinted_by.is_some(),
         };
         Ok(plan.needles.iter().map(needle).collect())
+    }
+
+    /// Norm of a token's value, as a part of what noise has.
+    fn value_norm(&self, plan: &Plan, token: usize, rng: &mut impl Rng) -> f64 {
+        let deviate: f64 = StandardNormal.sample(rng);
+        let spread = (self.spec.value_spread * deviate).exp();
+        match plan.role(token, self.spec.sinks) {
+            Role::Sink => self.spec.sink_value_norm * spread,
+            Role::Heavy(_) => self.spec.heavy_value_norm * spread,
+            Role::Ordinary | Role::Needle(_) => spread,
+        }
     }
 
     fn keys(&self, plan: &Plan, rng: &mut impl Rng, k: &mut [u8]) {

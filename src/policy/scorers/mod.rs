@@ -18,6 +18,7 @@ pub mod max_attention;
 pub mod morphkv;
 pub mod non_causal;
 pub mod oracle;
+pub mod oracle_output;
 mod past;
 mod pool;
 pub mod protect;

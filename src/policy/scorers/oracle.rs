@@ -1,4 +1,5 @@
-//! `oracle`: keeps the tokens that the future queries really attend to. The upper bound of every comparison.
+//! `oracle`: keeps the tokens that the future queries really attend to. No other choice of as many tokens of each head keeps
+//! more of their attention; of less error in their outputs it is no bound (`oracle_output.rs`).
 
 use crate::attention::{Shape, export};
 use crate::memory::Label;
@@ -7,7 +8,7 @@ use crate::policy::{Context, Policy, PolicyEntry, PolicyError, Scorer, Statistic
 /// The registry's line.
 pub const ENTRY: PolicyEntry = PolicyEntry {
     name: "oracle",
-    about: "keeps what future queries attend to: the upper bound, which no real policy can reach",
+    about: "keeps what future queries attend to: knows the future, and no choice of as many tokens of a head keeps more of that attention",
     paper: "",
     parameters: &[],
     build: |_, _| Ok(Policy::after_prefill(Oracle)),

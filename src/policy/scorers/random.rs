@@ -1,4 +1,4 @@
-//! `random`: every token draws a number once. The lower bound of every comparison.
+//! `random`: every token draws a number once. A method is worth something above it; some are below.
 
 use crate::policy::{Context, Policy, PolicyEntry, PolicyError, Scorer, Statistic};
 use rand::Rng;
@@ -8,7 +8,7 @@ use rand_chacha::rand_core::SeedableRng;
 /// The registry's line.
 pub const ENTRY: PolicyEntry = PolicyEntry {
     name: "random",
-    about: "keeps a random subset: the lower bound",
+    about: "keeps a random subset: what a method must be better than",
     paper: "",
     parameters: &[],
     build: |_, _| Ok(Policy::after_prefill(Random)),

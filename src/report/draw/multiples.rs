@@ -1,7 +1,7 @@
 //! A chart of more curves than one plot can hold apart: a small plot for each, with all the others in pale grey behind.
 //!
-//! All plots share their axes, so that places can be compared. Baselines and the oracle are bounds: they are drawn in
-//! every plot and have none of their own.
+//! All plots share their axes, so that places can be compared. Baselines and oracles are what others are seen against: they
+//! are drawn in every plot and have none of their own.
 
 use super::canvas::{self, Align, BOLD, Canvas, Stroke, Words, text_width};
 use super::{BOTTOM, FAINT_INK, Frame, GRID, INK, MARGIN, SMALL, TOP, WHITE, WIDTH, headings, marks, shortened};
@@ -28,8 +28,8 @@ pub fn svg(chart: &Chart) -> Result<String, ReportError> {
     let y = chart.y.span(chart.y_values()).ok_or_else(empty)?;
     let y_ticks = chart.y.ticks(&y, MOST_TICKS);
     let tick_width = y_ticks.iter().map(|tick| text_width(&tick.label, SMALL)).fold(24.0, f64::max);
-    let is_bound = |series: &&Series| palette::is_baseline(&series.name) || palette::is_oracle(&series.name);
-    let (bounds, own): (Vec<&Series>, Vec<&Series>) = chart.series.iter().partition(is_bound);
+    let is_reference = |series: &&Series| palette::is_baseline(&series.name) || palette::is_oracle(&series.name);
+    let (bounds, own): (Vec<&Series>, Vec<&Series>) = chart.series.iter().partition(is_reference);
     let left = MARGIN + tick_width + 8.0;
     let wide = (WIDTH - MARGIN - left - GAP * (ACROSS - 1) as f64) / ACROSS as f64;
     let frame = |index: usize| {

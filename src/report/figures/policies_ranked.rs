@@ -45,8 +45,8 @@ pub fn rows(data: &Data) -> Option<Picture> {
         title: "Policies by drift, best first".into(),
         subtitle: naming.common,
         caption: "Relative L2 distance of the decoded outputs from the dense f64 result, one dot for each budget; \
-                  further left is better. Lines are in the order of the mean of log drift over the budgets. The \
-                  oracle sees the queries that are still to come: no policy is expected to the left of it."
+                  further left is better. Lines are in the order of the mean of log drift over the budgets. Oracles \
+                  see the queries that are still to come."
             .into(),
         axis: Axis { label: "drift (relative L2)".into(), field: "rel_l2", quantity: Quantity::Drift },
         mark: Mark::Dot,

@@ -72,6 +72,7 @@ fn masses_are_what_the_knobs_say() {
         (SyntheticSpec::default(), 128, 8192),
         (shy, 64, 2048),
         (quiet, 64, 2048),
+        (SyntheticSpec::smollm2(), 64, 2048),
     ] {
         let extents = Extents { head_dim, context_tokens, new_tokens: 32, ..PLAIN };
         let [retrieval, local] = measured_masses(&spec, &extents, 7);
@@ -82,6 +83,43 @@ fn masses_are_what_the_knobs_say() {
             }
         }
     }
+}
+
+#[test]
+fn values_have_the_norms_that_the_knobs_say() {
+    let spec = SyntheticSpec {
+        sinks: 32,
+        sink_value_norm: 0.25,
+        heavy_value_norm: 2.0,
+        value_spread: 0.3,
+        ..Default::default()
+    };
+    let (workload, scene) = (generate(&spec, &PLAIN, 5), Scene::new(&spec, &PLAIN, 5).unwrap());
+    let [mut sink, mut heavy, mut ordinary] = [const { Vec::new() }; 3];
+    for kv_head in 0..PLAIN.kv_heads {
+        let (plan, _) = scene.plan(0, kv_head);
+        for (token, value) in head(&workload.v, 0, kv_head).chunks_exact(PLAIN.head_dim).enumerate() {
+            let norm = value.iter().map(|&x| f64::from(x).powi(2)).sum::<f64>().sqrt().ln();
+            match plan.role(token, spec.sinks) {
+                Role::Sink => sink.push(norm),
+                Role::Heavy(_) => heavy.push(norm),
+                Role::Ordinary | Role::Needle(_) => ordinary.push(norm),
+            }
+        }
+    }
+    let mean = |norms: &[f64]| norms.iter().sum::<f64>() / norms.len() as f64;
+    let of_ordinary = mean(&ordinary);
+    // 64 sinks and 80 heavy hitters: a mean is within 4 standard errors.
+    assert!((mean(&sink) - of_ordinary - 0.25f64.ln()).abs() < 0.16, "sinks");
+    assert!((mean(&heavy) - of_ordinary - 2f64.ln()).abs() < 0.14, "heavy hitters");
+    let variance = ordinary.iter().map(|norm| (norm - of_ordinary).powi(2)).sum::<f64>() / ordinary.len() as f64;
+    // Noise of 64 channels has a deviation of its own, 1 / sqrt(2 * 64).
+    assert!((variance - 0.09 - 1.0 / 128.0).abs() < 0.01, "{variance}");
+    // Without the knobs values are the noise that they were: no number of it is drawn for norms.
+    let [plain, even] = [SyntheticSpec::default(), SyntheticSpec { sink_value_norm: 0.5, ..Default::default() }]
+        .map(|spec| head(&generate(&spec, &PLAIN, 5).v, 0, 1));
+    let sinks = 4 * PLAIN.head_dim;
+    assert!(plain[sinks..] == even[sinks..] && plain[..sinks].iter().zip(&even).all(|(a, b)| b / a == 0.5));
 }
 
 #[test]
