@@ -199,6 +199,8 @@ pub fn pass(measure: Measure, kernel: &str, context: usize) -> Record {
         predicted_peak_bytes,
         peak_bytes: if out { 0 } else { predicted_peak_bytes },
         peak_by_label: BTreeMap::from([(Label::Kv, kv_bytes)]),
+        arena_growth_bytes: scratch,
+        rss_growth_bytes: Some(scratch + 4096),
         limit_bytes: LIMIT_BYTES,
         ..Memory::default()
     });
