@@ -1,12 +1,14 @@
 //! `kvsieve generate`: text that follows a prompt, with a full or an evicted cache.
 
 mod cuda;
+mod questions;
 
 use super::failure::Failure;
 use super::model::{ModelArgs, Opened};
 use super::output;
 use super::place::Place;
 use super::policy::Used;
+use crate::eval::Protocol;
 use crate::model::{ChatTemplate, Generated, Model, OneSequence, Sampler, Sampling, Setup, Text, generate, locate};
 use crate::policy::Registry;
 use crate::units;
@@ -15,13 +17,16 @@ use std::path::PathBuf;
 
 const EXAMPLES: &str = "\
 The prompt goes through the model, the policy evicts from it (its budget counts the prompt), and tokens follow one by one until \
-the model ends the text or --max-new-tokens is reached. A policy with '+every:steps=N' goes on evicting.\n\n\
+the model ends the text or --max-new-tokens is reached. A policy with '+every:steps=N' goes on evicting. With --context and \
+--question the context is evicted, and every question is answered from the full cache and from what is left of it, side by \
+side.\n\n\
 With --device cuda memory is the GPU's. Policies are those of `kvsieve evict --device cuda`, in models without sliding \
 windows.\n\n\
 Examples:
   kvsieve generate --model DIR --prompt 'Once upon a time'
   kvsieve generate --model DIR --prompt \"$(cat long.txt)\" --policy snapkv --budget 0.25
   kvsieve generate --model DIR --prompt \"$(cat long.txt)\" --memory camelot:slots=512,window=128
+  kvsieve generate --model DIR --context notes.txt --question 'Who wrote the letter?' --policy snapkv --budget 0.25
   kvsieve generate --model FILE.gguf --chat --prompt 'What is the capital of France?'
   kvsieve generate --model DIR --prompt 'Dear diary' --temperature 0.8 --top-p 0.95 --seed 7 --json -";
 
@@ -30,9 +35,20 @@ Examples:
 #[command(after_help = EXAMPLES)]
 pub struct Args {
     /// Text to continue
-    #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
-    prompt: String,
-    /// Write the prompt as the model's own chat template has what a user says
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true, required_unless_present = "context")]
+    #[arg(conflicts_with = "context")]
+    prompt: Option<String>,
+    /// Text that questions are about; it is answered with the full cache and with the evicted one
+    #[arg(long, value_name = "FILE", requires = "question")]
+    context: Option<PathBuf>,
+    /// What is asked of the context; may be given several times, each is asked by itself
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true, requires = "context")]
+    question: Vec<String>,
+    /// What a policy sees of a question when it evicts: agnostic, aware, aware-kept or aware-whole, as in `kvsieve eval`
+    /// [default: agnostic]
+    #[arg(long, value_name = "PROTOCOL", requires = "context")]
+    protocol: Option<Protocol>,
+    /// Write the prompt, or context and question, as the model's own chat template has what a user says
     #[arg(long)]
     chat: bool,
     /// Most tokens that follow
@@ -92,6 +108,9 @@ pub fn run(args: &Args, registry: &Registry) -> Result<(), Failure> {
     let sampling = sampling(args)?;
     output::check_json(model_args.json.as_deref())?;
     let text = model_args.text()?;
+    if let Some(context) = &args.context {
+        return questions::run(args, registry, context, sampling, &text);
+    }
     if let Some(index) = model_args.compute.cuda() {
         return cuda::run(args, registry, index, sampling, &text);
     }
@@ -128,9 +147,10 @@ struct Ran {
 impl Args {
     /// The prompt, in the model's chat template if that is asked for.
     fn prompt_tokens(&self, text: &Text) -> Result<Vec<u32>, Failure> {
+        let prompt = self.prompt.as_deref().unwrap_or_default();
         Ok(match self.chat {
-            true => ChatTemplate::open(&locate(&self.model.model)?)?.prompt(&self.prompt, text)?,
-            false => text.tokens(&self.prompt)?,
+            true => ChatTemplate::open(&locate(&self.model.model)?)?.prompt(prompt, text)?,
+            false => text.tokens(prompt)?,
         })
     }
 

@@ -2,9 +2,10 @@
 //!
 //! A [`Prompt`] is a context and what is asked of it, as tokens. A [`Session`] reads a context once and lets every policy
 //! that evicts only after prefill evict a fork of it; [`alone()`] runs one policy by itself, as a server would, and
-//! measures what that takes. `docs/evaluation.md` says what each number is.
+//! measures what that takes; [`ask`] answers a user's own questions. `docs/evaluation.md` says what each number is.
 
 mod alone;
+mod ask;
 mod distribution;
 mod perplexity;
 mod prompt;
@@ -12,6 +13,7 @@ mod protocol;
 mod session;
 
 pub use alone::{Alone, alone};
+pub use ask::{Replies, ask, questions};
 pub use perplexity::{Perplexity, Windows, perplexity};
 pub use prompt::{Asked, Frame, Prompt, documents, prompts};
 pub use protocol::Protocol;

@@ -10,7 +10,7 @@ pub struct Asked {
     /// What is fed behind the eviction and before the answer. Where it is empty, the first token of the answer comes from
     /// the prefill's own logits, in which no eviction shows.
     pub prompt: Vec<u32>,
-    /// What a right answer begins with; at least one token that is fed behind the eviction.
+    /// What a right answer begins with, at least one token that is fed behind the eviction; empty where nobody knows it.
     pub expected: Vec<u32>,
     /// How another answer is scored; a text that only goes on has no score.
     pub question: Option<Question>,
@@ -113,33 +113,50 @@ pub fn prompts(
             error => error,
         })?;
     let context = [&frame.before[..], &text.encode(&written.context)].concat();
-    let depth = written.depth;
-    let mut prompts: Vec<Prompt> = Vec::new();
+    let mut split = Vec::new();
     for question in written.questions {
-        let words = text.encode(&question.text);
         let prefix = [&frame.behind[..], &text.encode(&question.answer_prefix)].concat();
-        let kept = if protocol == Protocol::AwareKept { words.len() } else { 0 };
-        let (read, prompt) = match protocol {
-            Protocol::Agnostic => (Vec::new(), [words, prefix].concat()),
-            Protocol::Aware | Protocol::AwareKept => (words, prefix),
-            Protocol::AwareWhole => ([words, prefix].concat(), Vec::new()),
-        };
-        let asked = Asked { prompt, expected: text.encode(&question.expected), question: Some(question) };
-        if asked.expected.len() <= usize::from(asked.prompt.is_empty()) {
-            return Err(TaskError::OneToken { task: name.into() }.into());
-        }
-        match prompts.first_mut().filter(|_| protocol == Protocol::Agnostic) {
-            Some(prompt) => prompt.asked.push(asked),
-            None => prompts.push(Prompt {
-                sample,
-                context: [&context[..], &read].concat(),
-                kept,
-                asked: vec![asked],
-                depth,
-            }),
-        }
+        split.push((text.encode(&question.text), prefix, text.encode(&question.expected), Some(question)));
     }
-    Ok(prompts)
+    let prompts = protocol.prompts(sample, &context, written.depth, split);
+    let asked = || prompts.iter().flat_map(|prompt| &prompt.asked);
+    match asked().any(|asked| asked.expected.len() <= usize::from(asked.prompt.is_empty())) {
+        true => Err(TaskError::OneToken { task: name.into() }.into()),
+        false => Ok(prompts),
+    }
+}
+
+/// The tokens of a question, those with which its answer is begun, those of the right answer, and how others are scored.
+type Split = (Vec<u32>, Vec<u32>, Vec<u32>, Option<Question>);
+
+impl Protocol {
+    /// Which tokens of each question are read with the context, before the eviction, and which behind it.
+    pub(super) fn prompts(
+        self,
+        sample: usize,
+        context: &[u32],
+        depth: Option<f64>,
+        questions: Vec<Split>,
+    ) -> Vec<Prompt> {
+        let mut prompts: Vec<Prompt> = Vec::new();
+        for (words, prefix, expected, question) in questions {
+            let kept = if self == Protocol::AwareKept { words.len() } else { 0 };
+            let (read, prompt) = match self {
+                Protocol::Agnostic => (Vec::new(), [words, prefix].concat()),
+                Protocol::Aware | Protocol::AwareKept => (words, prefix),
+                Protocol::AwareWhole => ([words, prefix].concat(), Vec::new()),
+            };
+            let asked = Asked { prompt, expected, question };
+            match prompts.first_mut().filter(|_| self == Protocol::Agnostic) {
+                Some(prompt) => prompt.asked.push(asked),
+                None => {
+                    let context = [context, &read].concat();
+                    prompts.push(Prompt { sample, context, kept, asked: vec![asked], depth });
+                }
+            }
+        }
+        prompts
+    }
 }
 
 /// Pieces of a text, each of `context_tokens` and the `new_tokens` that follow them, at most `most`; none overlaps
