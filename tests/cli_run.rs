@@ -400,7 +400,7 @@ fn every_wrong_value_of_an_experiment_is_named_in_one_line() {
         ("max_rounds = 2", "max_rounds = 0", "timing: min_rounds is 1, max_rounds 0"),
         ("max_rounds = 2", "cap_s = nan", "cap_s NaN (seconds, above 0)"),
         ("[timing]", "[synthetic]\nsinks = 0\n[timing]", "workload: sinks is 0; it must be between 1 and 64"),
-        ("[timing]", "[synthetic]\nneedle = 1\n[timing]", "x.toml:3:1: unknown field `needle`"),
+        ("[timing]", "[synthetic]\nneedle = 1\n[timing]", "x.toml:2:1: unknown field `needle`"),
         ("[timing]", "[file]\npath = \"a\"\n[synthetic]\n[timing]", "both [file] and [synthetic] are given"),
         ("[timing]", "[file]\npath = \"a\"\n[timing]", "cannot read 'a': No such file"),
         ("[timing]", "[file]\npath = \"x.toml\"\n[timing]", "'x.toml' is not a valid safetensors file"),

@@ -7,6 +7,9 @@
 
 `wikitext`: windows of 2048 tokens that do not overlap, all of whose tokens but the first are predicted. `llama-perplexity`:
 windows of 512, whose first token is replaced by the one that begins a text, if the model has one; the last 255 are predicted.
+
+transformers 5.2 reads SmolLM2's GGUF as Code Llama's tokenizer, which leaves digits together and begins texts with a token; the
+pre-tokenizer is therefore put right, as the file names it (`smollm`) and the model's own tokenizer.json has it.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import math
 from pathlib import Path
 
 import torch
+from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 BUILTIN = {"pretrained_model_name_or_path": "models/builtin"}
@@ -42,9 +46,12 @@ def main() -> None:
     for name, source in [("models/builtin", BUILTIN), ("/".join(SMOLLM2.values()), SMOLLM2)]:
         tokenizer = AutoTokenizer.from_pretrained(**source)
         model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32).eval()
-        tokens = tokenizer(text, return_tensors="pt").input_ids[0]
-        begins = tokenizer("a").input_ids[0]
+        if source is SMOLLM2:
+            digits, level = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
+            tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, level])
+        begins = None if source is SMOLLM2 else tokenizer("a").input_ids[0]
         bos = begins if begins == tokenizer.bos_token_id else None
+        tokens = torch.tensor(tokenizer(text, add_special_tokens=bos is not None).input_ids)
         for protocol, size, first, bos in [("wikitext", 2048, 1, None), ("llama-perplexity", 512, 257, bos)]:
             numbers = perplexity(model, tokens, size, first, bos)
             found.append({"model": name, "protocol": protocol, "tokens": len(tokens), **numbers})

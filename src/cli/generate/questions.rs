@@ -224,8 +224,14 @@ fn words(report: &Report) -> String {
     };
     let sides =
         [numbers(&report.full, &|answered| &answered.full), numbers(&report.evicted, &|answered| &answered.evicted)];
-    let titles =
-        ["tokens per KV head", "keys and values", "context read", "first token", "per token", "peak, weights included"];
+    let titles = [
+        "tokens per KV head",
+        "keys and values",
+        "reading, evicting",
+        "first token",
+        "per token",
+        "peak, weights included",
+    ];
     text += "\n";
     text += &format!("{:24}{:>16}  {:>16}\n", "", "full cache", "evicted");
     for (title, (full, evicted)) in titles.iter().zip(sides[0].iter().zip(&sides[1])) {
