@@ -34,10 +34,6 @@ impl Measurement for Scratch {
 }
 
 impl Comparisons for Scratch {
-    fn takes_long(&self) -> bool {
-        false
-    }
-
     fn run(&self, records: Vec<Record>, stage: &Stage<'_>, each: &mut dyn FnMut(&Cell, f64)) -> Vec<Record> {
         let run = |record: Record| {
             each(&record.cell, 0.0);

@@ -12,6 +12,7 @@ use crate::experiment::measure::Measure;
 use crate::experiment::policy_axis::PolicyText;
 use crate::experiment::spec::{Grid, Spec};
 use crate::format::KvFormat;
+use crate::model::BUILTIN;
 use crate::policy::Registry;
 use crate::tensor::DType;
 use serde::Deserialize;
@@ -28,6 +29,8 @@ with the full cache. The first samples of each cell also run alone, for times an
 Results go to OUT/eval/<time>-<hash>-<revision>/. docs/evaluation.md says what each number is.\n\n\
 Examples:
   kvsieve eval                   the built-in model (models/builtin), 6 policies, 4 budgets, 4 tasks
+  kvsieve eval --model DIR       your model: 2 policies, half the cache, 2 tasks; a few minutes for a small one
+  kvsieve eval --model DIR --context 4k --dry-run      the cells, and how long they would take
   kvsieve eval --model DIR --task niah-multikey-1,vt --context 4k,8k \\
       --policy full,snapkv,h2o --budget 0.25,512
   kvsieve eval --model DIR --text novel.txt --evict-after 2k --new-tokens 256 \\
@@ -37,10 +40,25 @@ Examples:
   kvsieve eval --model FILE.gguf --text wiki.test.raw --protocol wikitext,llama-perplexity
   kvsieve list tasks             what there is to ask";
 
-/// What is asked where nothing is said.
-const TASKS: [&str; 4] = ["recall", "niah-single-1", "niah-multikey-1", "passkey"];
-const POLICIES: [&str; 6] = ["full", "streaming-llm", "h2o", "snapkv", "ada-snapkv", "keydiff"];
-const BUDGETS: [&str; 4] = ["0.5", "0.25", "0.125", "0.0625"];
+/// What is asked where nothing is said: of the built-in model a whole table, of a user's what is over in minutes.
+struct Defaults {
+    tasks: &'static [&'static str],
+    policies: &'static [&'static str],
+    budgets: &'static [&'static str],
+    samples: Option<usize>,
+}
+const OF_BUILTIN: Defaults = Defaults {
+    tasks: &["recall", "niah-single-1", "niah-multikey-1", "passkey"],
+    policies: &["full", "streaming-llm", "h2o", "snapkv", "ada-snapkv", "keydiff"],
+    budgets: &["0.5", "0.25", "0.125", "0.0625"],
+    samples: None,
+};
+const OF_YOURS: Defaults = Defaults {
+    tasks: &["niah-single-1", "passkey"],
+    policies: &["full", "snapkv", "keydiff"],
+    budgets: &["0.5"],
+    samples: Some(10),
+};
 
 /// What a model answers under eviction policies and budgets
 #[derive(clap::Args)]
@@ -49,11 +67,12 @@ pub struct Args {
     /// Hugging Face folders, or 'builtin'
     #[arg(long, value_name = "DIR", value_delimiter = ',', default_value = "builtin")]
     model: Vec<String>,
-    /// Tasks (see `kvsieve list tasks`) [default: recall,niah-single-1,niah-multikey-1,passkey]
+    /// Tasks (see `kvsieve list tasks`) [default: niah-single-1,passkey; of the built-in model also recall and
+    /// niah-multikey-1]
     #[arg(long, value_name = "TASK", value_parser = named)]
     task: Vec<Names>,
     /// Eviction policies (see `kvsieve list policies`); random is added to every comparison [default:
-    /// full,streaming-llm,h2o,snapkv,ada-snapkv,keydiff]
+    /// full,snapkv,keydiff; of the built-in model also streaming-llm, h2o and ada-snapkv]
     #[arg(long, value_name = "POLICY", value_parser = named)]
     policy: Vec<Names>,
     /// Memories in place of the cache (see `kvsieve list memories`); policies are then only those that are named, and
@@ -63,14 +82,15 @@ pub struct Args {
     /// Safetensors file that the policies may read tensors of [default: none]
     #[arg(long, value_name = "FILE")]
     policy_file: Option<PathBuf>,
-    /// What may stay: fractions (0.25), tokens per KV head (512) or bytes of all layers (64MiB) [default:
-    /// 0.5,0.25,0.125,0.0625]
+    /// What may stay: fractions (0.25), tokens per KV head (512) or bytes of all layers (64MiB) [default: 0.5; of
+    /// the built-in model also 0.25, 0.125 and 0.0625]
     #[arg(long, value_name = "BUDGET", value_delimiter = ',', allow_negative_numbers = true)]
     budget: Vec<String>,
     /// Lengths of context, question and answer together, in tokens of the model
     #[arg(long, value_name = "N", value_delimiter = ',', default_value = "1k", conflicts_with = "evict_after")]
     context: Vec<String>,
-    /// Samples of each task, or pieces or windows of the text at most [default: 20; all windows]
+    /// Samples of each task, or pieces or windows of the text at most [default: 10, of the built-in
+    /// model 20; all windows]
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     samples: Option<usize>,
     /// What is scored and evicted together: agnostic, aware, aware-kept or aware-whole; or, with --text and nothing evicted,
@@ -111,6 +131,9 @@ pub struct Args {
     /// Go on with the latest run of the same options: only missing samples run
     #[arg(long)]
     resume: bool,
+    /// List the cells with the time that each will take, and run nothing else than the samples that tell it
+    #[arg(long, conflicts_with = "resume")]
+    dry_run: bool,
     #[command(flatten)]
     compute: Compute,
     /// Print each record as a line of JSON to standard output (-) instead of the leaderboard
@@ -179,7 +202,7 @@ pub fn run(args: &Args, registry: &Registry) -> Result<(), Failure> {
         registry,
         out: &args.out,
         resume: args.resume,
-        dry_run: false,
+        dry_run: args.dry_run,
         find_max_context: false,
         shard: None,
         compute: &args.compute,
@@ -199,18 +222,19 @@ impl Args {
 
     fn spec(&self, protocols: Vec<Protocol>) -> Result<Spec, Failure> {
         let names = Args::names;
-        let policies: &[&str] = if self.memory.is_empty() { &POLICIES } else { &["full"] };
+        let default = if self.model == [BUILTIN] { OF_BUILTIN } else { OF_YOURS };
+        let policies = if self.memory.is_empty() { default.policies } else { &["full"] };
         let budgets = match &self.budget[..] {
-            [] => BUDGETS.map(String::from).to_vec(),
+            [] => default.budgets.iter().map(|budget| budget.to_string()).collect(),
             given => given.to_vec(),
         };
         let contexts = self.evict_after.as_ref().map_or_else(|| self.context.clone(), |after| vec![after.clone()]);
         let context_option = if self.evict_after.is_some() { "--evict-after" } else { "--context" };
         let grid = Grid {
             model: Many(self.model.clone()),
-            task: Many(if self.text.is_some() { Vec::new() } else { names(&self.task, &TASKS) }),
+            task: Many(if self.text.is_some() { Vec::new() } else { names(&self.task, default.tasks) }),
             text: self.text.clone(),
-            samples: self.samples,
+            samples: self.samples.or(default.samples.filter(|_| self.text.is_none())),
             protocol: Many(protocols),
             chat: self.chat,
             beyond_limit: self.beyond_limit,

@@ -3,6 +3,7 @@
 use super::failure::Failure;
 use super::{Compute, output, progress, report};
 use crate::device::Cpu;
+use crate::experiment::cell::Cell;
 use crate::experiment::max_context::{self, MaxContext};
 use crate::experiment::record::Status;
 use crate::experiment::{Engine, Experiment, Gpu, Options, Outcome, Spec, estimate, runner};
@@ -130,9 +131,11 @@ impl Way<'_> {
             if self.dry_run {
                 let cells = runner::prepare(experiment, self.registry, engine)?;
                 let others: Vec<_> = experiment.in_comparisons().collect();
-                output::print(&estimate::table(&cells, &others, &experiment.spec.timing, engine, limit_bytes))?;
+                let timing = &experiment.spec.timing;
+                output::print(&estimate::table(&cells, &others, self.registry, timing, engine, limit_bytes))?;
                 continue;
             }
+            self.announce(experiment, engine);
             let options = Options {
                 out: self.out.into(),
                 resume: self.resume,
@@ -157,6 +160,22 @@ impl Way<'_> {
                 first.cell.label(),
                 first.reason.as_deref().unwrap_or("no reason given")
             ))),
+        }
+    }
+
+    /// Says what evaluations will run and how long they will take; what an earlier run did of them is not known yet.
+    fn announce(&self, experiment: &Experiment, engine: Engine<'_>) {
+        let cells: Vec<&Cell> = experiment.in_comparisons().collect();
+        if self.resume || self.shard.is_some() {
+            return;
+        }
+        if let Some(seconds) = estimate::of_comparisons(&cells, self.registry, engine) {
+            eprintln!(
+                "{}: {} cells, about {}",
+                experiment.spec.name,
+                experiment.cells.len(),
+                estimate::minutes(seconds)
+            );
         }
     }
 

@@ -17,7 +17,7 @@ pub use ask::{Replies, ask, questions};
 pub use perplexity::{Perplexity, Windows, perplexity};
 pub use prompt::{Asked, Frame, Prompt, documents, prompts};
 pub use protocol::Protocol;
-pub use session::{Answer, Answers, Session, Watch};
+pub use session::{Answer, Answers, Session, Watch, reads_alone};
 
 use crate::device::Cpu;
 use crate::format::KvFormat;

@@ -285,7 +285,7 @@ fn only(sequence: usize, tokens: &[u32]) -> [&[u32]; SEQUENCES] {
 
 /// Whether a policy has something to do while the context is read, to evict after chunks or to look at hidden states, so that
 /// it needs a prefill of its own.
-fn reads_alone(policy: &Policy) -> bool {
+pub fn reads_alone(policy: &Policy) -> bool {
     let does = policy.schedule.chunk_tokens.is_some() || policy.looks_at(Statistic::HiddenStates);
     policy.scorer.is_some() && does
 }

@@ -3,10 +3,12 @@
 use super::cell::Cell;
 use super::engine::Engine;
 use super::measure::{Place, Prepared};
+use super::runner::comparisons;
 use super::spec::Timing;
 use crate::attention::{DenseKv, Forward, Kernel, Outputs, Params, Shape, Tiled, kernel};
 use crate::device::Cpu;
 use crate::memory::{Arena, Label};
+use crate::policy::Registry;
 use crate::tensor::{DType, Tensor};
 use crate::units;
 use std::fmt::Write;
@@ -64,11 +66,34 @@ impl Rates {
     }
 }
 
-/// A table of cells with predicted peak memory and time, and the sums; `others` are cells that run in comparisons
-/// and have neither. Nothing is known beforehand of a GPU's times.
+/// Seconds that each comparison will take; `None` where nothing takes long, or does not run on this engine.
+fn seconds(comparisons: &[Vec<&Cell>], registry: &Registry, engine: Engine<'_>) -> Vec<Option<f64>> {
+    let mut all = Vec::new();
+    for of_measure in comparisons.chunk_by(|a, b| a[0].measure == b[0].measure) {
+        let measure = of_measure[0][0].measure.comparisons();
+        let cpu = engine.for_models().ok();
+        let runs = measure.filter(|measure| measure.refusal(engine).is_none()).zip(cpu);
+        match runs.and_then(|(measure, cpu)| measure.seconds(of_measure, registry, cpu)) {
+            Some(seconds) => all.extend(seconds.into_iter().map(Some)),
+            None => all.extend(of_measure.iter().map(|_| None)),
+        }
+    }
+    all
+}
+
+/// Seconds that cells which run in comparisons will take together, if that is worth a word.
+pub fn of_comparisons(cells: &[&Cell], registry: &Registry, engine: Engine<'_>) -> Option<f64> {
+    let comparisons = comparisons(cells.iter().copied());
+    let seconds = seconds(&comparisons, registry, engine);
+    seconds.iter().any(Option::is_some).then(|| seconds.into_iter().flatten().sum())
+}
+
+/// A table of cells with predicted peak memory and time, and the sums; `others` are cells that run in comparisons, of which
+/// no memory is predicted. Nothing is known beforehand of a GPU's times.
 pub fn table<'e>(
     cells: &[Prepared],
     others: &[&Cell],
+    registry: &Registry,
     timing: &Timing,
     engine: impl Into<Engine<'e>>,
     limit_bytes: u64,
@@ -103,34 +128,37 @@ pub fn table<'e>(
         // Writing to a string cannot fail.
         let _ = writeln!(text, "{:width$}  {peak:>15}  {time:>9}", prepared.cell.label());
     }
-    let mut unknown = 0;
-    for cell in others {
-        let comparisons = cell.measure.comparisons();
-        let time = if comparisons.is_some_and(|comparisons| comparisons.refusal(engine).is_some()) {
-            skipped += 1;
-            "skipped"
-        } else if comparisons.is_some_and(|comparisons| comparisons.takes_long()) {
-            unknown += 1;
-            "–"
-        } else {
-            "simulated"
+    let comparisons = comparisons(others.iter().copied());
+    for (cells, seconds) in comparisons.iter().zip(seconds(&comparisons, registry, engine)) {
+        let refused = cells[0].measure.comparisons().is_some_and(|measure| measure.refusal(engine).is_some());
+        skipped += if refused { cells.len() } else { 0 };
+        total_s += seconds.unwrap_or(0.0);
+        let time = match seconds {
+            Some(seconds) => units::nanoseconds(seconds / cells.len() as f64 * 1e9),
+            None if refused => "skipped".into(),
+            None => "simulated".into(),
         };
-        let _ = writeln!(text, "{:width$}  {:>15}  {time:>9}", cell.label(), "–");
+        for cell in cells {
+            let _ = writeln!(text, "{:width$}  {:>15}  {time:>9}", cell.label(), "–");
+        }
     }
-    let mut notes: Vec<String> = Vec::new();
-    if rates.is_some() && unknown < cells.len() + others.len() {
-        notes.push(format!("; about {total_s:.0} s in all"));
-    }
-    if unknown > 0 {
-        notes.push(format!("; {unknown} evaluations, whose memory and time are not predicted"));
-    }
+    let total = if rates.is_some() { format!("; about {} in all", minutes(total_s)) } else { String::new() };
     let skipped = if skipped > 0 { format!(", {skipped} that do not run on this device") } else { String::new() };
     let _ = writeln!(
         text,
         "{} cells, {oom} of them over the limit of {}{skipped}{}",
         cells.len() + others.len(),
         units::bytes(limit_bytes),
-        notes.concat(),
+        total,
     );
     text
+}
+
+/// As people say how long something takes.
+pub fn minutes(seconds: f64) -> String {
+    match seconds {
+        ..100.0 => format!("{seconds:.0} s"),
+        ..6000.0 => format!("{:.0} min", seconds / 60.0),
+        _ => format!("{:.1} h", seconds / 3600.0),
+    }
 }

@@ -213,7 +213,7 @@ fn shard(cells: Vec<Prepared>, shard: Option<(usize, usize)>) -> Vec<Prepared> {
 }
 
 /// Cells by what they share, in the order of their first ones.
-fn comparisons<'c>(cells: impl Iterator<Item = &'c Cell>) -> Vec<Vec<&'c Cell>> {
+pub(super) fn comparisons<'c>(cells: impl Iterator<Item = &'c Cell>) -> Vec<Vec<&'c Cell>> {
     let mut comparisons: Vec<(String, Vec<&Cell>)> = Vec::new();
     for cell in cells {
         let id = cell.without_choice().id();

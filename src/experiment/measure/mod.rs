@@ -26,6 +26,7 @@ use super::cell::{Cell, Device};
 use super::engine::Engine;
 use super::record::Record;
 use super::spec::Grid;
+use crate::device::Cpu;
 use crate::policy::Registry;
 use crate::workload::FileSource;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
@@ -103,8 +104,15 @@ pub trait Comparisons: Sync {
         None
     }
 
-    /// Whether the time of a comparison is worth a word before it begins.
-    fn takes_long(&self) -> bool;
+    /// Seconds that each of these comparisons will take, tried on pieces of them; `None` where nothing takes long.
+    fn seconds(
+        &self,
+        _comparisons: &[Vec<&Cell>],
+        _registry: &Registry,
+        _cpu: &crate::device::Cpu,
+    ) -> Option<Vec<f64>> {
+        None
+    }
 
     /// Runs a comparison: `records` of its cells come without numbers and go with them. `each` is told of the cell that is
     /// at work, and which fraction of the comparison is done.

@@ -54,10 +54,6 @@ impl Measurement for Serve {
 }
 
 impl Comparisons for Serve {
-    fn takes_long(&self) -> bool {
-        false
-    }
-
     fn run(&self, records: Vec<Record>, _stage: &Stage<'_>, each: &mut dyn FnMut(&Cell, f64)) -> Vec<Record> {
         let run = |record: Record| {
             each(&record.cell, 0.0);

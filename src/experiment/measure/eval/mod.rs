@@ -3,17 +3,21 @@
 //! Cells that differ only in policy and budget are one comparison, whose contexts are read once and evicted by all of them.
 //! What each sample gives is on disk at once, in a journal.
 
+mod estimate;
 mod grid;
 mod group;
 mod journal;
 mod tally;
+mod together;
 
 use super::{Choice, Comparisons, Measurement, Runs, Scope, Stage};
+use crate::device::Cpu;
 use crate::experiment::cell::Cell;
 use crate::experiment::engine::Engine;
 use crate::experiment::record::{Record, Status};
 use crate::experiment::runner::latency;
 use crate::experiment::spec::Grid;
+use crate::policy::Registry;
 use journal::Journal;
 use std::io;
 use std::path::Path;
@@ -80,22 +84,22 @@ impl Comparisons for Eval {
         engine.for_models().err()
     }
 
-    fn takes_long(&self) -> bool {
-        true
+    fn seconds(&self, comparisons: &[Vec<&Cell>], registry: &Registry, cpu: &Cpu) -> Option<Vec<f64>> {
+        Some(estimate::seconds(comparisons, registry, cpu))
     }
 
     fn run(&self, records: Vec<Record>, stage: &Stage<'_>, each: &mut dyn FnMut(&Cell, f64)) -> Vec<Record> {
         let cells: Vec<&Cell> = records.iter().map(|record| &record.cell).collect();
         let run = |cpu| {
             let mut journal = Journal::open(stage.folder)?;
-            group::run(&cells, stage.registry, cpu, stage.limit_bytes, &mut journal, each)
+            together::run(&cells, stage.registry, cpu, stage.limit_bytes, &mut journal, each)
         };
         let ended = match stage.engine.for_models() {
-            Ok(cpu) => run(cpu).map_err(|error| group::status_of(&error)),
+            Ok(cpu) => run(cpu).map_err(|error| together::status_of(&error)),
             Err(reason) => Err((Status::Skipped, reason)),
         };
         let ended = ended.unwrap_or_else(|(status, reason)| {
-            let all = |_| group::Ended { result: Err((status, reason.clone())), warnings: Vec::new() };
+            let all = |_| together::Ended { result: Err((status, reason.clone())), warnings: Vec::new() };
             cells.iter().map(all).collect()
         });
         records.into_iter().zip(ended).map(|(record, ended)| filled(record, ended)).collect()
@@ -107,7 +111,7 @@ impl Comparisons for Eval {
 }
 
 /// A record with what its cell measured, or why it did not.
-fn filled(record: Record, ended: group::Ended) -> Record {
+fn filled(record: Record, ended: together::Ended) -> Record {
     let record = Record { warnings: ended.warnings, ..record };
     match ended.result {
         Err((status, reason)) => Record { status, reason: Some(reason), ..record },

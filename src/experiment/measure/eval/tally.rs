@@ -1,6 +1,6 @@
 //! From answers to the numbers of a record.
 
-use super::group::Numbers;
+use super::together::Numbers;
 use crate::eval::{Alone, Answer, Answers as Given, Prompt};
 use crate::experiment::answers::{Answers, Estimate};
 use crate::experiment::record::Memory;

@@ -1,0 +1,109 @@
+//! How long evaluations will take, told before they begin.
+//!
+//! Of each model and task one sample of at most [`PROBE_TOKENS`] is run under a few of the cells. That gives what reading
+//! a context takes, what each cell adds to it, and what a run alone takes; longer contexts take as much longer as the
+//! model and its attention have more to multiply.
+
+use super::group::{Group, alone_samples};
+use crate::device::Cpu;
+use crate::eval::{EvalError, Session, Watch, reads_alone};
+use crate::experiment::cell::Cell;
+use crate::model::{Config, locate};
+use crate::policy::Registry;
+use std::path::Path;
+use std::time::Instant;
+
+/// Most tokens of the context that is tried.
+const PROBE_TOKENS: usize = 1024;
+
+/// What one sample took.
+struct Probe {
+    context_tokens: usize,
+    /// Reading the model, once for a comparison.
+    open_s: f64,
+    /// Reading a context, as every run alone does.
+    read_s: f64,
+    /// What each cell, and the full cache, adds to that: its eviction, the questions and the answers.
+    cell_s: f64,
+    /// A run alone.
+    alone_s: f64,
+    /// Samples, and prompts of all of them together.
+    samples: usize,
+    prompts: usize,
+}
+
+/// Seconds of each comparison; nothing of those that cannot be tried, which fail when they run.
+pub fn seconds(comparisons: &[Vec<&Cell>], registry: &Registry, cpu: &Cpu) -> Vec<f64> {
+    let mut probes: Vec<(Cell, Option<Probe>)> = Vec::new();
+    let mut one = |cells: &Vec<&Cell>| {
+        // What others of the same task took is known. Of a text, the length decides how many pieces there are.
+        let context_tokens = if cells[0].text.is_some() { cells[0].context_tokens } else { 0 };
+        let like = Cell { context_tokens, seed: 0, ..cells[0].without_choice() };
+        let at = probes.iter().position(|(known, _)| *known == like).unwrap_or_else(|| {
+            probes.push((like, probe(cells, registry, cpu).ok()));
+            probes.len() - 1
+        });
+        probes[at].1.as_ref().map_or(0.0, |probe| of(probe, cells, registry))
+    };
+    comparisons.iter().map(&mut one).collect()
+}
+
+fn of(probe: &Probe, cells: &[&Cell], registry: &Registry) -> f64 {
+    let (cell, count) = (cells[0], cells.len() as f64);
+    let reads = |cell: &&&Cell| {
+        let policy = cell.build_policy(registry).ok().flatten();
+        cell.memory.is_some() || policy.is_some_and(|policy| reads_alone(&policy))
+    };
+    let readers = 1 + cells.iter().filter(reads).count();
+    let together = probe.prompts as f64 * (readers as f64 * probe.read_s + (count + 1.0) * probe.cell_s);
+    let alone = alone_samples(cells.len()).min(probe.samples) as f64 * count * probe.alone_s;
+    let longer = work(cell, cell.context_tokens) / work(cell, probe.context_tokens);
+    probe.open_s + (together + alone) * longer
+}
+
+/// Multiplications of a token sequence's way through a cell's model, up to a factor: linear layers, and causal attention.
+fn work(cell: &Cell, tokens: usize) -> f64 {
+    let config = locate(Path::new(cell.model.as_deref().unwrap_or_default())).and_then(|folder| Config::read(&folder));
+    let Ok(config) = config else { return tokens as f64 };
+    let linear = config.hidden * (config.qkv_width() + config.q_width() + 3 * config.ffn);
+    let tokens = tokens as f64;
+    tokens * (linear as f64 + tokens * config.q_width() as f64)
+}
+
+/// Runs the first sample under the first cell, the last, and one between.
+fn probe(cells: &[&Cell], registry: &Registry, cpu: &Cpu) -> Result<Probe, EvalError> {
+    let mut places = vec![0, cells.len() / 2, cells.len() - 1];
+    places.dedup();
+    let shorter = |tokens: usize| {
+        let short = |&at: &usize| Cell { samples: Some(1), context_tokens: tokens, ..cells[at].clone() };
+        places.iter().map(short).collect::<Vec<Cell>>()
+    };
+    let start = Instant::now();
+    let Group { samples, .. } = Group::open(cells, registry, u64::MAX)?;
+    let open_s = start.elapsed().as_secs_f64();
+    let mut tried = shorter(cells[0].context_tokens.min(PROBE_TOKENS));
+    // Some tasks need more room than that.
+    if Group::open(&tried.iter().collect::<Vec<_>>(), registry, u64::MAX).is_err() {
+        tried = shorter(cells[0].context_tokens);
+    }
+    let tried: Vec<&Cell> = tried.iter().collect();
+    let group = Group::open(&tried, registry, u64::MAX)?;
+    let choices = group.choices()?;
+    let prompt = &group.samples[0];
+    let first = choices[0];
+    // The first run takes the memory and finds the files cold.
+    group.alone(cpu, first, prompt)?;
+    let start = Instant::now();
+    let alone = group.alone(cpu, first, prompt)?;
+    let alone_s = start.elapsed().as_secs_f64();
+    let read_s = alone.first_token_ns as f64 * 1e-9;
+    let watch = Watch::default();
+    let mut session = Session::new(group.stage(cpu, &group.shared_arena), &group.text, &watch, &choices)?;
+    let start = Instant::now();
+    session.run(prompt, &choices, |asked| group.room(prompt, asked))?;
+    let all_s = start.elapsed().as_secs_f64();
+    let cell_s = ((all_s - read_s) / (choices.len() + 1) as f64).max(0.0);
+    let count = samples.last().map_or(0, |prompt| prompt.sample + 1);
+    let context_tokens = tried[0].context_tokens;
+    Ok(Probe { context_tokens, open_s, read_s, cell_s, alone_s, samples: count, prompts: samples.len() })
+}

@@ -1,0 +1,161 @@
+//! Cells that differ only in policy and budget, or in the memory, evaluated together: samples outside, cells inside, so that
+//! a slow moment of the machine falls on all of them.
+
+use super::group::{Group, alone_samples};
+use super::journal::{Given, Journal};
+use super::tally::Tally;
+use crate::device::Cpu;
+use crate::eval::{Choice, EvalError, Prompt, Session, Watch};
+use crate::experiment::answers::Answers;
+use crate::experiment::cell::Cell;
+use crate::experiment::record::{Memory, Status};
+use crate::model::{Model, ModelError};
+use crate::policy::{Decoding, PolicyError, Registry};
+use std::collections::BTreeMap;
+
+/// How a cell ended.
+pub struct Ended {
+    /// Numbers, or why there are none.
+    pub result: Result<Numbers, (Status, String)>,
+    /// What a reader should know.
+    pub warnings: Vec<String>,
+}
+
+/// What a cell measured.
+pub struct Numbers {
+    /// What the model answered.
+    pub answers: Answers,
+    /// Of the first run alone.
+    pub memory: Memory,
+    /// Of all runs alone, by phase: `first_token` and `decode`.
+    pub samples_ns: BTreeMap<&'static str, Vec<u64>>,
+}
+
+/// Evaluates a group; `each` is told of the cell that is at work and of the fraction of the samples that is done. What
+/// `journal` holds is not asked again, and what each sample gives is written there.
+///
+/// # Errors
+/// When the model, the tokenizer or the text cannot be read any more, or the full cache already has no room.
+pub fn run(
+    cells: &[&Cell],
+    registry: &Registry,
+    cpu: &Cpu,
+    limit_bytes: u64,
+    journal: &mut Journal,
+    mut each: impl FnMut(&Cell, f64),
+) -> Result<Vec<Ended>, EvalError> {
+    let group = Group::open(cells, registry, limit_bytes)?;
+    let Group { samples, model, .. } = &group;
+    let choices = group.choices()?;
+    let shortest = samples.iter().map(Prompt::budgeted_tokens).min().unwrap_or(0);
+    let kept = samples.iter().map(|prompt| prompt.kept).min().unwrap_or(0);
+    let tokens = [shortest, group.max_tokens, kept];
+    let mut states: Vec<State> = choices.iter().map(|choice| State::new(choice, model, cells[0], tokens)).collect();
+    let going = |states: &[State]| (0..states.len()).filter(|&at| states[at].ended.is_none()).collect::<Vec<_>>();
+    let first: Vec<Choice<'_>> = going(&states).into_iter().map(|at| choices[at]).collect();
+    let watch = Watch::default();
+    let mut session = Session::new(group.stage(cpu, &group.shared_arena), &group.text, &watch, &first)?;
+    let ids: Vec<String> = cells.iter().map(|cell| cell.id()).collect();
+    let mut alone_samples = 0..alone_samples(cells.len());
+    for (number, prompt) in samples.iter().enumerate() {
+        // Of a sample that is many prompts the first is enough.
+        let is_alone = alone_samples.start == prompt.sample && alone_samples.next().is_some();
+        let (known, missing): (Vec<usize>, Vec<usize>) =
+            going(&states).into_iter().partition(|&at| journal.given(&ids[at], number).is_some());
+        for at in known {
+            states[at].take(prompt, journal.given(&ids[at], number).expect("it is known").clone());
+        }
+        let Some(&at_work) = missing.first() else { continue };
+        let done = |part: f64| (number as f64 + part) / samples.len() as f64;
+        each(cells[at_work], done(0.0));
+        let chosen: Vec<Choice<'_>> = missing.iter().map(|&at| choices[at]).collect();
+        let answered = session.run(prompt, &chosen, |asked| group.room(prompt, asked))?;
+        for (place, (&at, answers)) in missing.iter().zip(answered).enumerate() {
+            let by_itself = || {
+                // Beside the answers of all cells together, which took about as long as one of these runs.
+                each(cells[at], done((place + 1) as f64 / (missing.len() + 1) as f64));
+                group.alone(cpu, choices[at], prompt)
+            };
+            let given = answers.and_then(|answers| Ok(Given { answers, alone: is_alone.then(by_itself).transpose()? }));
+            match given {
+                Ok(given) => {
+                    journal.append(&ids[at], number, &given)?;
+                    states[at].take(prompt, given);
+                }
+                Err(error) => states[at].ended = Some(status_of(&error)),
+            }
+        }
+    }
+    Ok(states.into_iter().map(|state| state.end(limit_bytes)).collect())
+}
+
+/// A cell while its group runs.
+struct State {
+    tally: Tally,
+    /// Whether every context must lose tokens.
+    evicts: bool,
+    /// What a reader should know before trusting the numbers.
+    warnings: Vec<String>,
+    ended: Option<(Status, String)>,
+}
+
+impl State {
+    /// `shortest` and `longest` are tokens of the shortest context, and of the longest with its answer; `kept` those that stay
+    /// beside any budget.
+    fn new(choice: &Choice<'_>, model: &Model, cell: &Cell, [shortest, longest, kept]: [usize; 3]) -> Self {
+        let lists = cell.layers * cell.kv_heads;
+        let token_bytes = cell.kv_format().token_bytes(cell.head_dim);
+        let tally = |unprotected| Tally::new(lists, token_bytes, model.weights.bytes(), unprotected);
+        let Choice::Evict(choice) = choice else {
+            return State { tally: tally(None), evicts: false, warnings: Vec::new(), ended: None };
+        };
+        let policy = choice.policy;
+        let budget = policy.budget_tokens(choice.name, choice.budget.as_ref(), shortest, token_bytes, lists);
+        let warnings =
+            budget.as_ref().map_or(Vec::new(), |&tokens| policy.warnings(tokens, shortest, kept, cell.layers));
+        let unprotected = budget.as_ref().ok().and_then(|&tokens| Some((tokens, policy.unprotected(tokens, kept)?)));
+        // Some evict what the model writes too.
+        let evicted = if policy.schedule.decoding == Decoding::Never { shortest } else { longest };
+        let (evicts, ended) = match budget {
+            Err(error) => (true, Some((Status::Failed, error.to_string()))),
+            _ if policy.scorer.is_none() => (false, None),
+            Ok(tokens) if tokens >= evicted => {
+                let reason = format!("the budget holds a whole context of {evicted} tokens: nothing to evict");
+                (false, Some((Status::Skipped, reason)))
+            }
+            Ok(tokens) => (tokens < shortest, None),
+        };
+        State { tally: tally(unprotected), evicts, warnings, ended }
+    }
+
+    fn take(&mut self, prompt: &Prompt, given: Given) {
+        self.tally.add(prompt, given.answers);
+        if let Some(alone) = given.alone {
+            self.tally.run_alone(prompt.sample, alone);
+        }
+    }
+
+    fn end(self, limit_bytes: u64) -> Ended {
+        let State { tally, evicts, warnings, ended } = self;
+        let warnings = warnings.into_iter().chain(tally.warnings()).collect();
+        let result = match ended {
+            Some(ended) => Err(ended),
+            None if evicts && tally.kept_everything() => {
+                Err((Status::Failed, "the policy evicted nothing, although its budget is less than the context".into()))
+            }
+            None => tally
+                .finish(limit_bytes)
+                .ok_or_else(|| (Status::Failed, "there was no sample to learn from".to_string())),
+        };
+        Ended { result, warnings }
+    }
+}
+
+/// How a cell ends that met this error.
+pub fn status_of(error: &EvalError) -> (Status, String) {
+    let memory = matches!(
+        error,
+        EvalError::Arena(_) | EvalError::Model(ModelError::Arena(_) | ModelError::Policy(PolicyError::Arena(_)))
+    );
+    (if memory { Status::Oom } else { Status::Failed }, error.to_string())
+}
