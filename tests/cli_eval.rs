@@ -208,6 +208,26 @@ fn a_program_far_from_its_model_says_so() {
 }
 
 #[test]
+fn a_dry_run_tells_the_time_of_every_cell_and_writes_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    byte_model::write(&folder.path().join("m"), 2048);
+    std::fs::write(folder.path().join("t.txt"), "one two three ".repeat(400)).unwrap();
+    let of_tasks = ["eval", "--model", "m", "--context", "800,1600", "--dry-run", "--protocol", "agnostic,aware"];
+    let of_text = ["eval", "--model", "m", "--text", "t.txt", "--evict-after", "1k", "--dry-run"];
+    // 2 lengths, 2 protocols and 2 tasks of 2 policies, random and the full cache at the default budget; and those of a text.
+    for (arguments, cells) in [(&of_tasks[..], 32), (&of_text, 4)] {
+        let output = run(folder.path(), arguments);
+        let table = text(&output.stdout);
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        let times = table.lines().filter(|line| line.ends_with(" ms") || line.ends_with(" s") || line.ends_with(" µs"));
+        assert_eq!(times.count(), cells, "{table}");
+        assert!(table.lines().last().unwrap().contains(&format!("{cells} cells, 0 of them over the limit")), "{table}");
+        assert!(table.lines().last().unwrap().contains("; about "), "{table}");
+    }
+    assert!(!folder.path().join("results").exists());
+}
+
+#[test]
 fn mistakes_are_one_line() {
     let folder = tempfile::tempdir().unwrap();
     byte_model::write(&folder.path().join("m"), 2048);
@@ -217,8 +237,13 @@ fn mistakes_are_one_line() {
         (&["eval", "--model", "m", "--policy", "h3o"], "unknown policy 'h3o'"),
         (&["eval", "--model", "m", "--budget", "1.5"], "--budget: '1.5' is not a budget"),
         (&["eval", "--model", "m", "--context", "none"], "--context: 'none' is not a token count"),
-        (&["eval", "--model", "m", "--context", "4k"], "was made for at most 2048"),
-        (&["eval", "--model", "m", "--samples", "0"], "must be at least 1"),
+        (
+            &["eval", "--model", "m", "--context", "4k"],
+            "error: a sequence of 4096 tokens; 'm' was made for at most 2048, give --",
+        ),
+        (&["eval", "--model", "m", "--context", "-4"], "--context: '-4' is not a token count"),
+        (&["eval", "--model", "m", "--samples", "0"], "error: --samples and --new-tokens must be at least 1"),
+        (&["eval", "--model", "m", "--samples", "-3"], "a whole number of 0 or more is needed"),
         (
             &["eval", "--model", "m", "--protocol", "blind"],
             "'blind' is no protocol; there are agnostic, aware, aware-kept",

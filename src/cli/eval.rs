@@ -88,6 +88,7 @@ pub struct Args {
     budget: Vec<String>,
     /// Lengths of context, question and answer together, in tokens of the model
     #[arg(long, value_name = "N", value_delimiter = ',', default_value = "1k", conflicts_with = "evict_after")]
+    #[arg(allow_negative_numbers = true)]
     context: Vec<String>,
     /// Samples of each task, or pieces or windows of the text at most [default: 10, of the built-in
     /// model 20; all windows]
@@ -208,7 +209,19 @@ pub fn run(args: &Args, registry: &Registry) -> Result<(), Failure> {
         compute: &args.compute,
         json: args.json.is_some(),
     };
-    way.go(&[(spec, "eval".into(), args.repro())])
+    way.go(&[(spec, "eval".into(), args.repro())]).map_err(|failure| failure.reworded(in_options))
+}
+
+/// What is wrong with the experiment that the options make, as somebody who typed options reads it.
+fn in_options(message: &str) -> String {
+    let words = [
+        ("eval: grid 1 (eval): ", ""),
+        ("write beyond_limit = true", "give --beyond-limit"),
+        ("context_tokens", "--context"),
+        ("new_tokens is 1", "--new-tokens is 1"),
+        ("samples and new_tokens", "--samples and --new-tokens"),
+    ];
+    words.iter().fold(message.to_string(), |text, (key, option)| text.replace(key, option))
 }
 
 impl Args {

@@ -45,6 +45,14 @@ impl Failure {
         Failure::Work(anyhow::Error::msg(message))
     }
 
+    /// A user's mistake in the words of what the user typed.
+    pub fn reworded(self, words: impl Fn(&str) -> String) -> Self {
+        match self {
+            Failure::Usage(_) => Failure::usage(words(&self.to_string())),
+            Failure::Work(_) => self,
+        }
+    }
+
     /// The status that the process ends with.
     pub fn exit_code(&self) -> ExitCode {
         match self {

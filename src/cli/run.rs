@@ -6,6 +6,7 @@ use crate::device::Cpu;
 use crate::experiment::cell::Cell;
 use crate::experiment::max_context::{self, MaxContext};
 use crate::experiment::record::Status;
+use crate::experiment::spec::SHIPPED;
 use crate::experiment::{Engine, Experiment, Gpu, Options, Outcome, Spec, estimate, runner};
 use crate::policy::Registry;
 use crate::report::Detail;
@@ -15,10 +16,8 @@ use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
 const EXAMPLES: &str = "\
-An experiment is a TOML file, or the name of one that comes with kvsieve: quickstart, memory-vs-context, \
-latency-vs-context, gqa-vs-mha, eviction-catalogue, eviction-cost, ragged-memory, chunked-prefill, decode-eviction, \
-equal-bytes, paging-waste, eval-builtin, needle-heatmap, long-decode. Results go to OUT/<experiment>/<time>-<hash>-<revision>/: \
-records as cells.jsonl, figures as SVG and CSV, summary.md and report.html.\n\n\
+Results go to OUT/<experiment>/<time>-<hash>-<revision>/: records as cells.jsonl, figures as SVG and CSV, summary.md and \
+report.html.\n\n\
 Examples:
   kvsieve run                                   quickstart: the first figures, in a few minutes
   kvsieve run eviction-catalogue --dry-run      the cells, what memory and time each will take
@@ -32,7 +31,7 @@ Examples:
 
 /// Run experiments and draw their figures
 #[derive(clap::Args)]
-#[command(after_help = EXAMPLES)]
+#[command(after_help = after_help())]
 pub struct Args {
     /// Experiment files, or names of shipped experiments
     #[arg(value_name = "EXPERIMENT", default_value = "experiments/quickstart.toml")]
@@ -58,6 +57,11 @@ pub struct Args {
     /// Print each record as a line of JSON to standard output (-) instead of the summary
     #[arg(long, value_name = "-", value_parser = ["-"], help_heading = "What is reported")]
     json: Option<String>,
+}
+
+fn after_help() -> String {
+    let names = SHIPPED.iter().map(|(name, _)| *name).collect::<Vec<_>>().join(", ");
+    format!("An experiment is a TOML file, or the name of one that comes with kvsieve: {names}. {EXAMPLES}")
 }
 
 fn parse_shard(text: &str) -> Result<(usize, usize), String> {

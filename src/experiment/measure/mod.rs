@@ -105,12 +105,7 @@ pub trait Comparisons: Sync {
     }
 
     /// Seconds that each of these comparisons will take, tried on pieces of them; `None` where nothing takes long.
-    fn seconds(
-        &self,
-        _comparisons: &[Vec<&Cell>],
-        _registry: &Registry,
-        _cpu: &crate::device::Cpu,
-    ) -> Option<Vec<f64>> {
+    fn seconds(&self, _comparisons: &[Vec<&Cell>], _registry: &Registry, _cpu: &Cpu) -> Option<Vec<f64>> {
         None
     }
 
@@ -270,7 +265,6 @@ mod example;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::Cpu;
     use crate::experiment::axes::{Many, Tokens};
     use std::collections::BTreeMap;
 
