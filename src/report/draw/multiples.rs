@@ -11,12 +11,13 @@ use crate::report::palette::{self, Colour, Style};
 
 const ACROSS: usize = 4;
 const HIGH: f64 = 112.0;
-const NAME: f64 = 22.0;
+const NAME: f64 = 24.0;
+/// Type of a name that takes two lines.
+const TINY: f64 = 10.5;
 const GAP: f64 = 14.0;
 const MOST_TICKS: usize = 6;
 const SWATCH: f64 = 20.0;
 const OTHERS: Colour = Colour(0xD2, 0xD2, 0xD2);
-const OWN: Colour = Colour(0x00, 0x72, 0xB2);
 
 /// Draws `chart` as small multiples, in the order of its series, which is the same in all figures of a run.
 ///
@@ -60,15 +61,30 @@ pub fn svg(chart: &Chart) -> Result<String, ReportError> {
                 marks::curve(canvas, &chart.y, &frame, bound, 1.4)?;
                 alone(canvas, &frame, bound)?;
             }
-            let series = dressed(series, OWN, false);
-            marks::band(canvas, &chart.y, &frame, &series)?;
-            marks::curve(canvas, &chart.y, &frame, &series, 2.0)?;
-            alone(canvas, &frame, &series)?;
-            let name = Words { size: SMALL, colour: INK, bold: true, align: Align::Start };
-            canvas.words((frame.left, frame.top - NAME / 2.0), &shortened(&series.name, wide / BOLD, SMALL), name)?;
+            let own = dressed(series, series.style.colour, false);
+            marks::band(canvas, &chart.y, &frame, &own)?;
+            marks::curve(canvas, &chart.y, &frame, &own, 2.0)?;
+            alone(canvas, &frame, &own)?;
+            name(canvas, &frame, &series.name)?;
         }
         Ok(())
     })
+}
+
+/// The name above a plot: on one line, else in smaller type on two, broken where a part of it ends.
+fn name(canvas: &Canvas, frame: &Frame, name: &str) -> Result<(), ReportError> {
+    let room = frame.right - frame.left + GAP / 2.0;
+    let bold = |size| Words { size, colour: INK, bold: true, align: Align::Start };
+    if text_width(name, SMALL) * BOLD <= room {
+        return canvas.words((frame.left, frame.top - NAME / 2.0), name, bold(SMALL));
+    }
+    let fits = |end: &usize| text_width(&name[..*end], TINY) * BOLD <= room;
+    let ends = name.char_indices().filter(|(_, letter)| " +:,-".contains(*letter)).map(|(at, _)| at);
+    let end = ends.filter(fits).last().unwrap_or(0);
+    let (first, second) = name.split_at(end);
+    canvas.words((frame.left, frame.top - NAME + 5.0), first, bold(TINY))?;
+    let second = shortened(second.trim_start(), room / BOLD, TINY);
+    canvas.words((frame.left, frame.top - NAME / 2.0 + 5.0), &second, bold(TINY))
 }
 
 /// The marker of a series of one point, which has no line.
@@ -81,8 +97,8 @@ fn alone(canvas: &Canvas, frame: &Frame, series: &Series) -> Result<(), ReportEr
 
 /// What the lines are, at the top on the right.
 fn key(canvas: &Canvas, bounds: &[&Series]) -> Result<(), ReportError> {
-    let plain = |colour| Style { colour, marker: palette::Marker::Circle, dashed: false };
-    let mut entries = vec![("the named one", plain(OWN), false), ("the others", plain(OTHERS), false)];
+    let others = Style { colour: OTHERS, marker: palette::Marker::Circle, dashed: false };
+    let mut entries = vec![("in pale grey: the others", others, false)];
     entries.extend(bounds.iter().map(|series| (series.name.as_str(), series.style, series.points.len() == 1)));
     let mut right = WIDTH - MARGIN;
     for (name, style, is_point) in entries.into_iter().rev() {

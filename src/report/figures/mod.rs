@@ -123,8 +123,8 @@ impl Picture {
 pub struct Data<'a> {
     records: Vec<&'a Record>,
     detail: Detail,
-    /// Place of each kernel among the kernels and of each policy among the policies: what a style goes by.
-    places: BTreeMap<&'a str, usize>,
+    /// Places of policies and memories that no registry knows, behind those that one does.
+    own: BTreeMap<&'a str, usize>,
 }
 
 /// What a figure reads from one `ok` or `oom` cell.
@@ -144,13 +144,12 @@ impl<'a> Data<'a> {
     pub fn new(records: &[&'a Record], detail: Detail) -> Self {
         let records: Vec<&Record> =
             records.iter().copied().filter(|record| matches!(record.status, Status::Ok | Status::Oom)).collect();
-        let kernels: BTreeSet<&str> = records.iter().map(|record| record.cell.kernel.as_str()).collect();
-        let policies: BTreeSet<&str> = records.iter().filter_map(|record| record.cell.policy.as_deref()).collect();
-        let numbered = |names: BTreeSet<&'a str>| {
-            names.into_iter().filter(|name| !palette::is_baseline(name) && !palette::is_oracle(name)).zip(0..)
+        let chosen = records.iter().filter_map(|record| record.cell.chosen()).collect::<BTreeSet<&str>>();
+        let is_own = |name: &&str| {
+            !palette::is_baseline(name) && !palette::is_oracle(name) && palette::place(name).is_none()
         };
-        let places = numbered(kernels).chain(numbered(policies)).collect();
-        Data { records, detail, places }
+        let own = chosen.into_iter().filter(is_own).zip(palette::places()..).collect();
+        Data { records, detail, own }
     }
 
     /// The drawable records of one measure.
@@ -230,26 +229,29 @@ impl<'a> Data<'a> {
         series.collect()
     }
 
-    /// Styles for series given as (lead, name), in their order.
-    fn styles<'n>(&self, names: impl Iterator<Item = &'n (String, String)> + Clone) -> Vec<Style> {
-        let mut variants: BTreeMap<&str, usize> = BTreeMap::new();
-        let leads: Vec<(&str, usize)> = names
-            .map(|(lead, _)| {
-                let seen = variants.entry(lead).or_default();
-                *seen += 1;
-                (lead.as_str(), *seen - 1)
-            })
-            .collect();
-        // A policy looks the same in all figures of a run, unless few of many would look alike.
-        let known: Vec<usize> = leads.iter().filter_map(|(lead, _)| self.places.get(lead).copied()).collect();
-        let one_each = variants.values().all(|count| *count == 1) && !palette::collide(&known);
-        let mut next = 0;
-        let style = |&(lead, variant): &(&str, usize)| {
-            let place = self.places.get(lead).copied().filter(|_| one_each).unwrap_or(next);
-            next += usize::from(!palette::is_baseline(lead) && !palette::is_oracle(lead));
-            palette::style(lead, place, variant)
-        };
-        leads.iter().map(style).collect()
+    /// Styles for series given as (lead, name), in their order: by what leads. Where that is the same for all, or nothing
+    /// that is compared elsewhere, colours tell the series apart.
+    fn styles<'n>(&self, names: impl Iterator<Item = &'n (String, String)>) -> Vec<Style> {
+        let leads: Vec<&str> = names.map(|(lead, _)| lead.as_str()).collect();
+        let is_bound = |lead: &str| palette::is_baseline(lead) || palette::is_oracle(lead);
+        let place = |lead: &str| palette::place(lead).or(self.own.get(lead).copied());
+        let places: BTreeSet<Option<usize>> =
+            leads.iter().filter(|lead| !is_bound(lead)).map(|lead| place(lead)).collect();
+        let by_lead = places.len() > 1 && !places.contains(&None);
+        let mut variants: BTreeMap<(&str, Option<usize>), usize> = BTreeMap::new();
+        let mut numbers = 0..;
+        let mut styles = Vec::new();
+        for lead in leads {
+            let of = if is_bound(lead) { (palette::stem(lead), None) } else { ("", place(lead)) };
+            styles.push(if is_bound(lead) || by_lead {
+                let variant = variants.entry(of).or_insert(0);
+                *variant += 1;
+                palette::style(lead, of.1.unwrap_or(0), *variant - 1)
+            } else {
+                palette::style(lead, numbers.next().unwrap_or(0), 0)
+            });
+        }
+        styles
     }
 }
 
