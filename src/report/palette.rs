@@ -185,7 +185,8 @@ mod tests {
         let taken: BTreeSet<usize> = real.iter().map(|name| place(name).unwrap()).collect();
         assert_eq!((taken, real.len()), ((0..places()).collect(), places()));
         assert!(FAMILIAR.iter().all(|name| real.contains(name)));
-        for (text, name) in [("snapkv:window=8+ada", "snapkv"), ("h2o@0.25", "h2o"), ("tiled:br=64 8/2 heads", "tiled")] {
+        for (text, name) in [("snapkv:window=8+ada", "snapkv"), ("h2o@0.25", "h2o"), ("tiled:br=64 8/2 heads", "tiled")]
+        {
             assert_eq!(place(text), place(name), "{text}");
         }
         assert_ne!(place("pyramidkv@factory"), place("pyramidkv"));

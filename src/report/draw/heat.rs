@@ -1,7 +1,7 @@
 //! [`Heat`] as SVG: panels side by side, the same colours in all of them, and the scale of colours at the top.
 
 use super::canvas::{self, Align, BOLD, Canvas, Stroke, Words, text_width};
-use super::{FAINT_INK, INK, MARGIN, SMALL, TOP, WHITE, WIDTH, shortened};
+use super::{FAINT_INK, INK, MARGIN, SMALL, TOP, WHITE, WIDTH, shortened, subtitle};
 use crate::report::ReportError;
 use crate::report::heat::{Across, Heat, Panel};
 use crate::report::palette::Colour;
@@ -43,8 +43,14 @@ pub fn svg(heat: &Heat) -> Result<String, ReportError> {
         canvas.polygon(&[(0.0, 0.0), (WIDTH, 0.0), (WIDTH, height), (0.0, height)], WHITE, 1.0)?;
         let plain = Words { size: SMALL, colour: FAINT_INK, bold: false, align: Align::Start };
         canvas.words((MARGIN, 20.0), &heat.title, Words { size: 16.0, colour: INK, bold: true, ..plain })?;
-        canvas.words((MARGIN, 40.0), &heat.subtitle, plain)?;
+        subtitle(canvas, &heat.subtitle)?;
         key(canvas, heat.ends)?;
+        let axes = format!("across: {} · down: {}", heat.across.words(), heat.down);
+        canvas.words(
+            (WIDTH - MARGIN, TOP - 14.0),
+            &axes,
+            Words { size: NOTE, colour: INK, align: Align::End, ..plain },
+        )?;
         for (index, panel) in heat.panels.iter().enumerate() {
             let left = MARGIN + row_name + (index % across) as f64 * (wide + row_name + GAP);
             let top = TOP + NAME + (index / across) as f64 * panel_high;

@@ -28,6 +28,8 @@ const MARGIN: f64 = 16.0;
 const TOP: f64 = 78.0;
 const BOTTOM: f64 = 52.0;
 const SMALL: f64 = 12.0;
+/// Words that are long are shortened rather than set in smaller type than this.
+const LEAST_TYPE: f64 = 9.0;
 
 const INK: Colour = Colour(0x22, 0x22, 0x22);
 const FAINT_INK: Colour = Colour(0x5A, 0x5A, 0x5A);
@@ -101,11 +103,19 @@ pub fn svg(chart: &Chart) -> Result<String, ReportError> {
 fn headings(canvas: &Canvas, chart: &Chart, frame: &Frame) -> Result<(), ReportError> {
     let title = Words { size: 16.0, colour: INK, bold: true, align: Align::Start };
     canvas.words((MARGIN, 20.0), &chart.title, title)?;
-    let plain = Words { size: SMALL, colour: FAINT_INK, bold: false, align: Align::Start };
-    canvas.words((MARGIN, 40.0), &shortened(&chart.subtitle, WIDTH - 2.0 * MARGIN, SMALL), plain)?;
-    canvas.words((MARGIN, TOP - 14.0), &chart.y.label, Words { colour: INK, ..plain })?;
+    subtitle(canvas, &chart.subtitle)?;
+    let plain = Words { size: SMALL, colour: INK, bold: false, align: Align::Start };
+    canvas.words((MARGIN, TOP - 14.0), &chart.y.label, plain)?;
     let below = ((frame.left + frame.right) / 2.0, frame.bottom + 38.0);
-    canvas.words(below, &chart.x.label, Words { colour: INK, align: Align::Middle, ..plain })
+    canvas.words(below, &chart.x.label, Words { align: Align::Middle, ..plain })
+}
+
+/// What all of a figure have in common, below its title: in smaller type where it is long.
+fn subtitle(canvas: &Canvas, text: &str) -> Result<(), ReportError> {
+    let room = WIDTH - 2.0 * MARGIN;
+    let size = (SMALL * room / text_width(text, SMALL)).clamp(LEAST_TYPE, SMALL);
+    let words = Words { size, colour: FAINT_INK, bold: false, align: Align::Start };
+    canvas.words((MARGIN, 40.0), &shortened(text, room, size), words)
 }
 
 fn axes(canvas: &Canvas, x: &Axis, frame: &Frame, y_ticks: &[Tick]) -> Result<(), ReportError> {

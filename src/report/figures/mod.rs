@@ -106,13 +106,54 @@ pub enum Picture {
 }
 
 impl Picture {
-    /// Name of the file, title and caption.
-    pub fn words(&self) -> (&str, String, String) {
+    /// Name of the file.
+    pub fn id(&self) -> &str {
         match self {
-            Picture::Curves(chart) => (&chart.id, chart.title.clone(), chart.caption.clone()),
-            Picture::Rows(rows) => (&rows.id, rows.title.clone(), rows.caption.clone()),
-            Picture::Heat(heat) => (&heat.id, heat.title.clone(), heat.caption.clone()),
-            Picture::Bars(bars) => (&bars.id, bars.title.clone(), bars.caption.clone()),
+            Picture::Curves(chart) => &chart.id,
+            Picture::Rows(rows) => &rows.id,
+            Picture::Heat(heat) => &heat.id,
+            Picture::Bars(bars) => &bars.id,
+        }
+    }
+
+    /// Title and caption.
+    pub fn words_mut(&mut self) -> (&mut String, &mut String) {
+        match self {
+            Picture::Curves(chart) => (&mut chart.title, &mut chart.caption),
+            Picture::Rows(rows) => (&mut rows.title, &mut rows.caption),
+            Picture::Heat(heat) => (&mut heat.title, &mut heat.caption),
+            Picture::Bars(bars) => (&mut bars.title, &mut bars.caption),
+        }
+    }
+
+    /// What stands beside the axes and the marks.
+    pub fn labels(&self) -> Vec<&str> {
+        match self {
+            Picture::Curves(chart) => {
+                let names = chart.series.iter().map(|series| series.name.as_str());
+                names.chain([chart.x.label.as_str(), chart.y.label.as_str()]).collect()
+            }
+            Picture::Rows(rows) => {
+                rows.rows.iter().map(|row| row.name.as_str()).chain([rows.axis.label.as_str()]).collect()
+            }
+            Picture::Heat(heat) => heat.panels.iter().map(|panel| panel.name.as_str()).collect(),
+            Picture::Bars(bars) => vec![&bars.y_label],
+        }
+    }
+
+    /// The cells behind it.
+    pub fn cell_ids(&self) -> BTreeSet<String> {
+        match self {
+            Picture::Curves(chart) => {
+                let points = chart.series.iter().flat_map(|series| &series.points);
+                points.flat_map(|point| point.cell_ids.clone()).collect()
+            }
+            Picture::Rows(rows) => {
+                let values = rows.rows.iter().flat_map(|row| row.values.iter().flatten());
+                values.flat_map(|(_, ids)| ids.clone()).collect()
+            }
+            Picture::Heat(heat) => heat.panels.iter().map(|panel| panel.cell_id.clone()).collect(),
+            Picture::Bars(bars) => bars.bars.iter().flat_map(|bar| bar.cell_ids.clone()).collect(),
         }
     }
 }
@@ -145,9 +186,8 @@ impl<'a> Data<'a> {
         let records: Vec<&Record> =
             records.iter().copied().filter(|record| matches!(record.status, Status::Ok | Status::Oom)).collect();
         let chosen = records.iter().filter_map(|record| record.cell.chosen()).collect::<BTreeSet<&str>>();
-        let is_own = |name: &&str| {
-            !palette::is_baseline(name) && !palette::is_oracle(name) && palette::place(name).is_none()
-        };
+        let is_own =
+            |name: &&str| !palette::is_baseline(name) && !palette::is_oracle(name) && palette::place(name).is_none();
         let own = chosen.into_iter().filter(is_own).zip(palette::places()..).collect();
         Data { records, detail, own }
     }
