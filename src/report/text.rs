@@ -7,8 +7,8 @@ use crate::units;
 pub const NOTHING: &str = "–";
 
 /// What a mark behind a number says.
-pub const ONLY_PROTECTED: &str = "! nothing but protected tokens stays (the window and the first tokens, which the policy \
-                                  never evicts): the policy's scores have no say";
+pub const ONLY_PROTECTED: &str =
+    "! nothing but protected tokens stays (the window, the first ones): the policy's scores have no say";
 
 /// Whether nothing but tokens that the policy protects stayed in a cell, so that its scores had no say.
 pub fn is_only_protected(record: &Record) -> bool {
