@@ -58,6 +58,12 @@ impl Colour {
     /// Grey of the oracle.
     pub const GREY: Colour = Colour(0x77, 0x77, 0x77);
 
+    /// This colour with a `share` of `other` in it.
+    fn mixed(self, other: Colour, share: f64) -> Colour {
+        let between = |own: u8, other: u8| (f64::from(own) + (f64::from(other) - f64::from(own)) * share).round() as u8;
+        Colour(between(self.0, other.0), between(self.1, other.1), between(self.2, other.2))
+    }
+
     /// From white at 0 over blue to nearly black at 1; lightness falls all the way, so it reads without colour too.
     pub fn sequential(share: f64) -> Colour {
         const STOPS: [Colour; 5] = [
@@ -69,10 +75,7 @@ impl Colour {
         ];
         let place = share.clamp(0.0, 1.0) * (STOPS.len() - 1) as f64;
         let below = (place as usize).min(STOPS.len() - 2);
-        let part = place - below as f64;
-        let between = |low: u8, high: u8| (f64::from(low) + (f64::from(high) - f64::from(low)) * part).round() as u8;
-        let (low, high) = (STOPS[below], STOPS[below + 1]);
-        Colour(between(low.0, high.0), between(low.1, high.1), between(low.2, high.2))
+        STOPS[below].mixed(STOPS[below + 1], place - below as f64)
     }
 }
 
@@ -142,7 +145,7 @@ fn at<'n>(name: &str, first: &[&'n str], all: impl Iterator<Item = &'n str>) -> 
 }
 
 /// The style of the series at `place`, unless it is a baseline or an oracle; `variant` counts series of the same kernel or
-/// policy, which share its colour.
+/// policy, which share its colour: every other one is dashed, each two are darker or lighter than those before.
 pub fn style(name: &str, place: usize, variant: usize) -> Style {
     if is_baseline(name) {
         let marker = if variant == 0 { Marker::Circle } else { MARKERS[(variant - 1) % MARKERS.len()] };
@@ -152,8 +155,13 @@ pub fn style(name: &str, place: usize, variant: usize) -> Style {
         let marker = if variant == 0 { Marker::Ring } else { MARKERS[(variant - 1) % MARKERS.len()] };
         return Style { colour: Colour::GREY, marker, dashed: true };
     }
+    let colour = COLOURS[place % COLOURS.len()];
     Style {
-        colour: COLOURS[place % COLOURS.len()],
+        colour: match variant / 2 % 3 {
+            0 => colour,
+            1 => colour.mixed(Colour::BLACK, 0.4),
+            _ => colour.mixed(Colour(0xFF, 0xFF, 0xFF), 0.4),
+        },
         marker: MARKERS[(place + variant) % MARKERS.len()],
         dashed: (place >= COLOURS.len()) != (variant % 2 == 1),
     }

@@ -20,7 +20,7 @@ use super::ReportError;
 use super::chart::{Axis, Chart, MOST_CURVES};
 use super::palette::Colour;
 use super::ticks::{Span, Tick};
-use canvas::{Align, Canvas, Place, Stroke, Words, text_width};
+use canvas::{Align, BOLD, Canvas, Place, Stroke, Words, text_width};
 
 const WIDTH: f64 = 800.0;
 const HEIGHT: f64 = 430.0;
@@ -28,6 +28,8 @@ const MARGIN: f64 = 16.0;
 const TOP: f64 = 78.0;
 const BOTTOM: f64 = 52.0;
 const SMALL: f64 = 12.0;
+/// Type of a name that takes two lines.
+const TINY: f64 = 10.5;
 /// Words that are long are shortened rather than set in smaller type than this.
 const LEAST_TYPE: f64 = 9.0;
 
@@ -110,12 +112,30 @@ fn headings(canvas: &Canvas, chart: &Chart, frame: &Frame) -> Result<(), ReportE
     canvas.words(below, &chart.x.label, Words { align: Align::Middle, ..plain })
 }
 
-/// What all of a figure have in common, below its title: in smaller type where it is long.
+/// What all of a figure have in common, below its title.
 fn subtitle(canvas: &Canvas, text: &str) -> Result<(), ReportError> {
-    let room = WIDTH - 2.0 * MARGIN;
+    let (text, size) = fitted(text, WIDTH - 2.0 * MARGIN);
+    canvas.words((MARGIN, 40.0), &text, Words { size, colour: FAINT_INK, bold: false, align: Align::Start })
+}
+
+/// `text` within `room` pixels, and the size of its type: smaller where it is long, and only then shortened.
+fn fitted(text: &str, room: f64) -> (String, f64) {
     let size = (SMALL * room / text_width(text, SMALL)).clamp(LEAST_TYPE, SMALL);
-    let words = Words { size, colour: FAINT_INK, bold: false, align: Align::Start };
-    canvas.words((MARGIN, 40.0), &shortened(text, room, size), words)
+    (shortened(text, room, size), size)
+}
+
+/// The name above a plot or map, around the height of `place`: on one line of `room` pixels, else in smaller type on two,
+/// broken where a part of it ends.
+fn heading(canvas: &Canvas, (left, middle): Place, room: f64, name: &str) -> Result<(), ReportError> {
+    let bold = |size| Words { size, colour: INK, bold: true, align: Align::Start };
+    if text_width(name, SMALL) * BOLD <= room {
+        return canvas.words((left, middle), name, bold(SMALL));
+    }
+    let fits = |end: &usize| text_width(&name[..*end], TINY) * BOLD <= room;
+    let ends = name.char_indices().filter(|(_, letter)| " +:,-".contains(*letter)).map(|(at, _)| at);
+    let (first, second) = name.split_at(ends.filter(fits).last().unwrap_or(0));
+    canvas.words((left, middle - 6.0), first, bold(TINY))?;
+    canvas.words((left, middle + 5.0), &shortened(second.trim_start(), room / BOLD, TINY), bold(TINY))
 }
 
 fn axes(canvas: &Canvas, x: &Axis, frame: &Frame, y_ticks: &[Tick]) -> Result<(), ReportError> {

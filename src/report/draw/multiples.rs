@@ -3,8 +3,8 @@
 //! All plots share their axes, so that places can be compared. Baselines and oracles are what others are seen against: they
 //! are drawn in every plot and have none of their own.
 
-use super::canvas::{self, Align, BOLD, Canvas, Stroke, Words, text_width};
-use super::{BOTTOM, FAINT_INK, Frame, GRID, INK, MARGIN, SMALL, TOP, WHITE, WIDTH, headings, marks, shortened};
+use super::canvas::{self, Align, Canvas, Stroke, Words, text_width};
+use super::{BOTTOM, FAINT_INK, Frame, GRID, INK, MARGIN, SMALL, TOP, WHITE, WIDTH, heading, headings, marks};
 use crate::report::ReportError;
 use crate::report::chart::{Chart, Point, Series};
 use crate::report::palette::{self, Colour, Style};
@@ -12,8 +12,6 @@ use crate::report::palette::{self, Colour, Style};
 const ACROSS: usize = 4;
 const HIGH: f64 = 112.0;
 const NAME: f64 = 24.0;
-/// Type of a name that takes two lines.
-const TINY: f64 = 10.5;
 const GAP: f64 = 14.0;
 const MOST_TICKS: usize = 6;
 const SWATCH: f64 = 20.0;
@@ -65,26 +63,10 @@ pub fn svg(chart: &Chart) -> Result<String, ReportError> {
             marks::band(canvas, &chart.y, &frame, &own)?;
             marks::curve(canvas, &chart.y, &frame, &own, 2.0)?;
             alone(canvas, &frame, &own)?;
-            name(canvas, &frame, &series.name)?;
+            heading(canvas, (frame.left, frame.top - NAME / 2.0), frame.right - frame.left + GAP / 2.0, &series.name)?;
         }
         Ok(())
     })
-}
-
-/// The name above a plot: on one line, else in smaller type on two, broken where a part of it ends.
-fn name(canvas: &Canvas, frame: &Frame, name: &str) -> Result<(), ReportError> {
-    let room = frame.right - frame.left + GAP / 2.0;
-    let bold = |size| Words { size, colour: INK, bold: true, align: Align::Start };
-    if text_width(name, SMALL) * BOLD <= room {
-        return canvas.words((frame.left, frame.top - NAME / 2.0), name, bold(SMALL));
-    }
-    let fits = |end: &usize| text_width(&name[..*end], TINY) * BOLD <= room;
-    let ends = name.char_indices().filter(|(_, letter)| " +:,-".contains(*letter)).map(|(at, _)| at);
-    let end = ends.filter(fits).last().unwrap_or(0);
-    let (first, second) = name.split_at(end);
-    canvas.words((frame.left, frame.top - NAME + 5.0), first, bold(TINY))?;
-    let second = shortened(second.trim_start(), room / BOLD, TINY);
-    canvas.words((frame.left, frame.top - NAME / 2.0 + 5.0), &second, bold(TINY))
 }
 
 /// The marker of a series of one point, which has no line.

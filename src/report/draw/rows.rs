@@ -1,7 +1,7 @@
 //! [`Rows`] as SVG: names on the left, bars or dots on the right, the axis above and below.
 
 use super::canvas::{self, Align, Canvas, Stroke, Words, text_width};
-use super::{FAINT_INK, GRID, INK, MARGIN, SMALL, TOP, WHITE, WIDTH, fitting, shortened, subtitle};
+use super::{FAINT_INK, GRID, INK, MARGIN, SMALL, TOP, WHITE, WIDTH, fitted, fitting, subtitle};
 use crate::report::ReportError;
 use crate::report::palette::Marker;
 use crate::report::rows::{Mark, Row, Rows};
@@ -104,8 +104,8 @@ fn axis(canvas: &Canvas, rows: &Rows, frame: &Frame) -> Result<(), ReportError> 
 
 fn line(canvas: &Canvas, rows: &Rows, frame: &Frame, index: usize, row: &Row) -> Result<(), ReportError> {
     let middle = frame.top + frame.row * (index as f64 + 0.5);
-    let words = Words { size: SMALL, colour: INK, bold: false, align: Align::End };
-    canvas.words((frame.left - 8.0, middle), &shortened(&row.name, MOST_NAME, SMALL), words)?;
+    let (name, size) = fitted(&row.name, MOST_NAME);
+    canvas.words((frame.left - 8.0, middle), &name, Words { size, colour: INK, bold: false, align: Align::End })?;
     let values = rows.kinds.iter().zip(&row.values).enumerate();
     let shown = values.filter_map(|(place, (kind, value))| Some((place, kind, value.as_ref()?.0)));
     let shown = shown.filter(|(_, _, value)| rows.axis.shows(*value)).collect::<Vec<_>>();

@@ -269,29 +269,22 @@ impl<'a> Data<'a> {
         series.collect()
     }
 
-    /// Styles for series given as (lead, name), in their order: by what leads. Where that is the same for all, or nothing
-    /// that is compared elsewhere, colours tell the series apart.
+    /// Styles for series given as (lead, name), in their order: by the place of what leads; what has none takes the next.
     fn styles<'n>(&self, names: impl Iterator<Item = &'n (String, String)>) -> Vec<Style> {
-        let leads: Vec<&str> = names.map(|(lead, _)| lead.as_str()).collect();
-        let is_bound = |lead: &str| palette::is_baseline(lead) || palette::is_oracle(lead);
-        let place = |lead: &str| palette::place(lead).or(self.own.get(lead).copied());
-        let places: BTreeSet<Option<usize>> =
-            leads.iter().filter(|lead| !is_bound(lead)).map(|lead| place(lead)).collect();
-        let by_lead = places.len() > 1 && !places.contains(&None);
-        let mut variants: BTreeMap<(&str, Option<usize>), usize> = BTreeMap::new();
-        let mut numbers = 0..;
-        let mut styles = Vec::new();
-        for lead in leads {
-            let of = if is_bound(lead) { (palette::stem(lead), None) } else { ("", place(lead)) };
-            styles.push(if is_bound(lead) || by_lead {
-                let variant = variants.entry(of).or_insert(0);
-                *variant += 1;
-                palette::style(lead, of.1.unwrap_or(0), *variant - 1)
-            } else {
-                palette::style(lead, numbers.next().unwrap_or(0), 0)
-            });
-        }
-        styles
+        let mut variants: BTreeMap<(Option<usize>, &str), usize> = BTreeMap::new();
+        let mut next = 0..;
+        let style = |(lead, _): &'n (String, String)| {
+            let place = palette::place(lead).or(self.own.get(lead.as_str()).copied());
+            // Baselines and oracles have no place, and are told apart by their names.
+            let is_bound = palette::is_baseline(lead) || palette::is_oracle(lead);
+            if place.is_none() && !is_bound {
+                return palette::style(lead, next.next().unwrap_or(0), 0);
+            }
+            let variant = variants.entry((place, if is_bound { palette::stem(lead) } else { "" })).or_insert(0);
+            *variant += 1;
+            palette::style(lead, place.unwrap_or(0), *variant - 1)
+        };
+        names.map(style).collect()
     }
 }
 
