@@ -8,8 +8,8 @@ use crate::report::chart::{Chart, Series};
 const LINE: f64 = 18.0;
 const SWATCH: f64 = 26.0;
 const GAP: f64 = 14.0;
-/// Longer names are shortened; the CSV and the tables have them in full.
-const MOST_WIDTH: f64 = 250.0;
+/// Longer names are set smaller and then shortened; the CSV and the tables have them in full.
+const MOST_WIDTH: f64 = 270.0;
 
 /// The legend of a chart: series, their names and the size of their type.
 pub struct Legend<'a> {

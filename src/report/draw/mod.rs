@@ -132,7 +132,12 @@ fn heading(canvas: &Canvas, (left, middle): Place, room: f64, name: &str) -> Res
         return canvas.words((left, middle), name, bold(SMALL));
     }
     let fits = |end: &usize| text_width(&name[..*end], TINY) * BOLD <= room;
-    let ends = name.char_indices().filter(|(_, letter)| " +:,-".contains(*letter)).map(|(at, _)| at);
+    let end = |(at, letter)| match letter {
+        ' ' | '+' => Some(at),
+        ':' | ',' | '-' => Some(at + 1),
+        _ => None,
+    };
+    let ends = name.char_indices().filter_map(end);
     let (first, second) = name.split_at(ends.filter(fits).last().unwrap_or(0));
     canvas.words((left, middle - 6.0), first, bold(TINY))?;
     canvas.words((left, middle + 5.0), &shortened(second.trim_start(), room / BOLD, TINY), bold(TINY))
