@@ -110,8 +110,8 @@ fn unranked(records: &[&Record]) -> Option<String> {
     (!all.is_empty()).then(|| format!("not ranked, the model cannot do it: {all}"))
 }
 
-/// For each protocol and budget: the best policy where that is sure, or those that may be it; beside random eviction and
-/// the full cache.
+/// For each protocol and budget: the best policy where that is sure, or those that may be it, by score or, for texts, by
+/// divergence; beside random eviction and the full cache.
 pub fn findings(records: &[&Record]) -> Vec<String> {
     let of_protocol = |records: &Vec<&Record>| {
         let (pools, _) = pools(records);
@@ -123,38 +123,43 @@ pub fn findings(records: &[&Record]) -> Vec<String> {
 }
 
 fn best(budget: &[Ranked], pools: &[Pool], protocol: &str) -> Option<String> {
-    let first = budget.first().filter(|ranked| ranked.pool.is_scored() && ranked.value.mean > 0.0)?;
-    let is_full = |pool: &&Pool| palette::is_baseline(pool.policy) && pool.setting == first.pool.setting;
-    let full = pools.iter().find(is_full).and_then(Pool::score)?;
-    let random = budget.iter().find(|ranked| ranked.pool.policy == RANDOM);
+    let first = budget.first()?;
+    let is_scored = first.pool.is_scored();
+    // Where nobody answers anything there is no best.
+    (!is_scored || first.value.mean > 0.0).then_some(())?;
     let samples = first.pool.samples();
+    let write = |value: f64| if is_scored { text::percent(value) } else { text::drift(value) };
+    let named = |at: usize| {
+        let Ranked { pool, value, .. } = &budget[at];
+        let (low, high) = (value.ci95_low, value.ci95_high);
+        Measured { name: pool.name.clone(), value: value.mean, low, high, count: samples }.words(write)
+    };
     // Policies of which it is not sure that the first is better.
     let pairs = comparison::pairs(budget);
     let with_first = |at: usize| pairs.iter().find(|pair| pair.of == [0, at]);
     let rivals: Vec<usize> = (1..budget.len()).filter(|&at| !with_first(at).is_some_and(Pair::is_sure)).collect();
-    let named = |at: usize| {
-        let Ranked { pool, value, .. } = &budget[at];
-        let (low, high) = (value.ci95_low, value.ci95_high);
-        Measured { name: pool.name.clone(), value: value.mean, low, high, count: samples }.words(text::percent)
-    };
     let what = if samples < noise::LEAST_SAMPLES || !rivals.is_empty() {
         noise::undecided(std::iter::once(0).chain(rivals).map(named).collect(), samples)
     } else {
-        let next = with_first(1).map(|pair| {
-            let points = |value: f64| format!("{:.0}", 100.0 * value);
-            let Pair { difference, .. } = pair;
-            let [mean, low, high] = [difference.mean, difference.low, difference.high].map(points);
-            format!(", {mean} points (95% {low} to {high}, paired) before {}", named(1))
+        let next = with_first(1).map(|Pair { difference, .. }| {
+            let number = |value: f64| if is_scored { format!("{:.0}", 100.0 * value) } else { text::drift(value) };
+            let [mean, low, high] = [difference.mean, difference.low, difference.high].map(number);
+            let unit = if is_scored { "points" } else { "nats" };
+            format!(", {mean} {unit} (95% {low} to {high}, paired) before {}", named(1))
         });
         format!("{} is the best of {}{}", named(0), budget.len(), next.unwrap_or_default())
     };
-    let random = random.map_or(String::new(), |random| format!("random {}, ", text::percent(random.value.mean)));
-    let tight: Vec<String> =
-        budget.iter().filter(|ranked| ranked.pool.only_protected()).map(|ranked| ranked.pool.name.clone()).collect();
+    let is_full = |pool: &&Pool| palette::is_baseline(pool.policy) && pool.setting == first.pool.setting;
+    let full = pools.iter().find(is_full).and_then(Pool::score).map(|full| ("full cache", full.mean));
+    let random = budget.iter().find(|ranked| ranked.pool.policy == RANDOM).map(|random| ("random", random.value.mean));
+    let beside = random.into_iter().chain(full).map(|(name, value)| format!("{name} {}", write(value)));
+    let beside = beside.collect::<Vec<_>>().join(", ");
+    let tight = budget.iter().filter(|ranked| ranked.pool.only_protected()).map(|ranked| ranked.pool.name.clone());
     Some(format!(
-        "eval{protocol}, budget {}, {samples} samples: {what}; {random}full cache {}.{}",
+        "eval{protocol}, budget {}, {samples} samples{}: {what}{}{beside}.{}",
         first.pool.budget,
-        text::percent(full.mean),
-        text::only_protected(&tight),
+        if is_scored { "" } else { ", KL in nats a token" },
+        if beside.is_empty() { "" } else { "; " },
+        text::only_protected(&tight.collect::<Vec<_>>()),
     ))
 }

@@ -185,6 +185,22 @@ fn what_models_answered_is_decided_by_pairs_and_says_what_is_only_a_window() {
         assert_eq!(sentence.contains("Nothing but protected tokens"), is_tight, "{sentence}");
     }
 }
+
+#[test]
+fn texts_are_ranked_by_divergence_the_least_first() {
+    let mut records = samples::answers().records;
+    for answers in records.iter_mut().filter_map(|record| record.answers.as_mut()) {
+        (answers.accuracy, answers.accuracy_difference) = (None, None);
+        answers.sample_scores.clear();
+    }
+    let sentences = findings::of(&latest(&records));
+    let sentence = sentences.iter().find(|sentence| sentence.contains("budget 0.25,")).unwrap();
+    for part in
+        ["KL in nats a token: `oracle` (0.0500", "is the best of 6, 0.0700 nats (", "before `snapkv", "; random 0."]
+    {
+        assert!(sentence.contains(part), "{part}: {sentence}");
+    }
+}
 #[test]
 fn names_of_policies_are_never_cut_and_bytes_read_appear_where_they_are_few() {
     let long = format!("snapkv:window=32+{}+chunks:tokens=512", "protect:sink=4".repeat(8));
