@@ -86,6 +86,7 @@ fn section(run: &Run, figures: &[Figure]) -> Value {
         rankings => leaderboard::tables(&evaluated).iter().map(Table::value).collect::<Vec<_>>(),
         evaluations => answers::rows(&evaluated),
         common => answers::common(&evaluated),
+        has_seeds => evaluated.iter().any(|record| record.cell.seed != evaluated[0].cell.seed),
         troubles => without_numbers.map(|record| trouble(record)).collect::<Vec<_>>(),
         warnings => warnings.into_iter().map(|(text, cells)| context! { text, cells }).collect::<Vec<_>>(),
         environment => environment.into_iter().map(|(key, value)| context! { key, value }).collect::<Vec<_>>(),

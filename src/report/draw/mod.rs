@@ -120,7 +120,8 @@ fn subtitle(canvas: &Canvas, text: &str) -> Result<(), ReportError> {
 
 /// `text` within `room` pixels, and the size of its type: smaller where it is long, and only then shortened.
 fn fitted(text: &str, room: f64) -> (String, f64) {
-    let size = (SMALL * room / text_width(text, SMALL)).clamp(LEAST_TYPE, SMALL);
+    // A little less than what fits, so that rounding shortens nothing.
+    let size = (0.999 * SMALL * room / text_width(text, SMALL)).clamp(LEAST_TYPE, SMALL);
     (shortened(text, room, size), size)
 }
 
