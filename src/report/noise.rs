@@ -119,14 +119,15 @@ fn wide_scores(records: &[&Record]) -> Option<String> {
 /// Cells that hold and read equal bytes in one setting, where a time differs from that of the middle one beyond noise: the
 /// middle one, then those.
 pub fn unequal<'a>(records: &[&'a Record]) -> Vec<(&'a Record, Vec<&'a Record>)> {
-    let mut groups: BTreeMap<(String, String, u64, u64), Vec<(&Latency, &Record)>> = BTreeMap::new();
+    type Timed<'r> = Vec<(&'r Latency, &'r Record)>;
+    let mut groups: BTreeMap<(String, String, u64, u64), Timed> = BTreeMap::new();
     for &record in records.iter().filter(|record| record.status == Status::Ok && !baseline::is_one(record)) {
         let (Some(eviction), Some(phase)) = (&record.eviction, text::main_phase(record)) else { continue };
         let setting = (record.cell.without_choice().id(), record.isa_path.clone());
         let key = (setting.0, setting.1, eviction.kv_bytes_live, eviction.kv_bytes_read);
         groups.entry(key).or_default().push((phase, record));
     }
-    let apart = |mut group: Vec<(&'a Latency, &'a Record)>| {
+    let apart = |mut group: Timed<'a>| {
         group.sort_by(|(a, _), (b, _)| a.median_ns.total_cmp(&b.median_ns));
         let (middle, of) = group[(group.len() - 1) / 2];
         let time = |phase| Measured::time(String::new(), phase);

@@ -138,8 +138,8 @@ fn heading(canvas: &Canvas, (left, middle): Place, room: f64, name: &str) -> Res
         ':' | ',' | '-' => Some(at + 1),
         _ => None,
     };
-    let ends = name.char_indices().filter_map(end);
-    let (first, second) = name.split_at(ends.filter(fits).last().unwrap_or(0));
+    let mut ends = name.char_indices().filter_map(end);
+    let (first, second) = name.split_at(ends.rfind(fits).unwrap_or(0));
     canvas.words((left, middle - 6.0), first, bold(TINY))?;
     canvas.words((left, middle + 5.0), &shortened(second.trim_start(), room / BOLD, TINY), bold(TINY))
 }
