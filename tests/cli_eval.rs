@@ -111,7 +111,7 @@ fn records_from_before_protocols_had_names_are_drawn_again() {
     let drawn = run_report(folder.path(), folder.path());
     assert!(drawn.contains("figures"), "{drawn}");
     let summary = std::fs::read_to_string(folder.path().join("summary.md")).unwrap();
-    for heading in ["### eval: leaderboard\n", "### eval: leaderboard, aware-whole\n"] {
+    for heading in ["### eval: leaderboard\n", "### eval: leaderboard, protocol aware-whole\n"] {
         assert!(summary.contains(heading), "{summary}");
     }
 }

@@ -89,6 +89,7 @@ fn read(folders: &[PathBuf]) -> Result<Vec<Run>, Failure> {
                 key,
                 Run {
                     experiment: spec.as_ref().map_or_else(|| run_id.clone(), |spec| spec.name.clone()),
+                    is_synthetic: spec.as_ref().is_some_and(|spec| spec.file.is_none()),
                     description: spec.map(|spec| spec.description).unwrap_or_default(),
                     repro: records.first().map_or_else(String::new, |record| record.repro.clone()),
                     run_id,

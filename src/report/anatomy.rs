@@ -35,6 +35,7 @@ fn heat(model: &str, anatomy: &Anatomy, retrieval: &Retrieval) -> Heat {
         ),
         caption: String::new(),
         across: Across::Heads,
+        down: "layer",
         ends: ("none", "all"),
         field: "fraction",
         panels: vec![

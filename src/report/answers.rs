@@ -1,196 +1,21 @@
-//! What models answered, in tables and in words: a leaderboard of policies by budgets, and a table for each task.
+//! What models answered, cell by cell: a table for each task, and the numbers of the page's table.
 
-use super::comparison::{self, Ranked};
+use super::SPARSE;
+use super::leaderboard::{self, protocol};
 use super::naming::{CONTEXT, HEADS, KERNEL, Naming, SAMPLES, SEED, TASK};
-use super::palette;
-use super::summary::{lines, marked, status, wrapped};
+use super::pools::answers;
+use super::summary::{marked, status};
+use super::table::{Table, lines, wrapped};
 use super::text::{self, NOTHING};
-use super::{ReportError, SPARSE};
-use crate::eval::Protocol;
 use crate::experiment::answers::{Answers, Estimate};
-use crate::experiment::cell::Cell;
-use crate::experiment::measure::Measure;
-use crate::experiment::measure::eval::RANDOM;
 use crate::experiment::record::{Record, Status};
-use crate::experiment::stats::bootstrap;
 use crate::units;
 use minijinja::{Value, context};
 use std::collections::BTreeMap;
 
-/// One policy and budget over all tasks (and seeds) that were asked.
-pub struct Pool<'a> {
-    /// The policy, and what else sets it apart.
-    pub name: String,
-    /// The policy alone.
-    pub policy: &'a str,
-    /// Its budget as it was written; empty for a full cache.
-    pub budget: String,
-    /// Hash of all else that sets its cells apart, such as the model: policies of another setting answer another question.
-    pub setting: String,
-    /// One for each task.
-    pub records: Vec<&'a Record>,
-}
-
-/// What an `ok` evaluation gave.
-fn answers(record: &Record) -> Option<&Answers> {
-    record.answers.as_ref().filter(|_| record.status == Status::Ok && record.cell.measure == Measure::EVAL)
-}
-
-/// Least score of the full cache with which a task ranks policies: what a model cannot do, no eviction can spoil.
-const LEAST_FULL: f64 = 0.5;
-
-/// Score of the full cache on a cell's own samples; `None` for a text.
-fn full_score(record: &Record) -> Option<f64> {
-    let answers = answers(record)?;
-    Some(answers.accuracy?.mean - answers.accuracy_difference?.mean)
-}
-
-/// Whether a cell's task ranks policies.
-fn is_ranked(record: &Record) -> bool {
-    full_score(record).is_none_or(|score| score > LEAST_FULL - 1e-9)
-}
-
-/// The tasks that rank nothing, in words; empty where all do.
-fn unranked(records: &[&Record]) -> String {
-    let mut tasks: BTreeMap<(&str, usize, &str), f64> = BTreeMap::new();
-    for record in records.iter().filter(|record| !is_ranked(record)) {
-        let (task, model) = (record.cell.task.as_deref().unwrap_or(NOTHING), record.cell.model.as_deref());
-        tasks.insert((task, record.cell.context_tokens, model.unwrap_or(NOTHING)), full_score(record).unwrap_or(0.0));
-    }
-    let many = records.iter().any(|record| record.cell.model != records[0].cell.model);
-    let one = |((task, context, model), score): (&(&str, usize, &str), &f64)| {
-        let of_model = if many { format!(" by {model}") } else { String::new() };
-        format!("{task} at {}{of_model} (full cache {:.1})", units::tokens(*context), 100.0 * score)
-    };
-    let all = tasks.iter().map(one).collect::<Vec<_>>().join(" · ");
-    if all.is_empty() { all } else { format!("\n{}\n", wrapped(&format!("not ranked, the model cannot do it: {all}"))) }
-}
-
-/// The pools of the tasks that rank policies.
-pub fn pools<'a>(records: &[&'a Record]) -> (Vec<Pool<'a>>, String) {
-    all_pools(&records.iter().copied().filter(|record| is_ranked(record)).collect::<Vec<_>>())
-}
-
-/// The pools of the longest context that has any, and what they have in common. One that lacks a task that others of its
-/// setting have is left out: its mean would be of something else.
-pub fn all_pools<'a>(records: &[&'a Record]) -> (Vec<Pool<'a>>, String) {
-    let mut records: Vec<&Record> = records.iter().copied().filter(|record| answers(record).is_some()).collect();
-    // Texts have no score; beside tasks they are left to their own table.
-    let scored = |record: &&Record| answers(record).is_some_and(|answers| answers.accuracy.is_some());
-    if records.iter().any(scored) {
-        records.retain(scored);
-    }
-    let longest = records.iter().map(|record| record.cell.context_tokens).max();
-    records.retain(|record| Some(record.cell.context_tokens) == longest);
-    let naming = Naming::over(&records, &[CONTEXT, SAMPLES, HEADS, KERNEL]);
-    let mut pools: Vec<Pool> = Vec::new();
-    for record in records {
-        let policy = record.cell.chosen().unwrap_or("full");
-        let (name, budget) =
-            (format!("{policy}{}", naming.apart(record)), record.cell.budget.clone().unwrap_or_default());
-        match pools.iter_mut().find(|pool| pool.name == name && pool.budget == budget) {
-            Some(pool) => pool.records.push(record),
-            None => pools.push(Pool { name, policy, budget, setting: setting(record), records: vec![record] }),
-        }
-    }
-    // Samples are compared in pairs: tasks and seeds stand in one order everywhere.
-    for pool in &mut pools {
-        pool.records.sort_by_key(|record| asked(record));
-    }
-    let mut fullest: BTreeMap<String, Vec<AskedOf>> = BTreeMap::new();
-    for pool in &pools {
-        let asked: Vec<AskedOf> = pool.records.iter().map(|record| asked(record)).collect();
-        let most = fullest.entry(pool.setting.clone()).or_default();
-        if asked.len() > most.len() {
-            *most = asked;
-        }
-    }
-    pools.retain(|pool| pool.records.iter().map(|record| asked(record)).eq(fullest[&pool.setting].iter().copied()));
-    (pools, naming.common)
-}
-
-/// Task, text and seed of a cell: what its samples are drawn from.
-type AskedOf<'a> = (Option<&'a str>, Option<&'a str>, u64, &'a str);
-
-fn asked(record: &Record) -> AskedOf<'_> {
-    let Cell { task, text, seed, workload_hash, .. } = &record.cell;
-    (task.as_deref(), text.as_deref(), *seed, workload_hash)
-}
-
-/// Hash of what the cells of a comparison have in common besides their tasks and seeds.
-fn setting(record: &Record) -> String {
-    let cell = record.cell.without_choice();
-    Cell { task: None, text: None, seed: 0, workload_hash: String::new(), ..cell }.id()
-}
-
-impl Pool<'_> {
-    /// What sets it apart besides its policy; empty or with a leading space.
-    pub fn apart(&self) -> &str {
-        &self.name[self.policy.len()..]
-    }
-
-    /// Scores of every sample, by task.
-    pub fn sample_scores(&self) -> Vec<&[f64]> {
-        self.records.iter().filter_map(|record| Some(&answers(record)?.sample_scores[..])).collect()
-    }
-
-    /// Whether its answers have scores; a text only goes on.
-    pub fn is_scored(&self) -> bool {
-        self.sample_scores().iter().any(|scores| !scores.is_empty())
-    }
-
-    /// What ranks it, of every sample, by task, the higher the better: scores, or of texts minus the divergence.
-    pub fn merits(&self) -> Vec<Vec<f64>> {
-        match self.is_scored() {
-            true => self.sample_scores().into_iter().map(<[f64]>::to_vec).collect(),
-            false => {
-                let answers = self.records.iter().filter_map(|record| answers(record));
-                answers.map(|answers| answers.sample_kl_nats.iter().map(|kl| -kl).collect()).collect()
-            }
-        }
-    }
-
-    /// Mean score over tasks, with an interval over samples.
-    pub fn score(&self) -> Option<Estimate> {
-        Estimate::of_shares(&self.sample_scores())
-    }
-
-    /// Whether nothing but tokens that the policy protects stays of some context, so that its scores have no say.
-    pub fn only_protected(&self) -> bool {
-        self.records.iter().filter_map(|record| answers(record)).any(|answers| answers.unprotected_tokens == Some(0))
-    }
-
-    /// Mean divergence over tasks, likewise.
-    pub fn kl_nats(&self) -> Option<Estimate> {
-        self.over(|answers| &answers.sample_kl_nats)
-    }
-
-    /// Mean of a number over tasks.
-    pub fn mean(&self, read: impl Fn(&Answers) -> f64) -> f64 {
-        self.records.iter().filter_map(|record| answers(record)).map(read).sum::<f64>() / self.records.len() as f64
-    }
-
-    /// The cells behind it.
-    pub fn cell_ids(&self) -> Vec<String> {
-        self.records.iter().map(|record| record.cell_id.clone()).collect()
-    }
-
-    fn over(&self, read: impl Fn(&Answers) -> &Vec<f64>) -> Option<Estimate> {
-        let lists: Vec<&Vec<f64>> = self.records.iter().filter_map(|record| Some(read(answers(record)?))).collect();
-        let count = lists.iter().map(|values| values.len()).min().filter(|count| *count > 0)?;
-        let of_picked = |values: &Vec<f64>, picked: &[usize]| {
-            picked.iter().map(|&index| values[index]).sum::<f64>() / picked.len() as f64
-        };
-        let mean_over =
-            |picked: &[usize]| lists.iter().map(|values| of_picked(values, picked)).sum::<f64>() / lists.len() as f64;
-        let (ci95_low, ci95_high) = bootstrap(count, mean_over);
-        Some(Estimate { mean: mean_over(&(0..count).collect::<Vec<_>>()), ci95_low, ci95_high })
-    }
-}
-
 /// The tables of `summary.md` and of the terminal.
 pub fn tables(records: &[&Record]) -> String {
-    let mut text: Vec<String> = by_protocol(records).iter().map(|records| leaderboard(records)).collect();
+    let mut text: Vec<String> = leaderboard::tables(records).iter().map(Table::markdown).collect();
     if text.is_empty() {
         text.push("### eval\n\nno cell has an answer\n".into());
     }
@@ -207,91 +32,6 @@ pub fn tables(records: &[&Record]) -> String {
     shown.dedup_by_key(|column| column.heading);
     let words: Vec<String> = shown.iter().map(|column| format!("{}: {}", column.heading, column.words)).collect();
     format!("{text}\n{}\n", wrapped(&words.join(" · ")))
-}
-
-/// Cells with answers by their protocol: those of one are not compared with those of another.
-fn by_protocol<'a>(records: &[&'a Record]) -> Vec<Vec<&'a Record>> {
-    let of = |protocol: Protocol| {
-        let these = |record: &&&Record| record.cell.protocol() == protocol && answers(record).is_some();
-        records.iter().filter(these).copied().collect::<Vec<_>>()
-    };
-    Protocol::ALL.map(of).into_iter().filter(|records| !records.is_empty()).collect()
-}
-
-/// Every pair of policies of each protocol and budget as CSV; `None` where nothing is compared.
-///
-/// # Errors
-/// [`ReportError::Csv`] when a line cannot be written.
-pub fn comparisons(records: &[&Record]) -> Result<Option<String>, ReportError> {
-    let of_protocols = by_protocol(records);
-    let of_protocols = of_protocols.iter().map(|records| (records[0].cell.protocol(), pools(records).0));
-    comparison::csv(&of_protocols.collect::<Vec<_>>())
-}
-
-/// What a heading says of the protocol of its cells.
-fn protocol(record: &Record) -> String {
-    record.cell.protocol.map_or(String::new(), |protocol| format!(", {protocol}"))
-}
-
-/// What a mark behind a score says.
-pub const ONLY_PROTECTED: &str = "! nothing but protected tokens stays: the policy's scores have no say";
-
-/// Policies by budgets: mean score over tasks in percent, or perplexity for texts; best first.
-fn leaderboard(records: &[&Record]) -> String {
-    let (pools, common) = pools(records);
-    let scored = pools.iter().any(|pool| pool.score().is_some());
-    let value = |pool: &Pool| match scored {
-        true => pool.score().map(|score| 100.0 * score.mean),
-        false => Some(pool.mean(|answers| answers.nll_nats.mean).exp()),
-    };
-    // Written budgets in the order in which records are sorted: the least first.
-    let mut budgets: Vec<&str> = Vec::new();
-    for pool in pools.iter().rev() {
-        if !pool.budget.is_empty() && !budgets.contains(&pool.budget.as_str()) {
-            budgets.push(&pool.budget);
-        }
-    }
-    let mut rows: Vec<(f64, Vec<String>)> = Vec::new();
-    let mut names: Vec<&str> = Vec::new();
-    for pool in &pools {
-        if !names.contains(&pool.name.as_str()) {
-            names.push(&pool.name);
-        }
-    }
-    for name in names {
-        let of_name: BTreeMap<&str, f64> = pools
-            .iter()
-            .filter(|pool| pool.name == name)
-            .filter_map(|pool| Some((pool.budget.as_str(), value(pool)?)))
-            .collect();
-        let marks: BTreeMap<&str, &str> = pools
-            .iter()
-            .filter(|pool| pool.name == name && pool.only_protected())
-            .map(|pool| (pool.budget.as_str(), " !"))
-            .collect();
-        let mean = of_name.values().sum::<f64>() / of_name.len().max(1) as f64;
-        let number = |value: Option<&f64>| value.map_or(NOTHING.into(), |value| format!("{value:.1}"));
-        let mut row = vec![name.to_string(), number(of_name.get(""))];
-        row.extend(budgets.iter().map(|budget| number(of_name.get(budget)) + marks.get(budget).unwrap_or(&"")));
-        // The full cache leads: it is what the others are compared with.
-        let order = if palette::is_baseline(name) { f64::NEG_INFINITY } else { mean };
-        rows.push((if scored && order.is_finite() { -order } else { order }, row));
-    }
-    rows.sort_by(|(a, _), (b, _)| a.total_cmp(b));
-    let headings: Vec<String> = ["policy".to_string(), "no budget".into()]
-        .into_iter()
-        .chain(budgets.iter().map(|text| text.to_string()))
-        .collect();
-    let what = if scored { "score in percent, mean over tasks" } else { "perplexity" };
-    let table = lines(std::iter::once(headings).chain(rows.into_iter().map(|(_, row)| row)).collect());
-    let heading = format!("### eval: leaderboard{}", protocol(records[0]));
-    let note = if pools.iter().any(Pool::only_protected) { format!("\n{ONLY_PROTECTED}\n") } else { String::new() };
-    let table = if pools.is_empty() {
-        String::new()
-    } else {
-        format!("\n{}\n\n{table}", wrapped(&format!("{what} · {common}")))
-    };
-    format!("{heading}\n{table}{note}{}{}", unranked(records), comparison::tables(&pools, &protocol(records[0])))
 }
 
 /// What a column shows of a cell.
@@ -408,6 +148,11 @@ impl Numbers {
     }
 }
 
+/// What all cells of the page's table have in common.
+pub fn common(records: &[&Record]) -> String {
+    Naming::over(records, &[KERNEL, SAMPLES]).common
+}
+
 /// Lines of the page's table.
 pub fn rows(records: &[&Record]) -> Vec<Value> {
     let naming = Naming::over(records, &[KERNEL, SAMPLES]);
@@ -416,6 +161,7 @@ pub fn rows(records: &[&Record]) -> Vec<Value> {
         context! {
             cell_id => &record.cell_id,
             status => status(record.status),
+            only_protected => text::is_only_protected(record),
             task => record.cell.task.as_deref().unwrap_or(NOTHING),
             context => units::tokens(record.cell.context_tokens),
             policy => record.cell.chosen().unwrap_or(NOTHING),
@@ -436,36 +182,6 @@ pub fn rows(records: &[&Record]) -> Vec<Value> {
         }
     };
     records.iter().map(row).collect()
-}
-
-/// For each budget: the policies that may be the best, beside random eviction and the full cache.
-pub fn findings(records: &[&Record]) -> Vec<String> {
-    by_protocol(records).iter().flat_map(|records| best(records)).collect()
-}
-
-fn best(records: &[&Record]) -> Vec<String> {
-    let (pools, _) = pools(records);
-    let sentence = |budget: Vec<Ranked>| {
-        budget.first().filter(|ranked| ranked.pool.is_scored())?;
-        let best = budget.iter().filter(|ranked| ranked.among_best >= 0.05).collect::<Vec<_>>();
-        let first = best.first()?;
-        let name = |ranked: &&Ranked| format!("`{}` ({})", ranked.pool.name, text::percent(ranked.value.mean));
-        let is_full = |pool: &&Pool| palette::is_baseline(pool.policy) && pool.setting == first.pool.setting;
-        let full = pools.iter().find(is_full).and_then(Pool::score)?;
-        let random = budget.iter().find(|ranked| ranked.pool.policy == RANDOM);
-        // Where nobody answers anything there is no best.
-        (first.value.mean > 0.0).then(|| {
-            format!(
-                "eval{}, budget {}: among the best in at least 5% of resamples: {}; {}full cache {}.",
-                protocol(records[0]),
-                first.pool.budget,
-                best.iter().map(name).collect::<Vec<_>>().join(", "),
-                random.map_or(String::new(), |random| format!("random {}, ", text::percent(random.value.mean))),
-                text::percent(full.mean),
-            )
-        })
-    };
-    comparison::ranked(&pools).into_iter().filter_map(sentence).collect()
 }
 
 /// Records of each policy at the middle one of its budgets, of all lengths and tasks together; and what they have in

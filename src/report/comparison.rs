@@ -7,9 +7,9 @@
 //! the best is counted over resamples of the samples. `comparisons.csv` holds all pairs.
 
 use super::ReportError;
-use super::answers::Pool;
 use super::palette;
-use super::summary::{lines, wrapped};
+use super::pools::Pool;
+use super::table::Table;
 use super::text::{self, NOTHING};
 use crate::eval::Protocol;
 use crate::experiment::answers::Estimate;
@@ -30,13 +30,21 @@ pub struct Ranked<'a> {
 }
 
 /// Two policies at a budget.
-struct Pair {
+pub struct Pair {
     /// Indices among those of the budget.
-    of: [usize; 2],
+    pub of: [usize; 2],
     /// The first's score minus the second's; for texts the second's divergence minus the first's.
-    difference: Difference,
+    pub difference: Difference,
     /// Holm's p-value among all pairs of the budget.
     p_holm: f64,
+}
+
+impl Pair {
+    /// Whether the two differ beyond noise, corrected for all pairs, and their interval says so too.
+    pub fn is_sure(&self) -> bool {
+        let Difference { low, high, .. } = self.difference;
+        self.p_holm < SURE && (low > 0.0 || high < 0.0)
+    }
 }
 
 /// The policies that evict, by setting and by budget from the largest, each with the best first.
@@ -63,7 +71,7 @@ pub fn ranked<'a>(pools: &'a [Pool<'a>]) -> Vec<Vec<Ranked<'a>>> {
 }
 
 /// Every pair of a budget's policies, the better one first.
-fn pairs(ranked: &[Ranked]) -> Vec<Pair> {
+pub fn pairs(ranked: &[Ranked]) -> Vec<Pair> {
     let both = (0..ranked.len()).flat_map(|a| (a + 1..ranked.len()).map(move |b| [a, b]));
     let compared = |of: [usize; 2]| {
         let [a, b] = of.map(|at| ranked[at].pool.merits());
@@ -81,19 +89,28 @@ fn pairs(ranked: &[Ranked]) -> Vec<Pair> {
     pairs
 }
 
-/// A table for each budget, behind the leaderboard of a protocol.
-pub fn tables(pools: &[Pool], protocol: &str) -> String {
+/// A table for each budget of a protocol.
+pub fn tables(pools: &[Pool], protocol: &str) -> Vec<Table> {
+    const WORDS: &str = "vs: difference with its 95% interval, paired by sample · *: p < 0.05, corrected for all pairs of \
+                         the budget (Holm) · among best: fraction of resamples in which none is better";
     let all = ranked(pools);
-    let mut text: String = all.iter().filter(|ranked| ranked.len() > 1).map(|ranked| table(ranked, protocol)).collect();
-    if !text.is_empty() {
-        let words = "vs: difference with its 95% interval, paired by sample · *: p < 0.05, corrected for all pairs of \
-                     the budget (Holm) · among best: fraction of resamples in which none is better";
-        text += &format!("\n{}\n", wrapped(words));
+    let mut tables: Vec<Table> = all
+        .iter()
+        .filter(|ranked| ranked.len() > 1)
+        .map(|ranked| Table {
+            heading: format!("eval: comparison{protocol}, budget {}{}", ranked[0].pool.budget, ranked[0].pool.apart()),
+            subtitle: String::new(),
+            rows: rows(ranked),
+            notes: Vec::new(),
+        })
+        .collect();
+    if let Some(last) = tables.last_mut() {
+        last.notes.push(WORDS.into());
     }
-    text
+    tables
 }
 
-fn table(ranked: &[Ranked], protocol: &str) -> String {
+fn rows(ranked: &[Ranked]) -> Vec<Vec<String>> {
     let pairs = pairs(ranked);
     let random = ranked.iter().position(|ranked| ranked.pool.policy == RANDOM);
     let is_scored = ranked[0].pool.is_scored();
@@ -109,7 +126,7 @@ fn table(ranked: &[Ranked], protocol: &str) -> String {
             // Of texts, less divergence is better.
             let (mean, low, high) =
                 if (pair.of[0] == one) == is_scored { (mean, low, high) } else { (-mean, -high, -low) };
-            let sure = if pair.p_holm < SURE { " *" } else { "" };
+            let sure = if pair.is_sure() { " *" } else { "" };
             format!("{} ({} to {}){sure}", signed(mean), signed(low), signed(high))
         })
     };
@@ -131,9 +148,7 @@ fn table(ranked: &[Ranked], protocol: &str) -> String {
             text::percent(found.among_best),
         ]
     };
-    let rows = std::iter::once(headings).chain(ranked.iter().enumerate().map(row)).collect();
-    let Pool { budget, .. } = ranked[0].pool;
-    format!("\n### eval: comparison{protocol}, budget {budget}{}\n\n{}", ranked[0].pool.apart(), lines(rows))
+    std::iter::once(headings).chain(ranked.iter().enumerate().map(row)).collect()
 }
 
 /// `comparisons.csv`: every pair of policies of each protocol's pools; `None` without any.

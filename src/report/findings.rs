@@ -1,14 +1,17 @@
 //! What the numbers say, in sentences: the first thing that a reader wants, and the figures show why.
+//!
+//! A winner is named where [`super::noise`] says that there is one; elsewhere all that may be it, with their intervals.
 
 use super::naming::{HEADS, KERNEL, Naming};
-use super::{answers, baseline, palette, serving, text};
+use super::noise::{self, Measured};
+use super::{baseline, leaderboard, palette, serving, text};
 use crate::experiment::measure::Measure;
-use crate::experiment::record::{Record, Status};
+use crate::experiment::record::{Drift, Record, Status};
 use crate::units;
 use std::collections::BTreeMap;
 
 /// Sentences about `records`; each stands on numbers of cells that are `ok`, or on predictions of those that ran out of
-/// memory.
+/// memory. Warnings of wide intervals are the last.
 pub fn of(records: &[&Record]) -> Vec<String> {
     let mut sentences = ran_out(records);
     sentences.extend(
@@ -17,8 +20,9 @@ pub fn of(records: &[&Record]) -> Vec<String> {
             .filter_map(|measure| kernels(records, measure)),
     );
     sentences.extend(policies(records));
-    sentences.extend(answers::findings(records));
+    sentences.extend(leaderboard::findings(records));
     sentences.extend(serving::findings(records));
+    sentences.extend(noise::warnings(records));
     sentences
 }
 
@@ -59,15 +63,25 @@ fn kernels(records: &[&Record], measure: Measure) -> Option<String> {
         Some(saved) if saved <= 0.95 => format!(", at a peak {} higher", text::times(1.0 / saved)),
         _ => String::new(),
     };
+    let time = |record: &Record| Some(Measured::time(record.cell.kernel.clone(), text::main_phase(record)?));
+    let (own, other) = (time(best)?, time(theirs)?);
+    let words = |measured: &Measured| measured.words(units::nanoseconds);
+    let what = match own.differs(&other) {
+        true => {
+            format!("{} takes {} of the time of {}{memory}", words(&own), text::percent(1.0 / speed), words(&other))
+        }
+        false => {
+            let samples = own.count.min(other.count);
+            let memory = memory.replacen(", at", &format!("; `{}` runs at", own.name), 1);
+            format!("the time is {}{memory}", noise::undecided(vec![words(&own), words(&other)], samples))
+        }
+    };
     Some(format!(
-        "{} at a context of {} ({} heads, {}): `{}` takes {} of the time of `{}`{memory}.",
+        "{} at a context of {} ({} heads, {}): {what}.",
         measure.name(),
         units::tokens(best.cell.context_tokens),
         best.cell.heads(),
         best.cell.dtype,
-        best.cell.kernel,
-        text::percent(1.0 / speed),
-        theirs.cell.kernel,
     ))
 }
 
@@ -80,37 +94,59 @@ fn policies(records: &[&Record]) -> Vec<String> {
     evicted.retain(|record| Some(record.cell.context_tokens) == longest);
     let naming = Naming::over(&evicted, &[HEADS, KERNEL]);
     // Cells that differ only in their seed speak through their median, so that no policy wins by a lucky seed.
-    type Seeds<'r> = Vec<(f64, &'r Record)>;
-    let mut seeds: BTreeMap<(&str, &str, String), Seeds> = BTreeMap::new();
+    type Seeds<'r> = Vec<(&'r Drift, &'r Record)>;
+    let mut seeds: BTreeMap<&str, BTreeMap<String, Seeds>> = BTreeMap::new();
     for record in evicted {
         if let (Some(policy), Some(budget), Some(drift)) = (&record.cell.policy, &record.cell.budget, &record.drift) {
-            seeds.entry((budget, policy, naming.apart(record))).or_default().push((drift.rel_l2, record));
+            let name = format!("{policy}{}", naming.apart(record));
+            seeds.entry(budget).or_default().entry(name).or_default().push((drift, record));
         }
     }
-    let mut best: BTreeMap<&str, (f64, &Record)> = BTreeMap::new();
-    for ((budget, ..), mut cells) in seeds {
-        cells.sort_by(|(a, _), (b, _)| a.total_cmp(b));
-        let median = cells[(cells.len() - 1) / 2];
-        let known = best.entry(budget).or_insert(median);
-        if median.0 < known.0 {
-            *known = median;
-        }
-    }
-    let sentence = |(budget, (drift, record)): (&str, (f64, &Record))| {
-        let eviction = record.eviction.as_ref()?;
-        let saved = eviction.kv_bytes_dense as f64 / eviction.kv_bytes_live as f64;
-        let speed = baseline::speed_up(record, records);
-        let time = speed.map(|speed| format!(" and {} of the decode time", text::percent(1.0 / speed)));
-        Some(format!(
-            "evict at a context of {}, budget {budget}: `{}`{} has the least drift ({}) of the policies, with {} of the \
-             KV bytes{} of `full`.",
-            units::tokens(record.cell.context_tokens),
-            record.cell.policy.as_deref()?,
-            naming.apart(record),
-            text::drift(drift),
-            text::percent(1.0 / saved),
-            time.unwrap_or_default(),
-        ))
+    let sentence = |(budget, policies): (&str, BTreeMap<String, Seeds>)| {
+        let mut rivals: Vec<(Measured, &Record)> = policies.into_iter().map(over_seeds).collect();
+        rivals.sort_by(|(a, _), (b, _)| a.value.total_cmp(&b.value));
+        let tight = rivals.iter().filter(|(_, record)| text::is_only_protected(record));
+        let tight: Vec<String> = tight.map(|(measured, _)| measured.name.clone()).collect();
+        let (best, record) = rivals.first()?;
+        let words = |(measured, _): &(Measured, &Record)| measured.words(text::drift);
+        let near = || rivals[1..].iter().filter(|(other, _)| !best.differs(other));
+        let what = if rivals.len() == 1 || near().next().is_none() {
+            let next = rivals.get(1).map(|next| format!(", before {}", words(next))).unwrap_or_default();
+            format!(
+                "{} has the least drift of {}{next}; it needs {}",
+                words(&rivals[0]),
+                rivals.len(),
+                needs(record, records)?
+            )
+        } else {
+            let samples = near().map(|(other, _)| other.count).min().unwrap_or(0).min(best.count);
+            let all = std::iter::once(&rivals[0]).chain(near()).map(words).collect();
+            format!("the least drift is {}", noise::undecided(all, samples))
+        };
+        let context = units::tokens(record.cell.context_tokens);
+        Some(format!("evict at a context of {context}, budget {budget}: {what}.{}", text::only_protected(&tight)))
     };
-    best.into_iter().filter_map(sentence).collect()
+    seeds.into_iter().filter_map(sentence).collect()
+}
+
+/// The drift of cells that differ in their seed: the median, and an interval that holds those of all.
+fn over_seeds<'r>((name, mut cells): (String, Vec<(&'r Drift, &'r Record)>)) -> (Measured, &'r Record) {
+    cells.sort_by(|(a, _), (b, _)| a.rel_l2.total_cmp(&b.rel_l2));
+    let (median, record) = cells[(cells.len() - 1) / 2];
+    let low = cells.iter().map(|(drift, _)| drift.ci95_low).fold(f64::INFINITY, f64::min);
+    let high = cells.iter().map(|(drift, _)| drift.ci95_high).fold(f64::NEG_INFINITY, f64::max);
+    let count = cells.iter().map(|(drift, _)| drift.checked_rows).sum();
+    let ends = (low.min(cells[0].0.rel_l2), high.max(cells[cells.len() - 1].0.rel_l2));
+    (Measured { name, value: median.rel_l2, low: ends.0, high: ends.1, count }, record)
+}
+
+/// What a policy's cell takes of what the full cache takes: bytes and, where that is sure, time.
+fn needs(record: &Record, records: &[&Record]) -> Option<String> {
+    let eviction = record.eviction.as_ref()?;
+    let bytes = text::percent(eviction.kv_bytes_live as f64 / eviction.kv_bytes_dense as f64);
+    let time = |record: &Record| Some(Measured::time(String::new(), text::main_phase(record)?));
+    let full = baseline::of(record, records).and_then(time);
+    let time = time(record).zip(full).filter(|(own, full)| own.differs(full));
+    let time = time.map(|(own, full)| format!(" and {} of the decode time", text::percent(own.value / full.value)));
+    Some(format!("{bytes} of the KV bytes{} of `full`", time.unwrap_or_default()))
 }

@@ -13,6 +13,8 @@ pub struct Heat {
     pub caption: String,
     /// What the fields of a row stand for, from left to right.
     pub across: Across,
+    /// What the rows of a panel are, from top to bottom.
+    pub down: &'static str,
     /// What 0 and 1 mean, in a word each.
     pub ends: (&'static str, &'static str),
     /// Name of the value, as in the record.
@@ -30,6 +32,17 @@ pub enum Across {
     Heads,
     /// Contexts of so many tokens; there are few of these too.
     Contexts(Vec<usize>),
+}
+
+impl Across {
+    /// What lies there, in words.
+    pub fn words(&self) -> &'static str {
+        match self {
+            Across::Positions(_) => "position in the context (tokens)",
+            Across::Heads => "head",
+            Across::Contexts(_) => "context (tokens)",
+        }
+    }
 }
 
 /// One heat map.

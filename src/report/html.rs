@@ -5,14 +5,15 @@
 
 use super::naming::{Naming, SEED};
 use super::summary::{status, summary_table};
+use super::table::Table;
 use super::text::{self, NOTHING};
-use super::{Figure, ReportError, Run, answers, baseline, findings, latest, serving};
+use super::{Figure, ReportError, Run, answers, baseline, findings, latest, leaderboard, noise, serving};
 use crate::experiment::measure::Measure;
 use crate::experiment::record::{Record, Status};
 use crate::units;
 use minijinja::{Environment, Value, context};
 use serde_json::Value as Json;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 const TEMPLATE: &str = include_str!("report.html");
 
@@ -53,9 +54,12 @@ pub fn summary(sections: &[(&Run, Vec<Figure>)]) -> String {
 /// A run as the template reads it.
 fn section(run: &Run, figures: &[Figure]) -> Value {
     let records = latest(&run.records);
+    let unequal = noise::unequal(&records).into_iter().flat_map(|(_, differ)| differ);
+    let unequal: BTreeSet<&str> = unequal.map(|record| record.cell_id.as_str()).collect();
     let rows = |records: &[&Record]| {
         let naming = Naming::over(records, &[SEED]);
-        records.iter().map(|record| row(record, records, &naming)).collect::<Vec<_>>()
+        let row = |record: &&Record| row(record, records, &naming, unequal.contains(record.cell_id.as_str()));
+        records.iter().map(row).collect::<Vec<_>>()
     };
     let (simulated, measured): (Vec<&Record>, Vec<&Record>) =
         records.iter().partition(|record| record.cell.measure == Measure::SERVE);
@@ -79,7 +83,10 @@ fn section(run: &Run, figures: &[Figure]) -> Value {
         figures => figures.iter().map(picture).collect::<Vec<_>>(),
         cells => of_measures.flat_map(rows).collect::<Vec<_>>(),
         simulations => serving::rows(&simulated),
+        rankings => leaderboard::tables(&evaluated).iter().map(Table::value).collect::<Vec<_>>(),
         evaluations => answers::rows(&evaluated),
+        common => answers::common(&evaluated),
+        has_seeds => evaluated.iter().any(|record| record.cell.seed != evaluated[0].cell.seed),
         troubles => without_numbers.map(|record| trouble(record)).collect::<Vec<_>>(),
         warnings => warnings.into_iter().map(|(text, cells)| context! { text, cells }).collect::<Vec<_>>(),
         environment => environment.into_iter().map(|(key, value)| context! { key, value }).collect::<Vec<_>>(),
@@ -89,21 +96,26 @@ fn section(run: &Run, figures: &[Figure]) -> Value {
 fn picture(figure: &Figure) -> Value {
     // Inside a page an SVG needs no namespace.
     let svg = figure.svg.replacen(" xmlns=\"http://www.w3.org/2000/svg\"", "", 1);
-    context! { caption => &figure.caption, svg, stem => &figure.stem }
+    let words = figure.words.iter().map(|&(word, meaning)| context! { word, meaning }).collect::<Vec<_>>();
+    context! { title => &figure.title, caption => &figure.caption, words, svg, stem => &figure.stem }
 }
 
 /// A cell that has no numbers, and why.
 fn trouble(record: &Record) -> Value {
+    let of_memory = record.memory.as_ref().filter(|_| record.status == Status::Oom).map(|memory| {
+        let (needs, limit) = (units::bytes(memory.predicted_peak_bytes), units::bytes(memory.limit_bytes));
+        format!("needs {needs}, {limit} are allowed (--limit-memory)")
+    });
     context! {
         status => status(record.status),
         cell => record.cell.label(),
-        reason => record.reason.as_deref().unwrap_or(NOTHING),
+        reason => of_memory.as_deref().or(record.reason.as_deref()).unwrap_or(NOTHING),
         repro => &record.repro,
     }
 }
 
 /// A line of the table of cells.
-fn row(record: &Record, records: &[&Record], naming: &Naming) -> Value {
+fn row(record: &Record, records: &[&Record], naming: &Naming, is_unequal: bool) -> Value {
     let cell = &record.cell;
     let or_nothing = |text: Option<String>| text.unwrap_or(NOTHING.into());
     let ok = Some(record).filter(|record| record.status == Status::Ok);
@@ -124,6 +136,8 @@ fn row(record: &Record, records: &[&Record], naming: &Naming) -> Value {
         kv => or_nothing(eviction.map(|eviction| units::bytes(eviction.kv_bytes_live))),
         read => or_nothing(eviction.map(|eviction| units::bytes(eviction.kv_bytes_read))),
         median => or_nothing(phase.map(|phase| units::nanoseconds(phase.median_ns))),
+        is_unequal,
+        only_protected => ok.is_some_and(text::is_only_protected),
         interval => phase.map(text::half_width).unwrap_or_default(),
         drift => or_nothing(ok.and_then(|record| Some(text::drift(record.drift.as_ref()?.rel_l2)))),
         recall => or_nothing(eviction.and_then(|eviction| eviction.needle_recall).map(text::percent)),
@@ -153,6 +167,9 @@ fn flatten(path: &str, value: &Json, lines: &mut Vec<(String, String)>) {
         Json::Array(items) => {
             items.iter().enumerate().for_each(|(index, item)| flatten(&below(&index.to_string()), item, lines));
         }
-        value => lines.push((path.into(), plain(value))),
+        value => {
+            let bytes = value.as_u64().filter(|_| path.ends_with("_bytes"));
+            lines.push((path.into(), bytes.map_or_else(|| plain(value), units::bytes)));
+        }
     }
 }

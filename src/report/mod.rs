@@ -1,7 +1,7 @@
 //! Records to figures, tables and one page.
 //!
 //! [`write()`] turns the records of one or more runs into SVG figures, the CSV behind each, `summary.md` and a
-//! `report.html` that needs nothing else: no script, no font, no image from elsewhere. The steps know little of one
+//! `report.html` that needs nothing else: no script, font or image from elsewhere. The steps know little of one
 //! another: `figures` reads records and makes a `chart::Chart`, a `rows::Rows` or a `heat::Heat`, `draw` makes SVG of it,
 //! `csv` a table, `html` a page. Adding a figure is one file and one line in `figures::FIGURES` or `figures::PANELS`.
 
@@ -18,14 +18,19 @@ mod files;
 mod findings;
 mod heat;
 mod html;
+mod leaderboard;
 mod naming;
+mod noise;
+mod notes;
 mod palette;
 pub mod planner;
+mod pools;
 mod rows;
 #[cfg(test)]
 mod samples;
 mod serving;
 mod summary;
+mod table;
 #[cfg(test)]
 mod tests;
 mod text;
@@ -53,6 +58,8 @@ pub struct Run {
     pub experiment: String,
     /// What the experiment asks, in a sentence or two.
     pub description: String,
+    /// Whether inputs that no model made are synthetic; not so where they come from the user's file.
+    pub is_synthetic: bool,
     /// Id of the run.
     pub run_id: String,
     /// The command that runs it again.
@@ -116,13 +123,15 @@ pub enum Detail {
 struct Figure {
     title: String,
     caption: String,
+    /// Words in it that are ours, with their meanings.
+    words: Vec<(&'static str, &'static str)>,
     svg: String,
     csv: String,
     stem: String,
 }
 
-/// Writes `plots/*.svg`, `plots/*.csv` (`comparisons.csv` where models were evaluated), `summary.md` and `report.html` into `folder`; the figures of the second and
-/// further `runs` go to `plots/<run_id>/`. Every file is written under a temporary name and then renamed, so that a
+/// Writes `plots/*.svg`, `plots/*.csv` (`comparisons.csv` where models were evaluated), `summary.md` and `report.html` into
+/// `folder`; the figures of the second and further `runs` go to `plots/<run_id>/`. Every file is written under a temporary name and then renamed, so that a
 /// reader never sees half of one.
 ///
 /// # Errors
@@ -142,7 +151,7 @@ pub fn write(folder: &Path, runs: &[Run], detail: Detail) -> Result<Drawn, Repor
         drawn.figures.push(path);
     }
     for ((run, _), plots) in sections.iter().zip(plot_folders(runs)) {
-        if let Some(table) = answers::comparisons(&latest(&run.records))? {
+        if let Some(table) = leaderboard::comparisons(&latest(&run.records))? {
             files::replace(&folder.join(plots).join("comparisons.csv"), &table)?;
         }
     }
@@ -157,23 +166,28 @@ pub fn findings(records: &[Record]) -> Vec<String> {
 }
 
 fn draw_all(run: &Run, plots: &str, detail: Detail) -> Result<Vec<Figure>, ReportError> {
-    let data = figures::Data::new(&latest(&run.records), detail);
+    let records = latest(&run.records);
+    let data = figures::Data::new(&records, detail);
     let charts = figures::FIGURES.iter().filter_map(|figure| figure(&data));
     let charts = charts.filter(Chart::is_readable).map(Picture::Curves);
     let panels = figures::PANELS.iter().filter_map(|figure| figure(&data));
-    let draw = |picture: Picture| {
+    let draw = |mut picture: Picture| {
+        notes::add(&mut picture, &records, run.is_synthetic);
         let (svg, table) = match &picture {
             Picture::Curves(chart) => (draw::svg(chart), csv::write(chart)),
             Picture::Rows(rows) => (draw::rows(rows), csv::rows(rows)),
             Picture::Heat(heat) => (draw::heat(heat), csv::heat(heat)),
             Picture::Bars(bars) => (draw::bars::svg(bars), bars.csv()),
         };
-        let (id, title, caption) = picture.words();
-        let figure = |svg| Ok(Figure { title, caption, csv: table?, svg, stem: format!("{plots}/{id}") });
+        let stem = format!("{plots}/{}", picture.id());
+        let (title, caption) = picture.words_mut();
+        let (title, caption) = (std::mem::take(title), std::mem::take(caption));
+        let words = notes::definitions(&[picture.labels(), vec![&title]].concat());
         match svg {
             // Records may hold nothing but zeros, for which a logarithmic axis has no place.
             Err(ReportError::Empty(_)) => None,
-            svg => Some(svg.and_then(figure)),
+            Err(error) => Some(Err(error)),
+            Ok(svg) => Some(table.map(|csv| Figure { title, caption, words, svg, csv, stem })),
         }
     };
     charts.chain(panels).filter_map(draw).collect()

@@ -4,6 +4,7 @@
 //! all. Whatever can change a number is one of the dimensions here, so that no two different configurations are ever
 //! taken for two seeds of one.
 
+use crate::eval::Protocol;
 use crate::experiment::cell::{Cell, Device};
 use crate::experiment::record::Record;
 use crate::units;
@@ -117,6 +118,11 @@ impl Naming {
         let (differ, common): (Vec<_>, Vec<_>) = all.into_iter().partition(|dimension| values(dimension).len() > 1);
         let mut common: Vec<String> = common.iter().flat_map(values).filter(|text| !text.is_empty()).collect();
         common.retain(|text| text != "B 1");
+        // Beside a policy the name of a protocol is enough, alone it is not.
+        if let Some(protocol) = common.iter_mut().find(|text| Protocol::ALL.iter().any(|known| known.name() == **text))
+        {
+            *protocol = format!("protocol {protocol}");
+        }
         Naming { differ, common: common.join(" · ") }
     }
 

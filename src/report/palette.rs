@@ -1,8 +1,12 @@
-//! Colours, markers and dashes of series: the Okabe-Ito palette, which colour-blind readers can tell apart.
+//! Colours, markers and dashes of series, which colour-blind readers can tell apart too: the Okabe-Ito palette, and five
+//! darker colours behind it.
 //!
-//! The baselines are black and the oracle is dashed grey in every figure. Everything else takes its place in a list
-//! of names, so that a kernel or policy looks the same in all figures of a run. The number of colours and the number
-//! of markers have no common divisor, so a colour that comes again comes with another marker.
+//! The baselines are black and the oracle is dashed grey in every figure. Everything that a registry knows has its
+//! place in one list of names, so that a kernel or policy has the same colour in all figures of all reports. The number
+//! of colours and the number of markers have no common divisor, so a colour that comes again comes with another marker.
+
+use crate::attention::KERNELS;
+use crate::policy::{POLICIES, PRESETS};
 
 /// Names of baselines: what the others are compared with.
 const BASELINES: [&str; 3] = ["naive", "full", "dense"];
@@ -10,14 +14,36 @@ const BASELINES: [&str; 3] = ["naive", "full", "dense"];
 /// The name of the policy that knows the future: no real policy does better.
 const ORACLES: [&str; 2] = ["oracle", "oracle-output"];
 
-/// Okabe-Ito without black (baselines) and yellow (too pale for a line on white).
-const COLOURS: [Colour; 6] = [
+/// What stands beside one another most often and has a colour of its own; the others follow in their registry's order.
+const FAMILIAR: [&str; 11] = [
+    "h2o",
+    "keydiff",
+    "random",
+    "snapkv",
+    "streaming-llm",
+    "tova",
+    "expected-attention",
+    "ada-snapkv",
+    "leverage",
+    "pyramidkv",
+    "knorm",
+];
+/// The same of kernels.
+const FAMILIAR_KERNELS: [&str; 2] = ["tiled", "decode"];
+
+/// Okabe-Ito without black (baselines) and yellow (too pale for a line on white), then darker ones.
+const COLOURS: [Colour; 11] = [
     Colour(0x00, 0x72, 0xB2),
     Colour(0xD5, 0x5E, 0x00),
     Colour(0x00, 0x9E, 0x73),
     Colour(0xCC, 0x79, 0xA7),
     Colour(0xE6, 0x9F, 0x00),
     Colour(0x56, 0xB4, 0xE9),
+    Colour(0x5E, 0x3C, 0x99),
+    Colour(0x88, 0x22, 0x55),
+    Colour(0x8C, 0x6D, 0x1F),
+    Colour(0x11, 0x55, 0x44),
+    Colour(0x99, 0xA0, 0x33),
 ];
 
 const MARKERS: [Marker; 5] = [Marker::Square, Marker::Triangle, Marker::Diamond, Marker::TriangleDown, Marker::Circle];
@@ -32,6 +58,12 @@ impl Colour {
     /// Grey of the oracle.
     pub const GREY: Colour = Colour(0x77, 0x77, 0x77);
 
+    /// This colour with a `share` of `other` in it.
+    fn mixed(self, other: Colour, share: f64) -> Colour {
+        let between = |own: u8, other: u8| (f64::from(own) + (f64::from(other) - f64::from(own)) * share).round() as u8;
+        Colour(between(self.0, other.0), between(self.1, other.1), between(self.2, other.2))
+    }
+
     /// From white at 0 over blue to nearly black at 1; lightness falls all the way, so it reads without colour too.
     pub fn sequential(share: f64) -> Colour {
         const STOPS: [Colour; 5] = [
@@ -43,10 +75,7 @@ impl Colour {
         ];
         let place = share.clamp(0.0, 1.0) * (STOPS.len() - 1) as f64;
         let below = (place as usize).min(STOPS.len() - 2);
-        let part = place - below as f64;
-        let between = |low: u8, high: u8| (f64::from(low) + (f64::from(high) - f64::from(low)) * part).round() as u8;
-        let (low, high) = (STOPS[below], STOPS[below + 1]);
-        Colour(between(low.0, high.0), between(low.1, high.1), between(low.2, high.2))
+        STOPS[below].mixed(STOPS[below + 1], place - below as f64)
     }
 }
 
@@ -93,14 +122,30 @@ pub fn is_oracle(name: &str) -> bool {
     ORACLES.contains(&stem(name))
 }
 
-/// Whether one of `places` has the colour of another without need: there are enough for all.
-pub fn collide(places: &[usize]) -> bool {
-    let colours: std::collections::BTreeSet<usize> = places.iter().map(|place| place % COLOURS.len()).collect();
-    places.len() <= COLOURS.len() && colours.len() < places.len()
+/// The place of a kernel or policy that a registry knows, whatever its parameters and parts; `None` for baselines, oracles
+/// and what is in no registry.
+pub fn place(name: &str) -> Option<usize> {
+    let named = name.split([':', '+', ' ']).next().unwrap_or(name);
+    let kernels = KERNELS.iter().map(|entry| entry.name);
+    let policies = POLICIES.iter().map(|entry| entry.name).chain(PRESETS.iter().map(|preset| preset.name));
+    // `pyramidkv@factory` is a name, `h2o@0.25` is a policy at a budget.
+    let position = |name: &str| at(name, &FAMILIAR, policies.clone()).or(at(name, &FAMILIAR_KERNELS, kernels.clone()));
+    position(named).or_else(|| position(stem(named)))
 }
 
-/// The style of the `place`-th series that is neither baseline nor oracle; `variant` counts series of the same
-/// kernel or policy.
+/// How many places the policies of the registry take.
+pub fn places() -> usize {
+    POLICIES.iter().map(|entry| entry.name).chain(PRESETS.iter().map(|preset| preset.name)).filter_map(place).count()
+}
+
+/// The place of `name` in `first` and, behind these, among the others of `all`.
+fn at<'n>(name: &str, first: &[&'n str], all: impl Iterator<Item = &'n str>) -> Option<usize> {
+    let others = all.filter(|name| !first.contains(name) && !is_baseline(name) && !is_oracle(name));
+    first.iter().copied().chain(others).position(|known| known == name)
+}
+
+/// The style of the series at `place`, unless it is a baseline or an oracle; `variant` counts series of the same kernel or
+/// policy, which share its colour: every other one is dashed, each two are darker or lighter than those before.
 pub fn style(name: &str, place: usize, variant: usize) -> Style {
     if is_baseline(name) {
         let marker = if variant == 0 { Marker::Circle } else { MARKERS[(variant - 1) % MARKERS.len()] };
@@ -110,28 +155,49 @@ pub fn style(name: &str, place: usize, variant: usize) -> Style {
         let marker = if variant == 0 { Marker::Ring } else { MARKERS[(variant - 1) % MARKERS.len()] };
         return Style { colour: Colour::GREY, marker, dashed: true };
     }
+    let colour = COLOURS[place % COLOURS.len()];
     Style {
-        colour: COLOURS[place % COLOURS.len()],
-        marker: MARKERS[place % MARKERS.len()],
-        dashed: place >= COLOURS.len(),
+        colour: match variant / 2 % 3 {
+            0 => colour,
+            1 => colour.mixed(Colour::BLACK, 0.4),
+            _ => colour.mixed(Colour(0xFF, 0xFF, 0xFF), 0.4),
+        },
+        marker: MARKERS[(place + variant) % MARKERS.len()],
+        dashed: (place >= COLOURS.len()) != (variant % 2 == 1),
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::collections::BTreeSet;
 
     #[test]
-    fn thirty_series_look_different_and_baselines_are_black() {
-        let styles: Vec<Style> = (0..30).map(|place| style("tiled", place, 0)).collect();
+    fn series_at_different_places_look_different_and_baselines_are_black() {
+        let styles: Vec<Style> = (0..55).map(|place| style("tiled", place, 0)).collect();
         for (index, style) in styles.iter().enumerate() {
             let twins =
                 styles[..index].iter().filter(|other| (other.colour, other.marker) == (style.colour, style.marker));
             assert_eq!(twins.count(), 0, "{style:?}");
         }
         for name in ["naive", "full", "full@0.25", "naive 8/2 heads"] {
-            assert_eq!(style(name, 3, 0).colour, Colour::BLACK, "{name}");
+            assert_eq!((style(name, 3, 0).colour, place(name)), (Colour::BLACK, None), "{name}");
         }
         assert!(style("oracle@0.5", 0, 0).dashed && !is_baseline("fuller"));
+    }
+
+    #[test]
+    fn every_policy_has_a_place_of_its_own_whatever_its_parameters() {
+        let names = POLICIES.iter().map(|entry| entry.name).chain(PRESETS.iter().map(|preset| preset.name));
+        let real: Vec<&str> = names.filter(|name| !is_baseline(name) && !is_oracle(name)).collect();
+        let taken: BTreeSet<usize> = real.iter().map(|name| place(name).unwrap()).collect();
+        assert_eq!((taken, real.len()), ((0..places()).collect(), places()));
+        assert!(FAMILIAR.iter().all(|name| real.contains(name)));
+        for (text, name) in [("snapkv:window=8+ada", "snapkv"), ("h2o@0.25", "h2o"), ("tiled:br=64 8/2 heads", "tiled")]
+        {
+            assert_eq!(place(text), place(name), "{text}");
+        }
+        assert_ne!(place("pyramidkv@factory"), place("pyramidkv"));
+        assert_eq!(place("one of the user's"), None);
     }
 }

@@ -118,6 +118,7 @@ pub fn run() -> Run {
     Run {
         experiment: "quickstart".into(),
         description: "What attention costs at a context length, and what may be thrown away.".into(),
+        is_synthetic: true,
         run_id: records[0].run_id.clone(),
         repro: "kvsieve run quickstart".into(),
         environment: serde_json::json!({

@@ -5,23 +5,14 @@
 //! without a time says there why it has none.
 
 use super::naming::{CONTEXT, Dimension, HEADS, KERNEL, Naming, SEED};
+use super::table::{MOST_COLUMNS, lines, shortened, wrapped};
 use super::text::{self, NOTHING};
-use super::{SPARSE, answers, baseline, latest, serving};
+use super::{SPARSE, answers, baseline, latest, noise, serving};
 use crate::experiment::measure::Measure;
 use crate::experiment::record::{Eviction, Record, Status};
 use crate::serving::published;
 use crate::units;
 use std::collections::BTreeMap;
-
-/// Width that no line passes but for the name of a policy, in characters.
-const MOST_COLUMNS: usize = 100;
-/// A name is not cut to less, even where a table then gets wider.
-const LEAST_NAME: usize = 8;
-
-/// Headings of the columns that hold words and may be shortened.
-const NAMES: [&str; 3] = ["kernel", "trace", "strategy"];
-/// Heading of the column that holds words and is shown whole.
-const POLICY: &str = "policy";
 
 /// A column: its heading, and what stands in it.
 type Column<'a> = (&'static str, Box<dyn Fn(&Record) -> String + 'a>);
@@ -112,7 +103,12 @@ fn evict_columns<'a>(naming: &'a Naming, records: &'a [&Record]) -> Vec<Column<'
     if records.iter().filter_map(|record| record.eviction.as_ref()).any(sparse) {
         columns.push(measured("read", |record| Some(units::bytes(record.eviction.as_ref()?.kv_bytes_read))));
     }
-    columns.extend(time_and_drift("decode"));
+    let unequal: Vec<&str> =
+        noise::unequal(records).iter().flat_map(|(_, differ)| differ).map(|record| record.cell_id.as_str()).collect();
+    let [(heading, time), half, drift] = time_and_drift("decode");
+    let sign = move |record: &Record| if unequal.contains(&record.cell_id.as_str()) { " ≠" } else { "" };
+    columns.push((heading, Box::new(move |record| time(record) + sign(record))));
+    columns.extend([half, drift]);
     columns.push(measured("recall", |record| Some(text::percent(record.eviction.as_ref()?.needle_recall?))));
     columns.push(("vs full", Box::new(|record| speed_up(record, records))));
     columns
@@ -151,65 +147,4 @@ pub fn status(status: Status) -> &'static str {
         Status::Failed => "failed",
         Status::Skipped => "skipped",
     }
-}
-
-/// Rows, the first of them the headings, as aligned markdown. The name column gives way when there is no room.
-pub fn lines(mut rows: Vec<Vec<String>>) -> String {
-    for cell in rows.iter_mut().flatten() {
-        // A bar or a line break would end the cell.
-        *cell = cell.replace('|', "/").replace(char::is_control, " ");
-    }
-    let width = |text: &String| text.chars().count();
-    let mut widths: Vec<usize> =
-        (0..rows[0].len()).map(|column| rows.iter().map(|row| width(&row[column])).max().unwrap_or(0)).collect();
-    let over = (widths.iter().sum::<usize>() + 3 * widths.len() + 1).saturating_sub(MOST_COLUMNS);
-    let is_name = |heading: &String| NAMES.contains(&heading.as_str());
-    let is_words: Vec<bool> = rows[0].iter().map(|heading| is_name(heading) || heading == POLICY).collect();
-    for (width, _) in widths.iter_mut().zip(&rows[0]).filter(|(_, heading)| is_name(heading)) {
-        *width = width.saturating_sub(over).max(LEAST_NAME.min(*width));
-    }
-    let mut text = String::new();
-    for (index, row) in rows.iter().enumerate() {
-        for ((cell, &width), is_words) in row.iter().zip(&widths).zip(&is_words) {
-            let cell = shortened(cell, width);
-            // Words to the left, numbers to the right.
-            text += &if *is_words { format!("| {cell:<width$} ") } else { format!("| {cell:>width$} ") };
-        }
-        text += "|\n";
-        if index == 0 {
-            for (&width, is_words) in widths.iter().zip(&is_words) {
-                let dashes = "-".repeat(width + 1);
-                text += &if *is_words { format!("|{dashes}-") } else { format!("|{dashes}:") };
-            }
-            text += "|\n";
-        }
-    }
-    text
-}
-
-/// `text` of parts joined by `·`, on as many lines as it takes.
-pub fn wrapped(text: &str) -> String {
-    let mut lines: Vec<String> = Vec::new();
-    for part in text.split(" · ") {
-        let part = shortened(part, MOST_COLUMNS - 2);
-        match lines.last_mut() {
-            Some(line) if line.chars().count() + 3 + part.chars().count() <= MOST_COLUMNS - 2 => {
-                *line += &format!(" · {part}");
-            }
-            _ => lines.push(part),
-        }
-    }
-    lines.join(" ·\n")
-}
-
-/// At most `most` characters of `text`, with a sign where something is missing: names differ at both ends, so it is
-/// taken from the middle.
-fn shortened(text: &str, most: usize) -> String {
-    if text.chars().count() <= most {
-        return text.into();
-    }
-    let letters: Vec<char> = text.chars().collect();
-    let left = most.saturating_sub(1) * 3 / 5;
-    let right = most.saturating_sub(1) - left;
-    letters[..left].iter().chain(&['…']).chain(&letters[letters.len() - right..]).collect()
 }

@@ -6,6 +6,23 @@ use crate::units;
 /// What a table shows where a cell has no such number.
 pub const NOTHING: &str = "–";
 
+/// What a mark behind a number says.
+pub const ONLY_PROTECTED: &str =
+    "! nothing but protected tokens stays (the window, the first ones): the policy's scores have no say";
+
+/// Whether nothing but tokens that the policy protects stayed in a cell, so that its scores had no say.
+pub fn is_only_protected(record: &Record) -> bool {
+    let answers = record.answers.as_ref().is_some_and(|answers| answers.unprotected_tokens == Some(0));
+    answers || record.warnings.iter().any(|warning| warning.starts_with("nothing but protected tokens stays"))
+}
+
+/// The same of the named ones, as a sentence with a leading space; empty without any.
+pub fn only_protected(names: &[String]) -> String {
+    let stays = "Nothing but protected tokens (the window and the first ones, which are never evicted) stays of";
+    let all = names.join(", ");
+    if names.is_empty() { String::new() } else { format!(" {stays} {all}: the policy's scores have no say there.") }
+}
+
 /// A relative error: three digits, or a power of ten below 0.001.
 pub fn drift(value: f64) -> String {
     match value.abs() {

@@ -7,7 +7,7 @@
 
 use super::naming::{BUDGET, CONTEXT, HEADS, KERNEL, Naming, SEED, TASK};
 use super::text::{self, NOTHING};
-use super::{Run, latest, summary};
+use super::{Run, latest, summary, table};
 use crate::experiment::record::{Latency, Record, Status};
 use crate::units;
 use serde_json::Value;
@@ -158,7 +158,7 @@ fn table(changes: &[Change<'_>]) -> String {
         row.extend(with_score.then(|| scored.map_or_else(nothing, |x| mark(change.score, x))));
         rows.push(row);
     }
-    summary::lines(rows)
+    table::lines(rows)
 }
 
 /// Facts of two environments that are not equal, by their path.
@@ -198,6 +198,7 @@ mod tests {
         Run {
             experiment: "x".into(),
             description: String::new(),
+            is_synthetic: true,
             run_id: format!("run-{git}"),
             repro: String::new(),
             environment: json!({"machine": {"cpu": cpu, "load_before": git}, "tool": {"git": git}, "gpu": null}),

@@ -362,6 +362,7 @@ fn records() {
         let run = Run {
             experiment: "x".into(),
             description: String::new(),
+            is_synthetic: true,
             run_id: records.first().map_or_else(String::new, |record| record.run_id.clone()),
             repro: String::new(),
             environment,

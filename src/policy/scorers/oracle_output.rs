@@ -233,10 +233,8 @@ impl<'s> Search<'s> {
         }
         self.slots.truncate(to);
         for row in self.weights.chunks_exact_mut(self.room) {
-            let mut to = 0;
-            for from in (0..stays.len()).filter(|&at| stays[at]) {
+            for (to, from) in (0..stays.len()).filter(|&at| stays[at]).enumerate() {
                 row[to] = row[from];
-                to += 1;
             }
         }
     }

@@ -1,7 +1,7 @@
 //! [`Bars`] as SVG: pairs of stacked bars, the measured one in full colour and the printed one paler beside it.
 
 use super::canvas::{self, Align, Canvas, Stroke, Words, text_width};
-use super::{FAINT_INK, GRID, INK, MARGIN, SMALL, TOP, WHITE, WIDTH};
+use super::{FAINT_INK, GRID, INK, MARGIN, SMALL, TOP, WHITE, WIDTH, subtitle};
 use crate::report::ReportError;
 use crate::report::bars::{Bar, Bars};
 use crate::report::palette::Colour;
@@ -68,7 +68,7 @@ fn words(size: f64, colour: Colour, align: Align) -> Words {
 
 fn headings(canvas: &Canvas, bars: &Bars) -> Result<(), ReportError> {
     canvas.words((MARGIN, 20.0), &bars.title, Words { bold: true, ..words(16.0, INK, Align::Start) })?;
-    canvas.words((MARGIN, 40.0), &bars.subtitle, words(SMALL, FAINT_INK, Align::Start))?;
+    subtitle(canvas, &bars.subtitle)?;
     canvas.words((MARGIN, TOP - 14.0), &bars.y_label, words(SMALL, INK, Align::Start))
 }
 

@@ -1,13 +1,13 @@
 //! [`Heat`] as SVG: panels side by side, the same colours in all of them, and the scale of colours at the top.
 
-use super::canvas::{self, Align, BOLD, Canvas, Stroke, Words, text_width};
-use super::{FAINT_INK, INK, MARGIN, SMALL, TOP, WHITE, WIDTH, shortened};
+use super::canvas::{self, Align, Canvas, Stroke, Words, text_width};
+use super::{FAINT_INK, INK, MARGIN, SMALL, TOP, WHITE, WIDTH, heading, subtitle};
 use crate::report::ReportError;
 use crate::report::heat::{Across, Heat, Panel};
 use crate::report::palette::Colour;
 use crate::units;
 
-const NAME: f64 = 22.0;
+const NAME: f64 = 24.0;
 const GAP: f64 = 22.0;
 const NOTE: f64 = 11.0;
 /// Shades that are told apart: neighbours of one shade are drawn as one piece.
@@ -43,13 +43,18 @@ pub fn svg(heat: &Heat) -> Result<String, ReportError> {
         canvas.polygon(&[(0.0, 0.0), (WIDTH, 0.0), (WIDTH, height), (0.0, height)], WHITE, 1.0)?;
         let plain = Words { size: SMALL, colour: FAINT_INK, bold: false, align: Align::Start };
         canvas.words((MARGIN, 20.0), &heat.title, Words { size: 16.0, colour: INK, bold: true, ..plain })?;
-        canvas.words((MARGIN, 40.0), &heat.subtitle, plain)?;
+        subtitle(canvas, &heat.subtitle)?;
         key(canvas, heat.ends)?;
+        let axes = format!("across: {} · down: {}", heat.across.words(), heat.down);
+        canvas.words(
+            (WIDTH - MARGIN, TOP - 14.0),
+            &axes,
+            Words { size: NOTE, colour: INK, align: Align::End, ..plain },
+        )?;
         for (index, panel) in heat.panels.iter().enumerate() {
             let left = MARGIN + row_name + (index % across) as f64 * (wide + row_name + GAP);
             let top = TOP + NAME + (index / across) as f64 * panel_high;
-            let name = Words { size: SMALL, colour: INK, bold: true, align: Align::Start };
-            canvas.words((left, top - NAME / 2.0), &shortened(&panel.name, wide / BOLD, SMALL), name)?;
+            heading(canvas, (left, top - NAME / 2.0), wide + GAP / 2.0, &panel.name)?;
             map(canvas, heat, panel, (left, top), (wide, high))?;
         }
         Ok(())

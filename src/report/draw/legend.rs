@@ -1,19 +1,19 @@
 //! The legend: one line for each series, on the right, in the order in which the curves end.
 
 use super::canvas::{Align, Canvas, Stroke, Words, text_width};
-use super::{Frame, INK, SMALL, marks, shortened};
+use super::{Frame, INK, fitted, marks};
 use crate::report::ReportError;
 use crate::report::chart::{Chart, Series};
 
 const LINE: f64 = 18.0;
 const SWATCH: f64 = 26.0;
 const GAP: f64 = 14.0;
-/// Longer names are shortened; the CSV and the tables have them in full.
-const MOST_WIDTH: f64 = 250.0;
+/// Longer names are set smaller and then shortened; the CSV and the tables have them in full.
+const MOST_WIDTH: f64 = 270.0;
 
-/// The legend of a chart.
+/// The legend of a chart: series, their names and the size of their type.
 pub struct Legend<'a> {
-    series: Vec<(&'a Series, String)>,
+    series: Vec<(&'a Series, String, f64)>,
 }
 
 impl<'a> Legend<'a> {
@@ -27,7 +27,13 @@ impl<'a> Legend<'a> {
         };
         series.sort_by(|a, b| end(b).total_cmp(&end(a)));
         Legend {
-            series: series.into_iter().map(|series| (series, shortened(&series.name, MOST_WIDTH, SMALL))).collect(),
+            series: series
+                .into_iter()
+                .map(|series| {
+                    let (name, size) = fitted(&series.name, MOST_WIDTH);
+                    (series, name, size)
+                })
+                .collect(),
         }
     }
 
@@ -38,14 +44,14 @@ impl<'a> Legend<'a> {
 
     /// Width in pixels, with the gap to the plot.
     pub fn width(&self) -> f64 {
-        let widest = self.series.iter().map(|(_, name)| text_width(name, SMALL)).fold(0.0, f64::max);
+        let widest = self.series.iter().map(|(_, name, size)| text_width(name, *size)).fold(0.0, f64::max);
         GAP + SWATCH + 8.0 + widest
     }
 
     /// Draws it to the right of the plot.
     pub fn draw(&self, canvas: &Canvas, frame: &Frame) -> Result<(), ReportError> {
         let left = frame.right + GAP;
-        for (row, (series, name)) in self.series.iter().enumerate() {
+        for (row, (series, name, size)) in self.series.iter().enumerate() {
             let middle = frame.top + LINE * (row as f64 + 0.5);
             let style = series.style;
             let stroke = Stroke { colour: style.colour, width: 2.0, dashed: style.dashed };
@@ -53,7 +59,7 @@ impl<'a> Legend<'a> {
             if marks::has_markers(series) {
                 canvas.marker((left + SWATCH / 2.0, middle), style.marker, style.colour)?;
             }
-            let words = Words { size: SMALL, colour: INK, bold: false, align: Align::Start };
+            let words = Words { size: *size, colour: INK, bold: false, align: Align::Start };
             canvas.words((left + SWATCH + 8.0, middle), name, words)?;
         }
         Ok(())

@@ -20,7 +20,7 @@ use super::ReportError;
 use super::chart::{Axis, Chart, MOST_CURVES};
 use super::palette::Colour;
 use super::ticks::{Span, Tick};
-use canvas::{Align, Canvas, Place, Stroke, Words, text_width};
+use canvas::{Align, BOLD, Canvas, Place, Stroke, Words, text_width};
 
 const WIDTH: f64 = 800.0;
 const HEIGHT: f64 = 430.0;
@@ -28,6 +28,10 @@ const MARGIN: f64 = 16.0;
 const TOP: f64 = 78.0;
 const BOTTOM: f64 = 52.0;
 const SMALL: f64 = 12.0;
+/// Type of a name that takes two lines.
+const TINY: f64 = 10.5;
+/// Words that are long are shortened rather than set in smaller type than this.
+const LEAST_TYPE: f64 = 9.0;
 
 const INK: Colour = Colour(0x22, 0x22, 0x22);
 const FAINT_INK: Colour = Colour(0x5A, 0x5A, 0x5A);
@@ -101,11 +105,43 @@ pub fn svg(chart: &Chart) -> Result<String, ReportError> {
 fn headings(canvas: &Canvas, chart: &Chart, frame: &Frame) -> Result<(), ReportError> {
     let title = Words { size: 16.0, colour: INK, bold: true, align: Align::Start };
     canvas.words((MARGIN, 20.0), &chart.title, title)?;
-    let plain = Words { size: SMALL, colour: FAINT_INK, bold: false, align: Align::Start };
-    canvas.words((MARGIN, 40.0), &shortened(&chart.subtitle, WIDTH - 2.0 * MARGIN, SMALL), plain)?;
-    canvas.words((MARGIN, TOP - 14.0), &chart.y.label, Words { colour: INK, ..plain })?;
+    subtitle(canvas, &chart.subtitle)?;
+    let plain = Words { size: SMALL, colour: INK, bold: false, align: Align::Start };
+    canvas.words((MARGIN, TOP - 14.0), &chart.y.label, plain)?;
     let below = ((frame.left + frame.right) / 2.0, frame.bottom + 38.0);
-    canvas.words(below, &chart.x.label, Words { colour: INK, align: Align::Middle, ..plain })
+    canvas.words(below, &chart.x.label, Words { align: Align::Middle, ..plain })
+}
+
+/// What all of a figure have in common, below its title.
+fn subtitle(canvas: &Canvas, text: &str) -> Result<(), ReportError> {
+    let (text, size) = fitted(text, WIDTH - 2.0 * MARGIN);
+    canvas.words((MARGIN, 40.0), &text, Words { size, colour: FAINT_INK, bold: false, align: Align::Start })
+}
+
+/// `text` within `room` pixels, and the size of its type: smaller where it is long, and only then shortened.
+fn fitted(text: &str, room: f64) -> (String, f64) {
+    // A little less than what fits, so that rounding shortens nothing.
+    let size = (0.999 * SMALL * room / text_width(text, SMALL)).clamp(LEAST_TYPE, SMALL);
+    (shortened(text, room, size), size)
+}
+
+/// The name above a plot or map, around the height of `place`: on one line of `room` pixels, else in smaller type on two,
+/// broken where a part of it ends.
+fn heading(canvas: &Canvas, (left, middle): Place, room: f64, name: &str) -> Result<(), ReportError> {
+    let bold = |size| Words { size, colour: INK, bold: true, align: Align::Start };
+    if text_width(name, SMALL) * BOLD <= room {
+        return canvas.words((left, middle), name, bold(SMALL));
+    }
+    let fits = |end: &usize| text_width(&name[..*end], TINY) * BOLD <= room;
+    let end = |(at, letter)| match letter {
+        ' ' | '+' => Some(at),
+        ':' | ',' | '-' => Some(at + 1),
+        _ => None,
+    };
+    let mut ends = name.char_indices().filter_map(end);
+    let (first, second) = name.split_at(ends.rfind(fits).unwrap_or(0));
+    canvas.words((left, middle - 6.0), first, bold(TINY))?;
+    canvas.words((left, middle + 5.0), &shortened(second.trim_start(), room / BOLD, TINY), bold(TINY))
 }
 
 fn axes(canvas: &Canvas, x: &Axis, frame: &Frame, y_ticks: &[Tick]) -> Result<(), ReportError> {

@@ -3,20 +3,19 @@
 //! All plots share their axes, so that places can be compared. Baselines and oracles are what others are seen against: they
 //! are drawn in every plot and have none of their own.
 
-use super::canvas::{self, Align, BOLD, Canvas, Stroke, Words, text_width};
-use super::{BOTTOM, FAINT_INK, Frame, GRID, INK, MARGIN, SMALL, TOP, WHITE, WIDTH, headings, marks, shortened};
+use super::canvas::{self, Align, Canvas, Stroke, Words, text_width};
+use super::{BOTTOM, FAINT_INK, Frame, GRID, INK, MARGIN, SMALL, TOP, WHITE, WIDTH, heading, headings, marks};
 use crate::report::ReportError;
 use crate::report::chart::{Chart, Point, Series};
 use crate::report::palette::{self, Colour, Style};
 
 const ACROSS: usize = 4;
 const HIGH: f64 = 112.0;
-const NAME: f64 = 22.0;
+const NAME: f64 = 24.0;
 const GAP: f64 = 14.0;
 const MOST_TICKS: usize = 6;
 const SWATCH: f64 = 20.0;
 const OTHERS: Colour = Colour(0xD2, 0xD2, 0xD2);
-const OWN: Colour = Colour(0x00, 0x72, 0xB2);
 
 /// Draws `chart` as small multiples, in the order of its series, which is the same in all figures of a run.
 ///
@@ -60,12 +59,11 @@ pub fn svg(chart: &Chart) -> Result<String, ReportError> {
                 marks::curve(canvas, &chart.y, &frame, bound, 1.4)?;
                 alone(canvas, &frame, bound)?;
             }
-            let series = dressed(series, OWN, false);
-            marks::band(canvas, &chart.y, &frame, &series)?;
-            marks::curve(canvas, &chart.y, &frame, &series, 2.0)?;
-            alone(canvas, &frame, &series)?;
-            let name = Words { size: SMALL, colour: INK, bold: true, align: Align::Start };
-            canvas.words((frame.left, frame.top - NAME / 2.0), &shortened(&series.name, wide / BOLD, SMALL), name)?;
+            let own = dressed(series, series.style.colour, false);
+            marks::band(canvas, &chart.y, &frame, &own)?;
+            marks::curve(canvas, &chart.y, &frame, &own, 2.0)?;
+            alone(canvas, &frame, &own)?;
+            heading(canvas, (frame.left, frame.top - NAME / 2.0), frame.right - frame.left + GAP / 2.0, &series.name)?;
         }
         Ok(())
     })
@@ -81,8 +79,8 @@ fn alone(canvas: &Canvas, frame: &Frame, series: &Series) -> Result<(), ReportEr
 
 /// What the lines are, at the top on the right.
 fn key(canvas: &Canvas, bounds: &[&Series]) -> Result<(), ReportError> {
-    let plain = |colour| Style { colour, marker: palette::Marker::Circle, dashed: false };
-    let mut entries = vec![("the named one", plain(OWN), false), ("the others", plain(OTHERS), false)];
+    let others = Style { colour: OTHERS, marker: palette::Marker::Circle, dashed: false };
+    let mut entries = vec![("in pale grey: the others", others, false)];
     entries.extend(bounds.iter().map(|series| (series.name.as_str(), series.style, series.points.len() == 1)));
     let mut right = WIDTH - MARGIN;
     for (name, style, is_point) in entries.into_iter().rev() {

@@ -1,7 +1,7 @@
 //! [`Rows`] as SVG: names on the left, bars or dots on the right, the axis above and below.
 
 use super::canvas::{self, Align, Canvas, Stroke, Words, text_width};
-use super::{FAINT_INK, GRID, INK, MARGIN, SMALL, TOP, WHITE, WIDTH, fitting, shortened};
+use super::{FAINT_INK, GRID, INK, MARGIN, SMALL, TOP, WHITE, WIDTH, fitted, fitting, subtitle};
 use crate::report::ReportError;
 use crate::report::palette::Marker;
 use crate::report::rows::{Mark, Row, Rows};
@@ -55,7 +55,7 @@ pub fn svg(rows: &Rows) -> Result<String, ReportError> {
         canvas.polygon(&[(0.0, 0.0), (WIDTH, 0.0), (WIDTH, height), (0.0, height)], WHITE, 1.0)?;
         let plain = Words { size: SMALL, colour: FAINT_INK, bold: false, align: Align::Start };
         canvas.words((MARGIN, 20.0), &rows.title, Words { size: 16.0, colour: INK, bold: true, ..plain })?;
-        canvas.words((MARGIN, 40.0), &rows.subtitle, plain)?;
+        subtitle(canvas, &rows.subtitle)?;
         for (kind, &(across, line)) in rows.kinds.iter().zip(&key) {
             let middle = TOP - 14.0 + KEY_LINE * line as f64;
             let box_of = |half: f64| {
@@ -104,8 +104,8 @@ fn axis(canvas: &Canvas, rows: &Rows, frame: &Frame) -> Result<(), ReportError> 
 
 fn line(canvas: &Canvas, rows: &Rows, frame: &Frame, index: usize, row: &Row) -> Result<(), ReportError> {
     let middle = frame.top + frame.row * (index as f64 + 0.5);
-    let words = Words { size: SMALL, colour: INK, bold: false, align: Align::End };
-    canvas.words((frame.left - 8.0, middle), &shortened(&row.name, MOST_NAME, SMALL), words)?;
+    let (name, size) = fitted(&row.name, MOST_NAME);
+    canvas.words((frame.left - 8.0, middle), &name, Words { size, colour: INK, bold: false, align: Align::End })?;
     let values = rows.kinds.iter().zip(&row.values).enumerate();
     let shown = values.filter_map(|(place, (kind, value))| Some((place, kind, value.as_ref()?.0)));
     let shown = shown.filter(|(_, _, value)| rows.axis.shows(*value)).collect::<Vec<_>>();

@@ -4,9 +4,9 @@ use super::Data;
 use crate::experiment::answers::{Answers, Estimate};
 use crate::experiment::measure::Measure;
 use crate::experiment::record::{Record, Status};
-use crate::report::answers::{Pool, all_pools, pools};
 use crate::report::chart::{Axis, Chart, Interval, Point, Quantity, Series};
-use std::collections::{BTreeMap, BTreeSet};
+use crate::report::pools::{Pool, all_pools, pools};
+use std::collections::BTreeMap;
 
 /// Score against the fraction of tokens kept.
 pub fn score_by_budget(data: &Data) -> Option<Chart> {
@@ -59,13 +59,6 @@ fn chart<'d>(
             cell_ids: pool.cell_ids(),
         });
     }
-    let tight: BTreeSet<String> = pools
-        .iter()
-        .filter(|pool| pool.only_protected())
-        .map(|pool| format!("{} at {}", pool.name, pool.budget))
-        .collect();
-    let tight = Vec::from_iter(tight).join(", ");
-    let note = if tight.is_empty() { tight } else { format!(" Nothing but protected tokens stays of {tight}.") };
     let styles = data.styles(series.keys());
     let series = series.into_iter().zip(styles).map(|(((_, name), mut points), style)| {
         points.sort_by(|a, b| a.x.total_cmp(&b.x));
@@ -76,10 +69,10 @@ fn chart<'d>(
         id: id.into(),
         title: title.into(),
         subtitle,
-        caption: format!(
-            "A point is the mean over tasks at the longest context; its band is the 95% interval over samples. All policies \
-             answer the same samples.{note}"
-        ),
+        caption:
+            "A point is the mean over tasks at the longest context; its band is the 95% interval over samples. All \
+                  policies answer the same samples."
+                .into(),
         x,
         y,
         interval_fields: ("ci95_low", "ci95_high"),

@@ -30,8 +30,7 @@ pub fn live_bytes(data: &Data) -> Option<Chart> {
         id: "kv-bytes-vs-steps".into(),
         title: "Live KV bytes while decoding".into(),
         caption: "KV bytes of whole pages in use after each decode step that was looked at, evenly many of them: what \
-                  a policy does between two of these does not show. Policies that hold the same bytes lie on one \
-                  another."
+                  a policy does between two of these does not show."
             .into(),
         ..chart
     })

@@ -24,6 +24,7 @@ pub fn heat(data: &Data) -> Option<Picture> {
             subtitle: common,
             caption: "After prefill, mean of the sequences. Policies that give every head the same are not drawn."
                 .into(),
+            down: "layer",
             across: Across::Heads,
             ends: ("gone", "kept"),
             field: "kept_fraction",

@@ -36,6 +36,7 @@ pub fn heat(data: &Data) -> Option<Picture> {
             "Fraction kept of each of 64 equal bins of the context, oldest on the left, after prefill, in the \
              first sequence. A row is a {what} ({rows}), the lowest layer on top."
         ),
+        down: what,
         across: Across::Positions(context),
         ends: ("gone", "kept"),
         field: "kept_fraction",

@@ -106,13 +106,54 @@ pub enum Picture {
 }
 
 impl Picture {
-    /// Name of the file, title and caption.
-    pub fn words(&self) -> (&str, String, String) {
+    /// Name of the file.
+    pub fn id(&self) -> &str {
         match self {
-            Picture::Curves(chart) => (&chart.id, chart.title.clone(), chart.caption.clone()),
-            Picture::Rows(rows) => (&rows.id, rows.title.clone(), rows.caption.clone()),
-            Picture::Heat(heat) => (&heat.id, heat.title.clone(), heat.caption.clone()),
-            Picture::Bars(bars) => (&bars.id, bars.title.clone(), bars.caption.clone()),
+            Picture::Curves(chart) => &chart.id,
+            Picture::Rows(rows) => &rows.id,
+            Picture::Heat(heat) => &heat.id,
+            Picture::Bars(bars) => &bars.id,
+        }
+    }
+
+    /// Title and caption.
+    pub fn words_mut(&mut self) -> (&mut String, &mut String) {
+        match self {
+            Picture::Curves(chart) => (&mut chart.title, &mut chart.caption),
+            Picture::Rows(rows) => (&mut rows.title, &mut rows.caption),
+            Picture::Heat(heat) => (&mut heat.title, &mut heat.caption),
+            Picture::Bars(bars) => (&mut bars.title, &mut bars.caption),
+        }
+    }
+
+    /// What stands beside the axes and the marks.
+    pub fn labels(&self) -> Vec<&str> {
+        match self {
+            Picture::Curves(chart) => {
+                let names = chart.series.iter().map(|series| series.name.as_str());
+                names.chain([chart.x.label.as_str(), chart.y.label.as_str()]).collect()
+            }
+            Picture::Rows(rows) => {
+                rows.rows.iter().map(|row| row.name.as_str()).chain([rows.axis.label.as_str()]).collect()
+            }
+            Picture::Heat(heat) => heat.panels.iter().map(|panel| panel.name.as_str()).collect(),
+            Picture::Bars(bars) => vec![&bars.y_label],
+        }
+    }
+
+    /// The cells behind it.
+    pub fn cell_ids(&self) -> BTreeSet<String> {
+        match self {
+            Picture::Curves(chart) => {
+                let points = chart.series.iter().flat_map(|series| &series.points);
+                points.flat_map(|point| point.cell_ids.clone()).collect()
+            }
+            Picture::Rows(rows) => {
+                let values = rows.rows.iter().flat_map(|row| row.values.iter().flatten());
+                values.flat_map(|(_, ids)| ids.clone()).collect()
+            }
+            Picture::Heat(heat) => heat.panels.iter().map(|panel| panel.cell_id.clone()).collect(),
+            Picture::Bars(bars) => bars.bars.iter().flat_map(|bar| bar.cell_ids.clone()).collect(),
         }
     }
 }
@@ -123,8 +164,8 @@ impl Picture {
 pub struct Data<'a> {
     records: Vec<&'a Record>,
     detail: Detail,
-    /// Place of each kernel among the kernels and of each policy among the policies: what a style goes by.
-    places: BTreeMap<&'a str, usize>,
+    /// Places of policies and memories that no registry knows, behind those that one does.
+    own: BTreeMap<&'a str, usize>,
 }
 
 /// What a figure reads from one `ok` or `oom` cell.
@@ -144,13 +185,11 @@ impl<'a> Data<'a> {
     pub fn new(records: &[&'a Record], detail: Detail) -> Self {
         let records: Vec<&Record> =
             records.iter().copied().filter(|record| matches!(record.status, Status::Ok | Status::Oom)).collect();
-        let kernels: BTreeSet<&str> = records.iter().map(|record| record.cell.kernel.as_str()).collect();
-        let policies: BTreeSet<&str> = records.iter().filter_map(|record| record.cell.policy.as_deref()).collect();
-        let numbered = |names: BTreeSet<&'a str>| {
-            names.into_iter().filter(|name| !palette::is_baseline(name) && !palette::is_oracle(name)).zip(0..)
-        };
-        let places = numbered(kernels).chain(numbered(policies)).collect();
-        Data { records, detail, places }
+        let chosen = records.iter().filter_map(|record| record.cell.chosen()).collect::<BTreeSet<&str>>();
+        let is_own =
+            |name: &&str| !palette::is_baseline(name) && !palette::is_oracle(name) && palette::place(name).is_none();
+        let own = chosen.into_iter().filter(is_own).zip(palette::places()..).collect();
+        Data { records, detail, own }
     }
 
     /// The drawable records of one measure.
@@ -230,26 +269,22 @@ impl<'a> Data<'a> {
         series.collect()
     }
 
-    /// Styles for series given as (lead, name), in their order.
-    fn styles<'n>(&self, names: impl Iterator<Item = &'n (String, String)> + Clone) -> Vec<Style> {
-        let mut variants: BTreeMap<&str, usize> = BTreeMap::new();
-        let leads: Vec<(&str, usize)> = names
-            .map(|(lead, _)| {
-                let seen = variants.entry(lead).or_default();
-                *seen += 1;
-                (lead.as_str(), *seen - 1)
-            })
-            .collect();
-        // A policy looks the same in all figures of a run, unless few of many would look alike.
-        let known: Vec<usize> = leads.iter().filter_map(|(lead, _)| self.places.get(lead).copied()).collect();
-        let one_each = variants.values().all(|count| *count == 1) && !palette::collide(&known);
-        let mut next = 0;
-        let style = |&(lead, variant): &(&str, usize)| {
-            let place = self.places.get(lead).copied().filter(|_| one_each).unwrap_or(next);
-            next += usize::from(!palette::is_baseline(lead) && !palette::is_oracle(lead));
-            palette::style(lead, place, variant)
+    /// Styles for series given as (lead, name), in their order: by the place of what leads; what has none takes the next.
+    fn styles<'n>(&self, names: impl Iterator<Item = &'n (String, String)>) -> Vec<Style> {
+        let mut variants: BTreeMap<(Option<usize>, &str), usize> = BTreeMap::new();
+        let mut next = 0..;
+        let style = |(lead, _): &'n (String, String)| {
+            let place = palette::place(lead).or(self.own.get(lead.as_str()).copied());
+            // Baselines and oracles have no place, and are told apart by their names.
+            let is_bound = palette::is_baseline(lead) || palette::is_oracle(lead);
+            if place.is_none() && !is_bound {
+                return palette::style(lead, next.next().unwrap_or(0), 0);
+            }
+            let variant = variants.entry((place, if is_bound { palette::stem(lead) } else { "" })).or_insert(0);
+            *variant += 1;
+            palette::style(lead, place.unwrap_or(0), *variant - 1)
         };
-        leads.iter().map(style).collect()
+        names.map(style).collect()
     }
 }
 

@@ -47,6 +47,7 @@ pub fn heat(data: &Data) -> Option<Picture> {
             "Mean score of the samples whose needle lies at this depth (0 % is the beginning of the context), for \
                   each length. Where there are several budgets, it is the middle one."
                 .into(),
+        down: "depth of the needle",
         across: Across::Contexts(contexts),
         ends: ("wrong", "right"),
         field: "accuracy",

@@ -1,10 +1,10 @@
 //! Predicted bytes against those that the system says were taken: forward passes and evictions on one diagonal.
 
-use super::{Data, Reading, context};
+use super::{Data, Reading};
 use crate::experiment::measure::Measure;
 use crate::experiment::record::{Record, Status};
 use crate::report::chart::{Axis, Chart, Quantity};
-use crate::report::naming::{BUDGET, HEADS, Naming};
+use crate::report::naming::Naming;
 
 /// The figure, of configurations that were measured at two contexts or more. Without evictions beside the passes
 /// `memory-vs-context` says it all.
@@ -15,18 +15,19 @@ pub fn chart(data: &Data) -> Option<Chart> {
         return None;
     }
     records.extend(evicted);
-    let naming = Naming::over(&records, &[HEADS, BUDGET]);
     let lead = |record: &Record| record.cell.policy.clone().unwrap_or_else(|| record.cell.kernel.clone());
-    let series = data.series(&records, &naming, lead, context, read);
+    // All lie on one diagonal, whatever their shapes: a kernel or policy is one series, and a cell one point.
+    let cell = |record: &Record| record.cell_id.clone();
+    let series = data.series(&records, &Naming::over(&[], &[]), lead, cell, read);
     (!series.is_empty()).then(|| Chart {
         id: "predicted-vs-measured".into(),
         title: "Predicted and measured memory".into(),
-        subtitle: naming.common,
+        subtitle: Naming::over(&records, &[]).common,
         caption: "Points: growth of the process or of the GPU's memory in use, as the system tells it. Line: equal to what was \
                   predicted from the shapes before the cell ran. The arena's own account agrees to the byte."
             .into(),
-        x: Axis { label: "predicted".into(), field: "predicted_growth_bytes", quantity: Quantity::Bytes },
-        y: Axis { label: "measured".into(), field: "system_growth_bytes", quantity: Quantity::Bytes },
+        x: Axis { label: "predicted growth of memory".into(), field: "predicted_growth_bytes", quantity: Quantity::Bytes },
+        y: Axis { label: "measured growth of memory".into(), field: "system_growth_bytes", quantity: Quantity::Bytes },
         interval_fields: ("low", "high"),
         model_field: Some("equal_bytes"),
         series,

@@ -1,4 +1,4 @@
-//! What an eviction came to: bytes, who stayed where, and what that did to the results.
+//! What an eviction came to: bytes, which tokens are retained, and what that did to the results.
 
 use super::late::{Late, needle_recall};
 use crate::cache::CacheShape;

@@ -1,0 +1,165 @@
+//! Policies ranked by what models answered: a leaderboard for each protocol, the comparisons of every two policies behind
+//! it, and what may be said of them in a sentence.
+
+use super::ReportError;
+use super::comparison::{self, Pair, Ranked};
+use super::noise::{self, Measured};
+use super::palette;
+use super::pools::{Pool, answers, full_score, is_ranked, pools};
+use super::table::Table;
+use super::text::{self, NOTHING};
+use crate::eval::Protocol;
+use crate::experiment::measure::eval::RANDOM;
+use crate::experiment::record::Record;
+use crate::units;
+use std::collections::BTreeMap;
+
+/// Cells with answers by their protocol: those of one are not compared with those of another.
+fn by_protocol<'a>(records: &[&'a Record]) -> Vec<Vec<&'a Record>> {
+    let of = |protocol: Protocol| {
+        let these = |record: &&&Record| record.cell.protocol() == protocol && answers(record).is_some();
+        records.iter().filter(these).copied().collect::<Vec<_>>()
+    };
+    Protocol::ALL.map(of).into_iter().filter(|records| !records.is_empty()).collect()
+}
+
+/// Every pair of policies of each protocol and budget as CSV; `None` where nothing is compared.
+///
+/// # Errors
+/// [`ReportError::Csv`] when a line cannot be written.
+pub fn comparisons(records: &[&Record]) -> Result<Option<String>, ReportError> {
+    let of_protocols = by_protocol(records);
+    let of_protocols = of_protocols.iter().map(|records| (records[0].cell.protocol(), pools(records).0));
+    comparison::csv(&of_protocols.collect::<Vec<_>>())
+}
+
+/// What a heading says of the protocol of its cells.
+pub fn protocol(record: &Record) -> String {
+    record.cell.protocol.map_or(String::new(), |protocol| format!(", protocol {protocol}"))
+}
+
+/// For each protocol the leaderboard and, for each budget, how its policies compare.
+pub fn tables(records: &[&Record]) -> Vec<Table> {
+    by_protocol(records).iter().flat_map(|records| of_protocol(records)).collect()
+}
+
+fn of_protocol(records: &[&Record]) -> Vec<Table> {
+    let (pools, common) = pools(records);
+    let protocol = protocol(records[0]);
+    let tight = pools.iter().any(Pool::only_protected).then(|| text::ONLY_PROTECTED.to_string());
+    let scored = pools.iter().any(|pool| pool.score().is_some());
+    let what = if scored { "score in percent, mean over tasks" } else { "perplexity" };
+    let board = Table {
+        heading: format!("eval: leaderboard{protocol}"),
+        subtitle: if pools.is_empty() { String::new() } else { format!("{what} · {common}") },
+        rows: if pools.is_empty() { Vec::new() } else { leaderboard(&pools, scored) },
+        notes: tight.into_iter().chain(unranked(records)).collect(),
+    };
+    std::iter::once(board).chain(comparison::tables(&pools, &protocol)).collect()
+}
+
+/// Policies by budgets, best first.
+fn leaderboard(pools: &[Pool], scored: bool) -> Vec<Vec<String>> {
+    let value = |pool: &Pool| match scored {
+        true => pool.score().map(|score| 100.0 * score.mean),
+        false => Some(pool.mean(|answers| answers.nll_nats.mean).exp()),
+    };
+    // Written budgets in the order in which records are sorted: the least first.
+    let mut budgets: Vec<&str> = Vec::new();
+    for pool in pools.iter().rev() {
+        if !pool.budget.is_empty() && !budgets.contains(&pool.budget.as_str()) {
+            budgets.push(&pool.budget);
+        }
+    }
+    let mut by_name: BTreeMap<&str, BTreeMap<&str, (f64, bool)>> = BTreeMap::new();
+    for pool in pools {
+        let of_name = by_name.entry(&pool.name).or_default();
+        of_name.extend(value(pool).map(|value| (pool.budget.as_str(), (value, pool.only_protected()))));
+    }
+    let number = |value: Option<&(f64, bool)>| match value {
+        Some((value, tight)) => format!("{value:.1}{}", if *tight { " !" } else { "" }),
+        None => NOTHING.into(),
+    };
+    let row = |(name, values): (&str, BTreeMap<&str, (f64, bool)>)| {
+        let mean = values.values().map(|(value, _)| value).sum::<f64>() / values.len().max(1) as f64;
+        // The full cache leads: it is what the others are compared with.
+        let order = if palette::is_baseline(name) { f64::NEG_INFINITY } else { mean };
+        let cells = std::iter::once("").chain(budgets.iter().copied()).map(|budget| number(values.get(budget)));
+        let row: Vec<String> = std::iter::once(name.to_string()).chain(cells).collect();
+        (if scored && order.is_finite() { -order } else { order }, row)
+    };
+    let mut rows: Vec<(f64, Vec<String>)> = by_name.into_iter().map(row).collect();
+    rows.sort_by(|(a, _), (b, _)| a.total_cmp(b));
+    let headings = ["policy", "no budget"].into_iter().chain(budgets.iter().copied()).map(String::from).collect();
+    std::iter::once(headings).chain(rows.into_iter().map(|(_, row)| row)).collect()
+}
+
+/// The tasks that rank nothing, in words; `None` where all do.
+fn unranked(records: &[&Record]) -> Option<String> {
+    let mut tasks: BTreeMap<(&str, usize, &str), f64> = BTreeMap::new();
+    for record in records.iter().filter(|record| !is_ranked(record)) {
+        let (task, model) = (record.cell.task.as_deref().unwrap_or(NOTHING), record.cell.model.as_deref());
+        tasks.insert((task, record.cell.context_tokens, model.unwrap_or(NOTHING)), full_score(record).unwrap_or(0.0));
+    }
+    let many = records.iter().any(|record| record.cell.model != records[0].cell.model);
+    let one = |((task, context, model), score): (&(&str, usize, &str), &f64)| {
+        let of_model = if many { format!(" by {model}") } else { String::new() };
+        format!("{task} at {}{of_model} (full cache {:.1})", units::tokens(*context), 100.0 * score)
+    };
+    let all = tasks.iter().map(one).collect::<Vec<_>>().join(" · ");
+    (!all.is_empty()).then(|| format!("not ranked, the model cannot do it: {all}"))
+}
+
+/// For each protocol and budget: the best policy where that is sure, or those that may be it, by score or, for texts, by
+/// divergence; beside random eviction and the full cache.
+pub fn findings(records: &[&Record]) -> Vec<String> {
+    let of_protocol = |records: &Vec<&Record>| {
+        let (pools, _) = pools(records);
+        let protocol = protocol(records[0]);
+        let sentence = |budget: Vec<Ranked>| best(&budget, &pools, &protocol);
+        comparison::ranked(&pools).into_iter().filter_map(sentence).collect::<Vec<_>>()
+    };
+    by_protocol(records).iter().flat_map(of_protocol).collect()
+}
+
+fn best(budget: &[Ranked], pools: &[Pool], protocol: &str) -> Option<String> {
+    let first = budget.first()?;
+    let is_scored = first.pool.is_scored();
+    // Where nobody answers anything there is no best.
+    (!is_scored || first.value.mean > 0.0).then_some(())?;
+    let samples = first.pool.samples();
+    let write = |value: f64| if is_scored { text::percent(value) } else { text::drift(value) };
+    let named = |at: usize| {
+        let Ranked { pool, value, .. } = &budget[at];
+        let (low, high) = (value.ci95_low, value.ci95_high);
+        Measured { name: pool.name.clone(), value: value.mean, low, high, count: samples }.words(write)
+    };
+    // Policies of which it is not sure that the first is better.
+    let pairs = comparison::pairs(budget);
+    let with_first = |at: usize| pairs.iter().find(|pair| pair.of == [0, at]);
+    let rivals: Vec<usize> = (1..budget.len()).filter(|&at| !with_first(at).is_some_and(Pair::is_sure)).collect();
+    let what = if samples < noise::LEAST_SAMPLES || !rivals.is_empty() {
+        noise::undecided(std::iter::once(0).chain(rivals).map(named).collect(), samples)
+    } else {
+        let next = with_first(1).map(|Pair { difference, .. }| {
+            let number = |value: f64| if is_scored { format!("{:.0}", 100.0 * value) } else { text::drift(value) };
+            let [mean, low, high] = [difference.mean, difference.low, difference.high].map(number);
+            let unit = if is_scored { "points" } else { "nats" };
+            format!(", {mean} {unit} (95% {low} to {high}, paired) before {}", named(1))
+        });
+        format!("{} is the best of {}{}", named(0), budget.len(), next.unwrap_or_default())
+    };
+    let is_full = |pool: &&Pool| palette::is_baseline(pool.policy) && pool.setting == first.pool.setting;
+    let full = pools.iter().find(is_full).and_then(Pool::score).map(|full| ("full cache", full.mean));
+    let random = budget.iter().find(|ranked| ranked.pool.policy == RANDOM).map(|random| ("random", random.value.mean));
+    let beside = random.into_iter().chain(full).map(|(name, value)| format!("{name} {}", write(value)));
+    let beside = beside.collect::<Vec<_>>().join(", ");
+    let tight = budget.iter().filter(|ranked| ranked.pool.only_protected()).map(|ranked| ranked.pool.name.clone());
+    Some(format!(
+        "eval{protocol}, budget {}, {samples} samples{}: {what}{}{beside}.{}",
+        first.pool.budget,
+        if is_scored { "" } else { ", KL in nats a token" },
+        if beside.is_empty() { "" } else { "; " },
+        text::only_protected(&tight.collect::<Vec<_>>()),
+    ))
+}

@@ -1,0 +1,173 @@
+//! Evaluated cells put together: one policy and budget over all tasks and seeds, which is what policies are ranked by.
+//!
+//! A pool's cells answered the same samples as those of the others, in one order, so that policies can be compared in
+//! pairs. Tasks that the model cannot do with its full cache rank nobody.
+
+use super::naming::{CONTEXT, HEADS, KERNEL, Naming, SAMPLES};
+use super::text;
+use crate::experiment::answers::{Answers, Estimate};
+use crate::experiment::cell::Cell;
+use crate::experiment::measure::Measure;
+use crate::experiment::record::{Record, Status};
+use crate::experiment::stats::bootstrap;
+use std::collections::BTreeMap;
+
+/// One policy and budget over all tasks (and seeds) that were asked.
+pub struct Pool<'a> {
+    /// The policy, and what else sets it apart.
+    pub name: String,
+    /// The policy alone.
+    pub policy: &'a str,
+    /// Its budget as it was written; empty for a full cache.
+    pub budget: String,
+    /// Hash of all else that sets its cells apart, such as the model: policies of another setting answer another question.
+    pub setting: String,
+    /// One for each task.
+    pub records: Vec<&'a Record>,
+}
+
+/// What an `ok` evaluation gave.
+pub fn answers(record: &Record) -> Option<&Answers> {
+    record.answers.as_ref().filter(|_| record.status == Status::Ok && record.cell.measure == Measure::EVAL)
+}
+
+/// Least score of the full cache with which a task ranks policies: what a model cannot do, no eviction can spoil.
+const LEAST_FULL: f64 = 0.5;
+
+/// Score of the full cache on a cell's own samples; `None` for a text.
+pub fn full_score(record: &Record) -> Option<f64> {
+    let answers = answers(record)?;
+    Some(answers.accuracy?.mean - answers.accuracy_difference?.mean)
+}
+
+/// Whether a cell's task ranks policies.
+pub fn is_ranked(record: &Record) -> bool {
+    full_score(record).is_none_or(|score| score > LEAST_FULL - 1e-9)
+}
+
+/// The pools of the tasks that rank policies.
+pub fn pools<'a>(records: &[&'a Record]) -> (Vec<Pool<'a>>, String) {
+    all_pools(&records.iter().copied().filter(|record| is_ranked(record)).collect::<Vec<_>>())
+}
+
+/// The pools of the longest context that has any, and what they have in common. One that lacks a task that others of its
+/// setting have is left out: its mean would be of something else.
+pub fn all_pools<'a>(records: &[&'a Record]) -> (Vec<Pool<'a>>, String) {
+    let mut records: Vec<&Record> = records.iter().copied().filter(|record| answers(record).is_some()).collect();
+    // Texts have no score; beside tasks they are left to their own table.
+    let scored = |record: &&Record| answers(record).is_some_and(|answers| answers.accuracy.is_some());
+    if records.iter().any(scored) {
+        records.retain(scored);
+    }
+    let longest = records.iter().map(|record| record.cell.context_tokens).max();
+    records.retain(|record| Some(record.cell.context_tokens) == longest);
+    let naming = Naming::over(&records, &[CONTEXT, SAMPLES, HEADS, KERNEL]);
+    let mut pools: Vec<Pool> = Vec::new();
+    for record in records {
+        let policy = record.cell.chosen().unwrap_or("full");
+        let (name, budget) =
+            (format!("{policy}{}", naming.apart(record)), record.cell.budget.clone().unwrap_or_default());
+        match pools.iter_mut().find(|pool| pool.name == name && pool.budget == budget) {
+            Some(pool) => pool.records.push(record),
+            None => pools.push(Pool { name, policy, budget, setting: setting(record), records: vec![record] }),
+        }
+    }
+    // Samples are compared in pairs: tasks and seeds stand in one order everywhere.
+    for pool in &mut pools {
+        pool.records.sort_by_key(|record| asked(record));
+    }
+    let mut fullest: BTreeMap<String, Vec<AskedOf>> = BTreeMap::new();
+    for pool in &pools {
+        let asked: Vec<AskedOf> = pool.records.iter().map(|record| asked(record)).collect();
+        let most = fullest.entry(pool.setting.clone()).or_default();
+        if asked.len() > most.len() {
+            *most = asked;
+        }
+    }
+    pools.retain(|pool| pool.records.iter().map(|record| asked(record)).eq(fullest[&pool.setting].iter().copied()));
+    (pools, naming.common)
+}
+
+/// Task, text and seed of a cell: what its samples are drawn from.
+type AskedOf<'a> = (Option<&'a str>, Option<&'a str>, u64, &'a str);
+
+fn asked(record: &Record) -> AskedOf<'_> {
+    let Cell { task, text, seed, workload_hash, .. } = &record.cell;
+    (task.as_deref(), text.as_deref(), *seed, workload_hash)
+}
+
+/// Hash of what the cells of a comparison have in common besides their tasks and seeds.
+fn setting(record: &Record) -> String {
+    let cell = record.cell.without_choice();
+    Cell { task: None, text: None, seed: 0, workload_hash: String::new(), ..cell }.id()
+}
+
+impl Pool<'_> {
+    /// What sets it apart besides its policy; empty or with a leading space.
+    pub fn apart(&self) -> &str {
+        &self.name[self.policy.len()..]
+    }
+
+    /// Scores of every sample, by task.
+    pub fn sample_scores(&self) -> Vec<&[f64]> {
+        self.records.iter().filter_map(|record| Some(&answers(record)?.sample_scores[..])).collect()
+    }
+
+    /// Whether its answers have scores; a text only goes on.
+    pub fn is_scored(&self) -> bool {
+        self.sample_scores().iter().any(|scores| !scores.is_empty())
+    }
+
+    /// What ranks it, of every sample, by task, the higher the better: scores, or of texts minus the divergence.
+    pub fn merits(&self) -> Vec<Vec<f64>> {
+        match self.is_scored() {
+            true => self.sample_scores().into_iter().map(<[f64]>::to_vec).collect(),
+            false => {
+                let answers = self.records.iter().filter_map(|record| answers(record));
+                answers.map(|answers| answers.sample_kl_nats.iter().map(|kl| -kl).collect()).collect()
+            }
+        }
+    }
+
+    /// Mean score over tasks, with an interval over samples.
+    pub fn score(&self) -> Option<Estimate> {
+        Estimate::of_shares(&self.sample_scores())
+    }
+
+    /// Whether nothing but tokens that the policy protects stays of some context, so that its scores have no say.
+    pub fn only_protected(&self) -> bool {
+        self.records.iter().any(|record| text::is_only_protected(record))
+    }
+
+    /// Samples of the task that has the fewest.
+    pub fn samples(&self) -> usize {
+        self.records.iter().filter_map(|record| answers(record)).map(|answers| answers.samples).min().unwrap_or(0)
+    }
+
+    /// Mean divergence over tasks, likewise.
+    pub fn kl_nats(&self) -> Option<Estimate> {
+        self.over(|answers| &answers.sample_kl_nats)
+    }
+
+    /// Mean of a number over tasks.
+    pub fn mean(&self, read: impl Fn(&Answers) -> f64) -> f64 {
+        self.records.iter().filter_map(|record| answers(record)).map(read).sum::<f64>() / self.records.len() as f64
+    }
+
+    /// The cells behind it.
+    pub fn cell_ids(&self) -> Vec<String> {
+        self.records.iter().map(|record| record.cell_id.clone()).collect()
+    }
+
+    fn over(&self, read: impl Fn(&Answers) -> &Vec<f64>) -> Option<Estimate> {
+        let lists: Vec<&Vec<f64>> = self.records.iter().filter_map(|record| Some(read(answers(record)?))).collect();
+        let count = lists.iter().map(|values| values.len()).min().filter(|count| *count > 0)?;
+        let of_picked = |values: &Vec<f64>, picked: &[usize]| {
+            picked.iter().map(|&index| values[index]).sum::<f64>() / picked.len() as f64
+        };
+        let mean_over =
+            |picked: &[usize]| lists.iter().map(|values| of_picked(values, picked)).sum::<f64>() / lists.len() as f64;
+        let (ci95_low, ci95_high) = bootstrap(count, mean_over);
+        Some(Estimate { mean: mean_over(&(0..count).collect::<Vec<_>>()), ci95_low, ci95_high })
+    }
+}

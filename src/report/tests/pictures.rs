@@ -1,0 +1,239 @@
+//! What the figures show, by the tables behind them.
+
+use super::*;
+
+#[test]
+fn tables_have_the_field_names_of_the_record() {
+    let (folder, _) = drawn(&[samples::run()]);
+    let header = |id: &str| {
+        let table = fs::read_to_string(folder.path().join(format!("plots/{id}.csv"))).unwrap();
+        table.lines().next().unwrap().to_string()
+    };
+    let ids = ["memory-vs-context", "latency-vs-context", "drift-vs-budget", "drift-vs-kv-bytes", "kv-vs-context"];
+    insta::assert_snapshot!(ids.map(header).join("\n"), @r"
+    series,status,context_tokens,peak_bytes,predicted_peak_bytes,low,high,interval,cells,cell_ids
+    series,status,context_tokens,median_ns,ci95_low_ns,ci95_high_ns,interval,cells,cell_ids
+    series,status,kept_fraction,rel_l2,ci95_low,ci95_high,interval,cells,cell_ids
+    series,status,kv_bytes_live,rel_l2,ci95_low,ci95_high,interval,cells,cell_ids
+    series,status,context_tokens,kv_bytes_live,low,high,interval,cells,cell_ids
+    ");
+}
+
+#[test]
+fn cells_that_ran_out_of_memory_are_crosses_and_lines_of_the_table() {
+    let run = samples::run();
+    let oom: Vec<_> = table(&run, "memory-vs-context").into_iter().filter(|row| row["status"] == "oom").collect();
+    assert_eq!(oom.iter().map(|row| row["context_tokens"].as_str()).collect::<Vec<_>>(), ["16384", "32768", "65536"]);
+    assert!(oom.iter().all(|row| row["peak_bytes"].is_empty() && !row["predicted_peak_bytes"].is_empty()));
+    let oom = table(&run, "latency-vs-context").into_iter().filter(|row| row["status"] == "oom");
+    assert!(oom.map(|row| row["median_ns"].clone()).all(|median| median.is_empty()));
+    let (folder, _) = drawn(&[run]);
+    for (id, notes) in [("memory-vs-context", 3), ("latency-vs-context", 1), ("drift-vs-budget", 0)] {
+        let svg = fs::read_to_string(folder.path().join(format!("plots/{id}.svg"))).unwrap();
+        assert_eq!(svg.matches("\noom\n").count(), notes, "{id}");
+    }
+    let svg = fs::read_to_string(folder.path().join("plots/memory-vs-context.svg")).unwrap();
+    assert!(svg.contains("memory limit 8.00 GiB"));
+}
+
+#[test]
+fn several_seeds_are_one_point_with_their_range() {
+    let seeds = [(1, 100), (2, 300), (3, 200)].map(|(seed, drift)| {
+        let mut record = with_cell(evicted(4096, "random", 0.25), |cell| {
+            cell.seed = seed;
+            cell.workload_hash = format!("hash of seed {seed}");
+        });
+        record.drift.as_mut().unwrap().rel_l2 = f64::from(drift) / 1000.0;
+        record
+    });
+    let rows = table(&of(seeds.into()), "drift-vs-budget");
+    let point = &rows[0];
+    assert_eq!(rows.len(), 1);
+    let fields = ["series", "rel_l2", "ci95_low", "ci95_high", "interval", "cells"].map(|field| point[field].as_str());
+    assert_eq!(fields, ["random", "0.2", "0.1", "0.3", "min_max", "3"]);
+}
+
+#[test]
+fn configurations_that_differ_never_share_a_series() {
+    type Change = fn(&mut crate::experiment::cell::Cell);
+    let changes: [Change; 9] = [
+        |cell| cell.kv_heads = 8,
+        |cell| cell.dtype = crate::tensor::DType::Bf16,
+        |cell| cell.causal = false,
+        |cell| cell.window = Some(512),
+        |cell| cell.softcap = Some(30.0),
+        |cell| cell.batch = 2,
+        |cell| cell.page_tokens = Some(0),
+        |cell| cell.policy_file_hash = Some("another".into()),
+        |cell| cell.workload_hash = "another".into(),
+    ];
+    for (index, change) in changes.into_iter().enumerate() {
+        let base = [1024, 2048].map(|context| pass(Measure::FORWARD, "tiled", context));
+        let other = base.clone().map(|record| with_cell(record, change));
+        let rows = table(&of(base.into_iter().chain(other).collect()), "latency-vs-context");
+        let series: std::collections::BTreeSet<&String> = rows.iter().map(|row| &row["series"]).collect();
+        assert_eq!((series.len(), rows.len()), (2, 4), "change {index}: {series:?}");
+    }
+}
+
+#[test]
+fn nothing_but_cells_without_room_is_still_a_figure() {
+    let records = [1 << 20, 1 << 21].map(|context| pass(Measure::FORWARD, "naive", context));
+    let rows = table(&of(records.into()), "latency-vs-context");
+    assert!(rows.iter().all(|row| row["status"] == "oom") && rows.len() == 2);
+}
+
+#[test]
+fn needles_are_found_by_depth_and_length() {
+    let rows = table(&samples::answers(), "needle-heat-map");
+    let of_full: Vec<&str> =
+        rows.iter().filter(|row| row["series"] == "full").map(|row| row["accuracy"].as_str()).collect();
+    assert_eq!(of_full, ["1"; 10]);
+    let middle = |row: &&BTreeMap<String, String>| row["series"] == "random@0.125";
+    assert_eq!(rows.iter().filter(middle).count(), 10);
+}
+
+#[test]
+fn one_layer_and_few_steps_have_none_of_the_figures_of_many() {
+    let (_folder, drawn) = drawn(&[samples::run()]);
+    let names: Vec<String> =
+        drawn.figures.iter().filter_map(|path| Some(path.file_stem()?.to_string_lossy().to_string())).collect();
+    let of_many = ["steps", "chunk", "kept-", "ragged", "equal-bytes", "ranked", "read-vs-held"];
+    assert!(names.iter().all(|name| of_many.iter().all(|part| !name.contains(part))), "{names:?}");
+}
+
+#[test]
+fn many_curves_become_small_plots_that_name_every_one() {
+    let run = samples::layers();
+    let (folder, _) = drawn(std::slice::from_ref(&run));
+    let svg = fs::read_to_string(folder.path().join("plots/drift-vs-kv-bytes.svg")).unwrap();
+    let policies: std::collections::BTreeSet<&str> =
+        run.records.iter().filter_map(|record| record.cell.policy.as_deref()).collect();
+    for policy in policies.into_iter().filter(|policy| !policy.contains("chunks") && *policy != "full") {
+        assert_eq!(svg.matches(&format!("\n{policy}\n")).count(), 1, "{policy}");
+    }
+    let ranked = table(&run, "policies-ranked");
+    let order: Vec<&str> = ranked.iter().map(|row| row["series"].as_str()).collect();
+    assert_eq!((order[0], ranked.len()), ("oracle", 14 * 3));
+}
+
+#[test]
+fn chunks_are_places_on_an_axis_and_one_piece_is_the_context() {
+    let rows = table(&samples::layers(), "kv-peak-vs-chunk");
+    let mut places: Vec<(&str, &str)> =
+        rows.iter().map(|row| (row["series"].as_str(), row["chunk_tokens"].as_str())).collect();
+    places.dedup();
+    let suffixes: std::collections::BTreeSet<&str> = places.iter().map(|(series, _)| &series[..6]).collect();
+    assert_eq!(suffixes.into_iter().collect::<Vec<_>>(), ["snapkv"]);
+    let of_first: Vec<&str> =
+        places.iter().filter(|(series, _)| *series == places[0].0).map(|(_, place)| *place).collect();
+    assert_eq!(of_first, ["512", "1024", "4096"]);
+}
+
+#[test]
+fn regret_is_what_the_oracle_keeps_and_the_policy_does_not() {
+    let rows = table(&samples::layers(), "regret-vs-steps");
+    let of_h2o: Vec<&BTreeMap<String, String>> = rows.iter().filter(|row| row["series"].starts_with("h2o")).collect();
+    // 3 budgets, and 16 steps of which 4 are one point.
+    assert_eq!(of_h2o.len(), 3 * 4);
+    assert!(of_h2o.iter().all(|row| (row["regret"].parse::<f64>().unwrap() - 0.07).abs() < 1e-9));
+    assert!(rows.iter().all(|row| !row["series"].starts_with("oracle") && !row["series"].starts_with("full")));
+}
+
+#[test]
+fn ragged_heads_need_more_where_there_is_one_rectangle_for_all() {
+    let rows = table(&samples::layers(), "ragged-memory");
+    let bytes = |series: &str| -> Vec<u64> {
+        rows.iter().filter(|row| row["series"] == series).map(|row| row["kv_bytes"].parse().unwrap()).collect()
+    };
+    let dense = 4 * 2 * 2 * 64 * 4 * 4096;
+    assert_eq!(bytes("snapkv+ada"), [dense / 4, dense / 4, dense / 8 * 3, dense]);
+    // There are many, so those whose heads keep the same are left out.
+    assert_eq!(bytes("snapkv"), [0u64; 0]);
+}
+
+#[test]
+fn kept_tokens_are_shown_by_layer_and_on_demand_by_head() {
+    let folder = tempfile::tempdir().unwrap();
+    for (detail, rows, first) in [(Detail::Layers, 4, "0.25"), (Detail::Heads, 8, "0.375")] {
+        write(folder.path(), &[samples::layers()], detail).unwrap();
+        let mut reader = ::csv::Reader::from_path(folder.path().join("plots/kept-by-position.csv")).unwrap();
+        let lines: Vec<BTreeMap<String, String>> = reader.deserialize().map(Result::unwrap).collect();
+        let ada: Vec<&BTreeMap<String, String>> = lines.iter().filter(|row| row["series"] == "snapkv+ada").collect();
+        assert_eq!((ada.len(), ada[0]["kept_fraction"].as_str()), (rows * 64, first));
+    }
+    let by_head = table(&samples::layers(), "kept-by-head");
+    assert_eq!(by_head.len(), 2 * 4 * 2);
+}
+
+#[test]
+fn equal_bytes_join_shapes_of_one_size() {
+    let rows = table(&samples::layers(), "equal-bytes-drift");
+    let series: std::collections::BTreeSet<&str> = rows.iter().map(|row| row["series"].as_str()).collect();
+    assert!(series.contains("snapkv 8/4 heads, 2K tokens") && series.contains("snapkv 8/2 heads, 4K tokens"));
+    assert!(rows.iter().all(|row| !row["series"].starts_with("full")));
+}
+
+#[test]
+fn figures_of_layers_show_no_failed_cell() {
+    let records = samples::layers().records;
+    for broken in (0..records.len()).step_by(4) {
+        let mut records = records.clone();
+        records[broken] = failed(records[broken].clone());
+        let id = records[broken].cell_id.clone();
+        let (_folder, drawn) = drawn(&[of(records)]);
+        for path in &drawn.figures {
+            assert!(!fs::read_to_string(path.with_extension("csv")).unwrap().contains(&id), "{path:?}");
+        }
+    }
+}
+
+#[test]
+fn many_policies_at_one_budget_are_lines_with_names_and_not_a_cloud() {
+    let mut records = samples::layers().records;
+    records.retain(|record| matches!(record.cell.budget.as_deref(), Some("0.25" | "1")));
+    let (_folder, drawn) = drawn(&[of(records)]);
+    let has = |name: &str| drawn.figures.iter().any(|path| path.ends_with(format!("plots/{name}.svg")));
+    assert!(has("policies-ranked") && !has("drift-vs-budget") && !has("needle-recall-vs-budget"));
+}
+
+#[test]
+fn the_guides_figure_draws_what_records_say() {
+    let run = samples::run();
+    let records: Vec<&Record> = run.records.iter().collect();
+    let chart = figures::example::chart(&figures::Data::new(&records, Detail::Layers)).unwrap();
+    let points = chart.series.iter().map(|series| series.points.len()).sum::<usize>();
+    assert!(chart.id == "peak-vs-budget" && chart.series.len() > 3 && points > 6, "{chart:?}");
+}
+
+#[test]
+fn curves_that_lie_on_one_another_are_said_to_be_identical() {
+    let cells = |policy: &'static str| [0.25, 0.5].map(|budget| evicted(4096, policy, budget));
+    let mut records = [cells("h2o"), cells("keydiff"), cells("random")].concat();
+    let drifts: Vec<_> = records[..2].iter().map(|record| record.drift.clone()).collect();
+    for (record, drift) in records[4..].iter_mut().zip(drifts) {
+        record.drift = drift;
+    }
+    let (_folder, drawn) = drawn(&[of(records)]);
+    let page = fs::read_to_string(drawn.html).unwrap();
+    assert!(page.contains("Identical at every point: h2o and random."), "{page}");
+}
+
+#[test]
+fn a_policy_has_one_colour_in_every_figure_of_every_run() {
+    let style = |policies: &[&str], wanted: &str| {
+        let records: Vec<Record> = policies.iter().map(|policy| evicted(4096, policy, 0.25)).collect();
+        let records: Vec<&Record> = records.iter().collect();
+        let data = figures::Data::new(&records, Detail::Layers);
+        let name = |record: &Record| record.cell.policy.clone().unwrap_or_default();
+        let read = |_: &Record| Some(figures::Reading::measured(1.0, 1.0, None));
+        let series = data.series(&records, &naming::Naming::over(&[], &[]), name, |_| String::new(), read);
+        series.into_iter().find(|series| series.name == wanted).unwrap().style
+    };
+    let all = ["full", "h2o", "keydiff", "own", "random", "snapkv", "snapkv+ada", "tova"];
+    for policy in ["h2o", "snapkv", "tova"] {
+        assert_eq!(style(&all, policy), style(&["cur", policy, "streaming-llm"], policy), "{policy}");
+    }
+    let (snapkv, ada) = (style(&all, "snapkv"), style(&all, "snapkv+ada"));
+    assert!(snapkv.colour == ada.colour && snapkv != ada);
+}

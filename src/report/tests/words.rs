@@ -1,0 +1,214 @@
+//! What tables and sentences say.
+
+use super::*;
+
+/// Whether no line passes a hundred columns but those of tables, in which names of policies are whole.
+fn within_width(summary: &str) -> bool {
+    summary.lines().all(|line| line.chars().count() <= 100 || line.starts_with('|'))
+}
+
+#[test]
+fn the_summary_is_a_table_within_a_hundred_columns() {
+    let mut records = samples::run().records;
+    let long = with_cell(pass(Measure::FORWARD, "tiled", 4096), |cell| {
+        cell.kernel = format!("tiled:{}=|x", "µ".repeat(200));
+        cell.softcap = Some(12.5);
+    });
+    records.push(long);
+    let summary = summary_table(&records);
+    assert!(summary.lines().all(|line| line.chars().count() <= 100));
+    let rows = summary.lines().filter(|line| line.starts_with("| ")).count();
+    let tables = summary.matches("###").count();
+    assert_eq!(rows, records.len() + tables);
+    let bars: std::collections::BTreeSet<usize> =
+        summary.lines().filter(|line| line.starts_with('|')).map(|line| line.matches('|').count()).collect();
+    assert_eq!(bars.into_iter().collect::<Vec<_>>(), [8, 9]);
+}
+
+#[test]
+fn the_summary_compares_with_the_baseline_of_the_same_cell() {
+    let mut records = Vec::new();
+    for context in [8192, 16_384] {
+        records.extend(["tiled:br=64", "naive"].map(|kernel| pass(Measure::FORWARD, kernel, context)));
+    }
+    records.extend([("full", 1.0), ("h2o", 0.25), ("h2o", 0.5)].map(|(policy, budget)| evicted(4096, policy, budget)));
+    records[5].status = Status::Skipped;
+    insta::assert_snapshot!(summary_table(&records), @r"
+    ### forward
+
+    8/2 heads · seed 0 · D 64 · f32 · causal · 2 threads · avx2
+
+    | context | kernel      |      peak | median |     ± |  drift | vs naive |
+    |--------:|-------------|----------:|-------:|------:|-------:|---------:|
+    |      8K | naive       |  2.04 GiB | 7.64 s | ±5.0% | 6.4e-7 |    1.00x |
+    |      8K | tiled:br=64 |  41.0 MiB | 2.75 s | ±5.0% | 4.9e-7 |    2.78x |
+    |     16K | naive       | ~8.08 GiB |    oom |     – |      – |        – |
+    |     16K | tiled:br=64 |  81.0 MiB | 11.0 s | ±5.0% | 5.3e-7 |        – |
+
+    ### evict
+
+    4K context · 8/2 heads · tiled · seed 0 · D 64 · f32 · causal · 32 new tokens · 2 threads · avx2
+
+    | policy | budget |       kv |  decode |     ± |  drift | recall | vs full |
+    |--------|-------:|---------:|--------:|------:|-------:|-------:|--------:|
+    | full   |      1 | 4.00 MiB |  486 µs | ±5.0% | 3.0e-7 |   100% |   1.00x |
+    | h2o    |   0.25 |        – | skipped |     – |      – |      – |       – |
+    | h2o    |    0.5 | 2.00 MiB |  259 µs | ±5.0% | 0.0284 |    90% |   1.88x |
+    ");
+}
+
+#[test]
+fn a_leaderboard_has_means_over_tasks_and_leaves_out_what_lacks_one() {
+    let mut run = samples::answers();
+    let lame = |record: &Record| {
+        let cell = &record.cell;
+        cell.policy.as_deref() == Some("h2o") && cell.task.as_deref() == Some("passkey") && cell.context_tokens == 1024
+    };
+    let place = run.records.iter().position(lame).unwrap();
+    run.records[place] = failed(run.records[place].clone());
+    let summary = summary_table(&run.records);
+    assert!(within_width(&summary), "{summary}");
+    let board: Vec<&str> = summary.lines().take_while(|line| !line.contains("eval: niah")).collect();
+    insta::assert_snapshot!(board.join("\n"));
+    let points = table(&run, "accuracy-vs-budget");
+    assert!(points.iter().all(|point| point["cells"] == "2" && point["interval"] == "ci95"));
+    let h2o: Vec<&str> =
+        points.iter().filter(|point| point["series"] == "h2o").map(|point| point["kept_fraction"].as_str()).collect();
+    assert_eq!(h2o, ["0.125", "0.25"]);
+    assert!(table(&run, "kl-vs-budget").iter().all(|point| point["series"] != "full"));
+}
+
+#[test]
+fn what_a_model_cannot_do_ranks_nobody_and_nothing_but_a_window_is_marked() {
+    let mut run = samples::answers();
+    for record in run.records.iter_mut().filter(|record| record.cell.task.as_deref() == Some("passkey")) {
+        // The full cache is right in two of five.
+        let answers = record.answers.as_mut().unwrap();
+        let difference = answers.accuracy_difference.as_mut().unwrap();
+        difference.mean = answers.accuracy.unwrap().mean - 0.4;
+    }
+    let summary = summary_table(&run.records);
+    let unranked = "passkey at 512 (full cache 40.0) · passkey at 1K (full cache 40.0)";
+    let words = summary.replace('\n', " ");
+    assert!(words.contains(&format!("not ranked, the model cannot do it: {unranked}")), "{summary}");
+    assert!(table(&run, "accuracy-vs-budget").iter().all(|point| point["cells"] == "1"));
+    assert!(table(&run, "kl-vs-budget").iter().all(|point| point["cells"] == "2"));
+    let marked: Vec<&str> = summary.lines().filter(|line| line.contains(" ! |")).collect();
+    assert!(!marked.is_empty() && marked.iter().all(|line| line.contains("snapkv")), "{marked:?}");
+    assert!(summary.contains("! nothing but protected tokens stays"), "{summary}");
+    let rows = table(&run, "comparisons");
+    // Six policies at three budgets: every pair once, the better one first, none surer than alone.
+    assert_eq!(rows.len(), 3 * 15);
+    for row in &rows {
+        let number = |field: &str| row[field].parse::<f64>().unwrap();
+        assert!((number("value_a") - number("value_b") - number("difference")).abs() < 1e-9, "{row:?}");
+        assert!(number("ci95_low") < number("ci95_high") && number("p") <= number("p_holm"), "{row:?}");
+        assert!(number("difference") >= 0.0 && row["protocol"] == "agnostic", "{row:?}");
+    }
+}
+
+/// Cells of seeds 0, 1 and so on with these drifts, each known to 5%.
+fn seeds(policy: &str, drifts: &[f64], checked_rows: usize) -> Vec<Record> {
+    let cell = |(seed, rel_l2): (u64, &f64)| {
+        let mut record = with_cell(evicted(4096, policy, 0.25), |cell| cell.seed = seed);
+        let drift = record.drift.as_mut().unwrap();
+        (drift.rel_l2, drift.ci95_low, drift.ci95_high) = (*rel_l2, 0.95 * rel_l2, 1.05 * rel_l2);
+        drift.checked_rows = checked_rows;
+        record
+    };
+    (0..).zip(drifts).map(cell).collect()
+}
+
+#[test]
+fn a_finding_needs_ten_samples_and_intervals_apart() {
+    let least = "`h2o` (0.100, 95% 0.0950 to 0.105) has the least drift of 2, before `random`";
+    let cases: [(&[f64], usize, &str); 4] = [
+        (&[0.8], 10, least),
+        (&[0.8], 9, "undecided with 9 samples (10 make a finding) between `h2o`"),
+        (
+            &[0.108],
+            512,
+            "undecided between `h2o` (0.100, 95% 0.0950 to 0.105) and `random` (0.108, 95% 0.103 to 0.113)",
+        ),
+        // A lucky seed does not win, and an unlucky one does not lose.
+        (
+            &[0.001, 0.8, 0.9],
+            512,
+            "undecided between `h2o` (0.100, 95% 0.0950 to 0.105) and `random` (0.800, 95% 9.5e-4",
+        ),
+    ];
+    for (random, rows, expected) in cases {
+        let full = evicted(4096, "full", 1.0);
+        let records = [seeds("random", random, rows), seeds("h2o", &[0.1], rows), vec![full]].concat();
+        let findings = findings::of(&latest(&records));
+        assert!(findings.len() == 1 && findings[0].contains(expected), "{findings:?}");
+    }
+    // Of times too: these have five samples.
+    let of_kernels = ["tiled", "naive"].map(|kernel| pass(Measure::FORWARD, kernel, 4096));
+    let sentence = findings::of(&latest(&of_kernels)).concat();
+    assert!(sentence.contains("undecided with 5 samples") && sentence.contains("`tiled` runs at a peak"), "{sentence}");
+}
+
+#[test]
+fn wide_intervals_and_times_that_bytes_do_not_explain_are_told() {
+    let timed = |policy: &str, factor: f64, half: f64| {
+        let mut record = evicted(4096, policy, 0.25);
+        let phase = record.latency.get_mut("decode").unwrap();
+        phase.median_ns = 1e6 * factor;
+        (phase.ci95_low_ns, phase.ci95_high_ns) = (phase.median_ns * (1.0 - half), phase.median_ns * (1.0 + half));
+        phase.samples_ns = vec![phase.median_ns as u64; 10];
+        record
+    };
+    let same = ["h2o", "keydiff", "random"].map(|policy| timed(policy, 1.0, 0.02));
+    assert!(noise::warnings(&latest(&same)).is_empty());
+    let slow = [&same[..2], &[timed("random", 1.5, 0.02)]].concat();
+    let warnings = noise::warnings(&latest(&slow));
+    assert!(
+        warnings.len() == 1 && warnings[0].contains("Equal bytes, unequal times") && warnings[0].contains("`random")
+    );
+    let marked: Vec<String> =
+        summary_table(&slow).lines().filter(|line| line.contains('≠')).map(String::from).collect();
+    assert!(marked.len() == 1 && marked[0].contains("random"), "{marked:?}");
+    let unsure = [&same[..2], &[timed("random", 1.5, 0.6)]].concat();
+    let warnings = noise::warnings(&latest(&unsure));
+    assert!(warnings.len() == 1 && warnings[0].contains("1 of 3 cells is not known to ±10%"), "{warnings:?}");
+}
+
+#[test]
+fn what_models_answered_is_decided_by_pairs_and_says_what_is_only_a_window() {
+    let sentences = findings::of(&latest(&samples::answers().records));
+    let of_eval: Vec<&String> = sentences.iter().filter(|sentence| sentence.starts_with("eval, budget")).collect();
+    assert_eq!(of_eval.len(), 3);
+    for sentence in of_eval {
+        assert!(sentence.contains("20 samples") && sentence.contains("random") && sentence.contains("full cache 100%"));
+        let is_tight = sentence.contains("budget 0.0625") || sentence.contains("budget 0.125");
+        assert_eq!(sentence.contains("Nothing but protected tokens"), is_tight, "{sentence}");
+    }
+}
+
+#[test]
+fn texts_are_ranked_by_divergence_the_least_first() {
+    let mut records = samples::answers().records;
+    for answers in records.iter_mut().filter_map(|record| record.answers.as_mut()) {
+        (answers.accuracy, answers.accuracy_difference) = (None, None);
+        answers.sample_scores.clear();
+    }
+    let sentences = findings::of(&latest(&records));
+    let sentence = sentences.iter().find(|sentence| sentence.contains("budget 0.25,")).unwrap();
+    for part in
+        ["KL in nats a token: `oracle` (0.0500", "is the best of 6, 0.0700 nats (", "before `snapkv", "; random 0."]
+    {
+        assert!(sentence.contains(part), "{part}: {sentence}");
+    }
+}
+#[test]
+fn names_of_policies_are_never_cut_and_bytes_read_appear_where_they_are_few() {
+    let long = format!("snapkv:window=32+{}+chunks:tokens=512", "protect:sink=4".repeat(8));
+    let records = [evicted(4096, "full", 1.0), evicted(4096, &long, 0.25)];
+    let summary = summary_table(&records);
+    assert!(summary.contains(&long) && !summary.contains("…"), "{summary}");
+    // What all have in common is never cut: it goes on on a second line.
+    let many = summary_table(&samples::layers().records);
+    assert!(within_width(&many) && many.contains("4 layers") && many.contains("2 threads"));
+    assert!(!summary.contains(" read |") && summary_table(&samples::layers().records).contains(" read |"));
+}
