@@ -5,6 +5,8 @@
 //! rows of any format are widened to f32 as they are read. Keys and values may have different formats ([`KvFormat`]), and
 //! weights one of their own. Adding a format is one file with a `RowCodec` and one line in `formats!`.
 
+mod blocks;
+mod int4;
 mod int8;
 mod kv;
 mod plain;
@@ -31,6 +33,16 @@ pub(crate) trait RowCodec: RowReader {
     /// # Errors
     /// When the value of a parameter is wrong.
     fn build(named: &Named) -> Result<Self, NamedError>;
+
+    /// The format as it is written, with its parameters.
+    fn spell(self, to: &mut dyn fmt::Write) -> fmt::Result {
+        to.write_str(Self::NAME)
+    }
+
+    /// What the width of a row must be a multiple of.
+    fn multiple(self) -> usize {
+        1
+    }
 
     /// Writes the row `[D]` into the bytes of a row, all of them.
     fn encode(self, row: &[f32], to: &mut [u8]);
@@ -66,14 +78,6 @@ macro_rules! formats {
             build: |named| Ok(RowFormat::$variant(<$codec as RowCodec>::build(named)?)),
         }),+];
 
-        impl RowFormat {
-            /// Name, as it stands on the command line.
-            pub fn name(self) -> &'static str {
-                match self {
-                    $(RowFormat::$variant(_) => <$codec as RowCodec>::NAME),+
-                }
-            }
-        }
     };
 }
 
@@ -86,6 +90,8 @@ formats! {
     F16(Plain<half::f16>),
     /// A signed byte for each element, and a scale for each row.
     Int8(int8::Int8),
+    /// Four bits for each element, and a scale for each group.
+    Int4(int4::Int4),
 }
 
 #[cfg(test)]
@@ -103,6 +109,16 @@ pub struct FormatEntry {
     build: fn(&Named) -> Result<RowFormat, NamedError>,
 }
 
+/// Rows of a width that a format cannot keep.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{what} is {width}; {format} keeps rows whose width is a multiple of {multiple}")]
+pub struct FormatError {
+    format: String,
+    what: String,
+    width: usize,
+    multiple: usize,
+}
+
 impl RowFormat {
     /// The format of plain elements.
     pub fn plain(dtype: DType) -> Self {
@@ -116,6 +132,18 @@ impl RowFormat {
     /// The type of its elements, if it keeps nothing but these.
     pub fn dtype(self) -> Option<DType> {
         DType::ALL.into_iter().find(|&dtype| RowFormat::plain(dtype) == self)
+    }
+
+    /// Refuses rows of a width that the format cannot keep; `what` they are is part of the message.
+    ///
+    /// # Errors
+    /// When `width` is not a multiple of the elements that share a scale.
+    pub fn check(self, what: &str, width: usize) -> Result<(), FormatError> {
+        let multiple = with_codec!(self, codec => codec.multiple());
+        match width.is_multiple_of(multiple) {
+            true => Ok(()),
+            false => Err(FormatError { format: self.to_string(), what: what.into(), width, multiple }),
+        }
     }
 
     /// Bytes of a row of `width` elements, with all that belongs to it.
@@ -156,7 +184,9 @@ impl RowCode for RowFormat {
 
 impl fmt::Display for RowFormat {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.pad(self.name())
+        let mut text = String::new();
+        with_codec!(*self, codec => codec.spell(&mut text))?;
+        formatter.pad(&text)
     }
 }
 

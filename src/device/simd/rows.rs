@@ -403,7 +403,7 @@ impl<R: RowReader> Sum<'_, R> {
 mod tests {
     use super::super::{Isa, Task};
     use super::*;
-    use crate::format::{RowFormat, with_codec};
+    use crate::format::{FORMATS, RowFormat, with_codec};
     use crate::tensor::{Coded, DType, Strided};
     use half::{bf16, f16};
 
@@ -470,6 +470,8 @@ mod tests {
         let wide: Vec<f32> = (0..70_000).map(|x| (x % 251) as f32 * 0.25 - 30.0).collect();
         let bf16s: Vec<bf16> = wide.iter().map(|&x| bf16::from_f32(x)).collect();
         let f16s: Vec<f16> = wide.iter().map(|&x| f16::from_f32(x)).collect();
+        let coded = FORMATS.iter().map(|entry| entry.name.parse::<RowFormat>().unwrap());
+        let coded: Vec<_> = coded.filter(|format| format.dtype().is_none()).collect();
         let shapes = [(1, 1), (2, 7), (5, 8), (4, 15), (16, 16), (33, 40), (19, 64), (50, 111), (256, 128), (6, 256)];
         for (index, (count, width)) in shapes.into_iter().enumerate() {
             for strides in [[width, 1], [width + 3, 1], [1, count]] {
@@ -481,10 +483,14 @@ mod tests {
                         check(plain(DType::F32), Rows::F32(Strided::new(&wide[..], strides, count, width)));
                         check(plain(DType::Bf16), Rows::Bf16(Strided::new(&bf16s, strides, count, width)));
                         check(plain(DType::F16), Rows::F16(Strided::new(&f16s, strides, count, width)));
-                        let int8: RowFormat = "int8".parse().unwrap();
-                        let mut bytes = vec![0; count * int8.row_bytes(width)];
-                        int8.encode(&wide[..count * width], width, &mut bytes);
-                        check(int8, Rows::Coded(Coded::new(&int8, &bytes, int8.row_bytes(width), width)));
+                        for coded in &coded {
+                            if coded.check("the width", width).is_ok() {
+                                let mut bytes = vec![0; count * coded.row_bytes(width)];
+                                coded.encode(&wide[..count * width], width, &mut bytes);
+                                let rows = Rows::Coded(Coded::new(coded, &bytes, coded.row_bytes(width), width));
+                                isa.run(Check { format: *coded, rows, run, queries });
+                            }
+                        }
                     }
                 }
             }

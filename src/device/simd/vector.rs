@@ -37,6 +37,16 @@ pub trait Simd: Copy + Send + Sync + 'static {
     /// # Safety
     /// As [`Simd::load`].
     unsafe fn load_i8(self, from: *const i8) -> Self::Vector;
+    /// The f16 at `from` in every lane.
+    ///
+    /// # Safety
+    /// `from` is readable, of any alignment.
+    unsafe fn splat_f16(self, from: *const f16) -> Self::Vector;
+    /// What `values` has for four bits of each byte: `values[from[lane] >> shift & 15]`.
+    ///
+    /// # Safety
+    /// As [`Simd::load`].
+    unsafe fn load_nibbles(self, from: *const u8, shift: u32, values: &[f32; 16]) -> Self::Vector;
     /// Reads the first `count` lanes; the others become zero.
     ///
     /// # Safety
