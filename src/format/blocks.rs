@@ -125,6 +125,23 @@ impl<B: Blocks> RowCodec for B {
     }
 }
 
+/// What codes of four bits stand for: whole numbers with a sign, and without one.
+pub const SIGNED: [f32; 16] = [-8.0, -7.0, -6.0, -5.0, -4.0, -3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0];
+/// See [`SIGNED`].
+pub const UNSIGNED: [f32; 16] = [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0, 12.0, 13.0, 14.0, 15.0];
+
+/// The parameter `group`: how many elements share a scale.
+///
+/// # Errors
+/// When blocks cannot have so many.
+pub fn group(named: &Named, default: usize) -> Result<usize, NamedError> {
+    let group = named.count("group", default, 0)?;
+    match group.is_power_of_two() && (LEAST..=MOST).contains(&group) {
+        true => Ok(group),
+        false => Err(named.wrong("group", "32, 64, 128 or 256".into())),
+    }
+}
+
 /// The f16 at byte `at` of a block, which llama.cpp's files have in this order of bytes too.
 pub fn half_at(block: &[u8], at: usize) -> f32 {
     f16::from_le_bytes([block[at], block[at + 1]]).to_f32()

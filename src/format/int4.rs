@@ -6,7 +6,7 @@
 //! f16 rounds of scale and minimum. A group of 32 takes 18 bytes (4.5 bits an element), or 20 with a zero point.
 //! Elements that are not finite, or of more than f16 holds times 7, make their group so.
 
-use super::blocks::{self, Blocks, half_at, largest, nibble, nibbles, put_half, put_nibbles};
+use super::blocks::{self, Blocks, SIGNED, UNSIGNED, half_at, largest, nibble, nibbles, put_half, put_nibbles};
 use crate::device::simd::Simd;
 use crate::named::{Named, NamedError, Parameter};
 use std::fmt;
@@ -15,10 +15,6 @@ use std::fmt;
 const MOST: f32 = 7.0;
 /// Elements of a group, where nothing else is asked for.
 const GROUP: usize = 32;
-
-/// Values of codes without a zero point, and with one.
-const SIGNED: [f32; 16] = [-8.0, -7.0, -6.0, -5.0, -4.0, -3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0];
-const UNSIGNED: [f32; 16] = [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0, 12.0, 13.0, 14.0, 15.0];
 
 /// Four bits with a scale for each group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -44,11 +40,7 @@ impl Blocks for Int4 {
     ];
 
     fn build(named: &Named) -> Result<Self, NamedError> {
-        let group = named.count("group", GROUP, 1)?;
-        if !group.is_power_of_two() || !(blocks::LEAST..=blocks::MOST).contains(&group) {
-            return Err(named.wrong("group", "32, 64, 128 or 256".into()));
-        }
-        Ok(Int4 { group, zero: named.flag("zero", false)? })
+        Ok(Int4 { group: blocks::group(named, GROUP)?, zero: named.flag("zero", false)? })
     }
 
     fn spell(self, to: &mut dyn fmt::Write) -> fmt::Result {
@@ -147,7 +139,7 @@ mod tests {
         }
         for text in ["int4:group=48", "int4:group=16", "int4:group=512", "int4:group=0"] {
             let error = text.parse::<RowFormat>().unwrap_err().to_string();
-            assert!(error.contains("it must be 32, 64, 128 or 256") || error.contains("at least 1"), "{error}");
+            assert!(error.contains("it must be 32, 64, 128 or 256"), "{error}");
         }
         let error = "int4:group=64".parse::<RowFormat>().unwrap().check("the head dim", 96).unwrap_err().to_string();
         assert_eq!(error, "the head dim is 96; int4:group=64 keeps rows whose width is a multiple of 64");

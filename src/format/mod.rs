@@ -6,10 +6,15 @@
 //! weights one of their own. Adding a format is one file with a `RowCodec` and one line in `formats!`.
 
 mod blocks;
+mod fp8;
 mod int4;
 mod int8;
 mod kv;
+mod nf4;
 mod plain;
+mod q4_0;
+mod q5_1;
+mod q8_0;
 
 pub use kv::KvFormat;
 
@@ -90,8 +95,20 @@ formats! {
     F16(Plain<half::f16>),
     /// A signed byte for each element, and a scale for each row.
     Int8(int8::Int8),
+    /// 8-bit floats with three bits of mantissa.
+    Fp8E4m3(fp8::Fp8<3>),
+    /// 8-bit floats with two bits of mantissa.
+    Fp8E5m2(fp8::Fp8<2>),
     /// Four bits for each element, and a scale for each group.
     Int4(int4::Int4),
+    /// Levels of a normal distribution, and a scale for each group.
+    Nf4(nf4::Nf4),
+    /// Bytes, and a scale for each block.
+    Q8_0(q8_0::Q8_0),
+    /// Five bits, a scale and a minimum for each block.
+    Q5_1(q5_1::Q5_1),
+    /// Four bits, and a scale for each block.
+    Q4_0(q4_0::Q4_0),
 }
 
 #[cfg(test)]
