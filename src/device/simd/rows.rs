@@ -6,9 +6,9 @@
 //! by reading it in one order and asking for cache lines a fixed way ahead in that order, past the end of the list into
 //! what will be read next. Lists are long, because each change of the place that is read costs time.
 
-use super::Simd;
 use super::reader::RowReader;
 use super::vector::each;
+use super::{Simd, Task};
 use crate::tensor::Rows;
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -134,67 +134,79 @@ fn spread(span: &[u8], stride_bytes: usize, at: &mut [*const u8]) {
 }
 
 /// `scores[i][j] = queries[i] . rows[j]`: query row `i` begins at `i * stride` of `queries` and is followed by zeros up
-/// to whole vectors, its scores begin at `i * BLOCK` of `scores`. `reader` reads the list's rows.
-///
-/// # Panics
-/// When a slice is too short.
-#[inline(always)]
-pub fn dots<S: Simd, R: RowReader>(
-    simd: S,
-    reader: R,
-    rows: &RowList<'_>,
-    queries: &[f32],
-    stride: usize,
-    scores: &mut [f32],
-) {
-    let query_count = queries.len() / stride;
-    assert!(rows.width <= stride && stride.is_multiple_of(S::LANES), "queries in whole vectors");
-    assert!(scores.len() >= query_count * BLOCK, "scores are too short");
-    let row_bytes = reader.row_bytes(rows.width);
-    let quads = rows.count - rows.count % KEYS;
-    for key in (0..quads).step_by(KEYS) {
-        for key in key..key + KEYS {
-            // SAFETY: `quads` is at most `count`.
-            unsafe { rows.prefetch(simd, key, 0, row_bytes) };
+/// to whole vectors, its scores begin at `i * BLOCK` of `scores`. Panics when a slice is too short.
+pub struct Dots<'a, R> {
+    /// What reads the list's rows.
+    pub reader: R,
+    /// The rows.
+    pub rows: &'a RowList<'a>,
+    /// The query rows.
+    pub queries: &'a [f32],
+    /// Elements from one query row to the next.
+    pub stride: usize,
+    /// The inner products.
+    pub scores: &'a mut [f32],
+}
+
+impl<R: RowReader> Task for Dots<'_, R> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        let Dots { reader, rows, queries, stride, scores } = self;
+        let query_count = queries.len() / stride;
+        assert!(rows.width <= stride && stride.is_multiple_of(S::LANES), "queries in whole vectors");
+        assert!(scores.len() >= query_count * BLOCK, "scores are too short");
+        let row_bytes = reader.row_bytes(rows.width);
+        let quads = rows.count - rows.count % KEYS;
+        for key in (0..quads).step_by(KEYS) {
+            for key in key..key + KEYS {
+                // SAFETY: `quads` is at most `count`.
+                unsafe { rows.prefetch(simd, key, 0, row_bytes) };
+            }
+            let keys: [*const u8; KEYS] = each(
+                std::ptr::null(),
+                #[inline(always)]
+                |offset| {
+                    // SAFETY: as above.
+                    unsafe { rows.row(key + offset) }
+                },
+            );
+            let mut query = 0;
+            while query < query_count {
+                let scores = &mut scores[query * BLOCK..];
+                // SAFETY: listed rows hold `width` elements; query rows from `query` on hold `stride`, whole vectors.
+                query += unsafe {
+                    let from = queries.as_ptr().add(query * stride);
+                    match query_count - query {
+                        1 => {
+                            put(simd, tile::<S, R, KEYS, 1>(simd, reader, keys, rows.width, from, stride), scores, key)
+                        }
+                        2 | 3 => {
+                            put(simd, tile::<S, R, KEYS, 2>(simd, reader, keys, rows.width, from, stride), scores, key)
+                        }
+                        _ if S::COLUMNS < 4 => {
+                            put(simd, tile::<S, R, KEYS, 2>(simd, reader, keys, rows.width, from, stride), scores, key)
+                        }
+                        _ => {
+                            put(simd, tile::<S, R, KEYS, 4>(simd, reader, keys, rows.width, from, stride), scores, key)
+                        }
+                    }
+                };
+            }
         }
-        let keys: [*const u8; KEYS] = each(
-            std::ptr::null(),
-            #[inline(always)]
-            |offset| {
+        for key in quads..rows.count {
+            for query in 0..query_count {
                 // SAFETY: as above.
-                unsafe { rows.row(key + offset) }
-            },
-        );
-        let mut query = 0;
-        while query < query_count {
-            let scores = &mut scores[query * BLOCK..];
-            // SAFETY: listed rows hold `width` elements; query rows from `query` on hold `stride`, whole vectors.
-            query += unsafe {
-                let from = queries.as_ptr().add(query * stride);
-                match query_count - query {
-                    1 => put(simd, tile::<S, R, KEYS, 1>(simd, reader, keys, rows.width, from, stride), scores, key),
-                    2 | 3 => {
-                        put(simd, tile::<S, R, KEYS, 2>(simd, reader, keys, rows.width, from, stride), scores, key)
-                    }
-                    _ if S::COLUMNS < 4 => {
-                        put(simd, tile::<S, R, KEYS, 2>(simd, reader, keys, rows.width, from, stride), scores, key)
-                    }
-                    _ => put(simd, tile::<S, R, KEYS, 4>(simd, reader, keys, rows.width, from, stride), scores, key),
-                }
-            };
+                let [[sum]] = unsafe {
+                    let from = queries.as_ptr().add(query * stride);
+                    tile::<S, R, 1, 1>(simd, reader, [rows.row(key)], rows.width, from, stride)
+                };
+                scores[query * BLOCK + key] = simd.sum(sum);
+            }
         }
+        rows.scale(reader, &mut scores[..query_count * BLOCK]);
     }
-    for key in quads..rows.count {
-        for query in 0..query_count {
-            // SAFETY: as above.
-            let [[sum]] = unsafe {
-                let from = queries.as_ptr().add(query * stride);
-                tile::<S, R, 1, 1>(simd, reader, [rows.row(key)], rows.width, from, stride)
-            };
-            scores[query * BLOCK + key] = simd.sum(sum);
-        }
-    }
-    rows.scale(reader, &mut scores[..query_count * BLOCK]);
 }
 
 /// Writes the sums of a tile's lanes; returns the number of its query rows.
@@ -274,38 +286,47 @@ unsafe fn add<S: Simd, const ROWS: usize, const QUERIES: usize>(
 
 /// `outputs[i] += sum_j weights[i][j] * rows[j]`: output row `i` begins at `i * stride` of `outputs`, its weights at
 /// `i * BLOCK` of `weights`, where they are lost: the factors that rows carry are multiplied with them. What lies behind a
-/// row's width, up to whole vectors, stays as it is.
-///
-/// # Panics
-/// When a slice is too short.
-#[inline(always)]
-pub fn accumulate<S: Simd, R: RowReader>(
-    simd: S,
-    reader: R,
-    rows: &RowList<'_>,
-    weights: &mut [f32],
-    outputs: &mut [f32],
-    stride: usize,
-) {
-    let output_count = outputs.len() / stride;
-    assert!(rows.width <= stride && stride.is_multiple_of(S::LANES), "outputs in whole vectors");
-    assert!(weights.len() >= output_count * BLOCK, "weights are too short");
-    rows.scale(reader, &mut weights[..output_count * BLOCK]);
-    for first in (0..rows.count).step_by(CHUNK) {
-        let end = rows.count.min(first + CHUNK);
-        let mut output = 0;
-        while output < output_count {
-            // SAFETY: output rows from `output` on are there, `stride` apart, and `BLOCK` weights for each of them.
-            output += unsafe {
-                let (weights, to) = (weights.as_ptr().add(output * BLOCK), outputs.as_mut_ptr().add(output * stride));
-                let sum = Sum { reader, rows, first, end, weights, to, stride, prefetch: output == 0 };
-                match output_count - output {
-                    1 => sum.panels::<S, 1>(simd),
-                    2 | 3 => sum.panels::<S, 2>(simd),
-                    _ if S::COLUMNS < 4 => sum.panels::<S, 2>(simd),
-                    _ => sum.panels::<S, 4>(simd),
-                }
-            };
+/// row's width, up to whole vectors, stays as it is. Panics when a slice is too short.
+pub struct Accumulate<'a, R> {
+    /// What reads the list's rows.
+    pub reader: R,
+    /// The rows.
+    pub rows: &'a RowList<'a>,
+    /// The weights.
+    pub weights: &'a mut [f32],
+    /// The output rows.
+    pub outputs: &'a mut [f32],
+    /// Elements from one output row to the next.
+    pub stride: usize,
+}
+
+impl<R: RowReader> Task for Accumulate<'_, R> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        let Accumulate { reader, rows, weights, outputs, stride } = self;
+        let output_count = outputs.len() / stride;
+        assert!(rows.width <= stride && stride.is_multiple_of(S::LANES), "outputs in whole vectors");
+        assert!(weights.len() >= output_count * BLOCK, "weights are too short");
+        rows.scale(reader, &mut weights[..output_count * BLOCK]);
+        for first in (0..rows.count).step_by(CHUNK) {
+            let end = rows.count.min(first + CHUNK);
+            let mut output = 0;
+            while output < output_count {
+                // SAFETY: output rows from `output` on are there, `stride` apart, and `BLOCK` weights for each of them.
+                output += unsafe {
+                    let (weights, to) =
+                        (weights.as_ptr().add(output * BLOCK), outputs.as_mut_ptr().add(output * stride));
+                    let sum = Sum { reader, rows, first, end, weights, to, stride, prefetch: output == 0 };
+                    match output_count - output {
+                        1 => sum.panels::<S, 1>(simd),
+                        2 | 3 => sum.panels::<S, 2>(simd),
+                        _ if S::COLUMNS < 4 => sum.panels::<S, 2>(simd),
+                        _ => sum.panels::<S, 4>(simd),
+                    }
+                };
+            }
         }
     }
 }
@@ -401,7 +422,7 @@ impl<R: RowReader> Sum<'_, R> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Isa, Task};
+    use super::super::Isa;
     use super::*;
     use crate::format::{FORMATS, RowFormat, with_codec};
     use crate::tensor::{Coded, DType, Strided};
@@ -409,25 +430,14 @@ mod tests {
 
     /// Both functions against their definition in f64, for `queries` query rows, over rows in runs of `run`.
     struct Check<'a> {
-        format: RowFormat,
         rows: Rows<'a>,
         run: usize,
         queries: usize,
     }
 
-    impl Task for Check<'_> {
-        type Output = ();
-
-        #[inline(always)]
-        fn run<S: Simd>(self, simd: S) {
-            with_codec!(self.format, reader => self.check(simd, reader));
-        }
-    }
-
     impl Check<'_> {
-        #[inline(always)]
-        fn check<S: Simd, R: RowReader>(self, simd: S, reader: R) {
-            let Check { rows, run, queries, .. } = self;
+        fn run<R: RowReader>(self, isa: Isa, reader: R) {
+            let Check { rows, run, queries } = self;
             let (count, width) = (rows.count(), rows.width());
             let mut wide = vec![0.0; count * width];
             rows.widen(&mut wide);
@@ -443,7 +453,7 @@ mod tests {
                 .enumerate()
                 .for_each(|(at, x)| *x = if at % stride < width { (at % 13) as f32 - 6.0 } else { 0.0 });
             let mut scores = vec![f32::NAN; queries * BLOCK];
-            dots(simd, reader, &list, &x, stride, &mut scores);
+            isa.run(Dots { reader, rows: &list, queries: &x, stride, scores: &mut scores });
             let mut weights = vec![f32::NAN; queries * BLOCK];
             for query in 0..queries {
                 for row in 0..count {
@@ -454,7 +464,7 @@ mod tests {
                 }
             }
             let mut sums = vec![1.0; queries * stride];
-            accumulate(simd, reader, &list, &mut weights, &mut sums, stride);
+            isa.run(Accumulate { reader, rows: &list, weights: &mut weights, outputs: &mut sums, stride });
             for (at, &got) in sums.iter().enumerate() {
                 let (query, d) = (at / stride, at % stride);
                 let weight = |row: usize| ((query + row) % 7) as f64 - 2.5;
@@ -478,7 +488,9 @@ mod tests {
                 for isa in Isa::available() {
                     for queries in [1, 2, 3, 4, 7] {
                         let run = [16, 1000, 7][(index + queries) % 3];
-                        let check = |format, rows| isa.run(Check { format, rows, run, queries });
+                        let check = |format: RowFormat, rows| {
+                            with_codec!(format, reader => Check { rows, run, queries }.run(isa, reader));
+                        };
                         let plain = RowFormat::plain;
                         check(plain(DType::F32), Rows::F32(Strided::new(&wide[..], strides, count, width)));
                         check(plain(DType::Bf16), Rows::Bf16(Strided::new(&bf16s, strides, count, width)));
@@ -488,7 +500,7 @@ mod tests {
                                 let mut bytes = vec![0; count * coded.row_bytes(width)];
                                 coded.encode(&wide[..count * width], width, &mut bytes);
                                 let rows = Rows::Coded(Coded::new(coded, &bytes, coded.row_bytes(width), width));
-                                isa.run(Check { format: *coded, rows, run, queries });
+                                with_codec!(*coded, reader => Check { rows, run, queries }.run(isa, reader));
                             }
                         }
                     }
