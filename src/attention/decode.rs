@@ -11,7 +11,7 @@ use super::{AttentionError, Forward, Kernel, KernelEntry, Outputs, Params, Shape
 use crate::device::cpu::Slots;
 use crate::device::simd::rows::{Accumulate, BLOCK, Dots, RowList};
 use crate::device::simd::{Isa, Simd, Task};
-use crate::format::with_codec;
+use crate::format::{rotate, with_codec};
 use crate::tensor::DType;
 use rayon::prelude::*;
 use std::ops::Range;
@@ -143,9 +143,13 @@ impl Unit<'_> {
         let (rows, logits) = (group_rows(&shape), Logits::new(&call.params));
         let (queries, rest) = slot.split_at_mut(rows * stride);
         let (scores, copies) = rest.split_at_mut(rows * BLOCK);
+        let format = call.kv.format();
         for (row, query) in queries.chunks_exact_mut(stride).enumerate() {
             let (query, padding) = query.split_at_mut(width);
             call.q.read_rows(batch, kv_head * shape.group() + row / shape.q_len, row % shape.q_len, query);
+            if format.k.is_rotated() {
+                rotate(query);
+            }
             if logits.negative {
                 query.iter_mut().for_each(|x| *x = -*x);
             }
@@ -157,7 +161,6 @@ impl Unit<'_> {
         let visible = |row: usize| call.params.visible(row % shape.q_len, shape.q_len, kv_len);
         let seen = visible(0).start.max(start)..visible(shape.q_len - 1).end.min(start + SPLIT);
 
-        let format = call.kv.format();
         let keys = |row| call.kv.key_rows(batch, kv_head, row);
         let values = |row| call.kv.value_rows(batch, kv_head, row);
         for first in seen.clone().step_by(BLOCK) {
@@ -170,6 +173,9 @@ impl Unit<'_> {
             let list = RowList::collect([width, row_bytes], &values, first..end, &keys, end..kv_len, copies);
             let (rows, weights) = (&list, &mut *scores);
             with_codec!(format.v, reader => isa.run(Accumulate { reader, rows, weights, outputs: o, stride }));
+        }
+        if format.v.is_rotated() {
+            o.chunks_exact_mut(stride).for_each(|o| rotate(&mut o[..width]));
         }
     }
 }

@@ -5,7 +5,7 @@
 //! vectors of every instruction path, and a row is whole blocks, rounded up to whole words: 34 bytes for 32 elements of
 //! q8_0 are 68 for a head of 64, and 104 for one of 96.
 
-use super::RowCodec;
+use super::{RowCodec, rotate};
 use crate::device::simd::Simd;
 use crate::device::simd::reader::RowReader;
 use crate::named::{Named, NamedError, Parameter};
@@ -40,6 +40,11 @@ pub trait Blocks: Copy + Send + Sync {
         LEAST
     }
 
+    /// As [`RowCodec::rotated`].
+    fn rotated(self) -> bool {
+        false
+    }
+
     /// Bytes of a block.
     fn bytes(self) -> usize;
 
@@ -48,6 +53,18 @@ pub trait Blocks: Copy + Send + Sync {
     /// # Safety
     /// A block's bytes begin at `block`, and `offset` is less than its elements.
     unsafe fn vector<S: Simd>(self, simd: S, block: *const u8, offset: usize) -> S::Vector;
+
+    /// Reads 32 elements from `offset` on, a multiple of 32, into as many vectors as that takes.
+    ///
+    /// # Safety
+    /// As [`Blocks::vector`].
+    #[inline(always)]
+    unsafe fn vectors<S: Simd>(self, simd: S, block: *const u8, offset: usize, to: &mut [S::Vector]) {
+        // SAFETY: the caller's promise.
+        to.iter_mut()
+            .enumerate()
+            .for_each(|(at, to)| *to = unsafe { self.vector(simd, block, offset + at * S::LANES) });
+    }
 
     /// Writes a block.
     fn encode(self, block: &[f32], to: &mut [u8]);
@@ -58,6 +75,7 @@ pub trait Blocks: Copy + Send + Sync {
 
 impl<B: Blocks> RowReader for B {
     const SCALED: bool = false;
+    const TOGETHER: bool = true;
 
     #[inline(always)]
     fn row_bytes(self, width: usize) -> usize {
@@ -69,6 +87,25 @@ impl<B: Blocks> RowReader for B {
         let shift = self.elements().trailing_zeros();
         // SAFETY: the caller's promise: the row has a block with this column.
         unsafe { self.vector(simd, row.add((column >> shift) * self.bytes()), column & (self.elements() - 1)) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_many<S: Simd, const N: usize>(self, simd: S, row: *const u8, column: usize) -> [S::Vector; N] {
+        let mut vectors = [simd.splat(0.0); N];
+        let shift = self.elements().trailing_zeros();
+        let together = if N * S::LANES % LEAST == 0 { LEAST / S::LANES } else { 1 };
+        for (part, to) in vectors.chunks_exact_mut(together).enumerate() {
+            let column = column + part * together * S::LANES;
+            // SAFETY: the caller's promise.
+            unsafe {
+                let (block, offset) = (row.add((column >> shift) * self.bytes()), column & (self.elements() - 1));
+                match together {
+                    1 => to[0] = self.vector(simd, block, offset),
+                    _ => self.vectors(simd, block, offset, to),
+                }
+            }
+        }
+        vectors
     }
 
     #[inline(always)]
@@ -96,32 +133,62 @@ impl<B: Blocks> RowCodec for B {
         <B as Blocks>::spell(self, to)
     }
 
-    fn multiple(self) -> usize {
-        self.elements()
+    fn wants(self, width: usize) -> Option<String> {
+        if self.rotated() && !(width.is_power_of_two() && width <= MOST) {
+            return Some(format!("a power of two up to {MOST}"));
+        }
+        (!width.is_multiple_of(self.elements())).then(|| format!("a multiple of {}", self.elements()))
+    }
+
+    fn rotated(self) -> bool {
+        <B as Blocks>::rotated(self)
     }
 
     fn encode(self, row: &[f32], to: &mut [u8]) {
+        let mut copy = [0.0; MOST];
+        let row = match self.rotated() {
+            true => {
+                let copy = &mut copy[..row.len()];
+                copy.copy_from_slice(row);
+                rotate(copy);
+                copy
+            }
+            false => row,
+        };
         let blocks = row.chunks_exact(self.elements()).zip(to.chunks_exact_mut(self.bytes()));
         blocks.for_each(|(block, to)| <B as Blocks>::encode(self, block, to));
         to[row.len() / self.elements() * self.bytes()..].fill(0);
     }
 
     fn decode(self, from: &[u8], first: usize, to: &mut [f32]) {
-        let (mut block, mut column, mut to) = ([0.0; MOST], first, to);
-        while !to.is_empty() {
-            let (index, skipped) = (column / self.elements(), column % self.elements());
-            let bytes = &from[index * self.bytes()..][..self.bytes()];
-            let count = to.len().min(self.elements() - skipped);
-            let (part, rest) = to.split_at_mut(count);
-            match count == self.elements() {
-                true => <B as Blocks>::decode(self, bytes, part),
-                false => {
-                    <B as Blocks>::decode(self, bytes, &mut block[..self.elements()]);
-                    part.copy_from_slice(&block[skipped..][..count]);
-                }
-            }
-            (column, to) = (column + count, rest);
+        if self.rotated() {
+            let mut row = [0.0; MOST];
+            let row = &mut row[..from.len() / self.bytes() * self.elements()];
+            read(self, from, 0, row);
+            rotate(row);
+            to.copy_from_slice(&row[first..][..to.len()]);
+        } else {
+            read(self, from, first, to);
         }
+    }
+}
+
+/// Reads elements from `first` on as they are kept.
+fn read<B: Blocks>(format: B, from: &[u8], first: usize, to: &mut [f32]) {
+    let (mut block, mut column, mut to) = ([0.0; MOST], first, to);
+    while !to.is_empty() {
+        let (index, skipped) = (column / format.elements(), column % format.elements());
+        let bytes = &from[index * format.bytes()..][..format.bytes()];
+        let count = to.len().min(format.elements() - skipped);
+        let (part, rest) = to.split_at_mut(count);
+        match count == format.elements() {
+            true => <B as Blocks>::decode(format, bytes, part),
+            false => {
+                <B as Blocks>::decode(format, bytes, &mut block[..format.elements()]);
+                part.copy_from_slice(&block[skipped..][..count]);
+            }
+        }
+        (column, to) = (column + count, rest);
     }
 }
 

@@ -4,6 +4,7 @@
 //! `scale = (max - min) / 15`, and `x = scale * code + min` for codes 0 to 15, as KIVI has it for values (arXiv 2402.02750): where
 //! the elements of a group lie to one side, no code is lost to the other. An element is off by at most half a scale, besides what
 //! f16 rounds of scale and minimum. A group of 32 takes 18 bytes (4.5 bits an element), or 20 with a zero point.
+//! With `hadamard=true` the row is rotated before (see `hadamard.rs`), so that a large channel costs its group nothing.
 //! Elements that are not finite, or of more than f16 holds times 7, make their group so.
 
 use super::blocks::{self, Blocks, SIGNED, UNSIGNED, half_at, largest, nibble, nibbles, put_half, put_nibbles};
@@ -21,6 +22,7 @@ const GROUP: usize = 32;
 pub struct Int4 {
     group: usize,
     zero: bool,
+    hadamard: bool,
 }
 
 impl Int4 {
@@ -37,19 +39,33 @@ impl Blocks for Int4 {
     const PARAMETERS: &'static [Parameter] = &[
         Parameter { name: "group", default: "32", about: "elements that share a scale: 32, 64, 128 or 256" },
         Parameter { name: "zero", default: "false", about: "whether a group has an f16 minimum too" },
+        Parameter {
+            name: "hadamard",
+            default: "false",
+            about: "whether rows are rotated first, so that no element is large",
+        },
     ];
 
     fn build(named: &Named) -> Result<Self, NamedError> {
-        Ok(Int4 { group: blocks::group(named, GROUP)?, zero: named.flag("zero", false)? })
+        Ok(Int4 {
+            group: blocks::group(named, GROUP)?,
+            zero: named.flag("zero", false)?,
+            hadamard: named.flag("hadamard", false)?,
+        })
     }
 
     fn spell(self, to: &mut dyn fmt::Write) -> fmt::Result {
-        write!(to, "int4:group={}{}", self.group, if self.zero { ",zero=true" } else { "" })
+        let zero = if self.zero { ",zero=true" } else { "" };
+        write!(to, "int4:group={}{zero}{}", self.group, if self.hadamard { ",hadamard=true" } else { "" })
     }
 
     #[inline(always)]
     fn elements(self) -> usize {
         self.group
+    }
+
+    fn rotated(self) -> bool {
+        self.hadamard
     }
 
     #[inline(always)]
@@ -68,6 +84,21 @@ impl Blocks for Int4 {
                     simd.add(simd.mul(scale, nibbles(simd, codes, offset, &UNSIGNED)), least)
                 }
                 false => simd.mul(scale, nibbles(simd, codes, offset, &SIGNED)),
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn vectors<S: Simd>(self, simd: S, block: *const u8, offset: usize, to: &mut [S::Vector]) {
+        // SAFETY: as above.
+        unsafe {
+            let (scale, codes) = (simd.splat_f16(block.cast()), block.add(self.head() + offset / 2));
+            match self.zero {
+                true => {
+                    let least = simd.splat_f16(block.add(2).cast());
+                    simd.load_32_nibbles(codes, &UNSIGNED, (scale, Some(least)), to);
+                }
+                false => simd.load_32_nibbles(codes, &SIGNED, (scale, None), to),
             }
         }
     }
@@ -107,6 +138,7 @@ impl Blocks for Int4 {
 mod tests {
     use super::super::RowFormat;
     use super::super::blocks::there_and_back;
+    use crate::tensor::RowCode;
 
     use proptest::prelude::*;
 
@@ -132,6 +164,7 @@ mod tests {
             ("int4", "int4:group=32"),
             ("int4:group=128,zero=false", "int4:group=128"),
             ("int4:zero=true,group=64", "int4:group=64,zero=true"),
+            ("int4:hadamard=true,zero=true", "int4:group=32,zero=true,hadamard=true"),
         ] {
             let format: RowFormat = text.parse().unwrap();
             assert_eq!(format.to_string(), spelled);
@@ -143,6 +176,25 @@ mod tests {
         }
         let error = "int4:group=64".parse::<RowFormat>().unwrap().check("the head dim", 96).unwrap_err().to_string();
         assert_eq!(error, "the head dim is 96; int4:group=64 keeps rows whose width is a multiple of 64");
+    }
+
+    #[test]
+    fn rotation_rescues_the_neighbours_of_an_outlier() {
+        let row: Vec<f32> = (0..64).map(|x| if x == 9 { 12.0 } else { (x * 29 % 64) as f32 / 32.0 - 1.0 }).collect();
+        let mut bytes = [0; 40];
+        let error = |format: &str, bytes: &mut [u8]| {
+            let format: RowFormat = format.parse().unwrap();
+            format.encode(&row, 64, bytes);
+            let mut back = [0.0; 64];
+            format.decode(bytes, 0, &mut back);
+            row.iter().zip(back).map(|(x, back)| (x - back).powi(2)).sum::<f32>().sqrt()
+        };
+        let (plain, rotated) =
+            (error("int4:group=64", &mut bytes[..36]), error("int4:group=64,hadamard=true", &mut bytes[..36]));
+        assert!(rotated < plain / 2.0, "{plain} without, {rotated} with rotation");
+        let error =
+            "int4:hadamard=true".parse::<RowFormat>().unwrap().check("the head dim", 96).unwrap_err().to_string();
+        assert!(error.ends_with("keeps rows whose width is a power of two up to 256"), "{error}");
     }
 
     proptest! {

@@ -7,6 +7,7 @@
 
 mod blocks;
 mod fp8;
+mod hadamard;
 mod int4;
 mod int8;
 mod kv;
@@ -16,6 +17,7 @@ mod q4_0;
 mod q5_1;
 mod q8_0;
 
+pub(crate) use hadamard::rotate;
 pub use kv::KvFormat;
 
 use crate::device::simd::reader::{Plain, RowReader};
@@ -44,9 +46,15 @@ pub(crate) trait RowCodec: RowReader {
         to.write_str(Self::NAME)
     }
 
-    /// What the width of a row must be a multiple of.
-    fn multiple(self) -> usize {
-        1
+    /// What the width of a row must be, in words, if it cannot be this one.
+    fn wants(self, _width: usize) -> Option<String> {
+        None
+    }
+
+    /// Whether the bytes of a row are those of the rotated row ([`rotate`]); `encode` and `decode` see to it, a reader
+    /// of the bytes has to.
+    fn rotated(self) -> bool {
+        false
     }
 
     /// Writes the row `[D]` into the bytes of a row, all of them.
@@ -128,12 +136,12 @@ pub struct FormatEntry {
 
 /// Rows of a width that a format cannot keep.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{what} is {width}; {format} keeps rows whose width is a multiple of {multiple}")]
+#[error("{what} is {width}; {format} keeps rows whose width is {wanted}")]
 pub struct FormatError {
     format: String,
     what: String,
     width: usize,
-    multiple: usize,
+    wanted: String,
 }
 
 impl RowFormat {
@@ -154,13 +162,17 @@ impl RowFormat {
     /// Refuses rows of a width that the format cannot keep; `what` they are is part of the message.
     ///
     /// # Errors
-    /// When `width` is not a multiple of the elements that share a scale.
+    /// When `width` is not a multiple of the elements that share a scale, or is not one that can be rotated.
     pub fn check(self, what: &str, width: usize) -> Result<(), FormatError> {
-        let multiple = with_codec!(self, codec => codec.multiple());
-        match width.is_multiple_of(multiple) {
-            true => Ok(()),
-            false => Err(FormatError { format: self.to_string(), what: what.into(), width, multiple }),
+        match with_codec!(self, codec => codec.wants(width)) {
+            None => Ok(()),
+            Some(wanted) => Err(FormatError { format: self.to_string(), what: what.into(), width, wanted }),
         }
+    }
+
+    /// Whether a row's bytes, read as they lie, are those of the rotated row.
+    pub fn is_rotated(self) -> bool {
+        with_codec!(self, codec => codec.rotated())
     }
 
     /// Bytes of a row of `width` elements, with all that belongs to it.

@@ -70,6 +70,12 @@ impl Blocks for Nf4 {
         unsafe { simd.mul(simd.splat_f16(block.cast()), nibbles(simd, block.add(2), offset, &LEVELS)) }
     }
 
+    #[inline(always)]
+    unsafe fn vectors<S: Simd>(self, simd: S, block: *const u8, offset: usize, to: &mut [S::Vector]) {
+        // SAFETY: as above.
+        unsafe { simd.load_32_nibbles(block.add(2 + offset / 2), &LEVELS, (simd.splat_f16(block.cast()), None), to) }
+    }
+
     fn encode(self, block: &[f32], to: &mut [u8]) {
         let (scale, codes) = to.split_at_mut(2);
         let scale = put_half(scale, 0, largest(block));

@@ -32,6 +32,12 @@ impl Blocks for Q4_0 {
         unsafe { simd.mul(simd.splat_f16(block.cast()), nibbles(simd, block.add(2), offset, &SIGNED)) }
     }
 
+    #[inline(always)]
+    unsafe fn vectors<S: Simd>(self, simd: S, block: *const u8, offset: usize, to: &mut [S::Vector]) {
+        // SAFETY: as above.
+        unsafe { simd.load_32_nibbles(block.add(2 + offset / 2), &SIGNED, (simd.splat_f16(block.cast()), None), to) }
+    }
+
     fn encode(self, block: &[f32], to: &mut [u8]) {
         let most = largest(block);
         // Of equal magnitudes the first; none equals a NaN.

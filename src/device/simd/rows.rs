@@ -242,6 +242,20 @@ pub(super) unsafe fn tile<S: Simd, R: RowReader, const ROWS: usize, const QUERIE
     // SAFETY: the caller's promise.
     unsafe {
         let mut column = 0;
+        if R::TOGETHER && S::LANES == 16 {
+            while column + 2 * S::LANES <= whole {
+                let keys: [[S::Vector; 2]; ROWS] = each(
+                    [simd.splat(0.0); 2],
+                    #[inline(always)]
+                    |row| reader.load_many::<S, 2>(simd, rows[row], column),
+                );
+                for half in 0..2 {
+                    let keys = each(simd.splat(0.0), |row: usize| keys[row][half]);
+                    add(simd, &mut sums, keys, queries.add(column + half * S::LANES), stride);
+                }
+                column += 2 * S::LANES;
+            }
+        }
         while column < whole {
             let keys: [S::Vector; ROWS] = each(
                 simd.splat(0.0),
@@ -395,14 +409,10 @@ impl<R: RowReader> Sum<'_, R> {
                     self.rows.prefetch(simd, index, first_byte, end_byte - first_byte);
                 }
                 let from = self.rows.row(index);
-                let values: [S::Vector; VECTORS] = each(
-                    simd.splat(0.0),
-                    #[inline(always)]
-                    |vector| match PART {
-                        true => reader.load_part(simd, from, column, part),
-                        false => reader.load(simd, from, column + vector * S::LANES),
-                    },
-                );
+                let values: [S::Vector; VECTORS] = match PART {
+                    true => [reader.load_part(simd, from, column, part); VECTORS],
+                    false => reader.load_many(simd, from, column),
+                };
                 for (output, sums) in sums.iter_mut().enumerate() {
                     let weight = simd.splat(*self.weights.add(output * BLOCK + index));
                     for (sum, value) in sums.iter_mut().zip(values) {
