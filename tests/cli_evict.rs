@@ -348,12 +348,10 @@ fn a_format_counts_its_bytes_and_its_error() {
     assert_eq!(full("int8").0, 280 * 40);
     assert!(1e-4 < full("int8").1 && full("int8").1 < 2e-2, "{}", full("int8").1);
     assert!(full("fp8-e5m2").1 > full("fp8-e4m3").1, "{} {}", full("fp8-e5m2").1, full("fp8-e4m3").1);
-    let [given, coded] =
-        [&["--budget", "12KiB"][..], &["--budget", "12KiB", "--kv-format", "int8"]].map(|options| of(options));
+    let [given, coded] = [&["--budget", "12KiB"][..], &["--budget", "12KiB", "--kv-format", "int8"]].map(&of);
     assert!(coded.2.as_f64() == Some(1.0) && given.2.as_f64() < Some(0.4) && coded.1 < given.1, "{given:?} {coded:?}");
     // An eviction's error, beside which the format's is small.
-    let [given, coded] =
-        [&["--budget", "20"][..], &["--budget", "20", "--kv-format", "int8"]].map(|options| of(options));
+    let [given, coded] = [&["--budget", "20"][..], &["--budget", "20", "--kv-format", "int8"]].map(of);
     assert!((coded.1 / given.1 - 1.0).abs() < 0.05, "{given:?} {coded:?}");
     let bytes = fs::read(desk.path("out.safetensors")).unwrap();
     let tensors = safetensors::SafeTensors::deserialize(&bytes).unwrap();

@@ -60,10 +60,10 @@ pub trait Blocks: Copy + Send + Sync {
     /// As [`Blocks::vector`].
     #[inline(always)]
     unsafe fn vectors<S: Simd>(self, simd: S, block: *const u8, offset: usize, to: &mut [S::Vector]) {
-        // SAFETY: the caller's promise.
-        to.iter_mut()
-            .enumerate()
-            .for_each(|(at, to)| *to = unsafe { self.vector(simd, block, offset + at * S::LANES) });
+        for (index, to) in to.iter_mut().enumerate() {
+            // SAFETY: the caller's promise.
+            *to = unsafe { self.vector(simd, block, offset + index * S::LANES) };
+        }
     }
 
     /// Writes a block.
@@ -93,7 +93,7 @@ impl<B: Blocks> RowReader for B {
     unsafe fn load_many<S: Simd, const N: usize>(self, simd: S, row: *const u8, column: usize) -> [S::Vector; N] {
         let mut vectors = [simd.splat(0.0); N];
         let shift = self.elements().trailing_zeros();
-        let together = if N * S::LANES % LEAST == 0 { LEAST / S::LANES } else { 1 };
+        let together = if (N * S::LANES).is_multiple_of(LEAST) { LEAST / S::LANES } else { 1 };
         for (part, to) in vectors.chunks_exact_mut(together).enumerate() {
             let column = column + part * together * S::LANES;
             // SAFETY: the caller's promise.
@@ -256,19 +256,19 @@ pub fn there_and_back(format: &str, row: &[f32]) -> Vec<f32> {
     use crate::device::simd::{Isa, Task};
     use crate::tensor::RowCode;
 
-    struct Load<'a>(RowFormat, &'a [u8], &'a mut [f32]);
+    /// Reads a row `N` vectors at a time.
+    struct Load<'a, R, const N: usize>(R, &'a [u8], &'a mut [f32]);
 
-    impl Task for Load<'_> {
+    impl<R: RowReader, const N: usize> Task for Load<'_, R, N> {
         type Output = ();
 
         #[inline(always)]
         fn run<S: Simd>(self, simd: S) {
-            let Load(format, row, to) = self;
-            for (index, to) in to.chunks_exact_mut(S::LANES).enumerate() {
+            let Load(reader, row, to) = self;
+            for (index, to) in to.chunks_exact_mut(N * S::LANES).enumerate() {
                 // SAFETY: the row has as many elements as `to`.
-                let vector =
-                    with_codec!(format, reader => unsafe { reader.load(simd, row.as_ptr(), index * S::LANES) });
-                simd.write(to, vector);
+                let vectors = unsafe { reader.load_many::<S, N>(simd, row.as_ptr(), index * N * S::LANES) };
+                to.chunks_exact_mut(S::LANES).zip(vectors).for_each(|(to, vector)| simd.write(to, vector));
             }
         }
     }
@@ -280,9 +280,14 @@ pub fn there_and_back(format: &str, row: &[f32]) -> Vec<f32> {
     format.decode(&bytes, 0, &mut back);
     let bits = |values: &[f32]| values.iter().map(|x| if x.is_nan() { 0 } else { x.to_bits() }).collect::<Vec<_>>();
     for isa in Isa::available() {
-        let mut loaded = vec![0.0; row.len()];
-        isa.run(Load(format, &bytes, &mut loaded));
-        assert_eq!(bits(&loaded), bits(&back), "{format} on {}", isa.name());
+        let mut loaded = [vec![0.0; row.len()], back.clone(), back.clone()];
+        let [one, two, eight] = &mut loaded;
+        with_codec!(format, reader => {
+            isa.run(Load::<_, 1>(reader, &bytes, one));
+            isa.run(Load::<_, 2>(reader, &bytes, two));
+            isa.run(Load::<_, 8>(reader, &bytes, eight));
+        });
+        loaded.iter().for_each(|loaded| assert_eq!(bits(loaded), bits(&back), "{format} on {}", isa.name()));
     }
     let mut part = vec![0.0; row.len() - 3];
     format.decode(&bytes, 2, &mut part[1..]);
