@@ -238,6 +238,39 @@ fn the_report_has_every_field_and_counts_every_byte() {
 }
 
 #[test]
+fn a_format_costs_its_bytes_and_says_what_it_loses() {
+    let mut specs = problem(DType::F32);
+    specs.iter_mut().for_each(|spec| {
+        spec.dims[3] = 64;
+        spec.values = numbers(spec.dims.iter().product(), 3 + spec.dims[1] as u64);
+    });
+    let desk = Desk::with(&specs);
+    // Bytes of a key and of a value, and the drift from the f64 reference over what was given.
+    for (format, row_bytes, [least, most]) in [
+        ("f32", [256, 256], [0.0, 1e-5]),
+        ("int8", [68, 68], [1e-4, 2e-2]),
+        ("int4:group=32", [36, 36], [1e-2, 0.3]),
+        ("k=q8_0,v=q4_0", [68, 36], [1e-2, 0.3]),
+    ] {
+        for kernel in ["decode", "tiled"] {
+            let report = desk.measure(&["--kernel", kernel, "--kv-format", format, "--threads", "1"]);
+            let tokens = 2 * 2 * 70;
+            assert_eq!(
+                (&report["kv_format"], &report["kv_bytes"]),
+                (&format.into(), &(tokens * (row_bytes[0] + row_bytes[1])).into())
+            );
+            assert_eq!(
+                (&report["kv_bytes_given"], &report["peak_by_label"]["kv"]),
+                (&(tokens * 512).into(), &report["kv_bytes"])
+            );
+            assert_eq!(report["predicted_peak_bytes"], report["peak_bytes"], "{kernel} over {format}");
+            let drift = report["drift"]["rel_l2"].as_f64().unwrap();
+            assert!((least..most).contains(&drift), "{kernel} over {format}: {drift}");
+        }
+    }
+}
+
+#[test]
 fn long_queries_are_checked_on_64_rows_of_each_head() {
     let spec = |name, seed| Spec { name, dtype: DType::F32, dims: [1, 2, 300, 8], values: numbers(4800, seed) };
     let desk = Desk::with(&[spec("q", 1), spec("k", 2), spec("v", 3)]);
@@ -335,6 +368,9 @@ fn wrong_options_are_named_in_one_line() {
         (&["--kernel", "naive:br=4"], 2, "'naive' has no parameter 'br'; it has none"),
         (&["--kernel", "tiled:"], 2, "'tiled:' is not of the form NAME"),
         (&["--kernel", ""], 2, "is not of the form NAME"),
+        (&["--kv-format", "int5"], 2, "unknown format 'int5'"),
+        (&["--kv-format", "int4"], 2, "the head dim is 16; int4:group=32 keeps rows whose width is a multiple of 32"),
+        (&["--kv-format", "int8", "--backward"], 2, "cannot be used with"),
         (&["--window", "0"], 2, "window is 0; it must be at least 1"),
         (&["--window", "-3"], 2, "invalid value '-3' for '--window <W>'"),
         (&["--softcap", "0"], 2, "soft-cap is 0; it must be finite and above 0"),

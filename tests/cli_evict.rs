@@ -330,6 +330,34 @@ fn the_loss_is_told_of_the_queries_that_the_file_has() {
     assert!(report["attention_mass_kept"].is_null(), "quest evicts nothing");
 }
 
+/// In a format a budget of bytes holds more tokens, and what the format loses is part of the error.
+#[test]
+fn a_format_counts_its_bytes_and_its_error() {
+    let desk = Desk::with(&problem(DType::F32));
+    let of = |options: &[&str]| {
+        let report = desk.measure(&[&["--policy", "knorm"], options].concat());
+        (
+            report["kv_bytes_kept"].as_u64().unwrap(),
+            report["output_error"].as_f64().unwrap(),
+            report["kept_fraction"].clone(),
+        )
+    };
+    let full = |format: &str| of(&["--budget", "1.0", "--kv-format", format]);
+    assert_eq!((full("f32").0, full("f32").1), (35840, 0.0));
+    // 16 codes and a scale, for 280 keys and as many values.
+    assert_eq!(full("int8").0, 280 * 40);
+    assert!(1e-4 < full("int8").1 && full("int8").1 < 2e-2, "{}", full("int8").1);
+    assert!(full("fp8-e5m2").1 > full("fp8-e4m3").1, "{} {}", full("fp8-e5m2").1, full("fp8-e4m3").1);
+    let [given, coded] = [&["--budget", "12KiB"][..], &["--budget", "12KiB", "--kv-format", "int8"]].map(&of);
+    assert!(coded.2.as_f64() == Some(1.0) && given.2.as_f64() < Some(0.4) && coded.1 < given.1, "{given:?} {coded:?}");
+    // An eviction's error, beside which the format's is small.
+    let [given, coded] = [&["--budget", "20"][..], &["--budget", "20", "--kv-format", "int8"]].map(of);
+    assert!((coded.1 / given.1 - 1.0).abs() < 0.05, "{given:?} {coded:?}");
+    let bytes = fs::read(desk.path("out.safetensors")).unwrap();
+    let tensors = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    assert!(["keys", "values"].iter().all(|name| tensors.tensor(name).unwrap().shape() == [2, 2, 20, 16]));
+}
+
 #[test]
 fn wrong_options_are_named_in_one_line() {
     let desk = Desk::with(&problem(DType::F32));
@@ -337,6 +365,7 @@ fn wrong_options_are_named_in_one_line() {
     let cases: &[(&[&str], i32, &str)] = &[
         (&["--input", "none.safetensors"], 2, "cannot read 'none.safetensors': No such file"),
         (&["--input", "folder"], 2, "cannot read 'folder'"),
+        (&["--kv-format", "q4_0"], 2, "the head dim is 16; q4_0 keeps rows whose width is a multiple of 32"),
         (&["--policy", "snap"], 2, "unknown policy 'snap'; did you mean 'snapkv'"),
         (&["--policy", ""], 2, "is not of the form NAME"),
         (&["--policy", "snapkv:"], 2, "'snapkv:' is not of the form NAME"),

@@ -6,19 +6,31 @@ mod common;
 use common::{Problem, assert_every_kernel_is_tested, cpu, forward_over, inputs, pass_on_every_path, shape};
 use kvsieve::attention::{DenseKv, Inputs, KvRows, Params};
 use kvsieve::cache::{CacheShape, PagedCache};
-use kvsieve::format::{FORMATS, KvFormat};
+use kvsieve::format::{FORMATS, KvFormat, RowFormat};
 use kvsieve::memory::{Arena, Label};
-use kvsieve::tensor::{DType, Tensor};
+use kvsieve::tensor::{DType, RowCode, Tensor};
 
 /// Formats with something of their own, and how far the output may be from that over what was given, as a relative L2
 /// distance. An element of int8 is off by up to half of 1/127 of its row's largest, of bf16 by 2^-9 of itself.
-const FORMATS_OF_KV: [(&str, f64); 6] = [
+const FORMATS_OF_KV: [(&str, f64); 18] = [
     ("f32", 1e-6),
     ("bf16", 4e-3),
     ("f16", 1e-3),
     ("int8", 1.5e-2),
     ("k=int8,v=f32", 1.5e-2),
     ("k=bf16,v=int8", 1.2e-2),
+    ("int4", 0.2),
+    ("int4:group=64,zero=true", 0.2),
+    ("k=int8,v=int4:zero=true", 0.15),
+    ("int4:hadamard=true", 0.2),
+    ("k=int4:zero=true,hadamard=true,v=bf16", 0.15),
+    ("fp8-e4m3", 5e-2),
+    ("fp8-e5m2", 0.1),
+    ("nf4", 0.2),
+    ("nf4:group=32", 0.2),
+    ("q8_0", 1e-2),
+    ("q5_1", 7e-2),
+    ("q4_0", 0.2),
 ];
 
 /// `[B, Hq, Hkv, Lq, Lk, D]` of a decode step, of a step of MHA, of a chunk in the middle of a prompt, and of rows that
@@ -67,7 +79,12 @@ fn every_kernel_reads_what_every_format_keeps() {
         let given = DenseKv::new(inputs.k.view(), inputs.v.view()).unwrap();
         let (exact, _) = forward_over("reference", &problem, inputs.q.view(), &given, cpu(1));
         for (format, allowed) in FORMATS_OF_KV {
-            let cache = cache(&arena, format.parse().unwrap(), &inputs, page_tokens);
+            let parsed: KvFormat = format.parse().unwrap();
+            if parsed.check(shape.head_dim).is_err() {
+                assert_eq!(shape.head_dim, 33, "{format}");
+                continue;
+            }
+            let cache = cache(&arena, parsed, &inputs, page_tokens);
             let [k, v] = widened(&cache);
             let kept = DenseKv::new(k.view(), v.view()).unwrap();
             let (expected, lse) = forward_over("reference", &problem, inputs.q.view(), &kept, cpu(1));
@@ -98,6 +115,29 @@ fn a_cache_takes_the_bytes_of_its_format() {
     assert_eq!(kv_bytes("bf16"), 2 * 1024 * 512);
     assert_eq!(kv_bytes("int8"), 2 * 1024 * (2 * 128 + 2 * 4));
     assert_eq!(kv_bytes("k=int8,v=bf16"), 2 * 1024 * (128 + 4 + 256));
+}
+
+/// `tests/conformance/gguf_blocks.py` recorded what the `gguf` package makes of some numbers.
+#[test]
+fn blocks_of_llama_cpp_are_bit_by_bit_its_own() {
+    let recorded: serde_json::Value = serde_json::from_str(include_str!("fixtures/gguf_blocks.json")).unwrap();
+    let bytes = |hex: &serde_json::Value| -> Vec<u8> {
+        let digits = hex.as_str().unwrap();
+        (0..digits.len()).step_by(2).map(|at| u8::from_str_radix(&digits[at..at + 2], 16).unwrap()).collect()
+    };
+    let floats = |hex| bytes(hex).chunks(4).map(|x| f32::from_le_bytes(x.try_into().unwrap())).collect::<Vec<f32>>();
+    let numbers = floats(&recorded["numbers"]);
+    for name in ["q8_0", "q5_1", "q4_0"] {
+        let format: RowFormat = name.parse().unwrap();
+        let blocks = bytes(&recorded[name]["blocks"]);
+        let mut own = vec![0xff; format.row_bytes(numbers.len())];
+        format.encode(&numbers, numbers.len(), &mut own);
+        assert_eq!(own, blocks, "{name}");
+        let mut values = vec![f32::NAN; numbers.len()];
+        format.decode(&blocks, 0, &mut values);
+        let bits = |values: &[f32]| values.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+        assert_eq!(bits(&values), bits(&floats(&recorded[name]["values"])), "{name}");
+    }
 }
 
 #[test]

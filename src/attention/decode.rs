@@ -9,12 +9,12 @@ use super::online::{Logits, Running};
 use super::strip::{LANES, SPAN};
 use super::{AttentionError, Forward, Kernel, KernelEntry, Outputs, Params, Shape, Workspace, WorkspaceSize};
 use crate::device::cpu::Slots;
-use crate::device::simd::reader::RowReader;
-use crate::device::simd::rows::{BLOCK, RowList, accumulate, dots};
-use crate::device::simd::{Simd, Task};
-use crate::format::with_codec;
+use crate::device::simd::rows::{Accumulate, BLOCK, Dots, RowList};
+use crate::device::simd::{Isa, Simd, Task};
+use crate::format::{rotate, with_codec};
 use crate::tensor::DType;
 use rayon::prelude::*;
+use std::ops::Range;
 
 /// Attention for short queries.
 pub struct Decode;
@@ -81,7 +81,8 @@ impl Kernel for Decode {
             let partials = partial_o.par_chunks_mut(rows * stride).zip(states.par_chunks_mut(rows));
             partials.enumerate().with_max_len(1).for_each(|(unit, (o, states))| {
                 slots.with(|slot| {
-                    isa.run(Unit { call, head: unit / splits, start: unit % splits * SPLIT, o, states, slot });
+                    let (head, start) = (unit / splits, unit % splits * SPLIT);
+                    Unit { call, head, start, o, states, slot }.run(isa);
                 });
             });
 
@@ -134,20 +135,21 @@ struct Unit<'a> {
     slot: &'a mut [f32],
 }
 
-impl Task for Unit<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run<S: Simd>(self, simd: S) {
+impl Unit<'_> {
+    fn run(self, isa: Isa) {
         let Unit { call, head, start, o, states, slot } = self;
         let (shape, width, stride) = (call.shape, call.shape.head_dim, padded(&call.shape));
         let (batch, kv_head) = (head / shape.kv_heads, head % shape.kv_heads);
         let (rows, logits) = (group_rows(&shape), Logits::new(&call.params));
         let (queries, rest) = slot.split_at_mut(rows * stride);
         let (scores, copies) = rest.split_at_mut(rows * BLOCK);
+        let format = call.kv.format();
         for (row, query) in queries.chunks_exact_mut(stride).enumerate() {
             let (query, padding) = query.split_at_mut(width);
             call.q.read_rows(batch, kv_head * shape.group() + row / shape.q_len, row % shape.q_len, query);
+            if format.k.is_rotated() {
+                rotate(query);
+            }
             if logits.negative {
                 query.iter_mut().for_each(|x| *x = -*x);
             }
@@ -159,28 +161,49 @@ impl Task for Unit<'_> {
         let visible = |row: usize| call.params.visible(row % shape.q_len, shape.q_len, kv_len);
         let seen = visible(0).start.max(start)..visible(shape.q_len - 1).end.min(start + SPLIT);
 
-        let format = call.kv.format();
         let keys = |row| call.kv.key_rows(batch, kv_head, row);
         let values = |row| call.kv.value_rows(batch, kv_head, row);
         for first in seen.clone().step_by(BLOCK) {
-            let count = BLOCK.min(seen.end - first);
-            let end = first + count;
-            with_codec!(format.k, reader => {
-                let bytes = [width, reader.row_bytes(width)];
-                let list = RowList::collect(bytes, &keys, first..end, &values, first..end, copies);
-                dots(simd, reader, &list, queries, stride, scores);
-            });
-            let rows = scores.chunks_exact_mut(BLOCK).zip(o.chunks_exact_mut(stride)).zip(&mut *states);
-            for (row, ((scores, o), state)) in rows.enumerate() {
-                let seen = visible(row);
-                let seen = seen.start.clamp(first, end) - first..seen.end.clamp(first, end) - first;
-                state.absorb::<S, f32>(simd, &logits, &mut scores[..count.next_multiple_of(SPAN)], seen, o);
-            }
-            with_codec!(format.v, reader => {
-                let bytes = [width, reader.row_bytes(width)];
-                let list = RowList::collect(bytes, &values, first..end, &keys, end..kv_len, copies);
-                accumulate(simd, reader, &list, scores, o, stride);
-            });
+            let end = seen.end.min(first + BLOCK);
+            let row_bytes = format.k.row_bytes(width);
+            let list = RowList::collect([width, row_bytes], &keys, first..end, &values, first..end, copies);
+            with_codec!(format.k, reader => isa.run(Dots { reader, rows: &list, queries, stride, scores }));
+            isa.run(Absorb { call, logits: &logits, kv_len, block: first..end, scores, o, states });
+            let row_bytes = format.v.row_bytes(width);
+            let list = RowList::collect([width, row_bytes], &values, first..end, &keys, end..kv_len, copies);
+            let (rows, weights) = (&list, &mut *scores);
+            with_codec!(format.v, reader => isa.run(Accumulate { reader, rows, weights, outputs: o, stride }));
+        }
+        if format.v.is_rotated() {
+            o.chunks_exact_mut(stride).for_each(|o| rotate(&mut o[..width]));
+        }
+    }
+}
+
+/// The logits of a block of keys become weights, and what was summed so far is weighed anew.
+struct Absorb<'a> {
+    call: &'a Forward<'a>,
+    logits: &'a Logits,
+    /// Keys of the head.
+    kv_len: usize,
+    block: Range<usize>,
+    scores: &'a mut [f32],
+    o: &'a mut [f32],
+    states: &'a mut [Running],
+}
+
+impl Task for Absorb<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        let Absorb { call, logits, kv_len, block: Range { start, end }, scores, o, states } = self;
+        let (shape, filled) = (call.shape, (end - start).next_multiple_of(SPAN));
+        let rows = scores.chunks_exact_mut(BLOCK).zip(o.chunks_exact_mut(padded(&shape))).zip(states);
+        for (row, ((scores, o), state)) in rows.enumerate() {
+            let seen = call.params.visible(row % shape.q_len, shape.q_len, kv_len);
+            let seen = seen.start.clamp(start, end) - start..seen.end.clamp(start, end) - start;
+            state.absorb::<S, f32>(simd, logits, &mut scores[..filled], seen, o);
         }
     }
 }

@@ -8,6 +8,7 @@ use super::failure::Failure;
 use super::place::Place;
 use super::{Compute, output};
 use crate::attention::{self, AttentionError, Params, Shape};
+use crate::format::KvFormat;
 use crate::memory::Arena;
 use crate::named::Named;
 use crate::tensor::file::{self, Output, TensorFile};
@@ -29,11 +30,13 @@ tiled and hopper may differ in their last bits from run to run there; tiled:dete
 time.
 
 \
-Drift is the relative L2 distance of o from the f64 reference, on up to 64 queries of each head.\n\n\
+Drift is the relative L2 distance of o from the f64 reference over the input's own keys and values, on up to 64 queries of \
+each head; with --kv-format the loss of the format is part of it.\n\n\
 Examples:
   kvsieve attend --input in.safetensors --output out.safetensors --causal
   kvsieve attend --input in.safetensors --output out.safetensors --kernel naive --repeat 5 --json -
   kvsieve attend --input in.safetensors --output out.safetensors --kernel tiled:br=32 --dtype bf16
+  kvsieve attend --input in.safetensors --output out.safetensors --kernel decode --kv-format int4:group=32
   kvsieve attend --input in.safetensors --output out.safetensors --causal --backward";
 
 /// Compute attention over your own tensors; measure time, memory and drift
@@ -64,6 +67,10 @@ pub struct Args {
     /// Convert the inputs to this type after loading [default: the file's]
     #[arg(long, value_name = "f32|bf16|f16")]
     dtype: Option<DType>,
+    /// Read keys and values from a cache that keeps them so: a format, or k=FORMAT,v=FORMAT (see `kvsieve list formats`)
+    /// [default: from the tensors]
+    #[arg(long, value_name = "FORMAT", conflicts_with = "backward")]
+    kv_format: Option<KvFormat>,
     /// Also compute the gradients dq, dk and dv (kernels naive and tiled)
     #[arg(long)]
     backward: bool,
@@ -157,7 +164,8 @@ impl Args {
         let scale = self.scale.unwrap_or(default.scale);
         let params = Params { scale, softcap: self.softcap, window: self.window, ..default };
         params.check()?;
-        Ok(Problem { shape, params, dtype, backward: self.backward, stored })
+        self.kv_format.map_or(Ok(()), |format| format.check(shape.head_dim))?;
+        Ok(Problem { shape, params, dtype, backward: self.backward, kv_format: self.kv_format, stored })
     }
 }
 

@@ -11,16 +11,17 @@ use super::failure::Failure;
 use super::policy::{FileArg, Used};
 use super::{Compute, output};
 use crate::attention::rope::{Frequencies, RopeBase};
-use crate::attention::{DenseKv, Forward, Params, Shape};
+use crate::attention::{DenseKv, Forward, KvRows, Params, Shape};
 use crate::device::Cpu;
 use crate::eviction::{Asked, Given, Loss, loss, retain};
+use crate::format::KvFormat;
 use crate::memory::{Arena, Label};
 use crate::policy::{Budget, Policy, Registry, Statistic};
 use crate::tensor::file::{self, Output, TensorFile};
 use crate::tensor::{Tensor, TensorView};
 use crate::units;
 use extra::Extra;
-use held::{Held, Read, rows};
+use held::{Held, Read, filled};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -33,7 +34,7 @@ those that look at hidden states hidden [B, 1, Lk, hidden], and the metadata lay
 the model that --policy-file is for. The output holds kept I64 [B, Hkv, max_kept] (positions, ascending, padded with -1 \
 where heads keep different counts), kept_len I64 [B, Hkv], and scores F32 [B, Hkv, Lk] where the policy has scores \
 (protected tokens above all others). An action that changes what is retained adds values F32 [B, Hkv, max_kept, D], and keys \
-where it changes them (padded with zeros); '+cam' takes its draws from draws [1, 1, Lk, 1] if that is there, '+rerotate' \
+where it changes them (padded with zeros), and --kv-format both as the cache holds them; '+cam' takes its draws from draws [1, 1, Lk, 1] if that is there, '+rerotate' \
 needs rope_theta. Policies that evict nothing write what the last query reads: 'quest' pages, 'think' channels, I64 \
 [B, Hkv, n].\n\n\
 Ties: of equal scores the later token is retained; tie_rate says how many scores have an equal.\n\n\
@@ -63,6 +64,10 @@ pub struct Args {
     /// What may stay: a fraction (0.25), tokens per KV head (512) or bytes (64MiB)
     #[arg(long, value_name = "BUDGET", allow_negative_numbers = true)]
     budget: String,
+    /// Keep keys and values in a cache of this format while they are scored and evicted: a format, or k=FORMAT,v=FORMAT
+    /// (see `kvsieve list formats`) [default: as the tensors are]
+    #[arg(long, value_name = "FORMAT")]
+    kv_format: Option<KvFormat>,
     /// Seed of policies that draw numbers
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
@@ -88,6 +93,8 @@ struct Report {
     kv_len: usize,
     head_dim: usize,
     dtype: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    kv_format: Option<KvFormat>,
     seed: u64,
     /// As `--device` names it.
     device: String,
@@ -130,17 +137,21 @@ pub fn run(args: &Args, registry: &Registry) -> Result<(), Failure> {
     let load = |name: &str| file.load(name, &arena, Label::Input);
     let (q, k, v) = (load("q")?, load("k")?, load("v")?);
     let shape = Shape::of(q.dims(), k.dims(), v.dims())?;
-    let kv = DenseKv::new(k.view(), v.view())?;
+    let dense = DenseKv::new(k.view(), v.view())?;
+    let format = args.kv_format.unwrap_or(k.dtype().into());
+    format.check(shape.head_dim)?;
     let rope = args.rope(&file, &policy, &shape)?;
     let extra = Extra::load(&file, &arena, &policy, &shape, rope)?;
     extra.check_parameters(&policy, &args.policy, &shape)?;
-    let token_bytes = (2 * shape.head_dim * k.dtype().bytes()) as u64;
+    let token_bytes = format.token_bytes(shape.head_dim);
     let lists = shape.batch * shape.kv_heads;
     let budget_tokens = policy.budget_tokens(&args.policy, Some(&budget), shape.kv_len, token_bytes, lists)?;
-    let call = Forward { shape, params: Params::new(shape.head_dim, true), q: q.view(), kv: &kv, cpu: &cpu };
+    let cache = args.kv_format.map(|format| filled(&arena, [&k, &v], format, &[])).transpose()?;
+    let kv = cache.as_ref().map_or(&dense as &dyn KvRows, |cache| cache);
+    let call = Forward { shape, params: Params::new(shape.head_dim, true), q: q.view(), kv, cpu: &cpu };
     let start = Instant::now();
     let retained = retain(&policy, call, Given { budget_tokens, seed: args.seed, ..extra.given() }, &arena)?;
-    let held = Held { policy: &policy, call: &call, k: &k, v: &v, arena: &arena };
+    let held = Held { policy: &policy, call: &call, k: &k, v: &v, format: args.kv_format, arena: &arena };
     let read = held.read(budget_tokens)?;
     let shrunk = held.shrink(&retained, &extra, args.seed)?;
     let evict_ns = start.elapsed().as_nanos() as u64;
@@ -148,7 +159,7 @@ pub fn run(args: &Args, registry: &Registry) -> Result<(), Failure> {
     let result = Outcome {
         kept: (0..lists).map(|list| retained.selection.kept(list)).collect(),
         scores: retained.scores.as_deref(),
-        rows: shrunk.map_or(Vec::new(), |cache| rows(&policy, &cache)),
+        rows: shrunk.map_or(Vec::new(), |cache| held.rows(&cache)),
         read,
         device: "cpu".into(),
         threads: Some(cpu.threads()),
@@ -181,8 +192,8 @@ impl Tensors<'_> {
             Some(future) => (future.view(), kv_len),
             None => (self.q.tokens(q_len - q_len.min(ASKED)..q_len), kv_len - q_len.min(ASKED)),
         };
-        let values = outcome.rows.iter().find(|(name, _)| *name == "values").map(|(_, values)| &values[..]);
-        loss(Asked { q, first, k: self.k, v: self.v }, &outcome.kept, values, self.cpu)
+        let own = |wanted| outcome.rows.iter().find(|(name, _)| *name == wanted).map(|(_, rows)| &rows[..]);
+        loss(Asked { q, first, k: self.k, v: self.v }, &outcome.kept, [own("keys"), own("values")], self.cpu)
     }
 }
 
@@ -247,7 +258,8 @@ impl Args {
             let told = "the input holds no w_o: values are weighed by their own norm, not by that of their projection";
             warnings.push(told.into());
         }
-        let token_bytes = (2 * shape.head_dim * dtype.bytes()) as u64;
+        let given_bytes = KvFormat::from(dtype).token_bytes(shape.head_dim);
+        let token_bytes = self.kv_format.unwrap_or(dtype.into()).token_bytes(shape.head_dim);
         let tokens = shape.batch * shape.kv_heads * shape.kv_len;
         let report = Report {
             policy: self.policy.clone(),
@@ -261,6 +273,7 @@ impl Args {
             kv_len: shape.kv_len,
             head_dim: shape.head_dim,
             dtype: dtype.to_string(),
+            kv_format: self.kv_format,
             seed: self.seed,
             device: outcome.device.clone(),
             threads: outcome.threads,
@@ -276,7 +289,7 @@ impl Args {
             attention_mass_kept: loss.map(|loss| loss.attention_mass_kept),
             output_error: loss.filter(|_| !policy.rerotates).map(|loss| loss.output_error),
             evicted_tokens: tokens - kept,
-            kv_bytes_dense: tokens as u64 * token_bytes,
+            kv_bytes_dense: tokens as u64 * given_bytes,
             kv_bytes_kept: kept as u64 * token_bytes,
             kv_bytes_read: outcome.read.as_ref().map(|read| read.bytes),
             tie_rate: outcome.tie_rate,
@@ -335,7 +348,8 @@ fn summary(report: &Report, output: &Path) -> String {
     let error = |error| format!("{error:.2e} relative L2 from the full cache's, {asked}");
     lines.extend(report.output_error.map(|found| ("output error", error(found))));
     let bytes = [report.kv_bytes_dense, report.kv_bytes_kept].map(units::bytes);
-    lines.push(("KV bytes", format!("{} -> {}", bytes[0], bytes[1])));
+    let kept_in = report.kv_format.map_or(String::new(), |format| format!(" in {format}"));
+    lines.push(("KV bytes", format!("{} -> {}{kept_in}", bytes[0], bytes[1])));
     lines.extend(
         report.kv_bytes_read.map(|bytes| {
             ("read", format!("{} by a step with the last query; nothing is evicted", units::bytes(bytes)))

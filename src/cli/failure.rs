@@ -11,6 +11,7 @@ use crate::eval::EvalError;
 use crate::experiment::runner::RunError;
 use crate::experiment::spec::SpecError;
 use crate::experiment::store::StoreError;
+use crate::format::FormatError;
 use crate::memory::ArenaError;
 use crate::model::ModelError;
 use crate::named::NamedError;
@@ -73,6 +74,12 @@ impl fmt::Display for Failure {
 
 impl From<NamedError> for Failure {
     fn from(error: NamedError) -> Self {
+        Failure::Usage(error.into())
+    }
+}
+
+impl From<FormatError> for Failure {
+    fn from(error: FormatError) -> Self {
         Failure::Usage(error.into())
     }
 }

@@ -30,9 +30,9 @@ pub struct Loss {
     pub output_error: f64,
 }
 
-/// The loss of retaining the positions `kept` of each (sequence, KV head). `values` are those of the retained tokens
-/// `[B, Hkv, columns, D]` where they are not the context's own, `columns` being the longest list's length.
-pub fn loss(asked: Asked<'_>, kept: &[&[u32]], values: Option<&[f32]>, cpu: &Cpu) -> Loss {
+/// The loss of retaining the positions `kept` of each (sequence, KV head). `own` are keys and values of the retained tokens
+/// `[B, Hkv, columns, D]` where they are not the context's, `columns` being the longest list's length.
+pub fn loss(asked: Asked<'_>, kept: &[&[u32]], own: [Option<&[f32]>; 2], cpu: &Cpu) -> Loss {
     let [_, q_heads, queries, _] = asked.q.dims();
     let [_, kv_heads, ..] = asked.k.dims();
     let columns = kept.iter().map(|kept| kept.len()).max().unwrap_or(0);
@@ -41,7 +41,7 @@ pub fn loss(asked: Asked<'_>, kept: &[&[u32]], values: Option<&[f32]>, cpu: &Cpu
         let group = q_heads / kv_heads;
         let keys = List::read(asked.k, batch, kv_head);
         let context = List::read(asked.v, batch, kv_head);
-        let own = values.map(|values| &values[list * columns * keys.width..][..kept.len() * keys.width]);
+        let own = own.map(|rows| rows.map(|rows| &rows[list * columns * keys.width..][..kept.len() * keys.width]));
         let mut sums = [0.0; 3];
         for q_head in kv_head * group..(kv_head + 1) * group {
             for query in 0..queries {
@@ -78,7 +78,7 @@ impl List {
 
     /// Of a query over the first `seen` of these keys: the attention on retained tokens, the squared error of the output
     /// and its squared length.
-    fn part_of(&self, q: &[f32], seen: usize, context: &List, kept: &[u32], own: Option<&[f32]>) -> [f64; 3] {
+    fn part_of(&self, q: &[f32], seen: usize, context: &List, kept: &[u32], own: [Option<&[f32]>; 2]) -> [f64; 3] {
         let scale = 1.0 / (self.width as f64).sqrt();
         let logit = |key: &[f32]| scale * key.iter().zip(q).map(|(&k, &q)| f64::from(k) * f64::from(q)).sum::<f64>();
         let logits: Vec<f64> = self.rows.chunks_exact(self.width).take(seen).map(logit).collect();
@@ -91,17 +91,20 @@ impl List {
         for (weight, value) in weights.iter().zip(context.rows.chunks_exact(self.width)) {
             add(&mut full, *weight, value);
         }
-        let mut mass = 0.0;
+        // Attention that falls on retained tokens, and what it is by their own keys.
+        let (mut mass, mut own_mass) = (0.0, 0.0);
         for (column, position) in kept.iter().map(|&position| position as usize).enumerate() {
             if position < seen {
-                let value = own.map_or(&context.rows[position * self.width..], |own| &own[column * self.width..]);
-                add(&mut rest, weights[position], &value[..self.width]);
+                let [key, value] = own.map(|own| own.map(|rows| &rows[column * self.width..][..self.width]));
+                let weight = key.map_or(weights[position], |key| (logit(key) - highest).exp());
+                add(&mut rest, weight, value.unwrap_or(&context.rows[position * self.width..][..self.width]));
                 mass += weights[position];
+                own_mass += weight;
             }
         }
         let total: f64 = weights.iter().sum();
         let distance = |(full, rest): (&f64, &f64)| {
-            let rest = if mass > 0.0 { rest / mass } else { 0.0 };
+            let rest = if own_mass > 0.0 { rest / own_mass } else { 0.0 };
             (full / total - rest).powi(2)
         };
         let error = full.iter().zip(&rest).map(distance).sum();
@@ -136,7 +139,7 @@ mod tests {
             // The first query sees nothing that is retained.
             (&[3], None, 0.125, [2.0, 3.0]),
         ] {
-            let found = loss(asked, &[kept], values, &cpu);
+            let found = loss(asked, &[kept], [None, values], &cpu);
             let of_all = (errors.iter().map(|e: &f64| e * e).sum::<f64>() / (4.0 + 9.0)).sqrt();
             assert!((found.attention_mass_kept - mass).abs() < 1e-12, "{kept:?}: {found:?}");
             assert!((found.output_error - of_all).abs() < 1e-12, "{kept:?}: {found:?}, not {of_all}");

@@ -7,6 +7,7 @@
 //! whole words: 132 of 256 in bf16 at D 128. Elements that are not finite make the row's scale so, and the row NaN.
 
 use super::RowCodec;
+use super::blocks::largest;
 use crate::device::simd::Simd;
 use crate::device::simd::reader::RowReader;
 use crate::named::{Named, NamedError};
@@ -56,9 +57,7 @@ impl RowCodec for Int8 {
     }
 
     fn encode(self, row: &[f32], to: &mut [u8]) {
-        // `f32::max` would drop a NaN.
-        let most = row.iter().fold(0.0f32, |most, x| if x.abs() <= most || most.is_nan() { most } else { x.abs() });
-        let scale = most / MOST;
+        let scale = largest(row) / MOST;
         let (head, codes) = to.split_at_mut(SCALE_BYTES);
         head.copy_from_slice(&scale.to_ne_bytes());
         let (codes, padding) = codes.split_at_mut(row.len());

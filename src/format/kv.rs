@@ -1,6 +1,6 @@
 //! The formats of a cache's keys and of its values: `int8`, or `k=int8,v=bf16`.
 
-use super::RowFormat;
+use super::{FormatError, RowFormat};
 use crate::named::NamedError;
 use crate::tensor::DType;
 use serde::{Deserialize, Serialize};
@@ -45,6 +45,15 @@ impl KvFormat {
     /// The format of keys (`part` 0) or of values (`part` 1).
     pub(crate) fn of(&self, part: usize) -> &RowFormat {
         if part == 0 { &self.k } else { &self.v }
+    }
+
+    /// Refuses heads that a format cannot keep.
+    ///
+    /// # Errors
+    /// As [`RowFormat::check`].
+    pub fn check(self, head_dim: usize) -> Result<(), FormatError> {
+        self.k.check("the head dim", head_dim)?;
+        self.v.check("the head dim", head_dim)
     }
 
     /// Bytes of one token of one KV head: its key and its value, `D` elements each.

@@ -5,10 +5,19 @@
 //! rows of any format are widened to f32 as they are read. Keys and values may have different formats ([`KvFormat`]), and
 //! weights one of their own. Adding a format is one file with a `RowCodec` and one line in `formats!`.
 
+mod blocks;
+mod fp8;
+mod hadamard;
+mod int4;
 mod int8;
 mod kv;
+mod nf4;
 mod plain;
+mod q4_0;
+mod q5_1;
+mod q8_0;
 
+pub(crate) use hadamard::rotate;
 pub use kv::KvFormat;
 
 use crate::device::simd::reader::{Plain, RowReader};
@@ -31,6 +40,22 @@ pub(crate) trait RowCodec: RowReader {
     /// # Errors
     /// When the value of a parameter is wrong.
     fn build(named: &Named) -> Result<Self, NamedError>;
+
+    /// The format as it is written, with its parameters.
+    fn spell(self, to: &mut dyn fmt::Write) -> fmt::Result {
+        to.write_str(Self::NAME)
+    }
+
+    /// What the width of a row must be, in words, if it cannot be this one.
+    fn wants(self, _width: usize) -> Option<String> {
+        None
+    }
+
+    /// Whether the bytes of a row are those of the rotated row ([`rotate`]); `encode` and `decode` see to it, a reader
+    /// of the bytes has to.
+    fn rotated(self) -> bool {
+        false
+    }
 
     /// Writes the row `[D]` into the bytes of a row, all of them.
     fn encode(self, row: &[f32], to: &mut [u8]);
@@ -66,14 +91,6 @@ macro_rules! formats {
             build: |named| Ok(RowFormat::$variant(<$codec as RowCodec>::build(named)?)),
         }),+];
 
-        impl RowFormat {
-            /// Name, as it stands on the command line.
-            pub fn name(self) -> &'static str {
-                match self {
-                    $(RowFormat::$variant(_) => <$codec as RowCodec>::NAME),+
-                }
-            }
-        }
     };
 }
 
@@ -86,6 +103,20 @@ formats! {
     F16(Plain<half::f16>),
     /// A signed byte for each element, and a scale for each row.
     Int8(int8::Int8),
+    /// 8-bit floats with three bits of mantissa.
+    Fp8E4m3(fp8::Fp8<3>),
+    /// 8-bit floats with two bits of mantissa.
+    Fp8E5m2(fp8::Fp8<2>),
+    /// Four bits for each element, and a scale for each group.
+    Int4(int4::Int4),
+    /// Levels of a normal distribution, and a scale for each group.
+    Nf4(nf4::Nf4),
+    /// Bytes, and a scale for each block.
+    Q8_0(q8_0::Q8_0),
+    /// Five bits, a scale and a minimum for each block.
+    Q5_1(q5_1::Q5_1),
+    /// Four bits, and a scale for each block.
+    Q4_0(q4_0::Q4_0),
 }
 
 #[cfg(test)]
@@ -103,6 +134,16 @@ pub struct FormatEntry {
     build: fn(&Named) -> Result<RowFormat, NamedError>,
 }
 
+/// Rows of a width that a format cannot keep.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{what} is {width}; {format} keeps rows whose width is {wanted}")]
+pub struct FormatError {
+    format: String,
+    what: String,
+    width: usize,
+    wanted: String,
+}
+
 impl RowFormat {
     /// The format of plain elements.
     pub fn plain(dtype: DType) -> Self {
@@ -116,6 +157,22 @@ impl RowFormat {
     /// The type of its elements, if it keeps nothing but these.
     pub fn dtype(self) -> Option<DType> {
         DType::ALL.into_iter().find(|&dtype| RowFormat::plain(dtype) == self)
+    }
+
+    /// Refuses rows of a width that the format cannot keep; `what` they are is part of the message.
+    ///
+    /// # Errors
+    /// When `width` is not a multiple of the elements that share a scale, or is not one that can be rotated.
+    pub fn check(self, what: &str, width: usize) -> Result<(), FormatError> {
+        match with_codec!(self, codec => codec.wants(width)) {
+            None => Ok(()),
+            Some(wanted) => Err(FormatError { format: self.to_string(), what: what.into(), width, wanted }),
+        }
+    }
+
+    /// Whether a row's bytes, read as they lie, are those of the rotated row.
+    pub fn is_rotated(self) -> bool {
+        with_codec!(self, codec => codec.rotated())
     }
 
     /// Bytes of a row of `width` elements, with all that belongs to it.
@@ -156,7 +213,9 @@ impl RowCode for RowFormat {
 
 impl fmt::Display for RowFormat {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.pad(self.name())
+        let mut text = String::new();
+        with_codec!(*self, codec => codec.spell(&mut text))?;
+        formatter.pad(&text)
     }
 }
 

@@ -183,6 +183,7 @@ impl<'a> Decoder<'a> {
         cpu: &'a Cpu,
         arena: &'a Arena,
     ) -> Result<Self, ModelError> {
+        setup.kv_format.check(model.config.head_dim)?;
         Ok(Decoder {
             model,
             setup,

@@ -43,7 +43,7 @@ pub(crate) use weights::{tensor_files, widen};
 
 use crate::attention::AttentionError;
 use crate::device::cuda::CudaError;
-use crate::format::RowFormat;
+use crate::format::{FormatError, RowFormat};
 use crate::memory::{Arena, ArenaError};
 use crate::named::NamedError;
 use crate::policy::cuda::DevicePolicyError;
@@ -109,6 +109,9 @@ pub enum ModelError {
     /// A kernel that there is not.
     #[error(transparent)]
     Kernel(#[from] NamedError),
+    /// Heads that the cache's format cannot keep.
+    #[error(transparent)]
+    Format(#[from] FormatError),
     /// A policy that cannot be applied.
     #[error(transparent)]
     Policy(#[from] PolicyError),

@@ -296,6 +296,13 @@ impl Make for Found<'_> {
             self.dtype = dtype;
         }
         let Some(format) = self.format.filter(|format| *format != matrix.format) else { return Ok(matrix) };
+        if format.is_rotated() {
+            let reason =
+                format!("weights are multiplied as they lie, and {format} keeps rows rotated; leave hadamard out");
+            return Err(self.wrong(&self.folder, reason));
+        }
+        let what = format!("the width of tensor '{name}'");
+        format.check(&what, matrix.width).map_err(|error| self.wrong(&self.folder, error.to_string()))?;
         let matrix = matrix.encoded(format, self.arena)?;
         (self.mapped_bytes, self.held_bytes) = (counted.0, counted.1 + matrix.range.len() as u64);
         Ok(matrix)

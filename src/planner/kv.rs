@@ -2,7 +2,7 @@
 
 use super::PlanError;
 use super::architecture::KvGroup;
-use crate::format::KvFormat;
+use crate::format::{FormatError, KvFormat};
 use std::fmt;
 use std::str::FromStr;
 
@@ -16,15 +16,24 @@ pub enum KvStore {
 }
 
 /// Formats of other engines: name, bits of an element with its scales.
-pub const OTHERS: [(&str, f64); 5] = [
-    ("fp8", 8.0),      // vLLM, TensorRT-LLM: a scale per tensor
-    ("q8_0", 8.5),     // llama.cpp: 32 bytes and an f16 scale
-    ("q5_0", 5.5),     // llama.cpp
-    ("q4_0", 4.5),     // llama.cpp
-    ("int4-g32", 5.0), // groups of 32 with an f16 scale and an f16 zero
+pub const OTHERS: [(&str, f64); 2] = [
+    ("fp8", 8.0),  // vLLM, TensorRT-LLM: a scale per tensor
+    ("q5_0", 5.5), // llama.cpp
 ];
 
 impl KvStore {
+    /// Refuses heads that the format cannot keep.
+    ///
+    /// # Errors
+    /// When a group's keys or values have a width that it has no whole blocks for.
+    pub fn check(self, groups: &[KvGroup]) -> Result<(), FormatError> {
+        let KvStore::Own(format) = self else { return Ok(()) };
+        groups.iter().try_for_each(|group| {
+            format.k.check("the head dim", group.k_dim)?;
+            format.v.check("the head dim", group.v_dim)
+        })
+    }
+
     /// Bytes of a token in the layers of a group.
     pub fn token_bytes(self, group: &KvGroup) -> u64 {
         let rows = (group.layers * group.heads) as u64;

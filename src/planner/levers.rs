@@ -122,7 +122,7 @@ pub fn levers<'a>(scenario: &Scenario<'a>, siblings: &'a [Subject]) -> Result<Ve
     for format in ["int8", "fp8", "q4_0"] {
         let kv = format.parse()?;
         let smaller = Scenario { kv, ..scenario.clone() };
-        if smaller.kv_token_bytes() < scenario.kv_token_bytes() {
+        if smaller.kv.check(&smaller.subject.groups).is_ok() && smaller.kv_token_bytes() < scenario.kv_token_bytes() {
             let change = move |scenario: &mut Scenario<'a>| scenario.kv = kv;
             add("kv", format!("keys and values in {format}"), Drift::NotMeasured, Box::new(change));
         }

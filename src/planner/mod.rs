@@ -29,6 +29,7 @@ pub use scenario::{Phase, Scenario};
 pub use source::Subject;
 pub use waterfall::Waterfall;
 
+use crate::format::FormatError;
 use crate::model::ModelError;
 use crate::named::NamedError;
 use crate::policy::{BudgetError, PolicyError};
@@ -58,6 +59,9 @@ pub enum PlanError {
         /// What would be right.
         expected: String,
     },
+    /// Heads that a format of keys and values cannot keep.
+    #[error(transparent)]
+    Format(#[from] FormatError),
     /// Bytes beyond any memory.
     #[error("{what} comes to more than 2^60 bytes; ask for less")]
     Overflow {

@@ -409,6 +409,7 @@ impl Scenario<'_> {
         if self.tensor_parallel > heads {
             return wrong("--tensor-parallel", self.tensor_parallel, format!("the model has {heads} query heads"));
         }
+        self.kv.check(&self.subject.groups)?;
         if self.peak(self.context)?.1.total() > 1 << 60 {
             return Err(PlanError::Overflow { what: "this" });
         }

@@ -18,6 +18,9 @@ use crate::tensor::{DType, Tensor};
 
 pub fn run(args: &Args, index: usize) -> Result<(), Failure> {
     let name: Named = args.kernel.parse()?;
+    if let Some(format) = args.kv_format {
+        return Err(Failure::usage(format!("attend reads a cache in {format} on the CPU only; leave --device out")));
+    }
     let kernel = cuda_kernel(&args.kernel)?;
     let runtime = Runtime::open(index, args.compute.nvrtc.as_deref())?;
     let device = runtime.device();

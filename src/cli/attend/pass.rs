@@ -2,9 +2,12 @@
 
 use super::Failure;
 use crate::attention::{
-    AttentionError, Backward, DenseKv, Forward, Gradients, Kernel, Outputs, Params, Shape, WorkspaceSize, reference,
+    AttentionError, Backward, DenseKv, Forward, Gradients, Kernel, KvRows, Outputs, Params, Shape, WorkspaceSize,
+    reference,
 };
+use crate::cache::{CacheShape, PAGE_TOKENS, PagedCache};
 use crate::device::Cpu;
+use crate::format::KvFormat;
 use crate::memory::{Arena, Label};
 use crate::tensor::file::TensorFile;
 use crate::tensor::{DType, Tensor};
@@ -21,6 +24,8 @@ pub struct Problem {
     /// Type of the inputs as they are computed with, and of the outputs.
     pub dtype: DType,
     pub backward: bool,
+    /// How keys and values are kept in a cache, if they are to be read from one.
+    pub kv_format: Option<KvFormat>,
     /// Tensors of the file, in the order in which they are loaded: name, extents, type in the file.
     pub stored: Vec<(&'static str, [usize; 4], DType)>,
 }
@@ -87,12 +92,32 @@ impl Problem {
             peak_bytes = peak_bytes.max(inputs + kept + twice);
             inputs += kept;
         }
-        let held = inputs + Outputs::bytes(&self.shape, self.dtype);
+        let cache: u64 = self.cache().map_or(0, |cache| self.cache_bytes(&cache));
+        let held = inputs + cache + Outputs::bytes(&self.shape, self.dtype);
         peak_bytes = peak_bytes.max(held + forward.bytes());
         if let Some(workspace) = backward {
             peak_bytes = peak_bytes.max(held + Gradients::bytes(&self.shape, self.dtype) + workspace.bytes());
         }
         Ok(Sizes { forward, backward, peak_bytes })
+    }
+
+    /// The cache that keys and values are read from, if there is to be one.
+    fn cache(&self) -> Option<CacheShape> {
+        let Shape { batch, kv_heads, kv_len, head_dim, .. } = self.shape;
+        let of = |format| CacheShape {
+            batch,
+            kv_heads,
+            head_dim,
+            format,
+            max_tokens: kv_len,
+            page_tokens: PAGE_TOKENS,
+            columns: &[],
+        };
+        self.kv_format.map(of)
+    }
+
+    fn cache_bytes(&self, cache: &CacheShape) -> u64 {
+        cache.bytes(vec![self.shape.kv_len; cache.lists()], 0).values().sum()
     }
 
     /// Loads the tensors, runs the passes `repeat` times, and checks what they wrote.
@@ -106,8 +131,15 @@ impl Problem {
         repeat: u32,
     ) -> Result<Solution, Failure> {
         let inputs = self.load_all(file, arena)?;
-        let kv = DenseKv::new(inputs[1].view(), inputs[2].view())?;
-        let call = Forward { shape: self.shape, params: self.params, q: inputs[0].view(), kv: &kv, cpu };
+        let dense = DenseKv::new(inputs[1].view(), inputs[2].view())?;
+        let cache = self.cache().map(|shape| {
+            let mut cache = PagedCache::new(arena, shape)?;
+            cache.append(inputs[1].view(), inputs[2].view(), 0..self.shape.kv_len)?;
+            Ok::<_, Failure>(cache)
+        });
+        let cache = cache.transpose()?;
+        let kv = cache.as_ref().map_or(&dense as &dyn KvRows, |cache| cache);
+        let call = Forward { shape: self.shape, params: self.params, q: inputs[0].view(), kv, cpu };
         let warmups = u32::from(repeat > 1);
 
         let mut outputs = Outputs::allocate(arena, &self.shape, self.dtype)?;
@@ -129,7 +161,8 @@ impl Problem {
             }
         };
 
-        let (rel_l2, checked_rows) = self.drift(&call, &outputs)?;
+        // Of what was given, whatever the cache made of it.
+        let (rel_l2, checked_rows) = self.drift(&Forward { kv: &dense, ..call }, &outputs)?;
         Ok(Solution { outputs, samples_ns, warmups, backward, rel_l2, checked_rows })
     }
 

@@ -3,6 +3,7 @@
 use super::pass::{Problem, Sizes, Solution};
 use crate::attention::Shape;
 use crate::cli::place::Place;
+use crate::format::KvFormat;
 use crate::memory::{LabelBytes, Usage};
 use crate::tensor::DType;
 use crate::units;
@@ -22,6 +23,8 @@ pub struct Report {
     q_len: usize,
     kv_len: usize,
     head_dim: usize,
+    #[serde(flatten)]
+    kept: Option<Kept>,
     causal: bool,
     window: Option<usize>,
     softcap: Option<f32>,
@@ -39,6 +42,15 @@ pub struct Report {
     drift: Drift,
     #[serde(flatten)]
     backward: Option<Backward>,
+}
+
+/// The cache that keys and values were read from.
+#[derive(Serialize)]
+struct Kept {
+    kv_format: KvFormat,
+    /// Of its tokens, and of the input's.
+    kv_bytes: u64,
+    kv_bytes_given: u64,
 }
 
 #[derive(Serialize)]
@@ -90,6 +102,10 @@ impl Report {
             q_len,
             kv_len,
             head_dim,
+            kept: problem.kv_format.map(|kv_format| {
+                let bytes = |format: KvFormat| (batch * kv_heads * kv_len) as u64 * format.token_bytes(head_dim);
+                Kept { kv_format, kv_bytes: bytes(kv_format), kv_bytes_given: bytes(problem.dtype.into()) }
+            }),
             causal: problem.params.causal,
             window: problem.params.window,
             softcap: problem.params.softcap,
@@ -141,6 +157,10 @@ impl Report {
             ("shape", shape),
             ("forward", time(self.median_ns, self.flops_per_s)),
         ];
+        if let Some(Kept { kv_format, kv_bytes, kv_bytes_given }) = &self.kept {
+            let [kept, given] = [*kv_bytes, *kv_bytes_given].map(units::bytes);
+            lines.push(("keys, values", format!("{kept} in {kv_format}, {given} as given")));
+        }
         if let Some(backward) = &self.backward {
             lines.push(("backward", time(backward.backward_median_ns, backward.backward_flops_per_s)));
         }

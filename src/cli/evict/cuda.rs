@@ -13,6 +13,9 @@ use crate::tensor::file::TensorFile;
 
 pub fn run(args: &Args, index: usize, policy: &Policy, budget: &Budget) -> Result<(), Failure> {
     policy.check_device(&args.policy)?;
+    if let Some(format) = args.kv_format {
+        return Err(Failure::usage(format!("evict keeps a cache in {format} on the CPU only; leave --device out")));
+    }
     args.check_files()?;
     let file = TensorFile::open(&args.input)?;
     // The host's copies are not what is measured.

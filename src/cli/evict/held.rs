@@ -2,10 +2,11 @@
 
 use super::Failure;
 use super::extra::Extra;
-use crate::attention::{Forward, Shape};
-use crate::cache::{CacheShape, PAGE_TOKENS, PagedCache};
+use crate::attention::Forward;
+use crate::cache::{CacheShape, Column, PAGE_TOKENS, PagedCache};
 use crate::device::Cpu;
 use crate::eviction::Retained;
+use crate::format::KvFormat;
 use crate::memory::Arena;
 use crate::policy::Policy;
 use crate::policy::action::Fold;
@@ -25,31 +26,21 @@ pub struct Held<'a> {
     pub(super) call: &'a Forward<'a>,
     pub(super) k: &'a Tensor,
     pub(super) v: &'a Tensor,
+    /// What they are kept in, if not as they are.
+    pub(super) format: Option<KvFormat>,
     pub(super) arena: &'a Arena,
 }
 
 impl Held<'_> {
     /// A cache of the keys and values.
     fn cache(&self) -> Result<PagedCache, Failure> {
-        let Shape { batch, kv_heads, kv_len, head_dim, .. } = self.call.shape;
-        let (columns, dtype) = (self.policy.columns(), self.k.dtype());
-        let shape = CacheShape {
-            batch,
-            kv_heads,
-            head_dim,
-            format: dtype.into(),
-            max_tokens: kv_len,
-            page_tokens: PAGE_TOKENS,
-            columns,
-        };
-        let mut cache = PagedCache::new(self.arena, shape)?;
-        cache.append(self.k.view(), self.v.view(), 0..kv_len)?;
-        Ok(cache)
+        let format = self.format.unwrap_or(self.k.dtype().into());
+        filled(self.arena, [self.k, self.v], format, self.policy.columns())
     }
 
-    /// What is retained, where the policy changes it.
+    /// What is retained, where the policy or the format changes it.
     pub fn shrink(&self, retained: &Retained, extra: &Extra, seed: u64) -> Result<Option<PagedCache>, Failure> {
-        if self.policy.action.is_none() && !self.policy.rerotates {
+        if self.policy.action.is_none() && !self.policy.rerotates && self.format.is_none() {
             return Ok(None);
         }
         let mut cache = self.cache()?;
@@ -77,22 +68,37 @@ impl Held<'_> {
         let (name, chosen) = selector.choice();
         Ok(Some(Read { name, chosen, bytes: selector.read_bytes(Lists::all(&cache)) }))
     }
+
+    /// Values of a cache, and keys if the policy or the format changes them, padded to the longest list.
+    pub fn rows(&self, cache: &PagedCache) -> Vec<(&'static str, Vec<f32>)> {
+        let (width, lists, columns) = (cache.shape().head_dim, cache.shape().lists(), cache.max_len());
+        let all = |read: &dyn Fn(usize, usize, &mut [f32])| {
+            let mut rows = vec![0.0; lists * columns * width];
+            for list in 0..lists {
+                let rows = rows[list * columns * width..].chunks_exact_mut(width).take(cache.lens()[list]);
+                rows.enumerate().for_each(|(slot, row)| read(list, slot, row));
+            }
+            rows
+        };
+        let mut named = vec![("values", all(&|list, slot, row| cache.read_value(list, slot, row)))];
+        let changes_keys = self.policy.action.as_ref().is_some_and(|action| action.changes_keys());
+        if self.policy.rerotates || changes_keys || self.format.is_some() {
+            named.push(("keys", all(&|list, slot, row| cache.read_key(list, slot, row))));
+        }
+        named
+    }
 }
 
-/// Values of a cache, and keys if the policy changes them, padded to the longest list.
-pub fn rows(policy: &Policy, cache: &PagedCache) -> Vec<(&'static str, Vec<f32>)> {
-    let (width, lists, columns) = (cache.shape().head_dim, cache.shape().lists(), cache.max_len());
-    let all = |read: &dyn Fn(usize, usize, &mut [f32])| {
-        let mut rows = vec![0.0; lists * columns * width];
-        for list in 0..lists {
-            let rows = rows[list * columns * width..].chunks_exact_mut(width).take(cache.lens()[list]);
-            rows.enumerate().for_each(|(slot, row)| read(list, slot, row));
-        }
-        rows
-    };
-    let mut named = vec![("values", all(&|list, slot, row| cache.read_value(list, slot, row)))];
-    if policy.rerotates || policy.action.as_ref().is_some_and(|action| action.changes_keys()) {
-        named.push(("keys", all(&|list, slot, row| cache.read_key(list, slot, row))));
-    }
-    named
+/// A cache of keys and values `[B, Hkv, Lk, D]`.
+pub fn filled(
+    arena: &Arena,
+    [k, v]: [&Tensor; 2],
+    format: KvFormat,
+    columns: &'static [Column],
+) -> Result<PagedCache, Failure> {
+    let [batch, kv_heads, max_tokens, head_dim] = k.dims();
+    let shape = CacheShape { batch, kv_heads, head_dim, format, max_tokens, page_tokens: PAGE_TOKENS, columns };
+    let mut cache = PagedCache::new(arena, shape)?;
+    cache.append(k.view(), v.view(), 0..max_tokens)?;
+    Ok(cache)
 }

@@ -39,7 +39,7 @@ pub struct ScenarioArgs {
     /// Logits of the prompt: last or all of its tokens
     #[arg(long, value_name = "WHICH", default_value = "last", value_parser = logits)]
     logits: Logits,
-    /// How keys and values are kept: a format (see `kvsieve list formats`), fp8, q8_0, q5_0, q4_0 or int4-g32
+    /// How keys and values are kept: a format (see `kvsieve list formats`), or fp8 or q5_0 of other engines
     #[arg(long, value_name = "FORMAT", default_value = "bf16")]
     kv_format: String,
     /// How weights are kept (see `kvsieve list weights`) [default: as in the model's files, else bf16]

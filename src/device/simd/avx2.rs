@@ -88,6 +88,24 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
+    unsafe fn splat_f16(self, from: *const f16) -> __m256 {
+        // SAFETY: the caller's promise.
+        unsafe { _mm256_cvtph_ps(_mm_set1_epi16(from.cast::<i16>().read_unaligned())) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_nibbles(self, from: *const u8, shift: u32, values: &[f32; 16]) -> __m256 {
+        // SAFETY: the caller's promise. Of an index three bits count; the fourth, made the sign, chooses between halves.
+        unsafe {
+            let codes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(from.cast()));
+            let index = _mm256_srl_epi32(codes, _mm_cvtsi32_si128(shift as i32));
+            let low = _mm256_permutevar8x32_ps(self.load(values.as_ptr()), index);
+            let high = _mm256_permutevar8x32_ps(self.load(values[8..].as_ptr()), index);
+            _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32::<28>(index)))
+        }
+    }
+
+    #[inline(always)]
     unsafe fn load_part(self, from: *const f32, count: usize) -> __m256 {
         // SAFETY: the caller's promise; lanes that the mask leaves out are not read.
         unsafe {

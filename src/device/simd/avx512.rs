@@ -72,6 +72,40 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     }
 
     #[inline(always)]
+    unsafe fn splat_f16(self, from: *const f16) -> __m512 {
+        // SAFETY: the caller's promise.
+        unsafe { _mm512_cvtph_ps(_mm256_set1_epi16(from.cast::<i16>().read_unaligned())) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_nibbles(self, from: *const u8, shift: u32, values: &[f32; 16]) -> __m512 {
+        // SAFETY: the caller's promise; of an index only the low four bits count.
+        unsafe {
+            let codes = _mm512_cvtepu8_epi32(_mm_loadu_si128(from.cast()));
+            let index = _mm512_srl_epi32(codes, _mm_cvtsi32_si128(shift as i32));
+            _mm512_permutexvar_ps(index, self.load(values.as_ptr()))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load_32_nibbles(
+        self,
+        from: *const u8,
+        values: &[f32; 16],
+        (scale, least): (__m512, Option<__m512>),
+        to: &mut [__m512],
+    ) {
+        // SAFETY: the caller's promise. What all 16 codes stand for is one vector; of an index only the low four bits count.
+        unsafe {
+            let scaled = _mm512_mul_ps(scale, self.load(values.as_ptr()));
+            let values = if let Some(least) = least { _mm512_add_ps(scaled, least) } else { scaled };
+            let codes = _mm512_cvtepu8_epi32(_mm_loadu_si128(from.cast()));
+            to[0] = _mm512_permutexvar_ps(codes, values);
+            to[1] = _mm512_permutexvar_ps(_mm512_srli_epi32::<4>(codes), values);
+        }
+    }
+
+    #[inline(always)]
     unsafe fn load_part(self, from: *const f32, count: usize) -> __m512 {
         // SAFETY: the caller's promise; lanes that the mask leaves out are not read.
         unsafe { _mm512_maskz_loadu_ps(first(count), from) }

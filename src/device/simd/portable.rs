@@ -66,6 +66,19 @@ impl Simd for Portable {
     }
 
     #[inline(always)]
+    unsafe fn splat_f16(self, from: *const f16) -> Lanes {
+        // SAFETY: the caller's promise.
+        [unsafe { from.read_unaligned() }.to_f32(); 4]
+    }
+
+    #[inline(always)]
+    unsafe fn load_nibbles(self, from: *const u8, shift: u32, values: &[f32; 16]) -> Lanes {
+        // SAFETY: the caller's promise.
+        let bytes = unsafe { from.cast::<[u8; 4]>().read_unaligned() };
+        each(0.0, |lane| values[usize::from(bytes[lane] >> shift & 15)])
+    }
+
+    #[inline(always)]
     unsafe fn load_part(self, from: *const f32, count: usize) -> Lanes {
         // SAFETY: the caller's promise.
         unsafe { part(from, count) }

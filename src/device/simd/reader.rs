@@ -1,5 +1,6 @@
 //! How a row is read, a vector at a time, from the bytes in which it is kept.
 
+use super::vector::each;
 use super::{Element, Simd};
 use std::marker::PhantomData;
 
@@ -8,6 +9,8 @@ pub trait RowReader: Copy + Send + Sync {
     /// Whether what is read must still be multiplied by [`RowReader::scale`]: a number for the whole row, which costs
     /// less when it is multiplied with a sum.
     const SCALED: bool;
+    /// Whether 32 elements are read together at less cost than vector by vector.
+    const TOGETHER: bool = false;
 
     /// Bytes of a row of `width` elements, with all that belongs to it.
     fn row_bytes(self, width: usize) -> usize;
@@ -17,6 +20,22 @@ pub trait RowReader: Copy + Send + Sync {
     /// # Safety
     /// `row` is the start of a row's bytes, of any alignment, with at least `column + S::LANES` elements.
     unsafe fn load<S: Simd>(self, simd: S, row: *const u8, column: usize) -> S::Vector;
+
+    /// Reads `N` vectors from `column` on, one behind another; `column` is a multiple of their elements.
+    ///
+    /// # Safety
+    /// As [`RowReader::load`], of all these elements.
+    #[inline(always)]
+    unsafe fn load_many<S: Simd, const N: usize>(self, simd: S, row: *const u8, column: usize) -> [S::Vector; N] {
+        each(
+            simd.splat(0.0),
+            #[inline(always)]
+            |vector| {
+                // SAFETY: the caller's promise.
+                unsafe { self.load(simd, row, column + vector * S::LANES) }
+            },
+        )
+    }
 
     /// Reads `count` elements from `column` on; the other lanes become zero.
     ///

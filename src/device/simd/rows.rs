@@ -6,9 +6,9 @@
 //! by reading it in one order and asking for cache lines a fixed way ahead in that order, past the end of the list into
 //! what will be read next. Lists are long, because each change of the place that is read costs time.
 
-use super::Simd;
 use super::reader::RowReader;
 use super::vector::each;
+use super::{Simd, Task};
 use crate::tensor::Rows;
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -134,67 +134,79 @@ fn spread(span: &[u8], stride_bytes: usize, at: &mut [*const u8]) {
 }
 
 /// `scores[i][j] = queries[i] . rows[j]`: query row `i` begins at `i * stride` of `queries` and is followed by zeros up
-/// to whole vectors, its scores begin at `i * BLOCK` of `scores`. `reader` reads the list's rows.
-///
-/// # Panics
-/// When a slice is too short.
-#[inline(always)]
-pub fn dots<S: Simd, R: RowReader>(
-    simd: S,
-    reader: R,
-    rows: &RowList<'_>,
-    queries: &[f32],
-    stride: usize,
-    scores: &mut [f32],
-) {
-    let query_count = queries.len() / stride;
-    assert!(rows.width <= stride && stride.is_multiple_of(S::LANES), "queries in whole vectors");
-    assert!(scores.len() >= query_count * BLOCK, "scores are too short");
-    let row_bytes = reader.row_bytes(rows.width);
-    let quads = rows.count - rows.count % KEYS;
-    for key in (0..quads).step_by(KEYS) {
-        for key in key..key + KEYS {
-            // SAFETY: `quads` is at most `count`.
-            unsafe { rows.prefetch(simd, key, 0, row_bytes) };
+/// to whole vectors, its scores begin at `i * BLOCK` of `scores`. Panics when a slice is too short.
+pub struct Dots<'a, R> {
+    /// What reads the list's rows.
+    pub reader: R,
+    /// The rows.
+    pub rows: &'a RowList<'a>,
+    /// The query rows.
+    pub queries: &'a [f32],
+    /// Elements from one query row to the next.
+    pub stride: usize,
+    /// The inner products.
+    pub scores: &'a mut [f32],
+}
+
+impl<R: RowReader> Task for Dots<'_, R> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        let Dots { reader, rows, queries, stride, scores } = self;
+        let query_count = queries.len() / stride;
+        assert!(rows.width <= stride && stride.is_multiple_of(S::LANES), "queries in whole vectors");
+        assert!(scores.len() >= query_count * BLOCK, "scores are too short");
+        let row_bytes = reader.row_bytes(rows.width);
+        let quads = rows.count - rows.count % KEYS;
+        for key in (0..quads).step_by(KEYS) {
+            for key in key..key + KEYS {
+                // SAFETY: `quads` is at most `count`.
+                unsafe { rows.prefetch(simd, key, 0, row_bytes) };
+            }
+            let keys: [*const u8; KEYS] = each(
+                std::ptr::null(),
+                #[inline(always)]
+                |offset| {
+                    // SAFETY: as above.
+                    unsafe { rows.row(key + offset) }
+                },
+            );
+            let mut query = 0;
+            while query < query_count {
+                let scores = &mut scores[query * BLOCK..];
+                // SAFETY: listed rows hold `width` elements; query rows from `query` on hold `stride`, whole vectors.
+                query += unsafe {
+                    let from = queries.as_ptr().add(query * stride);
+                    match query_count - query {
+                        1 => {
+                            put(simd, tile::<S, R, KEYS, 1>(simd, reader, keys, rows.width, from, stride), scores, key)
+                        }
+                        2 | 3 => {
+                            put(simd, tile::<S, R, KEYS, 2>(simd, reader, keys, rows.width, from, stride), scores, key)
+                        }
+                        _ if S::COLUMNS < 4 => {
+                            put(simd, tile::<S, R, KEYS, 2>(simd, reader, keys, rows.width, from, stride), scores, key)
+                        }
+                        _ => {
+                            put(simd, tile::<S, R, KEYS, 4>(simd, reader, keys, rows.width, from, stride), scores, key)
+                        }
+                    }
+                };
+            }
         }
-        let keys: [*const u8; KEYS] = each(
-            std::ptr::null(),
-            #[inline(always)]
-            |offset| {
+        for key in quads..rows.count {
+            for query in 0..query_count {
                 // SAFETY: as above.
-                unsafe { rows.row(key + offset) }
-            },
-        );
-        let mut query = 0;
-        while query < query_count {
-            let scores = &mut scores[query * BLOCK..];
-            // SAFETY: listed rows hold `width` elements; query rows from `query` on hold `stride`, whole vectors.
-            query += unsafe {
-                let from = queries.as_ptr().add(query * stride);
-                match query_count - query {
-                    1 => put(simd, tile::<S, R, KEYS, 1>(simd, reader, keys, rows.width, from, stride), scores, key),
-                    2 | 3 => {
-                        put(simd, tile::<S, R, KEYS, 2>(simd, reader, keys, rows.width, from, stride), scores, key)
-                    }
-                    _ if S::COLUMNS < 4 => {
-                        put(simd, tile::<S, R, KEYS, 2>(simd, reader, keys, rows.width, from, stride), scores, key)
-                    }
-                    _ => put(simd, tile::<S, R, KEYS, 4>(simd, reader, keys, rows.width, from, stride), scores, key),
-                }
-            };
+                let [[sum]] = unsafe {
+                    let from = queries.as_ptr().add(query * stride);
+                    tile::<S, R, 1, 1>(simd, reader, [rows.row(key)], rows.width, from, stride)
+                };
+                scores[query * BLOCK + key] = simd.sum(sum);
+            }
         }
+        rows.scale(reader, &mut scores[..query_count * BLOCK]);
     }
-    for key in quads..rows.count {
-        for query in 0..query_count {
-            // SAFETY: as above.
-            let [[sum]] = unsafe {
-                let from = queries.as_ptr().add(query * stride);
-                tile::<S, R, 1, 1>(simd, reader, [rows.row(key)], rows.width, from, stride)
-            };
-            scores[query * BLOCK + key] = simd.sum(sum);
-        }
-    }
-    rows.scale(reader, &mut scores[..query_count * BLOCK]);
 }
 
 /// Writes the sums of a tile's lanes; returns the number of its query rows.
@@ -230,6 +242,20 @@ pub(super) unsafe fn tile<S: Simd, R: RowReader, const ROWS: usize, const QUERIE
     // SAFETY: the caller's promise.
     unsafe {
         let mut column = 0;
+        if R::TOGETHER && S::LANES == 16 {
+            while column + 2 * S::LANES <= whole {
+                let keys: [[S::Vector; 2]; ROWS] = each(
+                    [simd.splat(0.0); 2],
+                    #[inline(always)]
+                    |row| reader.load_many::<S, 2>(simd, rows[row], column),
+                );
+                for half in 0..2 {
+                    let keys = each(simd.splat(0.0), |row: usize| keys[row][half]);
+                    add(simd, &mut sums, keys, queries.add(column + half * S::LANES), stride);
+                }
+                column += 2 * S::LANES;
+            }
+        }
         while column < whole {
             let keys: [S::Vector; ROWS] = each(
                 simd.splat(0.0),
@@ -274,38 +300,47 @@ unsafe fn add<S: Simd, const ROWS: usize, const QUERIES: usize>(
 
 /// `outputs[i] += sum_j weights[i][j] * rows[j]`: output row `i` begins at `i * stride` of `outputs`, its weights at
 /// `i * BLOCK` of `weights`, where they are lost: the factors that rows carry are multiplied with them. What lies behind a
-/// row's width, up to whole vectors, stays as it is.
-///
-/// # Panics
-/// When a slice is too short.
-#[inline(always)]
-pub fn accumulate<S: Simd, R: RowReader>(
-    simd: S,
-    reader: R,
-    rows: &RowList<'_>,
-    weights: &mut [f32],
-    outputs: &mut [f32],
-    stride: usize,
-) {
-    let output_count = outputs.len() / stride;
-    assert!(rows.width <= stride && stride.is_multiple_of(S::LANES), "outputs in whole vectors");
-    assert!(weights.len() >= output_count * BLOCK, "weights are too short");
-    rows.scale(reader, &mut weights[..output_count * BLOCK]);
-    for first in (0..rows.count).step_by(CHUNK) {
-        let end = rows.count.min(first + CHUNK);
-        let mut output = 0;
-        while output < output_count {
-            // SAFETY: output rows from `output` on are there, `stride` apart, and `BLOCK` weights for each of them.
-            output += unsafe {
-                let (weights, to) = (weights.as_ptr().add(output * BLOCK), outputs.as_mut_ptr().add(output * stride));
-                let sum = Sum { reader, rows, first, end, weights, to, stride, prefetch: output == 0 };
-                match output_count - output {
-                    1 => sum.panels::<S, 1>(simd),
-                    2 | 3 => sum.panels::<S, 2>(simd),
-                    _ if S::COLUMNS < 4 => sum.panels::<S, 2>(simd),
-                    _ => sum.panels::<S, 4>(simd),
-                }
-            };
+/// row's width, up to whole vectors, stays as it is. Panics when a slice is too short.
+pub struct Accumulate<'a, R> {
+    /// What reads the list's rows.
+    pub reader: R,
+    /// The rows.
+    pub rows: &'a RowList<'a>,
+    /// The weights.
+    pub weights: &'a mut [f32],
+    /// The output rows.
+    pub outputs: &'a mut [f32],
+    /// Elements from one output row to the next.
+    pub stride: usize,
+}
+
+impl<R: RowReader> Task for Accumulate<'_, R> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        let Accumulate { reader, rows, weights, outputs, stride } = self;
+        let output_count = outputs.len() / stride;
+        assert!(rows.width <= stride && stride.is_multiple_of(S::LANES), "outputs in whole vectors");
+        assert!(weights.len() >= output_count * BLOCK, "weights are too short");
+        rows.scale(reader, &mut weights[..output_count * BLOCK]);
+        for first in (0..rows.count).step_by(CHUNK) {
+            let end = rows.count.min(first + CHUNK);
+            let mut output = 0;
+            while output < output_count {
+                // SAFETY: output rows from `output` on are there, `stride` apart, and `BLOCK` weights for each of them.
+                output += unsafe {
+                    let (weights, to) =
+                        (weights.as_ptr().add(output * BLOCK), outputs.as_mut_ptr().add(output * stride));
+                    let sum = Sum { reader, rows, first, end, weights, to, stride, prefetch: output == 0 };
+                    match output_count - output {
+                        1 => sum.panels::<S, 1>(simd),
+                        2 | 3 => sum.panels::<S, 2>(simd),
+                        _ if S::COLUMNS < 4 => sum.panels::<S, 2>(simd),
+                        _ => sum.panels::<S, 4>(simd),
+                    }
+                };
+            }
         }
     }
 }
@@ -374,14 +409,10 @@ impl<R: RowReader> Sum<'_, R> {
                     self.rows.prefetch(simd, index, first_byte, end_byte - first_byte);
                 }
                 let from = self.rows.row(index);
-                let values: [S::Vector; VECTORS] = each(
-                    simd.splat(0.0),
-                    #[inline(always)]
-                    |vector| match PART {
-                        true => reader.load_part(simd, from, column, part),
-                        false => reader.load(simd, from, column + vector * S::LANES),
-                    },
-                );
+                let values: [S::Vector; VECTORS] = match PART {
+                    true => [reader.load_part(simd, from, column, part); VECTORS],
+                    false => reader.load_many(simd, from, column),
+                };
                 for (output, sums) in sums.iter_mut().enumerate() {
                     let weight = simd.splat(*self.weights.add(output * BLOCK + index));
                     for (sum, value) in sums.iter_mut().zip(values) {
@@ -401,33 +432,22 @@ impl<R: RowReader> Sum<'_, R> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Isa, Task};
+    use super::super::Isa;
     use super::*;
-    use crate::format::{RowFormat, with_codec};
+    use crate::format::{FORMATS, RowFormat, with_codec};
     use crate::tensor::{Coded, DType, Strided};
     use half::{bf16, f16};
 
     /// Both functions against their definition in f64, for `queries` query rows, over rows in runs of `run`.
     struct Check<'a> {
-        format: RowFormat,
         rows: Rows<'a>,
         run: usize,
         queries: usize,
     }
 
-    impl Task for Check<'_> {
-        type Output = ();
-
-        #[inline(always)]
-        fn run<S: Simd>(self, simd: S) {
-            with_codec!(self.format, reader => self.check(simd, reader));
-        }
-    }
-
     impl Check<'_> {
-        #[inline(always)]
-        fn check<S: Simd, R: RowReader>(self, simd: S, reader: R) {
-            let Check { rows, run, queries, .. } = self;
+        fn run<R: RowReader>(self, isa: Isa, reader: R) {
+            let Check { rows, run, queries } = self;
             let (count, width) = (rows.count(), rows.width());
             let mut wide = vec![0.0; count * width];
             rows.widen(&mut wide);
@@ -443,7 +463,7 @@ mod tests {
                 .enumerate()
                 .for_each(|(at, x)| *x = if at % stride < width { (at % 13) as f32 - 6.0 } else { 0.0 });
             let mut scores = vec![f32::NAN; queries * BLOCK];
-            dots(simd, reader, &list, &x, stride, &mut scores);
+            isa.run(Dots { reader, rows: &list, queries: &x, stride, scores: &mut scores });
             let mut weights = vec![f32::NAN; queries * BLOCK];
             for query in 0..queries {
                 for row in 0..count {
@@ -454,7 +474,7 @@ mod tests {
                 }
             }
             let mut sums = vec![1.0; queries * stride];
-            accumulate(simd, reader, &list, &mut weights, &mut sums, stride);
+            isa.run(Accumulate { reader, rows: &list, weights: &mut weights, outputs: &mut sums, stride });
             for (at, &got) in sums.iter().enumerate() {
                 let (query, d) = (at / stride, at % stride);
                 let weight = |row: usize| ((query + row) % 7) as f64 - 2.5;
@@ -470,21 +490,29 @@ mod tests {
         let wide: Vec<f32> = (0..70_000).map(|x| (x % 251) as f32 * 0.25 - 30.0).collect();
         let bf16s: Vec<bf16> = wide.iter().map(|&x| bf16::from_f32(x)).collect();
         let f16s: Vec<f16> = wide.iter().map(|&x| f16::from_f32(x)).collect();
+        let coded = FORMATS.iter().map(|entry| entry.name.parse::<RowFormat>().unwrap());
+        let coded: Vec<_> = coded.filter(|format| format.dtype().is_none()).collect();
         let shapes = [(1, 1), (2, 7), (5, 8), (4, 15), (16, 16), (33, 40), (19, 64), (50, 111), (256, 128), (6, 256)];
         for (index, (count, width)) in shapes.into_iter().enumerate() {
             for strides in [[width, 1], [width + 3, 1], [1, count]] {
                 for isa in Isa::available() {
                     for queries in [1, 2, 3, 4, 7] {
                         let run = [16, 1000, 7][(index + queries) % 3];
-                        let check = |format, rows| isa.run(Check { format, rows, run, queries });
+                        let check = |format: RowFormat, rows| {
+                            with_codec!(format, reader => Check { rows, run, queries }.run(isa, reader));
+                        };
                         let plain = RowFormat::plain;
                         check(plain(DType::F32), Rows::F32(Strided::new(&wide[..], strides, count, width)));
                         check(plain(DType::Bf16), Rows::Bf16(Strided::new(&bf16s, strides, count, width)));
                         check(plain(DType::F16), Rows::F16(Strided::new(&f16s, strides, count, width)));
-                        let int8: RowFormat = "int8".parse().unwrap();
-                        let mut bytes = vec![0; count * int8.row_bytes(width)];
-                        int8.encode(&wide[..count * width], width, &mut bytes);
-                        check(int8, Rows::Coded(Coded::new(&int8, &bytes, int8.row_bytes(width), width)));
+                        for coded in &coded {
+                            if coded.check("the width", width).is_ok() {
+                                let mut bytes = vec![0; count * coded.row_bytes(width)];
+                                coded.encode(&wide[..count * width], width, &mut bytes);
+                                let rows = Rows::Coded(Coded::new(coded, &bytes, coded.row_bytes(width), width));
+                                with_codec!(*coded, reader => Check { rows, run, queries }.run(isa, reader));
+                            }
+                        }
                     }
                 }
             }

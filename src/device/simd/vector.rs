@@ -37,6 +37,37 @@ pub trait Simd: Copy + Send + Sync + 'static {
     /// # Safety
     /// As [`Simd::load`].
     unsafe fn load_i8(self, from: *const i8) -> Self::Vector;
+    /// The f16 at `from` in every lane.
+    ///
+    /// # Safety
+    /// `from` is readable, of any alignment.
+    unsafe fn splat_f16(self, from: *const f16) -> Self::Vector;
+    /// What `values` has for four bits of each byte: `values[from[lane] >> shift & 15]`.
+    ///
+    /// # Safety
+    /// As [`Simd::load`].
+    unsafe fn load_nibbles(self, from: *const u8, shift: u32, values: &[f32; 16]) -> Self::Vector;
+    /// What `values` has for both halves of 16 bytes, times `scale`, plus `least` if there is one: of the low four bits of all bytes,
+    /// then of the high ones, as 32 elements of the vectors `to`.
+    ///
+    /// # Safety
+    /// 16 bytes at `from` are readable.
+    #[inline(always)]
+    unsafe fn load_32_nibbles(
+        self,
+        from: *const u8,
+        values: &[f32; 16],
+        (scale, least): (Self::Vector, Option<Self::Vector>),
+        to: &mut [Self::Vector],
+    ) {
+        for (index, to) in to.iter_mut().enumerate() {
+            let offset = index * Self::LANES;
+            // SAFETY: the caller's promise.
+            let x = unsafe { self.load_nibbles(from.add(offset % 16), (offset / 16 * 4) as u32, values) };
+            let x = self.mul(scale, x);
+            *to = if let Some(least) = least { self.add(x, least) } else { x };
+        }
+    }
     /// Reads the first `count` lanes; the others become zero.
     ///
     /// # Safety

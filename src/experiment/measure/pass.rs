@@ -119,6 +119,7 @@ pub(super) fn expand(grid: &Grid, scope: &Scope<'_>, kernel: &str, new_tokens: u
 fn check(cell: &Cell, scope: &Scope<'_>) -> Result<(), String> {
     let text = |error: &dyn std::fmt::Display| error.to_string();
     cell.shape().check().map_err(|error| text(&error))?;
+    cell.kv_format().check(cell.head_dim).map_err(|error| text(&error))?;
     // Bytes are counted in 64 bits; the score matrix is the largest thing that could be asked for.
     let shape = cell.shape();
     let extents = [shape.batch, shape.q_heads, shape.q_len, shape.kv_len];

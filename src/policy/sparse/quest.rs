@@ -12,9 +12,8 @@ use crate::attention::Shape;
 use crate::cache::{CacheShape, PAGE_TOKENS};
 use crate::device::Cpu;
 use crate::device::cpu::Slots;
-use crate::device::simd::reader::RowReader;
-use crate::device::simd::rows::{BLOCK, RowList, dots};
-use crate::device::simd::{Simd, Task};
+use crate::device::simd::Isa;
+use crate::device::simd::rows::{BLOCK, Dots, RowList};
 use crate::format::{RowFormat, with_codec};
 use crate::memory::{Arena, ArenaError, Buffer, Label};
 use crate::policy::select::keep_best;
@@ -194,7 +193,7 @@ impl KvSelector for Pages {
                     let (batch, first) = (list / shape.kv_heads, list % shape.kv_heads * group);
                     let heads = first..first + group;
                     let (dtype, width) = (shape.dtype(), shape.head_dim);
-                    cpu.isa().run(Bounds { q, batch, heads, index, dtype, width, scores, slot });
+                    Bounds { q, batch, heads, index, dtype, width, scores, slot }.score(cpu.isa());
                 });
                 // The last page is the query's own.
                 keep_best(&scores[..pages - 1], read - 1, ranks, chosen);
@@ -234,18 +233,8 @@ struct Bounds<'a> {
     slot: &'a mut [f32],
 }
 
-impl Task for Bounds<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run<S: Simd>(self, simd: S) {
-        with_codec!(RowFormat::plain(self.dtype), reader => self.over(simd, reader));
-    }
-}
-
 impl Bounds<'_> {
-    #[inline(always)]
-    fn over<S: Simd, R: RowReader>(self, simd: S, reader: R) {
+    fn score(self, isa: Isa) {
         let Bounds { q, batch, heads, index, dtype, width, scores, slot } = self;
         let stride = (2 * width).next_multiple_of(LANES);
         let (queries, blocks) = slot.split_at_mut(heads.len() * stride);
@@ -264,7 +253,9 @@ impl Bounds<'_> {
             let first = block * BLOCK;
             let end = first + scores.len();
             let list = RowList::collect([2 * width, line], &lines, first..end, &lines, end..pages, &mut []);
-            dots(simd, reader, &list, queries, stride, blocks);
+            with_codec!(RowFormat::plain(dtype), reader => {
+                isa.run(Dots { reader, rows: &list, queries, stride, scores: blocks });
+            });
             scores.fill(f32::NEG_INFINITY);
             for of_head in blocks.chunks_exact(BLOCK) {
                 scores.iter_mut().zip(of_head).for_each(|(score, &bound)| *score = score.max(bound));

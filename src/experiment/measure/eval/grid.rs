@@ -108,6 +108,9 @@ impl Opened {
             attention::kernel(kernel).map_err(|error| error.to_string())?;
         }
         let types = grid.types(&grid.dtype.or(config.dtype));
+        for format in &grid.kv_format.0 {
+            format.check(config.head_dim).map_err(|error| format!("'{model}': {error}"))?;
+        }
         let mut cells = Vec::new();
         for &context_tokens in grid.context_tokens.0.iter().flat_map(|tokens| &tokens.lengths) {
             let most = context_tokens + if grid.text.is_some() { new_tokens } else { 0 };

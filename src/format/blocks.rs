@@ -1,0 +1,296 @@
+//! Rows in blocks: some neighbouring elements share a scale, which stands in front of their codes.
+//!
+//! Most formats of few bits are of this kind. Such a format is a [`Blocks`]: how a block is written, and how a vector of it
+//! is read in registers, scale and all, because a scale that varies along the row cannot wait for the sum. Blocks are whole
+//! vectors of every instruction path, and a row is whole blocks, rounded up to whole words: 34 bytes for 32 elements of
+//! q8_0 are 68 for a head of 64, and 104 for one of 96.
+
+use super::{RowCodec, rotate};
+use crate::device::simd::Simd;
+use crate::device::simd::reader::RowReader;
+use crate::named::{Named, NamedError, Parameter};
+use half::f16;
+use std::fmt;
+
+/// Fewest elements of a block; all sizes are powers of two.
+pub const LEAST: usize = 32;
+/// Most elements of a block.
+pub const MOST: usize = 256;
+
+/// A format of blocks.
+pub trait Blocks: Copy + Send + Sync {
+    /// As [`RowCodec::NAME`].
+    const NAME: &'static str;
+    /// As [`RowCodec::ABOUT`].
+    const ABOUT: &'static str;
+    /// As [`RowCodec::PARAMETERS`].
+    const PARAMETERS: &'static [Parameter] = &[];
+
+    /// As [`RowCodec::build`].
+    fn build(named: &Named) -> Result<Self, NamedError>;
+
+    /// As [`RowCodec::spell`].
+    fn spell(self, to: &mut dyn fmt::Write) -> fmt::Result {
+        to.write_str(Self::NAME)
+    }
+
+    /// Elements of a block: a power of two from [`LEAST`] to [`MOST`].
+    #[inline(always)]
+    fn elements(self) -> usize {
+        LEAST
+    }
+
+    /// As [`RowCodec::rotated`].
+    fn rotated(self) -> bool {
+        false
+    }
+
+    /// Bytes of a block.
+    fn bytes(self) -> usize;
+
+    /// Reads the elements from `offset` on, a multiple of `S::LANES`.
+    ///
+    /// # Safety
+    /// A block's bytes begin at `block`, and `offset` is less than its elements.
+    unsafe fn vector<S: Simd>(self, simd: S, block: *const u8, offset: usize) -> S::Vector;
+
+    /// Reads 32 elements from `offset` on, a multiple of 32, into as many vectors as that takes.
+    ///
+    /// # Safety
+    /// As [`Blocks::vector`].
+    #[inline(always)]
+    unsafe fn vectors<S: Simd>(self, simd: S, block: *const u8, offset: usize, to: &mut [S::Vector]) {
+        for (index, to) in to.iter_mut().enumerate() {
+            // SAFETY: the caller's promise.
+            *to = unsafe { self.vector(simd, block, offset + index * S::LANES) };
+        }
+    }
+
+    /// Writes a block.
+    fn encode(self, block: &[f32], to: &mut [u8]);
+
+    /// Reads a block.
+    fn decode(self, block: &[u8], to: &mut [f32]);
+}
+
+impl<B: Blocks> RowReader for B {
+    const SCALED: bool = false;
+    const TOGETHER: bool = true;
+
+    #[inline(always)]
+    fn row_bytes(self, width: usize) -> usize {
+        (width.div_ceil(self.elements()) * self.bytes()).next_multiple_of(4)
+    }
+
+    #[inline(always)]
+    unsafe fn load<S: Simd>(self, simd: S, row: *const u8, column: usize) -> S::Vector {
+        let shift = self.elements().trailing_zeros();
+        // SAFETY: the caller's promise: the row has a block with this column.
+        unsafe { self.vector(simd, row.add((column >> shift) * self.bytes()), column & (self.elements() - 1)) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_many<S: Simd, const N: usize>(self, simd: S, row: *const u8, column: usize) -> [S::Vector; N] {
+        let mut vectors = [simd.splat(0.0); N];
+        let shift = self.elements().trailing_zeros();
+        let together = if (N * S::LANES).is_multiple_of(LEAST) { LEAST / S::LANES } else { 1 };
+        for (part, to) in vectors.chunks_exact_mut(together).enumerate() {
+            let column = column + part * together * S::LANES;
+            // SAFETY: the caller's promise.
+            unsafe {
+                let (block, offset) = (row.add((column >> shift) * self.bytes()), column & (self.elements() - 1));
+                match together {
+                    1 => to[0] = self.vector(simd, block, offset),
+                    _ => self.vectors(simd, block, offset, to),
+                }
+            }
+        }
+        vectors
+    }
+
+    #[inline(always)]
+    unsafe fn load_part<S: Simd>(self, simd: S, row: *const u8, column: usize, _count: usize) -> S::Vector {
+        // SAFETY: the caller's promise. Rows are whole vectors, so that a part is a whole one.
+        unsafe { self.load(simd, row, column) }
+    }
+
+    #[inline(always)]
+    unsafe fn scale(self, _row: *const u8) -> f32 {
+        1.0
+    }
+}
+
+impl<B: Blocks> RowCodec for B {
+    const NAME: &'static str = <B as Blocks>::NAME;
+    const ABOUT: &'static str = <B as Blocks>::ABOUT;
+    const PARAMETERS: &'static [Parameter] = <B as Blocks>::PARAMETERS;
+
+    fn build(named: &Named) -> Result<Self, NamedError> {
+        <B as Blocks>::build(named)
+    }
+
+    fn spell(self, to: &mut dyn fmt::Write) -> fmt::Result {
+        <B as Blocks>::spell(self, to)
+    }
+
+    fn wants(self, width: usize) -> Option<String> {
+        if self.rotated() && !(width.is_power_of_two() && width <= MOST) {
+            return Some(format!("a power of two up to {MOST}"));
+        }
+        (!width.is_multiple_of(self.elements())).then(|| format!("a multiple of {}", self.elements()))
+    }
+
+    fn rotated(self) -> bool {
+        <B as Blocks>::rotated(self)
+    }
+
+    fn encode(self, row: &[f32], to: &mut [u8]) {
+        let mut copy = [0.0; MOST];
+        let row = match self.rotated() {
+            true => {
+                let copy = &mut copy[..row.len()];
+                copy.copy_from_slice(row);
+                rotate(copy);
+                copy
+            }
+            false => row,
+        };
+        let blocks = row.chunks_exact(self.elements()).zip(to.chunks_exact_mut(self.bytes()));
+        blocks.for_each(|(block, to)| <B as Blocks>::encode(self, block, to));
+        to[row.len() / self.elements() * self.bytes()..].fill(0);
+    }
+
+    fn decode(self, from: &[u8], first: usize, to: &mut [f32]) {
+        if self.rotated() {
+            let mut row = [0.0; MOST];
+            let row = &mut row[..from.len() / self.bytes() * self.elements()];
+            read(self, from, 0, row);
+            rotate(row);
+            to.copy_from_slice(&row[first..][..to.len()]);
+        } else {
+            read(self, from, first, to);
+        }
+    }
+}
+
+/// Reads elements from `first` on as they are kept.
+fn read<B: Blocks>(format: B, from: &[u8], first: usize, to: &mut [f32]) {
+    let (mut block, mut column, mut to) = ([0.0; MOST], first, to);
+    while !to.is_empty() {
+        let (index, skipped) = (column / format.elements(), column % format.elements());
+        let bytes = &from[index * format.bytes()..][..format.bytes()];
+        let count = to.len().min(format.elements() - skipped);
+        let (part, rest) = to.split_at_mut(count);
+        match count == format.elements() {
+            true => <B as Blocks>::decode(format, bytes, part),
+            false => {
+                <B as Blocks>::decode(format, bytes, &mut block[..format.elements()]);
+                part.copy_from_slice(&block[skipped..][..count]);
+            }
+        }
+        (column, to) = (column + count, rest);
+    }
+}
+
+/// What codes of four bits stand for: whole numbers with a sign, and without one.
+pub const SIGNED: [f32; 16] = [-8.0, -7.0, -6.0, -5.0, -4.0, -3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0];
+/// See [`SIGNED`].
+pub const UNSIGNED: [f32; 16] = [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0, 12.0, 13.0, 14.0, 15.0];
+
+/// The parameter `group`: how many elements share a scale.
+///
+/// # Errors
+/// When blocks cannot have so many.
+pub fn group(named: &Named, default: usize) -> Result<usize, NamedError> {
+    let group = named.count("group", default, 0)?;
+    match group.is_power_of_two() && (LEAST..=MOST).contains(&group) {
+        true => Ok(group),
+        false => Err(named.wrong("group", "32, 64, 128 or 256".into())),
+    }
+}
+
+/// The f16 at byte `at` of a block, which llama.cpp's files have in this order of bytes too.
+pub fn half_at(block: &[u8], at: usize) -> f32 {
+    f16::from_le_bytes([block[at], block[at + 1]]).to_f32()
+}
+
+/// Writes an f16; returns what it is after rounding.
+pub fn put_half(block: &mut [u8], at: usize, x: f32) -> f32 {
+    let half = f16::from_f32(x);
+    block[at..at + 2].copy_from_slice(&half.to_le_bytes());
+    half.to_f32()
+}
+
+/// Reads the elements from `offset` on of codes of four bits: 16 bytes hold 32 of them, byte `i` the codes `i` and `i + 16`.
+///
+/// # Safety
+/// The codes begin at `codes`, and `offset`, a multiple of `S::LANES`, is less than there are.
+#[inline(always)]
+pub unsafe fn nibbles<S: Simd>(simd: S, codes: *const u8, offset: usize, values: &[f32; 16]) -> S::Vector {
+    // SAFETY: the caller's promise; a vector is at most 16 elements, which begin in the same half.
+    unsafe { simd.load_nibbles(codes.add(offset / 32 * 16 + offset % 16), (offset / 16 % 2 * 4) as u32, values) }
+}
+
+/// Writes codes of four bits as [`nibbles`] reads them; more bits are left out.
+pub fn put_nibbles(codes: impl Fn(usize) -> u8, to: &mut [u8]) {
+    for (index, byte) in to.iter_mut().enumerate() {
+        let first = index / 16 * 32 + index % 16;
+        *byte = codes(first) & 15 | codes(first + 16) << 4;
+    }
+}
+
+/// The code of four bits of an element.
+pub fn nibble(codes: &[u8], element: usize) -> u8 {
+    codes[element / 32 * 16 + element % 16] >> (element / 16 % 2 * 4) & 15
+}
+
+/// The largest magnitude; NaN if one is there, which `f32::max` would drop.
+pub fn largest(row: &[f32]) -> f32 {
+    row.iter().fold(0.0f32, |most, x| if x.abs() <= most || most.is_nan() { most } else { x.abs() })
+}
+
+/// What a format keeps of a row; the same from any column on, and by vectors on every instruction path.
+#[cfg(test)]
+pub fn there_and_back(format: &str, row: &[f32]) -> Vec<f32> {
+    use super::{RowFormat, with_codec};
+    use crate::device::simd::{Isa, Task};
+    use crate::tensor::RowCode;
+
+    /// Reads a row `N` vectors at a time.
+    struct Load<'a, R, const N: usize>(R, &'a [u8], &'a mut [f32]);
+
+    impl<R: RowReader, const N: usize> Task for Load<'_, R, N> {
+        type Output = ();
+
+        #[inline(always)]
+        fn run<S: Simd>(self, simd: S) {
+            let Load(reader, row, to) = self;
+            for (index, to) in to.chunks_exact_mut(N * S::LANES).enumerate() {
+                // SAFETY: the row has as many elements as `to`.
+                let vectors = unsafe { reader.load_many::<S, N>(simd, row.as_ptr(), index * N * S::LANES) };
+                to.chunks_exact_mut(S::LANES).zip(vectors).for_each(|(to, vector)| simd.write(to, vector));
+            }
+        }
+    }
+
+    let format: RowFormat = format.parse().unwrap();
+    let mut bytes = vec![0xff; format.row_bytes(row.len())];
+    format.encode(row, row.len(), &mut bytes);
+    let mut back = vec![0.0; row.len()];
+    format.decode(&bytes, 0, &mut back);
+    let bits = |values: &[f32]| values.iter().map(|x| if x.is_nan() { 0 } else { x.to_bits() }).collect::<Vec<_>>();
+    for isa in Isa::available() {
+        let mut loaded = [vec![0.0; row.len()], back.clone(), back.clone()];
+        let [one, two, eight] = &mut loaded;
+        with_codec!(format, reader => {
+            isa.run(Load::<_, 1>(reader, &bytes, one));
+            isa.run(Load::<_, 2>(reader, &bytes, two));
+            isa.run(Load::<_, 8>(reader, &bytes, eight));
+        });
+        loaded.iter().for_each(|loaded| assert_eq!(bits(loaded), bits(&back), "{format} on {}", isa.name()));
+    }
+    let mut part = vec![0.0; row.len() - 3];
+    format.decode(&bytes, 2, &mut part[1..]);
+    assert_eq!(bits(&part[1..]), bits(&back[2..row.len() - 2]), "{format}");
+    back
+}

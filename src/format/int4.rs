@@ -1,0 +1,234 @@
+//! Four bits for each element, and an f16 scale, perhaps with a zero point, for each group of neighbours in a row.
+//!
+//! Symmetric: `scale = max |x| / 7`, codes are whole numbers from -7 to 7, kept as 1 to 15; zero is exact. With a zero point
+//! `scale = (max - min) / 15`, and `x = scale * code + min` for codes 0 to 15, as KIVI has it for values (arXiv 2402.02750): where
+//! the elements of a group lie to one side, no code is lost to the other. An element is off by at most half a scale, besides what
+//! f16 rounds of scale and minimum. A group of 32 takes 18 bytes (4.5 bits an element), or 20 with a zero point.
+//! With `hadamard=true` the row is rotated before (see `hadamard.rs`), so that a large channel costs its group nothing.
+//! Elements that are not finite, or of more than f16 holds times 7, make their group so.
+
+use super::blocks::{self, Blocks, SIGNED, UNSIGNED, half_at, largest, nibble, nibbles, put_half, put_nibbles};
+use crate::device::simd::Simd;
+use crate::named::{Named, NamedError, Parameter};
+use std::fmt;
+
+/// Largest code, without a zero point.
+const MOST: f32 = 7.0;
+/// Elements of a group, where nothing else is asked for.
+const GROUP: usize = 32;
+
+/// Four bits with a scale for each group.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Int4 {
+    group: usize,
+    zero: bool,
+    hadamard: bool,
+}
+
+impl Int4 {
+    /// Bytes in front of a group's codes.
+    #[inline(always)]
+    fn head(self) -> usize {
+        if self.zero { 4 } else { 2 }
+    }
+}
+
+impl Blocks for Int4 {
+    const NAME: &'static str = "int4";
+    const ABOUT: &'static str = "four bits for each element and an f16 scale for each group of a row";
+    const PARAMETERS: &'static [Parameter] = &[
+        Parameter { name: "group", default: "32", about: "elements that share a scale: 32, 64, 128 or 256" },
+        Parameter { name: "zero", default: "false", about: "whether a group has an f16 minimum too" },
+        Parameter {
+            name: "hadamard",
+            default: "false",
+            about: "whether rows are rotated first, so that no element is large",
+        },
+    ];
+
+    fn build(named: &Named) -> Result<Self, NamedError> {
+        Ok(Int4 {
+            group: blocks::group(named, GROUP)?,
+            zero: named.flag("zero", false)?,
+            hadamard: named.flag("hadamard", false)?,
+        })
+    }
+
+    fn spell(self, to: &mut dyn fmt::Write) -> fmt::Result {
+        let zero = if self.zero { ",zero=true" } else { "" };
+        write!(to, "int4:group={}{zero}{}", self.group, if self.hadamard { ",hadamard=true" } else { "" })
+    }
+
+    #[inline(always)]
+    fn elements(self) -> usize {
+        self.group
+    }
+
+    fn rotated(self) -> bool {
+        self.hadamard
+    }
+
+    #[inline(always)]
+    fn bytes(self) -> usize {
+        self.head() + self.group / 2
+    }
+
+    #[inline(always)]
+    unsafe fn vector<S: Simd>(self, simd: S, block: *const u8, offset: usize) -> S::Vector {
+        // SAFETY: the caller's promise; the codes stand behind the scale and the minimum.
+        unsafe {
+            let (scale, codes) = (simd.splat_f16(block.cast()), block.add(self.head()));
+            match self.zero {
+                true => {
+                    let least = simd.splat_f16(block.add(2).cast());
+                    simd.add(simd.mul(scale, nibbles(simd, codes, offset, &UNSIGNED)), least)
+                }
+                false => simd.mul(scale, nibbles(simd, codes, offset, &SIGNED)),
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn vectors<S: Simd>(self, simd: S, block: *const u8, offset: usize, to: &mut [S::Vector]) {
+        // SAFETY: as above.
+        unsafe {
+            let (scale, codes) = (simd.splat_f16(block.cast()), block.add(self.head() + offset / 2));
+            match self.zero {
+                true => {
+                    let least = simd.splat_f16(block.add(2).cast());
+                    simd.load_32_nibbles(codes, &UNSIGNED, (scale, Some(least)), to);
+                }
+                false => simd.load_32_nibbles(codes, &SIGNED, (scale, None), to),
+            }
+        }
+    }
+
+    fn encode(self, block: &[f32], to: &mut [u8]) {
+        let (head, codes) = to.split_at_mut(self.head());
+        // 0 / 0 is NaN, and becomes 0. Not a product with the reciprocal: that of a subnormal scale is infinite.
+        if self.zero {
+            let most = largest(block);
+            let bounds = (f32::INFINITY, f32::NEG_INFINITY);
+            let (least, greatest) = block.iter().fold(bounds, |(least, most), &x| (least.min(x), most.max(x)));
+            // The minimum passes a NaN on.
+            let least = put_half(head, 2, if most.is_finite() { least } else { f32::NAN });
+            let scale = put_half(head, 0, (greatest - least) / 15.0);
+            put_nibbles(|index| ((block[index] - least) / scale).round_ties_even().clamp(0.0, 15.0) as u8, codes);
+        } else {
+            let scale = put_half(head, 0, largest(block) / MOST);
+            let code = |x: f32| (x / scale).round_ties_even().clamp(-MOST, MOST) as i8;
+            put_nibbles(|index| (code(block[index]) + 8) as u8, codes);
+        }
+    }
+
+    fn decode(self, block: &[u8], to: &mut [f32]) {
+        let (scale, codes) = (half_at(block, 0), &block[self.head()..]);
+        let code = |index: usize| f32::from(nibble(codes, index));
+        match self.zero {
+            true => {
+                let least = half_at(block, 2);
+                to.iter_mut().enumerate().for_each(|(index, x)| *x = scale * code(index) + least);
+            }
+            false => to.iter_mut().enumerate().for_each(|(index, x)| *x = scale * (code(index) - 8.0)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::RowFormat;
+    use super::super::blocks::there_and_back;
+    use crate::tensor::RowCode;
+
+    use proptest::prelude::*;
+
+    #[test]
+    fn a_group_by_hand() {
+        // The largest is 3.5, so the scale is 0.5, which f16 holds: 1.1 is 2.2 scales, -0.8 is -1.6 of them.
+        let mut row = [0.0; 32];
+        row[..4].copy_from_slice(&[3.5, 1.1, -0.8, -3.5]);
+        let back = there_and_back("int4", &row);
+        assert_eq!((&back[..4], &back[4..]), (&[3.5, 1.0, -1.0, -3.5][..], &[0.0; 28][..]));
+        // From 1 to 8.5 in 15 steps of 0.5: all fifteen codes are for what is there.
+        row.iter_mut()
+            .enumerate()
+            .for_each(|(index, x)| *x = if index == 31 { 8.5 } else { 1.0 + index as f32 * 0.25 });
+        let back = there_and_back("int4:zero=true", &row);
+        assert_eq!((&back[..4], &back[28..]), (&[1.0, 1.0, 1.5, 2.0][..], &[8.0, 8.0, 8.5, 8.5][..]));
+        assert_eq!(there_and_back("int4:zero=true", &[5.0; 32]), [5.0; 32]);
+    }
+
+    #[test]
+    fn parameters_are_read_and_spelled() {
+        for (text, spelled) in [
+            ("int4", "int4:group=32"),
+            ("int4:group=128,zero=false", "int4:group=128"),
+            ("int4:zero=true,group=64", "int4:group=64,zero=true"),
+            ("int4:hadamard=true,zero=true", "int4:group=32,zero=true,hadamard=true"),
+        ] {
+            let format: RowFormat = text.parse().unwrap();
+            assert_eq!(format.to_string(), spelled);
+            assert_eq!(spelled.parse::<RowFormat>().unwrap(), format);
+        }
+        for text in ["int4:group=48", "int4:group=16", "int4:group=512", "int4:group=0"] {
+            let error = text.parse::<RowFormat>().unwrap_err().to_string();
+            assert!(error.contains("it must be 32, 64, 128 or 256"), "{error}");
+        }
+        let error = "int4:group=64".parse::<RowFormat>().unwrap().check("the head dim", 96).unwrap_err().to_string();
+        assert_eq!(error, "the head dim is 96; int4:group=64 keeps rows whose width is a multiple of 64");
+    }
+
+    #[test]
+    fn rotation_rescues_the_neighbours_of_an_outlier() {
+        let row: Vec<f32> = (0..64).map(|x| if x == 9 { 12.0 } else { (x * 29 % 64) as f32 / 32.0 - 1.0 }).collect();
+        let mut bytes = [0; 40];
+        let error = |format: &str, bytes: &mut [u8]| {
+            let format: RowFormat = format.parse().unwrap();
+            format.encode(&row, 64, bytes);
+            let mut back = [0.0; 64];
+            format.decode(bytes, 0, &mut back);
+            row.iter().zip(back).map(|(x, back)| (x - back).powi(2)).sum::<f32>().sqrt()
+        };
+        let (plain, rotated) =
+            (error("int4:group=64", &mut bytes[..36]), error("int4:group=64,hadamard=true", &mut bytes[..36]));
+        assert!(rotated < plain / 2.0, "{plain} without, {rotated} with rotation");
+        let error =
+            "int4:hadamard=true".parse::<RowFormat>().unwrap().check("the head dim", 96).unwrap_err().to_string();
+        assert!(error.ends_with("keeps rows whose width is a power of two up to 256"), "{error}");
+    }
+
+    proptest! {
+        #[test]
+        fn an_element_is_off_by_half_a_scale_at_most(
+            row in prop::collection::vec(-1e3f32..1e3, 256),
+            shift in -500f32..500.0,
+        ) {
+            let row: Vec<f32> = row.iter().map(|x| x + shift).collect();
+            for group in [32, 64, 128, 256] {
+                let symmetric = there_and_back(&format!("int4:group={group}"), &row);
+                let zero = there_and_back(&format!("int4:group={group},zero=true"), &row);
+                for (at, x) in row.iter().enumerate() {
+                    let group = &row[at / group * group..][..group];
+                    let bounds = (f32::INFINITY, f32::NEG_INFINITY);
+                    let (least, most) = group.iter().fold(bounds, |(least, most), &x| (least.min(x), most.max(x)));
+                    let largest = most.max(-least);
+                    prop_assert!((x - symmetric[at]).abs() <= largest / 7.0 * 0.51, "{x} became {}", symmetric[at]);
+                    // What f16 rounds of the minimum comes on top, unless the first code takes it.
+                    let bound = (most - least) / 15.0 * 0.51 + largest / 1024.0;
+                    prop_assert!((x - zero[at]).abs() <= bound, "{x} became {}", zero[at]);
+                }
+            }
+        }
+
+        #[test]
+        fn a_group_with_an_element_that_is_not_finite_says_so(at in 0..32usize, which in 0..3usize) {
+            let mut row = [7.0; 64];
+            row[at] = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY][which];
+            for format in ["int4", "int4:zero=true"] {
+                let back = there_and_back(format, &row);
+                prop_assert!(back[..32].iter().any(|x| !x.is_finite()), "{format}: {back:?}");
+                prop_assert!(back[32..].iter().all(|&x| x == 7.0), "{format}: {back:?}");
+            }
+        }
+    }
+}
