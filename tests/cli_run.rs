@@ -348,6 +348,34 @@ fn cells_that_do_not_fit_are_no_error_and_cells_that_fail_are() {
 }
 
 #[test]
+fn an_experiment_over_a_file_takes_all_of_it_names_it_and_doubts_a_layout_that_looks_exchanged() {
+    let desk = Desk::with(SMALL);
+    let text = "name = \"x\"\n[file]\npath = \"in.safetensors\"\n[[grid]]\nmeasure = \"evict\"\npolicy = \"knorm\"\n\
+                budget = 0.5\nnew_tokens = 4\n";
+    fs::write(desk.path("x.toml"), text).unwrap();
+    for (dims, swapped) in [([1, 2, 20, 4], false), ([1, 20, 16, 4], true)] {
+        let values: Vec<f32> = (0..dims.iter().product()).map(|x: usize| (x * 37 % 64) as f32 / 32.0 - 1.0).collect();
+        let given = tensor(DType::F32, dims, &values);
+        let outputs = ["q", "k", "v"].map(|name| Output::tensor(name, &given));
+        file::write(&desk.path("in.safetensors"), &outputs).unwrap();
+        let output = desk.command(&["run", "x.toml", "--out", "out"]).output().unwrap();
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{stderr}");
+        assert_eq!(stderr.contains("warning: 'in.safetensors': 20 heads of 16 tokens"), swapped, "{stderr}");
+        let run = desk.path("out/x").join(names(&desk.path("out/x")).last().unwrap());
+        assert_eq!(records(&cells(&run))[0]["cell"]["context_tokens"], dims[2] - 4);
+        assert!(fs::read_to_string(run.join("report.html")).unwrap().contains("Inputs are those of in.safetensors."));
+        fs::remove_dir_all(desk.path("out")).unwrap();
+        let args = ["attend", "--input", "in.safetensors", "--output", "o.safetensors"];
+        let attend = desk.command(&args).output().unwrap();
+        assert_eq!(String::from_utf8_lossy(&attend.stderr).contains("are these axes exchanged?"), swapped);
+    }
+    let short = text.replace("new_tokens = 4", "new_tokens = 16");
+    fs::write(desk.path("x.toml"), short).unwrap();
+    assert!(desk.refuses(&["run", "x.toml"]).contains("the file has 16 tokens, and 16 are decoded"));
+}
+
+#[test]
 fn every_wrong_value_of_an_experiment_is_named_in_one_line() {
     // What is replaced in the experiment, by what, and what the error says.
     let cases: &[(&str, &str, &str)] = &[

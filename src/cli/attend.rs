@@ -13,6 +13,7 @@ use crate::memory::Arena;
 use crate::named::Named;
 use crate::tensor::file::{self, Output, TensorFile};
 use crate::tensor::{DType, Tensor};
+use crate::workload::looks_swapped;
 use pass::{Problem, Solution};
 use report::Report;
 use std::path::{Path, PathBuf};
@@ -143,6 +144,7 @@ impl Args {
         }
         let dims = |index: usize| stored[index].1;
         let shape = Shape::of(dims(0), dims(1), dims(2))?;
+        output::warn(looks_swapped(shape.kv_heads, shape.kv_len).as_slice());
         if self.backward && dims(3) != shape.q_dims() {
             return Err(AttentionError::Shape(format!(
                 "do is {:?} and q is {:?}; they must have the same shape",

@@ -20,6 +20,7 @@ use crate::policy::{Budget, Policy, Registry, Statistic};
 use crate::tensor::file::{self, Output, TensorFile};
 use crate::tensor::{Tensor, TensorView};
 use crate::units;
+use crate::workload::looks_swapped;
 use extra::Extra;
 use held::{Held, Read, filled};
 use serde::Serialize;
@@ -137,6 +138,7 @@ pub fn run(args: &Args, registry: &Registry) -> Result<(), Failure> {
     let load = |name: &str| file.load(name, &arena, Label::Input);
     let (q, k, v) = (load("q")?, load("k")?, load("v")?);
     let shape = Shape::of(q.dims(), k.dims(), v.dims())?;
+    output::warn(looks_swapped(shape.kv_heads, shape.kv_len).as_slice());
     let dense = DenseKv::new(k.view(), v.view())?;
     let format = args.kv_format.unwrap_or(k.dtype().into());
     format.check(shape.head_dim)?;

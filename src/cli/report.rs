@@ -90,7 +90,7 @@ fn read(folders: &[PathBuf]) -> Result<Vec<Run>, Failure> {
                 Run {
                     experiment: spec.as_ref().map_or_else(|| run_id.clone(), |spec| spec.name.clone()),
                     is_synthetic: spec.as_ref().is_some_and(|spec| spec.file.is_none()),
-                    description: spec.map(|spec| spec.description).unwrap_or_default(),
+                    description: spec.map(described).unwrap_or_default(),
                     repro: records.first().map_or_else(String::new, |record| record.repro.clone()),
                     run_id,
                     environment,
@@ -100,6 +100,14 @@ fn read(folders: &[PathBuf]) -> Result<Vec<Run>, Failure> {
         }
     }
     Ok(runs.into_iter().map(|(_, run)| run).collect())
+}
+
+/// What an experiment asks, and of which tensors where they are a user's.
+fn described(Spec { description, file, .. }: Spec) -> String {
+    match file {
+        Some(file) => format!("{description} Inputs are those of {}.", file.path.display()).trim().into(),
+        None => description,
+    }
 }
 
 fn write(out: &Path, runs: &[Run], detail: Detail) -> Result<Drawn, Failure> {

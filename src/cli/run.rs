@@ -11,6 +11,7 @@ use crate::experiment::{Engine, Experiment, Gpu, Options, Outcome, Spec, estimat
 use crate::policy::Registry;
 use crate::report::Detail;
 use crate::units;
+use crate::workload::FileSource;
 use indicatif::ProgressBar;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
@@ -123,6 +124,7 @@ impl Way<'_> {
         for (spec, origin, repro) in specs {
             let experiment = Experiment::new(spec.clone(), origin, self.registry, engine.device())?;
             runner::prepare(&experiment, self.registry, engine)?;
+            output::warn(experiment.file.as_ref().and_then(FileSource::warning).as_slice());
             experiments.push((repro, experiment));
         }
         let mut failed = Vec::new();

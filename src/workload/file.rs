@@ -22,6 +22,13 @@ pub struct FileSource {
     starts: [u64; 3],
 }
 
+/// A warning where a tensor has more heads than tokens, as one whose two axes were exchanged has.
+pub fn looks_swapped(heads: usize, tokens: usize) -> Option<String> {
+    (heads > tokens && tokens > 1).then(|| {
+        format!("{heads} heads of {tokens} tokens; are these axes exchanged? [batch, heads, tokens, head dim] is read")
+    })
+}
+
 impl FileSource {
     /// Reads the file's header and checks that the three tensors belong together.
     ///
@@ -60,6 +67,12 @@ impl FileSource {
     pub fn extents(&self) -> (usize, usize, usize, usize, usize, DType) {
         let [batch, q_heads, tokens, head_dim] = self.q_dims;
         (batch, q_heads, self.kv_heads, tokens, head_dim, self.dtype)
+    }
+
+    /// What is to be known of the tensors before they are believed.
+    pub fn warning(&self) -> Option<String> {
+        let [_, q_heads, tokens, _] = self.q_dims;
+        looks_swapped(q_heads, tokens).map(|warning| format!("'{}': {warning}", self.path.display()))
     }
 
     /// What the file says of RoPE.

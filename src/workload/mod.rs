@@ -13,7 +13,7 @@ mod spec;
 mod synthetic;
 
 pub use crate::attention::rope;
-pub use file::FileSource;
+pub use file::{FileSource, looks_swapped};
 pub use spec::SyntheticSpec;
 
 use crate::attention::rope::RopeBase;

@@ -25,10 +25,22 @@ pub(super) use fields_of_passes;
 /// # Errors
 /// In words, when an axis is missing or a cell could never run.
 pub(super) fn expand(grid: &Grid, scope: &Scope<'_>, kernel: &str, new_tokens: usize) -> Result<Vec<Cell>, String> {
-    if grid.context_tokens.is_empty() {
-        return Err("context_tokens is missing; write context_tokens = \"4k\" or a range such as \"1k..32k*2\"".into());
-    }
     let from_file = scope.file.map(FileSource::extents);
+    let new_tokens = grid.new_tokens.unwrap_or(new_tokens);
+    let contexts: Vec<usize> = match (grid.context_tokens.is_empty(), from_file) {
+        (false, _) => grid.context_tokens.0.iter().flat_map(|tokens| tokens.lengths.clone()).collect(),
+        // All that the file has but what is decoded behind it.
+        (true, Some((.., tokens, _, _))) if tokens > new_tokens => vec![tokens - new_tokens],
+        (true, Some((.., tokens, _, _))) => {
+            return Err(format!(
+                "the file has {tokens} tokens, and {new_tokens} are decoded; write a smaller new_tokens"
+            ));
+        }
+        (true, None) => {
+            let example = "write context_tokens = \"4k\" or a range such as \"1k..32k*2\"";
+            return Err(format!("context_tokens is missing; {example}"));
+        }
+    };
     let tensors = [grid.heads.is_empty(), grid.head_dim.is_empty(), grid.batch.is_empty(), grid.dtype.is_empty()];
     if from_file.is_some() && tensors.contains(&false) {
         return Err("heads, head_dim, batch and dtype come from the tensor file; leave them out".into());
@@ -49,7 +61,6 @@ pub(super) fn expand(grid: &Grid, scope: &Scope<'_>, kernel: &str, new_tokens: u
     // The sequences of a file may be layers.
     let batches = from_file.map_or_else(|| grid.batch.or(1), |(batch, ..)| vec![batch]);
     let kernels = grid.kernel.or(kernel.into());
-    let new_tokens = grid.new_tokens.unwrap_or(new_tokens);
     let mut choices = choices(grid, scope.registry)?;
     if grid.policy.is_empty() {
         choices.push((None, None));
@@ -63,7 +74,7 @@ pub(super) fn expand(grid: &Grid, scope: &Scope<'_>, kernel: &str, new_tokens: u
         pages => pages.iter().map(|page| Some(page.0)).collect(),
     };
     let mut cells = Vec::new();
-    for &context_tokens in grid.context_tokens.0.iter().flat_map(|tokens| &tokens.lengths) {
+    for &context_tokens in &contexts {
         for (&(q_heads, kv_heads), &layers) in heads.iter().flat_map(|heads| layers.iter().map(move |n| (heads, n))) {
             if batches.iter().any(|batch| from_file.is_some() && !batch.is_multiple_of(layers)) {
                 return Err(format!(
