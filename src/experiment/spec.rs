@@ -305,13 +305,13 @@ impl Spec {
     pub fn parse(text: &str, origin: &str) -> Result<Self, SpecError> {
         let spec: Spec = toml::from_str(text).map_err(|error| {
             let (line, column) = place(text, &error);
-            let message = match error.message() {
+            let (line, column, message) = match error.message() {
                 message if message.contains("`query_aware`") => {
                     let known = Protocol::ALL.map(Protocol::name).join(", ");
-                    format!("query_aware is gone; use protocol = \"agnostic\", or a list of {known}")
+                    (line, column, format!("query_aware is gone; use protocol = \"agnostic\", or a list of {known}"))
                 }
                 message if message.starts_with(UNKNOWN) => unknown_keys(text, error),
-                message => message.lines().collect::<Vec<_>>().join("; "),
+                message => (line, column, message.lines().collect::<Vec<_>>().join("; ")),
             };
             SpecError::Syntax { origin: origin.into(), line, column, message }
         })?;
@@ -356,32 +356,32 @@ fn place(text: &str, error: &toml::de::Error) -> (usize, usize) {
     (before.matches('\n').count() + 1, before.chars().rev().take_while(|&c| c != '\n').count() + 1)
 }
 
-/// All keys that nobody reads, not only the first: each is made a comment, and the rest is read again.
-fn unknown_keys(text: &str, mut error: toml::de::Error) -> String {
+/// All keys that nobody reads, with the place of the first: each is made a comment, and the rest is read again.
+fn unknown_keys(text: &str, mut error: toml::de::Error) -> (usize, usize, String) {
     let mut lines: Vec<String> = text.lines().map(String::from).collect();
-    let mut said: Vec<String> = Vec::new();
+    let mut found = Vec::new();
     loop {
-        let (line, _) = place(&lines.join("\n"), &error);
+        let (line, column) = place(&lines.join("\n"), &error);
         let message = error.message().to_string();
-        let mut names = message.split('`').skip(1).step_by(2).map(String::from);
-        let key = names.next().unwrap_or_default();
-        let known: Vec<String> = names.collect();
-        let known: Vec<&str> = known.iter().map(String::as_str).collect();
-        said.push(match (nearest(&key, &known).first(), said.is_empty()) {
-            (Some(near), true) => format!("unknown field `{key}`; did you mean `{near}`?"),
-            (Some(near), false) => format!("line {line}: unknown field `{key}`; did you mean `{near}`?"),
-            (None, true) => message,
-            (None, false) => format!("line {line}: unknown field `{key}`"),
-        });
-        // A table's keys that are read elsewhere are told one at a time.
-        let Some(of_key) = lines.get_mut(line - 1).filter(|line| line.trim_start().starts_with(&key)) else { break };
+        let names: Vec<&str> = message.split('`').skip(1).step_by(2).collect();
+        let (key, known) = names.split_first().expect("a key is named");
+        let near = nearest(key, known).first().map(|near| format!("{UNKNOWN}{key}` (did you mean `{near}`?)"));
+        found.push((line, column, near, message.clone()));
+        // Of a table whose error has no place of its own the first key is told.
+        let Some(of_key) = lines.get_mut(line - 1).filter(|line| line.trim_start().starts_with(key)) else { break };
         of_key.insert(0, '#');
         match toml::from_str::<Spec>(&lines.join("\n")) {
             Err(next) if next.message().starts_with(UNKNOWN) => error = next,
             _ => break,
         }
     }
-    said.join(" ")
+    found.sort();
+    let (line, column, ..) = found[0];
+    let said = found.into_iter().enumerate().map(|(index, (line, _, near, message))| {
+        let words = near.unwrap_or(message);
+        if index == 0 { words } else { format!("line {line}: {words}") }
+    });
+    (line, column, said.collect::<Vec<_>>().join("; "))
 }
 
 #[cfg(test)]
@@ -415,8 +415,12 @@ mod tests {
             (LEAST.replace("head_dim", "head_dims"), "x.toml:6:1: unknown field `head_dims`"),
             (
                 LEAST.replace("head_dim", "# more\nhead_dims").replace("context_tokens = 64", "kernell = 1\nfoo = [2]"),
-                "x.toml:4:1: unknown field `kernell`; did you mean `kernel`? line 5: unknown field `foo` line 8: unknown \
-                 field `head_dims`; did you mean `head_dim`?",
+                "x.toml:4:1: unknown field `kernell` (did you mean `kernel`?); line 5: unknown field `foo`, expected one of ",
+            ),
+            (
+                LEAST.replace("head_dim", "head_dims").replace("context_tokens", "contextt"),
+                "x.toml:4:1: unknown field `contextt` (did you mean `context_tokens`?); line 6: unknown field `head_dims` \
+                 (did you mean `head_dim`?)",
             ),
             (LEAST.replace("= 64", "= \"1k..2k\""), "x.toml:4:18: '1k..2k' is not a range"),
             (LEAST.replace("= 64", "= 0"), "x.toml:4:18: '0' is not a token count"),
