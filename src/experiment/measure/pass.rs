@@ -65,7 +65,8 @@ pub(super) fn expand(grid: &Grid, scope: &Scope<'_>, kernel: &str, new_tokens: u
     if grid.policy.is_empty() {
         choices.push((None, None));
     }
-    let layers = grid.layers.or(1);
+    let of_layers = grid.measure.fields().contains(&"layers");
+    let layers = grid.layers.or(scope.file.filter(|_| of_layers).map_or(1, FileSource::layers));
     if layers.contains(&0) {
         return Err("layers must be at least 1".into());
     }
