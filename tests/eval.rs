@@ -150,6 +150,16 @@ fn a_model_takes_more_memory_where_scores_are_held() {
 }
 
 #[test]
+fn a_star_is_every_policy_that_a_model_can_run() {
+    let folder = tempfile::tempdir().unwrap();
+    let grid = "context_tokens = 900\ntask = \"passkey\"\nsamples = 1\nbudget = 0.5\npolicy = \"*\"";
+    let experiment = experiment(folder.path(), grid).unwrap();
+    let policies: Vec<&str> = experiment.cells.iter().filter_map(|cell| cell.policy.as_deref()).collect();
+    assert!(["full", "random", "snapkv", "compactor"].iter().all(|name| policies.contains(name)), "{policies:?}");
+    assert!(!policies.iter().any(|name| name.starts_with("oracle") || *name == "gate"), "{policies:?}");
+}
+
+#[test]
 fn a_run_goes_on_where_it_was_killed() {
     let folder = tempfile::tempdir().unwrap();
     let grid =

@@ -42,7 +42,7 @@ impl Cell {
 pub(super) type Chosen = (Option<String>, Option<String>);
 
 /// Policies with their budgets. `full` has none; the policy `*` stands for every method and every preset that needs
-/// neither a file that is not given nor a model that is not there.
+/// neither a file that is not given nor a model that is not there, nor in a model what it has yet to write.
 ///
 /// # Errors
 /// In words, when a policy has no budget.
@@ -52,8 +52,10 @@ pub(super) fn choices(grid: &Grid, registry: &Registry) -> Result<Vec<Chosen>, S
     let is_out = |policy: &Policy| {
         let missing = policy.parameters.missing();
         let lacks_tensor = missing.is_some_and(|tensor| !registry.file().is_some_and(|file| file.has(tensor)));
-        let lacks_model = !grid.measure.fields().contains(&"model") && policy.looks_at(Statistic::HiddenStates);
-        lacks_tensor || lacks_model
+        // Hidden states are a model's, and the future is not.
+        let has_model = grid.measure.fields().contains(&"model");
+        let elsewhere = if has_model { Statistic::FutureAttention } else { Statistic::HiddenStates };
+        lacks_tensor || policy.looks_at(elsewhere)
     };
     let methods = registry.entries().iter().map(|entry| entry.name);
     let all = methods.chain(PRESETS.iter().map(|preset| preset.name));
