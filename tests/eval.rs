@@ -198,7 +198,7 @@ fn a_run_that_is_killed_within_a_group_goes_on_with_the_next_sample() {
     // The third sample's turn is the last.
     let killed = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
         run(&experiment, &registry, &cpu, &options(false), &mut |progress| {
-            assert!(!matches!(progress, Progress::Part { fraction, .. } if fraction > 2.0 / 5.0), "killed");
+            assert!(!matches!(progress, Progress::Part { fraction, .. } if fraction > 0.6), "killed");
         })
     }));
     assert!(killed.is_err());

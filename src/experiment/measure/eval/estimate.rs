@@ -16,6 +16,9 @@ use std::time::Instant;
 /// Most tokens of the context that is tried.
 const PROBE_TOKENS: usize = 1024;
 
+/// Most cells of a comparison that are tried.
+const PROBED_CELLS: usize = 8;
+
 /// What one sample took.
 struct Probe {
     context_tokens: usize,
@@ -70,10 +73,10 @@ fn work(cell: &Cell, tokens: usize) -> f64 {
     tokens * (linear as f64 + tokens * config.q_width() as f64)
 }
 
-/// Runs the first sample under the first cell, the last, and one between.
+/// Runs the first sample under some of the cells.
 fn probe(cells: &[&Cell], registry: &Registry, cpu: &Cpu) -> Result<Probe, EvalError> {
-    let mut places = vec![0, cells.len() / 2, cells.len() - 1];
-    places.dedup();
+    // Policies differ in what their scores cost.
+    let places: Vec<usize> = (0..cells.len()).step_by(cells.len().div_ceil(PROBED_CELLS)).collect();
     let shorter = |tokens: usize| {
         let short = |&at: &usize| Cell { samples: Some(1), context_tokens: tokens, ..cells[at].clone() };
         places.iter().map(short).collect::<Vec<Cell>>()

@@ -13,6 +13,9 @@ use crate::model::{Model, ModelError};
 use crate::policy::{Decoding, PolicyError, Registry};
 use std::collections::BTreeMap;
 
+/// Cells whose answers beside one another take about as long as a context does to be read, which a run alone does by itself.
+const CELLS_OF_A_READ: f64 = 4.0;
+
 /// How a cell ended.
 pub struct Ended {
     /// Numbers, or why there are none.
@@ -57,6 +60,10 @@ pub fn run(
     let mut session = Session::new(group.stage(cpu, &group.shared_arena), &group.text, &watch, &first)?;
     let ids: Vec<String> = cells.iter().map(|cell| cell.id()).collect();
     let mut alone_samples = 0..alone_samples(cells.len());
+    let share = 1.0 + cells.len() as f64 / CELLS_OF_A_READ;
+    let of_samples = samples.last().map_or(0, |prompt| prompt.sample + 1).min(alone_samples.end);
+    let work = samples.len() as f64 * share + (of_samples * cells.len()) as f64;
+    let mut done = 0.0;
     for (number, prompt) in samples.iter().enumerate() {
         // Of a sample that is many prompts the first is enough.
         let is_alone = alone_samples.start == prompt.sample && alone_samples.next().is_some();
@@ -65,15 +72,19 @@ pub fn run(
         for at in known {
             states[at].take(prompt, journal.given(&ids[at], number).expect("it is known").clone());
         }
-        let Some(&at_work) = missing.first() else { continue };
-        let done = |part: f64| (number as f64 + part) / samples.len() as f64;
-        each(cells[at_work], done(0.0));
+        let ends_at = done + share + if is_alone { cells.len() as f64 } else { 0.0 };
+        let Some(&at_work) = missing.first() else {
+            done = ends_at;
+            continue;
+        };
+        each(cells[at_work], done / work);
         let chosen: Vec<Choice<'_>> = missing.iter().map(|&at| choices[at]).collect();
         let answered = session.run(prompt, &chosen, |asked| group.room(prompt, asked))?;
-        for (place, (&at, answers)) in missing.iter().zip(answered).enumerate() {
+        done = ends_at - if is_alone { missing.len() as f64 } else { 0.0 };
+        for (&at, answers) in missing.iter().zip(answered) {
             let by_itself = || {
-                // Beside the answers of all cells together, which took about as long as one of these runs.
-                each(cells[at], done((place + 1) as f64 / (missing.len() + 1) as f64));
+                each(cells[at], done / work);
+                done += 1.0;
                 group.alone(cpu, choices[at], prompt)
             };
             let given = answers.and_then(|answers| Ok(Given { answers, alone: is_alone.then(by_itself).transpose()? }));
@@ -85,6 +96,7 @@ pub fn run(
                 Err(error) => states[at].ended = Some(status_of(&error)),
             }
         }
+        done = ends_at;
     }
     Ok(states.into_iter().map(|state| state.end(limit_bytes)).collect())
 }
