@@ -37,16 +37,9 @@ pub struct Alone {
 pub fn alone(stage: &Stage<'_>, choice: Choice<'_>, prompt: &Prompt, most_tokens: usize) -> Result<Alone, EvalError> {
     let Stage { model, cpu, arena, .. } = *stage;
     let (context, question) = (&prompt.context[..], &prompt.asked[0].prompt[..]);
-    let setup = Setup {
-        kernel: stage.kernel,
-        batch: 1,
-        max_tokens: context.len() + question.len() + most_tokens,
-        chunk_tokens: stage.chunk_tokens,
-        all_logits: false,
-        dtype: stage.dtype,
-        kv_format: stage.kv_format,
-        columns: choice.eviction().map_or(&[], |eviction| eviction.policy.columns()),
-    };
+    let columns = choice.eviction().map_or(&[][..], |eviction| eviction.policy.columns());
+    let max_tokens = context.len() + question.len() + most_tokens;
+    let setup = Setup { max_tokens, ..stage.setup(1, columns) };
     arena.reset_peak();
     let mut decoder = match choice {
         Choice::Evict(_) => Decoder::new(model, setup, cpu, arena)?,

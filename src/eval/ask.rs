@@ -4,7 +4,7 @@
 //! of a fork of it; where the policy sees a question, the context is read again with each.
 
 use super::{Choice, EvalError, Frame, Prompt, Protocol, Stage};
-use crate::model::{Decoder, Generated, ModelError, OneSequence, Sampler, Sampling, Setup, Text, generate};
+use crate::model::{Decoder, Generated, ModelError, OneSequence, Sampler, Sampling, Text, generate};
 use serde::Serialize;
 use std::time::Instant;
 
@@ -65,16 +65,7 @@ pub fn ask(
 ) -> Result<Replies, EvalError> {
     let Stage { model, cpu, arena, .. } = *stage;
     let eviction = choice.and_then(|choice| choice.eviction());
-    let setup = Setup {
-        kernel: stage.kernel,
-        batch: SEQUENCES,
-        max_tokens: stage.max_tokens,
-        chunk_tokens: stage.chunk_tokens,
-        all_logits: false,
-        dtype: stage.dtype,
-        kv_format: stage.kv_format,
-        columns: eviction.map_or(&[], |eviction| eviction.policy.columns()),
-    };
+    let setup = stage.setup(SEQUENCES, eviction.map_or(&[], |eviction| eviction.policy.columns()));
     let mut decoder = match choice {
         Some(Choice::Remember(memory)) => Decoder::with_memory(model, setup, memory, cpu, arena)?,
         _ => Decoder::new(model, setup, cpu, arena)?,

@@ -19,11 +19,12 @@ pub use prompt::{Asked, Frame, Prompt, documents, prompts};
 pub use protocol::Protocol;
 pub use session::{Answer, Answers, Session, Watch, reads_alone};
 
+use crate::cache::Column;
 use crate::device::Cpu;
 use crate::format::KvFormat;
 use crate::memories::Memory;
 use crate::memory::{Arena, ArenaError};
-use crate::model::{Eviction, Model, ModelError};
+use crate::model::{Eviction, Model, ModelError, Setup};
 use crate::named::NamedError;
 use crate::task::TaskError;
 use crate::tensor::DType;
@@ -86,4 +87,20 @@ pub struct Stage<'a> {
     pub max_tokens: usize,
     /// Tokens that go through the model together.
     pub chunk_tokens: usize,
+}
+
+impl<'a> Stage<'a> {
+    /// How a decoder of `batch` sequences is set up, whose cache has these columns.
+    fn setup(&self, batch: usize, columns: &'static [Column]) -> Setup<'a> {
+        Setup {
+            kernel: self.kernel,
+            batch,
+            max_tokens: self.max_tokens,
+            chunk_tokens: self.chunk_tokens,
+            all_logits: false,
+            dtype: self.dtype,
+            kv_format: self.kv_format,
+            columns,
+        }
+    }
 }

@@ -6,7 +6,7 @@
 
 use super::distribution::nats;
 use super::{EvalError, Stage};
-use crate::model::{Decoder, ModelError, Setup, Text};
+use crate::model::{Decoder, ModelError, Text};
 use serde::Serialize;
 use std::fmt;
 use std::path::Path;
@@ -127,16 +127,7 @@ pub fn perplexity(
     windows: &[Vec<u32>],
     mut each: impl FnMut(Perplexity),
 ) -> Result<Perplexity, EvalError> {
-    let setup = Setup {
-        kernel: stage.kernel,
-        batch: 1,
-        max_tokens: stage.max_tokens,
-        chunk_tokens: stage.chunk_tokens,
-        all_logits: false,
-        dtype: stage.dtype,
-        kv_format: stage.kv_format,
-        columns: &[],
-    };
+    let setup = stage.setup(1, &[]);
     let mut decoder = Decoder::new(stage.model, setup, stage.cpu, stage.arena)?;
     let mut means = Vec::with_capacity(windows.len());
     for window in windows {

@@ -105,16 +105,8 @@ impl<'a> Session<'a> {
     pub fn new(stage: Stage<'a>, text: &'a Text, watch: &'a Watch, choices: &[Choice<'a>]) -> Result<Self, EvalError> {
         let policies = || choices.iter().filter_map(Choice::eviction).map(|eviction| eviction.policy);
         let plain = policies().all(|policy| policy.columns().is_empty());
-        let setup = Setup {
-            kernel: stage.kernel,
-            batch: SEQUENCES,
-            max_tokens: stage.max_tokens,
-            chunk_tokens: stage.chunk_tokens,
-            all_logits: false,
-            dtype: stage.dtype,
-            kv_format: stage.kv_format,
-            columns: if plain { &[] } else { &[Column::Attention, Column::Weight, Column::Origin, Column::Gate] },
-        };
+        let all = &[Column::Attention, Column::Weight, Column::Origin, Column::Gate];
+        let setup = stage.setup(SEQUENCES, if plain { &[] } else { all });
         let mut decoder = Decoder::new(stage.model, setup, stage.cpu, stage.arena)?;
         decoder.record_queries(policies().filter(|policy| !reads_alone(policy)));
         decoder.hook(watch);

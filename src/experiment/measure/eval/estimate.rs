@@ -73,40 +73,41 @@ fn work(cell: &Cell, tokens: usize) -> f64 {
     tokens * (linear as f64 + tokens * config.q_width() as f64)
 }
 
-/// Runs the first sample under some of the cells.
+/// Runs a sample; some tasks need more room than [`PROBE_TOKENS`].
 fn probe(cells: &[&Cell], registry: &Registry, cpu: &Cpu) -> Result<Probe, EvalError> {
-    // Policies differ in what their scores cost.
-    let places: Vec<usize> = (0..cells.len()).step_by(cells.len().div_ceil(PROBED_CELLS)).collect();
-    let shorter = |tokens: usize| {
-        let short = |&at: &usize| Cell { samples: Some(1), context_tokens: tokens, ..cells[at].clone() };
-        places.iter().map(short).collect::<Vec<Cell>>()
-    };
     let start = Instant::now();
     let Group { samples, .. } = Group::open(cells, registry, u64::MAX)?;
     let open_s = start.elapsed().as_secs_f64();
-    let mut tried = shorter(cells[0].context_tokens.min(PROBE_TOKENS));
-    // Some tasks need more room than that.
-    if Group::open(&tried.iter().collect::<Vec<_>>(), registry, u64::MAX).is_err() {
-        tried = shorter(cells[0].context_tokens);
-    }
+    let context_tokens = cells[0].context_tokens;
+    let tried = probe_of(context_tokens.min(PROBE_TOKENS), cells, registry, cpu);
+    let tried = tried.or_else(|_| probe_of(context_tokens, cells, registry, cpu))?;
+    let count = samples.last().map_or(0, |prompt| prompt.sample + 1);
+    Ok(Probe { open_s, samples: count, prompts: samples.len(), ..tried })
+}
+
+/// Runs the first sample under some of the cells.
+fn probe_of(context_tokens: usize, cells: &[&Cell], registry: &Registry, cpu: &Cpu) -> Result<Probe, EvalError> {
+    // Policies differ in what their scores cost.
+    let places = (0..cells.len()).step_by(cells.len().div_ceil(PROBED_CELLS));
+    let tried: Vec<Cell> = places.map(|at| Cell { samples: Some(1), context_tokens, ..cells[at].clone() }).collect();
     let tried: Vec<&Cell> = tried.iter().collect();
     let group = Group::open(&tried, registry, u64::MAX)?;
     let choices = group.choices()?;
     let prompt = &group.samples[0];
-    let first = choices[0];
     // The first run takes the memory and finds the files cold.
-    group.alone(cpu, first, prompt)?;
-    let start = Instant::now();
-    let alone = group.alone(cpu, first, prompt)?;
-    let alone_s = start.elapsed().as_secs_f64();
-    let read_s = alone.first_token_ns as f64 * 1e-9;
+    group.alone(cpu, choices[0], prompt)?;
+    let (mut alone_s, mut read_s) = (0.0, 0.0);
+    for choice in [choices[0], choices[choices.len() / 2]] {
+        let start = Instant::now();
+        let alone = group.alone(cpu, choice, prompt)?;
+        alone_s += start.elapsed().as_secs_f64() / 2.0;
+        read_s += alone.first_token_ns as f64 * 1e-9 / 2.0;
+    }
     let watch = Watch::default();
     let mut session = Session::new(group.stage(cpu, &group.shared_arena), &group.text, &watch, &choices)?;
     let start = Instant::now();
     session.run(prompt, &choices, |asked| group.room(prompt, asked))?;
     let all_s = start.elapsed().as_secs_f64();
     let cell_s = ((all_s - read_s) / (choices.len() + 1) as f64).max(0.0);
-    let count = samples.last().map_or(0, |prompt| prompt.sample + 1);
-    let context_tokens = tried[0].context_tokens;
-    Ok(Probe { context_tokens, open_s, read_s, cell_s, alone_s, samples: count, prompts: samples.len() })
+    Ok(Probe { context_tokens, open_s: 0.0, read_s, cell_s, alone_s, samples: 1, prompts: group.samples.len() })
 }
