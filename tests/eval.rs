@@ -317,3 +317,45 @@ fn mistakes_are_said_before_anything_runs() {
         assert!(error.contains(expected) && !error.contains('\n'), "{right}: {error}");
     }
 }
+
+#[test]
+fn formats_are_compared_with_plain_elements_alone_and_beside_policies() {
+    let folder = tempfile::tempdir().unwrap();
+    let grid = |formats: &str| {
+        format!(
+            "context_tokens = 600\ntask = \"passkey\"\nsamples = 2\nbudget = 0.5\npolicy = [\"full\", \"snapkv\"]\n\
+             kv_format = [{formats}]"
+        )
+    };
+    let out = folder.path().join("out");
+    let run = |formats: &str| go(&experiment(folder.path(), &grid(formats)).unwrap(), &out, false).unwrap().records;
+    let all = run("\"f32\", \"int4\", \"int8\"");
+    let of = |records: &[Record], policy: &str, format: &str| {
+        let is = |record: &&Record| {
+            record.cell.policy.as_deref() == Some(policy) && record.cell.kv_format().to_string() == format
+        };
+        let record = records.iter().find(is).unwrap_or_else(|| panic!("{policy} {format}"));
+        assert_eq!((record.status, &record.reason), (Status::Ok, &None));
+        assert_eq!(
+            record.memory.as_ref().map(|memory| memory.residual_bytes).filter(|_| policy == "full"),
+            (policy == "full").then_some(0)
+        );
+        record.answers.clone().unwrap()
+    };
+    // Random is beside every format.
+    assert_eq!(all.len(), 9);
+    let kl = |policy: &str, format: &str| of(&all, policy, format).kl_nats.mean;
+    assert_eq!(kl("full", "f32"), 0.0);
+    assert!(0.0 < kl("full", "int8") && kl("full", "int8") < kl("full", "int4") / 4.0, "{}", kl("full", "int4"));
+    assert!(kl("snapkv", "f32") > kl("full", "int8"));
+    let spread = of(&all, "full", "int4").kl_of_tokens.unwrap();
+    assert!(0.0 < spread.median && spread.median <= spread.p99 && spread.p99 <= spread.max, "{spread:?}");
+    let bytes = |format: &str| of(&all, "snapkv", format).kv_bytes_live;
+    assert!(bytes("int8") * 3 < bytes("f32") && bytes("int4") < bytes("int8"));
+    // What stands beside a format changes nothing of it.
+    let alone = run("\"int4\"");
+    for policy in ["full", "snapkv"] {
+        let [alone, beside] = [&alone, &all].map(|records| of(records, policy, "int4"));
+        assert_eq!(alone, beside, "{policy}");
+    }
+}

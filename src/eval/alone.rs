@@ -1,6 +1,6 @@
-//! One policy or memory by itself: what a context, a question and its answer take, without anything that other policies need.
+//! One treatment by itself: what a context, a question and its answer take, without anything that other policies need.
 
-use super::{Choice, EvalError, Prompt, Stage};
+use super::{Choice, EvalError, Prompt, Stage, Treatment};
 use crate::memory::LabelBytes;
 use crate::model::{Decoder, ModelError, Sampler, Sampling, Setup, bytes_of_calls, bytes_with_memory};
 use serde::{Deserialize, Serialize};
@@ -34,12 +34,18 @@ pub struct Alone {
 ///
 /// # Errors
 /// When the policy cannot do this, a logit is no number, or the arena has no room.
-pub fn alone(stage: &Stage<'_>, choice: Choice<'_>, prompt: &Prompt, most_tokens: usize) -> Result<Alone, EvalError> {
+pub fn alone(
+    stage: &Stage<'_>,
+    treatment: Treatment<'_>,
+    prompt: &Prompt,
+    most_tokens: usize,
+) -> Result<Alone, EvalError> {
     let Stage { model, cpu, arena, .. } = *stage;
+    let Treatment { choice, kv_format } = treatment;
     let (context, question) = (&prompt.context[..], &prompt.asked[0].prompt[..]);
     let columns = choice.eviction().map_or(&[][..], |eviction| eviction.policy.columns());
     let max_tokens = context.len() + question.len() + most_tokens;
-    let setup = Setup { max_tokens, ..stage.setup(1, columns) };
+    let setup = Setup { max_tokens, kv_format, ..stage.setup(1, columns) };
     arena.reset_peak();
     let mut decoder = match choice {
         Choice::Evict(_) => Decoder::new(model, setup, cpu, arena)?,

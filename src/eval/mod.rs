@@ -1,8 +1,10 @@
 //! What a model answers under a policy and a budget, beside what it answers with its full cache.
 //!
-//! A [`Prompt`] is a context and what is asked of it, as tokens. A [`Session`] reads a context once and lets every policy
-//! that evicts only after prefill evict a fork of it; [`alone()`] runs one policy by itself, as a server would, and
-//! measures what that takes; [`ask`] answers a user's own questions. `docs/evaluation.md` says what each number is.
+//! A [`Prompt`] is a context and what is asked of it, as tokens. What is compared with the full cache is a [`Treatment`]:
+//! a policy or a memory, and the format of keys and values. A [`Session`] reads a context once for each format and lets
+//! every policy that evicts only after prefill evict a fork of it; [`alone()`] runs one treatment by itself, as a server
+//! would, and measures what that takes; [`ask`] answers a user's own questions. `docs/evaluation.md` says what each number
+//! is.
 
 mod alone;
 mod ask;
@@ -49,7 +51,16 @@ pub enum EvalError {
     File(#[from] std::io::Error),
 }
 
-/// What is compared with the full cache.
+/// What is compared with the full cache of plain elements.
+#[derive(Clone, Copy)]
+pub struct Treatment<'a> {
+    /// What a context loses.
+    pub choice: Choice<'a>,
+    /// How its keys and values are kept.
+    pub kv_format: KvFormat,
+}
+
+/// What a context loses.
 #[derive(Clone, Copy)]
 pub enum Choice<'a> {
     /// A policy at work in the cache.
@@ -81,7 +92,7 @@ pub struct Stage<'a> {
     pub kernel: &'a str,
     /// Element type of the pass, as in [`crate::model::Setup`].
     pub dtype: DType,
-    /// How keys and values are kept.
+    /// How keys and values are kept where no [`Treatment`] says otherwise.
     pub kv_format: KvFormat,
     /// Most tokens of a sequence.
     pub max_tokens: usize,

@@ -1,12 +1,12 @@
-//! One context for many policies and many questions.
+//! One context for many policies, formats and questions.
 //!
-//! A context is prefilled once, with everything kept that any of the policies looks at. Each policy evicts from a fork of it
-//! and each question is asked of a fork of that, so that what is the same is computed once. What was given with the full
-//! cache is what all are compared with: the same question, then the tokens of the right answer one by one
-//! (teacher-forced), and apart from that the model's own words (greedy).
+//! A context is prefilled once for each format of keys and values, with everything kept that any of the policies looks at.
+//! Each policy evicts from a fork of it and each question is asked of a fork of that, so that what is the same is computed
+//! once. What was given with the full cache of plain elements is what all are compared with: the same question, then the
+//! tokens of the right answer one by one (teacher-forced), and apart from that the model's own words (greedy).
 
 use super::distribution::{divergence, likeliest, nats};
-use super::{Choice, EvalError, Prompt, Stage};
+use super::{Choice, EvalError, Prompt, Stage, Treatment};
 use crate::cache::Column;
 use crate::eval::Asked;
 use crate::memories::Memory;
@@ -27,7 +27,7 @@ const ASKED: usize = 2;
 const FORCED: usize = 3;
 const SEQUENCES: usize = 4;
 
-/// What a question gave under a policy, compared with the full cache.
+/// What a question gave under a treatment, compared with the full cache.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Answer {
     /// 0 to 1; `None` for a text that only goes on.
@@ -36,8 +36,8 @@ pub struct Answer {
     pub full_score: Option<f64>,
     /// Tokens of the right answer that were compared ([`Asked::compared`]).
     pub tokens: usize,
-    /// Divergence from the full cache's distributions, summed over these tokens.
-    pub kl_nats: f64,
+    /// Divergence from the full cache's distributions at each of these tokens.
+    pub kl_nats: Vec<f64>,
     /// Of these tokens, those where both think the same token likeliest.
     pub agreed: usize,
     /// Minus the log-probability of the right answer.
@@ -52,7 +52,7 @@ pub struct Answer {
     pub o_distance: Vec<(f64, f64)>,
 }
 
-/// What a prompt gave under a policy.
+/// What a prompt gave under a treatment.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Answers {
     /// One for each question.
@@ -90,6 +90,8 @@ pub struct Session<'a> {
     decoder: Decoder<'a>,
     watch: &'a Watch,
     setup: Setup<'a>,
+    /// Policies that evict forks of a context.
+    recorded: Vec<&'a Policy>,
     /// Logits behind the last token that was fed.
     last: Vec<f32>,
     /// Logits behind the context of [`CONTEXT`] and of [`EVICTED`], as the first token of an answer is chosen where nothing
@@ -98,43 +100,86 @@ pub struct Session<'a> {
 }
 
 impl<'a> Session<'a> {
-    /// For these policies; `text` is what answers are written with, and `watch` looks on.
+    /// For these treatments; the stage's format is that of the full cache which all are compared with. `text` is what
+    /// answers are written with, and `watch` looks on.
     ///
     /// # Errors
     /// When the arena has no room.
-    pub fn new(stage: Stage<'a>, text: &'a Text, watch: &'a Watch, choices: &[Choice<'a>]) -> Result<Self, EvalError> {
-        let policies = || choices.iter().filter_map(Choice::eviction).map(|eviction| eviction.policy);
-        let plain = policies().all(|policy| policy.columns().is_empty());
+    pub fn new(
+        stage: Stage<'a>,
+        text: &'a Text,
+        watch: &'a Watch,
+        treatments: &[Treatment<'a>],
+    ) -> Result<Self, EvalError> {
+        let evictions = treatments.iter().filter_map(|treatment| treatment.choice.eviction());
+        let policies: Vec<&Policy> = evictions.map(|eviction| eviction.policy).collect();
+        let plain = policies.iter().all(|policy| policy.columns().is_empty());
         let all = &[Column::Attention, Column::Weight, Column::Origin, Column::Gate];
         let setup = stage.setup(SEQUENCES, if plain { &[] } else { all });
-        let mut decoder = Decoder::new(stage.model, setup, stage.cpu, stage.arena)?;
-        decoder.record_queries(policies().filter(|policy| !reads_alone(policy)));
-        decoder.hook(watch);
+        let recorded: Vec<&Policy> = policies.into_iter().filter(|policy| !reads_alone(policy)).collect();
+        let decoder = recording(stage, setup, &recorded, watch)?;
         let [last, context, evicted] = [(); 3].map(|()| vec![0.0; stage.model.config.vocab]);
         let behind_context = [context, evicted];
-        Ok(Session { stage, text, decoder, watch, setup, last, behind_context })
+        Ok(Session { stage, text, decoder, watch, setup, recorded, last, behind_context })
     }
 
-    /// Asks everything of `prompt` under each of `choices`. `most_tokens` is how long an answer may be. An error of one
-    /// policy is its own; one of the full cache is an error of all.
+    /// Asks everything of `prompt` under each of `treatments`. `most_tokens` is how long an answer may be. An error of one
+    /// treatment is its own; one of the full cache is an error of all.
     ///
     /// # Errors
     /// When the arena has no room for the context, or a logit is no number.
     pub fn run(
         &mut self,
         prompt: &Prompt,
-        choices: &[Choice<'a>],
+        treatments: &[Treatment<'a>],
         most_tokens: impl Fn(&Asked) -> usize,
     ) -> Result<Vec<Result<Answers, EvalError>>, EvalError> {
         self.decoder.clear();
         self.prefill(CONTEXT, &prompt.context)?;
         let full = prompt.asked.iter().map(|asked| self.ask(CONTEXT, asked, most_tokens(asked)));
         let full = full.collect::<Result<Vec<Given>, _>>()?;
-        let one = |choice: &Choice<'a>| match choice {
-            Choice::Evict(eviction) => self.evicted(prompt, eviction, &full, &most_tokens),
-            Choice::Remember(memory) => self.remembered(prompt, *memory, &full, &most_tokens),
-        };
-        Ok(choices.iter().map(one).collect())
+        let mut answers: Vec<Option<_>> = treatments.iter().map(|_| None).collect();
+        let plain = self.setup.kv_format;
+        for (at, treatment) in treatments.iter().enumerate().filter(|(_, treatment)| treatment.kv_format == plain) {
+            answers[at] = Some(self.treated(prompt, &treatment.choice, &full, &most_tokens));
+        }
+        // What is left has other formats, which read the context again, one after another.
+        while let Some(first) = answers.iter().position(Option::is_none) {
+            self.decoder.clear();
+            let format = treatments[first].kv_format;
+            let other = recording(self.stage, Setup { kv_format: format, ..self.setup }, &self.recorded, self.watch)?;
+            let mut is_read = false;
+            self.with(other, |session| {
+                for at in (first..treatments.len()).filter(|&at| treatments[at].kv_format == format) {
+                    let read = if is_read { Ok(()) } else { session.prefill(CONTEXT, &prompt.context) };
+                    is_read = read.is_ok();
+                    let choice = &treatments[at].choice;
+                    answers[at] = Some(read.and_then(|()| session.treated(prompt, choice, &full, &most_tokens)));
+                }
+            });
+        }
+        Ok(answers.into_iter().flatten().collect())
+    }
+
+    /// Runs something with another decoder in place of this one.
+    fn with<T>(&mut self, mut other: Decoder<'a>, run: impl FnOnce(&mut Self) -> T) -> T {
+        std::mem::swap(&mut self.decoder, &mut other);
+        let result = run(self);
+        self.decoder = other;
+        result
+    }
+
+    fn treated(
+        &mut self,
+        prompt: &Prompt,
+        choice: &Choice<'a>,
+        full: &[Given],
+        most_tokens: &impl Fn(&Asked) -> usize,
+    ) -> Result<Answers, EvalError> {
+        match choice {
+            Choice::Evict(eviction) => self.evicted(prompt, eviction, full, most_tokens),
+            Choice::Remember(memory) => self.remembered(prompt, *memory, full, most_tokens),
+        }
     }
 
     fn evicted(
@@ -168,11 +213,10 @@ impl<'a> Session<'a> {
         let Stage { model, cpu, arena, .. } = self.stage;
         let mut other = Decoder::with_memory(model, self.setup, memory, cpu, arena)?;
         other.hook(self.watch);
-        std::mem::swap(&mut self.decoder, &mut other);
-        let read = self.prefill(EVICTED, &prompt.context);
-        let answers = read.and_then(|()| self.answers(prompt, full, most_tokens));
-        self.decoder = other;
-        answers
+        self.with(other, |session| {
+            session.prefill(EVICTED, &prompt.context)?;
+            session.answers(prompt, full, most_tokens)
+        })
     }
 
     /// Asks everything of the context as it was evicted.
@@ -249,7 +293,7 @@ impl<'a> Session<'a> {
             score: score(&given),
             full_score: score(full),
             tokens: asked.compared(),
-            kl_nats: rows().map(|(full, given)| divergence(full, given)).sum(),
+            kl_nats: rows().map(|(full, given)| divergence(full, given)).collect(),
             agreed: rows().filter(|(full, given)| likeliest(full) == likeliest(given)).count(),
             nll_nats: compared().map(|(&token, (_, given))| nats(given, token)).sum(),
             full_nll_nats: compared().map(|(&token, (full, _))| nats(full, token)).sum(),
@@ -258,6 +302,19 @@ impl<'a> Session<'a> {
             written: given.written,
         }
     }
+}
+
+/// A decoder whose contexts are forked for these policies.
+fn recording<'a>(
+    stage: Stage<'a>,
+    setup: Setup<'a>,
+    policies: &[&Policy],
+    watch: &'a Watch,
+) -> Result<Decoder<'a>, EvalError> {
+    let mut decoder = Decoder::new(stage.model, setup, stage.cpu, stage.arena)?;
+    decoder.record_queries(policies.iter().copied());
+    decoder.hook(watch);
+    Ok(decoder)
 }
 
 /// Refuses logits that are no numbers.

@@ -49,6 +49,26 @@ impl Estimate {
     }
 }
 
+/// How numbers of single tokens are spread.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct Spread {
+    /// Half of them are less.
+    pub median: f64,
+    /// 99 of 100 are less.
+    pub p99: f64,
+    /// The largest.
+    pub max: f64,
+}
+
+impl Spread {
+    /// Of these; `None` without any.
+    pub fn of(mut values: Vec<f64>) -> Option<Self> {
+        values.sort_by(f64::total_cmp);
+        let at = |share: f64| values.get((share * (values.len() as f64 - 1.0)).round() as usize).copied();
+        Some(Spread { median: at(0.5)?, p99: at(0.99)?, max: at(1.0)? })
+    }
+}
+
 /// What a model answered under a policy and a budget. Differences and agreement are with the full cache, on the same
 /// samples. Intervals are over samples; each sample is the mean of its questions, or of the tokens of their right answers.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -64,6 +84,9 @@ pub struct Answers {
     /// Kullback-Leibler divergence from the full cache's next-token distributions, nats for each token of the right
     /// answer, fed as it is.
     pub kl_nats: Estimate,
+    /// The same by token, over all samples; `None` in records from before it was written down.
+    #[serde(default)]
+    pub kl_of_tokens: Option<Spread>,
     /// Fraction of these tokens where both caches make the same token the likeliest.
     pub top1_agreement: Estimate,
     /// Minus the log-probability of these tokens, nats each; its exponential is the perplexity.

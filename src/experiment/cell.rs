@@ -202,7 +202,7 @@ impl Cell {
         let same = self.clone();
         match self.measure.compares() {
             Choice::Policy => {
-                let bare = Cell { policy: None, budget: None, memory: None, ..same };
+                let bare = Cell { policy: None, budget: None, memory: None, kv_format: None, ..same };
                 Cell { policy_file: None, policy_file_hash: None, ..bare }
             }
             Choice::Kernel => Cell { kernel: String::new(), ..same },

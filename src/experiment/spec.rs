@@ -164,11 +164,14 @@ pub struct Grid {
 }
 
 impl Grid {
-    /// The element types given, each with every format of the cache that is asked for beside it.
+    /// The element types given, each with every format of the cache that is asked for beside it, unless it is that of the
+    /// elements themselves.
     pub(super) fn types(&self, dtypes: &[DType]) -> Vec<(DType, Option<KvFormat>)> {
         let formats: Vec<_> = self.kv_format.0.iter().copied().map(Some).collect();
         let formats = if formats.is_empty() { vec![None] } else { formats };
-        dtypes.iter().flat_map(|&dtype| formats.iter().map(move |&format| (dtype, format))).collect()
+        let beside =
+            |dtype: DType| move |format: &Option<KvFormat>| (dtype, format.filter(|&format| format != dtype.into()));
+        dtypes.iter().flat_map(|&dtype| formats.iter().map(beside(dtype))).collect()
     }
 
     /// A grid of a measure without any axis.

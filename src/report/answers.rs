@@ -43,12 +43,13 @@ struct Column {
     read: fn(&Numbers) -> &String,
 }
 
-const ALL: [Column; 10] = [
+const ALL: [Column; 11] = [
     Column { heading: "score", words: "percent, of the model's own words", read: |numbers| &numbers.score },
     Column { heading: "perplexity", words: "of the text behind the eviction", read: |numbers| &numbers.perplexity },
     Column { heading: "95%", words: "the score's interval over samples", read: |numbers| &numbers.interval },
     Column { heading: "vs full", words: "score minus the full cache's", read: |numbers| &numbers.difference },
     Column { heading: "KL nats", words: "from the full cache, for each token", read: |numbers| &numbers.kl },
+    Column { heading: "99%", words: "of tokens have a smaller KL", read: |numbers| &numbers.kl_p99 },
     Column { heading: "top-1", words: "percent of tokens likeliest with both caches", read: |numbers| &numbers.top1 },
     Column { heading: "kv", words: "bytes live behind the eviction", read: |numbers| &numbers.kv },
     Column { heading: READ, words: "bytes of them that a step reads", read: |numbers| &numbers.kv_read },
@@ -58,7 +59,7 @@ const ALL: [Column; 10] = [
 /// Of a policy that selects what steps read.
 const READ: &str = "read";
 const OF_SCORES: [&str; 3] = ["score", "95%", "vs full"];
-const OF_TEXTS: [&str; 2] = ["perplexity", "top-1"];
+const OF_TEXTS: [&str; 3] = ["perplexity", "99%", "top-1"];
 
 /// The columns of a task's table. A text has no score, so that there is room for how its tokens fare.
 fn columns(records: &[&Record]) -> Vec<Column> {
@@ -117,6 +118,7 @@ struct Numbers {
     interval: String,
     difference: String,
     kl: String,
+    kl_p99: String,
     top1: String,
     perplexity: String,
     agreement: String,
@@ -137,6 +139,7 @@ impl Numbers {
             interval: or_nothing(answers.accuracy.map(interval)),
             difference: or_nothing(answers.accuracy_difference.map(|value| format!("{:+.1}", 100.0 * value.mean))),
             kl: text::drift(answers.kl_nats.mean),
+            kl_p99: or_nothing(answers.kl_of_tokens.map(|spread| text::drift(spread.p99))),
             top1: percent(answers.top1_agreement.mean),
             perplexity: units::three_digits(answers.nll_nats.mean.exp()),
             agreement: answers.greedy_agreement.map_or(NOTHING.into(), |agreement| percent(agreement.mean)),

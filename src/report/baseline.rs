@@ -1,4 +1,5 @@
-//! What a cell is compared with: the same cell with the kernel `naive`, or with the policy `full`.
+//! What a cell is compared with: the same cell with the kernel `naive`, or with the policy `full` and plain keys and values,
+//! or, where these are not there, `full` in its own format.
 
 use super::{palette, text};
 use crate::experiment::measure::Choice;
@@ -9,7 +10,11 @@ pub fn of<'a>(record: &Record, records: &[&'a Record]) -> Option<&'a Record> {
     let wanted = record.cell.without_choice();
     let candidates = records.iter().copied().filter(|other| other.status == Status::Ok && is_one(other));
     // A resumed run may have come to another machine: times of two devices are never compared.
-    candidates.into_iter().find(|other| other.cell.without_choice() == wanted && other.isa_path == record.isa_path)
+    let compared = |other: &&&Record| other.cell.without_choice() == wanted && other.isa_path == record.isa_path;
+    let mut candidates: Vec<&Record> = candidates.filter(|other| compared(&other)).collect();
+    candidates.sort_by_key(|other| other.cell.kv_format.is_some());
+    let fits = |other: &&&Record| other.cell.kv_format.is_none_or(|format| Some(format) == record.cell.kv_format);
+    candidates.iter().find(fits).copied()
 }
 
 /// Whether a cell is a baseline itself.

@@ -2,6 +2,7 @@
 //! it, and what may be said of them in a sentence.
 
 use super::ReportError;
+use super::combined;
 use super::comparison::{self, Pair, Ranked};
 use super::noise::{self, Measured};
 use super::palette;
@@ -55,7 +56,8 @@ fn of_protocol(records: &[&Record]) -> Vec<Table> {
         rows: if pools.is_empty() { Vec::new() } else { leaderboard(&pools, scored) },
         notes: tight.into_iter().chain(unranked(records)).collect(),
     };
-    std::iter::once(board).chain(comparison::tables(&pools, &protocol)).collect()
+    let combined = combined::table(&pools, &protocol);
+    std::iter::once(board).chain(combined).chain(comparison::tables(&pools, &protocol)).collect()
 }
 
 /// Policies by budgets, best first.
@@ -117,7 +119,8 @@ pub fn findings(records: &[&Record]) -> Vec<String> {
         let (pools, _) = pools(records);
         let protocol = protocol(records[0]);
         let sentence = |budget: Vec<Ranked>| best(&budget, &pools, &protocol);
-        comparison::ranked(&pools).into_iter().filter_map(sentence).collect::<Vec<_>>()
+        let best = comparison::ranked(&pools).into_iter().filter_map(sentence);
+        best.chain(combined::finding(&pools, &protocol)).collect::<Vec<_>>()
     };
     by_protocol(records).iter().flat_map(of_protocol).collect()
 }

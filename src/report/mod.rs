@@ -10,6 +10,7 @@ mod answers;
 mod bars;
 mod baseline;
 mod chart;
+mod combined;
 mod comparison;
 mod csv;
 mod draw;

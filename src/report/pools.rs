@@ -96,10 +96,11 @@ fn asked(record: &Record) -> AskedOf<'_> {
     (task.as_deref(), text.as_deref(), *seed, workload_hash)
 }
 
-/// Hash of what the cells of a comparison have in common besides their tasks and seeds.
+/// Hash of what the cells of a comparison have in common besides their tasks and seeds. Policies are ranked in one format.
 fn setting(record: &Record) -> String {
     let cell = record.cell.without_choice();
-    Cell { task: None, text: None, seed: 0, workload_hash: String::new(), ..cell }.id()
+    let kv_format = record.cell.kv_format;
+    Cell { task: None, text: None, seed: 0, workload_hash: String::new(), kv_format, ..cell }.id()
 }
 
 impl Pool<'_> {
@@ -142,6 +143,11 @@ impl Pool<'_> {
     /// Samples of the task that has the fewest.
     pub fn samples(&self) -> usize {
         self.records.iter().filter_map(|record| answers(record)).map(|answers| answers.samples).min().unwrap_or(0)
+    }
+
+    /// Divergence of every sample, by task.
+    pub fn sample_kl_nats(&self) -> Vec<&[f64]> {
+        self.records.iter().filter_map(|record| Some(&answers(record)?.sample_kl_nats[..])).collect()
     }
 
     /// Mean divergence over tasks, likewise.

@@ -1,7 +1,7 @@
 //! Synthetic records for the tests: made by simple formulas, so that every figure has something to show.
 
 use super::Run;
-use crate::experiment::answers::{Answers, Estimate};
+use crate::experiment::answers::{Answers, Estimate, Spread};
 use crate::experiment::cell::Cell;
 use crate::experiment::measure::Measure;
 use crate::experiment::record::{Drift, Eviction, Latency, Memory, Record, Status, Step, Work};
@@ -325,6 +325,28 @@ pub fn answers() -> Run {
     Run { experiment: "answers".into(), records, ..run() }
 }
 
+/// What a model makes of a text with fewer tokens, in fewer bits, and both: what is lost adds up, but for one pair.
+pub fn formats() -> Run {
+    let mut records = Vec::new();
+    for (format, part, lost) in [(None, 1, 0.0), (Some("int8"), 4, 0.001), (Some("q4_0"), 7, 0.05)] {
+        for (policy, budget) in [("full", 1.0), ("snapkv", 0.5), ("snapkv", 0.25), ("random", 0.5)] {
+            let of_policy = if policy == "full" { 0.0 } else { 0.1 + 0.2 * (1.0 - budget) };
+            let more = if format == Some("q4_0") && budget == 0.25 { 1.5 } else { 1.0 };
+            let mut record = with_cell(answered(1024, "perplexity", policy, budget), |cell| {
+                cell.kv_format = format.map(|format| format.parse().expect("a format"));
+            });
+            let answers = record.answers.as_mut().expect("it has answers");
+            (answers.accuracy, answers.accuracy_difference, answers.greedy_agreement) = (None, None, None);
+            answers.sample_scores.clear();
+            answers.kv_bytes_live /= part;
+            answers.sample_kl_nats =
+                (0..20).map(|sample| (of_policy + lost) * more * (0.9 + 0.01 * f64::from(sample))).collect();
+            records.push(record);
+        }
+    }
+    Run { experiment: "formats".into(), records, ..run() }
+}
+
 /// A cell of a model that answers what the policy leaves it, 20 samples with needles everywhere.
 pub fn answered(context: usize, task: &str, policy: &str, budget: f64) -> Record {
     let lost = POLICIES.iter().find(|(name, _)| *name == policy).map_or(0.5, |(_, drift)| *drift) * (1.0 - budget);
@@ -349,6 +371,7 @@ pub fn answered(context: usize, task: &str, policy: &str, budget: f64) -> Record
         accuracy: Some(accuracy),
         accuracy_difference: Some(estimate(accuracy.mean - 1.0)),
         kl_nats: estimate(lost / 3.0),
+        kl_of_tokens: Spread::of(vec![lost / 6.0, lost / 3.0, lost]),
         top1_agreement: estimate(1.0 - lost / 2.0),
         nll_nats: estimate(0.5 + lost),
         nll_difference_nats: estimate(lost),

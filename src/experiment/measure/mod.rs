@@ -152,7 +152,7 @@ pub struct Scope<'a> {
 pub enum Choice {
     /// The kernel.
     Kernel,
-    /// The policy and its budget.
+    /// The policy, its budget, and the format of keys and values.
     Policy,
     /// The allocation strategy.
     Strategy,

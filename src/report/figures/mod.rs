@@ -12,6 +12,7 @@ mod drift_vs_budget;
 mod drift_vs_context;
 mod drift_vs_kv_bytes;
 mod equal_bytes;
+mod formats_and_tokens;
 mod kept_by_head;
 mod kept_by_position;
 mod kv_heads;
@@ -78,6 +79,7 @@ pub const FIGURES: &[fn(&Data) -> Option<Chart>] = &[
     answers_vs_kept::score_by_budget,
     answers_vs_kept::score_by_bytes,
     answers_vs_kept::divergence_by_budget,
+    formats_and_tokens::chart,
     model_vs_context::memory,
     model_vs_context::first_token,
     model_vs_context::step,

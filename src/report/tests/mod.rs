@@ -30,7 +30,9 @@ fn every_figure_is_drawn_with_the_table_behind_it() {
     let (_folder, kernels) = drawn(&[samples::run()]);
     let (_other, layers) = drawn(&[samples::layers()]);
     let (_third, answers) = drawn(&[samples::answers()]);
-    let paths = || kernels.figures.iter().chain(&layers.figures).chain(&answers.figures);
+    let (_fourth, formats) = drawn(&[samples::formats()]);
+    let drawn = [kernels, layers, answers, formats];
+    let paths = || drawn.iter().flat_map(|drawn| &drawn.figures);
     let names: std::collections::BTreeSet<_> = paths().filter_map(|path| path.file_name()).collect();
     assert_eq!(names.len(), figures::FIGURES.len() + figures::PANELS.len());
     for path in paths() {

@@ -92,22 +92,22 @@ fn probe_of(context_tokens: usize, cells: &[&Cell], registry: &Registry, cpu: &C
     let tried: Vec<Cell> = places.map(|at| Cell { samples: Some(1), context_tokens, ..cells[at].clone() }).collect();
     let tried: Vec<&Cell> = tried.iter().collect();
     let group = Group::open(&tried, registry, u64::MAX)?;
-    let choices = group.choices()?;
+    let treatments = group.treatments()?;
     let prompt = &group.samples[0];
     // The first run takes the memory and finds the files cold.
-    group.alone(cpu, choices[0], prompt)?;
+    group.alone(cpu, treatments[0], prompt)?;
     let (mut alone_s, mut read_s) = (0.0, 0.0);
-    for choice in [choices[0], choices[choices.len() / 2]] {
+    for treatment in [treatments[0], treatments[treatments.len() / 2]] {
         let start = Instant::now();
-        let alone = group.alone(cpu, choice, prompt)?;
+        let alone = group.alone(cpu, treatment, prompt)?;
         alone_s += start.elapsed().as_secs_f64() / 2.0;
         read_s += alone.first_token_ns as f64 * 1e-9 / 2.0;
     }
     let watch = Watch::default();
-    let mut session = Session::new(group.stage(cpu, &group.shared_arena), &group.text, &watch, &choices)?;
+    let mut session = Session::new(group.stage(cpu, &group.shared_arena), &group.text, &watch, &treatments)?;
     let start = Instant::now();
-    session.run(prompt, &choices, |asked| group.room(prompt, asked))?;
+    session.run(prompt, &treatments, |asked| group.room(prompt, asked))?;
     let all_s = start.elapsed().as_secs_f64();
-    let cell_s = ((all_s - read_s) / (choices.len() + 1) as f64).max(0.0);
+    let cell_s = ((all_s - read_s) / (treatments.len() + 1) as f64).max(0.0);
     Ok(Probe { context_tokens, open_s: 0.0, read_s, cell_s, alone_s, samples: 1, prompts: group.samples.len() })
 }

@@ -1,9 +1,10 @@
-//! What the cells of a group share: the model, the samples, and a policy or memory for each cell.
+//! What the cells of a group share: the model, the samples, and a treatment for each cell.
 
 use super::grid::{frame, read};
 use crate::device::Cpu;
-use crate::eval::{Alone, Asked, Choice, EvalError, Prompt, Stage, alone, documents, prompts};
+use crate::eval::{Alone, Asked, Choice, EvalError, Prompt, Stage, Treatment, alone, documents, prompts};
 use crate::experiment::cell::Cell;
+use crate::format::KvFormat;
 use crate::memories::{self, Memory};
 use crate::memory::Arena;
 use crate::model::{Eviction, Model, ModelError, Text, locate};
@@ -19,7 +20,7 @@ const CHUNK_TOKENS: usize = 512;
 /// An answer may be twice as long as a right one, and so many tokens.
 const MORE_TOKENS: usize = 8;
 
-/// Cells that differ only in policy and budget, or in the memory, with all that they need.
+/// Cells that differ only in policy, budget and format, or in the memory, with all that they need.
 pub struct Group<'c> {
     cells: &'c [&'c Cell],
     /// Of the weights and of what runs alone, so that the peak of a run is its own.
@@ -65,10 +66,10 @@ impl<'c> Group<'c> {
     ///
     /// # Errors
     /// When a budget is none.
-    pub fn choices(&self) -> Result<Vec<Choice<'_>>, EvalError> {
-        let mut choices = Vec::new();
+    pub fn treatments(&self) -> Result<Vec<Treatment<'_>>, EvalError> {
+        let mut treatments = Vec::new();
         for ((cell, policy), memory) in self.cells.iter().zip(&self.policies).zip(&self.memories) {
-            choices.push(match memory {
+            let choice = match memory {
                 Some(memory) => Choice::Remember(&**memory),
                 None => {
                     let budget = cell.budget.as_ref().map(|text| text.parse()).transpose();
@@ -76,9 +77,10 @@ impl<'c> Group<'c> {
                     let name = cell.policy.as_deref().unwrap_or("full");
                     Choice::Evict(Eviction { policy, name, budget, seed: cell.seed })
                 }
-            });
+            };
+            treatments.push(Treatment { choice, kv_format: cell.kv_format() });
         }
-        Ok(choices)
+        Ok(treatments)
     }
 
     /// How the model is run, in one of the arenas.
@@ -90,7 +92,7 @@ impl<'c> Group<'c> {
             arena,
             kernel: &cell.kernel,
             dtype: cell.dtype,
-            kv_format: cell.kv_format(),
+            kv_format: KvFormat::plain(cell.dtype),
             max_tokens: self.max_tokens,
             chunk_tokens: CHUNK_TOKENS,
         }
@@ -106,8 +108,8 @@ impl<'c> Group<'c> {
     ///
     /// # Errors
     /// As [`alone()`].
-    pub fn alone(&self, cpu: &Cpu, choice: Choice<'_>, prompt: &Prompt) -> Result<Alone, EvalError> {
-        alone(&self.stage(cpu, &self.arena), choice, prompt, self.room(prompt, &prompt.asked[0]))
+    pub fn alone(&self, cpu: &Cpu, treatment: Treatment<'_>, prompt: &Prompt) -> Result<Alone, EvalError> {
+        alone(&self.stage(cpu, &self.arena), treatment, prompt, self.room(prompt, &prompt.asked[0]))
     }
 }
 

@@ -2,7 +2,7 @@
 
 use super::together::Numbers;
 use crate::eval::{Alone, Answer, Answers as Given, Prompt};
-use crate::experiment::answers::{Answers, Estimate};
+use crate::experiment::answers::{Answers, Estimate, Spread};
 use crate::experiment::record::Memory;
 use crate::memory::Label;
 use std::collections::BTreeMap;
@@ -102,7 +102,7 @@ impl Tally {
         };
         let scores = scored(&|sample| sample.score(|answer| answer.score));
         let differences = scored(&|sample| sample.score(|answer| Some(answer.score? - answer.full_score?)));
-        let kl_nats = |sample: &Sample| sample.per_token(|answer| answer.kl_nats);
+        let kl_nats = |sample: &Sample| sample.per_token(|answer| answer.kl_nats.iter().sum());
         let layers = samples.first()?.answers.first()?.o_distance.len();
         let questions = samples.iter().map(|sample| sample.answers.len()).sum();
         // Of a text the tokens that are fed; the first of them is compared with nothing.
@@ -119,6 +119,9 @@ impl Tally {
             accuracy: scores.as_ref().and_then(|scores| Estimate::of_shares(&[scores])),
             accuracy_difference: differences.and_then(Estimate::of_differences),
             kl_nats: over(&kl_nats)?,
+            kl_of_tokens: Some(Spread::of(
+                samples.iter().flat_map(|sample| &sample.answers).flat_map(|answer| answer.kl_nats.clone()).collect(),
+            )?),
             top1_agreement: share(&|sample| sample.per_token(|answer| answer.agreed as f64))?,
             nll_nats: over(&|sample| sample.per_token(|answer| answer.nll_nats))?,
             nll_difference_nats: over(&|sample| sample.per_token(|answer| answer.nll_nats - answer.full_nll_nats))?,

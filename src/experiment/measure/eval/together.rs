@@ -1,11 +1,11 @@
-//! Cells that differ only in policy and budget, or in the memory, evaluated together: samples outside, cells inside, so that
-//! a slow moment of the machine falls on all of them.
+//! Cells that differ only in policy, budget and format, or in the memory, evaluated together: samples outside, cells inside, so
+//! that a slow moment of the machine falls on all of them.
 
 use super::group::{Group, alone_samples};
 use super::journal::{Given, Journal};
 use super::tally::Tally;
 use crate::device::Cpu;
-use crate::eval::{Choice, EvalError, Prompt, Session, Watch};
+use crate::eval::{Choice, EvalError, Prompt, Session, Treatment, Watch};
 use crate::experiment::answers::Answers;
 use crate::experiment::cell::Cell;
 use crate::experiment::record::{Memory, Status};
@@ -49,13 +49,14 @@ pub fn run(
 ) -> Result<Vec<Ended>, EvalError> {
     let group = Group::open(cells, registry, limit_bytes)?;
     let Group { samples, model, .. } = &group;
-    let choices = group.choices()?;
+    let treatments = group.treatments()?;
     let shortest = samples.iter().map(Prompt::budgeted_tokens).min().unwrap_or(0);
     let kept = samples.iter().map(|prompt| prompt.kept).min().unwrap_or(0);
     let tokens = [shortest, group.max_tokens, kept];
-    let mut states: Vec<State> = choices.iter().map(|choice| State::new(choice, model, cells[0], tokens)).collect();
+    let states = treatments.iter().zip(cells).map(|(treatment, cell)| State::new(treatment, model, cell, tokens));
+    let mut states: Vec<State> = states.collect();
     let going = |states: &[State]| (0..states.len()).filter(|&at| states[at].ended.is_none()).collect::<Vec<_>>();
-    let first: Vec<Choice<'_>> = going(&states).into_iter().map(|at| choices[at]).collect();
+    let first: Vec<Treatment<'_>> = going(&states).into_iter().map(|at| treatments[at]).collect();
     let watch = Watch::default();
     let mut session = Session::new(group.stage(cpu, &group.shared_arena), &group.text, &watch, &first)?;
     let ids: Vec<String> = cells.iter().map(|cell| cell.id()).collect();
@@ -78,14 +79,14 @@ pub fn run(
             continue;
         };
         each(cells[at_work], done / work);
-        let chosen: Vec<Choice<'_>> = missing.iter().map(|&at| choices[at]).collect();
+        let chosen: Vec<Treatment<'_>> = missing.iter().map(|&at| treatments[at]).collect();
         let answered = session.run(prompt, &chosen, |asked| group.room(prompt, asked))?;
         done = ends_at - if is_alone { missing.len() as f64 } else { 0.0 };
         for (&at, answers) in missing.iter().zip(answered) {
             let by_itself = || {
                 each(cells[at], done / work);
                 done += 1.0;
-                group.alone(cpu, choices[at], prompt)
+                group.alone(cpu, treatments[at], prompt)
             };
             let given = answers.and_then(|answers| Ok(Given { answers, alone: is_alone.then(by_itself).transpose()? }));
             match given {
@@ -114,11 +115,11 @@ struct State {
 impl State {
     /// `shortest` and `longest` are tokens of the shortest context, and of the longest with its answer; `kept` those that stay
     /// beside any budget.
-    fn new(choice: &Choice<'_>, model: &Model, cell: &Cell, [shortest, longest, kept]: [usize; 3]) -> Self {
+    fn new(treatment: &Treatment<'_>, model: &Model, cell: &Cell, [shortest, longest, kept]: [usize; 3]) -> Self {
         let lists = cell.layers * cell.kv_heads;
-        let token_bytes = cell.kv_format().token_bytes(cell.head_dim);
+        let token_bytes = treatment.kv_format.token_bytes(cell.head_dim);
         let tally = |unprotected| Tally::new(lists, token_bytes, model.weights.bytes(), unprotected);
-        let Choice::Evict(choice) = choice else {
+        let Choice::Evict(choice) = treatment.choice else {
             return State { tally: tally(None), evicts: false, warnings: Vec::new(), ended: None };
         };
         let policy = choice.policy;
