@@ -323,6 +323,21 @@ fn queries_that_see_no_key_give_zero_and_minus_infinity() {
 }
 
 #[test]
+fn few_queries_are_decoded_where_no_kernel_is_named() {
+    for (queries, options, kernel) in
+        [(1, &[][..], "decode"), (8, &[], "decode"), (9, &[], "tiled"), (8, &["--backward"], "tiled")]
+    {
+        let mut specs = problem(DType::F32);
+        for spec in specs.iter_mut().filter(|spec| ["q", "do"].contains(&spec.name)) {
+            spec.dims[2] = queries;
+            spec.values.truncate(spec.dims.iter().product());
+        }
+        let report = Desk::with(&specs).measure(options);
+        assert!(report["kernel"] == kernel && report["q_len"] == queries, "{queries} queries {options:?}: {report}");
+    }
+}
+
+#[test]
 fn the_summary_the_timeline_and_the_json_file_say_what_happened() {
     let desk = Desk::with(&problem(DType::F32));
     desk.attend(&["--timeline", "timeline.json", "--json", "report.json"]).assert().success().stdout("");

@@ -56,6 +56,14 @@ pub fn kernel(text: &str) -> Result<Box<dyn Kernel>, NamedError> {
     (entry.build)(&named)
 }
 
+/// Most queries that `decode` is for: it reads keys and values once for each of them, and `tiled` packs tiles first.
+const FEW_QUERIES: usize = 8;
+
+/// Name of the kernel that is fastest for these extents.
+pub fn fitting(shape: &Shape, backward: bool) -> &'static str {
+    if shape.q_len <= FEW_QUERIES && !backward { decode::ENTRY.name } else { tiled::ENTRY.name }
+}
+
 /// A problem that attention cannot be computed for.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum AttentionError {

@@ -51,8 +51,9 @@ pub struct Args {
     #[arg(long, value_name = "FILE.safetensors")]
     output: PathBuf,
     /// Kernel, perhaps with parameters: reference, naive, tiled[:br=..,bc=..], decode (see `kvsieve list kernels`)
-    #[arg(long, value_name = "NAME[:key=value,...]", default_value = "tiled")]
-    kernel: String,
+    /// [default: decode for up to 8 queries, else tiled]
+    #[arg(long, value_name = "NAME[:key=value,...]")]
+    kernel: Option<String>,
     /// A query sees no later key: query i sees keys j <= i + Lk - Lq
     #[arg(long)]
     causal: bool,
@@ -93,12 +94,13 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     if let Some(index) = args.compute.cuda() {
         return cuda::run(args, index);
     }
-    let name: Named = args.kernel.parse()?;
-    let kernel = attention::kernel(&args.kernel)?;
     let cpu = args.compute.cpu()?;
     args.check_files()?;
     let file = TensorFile::open(&args.input)?;
     let problem = args.problem(&file)?;
+    let name = args.kernel(&problem);
+    let kernel = attention::kernel(name)?;
+    let name: Named = name.parse()?;
     let sizes = problem.sizes(&*kernel, cpu.threads())?;
 
     let limit_bytes = args.compute.limit_bytes();
@@ -124,6 +126,11 @@ impl Args {
             Some(target) => output::json(target, report),
             None => output::print(&report.summary(&self.output)),
         }
+    }
+
+    /// The kernel that is asked for, or the one that fits.
+    fn kernel(&self, problem: &Problem) -> &str {
+        self.kernel.as_deref().unwrap_or_else(|| attention::fitting(&problem.shape, problem.backward))
     }
 
     fn check_files(&self) -> Result<(), Failure> {

@@ -17,16 +17,17 @@ use crate::tensor::file::TensorFile;
 use crate::tensor::{DType, Tensor};
 
 pub fn run(args: &Args, index: usize) -> Result<(), Failure> {
-    let name: Named = args.kernel.parse()?;
     if let Some(format) = args.kv_format {
         return Err(Failure::usage(format!("attend reads a cache in {format} on the CPU only; leave --device out")));
     }
-    let kernel = cuda_kernel(&args.kernel)?;
-    let runtime = Runtime::open(index, args.compute.nvrtc.as_deref())?;
-    let device = runtime.device();
     args.check_files()?;
     let file = TensorFile::open(&args.input)?;
     let problem = args.problem(&file)?;
+    let name = args.kernel(&problem);
+    let kernel = cuda_kernel(name)?;
+    let name: Named = name.parse()?;
+    let runtime = Runtime::open(index, args.compute.nvrtc.as_deref())?;
+    let device = runtime.device();
     let (shape, params, dtype, limits) = (&problem.shape, &problem.params, problem.dtype, device.limits());
     let forward = kernel.plan(shape, params, dtype, limits)?;
     let backward = problem.backward.then(|| kernel.plan_backward(shape, params, dtype, limits)).transpose()?;

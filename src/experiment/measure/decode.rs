@@ -19,8 +19,10 @@ use crate::memory::ArenaError;
 use crate::policy::Registry;
 use crate::tensor::TensorView;
 
-/// Steps that make one sample, so that short steps are not lost in the clock's grain; their mean is recorded.
+/// Steps that make one sample, at least, whose mean is recorded.
 const STEPS: u64 = 4;
+/// Time that a sample takes at least, so that short steps are not lost in the clock's grain and the scheduler's.
+const LEAST_NS: u64 = 1_000_000;
 
 /// The cache that a cell's step reads.
 pub(super) fn cache_shape(cell: &Cell) -> CacheShape {
@@ -131,11 +133,16 @@ impl Trials for Decode {
         let call = Forward { shape, params, q, kv, cpu: bench.cpu };
         // The first step also writes back what filling the cache left in the processor's caches: no step of a real run.
         prepared.kernel().forward(&call, &mut outputs, &mut workspace)?;
-        let (steps_ns, result) =
-            timed(|| (0..STEPS).try_for_each(|_| prepared.kernel().forward(&call, &mut outputs, &mut workspace)));
-        result?;
+        let (mut steps, mut steps_ns) = (0, 0);
+        while steps < STEPS || steps_ns < LEAST_NS {
+            let batch = STEPS.max(steps);
+            let (batch_ns, result) =
+                timed(|| (0..batch).try_for_each(|_| prepared.kernel().forward(&call, &mut outputs, &mut workspace)));
+            result?;
+            (steps, steps_ns) = (steps + batch, steps_ns + batch_ns);
+        }
 
-        let mut trial = Trial { samples_ns: [("decode", steps_ns / STEPS)].into(), ..Trial::default() };
+        let mut trial = Trial { samples_ns: [("decode", steps_ns / steps)].into(), ..Trial::default() };
         if let Some(truth) = bench.truth {
             finite(&outputs)?;
             let o = outputs.o.view();
