@@ -12,7 +12,7 @@ use kvsieve::tensor::{DType, RowCode, Tensor};
 
 /// Formats with something of their own, and how far the output may be from that over what was given, as a relative L2
 /// distance. An element of int8 is off by up to half of 1/127 of its row's largest, of bf16 by 2^-9 of itself.
-const FORMATS_OF_KV: [(&str, f64); 18] = [
+const FORMATS_OF_KV: [(&str, f64); 23] = [
     ("f32", 1e-6),
     ("bf16", 4e-3),
     ("f16", 1e-3),
@@ -23,6 +23,11 @@ const FORMATS_OF_KV: [(&str, f64); 18] = [
     ("int4:group=64,zero=true", 0.2),
     ("k=int8,v=int4:zero=true", 0.15),
     ("int4:hadamard=true", 0.2),
+    ("int3", 0.4),
+    ("int2", 1.2),
+    ("int2:zero=true", 0.9),
+    ("turboquant:bits=4,group=32", 0.2),
+    ("turboquant:bits=3,group=32", 0.4),
     ("k=int4:zero=true,hadamard=true,v=bf16", 0.15),
     ("fp8-e4m3", 5e-2),
     ("fp8-e5m2", 0.1),

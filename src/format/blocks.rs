@@ -244,6 +244,48 @@ pub fn nibble(codes: &[u8], element: usize) -> u8 {
     codes[element / 32 * 16 + element % 16] >> (element / 16 % 2 * 4) & 15
 }
 
+/// Reads the elements from `offset` on of codes of 2, 3 or 4 bits, as [`put_codes`] writes them. `values` is what each
+/// code stands for.
+///
+/// # Safety
+/// The codes begin at `codes`, two more bytes follow them, and `offset`, a multiple of `S::LANES`, is less than there are.
+#[inline(always)]
+pub unsafe fn codes<S: Simd, const BITS: usize>(
+    simd: S,
+    codes: *const u8,
+    offset: usize,
+    values: &[f32; 16],
+) -> S::Vector {
+    // SAFETY: the caller's promise.
+    unsafe {
+        match BITS {
+            4 => nibbles(simd, codes, offset, values),
+            _ => simd.load_codes::<BITS>(codes, offset, values.first_chunk().expect("there are 16")),
+        }
+    }
+}
+
+/// Writes codes of so many bits: of four as [`put_nibbles`] does, of fewer eight in as many bytes as they have bits.
+pub fn put_codes(bits: usize, codes: impl Fn(usize) -> u8, to: &mut [u8]) {
+    if bits == 4 {
+        return put_nibbles(codes, to);
+    }
+    for (eight, bytes) in to.chunks_exact_mut(bits).enumerate() {
+        let word = (0..8).fold(0, |word, at| word | u32::from(codes(8 * eight + at)) << (at * bits));
+        bytes.copy_from_slice(&word.to_le_bytes()[..bits]);
+    }
+}
+
+/// The code of so many bits of an element.
+pub fn code(bits: usize, codes: &[u8], element: usize) -> u8 {
+    if bits == 4 {
+        return nibble(codes, element);
+    }
+    let bit = element * bits;
+    let two = u16::from(codes[bit / 8]) | codes.get(bit / 8 + 1).map_or(0, |&byte| u16::from(byte) << 8);
+    (two >> (bit % 8)) as u8 & ((1 << bits) - 1)
+}
+
 /// The largest magnitude; NaN if one is there, which `f32::max` would drop.
 pub fn largest(row: &[f32]) -> f32 {
     row.iter().fold(0.0f32, |most, x| if x.abs() <= most || most.is_nan() { most } else { x.abs() })

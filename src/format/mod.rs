@@ -8,14 +8,15 @@
 mod blocks;
 mod fp8;
 mod hadamard;
-mod int4;
 mod int8;
+mod ints;
 mod kv;
 mod nf4;
 mod plain;
 mod q4_0;
 mod q5_1;
 mod q8_0;
+mod turboquant;
 
 pub(crate) use hadamard::rotate;
 pub use kv::KvFormat;
@@ -108,9 +109,15 @@ formats! {
     /// 8-bit floats with two bits of mantissa.
     Fp8E5m2(fp8::Fp8<2>),
     /// Four bits for each element, and a scale for each group.
-    Int4(int4::Int4),
+    Int4(ints::Ints<4>),
+    /// Three.
+    Int3(ints::Ints<3>),
+    /// Two.
+    Int2(ints::Ints<2>),
     /// Levels of a normal distribution, and a scale for each group.
     Nf4(nf4::Nf4),
+    /// Levels of a normal distribution for rotated rows, and their lengths.
+    TurboQuant(turboquant::TurboQuant),
     /// Bytes, and a scale for each block.
     Q8_0(q8_0::Q8_0),
     /// Five bits, a scale and a minimum for each block.

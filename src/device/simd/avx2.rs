@@ -106,6 +106,19 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
+    unsafe fn load_codes<const BITS: usize>(self, from: *const u8, first: usize, values: &[f32; 8]) -> __m256 {
+        let bits = BITS as i32;
+        // SAFETY: the caller's promise: eight codes are followed by two bytes.
+        unsafe {
+            let words = _mm256_set1_epi32(from.add(first / 8 * BITS).cast::<i32>().read_unaligned());
+            let lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+            let shifted = _mm256_srlv_epi32(words, _mm256_mullo_epi32(lanes, _mm256_set1_epi32(bits)));
+            let index = _mm256_and_si256(shifted, _mm256_set1_epi32((1 << bits) - 1));
+            _mm256_permutevar8x32_ps(self.load(values.as_ptr()), index)
+        }
+    }
+
+    #[inline(always)]
     unsafe fn load_part(self, from: *const f32, count: usize) -> __m256 {
         // SAFETY: the caller's promise; lanes that the mask leaves out are not read.
         unsafe {

@@ -106,6 +106,21 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     }
 
     #[inline(always)]
+    unsafe fn load_codes<const BITS: usize>(self, from: *const u8, first: usize, values: &[f32; 8]) -> __m512 {
+        let bits = BITS as i32;
+        // SAFETY: the caller's promise: the second eight codes are followed by two bytes.
+        unsafe {
+            let from = from.add(first / 8 * BITS);
+            let (low, high) = (from.cast::<i32>().read_unaligned(), from.add(BITS).cast::<i32>().read_unaligned());
+            let words = _mm512_mask_blend_epi32(0xff00, _mm512_set1_epi32(low), _mm512_set1_epi32(high));
+            let lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7);
+            let shifted = _mm512_srlv_epi32(words, _mm512_mullo_epi32(lanes, _mm512_set1_epi32(bits)));
+            let index = _mm512_and_si512(shifted, _mm512_set1_epi32((1 << bits) - 1));
+            _mm512_permutexvar_ps(index, _mm512_castps256_ps512(_mm256_loadu_ps(values.as_ptr())))
+        }
+    }
+
+    #[inline(always)]
     unsafe fn load_part(self, from: *const f32, count: usize) -> __m512 {
         // SAFETY: the caller's promise; lanes that the mask leaves out are not read.
         unsafe { _mm512_maskz_loadu_ps(first(count), from) }

@@ -79,6 +79,14 @@ impl Simd for Portable {
     }
 
     #[inline(always)]
+    unsafe fn load_codes<const BITS: usize>(self, from: *const u8, first: usize, values: &[f32; 8]) -> Lanes {
+        // SAFETY: the caller's promise: eight codes are followed by two bytes.
+        let bytes = unsafe { from.add(first / 8 * BITS).cast::<[u8; 4]>().read_unaligned() };
+        let word = u32::from_le_bytes(bytes);
+        each(0.0, |lane| values[(word >> ((first % 8 + lane) * BITS)) as usize & ((1 << BITS) - 1)])
+    }
+
+    #[inline(always)]
     unsafe fn load_part(self, from: *const f32, count: usize) -> Lanes {
         // SAFETY: the caller's promise.
         unsafe { part(from, count) }

@@ -68,6 +68,12 @@ pub trait Simd: Copy + Send + Sync + 'static {
             *to = if let Some(least) = least { self.add(x, least) } else { x };
         }
     }
+    /// What `values` has for codes of `BITS` bits, 2 or 3, from the code `first` on, a multiple of [`Simd::LANES`]. Eight codes
+    /// are in so many bytes, the first in the lowest bits.
+    ///
+    /// # Safety
+    /// The bytes of the codes are readable, and two more.
+    unsafe fn load_codes<const BITS: usize>(self, from: *const u8, first: usize, values: &[f32; 8]) -> Self::Vector;
     /// Reads the first `count` lanes; the others become zero.
     ///
     /// # Safety

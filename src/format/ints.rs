@@ -1,41 +1,61 @@
-//! Four bits for each element, and an f16 scale, perhaps with a zero point, for each group of neighbours in a row.
+//! Two, three or four bits for each element, and an f16 scale, perhaps with a zero point, for each group of neighbours in a row.
 //!
-//! Symmetric: `scale = max |x| / 7`, codes are whole numbers from -7 to 7, kept as 1 to 15; zero is exact. With a zero point
-//! `scale = (max - min) / 15`, and `x = scale * code + min` for codes 0 to 15, as KIVI has it for values (arXiv 2402.02750): where
-//! the elements of a group lie to one side, no code is lost to the other. An element is off by at most half a scale, besides what
-//! f16 rounds of scale and minimum. A group of 32 takes 18 bytes (4.5 bits an element), or 20 with a zero point.
-//! With `hadamard=true` the row is rotated before (see `hadamard.rs`), so that a large channel costs its group nothing.
-//! Elements that are not finite, or of more than f16 holds times 7, make their group so.
+//! Symmetric, of four bits: `scale = max |x| / 7`, codes are whole numbers from -7 to 7, kept as 1 to 15; zero is exact. Three
+//! bits have -3 to 3, two have -1 to 1. With a zero point `scale = (max - min) / 15` (7, 3), and `x = scale * code + min` for
+//! codes from 0 on, as KIVI has it for values (arXiv 2402.02750): where the elements of a group lie to one side, no code is
+//! lost to the other. An element is off by at most half a scale, besides what f16 rounds of scale and minimum. A group of 32
+//! takes 18, 14 or 10 bytes (4.5, 3.5, 2.5 bits an element), or two more with a zero point. With `hadamard=true` the row is
+//! rotated before (see `hadamard.rs`), so that a large channel costs its group nothing. Elements that are not finite, or of
+//! more than f16 holds times the largest code, make their group so.
 
-use super::blocks::{self, Blocks, SIGNED, UNSIGNED, half_at, largest, nibble, nibbles, put_half, put_nibbles};
+use super::blocks::{self, Blocks, SIGNED, UNSIGNED, code, codes, half_at, largest, put_codes, put_half};
 use crate::device::simd::Simd;
 use crate::named::{Named, NamedError, Parameter};
 use std::fmt;
 
-/// Largest code, without a zero point.
-const MOST: f32 = 7.0;
 /// Elements of a group, where nothing else is asked for.
 const GROUP: usize = 32;
 
-/// Four bits with a scale for each group.
+/// What the codes of fewer bits than four stand for, by their bits.
+const SIGNED_3: [f32; 16] = [-4.0, -3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0];
+const SIGNED_2: [f32; 16] = [-2.0, -1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0];
+
+/// Whole numbers of so many bits with a scale for each group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Int4 {
+pub struct Ints<const BITS: usize> {
     group: usize,
     zero: bool,
     hadamard: bool,
 }
 
-impl Int4 {
-    /// Bytes in front of a group's codes.
+impl<const BITS: usize> Ints<BITS> {
+    /// Codes that there are with a zero point, less one.
+    const STEPS: f32 = ((1 << BITS) - 1) as f32;
+    /// Largest code without one.
+    const MOST: f32 = ((1 << (BITS - 1)) - 1) as f32;
+    /// What stands for zero without one.
+    const MIDDLE: f32 = Self::MOST + 1.0;
+    /// What the codes are without one.
+    const SIGNED: &'static [f32; 16] = match BITS {
+        2 => &SIGNED_2,
+        3 => &SIGNED_3,
+        _ => &SIGNED,
+    };
+
+    /// Bytes of a group's codes, which stand in front of its scale and its minimum.
     #[inline(always)]
-    fn head(self) -> usize {
-        if self.zero { 4 } else { 2 }
+    fn codes(self) -> usize {
+        self.group / 8 * BITS
     }
 }
 
-impl Blocks for Int4 {
-    const NAME: &'static str = "int4";
-    const ABOUT: &'static str = "four bits for each element and an f16 scale for each group of a row";
+impl<const BITS: usize> Blocks for Ints<BITS> {
+    const NAME: &'static str = ["int2", "int3", "int4"][BITS - 2];
+    const ABOUT: &'static str = [
+        "two bits for each element and an f16 scale for each group of a row",
+        "three bits for each element and an f16 scale for each group of a row",
+        "four bits for each element and an f16 scale for each group of a row",
+    ][BITS - 2];
     const PARAMETERS: &'static [Parameter] = &[
         Parameter { name: "group", default: "32", about: "elements that share a scale: 32, 64, 128 or 256" },
         Parameter { name: "zero", default: "false", about: "whether a group has an f16 minimum too" },
@@ -47,7 +67,7 @@ impl Blocks for Int4 {
     ];
 
     fn build(named: &Named) -> Result<Self, NamedError> {
-        Ok(Int4 {
+        Ok(Ints {
             group: blocks::group(named, GROUP)?,
             zero: named.flag("zero", false)?,
             hadamard: named.flag("hadamard", false)?,
@@ -56,7 +76,8 @@ impl Blocks for Int4 {
 
     fn spell(self, to: &mut dyn fmt::Write) -> fmt::Result {
         let zero = if self.zero { ",zero=true" } else { "" };
-        write!(to, "int4:group={}{zero}{}", self.group, if self.hadamard { ",hadamard=true" } else { "" })
+        let hadamard = if self.hadamard { ",hadamard=true" } else { "" };
+        write!(to, "{}:group={}{zero}{hadamard}", <Self as Blocks>::NAME, self.group)
     }
 
     #[inline(always)]
@@ -70,20 +91,20 @@ impl Blocks for Int4 {
 
     #[inline(always)]
     fn bytes(self) -> usize {
-        self.head() + self.group / 2
+        self.codes() + if self.zero { 4 } else { 2 }
     }
 
     #[inline(always)]
     unsafe fn vector<S: Simd>(self, simd: S, block: *const u8, offset: usize) -> S::Vector {
-        // SAFETY: the caller's promise; the codes stand behind the scale and the minimum.
+        // SAFETY: the caller's promise; the scale and the minimum stand behind the codes.
         unsafe {
-            let (scale, codes) = (simd.splat_f16(block.cast()), block.add(self.head()));
+            let scale = simd.splat_f16(block.add(self.codes()).cast());
             match self.zero {
                 true => {
-                    let least = simd.splat_f16(block.add(2).cast());
-                    simd.add(simd.mul(scale, nibbles(simd, codes, offset, &UNSIGNED)), least)
+                    let least = simd.splat_f16(block.add(self.codes() + 2).cast());
+                    simd.add(simd.mul(scale, codes::<S, BITS>(simd, block, offset, &UNSIGNED)), least)
                 }
-                false => simd.mul(scale, nibbles(simd, codes, offset, &SIGNED)),
+                false => simd.mul(scale, codes::<S, BITS>(simd, block, offset, Self::SIGNED)),
             }
         }
     }
@@ -92,10 +113,16 @@ impl Blocks for Int4 {
     unsafe fn vectors<S: Simd>(self, simd: S, block: *const u8, offset: usize, to: &mut [S::Vector]) {
         // SAFETY: as above.
         unsafe {
-            let (scale, codes) = (simd.splat_f16(block.cast()), block.add(self.head() + offset / 2));
+            if BITS < 4 {
+                for (index, to) in to.iter_mut().enumerate() {
+                    *to = self.vector(simd, block, offset + index * S::LANES);
+                }
+                return;
+            }
+            let (scale, codes) = (simd.splat_f16(block.add(self.codes()).cast()), block.add(offset / 2));
             match self.zero {
                 true => {
-                    let least = simd.splat_f16(block.add(2).cast());
+                    let least = simd.splat_f16(block.add(self.codes() + 2).cast());
                     simd.load_32_nibbles(codes, &UNSIGNED, (scale, Some(least)), to);
                 }
                 false => simd.load_32_nibbles(codes, &SIGNED, (scale, None), to),
@@ -104,32 +131,34 @@ impl Blocks for Int4 {
     }
 
     fn encode(self, block: &[f32], to: &mut [u8]) {
-        let (head, codes) = to.split_at_mut(self.head());
+        let (codes, behind) = to.split_at_mut(self.codes());
         // 0 / 0 is NaN, and becomes 0. Not a product with the reciprocal: that of a subnormal scale is infinite.
         if self.zero {
             let most = largest(block);
             let bounds = (f32::INFINITY, f32::NEG_INFINITY);
             let (least, greatest) = block.iter().fold(bounds, |(least, most), &x| (least.min(x), most.max(x)));
             // The minimum passes a NaN on.
-            let least = put_half(head, 2, if most.is_finite() { least } else { f32::NAN });
-            let scale = put_half(head, 0, (greatest - least) / 15.0);
-            put_nibbles(|index| ((block[index] - least) / scale).round_ties_even().clamp(0.0, 15.0) as u8, codes);
+            let least = put_half(behind, 2, if most.is_finite() { least } else { f32::NAN });
+            let scale = put_half(behind, 0, (greatest - least) / Self::STEPS);
+            let code = |x: f32| ((x - least) / scale).round_ties_even().clamp(0.0, Self::STEPS) as u8;
+            put_codes(BITS, |index| code(block[index]), codes);
         } else {
-            let scale = put_half(head, 0, largest(block) / MOST);
-            let code = |x: f32| (x / scale).round_ties_even().clamp(-MOST, MOST) as i8;
-            put_nibbles(|index| (code(block[index]) + 8) as u8, codes);
+            let scale = put_half(behind, 0, largest(block) / Self::MOST);
+            let code = |x: f32| (x / scale).round_ties_even().clamp(-Self::MOST, Self::MOST) as i8;
+            put_codes(BITS, |index| (code(block[index]) + Self::MIDDLE as i8) as u8, codes);
         }
     }
 
     fn decode(self, block: &[u8], to: &mut [f32]) {
-        let (scale, codes) = (half_at(block, 0), &block[self.head()..]);
-        let code = |index: usize| f32::from(nibble(codes, index));
+        let (codes, behind) = block.split_at(self.codes());
+        let scale = half_at(behind, 0);
+        let code = |index: usize| f32::from(code(BITS, codes, index));
         match self.zero {
             true => {
-                let least = half_at(block, 2);
+                let least = half_at(behind, 2);
                 to.iter_mut().enumerate().for_each(|(index, x)| *x = scale * code(index) + least);
             }
-            false => to.iter_mut().enumerate().for_each(|(index, x)| *x = scale * (code(index) - 8.0)),
+            false => to.iter_mut().enumerate().for_each(|(index, x)| *x = scale * (code(index) - Self::MIDDLE)),
         }
     }
 }
@@ -156,6 +185,19 @@ mod tests {
         let back = there_and_back("int4:zero=true", &row);
         assert_eq!((&back[..4], &back[28..]), (&[1.0, 1.0, 1.5, 2.0][..], &[8.0, 8.0, 8.5, 8.5][..]));
         assert_eq!(there_and_back("int4:zero=true", &[5.0; 32]), [5.0; 32]);
+    }
+
+    #[test]
+    fn fewer_bits_by_hand() {
+        let mut row = [0.0; 32];
+        row[..5].copy_from_slice(&[3.0, 1.1, -0.4, -3.0, 1.6]);
+        // Scales of 1 and of 3.
+        assert_eq!(there_and_back("int3", &row)[..6], [3.0, 1.0, 0.0, -3.0, 2.0, 0.0]);
+        assert_eq!(there_and_back("int2", &row)[..6], [3.0, 0.0, 0.0, -3.0, 3.0, 0.0]);
+        // Steps of 6/7 and of 2 from -3 on.
+        assert_eq!(there_and_back("int2:zero=true", &row)[..6], [3.0, 1.0, -1.0, -3.0, 1.0, 1.0]);
+        let step = half::f16::from_f32(6.0 / 7.0).to_f32();
+        assert_eq!(there_and_back("int3:zero=true", &row)[..3], [7.0 * step - 3.0, 5.0 * step - 3.0, 3.0 * step - 3.0]);
     }
 
     #[test]
@@ -204,17 +246,18 @@ mod tests {
             shift in -500f32..500.0,
         ) {
             let row: Vec<f32> = row.iter().map(|x| x + shift).collect();
-            for group in [32, 64, 128, 256] {
-                let symmetric = there_and_back(&format!("int4:group={group}"), &row);
-                let zero = there_and_back(&format!("int4:group={group},zero=true"), &row);
+            for (bits, group) in [2, 3, 4].into_iter().flat_map(|bits| [32, 64, 128, 256].map(|group| (bits, group))) {
+                let symmetric = there_and_back(&format!("int{bits}:group={group}"), &row);
+                let zero = there_and_back(&format!("int{bits}:group={group},zero=true"), &row);
+                let (codes, steps) = (f32::from((1u8 << (bits - 1)) - 1), f32::from((1u8 << bits) - 1));
                 for (at, x) in row.iter().enumerate() {
                     let group = &row[at / group * group..][..group];
                     let bounds = (f32::INFINITY, f32::NEG_INFINITY);
                     let (least, most) = group.iter().fold(bounds, |(least, most), &x| (least.min(x), most.max(x)));
                     let largest = most.max(-least);
-                    prop_assert!((x - symmetric[at]).abs() <= largest / 7.0 * 0.51, "{x} became {}", symmetric[at]);
+                    prop_assert!((x - symmetric[at]).abs() <= largest / codes * 0.51, "{x} became {}", symmetric[at]);
                     // What f16 rounds of the minimum comes on top, unless the first code takes it.
-                    let bound = (most - least) / 15.0 * 0.51 + largest / 1024.0;
+                    let bound = (most - least) / steps * 0.51 + largest / 1024.0;
                     prop_assert!((x - zero[at]).abs() <= bound, "{x} became {}", zero[at]);
                 }
             }
