@@ -273,6 +273,7 @@ pub const SHIPPED: &[(&str, &str)] = &[
     ("model-memory", include_str!("../../experiments/model-memory.toml")),
     ("long-decode", include_str!("../../experiments/long-decode.toml")),
     ("real-text", include_str!("../../experiments/real-text.toml")),
+    ("real-formats", include_str!("../../experiments/real-formats.toml")),
     ("real-needles", include_str!("../../experiments/real-needles.toml")),
     ("real-memory", include_str!("../../experiments/real-memory.toml")),
 ];

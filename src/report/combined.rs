@@ -49,6 +49,13 @@ impl Spent<'_> {
     }
 }
 
+/// Whether policies are compared in the format of this pool: in plain elements where there are such, else in each. The same
+/// comparison for every format would hide what it says.
+pub fn is_compared(pool: &Pool, pools: &[Pool]) -> bool {
+    let is_plain = |pool: &Pool| pool.records[0].cell.kv_format.is_none();
+    is_plain(pool) || !pools.iter().any(is_plain)
+}
+
 /// What each pool spends and loses; nothing where all keep keys and values in one format. Oracles know the future and are
 /// left out.
 pub fn spent<'a>(pools: &'a [Pool<'a>]) -> Vec<Spent<'a>> {
@@ -163,6 +170,7 @@ mod tests {
         let sentence = finding(&pools, "").unwrap();
         assert!(sentence.contains("1.00 to 1.50 times"), "{sentence}");
         assert!(sentence.contains("6 pairs") && sentence.contains("it is more in 1 and less in 0"), "{sentence}");
+        assert!(is_compared(&pools[0], &pools) && !is_compared(pools.last().unwrap(), &pools));
         // Policies are ranked in one format, and nothing is said of formats where there is one.
         assert!(pools.iter().all(|pool| pool.setting != pools[0].setting || pool.apart() == pools[0].apart()));
         let plain: Vec<&Record> = records.into_iter().filter(|record| record.cell.kv_format.is_none()).collect();

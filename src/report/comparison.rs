@@ -7,6 +7,7 @@
 //! the best is counted over resamples of the samples. `comparisons.csv` holds all pairs.
 
 use super::ReportError;
+use super::combined;
 use super::palette;
 use super::pools::Pool;
 use super::table::Table;
@@ -96,7 +97,7 @@ pub fn tables(pools: &[Pool], protocol: &str) -> Vec<Table> {
     let all = ranked(pools);
     let mut tables: Vec<Table> = all
         .iter()
-        .filter(|ranked| ranked.len() > 1)
+        .filter(|ranked| ranked.len() > 1 && combined::is_compared(ranked[0].pool, pools))
         .map(|ranked| Table {
             heading: format!("eval: comparison{protocol}, budget {}{}", ranked[0].pool.budget, ranked[0].pool.apart()),
             subtitle: String::new(),

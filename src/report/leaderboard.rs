@@ -119,7 +119,8 @@ pub fn findings(records: &[&Record]) -> Vec<String> {
         let (pools, _) = pools(records);
         let protocol = protocol(records[0]);
         let sentence = |budget: Vec<Ranked>| best(&budget, &pools, &protocol);
-        let best = comparison::ranked(&pools).into_iter().filter_map(sentence);
+        let compared = |ranked: &Vec<Ranked>| combined::is_compared(ranked[0].pool, &pools);
+        let best = comparison::ranked(&pools).into_iter().filter(compared).filter_map(sentence);
         best.chain(combined::finding(&pools, &protocol)).collect::<Vec<_>>()
     };
     by_protocol(records).iter().flat_map(of_protocol).collect()

@@ -54,7 +54,8 @@ pub fn chart(data: &Data) -> Option<Chart> {
 /// Those of which no other loses less with as few bytes, by bytes. A logarithm has no place for the full cache itself.
 fn front<'a>(mut spent: Vec<Spent<'a>>, y: &Axis) -> Vec<Spent<'a>> {
     spent.retain(|one| y.shows(one.kl_nats.mean));
-    spent.sort_by(|a, b| a.bytes_per_token.total_cmp(&b.bytes_per_token));
+    let order = |one: &Spent| (one.bytes_per_token, one.kl_nats.mean);
+    spent.sort_by(|a, b| order(a).partial_cmp(&order(b)).expect("neither is NaN"));
     let mut least = f64::INFINITY;
     spent.retain(|one| {
         let is_better = one.kl_nats.mean < least;
