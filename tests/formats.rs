@@ -12,7 +12,7 @@ use kvsieve::tensor::{DType, RowCode, Tensor};
 
 /// Formats with something of their own, and how far the output may be from that over what was given, as a relative L2
 /// distance. An element of int8 is off by up to half of 1/127 of its row's largest, of bf16 by 2^-9 of itself.
-const FORMATS_OF_KV: [(&str, f64); 18] = [
+const FORMATS_OF_KV: [(&str, f64); 20] = [
     ("f32", 1e-6),
     ("bf16", 4e-3),
     ("f16", 1e-3),
@@ -30,6 +30,8 @@ const FORMATS_OF_KV: [(&str, f64); 18] = [
     ("nf4:group=32", 0.2),
     ("q8_0", 1e-2),
     ("q5_1", 7e-2),
+    ("q5_0", 7e-2),
+    ("q4_1", 0.15),
     ("q4_0", 0.2),
 ];
 
@@ -127,7 +129,7 @@ fn blocks_of_llama_cpp_are_bit_by_bit_its_own() {
     };
     let floats = |hex| bytes(hex).chunks(4).map(|x| f32::from_le_bytes(x.try_into().unwrap())).collect::<Vec<f32>>();
     let numbers = floats(&recorded["numbers"]);
-    for name in ["q8_0", "q5_1", "q4_0"] {
+    for name in ["q8_0", "q5_1", "q5_0", "q4_1", "q4_0"] {
         let format: RowFormat = name.parse().unwrap();
         let blocks = bytes(&recorded[name]["blocks"]);
         let mut own = vec![0xff; format.row_bytes(numbers.len())];

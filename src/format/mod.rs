@@ -14,6 +14,8 @@ mod kv;
 mod nf4;
 mod plain;
 mod q4_0;
+mod q4_1;
+mod q5_0;
 mod q5_1;
 mod q8_0;
 
@@ -115,6 +117,10 @@ formats! {
     Q8_0(q8_0::Q8_0),
     /// Five bits, a scale and a minimum for each block.
     Q5_1(q5_1::Q5_1),
+    /// Five bits, and a scale for each block.
+    Q5_0(q5_0::Q5_0),
+    /// Four bits, a scale and a minimum for each block.
+    Q4_1(q4_1::Q4_1),
     /// Four bits, and a scale for each block.
     Q4_0(q4_0::Q4_0),
 }

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write `tests/fixtures/gguf_blocks.json`: blocks of q8_0, q5_1 and q4_0 by the `gguf` package, and what they stand for.
+"""Write `tests/fixtures/gguf_blocks.json`: blocks by the `gguf` package, and what they stand for.
 
     pip install gguf==0.19.0
     python3 tests/conformance/gguf_blocks.py
@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from gguf import GGMLQuantizationType, quants
 
-TYPES = {"q8_0": GGMLQuantizationType.Q8_0, "q5_1": GGMLQuantizationType.Q5_1, "q4_0": GGMLQuantizationType.Q4_0}
+TYPES = {name: GGMLQuantizationType[name.upper()] for name in ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0")}
 
 
 def main() -> None:

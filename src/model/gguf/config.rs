@@ -60,7 +60,7 @@ impl Gguf {
                 map.insert(config.into(), value.clone());
             }
         }
-        let (embedding, _) = self.find("token_embd.weight").ok_or("it has no tensor 'token_embd.weight'")?;
+        let embedding = self.find("token_embd.weight").ok_or("it has no tensor 'token_embd.weight'")?;
         map.insert("vocab_size".into(), embedding.shape[0].into());
         map.insert("tie_word_embeddings".into(), self.find("output.weight").is_none().into());
         let has = |tensor: &str| self.find(tensor).is_some();

@@ -1,6 +1,7 @@
 //! The container: metadata by key, and where each tensor lies.
 
-use super::blocks::BlockType;
+use super::types::{bytes_of, numbered};
+use crate::format::RowFormat;
 use crate::model::ModelError;
 use crate::tensor::file;
 use memmap2::Mmap;
@@ -29,8 +30,8 @@ pub(in crate::model) struct Gguf {
 pub(super) struct Info {
     /// Extents, the slowest first.
     pub shape: Vec<usize>,
-    pub kind: BlockType,
-    range: Range<usize>,
+    pub format: RowFormat,
+    pub range: Range<usize>,
 }
 
 impl Gguf {
@@ -55,9 +56,14 @@ impl Gguf {
         self.tensors.keys().map(String::as_str)
     }
 
-    /// A tensor by its name in the file, with its bytes.
-    pub(super) fn find(&self, name: &str) -> Option<(&Info, &[u8])> {
-        self.tensors.get(name).map(|info| (info, &self.map[info.range.clone()]))
+    /// A tensor by its name in the file.
+    pub(super) fn find(&self, name: &str) -> Option<&Info> {
+        self.tensors.get(name)
+    }
+
+    /// Bytes of the file.
+    pub fn bytes(&self, range: Range<usize>) -> &[u8] {
+        &self.map[range]
     }
 }
 
@@ -123,11 +129,9 @@ fn header(reader: &mut Reader<'_>) -> Result<Header, String> {
     let start = (reader.at as u64).next_multiple_of(alignment);
     let mut tensors = BTreeMap::new();
     for GgufTensor { name, shape, number, offset } in described {
-        let kind = BlockType::numbered(number).map_err(|reason| format!("tensor '{name}': {reason}"))?;
-        let elements = shape.iter().try_fold(1usize, |all, &extent| all.checked_mul(extent));
-        let bytes = elements.and_then(|elements| kind.bytes_of(*shape.last().unwrap_or(&1), elements));
-        let bytes =
-            bytes.ok_or_else(|| format!("tensor '{name}': shape {shape:?} is not whole blocks of {}", kind.name()))?;
+        let format = numbered(number).map_err(|reason| format!("tensor '{name}': {reason}"))?;
+        let bytes = bytes_of(format, &shape)
+            .ok_or_else(|| format!("tensor '{name}': shape {shape:?} is not whole blocks of {format}"))?;
         let from = start.checked_add(offset).and_then(|from| usize::try_from(from).ok());
         let range = from.and_then(|from| Some(from..from.checked_add(bytes)?));
         let range = range.filter(|range| range.end <= reader.bytes.len() && offset.is_multiple_of(alignment));
@@ -137,7 +141,7 @@ fn header(reader: &mut Reader<'_>) -> Result<Header, String> {
                 reader.bytes.len()
             )
         })?;
-        if tensors.insert(name.clone(), Info { shape, kind, range }).is_some() {
+        if tensors.insert(name.clone(), Info { shape, format, range }).is_some() {
             return Err(format!("tensor '{name}' is there twice"));
         }
     }
