@@ -3,8 +3,23 @@
 use crate::format::RowFormat;
 
 /// Numbers and names of the types that are read.
-pub(super) const TYPES: [(u32, &str); 8] =
-    [(0, "f32"), (1, "f16"), (30, "bf16"), (2, "q4_0"), (3, "q4_1"), (6, "q5_0"), (7, "q5_1"), (8, "q8_0")];
+pub(super) const TYPES: [(u32, &str); 15] = [
+    (0, "f32"),
+    (1, "f16"),
+    (30, "bf16"),
+    (2, "q4_0"),
+    (3, "q4_1"),
+    (6, "q5_0"),
+    (7, "q5_1"),
+    (8, "q8_0"),
+    (10, "q2_k"),
+    (11, "q3_k"),
+    (12, "q4_k"),
+    (13, "q5_k"),
+    (14, "q6_k"),
+    (20, "iq4_nl"),
+    (23, "iq4_xs"),
+];
 
 /// The format that ggml numbers so.
 ///
