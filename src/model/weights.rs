@@ -7,7 +7,7 @@
 //! a thousandth. Every tensor that the configuration asks for must be there in its shape, and none that it does not
 //! know: a bias that nobody adds would make the results wrong.
 
-use super::gguf::{Gguf, Located, is_gguf};
+use super::gguf::{Gguf, Located, is_gguf, more};
 use super::linear::Linear;
 use super::parameters::{Block, Make, Role, Stack, Tree};
 use super::{Config, ModelError};
@@ -184,7 +184,7 @@ enum Source {
 }
 
 /// The tensors of a model by name, and which were taken.
-struct Found<'a> {
+pub(super) struct Found<'a> {
     folder: PathBuf,
     config: &'a Config,
     arena: &'a Arena,
@@ -201,7 +201,7 @@ struct Found<'a> {
 }
 
 impl<'a> Found<'a> {
-    fn open(folder: &Path, config: &'a Config, arena: &'a Arena) -> Result<Self, ModelError> {
+    pub fn open(folder: &Path, config: &'a Config, arena: &'a Arena) -> Result<Self, ModelError> {
         let source = if is_gguf(folder) { Source::Gguf(Arc::new(Gguf::open(folder)?)) } else { Self::files(folder)? };
         let (folder, taken) = (folder.to_path_buf(), BTreeSet::new());
         Ok(Found {
@@ -234,7 +234,7 @@ impl<'a> Found<'a> {
     }
 
     /// A tensor of a shape, where it lies.
-    fn tensor(&mut self, name: &str, shape: &[usize]) -> Result<Matrix, ModelError> {
+    pub fn tensor(&mut self, name: &str, shape: &[usize]) -> Result<Matrix, ModelError> {
         let missing = || self.wrong(&self.folder, format!("there is no tensor '{name}', {shape:?} is needed"));
         let (files, tensors) = match &self.source {
             Source::Folder(files, tensors) => (files, tensors),
@@ -305,17 +305,17 @@ impl<'a> Found<'a> {
     }
 
     /// Widens a vector.
-    fn widened(&mut self, name: &str, width: usize, to: &mut [f32]) -> Result<(), ModelError> {
+    pub fn widened(&mut self, name: &str, width: usize, to: &mut [f32]) -> Result<(), ModelError> {
         self.tensor(name, &[width])?.all().widen(to);
-        if let Source::Gguf(gguf) = &self.source {
-            let more = gguf.more(self.config, name);
+        if let Source::Gguf(_) = &self.source {
+            let more = more(self.config, name);
             to.iter_mut().for_each(|factor| *factor -= more);
         }
         Ok(())
     }
 
     /// Refuses tensors that the configuration does not know.
-    fn finish(&self) -> Result<(), ModelError> {
+    pub fn finish(&self) -> Result<(), ModelError> {
         let config = self.config;
         let harmless = |name: &str| {
             // Frequencies that older folders hold, and an output projection that is not looked at.

@@ -13,7 +13,9 @@ use std::path::{Path, PathBuf};
 /// Versions of the format that are read; they differ from the first in the width of counts.
 const VERSIONS: Range<u32> = 2..4;
 /// Where nothing else is said, tensors begin at multiples of this many bytes.
-const ALIGNMENT: u64 = 32;
+pub(super) const ALIGNMENT: u64 = 32;
+/// Where keys begin: behind four letters, the version and two counts.
+const FIRST_KEY: usize = 24;
 /// Most axes of a tensor.
 const MOST_AXES: u32 = 4;
 
@@ -49,6 +51,20 @@ impl Gguf {
     /// The file.
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// Keys, and the kind and value of each as they lie in the file.
+    pub(super) fn raw_keys(&self) -> Vec<(String, &[u8])> {
+        let mut reader = Reader { bytes: &self.map, at: FIRST_KEY };
+        let key = |_| {
+            let key = reader.text()?;
+            let from = reader.at;
+            let kind = reader.u32()?;
+            reader.value(kind, true)?;
+            Ok((key, &self.map[from..reader.at]))
+        };
+        let keys: Result<_, String> = (0..self.metadata.len()).map(key).collect();
+        keys.expect("they were read before")
     }
 
     /// Names of all tensors.

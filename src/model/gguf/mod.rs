@@ -11,10 +11,13 @@ mod container;
 mod tensors;
 mod tokenizer;
 mod types;
+mod write;
 
 pub(super) use container::Gguf;
 pub(crate) use container::{GgufTensor, gguf_tensors};
-pub(super) use tensors::Located;
+pub(super) use tensors::{Located, head_rows, more, own_name, row_of_folder};
+pub(super) use types::number;
+pub(super) use write::{Keys, header, padded};
 
 use std::path::Path;
 

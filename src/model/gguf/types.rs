@@ -33,6 +33,12 @@ pub(super) fn numbered(number: u32) -> Result<RowFormat, String> {
     })
 }
 
+/// The number of a format in ggml; `None` where it has none.
+pub fn number(format: RowFormat) -> Option<u32> {
+    let name = format.to_string();
+    TYPES.iter().find(|(_, own)| *own == name).map(|(number, _)| *number)
+}
+
 /// Bytes of a tensor of these extents; `None` where its rows are not whole blocks, or it is larger than any file.
 pub(super) fn bytes_of(format: RowFormat, shape: &[usize]) -> Option<usize> {
     let elements = shape.iter().try_fold(1usize, |all, &extent| all.checked_mul(extent));
