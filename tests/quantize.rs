@@ -8,7 +8,7 @@ use common::gguf::{F32, Kind, Parts, Q8_0};
 use common::models::{checkpoint, deviation, furthest, setup};
 use kvsieve::device::Cpu;
 use kvsieve::memory::Arena;
-use kvsieve::model::{Config, Decoder, Mixture, Model, quantise};
+use kvsieve::model::{Config, Decoder, Mixture, Model, Text, quantise};
 use predicates::str::contains;
 use serde_json::{Value, json};
 use std::path::Path;
@@ -72,6 +72,36 @@ fn a_file_that_is_written_is_the_model_with_what_its_blocks_stand_for() {
     }
 }
 
+#[test]
+fn a_folder_becomes_a_file_that_reads_and_cuts_text_as_it_does() {
+    let (folder, cpu) = (tempfile::tempdir().unwrap(), Cpu::new(Some(2)).unwrap());
+    let output = folder.path().join("out.gguf");
+    let write = |source: &Path| {
+        let mixture = "f32".parse().unwrap();
+        quantise(source, mixture, &output, &cpu, &Arena::unlimited(), |_, _| ()).unwrap();
+    };
+    for name in ["llama", "llama-bias-tied", "linear", "yarn", "qwen3", "phi3"] {
+        let checkpoint = checkpoint(name);
+        write(&checkpoint.folder);
+        let off = furthest(&logits(&output, &checkpoint.tokens), &logits(&checkpoint.folder, &checkpoint.tokens));
+        assert!(off == 0.0, "{name}: off by {off}");
+    }
+    // With a tokenizer, cut as GPT-2 does.
+    let (model, tokenizer) = (tempfile::tempdir().unwrap(), "tests/parsers/corpus/tokenizers/bpe-bytelevel.json");
+    let mut json: Value = serde_json::from_str(&std::fs::read_to_string(tokenizer).unwrap()).unwrap();
+    json["pre_tokenizer"] = json!({ "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true });
+    json["normalizer"] = Value::Null;
+    for name in ["config.json", "model.safetensors"] {
+        std::fs::copy(checkpoint("llama").folder.join(name), model.path().join(name)).unwrap();
+    }
+    std::fs::write(model.path().join("tokenizer.json"), json.to_string()).unwrap();
+    write(model.path());
+    let [file, original] = [output.as_path(), model.path()].map(|model| Text::open(model).unwrap());
+    for text in ["the key of the red door", "it's, isn't it?\n\n  Indented", "<s>the"] {
+        assert_eq!(file.tokens(text).unwrap(), original.tokens(text).unwrap(), "{text}");
+    }
+}
+
 /// What `quantize` says of a file.
 fn refused(source: &Path, more: &[&str]) -> assert_cmd::assert::Assert {
     let mut command = Command::cargo_bin("kvsieve").unwrap();
@@ -101,6 +131,11 @@ fn what_cannot_be_written_is_said_in_one_line() {
     matrix.3[..2].copy_from_slice(&[0x00, 0x7e]);
     std::fs::write(&source, wrong.bytes()).unwrap();
     refused(&source, &["--format", "q8_0", "--output", output_text]).stderr(contains("an element that is not finite"));
-    refused(&checkpoint("llama").folder, &["--format", "q8_0", "--output", output_text]).stderr(contains("GGUF file"));
+    // A GGUF file keeps these frequencies in a tensor that is not written.
+    let folder = checkpoint("llama3").folder;
+    refused(&folder, &["--format", "q8_0", "--output", output_text])
+        .stderr(contains("no place for all of its configuration"));
+    let builtin = Path::new("models/builtin");
+    refused(builtin, &["--format", "q8_0", "--output", output_text]).stderr(contains("it cuts text in none of the ways"));
     assert!(!output.exists(), "nothing is left behind");
 }

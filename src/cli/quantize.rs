@@ -14,10 +14,10 @@ use std::time::Instant;
 
 const EXAMPLES: &str = "\
 Which tensor gets which type is llama.cpp's choice: more bits for the output matrix, in _m also for values and the MLP's second half in \
-half of the layers, and a wider type where rows are no whole super-blocks. Norms and biases stay f32. Metadata and the tokenizer are \
-copied. The error of a tensor is the relative L2 distance from what the source held.\n\n\
+half of the layers, and a wider type where rows are no whole super-blocks. Norms and biases stay f32. The tokenizer and \
+the configuration go into the file. The error of a tensor is the relative L2 distance from what the source held.\n\n\
 Examples:
-  kvsieve quantize --model model-f16.gguf --format q4_k_m --output model-q4_k_m.gguf
+  kvsieve quantize --model DIR --format q4_k_m --output model-q4_k_m.gguf
   kvsieve quantize --model model-f16.gguf --format q8_0 --output model-q8_0.gguf --json -
   kvsieve eval --model model-f16.gguf,model-q4_k_m.gguf --text book.txt --protocol llama-perplexity --policy full";
 
@@ -25,8 +25,8 @@ Examples:
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Args {
-    /// GGUF file, of any type
-    #[arg(long, value_name = "FILE")]
+    /// Hugging Face folder, a GGUF file of any type, or 'builtin'
+    #[arg(long, value_name = "DIR")]
     model: PathBuf,
     /// q8_0, q6_k, q5_k_m, q4_k_m, q3_k_m, q2_k and others that GGUF has; a wrong one lists them
     #[arg(long, value_name = "FORMAT")]

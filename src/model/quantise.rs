@@ -224,7 +224,7 @@ pub struct Quantised {
     pub rel_l2: f64,
 }
 
-/// Writes the model at `source`, a GGUF file, as another; `wrote` is told of each tensor.
+/// Writes the model at `source`, a GGUF file or a Hugging Face folder, as a GGUF file; `wrote` is told of each tensor.
 ///
 /// # Errors
 /// When the source cannot be read, an element is not finite or none of the format's scales holds it, or the file cannot be written.
@@ -237,7 +237,7 @@ pub fn quantise(
     mut wrote: impl FnMut(usize, usize),
 ) -> Result<Vec<Quantised>, ModelError> {
     let config = Config::read(source)?;
-    let keys = keys(source, mixture)?;
+    let keys = keys(source, &config, mixture)?;
     let planned = mixture.plan(&config);
     let mut found = Found::open(source, &config, arena)?;
     let all: Vec<_> = planned
@@ -253,6 +253,14 @@ pub fn quantise(
         let system = |error: std::io::Error| error.to_string();
         let mut file = BufWriter::new(File::create(path).map_err(system)?);
         file.write_all(&header).map_err(system)?;
+        file.flush().map_err(system)?;
+        let all_bytes = header.len() + planned.iter().map(|one| padded(one.bytes())).sum::<usize>();
+        file.get_ref().set_len(all_bytes as u64).map_err(system)?;
+        if let Err(error) = reads_as(path, &config) {
+            let said = error.to_string();
+            failed = Some(ModelError::Config { path: source.into(), reason: said.clone() });
+            return Err(said);
+        }
         for (index, one) in planned.iter().enumerate() {
             let encoded = tensor(&mut found, &config, one, source, cpu, arena);
             let (bytes, quantised) = encoded.map_err(|error| {
@@ -277,14 +285,26 @@ pub fn quantise(
     }
 }
 
-/// Metadata of the file.
-fn keys(source: &Path, mixture: Mixture) -> Result<Keys, ModelError> {
-    const OWN: [&str; 3] = ["general.file_type", "general.quantization_version", "general.alignment"];
-    if !is_gguf(source) {
-        let reason = "a folder's tokenizer is not written to GGUF files yet; name a GGUF file, of any type";
-        return Err(ModelError::Weights { path: source.into(), reason: reason.into() });
+/// Refuses a header that is another model's: what GGUF files have no place for is not left out silently.
+fn reads_as(path: &Path, config: &Config) -> Result<(), String> {
+    let back = Gguf::open(path).and_then(|file| file.config()).map_err(|error| error.to_string())?;
+    // Of a folder the type of elements and further tokens that end a text are no part of the model.
+    let same = Config { dtype: config.dtype, eos: config.eos.clone(), bos: config.bos, ..back };
+    match same == *config {
+        true => Ok(()),
+        false => Err("a GGUF file has no place for all of its configuration: another RoPE scaling than linear or yarn, a sliding \
+                      window of some layers, or an own scale of attention"
+            .into()),
     }
-    let mut keys = Keys::of_file(&Gguf::open(source)?, &OWN);
+}
+
+/// Metadata of the file.
+fn keys(source: &Path, config: &Config, mixture: Mixture) -> Result<Keys, ModelError> {
+    const OWN: [&str; 3] = ["general.file_type", "general.quantization_version", "general.alignment"];
+    let mut keys = match is_gguf(source) {
+        true => Keys::of_file(&Gguf::open(source)?, &OWN),
+        false => Keys::of_folder(source, config)?,
+    };
     keys.put(OWN[0], &mixture.number.into());
     keys.put(OWN[1], &2.into());
     Ok(keys)

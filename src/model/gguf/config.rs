@@ -6,7 +6,7 @@ use crate::model::{Config, ModelError};
 use serde_json::{Map, Value, json};
 
 /// Architectures as llama.cpp names them. `llama` is Mistral too, whose sliding window llama.cpp does not keep.
-const ARCHITECTURES: [(&str, Family); 5] = [
+pub(super) const ARCHITECTURES: [(&str, Family); 5] = [
     ("llama", Family::Llama),
     ("qwen2", Family::Qwen2),
     ("qwen3", Family::Qwen3),

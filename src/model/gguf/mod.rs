@@ -8,6 +8,7 @@
 
 mod config;
 mod container;
+mod folder;
 mod tensors;
 mod tokenizer;
 mod types;
