@@ -2,32 +2,37 @@
 
 mod common;
 
-use common::gguf::{Kind, Parts};
-use common::models::{checkpoint, deviation, furthest};
+use common::gguf::{F32, Kind, Parts, Q8_0};
+use common::models::{checkpoint, deviation, furthest, setup};
 use kvsieve::device::Cpu;
 use kvsieve::format::KvFormat;
 use kvsieve::memory::Arena;
-use kvsieve::model::{Decoder, Model, ModelError, Setup, Text};
+use kvsieve::model::{Decoder, Eviction, Model, ModelError, Setup, Text};
+use kvsieve::policy::Registry;
 use kvsieve::tensor::DType;
 use serde_json::{Value, json};
 use std::path::Path;
 
 /// Logits of all tokens.
 fn logits(path: &Path, tokens: &[u32]) -> Vec<f32> {
+    logits_of(&Model::open(path, &Arena::unlimited()).unwrap(), tokens, tokens.len())
+}
+
+/// The same, of a model and in chunks.
+fn logits_of(model: &Model, tokens: &[u32], chunk_tokens: usize) -> Vec<f32> {
     let (cpu, arena) = (Cpu::new(Some(2)).unwrap(), Arena::unlimited());
-    let model = Model::open(path, &arena).unwrap();
     let setup = Setup {
         kernel: "tiled",
         batch: 1,
         max_tokens: tokens.len(),
-        chunk_tokens: tokens.len(),
+        chunk_tokens,
         all_logits: true,
         dtype: DType::F32,
         kv_format: KvFormat::plain(DType::F32),
         columns: &[],
     };
     let mut logits = Vec::new();
-    let mut decoder = Decoder::new(&model, setup, &cpu, &arena).unwrap();
+    let mut decoder = Decoder::new(model, setup, &cpu, &arena).unwrap();
     decoder.prefill(&[tokens], |_, _, row| logits.extend_from_slice(row)).unwrap();
     logits
 }
@@ -55,7 +60,7 @@ fn a_file_gives_the_logits_of_the_folder_that_it_is_made_from() {
         let wanted = logits(folder.path(), &checkpoint.tokens);
         let path = folder.path().join("model.gguf");
         // The furthest logit of a random model of 32 channels is a tenth to a half of a deviation off in Q8_0.
-        for (kind, bound) in [(Kind::F32, 1e-5), (Kind::Q8_0, 0.6)] {
+        for (kind, bound) in [(F32, 1e-5), (Q8_0, 0.6)] {
             std::fs::write(&path, Parts::of(folder.path(), kind).bytes()).unwrap();
             let off = furthest(&logits(&path, &checkpoint.tokens), &wanted) / deviation(&wanted);
             assert!(off < bound, "{name}, {kind:?}: off by {off}");
@@ -63,14 +68,64 @@ fn a_file_gives_the_logits_of_the_folder_that_it_is_made_from() {
     }
 }
 
+/// Quantised types.
+const QUANTISED: [Kind; 5] = [Q8_0, Kind("q5_1", 7), Kind("q5_0", 6), Kind("q4_1", 3), Kind("q4_0", 2)];
+
 #[test]
-fn a_model_of_a_file_takes_the_bytes_that_the_arena_shows() {
+fn blocks_are_run_as_they_lie_and_give_what_they_give_widened() {
+    let (folder, arena) = (tempfile::tempdir().unwrap(), Arena::unlimited());
+    let path = folder.path().join("model.gguf");
+    for name in ["llama", "qwen2", "phi3"] {
+        let checkpoint = checkpoint(name);
+        for kind in QUANTISED.into_iter().chain([Kind("f16", 1), Kind("bf16", 30)]) {
+            std::fs::write(&path, Parts::of(&checkpoint.folder, kind).bytes()).unwrap();
+            let widened = Model::open_in(&path, Some("f32".parse().unwrap()), &arena).unwrap();
+            let wanted = logits_of(&widened, &checkpoint.tokens, 80);
+            let packed = Model::open(&path, &arena).unwrap();
+            assert_eq!(packed.weights.format(), kind.0.parse().unwrap(), "{name}");
+            for chunk in [80, 1] {
+                let off = furthest(&logits_of(&packed, &checkpoint.tokens, chunk), &wanted) / deviation(&wanted);
+                assert!(off < 1e-4, "{name} in {kind:?}, {chunk} tokens at a time: off by {off}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_model_of_a_file_takes_the_bytes_of_its_blocks_as_the_arena_shows() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.gguf");
-    std::fs::write(&path, Parts::of(&checkpoint("qwen2").folder, Kind::Q8_0).bytes()).unwrap();
-    let arena = Arena::unlimited();
-    let model = Model::open(&path, &arena).unwrap();
-    assert_eq!(model.weights.bytes(), arena.usage().live_bytes);
+    for kind in QUANTISED {
+        let parts = Parts::of(&checkpoint("qwen2").folder, kind);
+        std::fs::write(&path, parts.bytes()).unwrap();
+        let arena = Arena::unlimited();
+        let model = Model::open(&path, &arena).unwrap();
+        assert_eq!(model.weights.bytes(), arena.usage().live_bytes);
+        let of_file: usize = parts.tensors.iter().map(|(.., bytes)| bytes.len()).sum();
+        assert_eq!(model.weights.bytes(), of_file as u64, "{kind:?}");
+    }
+}
+
+#[test]
+fn a_policy_that_reads_a_projection_reads_what_its_blocks_stand_for() {
+    let (folder, arena) = (tempfile::tempdir().unwrap(), Arena::unlimited());
+    let (path, cpu, checkpoint) = (folder.path().join("model.gguf"), Cpu::new(Some(2)).unwrap(), checkpoint("llama"));
+    std::fs::write(&path, Parts::of(&checkpoint.folder, Q8_0).bytes()).unwrap();
+    let policy = Registry::default().policy("critical-snapkv").unwrap();
+    let [packed, widened] = [None, Some("f32".parse().unwrap())].map(|format| {
+        let model = Model::open_in(&path, format, &arena).unwrap();
+        let setup = Setup { columns: policy.columns(), all_logits: false, ..setup(1, 80) };
+        let mut decoder = Decoder::new(&model, setup, &cpu, &arena).unwrap();
+        let eviction =
+            Eviction { policy: &policy, name: "critical-snapkv", budget: Some("0.5".parse().unwrap()), seed: 0 };
+        decoder.evict(eviction, &[32]).unwrap();
+        let mut logits = Vec::new();
+        decoder.prefill(&[&checkpoint.tokens[..32]], |_, _, _| ()).unwrap();
+        assert!(decoder.evicted_tokens() > 0);
+        decoder.follow(&[&checkpoint.tokens[32..33]], |_, _, row| logits.extend_from_slice(row)).unwrap();
+        logits
+    });
+    assert!(furthest(&packed, &widened) < 1e-4 * deviation(&widened));
 }
 
 #[test]
@@ -94,7 +149,7 @@ fn the_tokenizer_of_a_file_is_that_of_the_folder() {
         Value::Array(pair) => json!(format!("{} {}", pair[0].as_str().unwrap(), pair[1].as_str().unwrap())),
         text => text.clone(),
     });
-    let mut parts = Parts::of(&checkpoint("llama").folder, Kind::F32);
+    let mut parts = Parts::of(&checkpoint("llama").folder, F32);
     let tokens: Vec<Value> = vocabulary.iter().map(|(token, _)| json!(token)).collect();
     parts.keys.extend([
         ("tokenizer.ggml.model".into(), json!("gpt2")),
@@ -120,7 +175,7 @@ fn what_is_wrong_with_a_file_is_said_in_one_line() {
         let error: ModelError = Model::open(&path, &Arena::unlimited()).err().expect("it is refused");
         error.to_string()
     };
-    let parts = || Parts::of(&checkpoint("llama").folder, Kind::F32);
+    let parts = || Parts::of(&checkpoint("llama").folder, F32);
     let whole = parts().bytes();
     // Cut anywhere: in the header, or in the last tensor.
     for end in (0..whole.len()).step_by(whole.len() / 60 + 1).chain([whole.len() - 1]) {
@@ -135,8 +190,8 @@ fn what_is_wrong_with_a_file_is_said_in_one_line() {
     };
     type Change<'a> = &'a dyn Fn(&mut Parts);
     let cases: [(Change<'_>, &str); 7] = [
-        (&|parts| parts.tensors[0].2 = 12, "type number 12 of ggml; read are F32, F16, BF16, Q4_0"),
-        (&|parts| parts.tensors[0].1 = vec![u64::MAX, 3], "is not whole blocks of F32"),
+        (&|parts| parts.tensors[0].2 = 42, "type number 42 of ggml; read are F32, F16, BF16, Q4_0"),
+        (&|parts| parts.tensors[0].1 = vec![u64::MAX, 3], "is not whole blocks of f32"),
         (&|parts| parts.keys[0].1 = json!("mamba"), "general.architecture is 'mamba'; known: llama, qwen2"),
         (&|parts| drop(parts.tensors.remove(3)), "there is no tensor"),
         (&|parts| parts.tensors[3].0 += "s", "there is no tensor"),

@@ -7,8 +7,7 @@ use common::models::{all, checkpoint, deviation, furthest, setup};
 use kvsieve::device::Cpu;
 use kvsieve::format::RowFormat;
 use kvsieve::memory::{Arena, Label};
-use kvsieve::model::{Decoder, Eviction, Model, Setup};
-use kvsieve::policy::Registry;
+use kvsieve::model::{Decoder, Model};
 
 fn logits(model: &Model, tokens: &[u32], chunk_tokens: usize, cpu: &Cpu) -> Vec<f32> {
     let arena = Arena::unlimited();
@@ -68,21 +67,4 @@ fn coded_weights_take_the_bytes_of_their_rows() {
     let saved = size(&|width| 4 * width) - size(&|width| (width + 4).next_multiple_of(4));
     assert_eq!(bytes(Some("f32")) - bytes(Some("int8")), saved as u64);
     assert_eq!(bytes(None), bytes(Some("f32")), "this checkpoint is f32");
-}
-
-#[test]
-fn a_policy_that_reads_a_projection_is_refused_where_it_is_coded() {
-    let (folder, cpu, arena) = (checkpoint("llama").folder, Cpu::new(Some(1)).unwrap(), Arena::unlimited());
-    let registry = Registry::default();
-    for (weights, name, is_refused) in
-        [("int8", "critical-snapkv", true), ("int8", "snapkv", false), ("f16", "critical-snapkv", false)]
-    {
-        let model = Model::open_in(&folder, Some(weights.parse().unwrap()), &arena).unwrap();
-        let policy = registry.policy(name).unwrap();
-        let setup = Setup { columns: policy.columns(), ..setup(1, 80) };
-        let mut decoder = Decoder::new(&model, setup, &cpu, &arena).unwrap();
-        let eviction = Eviction { policy: &policy, name, budget: Some("0.5".parse().unwrap()), seed: 0 };
-        let error = decoder.evict(eviction, &[40]).err().map(|error| error.to_string());
-        assert_eq!(error.is_some_and(|error| error.contains("weights are kept in int8")), is_refused, "{name}");
-    }
 }

@@ -26,6 +26,7 @@ mod place;
 mod plan;
 mod policy;
 mod progress;
+mod quantize;
 mod report;
 mod run;
 mod train;
@@ -89,6 +90,7 @@ enum Command {
     Calibrate(calibrate::Args),
     Inspect(inspect::Args),
     Train(train::Args),
+    Quantize(quantize::Args),
     List(list::Args),
     Doctor(doctor::Args),
     Kernels(kernels::Args),
@@ -110,6 +112,7 @@ impl Command {
             Command::Calibrate(args) => calibrate::run(&args),
             Command::Inspect(args) => inspect::run(&args),
             Command::Train(args) => train::run(&args),
+            Command::Quantize(args) => quantize::run(&args),
             Command::List(args) => list::run(&args, registry),
             Command::Doctor(args) => doctor::run(&args),
             Command::Kernels(args) => kernels::run(&args),
@@ -119,7 +122,7 @@ impl Command {
 }
 
 /// Commands that run a model on the CPU alone: they refuse a GPU in words, and their help does not offer one.
-const ON_CPU: [&str; 5] = ["eval", "capture", "calibrate", "inspect", "train"];
+const ON_CPU: [&str; 6] = ["eval", "capture", "calibrate", "inspect", "train", "quantize"];
 
 fn command() -> clap::Command {
     let hide = |command: clap::Command| {

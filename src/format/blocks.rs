@@ -2,8 +2,8 @@
 //!
 //! Most formats of few bits are of this kind. Such a format is a [`Blocks`]: how a block is written, and how a vector of it
 //! is read in registers, scale and all, because a scale that varies along the row cannot wait for the sum. Blocks are whole
-//! vectors of every instruction path, and a row is whole blocks, rounded up to whole words: 34 bytes for 32 elements of
-//! q8_0 are 68 for a head of 64, and 104 for one of 96.
+//! vectors of every instruction path, and a row is whole blocks and nothing else, as in a GGUF file, whose rows are read where
+//! they lie: 34 bytes for 32 elements of q8_0 are 102 for a head of 96.
 
 use super::{RowCodec, rotate};
 use crate::device::simd::Simd;
@@ -79,7 +79,7 @@ impl<B: Blocks> RowReader for B {
 
     #[inline(always)]
     fn row_bytes(self, width: usize) -> usize {
-        (width.div_ceil(self.elements()) * self.bytes()).next_multiple_of(4)
+        width.div_ceil(self.elements()) * self.bytes()
     }
 
     #[inline(always)]
@@ -157,7 +157,6 @@ impl<B: Blocks> RowCodec for B {
         };
         let blocks = row.chunks_exact(self.elements()).zip(to.chunks_exact_mut(self.bytes()));
         blocks.for_each(|(block, to)| <B as Blocks>::encode(self, block, to));
-        to[row.len() / self.elements() * self.bytes()..].fill(0);
     }
 
     fn decode(self, from: &[u8], first: usize, to: &mut [f32]) {
@@ -229,6 +228,29 @@ pub fn put_half(block: &mut [u8], at: usize, x: f32) -> f32 {
 pub unsafe fn nibbles<S: Simd>(simd: S, codes: *const u8, offset: usize, values: &[f32; 16]) -> S::Vector {
     // SAFETY: the caller's promise; a vector is at most 16 elements, which begin in the same half.
     unsafe { simd.load_nibbles(codes.add(offset / 32 * 16 + offset % 16), (offset / 16 % 2 * 4) as u32, values) }
+}
+
+/// Reads the elements from `offset` on of 32 codes of five bits: the low four as [`nibbles`] has them, the fifth in a word of its own.
+///
+/// # Safety
+/// 4 bytes are readable at `high` and 16 at `low`; `offset` is a multiple of `S::LANES`, less than 32.
+#[inline(always)]
+pub unsafe fn with_fifth<S: Simd>(simd: S, high: *const u8, low: *const u8, offset: usize) -> S::Vector {
+    let mut codes = [0i8; 16];
+    // SAFETY: the caller's promise; no path has more than 16 lanes.
+    unsafe {
+        let high = u32::from_le(high.cast::<u32>().read_unaligned()) >> offset;
+        let (low, shift) = (low.add(offset % 16), offset / 16 * 4);
+        for (lane, code) in codes[..S::LANES].iter_mut().enumerate() {
+            *code = (*low.add(lane) >> shift & 15 | ((high >> lane & 1) << 4) as u8).cast_signed();
+        }
+        simd.load_i8(codes.as_ptr())
+    }
+}
+
+/// The fifth bits of 32 codes.
+pub fn fifth_bits(code: impl Fn(usize) -> u8) -> u32 {
+    (0..32).fold(0, |high, index| high | u32::from(code(index) >> 4 & 1) << index)
 }
 
 /// Writes codes of four bits as [`nibbles`] reads them; more bits are left out.

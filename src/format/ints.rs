@@ -232,7 +232,7 @@ mod tests {
             row.iter().zip(back).map(|(x, back)| (x - back).powi(2)).sum::<f32>().sqrt()
         };
         let (plain, rotated) =
-            (error("int4:group=64", &mut bytes[..36]), error("int4:group=64,hadamard=true", &mut bytes[..36]));
+            (error("int4:group=64", &mut bytes[..34]), error("int4:group=64,hadamard=true", &mut bytes[..34]));
         assert!(rotated < plain / 2.0, "{plain} without, {rotated} with rotation");
         let error =
             "int4:hadamard=true".parse::<RowFormat>().unwrap().check("the head dim", 96).unwrap_err().to_string();

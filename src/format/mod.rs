@@ -6,16 +6,27 @@
 //! weights one of their own. Adding a format is one file with a `RowCodec` and one line in `formats!`.
 
 mod blocks;
+mod fit;
 mod fp8;
 mod hadamard;
 mod int8;
 mod ints;
+mod iq4_nl;
+mod iq4_xs;
 mod kv;
 mod nf4;
 mod plain;
+mod q2_k;
+mod q3_k;
 mod q4_0;
+mod q4_1;
+mod q4_k;
+mod q5_0;
 mod q5_1;
+mod q5_k;
+mod q6_k;
 mod q8_0;
+mod six_bits;
 mod turboquant;
 
 pub(crate) use hadamard::rotate;
@@ -122,8 +133,26 @@ formats! {
     Q8_0(q8_0::Q8_0),
     /// Five bits, a scale and a minimum for each block.
     Q5_1(q5_1::Q5_1),
+    /// Five bits, and a scale for each block.
+    Q5_0(q5_0::Q5_0),
+    /// Four bits, a scale and a minimum for each block.
+    Q4_1(q4_1::Q4_1),
     /// Four bits, and a scale for each block.
     Q4_0(q4_0::Q4_0),
+    /// Super-blocks of six bits.
+    Q6K(q6_k::Q6K),
+    /// Super-blocks of five bits.
+    Q5K(q5_k::Q5K),
+    /// Super-blocks of four bits.
+    Q4K(q4_k::Q4K),
+    /// Super-blocks of three bits.
+    Q3K(q3_k::Q3K),
+    /// Super-blocks of two bits.
+    Q2K(q2_k::Q2K),
+    /// Levels, and a scale for each block.
+    Iq4Nl(iq4_nl::Iq4Nl),
+    /// Super-blocks of levels.
+    Iq4Xs(iq4_xs::Iq4Xs),
 }
 
 #[cfg(test)]

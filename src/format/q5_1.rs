@@ -4,7 +4,7 @@
 //! What is kept is, bit by bit, what ggml keeps: codes are found before `d` and `m` are rounded to f16, so that an element is
 //! off by half a scale and by what f16 rounds of both. 24 bytes for 32 elements: 6 bits.
 
-use super::blocks::{Blocks, half_at, largest, nibble, put_half, put_nibbles};
+use super::blocks::{Blocks, fifth_bits, half_at, largest, nibble, put_half, put_nibbles, with_fifth};
 use crate::device::simd::Simd;
 use crate::named::{Named, NamedError};
 
@@ -31,16 +31,10 @@ impl Blocks for Q5_1 {
 
     #[inline(always)]
     unsafe fn vector<S: Simd>(self, simd: S, block: *const u8, offset: usize) -> S::Vector {
-        let mut codes = [0i8; 16];
-        // SAFETY: the caller's promise; no path has more than 16 lanes.
+        // SAFETY: the caller's promise; fifth bits and codes stand behind the scale and the minimum.
         unsafe {
-            let high = u32::from_le(block.add(HIGH).cast::<u32>().read_unaligned()) >> offset;
-            let (low, shift) = (block.add(LOW + offset % 16), offset / 16 * 4);
-            for (lane, code) in codes[..S::LANES].iter_mut().enumerate() {
-                *code = (*low.add(lane) >> shift & 15 | ((high >> lane & 1) << 4) as u8).cast_signed();
-            }
             let (d, m) = (simd.splat_f16(block.cast()), simd.splat_f16(block.add(2).cast()));
-            simd.add(simd.mul(d, simd.load_i8(codes.as_ptr())), m)
+            simd.add(simd.mul(d, with_fifth(simd, block.add(HIGH), block.add(LOW), offset)), m)
         }
     }
 
@@ -53,8 +47,7 @@ impl Blocks for Q5_1 {
         put_half(to, 2, if largest(block).is_finite() { least } else { f32::NAN });
         let per = if d == 0.0 { 0.0 } else { 1.0 / d };
         let code = |index: usize| (((block[index] - least) * per + 0.5) as u8).min(31);
-        let high = (0..block.len()).fold(0u32, |high, index| high | u32::from(code(index) >> 4) << index);
-        to[HIGH..LOW].copy_from_slice(&high.to_le_bytes());
+        to[HIGH..LOW].copy_from_slice(&fifth_bits(code).to_le_bytes());
         put_nibbles(code, &mut to[LOW..]);
     }
 

@@ -22,7 +22,6 @@ use crate::model::evictor::{Eviction, Evictor, QueryRecorder};
 use crate::model::hook::Hook;
 use crate::model::norm::Norm;
 use crate::named::NamedError;
-use crate::policy::{PolicyError, Statistic};
 use crate::tensor::DType;
 use attend::Attend;
 pub(crate) use attend::params;
@@ -236,12 +235,6 @@ impl<'a> Decoder<'a> {
         assert!(self.memory.is_none(), "a policy is at work in a cache");
         let columns = eviction.policy.columns();
         assert!(columns.iter().all(|column| self.setup.columns.contains(column)), "a cache with the policy's columns");
-        let format = self.model.weights.format();
-        if format.dtype().is_none() && eviction.policy.looks_at(Statistic::OutputProjection) {
-            let reason =
-                format!("it looks at the output projection, and weights are kept in {format}; leave --weights out");
-            return Err(PolicyError::Combination { policy: eviction.name.into(), reason }.into());
-        }
         let token_bytes = self.cache.shape().token_bytes();
         self.evictor = Some(Evictor::new(eviction, &self.model.config, contexts, token_bytes, self.arena)?);
         Ok(())

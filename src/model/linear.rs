@@ -7,10 +7,11 @@ use super::padded::PaddedRows;
 use super::weights::Matrix;
 use crate::device::Cpu;
 use crate::device::cpu::Slots;
-use crate::device::simd::linear::{Columns, FEW, Few, PANEL, Panel, Stripes, panel_scratch};
+use crate::device::simd::linear::{Columns, FEW, Few, PANEL, Panel, Stripes, Widen, panel_scratch};
 use crate::format::with_codec;
 use crate::memory::Buffer;
 use rayon::prelude::*;
+use std::ops::Range;
 
 /// Fewest rows of `w` that a thread takes at a time when it does not pack them.
 const FEW_ROWS: usize = 16;
@@ -66,7 +67,11 @@ impl Linear {
             let first = unit * PANEL;
             slots.with(|scratch| {
                 let columns = columns(first, PANEL.min(width - first));
-                isa.run_bf16(Panel { columns, rounds: x.rounds, scratch, y: &y });
+                let rows = columns.w;
+                let widen = |columns: Range<usize>, dtype, to: &mut [u8]| {
+                    with_codec!(self.weight.format(), reader => isa.run(Widen { rows, reader, columns, dtype, to }));
+                };
+                isa.run_bf16(Panel { columns, widen: &widen, rounds: x.rounds, scratch, y: &y });
             });
         };
         cpu.install(|| (0..width.div_ceil(PANEL)).into_par_iter().with_max_len(1).for_each(unit));

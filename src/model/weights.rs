@@ -1,13 +1,13 @@
-//! Parameters of a model: mapped safetensors files, one or several by an index; or a GGUF file, whose matrices are
-//! dequantised to f32 in the arena.
+//! Parameters of a model: mapped safetensors files, one or several by an index; or a mapped GGUF file.
 //!
-//! Matrices stay where the files lie and are read in their own type; the arena counts their bytes under `weights` as if
-//! it held them, since every pass reads all of them. Where a format is asked for, they are encoded in the arena instead.
+//! Matrices stay where the files lie and are read in their own type or blocks; the arena counts their bytes under `weights` as if
+//! it held them, since every pass reads all of them. Where a format is asked for, they are encoded in the arena instead, and
+//! those whose rows a GGUF file has in another order are copied there.
 //! Vectors (norms and biases) are widened to f32, which is less than
 //! a thousandth. Every tensor that the configuration asks for must be there in its shape, and none that it does not
 //! know: a bias that nobody adds would make the results wrong.
 
-use super::gguf::{Gguf, is_gguf};
+use super::gguf::{Gguf, Located, is_gguf, more};
 use super::linear::Linear;
 use super::parameters::{Block, Make, Role, Stack, Tree};
 use super::{Config, ModelError};
@@ -34,6 +34,7 @@ pub struct Matrix {
 /// Where a matrix lies.
 enum Bytes {
     Mapped(Arc<TensorFile>),
+    Gguf(Arc<Gguf>),
     /// What cannot be read where it lies in its file, or is kept in another format.
     Held(Buffer<u8>),
 }
@@ -48,11 +49,20 @@ impl Matrix {
     pub(super) fn bytes(&self) -> &[u8] {
         match &*self.bytes {
             Bytes::Mapped(file) => file.bytes(self.range.clone()),
+            Bytes::Gguf(file) => file.bytes(self.range.clone()),
             Bytes::Held(bytes) => &bytes[self.range.clone()],
         }
     }
 
-    /// A matrix `[N, Hq * D]` of plain elements as `[1, Hq, D, N]`.
+    /// The same with plain elements: itself, or widened in the arena.
+    pub(super) fn plain(&self, arena: &Arena) -> Result<Matrix, ArenaError> {
+        match self.format.dtype() {
+            Some(_) => Ok(self.clone()),
+            None => self.encoded(RowFormat::plain(DType::F32), arena),
+        }
+    }
+
+    /// A matrix `[N, Hq * D]` of plain elements as `[1, Hq, D, N]`; `None` if it is coded.
     pub(super) fn by_head(&self, head_dim: usize) -> Option<TensorView<'_>> {
         let dims = [1, self.rows, self.width / head_dim, head_dim];
         Some(TensorView::contiguous(self.format.dtype()?, dims, self.bytes()).permuted([0, 2, 3, 1]))
@@ -124,7 +134,7 @@ pub struct Weights {
     /// `[vocab, hidden]`; the embedding where they are tied.
     pub(super) output: Linear,
     dtype: DType,
-    format: Option<RowFormat>,
+    format: RowFormat,
     bytes: u64,
     /// Counts the mapped bytes for as long as they are used.
     _mapped: Claim,
@@ -144,18 +154,20 @@ impl Weights {
         let output = Linear::new(output.unwrap_or_else(|| embedding.clone()), None);
         let layers = blocks.into_iter().map(|block| layer(config, block)).collect();
         let (dtype, bytes) = (found.dtype, found.mapped_bytes + found.held_bytes);
+        let most = found.elements.iter().max_by_key(|(_, elements)| *elements);
+        let format = most.map_or(RowFormat::plain(dtype), |&(format, _)| format);
         let mapped = arena.claim(Label::Weights, found.mapped_bytes)?;
         Ok(Weights { embedding, layers, norm, output, dtype, format, bytes, _mapped: mapped })
     }
 
-    /// Element type of the embedding in its file, which is that of all matrices in most folders.
+    /// Element type of the embedding in its file, which is that of all matrices in most folders; f32 where it is quantised.
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 
-    /// How matrices are kept.
+    /// How matrices are kept; of a file of several formats, the one of most elements.
     pub fn format(&self) -> RowFormat {
-        self.format.unwrap_or(RowFormat::plain(self.dtype))
+        self.format
     }
 
     /// Bytes of all parameters, as the arena counts them.
@@ -168,11 +180,11 @@ impl Weights {
 enum Source {
     /// Files, and in which of them a tensor lies.
     Folder(Vec<Arc<TensorFile>>, BTreeMap<String, (usize, Entry)>),
-    Gguf(Gguf),
+    Gguf(Arc<Gguf>),
 }
 
 /// The tensors of a model by name, and which were taken.
-struct Found<'a> {
+pub(super) struct Found<'a> {
     folder: PathBuf,
     config: &'a Config,
     arena: &'a Arena,
@@ -181,14 +193,16 @@ struct Found<'a> {
     format: Option<RowFormat>,
     /// Element type of the embedding.
     dtype: DType,
+    /// Elements of matrices in each format.
+    elements: Vec<(RowFormat, usize)>,
     taken: BTreeSet<String>,
     mapped_bytes: u64,
     held_bytes: u64,
 }
 
 impl<'a> Found<'a> {
-    fn open(folder: &Path, config: &'a Config, arena: &'a Arena) -> Result<Self, ModelError> {
-        let source = if is_gguf(folder) { Source::Gguf(Gguf::open(folder)?) } else { Self::files(folder)? };
+    pub fn open(folder: &Path, config: &'a Config, arena: &'a Arena) -> Result<Self, ModelError> {
+        let source = if is_gguf(folder) { Source::Gguf(Arc::new(Gguf::open(folder)?)) } else { Self::files(folder)? };
         let (folder, taken) = (folder.to_path_buf(), BTreeSet::new());
         Ok(Found {
             folder,
@@ -197,6 +211,7 @@ impl<'a> Found<'a> {
             source,
             format: None,
             dtype: DType::F32,
+            elements: Vec::new(),
             taken,
             mapped_bytes: 0,
             held_bytes: 0,
@@ -219,16 +234,15 @@ impl<'a> Found<'a> {
     }
 
     /// A tensor of a shape, where it lies.
-    fn tensor(&mut self, name: &str, shape: &[usize]) -> Result<Matrix, ModelError> {
+    pub fn tensor(&mut self, name: &str, shape: &[usize]) -> Result<Matrix, ModelError> {
         let missing = || self.wrong(&self.folder, format!("there is no tensor '{name}', {shape:?} is needed"));
         let (files, tensors) = match &self.source {
             Source::Folder(files, tensors) => (files, tensors),
             Source::Gguf(gguf) => {
-                let mut bytes = self.arena.alloc::<u8>(Label::Weights, 4 * shape.iter().product::<usize>())?;
-                let found = gguf.widened(self.config, name, shape, bytemuck::cast_slice_mut(&mut bytes));
-                found.ok_or_else(missing)?.map_err(|reason| self.wrong(&self.folder, reason))?;
-                self.held_bytes += bytes.bytes();
-                return Ok(self.take(name, shape, (0..bytes.len(), Bytes::Held(bytes)), DType::F32));
+                let gguf = gguf.clone();
+                let located = gguf.locate(self.config, name, shape).ok_or_else(missing)?;
+                let located = located.map_err(|reason| self.wrong(&self.folder, reason))?;
+                return self.located(gguf, located, name, shape);
             }
         };
         let (file, entry) = tensors.get(name).ok_or_else(missing)?;
@@ -254,17 +268,54 @@ impl<'a> Found<'a> {
                 (0..bytes.len(), Bytes::Held(copy))
             }
         };
-        Ok(self.take(name, shape, (range, bytes), dtype))
+        Ok(self.take(name, shape, (range, bytes), RowFormat::plain(dtype)))
     }
 
-    fn take(&mut self, name: &str, shape: &[usize], (range, bytes): (Range<usize>, Bytes), dtype: DType) -> Matrix {
+    /// A tensor of a GGUF file: where it lies, or a copy if its rows are in another order or its elements not aligned.
+    fn located(
+        &mut self,
+        gguf: Arc<Gguf>,
+        located: Located,
+        name: &str,
+        shape: &[usize],
+    ) -> Result<Matrix, ModelError> {
+        let (bytes, format) = (gguf.bytes(located.range.clone()), located.format);
+        let is_aligned = format.dtype().is_none_or(|dtype| bytes.as_ptr().addr().is_multiple_of(dtype.bytes()));
+        if located.head_rows.is_none() && is_aligned {
+            self.mapped_bytes += bytes.len() as u64;
+            let range = located.range;
+            return Ok(self.take(name, shape, (range, Bytes::Gguf(gguf)), format));
+        }
+        let mut copy = self.arena.alloc::<u8>(Label::Weights, bytes.len())?;
+        located.copy(bytes, shape[0], &mut copy);
+        self.held_bytes += copy.bytes();
+        Ok(self.take(name, shape, (0..copy.len(), Bytes::Held(copy)), format))
+    }
+
+    fn take(
+        &mut self,
+        name: &str,
+        shape: &[usize],
+        (range, bytes): (Range<usize>, Bytes),
+        format: RowFormat,
+    ) -> Matrix {
         let (rows, width) = (shape[..shape.len() - 1].iter().product(), shape[shape.len() - 1]);
         self.taken.insert(name.into());
-        Matrix { bytes: Arc::new(bytes), range, format: RowFormat::plain(dtype), rows, width }
+        Matrix { bytes: Arc::new(bytes), range, format, rows, width }
+    }
+
+    /// Widens a vector.
+    pub fn widened(&mut self, name: &str, width: usize, to: &mut [f32]) -> Result<(), ModelError> {
+        self.tensor(name, &[width])?.all().widen(to);
+        if let Source::Gguf(_) = &self.source {
+            let more = more(self.config, name);
+            to.iter_mut().for_each(|factor| *factor -= more);
+        }
+        Ok(())
     }
 
     /// Refuses tensors that the configuration does not know.
-    fn finish(&self) -> Result<(), ModelError> {
+    pub fn finish(&self) -> Result<(), ModelError> {
         let config = self.config;
         let harmless = |name: &str| {
             // Frequencies that older folders hold, and an output projection that is not looked at.
@@ -295,7 +346,15 @@ impl Make for Found<'_> {
         if let (Role::Embedding, Some(dtype)) = (role, matrix.format.dtype()) {
             self.dtype = dtype;
         }
-        let Some(format) = self.format.filter(|format| *format != matrix.format) else { return Ok(matrix) };
+        let elements = shape[0] * shape[1];
+        let format = self.format.unwrap_or(matrix.format);
+        match self.elements.iter_mut().find(|(known, _)| *known == format) {
+            Some((_, all)) => *all += elements,
+            None => self.elements.push((format, elements)),
+        }
+        if format == matrix.format {
+            return Ok(matrix);
+        }
         if format.is_rotated() {
             let reason =
                 format!("weights are multiplied as they lie, and {format} keeps rows rotated; leave hadamard out");
@@ -311,10 +370,9 @@ impl Make for Found<'_> {
     /// Widened.
     fn vector(&mut self, name: String, _: Role, width: usize) -> Result<Buffer<f32>, ModelError> {
         let counted = (self.mapped_bytes, self.held_bytes);
-        let matrix = self.tensor(&name, &[width])?;
-        (self.mapped_bytes, self.held_bytes) = counted;
         let mut vector = self.arena.alloc(Label::Weights, width)?;
-        matrix.all().widen(&mut vector);
+        self.widened(&name, width, &mut vector)?;
+        (self.mapped_bytes, self.held_bytes) = counted;
         self.held_bytes += vector.bytes();
         Ok(vector)
     }
@@ -362,13 +420,11 @@ struct Widened<'a> {
     to: &'a mut [f32],
 }
 
-impl Widened<'_> {
-    fn take(&mut self, name: &str, shape: &[usize]) -> Result<(), ModelError> {
-        let matrix = self.found.tensor(name, shape)?;
-        let (own, rest) = std::mem::take(&mut self.to).split_at_mut(matrix.rows * matrix.width);
-        matrix.all().widen(own);
+impl<'a> Widened<'a> {
+    fn room(&mut self, elements: usize) -> &'a mut [f32] {
+        let (own, rest) = std::mem::take(&mut self.to).split_at_mut(elements);
         self.to = rest;
-        Ok(())
+        own
     }
 }
 
@@ -378,11 +434,14 @@ impl Make for Widened<'_> {
     type Error = ModelError;
 
     fn matrix(&mut self, name: String, _: Role, shape: [usize; 2]) -> Result<(), ModelError> {
-        self.take(&name, &shape)
+        let matrix = self.found.tensor(&name, &shape)?;
+        matrix.all().widen(self.room(shape[0] * shape[1]));
+        Ok(())
     }
 
     fn vector(&mut self, name: String, _: Role, width: usize) -> Result<(), ModelError> {
-        self.take(&name, &[width])
+        let own = self.room(width);
+        self.found.widened(&name, width, own)
     }
 }
 

@@ -10,7 +10,7 @@ use crate::memory::Arena;
 use crate::model::{Model, Setup, bytes};
 
 /// Peak of the arena when kvsieve reads the prompts and decodes the outputs of a scenario on `threads` threads; `None` where
-/// the model is no folder that kvsieve can run, or the scenario asks for what kvsieve does not run: other formats than it has,
+/// the model is none that kvsieve can run, or the scenario asks for what kvsieve does not run: other formats than it has,
 /// eviction, several cards.
 ///
 /// # Errors
@@ -19,7 +19,7 @@ pub fn own_peak_bytes(scenario: &Scenario<'_>, threads: usize) -> Result<Option<
     let Source::Tensors(folder) = &scenario.subject.source else { return Ok(None) };
     let super::kv::KvStore::Own(kv_format) = scenario.kv else { return Ok(None) };
     let elsewhere = scenario.tensor_parallel * scenario.pipeline > 1 || scenario.offload > 0;
-    if !folder.is_dir() || elsewhere || scenario.eviction.is_some() || scenario.weights.is_some() {
+    if elsewhere || scenario.eviction.is_some() || scenario.weights.is_some() {
         return Ok(None);
     }
     let Ok(model) = Model::open(folder, &Arena::unlimited()) else { return Ok(None) };

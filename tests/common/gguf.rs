@@ -1,17 +1,18 @@
 //! GGUF files made of the tiny checkpoints, by the rules of llama.cpp's `convert_hf_to_gguf.py`.
 
-use half::f16;
+use kvsieve::format::RowFormat;
 use safetensors::SafeTensors;
 use serde_json::Value;
 use std::path::Path;
 
 /// How matrices are written; vectors are always f32.
-#[derive(Debug, Clone, Copy, PartialEq)]
-#[allow(dead_code)] // the parsers write one of each
-pub enum Kind {
-    F32,
-    Q8_0,
-}
+#[derive(Debug, Clone, Copy)]
+pub struct Kind(pub &'static str, pub u32);
+
+/// A format's name, and its number in ggml.
+pub const F32: Kind = Kind("f32", 0);
+#[allow(dead_code)] // the parsers write it
+pub const Q8_0: Kind = Kind("q8_0", 8);
 
 /// A file's parts, which a test may change before it is written.
 pub struct Parts {
@@ -134,10 +135,15 @@ fn convert(
     }
     let extents = shape.iter().rev().map(|&extent| extent as u64).collect();
     let own = own_name(architecture, name);
-    match kind {
-        Kind::Q8_0 if shape.len() == 2 && shape[1].is_multiple_of(32) => (own, extents, 8, q8_0(&values)),
-        _ => (own, extents, 0, values.iter().flat_map(|value| value.to_le_bytes()).collect()),
+    let Kind(format, number) = kind;
+    let format: RowFormat = format.parse().unwrap();
+    let width = shape[shape.len() - 1];
+    if shape.len() == 1 || format.check("a row", width).is_err() {
+        return (own, extents, 0, values.iter().flat_map(|value| value.to_le_bytes()).collect());
     }
+    let mut bytes = vec![0; shape[0] * format.row_bytes(width)];
+    format.encode(&values, width, &mut bytes);
+    (own, extents, number, bytes)
 }
 
 fn own_name(architecture: &str, name: &str) -> String {
@@ -164,16 +170,6 @@ fn own_name(architecture: &str, name: &str) -> String {
         ("mlp.down_proj", "ffn_down"),
     ];
     parts.iter().fold(name.to_string(), |name, (from, to)| name.replace(from, to))
-}
-
-fn q8_0(values: &[f32]) -> Vec<u8> {
-    let block = |values: &[f32]| {
-        let largest = values.iter().fold(0.0f32, |most, x| most.max(x.abs()));
-        let d = f16::from_f32(largest / 127.0);
-        let quant = |x: &f32| if largest == 0.0 { 0 } else { (x / (largest / 127.0)).round() as i8 as u8 };
-        d.to_le_bytes().into_iter().chain(values.iter().map(quant)).collect::<Vec<u8>>()
-    };
-    values.chunks(32).flat_map(block).collect()
 }
 
 fn text(out: &mut Vec<u8>, text: &str) {

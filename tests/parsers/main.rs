@@ -120,7 +120,7 @@ fn gguf_files() {
     let made = |name: &str, kind| gguf::Parts::of(&Path::new("tests/models").join(name), kind).bytes();
     let target = Target {
         name: "gguf_files",
-        corpus: vec![made("llama", gguf::Kind::F32), made("qwen2", gguf::Kind::Q8_0)],
+        corpus: vec![made("llama", gguf::F32), made("qwen2", gguf::Q8_0)],
         words: &[
             "GGUF",
             "llama.",
@@ -151,7 +151,7 @@ fn planned_models() {
         "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8,
         "moe_intermediate_size": 2048, "first_k_dense_replace": 3}"#;
     corpus.push(deepseek.into());
-    corpus.push(gguf::Parts::of(Path::new("tests/models/llama"), gguf::Kind::Q8_0).bytes());
+    corpus.push(gguf::Parts::of(Path::new("tests/models/llama"), gguf::Q8_0).bytes());
     let words = &[
         "Qwen3NextForCausalLM",
         "GptOssForCausalLM",

@@ -119,6 +119,16 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
+    unsafe fn load_bits(self, from: *const u8, shift: u32, mask: u8) -> __m256 {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let codes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(from.cast()));
+            let codes = _mm256_srl_epi32(codes, _mm_cvtsi32_si128(shift as i32));
+            _mm256_cvtepi32_ps(_mm256_and_si256(codes, _mm256_set1_epi32(i32::from(mask))))
+        }
+    }
+
+    #[inline(always)]
     unsafe fn load_part(self, from: *const f32, count: usize) -> __m256 {
         // SAFETY: the caller's promise; lanes that the mask leaves out are not read.
         unsafe {

@@ -121,6 +121,36 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     }
 
     #[inline(always)]
+    unsafe fn load_32_of_bytes(
+        self,
+        from: *const u8,
+        shift: u32,
+        values: &[f32; 16],
+        (scale, least): (__m512, __m512),
+        to: &mut [__m512],
+    ) {
+        // SAFETY: the caller's promise. As above: the table is scaled and not the elements.
+        unsafe {
+            let values = _mm512_fmadd_ps(scale, self.load(values.as_ptr()), least);
+            let shift = _mm_cvtsi32_si128(shift as i32);
+            for (half, to) in to.iter_mut().enumerate() {
+                let codes = _mm512_cvtepu8_epi32(_mm_loadu_si128(from.add(16 * half).cast()));
+                *to = _mm512_permutexvar_ps(_mm512_srl_epi32(codes, shift), values);
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load_bits(self, from: *const u8, shift: u32, mask: u8) -> __m512 {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let codes = _mm512_cvtepu8_epi32(_mm_loadu_si128(from.cast()));
+            let codes = _mm512_srl_epi32(codes, _mm_cvtsi32_si128(shift as i32));
+            _mm512_cvtepi32_ps(_mm512_and_si512(codes, _mm512_set1_epi32(i32::from(mask))))
+        }
+    }
+
+    #[inline(always)]
     unsafe fn load_part(self, from: *const f32, count: usize) -> __m512 {
         // SAFETY: the caller's promise; lanes that the mask leaves out are not read.
         unsafe { _mm512_maskz_loadu_ps(first(count), from) }

@@ -6,16 +6,17 @@
 //! product: [`Few`] reads each row of `w` once, where it lies, at the speed of the memory. Either way each element of `y`
 //! is one sum in one order, whoever computes it.
 //!
-//! Where the processor multiplies pairs of bf16 and `w` is bf16, a [`Panel`] rounds `x` to bf16 too if it may: twice the
-//! speed, and what GPUs and other libraries do with such weights. [`Few`] waits for the memory and keeps `x` as it is.
+//! Where the processor multiplies pairs of bf16 and `w` is bf16, or coded, a [`Panel`] rounds `x` (and what coded `w` stands for) to
+//! bf16 too if it may: twice the speed, and what GPUs and other libraries do with such weights. [`Few`] waits for the memory and
+//! keeps `x` as it is.
 
 use super::pack::{Packed, transposed};
 use super::product::{Extents, Left, ROWS, Right, product};
 use super::reader::RowReader;
 use super::rows::tile;
 use super::vector::each;
-use super::{Bf16Task, Native, Simd, Task, Unit};
-use crate::tensor::Rows;
+use super::{Bf16Task, Native, Simd, Task, Unit, narrow};
+use crate::tensor::{DType, Rows};
 use std::marker::PhantomData;
 use std::ops::Range;
 
@@ -31,7 +32,7 @@ const TILE: usize = 4;
 /// Scratch elements of a [`Panel`] for so many rows of `x`.
 pub fn panel_scratch(rows: usize) -> usize {
     let padded = rows.next_multiple_of(ROWS);
-    PANEL * (DEPTH + padded) + padded * DEPTH / 2
+    PANEL * (2 * DEPTH + padded) + padded * DEPTH / 2
 }
 
 /// Rows of `x` that must be readable for so many to be multiplied.
@@ -109,7 +110,9 @@ impl Columns<'_> {
 pub struct Panel<'a> {
     /// What is multiplied.
     pub columns: Columns<'a>,
-    /// Whether `x` may be rounded to bf16 where `w` is.
+    /// Widens some columns of `w` where it is coded, to elements of a type, one behind another.
+    pub widen: &'a dyn Fn(Range<usize>, DType, &mut [u8]),
+    /// Whether `x` may be rounded to bf16 where `w` is bf16 or coded.
     pub rounds: bool,
     /// [`panel_scratch`] elements.
     pub scratch: &'a mut [f32],
@@ -123,7 +126,7 @@ impl Bf16Task for Panel<'_> {
     #[inline(always)]
     fn run<S: Native>(self, simd: S) {
         match self.columns.w {
-            Rows::Bf16(_) if self.rounds => self.over::<S, S::Bf16>(simd),
+            Rows::Bf16(_) | Rows::Coded(_) if self.rounds => self.over::<S, S::Bf16>(simd),
             _ => self.over::<S, f32>(simd),
         }
     }
@@ -132,18 +135,27 @@ impl Bf16Task for Panel<'_> {
 impl Panel<'_> {
     #[inline(always)]
     fn over<S: Simd, U: Packed<S>>(self, simd: S) {
-        let Panel { columns: part, scratch, y, .. } = self;
+        let Panel { columns: part, widen, scratch, y, .. } = self;
         let (count, padded) = (part.w.count(), part.rows.next_multiple_of(ROWS));
         assert!(count <= PANEL, "{count} rows of w");
         part.check(padded);
         let (packed, scratch) = scratch.split_at_mut(PANEL * DEPTH);
+        let (widened, scratch) = scratch.split_at_mut(PANEL * DEPTH);
+        let dtype = if U::DEPTH == 1 { DType::F32 } else { DType::Bf16 };
         let packed: &mut [U] = bytemuck::cast_slice_mut(packed);
         let (sums, rounded) = scratch.split_at_mut(PANEL * padded);
         let rounded: &mut [U] = bytemuck::cast_slice_mut(rounded);
         let columns = count.next_multiple_of(16);
         for start in (0..part.w.width()).step_by(DEPTH) {
             let width = DEPTH.min(part.w.width() - start);
-            let w = part.w.columns(start..start + width);
+            let w = match part.w {
+                Rows::Coded(_) => {
+                    let widened = &mut bytemuck::cast_slice_mut(widened)[..count * width * dtype.bytes()];
+                    widen(start..start + width, dtype, widened);
+                    Rows::contiguous(dtype, widened, [count, width])
+                }
+                plain => plain.columns(start..start + width),
+            };
             transposed::<S, U>(simd, |row| w.skip(row), count, width, columns, packed, PANEL);
             let x = match U::DEPTH {
                 1 => {
@@ -168,6 +180,59 @@ impl Panel<'_> {
             to.copy_from_slice(&sums[..count]);
             if let Some(bias) = part.bias {
                 to.iter_mut().zip(bias).for_each(|(to, bias)| *to += bias);
+            }
+        }
+    }
+}
+
+/// Some columns of coded rows, widened.
+pub struct Widen<'a, R> {
+    /// The rows, whole.
+    pub rows: Rows<'a>,
+    /// What reads them.
+    pub reader: R,
+    /// The columns; the first is a multiple of 256.
+    pub columns: Range<usize>,
+    /// What becomes of elements.
+    pub dtype: DType,
+    /// Room for all of them.
+    pub to: &'a mut [u8],
+}
+
+impl<R: RowReader> Task for Widen<'_, R> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        /// Vectors that are read together.
+        const MANY: usize = 8;
+        let Widen { rows, reader, columns, dtype, to } = self;
+        let (span, stride_bytes) = rows.span().expect("rows of a matrix lie along it");
+        assert!(columns.end <= rows.width() && rows.count() * columns.len() * dtype.bytes() == to.len());
+        let mut lanes = [0.0; MANY * 16];
+        for (row, to) in to.chunks_exact_mut(columns.len() * dtype.bytes()).enumerate() {
+            let row = span[row * stride_bytes..][..reader.row_bytes(rows.width())].as_ptr();
+            // SAFETY: the row holds the bytes of its width.
+            let scale = simd.splat(if R::SCALED { unsafe { reader.scale(row) } } else { 1.0 });
+            for (part, to) in to.chunks_mut(MANY * S::LANES * dtype.bytes()).enumerate() {
+                let (column, count) = (columns.start + part * MANY * S::LANES, to.len() / dtype.bytes());
+                let mut put = |index: usize, vector: S::Vector| {
+                    let vector = if R::SCALED { simd.mul(scale, vector) } else { vector };
+                    simd.write(&mut lanes[index * S::LANES..], vector);
+                };
+                // SAFETY: the row has these columns by the assertion above, and the last vector those that are left.
+                unsafe {
+                    if count == MANY * S::LANES {
+                        let vectors = reader.load_many::<S, MANY>(simd, row, column);
+                        vectors.into_iter().enumerate().for_each(|(index, vector)| put(index, vector));
+                    } else {
+                        for index in 0..count.div_ceil(S::LANES) {
+                            let (at, left) = (column + index * S::LANES, S::LANES.min(count - index * S::LANES));
+                            put(index, reader.load_part(simd, row, at, left));
+                        }
+                    }
+                }
+                narrow(simd, dtype, &lanes[..count], to);
             }
         }
     }

@@ -74,6 +74,40 @@ pub trait Simd: Copy + Send + Sync + 'static {
     /// # Safety
     /// The bytes of the codes are readable, and two more.
     unsafe fn load_codes<const BITS: usize>(self, from: *const u8, first: usize, values: &[f32; 8]) -> Self::Vector;
+    /// What `values` has for four bits, from `shift` on, of each of 32 bytes, times `scale`, plus `least`, as 32 elements of the vectors
+    /// `to`.
+    ///
+    /// # Safety
+    /// 32 bytes at `from` are readable.
+    #[inline(always)]
+    unsafe fn load_32_of_bytes(
+        self,
+        from: *const u8,
+        shift: u32,
+        values: &[f32; 16],
+        (scale, least): (Self::Vector, Self::Vector),
+        to: &mut [Self::Vector],
+    ) {
+        for (index, to) in to.iter_mut().enumerate() {
+            // SAFETY: the caller's promise.
+            let x = unsafe { self.load_nibbles(from.add(index * Self::LANES), shift, values) };
+            *to = self.mul_add(scale, x, least);
+        }
+    }
+    /// The bits of each byte from `shift` on that `mask`, at most 127, has.
+    ///
+    /// # Safety
+    /// As [`Simd::load`].
+    #[inline(always)]
+    unsafe fn load_bits(self, from: *const u8, shift: u32, mask: u8) -> Self::Vector {
+        let mut codes = [0i8; 16];
+        for (lane, code) in codes[..Self::LANES].iter_mut().enumerate() {
+            // SAFETY: the caller's promise.
+            *code = (unsafe { *from.add(lane) } >> shift & mask).cast_signed();
+        }
+        // SAFETY: there are 16 codes, and no path has more lanes.
+        unsafe { self.load_i8(codes.as_ptr()) }
+    }
     /// Reads the first `count` lanes; the others become zero.
     ///
     /// # Safety

@@ -111,11 +111,19 @@ impl Upload<'_> {
     }
 
     fn matrix(&mut self, matrix: &Matrix) -> Result<DeviceMatrix, CudaError> {
-        let (format, rows, width) = (matrix.format(), matrix.rows(), matrix.width());
-        let refused = || CudaError::Operand(format!("no kernel for GPUs reads weights in {format}; use --device cpu"));
-        let dtype = format.dtype().ok_or_else(refused)?;
+        let (rows, width) = (matrix.rows(), matrix.width());
+        let dtype = matrix.format().dtype().unwrap_or(DType::F32);
         self.dtypes.insert(dtype);
-        Ok(DeviceMatrix { data: self.copy(matrix.bytes())?, dtype, rows, width })
+        let data = match matrix.format().dtype() {
+            Some(_) => self.copy(matrix.bytes())?,
+            // No kernel for GPUs reads a file's blocks.
+            None => {
+                let mut widened = vec![0.0f32; rows * width];
+                matrix.all().widen(&mut widened);
+                self.copy(bytemuck::cast_slice(&widened))?
+            }
+        };
+        Ok(DeviceMatrix { data, dtype, rows, width })
     }
 
     fn vector(&mut self, vector: &Buffer<f32>) -> Result<DeviceBuffer, CudaError> {

@@ -7,6 +7,7 @@ use crate::device::Cpu;
 use crate::eviction::{CpuBackend, Moment, ObservationWindow, Span, View, recompute_lse};
 use crate::memory::Buffer;
 use crate::model::decoder::params;
+use crate::model::weights::Matrix;
 use crate::model::{Model, ModelError};
 use crate::policy::sparse::{Lists, Start};
 use crate::policy::{BeforeRope, Statistic};
@@ -113,12 +114,15 @@ impl Evictor<'_> {
         };
         let groups = scene.groups();
         let lse = groups.iter().map(lse).collect::<Result<Vec<_>, _>>()?;
+        // Scorers read plain elements; quantised projections are widened for this step.
         let projections = |layers: &Range<usize>| {
-            let layers = scene.model.weights.layers[layers.clone()].iter();
-            // Without them where they are coded; `Decoder::evict` has refused policies that look at them.
-            layers.filter_map(|layer| layer.o.weight().by_head(config.head_dim)).collect()
+            let looked_at = if policy.looks_at(Statistic::OutputProjection) { layers.clone() } else { 0..0 };
+            scene.model.weights.layers[looked_at].iter().map(|layer| layer.o.weight().plain(arena)).collect()
         };
-        let w_o: Vec<Vec<TensorView<'_>>> = groups.iter().map(projections).collect();
+        let projections = groups.iter().map(projections).collect::<Result<Vec<Vec<Matrix>>, _>>()?;
+        let by_head =
+            projections.iter().map(|o| o.iter().filter_map(|matrix| matrix.by_head(config.head_dim)).collect());
+        let w_o: Vec<Vec<TensorView<'_>>> = by_head.collect();
         let rope = frequencies.as_ref();
         let numbers: Vec<usize> = (0..config.layers).collect();
         let view = |((layers, lse), w_o)| {

@@ -6,7 +6,7 @@ use crate::model::{Config, ModelError};
 use serde_json::{Map, Value, json};
 
 /// Architectures as llama.cpp names them. `llama` is Mistral too, whose sliding window llama.cpp does not keep.
-const ARCHITECTURES: [(&str, Family); 5] = [
+pub(super) const ARCHITECTURES: [(&str, Family); 5] = [
     ("llama", Family::Llama),
     ("qwen2", Family::Qwen2),
     ("qwen3", Family::Qwen3),
@@ -60,7 +60,7 @@ impl Gguf {
                 map.insert(config.into(), value.clone());
             }
         }
-        let (embedding, _) = self.find("token_embd.weight").ok_or("it has no tensor 'token_embd.weight'")?;
+        let embedding = self.find("token_embd.weight").ok_or("it has no tensor 'token_embd.weight'")?;
         map.insert("vocab_size".into(), embedding.shape[0].into());
         map.insert("tie_word_embeddings".into(), self.find("output.weight").is_none().into());
         let has = |tensor: &str| self.find(tensor).is_some();

@@ -1,6 +1,7 @@
 //! The container: metadata by key, and where each tensor lies.
 
-use super::blocks::BlockType;
+use super::types::{bytes_of, numbered};
+use crate::format::RowFormat;
 use crate::model::ModelError;
 use crate::tensor::file;
 use memmap2::Mmap;
@@ -12,7 +13,9 @@ use std::path::{Path, PathBuf};
 /// Versions of the format that are read; they differ from the first in the width of counts.
 const VERSIONS: Range<u32> = 2..4;
 /// Where nothing else is said, tensors begin at multiples of this many bytes.
-const ALIGNMENT: u64 = 32;
+pub(super) const ALIGNMENT: u64 = 32;
+/// Where keys begin: behind four letters, the version and two counts.
+const FIRST_KEY: usize = 24;
 /// Most axes of a tensor.
 const MOST_AXES: u32 = 4;
 
@@ -29,8 +32,8 @@ pub(in crate::model) struct Gguf {
 pub(super) struct Info {
     /// Extents, the slowest first.
     pub shape: Vec<usize>,
-    pub kind: BlockType,
-    range: Range<usize>,
+    pub format: RowFormat,
+    pub range: Range<usize>,
 }
 
 impl Gguf {
@@ -50,14 +53,33 @@ impl Gguf {
         &self.path
     }
 
+    /// Keys, and the kind and value of each as they lie in the file.
+    pub(super) fn raw_keys(&self) -> Vec<(String, &[u8])> {
+        let mut reader = Reader { bytes: &self.map, at: FIRST_KEY };
+        let key = |_| {
+            let key = reader.text()?;
+            let from = reader.at;
+            let kind = reader.u32()?;
+            reader.value(kind, true)?;
+            Ok((key, &self.map[from..reader.at]))
+        };
+        let keys: Result<_, String> = (0..self.metadata.len()).map(key).collect();
+        keys.expect("they were read before")
+    }
+
     /// Names of all tensors.
     pub(super) fn names(&self) -> impl Iterator<Item = &str> {
         self.tensors.keys().map(String::as_str)
     }
 
-    /// A tensor by its name in the file, with its bytes.
-    pub(super) fn find(&self, name: &str) -> Option<(&Info, &[u8])> {
-        self.tensors.get(name).map(|info| (info, &self.map[info.range.clone()]))
+    /// A tensor by its name in the file.
+    pub(super) fn find(&self, name: &str) -> Option<&Info> {
+        self.tensors.get(name)
+    }
+
+    /// Bytes of the file.
+    pub fn bytes(&self, range: Range<usize>) -> &[u8] {
+        &self.map[range]
     }
 }
 
@@ -123,11 +145,9 @@ fn header(reader: &mut Reader<'_>) -> Result<Header, String> {
     let start = (reader.at as u64).next_multiple_of(alignment);
     let mut tensors = BTreeMap::new();
     for GgufTensor { name, shape, number, offset } in described {
-        let kind = BlockType::numbered(number).map_err(|reason| format!("tensor '{name}': {reason}"))?;
-        let elements = shape.iter().try_fold(1usize, |all, &extent| all.checked_mul(extent));
-        let bytes = elements.and_then(|elements| kind.bytes_of(*shape.last().unwrap_or(&1), elements));
-        let bytes =
-            bytes.ok_or_else(|| format!("tensor '{name}': shape {shape:?} is not whole blocks of {}", kind.name()))?;
+        let format = numbered(number).map_err(|reason| format!("tensor '{name}': {reason}"))?;
+        let bytes = bytes_of(format, &shape)
+            .ok_or_else(|| format!("tensor '{name}': shape {shape:?} is not whole blocks of {format}"))?;
         let from = start.checked_add(offset).and_then(|from| usize::try_from(from).ok());
         let range = from.and_then(|from| Some(from..from.checked_add(bytes)?));
         let range = range.filter(|range| range.end <= reader.bytes.len() && offset.is_multiple_of(alignment));
@@ -137,7 +157,7 @@ fn header(reader: &mut Reader<'_>) -> Result<Header, String> {
                 reader.bytes.len()
             )
         })?;
-        if tensors.insert(name.clone(), Info { shape, kind, range }).is_some() {
+        if tensors.insert(name.clone(), Info { shape, format, range }).is_some() {
             return Err(format!("tensor '{name}' is there twice"));
         }
     }

@@ -3,17 +3,22 @@
 //! A file is read as the Hugging Face folder that it was made from. Its metadata becomes the keys of a `config.json`
 //! ([`config`]) and of a `tokenizer.json` ([`tokenizer`]), and tensors are found by the folder's names ([`tensors`]), with
 //! what the conversion changed undone. So everything behind the loader, and every check in it, is the same for both.
-//! Quantised blocks are dequantised when they are loaded ([`blocks`]).
+//! Quantised blocks are formats of rows ([`types`]): matrices are read as they lie in the file.
 //! Format: <https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>.
 
-mod blocks;
 mod config;
 mod container;
+mod folder;
 mod tensors;
 mod tokenizer;
+mod types;
+mod write;
 
 pub(super) use container::Gguf;
 pub(crate) use container::{GgufTensor, gguf_tensors};
+pub(super) use tensors::{Located, head_rows, more, own_name, row_of_folder};
+pub(super) use types::number;
+pub(super) use write::{Keys, header, padded};
 
 use std::path::Path;
 

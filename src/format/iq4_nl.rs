@@ -1,0 +1,61 @@
+//! llama.cpp's `iq4_nl`: four bits that choose one of 16 levels, denser near zero, and an f16 scale for each 32 neighbours.
+//!
+//! 18 bytes for 32 elements, laid out as `q4_0`: 4.5 bits.
+
+use super::blocks::{Blocks, half_at, nibble, nibbles, put_half, put_nibbles};
+use super::fit::{put_not_finite, symmetric};
+use crate::device::simd::Simd;
+use crate::named::{Named, NamedError};
+
+/// Levels with a scale for each block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Iq4Nl;
+
+/// What the codes stand for, of a scale of 1.
+pub const LEVELS: [f32; 16] =
+    [-127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0, 1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0];
+
+/// The nearest level: how many midpoints of neighbours lie below.
+pub fn nearest(x: f32) -> usize {
+    LEVELS.windows(2).filter(|pair| x > (pair[0] + pair[1]) / 2.0).count()
+}
+
+impl Blocks for Iq4Nl {
+    const NAME: &'static str = "iq4_nl";
+    const ABOUT: &'static str = "as llama.cpp: four bits that choose one of 16 levels, an f16 scale for each 32";
+
+    fn build(_: &Named) -> Result<Self, NamedError> {
+        Ok(Iq4Nl)
+    }
+
+    #[inline(always)]
+    fn bytes(self) -> usize {
+        18
+    }
+
+    #[inline(always)]
+    unsafe fn vector<S: Simd>(self, simd: S, block: *const u8, offset: usize) -> S::Vector {
+        // SAFETY: the caller's promise; the codes stand behind the scale.
+        unsafe { simd.mul(simd.splat_f16(block.cast()), nibbles(simd, block.add(2), offset, &LEVELS)) }
+    }
+
+    #[inline(always)]
+    unsafe fn vectors<S: Simd>(self, simd: S, block: *const u8, offset: usize, to: &mut [S::Vector]) {
+        // SAFETY: as above.
+        unsafe { simd.load_32_nibbles(block.add(2 + offset / 2), &LEVELS, (simd.splat_f16(block.cast()), None), to) }
+    }
+
+    fn encode(self, block: &[f32], to: &mut [u8]) {
+        if put_not_finite(block, to, 0) {
+            return;
+        }
+        let (scale, codes) = to.split_at_mut(2);
+        let d = put_half(scale, 0, symmetric(block, |x| LEVELS[nearest(x)], LEVELS[0], (1.0, 7)));
+        put_nibbles(|index| nearest(if d == 0.0 { 0.0 } else { block[index] / d }) as u8, codes);
+    }
+
+    fn decode(self, block: &[u8], to: &mut [f32]) {
+        let d = half_at(block, 0);
+        to.iter_mut().enumerate().for_each(|(index, x)| *x = d * LEVELS[usize::from(nibble(&block[2..], index))]);
+    }
+}

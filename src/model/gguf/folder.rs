@@ -1,0 +1,143 @@
+//! A Hugging Face folder's configuration and tokenizer as the metadata of a GGUF file: what `config.rs` and `tokenizer.rs` read, the
+//! other way.
+//!
+//! How a tokenizer cuts text has a name in GGUF files and a pattern in folders. Patterns are written in many ways, so that the name is
+//! found as llama.cpp's conversion finds it: the one whose tokens of a text of odd cases are those of the folder.
+
+use super::config::ARCHITECTURES;
+use super::tokenizer::{CONTROL, KINDS_OF_CUTS, USER_DEFINED, tokenizer_json};
+use super::write::Keys;
+use crate::model::config::{Family, RopeScaling};
+use crate::model::{Config, ModelError, Text};
+use serde_json::{Map, Value, json};
+use std::path::Path;
+
+/// Digits, spaces, line breaks, contractions, marks and letters of several scripts.
+const PROBE: &str = "It's 2024, we'll see: 3.14159 x 1000000!\n\n  \tTabs   and  spaces \r\n naïve Ünïcödé ЁЖ 漢字かな ∑∞ don't I'VE\n \n";
+/// A token that nothing stands for.
+const UNUSED: u64 = 5;
+
+impl Keys {
+    /// Metadata of a folder; without a `tokenizer.json` it has no tokenizer.
+    ///
+    /// # Errors
+    /// When the architecture or the tokenizer has no place in a GGUF file that is read here.
+    pub fn of_folder(folder: &Path, config: &Config) -> Result<Self, ModelError> {
+        let wrong = |reason: String| ModelError::Config { path: folder.into(), reason };
+        let mut map = architecture(config).map_err(wrong)?;
+        if folder.join("tokenizer.json").exists() {
+            map.extend(tokenizer(folder, config)?);
+        }
+        let mut keys = Keys::new();
+        map.iter().for_each(|(key, value)| keys.put(key, value));
+        Ok(keys)
+    }
+}
+
+fn architecture(config: &Config) -> Result<Map<String, Value>, String> {
+    let named = ARCHITECTURES.iter().find(|(_, family)| *family == config.family);
+    let &(name, family) = named.ok_or_else(|| {
+        format!("a {} has no place in the GGUF files that are read here", config.family.architecture())
+    })?;
+    let mut map = Map::new();
+    map.insert("general.architecture".into(), name.into());
+    let mut put = |key: &str, value: Value| map.insert(format!("{name}.{key}"), value);
+    put("block_count", config.layers.into());
+    put("context_length", config.max_positions.into());
+    put("embedding_length", config.hidden.into());
+    put("feed_forward_length", config.ffn.into());
+    put("attention.head_count", config.q_heads.into());
+    put("attention.head_count_kv", config.kv_heads.into());
+    put("attention.key_length", config.head_dim.into());
+    put("attention.value_length", config.head_dim.into());
+    put("attention.layer_norm_rms_epsilon", config.norm_eps.into());
+    put("rope.dimension_count", config.head_dim.into());
+    put("rope.freq_base", config.rope.theta.into());
+    put("vocab_size", config.vocab.into());
+    for (key, cap) in
+        [("attn_logit_softcapping", config.attention_softcap), ("final_logit_softcapping", config.final_softcap)]
+    {
+        if let Some(cap) = cap {
+            put(key, cap.into());
+        }
+    }
+    if let (Family::Phi3 | Family::Gemma2, Some(window)) = (family, config.windows.iter().flatten().next()) {
+        put("attention.sliding_window", (*window).into());
+    }
+    match config.rope.scaling {
+        RopeScaling::Linear { factor } => {
+            put("rope.scaling.type", "linear".into());
+            put("rope.scaling.factor", factor.into());
+        }
+        RopeScaling::Yarn { factor, original_positions, .. } => {
+            put("rope.scaling.type", "yarn".into());
+            put("rope.scaling.factor", factor.into());
+            put("rope.scaling.original_context_length", original_positions.into());
+        }
+        // Others are told by what is read back.
+        _ => {}
+    }
+    Ok(map)
+}
+
+fn tokenizer(folder: &Path, config: &Config) -> Result<Map<String, Value>, ModelError> {
+    let path = folder.join("tokenizer.json");
+    let wrong = |reason: &str| ModelError::Config { path: path.clone(), reason: reason.into() };
+    let text = std::fs::read_to_string(&path).map_err(|error| wrong(&error.to_string()))?;
+    let original = Text::parse(path.clone(), &text)?;
+    let json: Value = serde_json::from_str(&text).map_err(|error| wrong(&error.to_string()))?;
+    let model = &json["model"];
+    let (Some("BPE"), Some(vocabulary), Some(merges)) =
+        (model["type"].as_str(), model["vocab"].as_object(), model["merges"].as_array())
+    else {
+        return Err(wrong("its model is no BPE; the tokenizer of a GGUF file that is read here is byte-level BPE"));
+    };
+    let mut tokens: Vec<Value> = (0..config.vocab).map(|id| format!("[PAD{id}]").into()).collect();
+    let mut kinds = vec![UNUSED; config.vocab];
+    let added = json["added_tokens"].as_array().map_or(&[][..], Vec::as_slice).iter().map(|token| {
+        let kind = if token["special"] == true { CONTROL } else { USER_DEFINED };
+        (token["content"].as_str().unwrap_or_default(), &token["id"], kind)
+    });
+    for (token, id, kind) in vocabulary.iter().map(|(token, id)| (token.as_str(), id, 1)).chain(added) {
+        let id = id.as_u64().filter(|&id| id < config.vocab as u64);
+        let id = id.ok_or_else(|| wrong("a token's number is not below the model's vocab_size"))? as usize;
+        (tokens[id], kinds[id]) = (token.into(), kind);
+    }
+    let merges = merges.iter().map(|merge| match merge {
+        Value::Array(pair) => pair.iter().filter_map(Value::as_str).collect::<Vec<_>>().join(" ").into(),
+        text => text.clone(),
+    });
+    let mut map = Map::new();
+    let mut put = |key: &str, value: Value| map.insert(format!("tokenizer.ggml.{key}"), value);
+    put("model", "gpt2".into());
+    put("tokens", tokens.into());
+    put("token_type", kinds.into());
+    put("merges", merges.collect());
+    if let Some(bos) = config.bos {
+        put("bos_token_id", bos.into());
+        put("add_bos_token", (original.tokens("a")?.first() == Some(&bos)).into());
+    }
+    if let Some(&eos) = config.eos.first() {
+        put("eos_token_id", eos.into());
+    }
+    let settings = std::fs::read_to_string(folder.join("tokenizer_config.json")).unwrap_or_default();
+    let settings: Value = serde_json::from_str(&settings).unwrap_or_default();
+    if let Some(template) = settings["chat_template"].as_str() {
+        map.insert("tokenizer.chat_template".into(), template.into());
+    }
+    let wanted = original.tokens(PROBE)?;
+    for pre in KINDS_OF_CUTS {
+        map.insert("tokenizer.ggml.pre".into(), json!(pre));
+        let same = tokenizer_json(&map).and_then(|json| {
+            let made = Text::parse(path.clone(), &json.to_string()).map_err(|error| error.to_string())?;
+            made.tokens(PROBE).map_err(|error| error.to_string())
+        });
+        if same.is_ok_and(|tokens| tokens == wanted) {
+            return Ok(map);
+        }
+    }
+    Err(wrong(&format!(
+        "it cuts text in none of the ways that are written to GGUF files: {}",
+        KINDS_OF_CUTS.join(", ")
+    )))
+}

@@ -1,0 +1,142 @@
+//! `kvsieve quantize`: the sizes of llama.cpp's mixtures, files that give what their blocks stand for, and one line for what cannot
+//! be written.
+
+mod common;
+
+use assert_cmd::Command;
+use common::gguf::{F32, Kind, Parts, Q8_0};
+use common::models::{checkpoint, deviation, furthest, setup};
+use kvsieve::device::Cpu;
+use kvsieve::memory::Arena;
+use kvsieve::model::{Config, Decoder, Mixture, Model, Text, quantise};
+use predicates::str::contains;
+use serde_json::{Value, json};
+use std::path::Path;
+
+/// Bits of a parameter of Llama-3.1-8B.
+fn bits_per_weight(mixture: &str) -> f64 {
+    let config = json!({
+        "architectures": ["LlamaForCausalLM"], "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+        "rope_theta": 500_000.0, "max_position_embeddings": 131_072, "tie_word_embeddings": false,
+        "torch_dtype": "bfloat16",
+    });
+    let Value::Object(config) = config else { unreachable!("it is an object") };
+    let planned = mixture.parse::<Mixture>().unwrap().plan(&Config::from_json(&config).unwrap());
+    let elements: usize = planned.iter().map(|one| one.elements()).sum();
+    assert_eq!(elements, 8_030_261_248);
+    8.0 * planned.iter().map(|one| one.bytes()).sum::<usize>() as f64 / elements as f64
+}
+
+#[test]
+fn a_model_takes_the_bits_that_llama_cpp_publishes() {
+    for (mixture, bits) in [("q8_0", 8.5008), ("q6_k", 6.5633), ("q4_k_m", 4.8944), ("q2_k", 3.1593)] {
+        let found = bits_per_weight(mixture);
+        assert!((found - bits).abs() < 5e-5, "{mixture}: {found}");
+    }
+}
+
+fn logits(path: &Path, tokens: &[u32]) -> Vec<f32> {
+    let (cpu, arena) = (Cpu::new(Some(2)).unwrap(), Arena::unlimited());
+    let model = Model::open(path, &arena).unwrap();
+    let mut decoder = Decoder::new(&model, setup(1, 80), &cpu, &arena).unwrap();
+    let mut all = Vec::new();
+    decoder.prefill(&[tokens], |_, _, row| all.extend_from_slice(row)).unwrap();
+    all
+}
+
+#[test]
+fn a_file_that_is_written_is_the_model_with_what_its_blocks_stand_for() {
+    let (folder, cpu) = (tempfile::tempdir().unwrap(), Cpu::new(Some(2)).unwrap());
+    let [source, made, output] = ["f32", "made", "out"].map(|name| folder.path().join(format!("{name}.gguf")));
+    for name in ["llama", "llama-bias-tied", "qwen2", "phi3", "gemma2"] {
+        let checkpoint = checkpoint(name);
+        std::fs::write(&source, Parts::of(&checkpoint.folder, F32).bytes()).unwrap();
+        for (mixture, kind) in [("f32", F32), ("q8_0", Q8_0)] {
+            // Written by the rules of the conversion; rows that are no whole blocks are f32 there and f16 here.
+            std::fs::write(&made, Parts::of(&checkpoint.folder, kind).bytes()).unwrap();
+            let mixture: Mixture = mixture.parse().unwrap();
+            let done = quantise(&source, mixture, &output, &cpu, &Arena::unlimited(), |_, _| ()).unwrap();
+            for one in &done {
+                let bound = match one.planned.format.to_string().as_str() {
+                    "f32" => 0.0,
+                    "f16" => 1e-3,
+                    _ => 1e-2,
+                };
+                assert!(one.rel_l2 <= bound && one.from == "f32".parse().unwrap(), "{name}: {one:?}");
+            }
+            let (wanted, got) = (logits(&made, &checkpoint.tokens), logits(&output, &checkpoint.tokens));
+            let off = furthest(&got, &wanted) / deviation(&wanted);
+            assert!(off < if kind.1 == F32.1 { 1e-6 } else { 1e-2 }, "{name} in {mixture:?}: off by {off}");
+        }
+    }
+}
+
+#[test]
+fn a_folder_becomes_a_file_that_reads_and_cuts_text_as_it_does() {
+    let (folder, cpu) = (tempfile::tempdir().unwrap(), Cpu::new(Some(2)).unwrap());
+    let output = folder.path().join("out.gguf");
+    let write = |source: &Path| {
+        let mixture = "f32".parse().unwrap();
+        quantise(source, mixture, &output, &cpu, &Arena::unlimited(), |_, _| ()).unwrap();
+    };
+    for name in ["llama", "llama-bias-tied", "linear", "yarn", "qwen3", "phi3"] {
+        let checkpoint = checkpoint(name);
+        write(&checkpoint.folder);
+        let off = furthest(&logits(&output, &checkpoint.tokens), &logits(&checkpoint.folder, &checkpoint.tokens));
+        assert!(off == 0.0, "{name}: off by {off}");
+    }
+    // With a tokenizer, cut as GPT-2 does.
+    let (model, tokenizer) = (tempfile::tempdir().unwrap(), "tests/parsers/corpus/tokenizers/bpe-bytelevel.json");
+    let mut json: Value = serde_json::from_str(&std::fs::read_to_string(tokenizer).unwrap()).unwrap();
+    json["pre_tokenizer"] = json!({ "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true });
+    json["normalizer"] = Value::Null;
+    for name in ["config.json", "model.safetensors"] {
+        std::fs::copy(checkpoint("llama").folder.join(name), model.path().join(name)).unwrap();
+    }
+    std::fs::write(model.path().join("tokenizer.json"), json.to_string()).unwrap();
+    write(model.path());
+    let [file, original] = [output.as_path(), model.path()].map(|model| Text::open(model).unwrap());
+    for text in ["the key of the red door", "it's, isn't it?\n\n  Indented", "<s>the"] {
+        assert_eq!(file.tokens(text).unwrap(), original.tokens(text).unwrap(), "{text}");
+    }
+}
+
+/// What `quantize` says of a file.
+fn refused(source: &Path, more: &[&str]) -> assert_cmd::assert::Assert {
+    let mut command = Command::cargo_bin("kvsieve").unwrap();
+    command.args(["quantize", "--threads", "2", "--model"]).arg(source).args(more).assert().code(2)
+}
+
+#[test]
+fn what_cannot_be_written_is_said_in_one_line() {
+    let folder = tempfile::tempdir().unwrap();
+    let (source, output) = (folder.path().join("model.gguf"), folder.path().join("out.gguf"));
+    let (source_text, output_text) = (source.to_str().unwrap(), output.to_str().unwrap());
+    let parts = || Parts::of(&checkpoint("llama").folder, Kind("f16", 1));
+    std::fs::write(&source, parts().bytes()).unwrap();
+    for (format, to, said) in [
+        ("int8", output_text, "format 'int8' has no type in GGUF files; those that can be written: f32, f16"),
+        ("nf4:group=32", output_text, "has no type in GGUF files"),
+        ("q9", output_text, "format 'q9' is not known; those that can be written"),
+        ("q8_0", "out.bin", "what is written is a GGUF file"),
+        ("q8_0", source_text, "the same file as --model"),
+    ] {
+        let outcome = refused(&source, &["--format", format, "--output", to]).stderr(contains(said));
+        assert_eq!(String::from_utf8_lossy(&outcome.get_output().stderr).lines().count(), 1);
+    }
+    let mut wrong = parts();
+    // A NaN in the first row of a matrix.
+    let matrix = wrong.tensors.iter_mut().find(|(name, ..)| name.contains("ffn_down")).unwrap();
+    matrix.3[..2].copy_from_slice(&[0x00, 0x7e]);
+    std::fs::write(&source, wrong.bytes()).unwrap();
+    refused(&source, &["--format", "q8_0", "--output", output_text]).stderr(contains("an element that is not finite"));
+    // A GGUF file keeps these frequencies in a tensor that is not written.
+    let folder = checkpoint("llama3").folder;
+    refused(&folder, &["--format", "q8_0", "--output", output_text])
+        .stderr(contains("no place for all of its configuration"));
+    let builtin = Path::new("models/builtin");
+    refused(builtin, &["--format", "q8_0", "--output", output_text])
+        .stderr(contains("it cuts text in none of the ways"));
+    assert!(!output.exists(), "nothing is left behind");
+}
