@@ -26,6 +26,9 @@ pub trait Blocks: Copy + Send + Sync {
     /// As [`RowCodec::PARAMETERS`].
     const PARAMETERS: &'static [Parameter] = &[];
 
+    /// As [`RowReader::OF_WEIGHTS`].
+    const OF_WEIGHTS: bool = false;
+
     /// As [`RowCodec::build`].
     fn build(named: &Named) -> Result<Self, NamedError>;
 
@@ -76,6 +79,7 @@ pub trait Blocks: Copy + Send + Sync {
 impl<B: Blocks> RowReader for B {
     const SCALED: bool = false;
     const TOGETHER: bool = true;
+    const OF_WEIGHTS: bool = <B as Blocks>::OF_WEIGHTS;
 
     #[inline(always)]
     fn row_bytes(self, width: usize) -> usize {

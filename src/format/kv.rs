@@ -47,13 +47,15 @@ impl KvFormat {
         if part == 0 { &self.k } else { &self.v }
     }
 
-    /// Refuses heads that a format cannot keep.
+    /// Refuses formats of weights, and heads that a format cannot keep.
     ///
     /// # Errors
     /// As [`RowFormat::check`].
     pub fn check(self, head_dim: usize) -> Result<(), FormatError> {
-        self.k.check("the head dim", head_dim)?;
-        self.v.check("the head dim", head_dim)
+        [self.k, self.v].into_iter().try_for_each(|format| match format.is_of_weights() {
+            true => Err(FormatError::OfWeights { format: format.to_string() }),
+            false => format.check("the head dim", head_dim),
+        })
     }
 
     /// Bytes of one token of one KV head: its key and its value, `D` elements each.
@@ -137,5 +139,17 @@ mod tests {
         assert_eq!(bytes("k=int8,v=f32", 64), 68 + 256);
         // Whole words.
         assert_eq!(bytes("int8", 33), 80);
+    }
+
+    #[test]
+    fn super_blocks_are_for_weights() {
+        let check =
+            |text: &str, head_dim| text.parse::<KvFormat>().unwrap().check(head_dim).map_err(|error| error.to_string());
+        assert_eq!(check("k=q8_0,v=q4_0", 256), Ok(()));
+        let error = check("k=q8_0,v=q4_k", 256).unwrap_err();
+        assert_eq!(
+            error,
+            "q4_k is a format of weights; for keys and values there are int8, int4 and others, see kvsieve list formats"
+        );
     }
 }

@@ -170,14 +170,29 @@ pub struct FormatEntry {
     build: fn(&Named) -> Result<RowFormat, NamedError>,
 }
 
-/// Rows of a width that a format cannot keep.
+/// Rows that a format cannot keep.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{what} is {width}; {format} keeps rows whose width is {wanted}")]
-pub struct FormatError {
-    format: String,
-    what: String,
-    width: usize,
-    wanted: String,
+pub enum FormatError {
+    /// Of this width.
+    #[error("{what} is {width}; {format} keeps rows whose width is {wanted}")]
+    Width {
+        /// The format.
+        format: String,
+        /// What the rows are.
+        what: String,
+        /// Their width.
+        width: usize,
+        /// What it must be.
+        wanted: String,
+    },
+    /// Keys or values.
+    #[error(
+        "{format} is a format of weights; for keys and values there are int8, int4 and others, see kvsieve list formats"
+    )]
+    OfWeights {
+        /// The format.
+        format: String,
+    },
 }
 
 impl RowFormat {
@@ -202,8 +217,16 @@ impl RowFormat {
     pub fn check(self, what: &str, width: usize) -> Result<(), FormatError> {
         match with_codec!(self, codec => codec.wants(width)) {
             None => Ok(()),
-            Some(wanted) => Err(FormatError { format: self.to_string(), what: what.into(), width, wanted }),
+            Some(wanted) => Err(FormatError::Width { format: self.to_string(), what: what.into(), width, wanted }),
         }
+    }
+
+    /// Whether nothing but weights is kept so.
+    pub fn is_of_weights(self) -> bool {
+        fn of<R: RowReader>(_: R) -> bool {
+            R::OF_WEIGHTS
+        }
+        with_codec!(self, codec => of(codec))
     }
 
     /// Whether a row's bytes, read as they lie, are those of the rotated row.

@@ -11,6 +11,8 @@ pub trait RowReader: Copy + Send + Sync {
     const SCALED: bool;
     /// Whether 32 elements are read together at less cost than vector by vector.
     const TOGETHER: bool = false;
+    /// Whether nothing but weights is kept so, because blocks are longer than most heads: no attention is compiled for it.
+    const OF_WEIGHTS: bool = false;
 
     /// Bytes of a row of `width` elements, with all that belongs to it.
     fn row_bytes(self, width: usize) -> usize;

@@ -153,6 +153,7 @@ impl<R: RowReader> Task for Dots<'_, R> {
 
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
+        assert!(!R::OF_WEIGHTS, "a cache refuses formats of weights");
         let Dots { reader, rows, queries, stride, scores } = self;
         let query_count = queries.len() / stride;
         assert!(rows.width <= stride && stride.is_multiple_of(S::LANES), "queries in whole vectors");
@@ -319,6 +320,7 @@ impl<R: RowReader> Task for Accumulate<'_, R> {
 
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
+        assert!(!R::OF_WEIGHTS, "a cache refuses formats of weights");
         let Accumulate { reader, rows, weights, outputs, stride } = self;
         let output_count = outputs.len() / stride;
         assert!(rows.width <= stride && stride.is_multiple_of(S::LANES), "outputs in whole vectors");
@@ -434,7 +436,7 @@ impl<R: RowReader> Sum<'_, R> {
 mod tests {
     use super::super::Isa;
     use super::*;
-    use crate::format::{FORMATS, RowFormat, with_codec};
+    use crate::format::{FORMATS, KvFormat, RowFormat, with_codec};
     use crate::tensor::{Coded, DType, Strided};
     use half::{bf16, f16};
 
@@ -506,7 +508,7 @@ mod tests {
                         check(plain(DType::Bf16), Rows::Bf16(Strided::new(&bf16s, strides, count, width)));
                         check(plain(DType::F16), Rows::F16(Strided::new(&f16s, strides, count, width)));
                         for coded in &coded {
-                            if coded.check("the width", width).is_ok() {
+                            if KvFormat::both(*coded).check(width).is_ok() {
                                 let mut bytes = vec![0; count * coded.row_bytes(width)];
                                 coded.encode(&wide[..count * width], width, &mut bytes);
                                 let rows = Rows::Coded(Coded::new(coded, &bytes, coded.row_bytes(width), width));
