@@ -58,6 +58,8 @@ Examples:
   kvsieve generate --model DIR --prompt 'Once upon a time' --policy snapkv --budget 0.25
                                     a model of your own, with a policy at work in its cache
   kvsieve eval                      what a model still answers, by policy and budget
+  kvsieve quantize --model DIR --format q4_k_m --output model.gguf
+                                    a model's weights in fewer bits, and what each tensor lost
   kvsieve train --out model         a small model, from nothing, that finds what its context hides
   kvsieve kernels build --arch sm_90a
                                     the CUDA kernels, compiled before there is a GPU

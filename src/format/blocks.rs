@@ -234,21 +234,23 @@ pub unsafe fn nibbles<S: Simd>(simd: S, codes: *const u8, offset: usize, values:
     unsafe { simd.load_nibbles(codes.add(offset / 32 * 16 + offset % 16), (offset / 16 % 2 * 4) as u32, values) }
 }
 
-/// Reads the elements from `offset` on of 32 codes of five bits: the low four as [`nibbles`] has them, the fifth in a word of its own.
+/// Reads the elements from `offset` on of 32 codes of five bits: `values` has what the low four stand for, as [`nibbles`] reads them,
+/// and 16 comes on top where the fifth, in a word of its own, is set.
 ///
 /// # Safety
 /// 4 bytes are readable at `high` and 16 at `low`; `offset` is a multiple of `S::LANES`, less than 32.
 #[inline(always)]
-pub unsafe fn with_fifth<S: Simd>(simd: S, high: *const u8, low: *const u8, offset: usize) -> S::Vector {
-    let mut codes = [0i8; 16];
-    // SAFETY: the caller's promise; no path has more than 16 lanes.
+pub unsafe fn with_fifth<S: Simd>(
+    simd: S,
+    high: *const u8,
+    low: *const u8,
+    offset: usize,
+    values: &[f32; 16],
+) -> S::Vector {
+    // SAFETY: the caller's promise.
     unsafe {
-        let high = u32::from_le(high.cast::<u32>().read_unaligned()) >> offset;
-        let (low, shift) = (low.add(offset % 16), offset / 16 * 4);
-        for (lane, code) in codes[..S::LANES].iter_mut().enumerate() {
-            *code = (*low.add(lane) >> shift & 15 | ((high >> lane & 1) << 4) as u8).cast_signed();
-        }
-        simd.load_i8(codes.as_ptr())
+        let bits = u32::from_le(high.cast::<u32>().read_unaligned()) >> offset;
+        simd.add_where(nibbles(simd, low, offset, values), bits, 16.0)
     }
 }
 

@@ -14,6 +14,9 @@ pub struct Q5_0;
 /// Where the fifth bits and the others begin.
 const HIGH: usize = 2;
 const LOW: usize = 6;
+/// What the low four bits of a code stand for where the fifth is not set.
+const WITHOUT_FIFTH: [f32; 16] =
+    [-16.0, -15.0, -14.0, -13.0, -12.0, -11.0, -10.0, -9.0, -8.0, -7.0, -6.0, -5.0, -4.0, -3.0, -2.0, -1.0];
 
 impl Blocks for Q5_0 {
     const NAME: &'static str = "q5_0";
@@ -32,8 +35,8 @@ impl Blocks for Q5_0 {
     unsafe fn vector<S: Simd>(self, simd: S, block: *const u8, offset: usize) -> S::Vector {
         // SAFETY: the caller's promise; fifth bits and codes stand behind the scale.
         unsafe {
-            let codes = with_fifth(simd, block.add(HIGH), block.add(LOW), offset);
-            simd.mul(simd.splat_f16(block.cast()), simd.sub(codes, simd.splat(16.0)))
+            let codes = with_fifth(simd, block.add(HIGH), block.add(LOW), offset, &WITHOUT_FIFTH);
+            simd.mul(simd.splat_f16(block.cast()), codes)
         }
     }
 

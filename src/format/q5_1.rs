@@ -4,7 +4,7 @@
 //! What is kept is, bit by bit, what ggml keeps: codes are found before `d` and `m` are rounded to f16, so that an element is
 //! off by half a scale and by what f16 rounds of both. 24 bytes for 32 elements: 6 bits.
 
-use super::blocks::{Blocks, fifth_bits, half_at, largest, nibble, put_half, put_nibbles, with_fifth};
+use super::blocks::{Blocks, UNSIGNED, fifth_bits, half_at, largest, nibble, put_half, put_nibbles, with_fifth};
 use crate::device::simd::Simd;
 use crate::named::{Named, NamedError};
 
@@ -34,7 +34,7 @@ impl Blocks for Q5_1 {
         // SAFETY: the caller's promise; fifth bits and codes stand behind the scale and the minimum.
         unsafe {
             let (d, m) = (simd.splat_f16(block.cast()), simd.splat_f16(block.add(2).cast()));
-            simd.add(simd.mul(d, with_fifth(simd, block.add(HIGH), block.add(LOW), offset)), m)
+            simd.add(simd.mul(d, with_fifth(simd, block.add(HIGH), block.add(LOW), offset, &UNSIGNED)), m)
         }
     }
 

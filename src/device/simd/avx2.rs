@@ -197,6 +197,15 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
+    fn add_where(self, x: __m256, bits: u32, more: f32) -> __m256 {
+        register!({
+            let own = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+            let set = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(bits.cast_signed()), own), own);
+            _mm256_add_ps(x, _mm256_and_ps(_mm256_castsi256_ps(set), _mm256_set1_ps(more)))
+        })
+    }
+
+    #[inline(always)]
     fn sub(self, a: __m256, b: __m256) -> __m256 {
         register!(_mm256_sub_ps(a, b))
     }

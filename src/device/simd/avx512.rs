@@ -213,6 +213,11 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     }
 
     #[inline(always)]
+    fn add_where(self, x: __m512, bits: u32, more: f32) -> __m512 {
+        register!(_mm512_mask_add_ps(x, bits as __mmask16, x, _mm512_set1_ps(more)))
+    }
+
+    #[inline(always)]
     fn sub(self, a: __m512, b: __m512) -> __m512 {
         register!(_mm512_sub_ps(a, b))
     }

@@ -106,12 +106,15 @@ impl Columns<'_> {
     }
 }
 
+/// Widens columns of coded rows to elements of a type, as a [`Widen`] does.
+pub type WidenColumns<'a> = dyn Fn(Range<usize>, DType, &mut [u8]) + 'a;
+
 /// At most [`PANEL`] columns of `y`, packed. `x` holds [`padded_rows`] rows.
 pub struct Panel<'a> {
     /// What is multiplied.
     pub columns: Columns<'a>,
     /// Widens some columns of `w` where it is coded, to elements of a type, one behind another.
-    pub widen: &'a dyn Fn(Range<usize>, DType, &mut [u8]),
+    pub widen: &'a WidenColumns<'a>,
     /// Whether `x` may be rounded to bf16 where `w` is bf16 or coded.
     pub rounds: bool,
     /// [`panel_scratch`] elements.

@@ -134,6 +134,12 @@ impl Simd for Portable {
     }
 
     #[inline(always)]
+    fn add_where(self, x: Lanes, bits: u32, more: f32) -> Lanes {
+        let set = |lane: u32| if bits >> lane & 1 == 1 { more } else { 0.0 };
+        zip(x, [set(0), set(1), set(2), set(3)], |x, more| x + more)
+    }
+
+    #[inline(always)]
     fn sub(self, a: Lanes, b: Lanes) -> Lanes {
         zip(a, b, |a, b| a - b)
     }

@@ -166,6 +166,8 @@ pub trait Simd: Copy + Send + Sync + 'static {
     fn sum(self, x: Self::Vector) -> f32;
     /// Sums of the lanes of four vectors.
     fn sums(self, x: [Self::Vector; 4]) -> [f32; 4];
+    /// `x`, and `more` on top in each lane whose bit of `bits` is set.
+    fn add_where(self, x: Self::Vector, bits: u32, more: f32) -> Self::Vector;
     /// The largest lane.
     fn largest(self, x: Self::Vector) -> f32;
     /// Exchanges rows and columns of a square of `LANES x LANES` 32-bit words.

@@ -115,7 +115,7 @@ fn tokenizer(folder: &Path, config: &Config) -> Result<Map<String, Value>, Model
     put("merges", merges.collect());
     if let Some(bos) = config.bos {
         put("bos_token_id", bos.into());
-        put("add_bos_token", (original.tokens("a")?.first() == Some(&bos)).into());
+        put("add_bos_token", (original.beginning()? == [bos]).into());
     }
     if let Some(&eos) = config.eos.first() {
         put("eos_token_id", eos.into());
@@ -125,12 +125,12 @@ fn tokenizer(folder: &Path, config: &Config) -> Result<Map<String, Value>, Model
     if let Some(template) = settings["chat_template"].as_str() {
         map.insert("tokenizer.chat_template".into(), template.into());
     }
-    let wanted = original.tokens(PROBE)?;
+    let wanted = original.piece(PROBE)?;
     for pre in KINDS_OF_CUTS {
         map.insert("tokenizer.ggml.pre".into(), json!(pre));
         let same = tokenizer_json(&map).and_then(|json| {
             let made = Text::parse(path.clone(), &json.to_string()).map_err(|error| error.to_string())?;
-            made.tokens(PROBE).map_err(|error| error.to_string())
+            made.piece(PROBE).map_err(|error| error.to_string())
         });
         if same.is_ok_and(|tokens| tokens == wanted) {
             return Ok(map);
