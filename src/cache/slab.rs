@@ -5,10 +5,11 @@
 
 use super::CacheShape;
 use crate::memory::{Arena, ArenaError, Buffer, Label};
+use crate::tensor::DType;
 use std::ops::Range;
 
 pub(super) struct Slab {
-    /// `[slab_pages, page_tokens, D]` keys, then as many values.
+    /// `[slab_pages, page_tokens, D]` keys and as many values, behind one another.
     kv: Buffer<u8>,
     /// `[slab_pages, page_tokens]`.
     pub positions: Buffer<u32>,
@@ -23,13 +24,17 @@ pub(super) struct Slab {
 impl Slab {
     pub fn allocate(arena: &Arena, shape: &CacheShape) -> Result<Self, ArenaError> {
         let tokens = shape.slab_pages() * shape.page_tokens;
-        let key_bytes = shape.format.k.row_bytes(shape.head_dim);
+        let [key_bytes, value_bytes] = [shape.format.k, shape.format.v].map(|format| format.row_bytes(shape.head_dim));
+        // Plain elements must be aligned, the widest first; formats with scales are read byte by byte and take what is left.
+        let element_bytes = |part: usize| shape.format.of(part).dtype().map_or(1, DType::bytes);
+        let starts =
+            if element_bytes(1) > element_bytes(0) { [tokens * value_bytes, 0] } else { [0, tokens * key_bytes] };
         Ok(Slab {
             kv: arena.alloc(Label::KvSlack, tokens * shape.token_bytes() as usize)?,
             positions: arena.alloc(Label::Metadata, tokens)?,
             columns: shape.columns.iter().map(|_| arena.alloc(Label::Policy, tokens)).collect::<Result<_, _>>()?,
             refs: arena.alloc(Label::PageTable, shape.slab_pages())?,
-            parts: [(0, key_bytes), (tokens * key_bytes, shape.format.v.row_bytes(shape.head_dim))],
+            parts: [(starts[0], key_bytes), (starts[1], value_bytes)],
         })
     }
 
