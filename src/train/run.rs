@@ -191,7 +191,7 @@ impl<'a> Trainer<'a> {
         let digest = recipe.digest();
         let mut weights = start.weights(parameters, arena, recipe.seed)?;
         let gradients = arena.alloc(Label::Gradients, parameters.trained_count())?;
-        let mut adamw = AdamW::new(arena, parameters)?;
+        let mut adamw = AdamW::new(arena, parameters.trained_count())?;
         let progress =
             if there { checkpoint::load(folder, &digest, &mut weights, &mut adamw)? } else { Progress::default() };
         let log = Log::open(folder, progress.step)?;
@@ -241,7 +241,7 @@ impl<'a> Trainer<'a> {
             let gradient_norm = self.adamw.update(
                 self.cpu,
                 &recipe.optimizer,
-                self.parameters,
+                &self.parameters.all,
                 (step, rate),
                 &mut self.weights,
                 &self.gradients,
