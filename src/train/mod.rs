@@ -13,6 +13,7 @@ mod block;
 mod checkpoint;
 pub mod data;
 mod distil;
+pub mod dms;
 mod export;
 pub mod gates;
 mod heads;
