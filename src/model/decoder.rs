@@ -242,6 +242,7 @@ impl<'a> Decoder<'a> {
                 format!("it looks at the output projection, and weights are kept in {format}; leave --weights out");
             return Err(PolicyError::Combination { policy: eviction.name.into(), reason }.into());
         }
+        eviction.policy.check_base(&self.model.fingerprint)?;
         let token_bytes = self.cache.shape().token_bytes();
         self.evictor = Some(Evictor::new(eviction, &self.model.config, contexts, token_bytes, self.arena)?);
         Ok(())
