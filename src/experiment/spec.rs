@@ -272,6 +272,7 @@ pub const SHIPPED: &[(&str, &str)] = &[
     ("real-text", include_str!("../../experiments/real-text.toml")),
     ("real-needles", include_str!("../../experiments/real-needles.toml")),
     ("real-memory", include_str!("../../experiments/real-memory.toml")),
+    ("dms", include_str!("../../experiments/dms.toml")),
 ];
 
 impl Spec {

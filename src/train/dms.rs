@@ -100,6 +100,12 @@ impl Settings {
         1.0 - 1.0 / (1.0 + (self.ratio - 1.0) * risen)
     }
 
+    /// Whether gates that `evicted` a fraction by step `done` let go of everything, or, past half of the steps, of next to
+    /// nothing.
+    fn collapsed(&self, done: usize, evicted: f64, target: f64) -> bool {
+        evicted > 0.99 && target < 0.95 || 2 * done > self.steps && evicted < target / 4.0
+    }
+
     fn optimizer(&self) -> Constants {
         Constants {
             learning_rate: self.learning_rate,
@@ -259,8 +265,7 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
                     tokens_per_second: steps * tokens.len() as f64 / since.seconds,
                 },
             )?;
-            let everything = evicted > 0.99 && target < 0.95;
-            if everything || 2 * done > settings.steps && evicted < target / 4.0 {
+            if settings.collapsed(done, evicted, target) {
                 return Err(TrainError::Collapsed { step: done, evicted, target });
             }
             since = Since::default();
@@ -322,4 +327,38 @@ fn write_policy(
     ];
     let metadata: HashMap<String, String> = metadata.map(|(key, value)| (key.to_string(), value)).into();
     Ok(file::write_with(&folder.join(POLICY), &outputs, Some(metadata))?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_ratio_rises_to_the_one_asked_for_and_both_collapses_are_seen() {
+        let settings = Settings {
+            model: "builtin".into(),
+            ratio: 4.0,
+            window: 8,
+            text: None,
+            steps: 100,
+            length: 64,
+            batch: 1,
+            seed: 0,
+            learning_rate: 1e-3,
+            pressure: 1.0,
+        };
+        let targets: Vec<f64> = (0..100).map(|step| settings.target(step)).collect();
+        assert!(targets[0] < 0.05 && targets.is_sorted());
+        assert_eq!((targets[78] < 0.75, targets[79], targets[99]), (true, 0.75, 0.75));
+        let cases = [
+            (10, 0.995, 0.3, true),
+            (90, 0.995, 0.96, false),
+            (20, 0.0, 0.3, false),
+            (60, 0.1, 0.6, true),
+            (60, 0.2, 0.6, false),
+        ];
+        for (done, evicted, target, expected) in cases {
+            assert_eq!(settings.collapsed(done, evicted, target), expected, "{done} {evicted} {target}");
+        }
+    }
 }
