@@ -25,7 +25,7 @@ Examples:
   kvsieve train --method dms --model builtin --ratio 4 --window 32 --steps 300 --out gates
   kvsieve train --method dms --model SmolLM2.gguf --ratio 4 --window 256 --text book.txt --steps 500 --out gates";
 
-/// Train a small model on generated tasks and text, or gates of evicted tokens on any model
+/// Train a small model, or gates of evicted tokens on any
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Args {

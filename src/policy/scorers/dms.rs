@@ -23,25 +23,32 @@ pub const ENTRY: PolicyEntry = PolicyEntry {
             dms.weight [layers, Hkv, hidden] and dms.bias [layers, Hkv] of gates or --policy-file",
     paper: "2506.05345",
     parameters: &[
-        Parameter { name: "gates", default: "", about: "file of trained gates; empty: --policy-file" },
-        Parameter { name: "window", default: "", about: "recent tokens that are not evicted yet; empty: as trained" },
+        Parameter { name: "gates", default: "auto", about: "file of trained gates; auto: --policy-file" },
+        Parameter {
+            name: "window",
+            default: "auto",
+            about: "recent tokens that are not evicted yet; auto: as trained",
+        },
     ],
     build: |named, assets| {
-        let window = named.count("window", 0, 1)?;
+        let window = match named.text("window") {
+            None | Some("auto") => None,
+            Some(_) => Some(named.count("window", WINDOW, 1)?),
+        };
         match named.text("gates") {
-            None => build(window, assets),
+            None | Some("auto") => build(window, assets),
             Some(path) => assets.of_file(&PolicyFile::open(Path::new(path))?, |assets| build(window, assets)),
         }
     },
 };
 
-/// The policy of a file's gates; a `window` of 0 is that of the file.
-fn build(window: usize, assets: &mut Assets<'_>) -> Result<Policy, PolicyError> {
+/// The policy of a file's gates, with the window that they were trained with unless one is given.
+fn build(window: Option<usize>, assets: &mut Assets<'_>) -> Result<Policy, PolicyError> {
     let weight = assets.needed("dms.weight", &[Layers, KvHeads, Hidden])?;
     let bias = assets.needed("dms.bias", &[Layers, KvHeads])?;
     let trained = assets.metadata("window").and_then(|text| text.parse().ok()).unwrap_or(WINDOW);
     let gate = Gate { policy: ENTRY.name, sign: -1.0, learned: weight.zip(bias) };
-    let more = Protect { sink: 0, window: if window == 0 { trained } else { window } };
+    let more = Protect { sink: 0, window: window.unwrap_or(trained) };
     let scorer = Protected { scorer: Box::new(gate), more, at_most_budget: true };
     Ok(Policy {
         layers: Box::new(Global),
