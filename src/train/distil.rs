@@ -45,30 +45,23 @@ impl Loss {
                         &mut unused[..]
                     }
                 };
-                let piece = |((own, other), (dx, (student, teacher))): (
-                    (&mut [f32], &mut [f32]),
-                    (&mut [f32], (&[f32], &[f32])),
-                )| {
-                    let count = student.len() / hidden;
-                    let (own, other) = (&mut own[..count * vocab], &mut other[..count * vocab]);
-                    product(own, vocab, Matrix::new(student, count, hidden), weights.transposed(), false, 1);
-                    product(other, vocab, Matrix::new(teacher, count, hidden), weights.transposed(), false, 1);
-                    let rows = own.chunks_exact_mut(vocab).zip(other.chunks_exact_mut(vocab));
-                    let sum: f64 = rows.map(|(own, other)| divergence(cpu, own, other, head.softcap, judged)).sum();
-                    product(dx, hidden, Matrix::new(own, count, vocab), weights, false, 1);
-                    sum
-                };
-                let sums: Vec<f64> =
-                    cpu.install(|| {
-                        of_student
-                            .par_chunks_mut(PIECE_ROWS * vocab)
-                            .zip(of_teacher.par_chunks_mut(PIECE_ROWS * vocab))
-                            .zip(dx.par_chunks_mut(PIECE_ROWS * hidden).zip(
-                                student.par_chunks(PIECE_ROWS * hidden).zip(teacher.par_chunks(PIECE_ROWS * hidden)),
-                            ))
-                            .map(piece)
-                            .collect()
+                let sums: Vec<f64> = cpu.install(|| {
+                    let rows = student.par_chunks(PIECE_ROWS * hidden).zip(teacher.par_chunks(PIECE_ROWS * hidden));
+                    let logits = of_student.par_chunks_mut(PIECE_ROWS * vocab);
+                    let logits = logits.zip(of_teacher.par_chunks_mut(PIECE_ROWS * vocab));
+                    let pieces = rows.zip(logits).zip(dx.par_chunks_mut(PIECE_ROWS * hidden));
+                    let sums = pieces.map(|(((student, teacher), (own, other)), dx)| {
+                        let count = student.len() / hidden;
+                        let (own, other) = (&mut own[..count * vocab], &mut other[..count * vocab]);
+                        product(own, vocab, Matrix::new(student, count, hidden), weights.transposed(), false, 1);
+                        product(other, vocab, Matrix::new(teacher, count, hidden), weights.transposed(), false, 1);
+                        let rows = own.chunks_exact_mut(vocab).zip(other.chunks_exact_mut(vocab));
+                        let sum: f64 = rows.map(|(own, other)| divergence(cpu, own, other, head.softcap, judged)).sum();
+                        product(dx, hidden, Matrix::new(own, count, vocab), weights, false, 1);
+                        sum
                     });
+                    sums.collect()
+                });
                 sum += sums.iter().sum::<f64>();
             }
         }
