@@ -2,7 +2,7 @@
 //!
 //! The loss of a step is the divergence from the dense model plus a one-sided term, the fraction of tokens that should have
 //! been evicted and were not. That fraction is `1 - 1/ratio` with a ratio that rises linearly from 1 to the one asked for over
-//! the first [`RAMP`] of the steps. What is read is the user's text, or generated text and tasks; the last tenth of a text is
+//! the first 80% of the steps. What is read is the user's text, or generated text and tasks; the last tenth of a text is
 //! held out, and judged with decisions as they are at inference.
 
 use super::activations::{Extents, Recompute};
@@ -37,6 +37,8 @@ const RAMP: f64 = 0.8;
 /// Steps from one line of the log to the next, and from one checkpoint and look at held-out text to the next.
 const LOG_STEPS: usize = 5;
 const SAVE_STEPS: usize = 25;
+/// Between the seeds of generated sequences here and of what evaluations ask.
+const GENERATED: u64 = 0xD35_0000_0000;
 /// Number of the first sequence that no step reads, of generated ones, and how many are judged.
 const HELD_OUT: u64 = 1 << 40;
 const JUDGED: usize = 4;
@@ -131,7 +133,7 @@ impl<'a> Source<'a> {
         let Settings { length, batch, steps, seed, .. } = *settings;
         let Some(path) = &settings.text else {
             let mut recipe = Recipe::parse(BUILTIN, Path::new("built-in"))?;
-            (recipe.stages, recipe.seed) = (vec![Stage { length, batch, steps }], seed);
+            (recipe.stages, recipe.seed) = (vec![Stage { length, batch, steps }], seed ^ GENERATED);
             return Ok(Source::Generated(Box::new(Data::new(&recipe, vocabulary)?)));
         };
         let misfit = |reason| TrainError::Misfit { name: "dms".into(), reason };
