@@ -69,6 +69,9 @@ impl Kernel for Decode {
         workspace: &mut Workspace,
     ) -> Result<(), AttentionError> {
         let (shape, isa) = (call.shape, call.cpu.isa());
+        if call.kv.bias(0, 0).is_some() {
+            return Err(AttentionError::Unsupported { kernel: "decode", what: "bias of keys", instead: "tiled" });
+        }
         let (width, stride, rows) = (shape.head_dim, padded(&shape), group_rows(&shape));
         let splits = shape.kv_len.div_ceil(SPLIT);
         let (partial_o, rest) = workspace.scratch.split_at_mut(units(&shape) * rows * stride);
@@ -203,7 +206,7 @@ impl Task for Absorb<'_> {
         for (row, ((scores, o), state)) in rows.enumerate() {
             let seen = call.params.visible(row % shape.q_len, shape.q_len, kv_len);
             let seen = seen.start.clamp(start, end) - start..seen.end.clamp(start, end) - start;
-            state.absorb::<S, f32>(simd, logits, &mut scores[..filled], seen, o);
+            state.absorb::<S, f32>(simd, logits, &mut scores[..filled], seen, &[], o);
         }
     }
 }

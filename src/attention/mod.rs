@@ -1,7 +1,7 @@
 //! Attention kernels: the same mathematics, implemented in ways that cost different memory and time.
 //!
-//! A kernel computes `o = softmax(mask(cap(scale * q kᵀ))) v` for `q` `[B, Hq, Lq, D]` and `k`, `v`
-//! `[B, Hkv, Lk, D]`, and the log-sum-exp of each row. The meaning of every option is defined once, by
+//! A kernel computes `o = softmax(mask(cap(scale * q kᵀ) + bias)) v` for `q` `[B, Hq, Lq, D]` and `k`, `v`
+//! `[B, Hkv, Lk, D]`, and the log-sum-exp of each row; few problems have a bias ([`KeyBias`]). The meaning of every option is defined once, by
 //! [`Params`] and the f64 [`mod@reference`]; an implementation may not change it. Implementations do not import one
 //! another. Adding a kernel is one file and one line in [`KERNELS`].
 
@@ -21,7 +21,7 @@ mod tiled;
 mod workspace;
 
 pub use shape::{Params, Shape};
-pub use source::{DenseKv, KvRows};
+pub use source::{DenseKv, KeyBias, KvRows};
 pub use tiled::{TileSizes, Tiled};
 pub use workspace::{Workspace, WorkspaceSize};
 
@@ -157,6 +157,8 @@ pub struct Gradients {
     pub k: Tensor,
     /// By `v`, `[B, Hkv, Lk, D]`.
     pub v: Tensor,
+    /// By the bias of the keys, `[B, Hkv, Lk]`, where it is wanted.
+    pub bias: Option<Buffer<f32>>,
 }
 
 impl Gradients {
@@ -166,7 +168,16 @@ impl Gradients {
     /// When the arena has no room.
     pub fn allocate(arena: &Arena, shape: &Shape, dtype: DType) -> Result<Self, ArenaError> {
         let zeros = |dims| Tensor::zeros(arena, Label::Activations, dtype, dims);
-        Ok(Gradients { q: zeros(shape.q_dims())?, k: zeros(shape.kv_dims())?, v: zeros(shape.kv_dims())? })
+        Ok(Gradients { q: zeros(shape.q_dims())?, k: zeros(shape.kv_dims())?, v: zeros(shape.kv_dims())?, bias: None })
+    }
+
+    /// The same with the gradient by the bias of the keys.
+    ///
+    /// # Errors
+    /// When the arena has no room.
+    pub fn with_bias(self, arena: &Arena, shape: &Shape) -> Result<Self, ArenaError> {
+        let bias = arena.alloc(Label::Activations, shape.batch * shape.kv_heads * shape.kv_len)?;
+        Ok(Gradients { bias: Some(bias), ..self })
     }
 
     /// Bytes that [`Gradients::allocate`] takes.

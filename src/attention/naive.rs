@@ -3,8 +3,8 @@
 //! The products are those of the `gemm` crate, so that what it costs is what materialising costs and not slow code.
 //! Scores are f32 whatever the inputs' type. Nothing is skipped under a mask, as in the textbook formulation.
 
-use super::backward::{Grad, score_gradients};
-use super::online::logits;
+use super::backward::{Biases, Grad, score_gradients};
+use super::online::{add_bias, logits};
 use super::{
     AttentionError, Backward, Forward, Gradients, Kernel, KernelEntry, Outputs, Params, Shape, Workspace, WorkspaceSize,
 };
@@ -88,7 +88,12 @@ impl Kernel for Naive {
                 |(index, (row, lse))| {
                     let (batch, _, kv_head) = place(index / q_len);
                     let visible = call.params.visible(index % q_len, q_len, call.kv.len(batch, kv_head));
-                    let max = logits(isa, &call.params, row);
+                    let mut max = logits(isa, &call.params, row);
+                    let keys = call.kv.len(batch, kv_head);
+                    if let Some(bias) = call.kv.bias(batch, kv_head) {
+                        add_bias(bias.far(index % q_len, q_len, keys), row);
+                        max = row[..keys].iter().copied().fold(f32::MIN, f32::max);
+                    }
                     row[..visible.start].fill(0.0);
                     row[visible.end..].fill(0.0);
                     let seen = &mut row[visible];
@@ -142,6 +147,10 @@ impl Kernel for Naive {
         let delta = &*delta;
         let (q_bytes, kv_bytes) = (q_len * width * dtype.bytes(), kv_len * width * dtype.bytes());
         let slots = Slots::new(scratch, cpu.threads());
+        let grad_biases: Vec<Option<&mut [f32]>> = match &mut gradients.bias {
+            Some(bias) => bias.chunks_mut(kv_len).map(Some).collect(),
+            None => (0..shape.batch * shape.kv_heads).map(|_| None).collect(),
+        };
         cpu.install(|| {
             // One unit of work is a KV head with its group of query heads, in order: sums are always the same.
             workspace
@@ -150,9 +159,10 @@ impl Kernel for Naive {
                 .zip(gradients.q.bytes_mut().par_chunks_mut(group * q_bytes))
                 .zip(gradients.k.bytes_mut().par_chunks_mut(kv_bytes))
                 .zip(gradients.v.bytes_mut().par_chunks_mut(kv_bytes))
+                .zip(grad_biases)
                 .enumerate()
                 .with_max_len(1)
-                .for_each(|(unit, (((scores, grad_q), grad_k), grad_v))| {
+                .for_each(|(unit, ((((scores, grad_q), grad_k), grad_v), grad_bias))| {
                     slots.with(|slot| {
                         let (batch, kv_head) = (unit / shape.kv_heads, unit % shape.kv_heads);
                         let (q_slot, rest) = slot.split_at_mut(q_len * width);
@@ -164,6 +174,12 @@ impl Kernel for Naive {
                         let dv = &mut rest[..kv_len * width];
                         let k = Matrix::new(kv.keys(batch, kv_head, 0, kv_len, k_slot), kv_len, width);
                         let v = Matrix::new(kv.values(batch, kv_head, 0, kv_len, v_slot), kv_len, width);
+                        let bias = kv.bias(batch, kv_head);
+                        let far = |i: usize| bias.map_or(&[][..], |bias| bias.far(i, q_len, kv_len));
+                        let mut grad_bias = grad_bias;
+                        if let Some(grad_bias) = &mut grad_bias {
+                            grad_bias.fill(0.0);
+                        }
                         for (member, (pair, grad_q)) in
                             scores.chunks_mut(2 * q_len * kv_len).zip(grad_q.chunks_mut(q_bytes)).enumerate()
                         {
@@ -179,7 +195,8 @@ impl Kernel for Naive {
                                 delta: &delta[rows..][..q_len],
                                 columns: kv_len,
                             };
-                            score_gradients(isa, &params, &tile, p, ds, |i| params.visible(i, q_len, kv_len));
+                            let biases = Biases { far: &far, gradient: grad_bias.as_deref_mut() };
+                            score_gradients(isa, &params, &tile, p, ds, biases, |i| params.visible(i, q_len, kv_len));
                             let p = Matrix::new(p, q_len, kv_len);
                             let ds = Matrix::new(ds, q_len, kv_len);
                             product(dv, width, p.transposed(), grad_o, member > 0, 1);

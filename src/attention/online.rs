@@ -28,6 +28,11 @@ pub fn logits(isa: Isa, params: &Params, row: &mut [f32]) -> f32 {
     }
 }
 
+/// Adds the biases of the first keys of a row to its base-2 logits.
+pub fn add_bias(far: &[f32], row: &mut [f32]) {
+    row.iter_mut().zip(far).for_each(|(logit, bias)| *logit += bias * LOG2_E);
+}
+
 /// How inner products become base-2 logits in a tile: `factor * x` of a product whose queries were negated if
 /// `negative`, or of its soft-cap.
 pub struct Logits {
@@ -56,9 +61,9 @@ impl Logits {
         Logits { negative: params.scale < 0.0, factor, cap }
     }
 
-    /// Caps a row of products, and makes those that are not `seen` minus infinity.
+    /// Caps a row of products, adds the biases `far` of its first keys, and makes those that are not `seen` minus infinity.
     #[inline(always)]
-    fn mask<S: Simd>(&self, simd: S, row: &mut [f32], seen: Range<usize>) {
+    fn mask<S: Simd>(&self, simd: S, row: &mut [f32], seen: Range<usize>, far: &[f32]) {
         if let Some(SoftCap { inner, cap }) = self.cap {
             let (inner, cap) = (simd.splat(inner), simd.splat(cap));
             math::map(
@@ -68,6 +73,8 @@ impl Logits {
                 |x| simd.mul(cap, math::tanh(simd, simd.mul(x, inner))),
             );
         }
+        let unit = LOG2_E / self.factor;
+        row.iter_mut().zip(far).for_each(|(x, bias)| *x += bias * unit);
         row[..seen.start].fill(f32::NEG_INFINITY);
         row[seen.end..].fill(f32::NEG_INFINITY);
     }
@@ -75,7 +82,7 @@ impl Logits {
     /// Makes a row of products, whole vectors of which `seen` are visible, probabilities; `lse` is the row's log-sum-exp.
     #[inline(always)]
     pub fn probabilities<S: Simd>(&self, simd: S, row: &mut [f32], seen: Range<usize>, lse: f32) {
-        self.mask(simd, row, seen);
+        self.mask(simd, row, seen, &[]);
         let (factor, shift) = (simd.splat(self.factor), simd.splat(-lse * LOG2_E));
         math::map(
             simd,
@@ -89,7 +96,7 @@ impl Logits {
     /// row's log-sum-exp.
     #[inline(always)]
     pub fn add_probabilities<S: Simd>(&self, simd: S, row: &mut [f32], seen: Range<usize>, lse: f32, sums: &mut [f32]) {
-        self.mask(simd, row, seen);
+        self.mask(simd, row, seen, &[]);
         let (factor, shift) = (simd.splat(self.factor), simd.splat(-lse * LOG2_E));
         for (x, sum) in row.chunks_exact(S::LANES).zip(sums.chunks_exact_mut(S::LANES)) {
             let p = math::exp2(simd, simd.mul_add(simd.read(x), factor, shift));
@@ -101,7 +108,8 @@ impl Logits {
 impl Running {
     /// Takes in a row of inner products, a whole number of double vectors, of which the keys in `seen` are visible:
     /// leaves their unnormalised probabilities at the start of `row` as units, zeros for the others, and rescales
-    /// `output`, to which the caller then adds their product with the values. Products that overflowed make the sum NaN.
+    /// `output`, to which the caller then adds their product with the values. `far` are biases of the row's first keys.
+    /// Products that overflowed make the sum NaN.
     #[inline(always)]
     pub fn absorb<S: Simd, U: Unit<S>>(
         &mut self,
@@ -109,13 +117,14 @@ impl Running {
         logits: &Logits,
         row: &mut [f32],
         seen: Range<usize>,
+        far: &[f32],
         output: &mut [f32],
     ) {
         if seen.is_empty() {
             row.fill(0.0);
             return;
         }
-        logits.mask(simd, row, seen);
+        logits.mask(simd, row, seen, far);
         let mut largest = [simd.splat(f32::NEG_INFINITY); 2];
         for pair in row.chunks_exact(2 * S::LANES) {
             let (low, high) = pair.split_at(S::LANES);
@@ -193,7 +202,7 @@ mod tests {
 
         #[inline(always)]
         fn run<S: Simd>(self, simd: S) {
-            self.state.absorb::<S, f32>(simd, &Logits::new(&Params::new(1, false)), self.row, self.seen, &mut []);
+            self.state.absorb::<S, f32>(simd, &Logits::new(&Params::new(1, false)), self.row, self.seen, &[], &mut []);
         }
     }
 

@@ -59,6 +59,10 @@ fn row(call: &Forward<'_>, [batch, q_head, i]: [usize; 3], o: &mut [f64], slot: 
             *logit = params.logit(inner);
         }
     }
+    if let Some(bias) = kv.bias(batch, kv_head) {
+        let far = bias.far(i, shape.q_len, kv.len(batch, kv_head)).iter().skip(visible.start);
+        logits.iter_mut().zip(far).for_each(|(logit, &bias)| *logit += f64::from(bias));
+    }
     let max = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     let sum: f64 = logits.iter().map(|logit| (logit - max).exp()).sum();
 

@@ -18,6 +18,12 @@ pub trait KvRows: Sync {
     /// Value rows, as [`KvRows::key_rows`].
     fn value_rows(&self, batch: usize, head: usize, start: usize) -> Rows<'_>;
 
+    /// What is added to the logits of a list's keys, where they have a bias. Read by `reference`, `naive` and `tiled`;
+    /// `decode` refuses it.
+    fn bias(&self, _batch: usize, _head: usize) -> Option<KeyBias<'_>> {
+        None
+    }
+
     /// Key rows `start .. start + count` in f32, `[count, D]`; `scratch` holds as much and may be used for it.
     fn keys<'s>(&'s self, batch: usize, head: usize, start: usize, count: usize, scratch: &'s mut [f32]) -> &'s [f32] {
         widened(|row| self.key_rows(batch, head, row), start, count, scratch)
@@ -33,6 +39,23 @@ pub trait KvRows: Sync {
         scratch: &'s mut [f32],
     ) -> &'s [f32] {
         widened(|row| self.value_rows(batch, head, row), start, count, scratch)
+    }
+}
+
+/// A bias of the keys of a list: added to their logits, behind scale and soft-cap, for queries that lie at least `window`
+/// behind them. Queries that are nearer, and those before the key, see the key as it is.
+#[derive(Debug, Clone, Copy)]
+pub struct KeyBias<'a> {
+    /// Natural logarithm of a factor of the probability before normalisation, `[Lk]`.
+    pub values: &'a [f32],
+    /// The bias of key `j` counts for the query at position `p` if `p - j >= window`.
+    pub window: usize,
+}
+
+impl<'a> KeyBias<'a> {
+    /// The biases that count for query `i`: those of the first keys.
+    pub fn far(&self, i: usize, q_len: usize, kv_len: usize) -> &'a [f32] {
+        &self.values[..(i + 1 + kv_len).saturating_sub(q_len.saturating_add(self.window)).min(kv_len)]
     }
 }
 
@@ -55,6 +78,8 @@ fn widened<'s>(rows_from: impl Fn(usize) -> Rows<'s>, start: usize, count: usize
 pub struct DenseKv<'a> {
     k: TensorView<'a>,
     v: TensorView<'a>,
+    /// `[B, Hkv, Lk]`.
+    bias: Option<KeyBias<'a>>,
 }
 
 impl<'a> DenseKv<'a> {
@@ -72,7 +97,17 @@ impl<'a> DenseKv<'a> {
                 v.dims()
             )));
         }
-        Ok(DenseKv { k, v })
+        Ok(DenseKv { k, v, bias: None })
+    }
+
+    /// The same with a bias of every key, `values` `[B, Hkv, Lk]`.
+    ///
+    /// # Panics
+    /// When there are not as many values as keys.
+    pub fn with_bias(self, bias: KeyBias<'a>) -> Self {
+        let [batch, heads, len, _] = self.k.dims();
+        assert_eq!(bias.values.len(), batch * heads * len, "every key has a bias");
+        DenseKv { bias: Some(bias), ..self }
     }
 }
 
@@ -91,5 +126,10 @@ impl KvRows for DenseKv<'_> {
 
     fn value_rows(&self, batch: usize, head: usize, start: usize) -> Rows<'_> {
         self.v.head(batch, head, start)
+    }
+
+    fn bias(&self, batch: usize, head: usize) -> Option<KeyBias<'_>> {
+        let [_, heads, len, _] = self.k.dims();
+        self.bias.map(|bias| KeyBias { values: &bias.values[(batch * heads + head) * len..][..len], ..bias })
     }
 }

@@ -250,7 +250,9 @@ impl From<TrainError> for Failure {
             TrainError::Arena(error) => error.into(),
             TrainError::File(error) => error.into(),
             TrainError::Model(error) => error.into(),
-            TrainError::System { .. } | TrainError::Diverged { .. } => Failure::Work(error.into()),
+            TrainError::System { .. } | TrainError::Diverged { .. } | TrainError::Collapsed { .. } => {
+                Failure::Work(error.into())
+            }
             error => Failure::Usage(error.into()),
         }
     }

@@ -23,16 +23,23 @@ pub struct Used {
     policy_file_hash: String,
 }
 
+impl Used {
+    fn of((path, hash): (&Path, &str)) -> Self {
+        Used { policy_file: path.into(), policy_file_hash: hash.into() }
+    }
+}
+
 impl FileArg {
     /// The policy that `text` names, from this file.
     pub fn policy(&self, text: &str, registry: &Registry) -> Result<Built, Failure> {
         let Some(path) = &self.policy_file else {
             let policy = registry.policy(text)?;
             policy.check_parameters(text, &[])?;
-            return Ok((policy, None));
+            let used = policy.parameters.file().map(Used::of);
+            return Ok((policy, used));
         };
         let file = PolicyFile::open(path)?;
-        let used = Used { policy_file: path.clone(), policy_file_hash: file.hash().into() };
+        let used = Used::of((path, file.hash()));
         let policy = registry.clone().with_file(file).policy(text)?;
         if policy.parameters.is_empty() {
             let shown = path.display();

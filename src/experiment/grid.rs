@@ -81,21 +81,24 @@ fn with_file(grid: &Grid, registry: &Registry) -> Result<Registry, String> {
     }
 }
 
-/// Names the grid's policy file in the cells whose policies read it; refuses a file that none reads.
+/// Names the file of its policy's parameters in each cell, the grid's or one that the policy names itself; refuses a file of
+/// the grid that no policy reads.
 fn name_file(grid: &Grid, registry: &Registry, mut cells: Vec<Cell>) -> Result<Vec<Cell>, String> {
-    let (Some(path), Some(file)) = (&grid.policy_file, registry.file()) else { return Ok(cells) };
     let mut is_read = false;
     for cell in &mut cells {
         let policy = cell.policy.as_ref().map(|text| registry.policy(text)).transpose();
-        if policy.map_err(|error| error.to_string())?.is_some_and(|policy| !policy.parameters.is_empty()) {
+        let Some(policy) = policy.map_err(|error| error.to_string())? else { continue };
+        if let Some((path, hash)) = policy.parameters.file() {
             cell.policy_file = Some(path.display().to_string());
-            cell.policy_file_hash = Some(file.hash().into());
-            is_read = true;
+            cell.policy_file_hash = Some(hash.into());
+            is_read |= grid.policy_file.as_deref() == Some(path);
         }
     }
-    match is_read {
-        true => Ok(cells),
-        false => Err(format!("none of the policies reads a tensor of policy_file '{}'; leave it out", path.display())),
+    match &grid.policy_file {
+        Some(path) if !is_read => {
+            Err(format!("none of the policies reads a tensor of policy_file '{}'; leave it out", path.display()))
+        }
+        _ => Ok(cells),
     }
 }
 

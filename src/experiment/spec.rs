@@ -276,6 +276,7 @@ pub const SHIPPED: &[(&str, &str)] = &[
     ("real-formats", include_str!("../../experiments/real-formats.toml")),
     ("real-needles", include_str!("../../experiments/real-needles.toml")),
     ("real-memory", include_str!("../../experiments/real-memory.toml")),
+    ("dms", include_str!("../../experiments/dms.toml")),
 ];
 
 impl Spec {

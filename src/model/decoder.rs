@@ -235,6 +235,7 @@ impl<'a> Decoder<'a> {
         assert!(self.memory.is_none(), "a policy is at work in a cache");
         let columns = eviction.policy.columns();
         assert!(columns.iter().all(|column| self.setup.columns.contains(column)), "a cache with the policy's columns");
+        eviction.policy.check_base(&self.model.fingerprint)?;
         let token_bytes = self.cache.shape().token_bytes();
         self.evictor = Some(Evictor::new(eviction, &self.model.config, contexts, token_bytes, self.arena)?);
         Ok(())

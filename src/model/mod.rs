@@ -131,6 +131,8 @@ pub struct Model {
     pub config: Config,
     /// Its parameters.
     pub weights: Weights,
+    /// By which it is known again ([`fingerprint`]).
+    pub fingerprint: String,
 }
 
 impl Model {
@@ -149,7 +151,7 @@ impl Model {
     pub fn open_in(folder: &Path, format: Option<RowFormat>, arena: &Arena) -> Result<Self, ModelError> {
         let config = Config::read(folder)?;
         let weights = Weights::open(folder, &config, format, arena)?;
-        Ok(Model { config, weights })
+        Ok(Model { config, weights, fingerprint: fingerprint(folder)? })
     }
 
     /// Refuses a sequence that is longer than the model was made for.

@@ -31,6 +31,11 @@ impl PolicyFile {
         &self.hash
     }
 
+    /// A text of its metadata.
+    fn metadata(&self, key: &str) -> Option<String> {
+        self.file.metadata(key)
+    }
+
     /// Whether there is a tensor of this name.
     pub fn has(&self, name: &str) -> bool {
         self.file.has(name)
@@ -101,6 +106,10 @@ pub struct Parameters {
 #[derive(Debug, Clone)]
 struct Read {
     path: PathBuf,
+    /// Of the file.
+    hash: String,
+    /// Fingerprint of the model that the file was trained on, where it says so.
+    base: Option<String>,
     name: &'static str,
     shape: Vec<usize>,
     axes: Vec<Axis>,
@@ -130,6 +139,11 @@ impl Parameters {
     /// A tensor that the policy needs, where it was given no file.
     pub fn missing(&self) -> Option<&'static str> {
         self.missing
+    }
+
+    /// The file that the first tensor was read from, and its hash.
+    pub fn file(&self) -> Option<(&Path, &str)> {
+        self.tensors.first().map(|read| (read.path.as_path(), read.hash.as_str()))
     }
 
     /// How long an axis is, where one of the tensors has it.
@@ -167,6 +181,25 @@ impl Policy {
     }
 }
 
+impl Policy {
+    /// Refuses parameters that were trained on another model than that of this fingerprint; a file that does not name its
+    /// model may be of any.
+    ///
+    /// # Errors
+    /// In one line: the file, its model, and this one.
+    pub fn check_base(&self, fingerprint: &str) -> Result<(), PolicyError> {
+        let other = |read: &&Read| read.base.as_deref().is_some_and(|base| base != fingerprint);
+        match self.parameters.tensors.iter().find(other) {
+            Some(Read { path, base, .. }) => Err(PolicyError::File(format!(
+                "'{}' was trained on the model {}; this model is {fingerprint}, train gates of its own",
+                path.display(),
+                base.as_deref().unwrap_or_default()
+            ))),
+            None => Ok(()),
+        }
+    }
+}
+
 /// What a policy may be built from besides its text.
 pub struct Assets<'f> {
     file: Option<&'f PolicyFile>,
@@ -177,6 +210,20 @@ impl<'f> Assets<'f> {
     /// From a file, or from none.
     pub fn new(file: Option<&'f PolicyFile>) -> Self {
         Assets { file, parameters: Parameters::default() }
+    }
+
+    /// What `read` makes of another file than the one that was given.
+    pub fn of_file<T>(&mut self, file: &PolicyFile, read: impl FnOnce(&mut Assets<'_>) -> T) -> T {
+        let parameters = std::mem::take(&mut self.parameters);
+        let mut assets = Assets { file: Some(file), parameters };
+        let made = read(&mut assets);
+        self.parameters = assets.parameters;
+        made
+    }
+
+    /// A text of the file's metadata.
+    pub fn metadata(&self, key: &str) -> Option<String> {
+        self.file?.metadata(key)
     }
 
     /// Which tensors were read.
@@ -228,7 +275,8 @@ impl<'f> Assets<'f> {
             let found = file.file.names()?.join(", ");
             return Err(FileError::Missing { path: path.into(), name: name.into(), found }.into());
         };
-        let read = Read { path: path.into(), name, shape: shape.clone(), axes: axes.to_vec() };
+        let (hash, base) = (file.hash.clone(), file.metadata("base_model"));
+        let read = Read { path: path.into(), hash, base, name, shape: shape.clone(), axes: axes.to_vec() };
         read.check(&self.parameters.extents().collect::<Vec<_>>())?;
         let Some(element) = read_as(dtype) else {
             let found = format!("{dtype:?}");

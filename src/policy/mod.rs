@@ -73,6 +73,7 @@ pub const POLICIES: &[PolicyEntry] = &[
     scorers::max_attention::ENTRY,
     scorers::r_kv::ENTRY,
     scorers::gate::ENTRY,
+    scorers::dms::ENTRY,
     scorers::oracle::ENTRY,
     scorers::oracle_output::ENTRY,
     sparse::quest::ENTRY,

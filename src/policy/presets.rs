@@ -96,7 +96,3 @@ pub const PRESETS: &[Preset] = &[
         about: "SnapKV as sparse-frontier has it",
     },
 ];
-
-/// Presets that had another name before: the old one, and the one that says what it is. Records keep the name that they were
-/// written with.
-pub const RENAMED: &[(&str, &str)] = &[("dms", "delayed-keydiff")];

@@ -5,7 +5,6 @@
 
 use super::action::Action;
 use super::allocation::{OverHeads, OverLayers};
-use super::presets::RENAMED;
 use super::scorers::protect::Protected;
 use super::{Assets, Decoding, PARTS, POLICIES, PRESETS, Policy, PolicyError, PolicyFile, Protect, Scorer, Statistic};
 use crate::named::{Named, NamedError, Parameter};
@@ -195,10 +194,6 @@ impl Registry {
     pub fn policy(&self, text: &str) -> Result<Policy, PolicyError> {
         let mut pieces = pieces(text)?;
         let method = pieces.remove(0);
-        if let Some((_, name)) = RENAMED.iter().find(|(old, _)| *old == method.name) {
-            let reason = format!("it is called '{name}' now, for what it is: no scores are trained");
-            return Err(PolicyError::Combination { policy: text.into(), reason });
-        }
         let preset = PRESETS.iter().find(|preset| preset.name == method.name);
         let (method, brought) = match preset {
             Some(preset) => self.expand(preset, &method)?,
@@ -439,7 +434,6 @@ mod tests {
             ("knorm+merge:threshold=2", "merge: threshold is '2'; it must be"),
             ("knorm+cam:window=0", "cam: window is '0'; it must be"),
             ("think:ratio=1", "think: ratio is '1'; it must be"),
-            ("dms:window=8", "'delayed-keydiff' now"),
             ("delayed-keydiff+cam", "attention changes with every query"),
             ("snapkv+delayed", "attention changes with every query"),
             ("snapkv+knorm", "unknown part of a policy 'knorm'"),

@@ -14,13 +14,14 @@ pub struct Drawn {
     pub summary: String,
 }
 
-/// Draws `loss.svg`, and for each evaluated length `accuracy-<tokens>.svg`, into a run's folder.
+/// Draws `loss.svg`, and for each evaluated length `accuracy-<tokens>.svg`, into a run's folder; of gates `divergence.svg`
+/// and `compression.svg`.
 ///
 /// # Errors
 /// When the log cannot be read or a file cannot be written.
 pub fn draw(folder: &Path) -> Result<Drawn, ReportError> {
     let lines = log::read(folder).map_err(|error| ReportError::Draw(error.to_string()))?;
-    for chart in std::iter::once(loss(&lines)).chain(accuracies(&lines)) {
+    for chart in std::iter::once(loss(&lines)).chain(accuracies(&lines)).chain(gates(&lines)) {
         if chart.series.iter().any(|series| !series.points.is_empty()) {
             files::replace(&folder.join(format!("{}.svg", chart.id)), &draw::svg(&chart)?)?;
         }
@@ -67,6 +68,52 @@ fn accuracies(lines: &[Line]) -> impl Iterator<Item = Chart> {
     })
 }
 
+/// Divergence and compression of gates, while training and with hard decisions on held-out text.
+fn gates(lines: &[Line]) -> [Chart; 2] {
+    let mut divergence = [Vec::new(), Vec::new()];
+    let mut compression = [Vec::new(), Vec::new(), Vec::new()];
+    let ratio = |evicted: f64| 1.0 / (1.0 - evicted.min(0.99));
+    for line in lines {
+        match line {
+            Line::Gates { step, kl, evicted, target, .. } => {
+                divergence[0].push(point(*step, *kl));
+                compression[0].push(point(*step, ratio(*evicted)));
+                compression[1].push(point(*step, ratio(*target)));
+            }
+            Line::HeldOutGates { step, kl, evicted } => {
+                divergence[1].push(point(*step, *kl));
+                compression[2].push(point(*step, ratio(*evicted)));
+            }
+            _ => (),
+        }
+    }
+    // Nothing to draw on a logarithmic axis before anything is evicted.
+    divergence.iter_mut().for_each(|points| points.retain(|point| point.y > Some(0.0)));
+    let caption = "Held out: text that no step has read, decisions as they are at inference.";
+    let named = |names: &[&str], points: Vec<Vec<Point>>| {
+        chart(names.iter().map(|name| name.to_string()).zip(points).collect::<Vec<_>>().into_iter())
+    };
+    [
+        Chart {
+            id: "divergence".into(),
+            title: "Divergence of gated attention from the dense model".into(),
+            subtitle: "mean over the steps between two lines of the log".into(),
+            caption: caption.into(),
+            y: Axis { label: "KL, nats per token".into(), field: "kl", quantity: Quantity::Loss },
+            ..named(&["training", "held out"], divergence.into())
+        },
+        Chart {
+            id: "compression".into(),
+            title: "Compression behind the window".into(),
+            subtitle: "tokens for each that stays, of those that lie behind the window, over all layers and heads"
+                .into(),
+            caption: caption.into(),
+            y: Axis { label: "compression".into(), field: "ratio", quantity: Quantity::Count },
+            ..named(&["training", "asked for", "held out"], compression.into())
+        },
+    ]
+}
+
 fn chart(named: impl Iterator<Item = (String, Vec<Point>)>) -> Chart {
     let series = named.enumerate().map(|(place, (name, points))| {
         let style = palette::style(&name, place, 0);
@@ -98,6 +145,11 @@ fn summary(lines: &[Line]) -> String {
         match line {
             Line::Evaluation { step, task, length_tokens, right, samples } if Some(*step) == last => {
                 let _ = writeln!(text, "{task:<24} {length_tokens:>6} tokens  {right} of {samples} right");
+            }
+            Line::HeldOutGates { step, kl, evicted } if Some(*step) == lines.last().map(Line::step) => {
+                let evicted = 100.0 * evicted;
+                let _ =
+                    writeln!(text, "held-out text: {evicted:.1}% evicted behind the window, KL {kl:.4} nats per token");
             }
             _ => (),
         }

@@ -1,7 +1,7 @@
 //! AdamW with decoupled decay (arXiv 1711.05101), after clipping by the norm of the whole gradient.
 
 use super::PIECE_ROWS;
-use super::parameters::Parameters;
+use super::parameters::Parameter;
 use crate::device::Cpu;
 use crate::device::simd::loops::vectorised;
 use crate::memory::{Arena, ArenaError, Buffer, Label};
@@ -73,12 +73,12 @@ pub struct AdamW {
 }
 
 impl AdamW {
-    /// Averages of zero.
+    /// Averages of zero, of `count` numbers that are trained.
     ///
     /// # Errors
     /// When the arena has no room.
-    pub fn new(arena: &Arena, parameters: &Parameters) -> Result<Self, ArenaError> {
-        let zeros = || arena.alloc(Label::Optimizer, parameters.trained_count());
+    pub fn new(arena: &Arena, count: usize) -> Result<Self, ArenaError> {
+        let zeros = || arena.alloc(Label::Optimizer, count);
         Ok(AdamW { mean: zeros()?, square: zeros()? })
     }
 
@@ -88,7 +88,7 @@ impl AdamW {
         &mut self,
         cpu: &Cpu,
         constants: &Constants,
-        parameters: &Parameters,
+        parameters: &[Parameter],
         (step, rate): (usize, f32),
         weights: &mut [f32],
         gradients: &[f32],
@@ -99,7 +99,7 @@ impl AdamW {
         // In f64: 1 - 0.999 loses four digits in f32.
         let correction = |beta: f32| (1.0 - f64::from(beta).powi(step as i32 + 1)) as f32;
         let (correction1, correction2) = (correction(beta1), correction(beta2));
-        for parameter in &parameters.all {
+        for parameter in parameters {
             let Some(range) = parameter.gradient.clone() else { continue };
             let decay = if parameter.role.decays() { 1.0 - rate * weight_decay } else { 1.0 };
             let (w, g) = (&mut weights[parameter.range.clone()], &gradients[range.clone()]);

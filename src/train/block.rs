@@ -1,6 +1,7 @@
 //! One block of the decoder: forward, what of it is computed again, and backward.
 
 use super::activations::{Cheap, Extents, Inner, Recompute, Scratch};
+use super::gates::Gates;
 use super::heads::{self, Turns};
 use super::mlp;
 use super::norm::{self, Columns};
@@ -34,6 +35,8 @@ pub(super) struct Shared {
     /// Gradients by q, k and v.
     pub dqkv: Gradients,
     pub scratch: Scratch,
+    /// What decides on evicted tokens, where that is trained.
+    pub gates: Option<Gates>,
 }
 
 impl Block<'_> {
@@ -55,6 +58,9 @@ impl Block<'_> {
         output: &mut [f32],
     ) -> Result<(), AttentionError> {
         self.attention_inputs(x, inner, shared);
+        if let Some(gates) = &mut shared.gates {
+            gates.decide(self.layer, self.cpu, &inner.n1);
+        }
         self.attend(cheap, inner, shared)?;
         self.residual(x, cheap, inner);
         self.mlp_inner(cheap, inner);
@@ -114,9 +120,19 @@ impl Block<'_> {
         Forward { shape, params, q: q.view(), kv, cpu: self.cpu }
     }
 
-    fn attend(&self, cheap: &mut Cheap, inner: &mut Inner, shared: &mut Shared) -> Result<(), AttentionError> {
-        let [q, k, v] = &inner.qkv;
+    /// Keys and values, with the biases of the keys that a gate decided on.
+    fn kv<'a>(&self, inner: &'a Inner, gates: &'a Option<Gates>) -> Result<DenseKv<'a>, AttentionError> {
+        let [_, k, v] = &inner.qkv;
         let kv = DenseKv::new(k.view(), v.view())?;
+        Ok(match gates.as_ref().and_then(|gates| gates.bias(self.layer)) {
+            Some(bias) => kv.with_bias(bias),
+            None => kv,
+        })
+    }
+
+    fn attend(&self, cheap: &mut Cheap, inner: &mut Inner, shared: &mut Shared) -> Result<(), AttentionError> {
+        let [q, ..] = &inner.qkv;
+        let kv = self.kv(inner, &shared.gates)?;
         Tiled::AUTO.forward(&self.call(q, &kv), &mut cheap.attention, &mut shared.scratch.forward)?;
         self.by_tokens(cheap, inner);
         Ok(())
@@ -164,7 +180,7 @@ impl Block<'_> {
         dx: &mut [f32],
     ) -> Result<(), AttentionError> {
         let (config, groups, cpu, w) = (self.extents.config(), self.groups(), self.cpu, self.weights);
-        let Shared { qkv, dp, dn, d_o, dqkv, scratch } = shared;
+        let Shared { qkv, dp, dn, d_o, dqkv, scratch, gates } = shared;
         let stream = Columns { range: 0..config.hidden, stride: config.hidden };
         let norm_backward = |gain: &Group, x: &[f32], dn: &mut [f32], gradients: &mut [f32], sums: &mut [f32]| {
             norm::backward(cpu, self.norm(gain), x, dn, &stream, (gain, gradients), sums);
@@ -193,8 +209,8 @@ impl Block<'_> {
         }
         let dims = [self.extents.batch, self.extents.len, config.q_heads, config.head_dim];
         let grad_o = TensorView::contiguous(DType::F32, dims, bytemuck::cast_slice(d_o)).permuted([0, 2, 1, 3]);
-        let [q, k, v] = &inner.qkv;
-        let kv = DenseKv::new(k.view(), v.view())?;
+        let [q, ..] = &inner.qkv;
+        let kv = self.kv(inner, gates)?;
         let (o, lse) = (cheap.attention.o.view(), &*cheap.attention.lse);
         let call = Backward { forward: self.call(q, &kv), o, lse, grad_o };
         Tiled::AUTO.backward(&call, dqkv, &mut scratch.backward)?;
@@ -205,6 +221,9 @@ impl Block<'_> {
             norm::backward(cpu, self.norm(gain), &inner.unnormed, qkv, &columns, (gain, gradients), &mut scratch.norm);
         }
         groups.qkv.backward(cpu, w, qkv, &inner.n1, gradients, dn);
+        if let (Some(gates), Some(dbias)) = (gates, &dqkv.bias) {
+            gates.backward(self.layer, cpu, &inner.n1, dbias, dn);
+        }
         norm_backward(&groups.before_attention, x, dn, gradients, &mut scratch.norm);
         norm::add(cpu, dx, dn);
         Ok(())

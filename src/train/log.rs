@@ -35,6 +35,36 @@ pub enum Line {
         /// computed again.
         gflop_per_second: f64,
     },
+    /// Steps of training gates since the last such line.
+    Gates {
+        /// Steps that are done.
+        step: usize,
+        /// Divergence from the dense model, nats; mean over the steps since the last line.
+        kl: f64,
+        /// Fraction of the tokens behind a window that were evicted, likewise.
+        evicted: f64,
+        /// What of them should be, in the last step.
+        target: f64,
+        /// Learning rate of the last step.
+        rate: f32,
+        /// Norm of the gradient before clipping, mean over the steps since the last line.
+        gradient_norm: f64,
+        /// Tokens that were read, since the beginning.
+        tokens: u64,
+        /// Time at work, since the beginning.
+        seconds: f64,
+        /// Since the last line.
+        tokens_per_second: f64,
+    },
+    /// Gates on text that no step has read, with decisions as they are at inference.
+    HeldOutGates {
+        /// Steps that are done.
+        step: usize,
+        /// Divergence from the dense model, nats.
+        kl: f64,
+        /// Fraction of the tokens behind a window that were evicted.
+        evicted: f64,
+    },
     /// A task that no step has read.
     Evaluation {
         /// Steps that are done.
@@ -54,7 +84,10 @@ impl Line {
     /// The steps that were done when it was written.
     pub fn step(&self) -> usize {
         match self {
-            Line::Step { step, .. } | Line::Evaluation { step, .. } => *step,
+            Line::Step { step, .. }
+            | Line::Gates { step, .. }
+            | Line::HeldOutGates { step, .. }
+            | Line::Evaluation { step, .. } => *step,
         }
     }
 }

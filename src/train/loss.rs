@@ -66,6 +66,13 @@ impl Loss {
         Ok(Loss { logits, x, dx, judged: arena.alloc(Label::Workspace, rows)? })
     }
 
+    /// Room for logits `[block, vocab]`, and the extents `hidden` and `vocab`.
+    pub(super) fn room(&mut self) -> (&mut [f32], usize, usize) {
+        let rows = self.judged.len();
+        let (hidden, vocab) = (self.x.len() / rows, self.logits.len() / rows);
+        (&mut self.logits, hidden, vocab)
+    }
+
     /// The weighted loss over `targets`. `n` `[rows, hidden]` is the last norm's output, and the gradient by it is
     /// written to `dn`, if that is wanted; a gradient in `head` is then added to. Tells `judge` each target's likeliest
     /// token and its own negative log-likelihood.

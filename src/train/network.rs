@@ -2,12 +2,13 @@
 
 use super::activations::{Extents, Recompute, Saved, Scratch};
 use super::block::{Block, Shared};
+use super::gates::{Gates, Mode};
 use super::heads::Turns;
 use super::loss::{Head, Loss, Target};
 use super::norm::{self, Columns};
 use crate::attention::{AttentionError, Gradients};
 use crate::device::Cpu;
-use crate::memory::{Arena, Buffer, Label};
+use crate::memory::{Arena, ArenaError, Buffer, Label};
 use crate::model::Config;
 use crate::tensor::DType;
 use rayon::prelude::*;
@@ -28,6 +29,18 @@ pub struct Batch {
     pub tokens: Vec<u32>,
     /// In the order of their rows.
     pub targets: Vec<Target>,
+}
+
+/// How a model with gates compares with the dense one.
+#[derive(Debug, Clone, Copy)]
+pub struct Distilled {
+    /// Kullback-Leibler divergence of the dense model's next tokens from those of the model with gates, nats; mean over
+    /// the queries behind the first window.
+    pub kl: f64,
+    /// Fraction of the tokens behind a window that were evicted.
+    pub evicted: f64,
+    /// What the term that asks for eviction adds to the loss.
+    pub pressure: f64,
 }
 
 /// Buffers for steps of one shape.
@@ -66,6 +79,7 @@ impl<'a> Network<'a> {
             d_o: floats(config.q_width())?,
             dqkv: Gradients::allocate(arena, &shape, DType::F32)?,
             scratch: Scratch::allocate(arena, &extents, cpu.threads())?,
+            gates: None,
         };
         Ok(Network {
             recompute,
@@ -94,27 +108,94 @@ impl<'a> Network<'a> {
     /// # Panics
     /// When the batch does not have the extents of this network, or holds a token outside the vocabulary.
     pub fn step(&mut self, weights: &[f32], batch: &Batch, gradients: &mut [f32]) -> Result<f64, AttentionError> {
-        self.forward(weights, batch)?;
+        self.forward(weights, &batch.tokens)?;
         let (config, parameters) = (self.extents.config(), self.extents.parameters);
         let gradient = parameters.output.gradient().map(|range| &mut gradients[range]);
         let head = Head { weights: parameters.output.of(weights), gradient, softcap: config.final_softcap };
         let dn = &mut self.shared.dn;
         let loss = self.loss.run(self.cpu, &self.n, &batch.targets, head, Some(dn), |_, _, _| ());
+        self.backward(weights, &batch.tokens, gradients, parameters.first_trained)?;
+        Ok(loss)
+    }
+
+    /// The same with gates that decide on evicted tokens, for [`Network::distil`].
+    ///
+    /// # Errors
+    /// When the arena has no room.
+    pub fn with_gates(mut self, arena: &Arena, gates: Gates) -> Result<Self, ArenaError> {
+        self.shared.dqkv = self.shared.dqkv.with_bias(arena, &self.extents.attention())?;
+        self.shared.gates = Some(gates);
+        Ok(self)
+    }
+
+    /// The gates.
+    ///
+    /// # Panics
+    /// When there are none.
+    pub fn gates(&mut self) -> &mut Gates {
+        self.shared.gates.as_mut().expect("a network that distils has gates")
+    }
+
+    /// Compares the model whose gates decide in a `mode` with the dense model on `tokens` `[B, L]`. With a `target`, the
+    /// fraction of tokens to be evicted, and the weight of the term that asks for it, adds to the gates' gradient.
+    ///
+    /// # Errors
+    /// When attention cannot be computed.
+    ///
+    /// # Panics
+    /// When there are no gates, and as [`Network::step`].
+    pub fn distil(
+        &mut self,
+        weights: &[f32],
+        tokens: &[u32],
+        mode: Mode,
+        target: Option<(f64, f64)>,
+    ) -> Result<Distilled, AttentionError> {
+        self.gates().begin(Mode::Dense);
+        self.forward(weights, tokens)?;
+        let Network { shared, n, .. } = self;
+        shared.gates.as_mut().expect("gates() found them").dense.copy_from_slice(n);
+        self.gates().begin(mode);
+        self.forward(weights, tokens)?;
+        let (config, parameters) = (self.extents.config(), self.extents.parameters);
+        let head = Head { weights: parameters.output.of(weights), gradient: None, softcap: config.final_softcap };
+        let Shared { gates, dn, .. } = &mut self.shared;
+        let gates = gates.as_mut().expect("gates() found them");
+        let judged = [self.extents.len, gates.window()];
+        let kl = self.loss.distil(self.cpu, [&gates.dense, &self.n], judged, head, target.is_some().then_some(dn));
+        let evicted = gates.evicted();
+        let pressure = target.map_or(0.0, |(target, weight)| gates.press(target, weight));
+        if target.is_some() {
+            self.backward(weights, tokens, &mut [], 0)?;
+        }
+        Ok(Distilled { kl, evicted, pressure })
+    }
+
+    /// From the gradient by the last norm's output, in the shared `dn`, to that of every parameter, down to block `first`.
+    fn backward(
+        &mut self,
+        weights: &[f32],
+        tokens: &[u32],
+        gradients: &mut [f32],
+        first: usize,
+    ) -> Result<(), AttentionError> {
+        let (config, parameters) = (self.extents.config(), self.extents.parameters);
+        let dn = &mut self.shared.dn;
         let (norm, gain) = (config.norm(parameters.norm.of(weights)), &parameters.norm);
         let columns = Columns { range: 0..config.hidden, stride: config.hidden };
         let scratch = &mut self.shared.scratch.norm;
         norm::backward(self.cpu, norm, &self.x, dn, &columns, (gain, gradients), scratch);
         self.dx.copy_from_slice(dn);
-        for layer in (parameters.first_trained..config.layers).rev() {
+        for layer in (first..config.layers).rev() {
             let block = Block { extents: &self.extents, layer, cpu: self.cpu, turns: &self.turns, weights };
             let (x, cheap, inner) = self.saved.block(layer);
             block.restore(self.recompute, x, cheap, inner, &mut self.shared)?;
             block.backward(x, cheap, inner, &mut self.shared, gradients, &mut self.dx)?;
         }
         if let Some(range) = parameters.embedding.gradient() {
-            self.embedding_gradient(&batch.tokens, &mut gradients[range]);
+            self.embedding_gradient(tokens, &mut gradients[range]);
         }
-        Ok(loss)
+        Ok(())
     }
 
     /// The loss of a batch; tells `judge` the likeliest token at each target and the target's own negative log-likelihood
@@ -131,17 +212,17 @@ impl<'a> Network<'a> {
         batch: &Batch,
         judge: impl FnMut(&Target, u32, f32),
     ) -> Result<f64, AttentionError> {
-        self.forward(weights, batch)?;
+        self.forward(weights, &batch.tokens)?;
         let softcap = self.extents.config().final_softcap;
         let head = Head { weights: self.extents.parameters.output.of(weights), gradient: None, softcap };
         Ok(self.loss.run(self.cpu, &self.n, &batch.targets, head, None, judge))
     }
 
-    fn forward(&mut self, weights: &[f32], batch: &Batch) -> Result<(), AttentionError> {
+    fn forward(&mut self, weights: &[f32], tokens: &[u32]) -> Result<(), AttentionError> {
         let (config, parameters) = (self.extents.config(), self.extents.parameters);
-        assert_eq!(batch.tokens.len(), self.extents.rows(), "a batch has the extents of its network");
+        assert_eq!(tokens.len(), self.extents.rows(), "a batch has the extents of its network");
         let (embedding, hidden) = (parameters.embedding.of(weights), config.hidden);
-        for (&token, x) in batch.tokens.iter().zip(self.x.chunks_exact_mut(hidden)) {
+        for (&token, x) in tokens.iter().zip(self.x.chunks_exact_mut(hidden)) {
             let row = &embedding[token as usize * hidden..][..hidden];
             x.iter_mut().zip(row).for_each(|(x, e)| *x = e * config.embedding_scale);
         }

@@ -44,7 +44,7 @@ pub(super) struct Group {
 }
 
 impl Group {
-    fn new(parameters: &[Parameter]) -> Self {
+    pub fn new(parameters: &[Parameter]) -> Self {
         let start = parameters[0].range.start;
         let mut trained: Vec<(usize, Range<usize>)> = Vec::new();
         for Parameter { range, gradient, .. } in parameters {
@@ -122,6 +122,11 @@ impl Parameters {
             0 => Err(format!("frozen: {patterns:?} matches every parameter; at least one must be trained")),
             _ => Ok(parameters),
         }
+    }
+
+    /// The layout of a model none of whose parameters is trained.
+    pub fn all_frozen(config: &Config) -> Self {
+        Self::trained(config, |_| false)
     }
 
     fn trained(config: &Config, is_trained: impl Fn(&str) -> bool) -> Self {

@@ -76,6 +76,21 @@ pub enum TrainError {
     /// No room.
     #[error(transparent)]
     Arena(#[from] ArenaError),
+    /// Gates that let go of everything, or of nothing.
+    #[error(
+        "by step {step} gates evict {:.1}% of the tokens behind the window where {:.1}% are asked for; {}",
+        100.0 * evicted, 100.0 * target,
+        if evicted > target { "a smaller learning rate or pressure may help" }
+        else { "a larger learning rate, more pressure or more steps may help" }
+    )]
+    Collapsed {
+        /// Steps that are done.
+        step: usize,
+        /// Fraction of tokens that are evicted.
+        evicted: f64,
+        /// Fraction that is asked for.
+        target: f64,
+    },
     /// The loss is no number any more.
     #[error("the loss of step {step} is {loss}; a smaller learning rate or more warmup may help")]
     Diverged {
@@ -191,7 +206,7 @@ impl<'a> Trainer<'a> {
         let digest = recipe.digest();
         let mut weights = start.weights(parameters, arena, recipe.seed)?;
         let gradients = arena.alloc(Label::Gradients, parameters.trained_count())?;
-        let mut adamw = AdamW::new(arena, parameters)?;
+        let mut adamw = AdamW::new(arena, parameters.trained_count())?;
         let progress =
             if there { checkpoint::load(folder, &digest, &mut weights, &mut adamw)? } else { Progress::default() };
         let log = Log::open(folder, progress.step)?;
@@ -241,7 +256,7 @@ impl<'a> Trainer<'a> {
             let gradient_norm = self.adamw.update(
                 self.cpu,
                 &recipe.optimizer,
-                self.parameters,
+                &self.parameters.all,
                 (step, rate),
                 &mut self.weights,
                 &self.gradients,

@@ -1,6 +1,7 @@
 //! Modes of recomputation against each other, memory against its formula, and learning; `families` has gradients and
 //! forward passes of every family.
 
+mod eviction;
 mod families;
 
 use super::activations::Extents;
@@ -105,10 +106,10 @@ fn training_takes_exactly_the_bytes_that_are_predicted() {
             let arena = Arena::unlimited();
             let mut weights = parameters.initial(&arena, 1).unwrap();
             let mut gradients = arena.alloc(Label::Gradients, parameters.trained_count()).unwrap();
-            let mut adamw = AdamW::new(&arena, parameters).unwrap();
+            let mut adamw = AdamW::new(&arena, parameters.trained_count()).unwrap();
             let mut network = Network::new(&arena, &cpu, extents, recompute).unwrap();
             network.step(&weights, &batch(&extents, 1), &mut gradients).unwrap();
-            adamw.update(&cpu, &CONSTANTS, parameters, (0, 1e-3), &mut weights, &gradients);
+            adamw.update(&cpu, &CONSTANTS, &parameters.all, (0, 1e-3), &mut weights, &gradients);
             let predicted = extents.training_bytes(recompute, threads);
             assert_eq!(arena.usage().peak, predicted, "{recompute:?}");
 
@@ -191,7 +192,7 @@ fn a_model_learns_to_repeat() {
     let (arena, cpu) = (Arena::unlimited(), Cpu::new(Some(2)).unwrap());
     let mut weights = parameters.initial(&arena, 1).unwrap();
     let mut gradients = arena.alloc::<f32>(Label::Gradients, parameters.count()).unwrap();
-    let mut adamw = AdamW::new(&arena, &parameters).unwrap();
+    let mut adamw = AdamW::new(&arena, parameters.trained_count()).unwrap();
     let mut network = Network::new(&arena, &cpu, extents, Recompute::Selective).unwrap();
     let repeated = |seed: u64| {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
@@ -213,7 +214,7 @@ fn a_model_learns_to_repeat() {
         gradients.fill(0.0);
         network.step(&weights, &repeated(step as u64), &mut gradients).unwrap();
         let rate = CONSTANTS.rate(step, steps);
-        adamw.update(&cpu, &CONSTANTS, &parameters, (step, rate), &mut weights, &gradients);
+        adamw.update(&cpu, &CONSTANTS, &parameters.all, (step, rate), &mut weights, &gradients);
     }
     let (unseen, mut right) = (repeated(1 << 40), 0);
     let loss =

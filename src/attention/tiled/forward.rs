@@ -115,7 +115,7 @@ fn block<S: Simd, U: Packed<S>>(simd: S, work: Block<'_, '_, '_>) {
     let (batch, kv_head, count) = (unit.batch, unit.kv_head, unit.results[0].1.len());
     let kv_len = kv.len(batch, kv_head);
     let visible = |i: usize| params.visible(unit.first + i, shape.q_len, kv_len);
-    let logits = Logits::new(&params);
+    let (logits, bias) = (Logits::new(&params), kv.bias(batch, kv_head));
 
     let [q, k, v, scores, o, states] = cut(slot, layout.parts());
     let (q, k, v) = (bytemuck::cast_slice_mut(q), bytemuck::cast_slice_mut(k), bytemuck::cast_slice_mut(v));
@@ -162,7 +162,9 @@ fn block<S: Simd, U: Packed<S>>(simd: S, work: Block<'_, '_, '_>) {
             for (i, ((row, o), state)) in rows.zip(&mut states[strip.row..]).take(strip.count).enumerate() {
                 let (seen, within) = (visible(first + i), |key: usize| key.clamp(start + from, end) - start - from);
                 let seen = within(seen.start)..within(seen.end).min(to - from);
-                state.absorb::<S, U>(simd, &logits, &mut row[..to - from], seen, o);
+                let far = bias.map_or(&[][..], |bias| bias.far(unit.first + first + i, shape.q_len, kv_len));
+                let far = far.get(start + from..).unwrap_or(&[]);
+                state.absorb::<S, U>(simd, &logits, &mut row[..to - from], seen, far, o);
             }
             let to = to.min(end - start);
             for chain in (from..to).step_by(CHAIN) {

@@ -14,7 +14,8 @@ pub const ENTRY: PartEntry = PartEntry {
     build: |_, _| Ok(Part::Both(Box::new(Global), Box::new(Ada { floor: 0.0 }))),
 };
 
-struct Global;
+/// One pool.
+pub struct Global;
 
 impl OverLayers for Global {
     fn totals(

@@ -1,8 +1,8 @@
 //! A learned gate: the importance of a token is a linear function of its hidden state, one for each layer and KV head,
 //! `score = weight . hidden + bias`.
 //!
-//! This is what KVzap-linear (arXiv 2601.07891) computes, and what DMS (arXiv 2506.05345) and others with a gate beside the
-//! projections come to at inference. The hidden state is the input of the layer's attention, behind its norm, as kvpress
+//! This is what KVzap-linear (arXiv 2601.07891) computes, and, with the sign turned, what [`super::dms`] and others with a
+//! gate beside the projections come to at inference. The hidden state is the input of the layer's attention, behind its norm, as kvpress
 //! hands it to a press. A token is scored once, as it arrives, and its score stays with it in the cache; the budget decides
 //! how many stay, where KVzap evicts below a threshold.
 
@@ -20,13 +20,18 @@ pub const ENTRY: PolicyEntry = PolicyEntry {
     build: |_, assets| {
         let weight = assets.needed("gate.weight", &[Layers, KvHeads, Hidden])?;
         let bias = assets.needed("gate.bias", &[Layers, KvHeads])?;
-        Ok(Policy::after_prefill(Gate { learned: weight.zip(bias) }))
+        Ok(Policy::after_prefill(Gate { policy: ENTRY.name, sign: 1.0, learned: weight.zip(bias) }))
     },
 };
 
-struct Gate {
+/// A learned linear gate.
+pub struct Gate {
+    /// Whose it is, for errors.
+    pub policy: &'static str,
+    /// What its values are multiplied by: higher is retained.
+    pub sign: f32,
     /// Weight and bias; `None` where there is no file, which is refused before anything is scored.
-    learned: Option<(Learned, Learned)>,
+    pub learned: Option<(Learned, Learned)>,
 }
 
 impl Scorer for Gate {
@@ -37,14 +42,14 @@ impl Scorer for Gate {
     fn gate(&self, layer: usize, hidden: &[f32], gates: &mut [f32]) {
         let Some((weight, bias)) = &self.learned else { return };
         for (head, (gate, bias)) in gates.iter_mut().zip(bias.at(&[layer])).enumerate() {
-            *gate = bias + dot(weight.at(&[layer, head]), hidden);
+            *gate = self.sign * (bias + dot(weight.at(&[layer, head]), hidden));
         }
     }
 
     fn score(&self, context: &Context<'_>, scores: &mut [f32]) -> Result<(), PolicyError> {
         let what = "hidden states of a model's layers, and a policy file";
         let gates = context.gates.filter(|_| self.learned.is_some());
-        scores.copy_from_slice(gates.ok_or(PolicyError::Missing { policy: ENTRY.name, what })?);
+        scores.copy_from_slice(gates.ok_or(PolicyError::Missing { policy: self.policy, what })?);
         Ok(())
     }
 }

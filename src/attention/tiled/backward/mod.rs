@@ -83,6 +83,8 @@ struct Plan<'a, 'g> {
     cells: Vec<Mutex<Cell<'g>>>,
     /// `dk` and `dv` of each unit, `[key blocks, B * Hkv]`.
     targets: Vec<Mutex<[&'g mut [u8]; 2]>>,
+    /// The gradient by the bias of each unit's keys, where it is wanted.
+    biases: Vec<Mutex<&'g mut [f32]>>,
     dtype: DType,
     /// A unit panicked, and those that wait for it must not wait for ever.
     failed: AtomicBool,
@@ -175,7 +177,15 @@ pub(super) fn run(blocks: Blocks, call: &Backward<'_>, gradients: &mut Gradients
         }
         targets
     };
-    let mut plan = Plan { call, blocks, delta, cells: Vec::new(), targets, dtype, failed: AtomicBool::new(false) };
+    let mut biases = Vec::new();
+    if let Some(bias) = &mut gradients.bias {
+        let mut heads: Vec<_> = bias.chunks_mut(shape.kv_len).map(|head| head.chunks_mut(blocks.keys)).collect();
+        for _ in 0..shape.kv_len.div_ceil(blocks.keys) {
+            biases.extend(heads.iter_mut().filter_map(Iterator::next).map(Mutex::new));
+        }
+    }
+    let (cells, failed) = (Vec::new(), AtomicBool::new(false));
+    let mut plan = Plan { call, blocks, delta, cells, targets, biases, dtype, failed };
     let (sums, encoded) = match dtype {
         DType::F32 => (bytemuck::cast_slice_mut(gradients.q.bytes_mut()), &mut [][..]),
         _ => (sums, gradients.q.bytes_mut()),

@@ -35,11 +35,13 @@ pub(super) struct Saved {
     pub(super) delta: f32,
     /// Columns of the tile that it sees.
     pub(super) seen: Range<usize>,
+    /// Columns whose bias counts for it: the first ones.
+    pub(super) far: usize,
 }
 
 impl Saved {
     /// A row that pads a tile.
-    pub(super) const NOTHING: Saved = Saved { lse: 0.0, delta: 0.0, seen: 0..0 };
+    pub(super) const NOTHING: Saved = Saved { lse: 0.0, delta: 0.0, seen: 0..0, far: 0 };
 }
 
 /// A query's values in every lane.
@@ -48,6 +50,7 @@ struct Row<S: Simd> {
     delta: S::Vector,
     from: S::Vector,
     to: S::Vector,
+    far: S::Vector,
 }
 
 impl<S: Simd> Row<S> {
@@ -58,37 +61,49 @@ impl<S: Simd> Row<S> {
             delta: simd.splat(saved.delta),
             from: simd.splat(saved.seen.start as f32),
             to: simd.splat(saved.seen.end as f32),
+            far: simd.splat(saved.far as f32),
         }
     }
 
     /// Probabilities, and the gradients of the logits, of the first vector of inner products and of `dP`; with `MASKED`
-    /// zeros in columns that the query does not see.
+    /// zeros in columns that the query does not see; with `BIASED` it looks at the bias of the columns, which begin at `first`,
+    /// and adds the query's share to the gradient by it.
     #[inline(always)]
-    fn gradients<const MASKED: bool, const CAPPED: bool>(
+    fn gradients<const MASKED: bool, const CAPPED: bool, const BIASED: bool>(
         &self,
         simd: S,
         factors: &Factors<S>,
-        columns: S::Vector,
+        (columns, first): (S::Vector, usize),
         scores: &[f32],
         grad_p: &[f32],
+        biases: &mut [&mut [f32]; 2],
     ) -> [S::Vector; 2] {
         let (score, grad_p) = (simd.read(scores), simd.read(grad_p));
         let slope = simd.sub(grad_p, self.delta);
+        let zero = simd.splat(0.0);
+        let shift = match BIASED {
+            true => simd.add(self.shift, simd.select_less(columns, self.far, simd.read(&biases[0][first..]), zero)),
+            false => self.shift,
+        };
         let [mut p, mut ds] = if CAPPED {
             let bounded = tanh(simd, simd.mul(score, factors.inner));
-            let p = exp2(simd, simd.mul_add(bounded, factors.outer, self.shift));
+            let p = exp2(simd, simd.mul_add(bounded, factors.outer, shift));
             let cap_slope = simd.sub(simd.splat(1.0), simd.mul(bounded, bounded));
             [p, simd.mul(simd.mul(p, slope), cap_slope)]
         } else {
-            let p = exp2(simd, simd.mul_add(score, factors.inner, self.shift));
+            let p = exp2(simd, simd.mul_add(score, factors.inner, shift));
             [p, simd.mul(p, slope)]
         };
         if MASKED {
-            let zero = simd.splat(0.0);
             for x in [&mut p, &mut ds] {
                 *x = simd.select_less(columns, self.to, *x, zero);
                 *x = simd.select_less(columns, self.from, zero, *x);
             }
+        }
+        if BIASED {
+            let share = simd.select_less(columns, self.far, simd.mul(p, slope), zero);
+            let sum = &mut biases[1][first..];
+            simd.write(sum, simd.add(simd.read(sum), share));
         }
         [p, ds]
     }
@@ -103,6 +118,8 @@ pub(super) struct Rows<'t> {
     /// Distance of the rows of either.
     pub(super) stride: usize,
     pub(super) columns: usize,
+    /// Bias of the columns in base 2, and the gradient by it; both empty without a bias.
+    pub(super) biases: [&'t mut [f32]; 2],
 }
 
 /// The gradients of the logits still lack the factor `scale`, which is left to the sums. Single rows: `scores` becomes
@@ -116,29 +133,38 @@ pub(super) fn gradients<S: Simd, U: Unit<S>>(
     rows: Rows<'_>,
     masked: bool,
 ) {
-    match (factors.capped, masked) {
-        (true, _) => convert::<S, U, true, true>(simd, factors, saved, rows),
-        (false, true) => convert::<S, U, true, false>(simd, factors, saved, rows),
-        (false, false) => convert::<S, U, false, false>(simd, factors, saved, rows),
+    match (factors.capped, masked, rows.biases[0].is_empty()) {
+        (true, _, true) => convert::<S, U, true, true, false>(simd, factors, saved, rows),
+        (true, _, false) => convert::<S, U, true, true, true>(simd, factors, saved, rows),
+        (false, true, true) => convert::<S, U, true, false, false>(simd, factors, saved, rows),
+        (false, false, true) => convert::<S, U, false, false, false>(simd, factors, saved, rows),
+        (false, _, false) => convert::<S, U, true, false, true>(simd, factors, saved, rows),
     }
 }
 
 #[inline(always)]
-fn convert<S: Simd, U: Unit<S>, const MASKED: bool, const CAPPED: bool>(
+fn convert<S: Simd, U: Unit<S>, const MASKED: bool, const CAPPED: bool, const BIASED: bool>(
     simd: S,
     factors: &Factors<S>,
     saved: [&Saved; 2],
     rows: Rows<'_>,
 ) {
-    let Rows { scores, grad_p, stride, columns } = rows;
+    let Rows { scores, grad_p, stride, columns, mut biases } = rows;
     let ascending: [f32; 16] = std::array::from_fn(|lane| lane as f32);
     let step = simd.splat(S::LANES as f32);
     let mut at = simd.read(&ascending);
     let even = Row::new(simd, saved[0]);
     if U::DEPTH == 1 {
         let tile = scores[..columns].chunks_exact_mut(S::LANES).zip(grad_p[..columns].chunks_exact_mut(S::LANES));
-        for (score, grad_p) in tile {
-            let [p, ds] = even.gradients::<MASKED, CAPPED>(simd, factors, at, score, grad_p);
+        for (index, (score, grad_p)) in tile.enumerate() {
+            let [p, ds] = even.gradients::<MASKED, CAPPED, BIASED>(
+                simd,
+                factors,
+                (at, index * S::LANES),
+                score,
+                grad_p,
+                &mut biases,
+            );
             simd.write(score, p);
             simd.write(grad_p, ds);
             at = simd.add(at, step);
@@ -152,14 +178,39 @@ fn convert<S: Simd, U: Unit<S>, const MASKED: bool, const CAPPED: bool>(
     let (grad_p, odd_grad_p) = (&mut grad_p[..columns], &mut odd_grad_p[..columns]);
     for first in (0..columns).step_by(2 * S::LANES) {
         let (low, high) = (first..first + S::LANES, first + S::LANES..first + 2 * S::LANES);
-        let [p, ds] = even.gradients::<MASKED, CAPPED>(simd, factors, at, &scores[first..], &grad_p[first..]);
-        let [odd_p, odd_ds] =
-            odd.gradients::<MASKED, CAPPED>(simd, factors, at, &odd_scores[first..], &odd_grad_p[first..]);
+        let [p, ds] = even.gradients::<MASKED, CAPPED, BIASED>(
+            simd,
+            factors,
+            (at, first),
+            &scores[first..],
+            &grad_p[first..],
+            &mut biases,
+        );
+        let [odd_p, odd_ds] = odd.gradients::<MASKED, CAPPED, BIASED>(
+            simd,
+            factors,
+            (at, first),
+            &odd_scores[first..],
+            &odd_grad_p[first..],
+            &mut biases,
+        );
         at = simd.add(at, step);
-        let [p_high, ds_high] =
-            even.gradients::<MASKED, CAPPED>(simd, factors, at, &scores[high.start..], &grad_p[high.start..]);
-        let [odd_p_high, odd_ds_high] =
-            odd.gradients::<MASKED, CAPPED>(simd, factors, at, &odd_scores[high.start..], &odd_grad_p[high.start..]);
+        let [p_high, ds_high] = even.gradients::<MASKED, CAPPED, BIASED>(
+            simd,
+            factors,
+            (at, high.start),
+            &scores[high.start..],
+            &grad_p[high.start..],
+            &mut biases,
+        );
+        let [odd_p_high, odd_ds_high] = odd.gradients::<MASKED, CAPPED, BIASED>(
+            simd,
+            factors,
+            (at, high.start),
+            &odd_scores[high.start..],
+            &odd_grad_p[high.start..],
+            &mut biases,
+        );
         at = simd.add(at, step);
         U::put_rows(simd, bytemuck::cast_slice_mut(&mut scores[low.clone()]), p, odd_p);
         U::put_rows(simd, bytemuck::cast_slice_mut(&mut scores[high.clone()]), p_high, odd_p_high);

@@ -2,13 +2,14 @@
 
 use super::scores::{Factors, Rows, Saved, gradients};
 use super::{Blocks, Cell, Plan, whole};
-use crate::attention::Forward;
 use crate::attention::strip::{SPAN, STRIP, cut, pack_queries};
+use crate::attention::{Forward, KeyBias};
 use crate::device::simd::math::scale;
 use crate::device::simd::pack::{self, Packed};
 use crate::device::simd::product::{Extents, Left, ROWS, Right, product};
 use crate::device::simd::{Bf16Task, Native, Simd, narrow};
 use crate::tensor::{DType, Rows as TensorRows};
+use std::f32::consts::LOG2_E;
 use std::ops::Range;
 use std::sync::PoisonError;
 
@@ -47,13 +48,14 @@ impl Layout {
         }
     }
 
-    /// The words of each part: `kᵀ`, `vᵀ`, `k`, `q`, `do`, scores, `dP`, `dq`, `dk`, `dv`.
-    fn parts(&self) -> [usize; 10] {
+    /// The words of each part: `kᵀ`, `vᵀ`, `k`, `q`, `do`, scores, `dP`, `dq`, `dk`, `dv`, the bias of the keys and the
+    /// gradient by it.
+    fn parts(&self) -> [usize; 12] {
         let Layout { head_dim, queries, columns, key_stride, stride, width } = *self;
         let (transposed, stacked) = (head_dim * key_stride, queries * stride);
         let (tile, keys) = (queries * key_stride, columns * width);
-        let parts =
-            [transposed, transposed, columns * stride, stacked, stacked, tile, tile, queries * width, keys, keys];
+        let (packed, rows) = (columns * stride, queries * width);
+        let parts = [transposed, transposed, packed, stacked, stacked, tile, tile, rows, keys, keys, columns, columns];
         parts.map(|words| words.next_multiple_of(LINE))
     }
 
@@ -98,7 +100,7 @@ impl KeyBlock<'_, '_, '_, '_> {
         let (batch, kv_head) = (list / shape.kv_heads, list % shape.kv_heads);
         let layout = Layout::of(&blocks);
         let Layout { stride, width, .. } = layout;
-        let [kt, vt, k, packed_q, packed_do, scores, grad_p, dq, dk, dv] = cut(slot, layout.parts());
+        let [kt, vt, k, packed_q, packed_do, scores, grad_p, dq, dk, dv, bias, grad_bias] = cut(slot, layout.parts());
         let (kt, vt, k) = (bytemuck::cast_slice_mut(kt), bytemuck::cast_slice_mut(vt), bytemuck::cast_slice_mut(k));
         let (packed_q, packed_do) = (bytemuck::cast_slice_mut(packed_q), bytemuck::cast_slice_mut(packed_do));
         let keys = blocks.key_rows(key_block);
@@ -109,9 +111,15 @@ impl KeyBlock<'_, '_, '_, '_> {
         stacked::<S, U>(simd, key_rows, keys.len(), layout.columns, k, stride);
         dk.fill(0.0);
         dv.fill(0.0);
+        grad_bias.fill(0.0);
+        let key_bias = kv.bias(batch, kv_head);
+        if let Some(KeyBias { values, .. }) = key_bias {
+            bias.iter_mut().zip(&values[keys.clone()]).for_each(|(to, value)| *to = value * LOG2_E);
+        }
 
         let factors = Factors::new(simd, &params);
-        let mut tile = Tile { plan, layout, keys, factors, kt, vt, k, scores, grad_p, dq, dk, dv };
+        let biases = Biases { of_keys: key_bias, bias, gradient: grad_bias };
+        let mut tile = Tile { plan, layout, keys, factors, kt, vt, k, scores, grad_p, dq, dk, dv, biases };
         for q_head in kv_head * shape.group()..(kv_head + 1) * shape.group() {
             let head = batch * shape.q_heads + q_head;
             for query_block in (0..blocks.query_blocks()).rev() {
@@ -143,6 +151,10 @@ impl KeyBlock<'_, '_, '_, '_> {
             }
         }
 
+        if let Some(to) = plan.biases.get(index) {
+            let mut to = to.lock().unwrap_or_else(PoisonError::into_inner);
+            to.iter_mut().zip(&*tile.biases.gradient).for_each(|(to, from)| *to = *from);
+        }
         let mut targets = plan.targets[index].lock().unwrap_or_else(PoisonError::into_inner);
         let row_bytes = shape.head_dim * plan.dtype.bytes();
         for (target, (sum, factor)) in targets.iter_mut().zip([(tile.dk, params.scale), (tile.dv, 1.0)]) {
@@ -166,6 +178,14 @@ struct Strip {
     sees_all: bool,
 }
 
+/// The bias of a block of keys, if they have one.
+struct Biases<'p, 's> {
+    of_keys: Option<KeyBias<'p>>,
+    /// In base 2, and the gradient by the bias, a column for each key.
+    bias: &'s mut [f32],
+    gradient: &'s mut [f32],
+}
+
 /// A packed block of keys, and what is computed of it.
 struct Tile<'p, 'a, 'g, 's, S: Simd, U> {
     plan: &'p Plan<'a, 'g>,
@@ -181,6 +201,7 @@ struct Tile<'p, 'a, 'g, 's, S: Simd, U> {
     dq: &'s mut [f32],
     dk: &'s mut [f32],
     dv: &'s mut [f32],
+    biases: Biases<'p, 's>,
 }
 
 impl<S: Simd, U: Packed<S>> Tile<'_, '_, '_, '_, S, U> {
@@ -210,7 +231,11 @@ impl<S: Simd, U: Packed<S>> Tile<'_, '_, '_, '_, S, U> {
             let saved = (self.saved(&strip, row, first_key), self.saved(&strip, row + U::DEPTH - 1, first_key));
             let at = row * key_stride;
             let (scores, grad_p) = (&mut self.scores[at..], &mut self.grad_p[at..]);
-            let tile = Rows { scores, grad_p, stride: key_stride, columns };
+            let biases = match self.biases.of_keys {
+                Some(_) => [&mut self.biases.bias[from..], &mut self.biases.gradient[from..]],
+                None => [&mut [][..], &mut [][..]],
+            };
+            let tile = Rows { scores, grad_p, stride: key_stride, columns, biases };
             gradients::<S, U>(simd, &self.factors, [&saved.0, &saved.1], tile, masked);
         }
 
@@ -240,8 +265,9 @@ impl<S: Simd, U: Packed<S>> Tile<'_, '_, '_, '_, S, U> {
         let seen = params.visible(query, shape.q_len, shape.kv_len);
         let (from, to) = (seen.start.max(first_key), seen.end.min(self.keys.end));
         let seen = from - first_key..to.max(from) - first_key;
-        let row = strip.head * shape.q_len + query;
-        Saved { lse: self.plan.call.lse[row], delta: self.plan.delta[row], seen }
+        let far = self.biases.of_keys.map_or(0, |bias| bias.far(query, shape.q_len, shape.kv_len).len());
+        let (far, row) = (far.saturating_sub(first_key), strip.head * shape.q_len + query);
+        Saved { lse: self.plan.call.lse[row], delta: self.plan.delta[row], seen, far }
     }
 }
 

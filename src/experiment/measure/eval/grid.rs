@@ -69,6 +69,7 @@ struct Opened {
     frame: Frame,
     /// The user's text and its file.
     document: Option<(PathBuf, String)>,
+    fingerprint: String,
     workload_hash: String,
 }
 
@@ -80,14 +81,16 @@ impl Opened {
         let frame = frame(&folder, &text, grid.chat)?;
         let document = grid.text.as_deref().map(read).transpose()?;
         let mut hasher = blake3::Hasher::new();
-        hasher.update(fingerprint(&folder)?.as_bytes());
+        let fingerprint = fingerprint(&folder)?;
+        hasher.update(fingerprint.as_bytes());
         if grid.chat {
             hasher.update(bytemuck::cast_slice(&[&frame.before[..], &frame.behind].join(&u32::MAX)));
         }
         if let Some((_, content)) = &document {
             hasher.update(content.as_bytes());
         }
-        Ok(Opened { config, text, frame, document, workload_hash: hasher.finalize().to_hex()[..16].to_string() })
+        let workload_hash = hasher.finalize().to_hex()[..16].to_string();
+        Ok(Opened { config, text, frame, document, fingerprint, workload_hash })
     }
 
     fn cells(&self, model: &str, grid: &Grid, registry: &Registry) -> Result<Vec<Cell>, String> {
@@ -196,6 +199,7 @@ impl Opened {
         };
         let eviction = Eviction { policy: &policy, name, budget, seed: cell.seed };
         eviction.check(&self.config).map_err(|error| error.to_string())?;
+        policy.check_base(&self.fingerprint).map_err(|error| error.to_string())?;
         let lists = cell.layers * cell.kv_heads;
         let token_bytes = cell.kv_format().token_bytes(cell.head_dim);
         policy

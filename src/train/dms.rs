@@ -1,0 +1,366 @@
+//! A run of `--method dms`: gates that learn which tokens a frozen model can do without ([`super::gates`]).
+//!
+//! The loss of a step is the divergence from the dense model plus a one-sided term, the fraction of tokens that should have
+//! been evicted and were not. That fraction is `1 - 1/ratio` with a ratio that rises linearly from 1 to the one asked for over
+//! the first 80% of the steps. What is read is the user's text, or generated text and tasks; the last tenth of a text is
+//! held out, and judged with decisions as they are at inference.
+
+use super::activations::{Extents, Recompute};
+use super::adamw::{AdamW, Constants};
+use super::checkpoint::{self, CHECKPOINT, Progress};
+use super::data::Data;
+use super::export;
+use super::gates::{Gates, Mode, OFFSET, SCALE, TAU};
+use super::log::{Line, Log};
+use super::origin::Start;
+use super::recipe::{BUILTIN, Recipe, Stage};
+use super::run::{Options, RECORD, TrainError};
+use super::vocabulary::Vocabulary;
+use super::{Network, Parameters};
+use crate::device::Cpu;
+use crate::memory::Arena;
+use crate::model::{Config, fingerprint, locate};
+use crate::task::Tokens;
+use crate::tensor::file::{self, Output};
+use rand::{RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+/// Name of the trained gates in a run's folder.
+pub const POLICY: &str = "policy.safetensors";
+/// Fraction of the steps over which the ratio rises.
+const RAMP: f64 = 0.8;
+/// Steps from one line of the log to the next, and from one checkpoint and look at held-out text to the next.
+const LOG_STEPS: usize = 5;
+const SAVE_STEPS: usize = 25;
+/// Between the seeds of generated sequences here and of what evaluations ask.
+const GENERATED: u64 = 0xD35_0000_0000;
+/// Number of the first sequence that no step reads, of generated ones, and how many are judged.
+const HELD_OUT: u64 = 1 << 40;
+const JUDGED: usize = 4;
+
+/// What is trained, on what, for how long.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Settings {
+    /// The model: a folder, a GGUF file, or `builtin`.
+    pub model: PathBuf,
+    /// Tokens for each that stays, behind a window.
+    pub ratio: f64,
+    /// Tokens of the window in which none is evicted.
+    pub window: usize,
+    /// A text to learn from; generated text and tasks without one.
+    pub text: Option<PathBuf>,
+    /// Steps.
+    pub steps: usize,
+    /// Tokens of a sequence.
+    pub length: usize,
+    /// Sequences of a step.
+    pub batch: usize,
+    /// First number of everything random.
+    pub seed: u64,
+    /// Largest learning rate.
+    pub learning_rate: f32,
+    /// Weight of the term that asks for eviction.
+    pub pressure: f64,
+}
+
+impl Settings {
+    fn check(&self, config: &Config) -> Result<(), String> {
+        let Settings { ratio, window, length, steps, batch, learning_rate, pressure, .. } = *self;
+        if !(ratio.is_finite() && ratio > 1.0) {
+            return Err(format!("the ratio is {ratio}; it must be finite and above 1"));
+        }
+        if window == 0 || window >= length {
+            return Err(format!(
+                "the window is {window}; it must be 1 to less than the training context, {length} tokens"
+            ));
+        }
+        if !(16..=config.most_tokens()).contains(&length) {
+            return Err(format!(
+                "the length is {length}; it must be 16 to the model's longest context, {}",
+                config.most_tokens()
+            ));
+        }
+        if steps == 0 || batch == 0 {
+            return Err(format!("{steps} steps of {batch} sequences; both must be at least 1"));
+        }
+        if !(learning_rate > 0.0 && learning_rate.is_finite() && pressure > 0.0 && pressure.is_finite()) {
+            return Err(format!(
+                "learning rate {learning_rate} and pressure {pressure}; both must be finite and above 0"
+            ));
+        }
+        Ok(())
+    }
+
+    /// The fraction of tokens to be evicted in a step.
+    pub fn target(&self, step: usize) -> f64 {
+        let risen = ((step + 1) as f64 / (RAMP * self.steps as f64)).min(1.0);
+        1.0 - 1.0 / (1.0 + (self.ratio - 1.0) * risen)
+    }
+
+    /// Whether gates that `evicted` a fraction by step `done` let go of everything, or, past half of the steps, of next to
+    /// nothing.
+    fn collapsed(&self, done: usize, evicted: f64, target: f64) -> bool {
+        evicted > 0.99 && target < 0.95 || 2 * done > self.steps && evicted < target / 4.0
+    }
+
+    fn optimizer(&self) -> Constants {
+        Constants {
+            learning_rate: self.learning_rate,
+            warmup_steps: 10.min(self.steps / 10),
+            final_share: 0.1,
+            weight_decay: 0.0,
+            beta1: 0.9,
+            beta2: 0.95,
+            eps: 1e-8,
+            clip: 1.0,
+        }
+    }
+}
+
+/// What sequences are made of.
+enum Source<'a> {
+    Generated(Box<Data<'a>>),
+    Text { begin: &'a [u32], tokens: Vec<u32>, seed: u64 },
+}
+
+impl<'a> Source<'a> {
+    fn new(settings: &Settings, vocabulary: &'a Vocabulary) -> Result<Self, TrainError> {
+        let Settings { length, batch, steps, seed, .. } = *settings;
+        let Some(path) = &settings.text else {
+            let mut recipe = Recipe::parse(BUILTIN, Path::new("built-in"))?;
+            (recipe.stages, recipe.seed) = (vec![Stage { length, batch, steps }], seed ^ GENERATED);
+            return Ok(Source::Generated(Box::new(Data::new(&recipe, vocabulary)?)));
+        };
+        let misfit = |reason| TrainError::Misfit { name: "dms".into(), reason };
+        let text = std::fs::read_to_string(path)
+            .map_err(|error| misfit(format!("cannot read the text '{}': {error}", path.display())))?;
+        let (begin, tokens) = (vocabulary.begin(), vocabulary.encode(&text));
+        if tokens.len() < 20 * length {
+            return Err(misfit(format!(
+                "'{}' has {} tokens; at least {} are needed for sequences of {length}",
+                path.display(),
+                tokens.len(),
+                20 * length
+            )));
+        }
+        Ok(Source::Text { begin, tokens, seed })
+    }
+
+    /// `count` sequences of `len` tokens, from number `first` on; numbers from [`HELD_OUT`] on are of what no step reads.
+    fn tokens(&self, cpu: &Cpu, first: u64, [count, len]: [usize; 2]) -> Result<Vec<u32>, TrainError> {
+        let (begin, tokens, seed) = match self {
+            Source::Generated(data) => return Ok(data.batch(cpu, first, [count, len])?.tokens),
+            Source::Text { begin, tokens, seed } => (begin, tokens, *seed),
+        };
+        let of_text = len - begin.len();
+        let trained = tokens.len() / 10 * 9;
+        let sequence = |number: u64| {
+            let mut rng = ChaCha8Rng::seed_from_u64(seed);
+            rng.set_stream(number);
+            let at = match number < HELD_OUT {
+                true => rng.random_range(0..trained - of_text),
+                false => rng.random_range(trained..tokens.len() - of_text),
+            };
+            begin.iter().chain(&tokens[at..at + of_text]).copied().collect::<Vec<_>>()
+        };
+        Ok((first..first + count as u64).flat_map(sequence).collect())
+    }
+}
+
+/// What was added up since the last line of the log.
+#[derive(Default)]
+struct Since {
+    steps: usize,
+    kl: f64,
+    evicted: f64,
+    gradient_norm: f64,
+    seconds: f64,
+}
+
+/// Trains gates. Tells `watch` each line as it is logged.
+///
+/// # Errors
+/// When settings, text, folder or memory do not allow it, the loss stops being a number, or nothing or everything is evicted.
+pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn FnMut(&Line)) -> Result<(), TrainError> {
+    let misfit = |reason| TrainError::Misfit { name: "dms".into(), reason };
+    let model = locate(&settings.model)?;
+    let config = Config::read(&model)?;
+    settings.check(&config).map_err(misfit)?;
+    let base = fingerprint(&model)?;
+    let vocabulary = Vocabulary::of_folder(&model, &config)?;
+    let start = Start { config, vocabulary, files: Vec::new(), folder: Some(model) };
+    let source = Source::new(settings, &start.vocabulary)?;
+    let parameters = Parameters::all_frozen(&start.config);
+    let arena = Arena::with_limit(options.limit_bytes);
+    let extents = Extents { parameters: &parameters, batch: settings.batch, len: settings.length };
+    let fits =
+        |mode: &Recompute| extents.training_bytes(*mode, cpu.threads()).values().sum::<u64>() < options.limit_bytes;
+    let recompute = Recompute::ALL.into_iter().find(fits).unwrap_or(Recompute::Full);
+
+    let folder = options.out.as_path();
+    let there = folder.join(CHECKPOINT).exists();
+    if there != options.resume {
+        return Err(if there { TrainError::Taken(folder.into()) } else { TrainError::Nothing(folder.into()) });
+    }
+    std::fs::create_dir_all(folder).map_err(|error| TrainError::write(folder, &error))?;
+    let text = serde_json::to_string(&(settings, &base)).expect("settings are plain data");
+    let digest = blake3::hash(text.as_bytes()).to_hex()[..16].to_string();
+    let weights = start.weights(&parameters, &arena, settings.seed)?;
+    let gates = Gates::new(&arena, &extents, settings.window)?;
+    let mut network = Network::new(&arena, cpu, extents, recompute)?.with_gates(&arena, gates)?;
+    let mut adamw = AdamW::new(&arena, Gates::count(&start.config))?;
+    let mut progress = Progress::default();
+    if there {
+        progress = checkpoint::load(folder, &digest, &mut network.gates().weights, &mut adamw)?;
+    }
+    let log = Log::open(folder, progress.step)?;
+    let tell = |watch: &mut dyn FnMut(&Line), line: Line| -> Result<(), TrainError> {
+        log.add(&line)?;
+        watch(&line);
+        Ok(())
+    };
+    let (optimizer, mut since) = (settings.optimizer(), Since::default());
+    let extents = [settings.batch, settings.length];
+    let end = options.stop_after.unwrap_or(usize::MAX).min(settings.steps);
+    let mut held_out = None;
+    while progress.step < end {
+        let (step, began) = (progress.step, Instant::now());
+        let tokens = source.tokens(cpu, progress.sequences, extents)?;
+        let (mode, target) = (Mode::Relaxed { seed: settings.seed, step: step as u64 }, settings.target(step));
+        network.gates().gradient.fill(0.0);
+        let found = network.distil(&weights, &tokens, mode, Some((target, settings.pressure)))?;
+        if !found.kl.is_finite() {
+            return Err(TrainError::Diverged { step, loss: found.kl });
+        }
+        let rate = optimizer.rate(step, settings.steps);
+        let Gates { weights: trained, gradient, parameters, .. } = network.gates();
+        since.gradient_norm += adamw.update(cpu, &optimizer, parameters, (step, rate), trained, gradient);
+        progress.step += 1;
+        progress.sequences += settings.batch as u64;
+        progress.tokens += tokens.len() as u64;
+        let seconds = began.elapsed().as_secs_f64();
+        progress.seconds += seconds;
+        since.seconds += seconds;
+        since.steps += 1;
+        since.kl += found.kl;
+        since.evicted += found.evicted;
+
+        let (done, steps) = (progress.step, since.steps as f64);
+        if done.is_multiple_of(LOG_STEPS) || done == end {
+            let evicted = since.evicted / steps;
+            tell(
+                watch,
+                Line::Gates {
+                    step: done,
+                    kl: since.kl / steps,
+                    evicted,
+                    target,
+                    rate,
+                    gradient_norm: since.gradient_norm / steps,
+                    tokens: progress.tokens,
+                    seconds: progress.seconds,
+                    tokens_per_second: steps * tokens.len() as f64 / since.seconds,
+                },
+            )?;
+            if settings.collapsed(done, evicted, target) {
+                return Err(TrainError::Collapsed { step: done, evicted, target });
+            }
+            since = Since::default();
+        }
+        if done.is_multiple_of(SAVE_STEPS) || done == end {
+            let (mut kl, mut evicted) = (0.0, 0.0);
+            let batches = JUDGED.div_ceil(settings.batch);
+            for index in 0..batches {
+                let tokens = source.tokens(cpu, HELD_OUT + (index * settings.batch) as u64, extents)?;
+                let found = network.distil(&weights, &tokens, Mode::Hard, None)?;
+                (kl, evicted) = (kl + found.kl / batches as f64, evicted + found.evicted / batches as f64);
+            }
+            let line = Line::HeldOutGates { step: done, kl, evicted };
+            held_out = serde_json::to_value(&line).ok();
+            tell(watch, line)?;
+            checkpoint::save(folder, &digest, &progress, &network.gates().weights, &adamw)?;
+            write_policy(settings, &start.config, &base, network.gates(), &progress, folder)?;
+        }
+    }
+    let record = json!({
+        "method": "dms",
+        "settings": settings,
+        "base_model": base,
+        "scale": SCALE,
+        "offset": OFFSET,
+        "temperature": TAU,
+        "trained_parameters": Gates::count(&start.config),
+        "recompute": recompute,
+        "steps": progress.step,
+        "tokens": progress.tokens,
+        "seconds": progress.seconds,
+        "held_out": held_out,
+        "peak_bytes": arena.usage().peak,
+        "environment": options.environment,
+    });
+    export::text(folder, RECORD, &format!("{record:#}\n"))
+}
+
+/// Writes the gates as a policy reads them.
+fn write_policy(
+    settings: &Settings,
+    config: &Config,
+    base: &str,
+    gates: &Gates,
+    progress: &Progress,
+    folder: &Path,
+) -> Result<(), TrainError> {
+    let [weight, bias] = gates.folded();
+    let outputs = [
+        Output::f32("dms.weight", vec![config.layers, config.kv_heads, config.hidden], &weight),
+        Output::f32("dms.bias", vec![config.layers, config.kv_heads], &bias),
+    ];
+    let metadata = [
+        ("base_model", base.to_string()),
+        ("window", settings.window.to_string()),
+        ("ratio", settings.ratio.to_string()),
+        ("steps", progress.step.to_string()),
+        ("tokens", progress.tokens.to_string()),
+    ];
+    let metadata: HashMap<String, String> = metadata.map(|(key, value)| (key.to_string(), value)).into();
+    Ok(file::write_with(&folder.join(POLICY), &outputs, Some(metadata))?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_ratio_rises_to_the_one_asked_for_and_both_collapses_are_seen() {
+        let settings = Settings {
+            model: "builtin".into(),
+            ratio: 4.0,
+            window: 8,
+            text: None,
+            steps: 100,
+            length: 64,
+            batch: 1,
+            seed: 0,
+            learning_rate: 1e-3,
+            pressure: 1.0,
+        };
+        let targets: Vec<f64> = (0..100).map(|step| settings.target(step)).collect();
+        assert!(targets[0] < 0.05 && targets.is_sorted());
+        assert_eq!((targets[78] < 0.75, targets[79], targets[99]), (true, 0.75, 0.75));
+        let cases = [
+            (10, 0.995, 0.3, true),
+            (90, 0.995, 0.96, false),
+            (20, 0.0, 0.3, false),
+            (60, 0.1, 0.6, true),
+            (60, 0.2, 0.6, false),
+        ];
+        for (done, evicted, target, expected) in cases {
+            assert_eq!(settings.collapsed(done, evicted, target), expected, "{done} {evicted} {target}");
+        }
+    }
+}
