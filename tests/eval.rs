@@ -329,7 +329,7 @@ fn formats_are_compared_with_plain_elements_alone_and_beside_policies() {
     };
     let out = folder.path().join("out");
     let run = |formats: &str| go(&experiment(folder.path(), &grid(formats)).unwrap(), &out, false).unwrap().records;
-    let all = run("\"f32\", \"int4\", \"int8\"");
+    let all = run("\"f32\", \"fp8-e5m2\", \"int8\"");
     let of = |records: &[Record], policy: &str, format: &str| {
         let is = |record: &&Record| {
             record.cell.policy.as_deref() == Some(policy) && record.cell.kv_format().to_string() == format
@@ -346,16 +346,16 @@ fn formats_are_compared_with_plain_elements_alone_and_beside_policies() {
     assert_eq!(all.len(), 9);
     let kl = |policy: &str, format: &str| of(&all, policy, format).kl_nats.mean;
     assert_eq!(kl("full", "f32"), 0.0);
-    assert!(0.0 < kl("full", "int8") && kl("full", "int8") < kl("full", "int4") / 4.0, "{}", kl("full", "int4"));
+    assert!(0.0 < kl("full", "int8") && kl("full", "int8") < kl("full", "fp8-e5m2") / 4.0, "{}", kl("full", "fp8-e5m2"));
     assert!(kl("snapkv", "f32") > kl("full", "int8"));
-    let spread = of(&all, "full", "int4").kl_of_tokens.unwrap();
+    let spread = of(&all, "full", "fp8-e5m2").kl_of_tokens.unwrap();
     assert!(0.0 < spread.median && spread.median <= spread.p99 && spread.p99 <= spread.max, "{spread:?}");
     let bytes = |format: &str| of(&all, "snapkv", format).kv_bytes_live;
-    assert!(bytes("int8") * 3 < bytes("f32") && bytes("int4") < bytes("int8"));
+    assert!(bytes("int8") * 2 < bytes("f32") && bytes("fp8-e5m2") < bytes("int8"));
     // What stands beside a format changes nothing of it.
-    let alone = run("\"int4\"");
+    let alone = run("\"fp8-e5m2\"");
     for policy in ["full", "snapkv"] {
-        let [alone, beside] = [&alone, &all].map(|records| of(records, policy, "int4"));
+        let [alone, beside] = [&alone, &all].map(|records| of(records, policy, "fp8-e5m2"));
         assert_eq!(alone, beside, "{policy}");
     }
 }

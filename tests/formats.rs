@@ -27,7 +27,7 @@ const FORMATS_OF_KV: [(&str, f64); 27] = [
     ("int3", 0.4),
     ("int2", 1.2),
     ("int2:zero=true", 0.9),
-    ("turboquant:bits=4,group=32", 0.2),
+    ("turboquant", 0.2),
     ("turboquant:bits=3,group=32", 0.4),
     ("k=int4:zero=true,hadamard=true,v=bf16", 0.15),
     ("fp8-e4m3", 5e-2),

@@ -128,8 +128,10 @@ pub fn finding(pools: &[Pool], protocol: &str) -> Option<String> {
         let sum = |values: &[f64]| values.iter().sum::<f64>();
         ratios.push(sum(&together) / (sum(&format) + sum(&policy)));
         if let Some(difference) = unbounded_difference(&excess) {
-            more += usize::from(difference.low > 0.0);
-            less += usize::from(difference.high < 0.0);
+            // Sums of what is the same differ by roundings.
+            let rounding = 1e-9 * sum(&together);
+            more += usize::from(difference.low > rounding);
+            less += usize::from(difference.high < -rounding);
         }
     }
     ratios.sort_by(f64::total_cmp);

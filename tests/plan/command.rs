@@ -85,7 +85,7 @@ fn what_is_wrong_is_told_in_one_line_with_status_2() {
         ("--model llama-3-8b --gpu h100 --tensor-parallel 33", "--tensor-parallel is 33; the model has 32 query heads"),
         ("--model llama-3-8b --gpu h100 --offload-layers 33", "--offload-layers is 33; the model has 32 layers"),
         ("--model llama-3-8b --gpu h100 --weights q4_k", "unknown weight format 'q4_k'; near it are q4_k_m"),
-        ("--model llama-3-8b --gpu h100 --kv-format int3", "format of keys and values is 'int3'"),
+        ("--model llama-3-8b --gpu h100 --kv-format int9", "format of keys and values is 'int9'"),
         ("--model llama-3-8b --gpu h100 --attention flash", "it is naive, minimal or tiled"),
         ("--model llama-3-8b --gpu h100 --policy snapkv --budget 0", "'0' is not a budget"),
         ("--model llama-3-8b --gpu h100 --policy nosuch --budget 0.5", "unknown policy 'nosuch'"),

@@ -493,7 +493,8 @@ mod tests {
         let bf16s: Vec<bf16> = wide.iter().map(|&x| bf16::from_f32(x)).collect();
         let f16s: Vec<f16> = wide.iter().map(|&x| f16::from_f32(x)).collect();
         let coded = FORMATS.iter().map(|entry| entry.name.parse::<RowFormat>().unwrap());
-        let coded: Vec<_> = coded.filter(|format| format.dtype().is_none()).collect();
+        // The rows of the others stand for rotated ones.
+        let coded: Vec<_> = coded.filter(|format| format.dtype().is_none() && !format.is_rotated()).collect();
         let shapes = [(1, 1), (2, 7), (5, 8), (4, 15), (16, 16), (33, 40), (19, 64), (50, 111), (256, 128), (6, 256)];
         for (index, (count, width)) in shapes.into_iter().enumerate() {
             for strides in [[width, 1], [width + 3, 1], [1, count]] {
