@@ -1,9 +1,9 @@
 //! Attention kernels: the same mathematics, implemented in ways that cost different memory and time.
 //!
 //! A kernel computes `o = softmax(mask(cap(scale * q kᵀ) + bias)) v` for `q` `[B, Hq, Lq, D]` and `k`, `v`
-//! `[B, Hkv, Lk, D]`, and the log-sum-exp of each row; few problems have a bias ([`KeyBias`]). The meaning of every option is defined once, by
-//! [`Params`] and the f64 [`mod@reference`]; an implementation may not change it. Implementations do not import one
-//! another. Adding a kernel is one file and one line in [`KERNELS`].
+//! `[B, Hkv, Lk, D]`, and the log-sum-exp of each row; few problems have a bias ([`KeyBias`]). The meaning of every option
+//! is defined once, by [`Params`] and the f64 [`mod@reference`]; an implementation may not change it. Implementations do
+//! not import one another. Adding a kernel is one file and one line in [`KERNELS`].
 
 mod backward;
 pub mod cuda;
