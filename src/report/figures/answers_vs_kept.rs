@@ -1,10 +1,12 @@
-//! What models still answer against what is kept: scores and divergence over tokens and over bytes.
+//! What models still answer against what is kept: scores and divergence over tokens and over bytes. Of several formats of keys
+//! and values only plain elements are drawn; `formats_and_tokens` has the others.
 
 use super::Data;
 use crate::experiment::answers::{Answers, Estimate};
 use crate::experiment::measure::Measure;
 use crate::experiment::record::{Record, Status};
 use crate::report::chart::{Axis, Chart, Interval, Point, Quantity, Series};
+use crate::report::combined::is_compared;
 use crate::report::pools::{Pool, all_pools, pools};
 use std::collections::BTreeMap;
 
@@ -47,7 +49,7 @@ fn chart<'d>(
 ) -> Option<Chart> {
     let (pools, subtitle) = pools(&data.of(Measure::EVAL));
     let mut series: BTreeMap<(String, String), Vec<Point>> = BTreeMap::new();
-    for pool in &pools {
+    for pool in pools.iter().filter(|pool| is_compared(pool, &pools)) {
         // A logarithm has no place for a full cache's divergence from itself.
         let Some(found) = value(pool).filter(|found| y.shows(found.mean)) else { continue };
         series.entry((pool.policy.into(), pool.name.clone())).or_default().push(Point {

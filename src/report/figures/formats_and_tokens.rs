@@ -34,7 +34,7 @@ pub fn chart(data: &Data) -> Option<Chart> {
         title: "Fewer bits, fewer tokens: divergence of the next token against KV bytes".into(),
         subtitle,
         caption: "Each line is a policy in the formats of keys and values that serve it best (its Pareto front): no \
-                  other of its cells loses less with as few bytes. `full` evicts nothing, and has formats alone. The \
+                  other of its cells loses less with as few bytes. The full cache evicts nothing, and has formats alone. The \
                   band is the 95% interval over samples; which format a point has stands in the CSV's cells and in \
                   the table."
             .into(),
