@@ -99,7 +99,7 @@ pub fn tables(pools: &[Pool], protocol: &str) -> Vec<Table> {
         .iter()
         .filter(|ranked| ranked.len() > 1 && combined::is_compared(ranked[0].pool, pools))
         .map(|ranked| Table {
-            heading: format!("eval: comparison{protocol}, budget {}{}", ranked[0].pool.budget, ranked[0].pool.apart()),
+            heading: format!("eval: comparison{protocol}, budget {}{}", ranked[0].pool.budget, apart(ranked)),
             subtitle: String::new(),
             rows: rows(ranked),
             notes: Vec::new(),
@@ -109,6 +109,12 @@ pub fn tables(pools: &[Pool], protocol: &str) -> Vec<Table> {
         last.notes.push(WORDS.into());
     }
     tables
+}
+
+/// What sets all of a budget apart from those of another setting; the file of a single policy does not.
+fn apart<'a>(ranked: &[Ranked<'a>]) -> &'a str {
+    let first = ranked[0].pool.apart();
+    if ranked.iter().all(|ranked| ranked.pool.apart() == first) { first } else { "" }
 }
 
 fn rows(ranked: &[Ranked]) -> Vec<Vec<String>> {

@@ -242,12 +242,18 @@ fn a_policy_has_one_colour_in_every_figure_of_every_run() {
 fn several_formats_are_drawn_as_fronts_and_policies_in_plain_elements() {
     let run = samples::formats();
     let of_budgets = table(&run, "kl-vs-budget");
-    assert!(!of_budgets.is_empty() && of_budgets.iter().all(|row| !row["series"].contains("cache in")), "{of_budgets:?}");
+    assert!(
+        !of_budgets.is_empty() && of_budgets.iter().all(|row| !row["series"].contains("cache in")),
+        "{of_budgets:?}"
+    );
     let fronts = table(&run, "kl-vs-bits-and-tokens");
     let names: std::collections::BTreeSet<&str> = fronts.iter().map(|row| row["series"].as_str()).collect();
     assert_eq!(names, ["full", "random", "snapkv"].into());
     for pair in fronts.windows(2).filter(|pair| pair[0]["series"] == pair[1]["series"]) {
         let number = |at: usize, field: &str| pair[at][field].parse::<f64>().unwrap();
-        assert!(number(0, "kv_bytes") < number(1, "kv_bytes") && number(0, "kl_nats") > number(1, "kl_nats"), "{pair:?}");
+        assert!(
+            number(0, "kv_bytes") < number(1, "kv_bytes") && number(0, "kl_nats") > number(1, "kl_nats"),
+            "{pair:?}"
+        );
     }
 }
