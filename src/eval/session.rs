@@ -147,7 +147,14 @@ impl<'a> Session<'a> {
         while let Some(first) = answers.iter().position(Option::is_none) {
             self.decoder.clear();
             let format = treatments[first].kv_format;
-            let other = recording(self.stage, Setup { kv_format: format, ..self.setup }, &self.recorded, self.watch)?;
+            let setup = Setup { kv_format: format, ..self.setup };
+            let other = match recording(self.stage, setup, &self.recorded, self.watch) {
+                Ok(other) => other,
+                Err(error) => {
+                    answers[first] = Some(Err(error));
+                    continue;
+                }
+            };
             let mut is_read = false;
             self.with(other, |session| {
                 for at in (first..treatments.len()).filter(|&at| treatments[at].kv_format == format) {
