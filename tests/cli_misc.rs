@@ -22,6 +22,7 @@ fn help_texts_are_as_reviewed() {
     let commands = [
         "run",
         "report",
+        "slurm",
         "attend",
         "evict",
         "logits",

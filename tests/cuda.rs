@@ -7,7 +7,7 @@ use common::{Problem, grad_o, inputs, tensor, widen};
 use kvsieve::attention::cuda::{BackwardInputs, BackwardResults, Inputs, Plan, Results, cuda_kernel, decode_paged};
 use kvsieve::attention::{DenseKv, Forward, Params, Shape, reference};
 use kvsieve::device::Cpu;
-use kvsieve::device::cuda::{PagedKv, Runtime, Slabs};
+use kvsieve::device::cuda::{Device, PagedKv, Runtime, Slabs};
 use kvsieve::memory::{Arena, Label};
 use kvsieve::tensor::{DType, Tensor};
 use rand::SeedableRng;
@@ -321,4 +321,17 @@ fn deterministic_gradients_have_the_same_bits_every_time() {
     }
     // dk and dv have one owner either way.
     assert!(fast[1..] == once[1..]);
+}
+
+/// On a device of a container of its own, ids are those of another namespace: then some process holds memory.
+#[test]
+#[ignore = "cuda: needs a GPU and NVML"]
+fn cuda_processes_are_those_that_hold_memory() {
+    let device = Device::open(0).unwrap();
+    let arena = Arena::unlimited();
+    let held = device.alloc(&arena, Label::Activations, 64 << 20).unwrap();
+    let processes = device.nvml().unwrap().processes();
+    let own = processes.iter().find(|process| process.pid == std::process::id()).or(processes.first()).unwrap();
+    assert!(own.used_bytes.is_none_or(|used| used >= 64 << 20), "{processes:?}");
+    drop(held);
 }

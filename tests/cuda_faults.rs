@@ -120,9 +120,8 @@ fn cuda_lost_in_the_middle_keeps_what_was_measured() {
 
     let resumed: Vec<&str> = RUN.into_iter().chain(["--resume"]).collect();
     let output = kvsieve(folder.path(), &resumed, &[]);
-    // The rest is run; the cell that failed has its record and is still told.
-    assert_eq!(output.status.code(), Some(1), "{output:?}");
-    assert!(said(&output).contains("1 of the cells failed"), "{output:?}");
+    // The rest is run, and the cell that failed once more: nothing is left to tell.
+    assert_eq!(output.status.code(), Some(0), "{output:?}");
     let after = records(folder.path());
     assert_eq!(after[..2], before[..], "nothing is written over");
     assert_eq!(after[2..].iter().filter(|record| record.2 == "ok").count(), 4, "{after:?}");

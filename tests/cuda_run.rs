@@ -34,7 +34,14 @@ fn gpu() -> Gpu {
 }
 
 fn options(out: &Path, limit_bytes: u64) -> Options {
-    Options { out: out.into(), resume: false, shard: None, limit_bytes, repro: "kvsieve run x.toml".into() }
+    Options {
+        out: out.into(),
+        resume: false,
+        join: false,
+        shard: None,
+        limit_bytes,
+        repro: "kvsieve run x.toml".into(),
+    }
 }
 
 fn run<'e>(grids: &str, engine: impl Into<Engine<'e>>, limit_bytes: u64) -> Vec<Record> {

@@ -8,9 +8,10 @@ use kvsieve::device::Cpu;
 use kvsieve::eval::Protocol;
 use kvsieve::experiment::record::{Record, Status};
 use kvsieve::experiment::{Device, Experiment, Options, Outcome, Progress, Spec, run, runner::RunError};
-use kvsieve::memory::Label;
+use kvsieve::memory::{Arena, Label};
+use kvsieve::model::{Model, locate};
 use kvsieve::policy::Registry;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 fn experiment(folder: &Path, grid: &str) -> Result<Experiment, String> {
     let model = folder.join("model");
@@ -23,8 +24,14 @@ fn experiment(folder: &Path, grid: &str) -> Result<Experiment, String> {
 }
 
 fn go(experiment: &Experiment, out: &Path, resume: bool) -> Result<Outcome, RunError> {
-    let options =
-        Options { out: out.into(), resume, shard: None, limit_bytes: 1 << 30, repro: "kvsieve run x.toml".into() };
+    let options = Options {
+        out: out.into(),
+        resume,
+        join: false,
+        shard: None,
+        limit_bytes: 1 << 30,
+        repro: "kvsieve run x.toml".into(),
+    };
     run(experiment, &Registry::default(), &Cpu::new(Some(2)).unwrap(), &options, &mut |_| ())
 }
 
@@ -159,6 +166,12 @@ fn a_star_is_every_policy_that_a_model_can_run() {
     assert!(!policies.iter().any(|name| name.starts_with("oracle") || *name == "gate"), "{policies:?}");
 }
 
+/// The file of what each sample gave, in a run's folder.
+fn samples_in(folder: &Path) -> Option<PathBuf> {
+    let names = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    names.into_iter().find(|path| path.file_name().unwrap().to_str().unwrap().starts_with("samples"))
+}
+
 #[test]
 fn a_run_goes_on_where_it_was_killed() {
     let folder = tempfile::tempdir().unwrap();
@@ -169,7 +182,7 @@ fn a_run_goes_on_where_it_was_killed() {
     let path = first.folder.join("cells.jsonl");
     let whole = std::fs::read_to_string(&path).unwrap();
     let lines: Vec<&str> = whole.lines().collect();
-    assert!(!first.folder.join("samples.jsonl").exists(), "what is complete needs no samples");
+    assert_eq!(samples_in(&first.folder), None, "what is complete needs no samples");
     std::fs::write(&path, format!("{}\n{}", lines[0], &lines[1][..40])).unwrap();
     let again = go(&experiment, folder.path(), true).unwrap();
     assert_eq!((again.folder, again.records.len()), (first.folder, 5));
@@ -182,6 +195,15 @@ fn a_run_goes_on_where_it_was_killed() {
 
 #[test]
 fn a_run_that_is_killed_within_a_group_goes_on_with_the_next_sample() {
+    goes_on_with_the_next_sample(false);
+}
+
+#[test]
+fn another_process_goes_on_with_the_next_sample() {
+    goes_on_with_the_next_sample(true);
+}
+
+fn goes_on_with_the_next_sample(join: bool) {
     let folder = tempfile::tempdir().unwrap();
     let grid = "context_tokens = 900\ntask = \"passkey\"\nsamples = 5\nbudget = 0.25\npolicy = [\"full\", \"knorm\"]";
     let experiment = experiment(folder.path(), grid).unwrap();
@@ -189,7 +211,8 @@ fn a_run_that_is_killed_within_a_group_goes_on_with_the_next_sample() {
     let out = folder.path().join("killed");
     let options = |resume| Options {
         out: out.clone(),
-        resume,
+        resume: resume && !join,
+        join,
         shard: None,
         limit_bytes: 1 << 30,
         repro: "kvsieve run x.toml".into(),
@@ -202,11 +225,13 @@ fn a_run_that_is_killed_within_a_group_goes_on_with_the_next_sample() {
         })
     }));
     assert!(killed.is_err());
-    let run_folder = std::fs::read_dir(out.join("x")).unwrap().next().unwrap().unwrap().path();
-    let samples = std::fs::read_to_string(run_folder.join("samples.jsonl")).unwrap();
+    let mut entries = std::fs::read_dir(out.join("x")).unwrap().map(|entry| entry.unwrap().path());
+    let run_folder = entries.find(|path| path.is_dir()).unwrap();
+    let path = samples_in(&run_folder).unwrap();
+    let samples = std::fs::read_to_string(&path).unwrap();
     assert!(samples.lines().count() >= 6, "{}", samples.lines().count());
     // A torn line is asked again.
-    std::fs::write(run_folder.join("samples.jsonl"), &samples[..samples.len() - 30]).unwrap();
+    std::fs::write(&path, &samples[..samples.len() - 30]).unwrap();
     let mut trials = 0;
     let again = run(&experiment, &registry, &cpu, &options(true), &mut |progress| {
         trials += usize::from(matches!(progress, Progress::Trial(_)));
@@ -358,5 +383,56 @@ fn formats_are_compared_with_plain_elements_alone_and_beside_policies() {
     for policy in ["full", "snapkv"] {
         let [alone, beside] = [&alone, &all].map(|records| of(records, policy, "fp8-e5m2"));
         assert_eq!(alone, beside, "{policy}");
+    }
+}
+
+#[test]
+fn weights_in_fewer_bits_are_compared_with_those_of_the_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let grid = |weights: &str| {
+        format!(
+            "context_tokens = 600\ntask = \"passkey\"\nsamples = 2\nbudget = 0.5\npolicy = [\"full\", \"snapkv\"]\n\
+             kv_format = [\"f32\", \"int8\"]\nweights = [{weights}]"
+        )
+    };
+    let out = folder.path().join("out");
+    let run = |weights: &str| go(&experiment(folder.path(), &grid(weights)).unwrap(), &out, false).unwrap().records;
+    let all = run("\"file\", \"int8\", \"fp8-e5m2\"");
+    let of = |records: &[Record], weights: &str, policy: &str, format: &str| {
+        let is = |record: &&Record| {
+            let cell = &record.cell;
+            let kept = cell.weights.map_or("file".into(), |format| format.to_string());
+            cell.policy.as_deref() == Some(policy) && cell.kv_format().to_string() == format && kept == weights
+        };
+        let record = records.iter().find(is).unwrap_or_else(|| panic!("{weights} {policy} {format}"));
+        assert_eq!((record.status, &record.reason), (Status::Ok, &None));
+        (record.answers.clone().unwrap(), record.memory.clone().unwrap())
+    };
+    // Random is beside every pair of formats.
+    assert_eq!(all.len(), 18);
+    let kl = |weights: &str, policy: &str, format: &str| of(&all, weights, policy, format).0.kl_nats.mean;
+    assert_eq!(kl("file", "full", "f32"), 0.0);
+    let (bytes8, floats) = (kl("int8", "full", "f32"), kl("fp8-e5m2", "full", "f32"));
+    assert!(0.0 < bytes8 && bytes8 < floats / 10.0, "{bytes8} and {floats}");
+    assert!(kl("int8", "full", "int8") > bytes8);
+    // Each runs alone with its own weights in the arena, and takes what was predicted.
+    for weights in ["file", "int8", "fp8-e5m2"] {
+        let arena = Arena::unlimited();
+        let format = weights.parse().ok();
+        let model = Model::open_in(&locate(&folder.path().join("model")).unwrap(), format, &arena).unwrap();
+        let (_, memory) = of(&all, weights, "full", "int8");
+        assert_eq!(memory.residual_bytes, 0, "{weights}");
+        assert_eq!(memory.peak_by_label[&Label::Weights], model.weights.bytes(), "{weights}");
+    }
+    // What stands beside a format changes nothing of it, also where the file's own weights are not asked for.
+    let alone = run("\"int8\"");
+    for (policy, format) in [("full", "f32"), ("full", "int8"), ("snapkv", "f32"), ("snapkv", "int8")] {
+        let [alone, beside] = [&alone, &all].map(|records| of(records, "int8", policy, format).0);
+        assert_eq!(alone, beside, "{policy} {format}");
+    }
+    for (weights, reason) in [("q4_k", "256"), ("int4:hadamard=true", "leave hadamard out"), ("int5", "unknown format")]
+    {
+        let error = experiment(folder.path(), &grid(&format!("\"{weights}\""))).err().unwrap_or_default();
+        assert!(error.contains(reason) && !error.trim_end().contains('\n'), "{weights}: {error}");
     }
 }

@@ -21,7 +21,14 @@ fn experiment_of(grids: &str, registry: &Registry) -> Experiment {
 }
 
 fn options(out: &Path) -> Options {
-    Options { out: out.into(), resume: false, shard: None, limit_bytes: 1 << 30, repro: "kvsieve run x.toml".into() }
+    Options {
+        out: out.into(),
+        resume: false,
+        join: false,
+        shard: None,
+        limit_bytes: 1 << 30,
+        repro: "kvsieve run x.toml".into(),
+    }
 }
 
 /// Runs an experiment into a folder of its own.

@@ -1,6 +1,8 @@
 //! The planner against numbers that others published: parameters, bytes of keys and values, cliffs, buffers of llama.cpp,
 //! slots of vLLM, FlashAttention's table, ZeRO's figure; properties of every plan; and what a user sees.
 
+mod common;
+
 #[path = "plan/command.rs"]
 mod command;
 #[path = "plan/files.rs"]
@@ -28,6 +30,7 @@ fn on<'a>(subject: &'a Subject, card: &str, context: u64) -> Scenario<'a> {
         memory: Memory::Gpu(gpu(card).unwrap()),
         overhead_bytes: DEFAULT_OVERHEAD,
         batch: 1,
+        concurrency: 1,
         context,
         output: 0,
         chunk: None,

@@ -363,6 +363,7 @@ fn an_experiment_names_the_file_in_the_cells_that_read_it() {
         let options = Options {
             out: folder.path().join(out),
             resume: false,
+            join: false,
             shard: None,
             limit_bytes: 1 << 30,
             repro: "kvsieve run x.toml".into(),

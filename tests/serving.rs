@@ -19,7 +19,14 @@ fn experiment(grids: &str) -> Result<Experiment, String> {
 }
 
 fn run(grids: &str, out: &Path, resume: bool, shard: Option<(usize, usize)>) -> Outcome {
-    let options = Options { out: out.into(), resume, shard, limit_bytes: 1 << 30, repro: "kvsieve run x.toml".into() };
+    let options = Options {
+        out: out.into(),
+        resume,
+        join: false,
+        shard,
+        limit_bytes: 1 << 30,
+        repro: "kvsieve run x.toml".into(),
+    };
     runner::run(&experiment(grids).unwrap(), &Registry::default(), cpu(2), &options, &mut |_| ()).unwrap()
 }
 
@@ -76,7 +83,14 @@ fn a_trace_from_a_file_is_known_by_what_is_in_it() {
     assert!(ids[0] == ids[1] && ids[1] != ids[2], "{ids:?}");
     let experiment = experiment(&grid).unwrap();
     std::fs::write(&path, "prompt_tokens,output_tokens\n1,1\n").unwrap();
-    let options = Options { out: folder.path().into(), resume: false, shard: None, limit_bytes: 1, repro: "x".into() };
+    let options = Options {
+        out: folder.path().into(),
+        resume: false,
+        join: false,
+        shard: None,
+        limit_bytes: 1,
+        repro: "x".into(),
+    };
     let outcome = runner::run(&experiment, &Registry::default(), cpu(1), &options, &mut |_| ()).unwrap();
     for record in outcome.records {
         assert_eq!(record.status, Status::Failed);

@@ -10,7 +10,7 @@ use super::strip::{LANES, SPAN};
 use super::{AttentionError, Forward, Kernel, KernelEntry, Outputs, Params, Shape, Workspace, WorkspaceSize};
 use crate::device::cpu::Slots;
 use crate::device::simd::rows::{Accumulate, BLOCK, Dots, RowList};
-use crate::device::simd::{Isa, Simd, Task};
+use crate::device::simd::{Isa, Simd, SimdOp};
 use crate::format::{rotate, with_codec};
 use crate::tensor::DType;
 use rayon::prelude::*;
@@ -115,7 +115,7 @@ struct Merge<'a, I> {
     o: &'a mut [f32],
 }
 
-impl<'p, I: Iterator<Item = (Running, &'p [f32])>> Task for Merge<'_, I> {
+impl<'p, I: Iterator<Item = (Running, &'p [f32])>> SimdOp for Merge<'_, I> {
     type Output = f32;
 
     #[inline(always)]
@@ -195,7 +195,7 @@ struct Absorb<'a> {
     states: &'a mut [Running],
 }
 
-impl Task for Absorb<'_> {
+impl SimdOp for Absorb<'_> {
     type Output = ();
 
     #[inline(always)]

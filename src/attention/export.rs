@@ -11,7 +11,7 @@ use super::{Forward, Shape};
 use crate::device::cpu::Slots;
 use crate::device::simd::pack::{Packed, transposed};
 use crate::device::simd::product::{Extents, Left, ROWS, Right, product};
-use crate::device::simd::{Bf16Task, Native, Simd, math};
+use crate::device::simd::{Native, Simd, SimdBf16Op, math};
 use rayon::prelude::*;
 use std::ops::Range;
 
@@ -127,7 +127,7 @@ struct KeyTile<'a, 's> {
     slot: &'s mut [f32],
 }
 
-impl Bf16Task for KeyTile<'_, '_> {
+impl SimdBf16Op for KeyTile<'_, '_> {
     type Output = ();
 
     #[inline(always)]

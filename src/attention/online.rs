@@ -188,7 +188,7 @@ impl Running {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::simd::Task;
+    use crate::device::simd::SimdOp;
     use proptest::prelude::*;
 
     struct Absorb<'a> {
@@ -197,7 +197,7 @@ mod tests {
         seen: Range<usize>,
     }
 
-    impl Task for Absorb<'_> {
+    impl SimdOp for Absorb<'_> {
         type Output = ();
 
         #[inline(always)]
@@ -208,7 +208,7 @@ mod tests {
 
     struct Merge<'a>(&'a mut (Running, [f32; 16]), (Running, [f32; 16]));
 
-    impl Task for Merge<'_> {
+    impl SimdOp for Merge<'_> {
         type Output = ();
 
         #[inline(always)]
@@ -220,7 +220,7 @@ mod tests {
 
     struct Finish((Running, [f32; 16]));
 
-    impl Task for Finish {
+    impl SimdOp for Finish {
         type Output = (f32, [f32; 16]);
 
         #[inline(always)]

@@ -5,7 +5,7 @@ mod pass;
 mod report;
 
 use super::failure::Failure;
-use super::place::Place;
+use super::hardware::Hardware;
 use super::{Compute, output};
 use crate::attention::{self, AttentionError, Params, Shape};
 use crate::format::KvFormat;
@@ -110,8 +110,8 @@ pub fn run(args: &Args) -> Result<(), Failure> {
         arena.record_timeline();
     }
     let solution = problem.solve(&*kernel, &sizes, &file, &arena, &cpu, args.repeat)?;
-    let place = Place::cpu(&cpu);
-    let report = Report::new(name.to_string(), &problem, &sizes, &solution, arena.usage(), place, limit_bytes);
+    let hardware = Hardware::cpu(&cpu);
+    let report = Report::new(name.to_string(), &problem, &sizes, &solution, arena.usage(), hardware, limit_bytes);
     args.finish(&report, &problem, &solution, &arena)
 }
 

@@ -7,7 +7,7 @@ use super::output;
 use crate::device::cpu::CpuInfo;
 use crate::device::cuda::{Cache, Condition, Device, Limits, Nvrtc};
 use crate::device::gpu::Gpu;
-use crate::device::{Cpu, simd::Isa};
+use crate::device::{Cpu, probe, simd::Isa};
 use crate::experiment::kernels;
 use crate::memory::os;
 use crate::units;
@@ -49,6 +49,8 @@ struct Report {
     isa_path: &'static str,
     /// Every path of this machine, fastest first; `KVSIEVE_ISA` forces one.
     isa_paths: Vec<&'static str>,
+    /// Products of bf16 that the unit for them takes in the time of one multiply-add in f32, where there is one.
+    bf16_gain: Option<f64>,
     threads: usize,
     memory: Memory,
     gpu: Gpu,
@@ -236,6 +238,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
         cpu: CpuInfo::probe(),
         isa_path: cpu.isa().name(),
         isa_paths: Isa::available().map(Isa::name).collect(),
+        bf16_gain: Isa::available().find_map(probe::bf16_gain),
         threads: cpu.threads(),
         memory: Memory {
             total_bytes: machine.map(|machine| machine.total_bytes),
@@ -328,6 +331,12 @@ fn text(report: &Report) -> String {
         ("cores", format!("{}, threads used: {}", cpu.cores, report.threads)),
         ("instructions", format!("{} (found: {})", report.isa_path, cpu.isa.join(", "))),
         ("paths", format!("{}; KVSIEVE_ISA forces one", report.isa_paths.join(", "))),
+        (
+            "bf16",
+            report
+                .bf16_gain
+                .map_or("no unit for it".into(), |gain| format!("{gain:.1} products in the time of one in f32")),
+        ),
         ("governor", cpu.governor.clone().unwrap_or_else(|| "unknown (the system does not tell)".into())),
         ("", String::new()),
         ("memory", or_unknown(memory.total_bytes)),

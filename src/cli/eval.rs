@@ -7,7 +7,7 @@ use super::Compute;
 use super::failure::Failure;
 use super::run::Way;
 use crate::eval::{Protocol, Windows};
-use crate::experiment::axes::{BudgetText, Many};
+use crate::experiment::axes::{BudgetText, Many, WeightsText};
 use crate::experiment::measure::Measure;
 use crate::experiment::policy_axis::PolicyText;
 use crate::experiment::spec::{Grid, Spec};
@@ -120,6 +120,10 @@ pub struct Args {
     /// How the cache keeps keys and values: a format, or k=FORMAT,v=FORMAT (see `kvsieve list formats`) [default: as --dtype]
     #[arg(long, value_name = "FORMAT")]
     kv_format: Vec<KvFormat>,
+    /// How weight matrices are kept: formats (see `kvsieve list formats`), or file for that of the model's own files, with
+    /// which all others are compared [default: file]
+    #[arg(long, value_name = "FORMAT")]
+    weights: Vec<WeightsText>,
     /// Run sequences that are longer than the model was made for
     #[arg(long)]
     beyond_limit: bool,
@@ -203,6 +207,7 @@ pub fn run(args: &Args, registry: &Registry) -> Result<(), Failure> {
         registry,
         out: &args.out,
         resume: args.resume,
+        join: false,
         dry_run: args.dry_run,
         find_max_context: false,
         shard: None,
@@ -260,6 +265,7 @@ impl Args {
             kernel: Many(names(&self.kernel, &[])),
             dtype: Many(self.dtype.into_iter().collect()),
             kv_format: Many(self.kv_format.clone()),
+            weights: Many(self.weights.clone()),
             seed: Many(vec![self.seed]),
             ..Grid::of(Measure::EVAL)
         };

@@ -227,7 +227,9 @@ impl From<StoreError> for Failure {
     fn from(error: StoreError) -> Self {
         match error {
             StoreError::Write { .. } | StoreError::Busy { .. } => Failure::Work(error.into()),
-            StoreError::Read { .. } | StoreError::Damaged { .. } => Failure::Usage(error.into()),
+            StoreError::Read { .. } | StoreError::Damaged { .. } | StoreError::Locks { .. } => {
+                Failure::Usage(error.into())
+            }
         }
     }
 }

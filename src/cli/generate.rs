@@ -4,9 +4,9 @@ mod cuda;
 mod questions;
 
 use super::failure::Failure;
+use super::hardware::Hardware;
 use super::model::{ModelArgs, Opened};
 use super::output;
-use super::place::Place;
 use super::policy::Used;
 use crate::eval::Protocol;
 use crate::model::{ChatTemplate, Generated, Model, OneSequence, Sampler, Sampling, Setup, Text, generate, locate};
@@ -86,7 +86,7 @@ struct Report {
     top_p: f32,
     seed: u64,
     #[serde(flatten)]
-    place: Place,
+    hardware: Hardware,
     first_token_ns: u64,
     /// Median time of a decode step.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -124,7 +124,7 @@ pub fn run(args: &Args, registry: &Registry) -> Result<(), Failure> {
     }
     let generated = args.write(&mut decoder, &opened.model, sampling, &text, &prompt)?;
     let ran = Ran {
-        place: Place::cpu(&opened.cpu),
+        hardware: Hardware::cpu(&opened.cpu),
         generated,
         evicted_tokens: decoder.evicted_tokens(),
         weights_bytes: opened.model.weights.bytes(),
@@ -136,7 +136,7 @@ pub fn run(args: &Args, registry: &Registry) -> Result<(), Failure> {
 
 /// What came of it.
 struct Ran {
-    place: Place,
+    hardware: Hardware,
     generated: Generated,
     evicted_tokens: u64,
     weights_bytes: u64,
@@ -199,7 +199,7 @@ impl Args {
             temperature: self.temperature,
             top_p: self.top_p,
             seed: self.model.seed,
-            place: ran.place,
+            hardware: ran.hardware,
             first_token_ns: ran.generated.first_token_ns,
             step_ns: steps.get(steps.len() / 2).copied(),
             evicted_tokens: ran.evicted_tokens,

@@ -3,8 +3,9 @@
 use super::failure::Failure;
 use super::output;
 use crate::attention::KERNELS;
+use crate::experiment::SHIPPED;
 use crate::experiment::measure::MEASURES;
-use crate::experiment::spec::{SHIPPED, Spec};
+use crate::experiment::spec::Spec;
 use crate::format::FORMATS;
 use crate::memories::MEMORIES;
 use crate::named::{NamedError, Parameter};

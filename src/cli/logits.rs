@@ -3,9 +3,9 @@
 mod cuda;
 
 use super::failure::Failure;
+use super::hardware::Hardware;
 use super::model::{ModelArgs, Opened};
 use super::output;
-use super::place::Place;
 use super::policy::Used;
 use crate::memory::{Arena, Buffer, Label};
 use crate::model::{Model, ModelError, Setup, sequences};
@@ -76,7 +76,7 @@ struct Report {
     dtype: String,
     seed: u64,
     #[serde(flatten)]
-    place: Place,
+    hardware: Hardware,
     run_ns: u64,
     evicted_tokens: u64,
     weights_bytes: u64,
@@ -114,7 +114,7 @@ pub fn run(args: &Args, registry: &Registry) -> Result<(), Failure> {
     decoder.prefill(&first, |sequence, place, row| logits.store(sequence, place, row))?;
     decoder.follow(&rest, |sequence, place, row| logits.store(sequence, first[sequence].len() + place, row))?;
     let ran = Ran {
-        place: Place::cpu(cpu),
+        hardware: Hardware::cpu(cpu),
         run_ns: start.elapsed().as_nanos() as u64,
         evicted_tokens: decoder.evicted_tokens(),
         weights_bytes: opened.model.weights.bytes(),
@@ -150,7 +150,7 @@ impl Logits {
 
 /// What was measured.
 struct Ran {
-    place: Place,
+    hardware: Hardware,
     run_ns: u64,
     evicted_tokens: u64,
     weights_bytes: u64,
@@ -194,7 +194,7 @@ impl Args {
             weights_format: opened.model.weights.format().to_string(),
             dtype: setup.dtype.to_string(),
             seed: self.model.seed,
-            place: ran.place,
+            hardware: ran.hardware,
             run_ns: ran.run_ns,
             evicted_tokens: ran.evicted_tokens,
             weights_bytes: ran.weights_bytes,
@@ -238,7 +238,7 @@ fn summary(report: &Report) -> String {
         report.tokens,
         report.batch,
         report.tokens as f64 / seconds,
-        report.place,
+        report.hardware,
     );
     if let (Some(policy), Some(budget)) = (&report.policy, &report.budget) {
         text += &format!("{policy} at {budget}: {} tokens of all heads evicted\n", report.evicted_tokens);

@@ -16,19 +16,20 @@ mod eval;
 mod evict;
 mod failure;
 mod generate;
+mod hardware;
 mod inspect;
 mod kernels;
 mod list;
 mod logits;
 mod model;
 mod output;
-mod place;
 mod plan;
 mod policy;
 mod progress;
 mod quantize;
 mod report;
 mod run;
+mod slurm;
 mod train;
 
 use crate::device::Cpu;
@@ -47,6 +48,7 @@ const EXAMPLES: &str = "\
 Examples:
   kvsieve run                       the first figures: memory, latency and drift against context
   kvsieve run eviction-catalogue    every eviction policy at several budgets
+  kvsieve slurm my.toml --tasks 16  an experiment on a cluster
   kvsieve doctor                    what this machine offers
   kvsieve plan --model llama-3-8b --gpu rtx-4090 --context 32k
                                     where memory goes, what fits, what to change first
@@ -82,6 +84,7 @@ struct Cli {
 enum Command {
     Run(run::Args),
     Report(report::Args),
+    Slurm(slurm::Args),
     Plan(plan::Args),
     Attend(attend::Args),
     Evict(evict::Args),
@@ -104,6 +107,7 @@ impl Command {
         match self {
             Command::Run(args) => run::run(&args, registry),
             Command::Report(args) => report::run(&args),
+            Command::Slurm(args) => slurm::run(&args, registry),
             Command::Plan(args) => plan::run(&args),
             Command::Attend(args) => attend::run(&args),
             Command::Evict(args) => evict::run(&args, registry),

@@ -23,6 +23,11 @@ pub fn warn(warnings: &[String]) {
     warnings.iter().for_each(|warning| eprintln!("warning: {warning}"));
 }
 
+/// Tells a user on stderr what is no result and no doubt.
+pub fn note(text: &str) {
+    eprintln!("note: {text}");
+}
+
 /// Writes a value as JSON to standard output (`-`) or to a file.
 pub fn json(target: &Path, value: &impl Serialize) -> Result<(), Failure> {
     let mut text = serde_json::to_string_pretty(value).expect("what is printed is plain data");

@@ -68,6 +68,7 @@ impl Shown {
                 self.done += 1;
                 self.show(0.0, "");
             }
+            Progress::Elsewhere(cells) => self.done += cells,
         }
     }
 

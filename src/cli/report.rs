@@ -3,13 +3,15 @@
 use super::failure::Failure;
 use super::output;
 use crate::experiment::{Spec, store};
-use crate::report::{self, Detail, Drawn, Run, Versus, versus};
+use crate::report::{self, Detail, Drawn, Run, Versus, versus, workers};
 use serde_json::Value;
+use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 
 const EXAMPLES: &str = "\
 A folder is that of one run (it holds cells.jsonl), as `kvsieve run` prints it. Parts of one run (shards: the same \
-configuration, no cell in common) are one section; the page is written into the first folder, or into --out.\n\n\
+configuration, build and kind of machine, no cell in common) are one section; the page is written into the first folder, or \
+into --out. Of a run that processes share it shows how far each of them is.\n\n\
 Two runs that have cells in common are compared, the second with the first: what differs between their machines and \
 programs, and each cell whose time, memory, drift or score changed beyond noise (* marks which). A time has changed when the \
 95% intervals of the medians do not meet and the medians differ by more than 5%; with --check a change is exit status 1.\n\n\
@@ -51,8 +53,9 @@ pub fn run(args: &Args) -> Result<(), Failure> {
         ));
     }
     let drawn = write(out, &runs, detail)?;
+    let progress: String = runs.iter().filter_map(progress).collect();
     let versus = compared.as_ref().map_or(String::new(), |versus| format!("{}\n", versus.text));
-    output::print(&format!("{versus}{} figures\nreport: {}\n", drawn.figures.len(), drawn.html.display()))?;
+    output::print(&format!("{progress}{versus}{} figures\nreport: {}\n", drawn.figures.len(), drawn.html.display()))?;
     match compared.filter(|versus| args.check && versus.changed > 0) {
         Some(Versus { common, changed, .. }) => {
             Err(Failure::work(format!("{changed} of {common} cells changed beyond noise")))
@@ -66,11 +69,20 @@ pub fn draw(out: &Path, folders: &[PathBuf], detail: Detail) -> Result<Drawn, Fa
     write(out, &read(folders)?, detail)
 }
 
+/// How far a run is that processes share.
+fn progress(run: &Run) -> Option<String> {
+    let tasks = workers::by_task(&run.records)?;
+    let cells = run.records.len();
+    let all = run.environment["run"]["cells"].as_u64().map_or(String::new(), |all| format!(" of {all}"));
+    Some(format!("{}: {cells}{all} cells\n\n{tasks}\n", run.experiment))
+}
+
 /// The runs in `folders`; parts of one run are put together.
 fn read(folders: &[PathBuf]) -> Result<Vec<Run>, Failure> {
-    let mut runs: Vec<((String, Value), Run)> = Vec::new();
+    let mut runs: Vec<(Key, HashSet<String>, Run)> = Vec::new();
     for folder in folders {
         let (records, environment) = store::read(folder)?;
+        output::warn(workers::divided(&records).as_slice());
         let path = folder.join("config.toml");
         let config = std::fs::read_to_string(&path).unwrap_or_default();
         // Records alone are enough; a configuration that is there must be right.
@@ -80,26 +92,70 @@ fn read(folders: &[PathBuf]) -> Result<Vec<Run>, Failure> {
         };
         let name = folder.canonicalize().unwrap_or_else(|_| folder.clone());
         let run_id = name.file_name().map(|name| name.to_string_lossy().to_string()).unwrap_or_default();
-        // Shards of one configuration are one run; runs of two devices are not, nor is what was run twice.
-        let key = (config, environment["gpu"]["name"].clone());
-        let is_in = |run: &Run| records.iter().any(|new| run.records.iter().any(|known| known.cell_id == new.cell_id));
-        match runs.iter_mut().find(|(known, run)| !key.0.is_empty() && *known == key && !is_in(run)) {
-            Some((_, run)) => run.records.extend(records),
-            None => runs.push((
-                key,
-                Run {
-                    experiment: spec.as_ref().map_or_else(|| run_id.clone(), |spec| spec.name.clone()),
-                    is_synthetic: spec.as_ref().is_some_and(|spec| spec.file.is_none()),
-                    description: spec.map(described).unwrap_or_default(),
-                    repro: records.first().map_or_else(String::new, |record| record.repro.clone()),
-                    run_id,
-                    environment,
-                    records,
-                },
-            )),
+        let mut parts = workers::by_machine(records, &environment);
+        if parts.is_empty() {
+            parts.push(Default::default());
+        }
+        for (machine, records) in parts {
+            let ids: HashSet<String> = records.iter().map(|record| record.cell_id.clone()).collect();
+            // Parts of one configuration are one run; runs of two builds or machines are not, nor is what was run twice.
+            let key = Key { config: config.clone(), build: environment["tool"]["git"].clone(), machine };
+            match runs.iter_mut().find(|run| !config.is_empty() && run.0 == key && run.1.is_disjoint(&ids)) {
+                Some((_, known, run)) => {
+                    known.extend(ids);
+                    run.records.extend(records);
+                }
+                None => {
+                    let mut environment = environment.clone();
+                    if let Some(worker) = records.first().and_then(|record| record.worker.as_ref()) {
+                        environment["machine"]["cpu"] = worker.cpu.clone().into();
+                    }
+                    let run = Run {
+                        experiment: spec.as_ref().map_or_else(|| run_id.clone(), |spec| spec.name.clone()),
+                        is_synthetic: spec.as_ref().is_some_and(|spec| spec.file.is_none()),
+                        description: spec.clone().map(described).unwrap_or_default(),
+                        repro: records.first().map_or_else(String::new, |record| record.repro.clone()),
+                        run_id: run_id.clone(),
+                        environment,
+                        records,
+                    };
+                    runs.push((key, ids, run));
+                }
+            }
         }
     }
-    Ok(runs.into_iter().map(|(_, run)| run).collect())
+    output::warn(&apart(&runs));
+    Ok(runs.into_iter().map(|(_, _, run)| run).collect())
+}
+
+/// What parts of one run have in common.
+#[derive(PartialEq)]
+struct Key {
+    config: String,
+    build: Value,
+    machine: String,
+}
+
+/// Which runs of one configuration are not put together although none of their cells is in both.
+fn apart(runs: &[(Key, HashSet<String>, Run)]) -> Vec<String> {
+    let mut warnings = Vec::new();
+    for (index, (key, ids, run)) in runs.iter().enumerate() {
+        let earlier = runs[..index].iter().find(|(other, known, _)| {
+            !key.config.is_empty() && other.config == key.config && *other != *key && known.is_disjoint(ids)
+        });
+        let Some((other, ..)) = earlier else { continue };
+        let (a, b) = if other.build == key.build {
+            (other.machine.clone(), key.machine.clone())
+        } else {
+            (format!("build {}", other.build), format!("build {}", key.build))
+        };
+        warnings.push(format!(
+            "{}: {} cells have a section of their own, for no ratio is formed of two machines or builds: {a}; {b}",
+            run.experiment,
+            ids.len()
+        ));
+    }
+    warnings
 }
 
 /// What an experiment asks, and of which tensors where they are a user's.

@@ -3,10 +3,10 @@
 use super::failure::Failure;
 use super::{Compute, output, progress, report};
 use crate::device::Cpu;
+use crate::experiment::SHIPPED;
 use crate::experiment::cell::Cell;
 use crate::experiment::max_context::{self, MaxContext};
 use crate::experiment::record::Status;
-use crate::experiment::spec::SHIPPED;
 use crate::experiment::{Engine, Experiment, Gpu, Options, Outcome, Spec, estimate, runner};
 use crate::policy::Registry;
 use crate::report::Detail;
@@ -24,7 +24,8 @@ Examples:
   kvsieve run eviction-catalogue --dry-run      the cells, what memory and time each will take
   kvsieve run my.toml --out results             your own experiment
   kvsieve run my.toml --resume                  go on where a run was stopped or killed
-  kvsieve run my.toml --shard 1/4               a quarter of the cells, for a job array
+  kvsieve run my.toml --join                    one more process on the same run
+  kvsieve run my.toml --shard 1/4               a quarter of the cells
   kvsieve run my.toml --limit-memory 8GiB       cells that would need more are recorded as oom
   kvsieve run --device cuda                     on an NVIDIA GPU; what has no kernel there is skipped
   kvsieve run memory-vs-context --find-max-context --limit-memory 64MiB
@@ -43,6 +44,10 @@ pub struct Args {
     /// Go on with the latest run of the same configuration: only missing cells run
     #[arg(long)]
     resume: bool,
+    /// Share the latest run of the same configuration with every other process that joins it, or begin one: each claims
+    /// whole comparisons until none is left
+    #[arg(long, conflicts_with_all = ["resume", "shard", "find_max_context"])]
+    join: bool,
     /// List the cells with predicted memory and time, and run nothing
     #[arg(long)]
     dry_run: bool,
@@ -79,6 +84,7 @@ pub fn run(args: &Args, registry: &Registry) -> Result<(), Failure> {
         registry,
         out: &args.out,
         resume: args.resume,
+        join: args.join,
         dry_run: args.dry_run,
         find_max_context: args.find_max_context,
         shard: args.shard,
@@ -95,6 +101,7 @@ pub struct Way<'a> {
     /// Folder for results.
     pub out: &'a Path,
     pub resume: bool,
+    pub join: bool,
     pub dry_run: bool,
     pub find_max_context: bool,
     pub shard: Option<(usize, usize)>,
@@ -145,6 +152,7 @@ impl Way<'_> {
             let options = Options {
                 out: self.out.into(),
                 resume: self.resume,
+                join: self.join,
                 shard: self.shard,
                 limit_bytes,
                 repro: repro.clone(),
@@ -152,11 +160,15 @@ impl Way<'_> {
             let outcome = progress::with(self.json, |progress| {
                 runner::run(experiment, self.registry, engine, &options, progress).map_err(Failure::from)
             })?;
+            failed.extend(outcome.failed.iter().cloned());
+            if outcome.missing > 0 {
+                output::note(&left(&outcome));
+                continue;
+            }
             let drawn = report::draw(&outcome.folder, std::slice::from_ref(&outcome.folder), Detail::Layers)?;
             if !self.json {
                 output::print(&ending(&outcome, &drawn.html))?;
             }
-            failed.extend(outcome.records.into_iter().filter(|record| record.status == Status::Failed));
         }
         match failed.first() {
             None => Ok(()),
@@ -172,7 +184,7 @@ impl Way<'_> {
     /// Says what evaluations will run and how long they will take; what an earlier run did of them is not known yet.
     fn announce(&self, experiment: &Experiment, engine: Engine<'_>) {
         let cells: Vec<&Cell> = experiment.in_comparisons().collect();
-        if self.resume || self.shard.is_some() {
+        if self.resume || self.join || self.shard.is_some() {
             return;
         }
         if let Some(seconds) = estimate::of_comparisons(&cells, self.registry, engine) {
@@ -255,6 +267,17 @@ impl Args {
 pub fn print_line(record: &impl serde::Serialize) -> Result<(), Failure> {
     let line = serde_json::to_string(record).expect("a record is plain data");
     output::print(&format!("{line}\n"))
+}
+
+/// What a process that others share the run with says when it finds nothing more to do and cells are missing.
+fn left(outcome: &Outcome) -> String {
+    format!(
+        "{} cells have records and {} have none yet: other processes are at them, or died at them, and then the same command \
+         runs them; kvsieve report {} shows how far it is",
+        outcome.records.len(),
+        outcome.missing,
+        outcome.folder.display()
+    )
 }
 
 /// The table and where everything is.

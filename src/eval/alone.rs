@@ -40,8 +40,8 @@ pub fn alone(
     prompt: &Prompt,
     most_tokens: usize,
 ) -> Result<Alone, EvalError> {
-    let Stage { model, cpu, arena, .. } = *stage;
-    let Treatment { choice, kv_format } = treatment;
+    let Stage { cpu, arena, .. } = *stage;
+    let Treatment { model, choice, kv_format } = treatment;
     let (context, question) = (&prompt.context[..], &prompt.asked[0].prompt[..]);
     let columns = choice.eviction().map_or(&[][..], |eviction| eviction.policy.columns());
     let max_tokens = context.len() + question.len() + most_tokens;

@@ -1,25 +1,25 @@
 //! What a model answers under a policy and a budget, beside what it answers with its full cache.
 //!
 //! A [`Prompt`] is a context and what is asked of it, as tokens. What is compared with the full cache is a [`Treatment`]:
-//! a policy or a memory, and the format of keys and values. A [`Session`] reads a context once for each format and lets
-//! every policy that evicts only after prefill evict a fork of it; [`alone()`] runs one treatment by itself, as a server
-//! would, and measures what that takes; [`ask`] answers a user's own questions. `docs/evaluation.md` says what each number
-//! is.
+//! a policy or a memory, the format of keys and values, and that of the weights. An [`Evaluator`] reads a context once for
+//! each pair of formats and lets every policy that evicts only after prefill evict a fork of it; [`alone()`] runs one
+//! treatment by itself, as a server would, and measures what that takes; [`ask`] answers a user's own questions.
+//! `docs/evaluation.md` says what each number is.
 
 mod alone;
 mod ask;
 mod distribution;
+mod evaluator;
 mod perplexity;
 mod prompt;
 mod protocol;
-mod session;
 
 pub use alone::{Alone, alone};
 pub use ask::{Replies, ask, questions};
+pub use evaluator::{Answer, Answers, Evaluator, Watch, reads_alone};
 pub use perplexity::{Perplexity, Windows, perplexity};
 pub use prompt::{Asked, Frame, Prompt, documents, prompts};
 pub use protocol::Protocol;
-pub use session::{Answer, Answers, Session, Watch, reads_alone};
 
 use crate::cache::Column;
 use crate::device::Cpu;
@@ -51,9 +51,11 @@ pub enum EvalError {
     File(#[from] std::io::Error),
 }
 
-/// What is compared with the full cache of plain elements.
+/// What is compared with the full cache of plain elements of the stage's model.
 #[derive(Clone, Copy)]
 pub struct Treatment<'a> {
+    /// The stage's model, or the same with its weights in another format.
+    pub model: &'a Model,
     /// What a context loses.
     pub choice: Choice<'a>,
     /// How its keys and values are kept.
@@ -69,6 +71,13 @@ pub enum Choice<'a> {
     Remember(&'a dyn Memory),
 }
 
+impl Treatment<'_> {
+    /// Whether both read a context alike, so that it is read once for both.
+    fn reads_like(&self, other: &Treatment<'_>) -> bool {
+        std::ptr::eq(self.model, other.model) && self.kv_format == other.kv_format
+    }
+}
+
 impl<'a> Choice<'a> {
     /// What is asked of a policy, if it is one.
     pub fn eviction(&self) -> Option<Eviction<'a>> {
@@ -82,7 +91,7 @@ impl<'a> Choice<'a> {
 /// What all runs of an evaluation share.
 #[derive(Clone, Copy)]
 pub struct Stage<'a> {
-    /// The model.
+    /// The model that others are compared with.
     pub model: &'a Model,
     /// The threads.
     pub cpu: &'a Cpu,

@@ -3,7 +3,7 @@
 use super::measure::{Choice, Measure};
 use crate::attention::{Params, Shape};
 use crate::eval::Protocol;
-use crate::format::KvFormat;
+use crate::format::{KvFormat, RowFormat};
 use crate::tensor::DType;
 use serde::{Deserialize, Deserializer, Serialize};
 
@@ -115,6 +115,9 @@ pub struct Cell {
     /// How the cache keeps keys and values; as `dtype` where nothing is said.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kv_format: Option<KvFormat>,
+    /// How the weight matrices of `eval` are kept; as in the model's files where nothing is said.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub weights: Option<RowFormat>,
     /// Bottom-right causal mask.
     pub causal: bool,
     /// Sliding window, if any.
@@ -172,6 +175,7 @@ impl Default for Cell {
             new_tokens: 0,
             dtype: DType::F32,
             kv_format: None,
+            weights: None,
             causal: false,
             window: None,
             softcap: None,
@@ -202,7 +206,7 @@ impl Cell {
         let same = self.clone();
         match self.measure.compares() {
             Choice::Policy => {
-                let bare = Cell { policy: None, budget: None, memory: None, kv_format: None, ..same };
+                let bare = Cell { policy: None, budget: None, memory: None, kv_format: None, weights: None, ..same };
                 Cell { policy_file: None, policy_file_hash: None, ..bare }
             }
             Choice::Kernel => Cell { kernel: String::new(), ..same },
@@ -261,8 +265,9 @@ impl Cell {
         let device = if self.device == Device::Cpu { String::new() } else { format!(" {device}") };
         let format = self.kv_format.map_or(String::new(), |format| format!(" kv {format}"));
         if let Some(task) = &self.task {
+            let weights = self.weights.map_or(String::new(), |format| format!(" weights {format}"));
             let protocol = self.protocol.map_or(String::new(), |protocol| format!(" {protocol}"));
-            return format!("{} {task}{protocol}{policy}{format} {tokens}{device}", self.measure.name());
+            return format!("{} {task}{protocol}{policy}{weights}{format} {tokens}{device}", self.measure.name());
         }
         let pages = match self.page_tokens {
             Some(0) => " contiguous".into(),

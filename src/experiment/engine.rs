@@ -4,7 +4,7 @@
 //! the arena counts, where the inputs lie, who else is asked about memory, and the names that go into records.
 
 use super::cell::{Cell, Device};
-use super::measure::{Place, cuda};
+use super::measure::{Implementation, cuda};
 use crate::attention::kernel;
 use crate::device::Cpu;
 use crate::device::cuda::{Condition, CudaError, Limits, Runtime};
@@ -238,10 +238,10 @@ impl<'a> Engine<'a> {
     ///
     /// # Errors
     /// In words, when it cannot run here.
-    pub(super) fn place(self, cell: &Cell, registry: &Registry) -> Result<Place, String> {
+    pub(super) fn implementation(self, cell: &Cell, registry: &Registry) -> Result<Implementation, String> {
         match self {
-            Engine::Cpu(_) => Ok(Place::Cpu(kernel(&cell.kernel).map_err(|error| error.to_string())?)),
-            Engine::Cuda(gpu) => Ok(Place::Cuda(cuda::task(cell, registry, &gpu.limits)?)),
+            Engine::Cpu(_) => Ok(Implementation::Cpu(kernel(&cell.kernel).map_err(|error| error.to_string())?)),
+            Engine::Cuda(gpu) => Ok(Implementation::Cuda(cuda::task(cell, registry, &gpu.limits)?)),
         }
     }
 

@@ -1,6 +1,7 @@
 //! Where and with what a run was made: `env.json`.
 
 use super::engine::Engine;
+use super::record::Worker;
 use crate::device::cpu::CpuInfo;
 use crate::memory::os;
 use serde_json::{Value, json};
@@ -9,6 +10,15 @@ use serde_json::{Value, json};
 pub fn revision() -> String {
     let dirty = if env!("KVSIEVE_GIT_DIRTY") == "true" { "-dirty" } else { "" };
     format!("{}{dirty}", env!("KVSIEVE_GIT_REV"))
+}
+
+/// This process, among others that share a run.
+pub fn worker() -> Worker {
+    let slurm = |name: &str| std::env::var(format!("SLURM_{name}")).ok();
+    let of_array = || Some(format!("{}_{}", slurm("ARRAY_JOB_ID")?, slurm("ARRAY_TASK_ID")?));
+    let task = of_array().or_else(|| slurm("JOB_ID")).unwrap_or_else(|| std::process::id().to_string());
+    let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default().trim().to_string();
+    Worker { task, host, cpu: CpuInfo::probe().model }
 }
 
 /// The environment as one JSON object.

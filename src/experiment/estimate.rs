@@ -2,7 +2,7 @@
 
 use super::cell::Cell;
 use super::engine::Engine;
-use super::measure::{Place, Prepared};
+use super::measure::{Implementation, Prepared};
 use super::runner::comparisons;
 use super::spec::Timing;
 use crate::attention::{DenseKv, Forward, Kernel, Outputs, Params, Shape, Tiled, kernel};
@@ -109,8 +109,8 @@ pub fn table<'e>(
     let (mut total_s, mut oom, mut skipped) = (0.0, 0, 0);
     for prepared in cells {
         let bytes = prepared.predict(engine);
-        let (peak, time) = match (&prepared.place, &rates) {
-            (Place::Nowhere(_), _) => {
+        let (peak, time) = match (&prepared.implementation, &rates) {
+            (Implementation::Missing(_), _) => {
                 skipped += 1;
                 ("–".into(), "skipped".into())
             }

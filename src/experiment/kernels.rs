@@ -5,10 +5,11 @@
 //! experiment too. A kernel that is added is in the list as soon as it is planned. What is not in the list (a head dim that
 //! nobody has) is compiled when it is first used.
 
+use super::SHIPPED;
 use super::cell::Device;
 use super::grid::Experiment;
 use super::measure::cuda;
-use super::spec::{SHIPPED, Spec};
+use super::spec::Spec;
 use crate::device::cuda::{Limits, Program, Sweep};
 use crate::model;
 use crate::policy::Registry;

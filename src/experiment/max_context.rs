@@ -8,7 +8,7 @@
 use super::cell::Cell;
 use super::engine::Engine;
 use super::grid::Experiment;
-use super::measure::{Choice, Place, Prepared, TrialError, Truth};
+use super::measure::{Choice, Implementation, Prepared, TrialError, Truth};
 use super::record::Refused;
 use super::runner::RunError;
 use super::store::{MAX_CONTEXTS, Store};
@@ -132,7 +132,7 @@ fn families(experiment: &Experiment, registry: &Registry, engine: Engine<'_>) ->
         }
         let family = Cell { seed: 0, workload_hash: "blank".into(), ..cell.clone() };
         let prepared = Prepared::new(family.clone(), registry, engine).map_err(RunError::Cell)?;
-        if let Place::Nowhere(reason) = prepared.place {
+        if let Implementation::Missing(reason) = prepared.implementation {
             refusal = reason;
             continue;
         }
@@ -229,7 +229,8 @@ impl Search<'_> {
             return Ok(false);
         }
         let prepared = self.prepared(tokens)?;
-        Ok(!matches!(prepared.place, Place::Nowhere(_)) && prepared.predict(self.engine) <= limit_bytes)
+        Ok(!matches!(prepared.implementation, Implementation::Missing(_))
+            && prepared.predict(self.engine) <= limit_bytes)
     }
 
     /// The longest context that the formula allows.
@@ -284,7 +285,7 @@ impl Search<'_> {
 
     fn try_out(&self, tokens: usize) -> Result<Probe, RunError> {
         let prepared = self.prepared(tokens)?;
-        if let Place::Nowhere(reason) = prepared.place {
+        if let Implementation::Missing(reason) = prepared.implementation {
             return Ok(Probe::Refused { refused: None, reason });
         }
         // On a GPU its own memory is the limit, unless another is asked for.

@@ -52,6 +52,9 @@ pub struct Record {
     pub threads: usize,
     /// Instruction path that ran: `avx512`, `avx2`, `portable`; of a GPU its name, architecture, and NVRTC's version.
     pub isa_path: String,
+    /// The process that measured it, where several shared the run.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub worker: Option<Worker>,
     /// Whose GEMM the kernel used, where that depends on what is installed: `cuBLAS 13.0` or `fallback GEMM`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gemm: Option<String>,
@@ -79,6 +82,17 @@ pub struct Record {
     pub answers: Option<Answers>,
 }
 
+/// One of the processes that share a run.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Worker {
+    /// `4711_3` of a Slurm array, `4711` of another job; elsewhere the number of the process.
+    pub task: String,
+    /// Name of its machine.
+    pub host: String,
+    /// The machine's CPU.
+    pub cpu: String,
+}
+
 impl Record {
     /// A record of a cell, `ok` and without numbers.
     pub fn blank(cell: Cell) -> Self {
@@ -95,6 +109,7 @@ impl Record {
             cell,
             threads: 0,
             isa_path: String::new(),
+            worker: None,
             gemm: None,
             memory: None,
             refused: None,

@@ -4,13 +4,14 @@
 //! after round (A B C A B C), so that a slow moment of the machine falls on all of them. A cell leaves the rotation,
 //! and its record is written, when its interval is tight or its time is up.
 
+mod joint;
 mod trials;
 
 use super::cell::Cell;
 use super::engine::Engine;
 use super::grid::Experiment;
-use super::measure::{Measure, Place, Prepared, Stage};
-use super::record::{Latency, Memory, Record, Status};
+use super::measure::{Implementation, Prepared, Stage};
+use super::record::{Latency, Memory, Record, Status, Worker};
 use super::stats::{median_with_interval, quantile};
 use super::store::{CELLS, Store, StoreError, finished};
 use crate::device::cuda::CudaError;
@@ -27,6 +28,8 @@ pub struct Options {
     pub out: PathBuf,
     /// Go on with the latest run of the same configuration, if there is one.
     pub resume: bool,
+    /// Share the latest run of the same configuration with other processes, or begin one that others can join.
+    pub join: bool,
     /// Run only the cells of shard `.0` (from 1) of `.1`.
     pub shard: Option<(usize, usize)>,
     /// Cells predicted to need more are `oom`.
@@ -57,6 +60,8 @@ pub enum Progress<'a> {
     },
     /// A cell ended.
     Done(&'a Record),
+    /// So many cells of those to run were run by other processes.
+    Elsewhere(usize),
 }
 
 /// What a run left behind.
@@ -65,8 +70,12 @@ pub struct Outcome {
     pub folder: PathBuf,
     /// Its name.
     pub run_id: String,
-    /// All records, those of an earlier run included.
+    /// All records, those of an earlier run and of other processes included.
     pub records: Vec<Record>,
+    /// Cells that failed now.
+    pub failed: Vec<Record>,
+    /// Cells without a record: other processes are at them, or died at them.
+    pub missing: usize,
 }
 
 /// Why a run stopped.
@@ -112,6 +121,9 @@ pub fn run<'e>(
     progress: &mut dyn FnMut(Progress<'_>),
 ) -> Result<Outcome, RunError> {
     let engine = engine.into();
+    if options.join {
+        return joint::run(experiment, registry, engine, options, progress);
+    }
     // Everything that a user can have got wrong is said before a folder is made.
     let cells = shard(prepare(experiment, registry, engine)?, options.shard);
     let comparisons = deal(comparisons(experiment.in_comparisons()), options.shard);
@@ -119,18 +131,15 @@ pub fn run<'e>(
     let suffix = options.shard.map_or(String::new(), |(index, count)| format!("-shard{index}of{count}"));
     let hash = experiment.config_hash();
     let resumed = if options.resume { Store::resume(&base, &hash, &suffix)? } else { None };
-    let (store, records) = match resumed {
+    let (store, mut records) = match resumed {
         Some(found) => found,
         None => {
-            let config = toml::to_string_pretty(&experiment.spec).expect("a spec is plain data");
-            let environment = super::environment::probe(engine, &options.repro);
+            let (config, environment) = described(experiment, engine, options);
             (Store::create(&base, &hash, &suffix, &config, &environment, CELLS)?, Vec::new())
         }
     };
     let done = finished(&records);
     let todo: Vec<Prepared> = cells.into_iter().filter(|prepared| !done.contains(&prepared.cell.id())).collect();
-    let mut measures: Vec<Measure> = comparisons.iter().map(|cells| cells[0].measure).collect();
-    measures.dedup();
     let missing = |cells: Vec<&'_ Cell>| -> Vec<Cell> {
         cells.into_iter().filter(|cell| !done.contains(&cell.id())).cloned().collect()
     };
@@ -138,24 +147,23 @@ pub fn run<'e>(
     let cells = todo.len() + comparisons.iter().map(Vec::len).sum::<usize>();
     progress(Progress::Start { cells, resumed: done.len() });
 
-    let mut runner = Runner { experiment, engine, options, store, records, progress };
+    let mut runner = Runner { experiment, engine, options, store, worker: None, records: Vec::new(), progress };
     for cells in &comparisons {
         runner.comparison(cells, registry)?;
     }
-    // What failed is run again by a resume, which then needs what was kept for it.
-    let done = finished(&runner.records);
-    let failed = |measure: Measure| {
-        runner.records.iter().any(|record| record.cell.measure == measure && !done.contains(&record.cell_id))
-    };
-    for measure in measures.into_iter().filter(|measure| !failed(*measure)) {
-        let folder = &runner.store.folder;
-        let finished = measure.comparisons().map_or(Ok(()), |comparisons| comparisons.finish(folder));
-        finished.map_err(|error| unwritten(folder, &error))?;
-    }
-    for group in groups(todo, options.limit_bytes) {
-        runner.group(group)?;
-    }
-    Ok(Outcome { folder: runner.store.folder, run_id: runner.store.run_id, records: runner.records })
+    runner.trials(todo)?;
+    let Runner { store: Store { folder, run_id, .. }, records: new, .. } = runner;
+    let failed = new.iter().filter(|record| record.status == Status::Failed).cloned().collect();
+    records.extend(new);
+    Ok(Outcome { folder, run_id, records, failed, missing: 0 })
+}
+
+/// What a run's folder says of it: the configuration and the environment.
+fn described(experiment: &Experiment, engine: Engine<'_>, options: &Options) -> (String, serde_json::Value) {
+    let config = toml::to_string_pretty(&experiment.spec).expect("a spec is plain data");
+    let mut environment = super::environment::probe(engine, &options.repro);
+    environment["run"]["cells"] = experiment.cells.len().into();
+    (config, environment)
 }
 
 /// Resolves every cell of an experiment that is measured and checks that its inputs can be made.
@@ -173,8 +181,8 @@ pub fn prepare<'e>(
             .map_err(|error| RunError::Cell(format!("{}: {error}", cell.label())))
     };
     let cells = experiment.in_trials().map(prepared).collect::<Result<Vec<_>, _>>()?;
-    let nowhere = |prepared: &Prepared| match &prepared.place {
-        Place::Nowhere(reason) => Some((prepared.cell.label(), reason.clone())),
+    let nowhere = |prepared: &Prepared| match &prepared.implementation {
+        Implementation::Missing(reason) => Some((prepared.cell.label(), reason.clone())),
         _ => None,
     };
     let refused = |cell: &Cell| Some((cell.label(), cell.measure.comparisons()?.refusal(engine)?));
@@ -201,6 +209,11 @@ fn shard(cells: Vec<Prepared>, shard: Option<(usize, usize)>) -> Vec<Prepared> {
     if shard.is_none() {
         return cells;
     }
+    deal(heaviest_first(cells), shard).into_iter().flat_map(|(_, cells)| cells).collect()
+}
+
+/// Comparisons by what their cells share, those with most work first.
+fn heaviest_first(cells: Vec<Prepared>) -> Vec<(String, Vec<Prepared>)> {
     let mut comparisons: BTreeMap<String, Vec<Prepared>> = BTreeMap::new();
     for prepared in cells {
         comparisons.entry(prepared.cell.without_choice().id()).or_default().push(prepared);
@@ -209,7 +222,7 @@ fn shard(cells: Vec<Prepared>, shard: Option<(usize, usize)>) -> Vec<Prepared> {
     comparisons.sort_by_cached_key(|(id, cells)| {
         (std::cmp::Reverse(cells.iter().map(|prepared| prepared.work().flops).sum::<u64>()), id.clone())
     });
-    deal(comparisons, shard).into_iter().flat_map(|(_, cells)| cells).collect()
+    comparisons
 }
 
 /// Cells by what they share, in the order of their first ones.
@@ -263,11 +276,19 @@ struct Runner<'a> {
     engine: Engine<'a>,
     options: &'a Options,
     store: Store,
+    /// This process, where others share the run.
+    worker: Option<Worker>,
+    /// What this process measured.
     records: Vec<Record>,
     progress: &'a mut dyn FnMut(Progress<'_>),
 }
 
 impl Runner<'_> {
+    /// Runs cells in trials, group by group.
+    fn trials(&mut self, cells: Vec<Prepared>) -> Result<(), RunError> {
+        groups(cells, self.options.limit_bytes).into_iter().try_for_each(|group| self.group(group))
+    }
+
     /// Runs cells that are compared with one another and writes their records.
     fn comparison(&mut self, cells: &[Cell], registry: &Registry) -> Result<(), RunError> {
         let Some(comparisons) = cells[0].measure.comparisons() else { return Ok(()) };
@@ -289,7 +310,14 @@ impl Runner<'_> {
         };
         // What is shared is shared out.
         let wall_ns = start.elapsed().as_nanos() as u64 / cells.len() as u64;
-        records.into_iter().try_for_each(|record| self.end(Record { wall_ns, ..record }))
+        // What failed is run again by a resume, which then needs what was kept for it.
+        let has_failed = records.iter().any(|record| record.status == Status::Failed);
+        records.into_iter().try_for_each(|record| self.end(Record { wall_ns, ..record }))?;
+        if has_failed {
+            return Ok(());
+        }
+        let folder = &self.store.folder;
+        comparisons.finish(folder, &cells[0]).map_err(|error| unwritten(folder, &error))
     }
 
     fn new_record(&self, prepared: &Prepared) -> Record {
@@ -311,6 +339,7 @@ impl Runner<'_> {
             repro: self.options.repro.clone(),
             threads: self.engine.cpu().threads(),
             isa_path: self.engine.path(),
+            worker: self.worker.clone(),
             ..Record::blank(cell.clone())
         }
     }

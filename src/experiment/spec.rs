@@ -3,7 +3,8 @@
 //! Unknown keys are refused. Every axis of a grid takes one value or a list, and lengths also take ranges such as
 //! `"1k..32k*2"` (doubling) or `"1k..8k+1k"` (in steps).
 
-use super::axes::{BudgetText, Many, PageTokens, Tokens};
+use super::SHIPPED;
+use super::axes::{BudgetText, Many, PageTokens, Tokens, WeightsText};
 use super::measure::Measure;
 use super::policy_axis::PolicyText;
 use crate::eval::Protocol;
@@ -99,6 +100,9 @@ pub struct Grid {
     /// default.
     #[serde(default, skip_serializing_if = "Many::is_empty")]
     pub kv_format: Many<KvFormat>,
+    /// How weight matrices are kept, for `eval`: formats, or `file` for those of the model's own files, which is the default.
+    #[serde(default, skip_serializing_if = "Many::is_empty")]
+    pub weights: Many<WeightsText>,
     /// Causal mask; true by default.
     #[serde(default = "yes", skip_serializing_if = "is_yes")]
     pub causal: bool,
@@ -185,6 +189,7 @@ impl Grid {
             batch: Many::default(),
             dtype: Many::default(),
             kv_format: Many::default(),
+            weights: Many::default(),
             causal: yes(),
             window: None,
             softcap: None,
@@ -252,32 +257,6 @@ pub enum SpecError {
         message: String,
     },
 }
-
-/// The experiments that come with kvsieve, by name.
-pub const SHIPPED: &[(&str, &str)] = &[
-    ("quickstart", include_str!("../../experiments/quickstart.toml")),
-    ("memory-vs-context", include_str!("../../experiments/memory-vs-context.toml")),
-    ("plan-vs-measured", include_str!("../../experiments/plan-vs-measured.toml")),
-    ("latency-vs-context", include_str!("../../experiments/latency-vs-context.toml")),
-    ("gqa-vs-mha", include_str!("../../experiments/gqa-vs-mha.toml")),
-    ("eviction-catalogue", include_str!("../../experiments/eviction-catalogue.toml")),
-    ("eviction-cost", include_str!("../../experiments/eviction-cost.toml")),
-    ("ragged-memory", include_str!("../../experiments/ragged-memory.toml")),
-    ("chunked-prefill", include_str!("../../experiments/chunked-prefill.toml")),
-    ("decode-eviction", include_str!("../../experiments/decode-eviction.toml")),
-    ("kv-formats", include_str!("../../experiments/kv-formats.toml")),
-    ("equal-bytes", include_str!("../../experiments/equal-bytes.toml")),
-    ("paging-waste", include_str!("../../experiments/paging-waste.toml")),
-    ("eval-builtin", include_str!("../../experiments/eval-builtin.toml")),
-    ("needle-heatmap", include_str!("../../experiments/needle-heatmap.toml")),
-    ("model-memory", include_str!("../../experiments/model-memory.toml")),
-    ("long-decode", include_str!("../../experiments/long-decode.toml")),
-    ("real-text", include_str!("../../experiments/real-text.toml")),
-    ("real-formats", include_str!("../../experiments/real-formats.toml")),
-    ("real-needles", include_str!("../../experiments/real-needles.toml")),
-    ("real-memory", include_str!("../../experiments/real-memory.toml")),
-    ("dms", include_str!("../../experiments/dms.toml")),
-];
 
 impl Spec {
     /// Reads an experiment file, or a shipped experiment by its name or as `experiments/NAME.toml`.

@@ -2,13 +2,18 @@
 //!
 //! `config.toml` and `env.json` are there before the first cell; each record is appended to `cells.jsonl` in one write
 //! and synced as its cell ends. A run that was killed is found again by the hash of its configuration; a last line
-//! that was torn by the kill is cut off.
+//! that was torn by the kill is cut off. Who writes to a file holds its lock; processes that share a run write to a file for
+//! each comparison ([`Joint`]).
+
+mod joint;
+
+pub use joint::Joint;
 
 use super::earlier;
 use super::record::{Record, SCHEMA, Status};
 use serde::Serialize;
 use std::collections::HashSet;
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{ErrorKind, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::thread::sleep;
@@ -54,15 +59,23 @@ pub enum StoreError {
         /// The file.
         path: PathBuf,
     },
+    /// A file system on which processes cannot be kept apart.
+    #[error("'{path}' cannot be locked: {reason}; name a folder on a file system with locks")]
+    Locks {
+        /// The file or folder.
+        path: PathBuf,
+        /// The system's own words, or what it would let happen.
+        reason: String,
+    },
 }
 
-/// A run's folder, open for appending.
+/// A run's folder, with a file of it open for appending.
 pub struct Store {
     /// The folder.
     pub folder: PathBuf,
     /// The folder's name.
     pub run_id: String,
-    file: &'static str,
+    path: PathBuf,
     lines: File,
 }
 
@@ -80,26 +93,9 @@ impl Store {
         environment: &serde_json::Value,
         file: &'static str,
     ) -> Result<Self, StoreError> {
-        fs::create_dir_all(base).map_err(|error| failed(base, &error))?;
-        let (run_id, folder) = loop {
-            let seconds = humantime::format_rfc3339_seconds(std::time::SystemTime::now()).to_string();
-            let time: String = seconds.chars().filter(|c| !matches!(c, '-' | ':')).collect();
-            let run_id = format!("{time}-{config_hash}-{}{suffix}", super::environment::revision());
-            let folder = base.join(&run_id);
-            match fs::create_dir(&folder) {
-                Ok(()) => break (run_id, folder),
-                // Another run of the same configuration has this second.
-                Err(error) if error.kind() == ErrorKind::AlreadyExists => sleep(Duration::from_millis(100)),
-                Err(error) => return Err(failed(&folder, &error)),
-            }
-        };
-        let environment = serde_json::to_string_pretty(environment).expect("the environment is plain data");
-        for (file, text) in [("config.toml", config), ("env.json", &environment)] {
-            let path = folder.join(file);
-            fs::write(&path, text).map_err(|error| failed(&path, &error))?;
-        }
-        let lines = open(&folder.join(file))?;
-        Ok(Store { folder, run_id, file, lines })
+        let folder = make(base, config_hash, suffix, config, environment)?;
+        let path = folder.join(file);
+        Ok(Store { lines: alone(&path)?, run_id: name(&folder), path, folder })
     }
 
     /// Opens the latest run of this configuration and revision under `base`, with its records; `None` without one.
@@ -107,21 +103,23 @@ impl Store {
     /// # Errors
     /// When its records are damaged, or another process writes to it.
     pub fn resume(base: &Path, config_hash: &str, suffix: &str) -> Result<Option<(Self, Vec<Record>)>, StoreError> {
-        let wanted = format!("-{config_hash}-{}{suffix}", super::environment::revision());
-        let Ok(entries) = fs::read_dir(base) else { return Ok(None) };
-        let mut found: Vec<PathBuf> = entries
-            .flatten()
-            .map(|entry| entry.path())
-            .filter(|path| path.file_name().is_some_and(|name| name.to_string_lossy().ends_with(&wanted)))
-            .collect();
-        found.sort();
-        let Some(folder) = found.pop() else { return Ok(None) };
+        let Some(folder) = latest(base, config_hash, suffix) else { return Ok(None) };
         let path = folder.join(CELLS);
-        let mut lines = open(&path)?;
-        let (records, whole) = read_records(&path)?;
-        lines.set_len(whole).and_then(|()| lines.seek(SeekFrom::End(0))).map_err(|error| failed(&path, &error))?;
-        let run_id = folder.file_name().map(|name| name.to_string_lossy().to_string()).unwrap_or_default();
-        Ok(Some((Store { folder, run_id, file: CELLS, lines }, records)))
+        let lines = alone(&path)?;
+        let mut records = read_parts(&folder)?;
+        let (store, own) = Store { run_id: name(&folder), folder, path, lines }.go_on()?;
+        records.extend(own);
+        Ok(Some((store, records)))
+    }
+
+    /// Reads what is in the file and cuts off a torn last line.
+    fn go_on(mut self) -> Result<(Self, Vec<Record>), StoreError> {
+        let (records, whole) = read_records(&self.path)?;
+        let is_torn = self.lines.metadata().map(|file| file.len() > whole);
+        // What is whole is not touched: its time says when the last record was written.
+        let cut = is_torn.and_then(|is_torn| if is_torn { self.lines.set_len(whole) } else { Ok(()) });
+        cut.and_then(|()| self.lines.seek(SeekFrom::End(0))).map_err(|error| failed(&self.path, &error))?;
+        Ok((self, records))
     }
 
     /// Appends a record: on disk when this returns.
@@ -132,7 +130,7 @@ impl Store {
         let mut line = serde_json::to_string(record).expect("a record is plain data");
         line.push('\n');
         let written = self.lines.write_all(line.as_bytes()).and_then(|()| self.lines.sync_data());
-        written.map_err(|error| failed(&self.folder.join(self.file), &error))
+        written.map_err(|error| failed(&self.path, &error))
     }
 }
 
@@ -147,7 +145,9 @@ pub fn finished(records: &[Record]) -> HashSet<String> {
 /// # Errors
 /// When the folder holds no records or they are damaged.
 pub fn read(folder: &Path) -> Result<(Vec<Record>, serde_json::Value), StoreError> {
-    let (records, _) = read_records(&folder.join(CELLS))?;
+    let mut records = read_parts(folder)?;
+    // Last, because what failed while processes shared the run is run again into it, and of two records the later counts.
+    records.extend(read_records(&folder.join(CELLS))?.0);
     let path = folder.join("env.json");
     let environment = match fs::read_to_string(&path) {
         Ok(text) => serde_json::from_str(&text)
@@ -155,6 +155,17 @@ pub fn read(folder: &Path) -> Result<(Vec<Record>, serde_json::Value), StoreErro
         Err(_) => serde_json::Value::Null,
     };
     Ok((records, environment))
+}
+
+/// Records of a run that processes shared, by comparison.
+fn read_parts(folder: &Path) -> Result<Vec<Record>, StoreError> {
+    let is_part = |path: &PathBuf| joint::is_part(&name(path));
+    let mut parts: Vec<PathBuf> =
+        fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path()).collect();
+    parts.retain(is_part);
+    parts.sort();
+    let read = |path: PathBuf| Ok(read_records(&path)?.0);
+    Ok(parts.into_iter().map(read).collect::<Result<Vec<_>, StoreError>>()?.concat())
 }
 
 /// Records of a file and the length of its whole lines in bytes.
@@ -180,19 +191,64 @@ fn read_records(path: &Path) -> Result<(Vec<Record>, u64), StoreError> {
     Ok((records, whole as u64))
 }
 
-fn open(path: &Path) -> Result<File, StoreError> {
-    let file = OpenOptions::new()
-        .create(true)
-        .truncate(false)
-        .read(true)
-        .write(true)
-        .open(path)
-        .map_err(|error| failed(path, &error))?;
-    match file.try_lock() {
-        Ok(()) => Ok(file),
-        Err(fs::TryLockError::WouldBlock) => Err(StoreError::Busy { path: path.into() }),
-        Err(fs::TryLockError::Error(error)) => Err(failed(path, &error)),
+/// Makes a run's folder. It is filled under another name, so that nobody ever finds half of one.
+fn make(
+    base: &Path,
+    config_hash: &str,
+    suffix: &str,
+    config: &str,
+    environment: &serde_json::Value,
+) -> Result<PathBuf, StoreError> {
+    let unfinished = base.join(format!(".{config_hash}-{}", std::process::id()));
+    fs::create_dir_all(&unfinished).map_err(|error| failed(&unfinished, &error))?;
+    let environment = serde_json::to_string_pretty(environment).expect("the environment is plain data");
+    for (file, text) in [("config.toml", config), ("env.json", &environment)] {
+        let path = unfinished.join(file);
+        fs::write(&path, text).map_err(|error| failed(&path, &error))?;
     }
+    loop {
+        let seconds = humantime::format_rfc3339_seconds(std::time::SystemTime::now()).to_string();
+        let time: String = seconds.chars().filter(|c| !matches!(c, '-' | ':')).collect();
+        let folder = base.join(format!("{time}-{config_hash}-{}{suffix}", super::environment::revision()));
+        match fs::rename(&unfinished, &folder) {
+            Ok(()) => return Ok(folder),
+            // Another run of the same configuration has this second.
+            Err(error) if matches!(error.kind(), ErrorKind::AlreadyExists | ErrorKind::DirectoryNotEmpty) => {
+                sleep(Duration::from_millis(100));
+            }
+            Err(error) => return Err(failed(&folder, &error)),
+        }
+    }
+}
+
+/// The folder of the latest run of this configuration and revision.
+fn latest(base: &Path, config_hash: &str, suffix: &str) -> Option<PathBuf> {
+    let wanted = format!("-{config_hash}-{}{suffix}", super::environment::revision());
+    let folders = fs::read_dir(base).ok()?.flatten().map(|entry| entry.path());
+    folders.filter(|path| name(path).ends_with(&wanted)).max()
+}
+
+fn name(path: &Path) -> String {
+    path.file_name().map(|name| name.to_string_lossy().to_string()).unwrap_or_default()
+}
+
+/// Opens a file to which no other process may write.
+fn alone(path: &Path) -> Result<File, StoreError> {
+    let file = open(path)?;
+    let lock = file.try_lock();
+    locked(path, lock).map(|()| file)
+}
+
+fn open(path: &Path) -> Result<File, StoreError> {
+    let file = OpenOptions::new().create(true).truncate(false).read(true).write(true).open(path);
+    file.map_err(|error| failed(path, &error))
+}
+
+fn locked(path: &Path, lock: Result<(), TryLockError>) -> Result<(), StoreError> {
+    lock.map_err(|error| match error {
+        TryLockError::WouldBlock => StoreError::Busy { path: path.into() },
+        TryLockError::Error(error) => StoreError::Locks { path: path.into(), reason: error.to_string() },
+    })
 }
 
 fn failed(path: &Path, error: &std::io::Error) -> StoreError {

@@ -323,13 +323,13 @@ pub fn largest(row: &[f32]) -> f32 {
 #[cfg(test)]
 pub fn there_and_back(format: &str, row: &[f32]) -> Vec<f32> {
     use super::{RowFormat, with_codec};
-    use crate::device::simd::{Isa, Task};
+    use crate::device::simd::{Isa, SimdOp};
     use crate::tensor::RowCode;
 
     /// Reads a row `N` vectors at a time.
     struct Load<'a, R, const N: usize>(R, &'a [u8], &'a mut [f32]);
 
-    impl<R: RowReader, const N: usize> Task for Load<'_, R, N> {
+    impl<R: RowReader, const N: usize> SimdOp for Load<'_, R, N> {
         type Output = ();
 
         #[inline(always)]

@@ -35,6 +35,7 @@ pub use kv::KvFormat;
 use crate::device::simd::reader::{Plain, RowReader};
 use crate::named::{Named, NamedError, Parameter};
 use crate::tensor::{Coded, DType, RowCode, Rows};
+use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
 
@@ -80,7 +81,8 @@ pub(crate) trait RowCodec: RowReader {
 macro_rules! formats {
     ($($(#[$about:meta])* $variant:ident($codec:ty)),+ $(,)?) => {
         /// How rows are kept: one of the registered formats, with its parameters.
-        #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+        #[serde(into = "String", try_from = "String")]
         pub enum RowFormat {
             $($(#[$about])* $variant($codec)),+
         }
@@ -289,17 +291,31 @@ impl FromStr for RowFormat {
     }
 }
 
+impl From<RowFormat> for String {
+    fn from(format: RowFormat) -> String {
+        format.to_string()
+    }
+}
+
+impl TryFrom<String> for RowFormat {
+    type Error = NamedError;
+
+    fn try_from(text: String) -> Result<Self, NamedError> {
+        text.parse()
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::example::E5m2;
     use super::*;
     use crate::device::Cpu;
-    use crate::device::simd::{Simd, Task};
+    use crate::device::simd::{Simd, SimdOp};
 
     /// Reads all elements of a row by vectors, the last in part.
     struct Load<'a>(&'a [u8], &'a mut [f32]);
 
-    impl Task for Load<'_> {
+    impl SimdOp for Load<'_> {
         type Output = ();
 
         #[inline(always)]

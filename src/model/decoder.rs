@@ -12,12 +12,12 @@ mod remember;
 
 use super::padded::PaddedRows;
 use super::weights::embed;
-use super::{Model, ModelError, linear, rope};
+use super::{Config, Model, ModelError, linear, rope};
 use crate::cache::{CacheShape, Column, PAGE_TOKENS, PagedCache};
 use crate::device::Cpu;
 use crate::format::KvFormat;
 use crate::memories::Memory;
-use crate::memory::{Arena, ArenaError, Buffer, Label};
+use crate::memory::{Arena, ArenaError, Buffer, Label, LabelBytes};
 use crate::model::evictor::{Eviction, Evictor, QueryRecorder};
 use crate::model::hook::Hook;
 use crate::model::norm::Norm;
@@ -117,14 +117,15 @@ impl Buffers {
         })
     }
 
-    fn bytes(model: &Model, setup: &Setup<'_>, threads: usize) -> u64 {
-        let (config, rows) = (&model.config, setup.rows());
+    fn bytes(config: &Config, setup: &Setup<'_>, threads: usize) -> [(Label, u64); 2] {
+        let rows = setup.rows();
         let plain = rows
             * (2 * config.hidden + config.q_width() + 2 * config.kv_width() + config.ffn + config.head_dim)
-            + setup.logit_rows() * config.vocab
-            + linear::scratch(rows, threads);
+            + setup.logit_rows() * config.vocab;
         let sheets = [config.hidden, config.q_width(), config.ffn];
-        4 * plain as u64 + sheets.map(|width| PaddedRows::bytes(rows, width)).iter().sum::<u64>()
+        let sheets: u64 = sheets.map(|width| PaddedRows::bytes(rows, width)).iter().sum();
+        let scratch = linear::scratch(rows, threads);
+        [(Label::Activations, 4 * plain as u64 + sheets), (Label::Workspace, 4 * scratch as u64)]
     }
 }
 
@@ -188,7 +189,7 @@ impl<'a> Decoder<'a> {
             setup,
             cpu,
             arena,
-            cache: PagedCache::new(arena, cache_shape(model, &setup, memory.is_some()))?,
+            cache: PagedCache::new(arena, cache_shape(&model.config, &setup, memory.is_some()))?,
             memory,
             seen: vec![0; setup.batch],
             buffers: Buffers::allocate(model, &setup, arena, cpu.threads())?,
@@ -368,11 +369,11 @@ impl<'a> Decoder<'a> {
 }
 
 /// The cache of a model; without a single page where it has a memory in its place.
-fn cache_shape(model: &Model, setup: &Setup<'_>, memory: bool) -> CacheShape {
+fn cache_shape(config: &Config, setup: &Setup<'_>, memory: bool) -> CacheShape {
     CacheShape {
-        batch: model.config.layers * setup.batch,
-        kv_heads: model.config.kv_heads,
-        head_dim: model.config.head_dim,
+        batch: config.layers * setup.batch,
+        kv_heads: config.kv_heads,
+        head_dim: config.head_dim,
         format: setup.kv_format,
         max_tokens: if memory { 0 } else { setup.max_tokens },
         page_tokens: PAGE_TOKENS,
@@ -406,26 +407,68 @@ pub fn bytes_of_calls(
     steps: usize,
     threads: usize,
 ) -> Result<u64, NamedError> {
-    let (shape, config) = (cache_shape(model, setup, false), &model.config);
-    let cache = |held: &[usize]| {
-        let lists = held.iter().flat_map(|&len| std::iter::repeat_n(len, config.layers * config.kv_heads));
-        shape.bytes(lists, 0).values().sum::<u64>()
-    };
+    let moments = moments(&model.config, model.weights.bytes(), setup, calls, steps, threads)?;
+    Ok(moments.iter().map(|moment| moment.values().sum()).max().unwrap_or(0))
+}
+
+/// As [`bytes()`] of a model that nobody has opened, by what its weights take; and the most of each label. Their moments
+/// differ, so these need not add up to the peak.
+///
+/// # Errors
+/// As [`bytes()`].
+pub fn bytes_unopened(
+    config: &Config,
+    weights_bytes: u64,
+    setup: &Setup<'_>,
+    lens: &[usize],
+    steps: usize,
+    threads: usize,
+) -> Result<(u64, LabelBytes), NamedError> {
+    let (mut peak, mut most) = (0, LabelBytes::new());
+    for moment in moments(config, weights_bytes, setup, &[lens], steps, threads)? {
+        peak = moment.values().sum::<u64>().max(peak);
+        for (label, bytes) in moment {
+            let held = most.entry(label).or_default();
+            *held = bytes.max(*held);
+        }
+    }
+    Ok((peak, most))
+}
+
+/// What is held when the cache is empty, after each chunk of each call, and after the last step.
+fn moments(
+    config: &Config,
+    weights_bytes: u64,
+    setup: &Setup<'_>,
+    calls: &[&[usize]],
+    steps: usize,
+    threads: usize,
+) -> Result<Vec<LabelBytes>, NamedError> {
+    let shape = cache_shape(config, setup, false);
+    let always = [(Label::Weights, weights_bytes)].into_iter().chain(Buffers::bytes(config, setup, threads));
+    let always: Vec<(Label, u64)> = always.collect();
     let attend = Attend::new(setup)?;
-    let attend = |counts: &[usize]| attend.most_bytes(config, setup, counts, threads);
+    let moment = |held: &[usize], counts: &[usize]| {
+        let lists = held.iter().flat_map(|&len| std::iter::repeat_n(len, config.layers * config.kv_heads));
+        let mut bytes = shape.bytes(lists, 0);
+        for &(label, more) in always.iter().chain(&attend.most_bytes(config, setup, counts, threads)) {
+            *bytes.entry(label).or_default() += more;
+        }
+        bytes
+    };
     let mut held = vec![0; setup.batch];
-    let mut most = cache(&held);
+    let mut moments = vec![moment(&held, &[])];
     for lens in calls {
         let longest = lens.iter().copied().max().unwrap_or(0);
         for start in (0..longest).step_by(setup.chunk_tokens) {
             let counts: Vec<usize> = lens.iter().map(|len| len.saturating_sub(start).min(setup.chunk_tokens)).collect();
             held.iter_mut().zip(&counts).for_each(|(held, count)| *held += count);
-            most = most.max(cache(&held) + attend(&counts));
+            moments.push(moment(&held, &counts));
         }
     }
     if steps > 0 {
         held.iter_mut().for_each(|held| *held += steps);
-        most = most.max(cache(&held) + attend(&vec![1; held.len()]));
+        moments.push(moment(&held, &vec![1; held.len()]));
     }
-    Ok(model.weights.bytes() + Buffers::bytes(model, setup, threads) + most)
+    Ok(moments)
 }

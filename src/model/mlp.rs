@@ -4,7 +4,7 @@ use super::config::Activation;
 use super::norm::SERIAL;
 use crate::device::Cpu;
 use crate::device::simd::math::{exp2, tanh};
-use crate::device::simd::{Isa, Simd, Task};
+use crate::device::simd::{Isa, Simd, SimdOp};
 use rayon::prelude::*;
 
 /// One row.
@@ -14,7 +14,7 @@ struct Row<'a> {
     up: &'a [f32],
 }
 
-impl Task for Row<'_> {
+impl SimdOp for Row<'_> {
     type Output = ();
 
     #[inline(always)]

@@ -1,14 +1,15 @@
 //! A model on every card: does it fit, how long a context, how large a batch; fine-tuned or only run; with layers on the host.
 
 use super::PlanError;
-use super::presets::{GPUS, weight_format};
+use super::presets::{GPUS, WEIGHT_FORMATS, weight_format};
 use super::roofline::REACHED;
 use super::scenario::{DEFAULT_OVERHEAD, Memory, Scenario};
 use super::train::{OPTIMIZERS, Offload, Recompute, Training, adapter_bytes};
+use super::weights::WeightFormat;
 use serde::Serialize;
 
-/// Weight formats of the table.
-pub const FORMATS: [&str; 3] = ["bf16", "fp8", "q4_k_m"];
+/// Bytes per second that a good disk gives: NVMe over four lanes of PCIe 4.
+const DISK_BYTES_PER_S: f64 = 5e9;
 
 /// Rank of adapters in the table.
 pub const RANK: u64 = 16;
@@ -33,7 +34,7 @@ pub struct Card {
     pub gpu: &'static str,
     /// What its driver reports.
     pub available_bytes: u64,
-    /// In each of [`FORMATS`].
+    /// In each of [`WEIGHT_FORMATS`].
     pub formats: Vec<Fit>,
     /// Adapters over bf16 weights, a sequence of the context, everything recomputed.
     pub lora_fits: bool,
@@ -47,6 +48,10 @@ pub struct Card {
     pub offload_tokens_per_s: Option<f64>,
     /// How much slower that is than if the card had room.
     pub offload_factor: Option<f64>,
+    /// Bytes that then come over the link for each token.
+    pub offload_bytes: Option<u64>,
+    /// Tokens per second where they come from a disk.
+    pub disk_tokens_per_s: Option<f64>,
 }
 
 /// Bytes of fine-tuning one sequence: `[adapters over bf16, adapters over nf4, all parameters]`.
@@ -84,19 +89,13 @@ pub fn cards(scenario: &Scenario<'_>) -> Result<Vec<Card>, PlanError> {
     gpus.sort_by_key(|gpu| gpu.mib);
     gpus.into_iter()
         .map(|gpu| {
-            let on = |format: &'static str| {
-                Ok::<_, PlanError>(Scenario {
-                    memory: Memory::Gpu(gpu),
-                    weights: Some(weight_format(format)?),
-                    ..scenario.clone()
-                })
-            };
-            let fit = |format| {
-                let on = on(format)?;
+            let on = |format| Scenario { memory: Memory::Gpu(gpu), weights: Some(format), ..scenario.clone() };
+            let fit = |format: &'static WeightFormat| {
+                let on = on(format);
                 let (max_context_tokens, max_batch) = (on.max_context()?, on.max_batch()?);
-                Ok(Fit { weights: format, fits: on.fits(on.context)?, max_context_tokens, max_batch })
+                Ok(Fit { weights: &format.name, fits: on.fits(on.context)?, max_context_tokens, max_batch })
             };
-            let whole = on("bf16")?;
+            let whole = on(weight_format("bf16")?);
             let with = |offload| Scenario { offload, ..whole.clone() };
             let layers = scenario.subject.layers as u64;
             let mut offload_layers = None;
@@ -111,13 +110,18 @@ pub fn cards(scenario: &Scenario<'_>) -> Result<Vec<Card>, PlanError> {
             Ok(Card {
                 gpu: &gpu.name,
                 available_bytes: gpu.bytes(),
-                formats: FORMATS.into_iter().map(fit).collect::<Result<_, PlanError>>()?,
+                formats: WEIGHT_FORMATS.iter().map(fit).collect::<Result<_, PlanError>>()?,
                 lora_fits: tuned[0] <= gpu.bytes(),
                 qlora_fits: tuned[1] <= gpu.bytes(),
                 full_fits: tuned[2] <= gpu.bytes(),
                 offload_layers,
                 offload_tokens_per_s: slow.map(|seconds| scenario.batch as f64 / seconds),
                 offload_factor: fast.zip(slow).map(|(fast, slow)| slow / fast),
+                offload_bytes: offload_layers.map(|offload| with(offload).offloaded_bytes() as u64),
+                disk_tokens_per_s: slow.zip(offload_layers).map(|(slow, offload)| {
+                    let bytes = with(offload).offloaded_bytes() as f64;
+                    scenario.batch as f64 / (slow + bytes / DISK_BYTES_PER_S - bytes / gpu.link_bytes_per_s())
+                }),
             })
         })
         .collect()

@@ -56,6 +56,7 @@ fn on<'a>(subject: &'a Subject, card: &str, context: u64) -> Scenario<'a> {
         memory: Memory::Gpu(gpu(card).expect("a card")),
         overhead_bytes: DEFAULT_OVERHEAD,
         batch: 1,
+        concurrency: 1,
         context,
         output: 0,
         chunk: None,

@@ -1,12 +1,12 @@
-//! Levers: what could be changed, what each gains in context, and what it costs in drift and time.
+//! Levers: what could be changed, what each gains in context, and what it costs in accuracy and time.
 //!
 //! A lever's price adds up what it spends: the logarithm of how much longer a request takes (prompt and 256 more tokens, by
-//! the roofline), four times its drift, 1 where its drift was never measured, 2 for each doubling of cards, and 0.01 for
+//! the roofline), ten times its KL divergence, 1 where that was never measured, 2 for each doubling of cards, and 0.01 for
 //! being a change at all. Levers are ranked by gained context (log2 of the factor) per price. A search over one lever of
 //! each kind finds the set of least price that fits a context.
 
 use super::PlanError;
-use super::presets::{DRIFTS, MODELS, WEIGHT_FORMATS};
+use super::presets::{LOSSES, MODELS, Measured, WEIGHT_FORMATS};
 use super::roofline::REACHED;
 use super::scenario::{Allocation, Attention, Eviction, Logits, Scenario};
 use super::search::MOST;
@@ -16,14 +16,14 @@ use serde::Serialize;
 
 /// What a lever does to results.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-#[serde(tag = "drift", rename_all = "kebab-case")]
-pub enum Drift {
+#[serde(tag = "loss", rename_all = "kebab-case")]
+pub enum Loss {
     /// Nothing beyond rounding.
     None,
-    /// Relative L2 error of attention's output in a record.
+    /// KL divergence of a real model's next token from that with its full cache, in a record.
     Measured {
-        /// The error.
-        rel_l2: f64,
+        /// Nats for each token.
+        kl_nats: f64,
         /// The experiment in `results/reference/`.
         experiment: &'static str,
     },
@@ -38,7 +38,7 @@ pub struct Lever<'a> {
     /// At most one of a kind is used.
     kind: &'static str,
     /// What it does to results.
-    pub drift: Drift,
+    pub loss: Loss,
     /// Doublings of cards.
     doublings: f64,
     /// The changed scenario, of this scenario.
@@ -58,7 +58,7 @@ pub struct Ranked {
     pub time_factor: Option<f64>,
     /// What it does to results.
     #[serde(flatten)]
-    pub drift: Drift,
+    pub loss: Loss,
     /// What it costs.
     pub price: f64,
     /// Gained context per price.
@@ -70,18 +70,35 @@ const REQUEST_TOKENS: u64 = 256;
 
 /// Policies that are offered, with their budgets: the records' best that evict while the prompt is read, and after it.
 const POLICIES: [(&str, &str); 6] = [
-    ("keydiff+chunks:tokens=1024", "0.125"),
-    ("snapkv+chunks:tokens=1024", "0.125"),
-    ("h2o+chunks:tokens=1024", "0.125"),
-    ("expected-attention", "0.25"),
+    ("snapkv+chunks:tokens=512", "0.25"),
+    ("snapkv+chunks:tokens=512", "0.125"),
+    ("h2o+chunks:tokens=512", "0.25"),
     ("snapkv", "0.25"),
+    ("h2o", "0.25"),
     ("streaming-llm", "0.25"),
 ];
 
-/// The records' drift of a policy at a budget.
-pub fn drift(policy: &str, budget: &str) -> Drift {
-    let found = DRIFTS.iter().find(|drift| drift.policy == policy && drift.budget == budget);
-    found.map_or(Drift::NotMeasured, |found| Drift::Measured { rel_l2: found.rel_l2, experiment: &found.experiment })
+/// Formats of keys and values that are offered.
+const KV_FORMATS: [&str; 5] = ["q8_0", "int8", "fp8-e4m3", "k=q8_0,v=q4_0", "q4_0"];
+
+/// What the records say of a policy at a budget.
+pub fn of_policy(policy: &str, budget: &str) -> Loss {
+    measured(|cell| cell.policy.as_deref() == Some(policy) && cell.budget.as_deref() == Some(budget))
+}
+
+/// What the records say of keys and values in a format.
+pub fn of_kv_format(format: &str) -> Loss {
+    measured(|cell| cell.kv_format.as_deref() == Some(format))
+}
+
+/// What the records say of weights in a format.
+pub fn of_weights(format: &str) -> Loss {
+    measured(|cell| cell.weights.as_deref() == Some(format))
+}
+
+fn measured(is_it: impl Fn(&Measured) -> bool) -> Loss {
+    let found = LOSSES.iter().find(|cell| is_it(cell));
+    found.map_or(Loss::NotMeasured, |found| Loss::Measured { kl_nats: found.kl_nats, experiment: &found.experiment })
 }
 
 /// Presets of the same extents with fewer KV heads than a model that has as many as query heads.
@@ -104,27 +121,27 @@ pub fn siblings(subject: &Subject) -> Vec<Subject> {
 /// When a policy cannot be built, which the tests hold.
 pub fn levers<'a>(scenario: &Scenario<'a>, siblings: &'a [Subject]) -> Result<Vec<Lever<'a>>, PlanError> {
     let mut levers: Vec<Lever<'a>> = Vec::new();
-    let mut add = |kind, name: String, drift, change: Box<dyn Fn(&mut Scenario<'a>) + 'a>| {
-        levers.push(Lever { name, kind, drift, doublings: 0.0, change });
+    let mut add = |kind, name: String, loss, change: Box<dyn Fn(&mut Scenario<'a>) + 'a>| {
+        levers.push(Lever { name, kind, loss, doublings: 0.0, change });
     };
     if scenario.attention != Attention::Tiled {
         let change = |scenario: &mut Scenario<'a>| scenario.attention = Attention::Tiled;
-        add("attention", "tiled attention".into(), Drift::None, Box::new(change));
+        add("attention", "tiled attention".into(), Loss::None, Box::new(change));
     }
     for chunk in [2048, 512].into_iter().filter(|&chunk| chunk < scenario.pass_tokens(scenario.context)) {
         let change = move |scenario: &mut Scenario<'a>| scenario.chunk = Some(chunk);
-        add("chunk", format!("prefill in chunks of {chunk}"), Drift::None, Box::new(change));
+        add("chunk", format!("prefill in chunks of {chunk}"), Loss::None, Box::new(change));
     }
     if scenario.logits == Logits::All {
         let change = |scenario: &mut Scenario<'a>| scenario.logits = Logits::Last;
-        add("logits", "logits of the last token only".into(), Drift::None, Box::new(change));
+        add("logits", "logits of the last token only".into(), Loss::None, Box::new(change));
     }
-    for format in ["int8", "fp8", "q4_0"] {
+    for format in KV_FORMATS {
         let kv = format.parse()?;
         let smaller = Scenario { kv, ..scenario.clone() };
         if smaller.kv.check(&smaller.subject.groups).is_ok() && smaller.kv_token_bytes() < scenario.kv_token_bytes() {
             let change = move |scenario: &mut Scenario<'a>| scenario.kv = kv;
-            add("kv", format!("keys and values in {format}"), Drift::NotMeasured, Box::new(change));
+            add("kv", format!("keys and values in {format}"), of_kv_format(format), Box::new(change));
         }
     }
     if scenario.eviction.is_none() {
@@ -137,12 +154,12 @@ pub fn levers<'a>(scenario: &Scenario<'a>, siblings: &'a [Subject]) -> Result<Ve
                 selects: false,
             };
             let change = move |scenario: &mut Scenario<'a>| scenario.eviction = Some(eviction.clone());
-            add("eviction", format!("{policy}, {budget} kept"), drift(policy, budget), Box::new(change));
+            add("eviction", format!("{policy}, {budget} kept"), of_policy(policy, budget), Box::new(change));
         }
     }
     if let Allocation::Reserved(_) = scenario.allocation {
         let change = |scenario: &mut Scenario<'a>| scenario.allocation = Allocation::Paged(16);
-        add("allocation", "pages of 16 tokens".into(), Drift::None, Box::new(change));
+        add("allocation", "pages of 16 tokens".into(), Loss::None, Box::new(change));
     }
     let held = scenario.subject.weight_bytes(scenario.weights).total();
     for format in
@@ -150,33 +167,38 @@ pub fn levers<'a>(scenario: &Scenario<'a>, siblings: &'a [Subject]) -> Result<Ve
     {
         if scenario.subject.weight_bytes(Some(format)).total() < held {
             let change = move |scenario: &mut Scenario<'a>| scenario.weights = Some(format);
-            add("weights", format!("weights in {}", format.name), Drift::NotMeasured, Box::new(change));
+            add("weights", format!("weights in {}", format.name), of_weights(&format.name), Box::new(change));
         }
     }
     if scenario.batch > 1 {
         let half = scenario.batch / 2;
         let change = move |scenario: &mut Scenario<'a>| scenario.batch = half;
-        add("batch", format!("batch of {half}"), Drift::None, Box::new(change));
+        add("batch", format!("batch of {half}"), Loss::None, Box::new(change));
+    }
+    if scenario.concurrency > scenario.batch {
+        let half = (scenario.concurrency / 2).max(scenario.batch);
+        let change = move |scenario: &mut Scenario<'a>| scenario.concurrency = half;
+        add("concurrency", format!("{half} sequences held at once"), Loss::None, Box::new(change));
     }
     let layers = scenario.subject.layers as u64;
     for part in [layers / 4, layers / 2, layers].into_iter().filter(|&part| part > scenario.offload) {
         let change = move |scenario: &mut Scenario<'a>| scenario.offload = part;
-        add("offload", format!("{part} of {layers} layers on the host"), Drift::None, Box::new(change));
+        add("offload", format!("{part} of {layers} layers on the host"), Loss::None, Box::new(change));
     }
     for sibling in siblings {
         let change = move |scenario: &mut Scenario<'a>| scenario.subject = sibling;
-        add("sibling", format!("{} in its place (GQA)", sibling.name), Drift::NotMeasured, Box::new(change));
+        add("sibling", format!("{} in its place (GQA)", sibling.name), Loss::NotMeasured, Box::new(change));
     }
     for doublings in 1..=3u32 {
         let cards = scenario.tensor_parallel << doublings;
         if cards <= scenario.subject.heads as u64 {
             let change = move |scenario: &mut Scenario<'a>| scenario.tensor_parallel = cards;
-            add("cards", format!("{cards} cards that share each layer"), Drift::None, Box::new(change));
+            add("cards", format!("{cards} cards that share each layer"), Loss::None, Box::new(change));
         }
         let cards = scenario.pipeline << doublings;
         if cards <= layers && doublings == 1 {
             let change = move |scenario: &mut Scenario<'a>| scenario.pipeline = cards;
-            add("cards", format!("{cards} cards that share the layers"), Drift::None, Box::new(change));
+            add("cards", format!("{cards} cards that share the layers"), Loss::None, Box::new(change));
         }
     }
     for lever in levers.iter_mut().filter(|lever| lever.kind == "cards") {
@@ -203,12 +225,12 @@ impl<'a> Lever<'a> {
 
     /// What it costs.
     fn price(&self, time_factor: Option<f64>) -> f64 {
-        let drift = match self.drift {
-            Drift::None => 0.0,
-            Drift::Measured { rel_l2, .. } => 4.0 * rel_l2,
-            Drift::NotMeasured => 1.0,
+        let loss = match self.loss {
+            Loss::None => 0.0,
+            Loss::Measured { kl_nats, .. } => 10.0 * kl_nats,
+            Loss::NotMeasured => 1.0,
         };
-        0.01 + drift + 2.0 * self.doublings + time_factor.map_or(0.0, |factor| factor.ln().max(0.0))
+        0.01 + loss + 2.0 * self.doublings + time_factor.map_or(0.0, |factor| factor.ln().max(0.0))
     }
 }
 
@@ -234,13 +256,37 @@ pub fn rank<'a>(scenario: &Scenario<'a>, siblings: &'a [Subject]) -> Result<Vec<
             max_context_tokens,
             peak_bytes: u64::try_from(peak_bytes).unwrap_or(u64::MAX),
             time_factor,
-            drift: lever.drift.clone(),
+            loss: lever.loss.clone(),
             price,
             gain_per_price: gained.log2() / price,
         });
     }
     ranked.sort_by(|a, b| b.gain_per_price.total_cmp(&a.gain_per_price).then(a.peak_bytes.cmp(&b.peak_bytes)));
     Ok(ranked)
+}
+
+/// Levers one on top of the other, each the one that then gains most context for its price and none of a kind twice: what is
+/// pulled, and the largest context that fits with it and all before it.
+///
+/// # Errors
+/// When the budget leaves no token.
+pub fn together<'a>(scenario: &Scenario<'a>, siblings: &'a [Subject]) -> Result<Vec<(String, u64)>, PlanError> {
+    let (mut scenario, mut used, mut steps) = (scenario.clone(), Vec::new(), Vec::new());
+    loop {
+        let before = scenario.max_context()?.unwrap_or(0);
+        let mut best: Option<(f64, u64, Lever<'a>)> = None;
+        for lever in levers(&scenario, siblings)?.into_iter().filter(|lever| !used.contains(&lever.kind)) {
+            let after = lever.pulled(&scenario).max_context()?.unwrap_or(0);
+            let gain = (after as f64 / before.max(1) as f64).log2() / lever.price(lever.time_factor(&scenario)?);
+            if after > before && best.as_ref().is_none_or(|(most, ..)| gain > *most) {
+                best = Some((gain, after, lever));
+            }
+        }
+        let Some((_, after, lever)) = best else { return Ok(steps) };
+        steps.push((lever.name.clone(), after));
+        used.push(lever.kind);
+        scenario = lever.pulled(&scenario);
+    }
 }
 
 /// The set of levers of least price with which a context fits.
@@ -251,7 +297,7 @@ pub struct Remedy {
     /// The levers; none where it fits as it is.
     pub levers: Vec<String>,
     /// What they do to results.
-    pub drifts: Vec<Drift>,
+    pub losses: Vec<Loss>,
     /// Their prices, added up.
     pub price: f64,
     /// Peak at the target.
@@ -283,7 +329,7 @@ pub fn remedy<'a>(scenario: &Scenario<'a>, target: u64, siblings: &'a [Subject])
     Ok(Some(Remedy {
         target_context_tokens: start.context,
         levers: used.iter().map(|lever| lever.name.clone()).collect(),
-        drifts: used.iter().map(|lever| lever.drift.clone()).collect(),
+        losses: used.iter().map(|lever| lever.loss.clone()).collect(),
         price,
         peak_bytes: u64::try_from(changed.peak(start.context)?.1.total()).unwrap_or(u64::MAX),
         max_context_tokens: changed.max_context()?,

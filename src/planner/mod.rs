@@ -12,6 +12,7 @@ pub mod cards;
 pub mod claims;
 pub mod kv;
 pub mod levers;
+pub mod measure;
 mod own;
 pub mod presets;
 pub mod published;

@@ -1,39 +1,101 @@
 //! What kvsieve itself takes to run a scenario's model on a CPU: the sizes that its own code allocates, to the byte.
 //!
 //! The other terms of a plan are formulas for engines on GPUs. These are no formulas beside the code but the code's own:
-//! the workspace of the kernel, the pages of the cache, the buffers of the decoder ([`crate::model::bytes`]).
+//! the workspace of the kernel, the pages of the cache, the buffers of the decoder ([`crate::model::bytes_unopened`]).
 
 use super::PlanError;
-use super::scenario::{Attention, Scenario};
+use super::kv::KvStore;
+use super::scenario::{Attention, Logits, Scenario};
 use super::source::Source;
-use crate::memory::Arena;
-use crate::model::{Model, Setup, bytes};
+use crate::format::RowFormat;
+use crate::memory::LabelBytes;
+use crate::model::{Config, Setup, bytes_unopened, gguf_tensors, tensor_files};
+use crate::tensor::DType;
+use crate::tensor::file::{Entry, TensorFile, read_as};
+use std::path::Path;
+
+/// A scenario that kvsieve can run.
+pub(super) struct Own<'a> {
+    /// The model's files.
+    pub folder: &'a Path,
+    /// How its matrices are kept, where that is not as in the files.
+    pub format: Option<RowFormat>,
+    scenario: &'a Scenario<'a>,
+}
+
+impl<'a> Own<'a> {
+    /// `None` where the model has no files, or the scenario asks for what kvsieve does not run: other formats than it has,
+    /// eviction, several cards, prompts that are read while others wait.
+    pub fn of(scenario: &'a Scenario<'a>) -> Option<Self> {
+        let Source::Tensors(folder) = &scenario.subject.source else { return None };
+        let elsewhere = scenario.tensor_parallel * scenario.pipeline > 1 || scenario.offload > 0;
+        let waiting = scenario.held() > scenario.batch;
+        let format = scenario.weights.map(|format| format.name.parse()).transpose().ok()?;
+        let runs = matches!(scenario.kv, KvStore::Own(_)) && !elsewhere && !waiting && scenario.eviction.is_none();
+        runs.then_some(Own { folder, format, scenario })
+    }
+
+    /// How a model is run whose plain matrices are `dtype`.
+    pub fn setup(&self, dtype: DType) -> Setup<'static> {
+        let scenario = self.scenario;
+        let KvStore::Own(kv_format) = scenario.kv else { unreachable!("checked when made") };
+        Setup {
+            kernel: if scenario.attention == Attention::Tiled { "tiled" } else { "naive" },
+            batch: scenario.batch as usize,
+            max_tokens: (scenario.context + scenario.output) as usize,
+            chunk_tokens: scenario.pass_tokens(scenario.context) as usize,
+            all_logits: scenario.logits == Logits::All,
+            dtype,
+            kv_format,
+            columns: &[],
+        }
+    }
+
+    /// Name, shape and format of each tensor; `None` where one is of a type that kvsieve does not run.
+    fn tensors(&self) -> Option<Vec<(String, Vec<usize>, RowFormat)>> {
+        if self.folder.is_dir() {
+            let files = tensor_files(self.folder).ok()?;
+            let entries = files.iter().map(TensorFile::entries).collect::<Result<Vec<_>, _>>().ok()?;
+            let tensor = |entry: Entry| Some((entry.name, entry.shape, RowFormat::plain(read_as(entry.dtype)?)));
+            return entries.into_iter().flatten().map(tensor).collect();
+        }
+        let (_, tensors) = gguf_tensors(self.folder).ok()?;
+        tensors.into_iter().map(|tensor| Some((tensor.name.clone(), tensor.shape.clone(), tensor.format()?))).collect()
+    }
+
+    /// Bytes of weights once they are loaded, matrices as in the files or in the format and vectors in f32; and the element type
+    /// of the embedding, f32 where it is quantised.
+    pub fn weights(&self) -> Option<(u64, DType)> {
+        let tensors = self.tensors()?;
+        let bytes = |(_, shape, format): &(String, Vec<usize>, RowFormat)| match shape[..] {
+            [rows, width] => rows * self.format.unwrap_or(*format).row_bytes(width),
+            _ => 4 * shape.iter().product::<usize>(),
+        };
+        let is_embedding = |name: &str| name.ends_with("embed_tokens.weight") || name == "token_embd.weight";
+        let (.., format) = tensors.iter().find(|(name, ..)| is_embedding(name))?;
+        Some((tensors.iter().map(bytes).sum::<usize>() as u64, format.dtype().unwrap_or(DType::F32)))
+    }
+
+    /// Most bytes of its arena, all together and by label, with nothing but headers read; `None` where kvsieve cannot run it.
+    ///
+    /// # Errors
+    /// When there is no such kernel, which the tests hold.
+    pub fn bytes(&self, threads: usize) -> Result<Option<(u64, LabelBytes)>, PlanError> {
+        let Some(((weights, dtype), config)) = self.weights().zip(Config::read(self.folder).ok()) else {
+            return Ok(None);
+        };
+        let (setup, scenario) = (self.setup(dtype), self.scenario);
+        let prompts = vec![scenario.context as usize; setup.batch];
+        Ok(Some(bytes_unopened(&config, weights, &setup, &prompts, scenario.output as usize, threads)?))
+    }
+}
 
 /// Peak of the arena when kvsieve reads the prompts and decodes the outputs of a scenario on `threads` threads; `None` where
-/// the model is none that kvsieve can run, or the scenario asks for what kvsieve does not run: other formats than it has,
-/// eviction, several cards.
+/// it cannot.
 ///
 /// # Errors
 /// When there is no such kernel, which the tests hold.
 pub fn own_peak_bytes(scenario: &Scenario<'_>, threads: usize) -> Result<Option<u64>, PlanError> {
-    let Source::Tensors(folder) = &scenario.subject.source else { return Ok(None) };
-    let super::kv::KvStore::Own(kv_format) = scenario.kv else { return Ok(None) };
-    let elsewhere = scenario.tensor_parallel * scenario.pipeline > 1 || scenario.offload > 0;
-    if elsewhere || scenario.eviction.is_some() || scenario.weights.is_some() {
-        return Ok(None);
-    }
-    let Ok(model) = Model::open(folder, &Arena::unlimited()) else { return Ok(None) };
-    let dtype = model.weights.dtype();
-    let (prompt, output) = (scenario.context as usize, scenario.output as usize);
-    let setup = Setup {
-        kernel: if scenario.attention == Attention::Tiled { "tiled" } else { "naive" },
-        batch: scenario.batch as usize,
-        max_tokens: prompt + output,
-        chunk_tokens: scenario.pass_tokens(scenario.context) as usize,
-        all_logits: scenario.logits == super::scenario::Logits::All,
-        dtype,
-        kv_format,
-        columns: &[],
-    };
-    Ok(Some(bytes(&model, &setup, &vec![prompt; setup.batch], output, threads)?))
+    let bytes = Own::of(scenario).map(|own| own.bytes(threads)).transpose()?.flatten();
+    Ok(bytes.map(|(peak, _)| peak))
 }

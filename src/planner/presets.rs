@@ -68,23 +68,27 @@ pub static GPUS: LazyLock<Vec<Gpu>> = LazyLock::new(|| table(include_str!("prese
 /// Every weight format.
 pub static WEIGHT_FORMATS: LazyLock<Vec<WeightFormat>> = LazyLock::new(|| table(include_str!("presets/formats.toml")));
 
-/// Drift of policies on the project's own records.
-pub static DRIFTS: LazyLock<Vec<Drift>> = LazyLock::new(|| table(include_str!("presets/drift.toml")));
+/// What policies and formats lose by the project's own records.
+pub static LOSSES: LazyLock<Vec<Measured>> = LazyLock::new(|| table(include_str!("presets/losses.toml")));
 
-/// What a policy did to attention's output, taken from a record of `results/reference/`.
+/// What a policy or a format did to the next token of a real model, taken from a record of `results/reference/`.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Drift {
+pub struct Measured {
     /// The experiment.
     pub experiment: String,
-    /// The policy.
-    pub policy: String,
-    /// The budget, as it was written.
-    pub budget: String,
+    /// The policy, and its budget as it was written.
+    pub policy: Option<String>,
+    /// See `policy`.
+    pub budget: Option<String>,
+    /// Or how keys and values are kept, with a full cache.
+    pub kv_format: Option<String>,
+    /// Or how weights are kept, with a full cache of plain elements.
+    pub weights: Option<String>,
     /// Tokens of the context.
     pub context_tokens: usize,
-    /// Relative L2 error of attention's output.
-    pub rel_l2: f64,
+    /// KL divergence from the full cache, nats for each token.
+    pub kl_nats: f64,
 }
 
 /// The model of a name, in any case.

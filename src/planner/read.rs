@@ -47,6 +47,20 @@ pub fn config(path: &Path) -> Result<Architecture, PlanError> {
     shape(&map, &folder.to_string_lossy()).map_err(wrong)
 }
 
+/// The shape of a model that is written as `LlamaForCausalLM:hidden_size=4096,...`, with the keys of a `config.json`.
+///
+/// # Errors
+/// In words.
+pub fn written(family: &str, keys: &str) -> Result<Architecture, String> {
+    let mut map = Map::from_iter([("architectures".to_string(), json!([family]))]);
+    for part in keys.split(',') {
+        let (key, value) =
+            part.split_once('=').ok_or_else(|| format!("'{part}' is no key=value, as hidden_size=4096"))?;
+        map.insert(key.into(), serde_json::from_str(value).unwrap_or_else(|_| json!(value)));
+    }
+    shape(&map, family)
+}
+
 /// The shape that the keys of a `config.json` describe.
 ///
 /// # Errors

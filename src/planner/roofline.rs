@@ -69,8 +69,8 @@ impl Scenario<'_> {
         let held = self.bytes_at(Phase::Decode, self.context)?.kv as f64 * cards;
         let on_card =
             |tokens| self.read_bytes(tokens) - self.offloaded_bytes().min(self.read_bytes(tokens) as u128) as f64;
-        let decode_bytes = on_card(self.batch) + held;
-        let decode_flops = 2.0 * self.subject.active_parameters as f64 * self.batch as f64;
+        let decode_bytes = on_card(self.held()) + held;
+        let decode_flops = 2.0 * self.subject.active_parameters as f64 * self.held() as f64;
         let decode_s = (decode_bytes / bandwidth).max(decode_flops / operations) + link;
         Ok(Some(Times {
             prefill_s: self.prefill_s(gpu, bandwidth, operations, link),

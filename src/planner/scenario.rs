@@ -119,8 +119,10 @@ pub struct Scenario<'a> {
     pub memory: Memory,
     /// Bytes of the context, libraries and other processes.
     pub overhead_bytes: u64,
-    /// Sequences.
+    /// Sequences whose prompts are read together.
     pub batch: u64,
+    /// Sequences that are held and decoded together; as many as are read, where it is less.
+    pub concurrency: u64,
     /// Tokens that each brings.
     pub context: u64,
     /// Tokens that each is given.
@@ -225,6 +227,11 @@ impl Scenario<'_> {
         [self.chunk, evicting].into_iter().flatten().fold(context, u64::min).max(1)
     }
 
+    /// Sequences that are held and decoded together.
+    pub fn held(&self) -> u64 {
+        self.batch.max(self.concurrency)
+    }
+
     /// Tokens that a list holds of a context once the policy was at work.
     ///
     /// # Errors
@@ -232,7 +239,7 @@ impl Scenario<'_> {
     pub fn retained(&self, context: u64) -> Result<u64, PlanError> {
         let Some(eviction) = self.eviction.as_ref().filter(|eviction| !eviction.selects) else { return Ok(context) };
         let budget = eviction.budget;
-        Ok(budget.tokens(context as usize, self.kv_token_bytes(), self.batch as usize)? as u64)
+        Ok(budget.tokens(context as usize, self.kv_token_bytes(), self.held() as usize)? as u64)
     }
 
     /// Bytes of a token of a sequence in all layers, windows aside.
@@ -259,15 +266,15 @@ impl Scenario<'_> {
             // KV heads are shared out as far as there are any; a compressed row is held by every card.
             let split = self.tensor_parallel.min(group.heads as u64);
             let token =
-                (u128::from(self.kv.token_bytes(group)) * u128::from(self.batch)).div_ceil(u128::from(split) * cards);
+                (u128::from(self.kv.token_bytes(group)) * u128::from(self.held())).div_ceil(u128::from(split) * cards);
             to.kv += token * u128::from(held);
             to.slack += token * u128::from(room - held);
             if let Allocation::Paged(page) = self.allocation {
-                let lists = u128::from(self.batch) * (group.layers * group.heads) as u128;
+                let lists = u128::from(self.held()) * (group.layers * group.heads) as u128;
                 to.metadata += (4 * u128::from(room / page) * lists).div_ceil(cards);
             }
         }
-        to.kv += u128::from(self.subject.state_bytes) * u128::from(self.batch) / cards;
+        to.kv += u128::from(self.subject.state_bytes) * u128::from(self.held()) / cards;
     }
 
     /// Bytes of weights on the fullest card.
@@ -351,7 +358,7 @@ impl Scenario<'_> {
             Phase::Decode => {
                 let held = self.retained(context)? + self.output;
                 self.add_cache(&mut base, held);
-                Ok(self.pass(base, 1, held))
+                Ok(Scenario { batch: self.held(), ..self.clone() }.pass(base, 1, held))
             }
         }
     }
@@ -387,6 +394,7 @@ impl Scenario<'_> {
         const MOST: u64 = 1 << 40;
         let counts: BTreeMap<&'static str, u64> = BTreeMap::from([
             ("--batch", self.batch),
+            ("--concurrency", self.concurrency),
             ("--context", self.context),
             ("--prefill-chunk", self.chunk.unwrap_or(1)),
             ("--tensor-parallel", self.tensor_parallel),

@@ -1,4 +1,4 @@
-//! Where a model comes from: a preset, a `config.json`, a folder, a safetensors file's folder, or a GGUF file.
+//! Where a model comes from: a preset, a `config.json` or its keys, a folder, a safetensors file's folder, or a GGUF file.
 //!
 //! Of files only headers are read: bytes of weights are then those of the tensors, to the byte, and not an estimate.
 
@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 pub enum Source {
     /// The table of presets.
     Preset,
-    /// A `config.json` without tensors.
+    /// A `config.json` without tensors, or its keys as they were written.
     Config(PathBuf),
     /// A folder with tensors, or a GGUF file.
     Tensors(PathBuf),
@@ -78,6 +78,10 @@ impl Subject {
     pub fn find(model: &Path) -> Result<Self, PlanError> {
         if !model.exists() {
             let name = model.to_string_lossy();
+            if let Some((family, keys)) = name.split_once(':') {
+                let wrong = |reason| PlanError::File { path: model.into(), reason };
+                return Self::new(read::written(family, keys).map_err(wrong)?, Source::Config(model.into()), None);
+            }
             if name.contains('/') || name.ends_with(".json") || name.ends_with(".gguf") {
                 return Err(PlanError::File { path: model.into(), reason: "there is no such file or folder".into() });
             }

@@ -167,13 +167,14 @@ impl Scenario<'_> {
 
     /// Formula, numbers put in, how it is known and how it grows.
     pub fn explain(&self, term: &str, phase: Phase, at: &Bytes) -> (&'static str, String, Known, Growth) {
-        let Scenario { subject, batch, .. } = self;
+        let subject = self.subject;
+        let batch = if term == "kv" || phase == Phase::Decode { self.held() } else { self.batch };
         let tokens = if phase == Phase::Decode { 1 } else { self.pass_tokens(self.context) };
         let n = |count: u64| grouped(u128::from(count));
         let bounded = |growth| if self.is_bounded() { Growth::Constant } else { growth };
         let rows =
             if self.chunk.is_some() || phase == Phase::Decode { Growth::Constant } else { bounded(Growth::Linear) };
-        let times = if *batch > 1 { format!(" x {batch} sequences") } else { String::new() };
+        let times = if batch > 1 { format!(" x {batch} sequences") } else { String::new() };
         match term {
             "weights" => {
                 let (known, numbers) = match (self.weights, subject.held) {
@@ -257,8 +258,11 @@ impl Scenario<'_> {
             _ => {
                 let given = self.overhead_bytes != super::scenario::DEFAULT_OVERHEAD;
                 let known = if given { Known::Measured } else { Known::Calibrated };
-                let numbers =
-                    format!("{} B{}", n(self.overhead_bytes), if given { ", as given" } else { ", the default" });
+                let numbers = format!(
+                    "{} B{}",
+                    n(self.overhead_bytes),
+                    if given { ", given or measured" } else { ", the default" }
+                );
                 ("context, libraries, other processes", numbers, known, Growth::Constant)
             }
         }
@@ -302,8 +306,9 @@ impl Scenario<'_> {
             Attention::Tiled => "tiled",
         };
         let policy = self.eviction.as_ref().map_or(String::new(), |_| format!(", {}", self.policy()));
+        let held = if self.held() > self.batch { format!(", {} held at once", self.held()) } else { String::new() };
         format!(
-            "{} on {cards}{card}: {} x {} tokens{chunk}, {} more, {attention} attention, {weights} weights, {} KV{policy}",
+            "{} on {cards}{card}: {} x {} tokens{chunk}{held}, {} more, {attention} attention, {weights} weights, {} KV{policy}",
             self.subject.name,
             self.batch,
             grouped(u128::from(self.context)),

@@ -38,6 +38,22 @@ pub struct Bits {
     pub down: Option<f64>,
     /// Values' projections and second matrices in the layers that llama.cpp thinks more of.
     pub more: Option<f64>,
+    /// Values' projections and second matrices in the first layers, where they differ.
+    pub early: Option<Early>,
+    /// Values' projections where four query heads or more share a KV head.
+    pub grouped_v: Option<f64>,
+}
+
+/// What the first layers have.
+#[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Early {
+    /// Bits of an element.
+    bits: f64,
+    /// Layers whose values' projections they are.
+    v: usize,
+    /// One part in so many of the layers, whose second matrices they are.
+    down: usize,
 }
 
 impl WeightFormat {
@@ -50,13 +66,17 @@ impl WeightFormat {
 
     /// Bytes of block `layer`.
     pub fn layer_bytes(&self, model: &Architecture, layer: usize) -> u64 {
-        let Bits { layers, vectors, more, .. } = self.bits;
+        let Bits { layers, vectors, more, early, grouped_v, .. } = self.bits;
         let more = more.filter(|_| is_favoured(layer, model.layers));
+        let first = |layers: fn(Early, usize) -> usize| {
+            early.filter(|&early| layer < layers(early, model.layers)).map(|early| early.bits)
+        };
+        let grouped_v = grouped_v.filter(|_| model.heads >= 4 * model.kv_heads);
         let counts = model.layer(layer);
         bytes(&[
-            (counts.v, more.or(self.bits.v).unwrap_or(layers)),
+            (counts.v, more.or(first(|early, _| early.v)).or(grouped_v).or(self.bits.v).unwrap_or(layers)),
             (counts.o, self.bits.o.unwrap_or(layers)),
-            (counts.down, more.or(self.bits.down).unwrap_or(layers)),
+            (counts.down, more.or(first(|early, all| all / early.down)).or(self.bits.down).unwrap_or(layers)),
             (counts.matrices, layers),
             (counts.vectors, vectors),
         ])

@@ -7,7 +7,7 @@
 use super::List;
 use crate::attention::Shape;
 use crate::device::simd::product::{Extents, Left, ROWS, Right, product};
-use crate::device::simd::{Isa, Simd, Task};
+use crate::device::simd::{Isa, Simd, SimdOp};
 
 const MAX: usize = Shape::MAX_HEAD_DIM;
 /// Widest vector of any instruction path.
@@ -36,7 +36,7 @@ struct Multiply<'a, const ADD: bool> {
     c: &'a mut [f32],
 }
 
-impl<const ADD: bool> Task for Multiply<'_, ADD> {
+impl<const ADD: bool> SimdOp for Multiply<'_, ADD> {
     type Output = ();
 
     #[inline(always)]

@@ -1,19 +1,27 @@
-//! What a cell is compared with: the same cell with the kernel `naive`, or with the policy `full` and plain keys and values,
-//! or, where these are not there, `full` in its own format.
+//! What a cell is compared with: the same cell with the kernel `naive`, or with the policy `full`, plain keys and values and the
+//! weights of the model's files, or, where these are not there, `full` in its own formats.
 
-use super::{palette, text};
+use super::{palette, text, workers};
 use crate::experiment::measure::Choice;
 use crate::experiment::record::{Record, Status};
 
 /// The `ok` baseline of `record` among `records`; `None` when there is none.
 pub fn of<'a>(record: &Record, records: &[&'a Record]) -> Option<&'a Record> {
     let wanted = record.cell.without_choice();
-    let candidates = records.iter().copied().filter(|other| other.status == Status::Ok && is_one(other));
+    // First what is quick to compare and sets most cells apart, so that runs of many thousands are drawn in a moment.
+    let shape =
+        |record: &Record| (record.cell.context_tokens, record.cell.seed, record.cell.q_heads, record.cell.measure);
+    let of_shape = records.iter().copied().filter(|other| shape(other) == shape(record));
+    let candidates = of_shape.filter(|other| other.status == Status::Ok && is_one(other));
     // A resumed run may have come to another machine: times of two devices are never compared.
-    let compared = |other: &&&Record| other.cell.without_choice() == wanted && other.isa_path == record.isa_path;
+    let compared = |other: &&&Record| workers::same_machine(other, record) && other.cell.without_choice() == wanted;
     let mut candidates: Vec<&Record> = candidates.filter(|other| compared(&other)).collect();
-    candidates.sort_by_key(|other| other.cell.kv_format.is_some());
-    let fits = |other: &&&Record| other.cell.kv_format.is_none_or(|format| Some(format) == record.cell.kv_format);
+    candidates.sort_by_key(|other| (other.cell.weights.is_some(), other.cell.kv_format.is_some()));
+    let fits = |other: &&&Record| {
+        let (theirs, ours) = (&other.cell, &record.cell);
+        theirs.kv_format.is_none_or(|format| Some(format) == ours.kv_format)
+            && theirs.weights.is_none_or(|format| Some(format) == ours.weights)
+    };
     candidates.iter().find(fits).copied()
 }
 

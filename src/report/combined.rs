@@ -1,8 +1,9 @@
-//! Formats of keys and values beside policies: which of the two, or both together, lose least for so many bytes, and whether
-//! what they lose adds up.
+//! Fewer bits of the weights, fewer bits of keys and values, fewer tokens: which of these, or which together, lose least for
+//! so many bytes, and whether what they lose adds up.
 //!
-//! Losses are divergences from the full cache of plain elements, on the same samples, so that formats, policies and both
-//! together are on one scale. Bytes are those of whole pages that stay of a context, by token of the context.
+//! Losses are divergences from the model as its files have it, with the full cache of plain elements, on the same samples,
+//! so that all are on one scale. Bytes are those of the arena: weights as they are kept, and the whole pages that stay of a
+//! context.
 
 use super::palette;
 use super::pools::Pool;
@@ -10,10 +11,16 @@ use super::table::Table;
 use super::text;
 use crate::experiment::answers::Estimate;
 use crate::experiment::stats::unbounded_difference;
+use crate::format::RowFormat;
+use crate::memory::Label;
 use crate::units;
 
-/// Byte budgets of the table, as parts of the full cache of plain elements.
-const PARTS: [u32; 5] = [2, 4, 8, 16, 32];
+/// Byte budgets of the table of the cache, as parts of the full cache of plain elements.
+const CACHE_PARTS: [f64; 5] = [2.0, 4.0, 8.0, 16.0, 32.0];
+/// Those of weights and cache together, as parts of the most that any cell takes.
+const WHOLE_PARTS: [f64; 5] = [1.5, 2.0, 3.0, 4.0, 6.0];
+/// Pages round up by a little.
+const ROUNDING: f64 = 1.05;
 
 /// What a pool spends and loses.
 pub struct Spent<'a> {
@@ -21,128 +28,252 @@ pub struct Spent<'a> {
     pub pool: &'a Pool<'a>,
     /// KV bytes that stay, for each token of the context.
     pub bytes_per_token: f64,
+    /// Bytes of the weights, and KV bytes that stay of a context.
+    pub whole_bytes: f64,
     /// Divergence from the full cache of plain elements.
     pub kl_nats: Estimate,
+    saved: Saved,
 }
 
 /// What is saved by.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Kind {
-    /// Nothing.
-    Full,
-    /// Fewer bits.
-    Format,
+struct Saved {
+    /// Fewer bits of the weights than the widest that are compared have.
+    weights: bool,
+    /// Fewer bits of keys and values.
+    format: bool,
     /// Fewer tokens.
-    Policy,
-    /// Both.
-    Both,
+    policy: bool,
 }
 
 impl Spent<'_> {
-    fn kind(&self) -> Kind {
-        match (self.pool.records[0].cell.kv_format.is_some(), palette::is_baseline(self.pool.policy)) {
-            (false, true) => Kind::Full,
-            (true, true) => Kind::Format,
-            (false, false) => Kind::Policy,
-            (true, false) => Kind::Both,
-        }
+    /// The format of its weights; `None` is that of the model's files.
+    pub fn weights(&self) -> Option<RowFormat> {
+        weights(self.pool)
     }
 }
 
-/// Whether policies are compared in the format of this pool: in plain elements where there are such, else in each. The same
-/// comparison for every format would hide what it says.
-pub fn is_compared(pool: &Pool, pools: &[Pool]) -> bool {
-    let is_plain = |pool: &Pool| pool.records[0].cell.kv_format.is_none();
-    is_plain(pool) || !pools.iter().any(is_plain)
+fn weights(pool: &Pool) -> Option<RowFormat> {
+    pool.records[0].cell.weights
 }
 
-/// What each pool spends and loses; nothing where all keep keys and values in one format. Oracles know the future and are
-/// left out.
-pub fn spent<'a>(pools: &'a [Pool<'a>]) -> Vec<Spent<'a>> {
+fn is_plain(pool: &Pool) -> bool {
+    pool.records[0].cell.kv_format.is_none()
+}
+
+fn weights_bytes(pool: &Pool) -> u64 {
+    let memory = pool.records[0].memory.as_ref();
+    memory.and_then(|memory| memory.peak_by_label.get(&Label::Weights)).copied().unwrap_or(0)
+}
+
+/// The format of the weights that take the most bytes: the others save something.
+fn widest(pools: &[Pool]) -> Option<RowFormat> {
+    pools.iter().max_by_key(|pool| weights_bytes(pool)).and_then(weights)
+}
+
+/// Whether policies are compared in the formats of this pool: in the widest weights, and in plain elements where there are
+/// such. The same comparison for every format would hide what it says.
+pub fn is_compared(pool: &Pool, pools: &[Pool]) -> bool {
+    weights(pool) == widest(pools) && (is_plain(pool) || !pools.iter().any(is_plain))
+}
+
+/// What each pool spends and loses. Oracles know the future and are left out.
+fn spent<'a>(pools: &'a [Pool<'a>]) -> Vec<Spent<'a>> {
+    let widest = widest(pools);
     let one = |pool: &'a Pool<'a>| {
+        let saved = Saved {
+            weights: weights(pool) != widest,
+            format: !is_plain(pool),
+            policy: !palette::is_baseline(pool.policy),
+        };
         let bytes_per_token = pool.mean(|answers| answers.kv_bytes_live as f64 / answers.context_tokens);
-        Some(Spent { pool, bytes_per_token, kl_nats: pool.kl_nats()? })
+        let whole_bytes = weights_bytes(pool) as f64 + pool.mean(|answers| answers.kv_bytes_live as f64);
+        Some(Spent { pool, bytes_per_token, whole_bytes, kl_nats: pool.kl_nats()?, saved })
     };
-    let spent: Vec<Spent> = pools.iter().filter(|pool| !palette::is_oracle(pool.policy)).filter_map(one).collect();
-    let is_mixed = spent.iter().any(|spent| spent.kind() == Kind::Format)
-        && spent.iter().any(|spent| matches!(spent.kind(), Kind::Policy | Kind::Both));
+    pools.iter().filter(|pool| !palette::is_oracle(pool.policy)).filter_map(one).collect()
+}
+
+/// What is spent on the cache, with the widest weights; nothing where all keep keys and values in one format.
+pub fn of_cache<'a>(pools: &'a [Pool<'a>]) -> Vec<Spent<'a>> {
+    let mut spent = spent(pools);
+    spent.retain(|one| !one.saved.weights);
+    let is_mixed =
+        spent.iter().any(|one| one.saved.format && !one.saved.policy) && spent.iter().any(|one| one.saved.policy);
     if is_mixed { spent } else { Vec::new() }
 }
 
-/// What loses least within so many bytes; `None` where nothing is that small.
-fn least<'s, 'a>(spent: &'s [Spent<'a>], kind: Kind, bytes_per_token: f64) -> Option<&'s Spent<'a>> {
-    let fits = |one: &&Spent| one.kind() == kind && one.bytes_per_token <= bytes_per_token;
-    spent.iter().filter(fits).min_by(|a, b| a.kl_nats.mean.total_cmp(&b.kl_nats.mean))
+/// What is spent on weights and cache; nothing where all weights are alike.
+pub fn of_whole<'a>(pools: &'a [Pool<'a>]) -> Vec<Spent<'a>> {
+    let spent = spent(pools);
+    if spent.iter().any(|one| one.saved.weights) { spent } else { Vec::new() }
 }
 
-/// For each budget in bytes what loses least: a format, a policy, both.
-pub fn table(pools: &[Pool], protocol: &str) -> Option<Table> {
-    let spent = spent(pools);
-    let full = spent.iter().find(|one| one.kind() == Kind::Full)?.bytes_per_token;
-    let mut rows =
-        vec![["of full", "saved by", "policy", "bytes a token", "KL nats", "95%"].map(String::from).to_vec()];
-    for part in PARTS {
-        // Pages round up by a little.
-        let most = full / f64::from(part) * 1.05;
-        let kinds = [(Kind::Format, "format"), (Kind::Policy, "policy"), (Kind::Both, "both")];
-        let found = kinds.into_iter().filter_map(|(kind, name)| Some((name, least(&spent, kind, most)?)));
-        rows.extend(found.map(|(name, Spent { pool, bytes_per_token, kl_nats })| {
-            let budget = if pool.budget.is_empty() { String::new() } else { format!("@{}", pool.budget) };
-            vec![
-                format!("1/{part}"),
-                name.into(),
-                format!("{}{budget}{}", pool.policy, pool.apart()),
-                units::bytes(*bytes_per_token as u64),
-                text::drift(kl_nats.mean),
-                format!("{}–{}", text::drift(kl_nats.ci95_low), text::drift(kl_nats.ci95_high)),
-            ]
-        }));
+/// Those of which no other loses less with as few bytes, by bytes: the Pareto front. A logarithm has no place for what loses
+/// nothing.
+pub fn front<'a>(mut spent: Vec<Spent<'a>>, bytes: fn(&Spent) -> f64) -> Vec<Spent<'a>> {
+    spent.retain(|one| one.kl_nats.mean > 0.0);
+    let order = |one: &Spent| (bytes(one), one.kl_nats.mean);
+    spent.sort_by(|a, b| order(a).partial_cmp(&order(b)).expect("neither is NaN"));
+    let mut least = f64::INFINITY;
+    spent.retain(|one| {
+        let is_better = one.kl_nats.mean < least;
+        least = least.min(one.kl_nats.mean);
+        is_better
+    });
+    spent
+}
+
+/// For each budget in bytes what loses least: of the cache a format, a policy, both; of all bytes the weights, the cache, both.
+pub fn tables(pools: &[Pool], protocol: &str) -> Vec<Table> {
+    let (cache, whole) = (of_cache(pools), of_whole(pools));
+    let of_cache = |one: &Spent| match one.saved {
+        Saved { format: true, policy: true, .. } => "both",
+        Saved { format: true, .. } => "format",
+        Saved { policy: true, .. } => "policy",
+        _ => "",
+    };
+    let of_whole = |one: &Spent| match one.saved {
+        Saved { weights: true, format: false, policy: false } => "weights",
+        Saved { weights: true, .. } => "both",
+        Saved { format: false, policy: false, .. } => "",
+        _ => "cache",
+    };
+    let cache = Least {
+        heading: format!("eval: what loses least for so many bytes of the cache{protocol}"),
+        bytes: ("bytes a token", |one| one.bytes_per_token),
+        kind: &of_cache,
+        kinds: ["format", "policy", "both"],
+        parts: CACHE_PARTS,
+        full: "the full cache of plain elements",
+        spent: cache,
+    };
+    let whole = Least {
+        heading: format!("eval: what loses least for so many bytes of weights and cache{protocol}"),
+        bytes: ("bytes", |one| one.whole_bytes),
+        kind: &of_whole,
+        kinds: ["weights", "cache", "both"],
+        parts: WHOLE_PARTS,
+        full: "the widest weights and the full cache of plain elements",
+        spent: whole,
+    };
+    [cache, whole].iter().filter_map(Least::table).collect()
+}
+
+/// A table of what loses least.
+struct Least<'s, 'a> {
+    heading: String,
+    /// What bytes are meant, and what a pool spends of them.
+    bytes: (&'static str, fn(&Spent) -> f64),
+    /// What a pool saves by; empty where it saves nothing.
+    kind: &'s dyn Fn(&Spent<'a>) -> &'static str,
+    kinds: [&'static str; 3],
+    parts: [f64; 5],
+    /// What nothing is saved of.
+    full: &'static str,
+    spent: Vec<Spent<'a>>,
+}
+
+impl Least<'_, '_> {
+    fn table(&self) -> Option<Table> {
+        let (name, bytes) = self.bytes;
+        let full = self.spent.iter().filter(|one| (self.kind)(one).is_empty()).map(bytes).reduce(f64::max)?;
+        let mut rows = vec![["of full", "saved by", "policy", name, "KL nats", "95%"].map(String::from).to_vec()];
+        for part in self.parts {
+            let fits = |one: &&Spent| bytes(one) <= full / part * ROUNDING;
+            for kind in self.kinds {
+                let all = self.spent.iter().filter(|one| (self.kind)(one) == kind).filter(fits);
+                let Some(Spent { pool, kl_nats, .. }) =
+                    all.clone().min_by(|a, b| a.kl_nats.mean.total_cmp(&b.kl_nats.mean))
+                else {
+                    continue;
+                };
+                let spent = all.clone().find(|one| std::ptr::eq(one.pool, *pool)).map_or(0.0, bytes);
+                let budget = if pool.budget.is_empty() { String::new() } else { format!("@{}", pool.budget) };
+                rows.push(vec![
+                    format!("1/{part}"),
+                    kind.into(),
+                    format!("{}{budget}{}", pool.policy, pool.apart()),
+                    units::bytes(spent as u64),
+                    text::drift(kl_nats.mean),
+                    format!("{}–{}", text::drift(kl_nats.ci95_low), text::drift(kl_nats.ci95_high)),
+                ]);
+            }
+        }
+        Some(Table {
+            heading: self.heading.clone(),
+            subtitle: String::new(),
+            rows,
+            notes: vec![format!(
+                "of full: at most so much of {} · least KL of all cells of that kind, random included, oracles not · the \
+                 best of many looks better than it is",
+                self.full
+            )],
+        })
     }
-    Some(Table {
-        heading: format!("eval: what loses least for so many bytes{protocol}"),
-        subtitle: String::new(),
-        rows,
-        notes: vec![
-            "of full: at most so much of the full cache of plain elements · least KL of all cells of that kind, random \
-             included, oracles not · the best of many looks better than it is"
-                .into(),
-        ],
-    })
 }
 
-/// Whether a format and a policy together lose what both lose alone.
-pub fn finding(pools: &[Pool], protocol: &str) -> Option<String> {
-    let spent = spent(pools);
-    let (mut ratios, mut more, mut less) = (Vec::new(), 0, 0);
-    for both in spent.iter().filter(|one| one.kind() == Kind::Both) {
-        let cell = |one: &Spent| one.pool.records[0].cell.kv_format;
-        let alone = |of: &dyn Fn(&Spent) -> bool| spent.iter().find(|one| of(one)).map(|one| one.pool);
-        let format = alone(&|one| one.kind() == Kind::Format && cell(one) == cell(both));
-        let policy = alone(&|one| {
-            one.kind() == Kind::Policy && one.pool.policy == both.pool.policy && one.pool.budget == both.pool.budget
-        });
-        let Some((format, policy)) = format.zip(policy) else { continue };
-        let [together, format, policy] = [both.pool, format, policy].map(|pool| pool.sample_kl_nats().concat());
-        let excess: Vec<f64> =
-            together.iter().zip(&format).zip(&policy).map(|((both, format), policy)| both - format - policy).collect();
+/// Whether two savings together lose what both lose alone: a format and a policy, and weights and a cache.
+pub fn findings(pools: &[Pool], protocol: &str) -> Vec<String> {
+    let cell = |one: &Spent| (one.pool.records[0].cell.kv_format, one.pool.policy.to_string(), one.pool.budget.clone());
+    let (cache, whole) = (of_cache(pools), of_whole(pools));
+    let in_cache = added_up(&cache, |one, both| match (one.saved.format, one.saved.policy) {
+        _ if !(both.saved.format && both.saved.policy) => None,
+        (true, false) => (cell(one).0 == cell(both).0).then_some(0),
+        (false, true) => (cell(one).1 == cell(both).1 && cell(one).2 == cell(both).2).then_some(1),
+        _ => None,
+    });
+    let in_whole = added_up(&whole, |one, both| match one.saved {
+        _ if !both.saved.weights || !(both.saved.format || both.saved.policy) => None,
+        Saved { weights: true, format: false, policy: false } => (one.weights() == both.weights()).then_some(0),
+        Saved { weights: false, format, policy } if format || policy => (cell(one) == cell(both)).then_some(1),
+        _ => None,
+    });
+    let named = [("a format and a policy", in_cache), ("weights in fewer bits and a smaller cache", in_whole)];
+    let sentences = named.into_iter().filter_map(|(what, added)| {
+        let Added { mut ratios, more, less } = added;
+        ratios.sort_by(f64::total_cmp);
+        let (least, most) = (ratios.first()?, ratios.last()?);
+        Some(format!(
+            "eval{protocol}: {what} together have {least:.2} to {most:.2} times the KL that both have alone, added up \
+             (median {:.2}, {} pairs); beyond the 95% interval of the paired samples it is more in {more} and less in \
+             {less}.",
+            ratios[ratios.len() / 2],
+            ratios.len(),
+        ))
+    });
+    sentences.collect()
+}
+
+/// What is lost together, beside the sum of what is lost alone.
+#[derive(Default)]
+struct Added {
+    /// Together, as parts of the sum.
+    ratios: Vec<f64>,
+    /// Pairs that lose more than the sum, beyond the interval of the paired samples.
+    more: usize,
+    /// Likewise less.
+    less: usize,
+}
+
+/// Every pool whose two parts are there: `part(one, both)` says which part of `both` a pool is.
+fn added_up(spent: &[Spent], part: impl Fn(&Spent, &Spent) -> Option<usize>) -> Added {
+    let mut added = Added::default();
+    for both in spent {
+        let alone = |which| spent.iter().find(|one| part(one, both) == Some(which)).map(|one| one.pool);
+        let Some((first, second)) = alone(0).zip(alone(1)) else { continue };
+        let [together, first, second] = [both.pool, first, second].map(|pool| pool.sample_kl_nats().concat());
+        let parts = first.iter().zip(&second).map(|(first, second)| first + second);
+        let excess: Vec<f64> = together.iter().zip(parts).map(|(both, parts)| both - parts).collect();
         let sum = |values: &[f64]| values.iter().sum::<f64>();
-        ratios.push(sum(&together) / (sum(&format) + sum(&policy)));
+        added.ratios.push(sum(&together) / (sum(&first) + sum(&second)));
         if let Some(difference) = unbounded_difference(&excess) {
             // Sums of what is the same differ by roundings.
             let rounding = 1e-9 * sum(&together);
-            more += usize::from(difference.low > rounding);
-            less += usize::from(difference.high < -rounding);
+            added.more += usize::from(difference.low > rounding);
+            added.less += usize::from(difference.high < -rounding);
         }
     }
-    ratios.sort_by(f64::total_cmp);
-    let (least, most) = (ratios.first()?, ratios.last()?);
-    Some(format!(
-        "eval{protocol}: a format and a policy together have {least:.2} to {most:.2} times the KL that both have alone, \
-         added up (median {:.2}, {} pairs); beyond the 95% interval of the paired samples it is more in {more} and less \
-         in {less}.",
-        ratios[ratios.len() / 2],
-        ratios.len(),
-    ))
+    added
 }
 
 #[cfg(test)]
@@ -157,7 +288,7 @@ mod tests {
         let run = samples::formats();
         let records: Vec<&Record> = run.records.iter().collect();
         let (pools, _) = pools(&records);
-        let table = table(&pools, "").unwrap();
+        let [table] = &tables(&pools, "")[..] else { panic!("one table") };
         let found = |part: &str, kind: &str| {
             let row = table.rows.iter().find(|row| row[0] == part && row[1] == kind);
             row.map(|row| (row[2].clone(), row[4].clone()))
@@ -169,13 +300,35 @@ mod tests {
         // A quarter of the tokens in plain elements is the least that a policy alone goes to.
         assert_eq!((found("1/8", "policy"), found("1/4", "format").is_some()), (None, true));
         assert_eq!(found("1/8", "format"), None);
-        let sentence = finding(&pools, "").unwrap();
+        let [sentence] = &findings(&pools, "")[..] else { panic!("one sentence") };
         assert!(sentence.contains("1.00 to 1.50 times"), "{sentence}");
         assert!(sentence.contains("6 pairs") && sentence.contains("it is more in 1 and less in 0"), "{sentence}");
         assert!(is_compared(&pools[0], &pools) && !is_compared(pools.last().unwrap(), &pools));
         // Policies are ranked in one format, and nothing is said of formats where there is one.
         assert!(pools.iter().all(|pool| pool.setting != pools[0].setting || pool.apart() == pools[0].apart()));
         let plain: Vec<&Record> = records.into_iter().filter(|record| record.cell.kv_format.is_none()).collect();
-        assert!(super::table(&super::super::pools::pools(&plain).0, "").is_none());
+        assert!(tables(&super::super::pools::pools(&plain).0, "").is_empty());
+    }
+
+    #[test]
+    fn weights_and_cache_are_added_up_and_only_the_widest_weights_rank_policies() {
+        let run = samples::hybrid();
+        let records: Vec<&Record> = run.records.iter().collect();
+        let (pools, _) = pools(&records);
+        let [cache, whole] = &tables(&pools, "")[..] else { panic!("two tables") };
+        assert!(cache.rows.iter().all(|row| !row[2].contains("weights in q")), "{:?}", cache.rows);
+        let found = |part: &str, kind: &str| {
+            let row = whole.rows.iter().find(|row| row[0] == part && row[1] == kind);
+            row.map(|row| row[2].clone()).unwrap_or_default()
+        };
+        assert_eq!(found("1/1.5", "weights"), "full weights in q8_0");
+        assert_eq!(found("1/3", "weights"), "full weights in q4_0");
+        assert_eq!(found("1/3", "both"), "full weights in q4_0 cache in int8");
+        let [cache, whole] = &findings(&pools, "")[..] else { panic!("two sentences") };
+        assert!(cache.contains("a format and a policy") && cache.contains("6 pairs"), "{cache}");
+        // 2 formats of the weights beside 11 caches that are not the full one in plain elements.
+        assert!(whole.contains("1.00 to 1.00 times") && whole.contains("22 pairs"), "{whole}");
+        let compared = pools.iter().filter(|pool| is_compared(pool, &pools));
+        assert!(compared.clone().count() > 0 && compared.clone().all(|pool| !pool.apart().contains("q8_0")));
     }
 }

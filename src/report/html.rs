@@ -22,13 +22,24 @@ const TEMPLATE: &str = include_str!("report.html");
 /// # Errors
 /// [`ReportError::Page`] when the template cannot be filled in.
 pub fn page(sections: &[(&Run, Vec<Figure>)]) -> Result<String, ReportError> {
+    let runs: Vec<Value> = sections.iter().map(|(run, figures)| section(run, figures)).collect();
+    rendered(&runs, if runs.len() == 1 { "kvsieve report ." } else { "kvsieve report DIR..." })
+}
+
+/// The page of a plan: what the terminal says, and the figures.
+///
+/// # Errors
+/// As [`page`].
+pub fn plan_page(title: &str, text: &str, figures: &[Figure]) -> Result<String, ReportError> {
+    let figures = figures.iter().map(picture).collect::<Vec<_>>();
+    rendered(&[context! { experiment => title, text, figures }], "")
+}
+
+fn rendered(runs: &[Value], redraw: &str) -> Result<String, ReportError> {
     let mut templates = Environment::new();
     templates.add_template("report.html", TEMPLATE)?;
-    let runs: Vec<Value> = sections.iter().map(|(run, figures)| section(run, figures)).collect();
-    let redraw = if runs.len() == 1 { "kvsieve report ." } else { "kvsieve report DIR..." };
-    Ok(templates
-        .get_template("report.html")?
-        .render(context! { runs, redraw, version => env!("CARGO_PKG_VERSION") })?)
+    let page = templates.get_template("report.html")?;
+    Ok(page.render(context! { runs, redraw, version => env!("CARGO_PKG_VERSION") })?)
 }
 
 /// `summary.md`.

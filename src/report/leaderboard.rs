@@ -56,7 +56,7 @@ fn of_protocol(records: &[&Record]) -> Vec<Table> {
         rows: if pools.is_empty() { Vec::new() } else { leaderboard(&pools, scored) },
         notes: tight.into_iter().chain(unranked(records)).collect(),
     };
-    let combined = combined::table(&pools, &protocol);
+    let combined = combined::tables(&pools, &protocol);
     std::iter::once(board).chain(combined).chain(comparison::tables(&pools, &protocol)).collect()
 }
 
@@ -121,7 +121,7 @@ pub fn findings(records: &[&Record]) -> Vec<String> {
         let sentence = |budget: Vec<Ranked>| best(&budget, &pools, &protocol);
         let compared = |ranked: &Vec<Ranked>| combined::is_compared(ranked[0].pool, &pools);
         let best = comparison::ranked(&pools).into_iter().filter(compared).filter_map(sentence);
-        best.chain(combined::finding(&pools, &protocol)).collect::<Vec<_>>()
+        best.chain(combined::findings(&pools, &protocol)).collect::<Vec<_>>()
     };
     by_protocol(records).iter().flat_map(of_protocol).collect()
 }

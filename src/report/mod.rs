@@ -38,6 +38,7 @@ mod text;
 mod ticks;
 pub mod training;
 mod versus;
+pub mod workers;
 
 pub use summary::summary_table;
 pub use versus::{Versus, versus};

@@ -96,11 +96,11 @@ fn asked(record: &Record) -> AskedOf<'_> {
     (task.as_deref(), text.as_deref(), *seed, workload_hash)
 }
 
-/// Hash of what the cells of a comparison have in common besides their tasks and seeds. Policies are ranked in one format.
+/// Hash of what the cells of a comparison have in common besides their tasks and seeds. Policies are ranked in one format of each.
 fn setting(record: &Record) -> String {
     let cell = record.cell.without_choice();
-    let kv_format = record.cell.kv_format;
-    Cell { task: None, text: None, seed: 0, workload_hash: String::new(), kv_format, ..cell }.id()
+    let Cell { kv_format, weights, .. } = record.cell;
+    Cell { task: None, text: None, seed: 0, workload_hash: String::new(), kv_format, weights, ..cell }.id()
 }
 
 impl Pool<'_> {

@@ -3,7 +3,7 @@
 //! Names of policies are long and there are many of them. On lines of their own they need no legend and no turned
 //! head, and the figure grows downwards with their number.
 
-use super::chart::Axis;
+use super::chart::{Axis, Rule};
 use super::palette::Colour;
 
 /// The figure.
@@ -25,6 +25,8 @@ pub struct Rows {
     pub kinds: Vec<Kind>,
     /// The lines, from top to bottom.
     pub rows: Vec<Row>,
+    /// A line across all of them, to compare with.
+    pub limit: Option<Rule>,
 }
 
 /// How a value is drawn.
@@ -34,6 +36,10 @@ pub enum Mark {
     Bar,
     /// At the value, all on one line.
     Dot,
+    /// One behind the other on one line, with their sum behind the last.
+    Stack,
+    /// From where the line above ended to the value.
+    Fall,
 }
 
 /// One kind of value.
@@ -57,6 +63,10 @@ pub struct Row {
 impl Rows {
     /// Every value that the axis must hold.
     pub fn values(&self) -> impl Iterator<Item = f64> {
-        self.rows.iter().flat_map(|row| row.values.iter().flatten().map(|(value, _)| *value))
+        let of = |row: &Row| -> Vec<f64> {
+            let values = row.values.iter().flatten().map(|(value, _)| *value);
+            if self.mark == Mark::Stack { vec![values.sum()] } else { values.collect() }
+        };
+        self.rows.iter().flat_map(of).chain(self.limit.iter().map(|limit| limit.y))
     }
 }

@@ -5,7 +5,7 @@ use crate::experiment::answers::{Answers, Estimate, Spread};
 use crate::experiment::cell::Cell;
 use crate::experiment::measure::Measure;
 use crate::experiment::record::{Drift, Eviction, Latency, Memory, Record, Status, Step, Work};
-use crate::memory::Label;
+use crate::memory::{Label, LabelBytes};
 use crate::serving::Usage;
 use crate::tensor::DType;
 use std::collections::BTreeMap;
@@ -345,6 +345,23 @@ pub fn formats() -> Run {
         }
     }
     Run { experiment: "formats".into(), records, ..run() }
+}
+
+/// The same with its weights in fewer bits too: what is lost adds up.
+pub fn hybrid() -> Run {
+    let mut records = Vec::new();
+    for (weights, weights_bytes, lost) in
+        [("bf16", 4000 << 20, 0.0), ("q8_0", 2125 << 20, 0.002), ("q4_0", 1125 << 20, 0.08)]
+    {
+        for mut record in formats().records {
+            let memory = record.memory.get_or_insert_with(Memory::default);
+            memory.peak_by_label = LabelBytes::from([(Label::Weights, weights_bytes)]);
+            let answers = record.answers.as_mut().expect("it has answers");
+            answers.sample_kl_nats.iter_mut().for_each(|kl| *kl += lost);
+            records.push(with_cell(record, |cell| cell.weights = Some(weights.parse().expect("a format"))));
+        }
+    }
+    Run { experiment: "hybrid".into(), records, ..run() }
 }
 
 /// A cell of a model that answers what the policy leaves it, 20 samples with needles everywhere.

@@ -110,6 +110,7 @@ impl Axis {
     pub fn value_label(&self, value: f64) -> String {
         match self.quantity {
             Quantity::Bytes | Quantity::Size => units::bytes(value as u64),
+            Quantity::Tokens => units::grouped(value as u128),
             _ => self.tick_label(value, value),
         }
     }

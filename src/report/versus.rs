@@ -18,8 +18,8 @@ const STILL: f64 = 0.05;
 /// Drift and scores that lie nearer to each other are the same, relative to the larger.
 const ROUNDING: f64 = 1e-3;
 /// Facts of `env.json` that differ between any two runs.
-const PASSING: [&str; 5] =
-    ["run.started_at", "run.command", "run.shard", "machine.available_bytes", "machine.load_before"];
+const PASSING: [&str; 6] =
+    ["run.started_at", "run.command", "run.cells", "run.shard", "machine.available_bytes", "machine.load_before"];
 /// Facts without which times can be compared.
 const MACHINE: [&str; 6] = ["machine.cpu", "machine.cores", "run.threads", "run.isa_path", "run.device", "gpu.name"];
 

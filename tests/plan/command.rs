@@ -34,6 +34,7 @@ fn answers_are_as_reviewed() {
         ),
         ("max_context", "max-context --model qwen3-8b --gpu rtx-4090 --prefill-chunk 2k --kv-format int8"),
         ("max_batch", "max-batch --model llama-3-8b --gpu h100 --context 8k"),
+        ("llama_cpp", "--model llama-3-8b --gpu rtx-4090 --profile llama.cpp --concurrency 4 --context 16k"),
         ("compare", "compare llama-2-7b mistral-7b-v0.3 --gpu l4 --context 16k"),
         ("explain", "explain kv --model gemma-3-4b --context 128k"),
         ("train", "train --model llama-3-8b --gpu h100 --zero 2 --data-parallel 8 --offload optimizer"),
@@ -92,6 +93,11 @@ fn what_is_wrong_is_told_in_one_line_with_status_2() {
         ("--model llama-3-8b --gpu h100 --allocation paged:0", "'0' is not a token count"),
         ("--model /nosuch/model --gpu h100", "there is no such file or folder"),
         ("--model Cargo.toml --gpu h100", "not a GGUF file that is read"),
+        ("--model Nosuch:hidden_size=1 --gpu h100", "architecture 'Nosuch' is not understood"),
+        ("--model llama-3-8b --gpu h100 --concurrency 0", "--concurrency is 0"),
+        ("--model llama-3-8b --gpu h100 --profile ollama", "it is eager, sdpa, vllm or llama.cpp"),
+        ("measure --model llama-3-8b", "kvsieve measures a folder or a GGUF file"),
+        ("measure --model builtin --policy snapkv --budget 0.5", "without eviction"),
         ("explain kvs --model llama-3-8b", "unknown term 'kvs'; near it are kv"),
         ("compare llama-3-8b --gpu h100", "2 values required"),
         ("train --model llama-3-8b --gpu h100 --zero 4", "--zero is 4; the stages are 0 to 3"),
@@ -129,10 +135,25 @@ fn figures_are_drawn_with_the_numbers_behind_them() {
     let to = folder.path().display();
     stdout(&format!("--model llama-3-8b --gpu a100-40gb --context 16k --attention naive --output {to}"));
     stdout(&format!("train --model llama-3-8b --gpu h100 --data-parallel 8 --output {to}"));
-    for name in ["memory-vs-context", "memory-terms", "levers", "zero-stages"] {
+    for name in [
+        "memory-vs-context",
+        "memory-terms",
+        "memory-stacked",
+        "kv-room",
+        "kv-heads",
+        "levers",
+        "levers-together",
+        "zero-stages",
+    ] {
         assert!(fs::read_to_string(folder.path().join(format!("{name}.svg"))).unwrap().contains("<svg"), "{name}");
         assert!(fs::read_to_string(folder.path().join(format!("{name}.csv"))).unwrap().lines().count() > 3, "{name}");
     }
+    stdout(&format!("measure --model builtin --context 64 --output {to}"));
+    assert!(
+        fs::read_to_string(folder.path().join("measured-vs-context.csv")).unwrap().contains("\"peak, process\",ok,64,")
+    );
+    let page = fs::read_to_string(folder.path().join("report.html")).unwrap();
+    assert!(page.contains("<svg") && page.contains("predicted: from headers and shapes"));
     let curves = fs::read_to_string(folder.path().join("memory-vs-context.csv")).unwrap();
     assert!(curves.contains("\"naive, 8 B a score: ends at 9,621\",oom,16384,,89105204480"), "{curves}");
 }

@@ -1,8 +1,10 @@
 //! Models from files: a `config.json`, a folder's tensors, a GGUF header, and what is wrong with them.
 
+use super::common::gguf::{Parts, Q8_0};
 use kvsieve::device::Cpu;
 use kvsieve::memory::Arena;
 use kvsieve::model::{Decoder, Model, Setup};
+use kvsieve::planner::measure::measure;
 use kvsieve::planner::scenario::Attention;
 use kvsieve::planner::{Scenario, Subject, own_peak_bytes};
 use serde_json::{Value, json};
@@ -176,6 +178,54 @@ fn a_gguf_file_is_counted_by_its_header() {
         fs::write(&path, bytes).unwrap();
         let error = Subject::find(&path).unwrap_err().to_string();
         assert!(error.contains(expected), "{error}");
+    }
+}
+
+/// A model's keys on the command line are the model; what is missing or wrong is told as of a file.
+#[test]
+fn a_model_may_be_written_out() {
+    let keys = "LlamaForCausalLM:hidden_size=4096,num_hidden_layers=32,num_attention_heads=32,num_key_value_heads=8,\
+                intermediate_size=14336,vocab_size=128256,max_position_embeddings=8192";
+    let (read, preset) = (Subject::find(Path::new(keys)).unwrap(), super::subject("llama-3-8b"));
+    assert_eq!((read.parameters, &read.groups), (preset.parameters, &preset.groups));
+    for (keys, expected) in [
+        ("LlamaForCausalLM:hidden_size=4096", "num_hidden_layers is missing"),
+        ("LlamaForCausalLM:hidden_size", "'hidden_size' is no key=value"),
+        ("GPT2LMHeadModel:n_embd=-1", "n_embd is -1"),
+        ("Nosuch:hidden_size=1", "architecture 'Nosuch' is not understood"),
+    ] {
+        let error = Subject::find(Path::new(keys)).unwrap_err().to_string();
+        assert!(error.contains(expected), "{keys}: {error}");
+    }
+}
+
+/// A file that runs from its blocks, and one whose matrices are encoded anew: predicted from headers, the arena says the same,
+/// and of each part too.
+#[test]
+fn what_is_measured_is_what_was_predicted() {
+    let (cpu, folder) = (Cpu::new(Some(2)).unwrap(), TempDir::new().unwrap());
+    let blocks = folder.path().join("blocks.gguf");
+    fs::write(&blocks, Parts::of(Path::new("tests/models/llama"), Q8_0).bytes()).unwrap();
+    let builtin = Path::new("models/builtin");
+    for (model, weights, attention, context) in [
+        (blocks.as_path(), None, Attention::Naive, 30),
+        (builtin, Some("int8"), Attention::Tiled, 300),
+        (builtin, None, Attention::Naive, 300),
+    ] {
+        let subject = Subject::find(model).unwrap();
+        let weights = weights.map(|name| kvsieve::planner::presets::weight_format(name).unwrap());
+        let scenario = Scenario { attention, weights, output: 2, ..super::on(&subject, "h100", context) };
+        let measured = measure(&scenario, &cpu).unwrap();
+        for held in &measured.held {
+            let encoded = held.term == "load" && weights.is_some();
+            assert_eq!(held.arena_bytes, (!encoded).then_some(held.predicted_bytes), "{model:?} {held:?}");
+        }
+        let (load, peak) = (measured.held[0], measured.held.last().unwrap());
+        let own = own_peak_bytes(&scenario, 2).unwrap().unwrap();
+        assert_eq!(("peak", own), (peak.term, peak.predicted_bytes));
+        // Pages of the file come on top of what is made of them.
+        let read = if weights.is_some() { subject.held.unwrap().total() } else { 0 };
+        assert_eq!(load.predicted_bytes, measured.held[1].predicted_bytes + read, "{model:?}");
     }
 }
 

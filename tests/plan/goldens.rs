@@ -2,8 +2,9 @@
 
 use super::{on, subject};
 use kvsieve::experiment::store;
+use kvsieve::model::{Config, Mixture};
 use kvsieve::planner::kv::KvStore;
-use kvsieve::planner::presets::{DRIFTS, GPUS, MODELS, weight_format};
+use kvsieve::planner::presets::{GPUS, LOSSES, MODELS, WEIGHT_FORMATS, weight_format};
 use kvsieve::planner::published::published;
 use kvsieve::planner::scenario::{Attention, Memory};
 use kvsieve::planner::train::{OPTIMIZERS, Offload, Recompute, Training, states};
@@ -171,6 +172,39 @@ fn quantised_weights_have_their_scales_and_their_16_bit_tables() {
     }
 }
 
+/// Every mixture that `kvsieve quantize` writes takes what the table of weight formats says, to the byte.
+#[test]
+fn gguf_formats_are_the_mixtures_that_are_written() {
+    let llama = |kv_heads: usize| {
+        serde_json::json!({"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096,
+            "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": kv_heads, "intermediate_size": 14336,
+            "vocab_size": 128_256, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 5e5,
+            "tie_word_embeddings": false, "hidden_act": "silu"})
+    };
+    let mut held = 0;
+    for kv_heads in [8, 32] {
+        let folder = tempfile::TempDir::new().unwrap();
+        std::fs::write(folder.path().join("config.json"), llama(kv_heads).to_string()).unwrap();
+        let subject = Subject::find(&folder.path().join("config.json")).unwrap();
+        let config = Config::read(folder.path()).unwrap();
+        for format in WEIGHT_FORMATS.iter() {
+            let Ok(mixture) = format.name.parse::<Mixture>() else { continue };
+            let written: usize = mixture.plan(&config).iter().map(|planned| planned.bytes()).sum();
+            // Norms of a GGUF file are f32, those of bf16 weights are not.
+            if format.name != "bf16" {
+                assert_eq!(
+                    subject.weight_bytes(Some(format)).total(),
+                    written as u64,
+                    "{} with {kv_heads}",
+                    format.name
+                );
+                held += 1;
+            }
+        }
+    }
+    assert_eq!(held, 2 * 15, "all mixtures of blocks");
+}
+
 fn training(subject: &Subject) -> Training<'_> {
     Training {
         subject,
@@ -240,23 +274,25 @@ fn a_decode_step_takes_its_bytes_over_the_bandwidth() {
 }
 
 #[test]
-fn the_table_of_drifts_is_that_of_the_records() {
+fn the_table_of_losses_is_that_of_the_records() {
     let mut records = Vec::new();
-    for experiment in ["eviction-catalogue", "chunked-prefill"] {
+    for experiment in ["real-text", "real-chunks", "real-formats", "hybrid"] {
         let folder = Path::new("results/reference").join(experiment);
         let (found, _) = store::read(&folder).unwrap();
         records.extend(found.into_iter().map(|record| (experiment, record)));
     }
-    for drift in DRIFTS.iter() {
+    for loss in LOSSES.iter() {
         let found = records.iter().filter(|(experiment, record)| {
             let cell = &record.cell;
-            *experiment == drift.experiment
-                && cell.policy.as_deref() == Some(&drift.policy)
-                && cell.budget.as_deref() == Some(&drift.budget)
-                && cell.context_tokens == drift.context_tokens
+            *experiment == loss.experiment
+                && cell.policy.as_deref() == Some(loss.policy.as_deref().unwrap_or("full"))
+                && cell.budget == loss.budget
+                && cell.kv_format.map(|format| format.to_string()) == loss.kv_format
+                && cell.weights.map(|format| format.to_string()) == loss.weights
+                && cell.context_tokens == loss.context_tokens
         });
-        let measured: Vec<f64> = found.filter_map(|(_, record)| Some(record.drift.as_ref()?.rel_l2)).collect();
-        assert!(measured.contains(&drift.rel_l2), "{drift:?}: {measured:?}");
+        let measured: Vec<f64> = found.filter_map(|(_, record)| Some(record.answers.as_ref()?.kl_nats.mean)).collect();
+        assert!(measured.contains(&loss.kl_nats), "{loss:?}: {measured:?}");
     }
-    assert!(DRIFTS.len() > 150);
+    assert!(LOSSES.len() > 100);
 }

@@ -1,7 +1,7 @@
 //! What holds for every plan: more never takes less, terms add up, the longest context fits and the next does not.
 
 use super::{on, subject};
-use kvsieve::planner::levers::{Drift, rank, remedy, siblings};
+use kvsieve::planner::levers::{Loss, rank, remedy, siblings};
 use kvsieve::planner::presets::{GPUS, MODELS, WEIGHT_FORMATS};
 use kvsieve::planner::scenario::{Allocation, Attention, Eviction, Logits};
 use kvsieve::planner::search::MOST;
@@ -97,6 +97,17 @@ proptest! {
 }
 
 #[test]
+fn prompts_that_wait_hold_keys_and_values_and_no_scores() {
+    let subject = subject("llama-3-8b");
+    let one = Scenario { attention: Attention::Naive, ..on(&subject, "h100", 4096) };
+    let (eight, waiting) = (Scenario { batch: 8, ..one.clone() }, Scenario { concurrency: 8, ..one.clone() });
+    let at = |scenario: &Scenario<'_>, phase| scenario.bytes_at(phase, 4096).unwrap();
+    assert_eq!(at(&waiting, Phase::Decode), at(&eight, Phase::Decode));
+    let [single, waiting, eight] = [&one, &waiting, &eight].map(|scenario| at(scenario, Phase::Prefill));
+    assert_eq!((waiting.kv, waiting.scores), (eight.kv, single.scores));
+}
+
+#[test]
 fn keys_and_values_rise_with_slope_1_and_scores_with_slope_2() {
     let subject = subject("llama-3-8b");
     let naive = Scenario { attention: Attention::Naive, ..on(&subject, "h100", 8192) };
@@ -139,8 +150,11 @@ fn levers_gain_something_and_a_remedy_fits() {
 }
 
 #[test]
-fn drift_is_a_records_or_not_measured() {
-    use kvsieve::planner::levers::drift;
-    assert!(matches!(drift("keydiff", "0.25"), Drift::Measured { experiment: "eviction-catalogue", .. }));
-    assert_eq!(drift("keydiff", "0.26"), Drift::NotMeasured);
+fn a_loss_is_a_records_or_not_measured() {
+    use kvsieve::planner::levers::{of_kv_format, of_policy, of_weights};
+    assert!(matches!(of_policy("keydiff", "0.25"), Loss::Measured { experiment: "real-text", .. }));
+    assert_eq!(of_policy("keydiff", "0.26"), Loss::NotMeasured);
+    assert!(matches!(of_kv_format("int8"), Loss::Measured { experiment: "real-formats", .. }));
+    assert!(matches!(of_weights("q8_0"), Loss::Measured { experiment: "hybrid", .. }));
+    assert_eq!(of_weights("nf4"), Loss::NotMeasured);
 }

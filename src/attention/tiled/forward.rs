@@ -7,7 +7,7 @@ use crate::attention::{Forward, Outputs, Shape};
 use crate::device::cpu::Slots;
 use crate::device::simd::pack::{Packed, stacked, transposed};
 use crate::device::simd::product::{Extents, Left, ROWS, Right, product};
-use crate::device::simd::{Bf16Task, Native, Simd, narrow};
+use crate::device::simd::{Native, Simd, SimdBf16Op, narrow};
 use crate::tensor::DType;
 use rayon::prelude::*;
 
@@ -91,7 +91,7 @@ struct Block<'a, 'u, 's> {
     slot: &'s mut [f32],
 }
 
-impl Bf16Task for Block<'_, '_, '_> {
+impl SimdBf16Op for Block<'_, '_, '_> {
     type Output = ();
 
     #[inline(always)]

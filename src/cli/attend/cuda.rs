@@ -8,7 +8,7 @@ use crate::attention::cuda::{
 };
 use crate::attention::{Gradients, Outputs};
 use crate::cli::failure::Failure;
-use crate::cli::place::Place;
+use crate::cli::hardware::Hardware;
 use crate::device::Cpu;
 use crate::device::cuda::{CudaError, DeviceBuffer, Runtime};
 use crate::memory::{Arena, Label};
@@ -42,8 +42,8 @@ pub fn run(args: &Args, index: usize) -> Result<(), Failure> {
     }
     let cpu = Cpu::new(args.compute.threads)?;
     let solution = plans.solve(&problem, &file, &runtime, &arena, &cpu, args.repeat)?;
-    let place = Place::cuda(index, &runtime, plans.forward.gemm(&runtime));
-    let report = Report::new(name.to_string(), &problem, &sizes, &solution, arena.usage(), place, limit_bytes);
+    let hardware = Hardware::cuda(index, &runtime, plans.forward.gemm(&runtime));
+    let report = Report::new(name.to_string(), &problem, &sizes, &solution, arena.usage(), hardware, limit_bytes);
     args.finish(&report, &problem, &solution, &arena)
 }
 

@@ -2,7 +2,7 @@
 
 use super::pass::{Problem, Sizes, Solution};
 use crate::attention::Shape;
-use crate::cli::place::Place;
+use crate::cli::hardware::Hardware;
 use crate::format::KvFormat;
 use crate::memory::{LabelBytes, Usage};
 use crate::tensor::DType;
@@ -15,7 +15,7 @@ use std::path::Path;
 pub struct Report {
     kernel: String,
     #[serde(flatten)]
-    place: Place,
+    hardware: Hardware,
     dtype: DType,
     batch: usize,
     q_heads: usize,
@@ -76,7 +76,7 @@ impl Report {
         sizes: &Sizes,
         solution: &Solution,
         usage: Usage,
-        place: Place,
+        hardware: Hardware,
         limit_bytes: u64,
     ) -> Self {
         let Shape { batch, q_heads, kv_heads, q_len, kv_len, head_dim } = problem.shape;
@@ -94,7 +94,7 @@ impl Report {
         });
         Report {
             kernel,
-            place,
+            hardware,
             dtype: problem.dtype,
             batch,
             q_heads,
@@ -153,7 +153,7 @@ impl Report {
         };
         let Drift { rel_l2, checked_rows } = self.drift;
         let mut lines = vec![
-            ("kernel", format!("{} on {}", self.kernel, self.place)),
+            ("kernel", format!("{} on {}", self.kernel, self.hardware)),
             ("shape", shape),
             ("forward", time(self.median_ns, self.flops_per_s)),
         ];

@@ -2,7 +2,8 @@
 
 use crate::cli::failure::Failure;
 use crate::cli::output;
-use crate::device::cuda::Device;
+use crate::cli::plan::text::wrapped;
+use crate::device::cuda::{Device, GpuProcess, Nvml};
 use crate::memory::os::{self, Held};
 use crate::units::bytes;
 use serde::Serialize;
@@ -34,6 +35,8 @@ struct Gpu {
     name: String,
     total_bytes: u64,
     free_bytes: u64,
+    /// Who computes on it, as NVML tells.
+    processes: Vec<GpuProcess>,
 }
 
 /// Processes that are listed where none is named.
@@ -52,6 +55,7 @@ pub fn run(pid: Option<u32>, json: Option<&Path>) -> Result<(), Failure> {
         name: device.name().into(),
         total_bytes: device.total_bytes(),
         free_bytes: device.free_bytes(),
+        processes: device.nvml().map(Nvml::processes).unwrap_or_default(),
     });
     let advice = advice(&processes, gpu.as_ref());
     let report = Report {
@@ -68,8 +72,11 @@ pub fn run(pid: Option<u32>, json: Option<&Path>) -> Result<(), Failure> {
 }
 
 fn process(pid: u32) -> Option<Process> {
-    let name = std::fs::read_to_string(format!("/proc/{pid}/comm")).ok()?.trim().to_string();
-    Some(Process { pid, name, held: os::held(pid)? })
+    Some(Process { pid, name: name(pid)?, held: os::held(pid)? })
+}
+
+fn name(pid: u32) -> Option<String> {
+    Some(std::fs::read_to_string(format!("/proc/{pid}/comm")).ok()?.trim().to_string())
 }
 
 /// The processes that hold most, as far as the system tells.
@@ -87,8 +94,8 @@ fn advice(processes: &[Process], gpu: Option<&Gpu>) -> Vec<String> {
     if let Some(most) = processes.first() {
         let Process { pid, name, held } = most;
         advice.push(format!(
-            "{name} ({pid}) could give back {} by itself or by ending; {} of it the system takes when it needs them: clean pages \
-             of files, and pages that it gave up",
+            "first look at {name} ({pid}): it could give back {} by itself or by ending; another {} the system takes when it needs \
+             them: clean pages of files, and pages that it gave up",
             bytes(held.anonymous_bytes.saturating_sub(held.lazily_free_bytes)),
             bytes(held.clean_bytes + held.lazily_free_bytes)
         ));
@@ -116,6 +123,10 @@ fn text(report: &Report) -> String {
         format!("memory      {}, {} available\n", or_unknown(report.total_bytes), or_unknown(report.available_bytes));
     if let Some(gpu) = &report.gpu {
         text += &format!("gpu         {}: {} of {} free\n", gpu.name, bytes(gpu.free_bytes), bytes(gpu.total_bytes));
+        for GpuProcess { pid, used_bytes } in &gpu.processes {
+            let name = name(*pid).unwrap_or_default();
+            text += &format!("{pid:8} {:>9} on the GPU  {name}\n", or_unknown(*used_bytes));
+        }
     }
     text += "\n     PID  resident  anonymous  huge pages  of files     clean   swapped\n";
     for Process { pid, name, held } in &report.processes {
@@ -132,6 +143,6 @@ fn text(report: &Report) -> String {
             &format!("{pid:8} {resident:>9} {anonymous:>10} {huge:>11} {file:>9} {clean:>9} {swapped:>9}  {name}\n");
     }
     text.push('\n');
-    report.advice.iter().for_each(|line| text += &format!("{line}\n"));
+    report.advice.iter().for_each(|line| text += &wrapped(line, ""));
     text
 }

@@ -5,7 +5,8 @@ use crate::attention;
 use crate::cli::failure::Failure;
 use crate::cli::output;
 use crate::eval::{Perplexity, Stage, Windows, perplexity};
-use crate::format::KvFormat;
+use crate::experiment::axes::WeightsText;
+use crate::format::{KvFormat, RowFormat};
 use crate::memory::Arena;
 use crate::model::{Model, Text, locate};
 use crate::tensor::DType;
@@ -28,6 +29,7 @@ struct Report<'a> {
     found: Perplexity,
     kernel: &'a str,
     dtype: DType,
+    weights: RowFormat,
     kv_format: KvFormat,
     threads: usize,
     peak_bytes: u64,
@@ -64,10 +66,14 @@ pub fn run(args: &Args, conventions: &[Windows]) -> Result<(), Failure> {
         let folder = locate(Path::new(name))?;
         let text = Text::open(&folder)?;
         let arena = Arena::with_limit(args.compute.limit_bytes());
-        let model = Model::open(&folder, &arena)?;
-        let dtype = args.dtype.unwrap_or(model.weights.dtype());
-        let formats = if args.kv_format.is_empty() { vec![dtype.into()] } else { args.kv_format.clone() };
-        for &convention in conventions {
+        let weights = if args.weights.is_empty() { vec![WeightsText(None)] } else { args.weights.clone() };
+        for (&convention, &WeightsText(weights)) in
+            conventions.iter().flat_map(|one| weights.iter().map(move |of| (one, of)))
+        {
+            arena.reset_peak();
+            let model = Model::open_in(&folder, weights, &arena)?;
+            let dtype = args.dtype.unwrap_or(model.weights.dtype());
+            let formats = if args.kv_format.is_empty() { vec![dtype.into()] } else { args.kv_format.clone() };
             if !args.beyond_limit {
                 model.check_length(convention.tokens())?;
             }
@@ -101,6 +107,7 @@ pub fn run(args: &Args, conventions: &[Windows]) -> Result<(), Failure> {
                     found,
                     kernel,
                     dtype,
+                    weights: model.weights.format(),
                     kv_format,
                     threads: cpu.threads(),
                     peak_bytes: arena.usage().peak_bytes,
@@ -119,13 +126,14 @@ fn words(report: &Report<'_>) -> String {
     let Perplexity { windows, perplexity, standard_error, .. } = report.found;
     let error = standard_error.map_or(String::new(), |error| format!(" +- {error:.2}"));
     format!(
-        "{}: perplexity {perplexity:.4}{error} ({}, {windows} windows of {} tokens, {} predicted; {}, {}, cache in {})\n",
+        "{}: perplexity {perplexity:.4}{error} ({}, {windows} windows of {} tokens, {} predicted; {}, {}, weights in {}, cache in {})\n",
         report.model,
         report.protocol,
         report.window_tokens,
         report.predicted_tokens,
         report.kernel,
         report.dtype,
+        report.weights,
         report.kv_format
     )
 }

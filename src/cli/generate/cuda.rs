@@ -2,8 +2,8 @@
 
 use super::{Args, Ran};
 use crate::cli::failure::Failure;
+use crate::cli::hardware::Hardware;
 use crate::cli::model::OnCuda;
-use crate::cli::place::Place;
 use crate::model::cuda::{DeviceDecoder, DeviceModel};
 use crate::model::{OneSequence, Sampling, Text};
 use crate::policy::Registry;
@@ -21,7 +21,7 @@ pub fn run(args: &Args, registry: &Registry, index: usize, sampling: Sampling, t
     }
     let generated = args.write(&mut decoder, &opened.model, sampling, text, &prompt)?;
     let ran = Ran {
-        place: Place::cuda(index, &runtime, Some(runtime.gemm())),
+        hardware: Hardware::cuda(index, &runtime, Some(runtime.gemm())),
         generated,
         evicted_tokens: decoder.evicted_tokens(),
         weights_bytes: there.bytes(),

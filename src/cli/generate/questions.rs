@@ -2,9 +2,9 @@
 
 use super::Args;
 use crate::cli::failure::Failure;
+use crate::cli::hardware::Hardware;
 use crate::cli::model::Opened;
 use crate::cli::output;
-use crate::cli::place::Place;
 use crate::cli::policy::Used;
 use crate::eval::{Choice, Frame, Prompt, Protocol, Replies, Stage, ask, questions};
 use crate::model::{ChatTemplate, Generated, Sampling, Text, locate};
@@ -39,7 +39,7 @@ struct Report {
     top_p: f32,
     seed: u64,
     #[serde(flatten)]
-    place: Place,
+    hardware: Hardware,
     full: Side,
     evicted: Side,
     questions: Vec<Answered>,
@@ -170,7 +170,7 @@ impl Args {
             temperature: self.temperature,
             top_p: self.top_p,
             seed: self.model.seed,
-            place: Place::cpu(&opened.cpu),
+            hardware: Hardware::cpu(&opened.cpu),
             full,
             evicted,
             questions: answered,

@@ -2,8 +2,8 @@
 
 use super::{Args, Logits, Ran, check_eviction};
 use crate::cli::failure::Failure;
+use crate::cli::hardware::Hardware;
 use crate::cli::model::OnCuda;
-use crate::cli::place::Place;
 use crate::memory::Arena;
 use crate::model::OneSequence;
 use crate::model::cuda::{DeviceDecoder, DeviceModel};
@@ -34,7 +34,7 @@ pub fn run(args: &Args, registry: &Registry, index: usize, sequences: &[Vec<u32>
         kv_bytes_live = decoder.kv_bytes().max(kv_bytes_live);
     }
     let ran = Ran {
-        place: Place::cuda(index, &runtime, Some(runtime.gemm())),
+        hardware: Hardware::cuda(index, &runtime, Some(runtime.gemm())),
         run_ns: start.elapsed().as_nanos() as u64,
         evicted_tokens,
         weights_bytes: there.bytes(),

@@ -2,13 +2,13 @@
 
 mod questions;
 mod scenario;
-mod text;
+pub(super) mod text;
 mod train;
 
 use super::failure::Failure;
 use super::output;
 use crate::device::Cpu;
-use crate::planner::levers::{Ranked, Remedy, rank, remedy, siblings};
+use crate::planner::levers::{Ranked, Remedy, rank, remedy, siblings, together};
 use crate::planner::own_peak_bytes;
 use crate::planner::roofline::{REACHED, Times};
 use crate::planner::waterfall::Waterfall;
@@ -32,6 +32,8 @@ Examples:
   kvsieve plan train --model llama-3-8b --gpu h100 --zero 3 --data-parallel 8
   kvsieve plan explain kv --model deepseek-v3 --context 128k
   kvsieve plan claims               what is said about GPU memory, beside what is computed
+  kvsieve plan measure --model builtin --context 2k --attention naive
+                                    the same sizes predicted, and then measured by running the model here
   kvsieve plan audit results/reference
                                     predictions against every record of a folder";
 
@@ -46,7 +48,7 @@ pub struct Args {
     /// Search the cheapest set of changes with which so many tokens fit
     #[arg(long, value_name = "N", value_parser = scenario::tokens, allow_negative_numbers = true)]
     target_context: Option<u64>,
-    /// Folder to draw into: memory against context, and the levers, as SVG and CSV
+    /// Folder to draw into: memory against context, KV heads and levers, as SVG and CSV, and on a page, report.html
     #[arg(long, value_name = "DIR", help_heading = "What is reported")]
     output: Option<PathBuf>,
     #[command(flatten)]
@@ -81,6 +83,8 @@ enum Question {
     Published(questions::PublishedArgs),
     /// Predictions against every record of a folder; exit status 1 beyond the tolerance
     Audit(questions::AuditArgs),
+    /// A model at hand, run by kvsieve: each predicted size beside the arena's account and the process's growth
+    Measure(questions::MeasureArgs),
     /// A timeline of allocations (`kvsieve attend --timeline`) through several allocators
     Allocator(questions::Allocator),
 }
@@ -107,6 +111,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
         Some(Question::Claims(args)) => questions::claims(args),
         Some(Question::Published(args)) => questions::published(args),
         Some(Question::Audit(args)) => questions::audit(args),
+        Some(Question::Measure(args)) => questions::measure(args),
         Some(Question::Allocator(args)) => questions::allocator(args),
     }
 }
@@ -147,9 +152,6 @@ fn plan(args: &Args) -> Result<(), Failure> {
         )));
     }
     let remedy = found.as_ref().and_then(|(_, remedy)| remedy.as_ref());
-    if let Some(folder) = &args.output {
-        report::planner::write(folder, &scenario, &waterfall, &levers)?;
-    }
     let plan = Plan {
         model: &subject.name,
         parameters: subject.parameters,
@@ -162,15 +164,14 @@ fn plan(args: &Args) -> Result<(), Failure> {
         levers: &levers,
         remedy,
     };
-    args.report.give(&plan, || {
-        let mut said = text::waterfall(&scenario, &waterfall);
-        said.push_str(&text::times(times));
-        said.push_str(&own.map_or(String::new(), |bytes| text::own(bytes, threads)));
-        said.push_str(&text::levers(&scenario, &levers));
-        said.push_str(&remedy.map_or(String::new(), text::remedy));
-        if let Some(folder) = &args.output {
-            said.push_str(&format!("\n{}\n", folder.display()));
-        }
-        said
-    })
+    let mut said = text::waterfall(&scenario, &waterfall);
+    said.push_str(&text::times(times));
+    said.push_str(&own.map_or(String::new(), |bytes| text::own(bytes, threads)));
+    said.push_str(&text::levers(&scenario, &levers));
+    said.push_str(&remedy.map_or(String::new(), text::remedy));
+    if let Some(folder) = &args.output {
+        report::planner::write(folder, &scenario, &waterfall, &levers, &together(&scenario, &siblings)?, &said)?;
+        said.push_str(&text::page(folder));
+    }
+    args.report.give(&plan, || said)
 }

@@ -4,16 +4,19 @@ use super::scenario::{ScenarioArgs, subject};
 use super::{Reported, text};
 use crate::cli::failure::Failure;
 use crate::cli::output;
+use crate::device::Cpu;
 use crate::planner::allocator::{Event, replay};
 use crate::planner::audit::audit as held;
 use crate::planner::cards::{Card, RANK, cards};
 use crate::planner::claims::{CLAIMS, Verdict};
+use crate::planner::measure::measure as measured;
 use crate::planner::presets::near;
 use crate::planner::published::Published;
 use crate::planner::roofline::REACHED;
 use crate::planner::scenario::Memory;
 use crate::planner::{PlanError, Scenario};
-use crate::units::{bytes, gib, grouped};
+use crate::report;
+use crate::units::{bytes, gb, gib, grouped};
 use serde::Serialize;
 use std::path::PathBuf;
 
@@ -177,18 +180,31 @@ pub fn gpus(args: &Gpus) -> Result<(), Failure> {
     let cards = cards(&scenario)?;
     args.report.give(&cards, || {
         let heading = |cells: &[&str]| cells.iter().map(|cell| cell.to_string()).collect::<Vec<_>>();
-        let mut rows = vec![heading(&["", "GiB", "bf16", "", "fp8", "", "q4_k_m", "", "LoRA", "QLoRA", "full", "host", ""])];
-        rows.push(heading(&["", "", "context", "batch", "context", "batch", "context", "batch", "", "", "", "layers", "tokens/s"]));
+        let mut rows = vec![heading(&["", "GiB", "bf16", "", "fp8", "", "q4_k_m", "", "LoRA", "QLoRA", "full"])];
+        rows.push(heading(&["", "", "context", "batch", "context", "batch", "context", "batch"]));
         rows.extend(cards.iter().map(card));
+        let mut moved = vec![heading(&["bf16, layers on the host", "layers", "GB a token", "over PCIe", "slower", "from disk"])];
+        moved.extend(cards.iter().filter_map(offloaded));
         let note = format!(
-            "context: the longest of one sequence; batch: the largest at {} tokens. LoRA and QLoRA: rank {RANK} over bf16 and nf4, \
-             full: AdamW in mixed precision; one sequence, everything recomputed. host: fewest layers in the host's memory with \
-             which bf16 fits, and the tokens per second over the link.",
+            "context: the longest of one sequence; batch: the largest at {} tokens; --json has every weight format. LoRA and \
+             QLoRA: rank {RANK} over bf16 and nf4, full: AdamW in mixed precision; one sequence, everything recomputed.",
             grouped(u128::from(scenario.context))
         );
-        format!("{}\n{}\n{}", text::wrapped(&format!("{}, {} parameters", subject.name, grouped(u128::from(subject.parameters))), ""), text::table(&rows, 0), text::wrapped(&note, ""))
+        let moved = if moved.len() > 1 {
+            let note = "The fewest layers with which bf16 fits, and tokens per second when their weights come over the link \
+                        for every token, from the host's memory or from a disk of 5 GB/s.";
+            format!("\n{}\n{}", text::table(&moved, 0), text::wrapped(note, ""))
+        } else {
+            String::new()
+        };
+        let head = format!("{}, {} parameters", subject.name, grouped(u128::from(subject.parameters)));
+        let [head, note] = [head, note].map(|said| text::wrapped(&said, ""));
+        format!("{head}\n{}\n{note}{moved}", text::table(&rows, 0))
     })
 }
+
+/// Weight formats of the table on the terminal.
+const SHOWN: [&str; 3] = ["bf16", "fp8", "q4_k_m"];
 
 fn card(card: &Card) -> Vec<String> {
     let short = |tokens: Option<u64>| {
@@ -200,11 +216,24 @@ fn card(card: &Card) -> Vec<String> {
     };
     let yes = |fits| String::from(if fits { "yes" } else { "-" });
     let mut cells = vec![card.gpu.to_string(), format!("{:.0}", card.available_bytes as f64 / (1u64 << 30) as f64)];
-    cells.extend(card.formats.iter().flat_map(|fit| [short(fit.max_context_tokens), short(fit.max_batch)]));
+    let shown = card.formats.iter().filter(|fit| SHOWN.contains(&fit.weights));
+    cells.extend(shown.flat_map(|fit| [short(fit.max_context_tokens), short(fit.max_batch)]));
     cells.extend([yes(card.lora_fits), yes(card.qlora_fits), yes(card.full_fits)]);
-    cells.push(card.offload_layers.map_or("-".into(), |layers| layers.to_string()));
-    cells.push(card.offload_tokens_per_s.map_or("-".into(), |rate| format!("{rate:.1}")));
     cells
+}
+
+/// A line for a card on which layers must lie on the host.
+fn offloaded(card: &Card) -> Option<Vec<String>> {
+    let layers = card.offload_layers.filter(|layers| *layers > 0)?;
+    let rate = |rate: Option<f64>| rate.map_or("-".into(), |rate| format!("{rate:.1}/s"));
+    Some(vec![
+        card.gpu.to_string(),
+        layers.to_string(),
+        gb(card.offload_bytes?.into()),
+        rate(card.offload_tokens_per_s),
+        format!("x{:.1}", card.offload_factor?),
+        rate(card.disk_tokens_per_s),
+    ])
 }
 
 /// The table of claims.
@@ -363,3 +392,54 @@ pub fn published(args: &PublishedArgs) -> Result<(), Failure> {
         said + &format!("published and computed; {agree} of {} agree to the last printed digit\n", rows.len())
     })
 }
+
+/// A model at hand, run here.
+#[derive(clap::Args)]
+pub struct MeasureArgs {
+    #[command(flatten)]
+    scenario: ScenarioArgs,
+    /// Folder to draw into: sizes against context, as SVG and CSV, and on a page, report.html
+    #[arg(long, value_name = "DIR", help_heading = "What is reported")]
+    output: Option<PathBuf>,
+    #[command(flatten)]
+    report: Reported,
+}
+
+/// Shorter contexts than the one that is asked for, each twice the one before.
+const SHORTER: u32 = 3;
+
+pub fn measure(args: &MeasureArgs) -> Result<(), Failure> {
+    args.output.as_deref().map_or(Ok(()), |folder| output::check_folder("--output", folder))?;
+    let subject = args.scenario.subject()?;
+    let longest = args.scenario.scenario_in(&subject, Memory::ENDLESS)?;
+    let cpu = Cpu::new(None)?;
+    let contexts = (0..=SHORTER).rev().map(|halvings| longest.context >> halvings).filter(|&context| context > 0);
+    let measured = contexts.map(|context| Ok(measured(&Scenario { context, ..longest.clone() }, &cpu)?));
+    let measured = measured.collect::<Result<Vec<_>, Failure>>()?;
+    let mut rows = vec![["context", "", "predicted, B", "arena, B", "apart", "process, B"].map(String::from).to_vec()];
+    let size = |bytes: Option<u64>| bytes.map_or("-".into(), |bytes| grouped(bytes.into()));
+    for one in &measured {
+        rows.extend(one.held.iter().enumerate().map(|(at, held)| {
+            vec![
+                if at == 0 { grouped(one.context_tokens.into()) } else { String::new() },
+                held.term.into(),
+                grouped(held.predicted_bytes.into()),
+                size(held.arena_bytes),
+                held.arena_bytes.map_or("-".into(), |arena| (arena as i128 - held.predicted_bytes as i128).to_string()),
+                size(held.process_bytes),
+            ]
+        }));
+    }
+    let mut said =
+        format!("{}\n{}\n{}", text::wrapped(&longest.words(), ""), text::table(&rows, 0), text::wrapped(MEASURED, ""));
+    if let Some(folder) = &args.output {
+        report::planner::write_measured(folder, &longest, &measured, &said)?;
+        said.push_str(&text::page(folder));
+    }
+    args.report.give(&measured, || said)
+}
+
+/// What a reader of the measurement must know.
+const MEASURED: &str = "predicted: from headers and shapes, before anything is read. arena: what the code then asked for. process: how \
+far its resident set grew, with the pages of files that it touched: a load that maps its files has touched few of them, one that \
+encodes them in another format has read them all.";

@@ -15,7 +15,8 @@ use std::path::{Path, PathBuf};
 /// The options of every question about a model at work.
 #[derive(clap::Args, Clone)]
 pub struct ScenarioArgs {
-    /// Preset (see `kvsieve list models`), Hugging Face folder, config.json, GGUF file, or 'builtin'
+    /// Preset (see `kvsieve list models`), Hugging Face folder, config.json, GGUF file, 'builtin', or the keys of a config.json as
+    /// LlamaForCausalLM:hidden_size=4096,num_hidden_layers=32,...
     #[arg(long, value_name = "MODEL")]
     pub model: Option<PathBuf>,
     /// Card (see `kvsieve list gpus`), bytes as 40536MiB, or 'here' for the device at hand
@@ -27,12 +28,18 @@ pub struct ScenarioArgs {
     /// Tokens that each sequence is given behind its prompt
     #[arg(long, value_name = "N", default_value_t = 0, allow_negative_numbers = true)]
     output_tokens: u64,
-    /// Sequences at once
+    /// Sequences whose prompts are read together
     #[arg(long, value_name = "N", default_value_t = 1, allow_negative_numbers = true)]
     batch: u64,
-    /// Scores: naive (8 bytes each, as 'eager' of transformers), minimal (4 bytes) or tiled (none)
-    #[arg(long, value_name = "KIND", default_value = "tiled", value_parser = attention)]
-    attention: Attention,
+    /// Sequences that are held and decoded together [default: the batch]
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    concurrency: Option<u64>,
+    /// What runs it, where the options below say nothing else: eager or sdpa (transformers), vllm or llama.cpp
+    #[arg(long, value_name = "NAME", default_value = "sdpa", value_parser = profile)]
+    profile: Profile,
+    /// Scores: naive (8 bytes each, as 'eager' of transformers), minimal (4 bytes) or tiled (none) [default: tiled]
+    #[arg(long, value_name = "KIND", value_parser = attention)]
+    attention: Option<Attention>,
     /// Tokens of a sequence that go through the model together [default: the whole prompt]
     #[arg(long, value_name = "N", value_parser = tokens, allow_negative_numbers = true)]
     prefill_chunk: Option<u64>,
@@ -40,14 +47,16 @@ pub struct ScenarioArgs {
     #[arg(long, value_name = "WHICH", default_value = "last", value_parser = logits)]
     logits: Logits,
     /// How keys and values are kept: a format (see `kvsieve list formats`), or fp8 or q5_0 of other engines
-    #[arg(long, value_name = "FORMAT", default_value = "bf16")]
-    kv_format: String,
+    /// [default: bf16]
+    #[arg(long, value_name = "FORMAT")]
+    kv_format: Option<String>,
     /// How weights are kept (see `kvsieve list weights`) [default: as in the model's files, else bf16]
     #[arg(long, value_name = "FORMAT")]
     weights: Option<String>,
     /// Room for keys and values: exact, paged[:N tokens], or reserved:N tokens for each sequence
-    #[arg(long, value_name = "HOW", default_value = "exact", value_parser = allocation)]
-    allocation: Allocation,
+    /// [default: exact]
+    #[arg(long, value_name = "HOW", value_parser = allocation)]
+    allocation: Option<Allocation>,
     /// Eviction policy (see `kvsieve list policies`)
     #[arg(long, value_name = "POLICY", requires = "budget")]
     policy: Option<String>,
@@ -63,13 +72,46 @@ pub struct ScenarioArgs {
     /// Layers whose weights lie in the host's memory
     #[arg(long, value_name = "N", default_value_t = 0, allow_negative_numbers = true)]
     offload_layers: u64,
-    /// Context, libraries and other processes on the card, as 0.5GB
+    /// Context, libraries and other processes on the card, as 0.5GB [default: 0.5GB; with --gpu here, what is taken now]
     #[arg(long, value_name = "BYTES", value_parser = units::parse_bytes, allow_negative_numbers = true)]
     overhead: Option<u64>,
 }
 
 pub fn tokens(text: &str) -> Result<u64, String> {
     units::parse_tokens(text).map(|tokens| tokens as u64)
+}
+
+/// How a program runs a model.
+#[derive(Clone, Copy)]
+enum Profile {
+    Eager,
+    Sdpa,
+    Vllm,
+    LlamaCpp,
+}
+
+fn profile(text: &str) -> Result<Profile, String> {
+    match text {
+        "eager" => Ok(Profile::Eager),
+        "sdpa" => Ok(Profile::Sdpa),
+        "vllm" => Ok(Profile::Vllm),
+        "llama.cpp" => Ok(Profile::LlamaCpp),
+        _ => Err("it is eager, sdpa, vllm or llama.cpp".into()),
+    }
+}
+
+impl Profile {
+    /// Attention, format of keys and values, room for `tokens` of them, tokens of a pass.
+    fn options(self, tokens: u64) -> (Attention, &'static str, Allocation, Option<u64>) {
+        match self {
+            Profile::Eager => (Attention::Naive, "bf16", Allocation::Exact, None),
+            Profile::Sdpa => (Attention::Tiled, "bf16", Allocation::Exact, None),
+            // Its defaults: blocks of 16 tokens, 2048 tokens of a step.
+            Profile::Vllm => (Attention::Tiled, "bf16", Allocation::Paged(16), Some(2048)),
+            // Its defaults without flash attention: a cache of the whole context, scores in f32, micro-batches of 512.
+            Profile::LlamaCpp => (Attention::Minimal, "f16", Allocation::Reserved(tokens), Some(512)),
+        }
+    }
 }
 
 fn attention(text: &str) -> Result<Attention, String> {
@@ -145,6 +187,13 @@ impl ScenarioArgs {
         self.gpu.as_deref().map_or(Ok(other), memory)
     }
 
+    /// Bytes that others hold of the memory at hand; `None` where it is some card's.
+    fn taken(&self) -> Option<u64> {
+        self.gpu.as_deref().filter(|gpu| *gpu == "here")?;
+        let gpu = Device::open(0).ok().map(|device| device.total_bytes() - device.free_bytes());
+        gpu.or_else(|| os::machine().map(|machine| machine.total_bytes.saturating_sub(machine.available_bytes)))
+    }
+
     /// The scenario of a model, checked.
     pub fn scenario<'a>(&self, subject: &'a Subject) -> Result<Scenario<'a>, Failure> {
         self.scenario_in(subject, self.memory()?)
@@ -156,19 +205,22 @@ impl ScenarioArgs {
             (Some(policy), Some(budget)) => Some(eviction(policy, budget.parse()?)?),
             _ => None,
         };
+        let tokens = self.context.saturating_add(self.output_tokens);
+        let (attention, kv_format, allocation, chunk) = self.profile.options(tokens);
         let scenario = Scenario {
             subject,
             weights: self.weights.as_deref().map(weight_format).transpose()?,
             memory,
-            overhead_bytes: self.overhead.unwrap_or(DEFAULT_OVERHEAD),
+            overhead_bytes: self.overhead.or_else(|| self.taken()).unwrap_or(DEFAULT_OVERHEAD),
             batch: self.batch,
+            concurrency: self.concurrency.unwrap_or(1),
             context: self.context,
             output: self.output_tokens,
-            chunk: self.prefill_chunk,
-            attention: self.attention,
+            chunk: self.prefill_chunk.or(chunk),
+            attention: self.attention.unwrap_or(attention),
             logits: self.logits,
-            kv: self.kv_format.parse::<KvStore>()?,
-            allocation: self.allocation,
+            kv: self.kv_format.as_deref().unwrap_or(kv_format).parse::<KvStore>()?,
+            allocation: self.allocation.unwrap_or(allocation),
             eviction,
             tensor_parallel: self.tensor_parallel,
             pipeline: self.pipeline,

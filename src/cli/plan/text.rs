@@ -1,11 +1,12 @@
 //! The planner's answers as text of at most 100 columns.
 
-use crate::planner::levers::{Drift, Ranked, Remedy};
+use crate::planner::levers::{Loss, Ranked, Remedy};
 use crate::planner::roofline::Times;
 use crate::planner::search::MOST;
 use crate::planner::{Phase, Scenario, Waterfall};
 use crate::units::{bytes, gb, gib, grouped, nanoseconds};
 use std::fmt::Write;
+use std::path::Path;
 
 /// Columns of a terminal.
 const WIDTH: usize = 100;
@@ -105,7 +106,7 @@ pub fn levers(scenario: &Scenario<'_>, levers: &[Ranked]) -> String {
     if levers.is_empty() {
         return String::new();
     }
-    let mut rows = vec![["change first", "longest context", "peak here", "time", "drift"].map(String::from).to_vec()];
+    let mut rows = vec![["change first", "longest context", "peak here", "time", "KL"].map(String::from).to_vec()];
     for lever in levers.iter().take(SHOWN) {
         let context = lever.max_context_tokens.map_or("none".into(), |tokens| match tokens {
             MOST.. => "any".into(),
@@ -114,7 +115,7 @@ pub fn levers(scenario: &Scenario<'_>, levers: &[Ranked]) -> String {
         let time = lever.time_factor.map_or("-".into(), |factor| format!("x{factor:.2}"));
         let fits = if lever.peak_bytes <= scenario.memory.bytes() { "" } else { "!" };
         let peak = format!("{} GiB{fits:1}", gib(u128::from(lever.peak_bytes)));
-        rows.push(vec![lever.lever.clone(), context, peak, time, drift(&lever.drift)]);
+        rows.push(vec![lever.lever.clone(), context, peak, time, loss(&lever.loss)]);
     }
     let note = if levers.iter().take(SHOWN).any(|lever| lever.peak_bytes > scenario.memory.bytes()) {
         "! still too much\n"
@@ -124,11 +125,11 @@ pub fn levers(scenario: &Scenario<'_>, levers: &[Ranked]) -> String {
     format!("\n{}{note}", table(&rows, 1))
 }
 
-fn drift(drift: &Drift) -> String {
-    match drift {
-        Drift::None => "none".into(),
-        Drift::Measured { rel_l2, .. } => format!("{rel_l2:.3}"),
-        Drift::NotMeasured => "not measured".into(),
+fn loss(loss: &Loss) -> String {
+    match loss {
+        Loss::None => "none".into(),
+        Loss::Measured { kl_nats, .. } => format!("{kl_nats:.4}"),
+        Loss::NotMeasured => "not measured".into(),
     }
 }
 
@@ -138,9 +139,9 @@ pub fn remedy(remedy: &Remedy) -> String {
     if remedy.levers.is_empty() {
         return format!("\n{tokens} tokens fit as it is.\n");
     }
-    let with = remedy.levers.iter().zip(&remedy.drifts).map(|(lever, of)| match of {
-        Drift::None => lever.clone(),
-        of => format!("{lever} (drift {})", drift(of)),
+    let with = remedy.levers.iter().zip(&remedy.losses).map(|(lever, of)| match of {
+        Loss::None => lever.clone(),
+        of => format!("{lever} (KL {})", loss(of)),
     });
     let time = remedy.time_factor.map_or(String::new(), |factor| format!(" A request takes x{factor:.2}."));
     let said = format!(
@@ -162,4 +163,9 @@ pub fn most(scenario: &Scenario<'_>, what: &str, most: u64) -> String {
         most => format!("{} {what}", grouped(u128::from(most))),
     };
     format!("{}{answer}\n", wrapped(&scenario.words(), ""))
+}
+
+/// Where the page with the figures lies.
+pub fn page(folder: &Path) -> String {
+    format!("\n{}\n", folder.join("report.html").display())
 }

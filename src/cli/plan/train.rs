@@ -59,7 +59,7 @@ pub struct Args {
     /// Context and libraries of a card, as 0.5GB
     #[arg(long, value_name = "BYTES", value_parser = units::parse_bytes, allow_negative_numbers = true)]
     overhead: Option<u64>,
-    /// Folder to draw the stages of ZeRO into, as SVG and CSV
+    /// Folder to draw the stages of ZeRO into, as SVG and CSV, and on a page, report.html
     #[arg(long, value_name = "DIR", help_heading = "What is reported")]
     output: Option<PathBuf>,
     #[command(flatten)]
@@ -140,9 +140,6 @@ pub fn run(args: &Args) -> Result<(), Failure> {
         overhead_bytes: args.overhead.unwrap_or(DEFAULT_OVERHEAD),
     };
     training.check()?;
-    if let Some(folder) = &args.output {
-        report::planner::write_training(folder, &training)?;
-    }
     let spent = training.spent();
     let link = memory.gpu().filter(|_| spent.link_bytes > 0);
     let report = Report {
@@ -155,13 +152,18 @@ pub fn run(args: &Args) -> Result<(), Failure> {
         fits: spent.total() <= memory.bytes(),
         link_s: link.map(|gpu| spent.link_bytes as f64 / gpu.link_bytes_per_s()),
     };
-    args.report.give(&report, || words(&training, memory, &report))
+    let mut said = words(&training, memory, &report);
+    if let Some(folder) = &args.output {
+        report::planner::write_training(folder, &training, memory, &said)?;
+        said.push_str(&text::page(folder));
+    }
+    args.report.give(&report, || said)
 }
 
 fn words(training: &Training<'_>, memory: Memory, report: &Report<'_>) -> String {
     let cards = training.data_parallel * training.tensor_parallel * training.pipeline;
     let head = format!(
-        "{}, {} parameters, {} ({} B a parameter), {} x {} tokens on each of {cards} card{}, ZeRO {}, recomputing {:?}",
+        "{}, {} parameters, {} ({} B a parameter), {} x {} tokens on each of {cards} card{}, ZeRO {}, recomputing {}",
         report.model,
         grouped(u128::from(report.parameters)),
         report.optimizer.name,
@@ -170,7 +172,7 @@ fn words(training: &Training<'_>, memory: Memory, report: &Report<'_>) -> String
         grouped(u128::from(training.context)),
         if cards == 1 { "" } else { "s" },
         training.zero,
-        training.recompute,
+        format!("{:?}", training.recompute).to_lowercase(),
     );
     let mut rows = vec![["of a card", "GiB", "GB"].map(String::from).to_vec()];
     let row = |name: &str, bytes: u64| vec![name.into(), gib(u128::from(bytes)), gb(u128::from(bytes))];

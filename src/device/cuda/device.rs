@@ -2,8 +2,8 @@
 
 use super::nvml::{Condition, Nvml, uuid_text};
 use super::sweep::Sweep;
-use super::{CudaError, Launch, Nvrtc, doing, driver};
-use crate::memory::{Arena, Claim, Label};
+use super::{CudaError, DeviceBuffer, Launch, Limits, Nvrtc, doing, driver};
+use crate::memory::{Arena, Label};
 use cudarc::driver::sys::{CUdevice_attribute, CUevent_flags, CUfunction_attribute_enum};
 use cudarc::driver::{
     CudaContext, CudaFunction, CudaModule, CudaStream, DeviceRepr, DriverError, LaunchArgs, LaunchConfig,
@@ -13,69 +13,6 @@ use cudarc::nvrtc::Ptx;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
-
-/// What launches are planned for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Limits {
-    /// Compute capability, as `(9, 0)`.
-    pub capability: (i32, i32),
-    /// Streaming multiprocessors: what a grid should fill.
-    pub multiprocessors: usize,
-    /// Shared memory that one block may have.
-    pub block_shared_bytes: usize,
-}
-
-/// Shared memory that the system takes for each block that runs.
-const BLOCK_SYSTEM_BYTES: usize = 1 << 10;
-
-/// Shared memory that one block may have, in KiB, by compute capability (CUDA C++ Programming Guide, "Compute
-/// Capabilities"): what kernels are compiled for.
-const BLOCK_SHARED_KIB: [((i32, i32), usize); 11] = [
-    ((8, 0), 163),
-    ((8, 6), 99),
-    ((8, 7), 163),
-    ((8, 9), 99),
-    ((9, 0), 227),
-    ((10, 0), 227),
-    ((10, 1), 227),
-    ((10, 3), 227),
-    ((11, 0), 227),
-    ((12, 0), 99),
-    ((12, 1), 99),
-];
-/// Multiprocessors of a GPU that is not there. Only grids follow from their number, never what is compiled.
-const SOME_MULTIPROCESSORS: usize = 132;
-
-impl Limits {
-    /// Those of every architecture that kernels can be compiled for without a GPU.
-    pub fn known() -> impl Iterator<Item = Self> {
-        BLOCK_SHARED_KIB.into_iter().map(|(capability, kib)| Limits {
-            capability,
-            multiprocessors: SOME_MULTIPROCESSORS,
-            block_shared_bytes: kib << 10,
-        })
-    }
-
-    /// What NVRTC compiles for, as `sm_80`. On Hopper it is `sm_90a`, which has `wgmma` and runs on no other chip.
-    pub fn architecture(&self) -> String {
-        let (major, minor) = self.capability;
-        let only_this = if major == 9 { "a" } else { "" };
-        format!("sm_{major}{minor}{only_this}")
-    }
-
-    /// The first choice of which two blocks fit on one multiprocessor, else the first of which one fits, else the last;
-    /// `bytes` is the shared memory of a block. Two blocks hide each other's waiting.
-    pub(crate) fn roomiest<T: Copy>(&self, choices: &[T], bytes: impl Fn(T) -> usize) -> T {
-        let first = |blocks| choices.iter().copied().find(|&choice| self.blocks_each(bytes(choice)) >= blocks);
-        first(2).or_else(|| first(1)).unwrap_or(choices[choices.len() - 1])
-    }
-
-    /// Blocks with so much shared memory that a multiprocessor has room for.
-    pub(crate) fn blocks_each(&self, bytes: usize) -> usize {
-        // A block may have all of a multiprocessor's shared memory but what the system takes for it.
-        (self.block_shared_bytes + BLOCK_SYSTEM_BYTES) / (bytes + BLOCK_SYSTEM_BYTES)
-    }
-}
 
 /// A GPU in use by this process.
 pub struct Device {
@@ -437,107 +374,5 @@ impl Module {
         }
         functions.insert(launch.function, (function.clone(), launch.shared_bytes.max(told_bytes)));
         Ok(function)
-    }
-}
-
-/// Memory of a GPU. Dropping it gives the memory back, to the GPU and to the arena's ledger.
-pub struct DeviceBuffer {
-    address: u64,
-    claim: Claim,
-    context: Arc<CudaContext>,
-}
-
-impl DeviceBuffer {
-    /// Its size.
-    pub fn bytes(&self) -> u64 {
-        self.claim.bytes()
-    }
-
-    /// Where it begins; 0 for an empty one.
-    pub(crate) fn address(&self) -> u64 {
-        self.address
-    }
-
-    /// Copies `source` to its start.
-    ///
-    /// # Errors
-    /// [`CudaError::Operand`] when there is no room for it, [`CudaError::Driver`] when the copy fails.
-    pub fn write(&mut self, source: &[u8]) -> Result<(), CudaError> {
-        self.write_at(0, source)
-    }
-
-    /// Copies `source` to the place `start_bytes` behind its start.
-    ///
-    /// # Errors
-    /// As [`DeviceBuffer::write`].
-    pub fn write_at(&mut self, start_bytes: u64, source: &[u8]) -> Result<(), CudaError> {
-        self.fits(start_bytes.saturating_add(source.len() as u64))?;
-        self.context.bind_to_thread().map_err(doing("binding the GPU's context"))?;
-        // SAFETY: the range lies in the buffer, and the copy is done when the call returns.
-        unsafe { result::memcpy_htod_sync(self.address + start_bytes, source) }.map_err(doing("copying to the GPU"))
-    }
-
-    /// Copies all of `source` to the place `start_bytes` behind its start.
-    ///
-    /// # Errors
-    /// As [`DeviceBuffer::write`].
-    pub fn copy_at(&mut self, start_bytes: u64, source: &DeviceBuffer) -> Result<(), CudaError> {
-        self.fits(start_bytes.saturating_add(source.bytes()))?;
-        self.context.bind_to_thread().map_err(doing("binding the GPU's context"))?;
-        let (target, bytes) = (self.address + start_bytes, source.bytes() as usize);
-        // SAFETY: both ranges lie in their buffers, and the copy is done when the call returns.
-        unsafe { result::memcpy_dtod_sync(target, source.address, bytes) }.map_err(doing("copying on the GPU"))
-    }
-
-    /// Fills it with a byte: 0xff makes every element a NaN.
-    ///
-    /// # Errors
-    /// [`CudaError::Driver`] when it fails.
-    pub fn fill(&mut self, byte: u8) -> Result<(), CudaError> {
-        if self.address == 0 {
-            return Ok(());
-        }
-        self.context.bind_to_thread().map_err(doing("binding the GPU's context"))?;
-        // SAFETY: the range is the buffer's own.
-        unsafe { result::memset_d8_sync(self.address, byte, self.bytes() as usize) }.map_err(doing("filling memory"))
-    }
-
-    /// Copies its start to `target`.
-    ///
-    /// # Errors
-    /// [`CudaError::Operand`] when it is shorter, [`CudaError::Driver`] when the copy fails.
-    pub fn read(&self, target: &mut [u8]) -> Result<(), CudaError> {
-        self.read_from(0, target)
-    }
-
-    /// Copies what lies from byte `start` on to `target`; nothing where that is empty.
-    ///
-    /// # Errors
-    /// As [`DeviceBuffer::read`].
-    pub fn read_from(&self, start: usize, target: &mut [u8]) -> Result<(), CudaError> {
-        self.fits(start as u64 + target.len() as u64)?;
-        if target.is_empty() {
-            return Ok(());
-        }
-        self.context.bind_to_thread().map_err(doing("binding the GPU's context"))?;
-        // SAFETY: the buffer reaches at least as far, and the copy is done when the call returns.
-        unsafe { result::memcpy_dtoh_sync(target, self.address + start as u64) }.map_err(doing("copying from the GPU"))
-    }
-
-    /// Whether it has so many bytes.
-    pub(super) fn fits(&self, bytes: u64) -> Result<(), CudaError> {
-        match bytes <= self.bytes() {
-            true => Ok(()),
-            false => Err(CudaError::Operand(format!("{bytes} bytes to copy, the buffer has {}", self.bytes()))),
-        }
-    }
-}
-
-impl Drop for DeviceBuffer {
-    fn drop(&mut self) {
-        if self.address != 0 && self.context.bind_to_thread().is_ok() {
-            // SAFETY: the address came from `malloc_sync` and is freed once. A failure has nobody to be told to.
-            let _ = unsafe { result::free_sync(self.address) };
-        }
     }
 }

@@ -6,6 +6,7 @@
 //! problem is [`crate::attention::cuda`]'s.
 
 mod background;
+mod buffer;
 mod build;
 mod cublas;
 mod device;
@@ -13,6 +14,7 @@ mod driver;
 mod error;
 mod gradients;
 mod layer;
+mod limits;
 mod lists;
 mod nvml;
 mod nvrtc;
@@ -26,20 +28,22 @@ mod tensor_map;
 mod tokens;
 
 pub(crate) use background::{Growing, Landing};
+pub use buffer::DeviceBuffer;
 pub use build::{Built, Cache, Origin};
 use cublas::NoCublas;
 pub use cublas::{Cublas, Gemm};
 pub(crate) use device::{Argument, Ready};
-pub use device::{Device, DeviceBuffer, Limits, Module};
+pub use device::{Device, Module};
 pub use error::CudaError;
 use error::doing;
 pub use gradients::{BackwardOperands, Gradients, backward, deltas};
 pub(crate) use layer::{Each, Embedding, Heads, HeadsOperands, Linear, Narrowing, Norm};
+pub use limits::Limits;
 pub(crate) use lists::{
     Changes, Choice, ChoiceOperands, Keeping, Lists, ListsOperands, Moves, Observers, ObserversOperands, Received,
     Scoring,
 };
-pub use nvml::{Condition, Nvml};
+pub use nvml::{Condition, GpuProcess, Nvml};
 pub use nvrtc::Nvrtc;
 pub(crate) use pages::Pages;
 pub use pages::{PagedKv, Slabs};

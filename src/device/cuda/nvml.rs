@@ -63,6 +63,28 @@ struct Memory {
     used: c_ulonglong,
 }
 
+/// A process that computes on a GPU.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct GpuProcess {
+    /// Its id; that of another namespace, where it runs in a container of its own.
+    pub pid: u32,
+    /// Memory that it holds; `None` where the driver does not tell.
+    pub used_bytes: Option<u64>,
+}
+
+/// `nvmlProcessInfo_t`.
+#[repr(C)]
+#[derive(Default, Clone, Copy)]
+struct ProcessInfo {
+    pid: c_uint,
+    used: c_ulonglong,
+    gpu_instance: c_uint,
+    compute_instance: c_uint,
+}
+
+/// More processes than one GPU has.
+const MOST_PROCESSES: usize = 1024;
+
 impl Nvml {
     /// NVML's view of the GPU with this UUID.
     ///
@@ -104,6 +126,23 @@ impl Nvml {
             get(self.device, &mut memory)
         };
         (status == 0).then_some(memory.used)
+    }
+
+    /// The processes that compute on the GPU, those that hold most first; none where NVML does not tell.
+    pub fn processes(&self) -> Vec<GpuProcess> {
+        let mut found = vec![ProcessInfo::default(); MOST_PROCESSES];
+        let mut count = found.len() as c_uint;
+        type Get = unsafe extern "C" fn(*mut c_void, *mut c_uint, *mut ProcessInfo) -> c_int;
+        // SAFETY: the type is that of the function in nvml.h; it writes at most `count` entries, for which there is room.
+        let status = unsafe {
+            let get = self.function::<Get>("nvmlDeviceGetComputeRunningProcesses_v3");
+            get.map(|get| get(self.device, &mut count, found.as_mut_ptr()))
+        };
+        found.truncate(if status == Some(0) { count as usize } else { 0 });
+        found.sort_by_key(|info| std::cmp::Reverse(info.used));
+        // All bits set: the driver does not know.
+        let known = |used| Some(used).filter(|used| *used != u64::MAX);
+        found.iter().map(|info| GpuProcess { pid: info.pid, used_bytes: known(info.used) }).collect()
     }
 
     /// Version of the driver, as `580.65.06`.

@@ -15,7 +15,7 @@ use super::product::{Extents, Left, ROWS, Right, product};
 use super::reader::RowReader;
 use super::rows::tile;
 use super::vector::each;
-use super::{Bf16Task, Native, Simd, Task, Unit, narrow};
+use super::{Native, Simd, SimdBf16Op, SimdOp, Unit, narrow};
 use crate::tensor::{DType, Rows};
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -123,7 +123,7 @@ pub struct Panel<'a> {
     pub y: &'a Stripes<'a>,
 }
 
-impl Bf16Task for Panel<'_> {
+impl SimdBf16Op for Panel<'_> {
     type Output = ();
 
     #[inline(always)]
@@ -202,7 +202,7 @@ pub struct Widen<'a, R> {
     pub to: &'a mut [u8],
 }
 
-impl<R: RowReader> Task for Widen<'_, R> {
+impl<R: RowReader> SimdOp for Widen<'_, R> {
     type Output = ();
 
     #[inline(always)]
@@ -251,7 +251,7 @@ pub struct Few<'a, R> {
     pub y: &'a Stripes<'a>,
 }
 
-impl<R: RowReader> Task for Few<'_, R> {
+impl<R: RowReader> SimdOp for Few<'_, R> {
     type Output = ();
 
     #[inline(always)]

@@ -1,14 +1,14 @@
 //! Loops over rows of f32 that the compiler vectorises by itself, compiled for each path.
 
 use super::math::{Exp2, SoftCap};
-use super::{Isa, Simd, Task};
+use super::{Isa, Simd, SimdOp};
 
 const LANES: usize = 16;
 
 /// A loop to be compiled for each instruction set.
 struct Loop<F>(F);
 
-impl<R, F: FnMut() -> R> Task for Loop<F> {
+impl<R, F: FnMut() -> R> SimdOp for Loop<F> {
     type Output = R;
 
     #[inline(always)]
@@ -139,7 +139,7 @@ struct RowDots<'a> {
     scores: &'a mut [f32],
 }
 
-impl Task for RowDots<'_> {
+impl SimdOp for RowDots<'_> {
     type Output = ();
 
     #[inline(always)]

@@ -1,6 +1,6 @@
 //! Exponentials of vectors, as polynomials.
 
-use super::{Simd, Task};
+use super::{Simd, SimdOp};
 
 /// Coefficients of `2^f` on `[-0.5, 0.5]`, highest power first, of the least relative error (9.2e-8, a bit and a half
 /// of f32) among those that give exactly 1 at 0; found by iterated least squares.
@@ -78,7 +78,7 @@ pub struct Exp2<'a> {
     pub shift: f32,
 }
 
-impl Task for Exp2<'_> {
+impl SimdOp for Exp2<'_> {
     type Output = ();
 
     #[inline(always)]
@@ -103,7 +103,7 @@ pub struct SoftCap<'a> {
     pub cap: f32,
 }
 
-impl Task for SoftCap<'_> {
+impl SimdOp for SoftCap<'_> {
     type Output = ();
 
     #[inline(always)]

@@ -1,13 +1,13 @@
 //! Vector code: one dispatch point, one trait of vectors, and an implementation of it for each instruction set.
 //!
-//! A kernel's inner part is a [`Task`]: code written once over the trait [`Simd`]. [`Isa::run`] compiles it for each
-//! path (AVX-512, AVX2 + FMA, portable) and picks at run time; a [`Bf16Task`] also for AVX-512 with dot products of bf16. Everything that a task
-//! calls must be `#[inline(always)]`: an ordinary function would be compiled for the target's baseline, where every
-//! intrinsic is a call. On top of the trait stand `math` (exponentials), `product` (the one register-blocked matrix
-//! product that all tiled kernels share), `pack` (rows of any element type into the layout that it reads), `rows` (inner
-//! products with rows, and sums of rows, that are read once where they lie), `linear` (products with the rows of a weight
-//! matrix) and `loops`, which the compiler vectorises by itself. A result depends on the path only through the order in which lanes are summed, and for bf16 on whether
-//! products are taken in bf16 pairs.
+//! A kernel's inner part is a [`SimdOp`]: code written once over the trait [`Simd`]. [`Isa::run`] compiles it for each
+//! path (AVX-512, AVX2 + FMA, portable) and picks at run time; a [`SimdBf16Op`] also for AVX-512 with dot products of
+//! bf16. Everything that an op calls must be `#[inline(always)]`: an ordinary function would be compiled for the
+//! target's baseline, where every intrinsic is a call. On top of the trait stand `math` (exponentials), `product` (the
+//! one register-blocked matrix product that all tiled kernels share), `pack` (rows of any element type into the layout
+//! that it reads), `rows` (inner products with rows, and sums of rows, that are read once where they lie), `linear`
+//! (products with the rows of a weight matrix) and `loops`, which the compiler vectorises by itself. A result depends on
+//! the path only through the order in which lanes are summed, and for bf16 on whether products are taken in bf16 pairs.
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -20,14 +20,18 @@ pub(crate) mod pack;
 mod portable;
 pub(crate) mod product;
 pub mod reader;
+mod row_list;
 pub(crate) mod rows;
 mod vector;
+
+use super::probe;
+use std::sync::LazyLock;
 
 pub(crate) use vector::narrow;
 pub use vector::{Element, Native, Simd, Unit};
 
 /// Code to be compiled for each instruction path.
-pub trait Task {
+pub trait SimdOp {
     /// What it computes.
     type Output;
 
@@ -35,13 +39,13 @@ pub trait Task {
     fn run<S: Simd>(self, simd: S) -> Self::Output;
 }
 
-/// A task that multiplies bf16 in the unit that the processor has for it ([`Native::Bf16`]), so that there is one more
+/// An op that multiplies bf16 in the unit that the processor has for it ([`Native::Bf16`]), so that there is one more
 /// path to compile it for.
-pub trait Bf16Task {
+pub trait SimdBf16Op {
     /// What it computes.
     type Output;
 
-    /// As [`Task::run`].
+    /// As [`SimdOp::run`].
     fn run<S: Native>(self, simd: S) -> Self::Output;
 }
 
@@ -57,6 +61,10 @@ enum Path {
     Portable,
 }
 
+/// How many products of bf16 the unit for them must take in the time of one multiply-add to be used. Processors lie near
+/// 1/2, 1 and 2; at 1 the products in f32 are as fast and more exact.
+const LEAST_GAIN: f64 = 1.4;
+
 /// `KVSIEVE_ISA` names no path of this machine.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[error("KVSIEVE_ISA is '{asked}'; this machine has {available}")]
@@ -69,14 +77,21 @@ impl Isa {
     /// The path without any extension, which every machine has.
     pub const PORTABLE: Isa = Isa(Path::Portable);
 
-    /// The paths of this machine, fastest first.
+    /// The paths of this machine, those with more instructions first.
     pub fn available() -> impl Iterator<Item = Isa> {
         [Path::Avx512Bf16, Path::Avx512, Path::Avx2, Path::Portable].into_iter().filter(|path| path.is_here()).map(Isa)
     }
 
-    /// The fastest path of this machine.
+    /// The fastest path of this machine. Dot products of bf16 are not fast on every processor that has them (on Intel's
+    /// Emerald Rapids they have half the rate of multiply-adds in f32, on AMD's Zen 5 twice that rate): they are used
+    /// where they were measured to be worth it, once in a process, in less than a millisecond.
     pub fn fastest() -> Isa {
-        Isa::available().next().unwrap_or(Isa::PORTABLE)
+        static FASTEST: LazyLock<Isa> = LazyLock::new(|| {
+            let mut worth_it =
+                Isa::available().filter(|&isa| probe::bf16_gain(isa).is_none_or(|gain| gain > LEAST_GAIN));
+            worth_it.next().unwrap_or(Isa::PORTABLE)
+        });
+        *FASTEST
     }
 
     /// The path that the environment variable `KVSIEVE_ISA` names, else the fastest.
@@ -85,8 +100,10 @@ impl Isa {
     /// When the variable names no path of this machine.
     pub fn chosen() -> Result<Isa, IsaError> {
         let asked = std::env::var("KVSIEVE_ISA").unwrap_or_default();
-        let mut available = Isa::available().filter(|isa| asked.is_empty() || isa.name() == asked);
-        available.next().ok_or_else(|| IsaError {
+        if asked.is_empty() {
+            return Ok(Isa::fastest());
+        }
+        Isa::available().find(|isa| isa.name() == asked).ok_or_else(|| IsaError {
             asked,
             available: Isa::available().map(Isa::name).collect::<Vec<_>>().join(", "),
         })
@@ -102,9 +119,9 @@ impl Isa {
         }
     }
 
-    /// Runs a task with the instructions of this path.
+    /// Runs an op with the instructions of this path.
     #[inline]
-    pub fn run<T: Task>(self, task: T) -> T::Output {
+    pub fn run<T: SimdOp>(self, op: T) -> T::Output {
         match self.0 {
             #[cfg(target_arch = "x86_64")]
             Path::Avx512Bf16 | Path::Avx512 => {
@@ -112,7 +129,7 @@ impl Isa {
                 unsafe {
                     avx512::with(
                         #[inline(always)]
-                        |simd| task.run(simd),
+                        |simd| op.run(simd),
                     )
                 }
             }
@@ -122,17 +139,17 @@ impl Isa {
                 unsafe {
                     avx2::with(
                         #[inline(always)]
-                        |simd| task.run(simd),
+                        |simd| op.run(simd),
                     )
                 }
             }
-            _ => task.run(portable::Portable),
+            _ => op.run(portable::Portable),
         }
     }
 
-    /// Runs a task with the instructions of this path and its unit for bf16.
+    /// Runs an op with the instructions of this path and its unit for bf16.
     #[inline]
-    pub fn run_bf16<T: Bf16Task>(self, task: T) -> T::Output {
+    pub fn run_bf16<T: SimdBf16Op>(self, op: T) -> T::Output {
         match self.0 {
             #[cfg(target_arch = "x86_64")]
             Path::Avx512Bf16 => {
@@ -140,7 +157,7 @@ impl Isa {
                 unsafe {
                     avx512::with_bf16(
                         #[inline(always)]
-                        |simd| task.run(simd),
+                        |simd| op.run(simd),
                     )
                 }
             }
@@ -150,7 +167,7 @@ impl Isa {
                 unsafe {
                     avx512::with(
                         #[inline(always)]
-                        |simd| task.run(simd),
+                        |simd| op.run(simd),
                     )
                 }
             }
@@ -160,11 +177,11 @@ impl Isa {
                 unsafe {
                     avx2::with(
                         #[inline(always)]
-                        |simd| task.run(simd),
+                        |simd| op.run(simd),
                     )
                 }
             }
-            _ => task.run(portable::Portable),
+            _ => op.run(portable::Portable),
         }
     }
 }

@@ -230,14 +230,14 @@ pub fn stacked<'a, S: Simd, U: Packed<S>>(
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Bf16Task, Isa, Native};
+    use super::super::{Isa, Native, SimdBf16Op};
     use super::*;
     use half::f16;
 
     /// Packs both ways and compares with the definition.
     struct Check<'a>(Rows<'a>, usize);
 
-    impl Bf16Task for Check<'_> {
+    impl SimdBf16Op for Check<'_> {
         type Output = ();
 
         #[inline(always)]

@@ -1,137 +1,19 @@
 //! Inner products with rows, and weighted sums of rows, that are read once, in their own format, where they lie: what
 //! decoding does with a cache, at the speed of the memory.
 //!
-//! A [`RowList`] is some rows' addresses, so that rows of pages and rows of one tensor are the same thing and give the
-//! same bits. Each row is widened in registers and used for up to four query rows at a time. The memory is kept busy
+//! Each row of a [`RowList`] is widened in registers and used for up to four query rows at a time. The memory is kept busy
 //! by reading it in one order and asking for cache lines a fixed way ahead in that order, past the end of the list into
 //! what will be read next. Lists are long, because each change of the place that is read costs time.
 
 use super::reader::RowReader;
+pub use super::row_list::{BLOCK, RowList};
 use super::vector::each;
-use super::{Simd, Task};
-use crate::tensor::Rows;
-use std::marker::PhantomData;
-use std::ops::Range;
+use super::{Simd, SimdOp};
 
-/// Most rows of a list.
-pub const BLOCK: usize = 256;
-/// How far ahead of the row that is read cache lines are asked for: what memory delivers in about twice its latency.
-const AHEAD_BYTES: usize = 8192;
-/// The same in rows, at most.
-const AHEAD: usize = 128;
-/// Bytes of a cache line.
-const LINE_BYTES: usize = 64;
 /// Rows of the register tile of inner products, beside up to four query rows.
 const KEYS: usize = 4;
 /// Rows that all outputs are given before the next ones are read: few enough for the first-level cache.
 const CHUNK: usize = 16;
-
-/// Addresses of up to [`BLOCK`] rows, and of the rows that will be read after them.
-pub struct RowList<'a> {
-    /// `count` rows that may be read; behind them, addresses that may only be asked for.
-    at: [*const u8; BLOCK + AHEAD],
-    count: usize,
-    width: usize,
-    /// Rows from one that is read to one that is asked for.
-    ahead: usize,
-    rows: PhantomData<&'a [u8]>,
-}
-
-impl<'a> RowList<'a> {
-    /// The rows `range`, `width` elements in `row_bytes` each, that will be followed by the rows `next_range` of `next`.
-    /// `rows(i)` gives row `i` and as many after it as are uniformly strided. Rows whose elements are no neighbours are
-    /// copied to `copies`, which holds as many elements in f32.
-    ///
-    /// # Panics
-    /// When there are more than [`BLOCK`] rows, rows of other bytes or of another width, or no room for copies.
-    pub fn collect<'r: 'a>(
-        [width, row_bytes]: [usize; 2],
-        rows: &dyn Fn(usize) -> Rows<'r>,
-        range: Range<usize>,
-        next: &dyn Fn(usize) -> Rows<'r>,
-        next_range: Range<usize>,
-        copies: &'a mut [f32],
-    ) -> Self {
-        let count = range.len();
-        let ahead = (AHEAD_BYTES / row_bytes).clamp(1, AHEAD);
-        let mut copies: &mut [u8] = bytemuck::cast_slice_mut(copies);
-        let mut at = [copies.as_ptr(); BLOCK + AHEAD];
-        let mut listed = 0;
-        while listed < count {
-            let run = rows(range.start + listed).first(count - listed);
-            assert!(run.width() == width && run.count() > 0, "rows of {} elements, not {width}", run.width());
-            assert_eq!(run.row_bytes(), row_bytes, "rows are of the format that their source names");
-            let at = &mut at[..BLOCK][listed..][..run.count()];
-            match run.span() {
-                Some((span, stride_bytes)) => spread(span, stride_bytes, at),
-                None => {
-                    for (index, at) in at.iter_mut().enumerate() {
-                        let (copy, rest) = copies.split_at_mut(row_bytes);
-                        run.copy_row(index, copy);
-                        (*at, copies) = (copy.as_ptr(), rest);
-                    }
-                }
-            }
-            listed += run.count();
-        }
-        let wanted = ahead.min(next_range.len());
-        let mut listed = 0;
-        while listed < wanted {
-            let run = next(next_range.start + listed).first(wanted - listed);
-            let Some((span, stride_bytes)) = run.span() else { break };
-            spread(span, stride_bytes, &mut at[count + listed..][..run.count()]);
-            listed += run.count();
-        }
-        RowList { at, count, width, ahead, rows: PhantomData }
-    }
-
-    /// Multiplies numbers of the rows, `BLOCK` for each of some queries, by the factors that the rows carry.
-    #[inline(always)]
-    fn scale<R: RowReader>(&self, reader: R, numbers: &mut [f32]) {
-        if !R::SCALED {
-            return;
-        }
-        let mut factors = [0.0; BLOCK];
-        for (index, factor) in factors[..self.count].iter_mut().enumerate() {
-            // SAFETY: `index` is below `count`; a listed row may be read.
-            *factor = unsafe { reader.scale(self.row(index)) };
-        }
-        for numbers in numbers.chunks_exact_mut(BLOCK) {
-            numbers[..self.count].iter_mut().zip(&factors).for_each(|(number, factor)| *number *= factor);
-        }
-    }
-
-    /// Where a row begins, or would be asked for.
-    ///
-    /// # Safety
-    /// `index` is below `count + ahead`.
-    #[inline(always)]
-    unsafe fn row(&self, index: usize) -> *const u8 {
-        debug_assert!(index < self.count + self.ahead);
-        // SAFETY: the caller's promise; `count` is at most `BLOCK`, `ahead` at most `AHEAD`.
-        unsafe { *self.at.get_unchecked(index) }
-    }
-
-    /// Asks for `len_bytes` from byte `first` on of the row that is read some way after row `index`.
-    ///
-    /// # Safety
-    /// `index` is below `count`.
-    #[inline(always)]
-    unsafe fn prefetch<S: Simd>(&self, simd: S, index: usize, first: usize, len_bytes: usize) {
-        // SAFETY: the caller's promise.
-        let from = unsafe { self.row(index + self.ahead) }.wrapping_add(first);
-        for line in (0..len_bytes).step_by(LINE_BYTES) {
-            simd.prefetch(from.wrapping_add(line));
-        }
-    }
-}
-
-/// The addresses of rows that are uniformly strided.
-fn spread(span: &[u8], stride_bytes: usize, at: &mut [*const u8]) {
-    for (index, at) in at.iter_mut().enumerate() {
-        *at = span.as_ptr().wrapping_add(index * stride_bytes);
-    }
-}
 
 /// `scores[i][j] = queries[i] . rows[j]`: query row `i` begins at `i * stride` of `queries` and is followed by zeros up
 /// to whole vectors, its scores begin at `i * BLOCK` of `scores`. Panics when a slice is too short.
@@ -148,7 +30,7 @@ pub struct Dots<'a, R> {
     pub scores: &'a mut [f32],
 }
 
-impl<R: RowReader> Task for Dots<'_, R> {
+impl<R: RowReader> SimdOp for Dots<'_, R> {
     type Output = ();
 
     #[inline(always)]
@@ -156,10 +38,10 @@ impl<R: RowReader> Task for Dots<'_, R> {
         assert!(!R::OF_WEIGHTS, "a cache refuses formats of weights");
         let Dots { reader, rows, queries, stride, scores } = self;
         let query_count = queries.len() / stride;
-        assert!(rows.width <= stride && stride.is_multiple_of(S::LANES), "queries in whole vectors");
+        assert!(rows.width() <= stride && stride.is_multiple_of(S::LANES), "queries in whole vectors");
         assert!(scores.len() >= query_count * BLOCK, "scores are too short");
-        let row_bytes = reader.row_bytes(rows.width);
-        let quads = rows.count - rows.count % KEYS;
+        let row_bytes = reader.row_bytes(rows.width());
+        let quads = rows.count() - rows.count() % KEYS;
         for key in (0..quads).step_by(KEYS) {
             for key in key..key + KEYS {
                 // SAFETY: `quads` is at most `count`.
@@ -180,28 +62,40 @@ impl<R: RowReader> Task for Dots<'_, R> {
                 query += unsafe {
                     let from = queries.as_ptr().add(query * stride);
                     match query_count - query {
-                        1 => {
-                            put(simd, tile::<S, R, KEYS, 1>(simd, reader, keys, rows.width, from, stride), scores, key)
-                        }
-                        2 | 3 => {
-                            put(simd, tile::<S, R, KEYS, 2>(simd, reader, keys, rows.width, from, stride), scores, key)
-                        }
-                        _ if S::COLUMNS < 4 => {
-                            put(simd, tile::<S, R, KEYS, 2>(simd, reader, keys, rows.width, from, stride), scores, key)
-                        }
-                        _ => {
-                            put(simd, tile::<S, R, KEYS, 4>(simd, reader, keys, rows.width, from, stride), scores, key)
-                        }
+                        1 => put(
+                            simd,
+                            tile::<S, R, KEYS, 1>(simd, reader, keys, rows.width(), from, stride),
+                            scores,
+                            key,
+                        ),
+                        2 | 3 => put(
+                            simd,
+                            tile::<S, R, KEYS, 2>(simd, reader, keys, rows.width(), from, stride),
+                            scores,
+                            key,
+                        ),
+                        _ if S::COLUMNS < 4 => put(
+                            simd,
+                            tile::<S, R, KEYS, 2>(simd, reader, keys, rows.width(), from, stride),
+                            scores,
+                            key,
+                        ),
+                        _ => put(
+                            simd,
+                            tile::<S, R, KEYS, 4>(simd, reader, keys, rows.width(), from, stride),
+                            scores,
+                            key,
+                        ),
                     }
                 };
             }
         }
-        for key in quads..rows.count {
+        for key in quads..rows.count() {
             for query in 0..query_count {
                 // SAFETY: as above.
                 let [[sum]] = unsafe {
                     let from = queries.as_ptr().add(query * stride);
-                    tile::<S, R, 1, 1>(simd, reader, [rows.row(key)], rows.width, from, stride)
+                    tile::<S, R, 1, 1>(simd, reader, [rows.row(key)], rows.width(), from, stride)
                 };
                 scores[query * BLOCK + key] = simd.sum(sum);
             }
@@ -315,7 +209,7 @@ pub struct Accumulate<'a, R> {
     pub stride: usize,
 }
 
-impl<R: RowReader> Task for Accumulate<'_, R> {
+impl<R: RowReader> SimdOp for Accumulate<'_, R> {
     type Output = ();
 
     #[inline(always)]
@@ -323,11 +217,11 @@ impl<R: RowReader> Task for Accumulate<'_, R> {
         assert!(!R::OF_WEIGHTS, "a cache refuses formats of weights");
         let Accumulate { reader, rows, weights, outputs, stride } = self;
         let output_count = outputs.len() / stride;
-        assert!(rows.width <= stride && stride.is_multiple_of(S::LANES), "outputs in whole vectors");
+        assert!(rows.width() <= stride && stride.is_multiple_of(S::LANES), "outputs in whole vectors");
         assert!(weights.len() >= output_count * BLOCK, "weights are too short");
         rows.scale(reader, &mut weights[..output_count * BLOCK]);
-        for first in (0..rows.count).step_by(CHUNK) {
-            let end = rows.count.min(first + CHUNK);
+        for first in (0..rows.count()).step_by(CHUNK) {
+            let end = rows.count().min(first + CHUNK);
             let mut output = 0;
             while output < output_count {
                 // SAFETY: output rows from `output` on are there, `stride` apart, and `BLOCK` weights for each of them.
@@ -369,10 +263,10 @@ impl<R: RowReader> Sum<'_, R> {
     #[inline(always)]
     unsafe fn panels<S: Simd, const OUTPUTS: usize>(&self, simd: S) -> usize {
         let mut column = 0;
-        while column < self.rows.width {
+        while column < self.rows.width() {
             // SAFETY: the caller's promise; a panel is as wide as the columns that are left, or narrower.
             column += unsafe {
-                match (self.rows.width - column) / S::LANES {
+                match (self.rows.width() - column) / S::LANES {
                     0 => self.panel::<S, OUTPUTS, 1, true>(simd, column),
                     1..4 => self.panel::<S, OUTPUTS, 1, false>(simd, column),
                     8.. if OUTPUTS <= 2 && S::COLUMNS == 4 => self.panel::<S, OUTPUTS, 8, false>(simd, column),
@@ -394,7 +288,7 @@ impl<R: RowReader> Sum<'_, R> {
         simd: S,
         column: usize,
     ) -> usize {
-        let part = self.rows.width - column;
+        let part = self.rows.width() - column;
         let (columns, reader) = (VECTORS * S::LANES, self.reader);
         let (first_byte, end_byte) = (reader.row_bytes(column), reader.row_bytes(column + columns));
         let mut sums = [[simd.splat(0.0); VECTORS]; OUTPUTS];
@@ -437,7 +331,7 @@ mod tests {
     use super::super::Isa;
     use super::*;
     use crate::format::{FORMATS, KvFormat, RowFormat, with_codec};
-    use crate::tensor::{Coded, DType, Strided};
+    use crate::tensor::{Coded, DType, Rows, Strided};
     use half::{bf16, f16};
 
     /// Both functions against their definition in f64, for `queries` query rows, over rows in runs of `run`.

@@ -73,7 +73,7 @@ impl Trials for Backward {
         _registry: &Registry,
         kernel: &dyn CudaKernel,
         limits: &Limits,
-    ) -> Result<Box<dyn cuda::Task>, String> {
+    ) -> Result<Box<dyn cuda::CudaTrial>, String> {
         cuda::backward::task(cell, kernel, limits).map_err(|error| error.to_string())
     }
 

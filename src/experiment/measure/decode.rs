@@ -95,7 +95,7 @@ impl Trials for Decode {
         _registry: &Registry,
         kernel: &dyn CudaKernel,
         limits: &Limits,
-    ) -> Result<Box<dyn cuda::Task>, String> {
+    ) -> Result<Box<dyn cuda::CudaTrial>, String> {
         cuda::decode::task(cell, kernel, limits).map_err(|error| error.to_string())
     }
 

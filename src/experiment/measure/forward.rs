@@ -56,7 +56,7 @@ impl Trials for Forward {
         _registry: &Registry,
         kernel: &dyn CudaKernel,
         limits: &Limits,
-    ) -> Result<Box<dyn cuda::Task>, String> {
+    ) -> Result<Box<dyn cuda::CudaTrial>, String> {
         cuda::forward::task(cell, kernel, limits).map_err(|error| error.to_string())
     }
 

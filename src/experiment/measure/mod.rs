@@ -19,7 +19,7 @@ mod serve;
 mod trials;
 
 pub use check::Truth;
-pub use prepared::{Place, Prepared};
+pub use prepared::{Implementation, Prepared};
 pub use trials::{Bench, Trial, TrialError, TrialWork, Trials};
 
 use super::cell::{Cell, Device};
@@ -113,11 +113,11 @@ pub trait Comparisons: Sync {
     /// at work, and which fraction of the comparison is done.
     fn run(&self, records: Vec<Record>, stage: &Stage<'_>, each: &mut dyn FnMut(&Cell, f64)) -> Vec<Record>;
 
-    /// Takes away what it kept in a run's folder, once all records are there.
+    /// Takes away what it kept in a run's folder for the comparison of this cell, once all its records are there.
     ///
     /// # Errors
     /// When the system refuses.
-    fn finish(&self, _folder: &Path) -> io::Result<()> {
+    fn finish(&self, _folder: &Path, _cell: &Cell) -> io::Result<()> {
         Ok(())
     }
 }
@@ -272,7 +272,7 @@ mod tests {
     #[test]
     fn every_field_of_a_grid_belongs_to_a_measure() {
         let text = "measure = \"eval\"\nkernel = \"x\"\ncontext_tokens = 1\nheads = \"1/1\"\nhead_dim = 1\nbatch = 1\n\
-                    dtype = \"f32\"\nkv_format = \"int8\"\ncausal = false\nwindow = 1\nsoftcap = 1.0\npolicy = \"x\"\n\
+                    dtype = \"f32\"\nkv_format = \"int8\"\nweights = \"int8\"\ncausal = false\nwindow = 1\nsoftcap = 1.0\npolicy = \"x\"\n\
                     budget = 2\npolicy_file = \"x\"\nlayers = 1\nnew_tokens = 1\npage_tokens = 1\nstrategy = \"x\"\n\
                     trace = \"x\"\nmodel = \"x\"\ntask = \"x\"\ntext = \"x\"\nsamples = 1\nprotocol = \"aware\"\n\
                     chat = true\nbeyond_limit = true\nmemory = \"x\"\n";

@@ -17,7 +17,7 @@ pub struct Prepared {
     /// How its measure takes trials.
     trials: &'static dyn Trials,
     /// Its kernel, where it runs.
-    pub place: Place,
+    pub implementation: Implementation,
     /// Its policy; one that keeps everything where nothing is evicted.
     pub policy: Option<Policy>,
     /// Tokens that each KV head may keep.
@@ -25,13 +25,13 @@ pub struct Prepared {
 }
 
 /// What the name of a cell's kernel stands for on the device of the run.
-pub enum Place {
+pub enum Implementation {
     /// A kernel of the CPU.
     Cpu(Box<dyn Kernel>),
     /// What is planned for a GPU.
-    Cuda(Box<dyn cuda::Task>),
+    Cuda(Box<dyn cuda::CudaTrial>),
     /// Nothing that runs there, and why: the cell is skipped.
-    Nowhere(String),
+    Missing(String),
 }
 
 /// Tokens that each KV head of a cell may keep.
@@ -54,10 +54,10 @@ impl Prepared {
     /// In words, when a name or the budget means nothing.
     pub fn new(cell: Cell, registry: &Registry, engine: Engine<'_>) -> Result<Self, String> {
         let trials = cell.measure.trials().ok_or_else(|| format!("{} takes no trials", cell.measure.name()))?;
-        let place = engine.place(&cell, registry).unwrap_or_else(Place::Nowhere);
+        let implementation = engine.implementation(&cell, registry).unwrap_or_else(Implementation::Missing);
         let policy = cell.build_policy(registry).map_err(|error| error.to_string())?;
         let budget_tokens = budget_tokens(&cell, policy.as_ref())?;
-        Ok(Prepared { cell, trials, place, policy, budget_tokens })
+        Ok(Prepared { cell, trials, implementation, policy, budget_tokens })
     }
 
     /// Whether the budget leaves its policy nothing to evict. A policy that keeps everything whatever its budget is
@@ -79,36 +79,36 @@ impl Prepared {
 
     /// The kernel of a cell that runs on the CPU.
     pub(super) fn kernel(&self) -> &dyn Kernel {
-        match &self.place {
-            Place::Cpu(kernel) => &**kernel,
+        match &self.implementation {
+            Implementation::Cpu(kernel) => &**kernel,
             _ => unreachable!("the CPU's form of a measure runs for cells of the CPU"),
         }
     }
 
-    /// Peak bytes of a trial, inputs included, from the shapes alone; 0 for a cell that has no place.
+    /// Peak bytes of a trial, inputs included, from the shapes alone; 0 for a cell that has none.
     pub fn predict(&self, engine: Engine<'_>) -> u64 {
         let threads = engine.cpu().threads();
-        let trial_bytes = match &self.place {
-            Place::Nowhere(_) => return 0,
-            Place::Cuda(task) => task.bytes(),
-            Place::Cpu(_) => self.trials.predict(self, threads),
+        let trial_bytes = match &self.implementation {
+            Implementation::Missing(_) => return 0,
+            Implementation::Cuda(task) => task.bytes(),
+            Implementation::Cpu(_) => self.trials.predict(self, threads),
         };
         engine.input_bytes(&self.extents()) + trial_bytes
     }
 
-    /// Bytes of the kernel's scratch memory and materialised scores; 0 for a cell that has no place.
+    /// Bytes of the kernel's scratch memory and materialised scores; 0 for a cell that has none.
     pub fn workspace_bytes(&self, threads: usize) -> u64 {
-        match &self.place {
-            Place::Nowhere(_) => 0,
-            Place::Cuda(task) => task.workspace_bytes(),
-            Place::Cpu(_) => self.trials.workspace_bytes(self, threads),
+        match &self.implementation {
+            Implementation::Missing(_) => 0,
+            Implementation::Cuda(task) => task.workspace_bytes(),
+            Implementation::Cpu(_) => self.trials.workspace_bytes(self, threads),
         }
     }
 
     /// Whose GEMM the kernel uses, where that depends on what is installed.
     pub fn gemm(&self, engine: Engine<'_>) -> Option<String> {
-        match (&self.place, engine) {
-            (Place::Cuda(task), Engine::Cuda(gpu)) => task.gemm(&*gpu.runtime().ok()?),
+        match (&self.implementation, engine) {
+            (Implementation::Cuda(task), Engine::Cuda(gpu)) => task.gemm(&*gpu.runtime().ok()?),
             _ => None,
         }
     }
@@ -138,18 +138,18 @@ impl Prepared {
     /// When memory ran out or the result is not to be trusted.
     pub fn trial(&self, engine: Engine<'_>, inputs: &Inputs, truth: Option<&Truth>) -> Result<Trial, TrialError> {
         let arena = &inputs.arena;
-        match (&self.place, &inputs.tensors, engine) {
-            (Place::Cuda(task), Tensors::Gpu(inputs), Engine::Cuda(gpu)) => {
+        match (&self.implementation, &inputs.tensors, engine) {
+            (Implementation::Cuda(task), Tensors::Gpu(inputs), Engine::Cuda(gpu)) => {
                 let runtime = gpu.runtime()?;
                 let done = task.trial(cuda::Bench { runtime: &runtime, arena, inputs, truth });
                 // All that the trial began ends here, so that what it broke is its own failure and not that of who comes next.
                 runtime.device().wait()?;
                 done
             }
-            (Place::Cpu(_), Tensors::Host(workload), Engine::Cpu(cpu)) => {
+            (Implementation::Cpu(_), Tensors::Host(workload), Engine::Cpu(cpu)) => {
                 self.trials.trial(self, Bench { cpu, arena, workload, truth })
             }
-            (Place::Nowhere(reason), ..) => Err(TrialError::Failed(reason.clone())),
+            (Implementation::Missing(reason), ..) => Err(TrialError::Failed(reason.clone())),
             _ => Err(TrialError::Failed("the inputs are on another device than the kernel".into())),
         }
     }

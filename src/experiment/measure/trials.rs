@@ -54,7 +54,7 @@ pub trait Trials: Sync {
         registry: &Registry,
         kernel: &dyn CudaKernel,
         limits: &Limits,
-    ) -> Result<Box<dyn cuda::Task>, String>;
+    ) -> Result<Box<dyn cuda::CudaTrial>, String>;
 }
 
 /// What a trial computes and reads.

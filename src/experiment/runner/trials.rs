@@ -3,7 +3,7 @@
 use super::{RunError, Runner, latency};
 use crate::attention::Params;
 use crate::experiment::engine::{Engine, InputError, Inputs};
-use crate::experiment::measure::{Measure, Place, Prepared, TrialError, Truth};
+use crate::experiment::measure::{Implementation, Measure, Prepared, TrialError, Truth};
 use crate::experiment::record::{Record, Status, Work};
 use crate::experiment::runner::Progress;
 use crate::experiment::spec::Timing;
@@ -53,7 +53,7 @@ impl Runner<'_> {
         let mut inputs: Vec<Input> = Vec::new();
         let mut rotation = Vec::new();
         for prepared in cells {
-            if let Place::Nowhere(reason) = &prepared.place {
+            if let Implementation::Missing(reason) = &prepared.implementation {
                 let record = self.blank_record(&prepared.cell);
                 self.end(Record { status: Status::Skipped, reason: Some(reason.clone()), ..record })?;
                 continue;

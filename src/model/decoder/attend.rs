@@ -8,7 +8,7 @@ use super::{Buffers, Chunk, Decoder, Setup, block};
 use crate::attention::rope::Rotation;
 use crate::attention::{Forward, Kernel, KvRows, Outputs, Params, Shape, Workspace, WorkspaceSize, kernel};
 use crate::cache::Sequences;
-use crate::memory::{Arena, ArenaError};
+use crate::memory::{Arena, ArenaError, Label};
 use crate::model::evictor::QueryRecorder;
 use crate::model::padded::PaddedRows;
 use crate::model::{Config, ModelError};
@@ -65,8 +65,10 @@ impl Attend {
         self.kernel(shape.q_len).workspace(shape, &params(config, 0), DType::F32, threads)
     }
 
-    pub fn bytes(&self, config: &Config, shape: &Shape, threads: usize) -> u64 {
-        self.scratch(config, shape, threads).bytes() + Outputs::bytes(shape, DType::F32)
+    pub fn bytes(&self, config: &Config, shape: &Shape, threads: usize) -> [(Label, u64); 3] {
+        let WorkspaceSize { scores, scratch } = self.scratch(config, shape, threads);
+        let outputs = Outputs::bytes(shape, DType::F32);
+        [(Label::Scores, 4 * scores as u64), (Label::Workspace, 4 * scratch as u64), (Label::Activations, outputs)]
     }
 
     pub fn room(
@@ -86,18 +88,26 @@ impl Attend {
         Ok((if shape.q_len == 1 { &**one } else { &**many }, outputs, workspace))
     }
 
-    /// Most bytes of any call for sequences that bring so many tokens.
-    pub fn most_bytes(&self, config: &Config, setup: &Setup<'_>, counts: &[usize], threads: usize) -> u64 {
+    /// Bytes of the largest call for sequences that bring so many tokens; none without sequences.
+    pub fn most_bytes(
+        &self,
+        config: &Config,
+        setup: &Setup<'_>,
+        counts: &[usize],
+        threads: usize,
+    ) -> Vec<(Label, u64)> {
         let bytes = |(batch, q_len)| self.bytes(config, &roomy(config, setup.max_tokens, batch, q_len), threads);
-        calls(counts).into_iter().map(bytes).max().unwrap_or(0)
+        let calls = calls(counts).into_iter().map(bytes);
+        calls.max_by_key(|call| call.iter().map(|(_, bytes)| bytes).sum::<u64>()).map(Vec::from).unwrap_or_default()
     }
 }
 
 /// Batch and queries of each call for sequences that bring so many tokens.
 fn calls(counts: &[usize]) -> Vec<(usize, usize)> {
-    match counts.iter().all(|&count| count == counts[0]) {
-        true => vec![(counts.len(), counts[0])],
-        false => counts.iter().filter(|&&count| count > 0).map(|&count| (1, count)).collect(),
+    match counts {
+        [] => Vec::new(),
+        [first, others @ ..] if others.iter().all(|count| count == first) => vec![(counts.len(), *first)],
+        _ => counts.iter().filter(|&&count| count > 0).map(|&count| (1, count)).collect(),
     }
 }
 

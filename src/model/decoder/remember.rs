@@ -86,21 +86,23 @@ pub fn bytes_with_memory(
     let mut windows = config.windows.clone();
     windows.sort_unstable();
     windows.dedup();
-    let (mut seen, mut most) = (vec![0; setup.batch], 0);
+    let (mut seen, mut most) = (vec![0; setup.batch], 0u64);
     for tokens in calls {
         for (seen, &tokens) in seen.iter_mut().zip(*tokens) {
             for start in (0..tokens).step_by(setup.chunk_tokens) {
                 let chunk = (tokens - start).min(setup.chunk_tokens);
                 for count in windows.iter().flat_map(|&window| pieces(memory, window, *seen, chunk)) {
-                    most = most.max(kernels.bytes(config, &attend::roomy(config, rows, 1, count), threads));
+                    let call = kernels.bytes(config, &attend::roomy(config, rows, 1, count), threads);
+                    most = most.max(call.iter().map(|(_, bytes)| bytes).sum());
                 }
                 *seen += chunk;
             }
         }
     }
-    let cache = super::cache_shape(model, setup, true).bytes([], 0);
+    let cache = super::cache_shape(config, setup, true).bytes([], 0);
     let held = memory.bytes(&shape).values().chain(cache.values()).sum::<u64>();
-    Ok(model.weights.bytes() + super::Buffers::bytes(model, setup, threads) + held + most)
+    let buffers: u64 = super::Buffers::bytes(config, setup, threads).iter().map(|(_, bytes)| bytes).sum();
+    Ok(model.weights.bytes() + buffers + held + most)
 }
 
 impl Decoder<'_> {

@@ -95,6 +95,13 @@ pub(crate) struct GgufTensor {
     offset: u64,
 }
 
+impl GgufTensor {
+    /// How its rows are kept; `None` where it is of a type that is not run.
+    pub fn format(&self) -> Option<RowFormat> {
+        numbered(self.number).ok()
+    }
+}
+
 /// Metadata and tensors of a file, of which only the header is read.
 ///
 /// # Errors

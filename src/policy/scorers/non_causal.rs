@@ -14,7 +14,7 @@ use crate::attention::Shape;
 use crate::device::cpu::Slots;
 use crate::device::simd::pack::{Packed, transposed};
 use crate::device::simd::product::{Extents, Left, ROWS, Right, product};
-use crate::device::simd::{Bf16Task, Native, Simd, math};
+use crate::device::simd::{Native, Simd, SimdBf16Op, math};
 use crate::memory::Label;
 use crate::named::Parameter;
 use crate::policy::{Context, List, Policy, PolicyEntry, PolicyError, Scorer, Statistic, each_list};
@@ -132,7 +132,7 @@ struct Chunk<'a, 's> {
     slot: &'s mut [f32],
 }
 
-impl Bf16Task for Chunk<'_, '_> {
+impl SimdBf16Op for Chunk<'_, '_> {
     type Output = ();
 
     #[inline(always)]
@@ -257,11 +257,11 @@ pub(super) fn standardise(context: &Context<'_>, scores: &mut [f32], span: impl 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::simd::{Isa, Task};
+    use crate::device::simd::{Isa, SimdOp};
 
     struct Rows<'a>(&'a mut [f32], f32, &'a mut [f32]);
 
-    impl Task for Rows<'_> {
+    impl SimdOp for Rows<'_> {
         type Output = ();
 
         #[inline(always)]

@@ -8,7 +8,7 @@
 use crate::attention::Shape;
 use crate::device::simd::pack::transposed;
 use crate::device::simd::product::{Extents, Left, ROWS, Right, product};
-use crate::device::simd::{Isa, Simd, Task, loops};
+use crate::device::simd::{Isa, Simd, SimdOp, loops};
 use crate::policy::List;
 use crate::tensor::{DType, Rows};
 
@@ -64,7 +64,7 @@ struct Search<'a> {
     sums: &'a mut [f32],
 }
 
-impl Task for Search<'_> {
+impl SimdOp for Search<'_> {
     type Output = ();
 
     #[inline(always)]

@@ -20,7 +20,7 @@ const PLOTTERS_FONT_FACTOR: f64 = 1.24;
 const FONTS: &str = "Helvetica, Arial, Liberation Sans, DejaVu Sans, sans-serif";
 
 /// A position in pixels, from the top left.
-pub type Place = (f64, f64);
+pub type Pixel = (f64, f64);
 
 /// A drawing in the making.
 pub struct Canvas<'a> {
@@ -95,7 +95,7 @@ fn escape(text: &str) -> String {
 
 impl Canvas<'_> {
     /// A line through `places`.
-    pub fn line(&self, places: &[Place], stroke: Stroke) -> Result<(), ReportError> {
+    pub fn line(&self, places: &[Pixel], stroke: Stroke) -> Result<(), ReportError> {
         let places: Vec<(i32, i32)> = places.iter().copied().map(scaled).collect();
         let style = stroke.shape();
         if stroke.dashed {
@@ -106,15 +106,15 @@ impl Canvas<'_> {
     }
 
     /// A filled polygon; `opacity` from 0 to 1.
-    pub fn polygon(&self, places: &[Place], colour: Colour, opacity: f64) -> Result<(), ReportError> {
+    pub fn polygon(&self, places: &[Pixel], colour: Colour, opacity: f64) -> Result<(), ReportError> {
         let places: Vec<(i32, i32)> = places.iter().copied().map(scaled).collect();
         self.put(&Polygon::new(places, rgb(colour).mix(opacity).filled()))
     }
 
     /// A marker.
-    pub fn marker(&self, (x, y): Place, marker: Marker, colour: Colour) -> Result<(), ReportError> {
-        let shape = |corners: &[Place]| {
-            let corners: Vec<Place> = corners.iter().map(|(dx, dy)| (x + dx, y + dy)).collect();
+    pub fn marker(&self, (x, y): Pixel, marker: Marker, colour: Colour) -> Result<(), ReportError> {
+        let shape = |corners: &[Pixel]| {
+            let corners: Vec<Pixel> = corners.iter().map(|(dx, dy)| (x + dx, y + dy)).collect();
             self.polygon(&corners, colour, 1.0)
         };
         match marker {
@@ -132,14 +132,14 @@ impl Canvas<'_> {
     }
 
     /// A cross: something that did not run.
-    pub fn cross(&self, (x, y): Place, colour: Colour) -> Result<(), ReportError> {
+    pub fn cross(&self, (x, y): Pixel, colour: Colour) -> Result<(), ReportError> {
         let stroke = Stroke { colour, width: 2.0, dashed: false };
         self.line(&[(x - 4.0, y - 4.0), (x + 4.0, y + 4.0)], stroke)?;
         self.line(&[(x - 4.0, y + 4.0), (x + 4.0, y - 4.0)], stroke)
     }
 
     /// Words, halfway up at `place`.
-    pub fn words(&self, place: Place, text: &str, words: Words) -> Result<(), ReportError> {
+    pub fn words(&self, place: Pixel, text: &str, words: Words) -> Result<(), ReportError> {
         let horizontal = match words.align {
             Align::Start => HPos::Left,
             Align::Middle => HPos::Center,
@@ -185,7 +185,7 @@ pub fn text_width(text: &str, size: f64) -> f64 {
     text.chars().map(share).sum::<f64>() * size
 }
 
-fn scaled((x, y): Place) -> (i32, i32) {
+fn scaled((x, y): Pixel) -> (i32, i32) {
     ((x * OVERSAMPLING).round() as i32, (y * OVERSAMPLING).round() as i32)
 }
 

@@ -1,6 +1,6 @@
 //! What stands inside the plot: rules, bands, curves, points and crosses.
 
-use super::canvas::{Align, Canvas, Place, Stroke, Words, text_width};
+use super::canvas::{Align, Canvas, Pixel, Stroke, Words, text_width};
 use super::{FAINT_INK, Frame, INK};
 use crate::report::ReportError;
 use crate::report::chart::{Axis, Chart, Interval, Point, Series};
@@ -86,13 +86,13 @@ pub fn band(canvas: &Canvas, axis: &Axis, frame: &Frame, series: &Series) -> Res
         let stroke = Stroke { colour: series.style.colour, width: 1.5, dashed: false };
         return canvas.line(&[low(alone), high(alone)], stroke);
     }
-    let outline: Vec<Place> = ends.iter().map(high).chain(ends.iter().rev().map(low)).collect();
+    let outline: Vec<Pixel> = ends.iter().map(high).chain(ends.iter().rev().map(low)).collect();
     if outline.is_empty() { Ok(()) } else { canvas.polygon(&outline, series.style.colour, BAND_OPACITY) }
 }
 
 /// The line through a series, `width` pixels wide.
 pub fn curve(canvas: &Canvas, axis: &Axis, frame: &Frame, series: &Series, width: f64) -> Result<(), ReportError> {
-    let places: Vec<Place> = series
+    let places: Vec<Pixel> = series
         .points
         .iter()
         .filter(|point| point.y.is_some())
@@ -132,7 +132,7 @@ fn crosses(canvas: &Canvas, chart: &Chart, frame: &Frame, strip: &[Option<f64>])
     }
     for (index, &(place, colour)) in at_height.iter().enumerate() {
         // Crosses of several series on one spot need the word once.
-        let near = |&((x, y), _): &(Place, Colour)| (x - place.0).abs() < 8.0 && (y - place.1).abs() < 14.0;
+        let near = |&((x, y), _): &(Pixel, Colour)| (x - place.0).abs() < 8.0 && (y - place.1).abs() < 14.0;
         if at_height[..index].iter().any(near) {
             continue;
         }
@@ -145,24 +145,24 @@ fn crosses(canvas: &Canvas, chart: &Chart, frame: &Frame, strip: &[Option<f64>])
 
 /// Boxes that a further note must not cover: centre and half extents.
 struct Notes {
-    taken: Vec<(Place, Place)>,
+    taken: Vec<(Pixel, Pixel)>,
 }
 
 impl Notes {
-    fn block(&mut self, place: Place) {
+    fn block(&mut self, place: Pixel) {
         self.taken.push((place, (5.0, 5.0)));
     }
 
     /// The centre of the first free place around `anchor` for `text`, which is taken from then on.
-    fn free_place(&mut self, (x, y): Place, text: &str, frame: &Frame) -> Option<Place> {
+    fn free_place(&mut self, (x, y): Pixel, text: &str, frame: &Frame) -> Option<Pixel> {
         let half = (text_width(text, NOTE) / 2.0, NOTE / 2.0);
         let beside = half.0 + 7.0;
         let around = [(x - beside, y - 3.0), (x, y - 13.0), (x, y + 13.0), (x + beside, y)];
-        let inside = |&(x, y): &Place| {
+        let inside = |&(x, y): &Pixel| {
             x - half.0 > frame.left && x + half.0 < frame.right && y - half.1 > frame.top && y + half.1 < frame.bottom
         };
-        let clear = |&(x, y): &Place| {
-            let apart = |((other_x, other_y), (wide, high)): &(Place, Place)| {
+        let clear = |&(x, y): &Pixel| {
+            let apart = |((other_x, other_y), (wide, high)): &(Pixel, Pixel)| {
                 (x - other_x).abs() >= half.0 + wide || (y - other_y).abs() >= half.1 + high
             };
             self.taken.iter().all(apart)

@@ -20,7 +20,7 @@ use super::ReportError;
 use super::chart::{Axis, Chart, MOST_CURVES};
 use super::palette::Colour;
 use super::ticks::{Span, Tick};
-use canvas::{Align, BOLD, Canvas, Place, Stroke, Words, text_width};
+use canvas::{Align, BOLD, Canvas, Pixel, Stroke, Words, text_width};
 
 const WIDTH: f64 = 800.0;
 const HEIGHT: f64 = 430.0;
@@ -52,7 +52,7 @@ struct Frame {
 
 impl Frame {
     /// Where a point lies.
-    fn place(&self, x: f64, y: f64) -> Place {
+    fn place(&self, x: f64, y: f64) -> Pixel {
         (self.across(x), self.bottom - self.y.place(y) * (self.bottom - self.top - self.strip))
     }
 
@@ -125,11 +125,23 @@ fn fitted(text: &str, room: f64) -> (String, f64) {
     (shortened(text, room, size), size)
 }
 
+/// A name whose files have lost their folders: `dms:gates=models/dms/x.safetensors` is `dms:gates=…/x.safetensors`.
+fn without_folders(name: &str) -> String {
+    let part = |part: &str| match part.rsplit_once('/') {
+        Some((_, file)) if file.contains('.') => format!("…/{file}"),
+        _ => part.to_string(),
+    };
+    name.split_inclusive([' ', '=', ',', '+']).map(part).collect()
+}
+
 /// The name above a plot or map, around the height of `place`: on one line of `room` pixels, else in smaller type on two,
 /// broken where a part of it ends.
-fn heading(canvas: &Canvas, (left, middle): Place, room: f64, name: &str) -> Result<(), ReportError> {
+fn heading(canvas: &Canvas, (left, middle): Pixel, room: f64, name: &str) -> Result<(), ReportError> {
     let bold = |size| Words { size, colour: INK, bold: true, align: Align::Start };
-    if text_width(name, SMALL) * BOLD <= room {
+    let fits = |name: &str| text_width(name, SMALL) * BOLD <= room;
+    let short = if fits(name) { name.to_string() } else { without_folders(name) };
+    let name = &short[..];
+    if fits(name) {
         return canvas.words((left, middle), name, bold(SMALL));
     }
     let fits = |end: &usize| text_width(&name[..*end], TINY) * BOLD <= room;
@@ -187,4 +199,20 @@ fn shortened(text: &str, most: f64, size: f64) -> String {
         text = letters[..cut - 1].iter().chain(['…'].iter()).chain(&letters[cut..]).collect();
     }
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::without_folders;
+
+    #[test]
+    fn names_lose_the_folders_of_their_files_and_nothing_else() {
+        for (name, short) in [
+            ("dms:gates=models/dms/builtin-4x.safetensors,window=16", "dms:gates=…/builtin-4x.safetensors,window=16"),
+            ("snapkv 8/2 heads, D 64", "snapkv 8/2 heads, D 64"),
+            ("duo:file=/a b/c.safetensors+rerotate", "duo:file=/a …/c.safetensors+rerotate"),
+        ] {
+            assert_eq!(without_folders(name), short);
+        }
+    }
 }

@@ -3,6 +3,7 @@
 use super::canvas::{self, Align, Canvas, Stroke, Words, text_width};
 use super::{FAINT_INK, GRID, INK, MARGIN, SMALL, TOP, WHITE, WIDTH, fitted, fitting, subtitle};
 use crate::report::ReportError;
+use crate::report::chart::Rule;
 use crate::report::palette::Marker;
 use crate::report::rows::{Mark, Row, Rows};
 use crate::report::ticks::{Span, Tick};
@@ -41,13 +42,14 @@ pub fn svg(rows: &Rows) -> Result<String, ReportError> {
     let row = match rows.mark {
         Mark::Bar => BAR * rows.kinds.len() as f64 + BETWEEN,
         Mark::Dot => DOT_ROW,
+        Mark::Stack | Mark::Fall => BAR + BETWEEN,
     };
     let key = key_places(rows);
     let lines = key.iter().map(|(_, line)| line + 1).max().unwrap_or(1);
     let top = TOP - 14.0 + KEY_LINE * lines as f64 + 24.0;
     let (left, bottom) = (MARGIN + names + 10.0, top + row * rows.rows.len() as f64);
     // The last tick's label stands half outside the plot, a bar's number behind its end.
-    let beyond = if rows.mark == Mark::Bar { 44.0 } else { 20.0 };
+    let beyond = if rows.mark == Mark::Dot { 20.0 } else { 44.0 };
     let frame = Frame { left, right: WIDTH - MARGIN - beyond, top, bottom, row, span };
     let height = bottom + 52.0;
     let description = format!("{}: {} of each", rows.title, rows.axis.label);
@@ -63,13 +65,14 @@ pub fn svg(rows: &Rows) -> Result<String, ReportError> {
                 [(left, middle - half), (right, middle - half), (right, middle + half), (left, middle + half)]
             };
             match rows.mark {
-                Mark::Bar => canvas.polygon(&box_of(5.0), kind.colour, 1.0)?,
                 Mark::Dot => canvas.marker((across + SWATCH / 2.0, middle), Marker::Circle, kind.colour)?,
+                _ => canvas.polygon(&box_of(5.0), kind.colour, 1.0)?,
             }
             canvas.words((across + SWATCH + 6.0, middle), &kind.name, Words { colour: INK, ..plain })?;
         }
         axis(canvas, rows, &frame)?;
-        rows.rows.iter().enumerate().try_for_each(|(index, row)| line(canvas, rows, &frame, index, row))
+        rows.rows.iter().enumerate().try_for_each(|(index, row)| line(canvas, rows, &frame, index, row))?;
+        rows.limit.iter().try_for_each(|limit| rule(canvas, &frame, limit))
     })
 }
 
@@ -116,19 +119,45 @@ fn line(canvas: &Canvas, rows: &Rows, frame: &Frame, index: usize, row: &Row) ->
             canvas.line(&[(low, middle), (high, middle)], Stroke { colour: GRID, width: 3.0, dashed: false })?;
         }
     }
+    let bar = |place: usize, from: f64, to: f64, colour| {
+        let top = middle - frame.row / 2.0 + BETWEEN / 2.0 + BAR * place as f64;
+        let bottom = top + BAR - 1.0;
+        canvas.polygon(&[(from, top), (to, top), (to, bottom), (from, bottom)], colour, 1.0)
+    };
+    let number = |across: f64, middle: f64, value: f64| {
+        let words = Words { size: NUMBER, colour: INK, bold: false, align: Align::Start };
+        canvas.words((across + 5.0, middle), &rows.axis.value_label(value), words)
+    };
+    // Where a stack or a fall has come to.
+    let above = rows.rows[..index].iter().rev().find_map(|row| row.values.iter().flatten().next());
+    let mut sum = 0.0;
+    let mut from = above.filter(|_| rows.mark == Mark::Fall).map_or(frame.left, |(value, _)| frame.across(*value));
     for (place, kind, value) in shown {
-        let across = frame.across(value);
         match rows.mark {
-            Mark::Dot => canvas.marker((across, middle), Marker::Circle, kind.colour)?,
+            Mark::Dot => canvas.marker((frame.across(value), middle), Marker::Circle, kind.colour)?,
             Mark::Bar => {
-                let top = middle - frame.row / 2.0 + BETWEEN / 2.0 + BAR * place as f64;
-                let bottom = top + BAR - 1.0;
-                let corners = [(frame.left, top), (across, top), (across, bottom), (frame.left, bottom)];
-                canvas.polygon(&corners, kind.colour, 1.0)?;
-                let words = Words { size: NUMBER, colour: INK, bold: false, align: Align::Start };
-                canvas.words((across + 5.0, (top + bottom) / 2.0), &rows.axis.value_label(value), words)?;
+                let across = frame.across(value);
+                bar(place, frame.left, across, kind.colour)?;
+                number(
+                    across,
+                    middle - frame.row / 2.0 + BETWEEN / 2.0 + BAR * place as f64 + (BAR - 1.0) / 2.0,
+                    value,
+                )?;
+            }
+            Mark::Stack | Mark::Fall => {
+                sum += value;
+                bar(0, from, frame.across(sum), kind.colour)?;
+                from = frame.across(sum);
             }
         }
     }
-    Ok(())
+    if sum > 0.0 { number(from, middle, sum) } else { Ok(()) }
+}
+
+/// The line to compare with, named above the rows.
+fn rule(canvas: &Canvas, frame: &Frame, limit: &Rule) -> Result<(), ReportError> {
+    let across = frame.across(limit.y);
+    canvas.line(&[(across, frame.top), (across, frame.bottom)], Stroke { colour: INK, width: 1.5, dashed: true })?;
+    let words = Words { size: SMALL, colour: INK, bold: true, align: Align::Middle };
+    canvas.words((across, frame.top - 27.0), &limit.label, words)
 }

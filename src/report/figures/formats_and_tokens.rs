@@ -4,7 +4,7 @@ use super::Data;
 use crate::experiment::measure::Measure;
 use crate::experiment::record::Status;
 use crate::report::chart::{Axis, Chart, Interval, Point, Quantity, Series};
-use crate::report::combined::{Spent, spent};
+use crate::report::combined::{Spent, front, of_cache};
 use crate::report::pools::all_pools;
 use std::collections::BTreeMap;
 
@@ -12,20 +12,22 @@ use std::collections::BTreeMap;
 pub fn chart(data: &Data) -> Option<Chart> {
     let (pools, subtitle) = all_pools(&data.of(Measure::EVAL));
     let mut by_policy: BTreeMap<(String, String), Vec<Spent>> = BTreeMap::new();
-    for one in spent(&pools) {
+    for one in of_cache(&pools) {
         by_policy.entry((one.pool.policy.into(), one.pool.policy.into())).or_default().push(one);
     }
     let y = Axis { label: "KL divergence (nats per token)".into(), field: "kl_nats", quantity: Quantity::Drift };
     let styles = data.styles(by_policy.keys());
     let series = by_policy.into_iter().zip(styles).map(|(((_, name), spent), style)| {
-        let points = front(spent, &y).into_iter().map(|Spent { pool, bytes_per_token, kl_nats }| Point {
-            x: bytes_per_token,
-            y: Some(kl_nats.mean),
-            interval: Some(Interval { low: kl_nats.ci95_low, high: kl_nats.ci95_high, kind: "ci95" }),
-            model: None,
-            status: Status::Ok,
-            cell_ids: pool.cell_ids(),
-        });
+        let points = front(spent, |one| one.bytes_per_token).into_iter().map(
+            |Spent { pool, bytes_per_token, kl_nats, .. }| Point {
+                x: bytes_per_token,
+                y: Some(kl_nats.mean),
+                interval: Some(Interval { low: kl_nats.ci95_low, high: kl_nats.ci95_high, kind: "ci95" }),
+                model: None,
+                status: Status::Ok,
+                cell_ids: pool.cell_ids(),
+            },
+        );
         Series { name, style, points: points.collect() }
     });
     let series: Vec<Series> = series.collect();
@@ -49,18 +51,4 @@ pub fn chart(data: &Data) -> Option<Chart> {
         series,
         rules: Vec::new(),
     })
-}
-
-/// Those of which no other loses less with as few bytes, by bytes. A logarithm has no place for the full cache itself.
-fn front<'a>(mut spent: Vec<Spent<'a>>, y: &Axis) -> Vec<Spent<'a>> {
-    spent.retain(|one| y.shows(one.kl_nats.mean));
-    let order = |one: &Spent| (one.bytes_per_token, one.kl_nats.mean);
-    spent.sort_by(|a, b| order(a).partial_cmp(&order(b)).expect("neither is NaN"));
-    let mut least = f64::INFINITY;
-    spent.retain(|one| {
-        let is_better = one.kl_nats.mean < least;
-        least = least.min(one.kl_nats.mean);
-        is_better
-    });
-    spent
 }

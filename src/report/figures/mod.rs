@@ -29,6 +29,7 @@ mod predicted_vs_measured;
 mod ragged_memory;
 mod rounding;
 mod scoring_cost;
+mod weights_and_cache;
 
 #[cfg(test)]
 #[path = "../../../docs/examples/figure.rs"]
@@ -80,6 +81,7 @@ pub const FIGURES: &[fn(&Data) -> Option<Chart>] = &[
     answers_vs_kept::score_by_bytes,
     answers_vs_kept::divergence_by_budget,
     formats_and_tokens::chart,
+    weights_and_cache::chart,
     model_vs_context::memory,
     model_vs_context::first_token,
     model_vs_context::step,

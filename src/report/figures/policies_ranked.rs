@@ -52,6 +52,7 @@ pub fn rows(data: &Data) -> Option<Picture> {
         mark: Mark::Dot,
         kinds: budgets.iter().enumerate().map(kind).collect(),
         rows: series.into_iter().map(row).collect(),
+        limit: None,
     }))
 }
 

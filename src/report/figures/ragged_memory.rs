@@ -50,6 +50,7 @@ pub fn rows(data: &Data) -> Option<Picture> {
         mark: Mark::Bar,
         kinds: KINDS.into_iter().map(|(name, colour)| Kind { name: name.into(), colour }).collect(),
         rows: records.into_iter().filter_map(row).collect(),
+        limit: None,
     }))
 }
 

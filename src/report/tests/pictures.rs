@@ -257,3 +257,15 @@ fn several_formats_are_drawn_as_fronts_and_policies_in_plain_elements() {
         );
     }
 }
+
+#[test]
+fn weights_of_several_formats_are_drawn_as_fronts_over_all_bytes() {
+    let fronts = table(&samples::hybrid(), "kl-vs-weights-and-cache");
+    let names: std::collections::BTreeSet<&str> = fronts.iter().map(|row| row["series"].as_str()).collect();
+    assert_eq!(names, ["weights in bf16", "weights in q4_0", "weights in q8_0"].into());
+    for pair in fronts.windows(2).filter(|pair| pair[0]["series"] == pair[1]["series"]) {
+        let number = |at: usize, field: &str| pair[at][field].parse::<f64>().unwrap();
+        assert!(number(0, "whole_bytes") < number(1, "whole_bytes"), "{pair:?}");
+        assert!(number(0, "kl_nats") > number(1, "kl_nats"), "{pair:?}");
+    }
+}

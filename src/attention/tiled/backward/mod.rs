@@ -3,7 +3,7 @@
 //! A unit of work is a block of keys of one KV head ([`unit`]): its `dk` and `dv` stay in the thread's scratch while
 //! the query blocks that see it pass by. Each of them also gets a share of `dq` from each block of keys. So that the
 //! sum has one order, whatever the number of threads, a query block holds the index of the block of keys whose turn it
-//! is ([`Cell`]). Threads claim units in order, so that a unit waits only for units that were claimed before it: the
+//! is ([`QueryBlock`]). Threads claim units in order, so that a unit waits only for units that were claimed before it: the
 //! earliest one at work never waits, and there is no deadlock with any number of threads. Waiting is rare: units are
 //! claimed key block by key block over all heads, and every unit begins at the last query block, so that neighbours
 //! of one head follow each other like a wave.
@@ -80,7 +80,7 @@ struct Plan<'a, 'g> {
     blocks: Blocks,
     delta: &'a [f32],
     /// `[B * Hq, query blocks]`.
-    cells: Vec<Mutex<Cell<'g>>>,
+    query_blocks: Vec<Mutex<QueryBlock<'g>>>,
     /// `dk` and `dv` of each unit, `[key blocks, B * Hkv]`.
     targets: Vec<Mutex<[&'g mut [u8]; 2]>>,
     /// The gradient by the bias of each unit's keys, where it is wanted.
@@ -91,7 +91,7 @@ struct Plan<'a, 'g> {
 }
 
 /// The queries of a block and their gradient.
-struct Cell<'g> {
+struct QueryBlock<'g> {
     /// The block of keys whose turn it is, and the end of those that any of the queries sees.
     turns: Range<usize>,
     /// Nothing has been added.
@@ -126,11 +126,11 @@ impl<'g> Plan<'_, 'g> {
         seen.start / self.blocks.keys..seen.end.div_ceil(self.blocks.keys)
     }
 
-    /// The cell of a query block of a head (counted over the batch), once it is the turn of `key_block`.
-    fn wait(&self, head: usize, query_block: usize, key_block: usize) -> MutexGuard<'_, Cell<'g>> {
-        let cell = &self.cells[head * self.blocks.query_blocks() + query_block];
+    /// A query block of a head (counted over the batch), once it is the turn of `key_block`.
+    fn wait(&self, head: usize, query_block: usize, key_block: usize) -> MutexGuard<'_, QueryBlock<'g>> {
+        let waited = &self.query_blocks[head * self.blocks.query_blocks() + query_block];
         for attempt in 0u32.. {
-            let guard = cell.lock().unwrap_or_else(PoisonError::into_inner);
+            let guard = waited.lock().unwrap_or_else(PoisonError::into_inner);
             if guard.turns.start == key_block {
                 return guard;
             }
@@ -184,8 +184,8 @@ pub(super) fn run(blocks: Blocks, call: &Backward<'_>, gradients: &mut Gradients
             biases.extend(heads.iter_mut().filter_map(Iterator::next).map(Mutex::new));
         }
     }
-    let (cells, failed) = (Vec::new(), AtomicBool::new(false));
-    let mut plan = Plan { call, blocks, delta, cells, targets, biases, dtype, failed };
+    let (query_blocks, failed) = (Vec::new(), AtomicBool::new(false));
+    let mut plan = Plan { call, blocks, delta, query_blocks, targets, biases, dtype, failed };
     let (sums, encoded) = match dtype {
         DType::F32 => (bytemuck::cast_slice_mut(gradients.q.bytes_mut()), &mut [][..]),
         _ => (sums, gradients.q.bytes_mut()),
@@ -199,7 +199,7 @@ pub(super) fn run(blocks: Blocks, call: &Backward<'_>, gradients: &mut Gradients
                 sum.fill(0.0);
                 encoded.iter_mut().for_each(|bytes| bytes.fill(0));
             }
-            plan.cells.push(Mutex::new(Cell { turns, empty: true, sum, encoded }));
+            plan.query_blocks.push(Mutex::new(QueryBlock { turns, empty: true, sum, encoded }));
         }
     }
 

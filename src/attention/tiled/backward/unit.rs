@@ -1,13 +1,13 @@
 //! A block of keys of one KV head, and all queries that see it.
 
 use super::scores::{Factors, Rows, Saved, gradients};
-use super::{Blocks, Cell, Plan, whole};
+use super::{Blocks, Plan, QueryBlock, whole};
 use crate::attention::strip::{SPAN, STRIP, cut, pack_queries};
 use crate::attention::{Forward, KeyBias};
 use crate::device::simd::math::scale;
 use crate::device::simd::pack::{self, Packed};
 use crate::device::simd::product::{Extents, Left, ROWS, Right, product};
-use crate::device::simd::{Bf16Task, Native, Simd, narrow};
+use crate::device::simd::{Native, Simd, SimdBf16Op, narrow};
 use crate::tensor::{DType, Rows as TensorRows};
 use std::f32::consts::LOG2_E;
 use std::ops::Range;
@@ -77,7 +77,7 @@ pub(super) struct KeyBlock<'p, 'a, 'g, 's> {
     pub(super) slot: &'s mut [f32],
 }
 
-impl Bf16Task for KeyBlock<'_, '_, '_, '_> {
+impl SimdBf16Op for KeyBlock<'_, '_, '_, '_> {
     type Output = ();
 
     #[inline(always)]
@@ -143,9 +143,9 @@ impl KeyBlock<'_, '_, '_, '_> {
                     }
                 }
 
-                let mut cell = plan.wait(head, query_block, key_block);
-                cell.add(computed, tile.dq, width, params.scale, shape.head_dim);
-                if let (true, Cell { sum, encoded: Some(to), .. }) = (cell.turns.is_empty(), &mut *cell) {
+                let mut block = plan.wait(head, query_block, key_block);
+                block.add(computed, tile.dq, width, params.scale, shape.head_dim);
+                if let (true, QueryBlock { sum, encoded: Some(to), .. }) = (block.turns.is_empty(), &mut *block) {
                     narrow(simd, plan.dtype, sum, to);
                 }
             }
@@ -337,7 +337,7 @@ impl<'s, U> Queries<'s, U> {
     }
 }
 
-impl Cell<'_> {
+impl QueryBlock<'_> {
     /// Adds a tile's share of `dq` and passes the turn on.
     #[inline(always)]
     fn add(&mut self, rows: Range<usize>, dq: &[f32], width: usize, scale: f32, head_dim: usize) {

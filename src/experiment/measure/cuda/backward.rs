@@ -1,6 +1,6 @@
 //! `backward` on a GPU: the gradients of a pass over the whole context. As on the CPU the gradient by `o` is `q`.
 
-use super::{Bench, Planned, Task, Trial, TrialError, Written};
+use super::{Bench, CudaTrial, Planned, Trial, TrialError, Written};
 use crate::attention::cuda::{BackwardInputs, BackwardPlan, BackwardResults, CudaKernel, Inputs, Plan};
 use crate::attention::{Gradients, Outputs};
 use crate::device::cuda::{DeviceBuffer, Limits, Program, Runtime};
@@ -21,7 +21,7 @@ pub(in crate::experiment::measure) fn task(cell: &Cell, kernel: &dyn CudaKernel,
     Ok(Box::new(Backward { cell: cell.clone(), forward, backward }))
 }
 
-impl Task for Backward {
+impl CudaTrial for Backward {
     fn bytes(&self) -> u64 {
         let (shape, dtype) = (self.cell.shape(), self.cell.dtype);
         let backward = Gradients::bytes(&shape, dtype) + self.workspace_bytes();

@@ -4,7 +4,7 @@
 //! kernel reads the contiguous tensors.
 
 use super::pages::Pages;
-use super::{Bench, Planned, Task, Trial, TrialError, Written};
+use super::{Bench, CudaTrial, Planned, Trial, TrialError, Written};
 use crate::attention::cuda::{CudaKernel, Inputs, Plan, decode_paged};
 use crate::attention::{AttentionError, Outputs};
 use crate::cache::PagedCache;
@@ -71,7 +71,7 @@ impl Decode {
     }
 }
 
-impl Task for Decode {
+impl CudaTrial for Decode {
     fn bytes(&self) -> u64 {
         let pages = if self.is_paged() { Pages::bytes(&cache_shape(&self.cell), self.cell.context_tokens) } else { 0 };
         pages + Outputs::bytes(&self.cell.shape(), self.cell.dtype) + self.workspace_bytes()

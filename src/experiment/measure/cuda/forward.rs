@@ -1,6 +1,6 @@
 //! `forward` on a GPU: a pass over the whole context.
 
-use super::{Bench, Planned, Task, Trial, TrialError, Written};
+use super::{Bench, CudaTrial, Planned, Trial, TrialError, Written};
 use crate::attention::Outputs;
 use crate::attention::cuda::{CudaKernel, Inputs, Plan};
 use crate::device::cuda::{Limits, Program, Runtime};
@@ -16,7 +16,7 @@ pub(in crate::experiment::measure) fn task(cell: &Cell, kernel: &dyn CudaKernel,
     Ok(Box::new(Forward { cell: cell.clone(), plan }))
 }
 
-impl Task for Forward {
+impl CudaTrial for Forward {
     fn bytes(&self) -> u64 {
         Outputs::bytes(&self.cell.shape(), self.cell.dtype) + self.workspace_bytes()
     }

@@ -24,7 +24,7 @@ use crate::memory::Arena;
 use crate::policy::Registry;
 
 /// What a trial does on a GPU, planned.
-pub trait Task {
+pub trait CudaTrial {
     /// Bytes that a trial takes at its peak besides the inputs.
     fn bytes(&self) -> u64;
 
@@ -63,7 +63,11 @@ pub struct Bench<'a> {
 ///
 /// # Errors
 /// In words, when they cannot run there.
-pub(in crate::experiment) fn task(cell: &Cell, registry: &Registry, limits: &Limits) -> Result<Box<dyn Task>, String> {
+pub(in crate::experiment) fn task(
+    cell: &Cell,
+    registry: &Registry,
+    limits: &Limits,
+) -> Result<Box<dyn CudaTrial>, String> {
     let kernel = cuda_kernel(&cell.kernel).map_err(|error| error.to_string())?;
     cell.kv_format().on_gpu()?;
     let trials = cell.measure.trials().ok_or_else(|| format!("{} takes no trials", cell.measure.name()))?;
@@ -71,4 +75,4 @@ pub(in crate::experiment) fn task(cell: &Cell, registry: &Registry, limits: &Lim
 }
 
 /// A task, or what its kernel cannot do.
-type Planned = Result<Box<dyn Task>, AttentionError>;
+type Planned = Result<Box<dyn CudaTrial>, AttentionError>;

@@ -6,7 +6,7 @@
 
 use super::group::{Group, alone_samples};
 use crate::device::Cpu;
-use crate::eval::{EvalError, Session, Watch, reads_alone};
+use crate::eval::{EvalError, Evaluator, Watch, reads_alone};
 use crate::experiment::cell::Cell;
 use crate::model::{Config, locate};
 use crate::policy::Registry;
@@ -53,15 +53,26 @@ pub fn seconds(comparisons: &[Vec<&Cell>], registry: &Registry, cpu: &Cpu) -> Ve
 
 fn of(probe: &Probe, cells: &[&Cell], registry: &Registry) -> f64 {
     let (cell, count) = (cells[0], cells.len() as f64);
-    let reads = |cell: &&&Cell| {
-        let policy = cell.build_policy(registry).ok().flatten();
-        cell.memory.is_some() || policy.is_some_and(|policy| reads_alone(&policy))
-    };
-    let readers = 1 + cells.iter().filter(reads).count();
-    let together = probe.prompts as f64 * (readers as f64 * probe.read_s + (count + 1.0) * probe.cell_s);
+    let readings = readings(cells, registry) as f64;
+    let together = probe.prompts as f64 * (readings * probe.read_s + (count + 1.0) * probe.cell_s);
     let alone = alone_samples(cells.len()).min(probe.samples) as f64 * count * probe.alone_s;
     let longer = work(cell, cell.context_tokens) / work(cell, probe.context_tokens);
     probe.open_s + (together + alone) * longer
+}
+
+/// How often a context is read: for the full cache, for each other pair of formats, and by cells that do so themselves.
+fn readings(cells: &[&Cell], registry: &Registry) -> usize {
+    let by_itself = |cell: &&&Cell| {
+        let policy = cell.build_policy(registry).ok().flatten();
+        cell.memory.is_some() || policy.is_some_and(|policy| reads_alone(&policy))
+    };
+    let mut formats = vec![(None, None)];
+    for cell in cells {
+        if !formats.contains(&(cell.weights, cell.kv_format)) {
+            formats.push((cell.weights, cell.kv_format));
+        }
+    }
+    cells.iter().filter(by_itself).count() + formats.len()
 }
 
 /// Multiplications of a token sequence's way through a cell's model, up to a factor: linear layers, and causal attention.
@@ -104,10 +115,11 @@ fn probe_of(context_tokens: usize, cells: &[&Cell], registry: &Registry, cpu: &C
         read_s += alone.first_token_ns as f64 * 1e-9 / 2.0;
     }
     let watch = Watch::default();
-    let mut session = Session::new(group.stage(cpu, &group.shared_arena), &group.text, &watch, &treatments)?;
+    let mut evaluator = Evaluator::new(group.stage(cpu, &group.shared_arena), &group.text, &watch, &treatments)?;
     let start = Instant::now();
-    session.run(prompt, &treatments, |asked| group.room(prompt, asked))?;
+    evaluator.run(prompt, &treatments, |asked| group.room(prompt, asked))?;
     let all_s = start.elapsed().as_secs_f64();
-    let cell_s = ((all_s - read_s) / (treatments.len() + 1) as f64).max(0.0);
+    let asking_s = all_s - readings(&tried, registry) as f64 * read_s;
+    let cell_s = (asking_s / (treatments.len() + 1) as f64).max(0.0);
     Ok(Probe { context_tokens, open_s: 0.0, read_s, cell_s, alone_s, samples: 1, prompts: group.samples.len() })
 }

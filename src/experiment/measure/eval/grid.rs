@@ -3,6 +3,7 @@
 use super::{PERPLEXITY, RANDOM};
 use crate::attention;
 use crate::eval::{EvalError, Frame, Protocol, documents, prompts};
+use crate::experiment::axes::WeightsText;
 use crate::experiment::cell::Cell;
 use crate::experiment::measure::Measure;
 use crate::experiment::policy_axis::{Chosen, choices};
@@ -114,6 +115,15 @@ impl Opened {
         for format in &grid.kv_format.0 {
             format.check(config.head_dim).map_err(|error| format!("'{model}': {error}"))?;
         }
+        let weights = grid.weights.or(WeightsText(None));
+        for format in weights.iter().filter_map(|weights| weights.0) {
+            config.check_weights(format).map_err(|reason| format!("'{model}': {reason}"))?;
+        }
+        let formats = weights.iter().flat_map(|weights| types.iter().map(|&types| (weights.0, types)));
+        let formats: Vec<_> = formats.collect();
+        let passes =
+            kernels.iter().flat_map(|kernel| formats.iter().map(move |&(weights, types)| (kernel, weights, types)));
+        let passes: Vec<_> = passes.collect();
         let mut cells = Vec::new();
         for &context_tokens in grid.context_tokens.0.iter().flat_map(|tokens| &tokens.lengths) {
             let most = context_tokens + if grid.text.is_some() { new_tokens } else { 0 };
@@ -132,9 +142,7 @@ impl Opened {
                     for (&protocol, (policy, budget, memory)) in
                         protocols.iter().flat_map(|protocol| choices.iter().map(move |choice| (protocol, choice)))
                     {
-                        for (kernel, &(dtype, kv_format)) in
-                            kernels.iter().flat_map(|name| types.iter().map(move |types| (name, types)))
-                        {
+                        for &(kernel, weights, (dtype, kv_format)) in &passes {
                             let cell = Cell {
                                 measure: Measure::EVAL,
                                 model: Some(model.into()),
@@ -154,6 +162,7 @@ impl Opened {
                                 new_tokens,
                                 dtype,
                                 kv_format,
+                                weights,
                                 causal: true,
                                 policy: policy.clone(),
                                 budget: budget.clone(),

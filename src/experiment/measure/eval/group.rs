@@ -4,7 +4,7 @@ use super::grid::{frame, read};
 use crate::device::Cpu;
 use crate::eval::{Alone, Asked, Choice, EvalError, Prompt, Stage, Treatment, alone, documents, prompts};
 use crate::experiment::cell::Cell;
-use crate::format::KvFormat;
+use crate::format::{KvFormat, RowFormat};
 use crate::memories::{self, Memory};
 use crate::memory::Arena;
 use crate::model::{Eviction, Model, ModelError, Text, locate};
@@ -20,15 +20,21 @@ const CHUNK_TOKENS: usize = 512;
 /// An answer may be twice as long as a right one, and so many tokens.
 const MORE_TOKENS: usize = 8;
 
-/// Cells that differ only in policy, budget and format, or in the memory, with all that they need.
-pub struct Group<'c> {
-    cells: &'c [&'c Cell],
+/// A model with its weights in one format.
+struct Opened {
+    weights: Option<RowFormat>,
     /// Of the weights and of what runs alone, so that the peak of a run is its own.
     arena: Arena,
+    model: Model,
+}
+
+/// Cells that differ only in policy, budget and formats, or in the memory, with all that they need.
+pub struct Group<'c> {
+    cells: &'c [&'c Cell],
+    /// The model as its files have it, and in each other format of its weights.
+    models: Vec<Opened>,
     /// Of what all cells share.
     pub shared_arena: Arena,
-    /// The model.
-    pub model: Model,
     /// Its tokenizer.
     pub text: Text,
     /// What is asked.
@@ -47,19 +53,27 @@ impl<'c> Group<'c> {
     pub fn open(cells: &'c [&'c Cell], registry: &Registry, limit_bytes: u64) -> Result<Self, EvalError> {
         let cell = cells[0];
         let folder = locate(Path::new(cell.model.as_deref().unwrap_or_default()))?;
-        let arena = Arena::with_limit(limit_bytes);
-        let model = Model::open(&folder, &arena)?;
-        let shared_arena = Arena::with_limit(limit_bytes.saturating_sub(arena.usage().live_bytes));
+        let mut models = Vec::new();
+        let mut left_bytes = limit_bytes;
+        for format in std::iter::once(None).chain(cells.iter().map(|cell| cell.weights)) {
+            if models.iter().all(|opened: &Opened| opened.weights != format) {
+                let arena = Arena::with_limit(left_bytes);
+                let model = Model::open_in(&folder, format, &arena)?;
+                left_bytes = left_bytes.saturating_sub(arena.usage().live_bytes);
+                models.push(Opened { weights: format, arena, model });
+            }
+        }
+        let shared_arena = Arena::with_limit(left_bytes);
         let text = Text::open(&folder)?;
         let samples = samples(cell, &folder, &text)?;
-        let limit = if cell.beyond_limit { usize::MAX } else { model.config.most_tokens() };
+        let limit = if cell.beyond_limit { usize::MAX } else { models[0].model.config.most_tokens() };
         let longest = samples.iter().map(|prompt| prompt.most_tokens(|asked| most_tokens(cell, asked))).max();
         let max_tokens = longest.unwrap_or(0).min(limit);
         let policy = |cell: &&Cell| Ok(cell.build_policy(registry)?.unwrap_or_else(Policy::full));
         let policies = cells.iter().map(policy).collect::<Result<_, PolicyError>>().map_err(ModelError::from)?;
         let memory = |cell: &&Cell| cell.memory.as_deref().map(memories::memory).transpose();
         let memories = cells.iter().map(memory).collect::<Result<_, _>>()?;
-        Ok(Group { cells, arena, shared_arena, model, text, samples, max_tokens, policies, memories })
+        Ok(Group { cells, models, shared_arena, text, samples, max_tokens, policies, memories })
     }
 
     /// What each cell does to the context.
@@ -78,7 +92,9 @@ impl<'c> Group<'c> {
                     Choice::Evict(Eviction { policy, name, budget, seed: cell.seed })
                 }
             };
-            treatments.push(Treatment { choice, kv_format: cell.kv_format() });
+            let model = self.models.iter().find(|opened| opened.weights == cell.weights);
+            let model = &model.expect("those of all cells were opened").model;
+            treatments.push(Treatment { model, choice, kv_format: cell.kv_format() });
         }
         Ok(treatments)
     }
@@ -87,7 +103,7 @@ impl<'c> Group<'c> {
     pub fn stage<'a>(&'a self, cpu: &'a Cpu, arena: &'a Arena) -> Stage<'a> {
         let cell = self.cells[0];
         Stage {
-            model: &self.model,
+            model: &self.models[0].model,
             cpu,
             arena,
             kernel: &cell.kernel,
@@ -109,7 +125,9 @@ impl<'c> Group<'c> {
     /// # Errors
     /// As [`alone()`].
     pub fn alone(&self, cpu: &Cpu, treatment: Treatment<'_>, prompt: &Prompt) -> Result<Alone, EvalError> {
-        alone(&self.stage(cpu, &self.arena), treatment, prompt, self.room(prompt, &prompt.asked[0]))
+        let opened = self.models.iter().find(|opened| std::ptr::eq(&opened.model, treatment.model));
+        let arena = &opened.expect("treatments are of models of the group").arena;
+        alone(&self.stage(cpu, arena), treatment, prompt, self.room(prompt, &prompt.asked[0]))
     }
 }
 

@@ -1,15 +1,13 @@
 //! What every sample gave, written down as soon as it is known, so that a run that was killed in the middle of a group of
-//! cells goes on with the next sample. The file lies beside the records and goes when the run is complete.
+//! cells goes on with the next sample. Each comparison has its file, beside the records, until all of its cells have theirs.
 
 use crate::eval::{Alone, Answers};
+use crate::experiment::cell::Cell;
 use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Seek, SeekFrom, Write};
-use std::path::Path;
-
-/// Name of the file in a run's folder.
-const SAMPLES: &str = "samples.jsonl";
+use std::path::{Path, PathBuf};
 
 /// What a prompt gave under a cell's policy.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -29,22 +27,23 @@ struct Line<G> {
     given: G,
 }
 
-/// The samples of a run so far.
+/// The samples of a comparison so far.
 pub struct Journal {
     lines: File,
     given: HashMap<(String, usize), Given>,
 }
 
 impl Journal {
-    /// Reads what is in a run's folder; a torn last line is cut off.
+    /// Reads what is in a run's folder of the comparison of this cell; a torn last line is cut off.
     ///
     /// # Errors
     /// When the system refuses.
-    pub fn open(folder: &Path) -> io::Result<Self> {
-        let path = folder.join(SAMPLES);
+    pub fn open(folder: &Path, cell: &Cell) -> io::Result<Self> {
+        let path = path(folder, cell);
         let mut lines = OpenOptions::new().create(true).truncate(false).read(true).write(true).open(&path)?;
         let (mut given, mut whole) = (HashMap::new(), 0);
-        for line in fs::read(&path)?.split_inclusive(|&byte| byte == b'\n') {
+        let bytes = fs::read(&path)?;
+        for line in bytes.split_inclusive(|&byte| byte == b'\n') {
             if !line.ends_with(b"\n") {
                 break;
             }
@@ -54,7 +53,10 @@ impl Journal {
                 given.insert((read.cell_id, read.prompt), read.given);
             }
         }
-        lines.set_len(whole)?;
+        // What is whole is not touched: its time says when the last sample was written.
+        if whole < bytes.len() as u64 {
+            lines.set_len(whole)?;
+        }
         lines.seek(SeekFrom::End(0))?;
         Ok(Journal { lines, given })
     }
@@ -76,14 +78,19 @@ impl Journal {
         self.lines.sync_data()
     }
 
-    /// Takes the file of a folder away, once every cell has its record.
+    /// Takes the file away, once every cell of the comparison has its record.
     ///
     /// # Errors
     /// When the system refuses.
-    pub fn remove(folder: &Path) -> io::Result<()> {
-        match fs::remove_file(folder.join(SAMPLES)) {
+    pub fn remove(folder: &Path, cell: &Cell) -> io::Result<()> {
+        match fs::remove_file(path(folder, cell)) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
             _ => Ok(()),
         }
     }
+}
+
+/// The file of a cell's comparison in a run's folder.
+fn path(folder: &Path, cell: &Cell) -> PathBuf {
+    folder.join(format!("samples-{}.jsonl", cell.without_choice().id()))
 }

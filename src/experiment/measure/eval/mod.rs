@@ -1,6 +1,7 @@
 //! `eval`: what a model answers under policies and budgets (`docs/evaluation.md`).
 //!
-//! Cells that differ only in policy and budget are one comparison, whose contexts are read once and evicted by all of them.
+//! Cells that differ only in policy, budget and formats are one comparison, whose contexts are read once for each pair of
+//! formats and evicted by all of its policies.
 //! What each sample gives is on disk at once, in a journal.
 
 mod estimate;
@@ -53,6 +54,7 @@ impl Measurement for Eval {
             "context_tokens",
             "dtype",
             "kv_format",
+            "weights",
             "policy",
             "budget",
             "policy_file",
@@ -91,7 +93,7 @@ impl Comparisons for Eval {
     fn run(&self, records: Vec<Record>, stage: &Stage<'_>, each: &mut dyn FnMut(&Cell, f64)) -> Vec<Record> {
         let cells: Vec<&Cell> = records.iter().map(|record| &record.cell).collect();
         let run = |cpu| {
-            let mut journal = Journal::open(stage.folder)?;
+            let mut journal = Journal::open(stage.folder, cells[0])?;
             together::run(&cells, stage.registry, cpu, stage.limit_bytes, &mut journal, each)
         };
         let ended = match stage.engine.for_models() {
@@ -105,8 +107,8 @@ impl Comparisons for Eval {
         records.into_iter().zip(ended).map(|(record, ended)| filled(record, ended)).collect()
     }
 
-    fn finish(&self, folder: &Path) -> io::Result<()> {
-        Journal::remove(folder)
+    fn finish(&self, folder: &Path, cell: &Cell) -> io::Result<()> {
+        Journal::remove(folder, cell)
     }
 }
 

@@ -5,11 +5,11 @@ use super::group::{Group, alone_samples};
 use super::journal::{Given, Journal};
 use super::tally::Tally;
 use crate::device::Cpu;
-use crate::eval::{Choice, EvalError, Prompt, Session, Treatment, Watch};
+use crate::eval::{Choice, EvalError, Evaluator, Prompt, Treatment, Watch};
 use crate::experiment::answers::Answers;
 use crate::experiment::cell::Cell;
 use crate::experiment::record::{Memory, Status};
-use crate::model::{Model, ModelError};
+use crate::model::ModelError;
 use crate::policy::{Decoding, PolicyError, Registry};
 use std::collections::BTreeMap;
 
@@ -48,17 +48,17 @@ pub fn run(
     mut each: impl FnMut(&Cell, f64),
 ) -> Result<Vec<Ended>, EvalError> {
     let group = Group::open(cells, registry, limit_bytes)?;
-    let Group { samples, model, .. } = &group;
+    let Group { samples, .. } = &group;
     let treatments = group.treatments()?;
     let shortest = samples.iter().map(Prompt::budgeted_tokens).min().unwrap_or(0);
     let kept = samples.iter().map(|prompt| prompt.kept).min().unwrap_or(0);
     let tokens = [shortest, group.max_tokens, kept];
-    let states = treatments.iter().zip(cells).map(|(treatment, cell)| State::new(treatment, model, cell, tokens));
+    let states = treatments.iter().zip(cells).map(|(treatment, cell)| State::new(treatment, cell, tokens));
     let mut states: Vec<State> = states.collect();
     let going = |states: &[State]| (0..states.len()).filter(|&at| states[at].ended.is_none()).collect::<Vec<_>>();
     let first: Vec<Treatment<'_>> = going(&states).into_iter().map(|at| treatments[at]).collect();
     let watch = Watch::default();
-    let mut session = Session::new(group.stage(cpu, &group.shared_arena), &group.text, &watch, &first)?;
+    let mut evaluator = Evaluator::new(group.stage(cpu, &group.shared_arena), &group.text, &watch, &first)?;
     let ids: Vec<String> = cells.iter().map(|cell| cell.id()).collect();
     let mut alone_samples = 0..alone_samples(cells.len());
     let share = 1.0 + cells.len() as f64 / CELLS_OF_A_READ;
@@ -80,7 +80,7 @@ pub fn run(
         };
         each(cells[at_work], done / work);
         let chosen: Vec<Treatment<'_>> = missing.iter().map(|&at| treatments[at]).collect();
-        let answered = session.run(prompt, &chosen, |asked| group.room(prompt, asked))?;
+        let answered = evaluator.run(prompt, &chosen, |asked| group.room(prompt, asked))?;
         done = ends_at - if is_alone { missing.len() as f64 } else { 0.0 };
         for (&at, answers) in missing.iter().zip(answered) {
             let by_itself = || {
@@ -115,10 +115,10 @@ struct State {
 impl State {
     /// `shortest` and `longest` are tokens of the shortest context, and of the longest with its answer; `kept` those that stay
     /// beside any budget.
-    fn new(treatment: &Treatment<'_>, model: &Model, cell: &Cell, [shortest, longest, kept]: [usize; 3]) -> Self {
+    fn new(treatment: &Treatment<'_>, cell: &Cell, [shortest, longest, kept]: [usize; 3]) -> Self {
         let lists = cell.layers * cell.kv_heads;
         let token_bytes = treatment.kv_format.token_bytes(cell.head_dim);
-        let tally = |unprotected| Tally::new(lists, token_bytes, model.weights.bytes(), unprotected);
+        let tally = |unprotected| Tally::new(lists, token_bytes, treatment.model.weights.bytes(), unprotected);
         let Choice::Evict(choice) = treatment.choice else {
             return State { tally: tally(None), evicts: false, warnings: Vec::new(), ended: None };
         };

@@ -10,7 +10,7 @@
 mod predict;
 mod trial;
 
-use super::{Bench, Task, Trial, TrialError};
+use super::{Bench, CudaTrial, Trial, TrialError};
 use crate::attention::cuda::{CudaKernel, Plan, decode_paged};
 use crate::attention::{AttentionError, Shape};
 use crate::cache::{self, CacheShape, PAGE_TOKENS};
@@ -47,7 +47,7 @@ pub(in crate::experiment::measure) fn task(
     registry: &Registry,
     kernel: &dyn CudaKernel,
     limits: &Limits,
-) -> Result<Box<dyn Task>, String> {
+) -> Result<Box<dyn CudaTrial>, String> {
     let policy = match &cell.policy {
         Some(name) => {
             let policy = cell.build_policy(registry).map_err(|error| error.to_string())?.unwrap_or_else(Policy::full);
@@ -58,7 +58,7 @@ pub(in crate::experiment::measure) fn task(
     };
     let budget_tokens = budget_tokens(cell, Some(&policy))?;
     let planned = Evict::plan(cell, policy, budget_tokens, kernel, limits);
-    planned.map(|evict| Box::new(evict) as Box<dyn Task>).map_err(|error| error.to_string())
+    planned.map(|evict| Box::new(evict) as Box<dyn CudaTrial>).map_err(|error| error.to_string())
 }
 
 impl Evict {
@@ -125,7 +125,7 @@ impl Evict {
     }
 }
 
-impl Task for Evict {
+impl CudaTrial for Evict {
     fn bytes(&self) -> u64 {
         self.peak_bytes()
     }

@@ -11,7 +11,7 @@ use crate::cache::Column;
 use crate::eval::Asked;
 use crate::memories::Memory;
 use crate::memory::{Arena, ArenaError, Buffer, Label};
-use crate::model::{Activation, Decoder, Eviction, Hook, ModelError, Setup, Text};
+use crate::model::{Activation, Decoder, Eviction, Hook, Model, ModelError, Setup, Text};
 use crate::policy::{Policy, Statistic};
 use crate::task::Tokens;
 use serde::{Deserialize, Serialize};
@@ -84,7 +84,7 @@ impl Hook for Watch {
 }
 
 /// A decoder for evaluations of up to so many tokens.
-pub struct Session<'a> {
+pub struct Evaluator<'a> {
     stage: Stage<'a>,
     text: &'a Text,
     decoder: Decoder<'a>,
@@ -99,7 +99,7 @@ pub struct Session<'a> {
     behind_context: [Vec<f32>; 2],
 }
 
-impl<'a> Session<'a> {
+impl<'a> Evaluator<'a> {
     /// For these treatments; the stage's format is that of the full cache which all are compared with. `text` is what
     /// answers are written with, and `watch` looks on.
     ///
@@ -120,7 +120,7 @@ impl<'a> Session<'a> {
         let decoder = recording(stage, setup, &recorded, watch)?;
         let [last, context, evicted] = [(); 3].map(|()| vec![0.0; stage.model.config.vocab]);
         let behind_context = [context, evicted];
-        Ok(Session { stage, text, decoder, watch, setup, recorded, last, behind_context })
+        Ok(Evaluator { stage, text, decoder, watch, setup, recorded, last, behind_context })
     }
 
     /// Asks everything of `prompt` under each of `treatments`. `most_tokens` is how long an answer may be. An error of one
@@ -139,16 +139,18 @@ impl<'a> Session<'a> {
         let full = prompt.asked.iter().map(|asked| self.ask(CONTEXT, asked, most_tokens(asked)));
         let full = full.collect::<Result<Vec<Given>, _>>()?;
         let mut answers: Vec<Option<_>> = treatments.iter().map(|_| None).collect();
-        let plain = self.setup.kv_format;
-        for (at, treatment) in treatments.iter().enumerate().filter(|(_, treatment)| treatment.kv_format == plain) {
-            answers[at] = Some(self.treated(prompt, &treatment.choice, &full, &most_tokens));
+        let (model, kv_format) = (self.stage.model, self.setup.kv_format);
+        for (at, treatment) in treatments.iter().enumerate() {
+            if treatment.reads_like(&Treatment { model, kv_format, ..*treatment }) {
+                answers[at] = Some(self.treated(prompt, treatment, &full, &most_tokens));
+            }
         }
         // What is left has other formats, which read the context again, one after another.
         while let Some(first) = answers.iter().position(Option::is_none) {
             self.decoder.clear();
-            let format = treatments[first].kv_format;
-            let setup = Setup { kv_format: format, ..self.setup };
-            let other = match recording(self.stage, setup, &self.recorded, self.watch) {
+            let Treatment { model, kv_format, .. } = treatments[first];
+            let (stage, setup) = (Stage { model, ..self.stage }, Setup { kv_format, ..self.setup });
+            let other = match recording(stage, setup, &self.recorded, self.watch) {
                 Ok(other) => other,
                 Err(error) => {
                     answers[first] = Some(Err(error));
@@ -156,12 +158,13 @@ impl<'a> Session<'a> {
                 }
             };
             let mut is_read = false;
-            self.with(other, |session| {
-                for at in (first..treatments.len()).filter(|&at| treatments[at].kv_format == format) {
-                    let read = if is_read { Ok(()) } else { session.prefill(CONTEXT, &prompt.context) };
+            self.with(other, |evaluator| {
+                let alike = |&at: &usize| treatments[at].reads_like(&treatments[first]);
+                for at in (first..treatments.len()).filter(alike) {
+                    let read = if is_read { Ok(()) } else { evaluator.prefill(CONTEXT, &prompt.context) };
                     is_read = read.is_ok();
-                    let choice = &treatments[at].choice;
-                    answers[at] = Some(read.and_then(|()| session.treated(prompt, choice, &full, &most_tokens)));
+                    let treatment = &treatments[at];
+                    answers[at] = Some(read.and_then(|()| evaluator.treated(prompt, treatment, &full, &most_tokens)));
                 }
             });
         }
@@ -179,13 +182,13 @@ impl<'a> Session<'a> {
     fn treated(
         &mut self,
         prompt: &Prompt,
-        choice: &Choice<'a>,
+        treatment: &Treatment<'a>,
         full: &[Given],
         most_tokens: &impl Fn(&Asked) -> usize,
     ) -> Result<Answers, EvalError> {
-        match choice {
+        match &treatment.choice {
             Choice::Evict(eviction) => self.evicted(prompt, eviction, full, most_tokens),
-            Choice::Remember(memory) => self.remembered(prompt, *memory, full, most_tokens),
+            Choice::Remember(memory) => self.remembered(prompt, (treatment.model, *memory), full, most_tokens),
         }
     }
 
@@ -213,16 +216,16 @@ impl<'a> Session<'a> {
     fn remembered(
         &mut self,
         prompt: &Prompt,
-        memory: &'a dyn Memory,
+        (model, memory): (&'a Model, &'a dyn Memory),
         full: &[Given],
         most_tokens: &impl Fn(&Asked) -> usize,
     ) -> Result<Answers, EvalError> {
-        let Stage { model, cpu, arena, .. } = self.stage;
+        let Stage { cpu, arena, .. } = self.stage;
         let mut other = Decoder::with_memory(model, self.setup, memory, cpu, arena)?;
         other.hook(self.watch);
-        self.with(other, |session| {
-            session.prefill(EVICTED, &prompt.context)?;
-            session.answers(prompt, full, most_tokens)
+        self.with(other, |evaluator| {
+            evaluator.prefill(EVICTED, &prompt.context)?;
+            evaluator.answers(prompt, full, most_tokens)
         })
     }
 

@@ -7,7 +7,7 @@ use std::fmt;
 
 /// Where something ran.
 #[derive(Serialize)]
-pub struct Place {
+pub struct Hardware {
     /// As `--device` names it.
     pub device: String,
     /// Threads of the CPU; `None` on a GPU.
@@ -16,10 +16,10 @@ pub struct Place {
     pub isa_path: String,
 }
 
-impl Place {
+impl Hardware {
     /// The CPU.
     pub fn cpu(cpu: &Cpu) -> Self {
-        Place { device: "cpu".into(), threads: Some(cpu.threads()), isa_path: cpu.isa().name().into() }
+        Hardware { device: "cpu".into(), threads: Some(cpu.threads()), isa_path: cpu.isa().name().into() }
     }
 
     /// GPU `index`, with matrix products as `products` says, where it is to be said.
@@ -27,11 +27,11 @@ impl Place {
         let (device, nvrtc) = (runtime.device(), runtime.nvrtc().version());
         let products = products.map_or(String::new(), |products| format!(", {products}"));
         let isa_path = format!("{}, {}, NVRTC {nvrtc}{products}", device.name(), device.architecture());
-        Place { device: format!("cuda:{index}"), threads: None, isa_path }
+        Hardware { device: format!("cuda:{index}"), threads: None, isa_path }
     }
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for Hardware {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         let threads = self.threads.map_or(String::new(), |threads| format!(", threads: {threads}"));
         write!(formatter, "{} ({}){threads}", self.device, self.isa_path)

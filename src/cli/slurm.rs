@@ -1,0 +1,173 @@
+//! `kvsieve slurm`: an experiment as an array of Slurm, whose tasks share one run.
+
+use super::failure::Failure;
+use super::output;
+use crate::device::Cpu;
+use crate::experiment::{Engine, Experiment, Spec, runner};
+use crate::policy::Registry;
+use crate::units;
+use std::collections::HashSet;
+use std::fmt::Write;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+const EXAMPLES: &str = "\
+Writes OUT/<experiment>.sbatch. Each task of the array is `kvsieve run --join`: it claims whole comparisons in OUT, which all \
+nodes must see, until none is left. What is recorded stays, whatever ends a task: a minute before its time limit it goes back \
+into the queue, as Slurm puts it there when it is preempted. Logs are OUT/<experiment>-<job>_<task>.log.\n\n\
+Examples:
+  kvsieve slurm my.toml --tasks 16                           write the script, and look at it
+  kvsieve slurm my.toml --tasks 16 --cpus 8 --time 2:00:00 --partition short --submit
+  kvsieve report results/my/*                                how far each task is, and figures";
+
+/// Seconds before its time limit at which a task goes back into the queue.
+const NOTICE_S: u32 = 60;
+
+/// Run an experiment as an array of Slurm
+#[derive(clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Args {
+    /// Experiment file, or name of a shipped experiment
+    #[arg(value_name = "EXPERIMENT")]
+    experiment: PathBuf,
+    /// Tasks of the array
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    tasks: u32,
+    /// Give the script to sbatch
+    #[arg(long)]
+    submit: bool,
+    /// Folder for results, seen by all nodes
+    #[arg(long, value_name = "DIR", default_value = "results")]
+    out: PathBuf,
+    /// Cores of a task, each a thread that computes
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
+    cpus: u32,
+    /// Time limit of a task, as Slurm writes it: minutes, or [days-]hours:minutes:seconds [default: the partition's]
+    #[arg(long, value_name = "TIME", value_parser = word)]
+    time: Option<String>,
+    /// Partition [default: the cluster's]
+    #[arg(long, value_name = "NAME", value_parser = word)]
+    partition: Option<String>,
+    /// Most memory that tensors of a task may take, as 8GiB; Slurm is asked for an eighth and 1 GiB more
+    #[arg(long, value_name = "BYTES", value_parser = units::parse_bytes, allow_negative_numbers = true)]
+    limit_memory: Option<u64>,
+}
+
+/// A value that stands in a line of the script as it is.
+fn word(text: &str) -> Result<String, String> {
+    let plain = |letter: char| letter.is_ascii_alphanumeric() || "-_:.,".contains(letter);
+    match !text.is_empty() && text.chars().all(plain) {
+        true => Ok(text.into()),
+        false => Err(format!("'{text}' is not a word; letters, digits and -_:., are allowed")),
+    }
+}
+
+pub fn run(args: &Args, registry: &Registry) -> Result<(), Failure> {
+    let spec = Spec::load(&args.experiment)?;
+    let name = spec.name.clone();
+    // Everything is checked here, once, rather than by each task.
+    let cpu = Cpu::new(Some(1))?;
+    let engine = Engine::Cpu(&cpu);
+    let experiment = Experiment::new(spec, &args.experiment.display().to_string(), registry, engine.device())?;
+    runner::prepare(&experiment, registry, engine)?;
+    let comparisons = experiment.cells.iter().map(|cell| cell.without_choice().id()).collect::<HashSet<_>>().len();
+    if args.tasks as usize > comparisons {
+        output::warn(&[format!(
+            "{comparisons} comparisons are dealt to {} tasks; {} of them will find nothing to do",
+            args.tasks,
+            args.tasks as usize - comparisons
+        )]);
+    }
+    let folder = std::env::current_dir().map_err(|error| Failure::work(format!("no working folder: {error}")))?;
+    let program = std::env::current_exe().map_err(|error| Failure::work(format!("no path of kvsieve: {error}")))?;
+    let text = args.script(&name, &folder, &program)?;
+    output::check_folder("--out", &args.out)?;
+    let path = args.out.join(format!("{name}.sbatch"));
+    std::fs::create_dir_all(&args.out)
+        .and_then(|()| std::fs::write(&path, text))
+        .map_err(|error| Failure::work(format!("cannot write '{}': {error}", path.display())))?;
+    let what = format!("{} cells in {comparisons} comparisons, {} tasks", experiment.cells.len(), args.tasks);
+    match args.submit {
+        true => output::print(&format!("{what}\njob: {}\n", submit(&path)?)),
+        false => output::print(&format!("{what}\nsubmit with: sbatch {}\n", quoted(&path)?)),
+    }
+}
+
+impl Args {
+    /// The script of every task.
+    fn script(&self, name: &str, folder: &Path, program: &Path) -> Result<String, Failure> {
+        let mut text = String::from("#!/bin/bash\n");
+        let mut option =
+            |option: &str, value: &str| writeln!(text, "#SBATCH --{option}={value}").expect("it is a string");
+        option("job-name", &format!("kvsieve-{name}"));
+        option("array", &format!("1-{}", self.tasks));
+        option("ntasks", "1");
+        option("cpus-per-task", &self.cpus.to_string());
+        if let Some(time) = &self.time {
+            option("time", time);
+        }
+        if let Some(partition) = &self.partition {
+            option("partition", partition);
+        }
+        if let Some(bytes) = self.limit_memory {
+            option("mem", &format!("{}M", (bytes + bytes / 8).div_ceil(1 << 20) + 1024));
+        }
+        option("chdir", &quoted(folder)?);
+        // %A is the array, %a the task.
+        option("output", &quoted(&self.out.join(format!("{name}-%A_%a.log")))?);
+        option("open-mode", "append");
+        option("signal", &format!("B:USR1@{NOTICE_S}"));
+        text += "#SBATCH --requeue\n\n";
+        let (program, experiment, out) = (quoted(program)?, quoted(&self.experiment)?, quoted(&self.out)?);
+        let limit = self.limit_memory.map_or(String::new(), |bytes| format!(" --limit-memory {bytes}B"));
+        let cpus = self.cpus;
+        let records = quoted(&self.out.join(name))?;
+        write!(
+            text,
+            "# What is recorded stays when this is killed, and the next task takes over what was claimed.\n\
+             {program} run {experiment} --out {out} --join --threads {cpus}{limit} &\n\
+             child=$!\n\
+             begin=$(date +%s)\n\
+             # The time limit is near: back into the queue, unless nothing was recorded, which would go on for ever.\n\
+             requeue() {{\n\
+             \x20   kill -TERM \"$child\"\n\
+             \x20   wait \"$child\"\n\
+             \x20   if [ -z \"$(find {records} -name '*.jsonl' -size +0 -newermt \"@$begin\" -print -quit)\" ]; then\n\
+             \x20       echo 'error: nothing was recorded within the time limit; allow more with --time' >&2\n\
+             \x20       exit 1\n\
+             \x20   fi\n\
+             \x20   scontrol requeue \"${{SLURM_ARRAY_JOB_ID}}_${{SLURM_ARRAY_TASK_ID}}\" && sleep {NOTICE_S}\n\
+             \x20   exit 1\n\
+             }}\n\
+             trap requeue USR1\n\
+             wait \"$child\"\n"
+        )
+        .expect("it is a string");
+        Ok(text)
+    }
+}
+
+/// A path as the shell and sbatch read it back.
+fn quoted(path: &Path) -> Result<String, Failure> {
+    let wrong = || Failure::usage(format!("'{}' cannot stand in a script; name another path", path.display()));
+    let text = path.to_str().filter(|text| !text.contains(['\'', '\n'])).ok_or_else(wrong)?;
+    let plain = |letter: char| letter.is_ascii_alphanumeric() || "-_./%+=:,".contains(letter);
+    Ok(if !text.is_empty() && text.chars().all(plain) { text.into() } else { format!("'{text}'") })
+}
+
+/// Gives a script to Slurm; the number of the job.
+fn submit(script: &Path) -> Result<String, Failure> {
+    let output = Command::new("sbatch").arg("--parsable").arg(script).output().map_err(|error| {
+        Failure::usage(format!(
+            "cannot run sbatch: {error}; use --submit where Slurm is installed, or take '{}' there",
+            script.display()
+        ))
+    })?;
+    if !output.status.success() {
+        let said = String::from_utf8_lossy(&output.stderr).replace("sbatch: error: ", "");
+        return Err(Failure::work(format!("sbatch: {}", said.trim())));
+    }
+    // With several clusters the name of one follows.
+    let printed = String::from_utf8_lossy(&output.stdout);
+    Ok(printed.trim().split(';').next().unwrap_or_default().into())
+}

@@ -1,0 +1,105 @@
+//! One of several processes that share a run: claims comparisons, the heaviest first, until none is left to claim.
+//!
+//! Whoever has claimed a comparison runs what no one recorded of it. What failed counts as recorded: it would fail every
+//! process that comes by.
+
+use super::{Outcome, Progress, RunError, Runner, comparisons, described, heaviest_first, prepare};
+use crate::experiment::cell::Cell;
+use crate::experiment::engine::Engine;
+use crate::experiment::environment;
+use crate::experiment::grid::Experiment;
+use crate::experiment::measure::Prepared;
+use crate::experiment::record::{Record, Status};
+use crate::experiment::runner::Options;
+use crate::experiment::store::Joint;
+use crate::policy::Registry;
+use std::collections::HashSet;
+
+/// The cells of a comparison, by how they run.
+enum Work {
+    Trials(Vec<Prepared>),
+    Together(Vec<Cell>),
+}
+
+impl Work {
+    fn cells(&self) -> usize {
+        match self {
+            Work::Trials(cells) => cells.len(),
+            Work::Together(cells) => cells.len(),
+        }
+    }
+
+    /// Leaves out cells that have a record.
+    fn without(self, recorded: &HashSet<String>) -> Self {
+        match self {
+            Work::Trials(mut cells) => {
+                cells.retain(|prepared| !recorded.contains(&prepared.cell.id()));
+                Work::Trials(cells)
+            }
+            Work::Together(mut cells) => {
+                cells.retain(|cell| !recorded.contains(&cell.id()));
+                Work::Together(cells)
+            }
+        }
+    }
+}
+
+/// Runs what no other process has claimed.
+pub(super) fn run(
+    experiment: &Experiment,
+    registry: &Registry,
+    engine: Engine<'_>,
+    options: &Options,
+    progress: &mut dyn FnMut(Progress<'_>),
+) -> Result<Outcome, RunError> {
+    let in_trials = heaviest_first(prepare(experiment, registry, engine)?);
+    let in_trials = in_trials.into_iter().map(|(id, cells)| (id, Work::Trials(cells)));
+    let together = comparisons(experiment.in_comparisons())
+        .into_iter()
+        .map(|cells| (cells[0].without_choice().id(), Work::Together(cells.into_iter().cloned().collect())));
+    let (config, environment) = described(experiment, engine, options);
+    let base = options.out.join(&experiment.spec.name);
+    let joint = Joint::open(&base, &experiment.config_hash(), &config, &environment)?;
+    let recorded = ids(&joint.records()?);
+    let mut todo: Vec<(String, Work)> =
+        together.chain(in_trials).map(|(id, work)| (id, work.without(&recorded))).collect();
+    todo.retain(|(_, work)| work.cells() > 0);
+    let cells = todo.iter().map(|(_, work)| work.cells()).sum();
+    progress(Progress::Start { cells, resumed: recorded.len() });
+
+    let worker = environment::worker();
+    let mut failed = Vec::new();
+    // What another process held may be free when all else is done: it died, or has left nothing to do.
+    loop {
+        let mut held = Vec::new();
+        let before = todo.len();
+        for (id, work) in todo {
+            let Some((store, there)) = joint.claim(&id)? else {
+                held.push((id, work));
+                continue;
+            };
+            let all = work.cells();
+            let work = work.without(&ids(&there));
+            progress(Progress::Elsewhere(all - work.cells()));
+            let worker = Some(worker.clone());
+            let mut runner = Runner { experiment, engine, options, store, worker, records: Vec::new(), progress };
+            match work {
+                Work::Together(cells) if cells.is_empty() => {}
+                Work::Together(cells) => runner.comparison(&cells, registry)?,
+                Work::Trials(cells) => runner.trials(cells)?,
+            }
+            failed.extend(runner.records.into_iter().filter(|record| record.status == Status::Failed));
+        }
+        if held.len() == before {
+            break;
+        }
+        todo = held;
+    }
+    let records = joint.records()?;
+    let missing = experiment.cells.len() - ids(&records).len();
+    Ok(Outcome { folder: joint.folder, run_id: joint.run_id, records, failed, missing })
+}
+
+fn ids(records: &[Record]) -> HashSet<String> {
+    records.iter().map(|record| record.cell_id.clone()).collect()
+}

@@ -1,0 +1,202 @@
+//! The files of a model: where each tensor lies, by name, and which of them have been taken.
+
+use super::{Bytes, Matrix};
+use crate::format::RowFormat;
+use crate::memory::{Arena, Label};
+use crate::model::gguf::{Gguf, Located, is_gguf, more};
+use crate::model::{Config, ModelError};
+use crate::tensor::file::{Entry, TensorFile, read_as};
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// Where tensors are found by name.
+enum Source {
+    /// Files, and in which of them a tensor lies.
+    Folder(Vec<Arc<TensorFile>>, BTreeMap<String, (usize, Entry)>),
+    Gguf(Arc<Gguf>),
+}
+
+/// The tensors of a model by name, and which were taken.
+pub(in crate::model) struct Found<'a> {
+    folder: PathBuf,
+    config: &'a Config,
+    arena: &'a Arena,
+    source: Source,
+    taken: BTreeSet<String>,
+    /// Bytes of tensors that are read where their files are mapped, and of copies in the arena.
+    pub mapped_bytes: u64,
+    pub held_bytes: u64,
+}
+
+impl<'a> Found<'a> {
+    pub fn open(folder: &Path, config: &'a Config, arena: &'a Arena) -> Result<Self, ModelError> {
+        let source = if is_gguf(folder) { Source::Gguf(Arc::new(Gguf::open(folder)?)) } else { Self::files(folder)? };
+        let (folder, taken) = (folder.to_path_buf(), BTreeSet::new());
+        Ok(Found { folder, config, arena, source, taken, mapped_bytes: 0, held_bytes: 0 })
+    }
+
+    fn files(folder: &Path) -> Result<Source, ModelError> {
+        let (mut files, mut tensors) = (Vec::new(), BTreeMap::new());
+        for file in tensor_files(folder)? {
+            for entry in file.entries()? {
+                tensors.insert(entry.name.clone(), (files.len(), entry));
+            }
+            files.push(Arc::new(file));
+        }
+        Ok(Source::Folder(files, tensors))
+    }
+
+    fn wrong(&self, path: &Path, reason: String) -> ModelError {
+        ModelError::Weights { path: path.into(), reason }
+    }
+
+    /// An error of the model as a whole.
+    pub fn refused(&self, reason: String) -> ModelError {
+        self.wrong(&self.folder, reason)
+    }
+
+    /// A tensor of a shape, where it lies.
+    pub fn tensor(&mut self, name: &str, shape: &[usize]) -> Result<Matrix, ModelError> {
+        let missing = || self.wrong(&self.folder, format!("there is no tensor '{name}', {shape:?} is needed"));
+        let (files, tensors) = match &self.source {
+            Source::Folder(files, tensors) => (files, tensors),
+            Source::Gguf(gguf) => {
+                let gguf = gguf.clone();
+                let located = gguf.locate(self.config, name, shape).ok_or_else(missing)?;
+                let located = located.map_err(|reason| self.wrong(&self.folder, reason))?;
+                return self.located(gguf, located, name, shape);
+            }
+        };
+        let (file, entry) = tensors.get(name).ok_or_else(missing)?;
+        let file = &files[*file];
+        if entry.shape != shape {
+            let reason = format!("tensor '{name}' has shape {:?}; {shape:?} is needed", entry.shape);
+            return Err(self.wrong(file.path(), reason));
+        }
+        let Some(dtype) = read_as(entry.dtype) else {
+            let reason = format!("tensor '{name}' is {:?}; F32, F16 or BF16 are read", entry.dtype);
+            return Err(self.wrong(file.path(), reason));
+        };
+        let bytes = file.bytes(entry.range.clone());
+        let (range, bytes) = match bytes.as_ptr().addr().is_multiple_of(dtype.bytes()) {
+            true => {
+                self.mapped_bytes += bytes.len() as u64;
+                (entry.range.clone(), Bytes::Mapped(file.clone()))
+            }
+            false => {
+                self.held_bytes += bytes.len() as u64;
+                let mut copy = self.arena.alloc::<u8>(Label::Weights, bytes.len())?;
+                copy.copy_from_slice(bytes);
+                (0..bytes.len(), Bytes::Held(copy))
+            }
+        };
+        Ok(self.take(name, shape, (range, bytes), RowFormat::plain(dtype)))
+    }
+
+    /// A tensor of a GGUF file: where it lies, or a copy if its rows are in another order or its elements not aligned.
+    fn located(
+        &mut self,
+        gguf: Arc<Gguf>,
+        located: Located,
+        name: &str,
+        shape: &[usize],
+    ) -> Result<Matrix, ModelError> {
+        let (bytes, format) = (gguf.bytes(located.range.clone()), located.format);
+        let is_aligned = format.dtype().is_none_or(|dtype| bytes.as_ptr().addr().is_multiple_of(dtype.bytes()));
+        if located.head_rows.is_none() && is_aligned {
+            self.mapped_bytes += bytes.len() as u64;
+            let range = located.range;
+            return Ok(self.take(name, shape, (range, Bytes::Gguf(gguf)), format));
+        }
+        let mut copy = self.arena.alloc::<u8>(Label::Weights, bytes.len())?;
+        located.copy(bytes, shape[0], &mut copy);
+        self.held_bytes += copy.bytes();
+        Ok(self.take(name, shape, (0..copy.len(), Bytes::Held(copy)), format))
+    }
+
+    fn take(
+        &mut self,
+        name: &str,
+        shape: &[usize],
+        (range, bytes): (Range<usize>, Bytes),
+        format: RowFormat,
+    ) -> Matrix {
+        let (rows, width) = (shape[..shape.len() - 1].iter().product(), shape[shape.len() - 1]);
+        self.taken.insert(name.into());
+        Matrix { bytes: Arc::new(bytes), range, format, rows, width }
+    }
+
+    /// Widens a vector.
+    pub fn widened(&mut self, name: &str, width: usize, to: &mut [f32]) -> Result<(), ModelError> {
+        self.tensor(name, &[width])?.all().widen(to);
+        if let Source::Gguf(_) = &self.source {
+            let more = more(self.config, name);
+            to.iter_mut().for_each(|factor| *factor -= more);
+        }
+        Ok(())
+    }
+
+    /// Refuses tensors that the configuration does not know.
+    pub fn finish(&self) -> Result<(), ModelError> {
+        let config = self.config;
+        let harmless = |name: &str| {
+            // Frequencies that older folders hold, and an output projection that is not looked at.
+            name.ends_with("rotary_emb.inv_freq") || (config.tied && name == "lm_head.weight")
+        };
+        let unknown = match &self.source {
+            Source::Folder(_, tensors) => {
+                tensors.keys().find(|name| !self.taken.contains(*name) && !harmless(name)).map(String::as_str)
+            }
+            Source::Gguf(gguf) => gguf.unknown(config, &self.taken),
+        };
+        unknown.map_or(Ok(()), |name| {
+            let architecture = config.family.architecture();
+            let reason = format!("tensor '{name}' is not part of a {architecture} as its configuration describes it");
+            Err(self.wrong(&self.folder, reason))
+        })
+    }
+}
+
+/// The files of a folder's weights, mapped: `model.safetensors`, or those that its index names.
+///
+/// # Errors
+/// When one is missing or damaged.
+pub(crate) fn tensor_files(folder: &Path) -> Result<Vec<TensorFile>, ModelError> {
+    let (single, index) = (folder.join("model.safetensors"), folder.join("model.safetensors.index.json"));
+    let (names, index) = match (single.exists(), index.exists()) {
+        (false, true) => (shards(&index)?, Some(index)),
+        _ => (vec!["model.safetensors".to_string()], None),
+    };
+    let open = |name: String| {
+        let path = folder.join(&name);
+        if let Some(index) = index.clone().filter(|_| !path.exists()) {
+            let reason = format!("it names the file '{name}', which is not there");
+            return Err(ModelError::Weights { path: index, reason });
+        }
+        Ok(TensorFile::open(&path)?)
+    };
+    names.into_iter().map(open).collect()
+}
+
+/// The files that an index names, each once.
+fn shards(index: &Path) -> Result<Vec<String>, ModelError> {
+    let wrong = |reason: String| ModelError::Weights { path: index.into(), reason };
+    let text = std::fs::read_to_string(index).map_err(|error| wrong(error.to_string()))?;
+    let json: serde_json::Value = serde_json::from_str(&text).map_err(|error| wrong(format!("not JSON: {error}")))?;
+    let map = json.get("weight_map").and_then(serde_json::Value::as_object);
+    let map = map.ok_or_else(|| wrong("it has no object weight_map".into()))?;
+    let mut files = BTreeSet::new();
+    for (tensor, file) in map {
+        let plain = |file: &&str| Path::new(file).file_name().is_some_and(|name| name == *file);
+        let file = file.as_str().filter(plain).ok_or_else(|| {
+            wrong(format!("weight_map names the file {file} for '{tensor}'; it must be a file of the same folder"))
+        })?;
+        files.insert(file.to_string());
+    }
+    match files.is_empty() {
+        true => Err(wrong("its weight_map is empty".into())),
+        false => Ok(files.into_iter().collect()),
+    }
+}
