@@ -31,6 +31,10 @@ fn the_tutorial_runs_from_its_first_command_to_its_last() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let results = tempfile::tempdir().unwrap();
     let page = std::fs::read_to_string(root.join("docs/tutorial.md")).unwrap();
+    let experiment = page.split("```toml\n# mine.toml\n").nth(1).unwrap().split("```").next().unwrap();
+    let mine = results.path().join("mine.toml");
+    std::fs::write(&mine, experiment).unwrap();
+    let page = page.replace("run mine.toml", &format!("run {}", mine.display()));
     let mut model = "";
     for block in page.split("```sh\n").skip(1) {
         let block = block.split("```").next().unwrap();
