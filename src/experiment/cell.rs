@@ -5,6 +5,7 @@ use crate::attention::{Params, Shape};
 use crate::eval::Protocol;
 use crate::format::{KvFormat, RowFormat};
 use crate::tensor::DType;
+use crate::workload::Knobs;
 use serde::{Deserialize, Deserializer, Serialize};
 
 /// Where a cell runs.
@@ -148,6 +149,9 @@ pub struct Cell {
     pub trace: Option<String>,
     /// Seed of the workload, of the policy and of the trace.
     pub seed: u64,
+    /// Knobs of the synthetic workload, where they are not the experiment's own.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub knobs: Option<Knobs>,
     /// Hash of the workload: its knobs, or the bytes of the tensor file.
     pub workload_hash: String,
 }
@@ -188,6 +192,7 @@ impl Default for Cell {
             strategy: None,
             trace: None,
             seed: 0,
+            knobs: None,
             workload_hash: String::new(),
         }
     }
@@ -274,8 +279,9 @@ impl Cell {
             Some(tokens) => format!(" page {tokens}"),
             None => String::new(),
         };
+        let knobs = self.knobs.as_ref().map_or(String::new(), |knobs| format!(" ({knobs})"));
         format!(
-            "{} {} {}{policy}{pages} {}{format} {tokens}{device}",
+            "{} {} {}{policy}{pages} {}{format} {tokens}{device}{knobs}",
             self.measure.name(),
             self.kernel,
             self.heads(),

@@ -4,7 +4,7 @@ use super::cell::{Cell, Device};
 use super::measure::{Scope, check_fields};
 use super::spec::{Grid, Spec, SpecError};
 use crate::policy::{PolicyFile, Registry};
-use crate::workload::FileSource;
+use crate::workload::{FileSource, Knobs, SyntheticSpec};
 
 /// An experiment with its cells and the source of its inputs.
 pub struct Experiment {
@@ -30,10 +30,7 @@ impl Experiment {
         };
         let workload_hash = match &file {
             Some(file) => file.hash().map_err(|error| value(error.to_string()))?,
-            None => {
-                let knobs = serde_json::to_string(&spec.synthetic.clone().unwrap_or_default());
-                blake3::hash(knobs.expect("knobs are plain data").as_bytes()).to_hex()[..16].to_string()
-            }
+            None => hash_of(&spec.synthetic.clone().unwrap_or_default()),
         };
         let mut cells: Vec<Cell> = Vec::new();
         for (index, grid) in spec.grid.iter().enumerate() {
@@ -43,6 +40,7 @@ impl Experiment {
             let expanded = check_fields(grid)
                 .and_then(|()| grid.measure.expand(grid, &scope))
                 .and_then(|cells| name_file(grid, registry, cells))
+                .and_then(|cells| turn_knobs(grid, &spec, cells))
                 .map_err(|message| value(format!("{context}: {message}")))?;
             for cell in expanded {
                 if !cells.contains(&cell) {
@@ -51,6 +49,11 @@ impl Experiment {
             }
         }
         Ok(Experiment { spec, file, cells })
+    }
+
+    /// The synthetic inputs of cells with these knobs.
+    pub fn synthetic(&self, knobs: Option<&Knobs>) -> SyntheticSpec {
+        synthetic(&self.spec, knobs).expect("checked when the grids were expanded")
     }
 
     /// The cells that take trials.
@@ -68,6 +71,32 @@ impl Experiment {
         let text = serde_json::to_string(&(&self.cells, &self.spec.timing)).expect("cells are plain data");
         blake3::hash(text.as_bytes()).to_hex()[..8].to_string()
     }
+}
+
+/// The experiment's synthetic inputs with some of their knobs turned.
+fn synthetic(spec: &Spec, knobs: Option<&Knobs>) -> Result<SyntheticSpec, String> {
+    let base = spec.synthetic.clone().unwrap_or_default();
+    knobs.map_or(Ok(base.clone()), |knobs| knobs.over(&base))
+}
+
+fn hash_of(synthetic: &SyntheticSpec) -> String {
+    let knobs = serde_json::to_string(synthetic).expect("knobs are plain data");
+    blake3::hash(knobs.as_bytes()).to_hex()[..16].to_string()
+}
+
+/// Each cell with every setting of the grid's knobs.
+fn turn_knobs(grid: &Grid, spec: &Spec, cells: Vec<Cell>) -> Result<Vec<Cell>, String> {
+    if grid.knobs.is_empty() {
+        return Ok(cells);
+    }
+    let mut turned = Vec::new();
+    for knobs in &grid.knobs.0 {
+        let knobs = Some(knobs).filter(|knobs| !knobs.is_empty());
+        let workload_hash = hash_of(&synthetic(spec, knobs)?);
+        let with = |cell: &Cell| Cell { knobs: knobs.cloned(), workload_hash: workload_hash.clone(), ..cell.clone() };
+        turned.extend(cells.iter().map(with));
+    }
+    Ok(turned)
 }
 
 /// A registry that knows the grid's policy file.

@@ -16,7 +16,7 @@ use super::stats::{median_with_interval, quantile};
 use super::store::{CELLS, Store, StoreError, finished};
 use crate::device::cuda::CudaError;
 use crate::policy::Registry;
-use crate::workload::{Extents, Workload, WorkloadError};
+use crate::workload::{Extents, Knobs, Workload, WorkloadError};
 use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -190,14 +190,15 @@ pub fn prepare<'e>(
     if let Some((label, reason)) = all.iter().flatten().next() {
         return Err(RunError::Cell(format!("none of the cells runs here: {label}: {reason}")));
     }
-    let mut checked: Vec<Extents> = Vec::new();
-    for extents in cells.iter().map(Prepared::extents) {
-        if !checked.contains(&extents) {
+    let mut checked: Vec<(Extents, &str)> = Vec::new();
+    for prepared in &cells {
+        let inputs = (prepared.extents(), prepared.cell.workload_hash.as_str());
+        if !checked.contains(&inputs) {
             match &experiment.file {
-                Some(file) => file.check(&extents)?,
-                None => experiment.spec.synthetic.clone().unwrap_or_default().check_extents(&extents)?,
+                Some(file) => file.check(&inputs.0)?,
+                None => experiment.synthetic(prepared.cell.knobs.as_ref()).check_extents(&inputs.0)?,
             }
-            checked.push(extents);
+            checked.push(inputs);
         }
     }
     Ok(cells)
@@ -244,6 +245,20 @@ fn deal<T>(cells: Vec<T>, shard: Option<(usize, usize)>) -> Vec<T> {
     cells.into_iter().skip(index - 1).step_by(count).collect()
 }
 
+/// What decides a cell's inputs.
+#[derive(Clone, PartialEq)]
+struct InputKey {
+    extents: Extents,
+    seed: u64,
+    knobs: Option<Knobs>,
+}
+
+impl InputKey {
+    fn of(prepared: &Prepared) -> Self {
+        InputKey { extents: prepared.extents(), seed: prepared.cell.seed, knobs: prepared.cell.knobs.clone() }
+    }
+}
+
 /// Cells that are interleaved: those of one context length, as long as their inputs together take at most an eighth
 /// of the memory limit; otherwise those of one input.
 fn groups(cells: Vec<Prepared>, limit_bytes: u64) -> Vec<Vec<Prepared>> {
@@ -253,15 +268,15 @@ fn groups(cells: Vec<Prepared>, limit_bytes: u64) -> Vec<Vec<Prepared>> {
     }
     let mut groups = Vec::new();
     for cells in by_length.into_values() {
-        let mut by_input: Vec<((Extents, u64), Vec<Prepared>)> = Vec::new();
+        let mut by_input: Vec<(InputKey, Vec<Prepared>)> = Vec::new();
         for prepared in cells {
-            let key = (prepared.extents(), prepared.cell.seed);
+            let key = InputKey::of(&prepared);
             match by_input.iter_mut().find(|(known, _)| *known == key) {
                 Some((_, cells)) => cells.push(prepared),
                 None => by_input.push((key, vec![prepared])),
             }
         }
-        let input_bytes: u64 = by_input.iter().map(|((extents, _), _)| Workload::bytes(extents)).sum();
+        let input_bytes: u64 = by_input.iter().map(|(key, _)| Workload::bytes(&key.extents)).sum();
         if input_bytes <= limit_bytes / 8 {
             groups.push(by_input.into_iter().flat_map(|(_, cells)| cells).collect());
         } else {

@@ -12,7 +12,7 @@ use crate::format::KvFormat;
 use crate::named::nearest;
 use crate::tensor::DType;
 use crate::units;
-use crate::workload::SyntheticSpec;
+use crate::workload::{Knobs, SyntheticSpec};
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
@@ -165,6 +165,9 @@ pub struct Grid {
     /// Seeds; 0 by default.
     #[serde(default, skip_serializing_if = "Many::is_empty")]
     pub seed: Many<u64>,
+    /// Settings of the synthetic inputs, each as knobs that differ from those of `[synthetic]`: `[{}, { hinted = 0 }]`.
+    #[serde(default, skip_serializing_if = "Many::is_empty")]
+    pub knobs: Many<Knobs>,
 }
 
 impl Grid {
@@ -210,6 +213,7 @@ impl Grid {
             chat: false,
             beyond_limit: false,
             seed: Many::default(),
+            knobs: Many::default(),
         }
     }
 }
@@ -326,6 +330,9 @@ impl Spec {
         }
         if self.grid.is_empty() {
             return Err("there is no [[grid]]; give at least one".into());
+        }
+        if self.file.is_some() && self.grid.iter().any(|grid| !grid.knobs.is_empty()) {
+            return Err("knobs are of synthetic inputs; these come from a [file]".into());
         }
         self.synthetic.as_ref().map_or(Ok(()), |knobs| knobs.check().map_err(|error| error.to_string()))
     }

@@ -4,7 +4,7 @@
 
 use super::naming::{HEADS, KERNEL, Naming};
 use super::noise::{self, Measured};
-use super::{baseline, leaderboard, palette, serving, text};
+use super::{baseline, knobs, leaderboard, palette, serving, text};
 use crate::experiment::measure::Measure;
 use crate::experiment::record::{Drift, Record, Status};
 use crate::units;
@@ -13,6 +13,8 @@ use std::collections::BTreeMap;
 /// Sentences about `records`; each stands on numbers of cells that are `ok`, or on predictions of those that ran out of
 /// memory. Warnings of wide intervals are the last.
 pub fn of(records: &[&Record]) -> Vec<String> {
+    let of_all_settings = records;
+    let records = &knobs::own(records)[..];
     let mut sentences = ran_out(records);
     sentences.extend(
         [Measure::FORWARD, Measure::BACKWARD, Measure::DECODE]
@@ -20,6 +22,7 @@ pub fn of(records: &[&Record]) -> Vec<String> {
             .filter_map(|measure| kernels(records, measure)),
     );
     sentences.extend(policies(records));
+    sentences.extend(knobs::findings(of_all_settings));
     sentences.extend(leaderboard::findings(records));
     sentences.extend(serving::findings(records));
     sentences.extend(noise::warnings(records));

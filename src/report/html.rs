@@ -7,7 +7,7 @@ use super::naming::{Naming, SEED};
 use super::summary::{status, summary_table};
 use super::table::Table;
 use super::text::{self, NOTHING};
-use super::{Figure, ReportError, Run, answers, baseline, findings, latest, leaderboard, noise, serving};
+use super::{Figure, ReportError, Run, answers, baseline, findings, knobs, latest, leaderboard, noise, serving};
 use crate::experiment::measure::Measure;
 use crate::experiment::record::{Record, Status};
 use crate::units;
@@ -72,8 +72,9 @@ fn section(run: &Run, figures: &[Figure]) -> Value {
         let row = |record: &&Record| row(record, records, &naming, unequal.contains(record.cell_id.as_str()));
         records.iter().map(row).collect::<Vec<_>>()
     };
+    let own = knobs::own(&records);
     let (simulated, measured): (Vec<&Record>, Vec<&Record>) =
-        records.iter().partition(|record| record.cell.measure == Measure::SERVE);
+        own.iter().partition(|record| record.cell.measure == Measure::SERVE);
     let (evaluated, measured): (Vec<&Record>, Vec<&Record>) =
         measured.iter().partition(|record| record.cell.measure == Measure::EVAL);
     let of_measures = measured.chunk_by(|a, b| a.cell.measure == b.cell.measure);
@@ -94,7 +95,7 @@ fn section(run: &Run, figures: &[Figure]) -> Value {
         figures => figures.iter().map(picture).collect::<Vec<_>>(),
         cells => of_measures.flat_map(rows).collect::<Vec<_>>(),
         simulations => serving::rows(&simulated),
-        rankings => leaderboard::tables(&evaluated).iter().map(Table::value).collect::<Vec<_>>(),
+        rankings => leaderboard::tables(&evaluated).iter().chain(&knobs::tables(&records)).map(Table::value).collect::<Vec<_>>(),
         evaluations => answers::rows(&evaluated),
         common => answers::common(&evaluated),
         has_seeds => evaluated.iter().any(|record| record.cell.seed != evaluated[0].cell.seed),

@@ -19,6 +19,7 @@ mod files;
 mod findings;
 mod heat;
 mod html;
+mod knobs;
 mod leaderboard;
 mod naming;
 mod noise;

@@ -76,6 +76,7 @@ const THREADS: Dimension = |record| match (record.cell.device, record.threads) {
     (Device::Cpu, threads) => format!("{threads} threads"),
 };
 const ISA: Dimension = |record| record.isa_path.clone();
+const KNOBS: Dimension = |record| record.cell.knobs.as_ref().map_or(String::new(), ToString::to_string);
 const WORKLOAD: Dimension = |record| format!("workload {}", short(&record.cell.workload_hash));
 
 /// The first six characters of a hash.
@@ -112,6 +113,7 @@ impl Naming {
             PAGES,
             THREADS,
             ISA,
+            KNOBS,
         ]);
         if workloads_compete(records) {
             all.push(WORKLOAD);

@@ -131,7 +131,7 @@ pub fn run() -> Run {
 }
 
 /// Evictions over layers and many steps: heads that keep different counts, prefill in chunks, a sparse method, and the
-/// same bytes in another shape.
+/// same bytes in another shape; and the same policies over inputs without hints.
 pub fn layers() -> Run {
     let plain = ["full", "oracle", "h2o", "keydiff", "knorm", "random", "snapkv", "streaming-llm", "tova", "dms"];
     let more = ["snapkv+ada", "snapkv+global", "snapkv+chunks:tokens=512", "snapkv+chunks:tokens=1024", "quest"];
@@ -140,6 +140,11 @@ pub fn layers() -> Run {
         let budgets = if policy == "full" { &[1.0][..] } else { &BUDGETS[1..4] };
         records.extend(budgets.iter().map(|budget| layered(policy, *budget, place)));
     }
+    let unhinted = |(place, policy): (usize, &str)| {
+        let knobs = serde_json::from_str("{\"hinted\": 0}").unwrap();
+        with_cell(layered(policy, BUDGETS[1], 16 - place), |cell| cell.knobs = Some(knobs))
+    };
+    records.extend(plain[1..].iter().copied().enumerate().map(unhinted));
     let mut wide = with_cell(layered("snapkv", 0.5, 6), |cell| {
         cell.kv_heads = 4;
         cell.context_tokens = 2048;

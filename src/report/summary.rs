@@ -5,9 +5,9 @@
 //! without a time says there why it has none.
 
 use super::naming::{CONTEXT, Dimension, HEADS, KERNEL, Naming, SEED};
-use super::table::{MOST_COLUMNS, lines, shortened, wrapped};
+use super::table::{MOST_COLUMNS, Table, lines, shortened, wrapped};
 use super::text::{self, NOTHING};
-use super::{SPARSE, answers, baseline, latest, noise, serving};
+use super::{SPARSE, answers, baseline, knobs, latest, noise, serving};
 use crate::experiment::measure::Measure;
 use crate::experiment::record::{Eviction, Record, Status};
 use crate::serving::published;
@@ -22,13 +22,14 @@ type Column<'a> = (&'static str, Box<dyn Fn(&Record) -> String + 'a>);
 /// and no numbers but the predicted peak (`~`) if it ran out of memory. The last column is how many times faster a
 /// cell is than `naive` or, where cells evict, how many times faster it decodes than `full`.
 pub fn summary_table(records: &[Record]) -> String {
-    let records = latest(records);
+    let all = latest(records);
+    let records = knobs::own(&all);
     let together = |a: &&Record, b: &&Record| {
         let evicting = a.cell.measure == Measure::EVICT;
         a.cell.measure == b.cell.measure && !(evicting && a.cell.context_tokens != b.cell.context_tokens)
     };
     let tables = records.chunk_by(together).map(|records| table(records) + &warnings(records));
-    tables.collect::<Vec<_>>().join("\n")
+    tables.chain(knobs::tables(&all).iter().map(Table::markdown)).collect::<Vec<_>>().join("\n")
 }
 
 fn table(records: &[&Record]) -> String {

@@ -8,12 +8,14 @@
 mod ask;
 mod calibrate;
 mod file;
+mod knobs;
 mod plan;
 mod spec;
 mod synthetic;
 
 pub use crate::attention::rope;
 pub use file::{FileSource, looks_swapped};
+pub use knobs::Knobs;
 pub use spec::SyntheticSpec;
 
 use crate::attention::rope::RopeBase;

@@ -14,7 +14,7 @@ use crate::workload::FileSource;
 /// The fields of a grid that every pass over tensors has.
 macro_rules! fields_of_passes {
     ($($more:literal),*) => {
-        &["kernel", "context_tokens", "heads", "head_dim", "batch", "dtype", "causal", "window", "softcap", $($more),*]
+        &["kernel", "context_tokens", "heads", "head_dim", "batch", "dtype", "causal", "window", "softcap", "knobs", $($more),*]
     };
 }
 pub(super) use fields_of_passes;

@@ -1,6 +1,6 @@
 //! The rotation of a group: a first trial of each cell that is checked, then rounds of samples until each has enough.
 
-use super::{RunError, Runner, latency};
+use super::{InputKey, RunError, Runner, latency};
 use crate::attention::Params;
 use crate::experiment::engine::{Engine, InputError, Inputs};
 use crate::experiment::measure::{Implementation, Measure, Prepared, TrialError, Truth};
@@ -8,7 +8,6 @@ use crate::experiment::record::{Record, Status, Work};
 use crate::experiment::runner::Progress;
 use crate::experiment::spec::Timing;
 use crate::experiment::stats::median_with_interval;
-use crate::workload::Extents;
 use std::collections::BTreeMap;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
@@ -27,7 +26,7 @@ struct Running {
 
 /// Inputs of a group.
 struct Input {
-    key: (Extents, u64),
+    key: InputKey,
     there: Inputs,
     /// What the reference says, for each kind of pass over these inputs.
     truths: Vec<((Measure, Params), Rc<Truth>)>,
@@ -74,7 +73,7 @@ impl Runner<'_> {
                 self.end(Record { status: Status::Skipped, reason: Some(reason), ..record })?;
                 continue;
             }
-            let key = (prepared.extents(), prepared.cell.seed);
+            let key = InputKey::of(&prepared);
             let input = match inputs.iter().position(|input| input.key == key) {
                 Some(input) => input,
                 None => match self.input(key) {
@@ -98,11 +97,12 @@ impl Runner<'_> {
         self.rounds(rotation, &mut inputs)
     }
 
-    fn input(&self, key: (Extents, u64)) -> Result<Input, InputError> {
-        let there = self.engine.inputs(&key.0, self.options.limit_bytes, |arena| match &self.experiment.file {
-            Some(file) => file.load(&key.0, arena),
-            None => self.experiment.spec.synthetic.clone().unwrap_or_default().generate(&key.0, key.1, arena),
-        })?;
+    fn input(&self, key: InputKey) -> Result<Input, InputError> {
+        let there =
+            self.engine.inputs(&key.extents, self.options.limit_bytes, |arena| match &self.experiment.file {
+                Some(file) => file.load(&key.extents, arena),
+                None => self.experiment.synthetic(key.knobs.as_ref()).generate(&key.extents, key.seed, arena),
+            })?;
         Ok(Input { key, there, truths: Vec::new() })
     }
 

@@ -27,6 +27,7 @@ mod paging_tradeoff;
 mod policies_ranked;
 mod predicted_vs_measured;
 mod ragged_memory;
+mod ranks_over_settings;
 mod rounding;
 mod scoring_cost;
 mod weights_and_cache;
@@ -39,6 +40,7 @@ use super::Detail;
 use super::bars::Bars;
 use super::chart::{Chart, Interval, Point, Series};
 use super::heat::Heat;
+use super::knobs;
 use super::naming::{BUDGET, CONTEXT, HEADS, KERNEL, Naming};
 use super::palette::{self, Style};
 use super::rows::Rows;
@@ -90,6 +92,7 @@ pub const FIGURES: &[fn(&Data) -> Option<Chart>] = &[
 /// Every figure that is not made of curves; they follow those that are.
 pub const PANELS: &[fn(&Data) -> Option<Picture>] = &[
     policies_ranked::rows,
+    ranks_over_settings::rows,
     ragged_memory::rows,
     kept_by_head::heat,
     kept_by_position::heat,
@@ -167,6 +170,8 @@ impl Picture {
 /// A `failed` or `skipped` cell is left out here, once, so that no figure can show a number of it.
 pub struct Data<'a> {
     records: Vec<&'a Record>,
+    /// The same and those of other settings of the synthetic inputs.
+    of_all_settings: Vec<&'a Record>,
     detail: Detail,
     /// Places of policies and memories that no registry knows, behind those that one does.
     own: BTreeMap<&'a str, usize>,
@@ -187,13 +192,14 @@ pub struct Reading {
 impl<'a> Data<'a> {
     /// The drawable ones of `records`.
     pub fn new(records: &[&'a Record], detail: Detail) -> Self {
-        let records: Vec<&Record> =
+        let of_all_settings: Vec<&Record> =
             records.iter().copied().filter(|record| matches!(record.status, Status::Ok | Status::Oom)).collect();
+        let records = knobs::own(&of_all_settings);
         let chosen = records.iter().filter_map(|record| record.cell.chosen()).collect::<BTreeSet<&str>>();
         let is_own =
             |name: &&str| !palette::is_baseline(name) && !palette::is_oracle(name) && palette::place(name).is_none();
         let own = chosen.into_iter().filter(is_own).zip(palette::places()..).collect();
-        Data { records, detail, own }
+        Data { records, of_all_settings, detail, own }
     }
 
     /// The drawable records of one measure.
