@@ -93,6 +93,20 @@ fn policies_memories_and_experiments_are_listed() {
 }
 
 #[test]
+fn a_listed_line_fits_a_terminal_and_the_whole_is_there_by_name() {
+    for things in
+        ["policies", "formats", "memories", "tasks", "measures", "strategies", "traces", "models", "gpus", "weights"]
+    {
+        let listed = stdout(&["list", things]);
+        assert!(listed.lines().all(|line| line.chars().count() <= 100), "{listed}");
+    }
+    let listed = stdout(&["list", "experiments"]);
+    let quickstart = listed.lines().find(|line| line.starts_with("quickstart")).unwrap();
+    assert!(quickstart.ends_with(" ..."), "{quickstart}");
+    assert!(stdout(&["list", "experiments", "quickstart"]).contains("an oracle that knows the queries to come"));
+}
+
+#[test]
 fn listed_defaults_are_what_a_kernel_policy_or_memory_takes() {
     let text = |name: &str, parameters: &[kvsieve::named::Parameter]| {
         let settings: Vec<_> = parameters.iter().map(|p| format!("{}={}", p.name, p.default)).collect();

@@ -12,6 +12,7 @@ use crate::named::{NamedError, Parameter};
 use crate::planner::architecture::Architecture;
 use crate::planner::presets::{GPUS, Gpu, MODELS, WEIGHT_FORMATS};
 use crate::policy::{PRESETS, Registry, cost_class, describe, markdown};
+use crate::report::MOST_COLUMNS;
 use crate::serving::{STRATEGIES, TRACES};
 use crate::task::{self, TASKS};
 use crate::units;
@@ -253,7 +254,7 @@ pub fn run(args: &Args, registry: &Registry) -> Result<(), Failure> {
     }
 }
 
-/// A line for each thing; methods, presets and parts of policies under headings.
+/// A line for each thing, as much as fits; methods, presets and parts of policies under headings.
 fn table(rows: &[Row]) -> String {
     let names = rows.iter().map(|row| row.name.len()).max().unwrap_or(0);
     let costs = rows.iter().filter_map(|row| row.cost).map(str::len).max().unwrap_or(0);
@@ -270,9 +271,29 @@ fn table(rows: &[Row]) -> String {
             section = heading;
         }
         let cost = row.cost.map_or(String::new(), |cost| format!("{cost:costs$}  "));
-        text.push_str(&format!("{:names$}  {cost}{}\n", row.name, row.about));
+        let start = format!("{:names$}  {cost}", row.name);
+        text.push_str(&format!(
+            "{start}{}\n",
+            on_a_line(&row.about, MOST_COLUMNS.saturating_sub(start.chars().count()))
+        ));
     }
     text
+}
+
+/// What fits into so many columns: all of it, or as many words as there is room for.
+fn on_a_line(about: &str, columns: usize) -> String {
+    if about.chars().count() <= columns {
+        return about.into();
+    }
+    let mut line = String::new();
+    for word in about.split(' ') {
+        if line.chars().count() + " ".len() + word.chars().count() + " ...".len() > columns {
+            break;
+        }
+        line.push_str(if line.is_empty() { "" } else { " " });
+        line.push_str(word);
+    }
+    format!("{} ...", line.trim_end_matches([',', ';', ':', '.']))
 }
 
 /// Everything about one thing.

@@ -42,6 +42,7 @@ mod versus;
 pub mod workers;
 
 pub use summary::summary_table;
+pub use table::MOST_COLUMNS;
 pub use versus::{Versus, versus};
 
 use crate::experiment::record::Record;
