@@ -25,20 +25,30 @@ pub const ENTRY: FactMemoryEntry = FactMemoryEntry {
         parameter("noise", "0.1", "standard deviation of the observation noise, for each number of a vector"),
         parameter("write", "sequential", "sequential: one fact after another; episode: all at once, by a pseudo-inverse"),
         parameter("address", "prior", "what a fact's address is solved against in sequential writes: prior or memory"),
-        parameter("prior", "identity", "the slots before anything is written: identity or random"),
+        parameter("prior", "identity", "the slots that addresses begin with: identity or random"),
+        parameter("start", "empty", "what is read before anything is written: empty (zeros) or prior, which address=memory needs"),
         parameter("inverse", "newton", "newton: iterations for a pseudo-inverse; exact: by singular values"),
-        parameter("steps", "15", "iterations of inverse=newton"),
+        parameter("steps", "15", "iterations of inverse=newton, at most 40: each doubles the rounding of what is 0"),
     ],
     build: |named| Ok(Box::new(Larimar::parse(named)?)),
 };
 
-/// What the slots are before anything is written.
+/// The slots that addresses begin with, a parameter that Larimar trains.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Prior {
     /// Ones on the diagonal.
     Identity,
     /// Standard normal deviates, the same for all.
     Random,
+}
+
+/// What the slots hold before anything is written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Start {
+    /// Zeros, so that a read gives back nothing but what was written.
+    Empty,
+    /// The prior, as in the public code: slots without facts give back what they span of any cue.
+    Prior,
 }
 
 /// What a fact's address is solved against.
@@ -70,8 +80,10 @@ pub struct Larimar {
     pub write: Write,
     /// What addresses are solved against in sequential writes.
     pub address: Address,
-    /// What the slots are at first.
+    /// The slots that addresses begin with.
     pub prior: Prior,
+    /// What the slots hold at first.
+    pub start: Start,
     /// How pseudo-inverses are found.
     pub inverse: Inverse,
 }
@@ -86,6 +98,9 @@ impl Larimar {
         };
         let is_newton = choice("inverse", ["newton", "exact"])? == 0;
         let steps = named.count("steps", 15, 1)?;
+        if steps > 40 {
+            return Err(named.wrong("steps", "a whole number from 1 to 40".into()));
+        }
         if named.text("steps").is_some() && !is_newton {
             return Err(named.wrong("steps", "left out with inverse=exact".into()));
         }
@@ -93,12 +108,21 @@ impl Larimar {
         if slots > MOST {
             return Err(named.wrong("slots", format!("at most {MOST}")));
         }
+        let address = [Address::Prior, Address::Memory][choice("address", ["prior", "memory"])?];
+        let start = match named.text("start") {
+            None if address == Address::Memory => Start::Prior,
+            _ => [Start::Empty, Start::Prior][choice("start", ["empty", "prior"])?],
+        };
+        if (address, start) == (Address::Memory, Start::Empty) {
+            return Err(named.wrong("start", "prior with address=memory: an empty memory has no addresses".into()));
+        }
         Ok(Larimar {
             slots,
             noise: named.number("noise", 0.1, 0.0..=1e3)?,
             write: [Write::Sequential, Write::Episode][choice("write", ["sequential", "episode"])?],
-            address: [Address::Prior, Address::Memory][choice("address", ["prior", "memory"])?],
+            address,
             prior: [Prior::Identity, Prior::Random][choice("prior", ["identity", "random"])?],
+            start,
             inverse: if is_newton { Inverse::Newton { steps } } else { Inverse::Exact },
         })
     }
@@ -131,9 +155,7 @@ impl Larimar {
             }
         };
         let mut slots = Slots { settings: *self, mean, covariance, prior_inverse: None, arena: arena.clone() };
-        if self.keeps_prior() {
-            slots.set_prior_inverse()?;
-        }
+        slots.take_prior()?;
         Ok(slots)
     }
 }
@@ -201,9 +223,7 @@ impl Slots {
     /// When they are of another shape.
     pub fn with_prior(mut self, prior: &[f64]) -> Result<Self, EpisodicError> {
         self.mean.copy_from_slice(prior);
-        if self.settings.keeps_prior() {
-            self.set_prior_inverse()?;
-        }
+        self.take_prior()?;
         Ok(self)
     }
 
@@ -217,13 +237,19 @@ impl Slots {
         self.covariance.as_ref()
     }
 
-    fn set_prior_inverse(&mut self) -> Result<(), EpisodicError> {
-        let mut kept = match self.prior_inverse.take() {
-            Some(kept) => kept,
-            None => Matrix::zeros(&self.arena, Label::Weights, self.mean.columns(), self.mean.rows())?,
-        };
-        kept.copy_from_slice(&self.settings.inverse.of(&self.mean, &self.arena)?);
-        self.prior_inverse = Some(kept);
+    /// Begins with the prior that lies in the slots.
+    fn take_prior(&mut self) -> Result<(), EpisodicError> {
+        if self.settings.keeps_prior() {
+            let mut kept = match self.prior_inverse.take() {
+                Some(kept) => kept,
+                None => Matrix::zeros(&self.arena, Label::Weights, self.mean.columns(), self.mean.rows())?,
+            };
+            kept.copy_from_slice(&self.settings.inverse.of(&self.mean, &self.arena)?);
+            self.prior_inverse = Some(kept);
+        }
+        if self.settings.start == Start::Empty {
+            self.mean.fill(0.0);
+        }
         Ok(())
     }
 

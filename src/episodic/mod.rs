@@ -18,7 +18,7 @@ mod scope;
 
 pub use episode::{EPISODES, Episode, EpisodeEntry, Outcome};
 pub use inverse::Inverse;
-pub use larimar::{Address, Larimar, Prior, Slots, Write};
+pub use larimar::{Address, Larimar, Prior, Slots, Start, Write};
 pub use scope::Scope;
 
 use crate::memory::{Arena, ArenaError, Label, LabelBytes};
