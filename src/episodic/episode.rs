@@ -102,6 +102,8 @@ pub struct Outcome {
     pub changed: Option<f64>,
     /// Share of changed facts whose old value is still given; `None` where nothing is changed.
     pub old: Option<f64>,
+    /// Share of facts to be taken out that the memory did not find, which stay; `None` where none is taken out.
+    pub refused: Option<f64>,
     /// Share of right answers about facts that were never written.
     pub unwritten: f64,
     /// Share of cues about facts that were left alone which are answered.
@@ -200,10 +202,14 @@ impl Episode {
         let mut facts = memory.open(&self.shape(), arena)?;
         facts.write(&drawn.facts, &mut deviate)?;
         let mut one = Matrix::zeros(arena, Label::Input, 1, self.width)?;
+        let mut refused = Share::default();
         for index in self.changed() {
             let change = self.change.expect("something is changed");
             if change.deletes {
-                facts.forget(drawn.facts.row(index))?;
+                match facts.forget(drawn.facts.row(index)) {
+                    Err(EpisodicError::NotWritten { .. }) => refused.add(true),
+                    found => refused.add(found.map(|()| false)?),
+                }
             }
             let value = match change.writes {
                 None => continue,
@@ -216,7 +222,7 @@ impl Episode {
         }
         let mut read = Matrix::zeros(arena, Label::Activations, drawn.cues.rows(), self.width)?;
         facts.read(&drawn.cues, &mut deviate, &mut read)?;
-        Ok(self.outcome(&drawn, &facts, &read))
+        Ok(Outcome { refused: refused.mean(), ..self.outcome(&drawn, &facts, &read) })
     }
 
     fn outcome(&self, drawn: &Drawn, facts: &Facts, read: &Matrix) -> Outcome {
@@ -256,6 +262,7 @@ impl Episode {
             kept: kept.mean(),
             changed: changed.mean(),
             old: old.mean(),
+            refused: None,
             unwritten: unwritten.mean().expect("some are asked for"),
             answered_kept: answered.mean(),
             answered_changed: answered_changed.mean(),

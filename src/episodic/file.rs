@@ -2,7 +2,7 @@
 
 use super::matrix::Matrix;
 use super::{EpisodicError, FactMemory, FactShape, Facts};
-use crate::memory::Arena;
+use crate::memory::{Arena, Label};
 use crate::tensor::file::{self, Output, TensorFile};
 use safetensors::Dtype;
 use std::collections::HashMap;
@@ -69,6 +69,41 @@ impl Facts {
     fn parts(&mut self) -> Vec<(&'static str, &mut Matrix)> {
         let Facts { store, detector, .. } = self;
         store.parts().into_iter().chain(detector.parts()).collect()
+    }
+}
+
+/// The vectors `z` `[N, C]` of a safetensors file, F32 or F64.
+///
+/// # Errors
+/// When there is none of this shape and type, or a number is not finite.
+pub fn read_vectors(path: &Path, arena: &Arena) -> Result<Matrix, EpisodicError> {
+    let stored = TensorFile::open(path)?;
+    let wrong = |reason: String| EpisodicError::Vectors { path: path.into(), reason };
+    let entries = stored.entries()?;
+    let names = || entries.iter().map(|entry| entry.name.as_str()).collect::<Vec<_>>().join(", ");
+    let entry = entries.iter().find(|entry| entry.name == "z");
+    let entry = entry.ok_or_else(|| wrong(format!("it has no tensor 'z', only {}", names())))?;
+    let (rows, columns) = match entry.shape[..] {
+        [rows, columns] if rows * columns > 0 => (rows, columns),
+        _ => return Err(wrong(format!("z has shape {:?}; [N, C] is needed, each at least 1", entry.shape))),
+    };
+    let mut vectors = Matrix::zeros(arena, Label::Input, rows, columns)?;
+    let bytes = stored.bytes(entry.range.clone());
+    match entry.dtype {
+        Dtype::F64 => bytemuck::cast_slice_mut(&mut vectors).copy_from_slice(bytes),
+        Dtype::F32 => {
+            for (value, bytes) in vectors.iter_mut().zip(bytes.as_chunks().0) {
+                *value = f32::from_le_bytes(*bytes).into();
+            }
+        }
+        other => return Err(wrong(format!("z is {other:?}; F32 or F64 are read"))),
+    }
+    match vectors.iter().position(|value| !value.is_finite()) {
+        None => Ok(vectors),
+        Some(at) => {
+            let (row, column) = (at / columns, at % columns);
+            Err(wrong(format!("z holds {} at [{row}, {column}]; every number must be finite", vectors[at])))
+        }
     }
 }
 

@@ -16,6 +16,7 @@ mod list;
 pub mod matrix;
 mod scope;
 
+pub use file::read_vectors;
 pub use episode::{EPISODES, Episode, EpisodeEntry, Outcome};
 pub use inverse::Inverse;
 pub use larimar::{Address, Larimar, Prior, Slots, Start, Write};
@@ -88,6 +89,14 @@ pub enum EpisodicError {
         found: usize,
         /// Numbers of the memory's slots.
         expected: usize,
+    },
+    /// A file without vectors.
+    #[error("'{path}' has no vectors: {reason}")]
+    Vectors {
+        /// The file.
+        path: std::path::PathBuf,
+        /// What is wrong with it.
+        reason: String,
     },
     /// A saved memory that is none, or is another one.
     #[error("'{path}' is not such a memory: {reason}")]

@@ -18,6 +18,8 @@ pub struct Recalled {
     pub changed: Option<Estimate>,
     /// Of overwritten or forgotten facts: the old value is still given.
     pub old: Option<Estimate>,
+    /// Facts to be taken out that the memory did not find; `None` where none is taken out.
+    pub refused: Option<Estimate>,
     /// Of facts that were never written.
     pub unwritten: Estimate,
     /// Cues about facts that were left alone which are answered.
@@ -43,6 +45,7 @@ impl Recalled {
             kept: share(|outcome| outcome.kept),
             changed: share(|outcome| outcome.changed),
             old: share(|outcome| outcome.old),
+            refused: share(|outcome| outcome.refused),
             unwritten: share(|outcome| Some(outcome.unwritten))?,
             answered_kept: share(|outcome| outcome.answered_kept),
             answered_changed: share(|outcome| outcome.answered_changed),

@@ -4,6 +4,7 @@ use super::Run;
 use crate::experiment::answers::{Answers, Estimate, Spread};
 use crate::experiment::cell::Cell;
 use crate::experiment::measure::Measure;
+use crate::experiment::recalled::Recalled;
 use crate::experiment::record::{Drift, Eviction, Latency, Memory, Record, Status, Step, Work};
 use crate::memory::{Label, LabelBytes};
 use crate::serving::Usage;
@@ -112,6 +113,14 @@ pub fn run() -> Run {
             records.push(served(trace, strategy));
         }
     }
+    for (place, count) in [16, 64, 256].into_iter().enumerate() {
+        for memory in ["larimar:slots=64", "larimar:scope=list,slots=64", "list:slots=128"] {
+            for kind in ["write", "forget", "overwrite"] {
+                records.push(recalled(memory, &format!("{kind}:count={count}"), 1.0 - 0.3 * place as f64));
+            }
+        }
+    }
+    records.push(recalled("larimar:slots=128", "write:count=64", 0.9));
     let broken = records.iter().position(|record| record.cell.measure == Measure::EVICT).unwrap_or(0) + 8;
     records[broken] = failed(records[broken].clone());
     records[0].warnings.push("the CPU's clock changed by 12% while the cell ran".into());
@@ -284,6 +293,32 @@ pub fn served(trace: &str, strategy: &str) -> Record {
         finished_requests: 1000,
         dropped_requests: 0,
         counted_steps: 5000,
+    });
+    record
+}
+
+/// A memory of facts with what it recalled; kinds that change facts have what became of these.
+pub fn recalled(memory: &str, episode: &str, kept: f64) -> Record {
+    let mut record = with_cell(record(Measure::RECALL, "", 0), |cell| {
+        (cell.batch, cell.q_heads, cell.kv_heads, cell.head_dim) = (0, 0, 0, 0);
+        cell.memory = Some(memory.into());
+        cell.episode = Some(episode.into());
+        cell.samples = Some(20);
+    });
+    let share = |mean: f64| Estimate { mean, ci95_low: 0.9 * mean, ci95_high: mean };
+    record.recall = Some(Recalled {
+        samples: 20,
+        held_bytes: 1024 * memory.len() as u64,
+        kept: Some(share(kept)),
+        changed: episode.starts_with("overwrite").then(|| share(0.8 * kept)),
+        old: (!episode.starts_with("write")).then(|| share(0.01)),
+        refused: None,
+        unwritten: share(0.004),
+        answered_kept: Some(share(1.0)),
+        answered_changed: None,
+        answered_unwritten: share(1.0),
+        scope_auc: memory.contains("scope").then(|| share(kept)),
+        likeness: Some(share(0.9)),
     });
     record
 }

@@ -27,6 +27,7 @@ mod paging_tradeoff;
 mod policies_ranked;
 mod predicted_vs_measured;
 mod ragged_memory;
+mod recall;
 mod rounding;
 mod scoring_cost;
 mod weights_and_cache;
@@ -67,6 +68,11 @@ pub const FIGURES: &[fn(&Data) -> Option<Chart>] = &[
     kv_heads::forward_latency,
     kv_heads::decode_latency,
     paging_tradeoff::chart,
+    recall::by_facts,
+    recall::by_bytes,
+    recall::forgetting,
+    recall::overwriting,
+    recall::scope,
     decode_steps::live_bytes,
     decode_steps::drift,
     decode_steps::mass_lost,
