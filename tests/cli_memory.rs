@@ -56,10 +56,18 @@ fn mistakes_are_one_line_and_status_2() {
     std::fs::write(folder.join("torn"), &whole[..whole.len() - 100]).unwrap();
     let grid = "name = \"x\"\n[[grid]]\nmeasure = \"recall\"\n";
     std::fs::write(folder.join("both.toml"), format!("{grid}memory = \"list\"\n")).unwrap();
-    std::fs::write(folder.join("zero.toml"), format!("{grid}memory = \"list:slots=0\"\nepisode = \"write\"\n")).unwrap();
-    std::fs::write(folder.join("once.toml"), format!("{grid}memory = \"larimar:write=episode\"\nepisode = \"forget\"\n")).unwrap();
+    std::fs::write(folder.join("zero.toml"), format!("{grid}memory = \"list:slots=0\"\nepisode = \"write\"\n"))
+        .unwrap();
+    std::fs::write(
+        folder.join("once.toml"),
+        format!("{grid}memory = \"larimar:write=episode\"\nepisode = \"forget\"\n"),
+    )
+    .unwrap();
     for (arguments, said) in [
-        ("memory write --memory larimar:slots=0 --input facts --output o", "slots is '0'; it must be a whole number of at least 1"),
+        (
+            "memory write --memory larimar:slots=0 --input facts --output o",
+            "slots is '0'; it must be a whole number of at least 1",
+        ),
         ("memory write --memory camelot --input facts --output o", "unknown memory of facts 'camelot'"),
         ("memory write --input facts --output o", "--memory"),
         ("memory read --memory list --input facts --output o", "use --from"),
@@ -95,7 +103,8 @@ fn an_experiment_with_memories_of_facts_is_run_resumed_and_drawn() {
     let run = "run facts.toml --out out --limit-memory 12MiB";
     kvsieve(folder, run).assert().success();
     kvsieve(folder, &format!("{run} --resume")).assert().success();
-    let found: Vec<_> = std::fs::read_dir(folder.join("out/facts")).unwrap().map(|entry| entry.unwrap().path()).collect();
+    let found: Vec<_> =
+        std::fs::read_dir(folder.join("out/facts")).unwrap().map(|entry| entry.unwrap().path()).collect();
     let [run] = &found[..] else { panic!("{found:?}") };
     let records = std::fs::read_to_string(run.join("cells.jsonl")).unwrap();
     let records: Vec<Value> = records.lines().map(|line| serde_json::from_str(line).unwrap()).collect();

@@ -86,9 +86,11 @@ fn writes_and_reads_agree_with_the_public_code() {
         let mut read = matrix(cues.rows(), width, &vec![0.0; cues.len()]);
         memory.read(&cues, &mut || again.next().unwrap(), &mut read).unwrap();
         let name = case["name"].as_str().unwrap();
-        for (what, found, expected) in
-            [("mean", &memory.mean()[..], &case["mean"]), ("weights", &weights, &case["weights"]), ("read", &read, &case["read"])]
-        {
+        for (what, found, expected) in [
+            ("mean", &memory.mean()[..], &case["mean"]),
+            ("weights", &weights, &case["weights"]),
+            ("read", &read, &case["read"]),
+        ] {
             let distance = apart(found, &numbers(expected));
             assert!(distance < 1e-4, "{name}: {what} is {distance} apart");
         }
@@ -112,7 +114,12 @@ fn recall_against_capacity_is_that_of_the_public_code() {
             true => (Write::Episode, 0.0),
             false => (Write::Sequential, capacity["noise"].as_f64().unwrap()),
         };
-        let settings = Larimar { write, address: Address::Memory, inverse: Inverse::Newton { steps: 15 }, ..larimar(slots, noise) };
+        let settings = Larimar {
+            write,
+            address: Address::Memory,
+            inverse: Inverse::Newton { steps: 15 },
+            ..larimar(slots, noise)
+        };
         let mut memory = settings.begin(width, &Arena::unlimited()).unwrap();
         let cues = matrix(count, width, &subjects[..count * width]);
         let mut facts = matrix(count, width, &cues);
@@ -232,7 +239,12 @@ fn an_episode_takes_the_bytes_that_are_predicted() {
         "list:slots=12,scope=list",
     ];
     for memory in memories {
-        for episode in ["write:count=9,width=24", "write:count=80,width=16,cue=0.5", "forget:count=12,width=24", "overwrite:count=12,width=24"] {
+        for episode in [
+            "write:count=9,width=24",
+            "write:count=80,width=16,cue=0.5",
+            "forget:count=12,width=24",
+            "overwrite:count=12,width=24",
+        ] {
             let (memory, parsed) = (FactMemory::parse(memory).unwrap(), Episode::parse(episode).unwrap());
             if parsed.changes() && !memory.method.forgets() {
                 continue;
@@ -254,7 +266,10 @@ fn episodes_are_drawn_from_their_seed_and_few_facts_are_recalled_changed_and_for
         let written = run("write:count=16", 0);
         assert_eq!(written, run("write:count=16", 0));
         assert!(written.likeness != run("write:count=16", 1).likeness || name.starts_with("list"));
-        assert!(written.kept == Some(1.0) && written.unwritten < 0.1 && written.changed.is_none(), "{name}: {written:?}");
+        assert!(
+            written.kept == Some(1.0) && written.unwritten < 0.1 && written.changed.is_none(),
+            "{name}: {written:?}"
+        );
         assert!(written.answered_unwritten < 0.1 && written.scope_auc > Some(0.99), "{name}: {written:?}");
         let forgotten = run("forget:count=16", 0);
         assert!(forgotten.kept == Some(1.0) && forgotten.old < Some(0.1), "{name}: {forgotten:?}");

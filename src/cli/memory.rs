@@ -96,7 +96,11 @@ pub fn run(args: &Args) -> Result<(), Failure> {
             (text.clone(), shape, cpu.install(|| memory.open(&shape, &arena))?)
         }
         (_, Some(path)) => cpu.install(|| Facts::load(path, &arena))?,
-        _ => return Err(Failure::usage("--memory makes an empty memory, which there is only something to write to; use --from".into())),
+        _ => {
+            return Err(Failure::usage(
+                "--memory makes an empty memory, which there is only something to write to; use --from".into(),
+            ));
+        }
     };
     let mut rng = ChaCha8Rng::seed_from_u64(args.seed);
     let answered = cpu.install(|| {
@@ -134,8 +138,10 @@ fn answers(facts: &Facts, cues: &Matrix, read: &Matrix, path: &Path) -> Result<u
     let values: Vec<f32> = read.iter().map(|&value| value as f32).collect();
     let is_answered = |index: usize| facts.answers(facts.distance(cues.row(index), read.row(index)));
     let answered: Vec<i64> = (0..cues.rows()).map(|index| i64::from(is_answered(index))).collect();
-    let outputs =
-        [Output::f32("z", vec![read.rows(), read.columns()], &values), Output::i64("answered", vec![cues.rows()], &answered)];
+    let outputs = [
+        Output::f32("z", vec![read.rows(), read.columns()], &values),
+        Output::i64("answered", vec![cues.rows()], &answered),
+    ];
     file::write(path, &outputs)?;
     Ok(answered.iter().filter(|&&answered| answered == 1).count())
 }

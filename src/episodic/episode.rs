@@ -57,7 +57,11 @@ pub const EPISODES: &[EpisodeEntry] = &[
             VALUES,
             CUE,
             SHARE,
-            parameter("by", "delete", "delete: the fact is taken out; unknown: written on top with the value 'unknown'; both"),
+            parameter(
+                "by",
+                "delete",
+                "delete: the fact is taken out; unknown: written on top with the value 'unknown'; both",
+            ),
         ],
     },
 ];
@@ -229,8 +233,10 @@ impl Episode {
         let mut is_changed = vec![false; self.count];
         self.changed().for_each(|index| is_changed[index] = true);
         let gets_value = self.change.is_some_and(|change| change.writes == Some(Replacement::Value));
-        let (mut kept, mut changed, mut old, mut unwritten) = (Share::default(), Share::default(), Share::default(), Share::default());
-        let (mut answered, mut answered_changed, mut answered_unwritten) = (Share::default(), Share::default(), Share::default());
+        let (mut kept, mut changed, mut old, mut unwritten) =
+            (Share::default(), Share::default(), Share::default(), Share::default());
+        let (mut answered, mut answered_changed, mut answered_unwritten) =
+            (Share::default(), Share::default(), Share::default());
         let mut likeness = Share::default();
         let (mut near, mut far) = (Vec::new(), Vec::new());
         for index in 0..read.rows() {
@@ -307,7 +313,8 @@ impl Drawn {
         fill(&mut subjects, half);
         fill(&mut cues, half * cue);
         add_scaled(&mut cues, 1.0, &subjects);
-        let mut pick = |least: usize| (0..count + UNWRITTEN).map(|_| rng.random_range(least..choices)).collect::<Vec<_>>();
+        let mut pick =
+            |least: usize| (0..count + UNWRITTEN).map(|_| rng.random_range(least..choices)).collect::<Vec<_>>();
         let (values, steps) = (pick(0), pick(1));
         for (index, &value) in values[..count].iter().enumerate() {
             facts.row_mut(index).copy_from_slice(subjects.row(index));

@@ -55,7 +55,10 @@ impl Facts {
             let expected = [part.rows(), part.columns()];
             if entry.shape != expected || entry.dtype != Dtype::F64 {
                 let found = (&entry.shape, entry.dtype);
-                return Err(wrong(format!("tensor '{name}' is {:?} {:?}; it must be {expected:?} F64", found.0, found.1)));
+                return Err(wrong(format!(
+                    "tensor '{name}' is {:?} {:?}; it must be {expected:?} F64",
+                    found.0, found.1
+                )));
             }
             bytemuck::cast_slice_mut(part).copy_from_slice(stored.bytes(entry.range.clone()));
         }

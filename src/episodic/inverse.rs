@@ -107,7 +107,11 @@ fn exact(a: &Matrix, arena: &Arena) -> Result<Matrix, EpisodicError> {
     let mut inverse = workspace(columns, rows)?;
     let mut orthogonal = workspace(few, many)?;
     let mut turned = workspace(few, few)?;
-    if rows <= columns { orthogonal.copy_from_slice(a) } else { orthogonal.set_transposed(a, 1.0) }
+    if rows <= columns {
+        orthogonal.copy_from_slice(a)
+    } else {
+        orthogonal.set_transposed(a, 1.0)
+    }
     turned.set_identity();
     for _ in 0..MOST_SWEEPS {
         let mut is_done = true;

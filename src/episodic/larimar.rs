@@ -23,10 +23,18 @@ pub const ENTRY: FactMemoryEntry = FactMemoryEntry {
     parameters: &[
         parameter("slots", "64", "K, rows of the memory"),
         parameter("noise", "0.1", "standard deviation of the observation noise, for each number of a vector"),
-        parameter("write", "sequential", "sequential: one fact after another; episode: all at once, by a pseudo-inverse"),
+        parameter(
+            "write",
+            "sequential",
+            "sequential: one fact after another; episode: all at once, by a pseudo-inverse",
+        ),
         parameter("address", "prior", "what a fact's address is solved against in sequential writes: prior or memory"),
         parameter("prior", "identity", "the slots that addresses begin with: identity or random"),
-        parameter("start", "empty", "what is read before anything is written: empty (zeros) or prior, which address=memory needs"),
+        parameter(
+            "start",
+            "empty",
+            "what is read before anything is written: empty (zeros) or prior, which address=memory needs",
+        ),
         parameter("inverse", "newton", "newton: iterations for a pseudo-inverse; exact: by singular values"),
         parameter("steps", "15", "iterations of inverse=newton, at most 40: each doubles the rounding of what is 0"),
     ],
@@ -92,9 +100,10 @@ impl Larimar {
     fn parse(named: &Named) -> Result<Self, NamedError> {
         let choice = |key: &str, options: [&'static str; 2]| {
             let found = named.text(key).unwrap_or(options[0]);
-            options.iter().position(|option| *option == found).ok_or_else(|| {
-                named.wrong(key, format!("{} or {}", options[0], options[1]))
-            })
+            options
+                .iter()
+                .position(|option| *option == found)
+                .ok_or_else(|| named.wrong(key, format!("{} or {}", options[0], options[1])))
         };
         let is_newton = choice("inverse", ["newton", "exact"])? == 0;
         let steps = named.count("steps", 15, 1)?;
@@ -170,7 +179,10 @@ impl Method for Larimar {
         let mean = Matrix::bytes(self.slots, width);
         let covariance = if self.write == Write::Sequential { Matrix::bytes(self.slots, self.slots) } else { 0 };
         let prior = if self.keeps_prior() { mean } else { 0 };
-        [(Label::Facts, mean + covariance), (Label::Weights, prior)].into_iter().filter(|(_, bytes)| *bytes > 0).collect()
+        [(Label::Facts, mean + covariance), (Label::Weights, prior)]
+            .into_iter()
+            .filter(|(_, bytes)| *bytes > 0)
+            .collect()
     }
 
     fn workspace_bytes(&self, width: usize, step: Step) -> u64 {

@@ -77,7 +77,11 @@ impl Matrix {
     /// # Panics
     /// When the shapes do not fit.
     pub fn set_product(&mut self, left: &Matrix, right: &Matrix) {
-        assert_eq!((left.columns, left.rows, right.columns), (right.rows, self.rows, self.columns), "a product's shapes");
+        assert_eq!(
+            (left.columns, left.rows, right.columns),
+            (right.rows, self.rows, self.columns),
+            "a product's shapes"
+        );
         let fill = |(index, target): (usize, &mut [f64])| {
             target.fill(0.0);
             for (&factor, row) in left.row(index).iter().zip(right.values.chunks_exact(right.columns)) {

@@ -16,8 +16,8 @@ mod list;
 pub mod matrix;
 mod scope;
 
-pub use file::read_vectors;
 pub use episode::{EPISODES, Episode, EpisodeEntry, Outcome};
+pub use file::read_vectors;
 pub use inverse::Inverse;
 pub use larimar::{Address, Larimar, Prior, Slots, Start, Write};
 pub use scope::Scope;
@@ -63,7 +63,9 @@ pub enum EpisodicError {
         most: f64,
     },
     /// The equations for addresses have no single answer.
-    #[error("the slots are linearly dependent, so that an address has no single answer; give the memory noise above {noise}")]
+    #[error(
+        "the slots are linearly dependent, so that an address has no single answer; give the memory noise above {noise}"
+    )]
     Singular {
         /// Standard deviation of the observation noise.
         noise: f64,
@@ -80,7 +82,9 @@ pub enum EpisodicError {
         most: f64,
     },
     /// A memory without a covariance is to forget.
-    #[error("a memory that was written with write=episode has no covariance, and forgets nothing; use write=sequential")]
+    #[error(
+        "a memory that was written with write=episode has no covariance, and forgets nothing; use write=sequential"
+    )]
     NoCovariance,
     /// Encodings of another width.
     #[error("the vectors have {found} numbers; the memory is for {expected}")]

@@ -21,7 +21,12 @@ fn share(record: &Record, read: fn(&Recalled) -> Option<Estimate>) -> String {
 /// Mean and interval, in percent.
 fn interval(record: &Record, read: fn(&Recalled) -> Option<Estimate>) -> String {
     let words = |found: Estimate| {
-        format!("{} ({} to {})", text::percent(found.mean), text::percent(found.ci95_low), text::percent(found.ci95_high))
+        format!(
+            "{} ({} to {})",
+            text::percent(found.mean),
+            text::percent(found.ci95_low),
+            text::percent(found.ci95_high)
+        )
     };
     recalled(record).and_then(read).map_or(NOTHING.into(), words)
 }

@@ -382,6 +382,23 @@ pub fn formats() -> Run {
     Run { experiment: "formats".into(), records, ..run() }
 }
 
+/// What a model makes of a text through memories of several sizes and windows, beside the full cache and a policy.
+pub fn memories() -> Run {
+    let mut records = formats().records;
+    records.retain(|record| record.cell.kv_format.is_none());
+    for (slots, window, budget) in [(64, 128, 0.2), (256, 128, 0.4), (64, 256, 0.35)] {
+        let mut record = with_cell(answered(1024, "perplexity", "random", budget), |cell| {
+            (cell.policy, cell.budget) = (None, None);
+            cell.memory = Some(format!("camelot:slots={slots},window={window}"));
+        });
+        let answers = record.answers.as_mut().expect("it has answers");
+        (answers.accuracy, answers.accuracy_difference, answers.greedy_agreement) = (None, None, None);
+        answers.sample_scores.clear();
+        records.push(record);
+    }
+    Run { experiment: "memories".into(), records, ..run() }
+}
+
 /// The same with its weights in fewer bits too: what is lost adds up.
 pub fn hybrid() -> Run {
     let mut records = Vec::new();

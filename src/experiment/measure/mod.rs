@@ -36,8 +36,15 @@ use std::ops::Deref;
 use std::path::Path;
 
 /// All measures, in the order of tables.
-pub static MEASURES: &[Measure] =
-    &[Measure::FORWARD, Measure::BACKWARD, Measure::DECODE, Measure::EVICT, Measure::SERVE, Measure::RECALL, Measure::EVAL];
+pub static MEASURES: &[Measure] = &[
+    Measure::FORWARD,
+    Measure::BACKWARD,
+    Measure::DECODE,
+    Measure::EVICT,
+    Measure::SERVE,
+    Measure::RECALL,
+    Measure::EVAL,
+];
 
 impl Measure {
     /// A forward pass over the whole context.

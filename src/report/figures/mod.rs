@@ -19,6 +19,7 @@ mod kv_heads;
 mod kv_memory_use;
 mod kv_vs_context;
 mod latency_vs_context;
+mod memories;
 mod memory_vs_context;
 mod model_vs_context;
 mod needle_heat_map;
@@ -87,6 +88,8 @@ pub const FIGURES: &[fn(&Data) -> Option<Chart>] = &[
     answers_vs_kept::score_by_bytes,
     answers_vs_kept::divergence_by_budget,
     formats_and_tokens::chart,
+    memories::by_bytes,
+    memories::by_window,
     weights_and_cache::chart,
     model_vs_context::memory,
     model_vs_context::first_token,

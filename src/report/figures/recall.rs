@@ -35,13 +35,13 @@ pub fn by_facts(data: &Data) -> Option<Chart> {
 pub fn by_bytes(data: &Data) -> Option<Chart> {
     let records = of_kind(data, "write", |record| !has_scope(record));
     // Memories of one episode that differ in their slots.
-    let slotless = |record: &Record| (without(&memory(record), "slots").to_string(), episode(record).to_string());
+    let slotless = |record: &Record| (memory(record).without("slots").to_string(), episode(record).to_string());
     let records = grouped(records, slotless, slots);
     let bytes = |record: &Record| record.recall.as_ref().map_or(0.0, |found| found.held_bytes as f64);
     let series = named_curves(
         data,
         &records,
-        |record| format!("{} {}", without(&memory(record), "slots"), arguments(&episode(record))),
+        |record| format!("{} {}", memory(record).without("slots"), arguments(&episode(record))),
         |record| slots(record).to_string(),
         bytes,
         |found| found.kept,
@@ -137,7 +137,7 @@ fn share_axis(label: &str) -> Axis {
 
 /// Curves over the number of facts, named by `lead`, the memory, and in what else episodes differ.
 fn curves(data: &Data, records: &[&Record], lead: &str, x: fn(&Record) -> f64, read: Read) -> Vec<Series> {
-    let rest = |record: &Record| arguments(&without(&episode(record), "count"));
+    let rest = |record: &Record| arguments(&episode(record).without("count"));
     let differ = records.iter().map(|record| rest(record)).collect::<BTreeSet<_>>().len() > 1;
     let name = |record: &Record| {
         let rest = if differ { rest(record) } else { String::new() };
@@ -171,10 +171,14 @@ fn of_kind<'a>(data: &Data<'a>, kind: &str, holds: impl Fn(&Record) -> bool) -> 
 
 /// Those of which something was measured at two places or more: those that make a curve over the number of facts.
 fn several(records: Vec<&Record>, place: fn(&Record) -> usize) -> Vec<&Record> {
-    grouped(records, |record| (memory(record).to_string(), without(&episode(record), "count").to_string()), place)
+    grouped(records, |record| (memory(record).to_string(), episode(record).without("count").to_string()), place)
 }
 
-fn grouped(records: Vec<&Record>, group: impl Fn(&Record) -> (String, String), place: fn(&Record) -> usize) -> Vec<&Record> {
+fn grouped(
+    records: Vec<&Record>,
+    group: impl Fn(&Record) -> (String, String),
+    place: fn(&Record) -> usize,
+) -> Vec<&Record> {
     let places = |record: &Record| {
         let own = group(record);
         let of_group = records.iter().filter(|other| group(other) == own);
@@ -211,21 +215,13 @@ fn facts_per_slot(record: &Record) -> f64 {
     count(record) as f64 / slots(record) as f64
 }
 
-/// A name without one of its parameters.
-fn without(named: &Named, key: &str) -> Named {
-    let rest: Vec<String> =
-        named.arguments().filter(|(name, _)| *name != key).map(|(name, value)| format!("{name}={value}")).collect();
-    let text = if rest.is_empty() { named.name.clone() } else { format!("{}:{}", named.name, rest.join(",")) };
-    text.parse().expect("a name without one of its parameters is a name")
-}
-
 fn arguments(named: &Named) -> String {
     named.arguments().map(|(key, value)| format!("{key}={value}")).collect::<Vec<_>>().join(",")
 }
 
 /// What all episodes have in common.
 fn subtitle(records: &[&Record]) -> String {
-    let rest: BTreeSet<String> = records.iter().map(|record| arguments(&without(&episode(record), "count"))).collect();
+    let rest: BTreeSet<String> = records.iter().map(|record| arguments(&episode(record).without("count"))).collect();
     let drawn: BTreeSet<usize> = records.iter().filter_map(|record| Some(record.recall.as_ref()?.samples)).collect();
     let drawn = drawn.iter().map(usize::to_string).collect::<Vec<_>>().join(" or ");
     let rest = if rest.len() == 1 { rest.into_iter().next().filter(|rest| !rest.is_empty()) } else { None };
