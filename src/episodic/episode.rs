@@ -67,7 +67,7 @@ pub const EPISODES: &[EpisodeEntry] = &[
 ];
 
 /// Never-written facts that are asked for.
-const UNWRITTEN: usize = 64;
+pub const UNWRITTEN: usize = 64;
 
 /// What is done to some of the facts.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -169,9 +169,14 @@ impl Episode {
         self.change.is_some()
     }
 
+    /// How many facts are changed.
+    pub fn changed_count(&self) -> usize {
+        self.changed().count()
+    }
+
     /// What a memory of its facts is opened for.
     pub fn shape(&self) -> FactShape {
-        FactShape { width: self.width, most_facts: self.count + self.changed().count() }
+        FactShape { width: self.width, most_facts: self.count + self.changed_count() }
     }
 
     /// Which facts are changed: as many as asked for, early ones as well as late.

@@ -16,7 +16,7 @@ mod list;
 pub mod matrix;
 mod scope;
 
-pub use episode::{EPISODES, Episode, EpisodeEntry, Outcome};
+pub use episode::{EPISODES, Episode, EpisodeEntry, Outcome, UNWRITTEN};
 pub use file::read_vectors;
 pub use inverse::Inverse;
 pub use larimar::{Address, Larimar, Prior, Slots, Start, Write};

@@ -1,7 +1,8 @@
 //! What a memory of facts recalled: the part of a record that only `recall` has.
 
 use super::answers::Estimate;
-use crate::episodic::Outcome;
+use super::stats::wilson;
+use crate::episodic::{Episode, Outcome, UNWRITTEN};
 use serde::{Deserialize, Serialize};
 
 /// Shares of right answers, with intervals over drawn episodes. An answer is right when the cue is answered at all, with the
@@ -35,23 +36,35 @@ pub struct Recalled {
 }
 
 impl Recalled {
-    /// Means over outcomes; `None` without any.
-    pub fn over(outcomes: &[Outcome], held_bytes: u64) -> Option<Self> {
+    /// Means over the outcomes of an episode; `None` without any.
+    pub fn over(outcomes: &[Outcome], episode: &Episode, held_bytes: u64) -> Option<Self> {
+        let (kept, changed) = (episode.count - episode.changed_count(), episode.changed_count());
         let values = |read: fn(&Outcome) -> Option<f64>| outcomes.iter().filter_map(read).collect::<Vec<f64>>();
-        let share = |read: fn(&Outcome) -> Option<f64>| Estimate::of_shares(&[&values(read)]);
+        let share = |facts: usize, read: fn(&Outcome) -> Option<f64>| share(&values(read), facts);
         Some(Recalled {
             samples: outcomes.len(),
             held_bytes,
-            kept: share(|outcome| outcome.kept),
-            changed: share(|outcome| outcome.changed),
-            old: share(|outcome| outcome.old),
-            refused: share(|outcome| outcome.refused),
-            unwritten: share(|outcome| Some(outcome.unwritten))?,
-            answered_kept: share(|outcome| outcome.answered_kept),
-            answered_changed: share(|outcome| outcome.answered_changed),
-            answered_unwritten: share(|outcome| Some(outcome.answered_unwritten))?,
-            scope_auc: share(|outcome| outcome.scope_auc),
+            kept: share(kept, |outcome| outcome.kept),
+            changed: share(changed, |outcome| outcome.changed),
+            old: share(changed, |outcome| outcome.old),
+            refused: share(changed, |outcome| outcome.refused),
+            unwritten: share(UNWRITTEN, |outcome| Some(outcome.unwritten))?,
+            answered_kept: share(kept, |outcome| outcome.answered_kept),
+            answered_changed: share(changed, |outcome| outcome.answered_changed),
+            answered_unwritten: share(UNWRITTEN, |outcome| Some(outcome.answered_unwritten))?,
+            scope_auc: share(kept, |outcome| outcome.scope_auc),
             likeness: Estimate::over(&values(|outcome| outcome.likeness)),
         })
     }
+}
+
+/// Mean of one share for each episode, each of so many facts: with a bootstrap interval over episodes and, where all of these
+/// agree, Wilson's over facts.
+fn share(values: &[f64], facts: usize) -> Option<Estimate> {
+    let found = Estimate::over(values)?;
+    let (ci95_low, ci95_high) = match found.ci95_low < found.ci95_high {
+        true => (found.ci95_low, found.ci95_high),
+        false => wilson(found.mean, values.len() * facts),
+    };
+    Some(Estimate { ci95_low, ci95_high, ..found })
 }

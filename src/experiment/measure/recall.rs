@@ -115,7 +115,7 @@ fn recalled(record: Record, limit_bytes: u64) -> Record {
                 peak_by_label: usage.peak,
                 ..bytes
             };
-            Record { memory: Some(bytes), recall: Recalled::over(&outcomes, held_bytes), ..record }
+            Record { memory: Some(bytes), recall: Recalled::over(&outcomes, &episode, held_bytes), ..record }
         }
     }
 }
