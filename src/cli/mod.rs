@@ -63,7 +63,7 @@ Examples:
   kvsieve eval                      what a model still answers, by policy and budget
   kvsieve quantize --model DIR --format q4_k_m --output model.gguf
                                     a model's weights in fewer bits, and what each tensor lost
-  kvsieve memory write --memory larimar:slots=64 --input facts.safetensors --output memory.safetensors
+  kvsieve memory write --memory larimar --input facts.safetensors --output memory.safetensors
                                     a memory of facts: vectors written, read and forgotten
   kvsieve train --out model         a small model, from nothing, that finds what its context hides
   kvsieve kernels build --arch sm_90a

@@ -64,7 +64,7 @@ fn newton(a: &Matrix, steps: usize, arena: &Arena) -> Result<Matrix, EpisodicErr
     let mut inner = workspace(few, few)?;
     let mut vectors = workspace(1, rows + columns)?;
     let largest = largest_singular_value(a, &mut vectors);
-    if !(START * largest * largest < 2.0) {
+    if largest.is_nan() || START * largest * largest >= 2.0 {
         return Err(EpisodicError::Diverges { largest, most: (2.0 / START).sqrt() });
     }
     x.set_transposed(a, START);

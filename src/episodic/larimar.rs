@@ -329,7 +329,7 @@ impl Slots {
         let denominator = variance + sign * seen;
         // What is left of two numbers that nearly cancel must be more than their rounding.
         let rounding = 4.0 * f64::EPSILON * variance.max(dot(address, address));
-        if !(denominator > rounding) {
+        if denominator.is_nan() || denominator <= rounding {
             // Without noise a memory that knows all about an address has nothing to learn there.
             return if sign > 0.0 { Ok(()) } else { Err(EpisodicError::NotWritten { variance: seen, most: variance }) };
         }

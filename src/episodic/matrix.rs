@@ -160,8 +160,7 @@ pub fn solve(a: &mut Matrix, b: &mut [f64]) -> bool {
     for column in 0..a.rows {
         for row in column..a.rows {
             let rest = a.row(row)[column] - dot(&a.row(row)[..column], &a.row(column)[..column]);
-            // Not `<=`, so that a NaN is singular too.
-            if row == column && !(rest > least) {
+            if row == column && (rest.is_nan() || rest <= least) {
                 return false;
             }
             let value = if row == column { rest.sqrt() } else { rest / a.row(column)[column] };
