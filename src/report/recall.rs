@@ -32,7 +32,7 @@ fn interval(record: &Record, read: fn(&Recalled) -> Option<Estimate>) -> String 
 }
 
 /// Headings of the table in `summary.md`.
-pub const HEADINGS: [&str; 8] = ["memory", "episode", "kept", "new", "old", "unwritten", "answers", "held"];
+pub const HEADINGS: [&str; 8] = ["memory", "episode", "kept", "new", "old", "never", "answers", "held"];
 
 /// A line of the table in `summary.md`; `answers` are the answered cues about kept and about never-written facts.
 pub fn line(record: &Record) -> Vec<String> {
@@ -48,7 +48,7 @@ pub fn line(record: &Record) -> Vec<String> {
         share(record, |found| found.changed),
         share(record, |found| found.old),
         share(record, |found| Some(found.unwritten)),
-        answers.join(" / "),
+        answers.join("/"),
         recalled(record).map_or(NOTHING.into(), |found| units::bytes(found.held_bytes)),
     ]
 }

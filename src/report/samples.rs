@@ -114,7 +114,7 @@ pub fn run() -> Run {
         }
     }
     for (place, count) in [16, 64, 256].into_iter().enumerate() {
-        for memory in ["larimar:slots=64", "larimar:scope=list,slots=64", "list:slots=128"] {
+        for memory in ["larimar:slots=64", "larimar:scope=list", "list:slots=128"] {
             for kind in ["write", "forget", "overwrite"] {
                 records.push(recalled(memory, &format!("{kind}:count={count}"), 1.0 - 0.3 * place as f64));
             }
