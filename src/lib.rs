@@ -2,7 +2,7 @@
 //!
 //! The modules are floors of one house; each uses only those below it:
 //! [`report`] over [`planner`] over [`experiment`] over [`workload`], [`eval`], [`anatomy`], [`task`], [`model`], [`eviction`], [`policy`],
-//! [`memories`], [`serving`], [`cache`], [`attention`], [`device`],
+//! [`memories`], [`episodic`], [`serving`], [`cache`], [`attention`], [`device`],
 //! [`tensor`] and [`memory`]. `ARCHITECTURE.md` is the map.
 
 pub mod anatomy;
@@ -10,6 +10,7 @@ pub mod attention;
 pub mod cache;
 pub mod cli;
 pub mod device;
+pub mod episodic;
 pub mod eval;
 pub mod eviction;
 pub mod experiment;

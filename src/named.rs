@@ -203,6 +203,13 @@ impl Named {
         self.arguments.iter().map(|(key, value)| (key.as_str(), value.as_str()))
     }
 
+    /// The same without one of its parameters.
+    pub fn without(&self, key: &str) -> Named {
+        let mut rest = self.clone();
+        rest.arguments.remove(key);
+        rest
+    }
+
     /// Gives a parameter a value, in place of the one it may have.
     pub fn set(&mut self, key: &str, value: &str) {
         self.arguments.insert(key.into(), value.into());

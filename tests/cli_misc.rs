@@ -34,6 +34,7 @@ fn help_texts_are_as_reviewed() {
         "list",
         "doctor",
         "kernels",
+        "memory",
         "completions",
     ];
     for command in commands {
@@ -89,6 +90,7 @@ fn kernels_are_listed_with_their_parameters() {
 fn policies_memories_and_experiments_are_listed() {
     insta::assert_snapshot!("list_policies", stdout(&["list", "policies"]));
     insta::assert_snapshot!("list_memories", stdout(&["list", "memories"]));
+    insta::assert_snapshot!("list_fact_memories", stdout(&["list", "fact-memories"]));
     insta::assert_snapshot!("list_experiments", stdout(&["list", "experiments"]));
 }
 

@@ -7,6 +7,7 @@ use crate::anatomy::RetrievalError;
 use crate::attention::AttentionError;
 use crate::device::cpu::CpuError;
 use crate::device::cuda::CudaError;
+use crate::episodic::EpisodicError;
 use crate::eval::EvalError;
 use crate::experiment::runner::RunError;
 use crate::experiment::spec::SpecError;
@@ -188,6 +189,16 @@ impl From<EvalError> for Failure {
             EvalError::Named(error) => error.into(),
             EvalError::Arena(error) => error.into(),
             EvalError::File(error) => Failure::work(error.to_string()),
+        }
+    }
+}
+
+impl From<EpisodicError> for Failure {
+    fn from(error: EpisodicError) -> Self {
+        match error {
+            EpisodicError::Arena(error) => error.into(),
+            EpisodicError::File(error) => error.into(),
+            error => Failure::Usage(error.into()),
         }
     }
 }

@@ -3,6 +3,7 @@
 use super::failure::Failure;
 use super::output;
 use crate::attention::KERNELS;
+use crate::episodic::{EPISODES, FACT_MEMORIES};
 use crate::experiment::SHIPPED;
 use crate::experiment::measure::MEASURES;
 use crate::experiment::spec::Spec;
@@ -59,6 +60,10 @@ enum Things {
     Formats,
     /// Memories in place of the cache
     Memories,
+    /// Memories of facts
+    FactMemories,
+    /// Episodes of the measure `recall`
+    Episodes,
     /// Evaluation tasks
     Tasks,
     /// What experiments measure
@@ -85,6 +90,8 @@ impl Things {
             Things::Policies => "policy",
             Things::Formats => "format",
             Things::Memories => "memory",
+            Things::FactMemories => "memory of facts",
+            Things::Episodes => "episode",
             Things::Tasks => "task",
             Things::Measures => "measure",
             Things::Strategies => "strategy",
@@ -109,6 +116,13 @@ impl Things {
                 .iter()
                 .map(|entry| Row { paper: paper(entry.paper), ..Row::new(entry.name, entry.about, entry.parameters) })
                 .collect(),
+            Things::FactMemories => FACT_MEMORIES
+                .iter()
+                .map(|entry| Row { paper: paper(entry.paper), ..Row::new(entry.name, entry.about, entry.parameters) })
+                .collect(),
+            Things::Episodes => {
+                EPISODES.iter().map(|entry| Row::new(entry.name, entry.about, entry.parameters)).collect()
+            }
             Things::Tasks => TASKS.iter().map(|entry| Row::new(entry.name, entry.about, entry.parameters)).collect(),
             Things::Measures => MEASURES.iter().map(|measure| Row::new(measure.name(), measure.about(), &[])).collect(),
             Things::Strategies => {

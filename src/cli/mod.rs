@@ -21,6 +21,7 @@ mod inspect;
 mod kernels;
 mod list;
 mod logits;
+mod memory;
 mod model;
 mod output;
 mod plan;
@@ -62,6 +63,8 @@ Examples:
   kvsieve eval                      what a model still answers, by policy and budget
   kvsieve quantize --model DIR --format q4_k_m --output model.gguf
                                     a model's weights in fewer bits, and what each tensor lost
+  kvsieve memory write --memory larimar --input facts.safetensors --output memory.safetensors
+                                    a memory of facts: vectors written, read and forgotten
   kvsieve train --out model         a small model, from nothing, that finds what its context hides
   kvsieve kernels build --arch sm_90a
                                     the CUDA kernels, compiled before there is a GPU
@@ -96,6 +99,7 @@ enum Command {
     Inspect(inspect::Args),
     Train(train::Args),
     Quantize(quantize::Args),
+    Memory(memory::Args),
     List(list::Args),
     Doctor(doctor::Args),
     Kernels(kernels::Args),
@@ -119,6 +123,7 @@ impl Command {
             Command::Inspect(args) => inspect::run(&args),
             Command::Train(args) => train::run(&args),
             Command::Quantize(args) => quantize::run(&args),
+            Command::Memory(args) => memory::run(&args),
             Command::List(args) => list::run(&args, registry),
             Command::Doctor(args) => doctor::run(&args),
             Command::Kernels(args) => kernels::run(&args),
@@ -127,8 +132,8 @@ impl Command {
     }
 }
 
-/// Commands that run a model on the CPU alone: they refuse a GPU in words, and their help does not offer one.
-const ON_CPU: [&str; 6] = ["eval", "capture", "calibrate", "inspect", "train", "quantize"];
+/// Commands that run on the CPU alone: they refuse a GPU in words, and their help does not offer one.
+const ON_CPU: [&str; 7] = ["eval", "capture", "calibrate", "inspect", "train", "quantize", "memory"];
 
 fn command() -> clap::Command {
     let hide = |command: clap::Command| {

@@ -75,7 +75,7 @@ pub struct Cell {
     /// Text file whose pieces are gone on with, for the task `perplexity`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub text: Option<String>,
-    /// Samples of `eval`, at most.
+    /// Samples of `eval`, at most; drawn episodes of `recall`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub samples: Option<usize>,
     /// What a policy has seen of the question of `eval` when it evicts; `None` where there is no question. Records from
@@ -129,7 +129,7 @@ pub struct Cell {
     pub policy: Option<String>,
     /// Budget as it was written: `0.25`, `512` or `64MiB`.
     pub budget: Option<String>,
-    /// Memory of `eval` in place of the cache, with parameters.
+    /// Memory of `eval` in place of the cache, or memory of facts of `recall`, with parameters.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory: Option<String>,
     /// File that the policy read tensors of, where it did.
@@ -147,7 +147,10 @@ pub struct Cell {
     /// Request trace of `serve`, with parameters: `sharegpt:steps=50000`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub trace: Option<String>,
-    /// Seed of the workload, of the policy and of the trace.
+    /// Episode of `recall`, with parameters: `forget:count=64`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub episode: Option<String>,
+    /// Seed of the workload, of the policy, of the trace and of the episode.
     pub seed: u64,
     /// Knobs of the synthetic workload, where they are not the experiment's own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -191,6 +194,7 @@ impl Default for Cell {
             page_tokens: None,
             strategy: None,
             trace: None,
+            episode: None,
             seed: 0,
             knobs: None,
             workload_hash: String::new(),
@@ -260,6 +264,9 @@ impl Cell {
     pub fn label(&self) -> String {
         if let (Some(strategy), Some(trace)) = (&self.strategy, &self.trace) {
             return format!("{} {strategy} {trace}", self.measure.name());
+        }
+        if let (Some(memory), Some(episode)) = (&self.memory, &self.episode) {
+            return format!("{} {memory} {episode}", self.measure.name());
         }
         let policy = match (self.chosen(), &self.budget) {
             (Some(policy), Some(budget)) => format!(" {policy}@{budget}"),

@@ -12,6 +12,7 @@ pub mod kernels;
 pub mod max_context;
 pub mod measure;
 pub mod policy_axis;
+pub mod recalled;
 pub mod record;
 pub mod runner;
 mod shipped;

@@ -2,6 +2,7 @@
 
 use super::answers::Answers;
 use super::cell::Cell;
+use super::recalled::Recalled;
 use crate::device::cuda::Condition;
 use crate::memory::LabelBytes;
 use crate::serving::Usage;
@@ -77,6 +78,9 @@ pub struct Record {
     /// Where the slots of a simulated pool were, for `serve`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub serving: Option<Usage>,
+    /// What a memory of facts gave back, for `recall`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub recall: Option<Recalled>,
     /// What a model answered, for `eval`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub answers: Option<Answers>,
@@ -119,6 +123,7 @@ impl Record {
             drift: None,
             eviction: None,
             serving: None,
+            recall: None,
             answers: None,
         }
     }

@@ -25,5 +25,7 @@ pub const SHIPPED: &[(&str, &str)] = &[
     ("real-chunks", include_str!("../../experiments/real-chunks.toml")),
     ("real-needles", include_str!("../../experiments/real-needles.toml")),
     ("real-memory", include_str!("../../experiments/real-memory.toml")),
+    ("camelot", include_str!("../../experiments/camelot.toml")),
+    ("larimar", include_str!("../../experiments/larimar.toml")),
     ("dms", include_str!("../../experiments/dms.toml")),
 ];

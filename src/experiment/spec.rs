@@ -76,12 +76,12 @@ impl Default for Timing {
 #[derive(Debug, Clone, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct Grid {
-    /// `forward`, `backward`, `decode`, `evict`, `serve` or `eval`.
+    /// `forward`, `backward`, `decode`, `evict`, `serve`, `recall` or `eval`.
     pub measure: Measure,
     /// Kernels; by default `tiled`, and `decode` for `decode`. For `evict` the one that does the prefill.
     #[serde(default, skip_serializing_if = "Many::is_empty")]
     pub kernel: Many<String>,
-    /// Context lengths; for every measure but `serve`. For `eval` in tokens of the model.
+    /// Context lengths; for every measure but `serve` and `recall`. For `eval` in tokens of the model.
     #[serde(default, skip_serializing_if = "Many::is_empty")]
     pub context_tokens: Many<Tokens>,
     /// Heads as `"8/2"`: 8 query heads on 2 KV heads. From the file when there is one.
@@ -118,7 +118,7 @@ pub struct Grid {
     /// Budgets, for `evict` and `eval`; `full` needs none.
     #[serde(default, skip_serializing_if = "Many::is_empty")]
     pub budget: Many<BudgetText>,
-    /// Memories in place of the cache, for `eval`.
+    /// Memories in place of the cache, for `eval`; memories of facts, for `recall`.
     #[serde(default, skip_serializing_if = "Many::is_empty")]
     pub memory: Many<String>,
     /// A file that the policies may read tensors of, relative to the working folder, for `evict` and `eval`.
@@ -140,6 +140,9 @@ pub struct Grid {
     /// Request traces, for `serve`.
     #[serde(default, skip_serializing_if = "Many::is_empty")]
     pub trace: Many<String>,
+    /// Episodes, for `recall`.
+    #[serde(default, skip_serializing_if = "Many::is_empty")]
+    pub episode: Many<String>,
     /// Models, for `eval`: Hugging Face folders, relative to the working folder, or `builtin`, which is the default.
     #[serde(default, skip_serializing_if = "Many::is_empty")]
     pub model: Many<String>,
@@ -150,7 +153,7 @@ pub struct Grid {
     /// default) are fed as they are.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub text: Option<PathBuf>,
-    /// Samples of each task, for `eval`; 20 by default.
+    /// Samples of each task, for `eval`, or drawn episodes, for `recall`; 20 by default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub samples: Option<usize>,
     /// What policies have seen of a question when they evict, for `eval`; `agnostic` by default.
@@ -205,6 +208,7 @@ impl Grid {
             page_tokens: Many::default(),
             strategy: Many::default(),
             trace: Many::default(),
+            episode: Many::default(),
             model: Many::default(),
             task: Many::default(),
             text: None,

@@ -33,11 +33,13 @@ pub enum Label {
     Policy,
     /// Positions of a cache's tokens.
     Metadata,
+    /// What a memory of facts holds.
+    Facts,
 }
 
 impl Label {
     /// Every label, in the order in which they are shown.
-    pub const ALL: [Label; 13] = [
+    pub const ALL: [Label; 14] = [
         Label::Input,
         Label::Weights,
         Label::Kv,
@@ -51,6 +53,7 @@ impl Label {
         Label::Workspace,
         Label::Policy,
         Label::Metadata,
+        Label::Facts,
     ];
 
     /// The label's name as it stands in records and on screen.
@@ -69,6 +72,7 @@ impl Label {
             Label::Workspace => "workspace",
             Label::Policy => "policy",
             Label::Metadata => "metadata",
+            Label::Facts => "facts",
         }
     }
 }

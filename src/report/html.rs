@@ -7,7 +7,7 @@ use super::naming::{Naming, SEED};
 use super::summary::{status, summary_table};
 use super::table::Table;
 use super::text::{self, NOTHING};
-use super::{Figure, ReportError, Run, answers, baseline, findings, knobs, latest, leaderboard, noise, serving};
+use super::{Figure, ReportError, Run, answers, baseline, findings, knobs, latest, leaderboard, noise, recall, serving};
 use crate::experiment::measure::Measure;
 use crate::experiment::record::{Record, Status};
 use crate::units;
@@ -75,6 +75,8 @@ fn section(run: &Run, figures: &[Figure]) -> Value {
     let own = knobs::own(&records);
     let (simulated, measured): (Vec<&Record>, Vec<&Record>) =
         own.iter().partition(|record| record.cell.measure == Measure::SERVE);
+    let (recalled, measured): (Vec<&Record>, Vec<&Record>) =
+        measured.iter().partition(|record| record.cell.measure == Measure::RECALL);
     let (evaluated, measured): (Vec<&Record>, Vec<&Record>) =
         measured.iter().partition(|record| record.cell.measure == Measure::EVAL);
     let of_measures = measured.chunk_by(|a, b| a.cell.measure == b.cell.measure);
@@ -95,6 +97,7 @@ fn section(run: &Run, figures: &[Figure]) -> Value {
         figures => figures.iter().map(picture).collect::<Vec<_>>(),
         cells => of_measures.flat_map(rows).collect::<Vec<_>>(),
         simulations => serving::rows(&simulated),
+        recalls => recall::rows(&recalled),
         rankings => leaderboard::tables(&evaluated).iter().chain(&knobs::tables(&records)).map(Table::value).collect::<Vec<_>>(),
         evaluations => answers::rows(&evaluated),
         common => answers::common(&evaluated),

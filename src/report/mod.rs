@@ -27,6 +27,7 @@ mod notes;
 mod palette;
 pub mod planner;
 mod pools;
+mod recall;
 mod rows;
 #[cfg(test)]
 mod samples;
@@ -212,7 +213,8 @@ fn plot_folders(runs: &[Run]) -> Vec<String> {
     folders
 }
 
-/// The last record of each cell, sorted by measure, context, kernel, policy, budget, heads, trace, strategy and seed.
+/// The last record of each cell, sorted by measure, context, kernel, policy, budget, heads, trace, strategy, episode, memory
+/// and seed.
 fn latest(records: &[Record]) -> Vec<&Record> {
     let by_id: BTreeMap<&str, &Record> = records.iter().map(|record| (record.cell_id.as_str(), record)).collect();
     let mut records: Vec<&Record> = by_id.into_values().collect();
@@ -225,7 +227,9 @@ fn latest(records: &[Record]) -> Vec<&Record> {
         // By length first: reservations before pages, and pages by their size.
         let strategy = cell.strategy.clone().map(|name| (name.len(), name));
         let serving = (std::cmp::Reverse(cell.trace.clone()), strategy, cell.page_tokens);
-        (cell.measure, cell.context_tokens, cell.kernel.clone(), cell.policy.clone(), budget, heads, serving, cell.seed)
+        let recall = (cell.episode.clone().map(|name| (name.len(), name)), cell.memory.clone());
+        let choice = (cell.kernel.clone(), cell.policy.clone(), budget);
+        (cell.measure, cell.context_tokens, choice, heads, serving, recall, cell.seed)
     };
     records.sort_by_cached_key(|record| key(record));
     records

@@ -4,6 +4,7 @@ use super::Run;
 use crate::experiment::answers::{Answers, Estimate, Spread};
 use crate::experiment::cell::Cell;
 use crate::experiment::measure::Measure;
+use crate::experiment::recalled::Recalled;
 use crate::experiment::record::{Drift, Eviction, Latency, Memory, Record, Status, Step, Work};
 use crate::memory::{Label, LabelBytes};
 use crate::serving::Usage;
@@ -112,6 +113,14 @@ pub fn run() -> Run {
             records.push(served(trace, strategy));
         }
     }
+    for (place, count) in [16, 64, 256].into_iter().enumerate() {
+        for memory in ["larimar:slots=64", "larimar:scope=list", "list:slots=128"] {
+            for kind in ["write", "forget", "overwrite"] {
+                records.push(recalled(memory, &format!("{kind}:count={count}"), 1.0 - 0.3 * place as f64));
+            }
+        }
+    }
+    records.push(recalled("larimar:slots=128", "write:count=64", 0.9));
     let broken = records.iter().position(|record| record.cell.measure == Measure::EVICT).unwrap_or(0) + 8;
     records[broken] = failed(records[broken].clone());
     records[0].warnings.push("the CPU's clock changed by 12% while the cell ran".into());
@@ -293,6 +302,32 @@ pub fn served(trace: &str, strategy: &str) -> Record {
     record
 }
 
+/// A memory of facts with what it recalled; kinds that change facts have what became of these.
+pub fn recalled(memory: &str, episode: &str, kept: f64) -> Record {
+    let mut record = with_cell(record(Measure::RECALL, "", 0), |cell| {
+        (cell.batch, cell.q_heads, cell.kv_heads, cell.head_dim) = (0, 0, 0, 0);
+        cell.memory = Some(memory.into());
+        cell.episode = Some(episode.into());
+        cell.samples = Some(20);
+    });
+    let share = |mean: f64| Estimate { mean, ci95_low: 0.9 * mean, ci95_high: mean };
+    record.recall = Some(Recalled {
+        samples: 20,
+        held_bytes: 1024 * memory.len() as u64,
+        kept: Some(share(kept)),
+        changed: episode.starts_with("overwrite").then(|| share(0.8 * kept)),
+        old: (!episode.starts_with("write")).then(|| share(0.01)),
+        refused: None,
+        unwritten: share(0.004),
+        answered_kept: Some(share(1.0)),
+        answered_changed: None,
+        answered_unwritten: share(1.0),
+        scope_auc: memory.contains("scope").then(|| share(kept)),
+        likeness: Some(share(0.9)),
+    });
+    record
+}
+
 fn scale(record: &mut Record, factor: f64) {
     for latency in record.latency.values_mut() {
         *latency = self::latency(latency.median_ns * factor);
@@ -350,6 +385,23 @@ pub fn formats() -> Run {
         }
     }
     Run { experiment: "formats".into(), records, ..run() }
+}
+
+/// What a model makes of a text through memories of several sizes and windows, beside the full cache and a policy.
+pub fn memories() -> Run {
+    let mut records = formats().records;
+    records.retain(|record| record.cell.kv_format.is_none());
+    for (slots, window, budget) in [(64, 128, 0.2), (256, 128, 0.4), (64, 256, 0.35)] {
+        let mut record = with_cell(answered(1024, "perplexity", "random", budget), |cell| {
+            (cell.policy, cell.budget) = (None, None);
+            cell.memory = Some(format!("camelot:slots={slots},window={window}"));
+        });
+        let answers = record.answers.as_mut().expect("it has answers");
+        (answers.accuracy, answers.accuracy_difference, answers.greedy_agreement) = (None, None, None);
+        answers.sample_scores.clear();
+        records.push(record);
+    }
+    Run { experiment: "memories".into(), records, ..run() }
 }
 
 /// The same with its weights in fewer bits too: what is lost adds up.

@@ -7,7 +7,7 @@
 use super::naming::{CONTEXT, Dimension, HEADS, KERNEL, Naming, SEED};
 use super::table::{MOST_COLUMNS, Table, lines, shortened, wrapped};
 use super::text::{self, NOTHING};
-use super::{SPARSE, answers, baseline, knobs, latest, noise, serving};
+use super::{SPARSE, answers, baseline, knobs, latest, noise, recall, serving};
 use crate::experiment::measure::Measure;
 use crate::experiment::record::{Eviction, Record, Status};
 use crate::serving::published;
@@ -39,6 +39,13 @@ fn table(records: &[&Record]) -> String {
         let rows = std::iter::once(headings).chain(records.iter().map(|record| serving::line(record))).collect();
         let common = format!("percent of the pool's slots · printed: tokens and batch of {}", published::SOURCE);
         return format!("### serve\n\n{common}\n\n{}", lines(rows));
+    }
+    if measure == Measure::RECALL {
+        let headings = recall::HEADINGS.map(String::from).to_vec();
+        let rows = std::iter::once(headings).chain(records.iter().map(|record| recall::line(record))).collect();
+        let common = "right answers about kept, overwritten (new and old value) and never-written facts, in percent;\n\
+                      answered cues about kept and never-written facts";
+        return format!("### recall\n\n{common}\n\n{}", lines(rows));
     }
     if measure == Measure::EVAL {
         return answers::tables(records);

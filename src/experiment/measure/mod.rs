@@ -15,6 +15,7 @@ mod evict;
 mod forward;
 mod pass;
 mod prepared;
+mod recall;
 mod serve;
 mod trials;
 
@@ -35,8 +36,15 @@ use std::ops::Deref;
 use std::path::Path;
 
 /// All measures, in the order of tables.
-pub static MEASURES: &[Measure] =
-    &[Measure::FORWARD, Measure::BACKWARD, Measure::DECODE, Measure::EVICT, Measure::SERVE, Measure::EVAL];
+pub static MEASURES: &[Measure] = &[
+    Measure::FORWARD,
+    Measure::BACKWARD,
+    Measure::DECODE,
+    Measure::EVICT,
+    Measure::SERVE,
+    Measure::RECALL,
+    Measure::EVAL,
+];
 
 impl Measure {
     /// A forward pass over the whole context.
@@ -49,6 +57,8 @@ impl Measure {
     pub const EVICT: Measure = Measure(&evict::Evict);
     /// A simulated request trace through an allocation strategy.
     pub const SERVE: Measure = Measure(&serve::Serve);
+    /// What memories of facts give back.
+    pub const RECALL: Measure = Measure(&recall::Recall);
     /// A model's answers under policies and budgets.
     pub const EVAL: Measure = Measure(&eval::Eval);
 }
@@ -152,7 +162,7 @@ pub struct Scope<'a> {
 pub enum Choice {
     /// The kernel.
     Kernel,
-    /// The policy, its budget, and the format of keys and values.
+    /// The policy, its budget, and the format of keys and values; or the memory.
     Policy,
     /// The allocation strategy.
     Strategy,
@@ -275,7 +285,7 @@ mod tests {
                     dtype = \"f32\"\nkv_format = \"int8\"\nweights = \"int8\"\ncausal = false\nwindow = 1\nsoftcap = 1.0\npolicy = \"x\"\n\
                     budget = 2\npolicy_file = \"x\"\nlayers = 1\nnew_tokens = 1\npage_tokens = 1\nstrategy = \"x\"\n\
                     trace = \"x\"\nmodel = \"x\"\ntask = \"x\"\ntext = \"x\"\nsamples = 1\nprotocol = \"aware\"\n\
-                    chat = true\nbeyond_limit = true\nmemory = \"x\"\nknobs = { hinted = 0 }\n";
+                    chat = true\nbeyond_limit = true\nmemory = \"x\"\nepisode = \"x\"\nknobs = { hinted = 0 }\n";
         let grid: Grid = toml::from_str(text).unwrap();
         let given = serde_json::to_value(grid).unwrap();
         let mut fields: Vec<&str> = given.as_object().unwrap().keys().map(String::as_str).collect();

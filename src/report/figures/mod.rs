@@ -19,6 +19,7 @@ mod kv_heads;
 mod kv_memory_use;
 mod kv_vs_context;
 mod latency_vs_context;
+mod memories;
 mod memory_vs_context;
 mod model_vs_context;
 mod needle_heat_map;
@@ -28,6 +29,7 @@ mod policies_ranked;
 mod predicted_vs_measured;
 mod ragged_memory;
 mod ranks_over_settings;
+mod recall;
 mod rounding;
 mod scoring_cost;
 mod weights_and_cache;
@@ -69,6 +71,11 @@ pub const FIGURES: &[fn(&Data) -> Option<Chart>] = &[
     kv_heads::forward_latency,
     kv_heads::decode_latency,
     paging_tradeoff::chart,
+    recall::by_facts,
+    recall::by_bytes,
+    recall::forgetting,
+    recall::overwriting,
+    recall::scope,
     decode_steps::live_bytes,
     decode_steps::drift,
     decode_steps::mass_lost,
@@ -83,6 +90,8 @@ pub const FIGURES: &[fn(&Data) -> Option<Chart>] = &[
     answers_vs_kept::score_by_bytes,
     answers_vs_kept::divergence_by_budget,
     formats_and_tokens::chart,
+    memories::by_bytes,
+    memories::by_window,
     weights_and_cache::chart,
     model_vs_context::memory,
     model_vs_context::first_token,

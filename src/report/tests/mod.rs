@@ -32,7 +32,8 @@ fn every_figure_is_drawn_with_the_table_behind_it() {
     let (_third, answers) = drawn(&[samples::answers()]);
     let (_fourth, formats) = drawn(&[samples::formats()]);
     let (_fifth, hybrid) = drawn(&[samples::hybrid()]);
-    let drawn = [kernels, layers, answers, formats, hybrid];
+    let (_sixth, memories) = drawn(&[samples::memories()]);
+    let drawn = [kernels, layers, answers, formats, hybrid, memories];
     let paths = || drawn.iter().flat_map(|drawn| &drawn.figures);
     let names: std::collections::BTreeSet<_> = paths().filter_map(|path| path.file_name()).collect();
     assert_eq!(names.len(), figures::FIGURES.len() + figures::PANELS.len());

@@ -1,0 +1,159 @@
+//! `kvsieve memory`: a memory of facts over the user's own vectors, written, read and forgotten, kept in a file.
+
+use super::failure::Failure;
+use super::{Compute, output};
+use crate::episodic::matrix::Matrix;
+use crate::episodic::{FactMemory, FactShape, Facts, read_vectors};
+use crate::memory::{Arena, Label};
+use crate::tensor::file::{self, Output};
+use crate::units;
+use rand::SeedableRng;
+use rand_chacha::ChaCha8Rng;
+use rand_distr::{Distribution, StandardNormal};
+use serde::Serialize;
+use std::path::{Path, PathBuf};
+
+const EXAMPLES: &str = "\
+Vectors are the tensor z [N, C] of a safetensors file, F32 or F64: encodings of facts to write or to take out, or of cues to read \
+with. A memory is a file of its own, which says how it was made. read writes z [N, C], what the memory has for each cue, and \
+answered [N], whether its scope detector lets the cue pass. docs/memories.md has the equations; kvsieve run larimar measures them.
+
+Examples:
+  kvsieve memory write --memory larimar:slots=64 --input facts.safetensors --output memory.safetensors
+  kvsieve memory write --from memory.safetensors --input more.safetensors --output memory.safetensors
+  kvsieve memory forget --from memory.safetensors --input some.safetensors --output memory.safetensors
+  kvsieve memory read --from memory.safetensors --input cues.safetensors --output read.safetensors";
+
+/// Write facts into a memory, read and forget them: vectors of your own
+#[derive(clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Args {
+    /// What to do
+    #[arg(value_enum)]
+    action: Action,
+    /// A new memory: larimar or list, as larimar:slots=64,scope=list
+    #[arg(long, value_name = "NAME", required_unless_present = "from", conflicts_with = "from")]
+    memory: Option<String>,
+    /// A memory that was written before
+    #[arg(long, value_name = "FILE")]
+    from: Option<PathBuf>,
+    /// Safetensors file with the vectors
+    #[arg(long, value_name = "FILE")]
+    input: PathBuf,
+    /// Safetensors file to write: the memory, or what was read
+    #[arg(long, value_name = "FILE")]
+    output: PathBuf,
+    /// Facts that scope=list has room for, the latest ones [default: those of the input]
+    #[arg(long, value_name = "N", requires = "memory", allow_negative_numbers = true)]
+    most_facts: Option<usize>,
+    /// Seed of the memory's noise
+    #[arg(long, value_name = "N", default_value_t = 0, allow_negative_numbers = true)]
+    seed: u64,
+    #[command(flatten)]
+    compute: Compute,
+    /// Write what was done as JSON instead of a line, to standard output (-) or a file
+    #[arg(long, value_name = "-|FILE", help_heading = "What is reported")]
+    json: Option<PathBuf>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+enum Action {
+    /// Add facts
+    Write,
+    /// Take facts out
+    Forget,
+    /// What the memory has for each cue
+    Read,
+}
+
+/// What is reported, under the names that records use.
+#[derive(Serialize)]
+struct Report {
+    action: Action,
+    memory: String,
+    vectors: usize,
+    width: usize,
+    held_bytes: u64,
+    peak_bytes: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    answered: Option<usize>,
+}
+
+pub fn run(args: &Args) -> Result<(), Failure> {
+    args.compute.refuse_cuda()?;
+    output::check_json(args.json.as_deref())?;
+    // A memory may be written where it was read.
+    output::check_files(&[("--input", &args.input)], &[("--output", &args.output)])?;
+    let cpu = args.compute.cpu()?;
+    let arena = Arena::with_limit(args.compute.limit_bytes());
+    let vectors = read_vectors(&args.input, &arena)?;
+    let (text, shape, mut facts) = match (&args.memory, &args.from) {
+        (Some(text), _) if args.action == Action::Write => {
+            let most_facts = args.most_facts.unwrap_or(vectors.rows()).max(1);
+            let shape = FactShape { width: vectors.columns(), most_facts };
+            let memory = FactMemory::parse(text)?;
+            (text.clone(), shape, cpu.install(|| memory.open(&shape, &arena))?)
+        }
+        (_, Some(path)) => cpu.install(|| Facts::load(path, &arena))?,
+        _ => {
+            return Err(Failure::usage(
+                "--memory makes an empty memory, which there is only something to write to; use --from".into(),
+            ));
+        }
+    };
+    let mut rng = ChaCha8Rng::seed_from_u64(args.seed);
+    let answered = cpu.install(|| {
+        let mut noise = || StandardNormal.sample(&mut rng);
+        match args.action {
+            Action::Write => facts.write(&vectors, &mut noise)?,
+            Action::Forget => (0..vectors.rows()).try_for_each(|index| facts.forget(vectors.row(index)))?,
+            Action::Read => {
+                let mut read = Matrix::zeros(&arena, Label::Activations, vectors.rows(), vectors.columns())?;
+                facts.read(&vectors, &mut noise, &mut read)?;
+                return Ok(Some(answers(&facts, &vectors, &read, &args.output)?));
+            }
+        }
+        facts.save(&args.output, &text, &shape)?;
+        Ok::<_, Failure>(None)
+    })?;
+    let usage = arena.usage();
+    let report = Report {
+        action: args.action,
+        memory: text,
+        vectors: vectors.rows(),
+        width: shape.width,
+        held_bytes: usage.live.get(&Label::Facts).copied().unwrap_or(0),
+        peak_bytes: usage.peak_bytes,
+        answered,
+    };
+    match &args.json {
+        Some(target) => output::json(target, &report),
+        None => output::print(&report.line()),
+    }
+}
+
+/// Writes what was read; how many cues are answered.
+fn answers(facts: &Facts, cues: &Matrix, read: &Matrix, path: &Path) -> Result<usize, Failure> {
+    let values: Vec<f32> = read.iter().map(|&value| value as f32).collect();
+    let is_answered = |index: usize| facts.answers(facts.distance(cues.row(index), read.row(index)));
+    let answered: Vec<i64> = (0..cues.rows()).map(|index| i64::from(is_answered(index))).collect();
+    let outputs = [
+        Output::f32("z", vec![read.rows(), read.columns()], &values),
+        Output::i64("answered", vec![cues.rows()], &answered),
+    ];
+    file::write(path, &outputs)?;
+    Ok(answered.iter().filter(|&&answered| answered == 1).count())
+}
+
+impl Report {
+    fn line(&self) -> String {
+        let Report { memory, vectors, width, held_bytes, peak_bytes, .. } = self;
+        let done = match (self.action, self.answered) {
+            (Action::Write, _) => format!("{vectors} facts of {width} numbers written into"),
+            (Action::Forget, _) => format!("{vectors} facts taken out of"),
+            (Action::Read, answered) => format!("{} of {vectors} cues answered by", answered.unwrap_or(0)),
+        };
+        format!("{done} {memory}; it holds {}, the peak was {}\n", units::bytes(*held_bytes), units::bytes(*peak_bytes))
+    }
+}

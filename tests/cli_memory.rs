@@ -1,0 +1,121 @@
+//! `kvsieve memory` and the measure `recall` from the command line: what is written comes back, and mistakes are one line.
+
+use assert_cmd::Command;
+use kvsieve::tensor::file::{Output, write};
+use serde_json::Value;
+use std::path::Path;
+
+fn kvsieve(folder: &Path, arguments: &str) -> Command {
+    let mut command = Command::cargo_bin("kvsieve").unwrap();
+    command.current_dir(folder).args(arguments.split_whitespace());
+    command
+}
+
+fn report(folder: &Path, arguments: &str) -> Value {
+    let output = kvsieve(folder, &format!("{arguments} --json -")).assert().success().get_output().stdout.clone();
+    serde_json::from_slice(&output).unwrap()
+}
+
+fn vectors(folder: &Path, name: &str, width: usize, rows: &[usize]) {
+    // Rows of another angle each, no two alike.
+    let value = |row: usize, column: usize| ((row * 37 + column * (row + 2)) as f32).sin();
+    let values: Vec<f32> = rows.iter().flat_map(|&row| (0..width).map(move |column| value(row, column))).collect();
+    write(&folder.join(name), &[Output::f32("z", vec![rows.len(), width], &values)]).unwrap();
+}
+
+#[test]
+fn facts_are_written_read_and_forgotten_across_files() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    vectors(folder, "facts", 32, &[0, 1, 2, 3]);
+    vectors(folder, "more", 32, &[4, 5]);
+    vectors(folder, "one", 32, &[1]);
+    vectors(folder, "all", 32, &[0, 1, 2, 3, 4, 5, 6, 7]);
+    let made = "memory write --memory larimar:slots=12,noise=0.01,scope=residual,threshold=0.3";
+    let written = report(folder, &format!("{made} --input facts --output m"));
+    assert_eq!((&written["vectors"], &written["width"]), (&4.into(), &32.into()));
+    // 12 slots of 32 numbers and their covariance.
+    assert_eq!(written["held_bytes"], 8 * (12 * 32 + 12 * 12));
+    report(folder, "memory write --from m --input more --output m");
+    assert_eq!(report(folder, "memory read --from m --input all --output r")["answered"], 6);
+    report(folder, "memory forget --from m --input one --output m");
+    assert_eq!(report(folder, "memory read --from m --input all --output r")["answered"], 5);
+}
+
+#[test]
+fn mistakes_are_one_line_and_status_2() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    vectors(folder, "facts", 16, &[0, 1]);
+    vectors(folder, "other", 17, &[0]);
+    vectors(folder, "never", 16, &[9]);
+    write(&folder.join("flat"), &[Output::f32("z", vec![4], &[0.0; 4])]).unwrap();
+    write(&folder.join("nan"), &[Output::f32("z", vec![1, 2], &[0.0, f32::NAN])]).unwrap();
+    kvsieve(folder, "memory write --memory larimar:slots=4 --input facts --output m").assert().success();
+    let whole = std::fs::read(folder.join("m")).unwrap();
+    std::fs::write(folder.join("torn"), &whole[..whole.len() - 100]).unwrap();
+    let grid = "name = \"x\"\n[[grid]]\nmeasure = \"recall\"\n";
+    std::fs::write(folder.join("both.toml"), format!("{grid}memory = \"list\"\n")).unwrap();
+    std::fs::write(folder.join("zero.toml"), format!("{grid}memory = \"list:slots=0\"\nepisode = \"write\"\n"))
+        .unwrap();
+    std::fs::write(
+        folder.join("once.toml"),
+        format!("{grid}memory = \"larimar:write=episode\"\nepisode = \"forget\"\n"),
+    )
+    .unwrap();
+    for (arguments, said) in [
+        (
+            "memory write --memory larimar:slots=0 --input facts --output o",
+            "slots is '0'; it must be a whole number of at least 1",
+        ),
+        ("memory write --memory camelot --input facts --output o", "unknown memory of facts 'camelot'"),
+        ("memory write --input facts --output o", "--memory"),
+        ("memory read --memory list --input facts --output o", "use --from"),
+        ("memory read --from m --input other --output o", "the vectors have 17 numbers; the memory is for 16"),
+        ("memory read --from torn --input facts --output o", "'torn' is not a valid safetensors file"),
+        ("memory read --from facts --input facts --output o", "it does not say its memory"),
+        ("memory forget --from m --input never --output o", "not in the memory"),
+        ("memory write --memory list --input flat --output o", "z has shape [4]; [N, C] is needed"),
+        ("memory write --memory list --input nan --output o", "z holds NaN at [0, 1]"),
+        ("memory write --memory list --input facts --output facts", "the same file as --input"),
+        ("run both.toml", "memory and episode are both needed"),
+        ("run zero.toml", "slots is '0'"),
+        ("run once.toml", "has no covariance, and forgets nothing"),
+    ] {
+        let output = kvsieve(folder, arguments).assert().code(2).get_output().clone();
+        let error = String::from_utf8(output.stderr).unwrap();
+        assert!(error.contains(said) && error.trim_end().lines().count() == 1, "{arguments}: {error}");
+        assert!(!folder.join("o").exists(), "{arguments}");
+    }
+    // What is beyond the memory that may be taken is no mistake of the input.
+    let limited = "memory write --memory larimar:slots=4000 --input facts --output o --limit-memory 1MiB";
+    kvsieve(folder, limited).assert().code(1);
+}
+
+#[test]
+fn an_experiment_with_memories_of_facts_is_run_resumed_and_drawn() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let text = "name = \"facts\"\n[[grid]]\nmeasure = \"recall\"\nsamples = 3\nmemory = [\"larimar:slots=8\", \"list:slots=8\"]\n\
+                episode = [\"write:count=4,width=16\", \"write:count=8,width=16\", \"forget:count=4,width=16\", \
+                \"forget:count=8,width=16\", \"write:count=8,width=4096\"]\n";
+    std::fs::write(folder.join("facts.toml"), text).unwrap();
+    let run = "run facts.toml --out out --limit-memory 12MiB";
+    kvsieve(folder, run).assert().success();
+    kvsieve(folder, &format!("{run} --resume")).assert().success();
+    let found: Vec<_> =
+        std::fs::read_dir(folder.join("out/facts")).unwrap().map(|entry| entry.unwrap().path()).collect();
+    let [run] = &found[..] else { panic!("{found:?}") };
+    let records = std::fs::read_to_string(run.join("cells.jsonl")).unwrap();
+    let records: Vec<Value> = records.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert_eq!(records.len(), 10);
+    for record in &records {
+        let wide = record["cell"]["episode"] == "write:count=8,width=4096";
+        assert_eq!(record["status"], if wide { "oom" } else { "ok" });
+        assert!(wide || record["memory"]["residual_bytes"] == 0);
+    }
+    for figure in ["recall-vs-facts", "what-forgetting-leaves"] {
+        assert!(run.join(format!("plots/{figure}.svg")).exists(), "{figure}");
+    }
+    assert!(std::fs::read_to_string(run.join("summary.md")).unwrap().contains("### recall"));
+}
