@@ -18,7 +18,7 @@
 
 use super::norm;
 use super::parameters::Parameters;
-use super::{loss, network};
+use super::{linear, loss, network};
 use crate::attention::{Gradients, Kernel, Outputs, Shape, Tiled, Workspace, WorkspaceSize};
 use crate::memory::{Arena, ArenaError, Buffer, Label, LabelBytes};
 use crate::model::config::Norms;
@@ -105,12 +105,13 @@ impl<'a> Extents<'a> {
     pub fn training_bytes(&self, recompute: Recompute, threads: usize) -> LabelBytes {
         let trained = 4 * self.parameters.trained_count() as u64;
         let workspaces: u64 = self.workspaces(threads).iter().map(WorkspaceSize::bytes).sum();
+        let scratch = self.norm_scratch() + linear::scratch(threads) + loss::scratch(self);
         LabelBytes::from([
             (Label::Weights, 4 * self.parameters.count() as u64),
             (Label::Gradients, trained),
             (Label::Optimizer, 2 * trained),
             (Label::Activations, self.activation_bytes(recompute)),
-            (Label::Workspace, workspaces + 4 * (self.norm_scratch() + loss::scratch(self)) as u64),
+            (Label::Workspace, workspaces + 4 * scratch as u64),
         ])
     }
 
@@ -222,6 +223,8 @@ pub(super) struct Scratch {
     pub forward: Workspace,
     pub backward: Workspace,
     pub norm: Buffer<f32>,
+    /// For products with weights.
+    pub products: Buffer<f32>,
 }
 
 impl Scratch {
@@ -231,6 +234,7 @@ impl Scratch {
             forward: forward.allocate(arena)?,
             backward: backward.allocate(arena)?,
             norm: arena.alloc(Label::Workspace, extents.norm_scratch())?,
+            products: arena.alloc(Label::Workspace, linear::scratch(threads))?,
         })
     }
 }

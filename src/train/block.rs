@@ -3,9 +3,11 @@
 use super::activations::{Cheap, Extents, Inner, Recompute, Scratch};
 use super::gates::Gates;
 use super::heads::{self, Turns};
+use super::linear::Linear;
 use super::mlp;
 use super::norm::{self, Columns};
 use super::parameters::{BlockGroups, Group};
+use super::weights::Weights;
 use crate::attention::{AttentionError, Backward, DenseKv, Forward, Gradients, Kernel, Tiled};
 use crate::device::Cpu;
 use crate::memory::Buffer;
@@ -19,7 +21,7 @@ pub(super) struct Block<'a> {
     pub layer: usize,
     pub cpu: &'a Cpu,
     pub turns: &'a Turns,
-    pub weights: &'a [f32],
+    pub weights: Weights<'a>,
 }
 
 /// Buffers that all blocks share, one after the other.
@@ -45,7 +47,7 @@ impl Block<'_> {
     }
 
     fn norm(&self, gain: &Group) -> Norm<'_> {
-        self.extents.config().norm(gain.of(self.weights))
+        self.extents.config().norm(self.weights.vector(gain))
     }
 
     /// Computes the block's output from its input `x`, and everything that [`Block::backward`] reads.
@@ -59,11 +61,11 @@ impl Block<'_> {
     ) -> Result<(), AttentionError> {
         self.attention_inputs(x, inner, shared);
         if let Some(gates) = &mut shared.gates {
-            gates.decide(self.layer, self.cpu, &inner.n1);
+            gates.decide(self.layer, self.cpu, &inner.n1, &mut shared.scratch.products);
         }
         self.attend(cheap, inner, shared)?;
-        self.residual(x, cheap, inner);
-        self.mlp_inner(cheap, inner);
+        self.residual(x, cheap, inner, &mut shared.scratch);
+        self.mlp_inner(cheap, inner, &mut shared.scratch);
         match &self.groups().after_mlp {
             Some(gain) => {
                 self.norm(gain).rows(self.cpu, &inner.projected, output, self.extents.config().hidden);
@@ -71,7 +73,8 @@ impl Block<'_> {
             }
             None => {
                 output.copy_from_slice(&cheap.y);
-                self.groups().down.forward(self.cpu, self.weights, &inner.p, output, true);
+                let scratch = &mut shared.scratch.products;
+                self.groups().down.forward(self.cpu, self.weights, &inner.p, output, true, scratch);
             }
         }
         Ok(())
@@ -92,16 +95,16 @@ impl Block<'_> {
                 self.attention_inputs(x, inner, shared);
                 self.by_tokens(cheap, inner);
                 if self.groups().after_attention.is_some() {
-                    self.residual(x, cheap, inner);
+                    self.residual(x, cheap, inner, &mut shared.scratch);
                 }
             }
             Recompute::Full => {
                 self.attention_inputs(x, inner, shared);
                 self.attend(cheap, inner, shared)?;
-                self.residual(x, cheap, inner);
+                self.residual(x, cheap, inner, &mut shared.scratch);
             }
         }
-        self.mlp_inner(cheap, inner);
+        self.mlp_inner(cheap, inner, &mut shared.scratch);
         Ok(())
     }
 
@@ -110,7 +113,7 @@ impl Block<'_> {
         self.norm(&groups.before_attention).rows(self.cpu, x, &mut inner.n1, config.hidden);
         let norms = groups.qk_norm.as_ref().map(|norms| norms.each_ref().map(|gain| self.norm(gain)));
         let rows = if norms.is_some() { &mut inner.unnormed } else { &mut shared.qkv };
-        groups.qkv.forward(self.cpu, self.weights, &inner.n1, rows, false);
+        groups.qkv.forward(self.cpu, self.weights, &inner.n1, rows, false, &mut shared.scratch.products);
         let heads = inner.qkv.each_mut().map(|tensor| bytemuck::cast_slice_mut(tensor.bytes_mut()));
         heads::split(self.cpu, config, self.turns, norms, rows, heads);
     }
@@ -144,28 +147,28 @@ impl Block<'_> {
         heads::side_by_side(self.cpu, bytemuck::cast_slice(cheap.attention.o.bytes()), extents, &mut inner.o);
     }
 
-    fn residual(&self, x: &[f32], cheap: &mut Cheap, inner: &mut Inner) {
-        let groups = self.groups();
+    fn residual(&self, x: &[f32], cheap: &mut Cheap, inner: &mut Inner, scratch: &mut Scratch) {
+        let (groups, scratch) = (self.groups(), &mut scratch.products);
         match &groups.after_attention {
             Some(gain) => {
-                groups.out.forward(self.cpu, self.weights, &inner.o, &mut inner.attended, false);
+                groups.out.forward(self.cpu, self.weights, &inner.o, &mut inner.attended, false, scratch);
                 self.norm(gain).rows(self.cpu, &inner.attended, &mut cheap.y, self.extents.config().hidden);
                 norm::add(self.cpu, &mut cheap.y, x);
             }
             None => {
                 cheap.y.copy_from_slice(x);
-                groups.out.forward(self.cpu, self.weights, &inner.o, &mut cheap.y, true);
+                groups.out.forward(self.cpu, self.weights, &inner.o, &mut cheap.y, true, scratch);
             }
         }
     }
 
-    fn mlp_inner(&self, cheap: &Cheap, inner: &mut Inner) {
-        let (config, groups) = (self.extents.config(), self.groups());
+    fn mlp_inner(&self, cheap: &Cheap, inner: &mut Inner, scratch: &mut Scratch) {
+        let (config, groups, scratch) = (self.extents.config(), self.groups(), &mut scratch.products);
         self.norm(&groups.before_mlp).rows(self.cpu, &cheap.y, &mut inner.n2, config.hidden);
-        groups.gate_up.forward(self.cpu, self.weights, &inner.n2, &mut inner.gate_up, false);
+        groups.gate_up.forward(self.cpu, self.weights, &inner.n2, &mut inner.gate_up, false, scratch);
         mlp::forward(self.cpu, config.activation, &inner.gate_up, &mut inner.p, config.ffn);
         if groups.after_mlp.is_some() {
-            groups.down.forward(self.cpu, self.weights, &inner.p, &mut inner.projected, false);
+            groups.down.forward(self.cpu, self.weights, &inner.p, &mut inner.projected, false, scratch);
         }
     }
 
@@ -182,6 +185,11 @@ impl Block<'_> {
         let (config, groups, cpu, w) = (self.extents.config(), self.groups(), self.cpu, self.weights);
         let Shared { qkv, dp, dn, d_o, dqkv, scratch, gates } = shared;
         let stream = Columns { range: 0..config.hidden, stride: config.hidden };
+        // The gradient by a layer's inputs, from that by its outputs, and those by what of it is trained.
+        let layer = |layer: &Linear, dy: &[f32], x: &[f32], gradients: &mut [f32], dx: &mut [f32], scratch: &mut [f32]| {
+            layer.gradients(cpu, dy, x, gradients);
+            layer.backward(cpu, w, dy, dx, false, scratch);
+        };
         let norm_backward = |gain: &Group, x: &[f32], dn: &mut [f32], gradients: &mut [f32], sums: &mut [f32]| {
             norm::backward(cpu, self.norm(gain), x, dn, &stream, (gain, gradients), sums);
         };
@@ -190,12 +198,12 @@ impl Block<'_> {
             Some(gain) => {
                 dn.copy_from_slice(dx);
                 norm_backward(gain, &inner.projected, dn, gradients, &mut scratch.norm);
-                groups.down.backward(cpu, w, dn, &inner.p, gradients, dp);
+                layer(&groups.down, dn, &inner.p, gradients, dp, &mut scratch.products);
             }
-            None => groups.down.backward(cpu, w, dx, &inner.p, gradients, dp),
+            None => layer(&groups.down, dx, &inner.p, gradients, dp, &mut scratch.products),
         }
         mlp::backward(cpu, config.activation, dp, &mut inner.gate_up, config.ffn);
-        groups.gate_up.backward(cpu, w, &inner.gate_up, &inner.n2, gradients, dn);
+        layer(&groups.gate_up, &inner.gate_up, &inner.n2, gradients, dn, &mut scratch.products);
         norm_backward(&groups.before_mlp, &cheap.y, dn, gradients, &mut scratch.norm);
         norm::add(cpu, dx, dn);
 
@@ -203,9 +211,9 @@ impl Block<'_> {
             Some(gain) => {
                 dn.copy_from_slice(dx);
                 norm_backward(gain, &inner.attended, dn, gradients, &mut scratch.norm);
-                groups.out.backward(cpu, w, dn, &inner.o, gradients, d_o);
+                layer(&groups.out, dn, &inner.o, gradients, d_o, &mut scratch.products);
             }
-            None => groups.out.backward(cpu, w, dx, &inner.o, gradients, d_o),
+            None => layer(&groups.out, dx, &inner.o, gradients, d_o, &mut scratch.products),
         }
         let dims = [self.extents.batch, self.extents.len, config.q_heads, config.head_dim];
         let grad_o = TensorView::contiguous(DType::F32, dims, bytemuck::cast_slice(d_o)).permuted([0, 2, 1, 3]);
@@ -220,9 +228,9 @@ impl Block<'_> {
             let columns = Columns { range, stride: config.qkv_width() };
             norm::backward(cpu, self.norm(gain), &inner.unnormed, qkv, &columns, (gain, gradients), &mut scratch.norm);
         }
-        groups.qkv.backward(cpu, w, qkv, &inner.n1, gradients, dn);
+        layer(&groups.qkv, qkv, &inner.n1, gradients, dn, &mut scratch.products);
         if let (Some(gates), Some(dbias)) = (gates, &dqkv.bias) {
-            gates.backward(self.layer, cpu, &inner.n1, dbias, dn);
+            gates.backward(self.layer, cpu, &inner.n1, dbias, dn, &mut scratch.products);
         }
         norm_backward(&groups.before_attention, x, dn, gradients, &mut scratch.norm);
         norm::add(cpu, dx, dn);

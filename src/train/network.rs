@@ -6,6 +6,7 @@ use super::gates::{Gates, Mode};
 use super::heads::Turns;
 use super::loss::{Head, Loss, Target};
 use super::norm::{self, Columns};
+use super::weights::Weights;
 use crate::attention::{AttentionError, Gradients};
 use crate::device::Cpu;
 use crate::memory::{Arena, ArenaError, Buffer, Label};
@@ -108,13 +109,16 @@ impl<'a> Network<'a> {
     /// # Panics
     /// When the batch does not have the extents of this network, or holds a token outside the vocabulary.
     pub fn step(&mut self, weights: &[f32], batch: &Batch, gradients: &mut [f32]) -> Result<f64, AttentionError> {
-        self.forward(weights, &batch.tokens)?;
+        let all = Weights::F32(weights);
+        self.forward(all, &batch.tokens)?;
         let (config, parameters) = (self.extents.config(), self.extents.parameters);
         let gradient = parameters.output.gradient().map(|range| &mut gradients[range]);
-        let head = Head { weights: parameters.output.of(weights), gradient, softcap: config.final_softcap };
-        let dn = &mut self.shared.dn;
-        let loss = self.loss.run(self.cpu, &self.n, &batch.targets, head, Some(dn), |_, _, _| ());
-        self.backward(weights, &batch.tokens, gradients, parameters.first_trained)?;
+        let output = all.matrix(&parameters.output, config.hidden);
+        let head = Head { weights: output, gradient, softcap: config.final_softcap };
+        let Shared { dn, scratch, .. } = &mut self.shared;
+        let (n, scratch) = (&*self.n, &mut *scratch.products);
+        let loss = self.loss.run(self.cpu, (n, Some(dn)), &batch.targets, head, scratch, |_, _, _| ());
+        self.backward(all, &batch.tokens, gradients, parameters.first_trained)?;
         Ok(loss)
     }
 
@@ -146,7 +150,7 @@ impl<'a> Network<'a> {
     /// When there are no gates, and as [`Network::step`].
     pub fn distil(
         &mut self,
-        weights: &[f32],
+        weights: Weights<'_>,
         tokens: &[u32],
         mode: Mode,
         target: Option<(f64, f64)>,
@@ -158,11 +162,13 @@ impl<'a> Network<'a> {
         self.gates().begin(mode);
         self.forward(weights, tokens)?;
         let (config, parameters) = (self.extents.config(), self.extents.parameters);
-        let head = Head { weights: parameters.output.of(weights), gradient: None, softcap: config.final_softcap };
-        let Shared { gates, dn, .. } = &mut self.shared;
+        let output = weights.matrix(&parameters.output, config.hidden);
+        let head = Head { weights: output, gradient: None, softcap: config.final_softcap };
+        let Shared { gates, dn, scratch, .. } = &mut self.shared;
         let gates = gates.as_mut().expect("gates() found them");
         let judged = [self.extents.len, gates.window()];
-        let kl = self.loss.distil(self.cpu, [&gates.dense, &self.n], judged, head, target.is_some().then_some(dn));
+        let (models, dn) = ([&*gates.dense, &*self.n], target.is_some().then_some(&mut **dn));
+        let kl = self.loss.distil(self.cpu, models, judged, head, dn, &mut scratch.products);
         let evicted = gates.evicted();
         let pressure = target.map_or(0.0, |(target, weight)| gates.press(target, weight));
         if target.is_some() {
@@ -174,14 +180,14 @@ impl<'a> Network<'a> {
     /// From the gradient by the last norm's output, in the shared `dn`, to that of every parameter, down to block `first`.
     fn backward(
         &mut self,
-        weights: &[f32],
+        weights: Weights<'_>,
         tokens: &[u32],
         gradients: &mut [f32],
         first: usize,
     ) -> Result<(), AttentionError> {
         let (config, parameters) = (self.extents.config(), self.extents.parameters);
         let dn = &mut self.shared.dn;
-        let (norm, gain) = (config.norm(parameters.norm.of(weights)), &parameters.norm);
+        let (norm, gain) = (config.norm(weights.vector(&parameters.norm)), &parameters.norm);
         let columns = Columns { range: 0..config.hidden, stride: config.hidden };
         let scratch = &mut self.shared.scratch.norm;
         norm::backward(self.cpu, norm, &self.x, dn, &columns, (gain, gradients), scratch);
@@ -212,19 +218,23 @@ impl<'a> Network<'a> {
         batch: &Batch,
         judge: impl FnMut(&Target, u32, f32),
     ) -> Result<f64, AttentionError> {
-        self.forward(weights, &batch.tokens)?;
-        let softcap = self.extents.config().final_softcap;
-        let head = Head { weights: self.extents.parameters.output.of(weights), gradient: None, softcap };
-        Ok(self.loss.run(self.cpu, &self.n, &batch.targets, head, None, judge))
+        let all = Weights::F32(weights);
+        self.forward(all, &batch.tokens)?;
+        let (config, parameters) = (self.extents.config(), self.extents.parameters);
+        let output = all.matrix(&parameters.output, config.hidden);
+        let head = Head { weights: output, gradient: None, softcap: config.final_softcap };
+        let scratch = &mut *self.shared.scratch.products;
+        Ok(self.loss.run(self.cpu, (&self.n, None), &batch.targets, head, scratch, judge))
     }
 
-    fn forward(&mut self, weights: &[f32], tokens: &[u32]) -> Result<(), AttentionError> {
+    fn forward(&mut self, weights: Weights<'_>, tokens: &[u32]) -> Result<(), AttentionError> {
         let (config, parameters) = (self.extents.config(), self.extents.parameters);
         assert_eq!(tokens.len(), self.extents.rows(), "a batch has the extents of its network");
-        let (embedding, hidden) = (parameters.embedding.of(weights), config.hidden);
+        let hidden = config.hidden;
+        let embedding = weights.matrix(&parameters.embedding, hidden);
         for (&token, x) in tokens.iter().zip(self.x.chunks_exact_mut(hidden)) {
-            let row = &embedding[token as usize * hidden..][..hidden];
-            x.iter_mut().zip(row).for_each(|(x, e)| *x = e * config.embedding_scale);
+            embedding.skip(token as usize).first(1).widen(x);
+            x.iter_mut().for_each(|x| *x *= config.embedding_scale);
         }
         for layer in 0..config.layers {
             let block = Block { extents: &self.extents, layer, cpu: self.cpu, turns: &self.turns, weights };
@@ -232,7 +242,7 @@ impl<'a> Network<'a> {
             x.copy_from_slice(&self.x);
             block.forward(x, cheap, inner, &mut self.shared, &mut self.x)?;
         }
-        config.norm(parameters.norm.of(weights)).rows(self.cpu, &self.x, &mut self.n, hidden);
+        config.norm(weights.vector(&parameters.norm)).rows(self.cpu, &self.x, &mut self.n, hidden);
         Ok(())
     }
 

@@ -31,6 +31,8 @@ pub struct Parameter {
     pub role: Role,
     /// Where it lies.
     pub range: Range<usize>,
+    /// Where it lies among the matrices, or else among the norms and biases.
+    pub of_kind: Range<usize>,
     /// Where its gradient lies, unless it is frozen.
     pub gradient: Option<Range<usize>>,
 }
@@ -38,7 +40,9 @@ pub struct Parameter {
 /// Parameters that follow each other and are used as one.
 #[derive(Debug, Clone)]
 pub(super) struct Group {
-    range: Range<usize>,
+    pub range: Range<usize>,
+    /// As [`Parameter::of_kind`].
+    pub of_kind: Range<usize>,
     /// Each stretch that is trained: its first element in the group, and where its gradient lies.
     pub trained: Vec<(usize, Range<usize>)>,
 }
@@ -54,12 +58,8 @@ impl Group {
                 _ => trained.push((range.start - start, gradient)),
             }
         }
-        Group { range: start..parameters[parameters.len() - 1].range.end, trained }
-    }
-
-    /// Its part of the weights.
-    pub fn of<'w>(&self, weights: &'w [f32]) -> &'w [f32] {
-        &weights[self.range.clone()]
+        let [first, last] = [&parameters[0], &parameters[parameters.len() - 1]];
+        Group { range: start..last.range.end, of_kind: first.of_kind.start..last.of_kind.end, trained }
     }
 
     /// Where its gradient lies, if it is a single parameter that is trained.
@@ -175,6 +175,14 @@ impl Parameters {
         self.all[self.all.len() - 1].range.end
     }
 
+    /// Numbers in all matrices, and in all norms and biases.
+    pub(super) fn counts(&self) -> [usize; 2] {
+        [true, false].map(|is_matrix| {
+            let last = self.all.iter().rev().find(|parameter| parameter.role.decays() == is_matrix);
+            last.map_or(0, |last| last.of_kind.end)
+        })
+    }
+
     /// Number of f32 elements that are trained.
     pub fn trained_count(&self) -> usize {
         self.all.iter().rev().find_map(|parameter| parameter.gradient.as_ref()).map_or(0, |range| range.end)
@@ -259,7 +267,11 @@ impl<F: Fn(&str) -> bool> List<F> {
         let trained =
             self.all.iter().rev().find_map(|parameter| parameter.gradient.as_ref()).map_or(0, |last| last.end);
         let gradient = (self.is_trained)(&name).then(|| trained..trained + count);
-        let parameter = Parameter { name, shape, role, range: start..start + count, gradient };
+        let is_matrix = role.decays();
+        let before = self.all.iter().rev().find(|parameter| parameter.role.decays() == is_matrix);
+        let among = before.map_or(0, |before| before.of_kind.end);
+        let (range, of_kind) = (start..start + count, among..among + count);
+        let parameter = Parameter { name, shape, role, range, of_kind, gradient };
         self.all.push(parameter.clone());
         parameter
     }

@@ -8,6 +8,7 @@ use super::activations::Extents;
 use super::adamw::{AdamW, Constants};
 use super::loss::Target;
 use super::origin::Sizes;
+use super::parameters::Group;
 use super::{Batch, Network, Parameters, Recompute};
 use crate::attention::rope::{Frequencies, rotate};
 use crate::device::Cpu;
@@ -158,7 +159,8 @@ fn the_first_heads_look_back_one_token_further_each() {
     let spec = Sizes { hidden: 64, head_dim: 32, rope_theta: 1e4, ..SMALL };
     let parameters = Parameters::new(&config(&spec, 50));
     let weights = parameters.initial(&Arena::unlimited(), 1).unwrap();
-    let (embedding, qkv) = (parameters.embedding.of(&weights), parameters.blocks[0].qkv.weight.of(&weights));
+    let of = |group: &Group| &weights[group.range.clone()];
+    let (embedding, qkv) = (of(&parameters.embedding), of(&parameters.blocks[0].qkv.weight));
     let frequencies = Frequencies::new(spec.head_dim, spec.rope_theta);
     let mut rng = ChaCha8Rng::seed_from_u64(2);
     let tokens: Vec<usize> = (0..60).map(|_| rng.random_range(0..50)).collect();

@@ -2,6 +2,7 @@
 //! against each other.
 
 use super::*;
+use crate::train::Weights;
 use crate::train::gates::{Gates, Mode};
 
 const WINDOW: usize = 5;
@@ -36,7 +37,7 @@ fn gradients_equal_finite_differences() {
         let (weights, tokens) = (weights(parameters, 3), tokens(&extents));
         let mut gradient = |weight: f64| {
             network.gates().gradient.fill(0.0);
-            let found = network.distil(&weights, &tokens, RELAXED, Some((1.0, weight))).unwrap();
+            let found = network.distil(Weights::F32(&weights), &tokens, RELAXED, Some((1.0, weight))).unwrap();
             assert!(found.kl > 1e-3 && (0.1..0.9).contains(&found.evicted), "{found:?}");
             assert!((found.pressure - weight * (1.0 - found.evicted)).abs() < 1e-12);
             network.gates().gradient.to_vec()
@@ -49,7 +50,7 @@ fn gradients_equal_finite_differences() {
                 let moves = gradient.iter().map(|g| (step * f64::from(*g) / norm) as f32).collect::<Vec<_>>();
                 let before = network.gates().weights.to_vec();
                 network.gates().weights.iter_mut().zip(&moves).for_each(|(w, by)| *w += by);
-                let kl = network.distil(&weights, &tokens, RELAXED, None).unwrap().kl;
+                let kl = network.distil(Weights::F32(&weights), &tokens, RELAXED, None).unwrap().kl;
                 let relaxed = network.gates().relaxed();
                 network.gates().weights.copy_from_slice(&before);
                 if of_pressure { -30.0 * relaxed } else { kl }
@@ -75,7 +76,7 @@ fn recomputation_and_threads_do_not_change_a_bit_and_bytes_are_those_of_the_form
                 *expected.entry(label).or_default() += bytes;
             }
             assert_eq!(arena.usage().peak, expected);
-            let found = network.distil(&weights(parameters, 3), &tokens(&extents), RELAXED, Some((0.9, 1.0))).unwrap();
+            let found = network.distil(Weights::F32(&weights(parameters, 3)), &tokens(&extents), RELAXED, Some((0.9, 1.0))).unwrap();
             (found.kl.to_bits(), network.gates().gradient.to_vec())
         };
         let expected = run(Recompute::None, 1);
@@ -96,7 +97,7 @@ fn gates_evict_nothing_at_first_and_nothing_inside_the_window() {
         network.gates().weights.fill(0.0);
         let biases = network.gates().weights.len() - 4;
         network.gates().weights[biases..].fill(bias);
-        network.distil(&weights, &tokens, Mode::Hard, None).unwrap()
+        network.distil(Weights::F32(&weights), &tokens, Mode::Hard, None).unwrap()
     };
     let (none, all) = (kl_of(0.0), kl_of(1.0));
     assert_eq!((none.kl, none.evicted, all.evicted), (0.0, 0.0, 1.0));
@@ -107,5 +108,5 @@ fn gates_evict_nothing_at_first_and_nothing_inside_the_window() {
     let windowed = Parameters::all_frozen(&windowed);
     let extents = Extents { parameters: &windowed, ..extents };
     let mut network = gated(&arena, &cpu, extents, Recompute::None);
-    assert_eq!(network.distil(&weights, &tokens, Mode::Hard, None).unwrap().kl, 0.0);
+    assert_eq!(network.distil(Weights::F32(&weights), &tokens, Mode::Hard, None).unwrap().kl, 0.0);
 }

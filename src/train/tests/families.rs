@@ -3,7 +3,8 @@
 
 use super::*;
 use crate::format::KvFormat;
-use crate::model::{Decoder, Model, Setup, widen};
+use crate::model::{Decoder, Model, Setup};
+use crate::train::weights::in_f32;
 use crate::tensor::DType;
 use crate::train::export;
 use std::path::{Path, PathBuf};
@@ -162,8 +163,7 @@ fn a_folder_is_loaded_as_by_inference_trained_and_written_again() {
     for name in all() {
         let model = Model::open(&folder(&name), &Arena::unlimited()).unwrap();
         let parameters = Parameters::new(&model.config);
-        let mut weights = vec![0.0; parameters.count()];
-        widen(&folder(&name), &model.config, &mut weights).unwrap();
+        let mut weights = in_f32(&folder(&name), &parameters, &Arena::unlimited()).unwrap();
         // Longer than every window, and for one checkpoint longer than its first training.
         let tokens: Vec<u32> = (0..50).map(|at| (at * at * 7 + at) % model.config.vocab as u32).collect();
         let off = furthest(&trained_nll(&parameters, &weights, &tokens, &cpu), &decoded_nll(&model, &tokens, &cpu));
