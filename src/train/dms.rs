@@ -19,7 +19,7 @@ use super::vocabulary::Vocabulary;
 use super::weights::Frozen;
 use super::{Network, Parameters};
 use crate::device::Cpu;
-use crate::memory::{Arena, Label};
+use crate::memory::Arena;
 use crate::model::{Config, fingerprint, locate};
 use crate::task::Tokens;
 use crate::tensor::DType;
@@ -213,12 +213,13 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
     let base = fingerprint(&model)?;
     let vocabulary = Vocabulary::of_folder(&model, &config)?;
     let source = Source::new(settings, &vocabulary)?;
-    let parameters = Parameters::all_frozen(&config);
+    let parameters = Parameters::all_frozen(&config, settings.weights);
     let arena = Arena::with_limit(options.limit_bytes);
-    let extents = Extents { parameters: &parameters, batch: settings.batch, len: settings.length };
+    let Settings { batch, length: len, window, .. } = *settings;
+    let skipped = if batch == 1 { window } else { 0 };
+    let extents = Extents { parameters: &parameters, batch, len, skipped };
     let fits = |mode: &Recompute| {
-        let mut bytes = extents.training_bytes(*mode, cpu.threads());
-        bytes.insert(Label::Weights, Frozen::bytes(&parameters, settings.weights));
+        let bytes = extents.training_bytes(*mode, cpu.threads());
         bytes.into_values().chain(Gates::bytes(&extents).into_values()).sum::<u64>() < options.limit_bytes
     };
     let recompute = Recompute::ALL.into_iter().find(fits).unwrap_or(Recompute::Full);
@@ -231,7 +232,7 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
     std::fs::create_dir_all(folder).map_err(|error| TrainError::write(folder, &error))?;
     let text = serde_json::to_string(&(settings, &base)).expect("settings are plain data");
     let digest = blake3::hash(text.as_bytes()).to_hex()[..16].to_string();
-    let weights = Frozen::open(&model, &parameters, settings.weights, &arena)?;
+    let weights = Frozen::open(&model, &parameters, &arena)?;
     let gates = Gates::new(&arena, &extents, settings.window)?;
     let mut network = Network::new(&arena, cpu, extents, recompute)?.with_gates(&arena, gates)?;
     let mut adamw = AdamW::new(&arena, Gates::count(&config))?;
@@ -306,8 +307,9 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
             held_out = serde_json::to_value(&line).ok();
             tell(watch, line)?;
             checkpoint::save(folder, &digest, &progress, &network.gates().weights, &adamw)?;
-            let write =
-                |name: &str, gates: &Gates| write_policy(settings, &config, &base, gates, &progress, &folder.join(name));
+            let write = |name: &str, gates: &Gates| {
+                write_policy(settings, &config, &base, gates, &progress, &folder.join(name))
+            };
             write(POLICY, network.gates())?;
             if done == stage.end && done < settings.steps {
                 write(&format!("policy-{ratio}x.safetensors"), network.gates())?;

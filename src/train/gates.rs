@@ -15,7 +15,7 @@ use super::activations::Extents;
 use super::linear::Linear;
 use super::parameters::{Group, Parameter};
 use super::weights::Weights;
-use crate::attention::KeyBias;
+use crate::attention::{KeyBias, Outputs};
 use crate::device::Cpu;
 use crate::memory::{Arena, ArenaError, Buffer, Label, LabelBytes};
 use crate::model::Config;
@@ -79,7 +79,14 @@ fn layout(config: &Config) -> (Vec<Parameter>, Vec<Linear>) {
     let matrix = kv_heads * hidden;
     let parameter = |layer: usize, what: &str, role, shape: Vec<usize>, start: usize| {
         let range = start..start + shape.iter().product::<usize>();
-        Parameter { name: format!("gates.{layer}.{what}"), shape, role, gradient: Some(range.clone()), of_kind: range.clone(), range }
+        Parameter {
+            name: format!("gates.{layer}.{what}"),
+            shape,
+            role,
+            gradient: Some(range.clone()),
+            of_kind: range.clone(),
+            range,
+        }
     };
     let weight = |layer| parameter(layer, "weight", Role::Matrix, vec![kv_heads, hidden], layer * matrix);
     let bias = |layer| parameter(layer, "bias", Role::Bias, vec![kv_heads], layers * matrix + layer * kv_heads);
@@ -123,7 +130,8 @@ impl Gates {
         })
     }
 
-    /// Bytes that [`Gates::new`] takes, and the gradient by the bias in [`super::Network::with_gates`].
+    /// Bytes that [`Gates::new`] takes, and [`super::Network::with_gates`]: the gradient by the bias, and the dense model's outputs
+    /// of attention.
     pub fn bytes(extents: &Extents<'_>) -> LabelBytes {
         let (config, rows) = (extents.config(), extents.rows() as u64);
         let (count, heads) = (4 * Self::count(config) as u64, config.kv_heads as u64);
@@ -131,7 +139,7 @@ impl Gates {
         LabelBytes::from([
             (Label::Weights, count),
             (Label::Gradients, count),
-            (Label::Activations, 4 * rows * of_token),
+            (Label::Activations, 4 * rows * of_token + Outputs::bytes(&extents.attention(), extents.dtype())),
         ])
     }
 
@@ -158,7 +166,7 @@ impl Gates {
 
     /// Decides on the tokens of a layer by the normed inputs of its attention, `n` `[rows, hidden]`.
     pub(super) fn decide(&mut self, layer: usize, cpu: &Cpu, n: &[f32], scratch: &mut [f32]) {
-        if self.mode == Mode::Dense {
+        if self.is_dense() {
             return;
         }
         let weights = Weights::F32(&self.weights);
@@ -192,10 +200,14 @@ impl Gates {
         }
     }
 
+    /// Whether the forward pass is that of the dense model.
+    pub(super) fn is_dense(&self) -> bool {
+        self.mode == Mode::Dense
+    }
+
     /// The biases of a layer's keys; `None` for the dense model.
     pub(super) fn bias(&self, layer: usize) -> Option<KeyBias<'_>> {
-        let is_dense = self.mode == Mode::Dense;
-        (!is_dense).then(|| KeyBias { values: &self.bias[self.layer(layer)], window: self.window })
+        (!self.is_dense()).then(|| KeyBias { values: &self.bias[self.layer(layer)], window: self.window })
     }
 
     /// Fraction of the tokens behind a window that the last forward pass evicted, over all layers and heads.
@@ -225,7 +237,7 @@ impl Gates {
         weight * lacking
     }
 
-    /// Adds a layer's gradients to those of its parameters and to `dn`, the gradient by `n`; `dbias` is the gradient by
+    /// Adds a layer's gradients to those of its parameters and to `dn`, the gradient by the rows of `n` from `first` on; `dbias` is the gradient by
     /// the biases of its keys, `[B, Hkv, L]`.
     pub(super) fn backward(
         &mut self,
@@ -233,7 +245,7 @@ impl Gates {
         cpu: &Cpu,
         n: &[f32],
         dbias: &[f32],
-        dn: &mut [f32],
+        (dn, first): (&mut [f32], usize),
         scratch: &mut [f32],
     ) {
         let logits = &self.logits[self.layer(layer)];
@@ -247,6 +259,7 @@ impl Gates {
         }
         let Gates { linears, weights, gradient, outputs, .. } = self;
         linears[layer].gradients(cpu, outputs, n, gradient);
+        let outputs = &outputs[first * self.heads..];
         linears[layer].backward(cpu, Weights::F32(weights), outputs, dn, true, scratch);
     }
 

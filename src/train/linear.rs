@@ -16,6 +16,9 @@ use rayon::prelude::*;
 /// Rows of a weight's gradient, or elements of a bias's, that one thread computes.
 const WEIGHT_ROWS: usize = 64;
 
+/// Fewest rows of a part of a product, where there are more.
+const LEAST_ROWS: usize = 96;
+
 /// f32 elements of scratch that products take.
 pub(super) fn scratch(threads: usize) -> usize {
     threads * SCRATCH
@@ -39,7 +42,9 @@ impl Product<'_> {
         let (columns, depth) = if transposed { (w.width(), w.count()) } else { (w.count(), w.width()) };
         let rows = x.len() / depth;
         assert_eq!(y.len(), rows * columns, "the extents of a product");
-        let (parts, panels) = (rows.div_ceil(PART_ROWS), columns.div_ceil(PANEL));
+        // Some parts for each thread, but none of less rows than are worth packing the weights for.
+        let panels = columns.div_ceil(PANEL);
+        let parts = (2 * cpu.threads()).div_ceil(panels).min(rows / LEAST_ROWS).max(rows.div_ceil(PART_ROWS));
         let share = rows.div_ceil(parts.max(1));
         let (y, slots) = (Stripes::new(y, columns, rows, columns), Slots::new(scratch, cpu.threads()));
         let part = |index: usize| {

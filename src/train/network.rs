@@ -7,11 +7,10 @@ use super::heads::Turns;
 use super::loss::{Head, Loss, Target};
 use super::norm::{self, Columns};
 use super::weights::Weights;
-use crate::attention::{AttentionError, Gradients};
+use crate::attention::{AttentionError, Gradients, Outputs};
 use crate::device::Cpu;
 use crate::memory::{Arena, ArenaError, Buffer, Label};
 use crate::model::Config;
-use crate::tensor::DType;
 use rayon::prelude::*;
 
 /// Tokens of the vocabulary whose gradients one thread adds up.
@@ -78,8 +77,10 @@ impl<'a> Network<'a> {
             dp: floats(config.ffn)?,
             dn: floats(config.hidden)?,
             d_o: floats(config.q_width())?,
-            dqkv: Gradients::allocate(arena, &shape, DType::F32)?,
+            rounded: arena.alloc(Label::Activations, extents.rounded())?,
+            dqkv: Gradients::allocate(arena, &extents.gated(), extents.dtype())?,
             scratch: Scratch::allocate(arena, &extents, cpu.threads())?,
+            dense: None,
             gates: None,
         };
         Ok(Network {
@@ -110,7 +111,7 @@ impl<'a> Network<'a> {
     /// When the batch does not have the extents of this network, or holds a token outside the vocabulary.
     pub fn step(&mut self, weights: &[f32], batch: &Batch, gradients: &mut [f32]) -> Result<f64, AttentionError> {
         let all = Weights::F32(weights);
-        self.forward(all, &batch.tokens)?;
+        self.forward(all, &batch.tokens, 0)?;
         let (config, parameters) = (self.extents.config(), self.extents.parameters);
         let gradient = parameters.output.gradient().map(|range| &mut gradients[range]);
         let output = all.matrix(&parameters.output, config.hidden);
@@ -127,7 +128,9 @@ impl<'a> Network<'a> {
     /// # Errors
     /// When the arena has no room.
     pub fn with_gates(mut self, arena: &Arena, gates: Gates) -> Result<Self, ArenaError> {
-        self.shared.dqkv = self.shared.dqkv.with_bias(arena, &self.extents.attention())?;
+        let (shape, dtype) = (self.extents.attention(), self.extents.dtype());
+        self.shared.dqkv = self.shared.dqkv.with_bias(arena, &shape)?;
+        self.shared.dense = Some(Outputs::allocate(arena, &shape, dtype)?);
         self.shared.gates = Some(gates);
         Ok(self)
     }
@@ -156,11 +159,11 @@ impl<'a> Network<'a> {
         target: Option<(f64, f64)>,
     ) -> Result<Distilled, AttentionError> {
         self.gates().begin(Mode::Dense);
-        self.forward(weights, tokens)?;
+        self.forward(weights, tokens, 0)?;
         let Network { shared, n, .. } = self;
         shared.gates.as_mut().expect("gates() found them").dense.copy_from_slice(n);
         self.gates().begin(mode);
-        self.forward(weights, tokens)?;
+        self.forward(weights, tokens, self.extents.skipped)?;
         let (config, parameters) = (self.extents.config(), self.extents.parameters);
         let output = weights.matrix(&parameters.output, config.hidden);
         let head = Head { weights: output, gradient: None, softcap: config.final_softcap };
@@ -190,13 +193,15 @@ impl<'a> Network<'a> {
         let (norm, gain) = (config.norm(weights.vector(&parameters.norm)), &parameters.norm);
         let columns = Columns { range: 0..config.hidden, stride: config.hidden };
         let scratch = &mut self.shared.scratch.norm;
-        norm::backward(self.cpu, norm, &self.x, dn, &columns, (gain, gradients), scratch);
+        let (skipped, live) = (self.extents.skipped, self.extents.skipped * config.hidden..);
+        norm::backward(self.cpu, norm, &self.x[live.clone()], &mut dn[live], &columns, (gain, gradients), scratch);
         self.dx.copy_from_slice(dn);
         for layer in (first..config.layers).rev() {
-            let block = Block { extents: &self.extents, layer, cpu: self.cpu, turns: &self.turns, weights };
-            let (x, cheap, inner) = self.saved.block(layer);
-            block.restore(self.recompute, x, cheap, inner, &mut self.shared)?;
-            block.backward(x, cheap, inner, &mut self.shared, gradients, &mut self.dx)?;
+            let Network { extents, recompute, cpu, turns, saved, shared, dx, .. } = self;
+            let block = Block { extents, layer, cpu, turns, weights, recompute: *recompute, first: skipped };
+            let (x, cheap, inner) = saved.block(layer);
+            block.restore(x, cheap, inner, shared)?;
+            block.backward(x, cheap, inner, shared, gradients, dx)?;
         }
         if let Some(range) = parameters.embedding.gradient() {
             self.embedding_gradient(tokens, &mut gradients[range]);
@@ -219,7 +224,7 @@ impl<'a> Network<'a> {
         judge: impl FnMut(&Target, u32, f32),
     ) -> Result<f64, AttentionError> {
         let all = Weights::F32(weights);
-        self.forward(all, &batch.tokens)?;
+        self.forward(all, &batch.tokens, 0)?;
         let (config, parameters) = (self.extents.config(), self.extents.parameters);
         let output = all.matrix(&parameters.output, config.hidden);
         let head = Head { weights: output, gradient: None, softcap: config.final_softcap };
@@ -227,7 +232,8 @@ impl<'a> Network<'a> {
         Ok(self.loss.run(self.cpu, (&self.n, None), &batch.targets, head, scratch, judge))
     }
 
-    fn forward(&mut self, weights: Weights<'_>, tokens: &[u32]) -> Result<(), AttentionError> {
+    /// Rows before the `first` are those that the last forward pass left, which was of the same tokens.
+    fn forward(&mut self, weights: Weights<'_>, tokens: &[u32], first: usize) -> Result<(), AttentionError> {
         let (config, parameters) = (self.extents.config(), self.extents.parameters);
         assert_eq!(tokens.len(), self.extents.rows(), "a batch has the extents of its network");
         let hidden = config.hidden;
@@ -237,12 +243,14 @@ impl<'a> Network<'a> {
             x.iter_mut().for_each(|x| *x *= config.embedding_scale);
         }
         for layer in 0..config.layers {
-            let block = Block { extents: &self.extents, layer, cpu: self.cpu, turns: &self.turns, weights };
-            let (x, cheap, inner) = self.saved.block(layer);
-            x.copy_from_slice(&self.x);
-            block.forward(x, cheap, inner, &mut self.shared, &mut self.x)?;
+            let Network { extents, recompute, cpu, turns, saved, shared, x: stream, .. } = self;
+            let block = Block { extents, layer, cpu, turns, weights, recompute: *recompute, first };
+            let (x, cheap, inner) = saved.block(layer);
+            x[first * hidden..].copy_from_slice(&stream[first * hidden..]);
+            block.forward(x, cheap, inner, shared, stream)?;
         }
-        config.norm(weights.vector(&parameters.norm)).rows(self.cpu, &self.x, &mut self.n, hidden);
+        let live = first * hidden..;
+        config.norm(weights.vector(&parameters.norm)).rows(self.cpu, &self.x[live.clone()], &mut self.n[live], hidden);
         Ok(())
     }
 

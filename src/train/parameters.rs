@@ -8,6 +8,7 @@ use super::linear::Linear;
 use crate::memory::{Arena, ArenaError, Buffer, Label};
 use crate::model::Config;
 use crate::model::parameters::{self, Make, Role, Stack};
+use crate::tensor::DType;
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 use rand_distr::{Distribution, Normal};
@@ -87,6 +88,8 @@ pub(super) struct BlockGroups {
 pub struct Parameters {
     /// The model.
     pub config: Config,
+    /// Type in which matrices are kept, and queries, keys and values: f32, or bf16 where nothing is trained.
+    pub dtype: DType,
     /// Every one, in the order in which they lie.
     pub all: Vec<Parameter>,
     /// `[vocab, hidden]`.
@@ -124,9 +127,9 @@ impl Parameters {
         }
     }
 
-    /// The layout of a model none of whose parameters is trained.
-    pub fn all_frozen(config: &Config) -> Self {
-        Self::trained(config, |_| false)
+    /// The layout of a model none of whose parameters is trained, with matrices in f32 or bf16.
+    pub fn all_frozen(config: &Config, dtype: DType) -> Self {
+        Parameters { dtype, ..Self::trained(config, |_| false) }
     }
 
     fn trained(config: &Config, is_trained: impl Fn(&str) -> bool) -> Self {
@@ -167,6 +170,7 @@ impl Parameters {
             all,
             first_trained,
             config: config.clone(),
+            dtype: DType::F32,
         }
     }
 
@@ -181,6 +185,12 @@ impl Parameters {
             let last = self.all.iter().rev().find(|parameter| parameter.role.decays() == is_matrix);
             last.map_or(0, |last| last.of_kind.end)
         })
+    }
+
+    /// Bytes of all of them.
+    pub fn bytes(&self) -> u64 {
+        let [matrices, vectors] = self.counts();
+        (self.dtype.bytes() * matrices + 4 * vectors) as u64
     }
 
     /// Number of f32 elements that are trained.

@@ -51,12 +51,12 @@ pub enum Frozen {
 }
 
 impl Frozen {
-    /// Reads a model's files, and rounds matrices to bf16 unless `dtype` is f32.
+    /// Reads a model's files; takes [`Parameters::bytes`].
     ///
     /// # Errors
     /// When a file cannot be read or does not fit, or the arena has no room.
-    pub fn open(folder: &Path, parameters: &Parameters, dtype: DType, arena: &Arena) -> Result<Self, TrainError> {
-        if dtype == DType::F32 {
+    pub fn open(folder: &Path, parameters: &Parameters, arena: &Arena) -> Result<Self, TrainError> {
+        if parameters.dtype == DType::F32 {
             return Ok(Frozen::F32(in_f32(folder, parameters, arena)?));
         }
         let [of_matrices, of_vectors] = parameters.counts();
@@ -68,13 +68,6 @@ impl Frozen {
             false => next(&mut rest_of_vectors, values.len()).copy_from_slice(values),
         })?;
         Ok(Frozen::Bf16(matrices, vectors))
-    }
-
-    /// Bytes that [`Frozen::open`] takes.
-    pub fn bytes(parameters: &Parameters, dtype: DType) -> u64 {
-        let [matrices, vectors] = parameters.counts();
-        let of_matrix = if dtype == DType::F32 { 4 } else { 2 };
-        (of_matrix * matrices + 4 * vectors) as u64
     }
 
     /// The weights.

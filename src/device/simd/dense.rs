@@ -1,7 +1,7 @@
 //! Products of many rows with a matrix of plain weights, `y = x wᵀ`, or with its transpose, `y = x w`: the forward and the
 //! backward pass of a layer.
 //!
-//! A [`Part`] is some rows and at most [`PANEL`] columns of `y`. It packs what it needs of `w`, and of `x`, a depth of [`DEPTH`]
+//! A [`Part`] is some rows and at most [`PANEL`] columns of `y`. It packs what it needs of `w`, and of `x`, some terms
 //! at a time into the layouts of [`super::product`]; where `w` is bf16 and the processor multiplies pairs of bf16, `x` is rounded
 //! to bf16 there. Every element of `y` is one sum in one order, which depends neither on the other rows of a part nor on
 //! who computes it.
@@ -13,14 +13,14 @@ use super::{Native, Simd, SimdBf16Op};
 use crate::tensor::Rows;
 
 /// Most columns of `y` in a part.
-pub const PANEL: usize = 128;
+pub const PANEL: usize = 192;
 /// Most rows of `x` in a part: whole register tiles, whose sums stay in the second-level cache beside what is packed.
 pub const PART_ROWS: usize = 43 * ROWS;
-/// Terms of a sum for which operands are packed at a time.
-const DEPTH: usize = 256;
+/// Units of a sum for which operands are packed at a time: 64 columns of them fit into the first-level cache.
+const STEPS: usize = 96;
 
 /// Scratch elements of a [`Part`].
-pub const SCRATCH: usize = PANEL * DEPTH + PART_ROWS * (DEPTH + PANEL);
+pub const SCRATCH: usize = PANEL * STEPS + PART_ROWS * (STEPS + PANEL);
 
 /// Some rows and columns of `y`.
 pub struct Part<'a> {
@@ -65,25 +65,23 @@ impl Part<'_> {
         assert!(columns <= PANEL && rows <= PART_ROWS, "a part of {rows} rows and {columns} columns");
         assert!(terms == depth && x.len() == rows * depth, "inner extents of a product differ");
         let padded = rows.next_multiple_of(ROWS);
-        let (packed, scratch) = self.scratch.split_at_mut(PANEL * DEPTH);
-        let (units, sums) = scratch.split_at_mut(PART_ROWS * DEPTH);
-        let (packed, units): (&mut [U], &mut [U]) =
-            (bytemuck::cast_slice_mut(packed), bytemuck::cast_slice_mut(units));
-        let row_stride = DEPTH / U::DEPTH;
+        let (packed, scratch) = self.scratch.split_at_mut(PANEL * STEPS);
+        let (units, sums) = scratch.split_at_mut(PART_ROWS * STEPS);
+        let (packed, units): (&mut [U], &mut [U]) = (bytemuck::cast_slice_mut(packed), bytemuck::cast_slice_mut(units));
         let whole = columns.next_multiple_of(16);
-        for start in (0..depth).step_by(DEPTH) {
-            let width = DEPTH.min(depth - start);
+        for start in (0..depth).step_by(STEPS * U::DEPTH) {
+            let width = (STEPS * U::DEPTH).min(depth - start);
             if is_transposed {
                 stacked::<S, U>(simd, |row| w.skip(start + row), width, packed, PANEL);
             } else {
                 let w = w.columns(start..start + width);
                 transposed::<S, U>(simd, |row| w.skip(row), columns, width, whole, packed, PANEL);
             }
-            for (from, to) in x.chunks_exact(depth).zip(units.chunks_exact_mut(row_stride)) {
+            for (from, to) in x.chunks_exact(depth).zip(units.chunks_exact_mut(STEPS)) {
                 along::<S, U>(simd, &from[start..start + width], to);
             }
             let extents = Extents { rows: padded, columns: whole, steps: width.div_ceil(U::DEPTH) };
-            let left = Left { units: &*units, row_stride, step_stride: 1 };
+            let left = Left { units: &*units, row_stride: STEPS, step_stride: 1 };
             let right = Right { units: &*packed, stride: PANEL };
             match start {
                 0 => product::<S, U, false>(simd, extents, left, right, sums, PANEL),
