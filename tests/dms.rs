@@ -2,6 +2,7 @@
 
 use assert_cmd::Command;
 use kvsieve::device::Cpu;
+use kvsieve::tensor::DType;
 use kvsieve::train::dms::{self, Settings};
 use kvsieve::train::log::Line;
 use kvsieve::train::run::{Options, TrainError};
@@ -14,7 +15,7 @@ use std::path::Path;
 fn settings() -> Settings {
     Settings {
         model: "builtin".into(),
-        ratio: 2.0,
+        ratios: vec![2.0],
         window: 8,
         text: None,
         steps: 6,
@@ -23,6 +24,7 @@ fn settings() -> Settings {
         seed: 5,
         learning_rate: 2e-3,
         pressure: 20.0,
+        weights: DType::F32,
     }
 }
 
@@ -113,8 +115,10 @@ fn settings_that_mean_nothing_are_refused() {
     let out = folder.path().join("gates");
     let empty = folder.path().join("empty.txt");
     fs::write(&empty, "too short").unwrap();
-    let cases: [(&[&str], &str); 7] = [
+    let cases: [(&[&str], &str); 9] = [
         (&["--ratio", "1"], "the ratio is 1; it must be finite and above 1"),
+        (&["--ratio", "4,2"], "the ratio is 2; it must be finite and above 4"),
+        (&["--weights", "int8"], "'int8' is neither f32 nor bf16"),
         (&["--window", "64", "--length", "64"], "the window is 64; it must be 1 to less than the training context, 64"),
         (&["--length", "100000"], "the length is 100000; it must be 16 to"),
         (&["--steps", "0"], "0 steps of 1 sequences; both must be at least 1"),

@@ -4,6 +4,7 @@ use super::failure::Failure;
 use super::{Compute, output};
 use crate::experiment::environment;
 use crate::report::training;
+use crate::tensor::DType;
 use crate::train::dms::{self, Settings};
 use crate::train::log::Line;
 use crate::train::recipe::{BUILTIN, Recipe};
@@ -57,9 +58,9 @@ struct Gates {
     /// Model that stays as it is: a folder, a GGUF file, or builtin
     #[arg(long, value_name = "DIR|FILE.gguf", requires = "method")]
     model: Option<PathBuf>,
-    /// Tokens for each that stays, behind the window
-    #[arg(long, value_name = "R", default_value_t = 4.0, requires = "method")]
-    ratio: f64,
+    /// Tokens for each that stays, behind the window; of several, as 2,4,8, each is reached in turn and leaves its gates
+    #[arg(long, value_name = "R", default_value = "4", value_delimiter = ',', requires = "method")]
+    ratio: Vec<f64>,
     /// Recent tokens that are not evicted yet
     #[arg(long, value_name = "N", default_value_t = 256, requires = "method")]
     window: usize,
@@ -81,14 +82,25 @@ struct Gates {
     /// Weight of the term of the loss that asks for eviction
     #[arg(long, value_name = "X", default_value_t = 1.0, requires = "method")]
     pressure: f64,
+    /// Type of the model's matrices: f32, or bf16, which takes half the memory and less time
+    #[arg(long, value_name = "TYPE", default_value = "f32", value_parser = weights, requires = "method")]
+    weights: DType,
+}
+
+/// What `--weights` says.
+fn weights(text: &str) -> Result<DType, String> {
+    match text.parse() {
+        Ok(dtype @ (DType::F32 | DType::Bf16)) => Ok(dtype),
+        _ => Err(format!("'{text}' is neither f32 nor bf16")),
+    }
 }
 
 impl Gates {
     fn settings(&self, steps: Option<usize>) -> Option<Settings> {
-        let Gates { ratio, window, length, batch, seed, learning_rate, pressure, .. } = *self;
+        let Gates { window, length, batch, seed, learning_rate, pressure, weights, .. } = *self;
         let (model, text) = (self.model.clone()?, self.text.clone());
-        let steps = steps.unwrap_or(500);
-        Some(Settings { model, ratio, window, text, steps, length, batch, seed, learning_rate, pressure })
+        let (ratios, steps) = (self.ratio.clone(), steps.unwrap_or(500));
+        Some(Settings { model, ratios, window, text, steps, length, batch, seed, learning_rate, pressure, weights })
     }
 }
 

@@ -284,32 +284,23 @@ fn linears<const N: usize>(stack: Stack<Matrix, Buffer<f32>>, rows: [usize; N]) 
     })
 }
 
-/// All parameters of a folder widened to f32, behind one another in the order of [`Config::parameters`].
+/// Widens all parameters of a folder to f32, in the order of [`Config::parameters`], and hands them to `take`, of a matrix some
+/// rows at a time.
 ///
 /// # Errors
 /// As [`Weights::open`].
-///
-/// # Panics
-/// When `to` is shorter than all parameters.
-pub(crate) fn widen(folder: &Path, config: &Config, to: &mut [f32]) -> Result<(), ModelError> {
+pub(crate) fn widen(folder: &Path, config: &Config, take: &mut dyn FnMut(Role, &[f32])) -> Result<(), ModelError> {
     let arena = Arena::unlimited();
-    let mut widened = Widened { found: Found::open(folder, config, &arena)?, to };
+    let mut widened = Widened { found: Found::open(folder, config, &arena)?, take, values: Vec::new() };
     config.parameters(&mut widened)?;
     widened.found.finish()
 }
 
 struct Widened<'a> {
     found: Found<'a>,
-    /// Room of the parameters that are still to come.
-    to: &'a mut [f32],
-}
-
-impl<'a> Widened<'a> {
-    fn room(&mut self, elements: usize) -> &'a mut [f32] {
-        let (own, rest) = std::mem::take(&mut self.to).split_at_mut(elements);
-        self.to = rest;
-        own
-    }
+    take: &'a mut dyn FnMut(Role, &[f32]),
+    /// Those that are handed over next.
+    values: Vec<f32>,
 }
 
 impl Make for Widened<'_> {
@@ -317,15 +308,24 @@ impl Make for Widened<'_> {
     type Vector = ();
     type Error = ModelError;
 
-    fn matrix(&mut self, name: String, _: Role, shape: [usize; 2]) -> Result<(), ModelError> {
+    fn matrix(&mut self, name: String, role: Role, shape: [usize; 2]) -> Result<(), ModelError> {
+        /// Rows that are widened together.
+        const ROWS: usize = 64;
         let matrix = self.found.tensor(&name, &shape)?;
-        matrix.all().widen(self.room(shape[0] * shape[1]));
+        for first in (0..shape[0]).step_by(ROWS) {
+            let rows = matrix.all().skip(first).first(ROWS);
+            self.values.resize(rows.count() * shape[1], 0.0);
+            rows.widen(&mut self.values);
+            (self.take)(role, &self.values);
+        }
         Ok(())
     }
 
-    fn vector(&mut self, name: String, _: Role, width: usize) -> Result<(), ModelError> {
-        let own = self.room(width);
-        self.found.widened(&name, width, own)
+    fn vector(&mut self, name: String, role: Role, width: usize) -> Result<(), ModelError> {
+        self.values.resize(width, 0.0);
+        self.found.widened(&name, width, &mut self.values)?;
+        (self.take)(role, &self.values);
+        Ok(())
     }
 }
 

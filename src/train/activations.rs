@@ -12,13 +12,15 @@
 //!
 //! Without recomputation all are kept. `selective` keeps input and cheap: the inputs of attention and the inner part of
 //! the MLP are computed again, but attention itself is not. `full` keeps only the input and computes the block again.
+//! Where weights are bf16, so are q, k, v, attention's `o`, and what of their gradients attention reads and writes.
+//!
 //! What is computed again has the same bits, so that gradients do not depend on the mode. (Chen and others,
 //! arXiv 1604.06174; Korthikanti and others, arXiv 2205.05198, whose selective mode computes attention's scores again,
 //! which a tiled kernel does in any mode.)
 
 use super::norm;
 use super::parameters::Parameters;
-use super::{loss, network};
+use super::{linear, loss, network};
 use crate::attention::{Gradients, Kernel, Outputs, Shape, Tiled, Workspace, WorkspaceSize};
 use crate::memory::{Arena, ArenaError, Buffer, Label, LabelBytes};
 use crate::model::config::Norms;
@@ -61,6 +63,9 @@ pub struct Extents<'a> {
     pub batch: usize,
     /// Tokens of each sequence.
     pub len: usize,
+    /// Rows at the start of the batch that are what they are in the dense model: those of the first window of the only
+    /// sequence, where gates evict behind it. A pass with gates reads of them only keys, values and the gates' own inputs.
+    pub skipped: usize,
 }
 
 impl<'a> Extents<'a> {
@@ -86,17 +91,32 @@ impl<'a> Extents<'a> {
         6.0 * (self.rows() * matrices + targets * hidden * vocab) as f64 + attention
     }
 
+    /// Type of what attention reads and writes.
+    pub(super) fn dtype(&self) -> DType {
+        self.parameters.dtype
+    }
+
+    /// Elements of attention's output's gradient by tokens, where it is rounded for attention.
+    pub(super) fn rounded(&self) -> usize {
+        if self.dtype() == DType::F32 { 0 } else { self.rows() * self.config().q_width() }
+    }
+
     /// The attention problem of a block.
     pub(super) fn attention(&self) -> Shape {
         let Config { q_heads, kv_heads, head_dim, .. } = *self.config();
         Shape { batch: self.batch, q_heads, kv_heads, q_len: self.len, kv_len: self.len, head_dim }
     }
 
+    /// The same with gates: queries of the rows that are not skipped.
+    pub(super) fn gated(&self) -> Shape {
+        Shape { q_len: self.len - self.skipped, ..self.attention() }
+    }
+
     fn workspaces(&self, threads: usize) -> [WorkspaceSize; 2] {
         // A window or a soft-cap changes nothing in what the kernel needs.
         let (shape, params) = (self.attention(), params(self.config(), 0));
-        let forward = Tiled::AUTO.workspace(&shape, &params, DType::F32, threads);
-        let backward = Tiled::AUTO.backward_workspace(&shape, &params, DType::F32, threads);
+        let forward = Tiled::AUTO.workspace(&shape, &params, self.dtype(), threads);
+        let backward = Tiled::AUTO.backward_workspace(&self.gated(), &params, self.dtype(), threads);
         [forward, backward.expect("the tiled kernel has a backward pass")]
     }
 
@@ -105,28 +125,30 @@ impl<'a> Extents<'a> {
     pub fn training_bytes(&self, recompute: Recompute, threads: usize) -> LabelBytes {
         let trained = 4 * self.parameters.trained_count() as u64;
         let workspaces: u64 = self.workspaces(threads).iter().map(WorkspaceSize::bytes).sum();
+        let scratch = self.norm_scratch() + linear::scratch(threads) + loss::scratch(self);
         LabelBytes::from([
-            (Label::Weights, 4 * self.parameters.count() as u64),
+            (Label::Weights, self.parameters.bytes()),
             (Label::Gradients, trained),
             (Label::Optimizer, 2 * trained),
             (Label::Activations, self.activation_bytes(recompute)),
-            (Label::Workspace, workspaces + 4 * (self.norm_scratch() + loss::scratch(self)) as u64),
+            (Label::Workspace, workspaces + 4 * scratch as u64),
         ])
     }
 
     /// Bytes of what is kept and computed between the input of a step and its gradients.
     fn activation_bytes(&self, recompute: Recompute) -> u64 {
-        let (config, rows, shape) = (self.config(), self.rows(), self.attention());
+        let (config, rows, shape, dtype) = (self.config(), self.rows(), self.attention(), self.dtype());
         let [inputs, cheap, inner] = recompute.held(config.layers);
-        let cheap_bytes = 4 * (rows * config.hidden) as u64 + Outputs::bytes(&shape, DType::F32);
+        let cheap_bytes = 4 * (rows * config.hidden) as u64 + Outputs::bytes(&self.gated(), dtype);
         let inner_bytes = 4 * (rows * inner_widths(config).iter().sum::<usize>()) as u64
-            + Tensor::bytes_of(DType::F32, shape.q_dims())
-            + 2 * Tensor::bytes_of(DType::F32, shape.kv_dims());
+            + Tensor::bytes_of(dtype, shape.q_dims())
+            + 2 * Tensor::bytes_of(dtype, shape.kv_dims());
         inputs as u64 * 4 * (rows * config.hidden) as u64
             + cheap as u64 * cheap_bytes
             + inner as u64 * inner_bytes
             + 4 * (rows * network::shared_width(config)) as u64
-            + Gradients::bytes(&shape, DType::F32)
+            + Gradients::bytes(&self.gated(), dtype)
+            + (dtype.bytes() * self.rounded()) as u64
     }
 
     /// f32 elements of scratch of the sums over norms: those of heads fit where those of the stream do.
@@ -183,10 +205,10 @@ impl Saved {
     pub fn allocate(arena: &Arena, extents: &Extents<'_>, recompute: Recompute) -> Result<Self, ArenaError> {
         let (config, rows, shape) = (extents.config(), extents.rows(), extents.attention());
         let floats = |width: usize| arena.alloc::<f32>(Label::Activations, rows * width);
-        let tensor = |dims| Tensor::zeros(arena, Label::Activations, DType::F32, dims);
+        let tensor = |dims| Tensor::zeros(arena, Label::Activations, extents.dtype(), dims);
         let [inputs, cheap, inner] = recompute.held(config.layers);
         let make_cheap = |_| {
-            let attention = Outputs::allocate(arena, &shape, DType::F32)?;
+            let attention = Outputs::allocate(arena, &extents.gated(), extents.dtype())?;
             Ok(Cheap { attention, y: floats(config.hidden)? })
         };
         let make_inner = |_| {
@@ -222,6 +244,8 @@ pub(super) struct Scratch {
     pub forward: Workspace,
     pub backward: Workspace,
     pub norm: Buffer<f32>,
+    /// For products with weights.
+    pub products: Buffer<f32>,
 }
 
 impl Scratch {
@@ -231,6 +255,7 @@ impl Scratch {
             forward: forward.allocate(arena)?,
             backward: backward.allocate(arena)?,
             norm: arena.alloc(Label::Workspace, extents.norm_scratch())?,
+            products: arena.alloc(Label::Workspace, linear::scratch(threads))?,
         })
     }
 }

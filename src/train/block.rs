@@ -3,15 +3,19 @@
 use super::activations::{Cheap, Extents, Inner, Recompute, Scratch};
 use super::gates::Gates;
 use super::heads::{self, Turns};
+use super::linear::Linear;
 use super::mlp;
 use super::norm::{self, Columns};
 use super::parameters::{BlockGroups, Group};
-use crate::attention::{AttentionError, Backward, DenseKv, Forward, Gradients, Kernel, Tiled};
+use super::weights::Weights;
+use crate::attention::{AttentionError, Backward, DenseKv, Forward, Gradients, Kernel, Outputs, Shape, Tiled};
 use crate::device::Cpu;
 use crate::memory::Buffer;
 use crate::model::norm::Norm;
 use crate::model::params;
 use crate::tensor::{DType, Tensor, TensorView};
+use half::bf16;
+use std::ops::RangeFrom;
 
 /// A block at work: where its parameters are, and what all blocks share.
 pub(super) struct Block<'a> {
@@ -19,7 +23,10 @@ pub(super) struct Block<'a> {
     pub layer: usize,
     pub cpu: &'a Cpu,
     pub turns: &'a Turns,
-    pub weights: &'a [f32],
+    pub weights: Weights<'a>,
+    pub recompute: Recompute,
+    /// The first row that is computed. Those before it are what an earlier pass left, where that was kept.
+    pub first: usize,
 }
 
 /// Buffers that all blocks share, one after the other.
@@ -32,9 +39,13 @@ pub(super) struct Shared {
     pub dn: Buffer<f32>,
     /// Gradient by attention's output, by tokens, `[rows, q_width]`.
     pub d_o: Buffer<f32>,
+    /// The same rounded for attention, where that computes in bf16; else empty.
+    pub rounded: Buffer<bf16>,
     /// Gradients by q, k and v.
     pub dqkv: Gradients,
     pub scratch: Scratch,
+    /// Attention's outputs in the dense model, where gates are trained.
+    pub dense: Option<Outputs>,
     /// What decides on evicted tokens, where that is trained.
     pub gates: Option<Gates>,
 }
@@ -45,7 +56,12 @@ impl Block<'_> {
     }
 
     fn norm(&self, gain: &Group) -> Norm<'_> {
-        self.extents.config().norm(gain.of(self.weights))
+        self.extents.config().norm(self.weights.vector(gain))
+    }
+
+    /// The rows that are computed, of a width.
+    fn live(&self, width: usize) -> RangeFrom<usize> {
+        self.first * width..
     }
 
     /// Computes the block's output from its input `x`, and everything that [`Block::backward`] reads.
@@ -57,21 +73,26 @@ impl Block<'_> {
         shared: &mut Shared,
         output: &mut [f32],
     ) -> Result<(), AttentionError> {
+        let hidden = self.extents.config().hidden;
         self.attention_inputs(x, inner, shared);
         if let Some(gates) = &mut shared.gates {
-            gates.decide(self.layer, self.cpu, &inner.n1);
+            gates.decide(self.layer, self.cpu, &inner.n1, &mut shared.scratch.products);
         }
         self.attend(cheap, inner, shared)?;
-        self.residual(x, cheap, inner);
-        self.mlp_inner(cheap, inner);
+        self.residual(x, cheap, inner, &mut shared.scratch);
+        self.mlp_inner(cheap, inner, &mut shared.scratch);
         match &self.groups().after_mlp {
             Some(gain) => {
-                self.norm(gain).rows(self.cpu, &inner.projected, output, self.extents.config().hidden);
-                norm::add(self.cpu, output, &cheap.y);
+                let (from, to) = (&inner.projected[self.live(hidden)], &mut output[self.live(hidden)]);
+                self.norm(gain).rows(self.cpu, from, to, hidden);
+                norm::add(self.cpu, to, &cheap.y[self.live(hidden)]);
             }
             None => {
-                output.copy_from_slice(&cheap.y);
-                self.groups().down.forward(self.cpu, self.weights, &inner.p, output, true);
+                let output = &mut output[self.live(hidden)];
+                output.copy_from_slice(&cheap.y[self.live(hidden)]);
+                let scratch = &mut shared.scratch.products;
+                let p = &inner.p[self.live(self.extents.config().ffn)];
+                self.groups().down.forward(self.cpu, self.weights, p, output, true, scratch);
             }
         }
         Ok(())
@@ -80,44 +101,48 @@ impl Block<'_> {
     /// Computes again what `recompute` did not keep, by the same steps and so with the same bits.
     pub fn restore(
         &self,
-        recompute: Recompute,
         x: &[f32],
         cheap: &mut Cheap,
         inner: &mut Inner,
         shared: &mut Shared,
     ) -> Result<(), AttentionError> {
-        match recompute {
+        match self.recompute {
             Recompute::None => return Ok(()),
             Recompute::Selective => {
                 self.attention_inputs(x, inner, shared);
-                self.by_tokens(cheap, inner);
+                self.by_tokens(&cheap.attention, inner);
                 if self.groups().after_attention.is_some() {
-                    self.residual(x, cheap, inner);
+                    self.residual(x, cheap, inner, &mut shared.scratch);
                 }
             }
             Recompute::Full => {
                 self.attention_inputs(x, inner, shared);
                 self.attend(cheap, inner, shared)?;
-                self.residual(x, cheap, inner);
+                self.residual(x, cheap, inner, &mut shared.scratch);
             }
         }
-        self.mlp_inner(cheap, inner);
+        self.mlp_inner(cheap, inner, &mut shared.scratch);
         Ok(())
     }
 
     fn attention_inputs(&self, x: &[f32], inner: &mut Inner, shared: &mut Shared) {
         let (config, groups) = (self.extents.config(), self.groups());
-        self.norm(&groups.before_attention).rows(self.cpu, x, &mut inner.n1, config.hidden);
+        // Every row's keys and values are read: those that another block overwrote must be computed again.
+        let first = if self.recompute == Recompute::None { self.first } else { 0 };
+        let (live, width) = (first * config.hidden.., first * config.qkv_width()..);
+        let n1 = &mut inner.n1[live.clone()];
+        self.norm(&groups.before_attention).rows(self.cpu, &x[live], n1, config.hidden);
         let norms = groups.qk_norm.as_ref().map(|norms| norms.each_ref().map(|gain| self.norm(gain)));
         let rows = if norms.is_some() { &mut inner.unnormed } else { &mut shared.qkv };
-        groups.qkv.forward(self.cpu, self.weights, &inner.n1, rows, false);
-        let heads = inner.qkv.each_mut().map(|tensor| bytemuck::cast_slice_mut(tensor.bytes_mut()));
-        heads::split(self.cpu, config, self.turns, norms, rows, heads);
+        let scratch = &mut shared.scratch.products;
+        groups.qkv.forward(self.cpu, self.weights, n1, &mut rows[width], false, scratch);
+        heads::split(self.cpu, config, self.turns, norms, (rows, first), inner.qkv.each_mut());
     }
 
     fn call<'a>(&'a self, q: &'a Tensor, kv: &'a DenseKv<'a>) -> Forward<'a> {
-        let (shape, params) = (self.extents.attention(), params(self.extents.config(), self.layer));
-        Forward { shape, params, q: q.view(), kv, cpu: self.cpu }
+        let params = params(self.extents.config(), self.layer);
+        let shape = Shape { q_len: self.extents.len - self.first, ..self.extents.attention() };
+        Forward { shape, params, q: q.view().tokens(self.first..self.extents.len), kv, cpu: self.cpu }
     }
 
     /// Keys and values, with the biases of the keys that a gate decided on.
@@ -133,39 +158,47 @@ impl Block<'_> {
     fn attend(&self, cheap: &mut Cheap, inner: &mut Inner, shared: &mut Shared) -> Result<(), AttentionError> {
         let [q, ..] = &inner.qkv;
         let kv = self.kv(inner, &shared.gates)?;
-        Tiled::AUTO.forward(&self.call(q, &kv), &mut cheap.attention, &mut shared.scratch.forward)?;
-        self.by_tokens(cheap, inner);
+        let outputs = match &mut shared.dense {
+            Some(dense) if shared.gates.as_ref().is_some_and(Gates::is_dense) => dense,
+            _ => &mut cheap.attention,
+        };
+        Tiled::AUTO.forward(&self.call(q, &kv), outputs, &mut shared.scratch.forward)?;
+        self.by_tokens(outputs, inner);
         Ok(())
     }
 
-    fn by_tokens(&self, cheap: &Cheap, inner: &mut Inner) {
-        let config = self.extents.config();
-        let extents = [config.q_heads, self.extents.len, config.head_dim];
-        heads::side_by_side(self.cpu, bytemuck::cast_slice(cheap.attention.o.bytes()), extents, &mut inner.o);
+    fn by_tokens(&self, outputs: &Outputs, inner: &mut Inner) {
+        heads::side_by_side(self.cpu, &outputs.o, self.extents.len, &mut inner.o);
     }
 
-    fn residual(&self, x: &[f32], cheap: &mut Cheap, inner: &mut Inner) {
-        let groups = self.groups();
+    fn residual(&self, x: &[f32], cheap: &mut Cheap, inner: &mut Inner, scratch: &mut Scratch) {
+        let (groups, scratch) = (self.groups(), &mut scratch.products);
+        let (hidden, o) = (self.extents.config().hidden, &inner.o[self.live(self.extents.config().q_width())]);
+        let (x, y) = (&x[self.live(hidden)], &mut cheap.y[self.live(hidden)]);
         match &groups.after_attention {
             Some(gain) => {
-                groups.out.forward(self.cpu, self.weights, &inner.o, &mut inner.attended, false);
-                self.norm(gain).rows(self.cpu, &inner.attended, &mut cheap.y, self.extents.config().hidden);
-                norm::add(self.cpu, &mut cheap.y, x);
+                let attended = &mut inner.attended[self.live(hidden)];
+                groups.out.forward(self.cpu, self.weights, o, attended, false, scratch);
+                self.norm(gain).rows(self.cpu, attended, y, hidden);
+                norm::add(self.cpu, y, x);
             }
             None => {
-                cheap.y.copy_from_slice(x);
-                groups.out.forward(self.cpu, self.weights, &inner.o, &mut cheap.y, true);
+                y.copy_from_slice(x);
+                groups.out.forward(self.cpu, self.weights, o, y, true, scratch);
             }
         }
     }
 
-    fn mlp_inner(&self, cheap: &Cheap, inner: &mut Inner) {
-        let (config, groups) = (self.extents.config(), self.groups());
-        self.norm(&groups.before_mlp).rows(self.cpu, &cheap.y, &mut inner.n2, config.hidden);
-        groups.gate_up.forward(self.cpu, self.weights, &inner.n2, &mut inner.gate_up, false);
-        mlp::forward(self.cpu, config.activation, &inner.gate_up, &mut inner.p, config.ffn);
+    fn mlp_inner(&self, cheap: &Cheap, inner: &mut Inner, scratch: &mut Scratch) {
+        let (config, groups, scratch) = (self.extents.config(), self.groups(), &mut scratch.products);
+        let (hidden, ffn) = (config.hidden, config.ffn);
+        let (y, n2) = (&cheap.y[self.live(hidden)], &mut inner.n2[self.live(hidden)]);
+        let (gate_up, p) = (&mut inner.gate_up[self.live(2 * ffn)], &mut inner.p[self.live(ffn)]);
+        self.norm(&groups.before_mlp).rows(self.cpu, y, n2, hidden);
+        groups.gate_up.forward(self.cpu, self.weights, n2, gate_up, false, scratch);
+        mlp::forward(self.cpu, config.activation, gate_up, p, ffn);
         if groups.after_mlp.is_some() {
-            groups.down.forward(self.cpu, self.weights, &inner.p, &mut inner.projected, false);
+            groups.down.forward(self.cpu, self.weights, p, &mut inner.projected[self.live(hidden)], false, scratch);
         }
     }
 
@@ -180,49 +213,69 @@ impl Block<'_> {
         dx: &mut [f32],
     ) -> Result<(), AttentionError> {
         let (config, groups, cpu, w) = (self.extents.config(), self.groups(), self.cpu, self.weights);
-        let Shared { qkv, dp, dn, d_o, dqkv, scratch, gates } = shared;
-        let stream = Columns { range: 0..config.hidden, stride: config.hidden };
+        let Shared { qkv, dp, dn, d_o, rounded, dqkv, scratch, gates, .. } = shared;
+        let (hidden, ffn, q_width, qkv_width) = (config.hidden, config.ffn, config.q_width(), config.qkv_width());
+        let [stream, inside, doubled] = [hidden, ffn, 2 * ffn].map(|width| self.live(width));
+        let [of_q, of_qkv] = [q_width, qkv_width].map(|width| self.live(width));
+        let columns = Columns { range: 0..hidden, stride: hidden };
+        // The gradient by a layer's inputs, from that by its outputs, and those by what of it is trained.
+        let layer =
+            |layer: &Linear, dy: &[f32], x: &[f32], gradients: &mut [f32], dx: &mut [f32], scratch: &mut [f32]| {
+                layer.gradients(cpu, dy, x, gradients);
+                layer.backward(cpu, w, dy, dx, false, scratch);
+            };
         let norm_backward = |gain: &Group, x: &[f32], dn: &mut [f32], gradients: &mut [f32], sums: &mut [f32]| {
-            norm::backward(cpu, self.norm(gain), x, dn, &stream, (gain, gradients), sums);
+            norm::backward(cpu, self.norm(gain), x, dn, &columns, (gain, gradients), sums);
         };
+        let (all_n1, all_dn) = (&inner.n1, dn);
+        let (dx, dn) = (&mut dx[stream.clone()], &mut all_dn[stream.clone()]);
+        let (x, y) = (&x[stream.clone()], &cheap.y[stream.clone()]);
+        let (dp, d_o, products) = (&mut dp[inside.clone()], &mut d_o[of_q.clone()], &mut scratch.products);
+        let (gate_up, p, o) = (&mut inner.gate_up[doubled], &inner.p[inside], &inner.o[of_q]);
 
         match &groups.after_mlp {
             Some(gain) => {
                 dn.copy_from_slice(dx);
-                norm_backward(gain, &inner.projected, dn, gradients, &mut scratch.norm);
-                groups.down.backward(cpu, w, dn, &inner.p, gradients, dp);
+                norm_backward(gain, &inner.projected[stream.clone()], dn, gradients, &mut scratch.norm);
+                layer(&groups.down, dn, p, gradients, dp, products);
             }
-            None => groups.down.backward(cpu, w, dx, &inner.p, gradients, dp),
+            None => layer(&groups.down, dx, p, gradients, dp, products),
         }
-        mlp::backward(cpu, config.activation, dp, &mut inner.gate_up, config.ffn);
-        groups.gate_up.backward(cpu, w, &inner.gate_up, &inner.n2, gradients, dn);
-        norm_backward(&groups.before_mlp, &cheap.y, dn, gradients, &mut scratch.norm);
+        mlp::backward(cpu, config.activation, dp, gate_up, ffn);
+        layer(&groups.gate_up, gate_up, &inner.n2[stream.clone()], gradients, dn, products);
+        norm_backward(&groups.before_mlp, y, dn, gradients, &mut scratch.norm);
         norm::add(cpu, dx, dn);
 
         match &groups.after_attention {
             Some(gain) => {
                 dn.copy_from_slice(dx);
-                norm_backward(gain, &inner.attended, dn, gradients, &mut scratch.norm);
-                groups.out.backward(cpu, w, dn, &inner.o, gradients, d_o);
+                norm_backward(gain, &inner.attended[stream.clone()], dn, gradients, &mut scratch.norm);
+                layer(&groups.out, dn, o, gradients, d_o, products);
             }
-            None => groups.out.backward(cpu, w, dx, &inner.o, gradients, d_o),
+            None => layer(&groups.out, dx, o, gradients, d_o, products),
         }
-        let dims = [self.extents.batch, self.extents.len, config.q_heads, config.head_dim];
-        let grad_o = TensorView::contiguous(DType::F32, dims, bytemuck::cast_slice(d_o)).permuted([0, 2, 1, 3]);
+        let dims = [self.extents.batch, self.extents.len - self.first, config.q_heads, config.head_dim];
+        let dtype = self.extents.dtype();
+        let grad_o: &[u8] = match dtype {
+            DType::F32 => bytemuck::cast_slice(d_o),
+            _ => bytemuck::cast_slice(heads::round(cpu, d_o, rounded)),
+        };
+        let grad_o = TensorView::contiguous(dtype, dims, grad_o).permuted([0, 2, 1, 3]);
         let [q, ..] = &inner.qkv;
         let kv = self.kv(inner, gates)?;
         let (o, lse) = (cheap.attention.o.view(), &*cheap.attention.lse);
         let call = Backward { forward: self.call(q, &kv), o, lse, grad_o };
         Tiled::AUTO.backward(&call, dqkv, &mut scratch.backward)?;
-        let heads = [&dqkv.q, &dqkv.k, &dqkv.v].map(|tensor| bytemuck::cast_slice(tensor.bytes()));
-        heads::merge(cpu, config, self.turns, heads, qkv);
+        heads::merge(cpu, config, self.turns, [&dqkv.q, &dqkv.k, &dqkv.v], (qkv, self.first));
+        let qkv = &mut qkv[of_qkv.clone()];
         for (gain, range) in groups.qk_norm.iter().flatten().zip(heads::columns(config)) {
-            let columns = Columns { range, stride: config.qkv_width() };
-            norm::backward(cpu, self.norm(gain), &inner.unnormed, qkv, &columns, (gain, gradients), &mut scratch.norm);
+            let columns = Columns { range, stride: qkv_width };
+            let unnormed = &inner.unnormed[of_qkv.clone()];
+            norm::backward(cpu, self.norm(gain), unnormed, qkv, &columns, (gain, gradients), &mut scratch.norm);
         }
-        groups.qkv.backward(cpu, w, qkv, &inner.n1, gradients, dn);
+        layer(&groups.qkv, qkv, &all_n1[stream], gradients, dn, &mut scratch.products);
         if let (Some(gates), Some(dbias)) = (gates, &dqkv.bias) {
-            gates.backward(self.layer, cpu, &inner.n1, dbias, dn);
+            gates.backward(self.layer, cpu, all_n1, dbias, (dn, self.first), &mut scratch.products);
         }
         norm_backward(&groups.before_attention, x, dn, gradients, &mut scratch.norm);
         norm::add(cpu, dx, dn);

@@ -2,7 +2,8 @@
 //!
 //! The loss of a step is the divergence from the dense model plus a one-sided term, the fraction of tokens that should have
 //! been evicted and were not. That fraction is `1 - 1/ratio` with a ratio that rises linearly from 1 to the one asked for over
-//! the first 80% of the steps. What is read is the user's text, or generated text and tasks; the last tenth of a text is
+//! the first 80% of the steps. Of several ratios each has the part of the steps that its rise is of the whole, and its gates are
+//! left at the end of it, as NVIDIA leaves those of every ratio on the way to the highest. What is read is the user's text, or generated text and tasks; the last tenth of a text is
 //! held out, and judged with decisions as they are at inference.
 
 use super::activations::{Extents, Recompute};
@@ -12,27 +13,29 @@ use super::data::Data;
 use super::export;
 use super::gates::{Gates, Mode, OFFSET, SCALE, TAU};
 use super::log::{Line, Log};
-use super::origin::Start;
 use super::recipe::{BUILTIN, Recipe, Stage};
 use super::run::{Options, RECORD, TrainError};
 use super::vocabulary::Vocabulary;
+use super::weights::Frozen;
 use super::{Network, Parameters};
 use crate::device::Cpu;
 use crate::memory::Arena;
 use crate::model::{Config, fingerprint, locate};
 use crate::task::Tokens;
+use crate::tensor::DType;
 use crate::tensor::file::{self, Output};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::collections::HashMap;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 /// Name of the trained gates in a run's folder.
 pub const POLICY: &str = "policy.safetensors";
-/// Fraction of the steps over which the ratio rises.
+/// Fraction of a ratio's steps over which it rises.
 const RAMP: f64 = 0.8;
 /// Steps from one line of the log to the next, and from one checkpoint and look at held-out text to the next.
 const LOG_STEPS: usize = 5;
@@ -48,8 +51,8 @@ const JUDGED: usize = 4;
 pub struct Settings {
     /// The model: a folder, a GGUF file, or `builtin`.
     pub model: PathBuf,
-    /// Tokens for each that stays, behind a window.
-    pub ratio: f64,
+    /// Tokens for each that stays, behind a window: one ratio, or several that are reached one after the other.
+    pub ratios: Vec<f64>,
     /// Tokens of the window in which none is evicted.
     pub window: usize,
     /// A text to learn from; generated text and tasks without one.
@@ -66,13 +69,19 @@ pub struct Settings {
     pub learning_rate: f32,
     /// Weight of the term that asks for eviction.
     pub pressure: f64,
+    /// Type of the model's matrices: f32 or bf16.
+    pub weights: DType,
 }
 
 impl Settings {
     fn check(&self, config: &Config) -> Result<(), String> {
-        let Settings { ratio, window, length, steps, batch, learning_rate, pressure, .. } = *self;
-        if !(ratio.is_finite() && ratio > 1.0) {
-            return Err(format!("the ratio is {ratio}; it must be finite and above 1"));
+        let Settings { window, length, steps, batch, learning_rate, pressure, .. } = *self;
+        let mut least = 1.0;
+        for &ratio in &self.ratios {
+            if !(ratio.is_finite() && ratio > least) {
+                return Err(format!("the ratio is {ratio}; it must be finite and above {least}"));
+            }
+            least = ratio;
         }
         if window == 0 || window >= length {
             return Err(format!(
@@ -96,10 +105,20 @@ impl Settings {
         Ok(())
     }
 
+    /// The ratio that a step is on the way to, the one before it, and the steps of this way.
+    fn stage(&self, step: usize) -> (f64, f64, Range<usize>) {
+        let last = self.ratios[self.ratios.len() - 1];
+        let end = |ratio: f64| ((ratio - 1.0) / (last - 1.0) * self.steps as f64).round() as usize;
+        let at = self.ratios.iter().position(|ratio| step < end(*ratio)).unwrap_or(self.ratios.len() - 1);
+        let (from, to) = (if at == 0 { 1.0 } else { self.ratios[at - 1] }, self.ratios[at]);
+        (to, from, end(from)..end(to))
+    }
+
     /// The fraction of tokens to be evicted in a step.
     pub fn target(&self, step: usize) -> f64 {
-        let risen = ((step + 1) as f64 / (RAMP * self.steps as f64)).min(1.0);
-        1.0 - 1.0 / (1.0 + (self.ratio - 1.0) * risen)
+        let (to, from, steps) = self.stage(step);
+        let risen = ((step + 1 - steps.start) as f64 / (RAMP * steps.len() as f64)).min(1.0);
+        1.0 - 1.0 / (from + (to - from) * risen)
     }
 
     /// Whether gates that `evicted` a fraction by step `done` let go of everything, or, past half of the steps, of next to
@@ -193,13 +212,16 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
     settings.check(&config).map_err(misfit)?;
     let base = fingerprint(&model)?;
     let vocabulary = Vocabulary::of_folder(&model, &config)?;
-    let start = Start { config, vocabulary, files: Vec::new(), folder: Some(model) };
-    let source = Source::new(settings, &start.vocabulary)?;
-    let parameters = Parameters::all_frozen(&start.config);
+    let source = Source::new(settings, &vocabulary)?;
+    let parameters = Parameters::all_frozen(&config, settings.weights);
     let arena = Arena::with_limit(options.limit_bytes);
-    let extents = Extents { parameters: &parameters, batch: settings.batch, len: settings.length };
-    let fits =
-        |mode: &Recompute| extents.training_bytes(*mode, cpu.threads()).values().sum::<u64>() < options.limit_bytes;
+    let Settings { batch, length: len, window, .. } = *settings;
+    let skipped = if batch == 1 { window } else { 0 };
+    let extents = Extents { parameters: &parameters, batch, len, skipped };
+    let fits = |mode: &Recompute| {
+        let bytes = extents.training_bytes(*mode, cpu.threads());
+        bytes.into_values().chain(Gates::bytes(&extents).into_values()).sum::<u64>() < options.limit_bytes
+    };
     let recompute = Recompute::ALL.into_iter().find(fits).unwrap_or(Recompute::Full);
 
     let folder = options.out.as_path();
@@ -210,10 +232,10 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
     std::fs::create_dir_all(folder).map_err(|error| TrainError::write(folder, &error))?;
     let text = serde_json::to_string(&(settings, &base)).expect("settings are plain data");
     let digest = blake3::hash(text.as_bytes()).to_hex()[..16].to_string();
-    let weights = start.weights(&parameters, &arena, settings.seed)?;
+    let weights = Frozen::open(&model, &parameters, &arena)?;
     let gates = Gates::new(&arena, &extents, settings.window)?;
     let mut network = Network::new(&arena, cpu, extents, recompute)?.with_gates(&arena, gates)?;
-    let mut adamw = AdamW::new(&arena, Gates::count(&start.config))?;
+    let mut adamw = AdamW::new(&arena, Gates::count(&config))?;
     let mut progress = Progress::default();
     if there {
         progress = checkpoint::load(folder, &digest, &mut network.gates().weights, &mut adamw)?;
@@ -233,7 +255,7 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
         let tokens = source.tokens(cpu, progress.sequences, extents)?;
         let (mode, target) = (Mode::Relaxed { seed: settings.seed, step: step as u64 }, settings.target(step));
         network.gates().gradient.fill(0.0);
-        let found = network.distil(&weights, &tokens, mode, Some((target, settings.pressure)))?;
+        let found = network.distil(weights.all(), &tokens, mode, Some((target, settings.pressure)))?;
         if !found.kl.is_finite() {
             return Err(TrainError::Diverged { step, loss: found.kl });
         }
@@ -272,19 +294,26 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
             }
             since = Since::default();
         }
-        if done.is_multiple_of(SAVE_STEPS) || done == end {
+        let (ratio, _, stage) = settings.stage(step);
+        if done.is_multiple_of(SAVE_STEPS) || done == end || done == stage.end {
             let (mut kl, mut evicted) = (0.0, 0.0);
             let batches = JUDGED.div_ceil(settings.batch);
             for index in 0..batches {
                 let tokens = source.tokens(cpu, HELD_OUT + (index * settings.batch) as u64, extents)?;
-                let found = network.distil(&weights, &tokens, Mode::Hard, None)?;
+                let found = network.distil(weights.all(), &tokens, Mode::Hard, None)?;
                 (kl, evicted) = (kl + found.kl / batches as f64, evicted + found.evicted / batches as f64);
             }
             let line = Line::HeldOutGates { step: done, kl, evicted };
             held_out = serde_json::to_value(&line).ok();
             tell(watch, line)?;
             checkpoint::save(folder, &digest, &progress, &network.gates().weights, &adamw)?;
-            write_policy(settings, &start.config, &base, network.gates(), &progress, folder)?;
+            let write = |name: &str, gates: &Gates| {
+                write_policy(settings, &config, &base, gates, &progress, &folder.join(name))
+            };
+            write(POLICY, network.gates())?;
+            if done == stage.end && done < settings.steps {
+                write(&format!("policy-{ratio}x.safetensors"), network.gates())?;
+            }
         }
     }
     let record = json!({
@@ -294,7 +323,7 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
         "scale": SCALE,
         "offset": OFFSET,
         "temperature": TAU,
-        "trained_parameters": Gates::count(&start.config),
+        "trained_parameters": Gates::count(&config),
         "recompute": recompute,
         "steps": progress.step,
         "tokens": progress.tokens,
@@ -313,7 +342,7 @@ fn write_policy(
     base: &str,
     gates: &Gates,
     progress: &Progress,
-    folder: &Path,
+    path: &Path,
 ) -> Result<(), TrainError> {
     let [weight, bias] = gates.folded();
     let outputs = [
@@ -323,12 +352,12 @@ fn write_policy(
     let metadata = [
         ("base_model", base.to_string()),
         ("window", settings.window.to_string()),
-        ("ratio", settings.ratio.to_string()),
+        ("ratio", settings.stage(progress.step - 1).0.to_string()),
         ("steps", progress.step.to_string()),
         ("tokens", progress.tokens.to_string()),
     ];
     let metadata: HashMap<String, String> = metadata.map(|(key, value)| (key.to_string(), value)).into();
-    Ok(file::write_with(&folder.join(POLICY), &outputs, Some(metadata))?)
+    Ok(file::write_with(path, &outputs, Some(metadata))?)
 }
 
 #[cfg(test)]
@@ -339,7 +368,7 @@ mod tests {
     fn the_ratio_rises_to_the_one_asked_for_and_both_collapses_are_seen() {
         let settings = Settings {
             model: "builtin".into(),
-            ratio: 4.0,
+            ratios: vec![4.0],
             window: 8,
             text: None,
             steps: 100,
@@ -348,10 +377,18 @@ mod tests {
             seed: 0,
             learning_rate: 1e-3,
             pressure: 1.0,
+            weights: DType::F32,
         };
         let targets: Vec<f64> = (0..100).map(|step| settings.target(step)).collect();
         assert!(targets[0] < 0.05 && targets.is_sorted());
         assert_eq!((targets[78] < 0.75, targets[79], targets[99]), (true, 0.75, 0.75));
+        // Ratios one after the other: a seventh, two sevenths and four of the steps.
+        let several = Settings { ratios: vec![2.0, 4.0, 8.0], steps: 700, ..settings.clone() };
+        let targets: Vec<f64> = (0..700).map(|step| several.target(step)).collect();
+        assert!(targets.is_sorted());
+        assert_eq!([79, 99, 259, 299, 619, 699].map(|step| targets[step]), [0.5, 0.5, 0.75, 0.75, 0.875, 0.875]);
+        assert!(targets[100] > 0.5 && targets[258] < 0.75 && targets[300] > 0.75 && targets[618] < 0.875);
+        assert_eq!(several.stage(150), (4.0, 2.0, 100..300));
         let cases = [
             (10, 0.995, 0.3, true),
             (90, 0.995, 0.96, false),

@@ -14,9 +14,9 @@
 use super::activations::Extents;
 use super::linear::Linear;
 use super::parameters::{Group, Parameter};
-use crate::attention::KeyBias;
+use super::weights::Weights;
+use crate::attention::{KeyBias, Outputs};
 use crate::device::Cpu;
-use crate::device::simd::loops::add_scaled;
 use crate::memory::{Arena, ArenaError, Buffer, Label, LabelBytes};
 use crate::model::Config;
 use crate::model::parameters::Role;
@@ -65,9 +65,8 @@ pub struct Gates {
     logits: Buffer<f32>,
     /// Biases of the keys, `[layers, B, Hkv, L]`.
     bias: Buffer<f32>,
-    /// What the linear functions give or take, `[rows, Hkv]`, and the gradient by `n`, `[rows, hidden]`.
+    /// What the linear functions give or take, `[rows, Hkv]`.
     outputs: Buffer<f32>,
-    dn: Buffer<f32>,
     /// The dense model's last norm's output, `[rows, hidden]`.
     pub(super) dense: Buffer<f32>,
     /// Gradient of the loss by each decision, from the term that asks for more eviction.
@@ -80,7 +79,14 @@ fn layout(config: &Config) -> (Vec<Parameter>, Vec<Linear>) {
     let matrix = kv_heads * hidden;
     let parameter = |layer: usize, what: &str, role, shape: Vec<usize>, start: usize| {
         let range = start..start + shape.iter().product::<usize>();
-        Parameter { name: format!("gates.{layer}.{what}"), shape, role, gradient: Some(range.clone()), range }
+        Parameter {
+            name: format!("gates.{layer}.{what}"),
+            shape,
+            role,
+            gradient: Some(range.clone()),
+            of_kind: range.clone(),
+            range,
+        }
     };
     let weight = |layer| parameter(layer, "weight", Role::Matrix, vec![kv_heads, hidden], layer * matrix);
     let bias = |layer| parameter(layer, "bias", Role::Bias, vec![kv_heads], layers * matrix + layer * kv_heads);
@@ -119,21 +125,21 @@ impl Gates {
             logits: floats(config.layers * config.kv_heads)?,
             bias: floats(config.layers * config.kv_heads)?,
             outputs: floats(config.kv_heads)?,
-            dn: floats(config.hidden)?,
             dense: floats(config.hidden)?,
             pressure: 0.0,
         })
     }
 
-    /// Bytes that [`Gates::new`] takes, and the gradient by the bias in [`super::Network::with_gates`].
+    /// Bytes that [`Gates::new`] takes, and [`super::Network::with_gates`]: the gradient by the bias, and the dense model's outputs
+    /// of attention.
     pub fn bytes(extents: &Extents<'_>) -> LabelBytes {
         let (config, rows) = (extents.config(), extents.rows() as u64);
         let (count, heads) = (4 * Self::count(config) as u64, config.kv_heads as u64);
-        let of_token = 2 * config.layers as u64 * heads + 2 * heads + 2 * config.hidden as u64;
+        let of_token = 2 * config.layers as u64 * heads + 2 * heads + config.hidden as u64;
         LabelBytes::from([
             (Label::Weights, count),
             (Label::Gradients, count),
-            (Label::Activations, 4 * rows * of_token),
+            (Label::Activations, 4 * rows * of_token + Outputs::bytes(&extents.attention(), extents.dtype())),
         ])
     }
 
@@ -159,11 +165,12 @@ impl Gates {
     }
 
     /// Decides on the tokens of a layer by the normed inputs of its attention, `n` `[rows, hidden]`.
-    pub(super) fn decide(&mut self, layer: usize, cpu: &Cpu, n: &[f32]) {
-        if self.mode == Mode::Dense {
+    pub(super) fn decide(&mut self, layer: usize, cpu: &Cpu, n: &[f32], scratch: &mut [f32]) {
+        if self.is_dense() {
             return;
         }
-        self.linears[layer].forward(cpu, &self.weights, n, &mut self.outputs, false);
+        let weights = Weights::F32(&self.weights);
+        self.linears[layer].forward(cpu, weights, n, &mut self.outputs, false, scratch);
         let mut rng = match self.mode {
             Mode::Relaxed { seed, step } => {
                 let mut rng = ChaCha8Rng::seed_from_u64(seed);
@@ -193,10 +200,14 @@ impl Gates {
         }
     }
 
+    /// Whether the forward pass is that of the dense model.
+    pub(super) fn is_dense(&self) -> bool {
+        self.mode == Mode::Dense
+    }
+
     /// The biases of a layer's keys; `None` for the dense model.
     pub(super) fn bias(&self, layer: usize) -> Option<KeyBias<'_>> {
-        let is_dense = self.mode == Mode::Dense;
-        (!is_dense).then(|| KeyBias { values: &self.bias[self.layer(layer)], window: self.window })
+        (!self.is_dense()).then(|| KeyBias { values: &self.bias[self.layer(layer)], window: self.window })
     }
 
     /// Fraction of the tokens behind a window that the last forward pass evicted, over all layers and heads.
@@ -226,9 +237,17 @@ impl Gates {
         weight * lacking
     }
 
-    /// Adds a layer's gradients to those of its parameters and to `dn`, the gradient by `n`; `dbias` is the gradient by
+    /// Adds a layer's gradients to those of its parameters and to `dn`, the gradient by the rows of `n` from `first` on; `dbias` is the gradient by
     /// the biases of its keys, `[B, Hkv, L]`.
-    pub(super) fn backward(&mut self, layer: usize, cpu: &Cpu, n: &[f32], dbias: &[f32], dn: &mut [f32]) {
+    pub(super) fn backward(
+        &mut self,
+        layer: usize,
+        cpu: &Cpu,
+        n: &[f32],
+        dbias: &[f32],
+        (dn, first): (&mut [f32], usize),
+        scratch: &mut [f32],
+    ) {
         let logits = &self.logits[self.layer(layer)];
         for (index, (&z, &dbias)) in logits.iter().zip(dbias).enumerate() {
             let (list, at) = (index / self.len, index % self.len);
@@ -238,9 +257,10 @@ impl Gates {
             let dz = -alpha * (dbias + pressure * (1.0 - alpha));
             self.outputs[row * self.heads + list % self.heads] = SCALE / TAU * dz;
         }
-        let Gates { linears, weights, gradient, outputs, dn: own, .. } = self;
-        linears[layer].backward(cpu, weights, outputs, n, gradient, own);
-        add_scaled(cpu.isa(), dn, 1.0, own);
+        let Gates { linears, weights, gradient, outputs, .. } = self;
+        linears[layer].gradients(cpu, outputs, n, gradient);
+        let outputs = &outputs[first * self.heads..];
+        linears[layer].backward(cpu, Weights::F32(weights), outputs, dn, true, scratch);
     }
 
     /// Weights and biases of the eviction logits as they are used, with scale and offset: what a policy file holds.

@@ -1,17 +1,73 @@
 //! Linear layers `y = x Wᵀ + b` with `W` `[out, in]` as Hugging Face stores it, and their gradients.
 //!
-//! The rows of a batch are cut into pieces of [`PIECE_ROWS`], the rows of a weight's gradient into blocks; each is one
-//! product on one thread, so that its sums have one order.
+//! A product is cut into parts of [`crate::device::simd::dense`], the rows of a weight's gradient into blocks; each is computed by
+//! one thread, so that its sums have one order.
 
-use super::PIECE_ROWS;
 use super::parameters::Group;
+use super::weights::Weights;
 use crate::device::Cpu;
+use crate::device::cpu::Slots;
 use crate::device::gemm::{Matrix, product};
-use crate::device::simd::loops::add_scaled;
+use crate::device::simd::dense::{PANEL, PART_ROWS, Part, SCRATCH};
+use crate::device::simd::linear::Stripes;
+use crate::tensor::Rows;
 use rayon::prelude::*;
 
 /// Rows of a weight's gradient, or elements of a bias's, that one thread computes.
 const WEIGHT_ROWS: usize = 64;
+
+/// Fewest rows of a part of a product, where there are more.
+const LEAST_ROWS: usize = 96;
+
+/// f32 elements of scratch that products take.
+pub(super) fn scratch(threads: usize) -> usize {
+    threads * SCRATCH
+}
+
+/// `y = x wᵀ + b`, or with `transposed` `y = x w`.
+pub(super) struct Product<'a> {
+    /// Rows behind each other.
+    pub x: &'a [f32],
+    pub w: Rows<'a>,
+    pub transposed: bool,
+    pub bias: Option<&'a [f32]>,
+    /// Whether `y` is added to.
+    pub add: bool,
+}
+
+impl Product<'_> {
+    /// Computes it; `scratch` holds [`scratch`] elements.
+    pub fn write(self, cpu: &Cpu, y: &mut [f32], scratch: &mut [f32]) {
+        let Product { x, w, transposed, bias, add } = self;
+        let (columns, depth) = if transposed { (w.width(), w.count()) } else { (w.count(), w.width()) };
+        let rows = x.len() / depth;
+        assert_eq!(y.len(), rows * columns, "the extents of a product");
+        // Some parts for each thread, but none of less rows than are worth packing the weights for.
+        let panels = columns.div_ceil(PANEL);
+        let parts = (2 * cpu.threads()).div_ceil(panels).min(rows / LEAST_ROWS).max(rows.div_ceil(PART_ROWS));
+        let share = rows.div_ceil(parts.max(1));
+        let (y, slots) = (Stripes::new(y, columns, rows, columns), Slots::new(scratch, cpu.threads()));
+        let part = |index: usize| {
+            let (row, column) = (index / panels * share, index % panels * PANEL);
+            let width = PANEL.min(columns - column);
+            let w = if transposed { w.columns(column..column + width) } else { w.skip(column).first(width) };
+            slots.with(|scratch| {
+                cpu.isa().run_bf16(Part {
+                    x: &x[row * depth..(row + share).min(rows) * depth],
+                    depth,
+                    w,
+                    transposed,
+                    bias: bias.map(|bias| &bias[column..column + width]),
+                    add,
+                    y: &y,
+                    first: [row, column],
+                    scratch,
+                });
+            });
+        };
+        cpu.install(|| (0..parts * panels).into_par_iter().with_max_len(1).for_each(part));
+    }
+}
 
 /// Where the parameters of a layer lie, and its extents.
 #[derive(Debug, Clone)]
@@ -26,22 +82,14 @@ pub(super) struct Linear {
 
 impl Linear {
     /// `y = x Wᵀ + b`, or `y += x Wᵀ + b` with `add`: `x` is `[rows, inputs]`, `y` `[rows, outputs]`.
-    pub fn forward(&self, cpu: &Cpu, weights: &[f32], x: &[f32], y: &mut [f32], add: bool) {
-        let Linear { inputs, outputs, .. } = *self;
-        let w = Matrix::new(self.weight.of(weights), outputs, inputs).transposed();
-        let bias = self.bias.as_ref().map(|bias| bias.of(weights));
-        cpu.install(|| {
-            y.par_chunks_mut(PIECE_ROWS * outputs).zip(x.par_chunks(PIECE_ROWS * inputs)).for_each(|(y, x)| {
-                product(y, outputs, Matrix::new(x, x.len() / inputs, inputs), w, add, 1);
-                if let Some(bias) = bias {
-                    y.chunks_exact_mut(outputs).for_each(|row| add_scaled(cpu.isa(), row, 1.0, bias));
-                }
-            });
-        });
+    pub fn forward(&self, cpu: &Cpu, weights: Weights<'_>, x: &[f32], y: &mut [f32], add: bool, scratch: &mut [f32]) {
+        let bias = self.bias.as_ref().map(|bias| weights.vector(bias));
+        let w = weights.matrix(&self.weight, self.inputs);
+        Product { x, w, transposed: false, bias, add }.write(cpu, y, scratch);
     }
 
-    /// Writes the gradient by `x` to `dx`, and adds those by the trained parameters to `gradients`.
-    pub fn backward(&self, cpu: &Cpu, weights: &[f32], dy: &[f32], x: &[f32], gradients: &mut [f32], dx: &mut [f32]) {
+    /// Adds the gradients by the trained parameters to `gradients`.
+    pub fn gradients(&self, cpu: &Cpu, dy: &[f32], x: &[f32], gradients: &mut [f32]) {
         let Linear { inputs, outputs, .. } = *self;
         for (first, range) in &self.weight.trained {
             weight_gradient(cpu, &dy[first / inputs..], x, &mut gradients[range.clone()], [inputs, outputs]);
@@ -49,12 +97,20 @@ impl Linear {
         for (first, range) in self.bias.iter().flat_map(|bias| &bias.trained) {
             bias_gradient(cpu, &dy[*first..], &mut gradients[range.clone()], outputs);
         }
-        cpu.install(|| {
-            dx.par_chunks_mut(PIECE_ROWS * inputs).zip(dy.par_chunks(PIECE_ROWS * outputs)).for_each(|(dx, dy)| {
-                let dy = Matrix::new(dy, dy.len() / outputs, outputs);
-                product(dx, inputs, dy, Matrix::new(self.weight.of(weights), outputs, inputs), false, 1);
-            });
-        });
+    }
+
+    /// Writes the gradient by `x` to `dx`, or adds it with `add`.
+    pub fn backward(
+        &self,
+        cpu: &Cpu,
+        weights: Weights<'_>,
+        dy: &[f32],
+        dx: &mut [f32],
+        add: bool,
+        scratch: &mut [f32],
+    ) {
+        let w = weights.matrix(&self.weight, self.inputs);
+        Product { x: dy, w, transposed: true, bias: None, add }.write(cpu, dx, scratch);
     }
 }
 

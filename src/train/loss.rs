@@ -5,19 +5,17 @@
 //! it uses.
 
 use super::activations::Extents;
-use super::linear;
+use super::linear::{self, Product};
 use crate::device::Cpu;
-use crate::device::gemm::{Matrix, product};
 use crate::device::simd::loops;
 use crate::memory::{Arena, ArenaError, Buffer, Label};
 use crate::model::Config;
+use crate::tensor::Rows;
 use rayon::prelude::*;
 use std::f32::consts::LOG2_E;
 
 /// Rows whose logits are there at once.
 const BLOCK_ROWS: usize = 1024;
-/// Rows of a block that one thread does.
-const PIECE_ROWS: usize = 128;
 
 /// A row to be judged.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -52,7 +50,7 @@ pub(super) struct Loss {
 
 /// The output matrix, its gradient unless it is frozen, and the soft-cap of logits.
 pub(super) struct Head<'a> {
-    pub weights: &'a [f32],
+    pub weights: Rows<'a>,
     pub gradient: Option<&'a mut [f32]>,
     pub softcap: Option<f32>,
 }
@@ -75,17 +73,17 @@ impl Loss {
 
     /// The weighted loss over `targets`. `n` `[rows, hidden]` is the last norm's output, and the gradient by it is
     /// written to `dn`, if that is wanted; a gradient in `head` is then added to. Tells `judge` each target's likeliest
-    /// token and its own negative log-likelihood.
+    /// token and its own negative log-likelihood. `scratch` is that of products.
     pub fn run(
         &mut self,
         cpu: &Cpu,
-        n: &[f32],
+        (n, mut dn): (&[f32], Option<&mut [f32]>),
         targets: &[Target],
         head: Head<'_>,
-        mut dn: Option<&mut [f32]>,
+        scratch: &mut [f32],
         mut judge: impl FnMut(&Target, u32, f32),
     ) -> f64 {
-        let Head { weights, mut gradient, softcap } = head;
+        let Head { weights: w, mut gradient, softcap } = head;
         let rows = self.judged.len();
         let (hidden, vocab) = (self.x.len() / rows, self.logits.len() / rows);
         if let Some(dn) = &mut dn {
@@ -99,19 +97,17 @@ impl Loss {
             for (target, x) in targets.iter().zip(x.chunks_exact_mut(hidden)) {
                 x.copy_from_slice(&n[target.row * hidden..][..hidden]);
             }
-            let piece = Piece { cpu, weights, hidden, vocab, softcap, wanted: dn.is_some() };
+            Product { x, w, transposed: false, bias: None, add: false }.write(cpu, logits, scratch);
+            let wanted = dn.is_some();
             cpu.install(|| {
-                logits
-                    .par_chunks_mut(PIECE_ROWS * vocab)
-                    .zip(x.par_chunks(PIECE_ROWS * hidden))
-                    .zip(dx.par_chunks_mut(PIECE_ROWS * hidden))
-                    .zip(judged.par_chunks_mut(PIECE_ROWS).zip(targets.par_chunks(PIECE_ROWS)))
-                    .for_each(|(((logits, x), dx), (judged, targets))| piece.run(logits, x, dx, judged, targets));
+                let rows = logits.par_chunks_exact_mut(vocab).zip(&mut *judged).zip(targets);
+                rows.for_each(|((row, judged), target)| *judged = surprise(cpu, row, target, softcap, wanted));
             });
             if let Some(gradient) = &mut gradient {
                 linear::weight_gradient(cpu, logits, x, gradient, [hidden, vocab]);
             }
             if let Some(dn) = &mut dn {
+                Product { x: logits, w, transposed: true, bias: None, add: false }.write(cpu, dx, scratch);
                 for (target, dx) in targets.iter().zip(dx.chunks_exact(hidden)) {
                     dn[target.row * hidden..][..hidden].copy_from_slice(dx);
                 }
@@ -125,51 +121,31 @@ impl Loss {
     }
 }
 
-/// What the pieces of a block share.
-struct Piece<'a> {
-    cpu: &'a Cpu,
-    weights: &'a [f32],
-    hidden: usize,
-    vocab: usize,
-    softcap: Option<f32>,
-    /// Whether gradients are.
-    wanted: bool,
-}
-
-impl Piece<'_> {
-    fn run(&self, logits: &mut [f32], x: &[f32], dx: &mut [f32], judged: &mut [[f32; 2]], targets: &[Target]) {
-        let (isa, count) = (self.cpu.isa(), targets.len());
-        let weights = Matrix::new(self.weights, self.vocab, self.hidden);
-        product(logits, self.vocab, Matrix::new(x, count, self.hidden), weights.transposed(), false, 1);
-        let mut capped = Vec::new();
-        for ((row, judged), target) in logits.chunks_exact_mut(self.vocab).zip(judged).zip(targets) {
-            if let Some(cap) = self.softcap {
-                loops::soft_cap(isa, row, 1.0, cap);
-                capped.clear();
-                capped.extend_from_slice(row);
-            }
-            let token = target.token as usize;
-            let wanted_logit = row[token];
-            // A NaN is never the largest, but must reach the loss: it does, through the sum.
-            let (mut likeliest, mut most) = (0, f32::NEG_INFINITY);
-            for (index, &logit) in row.iter().enumerate() {
-                if logit > most {
-                    (likeliest, most) = (index, logit);
-                }
-            }
-            loops::scale(isa, row, LOG2_E);
-            let sum = loops::exp2_sum(isa, row, most * LOG2_E);
-            *judged = [sum.ln() + most - wanted_logit, likeliest as f32];
-            if self.wanted {
-                loops::scale(isa, row, target.weight / sum);
-                row[token] -= target.weight;
-                if let Some(cap) = self.softcap {
-                    loops::cap_slope(isa, row, &capped, cap);
-                }
-            }
-        }
-        if self.wanted {
-            product(dx, self.hidden, Matrix::new(logits, count, self.vocab), weights, false, 1);
+/// The negative log-likelihood of a row's target, and the row's likeliest token; the row of logits becomes its gradient, if that is
+/// wanted.
+fn surprise(cpu: &Cpu, row: &mut [f32], target: &Target, softcap: Option<f32>, wanted: bool) -> [f32; 2] {
+    let (isa, token) = (cpu.isa(), target.token as usize);
+    let mut capped = Vec::new();
+    if let Some(cap) = softcap {
+        loops::soft_cap(isa, row, 1.0, cap);
+        capped.extend_from_slice(row);
+    }
+    let wanted_logit = row[token];
+    // A NaN is never the largest, but must reach the loss: it does, through the sum.
+    let (mut likeliest, mut most) = (0, f32::NEG_INFINITY);
+    for (index, &logit) in row.iter().enumerate() {
+        if logit > most {
+            (likeliest, most) = (index, logit);
         }
     }
+    loops::scale(isa, row, LOG2_E);
+    let sum = loops::exp2_sum(isa, row, most * LOG2_E);
+    if wanted {
+        loops::scale(isa, row, target.weight / sum);
+        row[token] -= target.weight;
+        if let Some(cap) = softcap {
+            loops::cap_slope(isa, row, &capped, cap);
+        }
+    }
+    [sum.ln() + most - wanted_logit, likeliest as f32]
 }

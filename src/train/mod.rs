@@ -28,10 +28,12 @@ pub mod parameters;
 pub mod recipe;
 pub mod run;
 pub mod vocabulary;
+pub mod weights;
 
 pub use activations::Recompute;
 pub use network::{Batch, Network};
 pub use parameters::Parameters;
+pub use weights::Weights;
 
 /// Rows of a piece of work that one thread does: fixed, so that sums over pieces have one order.
 const PIECE_ROWS: usize = 256;

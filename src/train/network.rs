@@ -6,11 +6,11 @@ use super::gates::{Gates, Mode};
 use super::heads::Turns;
 use super::loss::{Head, Loss, Target};
 use super::norm::{self, Columns};
-use crate::attention::{AttentionError, Gradients};
+use super::weights::Weights;
+use crate::attention::{AttentionError, Gradients, Outputs};
 use crate::device::Cpu;
 use crate::memory::{Arena, ArenaError, Buffer, Label};
 use crate::model::Config;
-use crate::tensor::DType;
 use rayon::prelude::*;
 
 /// Tokens of the vocabulary whose gradients one thread adds up.
@@ -77,8 +77,10 @@ impl<'a> Network<'a> {
             dp: floats(config.ffn)?,
             dn: floats(config.hidden)?,
             d_o: floats(config.q_width())?,
-            dqkv: Gradients::allocate(arena, &shape, DType::F32)?,
+            rounded: arena.alloc(Label::Activations, extents.rounded())?,
+            dqkv: Gradients::allocate(arena, &extents.gated(), extents.dtype())?,
             scratch: Scratch::allocate(arena, &extents, cpu.threads())?,
+            dense: None,
             gates: None,
         };
         Ok(Network {
@@ -108,13 +110,16 @@ impl<'a> Network<'a> {
     /// # Panics
     /// When the batch does not have the extents of this network, or holds a token outside the vocabulary.
     pub fn step(&mut self, weights: &[f32], batch: &Batch, gradients: &mut [f32]) -> Result<f64, AttentionError> {
-        self.forward(weights, &batch.tokens)?;
+        let all = Weights::F32(weights);
+        self.forward(all, &batch.tokens, 0)?;
         let (config, parameters) = (self.extents.config(), self.extents.parameters);
         let gradient = parameters.output.gradient().map(|range| &mut gradients[range]);
-        let head = Head { weights: parameters.output.of(weights), gradient, softcap: config.final_softcap };
-        let dn = &mut self.shared.dn;
-        let loss = self.loss.run(self.cpu, &self.n, &batch.targets, head, Some(dn), |_, _, _| ());
-        self.backward(weights, &batch.tokens, gradients, parameters.first_trained)?;
+        let output = all.matrix(&parameters.output, config.hidden);
+        let head = Head { weights: output, gradient, softcap: config.final_softcap };
+        let Shared { dn, scratch, .. } = &mut self.shared;
+        let (n, scratch) = (&*self.n, &mut *scratch.products);
+        let loss = self.loss.run(self.cpu, (n, Some(dn)), &batch.targets, head, scratch, |_, _, _| ());
+        self.backward(all, &batch.tokens, gradients, parameters.first_trained)?;
         Ok(loss)
     }
 
@@ -123,7 +128,9 @@ impl<'a> Network<'a> {
     /// # Errors
     /// When the arena has no room.
     pub fn with_gates(mut self, arena: &Arena, gates: Gates) -> Result<Self, ArenaError> {
-        self.shared.dqkv = self.shared.dqkv.with_bias(arena, &self.extents.attention())?;
+        let (shape, dtype) = (self.extents.attention(), self.extents.dtype());
+        self.shared.dqkv = self.shared.dqkv.with_bias(arena, &shape)?;
+        self.shared.dense = Some(Outputs::allocate(arena, &shape, dtype)?);
         self.shared.gates = Some(gates);
         Ok(self)
     }
@@ -146,23 +153,25 @@ impl<'a> Network<'a> {
     /// When there are no gates, and as [`Network::step`].
     pub fn distil(
         &mut self,
-        weights: &[f32],
+        weights: Weights<'_>,
         tokens: &[u32],
         mode: Mode,
         target: Option<(f64, f64)>,
     ) -> Result<Distilled, AttentionError> {
         self.gates().begin(Mode::Dense);
-        self.forward(weights, tokens)?;
+        self.forward(weights, tokens, 0)?;
         let Network { shared, n, .. } = self;
         shared.gates.as_mut().expect("gates() found them").dense.copy_from_slice(n);
         self.gates().begin(mode);
-        self.forward(weights, tokens)?;
+        self.forward(weights, tokens, self.extents.skipped)?;
         let (config, parameters) = (self.extents.config(), self.extents.parameters);
-        let head = Head { weights: parameters.output.of(weights), gradient: None, softcap: config.final_softcap };
-        let Shared { gates, dn, .. } = &mut self.shared;
+        let output = weights.matrix(&parameters.output, config.hidden);
+        let head = Head { weights: output, gradient: None, softcap: config.final_softcap };
+        let Shared { gates, dn, scratch, .. } = &mut self.shared;
         let gates = gates.as_mut().expect("gates() found them");
         let judged = [self.extents.len, gates.window()];
-        let kl = self.loss.distil(self.cpu, [&gates.dense, &self.n], judged, head, target.is_some().then_some(dn));
+        let (models, dn) = ([&*gates.dense, &*self.n], target.is_some().then_some(&mut **dn));
+        let kl = self.loss.distil(self.cpu, models, judged, head, dn, &mut scratch.products);
         let evicted = gates.evicted();
         let pressure = target.map_or(0.0, |(target, weight)| gates.press(target, weight));
         if target.is_some() {
@@ -174,23 +183,25 @@ impl<'a> Network<'a> {
     /// From the gradient by the last norm's output, in the shared `dn`, to that of every parameter, down to block `first`.
     fn backward(
         &mut self,
-        weights: &[f32],
+        weights: Weights<'_>,
         tokens: &[u32],
         gradients: &mut [f32],
         first: usize,
     ) -> Result<(), AttentionError> {
         let (config, parameters) = (self.extents.config(), self.extents.parameters);
         let dn = &mut self.shared.dn;
-        let (norm, gain) = (config.norm(parameters.norm.of(weights)), &parameters.norm);
+        let (norm, gain) = (config.norm(weights.vector(&parameters.norm)), &parameters.norm);
         let columns = Columns { range: 0..config.hidden, stride: config.hidden };
         let scratch = &mut self.shared.scratch.norm;
-        norm::backward(self.cpu, norm, &self.x, dn, &columns, (gain, gradients), scratch);
+        let (skipped, live) = (self.extents.skipped, self.extents.skipped * config.hidden..);
+        norm::backward(self.cpu, norm, &self.x[live.clone()], &mut dn[live], &columns, (gain, gradients), scratch);
         self.dx.copy_from_slice(dn);
         for layer in (first..config.layers).rev() {
-            let block = Block { extents: &self.extents, layer, cpu: self.cpu, turns: &self.turns, weights };
-            let (x, cheap, inner) = self.saved.block(layer);
-            block.restore(self.recompute, x, cheap, inner, &mut self.shared)?;
-            block.backward(x, cheap, inner, &mut self.shared, gradients, &mut self.dx)?;
+            let Network { extents, recompute, cpu, turns, saved, shared, dx, .. } = self;
+            let block = Block { extents, layer, cpu, turns, weights, recompute: *recompute, first: skipped };
+            let (x, cheap, inner) = saved.block(layer);
+            block.restore(x, cheap, inner, shared)?;
+            block.backward(x, cheap, inner, shared, gradients, dx)?;
         }
         if let Some(range) = parameters.embedding.gradient() {
             self.embedding_gradient(tokens, &mut gradients[range]);
@@ -212,27 +223,34 @@ impl<'a> Network<'a> {
         batch: &Batch,
         judge: impl FnMut(&Target, u32, f32),
     ) -> Result<f64, AttentionError> {
-        self.forward(weights, &batch.tokens)?;
-        let softcap = self.extents.config().final_softcap;
-        let head = Head { weights: self.extents.parameters.output.of(weights), gradient: None, softcap };
-        Ok(self.loss.run(self.cpu, &self.n, &batch.targets, head, None, judge))
+        let all = Weights::F32(weights);
+        self.forward(all, &batch.tokens, 0)?;
+        let (config, parameters) = (self.extents.config(), self.extents.parameters);
+        let output = all.matrix(&parameters.output, config.hidden);
+        let head = Head { weights: output, gradient: None, softcap: config.final_softcap };
+        let scratch = &mut *self.shared.scratch.products;
+        Ok(self.loss.run(self.cpu, (&self.n, None), &batch.targets, head, scratch, judge))
     }
 
-    fn forward(&mut self, weights: &[f32], tokens: &[u32]) -> Result<(), AttentionError> {
+    /// Rows before the `first` are those that the last forward pass left, which was of the same tokens.
+    fn forward(&mut self, weights: Weights<'_>, tokens: &[u32], first: usize) -> Result<(), AttentionError> {
         let (config, parameters) = (self.extents.config(), self.extents.parameters);
         assert_eq!(tokens.len(), self.extents.rows(), "a batch has the extents of its network");
-        let (embedding, hidden) = (parameters.embedding.of(weights), config.hidden);
+        let hidden = config.hidden;
+        let embedding = weights.matrix(&parameters.embedding, hidden);
         for (&token, x) in tokens.iter().zip(self.x.chunks_exact_mut(hidden)) {
-            let row = &embedding[token as usize * hidden..][..hidden];
-            x.iter_mut().zip(row).for_each(|(x, e)| *x = e * config.embedding_scale);
+            embedding.skip(token as usize).first(1).widen(x);
+            x.iter_mut().for_each(|x| *x *= config.embedding_scale);
         }
         for layer in 0..config.layers {
-            let block = Block { extents: &self.extents, layer, cpu: self.cpu, turns: &self.turns, weights };
-            let (x, cheap, inner) = self.saved.block(layer);
-            x.copy_from_slice(&self.x);
-            block.forward(x, cheap, inner, &mut self.shared, &mut self.x)?;
+            let Network { extents, recompute, cpu, turns, saved, shared, x: stream, .. } = self;
+            let block = Block { extents, layer, cpu, turns, weights, recompute: *recompute, first };
+            let (x, cheap, inner) = saved.block(layer);
+            x[first * hidden..].copy_from_slice(&stream[first * hidden..]);
+            block.forward(x, cheap, inner, shared, stream)?;
         }
-        config.norm(parameters.norm.of(weights)).rows(self.cpu, &self.x, &mut self.n, hidden);
+        let live = first * hidden..;
+        config.norm(weights.vector(&parameters.norm)).rows(self.cpu, &self.x[live.clone()], &mut self.n[live], hidden);
         Ok(())
     }
 

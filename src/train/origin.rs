@@ -5,8 +5,9 @@
 use super::Parameters;
 use super::run::TrainError;
 use super::vocabulary::{BEGIN, END, Vocabulary};
-use crate::memory::{Arena, Buffer, Label};
-use crate::model::{Config, locate, widen};
+use super::weights::in_f32;
+use crate::memory::{Arena, Buffer};
+use crate::model::{Config, locate};
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::{Value, json};
@@ -203,8 +204,6 @@ impl Start {
     /// When a file cannot be read or does not fit, or the arena has no room.
     pub fn weights(&self, parameters: &Parameters, arena: &Arena, seed: u64) -> Result<Buffer<f32>, TrainError> {
         let Some(folder) = &self.folder else { return Ok(parameters.initial(arena, seed)?) };
-        let mut weights = arena.alloc(Label::Weights, parameters.count())?;
-        widen(folder, &self.config, &mut weights)?;
-        Ok(weights)
+        in_f32(folder, parameters, arena)
     }
 }

@@ -8,6 +8,7 @@ use super::linear::Linear;
 use crate::memory::{Arena, ArenaError, Buffer, Label};
 use crate::model::Config;
 use crate::model::parameters::{self, Make, Role, Stack};
+use crate::tensor::DType;
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 use rand_distr::{Distribution, Normal};
@@ -31,6 +32,8 @@ pub struct Parameter {
     pub role: Role,
     /// Where it lies.
     pub range: Range<usize>,
+    /// Where it lies among the matrices, or else among the norms and biases.
+    pub of_kind: Range<usize>,
     /// Where its gradient lies, unless it is frozen.
     pub gradient: Option<Range<usize>>,
 }
@@ -38,7 +41,9 @@ pub struct Parameter {
 /// Parameters that follow each other and are used as one.
 #[derive(Debug, Clone)]
 pub(super) struct Group {
-    range: Range<usize>,
+    pub range: Range<usize>,
+    /// As [`Parameter::of_kind`].
+    pub of_kind: Range<usize>,
     /// Each stretch that is trained: its first element in the group, and where its gradient lies.
     pub trained: Vec<(usize, Range<usize>)>,
 }
@@ -54,12 +59,8 @@ impl Group {
                 _ => trained.push((range.start - start, gradient)),
             }
         }
-        Group { range: start..parameters[parameters.len() - 1].range.end, trained }
-    }
-
-    /// Its part of the weights.
-    pub fn of<'w>(&self, weights: &'w [f32]) -> &'w [f32] {
-        &weights[self.range.clone()]
+        let [first, last] = [&parameters[0], &parameters[parameters.len() - 1]];
+        Group { range: start..last.range.end, of_kind: first.of_kind.start..last.of_kind.end, trained }
     }
 
     /// Where its gradient lies, if it is a single parameter that is trained.
@@ -87,6 +88,8 @@ pub(super) struct BlockGroups {
 pub struct Parameters {
     /// The model.
     pub config: Config,
+    /// Type in which matrices are kept, and queries, keys and values: f32, or bf16 where nothing is trained.
+    pub dtype: DType,
     /// Every one, in the order in which they lie.
     pub all: Vec<Parameter>,
     /// `[vocab, hidden]`.
@@ -124,9 +127,9 @@ impl Parameters {
         }
     }
 
-    /// The layout of a model none of whose parameters is trained.
-    pub fn all_frozen(config: &Config) -> Self {
-        Self::trained(config, |_| false)
+    /// The layout of a model none of whose parameters is trained, with matrices in f32 or bf16.
+    pub fn all_frozen(config: &Config, dtype: DType) -> Self {
+        Parameters { dtype, ..Self::trained(config, |_| false) }
     }
 
     fn trained(config: &Config, is_trained: impl Fn(&str) -> bool) -> Self {
@@ -167,12 +170,27 @@ impl Parameters {
             all,
             first_trained,
             config: config.clone(),
+            dtype: DType::F32,
         }
     }
 
     /// Number of f32 elements.
     pub fn count(&self) -> usize {
         self.all[self.all.len() - 1].range.end
+    }
+
+    /// Numbers in all matrices, and in all norms and biases.
+    pub(super) fn counts(&self) -> [usize; 2] {
+        [true, false].map(|is_matrix| {
+            let last = self.all.iter().rev().find(|parameter| parameter.role.decays() == is_matrix);
+            last.map_or(0, |last| last.of_kind.end)
+        })
+    }
+
+    /// Bytes of all of them.
+    pub fn bytes(&self) -> u64 {
+        let [matrices, vectors] = self.counts();
+        (self.dtype.bytes() * matrices + 4 * vectors) as u64
     }
 
     /// Number of f32 elements that are trained.
@@ -259,7 +277,11 @@ impl<F: Fn(&str) -> bool> List<F> {
         let trained =
             self.all.iter().rev().find_map(|parameter| parameter.gradient.as_ref()).map_or(0, |last| last.end);
         let gradient = (self.is_trained)(&name).then(|| trained..trained + count);
-        let parameter = Parameter { name, shape, role, range: start..start + count, gradient };
+        let is_matrix = role.decays();
+        let before = self.all.iter().rev().find(|parameter| parameter.role.decays() == is_matrix);
+        let among = before.map_or(0, |before| before.of_kind.end);
+        let (range, of_kind) = (start..start + count, among..among + count);
+        let parameter = Parameter { name, shape, role, range, of_kind, gradient };
         self.all.push(parameter.clone());
         parameter
     }

@@ -232,7 +232,7 @@ impl<'a> Trainer<'a> {
     }
 
     fn extents(&self, stage: Stage) -> Extents<'a> {
-        Extents { parameters: self.parameters, batch: stage.batch, len: stage.length }
+        Extents { parameters: self.parameters, batch: stage.batch, len: stage.length, skipped: 0 }
     }
 
     /// Steps of the stage that comes next, up to `end`.

@@ -8,6 +8,7 @@ use super::activations::Extents;
 use super::adamw::{AdamW, Constants};
 use super::loss::Target;
 use super::origin::Sizes;
+use super::parameters::Group;
 use super::{Batch, Network, Parameters, Recompute};
 use crate::attention::rope::{Frequencies, rotate};
 use crate::device::Cpu;
@@ -79,7 +80,7 @@ fn recomputation_and_threads_do_not_change_a_bit() {
     let gemma = Parameters::new(&families::config("gemma2"));
     let qwen = Parameters::new(&families::config("qwen3"));
     for (parameters, batch, len) in [(&small, 2, 19), (&small, 3, 301), (&gemma, 3, 101), (&qwen, 3, 101)] {
-        let extents = Extents { parameters, batch, len };
+        let extents = Extents { parameters, batch, len, skipped: 0 };
         let expected = gradient(extents, Recompute::None, 1);
         for recompute in Recompute::ALL {
             for threads in [1, 2, 3] {
@@ -100,7 +101,7 @@ fn training_takes_exactly_the_bytes_that_are_predicted() {
     let cases = [(&small, 2, 19, 1), (&small, 1, 700, 2), (&small, 7, 300, 3), (&gemma, 3, 100, 2), (&qwen, 3, 100, 2)];
     for (parameters, sequences, len, threads) in cases {
         let cpu = Cpu::new(Some(threads)).unwrap();
-        let extents = Extents { parameters, batch: sequences, len };
+        let extents = Extents { parameters, batch: sequences, len, skipped: 0 };
         let mut before = u64::MAX;
         for recompute in Recompute::ALL {
             let arena = Arena::unlimited();
@@ -158,7 +159,8 @@ fn the_first_heads_look_back_one_token_further_each() {
     let spec = Sizes { hidden: 64, head_dim: 32, rope_theta: 1e4, ..SMALL };
     let parameters = Parameters::new(&config(&spec, 50));
     let weights = parameters.initial(&Arena::unlimited(), 1).unwrap();
-    let (embedding, qkv) = (parameters.embedding.of(&weights), parameters.blocks[0].qkv.weight.of(&weights));
+    let of = |group: &Group| &weights[group.range.clone()];
+    let (embedding, qkv) = (of(&parameters.embedding), of(&parameters.blocks[0].qkv.weight));
     let frequencies = Frequencies::new(spec.head_dim, spec.rope_theta);
     let mut rng = ChaCha8Rng::seed_from_u64(2);
     let tokens: Vec<usize> = (0..60).map(|_| rng.random_range(0..50)).collect();
@@ -188,7 +190,7 @@ fn the_first_heads_look_back_one_token_further_each() {
 #[test]
 fn a_model_learns_to_repeat() {
     let parameters = Parameters::new(&config(&Sizes { hidden: 64, head_dim: 16, ffn: 128, ..SMALL }, 32));
-    let extents = Extents { parameters: &parameters, batch: 32, len: 32 };
+    let extents = Extents { parameters: &parameters, batch: 32, len: 32, skipped: 0 };
     let (arena, cpu) = (Arena::unlimited(), Cpu::new(Some(2)).unwrap());
     let mut weights = parameters.initial(&arena, 1).unwrap();
     let mut gradients = arena.alloc::<f32>(Label::Gradients, parameters.count()).unwrap();

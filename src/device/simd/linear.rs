@@ -72,7 +72,7 @@ impl<'a> Stripes<'a> {
     /// When there is no such row or column.
     #[inline(always)]
     #[allow(clippy::mut_from_ref)] // the caller's promise
-    unsafe fn row(&self, row: usize, columns: Range<usize>) -> &mut [f32] {
+    pub(super) unsafe fn row(&self, row: usize, columns: Range<usize>) -> &mut [f32] {
         assert!(row < self.rows && columns.start <= columns.end && columns.end <= self.width, "a part of the matrix");
         // SAFETY: the part lies inside the matrix by the assertion above and that of `new`; the caller promises that
         // nobody else uses it.

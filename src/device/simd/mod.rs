@@ -13,6 +13,7 @@
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+pub(crate) mod dense;
 pub(crate) mod linear;
 pub(crate) mod loops;
 pub(crate) mod math;
