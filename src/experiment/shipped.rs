@@ -28,4 +28,5 @@ pub const SHIPPED: &[(&str, &str)] = &[
     ("camelot", include_str!("../../experiments/camelot.toml")),
     ("larimar", include_str!("../../experiments/larimar.toml")),
     ("dms", include_str!("../../experiments/dms.toml")),
+    ("real-dms", include_str!("../../experiments/real-dms.toml")),
 ];

@@ -7,7 +7,9 @@ use super::naming::{Naming, SEED};
 use super::summary::{status, summary_table};
 use super::table::Table;
 use super::text::{self, NOTHING};
-use super::{Figure, ReportError, Run, answers, baseline, findings, knobs, latest, leaderboard, noise, recall, serving};
+use super::{
+    Figure, ReportError, Run, answers, baseline, findings, knobs, latest, leaderboard, noise, recall, serving,
+};
 use crate::experiment::measure::Measure;
 use crate::experiment::record::{Record, Status};
 use crate::units;
