@@ -128,7 +128,7 @@ def main():
     peer.step()
     rounds = []
     for _ in range(args.rounds):
-        rounds.append((of_kvsieve(args), of_torch(peer, 5)))
+        rounds.append((of_kvsieve(args), of_torch(peer, 3)))
         print("kvsieve {:.1f}, PyTorch {:.1f} tokens/s".format(*rounds[-1]), flush=True)
     ours, theirs = (statistics.median(side) for side in zip(*rounds))
     ratio = statistics.median(a / b for a, b in rounds)
