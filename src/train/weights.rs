@@ -1,7 +1,7 @@
 //! The numbers of a model at work: all in f32 where any is trained, or frozen with matrices rounded to bf16.
 //!
 //! What is frozen is only read. In bf16 its matrices take half the bytes, and their products twice the speed where the
-//! processor multiplies pairs of bf16 ([`crate::device::simd::dense`]); norms and biases stay f32.
+//! processor multiplies pairs of bf16 (`device/simd/dense.rs`); norms and biases stay f32.
 
 use super::parameters::{Group, Parameters};
 use super::run::TrainError;
