@@ -32,7 +32,9 @@ impl Cluster {
     /// A command that speaks to this cluster, in its folder.
     fn run(&self, program: &str, arguments: &[&str]) -> Output {
         let conf = self.folder.path().join("slurm.conf");
-        Command::new(program).args(arguments).current_dir(&self.folder).env("SLURM_CONF", conf).output().unwrap()
+        let mut command = Command::new("timeout");
+        command.arg("60").arg(program).args(arguments).current_dir(&self.folder).env("SLURM_CONF", conf);
+        command.output().unwrap()
     }
 
     /// Writes `x.toml`: comparisons of two kernels, of which each cell takes `seconds` whatever the machine.
@@ -108,8 +110,7 @@ impl Cluster {
 
 impl Drop for Cluster {
     fn drop(&mut self) {
-        // The script ends both daemons with itself, and they what still runs.
-        self.run("scancel", &["--full", "--state=RUNNING"]);
+        // The script ends both daemons with itself, and what still runs.
         let _ = Command::new("kill").arg(self.daemons.id().to_string()).status();
         let _ = self.daemons.wait();
     }

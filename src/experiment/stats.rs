@@ -17,11 +17,17 @@ const RESAMPLES: usize = 1000;
 /// # Panics
 /// When `values` is empty.
 pub fn quantile(values: &[f64], fraction: f64) -> f64 {
-    let mut sorted = values.to_vec();
-    sorted.sort_unstable_by(f64::total_cmp);
-    let place = fraction * (sorted.len() - 1) as f64;
-    let (low, high) = (sorted[place.floor() as usize], sorted[place.ceil() as usize]);
-    low + (high - low) * place.fract()
+    quantile_of(&mut values.to_vec(), fraction)
+}
+
+/// `quantile` of values whose order may change.
+fn quantile_of(values: &mut [f64], fraction: f64) -> f64 {
+    let place = fraction * (values.len() - 1) as f64;
+    let (_, &mut low, above) = values.select_nth_unstable_by(place.floor() as usize, f64::total_cmp);
+    match above.iter().copied().min_by(f64::total_cmp) {
+        Some(next) if place.fract() > 0.0 => low + (next - low) * place.fract(),
+        _ => low,
+    }
 }
 
 /// Bootstrap 95% interval of `statistic` over resamples of `0..count` (percentile method, ChaCha8, fixed seed).
@@ -42,7 +48,7 @@ pub fn median_with_interval(values: &[f64]) -> (f64, f64, f64) {
     let mut picked = vec![0.0; values.len()];
     let (low, high) = bootstrap(values.len(), |indices| {
         picked.iter_mut().zip(indices).for_each(|(value, &index)| *value = values[index]);
-        quantile(&picked, 0.5)
+        quantile_of(&mut picked, 0.5)
     });
     (quantile(values, 0.5), low, high)
 }

@@ -67,7 +67,7 @@ pub fn rankings(records: &[&Record]) -> Vec<Ranking> {
     for record in records {
         let Some((policy, drift)) = record.cell.policy.as_ref().zip(record.drift.as_ref()) else { continue };
         let is_real = !palette::is_baseline(policy) && !palette::is_oracle(policy);
-        if record.cell.measure != Measure::EVICT || record.status != Status::Ok || !is_real && policy != "random" {
+        if record.cell.measure != Measure::EVICT || record.status != Status::Ok || !is_real {
             continue;
         }
         let question =

@@ -22,6 +22,8 @@ struct Running {
     record: Record,
     samples_ns: BTreeMap<&'static str, Vec<u64>>,
     spent: Duration,
+    /// Samples when its interval was looked at last.
+    looked: usize,
 }
 
 /// Inputs of a group.
@@ -89,7 +91,8 @@ impl Runner<'_> {
                     }
                 },
             };
-            let running = Running { prepared, input, record, samples_ns: BTreeMap::new(), spent: Duration::ZERO };
+            let running =
+                Running { prepared, input, record, samples_ns: BTreeMap::new(), spent: Duration::ZERO, looked: 0 };
             if let Some(running) = self.checked_trial(running, &mut inputs)? {
                 rotation.push(running);
             }
@@ -171,7 +174,10 @@ impl Runner<'_> {
                         }
                     }
                 }
-                match stop_reason(timing, &running) {
+                let start = Instant::now();
+                let stop = stop_reason(timing, &mut running);
+                running.spent += start.elapsed();
+                match stop {
                     Some(reason) => self.finish(running, reason)?,
                     None => stay.push(running),
                 }
@@ -231,9 +237,12 @@ fn ended(record: Record, error: &TrialError) -> Record {
 }
 
 /// Why a cell has enough samples, if it has.
-fn stop_reason(timing: &Timing, running: &Running) -> Option<&'static str> {
+fn stop_reason(timing: &Timing, running: &mut Running) -> Option<&'static str> {
     let samples = running.samples_ns.get(running.prepared.cell.measure.phase())?;
-    if samples.len() >= timing.min_rounds {
+    // A look takes as long as a thousand passes over the samples: of thousands of short ones, looks after each would be all
+    // of the time.
+    if samples.len() >= timing.min_rounds && samples.len() >= running.looked + running.looked / 8 {
+        running.looked = samples.len();
         let values: Vec<f64> = samples.iter().map(|&ns| ns as f64).collect();
         let (median, low, high) = median_with_interval(&values);
         if (high - low) / 2.0 <= timing.target * median {
