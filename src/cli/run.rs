@@ -13,6 +13,7 @@ use crate::report::Detail;
 use crate::units;
 use crate::workload::FileSource;
 use indicatif::ProgressBar;
+use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
@@ -148,7 +149,7 @@ impl Way<'_> {
                 output::print(&estimate::table(&cells, &others, self.registry, timing, engine, limit_bytes))?;
                 continue;
             }
-            self.announce(experiment, engine);
+            let seconds = self.announce(experiment, engine);
             let options = Options {
                 out: self.out.into(),
                 resume: self.resume,
@@ -157,7 +158,7 @@ impl Way<'_> {
                 limit_bytes,
                 repro: repro.clone(),
             };
-            let outcome = progress::with(self.json, |progress| {
+            let outcome = progress::with(self.json, seconds, |progress| {
                 runner::run(experiment, self.registry, engine, &options, progress).map_err(Failure::from)
             })?;
             failed.extend(outcome.failed.iter().cloned());
@@ -181,20 +182,23 @@ impl Way<'_> {
         }
     }
 
-    /// Says what evaluations will run and how long they will take; what an earlier run did of them is not known yet.
-    fn announce(&self, experiment: &Experiment, engine: Engine<'_>) {
-        let cells: Vec<&Cell> = experiment.in_comparisons().collect();
+    /// Says what evaluations will run and how long they will take, and returns that of each cell by its id; what an earlier
+    /// run did of them is not known yet.
+    fn announce(&self, experiment: &Experiment, engine: Engine<'_>) -> BTreeMap<String, f64> {
         if self.resume || self.join || self.shard.is_some() {
-            return;
+            return BTreeMap::new();
         }
-        if let Some(seconds) = estimate::of_comparisons(&cells, self.registry, engine) {
+        let cells: Vec<&Cell> = experiment.in_comparisons().collect();
+        let seconds = estimate::of_comparisons(&cells, self.registry, engine);
+        if !seconds.is_empty() {
             eprintln!(
                 "{}: {} cells, about {}",
                 experiment.spec.name,
                 experiment.cells.len(),
-                estimate::minutes(seconds)
+                estimate::minutes(seconds.values().sum())
             );
         }
+        seconds
     }
 
     /// The limits of an experiment's kernels and shapes, found.

@@ -279,7 +279,12 @@ impl Cell {
         if let Some(task) = &self.task {
             let weights = self.weights.map_or(String::new(), |format| format!(" weights {format}"));
             let protocol = self.protocol.map_or(String::new(), |protocol| format!(" {protocol}"));
-            return format!("{} {task}{protocol}{policy}{weights}{format} {tokens}{device}", self.measure.name());
+            let measure = self.measure.name();
+            let kernel = match &self.kernel[..] {
+                "" | "tiled" => String::new(),
+                kernel => format!(" {kernel}"),
+            };
+            return format!("{measure}{kernel} {task}{protocol}{policy}{weights}{format} {tokens}{device}");
         }
         let pages = match self.page_tokens {
             Some(0) => " contiguous".into(),

@@ -11,6 +11,7 @@ use crate::memory::{Arena, Label};
 use crate::policy::Registry;
 use crate::tensor::{DType, Tensor};
 use crate::units;
+use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::time::Instant;
 
@@ -81,11 +82,12 @@ fn seconds(comparisons: &[Vec<&Cell>], registry: &Registry, engine: Engine<'_>) 
     all
 }
 
-/// Seconds that cells which run in comparisons will take together, if that is worth a word.
-pub fn of_comparisons(cells: &[&Cell], registry: &Registry, engine: Engine<'_>) -> Option<f64> {
+/// Seconds that each of the cells which run in comparisons will take, by its id; nothing where that is not worth a word.
+pub fn of_comparisons(cells: &[&Cell], registry: &Registry, engine: Engine<'_>) -> BTreeMap<String, f64> {
     let comparisons = comparisons(cells.iter().copied());
     let seconds = seconds(&comparisons, registry, engine);
-    seconds.iter().any(Option::is_some).then(|| seconds.into_iter().flatten().sum())
+    let known = comparisons.iter().zip(seconds).filter_map(|(cells, seconds)| Some((cells, seconds?)));
+    known.flat_map(|(cells, seconds)| cells.iter().map(move |cell| (cell.id(), seconds / cells.len() as f64))).collect()
 }
 
 /// A table of cells with predicted peak memory and time, and the sums; `others` are cells that run in comparisons, of which

@@ -1,7 +1,8 @@
 //! A chart of more curves than one plot can hold apart: a small plot for each, with all the others in pale grey behind.
 //!
-//! All plots share their axes, so that places can be compared. Baselines and oracles are what others are seen against: they
-//! are drawn in every plot and have none of their own.
+//! All plots share their axes, so that places can be compared. Where there are two of each policy, as of two protocols, both
+//! are in one plot. Baselines and oracles are what others are seen against: they are drawn in every plot and have none of
+//! their own.
 
 use super::canvas::{self, Align, Canvas, Stroke, Words, text_width};
 use super::{BOTTOM, FAINT_INK, Frame, GRID, INK, MARGIN, SMALL, TOP, WHITE, WIDTH, heading, headings, marks};
@@ -31,23 +32,28 @@ pub fn svg(chart: &Chart) -> Result<String, ReportError> {
     let (bounds, own): (Vec<&Series>, Vec<&Series>) = chart.series.iter().partition(is_reference);
     let left = MARGIN + tick_width + 8.0;
     let wide = (WIDTH - MARGIN - left - GAP * (ACROSS - 1) as f64) / ACROSS as f64;
+    let variants = variants(&own);
+    let plots: Vec<&[&Series]> = match variants {
+        Some(_) => own.chunk_by(|a, b| apart(a).0 == apart(b).0).collect(),
+        None => own.chunks(1).collect(),
+    };
     let frame = |index: usize| {
         let (column, row) = ((index % ACROSS) as f64, (index / ACROSS) as f64);
         let (left, top) = (left + column * (wide + GAP), TOP + 8.0 + NAME + row * (HIGH + NAME + GAP));
         Frame { left, right: left + wide, top, bottom: top + HIGH, x, y, strip: 0.0 }
     };
-    let bottom = frame(own.len().max(1) - 1).bottom;
+    let bottom = frame(plots.len().max(1) - 1).bottom;
     let height = bottom + BOTTOM;
     let whole = Frame { left, right: WIDTH - MARGIN, top: TOP, bottom, x, y, strip: 0.0 };
     let description = format!("{}: {} against {}, a plot for each", chart.title, chart.y.label, chart.x.label);
     canvas::svg((WIDTH, height), &description, |canvas| {
         canvas.polygon(&[(0.0, 0.0), (WIDTH, 0.0), (WIDTH, height), (0.0, height)], WHITE, 1.0)?;
         headings(canvas, chart, &whole)?;
-        key(canvas, &bounds)?;
-        for (index, &series) in own.iter().enumerate() {
+        key(canvas, variants, &bounds)?;
+        for (index, &plot) in plots.iter().enumerate() {
             let frame = frame(index);
-            axes(canvas, chart, &frame, (index % ACROSS == 0).then_some(&y_ticks[..]), index + ACROSS >= own.len())?;
-            for other in own.iter().filter(|other| other.name != series.name) {
+            axes(canvas, chart, &frame, (index % ACROSS == 0).then_some(&y_ticks[..]), index + ACROSS >= plots.len())?;
+            for other in own.iter().filter(|other| plot.iter().all(|series| series.name != other.name)) {
                 marks::curve(canvas, &chart.y, &frame, &dressed(other, OTHERS, false), 1.0)?;
             }
             for rule in chart.rules.iter().filter(|rule| frame.y.holds(rule.y)) {
@@ -59,14 +65,34 @@ pub fn svg(chart: &Chart) -> Result<String, ReportError> {
                 marks::curve(canvas, &chart.y, &frame, bound, 1.4)?;
                 alone(canvas, &frame, bound)?;
             }
-            let own = dressed(series, series.style.colour, false);
-            marks::band(canvas, &chart.y, &frame, &own)?;
-            marks::curve(canvas, &chart.y, &frame, &own, 2.0)?;
-            alone(canvas, &frame, &own)?;
-            heading(canvas, (frame.left, frame.top - NAME / 2.0), frame.right - frame.left + GAP / 2.0, &series.name)?;
+            for series in plot {
+                let is_second = variants.is_some_and(|(_, second)| apart(series).1 == second);
+                let own = dressed(series, series.style.colour, is_second);
+                marks::band(canvas, &chart.y, &frame, &own)?;
+                marks::curve(canvas, &chart.y, &frame, &own, 2.0)?;
+                alone(canvas, &frame, &own)?;
+            }
+            let name = if variants.is_some() { apart(plot[0]).0 } else { &plot[0].name };
+            heading(canvas, (frame.left, frame.top - NAME / 2.0), frame.right - frame.left + GAP / 2.0, name)?;
         }
         Ok(())
     })
+}
+
+/// The name of what is compared, and what sets this series of it apart.
+fn apart(series: &Series) -> (&str, &str) {
+    series.name.split_once(' ').unwrap_or((&series.name, ""))
+}
+
+/// What sets two series of each name apart, if it is the same two everywhere.
+fn variants<'c>(all: &[&'c Series]) -> Option<(&'c str, &'c str)> {
+    let mut found: Vec<&str> = all.iter().map(|series| apart(series).1).collect();
+    found.sort_unstable();
+    found.dedup();
+    match found[..] {
+        [first, second] if !first.is_empty() => Some((first, second)),
+        _ => None,
+    }
 }
 
 /// The marker of a series of one point, which has no line.
@@ -78,9 +104,12 @@ fn alone(canvas: &Canvas, frame: &Frame, series: &Series) -> Result<(), ReportEr
 }
 
 /// What the lines are, at the top on the right.
-fn key(canvas: &Canvas, bounds: &[&Series]) -> Result<(), ReportError> {
-    let others = Style { colour: OTHERS, marker: palette::Marker::Circle, dashed: false };
-    let mut entries = vec![("in pale grey: the others", others, false)];
+fn key(canvas: &Canvas, variants: Option<(&str, &str)>, bounds: &[&Series]) -> Result<(), ReportError> {
+    let line = |colour, dashed| Style { colour, marker: palette::Marker::Circle, dashed };
+    let mut entries = vec![("in pale grey: the others", line(OTHERS, false), false)];
+    if let Some((first, second)) = variants {
+        entries.extend([(first, line(FAINT_INK, false), false), (second, line(FAINT_INK, true), false)]);
+    }
     entries.extend(bounds.iter().map(|series| (series.name.as_str(), series.style, series.points.len() == 1)));
     let mut right = WIDTH - MARGIN;
     for (name, style, is_point) in entries.into_iter().rev() {

@@ -269,3 +269,20 @@ fn weights_of_several_formats_are_drawn_as_fronts_over_all_bytes() {
         assert!(number(0, "kl_nats") > number(1, "kl_nats"), "{pair:?}");
     }
 }
+
+#[test]
+fn two_protocols_of_a_policy_share_a_plot() {
+    use crate::eval::Protocol;
+    let all = samples::answers().records.into_iter();
+    let agnostic = all.map(|record| with_cell(record, |cell| cell.protocol = Some(Protocol::Agnostic)));
+    let both = agnostic.flat_map(|record| {
+        let aware = with_cell(record.clone(), |cell| cell.protocol = Some(Protocol::Aware));
+        [record, aware]
+    });
+    let (folder, _) = drawn(&[of(both.collect())]);
+    let svg = fs::read_to_string(folder.path().join("plots/accuracy-vs-budget.svg")).unwrap();
+    // Once at the head of its plot, and the protocols once for all plots.
+    for words in ["snapkv", "h2o", "agnostic", "aware"] {
+        assert_eq!(svg.matches(&format!("\n{words}\n")).count(), 1, "{words}");
+    }
+}

@@ -54,10 +54,13 @@ pub fn seconds(comparisons: &[Vec<&Cell>], registry: &Registry, cpu: &Cpu) -> Ve
 fn of(probe: &Probe, cells: &[&Cell], registry: &Registry) -> f64 {
     let (cell, count) = (cells[0], cells.len() as f64);
     let readings = readings(cells, registry) as f64;
-    let together = probe.prompts as f64 * (readings * probe.read_s + (count + 1.0) * probe.cell_s);
-    let alone = alone_samples(cells.len()).min(probe.samples) as f64 * count * probe.alone_s;
-    let longer = work(cell, cell.context_tokens) / work(cell, probe.context_tokens);
-    probe.open_s + (together + alone) * longer
+    let (tokens, probed) = (cell.context_tokens as f64, probe.context_tokens as f64);
+    let read_s = probe.read_s * tokens * token_work(cell, tokens) / (probed * token_work(cell, probed));
+    // Questions and answers are a few tokens behind the context, whatever its length.
+    let later = token_work(cell, 2.0 * tokens) / token_work(cell, 2.0 * probed);
+    let together = probe.prompts as f64 * (readings * read_s + (count + 1.0) * probe.cell_s * later);
+    let alone = alone_samples(cells.len()).min(probe.samples) as f64 * count;
+    probe.open_s + together + alone * (read_s + (probe.alone_s - probe.read_s).max(0.0) * later)
 }
 
 /// How often a context is read: for the full cache, for each other pair of formats, and by cells that do so themselves.
@@ -75,13 +78,13 @@ fn readings(cells: &[&Cell], registry: &Registry) -> usize {
     cells.iter().filter(by_itself).count() + formats.len()
 }
 
-/// Multiplications of a token sequence's way through a cell's model, up to a factor: linear layers, and causal attention.
-fn work(cell: &Cell, tokens: usize) -> f64 {
+/// Multiplications of a token on its way through a cell's model, on average over `tokens`, up to a factor: linear layers, and
+/// causal attention.
+fn token_work(cell: &Cell, tokens: f64) -> f64 {
     let config = locate(Path::new(cell.model.as_deref().unwrap_or_default())).and_then(|folder| Config::read(&folder));
-    let Ok(config) = config else { return tokens as f64 };
+    let Ok(config) = config else { return 1.0 };
     let linear = config.hidden * (config.qkv_width() + config.q_width() + 3 * config.ffn);
-    let tokens = tokens as f64;
-    tokens * (linear as f64 + tokens * config.q_width() as f64)
+    linear as f64 + tokens * config.q_width() as f64
 }
 
 /// Runs a sample; some tasks need more room than [`PROBE_TOKENS`].
