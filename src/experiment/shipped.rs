@@ -24,6 +24,7 @@ pub const SHIPPED: &[(&str, &str)] = &[
     ("hybrid", include_str!("../../experiments/hybrid.toml")),
     ("real-chunks", include_str!("../../experiments/real-chunks.toml")),
     ("real-needles", include_str!("../../experiments/real-needles.toml")),
+    ("longer-needles", include_str!("../../experiments/longer-needles.toml")),
     ("real-memory", include_str!("../../experiments/real-memory.toml")),
     ("camelot", include_str!("../../experiments/camelot.toml")),
     ("larimar", include_str!("../../experiments/larimar.toml")),
