@@ -282,7 +282,7 @@ fn two_protocols_of_a_policy_share_a_plot() {
     let (folder, _) = drawn(&[of(both.collect())]);
     let svg = fs::read_to_string(folder.path().join("plots/accuracy-vs-budget.svg")).unwrap();
     // Once at the head of its plot, and the protocols once for all plots.
-    for words in ["snapkv", "h2o", "agnostic", "aware"] {
+    for words in ["keydiff", "h2o", "agnostic", "aware"] {
         assert_eq!(svg.matches(&format!("\n{words}\n")).count(), 1, "{words}");
     }
 }
