@@ -1,7 +1,7 @@
 //! kvsieve measures what attention costs at a context length, and what may be thrown away.
 //!
 //! The modules are floors of one house; each uses only those below it:
-//! [`report`] over [`planner`] over [`experiment`] over [`workload`], [`eval`], [`anatomy`], [`task`], [`model`], [`eviction`], [`policy`],
+//! [`report`] over [`planner`] over [`experiment`] over [`workload`], [`eval`], [`anatomy`], [`task`], [`model`], [`ranks`], [`eviction`], [`policy`],
 //! [`memories`], [`episodic`], [`serving`], [`cache`], [`attention`], [`device`],
 //! [`tensor`] and [`memory`]. `ARCHITECTURE.md` is the map.
 
@@ -21,6 +21,7 @@ pub mod model;
 pub mod named;
 pub mod planner;
 pub mod policy;
+pub mod ranks;
 pub mod report;
 pub mod serving;
 pub mod task;

@@ -12,6 +12,7 @@ pub mod export;
 pub mod few;
 mod naive;
 mod online;
+mod partial;
 pub mod reference;
 pub mod rope;
 mod shape;
@@ -20,6 +21,7 @@ mod strip;
 mod tiled;
 mod workspace;
 
+pub use partial::Partials;
 pub use shape::{Params, Shape};
 pub use source::{DenseKv, KeyBias, KvRows};
 pub use tiled::{TileSizes, Tiled};

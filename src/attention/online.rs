@@ -158,6 +158,11 @@ impl Running {
     /// Nothing seen yet: the neutral element of [`Running::merge`].
     pub const EMPTY: Running = Running { max: f32::NEG_INFINITY, sum: 0.0 };
 
+    /// The state of a normalised output with this log-sum-exp.
+    pub fn of(lse: f32) -> Running {
+        if lse == f32::NEG_INFINITY { Running::EMPTY } else { Running { max: lse * LOG2_E, sum: 1.0 } }
+    }
+
     /// Takes in another partial result over other keys.
     #[inline(always)]
     pub fn merge<S: Simd>(&mut self, simd: S, output: &mut [f32], other: Running, other_output: &[f32]) {

@@ -2,15 +2,17 @@
 
 mod cuda;
 mod pass;
+mod ranks;
 mod report;
 
 use super::failure::Failure;
 use super::hardware::Hardware;
 use super::{Compute, output};
-use crate::attention::{self, AttentionError, Params, Shape};
+use crate::attention::{self, AttentionError, Outputs, Params, Shape};
 use crate::format::KvFormat;
 use crate::memory::Arena;
 use crate::named::Named;
+use crate::ranks::Asked;
 use crate::tensor::file::{self, Output, TensorFile};
 use crate::tensor::{DType, Tensor};
 use crate::workload::looks_swapped;
@@ -38,7 +40,8 @@ Examples:
   kvsieve attend --input in.safetensors --output out.safetensors --kernel naive --repeat 5 --json -
   kvsieve attend --input in.safetensors --output out.safetensors --kernel tiled:br=32 --dtype bf16
   kvsieve attend --input in.safetensors --output out.safetensors --kernel decode --kv-format int4:group=32
-  kvsieve attend --input in.safetensors --output out.safetensors --causal --backward";
+  kvsieve attend --input in.safetensors --output out.safetensors --causal --backward
+  kvsieve attend --input in.safetensors --output out.safetensors --causal --ranks ring:2";
 
 /// Compute attention over your own tensors; measure time, memory and drift
 #[derive(clap::Args)]
@@ -73,6 +76,10 @@ pub struct Args {
     /// [default: from the tensors]
     #[arg(long, value_name = "FORMAT", conflicts_with = "backward")]
     kv_format: Option<KvFormat>,
+    /// Share attention out: ring:N or tree:N over N threads of this process, each with its own memory; ring or tree over the
+    /// processes that mpirun started (docs/ranks.md). --threads are those of each rank [default: all cores, shared]
+    #[arg(long, value_name = "ring|tree[:N]", conflicts_with_all = ["backward", "kernel", "dtype", "kv_format", "timeline"])]
+    ranks: Option<Asked>,
     /// Also compute the gradients dq, dk and dv (kernels naive and tiled)
     #[arg(long)]
     backward: bool,
@@ -92,7 +99,13 @@ pub struct Args {
 
 pub fn run(args: &Args) -> Result<(), Failure> {
     if let Some(index) = args.compute.cuda() {
-        return cuda::run(args, index);
+        return match args.ranks {
+            None => cuda::run(args, index),
+            Some(_) => Err(Failure::usage("--ranks is not available with --device cuda; leave one of them out".into())),
+        };
+    }
+    if let Some(asked) = args.ranks {
+        return ranks::run(args, asked);
     }
     let cpu = args.compute.cpu()?;
     args.check_files()?;
@@ -176,6 +189,12 @@ impl Args {
         self.kv_format.map_or(Ok(()), |format| format.check(shape.head_dim))?;
         Ok(Problem { shape, params, dtype, backward: self.backward, kv_format: self.kv_format, stored })
     }
+}
+
+/// Writes the output file of a forward pass.
+fn write_forward(path: &Path, shape: &Shape, outputs: &Outputs) -> Result<(), Failure> {
+    let lse_dims = vec![shape.batch, shape.q_heads, shape.q_len];
+    Ok(file::write(path, &[Output::tensor("o", &outputs.o), Output::f32("lse", lse_dims, &outputs.lse)])?)
 }
 
 /// Writes the output file.

@@ -19,6 +19,7 @@ use crate::named::NamedError;
 use crate::planner::PlanError;
 use crate::policy::cuda::DevicePolicyError;
 use crate::policy::{BudgetError, PolicyError};
+use crate::ranks::RankError;
 use crate::report::ReportError;
 use crate::task::TaskError;
 use crate::tensor::file::FileError;
@@ -57,9 +58,14 @@ impl Failure {
 
     /// The status that the process ends with.
     pub fn exit_code(&self) -> ExitCode {
+        ExitCode::from(self.status())
+    }
+
+    /// The same as a number.
+    pub fn status(&self) -> u8 {
         match self {
-            Failure::Usage(_) => ExitCode::from(2),
-            Failure::Work(_) => ExitCode::from(1),
+            Failure::Usage(_) => 2,
+            Failure::Work(_) => 1,
         }
     }
 }
@@ -167,6 +173,18 @@ impl From<ModelError> for Failure {
             ModelError::Arena(error) => error.into(),
             ModelError::Logit { .. } => Failure::Work(error.into()),
             error => Failure::Usage(error.into()),
+        }
+    }
+}
+
+impl From<RankError> for Failure {
+    fn from(error: RankError) -> Self {
+        match error {
+            RankError::Attention(error) => error.into(),
+            RankError::Policy(error) => error.into(),
+            RankError::Arena(error) => error.into(),
+            RankError::Unsupported(_) | RankError::Differs { .. } => Failure::Usage(error.into()),
+            error => Failure::Work(error.into()),
         }
     }
 }

@@ -73,6 +73,16 @@ impl Cpu {
         self.pool.install(work)
     }
 
+    /// Runs `work` inside the pool while the calling thread does something else; both results.
+    pub fn beside<A: Send, B>(&self, work: impl FnOnce() -> A + Send, meanwhile: impl FnOnce() -> B) -> (A, B) {
+        let mut done = None;
+        let other = self.pool.in_place_scope(|scope| {
+            scope.spawn(|_| done = Some(work()));
+            meanwhile()
+        });
+        (done.expect("the scope waits for what it spawned"), other)
+    }
+
     /// The instruction path that vector code takes.
     pub fn isa(&self) -> Isa {
         self.isa

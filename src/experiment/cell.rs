@@ -150,6 +150,9 @@ pub struct Cell {
     /// Episode of `recall`, with parameters: `forget:count=64`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub episode: Option<String>,
+    /// Ranks that share a pass of `ranks`: `ring:4`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ranks: Option<String>,
     /// Seed of the workload, of the policy, of the trace and of the episode.
     pub seed: u64,
     /// Knobs of the synthetic workload, where they are not the experiment's own.
@@ -195,6 +198,7 @@ impl Default for Cell {
             strategy: None,
             trace: None,
             episode: None,
+            ranks: None,
             seed: 0,
             knobs: None,
             workload_hash: String::new(),
@@ -220,6 +224,7 @@ impl Cell {
             }
             Choice::Kernel => Cell { kernel: String::new(), ..same },
             Choice::Strategy => Cell { strategy: None, ..same },
+            Choice::Ranks => Cell { ranks: None, ..same },
         }
     }
 
@@ -292,8 +297,9 @@ impl Cell {
             None => String::new(),
         };
         let knobs = self.knobs.as_ref().map_or(String::new(), |knobs| format!(" ({knobs})"));
+        let ranks = self.ranks.as_ref().map_or(String::new(), |ranks| format!(" {ranks}"));
         format!(
-            "{} {} {}{policy}{pages} {}{format} {tokens}{device}{knobs}",
+            "{}{ranks} {} {}{policy}{pages} {}{format} {tokens}{device}{knobs}",
             self.measure.name(),
             self.kernel,
             self.heads(),

@@ -5,6 +5,7 @@ use super::cell::Cell;
 use super::recalled::Recalled;
 use crate::device::cuda::Condition;
 use crate::memory::LabelBytes;
+use crate::ranks::OfRank;
 use crate::serving::Usage;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -49,7 +50,7 @@ pub struct Record {
     pub warnings: Vec<String>,
     /// The cell itself.
     pub cell: Cell,
-    /// Threads that computed.
+    /// Threads that computed; of each rank, for `ranks`.
     pub threads: usize,
     /// Instruction path that ran: `avx512`, `avx2`, `portable`; of a GPU its name, architecture, and NVRTC's version.
     pub isa_path: String,
@@ -81,6 +82,9 @@ pub struct Record {
     /// What a memory of facts gave back, for `recall`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub recall: Option<Recalled>,
+    /// What each rank took, sent and waited for, for `ranks`.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub ranks: Vec<OfRank>,
     /// What a model answered, for `eval`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub answers: Option<Answers>,
@@ -124,6 +128,7 @@ impl Record {
             eviction: None,
             serving: None,
             recall: None,
+            ranks: Vec::new(),
             answers: None,
         }
     }

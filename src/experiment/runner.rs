@@ -373,7 +373,7 @@ fn unwritten(folder: &Path, error: &io::Error) -> RunError {
 }
 
 /// Times of a phase, with their median and its interval.
-pub(super) fn latency(samples_ns: Vec<u64>, warmups: usize, stop_reason: &str) -> Latency {
+pub(in crate::experiment) fn latency(samples_ns: Vec<u64>, warmups: usize, stop_reason: &str) -> Latency {
     let values: Vec<f64> = samples_ns.iter().map(|&ns| ns as f64).collect();
     let (median_ns, ci95_low_ns, ci95_high_ns) = median_with_interval(&values);
     Latency {

@@ -28,6 +28,7 @@ pub const SHIPPED: &[(&str, &str)] = &[
     ("real-memory", include_str!("../../experiments/real-memory.toml")),
     ("camelot", include_str!("../../experiments/camelot.toml")),
     ("larimar", include_str!("../../experiments/larimar.toml")),
+    ("ranks", include_str!("../../experiments/ranks.toml")),
     ("dms", include_str!("../../experiments/dms.toml")),
     ("real-dms", include_str!("../../experiments/real-dms.toml")),
 ];

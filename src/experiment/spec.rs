@@ -76,7 +76,7 @@ impl Default for Timing {
 #[derive(Debug, Clone, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct Grid {
-    /// `forward`, `backward`, `decode`, `evict`, `serve`, `recall` or `eval`.
+    /// `forward`, `backward`, `decode`, `evict`, `serve`, `ranks`, `recall` or `eval`.
     pub measure: Measure,
     /// Kernels; by default `tiled`, and `decode` for `decode`. For `evict` the one that does the prefill.
     #[serde(default, skip_serializing_if = "Many::is_empty")]
@@ -143,6 +143,9 @@ pub struct Grid {
     /// Episodes, for `recall`.
     #[serde(default, skip_serializing_if = "Many::is_empty")]
     pub episode: Many<String>,
+    /// Ranks that share a pass, for `ranks`: `ring:4`, `tree:2`.
+    #[serde(default, skip_serializing_if = "Many::is_empty")]
+    pub ranks: Many<String>,
     /// Models, for `eval`: Hugging Face folders, relative to the working folder, or `builtin`, which is the default.
     #[serde(default, skip_serializing_if = "Many::is_empty")]
     pub model: Many<String>,
@@ -209,6 +212,7 @@ impl Grid {
             strategy: Many::default(),
             trace: Many::default(),
             episode: Many::default(),
+            ranks: Many::default(),
             model: Many::default(),
             task: Many::default(),
             text: None,

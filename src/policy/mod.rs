@@ -37,7 +37,7 @@ pub use presets::PRESETS;
 pub use registry::{ChangeScorer, Part, PartEntry, PolicyEntry, Preset, Registry};
 pub use schedule::{Decoding, Schedule};
 pub use scored::Scored;
-pub use scorers::qfilters;
+pub use scorers::{keydiff, qfilters};
 pub use scoring_plan::{ScoringPlan, Then};
 pub use select::{Selection, select, select_leaving, selection_bytes, tie_rate, tie_rate_of};
 

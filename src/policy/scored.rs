@@ -14,6 +14,15 @@ pub struct Scored {
 }
 
 impl Scored {
+    /// Puts the protected tokens of a context above all others of `values`, `[B, Hkv, kv_len]`.
+    ///
+    /// # Errors
+    /// When a value is no number.
+    pub fn protecting(context: &Context<'_>, protect: Protect, mut values: Buffer<f32>) -> Result<Self, PolicyError> {
+        let highest_scored = protect_scores(context, protect, &mut values)?;
+        Ok(Scored { values, highest_scored, protect })
+    }
+
     /// Puts `slots` of a list below all scores of all lists, so that they take nothing of a budget, however it is divided.
     pub fn lower(&mut self, context: &Context<'_>, list: usize, slots: &[u32]) {
         let kv_len = context.call.shape.kv_len;
@@ -33,9 +42,7 @@ impl Policy {
         let Some(scorer) = &self.scorer else { return Ok(None) };
         let mut values = context.arena.alloc(Label::Policy, context.lists() * context.call.shape.kv_len)?;
         scorer.score(context, &mut values)?;
-        let protect = scorer.protect(context.budget_tokens);
-        let highest_scored = protect_scores(context, protect, &mut values)?;
-        Ok(Some(Scored { values, highest_scored, protect }))
+        Ok(Some(Scored::protecting(context, scorer.protect(context.budget_tokens), values)?))
     }
 
     /// Tokens of a context that each KV head may keep under `budget` on average, or read in a step; all of them for a

@@ -3,7 +3,9 @@
 //! A scoring plan says nothing new: it names the formula that the scorer itself computes on the CPU, so that
 //! [`super::cuda`] can launch the kernels of it. Scores agree with the scorer's as far as f32 sums of another order do.
 
+use super::scorers::pool::Pool;
 use crate::attention::export::Reduction;
+use crate::memory::{Arena, ArenaError, Label};
 
 /// How scores are made.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -62,5 +64,51 @@ impl ScoringPlan {
             ScoringPlan::TimesValueNorm(plan) => plan.observes(),
             _ => false,
         }
+    }
+}
+
+impl Then {
+    /// Makes scores of attention columns in place, `[B, Hkv, kv_len]` with lists of `len(list)` tokens, to which `queries`
+    /// queries added up.
+    ///
+    /// # Errors
+    /// When the arena has no room for a copy of a list.
+    pub fn apply(
+        self,
+        scores: &mut [f32],
+        [kv_heads, kv_len]: [usize; 2],
+        len: impl Fn(usize) -> usize,
+        queries: usize,
+        arena: &Arena,
+    ) -> Result<(), ArenaError> {
+        match self {
+            Then::Nothing => {}
+            Then::Negated => scores.iter_mut().for_each(|score| *score = -*score),
+            Then::MeanOverHeads => {
+                for sequence in scores.chunks_mut(kv_heads * kv_len) {
+                    let (mean, heads) = sequence.split_at_mut(kv_len);
+                    for head in heads.chunks_exact(kv_len) {
+                        mean.iter_mut().zip(head).for_each(|(sum, score)| *sum += score);
+                    }
+                    mean.iter_mut().for_each(|sum| *sum /= kv_heads as f32);
+                    heads.chunks_exact_mut(kv_len).for_each(|head| head.copy_from_slice(mean));
+                }
+            }
+            Then::Pooled { mean, kernel, is_max, behind } => {
+                if mean {
+                    scores.iter_mut().for_each(|score| *score /= queries as f32);
+                }
+                let pool = Pool::new(kernel, is_max);
+                let mut raw = arena.alloc::<f32>(Label::Workspace, kv_len)?;
+                for (list, scores) in scores.chunks_mut(kv_len).enumerate() {
+                    // The columns of the last slots are left out of the pool: past its end there is nothing.
+                    let scored_tokens = len(list).saturating_sub(behind);
+                    raw[..scored_tokens].copy_from_slice(&scores[..scored_tokens]);
+                    pool.apply(&raw[..scored_tokens], &mut scores[..scored_tokens]);
+                    scores[scored_tokens..len(list)].fill(0.0);
+                }
+            }
+        }
+        Ok(())
     }
 }

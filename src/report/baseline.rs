@@ -1,5 +1,5 @@
 //! What a cell is compared with: the same cell with the kernel `naive`, or with the policy `full`, plain keys and values and the
-//! weights of the model's files, or, where these are not there, `full` in its own formats.
+//! weights of the model's files, or, where these are not there, `full` in its own formats; with one rank.
 
 use super::{palette, text, workers};
 use crate::experiment::measure::Choice;
@@ -31,6 +31,7 @@ pub fn is_one(record: &Record) -> bool {
         Choice::Policy => record.cell.policy.as_deref().is_some_and(palette::is_baseline),
         Choice::Kernel => palette::is_baseline(&record.cell.kernel),
         Choice::Strategy => false,
+        Choice::Ranks => record.cell.ranks.as_deref().is_some_and(|ranks| ranks.ends_with(":1")),
     }
 }
 

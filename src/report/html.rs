@@ -3,7 +3,7 @@
 //! Text from records and experiment files is data: the template engine escapes all of it. Only the SVG of the
 //! figures, whose text [`super::draw`] has escaped, goes in as it is.
 
-use super::naming::{Naming, SEED};
+use super::naming::{Naming, RANKS, SEED};
 use super::summary::{status, summary_table};
 use super::table::Table;
 use super::text::{self, NOTHING};
@@ -70,7 +70,7 @@ fn section(run: &Run, figures: &[Figure]) -> Value {
     let unequal = noise::unequal(&records).into_iter().flat_map(|(_, differ)| differ);
     let unequal: BTreeSet<&str> = unequal.map(|record| record.cell_id.as_str()).collect();
     let rows = |records: &[&Record]| {
-        let naming = Naming::over(records, &[SEED]);
+        let naming = Naming::over(records, &[SEED, RANKS]);
         let row = |record: &&Record| row(record, records, &naming, unequal.contains(record.cell_id.as_str()));
         records.iter().map(row).collect::<Vec<_>>()
     };

@@ -213,8 +213,8 @@ fn plot_folders(runs: &[Run]) -> Vec<String> {
     folders
 }
 
-/// The last record of each cell, sorted by measure, context, kernel, policy, budget, heads, trace, strategy, episode, memory
-/// and seed.
+/// The last record of each cell, sorted by measure, context, kernel, policy, budget, heads, trace, strategy, episode, memory,
+/// ranks and seed.
 fn latest(records: &[Record]) -> Vec<&Record> {
     let by_id: BTreeMap<&str, &Record> = records.iter().map(|record| (record.cell_id.as_str(), record)).collect();
     let mut records: Vec<&Record> = by_id.into_values().collect();
@@ -229,7 +229,8 @@ fn latest(records: &[Record]) -> Vec<&Record> {
         let serving = (std::cmp::Reverse(cell.trace.clone()), strategy, cell.page_tokens);
         let recall = (cell.episode.clone().map(|name| (name.len(), name)), cell.memory.clone());
         let choice = (cell.kernel.clone(), cell.policy.clone(), budget);
-        (cell.measure, cell.context_tokens, choice, heads, serving, recall, cell.seed)
+        let ranks = cell.ranks.clone().map(|name| (name.len(), name));
+        (cell.measure, cell.context_tokens, choice, heads, serving, (recall, ranks), cell.seed)
     };
     records.sort_by_cached_key(|record| key(record));
     records

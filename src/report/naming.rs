@@ -24,6 +24,9 @@ pub const CONTEXT: Dimension = |record| format!("{} context", units::tokens(reco
 /// Seed of workload and policy.
 pub const SEED: Dimension = |record| format!("seed {}", record.cell.seed);
 
+/// Ranks that share a pass.
+pub const RANKS: Dimension = |record| record.cell.ranks.clone().unwrap_or_default();
+
 /// What may stay.
 pub const BUDGET: Dimension =
     |record| record.cell.budget.as_ref().map_or(String::new(), |budget| format!("budget {budget}"));

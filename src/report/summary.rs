@@ -10,6 +10,7 @@ use super::text::{self, NOTHING};
 use super::{SPARSE, answers, baseline, knobs, latest, noise, recall, serving};
 use crate::experiment::measure::Measure;
 use crate::experiment::record::{Eviction, Record, Status};
+use crate::ranks::OfRank;
 use crate::serving::published;
 use crate::units;
 use std::collections::BTreeMap;
@@ -53,7 +54,13 @@ fn table(records: &[&Record]) -> String {
     let evicting = measure == Measure::EVICT;
     let choices: &[Dimension] = if evicting { &[CONTEXT, HEADS, KERNEL, SEED] } else { &[HEADS, SEED] };
     let naming = Naming::over(records, choices);
-    let columns = if evicting { evict_columns(&naming, records) } else { kernel_columns(&naming, records) };
+    let columns = if evicting {
+        evict_columns(&naming, records)
+    } else if measure == Measure::RANKS {
+        rank_columns(&naming, records)
+    } else {
+        kernel_columns(&naming, records)
+    };
     let headings = columns.iter().map(|(heading, _)| heading.to_string()).collect();
     let row = |record: &&Record| columns.iter().map(|(_, content)| content(record)).collect();
     let rows: Vec<Vec<String>> = std::iter::once(headings).chain(records.iter().map(row)).collect();
@@ -119,6 +126,24 @@ fn evict_columns<'a>(naming: &'a Naming, records: &'a [&Record]) -> Vec<Column<'
     columns.extend([half, drift]);
     columns.push(measured("recall", |record| Some(text::percent(record.eviction.as_ref()?.needle_recall?))));
     columns.push(("vs full", Box::new(|record| speed_up(record, records))));
+    columns
+}
+
+/// Peak and bytes sent are those of the rank that takes and sends most; `hidden` is the least of the shares.
+fn rank_columns<'a>(naming: &'a Naming, records: &'a [&Record]) -> Vec<Column<'a>> {
+    let ranks = |record: &Record| record.cell.ranks.clone().unwrap_or_else(|| NOTHING.into());
+    let mut columns: Vec<Column> = vec![
+        ("context", Box::new(|record| units::tokens(record.cell.context_tokens))),
+        ("ranks", Box::new(move |record| marked(record, format!("{}{}", ranks(record), naming.apart(record))))),
+        ("peak", Box::new(text::peak)),
+        measured("sent", |record| Some(units::bytes(record.ranks.iter().map(|rank| rank.sent_bytes).max()?))),
+        measured("hidden", |record| {
+            let shares = record.ranks.iter().filter_map(OfRank::hidden_share);
+            shares.min_by(f64::total_cmp).map(text::percent)
+        }),
+    ];
+    columns.extend(time_and_drift("median"));
+    columns.push(("vs one", Box::new(|record| speed_up(record, records))));
     columns
 }
 

@@ -153,6 +153,39 @@ impl TensorFile {
         }
     }
 
+    /// Copies the tokens in `ranges` of a tensor `[B, H, L, D]` into the arena, one behind another, refusing NaN and infinity.
+    ///
+    /// # Errors
+    /// As [`TensorFile::load`]; indices in errors are those of the copy.
+    ///
+    /// # Panics
+    /// When there are fewer tokens.
+    pub fn load_tokens(
+        &self,
+        name: &str,
+        ranges: &[Range<usize>],
+        arena: &Arena,
+        label: Label,
+    ) -> Result<Tensor, FileError> {
+        let ([batch, heads, len, width], dtype, bytes) = self.find(name)?;
+        let (row, tokens) = (width * dtype.bytes(), ranges.iter().map(Range::len).sum());
+        let mut tensor = Tensor::zeros(arena, label, dtype, [batch, heads, tokens, width])?;
+        let lists = self.map[bytes].chunks_exact(len * row).zip(tensor.bytes_mut().chunks_exact_mut(tokens * row));
+        for (from, mut to) in lists {
+            for range in ranges {
+                let (part, rest) = to.split_at_mut(range.len() * row);
+                part.copy_from_slice(&from[range.start * row..range.end * row]);
+                to = rest;
+            }
+        }
+        match tensor.first_non_finite() {
+            Some((index, value)) => {
+                Err(FileError::NonFinite { path: self.path.clone(), name: name.into(), index, value })
+            }
+            None => Ok(tensor),
+        }
+    }
+
     /// Every tensor, as it lies in the file.
     ///
     /// # Errors

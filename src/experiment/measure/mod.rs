@@ -15,6 +15,7 @@ mod evict;
 mod forward;
 mod pass;
 mod prepared;
+mod ranks;
 mod recall;
 mod serve;
 mod trials;
@@ -42,6 +43,7 @@ pub static MEASURES: &[Measure] = &[
     Measure::DECODE,
     Measure::EVICT,
     Measure::SERVE,
+    Measure::RANKS,
     Measure::RECALL,
     Measure::EVAL,
 ];
@@ -57,6 +59,8 @@ impl Measure {
     pub const EVICT: Measure = Measure(&evict::Evict);
     /// A simulated request trace through an allocation strategy.
     pub const SERVE: Measure = Measure(&serve::Serve);
+    /// A forward pass shared out over ranks.
+    pub const RANKS: Measure = Measure(&ranks::Ranks);
     /// What memories of facts give back.
     pub const RECALL: Measure = Measure(&recall::Recall);
     /// A model's answers under policies and budgets.
@@ -166,6 +170,8 @@ pub enum Choice {
     Policy,
     /// The allocation strategy.
     Strategy,
+    /// How many ranks share it.
+    Ranks,
 }
 
 /// A measure of the registry, as it stands in cells: a name that knows what it means.
@@ -285,7 +291,7 @@ mod tests {
                     dtype = \"f32\"\nkv_format = \"int8\"\nweights = \"int8\"\ncausal = false\nwindow = 1\nsoftcap = 1.0\npolicy = \"x\"\n\
                     budget = 2\npolicy_file = \"x\"\nlayers = 1\nnew_tokens = 1\npage_tokens = 1\nstrategy = \"x\"\n\
                     trace = \"x\"\nmodel = \"x\"\ntask = \"x\"\ntext = \"x\"\nsamples = 1\nprotocol = \"aware\"\n\
-                    chat = true\nbeyond_limit = true\nmemory = \"x\"\nepisode = \"x\"\nknobs = { hinted = 0 }\n";
+                    chat = true\nbeyond_limit = true\nmemory = \"x\"\nepisode = \"x\"\nranks = \"x\"\nknobs = { hinted = 0 }\n";
         let grid: Grid = toml::from_str(text).unwrap();
         let given = serde_json::to_value(grid).unwrap();
         let mut fields: Vec<&str> = given.as_object().unwrap().keys().map(String::as_str).collect();

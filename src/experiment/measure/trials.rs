@@ -17,6 +17,7 @@ use crate::experiment::record::{Drift, Eviction, Refused};
 use crate::memory::{Arena, ArenaError};
 use crate::policy::cuda::DevicePolicyError;
 use crate::policy::{PolicyError, Registry};
+use crate::ranks::RankError;
 use crate::workload::{Workload, WorkloadError};
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -160,6 +161,15 @@ impl From<AttentionError> for TrialError {
     fn from(error: AttentionError) -> Self {
         match error {
             AttentionError::Arena(error) => TrialError::Memory(error),
+            error => TrialError::Failed(error.to_string()),
+        }
+    }
+}
+
+impl From<RankError> for TrialError {
+    fn from(error: RankError) -> Self {
+        match error {
+            RankError::Arena(error) | RankError::Attention(AttentionError::Arena(error)) => TrialError::Memory(error),
             error => TrialError::Failed(error.to_string()),
         }
     }

@@ -2,7 +2,7 @@
 //! negative cosine between a key and the mean of the normalised keys of its head.
 
 use crate::attention::Shape;
-use crate::policy::{Context, Policy, PolicyEntry, PolicyError, Scorer, ScoringPlan, Statistic, each_list};
+use crate::policy::{Context, List, Policy, PolicyEntry, PolicyError, Scorer, ScoringPlan, Statistic, each_list};
 
 /// The registry's line.
 pub const ENTRY: PolicyEntry = PolicyEntry {
@@ -36,16 +36,26 @@ impl Scorer for KeyDiff {
         each_list(context, scores, &mut [], |list, scores, _| {
             let mut anchor = [0.0f32; Shape::MAX_HEAD_DIM];
             let anchor = &mut anchor[..width];
-            list.keys(|_, key| {
-                let norm = norm(key);
-                anchor.iter_mut().zip(key).for_each(|(sum, x)| *sum += x / norm);
-            });
-            let anchor_norm = norm(anchor);
-            list.keys(|slot, key| {
-                let inner: f32 = key.iter().zip(&*anchor).map(|(x, y)| x * y).sum();
-                scores[slot] = -inner / (norm(key) * anchor_norm);
-            });
+            add_to_anchor(list, anchor);
+            unlike(list, anchor, scores);
         });
         Ok(())
     }
+}
+
+/// Adds the normalised keys of a list to `anchor`, `[D]`, in order.
+pub fn add_to_anchor(list: &List<'_>, anchor: &mut [f32]) {
+    list.keys(|_, key| {
+        let norm = norm(key);
+        anchor.iter_mut().zip(key).for_each(|(sum, x)| *sum += x / norm);
+    });
+}
+
+/// The negative cosine between each key of a list and `anchor`.
+pub fn unlike(list: &List<'_>, anchor: &[f32], scores: &mut [f32]) {
+    let anchor_norm = norm(anchor);
+    list.keys(|slot, key| {
+        let inner: f32 = key.iter().zip(anchor).map(|(x, y)| x * y).sum();
+        scores[slot] = -inner / (norm(key) * anchor_norm);
+    });
 }

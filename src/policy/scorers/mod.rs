@@ -21,7 +21,7 @@ pub mod non_causal;
 pub mod oracle;
 pub mod oracle_output;
 mod past;
-mod pool;
+pub(super) mod pool;
 pub mod protect;
 pub mod qfilters;
 pub mod r_kv;

@@ -34,6 +34,11 @@ impl Pool {
         Ok(Pool { kind, width })
     }
 
+    /// A pool over `width` neighbours, odd, of their mean or the largest.
+    pub fn new(width: usize, is_max: bool) -> Self {
+        Pool { kind: if is_max { Kind::Max } else { Kind::Average }, width }
+    }
+
     /// Its width, and whether it takes the largest.
     pub fn shape(&self) -> (usize, bool) {
         (self.width, matches!(self.kind, Kind::Max))

@@ -84,6 +84,11 @@ impl SnapKv {
             protect: Protect { sink: named.count("sink", 0, 0)?, window: local },
         })
     }
+
+    fn then(&self) -> Then {
+        let (kernel, is_max) = self.pool.shape();
+        Then::Pooled { mean: self.mean, kernel, is_max, behind: if self.all { 0 } else { self.window } }
+    }
 }
 
 impl Scorer for SnapKv {
@@ -104,27 +109,13 @@ impl Scorer for SnapKv {
     }
 
     fn scoring_plan(&self) -> Option<ScoringPlan> {
-        let (kernel, is_max) = self.pool.shape();
-        let (mean, behind) = (self.mean, if self.all { 0 } else { self.window });
-        let then = Then::Pooled { mean, kernel, is_max, behind };
-        Some(ScoringPlan::Recent { queries: Some(self.window), reduction: self.reduction, then })
+        Some(ScoringPlan::Recent { queries: Some(self.window), reduction: self.reduction, then: self.then() })
     }
 
     fn score(&self, context: &Context<'_>, scores: &mut [f32]) -> Result<(), PolicyError> {
-        let shape = context.call.shape;
+        let Shape { kv_heads, kv_len, .. } = context.call.shape;
         let observers = recent_columns(context, self.window, self.reduction, scores)?;
-        if self.mean {
-            scores.iter_mut().for_each(|score| *score /= observers as f32);
-        }
-        let mut raw = context.arena.alloc::<f32>(Label::Workspace, shape.kv_len)?;
-        for (list, scores) in scores.chunks_mut(shape.kv_len).enumerate() {
-            // The window's own columns are left out of the pool: past its end there is nothing.
-            let len = context.len(list);
-            let scored_tokens = if self.all { len } else { len.saturating_sub(self.window) };
-            raw[..scored_tokens].copy_from_slice(&scores[..scored_tokens]);
-            self.pool.apply(&raw[..scored_tokens], &mut scores[..scored_tokens]);
-            scores[scored_tokens..len].fill(0.0);
-        }
+        self.then().apply(scores, [kv_heads, kv_len], |list| context.len(list), observers, context.arena)?;
         Ok(())
     }
 }

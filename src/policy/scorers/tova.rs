@@ -35,17 +35,10 @@ impl Scorer for Tova {
     }
 
     fn score(&self, context: &Context<'_>, scores: &mut [f32]) -> Result<(), PolicyError> {
-        let shape = context.call.shape;
-        recent_columns(context, 1, Reduction::RECEIVED, scores)?;
-        for sequence in scores.chunks_mut(shape.kv_heads * shape.kv_len) {
-            // Every head evicts the same slots, so lists of a sequence have the same tokens in the same order.
-            let (mean, heads) = sequence.split_at_mut(shape.kv_len);
-            for head in heads.chunks_exact(shape.kv_len) {
-                mean.iter_mut().zip(head).for_each(|(sum, score)| *sum += score);
-            }
-            mean.iter_mut().for_each(|sum| *sum /= shape.kv_heads as f32);
-            heads.chunks_exact_mut(shape.kv_len).for_each(|head| head.copy_from_slice(mean));
-        }
+        // Every head evicts the same slots, so lists of a sequence have the same tokens in the same order.
+        let Shape { kv_heads, kv_len, .. } = context.call.shape;
+        let queries = recent_columns(context, 1, Reduction::RECEIVED, scores)?;
+        Then::MeanOverHeads.apply(scores, [kv_heads, kv_len], |list| context.len(list), queries, context.arena)?;
         Ok(())
     }
 }

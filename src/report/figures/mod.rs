@@ -28,6 +28,7 @@ mod paging_tradeoff;
 mod policies_ranked;
 mod predicted_vs_measured;
 mod ragged_memory;
+mod ranks;
 mod ranks_over_settings;
 mod recall;
 mod rounding;
@@ -71,6 +72,8 @@ pub const FIGURES: &[fn(&Data) -> Option<Chart>] = &[
     kv_heads::forward_latency,
     kv_heads::decode_latency,
     paging_tradeoff::chart,
+    ranks::bytes,
+    ranks::time,
     recall::by_facts,
     recall::by_bytes,
     recall::forgetting,

@@ -1,0 +1,219 @@
+//! Communication between ranks: what attention over ranks needs, counted, over whatever moves the bytes.
+//!
+//! All-reduce, all-gather and the barrier are made of messages between two ranks, so that they are the same on each transport,
+//! add up in one order, and every byte that is sent is counted.
+
+use super::RankError;
+use crate::device::Cpu;
+use std::cell::RefCell;
+use std::time::Instant;
+
+/// A message to a rank.
+pub type Sent<'a> = (usize, &'a [u8]);
+/// Room for a message from a rank.
+pub type Received<'a> = (usize, &'a mut [u8]);
+
+/// Moves bytes between ranks.
+pub trait Transport {
+    /// Name in records.
+    fn name(&self) -> &'static str;
+
+    /// The number of this rank, from 0.
+    fn rank(&self) -> usize;
+
+    /// Ranks.
+    fn size(&self) -> usize;
+
+    /// Sends and receives at once, and returns when all of it is done. Messages from one rank to another come in the order in
+    /// which they were sent, each as long as the room for it; a message may have no bytes. No rank sends to itself.
+    ///
+    /// # Errors
+    /// When another rank ended, or has been silent for too long.
+    fn transfer(&self, send: &[Sent<'_>], receive: &mut [Received<'_>]) -> Result<(), RankError>;
+}
+
+/// What a rank sent, and how long it computed and waited meanwhile.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Traffic {
+    /// Messages.
+    pub messages: u64,
+    /// Bytes of all messages.
+    pub sent_bytes: u64,
+    /// Nanoseconds of the work beside which was sent.
+    pub compute_ns: u64,
+    /// Nanoseconds from the end of such work to the end of the exchange beside it, and of exchanges without work: what
+    /// computing did not hide.
+    pub exposed_ns: u64,
+}
+
+/// A rank among ranks.
+pub struct Comm {
+    transport: Box<dyn Transport>,
+    traffic: RefCell<Traffic>,
+}
+
+impl Comm {
+    /// A rank of this transport.
+    pub fn new(transport: impl Transport + 'static) -> Self {
+        Comm { transport: Box::new(transport), traffic: RefCell::default() }
+    }
+
+    /// What moves the bytes.
+    pub fn transport(&self) -> &'static str {
+        self.transport.name()
+    }
+
+    /// The number of this rank, from 0.
+    pub fn rank(&self) -> usize {
+        self.transport.rank()
+    }
+
+    /// Ranks.
+    pub fn size(&self) -> usize {
+        self.transport.size()
+    }
+
+    /// The rank behind this one in the ring.
+    pub fn next(&self) -> usize {
+        (self.rank() + 1) % self.size()
+    }
+
+    /// The rank before this one in the ring.
+    pub fn previous(&self) -> usize {
+        (self.rank() + self.size() - 1) % self.size()
+    }
+
+    /// What was sent since the last call, and how long was waited.
+    pub fn take_traffic(&self) -> Traffic {
+        self.traffic.take()
+    }
+
+    /// Sends and receives at once ([`Transport::transfer`]).
+    ///
+    /// # Errors
+    /// When another rank ended, or has been silent for too long.
+    pub fn transfer(&self, send: &[Sent<'_>], receive: &mut [Received<'_>]) -> Result<(), RankError> {
+        let start = Instant::now();
+        let done = self.transport.transfer(send, receive);
+        self.count(send, 0, nanoseconds(start));
+        done
+    }
+
+    /// Sends and receives while `work` computes on `cpu`; its result.
+    ///
+    /// # Errors
+    /// As [`Comm::transfer`].
+    pub fn exchange<R: Send>(
+        &self,
+        cpu: &Cpu,
+        send: &[Sent<'_>],
+        receive: &mut [Received<'_>],
+        work: impl FnOnce() -> R + Send,
+    ) -> Result<R, RankError> {
+        let start = Instant::now();
+        let worked = || {
+            let result = work();
+            (result, nanoseconds(start))
+        };
+        let ((result, compute_ns), done) = match (send, &*receive) {
+            ([], []) => (worked(), Ok(())),
+            _ => cpu.beside(worked, || self.transport.transfer(send, receive)),
+        };
+        self.count(send, compute_ns, nanoseconds(start) - compute_ns);
+        done.map(|()| result)
+    }
+
+    fn count(&self, send: &[Sent<'_>], compute_ns: u64, exposed_ns: u64) {
+        let mut traffic = self.traffic.borrow_mut();
+        traffic.messages += send.len() as u64;
+        traffic.sent_bytes += send.iter().map(|(_, bytes)| bytes.len() as u64).sum::<u64>();
+        traffic.compute_ns += compute_ns;
+        traffic.exposed_ns += exposed_ns;
+    }
+
+    /// Makes `values` on every rank what `merge(mine, theirs)` makes of those of all ranks, neighbours first: up a binomial
+    /// tree to rank 0, and the result down again. `scratch` is as long. A rank sends [`all_reduce_messages`] times.
+    ///
+    /// # Errors
+    /// As [`Comm::transfer`].
+    pub fn all_reduce(
+        &self,
+        values: &mut [u8],
+        scratch: &mut [u8],
+        mut merge: impl FnMut(&mut [u8], &[u8]),
+    ) -> Result<(), RankError> {
+        let (rank, size) = (self.rank(), self.size());
+        let reach = reach(rank, size);
+        for step in steps(reach) {
+            if rank + step < size {
+                self.transfer(&[], &mut [(rank + step, &mut *scratch)])?;
+                merge(values, scratch);
+            }
+        }
+        if rank > 0 {
+            self.transfer(&[(rank - reach, &*values)], &mut [])?;
+            self.transfer(&[], &mut [(rank - reach, &mut *values)])?;
+        }
+        for step in steps(reach).rev().filter(|step| rank + step < size) {
+            self.transfer(&[(rank + step, &*values)], &mut [])?;
+        }
+        Ok(())
+    }
+
+    /// Waits for every rank.
+    ///
+    /// # Errors
+    /// As [`Comm::transfer`].
+    pub fn barrier(&self) -> Result<(), RankError> {
+        self.all_reduce(&mut [], &mut [], |_, _| ())
+    }
+
+    /// Gives every rank what each has: `parts[r]` is filled in on rank `r`, and on all others afterwards. Around the ring, so
+    /// that a rank sends every part but that of the rank behind it.
+    ///
+    /// # Errors
+    /// As [`Comm::transfer`].
+    pub fn all_gather(&self, parts: &mut [&mut [u8]]) -> Result<(), RankError> {
+        let (rank, size) = (self.rank(), self.size());
+        for step in 0..size - 1 {
+            let [mine, theirs] = [step, step + 1].map(|step| (rank + size - step) % size);
+            let [mine, theirs] = parts.get_disjoint_mut([mine, theirs]).expect("a part for each rank");
+            self.transfer(&[(self.next(), &**mine)], &mut [(self.previous(), &mut **theirs)])?;
+        }
+        Ok(())
+    }
+
+    /// Refuses ranks that differ from rank 0 in what `text` says of them.
+    ///
+    /// # Errors
+    /// Names the first rank that differs; on every rank the same one.
+    pub fn agree(&self, what: &'static str, text: &str, remedy: &'static str) -> Result<(), RankError> {
+        let mut hashes = vec![[0u8; 32]; self.size()];
+        hashes[self.rank()] = *blake3::hash(text.as_bytes()).as_bytes();
+        let mut parts: Vec<&mut [u8]> = hashes.iter_mut().map(|hash| &mut hash[..]).collect();
+        self.all_gather(&mut parts)?;
+        match hashes.iter().position(|hash| *hash != hashes[0]) {
+            Some(rank) => Err(RankError::Differs { rank, what, remedy }),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Ranks from `rank` on whose values it merges: up to its parent, or to the end.
+fn reach(rank: usize, size: usize) -> usize {
+    if rank == 0 { size.next_power_of_two() } else { 1 << rank.trailing_zeros() }
+}
+
+fn steps(reach: usize) -> impl DoubleEndedIterator<Item = usize> {
+    (0..reach.trailing_zeros()).map(|power| 1 << power)
+}
+
+/// Messages that a rank sends in [`Comm::all_reduce`]: to its parent in the binomial tree, and to each child.
+pub fn all_reduce_messages(rank: usize, size: usize) -> u64 {
+    let children = steps(reach(rank, size)).filter(|step| rank + step < size).count();
+    (children + usize::from(rank > 0)) as u64
+}
+
+fn nanoseconds(since: Instant) -> u64 {
+    since.elapsed().as_nanos() as u64
+}

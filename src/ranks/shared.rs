@@ -1,0 +1,249 @@
+//! A problem shared out by one of the methods, run and measured: what the command and the measure have in common.
+
+use super::{Rank, RankError, Ring, Traffic, Tree};
+use crate::attention::{DenseKv, Kernel, Outputs, Params, Shape};
+use crate::memory::{Arena, ArenaError, Label};
+use crate::tensor::{DType, Tensor, TensorView};
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::ops::Range;
+use std::str::FromStr;
+use std::time::Instant;
+
+/// Most ranks that are threads of one process.
+pub const MOST_THREADS: usize = 64;
+
+/// How attention is shared out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Method {
+    /// Queries, keys and values are; keys go around.
+    Ring,
+    /// Keys and values are; partial results are merged.
+    Tree,
+}
+
+/// A method and its ranks, as people write them: `ring:4` is four threads of one process, `ring` the processes of `mpirun`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Asked {
+    /// The method.
+    pub method: Method,
+    /// Ranks that are threads; `None` for those of MPI.
+    pub threads: Option<usize>,
+}
+
+impl FromStr for Asked {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let wrong = || {
+            format!(
+                "'{text}' is not a way to share attention out; write ring:4, tree:4 (1 to {MOST_THREADS} threads), or under mpirun ring or tree"
+            )
+        };
+        let (method, ranks) = text.split_once(':').map_or((text, None), |(method, ranks)| (method, Some(ranks)));
+        let method = match method {
+            "ring" => Method::Ring,
+            "tree" => Method::Tree,
+            _ => return Err(wrong()),
+        };
+        let parse =
+            |ranks: &str| ranks.parse().ok().filter(|ranks| (1..=MOST_THREADS).contains(ranks)).ok_or_else(wrong);
+        Ok(Asked { method, threads: ranks.map(parse).transpose()? })
+    }
+}
+
+impl fmt::Display for Method {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Method::Ring => "ring",
+            Method::Tree => "tree",
+        })
+    }
+}
+
+/// A problem that is shared out.
+#[derive(Debug, Clone, Copy)]
+pub enum Shared {
+    /// By a ring.
+    Ring(Ring),
+    /// By a tree.
+    Tree(Tree),
+}
+
+/// What a rank took, sent and waited for in the passes of a problem.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct OfRank {
+    /// Bytes of its arena at the peak of a pass, inputs included.
+    pub peak_bytes: u64,
+    /// The same from the shapes.
+    pub predicted_peak_bytes: u64,
+    /// Bytes that it sent in a pass.
+    pub sent_bytes: u64,
+    /// The same from the shapes.
+    pub predicted_sent_bytes: u64,
+    /// Messages of a pass.
+    pub messages: u64,
+    /// Nanoseconds of each pass.
+    pub samples_ns: Vec<u64>,
+    /// Of these, nanoseconds in which it computed.
+    pub compute_ns: Vec<u64>,
+    /// Nanoseconds in which it waited for messages and did not compute.
+    pub exposed_ns: Vec<u64>,
+    /// Nanoseconds of the same messages alone, with nothing computed.
+    pub alone_ns: Vec<u64>,
+}
+
+impl OfRank {
+    /// The share of sending that computing hid: of the median time of the messages alone, what was not waited for; `None` where
+    /// nothing is sent.
+    pub fn hidden_share(&self) -> Option<f64> {
+        let median = |samples: &[u64]| {
+            let mut sorted = samples.to_vec();
+            sorted.sort_unstable();
+            sorted.get(sorted.len() / 2).map(|&ns| ns as f64)
+        };
+        let alone = median(&self.alone_ns).filter(|&ns| ns > 0.0 && self.sent_bytes > 0)?;
+        Some((1.0 - median(&self.exposed_ns)? / alone).clamp(0.0, 1.0))
+    }
+}
+
+impl Shared {
+    /// Shares a problem out over `ranks`.
+    ///
+    /// # Errors
+    /// When it cannot be.
+    pub fn new(method: Method, shape: Shape, params: Params, dtype: DType, ranks: usize) -> Result<Self, RankError> {
+        Ok(match method {
+            Method::Ring => Shared::Ring(Ring::new(shape, params, dtype, ranks)?),
+            Method::Tree => Shared::Tree(Tree::new(shape, params, dtype, ranks)?),
+        })
+    }
+
+    /// The queries and the keys that a rank holds.
+    pub fn tokens_of(&self, rank: usize) -> [Vec<Range<usize>>; 2] {
+        match self {
+            Shared::Ring(ring) => [ring.queries().of(rank), ring.keys().of(rank)],
+            Shared::Tree(tree) => [vec![0..tree.shape().q_len], tree.keys().of(rank)],
+        }
+    }
+
+    /// Bytes of a rank's arena at the peak of a forward pass, its queries, keys and values included.
+    pub fn forward_bytes(&self, kernel: &dyn Kernel, rank: usize, threads: usize) -> u64 {
+        match self {
+            Shared::Ring(ring) => ring.input_bytes(rank) + ring.forward_bytes(kernel, rank, threads),
+            Shared::Tree(tree) => tree.input_bytes(rank) + tree.forward_bytes(kernel, rank, threads),
+        }
+    }
+
+    /// Bytes that a rank sends in a forward pass.
+    pub fn forward_sent_bytes(&self, rank: usize) -> u64 {
+        match self {
+            Shared::Ring(ring) => ring.forward_sent_bytes(rank),
+            Shared::Tree(tree) => tree.forward_sent_bytes(rank),
+        }
+    }
+
+    /// Attention of this rank's queries over all keys.
+    ///
+    /// # Errors
+    /// When another rank ended, or the arena has no room.
+    pub fn forward(&self, on: Rank<'_>, q: TensorView<'_>, [k, v]: [&Tensor; 2]) -> Result<Outputs, RankError> {
+        match self {
+            Shared::Ring(ring) => ring.forward(on, q, [k, v]),
+            Shared::Tree(tree) => tree.forward(on, q, &DenseKv::new(k.view(), v.view())?),
+        }
+    }
+
+    /// Sends what a forward pass sends, and computes nothing.
+    ///
+    /// # Errors
+    /// When another rank ended, or the arena has no room.
+    pub fn send_alone(&self, on: Rank<'_>, kv: [&Tensor; 2]) -> Result<(), RankError> {
+        match self {
+            Shared::Ring(ring) => ring.send_alone(on, kv),
+            Shared::Tree(tree) => tree.send_alone(on),
+        }
+    }
+
+    /// A forward pass, timed from where all ranks begin, and the same messages alone, added to `seen`.
+    ///
+    /// # Errors
+    /// As [`Shared::forward`].
+    pub fn sample(
+        &self,
+        on: Rank<'_>,
+        q: TensorView<'_>,
+        kv: [&Tensor; 2],
+        seen: &mut OfRank,
+    ) -> Result<Outputs, RankError> {
+        let timed = |work: &mut dyn FnMut() -> Result<(), RankError>| {
+            on.comm.barrier()?;
+            on.comm.take_traffic();
+            let start = Instant::now();
+            work()?;
+            Ok::<_, RankError>((start.elapsed().as_nanos() as u64, on.comm.take_traffic()))
+        };
+        on.arena.reset_peak();
+        let mut outputs = None;
+        let (ns, Traffic { messages, sent_bytes, compute_ns, exposed_ns }) = timed(&mut || {
+            outputs = Some(self.forward(on, q, kv)?);
+            Ok(())
+        })?;
+        seen.peak_bytes = on.arena.usage().peak_bytes;
+        let rank = on.comm.rank();
+        seen.predicted_peak_bytes = self.forward_bytes(on.kernel, rank, on.cpu.threads());
+        (seen.messages, seen.sent_bytes) = (messages, sent_bytes);
+        seen.predicted_sent_bytes = self.forward_sent_bytes(rank);
+        seen.samples_ns.push(ns);
+        seen.compute_ns.push(compute_ns);
+        seen.exposed_ns.push(exposed_ns);
+        seen.alone_ns.push(timed(&mut || self.send_alone(on, kv))?.0);
+        Ok(outputs.expect("the pass was run"))
+    }
+}
+
+/// The tokens in `ranges` of each head of a tensor, one behind another.
+///
+/// # Errors
+/// When the arena has no room.
+pub fn take_tokens(
+    tensor: &Tensor,
+    ranges: &[Range<usize>],
+    arena: &Arena,
+    label: Label,
+) -> Result<Tensor, ArenaError> {
+    let [batch, heads, len, width] = tensor.dims();
+    let (row, tokens) = (width * tensor.dtype().bytes(), ranges.iter().map(Range::len).sum());
+    let mut part = Tensor::zeros(arena, label, tensor.dtype(), [batch, heads, tokens, width])?;
+    for (from, mut to) in tensor.bytes().chunks_exact(len * row).zip(part.bytes_mut().chunks_exact_mut(tokens * row)) {
+        for range in ranges {
+            let (rows, rest) = to.split_at_mut(range.len() * row);
+            rows.copy_from_slice(&from[range.start * row..range.end * row]);
+            to = rest;
+        }
+    }
+    Ok(part)
+}
+
+/// Writes what a rank computed to the tokens `ranges` of the whole result.
+pub fn scatter(whole: &mut Outputs, part: &Outputs, ranges: &[Range<usize>]) {
+    let ([.., len, width], [.., count, _]) = (whole.o.dims(), part.o.dims());
+    let row = width * whole.o.dtype().bytes();
+    put(whole.o.bytes_mut().chunks_exact_mut(len * row), part.o.bytes().chunks_exact(count * row), ranges, row);
+    put(whole.lse.chunks_exact_mut(len), part.lse.chunks_exact(count), ranges, 1);
+}
+
+fn put<'a, T: Copy + 'a>(
+    whole: impl Iterator<Item = &'a mut [T]>,
+    part: impl Iterator<Item = &'a [T]>,
+    ranges: &[Range<usize>],
+    row: usize,
+) {
+    for (to, mut from) in whole.zip(part) {
+        for range in ranges {
+            let (rows, rest) = from.split_at(range.len() * row);
+            to[range.start * row..range.end * row].copy_from_slice(rows);
+            from = rest;
+        }
+    }
+}

@@ -1,0 +1,219 @@
+//! `kvsieve attend --ranks` as a user runs it: on threads of one process, and where kvsieve is built with MPI and `mpirun` is there, on
+//! processes.
+
+mod common;
+
+use assert_cmd::Command;
+use common::{normal, rng, tensor};
+use kvsieve::memory::{Arena, Label};
+use kvsieve::tensor::DType;
+use kvsieve::tensor::file::{Output, TensorFile, write};
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// Longer than any run here takes.
+const DEADLINE: Duration = Duration::from_secs(60);
+
+fn input(folder: &Path, tokens: usize) -> PathBuf {
+    let (mut rng, path) = (rng(5), folder.join("in.safetensors"));
+    let mut draw = |dims: [usize; 4]| tensor(DType::F32, dims, &normal(&mut rng, dims.iter().product(), 1.0));
+    let (q, k, v) = (draw([1, 4, tokens, 16]), draw([1, 2, tokens, 16]), draw([1, 2, tokens, 16]));
+    write(&path, &[Output::tensor("q", &q), Output::tensor("k", &k), Output::tensor("v", &v)]).unwrap();
+    path
+}
+
+fn attend(folder: &Path, output: &str, more: &[&str]) -> Vec<String> {
+    let path = |name: &str| folder.join(name).display().to_string();
+    let mut args: Vec<String> =
+        ["attend", "--input", &path("in.safetensors"), "--output", &path(output), "--causal", "--threads", "1"]
+            .map(String::from)
+            .into();
+    args.extend(more.iter().map(|arg| arg.to_string()));
+    args
+}
+
+fn output(folder: &Path, name: &str) -> Vec<f32> {
+    TensorFile::open(&folder.join(name)).unwrap().load("o", &Arena::unlimited(), Label::Input).unwrap().to_f32()
+}
+
+fn assert_same(folder: &Path, name: &str) {
+    let (one, shared) = (output(folder, "one.safetensors"), output(folder, name));
+    assert_eq!(one.len(), shared.len());
+    let most = one.iter().zip(&shared).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+    assert!(most < 1e-5, "{name} is {most} from one rank's result");
+}
+
+fn kvsieve() -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_kvsieve"));
+    command.timeout(DEADLINE);
+    command
+}
+
+/// Bytes and messages of each rank are what the shapes say.
+fn assert_as_predicted(json: &[u8], ranks: usize, transport: &str) {
+    let report: Value = serde_json::from_slice(json).unwrap();
+    assert_eq!(report["transport"], transport);
+    let of_ranks = report["ranks"].as_array().unwrap();
+    assert_eq!(of_ranks.len(), ranks);
+    for of_rank in of_ranks {
+        assert_eq!(of_rank["peak_bytes"], of_rank["predicted_peak_bytes"]);
+        assert_eq!(of_rank["sent_bytes"], of_rank["predicted_sent_bytes"]);
+        assert_eq!(of_rank["sent_bytes"].as_u64().unwrap() > 0, ranks > 1);
+    }
+    assert!(report["rel_l2"].as_f64().unwrap() < 1e-5);
+}
+
+#[test]
+fn ranks_that_are_threads_write_what_one_writes() {
+    let folder = tempfile::tempdir().unwrap();
+    input(folder.path(), 101);
+    kvsieve().args(attend(folder.path(), "one.safetensors", &[])).assert().success();
+    for (ranks, text) in [(1, "ring:1"), (3, "ring:3"), (4, "tree:4")] {
+        let args = attend(folder.path(), "shared.safetensors", &["--ranks", text, "--repeat", "2", "--json", "-"]);
+        let done = kvsieve().args(args).assert().success();
+        assert_as_predicted(&done.get_output().stdout, ranks, "threads");
+        assert_same(folder.path(), "shared.safetensors");
+    }
+    let args = attend(folder.path(), "shared.safetensors", &["--ranks", "ring:2"]);
+    let said = String::from_utf8(kvsieve().args(args).assert().success().get_output().stdout.clone()).unwrap();
+    assert!(said.contains("ring of 2 ranks (threads)") && said.matches("as predicted").count() == 4, "{said}");
+}
+
+#[test]
+fn what_cannot_be_shared_is_one_line_and_status_2() {
+    let folder = tempfile::tempdir().unwrap();
+    input(folder.path(), 20);
+    let cases: [(&[&str], &str); 5] = [
+        (&["--ranks", "ring:11"], "20 tokens cannot be shared by 11 ranks; at least 22 tokens"),
+        (&["--ranks", "ring:0"], "'ring:0' is not a way to share attention out"),
+        (&["--ranks", "star:4"], "'star:4' is not a way to share attention out"),
+        (&["--ranks", "ring:2", "--window", "4"], "a window of 4 is not available over ranks"),
+        (&["--ranks", "ring:2", "--backward"], "cannot be used with"),
+    ];
+    for (more, words) in cases {
+        let done = kvsieve().args(attend(folder.path(), "o.safetensors", more)).assert().code(2);
+        let said = String::from_utf8(done.get_output().stderr.clone()).unwrap();
+        assert!(said.contains(words) && said.lines().count() == 1, "{more:?}: {said}");
+    }
+    let launched = || {
+        let mut command = kvsieve();
+        command.env("OMPI_COMM_WORLD_SIZE", "4");
+        command
+    };
+    let done = launched().args(attend(folder.path(), "o.safetensors", &["--ranks", "ring:2"])).assert().code(2);
+    let said = String::from_utf8(done.get_output().stderr.clone()).unwrap();
+    assert!(said.contains("mpirun started 4; write --ranks ring"), "{said}");
+}
+
+#[cfg(not(feature = "mpi"))]
+#[test]
+fn without_mpi_a_line_says_how_to_build_with_it() {
+    let folder = tempfile::tempdir().unwrap();
+    input(folder.path(), 20);
+    let done = kvsieve().args(attend(folder.path(), "o.safetensors", &["--ranks", "ring"])).assert().code(2);
+    let said = String::from_utf8(done.get_output().stderr.clone()).unwrap();
+    assert!(said.contains("install libopenmpi-dev, openmpi-bin and libclang-dev, then cargo build"), "{said}");
+    assert_eq!(said.lines().count(), 1);
+}
+
+#[cfg(feature = "mpi")]
+mod processes {
+    use super::*;
+    use std::process::Stdio;
+    use std::time::Instant;
+
+    /// `mpirun` on this machine, whoever runs it and however few cores there are. It ends its processes when it ends.
+    fn mpirun(ranks: usize) -> Command {
+        let mut command = Command::new("mpirun");
+        command.timeout(DEADLINE);
+        for name in ["OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] {
+            command.env(name, "1");
+        }
+        command.args(["--oversubscribe", "--timeout", "50", "-n", &ranks.to_string()]);
+        command
+    }
+
+    #[test]
+    fn ranks_that_are_processes_write_what_one_writes() {
+        let folder = tempfile::tempdir().unwrap();
+        input(folder.path(), 203);
+        kvsieve().args(attend(folder.path(), "one.safetensors", &[])).assert().success();
+        for ranks in [1, 2, 3, 4] {
+            for method in ["ring", "tree"] {
+                let args =
+                    attend(folder.path(), "shared.safetensors", &["--ranks", method, "--repeat", "2", "--json", "-"]);
+                let done = mpirun(ranks).arg(env!("CARGO_BIN_EXE_kvsieve")).args(args).assert().success();
+                assert_as_predicted(&done.get_output().stdout, ranks, "mpi");
+                assert_same(folder.path(), "shared.safetensors");
+            }
+        }
+    }
+
+    #[test]
+    fn wrong_input_is_said_once() {
+        let folder = tempfile::tempdir().unwrap();
+        let args = attend(folder.path(), "o.safetensors", &["--ranks", "ring"]);
+        let done = mpirun(3).arg(env!("CARGO_BIN_EXE_kvsieve")).args(args).assert().code(2);
+        let said = String::from_utf8(done.get_output().stderr.clone()).unwrap();
+        assert_eq!(said.matches("error: rank 0 of 3: cannot read").count(), 1, "{said}");
+        assert_eq!(said.matches("error: ").count(), 1, "{said}");
+    }
+
+    #[test]
+    fn ranks_with_different_arguments_are_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        input(folder.path(), 64);
+        let one = attend(folder.path(), "o.safetensors", &["--ranks", "ring"]);
+        let other = attend(folder.path(), "o.safetensors", &["--ranks", "ring", "--repeat", "3"]);
+        let done = mpirun(1)
+            .arg(env!("CARGO_BIN_EXE_kvsieve"))
+            .args(one)
+            .args([":", "-n", "1", env!("CARGO_BIN_EXE_kvsieve")])
+            .args(other)
+            .assert()
+            .code(2);
+        let said = String::from_utf8(done.get_output().stderr.clone()).unwrap();
+        assert!(
+            said.contains("rank 1 differs from rank 0 in its arguments or its input; start all ranks with"),
+            "{said}"
+        );
+    }
+
+    #[test]
+    fn a_rank_that_is_killed_ends_the_others_within_seconds() {
+        let folder = tempfile::tempdir().unwrap();
+        input(folder.path(), 512);
+        let args = attend(folder.path(), "o.safetensors", &["--ranks", "ring", "--repeat", "1000000"]);
+        let mut command = std::process::Command::new("mpirun");
+        for name in ["OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] {
+            command.env(name, "1");
+        }
+        // Rank 1 says its number and becomes kvsieve, which is then killed.
+        let script = "[ \"$OMPI_COMM_WORLD_RANK\" = 1 ] && echo $$ > \"$0\"; exec \"$@\"";
+        let pid_file = folder.path().join("pid");
+        command.args(["--oversubscribe", "--timeout", "50", "-n", "3", "sh", "-c", script]);
+        let mpirun = command
+            .arg(&pid_file)
+            .arg(env!("CARGO_BIN_EXE_kvsieve"))
+            .args(args)
+            .stderr(Stdio::piped())
+            .stdout(Stdio::null())
+            .spawn()
+            .unwrap();
+        let started = Instant::now();
+        let pid = loop {
+            match std::fs::read_to_string(&pid_file) {
+                Ok(text) if text.ends_with('\n') => break text.trim().to_string(),
+                _ => std::thread::sleep(Duration::from_millis(50)),
+            }
+            assert!(started.elapsed() < DEADLINE, "mpirun started nothing");
+        };
+        std::thread::sleep(Duration::from_secs(2));
+        assert!(std::process::Command::new("kill").args(["-9", &pid]).status().unwrap().success());
+        // mpirun's own time limit ends the wait, with another status and other words.
+        let ended = mpirun.wait_with_output().unwrap();
+        let said = String::from_utf8_lossy(&ended.stderr).to_string();
+        assert!(!ended.status.success() && said.contains("rank 1") && said.contains("signal 9"), "{said}");
+    }
+}
