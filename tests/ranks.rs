@@ -130,7 +130,7 @@ fn tree(whole: &Whole, ranks: usize, name: &str) -> Result<(), RankError> {
     let first = threads::run(ranks, |comm| {
         let (rank, arena, cpu) = (comm.rank(), Arena::unlimited(), Cpu::new(Some(1)).unwrap());
         let on = Rank { comm, cpu: &cpu, arena: &arena, kernel: &*kernel };
-        let all = [0..shape.q_len];
+        let all = vec![Range { start: 0, end: shape.q_len }];
         let own = [(0, &all[..]), (1, &tree.keys().of(rank)), (2, &tree.keys().of(rank))];
         let [q, k, v] = own.map(|(index, ranges)| part(&inputs[index], ranges, &arena));
         assert_eq!(arena.usage().live_bytes, tree.input_bytes(rank));

@@ -39,6 +39,8 @@ pub struct Traffic {
     pub messages: u64,
     /// Bytes of all messages.
     pub sent_bytes: u64,
+    /// Of these, bytes that were sent while something was computed.
+    pub sent_beside_bytes: u64,
     /// Nanoseconds of the work beside which was sent.
     pub compute_ns: u64,
     /// Nanoseconds from the end of such work to the end of the exchange beside it, and of exchanges without work: what
@@ -95,7 +97,7 @@ impl Comm {
     pub fn transfer(&self, send: &[Sent<'_>], receive: &mut [Received<'_>]) -> Result<(), RankError> {
         let start = Instant::now();
         let done = self.transport.transfer(send, receive);
-        self.count(send, 0, nanoseconds(start));
+        self.count(send, None, nanoseconds(start));
         done
     }
 
@@ -119,15 +121,17 @@ impl Comm {
             ([], []) => (worked(), Ok(())),
             _ => cpu.beside(worked, || self.transport.transfer(send, receive)),
         };
-        self.count(send, compute_ns, nanoseconds(start) - compute_ns);
+        self.count(send, Some(compute_ns), nanoseconds(start) - compute_ns);
         done.map(|()| result)
     }
 
-    fn count(&self, send: &[Sent<'_>], compute_ns: u64, exposed_ns: u64) {
+    fn count(&self, send: &[Sent<'_>], compute_ns: Option<u64>, exposed_ns: u64) {
         let mut traffic = self.traffic.borrow_mut();
+        let sent_bytes = send.iter().map(|(_, bytes)| bytes.len() as u64).sum::<u64>();
         traffic.messages += send.len() as u64;
-        traffic.sent_bytes += send.iter().map(|(_, bytes)| bytes.len() as u64).sum::<u64>();
-        traffic.compute_ns += compute_ns;
+        traffic.sent_bytes += sent_bytes;
+        traffic.sent_beside_bytes += compute_ns.map_or(0, |_| sent_bytes);
+        traffic.compute_ns += compute_ns.unwrap_or(0);
         traffic.exposed_ns += exposed_ns;
     }
 

@@ -62,12 +62,16 @@ impl Shards {
 
     /// The tokens of a rank, as ascending ranges; they lie one behind another in its tensors.
     pub fn of(&self, rank: usize) -> Vec<Range<usize>> {
-        let last = self.chunks() - 1 - rank;
+        let first = self.chunk(rank);
+        let last = self.chunk(self.chunks() - 1 - rank);
         match self.placement {
-            Placement::Contiguous => vec![self.chunk(rank)],
+            Placement::Contiguous => vec![first],
             // The chunks in the middle are neighbours.
-            Placement::ZigZag if rank + 1 == last => vec![self.chunk(rank).start..self.chunk(last).end],
-            Placement::ZigZag => vec![self.chunk(rank), self.chunk(last)],
+            Placement::ZigZag if first.end == last.start => {
+                let both = first.start..last.end;
+                vec![both]
+            }
+            Placement::ZigZag => vec![first, last],
         }
     }
 

@@ -81,6 +81,8 @@ pub struct OfRank {
     pub sent_bytes: u64,
     /// The same from the shapes.
     pub predicted_sent_bytes: u64,
+    /// Of these, bytes that were sent while it computed.
+    pub sent_beside_bytes: u64,
     /// Messages of a pass.
     pub messages: u64,
     /// Nanoseconds of each pass.
@@ -95,14 +97,14 @@ pub struct OfRank {
 
 impl OfRank {
     /// The share of sending that computing hid: of the median time of the messages alone, what was not waited for; `None` where
-    /// nothing is sent.
+    /// nothing is sent beside computing.
     pub fn hidden_share(&self) -> Option<f64> {
         let median = |samples: &[u64]| {
             let mut sorted = samples.to_vec();
             sorted.sort_unstable();
             sorted.get(sorted.len() / 2).map(|&ns| ns as f64)
         };
-        let alone = median(&self.alone_ns).filter(|&ns| ns > 0.0 && self.sent_bytes > 0)?;
+        let alone = median(&self.alone_ns).filter(|&ns| ns > 0.0 && self.sent_beside_bytes > 0)?;
         Some((1.0 - median(&self.exposed_ns)? / alone).clamp(0.0, 1.0))
     }
 }
@@ -123,7 +125,10 @@ impl Shared {
     pub fn tokens_of(&self, rank: usize) -> [Vec<Range<usize>>; 2] {
         match self {
             Shared::Ring(ring) => [ring.queries().of(rank), ring.keys().of(rank)],
-            Shared::Tree(tree) => [vec![0..tree.shape().q_len], tree.keys().of(rank)],
+            Shared::Tree(tree) => {
+                let all = 0..tree.shape().q_len;
+                [vec![all], tree.keys().of(rank)]
+            }
         }
     }
 
@@ -185,14 +190,14 @@ impl Shared {
         };
         on.arena.reset_peak();
         let mut outputs = None;
-        let (ns, Traffic { messages, sent_bytes, compute_ns, exposed_ns }) = timed(&mut || {
+        let (ns, Traffic { messages, sent_bytes, sent_beside_bytes, compute_ns, exposed_ns }) = timed(&mut || {
             outputs = Some(self.forward(on, q, kv)?);
             Ok(())
         })?;
         seen.peak_bytes = on.arena.usage().peak_bytes;
         let rank = on.comm.rank();
         seen.predicted_peak_bytes = self.forward_bytes(on.kernel, rank, on.cpu.threads());
-        (seen.messages, seen.sent_bytes) = (messages, sent_bytes);
+        (seen.messages, seen.sent_bytes, seen.sent_beside_bytes) = (messages, sent_bytes, sent_beside_bytes);
         seen.predicted_sent_bytes = self.forward_sent_bytes(rank);
         seen.samples_ns.push(ns);
         seen.compute_ns.push(compute_ns);

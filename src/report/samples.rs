@@ -7,6 +7,7 @@ use crate::experiment::measure::Measure;
 use crate::experiment::recalled::Recalled;
 use crate::experiment::record::{Drift, Eviction, Latency, Memory, Record, Status, Step, Work};
 use crate::memory::{Label, LabelBytes};
+use crate::ranks::OfRank;
 use crate::serving::Usage;
 use crate::tensor::DType;
 use std::collections::BTreeMap;
@@ -349,6 +350,31 @@ fn latency(median_ns: f64) -> Latency {
         warmups: 5,
         stop_reason: "interval".into(),
     }
+}
+
+/// Passes that 1, 2 and 4 ranks share.
+pub fn ranks() -> Run {
+    let mut records = Vec::new();
+    for (method, context) in [("ring", 2048), ("ring", 8192), ("tree", 65_536)] {
+        for ranks in [1u32, 2, 4] {
+            let mut record = with_cell(pass(Measure::FORWARD, "tiled", context), |cell| {
+                cell.measure = Measure::RANKS;
+                cell.ranks = Some(format!("{method}:{ranks}"));
+            });
+            scale(&mut record, 1.1 / f64::from(ranks));
+            let sent_bytes = u64::from(ranks - 1) << 20;
+            let of_rank = OfRank {
+                sent_bytes,
+                sent_beside_bytes: sent_bytes,
+                exposed_ns: vec![10],
+                alone_ns: vec![100],
+                ..OfRank::default()
+            };
+            record.ranks = vec![of_rank; ranks as usize];
+            records.push(record);
+        }
+    }
+    Run { experiment: "ranks".into(), records, ..run() }
 }
 
 /// A model's answers to two tasks at two lengths, under some policies and budgets.

@@ -119,6 +119,9 @@ impl Comparisons for Ranks {
     }
 }
 
+/// One of the times of a rank, pass by pass.
+type Samples = fn(&OfRank) -> &Vec<u64>;
+
 /// A cell and what its ranks showed so far.
 struct Measured {
     record: Record,
@@ -188,11 +191,11 @@ impl Measured {
         if record.status != Status::Ok {
             return record;
         }
-        let over_ranks = |read: fn(&OfRank) -> &Vec<u64>| -> Vec<u64> {
+        let over_ranks = |read: Samples| -> Vec<u64> {
             (0..SAMPLES).map(|pass| ranks.iter().map(|rank| read(rank)[pass]).max().unwrap_or(0)).collect()
         };
         // A pass ends with its slowest rank.
-        let phases: [(&str, fn(&OfRank) -> &Vec<u64>); 4] = [
+        let phases: [(&str, Samples); 4] = [
             ("forward", |rank| &rank.samples_ns),
             ("compute", |rank| &rank.compute_ns),
             ("exposed", |rank| &rank.exposed_ns),

@@ -220,7 +220,7 @@ impl Travelling {
         let ranks = ring.kv.ranks();
         let source = source(rank, step, ranks);
         let [even, odd] = &mut self.0;
-        let (here, next) = if step % 2 == 0 { (odd, even) } else { (even, odd) };
+        let (here, next) = if step.is_multiple_of(2) { (odd, even) } else { (even, odd) };
         let bytes = ring.keys_bytes(source);
         let here = match step {
             0 => own.map(Tensor::bytes),

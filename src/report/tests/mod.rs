@@ -33,7 +33,8 @@ fn every_figure_is_drawn_with_the_table_behind_it() {
     let (_fourth, formats) = drawn(&[samples::formats()]);
     let (_fifth, hybrid) = drawn(&[samples::hybrid()]);
     let (_sixth, memories) = drawn(&[samples::memories()]);
-    let drawn = [kernels, layers, answers, formats, hybrid, memories];
+    let (_seventh, ranks) = drawn(&[samples::ranks()]);
+    let drawn = [kernels, layers, answers, formats, hybrid, memories, ranks];
     let paths = || drawn.iter().flat_map(|drawn| &drawn.figures);
     let names: std::collections::BTreeSet<_> = paths().filter_map(|path| path.file_name()).collect();
     assert_eq!(names.len(), figures::FIGURES.len() + figures::PANELS.len());
