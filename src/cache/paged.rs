@@ -26,7 +26,7 @@ pub struct PagedCache {
     pub(super) lens: Vec<usize>,
 }
 
-/// Where tokens that come to a list go.
+/// Where tokens that come to a list go: what is not named here, to the newest.
 pub(super) struct Arrival {
     /// To the first tokens.
     pub first: usize,
@@ -34,8 +34,6 @@ pub(super) struct Arrival {
     pub leaving: usize,
     /// Coded as they come: so many come at once that these are not among the newest any more.
     pub coded: usize,
-    /// To the newest tokens.
-    pub recent: usize,
 }
 
 impl PagedCache {
@@ -200,9 +198,9 @@ impl PagedCache {
     /// Gives memory that no page needs back to the arena, moving pages together where that empties a slab.
     pub fn release(&mut self) {
         self.coded.release(0);
-        for store in self.full.iter_mut().flatten() {
-            let lists = store.lens.iter().filter(|len| **len > 0).count();
-            store.release(lists);
+        for part in 0..2 {
+            let lists = self.holders(part, |_| false);
+            self.full.iter_mut().for_each(|full| full[part].release(lists));
         }
     }
 
@@ -262,7 +260,7 @@ impl PagedCache {
     /// Where `count` tokens from position `position` on go.
     pub(super) fn arrival(&self, list: usize, count: usize, position: usize) -> Arrival {
         let Some([front, window]) = &self.full else {
-            return Arrival { first: 0, leaving: 0, coded: count, recent: 0 };
+            return Arrival { first: 0, leaving: 0, coded: count };
         };
         let (KvFormat { full: Full { first, recent, .. }, .. }, held) = (self.shape.format, window.lens[list]);
         let begins = self.coded.lens[list] + held == 0;
@@ -272,7 +270,7 @@ impl PagedCache {
         let group = self.shape.format.group_tokens();
         let coded = (held + rest).saturating_sub(recent) / group * group;
         let leaving = coded.min(held);
-        Arrival { first: to_first, leaving, coded: coded - leaving, recent: rest + leaving - coded }
+        Arrival { first: to_first, leaving, coded: coded - leaving }
     }
 
     /// Makes sure that there is room for `count` more tokens from `position` on of each of the lists.
@@ -280,16 +278,25 @@ impl PagedCache {
         let arrivals: Vec<Arrival> = lists.clone().map(|list| self.arrival(list, count, position)).collect();
         let coded = arrivals.iter().map(|arrival| arrival.leaving + arrival.coded);
         self.coded.reserve(lists.clone().zip(coded))?;
-        let Some(full) = &mut self.full else { return Ok(()) };
-        for (part, store) in full.iter_mut().enumerate() {
-            let comes = |list: usize| {
+        for part in 0..2 {
+            let held = self.holders(part, |list| {
                 let arrival = lists.contains(&list).then(|| &arrivals[list - lists.start]);
-                arrival.is_some_and(|arrival| if part == 0 { arrival.first > 0 } else { arrival.recent > 0 })
-            };
-            let held = (0..store.lens.len()).filter(|&list| store.lens[list] > 0 || comes(list)).count();
-            store.hold(held)?;
+                arrival.is_some_and(|arrival| if part == 0 { arrival.first > 0 } else { count > arrival.first })
+            });
+            self.full.as_mut().map_or(Ok(()), |full| full[part].hold(held))?;
         }
         Ok(())
+    }
+
+    /// Lists that have room for first tokens (`part` 0) or newest ones, and those that `comes` says will. Newest tokens have room as long as
+    /// a list goes on behind the first, so that how much is held does not depend on how tokens come.
+    fn holders(&self, part: usize, comes: impl Fn(usize) -> bool) -> usize {
+        let Some([first, recent]) = &self.full else { return 0 };
+        let holds = |list: usize| match part {
+            0 => first.lens[list] > 0,
+            _ => self.coded.lens[list] + recent.lens[list] > 0,
+        };
+        (0..self.lens.len()).filter(|&list| holds(list) || comes(list)).count()
     }
 
     /// The rows of a list from `start` on, as many as lie behind one another.

@@ -109,7 +109,7 @@ impl Shapes {
 /// Tokens and pages of lists of which nothing was evicted.
 pub(super) struct Counted {
     shapes: Shapes,
-    /// Tokens and pages, and lists that hold some: of the first, the newest and the coded ones.
+    /// Tokens and pages, and lists that have room for some: of the first, the newest and the coded ones.
     first: [usize; 3],
     recent: [usize; 3],
     coded: [usize; 3],
@@ -138,6 +138,7 @@ impl CacheShape {
             let pages = [of_first.pages(first), of_recent.pages(begins + recent)];
             add(&mut counted.first, first, pages[0]);
             add(&mut counted.recent, recent, pages[1]);
+            counted.recent[2] += usize::from(recent == 0 && coded > 0);
             add(&mut counted.coded, coded, self.pages(coded));
         }
         counted

@@ -5,7 +5,7 @@ use crate::attention::rope::{Frequencies, Rotation};
 use crate::attention::{DenseKv, Forward, KvRows, Outputs, Params, Shape, kernel};
 use crate::device::Cpu;
 use crate::format::RowFormat;
-use crate::memory::Arena;
+use crate::memory::{Arena, Label};
 use crate::tensor::{RowCode, Tensor};
 use proptest::prelude::*;
 use std::collections::BTreeMap;

@@ -115,8 +115,8 @@ pub fn measure(group: &[f32], steps: f32, scales: &mut [f16], minimums: &mut [f1
 /// A token's key `[D]` becomes codes, whole numbers up to `steps`: outside what the group spans, the nearest that there is.
 pub fn to_codes(key: &mut [f32], steps: f32, channels: ChannelScales<'_>) {
     for (x, (scale, minimum)) in key.iter_mut().zip(channels.scales.iter().zip(channels.minimums)) {
-        // 0 / 0 is NaN, and becomes the code 0.
-        *x = ((*x - minimum.to_f32()) / scale.to_f32()).clamp(0.0, steps).round_ties_even();
+        // 0 / 0 is NaN, and `max` makes it 0.
+        *x = ((*x - minimum.to_f32()) / scale.to_f32()).max(0.0).min(steps).round_ties_even();
     }
 }
 
