@@ -82,7 +82,14 @@ impl Staging {
     }
 
     /// Puts new tokens behind a list of a store; returns the first that is not among them.
-    fn put_new(&mut self, store: &mut Store, list: usize, new: &New<'_>, range: Range<usize>, shape: &CacheShape) -> usize {
+    fn put_new(
+        &mut self,
+        store: &mut Store,
+        list: usize,
+        new: &New<'_>,
+        range: Range<usize>,
+        shape: &CacheShape,
+    ) -> usize {
         for token in range.clone().step_by(self.tokens) {
             let count = (range.end - token).min(self.tokens);
             self.take_new(new, 0, token, count, shape);

@@ -11,6 +11,8 @@
 
 mod arrival;
 pub mod cuda;
+#[cfg(test)]
+mod full_tests;
 mod layout;
 mod paged;
 mod pool;
@@ -19,8 +21,6 @@ mod sequences;
 mod shapes;
 mod slab;
 mod store;
-#[cfg(test)]
-mod full_tests;
 #[cfg(test)]
 mod tests;
 mod token;

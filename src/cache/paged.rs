@@ -166,7 +166,11 @@ impl PagedCache {
         let mut staging = Staging::new(&self.shape);
         for (head, list) in lists.enumerate() {
             let end = self.lens[list] + range.len();
-            assert!(end <= self.shape.max_tokens, "a list of {end} tokens, but max_tokens is {}", self.shape.max_tokens);
+            assert!(
+                end <= self.shape.max_tokens,
+                "a list of {end} tokens, but max_tokens is {}",
+                self.shape.max_tokens
+            );
             self.extend(list, &mut staging, [k, v], [source_batch, head], range.clone(), first);
         }
         self.stores_mut().for_each(Store::tell);

@@ -4,8 +4,8 @@
 //! one if that is free, and begins elsewhere in the middle of the longest run of free pages, as far from other lists'
 //! ends as can be: lists that grow in turn do not meet soon.
 
-use super::slab::Slab;
 use super::shapes::StoreShape;
+use super::slab::Slab;
 use crate::memory::{Arena, ArenaError, Label};
 use std::cmp::Reverse;
 

@@ -46,7 +46,16 @@ impl StoreShape {
     pub fn groups(&self) -> Option<StoreShape> {
         let slab_pages = (self.slab_pages * self.page_tokens / self.group_tokens?).max(1);
         let format = KvFormat::plain(DType::F16);
-        Some(StoreShape { lists: 0, format, table_len: 0, page_tokens: 1, slab_pages, columns: &[], group_tokens: None, ..*self })
+        Some(StoreShape {
+            lists: 0,
+            format,
+            table_len: 0,
+            page_tokens: 1,
+            slab_pages,
+            columns: &[],
+            group_tokens: None,
+            ..*self
+        })
     }
 
     /// Adds the bytes by label of `tokens` tokens in `pages` pages, where room was taken for `most_pages`.
@@ -91,7 +100,11 @@ impl Shapes {
         let window = format.full.recent + format.group_tokens() - 1;
         let full = |tokens: usize, before: usize| {
             let page_tokens = cache.page_tokens.min(tokens.max(1));
-            let table_len = if tokens == 0 || cache.max_tokens == 0 { 0 } else { (tokens + before.min(page_tokens - 1)).div_ceil(page_tokens) };
+            let table_len = if tokens == 0 || cache.max_tokens == 0 {
+                0
+            } else {
+                (tokens + before.min(page_tokens - 1)).div_ceil(page_tokens)
+            };
             StoreShape {
                 format: KvFormat::plain(format.full.dtype),
                 table_len,

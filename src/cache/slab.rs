@@ -3,8 +3,8 @@
 //! Keys of pages that follow one another are neighbours, and so are their values, so that a list whose pages follow
 //! one another is read, and moved, as one stream. Places in a slab are counted in tokens.
 
-use super::shapes::StoreShape;
 use super::pool::PageId;
+use super::shapes::StoreShape;
 use crate::memory::{Arena, ArenaError, Buffer, Label};
 use crate::tensor::DType;
 use std::ops::Range;

@@ -95,7 +95,8 @@ impl Store {
     /// Pages that `count` more tokens need: new ones, and a copy of the last one if it is shared.
     fn pages_to_append(&self, list: usize, count: usize) -> usize {
         let end = self.skips[list] + self.lens[list];
-        let (last, begun) = (end / self.shape.page_tokens, self.lens[list] > 0 && !end.is_multiple_of(self.shape.page_tokens));
+        let (last, begun) =
+            (end / self.shape.page_tokens, self.lens[list] > 0 && !end.is_multiple_of(self.shape.page_tokens));
         let copied = count > 0 && begun && self.pool.is_shared(self.page(list, last));
         let pages = if count == 0 { self.pages(list) } else { self.shape.pages(end + count) };
         pages - self.pages(list) + usize::from(copied)
@@ -109,7 +110,8 @@ impl Store {
             let end = self.skips[list] + self.lens[list];
             let (index, token) = (end / page_tokens, end % page_tokens);
             let page = if token == 0 || self.lens[list] == 0 {
-                let page = self.pool.take(self.page_before(list, index), (token + count - written).div_ceil(page_tokens));
+                let page =
+                    self.pool.take(self.page_before(list, index), (token + count - written).div_ceil(page_tokens));
                 self.set_page(list, index, page);
                 page
             } else {
@@ -181,7 +183,11 @@ impl Store {
     }
 
     /// Makes sure that pages of which [`Store::retain`] needs a copy are free.
-    pub fn reserve_to_retain(&mut self, list: usize, keep: impl Iterator<Item = Range<usize>>) -> Result<(), ArenaError> {
+    pub fn reserve_to_retain(
+        &mut self,
+        list: usize,
+        keep: impl Iterator<Item = Range<usize>>,
+    ) -> Result<(), ArenaError> {
         let (kept, still) = kept(keep);
         if kept == self.lens[list] {
             return Ok(());
@@ -205,8 +211,9 @@ impl Store {
         if self.groups.is_some() {
             // Places that are written, or empty now, name their groups no more; those of the tokens that move are named twice first.
             let named: Vec<PageId> = moving.clone().flatten().map(|slot| self.group(list, slot)).collect();
-            let emptied: Vec<PageId> =
-                (still..len.min((pages * page_tokens).saturating_sub(skip))).map(|slot| self.group(list, slot)).collect();
+            let emptied: Vec<PageId> = (still..len.min((pages * page_tokens).saturating_sub(skip)))
+                .map(|slot| self.group(list, slot))
+                .collect();
             let pool = self.groups.as_mut().expect(GROUPED);
             named.into_iter().for_each(|group| pool.share(group, 1));
             emptied.into_iter().for_each(|group| pool.give(group, 1));

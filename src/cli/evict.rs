@@ -154,7 +154,8 @@ pub fn run(args: &Args, registry: &Registry) -> Result<(), Failure> {
     let call = Forward { shape, params: Params::new(shape.head_dim, true), q: q.view(), kv, cpu: &cpu };
     let start = Instant::now();
     let retained = retain(&policy, call, Given { budget_tokens, seed: args.seed, ..extra.given() }, &arena)?;
-    let held = Held { policy: &policy, call: &call, k: &k, v: &v, format: args.kv_format.map(|_| format), arena: &arena };
+    let held =
+        Held { policy: &policy, call: &call, k: &k, v: &v, format: args.kv_format.map(|_| format), arena: &arena };
     let read = held.read(budget_tokens)?;
     let shrunk = held.shrink(&retained, &extra, args.seed)?;
     let evict_ns = start.elapsed().as_nanos() as u64;

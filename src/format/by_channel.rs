@@ -137,7 +137,8 @@ mod tests {
     #[test]
     fn a_group_by_hand() {
         // Channel 0 goes from 1 to 8.5 in 15 steps of 0.5, channel 1 is the same in all tokens.
-        let mut group: Vec<f32> = (0..32).flat_map(|token| [if token == 31 { 8.5 } else { 1.0 + token as f32 * 0.2 }, -3.0]).collect();
+        let mut group: Vec<f32> =
+            (0..32).flat_map(|token| [if token == 31 { 8.5 } else { 1.0 + token as f32 * 0.2 }, -3.0]).collect();
         let (mut scales, mut minimums) = ([f16::ZERO; 2], [f16::ZERO; 2]);
         measure(&group, 15.0, &mut scales, &mut minimums);
         assert_eq!((scales.map(f16::to_f32), minimums.map(f16::to_f32)), ([0.5, 0.0], [1.0, -3.0]));

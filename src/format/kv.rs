@@ -58,7 +58,11 @@ pub const KIVI: PairEntry = PairEntry {
     about: "KIVI: keys with scales for each channel of a group of tokens, values for each group of a token's elements",
     parameters: &[
         Parameter { name: "bits", default: "2", about: "bits of a code: 2 or 4" },
-        Parameter { name: "group", default: "32", about: "tokens, and elements, that share a scale: 32, 64, 128 or 256" },
+        Parameter {
+            name: "group",
+            default: "32",
+            about: "tokens, and elements, that share a scale: 32, 64, 128 or 256",
+        },
         Parameter { name: "recent", default: "128", about: "newest tokens that stay in the type of the pass" },
         FULL_PARAMETERS[1],
     ],
@@ -169,7 +173,11 @@ impl KvFormat {
         Ok(KvFormat {
             k: part(format!("int{bits}-channel:group={group}"))?,
             v: part(format!("int{bits}:group={group},zero=true"))?,
-            full: Full { recent: named.count("recent", KIVI_RECENT, 1)?, first: named.count("first", 0, 1)?, ..Full::NONE },
+            full: Full {
+                recent: named.count("recent", KIVI_RECENT, 1)?,
+                first: named.count("first", 0, 1)?,
+                ..Full::NONE
+            },
         })
     }
 
@@ -243,9 +251,8 @@ impl FromStr for KvFormat {
             }
             // Parameters of the keys' format have commas of their own, but none is called `v`.
             Some(rest) => {
-                let (k, v) = rest
-                    .split_once(",v=")
-                    .ok_or_else(|| whole("v", text, "given beside k, as k=int8,v=bf16"))?;
+                let (k, v) =
+                    rest.split_once(",v=").ok_or_else(|| whole("v", text, "given beside k, as k=int8,v=bf16"))?;
                 (part(&k.parse()?)?, part(&v.parse()?)?)
             }
         };
@@ -345,8 +352,9 @@ mod tests {
 
     #[test]
     fn super_blocks_are_for_weights() {
-        let check =
-            |text: &str, head_dim| text.parse::<KvFormat>().unwrap().check(head_dim, 1024).map_err(|error| error.to_string());
+        let check = |text: &str, head_dim| {
+            text.parse::<KvFormat>().unwrap().check(head_dim, 1024).map_err(|error| error.to_string())
+        };
         assert_eq!(check("k=q8_0,v=q4_0", 256), Ok(()));
         let error = check("k=q8_0,v=q4_k", 256).unwrap_err();
         assert_eq!(
@@ -357,9 +365,8 @@ mod tests {
 
     #[test]
     fn keys_by_channel_are_keys_and_something_must_be_left_to_code() {
-        let check = |text: &str, tokens| {
-            text.parse::<KvFormat>().unwrap().check(64, tokens).map_err(|error| error.to_string())
-        };
+        let check =
+            |text: &str, tokens| text.parse::<KvFormat>().unwrap().check(64, tokens).map_err(|error| error.to_string());
         assert_eq!(check("kivi:bits=4", 160), Ok(()));
         let error = check("kivi:bits=4", 159).unwrap_err();
         assert!(error.contains("codes no token before there are 160, and there are 159"), "{error}");

@@ -114,9 +114,12 @@ mod tests {
             let error = check(name, budget, format).unwrap_err();
             assert!(error.contains(reason) && error.contains(name), "{error}");
         }
-        for (name, budget, format) in
-            [("knorm+rerotate", "0.5", "q4_0:recent=32"), ("quest", "0.5", "q4_0"), ("snapkv", "1MiB", "q4_0"), ("snapkv", "0.5", "kivi")]
-        {
+        for (name, budget, format) in [
+            ("knorm+rerotate", "0.5", "q4_0:recent=32"),
+            ("quest", "0.5", "q4_0"),
+            ("snapkv", "1MiB", "q4_0"),
+            ("snapkv", "0.5", "kivi"),
+        ] {
             assert_eq!(check(name, budget, format), Ok(()));
         }
     }

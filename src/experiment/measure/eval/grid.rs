@@ -113,7 +113,9 @@ impl Opened {
         }
         let types = grid.types(&grid.dtype.or(config.dtype));
         let contexts = grid.context_tokens.0.iter().flat_map(|tokens| tokens.lengths.iter().copied());
-        for (format, tokens) in grid.kv_format.0.iter().flat_map(|format| contexts.clone().map(move |tokens| (format, tokens))) {
+        for (format, tokens) in
+            grid.kv_format.0.iter().flat_map(|format| contexts.clone().map(move |tokens| (format, tokens)))
+        {
             format.check(config.head_dim, tokens).map_err(|error| format!("'{model}': {error}"))?;
         }
         let weights = grid.weights.or(WeightsText(None));
