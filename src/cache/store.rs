@@ -208,15 +208,14 @@ impl Store {
         let pages = written.end;
         written.for_each(|index| _ = self.own(list, index));
         let moving = keep.filter(|range| range.start > still);
-        if self.groups.is_some() {
+        let of_group = |slot: usize| self.groups.as_ref().map(|_| self.group(list, slot));
+        let named: Vec<PageId> = moving.clone().flatten().filter_map(of_group).collect();
+        let emptied: Vec<PageId> =
+            (still..len.min((pages * page_tokens).saturating_sub(skip))).filter_map(of_group).collect();
+        if let Some(groups) = &mut self.groups {
             // Places that are written, or empty now, name their groups no more; those of the tokens that move are named twice first.
-            let named: Vec<PageId> = moving.clone().flatten().map(|slot| self.group(list, slot)).collect();
-            let emptied: Vec<PageId> = (still..len.min((pages * page_tokens).saturating_sub(skip)))
-                .map(|slot| self.group(list, slot))
-                .collect();
-            let pool = self.groups.as_mut().expect(GROUPED);
-            named.into_iter().for_each(|group| pool.share(group, 1));
-            emptied.into_iter().for_each(|group| pool.give(group, 1));
+            named.into_iter().for_each(|group| groups.share(group, 1));
+            emptied.into_iter().for_each(|group| groups.give(group, 1));
         }
         let mut to = still;
         for range in moving {
