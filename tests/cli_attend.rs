@@ -271,6 +271,41 @@ fn a_format_costs_its_bytes_and_says_what_it_loses() {
 }
 
 #[test]
+fn tokens_in_full_and_scales_of_groups_are_counted() {
+    let mut specs = problem(DType::F32);
+    specs.iter_mut().for_each(|spec| {
+        spec.dims[3] = 64;
+        spec.values = numbers(spec.dims.iter().product(), 3 + spec.dims[1] as u64);
+    });
+    let desk = Desk::with(&specs);
+    // Of 70 tokens so many are coded, in so many bytes with what groups share.
+    for (format, coded, coded_bytes) in [
+        ("q4_0:recent=30", 40, 40 * 72),
+        ("q4_0:recent=30,first=4", 36, 36 * 72),
+        ("k=int8,v=q4_0:first=4", 66, 66 * (68 + 36)),
+        ("kivi:bits=4,group=32,recent=30", 32, 32 * (32 + 40) + 4 * 64),
+        ("kivi:bits=2,group=32,recent=1,first=2", 64, 64 * (16 + 24) + 2 * 4 * 64),
+        ("k=int8-channel:group=64,v=int8", 64, 64 * (64 + 68) + 4 * 64),
+    ] {
+        for kernel in ["decode", "tiled"] {
+            let report = desk.measure(&["--kernel", kernel, "--kv-format", format, "--threads", "1"]);
+            let kv_bytes = 4 * (coded_bytes + (70 - coded) * 512);
+            assert_eq!((&report["kv_format"], &report["kv_bytes"]), (&format.into(), &kv_bytes.into()));
+            assert_eq!(report["peak_by_label"]["kv"], report["kv_bytes"], "{format}");
+            assert_eq!(report["predicted_peak_bytes"], report["peak_bytes"], "{kernel} over {format}");
+        }
+    }
+    for (format, told) in [
+        ("kivi:recent=128", "codes no token before there are 160, and there are 70"),
+        ("k=int8,v=int8-channel", "int8-channel:group=32 is a format of keys"),
+        ("kivi:bits=3", "bits is '3'; it must be 2 or 4"),
+    ] {
+        let error = desk.fails(&["--kv-format", format], 2);
+        assert!(error.contains(told), "{error}");
+    }
+}
+
+#[test]
 fn long_queries_are_checked_on_64_rows_of_each_head() {
     let spec = |name, seed| Spec { name, dtype: DType::F32, dims: [1, 2, 300, 8], values: numbers(4800, seed) };
     let desk = Desk::with(&[spec("q", 1), spec("k", 2), spec("v", 3)]);

@@ -354,7 +354,8 @@ fn formats_are_compared_with_plain_elements_alone_and_beside_policies() {
     };
     let out = folder.path().join("out");
     let run = |formats: &str| go(&experiment(folder.path(), &grid(formats)).unwrap(), &out, false).unwrap().records;
-    let all = run("\"f32\", \"fp8-e5m2\", \"int8\"");
+    let in_full = "int8:recent=64,first=4";
+    let all = run(&format!("\"f32\", \"fp8-e5m2\", \"int8\", \"{in_full}\""));
     let of = |records: &[Record], policy: &str, format: &str| {
         let is = |record: &&Record| {
             record.cell.policy.as_deref() == Some(policy) && record.cell.kv_format().to_string() == format
@@ -368,7 +369,7 @@ fn formats_are_compared_with_plain_elements_alone_and_beside_policies() {
         record.answers.clone().unwrap()
     };
     // Random is beside every format.
-    assert_eq!(all.len(), 9);
+    assert_eq!(all.len(), 12);
     let kl = |policy: &str, format: &str| of(&all, policy, format).kl_nats.mean;
     assert_eq!(kl("full", "f32"), 0.0);
     let (bytes8, floats) = (kl("full", "int8"), kl("full", "fp8-e5m2"));
@@ -378,6 +379,7 @@ fn formats_are_compared_with_plain_elements_alone_and_beside_policies() {
     assert!(0.0 < spread.median && spread.median <= spread.p99 && spread.p99 <= spread.max, "{spread:?}");
     let bytes = |format: &str| of(&all, "snapkv", format).kv_bytes_live;
     assert!(bytes("int8") * 2 < bytes("f32") && bytes("fp8-e5m2") < bytes("int8"));
+    assert!(bytes("int8") < bytes(in_full) && bytes(in_full) < bytes("f32"));
     // What stands beside a format changes nothing of it.
     let alone = run("\"fp8-e5m2\"");
     for policy in ["full", "snapkv"] {

@@ -188,6 +188,24 @@ fn bytes_are_predicted_for_odd_lengths_and_several_sequences() {
 }
 
 #[test]
+fn tokens_in_full_are_predicted_and_evicted_beside_coded_ones() {
+    let formats = ["q4_0:recent=40,first=4", "kivi:bits=4,recent=40", "k=int8-channel,v=int8"];
+    let policies = ["full", "snapkv:window=16", "h2o+every:steps=3", "knorm+ada+chunks:tokens=100", "random+merge"];
+    let text = format!(
+        "policy = {policies:?}\nkv_format = {formats:?}\nbatch = 2\ncontext_tokens = [300, 700]\nbudget = [0.25, 120]\n\
+         [[grid]]\nmeasure = \"decode\"\nheads = \"4/2\"\nhead_dim = 32\nkv_format = {formats:?}\ncontext_tokens = 700"
+    );
+    for record in run(&evict(&text)) {
+        let (label, memory) = (record.cell.label(), record.memory.as_ref());
+        assert_eq!(record.status, Status::Ok, "{label}: {:?}", record.reason);
+        let residual_bytes = memory.unwrap().residual_bytes;
+        // Which tokens are in full, and of how many groups some are left, is in the data once some were evicted.
+        let evicts = record.cell.budget.is_some();
+        assert!(residual_bytes == 0 || evicts && residual_bytes < 0, "{label}: {residual_bytes}");
+    }
+}
+
+#[test]
 fn bytes_are_predicted_where_decoding_takes_most() {
     let axes = "new_tokens = 600\ncontext_tokens = 128\nbudget = [0.25, 0.9]\n";
     let more = every_policy().replace(']', ", \"h2o+every:steps=7\", \"snapkv:window=9+every:steps=20\"]");

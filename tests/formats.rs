@@ -12,7 +12,7 @@ use kvsieve::tensor::{DType, RowCode, Tensor};
 
 /// Formats with something of their own, and how far the output may be from that over what was given, as a relative L2
 /// distance. An element of int8 is off by up to half of 1/127 of its row's largest, of bf16 by 2^-9 of itself.
-const FORMATS_OF_KV: [(&str, f64); 27] = [
+const FORMATS_OF_KV: [(&str, f64); 35] = [
     ("f32", 1e-6),
     ("bf16", 4e-3),
     ("f16", 1e-3),
@@ -40,6 +40,14 @@ const FORMATS_OF_KV: [(&str, f64); 27] = [
     ("q4_1", 0.15),
     ("q4_0", 0.2),
     ("iq4_nl", 0.15),
+    ("q4_0:recent=20,first=3", 0.2),
+    ("int4:hadamard=true,recent=17", 0.2),
+    ("k=int4:hadamard=true,v=int8:first=30", 0.2),
+    ("k=f32,v=q8_0:recent=5", 1e-2),
+    ("kivi:bits=4,recent=4", 0.15),
+    ("kivi:bits=2,group=64,recent=20,first=4", 0.9),
+    ("k=int8-channel,v=int8", 1.5e-2),
+    ("k=int2-channel,v=f32:recent=1", 0.9),
 ];
 
 /// `[B, Hq, Hkv, Lq, Lk, D]` of a decode step, of a step of MHA, of a chunk in the middle of a prompt, of rows that
@@ -89,7 +97,7 @@ fn every_kernel_reads_what_every_format_keeps() {
         let (exact, _) = forward_over("reference", &problem, inputs.q.view(), &given, cpu(1));
         for (format, allowed) in FORMATS_OF_KV {
             let parsed: KvFormat = format.parse().unwrap();
-            if parsed.check(shape.head_dim).is_err() {
+            if parsed.check(shape.head_dim, shape.kv_len).is_err() {
                 assert!(shape.head_dim < 64, "{format}");
                 continue;
             }
@@ -154,7 +162,7 @@ fn blocks_of_llama_cpp_are_bit_by_bit_its_own() {
 
 #[test]
 fn every_format_is_tested() {
-    let of_kv = |name: &str| KvFormat::both(name.parse().unwrap()).check(256).is_ok();
+    let of_kv = |name: &str| KvFormat::both(name.parse().unwrap()).check(256, 1024).is_ok();
     for entry in FORMATS.iter().filter(|entry| of_kv(entry.name)) {
         assert!(FORMATS_OF_KV.iter().any(|(text, _)| *text == entry.name), "format '{}' is not under test", entry.name);
     }
@@ -163,4 +171,50 @@ fn every_format_is_tested() {
 #[test]
 fn every_instruction_path_reads_formats() {
     pass_on_every_path();
+}
+
+/// `tests/conformance/kivi.py` recorded what KIVI's order of operations makes of some keys and values.
+#[test]
+fn kivi_keeps_the_codes_scales_and_minimums_of_its_public_code() {
+    let recorded: serde_json::Value = serde_json::from_str(include_str!("fixtures/kivi.json")).unwrap();
+    let size = |name: &str| recorded[name].as_u64().unwrap() as usize;
+    let (group, tokens, width) = (size("group"), size("tokens"), size("width"));
+    let bytes = |hex: &serde_json::Value| -> Vec<u8> {
+        let digits = hex.as_str().unwrap();
+        (0..digits.len()).step_by(2).map(|at| u8::from_str_radix(&digits[at..at + 2], 16).unwrap()).collect()
+    };
+    let halves = |hex| -> Vec<f32> {
+        bytes(hex).chunks(2).map(|x| half::f16::from_le_bytes(x.try_into().unwrap()).to_f32()).collect()
+    };
+    let arena = Arena::unlimited();
+    // As many tokens again push the recorded ones out of the window.
+    let given = [&recorded["keys"], &recorded["values"]].map(|hex| {
+        let numbers = halves(hex);
+        common::tensor(DType::F32, [1, 1, 2 * tokens, width], &[&numbers[..], &numbers[..]].concat())
+    });
+    for bits in ["2", "4"] {
+        let format: KvFormat = format!("kivi:bits={bits},group={group},recent={tokens}").parse().unwrap();
+        let max_tokens = 2 * tokens;
+        let shape =
+            CacheShape { batch: 1, kv_heads: 1, head_dim: width, format, max_tokens, page_tokens: 16, columns: &[] };
+        let mut cache = PagedCache::new(&arena, shape).unwrap();
+        cache.append(given[0].view(), given[1].view(), 0..max_tokens).unwrap();
+        let recorded = &recorded[bits];
+        let (key_scales, key_minimums) = (halves(&recorded["key_scales"]), halves(&recorded["key_minimums"]));
+        let (value_scales, value_minimums) = (halves(&recorded["value_scales"]), halves(&recorded["value_minimums"]));
+        let (key_codes, value_codes) = (bytes(&recorded["key_codes"]), bytes(&recorded["value_codes"]));
+        let (mut key, mut value) = (vec![0.0; width], vec![0.0; width]);
+        for token in 0..tokens {
+            cache.read_key(0, token, &mut key);
+            cache.read_value(0, token, &mut value);
+            for d in 0..width {
+                let (at, of_key) = (token * width + d, token / group * width + d);
+                let wanted = key_scales[of_key] * f32::from(key_codes[at]) + key_minimums[of_key];
+                assert_eq!(key[d], wanted, "{bits} bits, key {token}, channel {d}");
+                let of_value = token * (width / group) + d / group;
+                let wanted = value_scales[of_value] * f32::from(value_codes[at]) + value_minimums[of_value];
+                assert_eq!(value[d], wanted, "{bits} bits, value {token}, channel {d}");
+            }
+        }
+    }
 }

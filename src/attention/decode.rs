@@ -9,10 +9,11 @@ use super::online::{Logits, Running};
 use super::strip::{LANES, SPAN};
 use super::{AttentionError, Forward, Kernel, KernelEntry, Outputs, Params, Shape, Workspace, WorkspaceSize};
 use crate::device::cpu::Slots;
-use crate::device::simd::rows::{Accumulate, BLOCK, Dots, RowList};
+use crate::device::simd::reader::RowReader;
+use crate::device::simd::rows::{Accumulate, BLOCK, Dots, Fold, RowList};
 use crate::device::simd::{Isa, Simd, SimdOp};
-use crate::format::{rotate, with_codec};
-use crate::tensor::DType;
+use crate::format::{KvFormat, RowFormat, rotate, with_codec};
+use crate::tensor::{DType, Rows};
 use rayon::prelude::*;
 use std::ops::Range;
 
@@ -146,13 +147,9 @@ impl Unit<'_> {
         let (rows, logits) = (group_rows(&shape), Logits::new(&call.params));
         let (queries, rest) = slot.split_at_mut(rows * stride);
         let (scores, copies) = rest.split_at_mut(rows * BLOCK);
-        let format = call.kv.format();
         for (row, query) in queries.chunks_exact_mut(stride).enumerate() {
             let (query, padding) = query.split_at_mut(width);
             call.q.read_rows(batch, kv_head * shape.group() + row / shape.q_len, row % shape.q_len, query);
-            if format.k.is_rotated() {
-                rotate(query);
-            }
             if logits.negative {
                 query.iter_mut().for_each(|x| *x = -*x);
             }
@@ -166,19 +163,90 @@ impl Unit<'_> {
 
         let keys = |row| call.kv.key_rows(batch, kv_head, row);
         let values = |row| call.kv.value_rows(batch, kv_head, row);
-        for first in seen.clone().step_by(BLOCK) {
-            let end = seen.end.min(first + BLOCK);
+        // Whether queries, and sums of values, are rotated.
+        let mut turned = [false; 2];
+        let mut turn = |part: usize, format: RowFormat, rows: &mut [f32]| {
+            if turned[part] != format.is_rotated() {
+                rows.chunks_exact_mut(stride).for_each(|row| rotate(&mut row[..width]));
+                turned[part] = !turned[part];
+            }
+        };
+        let mut first = seen.start;
+        while first < seen.end {
+            let (format, end) = alike(call.kv.format(), &keys, &values, first..seen.end.min(first + BLOCK));
+            turn(0, format.k, queries);
             let row_bytes = format.k.row_bytes(width);
-            let list = RowList::collect([width, row_bytes], &keys, first..end, &values, first..end, copies);
-            with_codec!(format.k, reader => isa.run(Dots { reader, rows: &list, queries, stride, scores }));
+            if format.k.group_tokens().is_some() {
+                let list = RowList::collect([width, row_bytes], &keys, first..end, &values, first..end, &mut []);
+                with_codec!(format.k, reader => {
+                    dots_by_group(isa, reader, (&list, &keys, first..end), (queries, stride), scores, copies);
+                });
+            } else {
+                let list = RowList::collect([width, row_bytes], &keys, first..end, &values, first..end, copies);
+                let range = 0..end - first;
+                with_codec!(format.k, reader => isa.run(Dots { reader, rows: &list, range, queries, stride, scores }));
+            }
             isa.run(Absorb { call, logits: &logits, kv_len, block: first..end, scores, o, states });
+            turn(1, format.v, o);
             let row_bytes = format.v.row_bytes(width);
             let list = RowList::collect([width, row_bytes], &values, first..end, &keys, end..kv_len, copies);
             let (rows, weights) = (&list, &mut *scores);
             with_codec!(format.v, reader => isa.run(Accumulate { reader, rows, weights, outputs: o, stride }));
+            first = end;
         }
-        if format.v.is_rotated() {
-            o.chunks_exact_mut(stride).for_each(|o| rotate(&mut o[..width]));
+        turn(1, RowFormat::plain(DType::F32), o);
+    }
+}
+
+/// How the first keys and values of a range are kept, and how far others are kept so: where some tokens are in full, not to its end.
+fn alike<'r>(
+    format: KvFormat,
+    keys: &dyn Fn(usize) -> Rows<'r>,
+    values: &dyn Fn(usize) -> Rows<'r>,
+    range: Range<usize>,
+) -> (KvFormat, usize) {
+    if !format.keeps_full() {
+        return (format, range.end);
+    }
+    let kinds = |row: usize| [keys(row), values(row)].map(|rows| (rows.dtype(), rows.count()));
+    let [(k, count), (v, _)] = kinds(range.start);
+    let mut end = range.start + count;
+    while end < range.end {
+        let [(next_k, count), (next_v, _)] = kinds(end);
+        if (next_k, next_v) != (k, v) {
+            break;
+        }
+        end += count;
+    }
+    let of = |coded: RowFormat, dtype: Option<DType>| dtype.map_or(coded, RowFormat::plain);
+    (KvFormat { k: of(format.k, k), v: of(format.v, v), ..format }, end.min(range.end))
+}
+
+/// Inner products with the rows `range` of `keys`, which are those of the list and share scales in groups. `scratch` holds `BLOCK` rows.
+fn dots_by_group<'r, R: RowReader>(
+    isa: Isa,
+    reader: R,
+    (rows, keys, range): (&RowList<'_>, &dyn Fn(usize) -> Rows<'r>, Range<usize>),
+    (queries, stride): (&[f32], usize),
+    scores: &mut [f32],
+    scratch: &mut [f32],
+) {
+    // A row of queries and a number for each that are scaled at a time.
+    let together = (scratch.len() / (stride + 1)).min(BLOCK);
+    let (scaled, added) = scratch.split_at_mut(together * stride);
+    for (queries, scores) in queries.chunks(together * stride).zip(scores.chunks_mut(together * BLOCK)) {
+        let (scaled, added) = (&mut scaled[..queries.len()], &mut added[..queries.len() / stride]);
+        let mut row = range.start;
+        while row < range.end {
+            let run = keys(row).first(range.end - row);
+            let channels = run.channels().expect("keys of a format whose scales groups share");
+            isa.run(Fold { channels, queries, stride, scaled, added });
+            let some = row - range.start..row - range.start + run.count();
+            isa.run(Dots { reader, rows, range: some.clone(), queries: scaled, stride, scores });
+            for (scores, added) in scores.chunks_exact_mut(BLOCK).zip(&*added) {
+                scores[some.clone()].iter_mut().for_each(|score| *score += added);
+            }
+            row += run.count();
         }
     }
 }

@@ -19,6 +19,6 @@ impl PagedCache {
     /// How the cache lies in memory.
     pub fn layout(&self) -> Layout<'_> {
         let (table, table_width) = self.table();
-        Layout { slabs: self.pool.slabs(), table, table_width, shift: self.pool.shift() }
+        Layout { slabs: self.coded.pool.slabs(), table, table_width, shift: self.coded.pool.shift() }
     }
 }

@@ -1,5 +1,6 @@
 //! The KV cache: pages of tokens, one page list per (sequence, KV head), memory that really shrinks.
 //!
+//! Tokens lie in one store of pages, or where a format leaves some in full in three: the first, those that are coded, the newest.
 //! A page holds the keys and values of [`CacheShape::page_tokens`] tokens of one head. Heads may keep different tokens:
 //! eviction compacts each head's list in place and gives the pages behind it back to the pool, and the pool gives
 //! whole slabs of free pages back to the arena. Sequences may share pages ([`PagedCache::fork`]); a shared page is
@@ -8,13 +9,18 @@
 //! after [`PagedCache::release`]), `page_table` page tables and reference counts, `metadata` positions, `policy` the
 //! columns.
 
+mod arrival;
 pub mod cuda;
+#[cfg(test)]
+mod full_tests;
 mod layout;
 mod paged;
 mod pool;
 mod retain;
 mod sequences;
+mod shapes;
 mod slab;
+mod store;
 #[cfg(test)]
 mod tests;
 mod token;
@@ -24,7 +30,7 @@ pub use paged::PagedCache;
 pub use sequences::Sequences;
 
 use crate::format::KvFormat;
-use crate::memory::{Label, LabelBytes};
+use crate::memory::LabelBytes;
 use crate::tensor::DType;
 
 /// Tokens of a page where nothing else is asked for.
@@ -114,23 +120,14 @@ impl CacheShape {
         (SLAB_TOKENS.max(SLAB_LIST_TOKENS * self.lists()) / self.page_tokens).max(1)
     }
 
-    /// Bytes by label of a cache whose lists hold `lens` tokens and share no pages, and that had at most `most_pages`
-    /// pages in use at any moment since the last release: what the arena will show.
+    /// Bytes by label of a cache whose lists hold `lens` tokens, of which none was evicted, and share no pages, and that had at most `most_pages`
+    /// pages of coded tokens in use at any moment since the last release: what the arena will show.
     pub fn bytes(&self, lens: impl IntoIterator<Item = usize>, most_pages: usize) -> LabelBytes {
-        let (tokens, pages) =
-            lens.into_iter().fold((0, 0), |(tokens, pages), len| (tokens + len, pages + self.pages(len)));
-        let slabs = most_pages.max(pages).div_ceil(self.slab_pages());
-        let held_pages = (slabs * self.slab_pages()) as u64;
-        let held_tokens = held_pages * self.page_tokens as u64;
-        let table = (self.lists() * self.pages(self.max_tokens)) as u64;
-        let (kv, used) = (tokens as u64 * self.token_bytes(), pages as u64 * self.page_bytes());
-        LabelBytes::from([
-            (Label::Kv, kv),
-            (Label::KvFragmentation, used - kv),
-            (Label::KvSlack, held_pages * self.page_bytes() - used),
-            (Label::PageTable, 4 * (table + held_pages)),
-            (Label::Metadata, 4 * held_tokens),
-            (Label::Policy, 4 * held_tokens * self.columns.len() as u64),
-        ])
+        self.counted(lens).bytes(most_pages)
+    }
+
+    /// KV bytes of the pages of lists that hold `lens` tokens, of which none was evicted: what [`PagedCache::kv_bytes`] will say.
+    pub fn kv_bytes(&self, lens: impl IntoIterator<Item = usize>) -> u64 {
+        self.counted(lens).kv_bytes()
     }
 }

@@ -1,27 +1,39 @@
-//! Page lists over the pool: append, share, give back, and the rows that kernels read.
+//! The cache: lists of tokens in up to three stores, one behind another.
+//!
+//! The slots of a list are those of its first tokens in full, of its coded tokens, and of its newest tokens in full. Without tokens in
+//! full there is one store. A token goes from one store to the next once, when it leaves the newest; eviction takes tokens out of each
+//! where they are, and brings none back.
 
 use super::CacheShape;
-use super::pool::{PageId, PagePool};
+use super::arrival::Staging;
+use super::pool::PageId;
+use super::shapes::Shapes;
+use super::store::Store;
 use crate::attention::KvRows;
-use crate::format::KvFormat;
-use crate::memory::{Arena, ArenaError, Buffer, Label};
+use crate::format::{Full, KvFormat};
+use crate::memory::{Arena, ArenaError};
 use crate::tensor::{Rows, TensorView};
-use std::collections::HashMap;
 use std::ops::Range;
-
-/// Rows for which pages are looked up to find those that are uniformly strided: as many as `decode` reads at a time.
-const RUN_TOKENS: usize = 256;
-/// Rows that are converted at a time.
-const APPEND_TOKENS: usize = 16;
 
 /// A cache of keys and values in pages, one list of pages per (sequence, KV head).
 pub struct PagedCache {
     pub(super) shape: CacheShape,
-    pub(super) pool: PagePool,
-    /// `[B * Hkv, pages of max_tokens]` page numbers.
-    table: Buffer<PageId>,
-    table_len: usize,
+    /// Tokens in the cache's format.
+    pub(super) coded: Store,
+    /// The first and the newest tokens, where they are kept in full.
+    pub(super) full: Option<[Store; 2]>,
+    /// Tokens of each list in all stores.
     pub(super) lens: Vec<usize>,
+}
+
+/// Where tokens that come to a list go: what is not named here, to the newest.
+pub(super) struct Arrival {
+    /// To the first tokens.
+    pub first: usize,
+    /// Of the newest tokens so far, how many leave these.
+    pub leaving: usize,
+    /// Coded as they come: so many come at once that these are not among the newest any more.
+    pub coded: usize,
 }
 
 impl PagedCache {
@@ -37,9 +49,12 @@ impl PagedCache {
         assert!((1..=most).contains(&shape.page_tokens), "pages of 1 to {most} tokens, not {}", shape.page_tokens);
         let named_twice = |(index, column)| shape.columns[..index].contains(column);
         assert!(!shape.columns.iter().enumerate().any(named_twice), "a column of {:?} is named twice", shape.columns);
-        let table_len = shape.pages(shape.max_tokens);
-        let table = arena.alloc(Label::PageTable, shape.lists() * table_len)?;
-        Ok(PagedCache { shape, pool: PagePool::new(shape, arena), table, table_len, lens: vec![0; shape.lists()] })
+        let Shapes { coded, full } = Shapes::new(&shape);
+        let full = match full {
+            Some([first, recent]) => Some([Store::new(arena, first)?, Store::new(arena, recent)?]),
+            None => None,
+        };
+        Ok(PagedCache { shape, coded: Store::new(arena, coded)?, full, lens: vec![0; shape.lists()] })
     }
 
     /// What the cache holds.
@@ -54,7 +69,7 @@ impl PagedCache {
 
     /// Numbers of the pages of all lists, one behind another, and how many each has room for.
     pub(super) fn table(&self) -> (&[PageId], usize) {
-        (&self.table, self.table_len)
+        (self.coded.table(), self.coded.shape.table_len)
     }
 
     /// Tokens in each list, `[B * Hkv]`.
@@ -67,14 +82,34 @@ impl PagedCache {
         self.lens.iter().copied().max().unwrap_or(0)
     }
 
-    /// Pages in use; one that several lists share counts once.
+    /// Pages of coded tokens in use; one that several lists share counts once.
     pub fn pages(&self) -> usize {
-        self.pool.pages()
+        self.coded.pool.pages()
     }
 
-    /// Most pages that were in use at any moment so far.
+    /// Most pages of coded tokens that were in use at any moment so far.
     pub fn most_pages(&self) -> usize {
-        self.pool.most_pages()
+        self.coded.pool.most_pages()
+    }
+
+    /// KV bytes of pages in use, with tokens in full and what groups share.
+    pub fn kv_bytes(&self) -> u64 {
+        self.stores().map(Store::bytes).sum()
+    }
+
+    /// Most KV bytes of pages that were in use at any moment so far, of each store.
+    pub fn most_kv_bytes(&self) -> u64 {
+        self.stores().map(Store::most_bytes).sum()
+    }
+
+    /// KV bytes of the pages of a list, as if it shared none.
+    pub fn list_kv_bytes(&self, list: usize) -> u64 {
+        self.stores().map(|store| store.list_bytes(list)).sum()
+    }
+
+    /// Bytes of the tokens of a list, without what is empty of its pages: what a step reads.
+    pub fn held_bytes(&self, list: usize) -> u64 {
+        self.stores().map(|store| store.held_bytes(list)).sum()
     }
 
     /// Appends the tokens `range` of `k` and `v` `[B, Hkv, L, D]` to every list; a token's position is its index.
@@ -85,8 +120,7 @@ impl PagedCache {
     /// # Panics
     /// When a list would grow past `max_tokens`.
     pub fn append<'a>(&mut self, k: TensorView<'a>, v: TensorView<'a>, range: Range<usize>) -> Result<(), ArenaError> {
-        let pages = (0..self.shape.lists()).map(|list| self.pages_to_append(list, range.len())).sum();
-        self.pool.reserve(pages)?;
+        self.reserve(0..self.shape.lists(), range.len(), range.start)?;
         (0..self.shape.batch)
             .try_for_each(|sequence| self.append_at(sequence, k, v, sequence, range.clone(), range.start))
     }
@@ -128,12 +162,18 @@ impl PagedCache {
         first: usize,
     ) -> Result<(), ArenaError> {
         let lists = self.lists_of(sequence);
-        let pages = lists.clone().map(|list| self.pages_to_append(list, range.len())).sum();
-        self.pool.reserve(pages)?;
+        self.reserve(lists.clone(), range.len(), first)?;
+        let mut staging = Staging::new(&self.shape);
         for (head, list) in lists.enumerate() {
-            self.extend(list, [k, v], [source_batch, head], range.clone(), first);
+            let end = self.lens[list] + range.len();
+            assert!(
+                end <= self.shape.max_tokens,
+                "a list of {end} tokens, but max_tokens is {}",
+                self.shape.max_tokens
+            );
+            self.extend(list, &mut staging, [k, v], [source_batch, head], range.clone(), first);
         }
-        self.pool.tell();
+        self.stores_mut().for_each(Store::tell);
         Ok(())
     }
 
@@ -145,11 +185,7 @@ impl PagedCache {
     pub fn fork(&mut self, from: usize, to: usize) {
         for (source, target) in self.lists_of(from).zip(self.lists_of(to)) {
             assert_eq!(self.lens[target], 0, "a fork's target must be empty; free sequence {to} first");
-            for index in 0..self.shape.pages(self.lens[source]) {
-                let page = self.page(source, index);
-                self.pool.share(page);
-                self.set_page(target, index, page);
-            }
+            self.stores_mut().for_each(|store| store.fork(source, target));
             self.lens[target] = self.lens[source];
         }
     }
@@ -157,37 +193,19 @@ impl PagedCache {
     /// Takes all tokens from a sequence; pages that no other sequence shares go back to the pool.
     pub fn free(&mut self, sequence: usize) {
         for list in self.lists_of(sequence) {
-            self.truncate_pages(list, 0);
+            self.stores_mut().for_each(|store| store.free(list));
             self.lens[list] = 0;
         }
-        self.pool.tell();
+        self.stores_mut().for_each(Store::tell);
     }
 
     /// Gives memory that no page needs back to the arena, moving pages together where that empties a slab.
     pub fn release(&mut self) {
-        let Some(spare) = self.pool.close_spare_slabs() else { return };
-        // Where pages went that other lists hold too.
-        let mut shared = HashMap::new();
-        for list in 0..self.shape.lists() {
-            let pages = self.shape.pages(self.lens[list]);
-            for index in 0..pages {
-                let page = self.page(list, index);
-                if !spare[self.pool.slab_of(page)] {
-                    continue;
-                }
-                let moved = shared.get(&page).copied().unwrap_or_else(|| {
-                    let follow = (index..pages).take(self.shape.slab_pages());
-                    let wanted = follow.take_while(|&index| spare[self.pool.slab_of(self.page(list, index))]).count();
-                    let moved = self.pool.move_out(page, self.page_before(list, index), wanted);
-                    if self.pool.is_shared(moved) {
-                        shared.insert(page, moved);
-                    }
-                    moved
-                });
-                self.set_page(list, index, moved);
-            }
+        self.coded.release(0);
+        for part in 0..2 {
+            let lists = self.holders(part, |_| false);
+            self.full.iter_mut().for_each(|full| full[part].release(lists));
         }
-        self.pool.drop_slabs(&spare);
     }
 
     /// Position of the key in a slot: its index where it was appended from, or what [`PagedCache::rerotate`] made of
@@ -206,122 +224,90 @@ impl PagedCache {
         self.list(sequence, 0)..self.list(sequence + 1, 0)
     }
 
-    /// Pages that `count` more tokens need: new ones, and a copy of the last one if it is shared.
-    fn pages_to_append(&self, list: usize, count: usize) -> usize {
-        let len = self.lens[list];
-        let (last, begun) = (len / self.shape.page_tokens, !len.is_multiple_of(self.shape.page_tokens));
-        let copied = count > 0 && begun && self.pool.is_shared(self.page(list, last));
-        self.shape.pages(len + count) - self.shape.pages(len) + usize::from(copied)
+    /// The stores in the order of slots.
+    fn stores(&self) -> impl Iterator<Item = &Store> {
+        let [first, recent] = self.full.as_ref().map_or([None, None], |full| full.each_ref().map(Some));
+        first.into_iter().chain([&self.coded]).chain(recent)
     }
 
-    /// Appends rows of head `at` of `sources` to a list, from position `first` on; the pages are reserved.
-    fn extend(&mut self, list: usize, sources: [TensorView<'_>; 2], at: [usize; 2], range: Range<usize>, first: usize) {
-        let (page_tokens, width) = (self.shape.page_tokens, self.shape.head_dim);
-        let end = self.lens[list] + range.len();
-        assert!(end <= self.shape.max_tokens, "a list of {end} tokens, but max_tokens is {}", self.shape.max_tokens);
-        let mut rows = vec![0.0; APPEND_TOKENS * width];
-        let mut next = range.start;
-        while next < range.end {
-            let (index, token) = (self.lens[list] / page_tokens, self.lens[list] % page_tokens);
-            let page = if token == 0 {
-                let page = self.pool.take(self.page_before(list, index), (range.end - next).div_ceil(page_tokens));
-                self.set_page(list, index, page);
-                page
-            } else {
-                self.own(list, index)
-            };
-            let count = (page_tokens - token).min(range.end - next).min(APPEND_TOKENS);
-            let (slab, place) = self.pool.at_mut(page, token);
-            for (part, source) in sources.into_iter().enumerate() {
-                source.read_rows(at[0], at[1], next, &mut rows[..count * width]);
-                let format = self.shape.format.of(part);
-                format.encode(&rows[..count * width], width, slab.rows_mut(part, place, count));
-            }
-            let from = first + (next - range.start);
-            let positions = slab.positions[place..place + count].iter_mut();
-            positions.zip(from..).for_each(|(position, next)| *position = next as u32);
-            for (column, values) in self.shape.columns.iter().zip(&mut slab.columns) {
-                let values = values[place..place + count].iter_mut();
-                values.zip(from..).for_each(|(value, position)| *value = column.initial(position));
-            }
-            self.pool.count(count, 0);
-            self.lens[list] += count;
-            next += count;
+    /// As `stores`, to be changed.
+    pub(super) fn stores_mut(&mut self) -> impl Iterator<Item = &mut Store> {
+        let [first, recent] = self.full.as_mut().map_or([None, None], |full| full.each_mut().map(Some));
+        first.into_iter().chain([&mut self.coded]).chain(recent)
+    }
+
+    /// The store of a slot, and the slot in it.
+    #[inline]
+    pub(super) fn store(&self, list: usize, slot: usize) -> (&Store, usize) {
+        let Some([first, recent]) = &self.full else { return (&self.coded, slot) };
+        let coded = first.lens[list];
+        let newest = coded + self.coded.lens[list];
+        match slot {
+            _ if slot < coded => (first, slot),
+            _ if slot < newest => (&self.coded, slot - coded),
+            _ => (recent, slot - newest),
         }
     }
 
-    /// Makes a page of a list its own, so that it may be written: the page itself, or a copy of a shared one. The page
-    /// for the copy is reserved.
-    pub(super) fn own(&mut self, list: usize, index: usize) -> PageId {
-        let page = self.page(list, index);
-        if !self.pool.is_shared(page) {
-            return page;
+    /// As `store`, to be changed.
+    pub(super) fn store_mut(&mut self, list: usize, slot: usize) -> (&mut Store, usize) {
+        let Some([first, recent]) = &mut self.full else { return (&mut self.coded, slot) };
+        let coded = first.lens[list];
+        let newest = coded + self.coded.lens[list];
+        match slot {
+            _ if slot < coded => (first, slot),
+            _ if slot < newest => (&mut self.coded, slot - coded),
+            _ => (recent, slot - newest),
         }
-        let tokens = self.page_len(list, index);
-        let copy = self.pool.take(self.page_before(list, index), 1);
-        self.pool.copy((page, 0), (copy, 0), tokens);
-        self.pool.count(tokens, 0);
-        self.pool.give(page, tokens);
-        self.set_page(list, index, copy);
-        copy
     }
 
-    /// Makes pages of a list its own.
-    ///
-    /// # Errors
-    /// When the arena has no room for copies; nothing is changed then.
-    pub(super) fn own_pages(&mut self, list: usize, pages: Range<usize>) -> Result<(), ArenaError> {
-        let shared = pages.clone().filter(|&index| self.pool.is_shared(self.page(list, index))).count();
-        if shared > 0 {
-            self.pool.reserve(shared)?;
-            pages.for_each(|index| _ = self.own(list, index));
+    /// Where `count` tokens from position `position` on go.
+    pub(super) fn arrival(&self, list: usize, count: usize, position: usize) -> Arrival {
+        let Some([front, window]) = &self.full else {
+            return Arrival { first: 0, leaving: 0, coded: count };
+        };
+        let (KvFormat { full: Full { first, recent, .. }, .. }, held) = (self.shape.format, window.lens[list]);
+        let begins = self.coded.lens[list] + held == 0;
+        let room = first.saturating_sub(position).min(first - front.lens[list]);
+        let to_first = if begins { count.min(room) } else { 0 };
+        let rest = count - to_first;
+        let group = self.shape.format.group_tokens();
+        let coded = (held + rest).saturating_sub(recent) / group * group;
+        let leaving = coded.min(held);
+        Arrival { first: to_first, leaving, coded: coded - leaving }
+    }
+
+    /// Makes sure that there is room for `count` more tokens from `position` on of each of the lists.
+    fn reserve(&mut self, lists: Range<usize>, count: usize, position: usize) -> Result<(), ArenaError> {
+        let arrivals: Vec<Arrival> = lists.clone().map(|list| self.arrival(list, count, position)).collect();
+        let coded = arrivals.iter().map(|arrival| arrival.leaving + arrival.coded);
+        self.coded.reserve(lists.clone().zip(coded))?;
+        for part in 0..2 {
+            let held = self.holders(part, |list| {
+                let arrival = lists.contains(&list).then(|| &arrivals[list - lists.start]);
+                arrival.is_some_and(|arrival| if part == 0 { arrival.first > 0 } else { count > arrival.first })
+            });
+            self.full.as_mut().map_or(Ok(()), |full| full[part].hold(held))?;
         }
         Ok(())
     }
 
-    /// Gives the pages of a list from `first` on back.
-    pub(super) fn truncate_pages(&mut self, list: usize, first: usize) {
-        for index in first..self.shape.pages(self.lens[list]) {
-            self.pool.give(self.page(list, index), self.page_len(list, index));
-        }
-    }
-
-    /// Tokens in a page of a list.
-    fn page_len(&self, list: usize, index: usize) -> usize {
-        (self.lens[list] - index * self.shape.page_tokens).min(self.shape.page_tokens)
-    }
-
-    pub(super) fn page(&self, list: usize, index: usize) -> PageId {
-        self.table[list * self.table_len + index]
-    }
-
-    fn page_before(&self, list: usize, index: usize) -> Option<PageId> {
-        index.checked_sub(1).map(|before| self.page(list, before))
-    }
-
-    fn set_page(&mut self, list: usize, index: usize, page: PageId) {
-        self.table[list * self.table_len + index] = page;
-    }
-
-    /// Where the slots from `start` on lie: page, place in it, and how many slots, at most `most`, lie behind one
-    /// another.
-    #[inline]
-    pub(super) fn run(&self, list: usize, start: usize, most: usize) -> (PageId, usize, usize) {
-        let page_tokens = self.shape.page_tokens;
-        let token = start % page_tokens;
-        let from = list * self.table_len + start / page_tokens;
-        let pages = &self.table[from..][..(token + most).div_ceil(page_tokens)];
-        let followers = pages.windows(2).take_while(|pair| self.pool.follows(pair[0], pair[1])).count();
-        (pages[0], token, ((1 + followers) * page_tokens - token).min(most))
+    /// Lists that have room for first tokens (`part` 0) or newest ones, and those that `comes` says will. Newest tokens have room as long as
+    /// a list goes on behind the first, so that how much is held does not depend on how tokens come.
+    fn holders(&self, part: usize, comes: impl Fn(usize) -> bool) -> usize {
+        let Some([first, recent]) = &self.full else { return 0 };
+        let holds = |list: usize| match part {
+            0 => first.lens[list] > 0,
+            _ => self.coded.lens[list] + recent.lens[list] > 0,
+        };
+        (0..self.lens.len()).filter(|&list| holds(list) || comes(list)).count()
     }
 
     /// The rows of a list from `start` on, as many as lie behind one another.
     #[inline]
     fn rows(&self, list: usize, part: usize, start: usize) -> Rows<'_> {
-        let (page, token, count) = self.run(list, start, (self.lens[list] - start).min(RUN_TOKENS));
-        let (slab, place) = self.pool.at(page, token);
-        let (bytes, format, width) = (slab.rows(part, place, count), self.shape.format.of(part), self.shape.head_dim);
-        format.rows(bytes, [count, width])
+        let (store, slot) = self.store(list, start);
+        store.rows(list, part, slot)
     }
 }
 

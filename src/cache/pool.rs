@@ -4,7 +4,7 @@
 //! one if that is free, and begins elsewhere in the middle of the longest run of free pages, as far from other lists'
 //! ends as can be: lists that grow in turn do not meet soon.
 
-use super::CacheShape;
+use super::shapes::StoreShape;
 use super::slab::Slab;
 use crate::memory::{Arena, ArenaError, Label};
 use std::cmp::Reverse;
@@ -16,7 +16,7 @@ const WORD_BITS: usize = u64::BITS as usize;
 
 /// Slabs of pages.
 pub(super) struct PagePool {
-    shape: CacheShape,
+    shape: StoreShape,
     arena: Arena,
     /// `None` where the memory was given back; such a number is used again first.
     slabs: Vec<Option<Slab>>,
@@ -32,9 +32,9 @@ pub(super) struct PagePool {
 }
 
 impl PagePool {
-    pub fn new(shape: CacheShape, arena: &Arena) -> Self {
+    pub fn new(shape: StoreShape, arena: &Arena) -> Self {
         let arena = arena.clone();
-        let shift = shape.slab_pages().next_power_of_two().max(WORD_BITS).ilog2();
+        let shift = shape.slab_pages.next_power_of_two().max(WORD_BITS).ilog2();
         let (slabs, free) = (Vec::new(), Vec::new());
         PagePool { shape, arena, slabs, shift, free, pages: 0, most_pages: 0, tokens: 0, told: [0; 2] }
     }
@@ -61,7 +61,7 @@ impl PagePool {
 
     /// Makes sure that `pages` pages are free.
     pub fn reserve(&mut self, pages: usize) -> Result<(), ArenaError> {
-        let mut free: usize = self.held_slabs() * self.shape.slab_pages() - self.pages;
+        let mut free: usize = self.held_slabs() * self.shape.slab_pages - self.pages;
         while free < pages {
             let slab = Slab::allocate(&self.arena, &self.shape)?;
             let index = self.slabs.iter().position(Option::is_none).unwrap_or(self.slabs.len());
@@ -70,13 +70,13 @@ impl PagePool {
                 self.free.resize(self.slabs.len() * self.words(), 0);
             }
             self.slabs[index] = Some(slab);
-            let mut left = self.shape.slab_pages();
+            let mut left = self.shape.slab_pages;
             for word in self.mask_mut(index) {
                 let bits = left.min(WORD_BITS);
                 *word = u64::MAX.checked_shr((WORD_BITS - bits) as u32).unwrap_or(0);
                 left -= bits;
             }
-            free += self.shape.slab_pages();
+            free += self.shape.slab_pages;
         }
         Ok(())
     }
@@ -90,9 +90,9 @@ impl PagePool {
         page
     }
 
-    /// One more list holds the page.
-    pub fn share(&mut self, page: PageId) {
-        *self.refs_mut(page) += 1;
+    /// `count` more hold the page.
+    pub fn share(&mut self, page: PageId, count: usize) {
+        *self.refs_mut(page) += count as u32;
     }
 
     /// Whether several lists hold the page.
@@ -130,10 +130,11 @@ impl PagePool {
         self.told = now;
     }
 
-    /// The emptiest slabs, if the others have room for all pages in use; no page is taken from them any more.
-    pub fn close_spare_slabs(&mut self) -> Option<Vec<bool>> {
-        let needed = self.pages.div_ceil(self.shape.slab_pages());
-        if self.held_slabs() == needed {
+    /// The emptiest slabs, if the others have room for all pages in use and for at least `pages`; no page is taken from them any
+    /// more.
+    pub fn close_spare_slabs(&mut self, pages: usize) -> Option<Vec<bool>> {
+        let needed = self.pages.max(pages).div_ceil(self.shape.slab_pages);
+        if self.held_slabs() <= needed {
             return None;
         }
         let mut live: Vec<usize> = (0..self.slabs.len()).filter(|&slab| self.slabs[slab].is_some()).collect();

@@ -1,6 +1,7 @@
 //! Eviction in place: what is retained of a list moves together, and the pages behind it go back.
 //!
-//! Tokens move in runs, as long as both where they lie and where they go is one piece of memory, so that dropping one
+//! Each store keeps its tokens: one that was coded stays as it is coded, with the scales of its group, which go with the last of its
+//! tokens. Tokens move in runs, as long as both where they lie and where they go is one piece of memory, so that dropping one
 //! token in the middle costs two moves for each slab that the rest lies in. Nothing is held twice.
 
 use super::PagedCache;
@@ -38,41 +39,43 @@ impl PagedCache {
         I::IntoIter: Clone,
     {
         let (len, keep) = (self.lens[list], keep.into_iter());
-        // Slots below `still` stay where they are.
-        let (mut kept, mut still, mut end) = (0, 0, 0);
+        let (mut kept, mut end) = (0, 0);
         for range in keep.clone() {
             let in_order = end <= range.start && range.start <= range.end && range.end <= len;
             assert!(in_order, "slots to keep must ascend and exist; {range:?} after {end} of {len}");
-            if range.start == still {
-                still = range.end;
-            }
             kept += range.len();
             end = range.end;
         }
         if kept == len {
             return Ok(());
         }
-        let page_tokens = self.shape.page_tokens;
-        let (written, pages) = (still / page_tokens, self.shape.pages(kept));
-        self.own_pages(list, written..pages)?;
-
-        let mut to = still;
-        for range in keep.filter(|range| range.start > still) {
-            let mut from = range.start;
-            while from < range.end {
-                let (source, source_token, count) = self.run(list, from, range.end - from);
-                let (target, target_token, count) = self.run(list, to, count);
-                self.pool.copy((source, source_token), (target, target_token), count);
-                (from, to) = (from + count, to + count);
-            }
+        let mut first = 0;
+        for store in self.stores_mut() {
+            let slots = first..first + store.lens[list];
+            store.reserve_to_retain(list, within(keep.clone(), slots.clone()))?;
+            first = slots.end;
         }
-        self.truncate_pages(list, pages);
-        // Of the pages that stay, only the last one may hold fewer tokens than before.
-        self.pool.count(0, len.min(pages * page_tokens) - kept);
+        let mut first = 0;
+        for store in self.stores_mut() {
+            let slots = first..first + store.lens[list];
+            store.retain(list, within(keep.clone(), slots.clone()));
+            store.tell();
+            first = slots.end;
+        }
         self.lens[list] = kept;
-        self.pool.tell();
         Ok(())
     }
+}
+
+/// What of ascending ranges lies in another, counted from its start.
+fn within(
+    ranges: impl Iterator<Item = Range<usize>> + Clone,
+    slots: Range<usize>,
+) -> impl Iterator<Item = Range<usize>> + Clone {
+    ranges.filter_map(move |range| {
+        let (start, end) = (range.start.max(slots.start), range.end.min(slots.end));
+        (start < end).then(|| start - slots.start..end - slots.start)
+    })
 }
 
 /// Ascending slots as ranges.

@@ -5,7 +5,7 @@ use crate::attention::rope::{Frequencies, Rotation};
 use crate::attention::{DenseKv, Forward, KvRows, Outputs, Params, Shape, kernel};
 use crate::device::Cpu;
 use crate::format::RowFormat;
-use crate::memory::Arena;
+use crate::memory::{Arena, Label};
 use crate::tensor::{RowCode, Tensor};
 use proptest::prelude::*;
 use std::collections::BTreeMap;
@@ -112,7 +112,7 @@ impl Pair {
     /// Takes a step, if it fits into the lists.
     fn take(&mut self, step: Step) {
         let Pair { k, v, cache, model, .. } = self;
-        let (shape, KvFormat { k: of_keys, v: of_values }) = (*cache.shape(), cache.shape().format);
+        let (shape, KvFormat { k: of_keys, v: of_values, .. }) = (*cache.shape(), cache.shape().format);
         let lists = |sequence: usize| sequence * HEADS..(sequence + 1) * HEADS;
         let token = |list, position| Token {
             key: rounded(of_keys, row(list, position, 0)),
@@ -234,7 +234,7 @@ impl Pair {
         for (list, &len) in cache.lens().iter().enumerate() {
             let mut own = Vec::new();
             for index in 0..shape.pages(len) {
-                let page = cache.page(list, index);
+                let page = cache.coded.page(list, index);
                 prop_assert!(!own.contains(&page), "page {page} is in list {list} twice");
                 own.push(page);
                 let tokens = (len - index * shape.page_tokens).min(shape.page_tokens);
@@ -245,7 +245,7 @@ impl Pair {
         }
         prop_assert_eq!(cache.pages(), pages.len());
         for (&page, &(refs, _)) in &pages {
-            prop_assert_eq!(cache.pool.refs(page), refs, "lists that hold page {}", page);
+            prop_assert_eq!(cache.coded.pool.refs(page), refs, "lists that hold page {}", page);
         }
         let live = |label| self.arena.live_bytes(label);
         let tokens: usize = pages.values().map(|(_, tokens)| tokens).sum();
@@ -431,14 +431,14 @@ fn lists_that_grow_in_turn_get_pages_behind_one_another() {
     let Pair { k, v, mut cache, .. } = Pair::new(shape(16, DType::F32, &[]));
     (0..960).for_each(|at| cache.append(k.view(), v.view(), at..at + 1).unwrap());
     for list in 0..SEQUENCES * HEADS {
-        let pages: Vec<u32> = (0..60).map(|index| cache.page(list, index)).collect();
-        let runs = 1 + pages.windows(2).filter(|pair| !cache.pool.follows(pair[0], pair[1])).count();
+        let pages: Vec<u32> = (0..60).map(|index| cache.coded.page(list, index)).collect();
+        let runs = 1 + pages.windows(2).filter(|pair| !cache.coded.pool.follows(pair[0], pair[1])).count();
         assert!(runs <= 12, "60 pages of list {list} lie in {runs} runs");
     }
     // A slab that is emptied moves as one piece.
     (0..SEQUENCES * HEADS).for_each(|list| cache.retain(list, 0..if list == 0 { 960 } else { 16 }).unwrap());
     cache.release();
     let slabs: std::collections::BTreeSet<usize> =
-        (0..60).map(|index| cache.pool.slab_of(cache.page(0, index))).collect();
+        (0..60).map(|index| cache.coded.pool.slab_of(cache.coded.page(0, index))).collect();
     assert_eq!(slabs.len(), 2, "65 pages take two slabs");
 }

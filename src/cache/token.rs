@@ -4,7 +4,7 @@ use super::slab::Slab;
 use super::{Column, PagedCache};
 use crate::attention::rope::{Frequencies, Rotation};
 use crate::memory::ArenaError;
-use crate::tensor::RowCode;
+use std::ops::Range;
 
 impl PagedCache {
     /// The key in a slot, `[D]`.
@@ -23,7 +23,8 @@ impl PagedCache {
         self.read(list, slot, 1, value);
     }
 
-    /// Replaces the key in a slot, `[D]`, rounded as the cache's format rounds it.
+    /// Replaces the key in a slot, `[D]`, rounded as the cache's format rounds it; where keys share scales, to the nearest that
+    /// its group spans.
     ///
     /// # Errors
     /// When another sequence shares the page and the arena has no room for a copy.
@@ -99,11 +100,13 @@ impl PagedCache {
     pub fn add_attention(&mut self, list: usize, received: &[f32]) -> Result<(), ArenaError> {
         let at = self.kept(Column::Attention);
         let received = &received[..received.len().min(self.lens[list])];
-        self.own_and_tell(list, 0, received.len())?;
+        self.own_slots(list, 0..received.len())?;
         let mut slot = 0;
         while slot < received.len() {
-            let (page, token, count) = self.run(list, slot, received.len() - slot);
-            let (slab, place) = self.pool.at_mut(page, token);
+            let (store, of_store) = self.store_mut(list, slot);
+            let most = (received.len() - slot).min(store.lens[list] - of_store);
+            let (page, token, count) = store.run(list, of_store, most);
+            let (slab, place) = store.pool.at_mut(page, token);
             let sums = &mut slab.columns[at][place..place + count];
             sums.iter_mut().zip(&received[slot..]).for_each(|(sum, received)| *sum += received);
             slot += count;
@@ -134,7 +137,7 @@ impl PagedCache {
     pub fn rerotate_from(&mut self, list: usize, from: usize, rope: &Frequencies) -> Result<(), ArenaError> {
         let len = self.lens[list];
         let Some(first) = (from..len).find(|&slot| self.position(list, slot) != slot) else { return Ok(()) };
-        self.own_and_tell(list, first, len)?;
+        self.own_slots(list, first..len)?;
         let mut key = vec![0.0; self.shape.head_dim];
         // Tokens between two gaps turn by the same angles.
         let mut turn: Option<(i64, Rotation)> = None;
@@ -158,23 +161,27 @@ impl PagedCache {
     /// The slab and the place in it of a slot.
     pub(super) fn at(&self, list: usize, slot: usize) -> (&Slab, usize) {
         assert!(slot < self.lens[list], "slot {slot} of {}", self.lens[list]);
-        self.pool.at(self.page(list, slot / self.shape.page_tokens), slot % self.shape.page_tokens)
+        let (store, slot) = self.store(list, slot);
+        store.at(list, slot)
     }
 
     /// As `at`, in a page of the list's own.
     fn at_mut(&mut self, list: usize, slot: usize) -> Result<(&mut Slab, usize), ArenaError> {
         assert!(slot < self.lens[list], "slot {slot} of {}", self.lens[list]);
-        self.own_and_tell(list, slot, slot + 1)?;
-        let (index, token) = (slot / self.shape.page_tokens, slot % self.shape.page_tokens);
-        Ok(self.pool.at_mut(self.page(list, index), token))
+        let (store, slot) = self.store_mut(list, slot);
+        store.at_mut(list, slot)
     }
 
-    /// Makes the pages of slots `first .. end` the list's own.
-    fn own_and_tell(&mut self, list: usize, first: usize, end: usize) -> Result<(), ArenaError> {
-        let before = self.pages();
-        self.own_pages(list, first / self.shape.page_tokens..self.shape.pages(end))?;
-        if self.pages() != before {
-            self.pool.tell();
+    /// Makes the pages of some slots the list's own.
+    fn own_slots(&mut self, list: usize, slots: Range<usize>) -> Result<(), ArenaError> {
+        let mut first = 0;
+        for store in self.stores_mut() {
+            let end = first + store.lens[list];
+            let (start, stop) = (slots.start.clamp(first, end), slots.end.clamp(first, end));
+            if start < stop {
+                store.own_slots(list, start - first..stop - first)?;
+            }
+            first = end;
         }
         Ok(())
     }
@@ -190,15 +197,23 @@ impl PagedCache {
 
     fn read(&self, list: usize, slot: usize, part: usize, row: &mut [f32]) {
         self.check(row);
-        let (slab, place) = self.at(list, slot);
-        self.shape.format.of(part).decode(slab.rows(part, place, 1), 0, row);
+        assert!(slot < self.lens[list], "slot {slot} of {}", self.lens[list]);
+        let (store, slot) = self.store(list, slot);
+        store.rows(list, part, slot).first(1).widen(row);
     }
 
     fn write(&mut self, list: usize, slot: usize, part: usize, row: &[f32]) -> Result<(), ArenaError> {
         self.check(row);
-        let format = *self.shape.format.of(part);
-        let (slab, place) = self.at_mut(list, slot)?;
-        format.encode(row, row.len(), slab.rows_mut(part, place, 1));
+        assert!(slot < self.lens[list], "slot {slot} of {}", self.lens[list]);
+        let (store, slot) = self.store_mut(list, slot);
+        let format = *store.shape.format.of(part);
+        let codes = store.rows(list, part, slot).channels().map(|channels| {
+            let mut key = row.to_vec();
+            format.to_codes(&mut key, channels);
+            key
+        });
+        let (slab, place) = store.at_mut(list, slot)?;
+        format.encode(codes.as_deref().unwrap_or(row), row.len(), slab.rows_mut(part, place, 1));
         Ok(())
     }
 }

@@ -186,7 +186,7 @@ impl Args {
         let scale = self.scale.unwrap_or(default.scale);
         let params = Params { scale, softcap: self.softcap, window: self.window, ..default };
         params.check()?;
-        self.kv_format.map_or(Ok(()), |format| format.check(shape.head_dim))?;
+        self.kv_format.map_or(Ok(()), |format| format.check(shape.head_dim, shape.kv_len))?;
         Ok(Problem { shape, params, dtype, backward: self.backward, kv_format: self.kv_format, stored })
     }
 }

@@ -140,20 +140,22 @@ pub fn run(args: &Args, registry: &Registry) -> Result<(), Failure> {
     let shape = Shape::of(q.dims(), k.dims(), v.dims())?;
     output::warn(looks_swapped(shape.kv_heads, shape.kv_len).as_slice());
     let dense = DenseKv::new(k.view(), v.view())?;
-    let format = args.kv_format.unwrap_or(k.dtype().into());
-    format.check(shape.head_dim)?;
+    let format = args.kv_format.unwrap_or(k.dtype().into()).in_pass(k.dtype());
+    format.check(shape.head_dim, shape.kv_len)?;
+    policy.check_format(&args.policy, Some(&budget), format)?;
     let rope = args.rope(&file, &policy, &shape)?;
     let extra = Extra::load(&file, &arena, &policy, &shape, rope)?;
     extra.check_parameters(&policy, &args.policy, &shape)?;
     let token_bytes = format.token_bytes(shape.head_dim);
     let lists = shape.batch * shape.kv_heads;
     let budget_tokens = policy.budget_tokens(&args.policy, Some(&budget), shape.kv_len, token_bytes, lists)?;
-    let cache = args.kv_format.map(|format| filled(&arena, [&k, &v], format, &[])).transpose()?;
+    let cache = args.kv_format.map(|_| filled(&arena, [&k, &v], format, &[])).transpose()?;
     let kv = cache.as_ref().map_or(&dense as &dyn KvRows, |cache| cache);
     let call = Forward { shape, params: Params::new(shape.head_dim, true), q: q.view(), kv, cpu: &cpu };
     let start = Instant::now();
     let retained = retain(&policy, call, Given { budget_tokens, seed: args.seed, ..extra.given() }, &arena)?;
-    let held = Held { policy: &policy, call: &call, k: &k, v: &v, format: args.kv_format, arena: &arena };
+    let held =
+        Held { policy: &policy, call: &call, k: &k, v: &v, format: args.kv_format.map(|_| format), arena: &arena };
     let read = held.read(budget_tokens)?;
     let shrunk = held.shrink(&retained, &extra, args.seed)?;
     let evict_ns = start.elapsed().as_nanos() as u64;
@@ -161,8 +163,9 @@ pub fn run(args: &Args, registry: &Registry) -> Result<(), Failure> {
     let result = Outcome {
         kept: (0..lists).map(|list| retained.selection.kept(list)).collect(),
         scores: retained.scores.as_deref(),
-        rows: shrunk.map_or(Vec::new(), |cache| held.rows(&cache)),
+        rows: shrunk.as_ref().map_or(Vec::new(), |cache| held.rows(cache)),
         read,
+        kv_bytes_kept: shrunk.map(|cache| (0..lists).map(|list| cache.held_bytes(list)).sum()),
         device: "cpu".into(),
         threads: Some(cpu.threads()),
         evict_ns,
@@ -207,6 +210,8 @@ struct Outcome<'a> {
     /// Keys and values `[B, Hkv, max_kept, D]` by name, where the policy changes them.
     rows: Vec<(&'static str, Vec<f32>)>,
     read: Option<Read>,
+    /// KV bytes of what stays, where it was put into a cache.
+    kv_bytes_kept: Option<u64>,
     device: String,
     threads: Option<usize>,
     evict_ns: u64,
@@ -292,7 +297,7 @@ impl Args {
             output_error: loss.filter(|_| !policy.rerotates).map(|loss| loss.output_error),
             evicted_tokens: tokens - kept,
             kv_bytes_dense: tokens as u64 * given_bytes,
-            kv_bytes_kept: kept as u64 * token_bytes,
+            kv_bytes_kept: outcome.kv_bytes_kept.unwrap_or(kept as u64 * token_bytes),
             kv_bytes_read: outcome.read.as_ref().map(|read| read.bytes),
             tie_rate: outcome.tie_rate,
             peak_bytes: outcome.peak_bytes,

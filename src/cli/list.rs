@@ -7,7 +7,7 @@ use crate::episodic::{EPISODES, FACT_MEMORIES};
 use crate::experiment::SHIPPED;
 use crate::experiment::measure::MEASURES;
 use crate::experiment::spec::Spec;
-use crate::format::FORMATS;
+use crate::format::{FORMATS, KIVI};
 use crate::memories::MEMORIES;
 use crate::named::{NamedError, Parameter};
 use crate::planner::architecture::Architecture;
@@ -110,7 +110,8 @@ impl Things {
             }
             Things::Policies => policies(registry),
             Things::Formats => {
-                FORMATS.iter().map(|entry| Row::new(entry.name, entry.about, entry.parameters)).collect()
+                let rows = FORMATS.iter().map(|entry| Row::new(entry.name, entry.about, &entry.all_parameters()));
+                rows.chain([Row::new(KIVI.name, KIVI.about, KIVI.parameters)]).collect()
             }
             Things::Memories => MEMORIES
                 .iter()

@@ -238,9 +238,9 @@ impl Cell {
         self.protocol.unwrap_or_default()
     }
 
-    /// How the cache keeps keys and values.
+    /// How the cache keeps keys and values, those in full in the type of the pass.
     pub fn kv_format(&self) -> KvFormat {
-        self.kv_format.unwrap_or(self.dtype.into())
+        self.kv_format.unwrap_or(self.dtype.into()).in_pass(self.dtype)
     }
 
     /// Extents of the pass over the whole context (of one step for [`Measure::DECODE`]), layers folded into the batch.

@@ -48,6 +48,16 @@ pub trait Blocks: Copy + Send + Sync {
         false
     }
 
+    /// As [`RowCodec::group_tokens`].
+    fn group_tokens(self) -> Option<usize> {
+        None
+    }
+
+    /// As [`RowCodec::steps`].
+    fn steps(self) -> f32 {
+        0.0
+    }
+
     /// Bytes of a block.
     fn bytes(self) -> usize;
 
@@ -146,6 +156,14 @@ impl<B: Blocks> RowCodec for B {
 
     fn rotated(self) -> bool {
         <B as Blocks>::rotated(self)
+    }
+
+    fn group_tokens(self) -> Option<usize> {
+        <B as Blocks>::group_tokens(self)
+    }
+
+    fn steps(self) -> f32 {
+        <B as Blocks>::steps(self)
     }
 
     fn encode(self, row: &[f32], to: &mut [u8]) {

@@ -6,6 +6,7 @@
 //! weights one of their own. Adding a format is one file with a `RowCodec` and one line in `formats!`.
 
 mod blocks;
+mod by_channel;
 mod fit;
 mod fp8;
 mod hadamard;
@@ -30,11 +31,12 @@ mod six_bits;
 mod turboquant;
 
 pub(crate) use hadamard::rotate;
-pub use kv::KvFormat;
+pub use kv::{FULL_PARAMETERS, Full, KIVI, KvFormat};
 
 use crate::device::simd::reader::{Plain, RowReader};
 use crate::named::{Named, NamedError, Parameter};
-use crate::tensor::{Coded, DType, RowCode, Rows};
+use crate::tensor::{ChannelScales, Coded, DType, RowCode, Rows};
+use half::f16;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
@@ -68,6 +70,17 @@ pub(crate) trait RowCodec: RowReader {
     /// of the bytes has to.
     fn rotated(self) -> bool {
         false
+    }
+
+    /// Tokens that share what is multiplied with a row and added to it, for each channel: rows are whole numbers then. Only keys are
+    /// kept so.
+    fn group_tokens(self) -> Option<usize> {
+        None
+    }
+
+    /// The largest of these whole numbers.
+    fn steps(self) -> f32 {
+        0.0
     }
 
     /// Writes the row `[D]` into the bytes of a row, all of them.
@@ -127,6 +140,12 @@ formats! {
     Int3(ints::Ints<3>),
     /// Two.
     Int2(ints::Ints<2>),
+    /// Bytes, with scales for each channel of a group of tokens.
+    Int8Channel(by_channel::ByChannel<8>),
+    /// Four bits.
+    Int4Channel(by_channel::ByChannel<4>),
+    /// Two.
+    Int2Channel(by_channel::ByChannel<2>),
     /// Levels of a normal distribution, and a scale for each group.
     Nf4(nf4::Nf4),
     /// Levels of a normal distribution for rotated rows, and their lengths.
@@ -172,6 +191,16 @@ pub struct FormatEntry {
     build: fn(&Named) -> Result<RowFormat, NamedError>,
 }
 
+impl FormatEntry {
+    /// Its parameters, with those of keys and values together where some of these may stay in full.
+    pub fn all_parameters(&self) -> Vec<Parameter> {
+        let named = Named::from_str(self.name).expect("names of formats are names");
+        let format = (self.build)(&named).expect("formats have defaults");
+        let full: &[Parameter] = if format.dtype().is_some() || format.is_of_weights() { &[] } else { FULL_PARAMETERS };
+        [self.parameters, full].concat()
+    }
+}
+
 /// Rows that a format cannot keep.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum FormatError {
@@ -186,6 +215,26 @@ pub enum FormatError {
         width: usize,
         /// What it must be.
         wanted: String,
+    },
+    /// Values or weights.
+    #[error(
+        "{format} is a format of keys: its scales run along a channel over tokens; for values and weights there are int8, int4 and others"
+    )]
+    OfKeys {
+        /// The format.
+        format: String,
+    },
+    /// More tokens in full than leave one to be coded.
+    #[error(
+        "{format} codes no token before there are {least}, and there are {tokens}; leave fewer of them in full by recent and first"
+    )]
+    InFull {
+        /// The format of keys and values.
+        format: String,
+        /// Tokens that are in full when the first are coded, and these.
+        least: usize,
+        /// Tokens that there are.
+        tokens: usize,
     },
     /// Keys or values.
     #[error(
@@ -229,6 +278,24 @@ impl RowFormat {
             R::OF_WEIGHTS
         }
         with_codec!(self, codec => of(codec))
+    }
+
+    /// Tokens that share scales, for each channel, where that is how keys are kept.
+    pub fn group_tokens(self) -> Option<usize> {
+        with_codec!(self, codec => codec.group_tokens())
+    }
+
+    /// Scales and minimums of a group of keys `[tokens, D]`, and the keys as whole numbers in their place.
+    pub(crate) fn normalise(self, keys: &mut [f32], scales: &mut [f16], minimums: &mut [f16]) {
+        let (width, steps) = (scales.len(), with_codec!(self, codec => codec.steps()));
+        by_channel::measure(keys, steps, scales, minimums);
+        let channels = ChannelScales { scales: &*scales, minimums: &*minimums };
+        keys.chunks_exact_mut(width).for_each(|key| self.to_codes(key, channels));
+    }
+
+    /// A key as whole numbers within what a group spans.
+    pub(crate) fn to_codes(self, key: &mut [f32], channels: ChannelScales<'_>) {
+        by_channel::to_codes(key, with_codec!(self, codec => codec.steps()), channels);
     }
 
     /// Whether a row's bytes, read as they lie, are those of the rotated row.
@@ -284,10 +351,19 @@ impl FromStr for RowFormat {
     type Err = NamedError;
 
     fn from_str(text: &str) -> Result<Self, NamedError> {
-        let named: Named = text.parse()?;
+        RowFormat::of(&text.parse()?)
+    }
+}
+
+impl RowFormat {
+    /// The format of this name with these parameters.
+    ///
+    /// # Errors
+    /// When there is no such format, or its parameters are wrong.
+    pub fn of(named: &Named) -> Result<Self, NamedError> {
         let entry = named.find("format", FORMATS, |entry| entry.name)?;
         named.check(entry.parameters)?;
-        (entry.build)(&named)
+        (entry.build)(named)
     }
 }
 

@@ -183,7 +183,7 @@ impl<'a> Decoder<'a> {
         cpu: &'a Cpu,
         arena: &'a Arena,
     ) -> Result<Self, ModelError> {
-        setup.kv_format.check(model.config.head_dim)?;
+        setup.kv_format.check(model.config.head_dim, setup.max_tokens)?;
         Ok(Decoder {
             model,
             setup,
@@ -209,13 +209,13 @@ impl<'a> Decoder<'a> {
 
     /// KV bytes of pages in use, or of the memory.
     pub fn kv_bytes(&self) -> u64 {
-        let pages = || self.cache.pages() as u64 * self.cache.shape().page_bytes();
+        let pages = || self.cache.kv_bytes();
         self.memory.as_ref().map_or_else(pages, Remembered::kv_bytes)
     }
 
     /// Most KV bytes of pages in use at one moment, or of the memory.
     pub fn most_kv_bytes(&self) -> u64 {
-        let pages = || self.cache.most_pages() as u64 * self.cache.shape().page_bytes();
+        let pages = || self.cache.most_kv_bytes();
         self.memory.as_ref().map_or_else(pages, Remembered::kv_bytes)
     }
 
@@ -237,6 +237,7 @@ impl<'a> Decoder<'a> {
         let columns = eviction.policy.columns();
         assert!(columns.iter().all(|column| self.setup.columns.contains(column)), "a cache with the policy's columns");
         eviction.policy.check_base(&self.model.fingerprint)?;
+        eviction.policy.check_format(eviction.name, eviction.budget.as_ref(), self.setup.kv_format)?;
         let token_bytes = self.cache.shape().token_bytes();
         self.evictor = Some(Evictor::new(eviction, &self.model.config, contexts, token_bytes, self.arena)?);
         Ok(())
@@ -374,7 +375,7 @@ fn cache_shape(config: &Config, setup: &Setup<'_>, memory: bool) -> CacheShape {
         batch: config.layers * setup.batch,
         kv_heads: config.kv_heads,
         head_dim: config.head_dim,
-        format: setup.kv_format,
+        format: setup.kv_format.in_pass(setup.dtype),
         max_tokens: if memory { 0 } else { setup.max_tokens },
         page_tokens: PAGE_TOKENS,
         columns: setup.columns,

@@ -15,7 +15,7 @@ use super::gguf::Gguf;
 use super::linear::Linear;
 use super::parameters::{Block, Make, Role, Stack, Tree};
 use super::{Config, ModelError};
-use crate::format::RowFormat;
+use crate::format::{FormatError, RowFormat};
 use crate::memory::{Arena, ArenaError, Buffer, Claim, Label};
 use crate::tensor::file::TensorFile;
 use crate::tensor::{DType, Rows, TensorView};
@@ -243,6 +243,9 @@ impl Make for Fitting {
             return Err(format!(
                 "weights are multiplied as they lie, and {format} keeps rows rotated; leave hadamard out"
             ));
+        }
+        if format.group_tokens().is_some() {
+            return Err(FormatError::OfKeys { format: format.to_string() }.to_string());
         }
         format.check(&format!("the width of tensor '{name}'"), width).map_err(|error| error.to_string())
     }

@@ -62,7 +62,12 @@ impl FromStr for KvStore {
 
     fn from_str(text: &str) -> Result<Self, PlanError> {
         let other = OTHERS.iter().find(|(name, _)| *name == text);
-        match (text.parse(), other) {
+        match (text.parse::<KvFormat>(), other) {
+            (Ok(format), _) if format.keeps_full() => Err(PlanError::Value {
+                what: "format of keys and values",
+                value: format!("'{text}'"),
+                expected: "one that keeps every token alike: plans do not count tokens in full".into(),
+            }),
             (Ok(format), _) => Ok(KvStore::Own(format)),
             (Err(_), Some(&(name, bits))) => Ok(KvStore::Other(name, bits)),
             (Err(error), None) => {

@@ -1,10 +1,36 @@
 //! Whether a policy fits what it is given, asked before it works: it must know how keys were rotated if it looks behind
 //! RoPE, and its budget should leave it something to score.
 
-use super::{Policy, PolicyError, Protect, Statistic};
+use super::{Budget, Policy, PolicyError, Protect, Statistic};
 use crate::attention::rope::{Frequencies, RopeBase};
+use crate::format::KvFormat;
 
 impl Policy {
+    /// Refuses a cache of a format in which the policy, or its budget, means nothing; `name` stands in errors.
+    ///
+    /// # Errors
+    /// When it rotates keys whose scales groups of tokens share, chooses what is read of a cache that has tokens in full besides, or has
+    /// a budget in bytes there.
+    pub fn check_format(&self, name: &str, budget: Option<&Budget>, format: KvFormat) -> Result<(), PolicyError> {
+        let refused = |reason: String| Err(PolicyError::Combination { policy: name.into(), reason });
+        if self.rerotates && format.k.group_tokens().is_some() {
+            return refused(format!(
+                "it rotates keys, and those of {format} share scales along their channels; take a format whose rows have their own"
+            ));
+        }
+        if self.selection.is_some() && format.keeps_full() {
+            return refused(format!(
+                "it reads pages of one cache, and {format} keeps tokens in full in others; leave recent, first and kivi out"
+            ));
+        }
+        match budget {
+            Some(Budget::Bytes(_)) if self.scorer.is_some() && format.keeps_full() => refused(format!(
+                "a budget in bytes is no number of tokens where {format} keeps some in full; give a fraction or tokens"
+            )),
+            _ => Ok(()),
+        }
+    }
+
     /// Whether it needs RoPE's frequencies: to look at vectors before RoPE, or to rotate keys.
     pub fn needs_rope(&self) -> bool {
         self.scorer.is_some() && (self.rerotates || self.looks_at(Statistic::BeforeRope))
@@ -69,8 +95,34 @@ impl Policy {
 
 #[cfg(test)]
 mod tests {
+    use super::super::Budget;
     use crate::attention::rope::RopeBase;
     use crate::policy::Registry;
+
+    #[test]
+    fn a_policy_fits_the_format_of_its_cache() {
+        let registry = Registry::default();
+        let check = |name: &str, budget: &str, format: &str| {
+            let (policy, budget): (_, Budget) = (registry.policy(name).unwrap(), budget.parse().unwrap());
+            policy.check_format(name, Some(&budget), format.parse().unwrap()).map_err(|error| error.to_string())
+        };
+        for (name, budget, format, reason) in [
+            ("knorm+rerotate", "0.5", "kivi", "it rotates keys"),
+            ("quest", "0.5", "q4_0:recent=32", "it reads pages of one cache"),
+            ("snapkv", "1MiB", "q4_0:recent=32", "a budget in bytes is no number of tokens"),
+        ] {
+            let error = check(name, budget, format).unwrap_err();
+            assert!(error.contains(reason) && error.contains(name), "{error}");
+        }
+        for (name, budget, format) in [
+            ("knorm+rerotate", "0.5", "q4_0:recent=32"),
+            ("quest", "0.5", "q4_0"),
+            ("snapkv", "1MiB", "q4_0"),
+            ("snapkv", "0.5", "kivi"),
+        ] {
+            assert_eq!(check(name, budget, format), Ok(()));
+        }
+    }
 
     #[test]
     fn a_policy_that_looks_behind_rope_must_be_told_of_it() {

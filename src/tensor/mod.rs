@@ -10,7 +10,7 @@ mod rows;
 mod view;
 
 pub use dtype::DType;
-pub use rows::{Coded, RowCode, Rows, Strided};
+pub use rows::{ChannelScales, Coded, RowCode, Rows, Strided};
 pub use view::TensorView;
 
 use crate::memory::{Arena, ArenaError, Buffer, Label};

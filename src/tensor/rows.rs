@@ -34,6 +34,24 @@ pub struct Coded<'a> {
     row_bytes: usize,
     first: usize,
     width: usize,
+    channels: Option<ChannelScales<'a>>,
+}
+
+/// What rows of a group of tokens share, `[D]` each: an element is `scale * x + minimum` of its channel.
+#[derive(Debug, Clone, Copy)]
+pub struct ChannelScales<'a> {
+    /// Factors.
+    pub scales: &'a [f16],
+    /// What is added.
+    pub minimums: &'a [f16],
+}
+
+impl ChannelScales<'_> {
+    /// Whole numbers of the channels from `first` on become what they stand for.
+    pub fn apply(&self, first: usize, row: &mut [f32]) {
+        let channels = self.scales[first..].iter().zip(&self.minimums[first..]);
+        row.iter_mut().zip(channels).for_each(|(x, (scale, minimum))| *x = scale.to_f32() * *x + minimum.to_f32());
+    }
 }
 
 /// `count` rows of `width` elements.
@@ -125,6 +143,33 @@ impl<'a> Rows<'a> {
         }
     }
 
+    /// Type of plain elements.
+    #[inline(always)]
+    pub fn dtype(&self) -> Option<DType> {
+        match self {
+            Rows::F32(_) => Some(DType::F32),
+            Rows::Bf16(_) => Some(DType::Bf16),
+            Rows::F16(_) => Some(DType::F16),
+            Rows::Coded(_) => None,
+        }
+    }
+
+    /// What the rows share for each channel.
+    pub fn channels(&self) -> Option<ChannelScales<'a>> {
+        match self {
+            Rows::Coded(rows) => rows.channels,
+            _ => None,
+        }
+    }
+
+    /// Coded rows that share something for each channel.
+    pub fn with_channels(self, channels: ChannelScales<'a>) -> Self {
+        match self {
+            Rows::Coded(rows) => Rows::Coded(Coded { channels: Some(channels), ..rows }),
+            plain => plain,
+        }
+    }
+
     /// Copies the elements of a row, as they are kept, one behind another.
     ///
     /// # Panics
@@ -188,7 +233,7 @@ impl<'a> Coded<'a> {
     #[inline]
     pub fn new(code: &'a dyn RowCode, bytes: &'a [u8], row_bytes: usize, width: usize) -> Self {
         assert!(bytes.len().is_multiple_of(row_bytes), "{} bytes are no whole rows of {row_bytes}", bytes.len());
-        Coded { code, bytes, row_bytes, first: 0, width }
+        Coded { code, bytes, row_bytes, first: 0, width, channels: None }
     }
 
     fn count(&self) -> usize {
@@ -218,7 +263,12 @@ impl<'a> Coded<'a> {
             .bytes
             .chunks_exact(self.row_bytes)
             .zip(target[..self.count() * self.width].chunks_exact_mut(self.width));
-        rows.for_each(|(from, to)| self.code.decode(from, self.first, to));
+        rows.for_each(|(from, to)| {
+            self.code.decode(from, self.first, to);
+            if let Some(channels) = &self.channels {
+                channels.apply(self.first, to);
+            }
+        });
     }
 }
 

@@ -104,11 +104,11 @@ impl Problem {
     /// The cache that keys and values are read from, if there is to be one.
     fn cache(&self) -> Option<CacheShape> {
         let Shape { batch, kv_heads, kv_len, head_dim, .. } = self.shape;
-        let of = |format| CacheShape {
+        let of = |format: KvFormat| CacheShape {
             batch,
             kv_heads,
             head_dim,
-            format,
+            format: format.in_pass(self.dtype),
             max_tokens: kv_len,
             page_tokens: PAGE_TOKENS,
             columns: &[],

@@ -103,7 +103,9 @@ impl Report {
             kv_len,
             head_dim,
             kept: problem.kv_format.map(|kv_format| {
-                let bytes = |format: KvFormat| (batch * kv_heads * kv_len) as u64 * format.token_bytes(head_dim);
+                let bytes = |format: KvFormat| {
+                    (batch * kv_heads) as u64 * format.in_pass(problem.dtype).list_bytes(head_dim, kv_len)
+                };
                 Kept { kv_format, kv_bytes: bytes(kv_format), kv_bytes_given: bytes(problem.dtype.into()) }
             }),
             causal: problem.params.causal,

@@ -65,6 +65,7 @@ pub fn run(args: &Args, index: usize, policy: &Policy, budget: &Budget) -> Resul
         scores: retained.scores.is_some().then_some(&scores),
         rows: if policy.rerotates { rows(&retained.cache)? } else { Vec::new() },
         read: None,
+        kv_bytes_kept: None,
         device: format!("cuda:{index}"),
         threads: None,
         evict_ns: retained.time_ns,

@@ -88,19 +88,21 @@ impl<'a> RowList<'a> {
         self.width
     }
 
-    /// Multiplies numbers of the rows, `BLOCK` for each of some queries, by the factors that the rows carry.
+    /// Multiplies numbers of some of the rows, `BLOCK` for each of some queries, by the factors that the rows carry.
     #[inline(always)]
-    pub(super) fn scale<R: RowReader>(&self, reader: R, numbers: &mut [f32]) {
+    pub(super) fn scale<R: RowReader>(&self, reader: R, range: Range<usize>, numbers: &mut [f32]) {
         if !R::SCALED {
             return;
         }
+        assert!(range.end <= self.count, "rows {range:?} of {}", self.count);
         let mut factors = [0.0; BLOCK];
-        for (index, factor) in factors[..self.count].iter_mut().enumerate() {
+        for index in range.clone() {
             // SAFETY: `index` is below `count`; a listed row may be read.
-            *factor = unsafe { reader.scale(self.row(index)) };
+            factors[index] = unsafe { reader.scale(self.row(index)) };
         }
         for numbers in numbers.chunks_exact_mut(BLOCK) {
-            numbers[..self.count].iter_mut().zip(&factors).for_each(|(number, factor)| *number *= factor);
+            let factors = &factors[range.clone()];
+            numbers[range.clone()].iter_mut().zip(factors).for_each(|(number, factor)| *number *= factor);
         }
     }
 

@@ -9,6 +9,8 @@ use super::reader::RowReader;
 pub use super::row_list::{BLOCK, RowList};
 use super::vector::each;
 use super::{Simd, SimdOp};
+use crate::tensor::ChannelScales;
+use std::ops::Range;
 
 /// Rows of the register tile of inner products, beside up to four query rows.
 const KEYS: usize = 4;
@@ -22,6 +24,8 @@ pub struct Dots<'a, R> {
     pub reader: R,
     /// The rows.
     pub rows: &'a RowList<'a>,
+    /// Those of them that are wanted.
+    pub range: Range<usize>,
     /// The query rows.
     pub queries: &'a [f32],
     /// Elements from one query row to the next.
@@ -36,13 +40,14 @@ impl<R: RowReader> SimdOp for Dots<'_, R> {
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
         assert!(!R::OF_WEIGHTS, "a cache refuses formats of weights");
-        let Dots { reader, rows, queries, stride, scores } = self;
+        let Dots { reader, rows, range, queries, stride, scores } = self;
         let query_count = queries.len() / stride;
         assert!(rows.width() <= stride && stride.is_multiple_of(S::LANES), "queries in whole vectors");
         assert!(scores.len() >= query_count * BLOCK, "scores are too short");
         let row_bytes = reader.row_bytes(rows.width());
-        let quads = rows.count() - rows.count() % KEYS;
-        for key in (0..quads).step_by(KEYS) {
+        assert!(range.start <= range.end && range.end <= rows.count(), "rows {range:?} of {}", rows.count());
+        let quads = range.end - range.len() % KEYS;
+        for key in (range.start..quads).step_by(KEYS) {
             for key in key..key + KEYS {
                 // SAFETY: `quads` is at most `count`.
                 unsafe { rows.prefetch(simd, key, 0, row_bytes) };
@@ -90,7 +95,7 @@ impl<R: RowReader> SimdOp for Dots<'_, R> {
                 };
             }
         }
-        for key in quads..rows.count() {
+        for key in quads..range.end {
             for query in 0..query_count {
                 // SAFETY: as above.
                 let [[sum]] = unsafe {
@@ -100,7 +105,49 @@ impl<R: RowReader> SimdOp for Dots<'_, R> {
                 scores[query * BLOCK + key] = simd.sum(sum);
             }
         }
-        rows.scale(reader, &mut scores[..query_count * BLOCK]);
+        rows.scale(reader, range, &mut scores[..query_count * BLOCK]);
+    }
+}
+
+/// Query rows for keys that share scales: `scaled[i] = scales * queries[i]`, element by element, and `added[i] = minimums . queries[i]`,
+/// so that a product with a key is one with its codes, and what is added. Rows as in [`Dots`]. Panics when a slice is too short.
+pub struct Fold<'a> {
+    /// Of the group.
+    pub channels: ChannelScales<'a>,
+    /// The query rows.
+    pub queries: &'a [f32],
+    /// Elements from one query row to the next.
+    pub stride: usize,
+    /// The query rows for the group.
+    pub scaled: &'a mut [f32],
+    /// What is added to the products of each.
+    pub added: &'a mut [f32],
+}
+
+impl SimdOp for Fold<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        let Fold { channels: ChannelScales { scales, minimums }, queries, stride, scaled, added } = self;
+        assert!(scales.len().is_multiple_of(S::LANES) && scales.len() <= stride, "channels in whole vectors");
+        assert_eq!(scales.len(), minimums.len(), "a scale and a minimum for each channel");
+        let rows = queries.chunks_exact(stride).zip(scaled.chunks_exact_mut(stride));
+        for ((query, scaled), added) in rows.zip(added) {
+            let mut sum = simd.splat(0.0);
+            for channel in (0..scales.len()).step_by(S::LANES) {
+                // SAFETY: whole vectors, as asserted; rows are at least as long.
+                unsafe {
+                    let x = simd.load(query.as_ptr().add(channel));
+                    let scale = simd.load_f16(scales.as_ptr().add(channel));
+                    let minimum = simd.load_f16(minimums.as_ptr().add(channel));
+                    simd.store(scaled.as_mut_ptr().add(channel), simd.mul(x, scale));
+                    sum = simd.mul_add(x, minimum, sum);
+                }
+            }
+            scaled[scales.len()..].fill(0.0);
+            *added = simd.sum(sum);
+        }
     }
 }
 
@@ -219,7 +266,7 @@ impl<R: RowReader> SimdOp for Accumulate<'_, R> {
         let output_count = outputs.len() / stride;
         assert!(rows.width() <= stride && stride.is_multiple_of(S::LANES), "outputs in whole vectors");
         assert!(weights.len() >= output_count * BLOCK, "weights are too short");
-        rows.scale(reader, &mut weights[..output_count * BLOCK]);
+        rows.scale(reader, 0..rows.count(), &mut weights[..output_count * BLOCK]);
         for first in (0..rows.count()).step_by(CHUNK) {
             let end = rows.count().min(first + CHUNK);
             let mut output = 0;
@@ -359,7 +406,7 @@ mod tests {
                 .enumerate()
                 .for_each(|(at, x)| *x = if at % stride < width { (at % 13) as f32 - 6.0 } else { 0.0 });
             let mut scores = vec![f32::NAN; queries * BLOCK];
-            isa.run(Dots { reader, rows: &list, queries: &x, stride, scores: &mut scores });
+            isa.run(Dots { reader, rows: &list, range: 0..count, queries: &x, stride, scores: &mut scores });
             let mut weights = vec![f32::NAN; queries * BLOCK];
             for query in 0..queries {
                 for row in 0..count {
@@ -403,7 +450,7 @@ mod tests {
                         check(plain(DType::Bf16), Rows::Bf16(Strided::new(&bf16s, strides, count, width)));
                         check(plain(DType::F16), Rows::F16(Strided::new(&f16s, strides, count, width)));
                         for coded in &coded {
-                            if KvFormat::both(*coded).check(width).is_ok() {
+                            if KvFormat::both(*coded).check(width, 1024).is_ok() {
                                 let mut bytes = vec![0; count * coded.row_bytes(width)];
                                 coded.encode(&wide[..count * width], width, &mut bytes);
                                 let rows = Rows::Coded(Coded::new(coded, &bytes, coded.row_bytes(width), width));

@@ -7,7 +7,7 @@ use crate::cache::MOST_PAGE_TOKENS;
 use crate::experiment::cell::{Cell, Device};
 use crate::experiment::policy_axis::choices;
 use crate::experiment::spec::Grid;
-use crate::policy::{Axis, Budget, Statistic};
+use crate::policy::{Axis, Budget, BudgetError, Statistic};
 use crate::tensor::DType;
 use crate::workload::FileSource;
 
@@ -131,7 +131,7 @@ pub(super) fn expand(grid: &Grid, scope: &Scope<'_>, kernel: &str, new_tokens: u
 fn check(cell: &Cell, scope: &Scope<'_>) -> Result<(), String> {
     let text = |error: &dyn std::fmt::Display| error.to_string();
     cell.shape().check().map_err(|error| text(&error))?;
-    cell.kv_format().check(cell.head_dim).map_err(|error| text(&error))?;
+    cell.kv_format().check(cell.head_dim, cell.context_tokens).map_err(|error| text(&error))?;
     // Bytes are counted in 64 bits; the score matrix is the largest thing that could be asked for.
     let shape = cell.shape();
     let extents = [shape.batch, shape.q_heads, shape.q_len, shape.kv_len];
@@ -153,6 +153,8 @@ fn check(cell: &Cell, scope: &Scope<'_>) -> Result<(), String> {
             ));
         }
         let extents = [(Axis::Layers, cell.layers), (Axis::KvHeads, cell.kv_heads), (Axis::HeadDim, cell.head_dim)];
+        let budget = cell.budget.as_deref().map(str::parse).transpose().map_err(|error: BudgetError| text(&error))?;
+        asked.check_format(policy, budget.as_ref(), cell.kv_format()).map_err(|error| text(&error))?;
         asked.check_parameters(policy, &extents).map_err(|error| text(&error))?;
         if let Some(file) = scope.file {
             asked.rope(policy, file.rope(), cell.head_dim).map_err(|error| text(&error))?;

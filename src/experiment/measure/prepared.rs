@@ -128,8 +128,8 @@ impl Prepared {
 
     /// Bytes of keys and values of so many tokens in every list.
     pub(super) fn kv_bytes(&self, tokens: usize) -> u64 {
-        let token_bytes = self.cell.kv_format().token_bytes(self.cell.head_dim);
-        (self.cell.shape().batch * self.cell.kv_heads * tokens) as u64 * token_bytes
+        let list_bytes = self.cell.kv_format().list_bytes(self.cell.head_dim, tokens);
+        (self.cell.shape().batch * self.cell.kv_heads) as u64 * list_bytes
     }
 
     /// Runs and times one sample; with `truth`, which is the checked trial, the result is compared.

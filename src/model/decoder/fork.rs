@@ -90,9 +90,7 @@ impl<'a> Decoder<'a> {
         if let Some(memory) = &self.memory {
             return memory.kv_bytes() / self.setup.batch as u64;
         }
-        let shape = self.cache.shape();
-        let pages: usize = self.lists_of(sequence).map(|list| shape.pages(self.cache.lens()[list])).sum();
-        pages as u64 * shape.page_bytes()
+        self.lists_of(sequence).map(|list| self.cache.list_kv_bytes(list)).sum()
     }
 
     /// KV bytes that the latest decode step of a sequence read: all that it holds, unless the policy selects.
@@ -102,7 +100,7 @@ impl<'a> Decoder<'a> {
         }
         let selected =
             self.evictor.as_ref().and_then(|evictor| evictor.read_bytes(&self.cache, self.setup.batch, sequence));
-        selected.unwrap_or_else(|| self.held_tokens(sequence) as u64 * self.cache.shape().token_bytes())
+        selected.unwrap_or_else(|| self.lists_of(sequence).map(|list| self.cache.held_bytes(list)).sum())
     }
 
     /// Tokens that a sequence holds, or rows of its memory, summed over the KV heads of all layers.

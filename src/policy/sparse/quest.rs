@@ -254,7 +254,7 @@ impl Bounds<'_> {
             let end = first + scores.len();
             let list = RowList::collect([2 * width, line], &lines, first..end, &lines, end..pages, &mut []);
             with_codec!(RowFormat::plain(dtype), reader => {
-                isa.run(Dots { reader, rows: &list, queries, stride, scores: blocks });
+                isa.run(Dots { reader, rows: &list, range: 0..scores.len(), queries, stride, scores: blocks });
             });
             scores.fill(f32::NEG_INFINITY);
             for of_head in blocks.chunks_exact(BLOCK) {

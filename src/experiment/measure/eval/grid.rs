@@ -112,8 +112,11 @@ impl Opened {
             attention::kernel(kernel).map_err(|error| error.to_string())?;
         }
         let types = grid.types(&grid.dtype.or(config.dtype));
-        for format in &grid.kv_format.0 {
-            format.check(config.head_dim).map_err(|error| format!("'{model}': {error}"))?;
+        let contexts = grid.context_tokens.0.iter().flat_map(|tokens| tokens.lengths.iter().copied());
+        for (format, tokens) in
+            grid.kv_format.0.iter().flat_map(|format| contexts.clone().map(move |tokens| (format, tokens)))
+        {
+            format.check(config.head_dim, tokens).map_err(|error| format!("'{model}': {error}"))?;
         }
         let weights = grid.weights.or(WeightsText(None));
         for format in weights.iter().filter_map(|weights| weights.0) {
@@ -209,6 +212,7 @@ impl Opened {
         let eviction = Eviction { policy: &policy, name, budget, seed: cell.seed };
         eviction.check(&self.config).map_err(|error| error.to_string())?;
         policy.check_base(&self.fingerprint).map_err(|error| error.to_string())?;
+        policy.check_format(name, budget.as_ref(), cell.kv_format()).map_err(|error| error.to_string())?;
         let lists = cell.layers * cell.kv_heads;
         let token_bytes = cell.kv_format().token_bytes(cell.head_dim);
         policy

@@ -4,6 +4,7 @@ use super::together::Numbers;
 use crate::eval::{Alone, Answer, Answers as Given, Prompt};
 use crate::experiment::answers::{Answers, Estimate, Spread};
 use crate::experiment::record::Memory;
+use crate::format::KvFormat;
 use crate::memory::Label;
 use std::collections::BTreeMap;
 
@@ -11,8 +12,8 @@ use std::collections::BTreeMap;
 pub(super) struct Tally {
     /// KV heads of all layers.
     lists: usize,
-    /// Bytes of one token of one of them.
-    token_bytes: u64,
+    /// How one of them keeps its tokens, and the elements of a head.
+    kept: (KvFormat, usize),
     weights_bytes: u64,
     /// Tokens of the budget, and those of them that are not protected, where something is evicted.
     budget: Option<(usize, usize)>,
@@ -57,8 +58,8 @@ impl Sample {
 }
 
 impl Tally {
-    pub fn new(lists: usize, token_bytes: u64, weights_bytes: u64, budget: Option<(usize, usize)>) -> Self {
-        Tally { lists, token_bytes, weights_bytes, budget, samples: BTreeMap::new(), alone: Vec::new() }
+    pub fn new(lists: usize, kept: (KvFormat, usize), weights_bytes: u64, budget: Option<(usize, usize)>) -> Self {
+        Tally { lists, kept, weights_bytes, budget, samples: BTreeMap::new(), alone: Vec::new() }
     }
 
     pub fn add(&mut self, prompt: &Prompt, given: Given) {
@@ -110,6 +111,8 @@ impl Tally {
         let words: usize = samples.iter().flat_map(|sample| &sample.answers).map(words).sum();
         let contexts = self.contexts().count() as f64;
         let tokens = self.contexts().map(|(tokens, ..)| tokens as f64).sum::<f64>();
+        let (format, head_dim) = self.kept;
+        let dense = self.contexts().map(|(tokens, ..)| format.list_bytes(head_dim, tokens) as f64).sum::<f64>();
         let held = self.contexts().map(|(_, _, held)| held as f64).sum::<f64>() / self.lists as f64;
         let live = self.contexts().map(|(_, bytes, _)| bytes as f64).sum::<f64>();
         let read = samples.iter().flat_map(|sample| &sample.kv_bytes_read).map(|&bytes| bytes as f64).sum::<f64>();
@@ -132,7 +135,7 @@ impl Tally {
             kept_fraction: held / tokens,
             context_tokens: tokens / contexts,
             answer_tokens: words as f64 / questions as f64,
-            kv_bytes_dense: (tokens / contexts * self.lists as f64 * self.token_bytes as f64).round() as u64,
+            kv_bytes_dense: (dense * self.lists as f64 / contexts).round() as u64,
             kv_bytes_live: (live / contexts).round() as u64,
             kv_bytes_read: (read / contexts).round() as u64,
             kv_bytes_peak: self.alone.iter().map(|(_, alone)| alone.kv_bytes_peak).max()?,

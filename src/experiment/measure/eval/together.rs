@@ -118,7 +118,9 @@ impl State {
     fn new(treatment: &Treatment<'_>, cell: &Cell, [shortest, longest, kept]: [usize; 3]) -> Self {
         let lists = cell.layers * cell.kv_heads;
         let token_bytes = treatment.kv_format.token_bytes(cell.head_dim);
-        let tally = |unprotected| Tally::new(lists, token_bytes, treatment.model.weights.bytes(), unprotected);
+        let tally = |unprotected| {
+            Tally::new(lists, (treatment.kv_format, cell.head_dim), treatment.model.weights.bytes(), unprotected)
+        };
         let Choice::Evict(choice) = treatment.choice else {
             return State { tally: tally(None), evicts: false, warnings: Vec::new(), ended: None };
         };

@@ -64,8 +64,7 @@ impl Running<'_> {
                 finite(&outputs)?;
                 late.store(step, &outputs);
                 late.live_bytes.push(self.kv_bytes_live());
-                let tokens: usize = self.cache.lens().iter().sum();
-                let all = tokens as u64 * self.cache.shape().token_bytes();
+                let all = (0..self.cache.lens().len()).map(|list| self.cache.held_bytes(list)).sum::<u64>();
                 late.all_bytes += all;
                 late.read_bytes +=
                     selector.as_ref().map_or(all, |selector| selector.read_bytes(Lists::all(&self.cache)));

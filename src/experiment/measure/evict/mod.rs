@@ -204,7 +204,7 @@ impl Running<'_> {
             policy: self.prepared.policy.as_ref(),
             budget_tokens: self.prepared.budget_tokens,
             cache: *self.cache.shape(),
-            most_pages: self.cache.most_pages(),
+            kv_bytes_peak: self.cache.most_kv_bytes(),
             evicted_tokens: totals.evicted_tokens,
             tie_rate: totals.tie_rate,
             workload: self.bench.workload,
@@ -213,7 +213,7 @@ impl Running<'_> {
 
     /// KV bytes of pages in use.
     fn kv_bytes_live(&self) -> u64 {
-        self.cache.pages() as u64 * self.cache.shape().page_bytes()
+        self.cache.kv_bytes()
     }
 
     fn kept(&self) -> Kept {

@@ -21,8 +21,8 @@ pub(in crate::experiment::measure) struct Evicted<'a> {
     pub policy: Option<&'a Policy>,
     pub budget_tokens: usize,
     pub cache: CacheShape,
-    /// Most pages in use at one moment.
-    pub most_pages: usize,
+    /// Most KV bytes of pages in use at one moment.
+    pub kv_bytes_peak: u64,
     pub evicted_tokens: u64,
     pub tie_rate: f64,
     pub workload: &'a Workload,
@@ -82,7 +82,7 @@ pub(in crate::experiment::measure) fn eviction(
     let context = cell.context_tokens;
     let lists_of_layer = cell.batch * cell.kv_heads;
     let fullest = kept.lens.chunks(lists_of_layer).map(|lens| lens.iter().copied().max().unwrap_or(0));
-    let padded: usize = fullest.map(|tokens| shape.pages(tokens) * lists_of_layer).sum();
+    let padded = fullest.flat_map(|tokens| std::iter::repeat_n(tokens, lists_of_layer));
     let kept_by_head = kept.lens.chunks(lists_of_layer).map(|layer| {
         let of_head = |head: usize| layer.iter().skip(head).step_by(cell.kv_heads).sum::<usize>();
         (0..cell.kv_heads).map(|head| of_head(head) as f64 / (cell.batch * context) as f64).collect()
@@ -92,14 +92,14 @@ pub(in crate::experiment::measure) fn eviction(
         budget_tokens: evicted.budget_tokens,
         kept_fraction: kept.lens.iter().sum::<usize>() as f64 / (shape.lists() * context) as f64,
         evicted_tokens: evicted.evicted_tokens,
-        kv_bytes_dense: (shape.lists() * shape.pages(context)) as u64 * shape.page_bytes(),
+        kv_bytes_dense: shape.kv_bytes(std::iter::repeat_n(context, shape.lists())),
         kv_bytes_live: kept.kv_bytes_live,
-        kv_bytes_peak: evicted.most_pages as u64 * shape.page_bytes(),
+        kv_bytes_peak: evicted.kv_bytes_peak,
         needle_recall: needle_recall(cell, evicted.workload, late),
         attention_mass_kept: masses.sum::<f64>() / truth.at.len() as f64,
         tie_rate: evicted.tie_rate,
         kv_bytes_read: late.read_bytes / cell.new_tokens as u64,
-        kv_bytes_padded: padded as u64 * shape.page_bytes(),
+        kv_bytes_padded: shape.kv_bytes(padded),
         kept_by_head: kept_by_head.collect(),
         kept_by_position: kept.by_position.clone(),
         drift_by_head: drift_by_head(cell, late, truth),

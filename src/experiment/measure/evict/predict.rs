@@ -11,7 +11,7 @@ use crate::policy::{Decoding, Policy, Statistic, selection_bytes};
 
 /// Peak bytes besides the inputs: the largest of attention and eviction of every chunk, and of decoding. Exact where
 /// all lists keep the same number of tokens; where heads or layers keep different numbers, what follows the first
-/// eviction depends on the data, and this is an upper bound.
+/// eviction depends on the data, and this is an upper bound; so it does where a format leaves tokens in full.
 pub(in crate::experiment::measure) fn predict(prepared: &Prepared, threads: usize) -> u64 {
     let plan = Plan { prepared, threads };
     let (context, chunk) = (prepared.cell.context_tokens, lengths(prepared).chunk());
@@ -32,9 +32,12 @@ impl Plan<'_> {
         lengths(self.prepared)
     }
 
-    /// Bytes of a cache whose lists hold `tokens` on average; all the same number if `even`.
-    fn held(&self, tokens: usize, is_even: bool) -> u64 {
+    /// Bytes of a cache whose lists hold `tokens` of the `seen` on average; all the same number if `even`.
+    fn held(&self, tokens: usize, seen: usize, is_even: bool) -> u64 {
         let cache = cache_shape(self.prepared);
+        if tokens < seen && cache.format.keeps_full() {
+            return cache.most_bytes_evicted(tokens, seen);
+        }
         let even = cache.bytes(std::iter::repeat_n(tokens, cache.lists()), 0).values().sum::<u64>();
         if is_even {
             return even;
@@ -62,7 +65,7 @@ impl Plan<'_> {
         let step = evicting(self.prepared)
             .map_or(0, |policy| self.accumulation(policy, &folded).max(self.scoring(policy, &folded)));
         let rotated = if self.rerotates() && old < start { query_bytes(cell, tokens) } else { 0 };
-        self.held(old + tokens, start == 0 || lengths.is_even()) + lse + rotated + attention.max(step)
+        self.held(old + tokens, start + tokens, start == 0 || lengths.is_even()) + lse + rotated + attention.max(step)
     }
 
     fn rerotates(&self) -> bool {
@@ -111,7 +114,7 @@ impl Plan<'_> {
             let selection = self.prepared.policy.as_ref().and_then(|policy| policy.selection.as_ref());
             let selection = selection
                 .map_or(0, |selection| selection.bytes(&cache_shape(self.prepared), (&step, cell.dtype), self.threads));
-            return self.held(cell.context_tokens + new, true) + steps + selection;
+            return self.held(cell.context_tokens + new, cell.context_tokens + new, true) + steps + selection;
         };
         let (tokens, grown) = (lengths.late(), lengths.grown());
         let fresh = Shape { q_len: 1, kv_len: lengths.longest(tokens, grown), ..cell.shape() };
@@ -122,7 +125,7 @@ impl Plan<'_> {
         };
         let window = lengths.recent().map_or(0, |queries| window_shape(cell).bytes(queries));
         let rotated = if self.rerotates() { query_bytes(cell, 1) } else { 0 };
-        self.held(tokens, lengths.is_even()) + steps + window + rotated + evicting
+        self.held(tokens, cell.context_tokens + new, lengths.is_even()) + steps + window + rotated + evicting
     }
 
     /// An eviction step behind a decode step, whose query is `fresh`.

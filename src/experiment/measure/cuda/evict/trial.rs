@@ -58,7 +58,7 @@ pub(super) fn trial(evict: &Evict, bench: Bench<'_>) -> Result<Trial, TrialError
             policy: Some(&evict.policy),
             budget_tokens: evict.budget_tokens,
             cache: *running.cache.shape(),
-            most_pages: running.cache.most_pages(),
+            kv_bytes_peak: running.cache.most_pages() as u64 * running.cache.shape().page_bytes(),
             evicted_tokens: totals.evicted_tokens,
             tie_rate: totals.tie_rate,
             workload,
