@@ -320,7 +320,7 @@ fn a_written_key_stays_within_what_its_group_spans() {
     pair.take(Step::Append { sequence: 0, count: 64 });
     let (mut before, mut row) = (vec![0.0; WIDTH], vec![0.0; WIDTH]);
     pair.cache.read_key(0, 33, &mut before);
-    pair.cache.write_key(0, 33, &vec![1e6; WIDTH]).unwrap();
+    pair.cache.write_key(0, 33, &[1e6; WIDTH]).unwrap();
     pair.cache.read_key(0, 33, &mut row);
     assert!(row.iter().all(|x| *x < 40.0) && row.iter().zip(&before).all(|(x, before)| x >= before), "{row:?}");
     pair.cache.write_key(0, 33, &before).unwrap();
