@@ -1,9 +1,10 @@
 //! A table, as Markdown for the terminal and `summary.md`, and for the page.
 //!
-//! Lines are at most 100 columns wide where names of policies allow it: these are never cut, because policies differ in any
-//! part of them.
+//! Lines are at most 100 columns wide where names allow it: those of policies are never cut, because policies differ in any
+//! part of them, and others only as far as they stay apart.
 
 use minijinja::{Value, context};
+use std::collections::BTreeSet;
 
 /// Width that no line passes but for the name of a policy, in characters.
 pub const MOST_COLUMNS: usize = 100;
@@ -58,7 +59,8 @@ fn is_words(heading: &str) -> bool {
     NAMES.contains(&heading) || heading == POLICY
 }
 
-/// Rows, the first of them the headings, as aligned markdown. The name column gives way when there is no room.
+/// Rows, the first of them the headings, as aligned markdown. A column of names gives way when there is no room, unless two
+/// names would then be one.
 pub fn lines(mut rows: Vec<Vec<String>>) -> String {
     for cell in rows.iter_mut().flatten() {
         // A bar or a line break would end the cell.
@@ -70,8 +72,13 @@ pub fn lines(mut rows: Vec<Vec<String>>) -> String {
     let over = (widths.iter().sum::<usize>() + 3 * widths.len() + 1).saturating_sub(MOST_COLUMNS);
     let is_name = |heading: &String| NAMES.contains(&heading.as_str());
     let is_words: Vec<bool> = rows[0].iter().map(|heading| is_words(heading)).collect();
-    for (width, _) in widths.iter_mut().zip(&rows[0]).filter(|(_, heading)| is_name(heading)) {
-        *width = width.saturating_sub(over).max(LEAST_NAME.min(*width));
+    for (column, width) in widths.iter_mut().enumerate().filter(|(column, _)| is_name(&rows[0][*column])) {
+        let less = width.saturating_sub(over).max(LEAST_NAME.min(*width));
+        let names: BTreeSet<&str> = rows.iter().map(|row| &row[column][..]).collect();
+        let cut: BTreeSet<String> = names.iter().map(|name| shortened(name, less)).collect();
+        if cut.len() == names.len() {
+            *width = less;
+        }
     }
     let mut text = String::new();
     for (index, row) in rows.iter().enumerate() {
@@ -117,4 +124,23 @@ pub fn shortened(text: &str, most: usize) -> String {
     let left = most.saturating_sub(1) * 3 / 5;
     let right = most.saturating_sub(1) - left;
     letters[..left].iter().chain(&['…']).chain(&letters[letters.len() - right..]).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_shortened_only_while_they_stay_apart() {
+        let of = |names: [&str; 2]| {
+            let row = |name: &str| [vec![name.to_string()], vec!["1".repeat(18); 4]].concat();
+            let headings = ["kernel", "a", "b", "c", "d"].map(String::from).to_vec();
+            lines(vec![headings, row(names[0]), row(names[1])])
+        };
+        let apart = of(["decode 8/8 heads cache in q4_0", "decode 8/8 heads cache in int8"]);
+        assert!(apart.contains("… q4_0 ") && apart.contains("… int8 "), "{apart}");
+        let ends = ["kivi:bits=2,group=32,recent=128", "kivi:bits=4,group=32,recent=128"];
+        let whole = of(ends);
+        assert!(ends.iter().all(|name| whole.contains(name)), "{whole}");
+    }
 }
