@@ -1,6 +1,6 @@
 //! A chart of more curves than one plot can hold apart: a small plot for each, with all the others in pale grey behind.
 //!
-//! All plots share their axes, so that places can be compared. Where there are two of each policy, as of two protocols, both
+//! All plots share their axes, so that places can be compared. Where there are a few of each policy, as of two protocols, they
 //! are in one plot. Baselines and oracles are what others are seen against: they are drawn in every plot and have none of
 //! their own.
 
@@ -15,6 +15,8 @@ const HIGH: f64 = 112.0;
 const NAME: f64 = 24.0;
 const GAP: f64 = 14.0;
 const MOST_TICKS: usize = 6;
+/// Most curves of one name in a plot.
+const MOST_VARIANTS: usize = 3;
 const SWATCH: f64 = 20.0;
 const OTHERS: Colour = Colour(0xD2, 0xD2, 0xD2);
 
@@ -33,9 +35,9 @@ pub fn svg(chart: &Chart) -> Result<String, ReportError> {
     let left = MARGIN + tick_width + 8.0;
     let wide = (WIDTH - MARGIN - left - GAP * (ACROSS - 1) as f64) / ACROSS as f64;
     let variants = variants(&own);
-    let plots: Vec<&[&Series]> = match variants {
-        Some(_) => own.chunk_by(|a, b| apart(a).0 == apart(b).0).collect(),
-        None => own.chunks(1).collect(),
+    let plots: Vec<&[&Series]> = match variants[..] {
+        [] => own.chunks(1).collect(),
+        _ => own.chunk_by(|a, b| apart(a).0 == apart(b).0).collect(),
     };
     let frame = |index: usize| {
         let (column, row) = ((index % ACROSS) as f64, (index / ACROSS) as f64);
@@ -49,7 +51,7 @@ pub fn svg(chart: &Chart) -> Result<String, ReportError> {
     canvas::svg((WIDTH, height), &description, |canvas| {
         canvas.polygon(&[(0.0, 0.0), (WIDTH, 0.0), (WIDTH, height), (0.0, height)], WHITE, 1.0)?;
         headings(canvas, chart, &whole)?;
-        key(canvas, variants, &bounds)?;
+        key(canvas, &variants, &bounds)?;
         for (index, &plot) in plots.iter().enumerate() {
             let frame = frame(index);
             axes(canvas, chart, &frame, (index % ACROSS == 0).then_some(&y_ticks[..]), index + ACROSS >= plots.len())?;
@@ -66,13 +68,13 @@ pub fn svg(chart: &Chart) -> Result<String, ReportError> {
                 alone(canvas, &frame, bound)?;
             }
             for series in plot {
-                let is_second = variants.is_some_and(|(_, second)| apart(series).1 == second);
-                let own = dressed(series, series.style.colour, is_second);
+                let variant = variants.iter().position(|variant| apart(series).1 == *variant);
+                let own = dressed(series, series.style.colour, variant.is_some_and(|variant| variant % 2 == 1));
                 marks::band(canvas, &chart.y, &frame, &own)?;
                 marks::curve(canvas, &chart.y, &frame, &own, 2.0)?;
                 alone(canvas, &frame, &own)?;
             }
-            let name = if variants.is_some() { apart(plot[0]).0 } else { &plot[0].name };
+            let name = if variants.is_empty() { &plot[0].name } else { apart(plot[0]).0 };
             heading(canvas, (frame.left, frame.top - NAME / 2.0), frame.right - frame.left + GAP / 2.0, name)?;
         }
         Ok(())
@@ -84,15 +86,14 @@ fn apart(series: &Series) -> (&str, &str) {
     series.name.split_once(' ').unwrap_or((&series.name, ""))
 }
 
-/// What sets two series of each name apart, if it is the same two everywhere.
-fn variants<'c>(all: &[&'c Series]) -> Option<(&'c str, &'c str)> {
+/// What sets series of a name apart, if it is the same few everywhere; the palette makes every other one dashed, and those
+/// behind the first two darker.
+fn variants<'c>(all: &[&'c Series]) -> Vec<&'c str> {
     let mut found: Vec<&str> = all.iter().map(|series| apart(series).1).collect();
     found.sort_unstable();
     found.dedup();
-    match found[..] {
-        [first, second] if !first.is_empty() => Some((first, second)),
-        _ => None,
-    }
+    let are_few = (2..=MOST_VARIANTS).contains(&found.len()) && !found[0].is_empty();
+    if are_few { found } else { Vec::new() }
 }
 
 /// The marker of a series of one point, which has no line.
@@ -104,13 +105,19 @@ fn alone(canvas: &Canvas, frame: &Frame, series: &Series) -> Result<(), ReportEr
 }
 
 /// What the lines are, at the top on the right.
-fn key(canvas: &Canvas, variants: Option<(&str, &str)>, bounds: &[&Series]) -> Result<(), ReportError> {
+fn key<'k>(canvas: &Canvas, variants: &[&'k str], bounds: &[&'k Series]) -> Result<(), ReportError> {
     let line = |colour, dashed| Style { colour, marker: palette::Marker::Circle, dashed };
     let mut entries = vec![("in pale grey: the others", line(OTHERS, false), false)];
-    if let Some((first, second)) = variants {
-        entries.extend([(first, line(FAINT_INK, false), false), (second, line(FAINT_INK, true), false)]);
+    let colour = |index| if index < 2 { FAINT_INK } else { INK };
+    let of = |(index, variant): (usize, &&'k str)| (*variant, line(colour(index), index % 2 == 1), false);
+    entries.extend(variants.iter().enumerate().map(of));
+    for series in bounds {
+        // One entry is enough for what is the same in all plots.
+        let name = if variants.is_empty() { series.name.as_str() } else { apart(series).0 };
+        if entries.iter().all(|entry| entry.0 != name) {
+            entries.push((name, series.style, series.points.len() == 1));
+        }
     }
-    entries.extend(bounds.iter().map(|series| (series.name.as_str(), series.style, series.points.len() == 1)));
     let mut right = WIDTH - MARGIN;
     for (name, style, is_point) in entries.into_iter().rev() {
         let words = Words { size: SMALL, colour: INK, bold: false, align: Align::End };
