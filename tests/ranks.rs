@@ -10,7 +10,7 @@ use kvsieve::eviction::{Given, retain};
 use kvsieve::memory::{Arena, Label};
 use kvsieve::policy::{Policy, Registry};
 use kvsieve::ranks::evict::{Held, Sharded};
-use kvsieve::ranks::{Placement, Rank, RankError, Ring, RingBackward, Shards, Tree, take_tokens, threads};
+use kvsieve::ranks::{Placement, Rank, RankError, Ring, RingBackward, Shards, Tree, threads};
 use kvsieve::tensor::{DType, Tensor};
 use proptest::prelude::*;
 use std::ops::Range;
@@ -51,7 +51,7 @@ impl Whole {
 }
 
 fn part(tensor: &Tensor, ranges: &[Range<usize>], arena: &Arena) -> Tensor {
-    take_tokens(tensor, ranges, arena, Label::Input).unwrap()
+    Tensor::from_tokens(arena, Label::Input, tensor.dtype(), tensor.dims(), tensor.bytes(), ranges).unwrap()
 }
 
 /// Largest difference of a rank's part from the whole, and the largest number there.

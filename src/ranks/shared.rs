@@ -2,7 +2,6 @@
 
 use super::{Rank, RankError, Ring, Traffic, Tree};
 use crate::attention::{DenseKv, Kernel, Outputs, Params, Shape};
-use crate::memory::{Arena, ArenaError, Label};
 use crate::tensor::{DType, Tensor, TensorView};
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -205,29 +204,6 @@ impl Shared {
         seen.alone_ns.push(timed(&mut || self.send_alone(on, kv))?.0);
         Ok(outputs.expect("the pass was run"))
     }
-}
-
-/// The tokens in `ranges` of each head of a tensor, one behind another.
-///
-/// # Errors
-/// When the arena has no room.
-pub fn take_tokens(
-    tensor: &Tensor,
-    ranges: &[Range<usize>],
-    arena: &Arena,
-    label: Label,
-) -> Result<Tensor, ArenaError> {
-    let [batch, heads, len, width] = tensor.dims();
-    let (row, tokens) = (width * tensor.dtype().bytes(), ranges.iter().map(Range::len).sum());
-    let mut part = Tensor::zeros(arena, label, tensor.dtype(), [batch, heads, tokens, width])?;
-    for (from, mut to) in tensor.bytes().chunks_exact(len * row).zip(part.bytes_mut().chunks_exact_mut(tokens * row)) {
-        for range in ranges {
-            let (rows, rest) = to.split_at_mut(range.len() * row);
-            rows.copy_from_slice(&from[range.start * row..range.end * row]);
-            to = rest;
-        }
-    }
-    Ok(part)
 }
 
 /// Writes what a rank computed to the tokens `ranges` of the whole result.

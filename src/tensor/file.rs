@@ -145,12 +145,7 @@ impl TensorFile {
         let (dims, dtype, range) = self.find(name)?;
         let mut tensor = Tensor::zeros(arena, label, dtype, dims)?;
         tensor.bytes_mut().copy_from_slice(&self.map[range]);
-        match tensor.first_non_finite() {
-            Some((index, value)) => {
-                Err(FileError::NonFinite { path: self.path.clone(), name: name.into(), index, value })
-            }
-            None => Ok(tensor),
-        }
+        self.finite(name, tensor)
     }
 
     /// Copies the tokens in `ranges` of a tensor `[B, H, L, D]` into the arena, one behind another, refusing NaN and infinity.
@@ -167,17 +162,11 @@ impl TensorFile {
         arena: &Arena,
         label: Label,
     ) -> Result<Tensor, FileError> {
-        let ([batch, heads, len, width], dtype, bytes) = self.find(name)?;
-        let (row, tokens) = (width * dtype.bytes(), ranges.iter().map(Range::len).sum());
-        let mut tensor = Tensor::zeros(arena, label, dtype, [batch, heads, tokens, width])?;
-        let lists = self.map[bytes].chunks_exact(len * row).zip(tensor.bytes_mut().chunks_exact_mut(tokens * row));
-        for (from, mut to) in lists {
-            for range in ranges {
-                let (part, rest) = to.split_at_mut(range.len() * row);
-                part.copy_from_slice(&from[range.start * row..range.end * row]);
-                to = rest;
-            }
-        }
+        let (dims, dtype, bytes) = self.find(name)?;
+        self.finite(name, Tensor::from_tokens(arena, label, dtype, dims, &self.map[bytes], ranges)?)
+    }
+
+    fn finite(&self, name: &str, tensor: Tensor) -> Result<Tensor, FileError> {
         match tensor.first_non_finite() {
             Some((index, value)) => {
                 Err(FileError::NonFinite { path: self.path.clone(), name: name.into(), index, value })

@@ -14,6 +14,7 @@ pub use rows::{ChannelScales, Coded, RowCode, Rows, Strided};
 pub use view::TensorView;
 
 use crate::memory::{Arena, ArenaError, Buffer, Label};
+use std::ops::Range;
 
 /// A contiguous tensor `[d0, d1, d2, d3]`, last index fastest, in an arena.
 pub struct Tensor {
@@ -48,6 +49,36 @@ impl Tensor {
     ) -> Result<Self, ArenaError> {
         let mut tensor = Self::zeros(arena, label, dtype, dims)?;
         dtype.encode(values, tensor.bytes_mut());
+        Ok(tensor)
+    }
+
+    /// The tokens in `ranges` of each head of elements `[B, H, L, D]`, one behind another.
+    ///
+    /// # Errors
+    /// When the arena has no room.
+    ///
+    /// # Panics
+    /// When there are fewer tokens, or `bytes` are not as many as `dims` say.
+    pub fn from_tokens(
+        arena: &Arena,
+        label: Label,
+        dtype: DType,
+        dims: [usize; 4],
+        bytes: &[u8],
+        ranges: &[Range<usize>],
+    ) -> Result<Self, ArenaError> {
+        assert_eq!(bytes.len() as u64, Self::bytes_of(dtype, dims), "bytes of a tensor {dims:?}");
+        let [batch, heads, len, width] = dims;
+        let (row, tokens) = (width * dtype.bytes(), ranges.iter().map(Range::len).sum());
+        let mut tensor = Self::zeros(arena, label, dtype, [batch, heads, tokens, width])?;
+        let lists = bytes.chunks_exact(len * row).zip(tensor.bytes_mut().chunks_exact_mut(tokens * row));
+        for (from, mut to) in lists {
+            for range in ranges {
+                let (part, rest) = to.split_at_mut(range.len() * row);
+                part.copy_from_slice(&from[range.start * row..range.end * row]);
+                to = rest;
+            }
+        }
         Ok(tensor)
     }
 

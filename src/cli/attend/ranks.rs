@@ -4,6 +4,7 @@
 //! gathers the result, checks it against the f64 reference and writes it.
 
 use super::pass::Problem;
+use super::report::{median, per_second};
 use super::{Args, write_forward};
 use crate::attention::{self, Outputs, Shape};
 use crate::cli::failure::Failure;
@@ -36,7 +37,7 @@ struct Report {
     causal: bool,
     /// Of each pass, that of the slowest rank.
     samples_ns: Vec<u64>,
-    median_ns: u64,
+    median_ns: f64,
     flops: u64,
     rel_l2: f64,
     checked_rows: usize,
@@ -143,8 +144,6 @@ impl Args {
         let samples_ns: Vec<u64> = (0..self.repeat as usize)
             .map(|pass| ranks.iter().map(|of_rank| of_rank.samples_ns[pass]).max().unwrap_or(0))
             .collect();
-        let mut sorted = samples_ns.clone();
-        sorted.sort_unstable();
         let report = Report {
             method: method.to_string(),
             transport: comm.transport(),
@@ -159,7 +158,7 @@ impl Args {
             kv_len: shape.kv_len,
             head_dim: shape.head_dim,
             causal: params.causal,
-            median_ns: sorted[sorted.len() / 2],
+            median_ns: median(&samples_ns),
             samples_ns,
             flops: shape.flops(&params),
             rel_l2,
@@ -235,7 +234,7 @@ impl Report {
         let Report { method, transport, kernel, threads, batch, q_heads, kv_heads, q_len, kv_len, head_dim, .. } = self;
         let ranks = self.ranks.len();
         let mask = if self.causal { ", causal" } else { "" };
-        let gflops = units::three_digits(self.flops as f64 / self.median_ns.max(1) as f64);
+        let gflops = units::three_digits(per_second(self.flops, self.median_ns) / 1e9);
         let passes = match self.samples_ns.len() {
             1 => "1 pass, not warmed up".into(),
             count => format!("median of {count} passes"),
@@ -257,10 +256,7 @@ impl Report {
             ),
             (
                 "forward",
-                format!(
-                    "{} ({passes}, of the slowest rank), {gflops} GFLOP/s",
-                    units::nanoseconds(self.median_ns as f64)
-                ),
+                format!("{} ({passes}, of the slowest rank), {gflops} GFLOP/s", units::nanoseconds(self.median_ns)),
             ),
         ];
         for (of_rank, hidden) in self.ranks.iter().zip(&self.hidden_share) {

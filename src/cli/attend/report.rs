@@ -3,6 +3,7 @@
 use super::pass::{Problem, Sizes, Solution};
 use crate::attention::Shape;
 use crate::cli::hardware::Hardware;
+use crate::experiment::stats::quantile;
 use crate::format::KvFormat;
 use crate::memory::{LabelBytes, Usage};
 use crate::tensor::DType;
@@ -176,17 +177,11 @@ impl Report {
 }
 
 /// Median of at least one sample.
-fn median(samples_ns: &[u64]) -> f64 {
-    let mut sorted = samples_ns.to_vec();
-    sorted.sort_unstable();
-    let middle = sorted.len() / 2;
-    match sorted.len() % 2 {
-        1 => sorted[middle] as f64,
-        _ => (sorted[middle - 1] as f64 + sorted[middle] as f64) / 2.0,
-    }
+pub fn median(samples_ns: &[u64]) -> f64 {
+    quantile(&samples_ns.iter().map(|&ns| ns as f64).collect::<Vec<_>>(), 0.5)
 }
 
 /// A clock too coarse to see the pass gives 0 ns; the rate stays a number.
-fn per_second(flops: u64, median_ns: f64) -> f64 {
+pub fn per_second(flops: u64, median_ns: f64) -> f64 {
     flops as f64 / median_ns.max(1.0) * 1e9
 }

@@ -14,7 +14,7 @@ use crate::experiment::record::{Memory, Record, Status, Work};
 use crate::experiment::runner::latency;
 use crate::experiment::spec::Grid;
 use crate::memory::{Arena, ArenaError, Label};
-use crate::ranks::{Asked, Method, OfRank, Rank, RankError, Shared, scatter, take_tokens, threads};
+use crate::ranks::{Asked, Method, OfRank, Rank, RankError, Shared, scatter, threads};
 use crate::tensor::Tensor;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -155,7 +155,9 @@ impl Measured {
             let (rank, arena, cpu) = (comm.rank(), Arena::unlimited(), one_thread()?);
             let on = Rank { comm, cpu: &cpu, arena: &arena, kernel: &*kernel };
             let [q_of, kv_of] = shared.tokens_of(rank);
-            let part = |tensor: &Tensor, tokens: &[_]| take_tokens(tensor, tokens, &arena, Label::Input);
+            let part = |tensor: &Tensor, tokens: &[_]| {
+                Tensor::from_tokens(&arena, Label::Input, tensor.dtype(), tensor.dims(), tensor.bytes(), tokens)
+            };
             let (q, k, v) = (part(&inputs.q, &q_of)?, part(&inputs.k, &kv_of)?, part(&inputs.v, &kv_of)?);
             let mut seen = if is_checked { OfRank::default() } else { seen.get(rank).cloned().unwrap_or_default() };
             let outputs = shared.sample(on, q.view(), [&k, &v], &mut seen)?;
