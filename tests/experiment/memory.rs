@@ -2,7 +2,8 @@
 
 use crate::{assert_sound, every_policy, evict, judges_again, methods, run};
 use kvsieve::cache::PAGE_TOKENS;
-use kvsieve::experiment::record::Status;
+use kvsieve::experiment::record::{Record, Status};
+use kvsieve::policy::Registry;
 use kvsieve::tensor::DType;
 
 #[test]
