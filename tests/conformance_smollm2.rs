@@ -9,7 +9,7 @@ use kvsieve::cache::Column;
 use kvsieve::device::Cpu;
 use kvsieve::format::KvFormat;
 use kvsieve::memory::Arena;
-use kvsieve::model::{Decoder, Eviction, Model, Setup};
+use kvsieve::model::{Decoder, Eviction, Model, Repeat, Setup, Text};
 use kvsieve::policy::{Budget, Context, Policy, PolicyError, Protect, Registry, Scored, Scorer, Statistic};
 use kvsieve::tensor::DType;
 use safetensors::SafeTensors;
@@ -18,7 +18,9 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 
 const MODEL: &str = "models/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf";
-const FIXTURE: &str = "tests/conformance/fixtures/smollm2.safetensors";
+/// With KVzip's cases in a file of their own.
+const FIXTURES: [&str; 2] =
+    ["tests/conformance/fixtures/smollm2.safetensors", "tests/conformance/fixtures/smollm2-kvzip.safetensors"];
 
 /// The context with a full cache.
 const CONTEXT: usize = 0;
@@ -46,9 +48,10 @@ fn floats(data: &[u8]) -> Vec<f32> {
 
 /// The tokens, and every case.
 fn fixture() -> (Vec<u32>, BTreeMap<Case, Expected>) {
-    let bytes = std::fs::read(FIXTURE).unwrap();
+    let files = FIXTURES.map(|path| std::fs::read(path).unwrap());
+    let tensors = files.iter().flat_map(|bytes| SafeTensors::deserialize(bytes).unwrap().tensors());
     let (mut tokens, mut cases) = (Vec::new(), BTreeMap::<Case, Expected>::new());
-    for (name, tensor) in SafeTensors::deserialize(&bytes).unwrap().tensors() {
+    for (name, tensor) in tensors {
         let data = tensor.data();
         if name == "tokens" {
             tokens = data.chunks_exact(4).map(|bytes| u32::from_le_bytes(bytes.try_into().unwrap())).collect();
@@ -141,8 +144,12 @@ impl Bench<'_> {
     /// How many tokens have another fate than kvpress gives them; refused where their scores are no tie.
     fn swapped(&self, policy: &str, expected: &Expected, scores: &[f32]) -> Result<usize, String> {
         let (heads, length) = (self.model.config.kv_heads, self.length);
-        // Ada-KV compares the tokens of all heads of a layer, the others those of one head.
-        let together = if policy.contains("ada") { heads } else { 1 };
+        // KVzip compares all tokens, Ada-KV those of all heads of a layer, the others those of one head.
+        let together = match policy {
+            _ if policy.contains("kvzip") => self.lists(),
+            _ if policy.contains("ada") => heads,
+            _ => 1,
+        };
         let mut swapped = vec![BTreeSet::new(); self.lists() / together];
         for list in 0..self.lists() {
             let cache = self.decoder.cache();
@@ -217,13 +224,16 @@ fn policies_agree_with_kvpress_on_a_real_model() {
     let setup = Setup {
         kernel: "tiled",
         batch: SEQUENCES,
-        max_tokens: tokens.len(),
+        max_tokens: 2 * tokens.len(),
         chunk_tokens: 512,
         all_logits: false,
         dtype: DType::F32,
         kv_format: KvFormat::plain(DType::F32),
         columns: &[Column::Attention],
     };
+    // Without the chat template, as in the fixture.
+    let text = Text::open(Path::new(MODEL)).unwrap();
+    let plain = Repeat { answer: text.piece("\n").unwrap(), ..Repeat::new(Path::new(MODEL), &text).unwrap() };
     let mut decoder = Decoder::new(&model, setup, &cpu, &arena).unwrap();
     decoder.record_queries(policies.values().map(|(policy, _)| policy));
     let following = tokens.len() - lengths.last().unwrap();
@@ -235,7 +245,8 @@ fn policies_agree_with_kvpress_on_a_real_model() {
         bench.decoder.prefill(&[&tokens[..length], &[]], |_, _, _| ()).unwrap();
         for ((name, _, budget), expected) in cases.iter().filter(|((_, of, _), _)| *of == length) {
             let (policy, scores) = &policies[name.as_str()];
-            let eviction = Eviction { policy, name, budget: Some(Budget::Tokens(*budget)), seed: 0 };
+            let eviction =
+                Eviction { policy, name, budget: Some(Budget::Tokens(*budget)), seed: 0, repeat: Some(&plain) };
             bench.decoder.fork(CONTEXT, EVICTED).unwrap();
             bench.decoder.evict_recorded(EVICTED, eviction, 0).unwrap();
             let scores = scores.lock().unwrap().clone();

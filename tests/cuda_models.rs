@@ -123,7 +123,8 @@ fn cuda_policies_evict_in_models_as_on_the_cpu() {
         let bound = 1e-3 * deviation(&expected.logits);
         for (text, after, chunk) in cases {
             let policy = Registry::default().policy(text).unwrap();
-            let eviction = Eviction { policy: &policy, name: text, budget: Some("12".parse().unwrap()), seed: 0 };
+            let eviction =
+                Eviction { policy: &policy, name: text, budget: Some("12".parse().unwrap()), seed: 0, repeat: None };
             let (wanted, evicted) = on_cpu(&model, tokens, eviction, after, chunk);
             let arena = Arena::unlimited();
             let there = DeviceModel::new(&model, &runtime, &arena).unwrap();
@@ -158,7 +159,8 @@ fn cuda_policies_without_a_form_in_models_are_refused_by_name() {
         let Ok(policy) = Registry::default().policy(text) else { panic!("{text}") };
         let arena = Arena::unlimited();
         let there = DeviceModel::new(&model, &runtime, &arena).unwrap();
-        let eviction = Eviction { policy: &policy, name: text, budget: Some("12".parse().unwrap()), seed: 0 };
+        let eviction =
+            Eviction { policy: &policy, name: text, budget: Some("12".parse().unwrap()), seed: 0, repeat: None };
         let error = there.check(&eviction).unwrap_err().to_string();
         assert!(error.contains(reason) && error.ends_with("use --device cpu"), "{error}");
         if policy.columns().is_empty() {

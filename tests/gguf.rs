@@ -116,8 +116,13 @@ fn a_policy_that_reads_a_projection_reads_what_its_blocks_stand_for() {
         let model = Model::open_in(&path, format, &arena).unwrap();
         let setup = Setup { columns: policy.columns(), all_logits: false, ..setup(1, 80) };
         let mut decoder = Decoder::new(&model, setup, &cpu, &arena).unwrap();
-        let eviction =
-            Eviction { policy: &policy, name: "critical-snapkv", budget: Some("0.5".parse().unwrap()), seed: 0 };
+        let eviction = Eviction {
+            policy: &policy,
+            name: "critical-snapkv",
+            budget: Some("0.5".parse().unwrap()),
+            seed: 0,
+            repeat: None,
+        };
         decoder.evict(eviction, &[32]).unwrap();
         let mut logits = Vec::new();
         decoder.prefill(&[&checkpoint.tokens[..32]], |_, _, _| ()).unwrap();

@@ -6,7 +6,7 @@ use common::models::{checkpoint, deviation, furthest};
 use kvsieve::device::Cpu;
 use kvsieve::format::KvFormat;
 use kvsieve::memory::{Arena, Label};
-use kvsieve::model::{Decoder, Eviction, Model, Setup};
+use kvsieve::model::{Decoder, Eviction, Model, Repeat, Setup};
 use kvsieve::policy::{POLICIES, PRESETS, Policy, Registry};
 use kvsieve::tensor::DType;
 
@@ -35,8 +35,10 @@ fn run(model: &Model, tokens: &[&[u32]], after: &[usize], policy: Option<(&Polic
         columns,
     };
     let mut decoder = Decoder::new(model, setup, &cpu, &arena).unwrap();
+    let repeat = Repeat { first: vec![3, 1], next: vec![4], answer: vec![2] };
     if let Some((policy, budget)) = policy {
-        let eviction = Eviction { policy, name: "policy", budget: Some(budget.parse().unwrap()), seed: 5 };
+        let eviction =
+            Eviction { policy, name: "policy", budget: Some(budget.parse().unwrap()), seed: 5, repeat: Some(&repeat) };
         decoder.evict(eviction, after).unwrap();
     }
     let mut logits = vec![Vec::new(); tokens.len()];
@@ -91,7 +93,7 @@ fn evicted_tokens_give_their_bytes_back_under_every_policy() {
     let mut evicting = 0;
     for name in POLICIES.iter().map(|entry| entry.name).chain(PRESETS.iter().map(|preset| preset.name)) {
         let policy = policy(name);
-        let eviction = Eviction { policy: &policy, name, budget: None, seed: 0 };
+        let eviction = Eviction { policy: &policy, name, budget: None, seed: 0, repeat: None };
         if policy.scorer.is_none() || eviction.check(&model.config).is_err() {
             continue;
         }
@@ -147,7 +149,8 @@ fn what_stays_is_what_the_scores_say() {
     dense.prefill(&[&tokens], |_, _, _| ()).unwrap();
     let mut evicted = Decoder::new(&model, setup, &cpu, &arena).unwrap();
     let knorm = policy("knorm");
-    let eviction = Eviction { policy: &knorm, name: "knorm", budget: Some("10".parse().unwrap()), seed: 0 };
+    let eviction =
+        Eviction { policy: &knorm, name: "knorm", budget: Some("10".parse().unwrap()), seed: 0, repeat: None };
     evicted.evict(eviction, &[tokens.len()]).unwrap();
     evicted.prefill(&[&tokens], |_, _, _| ()).unwrap();
     for list in 0..dense.cache().lens().len() {
@@ -196,7 +199,8 @@ fn a_question_that_is_never_evicted_stays_beside_the_budget_and_takes_nothing_of
             columns: policy.columns(),
         };
         let mut decoder = Decoder::new(&model, setup, &cpu, &arena).unwrap();
-        let eviction = Eviction { policy: &policy, name: text, budget: Some("10".parse().unwrap()), seed: 0 };
+        let eviction =
+            Eviction { policy: &policy, name: text, budget: Some("10".parse().unwrap()), seed: 0, repeat: None };
         decoder.evict(eviction, &[context]).unwrap();
         decoder.never_evict(context..end);
         decoder.prefill(&[&tokens[..end]], |_, _, _| ()).unwrap();
@@ -273,7 +277,8 @@ fn a_second_prompt_goes_on_under_the_same_policy() {
             columns: policy.columns(),
         };
         let mut decoder = Decoder::new(&model, setup, &cpu, &arena).unwrap();
-        let eviction = Eviction { policy: &policy, name: text, budget: Some("16".parse().unwrap()), seed: 5 };
+        let eviction =
+            Eviction { policy: &policy, name: text, budget: Some("16".parse().unwrap()), seed: 5, repeat: None };
         decoder.evict(eviction, &[20]).unwrap();
         let mut logits = Vec::new();
         for tokens in [&tokens[..20], &tokens[20..26]] {
@@ -296,7 +301,9 @@ fn what_a_model_cannot_do_is_refused_with_the_reason() {
     for (name, text, expected) in cases {
         let (model, _) = open(name);
         let policy = policy(text);
-        let error = Eviction { policy: &policy, name: text, budget: None, seed: 0 }.check(&model.config).unwrap_err();
+        let error = Eviction { policy: &policy, name: text, budget: None, seed: 0, repeat: None }
+            .check(&model.config)
+            .unwrap_err();
         assert!(error.to_string().contains(expected), "{text}: {error}");
     }
 }

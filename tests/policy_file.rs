@@ -90,7 +90,7 @@ fn kept(
     };
     let mut decoder = Decoder::new(model, setup, &cpu, &arena).unwrap();
     decoder.hook(hook);
-    let eviction = Eviction { policy, name: "policy", budget: Some(budget.parse().unwrap()), seed: 5 };
+    let eviction = Eviction { policy, name: "policy", budget: Some(budget.parse().unwrap()), seed: 5, repeat: None };
     decoder.evict(eviction, &[after]).unwrap();
     decoder.prefill(&[&tokens[..after]], |_, _, _| ()).unwrap();
     decoder.follow(&[&tokens[after..]], |_, _, _| ()).unwrap();
@@ -228,7 +228,7 @@ fn heads_of_the_lowest_gates_keep_the_first_and_the_recent_tokens() {
 fn a_model_of_other_extents_is_refused() {
     let (model, _) = open("llama");
     let says = |policy: &Policy, name| {
-        let error = Eviction { policy, name, budget: None, seed: 0 }.check(&model.config).err();
+        let error = Eviction { policy, name, budget: None, seed: 0, repeat: None }.check(&model.config).err();
         error.map(|error| error.to_string()).unwrap_or_default()
     };
     assert_eq!(says(&registry(&gate(2, 2, 32)).policy("gate").unwrap(), "gate"), "");

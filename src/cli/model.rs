@@ -10,7 +10,7 @@ use crate::device::cuda::Runtime;
 use crate::format::{KvFormat, RowFormat};
 use crate::memories::{Memory, memory};
 use crate::memory::Arena;
-use crate::model::{Decoder, Eviction, Model, Setup, Text, locate};
+use crate::model::{Decoder, Eviction, Model, Repeat, Setup, Text, locate};
 use crate::policy::{Budget, Policy, Registry};
 use crate::tensor::DType;
 use std::path::PathBuf;
@@ -67,6 +67,8 @@ pub struct Opened {
     pub policy: Option<Policy>,
     pub policy_file: Option<Used>,
     pub budget: Option<Budget>,
+    /// The words with which the model repeats its context, where the policy looks at that.
+    pub repeat: Option<Repeat>,
     pub memory: Option<Box<dyn Memory>>,
     pub cpu: Cpu,
     pub arena: Arena,
@@ -88,8 +90,11 @@ impl ModelArgs {
         attention::kernel(&self.kernel)?;
         let cpu = self.compute.cpu()?;
         let arena = Arena::with_limit(self.compute.limit_bytes());
-        let model = Model::open_in(&locate(&self.model)?, self.weights, &arena)?;
-        Ok(Opened { model, policy, policy_file: used.flatten(), budget, memory, cpu, arena })
+        let folder = locate(&self.model)?;
+        let model = Model::open_in(&folder, self.weights, &arena)?;
+        let repeats = policy.as_ref().is_some_and(|policy| policy.reconstruction.is_some());
+        let repeat = if repeats { Some(Repeat::new(&folder, &self.text()?)?) } else { None };
+        Ok(Opened { model, policy, policy_file: used.flatten(), budget, repeat, memory, cpu, arena })
     }
 
     /// As [`ModelArgs::open`], for GPU `index`.
@@ -111,7 +116,16 @@ impl ModelArgs {
         let cpu = Cpu::new(self.compute.threads)?;
         Ok(OnCuda {
             runtime,
-            opened: Opened { model, policy, policy_file: used.flatten(), budget, memory: None, cpu, arena },
+            opened: Opened {
+                model,
+                policy,
+                policy_file: used.flatten(),
+                budget,
+                repeat: None,
+                memory: None,
+                cpu,
+                arena,
+            },
         })
     }
 
@@ -138,6 +152,8 @@ impl ModelArgs {
         max_tokens: usize,
         all_logits: bool,
     ) -> Result<Setup<'_>, Failure> {
+        let more_tokens = self.eviction(opened).map_or(0, |eviction| eviction.more_tokens(max_tokens));
+        let max_tokens = max_tokens + more_tokens;
         if !self.beyond_limit {
             opened.model.check_length(max_tokens)?;
         }
@@ -177,6 +193,6 @@ impl ModelArgs {
     /// What is asked of the policy, if there is one.
     pub fn eviction<'a>(&'a self, opened: &'a Opened) -> Option<Eviction<'a>> {
         let (policy, name) = (opened.policy.as_ref()?, self.policy.as_deref()?);
-        Some(Eviction { policy, name, budget: opened.budget, seed: self.seed })
+        Some(Eviction { policy, name, budget: opened.budget, seed: self.seed, repeat: opened.repeat.as_ref() })
     }
 }

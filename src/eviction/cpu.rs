@@ -49,6 +49,8 @@ pub struct View<'v> {
     pub seen_tokens: usize,
     /// Queries that will come, for the oracle.
     pub future: Option<Future<'v>>,
+    /// What each token was looked at while the model repeated its context, `[count, Hkv, longest list]`.
+    pub reconstructed: Option<&'v [f32]>,
     /// How to look behind RoPE.
     pub before_rope: Option<BeforeRope<'v>>,
     /// Output projection of every layer, each `[1, Hq, D, hidden]`; empty where there is none.
@@ -127,6 +129,7 @@ impl Backend for CpuBackend<'_> {
             future: view.future,
             accumulated: sums.as_deref(),
             gates: gates.as_deref(),
+            reconstructed: view.reconstructed,
             positions: &|index, slot| cache.origin(list(index), slot),
             seen_tokens: view.seen_tokens,
             before_rope: view.before_rope,

@@ -86,6 +86,7 @@ pub fn retain(policy: &Policy, call: Forward<'_>, given: Given<'_>, arena: &Aren
         future: future_call.zip(future_lse.as_deref()).map(|(call, lse)| Future { call, lse }),
         accumulated: accumulated.as_deref(),
         gates: None,
+        reconstructed: None,
         positions: &|_, slot| slot,
         seen_tokens: shape.kv_len,
         before_rope: given.rope.map(|frequencies| BeforeRope { frequencies, q: given.q_pre, k: given.k_pre }),

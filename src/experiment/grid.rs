@@ -148,7 +148,7 @@ mod tests {
         let count = |name: &str| policies.iter().filter(|policy| **policy == name).count();
         for name in registry.entries().iter().map(|entry| entry.name).chain(PRESETS.iter().map(|preset| preset.name)) {
             let expected = match registry.policy(name).unwrap() {
-                policy if policy.parameters.missing().is_some() => 0,
+                policy if policy.parameters.missing().is_some() || policy.reconstruction.is_some() => 0,
                 _ if name == "full" => 1,
                 _ => 2,
             };

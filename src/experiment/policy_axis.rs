@@ -54,8 +54,12 @@ pub(super) fn choices(grid: &Grid, registry: &Registry) -> Result<Vec<Chosen>, S
         let lacks_tensor = missing.is_some_and(|tensor| !registry.file().is_some_and(|file| file.has(tensor)));
         // Hidden states are a model's, and the future is not.
         let has_model = grid.measure.fields().contains(&"model");
-        let elsewhere = if has_model { Statistic::FutureAttention } else { Statistic::HiddenStates };
-        lacks_tensor || policy.looks_at(elsewhere)
+        let elsewhere: &[Statistic] = if has_model {
+            &[Statistic::FutureAttention]
+        } else {
+            &[Statistic::HiddenStates, Statistic::Reconstruction]
+        };
+        lacks_tensor || elsewhere.iter().any(|&elsewhere| policy.looks_at(elsewhere))
     };
     let methods = registry.entries().iter().map(|entry| entry.name);
     let all = methods.chain(PRESETS.iter().map(|preset| preset.name));

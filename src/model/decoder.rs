@@ -9,6 +9,7 @@ mod fork;
 mod narrow;
 mod phases;
 mod remember;
+mod repeat;
 
 use super::padded::PaddedRows;
 use super::weights::embed;
@@ -22,11 +23,13 @@ use crate::model::evictor::{Eviction, Evictor, QueryRecorder};
 use crate::model::hook::Hook;
 use crate::model::norm::Norm;
 use crate::named::NamedError;
+use crate::policy::PolicyError;
 use crate::tensor::DType;
 use attend::Attend;
 pub(crate) use attend::params;
 use remember::Remembered;
 pub use remember::bytes_with_memory;
+use repeat::Repeating;
 use std::ops::Range;
 
 /// How a model is to be run.
@@ -138,14 +141,17 @@ pub struct Decoder<'a> {
     cache: PagedCache,
     /// What attention reads in place of the cache, which is empty then.
     memory: Option<Remembered<'a>>,
-    /// Tokens that each sequence has seen.
+    /// Tokens that each sequence has seen, and which.
     seen: Vec<usize>,
+    fed: Vec<Vec<u32>>,
     buffers: Buffers,
     /// Whether logits of every token of a call are wanted.
     all_logits: bool,
     attend: Attend,
     evictor: Option<Evictor<'a>>,
     recorder: Option<QueryRecorder>,
+    /// While a context is repeated.
+    repeating: Option<Repeating>,
     hook: Option<&'a dyn Hook>,
     /// Whether tokens of a sequence were evicted, so that slots of its lists are no positions.
     gaps: Vec<bool>,
@@ -192,11 +198,13 @@ impl<'a> Decoder<'a> {
             cache: PagedCache::new(arena, cache_shape(&model.config, &setup, memory.is_some()))?,
             memory,
             seen: vec![0; setup.batch],
+            fed: vec![Vec::new(); setup.batch],
             buffers: Buffers::allocate(model, &setup, arena, cpu.threads())?,
             all_logits: setup.all_logits,
             attend: Attend::new(&setup)?,
             evictor: None,
             recorder: None,
+            repeating: None,
             hook: None,
             gaps: vec![false; setup.batch],
         })
@@ -237,6 +245,10 @@ impl<'a> Decoder<'a> {
         let columns = eviction.policy.columns();
         assert!(columns.iter().all(|column| self.setup.columns.contains(column)), "a cache with the policy's columns");
         eviction.policy.check_base(&self.model.fingerprint)?;
+        if eviction.policy.reconstruction.is_some() && eviction.repeat.is_none() {
+            let reason = "it has the model repeat its context, for which `eval` and `generate` have the words".into();
+            return Err(PolicyError::Combination { policy: eviction.name.into(), reason }.into());
+        }
         eviction.policy.check_format(eviction.name, eviction.budget.as_ref(), self.setup.kv_format)?;
         let token_bytes = self.cache.shape().token_bytes();
         self.evictor = Some(Evictor::new(eviction, &self.model.config, contexts, token_bytes, self.arena)?);
@@ -275,6 +287,7 @@ impl<'a> Decoder<'a> {
                     continue;
                 }
                 let (first, horizon) = (self.seen[sequence], horizons[sequence]);
+                self.fed[sequence].extend_from_slice(chunk);
                 chunks.push(Chunk { sequence, row, tokens: chunk.len(), first, horizon });
                 for token in chunk {
                     let hidden = self.model.config.hidden;

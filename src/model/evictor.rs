@@ -14,9 +14,9 @@ use crate::cache::PagedCache;
 use crate::eviction::{ObservationWindow, Plan, Session, Span, WindowShape, add_cumulative_attention, attention_sums};
 use crate::format::KvFormat;
 use crate::memory::{Arena, ArenaError, Buffer, Claim};
-use crate::model::{Config, ModelError};
+use crate::model::{Config, ModelError, Repeat};
 use crate::policy::sparse::{KvSelector, Lists};
-use crate::policy::{Axis, Budget, Decoding, Policy, PolicyError, Statistic};
+use crate::policy::{Axis, Budget, Decoding, Policy, PolicyError, Reconstruction, Schedule, Statistic};
 use crate::tensor::DType;
 use std::ops::Range;
 
@@ -34,6 +34,8 @@ pub struct Eviction<'p> {
     pub budget: Option<Budget>,
     /// For policies that draw numbers.
     pub seed: u64,
+    /// How the model is asked to repeat its context, for policies that look at that.
+    pub repeat: Option<&'p Repeat>,
 }
 
 impl Eviction<'_> {
@@ -56,6 +58,17 @@ impl Eviction<'_> {
         if self.policy.looks_at(Statistic::FutureAttention) {
             return refuse("it looks into the future, which a model has yet to write");
         }
+        if self.policy.reconstruction.is_some() {
+            if config.windows.iter().any(Option::is_some) {
+                return refuse("it has the model repeat its context, most of which this model's sliding windows hide");
+            }
+            let Schedule { chunk_tokens, decoding } = &self.policy.schedule;
+            if chunk_tokens.is_some() || *decoding != Decoding::Never {
+                return refuse(
+                    "it has the model repeat its context once that was read; leave 'chunks', 'every' and 'delayed' out",
+                );
+            }
+        }
         let recent = self.policy.scorer.as_ref().map_or(1, |scorer| scorer.recent_queries());
         if self.policy.rerotates && self.policy.schedule.decoding != Decoding::Never && recent > 1 {
             return refuse(
@@ -76,6 +89,12 @@ impl Eviction<'_> {
 }
 
 impl Eviction<'_> {
+    /// Tokens that the cache must have room for besides those of a context of `context_tokens` and what follows it.
+    pub fn more_tokens(&self, context_tokens: usize) -> usize {
+        let how = self.policy.reconstruction.zip(self.repeat);
+        how.map_or(0, |(how, repeat)| repeat.most_tokens(context_tokens, how))
+    }
+
     /// What a reader must know of the budget of a context of `context_tokens`, kept in `format` ([`Policy::warnings`]).
     pub fn warnings(&self, config: &Config, context_tokens: usize, format: KvFormat) -> Vec<String> {
         let token_bytes = format.token_bytes(config.head_dim);
@@ -85,10 +104,20 @@ impl Eviction<'_> {
     }
 }
 
+/// How a context is repeated.
+pub(super) struct Repeated<'a> {
+    pub how: Reconstruction,
+    pub repeat: &'a Repeat,
+    /// The policy, for messages.
+    pub name: &'a str,
+}
+
 /// What is known of a sequence.
 struct Sequence<'a> {
     session: Session<'a>,
     window: Option<ObservationWindow>,
+    /// What each token was looked at while the context was repeated, `[layers, Hkv, tokens]`, until it is evicted from.
+    reconstructed: Option<Buffer<f32>>,
     /// KV selection of every layer, once the context was read.
     selectors: Vec<Box<dyn KvSelector>>,
 }
@@ -117,10 +146,10 @@ impl<'a> Evictor<'a> {
         eviction.check(config)?;
         let lists = config.layers * config.kv_heads;
         let sequence = |&context: &usize| -> Result<Sequence<'a>, ModelError> {
-            let Eviction { policy, name, ref budget, seed } = eviction;
+            let Eviction { policy, name, ref budget, seed, .. } = eviction;
             let budget_tokens = policy.budget_tokens(name, budget.as_ref(), context, token_bytes, lists)?;
             let session = Session::new(Plan { policy, budget_tokens, seed });
-            Ok(Sequence { session, window: None, selectors: Vec::new() })
+            Ok(Sequence { session, window: None, reconstructed: None, selectors: Vec::new() })
         };
         let sequences = contexts.iter().map(sequence).collect::<Result<_, _>>()?;
         let _parameters = eviction.policy.parameters.claim(arena)?;
@@ -136,6 +165,19 @@ impl<'a> Evictor<'a> {
     pub fn gating(&self, sequence: usize) -> Option<&'a Policy> {
         let is_open = self.sequences[sequence].session.is_open();
         self.evicting().filter(|policy| is_open && policy.looks_at(Statistic::HiddenStates))
+    }
+
+    /// How the context of a sequence is to be repeated before it is evicted from, if at all.
+    pub fn repeats(&self, sequence: usize) -> Option<Repeated<'a>> {
+        let Eviction { policy, name, repeat, .. } = self.eviction;
+        let is_open = self.sequences[sequence].session.is_open();
+        let (how, repeat) = policy.reconstruction.zip(repeat).filter(|_| is_open)?;
+        Some(Repeated { how, repeat, name })
+    }
+
+    /// What the tokens of a sequence were looked at meanwhile.
+    pub fn reconstructed(&mut self, sequence: usize, scores: Buffer<f32>) {
+        self.sequences[sequence].reconstructed = Some(scores);
     }
 
     /// RoPE's frequencies, once keys and queries are rotated to positions inside the cache.
@@ -160,7 +202,7 @@ impl<'a> Evictor<'a> {
     ) -> Result<Option<AttentionSums>, ModelError> {
         let (policy, shape, mut open) = (self.eviction.policy, call.shape, false);
         for index in 0..shape.batch {
-            let Sequence { session, window, selectors } = &mut self.sequences[sequence + index];
+            let Sequence { session, window, selectors, .. } = &mut self.sequences[sequence + index];
             let span = if session.is_decoding() { Span::of_decoding(policy) } else { Span::of_prefill(policy) };
             if span == Span::Latest(0) || !session.is_open() || !selectors.is_empty() {
                 continue;
@@ -201,10 +243,10 @@ impl<'a> Evictor<'a> {
 
     /// Makes what is known of sequence `to` what is known of `from`.
     pub fn fork(&mut self, from: usize, to: usize) -> Result<(), ArenaError> {
-        let Sequence { session, window, selectors } = &self.sequences[from];
+        let Sequence { session, window, selectors, .. } = &self.sequences[from];
         let window = window.as_ref().map(|window| window.copy(None)).transpose()?;
         let selectors = selectors.iter().map(|selector| selector.copy(self.arena)).collect::<Result<_, _>>()?;
-        self.sequences[to] = Sequence { session: session.clone(), window, selectors };
+        self.sequences[to] = Sequence { session: session.clone(), window, reconstructed: None, selectors };
         Ok(())
     }
 }

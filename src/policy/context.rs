@@ -26,6 +26,8 @@ pub enum Statistic {
     RecentAttention,
     /// The attention of every query so far.
     AccumulatedAttention,
+    /// The attention of the model while it repeats its context: another pass, which only a model can make.
+    Reconstruction,
     /// The attention of the queries that will come: no policy that one can run.
     FutureAttention,
 }
@@ -42,6 +44,7 @@ impl Statistic {
             Statistic::Queries => "queries of the context (one read of Q)",
             Statistic::RecentAttention => "attention of the last queries (one thin pass)",
             Statistic::AccumulatedAttention => "attention of all queries (one tiled pass, one row per step)",
+            Statistic::Reconstruction => "attention while the model repeats its context (2 to 3 times a prefill)",
             Statistic::FutureAttention => "attention of future queries (known to no policy that one can run)",
         }
     }
@@ -54,6 +57,18 @@ pub struct Protect {
     pub sink: usize,
     /// The latest tokens of a head's list.
     pub window: usize,
+}
+
+/// How a model repeats its context, and what becomes a token's score (KVzip, arXiv 2505.23416).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Reconstruction {
+    /// Tokens of the context that are repeated at a time, and looked at meanwhile.
+    pub chunk_tokens: usize,
+    /// First tokens of the context that each chunk's queries see besides it and themselves.
+    pub sink: usize,
+    /// Whether attention is divided by the norm of the query's hidden state and multiplied by that of the value behind the
+    /// output projection (KVzip+, arXiv 2601.07891).
+    pub weighs_outputs: bool,
 }
 
 /// What a policy sees. Layers are folded into the batch: sequence `layer * (B / layers) + b`.
@@ -73,6 +88,9 @@ pub struct Context<'a> {
     /// What [`Scorer::gate`](super::Scorer::gate) gave each token when it arrived, `[B, Hkv, kv_len]`, for
     /// [`Statistic::HiddenStates`].
     pub gates: Option<&'a [f32]>,
+    /// What each token was looked at while the model repeated its context, `[B, Hkv, kv_len]`, for
+    /// [`Statistic::Reconstruction`].
+    pub reconstructed: Option<&'a [f32]>,
     /// Position in its sequence of the token in `(list, slot)`.
     pub positions: &'a (dyn Fn(usize, usize) -> usize + Sync),
     /// Tokens that each sequence has seen: the position of the next.

@@ -18,6 +18,12 @@ impl Policy {
                 "it rotates keys, and those of {format} share scales along their channels; take a format whose rows have their own"
             ));
         }
+        if self.reconstruction.is_some() && (format.keeps_full() || format.k.group_tokens().is_some()) {
+            return refused(format!(
+                "what is fed to repeat the context leaves the cache again, and {format} has changed older tokens by then; take a \
+                 format whose rows have their own scales, and leave recent and first out"
+            ));
+        }
         if self.selection.is_some() && format.keeps_full() {
             return refused(format!(
                 "it reads pages of one cache, and {format} keeps tokens in full in others; leave recent, first and kivi out"

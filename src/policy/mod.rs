@@ -31,7 +31,7 @@ pub mod sparse;
 pub use assets::{Assets, Axis, Learned, Parameters, PolicyFile};
 pub use budget::{Budget, BudgetError};
 pub use catalogue::{cost_class, describe, markdown};
-pub use context::{BeforeRope, Context, Future, Protect, Statistic};
+pub use context::{BeforeRope, Context, Future, Protect, Reconstruction, Statistic};
 pub use list::{List, each_list};
 pub use presets::PRESETS;
 pub use registry::{ChangeScorer, Part, PartEntry, PolicyEntry, Preset, Registry};
@@ -72,6 +72,7 @@ pub const POLICIES: &[PolicyEntry] = &[
     scorers::scissorhands::ENTRY,
     scorers::max_attention::ENTRY,
     scorers::r_kv::ENTRY,
+    scorers::kvzip::ENTRY,
     scorers::gate::ENTRY,
     scorers::dms::ENTRY,
     scorers::oracle::ENTRY,
@@ -225,6 +226,8 @@ pub struct Policy {
     pub rerotates: bool,
     /// What decode steps read, for a policy that keeps everything; `None` reads all that is there.
     pub selection: Option<Box<dyn KvSelection>>,
+    /// How the model repeats its context before it is evicted from, with [`Statistic::Reconstruction`].
+    pub reconstruction: Option<Reconstruction>,
     /// Which tensors of a policy file it was built from.
     pub parameters: Parameters,
 }
@@ -240,6 +243,7 @@ impl Policy {
             action: None,
             rerotates: false,
             selection: None,
+            reconstruction: None,
             parameters: Parameters::default(),
         }
     }

@@ -47,6 +47,12 @@ pub const PRESETS: &[Preset] = &[
         about: "the same with a layer's budget divided over its heads by score",
     },
     Preset {
+        name: "kvzip-plus",
+        text: "kvzip:plus=true",
+        paper: "2601.07891",
+        about: "KVzip's attention, weighed by the norms of hidden states and of projected values",
+    },
+    Preset {
         name: "ada-expected-attention",
         text: "expected-attention:epsilon=0.01+ada",
         paper: "2510.00636",

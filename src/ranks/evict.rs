@@ -178,6 +178,7 @@ impl<'p> Sharded<'p> {
             future: None,
             accumulated: None,
             gates: None,
+            reconstructed: None,
             positions,
             seen_tokens: held.tree.shape().kv_len,
             before_rope: None,

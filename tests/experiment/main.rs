@@ -51,10 +51,14 @@ fn evict(rest: &str) -> String {
     format!("{EVICT}{rest}\n")
 }
 
-/// Every method of the registry that needs no file.
+/// Every method of the registry that needs neither a file nor a model.
 fn methods() -> Vec<&'static str> {
     let names = kvsieve::policy::POLICIES.iter().map(|entry| entry.name);
-    names.filter(|name| Registry::default().policy(name).unwrap().parameters.missing().is_none()).collect()
+    let works_alone = |name: &&str| {
+        let policy = Registry::default().policy(name).unwrap();
+        policy.parameters.missing().is_none() && policy.reconstruction.is_none()
+    };
+    names.filter(works_alone).collect()
 }
 
 /// Every policy of the registry, as the list of a grid.

@@ -103,7 +103,7 @@ pub fn run(args: &Args, registry: &Registry, path: &Path, sampling: Sampling, te
         kernel: setup.kernel,
         dtype: setup.dtype,
         kv_format: setup.kv_format,
-        max_tokens: longest,
+        max_tokens: setup.max_tokens,
         chunk_tokens: setup.chunk_tokens,
     };
     let choice = match &opened.memory {

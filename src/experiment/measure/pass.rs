@@ -152,6 +152,11 @@ fn check(cell: &Cell, scope: &Scope<'_>) -> Result<(), String> {
                 "policy '{policy}' looks at hidden states, which only a model has; use measure = \"eval\""
             ));
         }
+        if asked.looks_at(Statistic::Reconstruction) {
+            return Err(format!(
+                "policy '{policy}' has a model repeat its context, and there is none; use measure = \"eval\""
+            ));
+        }
         let extents = [(Axis::Layers, cell.layers), (Axis::KvHeads, cell.kv_heads), (Axis::HeadDim, cell.head_dim)];
         let budget = cell.budget.as_deref().map(str::parse).transpose().map_err(|error: BudgetError| text(&error))?;
         asked.check_format(policy, budget.as_ref(), cell.kv_format()).map_err(|error| text(&error))?;

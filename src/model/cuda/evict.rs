@@ -42,7 +42,7 @@ impl<'a> DeviceEvictor<'a> {
         (runtime, cpu, arena): (&Runtime, &'a Cpu, &Arena),
     ) -> Result<Self, ModelError> {
         check(&eviction, config)?;
-        let Eviction { policy, name, ref budget, seed } = eviction;
+        let Eviction { policy, name, ref budget, seed, .. } = eviction;
         let (shape, dtype) = (attended(config, 1, 1), cache.shape().dtype());
         let (token_bytes, lists) = (cache.shape().token_bytes(), cache.shape().lists());
         let budget_tokens = policy.budget_tokens(name, budget.as_ref(), context, token_bytes, lists)?;

@@ -163,7 +163,7 @@ impl Decoder<'_> {
         };
         let roomy = roomy(config, self.setup.max_tokens, batch, q_len);
         let (kernel, outputs, workspace) = self.attend.room(config, &roomy, self.cpu.threads(), self.arena)?;
-        let Buffers { q, attended, .. } = &mut self.buffers;
+        let Buffers { q, attended, normed, .. } = &mut self.buffers;
         let q = block::heads(&q[row * width..][..batch * q_len * width], batch, q_len, config.q_heads);
         let (shape, params) = (Shape { kv_len, ..roomy }, Params { window, ..params(config, layer) });
         let call = Forward { shape, params, q, kv, cpu: self.cpu };
@@ -185,6 +185,10 @@ impl Decoder<'_> {
             }
         }
         hand_on(outputs, &roomy, attended, row);
+        if let Some(repeating) = &mut self.repeating {
+            let o = self.model.weights.layers[layer].o.weight();
+            return repeating.see((layer, &call), kernel, (normed, row), o, self.arena);
+        }
         let received = match (&mut self.evictor, &mut self.recorder) {
             (Some(evictor), _) => evictor.see(layer, config.layers, chunk.sequence, &call, &outputs.lse)?,
             (None, Some(recorder)) if chunk.sequence == QueryRecorder::SEQUENCE => {

@@ -43,6 +43,7 @@ impl<'a> Decoder<'a> {
             self.cache.free(layer * self.setup.batch + sequence);
         }
         (self.seen[sequence], self.gaps[sequence]) = (0, false);
+        self.fed[sequence].clear();
     }
 
     /// Puts sequence `to` where `from` is: its tokens, and what the policy knows of it.
@@ -62,6 +63,7 @@ impl<'a> Decoder<'a> {
             self.cache.fork(layer * self.setup.batch + from, layer * self.setup.batch + to);
         }
         (self.seen[to], self.gaps[to]) = (self.seen[from], self.gaps[from]);
+        self.fed[to] = self.fed[from].clone();
         self.evictor.as_mut().map_or(Ok(()), |evictor| Ok(evictor.fork(from, to)?))
     }
 
@@ -82,6 +84,7 @@ impl<'a> Decoder<'a> {
         let recorder = self.recorder.as_ref().expect("prefill was recorded");
         let evictor = self.evictor.as_mut().expect("put to work above");
         evictor.adopt(sequence, recorder)?;
+        self.reconstruct(sequence)?;
         self.eviction_step(sequence, |evictor, scene| evictor.evict_chunk(scene, true))
     }
 

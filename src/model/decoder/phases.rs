@@ -31,6 +31,9 @@ impl Decoder<'_> {
             self.run(&pieces, &horizons, &vec![start; tokens.len()], &mut visit)?;
             for (sequence, piece) in pieces.iter().enumerate().filter(|(_, piece)| !piece.is_empty()) {
                 let last = start + piece.len() == tokens[sequence].len();
+                if last {
+                    self.reconstruct(sequence)?;
+                }
                 self.eviction_step(sequence, |evictor, scene| evictor.evict_chunk(scene, last))?;
             }
         }

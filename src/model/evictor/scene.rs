@@ -76,7 +76,7 @@ impl Evictor<'_> {
     /// Where the policy selects what steps read: begins that in every layer.
     fn select(&mut self, scene: &mut Scene<'_>) -> Result<(), ModelError> {
         let Some(selection) = &self.eviction.policy.selection else { return Ok(()) };
-        let Sequence { session, window, selectors } = &mut self.sequences[scene.sequence];
+        let Sequence { session, window, selectors, .. } = &mut self.sequences[scene.sequence];
         if !selectors.is_empty() {
             // Begun behind an earlier prompt; what has come since is selected from too.
             return Ok(());
@@ -104,7 +104,8 @@ impl Evictor<'_> {
             self.frequencies = Some(config.rope.frequencies(config.head_dim, config.max_positions, scene.seen));
         }
         let Evictor { sequences, frequencies, arena, kept, .. } = self;
-        let Sequence { session, window, .. } = &mut sequences[scene.sequence];
+        let Sequence { session, window, reconstructed, .. } = &mut sequences[scene.sequence];
+        let reconstructed = reconstructed.take();
         let window = window.as_ref().expect("every pass shows its queries");
         // Lists have changed since earlier queries attended.
         let again = moment == Moment::Step && window.queries() > 1 && policy.looks_at_attention();
@@ -140,6 +141,7 @@ impl Evictor<'_> {
                 lse,
                 seen_tokens: scene.seen,
                 future: None,
+                reconstructed: reconstructed.as_deref(),
                 before_rope: rope.map(|frequencies| BeforeRope { frequencies, q: None, k: None }),
                 w_o,
                 layer_numbers: &numbers[layers.clone()],

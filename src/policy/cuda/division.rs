@@ -44,6 +44,7 @@ pub(crate) fn divide(
         future: None,
         accumulated: None,
         gates: None,
+        reconstructed: None,
         positions: &|_, slot| slot,
         seen_tokens: context.seen_tokens,
         before_rope: None,

@@ -134,6 +134,7 @@ impl Blocks {
             future: None,
             accumulated: None,
             gates: None,
+            reconstructed: None,
             positions: &positions,
             ..*context
         };

@@ -209,7 +209,7 @@ impl Opened {
             Some(text) => Some(text.parse::<Budget>().map_err(|error| error.to_string())?),
             None => None,
         };
-        let eviction = Eviction { policy: &policy, name, budget, seed: cell.seed };
+        let eviction = Eviction { policy: &policy, name, budget, seed: cell.seed, repeat: None };
         eviction.check(&self.config).map_err(|error| error.to_string())?;
         policy.check_base(&self.fingerprint).map_err(|error| error.to_string())?;
         policy.check_format(name, budget.as_ref(), cell.kv_format()).map_err(|error| error.to_string())?;

@@ -7,7 +7,7 @@ use crate::experiment::cell::Cell;
 use crate::format::{KvFormat, RowFormat};
 use crate::memories::{self, Memory};
 use crate::memory::Arena;
-use crate::model::{Eviction, Model, ModelError, Text, locate};
+use crate::model::{Eviction, Model, ModelError, Repeat, Text, locate};
 use crate::policy::{Policy, PolicyError, Registry};
 use crate::task;
 use std::path::Path;
@@ -42,6 +42,8 @@ pub struct Group<'c> {
     /// Most tokens of a sequence.
     pub max_tokens: usize,
     policies: Vec<Policy>,
+    /// How the model is asked to repeat a context, where a policy looks at that.
+    repeat: Option<Repeat>,
     memories: Vec<Option<Box<dyn Memory>>>,
 }
 
@@ -66,14 +68,25 @@ impl<'c> Group<'c> {
         let shared_arena = Arena::with_limit(left_bytes);
         let text = Text::open(&folder)?;
         let samples = samples(cell, &folder, &text)?;
-        let limit = if cell.beyond_limit { usize::MAX } else { models[0].model.config.most_tokens() };
-        let longest = samples.iter().map(|prompt| prompt.most_tokens(|asked| most_tokens(cell, asked))).max();
-        let max_tokens = longest.unwrap_or(0).min(limit);
         let policy = |cell: &&Cell| Ok(cell.build_policy(registry)?.unwrap_or_else(Policy::full));
-        let policies = cells.iter().map(policy).collect::<Result<_, PolicyError>>().map_err(ModelError::from)?;
+        let policies: Vec<Policy> =
+            cells.iter().map(policy).collect::<Result<_, PolicyError>>().map_err(ModelError::from)?;
+        let repeats = policies.iter().any(|policy| policy.reconstruction.is_some());
+        let repeat = if repeats { Some(Repeat::new(&folder, &text)?) } else { None };
+        let limit = if cell.beyond_limit { usize::MAX } else { models[0].model.config.most_tokens() };
+        let more = |prompt: &Prompt| -> usize {
+            let how = policies.iter().filter_map(|policy| policy.reconstruction);
+            let of = |how| repeat.as_ref().map_or(0, |repeat| repeat.most_tokens(prompt.budgeted_tokens(), how));
+            how.map(of).max().unwrap_or(0)
+        };
+        let longest = samples
+            .iter()
+            .map(|prompt| prompt.most_tokens(|asked| most_tokens(cell, asked)).max(prompt.context.len() + more(prompt)))
+            .max();
+        let max_tokens = longest.unwrap_or(0).min(limit);
         let memory = |cell: &&Cell| cell.memory.as_deref().map(memories::memory).transpose();
         let memories = cells.iter().map(memory).collect::<Result<_, _>>()?;
-        Ok(Group { cells, models, shared_arena, text, samples, max_tokens, policies, memories })
+        Ok(Group { cells, models, shared_arena, text, samples, max_tokens, policies, repeat, memories })
     }
 
     /// What each cell does to the context.
@@ -89,7 +102,7 @@ impl<'c> Group<'c> {
                     let budget = cell.budget.as_ref().map(|text| text.parse()).transpose();
                     let budget = budget.map_err(PolicyError::from).map_err(ModelError::from)?;
                     let name = cell.policy.as_deref().unwrap_or("full");
-                    Choice::Evict(Eviction { policy, name, budget, seed: cell.seed })
+                    Choice::Evict(Eviction { policy, name, budget, seed: cell.seed, repeat: self.repeat.as_ref() })
                 }
             };
             let model = self.models.iter().find(|opened| opened.weights == cell.weights);

@@ -141,6 +141,7 @@ impl Running<'_> {
             lse: queries.lse,
             seen_tokens: queries.end,
             future,
+            reconstructed: None,
             before_rope,
             w_o: &[],
             layer_numbers: &[],

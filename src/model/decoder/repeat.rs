@@ -1,0 +1,200 @@
+//! A model that repeats its context (KVzip, arXiv 2505.23416), and what its tokens are looked at meanwhile.
+//!
+//! The tokens that ask for a chunk, and the chunk itself, go through the model behind the context; then they leave the cache
+//! again. In each layer their queries are scored against the first tokens of the context, the chunk and themselves, and of the
+//! chunk each key's largest probability is kept. No score matrix is made: log-sum-exps come from one pass of the kernel,
+//! maxima from tiles ([`export::columns`]).
+
+use super::{Decoder, PaddedRows};
+use crate::attention::export::{self, OverGroup, OverQueries, Reduction};
+use crate::attention::{Forward, Kernel, KvRows, Shape};
+use crate::device::simd::{Isa, loops};
+use crate::eviction::recompute_lse;
+use crate::format::KvFormat;
+use crate::memory::{Arena, Buffer, Label};
+use crate::model::ModelError;
+use crate::model::evictor::Repeated;
+use crate::model::weights::Matrix;
+use crate::policy::{PolicyError, Reconstruction};
+use crate::tensor::Rows;
+use std::ops::Range;
+
+/// What is known while a chunk is repeated.
+pub(super) struct Repeating {
+    how: Reconstruction,
+    /// The chunk, in positions of the context, and where the context ends.
+    chunk: Range<usize>,
+    end: usize,
+    /// Largest probability of each key, `[layers, Hkv, end]`.
+    scores: Buffer<f32>,
+}
+
+impl Decoder<'_> {
+    /// Has a sequence's context repeated, before a policy evicts from it that looks at that.
+    ///
+    /// # Errors
+    /// When the setup has no room for what is fed, or the arena has none.
+    pub(super) fn reconstruct(&mut self, sequence: usize) -> Result<(), ModelError> {
+        let Some(Repeated { how, repeat, name }) = self.evictor.as_ref().and_then(|evictor| evictor.repeats(sequence))
+        else {
+            return Ok(());
+        };
+        let seen = self.seen[sequence];
+        let kept = self.evictor.as_ref().map_or(0..0, |evictor| evictor.kept.clone());
+        let context: Vec<u32> = self.fed[sequence][..if kept.is_empty() { seen } else { kept.start }].to_vec();
+        let needed = seen + repeat.most_tokens(context.len(), how);
+        if needed > self.setup.max_tokens {
+            let reason = format!(
+                "it has the model repeat a context of {} tokens, which takes {needed} with what is fed; {} are allowed: \
+                 give it a smaller chunk",
+                context.len(),
+                self.setup.max_tokens
+            );
+            return Err(PolicyError::Combination { policy: name.into(), reason }.into());
+        }
+        let lists = self.model.config.layers * self.model.config.kv_heads;
+        let scores = self.arena.alloc(Label::Policy, lists * seen)?;
+        self.repeating = Some(Repeating { how, chunk: 0..0, end: seen, scores });
+        let repeated = (0..context.len().div_ceil(how.chunk_tokens)).try_for_each(|number| {
+            let start = number * how.chunk_tokens;
+            if let Some(repeating) = &mut self.repeating {
+                repeating.chunk = start..context.len().min(start + how.chunk_tokens);
+            }
+            self.feed_and_forget(sequence, &repeat.tokens(&context, how, number))
+        });
+        let Repeating { scores, .. } = self.repeating.take().expect("put there above");
+        repeated?;
+        self.evictor.as_mut().expect("it asked for this").reconstructed(sequence, scores);
+        Ok(())
+    }
+
+    /// Runs tokens behind those of a sequence, and takes them from it again.
+    fn feed_and_forget(&mut self, sequence: usize, tokens: &[u32]) -> Result<(), ModelError> {
+        let seen = self.seen[sequence];
+        let mut all: Vec<&[u32]> = vec![&[]; self.setup.batch];
+        all[sequence] = tokens;
+        let mut horizons = self.seen.clone();
+        horizons[sequence] += tokens.len();
+        self.run(&all, &horizons, &vec![0; self.setup.batch], &mut |_, _, _| ())?;
+        for layer in 0..self.model.config.layers {
+            for head in 0..self.model.config.kv_heads {
+                let list = self.cache.list(layer * self.setup.batch + sequence, head);
+                self.cache.retain_ranges(list, [0..seen])?;
+            }
+        }
+        self.seen[sequence] = seen;
+        self.fed[sequence].truncate(seen);
+        Ok(())
+    }
+}
+
+impl Repeating {
+    /// Looks at the attention of one layer for a part of what is fed: `normed` holds the hidden states of its queries from row
+    /// `first` on, `o` is the layer's output projection.
+    pub fn see(
+        &mut self,
+        (layer, call): (usize, &Forward<'_>),
+        kernel: &dyn Kernel,
+        (normed, first): (&PaddedRows, usize),
+        o: &Matrix,
+        arena: &Arena,
+    ) -> Result<(), ModelError> {
+        let Repeating { how, ref chunk, end, ref mut scores } = *self;
+        let kv_heads = call.shape.kv_heads;
+        let group = if how.weighs_outputs { call.shape.group() } else { 1 };
+        let heads = kv_heads * group;
+        let parts = [0..how.sink.min(chunk.start), chunk.clone(), end..call.kv.len(0, 0)];
+        let kv = Spliced { kv: call.kv, parts: parts.clone(), group };
+        let shape = Shape { kv_heads: heads, kv_len: kv.len(0, 0), ..call.shape };
+        let call = Forward { shape, kv: &kv, ..*call };
+        let mut lse = recompute_lse(kernel, &call, arena)?;
+        if how.weighs_outputs {
+            // A probability divided by the norm of its query's hidden state is one with a larger log-sum-exp.
+            for (index, lse) in lse.iter_mut().enumerate() {
+                let row = &normed.data[(first + index % shape.q_len) * normed.stride..][..normed.width];
+                *lse += row.iter().map(|x| x * x).sum::<f32>().sqrt().ln();
+            }
+        }
+        let mut most = arena.alloc::<f32>(Label::Policy, heads * shape.kv_len)?;
+        let mut scratch = arena.alloc(Label::Workspace, export::workspace(&shape, call.cpu.threads()))?;
+        let reduction = Reduction { queries: OverQueries::Max, group: OverGroup::Max };
+        export::columns(&call, &lse, 0..shape.q_len, reduction, &mut most, &mut scratch);
+        let isa = call.cpu.isa();
+        let grams = if how.weighs_outputs { Some(grams(isa, o, shape.head_dim, arena)?) } else { None };
+        let mut value = vec![0.0; shape.head_dim];
+        for (head, most) in most.chunks_exact(shape.kv_len).enumerate() {
+            let to = &mut scores[(layer * kv_heads + head / group) * end..][chunk.clone()];
+            for (token, (to, &most)) in to.iter_mut().zip(&most[parts[0].len()..]).enumerate() {
+                let norm = grams.as_ref().map_or(1.0, |grams| {
+                    kv.value_rows(0, head, parts[0].len() + token).first(1).widen(&mut value);
+                    norm_by_gram(isa, &grams[head], &value)
+                });
+                *to = to.max(most * norm);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Parts of lists as one list, each list as often as `group` says.
+struct Spliced<'a> {
+    kv: &'a dyn KvRows,
+    parts: [Range<usize>; 3],
+    group: usize,
+}
+
+impl Spliced<'_> {
+    /// The slot of row `start`, and how many of its part follow.
+    fn slot(&self, mut start: usize) -> (usize, usize) {
+        for part in &self.parts {
+            if start < part.len() {
+                return (part.start + start, part.len() - start);
+            }
+            start -= part.len();
+        }
+        panic!("row {start} behind the last one");
+    }
+}
+
+impl KvRows for Spliced<'_> {
+    fn len(&self, _: usize, _: usize) -> usize {
+        self.parts.iter().map(|part| part.len()).sum()
+    }
+
+    fn format(&self) -> KvFormat {
+        self.kv.format()
+    }
+
+    fn key_rows(&self, batch: usize, head: usize, start: usize) -> Rows<'_> {
+        let (slot, count) = self.slot(start);
+        self.kv.key_rows(batch, head / self.group, slot).first(count)
+    }
+
+    fn value_rows(&self, batch: usize, head: usize, start: usize) -> Rows<'_> {
+        let (slot, count) = self.slot(start);
+        self.kv.value_rows(batch, head / self.group, slot).first(count)
+    }
+}
+
+/// For each query head, the products of the rows of its part of an output projection with one another, `[D, D]`: what a value's
+/// norm behind the projection comes from.
+fn grams(isa: Isa, o: &Matrix, head_dim: usize, arena: &Arena) -> Result<Vec<Vec<f32>>, ModelError> {
+    let plain = o.plain(arena)?;
+    let by_head = plain.by_head(head_dim).expect("the elements are plain");
+    let [_, q_heads, _, hidden] = by_head.dims();
+    let mut rows = arena.alloc::<f32>(Label::Workspace, head_dim * hidden)?;
+    let gram = |head| {
+        for (channel, row) in rows.chunks_exact_mut(hidden).enumerate() {
+            by_head.read_rows(0, head, channel, row);
+        }
+        let row = |channel: usize| &rows[channel * hidden..][..hidden];
+        (0..head_dim * head_dim).map(|at| loops::dot(isa, row(at / head_dim), row(at % head_dim))).collect()
+    };
+    Ok((0..q_heads).map(gram).collect())
+}
+
+/// The norm of a value behind a projection with this product of its rows.
+fn norm_by_gram(isa: Isa, gram: &[f32], value: &[f32]) -> f32 {
+    let along = gram.chunks_exact(value.len()).zip(value).map(|(row, x)| x * loops::dot(isa, row, value));
+    along.sum::<f32>().max(0.0).sqrt()
+}
