@@ -24,7 +24,7 @@ mod tree;
 pub use comm::{Comm, Traffic, Transport, all_reduce_messages};
 pub use ring::{Rank, Ring, RingBackward};
 pub use shards::{Placement, Shards};
-pub use shared::{Asked, Method, OfRank, Shared, scatter};
+pub use shared::{Asked, MOST_THREADS, Method, OfRank, Shared, scatter};
 pub use tree::Tree;
 
 use crate::attention::AttentionError;

@@ -3,6 +3,7 @@
 use super::activations::{Cheap, Extents, Inner, Recompute, Scratch};
 use super::gates::Gates;
 use super::heads::{self, Turns};
+use super::holder::Slopes;
 use super::linear::Linear;
 use super::mlp;
 use super::norm::{self, Columns};
@@ -209,7 +210,7 @@ impl Block<'_> {
         cheap: &Cheap,
         inner: &mut Inner,
         shared: &mut Shared,
-        gradients: &mut [f32],
+        gradients: &mut Slopes<'_>,
         dx: &mut [f32],
     ) -> Result<(), AttentionError> {
         let (config, groups, cpu, w) = (self.extents.config(), self.groups(), self.cpu, self.weights);
@@ -220,11 +221,11 @@ impl Block<'_> {
         let columns = Columns { range: 0..hidden, stride: hidden };
         // The gradient by a layer's inputs, from that by its outputs, and those by what of it is trained.
         let layer =
-            |layer: &Linear, dy: &[f32], x: &[f32], gradients: &mut [f32], dx: &mut [f32], scratch: &mut [f32]| {
+            |layer: &Linear, dy: &[f32], x: &[f32], gradients: &mut Slopes<'_>, dx: &mut [f32], scratch: &mut [f32]| {
                 layer.gradients(cpu, dy, x, gradients);
                 layer.backward(cpu, w, dy, dx, false, scratch);
             };
-        let norm_backward = |gain: &Group, x: &[f32], dn: &mut [f32], gradients: &mut [f32], sums: &mut [f32]| {
+        let norm_backward = |gain: &Group, x: &[f32], dn: &mut [f32], gradients: &mut Slopes<'_>, sums: &mut [f32]| {
             norm::backward(cpu, self.norm(gain), x, dn, &columns, (gain, gradients), sums);
         };
         let (all_n1, all_dn) = (&inner.n1, dn);

@@ -3,6 +3,7 @@
 //! A product is cut into parts of [`crate::device::simd::dense`], the rows of a weight's gradient into blocks; each is computed by
 //! one thread, so that its sums have one order.
 
+use super::holder::Slopes;
 use super::parameters::Group;
 use super::weights::Weights;
 use crate::device::Cpu;
@@ -89,13 +90,13 @@ impl Linear {
     }
 
     /// Adds the gradients by the trained parameters to `gradients`.
-    pub fn gradients(&self, cpu: &Cpu, dy: &[f32], x: &[f32], gradients: &mut [f32]) {
+    pub fn gradients(&self, cpu: &Cpu, dy: &[f32], x: &[f32], gradients: &mut Slopes<'_>) {
         let Linear { inputs, outputs, .. } = *self;
         for (first, range) in &self.weight.trained {
-            weight_gradient(cpu, &dy[first / inputs..], x, &mut gradients[range.clone()], [inputs, outputs]);
+            weight_gradient(cpu, &dy[first / inputs..], x, gradients.of(range), [inputs, outputs]);
         }
         for (first, range) in self.bias.iter().flat_map(|bias| &bias.trained) {
-            bias_gradient(cpu, &dy[*first..], &mut gradients[range.clone()], outputs);
+            bias_gradient(cpu, &dy[*first..], gradients.of(range), outputs);
         }
     }
 

@@ -17,6 +17,7 @@ pub mod dms;
 mod export;
 pub mod gates;
 mod heads;
+pub mod holder;
 mod linear;
 pub mod log;
 pub mod loss;
@@ -29,6 +30,7 @@ pub mod recipe;
 pub mod run;
 pub mod vocabulary;
 pub mod weights;
+pub mod zero;
 
 pub use activations::Recompute;
 pub use network::{Batch, Network};
