@@ -50,7 +50,11 @@ impl Zero<'_> {
     }
 
     /// Lets rank 0 `take` all numbers of an array, from the first to the last.
-    fn each(&mut self, array: Array, take: &mut dyn FnMut(&[f32]) -> Result<(), TrainError>) -> Result<(), TrainError> {
+    pub(in crate::train) fn each(
+        &mut self,
+        array: Array,
+        take: &mut dyn FnMut(&[f32]) -> Result<(), TrainError>,
+    ) -> Result<(), TrainError> {
         let (rank, ranks, stage) = (self.sharing.rank, self.sharing.ranks, self.sharing.stage);
         let shared = stage >= if array == Array::Weights { 3 } else { 1 };
         if !shared {

@@ -129,7 +129,7 @@ impl<'a> Zero<'a> {
     }
 
     /// Takes of parameters that begin at `first` what this rank holds.
-    fn keep(&mut self, first: usize, values: &[f32]) {
+    pub(in crate::train) fn keep(&mut self, first: usize, values: &[f32]) {
         if self.sharing.stage < 3 {
             return self.weights[first..first + values.len()].copy_from_slice(values);
         }

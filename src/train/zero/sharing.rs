@@ -126,7 +126,7 @@ impl<'a> Sharing<'a> {
 
     /// Numbers of the weights that are here; of room for those of the largest unit, gathered; of gradients; and of room for a unit's
     /// gradients before they are added up.
-    pub(super) fn counts(&self) -> [usize; 4] {
+    pub(in crate::train) fn counts(&self) -> [usize; 4] {
         let [own, own_trained] = self.own_counts();
         let (parameters, largest) =
             (self.parameters, |of: &dyn Fn(Unit) -> usize| self.units().into_iter().map(of).max());
@@ -148,7 +148,7 @@ impl<'a> Sharing<'a> {
     }
 
     /// Numbers of each of the optimizer's averages.
-    pub(super) fn averages(&self) -> usize {
+    pub(in crate::train) fn averages(&self) -> usize {
         if self.stage < 1 { self.parameters.trained_count() } else { self.own_counts()[1] }
     }
 
