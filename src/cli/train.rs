@@ -12,7 +12,9 @@ use crate::train::dms::{self, Settings};
 use crate::train::log::Line;
 use crate::train::recipe::{BUILTIN, Recipe};
 use crate::train::run::{self, Options, Place, RECORD, TrainError};
+use crate::units;
 use indicatif::{ProgressBar, ProgressStyle};
+use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
@@ -66,6 +68,9 @@ struct Ranks {
     /// Stage of ZeRO: a rank holds its part of nothing (0), the optimizer's averages (1), gradients too (2), parameters too (3)
     #[arg(long, value_name = "0-3", default_value_t = 0, value_parser = clap::value_parser!(u8).range(0..=3))]
     zero: u8,
+    /// Ranks that share each block, its heads and the MLP's inner elements; the others read other sequences
+    #[arg(long, value_name = "N", default_value_t = 1, requires = "ranks")]
+    tensor_parallel: usize,
     /// What lies in a file beside the run, of which a bucket at a time is in memory: optimizer
     #[arg(long, value_name = "WHAT", conflicts_with = "method")]
     offload: Option<Offload>,
@@ -171,23 +176,20 @@ pub fn run(args: &Args) -> Result<(), Failure> {
 }
 
 impl Args {
-    fn recipe(&self, ranks: usize) -> Result<Recipe, Failure> {
+    fn recipe(&self) -> Result<Recipe, Failure> {
         let recipe = match &self.recipe {
             Some(path) => Recipe::load(path),
             None => Recipe::parse(BUILTIN, Path::new("experiments/train-builtin.toml")),
         };
-        let recipe = recipe.map_err(TrainError::from)?;
-        let misfit = |reason| TrainError::Misfit { name: recipe.name.clone(), reason };
-        recipe.check_ranks(ranks).map_err(misfit)?;
-        Ok(recipe)
+        Ok(recipe.map_err(TrainError::from)?)
     }
 
     /// What one rank does.
     fn on_rank(&self, comm: &Comm, cpu: &Cpu, limit_bytes: u64) -> Result<(), Failure> {
-        let recipe = settle(comm, self.recipe(comm.size()))?;
-        let Ranks { zero: stage, offload, .. } = self.ranks;
+        let recipe = settle(comm, self.recipe())?;
+        let Ranks { zero: stage, offload, tensor_parallel, .. } = self.ranks;
         let text = format!(
-            "{} {} {stage} {offload:?} {} {:?} {}",
+            "{} {} {stage} {offload:?} {tensor_parallel} {} {:?} {}",
             recipe.digest(),
             self.out.display(),
             self.resume,
@@ -207,7 +209,7 @@ impl Args {
         let style = ProgressStyle::with_template("{elapsed_precise} [{bar:30}] {pos}/{len} steps  {wide_msg}");
         bar.set_style(style.expect("the template is right").progress_chars("=> "));
         let mut drawn = Ok(());
-        let place = Place { comm, cpu, stage, offload: offload.is_some() };
+        let place = Place { comm, cpu, stage, tensor_parallel, offload: offload.is_some() };
         run::run(&recipe, &place, &options, &mut |line| match line {
             Line::Step { step, length_tokens, loss, tokens_per_second, gflop_per_second, .. } => {
                 bar.set_position(*step as u64);
@@ -223,9 +225,40 @@ impl Args {
         if comm.rank() > 0 {
             return Ok(());
         }
-        let figures = training::draw(&self.out)?;
-        output::print(&format!("{}record: {}\n", figures.summary, self.out.join(RECORD).display()))
+        let (figures, record) = (training::draw(&self.out)?, self.out.join(RECORD));
+        let of_ranks = if comm.size() > 1 { of_ranks(&record)? } else { String::new() };
+        output::print(&format!("{}{of_ranks}record: {}\n", figures.summary, record.display()))
     }
+}
+
+/// A line for each rank of a record: what it took and sent in a step of the last length, beside the formulas.
+fn of_ranks(record: &Path) -> Result<String, Failure> {
+    let unreadable = |reason: String| Failure::work(format!("cannot read '{}': {reason}", record.display()));
+    let text = std::fs::read_to_string(record).map_err(|error| unreadable(error.to_string()))?;
+    let record: Value = serde_json::from_str(&text).map_err(|error| unreadable(error.to_string()))?;
+    let notes = record["memory"].as_array().map(Vec::as_slice).unwrap_or_default();
+    let last = notes.last().map(|note| &note["length_tokens"]);
+    let lines = notes.iter().filter(|note| Some(&note["length_tokens"]) == last).map(|note| {
+        let bytes = |name: &str| note[name].as_object().into_iter().flatten();
+        let labels = bytes("peak_bytes").map(|(label, bytes)| format!("{label} {}", shown(bytes)));
+        let agrees = |measured: &str, predicted: &str| match note[measured] == note[predicted] {
+            true => "as predicted",
+            false => "not as predicted",
+        };
+        format!(
+            "rank {}: {}, {}; sent in a step {}, {}\n",
+            note["rank"],
+            labels.collect::<Vec<_>>().join(", "),
+            agrees("peak_bytes", "predicted_bytes"),
+            shown(&note["sent_bytes"]),
+            agrees("sent_bytes", "predicted_sent_bytes"),
+        )
+    });
+    Ok(lines.collect())
+}
+
+fn shown(bytes: &Value) -> String {
+    units::bytes(bytes.as_u64().unwrap_or(0))
 }
 
 /// `--method dms`.

@@ -7,6 +7,7 @@ use super::RankError;
 use crate::device::Cpu;
 use std::cell::RefCell;
 use std::ops::Range;
+use std::rc::Rc;
 use std::time::Instant;
 
 /// Numbers that [`Comm::reduce_scatter`] takes from each rank at a time.
@@ -58,6 +59,34 @@ impl Transport for Alone {
     }
 }
 
+/// Some of the ranks of a transport.
+struct Among {
+    whole: Rc<dyn Transport>,
+    members: Vec<usize>,
+    rank: usize,
+}
+
+impl Transport for Among {
+    fn name(&self) -> &'static str {
+        self.whole.name()
+    }
+
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn size(&self) -> usize {
+        self.members.len()
+    }
+
+    fn transfer(&self, send: &[Sent<'_>], receive: &mut [Received<'_>]) -> Result<(), RankError> {
+        let send: Vec<Sent<'_>> = send.iter().map(|&(to, bytes)| (self.members[to], bytes)).collect();
+        let mut receive: Vec<Received<'_>> =
+            receive.iter_mut().map(|(from, room)| (self.members[*from], &mut **room)).collect();
+        self.whole.transfer(&send, &mut receive)
+    }
+}
+
 /// What a rank sent, and how long it computed and waited meanwhile.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Traffic {
@@ -76,19 +105,29 @@ pub struct Traffic {
 
 /// A rank among ranks.
 pub struct Comm {
-    transport: Box<dyn Transport>,
+    transport: Rc<dyn Transport>,
     traffic: RefCell<Traffic>,
 }
 
 impl Comm {
     /// A rank of this transport.
     pub fn new(transport: impl Transport + 'static) -> Self {
-        Comm { transport: Box::new(transport), traffic: RefCell::default() }
+        Comm { transport: Rc::new(transport), traffic: RefCell::default() }
     }
 
     /// The only rank.
     pub fn alone() -> Self {
         Comm::new(Alone)
+    }
+
+    /// Some of the ranks, this one among them, as ranks of their own in the order in which they are named. Each counts what it
+    /// sends.
+    ///
+    /// # Panics
+    /// When this rank is not among them.
+    pub fn among(&self, members: Vec<usize>) -> Self {
+        let rank = members.iter().position(|&member| member == self.rank()).expect("a rank is among its own");
+        Comm::new(Among { whole: self.transport.clone(), members, rank })
     }
 
     /// What moves the bytes.
@@ -264,6 +303,35 @@ impl Comm {
         Ok(())
     }
 
+    /// Gives every rank all parts of `values`, of which each has its own ([`parts`]).
+    ///
+    /// # Errors
+    /// As [`Comm::transfer`].
+    pub fn gather_parts(&self, values: &mut [f32]) -> Result<(), RankError> {
+        let (mut rest, mut all) = (&mut *values, Vec::new());
+        for part in parts(rest.len(), self.size()) {
+            let (part, behind) = rest.split_at_mut(part.len());
+            all.push(bytemuck::cast_slice_mut(part));
+            rest = behind;
+        }
+        self.all_gather(&mut all)
+    }
+
+    /// Adds up `values` of all ranks, for all of them, as [`Comm::reduce_scatter`] does.
+    ///
+    /// # Errors
+    /// As [`Comm::transfer`].
+    pub fn sum(&self, values: &mut [f32], scratch: &mut [f32]) -> Result<(), RankError> {
+        self.reduce_scatter(values, &parts(values.len(), self.size()), scratch)?;
+        self.gather_parts(values)
+    }
+
+    /// Bytes that this rank sends in a [`Comm::sum`] of so many numbers.
+    pub fn sum_sent_bytes(&self, len: usize) -> u64 {
+        let (parts, next) = (parts(len, self.size()), self.next());
+        if self.size() == 1 { 0 } else { 4 * (2 * len - parts[self.rank()].len() - parts[next].len()) as u64 }
+    }
+
     /// Numbers of scratch for sums whose parts are at most this long: a bucket from each other rank at a time.
     pub fn sum_scratch(ranks: usize, part: usize) -> usize {
         (ranks - 1) * part.min(SUM_BUCKET)
@@ -297,6 +365,12 @@ impl Comm {
             None => Ok(()),
         }
     }
+}
+
+/// `0..len` cut into a part for each rank, as long as any other but for one.
+pub fn parts(len: usize, ranks: usize) -> Vec<Range<usize>> {
+    let start = |rank: usize| (rank as u128 * len as u128 / ranks as u128) as usize;
+    (0..ranks).map(|rank| start(rank)..start(rank + 1)).collect()
 }
 
 /// Ranks from `rank` on whose values it merges: up to its parent, or to the end.

@@ -21,7 +21,7 @@ mod shared;
 pub mod threads;
 mod tree;
 
-pub use comm::{Comm, Traffic, Transport, all_reduce_messages};
+pub use comm::{Comm, Traffic, Transport, all_reduce_messages, parts};
 pub use ring::{Rank, Ring, RingBackward};
 pub use shards::{Placement, Shards};
 pub use shared::{Asked, MOST_THREADS, Method, OfRank, Shared, scatter};

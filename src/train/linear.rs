@@ -84,7 +84,20 @@ pub(super) struct Linear {
 impl Linear {
     /// `y = x Wᵀ + b`, or `y += x Wᵀ + b` with `add`: `x` is `[rows, inputs]`, `y` `[rows, outputs]`.
     pub fn forward(&self, cpu: &Cpu, weights: Weights<'_>, x: &[f32], y: &mut [f32], add: bool, scratch: &mut [f32]) {
-        let bias = self.bias.as_ref().map(|bias| weights.vector(bias));
+        self.forward_of(cpu, weights, x, y, (add, true), scratch);
+    }
+
+    /// The same, without the bias where another rank adds it.
+    pub fn forward_of(
+        &self,
+        cpu: &Cpu,
+        weights: Weights<'_>,
+        x: &[f32],
+        y: &mut [f32],
+        (add, biased): (bool, bool),
+        scratch: &mut [f32],
+    ) {
+        let bias = self.bias.as_ref().filter(|_| biased).map(|bias| weights.vector(bias));
         let w = weights.matrix(&self.weight, self.inputs);
         Product { x, w, transposed: false, bias, add }.write(cpu, y, scratch);
     }

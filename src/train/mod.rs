@@ -28,6 +28,7 @@ pub mod origin;
 pub mod parameters;
 pub mod recipe;
 pub mod run;
+pub mod tensor_parallel;
 pub mod vocabulary;
 pub mod weights;
 pub mod zero;

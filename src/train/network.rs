@@ -7,12 +7,13 @@ use super::heads::Turns;
 use super::holder::{Holder, Unit, Whole};
 use super::loss::{Head, Loss, Target};
 use super::norm::{self, Columns};
+use super::tensor_parallel;
 use super::weights::Weights;
 use crate::attention::{AttentionError, Gradients, Outputs};
 use crate::device::Cpu;
 use crate::memory::{Arena, ArenaError, Buffer, Label};
 use crate::model::Config;
-use crate::ranks::RankError;
+use crate::ranks::{Comm, RankError};
 use rayon::prelude::*;
 
 /// Tokens of the vocabulary whose gradients one thread adds up.
@@ -62,6 +63,8 @@ pub struct Network<'a> {
     recompute: Recompute,
     cpu: &'a Cpu,
     turns: Turns,
+    /// The ranks that share each block.
+    tensor: Option<&'a Comm>,
     saved: Saved,
     shared: Shared,
     loss: Loss,
@@ -93,6 +96,7 @@ impl<'a> Network<'a> {
             rounded: arena.alloc(Label::Activations, extents.rounded())?,
             dqkv: Gradients::allocate(arena, &extents.gated(), extents.dtype())?,
             scratch: Scratch::allocate(arena, &extents, cpu.threads())?,
+            sums: arena.alloc(Label::Workspace, 0)?,
             dense: None,
             gates: None,
         };
@@ -100,6 +104,7 @@ impl<'a> Network<'a> {
             recompute,
             cpu,
             turns: Turns::new(config, extents.len),
+            tensor: None,
             saved: Saved::allocate(arena, &extents, recompute)?,
             shared,
             loss: Loss::allocate(arena, &extents)?,
@@ -108,6 +113,17 @@ impl<'a> Network<'a> {
             dx: floats(config.hidden)?,
             extents,
         })
+    }
+
+    /// The same where blocks are shared by the ranks of `tensor`, whose parts these parameters are; takes
+    /// [`tensor_parallel::sums`] numbers more.
+    ///
+    /// # Errors
+    /// When the arena has no room.
+    pub fn shared_by(mut self, arena: &Arena, tensor: &'a Comm) -> Result<Self, ArenaError> {
+        self.shared.sums = arena.alloc(Label::Workspace, tensor_parallel::sums(&self.extents, tensor.size()))?;
+        self.tensor = Some(tensor);
+        Ok(self)
     }
 
     /// The extents of a step.
@@ -222,10 +238,11 @@ impl<'a> Network<'a> {
         holder.complete(Unit::Norm)?;
         self.dx.copy_from_slice(dn);
         for layer in (first..config.layers).rev() {
-            let Network { extents, recompute, cpu, turns, saved, shared, dx, .. } = self;
+            let Network { extents, recompute, cpu, turns, tensor, saved, shared, dx, .. } = self;
             let unit = Unit::Block(layer);
             let (weights, mut slopes) = holder.both(unit)?;
-            let block = Block { extents, layer, cpu, turns, weights, recompute: *recompute, first: skipped };
+            let recompute = *recompute;
+            let block = Block { extents, layer, cpu, turns, weights, recompute, first: skipped, tensor: *tensor };
             let (x, cheap, inner) = saved.block(layer);
             block.restore(x, cheap, inner, shared)?;
             block.backward(x, cheap, inner, shared, &mut slopes, dx)?;
@@ -288,9 +305,10 @@ impl<'a> Network<'a> {
             x.iter_mut().for_each(|x| *x *= config.embedding_scale);
         }
         for layer in 0..config.layers {
-            let Network { extents, recompute, cpu, turns, saved, shared, x: stream, .. } = self;
+            let Network { extents, recompute, cpu, turns, tensor, saved, shared, x: stream, .. } = self;
             let weights = holder.weights(Unit::Block(layer))?;
-            let block = Block { extents, layer, cpu, turns, weights, recompute: *recompute, first };
+            let recompute = *recompute;
+            let block = Block { extents, layer, cpu, turns, weights, recompute, first, tensor: *tensor };
             let (x, cheap, inner) = saved.block(layer);
             x[first * hidden..].copy_from_slice(&stream[first * hidden..]);
             block.forward(x, cheap, inner, shared, stream)?;
@@ -304,10 +322,11 @@ impl<'a> Network<'a> {
     /// Adds each row's gradient to that of its token, in the order of the rows.
     fn embedding_gradient(&self, tokens: &[u32], gradient: &mut [f32]) {
         let Config { hidden, embedding_scale, .. } = *self.extents.config();
+        let dx = &*self.dx;
         self.cpu.install(|| {
             gradient.par_chunks_mut(TOKENS_OF_A_PIECE * hidden).enumerate().for_each(|(piece, gradient)| {
                 let first = piece * TOKENS_OF_A_PIECE;
-                for (&token, dx) in tokens.iter().zip(self.dx.chunks_exact(hidden)) {
+                for (&token, dx) in tokens.iter().zip(dx.chunks_exact(hidden)) {
                     let at = (token as usize).wrapping_sub(first);
                     if let Some(to) = gradient.get_mut(at.wrapping_mul(hidden)..).filter(|_| at < TOKENS_OF_A_PIECE) {
                         to[..hidden].iter_mut().zip(dx).for_each(|(to, dx)| *to += embedding_scale * dx);

@@ -180,7 +180,7 @@ impl Recipe {
     ///
     /// # Errors
     /// One line with the batch and what would be right.
-    pub fn check_ranks(&self, ranks: usize) -> Result<(), String> {
+    pub(super) fn check_ranks(&self, ranks: usize) -> Result<(), String> {
         match self.stages.iter().find(|stage| !stage.batch.is_multiple_of(ranks)) {
             Some(Stage { batch, .. }) => {
                 Err(format!("a stage's batch is {batch}; {ranks} ranks need a multiple of {ranks} sequences"))

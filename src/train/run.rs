@@ -7,7 +7,8 @@ use super::export;
 use super::log::{Line, Log};
 use super::origin::Start;
 use super::recipe::{Recipe, RecipeError, Stage};
-use super::zero::Zero;
+use super::tensor_parallel;
+use super::zero::{Groups, Zero};
 use super::{Batch, Network, Parameters};
 use crate::attention::AttentionError;
 use crate::device::Cpu;
@@ -123,6 +124,8 @@ pub struct Place<'a> {
     pub cpu: &'a Cpu,
     /// Stage of ZeRO ([`Zero`]).
     pub stage: u8,
+    /// Ranks that share each block ([`tensor_parallel`]); the others read other sequences.
+    pub tensor_parallel: usize,
     /// Whether the optimizer's averages lie in a file.
     pub offload: bool,
 }
@@ -161,11 +164,14 @@ pub fn run(
         )));
     }
     recipe.check_lengths(start.config.most_tokens(), "the model's longest context").map_err(misfit)?;
-    recipe.check_ranks(place.comm.size()).map_err(misfit)?;
-    let parameters = Parameters::with_frozen(&start.config, &recipe.frozen).map_err(misfit)?;
+    let groups = Groups::new(place.comm, place.tensor_parallel)?;
+    recipe.check_ranks(groups.data.size()).map_err(misfit)?;
+    let share = tensor_parallel::share(&start.config, place.tensor_parallel).map_err(misfit)?;
+    let whole = Parameters::with_frozen(&start.config, &recipe.frozen).map_err(misfit)?;
+    let parameters = Parameters::with_frozen(&share, &recipe.frozen).map_err(misfit)?;
     let data = Data::new(recipe, &start.vocabulary)?;
     let arena = Arena::with_limit(options.limit_bytes);
-    let mut trainer = Trainer::new(recipe, place, &arena, &parameters, &start, &data, options)?;
+    let mut trainer = Trainer::new(recipe, (place, &groups), &arena, [&whole, &parameters], &start, &data, options)?;
     let end = options.stop_after.unwrap_or(usize::MAX).min(recipe.steps());
     if trainer.progress.step >= end {
         // There is nothing to add to the record of a run that is done.
@@ -181,7 +187,10 @@ struct Trainer<'a> {
     recipe: &'a Recipe,
     digest: String,
     place: &'a Place<'a>,
+    groups: &'a Groups,
     arena: &'a Arena,
+    /// Of the whole model, and those that this rank has.
+    whole: &'a Parameters,
     parameters: &'a Parameters,
     start: &'a Start,
     data: &'a Data<'a>,
@@ -210,9 +219,9 @@ struct Since {
 impl<'a> Trainer<'a> {
     fn new(
         recipe: &'a Recipe,
-        place: &'a Place<'a>,
+        (place, groups): (&'a Place<'a>, &'a Groups),
         arena: &'a Arena,
-        parameters: &'a Parameters,
+        [whole, parameters]: [&'a Parameters; 2],
         start: &'a Start,
         data: &'a Data<'a>,
         options: &'a Options,
@@ -227,8 +236,8 @@ impl<'a> Trainer<'a> {
         }
         std::fs::create_dir_all(folder).map_err(|error| TrainError::write(folder, &error))?;
         let digest = recipe.digest();
-        let Place { comm, cpu, stage, offload } = *place;
-        let mut zero = Zero::new(arena, comm, cpu, parameters, stage, offload.then_some(folder))?;
+        let Place { comm, cpu, stage, offload, .. } = *place;
+        let mut zero = Zero::new(arena, groups, cpu, [whole, parameters], stage, offload.then_some(folder))?;
         let progress = if there {
             zero.load(folder, &digest)?
         } else {
@@ -247,7 +256,9 @@ impl<'a> Trainer<'a> {
             recipe,
             digest,
             place,
+            groups,
             arena,
+            whole,
             parameters,
             start,
             data,
@@ -263,9 +274,15 @@ impl<'a> Trainer<'a> {
 
     /// The sequences of a step that this rank reads.
     fn batch(&self, stage: Stage) -> Result<Batch, DataError> {
-        let Place { comm, cpu, .. } = *self.place;
-        let whole = self.data.batch(cpu, self.progress.sequences, [stage.batch, stage.length])?;
-        Ok(whole.part(comm.rank(), comm.size(), stage.length))
+        let data = &self.groups.data;
+        let whole = self.data.batch(self.place.cpu, self.progress.sequences, [stage.batch, stage.length])?;
+        Ok(whole.part(data.rank(), data.size(), stage.length))
+    }
+
+    fn network(&self, extents: Extents<'a>) -> Result<Network<'a>, TrainError> {
+        let network = Network::new(self.arena, self.place.cpu, extents, self.recipe.recompute)?;
+        let tensor = &self.groups.tensor;
+        Ok(if tensor.size() > 1 { network.shared_by(self.arena, tensor)? } else { network })
     }
 
     fn extents(&self, stage: Stage) -> Extents<'a> {
@@ -276,16 +293,16 @@ impl<'a> Trainer<'a> {
     fn stage(&mut self, end: usize, watch: &mut dyn FnMut(&Line)) -> Result<(), TrainError> {
         let recipe = self.recipe;
         let stage = recipe.stage(self.progress.step);
-        let Place { comm, cpu, .. } = *self.place;
-        let extents = self.extents(Stage { batch: stage.batch / comm.size(), ..stage });
+        let ranks = self.place.comm.size();
+        let extents = self.extents(Stage { batch: stage.batch / self.groups.data.size(), ..stage });
         self.arena.reset_peak();
-        let mut network = Network::new(self.arena, cpu, extents, recipe.recompute)?;
+        let mut network = self.network(extents)?;
         let mut since = Since::default();
         let mut next = self.batch(stage)?;
         while self.progress.step < end && recipe.stage(self.progress.step) == stage {
             let (step, began) = (self.progress.step, Instant::now());
             let batch = next;
-            comm.take_traffic();
+            self.zero.take_sent_bytes();
             self.zero.begin();
             let share = network.step_of(&mut self.zero, &batch)?;
             let (loss, gradient_norm) = self.zero.loss_and_norm(share)?;
@@ -294,7 +311,7 @@ impl<'a> Trainer<'a> {
             }
             let rate = recipe.optimizer.rate(step, recipe.steps());
             self.zero.update(&recipe.optimizer, (step, rate), gradient_norm)?;
-            self.sent_bytes = comm.take_traffic().sent_bytes;
+            self.sent_bytes = self.zero.take_sent_bytes();
             self.progress.step += 1;
             self.progress.sequences += stage.batch as u64;
             self.progress.tokens += (stage.batch * stage.length) as u64;
@@ -305,7 +322,7 @@ impl<'a> Trainer<'a> {
             since.steps += 1;
             since.loss += loss;
             since.tokens += (stage.batch * stage.length) as u64;
-            since.flop += comm.size() as f64 * extents.step_flop(batch.targets.len());
+            since.flop += ranks as f64 * extents.step_flop(batch.targets.len());
 
             let done = self.progress.step;
             let last = done == end || done == recipe.steps();
@@ -358,11 +375,10 @@ impl<'a> Trainer<'a> {
             let at_once = JUDGED_AT_ONCE.min(evaluation.samples);
             let samples = evaluation.samples / at_once * at_once;
             let extents = self.extents(Stage { length, batch: at_once, steps: 1 });
-            let Place { comm, cpu, .. } = *self.place;
-            let mut network = Network::new(self.arena, cpu, extents, self.recipe.recompute)?;
+            let mut network = self.network(extents)?;
             for task in &evaluation.tasks {
-                let all = self.data.held_out(cpu, task, samples, length)?;
-                let right = right_answers(&mut network, &mut self.zero, comm, &all)?;
+                let all = self.data.held_out(self.place.cpu, task, samples, length)?;
+                let right = right_answers(&mut network, &mut self.zero, &self.groups.data, &all)?;
                 let step = self.progress.step;
                 let line = Line::Evaluation { step, task: task.clone(), length_tokens: length, right, samples };
                 self.results.push(serde_json::to_value(&line).expect("a line is plain data"));
@@ -381,7 +397,7 @@ impl<'a> Trainer<'a> {
             "length_tokens": extents.len,
             "predicted_bytes": self.zero.training_bytes(extents, self.recipe.recompute),
             "peak_bytes": peak,
-            "predicted_sent_bytes": self.zero.sharing().step_sent_bytes(),
+            "predicted_sent_bytes": self.zero.step_sent_bytes(extents, self.recipe.recompute),
             "sent_bytes": self.sent_bytes,
         });
         let of_ranks = comm.gather_texts(note.to_string().into_bytes())?;
@@ -394,19 +410,20 @@ impl<'a> Trainer<'a> {
 
     /// Writes the record.
     fn finish(&self, options: &Options) -> Result<(), TrainError> {
-        let Place { comm, stage, offload, .. } = *self.place;
+        let Place { comm, stage, offload, tensor_parallel, .. } = *self.place;
         if comm.rank() > 0 {
             return Ok(());
         }
         let record = json!({
             "recipe": self.recipe,
             "recipe_digest": self.digest,
-            "parameters": self.parameters.count(),
-            "trained_parameters": self.parameters.trained_count(),
+            "parameters": self.whole.count(),
+            "trained_parameters": self.whole.trained_count(),
             "ranks": comm.size(),
             "transport": comm.transport(),
             "zero": stage,
             "offload": offload,
+            "tensor_parallel": tensor_parallel,
             "steps": self.progress.step,
             "sequences": self.progress.sequences,
             "tokens": self.progress.tokens,

@@ -2,7 +2,8 @@
 
 use super::super::checkpoint::Array;
 use super::super::run::TrainError;
-use super::super::zero::{Sharing, Zero};
+use super::super::tensor_parallel;
+use super::super::zero::{Groups, Sharing, Zero};
 use super::*;
 use crate::memory::LabelBytes;
 use crate::ranks::{Comm, RankError, threads};
@@ -18,37 +19,66 @@ struct Ended {
     sent_bytes: [u64; 2],
 }
 
-const STEPS: usize = 3;
+const HOW: How<'_> = How { frozen: &[], stage: 0, tensor: 1, offload: None, recompute: Recompute::Selective };
+const STEPS: usize = 2;
 /// Nothing is clipped, so that a norm's last bit does not matter.
 const UNCLIPPED: Constants = Constants { clip: 1e9, ..CONSTANTS };
 
+/// Which parameters are frozen, by parts of their names.
+type Frozen<'a> = &'a [&'a str];
+
+fn frozen(config: &Config, names: Frozen<'_>) -> Parameters {
+    let names: Vec<String> = names.iter().map(ToString::to_string).collect();
+    Parameters::with_frozen(config, &names).unwrap()
+}
+
+/// How ranks share the work.
+#[derive(Debug, Clone, Copy)]
+struct How<'a> {
+    frozen: Frozen<'a>,
+    stage: u8,
+    tensor: usize,
+    offload: Option<&'a Path>,
+    recompute: Recompute,
+}
+
 /// Steps on one rank of a global batch of `extents`.
-fn train(comm: &Comm, extents: Extents<'_>, stage: u8, offload: Option<&Path>) -> Result<Ended, TrainError> {
+fn train(comm: &Comm, extents: Extents<'_>, how: How<'_>) -> Result<Ended, TrainError> {
+    let How { frozen: names, stage, tensor, offload, recompute } = how;
+    let groups = Groups::new(comm, tensor)?;
     let (arena, cpu) = (Arena::unlimited(), Cpu::new(Some(1)).unwrap());
-    let mut zero = Zero::new(&arena, comm, &cpu, extents.parameters, stage, offload)?;
-    zero.keep(0, &weights(extents.parameters, 3));
-    let own = Extents { batch: extents.batch / comm.size(), ..extents };
-    let mut network = Network::new(&arena, &cpu, own, Recompute::Selective)?;
+    let share = frozen(&tensor_parallel::share(extents.config(), tensor).unwrap(), names);
+    let mut zero = Zero::new(&arena, &groups, &cpu, [extents.parameters, &share], stage, offload)?;
+    let all = weights(extents.parameters, 3);
+    for (whole, own) in tensor_parallel::pairs(extents.parameters, &share) {
+        let part = tensor_parallel::part_of(whole, &all[whole.range.clone()], groups.tensor.rank(), tensor);
+        zero.keep(own.range.start, &part);
+    }
+    let own = Extents { batch: extents.batch / groups.data.size(), parameters: &share, ..extents };
+    let mut network = Network::new(&arena, &cpu, own, recompute)?;
+    if tensor > 1 {
+        network = network.shared_by(&arena, &groups.tensor)?;
+    }
     let mut losses = Vec::new();
     for step in 0..STEPS {
-        comm.take_traffic();
-        let batch = batch(&extents, step as u64).part(comm.rank(), comm.size(), extents.len);
+        zero.take_sent_bytes();
+        let batch = batch(&extents, step as u64).part(groups.data.rank(), groups.data.size(), extents.len);
         zero.begin();
         let share = network.step_of(&mut zero, &batch)?;
         let (loss, norm) = zero.loss_and_norm(share)?;
         zero.update(&UNCLIPPED, (step, 1e-2), norm)?;
         losses.push((loss, norm));
     }
-    let sent_bytes = [comm.take_traffic().sent_bytes, zero.sharing().step_sent_bytes()];
+    let sent_bytes = [zero.take_sent_bytes(), zero.step_sent_bytes(&own, recompute)];
     let peak = arena.usage().peak;
     let mut arrays = [const { Vec::new() }; 3];
     for array in Array::ALL {
-        zero.each(array, &mut |values| {
+        zero.each_whole(array, &mut |values| {
             arrays[array as usize].extend_from_slice(values);
             Ok(())
         })?;
     }
-    Ok(Ended { arrays, losses, peak, predicted: zero.training_bytes(&own, Recompute::Selective), sent_bytes })
+    Ok(Ended { arrays, losses, peak, predicted: zero.training_bytes(&own, recompute), sent_bytes })
 }
 
 /// The same on one rank that adds up the gradients of the parts of a batch in their order.
@@ -81,19 +111,25 @@ fn differing(a: &[Vec<f32>; 3], b: &[Vec<f32>; 3]) -> usize {
 
 #[test]
 fn every_stage_trains_with_the_bits_of_one_rank_that_adds_up_parts() {
-    let small = Parameters::new(&config(&SMALL, 50));
-    let gemma = Parameters::with_frozen(&families::config("gemma2"), &["layers.0.".into()]).unwrap();
-    let qwen = Parameters::with_frozen(&families::config("qwen3"), &["k_proj".into(), "embed".into()]).unwrap();
     let folder = tempfile::tempdir().unwrap();
-    for (name, parameters) in [("small", &small), ("gemma2", &gemma), ("qwen3", &qwen)] {
+    let models: [(&str, Config, Frozen<'_>, usize); 3] = [
+        ("small", config(&SMALL, 50), &[], 4),
+        ("gemma2", families::config("gemma2"), &["layers.0."], 2),
+        ("qwen3", families::config("qwen3"), &["k_proj", "embed"], 3),
+    ];
+    for (name, config, names, most) in &models {
+        let parameters = &frozen(config, names);
         let extents = Extents { parameters, batch: 12, len: 17, skipped: 0 };
         let (_, whole) = in_parts(extents, 1);
-        for ranks in 1..=4 {
+        for ranks in 1..=*most {
             let (expected, expected_losses) = in_parts(extents, ranks);
             for (stage, offload) in [(0, false), (1, false), (1, true), (2, false), (3, false), (3, true)] {
                 let case = format!("{name}, {ranks} ranks, stage {stage}, offload {offload}");
                 let file = offload.then_some(folder.path());
-                let ended = threads::run(ranks, |comm| train(comm, extents, stage, file)).unwrap();
+                let ended = threads::run(ranks, |comm| {
+                    train(comm, extents, How { frozen: names, stage, offload: file, ..HOW })
+                })
+                .unwrap();
                 let differ = differing(&expected, &ended[0].arrays);
                 assert_eq!(differ, 0, "{case}: numbers that differ");
                 for (rank, of_rank) in ended.iter().enumerate() {
@@ -112,6 +148,51 @@ fn every_stage_trains_with_the_bits_of_one_rank_that_adds_up_parts() {
             }
         }
     }
+}
+
+/// Blocks that are shared by ranks, alone and with sequences and what is trained shared out besides: gradients are one rank's but for
+/// rounding, on all ranks the same.
+#[test]
+fn ranks_that_share_blocks_train_as_one() {
+    let models: [(&str, Config, Frozen<'_>); 3] = [
+        ("small", config(&Sizes { q_heads: 8, kv_heads: 4, ..SMALL }, 50), &[]),
+        ("gemma2", families::config("gemma2"), &["layers.0.", "embed"]),
+        ("qwen3", families::config("qwen3"), &["k_proj"]),
+    ];
+    for (name, config, names) in &models {
+        let parameters = &frozen(config, names);
+        let extents = Extents { parameters, batch: 4, len: 17, skipped: 0 };
+        let (expected, expected_losses) = in_parts(extents, 1);
+        let shares = [(2, 2, 0), (4, 2, 3), (4, 4, 0)].into_iter().filter(|(_, tensor, _)| *tensor <= config.kv_heads);
+        for ((ranks, tensor, stage), recompute) in shares.zip([Recompute::Full, Recompute::Selective, Recompute::None])
+        {
+            let case = format!("{name}, {ranks} ranks, {tensor} share blocks, stage {stage}, {recompute:?}");
+            let how = How { frozen: names, stage, tensor, recompute, ..HOW };
+            let ended = threads::run(ranks, |comm| train(comm, extents, how)).unwrap();
+            for (rank, of_rank) in ended.iter().enumerate() {
+                assert_eq!(of_rank.losses, ended[0].losses, "{case}: rank {rank}");
+                assert_eq!(of_rank.peak, of_rank.predicted, "{case}: rank {rank}");
+                assert_eq!(of_rank.sent_bytes[0], of_rank.sent_bytes[1], "{case}: rank {rank}");
+            }
+            let off = |a: f64, b: f64| ((a - b) / b).abs();
+            for (found, expected) in ended[0].losses.iter().zip(&expected_losses) {
+                assert!(
+                    off(found.0, expected.0) < 1e-5 && off(found.1, expected.1) < 1e-4,
+                    "{case}: {found:?} {expected:?}"
+                );
+            }
+            // The mean of gradients; weights after AdamW tell nothing of gradients that are nearly 0.
+            let [_, expected, _] = &expected;
+            let square = |values: &mut dyn Iterator<Item = f32>| values.map(|x| f64::from(x).powi(2)).sum::<f64>();
+            let distance = square(&mut ended[0].arrays[1].iter().zip(expected).map(|(a, b)| a - b));
+            let distance = (distance / square(&mut expected.iter().copied())).sqrt();
+            assert!(distance < 1e-4, "{case}: mean gradients are {distance} from one rank's");
+        }
+    }
+    let small = config(&SMALL, 50);
+    let refused = |ranks| tensor_parallel::share(&small, ranks).unwrap_err();
+    assert_eq!(refused(3), "the model has 2 KV heads; --tensor-parallel 3 needs a multiple of 3");
+    assert!(tensor_parallel::share(&families::config("phi3"), 2).unwrap_err().contains("in one matrix"));
 }
 
 /// The table of `zero/mod.rs`, written out once more: what is shared out falls as one over the ranks, but for a number of each stretch,
@@ -158,7 +239,7 @@ fn a_rank_that_fails_is_named_by_all_in_the_middle_of_a_step() {
     let result = threads::run(3, |comm| {
         let ended = match comm.rank() {
             1 => Err(TrainError::Rank(RankError::Unsupported("a bad day".into()))),
-            _ => train(comm, extents, 3, None).map(drop),
+            _ => train(comm, extents, How { stage: 3, ..HOW }).map(drop),
         };
         said.lock().unwrap().extend(ended.as_ref().err().map(ToString::to_string));
         ended

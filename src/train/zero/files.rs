@@ -6,27 +6,43 @@ use super::sharing::part;
 use crate::train::checkpoint::{self, Array, Progress};
 use crate::train::export;
 use crate::train::origin::Start;
+use crate::train::parameters::{Parameter, Parameters};
 use crate::train::run::TrainError;
+use crate::train::tensor_parallel::{self, part_of, whole_of};
 use std::ops::Range;
 use std::path::Path;
 
 impl Zero<'_> {
     /// Takes the weights that training begins with.
     pub(in crate::train) fn start(&mut self, start: &Start, seed: u64) -> Result<(), TrainError> {
-        let parameters = self.sharing.parameters;
-        let mut first = 0;
-        start.each_weight(parameters, seed, &mut |values| {
-            self.keep(first, values);
-            first += values.len();
+        let mut places = tensor_parallel::pairs(self.whole, self.sharing.parameters);
+        start.each_weight(self.whole, seed, &mut |values| {
+            let (whole, own) = places.next().expect("as many parameters as there are");
+            match self.tensor.size() {
+                1 => self.keep(own.range.start, values),
+                ranks => self.keep(own.range.start, &part_of(whole, values, self.tensor.rank(), ranks)),
+            }
         })
     }
 
     /// Goes on from a checkpoint, of any number of ranks.
     pub(in crate::train) fn load(&mut self, folder: &Path, digest: &str) -> Result<Progress, TrainError> {
-        checkpoint::load(folder, digest, self.lens(), |array, values| self.restore(array, values))
+        checkpoint::load(folder, digest, lens(self.whole), |array, values| {
+            for (whole, own) in tensor_parallel::pairs(self.whole, self.sharing.parameters) {
+                let places = if array == Array::Weights { Some((&whole.range, &own.range)) } else { None };
+                let trained = || whole.gradient.as_ref().zip(own.gradient.as_ref());
+                let Some((from, to)) = places.or_else(trained) else { continue };
+                let values = &values[from.clone()];
+                match self.tensor.size() {
+                    1 => self.restore(array, to.start, values)?,
+                    ranks => self.restore(array, to.start, &part_of(whole, values, self.tensor.rank(), ranks))?,
+                }
+            }
+            Ok(())
+        })
     }
 
-    /// Writes a checkpoint and the model; on every rank, of which rank 0 writes.
+    /// Writes a checkpoint and the model; on every rank, of which the first writes.
     pub(in crate::train) fn save(
         &mut self,
         folder: &Path,
@@ -34,22 +50,57 @@ impl Zero<'_> {
         progress: &Progress,
         files: &[(&str, String)],
     ) -> Result<(), TrainError> {
-        if self.comm.rank() > 0 {
-            let mut send = |array| self.each(array, &mut |_| Ok(()));
+        if self.comm.rank() > 0 || self.tensor.rank() > 0 {
+            let mut send = |array| self.each_whole(array, &mut |_| Ok(()));
             Array::ALL.into_iter().try_for_each(&mut send)?;
             return send(Array::Weights);
         }
-        checkpoint::save(folder, digest, progress, self.lens(), |array, take| self.each(array, take))?;
-        let parameters = self.sharing.parameters;
-        export::write(folder, files, parameters, |take| self.each(Array::Weights, take))
+        checkpoint::save(folder, digest, progress, lens(self.whole), |array, take| self.each_whole(array, take))?;
+        export::write(folder, files, self.whole, |take| self.each_whole(Array::Weights, take))
     }
 
-    fn lens(&self) -> [usize; 3] {
-        let parameters = self.sharing.parameters;
-        [parameters.count(), parameters.trained_count(), parameters.trained_count()]
+    /// Lets the first rank `take` all numbers of an array of the whole model. Where ranks share blocks, the first of each part gathers its
+    /// part, and hands on a parameter as soon as it is complete.
+    pub(in crate::train) fn each_whole(
+        &mut self,
+        array: Array,
+        take: &mut dyn FnMut(&[f32]) -> Result<(), TrainError>,
+    ) -> Result<(), TrainError> {
+        let tensor = self.tensor;
+        if tensor.size() == 1 {
+            return self.each(array, take);
+        }
+        let counts = |(whole, own): &(&Parameter, &Parameter)| {
+            array == Array::Weights || whole.gradient.is_some() && own.gradient.is_some()
+        };
+        let mut pairs = tensor_parallel::pairs(self.whole, self.sharing.parameters).filter(counts).peekable();
+        let mut own = Vec::new();
+        self.each(array, &mut |mut values| {
+            while let Some((whole, share)) = pairs.peek().filter(|_| !values.is_empty()) {
+                let len = share.range.len();
+                own.extend_from_slice(values.split_off(..values.len().min(len - own.len())).expect("a part of it"));
+                if own.len() < len {
+                    break;
+                }
+                if tensor.rank() > 0 {
+                    tensor.transfer(&[(0, bytemuck::cast_slice(&own))], &mut [])?;
+                } else {
+                    let mut of_ranks = vec![std::mem::take(&mut own)];
+                    for rank in 1..tensor.size() {
+                        let mut part = vec![0.0f32; len];
+                        tensor.transfer(&[], &mut [(rank, bytemuck::cast_slice_mut(&mut part))])?;
+                        of_ranks.push(part);
+                    }
+                    take(&whole_of(whole, &of_ranks))?;
+                }
+                own.clear();
+                pairs.next();
+            }
+            Ok(())
+        })
     }
 
-    /// Lets rank 0 `take` all numbers of an array, from the first to the last.
+    /// Lets rank 0 of those with the same part of the model `take` all numbers of an array of it, from the first to the last.
     pub(in crate::train) fn each(
         &mut self,
         array: Array,
@@ -58,7 +109,7 @@ impl Zero<'_> {
         let (rank, ranks, stage) = (self.sharing.rank, self.sharing.ranks, self.sharing.stage);
         let shared = stage >= if array == Array::Weights { 3 } else { 1 };
         if !shared {
-            let len = self.lens()[array as usize];
+            let len = lens(self.sharing.parameters)[array as usize];
             return if rank == 0 { self.here(array, 0..len, take) } else { Ok(()) };
         }
         let (comm, bucket) = (self.comm, self.received.len().min(BUCKET));
@@ -104,24 +155,33 @@ impl Zero<'_> {
         }
     }
 
-    /// Takes what this rank holds of a whole array.
-    fn restore(&mut self, array: Array, values: &[f32]) -> Result<(), TrainError> {
+    /// Takes what this rank holds of numbers of an array, from one on.
+    fn restore(&mut self, array: Array, first: usize, values: &[f32]) -> Result<(), TrainError> {
         let which = match array {
             Array::Weights => {
-                self.keep(0, values);
+                self.keep(first, values);
                 return Ok(());
             }
             Array::Mean => 0,
             Array::Square => 1,
         };
         if self.sharing.stage < 1 {
-            return self.averages.fill(which, 0, values);
+            return self.averages.fill(which, first, values);
         }
         for (stretch, gradient) in self.sharing.trained() {
             let own = self.sharing.own(stretch);
-            let own = &values[gradient.start + own.start..gradient.start + own.end];
-            self.averages.fill(which, stretch.trained_at, own)?;
+            let start = gradient.start + own.start;
+            let here = start.max(first)..(start + own.len()).min(first + values.len());
+            if !here.is_empty() {
+                let own = &values[here.start - first..here.end - first];
+                self.averages.fill(which, stretch.trained_at + here.start - start, own)?;
+            }
         }
         Ok(())
     }
+}
+
+/// Numbers of the arrays of a model.
+fn lens(parameters: &Parameters) -> [usize; 3] {
+    [parameters.count(), parameters.trained_count(), parameters.trained_count()]
 }

@@ -11,6 +11,8 @@
 //! A sum over ranks begins with rank 0's number and goes on in their order, whatever the stage, so that all stages train with the
 //! same bits, and so does one rank that adds up the gradients of as many parts of a batch. [`Sharing`] says what a rank holds and
 //! sends, to the byte.
+//!
+//! Ranks may share blocks besides ([`super::tensor_parallel`]); then all of this is of those that have the same part of them.
 
 mod averages;
 mod files;
@@ -21,21 +23,55 @@ pub use sharing::Sharing;
 use super::activations::{Extents, Recompute};
 use super::adamw::{Constants, Update, sum_of_squares};
 use super::holder::{Holder, Slopes, Unit};
-use super::parameters::Parameters;
+use super::parameters::{Parameter, Parameters};
 use super::run::TrainError;
+use super::tensor_parallel::{self, Cut, cut};
 use super::weights::Weights;
 use crate::device::Cpu;
 use crate::memory::{Arena, Buffer, Label, LabelBytes};
-use crate::ranks::{Comm, RankError};
+use crate::ranks::{Comm, RankError, parts};
 use averages::{Averages, in_memory};
-use sharing::{Piece, parts};
+use sharing::Piece;
 use std::ops::Range;
 use std::path::Path;
+
+/// Bytes that ranks which share blocks say of their gradients in each step.
+const SQUARES_BYTES: u64 = 8;
+
+/// A rank among those that read other sequences, and among those that share its blocks.
+pub struct Groups {
+    /// The first.
+    pub data: Comm,
+    /// The second: ranks that follow each other.
+    pub tensor: Comm,
+}
+
+impl Groups {
+    /// Groups of so many ranks that share blocks.
+    ///
+    /// # Errors
+    /// When ranks cannot be dealt so.
+    pub fn new(comm: &Comm, tensor: usize) -> Result<Self, RankError> {
+        let (rank, ranks) = (comm.rank(), comm.size());
+        if tensor == 0 || !ranks.is_multiple_of(tensor) {
+            return Err(RankError::Unsupported(format!(
+                "{ranks} ranks cannot share blocks {tensor} at a time; --tensor-parallel must divide --ranks"
+            )));
+        }
+        let first = rank - rank % tensor;
+        Ok(Groups {
+            data: comm.among((rank % tensor..ranks).step_by(tensor).collect()),
+            tensor: comm.among((first..first + tensor).collect()),
+        })
+    }
+}
 
 /// Weights, gradients and the optimizer's averages of one rank.
 pub struct Zero<'a> {
     sharing: Sharing<'a>,
+    whole: &'a Parameters,
     comm: &'a Comm,
+    tensor: &'a Comm,
     cpu: &'a Cpu,
     pieces: Vec<Piece>,
     own_gradients: Vec<Range<usize>>,
@@ -53,16 +89,17 @@ pub struct Zero<'a> {
 }
 
 impl<'a> Zero<'a> {
-    /// Takes [`Zero::training_bytes`] from the arena, less what a network takes. With an `offload` folder the optimizer's averages lie in a
+    /// Takes [`Zero::training_bytes`] from the arena, less what a network takes. Of the model's parameters, the first of both, this rank
+    /// trains the second, which are fewer where ranks share blocks. With an `offload` folder the optimizer's averages lie in a
     /// file of it.
     ///
     /// # Errors
     /// When the arena has no room, or the file cannot be made.
     pub fn new(
         arena: &Arena,
-        comm: &'a Comm,
+        Groups { data: comm, tensor }: &'a Groups,
         cpu: &'a Cpu,
-        parameters: &'a Parameters,
+        [whole, parameters]: [&'a Parameters; 2],
         stage: u8,
         offload: Option<&Path>,
     ) -> Result<Self, TrainError> {
@@ -77,8 +114,10 @@ impl<'a> Zero<'a> {
             averages: Averages::new(arena, sharing.averages(), offload)?,
             offload: offload.is_some(),
             pieces: sharing.pieces(),
-            own_gradients: sharing.own_gradients(),
+            own_gradients: sharing.own_gradients(tensor),
             sharing,
+            whole,
+            tensor,
             comm,
             cpu,
         })
@@ -92,7 +131,20 @@ impl<'a> Zero<'a> {
     /// Bytes that training takes from this rank's arena, for each label, with a network of these extents.
     pub fn training_bytes(&self, extents: &Extents<'_>, recompute: Recompute) -> LabelBytes {
         let averages = in_memory(self.sharing.averages(), self.offload);
-        self.sharing.training_bytes(extents, recompute, self.cpu.threads(), averages)
+        let mut bytes = self.sharing.training_bytes(extents, recompute, self.cpu.threads(), averages);
+        *bytes.entry(Label::Workspace).or_default() += 4 * tensor_parallel::sums(extents, self.tensor.size()) as u64;
+        bytes
+    }
+
+    /// Bytes that this rank sends in a step with a network of these extents.
+    pub fn step_sent_bytes(&self, extents: &Extents<'_>, recompute: Recompute) -> u64 {
+        let tensor = tensor_parallel::step_sent_bytes(extents, recompute, self.tensor);
+        self.sharing.step_sent_bytes() + tensor + SQUARES_BYTES * (self.tensor.size() as u64 - 1)
+    }
+
+    /// Bytes that were sent since the last call.
+    pub fn take_sent_bytes(&self) -> u64 {
+        self.comm.take_traffic().sent_bytes + self.tensor.take_traffic().sent_bytes
     }
 
     /// Forgets the last step's gradients.
@@ -110,7 +162,11 @@ impl<'a> Zero<'a> {
         said[self.comm.rank()] = [share, sum_of_squares(self.cpu, own)];
         self.comm.all_gather(&mut said.iter_mut().map(bytemuck::bytes_of_mut).collect::<Vec<_>>())?;
         let sum = |which: usize| said.iter().map(|of_rank| of_rank[which]).sum::<f64>();
-        Ok((sum(0), sum(1).sqrt()))
+        // The loss of ranks that share blocks is the same; their gradients are parts of one.
+        let mut squares = vec![0.0; self.tensor.size()];
+        squares[self.tensor.rank()] = sum(1);
+        self.tensor.all_gather(&mut squares.iter_mut().map(bytemuck::bytes_of_mut).collect::<Vec<_>>())?;
+        Ok((sum(0), squares.iter().sum::<f64>().sqrt()))
     }
 
     /// Changes the weights by one step (`step` from 0) at learning rate `rate`, where the gradient has this norm.
@@ -122,7 +178,7 @@ impl<'a> Zero<'a> {
         self.averages.update(self.cpu, &update, &self.pieces, &mut self.weights, &self.gradients)?;
         if (1..3).contains(&self.sharing.stage) {
             for (stretch, _) in self.sharing.trained() {
-                all_gather(self.comm, &mut self.weights[stretch.weights.clone()])?;
+                self.comm.gather_parts(&mut self.weights[stretch.weights.clone()])?;
             }
         }
         Ok(())
@@ -151,7 +207,7 @@ impl<'a> Zero<'a> {
             let own = self.sharing.own(stretch);
             let here = stretch.at..stretch.at + own.len();
             whole[own].copy_from_slice(&self.weights[here]);
-            all_gather(self.comm, whole)?;
+            self.comm.gather_parts(whole)?;
         }
         Ok(())
     }
@@ -179,6 +235,16 @@ impl Holder for Zero<'_> {
     }
 
     fn complete(&mut self, unit: Unit) -> Result<(), RankError> {
+        if self.tensor.size() > 1 {
+            let summed = |parameter: &&Parameter| cut(parameter) == Cut::Whole { summed: true };
+            let parameters = self.sharing.parameters;
+            for parameter in parameters.all.iter().filter(summed).filter(|one| parameters.unit_of(one) == unit) {
+                let Some(range) = &parameter.gradient else { continue };
+                let mut slopes = slopes(&self.sharing, &mut self.gradients, &mut self.room, unit);
+                let mut scratch = vec![0.0; Comm::sum_scratch(self.tensor.size(), range.len())];
+                self.tensor.sum(slopes.of(range), &mut scratch)?;
+            }
+        }
         let Zero { sharing, comm, gradients, room, received, .. } = self;
         if sharing.ranks == 1 {
             return Ok(());
@@ -188,9 +254,9 @@ impl Holder for Zero<'_> {
             let Some(range) = stretch.gradient.clone() else { continue };
             if sharing.stage < 2 {
                 let whole = &mut gradients[range];
-                comm.reduce_scatter(whole, &parts(whole.len(), sharing.ranks), received)?;
-                if sharing.stage == 0 {
-                    all_gather(comm, whole)?;
+                match sharing.stage {
+                    0 => comm.sum(whole, received)?,
+                    _ => comm.reduce_scatter(whole, &parts(whole.len(), sharing.ranks), received)?,
                 }
             } else {
                 let first = sharing.room_of(unit).start + range.start - of_unit.start;
@@ -211,15 +277,4 @@ fn slopes<'a>(sharing: &Sharing<'_>, gradients: &'a mut [f32], room: &'a mut [f3
         0 | 1 => Slopes { values: gradients, first: 0 },
         _ => Slopes { values: &mut room[sharing.room_of(unit)], first: sharing.gradients_of(unit).start },
     }
-}
-
-/// Gives every rank all parts of `values`.
-fn all_gather(comm: &Comm, values: &mut [f32]) -> Result<(), RankError> {
-    let (mut rest, mut all) = (&mut *values, Vec::new());
-    for part in parts(rest.len(), comm.size()) {
-        let (part, behind) = rest.split_at_mut(part.len());
-        all.push(bytemuck::cast_slice_mut(part));
-        rest = behind;
-    }
-    comm.all_gather(&mut all)
 }

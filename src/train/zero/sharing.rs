@@ -4,10 +4,11 @@
 //! for each rank, as long as any other but for one number, so that what a rank holds falls as `1 / ranks` whatever is frozen.
 
 use crate::memory::{Label, LabelBytes};
-use crate::ranks::Comm;
+use crate::ranks::{Comm, parts};
 use crate::train::activations::{Extents, Recompute};
 use crate::train::holder::Unit;
 use crate::train::parameters::Parameters;
+use crate::train::tensor_parallel::{Cut, cut};
 use std::ops::Range;
 
 /// Parameters of a unit that follow each other, all of them trained or none.
@@ -49,13 +50,7 @@ pub struct Sharing<'a> {
 
 /// The part of `0..len` that is a rank's.
 pub(super) fn part(len: usize, rank: usize, ranks: usize) -> Range<usize> {
-    let start = |rank: usize| (rank as u128 * len as u128 / ranks as u128) as usize;
-    start(rank)..start(rank + 1)
-}
-
-/// The parts of all ranks.
-pub(super) fn parts(len: usize, ranks: usize) -> Vec<Range<usize>> {
-    (0..ranks).map(|rank| part(len, rank, ranks)).collect()
+    parts(len, ranks).swap_remove(rank)
 }
 
 impl<'a> Sharing<'a> {
@@ -158,19 +153,32 @@ impl<'a> Sharing<'a> {
         Comm::sum_scratch(self.ranks, longest.unwrap_or(0))
     }
 
-    /// This rank's parts of the gradient, where they lie in its buffer: what it adds up the squares of.
-    pub(super) fn own_gradients(&self) -> Vec<Range<usize>> {
-        if self.ranks == 1 {
+    /// This rank's parts of the gradient, where they lie in its buffer: what it adds up the squares of. Where it shares blocks with
+    /// others (`tensor`), of parameters that all of them have only the first one's.
+    pub(super) fn own_gradients(&self, tensor: &Comm) -> Vec<Range<usize>> {
+        if self.ranks == 1 && tensor.size() == 1 {
             // As one, in the pieces of a run without ranks.
             let all = 0..self.parameters.trained_count();
             return vec![all];
         }
-        let place = |(stretch, gradient): (&Stretch, Range<usize>)| {
+        let mut places = Vec::new();
+        for (stretch, gradient) in self.trained() {
             let own = self.own(stretch);
-            let first = if self.stage < 2 { gradient.start + own.start } else { stretch.trained_at };
-            first..first + own.len()
-        };
-        self.trained().map(place).collect()
+            let ours = gradient.start + own.start..gradient.start + own.end;
+            let first = if self.stage < 2 { ours.start } else { stretch.trained_at };
+            if tensor.size() == 1 {
+                places.push(first..first + ours.len());
+                continue;
+            }
+            for parameter in &self.parameters.all {
+                let Some(range) = &parameter.gradient else { continue };
+                let range = ours.start.max(range.start)..ours.end.min(range.end);
+                if !range.is_empty() && (tensor.rank() == 0 || !matches!(cut(parameter), Cut::Whole { .. })) {
+                    places.push(first + range.start - ours.start..first + range.end - ours.start);
+                }
+            }
+        }
+        places
     }
 
     /// What this rank updates.
