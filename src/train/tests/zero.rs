@@ -119,9 +119,9 @@ fn every_stage_trains_with_the_bits_of_one_rank_that_adds_up_parts() {
     ];
     for (name, config, names, most) in &models {
         let parameters = &frozen(config, names);
-        let extents = Extents { parameters, batch: 12, len: 17, skipped: 0 };
+        let extents = Extents { parameters, batch: 12, len: 9, skipped: 0 };
         let (_, whole) = in_parts(extents, 1);
-        for ranks in 1..=*most {
+        for ranks in [1, 2, 3, 4].into_iter().filter(|ranks| ranks == most || *most == 4) {
             let (expected, expected_losses) = in_parts(extents, ranks);
             for (stage, offload) in [(0, false), (1, false), (1, true), (2, false), (3, false), (3, true)] {
                 let case = format!("{name}, {ranks} ranks, stage {stage}, offload {offload}");
