@@ -137,6 +137,23 @@ fn ranks_that_are_threads_train_as_one_and_each_stage_as_any_other() {
 }
 
 #[test]
+fn ranks_go_on_with_a_model_that_is_there() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let (head, rest) = RECIPE.split_once("[model]").unwrap();
+    let (_, rest) = rest.split_once("[optimizer]").unwrap();
+    let recipe = format!("{head}frozen = ['layers.*.mlp']\n[model]\nfrom = 'builtin'\n[optimizer]{rest}");
+    fs::write(folder.join("tiny.toml"), recipe).unwrap();
+    let one = train(folder, "one", &["--steps", "1"]);
+    for (out, more) in [("parts", ["--zero", "3"]), ("shared", ["--tensor-parallel", "2"])] {
+        let out = train(folder, out, &[&["--ranks", "2", "--steps", "1"][..], &more].concat());
+        assert_as_predicted(&out, 2, "threads");
+        let (one, shared) = (losses(&one)[0], losses(&out)[0]);
+        assert!(((one - shared) / one).abs() < 1e-5 && one < 2.0, "{one} {shared}");
+    }
+}
+
+#[test]
 fn what_cannot_be_shared_is_one_line_and_status_2() {
     let folder = tempfile::tempdir().unwrap();
     recipe(folder.path());

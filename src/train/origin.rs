@@ -196,7 +196,7 @@ fn new(sizes: &Sizes) -> Start {
 }
 
 impl Start {
-    /// Hands on the first weights, one parameter after the other in the order of `parameters`.
+    /// Hands on the first weights in the order of `parameters`, some numbers at a time.
     ///
     /// # Errors
     /// When a file cannot be read or does not fit.

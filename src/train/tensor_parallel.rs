@@ -103,10 +103,10 @@ pub(super) fn step_sent_bytes(extents: &Extents<'_>, recompute: Recompute, tenso
         + parameters.all.iter().filter(summed).map(of_gains).sum::<u64>()
 }
 
-/// Whether what a rank has of a model fits the whole, parameter by parameter.
+/// Each parameter of a model, and what a rank has of it.
 pub(super) fn pairs<'a>(
     whole: &'a Parameters,
     share: &'a Parameters,
-) -> impl Iterator<Item = (&'a Parameter, &'a Parameter)> {
+) -> impl Iterator<Item = (&'a Parameter, &'a Parameter)> + Clone {
     whole.all.iter().zip(&share.all)
 }

@@ -15,12 +15,22 @@ use std::path::Path;
 impl Zero<'_> {
     /// Takes the weights that training begins with.
     pub(in crate::train) fn start(&mut self, start: &Start, seed: u64) -> Result<(), TrainError> {
-        let mut places = tensor_parallel::pairs(self.whole, self.sharing.parameters);
-        start.each_weight(self.whole, seed, &mut |values| {
-            let (whole, own) = places.next().expect("as many parameters as there are");
-            match self.tensor.size() {
-                1 => self.keep(own.range.start, values),
-                ranks => self.keep(own.range.start, &part_of(whole, values, self.tensor.rank(), ranks)),
+        let (mut pairs, mut pieces) = (tensor_parallel::pairs(self.whole, self.sharing.parameters), Pieces::default());
+        let (rank, ranks) = (self.tensor.rank(), self.tensor.size());
+        let mut first = 0;
+        start.each_weight(self.whole, seed, &mut |mut values| {
+            if ranks == 1 {
+                self.keep(first, values);
+                first += values.len();
+                return;
+            }
+            while !values.is_empty() {
+                let (whole, _) = pairs.clone().next().expect("as many numbers as there are");
+                let Some(complete) = pieces.complete(&mut values, whole.range.len()) else { break };
+                let own = part_of(whole, &complete, rank, ranks);
+                self.keep(first, &own);
+                first += own.len();
+                pairs.next();
             }
         })
     }
@@ -74,26 +84,21 @@ impl Zero<'_> {
             array == Array::Weights || whole.gradient.is_some() && own.gradient.is_some()
         };
         let mut pairs = tensor_parallel::pairs(self.whole, self.sharing.parameters).filter(counts).peekable();
-        let mut own = Vec::new();
+        let mut pieces = Pieces::default();
         self.each(array, &mut |mut values| {
             while let Some((whole, share)) = pairs.peek().filter(|_| !values.is_empty()) {
-                let len = share.range.len();
-                own.extend_from_slice(values.split_off(..values.len().min(len - own.len())).expect("a part of it"));
-                if own.len() < len {
-                    break;
-                }
+                let Some(own) = pieces.complete(&mut values, share.range.len()) else { break };
                 if tensor.rank() > 0 {
                     tensor.transfer(&[(0, bytemuck::cast_slice(&own))], &mut [])?;
                 } else {
-                    let mut of_ranks = vec![std::mem::take(&mut own)];
+                    let mut of_ranks = vec![own];
                     for rank in 1..tensor.size() {
-                        let mut part = vec![0.0f32; len];
+                        let mut part = vec![0.0f32; share.range.len()];
                         tensor.transfer(&[], &mut [(rank, bytemuck::cast_slice_mut(&mut part))])?;
                         of_ranks.push(part);
                     }
                     take(&whole_of(whole, &of_ranks))?;
                 }
-                own.clear();
                 pairs.next();
             }
             Ok(())
@@ -178,6 +183,19 @@ impl Zero<'_> {
             }
         }
         Ok(())
+    }
+}
+
+/// Numbers that come in pieces, put together to parameters.
+#[derive(Default)]
+struct Pieces(Vec<f32>);
+
+impl Pieces {
+    /// Takes of `values` what is missing of a parameter of `len` numbers, which is given once it is complete.
+    fn complete(&mut self, values: &mut &[f32], len: usize) -> Option<Vec<f32>> {
+        let missing = values.len().min(len - self.0.len());
+        self.0.extend_from_slice(values.split_off(..missing).expect("no more than there are"));
+        (self.0.len() == len).then(|| std::mem::take(&mut self.0))
     }
 }
 
