@@ -7,8 +7,7 @@
 //! before they run what they will take and send, to the byte. [`evict`] evicts from a cache that is shared out so.
 //! `docs/ranks.md` has the equations.
 //!
-//! Training over ranks (shared optimizer states, gradients or parameters, tensor parallelism) would be built on [`Comm`] too,
-//! beside [`Ring`].
+//! Training over ranks ([`crate::train::zero`], [`crate::train::tensor_parallel`]) is built on [`Comm`] too.
 
 mod comm;
 pub mod evict;
