@@ -14,6 +14,7 @@ mod checkpoint;
 pub mod data;
 mod distil;
 pub mod dms;
+mod error;
 mod export;
 pub mod gates;
 mod heads;

@@ -115,8 +115,8 @@ impl<'a> Network<'a> {
         })
     }
 
-    /// The same where blocks are shared by the ranks of `tensor`, whose parts these parameters are; takes
-    /// [`tensor_parallel::sums`] numbers more.
+    /// The same where blocks are shared by the ranks of `tensor`, whose parts these parameters are; takes scratch for sums over them
+    /// besides.
     ///
     /// # Errors
     /// When the arena has no room.

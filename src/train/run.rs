@@ -1,21 +1,20 @@
 //! A run from its recipe to a model: steps, evaluations, checkpoints, and the record at the end.
 
+pub use super::error::TrainError;
+
 use super::activations::Extents;
 use super::checkpoint::{CHECKPOINT, Progress};
 use super::data::{Data, DataError};
 use super::export;
 use super::log::{Line, Log};
 use super::origin::Start;
-use super::recipe::{Recipe, RecipeError, Stage};
+use super::recipe::{Recipe, Stage};
 use super::tensor_parallel;
 use super::zero::{Groups, Zero};
 use super::{Batch, Network, Parameters};
-use crate::attention::AttentionError;
 use crate::device::Cpu;
-use crate::memory::{Arena, ArenaError, LabelBytes};
-use crate::model::ModelError;
-use crate::ranks::{Comm, RankError};
-use crate::tensor::file::FileError;
+use crate::memory::{Arena, LabelBytes};
+use crate::ranks::Comm;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -24,97 +23,6 @@ use std::time::Instant;
 pub const RECORD: &str = "training.json";
 /// Sequences that are evaluated at once.
 const JUDGED_AT_ONCE: usize = 4;
-
-/// Training that cannot begin or go on.
-#[derive(Debug, thiserror::Error)]
-pub enum TrainError {
-    /// The recipe.
-    #[error(transparent)]
-    Recipe(#[from] RecipeError),
-    /// The model that it starts from.
-    #[error(transparent)]
-    Model(#[from] ModelError),
-    /// A recipe that does not fit the model that it starts from.
-    #[error("recipe '{name}': {reason}")]
-    Misfit {
-        /// The recipe's name.
-        name: String,
-        /// What was wrong, its value, and what would be right.
-        reason: String,
-    },
-    /// The data.
-    #[error(transparent)]
-    Data(#[from] DataError),
-    /// The folder holds a run, and nobody said to go on with it.
-    #[error("'{0}' holds a run already; go on with it by --resume, or name another folder")]
-    Taken(PathBuf),
-    /// There is no run to go on with.
-    #[error("'{0}' holds no {CHECKPOINT} to go on from; leave --resume out")]
-    Nothing(PathBuf),
-    /// A checkpoint that does not fit.
-    #[error("'{path}': {reason}")]
-    Checkpoint {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong with it.
-        reason: String,
-    },
-    /// A file that cannot be read or written.
-    #[error("cannot {verb} '{path}': {reason}")]
-    System {
-        /// Read or write.
-        verb: &'static str,
-        /// The file.
-        path: PathBuf,
-        /// The system's own words.
-        reason: String,
-    },
-    /// A file of tensors.
-    #[error(transparent)]
-    File(#[from] FileError),
-    /// Attention.
-    #[error(transparent)]
-    Attention(#[from] AttentionError),
-    /// Another rank, or what cannot be shared out.
-    #[error(transparent)]
-    Rank(#[from] RankError),
-    /// No room.
-    #[error(transparent)]
-    Arena(#[from] ArenaError),
-    /// Gates that let go of everything, or of nothing.
-    #[error(
-        "by step {step} gates evict {:.1}% of the tokens behind the window where {:.1}% are asked for; {}",
-        100.0 * evicted, 100.0 * target,
-        if evicted > target { "a smaller learning rate or pressure may help" }
-        else { "a larger learning rate, more pressure or more steps may help" }
-    )]
-    Collapsed {
-        /// Steps that are done.
-        step: usize,
-        /// Fraction of tokens that are evicted.
-        evicted: f64,
-        /// Fraction that is asked for.
-        target: f64,
-    },
-    /// The loss is no number any more.
-    #[error("the loss of step {step} is {loss}; a smaller learning rate or more warmup may help")]
-    Diverged {
-        /// The step.
-        step: usize,
-        /// The loss.
-        loss: f64,
-    },
-}
-
-impl TrainError {
-    pub(super) fn read(path: &Path, error: &std::io::Error) -> Self {
-        TrainError::System { verb: "read", path: path.into(), reason: error.to_string() }
-    }
-
-    pub(super) fn write(path: &Path, error: &std::io::Error) -> Self {
-        TrainError::System { verb: "write", path: path.into(), reason: error.to_string() }
-    }
-}
 
 /// A rank that trains, and how the numbers of training are shared out with the others.
 pub struct Place<'a> {
