@@ -278,6 +278,7 @@ impl From<TrainError> for Failure {
     fn from(error: TrainError) -> Self {
         match error {
             TrainError::Attention(error) => error.into(),
+            TrainError::Rank(error) => error.into(),
             TrainError::Arena(error) => error.into(),
             TrainError::File(error) => error.into(),
             TrainError::Model(error) => error.into(),

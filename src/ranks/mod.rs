@@ -7,8 +7,7 @@
 //! before they run what they will take and send, to the byte. [`evict`] evicts from a cache that is shared out so.
 //! `docs/ranks.md` has the equations.
 //!
-//! Training over ranks (shared optimizer states, gradients or parameters, tensor parallelism) would be built on [`Comm`] too,
-//! beside [`Ring`].
+//! Training over ranks ([`crate::train::zero`], [`crate::train::tensor_parallel`]) is built on [`Comm`] too.
 
 mod comm;
 pub mod evict;
@@ -21,10 +20,10 @@ mod shared;
 pub mod threads;
 mod tree;
 
-pub use comm::{Comm, Traffic, Transport, all_reduce_messages};
+pub use comm::{Comm, Traffic, Transport, all_reduce_messages, parts};
 pub use ring::{Rank, Ring, RingBackward};
 pub use shards::{Placement, Shards};
-pub use shared::{Asked, Method, OfRank, Shared, scatter};
+pub use shared::{Asked, MOST_THREADS, Method, OfRank, Shared, scatter};
 pub use tree::Tree;
 
 use crate::attention::AttentionError;

@@ -7,6 +7,7 @@
 mod dtype;
 pub mod file;
 mod rows;
+pub mod stream;
 mod view;
 
 pub use dtype::DType;

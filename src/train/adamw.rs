@@ -93,45 +93,78 @@ impl AdamW {
         weights: &mut [f32],
         gradients: &[f32],
     ) -> f64 {
-        let norm = norm(cpu, gradients);
-        let scale = if norm > f64::from(constants.clip) { (f64::from(constants.clip) / norm) as f32 } else { 1.0 };
-        let Constants { beta1, beta2, eps, weight_decay, .. } = *constants;
-        // In f64: 1 - 0.999 loses four digits in f32.
-        let correction = |beta: f32| (1.0 - f64::from(beta).powi(step as i32 + 1)) as f32;
-        let (correction1, correction2) = (correction(beta1), correction(beta2));
+        let norm = sum_of_squares(cpu, [gradients]).sqrt();
+        let update = Update::new(constants, (step, rate), norm);
         for parameter in parameters {
             let Some(range) = parameter.gradient.clone() else { continue };
-            let decay = if parameter.role.decays() { 1.0 - rate * weight_decay } else { 1.0 };
-            let (w, g) = (&mut weights[parameter.range.clone()], &gradients[range.clone()]);
-            let (m, v) = (&mut self.mean[range.clone()], &mut self.square[range]);
-            cpu.install(|| {
-                w.par_chunks_mut(PIECE)
-                    .zip(g.par_chunks(PIECE))
-                    .zip(m.par_chunks_mut(PIECE).zip(v.par_chunks_mut(PIECE)))
-                    .for_each(|((w, g), (m, v))| {
-                        vectorised(
-                            cpu.isa(),
-                            #[inline(always)]
-                            || {
-                                for (((w, g), m), v) in w.iter_mut().zip(g).zip(m.iter_mut()).zip(v.iter_mut()) {
-                                    let g = g * scale;
-                                    *m = beta1 * *m + (1.0 - beta1) * g;
-                                    *v = beta2 * *v + (1.0 - beta2) * g * g;
-                                    let step = *m / correction1 / ((*v / correction2).sqrt() + eps);
-                                    *w = *w * decay - rate * step;
-                                }
-                            },
-                        )
-                    });
-            });
+            let averages = [&mut self.mean[range.clone()], &mut self.square[range.clone()]];
+            update.apply(
+                cpu,
+                parameter.role.decays(),
+                &mut weights[parameter.range.clone()],
+                &gradients[range],
+                averages,
+            );
         }
         norm
     }
 }
 
-/// Euclidean norm, summed in f64 piece by piece.
-fn norm(cpu: &Cpu, gradients: &[f32]) -> f64 {
+/// The update of a step, of any of its numbers.
+pub(super) struct Update {
+    constants: Constants,
+    rate: f32,
+    /// What the gradient is scaled by.
+    scale: f32,
+    /// What the averages have of their final size.
+    corrections: [f32; 2],
+}
+
+impl Update {
+    /// That of step `step` (from 0) at learning rate `rate`, where the whole gradient has this norm.
+    pub fn new(constants: &Constants, (step, rate): (usize, f32), norm: f64) -> Self {
+        let clip = f64::from(constants.clip);
+        let scale = if norm > clip { (clip / norm) as f32 } else { 1.0 };
+        // In f64: 1 - 0.999 loses four digits in f32.
+        let correction = |beta: f32| (1.0 - f64::from(beta).powi(step as i32 + 1)) as f32;
+        let corrections = [constants.beta1, constants.beta2].map(correction);
+        Update { constants: *constants, rate, scale, corrections }
+    }
+
+    /// Changes weights, of matrices that decay or of what does not, and their averages `[mean, square]`.
+    pub fn apply(&self, cpu: &Cpu, decays: bool, weights: &mut [f32], gradients: &[f32], averages: [&mut [f32]; 2]) {
+        let Update { rate, scale, corrections: [correction1, correction2], .. } = *self;
+        let Constants { beta1, beta2, eps, weight_decay, .. } = self.constants;
+        let decay = if decays { 1.0 - rate * weight_decay } else { 1.0 };
+        let [mean, square] = averages;
+        cpu.install(|| {
+            weights
+                .par_chunks_mut(PIECE)
+                .zip(gradients.par_chunks(PIECE))
+                .zip(mean.par_chunks_mut(PIECE).zip(square.par_chunks_mut(PIECE)))
+                .for_each(|((w, g), (m, v))| {
+                    vectorised(
+                        cpu.isa(),
+                        #[inline(always)]
+                        || {
+                            for (((w, g), m), v) in w.iter_mut().zip(g).zip(m.iter_mut()).zip(v.iter_mut()) {
+                                let g = g * scale;
+                                *m = beta1 * *m + (1.0 - beta1) * g;
+                                *v = beta2 * *v + (1.0 - beta2) * g * g;
+                                let step = *m / correction1 / ((*v / correction2).sqrt() + eps);
+                                *w = *w * decay - rate * step;
+                            }
+                        },
+                    )
+                });
+        });
+    }
+}
+
+/// The sum of the squares of numbers in several places, in f64, piece by piece.
+pub(super) fn sum_of_squares<'a>(cpu: &Cpu, places: impl IntoIterator<Item = &'a [f32]>) -> f64 {
     let square = |piece: &[f32]| piece.iter().map(|&g| f64::from(g) * f64::from(g)).sum::<f64>();
-    let sums: Vec<f64> = cpu.install(|| gradients.par_chunks(PIECE).map(square).collect());
-    sums.iter().sum::<f64>().sqrt()
+    let pieces: Vec<&[f32]> = places.into_iter().flat_map(|place| place.chunks(PIECE)).collect();
+    let sums: Vec<f64> = cpu.install(|| pieces.par_iter().map(|piece| square(piece)).collect());
+    sums.iter().sum()
 }

@@ -3,6 +3,7 @@
 use super::activations::{Cheap, Extents, Inner, Recompute, Scratch};
 use super::gates::Gates;
 use super::heads::{self, Turns};
+use super::holder::Slopes;
 use super::linear::Linear;
 use super::mlp;
 use super::norm::{self, Columns};
@@ -13,6 +14,7 @@ use crate::device::Cpu;
 use crate::memory::Buffer;
 use crate::model::norm::Norm;
 use crate::model::params;
+use crate::ranks::{Comm, RankError};
 use crate::tensor::{DType, Tensor, TensorView};
 use half::bf16;
 use std::ops::RangeFrom;
@@ -27,6 +29,8 @@ pub(super) struct Block<'a> {
     pub recompute: Recompute,
     /// The first row that is computed. Those before it are what an earlier pass left, where that was kept.
     pub first: usize,
+    /// The ranks that share the block: each has some of its heads and of the MLP's inner elements (Megatron-LM, arXiv 1909.08053).
+    pub tensor: Option<&'a Comm>,
 }
 
 /// Buffers that all blocks share, one after the other.
@@ -44,6 +48,8 @@ pub(super) struct Shared {
     /// Gradients by q, k and v.
     pub dqkv: Gradients,
     pub scratch: Scratch,
+    /// For sums over ranks that share the block; else empty.
+    pub sums: Buffer<f32>,
     /// Attention's outputs in the dense model, where gates are trained.
     pub dense: Option<Outputs>,
     /// What decides on evicted tokens, where that is trained.
@@ -72,15 +78,15 @@ impl Block<'_> {
         inner: &mut Inner,
         shared: &mut Shared,
         output: &mut [f32],
-    ) -> Result<(), AttentionError> {
+    ) -> Result<(), RankError> {
         let hidden = self.extents.config().hidden;
         self.attention_inputs(x, inner, shared);
         if let Some(gates) = &mut shared.gates {
             gates.decide(self.layer, self.cpu, &inner.n1, &mut shared.scratch.products);
         }
         self.attend(cheap, inner, shared)?;
-        self.residual(x, cheap, inner, &mut shared.scratch);
-        self.mlp_inner(cheap, inner, &mut shared.scratch);
+        self.residual(x, cheap, inner, shared)?;
+        self.mlp_inner(cheap, inner, shared)?;
         match &self.groups().after_mlp {
             Some(gain) => {
                 let (from, to) = (&inner.projected[self.live(hidden)], &mut output[self.live(hidden)]);
@@ -88,11 +94,9 @@ impl Block<'_> {
                 norm::add(self.cpu, to, &cheap.y[self.live(hidden)]);
             }
             None => {
-                let output = &mut output[self.live(hidden)];
-                output.copy_from_slice(&cheap.y[self.live(hidden)]);
-                let scratch = &mut shared.scratch.products;
                 let p = &inner.p[self.live(self.extents.config().ffn)];
-                self.groups().down.forward(self.cpu, self.weights, p, output, true, scratch);
+                let (y, output) = (&cheap.y[self.live(hidden)], &mut output[self.live(hidden)]);
+                self.leave(&self.groups().down, p, Some(y), output, shared)?;
             }
         }
         Ok(())
@@ -105,24 +109,23 @@ impl Block<'_> {
         cheap: &mut Cheap,
         inner: &mut Inner,
         shared: &mut Shared,
-    ) -> Result<(), AttentionError> {
+    ) -> Result<(), RankError> {
         match self.recompute {
             Recompute::None => return Ok(()),
             Recompute::Selective => {
                 self.attention_inputs(x, inner, shared);
                 self.by_tokens(&cheap.attention, inner);
                 if self.groups().after_attention.is_some() {
-                    self.residual(x, cheap, inner, &mut shared.scratch);
+                    self.residual(x, cheap, inner, shared)?;
                 }
             }
             Recompute::Full => {
                 self.attention_inputs(x, inner, shared);
                 self.attend(cheap, inner, shared)?;
-                self.residual(x, cheap, inner, &mut shared.scratch);
+                self.residual(x, cheap, inner, shared)?;
             }
         }
-        self.mlp_inner(cheap, inner, &mut shared.scratch);
-        Ok(())
+        self.mlp_inner(cheap, inner, shared)
     }
 
     fn attention_inputs(&self, x: &[f32], inner: &mut Inner, shared: &mut Shared) {
@@ -171,26 +174,50 @@ impl Block<'_> {
         heads::side_by_side(self.cpu, &outputs.o, self.extents.len, &mut inner.o);
     }
 
-    fn residual(&self, x: &[f32], cheap: &mut Cheap, inner: &mut Inner, scratch: &mut Scratch) {
-        let (groups, scratch) = (self.groups(), &mut scratch.products);
+    /// Adds up what each rank that shares the block has of `values`.
+    fn sum(&self, values: &mut [f32], scratch: &mut [f32]) -> Result<(), RankError> {
+        self.tensor.map_or(Ok(()), |ranks| ranks.sum(values, scratch))
+    }
+
+    /// Leaves the part of a block that ranks share, by a layer that each has some columns of: `y = x Wᵀ + b`, and `base` on top.
+    fn leave(
+        &self,
+        layer: &Linear,
+        x: &[f32],
+        base: Option<&[f32]>,
+        y: &mut [f32],
+        shared: &mut Shared,
+    ) -> Result<(), RankError> {
+        let leads = self.tensor.is_none_or(|ranks| ranks.rank() == 0);
+        match base {
+            Some(base) if leads => y.copy_from_slice(base),
+            Some(_) => y.fill(0.0),
+            None => {}
+        }
+        let add = base.is_some();
+        layer.forward_of(self.cpu, self.weights, x, y, (add, leads), &mut shared.scratch.products);
+        self.sum(y, &mut shared.sums)
+    }
+
+    fn residual(&self, x: &[f32], cheap: &mut Cheap, inner: &mut Inner, shared: &mut Shared) -> Result<(), RankError> {
+        let groups = self.groups();
         let (hidden, o) = (self.extents.config().hidden, &inner.o[self.live(self.extents.config().q_width())]);
         let (x, y) = (&x[self.live(hidden)], &mut cheap.y[self.live(hidden)]);
         match &groups.after_attention {
             Some(gain) => {
                 let attended = &mut inner.attended[self.live(hidden)];
-                groups.out.forward(self.cpu, self.weights, o, attended, false, scratch);
+                self.leave(&groups.out, o, None, attended, shared)?;
                 self.norm(gain).rows(self.cpu, attended, y, hidden);
                 norm::add(self.cpu, y, x);
             }
-            None => {
-                y.copy_from_slice(x);
-                groups.out.forward(self.cpu, self.weights, o, y, true, scratch);
-            }
+            None => self.leave(&groups.out, o, Some(x), y, shared)?,
         }
+        Ok(())
     }
 
-    fn mlp_inner(&self, cheap: &Cheap, inner: &mut Inner, scratch: &mut Scratch) {
-        let (config, groups, scratch) = (self.extents.config(), self.groups(), &mut scratch.products);
+    fn mlp_inner(&self, cheap: &Cheap, inner: &mut Inner, shared: &mut Shared) -> Result<(), RankError> {
+        let (config, groups) = (self.extents.config(), self.groups());
+        let scratch = &mut shared.scratch.products;
         let (hidden, ffn) = (config.hidden, config.ffn);
         let (y, n2) = (&cheap.y[self.live(hidden)], &mut inner.n2[self.live(hidden)]);
         let (gate_up, p) = (&mut inner.gate_up[self.live(2 * ffn)], &mut inner.p[self.live(ffn)]);
@@ -198,8 +225,9 @@ impl Block<'_> {
         groups.gate_up.forward(self.cpu, self.weights, n2, gate_up, false, scratch);
         mlp::forward(self.cpu, config.activation, gate_up, p, ffn);
         if groups.after_mlp.is_some() {
-            groups.down.forward(self.cpu, self.weights, p, &mut inner.projected[self.live(hidden)], false, scratch);
+            self.leave(&groups.down, p, None, &mut inner.projected[self.live(hidden)], shared)?;
         }
+        Ok(())
     }
 
     /// Turns `dx` from the gradient by the block's output to that by its input, and adds to the parameters' gradients.
@@ -209,22 +237,22 @@ impl Block<'_> {
         cheap: &Cheap,
         inner: &mut Inner,
         shared: &mut Shared,
-        gradients: &mut [f32],
+        gradients: &mut Slopes<'_>,
         dx: &mut [f32],
-    ) -> Result<(), AttentionError> {
+    ) -> Result<(), RankError> {
         let (config, groups, cpu, w) = (self.extents.config(), self.groups(), self.cpu, self.weights);
-        let Shared { qkv, dp, dn, d_o, rounded, dqkv, scratch, gates, .. } = shared;
+        let Shared { qkv, dp, dn, d_o, rounded, dqkv, scratch, sums, gates, .. } = shared;
         let (hidden, ffn, q_width, qkv_width) = (config.hidden, config.ffn, config.q_width(), config.qkv_width());
         let [stream, inside, doubled] = [hidden, ffn, 2 * ffn].map(|width| self.live(width));
         let [of_q, of_qkv] = [q_width, qkv_width].map(|width| self.live(width));
         let columns = Columns { range: 0..hidden, stride: hidden };
         // The gradient by a layer's inputs, from that by its outputs, and those by what of it is trained.
         let layer =
-            |layer: &Linear, dy: &[f32], x: &[f32], gradients: &mut [f32], dx: &mut [f32], scratch: &mut [f32]| {
+            |layer: &Linear, dy: &[f32], x: &[f32], gradients: &mut Slopes<'_>, dx: &mut [f32], scratch: &mut [f32]| {
                 layer.gradients(cpu, dy, x, gradients);
                 layer.backward(cpu, w, dy, dx, false, scratch);
             };
-        let norm_backward = |gain: &Group, x: &[f32], dn: &mut [f32], gradients: &mut [f32], sums: &mut [f32]| {
+        let norm_backward = |gain: &Group, x: &[f32], dn: &mut [f32], gradients: &mut Slopes<'_>, sums: &mut [f32]| {
             norm::backward(cpu, self.norm(gain), x, dn, &columns, (gain, gradients), sums);
         };
         let (all_n1, all_dn) = (&inner.n1, dn);
@@ -243,6 +271,7 @@ impl Block<'_> {
         }
         mlp::backward(cpu, config.activation, dp, gate_up, ffn);
         layer(&groups.gate_up, gate_up, &inner.n2[stream.clone()], gradients, dn, products);
+        self.sum(dn, sums)?;
         norm_backward(&groups.before_mlp, y, dn, gradients, &mut scratch.norm);
         norm::add(cpu, dx, dn);
 
@@ -274,6 +303,7 @@ impl Block<'_> {
             norm::backward(cpu, self.norm(gain), unnormed, qkv, &columns, (gain, gradients), &mut scratch.norm);
         }
         layer(&groups.qkv, qkv, &all_n1[stream], gradients, dn, &mut scratch.products);
+        self.sum(dn, sums)?;
         if let (Some(gates), Some(dbias)) = (gates, &dqkv.bias) {
             gates.backward(self.layer, cpu, all_n1, dbias, (dn, self.first), &mut scratch.products);
         }

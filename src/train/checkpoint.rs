@@ -1,10 +1,10 @@
 //! The state of a run, in one file that is there whole or not at all: weights, the optimizer's averages, and how far
 //! the run is. Nothing else decides what follows.
 
-use super::adamw::AdamW;
 use super::run::TrainError;
-use crate::memory::{Arena, Label};
-use crate::tensor::file::{self, Output, TensorFile};
+use crate::tensor::file::TensorFile;
+use crate::tensor::stream;
+use safetensors::Dtype;
 use std::collections::HashMap;
 use std::path::Path;
 
@@ -24,19 +24,32 @@ pub(super) struct Progress {
     pub seconds: f64,
 }
 
-const NAMES: [&str; 3] = ["weights", "mean", "square"];
+/// The arrays of numbers in a checkpoint.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Array {
+    Weights,
+    Mean,
+    Square,
+}
 
-/// Writes the state.
+impl Array {
+    /// All, in their order.
+    pub const ALL: [Array; 3] = [Array::Weights, Array::Mean, Array::Square];
+
+    fn name(self) -> &'static str {
+        ["weights", "mean", "square"][self as usize]
+    }
+}
+
+/// Writes the state: of arrays of these lengths `each` gives the numbers, from the first to the last.
 pub(super) fn save(
     folder: &Path,
     digest: &str,
     progress: &Progress,
-    weights: &[f32],
-    adamw: &AdamW,
+    lens: [usize; 3],
+    mut each: impl FnMut(Array, &mut dyn FnMut(&[f32]) -> Result<(), TrainError>) -> Result<(), TrainError>,
 ) -> Result<(), TrainError> {
-    let arrays = [weights, &adamw.mean, &adamw.square];
-    let outputs: Vec<Output<'_>> =
-        NAMES.iter().zip(arrays).map(|(name, values)| Output::f32(name, vec![1, 1, 1, values.len()], values)).collect();
+    let tensors = Array::ALL.map(|array| (array.name().to_string(), Dtype::F32, vec![1, 1, 1, lens[array as usize]]));
     let Progress { step, sequences, tokens, seconds } = *progress;
     let metadata = HashMap::from([
         ("recipe".to_string(), digest.to_string()),
@@ -45,15 +58,19 @@ pub(super) fn save(
         ("tokens".into(), tokens.to_string()),
         ("seconds".into(), seconds.to_string()),
     ]);
-    Ok(file::write_with(&folder.join(CHECKPOINT), &outputs, Some(metadata))?)
+    stream::write(&folder.join(CHECKPOINT), tensors, metadata, |sink| {
+        Array::ALL
+            .into_iter()
+            .try_for_each(|array| each(array, &mut |values| Ok(sink.put(bytemuck::cast_slice(values))?)))
+    })
 }
 
-/// Reads the state back into `weights` and `adamw`.
+/// Reads the state back, and hands each array of these lengths to `restore`.
 pub(super) fn load(
     folder: &Path,
     digest: &str,
-    weights: &mut [f32],
-    adamw: &mut AdamW,
+    lens: [usize; 3],
+    mut restore: impl FnMut(Array, &[f32]) -> Result<(), TrainError>,
 ) -> Result<Progress, TrainError> {
     let path = folder.join(CHECKPOINT);
     let stored = TensorFile::open(&path)?;
@@ -65,15 +82,17 @@ pub(super) fn load(
             "it is of another recipe ({found}, this is {digest}); resume with the recipe it was made with, or name another folder"
         )));
     }
-    let arena = Arena::unlimited();
-    let targets = [weights, &mut *adamw.mean, &mut *adamw.square];
-    for (name, target) in NAMES.iter().zip(targets) {
-        let tensor = stored.load(name, &arena, Label::Input)?;
-        let values: &[f32] = bytemuck::try_cast_slice(tensor.bytes()).map_err(|_| damaged("it does not hold f32"))?;
-        if values.len() != target.len() {
-            return Err(damaged(&format!("{name} holds {} numbers; {} are needed", values.len(), target.len())));
+    let entries = stored.entries()?;
+    for (array, len) in Array::ALL.into_iter().zip(lens) {
+        let name = array.name();
+        let entry =
+            entries.iter().find(|entry| entry.name == name).ok_or_else(|| damaged(&format!("it has no {name}")))?;
+        let values: &[f32] = bytemuck::try_cast_slice(stored.bytes(entry.range.clone()))
+            .map_err(|_| damaged(&format!("{name} does not hold f32")))?;
+        if values.len() != len {
+            return Err(damaged(&format!("{name} holds {} numbers; {len} are needed", values.len())));
         }
-        target.copy_from_slice(values);
+        restore(array, values)?;
     }
     let number = |key: &str| text(key)?.parse::<f64>().map_err(|_| damaged(&format!("its {key} is no number")));
     Ok(Progress {

@@ -238,7 +238,12 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
     let mut adamw = AdamW::new(&arena, Gates::count(&config))?;
     let mut progress = Progress::default();
     if there {
-        progress = checkpoint::load(folder, &digest, &mut network.gates().weights, &mut adamw)?;
+        let gates = network.gates();
+        progress = checkpoint::load(folder, &digest, [gates.weights.len(); 3], |array, values| {
+            let AdamW { mean, square } = &mut adamw;
+            [&mut gates.weights, mean, square][array as usize].copy_from_slice(values);
+            Ok(())
+        })?;
     }
     let log = Log::open(folder, progress.step)?;
     let tell = |watch: &mut dyn FnMut(&Line), line: Line| -> Result<(), TrainError> {
@@ -306,7 +311,10 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
             let line = Line::HeldOutGates { step: done, kl, evicted };
             held_out = serde_json::to_value(&line).ok();
             tell(watch, line)?;
-            checkpoint::save(folder, &digest, &progress, &network.gates().weights, &adamw)?;
+            let weights = &network.gates().weights;
+            checkpoint::save(folder, &digest, &progress, [weights.len(); 3], |array, take| {
+                take([weights, &adamw.mean, &adamw.square][array as usize])
+            })?;
             let write = |name: &str, gates: &Gates| {
                 write_policy(settings, &config, &base, gates, &progress, &folder.join(name))
             };

@@ -3,17 +3,21 @@
 use super::parameters::Parameters;
 use super::run::TrainError;
 use crate::tensor::DType;
-use crate::tensor::file::{self, Output};
+use crate::tensor::{file, stream};
 use safetensors::Dtype;
 use std::collections::HashMap;
 use std::path::Path;
 
-/// Writes the folder's files, each whole or not at all; `files` are names and contents of what stands beside the weights.
+/// Numbers that are rounded at a time.
+const PIECE: usize = 1 << 16;
+
+/// Writes the folder's files, each whole or not at all; `files` are names and contents of what stands beside the weights, which
+/// `weights` gives piece by piece.
 pub(super) fn write(
     folder: &Path,
     files: &[(&str, String)],
     parameters: &Parameters,
-    weights: &[f32],
+    weights: impl FnOnce(&mut dyn FnMut(&[f32]) -> Result<(), TrainError>) -> Result<(), TrainError>,
 ) -> Result<(), TrainError> {
     files.iter().try_for_each(|(name, content)| text(folder, name, content))?;
     let kept = parameters.config.dtype;
@@ -22,18 +26,20 @@ pub(super) fn write(
         DType::F16 => (2, Dtype::F16),
         DType::Bf16 => (2, Dtype::BF16),
     };
-    let mut rounded = vec![0u8; width * weights.len()];
-    kept.encode(weights, &mut rounded);
-    let outputs = parameters.all.iter().map(|parameter| Output {
-        name: &parameter.name,
-        dtype,
-        shape: parameter.shape.clone(),
-        bytes: &rounded[width * parameter.range.start..width * parameter.range.end],
-    });
-    let outputs: Vec<Output<'_>> = outputs.collect();
+    let tensors = parameters.all.iter().map(|parameter| (parameter.name.clone(), dtype, parameter.shape.clone()));
     // `transformers` asks a file which framework wrote it, and reads only what it knows.
     let metadata = HashMap::from([("format".to_string(), "pt".to_string())]);
-    Ok(file::write_with(&folder.join("model.safetensors"), &outputs, Some(metadata))?)
+    stream::write(&folder.join("model.safetensors"), tensors, metadata, |sink| {
+        let mut rounded = Vec::new();
+        weights(&mut |values| {
+            for values in values.chunks(PIECE) {
+                rounded.resize(width * values.len(), 0);
+                kept.encode(values, &mut rounded);
+                sink.put(&rounded)?;
+            }
+            Ok(())
+        })
+    })
 }
 
 /// Writes a text file of the folder.

@@ -3,6 +3,7 @@
 //! A product is cut into parts of [`crate::device::simd::dense`], the rows of a weight's gradient into blocks; each is computed by
 //! one thread, so that its sums have one order.
 
+use super::holder::Slopes;
 use super::parameters::Group;
 use super::weights::Weights;
 use crate::device::Cpu;
@@ -83,19 +84,32 @@ pub(super) struct Linear {
 impl Linear {
     /// `y = x Wᵀ + b`, or `y += x Wᵀ + b` with `add`: `x` is `[rows, inputs]`, `y` `[rows, outputs]`.
     pub fn forward(&self, cpu: &Cpu, weights: Weights<'_>, x: &[f32], y: &mut [f32], add: bool, scratch: &mut [f32]) {
-        let bias = self.bias.as_ref().map(|bias| weights.vector(bias));
+        self.forward_of(cpu, weights, x, y, (add, true), scratch);
+    }
+
+    /// The same, without the bias where another rank adds it.
+    pub fn forward_of(
+        &self,
+        cpu: &Cpu,
+        weights: Weights<'_>,
+        x: &[f32],
+        y: &mut [f32],
+        (add, biased): (bool, bool),
+        scratch: &mut [f32],
+    ) {
+        let bias = self.bias.as_ref().filter(|_| biased).map(|bias| weights.vector(bias));
         let w = weights.matrix(&self.weight, self.inputs);
         Product { x, w, transposed: false, bias, add }.write(cpu, y, scratch);
     }
 
     /// Adds the gradients by the trained parameters to `gradients`.
-    pub fn gradients(&self, cpu: &Cpu, dy: &[f32], x: &[f32], gradients: &mut [f32]) {
+    pub fn gradients(&self, cpu: &Cpu, dy: &[f32], x: &[f32], gradients: &mut Slopes<'_>) {
         let Linear { inputs, outputs, .. } = *self;
         for (first, range) in &self.weight.trained {
-            weight_gradient(cpu, &dy[first / inputs..], x, &mut gradients[range.clone()], [inputs, outputs]);
+            weight_gradient(cpu, &dy[first / inputs..], x, gradients.of(range), [inputs, outputs]);
         }
         for (first, range) in self.bias.iter().flat_map(|bias| &bias.trained) {
-            bias_gradient(cpu, &dy[*first..], &mut gradients[range.clone()], outputs);
+            bias_gradient(cpu, &dy[*first..], gradients.of(range), outputs);
         }
     }
 

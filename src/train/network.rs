@@ -4,13 +4,16 @@ use super::activations::{Extents, Recompute, Saved, Scratch};
 use super::block::{Block, Shared};
 use super::gates::{Gates, Mode};
 use super::heads::Turns;
+use super::holder::{Holder, Unit, Whole};
 use super::loss::{Head, Loss, Target};
 use super::norm::{self, Columns};
+use super::tensor_parallel;
 use super::weights::Weights;
 use crate::attention::{AttentionError, Gradients, Outputs};
 use crate::device::Cpu;
 use crate::memory::{Arena, ArenaError, Buffer, Label};
 use crate::model::Config;
+use crate::ranks::{Comm, RankError};
 use rayon::prelude::*;
 
 /// Tokens of the vocabulary whose gradients one thread adds up.
@@ -31,6 +34,17 @@ pub struct Batch {
     pub targets: Vec<Target>,
 }
 
+impl Batch {
+    /// Of sequences of `len` tokens those that one of `parts` equal parts has.
+    pub fn part(&self, part: usize, parts: usize, len: usize) -> Batch {
+        let rows = self.tokens.len() / len / parts * len;
+        let within = part * rows..(part + 1) * rows;
+        let targets = self.targets.iter().filter(|target| within.contains(&target.row));
+        let targets = targets.map(|target| Target { row: target.row - within.start, ..*target }).collect();
+        Batch { tokens: self.tokens[within].to_vec(), targets }
+    }
+}
+
 /// How a model with gates compares with the dense one.
 #[derive(Debug, Clone, Copy)]
 pub struct Distilled {
@@ -49,6 +63,8 @@ pub struct Network<'a> {
     recompute: Recompute,
     cpu: &'a Cpu,
     turns: Turns,
+    /// The ranks that share each block.
+    tensor: Option<&'a Comm>,
     saved: Saved,
     shared: Shared,
     loss: Loss,
@@ -80,6 +96,7 @@ impl<'a> Network<'a> {
             rounded: arena.alloc(Label::Activations, extents.rounded())?,
             dqkv: Gradients::allocate(arena, &extents.gated(), extents.dtype())?,
             scratch: Scratch::allocate(arena, &extents, cpu.threads())?,
+            sums: arena.alloc(Label::Workspace, 0)?,
             dense: None,
             gates: None,
         };
@@ -87,6 +104,7 @@ impl<'a> Network<'a> {
             recompute,
             cpu,
             turns: Turns::new(config, extents.len),
+            tensor: None,
             saved: Saved::allocate(arena, &extents, recompute)?,
             shared,
             loss: Loss::allocate(arena, &extents)?,
@@ -95,6 +113,17 @@ impl<'a> Network<'a> {
             dx: floats(config.hidden)?,
             extents,
         })
+    }
+
+    /// The same where blocks are shared by the ranks of `tensor`, whose parts these parameters are; takes scratch for sums over them
+    /// besides.
+    ///
+    /// # Errors
+    /// When the arena has no room.
+    pub fn shared_by(mut self, arena: &Arena, tensor: &'a Comm) -> Result<Self, ArenaError> {
+        self.shared.sums = arena.alloc(Label::Workspace, tensor_parallel::sums(&self.extents, tensor.size()))?;
+        self.tensor = Some(tensor);
+        Ok(self)
     }
 
     /// The extents of a step.
@@ -109,17 +138,32 @@ impl<'a> Network<'a> {
     ///
     /// # Panics
     /// When the batch does not have the extents of this network, or holds a token outside the vocabulary.
-    pub fn step(&mut self, weights: &[f32], batch: &Batch, gradients: &mut [f32]) -> Result<f64, AttentionError> {
-        let all = Weights::F32(weights);
-        self.forward(all, &batch.tokens, 0)?;
+    pub fn step(&mut self, weights: &[f32], batch: &Batch, gradients: &mut [f32]) -> Result<f64, RankError> {
+        self.step_of(&mut Whole { weights: Weights::F32(weights), gradients }, batch)
+    }
+
+    /// The same of parameters that `holder` holds.
+    ///
+    /// # Errors
+    /// When attention cannot be computed, or another rank ended.
+    ///
+    /// # Panics
+    /// As [`Network::step`].
+    pub fn step_of(&mut self, holder: &mut dyn Holder, batch: &Batch) -> Result<f64, RankError> {
+        self.forward(holder, &batch.tokens, 0)?;
         let (config, parameters) = (self.extents.config(), self.extents.parameters);
-        let gradient = parameters.output.gradient().map(|range| &mut gradients[range]);
-        let output = all.matrix(&parameters.output, config.hidden);
+        let unit = parameters.output_unit();
+        let (weights, mut slopes) = holder.both(unit)?;
+        let gradient = parameters.output.gradient().map(|range| slopes.of(&range));
+        let output = weights.matrix(&parameters.output, config.hidden);
         let head = Head { weights: output, gradient, softcap: config.final_softcap };
         let Shared { dn, scratch, .. } = &mut self.shared;
         let (n, scratch) = (&*self.n, &mut *scratch.products);
         let loss = self.loss.run(self.cpu, (n, Some(dn)), &batch.targets, head, scratch, |_, _, _| ());
-        self.backward(all, &batch.tokens, gradients, parameters.first_trained)?;
+        if unit == Unit::Output {
+            holder.complete(unit)?;
+        }
+        self.backward(holder, &batch.tokens, parameters.first_trained)?;
         Ok(loss)
     }
 
@@ -157,13 +201,14 @@ impl<'a> Network<'a> {
         tokens: &[u32],
         mode: Mode,
         target: Option<(f64, f64)>,
-    ) -> Result<Distilled, AttentionError> {
+    ) -> Result<Distilled, RankError> {
+        let holder = &mut Whole { weights, gradients: &mut [] };
         self.gates().begin(Mode::Dense);
-        self.forward(weights, tokens, 0)?;
+        self.forward(holder, tokens, 0)?;
         let Network { shared, n, .. } = self;
         shared.gates.as_mut().expect("gates() found them").dense.copy_from_slice(n);
         self.gates().begin(mode);
-        self.forward(weights, tokens, self.extents.skipped)?;
+        self.forward(holder, tokens, self.extents.skipped)?;
         let (config, parameters) = (self.extents.config(), self.extents.parameters);
         let output = weights.matrix(&parameters.output, config.hidden);
         let head = Head { weights: output, gradient: None, softcap: config.final_softcap };
@@ -175,36 +220,37 @@ impl<'a> Network<'a> {
         let evicted = gates.evicted();
         let pressure = target.map_or(0.0, |(target, weight)| gates.press(target, weight));
         if target.is_some() {
-            self.backward(weights, tokens, &mut [], 0)?;
+            self.backward(holder, tokens, 0)?;
         }
         Ok(Distilled { kl, evicted, pressure })
     }
 
     /// From the gradient by the last norm's output, in the shared `dn`, to that of every parameter, down to block `first`.
-    fn backward(
-        &mut self,
-        weights: Weights<'_>,
-        tokens: &[u32],
-        gradients: &mut [f32],
-        first: usize,
-    ) -> Result<(), AttentionError> {
+    fn backward(&mut self, holder: &mut dyn Holder, tokens: &[u32], first: usize) -> Result<(), RankError> {
         let (config, parameters) = (self.extents.config(), self.extents.parameters);
         let dn = &mut self.shared.dn;
+        let (weights, mut slopes) = holder.both(Unit::Norm)?;
         let (norm, gain) = (config.norm(weights.vector(&parameters.norm)), &parameters.norm);
         let columns = Columns { range: 0..config.hidden, stride: config.hidden };
         let scratch = &mut self.shared.scratch.norm;
         let (skipped, live) = (self.extents.skipped, self.extents.skipped * config.hidden..);
-        norm::backward(self.cpu, norm, &self.x[live.clone()], &mut dn[live], &columns, (gain, gradients), scratch);
+        norm::backward(self.cpu, norm, &self.x[live.clone()], &mut dn[live], &columns, (gain, &mut slopes), scratch);
+        holder.complete(Unit::Norm)?;
         self.dx.copy_from_slice(dn);
         for layer in (first..config.layers).rev() {
-            let Network { extents, recompute, cpu, turns, saved, shared, dx, .. } = self;
-            let block = Block { extents, layer, cpu, turns, weights, recompute: *recompute, first: skipped };
+            let Network { extents, recompute, cpu, turns, tensor, saved, shared, dx, .. } = self;
+            let unit = Unit::Block(layer);
+            let (weights, mut slopes) = holder.both(unit)?;
+            let recompute = *recompute;
+            let block = Block { extents, layer, cpu, turns, weights, recompute, first: skipped, tensor: *tensor };
             let (x, cheap, inner) = saved.block(layer);
             block.restore(x, cheap, inner, shared)?;
-            block.backward(x, cheap, inner, shared, gradients, dx)?;
+            block.backward(x, cheap, inner, shared, &mut slopes, dx)?;
+            holder.complete(unit)?;
         }
         if let Some(range) = parameters.embedding.gradient() {
-            self.embedding_gradient(tokens, &mut gradients[range]);
+            self.embedding_gradient(tokens, holder.slopes(Unit::Embedding).of(&range));
+            holder.complete(Unit::Embedding)?;
         }
         Ok(())
     }
@@ -222,34 +268,53 @@ impl<'a> Network<'a> {
         weights: &[f32],
         batch: &Batch,
         judge: impl FnMut(&Target, u32, f32),
-    ) -> Result<f64, AttentionError> {
-        let all = Weights::F32(weights);
-        self.forward(all, &batch.tokens, 0)?;
+    ) -> Result<f64, RankError> {
+        self.judge_of(&mut Whole { weights: Weights::F32(weights), gradients: &mut [] }, batch, judge)
+    }
+
+    /// The same of parameters that `holder` holds.
+    ///
+    /// # Errors
+    /// As [`Network::step_of`].
+    ///
+    /// # Panics
+    /// As [`Network::step`].
+    pub fn judge_of(
+        &mut self,
+        holder: &mut dyn Holder,
+        batch: &Batch,
+        judge: impl FnMut(&Target, u32, f32),
+    ) -> Result<f64, RankError> {
+        self.forward(holder, &batch.tokens, 0)?;
         let (config, parameters) = (self.extents.config(), self.extents.parameters);
-        let output = all.matrix(&parameters.output, config.hidden);
+        let weights = holder.weights(parameters.output_unit())?;
+        let output = weights.matrix(&parameters.output, config.hidden);
         let head = Head { weights: output, gradient: None, softcap: config.final_softcap };
         let scratch = &mut *self.shared.scratch.products;
         Ok(self.loss.run(self.cpu, (&self.n, None), &batch.targets, head, scratch, judge))
     }
 
     /// Rows before the `first` are those that the last forward pass left, which was of the same tokens.
-    fn forward(&mut self, weights: Weights<'_>, tokens: &[u32], first: usize) -> Result<(), AttentionError> {
+    fn forward(&mut self, holder: &mut dyn Holder, tokens: &[u32], first: usize) -> Result<(), RankError> {
         let (config, parameters) = (self.extents.config(), self.extents.parameters);
         assert_eq!(tokens.len(), self.extents.rows(), "a batch has the extents of its network");
         let hidden = config.hidden;
-        let embedding = weights.matrix(&parameters.embedding, hidden);
+        let embedding = holder.weights(Unit::Embedding)?.matrix(&parameters.embedding, hidden);
         for (&token, x) in tokens.iter().zip(self.x.chunks_exact_mut(hidden)) {
             embedding.skip(token as usize).first(1).widen(x);
             x.iter_mut().for_each(|x| *x *= config.embedding_scale);
         }
         for layer in 0..config.layers {
-            let Network { extents, recompute, cpu, turns, saved, shared, x: stream, .. } = self;
-            let block = Block { extents, layer, cpu, turns, weights, recompute: *recompute, first };
+            let Network { extents, recompute, cpu, turns, tensor, saved, shared, x: stream, .. } = self;
+            let weights = holder.weights(Unit::Block(layer))?;
+            let recompute = *recompute;
+            let block = Block { extents, layer, cpu, turns, weights, recompute, first, tensor: *tensor };
             let (x, cheap, inner) = saved.block(layer);
             x[first * hidden..].copy_from_slice(&stream[first * hidden..]);
             block.forward(x, cheap, inner, shared, stream)?;
         }
         let live = first * hidden..;
+        let weights = holder.weights(Unit::Norm)?;
         config.norm(weights.vector(&parameters.norm)).rows(self.cpu, &self.x[live.clone()], &mut self.n[live], hidden);
         Ok(())
     }
@@ -257,10 +322,11 @@ impl<'a> Network<'a> {
     /// Adds each row's gradient to that of its token, in the order of the rows.
     fn embedding_gradient(&self, tokens: &[u32], gradient: &mut [f32]) {
         let Config { hidden, embedding_scale, .. } = *self.extents.config();
+        let dx = &*self.dx;
         self.cpu.install(|| {
             gradient.par_chunks_mut(TOKENS_OF_A_PIECE * hidden).enumerate().for_each(|(piece, gradient)| {
                 let first = piece * TOKENS_OF_A_PIECE;
-                for (&token, dx) in tokens.iter().zip(self.dx.chunks_exact(hidden)) {
+                for (&token, dx) in tokens.iter().zip(dx.chunks_exact(hidden)) {
                     let at = (token as usize).wrapping_sub(first);
                     if let Some(to) = gradient.get_mut(at.wrapping_mul(hidden)..).filter(|_| at < TOKENS_OF_A_PIECE) {
                         to[..hidden].iter_mut().zip(dx).for_each(|(to, dx)| *to += embedding_scale * dx);

@@ -5,6 +5,7 @@
 //! `x`, which is there already.
 
 use super::PIECE_ROWS;
+use super::holder::Slopes;
 use super::parameters::Group;
 use crate::device::Cpu;
 use crate::device::simd::Isa;
@@ -33,7 +34,7 @@ pub(super) fn backward(
     x: &[f32],
     dn: &mut [f32],
     columns: &Columns,
-    (gain, gradients): (&Group, &mut [f32]),
+    (gain, gradients): (&Group, &mut Slopes<'_>),
     scratch: &mut [f32],
 ) {
     let (width, isa, piece) = (norm.weight.len(), cpu.isa(), PIECE_ROWS * columns.stride);
@@ -53,7 +54,7 @@ pub(super) fn backward(
         );
     });
     for (_, range) in &gain.trained {
-        let dgain = &mut gradients[range.clone()];
+        let dgain = gradients.of(range);
         for sum in scratch.chunks_exact(width) {
             dgain.iter_mut().zip(sum).for_each(|(dgain, sum)| *dgain += sum);
         }

@@ -5,9 +5,7 @@
 use super::Parameters;
 use super::run::TrainError;
 use super::vocabulary::{BEGIN, END, Vocabulary};
-use super::weights::in_f32;
-use crate::memory::{Arena, Buffer};
-use crate::model::{Config, locate};
+use crate::model::{Config, locate, widen};
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::{Value, json};
@@ -198,12 +196,20 @@ fn new(sizes: &Sizes) -> Start {
 }
 
 impl Start {
-    /// First weights, in the layout of `parameters`.
+    /// Hands on the first weights in the order of `parameters`, some numbers at a time.
     ///
     /// # Errors
-    /// When a file cannot be read or does not fit, or the arena has no room.
-    pub fn weights(&self, parameters: &Parameters, arena: &Arena, seed: u64) -> Result<Buffer<f32>, TrainError> {
-        let Some(folder) = &self.folder else { return Ok(parameters.initial(arena, seed)?) };
-        in_f32(folder, parameters, arena)
+    /// When a file cannot be read or does not fit.
+    pub fn each_weight(
+        &self,
+        parameters: &Parameters,
+        seed: u64,
+        take: &mut dyn FnMut(&[f32]),
+    ) -> Result<(), TrainError> {
+        match &self.folder {
+            Some(folder) => widen(folder, &parameters.config, &mut |_, values| take(values))?,
+            None => parameters.each_initial(seed, take),
+        }
+        Ok(())
     }
 }

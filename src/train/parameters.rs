@@ -4,6 +4,7 @@
 //! The projections to q, k and v follow each other, and so do gate and up: one matrix product reads each group as one
 //! matrix.
 
+use super::holder::Unit;
 use super::linear::Linear;
 use crate::memory::{Arena, ArenaError, Buffer, Label};
 use crate::model::Config;
@@ -174,6 +175,24 @@ impl Parameters {
         }
     }
 
+    /// The unit of a parameter.
+    pub(super) fn unit_of(&self, parameter: &Parameter) -> Unit {
+        let within =
+            |group: &Group| parameter.range.start >= group.range.start && parameter.range.end <= group.range.end;
+        let layer = parameter.name.strip_prefix("model.layers.").and_then(|rest| rest.split('.').next()?.parse().ok());
+        match layer {
+            Some(layer) => Unit::Block(layer),
+            None if within(&self.embedding) => Unit::Embedding,
+            None if within(&self.norm) => Unit::Norm,
+            None => Unit::Output,
+        }
+    }
+
+    /// What holds the output matrix.
+    pub(super) fn output_unit(&self) -> Unit {
+        if self.output.range == self.embedding.range { Unit::Embedding } else { Unit::Output }
+    }
+
     /// Number of f32 elements.
     pub fn count(&self) -> usize {
         self.all[self.all.len() - 1].range.end
@@ -205,25 +224,38 @@ impl Parameters {
     /// When the arena has no room.
     pub fn initial(&self, arena: &Arena, seed: u64) -> Result<Buffer<f32>, ArenaError> {
         let mut weights = arena.alloc(Label::Weights, self.count())?;
+        let mut rest = &mut *weights;
+        self.each_initial(seed, &mut |values| {
+            rest.split_off_mut(..values.len()).expect("room for every parameter").copy_from_slice(values);
+        });
+        Ok(weights)
+    }
+
+    /// The same, one parameter after the other.
+    pub(super) fn each_initial(&self, seed: u64, take: &mut dyn FnMut(&[f32])) {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
+        let mut values = Vec::new();
         for parameter in &self.all {
-            let values = &mut weights[parameter.range.clone()];
+            values.clear();
+            values.resize(parameter.range.len(), 0.0);
             // A product with a row of size 1 has size 1; what is added to the residual stream 2 * layers times has less.
             let size = 1.0 / (parameter.shape[parameter.shape.len() - 1] as f32).sqrt();
             let std_dev = match parameter.role {
                 Role::Norm => {
                     values.fill(1.0 - self.config.norm_shift());
-                    continue;
+                    0.0
                 }
-                Role::Bias => continue,
+                Role::Bias => 0.0,
                 Role::Embedding | Role::Matrix => size,
                 Role::Residual => 1.0 / (2.0 * self.config.layers as f32) * size,
             };
-            let normal = Normal::new(0.0f32, std_dev).expect("a std_dev is finite and not negative");
-            values.iter_mut().for_each(|value| *value = normal.sample(&mut rng));
+            if std_dev > 0.0 {
+                let normal = Normal::new(0.0f32, std_dev).expect("a std_dev is finite and not negative");
+                values.iter_mut().for_each(|value| *value = normal.sample(&mut rng));
+            }
+            self.look_back(parameter, &mut values);
+            take(&values);
         }
-        self.look_back(&mut weights);
-        Ok(weights)
     }
 
     /// Lets query head `h` of the first block look at the token `h + 1` places before its own.
@@ -233,18 +265,26 @@ impl Parameters {
     /// training stays on a plateau until both are there by chance. Here the second is there from the start: the first
     /// component of every embedding is the same number, from which q and k of some frequencies of RoPE are read, turned
     /// by the distance. All of it can be unlearned.
-    fn look_back(&self, weights: &mut [f32]) {
+    fn look_back(&self, parameter: &Parameter, values: &mut [f32]) {
         let Config { hidden, head_dim, q_heads, kv_heads, max_positions, ref rope, .. } = self.config;
         let size = 1.0 / (hidden as f32).sqrt();
         let common = COMMON / (1.0 + COMMON * COMMON).sqrt();
         // A row of q or k that gives `LOOK` for every token: after RMSNorm its first component is common * sqrt(hidden).
         let gain = LOOK * size / common;
-        weights[self.embedding.range.clone()].chunks_exact_mut(hidden).for_each(|row| row[0] = COMMON);
-        let qkv = &mut weights[self.blocks[0].qkv.weight.range.clone()];
+        if parameter.range == self.embedding.range {
+            values.chunks_exact_mut(hidden).for_each(|row| row[0] = COMMON);
+        }
+        // Of q, k and v below each other, the rows that this parameter has.
+        let qkv = self.blocks[0].qkv.weight.range.clone();
+        if !qkv.contains(&parameter.range.start) {
+            return;
+        }
+        let first = (parameter.range.start - qkv.start) / hidden;
         let mut set = |row: usize, value: f32| {
-            let row = &mut qkv[row * hidden..][..hidden];
-            row.fill(0.0);
-            row[0] = gain * value;
+            if let Some(row) = row.checked_sub(first).and_then(|row| values.chunks_exact_mut(hidden).nth(row)) {
+                row.fill(0.0);
+                row[0] = gain * value;
+            }
         };
         let (half, frequencies) = (head_dim / 2, rope.frequencies(head_dim, max_positions, max_positions));
         for head in 0..q_heads + kv_heads {

@@ -176,6 +176,19 @@ impl Recipe {
         }
     }
 
+    /// Refuses a batch that cannot be dealt to so many ranks.
+    ///
+    /// # Errors
+    /// One line with the batch and what would be right.
+    pub(super) fn check_ranks(&self, ranks: usize) -> Result<(), String> {
+        match self.stages.iter().find(|stage| !stage.batch.is_multiple_of(ranks)) {
+            Some(Stage { batch, .. }) => {
+                Err(format!("a stage's batch is {batch}; {ranks} ranks need a multiple of {ranks} sequences"))
+            }
+            None => Ok(()),
+        }
+    }
+
     /// Steps of all stages.
     pub fn steps(&self) -> usize {
         self.stages.iter().map(|stage| stage.steps).sum()

@@ -1,19 +1,20 @@
 //! A run from its recipe to a model: steps, evaluations, checkpoints, and the record at the end.
 
+pub use super::error::TrainError;
+
 use super::activations::Extents;
-use super::adamw::AdamW;
-use super::checkpoint::{self, CHECKPOINT, Progress};
+use super::checkpoint::{CHECKPOINT, Progress};
 use super::data::{Data, DataError};
 use super::export;
 use super::log::{Line, Log};
 use super::origin::Start;
-use super::recipe::{Recipe, RecipeError, Stage};
+use super::recipe::{Recipe, Stage};
+use super::tensor_parallel;
+use super::zero::{Groups, Zero};
 use super::{Batch, Network, Parameters};
-use crate::attention::AttentionError;
 use crate::device::Cpu;
-use crate::memory::{Arena, ArenaError, Buffer, Label, LabelBytes};
-use crate::model::ModelError;
-use crate::tensor::file::FileError;
+use crate::memory::{Arena, LabelBytes};
+use crate::ranks::Comm;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -23,92 +24,18 @@ pub const RECORD: &str = "training.json";
 /// Sequences that are evaluated at once.
 const JUDGED_AT_ONCE: usize = 4;
 
-/// Training that cannot begin or go on.
-#[derive(Debug, thiserror::Error)]
-pub enum TrainError {
-    /// The recipe.
-    #[error(transparent)]
-    Recipe(#[from] RecipeError),
-    /// The model that it starts from.
-    #[error(transparent)]
-    Model(#[from] ModelError),
-    /// A recipe that does not fit the model that it starts from.
-    #[error("recipe '{name}': {reason}")]
-    Misfit {
-        /// The recipe's name.
-        name: String,
-        /// What was wrong, its value, and what would be right.
-        reason: String,
-    },
-    /// The data.
-    #[error(transparent)]
-    Data(#[from] DataError),
-    /// The folder holds a run, and nobody said to go on with it.
-    #[error("'{0}' holds a run already; go on with it by --resume, or name another folder")]
-    Taken(PathBuf),
-    /// There is no run to go on with.
-    #[error("'{0}' holds no {CHECKPOINT} to go on from; leave --resume out")]
-    Nothing(PathBuf),
-    /// A checkpoint that does not fit.
-    #[error("'{path}': {reason}")]
-    Checkpoint {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong with it.
-        reason: String,
-    },
-    /// A file that cannot be read or written.
-    #[error("cannot {verb} '{path}': {reason}")]
-    System {
-        /// Read or write.
-        verb: &'static str,
-        /// The file.
-        path: PathBuf,
-        /// The system's own words.
-        reason: String,
-    },
-    /// A file of tensors.
-    #[error(transparent)]
-    File(#[from] FileError),
-    /// Attention.
-    #[error(transparent)]
-    Attention(#[from] AttentionError),
-    /// No room.
-    #[error(transparent)]
-    Arena(#[from] ArenaError),
-    /// Gates that let go of everything, or of nothing.
-    #[error(
-        "by step {step} gates evict {:.1}% of the tokens behind the window where {:.1}% are asked for; {}",
-        100.0 * evicted, 100.0 * target,
-        if evicted > target { "a smaller learning rate or pressure may help" }
-        else { "a larger learning rate, more pressure or more steps may help" }
-    )]
-    Collapsed {
-        /// Steps that are done.
-        step: usize,
-        /// Fraction of tokens that are evicted.
-        evicted: f64,
-        /// Fraction that is asked for.
-        target: f64,
-    },
-    /// The loss is no number any more.
-    #[error("the loss of step {step} is {loss}; a smaller learning rate or more warmup may help")]
-    Diverged {
-        /// The step.
-        step: usize,
-        /// The loss.
-        loss: f64,
-    },
-}
-
-impl TrainError {
-    pub(super) fn read(path: &Path, error: &std::io::Error) -> Self {
-        TrainError::System { verb: "read", path: path.into(), reason: error.to_string() }
-    }
-
-    pub(super) fn write(path: &Path, error: &std::io::Error) -> Self {
-        TrainError::System { verb: "write", path: path.into(), reason: error.to_string() }
-    }
+/// A rank that trains, and how the numbers of training are shared out with the others.
+pub struct Place<'a> {
+    /// To the others.
+    pub comm: &'a Comm,
+    /// Where it computes.
+    pub cpu: &'a Cpu,
+    /// Stage of ZeRO ([`Zero`]).
+    pub stage: u8,
+    /// Ranks that share each block ([`tensor_parallel`]); the others read other sequences.
+    pub tensor_parallel: usize,
+    /// Whether the optimizer's averages lie in a file.
+    pub offload: bool,
 }
 
 /// How a run is made.
@@ -125,11 +52,16 @@ pub struct Options {
     pub environment: Value,
 }
 
-/// Trains a model. Tells `watch` each line as it is logged.
+/// Trains a model, on each of its ranks. Tells `watch` each line as it is logged, which rank 0 does.
 ///
 /// # Errors
-/// When the recipe, the folder or the memory does not allow it, or the loss stops being a number.
-pub fn run(recipe: &Recipe, cpu: &Cpu, options: &Options, watch: &mut dyn FnMut(&Line)) -> Result<(), TrainError> {
+/// When the recipe, the folder or the memory does not allow it, the loss stops being a number, or another rank ended.
+pub fn run(
+    recipe: &Recipe,
+    place: &Place<'_>,
+    options: &Options,
+    watch: &mut dyn FnMut(&Line),
+) -> Result<(), TrainError> {
     let misfit = |reason| TrainError::Misfit { name: recipe.name.clone(), reason };
     let start = recipe.model.open()?;
     let out = options.out.canonicalize().ok();
@@ -140,10 +72,14 @@ pub fn run(recipe: &Recipe, cpu: &Cpu, options: &Options, watch: &mut dyn FnMut(
         )));
     }
     recipe.check_lengths(start.config.most_tokens(), "the model's longest context").map_err(misfit)?;
-    let parameters = Parameters::with_frozen(&start.config, &recipe.frozen).map_err(misfit)?;
+    let groups = Groups::new(place.comm, place.tensor_parallel)?;
+    recipe.check_ranks(groups.data.size()).map_err(misfit)?;
+    let share = tensor_parallel::share(&start.config, place.tensor_parallel).map_err(misfit)?;
+    let whole = Parameters::with_frozen(&start.config, &recipe.frozen).map_err(misfit)?;
+    let parameters = Parameters::with_frozen(&share, &recipe.frozen).map_err(misfit)?;
     let data = Data::new(recipe, &start.vocabulary)?;
     let arena = Arena::with_limit(options.limit_bytes);
-    let mut trainer = Trainer::new(recipe, cpu, &arena, &parameters, &start, &data, options)?;
+    let mut trainer = Trainer::new(recipe, (place, &groups), &arena, [&whole, &parameters], &start, &data, options)?;
     let end = options.stop_after.unwrap_or(usize::MAX).min(recipe.steps());
     if trainer.progress.step >= end {
         // There is nothing to add to the record of a run that is done.
@@ -158,19 +94,23 @@ pub fn run(recipe: &Recipe, cpu: &Cpu, options: &Options, watch: &mut dyn FnMut(
 struct Trainer<'a> {
     recipe: &'a Recipe,
     digest: String,
-    cpu: &'a Cpu,
+    place: &'a Place<'a>,
+    groups: &'a Groups,
     arena: &'a Arena,
+    /// Of the whole model, and those that this rank has.
+    whole: &'a Parameters,
     parameters: &'a Parameters,
     start: &'a Start,
     data: &'a Data<'a>,
     folder: &'a Path,
-    weights: Buffer<f32>,
-    gradients: Buffer<f32>,
-    adamw: AdamW,
-    log: Log,
+    zero: Zero<'a>,
+    /// Of rank 0.
+    log: Option<Log>,
     progress: Progress,
     /// Predicted and highest bytes of each stage's shape.
     memory: Vec<Value>,
+    /// Bytes that the last step sent.
+    sent_bytes: u64,
     results: Vec<Value>,
 }
 
@@ -187,9 +127,9 @@ struct Since {
 impl<'a> Trainer<'a> {
     fn new(
         recipe: &'a Recipe,
-        cpu: &'a Cpu,
+        (place, groups): (&'a Place<'a>, &'a Groups),
         arena: &'a Arena,
-        parameters: &'a Parameters,
+        [whole, parameters]: [&'a Parameters; 2],
         start: &'a Start,
         data: &'a Data<'a>,
         options: &'a Options,
@@ -204,31 +144,53 @@ impl<'a> Trainer<'a> {
         }
         std::fs::create_dir_all(folder).map_err(|error| TrainError::write(folder, &error))?;
         let digest = recipe.digest();
-        let mut weights = start.weights(parameters, arena, recipe.seed)?;
-        let gradients = arena.alloc(Label::Gradients, parameters.trained_count())?;
-        let mut adamw = AdamW::new(arena, parameters.trained_count())?;
-        let progress =
-            if there { checkpoint::load(folder, &digest, &mut weights, &mut adamw)? } else { Progress::default() };
-        let log = Log::open(folder, progress.step)?;
-        let text = toml::to_string(recipe).expect("a recipe is plain data");
-        export::text(folder, "recipe.toml", &text)?;
+        let Place { comm, cpu, stage, offload, .. } = *place;
+        let mut zero = Zero::new(arena, groups, cpu, [whole, parameters], stage, offload.then_some(folder))?;
+        let progress = if there {
+            zero.load(folder, &digest)?
+        } else {
+            zero.start(start, recipe.seed)?;
+            Progress::default()
+        };
+        let mut log = None;
+        if comm.rank() == 0 {
+            log = Some(Log::open(folder, progress.step)?);
+            let text = toml::to_string(recipe).expect("a recipe is plain data");
+            export::text(folder, "recipe.toml", &text)?;
+        }
+        // Before rank 0 writes what others look for.
+        comm.barrier()?;
         Ok(Trainer {
             recipe,
             digest,
-            cpu,
+            place,
+            groups,
             arena,
+            whole,
             parameters,
             start,
             data,
             folder,
-            weights,
-            gradients,
-            adamw,
+            zero,
             log,
             progress,
             memory: Vec::new(),
+            sent_bytes: 0,
             results: Vec::new(),
         })
+    }
+
+    /// The sequences of a step that this rank reads.
+    fn batch(&self, stage: Stage) -> Result<Batch, DataError> {
+        let data = &self.groups.data;
+        let whole = self.data.batch(self.place.cpu, self.progress.sequences, [stage.batch, stage.length])?;
+        Ok(whole.part(data.rank(), data.size(), stage.length))
+    }
+
+    fn network(&self, extents: Extents<'a>) -> Result<Network<'a>, TrainError> {
+        let network = Network::new(self.arena, self.place.cpu, extents, self.recipe.recompute)?;
+        let tensor = &self.groups.tensor;
+        Ok(if tensor.size() > 1 { network.shared_by(self.arena, tensor)? } else { network })
     }
 
     fn extents(&self, stage: Stage) -> Extents<'a> {
@@ -239,39 +201,36 @@ impl<'a> Trainer<'a> {
     fn stage(&mut self, end: usize, watch: &mut dyn FnMut(&Line)) -> Result<(), TrainError> {
         let recipe = self.recipe;
         let stage = recipe.stage(self.progress.step);
-        let extents = self.extents(stage);
+        let ranks = self.place.comm.size();
+        let extents = self.extents(Stage { batch: stage.batch / self.groups.data.size(), ..stage });
         self.arena.reset_peak();
-        let mut network = Network::new(self.arena, self.cpu, extents, recipe.recompute)?;
+        let mut network = self.network(extents)?;
         let mut since = Since::default();
-        let mut next = self.data.batch(self.cpu, self.progress.sequences, [stage.batch, stage.length])?;
+        let mut next = self.batch(stage)?;
         while self.progress.step < end && recipe.stage(self.progress.step) == stage {
             let (step, began) = (self.progress.step, Instant::now());
             let batch = next;
-            self.gradients.fill(0.0);
-            let loss = network.step(&self.weights, &batch, &mut self.gradients)?;
+            self.zero.take_sent_bytes();
+            self.zero.begin();
+            let share = network.step_of(&mut self.zero, &batch)?;
+            let (loss, gradient_norm) = self.zero.loss_and_norm(share)?;
             if !loss.is_finite() {
                 return Err(TrainError::Diverged { step, loss });
             }
             let rate = recipe.optimizer.rate(step, recipe.steps());
-            let gradient_norm = self.adamw.update(
-                self.cpu,
-                &recipe.optimizer,
-                &self.parameters.all,
-                (step, rate),
-                &mut self.weights,
-                &self.gradients,
-            );
+            self.zero.update(&recipe.optimizer, (step, rate), gradient_norm)?;
+            self.sent_bytes = self.zero.take_sent_bytes();
             self.progress.step += 1;
             self.progress.sequences += stage.batch as u64;
-            self.progress.tokens += extents.rows() as u64;
-            next = self.data.batch(self.cpu, self.progress.sequences, [stage.batch, stage.length])?;
+            self.progress.tokens += (stage.batch * stage.length) as u64;
+            next = self.batch(stage)?;
             let seconds = began.elapsed().as_secs_f64();
             self.progress.seconds += seconds;
             since.seconds += seconds;
             since.steps += 1;
             since.loss += loss;
-            since.tokens += extents.rows() as u64;
-            since.flop += extents.step_flop(batch.targets.len());
+            since.tokens += (stage.batch * stage.length) as u64;
+            since.flop += ranks as f64 * extents.step_flop(batch.targets.len());
 
             let done = self.progress.step;
             let last = done == end || done == recipe.steps();
@@ -298,21 +257,22 @@ impl<'a> Trainer<'a> {
             if done.is_multiple_of(recipe.evaluation.every_steps) || last {
                 let used = self.arena.usage().peak;
                 self.evaluate(stage.length, watch)?;
-                self.note_memory(&extents, used);
+                self.note_memory(&extents, used)?;
             }
         }
         Ok(())
     }
 
     fn tell(&self, watch: &mut dyn FnMut(&Line), line: Line) -> Result<(), TrainError> {
-        self.log.add(&line)?;
-        watch(&line);
+        if let Some(log) = &self.log {
+            log.add(&line)?;
+            watch(&line);
+        }
         Ok(())
     }
 
-    fn save(&self) -> Result<(), TrainError> {
-        checkpoint::save(self.folder, &self.digest, &self.progress, &self.weights, &self.adamw)?;
-        export::write(self.folder, &self.start.files, self.parameters, &self.weights)
+    fn save(&mut self) -> Result<(), TrainError> {
+        self.zero.save(self.folder, &self.digest, &self.progress, &self.start.files)
     }
 
     /// Judges every task at every length up to `longest`.
@@ -323,10 +283,10 @@ impl<'a> Trainer<'a> {
             let at_once = JUDGED_AT_ONCE.min(evaluation.samples);
             let samples = evaluation.samples / at_once * at_once;
             let extents = self.extents(Stage { length, batch: at_once, steps: 1 });
-            let mut network = Network::new(self.arena, self.cpu, extents, self.recipe.recompute)?;
+            let mut network = self.network(extents)?;
             for task in &evaluation.tasks {
-                let all = self.data.held_out(self.cpu, task, samples, length)?;
-                let right = right_answers(&mut network, &self.weights, &all)?;
+                let all = self.data.held_out(self.place.cpu, task, samples, length)?;
+                let right = right_answers(&mut network, &mut self.zero, &self.groups.data, &all)?;
                 let step = self.progress.step;
                 let line = Line::Evaluation { step, task: task.clone(), length_tokens: length, right, samples };
                 self.results.push(serde_json::to_value(&line).expect("a line is plain data"));
@@ -336,25 +296,42 @@ impl<'a> Trainer<'a> {
         Ok(())
     }
 
-    fn note_memory(&mut self, extents: &Extents<'_>, peak: LabelBytes) {
+    /// Notes what each rank took in a step of these extents, and sent.
+    fn note_memory(&mut self, extents: &Extents<'_>, peak: LabelBytes) -> Result<(), TrainError> {
+        let Place { comm, .. } = *self.place;
         let note = json!({
+            "rank": comm.rank(),
             "sequences": extents.batch,
             "length_tokens": extents.len,
-            "predicted_bytes": extents.training_bytes(self.recipe.recompute, self.cpu.threads()),
+            "predicted_bytes": self.zero.training_bytes(extents, self.recipe.recompute),
             "peak_bytes": peak,
+            "predicted_sent_bytes": self.zero.step_sent_bytes(extents, self.recipe.recompute),
+            "sent_bytes": self.sent_bytes,
         });
+        let of_ranks = comm.gather_texts(note.to_string().into_bytes())?;
         if self.memory.last().is_none_or(|last| last["length_tokens"] != note["length_tokens"]) {
-            self.memory.push(note);
+            let read = |text: &Vec<u8>| serde_json::from_slice::<Value>(text).expect("written by the same build");
+            self.memory.extend(of_ranks.iter().map(read));
         }
+        Ok(())
     }
 
     /// Writes the record.
     fn finish(&self, options: &Options) -> Result<(), TrainError> {
+        let Place { comm, stage, offload, tensor_parallel, .. } = *self.place;
+        if comm.rank() > 0 {
+            return Ok(());
+        }
         let record = json!({
             "recipe": self.recipe,
             "recipe_digest": self.digest,
-            "parameters": self.parameters.count(),
-            "trained_parameters": self.parameters.trained_count(),
+            "parameters": self.whole.count(),
+            "trained_parameters": self.whole.trained_count(),
+            "ranks": comm.size(),
+            "transport": comm.transport(),
+            "zero": stage,
+            "offload": offload,
+            "tensor_parallel": tensor_parallel,
             "steps": self.progress.step,
             "sequences": self.progress.sequences,
             "tokens": self.progress.tokens,
@@ -367,19 +344,26 @@ impl<'a> Trainer<'a> {
     }
 }
 
-/// How many sequences have every judged token right.
-fn right_answers(network: &mut Network<'_>, weights: &[f32], all: &Batch) -> Result<usize, TrainError> {
-    let Extents { len, .. } = *network.extents();
-    let rows = network.extents().rows();
-    let mut right = 0;
-    for (index, tokens) in all.tokens.chunks_exact(rows).enumerate() {
-        let within = index * rows..(index + 1) * rows;
-        let targets = all.targets.iter().filter(|target| within.contains(&target.row));
-        let targets = targets.map(|target| super::loss::Target { row: target.row - within.start, ..*target }).collect();
-        let mut wrong = vec![false; rows / len];
-        let batch = Batch { tokens: tokens.to_vec(), targets };
-        network.judge(weights, &batch, |target, token, _| wrong[target.row / len] |= token != target.token)?;
-        right += wrong.iter().filter(|wrong| !**wrong).count();
+/// How many sequences have every judged token right; ranks take as many as a network has in turns.
+fn right_answers(
+    network: &mut Network<'_>,
+    zero: &mut Zero<'_>,
+    comm: &Comm,
+    all: &Batch,
+) -> Result<usize, TrainError> {
+    let Extents { len, batch, .. } = *network.extents();
+    let parts = all.tokens.len() / network.extents().rows();
+    let mut right = 0u64;
+    for first in (0..parts).step_by(comm.size()) {
+        let index = first + comm.rank();
+        // All ranks walk over the model together, also those for which nothing is left.
+        let part = all.part(index.min(parts - 1), parts, len);
+        let mut wrong = vec![false; batch];
+        network.judge_of(zero, &part, |target, token, _| wrong[target.row / len] |= token != target.token)?;
+        right += if index < parts { wrong.iter().filter(|wrong| !**wrong).count() as u64 } else { 0 };
     }
-    Ok(right)
+    let mut of_ranks = vec![0u64; comm.size()];
+    of_ranks[comm.rank()] = right;
+    comm.all_gather(&mut of_ranks.iter_mut().map(bytemuck::bytes_of_mut).collect::<Vec<_>>())?;
+    Ok(of_ranks.iter().sum::<u64>() as usize)
 }

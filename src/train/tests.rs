@@ -3,6 +3,7 @@
 
 mod eviction;
 mod families;
+mod zero;
 
 use super::activations::Extents;
 use super::adamw::{AdamW, Constants};

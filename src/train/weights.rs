@@ -17,6 +17,8 @@ use std::path::Path;
 pub enum Weights<'a> {
     /// All parameters, behind one another.
     F32(&'a [f32]),
+    /// Parameters behind one another, from the one on that lies there among all.
+    Part(&'a [f32], usize),
     /// Matrices and vectors, behind one another each.
     Bf16(&'a [bf16], &'a [f32]),
 }
@@ -26,6 +28,7 @@ impl<'a> Weights<'a> {
     pub(super) fn vector(self, group: &Group) -> &'a [f32] {
         match self {
             Weights::F32(all) => &all[group.range.clone()],
+            Weights::Part(part, first) => &part[group.range.start - first..group.range.end - first],
             Weights::Bf16(_, vectors) => &vectors[group.of_kind.clone()],
         }
     }
@@ -34,7 +37,9 @@ impl<'a> Weights<'a> {
     pub(super) fn matrix(self, group: &Group, width: usize) -> Rows<'a> {
         let count = group.range.len() / width;
         match self {
-            Weights::F32(all) => Rows::F32(Strided::new(&all[group.range.clone()], [width, 1], count, width)),
+            Weights::F32(_) | Weights::Part(..) => {
+                Rows::F32(Strided::new(self.vector(group), [width, 1], count, width))
+            }
             Weights::Bf16(matrices, _) => {
                 Rows::Bf16(Strided::new(&matrices[group.of_kind.clone()], [width, 1], count, width))
             }
@@ -57,7 +62,10 @@ impl Frozen {
     /// When a file cannot be read or does not fit, or the arena has no room.
     pub fn open(folder: &Path, parameters: &Parameters, arena: &Arena) -> Result<Self, TrainError> {
         if parameters.dtype == DType::F32 {
-            return Ok(Frozen::F32(in_f32(folder, parameters, arena)?));
+            let mut all = arena.alloc(Label::Weights, parameters.count())?;
+            let mut rest = &mut *all;
+            widen(folder, &parameters.config, &mut |_, values| next(&mut rest, values.len()).copy_from_slice(values))?;
+            return Ok(Frozen::F32(all));
         }
         let [of_matrices, of_vectors] = parameters.counts();
         let mut matrices = arena.alloc(Label::Weights, of_matrices)?;
@@ -77,17 +85,6 @@ impl Frozen {
             Frozen::Bf16(matrices, vectors) => Weights::Bf16(matrices, vectors),
         }
     }
-}
-
-/// All parameters of a model's files, behind one another.
-///
-/// # Errors
-/// As [`Frozen::open`].
-pub(super) fn in_f32(folder: &Path, parameters: &Parameters, arena: &Arena) -> Result<Buffer<f32>, TrainError> {
-    let mut all = arena.alloc(Label::Weights, parameters.count())?;
-    let mut rest = &mut *all;
-    widen(folder, &parameters.config, &mut |_, values| next(&mut rest, values.len()).copy_from_slice(values))?;
-    Ok(all)
 }
 
 /// Takes `count` elements from the start of what is left.

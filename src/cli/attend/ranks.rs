@@ -9,10 +9,10 @@ use super::{Args, write_forward};
 use crate::attention::{self, Outputs, Shape};
 use crate::cli::failure::Failure;
 use crate::cli::output;
+use crate::cli::ranks::{self, Spelled, settle};
 use crate::device::Cpu;
-use crate::experiment::environment::revision;
 use crate::memory::{Arena, Label};
-use crate::ranks::{Asked, Comm, Method, OfRank, Rank, RankError, Shared, scatter, threads};
+use crate::ranks::{Asked, Comm, Method, OfRank, Rank, Shared, scatter};
 use crate::tensor::file::TensorFile;
 use crate::units;
 use serde::Serialize;
@@ -47,58 +47,17 @@ struct Report {
 
 /// Runs `attend` on the ranks that were asked for.
 pub fn run(args: &Args, asked: Asked) -> Result<(), Failure> {
-    match asked.threads {
-        Some(ranks) => {
-            if let Some(processes) = launched().filter(|&processes| processes > 1) {
-                return Err(Failure::usage(format!(
-                    "--ranks {}:{ranks} makes threads of one process, and mpirun started {processes}; write --ranks {}",
-                    asked.method, asked.method
-                )));
-            }
-            let share = std::thread::available_parallelism().map_or(1, usize::from) / ranks;
-            let threads = args.compute.threads.unwrap_or(share.max(1));
-            let limit_bytes = args.compute.limit_bytes() / ranks as u64;
-            threads::run(ranks, |comm| {
-                args.on_rank(asked.method, comm, &Cpu::new(Some(threads))?, &Arena::with_limit(limit_bytes))
-            })
-            .map(drop)
-        }
-        None => over_mpi(args, asked.method),
-    }
-}
-
-/// Processes that a launcher of MPI says it started.
-fn launched() -> Option<usize> {
-    ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS"]
-        .iter()
-        .find_map(|name| std::env::var(name).ok()?.parse().ok())
-}
-
-#[cfg(not(feature = "mpi"))]
-fn over_mpi(_: &Args, method: Method) -> Result<(), Failure> {
-    Err(Failure::usage(format!(
-        "--ranks {method} needs MPI, without which this kvsieve was built: install libopenmpi-dev, openmpi-bin and \
-         libclang-dev, then cargo build --release --features mpi; or write --ranks {method}:4 for 4 threads of one process"
-    )))
-}
-
-#[cfg(feature = "mpi")]
-fn over_mpi(args: &Args, method: Method) -> Result<(), Failure> {
-    use crate::ranks::mpi;
-    let comm = mpi::start()?;
-    let arena = Arena::with_limit(args.compute.limit_bytes());
-    let done = args.compute.cpu().and_then(|cpu| args.on_rank(method, &comm, &cpu, &arena));
-    done.or_else(|failure| {
-        eprintln!("error: rank {} of {}: {failure}", comm.rank(), comm.size());
-        mpi::abort(failure.status().into())
+    let Asked { method, threads } = asked;
+    let threads_of = |ranks: usize| format!("--ranks {method}:{ranks}");
+    let spelled = Spelled { threads: threads_of(threads.unwrap_or(4)), mpi: format!("--ranks {method}") };
+    ranks::run(&args.compute, threads, &spelled, |comm, cpu, limit_bytes| {
+        args.on_rank(method, comm, cpu, &Arena::with_limit(limit_bytes))
     })
 }
 
 impl Args {
     /// What one rank does.
     fn on_rank(&self, method: Method, comm: &Comm, cpu: &Cpu, arena: &Arena) -> Result<(), Failure> {
-        let build = format!("{} {}", env!("CARGO_PKG_VERSION"), revision());
-        comm.agree("its build of kvsieve", &build, "the same build")?;
         let prepare = || {
             self.check_files()?;
             let file = TensorFile::open(&self.input)?;
@@ -173,31 +132,9 @@ impl Args {
     }
 }
 
-/// What this rank prepared, if all could; else the lowest rank that could not says why, and the others end.
-fn settle<T>(comm: &Comm, prepared: Result<T, Failure>) -> Result<T, Failure> {
-    let mut failed = vec![0u8; comm.size()];
-    failed[comm.rank()] = u8::from(prepared.is_err());
-    comm.all_gather(&mut failed.chunks_mut(1).collect::<Vec<_>>())?;
-    match failed.iter().position(|&failed| failed == 1) {
-        Some(first) if first != comm.rank() => {
-            // Nothing will come: that rank ends all.
-            comm.transfer(&[], &mut [(first, &mut [0])])?;
-            Err(RankError::Ended { rank: first, size: comm.size(), reason: "its input is wrong".into() }.into())
-        }
-        _ => prepared,
-    }
-}
-
 /// What all ranks measured, on every rank.
 fn gather_seen(comm: &Comm, seen: OfRank) -> Result<Vec<OfRank>, Failure> {
-    // As text, which is longer on one rank than on another.
-    let text = serde_json::to_vec(&seen).expect("numbers are plain data");
-    let mut lens = vec![0u64; comm.size()];
-    lens[comm.rank()] = text.len() as u64;
-    comm.all_gather(&mut lens.chunks_mut(1).map(bytemuck::cast_slice_mut::<u64, u8>).collect::<Vec<_>>())?;
-    let mut texts: Vec<Vec<u8>> = lens.iter().map(|&len| vec![0; len as usize]).collect();
-    texts[comm.rank()] = text;
-    comm.all_gather(&mut texts.iter_mut().map(|text| &mut text[..]).collect::<Vec<_>>())?;
+    let texts = comm.gather_texts(serde_json::to_vec(&seen).expect("numbers are plain data"))?;
     Ok(texts.iter().map(|text| serde_json::from_slice(text).expect("written by the same build")).collect())
 }
 

@@ -3,11 +3,19 @@
 
 use super::*;
 use crate::format::KvFormat;
+use crate::memory::Buffer;
 use crate::model::{Decoder, Model, Setup};
 use crate::tensor::DType;
 use crate::train::export;
-use crate::train::weights::in_f32;
+use crate::train::weights::Frozen;
 use std::path::{Path, PathBuf};
+
+fn in_f32(folder: &Path, parameters: &Parameters) -> Buffer<f32> {
+    match Frozen::open(folder, parameters, &Arena::unlimited()).unwrap() {
+        Frozen::F32(all) => all,
+        Frozen::Bf16(..) => unreachable!("what is trained is f32"),
+    }
+}
 
 fn folder(name: &str) -> PathBuf {
     Path::new("tests/models").join(name)
@@ -163,7 +171,7 @@ fn a_folder_is_loaded_as_by_inference_trained_and_written_again() {
     for name in all() {
         let model = Model::open(&folder(&name), &Arena::unlimited()).unwrap();
         let parameters = Parameters::new(&model.config);
-        let mut weights = in_f32(&folder(&name), &parameters, &Arena::unlimited()).unwrap();
+        let mut weights = in_f32(&folder(&name), &parameters);
         // Longer than every window, and for one checkpoint longer than its first training.
         let tokens: Vec<u32> = (0..50).map(|at| (at * at * 7 + at) % model.config.vocab as u32).collect();
         let off = furthest(&trained_nll(&parameters, &weights, &tokens, &cpu), &decoded_nll(&model, &tokens, &cpu));
@@ -184,10 +192,10 @@ fn a_folder_is_loaded_as_by_inference_trained_and_written_again() {
         let out = tempfile::tempdir().unwrap();
         let file = |name: &str, from: &Path| std::fs::read_to_string(from.join(name)).unwrap();
         let files = [("config.json", file("config.json", &folder(&name)))];
-        export::write(out.path(), &files, &parameters, &weights).unwrap();
+        export::write(out.path(), &files, &parameters, |take| take(&weights)).unwrap();
         let exported = Model::open(out.path(), &Arena::unlimited()).unwrap();
         assert_eq!(exported.weights.dtype(), model.config.dtype, "{name}");
-        let again = in_f32(out.path(), &parameters, &Arena::unlimited()).unwrap();
+        let again = in_f32(out.path(), &parameters);
         let rounding = if model.config.dtype == DType::F32 { 0.0 } else { 4e-3 };
         // Below its smallest normal number f16 has steps of one size.
         let normal = if model.config.dtype == DType::F16 { 2f32.powi(-14) } else { 0.0 };
