@@ -28,6 +28,7 @@ mod plan;
 mod policy;
 mod progress;
 mod quantize;
+mod ranks;
 mod report;
 mod run;
 mod slurm;

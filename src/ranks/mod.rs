@@ -11,6 +11,7 @@
 //! beside [`Ring`].
 
 mod comm;
+pub mod cost;
 pub mod evict;
 #[cfg(feature = "mpi")]
 pub mod mpi;
@@ -24,7 +25,7 @@ mod tree;
 pub use comm::{Comm, Traffic, Transport, all_reduce_messages};
 pub use ring::{Rank, Ring, RingBackward};
 pub use shards::{Placement, Shards};
-pub use shared::{Asked, Method, OfRank, Shared, scatter};
+pub use shared::{Asked, Method, OfRank, Shared, scatter, scatter_rows};
 pub use tree::Tree;
 
 use crate::attention::AttentionError;

@@ -86,6 +86,11 @@ impl Ring {
         (0..ranks - 1).map(|step| 2 * self.keys_bytes(source(rank, step, ranks)) as u64).sum()
     }
 
+    /// Bytes of the exchanges of [`Ring::forward`] one behind another, of the rank that sends most in each.
+    pub fn forward_exchanges(&self) -> Vec<u64> {
+        vec![2 * self.most_keys_bytes() as u64; self.kv.ranks() - 1]
+    }
+
     /// Attention of this rank's queries over all keys. `k` and `v` are its own.
     ///
     /// # Errors
@@ -166,6 +171,10 @@ impl Ring {
     fn keys_bytes(&self, source: usize) -> usize {
         Tensor::bytes_of(self.dtype, self.keys_dims(source)) as usize
     }
+
+    fn most_keys_bytes(&self) -> usize {
+        (0..self.kv.ranks()).map(|rank| self.keys_bytes(rank)).max().unwrap_or(0)
+    }
 }
 
 /// Refuses a sliding window, whose edge no piece is aligned with.
@@ -203,7 +212,7 @@ struct Hop<'a> {
 
 impl Travelling {
     fn lens(ring: &Ring) -> [usize; 2] {
-        let most = (0..ring.kv.ranks()).map(|rank| 2 * ring.keys_bytes(rank)).max().unwrap_or(0);
+        let most = 2 * ring.most_keys_bytes();
         [2, 3].map(|ranks| if ring.kv.ranks() >= ranks { most } else { 0 })
     }
 
