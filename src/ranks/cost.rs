@@ -5,7 +5,8 @@
 //! stay in a cache on their way, and long ones wait for a queue to drain. `docs/scale.md` has the equations, and what they give
 //! beside what was measured.
 
-use super::{Comm, RankError};
+use super::{Comm, Rank, RankError};
+use crate::memory::{Arena, Label};
 use serde::{Deserialize, Serialize};
 use std::time::Instant;
 
@@ -37,25 +38,45 @@ impl Link {
             }
         }
     }
-
-    /// Nanoseconds of messages one behind another.
-    pub fn sum_ns(&self, messages: &[u64]) -> f64 {
-        messages.iter().map(|&bytes| self.ns(bytes)).sum()
-    }
 }
 
-/// The links between the ranks of a [`Comm`].
+/// The links between the ranks of a [`Comm`](super::Comm), and what messages take besides.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Links {
-    /// Every rank sends to the next and receives from the one before: a step of a ring.
+    /// Every rank sends to the next and receives from the one before, while its threads are handed some work: a step of a ring.
     pub around: Link,
     /// One of a pair of ranks sends, and the other waits for it: a step of a tree.
     pub across: Link,
+    /// Room is taken from an arena and given back: for long messages the system makes new pages, which takes as long as sending
+    /// them.
+    pub room: Link,
+}
+
+/// What a pass sends, as a rank sees it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Sending {
+    /// Bytes of its exchanges one behind another, of the rank that sends most in each.
+    pub exchanges: Vec<u64>,
+    /// Bytes of each room that is taken for them.
+    pub rooms: Vec<u64>,
+}
+
+impl Sending {
+    /// Nanoseconds of it alone, over one of the links.
+    pub fn ns(&self, links: &Links, over: impl Fn(&Links) -> &Link) -> f64 {
+        let sum = |link: &Link, bytes: &[u64]| bytes.iter().map(|&bytes| link.ns(bytes)).sum::<f64>();
+        sum(over(links), &self.exchanges) + sum(&links.room, &self.rooms)
+    }
+
+    /// Bytes of the longest message.
+    pub fn most_bytes(&self) -> u64 {
+        self.exchanges.iter().copied().max().unwrap_or(0)
+    }
 }
 
 /// Bytes of the messages that are timed, from 0 to the first that is as long as any that is asked about.
 const TIMED_BYTES: [usize; 6] = [0, 4 << 10, 64 << 10, 512 << 10, 4 << 20, 32 << 20];
-/// Times that a message is sent; the median counts.
+/// Times that a message is sent. The best counts: what it takes when nobody else wants the cores.
 const TIMES: usize = 7;
 
 impl Links {
@@ -63,14 +84,18 @@ impl Links {
     ///
     /// # Errors
     /// When another rank ended.
-    pub fn measure(comm: &Comm, most_bytes: u64) -> Result<Self, RankError> {
+    pub fn measure(on: Rank<'_>, most_bytes: u64) -> Result<Self, RankError> {
+        let comm = on.comm;
         let count = TIMED_BYTES.iter().position(|&bytes| bytes as u64 >= most_bytes).unwrap_or(TIMED_BYTES.len() - 1);
         let sizes = &TIMED_BYTES[..=count];
+        // As a pass's own arena, it holds on to few pages and asks the system for many.
+        let arena = Arena::unlimited();
         let (sent, mut room) = (vec![1u8; sizes[count]], vec![0u8; sizes[count]]);
         let mut links = Links::default();
         for &bytes in sizes {
             let around = timed(comm, || {
-                comm.transfer(&[(comm.next(), &sent[..bytes])], &mut [(comm.previous(), &mut room[..bytes])])
+                let (send, mut receive) = ([(comm.next(), &sent[..bytes])], [(comm.previous(), &mut room[..bytes])]);
+                comm.exchange(on.cpu, &send, &mut receive, || ())
             })?;
             links.around.points.push((bytes as u64, around));
             let other = comm.rank() ^ 1;
@@ -88,22 +113,26 @@ impl Links {
                 }
             })?;
             links.across.points.push((bytes as u64, across / 2.0));
+            let taken = timed(comm, || {
+                arena.alloc::<u8>(Label::Workspace, bytes)?;
+                Ok(())
+            })?;
+            links.room.points.push((bytes as u64, taken));
         }
         Ok(links)
     }
 }
 
-/// Median of the nanoseconds of `exchange` on the rank that takes longest.
+/// The best of the nanoseconds of `exchange`, on the rank that takes longest.
 fn timed(comm: &Comm, mut exchange: impl FnMut() -> Result<(), RankError>) -> Result<f64, RankError> {
-    let mut samples = Vec::new();
+    let mut best = u64::MAX;
     for _ in 0..TIMES {
         comm.barrier()?;
         let start = Instant::now();
         exchange()?;
-        samples.push(start.elapsed().as_nanos() as u64);
+        best = best.min(start.elapsed().as_nanos() as u64);
     }
-    samples.sort_unstable();
-    let mut slowest = samples[TIMES / 2].to_le_bytes();
+    let mut slowest = best.to_le_bytes();
     comm.all_reduce(&mut slowest, &mut [0; 8], |mine, theirs| {
         let of = |bytes: &[u8]| u64::from_le_bytes(bytes.try_into().expect("eight bytes"));
         let most = of(mine).max(of(theirs));
@@ -112,10 +141,9 @@ fn timed(comm: &Comm, mut exchange: impl FnMut() -> Result<(), RankError>) -> Re
     Ok(u64::from_le_bytes(slowest) as f64)
 }
 
-/// Nanoseconds of a pass around a ring of `ranks`: in each step a rank computes for `compute_ns` and sends `step_bytes` meanwhile,
-/// in the last it only computes.
-pub fn ring_ns(ranks: u64, compute_ns: f64, step_bytes: u64, link: &Link) -> f64 {
-    (ranks - 1) as f64 * compute_ns.max(link.ns(step_bytes)) + compute_ns
+/// Time of a pass around a ring of `ranks`: in each step a rank computes, and sends meanwhile; in the last it only computes.
+pub fn ring_time(ranks: u64, compute: f64, send: f64) -> f64 {
+    (ranks - 1) as f64 * compute.max(send) + compute
 }
 
 /// Messages of a tree of `ranks` that follow one another: up to rank 0, and down again.
@@ -133,6 +161,8 @@ pub fn zero_bytes(stage: u64, parameter_bytes: u64, ranks: u64) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::attention::kernel;
+    use crate::device::Cpu;
     use crate::ranks::threads;
 
     #[test]
@@ -147,12 +177,25 @@ mod tests {
 
     #[test]
     fn longer_messages_are_timed_as_far_as_they_are_asked_about() {
-        let links = threads::run(3, |comm| Links::measure(comm, 60_000)).unwrap();
+        let tiled = kernel("tiled").unwrap();
+        let links = threads::run(3, |comm| {
+            let (cpu, arena) = (Cpu::new(Some(1)).unwrap(), Arena::unlimited());
+            Links::measure(Rank { comm, cpu: &cpu, arena: &arena, kernel: &*tiled }, 60_000)
+        });
+        let links = links.unwrap();
         assert!(links.iter().all(|of_rank| *of_rank == links[0]), "all ranks know the same");
-        for link in [&links[0].around, &links[0].across] {
+        for link in [&links[0].around, &links[0].across, &links[0].room] {
             assert_eq!(link.points.iter().map(|point| point.0).collect::<Vec<_>>(), [0, 4 << 10, 64 << 10]);
             assert!(link.points.iter().all(|point| point.1 > 0.0));
         }
+    }
+
+    #[test]
+    fn sending_adds_up_messages_and_their_room() {
+        let links = Links { around: Link::new(10.0, 1e9), across: Link::new(0.0, 1e9), room: Link::new(1.0, 1e10) };
+        let sending = Sending { exchanges: vec![100, 300], rooms: vec![300] };
+        assert_eq!(sending.ns(&links, |links| &links.around).round(), 20.0 + 400.0 + 31.0);
+        assert_eq!((sending.ns(&links, |links| &links.across).round(), sending.most_bytes()), (431.0, 300));
     }
 
     #[test]
@@ -167,9 +210,7 @@ mod tests {
 
     #[test]
     fn a_ring_waits_for_what_is_slower_and_a_tree_for_every_level() {
-        let link = Link::new(10.0, 1e9);
-        assert_eq!(ring_ns(4, 100.0, 40, &link), 400.0);
-        assert_eq!(ring_ns(4, 100.0, 190, &link).round(), 3.0 * 200.0 + 100.0);
+        assert_eq!([40.0, 200.0].map(|send| ring_time(4, 100.0, send)), [400.0, 3.0 * 200.0 + 100.0]);
         assert_eq!([1, 2, 3, 4, 5, 8].map(tree_depth), [0, 2, 4, 4, 6, 6]);
     }
 }

@@ -1,6 +1,6 @@
 //! A problem shared out by one of the methods, run and measured: what the command and the measure have in common.
 
-use super::cost::{Link, Links};
+use super::cost::{Link, Links, Sending};
 use super::{Rank, RankError, Ring, RingBackward, Traffic, Tree};
 use crate::attention::{DenseKv, Gradients, Kernel, Outputs, Params, Shape};
 use crate::tensor::{DType, Tensor, TensorView};
@@ -195,15 +195,15 @@ impl Shared {
             Shared::Ring(_) => |links| &links.around,
             Shared::Tree(_) => |links| &links.across,
         };
-        seen.predict(on, &self.forward_exchanges(), link)?;
+        seen.predict(on, &self.forward_sending(), link)?;
         Ok(outputs)
     }
 
-    /// Bytes of the exchanges of a forward pass, one behind another.
-    pub fn forward_exchanges(&self) -> Vec<u64> {
+    /// What a forward pass sends, one message behind another.
+    fn forward_sending(&self) -> Sending {
         match self {
-            Shared::Ring(ring) => ring.forward_exchanges(),
-            Shared::Tree(tree) => tree.forward_exchanges(),
+            Shared::Ring(ring) => ring.forward_sending(),
+            Shared::Tree(tree) => tree.forward_sending(),
         }
     }
 }
@@ -228,10 +228,10 @@ impl OfRank {
         Ok(result)
     }
 
-    /// Adds what the cost model gives for the exchanges of the last pass over one of the links.
-    fn predict(&mut self, on: Rank<'_>, exchanges: &[u64], link: fn(&Links) -> &Link) -> Result<(), RankError> {
-        self.links = Links::measure(on.comm, exchanges.iter().copied().max().unwrap_or(0))?;
-        self.predicted_alone_ns.push(link(&self.links).sum_ns(exchanges) as u64);
+    /// Adds what the cost model gives for what the last pass sent over one of the links.
+    fn predict(&mut self, on: Rank<'_>, sending: &Sending, over: fn(&Links) -> &Link) -> Result<(), RankError> {
+        self.links = Links::measure(on, sending.most_bytes())?;
+        self.predicted_alone_ns.push(sending.ns(&self.links, over) as u64);
         Ok(())
     }
 }
@@ -258,7 +258,7 @@ impl Ring {
         seen.predicted_peak_bytes = given + pass;
         seen.predicted_sent_bytes = self.backward_sent_bytes(rank);
         let gradients = seen.sample(on, || self.backward(on, call, kv), || self.send_backward_alone(on, kv))?;
-        seen.predict(on, &self.backward_exchanges(), |links| &links.around)?;
+        seen.predict(on, &self.backward_sending(), |links| &links.around)?;
         Ok(gradients)
     }
 }

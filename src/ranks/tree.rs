@@ -3,7 +3,7 @@
 //! Each rank computes all queries over its own keys, and partial results are merged up a binomial tree by their log-sum-exps and
 //! handed down again. What is sent does not depend on the context.
 
-use super::cost::tree_depth;
+use super::cost::{Sending, tree_depth};
 use super::pieces::{Part, Piece, pieces};
 use super::ring::{larger, refuse_window};
 use super::{Placement, RankError, Shards, all_reduce_messages};
@@ -72,9 +72,10 @@ impl Tree {
         all_reduce_messages(rank, self.kv.ranks()) * Partials::bytes(&self.shape)
     }
 
-    /// Bytes of the messages of [`Tree::forward`] one behind another: up the tree and down again.
-    pub fn forward_exchanges(&self) -> Vec<u64> {
-        vec![Partials::bytes(&self.shape); tree_depth(self.kv.ranks() as u64) as usize]
+    /// What [`Tree::forward`] sends: partial results up the tree and down again.
+    pub fn forward_sending(&self) -> Sending {
+        let bytes = Partials::bytes(&self.shape);
+        Sending { exchanges: vec![bytes; tree_depth(self.kv.ranks() as u64) as usize], rooms: vec![bytes; 2] }
     }
 
     /// Attention of the queries over all keys, the same on every rank. `kv` are this rank's own.

@@ -11,6 +11,7 @@ use crate::device::Cpu;
 use crate::device::simd::loops;
 use crate::memory::{Arena, ArenaError, Buffer, Label};
 use crate::ranks::RankError;
+use crate::ranks::cost::Sending;
 use crate::tensor::{DType, Tensor, TensorView};
 
 /// What a rank's backward pass reads besides its keys and values: of its own queries all.
@@ -46,14 +47,16 @@ impl Ring {
         self.forward_sent_bytes(rank) + of_sums
     }
 
-    /// Bytes of the exchanges of [`Ring::backward`] one behind another, of the rank that sends most in each: keys and values, both
-    /// with sums, and sums alone, twice.
-    pub fn backward_exchanges(&self) -> Vec<u64> {
-        let (keys, sums) = (2 * self.most_keys_bytes() as u64, 4 * self.most_sums() as u64);
-        match self.kv.ranks() {
-            1 => Vec::new(),
-            ranks => [vec![keys], vec![keys + sums; ranks - 2], vec![sums; 2]].concat(),
-        }
+    /// What [`Ring::backward`] sends: keys and values, both with sums, and sums alone, twice.
+    pub fn backward_sending(&self) -> Sending {
+        let Sending { exchanges, mut rooms } = self.forward_sending();
+        let sums = 4 * self.most_sums() as u64;
+        rooms.extend([sums; 3]);
+        let exchanges = match exchanges[..] {
+            [] => Vec::new(),
+            [keys, ..] => [vec![keys], vec![keys + sums; exchanges.len() - 1], vec![sums; 2]].concat(),
+        };
+        Sending { exchanges, rooms }
     }
 
     /// Gradients by this rank's queries, and by its keys and values over all queries.

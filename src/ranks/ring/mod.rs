@@ -10,6 +10,7 @@ mod backward;
 pub use backward::RingBackward;
 
 use super::comm::{Received, Sent};
+use super::cost::Sending;
 use super::pieces::{Piece, pieces};
 use super::{Comm, Placement, RankError, Shards};
 use crate::attention::{AttentionError, DenseKv, Forward, Kernel, Outputs, Params, Partials, Shape, WorkspaceSize};
@@ -86,9 +87,10 @@ impl Ring {
         (0..ranks - 1).map(|step| 2 * self.keys_bytes(source(rank, step, ranks)) as u64).sum()
     }
 
-    /// Bytes of the exchanges of [`Ring::forward`] one behind another, of the rank that sends most in each.
-    pub fn forward_exchanges(&self) -> Vec<u64> {
-        vec![2 * self.most_keys_bytes() as u64; self.kv.ranks() - 1]
+    /// What [`Ring::forward`] sends.
+    pub fn forward_sending(&self) -> Sending {
+        let rooms = Travelling::lens(self).map(|bytes| bytes as u64).into_iter().filter(|&bytes| bytes > 0).collect();
+        Sending { exchanges: vec![2 * self.most_keys_bytes() as u64; self.kv.ranks() - 1], rooms }
     }
 
     /// Attention of this rank's queries over all keys. `k` and `v` are its own.
