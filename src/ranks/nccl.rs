@@ -89,7 +89,7 @@ impl Transport for Nccl {
 
     fn transfer(&self, send: &[Sent<'_>], receive: &mut [Received<'_>]) -> Result<(), RankError> {
         // A message of no bytes is sent as one byte, because somebody waits for it.
-        let there = |bytes: &[u8]| self.stream.clone_htod(if bytes.is_empty() { &[0] } else { bytes });
+        let there = |bytes: &[u8]| self.stream.clone_htod(if bytes.is_empty() { &[0][..] } else { bytes });
         let sent: Vec<CudaSlice<u8>> =
             send.iter().map(|(_, bytes)| there(bytes)).collect::<Result<_, _>>().map_err(device)?;
         let room = |bytes: usize| self.stream.alloc_zeros::<u8>(bytes.max(1));

@@ -281,7 +281,9 @@ fn a_ring_on_many_cards_is_its_closed_form() {
     assert!((on.ring_s - 32.0 * 64.0 * on.ring_compute_ns / 1e9).abs() < 1e-6, "computing hides the sending: {on:?}");
     // Psi = 8.03e9 parameters of 2 bytes: 2 Psi and 3 Psi, but for the card's own part.
     let psi = 2.0 * 8_030_261_248.0 * 63.0 / 64.0;
-    assert!(on.zero_bytes.iter().zip([2.0, 3.0]).all(|(&bytes, times)| (bytes as f64 / (times * psi) - 1.0).abs() < 1e-6));
+    assert!(
+        on.zero_bytes.iter().zip([2.0, 3.0]).all(|(&bytes, times)| (bytes as f64 / (times * psi) - 1.0).abs() < 1e-6)
+    );
     assert!((on.tree_read_ns - 131_072.0 * t / (0.67 * 3350.0)).abs() < 1.0, "{on:?}");
 }
 
