@@ -40,7 +40,7 @@ impl Link {
     }
 }
 
-/// The links between the ranks of a [`Comm`](super::Comm), and what messages take besides.
+/// The links between the ranks of a [`Comm`], and what messages take besides.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Links {
     /// Every rank sends to the next and receives from the one before, while its threads are handed some work: a step of a ring.
