@@ -1,4 +1,4 @@
-//! `kvsieve attend --ranks` as a user runs it: on threads of one process, and where kvsieve is built with MPI and `mpirun` is there, on
+//! `kvsieve attend --ranks` and `kvsieve evict --ranks` as a user runs them: on threads of one process, and where kvsieve is built with MPI and `mpirun` is there, on
 //! processes.
 
 mod common;
@@ -19,7 +19,9 @@ fn input(folder: &Path, tokens: usize) -> PathBuf {
     let (mut rng, path) = (rng(5), folder.join("in.safetensors"));
     let mut draw = |dims: [usize; 4]| tensor(DType::F32, dims, &normal(&mut rng, dims.iter().product(), 1.0));
     let (q, k, v) = (draw([1, 4, tokens, 16]), draw([1, 2, tokens, 16]), draw([1, 2, tokens, 16]));
-    write(&path, &[Output::tensor("q", &q), Output::tensor("k", &k), Output::tensor("v", &v)]).unwrap();
+    let grad_o = draw([1, 4, tokens, 16]);
+    let named = [("q", &q), ("k", &k), ("v", &v), ("do", &grad_o)];
+    write(&path, &named.map(|(name, tensor)| Output::tensor(name, tensor))).unwrap();
     path
 }
 
@@ -33,15 +35,17 @@ fn attend(folder: &Path, output: &str, more: &[&str]) -> Vec<String> {
     args
 }
 
-fn output(folder: &Path, name: &str) -> Vec<f32> {
-    TensorFile::open(&folder.join(name)).unwrap().load("o", &Arena::unlimited(), Label::Input).unwrap().to_f32()
+fn output(folder: &Path, name: &str, tensor: &str) -> Vec<f32> {
+    TensorFile::open(&folder.join(name)).unwrap().load(tensor, &Arena::unlimited(), Label::Input).unwrap().to_f32()
 }
 
-fn assert_same(folder: &Path, name: &str) {
-    let (one, shared) = (output(folder, "one.safetensors"), output(folder, name));
-    assert_eq!(one.len(), shared.len());
-    let most = one.iter().zip(&shared).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
-    assert!(most < 1e-5, "{name} is {most} from one rank's result");
+fn assert_same(folder: &Path, name: &str, tensors: &[&str]) {
+    for tensor in tensors {
+        let (one, shared) = (output(folder, "one.safetensors", tensor), output(folder, name, tensor));
+        assert_eq!(one.len(), shared.len());
+        let most = one.iter().zip(&shared).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+        assert!(most < 2e-5 && one.iter().any(|&x| x != 0.0), "{tensor} of {name} is {most} from one rank's");
+    }
 }
 
 fn kvsieve() -> Command {
@@ -50,19 +54,24 @@ fn kvsieve() -> Command {
     command
 }
 
-/// Bytes and messages of each rank are what the shapes say.
-fn assert_as_predicted(json: &[u8], ranks: usize, transport: &str) {
+/// Bytes of each rank are what the shapes say, in each pass.
+fn assert_as_predicted(json: &[u8], ranks: usize, transport: &str, passes: &[&str]) {
     let report: Value = serde_json::from_slice(json).unwrap();
     assert_eq!(report["transport"], transport);
-    let of_ranks = report["ranks"].as_array().unwrap();
-    assert_eq!(of_ranks.len(), ranks);
-    for of_rank in of_ranks {
-        assert_eq!(of_rank["peak_bytes"], of_rank["predicted_peak_bytes"]);
-        assert_eq!(of_rank["sent_bytes"], of_rank["predicted_sent_bytes"]);
-        assert_eq!(of_rank["sent_bytes"].as_u64().unwrap() > 0, ranks > 1);
+    for pass in passes {
+        let of_ranks = report[pass].as_array().unwrap();
+        assert_eq!(of_ranks.len(), ranks);
+        for of_rank in of_ranks {
+            assert_eq!(of_rank["peak_bytes"], of_rank["predicted_peak_bytes"], "{pass}");
+            assert_eq!(of_rank["sent_bytes"], of_rank["predicted_sent_bytes"], "{pass}");
+            assert_eq!(of_rank["sent_bytes"].as_u64().unwrap() > 0, ranks > 1);
+            assert_eq!(of_rank["samples_ns"].as_array().unwrap().len(), 2);
+        }
     }
     assert!(report["rel_l2"].as_f64().unwrap() < 1e-5);
 }
+
+const BOTH: [&str; 2] = ["ranks", "backward_ranks"];
 
 #[test]
 fn ranks_that_are_threads_write_what_one_writes() {
@@ -72,12 +81,89 @@ fn ranks_that_are_threads_write_what_one_writes() {
     for (ranks, text) in [(1, "ring:1"), (3, "ring:3"), (4, "tree:4")] {
         let args = attend(folder.path(), "shared.safetensors", &["--ranks", text, "--repeat", "2", "--json", "-"]);
         let done = kvsieve().args(args).assert().success();
-        assert_as_predicted(&done.get_output().stdout, ranks, "threads");
-        assert_same(folder.path(), "shared.safetensors");
+        assert_as_predicted(&done.get_output().stdout, ranks, "threads", &["ranks"]);
+        assert_same(folder.path(), "shared.safetensors", &["o"]);
     }
     let args = attend(folder.path(), "shared.safetensors", &["--ranks", "ring:2"]);
     let said = String::from_utf8(kvsieve().args(args).assert().success().get_output().stdout.clone()).unwrap();
     assert!(said.contains("ring of 2 ranks (threads)") && said.matches("as predicted").count() == 4, "{said}");
+}
+
+#[test]
+fn gradients_over_ranks_are_those_of_one() {
+    let folder = tempfile::tempdir().unwrap();
+    input(folder.path(), 101);
+    kvsieve().args(attend(folder.path(), "one.safetensors", &["--backward"])).assert().success();
+    for ranks in [1, 3, 4] {
+        let text = format!("ring:{ranks}");
+        let more = ["--ranks", &text, "--backward", "--repeat", "2", "--json", "-"];
+        let done = kvsieve().args(attend(folder.path(), "shared.safetensors", &more)).assert().success();
+        assert_as_predicted(&done.get_output().stdout, ranks, "threads", &BOTH);
+        assert_same(folder.path(), "shared.safetensors", &["o", "dq", "dk", "dv"]);
+    }
+    let args = attend(folder.path(), "shared.safetensors", &["--ranks", "ring:2", "--backward"]);
+    let said = String::from_utf8(kvsieve().args(args).assert().success().get_output().stdout.clone()).unwrap();
+    assert!(said.contains("\nbackward  ") && said.matches("as predicted").count() == 8, "{said}");
+}
+
+fn evict(folder: &Path, output: &str, policy: &str, more: &[&str]) -> Vec<String> {
+    let path = |name: &str| folder.join(name).display().to_string();
+    let args = ["evict", "--input", &path("in.safetensors"), "--output", &path(output), "--policy", policy];
+    args.iter().chain(&["--budget", "0.25", "--threads", "1"]).chain(more).map(|arg| arg.to_string()).collect()
+}
+
+/// Positions that stay, and how many of each list.
+fn kept(folder: &Path, name: &str) -> [Vec<u8>; 2] {
+    let bytes = std::fs::read(folder.join(name)).unwrap();
+    let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    ["kept", "kept_len"].map(|name| file.tensor(name).unwrap().data().to_vec())
+}
+
+/// What `evict --json -` says of each rank is what the shapes say, and adds up.
+fn assert_evicted(json: &[u8], ranks: usize, transport: &str) {
+    let report: Value = serde_json::from_slice(json).unwrap();
+    assert_eq!(report["transport"], transport);
+    let of_ranks = report["ranks"].as_array().unwrap();
+    assert_eq!(of_ranks.len(), ranks);
+    let sum = |field: &str| of_ranks.iter().map(|of_rank| of_rank[field].as_u64().unwrap()).sum::<u64>();
+    for field in ["kv_bytes_dense", "kv_bytes_kept"] {
+        assert_eq!(report[field].as_u64().unwrap(), sum(field), "{field}");
+    }
+    assert!(sum("kv_bytes_kept") * 3 < sum("kv_bytes_dense"));
+    for of_rank in of_ranks {
+        assert_eq!(of_rank["sent_bytes"], of_rank["predicted_sent_bytes"]);
+        assert_eq!(of_rank["sent_bytes"].as_u64().unwrap() > 0, ranks > 1);
+    }
+}
+
+#[test]
+fn ranks_evict_what_one_evicts() {
+    let folder = tempfile::tempdir().unwrap();
+    input(folder.path(), 103);
+    for policy in ["streaming-llm", "knorm", "keydiff", "snapkv:window=8", "h2o"] {
+        kvsieve().args(evict(folder.path(), "one.safetensors", policy, &[])).assert().success();
+        for ranks in [1, 3, 4] {
+            let more = ["--ranks", &format!("tree:{ranks}"), "--json", "-"];
+            let done = kvsieve().args(evict(folder.path(), "shared.safetensors", policy, &more)).assert().success();
+            assert_evicted(&done.get_output().stdout, ranks, "threads");
+            assert_eq!(kept(folder.path(), "one.safetensors"), kept(folder.path(), "shared.safetensors"), "{policy}");
+        }
+    }
+    let args = evict(folder.path(), "shared.safetensors", "knorm", &["--ranks", "tree:2"]);
+    let said = String::from_utf8(kvsieve().args(args).assert().success().get_output().stdout.clone()).unwrap();
+    assert_eq!(said.matches("as predicted").count(), 2, "{said}");
+
+    let cases: [(&str, &[&str], &str); 4] = [
+        ("knorm", &["--ranks", "ring:2"], "eviction is shared out as decoding is"),
+        ("full", &["--ranks", "tree:2"], "policy 'full' is not available over ranks: it evicts nothing"),
+        ("knorm", &["--ranks", "tree:2", "--kv-format", "int8"], "cannot be used with"),
+        ("knorm", &["--ranks", "tree:2", "--device", "cuda"], "--ranks is not available with --device cuda"),
+    ];
+    for (policy, more, words) in cases {
+        let done = kvsieve().args(evict(folder.path(), "o.safetensors", policy, more)).assert().code(2);
+        let said = String::from_utf8(done.get_output().stderr.clone()).unwrap();
+        assert!(said.contains(words) && said.lines().count() == 1, "{more:?}: {said}");
+    }
 }
 
 #[test]
@@ -89,7 +175,7 @@ fn what_cannot_be_shared_is_one_line_and_status_2() {
         (&["--ranks", "ring:0"], "'ring:0' is not a way to share attention out"),
         (&["--ranks", "star:4"], "'star:4' is not a way to share attention out"),
         (&["--ranks", "ring:2", "--window", "4"], "a window of 4 is not available over ranks"),
-        (&["--ranks", "ring:2", "--backward"], "cannot be used with"),
+        (&["--ranks", "tree:2", "--backward"], "--backward is not available over a tree"),
     ];
     for (more, words) in cases {
         let done = kvsieve().args(attend(folder.path(), "o.safetensors", more)).assert().code(2);
@@ -138,15 +224,31 @@ mod processes {
     fn ranks_that_are_processes_write_what_one_writes() {
         let folder = tempfile::tempdir().unwrap();
         input(folder.path(), 203);
-        kvsieve().args(attend(folder.path(), "one.safetensors", &[])).assert().success();
+        kvsieve().args(attend(folder.path(), "one.safetensors", &["--backward"])).assert().success();
         for ranks in [1, 2, 3, 4] {
-            for method in ["ring", "tree"] {
-                let args =
-                    attend(folder.path(), "shared.safetensors", &["--ranks", method, "--repeat", "2", "--json", "-"]);
+            for (method, more, passes, tensors) in [
+                ("ring", &["--backward"][..], &BOTH[..], &["o", "dq", "dk", "dv"][..]),
+                ("tree", &[], &BOTH[..1], &["o"]),
+            ] {
+                let more = [&["--ranks", method, "--repeat", "2", "--json", "-"], more].concat();
+                let args = attend(folder.path(), "shared.safetensors", &more);
                 let done = mpirun(ranks).arg(env!("CARGO_BIN_EXE_kvsieve")).args(args).assert().success();
-                assert_as_predicted(&done.get_output().stdout, ranks, "mpi");
-                assert_same(folder.path(), "shared.safetensors");
+                assert_as_predicted(&done.get_output().stdout, ranks, "mpi", passes);
+                assert_same(folder.path(), "shared.safetensors", tensors);
             }
+        }
+    }
+
+    #[test]
+    fn processes_evict_what_one_evicts() {
+        let folder = tempfile::tempdir().unwrap();
+        input(folder.path(), 103);
+        for policy in ["keydiff", "snapkv:window=8"] {
+            kvsieve().args(evict(folder.path(), "one.safetensors", policy, &[])).assert().success();
+            let args = evict(folder.path(), "shared.safetensors", policy, &["--ranks", "tree", "--json", "-"]);
+            let done = mpirun(3).arg(env!("CARGO_BIN_EXE_kvsieve")).args(args).assert().success();
+            assert_evicted(&done.get_output().stdout, 3, "mpi");
+            assert_eq!(kept(folder.path(), "one.safetensors"), kept(folder.path(), "shared.safetensors"), "{policy}");
         }
     }
 

@@ -185,7 +185,7 @@ fn what_cannot_be_repeated_is_refused() {
         ("kvzip", 64, None, "f32", "have the words"),
         ("kvzip+chunks:tokens=8", 64, Some(&repeat), "f32", "leave 'chunks', 'every' and 'delayed' out"),
         ("kvzip+every", 64, Some(&repeat), "f32", "leave 'chunks', 'every' and 'delayed' out"),
-        ("kvzip", 64, Some(&repeat), "q4_0:recent=8", "leaves the cache again"),
+        ("kvzip", 64, Some(&repeat), "int8:recent=8", "leaves the cache again"),
     ] {
         let error = error(text, max_tokens, asked, format);
         assert!(error.contains(reason) && error.contains(text), "{error}");

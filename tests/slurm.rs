@@ -169,6 +169,33 @@ fn a_task_that_meets_its_time_limit_goes_on_later() {
     cluster.assert_each_once(100);
 }
 
+#[test]
+#[ignore = "needs Slurm"]
+fn a_task_that_is_preempted_or_killed_resumes_where_it_was() {
+    let cluster = Cluster::start();
+    cluster.experiment(12, 0.5);
+    let job = cluster.submit(&["--tasks", "1"]);
+    // As a partition preempts with REQUEUE: SIGTERM to what runs, then back into the queue.
+    wait_for("records", Duration::from_secs(60), || cluster.recorded().len() >= 3);
+    assert!(cluster.run("scontrol", &["requeue", &format!("{job}_1")]).status.success());
+    let before = cluster.recorded();
+    assert!(before.len() < 24, "{} records when the task was requeued", before.len());
+    wait_for("more records", Duration::from_secs(90), || cluster.recorded().len() >= before.len() + 3);
+    assert!(cluster.show(&job).contains("Restarts=1"), "{}", cluster.show(&job));
+    let kept = cluster.recorded();
+    assert!(before.iter().all(|id| kept.contains(id)), "records from before are gone");
+    // SIGTERM to kvsieve alone and no requeue: the cell in work is dropped, and the task ends.
+    assert!(cluster.run("scancel", &["--signal=TERM", "--full", &job]).status.success());
+    cluster.wait_until_over(&job, Duration::from_secs(60));
+    let shown = cluster.show(&job);
+    assert!(!shown.contains("JobState=COMPLETED") && cluster.recorded().len() < 24, "{shown}");
+
+    let job = cluster.submit(&["--tasks", "1"]);
+    cluster.wait_until_over(&job, Duration::from_secs(120));
+    assert!(cluster.show(&job).contains("JobState=COMPLETED"), "{}\n{}", cluster.show(&job), cluster.logs());
+    cluster.assert_each_once(24);
+}
+
 /// A folder with an experiment of two comparisons.
 fn desk() -> TempDir {
     let folder = tempfile::tempdir().unwrap();
@@ -216,8 +243,24 @@ fn the_script_says_what_was_asked_and_the_shell_reads_it() {
 }
 
 #[test]
+fn tasks_on_gpus_ask_for_one_each() {
+    let desk = desk();
+    let (status, _, said) = slurm(desk.path(), &["x.toml", "--tasks", "2", "--device", "cuda"]);
+    assert_eq!((status, said.as_str()), (Some(0), ""));
+    let script = fs::read_to_string(desk.path().join("results/x.sbatch")).unwrap();
+    assert!(script.lines().any(|line| line == "#SBATCH --gpus-per-task=1"), "{script}");
+    assert!(script.contains(" --join --device cuda --threads 1 &\n"), "{script}");
+    let (_, _, said) = slurm(desk.path(), &["x.toml", "--tasks", "2"]);
+    let script = fs::read_to_string(desk.path().join("results/x.sbatch")).unwrap();
+    assert!(said.is_empty() && !script.contains("gpu") && !script.contains("--device"), "{script}");
+}
+
+#[test]
 fn every_mistake_is_one_line() {
     let desk = desk();
+    let ranks = "name = \"ranks\"\n[[grid]]\nmeasure = \"ranks\"\nranks = [\"ring:1\", \"ring:2\"]\nheads = \"2/1\"\n\
+                 head_dim = 32\ncontext_tokens = 64\n";
+    fs::write(desk.path().join("ranks.toml"), ranks).unwrap();
     fs::write(desk.path().join("file"), "").unwrap();
     for (arguments, expected) in [
         (&["x.toml", "--tasks", "0"][..], "error: invalid value '0' for '--tasks <N>'"),
@@ -233,6 +276,11 @@ fn every_mistake_is_one_line() {
             "error: 'it's/x-%A_%a.log' cannot stand in a script; name another path",
         ),
         (&["x.toml", "--tasks", "2", "--out", "file"], "error: --out 'file': 'file' is not a folder; name another"),
+        (&["x.toml", "--tasks", "2", "--device", "cuda:1"], "error: invalid value 'cuda:1' for '--device <cpu|cuda>'"),
+        (
+            &["ranks.toml", "--tasks", "1", "--device", "cuda"],
+            "error: --device cuda: none of the cells of 'ranks' runs on a GPU: ranks are threads of the CPU; leave it out",
+        ),
         (&["x.toml", "--tasks", "2", "--submit"], "error: cannot run sbatch: No such file"),
     ] {
         let (status, shown, said) = slurm(desk.path(), arguments);

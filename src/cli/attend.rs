@@ -8,7 +8,7 @@ mod report;
 use super::failure::Failure;
 use super::hardware::Hardware;
 use super::{Compute, output};
-use crate::attention::{self, AttentionError, Outputs, Params, Shape};
+use crate::attention::{self, AttentionError, Gradients, Outputs, Params, Shape};
 use crate::format::KvFormat;
 use crate::memory::Arena;
 use crate::named::Named;
@@ -41,7 +41,7 @@ Examples:
   kvsieve attend --input in.safetensors --output out.safetensors --kernel tiled:br=32 --dtype bf16
   kvsieve attend --input in.safetensors --output out.safetensors --kernel decode --kv-format int4:group=32
   kvsieve attend --input in.safetensors --output out.safetensors --causal --backward
-  kvsieve attend --input in.safetensors --output out.safetensors --causal --ranks ring:2";
+  kvsieve attend --input in.safetensors --output out.safetensors --causal --ranks ring:2 --backward";
 
 /// Compute attention over your own tensors; measure time, memory and drift
 #[derive(clap::Args)]
@@ -78,9 +78,9 @@ pub struct Args {
     kv_format: Option<KvFormat>,
     /// Share attention out: ring:N or tree:N over N threads of this process, each with its own memory; ring or tree over the
     /// processes that mpirun started (docs/ranks.md). --threads are those of each rank [default: all cores, shared]
-    #[arg(long, value_name = "ring|tree[:N]", conflicts_with_all = ["backward", "kernel", "dtype", "kv_format", "timeline"])]
+    #[arg(long, value_name = "ring|tree[:N]", conflicts_with_all = ["kernel", "dtype", "kv_format", "timeline"])]
     ranks: Option<Asked>,
-    /// Also compute the gradients dq, dk and dv (kernels naive and tiled)
+    /// Also compute the gradients dq, dk and dv (kernels naive and tiled; over ranks those of a ring)
     #[arg(long)]
     backward: bool,
     #[command(flatten)]
@@ -191,20 +191,17 @@ impl Args {
     }
 }
 
-/// Writes the output file of a forward pass.
-fn write_forward(path: &Path, shape: &Shape, outputs: &Outputs) -> Result<(), Failure> {
-    let lse_dims = vec![shape.batch, shape.q_heads, shape.q_len];
-    Ok(file::write(path, &[Output::tensor("o", &outputs.o), Output::f32("lse", lse_dims, &outputs.lse)])?)
-}
-
 /// Writes the output file.
 fn write(path: &Path, shape: &Shape, solution: &Solution) -> Result<(), Failure> {
+    write_tensors(path, shape, &solution.outputs, solution.backward.as_ref().map(|backward| &backward.gradients))
+}
+
+/// The same of what ranks computed.
+fn write_tensors(path: &Path, shape: &Shape, results: &Outputs, gradients: Option<&Gradients>) -> Result<(), Failure> {
     let lse_dims = vec![shape.batch, shape.q_heads, shape.q_len];
-    let mut outputs =
-        vec![Output::tensor("o", &solution.outputs.o), Output::f32("lse", lse_dims, &solution.outputs.lse)];
-    if let Some(backward) = &solution.backward {
-        let named: [(&str, &Tensor); 3] =
-            [("dq", &backward.gradients.q), ("dk", &backward.gradients.k), ("dv", &backward.gradients.v)];
+    let mut outputs = vec![Output::tensor("o", &results.o), Output::f32("lse", lse_dims, &results.lse)];
+    if let Some(gradients) = gradients {
+        let named: [(&str, &Tensor); 3] = [("dq", &gradients.q), ("dk", &gradients.k), ("dv", &gradients.v)];
         outputs.extend(named.map(|(name, tensor)| Output::tensor(name, tensor)));
     }
     Ok(file::write(path, &outputs)?)

@@ -6,6 +6,7 @@
 mod cuda;
 mod extra;
 mod held;
+mod ranks;
 
 use super::failure::Failure;
 use super::policy::{FileArg, Used};
@@ -23,6 +24,7 @@ use crate::units;
 use crate::workload::looks_swapped;
 use extra::Extra;
 use held::{Held, Read, filled};
+use ranks::OverRanks;
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -45,7 +47,8 @@ evict_ns the GPU's own time.\n\n\
 Examples:
   kvsieve evict --input in.safetensors --output kept.safetensors --policy snapkv --budget 0.25
   kvsieve evict --input in.safetensors --output kept.safetensors --policy h2o --budget 512
-  kvsieve evict --input in.safetensors --output kept.safetensors --policy delayed-keydiff --budget 8MiB";
+  kvsieve evict --input in.safetensors --output kept.safetensors --policy delayed-keydiff --budget 8MiB
+  kvsieve evict --input in.safetensors --output kept.safetensors --policy knorm --budget 0.25 --ranks tree:4";
 
 /// Apply an eviction policy once to your own tensors: which tokens stay, and why
 #[derive(clap::Args)]
@@ -69,6 +72,10 @@ pub struct Args {
     /// (see `kvsieve list formats`) [default: as the tensors are]
     #[arg(long, value_name = "FORMAT")]
     kv_format: Option<KvFormat>,
+    /// Share the cache out: tree:N over N threads of this process, each with its own memory; tree over the processes that mpirun
+    /// started (docs/ranks.md). --threads are those of each rank [default: all cores, shared]
+    #[arg(long, value_name = "tree[:N]", conflicts_with = "kv_format")]
+    ranks: Option<crate::ranks::Asked>,
     /// Seed of policies that draw numbers
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
@@ -120,7 +127,10 @@ struct Report {
     #[serde(skip_serializing_if = "Option::is_none")]
     kv_bytes_read: Option<u64>,
     tie_rate: f64,
+    /// Over ranks that of the rank that takes most.
     peak_bytes: u64,
+    #[serde(flatten)]
+    over_ranks: Option<OverRanks>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     warnings: Vec<String>,
 }
@@ -128,8 +138,13 @@ struct Report {
 pub fn run(args: &Args, registry: &Registry) -> Result<(), Failure> {
     let (policy, used) = args.file.policy(&args.policy, registry)?;
     let budget: Budget = args.budget.parse()?;
-    if let Some(index) = args.compute.cuda() {
-        return cuda::run(args, index, &policy, &budget);
+    match (args.compute.cuda(), args.ranks) {
+        (Some(index), None) => return cuda::run(args, index, &policy, &budget),
+        (None, Some(asked)) => return ranks::run(args, asked, &policy, &budget),
+        (None, None) => {}
+        (Some(_), Some(_)) => {
+            return Err(Failure::usage("--ranks is not available with --device cuda; leave one of them out".into()));
+        }
     }
     let cpu = args.compute.cpu()?;
     args.check_files()?;
@@ -171,6 +186,7 @@ pub fn run(args: &Args, registry: &Registry) -> Result<(), Failure> {
         evict_ns,
         tie_rate: retained.tie_rate,
         peak_bytes: arena.usage().peak_bytes,
+        over_ranks: None,
         used,
     };
     let tensors = Tensors { q: q.view(), k: k.view(), v: v.view(), shape, cpu: &cpu };
@@ -217,6 +233,7 @@ struct Outcome<'a> {
     evict_ns: u64,
     tie_rate: f64,
     peak_bytes: u64,
+    over_ranks: Option<OverRanks>,
     used: Option<Used>,
 }
 
@@ -301,6 +318,7 @@ impl Args {
             kv_bytes_read: outcome.read.as_ref().map(|read| read.bytes),
             tie_rate: outcome.tie_rate,
             peak_bytes: outcome.peak_bytes,
+            over_ranks: outcome.over_ranks.clone(),
             warnings,
         };
         output::warn(&report.warnings);
@@ -367,6 +385,7 @@ fn summary(report: &Report, output: &Path) -> String {
     }
     lines.push(("time", format!("{} to score and evict", units::nanoseconds(report.evict_ns as f64))));
     lines.push(("ties", percent(report.tie_rate)));
+    lines.extend(report.over_ranks.iter().flat_map(OverRanks::lines));
     lines.push(("written to", output.display().to_string()));
     let lines = lines.iter().map(|(name, text)| format!("  {name:12}  {text}\n")).collect::<String>();
     format!("{} at {}\n{lines}", report.policy, report.budget)

@@ -4,7 +4,10 @@ use super::Compute;
 use super::failure::Failure;
 use crate::device::Cpu;
 use crate::experiment::environment::revision;
-use crate::ranks::{Comm, RankError, threads};
+use crate::memory::Arena;
+use crate::ranks::{Asked, Comm, RankError, threads};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 
 /// How a command spells its ranks, for messages.
 pub struct Spelled {
@@ -33,6 +36,18 @@ pub fn run(
     let threads = compute.threads.unwrap_or(share.max(1));
     let limit_bytes = compute.limit_bytes() / ranks as u64;
     threads::run(ranks, |comm| on_rank(comm, &Cpu::new(Some(threads))?, limit_bytes, &work)).map(drop)
+}
+
+/// As [`run`], where ranks are spelled with the method by which attention is shared out, each with an arena of its own.
+pub fn run_attention(
+    asked: Asked,
+    compute: &Compute,
+    work: impl Fn(&Comm, &Cpu, &Arena) -> Result<(), Failure> + Sync,
+) -> Result<(), Failure> {
+    let Asked { method, threads } = asked;
+    let of_threads = format!("--ranks {method}:{}", threads.unwrap_or(4));
+    let spelled = Spelled { threads: of_threads, mpi: format!("--ranks {method}") };
+    run(compute, threads, &spelled, |comm, cpu, limit_bytes| work(comm, cpu, &Arena::with_limit(limit_bytes)))
 }
 
 /// How many processes a launcher of MPI says that it started, where they are more than one.
@@ -78,6 +93,17 @@ fn on_rank(
     let build = format!("{} {}", env!("CARGO_PKG_VERSION"), revision());
     comm.agree("its build of kvsieve", &build, "the same build")?;
     work(comm, cpu, limit_bytes)
+}
+
+/// Refuses ranks whose arguments or input, in this text, are not those of rank 0.
+pub fn agree_on_input(comm: &Comm, text: &str) -> Result<(), RankError> {
+    comm.agree("its arguments or its input", text, "the same arguments and input file")
+}
+
+/// What all ranks measured, on every rank.
+pub fn gather<T: Serialize + DeserializeOwned>(comm: &Comm, own: &T) -> Result<Vec<T>, RankError> {
+    let texts = comm.gather_texts(serde_json::to_vec(own).expect("numbers are plain data"))?;
+    Ok(texts.iter().map(|text| serde_json::from_slice(text).expect("written by the same build")).collect())
 }
 
 /// What this rank prepared, if all could; else the lowest rank that could not says why, and the others end.

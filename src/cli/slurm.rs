@@ -3,7 +3,8 @@
 use super::failure::Failure;
 use super::output;
 use crate::device::Cpu;
-use crate::experiment::{Engine, Experiment, Spec, runner};
+use crate::experiment::cell::{Cell, Device};
+use crate::experiment::{Experiment, Spec, runner};
 use crate::policy::Registry;
 use crate::units;
 use std::collections::HashSet;
@@ -18,6 +19,7 @@ into the queue, as Slurm puts it there when it is preempted. Logs are OUT/<exper
 Examples:
   kvsieve slurm my.toml --tasks 16                           write the script, and look at it
   kvsieve slurm my.toml --tasks 16 --cpus 8 --time 2:00:00 --partition short --submit
+  kvsieve slurm my.toml --tasks 4 --device cuda              a GPU for each task
   kvsieve report results/my/*                                how far each task is, and figures";
 
 /// Seconds before its time limit at which a task goes back into the queue.
@@ -39,6 +41,9 @@ pub struct Args {
     /// Folder for results, seen by all nodes
     #[arg(long, value_name = "DIR", default_value = "results")]
     out: PathBuf,
+    /// Device that computes; with cuda Slurm is asked for a GPU for each task
+    #[arg(long, value_name = "cpu|cuda", default_value = "cpu", value_parser = device)]
+    device: Device,
     /// Cores of a task, each a thread that computes
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
     cpus: u32,
@@ -62,14 +67,24 @@ fn word(text: &str) -> Result<String, String> {
     }
 }
 
+fn device(text: &str) -> Result<Device, String> {
+    match text {
+        "cpu" => Ok(Device::Cpu),
+        "cuda" => Ok(Device::Cuda),
+        _ => Err("it is cpu or cuda; of GPUs a task sees its own alone, as number 0".into()),
+    }
+}
+
 pub fn run(args: &Args, registry: &Registry) -> Result<(), Failure> {
     let spec = Spec::load(&args.experiment)?;
     let name = spec.name.clone();
-    // Everything is checked here, once, rather than by each task.
-    let cpu = Cpu::new(Some(1))?;
-    let engine = Engine::Cpu(&cpu);
-    let experiment = Experiment::new(spec, &args.experiment.display().to_string(), registry, engine.device())?;
-    runner::prepare(&experiment, registry, engine)?;
+    let experiment = Experiment::new(spec, &args.experiment.display().to_string(), registry, args.device)?;
+    match args.device {
+        // Everything is checked here, once, rather than by each task.
+        Device::Cpu => runner::prepare(&experiment, registry, &Cpu::new(Some(1))?).map(drop)?,
+        // What kernels a GPU has, the tasks will see: where this runs there may be none.
+        Device::Cuda => refuse_without_gpu(&experiment)?,
+    }
     let comparisons = experiment.cells.iter().map(|cell| cell.without_choice().id()).collect::<HashSet<_>>().len();
     if args.tasks as usize > comparisons {
         output::warn(&[format!(
@@ -93,6 +108,19 @@ pub fn run(args: &Args, registry: &Registry) -> Result<(), Failure> {
     }
 }
 
+/// Refuses an experiment of which nothing runs on a GPU.
+fn refuse_without_gpu(experiment: &Experiment) -> Result<(), Failure> {
+    let refused = |cell: &Cell| cell.measure.comparisons()?.refusal(Device::Cuda);
+    let reasons: Option<Vec<String>> = experiment.cells.iter().map(refused).collect();
+    match reasons.as_deref() {
+        Some([reason, ..]) => Err(Failure::usage(format!(
+            "--device cuda: none of the cells of '{}' runs on a GPU: {reason}; leave it out",
+            experiment.spec.name
+        ))),
+        _ => Ok(()),
+    }
+}
+
 impl Args {
     /// The script of every task.
     fn script(&self, name: &str, folder: &Path, program: &Path) -> Result<String, Failure> {
@@ -103,6 +131,9 @@ impl Args {
         option("array", &format!("1-{}", self.tasks));
         option("ntasks", "1");
         option("cpus-per-task", &self.cpus.to_string());
+        if self.device == Device::Cuda {
+            option("gpus-per-task", "1");
+        }
         if let Some(time) = &self.time {
             option("time", time);
         }
@@ -120,12 +151,13 @@ impl Args {
         text += "#SBATCH --requeue\n\n";
         let (program, experiment, out) = (quoted(program)?, quoted(&self.experiment)?, quoted(&self.out)?);
         let limit = self.limit_memory.map_or(String::new(), |bytes| format!(" --limit-memory {bytes}B"));
+        let device = if self.device == Device::Cuda { " --device cuda" } else { "" };
         let cpus = self.cpus;
         let records = quoted(&self.out.join(name))?;
         write!(
             text,
             "# What is recorded stays when this is killed, and the next task takes over what was claimed.\n\
-             {program} run {experiment} --out {out} --join --threads {cpus}{limit} &\n\
+             {program} run {experiment} --out {out} --join{device} --threads {cpus}{limit} &\n\
              child=$!\n\
              begin=$(date +%s)\n\
              # The time limit is near: back into the queue, unless nothing was recorded, which would go on for ever.\n\

@@ -73,7 +73,7 @@ fn seconds(comparisons: &[Vec<&Cell>], registry: &Registry, engine: Engine<'_>) 
     for of_measure in comparisons.chunk_by(|a, b| a[0].measure == b[0].measure) {
         let measure = of_measure[0][0].measure.comparisons();
         let cpu = engine.for_models().ok();
-        let runs = measure.filter(|measure| measure.refusal(engine).is_none()).zip(cpu);
+        let runs = measure.filter(|measure| measure.refusal(engine.device()).is_none()).zip(cpu);
         match runs.and_then(|(measure, cpu)| measure.seconds(of_measure, registry, cpu)) {
             Some(seconds) => all.extend(seconds.into_iter().map(Some)),
             None => all.extend(of_measure.iter().map(|_| None)),
@@ -132,7 +132,7 @@ pub fn table<'e>(
     }
     let comparisons = comparisons(others.iter().copied());
     for (cells, seconds) in comparisons.iter().zip(seconds(&comparisons, registry, engine)) {
-        let refused = cells[0].measure.comparisons().is_some_and(|measure| measure.refusal(engine).is_some());
+        let refused = cells[0].measure.comparisons().is_some_and(|measure| measure.refusal(engine.device()).is_some());
         skipped += if refused { cells.len() } else { 0 };
         total_s += seconds.unwrap_or(0.0);
         let time = match seconds {

@@ -85,6 +85,9 @@ pub struct Record {
     /// What each rank took, sent and waited for, for `ranks`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub ranks: Vec<OfRank>,
+    /// Times that the cost model gives, by the phases of `latency`, for `ranks`.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub predicted_ns: BTreeMap<String, f64>,
     /// What a model answered, for `eval`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub answers: Option<Answers>,
@@ -129,6 +132,7 @@ impl Record {
             serving: None,
             recall: None,
             ranks: Vec::new(),
+            predicted_ns: BTreeMap::new(),
             answers: None,
         }
     }

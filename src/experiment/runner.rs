@@ -185,7 +185,7 @@ pub fn prepare<'e>(
         Implementation::Missing(reason) => Some((prepared.cell.label(), reason.clone())),
         _ => None,
     };
-    let refused = |cell: &Cell| Some((cell.label(), cell.measure.comparisons()?.refusal(engine)?));
+    let refused = |cell: &Cell| Some((cell.label(), cell.measure.comparisons()?.refusal(engine.device())?));
     let all: Option<Vec<_>> = cells.iter().map(nowhere).chain(experiment.in_comparisons().map(refused)).collect();
     if let Some((label, reason)) = all.iter().flatten().next() {
         return Err(RunError::Cell(format!("none of the cells runs here: {label}: {reason}")));
@@ -309,7 +309,7 @@ impl Runner<'_> {
         let Some(comparisons) = cells[0].measure.comparisons() else { return Ok(()) };
         let start = Instant::now();
         let records: Vec<Record> = cells.iter().map(|cell| self.blank_record(cell)).collect();
-        let records = match comparisons.refusal(self.engine) {
+        let records = match comparisons.refusal(self.engine.device()) {
             Some(reason) => {
                 let skip = |record| Record { status: Status::Skipped, reason: Some(reason.clone()), ..record };
                 records.into_iter().map(skip).collect()

@@ -18,6 +18,7 @@ pub mod presets;
 pub mod published;
 mod read;
 pub mod roofline;
+pub mod scale;
 pub mod scenario;
 pub mod search;
 pub mod source;

@@ -1,4 +1,4 @@
-//! The presets: tables of models, cards and weight formats, compiled in as TOML.
+//! The presets: tables of models, cards, networks and weight formats, compiled in as TOML.
 
 use super::PlanError;
 use super::architecture::Architecture;
@@ -22,6 +22,8 @@ pub struct Gpu {
     pub fp8_tflops: Option<f64>,
     /// Generation of its link to the host, 16 lanes.
     pub pcie: u32,
+    /// To the other cards of its node, one direction, in 1e9 bytes per second; without it they are reached as the host is.
+    pub nvlink_gb_per_s: Option<f64>,
     /// Whether it computes in bf16.
     #[serde(default = "yes")]
     pub bf16: bool,
@@ -47,11 +49,28 @@ impl Gpu {
             _ => 50e9,
         }
     }
+
+    /// To another card of its node, one direction, in 1e9 bytes per second.
+    pub fn peer_gb_per_s(&self) -> f64 {
+        self.nvlink_gb_per_s.unwrap_or(self.link_bytes_per_s() / 1e9)
+    }
+}
+
+/// A network between nodes.
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Network {
+    /// Name.
+    pub name: String,
+    /// One direction of the port that a card has, in 1e9 bytes per second.
+    pub gb_per_s: f64,
+    /// Where the number stands.
+    pub source: String,
 }
 
 #[derive(Deserialize)]
 struct Table<T> {
-    #[serde(alias = "gpu", alias = "format", alias = "claim", alias = "measured")]
+    #[serde(alias = "gpu", alias = "format", alias = "claim", alias = "measured", alias = "network")]
     model: Vec<T>,
 }
 
@@ -64,6 +83,9 @@ pub static MODELS: LazyLock<Vec<Architecture>> = LazyLock::new(|| table(include_
 
 /// Every card, from the smallest bandwidth of its generation on.
 pub static GPUS: LazyLock<Vec<Gpu>> = LazyLock::new(|| table(include_str!("presets/gpus.toml")));
+
+/// Every network.
+pub static NETWORKS: LazyLock<Vec<Network>> = LazyLock::new(|| table(include_str!("presets/networks.toml")));
 
 /// Every weight format.
 pub static WEIGHT_FORMATS: LazyLock<Vec<WeightFormat>> = LazyLock::new(|| table(include_str!("presets/formats.toml")));
@@ -105,6 +127,14 @@ pub fn model(name: &str) -> Result<&'static Architecture, PlanError> {
 /// Lists names near it.
 pub fn gpu(name: &str) -> Result<&'static Gpu, PlanError> {
     named("GPU", name, &GPUS, |gpu| &gpu.name)
+}
+
+/// The network of a name, in any case.
+///
+/// # Errors
+/// Lists names near it.
+pub fn network(name: &str) -> Result<&'static Network, PlanError> {
+    named("network", name, &NETWORKS, |network| &network.name)
 }
 
 /// The weight format of a name, in any case.

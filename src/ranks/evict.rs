@@ -10,9 +10,10 @@ use super::{Rank, RankError, Tree};
 use crate::attention::export::{self, OverGroup, OverQueries, Reduction};
 use crate::attention::{Forward, KvRows, Shape};
 use crate::cache::PagedCache;
+use crate::eviction::Retained;
 use crate::format::KvFormat;
 use crate::memory::{Buffer, Label};
-use crate::policy::{Context, List, Policy, Scored, Scorer, ScoringPlan, each_list, keydiff, select};
+use crate::policy::{Context, List, Policy, Scored, Scorer, ScoringPlan, each_list, keydiff, select, tie_rate};
 use crate::tensor::{DType, Rows, TensorView};
 use std::ops::Range;
 
@@ -67,28 +68,29 @@ impl<'p> Sharded<'p> {
         Ok(Sharded { policy, scorer, plan })
     }
 
-    /// Evicts from this rank's cache, which holds its chunk of the context, every token of it.
+    /// Evicts from this rank's cache, which holds its chunk of the context, every token of it; what is retained on all ranks.
     ///
     /// # Errors
     /// As [`Sharded::retain`].
-    pub fn evict(&self, on: Rank<'_>, held: Held<'_>, cache: &mut PagedCache) -> Result<(), RankError> {
+    pub fn evict(&self, on: Rank<'_>, held: Held<'_>, cache: &mut PagedCache) -> Result<Retained, RankError> {
         let retained = self.retain(on, held, cache)?;
-        for (list, kept) in retained.iter().enumerate() {
-            cache.retain(list, kept.iter().map(|&slot| slot as usize))?;
+        let mine = held.tree.keys().of(on.comm.rank())[0].clone();
+        for list in 0..cache.shape().lists() {
+            let slots = retained.selection.kept(list).iter().map(|&slot| slot as usize);
+            cache.retain(list, slots.filter(|slot| mine.contains(slot)).map(|slot| slot - mine.start))?;
         }
         cache.release();
-        Ok(())
+        Ok(retained)
     }
 
-    /// The slots of each of this rank's lists that stay, ascending.
+    /// What is retained of the whole context: the same on every rank.
     ///
     /// # Errors
     /// When another rank ended, a score is no number, or the arena has no room.
-    pub fn retain(&self, on: Rank<'_>, held: Held<'_>, kv: &dyn KvRows) -> Result<Vec<Vec<u32>>, RankError> {
+    pub fn retain(&self, on: Rank<'_>, held: Held<'_>, kv: &dyn KvRows) -> Result<Retained, RankError> {
         let (rank, shape) = (on.comm.rank(), held.tree.shape());
         let lists = shape.batch * shape.kv_heads;
-        let mine = held.tree.keys().of(rank)[0].clone();
-        let mut own: Buffer<f32> = on.arena.alloc(Label::Policy, lists * mine.len())?;
+        let mut own: Buffer<f32> = on.arena.alloc(Label::Policy, lists * held.tree.keys().len(rank))?;
         self.statistic(on, held, kv, &mut own)?;
 
         let mut all = gather(on, held.tree, &own)?;
@@ -101,8 +103,8 @@ impl<'p> Sharded<'p> {
         let context = self.context(on, held, shape, &whole, &positions);
         let mut scored = Scored::protecting(&context, self.scorer.protect(held.budget_tokens), all)?;
         let selection = select(self.policy, &context, &mut scored)?;
-        let here = |slot: &u32| mine.contains(&(*slot as usize)).then(|| slot - mine.start as u32);
-        Ok((0..lists).map(|list| selection.kept(list).iter().filter_map(here).collect()).collect())
+        let tie_rate = tie_rate(&context, &scored);
+        Ok(Retained { scores: Some(scored.values), selection, accumulated: None, tie_rate })
     }
 
     /// Bytes that a rank sends in [`Sharded::retain`].

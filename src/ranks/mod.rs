@@ -1,7 +1,7 @@
 //! Attention over ranks: sequences that are shared out over threads of one process, or over processes by MPI.
 //!
 //! A rank has an arena of its own, its share of the keys, and a [`Comm`] to the others. What moves bytes between ranks is a
-//! [`Transport`]: [`threads`] of one process, always there, and MPI (`mpi`, with the feature of that name). On them
+//! [`Transport`]: [`threads`] of one process, always there, MPI (`mpi`) and NCCL (`nccl`), with the features of these names. On them
 //! stand [`Ring`], the forward and backward passes of ring attention with a zig-zag placement, and [`Tree`], decode by an
 //! all-reduce of partial results; both call the kernels of [`crate::attention`] on parts of the problem and no others, and say
 //! before they run what they will take and send, to the byte. [`evict`] evicts from a cache that is shared out so.
@@ -10,9 +10,12 @@
 //! Training over ranks ([`crate::train::zero`], [`crate::train::tensor_parallel`]) is built on [`Comm`] too.
 
 mod comm;
+pub mod cost;
 pub mod evict;
 #[cfg(feature = "mpi")]
 pub mod mpi;
+#[cfg(feature = "nccl")]
+pub mod nccl;
 mod pieces;
 mod ring;
 mod shards;
@@ -23,7 +26,7 @@ mod tree;
 pub use comm::{Comm, Traffic, Transport, all_reduce_messages, parts};
 pub use ring::{Rank, Ring, RingBackward};
 pub use shards::{Placement, Shards};
-pub use shared::{Asked, MOST_THREADS, Method, OfRank, Shared, scatter};
+pub use shared::{Asked, MOST_THREADS, Method, OfRank, Shared, scatter, scatter_rows};
 pub use tree::Tree;
 
 use crate::attention::AttentionError;

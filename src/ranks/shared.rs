@@ -1,7 +1,8 @@
 //! A problem shared out by one of the methods, run and measured: what the command and the measure have in common.
 
-use super::{Rank, RankError, Ring, Traffic, Tree};
-use crate::attention::{DenseKv, Kernel, Outputs, Params, Shape};
+use super::cost::{Link, Links, Sending};
+use super::{Rank, RankError, Ring, RingBackward, Traffic, Tree};
+use crate::attention::{DenseKv, Gradients, Kernel, Outputs, Params, Shape};
 use crate::tensor::{DType, Tensor, TensorView};
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -92,6 +93,12 @@ pub struct OfRank {
     pub exposed_ns: Vec<u64>,
     /// Nanoseconds of the same messages alone, with nothing computed.
     pub alone_ns: Vec<u64>,
+    /// The same by the cost model ([`super::cost`]), with the links as they were just behind each pass.
+    #[serde(default)]
+    pub predicted_alone_ns: Vec<u64>,
+    /// The links behind the last pass.
+    #[serde(default)]
+    pub links: Links,
 }
 
 impl OfRank {
@@ -180,50 +187,108 @@ impl Shared {
         kv: [&Tensor; 2],
         seen: &mut OfRank,
     ) -> Result<Outputs, RankError> {
-        let timed = |work: &mut dyn FnMut() -> Result<(), RankError>| {
-            on.comm.barrier()?;
-            on.comm.take_traffic();
-            let start = Instant::now();
-            work()?;
-            Ok::<_, RankError>((start.elapsed().as_nanos() as u64, on.comm.take_traffic()))
-        };
-        on.arena.reset_peak();
-        let mut outputs = None;
-        let (ns, Traffic { messages, sent_bytes, sent_beside_bytes, compute_ns, exposed_ns }) = timed(&mut || {
-            outputs = Some(self.forward(on, q, kv)?);
-            Ok(())
-        })?;
-        seen.peak_bytes = on.arena.usage().peak_bytes;
         let rank = on.comm.rank();
         seen.predicted_peak_bytes = self.forward_bytes(on.kernel, rank, on.cpu.threads());
-        (seen.messages, seen.sent_bytes, seen.sent_beside_bytes) = (messages, sent_bytes, sent_beside_bytes);
         seen.predicted_sent_bytes = self.forward_sent_bytes(rank);
-        seen.samples_ns.push(ns);
-        seen.compute_ns.push(compute_ns);
-        seen.exposed_ns.push(exposed_ns);
-        seen.alone_ns.push(timed(&mut || self.send_alone(on, kv))?.0);
-        Ok(outputs.expect("the pass was run"))
+        let outputs = seen.sample(on, || self.forward(on, q, kv), || self.send_alone(on, kv))?;
+        let link: fn(&Links) -> &Link = match self {
+            Shared::Ring(_) => |links| &links.around,
+            Shared::Tree(_) => |links| &links.across,
+        };
+        seen.predict(on, &self.forward_sending(), link)?;
+        Ok(outputs)
     }
+
+    /// What a forward pass sends, one message behind another.
+    fn forward_sending(&self) -> Sending {
+        match self {
+            Shared::Ring(ring) => ring.forward_sending(),
+            Shared::Tree(tree) => tree.forward_sending(),
+        }
+    }
+}
+
+impl OfRank {
+    /// A pass, timed from where all ranks begin, and the same messages alone.
+    fn sample<T>(
+        &mut self,
+        on: Rank<'_>,
+        pass: impl FnOnce() -> Result<T, RankError>,
+        alone: impl FnOnce() -> Result<(), RankError>,
+    ) -> Result<T, RankError> {
+        on.arena.reset_peak();
+        let (result, ns, traffic) = timed(on, pass)?;
+        let Traffic { messages, sent_bytes, sent_beside_bytes, compute_ns, exposed_ns } = traffic;
+        self.peak_bytes = on.arena.usage().peak_bytes;
+        (self.messages, self.sent_bytes, self.sent_beside_bytes) = (messages, sent_bytes, sent_beside_bytes);
+        self.samples_ns.push(ns);
+        self.compute_ns.push(compute_ns);
+        self.exposed_ns.push(exposed_ns);
+        self.alone_ns.push(timed(on, alone)?.1);
+        Ok(result)
+    }
+
+    /// Adds what the cost model gives for what the last pass sent over one of the links.
+    fn predict(&mut self, on: Rank<'_>, sending: &Sending, over: fn(&Links) -> &Link) -> Result<(), RankError> {
+        self.links = Links::measure(on, sending.most_bytes())?;
+        self.predicted_alone_ns.push(sending.ns(&self.links, over) as u64);
+        Ok(())
+    }
+}
+
+impl Ring {
+    /// A backward pass, as [`Shared::sample`] does a forward pass; its peak includes the inputs, the outputs of the forward pass and
+    /// their gradient.
+    ///
+    /// # Errors
+    /// As [`Ring::backward`].
+    pub fn sample_backward(
+        &self,
+        on: Rank<'_>,
+        call: RingBackward<'_>,
+        kv: [&Tensor; 2],
+        seen: &mut OfRank,
+    ) -> Result<Gradients, RankError> {
+        let rank = on.comm.rank();
+        let shape = self.shape_of(rank);
+        let given = self.input_bytes(rank)
+            + Tensor::bytes_of(call.grad_o.dtype(), shape.q_dims())
+            + Outputs::bytes(&shape, call.o.dtype());
+        let pass = self.backward_bytes(on.kernel, rank, on.cpu.threads()).unwrap_or(0);
+        seen.predicted_peak_bytes = given + pass;
+        seen.predicted_sent_bytes = self.backward_sent_bytes(rank);
+        let gradients = seen.sample(on, || self.backward(on, call, kv), || self.send_backward_alone(on, kv))?;
+        seen.predict(on, &self.backward_sending(), |links| &links.around)?;
+        Ok(gradients)
+    }
+}
+
+/// What `work` gave, its nanoseconds from where all ranks begin, and what it sent.
+fn timed<T>(on: Rank<'_>, work: impl FnOnce() -> Result<T, RankError>) -> Result<(T, u64, Traffic), RankError> {
+    on.comm.barrier()?;
+    on.comm.take_traffic();
+    let start = Instant::now();
+    let result = work()?;
+    Ok((result, start.elapsed().as_nanos() as u64, on.comm.take_traffic()))
 }
 
 /// Writes what a rank computed to the tokens `ranges` of the whole result.
 pub fn scatter(whole: &mut Outputs, part: &Outputs, ranges: &[Range<usize>]) {
-    let ([.., len, width], [.., count, _]) = (whole.o.dims(), part.o.dims());
-    let row = width * whole.o.dtype().bytes();
-    put(whole.o.bytes_mut().chunks_exact_mut(len * row), part.o.bytes().chunks_exact(count * row), ranges, row);
-    put(whole.lse.chunks_exact_mut(len), part.lse.chunks_exact(count), ranges, 1);
+    let [.., tokens, width] = whole.o.dims();
+    let row_bytes = width * whole.o.dtype().bytes();
+    scatter_rows(whole.o.bytes_mut(), part.o.bytes(), tokens, ranges, row_bytes);
+    let (whole, part) = (bytemuck::cast_slice_mut(&mut whole.lse), bytemuck::cast_slice(&part.lse));
+    scatter_rows(whole, part, tokens, ranges, DType::F32.bytes());
 }
 
-fn put<'a, T: Copy + 'a>(
-    whole: impl Iterator<Item = &'a mut [T]>,
-    part: impl Iterator<Item = &'a [T]>,
-    ranges: &[Range<usize>],
-    row: usize,
-) {
-    for (to, mut from) in whole.zip(part) {
+/// Writes rows `[heads, tokens of ranges]` to the tokens `ranges` of `whole`, `[heads, tokens]`; a row has `row_bytes`.
+pub fn scatter_rows(whole: &mut [u8], part: &[u8], tokens: usize, ranges: &[Range<usize>], row_bytes: usize) {
+    let count: usize = ranges.iter().map(Range::len).sum();
+    let heads = whole.chunks_exact_mut(tokens * row_bytes).zip(part.chunks_exact(count * row_bytes));
+    for (to, mut from) in heads {
         for range in ranges {
-            let (rows, rest) = from.split_at(range.len() * row);
-            to[range.start * row..range.end * row].copy_from_slice(rows);
+            let (rows, rest) = from.split_at(range.len() * row_bytes);
+            to[range.start * row_bytes..range.end * row_bytes].copy_from_slice(rows);
             from = rest;
         }
     }

@@ -3,6 +3,7 @@
 //! Each rank computes all queries over its own keys, and partial results are merged up a binomial tree by their log-sum-exps and
 //! handed down again. What is sent does not depend on the context.
 
+use super::cost::{Sending, tree_depth};
 use super::pieces::{Part, Piece, pieces};
 use super::ring::{larger, refuse_window};
 use super::{Placement, RankError, Shards, all_reduce_messages};
@@ -69,6 +70,12 @@ impl Tree {
     /// Bytes that a rank sends in [`Tree::forward`].
     pub fn forward_sent_bytes(&self, rank: usize) -> u64 {
         all_reduce_messages(rank, self.kv.ranks()) * Partials::bytes(&self.shape)
+    }
+
+    /// What [`Tree::forward`] sends: partial results up the tree and down again.
+    pub fn forward_sending(&self) -> Sending {
+        let bytes = Partials::bytes(&self.shape);
+        Sending { exchanges: vec![bytes; tree_depth(self.kv.ranks() as u64) as usize], rooms: vec![bytes; 2] }
     }
 
     /// Attention of the queries over all keys, the same on every rank. `kv` are this rank's own.

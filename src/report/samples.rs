@@ -371,6 +371,11 @@ pub fn ranks() -> Run {
                 ..OfRank::default()
             };
             record.ranks = vec![of_rank; ranks as usize];
+            let alone = Latency { median_ns: 1e6 * f64::from(ranks), ..record.latency["forward"].clone() };
+            record.predicted_ns = [("forward", &record.latency["forward"]), ("send_alone", &alone)]
+                .map(|(phase, measured)| (phase.into(), 0.9 * measured.median_ns))
+                .into();
+            record.latency.insert("send_alone".into(), alone);
             records.push(record);
         }
     }

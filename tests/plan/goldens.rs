@@ -4,8 +4,9 @@ use super::{on, subject};
 use kvsieve::experiment::store;
 use kvsieve::model::{Config, Mixture};
 use kvsieve::planner::kv::KvStore;
-use kvsieve::planner::presets::{GPUS, LOSSES, MODELS, WEIGHT_FORMATS, weight_format};
+use kvsieve::planner::presets::{GPUS, LOSSES, MODELS, WEIGHT_FORMATS, gpu, network, weight_format};
 use kvsieve::planner::published::published;
+use kvsieve::planner::scale::Scale;
 use kvsieve::planner::scenario::{Attention, Memory};
 use kvsieve::planner::train::{OPTIMIZERS, Offload, Recompute, Training, states};
 use kvsieve::planner::{Scenario, Subject};
@@ -262,6 +263,50 @@ fn recomputing_sharding_and_offloading_only_ever_save() {
 }
 
 /// "Speed-up of GQA", Llama-3-8B's extents on an H100 at its full bandwidth: ms of a decode step.
+/// A model on cards of a node, and between nodes.
+fn scale(subject: &Subject, context: u64) -> Scale<'_> {
+    let (gpu, network) = (gpu("h100").unwrap(), network("infiniband-ndr").unwrap());
+    Scale { subject, gpu, network, node_cards: 8, context, kv: "bf16".parse().unwrap() }
+}
+
+#[test]
+fn a_ring_on_many_cards_is_its_closed_form() {
+    let subject = subject("llama-3-8b");
+    let on = scale(&subject, 1 << 20).on(64);
+    // 2 Hq D t^2 operations, and 2 Hkv D t elements of 2 bytes, at 0.6 of 989.4 TFLOP/s and over 400 Gb/s.
+    let t = 16_384.0f64;
+    assert!((on.ring_compute_ns - 2.0 * 32.0 * 128.0 * t * t / (0.6 * 989.4e3)).abs() < 1.0, "{on:?}");
+    assert_eq!(on.ring_send_bytes, 2 * 8 * 128 * 16_384 * 2);
+    assert!((on.ring_send_ns - (22_400.0 + on.ring_send_bytes as f64 / 50.0)).abs() < 1.0, "{on:?}");
+    assert!((on.ring_s - 32.0 * 64.0 * on.ring_compute_ns / 1e9).abs() < 1e-6, "computing hides the sending: {on:?}");
+    // Psi = 8.03e9 parameters of 2 bytes: 2 Psi and 3 Psi, but for the card's own part.
+    let psi = 2.0 * 8_030_261_248.0 * 63.0 / 64.0;
+    assert!(
+        on.zero_bytes.iter().zip([2.0, 3.0]).all(|(&bytes, times)| (bytes as f64 / (times * psi) - 1.0).abs() < 1e-6)
+    );
+    assert!((on.tree_read_ns - 131_072.0 * t / (0.67 * 3350.0)).abs() < 1.0, "{on:?}");
+}
+
+#[test]
+fn communication_takes_longer_from_where_it_is_said() {
+    for (model, context) in [("llama-3-8b", 1 << 20), ("llama-3-70b", 1 << 22), ("gpt-2", 1 << 20)] {
+        let subject = subject(model);
+        let scale = scale(&subject, context);
+        let turns = scale.turns();
+        let ranks = turns.ring_most_ranks[0].unwrap();
+        assert!(ranks > 8, "{model}: between nodes, as the turns are");
+        let [before, behind] = [ranks - 1, ranks + 2].map(|ranks| scale.on(ranks));
+        assert!(before.ring_compute_ns > before.ring_send_ns, "{model}: {before:?}");
+        assert!(behind.ring_compute_ns < behind.ring_send_ns, "{model}: {behind:?}");
+        assert!(turns.ring_least_tokens[1] > turns.ring_least_tokens[0]);
+        let ranks = turns.tree_ranks.unwrap();
+        let [before, there] = [ranks / 2, ranks].map(|ranks| scale.on(ranks));
+        assert!(before.tree_read_ns >= before.tree_send_ns && there.tree_read_ns < there.tree_send_ns, "{model}");
+        let alone = scale.on(1);
+        assert_eq!((alone.tree_send_ns, alone.zero_s, alone.ring_computing_share), (0.0, [0.0; 2], 1.0));
+    }
+}
+
 #[test]
 fn a_decode_step_takes_its_bytes_over_the_bandwidth() {
     let subject = subject("llama-3-8b");

@@ -71,6 +71,7 @@ pub fn run(args: &Args, index: usize, policy: &Policy, budget: &Budget) -> Resul
         evict_ns: retained.time_ns,
         tie_rate,
         peak_bytes: arena.usage().peak_bytes,
+        over_ranks: None,
         used: None,
     };
     let tensors = Tensors { q: q.view(), k: k.view(), v: v.view(), shape, cpu: &cpu };

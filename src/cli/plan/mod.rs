@@ -1,6 +1,7 @@
 //! `kvsieve plan`: where memory goes, what fits, and what to change first.
 
 mod questions;
+mod scale;
 mod scenario;
 pub(super) mod text;
 mod train;
@@ -30,6 +31,8 @@ Examples:
   kvsieve plan compare llama-2-7b mistral-7b-v0.3 --gpu l4 --context 16k
   kvsieve plan gpus --model qwen2.5-14b --context 32k
   kvsieve plan train --model llama-3-8b --gpu h100 --zero 3 --data-parallel 8
+  kvsieve plan scale --model llama-3-8b --gpu h100 --ranks 8,64,512 --context 1m
+                                    many cards: what they compute and send, and where sending takes longer
   kvsieve plan explain kv --model deepseek-v3 --context 128k
   kvsieve plan claims               what is said about GPU memory, beside what is computed
   kvsieve plan measure --model builtin --context 2k --attention naive
@@ -75,6 +78,8 @@ enum Question {
     Explain(questions::Explain),
     /// Memory of training: parameters, gradients, optimizer, activations
     Train(train::Args),
+    /// A model on many cards: what they compute and send, and where sending takes longer
+    Scale(scale::Args),
     /// A model on every card: to run, to fine-tune, with layers on the host
     Gpus(questions::Gpus),
     /// What is said about GPU memory, beside what is computed
@@ -107,6 +112,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
         Some(Question::Compare(args)) => questions::compare(args),
         Some(Question::Explain(args)) => questions::explain(args),
         Some(Question::Train(args)) => train::run(args),
+        Some(Question::Scale(args)) => scale::run(args),
         Some(Question::Gpus(args)) => questions::gpus(args),
         Some(Question::Claims(args)) => questions::claims(args),
         Some(Question::Published(args)) => questions::published(args),

@@ -113,8 +113,8 @@ pub enum Runs<'a> {
 
 /// Cells that are run once and together with those they are compared with.
 pub trait Comparisons: Sync {
-    /// Why they do not run on this engine.
-    fn refusal(&self, _engine: Engine<'_>) -> Option<String> {
+    /// Why they do not run on this kind of device.
+    fn refusal(&self, _device: Device) -> Option<String> {
         None
     }
 

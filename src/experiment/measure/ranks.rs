@@ -8,13 +8,12 @@ use super::trials::TrialError;
 use super::{Choice, Comparisons, Measurement, Runs, Scope, Stage, Truth, pass};
 use crate::attention::{self, DenseKv, Forward, Inputs, Outputs, Shape};
 use crate::device::Cpu;
-use crate::experiment::cell::Cell;
-use crate::experiment::engine::Engine;
+use crate::experiment::cell::{Cell, Device};
 use crate::experiment::record::{Memory, Record, Status, Work};
 use crate::experiment::runner::latency;
 use crate::experiment::spec::Grid;
 use crate::memory::{Arena, ArenaError, Label};
-use crate::ranks::{Asked, Method, OfRank, Rank, RankError, Shared, scatter, threads};
+use crate::ranks::{Asked, Method, OfRank, Rank, RankError, Shared, cost, scatter, threads};
 use crate::tensor::Tensor;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -97,8 +96,8 @@ fn shared(cell: &Cell) -> Result<(Shape, usize, Shared), RankError> {
 }
 
 impl Comparisons for Ranks {
-    fn refusal(&self, engine: Engine<'_>) -> Option<String> {
-        matches!(engine, Engine::Cuda(_)).then(|| "ranks are threads of the CPU".into())
+    fn refusal(&self, device: Device) -> Option<String> {
+        (device == Device::Cuda).then(|| "ranks are threads of the CPU".into())
     }
 
     fn run(&self, records: Vec<Record>, stage: &Stage<'_>, each: &mut dyn FnMut(&Cell, f64)) -> Vec<Record> {
@@ -115,7 +114,9 @@ impl Comparisons for Ranks {
                 cell.spent_ns += start.elapsed().as_nanos() as u64;
             }
         }
-        cells.into_iter().map(|cell| cell.finish(stage.limit_bytes)).collect()
+        let mut records: Vec<_> = cells.into_iter().map(|cell| cell.finish(stage.limit_bytes)).collect();
+        predict(&mut records);
+        records
     }
 }
 
@@ -206,6 +207,9 @@ impl Measured {
         for (name, read) in phases {
             record.latency.insert(name.into(), latency(over_ranks(read), 1, "rounds"));
         }
+        // What links took at best: whoever else wants the cores is no part of the model.
+        let sending_ns = over_ranks(|rank| &rank.predicted_alone_ns).into_iter().min().unwrap_or(0);
+        record.predicted_ns.insert("send_alone".into(), sending_ns as f64);
         let most = |read: fn(&OfRank) -> u64| ranks.iter().map(read).max().unwrap_or(0);
         let (peak_bytes, predicted_peak_bytes) = (most(|rank| rank.peak_bytes), most(|rank| rank.predicted_peak_bytes));
         let residual_bytes = peak_bytes as i64 - predicted_peak_bytes as i64;
@@ -217,6 +221,32 @@ impl Measured {
         record.threads = 1;
         record.ranks = ranks;
         record
+    }
+}
+
+/// Adds what the cost model gives for a whole pass, from what one rank took to compute: ranks beyond the cores take turns.
+fn predict(records: &mut [Record]) {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from) as f64;
+    let asked = |record: &Record| record.cell.ranks.as_deref().and_then(|text| text.parse::<Asked>().ok());
+    let of = |record: &Record, method| {
+        let alone = Asked { method, threads: Some(1) };
+        let compute = record.latency.get("compute").filter(|_| asked(record) == Some(alone))?;
+        Some((method, compute.median_ns))
+    };
+    let methods = [Method::Ring, Method::Tree];
+    let one: Vec<_> = methods.iter().flat_map(|&method| records.iter().find_map(|record| of(record, method))).collect();
+    for record in records {
+        let Some(Asked { method, threads: Some(ranks) }) = asked(record) else { continue };
+        let Some(&send_ns) = record.predicted_ns.get("send_alone") else { continue };
+        let Some((_, compute_ns)) = one.iter().find(|(of, _)| *of == method) else { continue };
+        let compute_ns = compute_ns / (ranks as f64).min(cores);
+        let forward_ns = match method {
+            Method::Ring if ranks > 1 => {
+                cost::ring_time(ranks as u64, compute_ns / ranks as f64, send_ns / (ranks - 1) as f64)
+            }
+            _ => compute_ns + send_ns,
+        };
+        record.predicted_ns.insert("forward".into(), forward_ns);
     }
 }
 

@@ -11,6 +11,7 @@ use crate::device::Cpu;
 use crate::device::simd::loops;
 use crate::memory::{Arena, ArenaError, Buffer, Label};
 use crate::ranks::RankError;
+use crate::ranks::cost::Sending;
 use crate::tensor::{DType, Tensor, TensorView};
 
 /// What a rank's backward pass reads besides its keys and values: of its own queries all.
@@ -31,11 +32,11 @@ impl Ring {
     pub fn backward_bytes(&self, kernel: &dyn Kernel, rank: usize, threads: usize) -> Option<u64> {
         let size = self.backward_workspace(kernel, rank, threads)?;
         let own = self.shape_of(rank);
-        let sums = 4 * own.rows() as u64 * own.head_dim as u64 + 3 * 4 * self.most_sums() as u64;
+        let (by_q, sums) = (4 * own.rows() as u64 * own.head_dim as u64, 4 * self.most_sums() as u64);
         let piece = |shape: &Shape| Gradients::bytes(shape, DType::F32) + 4 * shape.rows() as u64;
         let pieces = self.all_pieces(rank).map(|at| piece(&self.part(&at).0)).max().unwrap_or(0);
-        let pass = Travelling::bytes(self) + size.bytes() + pieces;
-        Some(sums + pass.max(Gradients::bytes(&own, self.dtype)))
+        let around = 3 * sums + Travelling::bytes(self) + size.bytes() + pieces;
+        Some(by_q + around.max(sums + Gradients::bytes(&own, self.dtype)))
     }
 
     /// Bytes that a rank sends in [`Ring::backward`]: keys and values as in the forward pass, and `N` times sums in f32.
@@ -46,18 +47,27 @@ impl Ring {
         self.forward_sent_bytes(rank) + of_sums
     }
 
+    /// What [`Ring::backward`] sends: keys and values, both with sums, and sums alone, twice.
+    pub fn backward_sending(&self) -> Sending {
+        let Sending { exchanges, mut rooms } = self.forward_sending();
+        let sums = 4 * self.most_sums() as u64;
+        rooms.extend([sums; 3]);
+        let exchanges = match exchanges[..] {
+            [] => Vec::new(),
+            [keys, ..] => [vec![keys], vec![keys + sums; exchanges.len() - 1], vec![sums; 2]].concat(),
+        };
+        Sending { exchanges, rooms }
+    }
+
     /// Gradients by this rank's queries, and by its keys and values over all queries.
     ///
     /// # Errors
     /// When another rank ended, the kernel has no backward pass, or the arena has no room.
     pub fn backward(&self, on: Rank<'_>, call: RingBackward<'_>, own: [&Tensor; 2]) -> Result<Gradients, RankError> {
-        let (rank, ranks, comm) = (on.comm.rank(), self.kv.ranks(), on.comm);
+        let rank = on.comm.rank();
         let shape = self.shape_of(rank);
         let mut by_q: Buffer<f32> = on.arena.alloc(Label::Activations, shape.rows() * shape.head_dim)?;
-        let sums = || on.arena.alloc::<f32>(Label::Activations, self.most_sums());
-        // Gradients by keys and by values, `[2, B, Hkv, Lk of a rank, D]`: of the keys that were here, which are sent on; of those that are here, which come; and this step's share.
-        let (mut behind, mut coming, mut share) = (sums()?, sums()?, sums()?);
-        {
+        let by_kv = {
             let size = self.backward_workspace(on.kernel, rank, on.cpu.threads());
             let size = size.ok_or(AttentionError::Unsupported {
                 kernel: on.kernel.name(),
@@ -65,48 +75,78 @@ impl Ring {
                 instead: "tiled",
             })?;
             let mut workspace = size.allocate(on.arena)?;
-            let mut travelling = Travelling::new(self, on.arena)?;
-            for step in 0..ranks {
-                let hop = travelling.hop(self, rank, step, own);
-                let (source, [k, v]) = (hop.source, hop.views(self));
-                let (mut send, mut receive) = hop.messages(comm);
-                if step > 0 {
-                    let before = self.sums(super::source(rank, step - 1, ranks));
-                    send.push((comm.next(), bytemuck::cast_slice(&behind[..before])));
-                    receive.push((comm.previous(), bytemuck::cast_slice_mut(&mut coming[..self.sums(source)])));
+            self.rotate_with_sums(on, own, |source, [k, v], share| {
+                share.fill(0.0);
+                let (by_k, by_v) = share.split_at_mut(share.len() / 2);
+                for piece in self.pieces(rank, source) {
+                    let (part, params) = self.part(&piece);
+                    let kv = DenseKv::new(k.tokens(piece.k.clone()), v.tokens(piece.k.clone()))?;
+                    let forward =
+                        Forward { shape: part, params, q: call.q.tokens(piece.q.clone()), kv: &kv, cpu: on.cpu };
+                    let lse = rows_of(call.lse, shape.q_len, &piece.q, on.arena)?;
+                    let mut gradients = Gradients::allocate(on.arena, &part, DType::F32)?;
+                    let call = Backward {
+                        forward,
+                        o: call.o.tokens(piece.q.clone()),
+                        lse: &lse,
+                        grad_o: call.grad_o.tokens(piece.q.clone()),
+                    };
+                    on.kernel.backward(&call, &mut gradients, &mut workspace)?;
+                    add(on.cpu, &mut by_q, shape.q_len, piece.q.start, &gradients.q);
+                    let len = self.kv.len(source);
+                    add(on.cpu, by_k, len, piece.k.start, &gradients.k);
+                    add(on.cpu, by_v, len, piece.k.start, &gradients.v);
                 }
-                let share = &mut share[..self.sums(source)];
-                comm.exchange(on.cpu, &send, &mut receive, || {
-                    share.fill(0.0);
-                    let (by_k, by_v) = share.split_at_mut(share.len() / 2);
-                    for piece in self.pieces(rank, source) {
-                        let (part, params) = self.part(&piece);
-                        let kv = DenseKv::new(k.tokens(piece.k.clone()), v.tokens(piece.k.clone()))?;
-                        let forward =
-                            Forward { shape: part, params, q: call.q.tokens(piece.q.clone()), kv: &kv, cpu: on.cpu };
-                        let lse = rows_of(call.lse, shape.q_len, &piece.q, on.arena)?;
-                        let mut gradients = Gradients::allocate(on.arena, &part, DType::F32)?;
-                        let call = Backward {
-                            forward,
-                            o: call.o.tokens(piece.q.clone()),
-                            lse: &lse,
-                            grad_o: call.grad_o.tokens(piece.q.clone()),
-                        };
-                        on.kernel.backward(&call, &mut gradients, &mut workspace)?;
-                        add(on.cpu, &mut by_q, shape.q_len, piece.q.start, &gradients.q);
-                        let len = self.kv.len(source);
-                        add(on.cpu, by_k, len, piece.k.start, &gradients.k);
-                        add(on.cpu, by_v, len, piece.k.start, &gradients.v);
-                    }
-                    Ok::<_, AttentionError>(())
-                })??;
-                drop((send, receive));
-                if step > 0 {
-                    loops::add_scaled(on.cpu.isa(), &mut coming[..share.len()], 1.0, share);
-                    std::mem::swap(&mut behind, &mut coming);
-                } else {
-                    behind[..share.len()].copy_from_slice(share);
-                }
+                Ok(())
+            })?
+        };
+        let mut gradients = Gradients::allocate(on.arena, &shape, self.dtype)?;
+        let (by_k, by_v) = by_kv[..self.sums(rank)].split_at(self.sums(rank) / 2);
+        for (sum, gradient) in [(&*by_q, &mut gradients.q), (by_k, &mut gradients.k), (by_v, &mut gradients.v)] {
+            self.dtype.encode(sum, gradient.bytes_mut());
+        }
+        Ok(gradients)
+    }
+
+    /// Sends what [`Ring::backward`] sends, and computes nothing.
+    ///
+    /// # Errors
+    /// When another rank ended, or the arena has no room.
+    pub fn send_backward_alone(&self, on: Rank<'_>, own: [&Tensor; 2]) -> Result<(), RankError> {
+        self.rotate_with_sums(on, own, |_, _, _| Ok(())).map(drop)
+    }
+
+    /// Takes keys and values once around the ring, and sums behind them: `work` is called with each rank's number, keys and
+    /// values, and writes this rank's share of their sums, `[2, B, Hkv, Lk of a rank, D]`. What comes home is the sum of all shares
+    /// by this rank's own.
+    fn rotate_with_sums(
+        &self,
+        on: Rank<'_>,
+        own: [&Tensor; 2],
+        mut work: impl FnMut(usize, [TensorView<'_>; 2], &mut [f32]) -> Result<(), AttentionError> + Send,
+    ) -> Result<Buffer<f32>, RankError> {
+        let (rank, ranks, comm) = (on.comm.rank(), self.kv.ranks(), on.comm);
+        let sums = || on.arena.alloc::<f32>(Label::Activations, self.most_sums());
+        // Of the keys that were here, which are sent on; of those that are here, which come; and this step's share.
+        let (mut behind, mut coming, mut share) = (sums()?, sums()?, sums()?);
+        let mut travelling = Travelling::new(self, on.arena)?;
+        for step in 0..ranks {
+            let hop = travelling.hop(self, rank, step, own);
+            let (source, kv) = (hop.source, hop.views(self));
+            let (mut send, mut receive) = hop.messages(comm);
+            if step > 0 {
+                let before = self.sums(super::source(rank, step - 1, ranks));
+                send.push((comm.next(), bytemuck::cast_slice(&behind[..before])));
+                receive.push((comm.previous(), bytemuck::cast_slice_mut(&mut coming[..self.sums(source)])));
+            }
+            let share = &mut share[..self.sums(source)];
+            comm.exchange(on.cpu, &send, &mut receive, || work(source, kv, share))??;
+            drop((send, receive));
+            if step > 0 {
+                loops::add_scaled(on.cpu.isa(), &mut coming[..share.len()], 1.0, share);
+                std::mem::swap(&mut behind, &mut coming);
+            } else {
+                behind[..share.len()].copy_from_slice(share);
             }
         }
         if ranks > 1 {
@@ -116,12 +156,7 @@ impl Ring {
             comm.transfer(&send, &mut [(comm.previous(), bytemuck::cast_slice_mut(home))])?;
             std::mem::swap(&mut behind, &mut coming);
         }
-        let mut gradients = Gradients::allocate(on.arena, &shape, self.dtype)?;
-        let (by_k, by_v) = behind[..self.sums(rank)].split_at(self.sums(rank) / 2);
-        for (sum, gradient) in [(&*by_q, &mut gradients.q), (by_k, &mut gradients.k), (by_v, &mut gradients.v)] {
-            self.dtype.encode(sum, gradient.bytes_mut());
-        }
-        Ok(gradients)
+        Ok(behind)
     }
 
     fn backward_workspace(&self, kernel: &dyn Kernel, rank: usize, threads: usize) -> Option<WorkspaceSize> {

@@ -10,6 +10,7 @@ mod backward;
 pub use backward::RingBackward;
 
 use super::comm::{Received, Sent};
+use super::cost::Sending;
 use super::pieces::{Piece, pieces};
 use super::{Comm, Placement, RankError, Shards};
 use crate::attention::{AttentionError, DenseKv, Forward, Kernel, Outputs, Params, Partials, Shape, WorkspaceSize};
@@ -84,6 +85,12 @@ impl Ring {
     pub fn forward_sent_bytes(&self, rank: usize) -> u64 {
         let ranks = self.kv.ranks();
         (0..ranks - 1).map(|step| 2 * self.keys_bytes(source(rank, step, ranks)) as u64).sum()
+    }
+
+    /// What [`Ring::forward`] sends.
+    pub fn forward_sending(&self) -> Sending {
+        let rooms = Travelling::lens(self).map(|bytes| bytes as u64).into_iter().filter(|&bytes| bytes > 0).collect();
+        Sending { exchanges: vec![2 * self.most_keys_bytes() as u64; self.kv.ranks() - 1], rooms }
     }
 
     /// Attention of this rank's queries over all keys. `k` and `v` are its own.
@@ -166,6 +173,10 @@ impl Ring {
     fn keys_bytes(&self, source: usize) -> usize {
         Tensor::bytes_of(self.dtype, self.keys_dims(source)) as usize
     }
+
+    fn most_keys_bytes(&self) -> usize {
+        (0..self.kv.ranks()).map(|rank| self.keys_bytes(rank)).max().unwrap_or(0)
+    }
 }
 
 /// Refuses a sliding window, whose edge no piece is aligned with.
@@ -203,7 +214,7 @@ struct Hop<'a> {
 
 impl Travelling {
     fn lens(ring: &Ring) -> [usize; 2] {
-        let most = (0..ring.kv.ranks()).map(|rank| 2 * ring.keys_bytes(rank)).max().unwrap_or(0);
+        let most = 2 * ring.most_keys_bytes();
         [2, 3].map(|ranks| if ring.kv.ranks() >= ranks { most } else { 0 })
     }
 

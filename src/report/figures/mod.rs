@@ -74,6 +74,7 @@ pub const FIGURES: &[fn(&Data) -> Option<Chart>] = &[
     paging_tradeoff::chart,
     ranks::bytes,
     ranks::time,
+    ranks::sending,
     recall::by_facts,
     recall::by_bytes,
     recall::forgetting,

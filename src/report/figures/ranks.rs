@@ -31,15 +31,36 @@ pub fn bytes(data: &Data) -> Option<Chart> {
 
 /// Time of a pass.
 pub fn time(data: &Data) -> Option<Chart> {
-    let read = |record: &Record| Some(Reading::latency(ranks(record)?, record.latency.get("forward")?));
     Some(Chart {
         id: "time-vs-ranks".into(),
         title: "Time of a pass that ranks share".into(),
-        caption: "Median time of the slowest rank, each with one thread; the band is the bootstrap 95% interval. Ranks beyond \
-                  the machine's cores take turns. Lower is better."
+        caption: "Points: median time of the slowest rank, each with one thread; the band is the bootstrap 95% interval. Line: the \
+                  cost model, from what one rank computes and what links took in the run. Ranks beyond the machine's cores take \
+                  turns. Lower is better."
             .into(),
+        model_field: Some("predicted_ns"),
+        ..chart(data, |record| timed(record, "forward"))?
+    })
+}
+
+/// Time of the messages of a pass, with nothing computed.
+pub fn sending(data: &Data) -> Option<Chart> {
+    let read = |record: &Record| timed(record, "send_alone").filter(|reading| reading.x > 1.0);
+    Some(Chart {
+        id: "sending-vs-ranks".into(),
+        title: "Time of a pass's messages alone".into(),
+        caption: "Points: median time in which the slowest rank sent what a pass sends, and computed nothing; the band is the \
+                  bootstrap 95% interval. Line: the cost model, from messages that were timed in the run. Lower is better."
+            .into(),
+        model_field: Some("predicted_ns"),
         ..chart(data, read)?
     })
+}
+
+/// A phase's time, and what the cost model gives for it.
+fn timed(record: &Record, phase: &str) -> Option<Reading> {
+    let model = record.predicted_ns.get(phase).copied();
+    Some(Reading { model, ..Reading::latency(ranks(record)?, record.latency.get(phase)?) })
 }
 
 /// A figure over ranks; its words are those of the caller.

@@ -13,8 +13,8 @@ mod together;
 
 use super::{Choice, Comparisons, Measurement, Runs, Scope, Stage};
 use crate::device::Cpu;
-use crate::experiment::cell::Cell;
-use crate::experiment::engine::Engine;
+use crate::experiment::cell::{Cell, Device};
+use crate::experiment::engine::MODELS_ON_CPU;
 use crate::experiment::record::{Record, Status};
 use crate::experiment::runner::latency;
 use crate::experiment::spec::Grid;
@@ -82,8 +82,8 @@ impl Measurement for Eval {
 }
 
 impl Comparisons for Eval {
-    fn refusal(&self, engine: Engine<'_>) -> Option<String> {
-        engine.for_models().err()
+    fn refusal(&self, device: Device) -> Option<String> {
+        (device == Device::Cuda).then(|| MODELS_ON_CPU.into())
     }
 
     fn seconds(&self, comparisons: &[Vec<&Cell>], registry: &Registry, cpu: &Cpu) -> Option<Vec<f64>> {
