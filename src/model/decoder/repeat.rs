@@ -79,7 +79,7 @@ impl Decoder<'_> {
         for layer in 0..self.model.config.layers {
             for head in 0..self.model.config.kv_heads {
                 let list = self.cache.list(layer * self.setup.batch + sequence, head);
-                self.cache.retain_ranges(list, [0..seen])?;
+                self.cache.retain(list, 0..seen)?;
             }
         }
         self.seen[sequence] = seen;
