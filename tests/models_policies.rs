@@ -27,7 +27,7 @@ fn run(model: &Model, tokens: &[&[u32]], after: &[usize], policy: Option<(&Polic
     let setup = Setup {
         kernel: "tiled",
         batch: tokens.len(),
-        max_tokens: 64,
+        max_tokens: 96,
         chunk_tokens: 9,
         all_logits: true,
         dtype: DType::F32,
