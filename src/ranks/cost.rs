@@ -76,8 +76,8 @@ impl Sending {
 
 /// Bytes of the messages that are timed, from 0 to the first that is as long as any that is asked about.
 const TIMED_BYTES: [usize; 6] = [0, 4 << 10, 64 << 10, 512 << 10, 4 << 20, 32 << 20];
-/// Times that a message is sent. The best counts: what it takes when nobody else wants the cores.
-const TIMES: usize = 7;
+/// Times that a message is sent; an odd number.
+const TIMES: usize = 15;
 
 impl Links {
     /// Times messages of up to about `most_bytes` between these ranks, all of which must call it.
@@ -123,22 +123,23 @@ impl Links {
     }
 }
 
-/// The best of the nanoseconds of `exchange`, on the rank that takes longest.
+/// Median of the nanoseconds of `exchange` on the rank that takes longest, for which the others wait.
 fn timed(comm: &Comm, mut exchange: impl FnMut() -> Result<(), RankError>) -> Result<f64, RankError> {
-    let mut best = u64::MAX;
-    for _ in 0..TIMES {
+    let mut times = [0; TIMES];
+    for time in &mut times {
         comm.barrier()?;
         let start = Instant::now();
         exchange()?;
-        best = best.min(start.elapsed().as_nanos() as u64);
+        let mut slowest = (start.elapsed().as_nanos() as u64).to_le_bytes();
+        comm.all_reduce(&mut slowest, &mut [0; 8], |mine, theirs| {
+            let of = |bytes: &[u8]| u64::from_le_bytes(bytes.try_into().expect("eight bytes"));
+            let most = of(mine).max(of(theirs));
+            mine.copy_from_slice(&most.to_le_bytes());
+        })?;
+        *time = u64::from_le_bytes(slowest);
     }
-    let mut slowest = best.to_le_bytes();
-    comm.all_reduce(&mut slowest, &mut [0; 8], |mine, theirs| {
-        let of = |bytes: &[u8]| u64::from_le_bytes(bytes.try_into().expect("eight bytes"));
-        let most = of(mine).max(of(theirs));
-        mine.copy_from_slice(&most.to_le_bytes());
-    })?;
-    Ok(u64::from_le_bytes(slowest) as f64)
+    times.sort_unstable();
+    Ok(times[TIMES / 2] as f64)
 }
 
 /// Time of a pass around a ring of `ranks`: in each step a rank computes, and sends meanwhile; in the last it only computes.
