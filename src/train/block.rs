@@ -3,7 +3,7 @@
 use super::activations::{Cheap, Extents, Inner, Recompute, Scratch};
 use super::gates::Gates;
 use super::heads::{self, Turns};
-use super::holder::Slopes;
+use super::holder::UnitGradients;
 use super::linear::Linear;
 use super::mlp;
 use super::norm::{self, Columns};
@@ -237,7 +237,7 @@ impl Block<'_> {
         cheap: &Cheap,
         inner: &mut Inner,
         shared: &mut Shared,
-        gradients: &mut Slopes<'_>,
+        gradients: &mut UnitGradients<'_>,
         dx: &mut [f32],
     ) -> Result<(), RankError> {
         let (config, groups, cpu, w) = (self.extents.config(), self.groups(), self.cpu, self.weights);
@@ -247,14 +247,19 @@ impl Block<'_> {
         let [of_q, of_qkv] = [q_width, qkv_width].map(|width| self.live(width));
         let columns = Columns { range: 0..hidden, stride: hidden };
         // The gradient by a layer's inputs, from that by its outputs, and those by what of it is trained.
-        let layer =
-            |layer: &Linear, dy: &[f32], x: &[f32], gradients: &mut Slopes<'_>, dx: &mut [f32], scratch: &mut [f32]| {
-                layer.gradients(cpu, dy, x, gradients);
-                layer.backward(cpu, w, dy, dx, false, scratch);
-            };
-        let norm_backward = |gain: &Group, x: &[f32], dn: &mut [f32], gradients: &mut Slopes<'_>, sums: &mut [f32]| {
-            norm::backward(cpu, self.norm(gain), x, dn, &columns, (gain, gradients), sums);
+        let layer = |layer: &Linear,
+                     dy: &[f32],
+                     x: &[f32],
+                     gradients: &mut UnitGradients<'_>,
+                     dx: &mut [f32],
+                     scratch: &mut [f32]| {
+            layer.gradients(cpu, dy, x, gradients);
+            layer.backward(cpu, w, dy, dx, false, scratch);
         };
+        let norm_backward =
+            |gain: &Group, x: &[f32], dn: &mut [f32], gradients: &mut UnitGradients<'_>, sums: &mut [f32]| {
+                norm::backward(cpu, self.norm(gain), x, dn, &columns, (gain, gradients), sums);
+            };
         let (all_n1, all_dn) = (&inner.n1, dn);
         let (dx, dn) = (&mut dx[stream.clone()], &mut all_dn[stream.clone()]);
         let (x, y) = (&x[stream.clone()], &cheap.y[stream.clone()]);

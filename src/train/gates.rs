@@ -12,7 +12,7 @@
 //! sequence has left behind the window are counted: on others nothing but that term would act.
 
 use super::activations::Extents;
-use super::holder::Slopes;
+use super::holder::UnitGradients;
 use super::linear::Linear;
 use super::parameters::{Group, Parameter};
 use super::weights::Weights;
@@ -259,7 +259,7 @@ impl Gates {
             self.outputs[row * self.heads + list % self.heads] = SCALE / TAU * dz;
         }
         let Gates { linears, weights, gradient, outputs, .. } = self;
-        linears[layer].gradients(cpu, outputs, n, &mut Slopes { values: gradient, first: 0 });
+        linears[layer].gradients(cpu, outputs, n, &mut UnitGradients { values: gradient, first: 0 });
         let outputs = &outputs[first * self.heads..];
         linears[layer].backward(cpu, Weights::F32(weights), outputs, dn, true, scratch);
     }

@@ -23,14 +23,14 @@ pub enum Unit {
 }
 
 /// Gradients of parameters that follow each other, from one on; gradients of other parameters are not there.
-pub struct Slopes<'a> {
+pub struct UnitGradients<'a> {
     /// The gradients.
     pub values: &'a mut [f32],
     /// Where the first of them lies among all.
     pub first: usize,
 }
 
-impl Slopes<'_> {
+impl UnitGradients<'_> {
     /// Those that lie in a range among all.
     ///
     /// # Panics
@@ -49,13 +49,13 @@ pub trait Holder {
     fn weights(&mut self, unit: Unit) -> Result<Weights<'_>, RankError>;
 
     /// A unit's gradients of this step so far, to be added to.
-    fn slopes(&mut self, unit: Unit) -> Slopes<'_>;
+    fn unit_gradients(&mut self, unit: Unit) -> UnitGradients<'_>;
 
     /// Both.
     ///
     /// # Errors
     /// When another rank ended.
-    fn both(&mut self, unit: Unit) -> Result<(Weights<'_>, Slopes<'_>), RankError>;
+    fn both(&mut self, unit: Unit) -> Result<(Weights<'_>, UnitGradients<'_>), RankError>;
 
     /// Says that a unit's gradients of this step are complete.
     ///
@@ -77,13 +77,13 @@ impl Holder for Whole<'_> {
         Ok(self.weights)
     }
 
-    fn slopes(&mut self, _: Unit) -> Slopes<'_> {
-        Slopes { values: self.gradients, first: 0 }
+    fn unit_gradients(&mut self, _: Unit) -> UnitGradients<'_> {
+        UnitGradients { values: self.gradients, first: 0 }
     }
 
-    fn both(&mut self, unit: Unit) -> Result<(Weights<'_>, Slopes<'_>), RankError> {
+    fn both(&mut self, unit: Unit) -> Result<(Weights<'_>, UnitGradients<'_>), RankError> {
         let weights = self.weights;
-        Ok((weights, self.slopes(unit)))
+        Ok((weights, self.unit_gradients(unit)))
     }
 
     fn complete(&mut self, _: Unit) -> Result<(), RankError> {

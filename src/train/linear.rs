@@ -3,7 +3,7 @@
 //! A product is cut into parts of [`crate::device::simd::dense`], the rows of a weight's gradient into blocks; each is computed by
 //! one thread, so that its sums have one order.
 
-use super::holder::Slopes;
+use super::holder::UnitGradients;
 use super::parameters::Group;
 use super::weights::Weights;
 use crate::device::Cpu;
@@ -103,7 +103,7 @@ impl Linear {
     }
 
     /// Adds the gradients by the trained parameters to `gradients`.
-    pub fn gradients(&self, cpu: &Cpu, dy: &[f32], x: &[f32], gradients: &mut Slopes<'_>) {
+    pub fn gradients(&self, cpu: &Cpu, dy: &[f32], x: &[f32], gradients: &mut UnitGradients<'_>) {
         let Linear { inputs, outputs, .. } = *self;
         for (first, range) in &self.weight.trained {
             weight_gradient(cpu, &dy[first / inputs..], x, gradients.of(range), [inputs, outputs]);

@@ -153,8 +153,8 @@ impl<'a> Network<'a> {
         self.forward(holder, &batch.tokens, 0)?;
         let (config, parameters) = (self.extents.config(), self.extents.parameters);
         let unit = parameters.output_unit();
-        let (weights, mut slopes) = holder.both(unit)?;
-        let gradient = parameters.output.gradient().map(|range| slopes.of(&range));
+        let (weights, mut unit_gradients) = holder.both(unit)?;
+        let gradient = parameters.output.gradient().map(|range| unit_gradients.of(&range));
         let output = weights.matrix(&parameters.output, config.hidden);
         let head = Head { weights: output, gradient, softcap: config.final_softcap };
         let Shared { dn, scratch, .. } = &mut self.shared;
@@ -229,27 +229,35 @@ impl<'a> Network<'a> {
     fn backward(&mut self, holder: &mut dyn Holder, tokens: &[u32], first: usize) -> Result<(), RankError> {
         let (config, parameters) = (self.extents.config(), self.extents.parameters);
         let dn = &mut self.shared.dn;
-        let (weights, mut slopes) = holder.both(Unit::Norm)?;
+        let (weights, mut unit_gradients) = holder.both(Unit::Norm)?;
         let (norm, gain) = (config.norm(weights.vector(&parameters.norm)), &parameters.norm);
         let columns = Columns { range: 0..config.hidden, stride: config.hidden };
         let scratch = &mut self.shared.scratch.norm;
         let (skipped, live) = (self.extents.skipped, self.extents.skipped * config.hidden..);
-        norm::backward(self.cpu, norm, &self.x[live.clone()], &mut dn[live], &columns, (gain, &mut slopes), scratch);
+        norm::backward(
+            self.cpu,
+            norm,
+            &self.x[live.clone()],
+            &mut dn[live],
+            &columns,
+            (gain, &mut unit_gradients),
+            scratch,
+        );
         holder.complete(Unit::Norm)?;
         self.dx.copy_from_slice(dn);
         for layer in (first..config.layers).rev() {
             let Network { extents, recompute, cpu, turns, tensor, saved, shared, dx, .. } = self;
             let unit = Unit::Block(layer);
-            let (weights, mut slopes) = holder.both(unit)?;
+            let (weights, mut unit_gradients) = holder.both(unit)?;
             let recompute = *recompute;
             let block = Block { extents, layer, cpu, turns, weights, recompute, first: skipped, tensor: *tensor };
             let (x, cheap, inner) = saved.block(layer);
             block.restore(x, cheap, inner, shared)?;
-            block.backward(x, cheap, inner, shared, &mut slopes, dx)?;
+            block.backward(x, cheap, inner, shared, &mut unit_gradients, dx)?;
             holder.complete(unit)?;
         }
         if let Some(range) = parameters.embedding.gradient() {
-            self.embedding_gradient(tokens, holder.slopes(Unit::Embedding).of(&range));
+            self.embedding_gradient(tokens, holder.unit_gradients(Unit::Embedding).of(&range));
             holder.complete(Unit::Embedding)?;
         }
         Ok(())

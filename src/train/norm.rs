@@ -5,7 +5,7 @@
 //! `x`, which is there already.
 
 use super::PIECE_ROWS;
-use super::holder::Slopes;
+use super::holder::UnitGradients;
 use super::parameters::Group;
 use crate::device::Cpu;
 use crate::device::simd::Isa;
@@ -34,7 +34,7 @@ pub(super) fn backward(
     x: &[f32],
     dn: &mut [f32],
     columns: &Columns,
-    (gain, gradients): (&Group, &mut Slopes<'_>),
+    (gain, gradients): (&Group, &mut UnitGradients<'_>),
     scratch: &mut [f32],
 ) {
     let (width, isa, piece) = (norm.weight.len(), cpu.isa(), PIECE_ROWS * columns.stride);

@@ -22,7 +22,7 @@ pub use sharing::Sharing;
 
 use super::activations::{Extents, Recompute};
 use super::adamw::{Constants, Update, sum_of_squares};
-use super::holder::{Holder, Slopes, Unit};
+use super::holder::{Holder, Unit, UnitGradients};
 use super::parameters::{Parameter, Parameters};
 use super::run::TrainError;
 use super::tensor_parallel::{self, Cut, cut};
@@ -218,11 +218,11 @@ impl Holder for Zero<'_> {
         Ok(self.both(unit)?.0)
     }
 
-    fn slopes(&mut self, unit: Unit) -> Slopes<'_> {
-        slopes(&self.sharing, &mut self.gradients, &mut self.room, unit)
+    fn unit_gradients(&mut self, unit: Unit) -> UnitGradients<'_> {
+        unit_gradients(&self.sharing, &mut self.gradients, &mut self.room, unit)
     }
 
-    fn both(&mut self, unit: Unit) -> Result<(Weights<'_>, Slopes<'_>), RankError> {
+    fn both(&mut self, unit: Unit) -> Result<(Weights<'_>, UnitGradients<'_>), RankError> {
         if self.sharing.stage >= 3 {
             self.gather(unit)?;
         }
@@ -231,7 +231,7 @@ impl Holder for Zero<'_> {
             3 => Weights::Part(gathered, sharing.weights_of(unit).start),
             _ => Weights::F32(weights),
         };
-        Ok((weights, slopes(sharing, gradients, room, unit)))
+        Ok((weights, unit_gradients(sharing, gradients, room, unit)))
     }
 
     fn complete(&mut self, unit: Unit) -> Result<(), RankError> {
@@ -240,9 +240,9 @@ impl Holder for Zero<'_> {
             let parameters = self.sharing.parameters;
             for parameter in parameters.all.iter().filter(summed).filter(|one| parameters.unit_of(one) == unit) {
                 let Some(range) = &parameter.gradient else { continue };
-                let mut slopes = slopes(&self.sharing, &mut self.gradients, &mut self.room, unit);
+                let mut unit_gradients = unit_gradients(&self.sharing, &mut self.gradients, &mut self.room, unit);
                 let mut scratch = vec![0.0; Comm::sum_scratch(self.tensor.size(), range.len())];
-                self.tensor.sum(slopes.of(range), &mut scratch)?;
+                self.tensor.sum(unit_gradients.of(range), &mut scratch)?;
             }
         }
         let Zero { sharing, comm, gradients, room, received, .. } = self;
@@ -272,9 +272,14 @@ impl Holder for Zero<'_> {
 }
 
 /// Where a unit's gradients are added up: among all, or in room for them.
-fn slopes<'a>(sharing: &Sharing<'_>, gradients: &'a mut [f32], room: &'a mut [f32], unit: Unit) -> Slopes<'a> {
+fn unit_gradients<'a>(
+    sharing: &Sharing<'_>,
+    gradients: &'a mut [f32],
+    room: &'a mut [f32],
+    unit: Unit,
+) -> UnitGradients<'a> {
     match sharing.stage {
-        0 | 1 => Slopes { values: gradients, first: 0 },
-        _ => Slopes { values: &mut room[sharing.room_of(unit)], first: sharing.gradients_of(unit).start },
+        0 | 1 => UnitGradients { values: gradients, first: 0 },
+        _ => UnitGradients { values: &mut room[sharing.room_of(unit)], first: sharing.gradients_of(unit).start },
     }
 }
