@@ -186,8 +186,7 @@ impl Decoder<'_> {
         }
         hand_on(outputs, &roomy, attended, row);
         if let Some(repeating) = &mut self.repeating {
-            let o = self.model.weights.layers[layer].o.weight();
-            return repeating.see((layer, &call), kernel, (normed, row), o, self.arena);
+            return repeating.see((layer, &call), kernel, (normed, row), self.arena);
         }
         let received = match (&mut self.evictor, &mut self.recorder) {
             (Some(evictor), _) => evictor.see(layer, config.layers, chunk.sequence, &call, &outputs.lse)?,

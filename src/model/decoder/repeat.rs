@@ -8,15 +8,17 @@
 use super::{Decoder, PaddedRows};
 use crate::attention::export::{self, OverGroup, OverQueries, Reduction};
 use crate::attention::{Forward, Kernel, KvRows, Shape};
+use crate::cache::Sequences;
 use crate::device::simd::{Isa, loops};
 use crate::eviction::recompute_lse;
 use crate::format::KvFormat;
 use crate::memory::{Arena, Buffer, Label};
-use crate::model::ModelError;
 use crate::model::evictor::Repeated;
 use crate::model::weights::Matrix;
+use crate::model::{Config, ModelError};
 use crate::policy::{PolicyError, Reconstruction};
 use crate::tensor::Rows;
+use rayon::prelude::*;
 use std::ops::Range;
 
 /// What is known while a chunk is repeated.
@@ -27,6 +29,8 @@ pub(super) struct Repeating {
     end: usize,
     /// Largest probability of each key, `[layers, Hkv, end]`.
     scores: Buffer<f32>,
+    /// Norms of values behind the output projection, `[layers, Hq, end]`, where they weigh.
+    norms: Option<Buffer<f32>>,
 }
 
 impl Decoder<'_> {
@@ -54,7 +58,8 @@ impl Decoder<'_> {
         }
         let lists = self.model.config.layers * self.model.config.kv_heads;
         let scores = self.arena.alloc(Label::Policy, lists * seen)?;
-        self.repeating = Some(Repeating { how, chunk: 0..0, end: seen, scores });
+        let norms = if how.weighs_outputs { Some(self.value_norms(sequence)?) } else { None };
+        self.repeating = Some(Repeating { how, chunk: 0..0, end: seen, scores, norms });
         let repeated = (0..context.len().div_ceil(how.chunk_tokens)).try_for_each(|number| {
             let start = number * how.chunk_tokens;
             if let Some(repeating) = &mut self.repeating {
@@ -66,6 +71,23 @@ impl Decoder<'_> {
         repeated?;
         self.evictor.as_mut().expect("it asked for this").reconstructed(sequence, scores);
         Ok(())
+    }
+
+    /// Norms of a sequence's values behind each query head's part of the output projection, `[layers, Hq, tokens]`.
+    fn value_norms(&self, sequence: usize) -> Result<Buffer<f32>, ModelError> {
+        let Decoder { model, cpu, arena, cache, setup, .. } = self;
+        let (config, tokens) = (&model.config, self.seen[sequence]);
+        let mut norms = arena.alloc::<f32>(Label::Policy, config.layers * config.q_heads * tokens)?;
+        let of_layers = norms.par_chunks_exact_mut(config.q_heads * tokens).enumerate();
+        cpu.install(|| {
+            of_layers.try_for_each(|(layer, norms)| {
+                let kv = Sequences { cache, first: layer * setup.batch + sequence, step: 1 };
+                let o = model.weights.layers[layer].o.weight().plain(arena)?;
+                projected_norms(cpu.isa(), &o, config, &kv, norms);
+                Ok::<_, ModelError>(())
+            })
+        })?;
+        Ok(norms)
     }
 
     /// Runs tokens behind those of a sequence, and takes them from it again.
@@ -90,16 +112,15 @@ impl Decoder<'_> {
 
 impl Repeating {
     /// Looks at the attention of one layer for a part of what is fed: `normed` holds the hidden states of its queries from row
-    /// `first` on, `o` is the layer's output projection.
+    /// `first` on.
     pub fn see(
         &mut self,
         (layer, call): (usize, &Forward<'_>),
         kernel: &dyn Kernel,
         (normed, first): (&PaddedRows, usize),
-        o: &Matrix,
         arena: &Arena,
     ) -> Result<(), ModelError> {
-        let Repeating { how, ref chunk, end, ref mut scores } = *self;
+        let Repeating { how, ref chunk, end, ref mut scores, ref norms } = *self;
         let kv_heads = call.shape.kv_heads;
         let group = if how.weighs_outputs { call.shape.group() } else { 1 };
         let heads = kv_heads * group;
@@ -119,17 +140,11 @@ impl Repeating {
         let mut scratch = arena.alloc(Label::Workspace, export::workspace(&shape, call.cpu.threads()))?;
         let reduction = Reduction { queries: OverQueries::Max, group: OverGroup::Max };
         export::columns(&call, &lse, 0..shape.q_len, reduction, &mut most, &mut scratch);
-        let isa = call.cpu.isa();
-        let grams = if how.weighs_outputs { Some(grams(isa, o, shape.head_dim, arena)?) } else { None };
-        let mut value = vec![0.0; shape.head_dim];
         for (head, most) in most.chunks_exact(shape.kv_len).enumerate() {
             let to = &mut scores[(layer * kv_heads + head / group) * end..][chunk.clone()];
+            let norms = norms.as_ref().map(|norms| &norms[(layer * heads + head) * end..][chunk.clone()]);
             for (token, (to, &most)) in to.iter_mut().zip(&most[parts[0].len()..]).enumerate() {
-                let norm = grams.as_ref().map_or(1.0, |grams| {
-                    kv.value_rows(0, head, parts[0].len() + token).first(1).widen(&mut value);
-                    norm_by_gram(isa, &grams[head], &value)
-                });
-                *to = to.max(most * norm);
+                *to = to.max(most * norms.map_or(1.0, |norms| norms[token]));
             }
         }
         Ok(())
@@ -176,25 +191,25 @@ impl KvRows for Spliced<'_> {
     }
 }
 
-/// For each query head, the products of the rows of its part of an output projection with one another, `[D, D]`: what a value's
-/// norm behind the projection comes from.
-fn grams(isa: Isa, o: &Matrix, head_dim: usize, arena: &Arena) -> Result<Vec<Vec<f32>>, ModelError> {
-    let plain = o.plain(arena)?;
-    let by_head = plain.by_head(head_dim).expect("the elements are plain");
-    let [_, q_heads, _, hidden] = by_head.dims();
-    let mut rows = arena.alloc::<f32>(Label::Workspace, head_dim * hidden)?;
-    let gram = |head| {
+/// Norms of the values of a layer's lists behind each query head's part of the output projection `o`, `[Hq, tokens]`.
+fn projected_norms(isa: Isa, o: &Matrix, config: &Config, kv: &dyn KvRows, norms: &mut [f32]) {
+    let Config { q_heads, kv_heads, head_dim, hidden, .. } = *config;
+    let by_head = o.by_head(head_dim).expect("the elements are plain");
+    let (mut rows, mut value) = (vec![0.0; head_dim * hidden], vec![0.0; head_dim]);
+    let mut gram = vec![0.0; head_dim * head_dim];
+    for (head, norms) in norms.chunks_exact_mut(kv.len(0, 0)).enumerate() {
         for (channel, row) in rows.chunks_exact_mut(hidden).enumerate() {
             by_head.read_rows(0, head, channel, row);
         }
-        let row = |channel: usize| &rows[channel * hidden..][..hidden];
-        (0..head_dim * head_dim).map(|at| loops::dot(isa, row(at / head_dim), row(at % head_dim))).collect()
-    };
-    Ok((0..q_heads).map(gram).collect())
-}
-
-/// The norm of a value behind a projection with this product of its rows.
-fn norm_by_gram(isa: Isa, gram: &[f32], value: &[f32]) -> f32 {
-    let along = gram.chunks_exact(value.len()).zip(value).map(|(row, x)| x * loops::dot(isa, row, value));
-    along.sum::<f32>().max(0.0).sqrt()
+        // A squared norm is a form of the products of the projection's rows, which are few.
+        for (at, product) in gram.iter_mut().enumerate() {
+            let row = |channel: usize| &rows[channel * hidden..][..hidden];
+            *product = loops::dot(isa, row(at / head_dim), row(at % head_dim));
+        }
+        for (token, norm) in norms.iter_mut().enumerate() {
+            kv.value_rows(0, head * kv_heads / q_heads, token).first(1).widen(&mut value);
+            let along = gram.chunks_exact(head_dim).zip(&value).map(|(row, x)| x * loops::dot(isa, row, &value));
+            *norm = along.sum::<f32>().max(0.0).sqrt();
+        }
+    }
 }
