@@ -3,6 +3,10 @@
 
 mod common;
 
+#[cfg(feature = "mpi")]
+#[path = "common/mpi.rs"]
+mod mpi;
+
 use assert_cmd::Command;
 use common::{normal, rng, tensor};
 use kvsieve::memory::{Arena, Label};
@@ -209,15 +213,8 @@ mod processes {
     use std::process::Stdio;
     use std::time::Instant;
 
-    /// `mpirun` on this machine, whoever runs it and however few cores there are. It ends its processes when it ends.
     fn mpirun(ranks: usize) -> Command {
-        let mut command = Command::new("mpirun");
-        command.timeout(DEADLINE);
-        for name in ["OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] {
-            command.env(name, "1");
-        }
-        command.args(["--oversubscribe", "--timeout", "50", "-n", &ranks.to_string()]);
-        command
+        mpi::mpirun(ranks, DEADLINE)
     }
 
     #[test]

@@ -1,6 +1,10 @@
 //! `kvsieve train --ranks` as a user meets it: on threads of one process, and where kvsieve is built with MPI and `mpirun` is there, on
 //! processes.
 
+#[cfg(feature = "mpi")]
+#[path = "common/mpi.rs"]
+mod mpi;
+
 use assert_cmd::Command;
 use safetensors::SafeTensors;
 use serde_json::Value;
@@ -188,15 +192,8 @@ fn what_cannot_be_shared_is_one_line_and_status_2() {
 mod processes {
     use super::*;
 
-    /// `mpirun` on this machine, whoever runs it and however few cores there are. It ends its processes when it ends.
     fn mpirun(ranks: usize) -> Command {
-        let mut command = Command::new("mpirun");
-        command.timeout(DEADLINE);
-        for name in ["OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] {
-            command.env(name, "1");
-        }
-        command.args(["--oversubscribe", "--timeout", "90", "-n", &ranks.to_string()]);
-        command
+        mpi::mpirun(ranks, DEADLINE)
     }
 
     fn said(assert: &assert_cmd::assert::Assert) -> String {
