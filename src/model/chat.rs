@@ -47,12 +47,24 @@ impl ChatTemplate {
     /// # Errors
     /// When the model has none, or its file cannot be read.
     pub fn open(model: &Path) -> Result<Self, ModelError> {
+        let reason =
+            "it has no chat template (in a GGUF file tokenizer.chat_template, in a folder chat_template.jinja or \
+                      chat_template of tokenizer_config.json); leave --chat out"
+                .to_string();
+        Self::find(model)?.ok_or_else(|| ModelError::Config { path: model.into(), reason })
+    }
+
+    /// The same, or nothing where the model has none.
+    ///
+    /// # Errors
+    /// When its file cannot be read.
+    pub fn find(model: &Path) -> Result<Option<Self>, ModelError> {
         if is_gguf(model) {
             let gguf = Gguf::open(model)?;
             let key = |key: &str| gguf.metadata.get(&format!("tokenizer.{key}"));
             let token = |id: &str| key("ggml.tokens")?.get(key(id)?.as_u64()? as usize)?.as_str().map(String::from);
             let source = key("chat_template").and_then(Value::as_str).map(String::from);
-            return Self::found(model, source, token("ggml.bos_token_id"), token("ggml.eos_token_id"));
+            return Ok(Self::found(model, source, token("ggml.bos_token_id"), token("ggml.eos_token_id")));
         }
         let path = model.join("tokenizer_config.json");
         let wrong = |reason: String| ModelError::Config { path: path.clone(), reason };
@@ -73,21 +85,11 @@ impl ChatTemplate {
             source => source.as_str().map(String::from),
         };
         let beside = std::fs::read_to_string(model.join("chat_template.jinja")).ok();
-        Self::found(model, beside.or_else(|| of_config(&config)), token("bos_token"), token("eos_token"))
+        Ok(Self::found(model, beside.or_else(|| of_config(&config)), token("bos_token"), token("eos_token")))
     }
 
-    fn found(
-        model: &Path,
-        source: Option<String>,
-        bos: Option<String>,
-        eos: Option<String>,
-    ) -> Result<Self, ModelError> {
-        let reason =
-            "it has no chat template (in a GGUF file tokenizer.chat_template, in a folder chat_template.jinja or \
-                      chat_template of tokenizer_config.json); leave --chat out"
-                .to_string();
-        let source = source.ok_or_else(|| ModelError::Config { path: model.into(), reason })?;
-        Ok(Self::parse(model.into(), source, bos.unwrap_or_default(), eos.unwrap_or_default()))
+    fn found(model: &Path, source: Option<String>, bos: Option<String>, eos: Option<String>) -> Option<Self> {
+        Some(Self::parse(model.into(), source?, bos.unwrap_or_default(), eos.unwrap_or_default()))
     }
 
     /// A template by its text; `path` is what errors call it.

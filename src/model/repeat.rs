@@ -30,9 +30,12 @@ impl Repeat {
     /// # Errors
     /// When the tokenizer has no tokens for the words, or the template is not understood.
     pub fn new(model: &Path, text: &Text) -> Result<Self, ModelError> {
-        let answer = match ChatTemplate::open(model) {
-            Ok(template) => template.around(text)?[1].clone(),
-            Err(_) => text.piece(PLAIN)?,
+        let answer = match ChatTemplate::find(model)? {
+            Some(template) => {
+                let [_, behind] = template.around(text)?;
+                behind
+            }
+            None => text.piece(PLAIN)?,
         };
         Ok(Repeat { first: text.piece(FIRST)?, next: text.piece(NEXT)?, answer })
     }
