@@ -8,10 +8,14 @@ use crate::experiment::environment;
 use crate::ranks::{Comm, MOST_THREADS};
 use crate::report::training;
 use crate::tensor::DType;
+use crate::train::Recompute;
 use crate::train::dms::{self, Settings};
 use crate::train::log::Line;
+use crate::train::lora::Asked as Adapters;
+use crate::train::optimizer::Kind;
 use crate::train::recipe::{BUILTIN, Recipe};
 use crate::train::run::{self, Options, Place, RECORD, TrainError};
+use crate::train::tune::{self, Method};
 use crate::units;
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::Value;
@@ -24,6 +28,9 @@ Hugging Face's transformers and kvsieve load (config.json, model.safetensors, to
 log (training.jsonl), its figures (loss.svg, accuracy-2048.svg) and a record (training.json).\n\n\
 With --method dms a model stays as it is, and gates learn which tokens its cache can do without; the folder gets \
 policy.safetensors, which the policy 'dms' reads, a checkpoint, the log, figures and a record.\n\n\
+With --method lora, qlora or full a model is fine-tuned on a text: adapters beside matrices that stay as they are, in bf16 or as a \
+GGUF file has them packed, or all of it. The folder of an adapter (adapter_model.safetensors and adapter_config.json, as peft \
+writes them) is a --model of every command. Nine tenths of the text are learned from, the last is judged.\n\n\
 Examples:
   kvsieve train --out model                     the built-in model; half an hour to an hour on two cores
   kvsieve train my.toml --out model             your own recipe
@@ -31,9 +38,11 @@ Examples:
   kvsieve train my.toml --out model --steps 20  only the first 20 steps, to see how fast it is
   kvsieve train my.toml --out model --ranks 4 --zero 3   4 threads, each with a quarter of all that is trained
   kvsieve train --method dms --model builtin --ratio 4 --window 32 --steps 300 --out gates
-  kvsieve train --method dms --model SmolLM2.gguf --ratio 4 --window 256 --text book.txt --steps 500 --out gates";
+  kvsieve train --method dms --model SmolLM2.gguf --ratio 4 --window 256 --text book.txt --steps 500 --out gates
+  kvsieve train --method lora --model SmolLM2.gguf --text book.txt --learning-rate 5e-4 --steps 200 --out adapter
+  kvsieve train --method full --model builtin --text book.txt --optimizer adafactor --recompute full --out tuned";
 
-/// Train a small model, or gates of evicted tokens on any
+/// Train a small model, fine-tune any, or train gates of evicted tokens on it
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Args {
@@ -52,7 +61,11 @@ pub struct Args {
     #[command(flatten)]
     ranks: Ranks,
     #[command(flatten)]
+    loaded: Loaded,
+    #[command(flatten)]
     gates: Gates,
+    #[command(flatten)]
+    tuning: Tuning,
     #[command(flatten)]
     compute: Compute,
 }
@@ -100,29 +113,24 @@ enum Offload {
     Optimizer,
 }
 
-/// What is asked of `--method`.
+/// What every `--method` is asked.
 #[derive(clap::Args)]
-#[command(next_help_heading = "Gates of evicted tokens")]
-struct Gates {
-    /// What is trained in place of a recipe's model: gates that evict (dms)
-    #[arg(long, value_name = "NAME", value_parser = ["dms"], requires = "model")]
+#[command(next_help_heading = "Training on a loaded model")]
+struct Loaded {
+    /// What is trained in place of a recipe's model: gates that evict (dms), adapters (lora; qlora beside packed matrices) or all
+    /// parameters (full)
+    #[arg(long, value_name = "NAME", value_parser = ["dms", "lora", "qlora", "full"], requires = "model")]
     method: Option<String>,
-    /// Model that stays as it is: a folder, a GGUF file, or builtin
+    /// Model to train on: a folder, a GGUF file, or builtin
     #[arg(long, value_name = "DIR|FILE.gguf", requires = "method")]
     model: Option<PathBuf>,
-    /// Tokens for each that stays, behind the window; of several, as 2,4,8, each is reached in turn and leaves its gates
-    #[arg(long, value_name = "R", default_value = "4", value_delimiter = ',', requires = "method")]
-    ratio: Vec<f64>,
-    /// Recent tokens that are not evicted yet
-    #[arg(long, value_name = "N", default_value_t = 256, requires = "method")]
-    window: usize,
-    /// Text to learn from [default: generated text and tasks]
+    /// Text to learn from [default: for dms generated text and tasks]
     #[arg(long, value_name = "FILE", requires = "method")]
     text: Option<PathBuf>,
     /// Tokens of a sequence
     #[arg(long, value_name = "N", default_value_t = 1024, requires = "method")]
     length: usize,
-    /// Sequences of a step
+    /// Sequences that go through the model together
     #[arg(long, value_name = "N", default_value_t = 1, requires = "method")]
     batch: usize,
     /// First number of everything random
@@ -131,12 +139,49 @@ struct Gates {
     /// Largest learning rate
     #[arg(long, value_name = "X", default_value_t = 1e-4, requires = "method")]
     learning_rate: f32,
-    /// Weight of the term of the loss that asks for eviction
-    #[arg(long, value_name = "X", default_value_t = 1.0, requires = "method")]
-    pressure: f64,
-    /// Type of the model's matrices: f32, or bf16, which takes half the memory and less time
-    #[arg(long, value_name = "TYPE", default_value = "f32", value_parser = weights, requires = "method")]
-    weights: DType,
+    /// Type in which matrices are multiplied and, but for qlora, kept: f32, or bf16, which takes half the memory and less time
+    /// [default: bf16 for lora and qlora, else f32]
+    #[arg(long, value_name = "TYPE", value_parser = weights, requires = "method")]
+    weights: Option<DType>,
+}
+
+/// What is asked of `--method dms`.
+#[derive(clap::Args)]
+#[command(next_help_heading = "Gates of evicted tokens")]
+struct Gates {
+    /// Tokens for each that stays, behind the window; of several, as 2,4,8, each is reached in turn and leaves its gates [default: 4]
+    #[arg(long, value_name = "R", value_delimiter = ',', requires = "method")]
+    ratio: Vec<f64>,
+    /// Recent tokens that are not evicted yet [default: 256]
+    #[arg(long, value_name = "N", requires = "method")]
+    window: Option<usize>,
+    /// Weight of the term of the loss that asks for eviction [default: 1]
+    #[arg(long, value_name = "X", requires = "method")]
+    pressure: Option<f64>,
+}
+
+/// What is asked of `--method lora`, `qlora` and `full`.
+#[derive(clap::Args)]
+#[command(next_help_heading = "Fine-tuning")]
+struct Tuning {
+    /// Rank of adapters [default: 8]
+    #[arg(long, value_name = "R", requires = "method")]
+    rank: Option<usize>,
+    /// Adapters' outputs have the factor alpha / rank [default: 16]
+    #[arg(long, value_name = "X", requires = "method")]
+    alpha: Option<f32>,
+    /// Matrices of each block that get an adapter, as q,v or q_proj, or all-linear [default: q,v]
+    #[arg(long, value_name = "NAME", value_delimiter = ',', requires = "method")]
+    target: Vec<String>,
+    /// Batches whose gradients are added up for a step [default: 1]
+    #[arg(long, value_name = "N", requires = "method")]
+    accumulate: Option<usize>,
+    /// What the backward pass computes again: none, selective or full [default: as little as there is memory for]
+    #[arg(long, value_name = "MODE", value_parser = recompute, requires = "method")]
+    recompute: Option<Recompute>,
+    /// adamw, adamw-8bit or adafactor [default: adamw]
+    #[arg(long, value_name = "NAME", requires = "method")]
+    optimizer: Option<Kind>,
 }
 
 /// What `--weights` says.
@@ -147,21 +192,125 @@ fn weights(text: &str) -> Result<DType, String> {
     }
 }
 
+/// What `--recompute` says.
+fn recompute(text: &str) -> Result<Recompute, String> {
+    let known = ["none", "selective", "full"].into_iter().zip(Recompute::ALL);
+    let found = known.into_iter().find(|(name, _)| *name == text);
+    found.map(|(_, mode)| mode).ok_or_else(|| format!("'{text}' is neither none nor selective nor full"))
+}
+
+/// What `--method` asks for.
+enum OnLoaded {
+    Gates(Settings),
+    Tuning(tune::Settings),
+}
+
+impl Args {
+    /// What is trained on a loaded model, if that is asked for.
+    fn on_loaded(&self) -> Result<Option<OnLoaded>, Failure> {
+        let Loaded { length, batch, seed, learning_rate, .. } = self.loaded;
+        let (Some(name), Some(model)) = (&self.loaded.method, self.loaded.model.clone()) else { return Ok(None) };
+        let (text, steps) = (self.loaded.text.clone(), self.steps.unwrap_or(500));
+        let method = match name.as_str() {
+            "lora" => Method::Lora,
+            "qlora" => Method::Qlora,
+            "full" => Method::Full,
+            _ => {
+                let Gates { window, pressure, .. } = self.gates;
+                self.refuse(name, &self.tuning.given())?;
+                let ratios = if self.gates.ratio.is_empty() { vec![4.0] } else { self.gates.ratio.clone() };
+                let (window, pressure) = (window.unwrap_or(256), pressure.unwrap_or(1.0));
+                let weights = self.loaded.weights.unwrap_or(DType::F32);
+                let settings = Settings {
+                    model,
+                    ratios,
+                    window,
+                    text,
+                    steps,
+                    length,
+                    batch,
+                    seed,
+                    learning_rate,
+                    pressure,
+                    weights,
+                };
+                return Ok(Some(OnLoaded::Gates(settings)));
+            }
+        };
+        let Tuning { rank, alpha, accumulate, recompute, optimizer, .. } = self.tuning;
+        self.refuse(name, &self.gates.given())?;
+        let text =
+            text.ok_or_else(|| Failure::usage(format!("--method {name} learns from a text; give --text FILE")))?;
+        let mut adapters = None;
+        if method == Method::Full {
+            self.refuse(name, &self.tuning.given().into_iter().filter(|given| given.2).collect::<Vec<_>>())?;
+        } else {
+            let targets = &self.tuning.target;
+            let targets = if targets.is_empty() { vec!["q".into(), "v".into()] } else { targets.clone() };
+            adapters = Some(Adapters { rank: rank.unwrap_or(8), alpha: alpha.unwrap_or(16.0), targets });
+        }
+        let default = if method == Method::Full { DType::F32 } else { DType::Bf16 };
+        Ok(Some(OnLoaded::Tuning(tune::Settings {
+            method,
+            model,
+            text,
+            steps,
+            length,
+            batch,
+            accumulate: accumulate.unwrap_or(1),
+            seed,
+            learning_rate,
+            weights: self.loaded.weights.unwrap_or(default),
+            recompute,
+            optimizer: optimizer.unwrap_or(Kind::Adamw),
+            adapters,
+        })))
+    }
+
+    /// Refuses what was given of options that a method does not read.
+    fn refuse(&self, method: &str, given: &[(&str, bool, bool)]) -> Result<(), Failure> {
+        match given.iter().find(|(_, given, _)| *given) {
+            Some((option, ..)) => {
+                Err(Failure::usage(format!("{option} is nothing to --method {method}; leave it out")))
+            }
+            None => Ok(()),
+        }
+    }
+}
+
 impl Gates {
-    fn settings(&self, steps: Option<usize>) -> Option<Settings> {
-        let Gates { window, length, batch, seed, learning_rate, pressure, weights, .. } = *self;
-        let (model, text) = (self.model.clone()?, self.text.clone());
-        let (ratios, steps) = (self.ratio.clone(), steps.unwrap_or(500));
-        Some(Settings { model, ratios, window, text, steps, length, batch, seed, learning_rate, pressure, weights })
+    /// Options, whether each was given, and whether it is of adapters.
+    fn given(&self) -> [(&'static str, bool, bool); 3] {
+        [
+            ("--ratio", !self.ratio.is_empty(), false),
+            ("--window", self.window.is_some(), false),
+            ("--pressure", self.pressure.is_some(), false),
+        ]
+    }
+}
+
+impl Tuning {
+    /// Likewise.
+    fn given(&self) -> [(&'static str, bool, bool); 6] {
+        [
+            ("--rank", self.rank.is_some(), true),
+            ("--alpha", self.alpha.is_some(), true),
+            ("--target", !self.target.is_empty(), true),
+            ("--accumulate", self.accumulate.is_some(), false),
+            ("--recompute", self.recompute.is_some(), false),
+            ("--optimizer", self.optimizer.is_some(), false),
+        ]
     }
 }
 
 pub fn run(args: &Args) -> Result<(), Failure> {
-    if let Some(settings) = args.gates.settings(args.steps) {
-        return run_gates(args, &settings);
-    }
     args.compute.refuse_cuda()?;
     output::check_folder("--out", &args.out)?;
+    match args.on_loaded()? {
+        Some(OnLoaded::Gates(settings)) => return run_gates(args, &settings),
+        Some(OnLoaded::Tuning(settings)) => return run_tuning(args, &settings),
+        None => (),
+    }
     let spelled = Spelled { threads: "--ranks 4".into(), mpi: "--ranks mpi".into() };
     match (&args.ranks.ranks, launched()) {
         (Some(Asked(threads)), _) => {
@@ -218,7 +367,7 @@ impl Args {
                 ));
             }
             Line::Evaluation { .. } if drawn.is_ok() => drawn = training::draw(&self.out).map(|_| ()),
-            Line::Evaluation { .. } | Line::Gates { .. } | Line::HeldOutGates { .. } => (),
+            _ => (),
         })?;
         bar.finish_and_clear();
         drawn?;
@@ -261,22 +410,50 @@ fn shown(bytes: &Value) -> String {
     units::bytes(bytes.as_u64().unwrap_or(0))
 }
 
-/// `--method dms`.
-fn run_gates(args: &Args, settings: &Settings) -> Result<(), Failure> {
-    args.compute.refuse_cuda()?;
-    output::check_folder("--out", &args.out)?;
-    let cpu = args.compute.cpu()?;
-    let command = format!("kvsieve train --method dms --model {}", settings.model.display());
+/// Where `--method` trains, and a bar of its steps.
+fn options(args: &Args, cpu: &Cpu, method: &str, model: &Path, steps: usize) -> (Options, ProgressBar) {
+    let command = format!("kvsieve train --method {method} --model {}", model.display());
     let options = Options {
         out: args.out.clone(),
         resume: args.resume,
         stop_after: None,
         limit_bytes: args.compute.limit_bytes(),
-        environment: environment::probe((&cpu).into(), &command),
+        environment: environment::probe(cpu.into(), &command),
     };
-    let bar = ProgressBar::new(settings.steps as u64);
+    let bar = ProgressBar::new(steps as u64);
     let style = "{elapsed_precise} [{bar:30}] {pos}/{len} steps, {eta} left  {wide_msg}";
     bar.set_style(ProgressStyle::with_template(style).expect("the template is right").progress_chars("=> "));
+    (options, bar)
+}
+
+/// `--method lora`, `qlora` and `full`.
+fn run_tuning(args: &Args, settings: &tune::Settings) -> Result<(), Failure> {
+    let cpu = args.compute.cpu()?;
+    let (options, bar) = options(args, &cpu, settings.method.name(), &settings.model, settings.steps);
+    let mut drawn = Ok(());
+    tune::run(settings, &cpu, &options, &mut |line| match line {
+        Line::Step { step, loss, tokens_per_second, .. } => {
+            bar.set_position(*step as u64);
+            bar.set_message(format!("loss {loss:.3}  {tokens_per_second:.0} tokens/s"));
+        }
+        Line::HeldOut { .. } if drawn.is_ok() => drawn = training::draw(&args.out).map(|_| ()),
+        _ => (),
+    })?;
+    bar.finish_and_clear();
+    drawn?;
+    let figures = training::draw(&args.out)?;
+    output::print(&format!(
+        "{}model: {}\nrecord: {}\n",
+        figures.summary,
+        args.out.display(),
+        args.out.join(RECORD).display()
+    ))
+}
+
+/// `--method dms`.
+fn run_gates(args: &Args, settings: &Settings) -> Result<(), Failure> {
+    let cpu = args.compute.cpu()?;
+    let (options, bar) = options(args, &cpu, "dms", &settings.model, settings.steps);
     let mut drawn = Ok(());
     dms::run(settings, &cpu, &options, &mut |line| match line {
         Line::Gates { step, kl, evicted, target, tokens_per_second, .. } => {

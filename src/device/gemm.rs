@@ -35,6 +35,11 @@ impl<'a> Matrix<'a> {
         Matrix { row_stride, ..self }
     }
 
+    /// Elements of a row.
+    pub fn columns(&self) -> usize {
+        self.columns
+    }
+
     fn end(&self) -> usize {
         match (self.rows, self.columns) {
             (0, _) | (_, 0) => 0,

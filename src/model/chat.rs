@@ -5,6 +5,7 @@
 //! strings), and the special tokens that it writes are read by the tokenizer as tokens. Only what is the same on every day
 //! is rendered: `strftime_now` is not defined, and templates then write the date that they were made with.
 
+use super::adapter::base;
 use super::gguf::{Gguf, is_gguf};
 use super::{ModelError, Text};
 use minijinja::syntax::SyntaxConfig;
@@ -59,6 +60,7 @@ impl ChatTemplate {
     /// # Errors
     /// When its file cannot be read.
     pub fn find(model: &Path) -> Result<Option<Self>, ModelError> {
+        let model = &*base(model)?;
         if is_gguf(model) {
             let gguf = Gguf::open(model)?;
             let key = |key: &str| gguf.metadata.get(&format!("tokenizer.{key}"));

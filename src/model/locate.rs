@@ -1,6 +1,7 @@
 //! Where models are found, and by what they are told apart.
 
 use super::ModelError;
+use super::adapter::{CONFIG, WEIGHTS, base, is_adapter};
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
@@ -49,6 +50,9 @@ pub fn fingerprint(folder: &Path) -> Result<String, ModelError> {
         |path: &Path, error: std::io::Error| ModelError::Config { path: path.into(), reason: error.to_string() };
     let counts = |path: &PathBuf| {
         let name = path.file_name().map(|name| name.to_string_lossy().to_string()).unwrap_or_default();
+        if is_adapter(folder) {
+            return name == WEIGHTS || name == CONFIG;
+        }
         name == "config.json" || name == "tokenizer.json" || name.ends_with(".safetensors")
     };
     if folder.is_file() {
@@ -60,6 +64,9 @@ pub fn fingerprint(folder: &Path) -> Result<String, ModelError> {
     let mut paths: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).filter(counts).collect();
     paths.sort();
     let mut hasher = blake3::Hasher::new();
+    if is_adapter(folder) {
+        hasher.update(fingerprint(&base(folder)?)?.as_bytes());
+    }
     for path in &paths {
         hash_file(path, &mut hasher).map_err(|error| wrong(path, error))?;
     }

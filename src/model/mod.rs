@@ -4,6 +4,7 @@
 //! chunk, with sequences of different lengths in one batch, attention only through [`crate::attention::Kernel`] over a
 //! [`crate::cache::PagedCache`] into whose sequences layers are folded.
 
+mod adapter;
 mod capture;
 mod chat;
 pub mod config;
@@ -43,7 +44,7 @@ pub use sample::{Sampler, Sampling};
 pub use sequences::sequences;
 pub use text::Text;
 pub use weights::Weights;
-pub(crate) use weights::{tensor_files, widen};
+pub(crate) use weights::{Matrix, mapped, tensor_files, widen};
 
 use crate::attention::AttentionError;
 use crate::device::cuda::CudaError;

@@ -5,6 +5,7 @@
 //! whole super-blocks. Norms and biases stay f32. Tensors are read, encoded and written one after another, so that the model never
 //! lies in memory; each is compared with what it was. No calibration text is used: scales are the least squares of the weights.
 
+use super::adapter::base;
 use super::gguf::{Gguf, Keys, head_rows, header, is_gguf, more, number, own_name, padded, row_of_folder};
 use super::parameters::{Make, Role};
 use super::weights::{Found, Matrix};
@@ -237,7 +238,7 @@ pub fn quantise(
     mut wrote: impl FnMut(usize, usize),
 ) -> Result<Vec<Quantised>, ModelError> {
     let config = Config::read(source)?;
-    let keys = keys(source, &config, mixture)?;
+    let keys = keys(&base(source)?, &config, mixture)?;
     let planned = mixture.plan(&config);
     let mut found = Found::open(source, &config, arena)?;
     let all: Vec<_> = planned

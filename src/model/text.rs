@@ -1,6 +1,7 @@
 //! Text to tokens and back, by the folder's `tokenizer.json`.
 
 use super::ModelError;
+use super::adapter::base;
 use super::gguf::{Gguf, is_gguf};
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind, set_hook, take_hook};
@@ -20,6 +21,7 @@ impl Text {
     /// # Errors
     /// When it is not there or not understood.
     pub fn open(folder: &Path) -> Result<Self, ModelError> {
+        let folder = &*base(folder)?;
         if is_gguf(folder) {
             return Self::parse(folder.into(), &Gguf::open(folder)?.tokenizer_json()?);
         }

@@ -72,12 +72,22 @@ impl Matrix {
     }
 
     /// How rows are kept.
-    pub(super) fn format(&self) -> RowFormat {
+    pub(crate) fn format(&self) -> RowFormat {
         self.format
     }
 
     /// The same in another format, in the arena.
     fn encoded(&self, format: RowFormat, arena: &Arena) -> Result<Matrix, ArenaError> {
+        self.changed(format, arena, |_, _| ())
+    }
+
+    /// The same after a `change` of each row, which is given with its number.
+    pub(super) fn changed(
+        &self,
+        format: RowFormat,
+        arena: &Arena,
+        change: impl Fn(&mut [f32], usize) + Sync,
+    ) -> Result<Matrix, ArenaError> {
         let row_bytes = format.row_bytes(self.width);
         let mut bytes = arena.alloc::<u8>(Label::Weights, self.rows * row_bytes)?;
         let rows = bytes.par_chunks_mut(row_bytes).enumerate();
@@ -85,6 +95,7 @@ impl Matrix {
             || vec![0.0; self.width],
             |widened, (row, to)| {
                 self.all().skip(row).first(1).widen(widened);
+                change(widened, row);
                 format.encode(widened, self.width, to);
             },
         );
@@ -328,6 +339,52 @@ impl Make for Widened<'_> {
         self.values.resize(width, 0.0);
         self.found.widened(&name, width, &mut self.values)?;
         (self.take)(role, &self.values);
+        Ok(())
+    }
+}
+
+/// All matrices of a model as its files keep them, in the order of [`Config::parameters`], and the bytes of them that are mapped; norms
+/// and biases are widened and handed to `take`. Bytes that cannot be read where they lie are in the arena.
+///
+/// # Errors
+/// As [`Weights::open`].
+pub(crate) fn mapped(
+    folder: &Path,
+    config: &Config,
+    arena: &Arena,
+    take: &mut dyn FnMut(&[f32]),
+) -> Result<(Vec<Matrix>, u64), ModelError> {
+    let found = Found::open(folder, config, arena)?;
+    let mut mapped = Mapped { found, take, matrices: Vec::new(), mapped_bytes: 0 };
+    config.parameters(&mut mapped)?;
+    mapped.found.finish()?;
+    Ok((mapped.matrices, mapped.mapped_bytes))
+}
+
+struct Mapped<'a> {
+    found: Found<'a>,
+    take: &'a mut dyn FnMut(&[f32]),
+    matrices: Vec<Matrix>,
+    /// Of matrices alone.
+    mapped_bytes: u64,
+}
+
+impl Make for Mapped<'_> {
+    type Matrix = ();
+    type Vector = ();
+    type Error = ModelError;
+
+    fn matrix(&mut self, name: String, _: Role, shape: [usize; 2]) -> Result<(), ModelError> {
+        let before = self.found.mapped_bytes;
+        self.matrices.push(self.found.tensor(&name, &shape)?);
+        self.mapped_bytes += self.found.mapped_bytes - before;
+        Ok(())
+    }
+
+    fn vector(&mut self, name: String, _: Role, width: usize) -> Result<(), ModelError> {
+        let mut values = vec![0.0; width];
+        self.found.widened(&name, width, &mut values)?;
+        (self.take)(&values);
         Ok(())
     }
 }

@@ -37,7 +37,15 @@ fn loss(lines: &[Line]) -> Chart {
             lengths.entry(*length_tokens).or_default().push(point(*step, *loss));
         }
     }
-    let names = lengths.into_iter().map(|(length, points)| (format!("{length} tokens"), points));
+    let mut names: Vec<_> = lengths.into_iter().map(|(length, points)| (format!("{length} tokens"), points)).collect();
+    let held_out = lines.iter().filter_map(|line| match line {
+        Line::HeldOut { step, loss, .. } => Some(point(*step, *loss)),
+        _ => None,
+    });
+    let held_out: Vec<Point> = held_out.collect();
+    if !held_out.is_empty() {
+        names.push(("held out".into(), held_out));
+    }
     Chart {
         id: "loss".into(),
         title: "Training loss".into(),
@@ -45,7 +53,7 @@ fn loss(lines: &[Line]) -> Chart {
             .into(),
         caption: "One curve for each length of sequences.".into(),
         y: Axis { label: "loss, nats per token".into(), field: "loss", quantity: Quantity::Loss },
-        ..chart(names)
+        ..chart(names.into_iter())
     }
 }
 
@@ -145,6 +153,9 @@ fn summary(lines: &[Line]) -> String {
         match line {
             Line::Evaluation { step, task, length_tokens, right, samples } if Some(*step) == last => {
                 let _ = writeln!(text, "{task:<24} {length_tokens:>6} tokens  {right} of {samples} right");
+            }
+            Line::HeldOut { step, loss, perplexity } if *step == 0 || Some(*step) == lines.last().map(Line::step) => {
+                let _ = writeln!(text, "held out, step {step:>5}: loss {loss:.4}, perplexity {perplexity:.3}");
             }
             Line::HeldOutGates { step, kl, evicted } if Some(*step) == lines.last().map(Line::step) => {
                 let evicted = 100.0 * evicted;

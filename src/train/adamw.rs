@@ -3,6 +3,7 @@
 use super::PIECE_ROWS;
 use super::parameters::Parameter;
 use crate::device::Cpu;
+use crate::device::simd::Isa;
 use crate::device::simd::loops::vectorised;
 use crate::memory::{Arena, ArenaError, Buffer, Label};
 use rayon::prelude::*;
@@ -133,31 +134,44 @@ impl Update {
 
     /// Changes weights, of matrices that decay or of what does not, and their averages `[mean, square]`.
     pub fn apply(&self, cpu: &Cpu, decays: bool, weights: &mut [f32], gradients: &[f32], averages: [&mut [f32]; 2]) {
-        let Update { rate, scale, corrections: [correction1, correction2], .. } = *self;
-        let Constants { beta1, beta2, eps, weight_decay, .. } = self.constants;
-        let decay = if decays { 1.0 - rate * weight_decay } else { 1.0 };
         let [mean, square] = averages;
         cpu.install(|| {
             weights
                 .par_chunks_mut(PIECE)
                 .zip(gradients.par_chunks(PIECE))
                 .zip(mean.par_chunks_mut(PIECE).zip(square.par_chunks_mut(PIECE)))
-                .for_each(|((w, g), (m, v))| {
-                    vectorised(
-                        cpu.isa(),
-                        #[inline(always)]
-                        || {
-                            for (((w, g), m), v) in w.iter_mut().zip(g).zip(m.iter_mut()).zip(v.iter_mut()) {
-                                let g = g * scale;
-                                *m = beta1 * *m + (1.0 - beta1) * g;
-                                *v = beta2 * *v + (1.0 - beta2) * g * g;
-                                let step = *m / correction1 / ((*v / correction2).sqrt() + eps);
-                                *w = *w * decay - rate * step;
-                            }
-                        },
-                    )
-                });
+                .for_each(|((w, g), (m, v))| self.piece(cpu.isa(), decays, w, g, [m, v]));
         });
+    }
+
+    /// The same of a piece, by one thread.
+    pub fn piece(&self, isa: Isa, decays: bool, w: &mut [f32], g: &[f32], [m, v]: [&mut [f32]; 2]) {
+        let Update { rate, scale, corrections: [correction1, correction2], .. } = *self;
+        let Constants { beta1, beta2, eps, .. } = self.constants;
+        let decay = self.decay(decays);
+        vectorised(
+            isa,
+            #[inline(always)]
+            || {
+                for (((w, g), m), v) in w.iter_mut().zip(g).zip(m.iter_mut()).zip(v.iter_mut()) {
+                    let g = g * scale;
+                    *m = beta1 * *m + (1.0 - beta1) * g;
+                    *v = beta2 * *v + (1.0 - beta2) * g * g;
+                    let step = *m / correction1 / ((*v / correction2).sqrt() + eps);
+                    *w = *w * decay - rate * step;
+                }
+            },
+        )
+    }
+
+    /// What the gradient is scaled by.
+    pub fn scale(&self) -> f32 {
+        self.scale
+    }
+
+    /// What weights are multiplied by before a step.
+    pub fn decay(&self, decays: bool) -> f32 {
+        if decays { 1.0 - self.rate * self.constants.weight_decay } else { 1.0 }
     }
 }
 

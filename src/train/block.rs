@@ -4,7 +4,7 @@ use super::activations::{Cheap, Extents, Inner, Recompute, Scratch};
 use super::gates::Gates;
 use super::heads::{self, Turns};
 use super::holder::UnitGradients;
-use super::linear::Linear;
+use super::lora::{Adapters, Site};
 use super::mlp;
 use super::norm::{self, Columns};
 use super::parameters::{BlockGroups, Group};
@@ -54,6 +54,8 @@ pub(super) struct Shared {
     pub dense: Option<Outputs>,
     /// What decides on evicted tokens, where that is trained.
     pub gates: Option<Gates>,
+    /// What is trained beside matrices that are frozen.
+    pub adapters: Option<Adapters>,
 }
 
 impl Block<'_> {
@@ -96,7 +98,7 @@ impl Block<'_> {
             None => {
                 let p = &inner.p[self.live(self.extents.config().ffn)];
                 let (y, output) = (&cheap.y[self.live(hidden)], &mut output[self.live(hidden)]);
-                self.leave(&self.groups().down, p, Some(y), output, shared)?;
+                self.leave(Site::Down, p, Some(y), output, shared)?;
             }
         }
         Ok(())
@@ -138,7 +140,11 @@ impl Block<'_> {
         let norms = groups.qk_norm.as_ref().map(|norms| norms.each_ref().map(|gain| self.norm(gain)));
         let rows = if norms.is_some() { &mut inner.unnormed } else { &mut shared.qkv };
         let scratch = &mut shared.scratch.products;
-        groups.qkv.forward(self.cpu, self.weights, n1, &mut rows[width], false, scratch);
+        let qkv = &mut rows[width];
+        groups.qkv.forward(self.cpu, self.weights, n1, qkv, false, scratch);
+        if let Some(adapters) = &mut shared.adapters {
+            adapters.forward((self.layer, Site::Qkv), self.cpu, n1, qkv);
+        }
         heads::split(self.cpu, config, self.turns, norms, (rows, first), inner.qkv.each_mut());
     }
 
@@ -182,7 +188,7 @@ impl Block<'_> {
     /// Leaves the part of a block that ranks share, by a layer that each has some columns of: `y = x Wᵀ + b`, and `base` on top.
     fn leave(
         &self,
-        layer: &Linear,
+        site: Site,
         x: &[f32],
         base: Option<&[f32]>,
         y: &mut [f32],
@@ -195,7 +201,11 @@ impl Block<'_> {
             None => {}
         }
         let add = base.is_some();
+        let layer = site.linear(self.groups());
         layer.forward_of(self.cpu, self.weights, x, y, (add, leads), &mut shared.scratch.products);
+        if let Some(adapters) = &mut shared.adapters {
+            adapters.forward((self.layer, site), self.cpu, x, y);
+        }
         self.sum(y, &mut shared.sums)
     }
 
@@ -206,11 +216,11 @@ impl Block<'_> {
         match &groups.after_attention {
             Some(gain) => {
                 let attended = &mut inner.attended[self.live(hidden)];
-                self.leave(&groups.out, o, None, attended, shared)?;
+                self.leave(Site::Out, o, None, attended, shared)?;
                 self.norm(gain).rows(self.cpu, attended, y, hidden);
                 norm::add(self.cpu, y, x);
             }
-            None => self.leave(&groups.out, o, Some(x), y, shared)?,
+            None => self.leave(Site::Out, o, Some(x), y, shared)?,
         }
         Ok(())
     }
@@ -223,9 +233,12 @@ impl Block<'_> {
         let (gate_up, p) = (&mut inner.gate_up[self.live(2 * ffn)], &mut inner.p[self.live(ffn)]);
         self.norm(&groups.before_mlp).rows(self.cpu, y, n2, hidden);
         groups.gate_up.forward(self.cpu, self.weights, n2, gate_up, false, scratch);
+        if let Some(adapters) = &mut shared.adapters {
+            adapters.forward((self.layer, Site::GateUp), self.cpu, n2, gate_up);
+        }
         mlp::forward(self.cpu, config.activation, gate_up, p, ffn);
         if groups.after_mlp.is_some() {
-            self.leave(&groups.down, p, None, &mut inner.projected[self.live(hidden)], shared)?;
+            self.leave(Site::Down, p, None, &mut inner.projected[self.live(hidden)], shared)?;
         }
         Ok(())
     }
@@ -241,20 +254,24 @@ impl Block<'_> {
         dx: &mut [f32],
     ) -> Result<(), RankError> {
         let (config, groups, cpu, w) = (self.extents.config(), self.groups(), self.cpu, self.weights);
-        let Shared { qkv, dp, dn, d_o, rounded, dqkv, scratch, sums, gates, .. } = shared;
+        let Shared { qkv, dp, dn, d_o, rounded, dqkv, scratch, sums, gates, adapters, .. } = shared;
         let (hidden, ffn, q_width, qkv_width) = (config.hidden, config.ffn, config.q_width(), config.qkv_width());
         let [stream, inside, doubled] = [hidden, ffn, 2 * ffn].map(|width| self.live(width));
         let [of_q, of_qkv] = [q_width, qkv_width].map(|width| self.live(width));
         let columns = Columns { range: 0..hidden, stride: hidden };
         // The gradient by a layer's inputs, from that by its outputs, and those by what of it is trained.
-        let layer = |layer: &Linear,
-                     dy: &[f32],
-                     x: &[f32],
-                     gradients: &mut UnitGradients<'_>,
-                     dx: &mut [f32],
-                     scratch: &mut [f32]| {
+        let mut layer = |site: Site,
+                         dy: &[f32],
+                         x: &[f32],
+                         gradients: &mut UnitGradients<'_>,
+                         dx: &mut [f32],
+                         scratch: &mut [f32]| {
+            let layer = site.linear(groups);
             layer.gradients(cpu, dy, x, gradients);
             layer.backward(cpu, w, dy, dx, false, scratch);
+            if let Some(adapters) = &mut *adapters {
+                adapters.backward((self.layer, site), cpu, (dy, x), dx);
+            }
         };
         let norm_backward =
             |gain: &Group, x: &[f32], dn: &mut [f32], gradients: &mut UnitGradients<'_>, sums: &mut [f32]| {
@@ -270,12 +287,12 @@ impl Block<'_> {
             Some(gain) => {
                 dn.copy_from_slice(dx);
                 norm_backward(gain, &inner.projected[stream.clone()], dn, gradients, &mut scratch.norm);
-                layer(&groups.down, dn, p, gradients, dp, products);
+                layer(Site::Down, dn, p, gradients, dp, products);
             }
-            None => layer(&groups.down, dx, p, gradients, dp, products),
+            None => layer(Site::Down, dx, p, gradients, dp, products),
         }
         mlp::backward(cpu, config.activation, dp, gate_up, ffn);
-        layer(&groups.gate_up, gate_up, &inner.n2[stream.clone()], gradients, dn, products);
+        layer(Site::GateUp, gate_up, &inner.n2[stream.clone()], gradients, dn, products);
         self.sum(dn, sums)?;
         norm_backward(&groups.before_mlp, y, dn, gradients, &mut scratch.norm);
         norm::add(cpu, dx, dn);
@@ -284,9 +301,9 @@ impl Block<'_> {
             Some(gain) => {
                 dn.copy_from_slice(dx);
                 norm_backward(gain, &inner.attended[stream.clone()], dn, gradients, &mut scratch.norm);
-                layer(&groups.out, dn, o, gradients, d_o, products);
+                layer(Site::Out, dn, o, gradients, d_o, products);
             }
-            None => layer(&groups.out, dx, o, gradients, d_o, products),
+            None => layer(Site::Out, dx, o, gradients, d_o, products),
         }
         let dims = [self.extents.batch, self.extents.len - self.first, config.q_heads, config.head_dim];
         let dtype = self.extents.dtype();
@@ -307,7 +324,7 @@ impl Block<'_> {
             let unnormed = &inner.unnormed[of_qkv.clone()];
             norm::backward(cpu, self.norm(gain), unnormed, qkv, &columns, (gain, gradients), &mut scratch.norm);
         }
-        layer(&groups.qkv, qkv, &all_n1[stream], gradients, dn, &mut scratch.products);
+        layer(Site::Qkv, qkv, &all_n1[stream], gradients, dn, &mut scratch.products);
         self.sum(dn, sums)?;
         if let (Some(gates), Some(dbias)) = (gates, &dqkv.bias) {
             gates.backward(self.layer, cpu, all_n1, dbias, (dn, self.first), &mut scratch.products);

@@ -34,7 +34,7 @@ impl Loss {
             dn.fill(0.0);
         }
         let judged = student.len() / hidden / len * (len - skipped);
-        let (w, mut sum) = (head.weights, 0.0);
+        let (w, rounds, outputs, mut sum) = (head.weights, head.rounds, [0, vocab], 0.0);
         for sequence in (0..student.len() / hidden).step_by(len) {
             for first in (sequence + skipped..sequence + len).step_by(at_once) {
                 let rows = first..(first + at_once).min(sequence + len);
@@ -43,7 +43,8 @@ impl Loss {
                 let other = &mut of_teacher[..rows.len() * vocab];
                 for (x, logits) in [(student, &mut *own), (teacher, &mut *other)] {
                     let x = &x[part.clone()];
-                    Product { x, w, transposed: false, bias: None, add: false }.write(cpu, logits, scratch);
+                    Product { x, w, transposed: false, outputs, rounds, bias: None, add: false }
+                        .write(cpu, logits, scratch);
                 }
                 let sums: Vec<f64> = cpu.install(|| {
                     let rows = own.par_chunks_exact_mut(vocab).zip(other.par_chunks_exact_mut(vocab));
@@ -52,7 +53,8 @@ impl Loss {
                 sum += sums.iter().sum::<f64>();
                 if let Some(dn) = &mut dn {
                     let dx = &mut dn[part];
-                    Product { x: own, w, transposed: true, bias: None, add: false }.write(cpu, dx, scratch);
+                    let x = &*own;
+                    Product { x, w, transposed: true, outputs, rounds, bias: None, add: false }.write(cpu, dx, scratch);
                 }
             }
         }

@@ -15,17 +15,15 @@ use super::gates::{Gates, Mode, OFFSET, SCALE, TAU};
 use super::log::{Line, Log};
 use super::recipe::{BUILTIN, Recipe, Stage};
 use super::run::{Options, RECORD, TrainError};
+use super::text::{HELD_OUT, TextSource};
 use super::vocabulary::Vocabulary;
 use super::weights::Frozen;
 use super::{Network, Parameters};
 use crate::device::Cpu;
 use crate::memory::Arena;
 use crate::model::{Config, fingerprint, locate};
-use crate::task::Tokens;
 use crate::tensor::DType;
 use crate::tensor::file::{self, Output};
-use rand::{RngExt, SeedableRng};
-use rand_chacha::ChaCha8Rng;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::collections::HashMap;
@@ -42,8 +40,7 @@ const LOG_STEPS: usize = 5;
 const SAVE_STEPS: usize = 25;
 /// Between the seeds of generated sequences here and of what evaluations ask.
 const GENERATED: u64 = 0xD35_0000_0000;
-/// Number of the first sequence that no step reads, of generated ones, and how many are judged.
-const HELD_OUT: u64 = 1 << 40;
+/// How many held-out sequences are judged.
 const JUDGED: usize = 4;
 
 /// What is trained, on what, for how long.
@@ -144,7 +141,7 @@ impl Settings {
 /// What sequences are made of.
 enum Source<'a> {
     Generated(Box<Data<'a>>),
-    Text { begin: &'a [u32], tokens: Vec<u32>, seed: u64 },
+    Text(TextSource<'a>),
 }
 
 impl<'a> Source<'a> {
@@ -156,38 +153,15 @@ impl<'a> Source<'a> {
             return Ok(Source::Generated(Box::new(Data::new(&recipe, vocabulary)?)));
         };
         let misfit = |reason| TrainError::Misfit { name: "dms".into(), reason };
-        let text = std::fs::read_to_string(path)
-            .map_err(|error| misfit(format!("cannot read the text '{}': {error}", path.display())))?;
-        let (begin, tokens) = (vocabulary.begin(), vocabulary.encode(&text));
-        if tokens.len() < 20 * length {
-            return Err(misfit(format!(
-                "'{}' has {} tokens; at least {} are needed for sequences of {length}",
-                path.display(),
-                tokens.len(),
-                20 * length
-            )));
-        }
-        Ok(Source::Text { begin, tokens, seed })
+        Ok(Source::Text(TextSource::open(path, vocabulary, length, seed).map_err(misfit)?))
     }
 
     /// `count` sequences of `len` tokens, from number `first` on; numbers from [`HELD_OUT`] on are of what no step reads.
     fn tokens(&self, cpu: &Cpu, first: u64, [count, len]: [usize; 2]) -> Result<Vec<u32>, TrainError> {
-        let (begin, tokens, seed) = match self {
-            Source::Generated(data) => return Ok(data.batch(cpu, first, [count, len])?.tokens),
-            Source::Text { begin, tokens, seed } => (begin, tokens, *seed),
-        };
-        let of_text = len - begin.len();
-        let trained = tokens.len() / 10 * 9;
-        let sequence = |number: u64| {
-            let mut rng = ChaCha8Rng::seed_from_u64(seed);
-            rng.set_stream(number);
-            let at = match number < HELD_OUT {
-                true => rng.random_range(0..trained - of_text),
-                false => rng.random_range(trained..tokens.len() - of_text),
-            };
-            begin.iter().chain(&tokens[at..at + of_text]).copied().collect::<Vec<_>>()
-        };
-        Ok((first..first + count as u64).flat_map(sequence).collect())
+        match self {
+            Source::Generated(data) => Ok(data.batch(cpu, first, [count, len])?.tokens),
+            Source::Text(text) => Ok(text.drawn(first, [count, len])),
+        }
     }
 }
 

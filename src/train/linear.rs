@@ -31,6 +31,11 @@ pub(super) struct Product<'a> {
     pub x: &'a [f32],
     pub w: Rows<'a>,
     pub transposed: bool,
+    /// Of a layer that several matrices make up, the first of this one's outputs in a row of the layer's, and how many that has: rows of
+    /// `y` are as long, or with `transposed` those of `x`.
+    pub outputs: [usize; 2],
+    /// Whether coded weights are rounded to bf16, and `x` with them.
+    pub rounds: bool,
     pub bias: Option<&'a [f32]>,
     /// Whether `y` is added to.
     pub add: bool,
@@ -39,29 +44,33 @@ pub(super) struct Product<'a> {
 impl Product<'_> {
     /// Computes it; `scratch` holds [`scratch`] elements.
     pub fn write(self, cpu: &Cpu, y: &mut [f32], scratch: &mut [f32]) {
-        let Product { x, w, transposed, bias, add } = self;
+        let Product { x, w, transposed, outputs: [at, all], rounds, bias, add } = self;
         let (columns, depth) = if transposed { (w.width(), w.count()) } else { (w.count(), w.width()) };
-        let rows = x.len() / depth;
-        assert_eq!(y.len(), rows * columns, "the extents of a product");
+        let [(x_stride, x_at), (y_stride, y_at)] =
+            if transposed { [(all, at), (columns, 0)] } else { [(depth, 0), (all, at)] };
+        let rows = x.len() / x_stride;
+        assert_eq!(y.len(), rows * y_stride, "the extents of a product");
         // Some parts for each thread, but none of less rows than are worth packing the weights for.
         let panels = columns.div_ceil(PANEL);
         let parts = (2 * cpu.threads()).div_ceil(panels).min(rows / LEAST_ROWS).max(rows.div_ceil(PART_ROWS));
         let share = rows.div_ceil(parts.max(1));
-        let (y, slots) = (Stripes::new(y, columns, rows, columns), Slots::new(scratch, cpu.threads()));
+        let (y, slots) = (Stripes::new(y, y_stride, rows, y_stride), Slots::new(scratch, cpu.threads()));
         let part = |index: usize| {
             let (row, column) = (index / panels * share, index % panels * PANEL);
             let width = PANEL.min(columns - column);
             let w = if transposed { w.columns(column..column + width) } else { w.skip(column).first(width) };
             slots.with(|scratch| {
                 cpu.isa().run_bf16(Part {
-                    x: &x[row * depth..(row + share).min(rows) * depth],
+                    x: &x[row * x_stride + x_at..(row + share).min(rows) * x_stride],
                     depth,
+                    stride: x_stride,
                     w,
                     transposed,
+                    rounds,
                     bias: bias.map(|bias| &bias[column..column + width]),
                     add,
                     y: &y,
-                    first: [row, column],
+                    first: [row, y_at + column],
                     scratch,
                 });
             });
@@ -98,8 +107,12 @@ impl Linear {
         scratch: &mut [f32],
     ) {
         let bias = self.bias.as_ref().filter(|_| biased).map(|bias| weights.vector(bias));
-        let w = weights.matrix(&self.weight, self.inputs);
-        Product { x, w, transposed: false, bias, add }.write(cpu, y, scratch);
+        let rounds = weights.rounds();
+        for (first, w) in weights.matrices(&self.weight, self.inputs) {
+            let bias = bias.map(|bias| &bias[first..][..w.count()]);
+            let outputs = [first, self.outputs];
+            Product { x, w, transposed: false, outputs, rounds, bias, add }.write(cpu, y, scratch);
+        }
     }
 
     /// Adds the gradients by the trained parameters to `gradients`.
@@ -123,8 +136,11 @@ impl Linear {
         add: bool,
         scratch: &mut [f32],
     ) {
-        let w = weights.matrix(&self.weight, self.inputs);
-        Product { x: dy, w, transposed: true, bias: None, add }.write(cpu, dx, scratch);
+        let rounds = weights.rounds();
+        for (first, w) in weights.matrices(&self.weight, self.inputs) {
+            let (outputs, add) = ([first, self.outputs], add || first > 0);
+            Product { x: dy, w, transposed: true, outputs, rounds, bias: None, add }.write(cpu, dx, scratch);
+        }
     }
 }
 

@@ -65,6 +65,15 @@ pub enum Line {
         /// Fraction of the tokens behind a window that were evicted.
         evicted: f64,
     },
+    /// Text that no step has read.
+    HeldOut {
+        /// Steps that are done.
+        step: usize,
+        /// Cross-entropy, nats of a token.
+        loss: f64,
+        /// Its exponential.
+        perplexity: f64,
+    },
     /// A task that no step has read.
     Evaluation {
         /// Steps that are done.
@@ -87,6 +96,7 @@ impl Line {
             Line::Step { step, .. }
             | Line::Gates { step, .. }
             | Line::HeldOutGates { step, .. }
+            | Line::HeldOut { step, .. }
             | Line::Evaluation { step, .. } => *step,
         }
     }

@@ -51,6 +51,8 @@ pub(super) struct Loss {
 /// The output matrix, its gradient unless it is frozen, and the soft-cap of logits.
 pub(super) struct Head<'a> {
     pub weights: Rows<'a>,
+    /// Whether coded rows are rounded to bf16.
+    pub rounds: bool,
     pub gradient: Option<&'a mut [f32]>,
     pub softcap: Option<f32>,
 }
@@ -83,12 +85,13 @@ impl Loss {
         scratch: &mut [f32],
         mut judge: impl FnMut(&Target, u32, f32),
     ) -> f64 {
-        let Head { weights: w, mut gradient, softcap } = head;
+        let Head { weights: w, rounds, mut gradient, softcap } = head;
         let rows = self.judged.len();
         let (hidden, vocab) = (self.x.len() / rows, self.logits.len() / rows);
         if let Some(dn) = &mut dn {
             dn.fill(0.0);
         }
+        let outputs = [0, vocab];
         let mut loss = 0.0;
         for targets in targets.chunks(rows) {
             let count = targets.len();
@@ -97,7 +100,7 @@ impl Loss {
             for (target, x) in targets.iter().zip(x.chunks_exact_mut(hidden)) {
                 x.copy_from_slice(&n[target.row * hidden..][..hidden]);
             }
-            Product { x, w, transposed: false, bias: None, add: false }.write(cpu, logits, scratch);
+            Product { x, w, transposed: false, outputs, rounds, bias: None, add: false }.write(cpu, logits, scratch);
             let wanted = dn.is_some();
             cpu.install(|| {
                 let rows = logits.par_chunks_exact_mut(vocab).zip(&mut *judged).zip(targets);
@@ -107,7 +110,8 @@ impl Loss {
                 linear::weight_gradient(cpu, logits, x, gradient, [hidden, vocab]);
             }
             if let Some(dn) = &mut dn {
-                Product { x: logits, w, transposed: true, bias: None, add: false }.write(cpu, dx, scratch);
+                Product { x: logits, w, transposed: true, outputs, rounds, bias: None, add: false }
+                    .write(cpu, dx, scratch);
                 for (target, dx) in targets.iter().zip(dx.chunks_exact(hidden)) {
                     dn[target.row * hidden..][..hidden].copy_from_slice(dx);
                 }

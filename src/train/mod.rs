@@ -8,12 +8,14 @@
 //! killed goes on with the same bits.
 
 pub mod activations;
+mod adafactor;
 pub mod adamw;
 mod block;
 mod checkpoint;
 pub mod data;
 mod distil;
 pub mod dms;
+mod eight_bit;
 mod error;
 mod export;
 pub mod gates;
@@ -21,15 +23,20 @@ mod heads;
 pub mod holder;
 mod linear;
 pub mod log;
+pub mod lora;
 pub mod loss;
 mod mlp;
 pub mod network;
 mod norm;
+pub mod optimizer;
 pub mod origin;
 pub mod parameters;
 pub mod recipe;
 pub mod run;
 pub mod tensor_parallel;
+mod text;
+pub mod tune;
+mod tuned;
 pub mod vocabulary;
 pub mod weights;
 pub mod zero;

@@ -5,6 +5,7 @@ use super::block::{Block, Shared};
 use super::gates::{Gates, Mode};
 use super::heads::Turns;
 use super::holder::{Holder, Unit, Whole};
+use super::lora::Adapters;
 use super::loss::{Head, Loss, Target};
 use super::norm::{self, Columns};
 use super::tensor_parallel;
@@ -99,6 +100,7 @@ impl<'a> Network<'a> {
             sums: arena.alloc(Label::Workspace, 0)?,
             dense: None,
             gates: None,
+            adapters: None,
         };
         Ok(Network {
             recompute,
@@ -156,14 +158,15 @@ impl<'a> Network<'a> {
         let (weights, mut unit_gradients) = holder.both(unit)?;
         let gradient = parameters.output.gradient().map(|range| unit_gradients.of(&range));
         let output = weights.matrix(&parameters.output, config.hidden);
-        let head = Head { weights: output, gradient, softcap: config.final_softcap };
+        let head = Head { weights: output, rounds: weights.rounds(), gradient, softcap: config.final_softcap };
         let Shared { dn, scratch, .. } = &mut self.shared;
         let (n, scratch) = (&*self.n, &mut *scratch.products);
         let loss = self.loss.run(self.cpu, (n, Some(dn)), &batch.targets, head, scratch, |_, _, _| ());
         if unit == Unit::Output {
             holder.complete(unit)?;
         }
-        self.backward(holder, &batch.tokens, parameters.first_trained)?;
+        let first = if self.shared.adapters.is_some() { 0 } else { parameters.first_trained };
+        self.backward(holder, &batch.tokens, first)?;
         Ok(loss)
     }
 
@@ -185,6 +188,20 @@ impl<'a> Network<'a> {
     /// When there are none.
     pub fn gates(&mut self) -> &mut Gates {
         self.shared.gates.as_mut().expect("a network that distils has gates")
+    }
+
+    /// The same with adapters beside matrices that are frozen.
+    pub fn with_adapters(mut self, adapters: Adapters) -> Self {
+        self.shared.adapters = Some(adapters);
+        self
+    }
+
+    /// The adapters.
+    ///
+    /// # Panics
+    /// When there are none.
+    pub fn adapters(&mut self) -> &mut Adapters {
+        self.shared.adapters.as_mut().expect("a network that trains adapters has them")
     }
 
     /// Compares the model whose gates decide in a `mode` with the dense model on `tokens` `[B, L]`. With a `target`, the
@@ -211,7 +228,7 @@ impl<'a> Network<'a> {
         self.forward(holder, tokens, self.extents.skipped)?;
         let (config, parameters) = (self.extents.config(), self.extents.parameters);
         let output = weights.matrix(&parameters.output, config.hidden);
-        let head = Head { weights: output, gradient: None, softcap: config.final_softcap };
+        let head = Head { weights: output, rounds: weights.rounds(), gradient: None, softcap: config.final_softcap };
         let Shared { gates, dn, scratch, .. } = &mut self.shared;
         let gates = gates.as_mut().expect("gates() found them");
         let judged = [self.extents.len, gates.window()];
@@ -297,7 +314,7 @@ impl<'a> Network<'a> {
         let (config, parameters) = (self.extents.config(), self.extents.parameters);
         let weights = holder.weights(parameters.output_unit())?;
         let output = weights.matrix(&parameters.output, config.hidden);
-        let head = Head { weights: output, gradient: None, softcap: config.final_softcap };
+        let head = Head { weights: output, rounds: weights.rounds(), gradient: None, softcap: config.final_softcap };
         let scratch = &mut *self.shared.scratch.products;
         Ok(self.loss.run(self.cpu, (&self.n, None), &batch.targets, head, scratch, judge))
     }

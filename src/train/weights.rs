@@ -1,19 +1,20 @@
-//! The numbers of a model at work: all in f32 where any is trained, or frozen with matrices rounded to bf16.
+//! The numbers of a model at work: in f32, with matrices rounded to bf16, or frozen as they lie packed in their file.
 //!
 //! What is frozen is only read. In bf16 its matrices take half the bytes, and their products twice the speed where the
-//! processor multiplies pairs of bf16 (`device/simd/dense.rs`); norms and biases stay f32.
+//! processor multiplies pairs of bf16 (`device/simd/dense.rs`); norms and biases stay f32. Packed matrices are decoded a
+//! panel at a time, as they are multiplied.
 
 use super::parameters::{Group, Parameters};
 use super::run::TrainError;
-use crate::memory::{Arena, Buffer, Label};
-use crate::model::widen;
+use crate::memory::{Arena, Buffer, Claim, Label};
+use crate::model::{Matrix, mapped, widen};
 use crate::tensor::{DType, Rows, Strided};
 use half::bf16;
 use half::slice::HalfFloatSliceExt;
 use std::path::Path;
 
 /// Where a model's numbers are read.
-#[derive(Debug, Clone, Copy)]
+#[derive(Clone, Copy)]
 pub enum Weights<'a> {
     /// All parameters, behind one another.
     F32(&'a [f32]),
@@ -21,6 +22,9 @@ pub enum Weights<'a> {
     Part(&'a [f32], usize),
     /// Matrices and vectors, behind one another each.
     Bf16(&'a [bf16], &'a [f32]),
+    /// Matrices as their file keeps them, in the order of all parameters, each with its first element among all; vectors behind one
+    /// another. Coded ones are multiplied as bf16, or else as f32.
+    Packed(&'a [(usize, Matrix)], &'a [f32], bool),
 }
 
 impl<'a> Weights<'a> {
@@ -29,11 +33,28 @@ impl<'a> Weights<'a> {
         match self {
             Weights::F32(all) => &all[group.range.clone()],
             Weights::Part(part, first) => &part[group.range.start - first..group.range.end - first],
-            Weights::Bf16(_, vectors) => &vectors[group.of_kind.clone()],
+            Weights::Bf16(_, vectors) | Weights::Packed(_, vectors, _) => &vectors[group.of_kind.clone()],
         }
     }
 
-    /// Matrices below each other, with rows of `width`.
+    /// Whether coded rows are rounded to bf16 where they are multiplied.
+    pub(super) fn rounds(self) -> bool {
+        matches!(self, Weights::Packed(_, _, true))
+    }
+
+    /// What makes up matrices below each other, with rows of `width`: each with its first row.
+    pub(super) fn matrices(self, group: &Group, width: usize) -> Vec<(usize, Rows<'a>)> {
+        match self {
+            Weights::Packed(matrices, ..) => {
+                let first = matrices.partition_point(|(start, _)| *start < group.range.start);
+                let within = matrices[first..].iter().take_while(|(start, _)| *start < group.range.end);
+                within.map(|(start, matrix)| ((start - group.range.start) / width, matrix.all())).collect()
+            }
+            _ => vec![(0, self.matrix(group, width))],
+        }
+    }
+
+    /// Matrices below each other, with rows of `width`, as one; of packed ones the first.
     pub(super) fn matrix(self, group: &Group, width: usize) -> Rows<'a> {
         let count = group.range.len() / width;
         match self {
@@ -43,6 +64,7 @@ impl<'a> Weights<'a> {
             Weights::Bf16(matrices, _) => {
                 Rows::Bf16(Strided::new(&matrices[group.of_kind.clone()], [width, 1], count, width))
             }
+            Weights::Packed(..) => self.matrices(group, width)[0].1,
         }
     }
 }
@@ -53,6 +75,47 @@ pub enum Frozen {
     F32(Buffer<f32>),
     /// Matrices in bf16, and vectors.
     Bf16(Buffer<bf16>, Buffer<f32>),
+    /// Matrices as their file keeps them.
+    Packed(Packed),
+}
+
+/// A model's matrices as their file keeps them, and vectors in f32.
+pub struct Packed {
+    matrices: Vec<(usize, Matrix)>,
+    vectors: Buffer<f32>,
+    rounds: bool,
+    /// Counts the mapped bytes for as long as they are used.
+    _mapped: Claim,
+}
+
+impl Packed {
+    /// Maps a model's files. Coded matrices are multiplied in the type of `parameters`.
+    ///
+    /// # Errors
+    /// As [`Frozen::open`].
+    pub fn open(folder: &Path, parameters: &Parameters, arena: &Arena) -> Result<Self, TrainError> {
+        let [_, of_vectors] = parameters.counts();
+        let mut vectors = arena.alloc(Label::Weights, of_vectors)?;
+        let mut rest = &mut *vectors;
+        let (matrices, mapped_bytes) = mapped(folder, &parameters.config, arena, &mut |values| {
+            next(&mut rest, values.len()).copy_from_slice(values);
+        })?;
+        let starts = parameters.all.iter().filter(|one| one.role.decays()).map(|one| one.range.start);
+        let matrices = starts.zip(matrices).collect();
+        let rounds = parameters.dtype != DType::F32;
+        Ok(Packed { matrices, vectors, rounds, _mapped: arena.claim(Label::Weights, mapped_bytes)? })
+    }
+
+    /// Bytes of all of them, by their formats.
+    pub fn bytes(&self) -> u64 {
+        let of = |matrix: &Matrix| (matrix.rows() * matrix.format().row_bytes(matrix.width())) as u64;
+        self.matrices.iter().map(|(_, matrix)| of(matrix)).sum::<u64>() + 4 * self.vectors.len() as u64
+    }
+
+    /// Whether any matrix is kept in blocks of few bits.
+    pub fn is_coded(&self) -> bool {
+        self.matrices.iter().any(|(_, matrix)| matrix.format().dtype().is_none())
+    }
 }
 
 impl Frozen {
@@ -62,10 +125,7 @@ impl Frozen {
     /// When a file cannot be read or does not fit, or the arena has no room.
     pub fn open(folder: &Path, parameters: &Parameters, arena: &Arena) -> Result<Self, TrainError> {
         if parameters.dtype == DType::F32 {
-            let mut all = arena.alloc(Label::Weights, parameters.count())?;
-            let mut rest = &mut *all;
-            widen(folder, &parameters.config, &mut |_, values| next(&mut rest, values.len()).copy_from_slice(values))?;
-            return Ok(Frozen::F32(all));
+            return Ok(Frozen::F32(Self::f32(folder, parameters, arena, Label::Weights)?));
         }
         let [of_matrices, of_vectors] = parameters.counts();
         let mut matrices = arena.alloc(Label::Weights, of_matrices)?;
@@ -78,11 +138,23 @@ impl Frozen {
         Ok(Frozen::Bf16(matrices, vectors))
     }
 
+    /// All parameters of a model's files in f32.
+    ///
+    /// # Errors
+    /// As [`Frozen::open`].
+    pub fn f32(folder: &Path, parameters: &Parameters, arena: &Arena, label: Label) -> Result<Buffer<f32>, TrainError> {
+        let mut all = arena.alloc(label, parameters.count())?;
+        let mut rest = &mut *all;
+        widen(folder, &parameters.config, &mut |_, values| next(&mut rest, values.len()).copy_from_slice(values))?;
+        Ok(all)
+    }
+
     /// The weights.
     pub fn all(&self) -> Weights<'_> {
         match self {
             Frozen::F32(all) => Weights::F32(all),
             Frozen::Bf16(matrices, vectors) => Weights::Bf16(matrices, vectors),
+            Frozen::Packed(Packed { matrices, vectors, rounds, .. }) => Weights::Packed(matrices, vectors, *rounds),
         }
     }
 }

@@ -1,8 +1,8 @@
-//! Products of many rows with a matrix of plain weights, `y = x wᵀ`, or with its transpose, `y = x w`: the forward and the
+//! Products of many rows with a matrix of weights, plain or coded, `y = x wᵀ`, or with its transpose, `y = x w`: the forward and the
 //! backward pass of a layer.
 //!
 //! A [`Part`] is some rows and at most [`PANEL`] columns of `y`. It packs what it needs of `w`, and of `x`, some terms
-//! at a time into the layouts of [`super::product`]; where `w` is bf16 and the processor multiplies pairs of bf16, `x` is rounded
+//! at a time into the layouts of [`super::product`]; where `w` is bf16, or coded and to be rounded, and the processor multiplies pairs of bf16, `x` is rounded
 //! to bf16 there. Every element of `y` is one sum in one order, which depends neither on the other rows of a part nor on
 //! who computes it.
 
@@ -24,14 +24,17 @@ pub const SCRATCH: usize = PANEL * STEPS + PART_ROWS * (STEPS + PANEL);
 
 /// Some rows and columns of `y`.
 pub struct Part<'a> {
-    /// Rows of `x`, one behind the other, at most [`PART_ROWS`].
+    /// Rows of `x`, at most [`PART_ROWS`].
     pub x: &'a [f32],
-    /// Elements of each.
+    /// Elements of each, and from one to the next.
     pub depth: usize,
+    pub stride: usize,
     /// What these columns of `y` take of `w`: its rows, `[columns, depth]`, or with `transposed` its columns, `[depth, columns]`.
     pub w: Rows<'a>,
     /// Whether columns of `y` are columns of `w`.
     pub transposed: bool,
+    /// Whether `x` and coded rows of `w` are rounded to bf16 where the processor multiplies pairs of it; with `w` in bf16 they are.
+    pub rounds: bool,
     /// Added to every row of `y`.
     pub bias: Option<&'a [f32]>,
     /// Whether `y` is added to.
@@ -51,6 +54,7 @@ impl SimdBf16Op for Part<'_> {
     fn run<S: Native>(self, simd: S) {
         match self.w {
             Rows::Bf16(_) => self.over::<S, S::Bf16>(simd),
+            Rows::Coded(_) if self.rounds => self.over::<S, S::Bf16>(simd),
             _ => self.over::<S, f32>(simd),
         }
     }
@@ -59,11 +63,11 @@ impl SimdBf16Op for Part<'_> {
 impl Part<'_> {
     #[inline(always)]
     fn over<S: Simd, U: Packed<S>>(self, simd: S) {
-        let Part { x, depth, w, transposed: is_transposed, .. } = self;
-        let rows = x.len() / depth;
+        let Part { x, depth, stride, w, transposed: is_transposed, .. } = self;
+        let rows = x.len().div_ceil(stride);
         let (columns, terms) = if is_transposed { (w.width(), w.count()) } else { (w.count(), w.width()) };
         assert!(columns <= PANEL && rows <= PART_ROWS, "a part of {rows} rows and {columns} columns");
-        assert!(terms == depth && x.len() == rows * depth, "inner extents of a product differ");
+        assert!(terms == depth && x.len() >= (rows - 1) * stride + depth, "inner extents of a product differ");
         let padded = rows.next_multiple_of(ROWS);
         let (packed, scratch) = self.scratch.split_at_mut(PANEL * STEPS);
         let (units, sums) = scratch.split_at_mut(PART_ROWS * STEPS);
@@ -77,7 +81,7 @@ impl Part<'_> {
                 let w = w.columns(start..start + width);
                 transposed::<S, U>(simd, |row| w.skip(row), columns, width, whole, packed, PANEL);
             }
-            for (from, to) in x.chunks_exact(depth).zip(units.chunks_exact_mut(STEPS)) {
+            for (from, to) in x.chunks(stride).zip(units.chunks_exact_mut(STEPS)) {
                 along::<S, U>(simd, &from[start..start + width], to);
             }
             let extents = Extents { rows: padded, columns: whole, steps: width.div_ceil(U::DEPTH) };
@@ -132,7 +136,9 @@ mod tests {
     fn products_equal_sums_of_products() {
         let number = |index: usize, modulus: usize| (index * 7 % modulus) as f32 - 2.0;
         for (rows, depth, columns) in [(1, 1, 1), (7, 40, 24), (6, 300, 128), (258, 33, 17), (13, 513, 100)] {
-            let x: Vec<f32> = (0..rows * depth).map(|index| number(index, 5)).collect();
+            // Rows that lie apart, but for what the last one does not need.
+            let stride = depth + 3;
+            let x: Vec<f32> = (0..rows * stride - 3).map(|index| number(index, 5)).collect();
             let wide: Vec<f32> = (0..columns * depth).map(|index| number(index, 11)).collect();
             let narrow: Vec<bf16> = wide.iter().map(|w| bf16::from_f32(*w)).collect();
             for is_transposed in [false, true] {
@@ -156,8 +162,10 @@ mod tests {
                             isa.run_bf16(Part {
                                 x: &x,
                                 depth,
+                                stride,
                                 w,
                                 transposed: is_transposed,
+                                rounds: false,
                                 bias: Some(&bias),
                                 add,
                                 y: &stripes,
@@ -168,7 +176,7 @@ mod tests {
                         for row in 0..rows {
                             for column in 0..columns {
                                 let sum: f32 =
-                                    (0..depth).map(|term| x[row * depth + term] * element(column, term)).sum();
+                                    (0..depth).map(|term| x[row * stride + term] * element(column, term)).sum();
                                 let found = y[(row + 1) * (columns + 2) + column + 2];
                                 assert_eq!(found, 2.0 * (sum + bias[column]), "{rows} {depth} {columns} {isa:?}");
                             }

@@ -113,6 +113,11 @@ mod pairs {
                 Rows::Bf16(row) if row.row(0).is_some() => {
                     elements[..width].copy_from_slice(row.row(0).unwrap_or_default());
                 }
+                Rows::Coded(_) => {
+                    let mut wide = [0.0; MAX_WIDTH];
+                    row.widen(&mut wide);
+                    elements[..width].iter_mut().zip(wide).for_each(|(to, wide)| *to = bf16::from_f32(wide));
+                }
                 _ => elements[..width].iter_mut().enumerate().for_each(|(column, to)| *to = narrow(&row, column)),
             }
             elements[width..].fill(bf16::ZERO);
@@ -121,6 +126,17 @@ mod pairs {
         #[inline(always)]
         fn across(simd: Avx512<true>, even: Rows<'_>, odd: Option<Rows<'_>>, to: &mut [Self]) {
             let width = even.width();
+            if let Rows::Coded(_) = even {
+                let mut wide = [[0.0; MAX_WIDTH]; 2];
+                even.widen(&mut wide[0]);
+                odd.iter().for_each(|odd| odd.widen(&mut wide[1]));
+                let [even, odd] = wide;
+                let pairs = even.into_iter().zip(odd).take(width).chain(std::iter::repeat((0.0, 0.0)));
+                to.iter_mut().zip(pairs).for_each(|(to, (even, odd))| {
+                    *to = bytemuck::cast([bf16::from_f32(even), bf16::from_f32(odd)]);
+                });
+                return;
+            }
             let mut column = 0;
             if let (Rows::Bf16(first), Some(Rows::Bf16(second))) = (even, odd)
                 && let (Some(first), Some(second)) = (first.row(0), second.row(0))

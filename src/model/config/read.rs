@@ -4,6 +4,7 @@ use super::fields::Fields;
 use super::{Activation, Config, Family, Norms, Rope, RopeScaling};
 use crate::attention::Shape;
 use crate::model::ModelError;
+use crate::model::adapter::base;
 use crate::model::gguf::{Gguf, is_gguf};
 use crate::tensor::DType;
 use serde_json::{Map, Value};
@@ -18,6 +19,7 @@ impl Config {
     /// # Errors
     /// When a file cannot be read, is not JSON, lacks what is needed, or asks for what is not understood.
     pub fn read(folder: &Path) -> Result<Self, ModelError> {
+        let folder = &*base(folder)?;
         if is_gguf(folder) {
             return Gguf::open(folder)?.config();
         }

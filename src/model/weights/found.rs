@@ -3,6 +3,7 @@
 use super::{Bytes, Matrix};
 use crate::format::RowFormat;
 use crate::memory::{Arena, Label};
+use crate::model::adapter::{Adapter, base};
 use crate::model::gguf::{Gguf, Located, is_gguf, more};
 use crate::model::{Config, ModelError};
 use crate::tensor::file::{Entry, TensorFile, read_as};
@@ -25,6 +26,8 @@ pub(in crate::model) struct Found<'a> {
     arena: &'a Arena,
     source: Source,
     taken: BTreeSet<String>,
+    /// What is added to matrices.
+    adapter: Option<Adapter>,
     /// Bytes of tensors that are read where their files are mapped, and of copies in the arena.
     pub mapped_bytes: u64,
     pub held_bytes: u64,
@@ -32,9 +35,10 @@ pub(in crate::model) struct Found<'a> {
 
 impl<'a> Found<'a> {
     pub fn open(folder: &Path, config: &'a Config, arena: &'a Arena) -> Result<Self, ModelError> {
+        let (adapter, folder) = (Adapter::find(folder)?, &*base(folder)?);
         let source = if is_gguf(folder) { Source::Gguf(Arc::new(Gguf::open(folder)?)) } else { Self::files(folder)? };
         let (folder, taken) = (folder.to_path_buf(), BTreeSet::new());
-        Ok(Found { folder, config, arena, source, taken, mapped_bytes: 0, held_bytes: 0 })
+        Ok(Found { folder, config, arena, source, taken, adapter, mapped_bytes: 0, held_bytes: 0 })
     }
 
     fn files(folder: &Path) -> Result<Source, ModelError> {
@@ -57,8 +61,20 @@ impl<'a> Found<'a> {
         self.wrong(&self.folder, reason)
     }
 
-    /// A tensor of a shape, where it lies.
+    /// A tensor of a shape: where it lies, or with its adapter, in the arena.
     pub fn tensor(&mut self, name: &str, shape: &[usize]) -> Result<Matrix, ModelError> {
+        let counted = (self.mapped_bytes, self.held_bytes);
+        let stored = self.stored(name, shape)?;
+        let merged =
+            self.adapter.as_mut().map(|adapter| adapter.merge(name, &stored, self.arena)).transpose()?.flatten();
+        if let Some(merged) = &merged {
+            (self.mapped_bytes, self.held_bytes) = (counted.0, counted.1 + merged.bytes().len() as u64);
+        }
+        Ok(merged.unwrap_or(stored))
+    }
+
+    /// A tensor of a shape, where it lies.
+    fn stored(&mut self, name: &str, shape: &[usize]) -> Result<Matrix, ModelError> {
         let missing = || self.wrong(&self.folder, format!("there is no tensor '{name}', {shape:?} is needed"));
         let (files, tensors) = match &self.source {
             Source::Folder(files, tensors) => (files, tensors),
@@ -140,6 +156,7 @@ impl<'a> Found<'a> {
 
     /// Refuses tensors that the configuration does not know.
     pub fn finish(&self) -> Result<(), ModelError> {
+        self.adapter.as_ref().map_or(Ok(()), Adapter::finish)?;
         let config = self.config;
         let harmless = |name: &str| {
             // Frequencies that older folders hold, and an output projection that is not looked at.

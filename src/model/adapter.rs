@@ -1,0 +1,198 @@
+//! Low-rank adapters (LoRA, arXiv 2106.09685) as `peft` saves them: a folder that names a base model.
+//!
+//! Such a folder is a model like any other: its base with `W + s B A` in place of each matrix `W` that has an adapter, `s` being
+//! `lora_alpha / r`. What is merged is kept in f32 where the base keeps it in fewer bits, so that nothing of a small change is
+//! lost; the file names the base by its fingerprint, where kvsieve wrote it, and another base is refused.
+
+use super::locate::{fingerprint, locate};
+use super::{ModelError, weights::Matrix};
+use crate::device::gemm::{self, product};
+use crate::format::RowFormat;
+use crate::memory::Arena;
+use crate::tensor::DType;
+use crate::tensor::file::TensorFile;
+use crate::tensor::file::read_as;
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+pub(super) const CONFIG: &str = "adapter_config.json";
+pub(super) const WEIGHTS: &str = "adapter_model.safetensors";
+
+/// Whether a folder holds an adapter.
+pub(super) fn is_adapter(folder: &Path) -> bool {
+    folder.join(CONFIG).exists()
+}
+
+/// The base of an adapter's folder, or the folder or file itself.
+///
+/// # Errors
+/// When the configuration of an adapter cannot be read, or its base is not there.
+pub(super) fn base(folder: &Path) -> Result<PathBuf, ModelError> {
+    if !is_adapter(folder) {
+        return Ok(folder.into());
+    }
+    let path = folder.join(CONFIG);
+    let config = config(&path)?;
+    let wrong = |reason: String| ModelError::Config { path: path.clone(), reason };
+    let name = config.get("base_model_name_or_path").and_then(Value::as_str);
+    let name = name.ok_or_else(|| wrong("it has no base_model_name_or_path".into()))?;
+    let beside = folder.join(name);
+    let found =
+        if beside.exists() { beside } else { locate(Path::new(name)).map_err(|_| base_missing(&path, name))? };
+    match is_adapter(&found) {
+        true => Err(wrong(format!("its base '{name}' is an adapter too; name the model that it was trained on"))),
+        false => Ok(found),
+    }
+}
+
+fn base_missing(path: &Path, name: &str) -> ModelError {
+    let reason =
+        format!("its base '{name}' is not there; write the model's folder or GGUF file into base_model_name_or_path");
+    ModelError::Config { path: path.into(), reason }
+}
+
+fn config(path: &Path) -> Result<Value, ModelError> {
+    let wrong = |reason: String| ModelError::Config { path: path.into(), reason };
+    let text = std::fs::read_to_string(path).map_err(|error| wrong(error.to_string()))?;
+    serde_json::from_str(&text).map_err(|error| wrong(format!("not JSON: {error}")))
+}
+
+/// The adapters of a folder.
+pub(super) struct Adapter {
+    path: PathBuf,
+    scale: f32,
+    rank: usize,
+    /// `A` `[r, in]` and `B` `[out, r]` of each module, with their extents.
+    modules: BTreeMap<String, [(Vec<f32>, [usize; 2]); 2]>,
+}
+
+impl Adapter {
+    /// Reads the adapter of a folder, if there is one.
+    ///
+    /// # Errors
+    /// When it is damaged, of a kind that is not understood, or of another base.
+    pub fn find(folder: &Path) -> Result<Option<Self>, ModelError> {
+        if !is_adapter(folder) {
+            return Ok(None);
+        }
+        let path = folder.join(CONFIG);
+        let map = config(&path)?;
+        let wrong = |reason: String| ModelError::Config { path: path.clone(), reason };
+        let plain = [
+            ("peft_type", Value::from("LORA")),
+            ("bias", Value::from("none")),
+            ("use_dora", Value::from(false)),
+            ("fan_in_fan_out", Value::from(false)),
+        ];
+        for (key, expected) in plain {
+            if let Some(value) = map.get(key).filter(|value| **value != expected && !value.is_null()) {
+                return Err(wrong(format!("{key} is {value}; only {expected} is read")));
+            }
+        }
+        for key in ["modules_to_save", "rank_pattern", "alpha_pattern", "layer_replication"] {
+            let is_empty = |value: &&Value| match value {
+                Value::Null => true,
+                Value::Array(all) => all.is_empty(),
+                Value::Object(all) => all.is_empty(),
+                _ => false,
+            };
+            if let Some(value) = map.get(key).filter(|value| !is_empty(value)) {
+                return Err(wrong(format!("{key} is {value}; adapters with it are not read")));
+            }
+        }
+        let rank = map.get("r").and_then(Value::as_u64).filter(|rank| *rank > 0);
+        let rank = rank.ok_or_else(|| wrong("its r is no rank; it must be a whole number above 0".into()))? as usize;
+        let alpha = map.get("lora_alpha").and_then(Value::as_f64);
+        let alpha = alpha.ok_or_else(|| wrong("it has no lora_alpha".into()))?;
+        let by = if map.get("use_rslora") == Some(&Value::Bool(true)) { (rank as f64).sqrt() } else { rank as f64 };
+        let scale = (alpha / by) as f32;
+        let modules = modules(folder, rank)?;
+        Ok(Some(Adapter { path: folder.join(WEIGHTS), scale, rank, modules }))
+    }
+
+    /// `W + s B A` in the arena, if a tensor of this name has an adapter.
+    ///
+    /// # Errors
+    /// When the extents of the adapter are another matrix's, or the arena has no room.
+    pub fn merge(&mut self, name: &str, matrix: &Matrix, arena: &Arena) -> Result<Option<Matrix>, ModelError> {
+        let module = name.strip_suffix(".weight").unwrap_or(name);
+        let Some([(a, of_a), (b, of_b)]) = self.modules.remove(module) else { return Ok(None) };
+        let (expected_a, expected_b) = ([self.rank, matrix.width()], [matrix.rows(), self.rank]);
+        if of_a != expected_a || of_b != expected_b {
+            let reason = format!(
+                "the adapter of '{module}' is {of_a:?} and {of_b:?}; {expected_a:?} and {expected_b:?} are needed"
+            );
+            return Err(ModelError::Weights { path: self.path.clone(), reason });
+        }
+        let add = |rows: &mut [f32], first: usize| {
+            let count = rows.len() / matrix.width();
+            let b: Vec<f32> = b[first * self.rank..][..count * self.rank].iter().map(|b| self.scale * b).collect();
+            let (left, right) =
+                (gemm::Matrix::new(&b, count, self.rank), gemm::Matrix::new(&a, self.rank, matrix.width()));
+            product(rows, matrix.width(), left, right, true, 1);
+        };
+        Ok(Some(matrix.changed(RowFormat::plain(DType::F32), arena, add)?))
+    }
+
+    /// Refuses adapters of matrices that the model does not have.
+    ///
+    /// # Errors
+    /// The first of them.
+    pub fn finish(&self) -> Result<(), ModelError> {
+        match self.modules.keys().next() {
+            Some(module) => {
+                let reason = format!("its adapter of '{module}' is of no matrix that the base has");
+                Err(ModelError::Weights { path: self.path.clone(), reason })
+            }
+            None => Ok(()),
+        }
+    }
+}
+
+/// Every module's pair of matrices, of the base that the file names.
+fn modules(folder: &Path, rank: usize) -> Result<BTreeMap<String, [(Vec<f32>, [usize; 2]); 2]>, ModelError> {
+    let file = TensorFile::open(&folder.join(WEIGHTS))?;
+    let wrong = |reason: String| ModelError::Weights { path: file.path().into(), reason };
+    if let Some(trained_on) = file.metadata("base_model") {
+        let found = fingerprint(&base(folder)?)?;
+        if trained_on != found {
+            return Err(wrong(format!("it was trained on another model ({trained_on}, its base is {found})")));
+        }
+    }
+    let mut parts: BTreeMap<String, [Option<(Vec<f32>, [usize; 2])>; 2]> = BTreeMap::new();
+    for entry in file.entries()? {
+        let of =
+            |part: &str| entry.name.strip_prefix("base_model.model.")?.strip_suffix(&format!(".lora_{part}.weight"));
+        let (module, part) = match (of("A"), of("B")) {
+            (Some(module), _) => (module, 0),
+            (_, Some(module)) => (module, 1),
+            _ => return Err(wrong(format!("tensor '{}' is not of a LoRA adapter of a linear layer", entry.name))),
+        };
+        let (dtype, [rows, width]) = match (read_as(entry.dtype), &entry.shape[..]) {
+            (Some(dtype), &[rows, width]) => (dtype, [rows, width]),
+            _ => {
+                return Err(wrong(format!(
+                    "tensor '{}' is {:?} {:?}; matrices of F32, F16 or BF16 are read",
+                    entry.name, entry.dtype, entry.shape
+                )));
+            }
+        };
+        if [rows, width][part] != rank {
+            return Err(wrong(format!(
+                "tensor '{}' is {:?}, of rank {}; {CONFIG} says {rank}",
+                entry.name,
+                entry.shape,
+                [rows, width][part]
+            )));
+        }
+        let mut values = vec![0.0; rows * width];
+        dtype.decode(file.bytes(entry.range.clone()), &mut values);
+        parts.entry(module.into()).or_default()[part] = Some((values, [rows, width]));
+    }
+    let whole = parts.into_iter().map(|(module, [a, b])| match (a, b) {
+        (Some(a), Some(b)) => Ok((module, [a, b])),
+        _ => Err(wrong(format!("of the adapter of '{module}' only one matrix is there; lora_A and lora_B are needed"))),
+    });
+    whole.collect()
+}

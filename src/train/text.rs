@@ -1,0 +1,71 @@
+//! Sequences of a user's text: nine tenths to learn from, from random places, and the last tenth held out.
+
+use super::vocabulary::Vocabulary;
+use crate::task::Tokens;
+use rand::{RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use std::path::Path;
+
+/// Number of the first sequence that is held out.
+pub(super) const HELD_OUT: u64 = 1 << 40;
+
+/// A text as tokens.
+pub(super) struct TextSource<'a> {
+    begin: &'a [u32],
+    tokens: Vec<u32>,
+    seed: u64,
+}
+
+impl<'a> TextSource<'a> {
+    /// Reads a text for sequences of `len` tokens, each of which begins as every text of the model does.
+    ///
+    /// # Errors
+    /// When it cannot be read, or is shorter than twenty sequences.
+    pub fn open(path: &Path, vocabulary: &'a Vocabulary, len: usize, seed: u64) -> Result<Self, String> {
+        let text = std::fs::read_to_string(path)
+            .map_err(|error| format!("cannot read the text '{}': {error}", path.display()))?;
+        let (begin, tokens) = (vocabulary.begin(), vocabulary.encode(&text));
+        if tokens.len() < 20 * len {
+            return Err(format!(
+                "'{}' has {} tokens; at least {} are needed for sequences of {len}",
+                path.display(),
+                tokens.len(),
+                20 * len
+            ));
+        }
+        Ok(TextSource { begin, tokens, seed })
+    }
+
+    /// Tokens that are learned from; those behind them are held out.
+    fn trained(&self) -> usize {
+        self.tokens.len() / 10 * 9
+    }
+
+    /// `count` sequences of `len` tokens, from number `first` on; numbers from [`HELD_OUT`] on are of what is held out.
+    pub fn drawn(&self, first: u64, [count, len]: [usize; 2]) -> Vec<u32> {
+        let of_text = len - self.begin.len();
+        let trained = self.trained();
+        let sequence = |number: u64| {
+            let mut rng = ChaCha8Rng::seed_from_u64(self.seed);
+            rng.set_stream(number);
+            let at = match number < HELD_OUT {
+                true => rng.random_range(0..trained - of_text),
+                false => rng.random_range(trained..self.tokens.len() - of_text),
+            };
+            self.begin.iter().chain(&self.tokens[at..at + of_text]).copied().collect::<Vec<_>>()
+        };
+        (first..first + count as u64).flat_map(sequence).collect()
+    }
+
+    /// Number of pieces of `len` tokens, begin and all, that follow each other in what is held out.
+    pub fn pieces(&self, len: usize) -> usize {
+        (self.tokens.len() - self.trained()) / (len - self.begin.len())
+    }
+
+    /// Piece `index` of these, `[len]`.
+    pub fn piece(&self, index: usize, len: usize) -> Vec<u32> {
+        let of_text = len - self.begin.len();
+        let at = self.trained() + index * of_text;
+        self.begin.iter().chain(&self.tokens[at..at + of_text]).copied().collect()
+    }
+}

@@ -1,0 +1,269 @@
+//! What fine-tuning trains and what it leaves as it is: where the numbers lie, their bytes, and the files that come out.
+
+use super::activations::{Extents, Recompute};
+use super::adamw::Constants;
+use super::checkpoint::Array;
+use super::export;
+use super::heads::round;
+use super::holder::Whole;
+use super::lora::{Adapters, Layout};
+use super::network::Network;
+use super::optimizer::{Kind, Optimizer};
+use super::origin::{Folder, Origin};
+use super::parameters::{Parameter, Parameters};
+use super::run::TrainError;
+use super::tune::{Method, Settings};
+use super::weights::{Frozen, Packed, Weights};
+use crate::device::Cpu;
+use crate::memory::{Arena, ArenaError, Buffer, Label, LabelBytes};
+use crate::model::Config;
+use crate::tensor::DType;
+use crate::tensor::file::{self, Output};
+use half::bf16;
+use serde_json::json;
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+
+/// Names of an adapter's files, which are those of `peft`.
+pub const ADAPTER: &str = "adapter_model.safetensors";
+/// Its configuration.
+pub const ADAPTER_CONFIG: &str = "adapter_config.json";
+
+/// What is trained of a model, before anything is taken from an arena.
+pub(super) struct Plan {
+    method: Method,
+    /// All of the model, of which adapters train nothing.
+    pub parameters: Parameters,
+    layout: Option<Layout>,
+    kind: Kind,
+    model: PathBuf,
+    /// Names and contents of what stands beside the weights of a model that is trained whole.
+    files: Vec<(&'static str, String)>,
+}
+
+impl Plan {
+    /// What settings ask for.
+    ///
+    /// # Errors
+    /// In one line, when the model cannot be trained so.
+    pub fn new(settings: &Settings, config: &Config, model: &Path) -> Result<Self, String> {
+        let Settings { method, weights: dtype, optimizer: kind, .. } = *settings;
+        let (mut files, mut layout) = (Vec::new(), None);
+        let parameters = match &settings.adapters {
+            Some(asked) => {
+                let parameters = Parameters::all_frozen(config, dtype);
+                layout = Some(Layout::new(&parameters, asked)?);
+                parameters
+            }
+            None => {
+                let start = Origin::Folder(Folder { from: settings.model.clone() }).open();
+                files = start.map_err(|error| error.to_string())?.files;
+                Parameters { dtype, ..Parameters::new(config) }
+            }
+        };
+        Ok(Plan { method, parameters, layout, kind, model: model.into(), files })
+    }
+
+    /// What is trained: all of the model's parameters, or those of adapters.
+    fn trained(&self) -> &[Parameter] {
+        self.layout.as_ref().map_or(&self.parameters.all, |layout| &layout.parameters)
+    }
+
+    /// Numbers that are trained.
+    pub fn trained_count(&self) -> usize {
+        self.layout.as_ref().map_or(self.parameters.trained_count(), Layout::count)
+    }
+
+    /// Adapters that change nothing yet, where they are what is trained.
+    ///
+    /// # Errors
+    /// When the arena has no room.
+    pub fn adapters(&self, arena: &Arena, extents: &Extents<'_>, seed: u64) -> Result<Option<Adapters>, ArenaError> {
+        self.layout.clone().map(|layout| Adapters::new(arena, layout, extents, seed)).transpose()
+    }
+
+    /// Bytes of fine-tuning, for each label: what `tuned`, a network of these extents, and its adapters take.
+    ///
+    /// Weights are those of the pass, packed ones by their formats. A model that is trained whole in bf16 has a master copy in f32,
+    /// which counts as the optimizer's.
+    pub fn bytes(&self, extents: &Extents<'_>, recompute: Recompute, threads: usize, tuned: &Tuned) -> LabelBytes {
+        let mut bytes = extents.training_bytes(recompute, threads);
+        if let Base::Frozen(Frozen::Packed(packed)) = &tuned.base {
+            bytes.insert(Label::Weights, packed.bytes());
+        }
+        let is_mixed = self.layout.is_none() && self.parameters.dtype == DType::Bf16;
+        let master = if is_mixed { 4 * self.parameters.count() as u64 } else { 0 };
+        bytes.insert(Label::Optimizer, master + self.kind.bytes(self.trained()));
+        for (label, more) in self.layout.iter().flat_map(|layout| layout.bytes(extents)) {
+            *bytes.entry(label).or_default() += more;
+        }
+        bytes
+    }
+
+    /// Writes what was trained: an adapter as `peft` lays it out, or a model's folder.
+    ///
+    /// # Errors
+    /// When a file cannot be written.
+    pub fn export(
+        &self,
+        folder: &Path,
+        model: &Path,
+        base: &str,
+        tuned: &mut Tuned,
+        network: &mut Network<'_>,
+    ) -> Result<(), TrainError> {
+        let Some(layout) = &self.layout else {
+            let weights = tuned.array(network, Array::Weights);
+            return export::write(folder, &self.files, &self.parameters, |take| take(weights));
+        };
+        let weights = &network.adapters().weights;
+        let outputs: Vec<Output<'_>> = layout
+            .parameters
+            .iter()
+            .map(|one| Output::f32(&one.name, one.shape.clone(), &weights[one.range.clone()]))
+            .collect();
+        let metadata = [("format", "pt"), ("base_model", base)];
+        let metadata = metadata.map(|(key, value)| (key.to_string(), value.to_string())).into();
+        file::write_with(&folder.join(ADAPTER), &outputs, Some::<HashMap<_, _>>(metadata))?;
+        let config = json!({
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": model,
+            "r": layout.asked.rank,
+            "lora_alpha": layout.asked.alpha,
+            "target_modules": layout.targets,
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "fan_in_fan_out": false,
+            "use_rslora": false,
+            "use_dora": false,
+            "modules_to_save": null,
+            "init_lora_weights": true,
+            "inference_mode": true,
+        });
+        export::text(folder, ADAPTER_CONFIG, &format!("{config:#}\n"))
+    }
+}
+
+/// The model's own numbers.
+enum Base {
+    Frozen(Frozen),
+    Trained {
+        /// In f32.
+        master: Buffer<f32>,
+        /// What the pass reads, where that is bf16.
+        rounded: Option<(Buffer<bf16>, Buffer<f32>)>,
+        gradient: Buffer<f32>,
+    },
+}
+
+/// A model at work on what is trained.
+pub(super) struct Tuned<'a> {
+    plan: &'a Plan,
+    base: Base,
+    optimizer: Optimizer,
+}
+
+impl<'a> Tuned<'a> {
+    /// Reads the model, and makes room for gradients and the optimizer.
+    ///
+    /// # Errors
+    /// When a file cannot be read or does not fit, nothing is packed of what should be, or the arena has no room.
+    pub fn open(plan: &'a Plan, arena: &Arena, cpu: &Cpu) -> Result<Self, TrainError> {
+        let (parameters, model) = (&plan.parameters, plan.model.as_path());
+        let base = match plan.method {
+            Method::Lora => Base::Frozen(Frozen::open(model, parameters, arena)?),
+            Method::Qlora => {
+                let packed = Packed::open(model, parameters, arena)?;
+                if !packed.is_coded() {
+                    let reason = format!(
+                        "no matrix of '{}' is packed; name a GGUF file that is quantised (kvsieve quantize writes one), or take lora",
+                        model.display()
+                    );
+                    return Err(TrainError::Misfit { name: plan.method.name().into(), reason });
+                }
+                Base::Frozen(Frozen::Packed(packed))
+            }
+            Method::Full => {
+                let is_mixed = parameters.dtype == DType::Bf16;
+                let label = if is_mixed { Label::Optimizer } else { Label::Weights };
+                let master = Frozen::f32(model, parameters, arena, label)?;
+                let [of_matrices, of_vectors] = parameters.counts();
+                let rounded = match is_mixed {
+                    true => Some((arena.alloc(Label::Weights, of_matrices)?, arena.alloc(Label::Weights, of_vectors)?)),
+                    false => None,
+                };
+                Base::Trained { master, rounded, gradient: arena.alloc(Label::Gradients, parameters.trained_count())? }
+            }
+        };
+        let optimizer = Optimizer::new(arena, plan.kind, plan.trained())?;
+        let mut tuned = Tuned { plan, base, optimizer };
+        tuned.refresh(cpu);
+        Ok(tuned)
+    }
+
+    /// Parameters and gradients of the model itself.
+    pub fn holder(&mut self) -> Whole<'_> {
+        match &mut self.base {
+            Base::Frozen(frozen) => Whole { weights: frozen.all(), gradients: &mut [] },
+            Base::Trained { master, rounded, gradient } => {
+                let weights = match rounded {
+                    Some((matrices, vectors)) => Weights::Bf16(matrices, vectors),
+                    None => Weights::F32(master),
+                };
+                Whole { weights, gradients: gradient }
+            }
+        }
+    }
+
+    /// Begins a step.
+    pub fn begin(&mut self, network: &mut Network<'_>) {
+        match &mut self.base {
+            Base::Frozen(_) => network.adapters().gradient.fill(0.0),
+            Base::Trained { gradient, .. } => gradient.fill(0.0),
+        }
+    }
+
+    /// Changes what is trained by one step, and gives the norm of the gradient before it was clipped.
+    pub fn update(&mut self, cpu: &Cpu, constants: &Constants, at: (usize, f32), network: &mut Network<'_>) -> f64 {
+        let Tuned { plan, base, optimizer } = self;
+        let norm = match base {
+            Base::Frozen(_) => {
+                let Adapters { weights, gradient, layout, .. } = network.adapters();
+                optimizer.update(cpu, constants, &layout.parameters, at, weights, gradient)
+            }
+            Base::Trained { master, gradient, .. } => {
+                optimizer.update(cpu, constants, &plan.parameters.all, at, master, gradient)
+            }
+        };
+        self.refresh(cpu);
+        norm
+    }
+
+    /// Rounds what the pass reads anew.
+    pub fn refresh(&mut self, cpu: &Cpu) {
+        let Base::Trained { master, rounded: Some((matrices, vectors)), .. } = &mut self.base else { return };
+        for one in &self.plan.parameters.all {
+            let from = &master[one.range.clone()];
+            match one.role.decays() {
+                true => drop(round(cpu, from, &mut matrices[one.of_kind.clone()])),
+                false => vectors[one.of_kind.clone()].copy_from_slice(from),
+            }
+        }
+    }
+
+    /// An array of a checkpoint.
+    pub fn array<'t>(&'t mut self, network: &'t mut Network<'_>, array: Array) -> &'t mut [f32] {
+        match (array, &mut self.base) {
+            (Array::Weights, Base::Frozen(_)) => &mut network.adapters().weights,
+            (Array::Weights, Base::Trained { master, .. }) => master,
+            (Array::Mean, _) => &mut self.optimizer.mean,
+            (Array::Square, _) => &mut self.optimizer.square,
+        }
+    }
+
+    /// Their lengths.
+    pub fn lens(&mut self, network: &mut Network<'_>) -> [usize; 3] {
+        Array::ALL.map(|array| self.array(network, array).len())
+    }
+}
