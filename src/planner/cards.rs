@@ -4,7 +4,7 @@ use super::PlanError;
 use super::presets::{GPUS, WEIGHT_FORMATS, weight_format};
 use super::roofline::REACHED;
 use super::scenario::{DEFAULT_OVERHEAD, Memory, Scenario};
-use super::train::{OPTIMIZERS, Offload, Recompute, Training, adapter_bytes};
+use super::train::{ADAMW, Adapters, Offload, Recompute, Training};
 use super::weights::WeightFormat;
 use serde::Serialize;
 
@@ -59,7 +59,8 @@ pub fn fine_tuning(scenario: &Scenario<'_>) -> Result<[u64; 3], PlanError> {
     let subject = scenario.subject;
     let training = Training {
         subject,
-        optimizer: OPTIMIZERS[4],
+        optimizer: ADAMW,
+        adapters: None,
         zero: 0,
         data_parallel: 1,
         tensor_parallel: 1,
@@ -73,10 +74,11 @@ pub fn fine_tuning(scenario: &Scenario<'_>) -> Result<[u64; 3], PlanError> {
         overhead_bytes: DEFAULT_OVERHEAD,
     };
     training.check()?;
-    let spent = training.spent();
-    let besides = spent.activation_bytes + spent.loss_bytes + spent.context_bytes + adapter_bytes(subject, RANK);
-    let base = |format| Ok::<_, PlanError>(subject.weight_bytes(Some(weight_format(format)?)).total() + besides);
-    Ok([base("bf16")?, base("nf4")?, spent.total()])
+    let over = |format| {
+        let adapters = Some(Adapters { rank: RANK, base: weight_format(format)? });
+        Ok::<_, PlanError>(Training { adapters, ..training.clone() }.spent().total())
+    };
+    Ok([over("bf16")?, over("nf4")?, training.spent().total()])
 }
 
 /// Every card, by memory.

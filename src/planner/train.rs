@@ -7,6 +7,7 @@
 
 use super::PlanError;
 use super::source::Subject;
+use super::weights::WeightFormat;
 use serde::Serialize;
 
 /// Bytes per parameter of an optimizer's way of training.
@@ -32,8 +33,8 @@ impl Optimizer {
     }
 }
 
-/// The ways of training, from 8 to 20 bytes a parameter.
-pub const OPTIMIZERS: [Optimizer; 7] = [
+/// The ways of training, from 8 to 20 bytes a parameter, and with a factored mean square, which is next to nothing.
+pub const OPTIMIZERS: [Optimizer; 8] = [
     optimizer("adamw-bf16", "everything in bf16, no master copy", [2, 2, 4]),
     optimizer("adamw-8bit", "master copy in f32, states in 8 bits", [2, 2, 6]),
     optimizer("adamw-bf16-states", "master copy in f32, states in bf16", [2, 2, 8]),
@@ -41,10 +42,23 @@ pub const OPTIMIZERS: [Optimizer; 7] = [
     optimizer("adamw", "mixed precision: master copy and states in f32", [2, 2, 12]),
     optimizer("adamw-f32-gradients", "mixed precision, gradients in f32", [2, 4, 12]),
     optimizer("adamw-accumulated", "gradients in 16 bits, added up in f32", [2, 6, 12]),
+    optimizer("adafactor", "master copy in f32, a mean square of each row and column", [2, 2, 4]),
 ];
 
 const fn optimizer(name: &'static str, about: &'static str, [parameter, gradient, states]: [u64; 3]) -> Optimizer {
     Optimizer { name, about, parameter, gradient, states }
+}
+
+/// The usual one: AdamW in mixed precision.
+pub const ADAMW: Optimizer = OPTIMIZERS[4];
+
+/// Low-rank adapters on every matrix of all blocks, in f32, over weights that stay as they are (arXiv 2106.09685, 2305.14314).
+#[derive(Debug, Clone, Copy)]
+pub struct Adapters {
+    /// Their rank.
+    pub rank: u64,
+    /// How the weights below are kept.
+    pub base: &'static WeightFormat,
 }
 
 /// What is computed again in the backward pass.
@@ -78,6 +92,8 @@ pub struct Training<'a> {
     pub subject: &'a Subject,
     /// Bytes a parameter.
     pub optimizer: Optimizer,
+    /// What is trained, where it is not all.
+    pub adapters: Option<Adapters>,
     /// ZeRO's stage, 0 to 3.
     pub zero: u64,
     /// Cards that each see other sequences.
@@ -212,8 +228,23 @@ impl Training<'_> {
     /// Bytes of a card.
     pub fn spent(&self) -> Spent {
         let shape = &self.subject.architecture;
-        let parameters = self.subject.parameters.div_ceil(self.tensor_parallel * self.pipeline);
-        let [parameter, gradient, optimizer] = states(parameters, self.optimizer, self.zero, self.data_parallel);
+        let held_by = self.tensor_parallel * self.pipeline;
+        let states =
+            |parameters: u64, optimizer| states(parameters.div_ceil(held_by), optimizer, self.zero, self.data_parallel);
+        let [parameter, gradient, optimizer] = match self.adapters {
+            None => states(self.subject.parameters, self.optimizer),
+            Some(Adapters { rank, base }) => {
+                // Kept in f32 they are their own master copy.
+                let own = Optimizer {
+                    parameter: 4,
+                    gradient: 4,
+                    states: self.optimizer.states.saturating_sub(4),
+                    ..self.optimizer
+                };
+                let [parameter, gradient, optimizer] = states(adapter_parameters(self.subject, rank), own);
+                [parameter + self.subject.weight_bytes(Some(base)).total().div_ceil(held_by), gradient, optimizer]
+            }
+        };
         let largest = (0..shape.layers).map(|layer| shape.layer(layer).block()).max().unwrap_or(0);
         let largest = largest.max((shape.vocab * shape.hidden) as u64) / self.tensor_parallel;
         let gathered_bytes = if self.zero >= 3 && self.data_parallel > 1 { 4 * largest } else { 0 };
@@ -271,6 +302,19 @@ impl Training<'_> {
         if let Some((what, value)) = counts.into_iter().find(|(_, value)| !(1..=1 << 28).contains(value)) {
             return wrong(what, value, "it must be 1 to 2^28");
         }
+        if let Some(Adapters { rank, .. }) = self.adapters {
+            if !(1..=self.subject.architecture.hidden as u64).contains(&rank) {
+                return wrong("--adapters", rank, "a rank is 1 to the model's hidden size");
+            }
+            if !["adamw", "adamw-8bit", "adafactor"].contains(&self.optimizer.name) {
+                let (what, value) = ("--optimizer", self.optimizer.name.into());
+                return Err(PlanError::Value {
+                    what,
+                    value,
+                    expected: "adapters are kept in f32; it must be adamw, adamw-8bit or adafactor".into(),
+                });
+            }
+        }
         if self.zero > 3 {
             return wrong("--zero", self.zero, "the stages are 0 to 3");
         }
@@ -292,12 +336,12 @@ impl Training<'_> {
     }
 }
 
-/// Bytes of adapters of a rank on every matrix of all blocks, trained as `adamw`: 16 bytes a parameter.
-pub fn adapter_bytes(subject: &Subject, rank: u64) -> u64 {
+/// Numbers in adapters of a rank on every matrix of all blocks.
+pub fn adapter_parameters(subject: &Subject, rank: u64) -> u64 {
     let shape = &subject.architecture;
     let [hidden, ffn] = [shape.hidden, shape.ffn].map(|n| n as u64);
     let (q, kv) = ((shape.heads * shape.head_dim) as u64, (shape.kv_heads * shape.head_dim) as u64);
     let attention = (hidden + q) * 2 + (hidden + kv) * 2;
     let mlp = (hidden + ffn) * if shape.gpt { 2 } else { 3 };
-    16 * rank * shape.layers as u64 * (attention + mlp)
+    rank * shape.layers as u64 * (attention + mlp)
 }

@@ -3,6 +3,7 @@
 
 mod eviction;
 mod families;
+mod tuning;
 mod zero;
 
 use super::activations::Extents;

@@ -5,9 +5,9 @@ use super::{Reported, text};
 use crate::cli::failure::Failure;
 use crate::cli::output;
 use crate::planner::PlanError;
-use crate::planner::presets::near;
+use crate::planner::presets::{near, weight_format};
 use crate::planner::scenario::{DEFAULT_OVERHEAD, Memory};
-use crate::planner::train::{OPTIMIZERS, Offload, Optimizer, Recompute, Spent, Training};
+use crate::planner::train::{Adapters, OPTIMIZERS, Offload, Optimizer, Recompute, Spent, Training};
 use crate::report;
 use crate::units::{self, gb, gib, grouped};
 use serde::Serialize;
@@ -28,10 +28,17 @@ pub struct Args {
     /// Sequences of a card at once
     #[arg(long, value_name = "N", default_value_t = 1, allow_negative_numbers = true)]
     micro_batch: u64,
-    /// adamw-bf16 (8 bytes a parameter), adamw-8bit (10), adamw-bf16-states, sgd (12), adamw (16), adamw-f32-gradients (18) or
+    /// adamw-bf16 or adafactor (8 bytes a parameter), adamw-8bit (10), adamw-bf16-states, sgd (12), adamw (16), adamw-f32-gradients (18) or
     /// adamw-accumulated (20)
     #[arg(long, value_name = "NAME", default_value = "adamw")]
     optimizer: String,
+    /// Train adapters of this rank on every matrix of all blocks, in f32, over weights that stay as they are (LoRA; QLoRA with
+    /// --weights nf4 or another format of few bits)
+    #[arg(long, value_name = "RANK", allow_negative_numbers = true)]
+    adapters: Option<u64>,
+    /// How the weights below adapters are kept (see `kvsieve list weights`)
+    #[arg(long, value_name = "FORMAT", default_value = "bf16", requires = "adapters")]
+    weights: String,
     /// Stage of ZeRO over the data-parallel cards; 3 is FSDP
     #[arg(long, value_name = "0-3", default_value_t = 0, allow_negative_numbers = true)]
     zero: u64,
@@ -124,9 +131,11 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     args.output.as_deref().map_or(Ok(()), |folder| output::check_folder("--output", folder))?;
     let subject = subject(&args.model)?;
     let memory = memory(&args.gpu)?;
+    let adapters = args.adapters.map(|rank| Ok::<_, Failure>(Adapters { rank, base: weight_format(&args.weights)? }));
     let training = Training {
         subject: &subject,
         optimizer: optimizer(&args.optimizer)?,
+        adapters: adapters.transpose()?,
         zero: args.zero,
         data_parallel: args.data_parallel,
         tensor_parallel: args.tensor_parallel,
@@ -162,12 +171,16 @@ pub fn run(args: &Args) -> Result<(), Failure> {
 
 fn words(training: &Training<'_>, memory: Memory, report: &Report<'_>) -> String {
     let cards = training.data_parallel * training.tensor_parallel * training.pipeline;
+    let trained = match training.adapters {
+        Some(Adapters { rank, base }) => {
+            format!("adapters of rank {rank} over {}, {}", base.name, report.optimizer.name)
+        }
+        None => format!("{} ({} B a parameter)", report.optimizer.name, report.optimizer.bytes()),
+    };
     let head = format!(
-        "{}, {} parameters, {} ({} B a parameter), {} x {} tokens on each of {cards} card{}, ZeRO {}, recomputing {}",
+        "{}, {} parameters, {trained}, {} x {} tokens on each of {cards} card{}, ZeRO {}, recomputing {}",
         report.model,
         grouped(u128::from(report.parameters)),
-        report.optimizer.name,
-        report.optimizer.bytes(),
         training.micro_batch,
         grouped(u128::from(training.context)),
         if cards == 1 { "" } else { "s" },

@@ -13,11 +13,11 @@ use std::path::{Path, PathBuf};
 fn in_f32(folder: &Path, parameters: &Parameters) -> Buffer<f32> {
     match Frozen::open(folder, parameters, &Arena::unlimited()).unwrap() {
         Frozen::F32(all) => all,
-        Frozen::Bf16(..) => unreachable!("what is trained is f32"),
+        Frozen::Bf16(..) | Frozen::Packed(_) => unreachable!("what is trained is f32"),
     }
 }
 
-fn folder(name: &str) -> PathBuf {
+pub(super) fn folder(name: &str) -> PathBuf {
     Path::new("tests/models").join(name)
 }
 
@@ -138,7 +138,7 @@ fn trained_nll(parameters: &Parameters, weights: &[f32], tokens: &[u32], cpu: &C
 }
 
 /// Likewise, by the decoder of inference.
-fn decoded_nll(model: &Model, tokens: &[u32], cpu: &Cpu) -> Vec<f32> {
+pub(super) fn decoded_nll(model: &Model, tokens: &[u32], cpu: &Cpu) -> Vec<f32> {
     let setup = Setup {
         kernel: "tiled",
         batch: 1,
@@ -160,7 +160,7 @@ fn decoded_nll(model: &Model, tokens: &[u32], cpu: &Cpu) -> Vec<f32> {
     nll
 }
 
-fn furthest(a: &[f32], b: &[f32]) -> f32 {
+pub(super) fn furthest(a: &[f32], b: &[f32]) -> f32 {
     assert_eq!(a.len(), b.len());
     a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, |most, x| if x > most || x.is_nan() { x } else { most })
 }
