@@ -72,10 +72,8 @@ fn every_method_goes_on_with_the_same_bits_and_learns() {
     let lora = settings(text(folder.path()));
     let full = Settings { method: Method::Full, adapters: None, learning_rate: 1e-3, ..lora.clone() };
     let cases = [
-        ("lora", lora.clone(), ADAPTER),
-        ("lora-8bit", Settings { optimizer: Kind::Adamw8bit, weights: DType::Bf16, ..lora.clone() }, ADAPTER),
-        ("full", Settings { optimizer: Kind::Adafactor, ..full.clone() }, "model.safetensors"),
-        ("full-bf16", Settings { optimizer: Kind::Adamw8bit, weights: DType::Bf16, ..full }, "model.safetensors"),
+        ("lora", Settings { optimizer: Kind::Adamw8bit, weights: DType::Bf16, ..lora.clone() }, ADAPTER),
+        ("full", Settings { optimizer: Kind::Adafactor, weights: DType::Bf16, ..full }, "model.safetensors"),
     ];
     for (name, settings, file) in cases {
         let (whole, parts) = (folder.path().join(name), folder.path().join(format!("{name}-parts")));
@@ -163,14 +161,18 @@ fn an_adapter_has_the_logits_that_peft_computes() {
     let (fixture, out) = (Path::new("tests/fixtures/adapter"), folder.path().join("logits.safetensors"));
     let expected = fs::read(fixture.join("expected.safetensors")).unwrap();
     let expected = SafeTensors::deserialize(&expected).unwrap();
-    let tokens: Vec<i64> = bytemuck::pod_collect_to_vec(expected.tensor("tokens").unwrap().data());
+    let tokens = expected.tensor("tokens").unwrap();
+    let tokens: Vec<i64> = tokens.data().chunks(8).map(|at| i64::from_le_bytes(at.try_into().unwrap())).collect();
     fs::write(folder.path().join("tokens.json"), json!({"tokens": [tokens]}).to_string()).unwrap();
     let mut command = kvsieve();
     command.args(["logits", "--dtype", "f32", "--weights", "f32", "--model"]).arg(fixture);
     command.arg("--tokens").arg(folder.path().join("tokens.json")).arg("--output").arg(&out).assert().success();
     let found = fs::read(&out).unwrap();
     let found = SafeTensors::deserialize(&found).unwrap();
-    let floats = |file: &SafeTensors<'_>| -> Vec<f32> { bytemuck::pod_collect_to_vec(file.tensor("logits").unwrap().data()) };
+    let floats = |file: &SafeTensors<'_>| -> Vec<f32> {
+        let logits = file.tensor("logits").unwrap();
+        logits.data().chunks(4).map(|at| f32::from_le_bytes(at.try_into().unwrap())).collect()
+    };
     let (found, expected) = (floats(&found), floats(&expected));
     assert_eq!(found.len(), expected.len());
     let off = found.iter().zip(&expected).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
