@@ -58,13 +58,17 @@ fn config(path: &Path) -> Result<Value, ModelError> {
     serde_json::from_str(&text).map_err(|error| wrong(format!("not JSON: {error}")))
 }
 
+/// A matrix and its extents.
+type Part = (Vec<f32>, [usize; 2]);
+/// `A` `[r, in]` and `B` `[out, r]` by the module that they belong to.
+type Modules = BTreeMap<String, [Part; 2]>;
+
 /// The adapters of a folder.
 pub(super) struct Adapter {
     path: PathBuf,
     scale: f32,
     rank: usize,
-    /// `A` `[r, in]` and `B` `[out, r]` of each module, with their extents.
-    modules: BTreeMap<String, [(Vec<f32>, [usize; 2]); 2]>,
+    modules: Modules,
 }
 
 impl Adapter {
@@ -151,7 +155,7 @@ impl Adapter {
 }
 
 /// Every module's pair of matrices, of the base that the file names.
-fn modules(folder: &Path, rank: usize) -> Result<BTreeMap<String, [(Vec<f32>, [usize; 2]); 2]>, ModelError> {
+fn modules(folder: &Path, rank: usize) -> Result<Modules, ModelError> {
     let file = TensorFile::open(&folder.join(WEIGHTS))?;
     let wrong = |reason: String| ModelError::Weights { path: file.path().into(), reason };
     if let Some(trained_on) = file.metadata("base_model") {
@@ -160,7 +164,7 @@ fn modules(folder: &Path, rank: usize) -> Result<BTreeMap<String, [(Vec<f32>, [u
             return Err(wrong(format!("it was trained on another model ({trained_on}, its base is {found})")));
         }
     }
-    let mut parts: BTreeMap<String, [Option<(Vec<f32>, [usize; 2])>; 2]> = BTreeMap::new();
+    let mut parts: BTreeMap<String, [Option<Part>; 2]> = BTreeMap::new();
     for entry in file.entries()? {
         let of =
             |part: &str| entry.name.strip_prefix("base_model.model.")?.strip_suffix(&format!(".lora_{part}.weight"));
