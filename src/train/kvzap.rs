@@ -233,7 +233,8 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
         Ok(())
     };
     let mut judged = Vec::new();
-    while progress.step < steps {
+    let end = options.stop_after.unwrap_or(usize::MAX).min(steps);
+    while progress.step < end {
         let began = Instant::now();
         teacher.add(&source.drawn(progress.sequences, [1, length]), &mut moments, &mut scratch)?;
         progress.step += 1;
@@ -242,7 +243,7 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
         progress.seconds += began.elapsed().as_secs_f64();
         let Progress { step, tokens, seconds, .. } = progress;
         tell(Line::Repeated { step, tokens, seconds, tokens_per_second: tokens as f64 / seconds })?;
-        if step.is_multiple_of(SAVE_STEPS) || step == steps {
+        if step.is_multiple_of(SAVE_STEPS) || step == end {
             let fitted = fit(&moments, heads, cpu, &arena)?;
             judged = explained(&held_out, heads, &fitted);
             checkpoint::save(folder, &digest, &progress, lens, |array, take| match array {
