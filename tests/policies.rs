@@ -358,6 +358,33 @@ fn delayed_keydiff_divides_one_budget_over_heads_by_a_threshold() {
 }
 
 #[test]
+fn under_a_threshold_what_scores_enough_stays_and_the_budget_is_the_most() {
+    // Two layers of two heads of six tokens; knorm scores a key of one number x by -|x|.
+    let shape = shape([2, 2, 2, 6, 6, 1]);
+    let keys = [
+        [1.0, 9.0, 2.0, 9.0, 9.0, 9.0], // three below 3, one of them protected
+        [9.0; 6],
+        [1.0, 1.0, 1.0, 1.0, 1.0, 5.0],
+        [3.0, 9.0, 9.0, 9.0, 9.0, 9.0],
+    ];
+    let inputs = with_keys(shape, &keys.concat());
+    let kept = |policy, budget| verdict(How { layers: 2, ..how(policy, budget) }, shape, &inputs).kept;
+    let none: Vec<u32> = vec![];
+    assert_eq!(kept("knorm+threshold:at=-3", 6), [vec![0, 2], none.clone(), vec![0, 1, 2, 3, 4], vec![0]]);
+    assert_eq!(kept("knorm+threshold:at=-0.5", 6), vec![none; 4]);
+    // The latest token is protected, whatever it scores.
+    let protected = kept("knorm+protect:sink=0,window=1+threshold:at=-3", 6);
+    assert_eq!(protected, [vec![0, 2, 5], vec![5], vec![0, 1, 2, 3, 4, 5], vec![0, 5]]);
+    let protected = kept("knorm+protect:sink=0,window=1+threshold:at=5", 6);
+    assert_eq!(protected, vec![vec![5]; 4]);
+    // Of eight that score enough only the best of all fit a budget of one a list.
+    assert_eq!(kept("knorm+threshold:at=-3", 1).concat().len(), 4);
+    // Tokens that come later are held against the threshold, and not against the best that was lost.
+    let lost = verdict(How { layers: 2, ..how("knorm+threshold:at=-3", 6) }, shape, &inputs).best_lost;
+    assert!(lost.iter().all(|lost| *lost == (-3.0f32).next_down()), "{lost:?}");
+}
+
+#[test]
 fn the_oracle_keeps_what_later_queries_attend_to() {
     let shape = shape([2, 4, 2, 30, 30, 8]);
     let made = inputs(&problem(shape, DType::F32), 11);

@@ -10,6 +10,7 @@ use crate::report::training;
 use crate::tensor::DType;
 use crate::train::Recompute;
 use crate::train::dms::{self, Settings};
+use crate::train::kvzap;
 use crate::train::log::Line;
 use crate::train::lora::Asked as Adapters;
 use crate::train::optimizer::Kind;
@@ -28,6 +29,8 @@ Hugging Face's transformers and kvsieve load (config.json, model.safetensors, to
 log (training.jsonl), its figures (loss.svg, accuracy-2048.svg) and a record (training.json).\n\n\
 With --method dms a model stays as it is, and gates learn which tokens its cache can do without; the folder gets \
 policy.safetensors, which the policy 'dms' reads, a checkpoint, the log, figures and a record.\n\n\
+With --method kvzap gates are fitted that foretell KVzip+'s scores, for the policies 'kvzap' and 'gate'; the model repeats --steps \
+sequences of the text for that. The folder gets policy.safetensors, a checkpoint, the log, a figure and a record.\n\n\
 With --method lora, qlora or full a model is fine-tuned on a text: adapters beside matrices that stay as they are, in bf16 or as a \
 GGUF file has them packed, or all of it. The folder of an adapter (adapter_model.safetensors and adapter_config.json, as peft \
 writes them) is a --model of every command. Nine tenths of the text are learned from, the last is judged.\n\n\
@@ -39,6 +42,7 @@ Examples:
   kvsieve train my.toml --out model --ranks 4 --zero 3   4 threads, each with a quarter of all that is trained
   kvsieve train --method dms --model builtin --ratio 4 --window 32 --steps 300 --out gates
   kvsieve train --method dms --model SmolLM2.gguf --ratio 4 --window 256 --text book.txt --steps 500 --out gates
+  kvsieve train --method kvzap --model SmolLM2.gguf --text book.txt --steps 200 --out surrogate
   kvsieve train --method lora --model SmolLM2.gguf --text book.txt --learning-rate 5e-4 --steps 200 --out adapter
   kvsieve train --method full --model builtin --text book.txt --optimizer adafactor --recompute full --out tuned";
 
@@ -55,7 +59,8 @@ pub struct Args {
     /// Go on with the run in the folder
     #[arg(long)]
     resume: bool,
-    /// Stop after this step of the recipe, --resume goes on from there; with --method all steps that there are [default: 500]
+    /// Stop after this step of the recipe, --resume goes on from there; with --method all steps that there are, for kvzap
+    /// sequences [default: 500; kvzap: 100]
     #[arg(long, value_name = "N")]
     steps: Option<usize>,
     #[command(flatten)]
@@ -117,9 +122,9 @@ enum Offload {
 #[derive(clap::Args)]
 #[command(next_help_heading = "Training on a loaded model")]
 struct Loaded {
-    /// What is trained in place of a recipe's model: gates that evict (dms), adapters (lora; qlora beside packed matrices) or all
+    /// What is trained in place of a recipe's model: gates that evict (dms) or foretell scores (kvzap), adapters (lora; qlora beside packed matrices) or all
     /// parameters (full)
-    #[arg(long, value_name = "NAME", value_parser = ["dms", "lora", "qlora", "full"], requires = "model")]
+    #[arg(long, value_name = "NAME", value_parser = ["dms", "kvzap", "lora", "qlora", "full"], requires = "model")]
     method: Option<String>,
     /// Model to train on: a folder, a GGUF file, or builtin
     #[arg(long, value_name = "DIR|FILE.gguf", requires = "method")]
@@ -136,9 +141,9 @@ struct Loaded {
     /// First number of everything random
     #[arg(long, value_name = "N", default_value_t = 0, requires = "method")]
     seed: u64,
-    /// Largest learning rate
-    #[arg(long, value_name = "X", default_value_t = 1e-4, requires = "method")]
-    learning_rate: f32,
+    /// Largest learning rate [default: 0.0001]
+    #[arg(long, value_name = "X", requires = "method")]
+    learning_rate: Option<f32>,
     /// Type in which matrices are multiplied and, but for qlora, kept: f32, or bf16, which takes half the memory and less time
     /// [default: bf16 for lora and qlora, else f32]
     #[arg(long, value_name = "TYPE", value_parser = weights, requires = "method")]
@@ -202,16 +207,29 @@ fn recompute(text: &str) -> Result<Recompute, String> {
 /// What `--method` asks for.
 enum OnLoaded {
     Gates(Settings),
+    Surrogate(kvzap::Settings),
     Tuning(tune::Settings),
 }
 
 impl Args {
     /// What is trained on a loaded model, if that is asked for.
     fn on_loaded(&self) -> Result<Option<OnLoaded>, Failure> {
-        let Loaded { length, batch, seed, learning_rate, .. } = self.loaded;
+        let Loaded { length, batch, seed, .. } = self.loaded;
+        let learning_rate = self.loaded.learning_rate.unwrap_or(1e-4);
         let (Some(name), Some(model)) = (&self.loaded.method, self.loaded.model.clone()) else { return Ok(None) };
         let (text, steps) = (self.loaded.text.clone(), self.steps.unwrap_or(500));
+        let needed = |text: Option<PathBuf>| {
+            text.ok_or_else(|| Failure::usage(format!("--method {name} learns from a text; give --text FILE")))
+        };
         let method = match name.as_str() {
+            "kvzap" => {
+                let given =
+                    [("--batch", batch != 1, false), ("--learning-rate", self.loaded.learning_rate.is_some(), false)];
+                self.refuse(name, &[&given[..], &self.gates.given(), &self.tuning.given()].concat())?;
+                let (text, dtype) = (needed(text)?, self.loaded.weights.unwrap_or(DType::F32));
+                let steps = self.steps.unwrap_or(100);
+                return Ok(Some(OnLoaded::Surrogate(kvzap::Settings { model, text, steps, length, seed, dtype })));
+            }
             "lora" => Method::Lora,
             "qlora" => Method::Qlora,
             "full" => Method::Full,
@@ -239,8 +257,7 @@ impl Args {
         };
         let Tuning { rank, alpha, accumulate, recompute, optimizer, .. } = self.tuning;
         self.refuse(name, &self.gates.given())?;
-        let text =
-            text.ok_or_else(|| Failure::usage(format!("--method {name} learns from a text; give --text FILE")))?;
+        let text = needed(text)?;
         let mut adapters = None;
         if method == Method::Full {
             self.refuse(name, &self.tuning.given().into_iter().filter(|given| given.2).collect::<Vec<_>>())?;
@@ -308,6 +325,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     output::check_folder("--out", &args.out)?;
     match args.on_loaded()? {
         Some(OnLoaded::Gates(settings)) => return run_gates(args, &settings),
+        Some(OnLoaded::Surrogate(settings)) => return run_surrogate(args, &settings),
         Some(OnLoaded::Tuning(settings)) => return run_tuning(args, &settings),
         None => (),
     }
@@ -448,6 +466,28 @@ fn run_tuning(args: &Args, settings: &tune::Settings) -> Result<(), Failure> {
         args.out.display(),
         args.out.join(RECORD).display()
     ))
+}
+
+/// `--method kvzap`.
+fn run_surrogate(args: &Args, settings: &kvzap::Settings) -> Result<(), Failure> {
+    let cpu = args.compute.cpu()?;
+    let (options, bar) = options(args, &cpu, "kvzap", &settings.model, settings.steps);
+    let mut found = None;
+    kvzap::run(settings, &cpu, &options, &mut |line| match line {
+        Line::Repeated { step, .. } => bar.set_position(*step as u64),
+        Line::Fitted { held_out, .. } => {
+            bar.set_message(format!("explains {:.1}% of held-out scores", 100.0 * held_out));
+            found = Some(*held_out);
+        }
+        _ => (),
+    })?;
+    bar.finish_and_clear();
+    training::draw(&args.out)?;
+    let summary = found.map_or(String::new(), |held_out| {
+        format!("explains {:.1}% of the variance of held-out scores\n", 100.0 * held_out)
+    });
+    let (policy, record) = (args.out.join(kvzap::POLICY), args.out.join(RECORD));
+    output::print(&format!("{summary}gates: {}\nrecord: {}\n", policy.display(), record.display()))
 }
 
 /// `--method dms`.

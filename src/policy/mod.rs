@@ -87,6 +87,7 @@ pub const PARTS: &[PartEntry] = &[
     allocation::pyramid::ENTRY,
     allocation::ada::ENTRY,
     allocation::global::ENTRY,
+    allocation::global::THRESHOLD,
     allocation::duo::ENTRY,
     allocation::simlayer::ENTRY,
     allocation::table::ENTRY,

@@ -53,6 +53,12 @@ pub const PRESETS: &[Preset] = &[
         about: "KVzip's attention, weighed by the norms of hidden states and of projected values",
     },
     Preset {
+        name: "kvzap",
+        text: "gate+global+delayed:window=128",
+        paper: "2601.07891",
+        about: "gates trained by `kvsieve train --method kvzap` to foretell KVzip+'s scores: one pool for all layers and heads, each new token decided on when it leaves a recent window",
+    },
+    Preset {
         name: "ada-expected-attention",
         text: "expected-attention:epsilon=0.01+ada",
         paper: "2510.00636",

@@ -63,6 +63,10 @@ pub fn select(policy: &Policy, context: &Context<'_>, scored: &mut Scored) -> Re
             *best_lost = keep_best(scores, counts[list], ranks, slots);
         });
     });
+    if let Some(at) = policy.layers.threshold() {
+        // Whatever is below it would have been lost.
+        best_lost.iter_mut().for_each(|lost| *lost = lost.max(at.next_down()));
+    }
     Ok(Selection { slots, kv_len, counts, best_lost })
 }
 

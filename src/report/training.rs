@@ -15,13 +15,14 @@ pub struct Drawn {
 }
 
 /// Draws `loss.svg`, and for each evaluated length `accuracy-<tokens>.svg`, into a run's folder; of gates `divergence.svg`
-/// and `compression.svg`.
+/// and `compression.svg`, or `explained.svg`.
 ///
 /// # Errors
 /// When the log cannot be read or a file cannot be written.
 pub fn draw(folder: &Path) -> Result<Drawn, ReportError> {
     let lines = log::read(folder).map_err(|error| ReportError::Draw(error.to_string()))?;
-    for chart in std::iter::once(loss(&lines)).chain(accuracies(&lines)).chain(gates(&lines)) {
+    for chart in std::iter::once(loss(&lines)).chain(accuracies(&lines)).chain(gates(&lines)).chain([surrogate(&lines)])
+    {
         if chart.series.iter().any(|series| !series.points.is_empty()) {
             files::replace(&folder.join(format!("{}.svg", chart.id)), &draw::svg(&chart)?)?;
         }
@@ -120,6 +121,25 @@ fn gates(lines: &[Line]) -> [Chart; 2] {
             ..named(&["training", "asked for", "held out"], compression.into())
         },
     ]
+}
+
+/// How well gates foretell scores, against what they were fitted to.
+fn surrogate(lines: &[Line]) -> Chart {
+    let mut curves = [Vec::new(), Vec::new()];
+    for line in lines {
+        if let Line::Fitted { step, explained, held_out } = line {
+            curves[0].push(point(*step, *explained));
+            curves[1].push(point(*step, *held_out));
+        }
+    }
+    Chart {
+        id: "explained".into(),
+        title: "What gates foretell of KVzip+'s scores".into(),
+        subtitle: "part of the variance of their logarithms, mean over layers and KV heads".into(),
+        caption: "Held out: text that the gates were not fitted to. Steps are sequences.".into(),
+        y: Axis { label: "explained variance".into(), field: "explained", quantity: Quantity::Share },
+        ..chart(["fitted to", "held out"].map(String::from).into_iter().zip(curves))
+    }
 }
 
 fn chart(named: impl Iterator<Item = (String, Vec<Point>)>) -> Chart {

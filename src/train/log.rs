@@ -65,6 +65,26 @@ pub enum Line {
         /// Fraction of the tokens behind a window that were evicted.
         evicted: f64,
     },
+    /// Sequences that were read and repeated for the scores that gates are to foretell.
+    Repeated {
+        /// Sequences so far.
+        step: usize,
+        /// Tokens of them.
+        tokens: u64,
+        /// Time at work, since the beginning.
+        seconds: f64,
+        /// Since the beginning.
+        tokens_per_second: f64,
+    },
+    /// Gates that foretell scores: the part of their variance that is explained, mean over layers and KV heads.
+    Fitted {
+        /// Sequences that they were fitted to.
+        step: usize,
+        /// On these.
+        explained: f64,
+        /// On text that was held out.
+        held_out: f64,
+    },
     /// Text that no step has read.
     HeldOut {
         /// Steps that are done.
@@ -96,6 +116,8 @@ impl Line {
             Line::Step { step, .. }
             | Line::Gates { step, .. }
             | Line::HeldOutGates { step, .. }
+            | Line::Repeated { step, .. }
+            | Line::Fitted { step, .. }
             | Line::HeldOut { step, .. }
             | Line::Evaluation { step, .. } => *step,
         }

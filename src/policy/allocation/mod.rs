@@ -1,7 +1,7 @@
 //! How a budget is divided: over the layers of a model, and over the heads of a layer.
 //!
 //! The two are chosen apart (PyramidKV's layers with Ada-KV's heads), and whatever they say, the tokens of all lists
-//! together are the budget, as far as the lists hold as many. Both may look at the scores, and may change scores of
+//! together are the budget, as far as the lists hold as many; only under a threshold ([`global`]) it is the most that they are. Both may look at the scores, and may change scores of
 //! lists that they rule in another way.
 
 pub mod ada;
@@ -35,6 +35,11 @@ pub trait OverLayers: Send + Sync {
     /// Why it gives `layers` layers the same, though it is there to divide: under a budget of `budget_tokens` in each KV head on
     /// average, of lists of `context_tokens` whose `window` latest tokens are never evicted.
     fn inert(&self, _budget_tokens: usize, _context_tokens: usize, _window: usize, _layers: usize) -> Option<String> {
+        None
+    }
+
+    /// The least score that stays, where that decides and not the budget alone; for tokens that are decided on later.
+    fn threshold(&self) -> Option<f32> {
         None
     }
 

@@ -5,13 +5,12 @@
 //! heads is divided by it: the budget sets the threshold that training sets at 0. Eviction is delayed: a token is decided on
 //! once, when it leaves the window of recent tokens.
 
-use super::gate::Gate;
+use super::gate::{GATES, Gate, from_file};
 use super::protect::Protected;
 use crate::named::Parameter;
 use crate::policy::Axis::{Hidden, KvHeads, Layers};
 use crate::policy::allocation::{ada::Ada, global::Global};
-use crate::policy::{Assets, Decoding, Policy, PolicyEntry, PolicyError, PolicyFile, Protect, Schedule};
-use std::path::Path;
+use crate::policy::{Assets, Decoding, Policy, PolicyEntry, PolicyError, Protect, Schedule};
 
 /// Recent tokens that stay where neither the policy nor its file says how many.
 const WINDOW: usize = 256;
@@ -23,7 +22,7 @@ pub const ENTRY: PolicyEntry = PolicyEntry {
             dms.weight [layers, Hkv, hidden] and dms.bias [layers, Hkv] of gates or --policy-file",
     paper: "2506.05345",
     parameters: &[
-        Parameter { name: "gates", default: "auto", about: "file of trained gates; auto: --policy-file" },
+        GATES,
         Parameter {
             name: "window",
             default: "auto",
@@ -35,10 +34,7 @@ pub const ENTRY: PolicyEntry = PolicyEntry {
             None | Some("auto") => None,
             Some(_) => Some(named.count("window", WINDOW, 1)?),
         };
-        match named.text("gates") {
-            None | Some("auto") => build(window, assets),
-            Some(path) => assets.of_file(&PolicyFile::open(Path::new(path))?, |assets| build(window, assets)),
-        }
+        from_file(named, assets, |assets| build(window, assets))
     },
 };
 
@@ -51,7 +47,7 @@ fn build(window: Option<usize>, assets: &mut Assets<'_>) -> Result<Policy, Polic
     let more = Protect { sink: 0, window: window.unwrap_or(trained) };
     let scorer = Protected { scorer: Box::new(gate), more, at_most_budget: true };
     Ok(Policy {
-        layers: Box::new(Global),
+        layers: Box::new(Global { threshold: None }),
         heads: Box::new(Ada { floor: 0.0 }),
         schedule: Schedule { decoding: Decoding::Delayed, ..Schedule::default() },
         ..Policy::after_prefill(scorer)

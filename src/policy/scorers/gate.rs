@@ -7,22 +7,42 @@
 //! how many stay, where KVzap evicts below a threshold.
 
 use super::super::linear::dot;
+use crate::named::{Named, Parameter};
 use crate::policy::Axis::{Hidden, KvHeads, Layers};
-use crate::policy::{Context, Learned, Policy, PolicyEntry, PolicyError, Scorer, Statistic};
+use crate::policy::{Assets, Context, Learned, Policy, PolicyEntry, PolicyError, PolicyFile, Scorer, Statistic};
+use std::path::Path;
 
 /// The registry's line.
 pub const ENTRY: PolicyEntry = PolicyEntry {
     name: "gate",
     about: "keeps what a learned linear gate on the hidden state scores highest; reads gate.weight [layers, Hkv, hidden] \
-            and gate.bias [layers, Hkv] of --policy-file",
+            and gate.bias [layers, Hkv] of gates or --policy-file",
     paper: "2601.07891",
-    parameters: &[],
-    build: |_, assets| {
-        let weight = assets.needed("gate.weight", &[Layers, KvHeads, Hidden])?;
-        let bias = assets.needed("gate.bias", &[Layers, KvHeads])?;
-        Ok(Policy::after_prefill(Gate { policy: ENTRY.name, sign: 1.0, learned: weight.zip(bias) }))
-    },
+    parameters: &[GATES],
+    build: |named, assets| from_file(named, assets, build),
 };
+
+/// The parameter of policies that read gates.
+pub const GATES: Parameter =
+    Parameter { name: "gates", default: "auto", about: "file of trained gates; auto: --policy-file" };
+
+/// What `build` makes of the file that a policy's text names, or else of the one that was given.
+pub fn from_file(
+    named: &Named,
+    assets: &mut Assets<'_>,
+    build: impl FnOnce(&mut Assets<'_>) -> Result<Policy, PolicyError>,
+) -> Result<Policy, PolicyError> {
+    match named.text(GATES.name) {
+        None | Some("auto") => build(assets),
+        Some(path) => assets.of_file(&PolicyFile::open(Path::new(path))?, build),
+    }
+}
+
+fn build(assets: &mut Assets<'_>) -> Result<Policy, PolicyError> {
+    let weight = assets.needed("gate.weight", &[Layers, KvHeads, Hidden])?;
+    let bias = assets.needed("gate.bias", &[Layers, KvHeads])?;
+    Ok(Policy::after_prefill(Gate { policy: ENTRY.name, sign: 1.0, learned: weight.zip(bias) }))
+}
 
 /// A learned linear gate.
 pub struct Gate {

@@ -30,7 +30,7 @@ pub const ENTRY: PolicyEntry = PolicyEntry {
             weighs_outputs: named.flag("plus", false)?,
         };
         Ok(Policy {
-            layers: Box::new(Global),
+            layers: Box::new(Global { threshold: None }),
             heads: Box::new(Ada { floor: 0.0 }),
             reconstruction: Some(reconstruction),
             ..Policy::after_prefill(KvZip { sink: reconstruction.sink })
