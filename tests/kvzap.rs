@@ -57,7 +57,19 @@ fn a_run_that_was_stopped_goes_on_with_the_same_bits() {
 /// Mean KL to the full cache of each policy, after a command.
 fn divergence(policies: &str) -> Vec<(String, f64)> {
     let mut command = kvsieve();
-    command.args(["eval", "--model", "builtin", "--task", "recall", "--context", "512", "--samples", "4", "--json", "-"]);
+    command.args([
+        "eval",
+        "--model",
+        "builtin",
+        "--task",
+        "recall",
+        "--context",
+        "512",
+        "--samples",
+        "4",
+        "--json",
+        "-",
+    ]);
     command.args(["--policy", policies, "--budget", "0.5", "--dtype", "f32"]);
     let out = command.assert().success().get_output().stdout.clone();
     let said: Value = serde_json::from_slice(&out).unwrap();
@@ -71,7 +83,8 @@ fn fitted_gates_evict_better_than_chance() {
     let text = folder.path().join("text");
     // What the built-in model was made for: names and codes.
     let words = ["amber", "falcon", "copper", "river", "silver", "maple", "garden", "window"];
-    let line = |at: usize| format!(" The code of {} {} is {:07}.", words[at % 8], words[at / 8 % 8], at * 7919 % 9999999);
+    let line =
+        |at: usize| format!(" The code of {} {} is {:07}.", words[at % 8], words[at / 8 % 8], at * 7919 % 9999999);
     fs::write(&text, (0..2000).map(line).collect::<String>()).unwrap();
     let out: PathBuf = folder.path().join("gates");
     train(&Settings { text, steps: 12, length: 256, ..settings() }, &out, false, None).unwrap();

@@ -1,0 +1,317 @@
+//! `kvsieve train --method`: gates that evict or that foretell scores, adapters, or all of a model that is there.
+
+use super::super::failure::Failure;
+use super::super::output;
+use super::Args;
+use crate::device::Cpu;
+use crate::experiment::environment;
+use crate::report::training;
+use crate::tensor::DType;
+use crate::train::Recompute;
+use crate::train::dms::{self, Settings};
+use crate::train::kvzap;
+use crate::train::log::Line;
+use crate::train::lora::Asked as Adapters;
+use crate::train::optimizer::Kind;
+use crate::train::run::{Options, RECORD};
+use crate::train::tune::{self, Method};
+use indicatif::{ProgressBar, ProgressStyle};
+use std::path::{Path, PathBuf};
+
+/// What every `--method` is asked.
+#[derive(clap::Args)]
+#[command(next_help_heading = "Training on a loaded model")]
+pub(super) struct Loaded {
+    /// What is trained in place of a recipe's model: gates that evict (dms) or foretell scores (kvzap), adapters (lora; qlora beside packed matrices) or all
+    /// parameters (full)
+    #[arg(long, value_name = "NAME", value_parser = ["dms", "kvzap", "lora", "qlora", "full"], requires = "model")]
+    method: Option<String>,
+    /// Model to train on: a folder, a GGUF file, or builtin
+    #[arg(long, value_name = "DIR|FILE.gguf", requires = "method")]
+    model: Option<PathBuf>,
+    /// Text to learn from [default: for dms generated text and tasks]
+    #[arg(long, value_name = "FILE", requires = "method")]
+    text: Option<PathBuf>,
+    /// Tokens of a sequence
+    #[arg(long, value_name = "N", default_value_t = 1024, requires = "method")]
+    length: usize,
+    /// Sequences that go through the model together
+    #[arg(long, value_name = "N", default_value_t = 1, requires = "method")]
+    batch: usize,
+    /// First number of everything random
+    #[arg(long, value_name = "N", default_value_t = 0, requires = "method")]
+    seed: u64,
+    /// Largest learning rate [default: 0.0001]
+    #[arg(long, value_name = "X", requires = "method")]
+    learning_rate: Option<f32>,
+    /// Type in which matrices are multiplied and, but for qlora, kept: f32, or bf16, which takes half the memory and less time
+    /// [default: bf16 for lora and qlora, else f32]
+    #[arg(long, value_name = "TYPE", value_parser = weights, requires = "method")]
+    weights: Option<DType>,
+}
+
+/// What is asked of `--method dms`.
+#[derive(clap::Args)]
+#[command(next_help_heading = "Gates of evicted tokens")]
+pub(super) struct Gates {
+    /// Tokens for each that stays, behind the window; of several, as 2,4,8, each is reached in turn and leaves its gates [default: 4]
+    #[arg(long, value_name = "R", value_delimiter = ',', requires = "method")]
+    ratio: Vec<f64>,
+    /// Recent tokens that are not evicted yet [default: 256]
+    #[arg(long, value_name = "N", requires = "method")]
+    window: Option<usize>,
+    /// Weight of the term of the loss that asks for eviction [default: 1]
+    #[arg(long, value_name = "X", requires = "method")]
+    pressure: Option<f64>,
+}
+
+/// What is asked of `--method lora`, `qlora` and `full`.
+#[derive(clap::Args)]
+#[command(next_help_heading = "Fine-tuning")]
+pub(super) struct Tuning {
+    /// Rank of adapters [default: 8]
+    #[arg(long, value_name = "R", requires = "method")]
+    rank: Option<usize>,
+    /// Adapters' outputs have the factor alpha / rank [default: 16]
+    #[arg(long, value_name = "X", requires = "method")]
+    alpha: Option<f32>,
+    /// Matrices of each block that get an adapter, as q,v or q_proj, or all-linear [default: q,v]
+    #[arg(long, value_name = "NAME", value_delimiter = ',', requires = "method")]
+    target: Vec<String>,
+    /// Batches whose gradients are added up for a step [default: 1]
+    #[arg(long, value_name = "N", requires = "method")]
+    accumulate: Option<usize>,
+    /// What the backward pass computes again: none, selective or full [default: as little as there is memory for]
+    #[arg(long, value_name = "MODE", value_parser = recompute, requires = "method")]
+    recompute: Option<Recompute>,
+    /// adamw, adamw-8bit or adafactor [default: adamw]
+    #[arg(long, value_name = "NAME", requires = "method")]
+    optimizer: Option<Kind>,
+}
+
+/// What `--weights` says.
+fn weights(text: &str) -> Result<DType, String> {
+    match text.parse() {
+        Ok(dtype @ (DType::F32 | DType::Bf16)) => Ok(dtype),
+        _ => Err(format!("'{text}' is neither f32 nor bf16")),
+    }
+}
+
+/// What `--recompute` says.
+fn recompute(text: &str) -> Result<Recompute, String> {
+    let known = ["none", "selective", "full"].into_iter().zip(Recompute::ALL);
+    let found = known.into_iter().find(|(name, _)| *name == text);
+    found.map(|(_, mode)| mode).ok_or_else(|| format!("'{text}' is neither none nor selective nor full"))
+}
+
+/// What `--method` asks for.
+pub(super) enum OnLoaded {
+    Gates(Settings),
+    Surrogate(kvzap::Settings),
+    Tuning(tune::Settings),
+}
+
+impl Args {
+    /// What is trained on a loaded model, if that is asked for.
+    pub(super) fn on_loaded(&self) -> Result<Option<OnLoaded>, Failure> {
+        let Loaded { length, batch, seed, .. } = self.loaded;
+        let learning_rate = self.loaded.learning_rate.unwrap_or(1e-4);
+        let (Some(name), Some(model)) = (&self.loaded.method, self.loaded.model.clone()) else { return Ok(None) };
+        let (text, steps) = (self.loaded.text.clone(), self.steps.unwrap_or(500));
+        let needed = |text: Option<PathBuf>| {
+            text.ok_or_else(|| Failure::usage(format!("--method {name} learns from a text; give --text FILE")))
+        };
+        let method = match name.as_str() {
+            "kvzap" => {
+                let given =
+                    [("--batch", batch != 1, false), ("--learning-rate", self.loaded.learning_rate.is_some(), false)];
+                self.refuse(name, &[&given[..], &self.gates.given(), &self.tuning.given()].concat())?;
+                let (text, dtype) = (needed(text)?, self.loaded.weights.unwrap_or(DType::F32));
+                let steps = self.steps.unwrap_or(100);
+                return Ok(Some(OnLoaded::Surrogate(kvzap::Settings { model, text, steps, length, seed, dtype })));
+            }
+            "lora" => Method::Lora,
+            "qlora" => Method::Qlora,
+            "full" => Method::Full,
+            _ => {
+                let Gates { window, pressure, .. } = self.gates;
+                self.refuse(name, &self.tuning.given())?;
+                let ratios = if self.gates.ratio.is_empty() { vec![4.0] } else { self.gates.ratio.clone() };
+                let (window, pressure) = (window.unwrap_or(256), pressure.unwrap_or(1.0));
+                let weights = self.loaded.weights.unwrap_or(DType::F32);
+                let settings = Settings {
+                    model,
+                    ratios,
+                    window,
+                    text,
+                    steps,
+                    length,
+                    batch,
+                    seed,
+                    learning_rate,
+                    pressure,
+                    weights,
+                };
+                return Ok(Some(OnLoaded::Gates(settings)));
+            }
+        };
+        let Tuning { rank, alpha, accumulate, recompute, optimizer, .. } = self.tuning;
+        self.refuse(name, &self.gates.given())?;
+        let text = needed(text)?;
+        let mut adapters = None;
+        if method == Method::Full {
+            self.refuse(name, &self.tuning.given().into_iter().filter(|given| given.2).collect::<Vec<_>>())?;
+        } else {
+            let targets = &self.tuning.target;
+            let targets = if targets.is_empty() { vec!["q".into(), "v".into()] } else { targets.clone() };
+            adapters = Some(Adapters { rank: rank.unwrap_or(8), alpha: alpha.unwrap_or(16.0), targets });
+        }
+        let default = if method == Method::Full { DType::F32 } else { DType::Bf16 };
+        Ok(Some(OnLoaded::Tuning(tune::Settings {
+            method,
+            model,
+            text,
+            steps,
+            length,
+            batch,
+            accumulate: accumulate.unwrap_or(1),
+            seed,
+            learning_rate,
+            weights: self.loaded.weights.unwrap_or(default),
+            recompute,
+            optimizer: optimizer.unwrap_or(Kind::Adamw),
+            adapters,
+        })))
+    }
+
+    /// Refuses what was given of options that a method does not read.
+    fn refuse(&self, method: &str, given: &[(&str, bool, bool)]) -> Result<(), Failure> {
+        match given.iter().find(|(_, given, _)| *given) {
+            Some((option, ..)) => {
+                Err(Failure::usage(format!("{option} is nothing to --method {method}; leave it out")))
+            }
+            None => Ok(()),
+        }
+    }
+}
+
+impl OnLoaded {
+    /// Trains.
+    pub(super) fn run(&self, args: &Args) -> Result<(), Failure> {
+        match self {
+            OnLoaded::Gates(settings) => run_gates(args, settings),
+            OnLoaded::Surrogate(settings) => run_surrogate(args, settings),
+            OnLoaded::Tuning(settings) => run_tuning(args, settings),
+        }
+    }
+}
+
+impl Gates {
+    /// Options, whether each was given, and whether it is of adapters.
+    fn given(&self) -> [(&'static str, bool, bool); 3] {
+        [
+            ("--ratio", !self.ratio.is_empty(), false),
+            ("--window", self.window.is_some(), false),
+            ("--pressure", self.pressure.is_some(), false),
+        ]
+    }
+}
+
+impl Tuning {
+    /// Likewise.
+    fn given(&self) -> [(&'static str, bool, bool); 6] {
+        [
+            ("--rank", self.rank.is_some(), true),
+            ("--alpha", self.alpha.is_some(), true),
+            ("--target", !self.target.is_empty(), true),
+            ("--accumulate", self.accumulate.is_some(), false),
+            ("--recompute", self.recompute.is_some(), false),
+            ("--optimizer", self.optimizer.is_some(), false),
+        ]
+    }
+}
+
+/// Where `--method` trains, and a bar of its steps.
+fn options(args: &Args, cpu: &Cpu, method: &str, model: &Path, steps: usize) -> (Options, ProgressBar) {
+    let command = format!("kvsieve train --method {method} --model {}", model.display());
+    let options = Options {
+        out: args.out.clone(),
+        resume: args.resume,
+        stop_after: None,
+        limit_bytes: args.compute.limit_bytes(),
+        environment: environment::probe(cpu.into(), &command),
+    };
+    let bar = ProgressBar::new(steps as u64);
+    let style = "{elapsed_precise} [{bar:30}] {pos}/{len} steps, {eta} left  {wide_msg}";
+    bar.set_style(ProgressStyle::with_template(style).expect("the template is right").progress_chars("=> "));
+    (options, bar)
+}
+
+/// `--method lora`, `qlora` and `full`.
+fn run_tuning(args: &Args, settings: &tune::Settings) -> Result<(), Failure> {
+    let cpu = args.compute.cpu()?;
+    let (options, bar) = options(args, &cpu, settings.method.name(), &settings.model, settings.steps);
+    let mut drawn = Ok(());
+    tune::run(settings, &cpu, &options, &mut |line| match line {
+        Line::Step { step, loss, tokens_per_second, .. } => {
+            bar.set_position(*step as u64);
+            bar.set_message(format!("loss {loss:.3}  {tokens_per_second:.0} tokens/s"));
+        }
+        Line::HeldOut { .. } if drawn.is_ok() => drawn = training::draw(&args.out).map(|_| ()),
+        _ => (),
+    })?;
+    bar.finish_and_clear();
+    drawn?;
+    let figures = training::draw(&args.out)?;
+    output::print(&format!(
+        "{}model: {}\nrecord: {}\n",
+        figures.summary,
+        args.out.display(),
+        args.out.join(RECORD).display()
+    ))
+}
+
+/// `--method kvzap`.
+fn run_surrogate(args: &Args, settings: &kvzap::Settings) -> Result<(), Failure> {
+    let cpu = args.compute.cpu()?;
+    let (options, bar) = options(args, &cpu, "kvzap", &settings.model, settings.steps);
+    let mut found = None;
+    kvzap::run(settings, &cpu, &options, &mut |line| match line {
+        Line::Repeated { step, .. } => bar.set_position(*step as u64),
+        Line::Fitted { held_out, .. } => {
+            bar.set_message(format!("explains {:.1}% of held-out scores", 100.0 * held_out));
+            found = Some(*held_out);
+        }
+        _ => (),
+    })?;
+    bar.finish_and_clear();
+    training::draw(&args.out)?;
+    let summary = found.map_or(String::new(), |held_out| {
+        format!("explains {:.1}% of the variance of held-out scores\n", 100.0 * held_out)
+    });
+    let (policy, record) = (args.out.join(kvzap::POLICY), args.out.join(RECORD));
+    output::print(&format!("{summary}gates: {}\nrecord: {}\n", policy.display(), record.display()))
+}
+
+/// `--method dms`.
+fn run_gates(args: &Args, settings: &Settings) -> Result<(), Failure> {
+    let cpu = args.compute.cpu()?;
+    let (options, bar) = options(args, &cpu, "dms", &settings.model, settings.steps);
+    let mut drawn = Ok(());
+    dms::run(settings, &cpu, &options, &mut |line| match line {
+        Line::Gates { step, kl, evicted, target, tokens_per_second, .. } => {
+            bar.set_position(*step as u64);
+            let (evicted, target) = (100.0 * evicted, 100.0 * target);
+            bar.set_message(format!(
+                "KL {kl:.4}  {evicted:.1}% of {target:.1}% evicted  {tokens_per_second:.0} tokens/s"
+            ));
+        }
+        Line::HeldOutGates { .. } if drawn.is_ok() => drawn = training::draw(&args.out).map(|_| ()),
+        _ => (),
+    })?;
+    bar.finish_and_clear();
+    drawn?;
+    let figures = training::draw(&args.out)?;
+    let (policy, record) = (args.out.join(dms::POLICY), args.out.join(RECORD));
+    output::print(&format!("{}gates: {}\nrecord: {}\n", figures.summary, policy.display(), record.display()))
+}
