@@ -29,6 +29,7 @@ pub mod origin;
 pub mod parameters;
 pub mod recipe;
 pub mod run;
+pub mod steps;
 pub mod tensor_parallel;
 pub mod vocabulary;
 pub mod weights;
