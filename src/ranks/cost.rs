@@ -173,7 +173,7 @@ impl Timer<'_> {
         count: usize,
         mut hop: impl FnMut(usize) -> Result<(), RankError>,
     ) -> Result<[f64; 2], RankError> {
-        let mut times = [[0.0; TIMES]; 2];
+        let (mut firsts_ns, mut others_ns) = (Vec::new(), Vec::new());
         for time in 0..TIMES {
             for _ in 0..1 + (self.comm.rank() + time) % 2 {
                 self.other.iter_mut().for_each(|number| *number = number.wrapping_add(1));
@@ -187,14 +187,17 @@ impl Timer<'_> {
                 ends_ns[usize::from(index > 0)] = start.elapsed().as_nanos() as u64;
             }
             let [first, last] = most(self.comm, ends_ns)?.map(|ns| ns as f64);
-            times[0][time] = first;
-            times[1][time] = if count > 1 { (last - first).max(0.0) / (count - 1) as f64 } else { 0.0 };
+            firsts_ns.push(first);
+            others_ns.push(if count > 1 { (last - first).max(0.0) / (count - 1) as f64 } else { 0.0 });
         }
-        Ok(times.map(|mut times| {
-            times.sort_by(f64::total_cmp);
-            times[TIMES / 2]
-        }))
+        Ok([median(firsts_ns), median(others_ns)])
     }
+}
+
+/// The middle one of an odd number of times.
+fn median(mut times_ns: Vec<f64>) -> f64 {
+    times_ns.sort_by(f64::total_cmp);
+    times_ns[times_ns.len() / 2]
 }
 
 /// The largest of all ranks' numbers.
@@ -213,8 +216,8 @@ fn most(comm: &Comm, numbers: [u64; 2]) -> Result<[u64; 2], RankError> {
 fn together(comm: &Comm) -> Result<f64, RankError> {
     const TRIES: usize = 3;
     let numbers = vec![1u64; READ_BYTES / 8];
-    let mut times_ns = [[0u64; TRIES]; 2];
-    for round in 0..TRIES {
+    let mut times_ns = [const { Vec::new() }; 2];
+    for _ in 0..TRIES {
         for all in [false, true] {
             comm.barrier()?;
             let start = Instant::now();
@@ -222,13 +225,10 @@ fn together(comm: &Comm) -> Result<f64, RankError> {
                 std::hint::black_box(numbers.iter().fold(0u64, |sum, number| sum.wrapping_add(*number)));
             }
             let [ns, _] = most(comm, [start.elapsed().as_nanos() as u64, 0])?;
-            times_ns[usize::from(all)][round] = ns;
+            times_ns[usize::from(all)].push(ns as f64);
         }
     }
-    let [alone_ns, all_ns] = times_ns.map(|mut times| {
-        times.sort_unstable();
-        times[TRIES / 2] as f64
-    });
+    let [alone_ns, all_ns] = times_ns.map(median);
     Ok((all_ns / alone_ns.max(1.0)).max(1.0))
 }
 

@@ -10,58 +10,57 @@ use crate::memory::{Label, LabelBytes};
 use crate::train::steps::SharedOut;
 use crate::units;
 
-/// Headings of the columns.
-pub const HEADINGS: [&str; 10] =
-    ["ranks", "weights", "gradients", "optimizer", "activations", "off by", "sent", "step", "±", "against"];
-/// What the last columns are, below the heading.
-pub const WORDS: &str = "peaks of the rank that holds most; with ~ by the formula · off by: peak less formula, of all ranks and labels \
-                         the most · against: a step's time by that with the averages in memory, or else of stage 0, of the same \
-                         ranks; the median of ratios of steps taken in turn, with its 95% interval";
+/// What the first table's columns are.
+const BYTES: &str = "peaks of the rank that holds most; with ~ by the formula · off by: peak less formula, the most of all ranks and \
+                     labels";
+/// What the second one's are.
+const TIMES: &str = "sent: bytes of a step, of the rank that sends most · against: a step's time by that with averages in memory, \
+                     else by stage 0 · the median of ratios of steps taken in turn, with its 95% interval";
 
 /// How training is shared out in a cell.
 fn shared(record: &Record) -> Option<SharedOut> {
     record.cell.ranks.as_deref()?.parse().ok()
 }
 
-/// The columns of a cell.
-pub fn line(record: &Record, records: &[&Record]) -> Vec<String> {
-    let name = shared(record).map_or(NOTHING.into(), |shared| shared.to_string());
-    let is_ok = record.status == Status::Ok;
-    let nothing = || NOTHING.to_string();
+fn name(record: &Record) -> String {
+    marked(record, shared(record).map_or(NOTHING.into(), |shared| shared.to_string()))
+}
+
+/// What the rank that holds most holds.
+fn bytes(record: &Record) -> Vec<String> {
     let fullest = record.ranks.iter().max_by_key(|rank| (rank.peak_bytes, rank.predicted_peak_bytes));
-    let of = |label: Label| match (fullest, record.status) {
-        (Some(rank), Status::Ok) => rank.peak_by_label.get(&label).map_or_else(nothing, |bytes| units::bytes(*bytes)),
-        (Some(rank), Status::Oom) => {
-            rank.predicted_by_label.get(&label).map_or_else(nothing, |bytes| format!("~{}", units::bytes(*bytes)))
-        }
-        _ => nothing(),
+    let of = |label: Label| {
+        let held = |bytes: &LabelBytes| bytes.get(&label).map(|bytes| units::bytes(*bytes));
+        let shown = match record.status {
+            Status::Ok => fullest.and_then(|rank| held(&rank.peak_by_label)),
+            Status::Oom => fullest.and_then(|rank| held(&rank.predicted_by_label)).map(|bytes| format!("~{bytes}")),
+            Status::Failed | Status::Skipped => None,
+        };
+        shown.unwrap_or(NOTHING.into())
     };
     let off = record.ranks.iter().flat_map(|rank| {
-        let label = |label: Label| {
-            let of = |bytes: &LabelBytes| bytes.get(&label).copied().unwrap_or(0);
-            of(&rank.peak_by_label).abs_diff(of(&rank.predicted_by_label))
-        };
-        Label::ALL.map(label)
+        let of = |bytes: &LabelBytes, label: Label| bytes.get(&label).copied().unwrap_or(0);
+        Label::ALL.map(|label| of(&rank.peak_by_label, label).abs_diff(of(&rank.predicted_by_label, label)))
     });
+    let off = if record.status == Status::Ok { units::bytes(off.max().unwrap_or(0)) } else { NOTHING.into() };
+    let labels = [Label::Weights, Label::Gradients, Label::Optimizer, Label::Activations];
+    [vec![name(record)], labels.map(of).to_vec(), vec![off]].concat()
+}
+
+/// What it sends, and how long a step takes.
+fn times(record: &Record, records: &[&Record]) -> Vec<String> {
+    let is_ok = record.status == Status::Ok;
     let step = text::main_phase(record).filter(|_| is_ok);
-    let time = step.map_or_else(|| status(record.status).into(), |step| units::nanoseconds(step.median_ns));
+    let sent_bytes = record.ranks.iter().map(|rank| rank.sent_bytes).max().filter(|_| is_ok);
+    let ratio = against(record, records).map(|[median, low, high]| {
+        format!("{} [{}, {}]", text::times(median), units::three_digits(low), units::three_digits(high))
+    });
     vec![
-        marked(record, name),
-        of(Label::Weights),
-        of(Label::Gradients),
-        of(Label::Optimizer),
-        of(Label::Activations),
-        if is_ok { units::bytes(off.max().unwrap_or(0)) } else { nothing() },
-        if is_ok {
-            units::bytes(record.ranks.iter().map(|rank| rank.sent_bytes).max().unwrap_or(0))
-        } else {
-            nothing()
-        },
-        time,
-        step.map_or_else(nothing, text::half_width),
-        against(record, records).map_or_else(nothing, |[median, low, high]| {
-            format!("{} [{}, {}]", text::times(median), units::three_digits(low), units::three_digits(high))
-        }),
+        name(record),
+        sent_bytes.map_or(NOTHING.into(), units::bytes),
+        step.map_or_else(|| status(record.status).into(), |step| units::nanoseconds(step.median_ns)),
+        step.map_or(NOTHING.into(), text::half_width),
+        ratio.unwrap_or(NOTHING.into()),
     ]
 }
 
@@ -91,15 +90,23 @@ pub fn against(record: &Record, records: &[&Record]) -> Option<[f64; 3]> {
     Some([median, low, high])
 }
 
-/// The rows of a table.
-pub fn rows(records: &[&Record]) -> Vec<Vec<String>> {
-    let headings = HEADINGS.map(String::from).to_vec();
-    std::iter::once(headings).chain(records.iter().map(|record| line(record, records))).collect()
+/// Two tables, of bytes and of times, each with what its columns are.
+pub fn tables(records: &[&Record]) -> [(Vec<Vec<String>>, &'static str); 2] {
+    let headed = |headings: &[&str], rows: Vec<Vec<String>>| {
+        std::iter::once(headings.iter().map(ToString::to_string).collect()).chain(rows).collect()
+    };
+    let held = records.iter().map(|record| bytes(record)).collect();
+    let taken = records.iter().map(|record| times(record, records)).collect();
+    [
+        (headed(&["ranks", "weights", "gradients", "optimizer", "activations", "off by"], held), BYTES),
+        (headed(&["ranks", "sent", "step", "±", "against"], taken), TIMES),
+    ]
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::report::table::{MOST_COLUMNS, lines, wrapped};
     use crate::report::{latest, samples};
 
     #[test]
@@ -113,8 +120,14 @@ mod tests {
         assert_eq!(against("zero:ranks=2,stage=3"), Some([130.0; 3]));
         assert_eq!(against("zero:ranks=2,stage=1,offload=true"), Some([150.0; 3]));
         assert_eq!(against("zero:ranks=8,stage=0"), None, "it had no room");
-        let row = line(of("zero:ranks=8,stage=0"), &records);
-        assert!(row[1].starts_with('~') && row[5] == NOTHING && row[7] == "oom", "{row:?}");
-        assert_eq!(line(of("zero:ranks=2,stage=3"), &records)[5], units::bytes(0));
+        let no_room = of("zero:ranks=8,stage=0");
+        let (held, taken) = (bytes(no_room), times(no_room, &records));
+        assert!(held[1].starts_with('~') && held[5] == NOTHING && taken[2] == "oom", "{held:?} {taken:?}");
+        assert_eq!(bytes(of("zero:ranks=2,stage=3"))[5], units::bytes(0));
+        for (rows, words) in tables(&records) {
+            let text = lines(rows);
+            assert!(text.lines().all(|line| line.chars().count() <= MOST_COLUMNS), "{text}");
+            assert!(!wrapped(words).contains('…'), "{words}");
+        }
     }
 }

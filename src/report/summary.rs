@@ -51,12 +51,10 @@ fn table(records: &[&Record]) -> String {
     if measure == Measure::TRAIN {
         let together = |a: &&Record, b: &&Record| a.cell.without_choice() == b.cell.without_choice();
         let table = |records: &[&Record]| {
-            let common = Naming::over(records, &[CONTEXT, SEED]).common;
-            format!(
-                "### train\n\n{}\n\n{}",
-                wrapped(&format!("{common} · {}", steps::WORDS)),
-                lines(steps::rows(records))
-            )
+            let common = wrapped(&Naming::over(records, &[CONTEXT, SEED]).common);
+            let [held, taken] =
+                steps::tables(records).map(|(rows, words)| format!("{}\n{}\n", lines(rows), wrapped(words)));
+            format!("### train\n\n{common}\n\n{held}\n{taken}")
         };
         return records.chunk_by(together).map(table).collect::<Vec<_>>().join("\n");
     }

@@ -258,7 +258,9 @@ impl Measured {
         });
         let parameters = steps.map_or(0, |steps| steps.parameters() as u64);
         let first = losses.first().copied().unwrap_or(f64::NAN);
-        if expected.is_none_or(|expected| !((first - expected).abs() <= SAME_LOSS * expected.abs())) {
+        // A loss that is no number is near none.
+        let is_same = expected.is_some_and(|expected| (first - expected).abs() <= SAME_LOSS * expected.abs());
+        if !is_same {
             record.status = Status::Failed;
             let said = format!("the first loss is {first}; that of the first way to share out is {expected:?}");
             record.reason = Some(said);
