@@ -166,7 +166,7 @@ struct Timer<'a> {
 
 impl Timer<'_> {
     /// Medians of the nanoseconds of the first of `count` hops, and of each of the others, on the rank that takes longest, for which
-    /// the others wait. Before them ranks do other work, of which some have more: what is sent lies in no core's cache, and who is
+    /// the others wait. Before them ranks do other work, of which the first has more: what is sent lies in no core's cache, and who is
     /// done first has gone to sleep, as where a pass begins.
     fn hops(
         &mut self,
@@ -174,8 +174,9 @@ impl Timer<'_> {
         mut hop: impl FnMut(usize) -> Result<(), RankError>,
     ) -> Result<[f64; 2], RankError> {
         let (mut firsts_ns, mut others_ns) = (Vec::new(), Vec::new());
-        for time in 0..TIMES {
-            for _ in 0..1 + (self.comm.rank() + time) % 2 {
+        for _ in 0..TIMES {
+            // The first rank, which lets all others go, comes last: those are asleep.
+            for _ in 0..1 + usize::from(self.comm.rank() == 0) {
                 self.other.iter_mut().for_each(|number| *number = number.wrapping_add(1));
                 std::hint::black_box(&self.other);
             }
