@@ -1,6 +1,17 @@
 //! `kvsieve train` as a user meets it: a tiny recipe from nothing to a model, killed and resumed, and mistakes.
 
+#[path = "common/byte_model.rs"]
+mod byte_model;
+#[path = "common/gguf.rs"]
+mod gguf;
+
 use assert_cmd::Command;
+use gguf::{Kind, Parts, Q8_0};
+use kvsieve::device::Cpu;
+use kvsieve::format::KvFormat;
+use kvsieve::memory::Arena;
+use kvsieve::model::{ChatTemplate, Config, Decoder, Message, Model, Setup, Text};
+use kvsieve::tensor::DType;
 use predicates::str::contains;
 use safetensors::SafeTensors;
 use std::fs;
@@ -157,6 +168,107 @@ fn a_model_that_is_there_goes_on_to_be_trained_but_for_what_is_frozen() {
     for memory in record["memory"].as_array().unwrap() {
         assert_eq!(memory["predicted_bytes"], memory["peak_bytes"]);
     }
+}
+
+/// Logits of all tokens.
+fn logits(model: &Path, tokens: &[u32]) -> Vec<f32> {
+    let (cpu, arena) = (Cpu::new(Some(2)).unwrap(), Arena::unlimited());
+    let model = Model::open(model, &arena).unwrap();
+    let setup = Setup {
+        kernel: "tiled",
+        batch: 1,
+        max_tokens: tokens.len(),
+        chunk_tokens: tokens.len(),
+        all_logits: true,
+        dtype: DType::F32,
+        kv_format: KvFormat::plain(DType::F32),
+        columns: &[],
+    };
+    let mut logits = Vec::new();
+    let mut decoder = Decoder::new(&model, setup, &cpu, &arena).unwrap();
+    decoder.prefill(&[tokens], |_, _, row| logits.extend_from_slice(row)).unwrap();
+    logits
+}
+
+/// A GGUF file of a model of bytes, with a tokenizer and a chat template. Norms are such that bf16 holds them.
+fn gguf_file(folder: &Path, kind: Kind) -> PathBuf {
+    let source = folder.join(kind.0);
+    byte_model::write(&source, 512);
+    let read = |name: &str| -> serde_json::Value {
+        serde_json::from_str(&fs::read_to_string(source.join(name)).unwrap()).unwrap()
+    };
+    let mut tokens: Vec<(String, u64)> = read("tokenizer.json")["model"]["vocab"]
+        .as_object()
+        .unwrap()
+        .iter()
+        .map(|(token, id)| (token.clone(), id.as_u64().unwrap()))
+        .collect();
+    tokens.sort_by_key(|(_, id)| *id);
+    let kinds: Vec<u64> = tokens.iter().map(|(_, id)| if *id < 2 { 3 } else { 1 }).collect();
+    let tokens: Vec<&str> = tokens.iter().map(|(token, _)| token.as_str()).collect();
+    let mut parts = Parts::of(&source, kind);
+    for (_, extents, _, bytes) in &mut parts.tensors {
+        if extents.len() == 1 {
+            bytes.chunks_exact_mut(4).for_each(|number| number[..2].fill(0));
+        }
+    }
+    let own: [(&str, serde_json::Value); 8] = [
+        ("ggml.model", "gpt2".into()),
+        ("ggml.pre", "gpt-2".into()),
+        ("ggml.tokens", tokens.into()),
+        ("ggml.token_type", kinds.into()),
+        ("ggml.merges", serde_json::json!([])),
+        ("ggml.bos_token_id", 0.into()),
+        ("ggml.add_bos_token", true.into()),
+        ("chat_template", "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}".into()),
+    ];
+    parts.keys.extend(own.map(|(key, value)| (format!("tokenizer.{key}"), value)));
+    parts.keys.push(("tokenizer.ggml.eos_token_id".into(), 1.into()));
+    let path = folder.join(format!("{}.gguf", kind.0));
+    fs::write(&path, parts.bytes()).unwrap();
+    path
+}
+
+#[test]
+fn a_gguf_file_is_gone_on_with_and_becomes_a_folder() {
+    let folder = tempfile::tempdir().unwrap();
+    let bf16 = Kind("bf16", 30);
+    let (file, recipe, out) =
+        (gguf_file(folder.path(), bf16), folder.path().join("tuned.toml"), folder.path().join("out"));
+    // Weights that move by less than they are rounded: what comes out is what went in.
+    let text =
+        recipe_of("", &format!("from = '{}'", file.display())).replace("learning_rate = 1e-3", "learning_rate = 1e-9");
+    fs::write(&recipe, &text).unwrap();
+    train(&recipe, &out, &["--steps", "2"]).success();
+    train(&recipe, &out, &["--resume", "--steps", "3"]).success();
+
+    let read = |model: &Path| Config::read(model).unwrap();
+    assert_eq!(read(&out), Config { dtype: DType::Bf16, ..read(&file) });
+    let tokens = Text::open(&file).unwrap().tokens("The key of the red door is 4711, naïve\n").unwrap();
+    let text = Text::open(&out).unwrap();
+    assert_eq!(text.tokens("The key of the red door is 4711, naïve\n").unwrap(), tokens);
+    assert_eq!(tokens[0], 0, "a text begins with its first token");
+    assert_eq!(logits(&out, &tokens), logits(&file, &tokens));
+    let words = [Message { role: "user".into(), content: "x".into() }];
+    assert_eq!(ChatTemplate::open(&out).unwrap().render(&words, true).unwrap(), "<s>x</s>");
+    let bytes = fs::read(out.join("model.safetensors")).unwrap();
+    let weights = SafeTensors::deserialize(&bytes).unwrap();
+    assert!(weights.tensors().iter().all(|(_, tensor)| tensor.dtype() == safetensors::Dtype::BF16));
+    let json = |name: &str| -> serde_json::Value {
+        serde_json::from_str(&fs::read_to_string(out.join(name)).unwrap()).unwrap()
+    };
+    let (config, tokenizer) = (json("config.json"), json("tokenizer_config.json"));
+    assert_eq!((&config["model_type"], &config["pad_token_id"]), (&"llama".into(), &serde_json::Value::Null));
+    assert_eq!((&tokenizer["bos_token"], &tokenizer["eos_token"]), (&"<s>".into(), &"</s>".into()));
+
+    // Blocks are widened, and at a rate that is worth it they learn.
+    let file = gguf_file(folder.path(), Q8_0);
+    fs::write(&recipe, recipe_of("", &format!("from = '{}'", file.display()))).unwrap();
+    let learnt = folder.path().join("learnt");
+    train(&recipe, &learnt, &[]).success();
+    let loss = |line: &str| serde_json::from_str::<serde_json::Value>(line).unwrap()["loss"].as_f64();
+    let losses: Vec<f64> = log(&learnt).iter().filter_map(|line| loss(line)).collect();
+    assert!(losses[losses.len() - 1] < losses[0], "{losses:?}");
 }
 
 /// A process that does not outlive its test.

@@ -66,7 +66,7 @@ pub struct Cell {
     /// Where; the CPU where nothing is said.
     #[serde(default, skip_serializing_if = "Device::is_cpu")]
     pub device: Device,
-    /// Model of `eval`: a Hugging Face folder, or `builtin`.
+    /// Model of `eval` and `train`: a Hugging Face folder, a GGUF file, or `builtin`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub model: Option<String>,
     /// Task of `eval`, with parameters.
@@ -75,7 +75,7 @@ pub struct Cell {
     /// Text file whose pieces are gone on with, for the task `perplexity`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub text: Option<String>,
-    /// Samples of `eval`, at most; drawn episodes of `recall`.
+    /// Samples of `eval`, at most; drawn episodes of `recall`; rounds of `train`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub samples: Option<usize>,
     /// What a policy has seen of the question of `eval` when it evicts; `None` where there is no question. Records from
@@ -150,7 +150,7 @@ pub struct Cell {
     /// Episode of `recall`, with parameters: `forget:count=64`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub episode: Option<String>,
-    /// Ranks that share a pass of `ranks`: `ring:4`.
+    /// Ranks that share a pass of `ranks`, as `ring:4`, or training, as `zero:ranks=4,stage=3`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ranks: Option<String>,
     /// Seed of the workload, of the policy, of the trace and of the episode.

@@ -91,7 +91,7 @@ pub fn of_comparisons(cells: &[&Cell], registry: &Registry, engine: Engine<'_>) 
 }
 
 /// A table of cells with predicted peak memory and time, and the sums; `others` are cells that run in comparisons, of which
-/// no memory is predicted. Nothing is known beforehand of a GPU's times.
+/// memory is predicted where their measure does. Nothing is known beforehand of a GPU's times.
 pub fn table<'e>(
     cells: &[Prepared],
     others: &[&Cell],
@@ -141,7 +141,11 @@ pub fn table<'e>(
             None => "simulated".into(),
         };
         for cell in cells {
-            let _ = writeln!(text, "{:width$}  {:>15}  {time:>9}", cell.label(), "–");
+            let bytes = cell.measure.comparisons().and_then(|measure| measure.predicted_bytes(cell));
+            let has_room = bytes.is_none_or(|bytes| bytes <= limit_bytes);
+            oom += usize::from(!has_room && !refused);
+            let (peak, time) = (bytes.map_or("–".into(), units::bytes), if has_room { &time } else { "oom" });
+            let _ = writeln!(text, "{:width$}  {peak:>15}  {time:>9}", cell.label());
         }
     }
     let total = if rates.is_some() { format!("; about {} in all", minutes(total_s)) } else { String::new() };

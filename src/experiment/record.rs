@@ -68,7 +68,7 @@ pub struct Record {
     /// Clocks, temperature and power of the GPU just after the last sample, where NVML tells.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gpu: Option<Condition>,
-    /// Times by phase: `forward`, `backward`, `prefill`, `score`, `evict`, `decode`, `decode_evict`, `first_token`.
+    /// Times by phase: `step`, `forward`, `backward`, `prefill`, `score`, `evict`, `decode`, `decode_evict`, `first_token`.
     pub latency: BTreeMap<String, Latency>,
     /// Work of one pass.
     pub work: Option<Work>,
@@ -82,9 +82,12 @@ pub struct Record {
     /// What a memory of facts gave back, for `recall`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub recall: Option<Recalled>,
-    /// What each rank took, sent and waited for, for `ranks`.
+    /// What each rank took, sent and waited for, for `ranks` and `train`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub ranks: Vec<OfRank>,
+    /// What was trained, for `train`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub training: Option<Training>,
     /// Times that the cost model gives, by the phases of `latency`, for `ranks`.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub predicted_ns: BTreeMap<String, f64>,
@@ -132,6 +135,7 @@ impl Record {
             serving: None,
             recall: None,
             ranks: Vec::new(),
+            training: None,
             predicted_ns: BTreeMap::new(),
             answers: None,
         }
@@ -256,6 +260,15 @@ pub struct Work {
     pub kv_bytes_read: u64,
     /// FLOP/s at the median.
     pub flops_per_s: f64,
+}
+
+/// What steps of training were taken on.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Training {
+    /// Parameters of the whole model, all of which are trained.
+    pub parameters: u64,
+    /// The loss before each step of a round; every round is the same.
+    pub losses: Vec<f64>,
 }
 
 /// Distance from the dense f64 result.

@@ -29,6 +29,8 @@ pub const SHIPPED: &[(&str, &str)] = &[
     ("camelot", include_str!("../../experiments/camelot.toml")),
     ("larimar", include_str!("../../experiments/larimar.toml")),
     ("ranks", include_str!("../../experiments/ranks.toml")),
+    ("zero", include_str!("../../experiments/zero.toml")),
+    ("real-zero", include_str!("../../experiments/real-zero.toml")),
     ("dms", include_str!("../../experiments/dms.toml")),
     ("real-dms", include_str!("../../experiments/real-dms.toml")),
 ];

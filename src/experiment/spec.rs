@@ -143,10 +143,10 @@ pub struct Grid {
     /// Episodes, for `recall`.
     #[serde(default, skip_serializing_if = "Many::is_empty")]
     pub episode: Many<String>,
-    /// Ranks that share a pass, for `ranks`: `ring:4`, `tree:2`.
+    /// Ranks that share a pass, for `ranks`: `ring:4`, `tree:2`; or training, for `train`: `zero:ranks=4,stage=3`.
     #[serde(default, skip_serializing_if = "Many::is_empty")]
     pub ranks: Many<String>,
-    /// Models, for `eval`: Hugging Face folders, relative to the working folder, or `builtin`, which is the default.
+    /// Models, for `eval` and `train`: Hugging Face folders or GGUF files, relative to the working folder, or `builtin`, which is the default.
     #[serde(default, skip_serializing_if = "Many::is_empty")]
     pub model: Many<String>,
     /// Tasks, for `eval`.
@@ -156,7 +156,8 @@ pub struct Grid {
     /// default) are fed as they are.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub text: Option<PathBuf>,
-    /// Samples of each task, for `eval`, or drawn episodes, for `recall`; 20 by default.
+    /// Samples of each task, for `eval`, or drawn episodes, for `recall`; 20 by default. Rounds of `train`; 5 by
+    /// default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub samples: Option<usize>,
     /// What policies have seen of a question when they evict, for `eval`; `agnostic` by default.

@@ -99,6 +99,11 @@ impl ChatTemplate {
         ChatTemplate { path, source, bos, eos }
     }
 
+    /// The template's text.
+    pub(super) fn source(&self) -> &str {
+        &self.source
+    }
+
     /// A conversation as the model wants it written; with `answer`, up to where its next answer begins.
     ///
     /// # Errors

@@ -45,6 +45,18 @@ impl Family {
             Family::Gemma2 => "Gemma2ForCausalLM",
         }
     }
+
+    /// The name by which `transformers` finds its configuration.
+    pub(super) fn model_type(self) -> &'static str {
+        match self {
+            Family::Llama => "llama",
+            Family::Mistral => "mistral",
+            Family::Qwen2 => "qwen2",
+            Family::Qwen3 => "qwen3",
+            Family::Phi3 => "phi3",
+            Family::Gemma2 => "gemma2",
+        }
+    }
 }
 
 /// RoPE scaling: how frequencies change for longer contexts than the model was first trained for.

@@ -35,7 +35,7 @@ pub(crate) use decoder::params;
 pub use decoder::{Decoder, Setup, bytes, bytes_of_calls, bytes_unopened, bytes_with_memory};
 pub use evictor::Eviction;
 pub use generate::{Generated, OneSequence, generate};
-pub(crate) use gguf::{GgufTensor, gguf_tensors};
+pub(crate) use gguf::{GgufTensor, files_of_gguf, gguf_tensors};
 pub use hook::{Activation, Hook};
 pub use locate::{BUILTIN, fingerprint, locate};
 pub use quantise::{Mixture, Planned, Quantised, quantise};

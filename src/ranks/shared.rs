@@ -3,6 +3,7 @@
 use super::cost::{Link, Links, Sending};
 use super::{Rank, RankError, Ring, RingBackward, Traffic, Tree};
 use crate::attention::{DenseKv, Gradients, Kernel, Outputs, Params, Shape};
+use crate::memory::LabelBytes;
 use crate::tensor::{DType, Tensor, TensorView};
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -77,6 +78,12 @@ pub struct OfRank {
     pub peak_bytes: u64,
     /// The same from the shapes.
     pub predicted_peak_bytes: u64,
+    /// Its peak by label, and the same from the shapes, for steps of training.
+    #[serde(default, skip_serializing_if = "LabelBytes::is_empty")]
+    pub peak_by_label: LabelBytes,
+    /// See [`OfRank::peak_by_label`].
+    #[serde(default, skip_serializing_if = "LabelBytes::is_empty")]
+    pub predicted_by_label: LabelBytes,
     /// Bytes that it sent in a pass.
     pub sent_bytes: u64,
     /// The same from the shapes.
@@ -200,7 +207,7 @@ impl Shared {
     }
 
     /// What a forward pass sends, one message behind another.
-    fn forward_sending(&self) -> Sending {
+    pub fn forward_sending(&self) -> Sending {
         match self {
             Shared::Ring(ring) => ring.forward_sending(),
             Shared::Tree(tree) => tree.forward_sending(),

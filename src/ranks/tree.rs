@@ -75,7 +75,9 @@ impl Tree {
     /// What [`Tree::forward`] sends: partial results up the tree and down again.
     pub fn forward_sending(&self) -> Sending {
         let bytes = Partials::bytes(&self.shape);
-        Sending { exchanges: vec![bytes; tree_depth(self.kv.ranks() as u64) as usize], rooms: vec![bytes; 2] }
+        let depth = tree_depth(self.kv.ranks() as u64);
+        // On the way up; the result comes down as it is. One rank takes the room too.
+        Sending { exchanges: vec![bytes; depth as usize], rooms: vec![bytes; 2], merges: depth / 2 }
     }
 
     /// Attention of the queries over all keys, the same on every rank. `kv` are this rank's own.

@@ -32,6 +32,7 @@ mod rows;
 #[cfg(test)]
 mod samples;
 mod serving;
+mod steps;
 mod summary;
 mod table;
 #[cfg(test)]

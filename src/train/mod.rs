@@ -35,6 +35,7 @@ pub mod parameters;
 pub mod recipe;
 mod ridge;
 pub mod run;
+pub mod steps;
 pub mod tensor_parallel;
 mod text;
 pub mod tune;

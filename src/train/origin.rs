@@ -1,11 +1,11 @@
-//! What a run starts from: the sizes of a new model, which is a Llama, or the folder of one that goes on to be trained.
+//! What a run starts from: the sizes of a new model, which is a Llama, or the folder or GGUF file of one that goes on to be trained.
 //!
-//! Either way the model is what its `config.json` says: for sizes it is written here, and read as any other.
+//! In every case the model is what its `config.json` says: for sizes and for a GGUF file it is written here, and read as any other.
 
 use super::Parameters;
 use super::run::TrainError;
 use super::vocabulary::{BEGIN, END, Vocabulary};
-use crate::model::{Config, locate, widen};
+use crate::model::{Config, files_of_gguf, locate, widen};
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::{Value, json};
@@ -120,7 +120,7 @@ pub enum Origin {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Folder {
-    /// Its folder, or `builtin`.
+    /// Its folder or GGUF file, or `builtin`.
     pub from: PathBuf,
 }
 
@@ -142,7 +142,7 @@ pub(super) struct Start {
     pub vocabulary: Vocabulary,
     /// Names and contents of the files that stand beside the weights.
     pub files: Vec<(&'static str, String)>,
-    /// Where weights come from, if not from random numbers.
+    /// The folder or file that weights come from, if not from random numbers.
     pub folder: Option<PathBuf>,
 }
 
@@ -150,12 +150,17 @@ impl Origin {
     /// The model, without its weights.
     ///
     /// # Errors
-    /// When a folder is not that of a model with a tokenizer.
+    /// When a folder or file is not that of a model with a tokenizer.
     pub(super) fn open(&self) -> Result<Start, TrainError> {
         match self {
             Origin::New(sizes) => Ok(new(sizes)),
             Origin::Folder(Folder { from }) => {
                 let folder = locate(from)?;
+                if let Some(files) = files_of_gguf(&folder)? {
+                    let config = Config::parse(&folder, &files[0].1)?;
+                    let vocabulary = Vocabulary::of_folder(&folder, &config)?;
+                    return Ok(Start { config, vocabulary, files, folder: Some(folder) });
+                }
                 let config = Config::read(&folder)?;
                 let vocabulary = Vocabulary::of_folder(&folder, &config)?;
                 let there = |name: &&str| folder.join(name).exists();

@@ -211,14 +211,8 @@ impl<'a> Trainer<'a> {
             let (step, began) = (self.progress.step, Instant::now());
             let batch = next;
             self.zero.take_sent_bytes();
-            self.zero.begin();
-            let share = network.step_of(&mut self.zero, &batch)?;
-            let (loss, gradient_norm) = self.zero.loss_and_norm(share)?;
-            if !loss.is_finite() {
-                return Err(TrainError::Diverged { step, loss });
-            }
             let rate = recipe.optimizer.rate(step, recipe.steps());
-            self.zero.update(&recipe.optimizer, (step, rate), gradient_norm)?;
+            let (loss, gradient_norm) = self.zero.step(&mut network, &batch, &recipe.optimizer, (step, rate))?;
             self.sent_bytes = self.zero.take_sent_bytes();
             self.progress.step += 1;
             self.progress.sequences += stage.batch as u64;

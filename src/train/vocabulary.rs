@@ -1,4 +1,4 @@
-//! The tokenizer of a model that is trained: its own, where it comes from a folder. A new model's has every word of the
+//! The tokenizer of a model that is trained: its own, where it comes from a folder or file. A new model's has every word of the
 //! generated texts as one token, with the space before it; numbers go in pairs of digits; all else falls to bytes, so that
 //! every text has tokens and none is unknown.
 //!
@@ -31,13 +31,14 @@ impl Vocabulary {
     /// The token [`END`].
     pub(super) const END: u32 = 1;
 
-    /// The tokenizer of a model's folder.
+    /// The tokenizer of a model's folder or GGUF file.
     ///
     /// # Errors
     /// When there is none that fits the model, or it has no tokens for words.
     pub fn of_folder(folder: &Path, config: &Config) -> Result<Self, ModelError> {
         let text = Text::open(folder)?;
-        let wrong = |reason| ModelError::Config { path: folder.join("tokenizer.json"), reason };
+        let path = if folder.is_dir() { folder.join("tokenizer.json") } else { folder.into() };
+        let wrong = |reason| ModelError::Config { path: path.clone(), reason };
         if text.last() as usize >= config.vocab {
             let last = text.last();
             return Err(wrong(format!("its largest token is {last}; the model has tokens 0 to {}", config.vocab - 1)));

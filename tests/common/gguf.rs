@@ -10,6 +10,7 @@ use std::path::Path;
 pub struct Kind(pub &'static str, pub u32);
 
 /// A format's name, and its number in ggml.
+#[allow(dead_code)] // training has Q8_0 alone
 pub const F32: Kind = Kind("f32", 0);
 #[allow(dead_code)] // the parsers write it
 pub const Q8_0: Kind = Kind("q8_0", 8);

@@ -18,6 +18,7 @@ mod prepared;
 mod ranks;
 mod recall;
 mod serve;
+mod train;
 mod trials;
 
 pub use check::Truth;
@@ -44,6 +45,7 @@ pub static MEASURES: &[Measure] = &[
     Measure::EVICT,
     Measure::SERVE,
     Measure::RANKS,
+    Measure::TRAIN,
     Measure::RECALL,
     Measure::EVAL,
 ];
@@ -61,6 +63,8 @@ impl Measure {
     pub const SERVE: Measure = Measure(&serve::Serve);
     /// A forward pass shared out over ranks.
     pub const RANKS: Measure = Measure(&ranks::Ranks);
+    /// Steps of training over ranks.
+    pub const TRAIN: Measure = Measure(&train::Train);
     /// What memories of facts give back.
     pub const RECALL: Measure = Measure(&recall::Recall);
     /// A model's answers under policies and budgets.
@@ -120,6 +124,11 @@ pub trait Comparisons: Sync {
 
     /// Seconds that each of these comparisons will take, tried on pieces of them; `None` where nothing takes long.
     fn seconds(&self, _comparisons: &[Vec<&Cell>], _registry: &Registry, _cpu: &Cpu) -> Option<Vec<f64>> {
+        None
+    }
+
+    /// Bytes that a cell will take at its peak, all ranks together, from the shapes alone; `None` where nothing predicts them.
+    fn predicted_bytes(&self, _cell: &Cell) -> Option<u64> {
         None
     }
 

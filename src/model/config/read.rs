@@ -38,6 +38,14 @@ impl Config {
         Ok(config)
     }
 
+    /// Reads the text of a `config.json`; `path` is what errors call it.
+    ///
+    /// # Errors
+    /// As [`Config::read`].
+    pub(crate) fn parse(path: &Path, text: &str) -> Result<Self, ModelError> {
+        Config::from_json(&parsed(path, text)?).map_err(|reason| ModelError::Config { path: path.into(), reason })
+    }
+
     /// The model that an object describes.
     ///
     /// # Errors
@@ -140,8 +148,12 @@ impl Defaults {
 
 fn object(path: &Path) -> Result<Map<String, Value>, ModelError> {
     let wrong = |reason: String| ModelError::Config { path: path.into(), reason };
-    let text = std::fs::read_to_string(path).map_err(|error| wrong(error.to_string()))?;
-    match serde_json::from_str(&text) {
+    parsed(path, &std::fs::read_to_string(path).map_err(|error| wrong(error.to_string()))?)
+}
+
+fn parsed(path: &Path, text: &str) -> Result<Map<String, Value>, ModelError> {
+    let wrong = |reason: String| ModelError::Config { path: path.into(), reason };
+    match serde_json::from_str(text) {
         Ok(Value::Object(map)) => Ok(map),
         Ok(_) => Err(wrong("it must be a JSON object".into())),
         Err(error) => Err(wrong(format!("it is not JSON: {error}"))),

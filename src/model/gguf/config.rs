@@ -50,7 +50,8 @@ impl Gguf {
         })
     }
 
-    fn keys(&self) -> Result<Map<String, Value>, String> {
+    /// Keys of a `config.json` that the file has words for.
+    pub(super) fn keys(&self) -> Result<Map<String, Value>, String> {
         let (family, name) = self.family()?;
         let own = |key: &str| self.metadata.get(&format!("{name}.{key}"));
         let mut map = Map::new();

@@ -49,14 +49,14 @@ impl Ring {
 
     /// What [`Ring::backward`] sends: keys and values, both with sums, and sums alone, twice.
     pub fn backward_sending(&self) -> Sending {
-        let Sending { exchanges, mut rooms } = self.forward_sending();
+        let Sending { exchanges, mut rooms, .. } = self.forward_sending();
         let sums = 4 * self.most_sums() as u64;
         rooms.extend([sums; 3]);
         let exchanges = match exchanges[..] {
             [] => Vec::new(),
             [keys, ..] => [vec![keys], vec![keys + sums; exchanges.len() - 1], vec![sums; 2]].concat(),
         };
-        Sending { exchanges, rooms }
+        Sending { exchanges, rooms, merges: 0 }
     }
 
     /// Gradients by this rank's queries, and by its keys and values over all queries.

@@ -90,7 +90,7 @@ impl Ring {
     /// What [`Ring::forward`] sends.
     pub fn forward_sending(&self) -> Sending {
         let rooms = Travelling::lens(self).map(|bytes| bytes as u64).into_iter().filter(|&bytes| bytes > 0).collect();
-        Sending { exchanges: vec![2 * self.most_keys_bytes() as u64; self.kv.ranks() - 1], rooms }
+        Sending { exchanges: vec![2 * self.most_keys_bytes() as u64; self.kv.ranks() - 1], rooms, merges: 0 }
     }
 
     /// Attention of this rank's queries over all keys. `k` and `v` are its own.

@@ -1,9 +1,10 @@
-//! [`Bars`] as SVG: pairs of stacked bars, the measured one in full colour and the printed one paler beside it.
+//! [`Bars`] as SVG: stacked bars, the measured one in full colour and what it is compared with paler beside it.
 
 use super::canvas::{self, Align, Canvas, Stroke, Words, text_width};
 use super::{FAINT_INK, GRID, INK, MARGIN, SMALL, TOP, WHITE, WIDTH, subtitle};
 use crate::report::ReportError;
 use crate::report::bars::{Bar, Bars};
+use crate::report::chart::Quantity;
 use crate::report::palette::Colour;
 
 const PLOT: f64 = 300.0;
@@ -18,8 +19,11 @@ const PALE: f64 = 0.4;
 struct Layout {
     left: f64,
     bottom: f64,
-    /// Width that belongs to a bar and its printed neighbour.
+    /// Width that belongs to a bar and its paler neighbour.
     slot: f64,
+    /// Value at the upper end of the axis, and ticks from 0 on with their words.
+    top: f64,
+    ticks: Vec<(f64, String)>,
     /// Centre of each bar's slot.
     centres: Vec<f64>,
 }
@@ -32,9 +36,10 @@ pub fn svg(bars: &Bars) -> Result<String, ReportError> {
     if bars.bars.is_empty() {
         return Err(ReportError::Empty(bars.id.clone()));
     }
-    let legend = bars.parts.iter().map(|part| part.name).chain([bars.printed_label.as_str()]);
+    let legend = bars.parts.iter().map(|part| part.name).chain([bars.paler_label.as_str()]);
     let legend_width = 34.0 + legend.map(|name| text_width(name, SMALL)).fold(0.0, f64::max);
-    let left = MARGIN + text_width("100 %", SMALL) + 8.0;
+    let (top, ticks) = ticks(bars);
+    let left = MARGIN + ticks.iter().map(|(_, words)| text_width(words, SMALL)).fold(0.0, f64::max) + 8.0;
     let right = WIDTH - MARGIN - legend_width - 10.0;
     let changes = bars.bars.windows(2).map(|pair| if pair[0].group == pair[1].group { 0.0 } else { GROUP_GAP });
     let gaps: Vec<f64> = [0.0].into_iter().chain(changes).collect();
@@ -44,11 +49,11 @@ pub fn svg(bars: &Bars) -> Result<String, ReportError> {
         next += slot * (1.0 + gap);
         next - slot / 2.0
     };
-    let layout = Layout { left, bottom: TOP + PLOT, slot, centres: gaps.iter().map(place).collect() };
+    let layout = Layout { left, bottom: TOP + PLOT, slot, top, ticks, centres: gaps.iter().map(place).collect() };
     let right = left + slot * (bars.bars.len() as f64 + gaps.iter().sum::<f64>());
     let lines = bars.bars.iter().map(|bar| bar.notes.len()).max().unwrap_or(0) as f64;
     let height = layout.bottom + LINE * (lines + 2.0) + 24.0;
-    let description = format!("{}: {}", bars.title, bars.y_label);
+    let description = format!("{}: {}", bars.title, bars.y.label);
     canvas::svg((WIDTH, height), &description, |canvas| {
         canvas.polygon(&[(0.0, 0.0), (WIDTH, 0.0), (WIDTH, height), (0.0, height)], WHITE, 1.0)?;
         headings(canvas, bars)?;
@@ -69,35 +74,52 @@ fn words(size: f64, colour: Colour, align: Align) -> Words {
 fn headings(canvas: &Canvas, bars: &Bars) -> Result<(), ReportError> {
     canvas.words((MARGIN, 20.0), &bars.title, Words { bold: true, ..words(16.0, INK, Align::Start) })?;
     subtitle(canvas, &bars.subtitle)?;
-    canvas.words((MARGIN, TOP - 14.0), &bars.y_label, words(SMALL, INK, Align::Start))
+    canvas.words((MARGIN, TOP - 14.0), &bars.y.label, words(SMALL, INK, Align::Start))
+}
+
+/// The upper end of the axis, and its ticks: fifths of a whole, else what the quantity has.
+fn ticks(bars: &Bars) -> (f64, Vec<(f64, String)>) {
+    if bars.y.quantity == Quantity::Share {
+        return (1.0, (0..=5).map(|fifth| (f64::from(fifth) / 5.0, format!("{} %", 20 * fifth))).collect());
+    }
+    let heights = bars.bars.iter().flat_map(|bar| [bar.values.iter().sum(), bar.paler.iter().flatten().sum()]);
+    let heights: Vec<f64> = heights.collect();
+    let Some(span) = bars.y.span(heights.iter().copied()) else { return (1.0, Vec::new()) };
+    let ticks = bars.y.ticks(&span, 6);
+    let top = ticks.iter().map(|tick| tick.at).chain(heights).fold(0.0, f64::max);
+    (top, ticks.into_iter().map(|tick| (tick.at, tick.label)).collect())
 }
 
 fn axis(canvas: &Canvas, layout: &Layout, right: f64) -> Result<(), ReportError> {
-    for fifth in 0..=5 {
-        let height = layout.bottom - PLOT * f64::from(fifth) / 5.0;
-        let colour = if fifth == 0 { FAINT_INK } else { GRID };
+    for (at, text) in &layout.ticks {
+        let height = layout.bottom - PLOT * at / layout.top;
+        let colour = if *at == 0.0 { FAINT_INK } else { GRID };
         canvas.line(&[(layout.left, height), (right, height)], Stroke { colour, width: 1.0, dashed: false })?;
-        canvas.words((layout.left - 7.0, height), &format!("{} %", 20 * fifth), words(SMALL, INK, Align::End))?;
+        canvas.words((layout.left - 7.0, height), text, words(SMALL, INK, Align::End))?;
     }
     Ok(())
 }
 
-/// The bar and, where something is printed, its paler neighbour; alone it stands in the middle.
+/// The bar and, where there is something to compare with, its paler neighbour; alone it stands in the middle.
 fn stacks(canvas: &Canvas, bars: &Bars, bar: &Bar, centre: f64, layout: &Layout) -> Result<(), ReportError> {
     let width = (layout.slot * 0.42).min(40.0);
-    let has_printed = bar.printed.iter().any(Option::is_some);
-    let start = if has_printed { centre - width - 1.0 } else { centre - width / 2.0 };
-    let own: Vec<Option<f64>> = bar.shares.iter().copied().map(Some).collect();
+    let has_paler = bar.paler.iter().any(Option::is_some);
+    let has_both = has_paler && !bar.values.is_empty();
+    let start = if has_both { centre - width - 1.0 } else { centre - width / 2.0 };
+    let own: Vec<Option<f64>> = bar.values.iter().copied().map(Some).collect();
     let stack = |shares: &[Option<f64>], start: f64, opacity: f64| -> Result<(), ReportError> {
         let mut below = layout.bottom;
         for (part, share) in bars.parts.iter().zip(shares) {
             let Some(share) = share.filter(|share| *share > 0.0) else { continue };
-            let top = below - PLOT * share;
+            let top = below - PLOT * share / layout.top;
             let corners = [(start, below), (start + width, below), (start + width, top), (start, top)];
             // No line of the grid shows through a pale bar.
             canvas.polygon(&corners, WHITE, 1.0)?;
             canvas.polygon(&corners, part.colour, opacity)?;
-            let text = format!("{:.1}", 100.0 * share);
+            let text = match bars.y.quantity {
+                Quantity::Share => format!("{:.1}", 100.0 * share),
+                _ => bars.y.value_label(share),
+            };
             if below - top > VALUE + 2.0 && text_width(&text, VALUE) <= width + 2.0 {
                 let ink = if opacity == 1.0 && is_dark(part.colour) { WHITE } else { INK };
                 canvas.words((start + width / 2.0, (below + top) / 2.0), &text, words(VALUE, ink, Align::Middle))?;
@@ -107,7 +129,7 @@ fn stacks(canvas: &Canvas, bars: &Bars, bar: &Bar, centre: f64, layout: &Layout)
         Ok(())
     };
     stack(&own, start, 1.0)?;
-    if has_printed { stack(&bar.printed, start + width + 2.0, PALE) } else { Ok(()) }
+    if has_paler { stack(&bar.paler, if has_both { start + width + 2.0 } else { start }, PALE) } else { Ok(()) }
 }
 
 /// Whether white words are easier to read on a colour than black ones.
@@ -147,12 +169,12 @@ fn legend_of(canvas: &Canvas, bars: &Bars, left: f64) -> Result<(), ReportError>
         canvas.words((left + 20.0, top + 6.0), part.name, words(SMALL, INK, Align::Start))?;
         top += 20.0;
     }
-    if bars.bars.iter().any(|bar| bar.printed.iter().any(Option::is_some)) {
+    if bars.bars.iter().any(|bar| bar.paler.iter().any(Option::is_some)) {
         top += 8.0;
         for (index, part) in bars.parts.iter().enumerate() {
             swatch(top, left + 3.5 * index as f64, 3.5, part.colour, PALE)?;
         }
-        canvas.words((left + 20.0, top + 6.0), &bars.printed_label, words(SMALL, INK, Align::Start))?;
+        canvas.words((left + 20.0, top + 6.0), &bars.paler_label, words(SMALL, INK, Align::Start))?;
     }
     Ok(())
 }

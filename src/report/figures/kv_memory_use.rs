@@ -4,6 +4,7 @@ use super::Data;
 use crate::experiment::measure::Measure;
 use crate::experiment::record::{Record, Status};
 use crate::report::bars::{Bar, Bars, Part};
+use crate::report::chart::{Axis, Quantity};
 use crate::report::palette::Colour;
 use crate::serving::{Usage, published};
 use std::collections::BTreeMap;
@@ -50,9 +51,11 @@ pub fn bars(data: &Data) -> Option<Bars> {
                   used by it. External: free, or lost to an allocator's rounding. Batch: requests that run at a time; \
                   the paper's load did not fill the memory of its paged system, so its batch is smaller there."
                 .into(),
-        y_label: "fraction of the pool's slots".into(),
+        y: Axis { label: "fraction of the pool's slots".into(), field: "fraction", quantity: Quantity::Share },
         parts: PARTS.into(),
-        printed_label: "paper (vLLM)".into(),
+        paler_label: "paper (vLLM)".into(),
+        paler_prefix: "published_",
+        notes_name: false,
         bars,
     })
 }
@@ -69,13 +72,13 @@ fn bar(trace: &str, strategy: &str, seeds: &[(&Record, &Usage)]) -> Bar {
         group: trace.into(),
         name: strategy.replace("paged:page=", "paged "),
         notes,
-        shares: vec![
+        values: vec![
             mean(&|usage| usage.token_fraction),
             mean(&|usage| usage.reserved_fraction),
             mean(&|usage| usage.internal_fraction),
             mean(&|usage| usage.external_fraction),
         ],
-        printed: printed.iter().map(|share| share.map(|percent| percent / 100.0)).collect(),
+        paler: printed.iter().map(|share| share.map(|percent| percent / 100.0)).collect(),
         cell_ids: seeds.iter().map(|(record, _)| record.cell_id.clone()).collect(),
     }
 }

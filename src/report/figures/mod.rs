@@ -34,6 +34,7 @@ mod recall;
 mod rounding;
 mod scoring_cost;
 mod weights_and_cache;
+mod zero;
 
 #[cfg(test)]
 #[path = "../../../docs/examples/figure.rs"]
@@ -111,6 +112,7 @@ pub const PANELS: &[fn(&Data) -> Option<Picture>] = &[
     kept_by_position::heat,
     needle_heat_map::heat,
     |data| kv_memory_use::bars(data).map(Picture::Bars),
+    |data| zero::bars(data).map(Picture::Bars),
 ];
 
 /// A figure of any form.
@@ -157,7 +159,7 @@ impl Picture {
                 rows.rows.iter().map(|row| row.name.as_str()).chain([rows.axis.label.as_str()]).collect()
             }
             Picture::Heat(heat) => heat.panels.iter().map(|panel| panel.name.as_str()).collect(),
-            Picture::Bars(bars) => vec![&bars.y_label],
+            Picture::Bars(bars) => vec![&bars.y.label],
         }
     }
 

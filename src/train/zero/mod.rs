@@ -27,6 +27,7 @@ use super::parameters::{Parameter, Parameters};
 use super::run::TrainError;
 use super::tensor_parallel::{self, Cut, cut};
 use super::weights::Weights;
+use super::{Batch, Network};
 use crate::device::Cpu;
 use crate::memory::{Arena, Buffer, Label, LabelBytes};
 use crate::ranks::{Comm, RankError, parts};
@@ -130,10 +131,7 @@ impl<'a> Zero<'a> {
 
     /// Bytes that training takes from this rank's arena, for each label, with a network of these extents.
     pub fn training_bytes(&self, extents: &Extents<'_>, recompute: Recompute) -> LabelBytes {
-        let averages = in_memory(self.sharing.averages(), self.offload);
-        let mut bytes = self.sharing.training_bytes(extents, recompute, self.cpu.threads(), averages);
-        *bytes.entry(Label::Workspace).or_default() += 4 * tensor_parallel::sums(extents, self.tensor.size()) as u64;
-        bytes
+        training_bytes(&self.sharing, extents, recompute, self.cpu.threads(), (self.tensor.size(), self.offload))
     }
 
     /// Bytes that this rank sends in a step with a network of these extents.
@@ -167,6 +165,28 @@ impl<'a> Zero<'a> {
         squares[self.tensor.rank()] = sum(1);
         self.tensor.all_gather(&mut squares.iter_mut().map(bytemuck::bytes_of_mut).collect::<Vec<_>>())?;
         Ok((sum(0), squares.iter().sum::<f64>().sqrt()))
+    }
+
+    /// One step on this rank's part of a batch (`at` is its number from 0, and its learning rate): the loss over all ranks, and the norm of
+    /// its gradient.
+    ///
+    /// # Errors
+    /// When the loss is no number, and as [`Zero::update`].
+    pub fn step(
+        &mut self,
+        network: &mut Network<'_>,
+        batch: &Batch,
+        constants: &Constants,
+        at: (usize, f32),
+    ) -> Result<(f64, f64), TrainError> {
+        self.begin();
+        let share = network.step_of(self, batch)?;
+        let (loss, norm) = self.loss_and_norm(share)?;
+        if !loss.is_finite() {
+            return Err(TrainError::Diverged { step: at.0, loss });
+        }
+        self.update(constants, at, norm)?;
+        Ok((loss, norm))
     }
 
     /// Changes the weights by one step (`step` from 0) at learning rate `rate`, where the gradient has this norm.
@@ -269,6 +289,21 @@ impl Holder for Zero<'_> {
         }
         Ok(())
     }
+}
+
+/// Bytes that training takes from the arena of a rank of so many threads, for each label, with a network of these extents, where so many
+/// ranks share its blocks and the optimizer's averages may lie in a file.
+pub(in crate::train) fn training_bytes(
+    sharing: &Sharing<'_>,
+    extents: &Extents<'_>,
+    recompute: Recompute,
+    threads: usize,
+    (tensor, offload): (usize, bool),
+) -> LabelBytes {
+    let averages = in_memory(sharing.averages(), offload);
+    let mut bytes = sharing.training_bytes(extents, recompute, threads, averages);
+    *bytes.entry(Label::Workspace).or_default() += 4 * tensor_parallel::sums(extents, tensor) as u64;
+    bytes
 }
 
 /// Where a unit's gradients are added up: among all, or in room for them.

@@ -3,6 +3,8 @@
 //! Cells that differ only in the ranks take samples in turn. Each rank computes with one thread, so that ranks are what is
 //! compared, whatever the machine has. Inputs are standard normal: what is measured does not depend on them.
 
+mod estimate;
+
 use super::check::{accurate, finite, sample_rows};
 use super::trials::TrialError;
 use super::{Choice, Comparisons, Measurement, Runs, Scope, Stage, Truth, pass};
@@ -13,6 +15,7 @@ use crate::experiment::record::{Memory, Record, Status, Work};
 use crate::experiment::runner::latency;
 use crate::experiment::spec::Grid;
 use crate::memory::{Arena, ArenaError, Label};
+use crate::policy::Registry;
 use crate::ranks::{Asked, Method, OfRank, Rank, RankError, Shared, cost, scatter, threads};
 use crate::tensor::Tensor;
 use rand::{RngExt, SeedableRng};
@@ -100,6 +103,14 @@ impl Comparisons for Ranks {
         (device == Device::Cuda).then(|| "ranks are threads of the CPU".into())
     }
 
+    fn predicted_bytes(&self, cell: &Cell) -> Option<u64> {
+        needed_bytes(cell).ok()
+    }
+
+    fn seconds(&self, comparisons: &[Vec<&Cell>], registry: &Registry, cpu: &Cpu) -> Option<Vec<f64>> {
+        comparisons.iter().map(|cells| estimate::seconds(cells, registry, cpu)).collect()
+    }
+
     fn run(&self, records: Vec<Record>, stage: &Stage<'_>, each: &mut dyn FnMut(&Cell, f64)) -> Vec<Record> {
         let mut cells: Vec<Measured> =
             records.into_iter().map(|record| Measured { record, ranks: Vec::new(), spent_ns: 0 }).collect();
@@ -120,6 +131,15 @@ impl Comparisons for Ranks {
     }
 }
 
+/// Bytes of all ranks and of the whole problem, which lies beside them: they have copies of their parts.
+fn needed_bytes(cell: &Cell) -> Result<u64, TrialError> {
+    let (shape, ranks, shared) = shared(cell)?;
+    let kernel = attention::kernel(&cell.kernel).map_err(|error| TrialError::Failed(error.to_string()))?;
+    let predicted: u64 = (0..ranks).map(|rank| shared.forward_bytes(&*kernel, rank, 1)).sum();
+    let beside = 2 * shape.q_dims().iter().product::<usize>() + 2 * shape.kv_dims().iter().product::<usize>();
+    Ok(predicted + (beside * cell.dtype.bytes()) as u64)
+}
+
 /// One of the times of a rank, pass by pass.
 type Samples = fn(&OfRank) -> &Vec<u64>;
 
@@ -136,10 +156,7 @@ impl Measured {
         let cell = &self.record.cell;
         let (shape, ranks, shared) = shared(cell)?;
         let kernel = attention::kernel(&cell.kernel).map_err(|error| TrialError::Failed(error.to_string()))?;
-        let predicted: u64 = (0..ranks).map(|rank| shared.forward_bytes(&*kernel, rank, 1)).sum();
-        // The whole problem lies beside the ranks, which have copies of their parts.
-        let beside = 2 * shape.q_dims().iter().product::<usize>() + 2 * shape.kv_dims().iter().product::<usize>();
-        let needed = predicted + (beside * cell.dtype.bytes()) as u64;
+        let needed = needed_bytes(cell)?;
         if needed > stage.limit_bytes {
             let refused = ArenaError::Limit {
                 label: Label::Input,
@@ -207,9 +224,9 @@ impl Measured {
         for (name, read) in phases {
             record.latency.insert(name.into(), latency(over_ranks(read), 1, "rounds"));
         }
-        // What links took at best: whoever else wants the cores is no part of the model.
-        let sending_ns = over_ranks(|rank| &rank.predicted_alone_ns).into_iter().min().unwrap_or(0);
-        record.predicted_ns.insert("send_alone".into(), sending_ns as f64);
+        // Medians on both sides: whoever else wants the cores takes them from passes and from links alike.
+        let sending = latency(over_ranks(|rank| &rank.predicted_alone_ns), 1, "rounds");
+        record.predicted_ns.insert("send_alone".into(), sending.median_ns);
         let most = |read: fn(&OfRank) -> u64| ranks.iter().map(read).max().unwrap_or(0);
         let (peak_bytes, predicted_peak_bytes) = (most(|rank| rank.peak_bytes), most(|rank| rank.predicted_peak_bytes));
         let residual_bytes = peak_bytes as i64 - predicted_peak_bytes as i64;
@@ -224,7 +241,8 @@ impl Measured {
     }
 }
 
-/// Adds what the cost model gives for a whole pass, from what one rank took to compute: ranks beyond the cores take turns.
+/// Adds what the cost model gives for a whole pass, from what one rank took to compute: ranks beyond the cores take turns, and those of a
+/// tree, which read, share the memory too.
 fn predict(records: &mut [Record]) {
     let cores = std::thread::available_parallelism().map_or(1, usize::from) as f64;
     let asked = |record: &Record| record.cell.ranks.as_deref().and_then(|text| text.parse::<Asked>().ok());
@@ -239,11 +257,13 @@ fn predict(records: &mut [Record]) {
         let Some(Asked { method, threads: Some(ranks) }) = asked(record) else { continue };
         let Some(&send_ns) = record.predicted_ns.get("send_alone") else { continue };
         let Some((_, compute_ns)) = one.iter().find(|(of, _)| *of == method) else { continue };
-        let compute_ns = compute_ns / (ranks as f64).min(cores);
+        let together = record.ranks.first().map_or(1.0, |rank| rank.links.together.max(1.0));
         let forward_ns = match method {
             Method::Ring if ranks > 1 => {
-                cost::ring_time(ranks as u64, compute_ns / ranks as f64, send_ns / (ranks - 1) as f64)
+                let step_ns = compute_ns / (ranks as f64).min(cores) / ranks as f64;
+                cost::ring_time(ranks as u64, step_ns, send_ns / (ranks - 1) as f64)
             }
+            Method::Tree if ranks > 1 => compute_ns / ranks as f64 * together + send_ns,
             _ => compute_ns + send_ns,
         };
         record.predicted_ns.insert("forward".into(), forward_ns);
