@@ -7,9 +7,10 @@ use kvsieve::train::kvzap::{self, Settings};
 use kvsieve::train::log::Line;
 use kvsieve::train::run::{Options, TrainError};
 use predicates::str::contains;
-use serde_json::Value;
+use safetensors::SafeTensors;
+use serde_json::{Value, json};
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 const PROSE: &str = "docs/results.md";
 
@@ -44,7 +45,11 @@ fn a_run_that_was_stopped_goes_on_with_the_same_bits() {
     assert!((0.3..1.0).contains(&explained), "{explained}");
     train(&settings(), &parts, false, Some(2)).unwrap();
     assert_eq!(held_out(&train(&settings(), &parts, true, None).unwrap()), explained);
-    let gates = |out: &Path| fs::read(out.join(kvzap::POLICY)).unwrap();
+    let gates = |out: &Path| {
+        let bytes = fs::read(out.join(kvzap::POLICY)).unwrap();
+        let file = SafeTensors::deserialize(&bytes).unwrap();
+        ["gate.weight", "gate.bias"].map(|name| file.tensor(name).unwrap().data().to_vec())
+    };
     assert!(gates(&whole) == gates(&parts), "resumed gates differ");
 
     let other = Settings { seed: 6, ..settings() };
@@ -54,44 +59,36 @@ fn a_run_that_was_stopped_goes_on_with_the_same_bits() {
     assert!(matches!(train(&settings(), &folder.path().join("new"), true, None), Err(TrainError::Nothing(_))));
 }
 
-/// Mean KL to the full cache of each policy, after a command.
-fn divergence(policies: &str) -> Vec<(String, f64)> {
-    let mut command = kvsieve();
-    command.args([
-        "eval",
-        "--model",
-        "builtin",
-        "--task",
-        "recall",
-        "--context",
-        "512",
-        "--samples",
-        "4",
-        "--json",
-        "-",
-    ]);
-    command.args(["--policy", policies, "--budget", "0.5", "--dtype", "f32"]);
-    let out = command.assert().success().get_output().stdout.clone();
-    let said: Value = serde_json::from_slice(&out).unwrap();
-    let rows = said["results"].as_array().unwrap_or_else(|| panic!("{said}"));
-    rows.iter().map(|row| (row["policy"].as_str().unwrap().to_string(), row["kl"].as_f64().unwrap())).collect()
-}
-
 #[test]
-fn fitted_gates_evict_better_than_chance() {
+fn fitted_gates_evict_by_a_budget_or_a_threshold() {
     let folder = tempfile::tempdir().unwrap();
-    let text = folder.path().join("text");
-    // What the built-in model was made for: names and codes.
-    let words = ["amber", "falcon", "copper", "river", "silver", "maple", "garden", "window"];
-    let line =
-        |at: usize| format!(" The code of {} {} is {:07}.", words[at % 8], words[at / 8 % 8], at * 7919 % 9999999);
-    fs::write(&text, (0..2000).map(line).collect::<String>()).unwrap();
-    let out: PathBuf = folder.path().join("gates");
-    train(&Settings { text, steps: 12, length: 256, ..settings() }, &out, false, None).unwrap();
-    let gates = out.join(kvzap::POLICY);
-    let found = divergence(&format!("kvzap:gates={},random", gates.display()));
-    let of = |name: &str| found.iter().find(|(policy, _)| policy.starts_with(name)).unwrap().1;
-    assert!(of("kvzap") < 0.8 * of("random"), "{found:?}");
+    let out = folder.path().join("gates");
+    train(&Settings { steps: 2, ..settings() }, &out, false, None).unwrap();
+    let tokens: Vec<u32> = (0..400).map(|at| 300 + at * 7 % 500).collect();
+    let input = folder.path().join("tokens.json");
+    fs::write(&input, json!({ "tokens": [tokens] }).to_string()).unwrap();
+    let logits = |policy: &str, budget: &str| {
+        let mut command = kvsieve();
+        command.args(["logits", "--model", "builtin", "--budget", budget, "--evict-after", "320", "--json", "-"]);
+        command.args(["--policy", policy]).arg("--tokens").arg(&input);
+        command.arg("--output").arg(folder.path().join("logits.safetensors"));
+        command.assert()
+    };
+    let gates = format!("kvzap:gates={}", out.join(kvzap::POLICY).display());
+    let evicted = |policy: &str, budget: &str| {
+        let said = logits(policy, budget).success().get_output().stdout.clone();
+        let said: Value = serde_json::from_slice(&said).unwrap();
+        assert!(said["policy_file_hash"].is_string(), "{said}");
+        said["evicted_tokens"].as_u64().unwrap()
+    };
+    // 160 of 320 tokens of each of 8 heads stay on average, and of the 80 behind them those that left the window may go.
+    assert!((160 * 8..240 * 8).contains(&evicted(&gates, "0.5")));
+    // A threshold that everything reaches keeps everything, one that nothing reaches all but the window.
+    assert_eq!(evicted(&format!("{gates}+threshold:at=-1000"), "1.0"), 0);
+    assert_eq!(evicted(&format!("{gates}+threshold:at=1000"), "1.0"), (400 - 128) * 8);
+    let some = evicted(&format!("{gates}+threshold:at=-5"), "1.0");
+    assert!((1..(400 - 128) * 8).contains(&some), "{some}");
+    logits("kvzap", "0.5").failure().code(2).stderr(contains("gate.weight"));
 }
 
 #[test]

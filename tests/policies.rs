@@ -118,24 +118,26 @@ fn assert_scores(got: &[f32], wanted: &[f64], tolerance: f64) {
     }
 }
 
-/// Whether a policy needs no model: none that repeats its context.
-fn needs_no_model(name: &str) -> bool {
-    Registry::default().policy(name).unwrap().reconstruction.is_none()
+/// Whether a policy needs neither a file nor a model, as one that repeats its context.
+fn works_alone(name: &str) -> bool {
+    let policy = Registry::default().policy(name).unwrap();
+    policy.reconstruction.is_none() && policy.parameters.missing().is_none()
 }
 
-/// The methods that need neither a file nor a model.
+/// The methods of which that is so.
 fn without_file() -> impl Iterator<Item = &'static str> {
-    let names = POLICIES.iter().map(|entry| entry.name);
-    let without = names.filter(|name| Registry::default().policy(name).unwrap().parameters.missing().is_none());
-    without.filter(|name| needs_no_model(name))
+    POLICIES.iter().map(|entry| entry.name).filter(|name| works_alone(name))
 }
 
 /// The methods and presets of the registry, every part on some method, and some with other parameters.
 fn names() -> Vec<String> {
     let mut names: Vec<String> = without_file().map(|name| name.to_string()).collect();
-    names.extend(PRESETS.iter().map(|preset| preset.name.to_string()).filter(|name| needs_no_model(name)));
-    names.extend(PARTS.iter().map(|part| format!("knorm+{}", part.name)));
+    names.extend(PRESETS.iter().map(|preset| preset.name.to_string()).filter(|name| works_alone(name)));
+    // Of a threshold the budget is the most that stays, unless all reach it.
+    let parts = PARTS.iter().map(|part| part.name).filter(|part| *part != "threshold");
+    names.extend(parts.map(|part| format!("knorm+{part}")));
     let more = [
+        "knorm+threshold:at=-1e9",
         "streaming-llm:sink=0",
         "snapkv:window=3,kernel=1",
         "h2o:window=0",
