@@ -229,6 +229,13 @@ fn gguf_file(folder: &Path, kind: Kind) -> PathBuf {
     path
 }
 
+/// Whether all weights of a folder are bf16.
+fn all_are_bf16(folder: &Path) -> bool {
+    let bytes = fs::read(folder.join("model.safetensors")).unwrap();
+    let weights = SafeTensors::deserialize(&bytes).unwrap();
+    weights.tensors().iter().all(|(_, tensor)| tensor.dtype() == safetensors::Dtype::BF16)
+}
+
 #[test]
 fn a_gguf_file_is_gone_on_with_and_becomes_a_folder() {
     let folder = tempfile::tempdir().unwrap();
@@ -251,9 +258,7 @@ fn a_gguf_file_is_gone_on_with_and_becomes_a_folder() {
     assert_eq!(logits(&out, &tokens), logits(&file, &tokens));
     let words = [Message { role: "user".into(), content: "x".into() }];
     assert_eq!(ChatTemplate::open(&out).unwrap().render(&words, true).unwrap(), "<s>x</s>");
-    let bytes = fs::read(out.join("model.safetensors")).unwrap();
-    let weights = SafeTensors::deserialize(&bytes).unwrap();
-    assert!(weights.tensors().iter().all(|(_, tensor)| tensor.dtype() == safetensors::Dtype::BF16));
+    assert!(all_are_bf16(&out));
     let json = |name: &str| -> serde_json::Value {
         serde_json::from_str(&fs::read_to_string(out.join(name)).unwrap()).unwrap()
     };
@@ -269,6 +274,16 @@ fn a_gguf_file_is_gone_on_with_and_becomes_a_folder() {
     let loss = |line: &str| serde_json::from_str::<serde_json::Value>(line).unwrap()["loss"].as_f64();
     let losses: Vec<f64> = log(&learnt).iter().filter_map(|line| loss(line)).collect();
     assert!(losses[losses.len() - 1] < losses[0], "{losses:?}");
+
+    // Fine-tuned whole, too, what comes out is a folder whose weights are what its configuration says.
+    let (text, tuned) = (folder.path().join("text.txt"), folder.path().join("fine"));
+    fs::write(&text, "The key of the red door is 4711. ".repeat(100)).unwrap();
+    let mut command = Command::new(assert_cmd::cargo::cargo_bin!("kvsieve"));
+    command.args(["train", "--method", "full", "--length", "32", "--steps", "2", "--model"]).arg(&file);
+    command.arg("--text").arg(&text).arg("--out").arg(&tuned).assert().success();
+    assert_eq!(read(&tuned), Config { dtype: DType::Bf16, ..read(&file) });
+    assert!(all_are_bf16(&tuned));
+    assert_ne!(logits(&tuned, &tokens), logits(&file, &tokens));
 }
 
 /// A process that does not outlive its test.

@@ -9,7 +9,7 @@ use super::holder::Whole;
 use super::lora::{Adapters, Layout};
 use super::network::Network;
 use super::optimizer::{Kind, Optimizer};
-use super::origin::{Folder, Origin};
+use super::origin::{Folder, Origin, Start};
 use super::parameters::{Parameter, Parameters};
 use super::run::TrainError;
 use super::tune::{Method, Settings};
@@ -56,9 +56,11 @@ impl Plan {
                 parameters
             }
             None => {
+                // Of a GGUF file the configuration is that of the folder that comes out.
                 let start = Origin::Folder(Folder { from: settings.model.clone() }).open();
-                files = start.map_err(|error| error.to_string())?.files;
-                Parameters { dtype, ..Parameters::new(config) }
+                let Start { config, files: beside, .. } = start.map_err(|error| error.to_string())?;
+                files = beside;
+                Parameters { dtype, ..Parameters::new(&config) }
             }
         };
         Ok(Plan { method, parameters, layout, kind, model: model.into(), files })
