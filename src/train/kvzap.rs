@@ -16,7 +16,7 @@ use super::text::{HELD_OUT, TextSource};
 use super::vocabulary::Vocabulary;
 use crate::device::Cpu;
 use crate::format::KvFormat;
-use crate::memory::{Arena, ArenaError};
+use crate::memory::{Arena, ArenaError, Buffer, Label};
 use crate::model::{Activation, Decoder, Eviction, Hook, Model, ModelError, Repeat, Setup, Text, locate};
 use crate::policy::{Context, Policy, PolicyError, Reconstruction, Registry, Scorer, Statistic};
 use crate::tensor::DType;
@@ -75,19 +75,16 @@ impl Scorer for Listener {
     }
 }
 
-/// Hidden states of the first tokens of a sequence, of each layer.
-struct States {
-    /// Elements of these tokens in a layer.
-    most: usize,
-    layers: Vec<Mutex<Vec<f32>>>,
-}
+/// Hidden states of the first tokens of a sequence, of each layer, and how many numbers of them are there.
+struct States(Vec<Mutex<(Buffer<f32>, usize)>>);
 
 impl Hook for States {
     fn rows(&self, layer: usize, what: Activation, rows: &[f32]) {
         if what == Activation::Hidden {
-            let mut held = self.layers[layer].lock().unwrap_or_else(PoisonError::into_inner);
-            let room = self.most - held.len();
-            held.extend_from_slice(&rows[..room.min(rows.len())]);
+            let (held, len) = &mut *self.0[layer].lock().unwrap_or_else(PoisonError::into_inner);
+            let more = rows.len().min(held.len() - *len);
+            held[*len..][..more].copy_from_slice(&rows[..more]);
+            *len += more;
         }
     }
 }
@@ -109,8 +106,8 @@ impl Teacher<'_> {
         let (config, dtype) = (&model.config, self.settings.dtype);
         let heard = Arc::new(Mutex::new(Vec::new()));
         let policy = Policy { reconstruction: Some(how), ..Policy::after_prefill(Listener(heard.clone())) };
-        let layers = (0..config.layers).map(|_| Mutex::new(Vec::new())).collect();
-        let states = States { most: tokens.len() * config.hidden, layers };
+        let held = |_| Ok(Mutex::new((arena.alloc(Label::Activations, tokens.len() * config.hidden)?, 0)));
+        let states = States((0..config.layers).map(held).collect::<Result<_, ArenaError>>()?);
         let setup = Setup {
             kernel: "tiled",
             batch: 1,
@@ -128,9 +125,10 @@ impl Teacher<'_> {
         decoder.prefill(&[tokens], |_, _, _| ())?;
         drop(decoder);
         let heard = heard.lock().unwrap_or_else(PoisonError::into_inner);
-        let of_layers = moments.iter_mut().zip(states.layers).zip(heard.chunks_exact(config.kv_heads * tokens.len()));
+        let of_layers = moments.iter_mut().zip(states.0).zip(heard.chunks_exact(config.kv_heads * tokens.len()));
         for ((moments, hidden), scores) in of_layers {
-            let rows = samples(&hidden.into_inner().unwrap_or_else(PoisonError::into_inner), scores, tokens.len());
+            let (hidden, _) = hidden.into_inner().unwrap_or_else(PoisonError::into_inner);
+            let rows = samples(&hidden, scores, tokens.len());
             cpu.install(|| moments.add(&rows, scratch, cpu.threads()));
         }
         Ok(())
@@ -207,7 +205,7 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
         || (0..config.layers).map(|_| Moments::new(&arena, config.hidden, heads)).collect::<Result<Vec<_>, _>>();
     let (mut moments, mut held_out) = (of_layers()?, of_layers()?);
     let width = moments[0].width();
-    let mut scratch = vec![0.0; width * width];
+    let mut scratch = arena.alloc(Label::Workspace, width * width)?;
     // Sums of doubles are written as twice as many numbers of half the width, bit for bit.
     let lens = [2 * config.layers * width * width, 0, 0];
     let mut progress = Progress::default();
