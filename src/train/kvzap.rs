@@ -3,7 +3,7 @@
 //!
 //! The model reads sequences of a text and repeats each, as under the policy `kvzip-plus`. Each token of each layer is then a
 //! sample: its hidden state, and the logarithm of its score in each KV head. The function that fits best is known from sums
-//! over samples ([`super::ridge`]), with the ridge of 1 that the authors' code has, so that there are no epochs and no learning
+//! over samples (`ridge.rs`), with the ridge of 1 that the authors' code has, so that there are no epochs and no learning
 //! rate; what matters is how many tokens were seen, and of what text. It is written as gates that the policies `kvzap` and
 //! `gate` read, in natural logarithms: the thresholds of kvpress mean the same.
 

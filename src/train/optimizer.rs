@@ -3,8 +3,8 @@
 //! | optimizer | first moment | second moment | bytes of a parameter |
 //! |---|---|---|---|
 //! | `adamw` | f32 | f32 | 8 |
-//! | `adamw-8bit` | 8 bits | 8 bits | 2 and 8 for each block of 2048 ([`super::eight_bit`]) |
-//! | `adafactor` | none | a mean of each row and each column | 4 for each row and column ([`super::adafactor`]) |
+//! | `adamw-8bit` | 8 bits | 8 bits | 2 and 8 for each block of 2048 (`eight_bit.rs`) |
+//! | `adafactor` | none | a mean of each row and each column | 4 for each row and column (`adafactor.rs`) |
 
 use super::adafactor;
 use super::adamw::{Constants, Update, sum_of_squares};
