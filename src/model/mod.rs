@@ -18,6 +18,7 @@ mod linear;
 mod locate;
 pub(crate) mod mlp;
 pub(crate) mod norm;
+mod packed;
 mod padded;
 pub(crate) mod parameters;
 mod quantise;
