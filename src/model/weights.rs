@@ -259,6 +259,52 @@ impl Make for Kept<'_> {
     }
 }
 
+/// Bytes of the parameters of a folder with packed matrices as [`Weights::open`] keeps them, and the type of its embedding, with nothing
+/// repacked.
+///
+/// # Errors
+/// As [`Weights::open`].
+pub(crate) fn packed_bytes(
+    folder: &Path,
+    config: &Config,
+    format: Option<RowFormat>,
+) -> Result<(u64, DType), ModelError> {
+    let arena = Arena::unlimited();
+    let found = Found::open(folder, config, &arena)?;
+    let mut counted = Counted { found, format, bytes: 0, dtype: DType::F32 };
+    config.parameters(&mut counted)?;
+    Ok((counted.bytes as u64, counted.dtype))
+}
+
+struct Counted<'a> {
+    found: Found<'a>,
+    format: Option<RowFormat>,
+    bytes: usize,
+    /// Element type of the embedding.
+    dtype: DType,
+}
+
+impl Make for Counted<'_> {
+    type Matrix = ();
+    type Vector = ();
+    type Error = ModelError;
+
+    fn matrix(&mut self, name: String, role: Role, [rows, width]: [usize; 2]) -> Result<(), ModelError> {
+        let (own, beside) = self.found.kept(&name, [rows, width])?;
+        if let (Role::Embedding, Some(dtype)) = (role, own.dtype()) {
+            self.dtype = dtype;
+        }
+        let format = self.format.unwrap_or(own);
+        self.bytes += rows * format.row_bytes(width) + if format == own { beside } else { 0 };
+        Ok(())
+    }
+
+    fn vector(&mut self, _: String, _: Role, width: usize) -> Result<(), ModelError> {
+        self.bytes += 4 * width;
+        Ok(())
+    }
+}
+
 /// Whether every matrix of a model can be kept in a format.
 struct Fitting(RowFormat);
 

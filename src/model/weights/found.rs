@@ -5,7 +5,7 @@ use crate::format::RowFormat;
 use crate::memory::{Arena, Label};
 use crate::model::adapter::{Adapter, base};
 use crate::model::gguf::{Gguf, Located, is_gguf, more};
-use crate::model::packed::{Module, Tensors};
+use crate::model::packed::{Module, Repacked, Tensors};
 use crate::model::{Config, ModelError};
 use crate::tensor::file::{Entry, TensorFile, read_as};
 use rayon::prelude::*;
@@ -116,8 +116,12 @@ impl<'a> Found<'a> {
         Ok(self.take(name, shape, (range, bytes), RowFormat::plain(dtype)))
     }
 
-    /// A matrix that the folder has packed, repacked in the arena; `None` where it is plain.
-    fn packed(&mut self, name: &str, shape: &[usize]) -> Result<Option<Matrix>, ModelError> {
+    /// How a matrix that the folder has packed is repacked, and the names of its tensors; `None` where it is plain.
+    fn repacked<'s>(
+        &'s self,
+        name: &'s str,
+        shape: &[usize],
+    ) -> Result<Option<(Repacked<'s>, Vec<String>)>, ModelError> {
         let (Some(packing), &[rows, width], Source::Folder(files, tensors)) = (self.config.packing, shape, &self.source)
         else {
             return Ok(None);
@@ -128,22 +132,42 @@ impl<'a> Found<'a> {
         let mut module = Module::new(name.strip_suffix(".weight").unwrap_or(name), files, tensors);
         let repacked = module.repack(packing, [rows, width]);
         let repacked = repacked.map_err(|reason| self.refused(format!("{reason} (packed as {packing})")))?;
-        let row_bytes = repacked.format.row_bytes(width);
+        Ok(Some((repacked, module.taken)))
+    }
+
+    /// A matrix that the folder has packed, in the arena; `None` where it is plain.
+    fn packed(&mut self, name: &str, shape: &[usize]) -> Result<Option<Matrix>, ModelError> {
+        let Some((Repacked { format, order, put }, taken)) = self.repacked(name, shape)? else { return Ok(None) };
+        let (rows, width) = (shape[0], shape[1]);
+        let row_bytes = format.row_bytes(width);
         let mut bytes = self.arena.alloc::<u8>(Label::Weights, rows * row_bytes)?;
-        bytes.par_chunks_mut(row_bytes).enumerate().for_each(|(row, to)| (repacked.put)(row, to));
-        let order = match &repacked.order {
+        bytes.par_chunks_mut(row_bytes).enumerate().for_each(|(row, to)| put(row, to));
+        drop(put);
+        let order = match order {
             Some(order) => {
                 let mut kept = self.arena.alloc::<u32>(Label::Weights, width)?;
-                kept.copy_from_slice(order);
+                kept.copy_from_slice(&order);
                 Some(Arc::new(kept))
             }
             None => None,
         };
-        let (format, range) = (repacked.format, 0..bytes.len());
         self.held_bytes += bytes.bytes() + order.as_ref().map_or(0, |order| order.bytes());
-        self.taken.extend(module.taken);
-        self.taken.insert(name.into());
-        Ok(Some(Matrix { bytes: Arc::new(Bytes::Held(bytes)), range, format, rows, width, order }))
+        self.taken.extend(taken);
+        let matrix = self.take(name, shape, (0..bytes.len(), Bytes::Held(bytes)), format);
+        Ok(Some(Matrix { order, ..matrix }))
+    }
+
+    /// How a matrix of a folder is kept in memory, and the bytes of what is kept beside its rows; nothing is repacked.
+    pub fn kept(&self, name: &str, shape: [usize; 2]) -> Result<(RowFormat, usize), ModelError> {
+        if let Some((repacked, _)) = self.repacked(name, &shape)? {
+            return Ok((repacked.format, repacked.order.map_or(0, |order| 4 * order.len())));
+        }
+        let dtype = match &self.source {
+            Source::Folder(_, tensors) => tensors.get(name).and_then(|(_, entry)| read_as(entry.dtype)),
+            Source::Gguf(_) => None,
+        };
+        let missing = || self.refused(format!("there is no tensor '{name}', {shape:?} is needed"));
+        Ok((RowFormat::plain(dtype.ok_or_else(missing)?), 0))
     }
 
     /// A tensor of a GGUF file: where it lies, or a copy if its rows are in another order or its elements not aligned.
