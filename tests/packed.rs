@@ -114,6 +114,25 @@ fn kvsieve(arguments: &[&str]) -> Command {
     command
 }
 
+/// What a plan foretells of a packed folder from its headers, and the arena's account of a run.
+#[test]
+fn a_plan_knows_what_packed_folders_take() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = folder.path().to_str().unwrap();
+    for (name, _, config) in layouts() {
+        packed::write(folder.path(), &config);
+        let of = ["plan", "measure", "--model", model, "--context", "64", "--output-tokens", "2", "--kv-format", "f16"];
+        let run = Command::cargo_bin("kvsieve").unwrap().args(of).args(["--json", "-"]).assert().success();
+        let measured: Value = serde_json::from_slice(&run.get_output().stdout).unwrap();
+        let held: Vec<&Value> =
+            measured.as_array().unwrap().iter().flat_map(|of| of["held"].as_array().unwrap()).collect();
+        assert!(held.len() > 5, "{measured}");
+        held.iter().for_each(|term| assert_eq!(term["predicted_bytes"], term["arena_bytes"], "{name}: {term}"));
+    }
+    let plan = ["plan", "--model", model, "--gpu", "h100"];
+    Command::cargo_bin("kvsieve").unwrap().args(plan).assert().success();
+}
+
 /// A packed model with a tokenizer whose tokens are bytes.
 fn with_tokenizer(folder: &Path, config: &Value) {
     byte_model::write(folder, 2048);
@@ -138,14 +157,20 @@ fn commands_run_packed_folders() {
         assert_eq!((&report["weights_format"], &report["weights_bytes"]), (&json!(format), &json!(held)), "{report}");
         kvsieve(&["generate", "--model", &model, "--prompt", "abc", "--max-new-tokens", "4"]).assert().success();
     }
+    let arena = Arena::unlimited();
     for name in ["gptq-ordered", "nf4"] {
+        let gguf = at("model.gguf");
+        let written = ["quantize", "--model", &at(name), "--format", "f32", "--output", &gguf];
+        kvsieve(&written).assert().success();
+        let [made, own] = [&gguf, &at(name)].map(|path| {
+            let model = Model::open_in(Path::new(path), Some("f32".parse().unwrap()), &arena).unwrap();
+            logits(&model, &tokens(), 80)
+        });
+        assert!(furthest(&made, &own) < 1e-5 * deviation(&own), "{name}: {}", furthest(&made, &own));
         let small = ["--tokens", "256", "--needles", "1", "--output"];
         kvsieve(&["inspect", "--model", &at(name)]).args(small).arg(at("anatomy")).assert().success();
         let task = ["--task", "passkey", "--context", "512", "--samples", "1"];
         kvsieve(&["eval", "--model", &at(name)]).args(task).assert().success();
-        let model = at(name);
-        let plan = ["plan", "--model", &model, "--gpu", "h100"];
-        Command::cargo_bin("kvsieve").unwrap().args(plan).assert().success();
     }
 }
 
@@ -174,9 +199,17 @@ fn what_is_wrong_with_a_folder_is_one_line() {
     };
     let q = "model.layers.0.self_attn.q_proj";
     let nan = |one: &mut packed::Stored| one.bytes[..2].copy_from_slice(&half::f16::NAN.to_le_bytes());
-    refused(&changed(&gptq, &format!("{q}.scales"), &nan), &gptq, "scales' holds NaN at 0; every number must be finite");
+    refused(
+        &changed(&gptq, &format!("{q}.scales"), &nan),
+        &gptq,
+        "scales' holds NaN at 0; every number must be finite",
+    );
     let far = |one: &mut packed::Stored| one.bytes[..4].copy_from_slice(&4i32.to_le_bytes());
-    refused(&changed(&gptq, &format!("{q}.g_idx"), &far), &gptq, "g_idx' is 4 at 0; it must be 0 to 3 (packed as gptq)");
+    refused(
+        &changed(&gptq, &format!("{q}.g_idx"), &far),
+        &gptq,
+        "g_idx' is 4 at 0; it must be 0 to 3 (packed as gptq)",
+    );
     let renamed = |one: &mut packed::Stored| one.name = "other".into();
     refused(&changed(&gptq, &format!("{q}.qzeros"), &renamed), &gptq, &format!("there is no tensor '{q}.qzeros'"));
     let flat = |one: &mut packed::Stored| one.shape = vec![one.shape.iter().product()];

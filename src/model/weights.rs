@@ -442,7 +442,8 @@ impl Make for Mapped<'_> {
         let before = self.found.mapped_bytes;
         let matrix = self.found.tensor(&name, &shape)?;
         if matrix.order().is_some() {
-            let reason = format!("the columns of '{name}' are in another order (desc_act), which gradients do not know");
+            let reason =
+                format!("the columns of '{name}' are in another order (desc_act), which gradients do not know");
             return Err(self.found.refused(reason));
         }
         self.matrices.push(matrix);

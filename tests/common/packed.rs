@@ -40,10 +40,22 @@ pub fn layouts() -> Vec<(&'static str, &'static str, Value)> {
         ("gptq-v2", "uint4:group=64", gptq(4, 64, false, "gptq_v2")),
         // The blocks of a row are as many as fit into it.
         ("gptq-row", "uint4:group=128", gptq(4, -1, false, "gptq")),
-        ("awq", "uint4:group=64", json!({"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm", "zero_point": true})),
-        ("nf4", "nf4:group=64,scale=f32", json!({"quant_method": "bitsandbytes", "load_in_4bit": true, "bnb_4bit_quant_type": "nf4"})),
+        (
+            "awq",
+            "uint4:group=64",
+            json!({"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm", "zero_point": true}),
+        ),
+        (
+            "nf4",
+            "nf4:group=64,scale=f32",
+            json!({"quant_method": "bitsandbytes", "load_in_4bit": true, "bnb_4bit_quant_type": "nf4"}),
+        ),
         ("int8", "int8", json!({"quant_method": "bitsandbytes", "load_in_8bit": true, "llm_int8_threshold": 6.0})),
-        ("fp8", "fp8-scaled:group=128", json!({"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [96, 128]})),
+        (
+            "fp8",
+            "fp8-scaled:group=128",
+            json!({"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [96, 128]}),
+        ),
         (
             "fp8-row",
             "fp8-scaled:group=128",
@@ -160,7 +172,8 @@ fn packed(config: &Value, name: &str, [rows, width]: [usize; 2], draw: &mut Draw
         );
         let values = codes.iter().enumerate().map(|(at, &code)| NF4[usize::from(code)] * scales[at / 64]).collect();
         let bytes = codes.chunks_exact(2).map(|pair| pair[0] << 4 | pair[1]).collect();
-        let state = json!({"quant_type": "nf4", "blocksize": 64, "dtype": "float16", "shape": [rows, width]}).to_string();
+        let state =
+            json!({"quant_type": "nf4", "blocksize": 64, "dtype": "float16", "shape": [rows, width]}).to_string();
         let all = vec![
             stored("weight", Dtype::U8, &[rows * width / 2, 1], bytes),
             stored("weight.absmax", Dtype::F32, &[scales.len()], floats(&scales)),
@@ -247,7 +260,8 @@ pub fn model(config: &Value) -> [Vec<Stored>; 2] {
         plain(&mut both, name.into(), &[VOCAB, HIDDEN], values);
     }
     let layers = (0..LAYERS).map(|layer| format!("model.layers.{layer}."));
-    let norms = layers.clone().flat_map(|layer| ["input", "post_attention"].map(|name| format!("{layer}{name}_layernorm")));
+    let norms =
+        layers.clone().flat_map(|layer| ["input", "post_attention"].map(|name| format!("{layer}{name}_layernorm")));
     for name in norms.chain(["model.norm".to_string()]) {
         let values = (0..HIDDEN).map(|_| 1.0 + 0.1 * draw.unit()).collect();
         plain(&mut both, format!("{name}.weight"), &[HIDDEN], values);

@@ -10,6 +10,7 @@
 mod gguf;
 mod mutate;
 #[path = "../common/packed.rs"]
+#[allow(dead_code)] // the same models in f32
 mod packed;
 
 use kvsieve::device::Cpu;
@@ -154,8 +155,19 @@ fn packed_folders() {
     let target = Target {
         name: "packed_folders",
         corpus,
-        words: &["qweight", "g_idx", ".scales", "I32", "F8_E4M3", "[4,128]", "blocksize", "absmax", "nested_absmax", "shape"],
-        inputs: 600,
+        words: &[
+            "qweight",
+            "g_idx",
+            ".scales",
+            "I32",
+            "F8_E4M3",
+            "[4,128]",
+            "blocksize",
+            "absmax",
+            "nested_absmax",
+            "shape",
+        ],
+        inputs: 300,
         all_right: true,
     };
     // An input is read by the layout that its names are of; one without them by all.
@@ -179,6 +191,33 @@ fn packed_folders() {
             said = if said.is_ok() { said } else { found };
         }
         said
+    });
+}
+
+/// Configurations of packed folders, over tensors that are right for some of them.
+#[test]
+fn packed_configurations() {
+    let folder = tempfile::tempdir().unwrap();
+    let layouts: Vec<_> =
+        packed::layouts().into_iter().filter(|(name, ..)| ["gptq-ordered", "awq", "fp8"].contains(name)).collect();
+    for (name, _, config) in &layouts {
+        packed::write(&folder.path().join(name), config);
+    }
+    let target = Target {
+        name: "packed_configurations",
+        corpus: layouts.iter().map(|(.., config)| packed::config(config).to_string().into_bytes()).collect(),
+        words: &["gptq", "gptq_v2", "awq", "fp8", "-1", "32", "desc_act", "weight_block_size", "config_groups", "nf4"],
+        inputs: 150,
+        all_right: true,
+    };
+    target.run(|path| {
+        let tried = layouts.iter().map(|(name, ..)| {
+            let folder = folder.path().join(name);
+            fs::copy(path, folder.join("config.json")).unwrap();
+            Model::open(&folder, &Arena::with_limit(64 << 20)).map(drop).map_err(said)
+        });
+        let tried: Vec<Said> = tried.collect();
+        tried.iter().find(|said| said.is_ok()).unwrap_or(&tried[0]).clone()
     });
 }
 

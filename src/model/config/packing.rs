@@ -106,7 +106,9 @@ impl Packing {
         // The names that MLX and older llm-compressor use.
         for key in ["quantization", "compression_config"] {
             if fields.value(key).is_some() {
-                return Err(format!("it has a {key}; of packed weights those that a quantization_config names are read"));
+                return Err(format!(
+                    "it has a {key}; of packed weights those that a quantization_config names are read"
+                ));
             }
         }
         let Some(inner) = fields.object("quantization_config", "quantization_config.")? else { return Ok(None) };
@@ -208,7 +210,9 @@ fn fp8(inner: &Fields<'_>) -> Result<Packing, String> {
     });
     match block {
         Some(block) if block[1].is_multiple_of(32) => Ok(Packing::Fp8Blocks(block)),
-        _ => Err(inner.refuse("weight_block_size", "it must be two numbers, the second a multiple of 32, as [128, 128]")),
+        _ => {
+            Err(inner.refuse("weight_block_size", "it must be two numbers, the second a multiple of 32, as [128, 128]"))
+        }
     }
 }
 
@@ -304,8 +308,14 @@ mod tests {
             (json!({"quant_method": "gptq", "bits": 3}), "quantization_config.bits is 3; of gptq 4 and 8"),
             (json!({"quant_method": "gptq", "bits": 4, "group_size": 0}), "2^28, or -1"),
             (json!({"quant_method": "gptq", "bits": 4, "group_size": 48}), "it must be -1 or a multiple of 32"),
-            (json!({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}), "checkpoint_format is \"marlin\""),
-            (json!({"quant_method": "gptq", "bits": 4, "dynamic": {"-:mlp": {}}}), "dynamic is {\"-:mlp\":{}}; this option"),
+            (
+                json!({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}),
+                "checkpoint_format is \"marlin\"",
+            ),
+            (
+                json!({"quant_method": "gptq", "bits": 4, "dynamic": {"-:mlp": {}}}),
+                "dynamic is {\"-:mlp\":{}}; this option",
+            ),
             (json!({"quant_method": "gptq", "bits": 4, "pack_dtype": "int16"}), "it must be int32"),
             (json!({"quant_method": "awq", "bits": 8}), "of awq 4 are read"),
             (json!({"quant_method": "awq", "bits": 4, "version": "gemv"}), "version is \"gemv\"; of awq gemm"),
@@ -314,7 +324,10 @@ mod tests {
             (json!({"load_in_4bit": true}), "bnb_4bit_quant_type is missing; of four bits nf4"),
             (json!({"quant_method": "fp8"}), "weight_block_size is missing"),
             (json!({"quant_method": "fp8", "weight_block_size": [1, 2, 3]}), "as [128, 128]"),
-            (json!({"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "static"}), "be dynamic"),
+            (
+                json!({"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "static"}),
+                "be dynamic",
+            ),
             (json!({"quant_method": "compressed-tensors", "format": "pack-quantized"}), "float-quantized is read"),
             (json!({"quant_method": "compressed-tensors", "format": "float-quantized"}), "config_groups is missing"),
             (

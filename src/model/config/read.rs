@@ -405,7 +405,10 @@ mod tests {
             ),
             (json!({"layer_types": ["full_attention"]}), "layer_types names 1 layers; num_hidden_layers is 2"),
             (json!({"max_window_layers": -1}), "max_window_layers is -1; it must be a whole number"),
-            (json!({"quantization": {"bits": 4}}), "it has a quantization; of packed weights those that a quantization_config"),
+            (
+                json!({"quantization": {"bits": 4}}),
+                "it has a quantization; of packed weights those that a quantization_config",
+            ),
             (json!({"rope_scaling": {"type": "linear", "factor": 4, "wave": 1}}), "rope_scaling.wave is 1"),
             (json!({"rope_scaling": {"type": "linear"}}), "rope_scaling.factor is missing"),
             (json!({"partial_rotary_factor": 0.75}), "partial_rotary_factor is 0.75"),

@@ -20,13 +20,18 @@ pub fn nf4<'a>(module: &mut Module<'a>, [rows, width]: [usize; 2]) -> Result<Rep
     let name = module.name;
     let state = State::read(module)?;
     if state.shape != [rows, width] {
-        return Err(format!("'{name}' is of shape {:?} as its quant_state says; {:?} is needed", state.shape, [rows, width]));
+        return Err(format!(
+            "'{name}' is of shape {:?} as its quant_state says; {:?} is needed",
+            state.shape,
+            [rows, width]
+        ));
     }
     if !width.is_multiple_of(state.block) {
         return Err(format!("'{name}' has {width} inputs; blocks of {} must divide them", state.block));
     }
     let block = most_within(state.block);
-    let block = block.ok_or_else(|| format!("'{name}' has a blocksize of {}; it must be a multiple of 32", state.block))?;
+    let block =
+        block.ok_or_else(|| format!("'{name}' has a blocksize of {}; it must be a multiple of 32", state.block))?;
     let codes = module.bytes(".weight", Dtype::U8, &[rows * width / 2, 1])?;
     let levels = module.numbers(".weight.quant_map", &[&[16]])?;
     if let Some(at) = (0..16).find(|&at| levels.at(at) != NF4_LEVELS[at]) {
@@ -65,9 +70,10 @@ impl State {
             serde_json::from_slice(text).map_err(|error| format!("tensor '{name}{END}' is not JSON: {error}"))?;
         let missing = |key: &str| format!("tensor '{name}{END}' has no {key} that is understood");
         let count = |key: &str| json.get(key).and_then(Value::as_u64).filter(|&n| n > 0).map(|n| n as usize);
-        let shape: Option<Vec<usize>> = json.get("shape").and_then(Value::as_array).and_then(|shape| {
-            shape.iter().map(|extent| extent.as_u64().map(|extent| extent as usize)).collect()
-        });
+        let shape: Option<Vec<usize>> = json
+            .get("shape")
+            .and_then(Value::as_array)
+            .and_then(|shape| shape.iter().map(|extent| extent.as_u64().map(|extent| extent as usize)).collect());
         let nested = match module.has(".weight.nested_absmax") {
             false => None,
             true => {

@@ -12,7 +12,11 @@ use safetensors::Dtype;
 ///
 /// # Errors
 /// As [`Module::repack`].
-pub fn blocks<'a>(module: &mut Module<'a>, shape: [usize; 2], [of_rows, of_inputs]: [usize; 2]) -> Result<Repacked<'a>, String> {
+pub fn blocks<'a>(
+    module: &mut Module<'a>,
+    shape: [usize; 2],
+    [of_rows, of_inputs]: [usize; 2],
+) -> Result<Repacked<'a>, String> {
     let [rows, width] = shape;
     let across = width.div_ceil(of_inputs);
     let scales = module.numbers(".weight_scale_inv", &[&[rows.div_ceil(of_rows), across]])?;
@@ -41,7 +45,10 @@ fn repacked<'a>(
     let name = module.name;
     let codes = module.bytes(".weight", Dtype::F8_E4M3, &[rows, width])?;
     if let Some(at) = codes.iter().position(|code| code & 0x7f == 0x7f) {
-        return Err(format!("tensor '{name}.weight' holds NaN at {:?}; every number must be finite", [at / width, at % width]));
+        return Err(format!(
+            "tensor '{name}.weight' holds NaN at {:?}; every number must be finite",
+            [at / width, at % width]
+        ));
     }
     let block = most_within(group).and_then(|most| {
         let fits = |&block: &usize| block <= most && width.is_multiple_of(block);

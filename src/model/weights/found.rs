@@ -122,7 +122,8 @@ impl<'a> Found<'a> {
         name: &'s str,
         shape: &[usize],
     ) -> Result<Option<(Repacked<'s>, Vec<String>)>, ModelError> {
-        let (Some(packing), &[rows, width], Source::Folder(files, tensors)) = (self.config.packing, shape, &self.source)
+        let (Some(packing), &[rows, width], Source::Folder(files, tensors)) =
+            (self.config.packing, shape, &self.source)
         else {
             return Ok(None);
         };
