@@ -175,6 +175,33 @@ fn commands_run_packed_folders() {
 }
 
 #[test]
+fn packed_folders_are_trained_from() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name).to_str().unwrap().to_string();
+    std::fs::write(at("text"), "A bear saw the sea and a ship on it. ".repeat(60)).unwrap();
+    for (name, _, config) in layouts().into_iter().filter(|(name, ..)| ["gptq-ordered", "nf4"].contains(name)) {
+        with_tokenizer(Path::new(&at(name)), &config);
+    }
+    let train = |method: &str, model: &str, out: &str| {
+        let few = ["--length", "32", "--steps", "1", "--text"];
+        kvsieve(&["train", "--method", method, "--model", &at(model), "--out", &at(out)])
+            .args(few)
+            .arg(at("text"))
+            .assert()
+    };
+    train("qlora", "nf4", "adapter").success();
+    Model::open(Path::new(&at("adapter")), &Arena::unlimited()).unwrap();
+    train("lora", "gptq-ordered", "beside").success();
+    train("qlora", "gptq-ordered", "none").code(2).stderr(contains("are in another order (desc_act)"));
+    // What comes out is plain, and says so.
+    train("full", "gptq-ordered", "tuned").success();
+    let config = std::fs::read_to_string(folder.path().join("tuned/config.json")).unwrap();
+    assert!(!config.contains("quantization_config"), "{config}");
+    let tuned = Model::open(Path::new(&at("tuned")), &Arena::unlimited()).unwrap();
+    assert_eq!(tuned.weights.format(), RowFormat::plain(DType::F16));
+}
+
+#[test]
 fn what_is_wrong_with_a_folder_is_one_line() {
     let folder = tempfile::tempdir().unwrap();
     let tokens = folder.path().join("tokens.json");

@@ -220,10 +220,10 @@ fn compressed(inner: &Fields<'_>) -> Result<Packing, String> {
     if inner.text("format")? != Some("float-quantized") {
         return Err(inner.refuse("format", "of compressed-tensors float-quantized is read"));
     }
-    if let Some(sparsity) = inner.object("sparsity_config", "quantization_config.sparsity_config.")? {
-        if sparsity.text("format")?.is_some_and(|format| format != "dense") {
-            return Err(sparsity.refuse("format", "it must be dense"));
-        }
+    if let Some(sparsity) = inner.object("sparsity_config", "quantization_config.sparsity_config.")?
+        && sparsity.text("format")? != Some("dense")
+    {
+        return Err(sparsity.refuse("format", "it must be dense"));
     }
     let wanted = "its groups must have weights of type float, 8 num_bits, symmetric, strategy tensor or channel";
     let groups = inner.value("config_groups").and_then(serde_json::Value::as_object);
