@@ -230,6 +230,11 @@ pub fn group(named: &Named, default: usize) -> Result<usize, NamedError> {
     }
 }
 
+/// Elements of the largest blocks that a group of so many elements is made up of, if any.
+pub fn most_within(group: usize) -> Option<usize> {
+    [MOST, 128, 64, LEAST].into_iter().find(|&block| group.is_multiple_of(block))
+}
+
 /// The f16 at byte `at` of a block, which llama.cpp's files have in this order of bytes too.
 pub fn half_at(block: &[u8], at: usize) -> f32 {
     f16::from_le_bytes([block[at], block[at + 1]]).to_f32()

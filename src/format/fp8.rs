@@ -33,7 +33,8 @@ impl<const MANTISSA: u32> Fp8<MANTISSA> {
         }
     }
 
-    fn code(x: f32) -> u8 {
+    /// The code of the nearest number.
+    pub(super) fn code(x: f32) -> u8 {
         let sign = ((x.to_bits() >> 31) as u8) << 7;
         let magnitude = match x.is_finite() {
             true => {

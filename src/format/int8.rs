@@ -21,6 +21,17 @@ const SCALE_BYTES: usize = 4;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Int8;
 
+impl Int8 {
+    /// Writes a row of these codes.
+    pub(crate) fn put(scale: f32, codes: impl ExactSizeIterator<Item = i8>, to: &mut [u8]) {
+        let (head, bytes) = to.split_at_mut(SCALE_BYTES);
+        head.copy_from_slice(&scale.to_ne_bytes());
+        let (bytes, padding) = bytes.split_at_mut(codes.len());
+        bytes.iter_mut().zip(codes).for_each(|(byte, code)| *byte = code.cast_unsigned());
+        padding.fill(0);
+    }
+}
+
 impl RowReader for Int8 {
     const SCALED: bool = true;
 
@@ -58,12 +69,8 @@ impl RowCodec for Int8 {
 
     fn encode(self, row: &[f32], to: &mut [u8]) {
         let scale = largest(row) / MOST;
-        let (head, codes) = to.split_at_mut(SCALE_BYTES);
-        head.copy_from_slice(&scale.to_ne_bytes());
-        let (codes, padding) = codes.split_at_mut(row.len());
         // 0 / 0 is NaN, and becomes 0. Not a product with the reciprocal: that of a subnormal scale is infinite.
-        codes.iter_mut().zip(row).for_each(|(code, x)| *code = (x / scale).round_ties_even() as i8 as u8);
-        padding.fill(0);
+        Int8::put(scale, row.iter().map(|x| (x / scale).round_ties_even() as i8), to);
     }
 
     fn decode(self, from: &[u8], first: usize, to: &mut [f32]) {

@@ -9,6 +9,7 @@ mod blocks;
 mod by_channel;
 mod fit;
 mod fp8;
+mod fp8_scaled;
 mod hadamard;
 mod int8;
 mod ints;
@@ -29,9 +30,15 @@ mod q6_k;
 mod q8_0;
 mod six_bits;
 mod turboquant;
+mod uint;
 
+pub(crate) use blocks::most_within;
+pub(crate) use fp8_scaled::Fp8Scaled;
 pub(crate) use hadamard::rotate;
+pub(crate) use int8::Int8;
 pub use kv::{FULL_PARAMETERS, Full, KIVI, KvFormat};
+pub(crate) use nf4::{LEVELS as NF4_LEVELS, Nf4};
+pub(crate) use uint::Uint;
 
 use crate::device::simd::reader::{Plain, RowReader};
 use crate::named::{Named, NamedError, Parameter};
@@ -174,6 +181,12 @@ formats! {
     Iq4Nl(iq4_nl::Iq4Nl),
     /// Super-blocks of levels.
     Iq4Xs(iq4_xs::Iq4Xs),
+    /// Four bits, a scale and a zero point for each group.
+    Uint4(uint::Uint<4>),
+    /// Bytes, a scale and a zero point for each group.
+    Uint8(uint::Uint<8>),
+    /// 8-bit floats with a scale for each group.
+    Fp8Scaled(fp8_scaled::Fp8Scaled),
 }
 
 #[cfg(test)]

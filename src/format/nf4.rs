@@ -3,7 +3,7 @@
 //! QLoRA's format of weights (arXiv 2305.14314), here for rows of any kind: `scale = max |x|`, and the code is that of the nearest
 //! level to `x / scale`. Levels are bitsandbytes' own. They lie close around zero, which is one of them, and are up to 0.304 of the
 //! scale apart at the ends: an element is off by at most 0.152 of it, and 0.04 near zero, where `int4` is off by 0.071
-//! anywhere. Of 64 elements, 34 bytes: 4.25 bits.
+//! anywhere. Of 64 elements, 34 bytes: 4.25 bits. With `scale=f32` the scale keeps what bitsandbytes' folders have: 36 bytes, 4.5 bits.
 
 use super::blocks::{self, Blocks, half_at, largest, nibble, nibbles, put_half, put_nibbles};
 use crate::device::simd::Simd;
@@ -14,7 +14,7 @@ use std::fmt;
 const GROUP: usize = 64;
 
 /// What the codes stand for, of a scale of 1.
-const LEVELS: [f32; 16] = [
+pub const LEVELS: [f32; 16] = [
     -1.0,
     -0.696_192_8,
     -0.525_073_05,
@@ -37,21 +37,65 @@ const LEVELS: [f32; 16] = [
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Nf4 {
     group: usize,
+    /// Whether scales are f32.
+    wide: bool,
+}
+
+impl Nf4 {
+    /// Groups of so many elements, a power of two from 32 to 256, with scales of f32.
+    pub fn wide(group: usize) -> Self {
+        Nf4 { group, wide: true }
+    }
+
+    /// Writes a block of these codes with a scale of f32.
+    pub fn put_wide(scale: f32, codes: impl Fn(usize) -> u8, to: &mut [u8]) {
+        let (head, bytes) = to.split_at_mut(4);
+        head.copy_from_slice(&scale.to_le_bytes());
+        put_nibbles(codes, bytes);
+    }
+
+    /// Bytes of a scale, which stands in front of the codes.
+    #[inline(always)]
+    fn head(self) -> usize {
+        if self.wide { 4 } else { 2 }
+    }
+
+    /// Reads the scale.
+    ///
+    /// # Safety
+    /// A block's bytes begin at `block`.
+    #[inline(always)]
+    unsafe fn scale<S: Simd>(self, simd: S, block: *const u8) -> S::Vector {
+        // SAFETY: the caller's promise.
+        unsafe {
+            match self.wide {
+                true => simd.splat(f32::from_bits(u32::from_le(block.cast::<u32>().read_unaligned()))),
+                false => simd.splat_f16(block.cast()),
+            }
+        }
+    }
 }
 
 impl Blocks for Nf4 {
     const NAME: &'static str = "nf4";
     const ABOUT: &'static str =
         "four bits for each element, levels of a normal distribution, an f16 scale for each group";
-    const PARAMETERS: &'static [Parameter] =
-        &[Parameter { name: "group", default: "64", about: "elements that share a scale: 32, 64, 128 or 256" }];
+    const PARAMETERS: &'static [Parameter] = &[
+        Parameter { name: "group", default: "64", about: "elements that share a scale: 32, 64, 128 or 256" },
+        Parameter { name: "scale", default: "f16", about: "type of scales: f16, or f32 as bitsandbytes has them" },
+    ];
 
     fn build(named: &Named) -> Result<Self, NamedError> {
-        Ok(Nf4 { group: blocks::group(named, GROUP)? })
+        let wide = match named.text("scale").unwrap_or("f16") {
+            "f16" => false,
+            "f32" => true,
+            _ => return Err(named.wrong("scale", "f16 or f32".into())),
+        };
+        Ok(Nf4 { group: blocks::group(named, GROUP)?, wide })
     }
 
     fn spell(self, to: &mut dyn fmt::Write) -> fmt::Result {
-        write!(to, "nf4:group={}", self.group)
+        write!(to, "nf4:group={}{}", self.group, if self.wide { ",scale=f32" } else { "" })
     }
 
     #[inline(always)]
@@ -61,32 +105,46 @@ impl Blocks for Nf4 {
 
     #[inline(always)]
     fn bytes(self) -> usize {
-        2 + self.group / 2
+        self.head() + self.group / 2
     }
 
     #[inline(always)]
     unsafe fn vector<S: Simd>(self, simd: S, block: *const u8, offset: usize) -> S::Vector {
         // SAFETY: the caller's promise; the codes stand behind the scale.
-        unsafe { simd.mul(simd.splat_f16(block.cast()), nibbles(simd, block.add(2), offset, &LEVELS)) }
+        unsafe { simd.mul(self.scale(simd, block), nibbles(simd, block.add(self.head()), offset, &LEVELS)) }
     }
 
     #[inline(always)]
     unsafe fn vectors<S: Simd>(self, simd: S, block: *const u8, offset: usize, to: &mut [S::Vector]) {
         // SAFETY: as above.
-        unsafe { simd.load_32_nibbles(block.add(2 + offset / 2), &LEVELS, (simd.splat_f16(block.cast()), None), to) }
+        unsafe {
+            let codes = block.add(self.head() + offset / 2);
+            simd.load_32_nibbles(codes, &LEVELS, (self.scale(simd, block), None), to);
+        }
     }
 
     fn encode(self, block: &[f32], to: &mut [u8]) {
-        let (scale, codes) = to.split_at_mut(2);
-        let scale = put_half(scale, 0, largest(block));
+        let (head, codes) = to.split_at_mut(self.head());
+        let scale = largest(block);
+        let scale = match self.wide {
+            true => {
+                head.copy_from_slice(&scale.to_le_bytes());
+                scale
+            }
+            false => put_half(head, 0, scale),
+        };
         // How many midpoints of neighbouring levels lie below; of a scale of 0, zero itself.
         let nearest = |x: f32| LEVELS.windows(2).filter(|pair| x > (pair[0] + pair[1]) / 2.0).count() as u8;
         put_nibbles(|index| nearest(if scale == 0.0 { 0.0 } else { block[index] / scale }), codes);
     }
 
     fn decode(self, block: &[u8], to: &mut [f32]) {
-        let scale = half_at(block, 0);
-        to.iter_mut().enumerate().for_each(|(index, x)| *x = scale * LEVELS[usize::from(nibble(&block[2..], index))]);
+        let (head, codes) = block.split_at(self.head());
+        let scale = match self.wide {
+            true => f32::from_le_bytes([head[0], head[1], head[2], head[3]]),
+            false => half_at(head, 0),
+        };
+        to.iter_mut().enumerate().for_each(|(index, x)| *x = scale * LEVELS[usize::from(nibble(codes, index))]);
     }
 }
 
@@ -101,6 +159,10 @@ mod tests {
         let mut row = [0.0; 64];
         row[..4].copy_from_slice(&[-2.0, 1.0, -0.05, 2.0]);
         assert_eq!(there_and_back("nf4", &row)[..5], [-2.0, 2.0 * 0.440_709_83, 0.0, 2.0, 0.0]);
+        assert_eq!(there_and_back("nf4:scale=f32", &row)[..5], [-2.0, 2.0 * 0.440_709_83, 0.0, 2.0, 0.0]);
+        // A scale that f16 rounds, and f32 keeps.
+        row[0] = -2.000_123;
+        assert_eq!((there_and_back("nf4", &row)[0], there_and_back("nf4:scale=f32", &row)[0]), (-2.0, row[0]));
         assert_eq!(there_and_back("nf4", &[0.0; 64]), [0.0; 64]);
         assert!(there_and_back("nf4", &[f32::NAN; 64]).iter().all(|x| x.is_nan()));
     }

@@ -6,9 +6,11 @@
 
 mod fields;
 mod harmless;
+mod packing;
 mod read;
 
 pub(crate) use fields::Fields;
+pub use packing::Packing;
 
 use crate::tensor::DType;
 
@@ -184,12 +186,19 @@ pub struct Config {
     pub eos: Vec<u32>,
     /// Element type in which the folder says that weights are kept; the files decide.
     pub dtype: DType,
+    /// How the folder's matrices are packed, where some are.
+    pub packing: Option<Packing>,
 }
 
 impl Config {
     /// Elements of all query heads.
     pub fn q_width(&self) -> usize {
         self.q_heads * self.head_dim
+    }
+
+    /// Whether packed matrices may have their inputs in another order.
+    pub(super) fn is_ordered(&self) -> bool {
+        matches!(self.packing, Some(Packing::Gptq { ordered: true, .. }))
     }
 
     /// Tokens of the longest sequence that the model was made for, with its RoPE scaling.

@@ -116,7 +116,7 @@ impl Buffers {
             up: plain(rows * config.ffn)?,
             angles: plain(rows * config.head_dim)?,
             logits: plain(setup.logit_rows() * config.vocab)?,
-            scratch: arena.alloc(Label::Workspace, linear::scratch(rows, threads))?,
+            scratch: arena.alloc(Label::Workspace, linear::scratch(config, rows, threads))?,
         })
     }
 
@@ -127,7 +127,7 @@ impl Buffers {
             + setup.logit_rows() * config.vocab;
         let sheets = [config.hidden, config.q_width(), config.ffn];
         let sheets: u64 = sheets.map(|width| PaddedRows::bytes(rows, width)).iter().sum();
-        let scratch = linear::scratch(rows, threads);
+        let scratch = linear::scratch(config, rows, threads);
         [(Label::Activations, 4 * plain as u64 + sheets), (Label::Workspace, 4 * scratch as u64)]
     }
 }

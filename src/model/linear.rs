@@ -3,11 +3,12 @@
 //!
 //! Threads take rows of `w`, so every element of `y` has one owner and the bits do not depend on their number.
 
+use super::Config;
 use super::padded::PaddedRows;
 use super::weights::Matrix;
 use crate::device::Cpu;
 use crate::device::cpu::Slots;
-use crate::device::simd::linear::{Columns, FEW, Few, PANEL, Panel, Stripes, Widen, panel_scratch};
+use crate::device::simd::linear::{Columns, FEW, Few, PANEL, Panel, Stripes, Widen, padded_rows, panel_scratch};
 use crate::format::with_codec;
 use crate::memory::Buffer;
 use rayon::prelude::*;
@@ -43,8 +44,16 @@ impl Linear {
         let (width, w) = (self.weight.rows(), self.weight.all());
         assert_eq!(x.width, self.weight.width(), "inner extents of a linear layer differ");
         let y = Stripes::new(y, stride, rows, width);
+        let (data, scratch) = match self.weight.order() {
+            Some(order) => {
+                let (sorted, scratch) = scratch.split_at_mut(padded_rows(rows) * x.stride);
+                sort(cpu, order, x, rows, sorted);
+                (&*sorted, scratch)
+            }
+            None => (&*x.data, scratch),
+        };
         let columns = |first: usize, count: usize| Columns {
-            x: &x.data,
+            x: data,
             stride: x.stride,
             rows,
             w: w.skip(first).first(count),
@@ -78,7 +87,26 @@ impl Linear {
     }
 }
 
-/// Scratch elements of a linear layer for at most `rows` rows.
-pub(super) fn scratch(rows: usize, threads: usize) -> usize {
-    if rows <= FEW { 0 } else { threads * panel_scratch(rows) }
+/// Rows of `x` with their columns in the order in which rows of weights have them.
+fn sort(cpu: &Cpu, order: &[u32], x: &PaddedRows, rows: usize, to: &mut [f32]) {
+    // Rows of blocks are whole vectors, so that nothing follows them.
+    assert_eq!(x.stride, order.len(), "an order of every column");
+    let sorted = |(to, from): (&mut [f32], &[f32])| {
+        to.iter_mut().zip(order).for_each(|(to, &input)| *to = from[input as usize]);
+    };
+    let stride = x.stride;
+    match rows <= FEW {
+        true => to.chunks_exact_mut(stride).zip(x.data.chunks_exact(stride)).take(rows).for_each(sorted),
+        false => cpu.install(|| {
+            let all = to.par_chunks_exact_mut(stride).zip(x.data.par_chunks_exact(stride));
+            all.take(rows).for_each(sorted);
+        }),
+    }
+}
+
+/// Scratch elements of the linear layers of a model for at most `rows` rows.
+pub(super) fn scratch(config: &Config, rows: usize, threads: usize) -> usize {
+    let widest = config.hidden.max(config.q_width()).max(config.ffn);
+    let sorted = if config.is_ordered() { padded_rows(rows) * widest } else { 0 };
+    sorted + if rows <= FEW { 0 } else { threads * panel_scratch(rows) }
 }

@@ -18,6 +18,7 @@ mod linear;
 mod locate;
 pub(crate) mod mlp;
 pub(crate) mod norm;
+mod packed;
 mod padded;
 pub(crate) mod parameters;
 mod quantise;
@@ -44,7 +45,7 @@ pub use sample::{Sampler, Sampling};
 pub use sequences::sequences;
 pub use text::Text;
 pub use weights::Weights;
-pub(crate) use weights::{Matrix, mapped, tensor_files, widen};
+pub(crate) use weights::{Matrix, mapped, packed_bytes, tensor_files, widen};
 
 use crate::attention::AttentionError;
 use crate::device::cuda::CudaError;

@@ -289,8 +289,9 @@ pub fn quantise(
 /// Refuses a header that is another model's: what GGUF files have no place for is not left out silently.
 fn reads_as(path: &Path, config: &Config) -> Result<(), String> {
     let back = Gguf::open(path).and_then(|file| file.config()).map_err(|error| error.to_string())?;
-    // Of a folder the type of elements and further tokens that end a text are no part of the model.
-    let same = Config { dtype: config.dtype, eos: config.eos.clone(), bos: config.bos, ..back };
+    // Of a folder how its elements are kept and further tokens that end a text are no part of the model.
+    let (dtype, packing) = (config.dtype, config.packing);
+    let same = Config { dtype, packing, eos: config.eos.clone(), bos: config.bos, ..back };
     match same == *config {
         true => Ok(()),
         false => Err("a GGUF file has no place for all of its configuration: another RoPE scaling than linear or yarn, a sliding \
@@ -342,7 +343,7 @@ fn tensor(
                     || vec![0.0; width],
                     |widened, (row, (to, loss))| {
                         let row = order.map_or(row, |rows| row_of_folder(rows, row));
-                        matrix.all().skip(row).first(1).widen(widened);
+                        matrix.widen(row, widened);
                         *loss = encode(format, widened, to);
                     },
                 );

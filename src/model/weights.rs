@@ -2,7 +2,7 @@
 //!
 //! Matrices stay where the files lie (`found.rs`) and are read in their own type or blocks; the arena counts their bytes
 //! under `weights` as if it held them, since every pass reads all of them. Where a format is asked for, they are encoded in
-//! the arena instead, and those whose rows a GGUF file has in another order are copied there. Vectors (norms and biases)
+//! the arena instead, those whose rows a GGUF file has in another order are copied there, and packed ones repacked ([`super::packed`]). Vectors (norms and biases)
 //! are widened to f32, which is less than a thousandth. Every tensor that the configuration asks for must be there in its
 //! shape, and none that it does not know: a bias that nobody adds would make the results wrong.
 
@@ -32,6 +32,8 @@ pub struct Matrix {
     format: RowFormat,
     rows: usize,
     width: usize,
+    /// The input of each column, where that is not its own.
+    order: Option<Arc<Buffer<u32>>>,
 }
 
 /// Where a matrix lies.
@@ -43,9 +45,26 @@ enum Bytes {
 }
 
 impl Matrix {
-    /// All rows.
+    /// All rows, with columns as they lie.
     pub fn all(&self) -> Rows<'_> {
         self.format.rows(self.bytes(), [self.rows, self.width])
+    }
+
+    /// The input of each column, where columns lie in another order than inputs.
+    pub(super) fn order(&self) -> Option<&[u32]> {
+        self.order.as_ref().map(|order| &***order)
+    }
+
+    /// Widens the rows from `first` on, as many as `to` holds, with columns in the order of inputs.
+    pub(super) fn widen(&self, first: usize, to: &mut [f32]) {
+        self.all().skip(first).first(to.len() / self.width).widen(to);
+        if let Some(order) = self.order() {
+            let mut sorted = vec![0.0; self.width];
+            for row in to.chunks_exact_mut(self.width) {
+                order.iter().zip(&*row).for_each(|(&input, x)| sorted[input as usize] = *x);
+                row.copy_from_slice(&sorted);
+            }
+        }
     }
 
     /// Its elements, as they lie.
@@ -94,13 +113,13 @@ impl Matrix {
         rows.for_each_init(
             || vec![0.0; self.width],
             |widened, (row, to)| {
-                self.all().skip(row).first(1).widen(widened);
+                self.widen(row, widened);
                 change(widened, row);
                 format.encode(widened, self.width, to);
             },
         );
         let (range, bytes) = (0..bytes.len(), Arc::new(Bytes::Held(bytes)));
-        Ok(Matrix { bytes, range, format, rows: self.rows, width: self.width })
+        Ok(Matrix { bytes, range, format, rows: self.rows, width: self.width, order: None })
     }
 
     /// Number of rows.
@@ -240,6 +259,52 @@ impl Make for Kept<'_> {
     }
 }
 
+/// Bytes of the parameters of a folder with packed matrices as [`Weights::open`] keeps them, and the type of its embedding, with nothing
+/// repacked.
+///
+/// # Errors
+/// As [`Weights::open`].
+pub(crate) fn packed_bytes(
+    folder: &Path,
+    config: &Config,
+    format: Option<RowFormat>,
+) -> Result<(u64, DType), ModelError> {
+    let arena = Arena::unlimited();
+    let found = Found::open(folder, config, &arena)?;
+    let mut counted = Counted { found, format, bytes: 0, dtype: DType::F32 };
+    config.parameters(&mut counted)?;
+    Ok((counted.bytes as u64, counted.dtype))
+}
+
+struct Counted<'a> {
+    found: Found<'a>,
+    format: Option<RowFormat>,
+    bytes: usize,
+    /// Element type of the embedding.
+    dtype: DType,
+}
+
+impl Make for Counted<'_> {
+    type Matrix = ();
+    type Vector = ();
+    type Error = ModelError;
+
+    fn matrix(&mut self, name: String, role: Role, [rows, width]: [usize; 2]) -> Result<(), ModelError> {
+        let (own, beside) = self.found.kept(&name, [rows, width])?;
+        if let (Role::Embedding, Some(dtype)) = (role, own.dtype()) {
+            self.dtype = dtype;
+        }
+        let format = self.format.unwrap_or(own);
+        self.bytes += rows * format.row_bytes(width) + if format == own { beside } else { 0 };
+        Ok(())
+    }
+
+    fn vector(&mut self, _: String, _: Role, width: usize) -> Result<(), ModelError> {
+        self.bytes += 4 * width;
+        Ok(())
+    }
+}
+
 /// Whether every matrix of a model can be kept in a format.
 struct Fitting(RowFormat);
 
@@ -327,9 +392,8 @@ impl Make for Widened<'_> {
         const ROWS: usize = 64;
         let matrix = self.found.tensor(&name, &shape)?;
         for first in (0..shape[0]).step_by(ROWS) {
-            let rows = matrix.all().skip(first).first(ROWS);
-            self.values.resize(rows.count() * shape[1], 0.0);
-            rows.widen(&mut self.values);
+            self.values.resize(ROWS.min(shape[0] - first) * shape[1], 0.0);
+            matrix.widen(first, &mut self.values);
             (self.take)(role, &self.values);
         }
         Ok(())
@@ -376,7 +440,13 @@ impl Make for Mapped<'_> {
 
     fn matrix(&mut self, name: String, _: Role, shape: [usize; 2]) -> Result<(), ModelError> {
         let before = self.found.mapped_bytes;
-        self.matrices.push(self.found.tensor(&name, &shape)?);
+        let matrix = self.found.tensor(&name, &shape)?;
+        if matrix.order().is_some() {
+            let reason =
+                format!("the columns of '{name}' are in another order (desc_act), which gradients do not know");
+            return Err(self.found.refused(reason));
+        }
+        self.matrices.push(matrix);
         self.mapped_bytes += self.found.mapped_bytes - before;
         Ok(())
     }
@@ -391,7 +461,7 @@ impl Make for Mapped<'_> {
 
 /// Widens row `row` of a matrix, times a factor.
 pub(super) fn embed(matrix: &Matrix, row: usize, factor: f32, to: &mut [f32]) {
-    matrix.all().skip(row).first(1).widen(to);
+    matrix.widen(row, to);
     if factor != 1.0 {
         to.iter_mut().for_each(|x| *x *= factor);
     }

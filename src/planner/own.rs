@@ -9,7 +9,7 @@ use super::scenario::{Attention, Logits, Scenario};
 use super::source::Source;
 use crate::format::RowFormat;
 use crate::memory::LabelBytes;
-use crate::model::{Config, Setup, bytes_unopened, gguf_tensors, tensor_files};
+use crate::model::{Config, Setup, bytes_unopened, gguf_tensors, packed_bytes, tensor_files};
 use crate::tensor::DType;
 use crate::tensor::file::{Entry, TensorFile, read_as};
 use std::path::Path;
@@ -66,6 +66,10 @@ impl<'a> Own<'a> {
     /// Bytes of weights once they are loaded, matrices as in the files or in the format and vectors in f32; and the element type
     /// of the embedding, f32 where it is quantised.
     pub fn weights(&self) -> Option<(u64, DType)> {
+        let config = Config::read(self.folder).ok().filter(|config| config.packing.is_some());
+        if let Some(config) = config {
+            return packed_bytes(self.folder, &config, self.format).ok();
+        }
         let tensors = self.tensors()?;
         let bytes = |(_, shape, format): &(String, Vec<usize>, RowFormat)| match shape[..] {
             [rows, width] => rows * self.format.unwrap_or(*format).row_bytes(width),

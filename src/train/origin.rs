@@ -168,13 +168,23 @@ impl Origin {
                 let content = |name| {
                     let path = folder.join(name);
                     let text = std::fs::read_to_string(&path).map_err(|error| TrainError::read(&path, &error))?;
-                    Ok((name, text))
+                    match name == "config.json" && config.packing.is_some() {
+                        true => Ok((name, unpacked(&text))),
+                        false => Ok((name, text)),
+                    }
                 };
                 let files = names.map(content).collect::<Result<_, TrainError>>()?;
                 Ok(Start { config, vocabulary, files, folder: Some(folder) })
             }
         }
     }
+}
+
+/// A `config.json` that was read, without what it says of packed weights: those that come out are plain.
+fn unpacked(text: &str) -> String {
+    let mut config: Value = serde_json::from_str(text).expect("it was read");
+    config.as_object_mut().expect("it was read").remove("quantization_config");
+    format!("{config:#}\n")
 }
 
 fn new(sizes: &Sizes) -> Start {

@@ -5,6 +5,7 @@ pub mod accuracy;
 pub mod exact;
 pub mod gguf;
 pub mod models;
+pub mod packed;
 pub mod ragged;
 
 use kvsieve::attention::{

@@ -9,6 +9,9 @@
 #[path = "../common/gguf.rs"]
 mod gguf;
 mod mutate;
+#[path = "../common/packed.rs"]
+#[allow(dead_code)] // the same models in f32
+mod packed;
 
 use kvsieve::device::Cpu;
 use kvsieve::experiment::{Device, Experiment, Spec, runner, store};
@@ -136,6 +139,85 @@ fn gguf_files() {
     target.run(|path| {
         let _ = Text::open(path);
         Model::open(path, &Arena::with_limit(64 << 20)).map(drop).map_err(said)
+    });
+}
+
+/// Tensors of every packed layout, under configurations that are right.
+#[test]
+fn packed_folders() {
+    let folder = tempfile::tempdir().unwrap();
+    let layouts = packed::layouts();
+    let made = |config: &serde_json::Value| {
+        packed::write(folder.path(), config);
+        fs::read(folder.path().join("model.safetensors")).unwrap()
+    };
+    let corpus: Vec<Vec<u8>> = layouts.iter().map(|(.., config)| made(config)).collect();
+    let target = Target {
+        name: "packed_folders",
+        corpus,
+        words: &[
+            "qweight",
+            "g_idx",
+            ".scales",
+            "I32",
+            "F8_E4M3",
+            "[4,128]",
+            "blocksize",
+            "absmax",
+            "nested_absmax",
+            "shape",
+        ],
+        inputs: 300,
+        all_right: true,
+    };
+    // An input is read by the layout that its names are of; one without them by all.
+    let method = |bytes: &[u8], (.., config): &(&str, &str, serde_json::Value)| {
+        let has = |text: &str| bytes.windows(text.len()).any(|part| part == text.as_bytes());
+        match config["quant_method"].as_str().unwrap() {
+            "gptq" => has("g_idx"),
+            "awq" => has("qweight") && !has("g_idx"),
+            "bitsandbytes" => has(if config["load_in_4bit"] == serde_json::json!(true) { "absmax" } else { "SCB" }),
+            "fp8" => has("weight_scale_inv"),
+            _ => has("weight_scale") && !has("weight_scale_inv"),
+        }
+    };
+    target.run(|path| {
+        let bytes = fs::read(path).unwrap();
+        fs::copy(path, folder.path().join("model.safetensors")).unwrap();
+        let mut said = Err("no layout has such tensors".to_string());
+        for layout in layouts.iter().filter(|layout| method(&bytes, layout)) {
+            fs::write(folder.path().join("config.json"), packed::config(&layout.2).to_string()).unwrap();
+            let found = Model::open(folder.path(), &Arena::with_limit(64 << 20)).map(drop).map_err(crate::said);
+            said = if said.is_ok() { said } else { found };
+        }
+        said
+    });
+}
+
+/// Configurations of packed folders, over tensors that are right for some of them.
+#[test]
+fn packed_configurations() {
+    let folder = tempfile::tempdir().unwrap();
+    let layouts: Vec<_> =
+        packed::layouts().into_iter().filter(|(name, ..)| ["gptq-ordered", "awq", "fp8"].contains(name)).collect();
+    for (name, _, config) in &layouts {
+        packed::write(&folder.path().join(name), config);
+    }
+    let target = Target {
+        name: "packed_configurations",
+        corpus: layouts.iter().map(|(.., config)| packed::config(config).to_string().into_bytes()).collect(),
+        words: &["gptq", "gptq_v2", "awq", "fp8", "-1", "32", "desc_act", "weight_block_size", "config_groups", "nf4"],
+        inputs: 150,
+        all_right: true,
+    };
+    target.run(|path| {
+        let tried = layouts.iter().map(|(name, ..)| {
+            let folder = folder.path().join(name);
+            fs::copy(path, folder.join("config.json")).unwrap();
+            Model::open(&folder, &Arena::with_limit(64 << 20)).map(drop).map_err(said)
+        });
+        let tried: Vec<Said> = tried.collect();
+        tried.iter().find(|said| said.is_ok()).unwrap_or(&tried[0]).clone()
     });
 }
 

@@ -27,6 +27,11 @@ impl<'a> Fields<'a> {
         self.map.get(key).filter(|value| !value.is_null())
     }
 
+    /// Whether a key is this whole number.
+    pub fn is(&self, key: &'a str, number: i64) -> bool {
+        self.value(key).and_then(Value::as_i64) == Some(number)
+    }
+
     /// Whether a key is there, be it as `null`.
     pub fn has(&self, key: &str) -> bool {
         self.map.contains_key(key)

@@ -1,7 +1,7 @@
 //! `config.json`, as `transformers` 4 and 5 write it.
 
 use super::fields::Fields;
-use super::{Activation, Config, Family, Norms, Rope, RopeScaling};
+use super::{Activation, Config, Family, Norms, Packing, Rope, RopeScaling};
 use crate::attention::Shape;
 use crate::model::ModelError;
 use crate::model::adapter::base;
@@ -52,6 +52,7 @@ impl Config {
     /// In words: what was wrong, its value, and what would be right.
     pub fn from_json(map: &Map<String, Value>) -> Result<Self, String> {
         let fields = Fields::new(map, "");
+        let packing = Packing::read(&fields)?;
         let family = family(&fields)?;
         let defaults = Defaults::of(family);
         let need = |key| fields.needed(key, fields.count(key)?);
@@ -113,6 +114,7 @@ impl Config {
             bos: fields.tokens("bos_token_id")?.first().copied(),
             eos: fields.tokens("eos_token_id")?,
             dtype: dtype(&fields)?,
+            packing,
         };
         if family == Family::Phi3 && attention_bias {
             return Err(fields.refuse("attention_bias", "Phi3ForCausalLM has no biases"));
@@ -166,12 +168,6 @@ fn family(fields: &Fields<'_>) -> Result<Family, String> {
     let [name] = named[..] else {
         return Err(fields.refuse("architectures", &format!("it must name one architecture; known: {}", known())));
     };
-    // The names that transformers, MLX and llm-compressor use.
-    for key in ["quantization_config", "quantization", "compression_config"] {
-        if fields.value(key).is_some() {
-            return Err(format!("it has a {key}; only f32, f16 and bf16 weights are read"));
-        }
-    }
     let family = Family::ALL.into_iter().find(|family| family.architecture() == name);
     family.ok_or_else(|| format!("unknown architecture '{name}'; known: {}", known()))
 }
@@ -409,14 +405,17 @@ mod tests {
             ),
             (json!({"layer_types": ["full_attention"]}), "layer_types names 1 layers; num_hidden_layers is 2"),
             (json!({"max_window_layers": -1}), "max_window_layers is -1; it must be a whole number"),
-            (json!({"quantization": {"bits": 4}}), "it has a quantization; only f32"),
+            (
+                json!({"quantization": {"bits": 4}}),
+                "it has a quantization; of packed weights those that a quantization_config",
+            ),
             (json!({"rope_scaling": {"type": "linear", "factor": 4, "wave": 1}}), "rope_scaling.wave is 1"),
             (json!({"rope_scaling": {"type": "linear"}}), "rope_scaling.factor is missing"),
             (json!({"partial_rotary_factor": 0.75}), "partial_rotary_factor is 0.75"),
             (json!({"vocab_size": -3}), "vocab_size is -3; it must be a whole number"),
             (json!({"vocab_size": null}), "vocab_size is missing"),
             (json!({"num_key_value_heads": 3}), "4 query heads cannot share 3 KV heads"),
-            (json!({"quantization_config": {"bits": 4}}), "quantization_config"),
+            (json!({"quantization_config": {"bits": 4}}), "quantization_config.quant_method is missing"),
             (json!({"dtype": "float8"}), "dtype is \"float8\"; known: float32"),
             (json!({"head_dim": 15}), "head_dim is 15"),
         ];

@@ -119,7 +119,7 @@ impl Upload<'_> {
             // No kernel for GPUs reads a file's blocks.
             None => {
                 let mut widened = vec![0.0f32; rows * width];
-                matrix.all().widen(&mut widened);
+                matrix.widen(0, &mut widened);
                 self.copy(bytemuck::cast_slice(&widened))?
             }
         };

@@ -5,8 +5,10 @@ use crate::format::RowFormat;
 use crate::memory::{Arena, Label};
 use crate::model::adapter::{Adapter, base};
 use crate::model::gguf::{Gguf, Located, is_gguf, more};
+use crate::model::packed::{Module, Repacked, Tensors};
 use crate::model::{Config, ModelError};
 use crate::tensor::file::{Entry, TensorFile, read_as};
+use rayon::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -15,7 +17,7 @@ use std::sync::Arc;
 /// Where tensors are found by name.
 enum Source {
     /// Files, and in which of them a tensor lies.
-    Folder(Vec<Arc<TensorFile>>, BTreeMap<String, (usize, Entry)>),
+    Folder(Vec<Arc<TensorFile>>, Tensors),
     Gguf(Arc<Gguf>),
 }
 
@@ -75,6 +77,9 @@ impl<'a> Found<'a> {
 
     /// A tensor of a shape, where it lies.
     fn stored(&mut self, name: &str, shape: &[usize]) -> Result<Matrix, ModelError> {
+        if let Some(packed) = self.packed(name, shape)? {
+            return Ok(packed);
+        }
         let missing = || self.wrong(&self.folder, format!("there is no tensor '{name}', {shape:?} is needed"));
         let (files, tensors) = match &self.source {
             Source::Folder(files, tensors) => (files, tensors),
@@ -111,6 +116,61 @@ impl<'a> Found<'a> {
         Ok(self.take(name, shape, (range, bytes), RowFormat::plain(dtype)))
     }
 
+    /// How a matrix that the folder has packed is repacked, and the names of its tensors; `None` where it is plain.
+    fn repacked<'s>(
+        &'s self,
+        name: &'s str,
+        shape: &[usize],
+    ) -> Result<Option<(Repacked<'s>, Vec<String>)>, ModelError> {
+        let (Some(packing), &[rows, width], Source::Folder(files, tensors)) =
+            (self.config.packing, shape, &self.source)
+        else {
+            return Ok(None);
+        };
+        if tensors.get(name).is_some_and(|(_, entry)| read_as(entry.dtype).is_some()) {
+            return Ok(None);
+        }
+        let mut module = Module::new(name.strip_suffix(".weight").unwrap_or(name), files, tensors);
+        let repacked = module.repack(packing, [rows, width]);
+        let repacked = repacked.map_err(|reason| self.refused(format!("{reason} (packed as {packing})")))?;
+        Ok(Some((repacked, module.taken)))
+    }
+
+    /// A matrix that the folder has packed, in the arena; `None` where it is plain.
+    fn packed(&mut self, name: &str, shape: &[usize]) -> Result<Option<Matrix>, ModelError> {
+        let Some((Repacked { format, order, put }, taken)) = self.repacked(name, shape)? else { return Ok(None) };
+        let (rows, width) = (shape[0], shape[1]);
+        let row_bytes = format.row_bytes(width);
+        let mut bytes = self.arena.alloc::<u8>(Label::Weights, rows * row_bytes)?;
+        bytes.par_chunks_mut(row_bytes).enumerate().for_each(|(row, to)| put(row, to));
+        drop(put);
+        let order = match order {
+            Some(order) => {
+                let mut kept = self.arena.alloc::<u32>(Label::Weights, width)?;
+                kept.copy_from_slice(&order);
+                Some(Arc::new(kept))
+            }
+            None => None,
+        };
+        self.held_bytes += bytes.bytes() + order.as_ref().map_or(0, |order| order.bytes());
+        self.taken.extend(taken);
+        let matrix = self.take(name, shape, (0..bytes.len(), Bytes::Held(bytes)), format);
+        Ok(Some(Matrix { order, ..matrix }))
+    }
+
+    /// How a matrix of a folder is kept in memory, and the bytes of what is kept beside its rows; nothing is repacked.
+    pub fn kept(&self, name: &str, shape: [usize; 2]) -> Result<(RowFormat, usize), ModelError> {
+        if let Some((repacked, _)) = self.repacked(name, &shape)? {
+            return Ok((repacked.format, repacked.order.map_or(0, |order| 4 * order.len())));
+        }
+        let dtype = match &self.source {
+            Source::Folder(_, tensors) => tensors.get(name).and_then(|(_, entry)| read_as(entry.dtype)),
+            Source::Gguf(_) => None,
+        };
+        let missing = || self.refused(format!("there is no tensor '{name}', {shape:?} is needed"));
+        Ok((RowFormat::plain(dtype.ok_or_else(missing)?), 0))
+    }
+
     /// A tensor of a GGUF file: where it lies, or a copy if its rows are in another order or its elements not aligned.
     fn located(
         &mut self,
@@ -141,7 +201,7 @@ impl<'a> Found<'a> {
     ) -> Matrix {
         let (rows, width) = (shape[..shape.len() - 1].iter().product(), shape[shape.len() - 1]);
         self.taken.insert(name.into());
-        Matrix { bytes: Arc::new(bytes), range, format, rows, width }
+        Matrix { bytes: Arc::new(bytes), range, format, rows, width, order: None }
     }
 
     /// Widens a vector.
@@ -163,8 +223,15 @@ impl<'a> Found<'a> {
             name.ends_with("rotary_emb.inv_freq") || (config.tied && name == "lm_head.weight")
         };
         let unknown = match &self.source {
-            Source::Folder(_, tensors) => {
-                tensors.keys().find(|name| !self.taken.contains(*name) && !harmless(name)).map(String::as_str)
+            Source::Folder(files, tensors) => {
+                // Some programs write a bias for every packed layer, whether the model has one or not.
+                let is_nothing = |name: &str, (file, entry): &(usize, Entry)| {
+                    let bytes = || files[*file].bytes(entry.range.clone());
+                    config.packing.is_some() && name.ends_with(".bias") && bytes().iter().all(|&byte| byte == 0)
+                };
+                let known = |name: &str| self.taken.contains(name) || harmless(name);
+                let unknown = tensors.iter().find(|&(name, at)| !known(name) && !is_nothing(name, at));
+                unknown.map(|(name, _)| name.as_str())
             }
             Source::Gguf(gguf) => gguf.unknown(config, &self.taken),
         };
