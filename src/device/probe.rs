@@ -104,14 +104,14 @@ fn multiply_adds<S: Simd, U: Unit<S>>(simd: S, steps: usize) -> f64 {
     (steps * CHAINS * S::LANES * U::DEPTH * 2) as f64
 }
 
-/// About as many operations as a tenth of so many steps of [`multiply_adds`], in products of operands that stay in the first-level cache.
+/// As many operations as so many steps of [`multiply_adds`], or a few more, in products of operands that stay in the first-level cache.
 #[inline(always)]
 fn tile_products<S: Simd, U: Unit<S>>(simd: S, steps: usize) -> f64 {
     const EXTENTS: Extents = Extents { rows: 48, columns: 32, steps: 64 };
     let (a, b) = (vec![U::zeroed(); EXTENTS.rows * EXTENTS.steps], vec![U::zeroed(); EXTENTS.steps * EXTENTS.columns]);
     let mut c = vec![0.0; EXTENTS.rows * EXTENTS.columns];
     let operations = 2 * U::DEPTH * EXTENTS.rows * EXTENTS.columns * EXTENTS.steps;
-    let products = (steps * CHAINS * S::LANES * U::DEPTH * 2 / 10).div_ceil(operations);
+    let products = (steps * CHAINS * S::LANES * U::DEPTH * 2).div_ceil(operations);
     for _ in 0..products {
         let a = Left { units: black_box(&*a), row_stride: EXTENTS.steps, step_stride: 1 };
         let b = Right { units: &*b, stride: EXTENTS.columns };

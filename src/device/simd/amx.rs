@@ -176,7 +176,15 @@ pub unsafe fn product<U>(extents: Extents, a: Matrix<*const U>, b: Matrix<*const
 ///
 /// # Safety
 /// As [`product`].
-unsafe fn panels<U>(rows: usize, columns: usize, steps: usize, a: Matrix<*const U>, b: Matrix<*const U>, c: Matrix<*mut f32>, add: bool) {
+unsafe fn panels<U>(
+    rows: usize,
+    columns: usize,
+    steps: usize,
+    a: Matrix<*const U>,
+    b: Matrix<*const U>,
+    c: Matrix<*mut f32>,
+    add: bool,
+) {
     // Columns outside: what is read of `B` stays in the first-level cache for all rows.
     for column in (0..columns).step_by(HELD_COLUMNS) {
         for row in (0..rows).step_by(HELD_ROWS) {
