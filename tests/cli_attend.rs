@@ -225,7 +225,7 @@ fn the_report_has_every_field_and_counts_every_byte() {
     assert_eq!(below, above);
     let rate = report["flops_per_s"].as_f64().unwrap();
     assert!((rate * median / 1e9 / f64::from(flops) - 1.0).abs() < 1e-9);
-    assert!(["avx512-bf16", "avx512", "avx2", "portable"].contains(&report["isa_path"].as_str().unwrap()));
+    assert!(["amx", "avx512-bf16", "avx512", "avx2", "portable"].contains(&report["isa_path"].as_str().unwrap()));
     assert_eq!(report["drift"]["checked_rows"], 2 * 4 * 33);
     assert!(report.get("backward_median_ns").is_none());
     // Inputs 2 B each; o 2 B each and lse 4 B a row.

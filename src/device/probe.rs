@@ -4,6 +4,7 @@
 //! operations, a dot product of a pair as four.
 
 use super::Cpu;
+use super::simd::product::{Extents, Left, Right, product};
 use super::simd::{Isa, Native, Simd, SimdBf16Op, SimdOp, Unit};
 use std::hint::black_box;
 use std::time::Instant;
@@ -79,6 +80,7 @@ impl SimdBf16Op for MultiplyAdds {
     fn run<S: Native>(self, simd: S) -> f64 {
         match (self.bf16, <S::Bf16 as Unit<S>>::DEPTH) {
             (true, 1) => 0.0,
+            (true, _) if <S::Bf16 as Unit<S>>::has_tiles(simd) => tile_products::<S, S::Bf16>(simd, self.steps),
             (true, _) => multiply_adds::<S, S::Bf16>(simd, self.steps),
             (false, _) => multiply_adds::<S, f32>(simd, self.steps),
         }
@@ -100,6 +102,22 @@ fn multiply_adds<S: Simd, U: Unit<S>>(simd: S, steps: usize) -> f64 {
         black_box(simd.sum(sum));
     }
     (steps * CHAINS * S::LANES * U::DEPTH * 2) as f64
+}
+
+/// As many operations as so many steps of [`multiply_adds`], or a few more, in products of operands that stay in the first-level cache.
+#[inline(always)]
+fn tile_products<S: Simd, U: Unit<S>>(simd: S, steps: usize) -> f64 {
+    const EXTENTS: Extents = Extents { rows: 48, columns: 32, steps: 64 };
+    let (a, b) = (vec![U::zeroed(); EXTENTS.rows * EXTENTS.steps], vec![U::zeroed(); EXTENTS.steps * EXTENTS.columns]);
+    let mut c = vec![0.0; EXTENTS.rows * EXTENTS.columns];
+    let operations = 2 * U::DEPTH * EXTENTS.rows * EXTENTS.columns * EXTENTS.steps;
+    let products = (steps * CHAINS * S::LANES * U::DEPTH * 2).div_ceil(operations);
+    for _ in 0..products {
+        let a = Left { units: black_box(&*a), row_stride: EXTENTS.steps, step_stride: 1 };
+        let b = Right { units: &*b, stride: EXTENTS.columns };
+        product::<S, U, true>(simd, EXTENTS, a, b, black_box(&mut c), EXTENTS.columns);
+    }
+    (products * operations) as f64
 }
 
 /// Reads a slice once; returns its bytes.
@@ -134,8 +152,9 @@ mod tests {
         for isa in Isa::available() {
             let cpu = Cpu::with_isa(Some(1), isa).unwrap();
             assert!(fma_flops(&cpu) > 0.0, "{}", isa.name());
-            assert_eq!(bf16_dot_flops(&cpu).is_some(), isa.name() == "avx512-bf16");
-            assert_eq!(bf16_gain(isa).is_some(), isa.name() == "avx512-bf16");
+            let has_unit = ["amx", "avx512-bf16"].contains(&isa.name());
+            assert_eq!(bf16_dot_flops(&cpu).is_some(), has_unit);
+            assert_eq!(bf16_gain(isa).is_some(), has_unit);
         }
         assert!(read_bytes(&Cpu::new(Some(1)).unwrap()) > 0.0);
     }

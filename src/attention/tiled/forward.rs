@@ -144,9 +144,9 @@ fn block<S: Simd, U: Packed<S>>(simd: S, work: Block<'_, '_, '_>) {
                 &*v
             }
         };
-        // Shorter strips hug the edge of a mask.
-        let cut = visible(0).end < end || visible(count - 1).start > start;
-        let len = if cut { STRIP / 2 } else { STRIP };
+        // Shorter strips hug the edge of a mask, but where half of one is no whole number of tiles.
+        let is_cut = visible(0).end < end || visible(count - 1).start > start;
+        let len = if is_cut && !U::has_tiles(simd) { STRIP / 2 } else { STRIP };
         for strip in (0..shape.group() * padded).step_by(padded).flat_map(|head| strips(head, count, len)) {
             let (first, last) = (strip.first, strip.first + strip.count - 1);
             let seen = visible(first).start.max(start)..visible(last).end.min(end);

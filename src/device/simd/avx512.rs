@@ -1,23 +1,32 @@
-//! AVX-512: vectors of 16 f32, and with AVX512-BF16 dot products of pairs of bf16.
+//! AVX-512: vectors of 16 f32, with AVX512-BF16 dot products of pairs of bf16, and with AMX products of tiles of them.
 
-use super::{Native, Simd, Unit};
+use super::product::{Extents, Left, Right};
+use super::{Native, Simd, Unit, amx};
 use half::{bf16, f16};
 use std::arch::x86_64::*;
 
-/// The path; `BF16` says whether it has AVX512-BF16. Made only by the two functions below.
+/// The path; `BF16` says whether it has AVX512-BF16. Made only by the functions below.
 #[derive(Clone, Copy)]
-pub struct Avx512<const BF16: bool>(());
+pub struct Avx512<const BF16: bool> {
+    /// Whether the thread's tiles of AMX are configured.
+    tiles: bool,
+}
 
 /// Calls `work`, compiled with AVX-512 if it is `#[inline(always)]`.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
 pub fn with<R>(work: impl FnOnce(Avx512<false>) -> R) -> R {
-    work(Avx512(()))
+    work(Avx512 { tiles: false })
 }
 
-/// As [`with`], with AVX512-BF16 too.
+/// As [`with`], with AVX512-BF16 too, and with AMX if `tiles`.
+///
+/// # Safety
+/// Without `tiles`, or [`amx::is_here`].
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]
-pub fn with_bf16<R>(work: impl FnOnce(Avx512<true>) -> R) -> R {
-    work(Avx512(()))
+pub unsafe fn with_bf16<R>(tiles: bool, work: impl FnOnce(Avx512<true>) -> R) -> R {
+    // SAFETY: the caller's promise.
+    let _configured = tiles.then(|| unsafe { amx::Configured::begin() });
+    work(Avx512 { tiles })
 }
 
 /// An intrinsic that touches registers only.
@@ -419,5 +428,31 @@ impl Unit<Avx512<true>> for Bf16Pair {
             let pairs = _mm512_or_si512(even, _mm512_slli_epi32::<16>(odd));
             _mm512_storeu_si512(to.as_mut_ptr().cast(), pairs);
         }
+    }
+
+    #[inline(always)]
+    fn has_tiles(simd: Avx512<true>) -> bool {
+        simd.tiles
+    }
+
+    #[inline(always)]
+    unsafe fn multiply_tiles(
+        simd: Avx512<true>,
+        extents: Extents,
+        a: Left<'_, Self>,
+        b: Right<'_, Self>,
+        c: &mut [f32],
+        c_stride: usize,
+        add: bool,
+    ) -> bool {
+        if !simd.tiles || a.step_stride != 1 {
+            return false;
+        }
+        let matrix = |at, stride: usize| amx::Matrix { at, row_bytes: 4 * stride };
+        let (a, b) = (matrix(a.units.as_ptr(), a.row_stride), matrix(b.units.as_ptr(), b.stride));
+        let c = amx::Matrix { at: c.as_mut_ptr(), row_bytes: 4 * c_stride };
+        // SAFETY: the caller's promise; with `tiles` those of this thread are configured.
+        unsafe { amx::product(extents, a, b, c, add) };
+        true
     }
 }

@@ -7,7 +7,7 @@
 //! who computes it.
 
 use super::linear::Stripes;
-use super::pack::{Packed, stacked, transposed};
+use super::pack::{Packed, stacked, transposed, units_along};
 use super::product::{Extents, Left, ROWS, Right, product};
 use super::{Native, Simd, SimdBf16Op};
 use crate::tensor::Rows;
@@ -82,7 +82,7 @@ impl Part<'_> {
                 transposed::<S, U>(simd, |row| w.skip(row), columns, width, whole, packed, PANEL);
             }
             for (from, to) in x.chunks(stride).zip(units.chunks_exact_mut(STEPS)) {
-                along::<S, U>(simd, &from[start..start + width], to);
+                units_along::<S, U>(simd, &from[start..start + width], to);
             }
             let extents = Extents { rows: padded, columns: whole, steps: width.div_ceil(U::DEPTH) };
             let left = Left { units: &*units, row_stride: STEPS, step_stride: 1 };
@@ -103,23 +103,6 @@ impl Part<'_> {
             if let Some(bias) = self.bias {
                 to.iter_mut().zip(bias).for_each(|(to, bias)| *to += bias);
             }
-        }
-    }
-}
-
-/// A row as units along it.
-#[inline(always)]
-fn along<S: Simd, U: Packed<S>>(simd: S, row: &[f32], to: &mut [U]) {
-    for (from, to) in row.chunks(2 * S::LANES).zip(to.chunks_exact_mut(2 * S::LANES / U::DEPTH)) {
-        // SAFETY: each load reads no more than there is.
-        unsafe {
-            let at = from.as_ptr();
-            let (low, high) = match from.len() {
-                all if all == 2 * S::LANES => (simd.load(at), simd.load(at.add(S::LANES))),
-                part if part > S::LANES => (simd.load(at), simd.load_part(at.add(S::LANES), part - S::LANES)),
-                part => (simd.load_part(at, part), simd.splat(0.0)),
-            };
-            U::put(simd, to, low, high);
         }
     }
 }

@@ -10,7 +10,7 @@
 //! bf16 too if it may: twice the speed, and what GPUs and other libraries do with such weights. [`Few`] waits for the memory and
 //! keeps `x` as it is.
 
-use super::pack::{Packed, transposed};
+use super::pack::{Packed, transposed, units_along};
 use super::product::{Extents, Left, ROWS, Right, product};
 use super::reader::RowReader;
 use super::rows::tile;
@@ -324,14 +324,7 @@ impl Columns<'_> {
         // Behind the width rows of `x` hold zeros, up to whole vectors; beyond those there is nothing to read.
         let end = self.stride.min(start + DEPTH);
         for (row, to) in self.x.chunks_exact(self.stride).zip(to.chunks_exact_mut(DEPTH / 2)).take(rows) {
-            for (from, to) in row[start..end].chunks(2 * S::LANES).zip(to.chunks_mut(S::LANES)) {
-                // SAFETY: a stride is a multiple of `LANES`, so there are one or two whole vectors.
-                let (low, high) = unsafe {
-                    let low = simd.load(from.as_ptr());
-                    (low, if from.len() > S::LANES { simd.load(from[S::LANES..].as_ptr()) } else { simd.splat(0.0) })
-                };
-                U::put(simd, to, low, high);
-            }
+            units_along::<S, U>(simd, &row[start..end], to);
         }
     }
 

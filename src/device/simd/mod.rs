@@ -2,13 +2,15 @@
 //!
 //! A kernel's inner part is a [`SimdOp`]: code written once over the trait [`Simd`]. [`Isa::run`] compiles it for each
 //! path (AVX-512, AVX2 + FMA, portable) and picks at run time; a [`SimdBf16Op`] also for AVX-512 with dot products of
-//! bf16. Everything that an op calls must be `#[inline(always)]`: an ordinary function would be compiled for the
+//! bf16, which with AMX leaves whole products to a matrix unit. Everything that an op calls must be `#[inline(always)]`: an ordinary function would be compiled for the
 //! target's baseline, where every intrinsic is a call. On top of the trait stand `math` (exponentials), `product` (the
 //! one register-blocked matrix product that all tiled kernels share), `pack` (rows of any element type into the layout
 //! that it reads), `rows` (inner products with rows, and sums of rows, that are read once where they lie), `linear`
 //! (products with the rows of a weight matrix) and `loops`, which the compiler vectorises by itself. A result depends on
 //! the path only through the order in which lanes are summed, and for bf16 on whether products are taken in bf16 pairs.
 
+#[cfg(target_arch = "x86_64")]
+mod amx;
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
@@ -56,6 +58,7 @@ pub struct Isa(Path);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Path {
+    Amx,
     Avx512Bf16,
     Avx512,
     Avx2,
@@ -80,7 +83,8 @@ impl Isa {
 
     /// The paths of this machine, those with more instructions first.
     pub fn available() -> impl Iterator<Item = Isa> {
-        [Path::Avx512Bf16, Path::Avx512, Path::Avx2, Path::Portable].into_iter().filter(|path| path.is_here()).map(Isa)
+        let paths = [Path::Amx, Path::Avx512Bf16, Path::Avx512, Path::Avx2, Path::Portable];
+        paths.into_iter().filter(|path| path.is_here()).map(Isa)
     }
 
     /// The fastest path of this machine. Dot products of bf16 are not fast on every processor that has them (on Intel's
@@ -113,6 +117,7 @@ impl Isa {
     /// Its name in records, and for `KVSIEVE_ISA`.
     pub fn name(self) -> &'static str {
         match self.0 {
+            Path::Amx => "amx",
             Path::Avx512Bf16 => "avx512-bf16",
             Path::Avx512 => "avx512",
             Path::Avx2 => "avx2",
@@ -125,7 +130,7 @@ impl Isa {
     pub fn run<T: SimdOp>(self, op: T) -> T::Output {
         match self.0 {
             #[cfg(target_arch = "x86_64")]
-            Path::Avx512Bf16 | Path::Avx512 => {
+            Path::Amx | Path::Avx512Bf16 | Path::Avx512 => {
                 // SAFETY: an `Isa` is made only of a path that `is_here`.
                 unsafe {
                     avx512::with(
@@ -153,10 +158,11 @@ impl Isa {
     pub fn run_bf16<T: SimdBf16Op>(self, op: T) -> T::Output {
         match self.0 {
             #[cfg(target_arch = "x86_64")]
-            Path::Avx512Bf16 => {
+            Path::Amx | Path::Avx512Bf16 => {
                 // SAFETY: as in `run`.
                 unsafe {
                     avx512::with_bf16(
+                        self.0 == Path::Amx,
                         #[inline(always)]
                         |simd| op.run(simd),
                     )
@@ -191,6 +197,7 @@ impl Path {
     #[cfg(target_arch = "x86_64")]
     fn is_here(self) -> bool {
         match self {
+            Path::Amx => Path::Avx512Bf16.is_here() && amx::is_here(),
             Path::Avx512Bf16 => Path::Avx512.is_here() && is_x86_feature_detected!("avx512bf16"),
             Path::Avx512 => {
                 Path::Avx2.is_here()

@@ -32,6 +32,29 @@ pub trait Packed<S: Simd>: Unit<S> {
     fn in_place(rows: &Rows<'_>) -> Option<(*const u8, usize)>;
 }
 
+/// A row of f32 as units along it, rounded where they are narrower. Of a last double vector that is not whole the rest becomes zero.
+///
+/// # Panics
+/// When `to` has no room for whole double vectors.
+#[inline(always)]
+pub fn units_along<S: Simd, U: Unit<S>>(simd: S, row: &[f32], to: &mut [U]) {
+    let (elements, units) = (2 * S::LANES, 2 * S::LANES / U::DEPTH);
+    assert!(to.len() >= row.len().div_ceil(elements) * units, "room for whole vectors");
+    // Counted, for the sake of its speed: of zipped chunks a call is left in every turn.
+    for index in 0..row.len().div_ceil(elements) {
+        // SAFETY: each load reads no more than there is.
+        let (low, high) = unsafe {
+            let at = row.as_ptr().add(index * elements);
+            match row.len() - index * elements {
+                all if all >= elements => (simd.load(at), simd.load(at.add(S::LANES))),
+                part if part > S::LANES => (simd.load(at), simd.load_part(at.add(S::LANES), part - S::LANES)),
+                part => (simd.load_part(at, part), simd.splat(0.0)),
+            }
+        };
+        U::put(simd, &mut to[index * units..][..units], low, high);
+    }
+}
+
 /// Widens a row into the start of `to`.
 #[inline(always)]
 fn widen<S: Simd, T: Element>(simd: S, row: &Strided<'_, T>, to: &mut [f32]) {

@@ -4,7 +4,8 @@
 //! each step along the inner extent loads 4 vectors of `B`, broadcasts 6 elements of `A`, and keeps both multiply-add
 //! pipes busy through their latency. `B` is packed by [`super::pack`] into rows of units, `A` is read where it lies,
 //! with any two strides: the same code multiplies by `P` and by its transpose. Operands are f32, or pairs of bf16
-//! where the processor multiplies those ([`Unit`]).
+//! where the processor multiplies those ([`Unit`]). A matrix unit reads the same two layouts, and takes the whole product
+//! ([`Unit::multiply_tiles`]).
 
 use super::vector::each;
 use super::{Simd, Unit};
@@ -65,6 +66,10 @@ pub fn product<S: Simd, U: Unit<S>, const ADD: bool>(
     assert!((rows - 1) * a.row_stride + (steps - 1) * a.step_stride < a.units.len(), "A is too short");
     assert!((steps - 1) * b.stride + columns <= b.units.len(), "B is too short");
     assert!((rows - 1) * c_stride + columns <= c.len() && columns <= c_stride, "C is too short");
+    // SAFETY: the assertions keep the extents inside the three slices.
+    if unsafe { U::multiply_tiles(simd, extents, a, b, c, c_stride, ADD) } {
+        return;
+    }
     let vectors = columns / S::LANES;
     let panels = vectors.div_ceil(S::COLUMNS);
     for panel in 0..panels {

@@ -1,6 +1,7 @@
 //! The traits that kernels are written over: vectors of f32, the elements that they are loaded from, and the units of
 //! which packed operands of a matrix product are made.
 
+use super::product::{Extents, Left, Right};
 use crate::tensor::{DType, Rows, Strided};
 use bytemuck::Pod;
 use half::{bf16, f16};
@@ -315,6 +316,30 @@ pub trait Unit<S: Simd>: Pod + Send + Sync {
     /// Rounds `LANES` elements of each of [`Unit::DEPTH`] rows into units that hold one element of each row, at the
     /// start of `to`; `odd` counts where a unit holds two.
     fn put_rows(simd: S, to: &mut [Self], even: S::Vector, odd: S::Vector);
+
+    /// Whether a matrix unit takes products of these units, in tiles of 16 rows.
+    #[inline(always)]
+    fn has_tiles(_: S) -> bool {
+        false
+    }
+
+    /// The whole of [`super::product::product`] by a matrix unit; false, and nothing done, where there is none or `a` lies in an
+    /// order that it cannot read.
+    ///
+    /// # Safety
+    /// The extents are inside the three slices.
+    #[inline(always)]
+    unsafe fn multiply_tiles(
+        _: S,
+        _extents: Extents,
+        _a: Left<'_, Self>,
+        _b: Right<'_, Self>,
+        _c: &mut [f32],
+        _c_stride: usize,
+        _add: bool,
+    ) -> bool {
+        false
+    }
 }
 
 impl<S: Simd> Unit<S> for f32 {
