@@ -10,6 +10,7 @@ pub mod attention;
 pub mod cache;
 pub mod cli;
 pub mod device;
+pub mod editing;
 pub mod episodic;
 pub mod eval;
 pub mod eviction;
