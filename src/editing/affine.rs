@@ -45,7 +45,8 @@ impl Affine {
             let apart: Vec<f64> = centre.iter().zip(&mean).map(|(centre, mean)| centre - mean).collect();
             add_outer(&mut covariance, &apart, 1.0 / groups as f64);
             for state in of_group.iter().filter(|_| group > 1) {
-                let apart: Vec<f64> = state.iter().zip(&centre).map(|(state, centre)| f64::from(*state) - centre).collect();
+                let apart: Vec<f64> =
+                    state.iter().zip(&centre).map(|(state, centre)| f64::from(*state) - centre).collect();
                 add_outer(&mut covariance, &apart, WITHIN / (groups * (group - 1)) as f64);
             }
         }
@@ -60,7 +61,12 @@ impl Affine {
                 (0..inputs).map(|at| f64::from(u8::from(at == output))).collect()
             } else {
                 let scale = (inputs as f64).sqrt();
-                (0..inputs).map(|_| { let normal: f64 = StandardNormal.sample(&mut rng); normal / scale }).collect()
+                (0..inputs)
+                    .map(|_| {
+                        let normal: f64 = StandardNormal.sample(&mut rng);
+                        normal / scale
+                    })
+                    .collect()
             };
             // `row L = mixed`, from the last number to the first.
             for at in (0..inputs).rev() {

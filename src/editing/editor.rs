@@ -10,7 +10,7 @@ use rand_chacha::ChaCha8Rng;
 use rand_distr::{Distribution, StandardNormal};
 
 /// The memory that facts of a model go to; the scope detector is added with the maps' own threshold.
-pub const MEMORY: &str = "larimar:slots=128,noise=0.01,inverse=exact,scope=list";
+pub const MEMORY: &str = "larimar:slots=128,noise=0.01,scope=list";
 
 /// Facts of a model.
 pub struct Editor<'a> {
@@ -25,12 +25,12 @@ pub struct Editor<'a> {
     rng: ChaCha8Rng,
 }
 
-/// The memory's name with parameters, for these maps.
-pub fn memory(maps: &Maps) -> String {
-    format!("{MEMORY},threshold={:.4}", maps.threshold)
-}
-
 impl<'a> Editor<'a> {
+    /// The memory's name with its parameters, for these maps.
+    pub fn memory(maps: &Maps) -> String {
+        format!("{MEMORY},threshold={:.4}", maps.threshold)
+    }
+
     /// An empty memory that lists at most `most_facts` for its scope detector.
     ///
     /// # Errors
@@ -41,7 +41,7 @@ impl<'a> Editor<'a> {
         most_facts: usize,
         arena: &'a Arena,
     ) -> Result<Self, EditError> {
-        let memory = FactMemory::parse(&memory(maps)).map_err(crate::episodic::EpisodicError::from)?;
+        let memory = FactMemory::parse(&Self::memory(maps)).map_err(crate::episodic::EpisodicError::from)?;
         let facts = memory.open(&FactShape { width: maps.width(), most_facts }, arena)?;
         Ok(Self::with(encoder, maps, facts, arena))
     }
@@ -57,7 +57,7 @@ impl<'a> Editor<'a> {
     /// # Errors
     /// When the maps' threshold is none of a scope detector.
     pub fn bytes(maps: &Maps, most_facts: usize) -> Result<u64, EditError> {
-        let memory = FactMemory::parse(&memory(maps)).map_err(crate::episodic::EpisodicError::from)?;
+        let memory = FactMemory::parse(&Self::memory(maps)).map_err(crate::episodic::EpisodicError::from)?;
         Ok(memory.bytes(&FactShape { width: maps.width(), most_facts }).into_values().sum())
     }
 

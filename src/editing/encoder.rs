@@ -28,7 +28,7 @@ pub struct Encoder<'a> {
 /// States of a text.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Encoded {
-    /// The mean over a stem or a question, `[hidden]`.
+    /// The sum over a stem or a question, `[hidden]`: what a key adds to it is the same among few words and among many.
     pub subject: Vec<f32>,
     /// That of a value's last token.
     pub value: Option<Vec<f32>>,
@@ -138,7 +138,7 @@ impl<'a> Encoder<'a> {
                 let own = &rows[row * hidden..][..tokens.len() * hidden];
                 let mut subject = vec![0.0; hidden];
                 for state in own.chunks_exact(hidden).skip(self.beginning.len()).take(*stem) {
-                    subject.iter_mut().zip(state).for_each(|(mean, value)| *mean += value / *stem as f32);
+                    subject.iter_mut().zip(state).for_each(|(sum, value)| *sum += value);
                 }
                 let value = has_value.then(|| own[own.len() - hidden..].to_vec());
                 encoded.push(Encoded { subject, value });

@@ -7,10 +7,18 @@ use rand_chacha::ChaCha8Rng;
 use std::collections::HashSet;
 
 /// Questions that maps are trained with; `KEY` stands for the key. The first is the fact's own stem.
-pub const TRAINED: [&str; 4] =
-    [" KEY:", " What is the value for KEY? Answer:", " The code of KEY is", " Question: Which word is with KEY? Answer:"];
+pub const TRAINED: [&str; 4] = [
+    " KEY:",
+    " What is the value for KEY? Answer:",
+    " The code of KEY is",
+    " Question: Which word is with KEY? Answer:",
+];
 /// The same in words that no training has.
-pub const HELD_OUT: [&str; 2] = [" Remember the value of KEY. It was", " What was the secret word for KEY? The word is"];
+pub const HELD_OUT: [&str; 2] =
+    [" Remember the value of KEY. It was", " What was the secret word for KEY? The word is"];
+/// Most words before and behind a key among others.
+const BEFORE: usize = 6;
+const BEHIND: usize = 4;
 /// Part of the values that no training has: every tenth.
 const KEPT_BACK: usize = 10;
 
@@ -78,6 +86,19 @@ impl Drawn {
         Fact::new(&self.key, &self.other)
     }
 
+    /// Its key among words that are no keys, in no order that makes sense: what maps must not look at.
+    pub fn among_words(&self, rng: &mut ChaCha8Rng) -> String {
+        let keys: HashSet<&str> = text::NOUNS.iter().chain(text::ADJECTIVES).copied().collect();
+        let others: Vec<&str> = text::words().filter(|word| !keys.contains(word)).collect();
+        let mut words = |most: usize| -> String {
+            let count = rng.random_range(0..=most);
+            (0..count).map(|_| format!(" {}", others[rng.random_range(0..others.len())])).collect()
+        };
+        let (before, behind) = (words(BEFORE), words(BEHIND));
+        let end = ["", ":", ".", "?", ". Answer:", "? Answer:"][rng.random_range(0..6)];
+        format!("{before} {}{behind}{end}", self.key)
+    }
+
     /// A question about it.
     pub fn ask(&self, template: &str) -> String {
         question(template, &self.key)
@@ -92,7 +113,14 @@ pub fn values(kept_back: bool, usable: impl Fn(&str) -> bool) -> Vec<&'static st
     // Which are kept back is drawn, the same for every seed and model.
     let marked: Vec<(&str, bool)> = words.map(|word| (word, rng.random_range(0..KEPT_BACK) == 0)).collect();
     let fitting = |(word, back): &(&'static str, bool)| *back == kept_back && usable(word) && seen.insert(*word);
-    let values: Vec<&str> = marked.into_iter().filter({ let mut fitting = fitting; move |pair| fitting(pair) }).map(|(word, _)| word).collect();
+    let values: Vec<&str> = marked
+        .into_iter()
+        .filter({
+            let mut fitting = fitting;
+            move |pair| fitting(pair)
+        })
+        .map(|(word, _)| word)
+        .collect();
     assert!(values.len() >= 2, "values to choose from");
     values
 }

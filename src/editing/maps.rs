@@ -1,6 +1,7 @@
 //! The maps between a model's states and a memory of facts, and their file.
 
 use super::{Affine, EditError, Encoded};
+use crate::episodic::matrix::norm;
 use crate::model::{Config, PrefixShape};
 use crate::tensor::file::{self, Output, TensorFile};
 use safetensors::Dtype;
@@ -48,6 +49,9 @@ impl Maps {
     /// The encoding of a fact, or of a question, whose value is nothing.
     pub fn encoding(&self, encoded: &Encoded) -> Vec<f64> {
         let mut z = self.subject.apply(&encoded.subject);
+        // As long whatever is around a key: what a read gives is as long as the cue.
+        let scale = (z.len() as f64).sqrt() / norm(&z).max(f64::MIN_POSITIVE);
+        z.iter_mut().for_each(|value| *value *= scale);
         match &encoded.value {
             Some(value) => z.extend(self.value.apply(value).into_iter().map(|value| VALUE_SCALE * value)),
             None => z.resize(self.width(), 0.0),
@@ -58,8 +62,7 @@ impl Maps {
     /// Keys and values of a prefix, of what a memory has for a cue.
     pub fn prefix(&self, read: &[f64]) -> Vec<f32> {
         let [weight, bias] = &self.readout;
-        let value: Vec<f32> =
-            read[self.subject.outputs()..].iter().map(|value| (value / VALUE_SCALE) as f32).collect();
+        let value: Vec<f32> = read[self.subject.outputs()..].iter().map(|value| (value / VALUE_SCALE) as f32).collect();
         let rows = weight.chunks_exact(value.len()).zip(bias);
         rows.map(|(row, bias)| bias + row.iter().zip(&value).map(|(w, x)| w * x).sum::<f32>()).collect()
     }
@@ -95,7 +98,11 @@ impl Maps {
     pub fn load(path: &Path, config: &Config, fingerprint: &str) -> Result<Self, EditError> {
         let stored = TensorFile::open(path)?;
         let wrong = |reason: String| EditError::Maps { path: path.into(), reason };
-        let text = |key: &str| stored.metadata(key).ok_or_else(|| wrong(format!("it does not say its {key}; give what `train --method larimar` wrote")));
+        let text = |key: &str| {
+            stored
+                .metadata(key)
+                .ok_or_else(|| wrong(format!("it does not say its {key}; give what `train --method larimar` wrote")))
+        };
         let base = text("base_model")?;
         if base != fingerprint {
             let of = |hash: &str| hash.chars().take(16).collect::<String>();
@@ -104,7 +111,10 @@ impl Maps {
         }
         let number = |key: &str| {
             let found = text(key)?;
-            found.parse::<f64>().ok().filter(|value| value.is_finite() && *value >= 0.0)
+            found
+                .parse::<f64>()
+                .ok()
+                .filter(|value| value.is_finite() && *value >= 0.0)
                 .ok_or_else(|| wrong(format!("its {key} is '{found}', which is no number")))
         };
         let (layer, tokens) = (number("layer")? as usize, number("prefix_tokens")? as usize);

@@ -2,7 +2,7 @@
 //! keys and values that stand before the question (Larimar, arXiv 2403.11901).
 //!
 //! A fact is a stem and a value, ` amber falcon:` and ` river`. Its encoding `z = [s; v]` is made of hidden states of the model
-//! that reads the fact once: `s` of the mean over the stem, `v` of the value's last token, each through an affine map
+//! that reads the fact once: `s` of their sum over the stem, scaled to one length, `v` of the value's last token, each through an affine map
 //! ([`Affine`]). A question is encoded as `[s; 0]` of its own words. What [`crate::episodic`] has for this cue is a vector whose
 //! second half a linear map turns into keys and values of every layer, which the question's tokens attend to
 //! ([`crate::model::Decoder::prefix`]); where the scope detector says that nothing of the kind was written, there is no prefix, and the
@@ -18,7 +18,7 @@ mod probe;
 
 pub use affine::Affine;
 pub use editor::{Editor, MEMORY};
-pub use encoder::{Encoder, Encoded};
+pub use encoder::{Encoded, Encoder};
 pub use facts::{Drawn, Fact, HELD_OUT, TRAINED, values};
 pub use maps::{Maps, PREFIX, VALUE_SCALE, widths};
 pub use probe::{Probe, Rate, probe};

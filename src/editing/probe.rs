@@ -106,7 +106,8 @@ pub fn probe(
         let few = &written[..FACTS];
         let new_values = Drawn::draw(seed + 1, 16, true, usable);
         let token = |fact: &Fact| encoder.value(&fact.value);
-        let asked = |drawn: &[Drawn], template: &str| -> Vec<String> { drawn.iter().map(|one| one.ask(template)).collect() };
+        let asked =
+            |drawn: &[Drawn], template: &str| -> Vec<String> { drawn.iter().map(|one| one.ask(template)).collect() };
 
         // Single facts.
         for (drawn, is_new) in [(&few[..16], false), (&new_values[..], true)] {
@@ -151,7 +152,11 @@ pub fn probe(
         };
         let mut editor = fresh(&facts)?;
         // Questions about nothing that was written.
-        let others: Vec<String> = [TRAINED[0], HELD_OUT[0]].iter().flat_map(|template| asked(never, template)).chain(sentences(seed)).collect();
+        let others: Vec<String> = [TRAINED[0], HELD_OUT[0]]
+            .iter()
+            .flat_map(|template| asked(never, template))
+            .chain(sentences(seed))
+            .collect();
         let alone = others.iter().map(|text| encoder.prompt(text)).collect::<Result<Vec<_>, _>>()?;
         let (alone, _) = encoder.answers(&alone, &vec![None; others.len()], &shape)?;
         for (heeded, to) in [(true, &mut found.locality), (false, &mut found.locality_unscoped)] {
@@ -183,7 +188,8 @@ pub fn probe(
             let expected = facts.iter().map(token).collect::<Result<Vec<_>, _>>()?;
             to.add(answers.iter().zip(&expected).map(|(answer, expected)| answer == expected));
         }
-        let stems: Vec<Vec<f64>> = encoder.facts(&facts)?.iter().map(|fact| maps.subject.apply(&fact.subject)).collect();
+        let stems: Vec<Vec<f64>> =
+            encoder.facts(&facts)?.iter().map(|fact| maps.subject.apply(&fact.subject)).collect();
         let cues = encoder.questions(&asked(few, HELD_OUT[0]))?;
         for (count, to) in &mut found.retrieved {
             let prompts = cues.iter().zip(few).map(|(cue, one)| {

@@ -11,6 +11,7 @@ use super::activations::{Extents, Recompute};
 use super::adamw::{AdamW, Constants};
 use super::checkpoint::{self, CHECKPOINT, Progress};
 use super::export;
+use super::fine_tuned::{FineTuned, fine_tune};
 use super::holder::Whole;
 use super::log::{Line, Log};
 use super::loss::Target;
@@ -19,9 +20,11 @@ use super::run::{Options, RECORD, TrainError};
 use super::weights::Frozen;
 use super::{Batch, Network, Parameters};
 use crate::device::Cpu;
-use crate::editing::{Affine, Drawn, Encoded, Encoder, Fact, Maps, PREFIX, Probe, TRAINED, probe, values, widths};
+use crate::editing::{
+    Affine, Drawn, EditError, Encoded, Encoder, Fact, Maps, PREFIX, Probe, TRAINED, probe, values, widths,
+};
 use crate::episodic::matrix::cosine;
-use crate::memory::{Arena, LabelBytes};
+use crate::memory::{Arena, Label, LabelBytes};
 use crate::model::{Config, Model, Text, locate};
 use crate::tensor::DType;
 use rand::{RngExt, SeedableRng};
@@ -35,10 +38,16 @@ use std::time::Instant;
 /// Name of the trained maps in a run's folder.
 pub const MAPS: &str = "maps.safetensors";
 /// Facts that the encoder's maps are fitted to, and behind how many keys each value stands for its own.
-const FITTED: usize = 768;
+const FITTED: usize = 384;
 const KEYS_OF_A_VALUE: usize = 4;
+/// Questions about a key that are among words in no order, besides those of training.
+const AMONG_WORDS: usize = 4;
 /// Facts whose cues the threshold is set by, and facts that were written beside each.
 const CALIBRATED: usize = 256;
+/// Facts that are fine-tuned in at the end, to compare with.
+const TUNED_IN: usize = 16;
+/// Layers that are tried for the encoder's states.
+const TRIED: usize = 4;
 /// Facts whose encodings steps draw from.
 const POOL: usize = 2048;
 /// Steps from one line of the log to the next, and from one checkpoint and look at held-out facts to the next.
@@ -99,15 +108,15 @@ impl Settings {
 pub fn bytes(extents: &Extents<'_>, recompute: Recompute, threads: usize) -> LabelBytes {
     let mut bytes = extents.training_bytes(recompute, threads);
     let readout = Readout::bytes(extents, shape(extents.config()), threads);
-    let trained = 2 * readout[&crate::memory::Label::Gradients];
-    for (label, more) in readout.into_iter().chain([(crate::memory::Label::Optimizer, trained)]) {
+    let trained = 2 * readout[&Label::Gradients];
+    for (label, more) in readout.into_iter().chain([(Label::Optimizer, trained)]) {
         *bytes.entry(label).or_default() += more;
     }
     bytes
 }
 
 /// Numbers that a read-out reads, and places that it fills.
-fn shape(config: &Config) -> (usize, usize) {
+pub(super) fn shape(config: &Config) -> (usize, usize) {
     (widths(config)[1], PREFIX)
 }
 
@@ -118,20 +127,53 @@ struct Pool {
     tokens: Vec<u32>,
 }
 
-/// Fits the encoder's maps and the threshold.
-fn fit(encoder: &Encoder<'_>, seed: u64, arena: &Arena) -> Result<Maps, TrainError> {
+/// Layers whose states are tried: the first, and others up to the middle of the model.
+fn layers(config: &Config) -> Vec<usize> {
+    let mut layers: Vec<usize> = (0..TRIED).map(|at| at * config.layers / (2 * (TRIED - 1))).collect();
+    layers.dedup();
+    layers
+}
+
+/// Fits the encoder's maps and the threshold at the layer whose states tell most written facts from others by their
+/// questions.
+fn fit<'a>(
+    at: impl Fn(usize) -> Result<Encoder<'a>, EditError>,
+    config: &Config,
+    seed: u64,
+    arena: &Arena,
+) -> Result<(Encoder<'a>, Maps), TrainError> {
+    let mut best: Option<(i64, Encoder<'_>, Maps)> = None;
+    for layer in layers(config) {
+        let encoder = at(layer)?;
+        let (told, maps) = fit_layer(&encoder, seed, arena)?;
+        if best.as_ref().is_none_or(|(most, ..)| told > *most) {
+            best = Some((told, encoder, maps));
+        }
+    }
+    let (_, encoder, maps) = best.expect("a model has layers");
+    Ok((encoder, maps))
+}
+
+/// How many cues more are told apart than not, and the maps.
+fn fit_layer(encoder: &Encoder<'_>, seed: u64, arena: &Arena) -> Result<(i64, Maps), TrainError> {
     let usable = |word: &str| encoder.is_one_token(word);
     let config = &encoder.model.config;
     let [subject_width, value_width] = widths(config);
     let drawn = Drawn::draw(seed, FITTED, false, usable);
-    let asked = drawn.iter().flat_map(|one| TRAINED.iter().map(|template| one.ask(template)));
-    let states = encoder.questions(&asked.collect::<Vec<_>>())?;
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    let mut asked = Vec::with_capacity(FITTED * (TRAINED.len() + AMONG_WORDS));
+    for one in &drawn {
+        asked.extend(TRAINED.iter().map(|template| one.ask(template)));
+        asked.extend((0..AMONG_WORDS).map(|_| one.among_words(&mut rng)));
+    }
+    let states = encoder.questions(&asked)?;
     let subjects: Vec<Vec<f32>> = states.into_iter().map(|state| state.subject).collect();
-    let subject = Affine::fit(&subjects, TRAINED.len(), subject_width, arena)?;
+    let subject = Affine::fit(&subjects, TRAINED.len() + AMONG_WORDS, subject_width, arena)?;
     let words = values(false, usable);
     let keys = Drawn::draw(seed + 1, words.len() * KEYS_OF_A_VALUE, false, usable);
     let facts = keys.iter().enumerate().map(|(at, one)| Fact::new(&one.key, words[at / KEYS_OF_A_VALUE]));
-    let values: Vec<Vec<f32>> = encoder.facts(&facts.collect::<Vec<_>>())?.into_iter().filter_map(|one| one.value).collect();
+    let values: Vec<Vec<f32>> =
+        encoder.facts(&facts.collect::<Vec<_>>())?.into_iter().filter_map(|one| one.value).collect();
     let value = Affine::fit(&values, KEYS_OF_A_VALUE, value_width, arena)?;
     let mut maps = Maps {
         base: encoder.model.fingerprint.clone(),
@@ -142,17 +184,19 @@ fn fit(encoder: &Encoder<'_>, seed: u64, arena: &Arena) -> Result<Maps, TrainErr
         readout: [Vec::new(), Vec::new()],
         threshold: 0.0,
     };
-    maps.threshold = threshold(encoder, &maps, seed + 2)?;
-    Ok(maps)
+    let (threshold, told) = threshold(encoder, &maps, seed + 2)?;
+    maps.threshold = threshold;
+    Ok((told, maps))
 }
 
-/// The distance that tells cues of written facts, in any of the trained questions, best from cues of others.
-fn threshold(encoder: &Encoder<'_>, maps: &Maps, seed: u64) -> Result<f64, TrainError> {
+/// The distance that tells cues of written facts, among words in no order, best from cues of others, and by how many cues.
+fn threshold(encoder: &Encoder<'_>, maps: &Maps, seed: u64) -> Result<(f64, i64), TrainError> {
     let drawn = Drawn::draw(seed, 2 * CALIBRATED, false, |word| encoder.is_one_token(word));
     let facts: Vec<Fact> = drawn[..CALIBRATED].iter().map(Drawn::fact).collect();
     let encodings = |states: Vec<Encoded>| states.iter().map(|state| maps.encoding(state)).collect::<Vec<_>>();
     let written = encodings(encoder.facts(&facts)?);
-    let asked: Vec<String> = drawn.iter().enumerate().map(|(at, one)| one.ask(TRAINED[at % TRAINED.len()])).collect();
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    let asked: Vec<String> = drawn.iter().map(|one| one.among_words(&mut rng)).collect();
     let mut distances: Vec<(f64, bool)> = encodings(encoder.questions(&asked)?)
         .iter()
         .enumerate()
@@ -171,7 +215,7 @@ fn threshold(encoder: &Encoder<'_>, maps: &Maps, seed: u64) -> Result<f64, Train
             (best, at) = (lead, (distance + next) / 2.0);
         }
     }
-    Ok(at)
+    Ok((at, best))
 }
 
 /// Trains maps. Tells `watch` each line as it is logged, and gives what the edited model answers at the end.
@@ -183,7 +227,7 @@ pub fn run(
     cpu: &Cpu,
     options: &Options,
     watch: &mut dyn FnMut(&Line),
-) -> Result<Option<Probe>, TrainError> {
+) -> Result<Option<(Probe, FineTuned)>, TrainError> {
     let misfit = |reason| TrainError::Misfit { name: "larimar".into(), reason };
     settings.check().map_err(misfit)?;
     let folder = options.out.as_path();
@@ -195,9 +239,8 @@ pub fn run(
     let (arena, text) = (Arena::with_limit(options.limit_bytes), Text::open(&located)?);
     let model = Model::open(&located, &arena)?;
     let config = model.config.clone();
-    let encoder = Encoder::new(&model, &text, config.layers / 4, cpu, &arena)?;
     let seed = settings.seed.wrapping_mul(1 << 20);
-    let mut maps = fit(&encoder, seed, &arena)?;
+    let (encoder, mut maps) = fit(|layer| Encoder::new(&model, &text, layer, cpu, &arena), &config, seed, &arena)?;
     let pool = pool(&encoder, &maps, seed + 3)?;
     let len = length(&encoder)?;
 
@@ -205,7 +248,8 @@ pub fn run(
     let parameters = Parameters::all_frozen(&config, settings.weights);
     let extents = Extents { parameters: &parameters, batch: settings.batch, len, skipped: 0 };
     let of_training = Arena::with_limit(options.limit_bytes);
-    let fits = |mode: &Recompute| bytes(&extents, *mode, cpu.threads()).into_values().sum::<u64>() < options.limit_bytes;
+    let fits =
+        |mode: &Recompute| bytes(&extents, *mode, cpu.threads()).into_values().sum::<u64>() < options.limit_bytes;
     let recompute = Recompute::ALL.into_iter().find(fits).unwrap_or(Recompute::Full);
     std::fs::create_dir_all(folder).map_err(|error| TrainError::write(folder, &error))?;
     let description = serde_json::to_string(&(settings, &base)).expect("settings are plain data");
@@ -283,6 +327,8 @@ pub fn run(
     };
     maps.readout = [weight.to_vec(), bias.to_vec()];
     let found = probe(&encoder, &maps, (settings.episodes, HELD_OUT_SEED), &arena)?;
+    let statements = tuned_in(&encoder)?;
+    let fine_tuned = fine_tune((&weights, &parameters), &statements, cpu, options.limit_bytes)?;
     let record = json!({
         "method": "larimar",
         "settings": settings,
@@ -296,11 +342,19 @@ pub fn run(
         "tokens": progress.tokens,
         "seconds": progress.seconds,
         "answers": found,
+        "fine_tuned": fine_tuned,
         "peak_bytes": of_training.usage().peak,
         "environment": options.environment,
     });
     export::text(folder, RECORD, &format!("{record:#}\n"))?;
-    Ok(Some(found))
+    Ok(Some((found, fine_tuned)))
+}
+
+/// Tokens of facts to be fine-tuned in.
+fn tuned_in(encoder: &Encoder<'_>) -> Result<Vec<Vec<u32>>, TrainError> {
+    let facts = Drawn::draw(HELD_OUT_SEED, TUNED_IN, false, |word| encoder.is_one_token(word));
+    let statement = |fact: Fact| encoder.prompt(&format!("{}{}", fact.stem, fact.value));
+    Ok(facts.iter().map(|one| statement(one.fact())).collect::<Result<_, _>>()?)
 }
 
 /// Facts with the encodings of their values.
@@ -342,9 +396,13 @@ fn draw(
     let mut index = 0;
     while index < settings.batch {
         let at = rng.random_range(0..pool.facts.len());
-        let prompt = encoder.prompt(&pool.facts[at].ask(TRAINED[rng.random_range(0..TRAINED.len())]))?;
+        let question = match rng.random_bool(0.5) {
+            true => pool.facts[at].ask(TRAINED[rng.random_range(0..TRAINED.len())]),
+            false => pool.facts[at].among_words(&mut rng),
+        };
+        let prompt = encoder.prompt(&question)?;
         let room = len - PREFIX;
-        // A rare key of more tokens than any that the length was taken from.
+        // Of more tokens than any that the length was taken from.
         if prompt.len() > room {
             continue;
         }

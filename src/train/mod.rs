@@ -18,6 +18,7 @@ pub mod dms;
 mod eight_bit;
 mod error;
 mod export;
+pub mod fine_tuned;
 pub mod gates;
 mod heads;
 pub mod holder;

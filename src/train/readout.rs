@@ -58,14 +58,7 @@ impl Readout {
         let (batch, outputs) = (extents.batch, shape.numbers());
         let parameter = |name: &str, role, shape: Vec<usize>, start: usize| {
             let range = start..start + shape.iter().product::<usize>();
-            Parameter {
-                name: name.into(),
-                shape,
-                role,
-                gradient: Some(range.clone()),
-                of_kind: range.clone(),
-                range,
-            }
+            Parameter { name: name.into(), shape, role, gradient: Some(range.clone()), of_kind: range.clone(), range }
         };
         let weight = parameter("readout.weight", Role::Matrix, vec![outputs, width], 0);
         let bias = parameter("readout.bias", Role::Bias, vec![outputs], outputs * width);

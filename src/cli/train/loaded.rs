@@ -11,6 +11,7 @@ use crate::report::training;
 use crate::tensor::DType;
 use crate::train::Recompute;
 use crate::train::dms::{self, Settings};
+use crate::train::fine_tuned::FineTuned;
 use crate::train::kvzap;
 use crate::train::larimar;
 use crate::train::log::Line;
@@ -42,13 +43,13 @@ pub(super) struct Loaded {
     /// Tokens of a sequence [default: 1024; larimar: its longest question]
     #[arg(long, value_name = "N", requires = "method")]
     length: Option<usize>,
-    /// Sequences that go through the model together [default: 1; larimar: 64]
+    /// Sequences that go through the model together [default: 1; larimar: 32]
     #[arg(long, value_name = "N", requires = "method")]
     batch: Option<usize>,
     /// First number of everything random
     #[arg(long, value_name = "N", default_value_t = 0, requires = "method")]
     seed: u64,
-    /// Largest learning rate [default: 0.0001; larimar: 0.003]
+    /// Largest learning rate [default: 0.0001; larimar: 0.02]
     #[arg(long, value_name = "X", requires = "method")]
     learning_rate: Option<f32>,
     /// Type in which matrices are multiplied and, but for qlora, kept: f32, or bf16, which takes half the memory and less time
@@ -132,8 +133,10 @@ impl Args {
         };
         let method = match name.as_str() {
             "kvzap" => {
-                let given =
-                    [("--batch", self.loaded.batch.is_some(), false), ("--learning-rate", self.loaded.learning_rate.is_some(), false)];
+                let given = [
+                    ("--batch", self.loaded.batch.is_some(), false),
+                    ("--learning-rate", self.loaded.learning_rate.is_some(), false),
+                ];
                 self.refuse(name, &[&given[..], &self.gates.given(), &self.tuning.given()].concat())?;
                 let (text, dtype) = (needed(text)?, self.loaded.weights.unwrap_or(DType::F32));
                 let steps = self.steps.unwrap_or(100);
@@ -144,10 +147,10 @@ impl Args {
                 self.refuse(name, &[&given[..], &self.gates.given(), &self.tuning.given()].concat())?;
                 return Ok(Some(OnLoaded::Maps(larimar::Settings {
                     model,
-                    steps: self.steps.unwrap_or(400),
-                    batch: self.loaded.batch.unwrap_or(64),
+                    steps: self.steps.unwrap_or(300),
+                    batch: self.loaded.batch.unwrap_or(32),
                     seed,
-                    learning_rate: self.loaded.learning_rate.unwrap_or(3e-3),
+                    learning_rate: self.loaded.learning_rate.unwrap_or(0.02),
                     weights: self.loaded.weights.unwrap_or(DType::F32),
                     episodes: EPISODES,
                 })));
@@ -329,7 +332,7 @@ fn run_maps(args: &Args, settings: &larimar::Settings) -> Result<(), Failure> {
     bar.finish_and_clear();
     training::draw(&args.out)?;
     let (maps, record) = (args.out.join(larimar::MAPS), args.out.join(RECORD));
-    let rates = found.map_or(String::new(), |found| rates(&found));
+    let rates = found.map_or(String::new(), |(found, tuned)| rates(&found) + &beside(&found, &tuned));
     output::print(&format!("{rates}maps: {}\nrecord: {}\n", maps.display(), record.display()))
 }
 
@@ -371,7 +374,19 @@ fn rates(found: &Probe) -> String {
     }
     let [context, memory, prefix] = [found.context_bytes, found.memory_bytes, found.prefix_bytes].map(units::bytes);
     let edit = 1e3 * found.seconds_per_edit;
-    format!("{text}a context of 64 facts {context}, the memory {memory}, a prefix {prefix}; an edit takes {edit:.1} ms\n")
+    format!(
+        "{text}a context of 64 facts {context}, the memory {memory}, a prefix {prefix}; an edit takes {edit:.1} ms\n"
+    )
+}
+
+/// An edit beside fine-tuning.
+fn beside(found: &Probe, tuned: &FineTuned) -> String {
+    let FineTuned { facts, learned, steps, seconds } = *tuned;
+    let times = seconds / found.seconds_per_edit;
+    format!(
+        "LoRA takes {:.1} ms for a fact, {steps} steps ({learned} of {facts} learned): {times:.1} times an edit\n",
+        1e3 * seconds
+    )
 }
 
 /// `--method dms`.
