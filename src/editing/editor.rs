@@ -10,7 +10,7 @@ use rand_chacha::ChaCha8Rng;
 use rand_distr::{Distribution, StandardNormal};
 
 /// The memory that facts of a model go to; the scope detector is added with the maps' own threshold.
-pub const MEMORY: &str = "larimar:slots=128,noise=0.01,scope=list";
+pub const MEMORY: &str = "larimar:slots=128,noise=0.05,scope=list";
 
 /// Facts of a model.
 pub struct Editor<'a> {
