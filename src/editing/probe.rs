@@ -9,7 +9,7 @@ use std::time::Instant;
 /// Part of the facts that are replaced, and of those that are forgotten: every fourth.
 const CHANGED: usize = 4;
 /// Sequential edits behind which all facts so far are asked for.
-const COUNTS: [usize; 5] = [1, 4, 16, 32, 64];
+const COUNTS: [usize; 5] = [1, 4, 16, 64, 128];
 
 /// How many of some questions were answered so.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -101,9 +101,9 @@ pub fn probe(
     for episode in 0..episodes as u64 {
         let seed = seed.wrapping_mul(1 << 16).wrapping_add(4 * episode);
         let usable = |word: &str| encoder.is_one_token(word);
-        let all = Drawn::draw(seed, 2 * FACTS, false, usable);
-        let (written, never) = all.split_at(FACTS);
-        let few = written;
+        let all = Drawn::draw(seed, 128 + FACTS, false, usable);
+        let (written, never) = all.split_at(128);
+        let few = &written[..FACTS];
         let new_values = Drawn::draw(seed + 1, 16, true, usable);
         let token = |fact: &Fact| encoder.value(&fact.value);
         let asked =
@@ -130,7 +130,7 @@ pub fn probe(
         }
 
         // One after another.
-        let mut editor = Editor::new(encoder, maps, FACTS, arena)?;
+        let mut editor = Editor::new(encoder, maps, 128, arena)?;
         let mut done = 0;
         for (at, count) in COUNTS.into_iter().enumerate() {
             let more: Vec<Fact> = written[done..count].iter().map(Drawn::fact).collect();

@@ -54,7 +54,7 @@ const POOL: usize = 2048;
 const LOG_STEPS: usize = 5;
 const SAVE_STEPS: usize = 50;
 /// Standard deviation of the noise on a value, and the least part that a read shrinks it to.
-const NOISE: f64 = 0.3;
+const NOISE: f64 = 0.2;
 const SHRUNK: f64 = 0.7;
 /// Between the seeds of what is fitted and trained on, and what is asked at the end.
 const HELD_OUT_SEED: u64 = 0x1A91_3A00;
