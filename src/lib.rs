@@ -1,7 +1,7 @@
 //! kvsieve measures what attention costs at a context length, and what may be thrown away.
 //!
 //! The modules are floors of one house; each uses only those below it:
-//! [`report`] over [`planner`] over [`experiment`] over [`workload`], [`eval`], [`anatomy`], [`task`], [`model`], [`ranks`], [`eviction`], [`policy`],
+//! [`report`] over [`planner`] over [`experiment`] over [`workload`], [`eval`], [`anatomy`], [`editing`], [`task`], [`model`], [`ranks`], [`eviction`], [`policy`],
 //! [`memories`], [`episodic`], [`serving`], [`cache`], [`attention`], [`device`],
 //! [`tensor`] and [`memory`]. `ARCHITECTURE.md` is the map.
 
@@ -10,6 +10,7 @@ pub mod attention;
 pub mod cache;
 pub mod cli;
 pub mod device;
+pub mod editing;
 pub mod episodic;
 pub mod eval;
 pub mod eviction;

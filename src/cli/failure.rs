@@ -7,6 +7,7 @@ use crate::anatomy::RetrievalError;
 use crate::attention::AttentionError;
 use crate::device::cpu::CpuError;
 use crate::device::cuda::CudaError;
+use crate::editing::EditError;
 use crate::episodic::EpisodicError;
 use crate::eval::EvalError;
 use crate::experiment::runner::RunError;
@@ -221,6 +222,18 @@ impl From<EpisodicError> for Failure {
     }
 }
 
+impl From<EditError> for Failure {
+    fn from(error: EditError) -> Self {
+        match error {
+            EditError::Model(error) => error.into(),
+            EditError::Memory(error) => error.into(),
+            EditError::File(error) => error.into(),
+            EditError::Arena(error) => error.into(),
+            error => Failure::Usage(error.into()),
+        }
+    }
+}
+
 impl From<TaskError> for Failure {
     fn from(error: TaskError) -> Self {
         Failure::Usage(error.into())
@@ -282,6 +295,7 @@ impl From<TrainError> for Failure {
             TrainError::Arena(error) => error.into(),
             TrainError::File(error) => error.into(),
             TrainError::Model(error) => error.into(),
+            TrainError::Edit(error) => error.into(),
             TrainError::System { .. } | TrainError::Diverged { .. } | TrainError::Collapsed { .. } => {
                 Failure::Work(error.into())
             }

@@ -1,4 +1,7 @@
-//! `kvsieve memory`: a memory of facts over the user's own vectors, written, read and forgotten, kept in a file.
+//! `kvsieve memory`: a memory of facts over the user's own vectors, or over texts that a model encodes (`text.rs`), written, read
+//! and forgotten, kept in a file.
+
+mod text;
 
 use super::failure::Failure;
 use super::{Compute, output};
@@ -18,13 +21,20 @@ Vectors are the tensor z [N, C] of a safetensors file, F32 or F64: encodings of 
 with. A memory is a file of its own, which says how it was made. read writes z [N, C], what the memory has for each cue, and \
 answered [N], whether its scope detector lets the cue pass. docs/memories.md has the equations; kvsieve run larimar measures them.
 
+\
+With --model and --maps, which kvsieve train --method larimar writes, the input is text: a fact a line, what is asked, a tab, and \
+the answer of one token, both with the space before them; to read, a question a line. read writes each question, a tab, the \
+model's answer, a tab, and whether the memory had something for it (memory) or the model answered alone (model).
+
 Examples:
   kvsieve memory write --memory larimar:slots=64 --input facts.safetensors --output memory.safetensors
   kvsieve memory write --from memory.safetensors --input more.safetensors --output memory.safetensors
   kvsieve memory forget --from memory.safetensors --input some.safetensors --output memory.safetensors
-  kvsieve memory read --from memory.safetensors --input cues.safetensors --output read.safetensors";
+  kvsieve memory read --from memory.safetensors --input cues.safetensors --output read.safetensors
+  kvsieve memory write --model builtin --maps maps.safetensors --input facts.txt --output facts.mem
+  kvsieve memory read --model builtin --maps maps.safetensors --from facts.mem --input asked.txt --output told.txt";
 
-/// Write facts into a memory, read and forget them: vectors of your own
+/// Write facts into a memory, read and forget them: vectors of your own, or texts that a model encodes
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Args {
@@ -32,19 +42,25 @@ pub struct Args {
     #[arg(value_enum)]
     action: Action,
     /// A new memory: larimar or list, as larimar:slots=64,scope=list
-    #[arg(long, value_name = "NAME", required_unless_present = "from", conflicts_with = "from")]
+    #[arg(long, value_name = "NAME", required_unless_present_any = ["from", "model"], conflicts_with_all = ["from", "model"])]
     memory: Option<String>,
     /// A memory that was written before
     #[arg(long, value_name = "FILE")]
     from: Option<PathBuf>,
-    /// Safetensors file with the vectors
+    /// Model that encodes texts and answers them: a folder, a GGUF file, or builtin
+    #[arg(long, value_name = "DIR|FILE.gguf", requires = "maps")]
+    model: Option<PathBuf>,
+    /// Maps between the model and the memory, from kvsieve train --method larimar
+    #[arg(long, value_name = "FILE", requires = "model")]
+    maps: Option<PathBuf>,
+    /// Safetensors file with the vectors, or with --model a text
     #[arg(long, value_name = "FILE")]
     input: PathBuf,
-    /// Safetensors file to write: the memory, or what was read
+    /// File to write: the memory, or what was read
     #[arg(long, value_name = "FILE")]
     output: PathBuf,
     /// Facts that scope=list has room for, the latest ones [default: those of the input]
-    #[arg(long, value_name = "N", requires = "memory", allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", conflicts_with = "from", allow_negative_numbers = true)]
     most_facts: Option<usize>,
     /// Seed of the memory's noise
     #[arg(long, value_name = "N", default_value_t = 0, allow_negative_numbers = true)]
@@ -87,6 +103,10 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     output::check_files(&[("--input", &args.input)], &[("--output", &args.output)])?;
     let cpu = args.compute.cpu()?;
     let arena = Arena::with_limit(args.compute.limit_bytes());
+    if let (Some(model), Some(maps)) = (&args.model, &args.maps) {
+        let (memory, vectors, width, answered) = text::run(args, model, maps, &cpu, &arena)?;
+        return args.tell(&arena, memory, [vectors, width], answered);
+    }
     let vectors = read_vectors(&args.input, &arena)?;
     let (text, shape, mut facts) = match (&args.memory, &args.from) {
         (Some(text), _) if args.action == Action::Write => {
@@ -117,19 +137,32 @@ pub fn run(args: &Args) -> Result<(), Failure> {
         facts.save(&args.output, &text, &shape)?;
         Ok::<_, Failure>(None)
     })?;
-    let usage = arena.usage();
-    let report = Report {
-        action: args.action,
-        memory: text,
-        vectors: vectors.rows(),
-        width: shape.width,
-        held_bytes: usage.live.get(&Label::Facts).copied().unwrap_or(0),
-        peak_bytes: usage.peak_bytes,
-        answered,
-    };
-    match &args.json {
-        Some(target) => output::json(target, &report),
-        None => output::print(&report.line()),
+    args.tell(&arena, text, [vectors.rows(), shape.width], answered)
+}
+
+impl Args {
+    /// Says what was done.
+    fn tell(
+        &self,
+        arena: &Arena,
+        memory: String,
+        [vectors, width]: [usize; 2],
+        answered: Option<usize>,
+    ) -> Result<(), Failure> {
+        let usage = arena.usage();
+        let report = Report {
+            action: self.action,
+            memory,
+            vectors,
+            width,
+            held_bytes: usage.live.get(&Label::Facts).copied().unwrap_or(0),
+            peak_bytes: usage.peak_bytes,
+            answered,
+        };
+        match &self.json {
+            Some(target) => output::json(target, &report),
+            None => output::print(&report.line()),
+        }
     }
 }
 

@@ -27,6 +27,8 @@ With --method dms a model stays as it is, and gates learn which tokens its cache
 policy.safetensors, which the policy 'dms' reads, a checkpoint, the log, figures and a record.\n\n\
 With --method kvzap gates are fitted that foretell KVzip+'s scores, for the policies 'kvzap' and 'gate'; the model repeats --steps \
 sequences of the text for that. The folder gets policy.safetensors, a checkpoint, the log, a figure and a record.\n\n\
+With --method larimar maps are trained by which a model writes facts into a memory and answers from it (docs/memories.md); the \
+folder gets maps.safetensors, a checkpoint, the log, a figure, and a record of what the edited model answers.\n\n\
 With --method lora, qlora or full a model is fine-tuned on a text: adapters beside matrices that stay as they are, in bf16 or as a \
 GGUF file has them packed, or all of it. The folder of an adapter (adapter_model.safetensors and adapter_config.json, as peft \
 writes them) is a --model of every command. Nine tenths of the text are learned from, the last is judged.\n\n\
@@ -39,6 +41,7 @@ Examples:
   kvsieve train --method dms --model builtin --ratio 4 --window 32 --steps 300 --out gates
   kvsieve train --method dms --model SmolLM2.gguf --ratio 4 --window 256 --text book.txt --steps 500 --out gates
   kvsieve train --method kvzap --model SmolLM2.gguf --text book.txt --steps 200 --out surrogate
+  kvsieve train --method larimar --model builtin --out editor
   kvsieve train --method lora --model SmolLM2.gguf --text book.txt --learning-rate 5e-4 --steps 200 --out adapter
   kvsieve train --method full --model builtin --text book.txt --optimizer adafactor --recompute full --out tuned";
 
@@ -56,7 +59,7 @@ pub struct Args {
     #[arg(long)]
     resume: bool,
     /// Stop after this step of the recipe, --resume goes on from there; with --method all steps that there are, for kvzap
-    /// sequences [default: 500; kvzap: 100]
+    /// sequences [default: 500; kvzap: 100; larimar: 300]
     #[arg(long, value_name = "N")]
     steps: Option<usize>,
     #[command(flatten)]

@@ -14,6 +14,7 @@ impl Facts {
     /// # Errors
     /// When the file cannot be written.
     pub fn save(&mut self, path: &Path, text: &str, shape: &FactShape) -> Result<(), EpisodicError> {
+        let origin = self.origin.clone();
         let parts = self.parts();
         let hash = hash(parts.iter().map(|(_, part)| bytemuck::cast_slice(part)));
         let outputs: Vec<Output<'_>> = parts
@@ -30,6 +31,7 @@ impl Facts {
             ("width".into(), shape.width.to_string()),
             ("most_facts".into(), shape.most_facts.to_string()),
             ("hash".into(), hash),
+            ("origin".into(), origin),
         ]);
         Ok(file::write_with(path, &outputs, Some(metadata))?)
     }
@@ -48,6 +50,7 @@ impl Facts {
         };
         let (name, shape) = (text("memory")?, FactShape { width: count("width")?, most_facts: count("most_facts")? });
         let mut facts = FactMemory::parse(&name)?.open(&shape, arena)?;
+        facts.origin = stored.metadata("origin").unwrap_or_default();
         let entries = stored.entries()?;
         for (name, part) in facts.parts() {
             let entry = entries.iter().find(|entry| entry.name == name);

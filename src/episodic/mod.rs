@@ -215,12 +215,14 @@ impl FactMemory {
     /// As [`Method::open`].
     pub fn open(&self, shape: &FactShape, arena: &Arena) -> Result<Facts, EpisodicError> {
         let detector = self.scope.open(shape, arena)?;
-        Ok(Facts { store: self.method.open(shape.width, arena)?, detector, width: shape.width })
+        Ok(Facts { origin: String::new(), store: self.method.open(shape.width, arena)?, detector, width: shape.width })
     }
 }
 
 /// Facts in a memory.
 pub struct Facts {
+    /// By what encodings were made: a model's fingerprint, or nothing where they are the user's own vectors.
+    pub origin: String,
     store: Box<dyn Store>,
     detector: scope::Detector,
     width: usize,

@@ -8,6 +8,7 @@ mod block;
 mod fork;
 mod narrow;
 mod phases;
+mod prefix;
 mod remember;
 mod repeat;
 
@@ -27,6 +28,7 @@ use crate::policy::PolicyError;
 use crate::tensor::DType;
 use attend::Attend;
 pub(crate) use attend::params;
+pub use prefix::PrefixShape;
 use remember::Remembered;
 pub use remember::bytes_with_memory;
 use repeat::Repeating;

@@ -33,7 +33,7 @@ pub use capture::{Capture, Captured};
 pub use chat::{ChatTemplate, Message};
 pub use config::Config;
 pub(crate) use decoder::params;
-pub use decoder::{Decoder, Setup, bytes, bytes_of_calls, bytes_unopened, bytes_with_memory};
+pub use decoder::{Decoder, PrefixShape, Setup, bytes, bytes_of_calls, bytes_unopened, bytes_with_memory};
 pub use evictor::Eviction;
 pub use generate::{Generated, OneSequence, generate};
 pub(crate) use gguf::{GgufTensor, files_of_gguf, gguf_tensors};

@@ -8,6 +8,7 @@ use super::lora::{Adapters, Site};
 use super::mlp;
 use super::norm::{self, Columns};
 use super::parameters::{BlockGroups, Group};
+use super::readout::Readout;
 use super::weights::Weights;
 use crate::attention::{AttentionError, Backward, DenseKv, Forward, Gradients, Kernel, Outputs, Shape, Tiled};
 use crate::device::Cpu;
@@ -56,6 +57,8 @@ pub(super) struct Shared {
     pub gates: Option<Gates>,
     /// What is trained beside matrices that are frozen.
     pub adapters: Option<Adapters>,
+    /// What the first keys and values of each sequence are read out of, where that is trained.
+    pub readout: Option<Readout>,
 }
 
 impl Block<'_> {
@@ -146,6 +149,10 @@ impl Block<'_> {
             adapters.forward((self.layer, Site::Qkv), self.cpu, n1, qkv);
         }
         heads::split(self.cpu, config, self.turns, norms, (rows, first), inner.qkv.each_mut());
+        if let Some(readout) = &shared.readout {
+            let [_, k, v] = &mut inner.qkv;
+            readout.put(self.layer, [k, v]);
+        }
     }
 
     fn call<'a>(&'a self, q: &'a Tensor, kv: &'a DenseKv<'a>) -> Forward<'a> {
@@ -254,7 +261,7 @@ impl Block<'_> {
         dx: &mut [f32],
     ) -> Result<(), RankError> {
         let (config, groups, cpu, w) = (self.extents.config(), self.groups(), self.cpu, self.weights);
-        let Shared { qkv, dp, dn, d_o, rounded, dqkv, scratch, sums, gates, adapters, .. } = shared;
+        let Shared { qkv, dp, dn, d_o, rounded, dqkv, scratch, sums, gates, adapters, readout, .. } = shared;
         let (hidden, ffn, q_width, qkv_width) = (config.hidden, config.ffn, config.q_width(), config.qkv_width());
         let [stream, inside, doubled] = [hidden, ffn, 2 * ffn].map(|width| self.live(width));
         let [of_q, of_qkv] = [q_width, qkv_width].map(|width| self.live(width));
@@ -317,6 +324,9 @@ impl Block<'_> {
         let (o, lse) = (cheap.attention.o.view(), &*cheap.attention.lse);
         let call = Backward { forward: self.call(q, &kv), o, lse, grad_o };
         Tiled::AUTO.backward(&call, dqkv, &mut scratch.backward)?;
+        if let Some(readout) = readout {
+            readout.take(self.layer, [&mut dqkv.k, &mut dqkv.v]);
+        }
         heads::merge(cpu, config, self.turns, [&dqkv.q, &dqkv.k, &dqkv.v], (qkv, self.first));
         let qkv = &mut qkv[of_qkv.clone()];
         for (gain, range) in groups.qk_norm.iter().flatten().zip(heads::columns(config)) {

@@ -4,6 +4,7 @@ use super::checkpoint::CHECKPOINT;
 use super::data::DataError;
 use super::recipe::RecipeError;
 use crate::attention::AttentionError;
+use crate::editing::EditError;
 use crate::memory::ArenaError;
 use crate::model::ModelError;
 use crate::ranks::RankError;
@@ -63,6 +64,9 @@ pub enum TrainError {
     /// Another rank, or what cannot be shared out.
     #[error(transparent)]
     Rank(#[from] RankError),
+    /// Facts in a model.
+    #[error(transparent)]
+    Edit(#[from] EditError),
     /// No room.
     #[error(transparent)]
     Arena(#[from] ArenaError),

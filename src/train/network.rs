@@ -8,6 +8,7 @@ use super::holder::{Holder, Unit, Whole};
 use super::lora::Adapters;
 use super::loss::{Head, Loss, Target};
 use super::norm::{self, Columns};
+use super::readout::Readout;
 use super::tensor_parallel;
 use super::weights::Weights;
 use crate::attention::{AttentionError, Gradients, Outputs};
@@ -101,6 +102,7 @@ impl<'a> Network<'a> {
             dense: None,
             gates: None,
             adapters: None,
+            readout: None,
         };
         Ok(Network {
             recompute,
@@ -165,7 +167,8 @@ impl<'a> Network<'a> {
         if unit == Unit::Output {
             holder.complete(unit)?;
         }
-        let first = if self.shared.adapters.is_some() { 0 } else { parameters.first_trained };
+        let beside = self.shared.adapters.is_some() || self.shared.readout.is_some();
+        let first = if beside { 0 } else { parameters.first_trained };
         self.backward(holder, &batch.tokens, first)?;
         Ok(loss)
     }
@@ -202,6 +205,20 @@ impl<'a> Network<'a> {
     /// When there are none.
     pub fn adapters(&mut self) -> &mut Adapters {
         self.shared.adapters.as_mut().expect("a network that trains adapters has them")
+    }
+
+    /// The same with a prefix that is read out of a vector of each sequence.
+    pub fn with_readout(mut self, readout: Readout) -> Self {
+        self.shared.readout = Some(readout);
+        self
+    }
+
+    /// The read-out.
+    ///
+    /// # Panics
+    /// When there is none.
+    pub fn readout(&mut self) -> &mut Readout {
+        self.shared.readout.as_mut().expect("a network that trains a read-out has one")
     }
 
     /// Compares the model whose gates decide in a `mode` with the dense model on `tokens` `[B, L]`. With a `target`, the
@@ -277,6 +294,9 @@ impl<'a> Network<'a> {
             self.embedding_gradient(tokens, holder.unit_gradients(Unit::Embedding).of(&range));
             holder.complete(Unit::Embedding)?;
         }
+        if let Some(readout) = &mut self.shared.readout {
+            readout.finish(self.cpu);
+        }
         Ok(())
     }
 
@@ -323,6 +343,9 @@ impl<'a> Network<'a> {
     fn forward(&mut self, holder: &mut dyn Holder, tokens: &[u32], first: usize) -> Result<(), RankError> {
         let (config, parameters) = (self.extents.config(), self.extents.parameters);
         assert_eq!(tokens.len(), self.extents.rows(), "a batch has the extents of its network");
+        if let Some(readout) = &mut self.shared.readout {
+            readout.begin(self.cpu);
+        }
         let hidden = config.hidden;
         let embedding = holder.weights(Unit::Embedding)?.matrix(&parameters.embedding, hidden);
         for (&token, x) in tokens.iter().zip(self.x.chunks_exact_mut(hidden)) {

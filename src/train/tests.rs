@@ -3,6 +3,7 @@
 
 mod eviction;
 mod families;
+mod readout;
 mod tuning;
 mod zero;
 

@@ -4,27 +4,35 @@ use super::super::failure::Failure;
 use super::super::output;
 use super::Args;
 use crate::device::Cpu;
+use crate::editing::{Probe, Rate};
 use crate::experiment::environment;
+use crate::experiment::stats::wilson;
 use crate::report::training;
 use crate::tensor::DType;
 use crate::train::Recompute;
 use crate::train::dms::{self, Settings};
+use crate::train::fine_tuned::FineTuned;
 use crate::train::kvzap;
+use crate::train::larimar;
 use crate::train::log::Line;
 use crate::train::lora::Asked as Adapters;
 use crate::train::optimizer::Kind;
 use crate::train::run::{Options, RECORD};
 use crate::train::tune::{self, Method};
+use crate::units;
 use indicatif::{ProgressBar, ProgressStyle};
 use std::path::{Path, PathBuf};
+
+/// Episodes of facts that `--method larimar` asks at the end.
+const EPISODES: usize = 8;
 
 /// What every `--method` is asked.
 #[derive(clap::Args)]
 #[command(next_help_heading = "Training on a loaded model")]
 pub(super) struct Loaded {
-    /// What is trained in place of a recipe's model: gates that evict (dms) or foretell scores (kvzap), adapters (lora; qlora beside packed matrices) or all
-    /// parameters (full)
-    #[arg(long, value_name = "NAME", value_parser = ["dms", "kvzap", "lora", "qlora", "full"], requires = "model")]
+    /// What is trained in place of a recipe's model: gates that evict (dms) or foretell scores (kvzap), a memory of facts's maps (larimar),
+    /// adapters (lora; qlora beside packed matrices) or all parameters (full)
+    #[arg(long, value_name = "NAME", value_parser = ["dms", "kvzap", "larimar", "lora", "qlora", "full"], requires = "model")]
     method: Option<String>,
     /// Model to train on: a folder, a GGUF file, or builtin
     #[arg(long, value_name = "DIR|FILE.gguf", requires = "method")]
@@ -32,16 +40,16 @@ pub(super) struct Loaded {
     /// Text to learn from [default: for dms generated text and tasks]
     #[arg(long, value_name = "FILE", requires = "method")]
     text: Option<PathBuf>,
-    /// Tokens of a sequence
-    #[arg(long, value_name = "N", default_value_t = 1024, requires = "method")]
-    length: usize,
-    /// Sequences that go through the model together
-    #[arg(long, value_name = "N", default_value_t = 1, requires = "method")]
-    batch: usize,
+    /// Tokens of a sequence [default: 1024; larimar: its longest question]
+    #[arg(long, value_name = "N", requires = "method")]
+    length: Option<usize>,
+    /// Sequences that go through the model together [default: 1; larimar: 32]
+    #[arg(long, value_name = "N", requires = "method")]
+    batch: Option<usize>,
     /// First number of everything random
     #[arg(long, value_name = "N", default_value_t = 0, requires = "method")]
     seed: u64,
-    /// Largest learning rate [default: 0.0001]
+    /// Largest learning rate [default: 0.0001; larimar: 0.02]
     #[arg(long, value_name = "X", requires = "method")]
     learning_rate: Option<f32>,
     /// Type in which matrices are multiplied and, but for qlora, kept: f32, or bf16, which takes half the memory and less time
@@ -108,13 +116,15 @@ fn recompute(text: &str) -> Result<Recompute, String> {
 pub(super) enum OnLoaded {
     Gates(Settings),
     Surrogate(kvzap::Settings),
+    Maps(larimar::Settings),
     Tuning(tune::Settings),
 }
 
 impl Args {
     /// What is trained on a loaded model, if that is asked for.
     pub(super) fn on_loaded(&self) -> Result<Option<OnLoaded>, Failure> {
-        let Loaded { length, batch, seed, .. } = self.loaded;
+        let seed = self.loaded.seed;
+        let (length, batch) = (self.loaded.length.unwrap_or(1024), self.loaded.batch.unwrap_or(1));
         let learning_rate = self.loaded.learning_rate.unwrap_or(1e-4);
         let (Some(name), Some(model)) = (&self.loaded.method, self.loaded.model.clone()) else { return Ok(None) };
         let (text, steps) = (self.loaded.text.clone(), self.steps.unwrap_or(500));
@@ -123,12 +133,27 @@ impl Args {
         };
         let method = match name.as_str() {
             "kvzap" => {
-                let given =
-                    [("--batch", batch != 1, false), ("--learning-rate", self.loaded.learning_rate.is_some(), false)];
+                let given = [
+                    ("--batch", self.loaded.batch.is_some(), false),
+                    ("--learning-rate", self.loaded.learning_rate.is_some(), false),
+                ];
                 self.refuse(name, &[&given[..], &self.gates.given(), &self.tuning.given()].concat())?;
                 let (text, dtype) = (needed(text)?, self.loaded.weights.unwrap_or(DType::F32));
                 let steps = self.steps.unwrap_or(100);
                 return Ok(Some(OnLoaded::Surrogate(kvzap::Settings { model, text, steps, length, seed, dtype })));
+            }
+            "larimar" => {
+                let given = [("--text", text.is_some(), false), ("--length", self.loaded.length.is_some(), false)];
+                self.refuse(name, &[&given[..], &self.gates.given(), &self.tuning.given()].concat())?;
+                return Ok(Some(OnLoaded::Maps(larimar::Settings {
+                    model,
+                    steps: self.steps.unwrap_or(300),
+                    batch: self.loaded.batch.unwrap_or(32),
+                    seed,
+                    learning_rate: self.loaded.learning_rate.unwrap_or(0.02),
+                    weights: self.loaded.weights.unwrap_or(DType::F32),
+                    episodes: EPISODES,
+                })));
             }
             "lora" => Method::Lora,
             "qlora" => Method::Qlora,
@@ -201,6 +226,7 @@ impl OnLoaded {
         match self {
             OnLoaded::Gates(settings) => run_gates(args, settings),
             OnLoaded::Surrogate(settings) => run_surrogate(args, settings),
+            OnLoaded::Maps(settings) => run_maps(args, settings),
             OnLoaded::Tuning(settings) => run_tuning(args, settings),
         }
     }
@@ -291,6 +317,76 @@ fn run_surrogate(args: &Args, settings: &kvzap::Settings) -> Result<(), Failure>
     });
     let (policy, record) = (args.out.join(kvzap::POLICY), args.out.join(RECORD));
     output::print(&format!("{summary}gates: {}\nrecord: {}\n", policy.display(), record.display()))
+}
+
+/// `--method larimar`.
+fn run_maps(args: &Args, settings: &larimar::Settings) -> Result<(), Failure> {
+    let cpu = args.compute.cpu()?;
+    let (options, bar) = options(args, &cpu, "larimar", &settings.model, settings.steps);
+    let found = larimar::run(settings, &cpu, &options, &mut |line| {
+        if let Line::Step { step, loss, tokens_per_second, .. } = line {
+            bar.set_position(*step as u64);
+            bar.set_message(format!("loss {loss:.3}  {tokens_per_second:.0} tokens/s"));
+        }
+    })?;
+    bar.finish_and_clear();
+    training::draw(&args.out)?;
+    let (maps, record) = (args.out.join(larimar::MAPS), args.out.join(RECORD));
+    let rates = found.map_or(String::new(), |(found, tuned)| rates(&found) + &beside(&found, &tuned));
+    output::print(&format!("{rates}maps: {}\nrecord: {}\n", maps.display(), record.display()))
+}
+
+/// What an edited model answers, a line each, with 95% intervals by Wilson.
+fn rates(found: &Probe) -> String {
+    let line = |name: &str, rate: &Rate| {
+        let (low, high) = wilson(rate.share(), rate.asked);
+        let [share, low, high] = [rate.share(), low, high].map(|share| 100.0 * share);
+        format!("{name:<52} {share:5.1}%  [{low:.1}, {high:.1}] of {}\n", rate.asked)
+    };
+    let mut text: String = [
+        ("single facts", &found.single),
+        ("  in words that no training has", &found.single_rephrased),
+        ("  with values that no training has", &found.single_new_values),
+    ]
+    .map(|(name, rate)| line(name, rate))
+    .concat();
+    for (count, rate) in &found.sequential {
+        text += &line(&format!("all facts behind {count} edits"), rate);
+    }
+    for (count, rate) in &found.sequential_rephrased {
+        text += &line(&format!("  in other words, behind {count} edits"), rate);
+    }
+    text += &[
+        ("replaced facts, by the new value", &found.replaced),
+        ("  by the old one", &found.replaced_old),
+        ("forgotten facts, by what they were", &found.forgotten),
+        ("  those that stayed", &found.remembered),
+        ("facts that were never written", &found.never_written),
+        ("other questions and texts, unchanged", &found.locality),
+        ("  without a scope detector", &found.locality_unscoped),
+        ("64 facts in the context", &found.context),
+        ("  in words that no training has", &found.context_rephrased),
+    ]
+    .map(|(name, rate)| line(name, rate))
+    .concat();
+    for (count, rate) in &found.retrieved {
+        text += &line(&format!("the {count} nearest facts in the context"), rate);
+    }
+    let [context, memory, prefix] = [found.context_bytes, found.memory_bytes, found.prefix_bytes].map(units::bytes);
+    let edit = 1e3 * found.seconds_per_edit;
+    format!(
+        "{text}a context of 64 facts {context}, the memory {memory}, a prefix {prefix}; an edit takes {edit:.1} ms\n"
+    )
+}
+
+/// An edit beside fine-tuning.
+fn beside(found: &Probe, tuned: &FineTuned) -> String {
+    let FineTuned { facts, learned, steps, seconds } = *tuned;
+    let times = seconds / found.seconds_per_edit;
+    format!(
+        "LoRA takes {:.1} ms for a fact, {steps} steps ({learned} of {facts} learned): {times:.1} times an edit\n",
+        1e3 * seconds
+    )
 }
 
 /// `--method dms`.

@@ -1,0 +1,84 @@
+//! `kvsieve memory --model M --maps FILE`: facts and questions as text, written by a model's own encoder and answered by the
+//! model with what is read from the memory before the question.
+
+use super::{Action, Args};
+use crate::cli::failure::Failure;
+use crate::device::Cpu;
+use crate::editing::{Editor, Encoder, Fact, Maps};
+use crate::episodic::{FactShape, Facts};
+use crate::memory::Arena;
+use crate::model::{Model, Text, locate};
+use crate::tensor::file;
+use std::path::Path;
+
+/// What was done: the memory's name, facts or questions, numbers of an encoding, and how many questions were answered from it.
+pub(super) type Done = (String, usize, usize, Option<usize>);
+
+/// Writes, forgets or reads text.
+pub(super) fn run(args: &Args, model: &Path, maps: &Path, cpu: &Cpu, arena: &Arena) -> Result<Done, Failure> {
+    let located = locate(model)?;
+    let (text, model) = (Text::open(&located)?, Model::open(&located, arena)?);
+    let maps = Maps::load(maps, &model.config, &model.fingerprint)?;
+    let encoder = Encoder::new(&model, &text, maps.layer, cpu, arena)?;
+    let lines = std::fs::read_to_string(&args.input)
+        .map_err(|error| Failure::usage(format!("cannot read '{}': {error}", args.input.display())))?;
+    let lines: Vec<&str> = lines.lines().filter(|line| !line.is_empty()).collect();
+    if lines.is_empty() {
+        return Err(Failure::usage(format!(
+            "'{}' has no lines; give one for each fact or question",
+            args.input.display()
+        )));
+    }
+    let (name, shape, mut editor) = match &args.from {
+        Some(path) => {
+            let (name, shape, facts) = cpu.install(|| Facts::load(path, arena))?;
+            if facts.origin != model.fingerprint {
+                let from = if facts.origin.is_empty() { "vectors" } else { "another model" };
+                return Err(Failure::usage(format!(
+                    "'{}' was written from {from}; give a memory that --model {} wrote",
+                    path.display(),
+                    args.model.as_deref().unwrap_or(Path::new("")).display()
+                )));
+            }
+            (name, shape, Editor::with(&encoder, &maps, facts, arena))
+        }
+        None if args.action == Action::Write => {
+            let most_facts = args.most_facts.unwrap_or(lines.len()).max(1);
+            let mut editor = Editor::new(&encoder, &maps, most_facts, arena)?;
+            editor.facts.origin = model.fingerprint.clone();
+            (Editor::memory(&maps), FactShape { width: maps.width(), most_facts }, editor)
+        }
+        None => {
+            return Err(Failure::usage("there is nothing to read or to forget yet; give a memory by --from".into()));
+        }
+    };
+    if args.action == Action::Read {
+        let questions: Vec<String> = lines.iter().map(|line| line.to_string()).collect();
+        let (tokens, answered) = editor.answers(&questions, true)?;
+        let mut written = String::new();
+        for ((question, token), answered) in questions.iter().zip(tokens).zip(&answered) {
+            let source = if *answered { "memory" } else { "model" };
+            written += &format!("{question}\t{}\t{source}\n", text.text(&[token])?);
+        }
+        file::replace(&args.output, |path| std::fs::write(path, &written).map_err(|error| error.to_string()))?;
+        return Ok((name, lines.len(), shape.width, Some(answered.iter().filter(|answered| **answered).count())));
+    }
+    let facts = lines.iter().map(|line| fact(line, &encoder)).collect::<Result<Vec<Fact>, Failure>>()?;
+    match args.action {
+        Action::Forget => editor.forget(&facts)?,
+        _ => editor.write(&facts)?,
+    }
+    editor.facts.save(&args.output, &name, &shape)?;
+    Ok((name, facts.len(), shape.width, None))
+}
+
+/// A line's stem and value, between which a tab stands.
+fn fact(line: &str, encoder: &Encoder<'_>) -> Result<Fact, Failure> {
+    let Some((stem, value)) = line.split_once('\t') else {
+        let shown: String = line.chars().take(60).collect();
+        return Err(Failure::usage(format!("'{shown}' is no fact; write what is asked, a tab, and the answer")));
+    };
+    let fact = Fact { stem: stem.into(), value: value.into() };
+    encoder.value(&fact.value)?;
+    Ok(fact)
+}

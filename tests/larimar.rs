@@ -1,0 +1,153 @@
+//! Facts in a model: training of the maps, which goes on with the same bits, and `kvsieve memory` with texts.
+
+use assert_cmd::Command;
+use kvsieve::device::Cpu;
+use kvsieve::tensor::DType;
+use kvsieve::train::larimar::{MAPS, Settings, run};
+use kvsieve::train::run::{Options, RECORD};
+use predicates::str::contains;
+use serde_json::{Value, json};
+use std::fs;
+use std::path::Path;
+
+const MAPS_OF_BUILTIN: &str = "models/larimar/builtin.safetensors";
+
+fn settings(steps: usize) -> Settings {
+    Settings {
+        model: "builtin".into(),
+        steps,
+        batch: 4,
+        seed: 1,
+        learning_rate: 0.02,
+        weights: DType::F32,
+        episodes: 1,
+    }
+}
+
+fn options(out: &Path, resume: bool, stop_after: Option<usize>) -> Options {
+    Options { out: out.into(), resume, stop_after, limit_bytes: u64::MAX, environment: json!({}) }
+}
+
+#[test]
+fn a_run_that_was_stopped_goes_on_with_the_same_bits() {
+    let folder = tempfile::tempdir().unwrap();
+    let (whole, parts) = (folder.path().join("whole"), folder.path().join("parts"));
+    let cpu = Cpu::new(Some(2)).unwrap();
+    assert!(run(&settings(4), &cpu, &options(&whole, false, None), &mut |_| ()).unwrap().is_some());
+    assert!(run(&settings(4), &cpu, &options(&parts, false, Some(2)), &mut |_| ()).unwrap().is_none());
+    let taken = run(&settings(4), &cpu, &options(&parts, false, None), &mut |_| ()).unwrap_err();
+    assert!(taken.to_string().contains("holds a run already"), "{taken}");
+    let halfway = fs::read(parts.join(MAPS)).unwrap();
+    assert!(run(&settings(4), &cpu, &options(&parts, true, None), &mut |_| ()).unwrap().is_some());
+    let [whole_maps, parts_maps] = [&whole, &parts].map(|folder| fs::read(folder.join(MAPS)).unwrap());
+    assert!(halfway != parts_maps, "two more steps change the maps");
+    assert!(whole_maps == parts_maps);
+    let record: Value = serde_json::from_str(&fs::read_to_string(whole.join(RECORD)).unwrap()).unwrap();
+    // Facts in the context are what the built-in model was trained on.
+    assert_eq!(record["answers"]["context"], json!({"right": 64, "asked": 64}));
+    assert_eq!(record["fine_tuned"]["facts"], 16);
+}
+
+fn memory(folder: &Path, arguments: &str) -> Command {
+    let mut command = Command::cargo_bin("kvsieve").unwrap();
+    let maps = fs::canonicalize(MAPS_OF_BUILTIN).unwrap();
+    let model = fs::canonicalize("models/builtin").unwrap();
+    let arguments = arguments.split_whitespace();
+    command.current_dir(folder).arg("memory").args(arguments).arg("--model").arg(model).arg("--maps").arg(maps);
+    command
+}
+
+/// Answers, each with what it is from.
+fn answers(folder: &Path) -> Vec<[String; 2]> {
+    memory(folder, "read --from m --input questions --output answers").assert().success();
+    let text = fs::read_to_string(folder.join("answers")).unwrap();
+    let line = |line: &str| {
+        let parts: Vec<&str> = line.split('\t').collect();
+        [parts[1].to_string(), parts[2].to_string()]
+    };
+    text.lines().map(line).collect()
+}
+
+#[test]
+fn facts_as_text_are_answered_replaced_and_forgotten_across_files() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let write = |name: &str, text: &str| fs::write(folder.join(name), text).unwrap();
+    write("facts", " amber falcon:\t river\n rusty kettle:\t wolf\n tall tower:\t lemon\n");
+    write("old", " rusty kettle:\t wolf\n");
+    write("new", " rusty kettle:\t green\n");
+    write("gone", " tall tower:\t lemon\n");
+    write("questions", " amber falcon:\n rusty kettle:\n tall tower:\n shy otter:\n");
+    memory(folder, "write --input facts --output m").assert().success();
+    let from = |answers: &[[String; 2]], at: usize| [answers[at][0].trim().to_string(), answers[at][1].clone()];
+    let first = answers(folder);
+    assert_eq!(from(&first, 0), ["river", "memory"]);
+    assert_eq!(from(&first, 1), ["wolf", "memory"]);
+    assert_eq!(from(&first, 2), ["lemon", "memory"]);
+    assert_eq!(first[3][1], "model");
+    memory(folder, "forget --from m --input old --output m").assert().success();
+    memory(folder, "write --from m --input new --output m").assert().success();
+    memory(folder, "forget --from m --input gone --output m").assert().success();
+    let second = answers(folder);
+    assert_eq!(from(&second, 0), ["river", "memory"]);
+    assert_eq!(from(&second, 1), ["green", "memory"]);
+    assert_eq!((&*second[2][1], &*second[3][1]), ("model", "model"));
+}
+
+#[test]
+fn mistakes_are_one_line_and_status_2() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let write = |name: &str, text: &str| fs::write(folder.join(name), text).unwrap();
+    write("facts", " amber falcon:\t river\n");
+    write("never", " shy otter:\t river\n");
+    write("flat", " amber falcon: river\n");
+    write("wide", " amber falcon:\t river wolf\n");
+    write("long", &format!("{}\t river\n", " river".repeat(5000)));
+    write("empty", "\n");
+    memory(folder, "write --input facts --output m").assert().success();
+    let bytes = fs::read(folder.join("m")).unwrap();
+    let text = String::from_utf8_lossy(&bytes[8..2000.min(bytes.len())]).into_owned();
+    let at = text.find("\"origin\":\"").unwrap() + 8 + "\"origin\":\"".len();
+    let mut other = bytes.clone();
+    other[at] = if other[at] == b'0' { b'1' } else { b'0' };
+    fs::write(folder.join("other"), &other).unwrap();
+    let cases = [
+        ("write --input flat --output n", "is no fact; write what is asked, a tab, and the answer"),
+        ("write --input wide --output n", "a value of 2 tokens; the read-out gives one token"),
+        ("write --input long --output n", "tokens; the encoder reads at most 4096"),
+        ("write --input empty --output n", "has no lines"),
+        ("write --input nowhere --output n", "nowhere"),
+        ("read --input facts --output n", "there is nothing to read or to forget yet"),
+        ("read --from other --input facts --output n", "was written from another model"),
+        ("forget --from m --input never --output n", "is not in the memory"),
+    ];
+    for (arguments, expected) in cases {
+        memory(folder, arguments).assert().failure().code(2).stderr(contains(expected));
+    }
+    let train = |more: &[&str]| {
+        let mut command = Command::cargo_bin("kvsieve").unwrap();
+        command
+            .args(["train", "--method", "larimar", "--model", "builtin", "--out"])
+            .arg(folder.join("out"))
+            .args(more);
+        command.assert().failure().code(2)
+    };
+    train(&["--text", "x"]).stderr(contains("--text is nothing to --method larimar"));
+    train(&["--length", "64"]).stderr(contains("--length is nothing to --method larimar"));
+    train(&["--ratio", "2"]).stderr(contains("--ratio is nothing to --method larimar"));
+    train(&["--rank", "2"]).stderr(contains("--rank is nothing to --method larimar"));
+    train(&["--steps", "0"]).stderr(contains("each must be at least 1"));
+    train(&["--learning-rate", "0"]).stderr(contains("it must be finite and above 0"));
+}
+
+#[test]
+fn maps_of_another_model_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    fs::write(folder.path().join("facts"), " a:\t b\n").unwrap();
+    let mut command = Command::cargo_bin("kvsieve").unwrap();
+    let (facts, out) = (folder.path().join("facts"), folder.path().join("m"));
+    command.args(["memory", "write", "--model", "tests/models/llama", "--maps", MAPS_OF_BUILTIN]);
+    command.arg("--input").arg(facts).arg("--output").arg(out);
+    command.assert().failure().code(2).stderr(contains("it is of another model"));
+}
