@@ -114,7 +114,7 @@ fn tile_products<S: Simd, U: Unit<S>>(simd: S, steps: usize) -> f64 {
     let products = (steps * CHAINS * S::LANES * U::DEPTH * 2).div_ceil(operations);
     for _ in 0..products {
         let a = Left { units: black_box(&*a), row_stride: EXTENTS.steps, step_stride: 1 };
-        let b = Right { units: &*b, stride: EXTENTS.columns };
+        let b = Right { units: &b, stride: EXTENTS.columns };
         product::<S, U, true>(simd, EXTENTS, a, b, black_box(&mut c), EXTENTS.columns);
     }
     (products * operations) as f64

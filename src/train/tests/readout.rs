@@ -7,7 +7,7 @@ use crate::model::{Decoder, Model, PrefixShape, Setup};
 use crate::tensor::DType;
 use crate::train::larimar;
 use crate::train::readout::Readout;
-use crate::train::weights::{Frozen, Weights};
+use crate::train::weights::Frozen;
 use std::path::Path;
 
 /// Values of a read-out, and places that it fills.
