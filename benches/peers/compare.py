@@ -353,7 +353,7 @@ def main() -> None:
         f"- PyTorch {facts['torch']}, CPU capability {facts['torch_cpu_capability']}",
         f"- {facts['date']}, load {facts['load_before']:.1f} before the run",
         "- Medians with 95 % bootstrap intervals. A ratio above 1 means that kvsieve is faster; it is taken by round.",
-        "- Ratios belong to this CPU: on Intel's with AMX, for one, PyTorch is much faster.",
+        "- Ratios belong to this CPU, and to the unit that either side takes for bf16.",
     ):
         report.line(text)
 

@@ -7,7 +7,7 @@ use super::failure::Failure;
 use super::{Compute, output};
 use crate::episodic::matrix::Matrix;
 use crate::episodic::{FactMemory, FactShape, Facts, read_vectors};
-use crate::memory::{Arena, Label};
+use crate::memory::{Arena, Label, Usage};
 use crate::tensor::file::{self, Output};
 use crate::units;
 use rand::SeedableRng;
@@ -34,7 +34,7 @@ Examples:
   kvsieve memory write --model builtin --maps maps.safetensors --input facts.txt --output facts.mem
   kvsieve memory read --model builtin --maps maps.safetensors --from facts.mem --input asked.txt --output told.txt";
 
-/// Write facts into a memory, read and forget them: vectors of your own, or texts that a model encodes
+/// Write facts, vectors or texts, into a memory; read and forget them
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Args {
@@ -59,7 +59,7 @@ pub struct Args {
     /// File to write: the memory, or what was read
     #[arg(long, value_name = "FILE")]
     output: PathBuf,
-    /// Facts that scope=list has room for, the latest ones [default: those of the input]
+    /// Facts that scope=list has room for, the latest ones [default: those of the input; with --model at least 128]
     #[arg(long, value_name = "N", conflicts_with = "from", allow_negative_numbers = true)]
     most_facts: Option<usize>,
     /// Seed of the memory's noise
@@ -104,8 +104,8 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     let cpu = args.compute.cpu()?;
     let arena = Arena::with_limit(args.compute.limit_bytes());
     if let (Some(model), Some(maps)) = (&args.model, &args.maps) {
-        let (memory, vectors, width, answered) = text::run(args, model, maps, &cpu, &arena)?;
-        return args.tell(&arena, memory, [vectors, width], answered);
+        let (memory, vectors, width, answered, usage) = text::run(args, model, maps, &cpu, &arena)?;
+        return args.tell(usage, memory, [vectors, width], answered);
     }
     let vectors = read_vectors(&args.input, &arena)?;
     let (text, shape, mut facts) = match (&args.memory, &args.from) {
@@ -137,19 +137,18 @@ pub fn run(args: &Args) -> Result<(), Failure> {
         facts.save(&args.output, &text, &shape)?;
         Ok::<_, Failure>(None)
     })?;
-    args.tell(&arena, text, [vectors.rows(), shape.width], answered)
+    args.tell(arena.usage(), text, [vectors.rows(), shape.width], answered)
 }
 
 impl Args {
     /// Says what was done.
     fn tell(
         &self,
-        arena: &Arena,
+        usage: Usage,
         memory: String,
         [vectors, width]: [usize; 2],
         answered: Option<usize>,
     ) -> Result<(), Failure> {
-        let usage = arena.usage();
         let report = Report {
             action: self.action,
             memory,

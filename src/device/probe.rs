@@ -107,7 +107,7 @@ fn multiply_adds<S: Simd, U: Unit<S>>(simd: S, steps: usize) -> f64 {
 /// As many operations as so many steps of [`multiply_adds`], or a few more, in products of operands that stay in the first-level cache.
 #[inline(always)]
 fn tile_products<S: Simd, U: Unit<S>>(simd: S, steps: usize) -> f64 {
-    const EXTENTS: Extents = Extents { rows: 48, columns: 32, steps: 64 };
+    const EXTENTS: Extents = Extents { rows: 48, columns: 32, steps: 128 };
     let (a, b) = (vec![U::zeroed(); EXTENTS.rows * EXTENTS.steps], vec![U::zeroed(); EXTENTS.steps * EXTENTS.columns]);
     let mut c = vec![0.0; EXTENTS.rows * EXTENTS.columns];
     let operations = 2 * U::DEPTH * EXTENTS.rows * EXTENTS.columns * EXTENTS.steps;
@@ -115,7 +115,7 @@ fn tile_products<S: Simd, U: Unit<S>>(simd: S, steps: usize) -> f64 {
     for _ in 0..products {
         let a = Left { units: black_box(&*a), row_stride: EXTENTS.steps, step_stride: 1 };
         let b = Right { units: &b, stride: EXTENTS.columns };
-        product::<S, U, true>(simd, EXTENTS, a, b, black_box(&mut c), EXTENTS.columns);
+        product::<S, U, false>(simd, EXTENTS, a, b, black_box(&mut c), EXTENTS.columns);
     }
     (products * operations) as f64
 }

@@ -14,7 +14,7 @@ use rand_distr::{Distribution, StandardNormal};
 
 /// `γ`.
 const WITHIN: f64 = 30.0;
-/// `λ` as a part of the mean variance.
+/// `λ` as a part of the mean diagonal of `B + γ W`.
 const RIDGE: f64 = 1e-4;
 
 /// `y = A (x - m)`.
@@ -119,12 +119,12 @@ mod tests {
     use super::*;
     use rand::RngExt;
 
-    /// Groups of states that differ in three numbers, and within a group in a fourth that is far larger.
+    /// Groups of states that differ in three numbers, and within a group in a fourth, all far above the ridge.
     #[test]
     fn what_groups_differ_in_gets_variance_one_and_what_varies_within_them_next_to_none() {
         let mut rng = ChaCha8Rng::seed_from_u64(5);
         let mut drawn = |scale: f32| rng.random_range(-1.0..1.0f32) * scale;
-        let groups: Vec<[f32; 3]> = (0..400).map(|_| [drawn(1.0), drawn(5.0), drawn(0.2)]).collect();
+        let groups: Vec<[f32; 3]> = (0..400).map(|_| [drawn(50.0), drawn(50.0), drawn(20.0)]).collect();
         let mut states = Vec::new();
         for [a, b, c] in &groups {
             (0..3).for_each(|_| states.push(vec![7.0 + a, *b, b + c, drawn(20.0)]));

@@ -62,13 +62,19 @@ impl Ring {
         self.next[0] = ((slot + 1) % slots) as f64;
     }
 
-    /// Takes a vector out; `false` where it is not there.
+    /// Takes a vector out; `false` where it is not there. Later ones move up, so that the next is written to the place that is free and
+    /// replaces none.
     pub(super) fn remove(&mut self, fact: &[f64]) -> bool {
-        let found = (0..self.facts.rows()).find(|&index| self.facts.row(index) == fact);
-        if let Some(index) = found {
-            self.facts.row_mut(index).fill(0.0);
+        let (slots, width, next) = (self.facts.rows(), self.facts.columns(), self.next[0] as usize);
+        let Some(mut at) = (0..slots).find(|&index| self.facts.row(index) == fact) else { return false };
+        while (at + 1) % slots != next {
+            let later = (at + 1) % slots;
+            self.facts.copy_within(later * width..(later + 1) * width, at * width);
+            at = later;
         }
-        found.is_some()
+        self.facts.row_mut(at).fill(0.0);
+        self.next[0] = at as f64;
+        true
     }
 
     /// The vector of the largest cosine, and this cosine; of equals the first.
@@ -103,5 +109,31 @@ impl Store for Ring {
 
     fn parts(&mut self) -> Vec<(&'static str, &mut Matrix)> {
         vec![("facts", &mut self.facts), ("next", &mut self.next)]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Facts are numbers here, 1 and more.
+    fn held(ring: &Ring) -> Vec<f64> {
+        let mut held: Vec<f64> = ring.facts.iter().copied().filter(|&fact| fact != 0.0).collect();
+        held.sort_by(f64::total_cmp);
+        held
+    }
+
+    #[test]
+    fn a_fact_that_went_makes_room_for_the_next_and_the_oldest_goes_first() {
+        let mut ring = Ring::new(&Arena::unlimited(), 3, 1).unwrap();
+        [1.0, 2.0, 3.0].iter().for_each(|&fact| ring.add(&[fact]));
+        assert!(ring.remove(&[2.0]) && !ring.remove(&[2.0]));
+        ring.add(&[4.0]);
+        assert_eq!(held(&ring), [1.0, 3.0, 4.0]);
+        ring.add(&[5.0]);
+        assert_eq!(held(&ring), [3.0, 4.0, 5.0]);
+        assert!(ring.remove(&[5.0]) && ring.remove(&[3.0]));
+        [6.0, 7.0, 8.0].iter().for_each(|&fact| ring.add(&[fact]));
+        assert_eq!(held(&ring), [6.0, 7.0, 8.0]);
     }
 }

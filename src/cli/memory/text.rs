@@ -6,13 +6,17 @@ use crate::cli::failure::Failure;
 use crate::device::Cpu;
 use crate::editing::{Editor, Encoder, Fact, Maps};
 use crate::episodic::{FactShape, Facts};
-use crate::memory::Arena;
+use crate::memory::{Arena, Usage};
 use crate::model::{Model, Text, locate};
 use crate::tensor::file;
 use std::path::Path;
 
-/// What was done: the memory's name, facts or questions, numbers of an encoding, and how many questions were answered from it.
-pub(super) type Done = (String, usize, usize, Option<usize>);
+/// Facts that a memory has room for in the list of its scope detector, if no more are written at once: as many as it has slots.
+const LEAST_FACTS: usize = 128;
+
+/// What was done: the memory's name, facts or questions, numbers of an encoding, how many questions were answered from it, and the arena
+/// while it was open.
+pub(super) type Done = (String, usize, usize, Option<usize>, Usage);
 
 /// Writes, forgets or reads text.
 pub(super) fn run(args: &Args, model: &Path, maps: &Path, cpu: &Cpu, arena: &Arena) -> Result<Done, Failure> {
@@ -43,7 +47,7 @@ pub(super) fn run(args: &Args, model: &Path, maps: &Path, cpu: &Cpu, arena: &Are
             (name, shape, Editor::with(&encoder, &maps, facts, arena))
         }
         None if args.action == Action::Write => {
-            let most_facts = args.most_facts.unwrap_or(lines.len()).max(1);
+            let most_facts = args.most_facts.unwrap_or(lines.len().max(LEAST_FACTS)).max(1);
             let mut editor = Editor::new(&encoder, &maps, most_facts, arena)?;
             editor.facts.origin = model.fingerprint.clone();
             (Editor::memory(&maps), FactShape { width: maps.width(), most_facts }, editor)
@@ -61,7 +65,8 @@ pub(super) fn run(args: &Args, model: &Path, maps: &Path, cpu: &Cpu, arena: &Are
             written += &format!("{question}\t{}\t{source}\n", text.text(&[token])?);
         }
         file::replace(&args.output, |path| std::fs::write(path, &written).map_err(|error| error.to_string()))?;
-        return Ok((name, lines.len(), shape.width, Some(answered.iter().filter(|answered| **answered).count())));
+        let answered = answered.iter().filter(|answered| **answered).count();
+        return Ok((name, lines.len(), shape.width, Some(answered), arena.usage()));
     }
     let facts = lines.iter().map(|line| fact(line, &encoder)).collect::<Result<Vec<Fact>, Failure>>()?;
     match args.action {
@@ -69,7 +74,7 @@ pub(super) fn run(args: &Args, model: &Path, maps: &Path, cpu: &Cpu, arena: &Are
         _ => editor.write(&facts)?,
     }
     editor.facts.save(&args.output, &name, &shape)?;
-    Ok((name, facts.len(), shape.width, None))
+    Ok((name, facts.len(), shape.width, None, arena.usage()))
 }
 
 /// A line's stem and value, between which a tab stands.

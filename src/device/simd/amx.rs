@@ -277,3 +277,49 @@ unsafe fn held<U, const ROWS: usize, const COLUMNS: usize>(
         );
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use half::bf16;
+
+    fn matrix(rows: usize, width: usize, modulus: usize) -> Vec<bf16> {
+        (0..rows * width).map(|at| bf16::from_f32((at * 7 % modulus) as f32 - 3.0)).collect()
+    }
+
+    /// Whole numbers, whose sums are exact: tiles that are not whole in any extent, and sums that are added to.
+    #[test]
+    fn products_in_tiles_are_sums_of_products() {
+        if !is_here() {
+            return;
+        }
+        for (rows, columns, steps) in [(1, 16, 1), (16, 32, 16), (48, 48, 40), (54, 16, 17), (6, 80, 3), (102, 64, 96)]
+        {
+            let (a, b) = (matrix(rows, 2 * steps, 11), matrix(2 * steps, columns, 13));
+            // Pairs of neighbouring rows, as `b` is packed.
+            let pairs: Vec<[bf16; 2]> = (0..steps * columns)
+                .map(|at| [0, 1].map(|odd| b[(2 * (at / columns) + odd) * columns + at % columns]))
+                .collect();
+            let mut c = vec![1.0f32; rows * columns];
+            let extents = Extents { rows, columns, steps };
+            let left = Matrix { at: a.as_ptr().cast::<u32>(), row_bytes: 4 * steps };
+            let right = Matrix { at: pairs.as_ptr().cast::<u32>(), row_bytes: 4 * columns };
+            // SAFETY: the unit is there, and the matrices have these extents.
+            unsafe {
+                let _outer = Configured::begin();
+                // What runs inside leaves the tiles as they were.
+                drop(Configured::begin());
+                for add in [false, true] {
+                    product(extents, left, right, Matrix { at: c.as_mut_ptr(), row_bytes: 4 * columns }, add);
+                }
+            }
+            for (at, sum) in c.iter().enumerate() {
+                let (row, column) = (at / columns, at % columns);
+                let once: f32 =
+                    (0..2 * steps).map(|k| a[row * 2 * steps + k].to_f32() * b[k * columns + column].to_f32()).sum();
+                assert_eq!(*sum, 2.0 * once, "row {row}, column {column} of {rows} x {columns} x {steps}");
+            }
+        }
+        assert_eq!(Shapes::current().palette, 0, "a thread's tiles are given back");
+    }
+}
