@@ -323,7 +323,7 @@ pub trait Unit<S: Simd>: Pod + Send + Sync {
         false
     }
 
-    /// The whole of [`super::product::product`] by a matrix unit; false, and nothing done, where there is none or `a` lies in an
+    /// The whole of a product of panels (`product::product`) by a matrix unit; false, and nothing done, where there is none or `a` lies in an
     /// order that it cannot read.
     ///
     /// # Safety
