@@ -128,6 +128,8 @@ API int nvrtcCompileProgram(void *handle, int count, const char *const *options)
     // Hidden names and no unique ones: two loaded programs must not share a variable of the same name.
     std::vector<std::string> command = {CXX, "-shared", "-fPIC", "-O2", "-g1", "-fvisibility=hidden", "-fno-gnu-unique"};
     command.insert(command.end(), {"-Wl,-Bsymbolic", "-DKVSIEVE_EMULATE", "-I" FOLDER, "-w"});
+    // fmaf and conversions of f16 as instructions, not calls; what the source does not fuse stays apart.
+    if (__builtin_cpu_supports("x86-64-v3")) command.insert(command.end(), {"-march=x86-64-v3", "-ffp-contract=off"});
     std::string number = "52", feature; // NVRTC's own default is as old
     for (int i = 0; i < count; i++) {
         static const std::regex architecture("(?:--gpu-architecture|-arch)=sm_([0-9]+)([af]?)");
