@@ -31,6 +31,7 @@ pub(crate) use attend::params;
 pub use prefix::PrefixShape;
 use remember::Remembered;
 pub use remember::bytes_with_memory;
+use half::bf16;
 use repeat::Repeating;
 use std::ops::Range;
 
@@ -90,6 +91,8 @@ struct Buffers {
     /// Norms of it.
     normed: PaddedRows,
     q: Buffer<f32>,
+    /// Queries of several tokens in a pass over keys in bf16, rounded so that bf16 is all that is multiplied.
+    rounded_q: Buffer<bf16>,
     k: Buffer<f32>,
     v: Buffer<f32>,
     attended: PaddedRows,
@@ -111,6 +114,7 @@ impl Buffers {
             projected: plain(rows * config.hidden)?,
             normed: PaddedRows::new(arena, rows, config.hidden, setup.dtype)?,
             q: plain(rows * config.q_width())?,
+            rounded_q: arena.alloc(Label::Activations, rounded_queries(config, setup))?,
             k: plain(rows * config.kv_width())?,
             v: plain(rows * config.kv_width())?,
             attended: PaddedRows::new(arena, rows, config.q_width(), setup.dtype)?,
@@ -129,9 +133,16 @@ impl Buffers {
             + setup.logit_rows() * config.vocab;
         let sheets = [config.hidden, config.q_width(), config.ffn];
         let sheets: u64 = sheets.map(|width| PaddedRows::bytes(rows, width)).iter().sum();
+        let rounded = 2 * rounded_queries(config, setup) as u64;
         let scratch = linear::scratch(config, rows, threads);
-        [(Label::Activations, 4 * plain as u64 + sheets), (Label::Workspace, 4 * scratch as u64)]
+        [(Label::Activations, 4 * plain as u64 + sheets + rounded), (Label::Workspace, 4 * scratch as u64)]
     }
+}
+
+/// Elements of [`Buffers::rounded_q`]: none where the pass, its keys or its values are anything else.
+fn rounded_queries(config: &Config, setup: &Setup<'_>) -> usize {
+    let is_bf16 = [Some(setup.dtype), setup.kv_format.dtype()] == [Some(DType::Bf16); 2];
+    if is_bf16 { setup.rows() * config.q_width() } else { 0 }
 }
 
 /// A model at work on some sequences.

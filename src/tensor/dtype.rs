@@ -44,7 +44,7 @@ impl DType {
         match self {
             DType::F32 => target.copy_from_slice(bytemuck::cast_slice(source)),
             DType::F16 => bytemuck::cast_slice_mut::<u8, f16>(target).convert_from_f32_slice(source),
-            DType::Bf16 => bytemuck::cast_slice_mut::<u8, bf16>(target).convert_from_f32_slice(source),
+            DType::Bf16 => narrow_bf16(source, bytemuck::cast_slice_mut(target)),
         }
     }
 
@@ -65,6 +65,17 @@ pub(crate) fn widen_bf16(source: &[bf16], target: &mut [f32]) {
     }
 }
 
+/// f32 to the nearest bf16, ties to even, in integers, so that it vectorises on every target.
+fn narrow_bf16(source: &[f32], target: &mut [bf16]) {
+    for (narrow, wide) in target.iter_mut().zip(source) {
+        let bits = wide.to_bits();
+        let rounded = bits.wrapping_add(0x7FFF + (bits >> 16 & 1)) >> 16;
+        // A NaN stays one, and becomes quiet.
+        let bits = if wide.is_nan() { bits >> 16 | 0x40 } else { rounded };
+        *narrow = bf16::from_bits(bits as u16);
+    }
+}
+
 impl fmt::Display for DType {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         formatter.pad(self.name())
@@ -78,5 +89,24 @@ impl FromStr for DType {
             .into_iter()
             .find(|dtype| dtype.name() == text)
             .ok_or_else(|| format!("unknown dtype '{text}'; use f32, bf16 or f16"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bf16_is_rounded_to_the_nearest_as_the_library_of_the_type_does() {
+        let edges = [0.0, -0.0, f32::MAX, f32::MIN, f32::INFINITY, f32::NEG_INFINITY, f32::MIN_POSITIVE, 1e-45];
+        // Every upper half beside every kind of lower half: below, at and above the middle, and NaNs of all these.
+        let halves = (0..=u16::MAX).flat_map(|upper| [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF].map(|lower| (upper, lower)));
+        let all = halves.map(|(upper, lower): (u16, u32)| f32::from_bits(u32::from(upper) << 16 | lower));
+        let values: Vec<f32> = all.chain(edges).collect();
+        let mut bytes = vec![0; 2 * values.len()];
+        DType::Bf16.encode(&values, &mut bytes);
+        let rounded: &[u16] = bytemuck::cast_slice(&bytes);
+        let expected: Vec<u16> = values.iter().map(|&x| bf16::from_f32(x).to_bits()).collect();
+        assert!(rounded == expected);
     }
 }

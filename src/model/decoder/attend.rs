@@ -15,6 +15,7 @@ use crate::model::{Config, ModelError};
 use crate::named::NamedError;
 use crate::policy::sparse::Lists;
 use crate::tensor::DType;
+use rayon::prelude::*;
 
 /// The kernels, and outputs and scratch of the last shape.
 pub(super) struct Attend {
@@ -163,8 +164,17 @@ impl Decoder<'_> {
         };
         let roomy = roomy(config, self.setup.max_tokens, batch, q_len);
         let (kernel, outputs, workspace) = self.attend.room(config, &roomy, self.cpu.threads(), self.arena)?;
-        let Buffers { q, attended, normed, .. } = &mut self.buffers;
-        let q = block::heads(&q[row * width..][..batch * q_len * width], batch, q_len, config.q_heads);
+        let Buffers { q, rounded_q, attended, normed, .. } = &mut self.buffers;
+        let own = row * width..(row + batch * q_len) * width;
+        let q = match rounded_q.get_mut(own.clone()) {
+            // A single token is no work for the unit that multiplies bf16.
+            Some(rounded) if q_len > 1 => {
+                let rows = q[own].par_chunks(width).zip(rounded.par_chunks_mut(width));
+                rows.for_each(|(row, rounded)| DType::Bf16.encode(row, bytemuck::cast_slice_mut(rounded)));
+                block::heads_of(DType::Bf16, bytemuck::cast_slice(rounded), batch, q_len, config.q_heads)
+            }
+            _ => block::heads(&q[own], batch, q_len, config.q_heads),
+        };
         let (shape, params) = (Shape { kv_len, ..roomy }, Params { window, ..params(config, layer) });
         let call = Forward { shape, params, q, kv, cpu: self.cpu };
         let selector = self.evictor.as_mut().and_then(|evictor| evictor.selector(layer, chunk.sequence));

@@ -8,9 +8,13 @@ use crate::tensor::{DType, TensorView};
 
 /// Rows `[batch * tokens, heads * D]` as `[batch, heads, tokens, D]`.
 pub(super) fn heads(rows: &[f32], batch: usize, tokens: usize, heads: usize) -> TensorView<'_> {
-    let head_dim = rows.len() / (batch * tokens * heads);
-    TensorView::contiguous(DType::F32, [batch, tokens, heads, head_dim], bytemuck::cast_slice(rows))
-        .permuted([0, 2, 1, 3])
+    heads_of(DType::F32, bytemuck::cast_slice(rows), batch, tokens, heads)
+}
+
+/// As [`heads`], of raw elements of a type.
+pub(super) fn heads_of(dtype: DType, rows: &[u8], batch: usize, tokens: usize, heads: usize) -> TensorView<'_> {
+    let head_dim = rows.len() / (dtype.bytes() * batch * tokens * heads);
+    TensorView::contiguous(dtype, [batch, tokens, heads, head_dim], rows).permuted([0, 2, 1, 3])
 }
 
 impl Decoder<'_> {
