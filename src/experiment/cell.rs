@@ -66,7 +66,7 @@ pub struct Cell {
     /// Where; the CPU where nothing is said.
     #[serde(default, skip_serializing_if = "Device::is_cpu")]
     pub device: Device,
-    /// Model of `eval` and `train`: a Hugging Face folder, a GGUF file, or `builtin`.
+    /// Model of `eval`, `train` and `tune`: a Hugging Face folder, a GGUF file, or `builtin`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub model: Option<String>,
     /// Task of `eval`, with parameters.
@@ -75,7 +75,7 @@ pub struct Cell {
     /// Text file whose pieces are gone on with, for the task `perplexity`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub text: Option<String>,
-    /// Samples of `eval`, at most; drawn episodes of `recall`; rounds of `train`.
+    /// Samples of `eval`, at most; drawn episodes of `recall`; rounds of `train` and `tune`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub samples: Option<usize>,
     /// What a policy has seen of the question of `eval` when it evicts; `None` where there is no question. Records from
@@ -153,6 +153,9 @@ pub struct Cell {
     /// Ranks that share a pass of `ranks`, as `ring:4`, or training, as `zero:ranks=4,stage=3`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ranks: Option<String>,
+    /// What `tune` trains, and how, as `lora:rank=8`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tuning: Option<String>,
     /// Seed of the workload, of the policy, of the trace and of the episode.
     pub seed: u64,
     /// Knobs of the synthetic workload, where they are not the experiment's own.
@@ -199,6 +202,7 @@ impl Default for Cell {
             trace: None,
             episode: None,
             ranks: None,
+            tuning: None,
             seed: 0,
             knobs: None,
             workload_hash: String::new(),
@@ -225,6 +229,7 @@ impl Cell {
             Choice::Kernel => Cell { kernel: String::new(), ..same },
             Choice::Strategy => Cell { strategy: None, ..same },
             Choice::Ranks => Cell { ranks: None, ..same },
+            Choice::Tuning => Cell { tuning: None, ..same },
         }
     }
 
@@ -272,6 +277,9 @@ impl Cell {
         }
         if let (Some(memory), Some(episode)) = (&self.memory, &self.episode) {
             return format!("{} {memory} {episode}", self.measure.name());
+        }
+        if let (Some(model), Some(tuning)) = (&self.model, &self.tuning) {
+            return format!("{} {model} {tuning} {}", self.measure.name(), crate::units::tokens(self.context_tokens));
         }
         let policy = match (self.chosen(), &self.budget) {
             (Some(policy), Some(budget)) => format!(" {policy}@{budget}"),

@@ -82,10 +82,10 @@ pub struct Record {
     /// What a memory of facts gave back, for `recall`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub recall: Option<Recalled>,
-    /// What each rank took, sent and waited for, for `ranks` and `train`.
+    /// What each rank took, sent and waited for, for `ranks` and `train`; what the one of `tune` took.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub ranks: Vec<OfRank>,
-    /// What was trained, for `train`.
+    /// What was trained, for `train` and `tune`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub training: Option<Training>,
     /// Times that the cost model gives, by the phases of `latency`, for `ranks`.
@@ -265,7 +265,7 @@ pub struct Work {
 /// What steps of training were taken on.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Training {
-    /// Parameters of the whole model, all of which are trained.
+    /// Numbers that are trained: with `train` all parameters of the model.
     pub parameters: u64,
     /// The loss before each step of a round; every round is the same.
     pub losses: Vec<f64>,

@@ -31,6 +31,7 @@ pub const SHIPPED: &[(&str, &str)] = &[
     ("ranks", include_str!("../../experiments/ranks.toml")),
     ("zero", include_str!("../../experiments/zero.toml")),
     ("real-zero", include_str!("../../experiments/real-zero.toml")),
+    ("real-tuning", include_str!("../../experiments/real-tuning.toml")),
     ("dms", include_str!("../../experiments/dms.toml")),
     ("real-dms", include_str!("../../experiments/real-dms.toml")),
 ];

@@ -76,7 +76,7 @@ impl Default for Timing {
 #[derive(Debug, Clone, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct Grid {
-    /// `forward`, `backward`, `decode`, `evict`, `serve`, `ranks`, `recall` or `eval`.
+    /// `forward`, `backward`, `decode`, `evict`, `serve`, `ranks`, `train`, `tune`, `recall` or `eval`.
     pub measure: Measure,
     /// Kernels; by default `tiled`, and `decode` for `decode`. For `evict` the one that does the prefill.
     #[serde(default, skip_serializing_if = "Many::is_empty")]
@@ -146,7 +146,10 @@ pub struct Grid {
     /// Ranks that share a pass, for `ranks`: `ring:4`, `tree:2`; or training, for `train`: `zero:ranks=4,stage=3`.
     #[serde(default, skip_serializing_if = "Many::is_empty")]
     pub ranks: Many<String>,
-    /// Models, for `eval` and `train`: Hugging Face folders or GGUF files, relative to the working folder, or `builtin`, which is the default.
+    /// What is trained, and how, for `tune`: `full`, `lora:rank=8,target=q/v`, `qlora`.
+    #[serde(default, skip_serializing_if = "Many::is_empty")]
+    pub tuning: Many<String>,
+    /// Models, for `eval`, `train` and `tune`: Hugging Face folders or GGUF files, relative to the working folder, or `builtin`, which is the default.
     #[serde(default, skip_serializing_if = "Many::is_empty")]
     pub model: Many<String>,
     /// Tasks, for `eval`.
@@ -156,8 +159,8 @@ pub struct Grid {
     /// default) are fed as they are.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub text: Option<PathBuf>,
-    /// Samples of each task, for `eval`, or drawn episodes, for `recall`; 20 by default. Rounds of `train`; 5 by
-    /// default.
+    /// Samples of each task, for `eval`, or drawn episodes, for `recall`; 20 by default. Rounds of `train` and
+    /// `tune`; 5 by default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub samples: Option<usize>,
     /// What policies have seen of a question when they evict, for `eval`; `agnostic` by default.
@@ -214,6 +217,7 @@ impl Grid {
             trace: Many::default(),
             episode: Many::default(),
             ranks: Many::default(),
+            tuning: Many::default(),
             model: Many::default(),
             task: Many::default(),
             text: None,

@@ -28,10 +28,10 @@ use crate::policy::PolicyError;
 use crate::tensor::DType;
 use attend::Attend;
 pub(crate) use attend::params;
+use half::bf16;
 pub use prefix::PrefixShape;
 use remember::Remembered;
 pub use remember::bytes_with_memory;
-use half::bf16;
 use repeat::Repeating;
 use std::ops::Range;
 

@@ -30,7 +30,7 @@ pub fn is_one(record: &Record) -> bool {
     match record.cell.measure.compares() {
         Choice::Policy => record.cell.policy.as_deref().is_some_and(palette::is_baseline),
         Choice::Kernel => palette::is_baseline(&record.cell.kernel),
-        Choice::Strategy => false,
+        Choice::Strategy | Choice::Tuning => false,
         Choice::Ranks => record.cell.ranks.as_deref().is_some_and(|ranks| ranks.ends_with(":1")),
     }
 }

@@ -32,7 +32,7 @@ pub fn of(records: &[&Record]) -> Vec<String> {
 /// For each kernel that ran out of memory: where. Training is no matter of kernels: its table says which way has no room.
 fn ran_out(records: &[&Record]) -> Vec<String> {
     let mut first: BTreeMap<(Measure, &str), &Record> = BTreeMap::new();
-    let is_kernels = |record: &&&Record| record.cell.measure != Measure::TRAIN;
+    let is_kernels = |record: &&&Record| ![Measure::TRAIN, Measure::TUNE].contains(&record.cell.measure);
     let ran_out = |record: &&&Record| record.status == Status::Oom && record.memory.is_some();
     for record in records.iter().filter(is_kernels).filter(ran_out) {
         let known = first.entry((record.cell.measure, &record.cell.kernel)).or_insert(record);

@@ -40,6 +40,7 @@ mod tests;
 mod text;
 mod ticks;
 pub mod training;
+mod tuning;
 mod versus;
 pub mod workers;
 
@@ -230,7 +231,7 @@ fn latest(records: &[Record]) -> Vec<&Record> {
         let serving = (std::cmp::Reverse(cell.trace.clone()), strategy, cell.page_tokens);
         let recall = (cell.episode.clone().map(|name| (name.len(), name)), cell.memory.clone());
         let choice = (cell.kernel.clone(), cell.policy.clone(), budget);
-        let ranks = cell.ranks.clone().map(|name| (name.len(), name));
+        let ranks = cell.ranks.clone().or(cell.tuning.clone()).map(|name| (name.len(), name));
         (cell.measure, cell.context_tokens, choice, heads, serving, (recall, ranks), cell.seed)
     };
     records.sort_by_cached_key(|record| key(record));

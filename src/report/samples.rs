@@ -435,6 +435,34 @@ pub fn training() -> Run {
     Run { experiment: "zero".into(), records: ways.iter().map(one).collect(), ..run() }
 }
 
+/// Steps of fine-tuning in four ways, of which one has no room.
+pub fn tuning() -> Run {
+    let ways =
+        [("full", 2048), ("full:weights=bf16,optimizer=adafactor", 700), ("lora:rank=8", 400), ("qlora:rank=8", 200)];
+    let one = |&(way, mib): &(&str, u64)| {
+        let mut record = with_cell(record(Measure::TUNE, "tiled", 256), |cell| {
+            (cell.model, cell.tuning, cell.samples) = (Some("builtin".into()), Some(way.into()), Some(5));
+        });
+        let labels = [Label::Weights, Label::Gradients, Label::Optimizer, Label::Activations];
+        let bytes: LabelBytes = labels.map(|label| (label, mib << 18)).into();
+        let (predicted_peak_bytes, is_ok) = (mib << 20, mib < 1024);
+        let predicted = OfRank { predicted_peak_bytes, predicted_by_label: bytes.clone(), ..OfRank::default() };
+        record.memory = Some(Memory { predicted_peak_bytes, limit_bytes: LIMIT_BYTES, ..Memory::default() });
+        record.ranks = vec![predicted];
+        if !is_ok {
+            (record.status, record.reason) = (Status::Oom, Some("it needs more".into()));
+            return record;
+        }
+        (record.ranks[0].peak_bytes, record.ranks[0].peak_by_label) = (predicted_peak_bytes, bytes.clone());
+        record.latency.insert("step".into(), latency(1e8));
+        record.memory =
+            record.memory.map(|memory| Memory { peak_bytes: predicted_peak_bytes, peak_by_label: bytes, ..memory });
+        record.training = Some(Training { parameters: 1 << 16, losses: vec![2.0, 1.9] });
+        record
+    };
+    Run { experiment: "real-tuning".into(), records: ways.iter().map(one).collect(), ..run() }
+}
+
 /// A model's answers to two tasks at two lengths, under some policies and budgets.
 pub fn answers() -> Run {
     let mut records = Vec::new();

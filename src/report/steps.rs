@@ -26,25 +26,27 @@ fn name(record: &Record) -> String {
     marked(record, shared(record).map_or(NOTHING.into(), |shared| shared.to_string()))
 }
 
-/// What the rank that holds most holds.
-fn bytes(record: &Record) -> Vec<String> {
+/// What the rank that holds most holds of a label.
+pub(super) fn held(record: &Record, label: Label) -> String {
     let fullest = record.ranks.iter().max_by_key(|rank| (rank.peak_bytes, rank.predicted_peak_bytes));
-    let of = |label: Label| {
-        let held = |bytes: &LabelBytes| bytes.get(&label).map(|bytes| units::bytes(*bytes));
-        let shown = match record.status {
-            Status::Ok => fullest.and_then(|rank| held(&rank.peak_by_label)),
-            Status::Oom => fullest.and_then(|rank| held(&rank.predicted_by_label)).map(|bytes| format!("~{bytes}")),
-            Status::Failed | Status::Skipped => None,
-        };
-        shown.unwrap_or(NOTHING.into())
+    let held = |bytes: &LabelBytes| bytes.get(&label).map(|bytes| units::bytes(*bytes));
+    let shown = match record.status {
+        Status::Ok => fullest.and_then(|rank| held(&rank.peak_by_label)),
+        Status::Oom => fullest.and_then(|rank| held(&rank.predicted_by_label)).map(|bytes| format!("~{bytes}")),
+        Status::Failed | Status::Skipped => None,
     };
+    shown.unwrap_or(NOTHING.into())
+}
+
+/// What it holds of each label, and how far predictions are off.
+fn bytes(record: &Record) -> Vec<String> {
     let off = record.ranks.iter().flat_map(|rank| {
         let of = |bytes: &LabelBytes, label: Label| bytes.get(&label).copied().unwrap_or(0);
         Label::ALL.map(|label| of(&rank.peak_by_label, label).abs_diff(of(&rank.predicted_by_label, label)))
     });
     let off = if record.status == Status::Ok { units::bytes(off.max().unwrap_or(0)) } else { NOTHING.into() };
     let labels = [Label::Weights, Label::Gradients, Label::Optimizer, Label::Activations];
-    [vec![name(record)], labels.map(of).to_vec(), vec![off]].concat()
+    [vec![name(record)], labels.map(|label| held(record, label)).to_vec(), vec![off]].concat()
 }
 
 /// What it sends, and how long a step takes.

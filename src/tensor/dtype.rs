@@ -100,7 +100,8 @@ mod tests {
     fn bf16_is_rounded_to_the_nearest_as_the_library_of_the_type_does() {
         let edges = [0.0, -0.0, f32::MAX, f32::MIN, f32::INFINITY, f32::NEG_INFINITY, f32::MIN_POSITIVE, 1e-45];
         // Every upper half beside every kind of lower half: below, at and above the middle, and NaNs of all these.
-        let halves = (0..=u16::MAX).flat_map(|upper| [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF].map(|lower| (upper, lower)));
+        let halves =
+            (0..=u16::MAX).flat_map(|upper| [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF].map(|lower| (upper, lower)));
         let all = halves.map(|(upper, lower): (u16, u32)| f32::from_bits(u32::from(upper) << 16 | lower));
         let values: Vec<f32> = all.chain(edges).collect();
         let mut bytes = vec![0; 2 * values.len()];

@@ -44,6 +44,11 @@ impl Recompute {
     /// Every mode, from the most memory to the least.
     pub const ALL: [Recompute; 3] = [Recompute::None, Recompute::Selective, Recompute::Full];
 
+    /// Its name on the command line.
+    pub fn name(self) -> &'static str {
+        ["none", "selective", "full"][self as usize]
+    }
+
     /// How many blocks' groups are held, input, cheap and inner, of a model of `layers`.
     fn held(self, layers: usize) -> [usize; 3] {
         match self {

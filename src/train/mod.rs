@@ -43,6 +43,7 @@ pub mod tensor_parallel;
 mod text;
 pub mod tune;
 mod tuned;
+pub mod tuning;
 pub mod vocabulary;
 pub mod weights;
 pub mod zero;

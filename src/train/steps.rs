@@ -79,6 +79,25 @@ impl fmt::Display for SharedOut {
     }
 }
 
+/// Steps of `batch` sequences of `length` tokens of generated text, on a model that is there.
+///
+/// # Errors
+/// None, unless the recipe that ships with kvsieve cannot be read.
+pub(super) fn on_text(model: &Path, [batch, length]: [usize; 2]) -> Result<Recipe, TrainError> {
+    let own = Recipe::parse(BUILTIN, Path::new("experiments/train-builtin.toml"))?;
+    Ok(Recipe {
+        name: "steps".into(),
+        recompute: Recompute::None,
+        model: Origin::Folder(Folder { from: model.into() }),
+        data: DataSpec {
+            text_weight: 1.0,
+            sources: vec![SourceSpec { source: "text".into(), share: 1.0, from_length: 0 }],
+        },
+        stages: vec![Stage { length, batch, steps: 1 << 20 }],
+        ..own
+    })
+}
+
 /// Steps that can be taken.
 pub struct Steps {
     recipe: Recipe,
@@ -114,18 +133,7 @@ impl Steps {
     /// # Errors
     /// When there is no such model, or it or the batch cannot be shared out so.
     pub fn open(model: &Path, [batch, length]: [usize; 2], shared: SharedOut) -> Result<Self, TrainError> {
-        let own = Recipe::parse(BUILTIN, Path::new("experiments/train-builtin.toml"))?;
-        let recipe = Recipe {
-            name: "steps".into(),
-            recompute: Recompute::None,
-            model: Origin::Folder(Folder { from: model.into() }),
-            data: DataSpec {
-                text_weight: 1.0,
-                sources: vec![SourceSpec { source: "text".into(), share: 1.0, from_length: 0 }],
-            },
-            stages: vec![Stage { length, batch, steps: 1 << 20 }],
-            ..own
-        };
+        let recipe = on_text(model, [batch, length])?;
         let misfit = |reason| TrainError::Misfit { name: model.display().to_string(), reason };
         let start = recipe.model.open()?;
         recipe.check_lengths(start.config.most_tokens(), "the model's longest context").map_err(misfit)?;

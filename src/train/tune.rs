@@ -83,7 +83,7 @@ pub struct Settings {
 }
 
 impl Settings {
-    fn check(&self, config: &Config) -> Result<(), String> {
+    pub(super) fn check(&self, config: &Config) -> Result<(), String> {
         let Settings { length, steps, batch, accumulate, learning_rate, .. } = *self;
         if !(16..=config.most_tokens()).contains(&length) {
             return Err(format!(
@@ -100,7 +100,7 @@ impl Settings {
         Ok(())
     }
 
-    fn constants(&self) -> Constants {
+    pub(super) fn constants(&self) -> Constants {
         Constants {
             learning_rate: self.learning_rate,
             warmup_steps: 10.min(self.steps / 10),
@@ -180,11 +180,12 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
     let extents = Extents { parameters: &plan.parameters, batch: at_once, len, skipped: 0 };
     let mut tuned = Tuned::open(&plan, &arena, cpu)?;
     let fits = |mode: &Recompute| {
-        plan.bytes(&extents, *mode, cpu.threads(), &tuned).into_values().sum::<u64>() <= options.limit_bytes
+        plan.bytes(&extents, *mode, cpu.threads(), tuned.packed_bytes()).into_values().sum::<u64>()
+            <= options.limit_bytes
     };
     let least = || Recompute::ALL.into_iter().find(fits).unwrap_or(Recompute::Full);
     let recompute = settings.recompute.unwrap_or_else(least);
-    let predicted = plan.bytes(&extents, recompute, cpu.threads(), &tuned);
+    let predicted = plan.bytes(&extents, recompute, cpu.threads(), tuned.packed_bytes());
     let mut network = Network::new(&arena, cpu, extents, recompute)?;
     if let Some(adapters) = plan.adapters(&arena, &extents, settings.seed)? {
         network = network.with_adapters(adapters);

@@ -84,14 +84,21 @@ impl Plan {
         self.layout.clone().map(|layout| Adapters::new(arena, layout, extents, seed)).transpose()
     }
 
-    /// Bytes of fine-tuning, for each label: what `tuned`, a network of these extents, and its adapters take.
+    /// Bytes of fine-tuning, for each label: what [`Tuned`], a network of these extents, and its adapters take. `packed` are the bytes
+    /// of a model whose matrices stay packed ([`Tuned::packed_bytes`]).
     ///
-    /// Weights are those of the pass, packed ones by their formats. A model that is trained whole in bf16 has a master copy in f32,
+    /// Weights are those of the pass. A model that is trained whole in bf16 has a master copy in f32,
     /// which counts as the optimizer's.
-    pub fn bytes(&self, extents: &Extents<'_>, recompute: Recompute, threads: usize, tuned: &Tuned) -> LabelBytes {
+    pub fn bytes(
+        &self,
+        extents: &Extents<'_>,
+        recompute: Recompute,
+        threads: usize,
+        packed: Option<u64>,
+    ) -> LabelBytes {
         let mut bytes = extents.training_bytes(recompute, threads);
-        if let Base::Frozen(Frozen::Packed(packed)) = &tuned.base {
-            bytes.insert(Label::Weights, packed.bytes());
+        if let Some(packed) = packed {
+            bytes.insert(Label::Weights, packed);
         }
         let is_mixed = self.layout.is_none() && self.parameters.dtype == DType::Bf16;
         let master = if is_mixed { 4 * self.parameters.count() as u64 } else { 0 };
@@ -202,6 +209,14 @@ impl<'a> Tuned<'a> {
         let mut tuned = Tuned { plan, base, optimizer };
         tuned.refresh(cpu);
         Ok(tuned)
+    }
+
+    /// Bytes of the model by the formats that its matrices are packed in, where they are.
+    pub fn packed_bytes(&self) -> Option<u64> {
+        match &self.base {
+            Base::Frozen(Frozen::Packed(packed)) => Some(packed.bytes()),
+            Base::Frozen(_) | Base::Trained { .. } => None,
+        }
     }
 
     /// Parameters and gradients of the model itself.

@@ -107,9 +107,8 @@ fn weights(text: &str) -> Result<DType, String> {
 
 /// What `--recompute` says.
 fn recompute(text: &str) -> Result<Recompute, String> {
-    let known = ["none", "selective", "full"].into_iter().zip(Recompute::ALL);
-    let found = known.into_iter().find(|(name, _)| *name == text);
-    found.map(|(_, mode)| mode).ok_or_else(|| format!("'{text}' is neither none nor selective nor full"))
+    let found = Recompute::ALL.into_iter().find(|mode| mode.name() == text);
+    found.ok_or_else(|| format!("'{text}' is neither none nor selective nor full"))
 }
 
 /// What `--method` asks for.

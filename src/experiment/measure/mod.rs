@@ -20,6 +20,7 @@ mod recall;
 mod serve;
 mod train;
 mod trials;
+mod tune;
 
 pub use check::Truth;
 pub use prepared::{Implementation, Prepared};
@@ -46,6 +47,7 @@ pub static MEASURES: &[Measure] = &[
     Measure::SERVE,
     Measure::RANKS,
     Measure::TRAIN,
+    Measure::TUNE,
     Measure::RECALL,
     Measure::EVAL,
 ];
@@ -65,6 +67,8 @@ impl Measure {
     pub const RANKS: Measure = Measure(&ranks::Ranks);
     /// Steps of training over ranks.
     pub const TRAIN: Measure = Measure(&train::Train);
+    /// Steps of fine-tuning.
+    pub const TUNE: Measure = Measure(&tune::Tune);
     /// What memories of facts give back.
     pub const RECALL: Measure = Measure(&recall::Recall);
     /// A model's answers under policies and budgets.
@@ -181,6 +185,8 @@ pub enum Choice {
     Strategy,
     /// How many ranks share it.
     Ranks,
+    /// What is trained, and how.
+    Tuning,
 }
 
 /// A measure of the registry, as it stands in cells: a name that knows what it means.

@@ -33,6 +33,7 @@ mod ranks_over_settings;
 mod recall;
 mod rounding;
 mod scoring_cost;
+mod tuning;
 mod weights_and_cache;
 mod zero;
 
@@ -113,6 +114,7 @@ pub const PANELS: &[fn(&Data) -> Option<Picture>] = &[
     needle_heat_map::heat,
     |data| kv_memory_use::bars(data).map(Picture::Bars),
     |data| zero::bars(data).map(Picture::Bars),
+    |data| tuning::bars(data).map(Picture::Bars),
 ];
 
 /// A figure of any form.

@@ -12,7 +12,7 @@ use crate::report::palette::Colour;
 use crate::train::steps::SharedOut;
 
 /// From below, in the order of the paper.
-const PARTS: [(Part, Label); 5] = [
+pub(super) const PARTS: [(Part, Label); 5] = [
     (Part { name: "weights", field: "weights_bytes", colour: Colour(0x00, 0x72, 0xB2) }, Label::Weights),
     (Part { name: "gradients", field: "gradients_bytes", colour: Colour(0xD5, 0x5E, 0x00) }, Label::Gradients),
     (Part { name: "optimizer", field: "optimizer_bytes", colour: Colour(0x00, 0x9E, 0x73) }, Label::Optimizer),
@@ -51,14 +51,19 @@ pub fn bars(data: &Data) -> Option<Bars> {
     })
 }
 
-fn bar(record: &Record, shared: SharedOut) -> Option<Bar> {
+/// Bytes of each part, and of what is paler: of the rank that holds most, or would.
+pub(super) fn held(record: &Record) -> Option<(Vec<f64>, Vec<Option<f64>>)> {
     let values = |bytes: &LabelBytes| PARTS.map(|(_, label)| bytes.get(&label).copied().unwrap_or(0) as f64).to_vec();
     let total = |bytes: &LabelBytes| bytes.values().sum::<u64>();
     let fullest = |read: fn(&OfRank) -> &LabelBytes| record.ranks.iter().map(read).max_by_key(|bytes| total(bytes));
-    let (values, paler) = match record.status {
+    Some(match record.status {
         Status::Ok => (values(fullest(|rank| &rank.peak_by_label)?), Vec::new()),
         _ => (Vec::new(), values(fullest(|rank| &rank.predicted_by_label)?).into_iter().map(Some).collect()),
-    };
+    })
+}
+
+fn bar(record: &Record, shared: SharedOut) -> Option<Bar> {
+    let (values, paler) = held(record)?;
     let SharedOut { ranks, stage, tensor_parallel, offload } = shared;
     let notes = [(tensor_parallel > 1).then_some("tensor"), offload.then_some("offload")];
     Some(Bar {

@@ -35,7 +35,8 @@ fn every_figure_is_drawn_with_the_table_behind_it() {
     let (_sixth, memories) = drawn(&[samples::memories()]);
     let (_seventh, ranks) = drawn(&[samples::ranks()]);
     let (_eighth, training) = drawn(&[samples::training()]);
-    let drawn = [kernels, layers, answers, formats, hybrid, memories, ranks, training];
+    let (_ninth, tuning) = drawn(&[samples::tuning()]);
+    let drawn = [kernels, layers, answers, formats, hybrid, memories, ranks, training, tuning];
     let paths = || drawn.iter().flat_map(|drawn| &drawn.figures);
     let names: std::collections::BTreeSet<_> = paths().filter_map(|path| path.file_name()).collect();
     assert_eq!(names.len(), figures::FIGURES.len() + figures::PANELS.len());

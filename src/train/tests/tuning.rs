@@ -336,7 +336,7 @@ fn fine_tuning_takes_exactly_the_bytes_that_are_predicted() {
                 let plan = Plan::new(&settings(method, path, dtype, kind), &config, path).unwrap();
                 let extents = Extents { parameters: &plan.parameters, batch: 2, len: 40, skipped: 0 };
                 let mut tuned = Tuned::open(&plan, &arena, &cpu).unwrap();
-                let predicted = plan.bytes(&extents, recompute, 2, &tuned);
+                let predicted = plan.bytes(&extents, recompute, 2, tuned.packed_bytes());
                 let mut network = Network::new(&arena, &cpu, extents, recompute).unwrap();
                 if let Some(adapters) = plan.adapters(&arena, &extents, 1).unwrap() {
                     network = network.with_adapters(adapters);
