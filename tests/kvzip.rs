@@ -7,9 +7,10 @@ use common::models::checkpoint;
 use kvsieve::device::Cpu;
 use kvsieve::format::KvFormat;
 use kvsieve::memory::Arena;
-use kvsieve::model::{Activation, Capture, Captured, Decoder, Eviction, Model, Repeat, Setup};
-use kvsieve::policy::{Policy, Registry};
+use kvsieve::model::{Activation, Capture, Captured, Decoder, Eviction, Model, Recall, Repeat, Setup};
+use kvsieve::policy::{Policy, PolicyFile, Registry, kvzip};
 use kvsieve::tensor::DType;
+use kvsieve::tensor::file::{Output, write};
 use safetensors::SafeTensors;
 
 const CONTEXT: usize = 26;
@@ -189,5 +190,58 @@ fn what_cannot_be_repeated_is_refused() {
     ] {
         let error = error(text, max_tokens, asked, format);
         assert!(error.contains(reason) && error.contains(text), "{error}");
+    }
+}
+
+#[test]
+fn whole_heads_go_by_the_best_score_of_their_tokens() {
+    const SINK: usize = 2;
+    let checkpoint = checkpoint("llama");
+    let tokens = &checkpoint.tokens[..CONTEXT];
+    let (cpu, arena) = (Cpu::new(Some(2)).unwrap(), Arena::unlimited());
+    let model = Model::open(&checkpoint.folder, &arena).unwrap();
+    let (layers, kv_heads) = (model.config.layers, model.config.kv_heads);
+    let pairs = Registry::default().policy("kvzip:chunk=10,sink=2").unwrap();
+    let how = pairs.reconstruction.unwrap();
+    let (repeat, dtype) = (repeat(), DType::F32);
+    let recall = Recall { model: &model, repeat: &repeat, how, dtype, cpu: &cpu, arena: &arena };
+    let heads = kvzip::of_heads(&recall.scores(tokens, None).unwrap(), CONTEXT, SINK);
+    let by_hand: Vec<f64> = scores("llama", tokens, &pairs)
+        .iter()
+        .flatten()
+        .map(|head| head[SINK..].iter().copied().fold(0.0, f64::max))
+        .collect();
+    assert!(heads.len() == layers * kv_heads && by_hand.len() == heads.len());
+    for (got, expected) in heads.iter().zip(&by_hand) {
+        assert!((f64::from(*got) - expected).abs() < 1e-5 * expected, "{heads:?} {by_hand:?}");
+    }
+
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("heads.safetensors");
+    write(&path, &[Output::f32(kvzip::HEADS, vec![layers, kv_heads], &heads)]).unwrap();
+    let registry = Registry::default().with_file(PolicyFile::open(&path).unwrap());
+    let policy = registry.policy("kvzip:level=head,sink=2").unwrap();
+    let mut decoder = Decoder::new(&model, setup(CONTEXT), &cpu, &arena).unwrap();
+    let budget = Some(format!("{BUDGET}").parse().unwrap());
+    decoder.evict(Eviction { policy: &policy, name: "kvzip", budget, seed: 0, repeat: None }, &[CONTEXT]).unwrap();
+    decoder.prefill(&[tokens], |_, _, _| ()).unwrap();
+
+    // Best head first; what is left of the budget beside the sinks of all heads.
+    let mut order: Vec<usize> = (0..heads.len()).collect();
+    order.sort_by(|&a, &b| by_hand[b].total_cmp(&by_hand[a]));
+    let mut left = (BUDGET - SINK) * heads.len();
+    let mut expected = vec![Vec::new(); heads.len()];
+    for list in order {
+        let more = left.min(CONTEXT - SINK);
+        expected[list] = (0..SINK).chain(CONTEXT - more..CONTEXT).collect::<Vec<_>>();
+        left -= more;
+    }
+    let cache = decoder.cache();
+    for (list, expected) in expected.iter().enumerate() {
+        let held: Vec<usize> = (0..cache.lens()[list]).map(|slot| cache.position(list, slot)).collect();
+        assert_eq!(held, *expected, "list {list}");
+    }
+    for wrong in ["kvzip:level=heads", "kvzip:level=head,chunk=9", "kvzip:level=head,plus=true"] {
+        assert!(registry.policy(wrong).err().unwrap().to_string().contains("level"), "{wrong}");
     }
 }

@@ -12,7 +12,7 @@ use kvsieve::experiment::{Device, Experiment, Options, Spec, run};
 use kvsieve::format::KvFormat;
 use kvsieve::memory::{Arena, Label};
 use kvsieve::model::{Activation, Decoder, Eviction, Hook, Model, Setup};
-use kvsieve::policy::{Policy, PolicyFile, Registry, qfilters};
+use kvsieve::policy::{Policy, PolicyFile, Registry, qfilters, triattention};
 use kvsieve::tensor::file::{Output, TensorFile, write};
 use kvsieve::tensor::{DType, TensorView};
 use std::path::Path;
@@ -210,6 +210,84 @@ fn calibrated_filters_of_the_same_queries_keep_the_same_tokens() {
 }
 
 #[test]
+fn centres_keep_what_the_series_written_out_says() {
+    const AFTER: usize = 24;
+    const BUDGET: usize = 12;
+    let (model, tokens) = open("llama");
+    let config = &model.config;
+    let (layers, heads, group, width) =
+        (config.layers, config.kv_heads, config.q_heads / config.kv_heads, config.head_dim);
+    let pairs = width / 2;
+    let centres = noise(3, layers * heads * group * width);
+    // No less than any norm of a centre's pair.
+    let norms: Vec<f32> = noise(4, layers * heads * group * pairs).iter().map(|x| 2.5 + x).collect();
+    let registry = registry(&[
+        (triattention::CENTRES, vec![layers, heads * group, width], centres.clone()),
+        (triattention::NORMS, vec![layers, heads * group, pairs], norms.clone()),
+    ]);
+    let mut ends = Vec::new();
+    for (text, together) in
+        [("triattention:future=50+every:steps=4", true), ("triattention:future=50,layers=own+every:steps=4", false)]
+    {
+        let policy = registry.policy(text).unwrap();
+        let hook = Recorder::new(Activation::KBeforeRope, layers);
+        let got = kept(&model, &tokens, AFTER, (&policy, "12"), &hook);
+        let keys: Vec<Vec<f32>> = hook.layers.iter().map(|layer| layer.lock().unwrap().clone()).collect();
+        let raw = |list: usize, of_group: usize, token: usize, seen: usize| -> f64 {
+            let (layer, head) = (list / heads, list * group + of_group);
+            let key = &keys[layer][(token * heads + list % heads) * width..][..width];
+            let (centre, norm) = (&centres[head * width..][..width], &norms[head * pairs..][..pairs]);
+            let polar = |row: &[f32], pair| {
+                let (x, y) = (f64::from(row[pair]), f64::from(row[pair + pairs]));
+                (x.hypot(y), y.atan2(x))
+            };
+            let of_pair = |pair: usize| {
+                let ((c, c_angle), (k, k_angle)) = (polar(centre, pair), polar(key, pair));
+                let turn = config.rope.theta.powf(-2.0 * pair as f64 / width as f64);
+                let cosine = |ahead: &usize| ((seen + ahead - token) as f64 * turn + c_angle - k_angle).cos();
+                let series = [1, 2, 4, 8, 16, 32].iter().map(cosine).sum::<f64>() / 6.0;
+                c * k * series + (f64::from(norm[pair]) - c) * k
+            };
+            (0..pairs).map(of_pair).sum()
+        };
+        // By list and token, of those that a list holds; minus infinity of others.
+        let scores = |held: &[Vec<usize>], seen: usize| -> Vec<Vec<f64>> {
+            let of_list = |(list, held): (usize, &Vec<usize>)| {
+                let mut best = vec![f64::NEG_INFINITY; tokens.len()];
+                for of_group in 0..group {
+                    let values: Vec<f64> = held.iter().map(|&token| raw(list, of_group, token, seen)).collect();
+                    let mean = values.iter().sum::<f64>() / values.len() as f64;
+                    let variance = values.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / values.len() as f64;
+                    let z = values.iter().map(|x| (x - mean) / variance.sqrt());
+                    held.iter().zip(z).for_each(|(&token, z)| best[token] = best[token].max(z));
+                }
+                best
+            };
+            let own: Vec<Vec<f64>> = held.iter().enumerate().map(of_list).collect();
+            let over_layers = |list: usize| {
+                let of_token = |token: usize| (0..layers).map(|layer| own[layer * heads + list % heads][token]).sum();
+                (0..tokens.len()).map(of_token).collect()
+            };
+            if together { (0..own.len()).map(over_layers).collect() } else { own }
+        };
+        let mut held = vec![(0..AFTER).collect::<Vec<_>>(); layers * heads];
+        for seen in AFTER..=tokens.len() {
+            if seen > AFTER {
+                held.iter_mut().for_each(|list| list.push(seen - 1));
+            }
+            if (seen - AFTER).is_multiple_of(4) {
+                let scores = scores(&held, seen);
+                held = held.iter().zip(&scores).map(|(list, scores)| best(list, scores, BUDGET)).collect();
+            }
+        }
+        assert_eq!(got, held, "{text}");
+        assert_eq!(got[..heads] == got[heads..], together, "{text}");
+        ends.push(got);
+    }
+    assert_ne!(ends[0], ends[1]);
+}
+
+#[test]
 fn heads_of_the_lowest_gates_keep_the_first_and_the_recent_tokens() {
     let (model, tokens) = open("llama");
     let registry = registry(&[("duo.alpha", vec![2, 2], vec![0.1, 0.2, 0.9, 0.3])]);
@@ -270,6 +348,7 @@ fn commands_read_a_policy_file_and_say_which() {
     let text = ["--model", "m", "--text", "t.txt", "--output"];
     go(&[&["capture"][..], &text, &["in.safetensors", "--layers", "1"]].concat());
     go(&[&["calibrate", "--method", "qfilters"][..], &text, &["filters.safetensors"]].concat());
+    go(&[&["calibrate", "--method", "triattention"][..], &text, &["centres.safetensors"]].concat());
     let [weight, bias] = gate(BYTE[0], BYTE[1], BYTE[2]);
     save(&at("gate.safetensors"), &[weight.clone(), bias.clone()]);
 
@@ -299,16 +378,14 @@ fn commands_read_a_policy_file_and_say_which() {
         assert!((score - expected).abs() < 1e-4 * (1.0 + expected.abs()), "head {head}, token {token}");
     }
 
-    // Filters of a model for a run of it.
+    // Filters and centres of a model for a run of it.
     let generate = ["generate", "--model", "m", "--prompt", "The old lamp was lit.", "--budget", "9", "--json", "-"];
-    let report = go(&[
-        &generate[..],
-        &["--max-new-tokens", "2", "--policy", "qfilters", "--policy-file", "filters.safetensors"],
-    ]
-    .concat());
-    let report: serde_json::Value = serde_json::from_str(&report).unwrap();
-    assert_eq!(report["policy_file_hash"], hash("filters.safetensors"));
-    assert!(report["evicted_tokens"].as_u64().unwrap() > 0);
+    for (policy, file) in [("qfilters", "filters.safetensors"), ("triattention+every", "centres.safetensors")] {
+        let more = ["--max-new-tokens", "2", "--policy", policy, "--policy-file", file];
+        let report: serde_json::Value = serde_json::from_str(&go(&[&generate[..], &more].concat())).unwrap();
+        assert_eq!(report["policy_file_hash"], hash(file), "{policy}");
+        assert!(report["evicted_tokens"].as_u64().unwrap() > 0, "{policy}");
+    }
 
     // The user's mistakes.
     save(&at("wide.safetensors"), &gate(BYTE[0], BYTE[1], BYTE[2] + 1));

@@ -136,9 +136,18 @@ pub struct Run {
     pub arena: Arena,
 }
 
+/// A model's folder and the tokens of a text, before the model is opened.
+pub struct Reading {
+    pub folder: PathBuf,
+    pub config: Config,
+    pub tokens: Vec<u32>,
+    pub cpu: Cpu,
+    pub arena: Arena,
+}
+
 impl ReadingArgs {
-    /// Runs the text through the model and keeps activations of some layers, or of all where none are named.
-    pub fn capture(&self, layers: &[usize], kinds: &[Activation]) -> Result<Run, Failure> {
+    /// Checks the arguments and reads the text.
+    pub fn read(&self) -> Result<Reading, Failure> {
         self.compute.refuse_cuda()?;
         let mut writes = vec![("--output", self.output.as_path())];
         writes.extend(self.json.as_deref().filter(|path| !output::is_stdout(path)).map(|path| ("--json", path)));
@@ -148,18 +157,34 @@ impl ReadingArgs {
         }
         let folder = locate(&self.model)?;
         let config = Config::read(&folder)?;
-        let layers = wanted_layers(layers, &config)?;
         let shown = self.text.display();
         let content = std::fs::read_to_string(&self.text)
             .map_err(|error| Failure::usage(format!("cannot read --text '{shown}': {error}")))?;
         let mut tokens = Text::open(&folder)?.tokens(&content)?;
         tokens.truncate(self.tokens.unwrap_or(usize::MAX));
-        let cpu = self.compute.cpu()?;
         let arena = Arena::with_limit(self.compute.limit_bytes());
-        let model = Model::open(&folder, &arena)?;
+        Ok(Reading { folder, config, tokens, cpu: self.compute.cpu()?, arena })
+    }
+
+    /// Opens the model, which is to read `tokens` tokens.
+    pub fn open(&self, reading: &Reading, tokens: usize) -> Result<Model, Failure> {
+        let model = Model::open(&reading.folder, &reading.arena)?;
         if !self.beyond_limit {
-            model.check_length(tokens.len())?;
+            model.check_length(tokens)?;
         }
+        Ok(model)
+    }
+
+    /// Runs the text through the model and keeps activations of some layers, or of all where none are named.
+    pub fn capture(&self, layers: &[usize], kinds: &[Activation]) -> Result<Run, Failure> {
+        self.capture_of(self.read()?, layers, kinds)
+    }
+
+    /// The same, of a text that was read.
+    pub fn capture_of(&self, reading: Reading, layers: &[usize], kinds: &[Activation]) -> Result<Run, Failure> {
+        let layers = wanted_layers(layers, &reading.config)?;
+        let model = self.open(&reading, reading.tokens.len())?;
+        let Reading { config, tokens, cpu, arena, .. } = reading;
         let setup = Setup {
             kernel: "tiled",
             batch: 1,

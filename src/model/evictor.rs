@@ -47,8 +47,10 @@ impl Eviction<'_> {
         let refuse = |reason: &str| Err(PolicyError::Combination { policy: self.name.into(), reason: reason.into() });
         let extents = [
             (Axis::Layers, config.layers),
+            (Axis::QHeads, config.q_heads),
             (Axis::KvHeads, config.kv_heads),
             (Axis::HeadDim, config.head_dim),
+            (Axis::RopePairs, config.head_dim / 2),
             (Axis::Hidden, config.hidden),
         ];
         self.policy.check_parameters(self.name, &extents)?;

@@ -47,10 +47,14 @@ impl PolicyFile {
 pub enum Axis {
     /// Layers of the model.
     Layers,
+    /// Query heads of a layer.
+    QHeads,
     /// KV heads of a layer.
     KvHeads,
     /// Elements of a head.
     HeadDim,
+    /// Pairs of elements that RoPE turns together: half of a head.
+    RopePairs,
     /// Elements of a hidden state.
     Hidden,
 }
@@ -59,8 +63,10 @@ impl Axis {
     fn name(self) -> &'static str {
         match self {
             Axis::Layers => "layers",
+            Axis::QHeads => "query heads",
             Axis::KvHeads => "KV heads",
             Axis::HeadDim => "head dim",
+            Axis::RopePairs => "RoPE pairs",
             Axis::Hidden => "hidden",
         }
     }

@@ -37,7 +37,7 @@ pub use presets::PRESETS;
 pub use registry::{ChangeScorer, Part, PartEntry, PolicyEntry, Preset, Registry};
 pub use schedule::{Decoding, Schedule};
 pub use scored::Scored;
-pub use scorers::{keydiff, qfilters};
+pub use scorers::{keydiff, kvzip, qfilters, triattention};
 pub use scoring_plan::{ScoringPlan, Then};
 pub use select::{Selection, select, select_leaving, selection_bytes, tie_rate, tie_rate_of};
 
@@ -64,6 +64,7 @@ pub const POLICIES: &[PolicyEntry] = &[
     scorers::expected_attention::ENTRY,
     scorers::cap::ENTRY,
     scorers::qfilters::ENTRY,
+    scorers::triattention::ENTRY,
     scorers::h2o::ENTRY,
     scorers::h2o::OBSERVED,
     scorers::snapkv::ENTRY,

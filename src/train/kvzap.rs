@@ -15,10 +15,9 @@ use super::run::{Options, RECORD, TrainError};
 use super::text::{HELD_OUT, TextSource};
 use super::vocabulary::Vocabulary;
 use crate::device::Cpu;
-use crate::format::KvFormat;
 use crate::memory::{Arena, ArenaError, Buffer, Label};
-use crate::model::{Activation, Decoder, Eviction, Hook, Model, ModelError, Repeat, Setup, Text, locate};
-use crate::policy::{Context, Policy, PolicyError, Reconstruction, Registry, Scorer, Statistic};
+use crate::model::{Activation, Hook, Model, ModelError, Recall, Repeat, Text, locate};
+use crate::policy::Registry;
 use crate::tensor::DType;
 use crate::tensor::file::{self, Output};
 use rayon::prelude::*;
@@ -26,7 +25,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
 /// Name of the fitted gates in a run's folder.
@@ -38,8 +37,6 @@ const RIDGE: f64 = 1.0;
 /// Sequences that are held out, and from one checkpoint to the next.
 const JUDGED: u64 = 8;
 const SAVE_STEPS: usize = 20;
-/// Tokens that go through the model together.
-const CHUNK: usize = 512;
 
 /// What is fitted, on what.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -58,23 +55,6 @@ pub struct Settings {
     pub dtype: DType,
 }
 
-/// Hands on what tokens were looked at, and retains all of them.
-struct Listener(Arc<Mutex<Vec<f32>>>);
-
-impl Scorer for Listener {
-    fn needs(&self) -> Vec<Statistic> {
-        vec![Statistic::Reconstruction]
-    }
-
-    fn score(&self, context: &Context<'_>, scores: &mut [f32]) -> Result<(), PolicyError> {
-        let what = "a model that repeats its context";
-        let found = context.reconstructed.ok_or(PolicyError::Missing { policy: TEACHER, what })?;
-        scores.copy_from_slice(found);
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = found.to_vec();
-        Ok(())
-    }
-}
-
 /// Hidden states of the first tokens of a sequence, of each layer, and how many numbers of them are there.
 struct States(Vec<Mutex<(Buffer<f32>, usize)>>);
 
@@ -89,50 +69,20 @@ impl Hook for States {
     }
 }
 
-/// What samples are made with.
-struct Teacher<'a> {
-    model: &'a Model,
-    repeat: &'a Repeat,
-    how: Reconstruction,
-    settings: &'a Settings,
-    cpu: &'a Cpu,
-    arena: &'a Arena,
-}
-
-impl Teacher<'_> {
-    /// Reads a sequence, has it repeated, and adds its tokens to the moments of each layer.
-    fn add(&self, tokens: &[u32], moments: &mut [Moments], scratch: &mut [f32]) -> Result<(), TrainError> {
-        let Teacher { model, repeat, how, cpu, arena, .. } = *self;
-        let (config, dtype) = (&model.config, self.settings.dtype);
-        let heard = Arc::new(Mutex::new(Vec::new()));
-        let policy = Policy { reconstruction: Some(how), ..Policy::after_prefill(Listener(heard.clone())) };
-        let held = |_| Ok(Mutex::new((arena.alloc(Label::Activations, tokens.len() * config.hidden)?, 0)));
-        let states = States((0..config.layers).map(held).collect::<Result<_, ArenaError>>()?);
-        let setup = Setup {
-            kernel: "tiled",
-            batch: 1,
-            max_tokens: tokens.len() + repeat.most_tokens(tokens.len(), how),
-            chunk_tokens: CHUNK,
-            all_logits: false,
-            dtype,
-            kv_format: KvFormat::plain(dtype),
-            columns: policy.columns(),
-        };
-        let eviction = Eviction { policy: &policy, name: TEACHER, budget: None, seed: 0, repeat: Some(repeat) };
-        let mut decoder = Decoder::new(model, setup, cpu, arena)?;
-        decoder.hook(&states);
-        decoder.evict(eviction, &[tokens.len()])?;
-        decoder.prefill(&[tokens], |_, _, _| ())?;
-        drop(decoder);
-        let heard = heard.lock().unwrap_or_else(PoisonError::into_inner);
-        let of_layers = moments.iter_mut().zip(states.0).zip(heard.chunks_exact(config.kv_heads * tokens.len()));
-        for ((moments, hidden), scores) in of_layers {
-            let (hidden, _) = hidden.into_inner().unwrap_or_else(PoisonError::into_inner);
-            let rows = samples(&hidden, scores, tokens.len());
-            cpu.install(|| moments.add(&rows, scratch, cpu.threads()));
-        }
-        Ok(())
+/// Reads a sequence, has it repeated, and adds its tokens to the moments of each layer.
+fn add(teacher: &Recall<'_>, tokens: &[u32], moments: &mut [Moments], scratch: &mut [f32]) -> Result<(), TrainError> {
+    let Recall { model, cpu, arena, .. } = *teacher;
+    let config = &model.config;
+    let held = |_| Ok(Mutex::new((arena.alloc(Label::Activations, tokens.len() * config.hidden)?, 0)));
+    let states = States((0..config.layers).map(held).collect::<Result<_, ArenaError>>()?);
+    let heard = teacher.scores(tokens, Some(&states))?;
+    let of_layers = moments.iter_mut().zip(states.0).zip(heard.chunks_exact(config.kv_heads * tokens.len()));
+    for ((moments, hidden), scores) in of_layers {
+        let (hidden, _) = hidden.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let rows = samples(&hidden, scores, tokens.len());
+        cpu.install(|| moments.add(&rows, scratch, cpu.threads()));
     }
+    Ok(())
 }
 
 /// Rows `[hidden state | 1 | logarithms of the scores of each KV head]` of `tokens` tokens; tokens that some head never looked
@@ -221,9 +171,9 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
         })?;
     }
     let log = Log::open(folder, progress.step)?;
-    let teacher = Teacher { model: &model, repeat: &repeat, how, settings, cpu, arena: &arena };
+    let teacher = Recall { model: &model, repeat: &repeat, how, dtype: settings.dtype, cpu, arena: &arena };
     for number in 0..JUDGED {
-        teacher.add(&source.drawn(HELD_OUT + number, [1, length]), &mut held_out, &mut scratch)?;
+        add(&teacher, &source.drawn(HELD_OUT + number, [1, length]), &mut held_out, &mut scratch)?;
     }
     let mut tell = |line: Line| -> Result<(), TrainError> {
         log.add(&line)?;
@@ -234,7 +184,7 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
     let end = options.stop_after.unwrap_or(usize::MAX).min(steps);
     while progress.step < end {
         let began = Instant::now();
-        teacher.add(&source.drawn(progress.sequences, [1, length]), &mut moments, &mut scratch)?;
+        add(&teacher, &source.drawn(progress.sequences, [1, length]), &mut moments, &mut scratch)?;
         progress.step += 1;
         progress.sequences += 1;
         progress.tokens += length as u64;

@@ -72,7 +72,12 @@ impl Extra {
 
     /// Refuses parameters of another model than the tensors are of.
     pub fn check_parameters(&self, policy: &Policy, name: &str, shape: &Shape) -> Result<(), Failure> {
-        let mut extents = vec![(Axis::KvHeads, shape.kv_heads), (Axis::HeadDim, shape.head_dim)];
+        let mut extents = vec![
+            (Axis::QHeads, shape.q_heads),
+            (Axis::KvHeads, shape.kv_heads),
+            (Axis::HeadDim, shape.head_dim),
+            (Axis::RopePairs, shape.head_dim / 2),
+        ];
         extents.extend(self.hidden.as_ref().map(|hidden| (Axis::Hidden, hidden.dims()[3])));
         extents.extend(self.has_all_layers.then_some((Axis::Layers, shape.batch)));
         policy.check_parameters(name, &extents)?;

@@ -157,7 +157,13 @@ fn check(cell: &Cell, scope: &Scope<'_>) -> Result<(), String> {
                 "policy '{policy}' has a model repeat its context, and there is none; use measure = \"eval\""
             ));
         }
-        let extents = [(Axis::Layers, cell.layers), (Axis::KvHeads, cell.kv_heads), (Axis::HeadDim, cell.head_dim)];
+        let extents = [
+            (Axis::Layers, cell.layers),
+            (Axis::QHeads, cell.q_heads),
+            (Axis::KvHeads, cell.kv_heads),
+            (Axis::HeadDim, cell.head_dim),
+            (Axis::RopePairs, cell.head_dim / 2),
+        ];
         let budget = cell.budget.as_deref().map(str::parse).transpose().map_err(|error: BudgetError| text(&error))?;
         asked.check_format(policy, budget.as_ref(), cell.kv_format()).map_err(|error| text(&error))?;
         asked.check_parameters(policy, &extents).map_err(|error| text(&error))?;

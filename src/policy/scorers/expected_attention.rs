@@ -155,6 +155,15 @@ pub(super) struct AverageTurn {
 impl AverageTurn {
     /// Over the next `future` positions.
     pub fn ahead(context: &Context<'_>, future: usize, policy: &'static str) -> Result<Self, PolicyError> {
+        Self::over(context, 0..future, policy)
+    }
+
+    /// Over positions at these distances from the next one.
+    pub fn over(
+        context: &Context<'_>,
+        distances: impl Iterator<Item = usize> + Clone,
+        policy: &'static str,
+    ) -> Result<Self, PolicyError> {
         let missing = PolicyError::Missing {
             policy,
             what: "RoPE's base, to look at queries before RoPE: rope_theta in the tensor file's metadata",
@@ -163,11 +172,12 @@ impl AverageTurn {
         let mut turn = AverageTurn { cos: [0.0; Shape::MAX_HEAD_DIM / 2], sin: [0.0; Shape::MAX_HEAD_DIM / 2] };
         for (pair, frequency) in frequencies.rad_per_token().iter().enumerate() {
             let (mut cos, mut sin) = (0.0, 0.0);
-            for position in context.seen_tokens..context.seen_tokens + future {
-                let (s, c) = (position as f64 * frequency).sin_cos();
-                (cos, sin) = (cos + c, sin + s);
+            let mut count = 0.0;
+            for distance in distances.clone() {
+                let (s, c) = ((context.seen_tokens + distance) as f64 * frequency).sin_cos();
+                (cos, sin, count) = (cos + c, sin + s, count + 1.0);
             }
-            (turn.cos[pair], turn.sin[pair]) = ((cos / future as f64) as f32, (sin / future as f64) as f32);
+            (turn.cos[pair], turn.sin[pair]) = ((cos / count) as f32, (sin / count) as f32);
         }
         Ok(turn)
     }

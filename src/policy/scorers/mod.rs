@@ -32,4 +32,5 @@ pub mod scissorhands;
 pub mod snapkv;
 pub mod streaming_llm;
 pub mod tova;
+pub mod triattention;
 pub mod vnorm;
