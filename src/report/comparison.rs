@@ -118,8 +118,7 @@ fn pairs_by(ranked: &[Ranked], merits: fn(&Pool) -> Vec<Vec<f64>>) -> Vec<Pair> 
 pub fn tables(pools: &[Pool], protocol: &str) -> Vec<Table> {
     const WORDS: &str = "vs: difference with its 95% interval, paired by sample · *: p < 0.05, corrected for all pairs of \
                          the budget (Holm) · among best: fraction of resamples in which none is better";
-    const OF_MEMORIES: &str = "vs window: by how much the perplexity of a text differs from that of the window alone, \
-                               transformer-xl:slots=1; of tasks points, as elsewhere";
+    const OF_MEMORIES: &str = "vs window: beside transformer-xl:slots=1, of a text in percent of its perplexity";
     let all = ranked(pools);
     let mut tables: Vec<Table> = all
         .iter()

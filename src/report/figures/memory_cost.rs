@@ -12,13 +12,16 @@ use std::collections::BTreeMap;
 
 /// Phases of a run alone, in words.
 const PHASES: [(&str, &str); 2] = [("first_token", "reading the context"), ("decode", "a token of the answer")];
+/// Runs of which a mean says something; where many cells are compared each runs by itself only once.
+const LEAST_RUNS: usize = 3;
 /// A memory may take so much longer for a token than the window alone.
 const GOAL: f64 = 0.5;
 
 /// The figure: memories and the full cache wherever the window alone was measured with them.
 pub fn rows(data: &Data) -> Option<Picture> {
     let mut records = data.of(Measure::EVAL);
-    records.retain(|record| record.status == Status::Ok);
+    let runs = |record: &Record| record.latency.get("first_token").map_or(0, |latency| latency.samples_ns.len());
+    records.retain(|record| record.status == Status::Ok && runs(record) >= LEAST_RUNS);
     let is_window = |record: &&&Record| record.cell.memory.as_deref() == Some(WINDOW_ALONE);
     let windows: BTreeMap<String, &Record> =
         records.iter().filter(is_window).map(|record| (record.cell.without_choice().id(), *record)).collect();
