@@ -101,7 +101,8 @@ fn chart(
     value: impl Fn(&Pool) -> Option<(f64, Interval, f64)>,
 ) -> Option<Chart> {
     pools.iter().find(|pool| pool.is_memory())?;
-    let mut series: BTreeMap<(String, String), Vec<Point>> = BTreeMap::new();
+    // By name, with one of those that it stands for: its colour is that of the series.
+    let mut series: BTreeMap<String, (String, Vec<Point>)> = BTreeMap::new();
     let mut full = None;
     for pool in &pools {
         let Some((y, interval, of_full)) = value(pool) else { continue };
@@ -109,7 +110,9 @@ fn chart(
         let Some(x) = place(pool).filter(|_| pool.policy != "full") else { continue };
         let without = |named: Named| varied.iter().fold(named, |named, parameter| named.without(parameter)).to_string();
         let name = memory(pool).map_or(pool.policy.to_string(), without);
-        series.entry((name.clone(), format!("{name}{}", pool.apart()))).or_default().push(Point {
+        let of_name =
+            series.entry(format!("{name}{}", pool.apart())).or_insert_with(|| (pool.policy.into(), Vec::new()));
+        of_name.1.push(Point {
             x,
             y: Some(y),
             interval: Some(interval),
@@ -118,13 +121,16 @@ fn chart(
             cell_ids: pool.cell_ids(),
         });
     }
-    let styles = data.styles(series.keys());
-    let series: Vec<Series> = series
-        .into_iter()
+    let (names, points): (Vec<(String, String)>, Vec<Vec<Point>>) =
+        series.into_iter().map(|(name, (lead, points))| ((lead, name), points)).unzip();
+    let styles = data.styles(names.iter());
+    let series: Vec<Series> = names
+        .iter()
         .zip(styles)
-        .map(|(((_, name), mut points), style)| {
+        .zip(points)
+        .map(|(((_, name), style), mut points)| {
             points.sort_by(|a, b| a.x.total_cmp(&b.x));
-            Series { name, style, points }
+            Series { name: name.clone(), style, points }
         })
         .collect();
     (!series.is_empty()).then(|| Chart {

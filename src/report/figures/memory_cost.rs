@@ -2,7 +2,7 @@
 
 use super::{Data, Picture};
 use crate::experiment::measure::Measure;
-use crate::experiment::record::{Latency, Record, Status};
+use crate::experiment::record::{Record, Status};
 use crate::memories::WINDOW_ALONE;
 use crate::report::chart::{Axis, Quantity, Rule};
 use crate::report::naming::{CONTEXT, HEADS, KERNEL, Naming, SAMPLES, TASK};
@@ -35,7 +35,7 @@ pub fn rows(data: &Data) -> Option<Picture> {
         let of_record = ratios.entry(record.cell.chosen().unwrap_or_default()).or_default();
         for ((phase, _), ratios) in PHASES.iter().zip(of_record) {
             let both = record.latency.get(*phase).zip(window.latency.get(*phase));
-            ratios.extend(both.map(|(own, window)| (mean_ns(own) / mean_ns(window), &record.cell_id[..])));
+            ratios.extend(both.map(|(own, window)| (own.median_ns / window.median_ns, &record.cell_id[..])));
         }
     }
     let row =
@@ -50,9 +50,9 @@ pub fn rows(data: &Data) -> Option<Picture> {
             title: "Time per token of memories, beside the window alone".into(),
             subtitle: Naming::over(&records, &[CONTEXT, HEADS, KERNEL, TASK, SAMPLES]).common,
             caption: "How much longer a run by itself takes than with transformer-xl:slots=1, the window and one token: to \
-                      read the context, and for each token of the answer, writing to the memory included. Runs of a sample \
-                      follow one another; the geometric mean over tasks. Left of 0 is faster; the line is the goal of 1.5 \
-                      times."
+                      read the context, writing to the memory included, and for a token of the answer, behind which seldom \
+                      anything is written. Medians; runs of a sample follow one another; the geometric mean over tasks. Left \
+                      of 0 is faster; the line is the goal of 1.5 times."
                 .into(),
             axis: Axis { label: "more time per token".into(), field: "more_time", quantity: Quantity::Gap },
             mark: Mark::Dot,
@@ -63,11 +63,6 @@ pub fn rows(data: &Data) -> Option<Picture> {
             limit: Some(Rule { y: GOAL, label: "goal".into() }),
         })
     })
-}
-
-/// What is written only now and then shows in a mean, not in a median.
-fn mean_ns(latency: &Latency) -> f64 {
-    latency.samples_ns.iter().map(|&ns| ns as f64).sum::<f64>() / latency.samples_ns.len() as f64
 }
 
 /// The geometric mean of ratios less one, with the cells behind them; `None` without any.
