@@ -35,7 +35,8 @@ pub fn likeness(data: &Data) -> Option<Chart> {
     chart(data, words, caption, y, |modes| modes.likeness)
 }
 
-/// By layer, of the memories that took a token in: of texts where there are any, or else the median over tasks.
+/// By layer, of the memories that took a token in, at the longest context: of texts where there are any, or else the median
+/// over tasks.
 fn chart(
     data: &Data,
     [id, title]: [&str; 2],
@@ -48,6 +49,8 @@ fn chart(
     if records.iter().any(|record| is_text(record)) {
         records.retain(|record| is_text(record));
     }
+    let longest = records.iter().map(|record| record.cell.context_tokens).max();
+    records.retain(|record| Some(record.cell.context_tokens) == longest);
     let naming = Naming::over(&records, &[CONTEXT, HEADS, KERNEL, SAMPLES]);
     let lead = |record: &Record| record.cell.memory.clone().unwrap_or_default();
     let series = data.series_of(&records, &naming, lead, |record| {
@@ -60,7 +63,7 @@ fn chart(
         id: id.into(),
         title: title.into(),
         subtitle: naming.common,
-        caption: caption.into(),
+        caption: format!("{caption} Of several tasks their median, with the band from the least to the most."),
         x: Axis { label: "layer".into(), field: "layer", quantity: Quantity::Steps },
         y,
         interval_fields: ("low", "high"),
