@@ -18,7 +18,11 @@ fn experiment(folder: &Path, grid: &str) -> Result<Experiment, String> {
     if !model.exists() {
         byte_model::write(&model, 4096);
     }
-    let text = format!("name = \"x\"\n[[grid]]\nmeasure = \"eval\"\nmodel = \"{}\"\n{grid}", model.display());
+    of_model(&model.display().to_string(), grid)
+}
+
+fn of_model(model: &str, grid: &str) -> Result<Experiment, String> {
+    let text = format!("name = \"x\"\n[[grid]]\nmeasure = \"eval\"\nmodel = \"{model}\"\n{grid}");
     let spec = Spec::parse(&text, "x.toml").map_err(|error| error.to_string())?;
     Experiment::new(spec, "x.toml", &Registry::default(), Device::Cpu).map_err(|error| error.to_string())
 }
@@ -114,6 +118,12 @@ fn a_memory_is_compared_with_the_full_cache() {
     let (exact, small) = (answers(of(exact)), answers(of(small)));
     assert!(exact.kl_nats.mean < 1e-6 && exact.kept_fraction == 1.0, "{exact:?}");
     assert!(small.kl_nats.mean > 1e-5 && small.kept_fraction < 0.1, "{small:?}");
+    // The modes behind the context, layer by layer, of a memory that has some.
+    let (ring, layers) = (answers(of("transformer-xl:slots=40,window=20")), records[0].cell.layers);
+    assert_eq!((small.modes_by_layer.len(), ring.modes_by_layer.len()), (layers, 0));
+    assert!(small.modes_by_layer.iter().all(|modes| modes.count <= 40.0 && modes.tokens >= 1.0), "{small:?}");
+    let mean = small.sample_nll_nats.iter().sum::<f64>() / 2.0;
+    assert!((mean - small.nll_nats.mean).abs() < 1e-9 && small.sample_nll_nats.len() == 2, "{small:?}");
     // Two keys and a value of 40 modes and 20 tokens.
     let head_dim = of("transformer-xl:slots=40,window=20").cell.head_dim as u64;
     let heads = (records[0].cell.layers * records[0].cell.kv_heads) as u64;
@@ -125,6 +135,27 @@ fn a_memory_is_compared_with_the_full_cache() {
         let error = self::experiment(folder.path(), &format!("context_tokens = 700\ntask = \"passkey\"\n{more}"));
         assert!(error.as_ref().is_err_and(|error| error.contains(reason)), "{:?}", error.err());
     }
+}
+
+#[test]
+fn a_fact_from_far_before_the_window_comes_back_only_from_a_memory() {
+    let folder = tempfile::tempdir().unwrap();
+    let grid = "context_tokens = 600\ntask = \"passkey:depth=0.2\"\nsamples = 4\npolicy = \"full\"\n\
+                memory = [\"camelot:slots=256,sink=4,window=64\", \"transformer-xl:slots=1,window=64\", \
+                \"memorizing-transformer:top=32,window=64\"]";
+    let records = go(&of_model("builtin", grid).unwrap(), &folder.path().join("out"), false).unwrap().records;
+    let scores: Vec<(&str, f64)> = records
+        .iter()
+        .map(|record| {
+            let answers = record.answers.as_ref().unwrap_or_else(|| panic!("{:?}", record.reason));
+            (record.cell.chosen().unwrap_or_default(), answers.accuracy.unwrap().mean)
+        })
+        .collect();
+    for (name, score) in &scores {
+        let is_right = !name.starts_with("transformer-xl");
+        assert!(if is_right { *score > 0.7 } else { *score < 0.3 }, "{scores:?}");
+    }
+    assert_eq!(scores.len(), 4);
 }
 
 #[test]

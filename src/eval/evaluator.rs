@@ -9,7 +9,7 @@ use super::distribution::{divergence, likeliest, nats};
 use super::{Choice, EvalError, Prompt, Stage, Treatment};
 use crate::cache::Column;
 use crate::eval::Asked;
-use crate::memories::Memory;
+use crate::memories::{Memory, Modes};
 use crate::memory::{Arena, ArenaError, Buffer, Label};
 use crate::model::{Activation, Decoder, Eviction, Hook, Model, ModelError, Setup, Text};
 use crate::policy::{Policy, Statistic};
@@ -63,6 +63,9 @@ pub struct Answers {
     pub held_tokens: usize,
     /// KV bytes that the last decode step of an answer read, on average over questions.
     pub kv_bytes_read: u64,
+    /// What the modes of the memory hold, by layer; nothing without a memory that has modes.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub modes: Vec<Modes>,
 }
 
 /// Looks at what attention gives while a question is asked.
@@ -237,6 +240,7 @@ impl<'a> Evaluator<'a> {
         most_tokens: &impl Fn(&Asked) -> usize,
     ) -> Result<Answers, EvalError> {
         let (kv_bytes_live, held_tokens) = (self.decoder.sequence_kv_bytes(EVICTED), self.decoder.held_tokens(EVICTED));
+        let modes = self.decoder.modes(EVICTED);
         let mut read_bytes = 0;
         let answer = |(asked, full): (&Asked, &Given)| {
             let given = self.ask(EVICTED, asked, most_tokens(asked))?;
@@ -245,7 +249,7 @@ impl<'a> Evaluator<'a> {
         };
         let answers = prompt.asked.iter().zip(full).map(answer).collect::<Result<_, EvalError>>()?;
         let kv_bytes_read = read_bytes / prompt.asked.len() as u64;
-        Ok(Answers { answers, kv_bytes_live, held_tokens, kv_bytes_read })
+        Ok(Answers { answers, kv_bytes_live, held_tokens, kv_bytes_read, modes })
     }
 
     fn prefill(&mut self, sequence: usize, tokens: &[u32]) -> Result<(), EvalError> {

@@ -1,6 +1,7 @@
 //! What a model answered: the part of a record that only `eval` has.
 
 use super::stats::{bootstrap, difference, wilson};
+use crate::memories::Modes;
 use serde::{Deserialize, Serialize};
 
 /// A mean over samples, with a 95% interval over them.
@@ -127,8 +128,15 @@ pub struct Answers {
     pub sample_scores: Vec<f64>,
     /// Nats for each token, by sample.
     pub sample_kl_nats: Vec<f64>,
+    /// Minus the log-probability of a token of the right answer, by sample; nothing in records from before it was written down.
+    #[serde(default)]
+    pub sample_nll_nats: Vec<f64>,
     /// Where the needle of each sample lies, 0 the beginning and 1 the end; empty where there is not one.
     pub sample_depths: Vec<f64>,
+    /// What the modes of a memory in place of the cache hold behind a context, on average over these, lowest layer first; nothing
+    /// of what has no modes.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub modes_by_layer: Vec<Modes>,
 }
 
 #[cfg(test)]

@@ -27,6 +27,7 @@ pub const SHIPPED: &[(&str, &str)] = &[
     ("longer-needles", include_str!("../../experiments/longer-needles.toml")),
     ("real-memory", include_str!("../../experiments/real-memory.toml")),
     ("camelot", include_str!("../../experiments/camelot.toml")),
+    ("camelot-builtin", include_str!("../../experiments/camelot-builtin.toml")),
     ("larimar", include_str!("../../experiments/larimar.toml")),
     ("ranks", include_str!("../../experiments/ranks.toml")),
     ("zero", include_str!("../../experiments/zero.toml")),

@@ -9,7 +9,7 @@
 
 mod head;
 
-use super::{At, Memory, MemoryEntry, MemoryShape, MemoryState, Run, Runs, in_segment};
+use super::{At, Memory, MemoryEntry, MemoryShape, MemoryState, Modes, Run, Runs, in_segment};
 use crate::memory::{Arena, ArenaError, Buffer, Label, LabelBytes};
 use crate::named::{Named, NamedError, Parameter};
 use crate::tensor::TensorView;
@@ -222,7 +222,7 @@ impl MemoryState for State {
         segment.tokens += count;
     }
 
-    fn read(&mut self, at: &At<'_>) -> Runs<'_> {
+    fn read(&mut self, at: &At<'_>, _q: TensorView<'_>) -> Runs<'_> {
         let MemoryShape { kv_heads, head_dim, .. } = self.shape;
         let Sizes { slots, window, picks, .. } = self.sizes();
         let Segment { first, tokens } = self.segments[at.sequence];
@@ -321,6 +321,28 @@ impl MemoryState for State {
         let past: usize = self.counts(sequence).iter().map(rows).sum();
         let own = 2 * self.shape.kv_heads * (self.segments[sequence].tokens + 1);
         4 * ((past + own) * self.shape.head_dim) as u64
+    }
+
+    fn modes(&self, sequence: usize) -> Option<Modes> {
+        let written = self.segments[sequence].first as f64;
+        let of_head = |(head, &count): (usize, &usize)| {
+            let slots = self.sizes().slots;
+            let modes = &self.facts[(sequence * self.shape.kv_heads + head) * slots..][..count];
+            let mean = |value: &dyn Fn(&Mode) -> f64| modes.iter().map(value).sum::<f64>() / count as f64;
+            let taken_in = modes.iter().map(|mode| f64::from(mode.tokens - 1)).sum::<f64>();
+            let likeness = modes.iter().map(|mode| f64::from(mode.likeness) * f64::from(mode.tokens - 1)).sum::<f64>();
+            Modes {
+                count: count as f64,
+                tokens: mean(&|mode| mode.tokens.into()),
+                most_tokens: modes.iter().map(|mode| mode.tokens).max().unwrap_or(0).into(),
+                single: mean(&|mode| f64::from(u8::from(mode.tokens == 1))),
+                age_tokens: mean(&|mode| written - 1.0 - f64::from(mode.last)),
+                likeness: (taken_in > 0.0).then(|| likeness / taken_in),
+            }
+        };
+        let heads: Vec<Modes> =
+            self.counts(sequence).iter().enumerate().filter(|(_, count)| **count > 0).map(of_head).collect();
+        Modes::mean(&heads)
     }
 
     fn fork(&mut self, from: usize, to: usize) {

@@ -8,6 +8,7 @@
 //! [`MEMORIES`]; `docs/memories.md` says what each does.
 
 mod camelot;
+mod memorizing_transformer;
 mod runs;
 mod transformer_xl;
 
@@ -18,12 +19,18 @@ use crate::device::Cpu;
 use crate::memory::{Arena, ArenaError, LabelBytes};
 use crate::named::{Named, NamedError, Parameter};
 use crate::tensor::TensorView;
+use serde::{Deserialize, Serialize};
+
+/// The text of the memory that is next to none, the segment with one token before it: what a memory has to be better than.
+pub const WINDOW_ALONE: &str = "transformer-xl:slots=1";
 
 /// What a memory is made for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MemoryShape {
     /// Sequences. The layers of a model fold into them: sequence `b` of layer `l` is `l * B + b`.
     pub sequences: usize,
+    /// `Hq`.
+    pub q_heads: usize,
     /// `Hkv`.
     pub kv_heads: usize,
     /// `D`.
@@ -53,6 +60,11 @@ pub trait Memory: Send + Sync {
     /// with this sliding window; at least one. All of these see the same of the past, and each of themselves those before it.
     fn together(&self, seen: usize, tokens: usize, window: Option<usize>) -> usize;
 
+    /// Lists of [`MemoryState::read`]: one for each KV head, or for each query head where every one of these chooses by itself.
+    fn lists(&self, shape: &MemoryShape) -> usize {
+        shape.kv_heads
+    }
+
     /// Most rows that a query attends to.
     fn most_rows(&self, shape: &MemoryShape) -> usize;
 
@@ -72,9 +84,9 @@ pub trait MemoryState: Send {
     /// Takes keys before RoPE and values of the next tokens, `[1, Hkv, L, D]`.
     fn append(&mut self, at: &At<'_>, k: TensorView<'_>, v: TensorView<'_>);
 
-    /// What the tokens that were appended last attend to: in each head what is seen of the past, and behind it these tokens,
-    /// keys turned by RoPE.
-    fn read(&mut self, at: &At<'_>) -> Runs<'_>;
+    /// What the tokens that were appended last attend to: in each list what is seen of the past, and behind it these tokens,
+    /// keys turned by RoPE. `q` are their queries, turned likewise, `[1, Hq, L, D]`.
+    fn read(&mut self, at: &At<'_>, q: TensorView<'_>) -> Runs<'_>;
 
     /// Keeps what is to be kept, once the tokens that were appended last went through attention.
     fn write(&mut self, _at: &At<'_>) {}
@@ -85,11 +97,51 @@ pub trait MemoryState: Send {
     /// KV bytes that the next token of a sequence reads.
     fn read_bytes(&self, sequence: usize) -> u64;
 
+    /// What the modes of a sequence hold; `None` of a memory without modes, or while there are none.
+    fn modes(&self, _sequence: usize) -> Option<Modes> {
+        None
+    }
+
     /// Puts sequence `to` where `from` is.
     fn fork(&mut self, from: usize, to: usize);
 
     /// Takes everything from a sequence.
     fn free(&mut self, sequence: usize);
+}
+
+/// What modes hold, over the KV heads of a sequence.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct Modes {
+    /// Modes of a KV head.
+    pub count: f64,
+    /// Tokens of a mode.
+    pub tokens: f64,
+    /// Tokens of the largest mode of a KV head.
+    pub most_tokens: f64,
+    /// Fraction of the modes that hold one token.
+    pub single: f64,
+    /// Tokens that were written since a mode was.
+    pub age_tokens: f64,
+    /// Cosine of a token's key with that of the mode that it was taken into, as the mode was before; `None` where none was.
+    pub likeness: Option<f64>,
+}
+
+impl Modes {
+    /// The mean of several; `None` without any.
+    pub fn mean(all: &[Modes]) -> Option<Self> {
+        let over = |read: &dyn Fn(&Modes) -> Option<f64>| {
+            let values: Vec<f64> = all.iter().filter_map(read).collect();
+            (!values.is_empty()).then(|| values.iter().sum::<f64>() / values.len() as f64)
+        };
+        Some(Modes {
+            count: over(&|modes| Some(modes.count))?,
+            tokens: over(&|modes| Some(modes.tokens))?,
+            most_tokens: over(&|modes| Some(modes.most_tokens))?,
+            single: over(&|modes| Some(modes.single))?,
+            age_tokens: over(&|modes| Some(modes.age_tokens))?,
+            likeness: over(&|modes| modes.likeness),
+        })
+    }
 }
 
 /// A memory as the registry knows it.
@@ -109,7 +161,7 @@ pub struct MemoryEntry {
 }
 
 /// Every memory, in the order in which they are listed.
-pub const MEMORIES: &[MemoryEntry] = &[camelot::ENTRY, transformer_xl::ENTRY];
+pub const MEMORIES: &[MemoryEntry] = &[camelot::ENTRY, transformer_xl::ENTRY, memorizing_transformer::ENTRY];
 
 /// Makes the memory that a text such as `camelot:slots=1024,window=128` names.
 ///
@@ -125,4 +177,16 @@ pub fn memory(text: &str) -> Result<Box<dyn Memory>, NamedError> {
 /// Tokens that go on in a segment of `window` tokens, behind `seen` others.
 fn in_segment(seen: usize, tokens: usize, window: usize) -> usize {
     tokens.min(window - seen % window)
+}
+
+/// Of these rows, the `most` of the largest scores, ascending; of equal ones the first.
+fn largest<'o>(rows: &'o mut [u32], most: usize, scores: &[f32]) -> &'o [u32] {
+    if rows.len() <= most {
+        return rows;
+    }
+    let score = |row: u32| scores[row as usize];
+    rows.select_nth_unstable_by(most - 1, |&a, &b| score(b).total_cmp(&score(a)).then(a.cmp(&b)));
+    let largest = &mut rows[..most];
+    largest.sort_unstable();
+    largest
 }

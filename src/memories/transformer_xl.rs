@@ -97,7 +97,7 @@ impl MemoryState for Ring {
         self.seen[at.sequence] += tokens;
     }
 
-    fn read(&mut self, at: &At<'_>) -> Runs<'_> {
+    fn read(&mut self, at: &At<'_>, _q: TensorView<'_>) -> Runs<'_> {
         let (MemoryShape { kv_heads, head_dim, .. }, ring) = (self.shape, self.asked.ring(&self.shape));
         let end = self.seen[at.sequence];
         let oldest = self.asked.oldest(end - 1, at.window);

@@ -4,7 +4,8 @@
 //! All policies of a budget answer the same samples, so that a difference of two is surer than their intervals say. Every
 //! pair of a budget is compared, the p-values of all these pairs are corrected together (Holm), and the table shows of them
 //! what a reader asks first: is it better than random eviction, and is it worse than the best? How often a policy is among
-//! the best is counted over resamples of the samples. `comparisons.csv` holds all pairs.
+//! the best is counted over resamples of the samples. Memories in place of the cache have no budget and are compared with
+//! one another, and with the window alone in place of random eviction. `comparisons.csv` holds all pairs.
 
 use super::ReportError;
 use super::combined;
@@ -16,6 +17,7 @@ use crate::eval::Protocol;
 use crate::experiment::answers::Estimate;
 use crate::experiment::measure::eval::RANDOM;
 use crate::experiment::stats::{Difference, among_best, difference, holm, unbounded_difference};
+use crate::memories::WINDOW_ALONE;
 
 /// Differences with a larger corrected p-value are not marked.
 const SURE: f64 = 0.05;
@@ -48,18 +50,35 @@ impl Pair {
     }
 }
 
-/// The policies that evict, by setting and by budget from the largest, each with the best first.
+/// What those that are compared with a pool have in common: their budget, or that they are memories.
+pub fn question(pool: &Pool) -> String {
+    if pool.is_memory() { "memories".into() } else { format!("budget {}", pool.budget) }
+}
+
+/// The one that every other has to be better than: random eviction, or the window alone.
+pub fn floor(ranked: &[Ranked]) -> Option<usize> {
+    ranked.iter().position(|ranked| [RANDOM, WINDOW_ALONE].contains(&ranked.pool.policy))
+}
+
+/// What [`floor`] is among those that are compared with a pool.
+pub fn floor_name(pool: &Pool) -> &'static str {
+    if pool.is_memory() { "window" } else { RANDOM }
+}
+
+/// The policies that evict, by setting and by budget from the largest, and the memories, each with the best first.
 pub fn ranked<'a>(pools: &'a [Pool<'a>]) -> Vec<Vec<Ranked<'a>>> {
     let mut questions: Vec<(&str, &str)> = Vec::new();
-    for pool in pools.iter().rev().filter(|pool| !pool.budget.is_empty()) {
+    let is_compared =
+        |pool: &&Pool| !palette::is_baseline(pool.policy) && (!pool.budget.is_empty() || pool.is_memory());
+    for pool in pools.iter().rev().filter(is_compared) {
         let question = (pool.budget.as_str(), pool.setting.as_str());
         if !questions.contains(&question) {
             questions.push(question);
         }
     }
     let of_question = |(budget, setting): (&str, &str)| {
-        let of = |pool: &&Pool| pool.budget == budget && pool.setting == setting && !palette::is_baseline(pool.policy);
-        let these: Vec<&Pool> = pools.iter().filter(of).collect();
+        let of = |pool: &&Pool| pool.budget == budget && pool.setting == setting;
+        let these: Vec<&Pool> = pools.iter().filter(is_compared).filter(of).collect();
         let shares = among_best(&these.iter().map(|pool| pool.merits()).collect::<Vec<_>>());
         let value = |pool: &Pool| if pool.is_scored() { pool.score() } else { pool.kl_nats() };
         let one = |(pool, among_best): (&'a Pool<'a>, f64)| Some(Ranked { pool, value: value(pool)?, among_best });
@@ -73,9 +92,14 @@ pub fn ranked<'a>(pools: &'a [Pool<'a>]) -> Vec<Vec<Ranked<'a>>> {
 
 /// Every pair of a budget's policies, the better one first.
 pub fn pairs(ranked: &[Ranked]) -> Vec<Pair> {
+    pairs_by(ranked, |pool| pool.merits())
+}
+
+/// The same by other merits.
+fn pairs_by(ranked: &[Ranked], merits: fn(&Pool) -> Vec<Vec<f64>>) -> Vec<Pair> {
     let both = (0..ranked.len()).flat_map(|a| (a + 1..ranked.len()).map(move |b| [a, b]));
     let compared = |of: [usize; 2]| {
-        let [a, b] = of.map(|at| ranked[at].pool.merits());
+        let [a, b] = of.map(|at| merits(ranked[at].pool));
         let stratum = |(a, b): (&Vec<f64>, &Vec<f64>)| a.iter().zip(b).map(|(a, b)| a - b).collect();
         let strata: Vec<Vec<f64>> = a.iter().zip(&b).map(stratum).collect();
         let difference = match ranked[of[0]].pool.is_scored() {
@@ -94,15 +118,16 @@ pub fn pairs(ranked: &[Ranked]) -> Vec<Pair> {
 pub fn tables(pools: &[Pool], protocol: &str) -> Vec<Table> {
     const WORDS: &str = "vs: difference with its 95% interval, paired by sample · *: p < 0.05, corrected for all pairs of \
                          the budget (Holm) · among best: fraction of resamples in which none is better";
+    const OF_MEMORIES: &str = "vs window: beside transformer-xl:slots=1, of a text in percent of its perplexity";
     let all = ranked(pools);
     let mut tables: Vec<Table> = all
         .iter()
         .filter(|ranked| ranked.len() > 1 && combined::is_compared(ranked[0].pool, pools))
         .map(|ranked| Table {
-            heading: format!("eval: comparison{protocol}, budget {}{}", ranked[0].pool.budget, apart(ranked)),
+            heading: format!("eval: comparison{protocol}, {}{}", question(ranked[0].pool), apart(ranked)),
             subtitle: String::new(),
             rows: rows(ranked),
-            notes: Vec::new(),
+            notes: if ranked[0].pool.is_memory() { vec![OF_MEMORIES.into()] } else { Vec::new() },
         })
         .collect();
     if let Some(last) = tables.last_mut() {
@@ -118,15 +143,17 @@ fn apart<'a>(ranked: &[Ranked<'a>]) -> &'a str {
 }
 
 fn rows(ranked: &[Ranked]) -> Vec<Vec<String>> {
+    let first = ranked[0].pool;
+    let (is_scored, floor) = (first.is_scored(), floor(ranked));
+    let by_perplexity = first.is_memory() && !is_scored;
     let pairs = pairs(ranked);
-    let random = ranked.iter().position(|ranked| ranked.pool.policy == RANDOM);
-    let is_scored = ranked[0].pool.is_scored();
+    let of_floor = if by_perplexity { pairs_by(ranked, |pool| pool.log_probabilities()) } else { Vec::new() };
+    let whole = |percent: f64| if percent.round() == 0.0 { "0".into() } else { format!("{percent:+.0}") };
     let signed = |value: f64| match is_scored {
-        true if (100.0 * value).round() == 0.0 => "0".into(),
-        true => format!("{:+.0}", 100.0 * value),
+        true => whole(100.0 * value),
         false => format!("{}{}", if value < 0.0 { "" } else { "+" }, text::drift(value)),
     };
-    let against = |one: usize, other: Option<usize>| {
+    let against = |pairs: &[Pair], write: &dyn Fn(f64) -> String, one: usize, other: Option<usize>| {
         let found = pairs.iter().find(|pair| other.is_some_and(|other| pair.of == [one.min(other), one.max(other)]));
         found.map_or(NOTHING.into(), |pair| {
             let Difference { mean, low, high, .. } = pair.difference;
@@ -134,11 +161,16 @@ fn rows(ranked: &[Ranked]) -> Vec<Vec<String>> {
             let (mean, low, high) =
                 if (pair.of[0] == one) == is_scored { (mean, low, high) } else { (-mean, -high, -low) };
             let sure = if pair.is_sure() { " *" } else { "" };
-            format!("{} ({} to {}){sure}", signed(mean), signed(low), signed(high))
+            format!("{} ({} to {}){sure}", write(mean), write(low), write(high))
         })
     };
+    let against_floor = |one: usize| match by_perplexity {
+        true => against(&of_floor, &|nats: f64| format!("{}%", whole(100.0 * nats.exp_m1())), one, floor),
+        false => against(&pairs, &signed, one, floor),
+    };
     let value = if is_scored { "score" } else { "KL nats" };
-    let headings = ["policy", value, "95%", "vs random", "vs best", "among best"].map(String::from).to_vec();
+    let against_what = format!("vs {}", floor_name(first));
+    let headings = ["policy", value, "95%", against_what.as_str(), "vs best", "among best"].map(String::from).to_vec();
     let row = |(at, found): (usize, &Ranked)| {
         let Estimate { mean, ci95_low, ci95_high } = found.value;
         let mark = if found.pool.only_protected() { " !" } else { "" };
@@ -150,8 +182,8 @@ fn rows(ranked: &[Ranked]) -> Vec<Vec<String>> {
             found.pool.name.clone(),
             format!("{value}{mark}"),
             interval,
-            against(at, random),
-            against(at, Some(0)),
+            against_floor(at),
+            against(&pairs, &signed, at, Some(0)),
             text::percent(found.among_best),
         ]
     };
@@ -171,18 +203,34 @@ pub fn csv(of_protocols: &[(Protocol, Vec<Pool>)]) -> Result<Option<String>, Rep
     let mut is_empty = true;
     for (protocol, pools) in of_protocols {
         for ranked in ranked(pools) {
-            for Pair { of, difference: Difference { mean, low, high, p }, p_holm } in pairs(&ranked) {
-                let [a, b] = of.map(|at| &ranked[at]);
-                // Of texts, less divergence is better.
-                let is_scored = a.pool.is_scored();
-                let (mean, low, high) = if is_scored { (mean, low, high) } else { (-mean, -high, -low) };
-                let numbers = [a.value.mean, b.value.mean, mean, low, high, p, p_holm, a.among_best, b.among_best];
-                let measure = if is_scored { "accuracy" } else { "kl_nats" };
-                let names = [protocol.name(), &a.pool.budget, measure, &a.pool.name, &b.pool.name].map(String::from);
-                table.write_record(names.into_iter().chain(numbers.map(|number| number.to_string())))?;
-                is_empty = false;
+            let is_scored = ranked[0].pool.is_scored();
+            for &(measure, merits, value) in if is_scored { SCORES } else { TEXTS } {
+                for Pair { of, difference: Difference { mean, low, high, p }, p_holm } in pairs_by(&ranked, merits) {
+                    let [a, b] = of.map(|at| &ranked[at]);
+                    // Of texts, less divergence is better.
+                    let (mean, low, high) = if is_scored { (mean, low, high) } else { (-mean, -high, -low) };
+                    let [value_a, value_b] = [a, b].map(|one| value(one.pool));
+                    let numbers = [value_a, value_b, mean, low, high, p, p_holm, a.among_best, b.among_best];
+                    let names =
+                        [protocol.name(), &a.pool.budget, measure, &a.pool.name, &b.pool.name].map(String::from);
+                    table.write_record(names.into_iter().chain(numbers.map(|number| number.to_string())))?;
+                    is_empty = false;
+                }
             }
         }
     }
     if is_empty { Ok(None) } else { super::csv::text(table).map(Some) }
 }
+
+/// What those of a question are compared by: its name, the merits of every sample, and the mean of what is measured.
+type Measured = (&'static str, fn(&Pool) -> Vec<Vec<f64>>, fn(&Pool) -> f64);
+
+/// Of tasks.
+const SCORES: &[Measured] =
+    &[("accuracy", |pool| pool.merits(), |pool| pool.score().map_or(f64::NAN, |score| score.mean))];
+
+/// Of texts.
+const TEXTS: &[Measured] = &[
+    ("kl_nats", |pool| pool.merits(), |pool| pool.kl_nats().map_or(f64::NAN, |kl| kl.mean)),
+    ("nll_nats", |pool| pool.log_probabilities(), |pool| pool.mean(|answers| answers.nll_nats.mean)),
+];

@@ -6,22 +6,24 @@ use super::combined;
 use super::comparison::{self, Pair, Ranked};
 use super::noise::{self, Measured};
 use super::palette;
-use super::pools::{Pool, answers, full_score, is_ranked, pools};
+use super::pools::{Pool, answers, full_score, is_ranked, is_text, pools};
 use super::table::Table;
 use super::text::{self, NOTHING};
 use crate::eval::Protocol;
-use crate::experiment::measure::eval::RANDOM;
 use crate::experiment::record::Record;
 use crate::units;
 use std::collections::BTreeMap;
 
-/// Cells with answers by their protocol: those of one are not compared with those of another.
+/// Cells with answers by their protocol, those of texts apart: those of one are not compared with those of another.
 fn by_protocol<'a>(records: &[&'a Record]) -> Vec<Vec<&'a Record>> {
-    let of = |protocol: Protocol| {
-        let these = |record: &&&Record| record.cell.protocol() == protocol && answers(record).is_some();
+    let of = |(protocol, texts): (Protocol, bool)| {
+        let these = |record: &&&Record| {
+            record.cell.protocol() == protocol && answers(record).is_some() && is_text(record) == texts
+        };
         records.iter().filter(these).copied().collect::<Vec<_>>()
     };
-    Protocol::ALL.map(of).into_iter().filter(|records| !records.is_empty()).collect()
+    let groups = Protocol::ALL.into_iter().flat_map(|protocol| [(protocol, false), (protocol, true)]);
+    groups.map(of).filter(|records| !records.is_empty()).collect()
 }
 
 /// Every pair of policies of each protocol and budget as CSV; `None` where nothing is compared.
@@ -155,13 +157,13 @@ fn best(budget: &[Ranked], pools: &[Pool], protocol: &str) -> Option<String> {
     };
     let is_full = |pool: &&Pool| palette::is_baseline(pool.policy) && pool.setting == first.pool.setting;
     let full = pools.iter().find(is_full).and_then(Pool::score).map(|full| ("full cache", full.mean));
-    let random = budget.iter().find(|ranked| ranked.pool.policy == RANDOM).map(|random| ("random", random.value.mean));
-    let beside = random.into_iter().chain(full).map(|(name, value)| format!("{name} {}", write(value)));
+    let floor = comparison::floor(budget).map(|at| (comparison::floor_name(first.pool), budget[at].value.mean));
+    let beside = floor.into_iter().chain(full).map(|(name, value)| format!("{name} {}", write(value)));
     let beside = beside.collect::<Vec<_>>().join(", ");
     let tight = budget.iter().filter(|ranked| ranked.pool.only_protected()).map(|ranked| ranked.pool.name.clone());
     Some(format!(
-        "eval{protocol}, budget {}, {samples} samples{}: {what}{}{beside}.{}",
-        first.pool.budget,
+        "eval{protocol}, {}, {samples} samples{}: {what}{}{beside}.{}",
+        comparison::question(first.pool),
         if is_scored { "" } else { ", KL in nats a token" },
         if beside.is_empty() { "" } else { "; " },
         text::only_protected(&tight.collect::<Vec<_>>()),

@@ -26,6 +26,11 @@ pub struct Pool<'a> {
     pub records: Vec<&'a Record>,
 }
 
+/// Whether a cell only went on with a text, which has no score.
+pub fn is_text(record: &Record) -> bool {
+    answers(record).is_some_and(|answers| answers.accuracy.is_none())
+}
+
 /// What an `ok` evaluation gave.
 pub fn answers(record: &Record) -> Option<&Answers> {
     record.answers.as_ref().filter(|_| record.status == Status::Ok && record.cell.measure == Measure::EVAL)
@@ -109,6 +114,11 @@ impl Pool<'_> {
         &self.name[self.policy.len()..]
     }
 
+    /// Whether it is a memory in place of the cache.
+    pub fn is_memory(&self) -> bool {
+        self.records[0].cell.memory.is_some()
+    }
+
     /// Scores of every sample, by task.
     pub fn sample_scores(&self) -> Vec<&[f64]> {
         self.records.iter().filter_map(|record| Some(&answers(record)?.sample_scores[..])).collect()
@@ -123,11 +133,19 @@ impl Pool<'_> {
     pub fn merits(&self) -> Vec<Vec<f64>> {
         match self.is_scored() {
             true => self.sample_scores().into_iter().map(<[f64]>::to_vec).collect(),
-            false => {
-                let answers = self.records.iter().filter_map(|record| answers(record));
-                answers.map(|answers| answers.sample_kl_nats.iter().map(|kl| -kl).collect()).collect()
-            }
+            false => self.less_is_better(|answers| &answers.sample_kl_nats),
         }
+    }
+
+    /// The log-probability of a token of every sample's right answer, by task; empty of records from before it was written
+    /// down.
+    pub fn log_probabilities(&self) -> Vec<Vec<f64>> {
+        self.less_is_better(|answers| &answers.sample_nll_nats)
+    }
+
+    fn less_is_better(&self, read: impl Fn(&Answers) -> &Vec<f64>) -> Vec<Vec<f64>> {
+        let answers = self.records.iter().filter_map(|record| answers(record));
+        answers.map(|answers| read(answers).iter().map(|value| -value).collect()).collect()
     }
 
     /// Mean score over tasks, with an interval over samples.

@@ -6,6 +6,7 @@ use crate::experiment::cell::Cell;
 use crate::experiment::measure::Measure;
 use crate::experiment::recalled::Recalled;
 use crate::experiment::record::{Drift, Eviction, Latency, Memory, Record, Status, Step, Training, Work};
+use crate::memories::Modes;
 use crate::memory::{Label, LabelBytes};
 use crate::ranks::OfRank;
 use crate::serving::Usage;
@@ -503,16 +504,39 @@ pub fn formats() -> Run {
 pub fn memories() -> Run {
     let mut records = formats().records;
     records.retain(|record| record.cell.kv_format.is_none());
-    for (slots, window, budget) in [(64, 128, 0.2), (256, 128, 0.4), (64, 256, 0.35)] {
-        let mut record = with_cell(answered(1024, "perplexity", "random", budget), |cell| {
+    let texts = [
+        ("transformer-xl:slots=1", 0.05),
+        ("camelot:slots=64,window=128", 0.2),
+        ("camelot:slots=256,window=128", 0.4),
+        ("camelot:slots=64,window=256", 0.35),
+    ];
+    let of_memory = |task: &str, memory: &str, budget: f64| {
+        let mut record = with_cell(answered(1024, task, "random", budget), |cell| {
             (cell.policy, cell.budget) = (None, None);
-            cell.memory = Some(format!("camelot:slots={slots},window={window}"));
+            cell.memory = Some(memory.into());
         });
+        let layer = |layer: u32| Modes {
+            count: 64.0,
+            tokens: 2.0 + f64::from(layer),
+            most_tokens: 40.0,
+            single: 0.5,
+            age_tokens: 90.0,
+            likeness: Some(0.91),
+        };
+        let answers = record.answers.as_mut().expect("it has answers");
+        answers.modes_by_layer = if memory.starts_with("camelot") { (0..4).map(layer).collect() } else { Vec::new() };
+        record
+    };
+    for (memory, budget) in texts {
+        let mut record = of_memory("perplexity", memory, budget);
         let answers = record.answers.as_mut().expect("it has answers");
         (answers.accuracy, answers.accuracy_difference, answers.greedy_agreement) = (None, None, None);
         answers.sample_scores.clear();
         records.push(record);
     }
+    // Tasks beside the text.
+    records.push(answered(1024, "passkey", "full", 1.0));
+    records.extend(texts.map(|(memory, budget)| of_memory("passkey", memory, budget)));
     Run { experiment: "memories".into(), records, ..run() }
 }
 
@@ -581,8 +605,10 @@ pub fn answered(context: usize, task: &str, policy: &str, budget: f64) -> Record
             .iter()
             .map(|score| if policy == "full" { 0.0 } else { 0.1 + lost - score / 10.0 })
             .collect(),
+        sample_nll_nats: (0..20).map(|sample| 0.5 + lost + (f64::from(sample) - 9.5) * (1.0 + lost) / 190.0).collect(),
         sample_depths: (0..20).map(|sample| f64::from(sample * 7 % 20) / 20.0).collect(),
         sample_scores: scores,
+        modes_by_layer: Vec::new(),
     });
     record
 }

@@ -2,6 +2,7 @@
 
 use crate::attention::rope::ModelRope;
 use crate::device::simd::{Isa, loops};
+use crate::memories::largest;
 
 /// What is known of a mode besides its means.
 #[derive(Debug, Clone, Copy, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
@@ -15,8 +16,8 @@ pub struct Mode {
     pub tokens: u32,
     /// One over the norm of its key; 0 of a key that is 0.
     inverse_norm: f32,
-    /// Makes the size whole words.
-    _rest: u32,
+    /// Mean cosine with it of the keys that were taken in, each before it was; 0 while there is one token.
+    pub likeness: f32,
 }
 
 impl Mode {
@@ -60,11 +61,7 @@ pub fn nearest<'o>(
     }
     similarities(isa, key, keys, modes, scores);
     scores[..sink.min(modes.len())].fill(f32::INFINITY);
-    let score = |slot: u32| scores[slot as usize];
-    order.select_nth_unstable_by(most - 1, |&a, &b| score(b).total_cmp(&score(a)).then(a.cmp(&b)));
-    let nearest = &mut order[..most];
-    nearest.sort_unstable();
-    nearest
+    largest(order, most, scores)
 }
 
 /// The modes of a head, with room for similarities.
@@ -92,12 +89,13 @@ impl Head<'_> {
         similarities(self.isa, key, &self.before[..count * width], &self.modes[..count], scores);
         let nearer = |best: usize, slot: usize| if scores[slot] > scores[best] { slot } else { best };
         let others = if position < self.sink { count..count } else { self.sink..count };
-        let nearest = others.reduce(nearer).filter(|&slot| scores[slot] > threshold);
-        let slot = nearest.unwrap_or_else(|| self.free_slot());
+        let nearest = others.reduce(nearer).map(|slot| (slot, scores[slot])).filter(|(_, score)| *score > threshold);
+        let slot = nearest.map_or_else(|| self.free_slot(), |(slot, _)| slot);
         let row = slot * width..(slot + 1) * width;
         let mode = &mut self.modes[slot];
-        if nearest.is_none() {
-            (mode.tokens, mode.position) = (0, 0.0);
+        match nearest {
+            Some((_, score)) => mode.likeness += (score - mode.likeness) / mode.tokens as f32,
+            None => (mode.tokens, mode.position, mode.likeness) = (0, 0.0, 0.0),
         }
         mode.tokens += 1;
         mode.last = position as u32;

@@ -5,6 +5,7 @@
 //! of the pages that stay.
 
 use super::Decoder;
+use crate::memories::Modes;
 use crate::model::ModelError;
 use crate::model::evictor::{Eviction, QueryRecorder};
 use crate::model::hook::Hook;
@@ -104,6 +105,12 @@ impl<'a> Decoder<'a> {
         let selected =
             self.evictor.as_ref().and_then(|evictor| evictor.read_bytes(&self.cache, self.setup.batch, sequence));
         selected.unwrap_or_else(|| self.lists_of(sequence).map(|list| self.cache.held_bytes(list)).sum())
+    }
+
+    /// What the modes of a sequence's memory hold, by layer; nothing without a memory that has modes.
+    pub fn modes(&self, sequence: usize) -> Vec<Modes> {
+        let layers = self.model.config.layers;
+        self.memory.as_ref().map_or(Vec::new(), |memory| memory.modes(layers, self.setup.batch, sequence))
     }
 
     /// Tokens that a sequence holds, or rows of its memory, summed over the KV heads of all layers.

@@ -7,7 +7,7 @@
 use super::{Attend, Chunk, Decoder, Setup, attend, block};
 use crate::attention::rope::ModelRope;
 use crate::attention::{Forward, KvRows, Params, Shape};
-use crate::memories::{At, Memory, MemoryShape, MemoryState};
+use crate::memories::{At, Memory, MemoryShape, MemoryState, Modes};
 use crate::memory::{Arena, ArenaError, Label};
 use crate::model::{Config, Model, ModelError};
 use crate::named::NamedError;
@@ -22,6 +22,7 @@ pub(super) struct Remembered<'a> {
 fn shape(config: &Config, setup: &Setup<'_>) -> MemoryShape {
     MemoryShape {
         sequences: config.layers * setup.batch,
+        q_heads: config.q_heads,
         kv_heads: config.kv_heads,
         head_dim: config.head_dim,
         max_tokens: setup.max_tokens,
@@ -50,6 +51,11 @@ impl<'a> Remembered<'a> {
         (0..layers).map(|layer| self.state.read_bytes(layer * batch + sequence)).sum()
     }
 
+    /// As [`Decoder::modes`].
+    pub fn modes(&self, layers: usize, batch: usize, sequence: usize) -> Vec<Modes> {
+        (0..layers).filter_map(|layer| self.state.modes(layer * batch + sequence)).collect()
+    }
+
     pub fn fork(&mut self, layers: usize, batch: usize, from: usize, to: usize) {
         (0..layers).for_each(|layer| self.state.fork(layer * batch + from, layer * batch + to));
     }
@@ -57,6 +63,11 @@ impl<'a> Remembered<'a> {
     pub fn free(&mut self, layers: usize, batch: usize, sequence: usize) {
         (0..layers).for_each(|layer| self.state.free(layer * batch + sequence));
     }
+}
+
+/// Extents of the call for a piece of `count` tokens.
+fn extents(memory: &dyn Memory, shape: &MemoryShape, config: &Config, count: usize) -> Shape {
+    Shape { kv_heads: memory.lists(shape), ..attend::roomy(config, memory.most_rows(shape), 1, count) }
 }
 
 /// Tokens of each piece of `tokens` tokens behind `seen` others.
@@ -82,7 +93,7 @@ pub fn bytes_with_memory(
     threads: usize,
 ) -> Result<u64, NamedError> {
     let (config, shape) = (&model.config, shape(&model.config, setup));
-    let (kernels, rows) = (Attend::new(setup)?, memory.most_rows(&shape));
+    let kernels = Attend::new(setup)?;
     let mut windows = config.windows.clone();
     windows.sort_unstable();
     windows.dedup();
@@ -92,7 +103,7 @@ pub fn bytes_with_memory(
             for start in (0..tokens).step_by(setup.chunk_tokens) {
                 let chunk = (tokens - start).min(setup.chunk_tokens);
                 for count in windows.iter().flat_map(|&window| pieces(memory, window, *seen, chunk)) {
-                    let call = kernels.bytes(config, &attend::roomy(config, rows, 1, count), threads);
+                    let call = kernels.bytes(config, &extents(memory, &shape, config, count), threads);
                     most = most.max(call.iter().map(|(_, bytes)| bytes).sum());
                 }
                 *seen += chunk;
@@ -125,13 +136,14 @@ impl Decoder<'_> {
                 let own = row * kv_width..(row + count) * kv_width;
                 let (k, v) = (&self.buffers.k[own.clone()], &self.buffers.v[own]);
                 state.append(&at, of(k, config.kv_heads), of(v, config.kv_heads));
-                let runs = state.read(&at);
-                let roomy = attend::roomy(config, memory.most_rows(shape), 1, count);
+                let q = of(&self.buffers.q[row * q_width..(row + count) * q_width], config.q_heads);
+                let runs = state.read(&at, q);
+                let roomy = extents(*memory, shape, config, count);
                 let (kernel, outputs, workspace) = self.attend.room(config, &roomy, self.cpu.threads(), self.arena)?;
                 let call = Forward {
                     shape: Shape { kv_len: runs.max_len(), ..roomy },
                     params,
-                    q: of(&self.buffers.q[row * q_width..(row + count) * q_width], config.q_heads),
+                    q,
                     kv: &runs as &dyn KvRows,
                     cpu: self.cpu,
                 };

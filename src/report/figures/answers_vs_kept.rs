@@ -49,7 +49,7 @@ fn chart<'d>(
 ) -> Option<Chart> {
     let (pools, subtitle) = pools(&data.of(Measure::EVAL));
     let mut series: BTreeMap<(String, String), Vec<Point>> = BTreeMap::new();
-    for pool in pools.iter().filter(|pool| is_compared(pool, &pools)) {
+    for pool in pools.iter().filter(|pool| is_compared(pool, &pools) && !pool.is_memory()) {
         // A logarithm has no place for a full cache's divergence from itself.
         let Some(found) = value(pool).filter(|found| y.shows(found.mean)) else { continue };
         series.entry((pool.policy.into(), pool.name.clone())).or_default().push(Point {

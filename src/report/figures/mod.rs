@@ -20,6 +20,8 @@ mod kv_memory_use;
 mod kv_vs_context;
 mod latency_vs_context;
 mod memories;
+mod memory_cost;
+mod memory_modes;
 mod memory_vs_context;
 mod model_vs_context;
 mod needle_heat_map;
@@ -98,6 +100,10 @@ pub const FIGURES: &[fn(&Data) -> Option<Chart>] = &[
     formats_and_tokens::chart,
     memories::by_bytes,
     memories::by_window,
+    memories::score_by_bytes,
+    memory_modes::tokens,
+    memory_modes::age,
+    memory_modes::likeness,
     weights_and_cache::chart,
     model_vs_context::memory,
     model_vs_context::first_token,
@@ -112,6 +118,7 @@ pub const PANELS: &[fn(&Data) -> Option<Picture>] = &[
     kept_by_head::heat,
     kept_by_position::heat,
     needle_heat_map::heat,
+    memory_cost::rows,
     |data| kv_memory_use::bars(data).map(Picture::Bars),
     |data| zero::bars(data).map(Picture::Bars),
     |data| tuning::bars(data).map(Picture::Bars),

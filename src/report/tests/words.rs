@@ -107,6 +107,30 @@ fn what_a_model_cannot_do_ranks_nobody_and_nothing_but_a_window_is_marked() {
     }
 }
 
+#[test]
+fn memories_are_compared_in_pairs_and_texts_apart_from_tasks() {
+    let run = samples::memories();
+    let rows = table(&run, "comparisons");
+    let of = |measure: &str| rows.iter().filter(|row| row["measure"] == measure && row["budget"].is_empty()).count();
+    // Every pair of four: of the text by divergence and by its tokens' log-probability, of the task by score.
+    assert_eq!(["kl_nats", "nll_nats", "accuracy"].map(of), [6; 3]);
+    let pair = ["camelot:slots=256,window=128", "transformer-xl:slots=1"];
+    let is_pair = |row: &&BTreeMap<String, String>| {
+        row["measure"] == "nll_nats" && [row["policy_a"].as_str(), row["policy_b"].as_str()] == pair
+    };
+    let row = rows.iter().find(is_pair).unwrap();
+    let number = |field: &str| row[field].parse::<f64>().unwrap();
+    assert!((number("value_a") - number("value_b") - number("difference")).abs() < 1e-9, "{row:?}");
+    assert!(number("difference") < 0.0 && number("ci95_high") < 0.0, "{row:?}");
+    let summary = summary_table(&run.records);
+    assert_eq!(summary.matches("### eval: comparison, memories").count(), 2, "{summary}");
+    // exp(-0.78 * 0.35) is 0.76.
+    let of_text = |line: &&str| line.starts_with("| camelot:slots=256,window=128 |") && line.contains("| -24% (");
+    assert_eq!(summary.lines().filter(of_text).count(), 1, "{summary}");
+    let sentences = findings(&run.records);
+    assert!(sentences.iter().any(|sentence| sentence.contains("memories, 20 samples") && sentence.contains("window")));
+}
+
 /// Cells of seeds 0, 1 and so on with these drifts, each known to 5%.
 fn seeds(policy: &str, drifts: &[f64], checked_rows: usize) -> Vec<Record> {
     let cell = |(seed, rel_l2): (u64, &f64)| {

@@ -5,6 +5,7 @@ use crate::eval::{Alone, Answer, Answers as Given, Prompt};
 use crate::experiment::answers::{Answers, Estimate, Spread};
 use crate::experiment::record::Memory;
 use crate::format::KvFormat;
+use crate::memories::Modes;
 use crate::memory::Label;
 use std::collections::BTreeMap;
 
@@ -29,6 +30,8 @@ struct Sample {
     contexts: Vec<(usize, u64, usize)>,
     /// KV bytes that a decode step behind each of them reads.
     kv_bytes_read: Vec<u64>,
+    /// What the modes of a memory hold behind each of them, by layer.
+    modes: Vec<Vec<Modes>>,
     depth: Option<f64>,
 }
 
@@ -67,6 +70,7 @@ impl Tally {
         let held = given.held_tokens.saturating_sub(prompt.kept * self.lists);
         sample.contexts.push((prompt.budgeted_tokens(), given.kv_bytes_live, held));
         sample.kv_bytes_read.push(given.kv_bytes_read);
+        sample.modes.push(given.modes);
         sample.answers.extend(given.answers);
         sample.depth = prompt.depth;
     }
@@ -103,6 +107,11 @@ impl Tally {
         };
         let scores = scored(&|sample| sample.score(|answer| answer.score));
         let differences = scored(&|sample| sample.score(|answer| Some(answer.score? - answer.full_score?)));
+        let modes: Vec<&Vec<Modes>> = samples.iter().flat_map(|sample| &sample.modes).collect();
+        let of_layer = |layer: usize| {
+            Modes::mean(&modes.iter().filter_map(|layers| layers.get(layer)).copied().collect::<Vec<_>>())
+        };
+        let nll_nats = |sample: &Sample| sample.per_token(|answer| answer.nll_nats);
         let kl_nats = |sample: &Sample| sample.per_token(|answer| answer.kl_nats.iter().sum());
         let layers = samples.first()?.answers.first()?.o_distance.len();
         let questions = samples.iter().map(|sample| sample.answers.len()).sum();
@@ -126,7 +135,7 @@ impl Tally {
                 samples.iter().flat_map(|sample| &sample.answers).flat_map(|answer| answer.kl_nats.clone()).collect(),
             )?),
             top1_agreement: share(&|sample| sample.per_token(|answer| answer.agreed as f64))?,
-            nll_nats: over(&|sample| sample.per_token(|answer| answer.nll_nats))?,
+            nll_nats: over(&nll_nats)?,
             nll_difference_nats: over(&|sample| sample.per_token(|answer| answer.nll_nats - answer.full_nll_nats))?,
             greedy_agreement: scores.as_ref().and_then(|_| share(&|sample| sample.mean(|answer| answer.same))),
             o_drift_by_layer: (0..layers).map(|layer| over(&|sample| sample.o_drift(layer))).collect::<Option<_>>()?,
@@ -142,7 +151,9 @@ impl Tally {
             evicted_tokens: first.evicted_tokens,
             sample_scores: scores.unwrap_or_default(),
             sample_kl_nats: samples.iter().map(|sample| kl_nats(sample)).collect(),
+            sample_nll_nats: values(&nll_nats),
             sample_depths: samples.iter().map(|sample| sample.depth).collect::<Option<_>>().unwrap_or_default(),
+            modes_by_layer: (0..layers).map_while(of_layer).collect(),
         };
         let memory = Memory {
             predicted_peak_bytes: first.full_peak_bytes,
