@@ -4,9 +4,10 @@ mod common;
 
 use common::{cpu, normal, rng, tensor};
 use kvsieve::attention::rope::{Frequencies, Rotation};
+use kvsieve::attention::{Params, Shape};
 use kvsieve::cache::{CacheShape, Column, PagedCache};
 use kvsieve::memory::{Arena, Label};
-use kvsieve::policy::action::Fold;
+use kvsieve::policy::action::{Asked, Fold};
 use kvsieve::policy::{PolicyError, Registry};
 use kvsieve::tensor::{DType, Tensor};
 use proptest::prelude::*;
@@ -33,7 +34,7 @@ fn cache(arena: &Arena, policy: &str, dtype: DType, width: usize, keys: &[f32], 
 /// Shrinks the only list of a cache.
 fn shrink(arena: &Arena, policy: &str, cache: &mut PagedCache, kept: &[u32], draws: Option<&[f32]>, threads: usize) {
     let rope = cache.shape().head_dim.is_multiple_of(2).then(|| Frequencies::new(cache.shape().head_dim, 10_000.0));
-    let fold = Fold { arena, cpu: cpu(threads), seed: 7, draws, rope: rope.as_ref() };
+    let fold = Fold { arena, cpu: cpu(threads), seed: 7, draws, rope: rope.as_ref(), asked: None };
     Registry::default().policy(policy).unwrap().shrink(&fold, cache, 0, kept).unwrap();
     assert_eq!(cache.lens(), [kept.len()]);
 }
@@ -109,7 +110,7 @@ fn cam_draws_as_often_as_its_chance() {
         let attention: Vec<f32> = (0..tokens).map(|slot| if slot % 2 == 1 { 4.0 } else { 1.0 }).collect();
         cache.add_attention(0, &attention).unwrap();
         let kept: Vec<u32> = (1..tokens as u32).step_by(2).collect();
-        let fold = Fold { arena: &arena, cpu: cpu(2), seed, draws: None, rope: None };
+        let fold = Fold { arena: &arena, cpu: cpu(2), seed, draws: None, rope: None, asked: None };
         Registry::default().policy(policy).unwrap().shrink(&fold, &mut cache, 0, &kept).unwrap();
         values(&cache)
     };
@@ -157,10 +158,203 @@ fn turned_keys_stand_at_positions_without_gaps() {
     let places: Vec<_> = (0..3).map(|slot| (rotated.position(0, slot), rotated.origin(0, slot))).collect();
     assert_eq!(places, [(0, 0), (1, 4), (2, 8)]);
     // Without RoPE's base it is refused.
-    let fold = Fold { arena: &arena, cpu: cpu(1), seed: 0, draws: None, rope: None };
+    let fold = Fold { arena: &arena, cpu: cpu(1), seed: 0, draws: None, rope: None, asked: None };
     let policy = Registry::default().policy(policy).unwrap();
     let error = policy.shrink(&fold, &mut rotated, 0, &[0, 1]).unwrap_err();
     assert!(matches!(error, PolicyError::Missing { policy: "rerotate", .. }), "{error}");
+}
+
+/// Shrinks the only list of a cache under a policy that refits it to queries `[1, Hq, n, D]`.
+fn refit(arena: &Arena, policy: &str, cache: &mut PagedCache, kept: &[u32], q: &Tensor, threads: usize) {
+    let params = Params::new(cache.shape().head_dim, true);
+    let asked = Some(Asked { q: q.view(), list: 0, params });
+    let fold = Fold { arena, cpu: cpu(threads), seed: 0, draws: None, rope: None, asked };
+    // The action itself too where everything stays, which `shrink` spares it.
+    let policy = Registry::default().policy(policy).unwrap();
+    match kept.len() == cache.lens()[0] {
+        true => policy.action.unwrap().fold(&fold, cache, 0, kept).unwrap(),
+        false => policy.shrink(&fold, cache, 0, kept).unwrap(),
+    }
+}
+
+fn biases(cache: &PagedCache) -> Vec<f32> {
+    (0..cache.lens()[0]).map(|slot| cache.column(0, slot, Column::Bias)).collect()
+}
+
+#[test]
+fn a_token_that_stays_alone_stands_for_all() {
+    // Keys of zeros: every query looks at all four tokens alike.
+    let q = tensor(DType::F32, [1, 2, 3, 1], &[1.0, -2.0, 0.5, 0.0, 3.0, 1.0]);
+    for (bound, bias) in [("20", 4.0f32.ln()), ("1", 1.0)] {
+        let arena = Arena::unlimited();
+        let policy = format!("knorm+match:ridge=1e-9,bound={bound}");
+        let mut cache = cache(&arena, &policy, DType::F32, 1, &[0.0; 4], &[1.0, 2.0, 3.0, 6.0]);
+        refit(&arena, &policy, &mut cache, &[1], &q, 1);
+        assert_near(&values(&cache), &[3.0]);
+        assert_near(&biases(&cache), &[bias]);
+    }
+}
+
+#[test]
+fn a_fork_and_every_format_are_refitted_as_a_list_of_their_own() {
+    let (tokens, width) = (150, 32);
+    let (keys_of, values_of) = (normal(&mut rng(1), tokens * width, 1.0), normal(&mut rng(2), tokens * width, 1.0));
+    let q = tensor(DType::F32, [1, 2, 9, width], &normal(&mut rng(3), 18 * width, 1.0));
+    let policy = "knorm+match";
+    let kept: Vec<u32> = (0..tokens as u32).step_by(3).collect();
+    let mut exact = Vec::new();
+    for (format, most) in [("f32", 0.0), ("bf16", 0.01), ("int8", 0.03), ("q4_0:recent=8", 0.3), ("kivi:bits=4", 0.3)] {
+        let arena = Arena::unlimited();
+        let columns = Registry::default().policy(policy).unwrap().columns();
+        let format = format.parse().unwrap();
+        let shape =
+            CacheShape { batch: 2, kv_heads: 1, head_dim: width, format, max_tokens: tokens, page_tokens: 4, columns };
+        let mut cache = PagedCache::new(&arena, shape).unwrap();
+        let of = |values: &[f32]| -> Tensor { tensor(DType::F32, [2, 1, tokens, width], &[values, values].concat()) };
+        cache.append_sequence(1, of(&keys_of).view(), of(&values_of).view(), 1, 0..tokens).unwrap();
+        cache.fork(1, 0);
+        let rows = |cache: &PagedCache, list: usize| -> Vec<f32> {
+            let mut rows = vec![0.0; cache.lens()[list] * width];
+            let each = rows.chunks_exact_mut(width).enumerate();
+            each.for_each(|(slot, row)| cache.read_value(list, slot, row));
+            rows
+        };
+        let before = rows(&cache, 1);
+        refit(&arena, policy, &mut cache, &kept, &q, 2);
+        assert_eq!(
+            (cache.lens(), rows(&cache, 1)),
+            (&[kept.len(), tokens][..], before),
+            "the other sequence, {format}"
+        );
+        assert!((0..tokens).all(|slot| cache.column(1, slot, Column::Bias) == 0.0));
+        let got = rows(&cache, 0);
+        if exact.is_empty() {
+            exact.clone_from(&got);
+        }
+        let (difference, size) = got.iter().zip(&exact).fold((0.0f32, 0.0f32), |(difference, size), (got, exact)| {
+            (difference + (got - exact).powi(2), size + exact * exact)
+        });
+        assert!((difference / size).sqrt() <= most, "{format}: {}", (difference / size).sqrt());
+    }
+}
+
+#[test]
+fn what_is_refitted_cannot_be_evicted_from_again_or_rotated() {
+    for (policy, reason) in [
+        ("h2o+match+every", "leave 'every' and 'delayed' out"),
+        ("knorm+match:fit=values,of=context+delayed", "leave 'every' and 'delayed' out"),
+        ("snapkv+match+rerotate", "leave 'rerotate' out"),
+        ("snapkv+match:fit=none", "fit is 'none'; it must be both, bias or values"),
+        ("snapkv+match:of=future", "of is 'future'; it must be recent or context"),
+        ("snapkv+match:ridge=0", "ridge is '0'; it must be a number between"),
+    ] {
+        let error = Registry::default().policy(policy).err().expect(policy).to_string();
+        assert!(error.contains(reason), "{policy}: {error}");
+    }
+    // Without queries it says so.
+    let arena = Arena::unlimited();
+    let mut cache = cache(&arena, "knorm+match", DType::F32, 1, &[0.0; 4], &[0.0; 4]);
+    let fold = Fold { arena: &arena, cpu: cpu(1), seed: 0, draws: None, rope: None, asked: None };
+    let error = Registry::default().policy("knorm+match").unwrap().shrink(&fold, &mut cache, 0, &[0]).unwrap_err();
+    assert!(matches!(error, PolicyError::Missing { policy: "match", .. }), "{error}");
+}
+
+/// What queries `[n, D]` are given by a list: the weight of each token in f64, by slot, beside that of the highest logit of
+/// `of`; and their outputs.
+fn answers(cache: &PagedCache, queries: &[f32], highest: Option<&[f64]>) -> (Vec<Vec<f64>>, Vec<f64>, Vec<f64>) {
+    let (width, len) = (cache.shape().head_dim, cache.lens()[0]);
+    let (keys, values, biases) = (keys(cache), values(cache), biases(cache));
+    let (mut weights, mut outputs, mut tops) = (Vec::new(), Vec::new(), Vec::new());
+    for (index, query) in queries.chunks_exact(width).enumerate() {
+        let logit = |slot: usize| {
+            let key = &keys[slot * width..][..width];
+            let inner: f64 = query.iter().zip(key).map(|(&q, &k)| f64::from(q) * f64::from(k)).sum();
+            inner * f64::from(Params::new(width, true).scale) + f64::from(biases[slot])
+        };
+        let logits: Vec<f64> = (0..len).map(logit).collect();
+        let top = highest.map_or(logits.iter().copied().fold(f64::NEG_INFINITY, f64::max), |tops| tops[index]);
+        let of: Vec<f64> = logits.iter().map(|logit| (logit - top).exp()).collect();
+        let mass: f64 = of.iter().sum();
+        for channel in 0..width {
+            let sum: f64 = of.iter().enumerate().map(|(slot, w)| w * f64::from(values[slot * width + channel])).sum();
+            outputs.push(sum / mass);
+        }
+        weights.push(of);
+        tops.push(top);
+    }
+    (weights, outputs, tops)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
+    #[test]
+    fn a_refitted_list_answers_its_queries_no_worse_and_takes_what_it_says(
+        (len, width, group, queries) in (2usize..90, 1usize..12, 1usize..4, 1usize..9),
+        keep_every in 1usize..6,
+        part in prop::sample::select(vec!["match", "match:fit=bias", "match:fit=values", "match:of=context,queries=3,bound=1"]),
+        ridge in prop::sample::select(vec!["1e-6", "0.01"]),
+        seed in any::<u64>(),
+    ) {
+        let policy = format!("knorm+{part}{}ridge={ridge}", if part.contains(':') { ',' } else { ':' });
+        let (keys_of, values_of) = (normal(&mut rng(seed), len * width, 1.0), normal(&mut rng(seed ^ 1), len * width, 1.0));
+        let asked = normal(&mut rng(seed ^ 2), group * queries * width, 2.0);
+        let q = tensor(DType::F32, [1, group, queries, width], &asked);
+        let kept: Vec<u32> = (0..len as u32).filter(|slot| slot.is_multiple_of(keep_every as u32)).collect();
+        let action = Registry::default().policy(&policy).unwrap().action.unwrap();
+        let run = |threads: usize| {
+            let arena = Arena::unlimited();
+            let mut cache = cache(&arena, &policy, DType::F32, width, &keys_of, &values_of);
+            refit(&arena, &policy, &mut cache, &kept, &q, threads);
+            let shape = Shape { batch: 1, q_heads: group, kv_heads: 1, q_len: queries, kv_len: len, head_dim: width };
+            let peak = arena.usage().peak.get(&Label::Workspace).copied().unwrap_or(0);
+            assert_eq!(peak, action.scratch_bytes(&shape, threads), "{policy}");
+            (keys(&cache), values(&cache), biases(&cache))
+        };
+        let (one_keys, one_values, one_biases) = run(1);
+        prop_assert_eq!(&(one_keys.clone(), one_values.clone(), one_biases.clone()), &run(3), "{} on three threads", &policy);
+
+        // Dropped, and with the new biases and the old values.
+        let arena = Arena::unlimited();
+        let with = |biases: Option<&[f32]>, values: Option<&[f32]>| {
+            let mut cache = cache(&arena, "knorm+match", DType::F32, width, &keys_of, &values_of);
+            cache.retain(0, kept.iter().map(|&slot| slot as usize)).unwrap();
+            for slot in 0..kept.len() {
+                biases.iter().for_each(|of| cache.set_column(0, slot, Column::Bias, of[slot]).unwrap());
+                values.iter().for_each(|of| cache.write_value(0, slot, &of[slot * width..][..width]).unwrap());
+            }
+            cache
+        };
+        let dropped = with(None, None);
+        prop_assert_eq!(&one_keys, &keys(&dropped), "keys stay as they were");
+        if part.contains("values") {
+            prop_assert!(one_biases.iter().all(|&bias| bias == 0.0));
+        }
+        if part.contains("bias") {
+            prop_assert_eq!(&one_values, &values(&dropped));
+        }
+        if keep_every == 1 {
+            prop_assert!(one_biases.iter().all(|bias| bias.abs() < 1e-5), "{:?}", one_biases);
+            let unchanged = one_values.iter().zip(&values_of).all(|(got, was)| (got - was).abs() < 1e-5);
+            prop_assert!(unchanged, "where everything stays, nothing changes");
+        }
+        prop_assume!(!part.contains("context"));
+        let whole = cache(&arena, "knorm+match", DType::F32, width, &keys_of, &values_of);
+        let (all, wanted, tops) = answers(&whole, &asked, None);
+        let masses: Vec<f64> = all.iter().map(|weights| weights.iter().sum()).collect();
+        let missed = |cache: &PagedCache| -> (f64, f64) {
+            let (weights, outputs, _) = answers(cache, &asked, Some(&tops));
+            let mass = weights.iter().zip(&masses).map(|(of, mass)| (of.iter().sum::<f64>() - mass).powi(2)).sum();
+            (mass, outputs.iter().zip(&wanted).map(|(got, wanted)| (got - wanted).powi(2)).sum())
+        };
+        let (before, biased) = (missed(&dropped), missed(&with(Some(&one_biases), None)));
+        let after = missed(&with(Some(&one_biases), Some(&one_values)));
+        prop_assert!(biased.0 <= before.0 * (1.0 + 1e-5) + 1e-8, "mass {} by biases, {} before", biased.0, before.0);
+        prop_assert!(after.1 <= biased.1 * (1.0 + 1e-5) + 1e-8, "outputs {} by values, {} before", after.1, biased.1);
+        if part == "match:fit=values" {
+            prop_assert!(after.1 <= before.1 * (1.0 + 1e-5) + 1e-8);
+        }
+    }
 }
 
 proptest! {
@@ -186,7 +380,7 @@ proptest! {
                     cache.add_attention(0, &received).unwrap();
                 }
                 shrink(&arena, &policy, &mut cache, &kept, None, threads);
-                let shape = kvsieve::attention::Shape { batch: 1, q_heads: 1, kv_heads: 1, q_len: 1, kv_len: len, head_dim: width };
+                let shape = Shape { batch: 1, q_heads: 1, kv_heads: 1, q_len: 1, kv_len: len, head_dim: width };
                 let action = Registry::default().policy(&policy).unwrap().action.unwrap();
                 let peak = arena.usage().peak.get(&Label::Workspace).copied().unwrap_or(0);
                 assert_eq!(peak, action.scratch_bytes(&shape, threads), "{policy}");

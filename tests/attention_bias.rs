@@ -4,10 +4,12 @@
 mod common;
 
 use common::exact::sees;
+use common::ragged::Ragged;
 use common::{Problem, cpu, grad_o, inputs, relative_l2, root_mean_square_error, shape, widen};
 use kvsieve::attention::{
-    AttentionError, Backward, DenseKv, Forward, Gradients, Inputs, KeyBias, Outputs, Params, kernel,
+    AttentionError, Backward, DenseKv, Forward, Gradients, Inputs, KeyBias, KvRows, Outputs, Params, Shape, kernel,
 };
+use kvsieve::cache::{CacheShape, Column, PagedCache};
 use kvsieve::memory::Arena;
 use kvsieve::tensor::{DType, Tensor};
 use rand::{RngExt, SeedableRng};
@@ -185,6 +187,102 @@ fn the_decode_kernel_refuses_a_bias() {
     let data = inputs(&problem, 1);
     let error = Biased::new(problem, 1, 1).run("decode", &data, None).err().unwrap().to_string();
     assert_eq!(error, "kernel 'decode' has no bias of keys; use tiled");
+}
+
+/// A cache of a problem's keys and values in a format, whose tokens carry `columns`.
+fn cached(arena: &Arena, shape: &Shape, data: &Inputs, format: &str, columns: &'static [Column]) -> PagedCache {
+    let Shape { batch, kv_heads, kv_len, head_dim, .. } = *shape;
+    let format = format.parse().unwrap();
+    let shape = CacheShape { batch, kv_heads, head_dim, format, max_tokens: kv_len, page_tokens: 4, columns };
+    let mut cache = PagedCache::new(arena, shape).unwrap();
+    cache.append(data.k.view(), data.v.view(), 0..kv_len).unwrap();
+    cache
+}
+
+/// Output and log-sum-exps of a kernel.
+fn attend(name: &str, problem: &Problem, data: &Inputs, kv: &dyn KvRows) -> (Vec<f32>, Vec<f32>) {
+    let Problem { shape, params, dtype } = *problem;
+    let (kernel, arena, threads) = (kernel(name).unwrap(), Arena::unlimited(), 2);
+    let mut outputs = Outputs::allocate(&arena, &shape, dtype).unwrap();
+    let mut workspace = kernel.workspace(&shape, &params, dtype, threads).allocate(&arena).unwrap();
+    workspace.scratch.fill(f32::NAN);
+    let call = Forward { shape, params, q: data.q.view(), kv, cpu: cpu(threads) };
+    kernel.forward(&call, &mut outputs, &mut workspace).unwrap();
+    (outputs.o.to_f32(), outputs.lse.to_vec())
+}
+
+#[test]
+fn a_token_with_the_bias_ln_c_counts_for_c_of_it() {
+    for (seed, (queries, params)) in [
+        (1, Params::new(16, false)),
+        (7, Params { softcap: Some(1.5), ..Params::new(16, false) }),
+        (60, Params { scale: -0.4, ..Params::new(16, false) }),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let arena = Arena::unlimited();
+        let shape = shape([2, 4, 2, queries, 340, 16]);
+        let problem = Problem { shape, params, dtype: DType::F32 };
+        let data = inputs(&problem, seed as u64);
+        let mut cache = cached(&arena, &shape, &data, "f32", &[Column::Attention, Column::Bias]);
+        let mut repeated = Ragged::prefixes(2, 16, 340, &data.k.to_f32(), &data.v.to_f32(), &[0; 4]);
+        for list in 0..4 {
+            // Lists of different lengths, whose tokens count for 1 to 3.
+            cache.retain(list, (0..340).filter(|slot| slot % (list + 2) != 0)).unwrap();
+            for slot in 0..cache.lens()[list] {
+                let count = 1 + (slot * 7 + list) % 3;
+                cache.set_column(list, slot, Column::Bias, (count as f32).ln()).unwrap();
+                let mut row = [0.0; 16];
+                for _ in 0..count {
+                    cache.read_key(list, slot, &mut row);
+                    repeated.k[list].extend(row);
+                    cache.read_value(list, slot, &mut row);
+                    repeated.v[list].extend(row);
+                }
+            }
+        }
+        let longest = repeated.k.iter().map(|list| list.len() / 16).max().unwrap();
+        let more = Problem { shape: Shape { kv_len: longest, ..shape }, ..problem };
+        let (o, lse) = attend("reference", &more, &data, &repeated);
+        let problem = Problem { shape: Shape { kv_len: cache.max_len(), ..shape }, ..problem };
+        for name in common::VARIANTS.into_iter().chain(["reference"]) {
+            let (got, got_lse) = attend(name, &problem, &data, &cache);
+            let error = relative_l2(&got, &widen(&o)).max(relative_l2(&got_lse, &widen(&lse)));
+            assert!(error <= 2e-6, "{name}: off by {error:e} in {problem:?}");
+        }
+    }
+}
+
+#[test]
+fn what_tokens_carry_is_added_in_every_format_and_under_every_mask() {
+    let causal = Params::new(32, true);
+    for (queries, params) in [(1, causal), (40, causal), (40, Params { window: Some(9), ..causal })] {
+        for format in ["f32", "int8", "q4_0:recent=8,first=2", "kivi"] {
+            let arena = Arena::unlimited();
+            let problem = Problem { shape: shape([1, 4, 2, queries, 300, 32]), params, dtype: DType::F32 };
+            let data = inputs(&problem, 5);
+            let run = |columns: &'static [Column], bias: f32| {
+                let mut cache = cached(&arena, &problem.shape, &data, format, columns);
+                for (list, slot) in (0..2).flat_map(|list| (0..300).map(move |slot| (list, slot))) {
+                    if bias != 0.0 {
+                        cache.set_column(list, slot, Column::Bias, bias * ((slot * 7 + list) % 5) as f32).unwrap();
+                    }
+                }
+                let names = ["reference", "naive", "tiled", "tiled:br=7,bc=5", "decode"];
+                names.map(|name| attend(name, &problem, &data, &cache))
+            };
+            let (without, none, some) = (run(&[], 0.0), run(&[Column::Bias], 0.0), run(&[Column::Bias], 0.5));
+            assert_eq!(none, without, "a bias of nothing changes no bit: {format}");
+            let (o, lse) = &some[0];
+            for (got, got_lse) in &some[1..] {
+                let error = relative_l2(got, &widen(o)).max(relative_l2(got_lse, &widen(lse)));
+                assert!(error <= 2e-6, "off by {error:e} in {problem:?}, {format}");
+            }
+            let change = relative_l2(&without[0].0, &widen(o));
+            assert!(change > 1e-2, "biases change what is read: {change:e}");
+        }
+    }
 }
 
 #[test]

@@ -61,6 +61,7 @@ fn reduced_by_definition(
                     let sees = exact::sees(params, i, key, shape.q_len, shape.kv_len);
                     of_head = match reduction.queries {
                         OverQueries::Sum => of_head.map(|sum| sum + row[key]),
+                        OverQueries::SumOfSquares => of_head.map(|sum| sum + row[key] * row[key]),
                         OverQueries::Max => of_head.map(|most| most.max(row[key])),
                         // Too near to an even share to tell in f32.
                         OverQueries::CountBelowEven if (share - 1.0).abs() < 1e-4 => [of_head[0], of_head[1] + 1.0],
@@ -163,7 +164,7 @@ proptest! {
         (causal, softcap) in (any::<bool>(), prop_oneof![Just(None), (1f32..40.0).prop_map(Some)]),
         window in prop_oneof![Just(None), (1usize..100).prop_map(Some)],
         last in prop_oneof![Just(1usize), Just(16), Just(usize::MAX)],
-        queries in prop::sample::select(vec![OverQueries::Sum, OverQueries::Max, OverQueries::CountBelowEven]),
+        queries in prop::sample::select(vec![OverQueries::Sum, OverQueries::SumOfSquares, OverQueries::Max, OverQueries::CountBelowEven]),
         over in prop::sample::select(vec![OverGroup::Mean, OverGroup::Sum, OverGroup::Max]),
         seed in 0u64..1 << 40,
     ) {

@@ -18,7 +18,7 @@ struct Cases {
     cases: Vec<Case>,
 }
 
-/// An entry of `cases.json`; tensors are named.
+/// An entry of `cases.json` or `matching.json`; tensors are named.
 #[derive(Deserialize)]
 struct Case {
     name: String,
@@ -211,8 +211,9 @@ fn outputs_agree(case: &Case, name: &str, got: &Values, wanted: &Values) -> Resu
 
 #[test]
 fn policies_agree_with_public_implementations() {
-    let text = fs::read_to_string(fixtures().join("cases.json")).unwrap();
-    let Cases { cases } = serde_json::from_str(&text).unwrap();
+    let read =
+        |name: &str| -> Cases { serde_json::from_str(&fs::read_to_string(fixtures().join(name)).unwrap()).unwrap() };
+    let cases: Vec<Case> = ["cases.json", "matching.json"].into_iter().flat_map(|name| read(name).cases).collect();
     let names: BTreeSet<&str> = cases.iter().map(|case| case.expected.as_str()).collect();
     let expected: BTreeMap<&str, _> = names.into_iter().map(|name| (name, load(&fixtures().join(name)))).collect();
 

@@ -261,6 +261,31 @@ fn steps_read_what_is_selected_in_every_layer() {
 }
 
 #[test]
+fn what_is_refitted_answers_otherwise_and_in_a_batch_as_alone() {
+    let (model, tokens) = open("llama");
+    let batch: [&[u32]; 2] = [&tokens[..30], &tokens[5..]];
+    let after = [24, 11];
+    for (plain, text) in [
+        ("snapkv:window=4", "snapkv:window=4+match:queries=8"),
+        ("knorm+ada", "knorm+ada+match:of=context,queries=5,fit=bias"),
+    ] {
+        let [dropped, refitted] = [policy(plain), policy(text)];
+        let together = run(&model, &batch, &after, Some((&refitted, "0.5")));
+        for (sequence, (tokens, &after)) in batch.iter().zip(&after).enumerate() {
+            let alone = run(&model, &[tokens], &[after], Some((&refitted, "0.5")));
+            let off = furthest(&alone.logits[0], &together.logits[sequence]);
+            assert!(off < 1e-4, "{text}, sequence {sequence}: {off}");
+            let without = run(&model, &[tokens], &[after], Some((&dropped, "0.5")));
+            assert_eq!((alone.lens, alone.kv_bytes), (without.lens, without.kv_bytes), "{text}");
+            assert!(furthest(&alone.logits[0], &without.logits[0]) > 1e-4, "{text} changes what is read");
+        }
+        let dense = run(&model, &batch[..1], &after[..1], None);
+        let whole = run(&model, &batch[..1], &after[..1], Some((&refitted, "1.0")));
+        assert!(whole.logits == dense.logits, "{text}: where all stays, no bit changes");
+    }
+}
+
+#[test]
 fn a_second_prompt_goes_on_under_the_same_policy() {
     let (model, tokens) = open("llama");
     let (cpu, arena) = (Cpu::new(Some(2)).unwrap(), Arena::unlimited());
@@ -296,6 +321,7 @@ fn what_a_model_cannot_do_is_refused_with_the_reason() {
         ("llama", "oracle", "it looks into the future"),
         ("llama", "snapkv+every+rerotate", "use 'once', or leave 'rerotate' out"),
         ("mistral", "knorm+rerotate", "sliding windows mean nothing"),
+        ("mistral", "snapkv+match", "most of which this model's sliding windows hide"),
         ("gemma2", "pyramidkv", "this model's layers have different windows"),
     ];
     for (name, text, expected) in cases {

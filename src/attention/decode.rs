@@ -6,6 +6,7 @@
 //! (Flash-Decoding).
 
 use super::online::{Logits, Running};
+use super::source::token_biases;
 use super::strip::{LANES, SPAN};
 use super::{AttentionError, Forward, Kernel, KernelEntry, Outputs, Params, Shape, Workspace, WorkspaceSize};
 use crate::device::cpu::Slots;
@@ -186,7 +187,9 @@ impl Unit<'_> {
                 let range = 0..end - first;
                 with_codec!(format.k, reader => isa.run(Dots { reader, rows: &list, range, queries, stride, scores }));
             }
-            isa.run(Absorb { call, logits: &logits, kv_len, block: first..end, scores, o, states });
+            let biases = token_biases::<BLOCK>(call.kv, [batch, kv_head], first..end);
+            let biases = biases.as_ref().map_or(&[][..], |biases| &biases[..end - first]);
+            isa.run(Absorb { call, logits: &logits, biases, kv_len, block: first..end, scores, o, states });
             turn(1, format.v, o);
             let row_bytes = format.v.row_bytes(width);
             let list = RowList::collect([width, row_bytes], &values, first..end, &keys, end..kv_len, copies);
@@ -255,6 +258,8 @@ fn dots_by_group<'r, R: RowReader>(
 struct Absorb<'a> {
     call: &'a Forward<'a>,
     logits: &'a Logits,
+    /// What the keys of the block carry to be added, if any.
+    biases: &'a [f32],
     /// Keys of the head.
     kv_len: usize,
     block: Range<usize>,
@@ -268,13 +273,13 @@ impl SimdOp for Absorb<'_> {
 
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
-        let Absorb { call, logits, kv_len, block: Range { start, end }, scores, o, states } = self;
+        let Absorb { call, logits, biases, kv_len, block: Range { start, end }, scores, o, states } = self;
         let (shape, filled) = (call.shape, (end - start).next_multiple_of(SPAN));
         let rows = scores.chunks_exact_mut(BLOCK).zip(o.chunks_exact_mut(padded(&shape))).zip(states);
         for (row, ((scores, o), state)) in rows.enumerate() {
             let seen = call.params.visible(row % shape.q_len, shape.q_len, kv_len);
             let seen = seen.start.clamp(start, end) - start..seen.end.clamp(start, end) - start;
-            state.absorb::<S, f32>(simd, logits, &mut scores[..filled], seen, &[], o);
+            state.absorb::<S, f32>(simd, logits, &mut scores[..filled], seen, biases, o);
         }
     }
 }

@@ -6,6 +6,7 @@
 //! maxima and counts serve policies that ask for the best or the typical query ([`Reduction`]).
 
 use super::online::Logits;
+use super::source::token_biases;
 use super::strip::{SPAN, STRIP, cut, pack_queries};
 use super::{Forward, Shape};
 use crate::device::cpu::Slots;
@@ -30,6 +31,8 @@ pub struct Reduction {
 pub enum OverQueries {
     /// The sum.
     Sum,
+    /// The sum of the squares.
+    SumOfSquares,
     /// The largest.
     Max,
     /// How many queries see the key and give it less than an even share, `1 / keys that the query sees`, by more than
@@ -154,6 +157,8 @@ fn key_tile<S: Simd, U: Packed<S>, const SUM: bool>(simd: S, tile: KeyTile<'_, '
     let (k, q) = (bytemuck::cast_slice_mut(k), bytemuck::cast_slice_mut(q));
     let key_rows = |row: usize| call.kv.key_rows(batch, kv_head, first + row);
     transposed::<S, U>(simd, key_rows, count, shape.head_dim, count.next_multiple_of(SPAN), k, stride);
+    let carried = token_biases::<BC>(call.kv, [batch, kv_head], first..end);
+    let carried = carried.as_ref().map_or(&[][..], |carried| &carried[..count]);
     sums.fill(0.0);
     for head in batch * shape.q_heads + kv_head * shape.group()..batch * shape.q_heads + (kv_head + 1) * shape.group() {
         let lse = &lse[head * shape.q_len..][..shape.q_len];
@@ -179,15 +184,20 @@ fn key_tile<S: Simd, U: Packed<S>, const SUM: bool>(simd: S, tile: KeyTile<'_, '
                     continue;
                 }
                 let (row, totals) = (&mut row[..to - from], &mut totals[from..to]);
+                let biases = carried.get(from..).unwrap_or(&[]);
                 match reduction.queries {
-                    _ if SUM => logits.add_probabilities(simd, row, seen, lse[i], totals),
+                    _ if SUM => logits.add_probabilities(simd, row, (seen, biases), lse[i], totals),
                     OverQueries::Sum => unreachable!("sums are a case of their own"),
+                    OverQueries::SumOfSquares => {
+                        logits.probabilities(simd, row, (seen, biases), lse[i]);
+                        totals.iter_mut().zip(&*row).for_each(|(sum, p)| *sum += p * p);
+                    }
                     OverQueries::Max => {
-                        logits.probabilities(simd, row, seen, lse[i]);
+                        logits.probabilities(simd, row, (seen, biases), lse[i]);
                         totals.iter_mut().zip(&*row).for_each(|(most, p)| *most = if *p > *most { *p } else { *most });
                     }
                     OverQueries::CountBelowEven => {
-                        logits.probabilities(simd, row, seen.clone(), lse[i]);
+                        logits.probabilities(simd, row, (seen.clone(), biases), lse[i]);
                         let even = (1.0 - 1e-5) / visible.len() as f32;
                         let pairs = totals[seen.clone()].iter_mut().zip(&row[seen]);
                         pairs.for_each(|(count, p)| *count += if *p < even { 1.0 } else { 0.0 });

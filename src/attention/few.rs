@@ -3,6 +3,7 @@
 //! Some statistics need the logits themselves (a softmax over part of the keys, a maximum over heads before it) or only
 //! a few keys of a long list. For a handful of queries that is cheap, a row at a time, and needs no score matrix.
 
+use super::source::token_biases;
 use super::{Forward, Shape, online};
 use crate::device::simd::loops;
 use std::ops::Range;
@@ -40,6 +41,12 @@ pub fn group_logits(
     let seen = visible.start.clamp(keys.start, keys.end)..visible.end.clamp(keys.start, keys.end);
     for logits in logits.chunks_exact_mut(len).take(group) {
         online::logits(isa, &call.params, logits);
+        for start in keys.clone().step_by(BLOCK) {
+            let block = start..keys.end.min(start + BLOCK);
+            if let Some(biases) = token_biases::<BLOCK>(call.kv, [batch, kv_head], block.clone()) {
+                online::add_bias(&biases, &mut logits[block.start - keys.start..block.end - keys.start]);
+            }
+        }
         logits[..seen.start - keys.start].fill(f32::NEG_INFINITY);
         logits[seen.end.max(seen.start) - keys.start..].fill(f32::NEG_INFINITY);
     }

@@ -44,6 +44,21 @@ fn each_head(
     }
 }
 
+/// Adds the biases of the keys of a list to the logits of its query `i`; whether there are any.
+fn add_biases(call: &Forward<'_>, [batch, kv_head]: [usize; 2], i: usize, row: &mut [f32]) -> bool {
+    if let Some(bias) = call.kv.bias(batch, kv_head) {
+        add_bias(bias.far(i, call.shape.q_len, row.len()), row);
+        return true;
+    }
+    let mut start = 0;
+    while start < row.len() {
+        let Some(run) = call.kv.token_bias(batch, kv_head, start) else { return false };
+        add_bias(run, &mut row[start..]);
+        start += run.len();
+    }
+    start > 0
+}
+
 /// The registry's line.
 pub const ENTRY: KernelEntry = KernelEntry {
     name: "naive",
@@ -90,8 +105,7 @@ impl Kernel for Naive {
                     let visible = call.params.visible(index % q_len, q_len, call.kv.len(batch, kv_head));
                     let mut max = logits(isa, &call.params, row);
                     let keys = call.kv.len(batch, kv_head);
-                    if let Some(bias) = call.kv.bias(batch, kv_head) {
-                        add_bias(bias.far(index % q_len, q_len, keys), row);
+                    if add_biases(call, [batch, kv_head], index % q_len, &mut row[..keys]) {
                         max = row[..keys].iter().copied().fold(f32::MIN, f32::max);
                     }
                     row[..visible.start].fill(0.0);

@@ -79,10 +79,11 @@ impl Logits {
         row[seen.end..].fill(f32::NEG_INFINITY);
     }
 
-    /// Makes a row of products, whole vectors of which `seen` are visible, probabilities; `lse` is the row's log-sum-exp.
+    /// Makes a row of products, whole vectors of which `seen` are visible and whose first keys have `biases`, probabilities;
+    /// `lse` is the row's log-sum-exp.
     #[inline(always)]
-    pub fn probabilities<S: Simd>(&self, simd: S, row: &mut [f32], seen: Range<usize>, lse: f32) {
-        self.mask(simd, row, seen, &[]);
+    pub fn probabilities<S: Simd>(&self, simd: S, row: &mut [f32], (seen, biases): (Range<usize>, &[f32]), lse: f32) {
+        self.mask(simd, row, seen, biases);
         let (factor, shift) = (simd.splat(self.factor), simd.splat(-lse * LOG2_E));
         math::map(
             simd,
@@ -92,11 +93,17 @@ impl Logits {
         );
     }
 
-    /// Adds the probabilities of a row of products, whole vectors of which `seen` are visible, to `sums`; `lse` is the
-    /// row's log-sum-exp.
+    /// Adds the probabilities of a row of products, as [`Logits::probabilities`], to `sums`.
     #[inline(always)]
-    pub fn add_probabilities<S: Simd>(&self, simd: S, row: &mut [f32], seen: Range<usize>, lse: f32, sums: &mut [f32]) {
-        self.mask(simd, row, seen, &[]);
+    pub fn add_probabilities<S: Simd>(
+        &self,
+        simd: S,
+        row: &mut [f32],
+        (seen, biases): (Range<usize>, &[f32]),
+        lse: f32,
+        sums: &mut [f32],
+    ) {
+        self.mask(simd, row, seen, biases);
         let (factor, shift) = (simd.splat(self.factor), simd.splat(-lse * LOG2_E));
         for (x, sum) in row.chunks_exact(S::LANES).zip(sums.chunks_exact_mut(S::LANES)) {
             let p = math::exp2(simd, simd.mul_add(simd.read(x), factor, shift));

@@ -3,6 +3,7 @@
 //! Every other kernel is checked against it before it is timed. Its cost is linear in the number of rows, so long
 //! contexts are checked on a sample of rows ([`rows`]) and short ones in full.
 
+use super::source::token_biases;
 use super::{AttentionError, Forward, Kernel, KernelEntry, Outputs, Params, Shape, Workspace, WorkspaceSize};
 use crate::device::cpu::Slots;
 use crate::tensor::{DType, TensorView};
@@ -25,7 +26,7 @@ pub struct Row {
 
 impl Params {
     /// The logit of an inner product in f64: scale, then soft-cap.
-    pub(super) fn logit(&self, inner: f64) -> f64 {
+    pub(crate) fn logit(&self, inner: f64) -> f64 {
         let scaled = f64::from(self.scale) * inner;
         self.softcap.map_or(scaled, |cap| f64::from(cap) * (scaled / f64::from(cap)).tanh())
     }
@@ -57,6 +58,9 @@ fn row(call: &Forward<'_>, [batch, q_head, i]: [usize; 3], o: &mut [f64], slot: 
         for (logit, key) in logits.iter_mut().zip(keys) {
             let inner = query.iter().zip(key).map(|(&a, &b)| f64::from(a) * f64::from(b)).sum();
             *logit = params.logit(inner);
+        }
+        if let Some(biases) = token_biases::<BLOCK>(kv, [batch, kv_head], start..start + logits.len()) {
+            logits.iter_mut().zip(biases).for_each(|(logit, bias)| *logit += f64::from(bias));
         }
     }
     if let Some(bias) = kv.bias(batch, kv_head) {

@@ -3,6 +3,7 @@
 use super::AttentionError;
 use crate::format::KvFormat;
 use crate::tensor::{Rows, TensorView};
+use std::ops::Range;
 
 /// Keys and values of `[B, Hkv]` lists of rows. Lists may differ in length; kernels read them in order.
 pub trait KvRows: Sync {
@@ -18,9 +19,16 @@ pub trait KvRows: Sync {
     /// Value rows, as [`KvRows::key_rows`].
     fn value_rows(&self, batch: usize, head: usize, start: usize) -> Rows<'_>;
 
-    /// What is added to the logits of a list's keys, where they have a bias. Read by `reference`, `naive` and `tiled`;
-    /// `decode` refuses it.
+    /// What is added to the logits of a list's keys, where they have a bias behind a window. Read by `reference`, `naive` and
+    /// `tiled`; `decode` refuses it.
     fn bias(&self, _batch: usize, _head: usize) -> Option<KeyBias<'_>> {
+        None
+    }
+
+    /// What tokens of a cache carry to be added to their logits, behind scale and soft-cap and for every query: those from
+    /// `start` on, natural logarithms, as many as lie behind one another, at least one. Read by every forward pass and by
+    /// attention statistics, by no backward pass; lists have it instead of [`KvRows::bias`], or neither.
+    fn token_bias(&self, _batch: usize, _head: usize, _start: usize) -> Option<&[f32]> {
         None
     }
 
@@ -57,6 +65,26 @@ impl<'a> KeyBias<'a> {
     pub fn far(&self, i: usize, q_len: usize, kv_len: usize) -> &'a [f32] {
         &self.values[..(i + 1 + kv_len).saturating_sub(q_len.saturating_add(self.window)).min(kv_len)]
     }
+}
+
+/// The biases that the tokens `keys` of a list carry, at most `N` of them, zeros behind them; `None` where they carry none.
+pub fn token_biases<const N: usize>(
+    kv: &dyn KvRows,
+    [batch, head]: [usize; 2],
+    keys: Range<usize>,
+) -> Option<[f32; N]> {
+    if keys.is_empty() {
+        return None;
+    }
+    kv.token_bias(batch, head, keys.start)?;
+    let (mut biases, mut filled) = ([0.0; N], 0);
+    while filled < keys.len() {
+        let run = kv.token_bias(batch, head, keys.start + filled)?;
+        let count = run.len().min(keys.len() - filled);
+        biases[filled..filled + count].copy_from_slice(&run[..count]);
+        filled += count;
+    }
+    Some(biases)
 }
 
 /// Rows in f32: the memory itself where they lie there so, else a copy.

@@ -56,13 +56,19 @@ pub enum Column {
     /// Position at which the token was appended, where keys are rotated to other positions
     /// ([`PagedCache::rerotate`]); whole numbers up to 16 million.
     Origin,
+    /// What is added to the logit of the token's key for every query, a natural logarithm (as Attention Matching, arXiv
+    /// 2602.16284); begins at 0. Kernels read it ([`KvRows::token_bias`](crate::attention::KvRows::token_bias)).
+    Bias,
 }
 
 impl Column {
+    /// Every column.
+    pub const ALL: [Column; 5] = [Column::Attention, Column::Weight, Column::Origin, Column::Gate, Column::Bias];
+
     /// What a token begins with that is appended at `position`.
     pub fn initial(self, position: usize) -> f32 {
         match self {
-            Column::Attention | Column::Gate => 0.0,
+            Column::Attention | Column::Gate | Column::Bias => 0.0,
             Column::Weight => 1.0,
             Column::Origin => position as f32,
         }

@@ -4,11 +4,11 @@
 //! full there is one store. A token goes from one store to the next once, when it leaves the newest; eviction takes tokens out of each
 //! where they are, and brings none back.
 
-use super::CacheShape;
 use super::arrival::Staging;
 use super::pool::PageId;
 use super::shapes::Shapes;
 use super::store::Store;
+use super::{CacheShape, Column};
 use crate::attention::KvRows;
 use crate::format::{Full, KvFormat};
 use crate::memory::{Arena, ArenaError};
@@ -326,5 +326,12 @@ impl KvRows for PagedCache {
 
     fn value_rows(&self, batch: usize, head: usize, start: usize) -> Rows<'_> {
         self.rows(self.list(batch, head), 1, start)
+    }
+
+    fn token_bias(&self, batch: usize, head: usize, start: usize) -> Option<&[f32]> {
+        let column = self.shape.columns.iter().position(|&kept| kept == Column::Bias)?;
+        let list = self.list(batch, head);
+        let (store, slot) = self.store(list, start);
+        Some(store.column(list, slot, column))
     }
 }

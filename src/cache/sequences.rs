@@ -45,4 +45,8 @@ impl KvRows for Sequences<'_> {
     fn value_rows(&self, batch: usize, head: usize, start: usize) -> Rows<'_> {
         self.cache.value_rows(self.first + batch * self.step, head, start)
     }
+
+    fn token_bias(&self, batch: usize, head: usize, start: usize) -> Option<&[f32]> {
+        self.cache.token_bias(self.first + batch * self.step, head, start)
+    }
 }

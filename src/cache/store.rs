@@ -393,6 +393,13 @@ impl Store {
         rows(count).with_channels(ChannelScales { scales: shared(0), minimums: shared(1) })
     }
 
+    /// What the tokens of a list from `start` on carry in a column, as many as lie behind one another.
+    pub fn column(&self, list: usize, start: usize, column: usize) -> &[f32] {
+        let (page, token, count) = self.run(list, start, (self.lens[list] - start).min(RUN_TOKENS));
+        let (slab, place) = self.pool.at(page, token);
+        &slab.columns[column][place..place + count]
+    }
+
     /// The slab and the place in it of a slot.
     pub fn at(&self, list: usize, slot: usize) -> (&Slab, usize) {
         let (page, token, _) = self.run(list, slot, 1);

@@ -14,7 +14,7 @@ use super::{Compute, output};
 use crate::attention::rope::{Frequencies, RopeBase};
 use crate::attention::{DenseKv, Forward, KvRows, Params, Shape};
 use crate::device::Cpu;
-use crate::eviction::{Asked, Given, Loss, loss, retain};
+use crate::eviction::{Asked, Given, Loss, Own, loss, retain};
 use crate::format::KvFormat;
 use crate::memory::{Arena, Label};
 use crate::policy::{Budget, Policy, Registry, Statistic};
@@ -214,7 +214,8 @@ impl Tensors<'_> {
             None => (self.q.tokens(q_len - q_len.min(ASKED)..q_len), kv_len - q_len.min(ASKED)),
         };
         let own = |wanted| outcome.rows.iter().find(|(name, _)| *name == wanted).map(|(_, rows)| &rows[..]);
-        loss(Asked { q, first, k: self.k, v: self.v }, &outcome.kept, [own("keys"), own("values")], self.cpu)
+        let own = Own { keys: own("keys"), values: own("values"), biases: own("biases") };
+        loss(Asked { q, first, k: self.k, v: self.v }, &outcome.kept, own, self.cpu)
     }
 }
 
@@ -223,7 +224,7 @@ struct Outcome<'a> {
     /// Positions that stay of each list, ascending.
     kept: Vec<&'a [u32]>,
     scores: Option<&'a [f32]>,
-    /// Keys and values `[B, Hkv, max_kept, D]` by name, where the policy changes them.
+    /// Keys and values `[B, Hkv, max_kept, D]` by name, where the policy changes them, and biases `[B, Hkv, max_kept]`.
     rows: Vec<(&'static str, Vec<f32>)>,
     read: Option<Read>,
     /// KV bytes of what stays, where it was put into a cache.
@@ -345,7 +346,8 @@ fn write(args: &Args, shape: &Shape, outcome: &Outcome<'_>) -> Result<(), Failur
         outputs.push(Output::f32("scores", with(shape.kv_len), scores));
     }
     for (name, rows) in &outcome.rows {
-        outputs.push(Output::f32(name, [heads.clone(), vec![columns, shape.head_dim]].concat(), rows));
+        let dims = if *name == "biases" { with(columns) } else { [with(columns), vec![shape.head_dim]].concat() };
+        outputs.push(Output::f32(name, dims, rows));
     }
     let chosen = outcome.read.as_ref().map_or(Vec::new(), |read| read.chosen.concat());
     if let Some(read) = &outcome.read {

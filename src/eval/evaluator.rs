@@ -117,8 +117,7 @@ impl<'a> Evaluator<'a> {
         let evictions = treatments.iter().filter_map(|treatment| treatment.choice.eviction());
         let policies: Vec<&Policy> = evictions.map(|eviction| eviction.policy).collect();
         let plain = policies.iter().all(|policy| policy.columns().is_empty());
-        let all = &[Column::Attention, Column::Weight, Column::Origin, Column::Gate];
-        let setup = stage.setup(SEQUENCES, if plain { &[] } else { all });
+        let setup = stage.setup(SEQUENCES, if plain { &[] } else { &Column::ALL });
         let recorded: Vec<&Policy> = policies.into_iter().filter(|policy| !reads_alone(policy)).collect();
         let decoder = recording(stage, setup, &recorded, watch)?;
         let [last, context, evicted] = [(); 3].map(|()| vec![0.0; stage.model.config.vocab]);

@@ -7,7 +7,7 @@ use crate::attention::{Forward, Params, Shape};
 use crate::cache::{PagedCache, Sequences};
 use crate::device::Cpu;
 use crate::memory::Arena;
-use crate::policy::action::Fold;
+use crate::policy::action::{Asked, Fold};
 use crate::policy::{
     BeforeRope, Context, Future, PolicyError, Selection, Statistic, gates, select, select_leaving, tie_rate,
 };
@@ -165,13 +165,15 @@ impl Backend for CpuBackend<'_> {
         selection: &Selection,
     ) -> Result<Evicted, PolicyError> {
         let start = Instant::now();
-        let fold = Fold { arena: self.arena, cpu: self.cpu, seed: plan.seed, draws: None, rope: self.rope };
+        let fold =
+            Fold { arena: self.arena, cpu: self.cpu, seed: plan.seed, draws: None, rope: self.rope, asked: None };
         let mut tokens = 0;
         for index in 0..view.lists(cache) {
             let (list, kept) = (view.list(cache, index), selection.kept(index));
             let lost = cache.lens()[list] - kept.len();
             if lost > 0 {
-                plan.policy.shrink(&fold, cache, list, kept)?;
+                let asked = Asked { q: view.q, list: index, params: view.params };
+                plan.policy.shrink(&Fold { asked: Some(asked), ..fold }, cache, list, kept)?;
                 tokens += lost as u64;
             }
         }

@@ -30,9 +30,27 @@ pub struct Loss {
     pub output_error: f64,
 }
 
-/// The loss of retaining the positions `kept` of each (sequence, KV head). `own` are keys and values of the retained tokens
-/// `[B, Hkv, columns, D]` where they are not the context's, `columns` being the longest list's length.
-pub fn loss(asked: Asked<'_>, kept: &[&[u32]], own: [Option<&[f32]>; 2], cpu: &Cpu) -> Loss {
+/// What retained tokens have of their own, where it is not the context's; `columns` is the longest list's length.
+#[derive(Clone, Copy, Default)]
+pub struct Own<'a> {
+    /// `[B, Hkv, columns, D]`.
+    pub keys: Option<&'a [f32]>,
+    /// `[B, Hkv, columns, D]`.
+    pub values: Option<&'a [f32]>,
+    /// What is added to logits, `[B, Hkv, columns]`.
+    pub biases: Option<&'a [f32]>,
+}
+
+impl<'a> Own<'a> {
+    /// That of the list whose tokens begin at `token`, `count` of them, of `width` elements.
+    fn of_list(self, token: usize, count: usize, width: usize) -> Self {
+        let part = |rows: Option<&'a [f32]>, width: usize| rows.map(|rows| &rows[token * width..][..count * width]);
+        Own { keys: part(self.keys, width), values: part(self.values, width), biases: part(self.biases, 1) }
+    }
+}
+
+/// The loss of retaining the positions `kept` of each (sequence, KV head).
+pub fn loss(asked: Asked<'_>, kept: &[&[u32]], own: Own<'_>, cpu: &Cpu) -> Loss {
     let [_, q_heads, queries, _] = asked.q.dims();
     let [_, kv_heads, ..] = asked.k.dims();
     let columns = kept.iter().map(|kept| kept.len()).max().unwrap_or(0);
@@ -41,7 +59,7 @@ pub fn loss(asked: Asked<'_>, kept: &[&[u32]], own: [Option<&[f32]>; 2], cpu: &C
         let group = q_heads / kv_heads;
         let keys = List::read(asked.k, batch, kv_head);
         let context = List::read(asked.v, batch, kv_head);
-        let own = own.map(|rows| rows.map(|rows| &rows[list * columns * keys.width..][..kept.len() * keys.width]));
+        let own = own.of_list(list * columns, kept.len(), keys.width);
         let mut sums = [0.0; 3];
         for q_head in kv_head * group..(kv_head + 1) * group {
             for query in 0..queries {
@@ -78,7 +96,7 @@ impl List {
 
     /// Of a query over the first `seen` of these keys: the attention on retained tokens, the squared error of the output
     /// and its squared length.
-    fn part_of(&self, q: &[f32], seen: usize, context: &List, kept: &[u32], own: [Option<&[f32]>; 2]) -> [f64; 3] {
+    fn part_of(&self, q: &[f32], seen: usize, context: &List, kept: &[u32], own: Own<'_>) -> [f64; 3] {
         let scale = 1.0 / (self.width as f64).sqrt();
         let logit = |key: &[f32]| scale * key.iter().zip(q).map(|(&k, &q)| f64::from(k) * f64::from(q)).sum::<f64>();
         let logits: Vec<f64> = self.rows.chunks_exact(self.width).take(seen).map(logit).collect();
@@ -95,8 +113,10 @@ impl List {
         let (mut mass, mut own_mass) = (0.0, 0.0);
         for (column, position) in kept.iter().map(|&position| position as usize).enumerate() {
             if position < seen {
-                let [key, value] = own.map(|own| own.map(|rows| &rows[column * self.width..][..self.width]));
+                let [key, value] =
+                    [own.keys, own.values].map(|rows| rows.map(|rows| &rows[column * self.width..][..self.width]));
                 let weight = key.map_or(weights[position], |key| (logit(key) - highest).exp());
+                let weight = own.biases.map_or(weight, |biases| weight * f64::from(biases[column]).exp());
                 add(&mut rest, weight, value.unwrap_or(&context.rows[position * self.width..][..self.width]));
                 mass += weights[position];
                 own_mass += weight;
@@ -132,17 +152,21 @@ mod tests {
         let k = tensor(&arena, [1, 1, 4, 1], &[0.0; 4]);
         let v = tensor(&arena, [1, 1, 4, 1], &[1.0, 2.0, 3.0, 6.0]);
         let asked = Asked { q: q.view(), first: 2, k: k.view(), v: v.view() };
-        for (kept, values, mass, errors) in [
-            (&[0u32, 1, 2, 3][..], None, 1.0, [0.0, 0.0]),
-            (&[1, 3], None, (1.0 / 3.0 + 0.5) / 2.0, [0.0, 1.0]),
-            (&[1, 3], Some(&[4.0f32, 2.0][..]), (1.0 / 3.0 + 0.5) / 2.0, [2.0, 0.0]),
+        let third = [0.0, 3.0f32.ln()];
+        for (kept, values, biases, mass, errors) in [
+            (&[0u32, 1, 2, 3][..], None, None, 1.0, [0.0, 0.0]),
+            (&[1, 3], None, None, (1.0 / 3.0 + 0.5) / 2.0, [0.0, 1.0]),
+            (&[1, 3], Some(&[4.0f32, 2.0][..]), None, (1.0 / 3.0 + 0.5) / 2.0, [2.0, 0.0]),
+            // The last token counts for three.
+            (&[1, 3], None, Some(&third[..]), (1.0 / 3.0 + 0.5) / 2.0, [0.0, 2.0]),
             // The first query sees nothing that is retained.
-            (&[3], None, 0.125, [2.0, 3.0]),
+            (&[3], None, None, 0.125, [2.0, 3.0]),
         ] {
-            let found = loss(asked, &[kept], [None, values], &cpu);
+            let found = loss(asked, &[kept], Own { values, biases, ..Own::default() }, &cpu);
             let of_all = (errors.iter().map(|e: &f64| e * e).sum::<f64>() / (4.0 + 9.0)).sqrt();
             assert!((found.attention_mass_kept - mass).abs() < 1e-12, "{kept:?}: {found:?}");
-            assert!((found.output_error - of_all).abs() < 1e-12, "{kept:?}: {found:?}, not {of_all}");
+            // A bias is f32.
+            assert!((found.output_error - of_all).abs() < 1e-7, "{kept:?}: {found:?}, not {of_all}");
         }
     }
 }

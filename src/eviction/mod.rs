@@ -15,7 +15,7 @@ mod window;
 pub(crate) use attention::add_cumulative_attention;
 pub use attention::{attention_sums, recompute_lse};
 pub use cpu::{CpuBackend, View};
-pub use loss::{Asked, Loss, loss};
+pub use loss::{Asked, Loss, Own, loss};
 pub use tensors::{Given, Retained, retain};
 pub use window::{ObservationWindow, Span, WindowShape};
 

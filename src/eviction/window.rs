@@ -28,7 +28,7 @@ impl Span {
 
     /// Queries that a policy looks at in an eviction step between new tokens; none where it never evicts.
     pub fn of_decoding(policy: &Policy) -> Span {
-        Span::Latest(policy.scorer.as_ref().map_or(0, |scorer| scorer.recent_queries()))
+        Span::Latest(policy.recent_queries())
     }
 
     /// One in which both are held.

@@ -71,6 +71,13 @@ impl Eviction<'_> {
                 );
             }
         }
+        if self.policy.action.as_ref().is_some_and(|action| action.refits())
+            && config.windows.iter().any(Option::is_some)
+        {
+            return refuse(
+                "it refits what is retained to queries that see the whole context, most of which this model's sliding windows hide",
+            );
+        }
         let recent = self.policy.scorer.as_ref().map_or(1, |scorer| scorer.recent_queries());
         if self.policy.rerotates && self.policy.schedule.decoding != Decoding::Never && recent > 1 {
             return refuse(

@@ -17,6 +17,7 @@ mod context;
 pub mod cuda;
 mod fits;
 pub mod gates;
+mod least_squares;
 mod linear;
 mod list;
 mod presets;
@@ -72,6 +73,7 @@ pub const POLICIES: &[PolicyEntry] = &[
     scorers::morphkv::ENTRY,
     scorers::scissorhands::ENTRY,
     scorers::max_attention::ENTRY,
+    scorers::rms_attention::ENTRY,
     scorers::r_kv::ENTRY,
     scorers::kvzip::ENTRY,
     scorers::gate::ENTRY,
@@ -105,6 +107,7 @@ pub const PARTS: &[PartEntry] = &[
     action::merge::ENTRY,
     action::cam::ENTRY,
     action::accumulate::ENTRY,
+    action::matching::ENTRY,
     action::rerotate::ENTRY,
 ];
 
@@ -270,6 +273,12 @@ impl Policy {
         needs.sort_unstable();
         needs.dedup();
         needs
+    }
+
+    /// How many of the latest queries its scorer and its action look at.
+    pub fn recent_queries(&self) -> usize {
+        let of_scorer = self.scorer.as_ref().map_or(0, |scorer| scorer.recent_queries());
+        of_scorer.max(self.action.as_ref().map_or(0, |action| action.recent_queries()))
     }
 
     /// Whether it leaves all lists equally long.

@@ -332,6 +332,16 @@ fn sensible(policy: &Policy) -> Result<(), String> {
                 .into(),
         );
     }
+    if policy.action.as_ref().is_some_and(|action| action.refits()) {
+        if policy.schedule.decoding != Decoding::Never {
+            return Err("it refits what is retained to queries of the context, once that was read; leave 'every' and 'delayed' \
+                        out"
+                .into());
+        }
+        if policy.rerotates {
+            return Err("it refits what is retained to queries and keys as they stand; leave 'rerotate' out".into());
+        }
+    }
     let moving = [Statistic::RecentAttention, Statistic::AccumulatedAttention];
     if policy.schedule.decoding == Decoding::Delayed && needs.iter().any(|need| moving.contains(need)) {
         return Err("delayed eviction compares a score with those of prefill, and attention changes with every \

@@ -142,7 +142,7 @@ fn bytes_are_predicted_where_decoding_takes_most() {
 }
 
 /// Actions, turned keys and readers, also where lists differ, prefill is in chunks, and decoding takes most.
-const SHAPED: [&str; 17] = [
+const SHAPED: [&str; 19] = [
     "knorm+merge",
     "snapkv:window=9+merge:threshold=0.5+every:steps=3",
     "knorm+cam:window=4",
@@ -160,6 +160,8 @@ const SHAPED: [&str; 17] = [
     "think:window=3",
     "snapkv:window=300+every:steps=4",
     "random+merge+chunks:tokens=100",
+    "rms-attention:window=9+match:queries=20",
+    "h2o+match:fit=values,of=context+chunks:tokens=64",
 ];
 
 #[test]
@@ -177,6 +179,7 @@ fn bytes_of_actions_and_readers_are_predicted() {
     // Where heads keep different numbers the prediction is a bound.
     let uneven = [
         "knorm+ada+merge",
+        "knorm+ada+match",
         "delayed-keydiff+accumulate",
         "delayed-keydiff+rerotate",
         "snapkv+ada+rerotate+chunks:tokens=60",

@@ -46,6 +46,7 @@ pub(crate) fn program(dtype: DType, head_dim: usize, queries: OverQueries) -> Pr
         OverQueries::Sum => 0,
         OverQueries::Max => 1,
         OverQueries::CountBelowEven => 2,
+        OverQueries::SumOfSquares => unreachable!("no scoring plan asks for squares"),
     };
     Program { source, dtype, head_dim, macros: vec![("QUERIES", queries)] }
 }

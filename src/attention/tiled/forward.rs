@@ -2,6 +2,7 @@
 
 use super::TileSizes;
 use crate::attention::online::{Logits, Running};
+use crate::attention::source::token_biases;
 use crate::attention::strip::{LANES, SPAN, STRIP, cut, pack_queries};
 use crate::attention::{Forward, Outputs, Shape};
 use crate::device::cpu::Slots;
@@ -144,6 +145,7 @@ fn block<S: Simd, U: Packed<S>>(simd: S, work: Block<'_, '_, '_>) {
                 &*v
             }
         };
+        let carried = token_biases::<{ TileSizes::MAX }>(kv, [batch, kv_head], start..end);
         // Shorter strips hug the edge of a mask, but where half of one is no whole number of tiles.
         let is_cut = visible(0).end < end || visible(count - 1).start > start;
         let len = if is_cut && !U::has_tiles(simd) { STRIP / 2 } else { STRIP };
@@ -162,8 +164,13 @@ fn block<S: Simd, U: Packed<S>>(simd: S, work: Block<'_, '_, '_>) {
             for (i, ((row, o), state)) in rows.zip(&mut states[strip.row..]).take(strip.count).enumerate() {
                 let (seen, within) = (visible(first + i), |key: usize| key.clamp(start + from, end) - start - from);
                 let seen = within(seen.start)..within(seen.end).min(to - from);
-                let far = bias.map_or(&[][..], |bias| bias.far(unit.first + first + i, shape.q_len, kv_len));
-                let far = far.get(start + from..).unwrap_or(&[]);
+                let far = match &carried {
+                    Some(carried) => &carried[from..end - start],
+                    None => {
+                        let far = bias.map_or(&[][..], |bias| bias.far(unit.first + first + i, shape.q_len, kv_len));
+                        far.get(start + from..).unwrap_or(&[])
+                    }
+                };
                 state.absorb::<S, U>(simd, &logits, &mut row[..to - from], seen, far, o);
             }
             let to = to.min(end - start);

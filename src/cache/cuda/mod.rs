@@ -3,7 +3,7 @@
 //! It is [`crate::cache`]'s cache, with the same [`CacheShape`] and the same labels in the arena, and eviction gives
 //! whole slabs back to the GPU. Kernels (`kernels/compact.cu`) append, compact and rotate keys; of tokens nothing comes to
 //! the host. Lists share no pages here, and tokens carry their position and, where asked for, attention and the position
-//! that they came with: [`Column::Weight`] and [`Column::Gate`] are refused. Positions and columns are plain arrays as long as the lists may grow,
+//! that they came with: [`Column::Weight`], [`Column::Gate`] and [`Column::Bias`] are refused. Positions and columns are plain arrays as long as the lists may grow,
 //! which eviction does not shorten: 4 bytes for each place.
 
 mod growing;
@@ -58,8 +58,8 @@ impl DeviceCache {
     /// # Errors
     /// When the arena or the GPU has no room, or tokens are to carry a column that is not kept on a GPU.
     pub fn new(device: &Device, arena: &Arena, shape: CacheShape) -> Result<Self, CudaError> {
-        if shape.columns.iter().any(|column| matches!(column, Column::Weight | Column::Gate)) {
-            let kept = "attention and origins, not weights or gates";
+        if shape.columns.iter().any(|column| matches!(column, Column::Weight | Column::Gate | Column::Bias)) {
+            let kept = "attention and origins, not weights, gates or biases";
             return Err(CudaError::Operand(format!("a cache in a GPU's memory keeps {kept} of tokens")));
         }
         let (lists, width) = (shape.lists(), shape.pages(shape.max_tokens));

@@ -9,7 +9,7 @@ use crate::eviction::Retained;
 use crate::format::KvFormat;
 use crate::memory::Arena;
 use crate::policy::Policy;
-use crate::policy::action::Fold;
+use crate::policy::action::{Asked, Fold};
 use crate::policy::sparse::{Lists, Start};
 use crate::tensor::Tensor;
 
@@ -45,13 +45,19 @@ impl Held<'_> {
         }
         let mut cache = self.cache()?;
         let (draws, rope) = (extra.draws.as_deref(), extra.rope.as_ref());
-        let fold = Fold { arena: self.arena, cpu: self.call.cpu, seed, draws, rope };
+        let fold = Fold { arena: self.arena, cpu: self.call.cpu, seed, draws, rope, asked: None };
         for list in 0..cache.shape().lists() {
             if let Some(received) = &retained.accumulated {
                 let kv_len = self.call.shape.kv_len;
                 cache.add_attention(list, &received[list * kv_len..][..kv_len])?;
             }
-            self.policy.shrink(&fold, &mut cache, list, retained.selection.kept(list))?;
+            let asked = Asked { q: self.call.q, list, params: self.call.params };
+            self.policy.shrink(
+                &Fold { asked: Some(asked), ..fold },
+                &mut cache,
+                list,
+                retained.selection.kept(list),
+            )?;
         }
         Ok(Some(cache))
     }
@@ -69,7 +75,8 @@ impl Held<'_> {
         Ok(Some(Read { name, chosen, bytes: selector.read_bytes(Lists::all(&cache)) }))
     }
 
-    /// Values of a cache, and keys if the policy or the format changes them, padded to the longest list.
+    /// Values of a cache, and keys if the policy or the format changes them, `[B, Hkv, max_kept, D]`, and biases if tokens carry
+    /// them, `[B, Hkv, max_kept]`; padded to the longest list.
     pub fn rows(&self, cache: &PagedCache) -> Vec<(&'static str, Vec<f32>)> {
         let (width, lists, columns) = (cache.shape().head_dim, cache.shape().lists(), cache.max_len());
         let all = |read: &dyn Fn(usize, usize, &mut [f32])| {
@@ -84,6 +91,14 @@ impl Held<'_> {
         let changes_keys = self.policy.action.as_ref().is_some_and(|action| action.changes_keys());
         if self.policy.rerotates || changes_keys || self.format.is_some() {
             named.push(("keys", all(&|list, slot, row| cache.read_key(list, slot, row))));
+        }
+        if cache.shape().columns.contains(&Column::Bias) {
+            let mut biases = vec![0.0; lists * columns];
+            for list in 0..lists {
+                let biases = biases[list * columns..].iter_mut().take(cache.lens()[list]).enumerate();
+                biases.for_each(|(slot, bias)| *bias = cache.column(list, slot, Column::Bias));
+            }
+            named.push(("biases", biases));
         }
         named
     }

@@ -35,6 +35,12 @@ impl KvRows for Narrow<'_> {
         let Range { start: first, end } = self.slots[head];
         self.kv.value_rows(batch, head, first + start).first(end - first - start)
     }
+
+    fn token_bias(&self, batch: usize, head: usize, start: usize) -> Option<&[f32]> {
+        let Range { start: first, end } = self.slots[head];
+        let run = self.kv.token_bias(batch, head, first + start)?;
+        Some(&run[..run.len().min(end - first - start)])
+    }
 }
 
 /// The first slot of a list whose token stands at `position` or later.

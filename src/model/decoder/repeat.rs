@@ -189,6 +189,12 @@ impl KvRows for Spliced<'_> {
         let (slot, count) = self.slot(start);
         self.kv.value_rows(batch, head / self.group, slot).first(count)
     }
+
+    fn token_bias(&self, batch: usize, head: usize, start: usize) -> Option<&[f32]> {
+        let (slot, count) = self.slot(start);
+        let run = self.kv.token_bias(batch, head / self.group, slot)?;
+        Some(&run[..run.len().min(count)])
+    }
 }
 
 /// Norms of the values of a layer's lists behind each query head's part of the output projection `o`, `[Hq, tokens]`.

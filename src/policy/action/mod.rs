@@ -6,17 +6,20 @@
 pub mod accumulate;
 pub mod cam;
 pub mod drop;
+pub mod matching;
 pub mod merge;
 pub mod rerotate;
 
 use super::{Policy, PolicyError, Statistic};
-use crate::attention::Shape;
 use crate::attention::rope::Frequencies;
+use crate::attention::{Params, Shape};
 use crate::cache::{Column, PagedCache};
 use crate::device::Cpu;
 use crate::memory::Arena;
+use crate::tensor::TensorView;
 
 /// What an action may use besides the cache.
+#[derive(Clone, Copy)]
 pub struct Fold<'a> {
     /// Where scratch memory comes from.
     pub arena: &'a Arena,
@@ -28,6 +31,19 @@ pub struct Fold<'a> {
     pub draws: Option<&'a [f32]>,
     /// RoPE's frequencies, to rotate keys; `None` where the inputs do not tell.
     pub rope: Option<&'a Frequencies>,
+    /// Queries that have asked the list, for actions that look at them.
+    pub asked: Option<Asked<'a>>,
+}
+
+/// Queries that an eviction step is shown, and which of its lists is to be shrunk.
+#[derive(Clone, Copy)]
+pub struct Asked<'a> {
+    /// The latest queries, `[B, Hq, Lq, D]`.
+    pub q: TensorView<'a>,
+    /// Number of the list among those of these sequences: `sequence * Hkv + head`.
+    pub list: usize,
+    /// Scale and soft-cap.
+    pub params: Params,
 }
 
 /// Merges evicted tokens into retained tokens.
@@ -40,6 +56,21 @@ pub trait Action: Send + Sync {
     /// Whether tokens of the cache carry how much was merged into them.
     fn weighs(&self) -> bool {
         false
+    }
+
+    /// Whether tokens of the cache carry a bias, which it gives them.
+    fn biases(&self) -> bool {
+        false
+    }
+
+    /// Whether it refits what is retained to [`Fold::asked`]: once, and to keys as they stand.
+    fn refits(&self) -> bool {
+        false
+    }
+
+    /// How many of the latest queries it looks at ([`Fold::asked`]).
+    fn recent_queries(&self) -> usize {
+        0
     }
 
     /// Whether it changes keys, not values alone.
@@ -65,32 +96,40 @@ pub trait Action: Send + Sync {
     fn fold(&self, fold: &Fold<'_>, cache: &mut PagedCache, list: usize, kept: &[u32]) -> Result<(), PolicyError>;
 }
 
+const KINDS: usize = Column::ALL.len();
+
+/// Every set of columns: its members, and how many they are. Bit `i` of a set's number is that of [`Column::ALL`]'s `i`.
+static COLUMNS: [([Column; KINDS], usize); 1 << KINDS] = {
+    let mut sets = [(Column::ALL, 0); 1 << KINDS];
+    let mut number = 0;
+    while number < 1 << KINDS {
+        let mut kind = 0;
+        while kind < KINDS {
+            if number >> kind & 1 == 1 {
+                let (members, count) = &mut sets[number];
+                members[*count] = Column::ALL[kind];
+                *count += 1;
+            }
+            kind += 1;
+        }
+        number += 1;
+    }
+    sets
+};
+
 impl Policy {
     /// What tokens of a cache under this policy carry.
     pub fn columns(&self) -> &'static [Column] {
-        use Column::{Attention, Gate, Origin, Weight};
-        const SETS: [&[Column]; 16] = [
-            &[],
-            &[Attention],
-            &[Weight],
-            &[Attention, Weight],
-            &[Origin],
-            &[Attention, Origin],
-            &[Weight, Origin],
-            &[Attention, Weight, Origin],
-            &[Gate],
-            &[Attention, Gate],
-            &[Weight, Gate],
-            &[Attention, Weight, Gate],
-            &[Origin, Gate],
-            &[Attention, Origin, Gate],
-            &[Weight, Origin, Gate],
-            &[Attention, Weight, Origin, Gate],
-        ];
-        let attention = self.looks_at(Statistic::AccumulatedAttention);
-        let weight = self.action.as_ref().is_some_and(|action| action.weighs());
-        let bits = [attention, weight, self.rerotates, self.looks_at(Statistic::HiddenStates)];
-        SETS[bits.iter().rev().fold(0, |set, &bit| 2 * set + usize::from(bit))]
+        let (action, looks_at) = (self.action.as_ref(), |statistic| self.looks_at(statistic));
+        let carried = Column::ALL.map(|column| match column {
+            Column::Attention => looks_at(Statistic::AccumulatedAttention),
+            Column::Weight => action.is_some_and(|action| action.weighs()),
+            Column::Origin => self.rerotates,
+            Column::Gate => looks_at(Statistic::HiddenStates),
+            Column::Bias => action.is_some_and(|action| action.biases()),
+        });
+        let (columns, count) = &COLUMNS[carried.iter().rev().fold(0, |set, &is_in| 2 * set + usize::from(is_in))];
+        &columns[..*count]
     }
 
     /// Shrinks a list to the slots `kept` (ascending): evicted tokens are merged, what is retained moves together, and its keys are

@@ -28,6 +28,7 @@ pub mod qfilters;
 pub mod r_kv;
 pub mod random;
 mod redundancy;
+pub mod rms_attention;
 pub mod scissorhands;
 pub mod snapkv;
 pub mod streaming_llm;

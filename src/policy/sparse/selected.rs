@@ -70,4 +70,10 @@ impl KvRows for Selected<'_> {
         let (slot, count) = self.run(batch, head, start);
         self.cache.value_rows(batch, head, slot).first(count)
     }
+
+    fn token_bias(&self, batch: usize, head: usize, start: usize) -> Option<&[f32]> {
+        let (slot, count) = self.run(batch, head, start);
+        let run = self.cache.token_bias(batch, head, slot)?;
+        Some(&run[..run.len().min(count)])
+    }
 }

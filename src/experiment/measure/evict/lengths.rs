@@ -67,7 +67,7 @@ impl Lengths<'_> {
     /// Latest queries that are held while decoding: more than one, or none.
     pub fn recent(&self) -> Option<usize> {
         let policy = self.evicting.filter(|policy| policy.schedule.decoding != Decoding::Never)?;
-        let recent = policy.scorer.as_ref()?.recent_queries().min(self.cell.context_tokens);
+        let recent = policy.recent_queries().min(self.cell.context_tokens);
         (recent > 1).then_some(recent)
     }
 }
