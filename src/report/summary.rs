@@ -7,7 +7,7 @@
 use super::naming::{CONTEXT, Dimension, HEADS, KERNEL, Naming, SEED};
 use super::table::{MOST_COLUMNS, Table, lines, shortened, wrapped};
 use super::text::{self, NOTHING};
-use super::{SPARSE, answers, baseline, knobs, latest, noise, recall, serving, steps};
+use super::{SPARSE, answers, baseline, edits, knobs, latest, noise, recall, serving, steps};
 use crate::experiment::measure::Measure;
 use crate::experiment::record::{Eviction, Record, Status};
 use crate::ranks::OfRank;
@@ -47,6 +47,9 @@ fn table(records: &[&Record]) -> String {
         let common = "right answers about kept, overwritten (new and old value) and never-written facts, in percent;\n\
                       answered cues about kept and never-written facts";
         return format!("### recall\n\n{common}\n\n{}", lines(rows));
+    }
+    if measure == Measure::EDIT {
+        return edits::tables(records).iter().map(Table::markdown).collect::<Vec<_>>().join("\n");
     }
     if measure == Measure::TRAIN {
         let together = |a: &&Record, b: &&Record| a.cell.without_choice() == b.cell.without_choice();
