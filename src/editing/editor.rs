@@ -83,7 +83,8 @@ impl<'a> Editor<'a> {
     ) -> Result<u64, EditError> {
         let (method, width) = (parsed(memory)?.method, maps.width());
         let written = Matrix::bytes(most_facts, width) + method.workspace_bytes(width, Step::Write(most_facts));
-        let asked = 2 * Matrix::bytes(most_questions, width) + method.workspace_bytes(width, Step::Read(most_questions));
+        let asked =
+            2 * Matrix::bytes(most_questions, width) + method.workspace_bytes(width, Step::Read(most_questions));
         Ok(Self::bytes(maps, (memory, most_facts))? + written.max(asked))
     }
 

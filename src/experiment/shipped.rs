@@ -28,6 +28,7 @@ pub const SHIPPED: &[(&str, &str)] = &[
     ("real-memory", include_str!("../../experiments/real-memory.toml")),
     ("camelot", include_str!("../../experiments/camelot.toml")),
     ("larimar", include_str!("../../experiments/larimar.toml")),
+    ("larimar-model", include_str!("../../experiments/larimar-model.toml")),
     ("ranks", include_str!("../../experiments/ranks.toml")),
     ("zero", include_str!("../../experiments/zero.toml")),
     ("real-zero", include_str!("../../experiments/real-zero.toml")),

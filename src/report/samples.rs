@@ -3,6 +3,7 @@
 use super::Run;
 use crate::experiment::answers::{Answers, Estimate, Spread};
 use crate::experiment::cell::Cell;
+use crate::experiment::edited::Edited;
 use crate::experiment::measure::Measure;
 use crate::experiment::recalled::Recalled;
 use crate::experiment::record::{Drift, Eviction, Latency, Memory, Record, Status, Step, Training, Work};
@@ -123,6 +124,10 @@ pub fn run() -> Run {
         }
     }
     records.push(recalled("larimar:slots=128", "write:count=64", 0.9));
+    for facts in [4, 64] {
+        records.push(told("larimar:slots=128,scope=list", facts, 1.0 - 0.002 * facts as f64));
+        records.push(told("nearest:facts=4", facts, 1.0));
+    }
     let broken = records.iter().position(|record| record.cell.measure == Measure::EVICT).unwrap_or(0) + 8;
     records[broken] = failed(records[broken].clone());
     records[0].warnings.push("the CPU's clock changed by 12% while the cell ran".into());
@@ -326,6 +331,32 @@ pub fn recalled(memory: &str, episode: &str, kept: f64) -> Record {
         answered_unwritten: share(1.0),
         scope_auc: memory.contains("scope").then(|| share(kept)),
         likeness: Some(share(0.9)),
+    });
+    record
+}
+
+/// What a model answered that was told facts through a memory.
+pub fn told(memory: &str, facts: usize, stem: f64) -> Record {
+    let mut record = with_cell(record(Measure::EDIT, "tiled", 0), |cell| {
+        cell.model = Some("builtin".into());
+        cell.memory = Some(memory.into());
+        cell.facts = Some(facts);
+        cell.samples = Some(8);
+    });
+    let share = |mean: f64| Estimate { mean, ci95_low: 0.9 * mean, ci95_high: mean };
+    record.edit = Some(Edited {
+        episodes: 8,
+        asked: 8 * facts,
+        stem: share(stem),
+        rephrased: share(0.9 * stem),
+        replaced: share(stem),
+        replaced_old: share(0.0),
+        forgotten: share(0.0),
+        remembered: Some(share(stem)),
+        never_written: share(0.0),
+        unchanged: share(1.0),
+        unchanged_unscoped: Some(share(0.1)),
+        held_bytes: 1024 * facts as u64,
     });
     record
 }

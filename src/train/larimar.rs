@@ -23,8 +23,8 @@ use super::weights::Frozen;
 use super::{Batch, Network, Parameters};
 use crate::device::Cpu;
 use crate::editing::{
-    Answered, Drawn, EditError, Editor, Encoded, Encoder, Episode, Fact, InContext, MEMORY, Maps, PREFIX,
-    Retrieval, TRAINED, widths,
+    Answered, Drawn, EditError, Editor, Encoded, Encoder, Episode, Fact, InContext, MEMORY, Maps, PREFIX, Retrieval,
+    TRAINED, widths,
 };
 use crate::memory::{Arena, Label, LabelBytes};
 use crate::model::{Config, Model, Text, locate};

@@ -142,7 +142,8 @@ impl Comparisons for Edit {
             Ok(cpu) => asked(&cells, stage, cpu, each).map_err(|error| status_of(&error)),
             Err(reason) => Err((Status::Skipped, reason)),
         };
-        let all = |(status, reason): (Status, String)| cells.iter().map(|_| Ended::Not(status, reason.clone())).collect();
+        let all =
+            |(status, reason): (Status, String)| cells.iter().map(|_| Ended::Not(status, reason.clone())).collect();
         let ended = ended.unwrap_or_else(all);
         records.into_iter().zip(ended).map(|(record, ended)| ended.fill(record, stage.limit_bytes)).collect()
     }
