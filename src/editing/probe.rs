@@ -107,48 +107,26 @@ impl Answered {
     }
 
     /// Adds another episode's answers.
-    pub fn add(&mut self, other: &Answered) {
-        let of = |answered: &Answered| {
-            [
-                answered.stem,
-                answered.rephrased,
-                answered.forgotten,
-                answered.remembered,
-                answered.replaced,
-                answered.replaced_old,
-                answered.never_written,
-                answered.unchanged,
-                answered.unchanged_unscoped,
-            ]
-        };
-        let Answered {
-            stem,
-            rephrased,
-            forgotten,
-            remembered,
-            replaced,
-            replaced_old,
-            never_written,
-            unchanged,
-            unchanged_unscoped,
-            ..
-        } = self;
-        let rates = [
-            stem,
-            rephrased,
-            forgotten,
-            remembered,
-            replaced,
-            replaced_old,
-            never_written,
-            unchanged,
-            unchanged_unscoped,
-        ];
-        rates.into_iter().zip(of(other)).for_each(|(rate, other)| rate.add(&other));
+    pub fn add(&mut self, mut other: Answered) {
+        self.rates().into_iter().zip(other.rates()).for_each(|(rate, other)| rate.add(other));
         self.facts = other.facts;
         self.episodes += other.episodes;
         self.held_bytes = self.held_bytes.max(other.held_bytes);
-        self.edit_seconds.extend(&other.edit_seconds);
+        self.edit_seconds.append(&mut other.edit_seconds);
+    }
+
+    fn rates(&mut self) -> [&mut Rate; 9] {
+        [
+            &mut self.stem,
+            &mut self.rephrased,
+            &mut self.forgotten,
+            &mut self.remembered,
+            &mut self.replaced,
+            &mut self.replaced_old,
+            &mut self.never_written,
+            &mut self.unchanged,
+            &mut self.unchanged_unscoped,
+        ]
     }
 }
 

@@ -315,7 +315,7 @@ fn asked(
     let mut answered = Answered::default();
     for episode in 0..episodes as u64 {
         let seed = HELD_OUT_SEED.wrapping_add(episode << 16);
-        answered.add(&ask(&Episode::draw(encoder, count, kept_back, seed)?)?);
+        answered.add(ask(&Episode::draw(encoder, count, kept_back, seed)?)?);
     }
     Ok(answered)
 }

@@ -309,7 +309,7 @@ impl State {
                 episode.ask(encoder, &mut InContext::new(encoder, evicts.then_some(eviction), most_tokens, &arena)?)?
             }
         };
-        self.answered.add(&answered);
+        self.answered.add(answered);
         Ok(())
     }
 }
