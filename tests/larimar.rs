@@ -87,7 +87,7 @@ fn a_memory_is_measured_beside_contexts_of_as_many_bytes_and_the_run_goes_on() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
     const MEMORY: &str = "larimar:slots=32,noise=0.05,scope=list";
-    let grid = "facts = [2, 16]\nsamples = 2\npolicy = [\"full\", \"streaming-llm\"]\n";
+    let grid = "facts = [2, 16]\nsamples = 4\npolicy = [\"full\", \"streaming-llm\"]\n";
     experiment(folder, &format!("{grid}memory = [\"{MEMORY}\", \"nearest:facts=4\"]\n"));
     run_experiment(folder, &[]).success();
     let (first, run) = records(folder);
@@ -104,8 +104,8 @@ fn a_memory_is_measured_beside_contexts_of_as_many_bytes_and_the_run_goes_on() {
         let memory = of(MEMORY, facts);
         assert_eq!(memory["memory"]["residual_bytes"], 0);
         // Without the memory a model can but guess one of some hundred words.
-        assert!(share(MEMORY, facts, "stem") >= 0.9, "{memory}");
-        assert!(share(MEMORY, facts, "replaced") >= 0.75, "{memory}");
+        assert!(share(MEMORY, facts, "stem") >= 0.75, "{memory}");
+        assert!(share(MEMORY, facts, "replaced") >= 0.5, "{memory}");
         assert!(share(MEMORY, facts, "unchanged") > share(MEMORY, facts, "unchanged_unscoped"), "{memory}");
         for what in ["forgotten", "replaced_old", "never_written"] {
             assert!(share(MEMORY, facts, what) <= 0.25, "{what}: {memory}");

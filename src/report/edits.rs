@@ -35,7 +35,7 @@ fn table(records: &[&Record]) -> Table {
         notes: vec![
             "percent of answers that are: the value of a fact, by its stem and in other words · of replaced facts the new \
              and the old value · of forgotten and of never-written ones what they were or would have been · of other \
-             questions and sentences what the model alone says, behind the stroke without the scope detector"
+             questions and sentences what the model alone says · behind the stroke without the scope detector"
                 .into(),
         ],
     }
