@@ -49,8 +49,117 @@ fn a_run_that_was_stopped_goes_on_with_the_same_bits() {
     assert!(whole_maps == parts_maps);
     let record: Value = serde_json::from_str(&fs::read_to_string(whole.join(RECORD)).unwrap()).unwrap();
     // Facts in the context are what the built-in model was trained on.
-    assert_eq!(record["answers"]["context"], json!({"right": 64, "asked": 64}));
+    assert_eq!(record["answers"]["context"]["stem"], json!({"right": 64, "asked": 64}));
+    // Four steps teach nothing: what the memory is asked for is asked all the same.
+    let asked: Vec<u64> = record["answers"]["memory"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|one| one["stem"]["asked"].as_u64().unwrap())
+        .collect();
+    assert_eq!(asked, [16, 16, 16, 64, 64]);
     assert_eq!(record["fine_tuned"]["facts"], 16);
+}
+
+/// An experiment with the measure `edit` in a folder, with the maps of the built-in model unless `more` says others.
+fn experiment(folder: &Path, more: &str) {
+    let maps = fs::canonicalize(MAPS_OF_BUILTIN).unwrap();
+    let maps = if more.contains("maps =") { String::new() } else { format!("maps = {maps:?}\n") };
+    fs::write(folder.join("told.toml"), format!("name = \"told\"\n[[grid]]\nmeasure = \"edit\"\n{maps}{more}"))
+        .unwrap();
+}
+
+fn run_experiment(folder: &Path, more: &[&str]) -> assert_cmd::assert::Assert {
+    let mut command = Command::cargo_bin("kvsieve").unwrap();
+    command.current_dir(folder).args(["run", "told.toml", "--out", "out"]).args(more).assert()
+}
+
+/// The records of the one run in a folder, and where they lie.
+fn records(folder: &Path) -> (Vec<Value>, std::path::PathBuf) {
+    let found: Vec<_> = fs::read_dir(folder.join("out/told")).unwrap().map(|entry| entry.unwrap().path()).collect();
+    let [run] = &found[..] else { panic!("{found:?}") };
+    let text = fs::read_to_string(run.join("cells.jsonl")).unwrap();
+    (text.lines().map(|line| serde_json::from_str(line).unwrap()).collect(), run.clone())
+}
+
+#[test]
+fn a_memory_is_measured_beside_contexts_of_as_many_bytes_and_the_run_goes_on() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    const MEMORY: &str = "larimar:slots=32,noise=0.05,scope=list";
+    let grid = "facts = [2, 16]\nsamples = 4\npolicy = [\"full\", \"streaming-llm\"]\n";
+    experiment(folder, &format!("{grid}memory = [\"{MEMORY}\", \"nearest:facts=4\"]\n"));
+    run_experiment(folder, &[]).success();
+    let (first, run) = records(folder);
+    assert_eq!(first.len(), 2 * 5, "random is beside what evicts");
+    let of = |choice: &str, facts: u64| {
+        let chosen = |record: &&Value| {
+            let cell = &record["cell"];
+            (cell["policy"] == choice || cell["memory"] == choice) && cell["facts"] == facts
+        };
+        first.iter().find(chosen).unwrap()
+    };
+    let share = |choice: &str, facts: u64, what: &str| of(choice, facts)["edit"][what]["mean"].as_f64().unwrap();
+    for facts in [2, 16] {
+        let memory = of(MEMORY, facts);
+        assert_eq!(memory["memory"]["residual_bytes"], 0);
+        // Without the memory a model can but guess one of some hundred words.
+        assert!(share(MEMORY, facts, "stem") >= 0.75, "{memory}");
+        assert!(share(MEMORY, facts, "replaced") >= 0.5, "{memory}");
+        assert!(share(MEMORY, facts, "unchanged") > share(MEMORY, facts, "unchanged_unscoped"), "{memory}");
+        for what in ["forgotten", "replaced_old", "never_written"] {
+            assert!(share(MEMORY, facts, what) <= 0.25, "{what}: {memory}");
+        }
+        for choice in ["full", "nearest:facts=4"] {
+            assert_eq!((share(choice, facts, "stem"), share(choice, facts, "replaced")), (1.0, 1.0), "{choice}");
+        }
+        assert_eq!(of("full", facts)["edit"]["unchanged_unscoped"], Value::Null);
+        for choice in ["streaming-llm", "random"] {
+            let evicted = of(choice, facts);
+            assert_eq!(evicted["cell"]["budget"], format!("{}B", memory["edit"]["held_bytes"]));
+            assert_eq!(evicted["status"], if facts == 2 { "skipped" } else { "ok" });
+        }
+    }
+    // Pages of 16 tokens are not always full.
+    let (held, budget) = (&of("streaming-llm", 16)["edit"]["held_bytes"], &of(MEMORY, 16)["edit"]["held_bytes"]);
+    assert!(held.as_f64().unwrap() < 1.5 * budget.as_f64().unwrap(), "{held} {budget}");
+    assert!(share("streaming-llm", 16, "stem") < 0.9 && share("random", 16, "stem") < 0.9);
+    assert!(run.join("plots/answers-vs-facts.svg").exists());
+    assert!(fs::read_to_string(run.join("summary.md")).unwrap().contains("### edit, 16 facts"));
+
+    // Of a run that was killed behind its third record, the rest is asked again and the same.
+    let text = fs::read_to_string(run.join("cells.jsonl")).unwrap();
+    fs::write(run.join("cells.jsonl"), text.split_inclusive('\n').take(3).collect::<String>()).unwrap();
+    run_experiment(folder, &["--resume"]).success();
+    let (second, _) = records(folder);
+    assert_eq!(second.len(), first.len());
+    for record in &second {
+        let before = first.iter().find(|before| before["cell_id"] == record["cell_id"]).unwrap();
+        assert_eq!((&before["edit"], &before["status"]), (&record["edit"], &record["status"]));
+    }
+}
+
+#[test]
+fn grids_that_cannot_be_asked_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    for (grid, said) in [
+        ("policy = \"full\"\n", "facts says how many are written"),
+        ("facts = [4, 0]\n", "facts says how many are written"),
+        ("facts = 4\nsamples = 0\n", "samples is 0"),
+        ("facts = 4\nbudget = 64\n", "budget belongs to measure"),
+        ("facts = 4\nmemory = \"nearest:facts=0\"\n", "facts is '0'"),
+        ("facts = 4\nmemory = \"nearest:slots=4\"\n", "slots"),
+        ("facts = 4\nmemory = \"camelot\"\n", "unknown memory of facts 'camelot'"),
+        ("facts = 4\npolicy = \"snapkw\"\n", "snapkw"),
+        ("facts = 4\nmodel = [\"builtin\", \"x\"]\n", "maps are of one"),
+        ("facts = 4\nmaps = \"nowhere\"\n", "nowhere"),
+    ] {
+        experiment(folder, grid);
+        let output = run_experiment(folder, &[]).code(2).get_output().clone();
+        let error = String::from_utf8(output.stderr).unwrap();
+        assert!(error.contains(said) && error.trim_end().lines().count() == 1, "{grid}: {error}");
+    }
 }
 
 fn memory(folder: &Path, arguments: &str) -> Command {

@@ -1,15 +1,16 @@
 //! A memory of facts in a model: facts written, replaced and forgotten as text, and questions answered by it.
 
-use super::{EditError, Encoded, Encoder, Fact, Maps};
+use super::{EditError, Encoded, Encoder, Fact, Informed, Maps};
 use crate::episodic::matrix::Matrix;
-use crate::episodic::{FactMemory, FactShape, Facts};
+use crate::episodic::{EpisodicError, FactMemory, FactShape, Facts, Step};
 use crate::memory::{Arena, Label};
 use crate::model::PrefixShape;
+use crate::named::Named;
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 use rand_distr::{Distribution, StandardNormal};
 
-/// The memory that facts of a model go to; the scope detector is added with the maps' own threshold.
+/// The memory that facts of a model go to, where nothing else is said.
 pub const MEMORY: &str = "larimar:slots=128,noise=0.05,scope=list";
 
 /// Facts of a model.
@@ -21,68 +22,70 @@ pub struct Editor<'a> {
     /// The memory.
     pub facts: Facts,
     shape: PrefixShape,
+    held_bytes: u64,
     arena: &'a Arena,
     rng: ChaCha8Rng,
 }
 
 impl<'a> Editor<'a> {
-    /// The memory's name with its parameters, for these maps.
-    pub fn memory(maps: &Maps) -> String {
-        format!("{MEMORY},threshold={:.4}", maps.threshold)
+    /// A memory's name with its parameters, for these maps: a scope detector without a threshold gets theirs.
+    ///
+    /// # Errors
+    /// When there is no such memory, or a parameter is wrong.
+    pub fn memory(text: &str, maps: &Maps) -> Result<String, EditError> {
+        let mut named: Named = text.parse().map_err(EpisodicError::from)?;
+        if named.text("scope").is_some_and(|scope| scope == "list") && named.text("threshold").is_none() {
+            named.set("threshold", &format!("{:.4}", maps.threshold));
+        }
+        parsed(&named.to_string())?;
+        Ok(named.to_string())
     }
 
-    /// An empty memory that lists at most `most_facts` for its scope detector.
+    /// An empty memory that lists at most `most_facts` for its scope detector; `memory` is a name that [`Editor::memory`] gave.
     ///
     /// # Errors
     /// When the arena has no room.
     pub fn new(
         encoder: &'a Encoder<'a>,
         maps: &'a Maps,
-        most_facts: usize,
+        (memory, most_facts): (&str, usize),
         arena: &'a Arena,
     ) -> Result<Self, EditError> {
-        let memory = FactMemory::parse(&Self::memory(maps)).map_err(crate::episodic::EpisodicError::from)?;
-        let facts = memory.open(&FactShape { width: maps.width(), most_facts }, arena)?;
-        Ok(Self::with(encoder, maps, facts, arena))
+        let before = arena.usage().live_bytes;
+        let facts = parsed(memory)?.open(&FactShape { width: maps.width(), most_facts }, arena)?;
+        let held_bytes = arena.usage().live_bytes - before;
+        Ok(Editor { held_bytes, ..Self::with(encoder, maps, facts, arena) })
     }
 
     /// With a memory that is there.
     pub fn with(encoder: &'a Encoder<'a>, maps: &'a Maps, facts: Facts, arena: &'a Arena) -> Self {
         let shape = PrefixShape::new(&encoder.model.config, maps.tokens);
-        Editor { encoder, maps, facts, shape, arena, rng: ChaCha8Rng::seed_from_u64(0) }
+        Editor { encoder, maps, facts, shape, held_bytes: 0, arena, rng: ChaCha8Rng::seed_from_u64(0) }
     }
 
-    /// Bytes of an empty memory with room for a list of `most_facts`.
+    /// Bytes of a memory with room for a list of `most_facts`.
     ///
     /// # Errors
-    /// When the maps' threshold is none of a scope detector.
-    pub fn bytes(maps: &Maps, most_facts: usize) -> Result<u64, EditError> {
-        let memory = FactMemory::parse(&Self::memory(maps)).map_err(crate::episodic::EpisodicError::from)?;
-        Ok(memory.bytes(&FactShape { width: maps.width(), most_facts }).into_values().sum())
+    /// As [`Editor::memory`].
+    pub fn bytes(maps: &Maps, (memory, most_facts): (&str, usize)) -> Result<u64, EditError> {
+        Ok(parsed(memory)?.bytes(&FactShape { width: maps.width(), most_facts }).into_values().sum())
     }
 
-    /// The prefix's extents.
-    pub fn shape(&self) -> &PrefixShape {
-        &self.shape
-    }
-
-    /// Reads facts and writes them, one after the other.
+    /// Most bytes that such a memory takes from its arena while `most_facts` are written and `most_questions` asked together: what it
+    /// holds, the vectors, and scratch space.
     ///
     /// # Errors
-    /// When a fact cannot be encoded or the memory does not take it.
-    pub fn write(&mut self, facts: &[Fact]) -> Result<(), EditError> {
-        let z = self.matrix(&self.encoder.facts(facts)?)?;
-        let Editor { facts, rng, encoder, .. } = self;
-        Ok(encoder.cpu.install(|| facts.write(&z, &mut || StandardNormal.sample(rng)))?)
-    }
-
-    /// Takes facts out, which must be given as they were written.
-    ///
-    /// # Errors
-    /// When one was not written.
-    pub fn forget(&mut self, facts: &[Fact]) -> Result<(), EditError> {
-        let z = self.matrix(&self.encoder.facts(facts)?)?;
-        Ok((0..z.rows()).try_for_each(|row| self.facts.forget(z.row(row)))?)
+    /// As [`Editor::memory`].
+    pub fn peak_bytes(
+        maps: &Maps,
+        (memory, most_facts): (&str, usize),
+        most_questions: usize,
+    ) -> Result<u64, EditError> {
+        let (method, width) = (parsed(memory)?.method, maps.width());
+        let written = Matrix::bytes(most_facts, width) + method.workspace_bytes(width, Step::Write(most_facts));
+        let asked =
+            2 * Matrix::bytes(most_questions, width) + method.workspace_bytes(width, Step::Read(most_questions));
+        Ok(Self::bytes(maps, (memory, most_facts))? + written.max(asked))
     }
 
     /// For each question the prefix that goes before it; `None` where the scope detector says that nothing of the kind was
@@ -111,10 +114,12 @@ impl<'a> Editor<'a> {
     /// # Errors
     /// As [`Editor::read`].
     pub fn answers(&mut self, questions: &[String], heeded: bool) -> Result<(Vec<u32>, Vec<bool>), EditError> {
+        let shape = self.shape;
         let prefixes = self.read(questions, heeded)?;
+        let had: Vec<bool> = prefixes.iter().map(Option::is_some).collect();
+        let prefixes: Vec<_> = prefixes.into_iter().map(|prefix| prefix.map(|numbers| (shape, numbers))).collect();
         let prompts = questions.iter().map(|question| self.encoder.prompt(question)).collect::<Result<Vec<_>, _>>()?;
-        let (tokens, _) = self.encoder.answers(&prompts, &prefixes, &self.shape)?;
-        Ok((tokens, prefixes.iter().map(Option::is_some).collect()))
+        Ok((self.encoder.answers(&prompts, &prefixes)?, had))
     }
 
     fn matrix(&self, encoded: &[Encoded]) -> Result<Matrix, EditError> {
@@ -124,4 +129,36 @@ impl<'a> Editor<'a> {
         }
         Ok(matrix)
     }
+}
+
+impl Informed for Editor<'_> {
+    fn write(&mut self, facts: &[Fact]) -> Result<(), EditError> {
+        if facts.is_empty() {
+            return Ok(());
+        }
+        let z = self.matrix(&self.encoder.facts(facts)?)?;
+        let Editor { facts, rng, encoder, .. } = self;
+        Ok(encoder.cpu.install(|| facts.write(&z, &mut || StandardNormal.sample(rng)))?)
+    }
+
+    fn forget(&mut self, facts: &[Fact]) -> Result<(), EditError> {
+        let z = self.matrix(&self.encoder.facts(facts)?)?;
+        Ok((0..z.rows()).try_for_each(|row| self.facts.forget(z.row(row)))?)
+    }
+
+    fn answer(&mut self, questions: &[String], scoped: bool) -> Result<Vec<u32>, EditError> {
+        Ok(self.answers(questions, scoped)?.0)
+    }
+
+    fn has_scope(&self) -> bool {
+        self.facts.has_scope()
+    }
+
+    fn held_bytes(&self) -> u64 {
+        self.held_bytes
+    }
+}
+
+fn parsed(memory: &str) -> Result<FactMemory, EditError> {
+    Ok(FactMemory::parse(memory).map_err(EpisodicError::from)?)
 }

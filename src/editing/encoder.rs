@@ -1,10 +1,11 @@
-//! The encoder: hidden states of the model itself, over texts of a fact or a question.
+//! The encoder: hidden states of the model itself, over texts of a fact or a question. Blocks above the layer that they are taken at are
+//! not run.
 
 use super::{EditError, Fact};
 use crate::device::Cpu;
 use crate::format::KvFormat;
 use crate::memory::Arena;
-use crate::model::{Activation, Decoder, Hook, Model, Setup, Text};
+use crate::model::{Activation, Decoder, Hook, Model, PrefixShape, Setup, Text};
 use crate::tensor::DType;
 use std::sync::Mutex;
 
@@ -34,17 +35,22 @@ pub struct Encoded {
     pub value: Option<Vec<f32>>,
 }
 
-/// The rows of one layer.
-struct States {
-    layer: usize,
-    rows: Mutex<Vec<f32>>,
+/// The rows of some layers, in ascending order.
+struct States<'l> {
+    layers: &'l [usize],
+    rows: Mutex<Vec<Vec<f32>>>,
 }
 
-impl Hook for States {
+impl Hook for States<'_> {
     fn rows(&self, layer: usize, what: Activation, rows: &[f32]) {
-        if layer == self.layer && what == Activation::Hidden {
-            self.rows.lock().expect("nobody panics with the rows").extend_from_slice(rows);
+        let place = self.layers.iter().position(|wanted| *wanted == layer).filter(|_| what == Activation::Hidden);
+        if let Some(place) = place {
+            self.rows.lock().expect("nobody panics with the rows")[place].extend_from_slice(rows);
         }
+    }
+
+    fn last_layer(&self) -> Option<usize> {
+        self.layers.iter().max().copied()
     }
 }
 
@@ -73,7 +79,15 @@ impl<'a> Encoder<'a> {
     /// # Errors
     /// When the tokenizer has no token for a part of it.
     pub fn prompt(&self, text: &str) -> Result<Vec<u32>, EditError> {
-        Ok([&self.beginning[..], &self.text.piece(text)?].concat())
+        Ok([&self.beginning[..], &self.piece(text)?].concat())
+    }
+
+    /// Tokens of a text that follows another.
+    ///
+    /// # Errors
+    /// As [`Encoder::prompt`].
+    pub fn piece(&self, text: &str) -> Result<Vec<u32>, EditError> {
+        Ok(self.text.piece(text)?)
     }
 
     /// The one token of a value.
@@ -95,8 +109,7 @@ impl<'a> Encoder<'a> {
     /// # Errors
     /// When a text is empty or longer than the model can read, or the arena has no room.
     pub fn facts(&self, facts: &[Fact]) -> Result<Vec<Encoded>, EditError> {
-        let texts: Vec<(&str, Option<&str>)> = facts.iter().map(|fact| (&*fact.stem, Some(&*fact.value))).collect();
-        self.encode(&texts)
+        Ok(self.facts_at(&[self.layer], facts)?.remove(0))
     }
 
     /// States of questions.
@@ -104,11 +117,28 @@ impl<'a> Encoder<'a> {
     /// # Errors
     /// As [`Encoder::facts`].
     pub fn questions(&self, questions: &[String]) -> Result<Vec<Encoded>, EditError> {
-        self.encode(&questions.iter().map(|question| (&**question, None)).collect::<Vec<_>>())
+        Ok(self.questions_at(&[self.layer], questions)?.remove(0))
     }
 
-    fn encode(&self, texts: &[(&str, Option<&str>)]) -> Result<Vec<Encoded>, EditError> {
-        let mut encoded = Vec::with_capacity(texts.len());
+    /// States of facts before each of some layers.
+    ///
+    /// # Errors
+    /// As [`Encoder::facts`].
+    pub fn facts_at(&self, layers: &[usize], facts: &[Fact]) -> Result<Vec<Vec<Encoded>>, EditError> {
+        let texts: Vec<(&str, Option<&str>)> = facts.iter().map(|fact| (&*fact.stem, Some(&*fact.value))).collect();
+        self.encode(layers, &texts)
+    }
+
+    /// States of questions before each of some layers.
+    ///
+    /// # Errors
+    /// As [`Encoder::facts`].
+    pub fn questions_at(&self, layers: &[usize], questions: &[String]) -> Result<Vec<Vec<Encoded>>, EditError> {
+        self.encode(layers, &questions.iter().map(|question| (&**question, None)).collect::<Vec<_>>())
+    }
+
+    fn encode(&self, layers: &[usize], texts: &[(&str, Option<&str>)]) -> Result<Vec<Vec<Encoded>>, EditError> {
+        let mut encoded = vec![Vec::with_capacity(texts.len()); layers.len()];
         for texts in texts.chunks(AT_ONCE) {
             let mut sequences = Vec::with_capacity(texts.len());
             for (stem, value) in texts {
@@ -126,60 +156,67 @@ impl<'a> Encoder<'a> {
                 sequences.push((tokens, stem_tokens.len(), !value.is_empty()));
             }
             let longest = sequences.iter().map(|(tokens, ..)| tokens.len()).max().unwrap_or(1);
-            let states = States { layer: self.layer, rows: Mutex::default() };
+            let states = States { layers, rows: Mutex::new(vec![Vec::new(); layers.len()]) };
             let mut decoder = Decoder::new(self.model, setup(texts.len(), longest), self.cpu, self.arena)?;
             decoder.hook(&states);
             let tokens: Vec<&[u32]> = sequences.iter().map(|(tokens, ..)| &tokens[..]).collect();
             decoder.prefill(&tokens, |_, _, _| ())?;
             drop(decoder);
-            let rows = states.rows.into_inner().expect("nobody panics with the rows");
-            let (hidden, mut row) = (self.model.config.hidden, 0);
-            for (tokens, stem, has_value) in &sequences {
-                let own = &rows[row * hidden..][..tokens.len() * hidden];
-                let mut subject = vec![0.0; hidden];
-                for state in own.chunks_exact(hidden).skip(self.beginning.len()).take(*stem) {
-                    subject.iter_mut().zip(state).for_each(|(sum, value)| *sum += value);
-                }
-                let value = has_value.then(|| own[own.len() - hidden..].to_vec());
-                encoded.push(Encoded { subject, value });
-                row += tokens.len();
+            let of_layers = states.rows.into_inner().expect("nobody panics with the rows");
+            for (rows, encoded) in of_layers.iter().zip(&mut encoded) {
+                self.add_up(rows, &sequences, encoded);
             }
         }
         Ok(encoded)
     }
 
-    /// The likeliest next token of each prompt, behind its prefix where it has one; and bytes of keys and values.
+    /// What a layer's rows are of each sequence: its tokens, those of its stem, and whether a value follows.
+    fn add_up(&self, rows: &[f32], sequences: &[(Vec<u32>, usize, bool)], encoded: &mut Vec<Encoded>) {
+        let (hidden, mut row) = (self.model.config.hidden, 0);
+        for (tokens, stem, has_value) in sequences {
+            let own = &rows[row * hidden..][..tokens.len() * hidden];
+            let mut subject = vec![0.0; hidden];
+            for state in own.chunks_exact(hidden).skip(self.beginning.len()).take(*stem) {
+                subject.iter_mut().zip(state).for_each(|(sum, value)| *sum += value);
+            }
+            let value = has_value.then(|| own[own.len() - hidden..].to_vec());
+            encoded.push(Encoded { subject, value });
+            row += tokens.len();
+        }
+    }
+
+    /// The likeliest next token of each prompt, behind its prefix where it has one.
     ///
     /// # Errors
     /// When a prompt is too long for the model, or the arena has no room.
     pub fn answers(
         &self,
         prompts: &[Vec<u32>],
-        prefixes: &[Option<Vec<f32>>],
-        shape: &crate::model::PrefixShape,
-    ) -> Result<(Vec<u32>, u64), EditError> {
-        let (mut answers, mut most_bytes) = (Vec::with_capacity(prompts.len()), 0);
+        prefixes: &[Option<(PrefixShape, Vec<f32>)>],
+    ) -> Result<Vec<u32>, EditError> {
+        let mut answers = Vec::with_capacity(prompts.len());
         for (prompts, prefixes) in prompts.chunks(AT_ONCE).zip(prefixes.chunks(AT_ONCE)) {
             let longest = prompts.iter().map(Vec::len).max().unwrap_or(1);
-            self.model.check_length(longest + shape.tokens)?;
-            let setup = Setup { chunk_tokens: longest, ..setup(prompts.len(), longest + shape.tokens) };
+            let before = prefixes.iter().flatten().map(|(shape, _)| shape.tokens).max().unwrap_or(0);
+            self.model.check_length(longest + before)?;
+            let setup = Setup { chunk_tokens: longest, ..setup(prompts.len(), longest + before) };
             let mut decoder = Decoder::new(self.model, setup, self.cpu, self.arena)?;
             for (sequence, prefix) in prefixes.iter().enumerate() {
-                if let Some(prefix) = prefix {
-                    decoder.prefix(sequence, shape, prefix)?;
+                if let Some((shape, numbers)) = prefix {
+                    decoder.prefix(sequence, shape, numbers)?;
                 }
             }
             let mut likeliest = vec![0; prompts.len()];
             let tokens: Vec<&[u32]> = prompts.iter().map(|prompt| &prompt[..]).collect();
             decoder.prefill(&tokens, |sequence, _, logits| likeliest[sequence] = argmax(logits))?;
-            most_bytes = decoder.most_kv_bytes().max(most_bytes);
             answers.extend(likeliest);
         }
-        Ok((answers, most_bytes))
+        Ok(answers)
     }
 }
 
-fn argmax(logits: &[f32]) -> u32 {
+/// The likeliest token.
+pub(super) fn argmax(logits: &[f32]) -> u32 {
     (0..logits.len()).max_by(|a, b| logits[*a].total_cmp(&logits[*b])).unwrap_or(0) as u32
 }
 

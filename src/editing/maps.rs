@@ -4,6 +4,7 @@ use super::{Affine, EditError, Encoded};
 use crate::episodic::matrix::norm;
 use crate::model::{Config, PrefixShape};
 use crate::tensor::file::{self, Output, TensorFile};
+use half::bf16;
 use safetensors::Dtype;
 use std::collections::HashMap;
 use std::path::Path;
@@ -74,12 +75,15 @@ impl Maps {
     pub fn save(&self, path: &Path) -> Result<(), EditError> {
         let (hidden, [weight, bias]) = (self.subject.inputs(), &self.readout);
         let affine = |affine: &Affine| vec![affine.outputs(), hidden];
+        // Nearly all of the file: noise that the read-out was trained with is larger than this rounding.
+        let rounded: Vec<bf16> = weight.iter().map(|&weight| bf16::from_f32(weight)).collect();
+        let shape = vec![bias.len(), self.value.outputs()];
         let outputs = [
             Output::f32("subject.mean", vec![hidden], &self.subject.mean),
             Output::f32("subject.weight", affine(&self.subject), &self.subject.matrix),
             Output::f32("value.mean", vec![hidden], &self.value.mean),
             Output::f32("value.weight", affine(&self.value), &self.value.matrix),
-            Output::f32("readout.weight", vec![bias.len(), self.value.outputs()], weight),
+            Output { name: "readout.weight", dtype: Dtype::BF16, shape, bytes: bytemuck::cast_slice(&rounded) },
             Output::f32("readout.bias", vec![bias.len()], bias),
         ];
         let metadata = HashMap::from([
@@ -124,12 +128,19 @@ impl Maps {
         let tensor = |name: &str, shape: &[usize]| -> Result<Vec<f32>, EditError> {
             let entry = entries.iter().find(|entry| entry.name == name);
             let entry = entry.ok_or_else(|| wrong(format!("it has no tensor '{name}'")))?;
-            if entry.shape != shape || entry.dtype != Dtype::F32 {
-                let (found, dtype) = (&entry.shape, entry.dtype);
-                return Err(wrong(format!("{name} is {dtype:?} {found:?}; F32 {shape:?} is needed")));
-            }
-            let bytes = stored.bytes(entry.range.clone()).as_chunks().0;
-            let values: Vec<f32> = bytes.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect();
+            let bytes = stored.bytes(entry.range.clone());
+            let values: Vec<f32> = match entry.dtype {
+                Dtype::F32 if entry.shape == shape => {
+                    bytes.as_chunks().0.iter().copied().map(f32::from_le_bytes).collect()
+                }
+                Dtype::BF16 if entry.shape == shape => {
+                    bytes.as_chunks().0.iter().map(|bytes| bf16::from_le_bytes(*bytes).to_f32()).collect()
+                }
+                dtype => {
+                    let found = &entry.shape;
+                    return Err(wrong(format!("{name} is {dtype:?} {found:?}; F32 or BF16 {shape:?} is needed")));
+                }
+            };
             match values.iter().find(|value| !value.is_finite()) {
                 Some(value) => Err(wrong(format!("{name} holds {value}; every number must be finite"))),
                 None => Ok(values),

@@ -10,6 +10,7 @@
 //! `docs/memories.md` has the equations.
 
 mod affine;
+mod context;
 mod editor;
 mod encoder;
 mod facts;
@@ -17,11 +18,12 @@ mod maps;
 mod probe;
 
 pub use affine::Affine;
+pub use context::{InContext, Retrieval};
 pub use editor::{Editor, MEMORY};
 pub use encoder::{Encoded, Encoder};
 pub use facts::{Drawn, Fact, HELD_OUT, TRAINED, values};
 pub use maps::{Maps, PREFIX, VALUE_SCALE, widths};
-pub use probe::{Probe, Rate, probe};
+pub use probe::{Answered, Episode, Informed, Rate};
 
 use crate::episodic::EpisodicError;
 use crate::memory::ArenaError;

@@ -265,6 +265,11 @@ impl Facts {
         self.detector.distance(cue, read)
     }
 
+    /// Whether there is a scope detector.
+    pub fn has_scope(&self) -> bool {
+        self.detector.detects()
+    }
+
     /// Whether a cue at this distance is answered.
     pub fn answers(&self, distance: Option<f64>) -> bool {
         self.detector.answers(distance)

@@ -101,6 +101,10 @@ impl Detector {
         }
     }
 
+    pub fn detects(&self) -> bool {
+        self.scope != Scope::Any
+    }
+
     pub fn answers(&self, distance: Option<f64>) -> bool {
         match self.scope {
             Scope::Any => true,

@@ -66,7 +66,7 @@ pub struct Cell {
     /// Where; the CPU where nothing is said.
     #[serde(default, skip_serializing_if = "Device::is_cpu")]
     pub device: Device,
-    /// Model of `eval`, `train` and `tune`: a Hugging Face folder, a GGUF file, or `builtin`.
+    /// Model of `eval`, `edit`, `train` and `tune`: a Hugging Face folder, a GGUF file, or `builtin`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub model: Option<String>,
     /// Task of `eval`, with parameters.
@@ -75,7 +75,7 @@ pub struct Cell {
     /// Text file whose pieces are gone on with, for the task `perplexity`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub text: Option<String>,
-    /// Samples of `eval`, at most; drawn episodes of `recall`; rounds of `train` and `tune`.
+    /// Samples of `eval`, at most; drawn episodes of `recall` and `edit`; rounds of `train` and `tune`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub samples: Option<usize>,
     /// What a policy has seen of the question of `eval` when it evicts; `None` where there is no question. Records from
@@ -129,7 +129,7 @@ pub struct Cell {
     pub policy: Option<String>,
     /// Budget as it was written: `0.25`, `512` or `64MiB`.
     pub budget: Option<String>,
-    /// Memory of `eval` in place of the cache, or memory of facts of `recall`, with parameters.
+    /// Memory of `eval` in place of the cache, or memory of facts of `recall` and `edit`, with parameters.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory: Option<String>,
     /// File that the policy read tensors of, where it did.
@@ -147,6 +147,12 @@ pub struct Cell {
     /// Request trace of `serve`, with parameters: `sharegpt:steps=50000`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub trace: Option<String>,
+    /// Maps of `edit` between the model and a memory of facts.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub maps: Option<String>,
+    /// Facts that are written, for `edit`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub facts: Option<usize>,
     /// Episode of `recall`, with parameters: `forget:count=64`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub episode: Option<String>,
@@ -200,6 +206,8 @@ impl Default for Cell {
             page_tokens: None,
             strategy: None,
             trace: None,
+            maps: None,
+            facts: None,
             episode: None,
             ranks: None,
             tuning: None,
@@ -280,6 +288,9 @@ impl Cell {
         }
         if let (Some(model), Some(tuning)) = (&self.model, &self.tuning) {
             return format!("{} {model} {tuning} {}", self.measure.name(), crate::units::tokens(self.context_tokens));
+        }
+        if let Some(facts) = self.facts {
+            return format!("{} {} {facts} facts", self.measure.name(), self.chosen().unwrap_or_default());
         }
         let policy = match (self.chosen(), &self.budget) {
             (Some(policy), Some(budget)) => format!(" {policy}@{budget}"),

@@ -4,6 +4,7 @@ pub mod answers;
 pub mod axes;
 pub mod cell;
 mod earlier;
+pub mod edited;
 pub mod engine;
 pub mod environment;
 pub mod estimate;

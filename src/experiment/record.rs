@@ -2,6 +2,7 @@
 
 use super::answers::Answers;
 use super::cell::Cell;
+use super::edited::Edited;
 use super::recalled::Recalled;
 use crate::device::cuda::Condition;
 use crate::memory::LabelBytes;
@@ -68,7 +69,7 @@ pub struct Record {
     /// Clocks, temperature and power of the GPU just after the last sample, where NVML tells.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gpu: Option<Condition>,
-    /// Times by phase: `step`, `forward`, `backward`, `prefill`, `score`, `evict`, `decode`, `decode_evict`, `first_token`.
+    /// Times by phase: `step`, `forward`, `backward`, `prefill`, `score`, `evict`, `decode`, `decode_evict`, `first_token`, `edit`.
     pub latency: BTreeMap<String, Latency>,
     /// Work of one pass.
     pub work: Option<Work>,
@@ -82,6 +83,9 @@ pub struct Record {
     /// What a memory of facts gave back, for `recall`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub recall: Option<Recalled>,
+    /// What a model answered that was told facts, for `edit`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub edit: Option<Edited>,
     /// What each rank took, sent and waited for, for `ranks` and `train`; what the one of `tune` took.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub ranks: Vec<OfRank>,
@@ -134,6 +138,7 @@ impl Record {
             eviction: None,
             serving: None,
             recall: None,
+            edit: None,
             ranks: Vec::new(),
             training: None,
             predicted_ns: BTreeMap::new(),

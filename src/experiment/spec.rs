@@ -76,12 +76,12 @@ impl Default for Timing {
 #[derive(Debug, Clone, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct Grid {
-    /// `forward`, `backward`, `decode`, `evict`, `serve`, `ranks`, `train`, `tune`, `recall` or `eval`.
+    /// `forward`, `backward`, `decode`, `evict`, `serve`, `ranks`, `train`, `tune`, `recall`, `edit` or `eval`.
     pub measure: Measure,
     /// Kernels; by default `tiled`, and `decode` for `decode`. For `evict` the one that does the prefill.
     #[serde(default, skip_serializing_if = "Many::is_empty")]
     pub kernel: Many<String>,
-    /// Context lengths; for every measure but `serve` and `recall`. For `eval` in tokens of the model.
+    /// Context lengths; for every measure but `serve`, `recall` and `edit`. For `eval` in tokens of the model.
     #[serde(default, skip_serializing_if = "Many::is_empty")]
     pub context_tokens: Many<Tokens>,
     /// Heads as `"8/2"`: 8 query heads on 2 KV heads. From the file when there is one.
@@ -112,13 +112,13 @@ pub struct Grid {
     /// Soft-cap of the logits.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub softcap: Option<f32>,
-    /// Policies, for `evict` and `eval`; `*` is every method and preset of the registry.
+    /// Policies, for `evict`, `eval` and `edit`; `*` is every method and preset of the registry.
     #[serde(default, skip_serializing_if = "Many::is_empty")]
     pub policy: Many<PolicyText>,
     /// Budgets, for `evict` and `eval`; `full` needs none.
     #[serde(default, skip_serializing_if = "Many::is_empty")]
     pub budget: Many<BudgetText>,
-    /// Memories in place of the cache, for `eval`; memories of facts, for `recall`.
+    /// Memories in place of the cache, for `eval`; memories of facts, for `recall` and `edit`, where `nearest:facts=4` is one too.
     #[serde(default, skip_serializing_if = "Many::is_empty")]
     pub memory: Many<String>,
     /// A file that the policies may read tensors of, relative to the working folder, for `evict` and `eval`.
@@ -140,6 +140,13 @@ pub struct Grid {
     /// Request traces, for `serve`.
     #[serde(default, skip_serializing_if = "Many::is_empty")]
     pub trace: Many<String>,
+    /// Maps between a model and a memory of facts, as `train --method larimar` writes them, relative to the working folder, for
+    /// `edit`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub maps: Option<PathBuf>,
+    /// Facts that are written, for `edit`.
+    #[serde(default, skip_serializing_if = "Many::is_empty")]
+    pub facts: Many<usize>,
     /// Episodes, for `recall`.
     #[serde(default, skip_serializing_if = "Many::is_empty")]
     pub episode: Many<String>,
@@ -149,7 +156,7 @@ pub struct Grid {
     /// What is trained, and how, for `tune`: `full`, `lora:rank=8,target=q/v`, `qlora`.
     #[serde(default, skip_serializing_if = "Many::is_empty")]
     pub tuning: Many<String>,
-    /// Models, for `eval`, `train` and `tune`: Hugging Face folders or GGUF files, relative to the working folder, or `builtin`, which is the default.
+    /// Models, for `eval`, `edit`, `train` and `tune`: Hugging Face folders or GGUF files, relative to the working folder, or `builtin`, which is the default.
     #[serde(default, skip_serializing_if = "Many::is_empty")]
     pub model: Many<String>,
     /// Tasks, for `eval`.
@@ -159,7 +166,7 @@ pub struct Grid {
     /// default) are fed as they are.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub text: Option<PathBuf>,
-    /// Samples of each task, for `eval`, or drawn episodes, for `recall`; 20 by default. Rounds of `train` and
+    /// Samples of each task, for `eval`, or drawn episodes, for `recall`; 20 by default; for `edit` 8. Rounds of `train` and
     /// `tune`; 5 by default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub samples: Option<usize>,
@@ -215,6 +222,8 @@ impl Grid {
             page_tokens: Many::default(),
             strategy: Many::default(),
             trace: Many::default(),
+            maps: None,
+            facts: Many::default(),
             episode: Many::default(),
             ranks: Many::default(),
             tuning: Many::default(),

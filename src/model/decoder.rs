@@ -313,9 +313,17 @@ impl<'a> Decoder<'a> {
             for chunk in &chunks {
                 self.seen[chunk.sequence] += chunk.tokens;
             }
-            self.logits(&chunks, |sequence| from[sequence] + start, visit);
+            if self.layers() == self.model.config.layers {
+                self.logits(&chunks, |sequence| from[sequence] + start, visit);
+            }
         }
         Ok(())
+    }
+
+    /// Blocks that are run: all, unless a hook looks at nothing above one of them.
+    fn layers(&self) -> usize {
+        let last = self.hook.and_then(Hook::last_layer);
+        last.map_or(self.model.config.layers, |last| self.model.config.layers.min(last + 1))
     }
 
     fn check(&self, tokens: &[&[u32]]) -> Result<(), ModelError> {
@@ -328,7 +336,7 @@ impl<'a> Decoder<'a> {
     fn pass(&mut self, chunks: &[Chunk], rows: usize) -> Result<(), ModelError> {
         self.turn_angles(chunks);
         self.make_way(chunks);
-        let (cpu, layers) = (self.cpu, 0..self.model.config.layers);
+        let (cpu, layers) = (self.cpu, 0..self.layers());
         cpu.install(|| layers.into_iter().try_for_each(|layer| self.block(layer, chunks, rows)))
     }
 

@@ -23,4 +23,10 @@ pub enum Activation {
 pub trait Hook: Sync {
     /// Is shown rows of a layer, in the order of their tokens.
     fn rows(&self, layer: usize, what: Activation, rows: &[f32]);
+
+    /// The last layer that is looked at, where what the model says behind it is of no interest: neither blocks above it nor
+    /// logits are computed then.
+    fn last_layer(&self) -> Option<usize> {
+        None
+    }
 }

@@ -8,7 +8,7 @@ use super::summary::{status, summary_table};
 use super::table::Table;
 use super::text::{self, NOTHING};
 use super::{
-    Figure, ReportError, Run, answers, baseline, findings, knobs, latest, leaderboard, noise, recall, serving,
+    Figure, ReportError, Run, answers, baseline, edits, findings, knobs, latest, leaderboard, noise, recall, serving,
 };
 use crate::experiment::measure::Measure;
 use crate::experiment::record::{Record, Status};
@@ -79,6 +79,8 @@ fn section(run: &Run, figures: &[Figure]) -> Value {
         own.iter().partition(|record| record.cell.measure == Measure::SERVE);
     let (recalled, measured): (Vec<&Record>, Vec<&Record>) =
         measured.iter().partition(|record| record.cell.measure == Measure::RECALL);
+    let (edited, measured): (Vec<&Record>, Vec<&Record>) =
+        measured.iter().partition(|record| record.cell.measure == Measure::EDIT);
     let (evaluated, measured): (Vec<&Record>, Vec<&Record>) =
         measured.iter().partition(|record| record.cell.measure == Measure::EVAL);
     let of_measures = measured.chunk_by(|a, b| a.cell.measure == b.cell.measure);
@@ -100,7 +102,7 @@ fn section(run: &Run, figures: &[Figure]) -> Value {
         cells => of_measures.flat_map(rows).collect::<Vec<_>>(),
         simulations => serving::rows(&simulated),
         recalls => recall::rows(&recalled),
-        rankings => leaderboard::tables(&evaluated).iter().chain(&knobs::tables(&records)).map(Table::value).collect::<Vec<_>>(),
+        rankings => leaderboard::tables(&evaluated).iter().chain(&edits::tables(&edited)).chain(&knobs::tables(&records)).map(Table::value).collect::<Vec<_>>(),
         evaluations => answers::rows(&evaluated),
         common => answers::common(&evaluated),
         has_seeds => evaluated.iter().any(|record| record.cell.seed != evaluated[0].cell.seed),

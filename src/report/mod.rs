@@ -14,6 +14,7 @@ mod combined;
 mod comparison;
 mod csv;
 mod draw;
+mod edits;
 mod figures;
 mod files;
 mod findings;
@@ -215,7 +216,7 @@ fn plot_folders(runs: &[Run]) -> Vec<String> {
     folders
 }
 
-/// The last record of each cell, sorted by measure, context, kernel, policy, budget, heads, trace, strategy, episode, memory,
+/// The last record of each cell, sorted by measure, context or facts, kernel, policy, budget, heads, trace, strategy, episode, memory,
 /// ranks and seed.
 fn latest(records: &[Record]) -> Vec<&Record> {
     let by_id: BTreeMap<&str, &Record> = records.iter().map(|record| (record.cell_id.as_str(), record)).collect();
@@ -232,7 +233,7 @@ fn latest(records: &[Record]) -> Vec<&Record> {
         let recall = (cell.episode.clone().map(|name| (name.len(), name)), cell.memory.clone());
         let choice = (cell.kernel.clone(), cell.policy.clone(), budget);
         let ranks = cell.ranks.clone().or(cell.tuning.clone()).map(|name| (name.len(), name));
-        (cell.measure, cell.context_tokens, choice, heads, serving, (recall, ranks), cell.seed)
+        (cell.measure, (cell.context_tokens, cell.facts), choice, heads, serving, (recall, ranks), cell.seed)
     };
     records.sort_by_cached_key(|record| key(record));
     records

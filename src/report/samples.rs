@@ -3,6 +3,7 @@
 use super::Run;
 use crate::experiment::answers::{Answers, Estimate, Spread};
 use crate::experiment::cell::Cell;
+use crate::experiment::edited::Edited;
 use crate::experiment::measure::Measure;
 use crate::experiment::recalled::Recalled;
 use crate::experiment::record::{Drift, Eviction, Latency, Memory, Record, Status, Step, Training, Work};
@@ -331,6 +332,32 @@ pub fn recalled(memory: &str, episode: &str, kept: f64) -> Record {
     record
 }
 
+/// What a model answered that was told facts through a memory.
+pub fn told(memory: &str, facts: usize, stem: f64) -> Record {
+    let mut record = with_cell(record(Measure::EDIT, "tiled", 0), |cell| {
+        cell.model = Some("builtin".into());
+        cell.memory = Some(memory.into());
+        cell.facts = Some(facts);
+        cell.samples = Some(8);
+    });
+    let share = |mean: f64| Estimate { mean, ci95_low: 0.9 * mean, ci95_high: mean };
+    record.edit = Some(Edited {
+        episodes: 8,
+        asked: 8 * facts,
+        stem: share(stem),
+        rephrased: share(0.9 * stem),
+        replaced: share(stem),
+        replaced_old: share(0.0),
+        forgotten: share(0.0),
+        remembered: Some(share(stem)),
+        never_written: share(0.0),
+        unchanged: share(1.0),
+        unchanged_unscoped: Some(share(0.1)),
+        held_bytes: 1024 * facts as u64,
+    });
+    record
+}
+
 fn scale(record: &mut Record, factor: f64) {
     for latency in record.latency.values_mut() {
         *latency = self::latency(latency.median_ns * factor);
@@ -537,6 +564,10 @@ pub fn memories() -> Run {
     // Tasks beside the text.
     records.push(answered(1024, "passkey", "full", 1.0));
     records.extend(texts.map(|(memory, budget)| of_memory("passkey", memory, budget)));
+    for facts in [4, 64] {
+        records.push(told("larimar:slots=128,scope=list", facts, 1.0 - 0.002 * facts as f64));
+        records.push(told("nearest:facts=4", facts, 1.0));
+    }
     Run { experiment: "memories".into(), records, ..run() }
 }
 

@@ -7,7 +7,7 @@
 use super::naming::{CONTEXT, Dimension, HEADS, KERNEL, Naming, SEED};
 use super::table::{MOST_COLUMNS, Table, lines, shortened, wrapped};
 use super::text::{self, NOTHING};
-use super::{SPARSE, answers, baseline, knobs, latest, noise, recall, serving, steps, tuning};
+use super::{SPARSE, answers, baseline, edits, knobs, latest, noise, recall, serving, steps, tuning};
 use crate::experiment::measure::Measure;
 use crate::experiment::record::{Eviction, Record, Status};
 use crate::ranks::OfRank;
@@ -52,6 +52,9 @@ fn table(records: &[&Record]) -> String {
         let common = wrapped(&Naming::over(records, &[CONTEXT, SEED]).common);
         let (rows, words) = tuning::table(records);
         return format!("### tune\n\n{common}\n\n{}\n{}\n", lines(rows), wrapped(words));
+    }
+    if measure == Measure::EDIT {
+        return edits::tables(records).iter().map(Table::markdown).collect::<Vec<_>>().join("\n");
     }
     if measure == Measure::TRAIN {
         let together = |a: &&Record, b: &&Record| a.cell.without_choice() == b.cell.without_choice();

@@ -7,6 +7,8 @@
 //! has the loss of the value's token behind a question that has the read-out's prefix before it. The memory itself is linear and
 //! has nothing to train, so that no gradient goes through it.
 
+mod fit;
+
 use super::activations::{Extents, Recompute};
 use super::adamw::{AdamW, Constants};
 use super::checkpoint::{self, CHECKPOINT, Progress};
@@ -21,9 +23,9 @@ use super::weights::Frozen;
 use super::{Batch, Network, Parameters};
 use crate::device::Cpu;
 use crate::editing::{
-    Affine, Drawn, EditError, Encoded, Encoder, Fact, Maps, PREFIX, Probe, TRAINED, probe, values, widths,
+    Answered, Drawn, EditError, Editor, Encoded, Encoder, Episode, Fact, InContext, MEMORY, Maps, PREFIX, Retrieval,
+    TRAINED, widths,
 };
-use crate::episodic::matrix::cosine;
 use crate::memory::{Arena, Label, LabelBytes};
 use crate::model::{Config, Model, Text, locate};
 use crate::tensor::DType;
@@ -37,17 +39,8 @@ use std::time::Instant;
 
 /// Name of the trained maps in a run's folder.
 pub const MAPS: &str = "maps.safetensors";
-/// Facts that the encoder's maps are fitted to, and behind how many keys each value stands for its own.
-const FITTED: usize = 384;
-const KEYS_OF_A_VALUE: usize = 4;
-/// Questions about a key that are among words in no order, besides those of training.
-const AMONG_WORDS: usize = 4;
-/// Facts whose cues the threshold is set by, and facts that were written beside each.
-const CALIBRATED: usize = 256;
 /// Facts that are fine-tuned in at the end, to compare with.
 const TUNED_IN: usize = 16;
-/// Layers that are tried for the encoder's states.
-const TRIED: usize = 4;
 /// Facts whose encodings steps draw from.
 const POOL: usize = 2048;
 /// Steps from one line of the log to the next, and from one checkpoint and look at held-out facts to the next.
@@ -56,6 +49,12 @@ const SAVE_STEPS: usize = 50;
 /// Standard deviation of the noise on a value, and the least part that a read shrinks it to.
 const NOISE: f64 = 0.2;
 const SHRUNK: f64 = 0.7;
+/// Facts that are asked for together at the end; fewer are asked for in so many more episodes that they come to as many as [`FEWEST`].
+const COUNTS: [usize; 5] = [1, 4, 16, 64, 128];
+const FEWEST: usize = 16;
+/// Facts that are asked for from the context, all or the nearest ones.
+const BESIDE: usize = 64;
+const NEAREST: [usize; 2] = [1, 4];
 /// Between the seeds of what is fitted and trained on, and what is asked at the end.
 const HELD_OUT_SEED: u64 = 0x1A91_3A00;
 
@@ -127,97 +126,6 @@ struct Pool {
     tokens: Vec<u32>,
 }
 
-/// Layers whose states are tried: the first, and others up to the middle of the model.
-fn layers(config: &Config) -> Vec<usize> {
-    let mut layers: Vec<usize> = (0..TRIED).map(|at| at * config.layers / (2 * (TRIED - 1))).collect();
-    layers.dedup();
-    layers
-}
-
-/// Fits the encoder's maps and the threshold at the layer whose states tell most written facts from others by their
-/// questions.
-fn fit<'a>(
-    at: impl Fn(usize) -> Result<Encoder<'a>, EditError>,
-    config: &Config,
-    seed: u64,
-    arena: &Arena,
-) -> Result<(Encoder<'a>, Maps), TrainError> {
-    let mut best: Option<(i64, Encoder<'_>, Maps)> = None;
-    for layer in layers(config) {
-        let encoder = at(layer)?;
-        let (told, maps) = fit_layer(&encoder, seed, arena)?;
-        if best.as_ref().is_none_or(|(most, ..)| told > *most) {
-            best = Some((told, encoder, maps));
-        }
-    }
-    let (_, encoder, maps) = best.expect("a model has layers");
-    Ok((encoder, maps))
-}
-
-/// How many cues more are told apart than not, and the maps.
-fn fit_layer(encoder: &Encoder<'_>, seed: u64, arena: &Arena) -> Result<(i64, Maps), TrainError> {
-    let usable = |word: &str| encoder.is_one_token(word);
-    let config = &encoder.model.config;
-    let [subject_width, value_width] = widths(config);
-    let drawn = Drawn::draw(seed, FITTED, false, usable);
-    let mut rng = ChaCha8Rng::seed_from_u64(seed);
-    let mut asked = Vec::with_capacity(FITTED * (TRAINED.len() + AMONG_WORDS));
-    for one in &drawn {
-        asked.extend(TRAINED.iter().map(|template| one.ask(template)));
-        asked.extend((0..AMONG_WORDS).map(|_| one.among_words(&mut rng)));
-    }
-    let states = encoder.questions(&asked)?;
-    let subjects: Vec<Vec<f32>> = states.into_iter().map(|state| state.subject).collect();
-    let subject = Affine::fit(&subjects, TRAINED.len() + AMONG_WORDS, subject_width, arena)?;
-    let words = values(false, usable);
-    let keys = Drawn::draw(seed + 1, words.len() * KEYS_OF_A_VALUE, false, usable);
-    let facts = keys.iter().enumerate().map(|(at, one)| Fact::new(&one.key, words[at / KEYS_OF_A_VALUE]));
-    let values: Vec<Vec<f32>> =
-        encoder.facts(&facts.collect::<Vec<_>>())?.into_iter().filter_map(|one| one.value).collect();
-    let value = Affine::fit(&values, KEYS_OF_A_VALUE, value_width, arena)?;
-    let mut maps = Maps {
-        base: encoder.model.fingerprint.clone(),
-        layer: encoder.layer,
-        subject,
-        value,
-        tokens: PREFIX,
-        readout: [Vec::new(), Vec::new()],
-        threshold: 0.0,
-    };
-    let (threshold, told) = threshold(encoder, &maps, seed + 2)?;
-    maps.threshold = threshold;
-    Ok((told, maps))
-}
-
-/// The distance that tells cues of written facts, among words in no order, best from cues of others, and by how many cues.
-fn threshold(encoder: &Encoder<'_>, maps: &Maps, seed: u64) -> Result<(f64, i64), TrainError> {
-    let drawn = Drawn::draw(seed, 2 * CALIBRATED, false, |word| encoder.is_one_token(word));
-    let facts: Vec<Fact> = drawn[..CALIBRATED].iter().map(Drawn::fact).collect();
-    let encodings = |states: Vec<Encoded>| states.iter().map(|state| maps.encoding(state)).collect::<Vec<_>>();
-    let written = encodings(encoder.facts(&facts)?);
-    let mut rng = ChaCha8Rng::seed_from_u64(seed);
-    let asked: Vec<String> = drawn.iter().map(|one| one.among_words(&mut rng)).collect();
-    let mut distances: Vec<(f64, bool)> = encodings(encoder.questions(&asked)?)
-        .iter()
-        .enumerate()
-        .map(|(at, cue)| {
-            let nearest = written.iter().map(|fact| cosine(fact, cue)).fold(-1.0, f64::max);
-            (1.0 - nearest, at < CALIBRATED)
-        })
-        .collect();
-    distances.sort_by(|a, b| a.0.total_cmp(&b.0));
-    // Answered cues so far less answered others, at its most.
-    let (mut best, mut lead, mut at) = (i64::MIN, 0, 0.0);
-    for (index, (distance, is_written)) in distances.iter().enumerate() {
-        lead += if *is_written { 1 } else { -1 };
-        if lead > best {
-            let next = distances.get(index + 1).map_or(*distance, |next| next.0);
-            (best, at) = (lead, (distance + next) / 2.0);
-        }
-    }
-    Ok((at, best))
-}
-
 /// Trains maps. Tells `watch` each line as it is logged, and gives what the edited model answers at the end.
 ///
 /// # Errors
@@ -227,7 +135,7 @@ pub fn run(
     cpu: &Cpu,
     options: &Options,
     watch: &mut dyn FnMut(&Line),
-) -> Result<Option<(Probe, FineTuned)>, TrainError> {
+) -> Result<Option<(Found, FineTuned)>, TrainError> {
     let misfit = |reason| TrainError::Misfit { name: "larimar".into(), reason };
     settings.check().map_err(misfit)?;
     let folder = options.out.as_path();
@@ -240,7 +148,9 @@ pub fn run(
     let model = Model::open(&located, &arena)?;
     let config = model.config.clone();
     let seed = settings.seed.wrapping_mul(1 << 20);
-    let (encoder, mut maps) = fit(|layer| Encoder::new(&model, &text, layer, cpu, &arena), &config, seed, &arena)?;
+    let mut encoder = Encoder::new(&model, &text, 0, cpu, &arena)?;
+    let mut maps = fit::fit(&encoder, seed, &arena)?;
+    encoder.layer = maps.layer;
     let pool = pool(&encoder, &maps, seed + 3)?;
     let len = length(&encoder)?;
 
@@ -326,7 +236,7 @@ pub fn run(
         readout.weights.split_at(readout.parameters[1].range.start)
     };
     maps.readout = [weight.to_vec(), bias.to_vec()];
-    let found = probe(&encoder, &maps, (settings.episodes, HELD_OUT_SEED), &arena)?;
+    let found = Found::of(&encoder, &maps, settings.episodes, options.limit_bytes)?;
     let statements = tuned_in(&encoder)?;
     let fine_tuned = fine_tune((&weights, &parameters), &statements, cpu, options.limit_bytes)?;
     let record = json!({
@@ -348,6 +258,66 @@ pub fn run(
     });
     export::text(folder, RECORD, &format!("{record:#}\n"))?;
     Ok(Some((found, fine_tuned)))
+}
+
+/// What the model answers with the maps, and without.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Found {
+    /// From a memory of so many facts.
+    pub memory: Vec<Answered>,
+    /// Single facts whose values no training has.
+    pub new_values: Answered,
+    /// From the context, all facts in a full cache.
+    pub context: Answered,
+    /// From the context, so many facts that are nearest to the question.
+    pub retrieved: Vec<(usize, Answered)>,
+}
+
+impl Found {
+    fn of(encoder: &Encoder<'_>, maps: &Maps, episodes: usize, limit_bytes: u64) -> Result<Self, EditError> {
+        let name = Editor::memory(MEMORY, maps)?;
+        let memory = |count: usize, kept_back: bool| {
+            let times = FEWEST.div_ceil(count);
+            asked(encoder, (count, kept_back), episodes * times, |episode| {
+                let arena = Arena::with_limit(limit_bytes);
+                episode.ask(encoder, &mut Editor::new(encoder, maps, (&name, count), &arena)?)
+            })
+        };
+        let arena = Arena::with_limit(limit_bytes);
+        let context = asked(encoder, (BESIDE, false), episodes, |episode| {
+            episode.ask(encoder, &mut InContext::new(encoder, None, episode.most_tokens(encoder)?, &arena)?)
+        })?;
+        let nearest = |count: usize| {
+            let ask = |episode: &Episode| episode.ask(encoder, &mut Retrieval::new(encoder, maps, count));
+            Ok::<_, EditError>((count, asked(encoder, (BESIDE, false), episodes, ask)?))
+        };
+        Ok(Found {
+            memory: COUNTS.iter().map(|&count| memory(count, false)).collect::<Result<_, _>>()?,
+            new_values: memory(1, true)?,
+            context,
+            retrieved: NEAREST.iter().map(|&count| nearest(count)).collect::<Result<_, _>>()?,
+        })
+    }
+
+    /// Median seconds of an edit, one by itself.
+    pub fn seconds_per_edit(&self) -> f64 {
+        self.memory[0].seconds_per_edit()
+    }
+}
+
+/// Answers over episodes of so many facts.
+fn asked(
+    encoder: &Encoder<'_>,
+    (count, kept_back): (usize, bool),
+    episodes: usize,
+    ask: impl Fn(&Episode) -> Result<Answered, EditError>,
+) -> Result<Answered, EditError> {
+    let mut answered = Answered::default();
+    for episode in 0..episodes as u64 {
+        let seed = HELD_OUT_SEED.wrapping_add(episode << 16);
+        answered.add(ask(&Episode::draw(encoder, count, kept_back, seed)?)?);
+    }
+    Ok(answered)
 }
 
 /// Tokens of facts to be fine-tuned in.

@@ -4,7 +4,7 @@
 use super::{Action, Args};
 use crate::cli::failure::Failure;
 use crate::device::Cpu;
-use crate::editing::{Editor, Encoder, Fact, Maps};
+use crate::editing::{Editor, Encoder, Fact, Informed, MEMORY, Maps};
 use crate::episodic::{FactShape, Facts};
 use crate::memory::{Arena, Usage};
 use crate::model::{Model, Text, locate};
@@ -48,9 +48,10 @@ pub(super) fn run(args: &Args, model: &Path, maps: &Path, cpu: &Cpu, arena: &Are
         }
         None if args.action == Action::Write => {
             let most_facts = args.most_facts.unwrap_or(lines.len().max(LEAST_FACTS)).max(1);
-            let mut editor = Editor::new(&encoder, &maps, most_facts, arena)?;
+            let name = Editor::memory(MEMORY, &maps)?;
+            let mut editor = Editor::new(&encoder, &maps, (&name, most_facts), arena)?;
             editor.facts.origin = model.fingerprint.clone();
-            (Editor::memory(&maps), FactShape { width: maps.width(), most_facts }, editor)
+            (name, FactShape { width: maps.width(), most_facts }, editor)
         }
         None => {
             return Err(Failure::usage("there is nothing to read or to forget yet; give a memory by --from".into()));

@@ -4,7 +4,7 @@ use super::super::failure::Failure;
 use super::super::output;
 use super::Args;
 use crate::device::Cpu;
-use crate::editing::{Probe, Rate};
+use crate::editing::Rate;
 use crate::experiment::environment;
 use crate::experiment::stats::wilson;
 use crate::report::training;
@@ -13,7 +13,7 @@ use crate::train::Recompute;
 use crate::train::dms::{self, Settings};
 use crate::train::fine_tuned::FineTuned;
 use crate::train::kvzap;
-use crate::train::larimar;
+use crate::train::larimar::{self, Found};
 use crate::train::log::Line;
 use crate::train::lora::Asked as Adapters;
 use crate::train::optimizer::Kind;
@@ -336,54 +336,53 @@ fn run_maps(args: &Args, settings: &larimar::Settings) -> Result<(), Failure> {
 }
 
 /// What an edited model answers, a line each, with 95% intervals by Wilson.
-fn rates(found: &Probe) -> String {
+fn rates(found: &Found) -> String {
     let line = |name: &str, rate: &Rate| {
         let (low, high) = wilson(rate.share(), rate.asked);
         let [share, low, high] = [rate.share(), low, high].map(|share| 100.0 * share);
         format!("{name:<52} {share:5.1}%  [{low:.1}, {high:.1}] of {}\n", rate.asked)
     };
-    let mut text: String = [
-        ("single facts", &found.single),
-        ("  in words that no training has", &found.single_rephrased),
-        ("  with values that no training has", &found.single_new_values),
-    ]
-    .map(|(name, rate)| line(name, rate))
-    .concat();
-    for (count, rate) in &found.sequential {
-        text += &line(&format!("all facts behind {count} edits"), rate);
+    let mut text = String::new();
+    for answered in &found.memory {
+        text += &line(&format!("facts behind {} edits, by their stem", answered.facts), &answered.stem);
     }
-    for (count, rate) in &found.sequential_rephrased {
-        text += &line(&format!("  in other words, behind {count} edits"), rate);
+    for answered in &found.memory {
+        text += &line(&format!("in words that no training has, {}", answered.facts), &answered.rephrased);
     }
-    text += &[
-        ("replaced facts, by the new value", &found.replaced),
-        ("  by the old one", &found.replaced_old),
-        ("forgotten facts, by what they were", &found.forgotten),
-        ("  those that stayed", &found.remembered),
-        ("facts that were never written", &found.never_written),
-        ("other questions and texts, unchanged", &found.locality),
-        ("  without a scope detector", &found.locality_unscoped),
-        ("64 facts in the context", &found.context),
-        ("  in words that no training has", &found.context_rephrased),
-    ]
-    .map(|(name, rate)| line(name, rate))
-    .concat();
-    for (count, rate) in &found.retrieved {
-        text += &line(&format!("the {count} nearest facts in the context"), rate);
+    text += &line("single facts with values that no training has", &found.new_values.stem);
+    let beside = found.memory.iter().find(|answered| answered.facts == found.context.facts);
+    if let Some(memory) = beside {
+        let of = |name: &str| format!("of {}: {name}", memory.facts);
+        text += &[
+            ("replaced facts, by the new value", &memory.replaced),
+            ("  by the old one", &memory.replaced_old),
+            ("forgotten facts, by what they were", &memory.forgotten),
+            ("  those that stayed", &memory.remembered),
+            ("facts that were never written", &memory.never_written),
+            ("other questions and texts, unchanged", &memory.unchanged),
+            ("  without a scope detector", &memory.unchanged_unscoped),
+            ("all in the context", &found.context.stem),
+            ("  in words that no training has", &found.context.rephrased),
+        ]
+        .map(|(name, rate)| line(&of(name), rate))
+        .concat();
+        let [context, memory] = [found.context.held_bytes, memory.held_bytes].map(units::bytes);
+        text += &format!("{} facts take {context} in the context, {memory} in the memory\n", found.context.facts);
     }
-    let [context, memory, prefix] = [found.context_bytes, found.memory_bytes, found.prefix_bytes].map(units::bytes);
-    let edit = 1e3 * found.seconds_per_edit;
-    format!(
-        "{text}a context of 64 facts {context}, the memory {memory}, a prefix {prefix}; an edit takes {edit:.1} ms\n"
-    )
+    for (count, answered) in &found.retrieved {
+        text += &line(&format!("the {count} nearest of {} in the context", answered.facts), &answered.stem);
+    }
+    text
 }
 
 /// An edit beside fine-tuning.
-fn beside(found: &Probe, tuned: &FineTuned) -> String {
+fn beside(found: &Found, tuned: &FineTuned) -> String {
     let FineTuned { facts, learned, steps, seconds } = *tuned;
-    let times = seconds / found.seconds_per_edit;
+    let edit = found.seconds_per_edit();
+    let times = seconds / edit;
     format!(
-        "LoRA takes {:.1} ms for a fact, {steps} steps ({learned} of {facts} learned): {times:.1} times an edit\n",
+        "an edit takes {:.1} ms; LoRA {:.1} ms for a fact, {steps} steps ({learned} of {facts} learned): {times:.1} times as long\n",
+        1e3 * edit,
         1e3 * seconds
     )
 }

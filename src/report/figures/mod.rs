@@ -11,6 +11,7 @@ mod decode_steps;
 mod drift_vs_budget;
 mod drift_vs_context;
 mod drift_vs_kv_bytes;
+mod edits;
 mod equal_bytes;
 mod formats_and_tokens;
 mod kept_by_head;
@@ -84,6 +85,7 @@ pub const FIGURES: &[fn(&Data) -> Option<Chart>] = &[
     recall::forgetting,
     recall::overwriting,
     recall::scope,
+    edits::by_facts,
     decode_steps::live_bytes,
     decode_steps::drift,
     decode_steps::mass_lost,

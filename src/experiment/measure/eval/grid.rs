@@ -223,7 +223,7 @@ impl Opened {
 }
 
 /// These policies, and random eviction at every budget at which something is evicted: what a method must be better than.
-fn with_random(mut choices: Vec<Chosen>, registry: &Registry) -> Vec<Chosen> {
+pub(in crate::experiment::measure) fn with_random(mut choices: Vec<Chosen>, registry: &Registry) -> Vec<Chosen> {
     let evicts = |policy: &str| registry.policy(policy).is_ok_and(|policy| policy.scorer.is_some());
     let random = |(policy, budget): &Chosen| {
         let named = policy.as_deref().filter(|name| evicts(name)).and(budget.clone());

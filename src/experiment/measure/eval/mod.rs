@@ -19,6 +19,7 @@ use crate::experiment::record::{Record, Status};
 use crate::experiment::runner::latency;
 use crate::experiment::spec::Grid;
 use crate::policy::Registry;
+pub(super) use grid::with_random;
 use journal::Journal;
 use std::io;
 use std::path::Path;
