@@ -465,8 +465,12 @@ pub fn training() -> Run {
 
 /// Steps of fine-tuning in four ways, of which one has no room.
 pub fn tuning() -> Run {
-    let ways =
-        [("full", 2048), ("full:weights=bf16,optimizer=adafactor", 700), ("lora:rank=8", 400), ("qlora:rank=8", 200)];
+    let ways = [
+        ("full", 2048),
+        ("full:weights=bf16,optimizer=adafactor", 700),
+        ("lora:rank=8", 400),
+        ("qlora:rank=8,target=all-linear,optimizer=adamw-8bit,recompute=full", 200),
+    ];
     let one = |&(way, mib): &(&str, u64)| {
         let mut record = with_cell(record(Measure::TUNE, "tiled", 256), |cell| {
             (cell.model, cell.tuning, cell.samples) = (Some("builtin".into()), Some(way.into()), Some(5));

@@ -50,8 +50,9 @@ fn table(records: &[&Record]) -> String {
     }
     if measure == Measure::TUNE {
         let common = wrapped(&Naming::over(records, &[CONTEXT, SEED]).common);
-        let (rows, words) = tuning::table(records);
-        return format!("### tune\n\n{common}\n\n{}\n{}\n", lines(rows), wrapped(words));
+        let [held, taken] =
+            tuning::tables(records).map(|(rows, words)| format!("{}\n{}\n", lines(rows), wrapped(words)));
+        return format!("### tune\n\n{common}\n\n{held}\n{taken}");
     }
     if measure == Measure::EDIT {
         return edits::tables(records).iter().map(Table::markdown).collect::<Vec<_>>().join("\n");

@@ -71,6 +71,22 @@ impl Plan {
         self.layout.as_ref().map_or(&self.parameters.all, |layout| &layout.parameters)
     }
 
+    /// The model with its matrices packed, as `qlora` reads it.
+    ///
+    /// # Errors
+    /// When a file cannot be read or does not fit, or nothing of it is packed.
+    pub fn packed(&self, arena: &Arena) -> Result<Packed, TrainError> {
+        let packed = Packed::open(&self.model, &self.parameters, arena)?;
+        if packed.is_coded() {
+            return Ok(packed);
+        }
+        let reason = format!(
+            "no matrix of '{}' is packed; name a GGUF file that is quantised (kvsieve quantize writes one), or take lora",
+            self.model.display()
+        );
+        Err(TrainError::Misfit { name: self.method.name().into(), reason })
+    }
+
     /// Numbers that are trained.
     pub fn trained_count(&self) -> usize {
         self.layout.as_ref().map_or(self.parameters.trained_count(), Layout::count)
@@ -182,17 +198,7 @@ impl<'a> Tuned<'a> {
         let (parameters, model) = (&plan.parameters, plan.model.as_path());
         let base = match plan.method {
             Method::Lora => Base::Frozen(Frozen::open(model, parameters, arena)?),
-            Method::Qlora => {
-                let packed = Packed::open(model, parameters, arena)?;
-                if !packed.is_coded() {
-                    let reason = format!(
-                        "no matrix of '{}' is packed; name a GGUF file that is quantised (kvsieve quantize writes one), or take lora",
-                        model.display()
-                    );
-                    return Err(TrainError::Misfit { name: plan.method.name().into(), reason });
-                }
-                Base::Frozen(Frozen::Packed(packed))
-            }
+            Method::Qlora => Base::Frozen(Frozen::Packed(plan.packed(arena)?)),
             Method::Full => {
                 let is_mixed = parameters.dtype == DType::Bf16;
                 let label = if is_mixed { Label::Optimizer } else { Label::Weights };

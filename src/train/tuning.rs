@@ -15,7 +15,6 @@ use super::steps::on_text;
 use super::tune::{Method, Settings};
 use super::tuned::{Plan, Tuned};
 use super::vocabulary::Vocabulary;
-use super::weights::Packed;
 use crate::device::Cpu;
 use crate::memory::{Arena, LabelBytes};
 use crate::model::{Config, locate};
@@ -96,7 +95,6 @@ pub struct TunedSteps {
     recipe: Recipe,
     vocabulary: Vocabulary,
     config: Config,
-    folder: PathBuf,
     plan: Plan,
 }
 
@@ -144,7 +142,7 @@ impl TunedSteps {
         settings.check(&config).map_err(misfit)?;
         let plan = Plan::new(&settings, &config, &folder).map_err(misfit)?;
         let vocabulary = Vocabulary::of_folder(&folder, &config)?;
-        Ok(TunedSteps { settings, recompute, recipe, vocabulary, config, folder, plan })
+        Ok(TunedSteps { settings, recompute, recipe, vocabulary, config, plan })
     }
 
     /// The model.
@@ -173,7 +171,7 @@ impl TunedSteps {
     /// When the model's files cannot be read.
     pub fn predicted(&self, threads: usize) -> Result<LabelBytes, TrainError> {
         let packed = match self.settings.method {
-            Method::Qlora => Some(Packed::open(&self.folder, &self.plan.parameters, &Arena::unlimited())?.bytes()),
+            Method::Qlora => Some(self.plan.packed(&Arena::unlimited())?.bytes()),
             Method::Full | Method::Lora => None,
         };
         Ok(self.plan.bytes(&self.extents(), self.recompute, threads, packed))

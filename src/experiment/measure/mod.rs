@@ -310,7 +310,7 @@ mod tests {
                     dtype = \"f32\"\nkv_format = \"int8\"\nweights = \"int8\"\ncausal = false\nwindow = 1\nsoftcap = 1.0\npolicy = \"x\"\n\
                     budget = 2\npolicy_file = \"x\"\nlayers = 1\nnew_tokens = 1\npage_tokens = 1\nstrategy = \"x\"\n\
                     trace = \"x\"\nmodel = \"x\"\ntask = \"x\"\ntext = \"x\"\nsamples = 1\nprotocol = \"aware\"\n\
-                    chat = true\nbeyond_limit = true\nmemory = \"x\"\nmaps = \"x\"\nfacts = 1\nepisode = \"x\"\nranks = \"x\"\nknobs = { hinted = 0 }\n";
+                    chat = true\nbeyond_limit = true\nmemory = \"x\"\nmaps = \"x\"\nfacts = 1\nepisode = \"x\"\nranks = \"x\"\ntuning = \"x\"\nknobs = { hinted = 0 }\n";
         let grid: Grid = toml::from_str(text).unwrap();
         let given = serde_json::to_value(grid).unwrap();
         let mut fields: Vec<&str> = given.as_object().unwrap().keys().map(String::as_str).collect();
