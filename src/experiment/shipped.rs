@@ -30,6 +30,7 @@ pub const SHIPPED: &[(&str, &str)] = &[
     ("camelot-builtin", include_str!("../../experiments/camelot-builtin.toml")),
     ("larimar", include_str!("../../experiments/larimar.toml")),
     ("larimar-model", include_str!("../../experiments/larimar-model.toml")),
+    ("real-larimar", include_str!("../../experiments/real-larimar.toml")),
     ("ranks", include_str!("../../experiments/ranks.toml")),
     ("zero", include_str!("../../experiments/zero.toml")),
     ("real-zero", include_str!("../../experiments/real-zero.toml")),
