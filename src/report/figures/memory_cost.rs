@@ -14,6 +14,8 @@ use std::collections::BTreeMap;
 const PHASES: [(&str, &str); 2] = [("first_token", "reading the context"), ("decode", "a token of the answer")];
 /// Runs of which a mean says something; where many cells are compared each runs by itself only once.
 const LEAST_RUNS: usize = 3;
+/// Samples of a phase of which a median says something: an answer may end behind a token.
+const LEAST_SAMPLES: [usize; 2] = [LEAST_RUNS, 32];
 /// A memory may take so much longer for a token than the window alone.
 const GOAL: f64 = 0.5;
 
@@ -33,8 +35,10 @@ pub fn rows(data: &Data) -> Option<Picture> {
     for record in records.iter().filter(|record| is_shown(record)) {
         let Some(window) = windows.get(&record.cell.without_choice().id()) else { continue };
         let of_record = ratios.entry(record.cell.chosen().unwrap_or_default()).or_default();
-        for ((phase, _), ratios) in PHASES.iter().zip(of_record) {
-            let both = record.latency.get(*phase).zip(window.latency.get(*phase));
+        for (((phase, _), least), ratios) in PHASES.iter().zip(LEAST_SAMPLES).zip(of_record) {
+            let of =
+                |record: &'_ Record| record.latency.get(*phase).filter(|own| own.samples_ns.len() >= least).cloned();
+            let both = of(record).zip(of(window));
             ratios.extend(both.map(|(own, window)| (own.median_ns / window.median_ns, &record.cell_id[..])));
         }
     }
