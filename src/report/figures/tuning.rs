@@ -56,13 +56,18 @@ fn bar(record: &Record, of: &Tuning) -> Option<Bar> {
     let adapters =
         of.adapters.iter().flat_map(|Asked { rank, targets, .. }| [format!("rank {rank}"), targets.join(",")]);
     let again = match of.recompute {
-        Recompute::None => None,
-        mode => Some(format!("again: {}", mode.name())),
+        Recompute::None => vec![],
+        mode => vec!["again:".to_string(), mode.name().into()],
+    };
+    // Words stand below a narrow bar: none may be longer than `adafactor`.
+    let (optimizer, bits) = match of.optimizer.name().split_once('-') {
+        Some((optimizer, bits)) => (optimizer, Some(bits.to_string())),
+        None => (of.optimizer.name(), None),
     };
     Some(Bar {
         group: of.method.name().into(),
-        name: of.optimizer.name().into(),
-        notes: std::iter::once(of.weights.name().to_string()).chain(adapters).chain(again).collect(),
+        name: optimizer.into(),
+        notes: bits.into_iter().chain([of.weights.name().to_string()]).chain(adapters).chain(again).collect(),
         values,
         paler,
         cell_ids: vec![record.cell_id.clone()],
