@@ -9,7 +9,7 @@ use kvsieve::eval::Protocol;
 use kvsieve::experiment::record::{Record, Status};
 use kvsieve::experiment::{Device, Experiment, Options, Outcome, Progress, Spec, run, runner::RunError};
 use kvsieve::memory::{Arena, Label};
-use kvsieve::model::{Model, locate};
+use kvsieve::model::{Model, locate, quantise_folder};
 use kvsieve::policy::Registry;
 use std::path::{Path, PathBuf};
 
@@ -434,7 +434,7 @@ fn weights_in_fewer_bits_are_compared_with_those_of_the_file() {
     let of = |records: &[Record], weights: &str, policy: &str, format: &str| {
         let is = |record: &&Record| {
             let cell = &record.cell;
-            let kept = cell.weights.map_or("file".into(), |format| format.to_string());
+            let kept = cell.weights.as_ref().map_or("file".into(), |format| format.to_string());
             cell.policy.as_deref() == Some(policy) && cell.kv_format().to_string() == format && kept == weights
         };
         let record = records.iter().find(is).unwrap_or_else(|| panic!("{weights} {policy} {format}"));
@@ -462,6 +462,26 @@ fn weights_in_fewer_bits_are_compared_with_those_of_the_file() {
     for (policy, format) in [("full", "f32"), ("full", "int8"), ("snapkv", "f32"), ("snapkv", "int8")] {
         let [alone, beside] = [&alone, &all].map(|records| of(records, "int8", policy, format).0);
         assert_eq!(alone, beside, "{policy} {format}");
+    }
+    // Files that quantize wrote are weights too; those of another model are not.
+    let coded = folder.path().join("coded");
+    let (source, cpu) = (folder.path().join("model"), Cpu::new(Some(2)).unwrap());
+    let recipe = "int8:group=32".parse().unwrap();
+    quantise_folder(&source, recipe, None, &coded, (&cpu, &Arena::unlimited()), |_, _| ()).unwrap();
+    let path = coded.display().to_string();
+    let all = run(&format!("\"file\", \"int8\", \"{path}\""));
+    let (answers, memory) = of(&all, &path, "full", "f32");
+    assert!(0.0 < answers.kl_nats.mean && answers.kl_nats.mean < 20.0 * bytes8, "{}", answers.kl_nats.mean);
+    let model = Model::open(&coded, &Arena::unlimited()).unwrap();
+    assert_eq!((memory.residual_bytes, memory.peak_by_label[&Label::Weights]), (0, model.weights.bytes()));
+    let hash = |weights: &str| {
+        let one = all.iter().find(|record| record.cell.weights.as_ref().is_some_and(|of| of.to_string() == weights));
+        one.unwrap().cell.weights_hash.clone()
+    };
+    assert_eq!((hash("int8"), hash(&path)), (None, Some(model.fingerprint)));
+    for (weights, reason) in [("./nowhere", "nowhere"), ("tests/models/llama", "weights must be of the same model")] {
+        let error = experiment(folder.path(), &grid(&format!("\"{weights}\""))).err().unwrap_or_default();
+        assert!(error.contains(reason) && !error.trim_end().contains('\n'), "{weights}: {error}");
     }
     for (weights, reason) in [("q4_k", "256"), ("int4:hadamard=true", "leave hadamard out"), ("int5", "unknown format")]
     {

@@ -58,7 +58,7 @@ fn a_file_that_is_written_is_the_model_with_what_its_blocks_stand_for() {
             let mixture: Mixture = mixture.parse().unwrap();
             let done = quantise(&source, mixture, &output, &cpu, &Arena::unlimited(), |_, _| ()).unwrap();
             for one in &done {
-                let bound = match one.planned.format.to_string().as_str() {
+                let bound = match one.format.as_str() {
                     "f32" => 0.0,
                     "f16" => 1e-3,
                     _ => 1e-2,

@@ -37,6 +37,7 @@ fn settings(text: PathBuf) -> Settings {
         recompute: None,
         optimizer: Kind::Adamw,
         adapters: Some(Asked { rank: 4, alpha: 8.0, targets: vec!["q".into(), "v".into()] }),
+        qat: None,
     }
 }
 

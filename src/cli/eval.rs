@@ -7,10 +7,11 @@ use super::Compute;
 use super::failure::Failure;
 use super::run::Way;
 use crate::eval::{Protocol, Windows};
-use crate::experiment::axes::{BudgetText, Many, WeightsText};
+use crate::experiment::axes::{BudgetText, Many};
 use crate::experiment::measure::Measure;
 use crate::experiment::policy_axis::PolicyText;
 use crate::experiment::spec::{Grid, Spec};
+use crate::experiment::weights::WeightsText;
 use crate::format::KvFormat;
 use crate::model::BUILTIN;
 use crate::policy::Registry;
@@ -120,9 +121,9 @@ pub struct Args {
     /// How the cache keeps keys and values: a format, or k=FORMAT,v=FORMAT (see `kvsieve list formats`) [default: as --dtype]
     #[arg(long, value_name = "FORMAT")]
     kv_format: Vec<KvFormat>,
-    /// How weight matrices are kept: formats (see `kvsieve list formats`), or file for that of the model's own files, with
-    /// which all others are compared [default: file]
-    #[arg(long, value_name = "FORMAT")]
+    /// How weight matrices are kept: formats (see `kvsieve list formats`), paths of files of the same model, as quantize writes
+    /// them, or file for the model's own, with which all others are compared [default: file]
+    #[arg(long, value_name = "FORMAT|PATH")]
     weights: Vec<WeightsText>,
     /// Run sequences that are longer than the model was made for
     #[arg(long)]

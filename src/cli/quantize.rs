@@ -1,9 +1,10 @@
-//! `kvsieve quantize`: a model's weights in fewer bits, as a GGUF file.
+//! `kvsieve quantize`: a model's weights in fewer bits, as a GGUF file or a folder of packed codes.
 
 use super::failure::Failure;
 use super::{Compute, output};
 use crate::memory::Arena;
-use crate::model::{Mixture, Quantised, locate, quantise};
+use crate::model::{Calibration, Mixture, Quantised, Recipe, Text, locate, quantise, quantise_folder};
+use crate::named::NamedError;
 use crate::units;
 use indicatif::ProgressBar;
 use serde::Serialize;
@@ -13,27 +14,45 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 const EXAMPLES: &str = "\
-Which tensor gets which type is llama.cpp's choice: more bits for the output matrix, in _m also for values and the MLP's second half in \
-half of the layers, and a wider type where rows are no whole super-blocks. Norms and biases stay f32. The tokenizer and \
-the configuration go into the file. The error of a tensor is the relative L2 distance from what the source held.\n\n\
+GGUF files: which tensor gets which type is llama.cpp's choice: more bits for the output matrix, in _m also for values and the MLP's \
+second half in half of the layers, and a wider type where rows are no whole super-blocks. Norms and biases stay f32.\n\n\
+Folders: codes with an f16 scale for each group of inputs, as others read them: gptq, int4 and int8 in GPTQ's layout, awq in AWQ's. \
+int4 and int8 round each weight to its nearest code; gptq and awq choose codes by what matrices are multiplied with while the model \
+reads --text. All take group=128; all but awq symmetric=true; gptq bits=4, order=inputs|act and damp=0.01. Embedding, output matrix and \
+norms stay in 16 bits.\n\n\
+The tokenizer and the configuration go along. The error of a tensor is the relative L2 distance from what the source held, that of \
+outputs the same of what the matrix makes of the text.\n\n\
 Examples:
   kvsieve quantize --model DIR --format q4_k_m --output model-q4_k_m.gguf
   kvsieve quantize --model model-f16.gguf --format q8_0 --output model-q8_0.gguf --json -
-  kvsieve eval --model model-f16.gguf,model-q4_k_m.gguf --text book.txt --protocol llama-perplexity --policy full";
+  kvsieve quantize --model DIR --format gptq:group=64 --text book.txt --output model-gptq
+  kvsieve quantize --model DIR --format awq --text book.txt --samples 64 --output model-awq
+  kvsieve eval --model model-f16.gguf,model-gptq --text book.txt --protocol llama-perplexity --policy full";
 
-/// A model's weights in fewer bits, as a GGUF file
+/// A model's weights in fewer bits, as a GGUF file or a folder of packed codes
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Args {
     /// Hugging Face folder, a GGUF file of any type, or 'builtin'
     #[arg(long, value_name = "DIR")]
     model: PathBuf,
-    /// q8_0, q6_k, q5_k_m, q4_k_m, q3_k_m, q2_k and others that GGUF has; a wrong one lists them
+    /// For a GGUF file q8_0, q6_k, q5_k_m, q4_k_m, q3_k_m, q2_k and others that it has, for a folder gptq, awq, int4 or int8; a wrong one
+    /// lists them
     #[arg(long, value_name = "FORMAT")]
     format: String,
-    /// GGUF file to write
-    #[arg(long, alias = "out", value_name = "FILE.gguf")]
+    /// GGUF file or folder to write
+    #[arg(long, alias = "out", value_name = "FILE.gguf|DIR")]
     output: PathBuf,
+    /// Text by which gptq and awq choose codes
+    #[arg(long, value_name = "FILE", help_heading = "Calibration")]
+    text: Option<PathBuf>,
+    /// Pieces of the text, spread evenly
+    #[arg(long, value_name = "N", default_value_t = 32, allow_negative_numbers = true, help_heading = "Calibration")]
+    samples: usize,
+    /// Tokens of a piece
+    #[arg(long, value_name = "N", default_value = "512", value_parser = units::parse_tokens, allow_negative_numbers = true,
+        help_heading = "Calibration")]
+    length: usize,
     #[command(flatten)]
     compute: Compute,
     /// Write the table as JSON, tensor by tensor, to standard output (-) or a file
@@ -41,11 +60,20 @@ pub struct Args {
     json: Option<PathBuf>,
 }
 
+/// What is written.
+enum Target {
+    Gguf(Mixture),
+    Folder(Recipe),
+}
+
 /// What is reported, under the names that records use.
 #[derive(Serialize)]
 struct Report {
     model: PathBuf,
-    format: &'static str,
+    format: String,
+    /// Tokens that codes were chosen by.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    text_tokens: Option<usize>,
     parameters: usize,
     output_bytes: u64,
     weights_bytes: usize,
@@ -64,34 +92,46 @@ struct Tensor {
     bytes: usize,
     bits_per_weight: f64,
     rel_l2: f64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    output_rel_l2: Option<f64>,
 }
 
 pub fn run(args: &Args) -> Result<(), Failure> {
     args.compute.refuse_cuda()?;
-    let mixture: Mixture = args.format.parse().map_err(Failure::usage)?;
-    if !args.output.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("gguf")) {
-        let shown = args.output.display();
-        return Err(Failure::usage(format!("--output is '{shown}'; what is written is a GGUF file, name it .gguf")));
-    }
+    let target = args.target()?;
     let source = locate(&args.model)?;
     let mut writes = vec![("--output", args.output.as_path())];
     writes.extend(args.json.as_deref().filter(|path| !output::is_stdout(path)).map(|path| ("--json", path)));
-    output::check_files(&[("--model", &source)], &writes)?;
+    let mut reads = vec![("--model", source.as_path())];
+    reads.extend(args.text.as_deref().map(|path| ("--text", path)));
+    output::check_files(&reads, &writes)?;
+    let tokens = args.text.as_deref().map(|path| args.tokens(path, &source)).transpose()?;
     let (cpu, arena) = (args.compute.cpu()?, Arena::with_limit(args.compute.limit_bytes()));
     let (start, bar) = (Instant::now(), ProgressBar::new(0));
-    let done = quantise(&source, mixture, &args.output, &cpu, &arena, |done, all| {
+    let wrote = |done, all| {
         bar.set_length(all as u64);
         bar.set_position(done as u64);
-    })?;
+    };
+    let (done, format) = match target {
+        Target::Gguf(mixture) => {
+            (quantise(&source, mixture, &args.output, &cpu, &arena, wrote)?, mixture.name().to_string())
+        }
+        Target::Folder(recipe) => {
+            let text = tokens.as_deref().map(|tokens| Calibration { tokens, length: args.length });
+            let done = quantise_folder(&source, recipe, text, &args.output, (&cpu, &arena), wrote)?;
+            (done, recipe.to_string())
+        }
+    };
     bar.finish_and_clear();
     let tensors: Vec<Tensor> = done.iter().map(Tensor::of).collect();
-    let parameters = done.iter().map(|one| one.planned.elements()).sum();
-    let weights_bytes = done.iter().map(|one| one.planned.bytes()).sum();
+    let parameters = done.iter().map(Quantised::elements).sum();
+    let weights_bytes = done.iter().map(|one| one.bytes).sum();
     let report = Report {
         model: args.model.clone(),
-        format: mixture.name(),
+        format,
+        text_tokens: tokens.map(|tokens| tokens.len()),
         parameters,
-        output_bytes: args.output.metadata().map_or(0, |found| found.len()),
+        output_bytes: bytes_of(&args.output),
         weights_bytes,
         bits_per_weight: bits(weights_bytes, parameters),
         wall_ns: start.elapsed().as_nanos() as u64,
@@ -104,6 +144,72 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     }
 }
 
+impl Args {
+    /// What is to be written, where all that it needs is there.
+    fn target(&self) -> Result<Target, Failure> {
+        let name = self.format.split(':').next().unwrap_or_default();
+        let shown = self.output.display();
+        let is_file = self.output.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("gguf"));
+        if !Recipe::names().contains(&name) {
+            let folders = Recipe::names().join(", ");
+            let known = |error| Failure::usage(format!("{error}; as a folder: {folders}"));
+            let mixture = self.format.parse().map_err(known)?;
+            if !is_file {
+                return Err(Failure::usage(format!(
+                    "--output is '{shown}'; {name} is written as a GGUF file, name it .gguf"
+                )));
+            }
+            return match &self.text {
+                None => Ok(Target::Gguf(mixture)),
+                Some(_) => Err(Failure::usage(format!("--text is for gptq and awq; {name} reads none, leave it out"))),
+            };
+        }
+        let recipe: Recipe = self.format.parse().map_err(|error: NamedError| Failure::usage(error.to_string()))?;
+        if is_file || self.output.is_file() {
+            return Err(Failure::usage(format!("--output is '{shown}'; {name} is written as a folder, name one")));
+        }
+        match (recipe.reads_text(), &self.text) {
+            (true, None) => Err(Failure::usage(format!("{name} chooses codes by a text; give one with --text FILE"))),
+            (false, Some(_)) => {
+                Err(Failure::usage(format!("--text is for gptq and awq; {name} reads none, leave it out")))
+            }
+            _ => Ok(Target::Folder(recipe)),
+        }
+    }
+
+    /// Pieces of the text, behind each other.
+    fn tokens(&self, path: &Path, source: &Path) -> Result<Vec<u32>, Failure> {
+        let (samples, length) = (self.samples, self.length);
+        if samples == 0 || length == 0 {
+            return Err(Failure::usage(format!(
+                "--samples is {samples} and --length {length}; both must be at least 1"
+            )));
+        }
+        let text = std::fs::read_to_string(path)
+            .map_err(|error| Failure::usage(format!("cannot read --text '{}': {error}", path.display())))?;
+        let tokens = Text::open(source)?.tokens(&text)?;
+        let each = tokens.len() / samples;
+        if each < length {
+            return Err(Failure::usage(format!(
+                "'{}' has {} tokens; --samples {samples} of --length {length} need {}",
+                path.display(),
+                tokens.len(),
+                samples.saturating_mul(length)
+            )));
+        }
+        Ok((0..samples).flat_map(|sample| &tokens[sample * each..][..length]).copied().collect())
+    }
+}
+
+/// Bytes of a file, or of all files of a folder.
+fn bytes_of(path: &Path) -> u64 {
+    let bytes = |path: &Path| path.metadata().map_or(0, |found| found.len());
+    match std::fs::read_dir(path) {
+        Err(_) => bytes(path),
+        Ok(files) => files.flatten().map(|file| bytes(&file.path())).sum(),
+    }
+}
+
 fn bits(bytes: usize, elements: usize) -> f64 {
     8.0 * bytes as f64 / elements as f64
 }
@@ -111,14 +217,24 @@ fn bits(bytes: usize, elements: usize) -> f64 {
 impl Tensor {
     fn of(one: &Quantised) -> Self {
         Tensor {
-            tensor: one.planned.own.clone(),
-            shape: one.planned.shape.clone(),
+            tensor: one.name.clone(),
+            shape: one.shape.clone(),
             from: one.from.to_string(),
-            format: one.planned.format.to_string(),
-            bytes: one.planned.bytes(),
-            bits_per_weight: bits(one.planned.bytes(), one.planned.elements()),
+            format: one.format.clone(),
+            bytes: one.bytes,
+            bits_per_weight: bits(one.bytes, one.elements()),
             rel_l2: one.rel_l2,
+            output_rel_l2: one.output_rel_l2,
         }
+    }
+
+    /// Its name with that of all layers in place of its own.
+    fn part(&self) -> String {
+        let numbered = ["blk.", "model.layers."].into_iter().find_map(|before| {
+            let (_, part) = self.tensor.strip_prefix(before)?.split_once('.')?;
+            Some(format!("{before}*.{part}"))
+        });
+        numbered.unwrap_or_else(|| self.tensor.clone())
     }
 }
 
@@ -126,22 +242,27 @@ impl Tensor {
 fn table(report: &Report, output: &Path) -> String {
     let mut lines: BTreeMap<(String, &str, &str), Vec<&Tensor>> = BTreeMap::new();
     for tensor in &report.tensors {
-        let part = match tensor.tensor.strip_prefix("blk.").and_then(|rest| rest.split_once('.')) {
-            Some((_, part)) => format!("blk.*.{part}"),
-            None => tensor.tensor.clone(),
-        };
-        lines.entry((part, &tensor.from, &tensor.format)).or_default().push(tensor);
+        lines.entry((tensor.part(), &tensor.from, &tensor.format)).or_default().push(tensor);
     }
-    let head = ["tensor", "count", "from", "format", "bits", "error", "largest"];
+    let wide = |of: &dyn Fn(&(String, &str, &str)) -> usize| lines.keys().map(of).max().unwrap_or(0).max(6);
+    let (name, from, to) = (wide(&|key| key.0.len()), wide(&|key| key.1.len()), wide(&|key| key.2.len()));
     let mut text = format!(
-        "{:<28} {:>5} {:<6} {:<6} {:>7} {:>9} {:>9}\n",
-        head[0], head[1], head[2], head[3], head[4], head[5], head[6]
+        "{:<name$} {:>5} {:<from$} {:<to$} {:>7} {:>9} {:>9}",
+        "tensor", "count", "from", "format", "bits", "error", "largest"
     );
-    for ((part, from, format), tensors) in &lines {
+    let has_outputs = report.tensors.iter().any(|tensor| tensor.output_rel_l2.is_some());
+    text.push_str(if has_outputs { "   outputs\n" } else { "\n" });
+    for ((part, own, format), tensors) in &lines {
+        let mean =
+            |of: &dyn Fn(&Tensor) -> f64| tensors.iter().map(|tensor| of(tensor)).sum::<f64>() / tensors.len() as f64;
         let most = tensors.iter().fold(0.0f64, |most, tensor| most.max(tensor.rel_l2));
-        let mean = tensors.iter().map(|tensor| tensor.rel_l2).sum::<f64>() / tensors.len() as f64;
-        let (count, bits) = (tensors.len(), tensors[0].bits_per_weight);
-        let _ = writeln!(text, "{part:<28} {count:>5} {from:<6} {format:<6} {bits:>7.4} {mean:>9.6} {most:>9.6}");
+        let (count, bits, error) = (tensors.len(), tensors[0].bits_per_weight, mean(&|tensor| tensor.rel_l2));
+        let _ =
+            write!(text, "{part:<name$} {count:>5} {own:<from$} {format:<to$} {bits:>7.4} {error:>9.6} {most:>9.6}");
+        if tensors[0].output_rel_l2.is_some() {
+            let _ = write!(text, " {:>9.6}", mean(&|tensor| tensor.output_rel_l2.unwrap_or(0.0)));
+        }
+        text.push('\n');
     }
     let _ = writeln!(
         text,

@@ -1,7 +1,5 @@
 //! Values of an experiment file's axes: one or many, lengths and ranges of lengths, budgets.
 
-use crate::format::RowFormat;
-use crate::named::NamedError;
 use crate::policy::Budget;
 use crate::units;
 use serde::de::value::MapAccessDeserializer;
@@ -9,7 +7,6 @@ use serde::de::{self, Deserializer, IntoDeserializer, MapAccess, SeqAccess, Visi
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::marker::PhantomData;
-use std::str::FromStr;
 
 /// One value or a list of them.
 #[derive(Debug, Clone, Serialize)]
@@ -154,33 +151,6 @@ impl<'de> Deserialize<'de> for PageTokens {
         let tokens = if text == "contiguous" { Some(0) } else { text.parse().ok() };
         let wrong = || format!("'{text}' is not a page size; write a number of tokens such as 16, or \"contiguous\"");
         tokens.map(PageTokens).ok_or_else(|| de::Error::custom(wrong()))
-    }
-}
-
-/// How weight matrices are kept: a format, or as in the model's own files, which is written `"file"`.
-#[derive(Debug, Clone, Copy)]
-pub struct WeightsText(pub Option<RowFormat>);
-
-impl FromStr for WeightsText {
-    type Err = NamedError;
-
-    fn from_str(text: &str) -> Result<Self, NamedError> {
-        if text == "file" { Ok(WeightsText(None)) } else { text.parse().map(|format| WeightsText(Some(format))) }
-    }
-}
-
-impl Serialize for WeightsText {
-    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        match self.0 {
-            None => serializer.serialize_str("file"),
-            Some(format) => serializer.collect_str(&format),
-        }
-    }
-}
-
-impl<'de> Deserialize<'de> for WeightsText {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        String::deserialize(deserializer)?.parse().map_err(de::Error::custom)
     }
 }
 

@@ -1,9 +1,10 @@
 //! A cell: one point of an experiment's grid, fully resolved.
 
 use super::measure::{Choice, Measure};
+use super::weights::OtherWeights;
 use crate::attention::{Params, Shape};
 use crate::eval::Protocol;
-use crate::format::{KvFormat, RowFormat};
+use crate::format::KvFormat;
 use crate::tensor::DType;
 use crate::workload::Knobs;
 use serde::{Deserialize, Deserializer, Serialize};
@@ -116,9 +117,12 @@ pub struct Cell {
     /// How the cache keeps keys and values; as `dtype` where nothing is said.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kv_format: Option<KvFormat>,
-    /// How the weight matrices of `eval` are kept; as in the model's files where nothing is said.
+    /// The weights of `eval`; those of the model's own files where nothing is said.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub weights: Option<RowFormat>,
+    pub weights: Option<OtherWeights>,
+    /// The fingerprint of weights that come from other files.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub weights_hash: Option<String>,
     /// Bottom-right causal mask.
     pub causal: bool,
     /// Sliding window, if any.
@@ -195,6 +199,7 @@ impl Default for Cell {
             dtype: DType::F32,
             kv_format: None,
             weights: None,
+            weights_hash: None,
             causal: false,
             window: None,
             softcap: None,
@@ -231,8 +236,8 @@ impl Cell {
         let same = self.clone();
         match self.measure.compares() {
             Choice::Policy => {
-                let bare = Cell { policy: None, budget: None, memory: None, kv_format: None, weights: None, ..same };
-                Cell { policy_file: None, policy_file_hash: None, ..bare }
+                let bare = Cell { policy: None, budget: None, memory: None, kv_format: None, ..same };
+                Cell { weights: None, weights_hash: None, policy_file: None, policy_file_hash: None, ..bare }
             }
             Choice::Kernel => Cell { kernel: String::new(), ..same },
             Choice::Strategy => Cell { strategy: None, ..same },
@@ -301,7 +306,8 @@ impl Cell {
         let device = if self.device == Device::Cpu { String::new() } else { format!(" {device}") };
         let format = self.kv_format.map_or(String::new(), |format| format!(" kv {format}"));
         if let Some(task) = &self.task {
-            let weights = self.weights.map_or(String::new(), |format| format!(" weights {format}"));
+            let weights =
+                self.weights.as_ref().map_or(String::new(), |weights| format!(" weights {}", weights.words()));
             let protocol = self.protocol.map_or(String::new(), |protocol| format!(" {protocol}"));
             let measure = self.measure.name();
             let kernel = match &self.kernel[..] {

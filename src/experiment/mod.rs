@@ -20,6 +20,7 @@ mod shipped;
 pub mod spec;
 pub mod stats;
 pub mod store;
+pub mod weights;
 
 pub use cell::Device;
 pub use engine::{Engine, Gpu};

@@ -4,9 +4,10 @@
 //! `"1k..32k*2"` (doubling) or `"1k..8k+1k"` (in steps).
 
 use super::SHIPPED;
-use super::axes::{BudgetText, Many, PageTokens, Tokens, WeightsText};
+use super::axes::{BudgetText, Many, PageTokens, Tokens};
 use super::measure::Measure;
 use super::policy_axis::PolicyText;
+use super::weights::WeightsText;
 use crate::eval::Protocol;
 use crate::format::KvFormat;
 use crate::named::nearest;

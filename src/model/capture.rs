@@ -59,7 +59,8 @@ impl Captured {
         let (heads, width) = match kind {
             Activation::Q | Activation::QBeforeRope | Activation::O => (config.q_heads, config.head_dim),
             Activation::K | Activation::KBeforeRope | Activation::V => (config.kv_heads, config.head_dim),
-            Activation::Hidden => (1, config.hidden),
+            Activation::Hidden | Activation::MlpInput => (1, config.hidden),
+            Activation::MlpInner => (1, config.ffn),
         };
         let dims = [layers, heads, tokens, width];
         Ok(Captured { data: arena.alloc(Label::Activations, dims.iter().product())?, dims, fill: vec![0; layers] })

@@ -191,6 +191,13 @@ pub struct Config {
 }
 
 impl Config {
+    /// Whether a model of this configuration computes what one of another does, of the same weights: how elements are kept, and which
+    /// tokens begin and end a text, are no part of that.
+    pub fn computes_as(&self, other: &Config) -> bool {
+        let (dtype, packing, bos) = (other.dtype, other.packing, other.bos);
+        Config { dtype, packing, bos, eos: other.eos.clone(), ..self.clone() } == *other
+    }
+
     /// Elements of all query heads.
     pub fn q_width(&self) -> usize {
         self.q_heads * self.head_dim

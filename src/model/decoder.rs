@@ -11,6 +11,7 @@ mod phases;
 mod prefix;
 mod remember;
 mod repeat;
+mod through;
 
 use super::padded::PaddedRows;
 use super::weights::embed;

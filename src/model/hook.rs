@@ -17,6 +17,10 @@ pub enum Activation {
     V,
     /// Outputs of attention before the output projection, one row at a time, `[Hq * D]`.
     O,
+    /// Inputs of the MLP behind their norm, one row at a time, `[hidden]`.
+    MlpInput,
+    /// What the MLP's second half reads, one row at a time, `[ffn]`.
+    MlpInner,
 }
 
 /// Looks on while a decoder works.

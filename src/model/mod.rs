@@ -5,6 +5,7 @@
 //! [`crate::cache::PagedCache`] into whose sequences layers are folded.
 
 mod adapter;
+mod beside;
 mod capture;
 mod chat;
 pub mod config;
@@ -30,6 +31,7 @@ mod sequences;
 mod text;
 mod weights;
 
+pub(crate) use beside::files_beside;
 pub use capture::{Capture, Captured};
 pub use chat::{ChatTemplate, Message};
 pub use config::Config;
@@ -37,10 +39,10 @@ pub(crate) use decoder::params;
 pub use decoder::{Decoder, PrefixShape, Setup, bytes, bytes_of_calls, bytes_unopened, bytes_with_memory};
 pub use evictor::Eviction;
 pub use generate::{Generated, OneSequence, generate};
-pub(crate) use gguf::{GgufTensor, files_of_gguf, gguf_tensors};
+pub(crate) use gguf::{GgufTensor, gguf_tensors};
 pub use hook::{Activation, Hook};
 pub use locate::{BUILTIN, fingerprint, locate};
-pub use quantise::{Mixture, Planned, Quantised, quantise};
+pub use quantise::{Calibration, Mixture, Planned, Quantised, Recipe, quantise, quantise_folder};
 pub use recall::Recall;
 pub use repeat::Repeat;
 pub use sample::{Sampler, Sampling};

@@ -89,7 +89,19 @@ impl Config {
         Ok(Tree { embedding, blocks, norm, output })
     }
 
-    fn block<T: Make>(&self, layer: usize, make: &mut T) -> Result<Block<T::Matrix, T::Vector>, T::Error> {
+    /// The norm in front of the MLP: its name is that of another one where there are norms behind attention too.
+    pub(super) fn before_mlp(&self) -> &'static str {
+        match self.norms {
+            Norms::BeforeAndAfter => "pre_feedforward_layernorm",
+            _ => "post_attention_layernorm",
+        }
+    }
+
+    /// Goes through those of one block.
+    ///
+    /// # Errors
+    /// Those of `make`.
+    pub(super) fn block<T: Make>(&self, layer: usize, make: &mut T) -> Result<Block<T::Matrix, T::Vector>, T::Error> {
         let Config { hidden, ffn, head_dim, .. } = *self;
         let (q_width, kv_width) = (self.q_width(), self.kv_width());
         let at = |name: &str| format!("model.layers.{layer}.{name}");
@@ -118,13 +130,8 @@ impl Config {
                 false => None,
             },
             o: stack(make, Role::Residual, &[("self_attn.o_proj", hidden)], q_width, self.o_bias)?,
-            // The same name is another norm where there are norms after attention too.
             after_attention: after.then(|| norm(make, "post_attention_layernorm", hidden)).transpose()?,
-            before_mlp: norm(
-                make,
-                if after { "pre_feedforward_layernorm" } else { "post_attention_layernorm" },
-                hidden,
-            )?,
+            before_mlp: norm(make, self.before_mlp(), hidden)?,
             gate_up: stack(make, Role::Matrix, gate_up, hidden, self.mlp_bias)?,
             down: stack(make, Role::Residual, &[("mlp.down_proj", hidden)], ffn, self.mlp_bias)?,
             after_mlp: after.then(|| norm(make, "post_feedforward_layernorm", hidden)).transpose()?,

@@ -122,6 +122,12 @@ impl Matrix {
         Ok(Matrix { bytes, range, format, rows: self.rows, width: self.width, order: None })
     }
 
+    /// A matrix of f32, whose bytes are in the arena.
+    pub(super) fn held(bytes: Buffer<u8>, [rows, width]: [usize; 2]) -> Matrix {
+        let (range, bytes, format) = (0..bytes.len(), Arc::new(Bytes::Held(bytes)), RowFormat::plain(DType::F32));
+        Matrix { bytes, range, format, rows, width, order: None }
+    }
+
     /// Number of rows.
     pub fn rows(&self) -> usize {
         self.rows
@@ -342,7 +348,7 @@ impl Config {
 }
 
 /// A block's parameters as the pass reads them.
-fn layer(config: &Config, block: Block<Matrix, Buffer<f32>>) -> Layer {
+pub(super) fn layer(config: &Config, block: Block<Matrix, Buffer<f32>>) -> Layer {
     let (q, kv, ffn) = (config.q_width(), config.kv_width(), config.ffn);
     let [q, k, v] = linears(block.qkv, [q, kv, kv]);
     let ([gate, up], [o], [down]) =

@@ -17,7 +17,7 @@ mod context;
 pub mod cuda;
 mod fits;
 pub mod gates;
-mod least_squares;
+pub(crate) mod least_squares;
 mod linear;
 mod list;
 mod presets;

@@ -20,7 +20,7 @@ pub fn of<'a>(record: &Record, records: &[&'a Record]) -> Option<&'a Record> {
     let fits = |other: &&&Record| {
         let (theirs, ours) = (&other.cell, &record.cell);
         theirs.kv_format.is_none_or(|format| Some(format) == ours.kv_format)
-            && theirs.weights.is_none_or(|format| Some(format) == ours.weights)
+            && theirs.weights.as_ref().is_none_or(|weights| Some(weights) == ours.weights.as_ref())
     };
     candidates.iter().find(fits).copied()
 }

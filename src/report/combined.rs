@@ -11,7 +11,7 @@ use super::table::Table;
 use super::text;
 use crate::experiment::answers::Estimate;
 use crate::experiment::stats::unbounded_difference;
-use crate::format::RowFormat;
+use crate::experiment::weights::OtherWeights;
 use crate::memory::Label;
 use crate::units;
 
@@ -47,14 +47,14 @@ struct Saved {
 }
 
 impl Spent<'_> {
-    /// The format of its weights; `None` is that of the model's files.
-    pub fn weights(&self) -> Option<RowFormat> {
+    /// Its weights; `None` are those of the model's files.
+    pub fn weights(&self) -> Option<&OtherWeights> {
         weights(self.pool)
     }
 }
 
-fn weights(pool: &Pool) -> Option<RowFormat> {
-    pool.records[0].cell.weights
+fn weights<'a>(pool: &'a Pool<'_>) -> Option<&'a OtherWeights> {
+    pool.records[0].cell.weights.as_ref()
 }
 
 fn is_plain(pool: &Pool) -> bool {
@@ -66,8 +66,8 @@ fn weights_bytes(pool: &Pool) -> u64 {
     memory.and_then(|memory| memory.peak_by_label.get(&Label::Weights)).copied().unwrap_or(0)
 }
 
-/// The format of the weights that take the most bytes: the others save something.
-fn widest(pools: &[Pool]) -> Option<RowFormat> {
+/// The weights that take the most bytes: the others save something.
+fn widest<'a>(pools: &'a [Pool<'_>]) -> Option<&'a OtherWeights> {
     pools.iter().max_by_key(|pool| weights_bytes(pool)).and_then(weights)
 }
 

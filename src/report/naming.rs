@@ -57,7 +57,8 @@ const HEAD_DIM: Dimension = |record| format!("D {}", record.cell.head_dim);
 const DTYPE: Dimension = |record| record.cell.dtype.name().into();
 const KV_FORMAT: Dimension =
     |record| record.cell.kv_format.map_or(String::new(), |format| format!("cache in {format}"));
-const WEIGHTS: Dimension = |record| record.cell.weights.map_or(String::new(), |format| format!("weights in {format}"));
+const WEIGHTS: Dimension =
+    |record| record.cell.weights.as_ref().map_or(String::new(), |weights| format!("weights {}", weights.words()));
 const MASK: Dimension = |record| {
     let mask = if record.cell.causal { "causal" } else { "no mask" };
     record.cell.window.map_or(mask.into(), |window| format!("{mask}, window {window}"))

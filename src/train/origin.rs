@@ -5,20 +5,11 @@
 use super::Parameters;
 use super::run::TrainError;
 use super::vocabulary::{BEGIN, END, Vocabulary};
-use crate::model::{Config, files_of_gguf, locate, widen};
+use crate::model::{Config, files_beside, locate, widen};
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::{Value, json};
 use std::path::PathBuf;
-
-/// Files of a folder that stand beside weights and configuration and are part of the model.
-const BESIDE: [&str; 5] = [
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-];
 
 /// Extents and constants of a new model, as a recipe gives them.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
@@ -156,35 +147,17 @@ impl Origin {
             Origin::New(sizes) => Ok(new(sizes)),
             Origin::Folder(Folder { from }) => {
                 let folder = locate(from)?;
-                if let Some(files) = files_of_gguf(&folder)? {
-                    let config = Config::parse(&folder, &files[0].1)?;
-                    let vocabulary = Vocabulary::of_folder(&folder, &config)?;
-                    return Ok(Start { config, vocabulary, files, folder: Some(folder) });
-                }
-                let config = Config::read(&folder)?;
-                let vocabulary = Vocabulary::of_folder(&folder, &config)?;
-                let there = |name: &&str| folder.join(name).exists();
-                let names = std::iter::once("config.json").chain(BESIDE.into_iter().filter(there));
-                let content = |name| {
-                    let path = folder.join(name);
-                    let text = std::fs::read_to_string(&path).map_err(|error| TrainError::read(&path, &error))?;
-                    match name == "config.json" && config.packing.is_some() {
-                        true => Ok((name, unpacked(&text))),
-                        false => Ok((name, text)),
-                    }
+                let files = files_beside(&folder)?;
+                // Of a GGUF file the configuration is that of the folder that comes out.
+                let config = match folder.is_dir() {
+                    true => Config::read(&folder)?,
+                    false => Config::parse(&folder, &files[0].1)?,
                 };
-                let files = names.map(content).collect::<Result<_, TrainError>>()?;
+                let vocabulary = Vocabulary::of_folder(&folder, &config)?;
                 Ok(Start { config, vocabulary, files, folder: Some(folder) })
             }
         }
     }
-}
-
-/// A `config.json` that was read, without what it says of packed weights: those that come out are plain.
-fn unpacked(text: &str) -> String {
-    let mut config: Value = serde_json::from_str(text).expect("it was read");
-    config.as_object_mut().expect("it was read").remove("quantization_config");
-    format!("{config:#}\n")
 }
 
 fn new(sizes: &Sizes) -> Start {

@@ -1,5 +1,7 @@
 //! Fine-tuning of a loaded model on a text: all of it (`full`), or adapters beside its matrices (`lora`), which may stay packed as
-//! their file keeps them (`qlora`, as QLoRA, arXiv 2305.14314, with any format of weights in place of NF4).
+//! their file keeps them (`qlora`, as QLoRA, arXiv 2305.14314, with any format of weights in place of NF4). A model that is trained whole
+//! can be made to bear what `quantize` will do to it (`qat`, quantisation-aware training): the pass reads what the codes of its matrices
+//! stand for, and their gradients are taken for those of the numbers behind the codes.
 //!
 //! The loss is the cross-entropy of every next token of sequences from random places of the first nine tenths of the text. The last
 //! tenth is held out, and judged piece by piece before the first step, at every checkpoint and at the end.
@@ -80,6 +82,9 @@ pub struct Settings {
     pub optimizer: Kind,
     /// The adapters, where these are trained.
     pub adapters: Option<Asked>,
+    /// The file type of `quantize`, or the format of all matrices, whose rounding a model that is trained whole is made to bear.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub qat: Option<String>,
 }
 
 impl Settings {

@@ -4,7 +4,6 @@ use super::activations::{Extents, Recompute};
 use super::adamw::Constants;
 use super::checkpoint::Array;
 use super::export;
-use super::heads::round;
 use super::holder::Whole;
 use super::lora::{Adapters, Layout};
 use super::network::Network;
@@ -15,11 +14,11 @@ use super::run::TrainError;
 use super::tune::{Method, Settings};
 use super::weights::{Frozen, Packed, Weights};
 use crate::device::Cpu;
+use crate::format::RowFormat;
 use crate::memory::{Arena, ArenaError, Buffer, Label, LabelBytes};
-use crate::model::Config;
+use crate::model::{Config, Mixture};
 use crate::tensor::DType;
 use crate::tensor::file::{self, Output};
-use half::bf16;
 use serde_json::json;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -36,6 +35,8 @@ pub(super) struct Plan {
     pub parameters: Parameters,
     layout: Option<Layout>,
     kind: Kind,
+    /// In what the pass reads each parameter, where that is coded (`qat`).
+    formats: Option<Vec<RowFormat>>,
     model: PathBuf,
     /// Names and contents of what stands beside the weights of a model that is trained whole.
     files: Vec<(&'static str, String)>,
@@ -49,6 +50,7 @@ impl Plan {
     pub fn new(settings: &Settings, config: &Config, model: &Path) -> Result<Self, String> {
         let Settings { method, weights: dtype, optimizer: kind, .. } = *settings;
         let (mut files, mut layout) = (Vec::new(), None);
+        let formats = settings.qat.as_ref().map(|name| coded(name, config)).transpose()?;
         let parameters = match &settings.adapters {
             Some(asked) => {
                 let parameters = Parameters::all_frozen(config, dtype);
@@ -63,7 +65,12 @@ impl Plan {
                 Parameters { dtype, ..Parameters::new(&config) }
             }
         };
-        Ok(Plan { method, parameters, layout, kind, model: model.into(), files })
+        Ok(Plan { method, parameters, layout, kind, formats, model: model.into(), files })
+    }
+
+    /// Whether the pass reads other numbers than those that are trained.
+    fn has_master(&self) -> bool {
+        self.method == Method::Full && (self.parameters.dtype == DType::Bf16 || self.formats.is_some())
     }
 
     /// What is trained: all of the model's parameters, or those of adapters.
@@ -103,7 +110,7 @@ impl Plan {
     /// Bytes of fine-tuning, for each label: what [`Tuned`], a network of these extents, and its adapters take. `packed` are the bytes
     /// of a model whose matrices stay packed ([`Tuned::packed_bytes`]).
     ///
-    /// Weights are those of the pass. A model that is trained whole in bf16 has a master copy in f32,
+    /// Weights are those of the pass. A model that is trained whole in bf16, or for codes, has a master copy in f32,
     /// which counts as the optimizer's.
     pub fn bytes(
         &self,
@@ -116,8 +123,7 @@ impl Plan {
         if let Some(packed) = packed {
             bytes.insert(Label::Weights, packed);
         }
-        let is_mixed = self.layout.is_none() && self.parameters.dtype == DType::Bf16;
-        let master = if is_mixed { 4 * self.parameters.count() as u64 } else { 0 };
+        let master = if self.has_master() { 4 * self.parameters.count() as u64 } else { 0 };
         bytes.insert(Label::Optimizer, master + self.kind.bytes(self.trained()));
         for (label, more) in self.layout.iter().flat_map(|layout| layout.bytes(extents)) {
             *bytes.entry(label).or_default() += more;
@@ -170,14 +176,24 @@ impl Plan {
     }
 }
 
+/// The format of each parameter, in a file type of `quantize` or all in one format.
+fn coded(name: &str, config: &Config) -> Result<Vec<RowFormat>, String> {
+    if let Ok(mixture) = name.parse::<Mixture>() {
+        return Ok(mixture.plan(config).into_iter().map(|one| one.format).collect());
+    }
+    let format: RowFormat = name.parse().map_err(|error| format!("--qat: {error}; or a file type of quantize"))?;
+    config.check_weights(format)?;
+    Ok(vec![format; "f32".parse::<Mixture>()?.plan(config).len()])
+}
+
 /// The model's own numbers.
 enum Base {
     Frozen(Frozen),
     Trained {
         /// In f32.
         master: Buffer<f32>,
-        /// What the pass reads, where that is bf16.
-        rounded: Option<(Buffer<bf16>, Buffer<f32>)>,
+        /// What the pass reads, where that is something else.
+        read: Option<Frozen>,
         gradient: Buffer<f32>,
     },
 }
@@ -200,15 +216,10 @@ impl<'a> Tuned<'a> {
             Method::Lora => Base::Frozen(Frozen::open(model, parameters, arena)?),
             Method::Qlora => Base::Frozen(Frozen::Packed(plan.packed(arena)?)),
             Method::Full => {
-                let is_mixed = parameters.dtype == DType::Bf16;
-                let label = if is_mixed { Label::Optimizer } else { Label::Weights };
+                let label = if plan.has_master() { Label::Optimizer } else { Label::Weights };
                 let master = Frozen::f32(model, parameters, arena, label)?;
-                let [of_matrices, of_vectors] = parameters.counts();
-                let rounded = match is_mixed {
-                    true => Some((arena.alloc(Label::Weights, of_matrices)?, arena.alloc(Label::Weights, of_vectors)?)),
-                    false => None,
-                };
-                Base::Trained { master, rounded, gradient: arena.alloc(Label::Gradients, parameters.trained_count())? }
+                let read = plan.has_master().then(|| Frozen::room(parameters, arena)).transpose()?;
+                Base::Trained { master, read, gradient: arena.alloc(Label::Gradients, parameters.trained_count())? }
             }
         };
         let optimizer = Optimizer::new(arena, plan.kind, plan.trained())?;
@@ -229,11 +240,8 @@ impl<'a> Tuned<'a> {
     pub fn holder(&mut self) -> Whole<'_> {
         match &mut self.base {
             Base::Frozen(frozen) => Whole { weights: frozen.all(), gradients: &mut [] },
-            Base::Trained { master, rounded, gradient } => {
-                let weights = match rounded {
-                    Some((matrices, vectors)) => Weights::Bf16(matrices, vectors),
-                    None => Weights::F32(master),
-                };
+            Base::Trained { master, read, gradient } => {
+                let weights = read.as_ref().map_or(Weights::F32(master), Frozen::all);
                 Whole { weights, gradients: gradient }
             }
         }
@@ -265,13 +273,12 @@ impl<'a> Tuned<'a> {
 
     /// Rounds what the pass reads anew.
     pub fn refresh(&mut self, cpu: &Cpu) {
-        let Base::Trained { master, rounded: Some((matrices, vectors)), .. } = &mut self.base else { return };
-        for one in &self.plan.parameters.all {
+        let Base::Trained { master, read: Some(read), .. } = &mut self.base else { return };
+        let formats = self.plan.formats.as_ref();
+        for (index, one) in self.plan.parameters.all.iter().enumerate() {
             let from = &master[one.range.clone()];
-            match one.role.decays() {
-                true => drop(round(cpu, from, &mut matrices[one.of_kind.clone()])),
-                false => vectors[one.of_kind.clone()].copy_from_slice(from),
-            }
+            let format = formats.map(|formats| formats[index]).filter(|_| one.role.decays());
+            read.put(cpu, one, from, format);
         }
     }
 

@@ -138,6 +138,7 @@ impl TunedSteps {
             recompute: Some(recompute),
             optimizer,
             adapters,
+            qat: None,
         };
         settings.check(&config).map_err(misfit)?;
         let plan = Plan::new(&settings, &config, &folder).map_err(misfit)?;

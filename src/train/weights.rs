@@ -4,13 +4,17 @@
 //! processor multiplies pairs of bf16 (`device/simd/dense.rs`); norms and biases stay f32. Packed matrices are decoded a
 //! panel at a time, as they are multiplied.
 
-use super::parameters::{Group, Parameters};
+use super::heads::round;
+use super::parameters::{Group, Parameter, Parameters};
 use super::run::TrainError;
-use crate::memory::{Arena, Buffer, Claim, Label};
+use crate::device::Cpu;
+use crate::format::RowFormat;
+use crate::memory::{Arena, ArenaError, Buffer, Claim, Label};
 use crate::model::{Matrix, mapped, widen};
-use crate::tensor::{DType, Rows, Strided};
+use crate::tensor::{DType, RowCode, Rows, Strided};
 use half::bf16;
 use half::slice::HalfFloatSliceExt;
+use rayon::prelude::*;
 use std::path::Path;
 
 /// Where a model's numbers are read.
@@ -138,6 +142,52 @@ impl Frozen {
         Ok(Frozen::Bf16(matrices, vectors))
     }
 
+    /// Room for numbers that come later, in the type of `parameters`.
+    ///
+    /// # Errors
+    /// When the arena has none.
+    pub fn room(parameters: &Parameters, arena: &Arena) -> Result<Self, ArenaError> {
+        if parameters.dtype == DType::F32 {
+            return Ok(Frozen::F32(arena.alloc(Label::Weights, parameters.count())?));
+        }
+        let [matrices, vectors] = parameters.counts();
+        Ok(Frozen::Bf16(arena.alloc(Label::Weights, matrices)?, arena.alloc(Label::Weights, vectors)?))
+    }
+
+    /// Puts the numbers of a parameter in their place: of a matrix what they are in a format, where one is asked for.
+    ///
+    /// # Panics
+    /// When matrices are packed.
+    pub fn put(&mut self, cpu: &Cpu, one: &Parameter, from: &[f32], format: Option<RowFormat>) {
+        let width = one.shape[one.shape.len() - 1];
+        match self {
+            Frozen::F32(all) => {
+                let to = &mut all[one.range.clone()];
+                match format {
+                    None => to.copy_from_slice(from),
+                    Some(format) => {
+                        let rows = to.par_chunks_exact_mut(width).zip(from.par_chunks_exact(width));
+                        cpu.install(|| rows.for_each(|(to, from)| coded(format, from, to)));
+                    }
+                }
+            }
+            Frozen::Bf16(matrices, vectors) => match (one.role.decays(), format) {
+                (false, _) => vectors[one.of_kind.clone()].copy_from_slice(from),
+                (true, None) => drop(round(cpu, from, &mut matrices[one.of_kind.clone()])),
+                (true, Some(format)) => {
+                    let rows = matrices[one.of_kind.clone()].par_chunks_exact_mut(width);
+                    let each = |row: &mut Vec<f32>, (to, from): (&mut [bf16], &[f32])| {
+                        coded(format, from, row);
+                        to.convert_from_f32_slice(row);
+                    };
+                    let rows = rows.zip(from.par_chunks_exact(width));
+                    cpu.install(|| rows.for_each_init(|| vec![0.0; width], each));
+                }
+            },
+            Frozen::Packed(_) => panic!("packed matrices stay as they are"),
+        }
+    }
+
     /// All parameters of a model's files in f32.
     ///
     /// # Errors
@@ -157,6 +207,13 @@ impl Frozen {
             Frozen::Packed(Packed { matrices, vectors, rounds, .. }) => Weights::Packed(matrices, vectors, *rounds),
         }
     }
+}
+
+/// What a row is once it is kept in a format.
+fn coded(format: RowFormat, from: &[f32], to: &mut [f32]) {
+    let mut bytes = vec![0; format.row_bytes(from.len())];
+    format.encode(from, from.len(), &mut bytes);
+    format.decode(&bytes, 0, to);
 }
 
 /// Takes `count` elements from the start of what is left.

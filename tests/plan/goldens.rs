@@ -357,7 +357,7 @@ fn the_table_of_losses_is_that_of_the_records() {
                 && cell.policy.as_deref() == Some(loss.policy.as_deref().unwrap_or("full"))
                 && cell.budget == loss.budget
                 && cell.kv_format.map(|format| format.to_string()) == loss.kv_format
-                && cell.weights.map(|format| format.to_string()) == loss.weights
+                && cell.weights.as_ref().map(|format| format.to_string()) == loss.weights
                 && cell.context_tokens == loss.context_tokens
         });
         let measured: Vec<f64> = found.filter_map(|(_, record)| Some(record.answers.as_ref()?.kl_nats.mean)).collect();

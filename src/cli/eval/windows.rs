@@ -5,10 +5,10 @@ use crate::attention;
 use crate::cli::failure::Failure;
 use crate::cli::output;
 use crate::eval::{Perplexity, Stage, Windows, perplexity};
-use crate::experiment::axes::WeightsText;
+use crate::experiment::weights::{OtherWeights, WeightsText};
 use crate::format::{KvFormat, RowFormat};
 use crate::memory::Arena;
-use crate::model::{Model, Text, locate};
+use crate::model::{Text, locate};
 use crate::tensor::DType;
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
@@ -67,11 +67,11 @@ pub fn run(args: &Args, conventions: &[Windows]) -> Result<(), Failure> {
         let text = Text::open(&folder)?;
         let arena = Arena::with_limit(args.compute.limit_bytes());
         let weights = if args.weights.is_empty() { vec![WeightsText(None)] } else { args.weights.clone() };
-        for (&convention, &WeightsText(weights)) in
+        for (&convention, WeightsText(weights)) in
             conventions.iter().flat_map(|one| weights.iter().map(move |of| (one, of)))
         {
             arena.reset_peak();
-            let model = Model::open_in(&folder, weights, &arena)?;
+            let model = OtherWeights::open(weights.as_ref(), &folder, &arena)?;
             let dtype = args.dtype.unwrap_or(model.weights.dtype());
             let formats = if args.kv_format.is_empty() { vec![dtype.into()] } else { args.kv_format.clone() };
             if !args.beyond_limit {

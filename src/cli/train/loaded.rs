@@ -95,6 +95,10 @@ pub(super) struct Tuning {
     /// adamw, adamw-8bit or adafactor [default: adamw]
     #[arg(long, value_name = "NAME", requires = "method")]
     optimizer: Option<Kind>,
+    /// With --method full, train for a file that quantize will write, q4_k_m, q4_0 and others, or for matrices in any format of
+    /// `kvsieve list formats` (quantisation-aware training)
+    #[arg(long, value_name = "FORMAT", requires = "method")]
+    qat: Option<String>,
 }
 
 /// What `--weights` says.
@@ -188,6 +192,7 @@ impl Args {
         } else {
             let targets = &self.tuning.target;
             let targets = if targets.is_empty() { vec!["q".into(), "v".into()] } else { targets.clone() };
+            self.refuse(name, &[("--qat", self.tuning.qat.is_some(), false)])?;
             adapters = Some(Adapters { rank: rank.unwrap_or(8), alpha: alpha.unwrap_or(16.0), targets });
         }
         let default = if method == Method::Full { DType::F32 } else { DType::Bf16 };
@@ -205,6 +210,7 @@ impl Args {
             recompute,
             optimizer: optimizer.unwrap_or(Kind::Adamw),
             adapters,
+            qat: self.tuning.qat.clone(),
         })))
     }
 
@@ -244,7 +250,7 @@ impl Gates {
 
 impl Tuning {
     /// Likewise.
-    fn given(&self) -> [(&'static str, bool, bool); 6] {
+    fn given(&self) -> [(&'static str, bool, bool); 7] {
         [
             ("--rank", self.rank.is_some(), true),
             ("--alpha", self.alpha.is_some(), true),
@@ -252,6 +258,7 @@ impl Tuning {
             ("--accumulate", self.accumulate.is_some(), false),
             ("--recompute", self.recompute.is_some(), false),
             ("--optimizer", self.optimizer.is_some(), false),
+            ("--qat", self.qat.is_some(), false),
         ]
     }
 }

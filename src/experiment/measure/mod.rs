@@ -19,6 +19,7 @@ mod prepared;
 mod ranks;
 mod recall;
 mod serve;
+mod stepped;
 mod train;
 mod trials;
 mod tune;

@@ -4,6 +4,7 @@
 //! Cells that differ only in how training is shared out take steps in turn, a few in each round, from the same weights and on the same
 //! text. Each rank computes with one thread. A round begins anew, so that what all cells take need not fit at once.
 
+use super::stepped::{STEPS, Stepped, rounds_of, sum};
 use super::trials::TrialError;
 use super::{Choice, Comparisons, Measure, Measurement, Runs, Scope, Stage};
 use crate::device::Cpu;
@@ -12,7 +13,6 @@ use crate::experiment::record::{Memory, Record, Refused, Status, Training, Work}
 use crate::experiment::runner::latency;
 use crate::experiment::spec::Grid;
 use crate::memory::{Label, LabelBytes};
-use crate::model::{fingerprint, locate};
 use crate::policy::Registry;
 use crate::ranks::{OfRank, RankError, threads};
 use crate::train::run::TrainError;
@@ -20,10 +20,6 @@ use crate::train::steps::{OfSteps, SharedOut, Steps};
 use std::path::Path;
 use std::time::Instant;
 
-/// Rounds of a cell where nothing is said.
-const ROUNDS: usize = 5;
-/// Timed steps of a round, behind one that is not.
-const STEPS: usize = 2;
 /// How far losses of cells may be apart, as a fraction: their sums have other orders.
 const SAME_LOSS: f64 = 1e-4;
 
@@ -60,50 +56,15 @@ impl Measurement for Train {
     }
 
     fn expand(&self, grid: &Grid, scope: &Scope<'_>) -> Result<Vec<Cell>, String> {
-        if grid.ranks.is_empty() || grid.context_tokens.is_empty() {
-            let example = "write ranks = [\"zero:ranks=2,stage=0\", \"zero:ranks=2,stage=3\"] and context_tokens = 256";
-            return Err(format!("ranks and context_tokens are both needed; {example}"));
+        Stepped {
+            measure: Measure::TRAIN,
+            field: "ranks",
+            ways: &grid.ranks.0,
+            example: "[\"zero:ranks=2,stage=0\", \"zero:ranks=2,stage=3\"]",
+            with: |cell, ranks| Cell { ranks: Some(ranks), ..cell },
+            config: |cell| Ok(open(cell)?.config().clone()),
         }
-        if scope.file.is_some() {
-            return Err("training reads generated text; leave [file] out".into());
-        }
-        let rounds = grid.samples.unwrap_or(ROUNDS);
-        if rounds == 0 {
-            return Err("samples is 0; at least 1 round is needed".into());
-        }
-        let lengths = || grid.context_tokens.0.iter().flat_map(|tokens| tokens.lengths.clone());
-        let mut cells = Vec::new();
-        for model in grid.model.or("builtin".into()) {
-            let folder = locate(Path::new(&model)).map_err(|error| error.to_string())?;
-            let workload_hash = fingerprint(&folder).map_err(|error| error.to_string())?;
-            for (context_tokens, batch) in
-                lengths().flat_map(|length| grid.batch.or(1).into_iter().map(move |b| (length, b)))
-            {
-                for seed in grid.seed.or(0) {
-                    for ranks in &grid.ranks.0 {
-                        let cell = Cell {
-                            measure: Measure::TRAIN,
-                            model: Some(model.clone()),
-                            kernel: "tiled".into(),
-                            causal: true,
-                            context_tokens,
-                            batch,
-                            ranks: Some(ranks.clone()),
-                            samples: Some(rounds),
-                            seed,
-                            workload_hash: workload_hash.clone(),
-                            ..Cell::default()
-                        };
-                        let steps = open(&cell).map_err(|error| format!("ranks '{ranks}': {error}"))?;
-                        let config = steps.config();
-                        let (q_heads, kv_heads) = (config.q_heads, config.kv_heads);
-                        let (head_dim, layers) = (config.head_dim, config.layers);
-                        cells.push(Cell { q_heads, kv_heads, head_dim, layers, ..cell });
-                    }
-                }
-            }
-        }
-        Ok(cells)
+        .cells(grid, scope)
     }
 
     fn runs(&self) -> Runs<'_> {
@@ -119,10 +80,6 @@ fn open(cell: &Cell) -> Result<Steps, TrainError> {
         cell.ranks.as_deref().ok_or_else(missing)?.parse().map_err(|error| misfit(format!("{error}")))?;
     let model = cell.model.as_deref().ok_or_else(missing)?;
     Steps::open(Path::new(model), [cell.batch, cell.context_tokens], shared)
-}
-
-fn sum(bytes: &LabelBytes) -> u64 {
-    bytes.values().sum()
 }
 
 impl Comparisons for Train {
@@ -142,7 +99,7 @@ impl Comparisons for Train {
                 let together = steps.shared().ranks.min(cores_of(cpu)) as f64;
                 // Ranks that compute at once share caches and memory, as threads of one pass do.
                 let flop_per_s = steps.flop_per_s(if together > 1.0 { cpu } else { &one }).ok()?;
-                Some(seconds(&steps, flop_per_s, together, cell.samples.unwrap_or(ROUNDS)))
+                Some(seconds(&steps, flop_per_s, together, rounds_of(cell)))
             };
             cells.iter().map(cell).sum::<Option<f64>>()
         };
@@ -152,7 +109,7 @@ impl Comparisons for Train {
     fn run(&self, records: Vec<Record>, stage: &Stage<'_>, each: &mut dyn FnMut(&Cell, f64)) -> Vec<Record> {
         let mut cells: Vec<Measured> =
             records.into_iter().map(|record| Measured::new(record, stage.limit_bytes)).collect();
-        let rounds = cells.iter().filter_map(|cell| cell.record.cell.samples).max().unwrap_or(ROUNDS);
+        let rounds = cells.iter().map(|cell| rounds_of(&cell.record.cell)).max().unwrap_or(0);
         for round in 0..rounds {
             for cell in &mut cells {
                 let Some(steps) = cell.steps.as_ref().filter(|_| cell.record.status == Status::Ok) else { continue };

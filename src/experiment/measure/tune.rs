@@ -4,25 +4,20 @@
 //! Cells that differ only in the way take steps in turn, a few in each round, from the same weights and on the same text. A round begins
 //! anew, so that what all cells take need not fit at once.
 
+use super::stepped::{STEPS, Stepped, rounds_of, sum};
 use super::{Choice, Comparisons, Measure, Measurement, Runs, Scope, Stage};
 use crate::device::Cpu;
 use crate::experiment::cell::{Cell, Device};
 use crate::experiment::record::{Memory, Record, Refused, Status, Training, Work};
 use crate::experiment::runner::latency;
 use crate::experiment::spec::Grid;
-use crate::memory::{Label, LabelBytes};
-use crate::model::{fingerprint, locate};
+use crate::memory::Label;
 use crate::policy::Registry;
 use crate::ranks::OfRank;
 use crate::train::run::TrainError;
 use crate::train::tuning::{Seen, TunedSteps, Tuning};
 use std::path::Path;
 use std::time::Instant;
-
-/// Rounds of a cell where nothing is said.
-const ROUNDS: usize = 5;
-/// Timed steps of a round, behind one that is not.
-const STEPS: usize = 2;
 
 /// Models by ways to fine-tune them.
 pub(super) struct Tune;
@@ -49,49 +44,15 @@ impl Measurement for Tune {
     }
 
     fn expand(&self, grid: &Grid, scope: &Scope<'_>) -> Result<Vec<Cell>, String> {
-        if grid.tuning.is_empty() || grid.context_tokens.is_empty() {
-            let example = "write tuning = [\"full\", \"lora:rank=8\"] and context_tokens = 256";
-            return Err(format!("tuning and context_tokens are both needed; {example}"));
+        Stepped {
+            measure: Measure::TUNE,
+            field: "tuning",
+            ways: &grid.tuning.0,
+            example: "[\"full\", \"lora:rank=8\"]",
+            with: |cell, tuning| Cell { tuning: Some(tuning), ..cell },
+            config: |cell| Ok(open(cell)?.config().clone()),
         }
-        if scope.file.is_some() {
-            return Err("fine-tuning reads generated text; leave [file] out".into());
-        }
-        let rounds = grid.samples.unwrap_or(ROUNDS);
-        if rounds == 0 {
-            return Err("samples is 0; at least 1 round is needed".into());
-        }
-        let lengths = || grid.context_tokens.0.iter().flat_map(|tokens| tokens.lengths.clone());
-        let mut cells = Vec::new();
-        for model in grid.model.or("builtin".into()) {
-            let folder = locate(Path::new(&model)).map_err(|error| error.to_string())?;
-            let workload_hash = fingerprint(&folder).map_err(|error| error.to_string())?;
-            let shapes = lengths().flat_map(|length| grid.batch.or(1).into_iter().map(move |batch| (length, batch)));
-            for ((context_tokens, batch), seed) in
-                shapes.flat_map(|shape| grid.seed.or(0).into_iter().map(move |seed| (shape, seed)))
-            {
-                for tuning in &grid.tuning.0 {
-                    let cell = Cell {
-                        measure: Measure::TUNE,
-                        model: Some(model.clone()),
-                        kernel: "tiled".into(),
-                        causal: true,
-                        context_tokens,
-                        batch,
-                        tuning: Some(tuning.clone()),
-                        samples: Some(rounds),
-                        seed,
-                        workload_hash: workload_hash.clone(),
-                        ..Cell::default()
-                    };
-                    let steps = open(&cell).map_err(|error| format!("tuning '{tuning}': {error}"))?;
-                    let config = steps.config();
-                    let (q_heads, kv_heads) = (config.q_heads, config.kv_heads);
-                    let (head_dim, layers) = (config.head_dim, config.layers);
-                    cells.push(Cell { q_heads, kv_heads, head_dim, layers, ..cell });
-                }
-            }
-        }
-        Ok(cells)
+        .cells(grid, scope)
     }
 
     fn runs(&self) -> Runs<'_> {
@@ -109,10 +70,6 @@ fn open(cell: &Cell) -> Result<TunedSteps, TrainError> {
     TunedSteps::open(Path::new(model), [cell.batch, cell.context_tokens], tuning)
 }
 
-fn sum(bytes: &LabelBytes) -> u64 {
-    bytes.values().sum()
-}
-
 impl Comparisons for Tune {
     fn refusal(&self, device: Device) -> Option<String> {
         (device == Device::Cuda).then(|| "training runs on the CPU".into())
@@ -125,7 +82,7 @@ impl Comparisons for Tune {
             let cheapest = steps.iter().min_by_key(|steps| steps.trained_count())?;
             let began = Instant::now();
             cheapest.run(cpu, STEPS, u64::MAX).ok()?;
-            let (round_s, rounds) = (began.elapsed().as_secs_f64(), cells[0].samples.unwrap_or(ROUNDS));
+            let (round_s, rounds) = (began.elapsed().as_secs_f64(), rounds_of(cells[0]));
             Some(steps.iter().map(|steps| steps.flop() / cheapest.flop()).sum::<f64>() * round_s * rounds as f64)
         };
         comparisons.iter().map(comparison).collect()
@@ -135,7 +92,7 @@ impl Comparisons for Tune {
         let cpu = stage.engine.cpu();
         let mut cells: Vec<Measured> =
             records.into_iter().map(|record| Measured::new(record, stage.limit_bytes, cpu.threads())).collect();
-        let rounds = cells.iter().filter_map(|cell| cell.record.cell.samples).max().unwrap_or(ROUNDS);
+        let rounds = cells.iter().map(|cell| rounds_of(&cell.record.cell)).max().unwrap_or(0);
         for round in 0..rounds {
             for cell in &mut cells {
                 let Some(steps) = cell.steps.as_ref().filter(|_| cell.record.status == Status::Ok) else { continue };
@@ -222,6 +179,7 @@ impl Measured {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::memory::LabelBytes;
 
     fn cells(tuning: &[&str]) -> Result<Vec<Cell>, String> {
         let text = format!(

@@ -76,11 +76,17 @@ impl Decoder<'_> {
         add_scaled(cpu.isa(), stream, 1.0, &projected[..added]);
 
         before_mlp.rows(cpu, stream, &mut normed.data, normed.stride);
+        if let Some(hook) = self.hook {
+            (0..rows).for_each(|row| hook.rows(layer, Activation::MlpInput, normed.row_mut(row)));
+        }
         let gate_stride = gate.stride;
         weights.gate.apply(cpu, normed, rows, &mut gate.data, gate_stride, scratch);
         weights.up.apply(cpu, normed, rows, up, config.ffn, scratch);
         let up = &up[..rows * config.ffn];
         mlp::activate(cpu, config.activation, &mut gate.data, gate_stride, up, config.ffn);
+        if let Some(hook) = self.hook {
+            (0..rows).for_each(|row| hook.rows(layer, Activation::MlpInner, gate.row_mut(row)));
+        }
         weights.down.apply(cpu, gate, rows, projected, hidden, scratch);
         if let Some(norm) = after_mlp {
             norm.in_place(cpu, &mut projected[..added]);

@@ -10,7 +10,7 @@ use std::path::Path;
 ///
 /// # Errors
 /// When the file cannot be read, or its architecture or tokenizer is not known here.
-pub(crate) fn files_of_gguf(model: &Path) -> Result<Option<Vec<(&'static str, String)>>, ModelError> {
+pub(in crate::model) fn files_of_gguf(model: &Path) -> Result<Option<Vec<(&'static str, String)>>, ModelError> {
     if !is_gguf(model) {
         return Ok(None);
     }

@@ -7,10 +7,13 @@
 
 mod bitsandbytes;
 mod fp8;
+mod pack;
 mod words;
 
 #[cfg(test)]
 mod tests;
+
+pub(super) use pack::Codes;
 
 use super::config::Packing;
 use crate::format::RowFormat;

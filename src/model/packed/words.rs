@@ -12,7 +12,7 @@ use crate::format::{RowFormat, Uint, most_within};
 use half::f16;
 
 /// Which code of a word is that of each output, in AWQ.
-const AWQ_PLACES: [usize; 8] = [0, 4, 1, 5, 2, 6, 3, 7];
+pub(super) const AWQ_PLACES: [usize; 8] = [0, 4, 1, 5, 2, 6, 3, 7];
 
 /// Inputs of a group and of a block within it.
 fn group_and_block(module: &Module<'_>, width: usize, group: Option<usize>) -> Result<[usize; 2], String> {

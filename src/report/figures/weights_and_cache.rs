@@ -13,7 +13,8 @@ pub fn chart(data: &Data) -> Option<Chart> {
     let (pools, subtitle) = all_pools(&data.of(Measure::EVAL));
     let mut by_weights: BTreeMap<(String, String), Vec<Spent>> = BTreeMap::new();
     for one in of_whole(&pools) {
-        let name = one.weights().map_or("weights as in the file".into(), |format| format!("weights in {format}"));
+        let name =
+            one.weights().map_or("weights as in the file".into(), |weights| format!("weights {}", weights.words()));
         by_weights.entry((name.clone(), name)).or_default().push(one);
     }
     let y = Axis { label: "KL divergence (nats per token)".into(), field: "kl_nats", quantity: Quantity::Drift };

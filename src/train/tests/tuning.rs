@@ -310,6 +310,7 @@ fn settings(method: Method, model: &Path, weights: DType, optimizer: Kind) -> Se
         recompute: None,
         optimizer,
         adapters: (method != Method::Full).then(|| asked(&["q", "v", "down"])),
+        qat: None,
     }
 }
 
@@ -320,20 +321,23 @@ fn fine_tuning_takes_exactly_the_bytes_that_are_predicted() {
     let builtin = Path::new("models/builtin");
     let (file, model) = (packed(&folder("qwen3"), out.path()), folder("qwen2"));
     let methods = [
-        (Method::Full, builtin, DType::F32),
-        (Method::Full, builtin, DType::Bf16),
-        (Method::Lora, &*model, DType::F32),
-        (Method::Lora, &*file, DType::Bf16),
-        (Method::Qlora, &*file, DType::Bf16),
-        (Method::Qlora, &*file, DType::F32),
+        (Method::Full, builtin, DType::F32, None),
+        (Method::Full, builtin, DType::Bf16, None),
+        (Method::Full, builtin, DType::F32, Some("q4_0")),
+        (Method::Full, builtin, DType::Bf16, Some("q8_0")),
+        (Method::Lora, &*model, DType::F32, None),
+        (Method::Lora, &*file, DType::Bf16, None),
+        (Method::Qlora, &*file, DType::Bf16, None),
+        (Method::Qlora, &*file, DType::F32, None),
     ];
     let mut optimizers: Vec<LabelBytes> = Vec::new();
-    for (method, path, dtype) in methods {
+    for (method, path, dtype, qat) in methods {
         for kind in Kind::ALL {
             for recompute in Recompute::ALL {
                 let (arena, cpu) = (Arena::unlimited(), Cpu::new(Some(2)).unwrap());
                 let config = Config::read(path).unwrap();
-                let plan = Plan::new(&settings(method, path, dtype, kind), &config, path).unwrap();
+                let settings = Settings { qat: qat.map(String::from), ..settings(method, path, dtype, kind) };
+                let plan = Plan::new(&settings, &config, path).unwrap();
                 let extents = Extents { parameters: &plan.parameters, batch: 2, len: 40, skipped: 0 };
                 let mut tuned = Tuned::open(&plan, &arena, &cpu).unwrap();
                 let predicted = plan.bytes(&extents, recompute, 2, tuned.packed_bytes());
@@ -344,7 +348,7 @@ fn fine_tuning_takes_exactly_the_bytes_that_are_predicted() {
                 tuned.begin(&mut network);
                 network.step_of(&mut tuned.holder(), &batch(&extents, 1)).unwrap();
                 tuned.update(&cpu, &CONSTANTS, (0, 1e-3), &mut network);
-                assert_eq!(arena.usage().peak, predicted, "{method:?} in {dtype:?}, {kind:?}, {recompute:?}");
+                assert_eq!(arena.usage().peak, predicted, "{method:?} in {dtype:?}, {qat:?}, {kind:?}, {recompute:?}");
                 optimizers.push(predicted);
             }
         }
@@ -355,7 +359,52 @@ fn fine_tuning_takes_exactly_the_bytes_that_are_predicted() {
     assert_eq!((of(0), of(1) - of(1) % 1000), (8 * count, 2_216_000));
     assert!(of(2) < count / 10, "{}", of(2));
     // In bf16 there is a master copy besides.
-    assert_eq!(of(3), of(0) + 4 * count);
+    assert_eq!((of(3), of(6)), (of(0) + 4 * count, of(0) + 4 * count));
+}
+
+/// Training for a format judges the model as it will be kept, and makes it better: better than keeping so what was trained without it, by as
+/// many steps.
+#[test]
+fn a_model_that_was_trained_for_a_format_bears_its_rounding() {
+    let (folder, cpu, path) = (tempfile::tempdir().unwrap(), Cpu::new(Some(2)).unwrap(), Path::new("models/builtin"));
+    let config = Config::read(path).unwrap();
+    let judged = |folder: &Path, format: &str, tokens: &[u32]| {
+        let format = Some(format.parse().unwrap());
+        let nll = decoded_nll(&Model::open_in(folder, format, &Arena::unlimited()).unwrap(), tokens, &cpu);
+        let of = |(row, &token): (usize, &u32)| nll[row * config.vocab + token as usize];
+        tokens[1..].iter().enumerate().map(of).sum::<f32>() / (tokens.len() - 1) as f32
+    };
+    let (format, mut after) = ("int2:zero=true", Vec::new());
+    for (qat, dtype) in [(None, DType::F32), (Some(format), DType::F32), (Some(format), DType::Bf16)] {
+        let settings = Settings { qat: qat.map(String::from), ..settings(Method::Full, path, dtype, Kind::Adamw) };
+        let (arena, plan) = (Arena::unlimited(), Plan::new(&settings, &config, path).unwrap());
+        let extents = Extents { parameters: &plan.parameters, batch: 1, len: 40, skipped: 0 };
+        let mut tuned = Tuned::open(&plan, &arena, &cpu).unwrap();
+        let mut network = Network::new(&arena, &cpu, extents, Recompute::None).unwrap();
+        let tokens = batch(&extents, 1).tokens;
+        let targets = (0..39).map(|row| Target { row, token: tokens[row + 1], weight: 1.0 / 39.0 }).collect();
+        let (batch, mut losses) = (Batch { tokens, targets }, Vec::new());
+        for step in 0..30 {
+            tuned.begin(&mut network);
+            losses.push(network.step_of(&mut tuned.holder(), &batch).unwrap() as f32);
+            tuned.update(&cpu, &CONSTANTS, (step, 1e-3), &mut network);
+        }
+        assert!(losses[29] < 0.8 * losses[0], "{qat:?}: {losses:?}");
+        let out = folder.path().join(format!("{qat:?}{dtype}"));
+        std::fs::create_dir_all(&out).unwrap();
+        plan.export(&out, path, "", &mut tuned, &mut network).unwrap();
+        after.push(judged(&out, format, &batch.tokens));
+        if qat.is_some() {
+            let before = judged(path, format, &batch.tokens);
+            assert!((before - losses[0]).abs() < 0.02 * before, "{dtype}: {before}, judged {}", losses[0]);
+        }
+    }
+    assert!(after[1] < 0.8 * after[0] && after[2] < 0.8 * after[0], "trained without {format}, and for it: {after:?}");
+    for (qat, said) in [("int9", "int9"), ("q4_k", "256"), ("int4:hadamard=true", "hadamard")] {
+        let settings = Settings { qat: Some(qat.into()), ..settings(Method::Full, path, DType::F32, Kind::Adamw) };
+        let error = Plan::new(&settings, &config, path).map(drop).unwrap_err();
+        assert!(error.contains(said), "{qat}: {error}");
+    }
 }
 
 /// What is written is a model: its decoder computes what was trained, whatever the base is kept in.

@@ -71,8 +71,8 @@ fn readings(cells: &[&Cell], registry: &Registry) -> usize {
     };
     let mut formats = vec![(None, None)];
     for cell in cells {
-        if !formats.contains(&(cell.weights, cell.kv_format)) {
-            formats.push((cell.weights, cell.kv_format));
+        if !formats.contains(&(cell.weights.as_ref(), cell.kv_format)) {
+            formats.push((cell.weights.as_ref(), cell.kv_format));
         }
     }
     cells.iter().filter(by_itself).count() + formats.len()

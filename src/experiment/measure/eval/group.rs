@@ -4,7 +4,8 @@ use super::grid::{frame, read};
 use crate::device::Cpu;
 use crate::eval::{Alone, Asked, Choice, EvalError, Prompt, Stage, Treatment, alone, documents, prompts};
 use crate::experiment::cell::Cell;
-use crate::format::{KvFormat, RowFormat};
+use crate::experiment::weights::OtherWeights;
+use crate::format::KvFormat;
 use crate::memories::{self, Memory};
 use crate::memory::Arena;
 use crate::model::{Eviction, Model, ModelError, Repeat, Text, locate};
@@ -20,9 +21,9 @@ const CHUNK_TOKENS: usize = 512;
 /// An answer may be twice as long as a right one, and so many tokens.
 const MORE_TOKENS: usize = 8;
 
-/// A model with its weights in one format.
-struct Opened {
-    weights: Option<RowFormat>,
+/// A model with its own weights or others.
+struct Opened<'c> {
+    weights: Option<&'c OtherWeights>,
     /// Of the weights and of what runs alone, so that the peak of a run is its own.
     arena: Arena,
     model: Model,
@@ -31,8 +32,8 @@ struct Opened {
 /// Cells that differ only in policy, budget and formats, or in the memory, with all that they need.
 pub struct Group<'c> {
     cells: &'c [&'c Cell],
-    /// The model as its files have it, and in each other format of its weights.
-    models: Vec<Opened>,
+    /// The model as its files have it, and with each of the other weights.
+    models: Vec<Opened<'c>>,
     /// Of what all cells share.
     pub shared_arena: Arena,
     /// Its tokenizer.
@@ -57,12 +58,12 @@ impl<'c> Group<'c> {
         let folder = locate(Path::new(cell.model.as_deref().unwrap_or_default()))?;
         let mut models = Vec::new();
         let mut left_bytes = limit_bytes;
-        for format in std::iter::once(None).chain(cells.iter().map(|cell| cell.weights)) {
-            if models.iter().all(|opened: &Opened| opened.weights != format) {
+        for weights in std::iter::once(None).chain(cells.iter().map(|cell| cell.weights.as_ref())) {
+            if models.iter().all(|opened: &Opened| opened.weights != weights) {
                 let arena = Arena::with_limit(left_bytes);
-                let model = Model::open_in(&folder, format, &arena)?;
+                let model = OtherWeights::open(weights, &folder, &arena)?;
                 left_bytes = left_bytes.saturating_sub(arena.usage().live_bytes);
-                models.push(Opened { weights: format, arena, model });
+                models.push(Opened { weights, arena, model });
             }
         }
         let shared_arena = Arena::with_limit(left_bytes);
@@ -105,7 +106,7 @@ impl<'c> Group<'c> {
                     Choice::Evict(Eviction { policy, name, budget, seed: cell.seed, repeat: self.repeat.as_ref() })
                 }
             };
-            let model = self.models.iter().find(|opened| opened.weights == cell.weights);
+            let model = self.models.iter().find(|opened| opened.weights == cell.weights.as_ref());
             let model = &model.expect("those of all cells were opened").model;
             treatments.push(Treatment { model, choice, kv_format: cell.kv_format() });
         }

@@ -1,18 +1,19 @@
-//! A model's weights in fewer bits: which tensor gets which type, and the GGUF file that holds them.
+//! A GGUF file of fewer bits: which tensor gets which type, and the file that holds them.
 //!
 //! A [`Mixture`] is what llama.cpp's `quantize` calls a file type: one type for most matrices, more bits where an error costs most
 //! (the output matrix, and in `_m` the values and the second half of the MLP in half of the layers), and a wider type where rows are no
 //! whole super-blocks. Norms and biases stay f32. Tensors are read, encoded and written one after another, so that the model never
 //! lies in memory; each is compared with what it was. No calibration text is used: scales are the least squares of the weights.
 
-use super::adapter::base;
-use super::gguf::{Gguf, Keys, head_rows, header, is_gguf, more, number, own_name, padded, row_of_folder};
-use super::parameters::{Make, Role};
-use super::weights::{Found, Matrix};
-use super::{Config, ModelError};
+use super::Quantised;
 use crate::device::Cpu;
 use crate::format::RowFormat;
 use crate::memory::{Arena, Buffer, Label};
+use crate::model::adapter::base;
+use crate::model::gguf::{Gguf, Keys, head_rows, header, is_gguf, more, number, own_name, padded, row_of_folder};
+use crate::model::parameters::{Make, Role};
+use crate::model::weights::{Found, Matrix};
+use crate::model::{Config, ModelError};
 use crate::tensor::{RowCode, file};
 use rayon::prelude::*;
 use std::convert::Infallible;
@@ -214,17 +215,6 @@ impl Make for Listing<'_> {
     }
 }
 
-/// A tensor that was written.
-#[derive(Debug, Clone)]
-pub struct Quantised {
-    /// What was planned.
-    pub planned: Planned,
-    /// How the source kept it.
-    pub from: RowFormat,
-    /// Relative L2 distance of what is kept from what the source held.
-    pub rel_l2: f64,
-}
-
 /// Writes the model at `source`, a GGUF file or a Hugging Face folder, as a GGUF file; `wrote` is told of each tensor.
 ///
 /// # Errors
@@ -289,10 +279,7 @@ pub fn quantise(
 /// Refuses a header that is another model's: what GGUF files have no place for is not left out silently.
 fn reads_as(path: &Path, config: &Config) -> Result<(), String> {
     let back = Gguf::open(path).and_then(|file| file.config()).map_err(|error| error.to_string())?;
-    // Of a folder how its elements are kept and further tokens that end a text are no part of the model.
-    let (dtype, packing) = (config.dtype, config.packing);
-    let same = Config { dtype, packing, eos: config.eos.clone(), bos: config.bos, ..back };
-    match same == *config {
+    match back.computes_as(config) {
         true => Ok(()),
         false => Err("a GGUF file has no place for all of its configuration: another RoPE scaling than linear or yarn, a sliding \
                       window of some layers, or an own scale of attention"
@@ -359,7 +346,16 @@ fn tensor(
     }
     let [off, all] = losses.iter().fold([0.0; 2], |[off, all], loss| [off + loss[0], all + loss[1]]);
     let rel_l2 = if all > 0.0 { (off / all).sqrt() } else { 0.0 };
-    Ok((bytes, Quantised { planned: planned.clone(), from, rel_l2 }))
+    let done = Quantised {
+        name: planned.own.clone(),
+        shape: planned.shape.clone(),
+        from,
+        format: format.to_string(),
+        bytes: planned.bytes(),
+        rel_l2,
+        output_rel_l2: None,
+    };
+    Ok((bytes, done))
 }
 
 /// Encodes a row; the squares of what it lost, and of all.

@@ -1,0 +1,126 @@
+//! Which weights an evaluation runs a model with: those of its own files, the same in a format, or those of other files of the same
+//! model, as `kvsieve quantize` writes them.
+
+use crate::format::RowFormat;
+use crate::memory::Arena;
+use crate::model::{Config, Model, ModelError, locate};
+use serde::de::{self, Deserializer};
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::path::Path;
+use std::str::FromStr;
+
+/// Weights in place of those that a model's own files hold: the same in a format, or another folder's or GGUF file's of the same model,
+/// which is written as its path.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum OtherWeights {
+    /// All matrices in this format.
+    Format(RowFormat),
+    /// A folder or GGUF file, as it was named.
+    Model(String),
+}
+
+impl OtherWeights {
+    /// A model that is at `folder`, with its own weights or others.
+    ///
+    /// # Errors
+    /// When what is named cannot be opened.
+    pub fn open(of: Option<&Self>, folder: &Path, arena: &Arena) -> Result<Model, ModelError> {
+        match of {
+            Some(OtherWeights::Model(name)) => Model::open(&locate(Path::new(name))?, arena),
+            Some(OtherWeights::Format(format)) => Model::open_in(folder, Some(*format), arena),
+            None => Model::open(folder, arena),
+        }
+    }
+
+    /// Refuses weights that are not of a model of this configuration.
+    ///
+    /// # Errors
+    /// In words.
+    pub fn check(&self, config: &Config) -> Result<(), String> {
+        match self {
+            OtherWeights::Format(format) => config.check_weights(*format),
+            OtherWeights::Model(name) => {
+                let found = locate(Path::new(name)).and_then(|folder| Config::read(&folder));
+                match found.map_err(|error| error.to_string())?.computes_as(config) {
+                    true => Ok(()),
+                    false => {
+                        Err(format!("the configuration of '{name}' is another; weights must be of the same model"))
+                    }
+                }
+            }
+        }
+    }
+
+    /// How a report calls them: `in q4_0`, or `of` the last part of a path.
+    pub fn words(&self) -> String {
+        match self {
+            OtherWeights::Format(format) => format!("in {format}"),
+            OtherWeights::Model(name) => {
+                let last = Path::new(name).file_name().map_or(name.as_str().into(), |last| last.to_string_lossy());
+                format!("of {last}")
+            }
+        }
+    }
+}
+
+impl fmt::Display for OtherWeights {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            OtherWeights::Format(format) => format.fmt(formatter),
+            OtherWeights::Model(name) => formatter.write_str(name),
+        }
+    }
+}
+
+impl FromStr for OtherWeights {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text.parse() {
+            Ok(format) => Ok(OtherWeights::Format(format)),
+            // A name with a separator or a dot is no format.
+            Err(_) if text.contains(['/', '\\', '.']) => Ok(OtherWeights::Model(text.into())),
+            Err(error) => Err(format!("{error}; or write a path of weights, as ./{text}")),
+        }
+    }
+}
+
+impl Serialize for OtherWeights {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for OtherWeights {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        String::deserialize(deserializer)?.parse().map_err(de::Error::custom)
+    }
+}
+
+/// Weights of a comparison: others, or those of the model's own files, which are written `"file"`.
+#[derive(Debug, Clone)]
+pub struct WeightsText(pub Option<OtherWeights>);
+
+impl FromStr for WeightsText {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if text == "file" { Ok(WeightsText(None)) } else { text.parse().map(|weights| WeightsText(Some(weights))) }
+    }
+}
+
+impl Serialize for WeightsText {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match &self.0 {
+            None => serializer.serialize_str("file"),
+            Some(weights) => weights.serialize(serializer),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for WeightsText {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        String::deserialize(deserializer)?.parse().map_err(de::Error::custom)
+    }
+}

@@ -1,0 +1,257 @@
+//! A Hugging Face folder whose matrices are codes as GPTQ or AWQ pack them: block by block, as [`walk`] makes them.
+//!
+//! The embedding, the output matrix, norms and biases stay in 16 bits, as in other such folders. `config.json` is the source's with a
+//! `quantization_config` that says how to read the codes; the tokenizer stands beside it.
+
+use super::Quantised;
+use super::coded::Coded;
+use super::grid::Grid;
+use super::recipe::{Method, Recipe};
+use super::walk::{Calibration, Made, walk};
+use crate::device::Cpu;
+use crate::format::RowFormat;
+use crate::memory::Arena;
+use crate::model::packed::Codes;
+use crate::model::parameters::{Make, Role};
+use crate::model::weights::Found;
+use crate::model::{Config, ModelError, files_beside};
+use crate::tensor::stream::{self, Sink};
+use crate::tensor::{DType, file};
+use half::f16;
+use safetensors::Dtype;
+use serde_json::{Value, json};
+use std::collections::HashMap;
+use std::path::Path;
+
+/// Rows that are rounded together.
+const ROWS: usize = 64;
+
+/// Writes the model at `source`, a GGUF file or a Hugging Face folder, as a folder of codes; `wrote` is told how many of how many blocks are
+/// done. `text` is what codes are chosen by, for recipes that read one.
+///
+/// # Errors
+/// When the source cannot be read, the recipe's groups do not divide its matrices, an element is not finite or f16 has no scale for it, or
+/// the folder cannot be written.
+pub fn quantise_folder(
+    source: &Path,
+    recipe: Recipe,
+    text: Option<Calibration<'_>>,
+    output: &Path,
+    (cpu, arena): (&Cpu, &Arena),
+    mut wrote: impl FnMut(usize, usize),
+) -> Result<Vec<Quantised>, ModelError> {
+    let config = Config::read(source)?;
+    let wrong = |reason: String| ModelError::Config { path: source.into(), reason };
+    let mut listing = Listing { recipe, dtype: Dtype::F32, tensors: Vec::new() };
+    let mut found = Found::open(source, &config, arena)?;
+    let kept = kept(&mut found, &config)?;
+    listing.dtype = dtype(kept);
+    config.parameters(&mut listing).map_err(wrong)?;
+    let mut files = files_beside(source)?;
+    files[0].1 = with_packing(&files[0].1, recipe, kept).map_err(wrong)?;
+    let system =
+        |path: &Path, error: std::io::Error| ModelError::Config { path: path.into(), reason: error.to_string() };
+    std::fs::create_dir_all(output).map_err(|error| system(output, error))?;
+
+    let mut done = Vec::new();
+    let metadata = HashMap::from([("format".to_string(), "pt".to_string())]);
+    stream::write(&output.join("model.safetensors"), listing.tensors, metadata, |sink| {
+        let mut plain = Plain { found: &mut found, kept, sink };
+        done.push(plain.matrix("model.embed_tokens.weight", [config.vocab, config.hidden])?);
+        let mut blocks = 0;
+        walk(source, recipe, text, (cpu, arena), |made| {
+            for (name, made) in made {
+                match made {
+                    Made::Vector(values) => drop(plain.put(&name, &values)?),
+                    Made::Coded(coded) => done.push(plain.coded(name, &coded, recipe)?),
+                }
+            }
+            blocks += 1;
+            wrote(blocks, config.layers);
+            Ok::<(), ModelError>(())
+        })?;
+        let mut norm = vec![0.0; config.hidden];
+        plain.found.widened("model.norm.weight", config.hidden, &mut norm)?;
+        plain.put("model.norm.weight", &norm)?;
+        if !config.tied {
+            done.push(plain.matrix("lm_head.weight", [config.vocab, config.hidden])?);
+        }
+        Ok::<(), ModelError>(())
+    })?;
+    // Last, so that a folder without it is one that is not whole.
+    for (name, content) in files.iter().rev() {
+        let fill = |path: &Path| std::fs::write(path, content).map_err(|error| error.to_string());
+        file::replace(&output.join(name), fill)?;
+    }
+    Ok(done)
+}
+
+/// The type of what is not coded: that of a plain embedding, and f16, which holds the scales of quantised blocks, of another.
+fn kept(found: &mut Found<'_>, config: &Config) -> Result<DType, ModelError> {
+    let embedding = found.tensor("model.embed_tokens.weight", &[config.vocab, config.hidden])?;
+    Ok(embedding.format().dtype().unwrap_or(DType::F16))
+}
+
+fn dtype(kept: DType) -> Dtype {
+    match kept {
+        DType::F32 => Dtype::F32,
+        DType::F16 => Dtype::F16,
+        DType::Bf16 => Dtype::BF16,
+    }
+}
+
+/// A `config.json` that says how codes are packed.
+fn with_packing(text: &str, recipe: Recipe, kept: DType) -> Result<String, String> {
+    let mut config: Value = serde_json::from_str(text).map_err(|error| error.to_string())?;
+    let Grid { bits, group, symmetric } = recipe.grid;
+    let packing = match recipe.method {
+        Method::Awq => json!({
+            "quant_method": "awq", "bits": bits, "group_size": group, "zero_point": true, "version": "gemm",
+            "modules_to_not_convert": ["lm_head"],
+        }),
+        Method::Gptq(method) => json!({
+            "quant_method": "gptq", "checkpoint_format": "gptq", "bits": bits, "group_size": group, "sym": symmetric,
+            "desc_act": method.by_size, "damp_percent": method.damp, "static_groups": false, "lm_head": false,
+        }),
+        Method::Nearest => json!({
+            "quant_method": "gptq", "checkpoint_format": "gptq", "bits": bits, "group_size": group, "sym": symmetric,
+            "desc_act": false, "lm_head": false,
+        }),
+    };
+    let fields = config.as_object_mut().ok_or("not an object")?;
+    let name = match kept {
+        DType::F32 => "float32",
+        DType::F16 => "float16",
+        DType::Bf16 => "bfloat16",
+    };
+    // Both names of it that there are.
+    let known = if fields.contains_key("dtype") { "dtype" } else { "torch_dtype" };
+    fields.insert(known.into(), name.into());
+    fields.insert("quantization_config".into(), packing);
+    Ok(format!("{config:#}\n"))
+}
+
+/// Lists the tensors of the folder in the order in which they are written.
+struct Listing {
+    recipe: Recipe,
+    dtype: Dtype,
+    tensors: Vec<(String, Dtype, Vec<usize>)>,
+}
+
+impl Make for Listing {
+    type Matrix = ();
+    type Vector = ();
+    type Error = String;
+
+    fn matrix(&mut self, name: String, role: Role, [rows, width]: [usize; 2]) -> Result<(), String> {
+        let Grid { bits, group, .. } = self.recipe.grid;
+        let Some(module) = name.strip_suffix(".weight").filter(|name| role != Role::Embedding && *name != "lm_head")
+        else {
+            self.tensors.push((name, self.dtype, vec![rows, width]));
+            return Ok(());
+        };
+        if !width.is_multiple_of(group) {
+            let fit: Vec<String> = (32..=width.min(256))
+                .step_by(32)
+                .filter(|&group| width.is_multiple_of(group))
+                .map(|group| group.to_string())
+                .collect();
+            let fit = if fit.is_empty() {
+                "no multiple of 32 does".into()
+            } else {
+                format!("of its divisors take {}", fit.join(", "))
+            };
+            return Err(format!("'{module}' has {width} inputs, which groups of {group} do not divide; {fit}"));
+        }
+        let in_word = 32 / bits as usize;
+        if !rows.is_multiple_of(in_word) {
+            return Err(format!("'{module}' has {rows} outputs; packed zero points need a multiple of {in_word}"));
+        }
+        let groups = width / group;
+        let (codes, zeros) = match self.recipe.is_awq() {
+            true => (vec![width, rows / in_word], vec![groups, rows / in_word]),
+            false => (vec![width / in_word, rows], vec![groups, rows / in_word]),
+        };
+        let mut add = |end: &str, dtype, shape| self.tensors.push((format!("{module}{end}"), dtype, shape));
+        add(".qweight", Dtype::I32, codes);
+        add(".qzeros", Dtype::I32, zeros);
+        add(".scales", Dtype::F16, vec![groups, rows]);
+        if !self.recipe.is_awq() {
+            add(".g_idx", Dtype::I32, vec![width]);
+        }
+        Ok(())
+    }
+
+    fn vector(&mut self, name: String, _: Role, width: usize) -> Result<(), String> {
+        self.tensors.push((name, self.dtype, vec![width]));
+        Ok(())
+    }
+}
+
+/// Writes what is not coded.
+struct Plain<'p, 'f> {
+    found: &'p mut Found<'f>,
+    kept: DType,
+    sink: &'p mut Sink,
+}
+
+impl Plain<'_, '_> {
+    /// Writes elements of a tensor; what they become.
+    fn put(&mut self, name: &str, values: &[f32]) -> Result<Vec<f32>, ModelError> {
+        let mut bytes = vec![0; values.len() * self.kept.bytes()];
+        self.kept.encode(values, &mut bytes);
+        let mut back = vec![0.0; values.len()];
+        RowFormat::plain(self.kept).rows(&bytes, [1, values.len()]).widen(&mut back);
+        if let Some(at) = back.iter().position(|x| !x.is_finite()) {
+            let reason = format!("tensor '{name}' holds {}, which {} does not", values[at], self.kept);
+            return Err(self.found.refused(reason));
+        }
+        self.sink.put(&bytes)?;
+        Ok(back)
+    }
+
+    /// Writes a matrix of the source, some rows at a time.
+    fn matrix(&mut self, name: &str, [rows, width]: [usize; 2]) -> Result<Quantised, ModelError> {
+        let matrix = self.found.tensor(name, &[rows, width])?;
+        let (mut values, mut lost, mut all) = (Vec::new(), 0.0, 0.0);
+        for first in (0..rows).step_by(ROWS) {
+            values.resize(ROWS.min(rows - first) * width, 0.0);
+            matrix.widen(first, &mut values);
+            for (x, y) in values.iter().zip(self.put(name, &values)?) {
+                lost += f64::from(x - y).powi(2);
+                all += f64::from(*x).powi(2);
+            }
+        }
+        Ok(Quantised {
+            name: name.into(),
+            shape: vec![rows, width],
+            from: matrix.format(),
+            format: self.kept.to_string(),
+            bytes: rows * width * self.kept.bytes(),
+            rel_l2: if all > 0.0 { (lost / all).sqrt() } else { 0.0 },
+            output_rel_l2: None,
+        })
+    }
+
+    /// Writes the tensors of a coded matrix.
+    fn coded(&mut self, name: String, coded: &Coded, recipe: Recipe) -> Result<Quantised, ModelError> {
+        let steps: Vec<(f16, u8)> = coded.steps.iter().map(|step| (step.scale, step.zero)).collect();
+        let Coded { rows, width, grid, codes, group_of, .. } = coded;
+        let codes = Codes { bits: grid.bits as usize, rows: *rows, width: *width, codes, steps: &steps, group_of };
+        let tensors = if recipe.is_awq() { codes.awq().to_vec() } else { codes.gptq().to_vec() };
+        let mut bytes = 0;
+        for (.., of) in &tensors {
+            self.sink.put(of)?;
+            bytes += of.len();
+        }
+        Ok(Quantised {
+            name,
+            shape: vec![*rows, *width],
+            from: coded.from,
+            format: format!("uint{}:group={}", grid.bits, grid.group),
+            bytes,
+            rel_l2: coded.rel_l2,
+            output_rel_l2: coded.output_rel_l2,
+        })
+    }
+}

@@ -1,0 +1,240 @@
+//! GPTQ against its authors' code, AWQ against what it must not change, and folders against what was written into them.
+
+use super::awq;
+use super::coded::Coded;
+use super::gptq::Factor;
+use super::grid::Grid;
+use super::recipe::Method;
+use super::walk::{Made, walk};
+use super::*;
+use crate::device::Cpu;
+use crate::device::gemm::{Matrix, product};
+use crate::format::{KvFormat, RowFormat};
+use crate::memory::{Arena, Label};
+use crate::model::{Activation, Decoder, Hook, Model, ModelError, Setup};
+use crate::tensor::DType;
+use crate::tensor::file::TensorFile;
+use proptest::prelude::*;
+use std::path::Path;
+use std::sync::Mutex;
+
+fn recipe(text: &str) -> Recipe {
+    text.parse().unwrap()
+}
+
+/// Codes of a matrix by what it reads, `[tokens, width]`; and the sums of its products.
+fn coded(recipe: Recipe, weights: &[f32], inputs: &[f32], width: usize, cpu: &Cpu) -> (Coded, Vec<f32>) {
+    let (arena, rows) = (Arena::unlimited(), weights.len() / width);
+    let mut products = vec![0.0; width * width];
+    let read = Matrix::new(inputs, inputs.len() / width, width);
+    product(&mut products, width, read.transposed(), read, false, 1);
+    products.iter_mut().for_each(|x| *x *= 2.0 * width as f32 / inputs.len() as f32);
+    let mut coded = Coded::new(RowFormat::plain(DType::F32), [rows, width], recipe.grid, &arena).unwrap();
+    match recipe.method {
+        Method::Gptq(method) => {
+            let mut spent = weights.to_vec();
+            Factor::new(method, &products, width, cpu, &arena).unwrap().code(&mut spent, &mut coded, cpu);
+        }
+        _ => coded.round(weights, cpu),
+    }
+    (coded, products)
+}
+
+fn widened(coded: &Coded, cpu: &Cpu) -> Vec<f32> {
+    let mut values = vec![0.0; coded.rows * coded.width];
+    coded.widen(&mut values, cpu);
+    values
+}
+
+#[test]
+fn codes_are_those_of_the_authors_of_gptq() {
+    let (file, arena) = (TensorFile::open(Path::new("tests/fixtures/gptq.safetensors")).unwrap(), Arena::unlimited());
+    let cpu = Cpu::new(Some(2)).unwrap();
+    for name in ["symmetric", "zero", "act", "act-zero", "wide", "eight"] {
+        let load = |end: &str| file.load(&format!("{name}.{end}"), &arena, Label::Input).unwrap();
+        let (weight, inputs, expected) = (load("weight"), load("inputs"), load("expected"));
+        let width = *weight.dims().last().unwrap();
+        let recipe = recipe(&file.metadata(name).unwrap());
+        let (coded, _) = coded(recipe, &weight.to_f32(), &inputs.to_f32(), width, &cpu);
+        // Of a weight that lies between two codes, f32 there and f64 here may take either; all behind it follow.
+        let (got, expected) = (widened(&coded, &cpu), expected.to_f32());
+        let other = got.iter().zip(&expected).filter(|(x, y)| (*x - *y).abs() > 1e-6).count();
+        assert!(other * 200 <= got.len(), "{name}: {other} of {} weights are others", got.len());
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+
+    #[test]
+    fn errors_that_are_made_good_cost_outputs_less(
+        seed in any::<u64>(),
+        (bits, symmetric) in (prop::sample::select(vec![4, 8]), any::<bool>()),
+        order in prop::sample::select(vec!["inputs", "act"]),
+    ) {
+        let (width, rows, tokens) = (64, 8, 200);
+        let numbers = |offset: u64, count: usize| -> Vec<f32> {
+            use rand::{RngExt, SeedableRng};
+            let mut rng = rand_chacha::ChaCha8Rng::seed_from_u64(seed ^ offset);
+            (0..count).map(|_| rng.random_range(-1.0..1.0)).collect()
+        };
+        let weights = numbers(1, rows * width);
+        // Neighbours go together, and some are larger than others.
+        let drawn = numbers(2, tokens * width);
+        let inputs: Vec<f32> = (0..tokens * width)
+            .map(|at| (drawn[at] + 2.0 * drawn[at / width * width + at % width / 4 * 4]) * (1 + at % 7) as f32)
+            .collect();
+        let one = Cpu::new(Some(1)).unwrap();
+        let lost = |name: &str, cpu: &Cpu| {
+            let (coded, products) = coded(recipe(name), &weights, &inputs, width, cpu);
+            let values = widened(&coded, cpu);
+            let off: Vec<f32> = weights.iter().zip(&values).map(|(x, y)| x - y).collect();
+            let mut outputs = vec![0.0; off.len()];
+            (awq::squares(&off, &products, width, &mut outputs, cpu), values)
+        };
+        let gptq = format!("gptq:bits={bits},group=32,order={order},symmetric={symmetric}");
+        let (made_good, values) = lost(&gptq, &one);
+        let (nearest, _) = lost(&format!("int{bits}:group=32,symmetric={symmetric}"), &one);
+        prop_assert!(made_good < nearest, "{gptq}: {made_good}, rounded {nearest}");
+        let (_, again) = lost(&gptq, &Cpu::new(Some(2)).unwrap());
+        prop_assert_eq!(values, again, "the same bits whatever the threads");
+    }
+}
+
+#[test]
+fn without_inputs_that_go_together_codes_are_the_nearest() {
+    let (width, cpu) = (64, Cpu::new(Some(1)).unwrap());
+    let weights: Vec<f32> = (0..4 * width).map(|at| ((at * 37 % 101) as f32 - 50.0) / 37.0).collect();
+    let inputs: Vec<f32> = (0..width * width).map(|at| if at / width == at % width { 3.0 } else { 0.0 }).collect();
+    let (made_good, _) = coded(recipe("gptq:group=32"), &weights, &inputs, width, &cpu);
+    let (nearest, _) = coded(recipe("int4:group=32"), &weights, &inputs, width, &cpu);
+    assert_eq!(widened(&made_good, &cpu), widened(&nearest, &cpu));
+    let grid = Grid { bits: 4, group: 32, symmetric: false };
+    // By hand: from -2 to 5.5 in 15 steps of 0.5.
+    let mut group = [0.0; 32];
+    group[..4].copy_from_slice(&[5.5, 1.1, -0.8, -2.0]);
+    let step = grid.step(&group);
+    assert_eq!((step.scale.to_f32(), step.zero), (0.5, 4));
+    assert_eq!(group[..5].iter().map(|&x| step.nearest(grid, x)).collect::<Vec<_>>(), [5.5, 1.0, -1.0, -2.0, 0.0]);
+    let step = Grid { symmetric: true, ..grid }.step(&group);
+    assert_eq!(
+        (step.zero, step.nearest(grid, 5.5), step.nearest(grid, -5.5)),
+        (8, 7.0 * step.scale.to_f32(), -7.0 * step.scale.to_f32())
+    );
+    assert_eq!(grid.step(&[0.0; 32]).nearest(grid, 0.0), 0.0);
+    for x in [f32::NAN, f32::INFINITY, 1e9] {
+        group[3] = x;
+        assert!(!grid.step(&group).scale.is_finite(), "{x}");
+    }
+}
+
+/// What the model's last MLP reads, `[tokens, hidden]`.
+struct LastInput(usize, Mutex<Vec<f32>>);
+
+impl Hook for LastInput {
+    fn rows(&self, layer: usize, what: Activation, rows: &[f32]) {
+        if (layer, what) == (self.0, Activation::MlpInput) {
+            self.1.lock().unwrap().extend_from_slice(rows);
+        }
+    }
+}
+
+fn setup(batch: usize, tokens: usize) -> Setup<'static> {
+    let kv_format = KvFormat::plain(DType::F32);
+    Setup {
+        kernel: "tiled",
+        batch,
+        max_tokens: tokens,
+        chunk_tokens: tokens,
+        all_logits: false,
+        dtype: DType::F32,
+        kv_format,
+        columns: &[],
+    }
+}
+
+#[test]
+fn block_by_block_a_model_computes_what_it_does_as_a_whole() {
+    let (cpu, arena) = (Cpu::new(Some(2)).unwrap(), Arena::unlimited());
+    for name in ["llama", "gemma2", "phi3", "qwen3", "dynamic"] {
+        let model = Model::open(&Path::new("tests/models").join(name), &arena).unwrap();
+        let tokens: [&[u32]; 2] = [&[5, 17, 99, 3, 40], &[7, 7, 1, 80, 2]];
+        let last = model.config.layers - 1;
+        let whole = LastInput(last, Mutex::default());
+        let mut decoder = Decoder::new(&model, setup(2, 5), &cpu, &arena).unwrap();
+        decoder.hook(&whole);
+        decoder.prefill(&tokens, |_, _, _| ()).unwrap();
+
+        let hidden = model.config.hidden;
+        let mut rows = vec![0.0; 10 * hidden];
+        for (&token, row) in tokens.iter().flat_map(|tokens| tokens.iter()).zip(rows.chunks_exact_mut(hidden)) {
+            crate::model::weights::embed(&model.weights.embedding, token as usize, model.config.embedding_scale, row);
+        }
+        let parts = LastInput(last, Mutex::default());
+        for layer in 0..=last {
+            let mut decoder = Decoder::new(&model, setup(2, 5), &cpu, &arena).unwrap();
+            decoder.hook(&parts);
+            decoder.through(layer, &mut rows).unwrap();
+        }
+        assert_eq!(*whole.1.lock().unwrap(), *parts.1.lock().unwrap(), "{name}");
+    }
+}
+
+/// Logits `[tokens, vocab]` of a model.
+fn logits(model: &Model, tokens: &[u32], cpu: &Cpu, arena: &Arena) -> Vec<f32> {
+    let mut all = Vec::new();
+    let setup = Setup { all_logits: true, ..setup(1, tokens.len()) };
+    let mut decoder = Decoder::new(model, setup, cpu, arena).unwrap();
+    decoder.prefill(&[tokens], |_, _, logits| all.extend_from_slice(logits)).unwrap();
+    all
+}
+
+fn rel_l2(got: &[f32], expected: &[f32]) -> f64 {
+    let square = |of: &mut dyn Iterator<Item = f32>| of.map(|x| f64::from(x).powi(2)).sum::<f64>();
+    let off = square(&mut got.iter().zip(expected).map(|(x, y)| x - y));
+    (off / square(&mut expected.iter().copied())).sqrt()
+}
+
+#[test]
+fn a_folder_holds_what_codes_stand_for_and_is_the_model_but_for_rounding() {
+    let (cpu, arena, folder) = (Cpu::new(Some(2)).unwrap(), Arena::unlimited(), tempfile::tempdir().unwrap());
+    let source = crate::model::locate(Path::new("builtin")).unwrap();
+    let tokens: Vec<u32> = (0..192).map(|at| 3 + at * 7 % 60).collect();
+    let text = Calibration { tokens: &tokens, length: 48 };
+    let own = logits(&Model::open(&source, &arena).unwrap(), &tokens[..48], &cpu, &arena);
+    let mut lost = Vec::new();
+    for name in [
+        "int8:group=64",
+        "gptq:bits=8,group=32,order=act,symmetric=false",
+        "int4:group=64,symmetric=false",
+        "gptq:group=64,symmetric=false",
+        "gptq:group=64,order=act,symmetric=false",
+        "awq:group=64",
+    ] {
+        let recipe = recipe(name);
+        assert_eq!(recipe.to_string().parse::<Recipe>().unwrap(), recipe);
+        let to = folder.path().join(name);
+        let text = recipe.reads_text().then_some(text);
+        let mut blocks = 0;
+        let done = quantise_folder(&source, recipe, text, &to, (&cpu, &arena), |_, all| blocks = all).unwrap();
+        let model = Model::open(&to, &arena).unwrap();
+        assert_eq!((blocks, done.len()), (model.config.layers, 1 + 7 * model.config.layers), "{name}");
+        // What is read back is what the codes were made of.
+        let mut found = crate::model::weights::Found::open(&to, &model.config, &arena).unwrap();
+        walk(&source, recipe, text, (&cpu, &arena), |made| {
+            for (name, made) in made {
+                let Made::Coded(coded) = made else { continue };
+                let mut values = vec![0.0; coded.rows * coded.width];
+                found.tensor(&name, &[coded.rows, coded.width])?.widen(0, &mut values);
+                assert_eq!(values, widened(&coded, &cpu), "{recipe}: {name}");
+            }
+            Ok::<(), ModelError>(())
+        })
+        .unwrap();
+        lost.push(rel_l2(&logits(&model, &tokens[..48], &cpu, &arena), &own));
+    }
+    // Eight bits are near the model, whatever was scaled and sorted; of four, those that know the text are nearer.
+    let [int8, gptq8, int4, gptq, act, awq] = lost[..] else { panic!("six recipes") };
+    assert!(int8 < 0.02 && gptq8 < 0.02, "{lost:?}");
+    assert!(gptq < int4 && act < int4 && awq < int4 && int4 < 0.5, "{lost:?}");
+}
