@@ -117,10 +117,11 @@ fn what_cannot_be_written_is_said_in_one_line() {
     let parts = || Parts::of(&checkpoint("llama").folder, Kind("f16", 1));
     std::fs::write(&source, parts().bytes()).unwrap();
     for (format, to, said) in [
-        ("int8", output_text, "format 'int8' has no type in GGUF files; those that can be written: f32, f16"),
+        ("nf4", output_text, "format 'nf4' has no type in GGUF files; those that can be written: f32, f16"),
+        ("int8", output_text, "int8 is written as a folder, name one"),
         ("nf4:group=32", output_text, "has no type in GGUF files"),
         ("q9", output_text, "format 'q9' is not known; those that can be written"),
-        ("q8_0", "out.bin", "what is written is a GGUF file"),
+        ("q8_0", "out.bin", "q8_0 is written as a GGUF file, name it .gguf"),
         ("q8_0", source_text, "the same file as --model"),
     ] {
         let outcome = refused(&source, &["--format", format, "--output", to]).stderr(contains(said));
@@ -140,4 +141,76 @@ fn what_cannot_be_written_is_said_in_one_line() {
     refused(builtin, &["--format", "q8_0", "--output", output_text])
         .stderr(contains("it cuts text in none of the ways"));
     assert!(!output.exists(), "nothing is left behind");
+}
+
+#[test]
+fn a_folder_of_codes_runs_and_says_how_it_was_made() {
+    let folder = tempfile::tempdir().unwrap();
+    let [text, to] = ["text.txt", "coded"].map(|name| folder.path().join(name));
+    let line = |at: usize| format!("The code of amber falcon is {}. A bear saw the sea. ", at * 7 % 90);
+    std::fs::write(&text, (0..200).map(line).collect::<String>()).unwrap();
+    let kvsieve = |args: &[&str]| {
+        let mut command = Command::cargo_bin("kvsieve").unwrap();
+        let output = command.args(args).args(["--threads", "2"]).assert().success();
+        String::from_utf8(output.get_output().stdout.clone()).unwrap()
+    };
+    let (text, to) = (text.to_str().unwrap(), to.to_str().unwrap());
+    let format = "gptq:group=64,order=act,symmetric=false";
+    let asked =
+        ["quantize", "--model", "builtin", "--format", format, "--text", text, "--samples", "4", "--length", "64"];
+    let report: Value =
+        serde_json::from_str(&kvsieve(&[&asked[..], &["--output", to, "--json", "-"]].concat())).unwrap();
+    assert_eq!(
+        (&report["text_tokens"], &report["format"]),
+        (&json!(256), &json!("gptq:bits=4,damp=0.01,group=64,order=act,symmetric=false"))
+    );
+    let tensors = report["tensors"].as_array().unwrap();
+    let matrices = tensors.iter().filter(|tensor| tensor["format"] == "uint4:group=64");
+    for tensor in matrices.clone() {
+        // What is made good costs weights more and outputs less.
+        assert!(tensor["output_rel_l2"].as_f64() < tensor["rel_l2"].as_f64(), "{tensor}");
+    }
+    assert_eq!((matrices.count(), tensors.len()), (28, 29));
+    let config: Value = serde_json::from_str(&std::fs::read_to_string(format!("{to}/config.json")).unwrap()).unwrap();
+    let packing = &config["quantization_config"];
+    assert_eq!(
+        (&packing["quant_method"], &packing["desc_act"], &packing["group_size"]),
+        (&json!("gptq"), &json!(true), &json!(64))
+    );
+    let table = kvsieve(&["quantize", "--model", to, "--format", "int8:group=32", "--output", &format!("{to}8")]);
+    assert!(table.contains("model.layers.*.mlp.down_proj.weight"), "{table}");
+    let said = |model: &str| {
+        kvsieve(&["generate", "--model", model, "--prompt", "The code of amber", "--max-new-tokens", "4"])
+    };
+    assert_eq!(said(to), said(&format!("{to}8")), "eight bits of four bits say the same");
+}
+
+#[test]
+fn what_is_missing_for_codes_is_said_before_anything_is_read() {
+    let folder = tempfile::tempdir().unwrap();
+    let [text, to] = ["text.txt", "coded"].map(|name| folder.path().join(name).display().to_string());
+    std::fs::write(&text, "A short text.").unwrap();
+    let builtin = Path::new("builtin");
+    for (more, said) in [
+        (&["--format", "gptq"][..], "gptq chooses codes by a text; give one with --text FILE"),
+        (&["--format", "int4", "--text", &text], "--text is for gptq and awq; int4 reads none"),
+        (&["--format", "gptq", "--text", &text], "tokens; --samples 32 of --length 512 need 16384"),
+        (&["--format", "gptq", "--text", &text, "--samples", "0"], "both must be at least 1"),
+        (&["--format", "gptq", "--text", "nowhere.txt"], "nowhere.txt"),
+        (&["--format", "int4:group=48"], "group is '48'; it must be a multiple of 32"),
+        (&["--format", "int4:group=96"], "has 128 inputs, which groups of 96 do not divide; groups of 32, 64, 128 do"),
+        (&["--format", "gptq:bits=3"], "bits is '3'; it must be"),
+        (&["--format", "gptq:order=size"], "order is 'size'; it must be inputs or act"),
+        (&["--format", "awq:symmetric=true"], "'awq' has no parameter 'symmetric'; it has group"),
+    ] {
+        let outcome = refused(builtin, &[more, &["--output", &to]].concat()).stderr(contains(said));
+        assert_eq!(String::from_utf8_lossy(&outcome.get_output().stderr).lines().count(), 1);
+    }
+    assert!(!Path::new(&to).exists(), "nothing is left behind");
+    let mut wrong = Parts::of(&checkpoint("llama").folder, Kind("f16", 1));
+    let matrix = wrong.tensors.iter_mut().find(|(name, ..)| name.contains("attn_k")).unwrap();
+    matrix.3[..2].copy_from_slice(&[0x00, 0x7e]);
+    let source = folder.path().join("model.gguf");
+    std::fs::write(&source, wrong.bytes()).unwrap();
+    refused(&source, &["--format", "int4:group=32", "--output", &to]).stderr(contains("72 inputs"));
 }

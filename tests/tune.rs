@@ -199,6 +199,8 @@ fn mistakes_are_one_line() {
     refused("lora", &["--text", &text, "--target", "q,w"], "no matrix of a block is called 'w'; there are q_proj");
     refused("lora", &["--text", &text, "--ratio", "4"], "--ratio is nothing to --method lora");
     refused("full", &["--text", &text, "--rank", "4"], "--rank is nothing to --method full");
+    refused("lora", &["--text", &text, "--qat", "q4_0"], "--qat is nothing to --method lora");
+    refused("full", &["--text", &text, "--qat", "q9"], "--qat: unknown format 'q9'");
     refused("dms", &["--accumulate", "2"], "--accumulate is nothing to --method dms");
     refused("full", &["--text", &text, "--accumulate", "0"], "500 steps of 0 times 1 sequences");
     refused("qlora", &["--text", &text], "is packed; name a GGUF file that is quantised");

@@ -5,9 +5,10 @@
 
 use super::Quantised;
 use super::coded::Coded;
+use super::coding::Made;
 use super::grid::Grid;
 use super::recipe::{Method, Recipe};
-use super::walk::{Calibration, Made, walk};
+use super::walk::{Calibration, walk};
 use crate::device::Cpu;
 use crate::format::RowFormat;
 use crate::memory::Arena;
@@ -151,17 +152,12 @@ impl Make for Listing {
             return Ok(());
         };
         if !width.is_multiple_of(group) {
-            let fit: Vec<String> = (32..=width.min(256))
-                .step_by(32)
-                .filter(|&group| width.is_multiple_of(group))
-                .map(|group| group.to_string())
-                .collect();
-            let fit = if fit.is_empty() {
-                "no multiple of 32 does".into()
-            } else {
-                format!("of its divisors take {}", fit.join(", "))
-            };
-            return Err(format!("'{module}' has {width} inputs, which groups of {group} do not divide; {fit}"));
+            let fits = (32..=width.min(256)).step_by(32).filter(|&group| width.is_multiple_of(group));
+            let fits: Vec<String> = fits.map(|group| group.to_string()).collect();
+            let instead = if fits.is_empty() { "no multiple of 32".into() } else { fits.join(", ") };
+            return Err(format!(
+                "'{module}' has {width} inputs, which groups of {group} do not divide; groups of {instead} do"
+            ));
         }
         let in_word = 32 / bits as usize;
         if !rows.is_multiple_of(in_word) {

@@ -7,6 +7,7 @@
 
 mod awq;
 mod coded;
+mod coding;
 mod folder;
 mod gguf;
 mod gptq;

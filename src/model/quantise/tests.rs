@@ -2,10 +2,11 @@
 
 use super::awq;
 use super::coded::Coded;
+use super::coding::Made;
 use super::gptq::Factor;
 use super::grid::Grid;
 use super::recipe::Method;
-use super::walk::{Made, walk};
+use super::walk::walk;
 use super::*;
 use crate::device::Cpu;
 use crate::device::gemm::{Matrix, product};
