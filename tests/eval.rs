@@ -420,6 +420,34 @@ fn formats_are_compared_with_plain_elements_alone_and_beside_policies() {
 }
 
 #[test]
+fn files_that_quantize_wrote_are_weights_too_and_those_of_another_model_are_not() {
+    let folder = tempfile::tempdir().unwrap();
+    let (coded, cpu) = (folder.path().join("coded"), Cpu::new(Some(2)).unwrap());
+    let (source, recipe) = (locate(Path::new("builtin")).unwrap(), "int8:group=64".parse().unwrap());
+    quantise_folder(&source, recipe, None, &coded, (&cpu, &Arena::unlimited()), |_, _| ()).unwrap();
+    let path = coded.display().to_string();
+    let grid = |weights: &str| {
+        let asked = "context_tokens = 300\ntask = \"passkey\"\nsamples = 1\npolicy = \"full\"";
+        format!("{asked}\nweights = [\"file\", \"int4\", \"{weights}\"]")
+    };
+    let records = go(&of_model("builtin", &grid(&path)).unwrap(), &folder.path().join("out"), false).unwrap().records;
+    let of = |weights: &str| {
+        let is = |record: &&Record| record.cell.weights.as_ref().map_or("file".into(), |of| of.to_string()) == weights;
+        records.iter().find(is).unwrap_or_else(|| panic!("{weights}"))
+    };
+    let kl = |weights: &str| of(weights).answers.as_ref().unwrap().kl_nats.mean;
+    assert!(kl("file") == 0.0 && 0.0 < kl(&path) && kl(&path) < kl("int4") / 10.0, "{} {}", kl(&path), kl("int4"));
+    let (model, memory) = (Model::open(&coded, &Arena::unlimited()).unwrap(), of(&path).memory.clone().unwrap());
+    assert_eq!((memory.residual_bytes, memory.peak_by_label[&Label::Weights]), (0, model.weights.bytes()));
+    let hashes = [&path, "int4"].map(|weights| of(weights).cell.weights_hash.clone());
+    assert_eq!(hashes, [Some(model.fingerprint), None]);
+    for (weights, reason) in [("./nowhere", "nowhere"), ("tests/models/llama", "weights must be of the same model")] {
+        let error = of_model("builtin", &grid(weights)).err().unwrap_or_default();
+        assert!(error.contains(reason) && !error.trim_end().contains('\n'), "{weights}: {error}");
+    }
+}
+
+#[test]
 fn weights_in_fewer_bits_are_compared_with_those_of_the_file() {
     let folder = tempfile::tempdir().unwrap();
     let grid = |weights: &str| {
@@ -462,26 +490,6 @@ fn weights_in_fewer_bits_are_compared_with_those_of_the_file() {
     for (policy, format) in [("full", "f32"), ("full", "int8"), ("snapkv", "f32"), ("snapkv", "int8")] {
         let [alone, beside] = [&alone, &all].map(|records| of(records, "int8", policy, format).0);
         assert_eq!(alone, beside, "{policy} {format}");
-    }
-    // Files that quantize wrote are weights too; those of another model are not.
-    let coded = folder.path().join("coded");
-    let (source, cpu) = (folder.path().join("model"), Cpu::new(Some(2)).unwrap());
-    let recipe = "int8:group=32".parse().unwrap();
-    quantise_folder(&source, recipe, None, &coded, (&cpu, &Arena::unlimited()), |_, _| ()).unwrap();
-    let path = coded.display().to_string();
-    let all = run(&format!("\"file\", \"int8\", \"{path}\""));
-    let (answers, memory) = of(&all, &path, "full", "f32");
-    assert!(0.0 < answers.kl_nats.mean && answers.kl_nats.mean < 20.0 * bytes8, "{}", answers.kl_nats.mean);
-    let model = Model::open(&coded, &Arena::unlimited()).unwrap();
-    assert_eq!((memory.residual_bytes, memory.peak_by_label[&Label::Weights]), (0, model.weights.bytes()));
-    let hash = |weights: &str| {
-        let one = all.iter().find(|record| record.cell.weights.as_ref().is_some_and(|of| of.to_string() == weights));
-        one.unwrap().cell.weights_hash.clone()
-    };
-    assert_eq!((hash("int8"), hash(&path)), (None, Some(model.fingerprint)));
-    for (weights, reason) in [("./nowhere", "nowhere"), ("tests/models/llama", "weights must be of the same model")] {
-        let error = experiment(folder.path(), &grid(&format!("\"{weights}\""))).err().unwrap_or_default();
-        assert!(error.contains(reason) && !error.trim_end().contains('\n'), "{weights}: {error}");
     }
     for (weights, reason) in [("q4_k", "256"), ("int4:hadamard=true", "leave hadamard out"), ("int5", "unknown format")]
     {

@@ -81,7 +81,7 @@ impl FromStr for OtherWeights {
             Ok(format) => Ok(OtherWeights::Format(format)),
             // A name with a separator or a dot is no format.
             Err(_) if text.contains(['/', '\\', '.']) => Ok(OtherWeights::Model(text.into())),
-            Err(error) => Err(format!("{error}; or write a path of weights, as ./{text}")),
+            Err(error) => Err(format!("{error}; or write the path of weights, as ./{text}")),
         }
     }
 }

@@ -274,6 +274,15 @@ pub fn read_as(dtype: Dtype) -> Option<DType> {
     }
 }
 
+/// The element type of a file that holds the program's.
+pub fn stored_as(dtype: DType) -> Dtype {
+    match dtype {
+        DType::F32 => Dtype::F32,
+        DType::F16 => Dtype::F16,
+        DType::Bf16 => Dtype::BF16,
+    }
+}
+
 /// A tensor to be written: raw little-endian elements, their type, and the shape.
 pub struct Output<'a> {
     /// Name in the file.
@@ -289,12 +298,7 @@ pub struct Output<'a> {
 impl<'a> Output<'a> {
     /// A tensor of the arena.
     pub fn tensor(name: &'a str, tensor: &'a Tensor) -> Self {
-        let dtype = match tensor.dtype() {
-            DType::F32 => Dtype::F32,
-            DType::Bf16 => Dtype::BF16,
-            DType::F16 => Dtype::F16,
-        };
-        Output { name, dtype, shape: tensor.dims().to_vec(), bytes: tensor.bytes() }
+        Output { name, dtype: stored_as(tensor.dtype()), shape: tensor.dims().to_vec(), bytes: tensor.bytes() }
     }
 
     /// f32 numbers.

@@ -2,9 +2,7 @@
 
 use super::parameters::Parameters;
 use super::run::TrainError;
-use crate::tensor::DType;
 use crate::tensor::{file, stream};
-use safetensors::Dtype;
 use std::collections::HashMap;
 use std::path::Path;
 
@@ -21,11 +19,7 @@ pub(super) fn write(
 ) -> Result<(), TrainError> {
     files.iter().try_for_each(|(name, content)| text(folder, name, content))?;
     let kept = parameters.config.dtype;
-    let (width, dtype) = match kept {
-        DType::F32 => (4, Dtype::F32),
-        DType::F16 => (2, Dtype::F16),
-        DType::Bf16 => (2, Dtype::BF16),
-    };
+    let dtype = file::stored_as(kept);
     let tensors = parameters.all.iter().map(|parameter| (parameter.name.clone(), dtype, parameter.shape.clone()));
     // `transformers` asks a file which framework wrote it, and reads only what it knows.
     let metadata = HashMap::from([("format".to_string(), "pt".to_string())]);
@@ -33,7 +27,7 @@ pub(super) fn write(
         let mut rounded = Vec::new();
         weights(&mut |values| {
             for values in values.chunks(PIECE) {
-                rounded.resize(width * values.len(), 0);
+                rounded.resize(kept.bytes() * values.len(), 0);
                 kept.encode(values, &mut rounded);
                 sink.put(&rounded)?;
             }

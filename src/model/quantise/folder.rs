@@ -46,7 +46,7 @@ pub fn quantise_folder(
     let mut listing = Listing { recipe, dtype: Dtype::F32, tensors: Vec::new() };
     let mut found = Found::open(source, &config, arena)?;
     let kept = kept(&mut found, &config)?;
-    listing.dtype = dtype(kept);
+    listing.dtype = file::stored_as(kept);
     config.parameters(&mut listing).map_err(wrong)?;
     let mut files = files_beside(source)?;
     files[0].1 = with_packing(&files[0].1, recipe, kept).map_err(wrong)?;
@@ -91,14 +91,6 @@ pub fn quantise_folder(
 fn kept(found: &mut Found<'_>, config: &Config) -> Result<DType, ModelError> {
     let embedding = found.tensor("model.embed_tokens.weight", &[config.vocab, config.hidden])?;
     Ok(embedding.format().dtype().unwrap_or(DType::F16))
-}
-
-fn dtype(kept: DType) -> Dtype {
-    match kept {
-        DType::F32 => Dtype::F32,
-        DType::F16 => Dtype::F16,
-        DType::Bf16 => Dtype::BF16,
-    }
 }
 
 /// A `config.json` that says how codes are packed.
@@ -154,10 +146,11 @@ impl Make for Listing {
         if !width.is_multiple_of(group) {
             let fits = (32..=width.min(256)).step_by(32).filter(|&group| width.is_multiple_of(group));
             let fits: Vec<String> = fits.map(|group| group.to_string()).collect();
-            let instead = if fits.is_empty() { "no multiple of 32".into() } else { fits.join(", ") };
-            return Err(format!(
-                "'{module}' has {width} inputs, which groups of {group} do not divide; groups of {instead} do"
-            ));
+            let instead = match &fits[..] {
+                [] => "no multiple of 32 does".into(),
+                fits => format!("groups of {} do", fits.join(", ")),
+            };
+            return Err(format!("'{module}' has {width} inputs, which groups of {group} do not divide; {instead}"));
         }
         let in_word = 32 / bits as usize;
         if !rows.is_multiple_of(in_word) {
