@@ -428,7 +428,7 @@ fn files_that_quantize_wrote_are_weights_too_and_those_of_another_model_are_not(
     let path = coded.display().to_string();
     let grid = |weights: &str| {
         let asked = "context_tokens = 300\ntask = \"passkey\"\nsamples = 1\npolicy = \"full\"";
-        format!("{asked}\nweights = [\"file\", \"int4\", \"{weights}\"]")
+        format!("{asked}\nweights = [\"file\", \"q4_0\", \"{weights}\"]")
     };
     let records = go(&of_model("builtin", &grid(&path)).unwrap(), &folder.path().join("out"), false).unwrap().records;
     let of = |weights: &str| {
@@ -436,10 +436,10 @@ fn files_that_quantize_wrote_are_weights_too_and_those_of_another_model_are_not(
         records.iter().find(is).unwrap_or_else(|| panic!("{weights}"))
     };
     let kl = |weights: &str| of(weights).answers.as_ref().unwrap().kl_nats.mean;
-    assert!(kl("file") == 0.0 && 0.0 < kl(&path) && kl(&path) < kl("int4") / 10.0, "{} {}", kl(&path), kl("int4"));
+    assert!(kl("file") == 0.0 && 0.0 < kl(&path) && kl(&path) < kl("q4_0") / 10.0, "{} {}", kl(&path), kl("q4_0"));
     let (model, memory) = (Model::open(&coded, &Arena::unlimited()).unwrap(), of(&path).memory.clone().unwrap());
     assert_eq!((memory.residual_bytes, memory.peak_by_label[&Label::Weights]), (0, model.weights.bytes()));
-    let hashes = [&path, "int4"].map(|weights| of(weights).cell.weights_hash.clone());
+    let hashes = [&path, "q4_0"].map(|weights| of(weights).cell.weights_hash.clone());
     assert_eq!(hashes, [Some(model.fingerprint), None]);
     for (weights, reason) in [("./nowhere", "nowhere"), ("tests/models/llama", "weights must be of the same model")] {
         let error = of_model("builtin", &grid(weights)).err().unwrap_or_default();

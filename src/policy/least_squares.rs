@@ -8,7 +8,7 @@
 use rayon::prelude::*;
 
 /// Passes over the unknowns of [`bounded`] at most, and the step that is too small for another.
-const PASSES: usize = 200;
+const PASSES: usize = 1000;
 const LEAST_STEP: f64 = 1e-9;
 
 /// A matrix by columns of `n` numbers, and how strongly unknowns are held to their prior.

@@ -51,6 +51,11 @@ impl Spent<'_> {
     pub fn weights(&self) -> Option<&OtherWeights> {
         weights(self.pool)
     }
+
+    /// Whether its cache is one of plain elements.
+    pub fn is_whole_cache(&self) -> bool {
+        !self.saved.format
+    }
 }
 
 fn weights<'a>(pool: &'a Pool<'_>) -> Option<&'a OtherWeights> {
@@ -61,7 +66,8 @@ fn is_plain(pool: &Pool) -> bool {
     pool.records[0].cell.kv_format.is_none()
 }
 
-fn weights_bytes(pool: &Pool) -> u64 {
+/// Bytes of a pool's weights.
+pub fn weights_bytes(pool: &Pool) -> u64 {
     let memory = pool.records[0].memory.as_ref();
     memory.and_then(|memory| memory.peak_by_label.get(&Label::Weights)).copied().unwrap_or(0)
 }

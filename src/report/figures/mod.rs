@@ -38,6 +38,7 @@ mod rounding;
 mod scoring_cost;
 mod tuning;
 mod weights_and_cache;
+mod weights_ranked;
 mod zero;
 
 #[cfg(test)]
@@ -115,6 +116,7 @@ pub const FIGURES: &[fn(&Data) -> Option<Chart>] = &[
 /// Every figure that is not made of curves; they follow those that are.
 pub const PANELS: &[fn(&Data) -> Option<Picture>] = &[
     policies_ranked::rows,
+    weights_ranked::rows,
     ranks_over_settings::rows,
     ragged_memory::rows,
     kept_by_head::heat,

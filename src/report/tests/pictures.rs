@@ -271,6 +271,13 @@ fn weights_of_several_formats_are_drawn_as_fronts_over_all_bytes() {
 }
 
 #[test]
+fn weights_alone_are_ranked_by_their_bytes() {
+    let ranked = table(&samples::hybrid(), "weights-ranked");
+    let names: Vec<&str> = ranked.iter().map(|row| row["series"].as_str()).collect();
+    assert_eq!(names, ["in q8_0, 2.08 GiB", "in q4_0, 1.10 GiB"], "{ranked:?}");
+}
+
+#[test]
 fn two_protocols_of_a_policy_share_a_plot() {
     use crate::eval::Protocol;
     let all = samples::answers().records.into_iter();
