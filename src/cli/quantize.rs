@@ -27,7 +27,7 @@ Examples:
   kvsieve quantize --model model-f16.gguf --format q8_0 --output model-q8_0.gguf --json -
   kvsieve quantize --model DIR --format gptq:group=64 --text book.txt --output model-gptq
   kvsieve quantize --model DIR --format awq --text book.txt --samples 64 --output model-awq
-  kvsieve eval --model model-f16.gguf,model-gptq --text book.txt --protocol llama-perplexity --policy full";
+  kvsieve eval --model model-f16.gguf,model-gptq --text book.txt --protocol llama-perplexity";
 
 /// A model's weights in fewer bits, as a GGUF file or a folder of packed codes
 #[derive(clap::Args)]
@@ -47,11 +47,18 @@ pub struct Args {
     #[arg(long, value_name = "FILE", help_heading = "Calibration")]
     text: Option<PathBuf>,
     /// Pieces of the text, spread evenly
-    #[arg(long, value_name = "N", default_value_t = 32, allow_negative_numbers = true, help_heading = "Calibration")]
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 32,
+        allow_negative_numbers = true,
+        requires = "text",
+        help_heading = "Calibration"
+    )]
     samples: usize,
     /// Tokens of a piece
     #[arg(long, value_name = "N", default_value = "512", value_parser = units::parse_tokens, allow_negative_numbers = true,
-        help_heading = "Calibration")]
+        requires = "text", help_heading = "Calibration")]
     length: usize,
     #[command(flatten)]
     compute: Compute,
@@ -148,33 +155,32 @@ impl Args {
     /// What is to be written, where all that it needs is there.
     fn target(&self) -> Result<Target, Failure> {
         let name = self.format.split(':').next().unwrap_or_default();
+        let target = match Recipe::names().contains(&name) {
+            true => Target::Folder(self.format.parse().map_err(|error: NamedError| Failure::usage(error.to_string()))?),
+            false => {
+                let folders = Recipe::names().join(", ");
+                let known = |error: String| Failure::usage(format!("{error}; as a folder: {folders}"));
+                Target::Gguf(self.format.parse().map_err(known)?)
+            }
+        };
+        let (is_folder, reads_text) = match &target {
+            Target::Gguf(_) => (false, false),
+            Target::Folder(recipe) => (true, recipe.reads_text()),
+        };
+        let is_gguf = self.output.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("gguf"));
         let shown = self.output.display();
-        let is_file = self.output.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("gguf"));
-        if !Recipe::names().contains(&name) {
-            let folders = Recipe::names().join(", ");
-            let known = |error| Failure::usage(format!("{error}; as a folder: {folders}"));
-            let mixture = self.format.parse().map_err(known)?;
-            if !is_file {
-                return Err(Failure::usage(format!(
-                    "--output is '{shown}'; {name} is written as a GGUF file, name it .gguf"
-                )));
+        let wrong = match (is_folder, reads_text, &self.text) {
+            (false, ..) if !is_gguf => {
+                format!("--output is '{shown}'; {name} is written as a GGUF file, name it .gguf")
             }
-            return match &self.text {
-                None => Ok(Target::Gguf(mixture)),
-                Some(_) => Err(Failure::usage(format!("--text is for gptq and awq; {name} reads none, leave it out"))),
-            };
-        }
-        let recipe: Recipe = self.format.parse().map_err(|error: NamedError| Failure::usage(error.to_string()))?;
-        if is_file || self.output.is_file() {
-            return Err(Failure::usage(format!("--output is '{shown}'; {name} is written as a folder, name one")));
-        }
-        match (recipe.reads_text(), &self.text) {
-            (true, None) => Err(Failure::usage(format!("{name} chooses codes by a text; give one with --text FILE"))),
-            (false, Some(_)) => {
-                Err(Failure::usage(format!("--text is for gptq and awq; {name} reads none, leave it out")))
+            (true, ..) if is_gguf || self.output.is_file() => {
+                format!("--output is '{shown}'; {name} is written as a folder, name one")
             }
-            _ => Ok(Target::Folder(recipe)),
-        }
+            (_, true, None) => format!("{name} chooses codes by a text; give one with --text FILE"),
+            (_, false, Some(_)) => format!("--text is for gptq and awq; {name} reads none, leave it out"),
+            _ => return Ok(target),
+        };
+        Err(Failure::usage(wrong))
     }
 
     /// Pieces of the text, behind each other.

@@ -3,7 +3,7 @@
 
 use crate::format::RowFormat;
 use crate::memory::Arena;
-use crate::model::{Config, Model, ModelError, locate};
+use crate::model::{Config, Model, ModelError, fingerprint, locate};
 use serde::de::{self, Deserializer};
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -52,14 +52,22 @@ impl OtherWeights {
         }
     }
 
-    /// How a report calls them: `in q4_0`, or `of` the last part of a path.
+    /// By which files are known again, where these are others.
+    ///
+    /// # Errors
+    /// When they cannot be read.
+    pub fn fingerprint(&self) -> Result<Option<String>, ModelError> {
+        match self {
+            OtherWeights::Format(_) => Ok(None),
+            OtherWeights::Model(name) => fingerprint(&locate(Path::new(name))?).map(Some),
+        }
+    }
+
+    /// How a report calls them: `in q4_0`, or `of` a path.
     pub fn words(&self) -> String {
         match self {
             OtherWeights::Format(format) => format!("in {format}"),
-            OtherWeights::Model(name) => {
-                let last = Path::new(name).file_name().map_or(name.as_str().into(), |last| last.to_string_lossy());
-                format!("of {last}")
-            }
+            OtherWeights::Model(name) => format!("of {name}"),
         }
     }
 }

@@ -38,7 +38,7 @@ pub(crate) use hadamard::rotate;
 pub(crate) use int8::Int8;
 pub use kv::{FULL_PARAMETERS, Full, KIVI, KvFormat};
 pub(crate) use nf4::{LEVELS as NF4_LEVELS, Nf4};
-pub(crate) use uint::Uint;
+pub(crate) use uint::{Grid, Step, Uint};
 
 use crate::device::simd::reader::{Plain, RowReader};
 use crate::named::{Named, NamedError, Parameter};

@@ -7,11 +7,73 @@
 //! Products of an f16 and a difference of two codes have at most 20 bits, so that nothing is rounded in f32, in whichever order.
 
 use super::RowFormat;
-use super::blocks::{self, Blocks, UNSIGNED, half_at, largest, nibble, nibbles, put_half, put_nibbles};
+use super::blocks::{self, Blocks, UNSIGNED, half_at, largest, nibble, nibbles, put_nibbles};
 use crate::device::simd::Simd;
 use crate::named::{Named, NamedError, Parameter};
 use half::f16;
 use std::fmt;
+
+/// Which codes there are, and how many neighbours of a row share a scale.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Grid {
+    /// Of a code: 4 or 8.
+    pub bits: u32,
+    /// Elements that share a scale and a zero point.
+    pub group: usize,
+    /// Whether zero is in the middle of the codes, whatever the elements.
+    pub symmetric: bool,
+}
+
+/// What a group's codes stand for: `x = scale (code - zero)`.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Step {
+    /// Of one code.
+    pub scale: f16,
+    /// The code of zero.
+    pub zero: u8,
+}
+
+impl Grid {
+    fn most(self) -> f32 {
+        ((1u32 << self.bits) - 1) as f32
+    }
+
+    /// The scale and the zero point whose codes reach over a group and zero. The scale is no finite number where an element is none, or f16
+    /// holds none.
+    pub fn step(self, group: &[f32]) -> Step {
+        let (least, most) = group.iter().fold((0.0f32, 0.0f32), |(least, most), &x| (least.min(x), most.max(x)));
+        let (least, most) = match self.symmetric {
+            true => (-most.max(-least), most.max(-least)),
+            false => (least, most),
+        };
+        // Comparisons pass over a NaN.
+        let scale = if largest(group).is_finite() { (most - least) / self.most() } else { f32::NAN };
+        let scale = f16::from_f32(scale);
+        let zero = match self.symmetric {
+            true => (self.most() + 1.0) / 2.0,
+            // 0 / 0 is NaN, and becomes 0.
+            false => (-least / scale.to_f32()).round_ties_even().min(self.most()),
+        };
+        Step { scale, zero: zero as u8 }
+    }
+}
+
+impl Step {
+    /// The code nearest to an element. Of a scale of 0 any stands for 0.
+    pub fn code(self, grid: Grid, x: f32) -> u8 {
+        ((x / self.scale.to_f32()).round_ties_even() + f32::from(self.zero)).clamp(0.0, grid.most()) as u8
+    }
+
+    /// What a code stands for.
+    pub fn element(self, code: u8) -> f32 {
+        self.scale.to_f32() * (f32::from(code) - f32::from(self.zero))
+    }
+
+    /// What the code nearest to an element stands for.
+    pub fn nearest(self, grid: Grid, x: f32) -> f32 {
+        self.element(self.code(grid, x))
+    }
+}
 
 /// Elements of a group, where nothing else is asked for: those of most published folders.
 const GROUP: usize = 128;
@@ -25,9 +87,6 @@ pub struct Uint<const BITS: usize> {
 }
 
 impl<const BITS: usize> Uint<BITS> {
-    /// Largest code.
-    const MOST: f32 = ((1 << BITS) - 1) as f32;
-
     /// Groups of so many elements: a power of two from 32 to 256.
     pub fn new(group: usize) -> Self {
         Uint { group }
@@ -130,14 +189,9 @@ impl<const BITS: usize> Blocks for Uint<BITS> {
     }
 
     fn encode(self, block: &[f32], to: &mut [u8]) {
-        let (least, most) = block.iter().fold((0.0f32, 0.0f32), |(least, most), &x| (least.min(x), most.max(x)));
-        // The scale passes a NaN on, and what f16 does not hold as an infinity.
-        let scale = if largest(block).is_finite() { (most - least) / Self::MOST } else { f32::NAN };
-        let scale = put_half(to, 0, scale);
-        // 0 / 0 is NaN, and becomes 0.
-        let zero = (-least / scale).round_ties_even().min(Self::MOST) as u8;
-        let code = |x: f32| ((x / scale).round_ties_even() + f32::from(zero)).clamp(0.0, Self::MOST) as u8;
-        Self::put(f16::from_f32(scale), zero, |index| code(block[index]), to);
+        let grid = Grid { bits: BITS as u32, group: self.group, symmetric: false };
+        let step = grid.step(block);
+        Self::put(step.scale, step.zero, |index| step.code(grid, block[index]), to);
     }
 
     fn decode(self, block: &[u8], to: &mut [f32]) {

@@ -1,4 +1,4 @@
-//! A look at what a model computes while it runs: queries, keys, values and outputs of attention, layer by layer.
+//! A look at what a model computes while it runs: queries, keys, values and outputs of attention, and what the MLP reads, layer by layer.
 
 /// What is looked at.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

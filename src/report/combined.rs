@@ -52,8 +52,8 @@ impl Spent<'_> {
         weights(self.pool)
     }
 
-    /// Whether its cache is one of plain elements.
-    pub fn is_whole_cache(&self) -> bool {
+    /// Whether its cache keeps plain elements.
+    pub fn is_plain(&self) -> bool {
         !self.saved.format
     }
 }

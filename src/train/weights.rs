@@ -73,7 +73,7 @@ impl<'a> Weights<'a> {
     }
 }
 
-/// The weights of a model that stays as it is.
+/// Numbers that passes only read: a model that stays as it is, or what one that is trained is rounded to.
 pub enum Frozen {
     /// In f32.
     F32(Buffer<f32>),

@@ -1,7 +1,7 @@
 //! The other way: codes of a matrix as GPTQ and AWQ folders hold them, in the words that [`super::words`] reads.
 
 use super::words::AWQ_PLACES;
-use half::f16;
+use crate::format::Step;
 use safetensors::Dtype;
 
 /// Codes `[rows, width]` of a matrix `[outputs, inputs]`, and what they stand for: `scale (code - zero)`.
@@ -12,7 +12,7 @@ pub struct Codes<'a> {
     pub width: usize,
     pub codes: &'a [u8],
     /// Scale and zero point of each row's groups, `[rows, groups]`.
-    pub steps: &'a [(f16, u8)],
+    pub steps: &'a [Step],
     /// The group of each input.
     pub group_of: &'a [u32],
 }
@@ -35,7 +35,7 @@ impl Codes<'_> {
         let words_of_rows = rows / in_word;
         let zeros = words(self.groups() * words_of_rows, in_word, self.bits, |word, place| {
             let row = word % words_of_rows * in_word + place;
-            u32::from(self.steps[row * self.groups() + word / words_of_rows].1).wrapping_sub(1) & mask
+            u32::from(self.steps[row * self.groups() + word / words_of_rows].zero).wrapping_sub(1) & mask
         });
         let group_of = self.group_of.iter().flat_map(|group| group.to_le_bytes()).collect();
         [
@@ -57,7 +57,7 @@ impl Codes<'_> {
             u32::from(self.codes[row(word, place) * self.width + word / words_of_rows])
         });
         let zeros = words(self.groups() * words_of_rows, 8, 4, |word, place| {
-            u32::from(self.steps[row(word, place) * self.groups() + word / words_of_rows].1)
+            u32::from(self.steps[row(word, place) * self.groups() + word / words_of_rows].zero)
         });
         [
             (".qweight", Dtype::I32, vec![self.width, words_of_rows], codes),
@@ -68,7 +68,7 @@ impl Codes<'_> {
 
     fn scales(&self) -> Stored {
         let groups = self.groups();
-        let scale = |at: usize| self.steps[at % self.rows * groups + at / self.rows].0.to_le_bytes();
+        let scale = |at: usize| self.steps[at % self.rows * groups + at / self.rows].scale.to_le_bytes();
         (".scales", Dtype::F16, vec![groups, self.rows], (0..self.rows * groups).flat_map(scale).collect())
     }
 }

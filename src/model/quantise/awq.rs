@@ -6,9 +6,9 @@
 //! outputs change by is exact for the text: `Δ H Δᵀ`, with `H` the mean products of the inputs, where the authors multiply samples of
 //! them. Cutting looks at a group by itself, as theirs does.
 
-use super::grid::Grid;
 use crate::device::Cpu;
 use crate::device::gemm::{Matrix, product};
+use crate::format::Grid;
 use crate::memory::{Arena, ArenaError, Label};
 use rayon::prelude::*;
 

@@ -1,8 +1,7 @@
 //! A matrix in codes, with what they stand for.
 
-use super::grid::{Grid, Step};
 use crate::device::Cpu;
-use crate::format::RowFormat;
+use crate::format::{Grid, RowFormat, Step};
 use crate::memory::{Arena, ArenaError, Buffer, Label};
 use rayon::prelude::*;
 
@@ -57,7 +56,7 @@ impl Coded {
         cpu.install(|| {
             rows.for_each(|((to, codes), steps)| {
                 let each = to.iter_mut().zip(codes).zip(&self.group_of);
-                each.for_each(|((to, &code), &group)| *to = steps[group as usize].weight(code));
+                each.for_each(|((to, &code), &group)| *to = steps[group as usize].element(code));
             });
         });
     }

@@ -38,12 +38,17 @@ pub struct Coding<'c, 'f> {
     arena: &'c Arena,
 }
 
+/// The last part of a parameter's name but `weight` or `bias`.
+fn part(name: &str) -> &str {
+    name.rsplit('.').nth(1).unwrap_or_default()
+}
+
 /// Which of [`INPUTS`] a matrix reads.
 fn input_of(name: &str) -> usize {
-    match name.rsplit('.').nth(1) {
-        Some("o_proj") => 1,
-        Some("gate_proj" | "up_proj" | "gate_up_proj") => 2,
-        Some("down_proj") => 3,
+    match part(name) {
+        "o_proj" => 1,
+        "gate_proj" | "up_proj" | "gate_up_proj" => 2,
+        "down_proj" => 3,
         _ => 0,
     }
 }
@@ -98,7 +103,7 @@ impl<'c, 'f> Coding<'c, 'f> {
     /// What the outputs of a layer are divided by, and the first of them that is: those of values and of the MLP's first half.
     fn divided(&self, name: &str) -> Option<(usize, &[f32])> {
         let Config { ffn, .. } = *self.config;
-        let (first, input) = match name.rsplit('.').nth(1)? {
+        let (first, input) = match part(name) {
             "v_proj" => (0, 1),
             "qkv_proj" => (self.config.q_width() + self.config.kv_width(), 1),
             "up_proj" => (0, 3),
@@ -148,7 +153,7 @@ impl<'c, 'f> Coding<'c, 'f> {
             }
             (Method::Awq, Some(sums)) => {
                 // What is cut of queries and keys is multiplied with each other.
-                if !["q_proj", "k_proj", "qkv_proj"].iter().any(|part| name.contains(part)) {
+                if !["q_proj", "k_proj", "qkv_proj"].contains(&part(name)) {
                     awq::cut(self.recipe.grid, weights, &sums[input].products, width, cpu);
                 }
                 coded.round(weights, cpu);
@@ -200,7 +205,7 @@ impl Make for Coding<'_, '_> {
         let mut vector = self.arena.alloc::<f32>(Label::Weights, width)?;
         self.found.widened(&name, width, &mut vector)?;
         let norms = [("input_layernorm", 0), (self.config.before_mlp(), 2)];
-        let norm = norms.iter().find(|(norm, _)| role == Role::Norm && name.rsplit('.').nth(1) == Some(norm));
+        let norm = norms.iter().find(|(norm, _)| role == Role::Norm && part(&name) == *norm);
         if let Some(factors) = norm.and_then(|(_, input)| self.factors[*input].as_ref()) {
             let shift = self.config.norm_shift();
             vector.iter_mut().zip(factors).for_each(|(x, factor)| *x = (*x + shift) / factor - shift);

@@ -6,11 +6,10 @@
 use super::Quantised;
 use super::coded::Coded;
 use super::coding::Made;
-use super::grid::Grid;
 use super::recipe::{Method, Recipe};
 use super::walk::{Calibration, walk};
 use crate::device::Cpu;
-use crate::format::RowFormat;
+use crate::format::{Grid, RowFormat};
 use crate::memory::Arena;
 use crate::model::packed::Codes;
 use crate::model::parameters::{Make, Role};
@@ -18,7 +17,6 @@ use crate::model::weights::Found;
 use crate::model::{Config, ModelError, files_beside};
 use crate::tensor::stream::{self, Sink};
 use crate::tensor::{DType, file};
-use half::f16;
 use safetensors::Dtype;
 use serde_json::{Value, json};
 use std::collections::HashMap;
@@ -224,9 +222,8 @@ impl Plain<'_, '_> {
 
     /// Writes the tensors of a coded matrix.
     fn coded(&mut self, name: String, coded: &Coded, recipe: Recipe) -> Result<Quantised, ModelError> {
-        let steps: Vec<(f16, u8)> = coded.steps.iter().map(|step| (step.scale, step.zero)).collect();
-        let Coded { rows, width, grid, codes, group_of, .. } = coded;
-        let codes = Codes { bits: grid.bits as usize, rows: *rows, width: *width, codes, steps: &steps, group_of };
+        let Coded { rows, width, grid, codes, steps, group_of, .. } = coded;
+        let codes = Codes { bits: grid.bits as usize, rows: *rows, width: *width, codes, steps, group_of };
         let tensors = if recipe.is_awq() { codes.awq().to_vec() } else { codes.gptq().to_vec() };
         let mut bytes = 0;
         for (.., of) in &tensors {

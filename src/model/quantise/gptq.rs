@@ -7,8 +7,8 @@
 //! columns that follow each other in that order. Rows do not depend on each other and are dealt to threads.
 
 use super::coded::Coded;
-use super::grid::{Grid, Step};
 use crate::device::Cpu;
+use crate::format::{Grid, Step};
 use crate::memory::{Arena, ArenaError, Buffer, Label};
 use crate::policy::least_squares::dot;
 use rayon::prelude::*;
@@ -28,7 +28,7 @@ pub struct Gptq {
     pub damp: f64,
 }
 
-/// What GPTQ makes of an input's sums: for all matrices that read it.
+/// What GPTQ makes of an input's mean products: for all matrices that read it.
 pub struct Factor {
     method: Gptq,
     /// The inputs in the order in which columns come.
@@ -40,7 +40,7 @@ pub struct Factor {
 }
 
 impl Factor {
-    /// Of sums of products `[width, width]`.
+    /// Of mean products `[width, width]`.
     ///
     /// # Errors
     /// When the arena has no room.
@@ -157,7 +157,7 @@ fn of_rows(grid: Grid, order: &[usize], factor: &[f32], weights: &mut [f32], cod
             for column in first..last {
                 let code = steps[group].code(grid, weights[column]);
                 let factor = &factor[column * width..][..last];
-                let error = (weights[column] - steps[group].weight(code)) / factor[column];
+                let error = (weights[column] - steps[group].element(code)) / factor[column];
                 (codes[order[column]], errors[column - first]) = (code, error);
                 let behind = weights[column + 1..last].iter_mut().zip(&factor[column + 1..]);
                 behind.for_each(|(weight, factor)| *weight -= error * factor);

@@ -11,7 +11,6 @@ mod coding;
 mod folder;
 mod gguf;
 mod gptq;
-mod grid;
 mod moments;
 mod recipe;
 mod walk;

@@ -1,7 +1,7 @@
 //! How the codes of a folder are chosen, as it is written: `gptq:group=64,symmetric=false`.
 
 use super::gptq::Gptq;
-use super::grid::Grid;
+use crate::format::Grid;
 use crate::named::{Named, NamedError, Parameter};
 use std::fmt;
 use std::str::FromStr;

@@ -4,19 +4,19 @@ use super::awq;
 use super::coded::Coded;
 use super::coding::Made;
 use super::gptq::Factor;
-use super::grid::Grid;
 use super::recipe::Method;
 use super::walk::walk;
 use super::*;
 use crate::device::Cpu;
 use crate::device::gemm::{Matrix, product};
-use crate::format::{KvFormat, RowFormat};
-use crate::memory::{Arena, Label};
-use crate::model::{Activation, Decoder, Hook, Model, ModelError, Setup};
+use crate::format::{Grid, KvFormat, RowFormat};
+use crate::memory::{Arena, Buffer, Label};
+use crate::model::parameters::{Make, Role};
+use crate::model::{Activation, Decoder, Hook, Model, ModelError, Setup, weights};
 use crate::tensor::DType;
-use crate::tensor::file::TensorFile;
+use crate::tensor::file::{Output, TensorFile, write};
 use proptest::prelude::*;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
 fn recipe(text: &str) -> Recipe {
@@ -214,12 +214,17 @@ fn a_folder_holds_what_codes_stand_for_and_is_the_model_but_for_rounding() {
     ] {
         let recipe = recipe(name);
         assert_eq!(recipe.to_string().parse::<Recipe>().unwrap(), recipe);
-        let to = folder.path().join(name);
+        let [to, again] = ["", "again-"].map(|before| folder.path().join(format!("{before}{name}")));
         let text = recipe.reads_text().then_some(text);
         let mut blocks = 0;
         let done = quantise_folder(&source, recipe, text, &to, (&cpu, &arena), |_, all| blocks = all).unwrap();
         let model = Model::open(&to, &arena).unwrap();
         assert_eq!((blocks, done.len()), (model.config.layers, 1 + 7 * model.config.layers), "{name}");
+        // The same bytes whatever the threads.
+        let one = Cpu::new(Some(1)).unwrap();
+        quantise_folder(&source, recipe, text, &again, (&one, &arena), |_, _| ()).unwrap();
+        let [bytes, same] = [&to, &again].map(|folder| std::fs::read(folder.join("model.safetensors")).unwrap());
+        assert!(bytes == same, "{name}: threads change codes");
         // What is read back is what the codes were made of.
         let mut found = crate::model::weights::Found::open(&to, &model.config, &arena).unwrap();
         walk(&source, recipe, text, (&cpu, &arena), |made| {
@@ -238,4 +243,117 @@ fn a_folder_holds_what_codes_stand_for_and_is_the_model_but_for_rounding() {
     let [int8, gptq8, int4, gptq, act, awq] = lost[..] else { panic!("six recipes") };
     assert!(int8 < 0.02 && gptq8 < 0.02, "{lost:?}");
     assert!(gptq < int4 && act < int4 && awq < int4 && int4 < 0.5, "{lost:?}");
+}
+
+/// Parameters of a block as they were made, once more.
+struct Again(std::vec::IntoIter<(String, Made)>, Arena);
+
+impl Make for Again {
+    type Matrix = weights::Matrix;
+    type Vector = Buffer<f32>;
+    type Error = ModelError;
+
+    fn matrix(&mut self, name: String, _: Role, shape: [usize; 2]) -> Result<weights::Matrix, ModelError> {
+        let Some((made, Made::Coded(coded))) = self.0.next() else { panic!("{name} is a matrix") };
+        assert_eq!(made, name);
+        let mut bytes = self.1.alloc(Label::Weights, 4 * shape[0] * shape[1])?;
+        coded.widen(bytemuck::cast_slice_mut(&mut bytes), &Cpu::new(Some(1)).unwrap());
+        Ok(weights::Matrix::held(bytes, shape))
+    }
+
+    fn vector(&mut self, name: String, _: Role, width: usize) -> Result<Buffer<f32>, ModelError> {
+        let Some((made, Made::Vector(values))) = self.0.next() else { panic!("{name} is a vector") };
+        let mut vector = self.1.alloc(Label::Weights, width)?;
+        vector.copy_from_slice(&values);
+        assert_eq!(made, name);
+        Ok(vector)
+    }
+}
+
+/// `tests/models/llama` with a KV head for each query head, twice the same: it computes what that does.
+fn unshared(folder: &Path) -> PathBuf {
+    let (from, to) = (Path::new("tests/models/llama"), folder.join("unshared"));
+    std::fs::create_dir(&to).unwrap();
+    let mut config: serde_json::Value =
+        serde_json::from_str(&std::fs::read_to_string(from.join("config.json")).unwrap()).unwrap();
+    config["num_key_value_heads"] = 4.into();
+    std::fs::write(to.join("config.json"), config.to_string()).unwrap();
+    let file = TensorFile::open(&from.join("model.safetensors")).unwrap();
+    let entries = file.entries().unwrap();
+    let repeated: Vec<Vec<u8>> = entries
+        .iter()
+        .map(|entry| {
+            let bytes = file.bytes(entry.range.clone());
+            match entry.name.contains("k_proj") || entry.name.contains("v_proj") {
+                true => bytes.chunks(bytes.len() / 2).flat_map(|head| [head, head].concat()).collect(),
+                false => bytes.to_vec(),
+            }
+        })
+        .collect();
+    let outputs: Vec<Output<'_>> = entries
+        .iter()
+        .zip(&repeated)
+        .map(|(entry, bytes)| {
+            let mut shape = entry.shape.clone();
+            shape[0] = shape[0] * bytes.len() / entry.range.len();
+            Output { name: &entry.name, dtype: entry.dtype, shape, bytes }
+        })
+        .collect();
+    write(&to.join("model.safetensors"), &outputs).unwrap();
+    to
+}
+
+#[test]
+fn what_awq_scales_is_divided_where_it_comes_from_in_every_family() {
+    let (cpu, arena, folder) = (Cpu::new(Some(2)).unwrap(), Arena::unlimited(), tempfile::tempdir().unwrap());
+    let tokens: Vec<u32> = (0..96).map(|at| 3 + at * 11 % 100).collect();
+    // Groups of 8 divide these small models.
+    let recipe = Recipe { method: Method::Awq, grid: Grid { bits: 8, group: 8, symmetric: false } };
+    let named = ["llama", "llama-bias-tied", "qwen2", "qwen3", "phi3", "gemma2"]
+        .map(|name| Path::new("tests/models").join(name));
+    let own = logits(&Model::open(&named[0], &arena).unwrap(), &tokens[..48], &cpu, &arena);
+    let unshared = unshared(folder.path());
+    let same = logits(&Model::open(&unshared, &arena).unwrap(), &tokens[..48], &cpu, &arena);
+    assert!(rel_l2(&same, &own) < 1e-5, "heads that are twice the same");
+    for path in named.iter().chain([&unshared]) {
+        let mut model = Model::open(path, &arena).unwrap();
+        let (config, own) = (model.config.clone(), logits(&model, &tokens[..48], &cpu, &arena));
+        let (mut blocks, mut scaled) = (Vec::new(), Vec::new());
+        let mut found = weights::Found::open(path, &config, &arena).unwrap();
+        walk(path, recipe, Some(Calibration { tokens: &tokens, length: 48 }), (&cpu, &arena), |made| {
+            for (name, made) in &made {
+                let off = match made {
+                    Made::Vector(values) => {
+                        let mut before = vec![0.0; values.len()];
+                        found.widened(name, values.len(), &mut before)?;
+                        rel_l2(values, &before)
+                    }
+                    Made::Coded(coded) => {
+                        let mut before = vec![0.0; coded.rows * coded.width];
+                        found.tensor(name, &[coded.rows, coded.width])?.widen(0, &mut before);
+                        rel_l2(&widened(coded, &cpu), &before)
+                    }
+                };
+                scaled.push((name.clone(), off));
+            }
+            blocks.push(made);
+            Ok::<(), ModelError>(())
+        })
+        .unwrap();
+        let at_most = |part: &str| {
+            scaled.iter().filter(|(name, _)| name.contains(part)).fold(0.0f64, |most, (_, off)| most.max(*off))
+        };
+        let shares = config.q_heads != config.kv_heads;
+        for part in ["input_layernorm", "q", "up_proj", "down_proj"] {
+            assert!(at_most(part) > 0.02, "{path:?}: {part} was not scaled: {}", at_most(part));
+        }
+        assert_eq!(at_most("o_proj") > 0.02, !shares, "{path:?}: values that are shared cannot be divided");
+        for (index, made) in blocks.into_iter().enumerate() {
+            let mut again = Again(made.into_iter(), arena.clone());
+            let block = config.block(index, &mut again).unwrap();
+            model.weights.layers[index] = weights::layer(&config, block);
+        }
+        let off = rel_l2(&logits(&model, &tokens[..48], &cpu, &arena), &own);
+        assert!(off < 0.05, "{path:?}: off by {off}");
+    }
 }

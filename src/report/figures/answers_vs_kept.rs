@@ -7,7 +7,7 @@ use crate::experiment::measure::Measure;
 use crate::experiment::record::{Record, Status};
 use crate::report::chart::{Axis, Chart, Interval, Point, Quantity, Series};
 use crate::report::combined::is_compared;
-use crate::report::pools::{Pool, all_pools, pools};
+use crate::report::pools::{Pool, all_pools, answers, is_text, pools};
 use std::collections::BTreeMap;
 
 /// Score against the fraction of tokens kept.
@@ -28,6 +28,19 @@ pub fn divergence_by_budget(data: &Data) -> Option<Chart> {
     let axis = Axis { label: "KL divergence (nats per token)".into(), field: "kl_nats", quantity: Quantity::Drift };
     let words = ["kl-vs-budget", "Divergence of the next token against budget"];
     chart(data, all_pools, words, kept(), |answers| answers.kept_fraction, axis, Pool::kl_nats)
+}
+
+/// The same of a text that is asked for beside tasks, which the figure above is of then.
+pub fn text_divergence_by_budget(data: &Data) -> Option<Chart> {
+    let has_tasks = data.of(Measure::EVAL).iter().any(|record| answers(record).is_some() && !is_text(record));
+    let axis = Axis { label: "KL divergence (nats per token)".into(), field: "kl_nats", quantity: Quantity::Drift };
+    let words = ["text-kl-vs-budget", "Divergence of a text's next token against budget"];
+    let of_text = || chart(data, of_texts, words, kept(), |answers| answers.kept_fraction, axis, Pool::kl_nats);
+    has_tasks.then(of_text).flatten()
+}
+
+fn of_texts<'a>(records: &[&'a Record]) -> (Vec<Pool<'a>>, String) {
+    all_pools(&records.iter().copied().filter(|record| is_text(record)).collect::<Vec<_>>())
 }
 
 fn kept() -> Axis {

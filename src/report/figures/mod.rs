@@ -100,6 +100,7 @@ pub const FIGURES: &[fn(&Data) -> Option<Chart>] = &[
     answers_vs_kept::score_by_budget,
     answers_vs_kept::score_by_bytes,
     answers_vs_kept::divergence_by_budget,
+    answers_vs_kept::text_divergence_by_budget,
     formats_and_tokens::chart,
     memories::by_bytes,
     memories::by_window,

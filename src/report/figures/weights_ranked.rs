@@ -13,7 +13,7 @@ use crate::units;
 pub fn rows(data: &Data) -> Option<Picture> {
     let (pools, subtitle) = all_pools(&data.of(Measure::EVAL));
     let mut alone: Vec<Spent> = of_whole(&pools);
-    alone.retain(|one| one.is_whole_cache() && palette::is_baseline(one.pool.policy) && one.kl_nats.mean > 0.0);
+    alone.retain(|one| one.is_plain() && palette::is_baseline(one.pool.policy) && one.kl_nats.mean > 0.0);
     alone.sort_by_key(|one| std::cmp::Reverse(weights_bytes(one.pool)));
     let row = |one: &Spent| {
         let weights = one.weights().map_or("of the file".into(), |weights| weights.words());

@@ -7,7 +7,7 @@ use crate::experiment::cell::Cell;
 use crate::experiment::measure::Measure;
 use crate::experiment::policy_axis::{Chosen, choices};
 use crate::experiment::spec::Grid;
-use crate::experiment::weights::{OtherWeights, WeightsText};
+use crate::experiment::weights::WeightsText;
 use crate::memories::memory;
 use crate::model::{BUILTIN, ChatTemplate, Config, Eviction, ModelError, Text, fingerprint, locate};
 use crate::policy::{Budget, Registry};
@@ -119,10 +119,16 @@ impl Opened {
             format.check(config.head_dim, tokens).map_err(|error| format!("'{model}': {error}"))?;
         }
         let weights = grid.weights.or(WeightsText(None));
-        for weights in weights.iter().filter_map(|weights| weights.0.as_ref()) {
-            weights.check(config).map_err(|reason| format!("'{model}': {reason}"))?;
+        let mut hashed = Vec::new();
+        for WeightsText(weights) in weights {
+            let mut hash = None;
+            if let Some(weights) = &weights {
+                weights.check(config).map_err(|reason| format!("'{model}': {reason}"))?;
+                hash = weights.fingerprint().map_err(|error| error.to_string())?;
+            }
+            hashed.push((weights, hash));
         }
-        let formats = weights.iter().flat_map(|weights| types.iter().map(move |&types| (&weights.0, types)));
+        let formats = hashed.iter().flat_map(|weights| types.iter().map(move |&types| (weights, types)));
         let formats: Vec<_> = formats.collect();
         let passes =
             kernels.iter().flat_map(|kernel| formats.iter().map(move |&(weights, types)| (kernel, weights, types)));
@@ -145,11 +151,7 @@ impl Opened {
                     for (&protocol, (policy, budget, memory)) in
                         protocols.iter().flat_map(|protocol| choices.iter().map(move |choice| (protocol, choice)))
                     {
-                        for &(kernel, weights, (dtype, kv_format)) in &passes {
-                            let weights_hash = match weights {
-                                Some(OtherWeights::Model(name)) => Some(hash_of(name)?),
-                                _ => None,
-                            };
+                        for &(kernel, (weights, weights_hash), (dtype, kv_format)) in &passes {
                             let cell = Cell {
                                 measure: Measure::EVAL,
                                 model: Some(model.into()),
@@ -170,7 +172,7 @@ impl Opened {
                                 dtype,
                                 kv_format,
                                 weights: weights.clone(),
-                                weights_hash,
+                                weights_hash: weights_hash.clone(),
                                 causal: true,
                                 policy: policy.clone(),
                                 budget: budget.clone(),
@@ -253,8 +255,4 @@ pub(super) fn read(path: &Path) -> Result<(PathBuf, String), ModelError> {
     let content = std::fs::read_to_string(path)
         .map_err(|error| ModelError::Config { path: path.into(), reason: error.to_string() })?;
     Ok((path.into(), content))
-}
-/// The fingerprint of other files of a model.
-fn hash_of(name: &str) -> Result<String, String> {
-    locate(Path::new(name)).and_then(|folder| fingerprint(&folder)).map_err(|error| error.to_string())
 }
