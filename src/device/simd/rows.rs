@@ -69,25 +69,25 @@ impl<R: RowReader> SimdOp for Dots<'_, R> {
                     match query_count - query {
                         1 => put(
                             simd,
-                            tile::<S, R, KEYS, 1>(simd, reader, keys, rows.width(), from, stride),
+                            tile::<S, R, KEYS, 1>(simd, reader, keys, 0..rows.width(), from, stride),
                             scores,
                             key,
                         ),
                         2 | 3 => put(
                             simd,
-                            tile::<S, R, KEYS, 2>(simd, reader, keys, rows.width(), from, stride),
+                            tile::<S, R, KEYS, 2>(simd, reader, keys, 0..rows.width(), from, stride),
                             scores,
                             key,
                         ),
                         _ if S::COLUMNS < 4 => put(
                             simd,
-                            tile::<S, R, KEYS, 2>(simd, reader, keys, rows.width(), from, stride),
+                            tile::<S, R, KEYS, 2>(simd, reader, keys, 0..rows.width(), from, stride),
                             scores,
                             key,
                         ),
                         _ => put(
                             simd,
-                            tile::<S, R, KEYS, 4>(simd, reader, keys, rows.width(), from, stride),
+                            tile::<S, R, KEYS, 4>(simd, reader, keys, 0..rows.width(), from, stride),
                             scores,
                             key,
                         ),
@@ -100,7 +100,7 @@ impl<R: RowReader> SimdOp for Dots<'_, R> {
                 // SAFETY: as above.
                 let [[sum]] = unsafe {
                     let from = queries.as_ptr().add(query * stride);
-                    tile::<S, R, 1, 1>(simd, reader, [rows.row(key)], rows.width(), from, stride)
+                    tile::<S, R, 1, 1>(simd, reader, [rows.row(key)], 0..rows.width(), from, stride)
                 };
                 scores[query * BLOCK + key] = simd.sum(sum);
             }
@@ -165,25 +165,26 @@ fn put<S: Simd, const QUERIES: usize>(
     QUERIES
 }
 
-/// Inner products of rows and query rows, to be summed over the lanes.
+/// Inner products of some columns of rows and of query rows, to be summed over the lanes.
 ///
 /// # Safety
-/// Each row holds `width` elements; `QUERIES` query rows, `stride` apart, hold whole vectors of at least as many.
+/// Each row holds the columns, of which the first begins a vector; `QUERIES` query rows, `stride` apart, hold whole vectors of at
+/// least as many.
 #[inline(always)]
 pub(super) unsafe fn tile<S: Simd, R: RowReader, const ROWS: usize, const QUERIES: usize>(
     simd: S,
     reader: R,
     rows: [*const u8; ROWS],
-    width: usize,
+    columns: Range<usize>,
     queries: *const f32,
     stride: usize,
 ) -> [[S::Vector; ROWS]; QUERIES] {
     let mut sums = [[simd.splat(0.0); ROWS]; QUERIES];
-    let tail = width % S::LANES;
-    let whole = width - tail;
+    let tail = columns.end % S::LANES;
+    let whole = columns.end - tail;
     // SAFETY: the caller's promise.
     unsafe {
-        let mut column = 0;
+        let mut column = columns.start;
         if R::TOGETHER && S::LANES == 16 {
             while column + 2 * S::LANES <= whole {
                 let keys: [[S::Vector; 2]; ROWS] = each(
