@@ -1,0 +1,77 @@
+// Compares kvsieve and llama.cpp on GGUF files on one CPU, in turn, in one run.
+//
+//     npm install --prefix target/peers-llama node-llama-cpp
+//     node benches/peers/llama.mjs FILE.gguf ... > table.md
+//
+// README.md beside this file says what is timed. llama.cpp is the binary that npm's `node-llama-cpp` brings for this CPU.
+import { execFileSync } from "node:child_process";
+import { readFileSync } from "node:fs";
+import { cpus } from "node:os";
+import { basename, dirname, join } from "node:path";
+import { createRequire } from "node:module";
+import { fileURLToPath } from "node:url";
+
+const ROUNDS = 7; // and one before them that warms up
+const NEW_TOKENS = 64;
+const PROMPTS = [32, 6000]; // characters
+const root = join(dirname(fileURLToPath(import.meta.url)), "..", "..");
+const binary = join(root, "target", "release", "kvsieve");
+const text = readFileSync(join(root, "ARCHITECTURE.md"), "utf8");
+const threads = cpus().length;
+
+const files = process.argv.slice(2);
+if (files.length === 0) {
+    console.error("error: no GGUF file is named, as in: node benches/peers/llama.mjs FILE.gguf");
+    process.exit(2);
+}
+const installed = createRequire(join(root, "target", "peers-llama", "package.json"));
+const { getLlama, LlamaLogLevel } = await import(installed.resolve("node-llama-cpp"));
+const llama = await getLlama({ gpu: false, build: "never", maxThreads: threads, logLevel: LlamaLogLevel.error });
+
+/** Milliseconds of the first token and, in the median, of those after it; and the tokens of the prompt. */
+function ours(file, prompt) {
+    const limits = ["--max-new-tokens", String(NEW_TOKENS), "--threads", String(threads)];
+    const args = ["generate", "--model", file, "--dtype", "bf16", "--prompt", prompt, ...limits, "--json", "-"];
+    const record = JSON.parse(execFileSync(binary, args, { encoding: "utf8" }));
+    return { first: record.first_token_ns / 1e6, step: record.step_ns / 1e6, tokens: record.prompt_tokens };
+}
+
+/** The same of llama.cpp, with a context that is new and keys and values in f16, as it has them by itself. */
+async function theirs(model, prompt) {
+    const tokens = model.tokenize(prompt);
+    const context = await model.createContext({ contextSize: tokens.length + NEW_TOKENS + 1, batchSize: 512, threads });
+    const times = [performance.now()];
+    for await (const _ of context.getSequence().evaluate(tokens, { temperature: 0, yieldEogToken: true })) {
+        times.push(performance.now());
+        if (times.length > NEW_TOKENS) break;
+    }
+    await context.dispose();
+    const [first, ...steps] = times.slice(1).map((time, at) => time - times[at]);
+    return { first, step: median(steps), tokens: tokens.length };
+}
+
+const median = (values) => values.toSorted((a, b) => a - b)[values.length >> 1];
+const shown = (values) =>
+    `${median(values).toPrecision(3)} (${Math.min(...values).toPrecision(3)}–${Math.max(...values).toPrecision(3)})`;
+
+console.log(`${cpus()[0].model}, ${threads} threads; ms, medians of ${ROUNDS} rounds in turn (least–most).\n`);
+console.log("| file | what | kvsieve | llama.cpp | times as fast |\n|---|---|---:|---:|---:|");
+for (const file of files) {
+    const model = await llama.loadModel({ modelPath: file, gpuLayers: 0 });
+    for (const characters of PROMPTS) {
+        const prompt = text.slice(0, characters);
+        const rounds = [];
+        for (let round = 0; round <= ROUNDS; round++) {
+            const pair = { ours: ours(file, prompt), theirs: await theirs(model, prompt) };
+            if (round > 0) rounds.push(pair);
+        }
+        const { ours: own, theirs: other } = rounds[0];
+        for (const [key, what] of [["first", `first token of ${own.tokens}, ${other.tokens}`], ["step", "a token after it"]]) {
+            const [a, b] = [rounds.map((pair) => pair.ours[key]), rounds.map((pair) => pair.theirs[key])];
+            const ratios = a.map((value, at) => b[at] / value);
+            console.log(`| ${basename(file)} | ${what} | ${shown(a)} | ${shown(b)} | ${shown(ratios)} |`);
+        }
+    }
+    await model.dispose();
+}
+process.exit(0);
