@@ -48,7 +48,11 @@ impl Scenario<'_> {
         let mut scenario = self.clone();
         last(|batch| {
             scenario.batch = batch;
-            scenario.fits(self.context)
+            // Bytes are shared by a batch: where they leave no token to a sequence, so many sequences do not fit.
+            match scenario.fits(self.context) {
+                Err(PlanError::Budget(_)) if batch > self.batch => Ok(false),
+                fits => fits,
+            }
         })
     }
 }
