@@ -5,7 +5,7 @@ use kvsieve::planner::levers::{Loss, rank, remedy, siblings};
 use kvsieve::planner::presets::{GPUS, MODELS, WEIGHT_FORMATS};
 use kvsieve::planner::scenario::{Allocation, Attention, Eviction, Logits};
 use kvsieve::planner::search::MOST;
-use kvsieve::planner::{Phase, Scenario, Subject};
+use kvsieve::planner::{Phase, PlanError, Scenario, Subject};
 use kvsieve::policy::Budget;
 use proptest::prelude::*;
 
@@ -94,6 +94,17 @@ proptest! {
             _ => {}
         }
     }
+}
+
+#[test]
+fn a_budget_in_bytes_bounds_the_batch_where_memory_does_not() {
+    // A token of Llama 3 8B takes 128 KiB in bf16, so that 64 MiB are 512 tokens: one for each of 512 sequences.
+    let subject = subject("llama-3-8b");
+    let policy =
+        Eviction { policy: "h2o".into(), budget: "64MiB".parse().unwrap(), chunk_tokens: None, selects: false };
+    let asked = Scenario { eviction: Some(policy), ..on(&subject, "h100", 64) };
+    assert_eq!(asked.max_batch().unwrap(), Some(512));
+    assert!(matches!(Scenario { batch: 513, ..asked }.max_batch(), Err(PlanError::Budget(_))));
 }
 
 #[test]

@@ -3,8 +3,8 @@
 //!
 //! Many rows of `x` share what is packed: [`Panel`] turns some rows of `w` into the layout of [`super::product`], a depth
 //! of [`DEPTH`] at a time, and multiplies all of `x` by it. For few rows of `x` packing would cost more than the
-//! product: [`Few`] reads each row of `w` once, where it lies, from its beginning to its end, at the speed of the memory. Either way each element of `y`
-//! is one sum in one order, whoever computes it.
+//! product: [`Few`] reads each row of `w` once, where it lies, from its beginning to its end, at the speed of the memory.
+//! Either way each element of `y` is one sum in one order, whoever computes it.
 //!
 //! Where the processor multiplies pairs of bf16 and `w` is bf16, or coded, a [`Panel`] rounds `x` (and what coded `w` stands for) to
 //! bf16 too if it may: twice the speed, and what GPUs and other libraries do with such weights. [`Few`] waits for the memory and
