@@ -228,6 +228,7 @@ fn policies_agree_with_kvpress_on_a_real_model() {
         chunk_tokens: 512,
         all_logits: false,
         dtype: DType::F32,
+        activations: None,
         kv_format: KvFormat::plain(DType::F32),
         columns: &[Column::Attention],
     };

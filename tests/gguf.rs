@@ -28,6 +28,7 @@ fn logits_of(model: &Model, tokens: &[u32], chunk_tokens: usize) -> Vec<f32> {
         chunk_tokens,
         all_logits: true,
         dtype: DType::F32,
+        activations: None,
         kv_format: KvFormat::plain(DType::F32),
         columns: &[],
     };

@@ -24,6 +24,7 @@ fn setup(max_tokens: usize) -> Setup<'static> {
         chunk_tokens: 9,
         all_logits: false,
         dtype: DType::F32,
+        activations: None,
         kv_format: KvFormat::plain(DType::F32),
         columns: &[],
     }

@@ -151,6 +151,7 @@ fn the_peak_is_the_formula_for_chunks_steps_and_sequences_of_any_length() {
             chunk_tokens,
             all_logits: false,
             dtype: kv_dtype,
+            activations: None,
             kv_format: KvFormat::plain(kv_dtype),
             columns: &[],
         };
@@ -371,4 +372,65 @@ fn rope(expected: &Value) -> Rope {
         other => panic!("{other}"),
     };
     Rope { theta: number("theta"), scaling }
+}
+
+/// As [`logits`] of one sequence, with activations rounded.
+fn rounded(model: &Model, tokens: &[u32], chunk_tokens: usize, format: &str, cpu: &Cpu) -> Vec<f32> {
+    let arena = Arena::unlimited();
+    let setup = Setup { activations: Some(format.parse().unwrap()), ..setup(1, chunk_tokens) };
+    let mut decoder = Decoder::new(model, setup, cpu, &arena).unwrap();
+    let mut all = Vec::new();
+    decoder.prefill(&[tokens], |_, _, logits| all.extend_from_slice(logits)).unwrap();
+    all
+}
+
+/// The mean difference.
+fn mean_off(a: &[f32], b: &[f32]) -> f32 {
+    a.iter().zip(b).map(|(a, b)| (a - b).abs()).sum::<f32>() / a.len() as f32
+}
+
+#[test]
+fn activations_in_bytes_give_what_transformers_gives_with_inputs_rounded_so() {
+    let cpu = Cpu::new(Some(2)).unwrap();
+    let file = std::fs::read("tests/models/activations.safetensors").unwrap();
+    let file = safetensors::SafeTensors::deserialize(&file).unwrap();
+    for name in file.names() {
+        let numbers = file.tensor(name).unwrap().data().chunks_exact(4);
+        let theirs: Vec<f32> = numbers.map(|bytes| f32::from_le_bytes(bytes.try_into().unwrap())).collect();
+        let expected = checkpoint(name);
+        let model = Model::open(&expected.folder, &Arena::unlimited()).unwrap();
+        let effect = mean_off(&theirs, &expected.logits);
+        // One token at a time, and many: rows that are read where they lie, and panels.
+        for chunk in [1, 1000] {
+            let ours = rounded(&model, &expected.tokens, chunk, "int8", &cpu);
+            // A code that falls to the other side of a half moves little; a layer whose input stays as it is moves much.
+            let off = mean_off(&ours, &theirs);
+            assert!(off < 0.1 * effect, "{name}, chunks of {chunk}: off by {off}, rounding itself moves {effect}");
+        }
+    }
+}
+
+#[test]
+fn activations_in_f32_change_no_bit_and_coarser_ones_change_more() {
+    let cpu = Cpu::new(Some(2)).unwrap();
+    for name in ["llama", "gemma2"] {
+        let expected = checkpoint(name);
+        let model = Model::open(&expected.folder, &Arena::unlimited()).unwrap();
+        let of = |format: &str| rounded(&model, &expected.tokens, 1000, format, &cpu);
+        let plain = &logits(&model, &[&expected.tokens], ("tiled", 1000), &cpu)[0];
+        assert_eq!(of("f32"), *plain, "{name}");
+        let off = ["f16", "int8", "fp8-e5m2"].map(|format| mean_off(&of(format), plain));
+        assert!(0.0 < off[0] && off[0] < off[1] && off[1] < off[2], "{name}: {off:?}");
+    }
+}
+
+#[test]
+fn activations_are_refused_in_formats_of_keys_and_of_other_widths() {
+    let model = Model::open(&checkpoint("llama").folder, &Arena::unlimited()).unwrap();
+    let (cpu, arena) = (Cpu::new(Some(1)).unwrap(), Arena::unlimited());
+    for (format, said) in [("int4-channel", "a format of keys"), ("q4_k", "the hidden size is")] {
+        let setup = Setup { activations: Some(format.parse().unwrap()), ..setup(1, 8) };
+        let error = Decoder::new(&model, setup, &cpu, &arena).err().expect(format).to_string();
+        assert!(error.contains(said), "{format}: {error}");
+    }
 }

@@ -31,6 +31,7 @@ fn run(model: &Model, tokens: &[&[u32]], after: &[usize], policy: Option<(&Polic
         chunk_tokens: 9,
         all_logits: true,
         dtype: DType::F32,
+        activations: None,
         kv_format: KvFormat::plain(DType::F32),
         columns,
     };
@@ -142,6 +143,7 @@ fn what_stays_is_what_the_scores_say() {
         chunk_tokens: 9,
         all_logits: true,
         dtype: DType::F32,
+        activations: None,
         kv_format: KvFormat::plain(DType::F32),
         columns: &[],
     };
@@ -195,6 +197,7 @@ fn a_question_that_is_never_evicted_stays_beside_the_budget_and_takes_nothing_of
             chunk_tokens: 64,
             all_logits: false,
             dtype: DType::F32,
+            activations: None,
             kv_format: KvFormat::plain(DType::F32),
             columns: policy.columns(),
         };
@@ -298,6 +301,7 @@ fn a_second_prompt_goes_on_under_the_same_policy() {
             chunk_tokens: 9,
             all_logits: false,
             dtype: DType::F32,
+            activations: None,
             kv_format: KvFormat::plain(DType::F32),
             columns: policy.columns(),
         };

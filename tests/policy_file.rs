@@ -85,6 +85,7 @@ fn kept(
         chunk_tokens: 9,
         all_logits: false,
         dtype: DType::F32,
+        activations: None,
         kv_format: KvFormat::plain(DType::F32),
         columns: policy.columns(),
     };

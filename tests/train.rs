@@ -181,6 +181,7 @@ fn logits(model: &Path, tokens: &[u32]) -> Vec<f32> {
         chunk_tokens: tokens.len(),
         all_logits: true,
         dtype: DType::F32,
+        activations: None,
         kv_format: KvFormat::plain(DType::F32),
         columns: &[],
     };

@@ -49,6 +49,7 @@ pub fn run(open: &mut Option<Open>, request: &Request) -> Answer {
         chunk_tokens: CHUNK_TOKENS.min(prompt.len()),
         all_logits: false,
         dtype: model.weights.dtype(),
+        activations: None,
         kv_format: model.weights.dtype().into(),
         columns: &[],
     };

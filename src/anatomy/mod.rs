@@ -58,6 +58,7 @@ fn activations<const N: usize>(
         chunk_tokens: CHUNK_TOKENS.min(tokens.len()),
         all_logits: false,
         dtype: DType::F32,
+        activations: None,
         kv_format: KvFormat::plain(DType::F32),
         columns: &[],
     };

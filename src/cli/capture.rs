@@ -193,6 +193,7 @@ impl ReadingArgs {
             all_logits: false,
             // Unrounded, as what is written.
             dtype: DType::F32,
+            activations: None,
             kv_format: KvFormat::plain(DType::F32),
             columns: &[],
         };

@@ -12,7 +12,7 @@ use crate::experiment::measure::Measure;
 use crate::experiment::policy_axis::PolicyText;
 use crate::experiment::spec::{Grid, Spec};
 use crate::experiment::weights::WeightsText;
-use crate::format::KvFormat;
+use crate::format::{KvFormat, RowFormat};
 use crate::model::BUILTIN;
 use crate::policy::Registry;
 use crate::tensor::DType;
@@ -125,6 +125,10 @@ pub struct Args {
     /// them, or file for the model's own, with which all others are compared [default: file]
     #[arg(long, value_name = "FORMAT|PATH")]
     weights: Vec<WeightsText>,
+    /// What activations are rounded to before each linear layer: formats (see `kvsieve list formats`), int8 beside --weights int8
+    /// being W8A8, or f32 for as they are [default: f32]
+    #[arg(long, value_name = "FORMAT")]
+    activations: Vec<RowFormat>,
     /// Run sequences that are longer than the model was made for
     #[arg(long)]
     beyond_limit: bool,
@@ -267,6 +271,7 @@ impl Args {
             dtype: Many(self.dtype.into_iter().collect()),
             kv_format: Many(self.kv_format.clone()),
             weights: Many(self.weights.clone()),
+            activations: Many(self.activations.clone()),
             seed: Many(vec![self.seed]),
             ..Grid::of(Measure::EVAL)
         };

@@ -9,6 +9,7 @@ use super::model::{ModelArgs, Opened};
 use super::output;
 use super::policy::Used;
 use crate::eval::Protocol;
+use crate::format::RowFormat;
 use crate::model::{ChatTemplate, Generated, Model, OneSequence, Sampler, Sampling, Setup, Text, generate, locate};
 use crate::policy::Registry;
 use crate::units;
@@ -82,6 +83,8 @@ struct Report {
     new_tokens: usize,
     weights_format: String,
     dtype: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    activations: Option<RowFormat>,
     temperature: f32,
     top_p: f32,
     seed: u64,
@@ -196,6 +199,7 @@ impl Args {
             new_tokens: ran.generated.tokens.len(),
             weights_format: opened.model.weights.format().to_string(),
             dtype: setup.dtype.to_string(),
+            activations: setup.activations,
             temperature: self.temperature,
             top_p: self.top_p,
             seed: self.model.seed,

@@ -7,6 +7,7 @@ use super::hardware::Hardware;
 use super::model::{ModelArgs, Opened};
 use super::output;
 use super::policy::Used;
+use crate::format::RowFormat;
 use crate::memory::{Arena, Buffer, Label};
 use crate::model::{Model, ModelError, Setup, sequences};
 use crate::policy::Registry;
@@ -74,6 +75,8 @@ struct Report {
     chunk_tokens: usize,
     weights_format: String,
     dtype: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    activations: Option<RowFormat>,
     seed: u64,
     #[serde(flatten)]
     hardware: Hardware,
@@ -193,6 +196,7 @@ impl Args {
             chunk_tokens: setup.chunk_tokens,
             weights_format: opened.model.weights.format().to_string(),
             dtype: setup.dtype.to_string(),
+            activations: setup.activations,
             seed: self.model.seed,
             hardware: ran.hardware,
             run_ns: ran.run_ns,

@@ -36,6 +36,10 @@ pub struct ModelArgs {
     /// How weight matrices are kept: a format (see `kvsieve list formats`) [default: as in their file]
     #[arg(long, value_name = "FORMAT")]
     pub weights: Option<RowFormat>,
+    /// What activations are rounded to before each linear layer: a format (see `kvsieve list formats`); int8 beside --weights int8
+    /// is W8A8 [default: nothing]
+    #[arg(long, value_name = "FORMAT")]
+    pub activations: Option<RowFormat>,
     /// Run sequences that are longer than the model was made for
     #[arg(long)]
     pub beyond_limit: bool,
@@ -109,6 +113,11 @@ impl ModelArgs {
         if let Some(format) = self.weights.filter(|format| format.dtype().is_none()) {
             return Err(Failure::usage(format!("no kernel for GPUs reads weights in {format}; use --device cpu")));
         }
+        if let Some(format) = self.activations {
+            return Err(Failure::usage(format!(
+                "activations are rounded to {format} on the CPU only; leave --device out"
+            )));
+        }
         let runtime = Runtime::open(index, self.compute.nvrtc.as_deref())?;
         let arena = Arena::with_limit(self.compute.limit_memory.unwrap_or(runtime.device().free_bytes()));
         // The mapped files are not what is measured.
@@ -165,6 +174,7 @@ impl ModelArgs {
             chunk_tokens: self.chunk.min(max_tokens),
             all_logits,
             dtype,
+            activations: self.activations,
             kv_format: self.kv_format.unwrap_or(dtype.into()),
             columns: opened.policy.as_ref().map_or(&[], Policy::columns),
         })

@@ -40,6 +40,7 @@ impl<'a> InContext<'a> {
             chunk_tokens: CHUNK_TOKENS.min(most_tokens),
             all_logits: false,
             dtype: DType::F32,
+            activations: None,
             kv_format: KvFormat::plain(DType::F32),
             columns: eviction.map_or(&[], |eviction| eviction.policy.columns()),
         };

@@ -228,6 +228,7 @@ fn setup(batch: usize, tokens: usize) -> Setup<'static> {
         chunk_tokens: tokens,
         all_logits: false,
         dtype: DType::F32,
+        activations: None,
         kv_format: KvFormat::plain(DType::F32),
         columns: &[],
     }

@@ -41,12 +41,12 @@ pub fn alone(
     most_tokens: usize,
 ) -> Result<Alone, EvalError> {
     let Stage { cpu, arena, .. } = *stage;
-    let Treatment { model, choice, kv_format } = treatment;
+    let Treatment { model, choice, kv_format, activations } = treatment;
     let (context, question) = (&prompt.context[..], &prompt.asked[0].prompt[..]);
     let columns = choice.eviction().map_or(&[][..], |eviction| eviction.policy.columns());
     let more_tokens = choice.eviction().map_or(0, |eviction| eviction.more_tokens(prompt.budgeted_tokens()));
     let max_tokens = context.len() + more_tokens.max(question.len() + most_tokens);
-    let setup = Setup { max_tokens, kv_format, ..stage.setup(1, columns) };
+    let setup = Setup { max_tokens, kv_format, activations, ..stage.setup(1, columns) };
     arena.reset_peak();
     let mut decoder = match choice {
         Choice::Evict(_) => Decoder::new(model, setup, cpu, arena)?,

@@ -141,17 +141,18 @@ impl<'a> Evaluator<'a> {
         let full = prompt.asked.iter().map(|asked| self.ask(CONTEXT, asked, most_tokens(asked)));
         let full = full.collect::<Result<Vec<Given>, _>>()?;
         let mut answers: Vec<Option<_>> = treatments.iter().map(|_| None).collect();
-        let (model, kv_format) = (self.stage.model, self.setup.kv_format);
+        let (model, kv_format, activations) = (self.stage.model, self.setup.kv_format, self.setup.activations);
         for (at, treatment) in treatments.iter().enumerate() {
-            if treatment.reads_like(&Treatment { model, kv_format, ..*treatment }) {
+            if treatment.reads_like(&Treatment { model, kv_format, activations, ..*treatment }) {
                 answers[at] = Some(self.treated(prompt, treatment, &full, &most_tokens));
             }
         }
         // What is left has other formats, which read the context again, one after another.
         while let Some(first) = answers.iter().position(Option::is_none) {
             self.decoder.clear();
-            let Treatment { model, kv_format, .. } = treatments[first];
-            let (stage, setup) = (Stage { model, ..self.stage }, Setup { kv_format, ..self.setup });
+            let Treatment { model, kv_format, activations, .. } = treatments[first];
+            let setup = Setup { kv_format, activations, ..self.setup };
+            let stage = Stage { model, ..self.stage };
             let other = match recording(stage, setup, &self.recorded, self.watch) {
                 Ok(other) => other,
                 Err(error) => {

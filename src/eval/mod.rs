@@ -23,7 +23,7 @@ pub use protocol::Protocol;
 
 use crate::cache::Column;
 use crate::device::Cpu;
-use crate::format::KvFormat;
+use crate::format::{KvFormat, RowFormat};
 use crate::memories::Memory;
 use crate::memory::{Arena, ArenaError};
 use crate::model::{Eviction, Model, ModelError, Setup};
@@ -60,6 +60,8 @@ pub struct Treatment<'a> {
     pub choice: Choice<'a>,
     /// How its keys and values are kept.
     pub kv_format: KvFormat,
+    /// What its activations are rounded to, as in [`crate::model::Setup`].
+    pub activations: Option<RowFormat>,
 }
 
 /// What a context loses.
@@ -74,7 +76,8 @@ pub enum Choice<'a> {
 impl Treatment<'_> {
     /// Whether both read a context alike, so that it is read once for both.
     fn reads_like(&self, other: &Treatment<'_>) -> bool {
-        std::ptr::eq(self.model, other.model) && self.kv_format == other.kv_format
+        let same_formats = (self.kv_format, self.activations) == (other.kv_format, other.activations);
+        std::ptr::eq(self.model, other.model) && same_formats
     }
 }
 
@@ -103,6 +106,8 @@ pub struct Stage<'a> {
     pub dtype: DType,
     /// How keys and values are kept where no [`Treatment`] says otherwise.
     pub kv_format: KvFormat,
+    /// What activations are rounded to where no [`Treatment`] says otherwise, as in [`crate::model::Setup`].
+    pub activations: Option<RowFormat>,
     /// Most tokens of a sequence.
     pub max_tokens: usize,
     /// Tokens that go through the model together.
@@ -119,6 +124,7 @@ impl<'a> Stage<'a> {
             chunk_tokens: self.chunk_tokens,
             all_logits: false,
             dtype: self.dtype,
+            activations: self.activations,
             kv_format: self.kv_format,
             columns,
         }

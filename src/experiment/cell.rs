@@ -4,7 +4,7 @@ use super::measure::{Choice, Measure};
 use super::weights::OtherWeights;
 use crate::attention::{Params, Shape};
 use crate::eval::Protocol;
-use crate::format::KvFormat;
+use crate::format::{KvFormat, RowFormat};
 use crate::tensor::DType;
 use crate::workload::Knobs;
 use serde::{Deserialize, Deserializer, Serialize};
@@ -120,6 +120,9 @@ pub struct Cell {
     /// The weights of `eval`; those of the model's own files where nothing is said.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub weights: Option<OtherWeights>,
+    /// What the activations of `eval` are rounded to before each linear layer; nothing where nothing is said.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub activations: Option<RowFormat>,
     /// The fingerprint of weights that come from other files.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub weights_hash: Option<String>,
@@ -200,6 +203,7 @@ impl Default for Cell {
             kv_format: None,
             weights: None,
             weights_hash: None,
+            activations: None,
             causal: false,
             window: None,
             softcap: None,
@@ -237,7 +241,14 @@ impl Cell {
         match self.measure.compares() {
             Choice::Policy => {
                 let bare = Cell { policy: None, budget: None, memory: None, kv_format: None, ..same };
-                Cell { weights: None, weights_hash: None, policy_file: None, policy_file_hash: None, ..bare }
+                Cell {
+                    weights: None,
+                    weights_hash: None,
+                    activations: None,
+                    policy_file: None,
+                    policy_file_hash: None,
+                    ..bare
+                }
             }
             Choice::Kernel => Cell { kernel: String::new(), ..same },
             Choice::Strategy => Cell { strategy: None, ..same },
@@ -308,13 +319,17 @@ impl Cell {
         if let Some(task) = &self.task {
             let weights =
                 self.weights.as_ref().map_or(String::new(), |weights| format!(" weights {}", weights.words()));
+            let activations =
+                self.activations.map_or(String::new(), |activations| format!(" activations {activations}"));
             let protocol = self.protocol.map_or(String::new(), |protocol| format!(" {protocol}"));
             let measure = self.measure.name();
             let kernel = match &self.kernel[..] {
                 "" | "tiled" => String::new(),
                 kernel => format!(" {kernel}"),
             };
-            return format!("{measure}{kernel} {task}{protocol}{policy}{weights}{format} {tokens}{device}");
+            return format!(
+                "{measure}{kernel} {task}{protocol}{policy}{weights}{activations}{format} {tokens}{device}"
+            );
         }
         let pages = match self.page_tokens {
             Some(0) => " contiguous".into(),

@@ -9,7 +9,7 @@ use super::measure::Measure;
 use super::policy_axis::PolicyText;
 use super::weights::WeightsText;
 use crate::eval::Protocol;
-use crate::format::KvFormat;
+use crate::format::{KvFormat, RowFormat};
 use crate::named::nearest;
 use crate::tensor::DType;
 use crate::units;
@@ -104,6 +104,9 @@ pub struct Grid {
     /// How weight matrices are kept, for `eval`: formats, or `file` for those of the model's own files, which is the default.
     #[serde(default, skip_serializing_if = "Many::is_empty")]
     pub weights: Many<WeightsText>,
+    /// What activations are rounded to before each linear layer, for `eval`; `f32`, which is the default, leaves them as they are.
+    #[serde(default, skip_serializing_if = "Many::is_empty")]
+    pub activations: Many<RowFormat>,
     /// Causal mask; true by default.
     #[serde(default = "yes", skip_serializing_if = "is_yes")]
     pub causal: bool,
@@ -211,6 +214,7 @@ impl Grid {
             dtype: Many::default(),
             kv_format: Many::default(),
             weights: Many::default(),
+            activations: Many::default(),
             causal: yes(),
             window: None,
             softcap: None,

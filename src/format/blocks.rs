@@ -337,9 +337,27 @@ pub fn code(bits: usize, codes: &[u8], element: usize) -> u8 {
     (two >> (bit % 8)) as u8 & ((1 << bits) - 1)
 }
 
-/// The largest magnitude; NaN if one is there, which `f32::max` would drop.
+/// The largest magnitude; NaN if one is there.
 pub fn largest(row: &[f32]) -> f32 {
-    row.iter().fold(0.0f32, |most, x| if x.abs() <= most || most.is_nan() { most } else { x.abs() })
+    // Bits of magnitudes are ordered as these are, and NaN lies above infinity.
+    let most = row.iter().map(|x| x.abs().to_bits().cast_signed()).max();
+    f32::from_bits(most.unwrap_or(0).cast_unsigned())
+}
+
+/// The nearest whole number, halves to even, of numbers below 2^22: what `f32::round_ties_even` gives, without a call for each.
+pub fn nearest_even(x: f32) -> f32 {
+    // Beyond 2^23 an f32 has no fraction.
+    const SHIFT: f32 = 12_582_912.0;
+    (x + SHIFT) - SHIFT
+}
+
+/// The nearest whole number, halves away from zero, as `f32::round` gives it, of numbers below 2^22.
+pub fn nearest(x: f32) -> f32 {
+    let even = nearest_even(x);
+    let off = x - even;
+    let up = if off == 0.5 && x > 0.0 { 1.0 } else { 0.0 };
+    let down = if off == -0.5 && x < 0.0 { 1.0 } else { 0.0 };
+    even + up - down
 }
 
 /// What a format keeps of a row; the same from any column on, and by vectors on every instruction path.
@@ -386,4 +404,14 @@ pub fn there_and_back(format: &str, row: &[f32]) -> Vec<f32> {
     format.decode(&bytes, 2, &mut part[1..]);
     assert_eq!(bits(&part[1..]), bits(&back[2..row.len() - 2]), "{format}");
     back
+}
+
+#[test]
+fn nearest_whole_numbers_are_those_of_the_standard_library() {
+    let near = |at: i32| [-1i32, 0, 1].map(|by| f32::from_bits(((at as f32) / 4.0).to_bits().wrapping_add_signed(by)));
+    let numbers = (-1024..1024).flat_map(near).chain([f32::INFINITY, f32::NEG_INFINITY, f32::NAN, 0.0, -0.0]);
+    for x in numbers.filter(|x| x.abs() < 300.0 || !x.is_finite()) {
+        assert_eq!(nearest(x) as i8, x.round() as i8, "{x}");
+        assert_eq!(nearest_even(x) as i8, x.round_ties_even() as i8, "{x}");
+    }
 }

@@ -12,6 +12,7 @@ mod read;
 pub(crate) use fields::Fields;
 pub use packing::Packing;
 
+use crate::format::{FormatError, RowFormat};
 use crate::tensor::DType;
 
 /// An architecture, by the name of its class in `transformers`.
@@ -201,6 +202,22 @@ impl Config {
     /// Elements of all query heads.
     pub fn q_width(&self) -> usize {
         self.q_heads * self.head_dim
+    }
+
+    /// Refuses a format that rows of activations of this model cannot be rounded to.
+    ///
+    /// # Errors
+    /// When it is one of keys, or a row is not made of whole groups or blocks of it.
+    pub fn check_activations(&self, format: RowFormat) -> Result<(), FormatError> {
+        if format.group_tokens().is_some() {
+            return Err(FormatError::OfKeys { format: format.to_string() });
+        }
+        let rows = [
+            ("the hidden size", self.hidden),
+            ("the width of all query heads", self.q_width()),
+            ("the width of the MLP", self.ffn),
+        ];
+        rows.into_iter().try_for_each(|(what, width)| format.check(what, width))
     }
 
     /// Whether packed matrices may have their inputs in another order.

@@ -18,7 +18,7 @@ use super::weights::embed;
 use super::{Config, Model, ModelError, linear, rope};
 use crate::cache::{CacheShape, Column, PAGE_TOKENS, PagedCache};
 use crate::device::Cpu;
-use crate::format::KvFormat;
+use crate::format::{KvFormat, RowFormat};
 use crate::memories::Memory;
 use crate::memory::{Arena, ArenaError, Buffer, Label, LabelBytes};
 use crate::model::evictor::{Eviction, Evictor, QueryRecorder};
@@ -52,6 +52,8 @@ pub struct Setup<'k> {
     pub all_logits: bool,
     /// Element type of the pass: where it is f32, no activations are rounded.
     pub dtype: DType,
+    /// What the rows that linear layers read are rounded to, if to anything (W8A8 is `int8` beside weights in `int8`).
+    pub activations: Option<RowFormat>,
     /// How keys and values are kept.
     pub kv_format: KvFormat,
     /// What each cached token carries.
@@ -113,13 +115,13 @@ impl Buffers {
         Ok(Buffers {
             hidden: plain(rows * config.hidden)?,
             projected: plain(rows * config.hidden)?,
-            normed: PaddedRows::new(arena, rows, config.hidden, setup.dtype)?,
+            normed: PaddedRows::new(arena, rows, config.hidden, setup)?,
             q: plain(rows * config.q_width())?,
             rounded_q: arena.alloc(Label::Activations, rounded_queries(config, setup))?,
             k: plain(rows * config.kv_width())?,
             v: plain(rows * config.kv_width())?,
-            attended: PaddedRows::new(arena, rows, config.q_width(), setup.dtype)?,
-            gate: PaddedRows::new(arena, rows, config.ffn, setup.dtype)?,
+            attended: PaddedRows::new(arena, rows, config.q_width(), setup)?,
+            gate: PaddedRows::new(arena, rows, config.ffn, setup)?,
             up: plain(rows * config.ffn)?,
             angles: plain(rows * config.head_dim)?,
             logits: plain(setup.logit_rows() * config.vocab)?,
@@ -204,6 +206,7 @@ impl<'a> Decoder<'a> {
         arena: &'a Arena,
     ) -> Result<Self, ModelError> {
         setup.kv_format.check(model.config.head_dim, setup.max_tokens)?;
+        setup.activations.map_or(Ok(()), |format| model.config.check_activations(format))?;
         Ok(Decoder {
             model,
             setup,
@@ -393,6 +396,7 @@ impl<'a> Decoder<'a> {
                 let stride = normed.stride;
                 norm.rows(self.cpu, &stream[row * hidden..][..hidden], &mut normed.data[to * stride..], stride);
             }
+            normed.round(self.cpu, wanted.len());
             weights.output.apply(self.cpu, normed, wanted.len(), logits, vocab, scratch);
             for (&(sequence, place, _), logits) in wanted.iter().zip(logits.chunks_exact_mut(vocab)) {
                 if let Some(cap) = config.final_softcap {

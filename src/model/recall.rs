@@ -47,6 +47,7 @@ impl Recall<'_> {
             chunk_tokens: CHUNK,
             all_logits: false,
             dtype,
+            activations: None,
             kv_format: KvFormat::plain(dtype),
             columns: policy.columns(),
         };

@@ -76,6 +76,15 @@ impl Matrix {
         }
     }
 
+    /// Has the system map all pages of a matrix that is read where its file lies, so that the first pass does not stop at each.
+    fn populate(&self) {
+        match &*self.bytes {
+            Bytes::Mapped(file) => file.populate(self.range.clone()),
+            Bytes::Gguf(file) => file.populate(self.range.clone()),
+            Bytes::Held(_) => {}
+        }
+    }
+
     /// The same with plain elements: itself, or widened in the arena.
     pub(super) fn plain(&self, arena: &Arena) -> Result<Matrix, ArenaError> {
         match self.format.dtype() {
@@ -247,6 +256,7 @@ impl Make for Kept<'_> {
             None => self.elements.push((format, elements)),
         }
         if format == matrix.format {
+            matrix.populate();
             return Ok(matrix);
         }
         Fitting(format).matrix(name, role, shape).map_err(|reason| self.found.refused(reason))?;

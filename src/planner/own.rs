@@ -46,6 +46,7 @@ impl<'a> Own<'a> {
             chunk_tokens: scenario.pass_tokens(scenario.context) as usize,
             all_logits: scenario.logits == Logits::All,
             dtype,
+            activations: None,
             kv_format,
             columns: &[],
         }

@@ -2,6 +2,7 @@
 //! weights of the model's files, or, where these are not there, `full` in its own formats; with one rank.
 
 use super::{palette, text, workers};
+use crate::experiment::cell::Cell;
 use crate::experiment::measure::Choice;
 use crate::experiment::record::{Record, Status};
 
@@ -16,10 +17,12 @@ pub fn of<'a>(record: &Record, records: &[&'a Record]) -> Option<&'a Record> {
     // A resumed run may have come to another machine: times of two devices are never compared.
     let compared = |other: &&&Record| workers::same_machine(other, record) && other.cell.without_choice() == wanted;
     let mut candidates: Vec<&Record> = candidates.filter(|other| compared(&other)).collect();
-    candidates.sort_by_key(|other| (other.cell.weights.is_some(), other.cell.kv_format.is_some()));
+    let formats = |cell: &Cell| (cell.weights.is_some(), cell.activations.is_some(), cell.kv_format.is_some());
+    candidates.sort_by_key(|other| formats(&other.cell));
     let fits = |other: &&&Record| {
         let (theirs, ours) = (&other.cell, &record.cell);
         theirs.kv_format.is_none_or(|format| Some(format) == ours.kv_format)
+            && theirs.activations.is_none_or(|format| Some(format) == ours.activations)
             && theirs.weights.as_ref().is_none_or(|weights| Some(weights) == ours.weights.as_ref())
     };
     candidates.iter().find(fits).copied()

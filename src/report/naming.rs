@@ -59,6 +59,8 @@ const KV_FORMAT: Dimension =
     |record| record.cell.kv_format.map_or(String::new(), |format| format!("cache in {format}"));
 const WEIGHTS: Dimension =
     |record| record.cell.weights.as_ref().map_or(String::new(), |weights| format!("weights {}", weights.words()));
+const ACTIVATIONS: Dimension =
+    |record| record.cell.activations.map_or(String::new(), |activations| format!("activations in {activations}"));
 const MASK: Dimension = |record| {
     let mask = if record.cell.causal { "causal" } else { "no mask" };
     record.cell.window.map_or(mask.into(), |window| format!("{mask}, window {window}"))
@@ -110,6 +112,7 @@ impl Naming {
             HEAD_DIM,
             DTYPE,
             WEIGHTS,
+            ACTIVATIONS,
             KV_FORMAT,
             MASK,
             SOFTCAP,

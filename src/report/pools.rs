@@ -104,9 +104,9 @@ fn asked(record: &Record) -> AskedOf<'_> {
 /// Hash of what the cells of a comparison have in common besides their tasks and seeds. Policies are ranked in one format of each.
 fn setting(record: &Record) -> String {
     let cell = record.cell.without_choice();
-    let Cell { kv_format, weights, weights_hash, .. } = record.cell.clone();
-    Cell { task: None, text: None, seed: 0, workload_hash: String::new(), kv_format, weights, weights_hash, ..cell }
-        .id()
+    let Cell { kv_format, weights, weights_hash, activations, .. } = record.cell.clone();
+    let cell = Cell { kv_format, weights, weights_hash, activations, ..cell };
+    Cell { task: None, text: None, seed: 0, workload_hash: String::new(), ..cell }.id()
 }
 
 impl Pool<'_> {

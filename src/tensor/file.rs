@@ -101,6 +101,16 @@ pub(crate) fn map(path: &Path) -> Result<Mmap, FileError> {
     unsafe { Mmap::map(&file) }.map_err(fail)
 }
 
+/// Has the system map the pages of a part of a mapped file at once, where it can; else each page is mapped when it is first
+/// read.
+pub(crate) fn populate(map: &Mmap, range: Range<usize>) {
+    // Linux before 5.14 refuses, which changes nothing but the time of the first pass.
+    #[cfg(target_os = "linux")]
+    let _ = map.advise_range(memmap2::Advice::PopulateRead, range.start, range.len());
+    #[cfg(not(target_os = "linux"))]
+    let _ = (map, range);
+}
+
 /// A safetensors file, mapped.
 pub struct TensorFile {
     path: PathBuf,
@@ -186,6 +196,11 @@ impl TensorFile {
             Entry { name, shape: stored.shape().to_vec(), dtype: stored.dtype(), range }
         };
         Ok(self.parse()?.tensors().into_iter().map(entry).collect())
+    }
+
+    /// Has the system map the pages of a part of the file.
+    pub(crate) fn populate(&self, range: Range<usize>) {
+        populate(&self.map, range);
     }
 
     /// Raw bytes of the mapped file, where an [`Entry`] says.

@@ -69,6 +69,7 @@ pub fn setup(batch: usize, chunk_tokens: usize) -> Setup<'static> {
         chunk_tokens,
         all_logits: true,
         dtype: DType::F32,
+        activations: None,
         kv_format: KvFormat::plain(DType::F32),
         columns: &[],
     }

@@ -248,6 +248,7 @@ fn the_own_peak_is_the_arenas() {
             chunk_tokens: scenario.pass_tokens(context) as usize,
             all_logits: false,
             dtype,
+            activations: None,
             kv_format: dtype.into(),
             columns: &[],
         };

@@ -30,6 +30,8 @@ struct Report<'a> {
     kernel: &'a str,
     dtype: DType,
     weights: RowFormat,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    activations: Option<RowFormat>,
     kv_format: KvFormat,
     threads: usize,
     peak_bytes: u64,
@@ -74,11 +76,18 @@ pub fn run(args: &Args, conventions: &[Windows]) -> Result<(), Failure> {
             let model = OtherWeights::open(weights.as_ref(), &folder, &arena)?;
             let dtype = args.dtype.unwrap_or(model.weights.dtype());
             let formats = if args.kv_format.is_empty() { vec![dtype.into()] } else { args.kv_format.clone() };
+            let rounded = match &args.activations[..] {
+                [] => vec![None],
+                formats => formats.iter().copied().map(Some).collect(),
+            };
             if !args.beyond_limit {
                 model.check_length(convention.tokens())?;
             }
             let windows = convention.of(&text, (path, &content), most)?;
-            for (kernel, &kv_format) in kernels.iter().flat_map(|kernel| formats.iter().map(move |of| (kernel, of))) {
+            let passes = formats.iter().flat_map(|format| rounded.iter().map(move |rounded| (format, rounded)));
+            for (kernel, (&kv_format, &activations)) in
+                kernels.iter().flat_map(|kernel| passes.clone().map(move |of| (kernel, of)))
+            {
                 let stage = Stage {
                     model: &model,
                     cpu: &cpu,
@@ -86,6 +95,7 @@ pub fn run(args: &Args, conventions: &[Windows]) -> Result<(), Failure> {
                     kernel,
                     dtype,
                     kv_format,
+                    activations,
                     max_tokens: convention.tokens(),
                     chunk_tokens: CHUNK_TOKENS,
                 };
@@ -108,6 +118,7 @@ pub fn run(args: &Args, conventions: &[Windows]) -> Result<(), Failure> {
                     kernel,
                     dtype,
                     weights: model.weights.format(),
+                    activations,
                     kv_format,
                     threads: cpu.threads(),
                     peak_bytes: arena.usage().peak_bytes,
@@ -126,7 +137,7 @@ fn words(report: &Report<'_>) -> String {
     let Perplexity { windows, perplexity, standard_error, .. } = report.found;
     let error = standard_error.map_or(String::new(), |error| format!(" +- {error:.2}"));
     format!(
-        "{}: perplexity {perplexity:.4}{error} ({}, {windows} windows of {} tokens, {} predicted; {}, {}, weights in {}, cache in {})\n",
+        "{}: perplexity {perplexity:.4}{error} ({}, {windows} windows of {} tokens, {} predicted; {}, {}, weights in {}{}, cache in {})\n",
         report.model,
         report.protocol,
         report.window_tokens,
@@ -134,6 +145,7 @@ fn words(report: &Report<'_>) -> String {
         report.kernel,
         report.dtype,
         report.weights,
+        report.activations.map_or(String::new(), |format| format!(", activations in {format}")),
         report.kv_format
     )
 }

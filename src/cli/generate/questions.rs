@@ -7,6 +7,7 @@ use crate::cli::model::Opened;
 use crate::cli::output;
 use crate::cli::policy::Used;
 use crate::eval::{Choice, Frame, Prompt, Protocol, Replies, Stage, ask, questions};
+use crate::format::RowFormat;
 use crate::model::{ChatTemplate, Generated, Sampling, Text, locate};
 use crate::policy::Registry;
 use crate::units;
@@ -34,6 +35,8 @@ struct Report {
     memory: Option<String>,
     kernel: String,
     dtype: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    activations: Option<RowFormat>,
     kv_format: String,
     temperature: f32,
     top_p: f32,
@@ -103,6 +106,7 @@ pub fn run(args: &Args, registry: &Registry, path: &Path, sampling: Sampling, te
         kernel: setup.kernel,
         dtype: setup.dtype,
         kv_format: setup.kv_format,
+        activations: setup.activations,
         max_tokens: setup.max_tokens,
         chunk_tokens: setup.chunk_tokens,
     };
@@ -166,6 +170,7 @@ impl Args {
             memory: self.model.memory.clone(),
             kernel: setup.kernel.into(),
             dtype: setup.dtype.to_string(),
+            activations: setup.activations,
             kv_format: setup.kv_format.to_string(),
             temperature: self.temperature,
             top_p: self.top_p,

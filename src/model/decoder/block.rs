@@ -29,6 +29,7 @@ impl Decoder<'_> {
         if let Some(hook) = self.hook {
             (0..rows).for_each(|row| hook.rows(layer, Activation::Hidden, normed.row_mut(row)));
         }
+        normed.round(cpu, rows);
         weights.q.apply(cpu, normed, rows, q, q_width, scratch);
         weights.k.apply(cpu, normed, rows, k, kv_width, scratch);
         weights.v.apply(cpu, normed, rows, v, kv_width, scratch);
@@ -69,6 +70,7 @@ impl Decoder<'_> {
             (self.norm(&weights.before_mlp), weights.after_mlp.as_ref().map(|weight| self.norm(weight)));
         let Buffers { hidden: stream, projected, normed, attended, gate, up, scratch, .. } = &mut self.buffers;
         let (stream, added) = (&mut stream[..rows * hidden], rows * hidden);
+        attended.round(cpu, rows);
         weights.o.apply(cpu, attended, rows, projected, hidden, scratch);
         if let Some(norm) = after_attention {
             norm.in_place(cpu, &mut projected[..added]);
@@ -80,6 +82,7 @@ impl Decoder<'_> {
             (0..rows).for_each(|row| hook.rows(layer, Activation::MlpInput, normed.row_mut(row)));
         }
         let gate_stride = gate.stride;
+        normed.round(cpu, rows);
         weights.gate.apply(cpu, normed, rows, &mut gate.data, gate_stride, scratch);
         weights.up.apply(cpu, normed, rows, up, config.ffn, scratch);
         let up = &up[..rows * config.ffn];
@@ -87,6 +90,7 @@ impl Decoder<'_> {
         if let Some(hook) = self.hook {
             (0..rows).for_each(|row| hook.rows(layer, Activation::MlpInner, gate.row_mut(row)));
         }
+        gate.round(cpu, rows);
         weights.down.apply(cpu, gate, rows, projected, hidden, scratch);
         if let Some(norm) = after_mlp {
             norm.in_place(cpu, &mut projected[..added]);

@@ -77,6 +77,11 @@ impl Gguf {
         self.tensors.get(name)
     }
 
+    /// Has the system map the pages of a part of the file.
+    pub fn populate(&self, range: Range<usize>) {
+        file::populate(&self.map, range);
+    }
+
     /// Bytes of the file.
     pub fn bytes(&self, range: Range<usize>) -> &[u8] {
         &self.map[range]

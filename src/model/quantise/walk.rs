@@ -100,6 +100,7 @@ impl<'a> Stream<'a> {
                 chunk_tokens: length,
                 all_logits: false,
                 dtype: DType::F32,
+                activations: None,
                 kv_format: KvFormat::plain(DType::F32),
                 columns: &[],
             };

@@ -146,6 +146,7 @@ pub(super) fn decoded_nll(model: &Model, tokens: &[u32], cpu: &Cpu) -> Vec<f32> 
         chunk_tokens: 16,
         all_logits: true,
         dtype: DType::F32,
+        activations: None,
         kv_format: KvFormat::plain(DType::F32),
         columns: &[],
     };

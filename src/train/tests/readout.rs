@@ -119,6 +119,7 @@ fn the_decoder_of_inference_answers_as_the_network_does() {
             chunk_tokens: 4,
             all_logits: true,
             dtype: DType::F32,
+            activations: None,
             kv_format: KvFormat::plain(DType::F32),
             columns: &[],
         };

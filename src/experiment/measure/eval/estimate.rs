@@ -69,10 +69,11 @@ fn readings(cells: &[&Cell], registry: &Registry) -> usize {
         let policy = cell.build_policy(registry).ok().flatten();
         cell.memory.is_some() || policy.is_some_and(|policy| reads_alone(&policy))
     };
-    let mut formats = vec![(None, None)];
+    let mut formats = vec![(None, None, None)];
     for cell in cells {
-        if !formats.contains(&(cell.weights.as_ref(), cell.kv_format)) {
-            formats.push((cell.weights.as_ref(), cell.kv_format));
+        let own = (cell.weights.as_ref(), cell.activations, cell.kv_format);
+        if !formats.contains(&own) {
+            formats.push(own);
         }
     }
     cells.iter().filter(by_itself).count() + formats.len()

@@ -8,10 +8,12 @@ use crate::experiment::measure::Measure;
 use crate::experiment::policy_axis::{Chosen, choices};
 use crate::experiment::spec::Grid;
 use crate::experiment::weights::WeightsText;
+use crate::format::RowFormat;
 use crate::memories::memory;
 use crate::model::{BUILTIN, ChatTemplate, Config, Eviction, ModelError, Text, fingerprint, locate};
 use crate::policy::{Budget, Registry};
 use crate::task;
+use crate::tensor::DType;
 use std::path::{Path, PathBuf};
 
 /// Samples where nothing is said.
@@ -128,6 +130,13 @@ impl Opened {
             }
             hashed.push((weights, hash));
         }
+        let mut activations = Vec::new();
+        for format in grid.activations.or(RowFormat::plain(DType::F32)) {
+            config.check_activations(format).map_err(|error| format!("'{model}': {error}"))?;
+            activations.push(Some(format).filter(|&format| format != RowFormat::plain(DType::F32)));
+        }
+        let hashed: Vec<_> =
+            hashed.iter().flat_map(|weights| activations.iter().map(move |&rounded| (weights, rounded))).collect();
         let formats = hashed.iter().flat_map(|weights| types.iter().map(move |&types| (weights, types)));
         let formats: Vec<_> = formats.collect();
         let passes =
@@ -151,7 +160,7 @@ impl Opened {
                     for (&protocol, (policy, budget, memory)) in
                         protocols.iter().flat_map(|protocol| choices.iter().map(move |choice| (protocol, choice)))
                     {
-                        for &(kernel, (weights, weights_hash), (dtype, kv_format)) in &passes {
+                        for &(kernel, ((weights, weights_hash), activations), (dtype, kv_format)) in &passes {
                             let cell = Cell {
                                 measure: Measure::EVAL,
                                 model: Some(model.into()),
@@ -173,6 +182,7 @@ impl Opened {
                                 kv_format,
                                 weights: weights.clone(),
                                 weights_hash: weights_hash.clone(),
+                                activations: *activations,
                                 causal: true,
                                 policy: policy.clone(),
                                 budget: budget.clone(),

@@ -108,7 +108,7 @@ impl<'c> Group<'c> {
             };
             let model = self.models.iter().find(|opened| opened.weights == cell.weights.as_ref());
             let model = &model.expect("those of all cells were opened").model;
-            treatments.push(Treatment { model, choice, kv_format: cell.kv_format() });
+            treatments.push(Treatment { model, choice, kv_format: cell.kv_format(), activations: cell.activations });
         }
         Ok(treatments)
     }
@@ -123,6 +123,7 @@ impl<'c> Group<'c> {
             kernel: &cell.kernel,
             dtype: cell.dtype,
             kv_format: KvFormat::plain(cell.dtype),
+            activations: None,
             max_tokens: self.max_tokens,
             chunk_tokens: CHUNK_TOKENS,
         }

@@ -56,6 +56,7 @@ impl Measurement for Eval {
             "dtype",
             "kv_format",
             "weights",
+            "activations",
             "policy",
             "budget",
             "policy_file",
