@@ -22,6 +22,7 @@ pub const SHIPPED: &[(&str, &str)] = &[
     ("real-text", include_str!("../../experiments/real-text.toml")),
     ("real-formats", include_str!("../../experiments/real-formats.toml")),
     ("real-weights", include_str!("../../experiments/real-weights.toml")),
+    ("real-activations", include_str!("../../experiments/real-activations.toml")),
     ("hybrid", include_str!("../../experiments/hybrid.toml")),
     ("real-chunks", include_str!("../../experiments/real-chunks.toml")),
     ("real-needles", include_str!("../../experiments/real-needles.toml")),

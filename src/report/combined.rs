@@ -66,6 +66,12 @@ fn is_plain(pool: &Pool) -> bool {
     pool.records[0].cell.kv_format.is_none()
 }
 
+/// Whether activations are as they are, or there are no such to compare with: rounding them saves no bytes.
+fn is_unrounded(pool: &Pool, pools: &[Pool]) -> bool {
+    let unrounded = |pool: &Pool| pool.records[0].cell.activations.is_none();
+    unrounded(pool) || !pools.iter().any(unrounded)
+}
+
 /// Bytes of a pool's weights.
 pub fn weights_bytes(pool: &Pool) -> u64 {
     let memory = pool.records[0].memory.as_ref();
@@ -80,7 +86,8 @@ fn widest<'a>(pools: &'a [Pool<'_>]) -> Option<&'a OtherWeights> {
 /// Whether policies are compared in the formats of this pool: in the widest weights, and in plain elements where there are
 /// such. The same comparison for every format would hide what it says.
 pub fn is_compared(pool: &Pool, pools: &[Pool]) -> bool {
-    weights(pool) == widest(pools) && (is_plain(pool) || !pools.iter().any(is_plain))
+    let is_compared = weights(pool) == widest(pools) && is_unrounded(pool, pools);
+    is_compared && (is_plain(pool) || !pools.iter().any(is_plain))
 }
 
 /// What each pool spends and loses. Oracles know the future and are left out.
@@ -96,7 +103,8 @@ fn spent<'a>(pools: &'a [Pool<'a>]) -> Vec<Spent<'a>> {
         let whole_bytes = weights_bytes(pool) as f64 + pool.mean(|answers| answers.kv_bytes_live as f64);
         Some(Spent { pool, bytes_per_token, whole_bytes, kl_nats: pool.kl_nats()?, saved })
     };
-    pools.iter().filter(|pool| !palette::is_oracle(pool.policy)).filter_map(one).collect()
+    let compared = |pool: &&Pool| !palette::is_oracle(pool.policy) && is_unrounded(pool, pools);
+    pools.iter().filter(compared).filter_map(one).collect()
 }
 
 /// What is spent on the cache, with the widest weights; nothing where all keep keys and values in one format.

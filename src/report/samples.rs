@@ -450,6 +450,20 @@ pub fn formats() -> Run {
     Run { experiment: "formats".into(), records, ..run() }
 }
 
+/// The full caches of [`hybrid`] in plain elements, as they are and with activations in bytes, which lose more.
+pub fn activations() -> Run {
+    let mut records = hybrid().records;
+    records.retain(|record| record.cell.kv_format.is_none() && record.cell.policy.as_deref() == Some("full"));
+    let rounded = records.clone().into_iter().map(|record| {
+        let mut record = with_cell(record, |cell| cell.activations = Some("int8".parse().expect("a format")));
+        let answers = record.answers.as_mut().expect("it has answers");
+        answers.sample_kl_nats.iter_mut().for_each(|kl| *kl += 0.03);
+        record
+    });
+    records.extend(rounded.collect::<Vec<_>>());
+    Run { experiment: "activations".into(), records, ..run() }
+}
+
 /// What a model makes of a text through memories of several sizes and windows, beside the full cache and a policy.
 pub fn memories() -> Run {
     let mut records = formats().records;

@@ -3,6 +3,7 @@
 //! A figure is a function from the records of a run to a [`Chart`], or to nothing when the records hold nothing for
 //! it. What they share lives here: which records may be drawn at all, and how cells become the points of a series.
 
+mod activations_ranked;
 mod answers_vs_kept;
 mod bytes_read_vs_held;
 mod chunked_prefill;
@@ -118,6 +119,7 @@ pub const FIGURES: &[fn(&Data) -> Option<Chart>] = &[
 pub const PANELS: &[fn(&Data) -> Option<Picture>] = &[
     policies_ranked::rows,
     weights_ranked::rows,
+    activations_ranked::rows,
     ranks_over_settings::rows,
     ragged_memory::rows,
     kept_by_head::heat,

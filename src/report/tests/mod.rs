@@ -36,7 +36,8 @@ fn every_figure_is_drawn_with_the_table_behind_it() {
     let (_seventh, ranks) = drawn(&[samples::ranks()]);
     let (_eighth, training) = drawn(&[samples::training()]);
     let (_ninth, tuning) = drawn(&[samples::tuning()]);
-    let drawn = [kernels, layers, answers, formats, hybrid, memories, ranks, training, tuning];
+    let (_tenth, activations) = drawn(&[samples::activations()]);
+    let drawn = [kernels, layers, answers, formats, hybrid, memories, ranks, training, tuning, activations];
     let paths = || drawn.iter().flat_map(|drawn| &drawn.figures);
     let names: std::collections::BTreeSet<_> = paths().filter_map(|path| path.file_name()).collect();
     assert_eq!(names.len(), figures::FIGURES.len() + figures::PANELS.len());

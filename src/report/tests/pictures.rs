@@ -293,3 +293,15 @@ fn two_protocols_of_a_policy_share_a_plot() {
         assert_eq!(svg.matches(&format!("\n{words}\n")).count(), 1, "{words}");
     }
 }
+
+#[test]
+fn activations_in_fewer_bits_have_a_figure_and_no_place_among_what_saves_bytes() {
+    let run = samples::activations();
+    let weights = run.records.len() / 2;
+    let rows = table(&run, "activations-ranked");
+    let rounded: Vec<_> = rows.iter().filter(|row| row.values().any(|value| value == "in int8")).collect();
+    assert_eq!(rounded.len(), weights, "{rows:?}");
+    // Of the rest, the model's own weights lose nothing and have no place on a logarithm.
+    assert_eq!(rows.len() - rounded.len(), weights - 1, "{rows:?}");
+    assert_eq!(table(&run, "weights-ranked").len(), weights - 1);
+}
