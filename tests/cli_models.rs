@@ -256,3 +256,27 @@ fn mistakes_in_generating_are_one_line_and_status_2() {
         assert_eq!(stderr.trim_end().lines().count(), 1, "{stderr}");
     }
 }
+
+#[test]
+fn activations_are_rounded_where_that_is_asked() {
+    let (plain, report) = logits("llama", &[]);
+    assert!(report.get("activations").is_none());
+    let (rounded, report) = logits("llama", &["--activations", "int8"]);
+    assert_eq!(report["activations"], "int8");
+    let off = furthest(&rounded, &plain);
+    assert!(0.0 < off && off < deviation(&plain), "{off}");
+    let generate = |more: &[&str]| {
+        kvsieve(&["generate", "--model", "tests/models/llama", "--prompt", "a b"]).args(more).assert().code(2)
+    };
+    for (more, reason) in [
+        (
+            vec!["--activations", "int4"],
+            "the width of the MLP is 72; int4:group=32 keeps rows whose width is a multiple of 32",
+        ),
+        (vec!["--activations", "int8-channel"], "int8-channel:group=32 is a format of keys"),
+        (vec!["--activations", "int5"], "unknown format 'int5'"),
+        (vec!["--activations", "int8", "--device", "cuda"], "activations are rounded to int8 on the CPU only"),
+    ] {
+        generate(&more).stderr(contains(reason));
+    }
+}

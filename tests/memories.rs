@@ -153,7 +153,7 @@ fn write(
             let update = |mean: &mut f64, new: f64| *mean = (new + *tokens * *mean) / (*tokens + 1.0);
             mean_key.iter_mut().zip(key).for_each(|(mean, new)| update(mean, *new));
             mean_value.iter_mut().zip(value).for_each(|(mean, new)| update(mean, *new));
-            update(mean, position as f64);
+            *mean = (position as f64 + (*tokens * *mean).round()) / (*tokens + 1.0);
             (*tokens, *last) = (*tokens + 1.0, position);
         }
         None => {

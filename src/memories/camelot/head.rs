@@ -102,7 +102,8 @@ impl Head<'_> {
         // A first token replaces what was there; later ones move the mean by their share.
         let share = 1.0 / f64::from(mode.tokens);
         mode.position = match mean {
-            true => mode.position + (position as f64 - mode.position) * share,
+            // By the sum, a whole number: a mean that is one is exactly one, so that a window ends where it should.
+            true => (position as f64 + (mode.position * f64::from(mode.tokens - 1)).round()) / f64::from(mode.tokens),
             false => position as f64,
         };
         for (means, new) in [(&mut *self.before, key), (&mut *self.values, value)] {
