@@ -63,6 +63,7 @@ fn logits_over_a_memory_are_written() {
     generate(&["--memory", "camelot:slots=4,window=3", "--json", "-"]).success().stdout(contains("\"memory\""));
     for (more, reason) in [
         (vec!["--memory", "camelot:slots=0"], "camelot: slots is '0'; it must be a whole number of at least 1"),
+        (vec!["--memory", "camelot:window=129"], "a window of 129 tokens; the model was made for at most 128"),
         (vec!["--memory", "cameloot"], "unknown memory 'cameloot'; did you mean 'camelot'?"),
         (vec!["--memory", "camelot", "--policy", "h2o", "--budget", "3"], "cannot be used with"),
         (vec!["--memory", "camelot", "--kv-format", "int8"], "cannot be used with"),

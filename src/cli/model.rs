@@ -165,6 +165,7 @@ impl ModelArgs {
         let max_tokens = max_tokens + more_tokens;
         if !self.beyond_limit {
             opened.model.check_length(max_tokens)?;
+            opened.memory.as_ref().map_or(Ok(()), |memory| opened.model.config.check_memory(&**memory))?;
         }
         let dtype = self.dtype.unwrap_or(opened.model.weights.dtype());
         Ok(Setup {

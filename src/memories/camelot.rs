@@ -119,6 +119,10 @@ impl Camelot {
 }
 
 impl Memory for Camelot {
+    fn segment_tokens(&self) -> Option<usize> {
+        Some(self.window)
+    }
+
     fn together(&self, seen: usize, tokens: usize, window: Option<usize>) -> usize {
         let segment = in_segment(seen, tokens, self.window);
         // Nothing is chosen while there are no modes, and nothing hidden within the sliding window of the first tokens.

@@ -49,6 +49,10 @@ impl Nearest {
 }
 
 impl Memory for Nearest {
+    fn segment_tokens(&self) -> Option<usize> {
+        Some(self.window)
+    }
+
     fn together(&self, seen: usize, tokens: usize, window: Option<usize>) -> usize {
         let segment = in_segment(seen, tokens, self.window);
         // Where there are more tokens before the segment than are read, every query has its own.

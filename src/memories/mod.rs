@@ -60,6 +60,11 @@ pub trait Memory: Send + Sync {
     /// with this sliding window; at least one. All of these see the same of the past, and each of themselves those before it.
     fn together(&self, seen: usize, tokens: usize, window: Option<usize>) -> usize;
 
+    /// Tokens of a segment, where a text is read in such.
+    fn segment_tokens(&self) -> Option<usize> {
+        None
+    }
+
     /// Lists of [`MemoryState::read`]: one for each KV head, or for each query head where every one of these chooses by itself.
     fn lists(&self, shape: &MemoryShape) -> usize {
         shape.kv_heads

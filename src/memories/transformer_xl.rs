@@ -51,6 +51,10 @@ impl Recent {
 }
 
 impl Memory for Recent {
+    fn segment_tokens(&self) -> Option<usize> {
+        Some(self.window)
+    }
+
     fn together(&self, seen: usize, tokens: usize, window: Option<usize>) -> usize {
         let segment = in_segment(seen, tokens, self.window);
         // The last of them must still see what the first sees.

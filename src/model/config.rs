@@ -13,6 +13,8 @@ pub(crate) use fields::Fields;
 pub use packing::Packing;
 
 use crate::format::{FormatError, RowFormat};
+use crate::memories::Memory;
+use crate::model::ModelError;
 use crate::tensor::DType;
 
 /// An architecture, by the name of its class in `transformers`.
@@ -218,6 +220,18 @@ impl Config {
             ("the width of the MLP", self.ffn),
         ];
         rows.into_iter().try_for_each(|(what, width)| format.check(what, width))
+    }
+
+    /// Refuses a memory that reads a text in segments which are longer than the model was made for.
+    ///
+    /// # Errors
+    /// When they are.
+    pub fn check_memory(&self, memory: &dyn Memory) -> Result<(), ModelError> {
+        let most = self.most_tokens();
+        match memory.segment_tokens() {
+            Some(tokens) if tokens > most => Err(ModelError::Segment { tokens, most }),
+            _ => Ok(()),
+        }
     }
 
     /// Whether packed matrices may have their inputs in another order.

@@ -105,6 +105,16 @@ pub enum ModelError {
         /// Most tokens.
         most: usize,
     },
+    /// A memory whose segments are longer than the model was made for.
+    #[error(
+        "a window of {tokens} tokens; the model was made for at most {most}, give a shorter one, or --beyond-limit to run it all the same"
+    )]
+    Segment {
+        /// Tokens of a segment.
+        tokens: usize,
+        /// Most tokens.
+        most: usize,
+    },
     /// A logit that is no number.
     #[error("the logit of token {token} is {logit}; weights or activations are not finite")]
     Logit {

@@ -107,7 +107,10 @@ impl Opened {
         let memories = grid.memory.0.iter().map(|memory| (None, None, Some(memory.clone())));
         let choices: Vec<(Option<String>, Option<String>, Option<String>)> = policies.chain(memories).collect();
         for text in &grid.memory.0 {
-            memory(text).map_err(|error| error.to_string())?;
+            let memory = memory(text).map_err(|error| error.to_string())?;
+            if !grid.beyond_limit {
+                config.check_memory(&*memory).map_err(|error| format!("'{model}': {error}"))?;
+            }
         }
         let kernels = grid.kernel.or("tiled".into());
         for kernel in &kernels {
