@@ -1,5 +1,5 @@
-//! What a cell is compared with: the same cell with the kernel `naive`, or with the policy `full`, plain keys and values and the
-//! weights of the model's files, or, where these are not there, `full` in its own formats; with one rank.
+//! What a cell is compared with: the same cell with the kernel `naive`, or with the policy `full`, plain keys and values, activations
+//! as they are and the weights of the model's files, or, where these are not there, `full` in its own formats; with one rank.
 
 use super::{palette, text, workers};
 use crate::experiment::cell::Cell;

@@ -83,8 +83,8 @@ fn widest<'a>(pools: &'a [Pool<'_>]) -> Option<&'a OtherWeights> {
     pools.iter().max_by_key(|pool| weights_bytes(pool)).and_then(weights)
 }
 
-/// Whether policies are compared in the formats of this pool: in the widest weights, and in plain elements where there are
-/// such. The same comparison for every format would hide what it says.
+/// Whether policies are compared in the formats of this pool: in the widest weights, with activations as they are and in plain
+/// elements where there are such. The same comparison for every format would hide what it says.
 pub fn is_compared(pool: &Pool, pools: &[Pool]) -> bool {
     let is_compared = weights(pool) == widest(pools) && is_unrounded(pool, pools);
     is_compared && (is_plain(pool) || !pools.iter().any(is_plain))

@@ -4,7 +4,7 @@ them where the input of every linear layer is rounded to bytes, with one scale f
     python tests/models/activations.py
 
 `code = round(x / scale)`, halves to even, `scale = max |x| / 127` of the row, in front of each `torch.nn.Linear`,
-the output projection included. Made with the versions of made-with.json.
+the output projection included. Made with torch 2.15.0 and transformers 5.24.0.
 """
 
 from pathlib import Path
