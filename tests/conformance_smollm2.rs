@@ -7,7 +7,6 @@ mod common;
 use kvsieve::attention::Shape;
 use kvsieve::cache::Column;
 use kvsieve::device::Cpu;
-use kvsieve::format::KvFormat;
 use kvsieve::memory::Arena;
 use kvsieve::model::{Decoder, Eviction, Model, Repeat, Setup, Text};
 use kvsieve::policy::{Budget, Context, Policy, PolicyError, Protect, Registry, Scored, Scorer, Statistic};
@@ -222,15 +221,10 @@ fn policies_agree_with_kvpress_on_a_real_model() {
     let policies: BTreeMap<&str, _> = cases.keys().map(|(name, ..)| (name.as_str(), recorded(name))).collect();
     let lengths: BTreeSet<usize> = cases.keys().map(|&(_, length, _)| length).collect();
     let setup = Setup {
-        kernel: "tiled",
         batch: SEQUENCES,
-        max_tokens: 2 * tokens.len(),
         chunk_tokens: 512,
-        all_logits: false,
-        dtype: DType::F32,
-        activations: None,
-        kv_format: KvFormat::plain(DType::F32),
         columns: &[Column::Attention],
+        ..Setup::of(2 * tokens.len(), DType::F32)
     };
     // Without the chat template, as in the fixture.
     let text = Text::open(Path::new(MODEL)).unwrap();

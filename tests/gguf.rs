@@ -5,7 +5,6 @@ mod common;
 use common::gguf::{F32, Kind, Parts, Q8_0};
 use common::models::{checkpoint, deviation, furthest, setup};
 use kvsieve::device::Cpu;
-use kvsieve::format::KvFormat;
 use kvsieve::memory::Arena;
 use kvsieve::model::{Decoder, Eviction, Model, ModelError, Setup, Text};
 use kvsieve::policy::Registry;
@@ -21,17 +20,7 @@ fn logits(path: &Path, tokens: &[u32]) -> Vec<f32> {
 /// The same, of a model and in chunks.
 fn logits_of(model: &Model, tokens: &[u32], chunk_tokens: usize) -> Vec<f32> {
     let (cpu, arena) = (Cpu::new(Some(2)).unwrap(), Arena::unlimited());
-    let setup = Setup {
-        kernel: "tiled",
-        batch: 1,
-        max_tokens: tokens.len(),
-        chunk_tokens,
-        all_logits: true,
-        dtype: DType::F32,
-        activations: None,
-        kv_format: KvFormat::plain(DType::F32),
-        columns: &[],
-    };
+    let setup = Setup { chunk_tokens, all_logits: true, ..Setup::of(tokens.len(), DType::F32) };
     let mut logits = Vec::new();
     let mut decoder = Decoder::new(model, setup, &cpu, &arena).unwrap();
     decoder.prefill(&[tokens], |_, _, row| logits.extend_from_slice(row)).unwrap();

@@ -5,7 +5,6 @@ mod common;
 
 use common::models::checkpoint;
 use kvsieve::device::Cpu;
-use kvsieve::format::KvFormat;
 use kvsieve::memory::Arena;
 use kvsieve::model::{Activation, Capture, Captured, Decoder, Eviction, Model, Recall, Repeat, Setup};
 use kvsieve::policy::{Policy, PolicyFile, Registry, kvzip};
@@ -17,17 +16,7 @@ const CONTEXT: usize = 26;
 const BUDGET: usize = 10;
 
 fn setup(max_tokens: usize) -> Setup<'static> {
-    Setup {
-        kernel: "tiled",
-        batch: 1,
-        max_tokens,
-        chunk_tokens: 9,
-        all_logits: false,
-        dtype: DType::F32,
-        activations: None,
-        kv_format: KvFormat::plain(DType::F32),
-        columns: &[],
-    }
+    Setup { chunk_tokens: 9, ..Setup::of(max_tokens, DType::F32) }
 }
 
 fn repeat() -> Repeat {

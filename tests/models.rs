@@ -4,7 +4,6 @@ mod common;
 
 use common::models::{all, checkpoint, deviation, furthest, setup};
 use kvsieve::device::Cpu;
-use kvsieve::format::KvFormat;
 use kvsieve::memory::Arena;
 use kvsieve::model::config::{Family, Rope, RopeScaling};
 use kvsieve::model::{self, Config, Decoder, Model, Sampler, Sampling, Setup, generate};
@@ -144,17 +143,7 @@ fn the_peak_is_the_formula_for_chunks_steps_and_sequences_of_any_length() {
         let (cpu, arena) = (Cpu::new(Some(threads)).unwrap(), Arena::unlimited());
         let (batch, max_tokens) = (lens.len(), 1600);
         let kv_dtype = DType::F16;
-        let setup = Setup {
-            kernel,
-            batch,
-            max_tokens,
-            chunk_tokens,
-            all_logits: false,
-            dtype: kv_dtype,
-            activations: None,
-            kv_format: KvFormat::plain(kv_dtype),
-            columns: &[],
-        };
+        let setup = Setup { kernel, batch, chunk_tokens, ..Setup::of(max_tokens, kv_dtype) };
         let mut decoder = Decoder::new(&model, setup, &cpu, &arena).unwrap();
         let prompts: Vec<&[u32]> = lens.iter().map(|&len| &tokens[..len]).collect();
         decoder.prefill(&prompts, |_, _, _| ()).unwrap();

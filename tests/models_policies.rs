@@ -4,7 +4,6 @@ mod common;
 
 use common::models::{checkpoint, deviation, furthest};
 use kvsieve::device::Cpu;
-use kvsieve::format::KvFormat;
 use kvsieve::memory::{Arena, Label};
 use kvsieve::model::{Decoder, Eviction, Model, Repeat, Setup};
 use kvsieve::policy::{POLICIES, PRESETS, Policy, Registry};
@@ -24,17 +23,7 @@ struct Run {
 fn run(model: &Model, tokens: &[&[u32]], after: &[usize], policy: Option<(&Policy, &str)>) -> Run {
     let (cpu, arena) = (Cpu::new(Some(2)).unwrap(), Arena::unlimited());
     let columns = policy.map_or(&[][..], |(policy, _)| policy.columns());
-    let setup = Setup {
-        kernel: "tiled",
-        batch: tokens.len(),
-        max_tokens: 96,
-        chunk_tokens: 9,
-        all_logits: true,
-        dtype: DType::F32,
-        activations: None,
-        kv_format: KvFormat::plain(DType::F32),
-        columns,
-    };
+    let setup = Setup { batch: tokens.len(), chunk_tokens: 9, all_logits: true, columns, ..Setup::of(96, DType::F32) };
     let mut decoder = Decoder::new(model, setup, &cpu, &arena).unwrap();
     let repeat = Repeat { first: vec![3, 1], next: vec![4], answer: vec![2] };
     if let Some((policy, budget)) = policy {
@@ -136,17 +125,7 @@ fn every_schedule_holds_its_budget() {
 fn what_stays_is_what_the_scores_say() {
     let (model, tokens) = open("llama");
     let (cpu, arena) = (Cpu::new(Some(2)).unwrap(), Arena::unlimited());
-    let setup = Setup {
-        kernel: "tiled",
-        batch: 1,
-        max_tokens: 64,
-        chunk_tokens: 9,
-        all_logits: true,
-        dtype: DType::F32,
-        activations: None,
-        kv_format: KvFormat::plain(DType::F32),
-        columns: &[],
-    };
+    let setup = Setup { chunk_tokens: 9, all_logits: true, ..Setup::of(64, DType::F32) };
     let mut dense = Decoder::new(&model, setup, &cpu, &arena).unwrap();
     dense.prefill(&[&tokens], |_, _, _| ()).unwrap();
     let mut evicted = Decoder::new(&model, setup, &cpu, &arena).unwrap();
@@ -190,17 +169,7 @@ fn a_question_that_is_never_evicted_stays_beside_the_budget_and_takes_nothing_of
         "streaming-llm+every+rerotate",
     ] {
         let policy = policy(text);
-        let setup = Setup {
-            kernel: "tiled",
-            batch: 1,
-            max_tokens: 64,
-            chunk_tokens: 64,
-            all_logits: false,
-            dtype: DType::F32,
-            activations: None,
-            kv_format: KvFormat::plain(DType::F32),
-            columns: policy.columns(),
-        };
+        let setup = Setup { columns: policy.columns(), ..Setup::of(64, DType::F32) };
         let mut decoder = Decoder::new(&model, setup, &cpu, &arena).unwrap();
         let eviction =
             Eviction { policy: &policy, name: text, budget: Some("10".parse().unwrap()), seed: 0, repeat: None };
@@ -294,17 +263,7 @@ fn a_second_prompt_goes_on_under_the_same_policy() {
     let (cpu, arena) = (Cpu::new(Some(2)).unwrap(), Arena::unlimited());
     for text in ["quest", "knorm+every:steps=1"] {
         let policy = policy(text);
-        let setup = Setup {
-            kernel: "tiled",
-            batch: 1,
-            max_tokens: 64,
-            chunk_tokens: 9,
-            all_logits: false,
-            dtype: DType::F32,
-            activations: None,
-            kv_format: KvFormat::plain(DType::F32),
-            columns: policy.columns(),
-        };
+        let setup = Setup { chunk_tokens: 9, columns: policy.columns(), ..Setup::of(64, DType::F32) };
         let mut decoder = Decoder::new(&model, setup, &cpu, &arena).unwrap();
         let eviction =
             Eviction { policy: &policy, name: text, budget: Some("16".parse().unwrap()), seed: 5, repeat: None };

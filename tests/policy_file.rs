@@ -9,7 +9,6 @@ use common::models::checkpoint;
 use kvsieve::device::Cpu;
 use kvsieve::experiment::record::Status;
 use kvsieve::experiment::{Device, Experiment, Options, Spec, run};
-use kvsieve::format::KvFormat;
 use kvsieve::memory::{Arena, Label};
 use kvsieve::model::{Activation, Decoder, Eviction, Hook, Model, Setup};
 use kvsieve::policy::{Policy, PolicyFile, Registry, qfilters, triattention};
@@ -78,17 +77,7 @@ fn kept(
     hook: &Recorder,
 ) -> Vec<Vec<usize>> {
     let (cpu, arena) = (Cpu::new(Some(2)).unwrap(), Arena::unlimited());
-    let setup = Setup {
-        kernel: "tiled",
-        batch: 1,
-        max_tokens: 64,
-        chunk_tokens: 9,
-        all_logits: false,
-        dtype: DType::F32,
-        activations: None,
-        kv_format: KvFormat::plain(DType::F32),
-        columns: policy.columns(),
-    };
+    let setup = Setup { chunk_tokens: 9, columns: policy.columns(), ..Setup::of(64, DType::F32) };
     let mut decoder = Decoder::new(model, setup, &cpu, &arena).unwrap();
     decoder.hook(hook);
     let eviction = Eviction { policy, name: "policy", budget: Some(budget.parse().unwrap()), seed: 5, repeat: None };

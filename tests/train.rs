@@ -8,7 +8,6 @@ mod gguf;
 use assert_cmd::Command;
 use gguf::{Kind, Parts, Q8_0};
 use kvsieve::device::Cpu;
-use kvsieve::format::KvFormat;
 use kvsieve::memory::Arena;
 use kvsieve::model::{ChatTemplate, Config, Decoder, Message, Model, Setup, Text};
 use kvsieve::tensor::DType;
@@ -174,17 +173,7 @@ fn a_model_that_is_there_goes_on_to_be_trained_but_for_what_is_frozen() {
 fn logits(model: &Path, tokens: &[u32]) -> Vec<f32> {
     let (cpu, arena) = (Cpu::new(Some(2)).unwrap(), Arena::unlimited());
     let model = Model::open(model, &arena).unwrap();
-    let setup = Setup {
-        kernel: "tiled",
-        batch: 1,
-        max_tokens: tokens.len(),
-        chunk_tokens: tokens.len(),
-        all_logits: true,
-        dtype: DType::F32,
-        activations: None,
-        kv_format: KvFormat::plain(DType::F32),
-        columns: &[],
-    };
+    let setup = Setup { all_logits: true, ..Setup::of(tokens.len(), DType::F32) };
     let mut logits = Vec::new();
     let mut decoder = Decoder::new(&model, setup, &cpu, &arena).unwrap();
     decoder.prefill(&[tokens], |_, _, row| logits.extend_from_slice(row)).unwrap();

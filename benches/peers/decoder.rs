@@ -43,15 +43,8 @@ pub fn run(open: &mut Option<Open>, request: &Request) -> Answer {
     let Open { model, arena, .. } = open.as_ref().expect("one was just opened");
     let (cpu, prompt) = (Cpu::new(Some(request.threads))?, &request.prompt);
     let setup = Setup {
-        kernel: "tiled",
-        batch: 1,
-        max_tokens: prompt.len() + request.new_tokens,
         chunk_tokens: CHUNK_TOKENS.min(prompt.len()),
-        all_logits: false,
-        dtype: model.weights.dtype(),
-        activations: None,
-        kv_format: model.weights.dtype().into(),
-        columns: &[],
+        ..Setup::of(prompt.len() + request.new_tokens, model.weights.dtype())
     };
     let mut decoder = Decoder::new(model, setup, &cpu, arena)?;
     let mut sampler = Sampler::new(Sampling { temperature: 0.0, top_p: 1.0, seed: 0 });

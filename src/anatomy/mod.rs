@@ -12,7 +12,6 @@ pub use heads::{FIRST, Head, KvHead, LAST, MASS, QUERIES};
 pub use retrieval::{Retrieval, RetrievalError, retrieval};
 
 use crate::device::Cpu;
-use crate::format::KvFormat;
 use crate::memory::Arena;
 use crate::model::{Activation, Capture, Captured, Decoder, Model, ModelError, Setup};
 use crate::tensor::DType;
@@ -51,17 +50,7 @@ fn activations<const N: usize>(
     cpu: &Cpu,
     arena: &Arena,
 ) -> Result<[Captured; N], ModelError> {
-    let setup = Setup {
-        kernel: "tiled",
-        batch: 1,
-        max_tokens: tokens.len(),
-        chunk_tokens: CHUNK_TOKENS.min(tokens.len()),
-        all_logits: false,
-        dtype: DType::F32,
-        activations: None,
-        kv_format: KvFormat::plain(DType::F32),
-        columns: &[],
-    };
+    let setup = Setup { chunk_tokens: CHUNK_TOKENS.min(tokens.len()), ..Setup::of(tokens.len(), DType::F32) };
     let layers: Vec<usize> = (0..model.config.layers).collect();
     let capture = Capture::new(arena, &model.config, &layers, &kinds, tokens.len())?;
     let mut decoder = Decoder::new(model, setup, cpu, arena)?;

@@ -3,7 +3,6 @@
 use super::failure::Failure;
 use super::{Compute, output};
 use crate::device::Cpu;
-use crate::format::KvFormat;
 use crate::memory::Arena;
 use crate::model::config::RopeScaling;
 use crate::model::{Activation, Capture, Captured, Config, Decoder, Model, Setup, Text, locate};
@@ -185,18 +184,8 @@ impl ReadingArgs {
         let layers = wanted_layers(layers, &reading.config)?;
         let model = self.open(&reading, reading.tokens.len())?;
         let Reading { config, tokens, cpu, arena, .. } = reading;
-        let setup = Setup {
-            kernel: "tiled",
-            batch: 1,
-            max_tokens: tokens.len(),
-            chunk_tokens: self.chunk.min(tokens.len()),
-            all_logits: false,
-            // Unrounded, as what is written.
-            dtype: DType::F32,
-            activations: None,
-            kv_format: KvFormat::plain(DType::F32),
-            columns: &[],
-        };
+        // Unrounded, as what is written.
+        let setup = Setup { chunk_tokens: self.chunk.min(tokens.len()), ..Setup::of(tokens.len(), DType::F32) };
         let capture = Capture::new(&arena, &config, &layers, kinds, tokens.len())?;
         let mut decoder = Decoder::new(&model, setup, &cpu, &arena)?;
         decoder.hook(&capture);

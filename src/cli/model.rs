@@ -171,13 +171,12 @@ impl ModelArgs {
         Ok(Setup {
             kernel: &self.kernel,
             batch,
-            max_tokens,
             chunk_tokens: self.chunk.min(max_tokens),
             all_logits,
-            dtype,
             activations: self.activations,
             kv_format: self.kv_format.unwrap_or(dtype.into()),
             columns: opened.policy.as_ref().map_or(&[], Policy::columns),
+            ..Setup::of(max_tokens, dtype)
         })
     }
 

@@ -3,7 +3,6 @@
 
 use super::{EditError, Encoder, Fact, Informed, Maps};
 use crate::episodic::matrix::cosine;
-use crate::format::KvFormat;
 use crate::memory::Arena;
 use crate::model::{Decoder, Eviction, Setup};
 use crate::tensor::DType;
@@ -34,15 +33,10 @@ impl<'a> InContext<'a> {
     ) -> Result<Self, EditError> {
         encoder.model.check_length(most_tokens)?;
         let setup = Setup {
-            kernel: "tiled",
             batch: 1 + TOGETHER,
-            max_tokens: most_tokens,
             chunk_tokens: CHUNK_TOKENS.min(most_tokens),
-            all_logits: false,
-            dtype: DType::F32,
-            activations: None,
-            kv_format: KvFormat::plain(DType::F32),
             columns: eviction.map_or(&[], |eviction| eviction.policy.columns()),
+            ..Setup::of(most_tokens, DType::F32)
         };
         let decoder = Decoder::new(encoder.model, setup, encoder.cpu, arena)?;
         Ok(InContext { encoder, eviction, facts: Vec::new(), decoder })

@@ -3,7 +3,6 @@
 
 use super::{EditError, Fact};
 use crate::device::Cpu;
-use crate::format::KvFormat;
 use crate::memory::Arena;
 use crate::model::{Activation, Decoder, Hook, Model, PrefixShape, Setup, Text};
 use crate::tensor::DType;
@@ -221,15 +220,5 @@ pub(super) fn argmax(logits: &[f32]) -> u32 {
 }
 
 fn setup(batch: usize, tokens: usize) -> Setup<'static> {
-    Setup {
-        kernel: "tiled",
-        batch,
-        max_tokens: tokens,
-        chunk_tokens: tokens,
-        all_logits: false,
-        dtype: DType::F32,
-        activations: None,
-        kv_format: KvFormat::plain(DType::F32),
-        columns: &[],
-    }
+    Setup { batch, ..Setup::of(tokens, DType::F32) }
 }

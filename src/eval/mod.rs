@@ -120,13 +120,11 @@ impl<'a> Stage<'a> {
         Setup {
             kernel: self.kernel,
             batch,
-            max_tokens: self.max_tokens,
             chunk_tokens: self.chunk_tokens,
-            all_logits: false,
-            dtype: self.dtype,
             activations: self.activations,
             kv_format: self.kv_format,
             columns,
+            ..Setup::of(self.max_tokens, self.dtype)
         }
     }
 }

@@ -61,6 +61,21 @@ pub struct Setup<'k> {
 }
 
 impl Setup<'_> {
+    /// One sequence of `max_tokens` that go through together and are kept as they are computed, attended to tile by tile.
+    pub fn of(max_tokens: usize, dtype: DType) -> Self {
+        Setup {
+            kernel: "tiled",
+            batch: 1,
+            max_tokens,
+            chunk_tokens: max_tokens,
+            all_logits: false,
+            dtype,
+            activations: None,
+            kv_format: KvFormat::plain(dtype),
+            columns: &[],
+        }
+    }
+
     /// Rows of activations.
     pub(super) fn rows(&self) -> usize {
         self.batch * self.chunk_tokens.min(self.max_tokens)

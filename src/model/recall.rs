@@ -3,7 +3,6 @@
 
 use super::{Decoder, Eviction, Hook, Model, ModelError, Repeat, Setup};
 use crate::device::Cpu;
-use crate::format::KvFormat;
 use crate::memory::Arena;
 use crate::policy::{Context, Policy, PolicyError, Reconstruction, Scorer, Statistic};
 use crate::tensor::DType;
@@ -41,15 +40,9 @@ impl Recall<'_> {
         let heard = Arc::new(Mutex::new(Vec::new()));
         let policy = Policy { reconstruction: Some(how), ..Policy::after_prefill(Listener(heard.clone())) };
         let setup = Setup {
-            kernel: "tiled",
-            batch: 1,
-            max_tokens: tokens.len() + repeat.most_tokens(tokens.len(), how),
             chunk_tokens: CHUNK,
-            all_logits: false,
-            dtype,
-            activations: None,
-            kv_format: KvFormat::plain(dtype),
             columns: policy.columns(),
+            ..Setup::of(tokens.len() + repeat.most_tokens(tokens.len(), how), dtype)
         };
         let eviction = Eviction { policy: &policy, name: NAME, budget: None, seed: 0, repeat: Some(repeat) };
         let mut decoder = Decoder::new(model, setup, cpu, arena)?;

@@ -42,13 +42,10 @@ impl<'a> Own<'a> {
         Setup {
             kernel: if scenario.attention == Attention::Tiled { "tiled" } else { "naive" },
             batch: scenario.batch as usize,
-            max_tokens: (scenario.context + scenario.output) as usize,
             chunk_tokens: scenario.pass_tokens(scenario.context) as usize,
             all_logits: scenario.logits == Logits::All,
-            dtype,
-            activations: None,
             kv_format,
-            columns: &[],
+            ..Setup::of((scenario.context + scenario.output) as usize, dtype)
         }
     }
 

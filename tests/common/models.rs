@@ -1,6 +1,5 @@
 //! The tiny checkpoints of `tests/models/`, and what `transformers` gave for them.
 
-use kvsieve::format::KvFormat;
 use kvsieve::model::Setup;
 use kvsieve::tensor::DType;
 use safetensors::SafeTensors;
@@ -62,15 +61,5 @@ pub fn furthest(a: &[f32], b: &[f32]) -> f32 {
 
 /// How the checkpoints are run: unrounded, with the logits of every token.
 pub fn setup(batch: usize, chunk_tokens: usize) -> Setup<'static> {
-    Setup {
-        kernel: "tiled",
-        batch,
-        max_tokens: 80,
-        chunk_tokens,
-        all_logits: true,
-        dtype: DType::F32,
-        activations: None,
-        kv_format: KvFormat::plain(DType::F32),
-        columns: &[],
-    }
+    Setup { batch, chunk_tokens, all_logits: true, ..Setup::of(80, DType::F32) }
 }

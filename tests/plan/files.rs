@@ -243,14 +243,8 @@ fn the_own_peak_is_the_arenas() {
         let dtype = model.weights.dtype();
         let setup = Setup {
             kernel,
-            batch: 1,
-            max_tokens: (context + output) as usize,
             chunk_tokens: scenario.pass_tokens(context) as usize,
-            all_logits: false,
-            dtype,
-            activations: None,
-            kv_format: dtype.into(),
-            columns: &[],
+            ..Setup::of((context + output) as usize, dtype)
         };
         let mut decoder = Decoder::new(&model, setup, &cpu, &arena).unwrap();
         let prompt = vec![5; context as usize];

@@ -142,17 +142,7 @@ impl Hook for LastInput {
 
 fn setup(batch: usize, tokens: usize) -> Setup<'static> {
     let kv_format = KvFormat::plain(DType::F32);
-    Setup {
-        kernel: "tiled",
-        batch,
-        max_tokens: tokens,
-        chunk_tokens: tokens,
-        all_logits: false,
-        dtype: DType::F32,
-        activations: None,
-        kv_format,
-        columns: &[],
-    }
+    Setup { batch, kv_format, ..Setup::of(tokens, DType::F32) }
 }
 
 #[test]

@@ -8,7 +8,6 @@ use super::coding::{Coding, Made};
 use super::moments::Moments;
 use super::recipe::Recipe;
 use crate::device::Cpu;
-use crate::format::KvFormat;
 use crate::memory::{Arena, Buffer, Label};
 use crate::model::weights::{Found, embed, layer};
 use crate::model::{Decoder, Hook, Model, ModelError, Setup};
@@ -93,17 +92,7 @@ impl<'a> Stream<'a> {
         let length = self.text.length;
         let sequence = length * model.config.hidden;
         for rows in self.rows.chunks_mut((TOKENS / length).max(1) * sequence) {
-            let setup = Setup {
-                kernel: "tiled",
-                batch: rows.len() / sequence,
-                max_tokens: length,
-                chunk_tokens: length,
-                all_logits: false,
-                dtype: DType::F32,
-                activations: None,
-                kv_format: KvFormat::plain(DType::F32),
-                columns: &[],
-            };
+            let setup = Setup { batch: rows.len() / sequence, ..Setup::of(length, DType::F32) };
             let mut decoder = Decoder::new(model, setup, self.cpu, self.arena)?;
             match hook {
                 None => decoder.through(layer, rows)?,

@@ -2,7 +2,6 @@
 //! the decoder of inference, and training that starts from a folder and ends in one.
 
 use super::*;
-use crate::format::KvFormat;
 use crate::memory::Buffer;
 use crate::model::{Decoder, Model, Setup};
 use crate::tensor::DType;
@@ -139,17 +138,7 @@ fn trained_nll(parameters: &Parameters, weights: &[f32], tokens: &[u32], cpu: &C
 
 /// Likewise, by the decoder of inference.
 pub(super) fn decoded_nll(model: &Model, tokens: &[u32], cpu: &Cpu) -> Vec<f32> {
-    let setup = Setup {
-        kernel: "tiled",
-        batch: 1,
-        max_tokens: tokens.len(),
-        chunk_tokens: 16,
-        all_logits: true,
-        dtype: DType::F32,
-        activations: None,
-        kv_format: KvFormat::plain(DType::F32),
-        columns: &[],
-    };
+    let setup = Setup { chunk_tokens: 16, all_logits: true, ..Setup::of(tokens.len(), DType::F32) };
     let arena = Arena::unlimited();
     let (mut decoder, mut nll) = (Decoder::new(model, setup, cpu, &arena).unwrap(), Vec::new());
     let visit = |_, _, logits: &[f32]| {

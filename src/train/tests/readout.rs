@@ -2,7 +2,6 @@
 //! of inference with the same prefix.
 
 use super::*;
-use crate::format::KvFormat;
 use crate::model::{Decoder, Model, PrefixShape, Setup};
 use crate::tensor::DType;
 use crate::train::larimar;
@@ -112,17 +111,7 @@ fn the_decoder_of_inference_answers_as_the_network_does() {
         let readout = network.readout();
         let shape = PrefixShape::new(&model.config, SHAPE.1);
         let (matrix, bias) = readout.weights.split_at(shape.numbers() * SHAPE.0);
-        let setup = Setup {
-            kernel: "tiled",
-            batch: 2,
-            max_tokens: 12,
-            chunk_tokens: 4,
-            all_logits: true,
-            dtype: DType::F32,
-            activations: None,
-            kv_format: KvFormat::plain(DType::F32),
-            columns: &[],
-        };
+        let setup = Setup { batch: 2, chunk_tokens: 4, all_logits: true, ..Setup::of(12, DType::F32) };
         let mut decoder = Decoder::new(&model, setup, &cpu, &arena).unwrap();
         for (sequence, value) in readout.values.chunks_exact(SHAPE.0).enumerate() {
             let rows = matrix.chunks_exact(SHAPE.0).zip(bias);
