@@ -7,6 +7,7 @@
 
 use super::{RowCodec, rotate};
 use crate::device::simd::Simd;
+use crate::device::simd::integers::Codes;
 use crate::device::simd::reader::RowReader;
 use crate::named::{Named, NamedError, Parameter};
 use half::f16;
@@ -56,6 +57,11 @@ pub trait Blocks: Copy + Send + Sync {
     /// As [`RowCodec::steps`].
     fn steps(self) -> f32 {
         0.0
+    }
+
+    /// As [`RowCodec::codes`].
+    fn codes(self) -> Option<Codes> {
+        None
     }
 
     /// Bytes of a block.
@@ -164,6 +170,10 @@ impl<B: Blocks> RowCodec for B {
 
     fn steps(self) -> f32 {
         <B as Blocks>::steps(self)
+    }
+
+    fn codes(self) -> Option<Codes> {
+        <B as Blocks>::codes(self)
     }
 
     fn encode(self, row: &[f32], to: &mut [u8]) {

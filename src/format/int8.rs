@@ -9,6 +9,7 @@
 use super::RowCodec;
 use super::blocks::{largest, nearest_even};
 use crate::device::simd::Simd;
+use crate::device::simd::integers::Codes;
 use crate::device::simd::reader::RowReader;
 use crate::named::{Named, NamedError};
 
@@ -65,6 +66,10 @@ impl RowCodec for Int8 {
 
     fn build(_: &Named) -> Result<Self, NamedError> {
         Ok(Int8)
+    }
+
+    fn codes(self) -> Option<Codes> {
+        Some(Codes::Row)
     }
 
     fn encode(self, row: &[f32], to: &mut [u8]) {

@@ -5,6 +5,7 @@
 use super::blocks::{Blocks, half_at, nibble, nibbles, put_half, put_nibbles};
 use super::fit::{put_not_finite, symmetric};
 use crate::device::simd::Simd;
+use crate::device::simd::integers::Codes;
 use crate::named::{Named, NamedError};
 
 /// Levels with a scale for each block.
@@ -12,8 +13,16 @@ use crate::named::{Named, NamedError};
 pub struct Iq4Nl;
 
 /// What the codes stand for, of a scale of 1.
-pub const LEVELS: [f32; 16] =
-    [-127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0, 1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0];
+const WHOLE: [i8; 16] = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113];
+/// The same.
+pub const LEVELS: [f32; 16] = {
+    let (mut levels, mut code) = ([0.0; 16], 0);
+    while code < 16 {
+        levels[code] = WHOLE[code] as f32;
+        code += 1;
+    }
+    levels
+};
 
 /// The nearest level: how many midpoints of neighbours lie below.
 pub fn nearest(x: f32) -> usize {
@@ -43,6 +52,10 @@ impl Blocks for Iq4Nl {
     unsafe fn vectors<S: Simd>(self, simd: S, block: *const u8, offset: usize, to: &mut [S::Vector]) {
         // SAFETY: as above.
         unsafe { simd.load_32_nibbles(block.add(2 + offset / 2), &LEVELS, (simd.splat_f16(block.cast()), None), to) }
+    }
+
+    fn codes(self) -> Option<Codes> {
+        Some(Codes::Levels(&WHOLE))
     }
 
     fn encode(self, block: &[f32], to: &mut [u8]) {

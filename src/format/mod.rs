@@ -40,6 +40,7 @@ pub use kv::{FULL_PARAMETERS, Full, KIVI, KvFormat};
 pub(crate) use nf4::{LEVELS as NF4_LEVELS, Nf4};
 pub(crate) use uint::{Grid, Step, Uint};
 
+use crate::device::simd::integers::Codes;
 use crate::device::simd::reader::{Plain, RowReader};
 use crate::named::{Named, NamedError, Parameter};
 use crate::tensor::{ChannelScales, Coded, DType, RowCode, Rows};
@@ -88,6 +89,11 @@ pub(crate) trait RowCodec: RowReader {
     /// The largest of these whole numbers.
     fn steps(self) -> f32 {
         0.0
+    }
+
+    /// How codes lie, where products of whole numbers read them.
+    fn codes(self) -> Option<Codes> {
+        None
     }
 
     /// Writes the row `[D]` into the bytes of a row, all of them.
@@ -314,6 +320,11 @@ impl RowFormat {
     /// Whether a row's bytes, read as they lie, are those of the rotated row.
     pub fn is_rotated(self) -> bool {
         with_codec!(self, codec => codec.rotated())
+    }
+
+    /// How codes lie, where products of whole numbers read them.
+    pub(crate) fn codes(self) -> Option<Codes> {
+        with_codec!(self, codec => codec.codes())
     }
 
     /// Bytes of a row of `width` elements, with all that belongs to it.

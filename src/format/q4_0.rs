@@ -7,6 +7,7 @@
 
 use super::blocks::{Blocks, SIGNED, half_at, largest, nibble, nibbles, put_half, put_nibbles};
 use crate::device::simd::Simd;
+use crate::device::simd::integers::Codes;
 use crate::named::{Named, NamedError};
 
 /// Four bits with a scale for each block.
@@ -36,6 +37,10 @@ impl Blocks for Q4_0 {
     unsafe fn vectors<S: Simd>(self, simd: S, block: *const u8, offset: usize, to: &mut [S::Vector]) {
         // SAFETY: as above.
         unsafe { simd.load_32_nibbles(block.add(2 + offset / 2), &SIGNED, (simd.splat_f16(block.cast()), None), to) }
+    }
+
+    fn codes(self) -> Option<Codes> {
+        Some(Codes::Nibbles { minimum: false, fifth: false })
     }
 
     fn encode(self, block: &[f32], to: &mut [u8]) {

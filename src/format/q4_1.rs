@@ -4,6 +4,7 @@
 
 use super::blocks::{Blocks, UNSIGNED, half_at, largest, nibble, nibbles, put_half, put_nibbles};
 use crate::device::simd::Simd;
+use crate::device::simd::integers::Codes;
 use crate::named::{Named, NamedError};
 
 /// Four bits with a scale and a minimum for each block.
@@ -39,6 +40,10 @@ impl Blocks for Q4_1 {
             let (d, m) = (simd.splat_f16(block.cast()), simd.splat_f16(block.add(2).cast()));
             simd.load_32_nibbles(block.add(4 + offset / 2), &UNSIGNED, (d, Some(m)), to);
         }
+    }
+
+    fn codes(self) -> Option<Codes> {
+        Some(Codes::Nibbles { minimum: true, fifth: false })
     }
 
     fn encode(self, block: &[f32], to: &mut [u8]) {

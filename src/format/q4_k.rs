@@ -7,6 +7,7 @@ use super::blocks::{Blocks, UNSIGNED};
 use super::fit::{Search, put_not_finite};
 use super::six_bits;
 use crate::device::simd::Simd;
+use crate::device::simd::integers::Codes;
 use crate::named::{Named, NamedError};
 
 /// Super-blocks of four bits.
@@ -52,6 +53,10 @@ impl Blocks for Q4K {
             let codes = block.add(six_bits::BYTES + offset / 64 * 32);
             simd.load_32_of_bytes(codes, (offset / 32 % 2 * 4) as u32, &UNSIGNED, scales, to);
         }
+    }
+
+    fn codes(self) -> Option<Codes> {
+        Some(Codes::SixBits { fifth: false })
     }
 
     fn encode(self, block: &[f32], to: &mut [u8]) {

@@ -5,6 +5,7 @@
 
 use super::blocks::{Blocks, fifth_bits, half_at, largest, nibble, put_half, put_nibbles, with_fifth};
 use crate::device::simd::Simd;
+use crate::device::simd::integers::Codes;
 use crate::named::{Named, NamedError};
 
 /// Five bits with a scale for each block.
@@ -38,6 +39,10 @@ impl Blocks for Q5_0 {
             let codes = with_fifth(simd, block.add(HIGH), block.add(LOW), offset, &WITHOUT_FIFTH);
             simd.mul(simd.splat_f16(block.cast()), codes)
         }
+    }
+
+    fn codes(self) -> Option<Codes> {
+        Some(Codes::Nibbles { minimum: false, fifth: true })
     }
 
     fn encode(self, block: &[f32], to: &mut [u8]) {

@@ -6,6 +6,7 @@
 
 use super::blocks::{Blocks, UNSIGNED, fifth_bits, half_at, largest, nibble, put_half, put_nibbles, with_fifth};
 use crate::device::simd::Simd;
+use crate::device::simd::integers::Codes;
 use crate::named::{Named, NamedError};
 
 /// Five bits with a scale and a minimum for each block.
@@ -36,6 +37,10 @@ impl Blocks for Q5_1 {
             let (d, m) = (simd.splat_f16(block.cast()), simd.splat_f16(block.add(2).cast()));
             simd.add(simd.mul(d, with_fifth(simd, block.add(HIGH), block.add(LOW), offset, &UNSIGNED)), m)
         }
+    }
+
+    fn codes(self) -> Option<Codes> {
+        Some(Codes::Nibbles { minimum: true, fifth: true })
     }
 
     fn encode(self, block: &[f32], to: &mut [u8]) {

@@ -6,6 +6,7 @@ use super::blocks::Blocks;
 use super::fit::{Search, put_not_finite};
 use super::six_bits;
 use crate::device::simd::Simd;
+use crate::device::simd::integers::Codes;
 use crate::named::{Named, NamedError};
 
 /// Super-blocks of five bits.
@@ -47,6 +48,10 @@ impl Blocks for Q5K {
             let high = simd.load_bits(block.add(HIGH + at), group as u32, 1);
             simd.mul_add(scale, simd.mul_add(simd.splat(16.0), high, low), least)
         }
+    }
+
+    fn codes(self) -> Option<Codes> {
+        Some(Codes::SixBits { fifth: true })
     }
 
     fn encode(self, block: &[f32], to: &mut [u8]) {

@@ -6,6 +6,7 @@
 use super::blocks::{Blocks, half_at, put_half};
 use super::fit::{extreme, put_not_finite, signed, symmetric};
 use crate::device::simd::Simd;
+use crate::device::simd::integers::Codes;
 use crate::named::{Named, NamedError};
 
 /// Super-blocks of six bits.
@@ -47,6 +48,10 @@ impl Blocks for Q6K {
             let scale = simd.mul(simd.splat_f16(block.add(D).cast()), simd.splat(scale));
             simd.mul(scale, simd.sub(simd.mul_add(simd.splat(16.0), high, low), simd.splat(32.0)))
         }
+    }
+
+    fn codes(self) -> Option<Codes> {
+        Some(Codes::Q6K)
     }
 
     fn encode(self, block: &[f32], to: &mut [u8]) {

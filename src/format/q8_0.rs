@@ -6,6 +6,7 @@
 
 use super::blocks::{Blocks, half_at, largest, nearest, put_half};
 use crate::device::simd::Simd;
+use crate::device::simd::integers::Codes;
 use crate::named::{Named, NamedError};
 
 /// Bytes with a scale for each block.
@@ -29,6 +30,10 @@ impl Blocks for Q8_0 {
     unsafe fn vector<S: Simd>(self, simd: S, block: *const u8, offset: usize) -> S::Vector {
         // SAFETY: the caller's promise; the codes stand behind the scale.
         unsafe { simd.mul(simd.splat_f16(block.cast()), simd.load_i8(block.add(2 + offset).cast())) }
+    }
+
+    fn codes(self) -> Option<Codes> {
+        Some(Codes::Bytes)
     }
 
     fn encode(self, block: &[f32], to: &mut [u8]) {

@@ -150,7 +150,7 @@ impl Buffers {
             * (2 * config.hidden + config.q_width() + 2 * config.kv_width() + config.ffn + config.head_dim)
             + setup.logit_rows() * config.vocab;
         let sheets = [config.hidden, config.q_width(), config.ffn];
-        let sheets: u64 = sheets.map(|width| PaddedRows::bytes(rows, width)).iter().sum();
+        let sheets: u64 = sheets.map(|width| PaddedRows::bytes(rows, width, setup)).iter().sum();
         let rounded = 2 * rounded_queries(config, setup) as u64;
         let scratch = linear::scratch(config, rows, threads);
         [(Label::Activations, 4 * plain as u64 + sheets + rounded), (Label::Workspace, 4 * scratch as u64)]

@@ -8,6 +8,7 @@ use super::padded::PaddedRows;
 use super::weights::Matrix;
 use crate::device::Cpu;
 use crate::device::cpu::Slots;
+use crate::device::simd::integers::{Integers, Quad};
 use crate::device::simd::linear::{Columns, FEW, Few, PANEL, Panel, Stripes, Widen, padded_rows, panel_scratch};
 use crate::format::with_codec;
 use crate::memory::Buffer;
@@ -44,6 +45,24 @@ impl Linear {
         let (width, w) = (self.weight.rows(), self.weight.all());
         assert_eq!(x.width, self.weight.width(), "inner extents of a linear layer differ");
         let y = Stripes::new(y, stride, rows, width);
+        let isa = cpu.isa();
+        // Rows of `w` that a thread takes at a time, where there are few of `x`.
+        let share = width.div_ceil(8 * cpu.threads()).next_multiple_of(FEW_ROWS).min(width);
+        let few = |part: &(dyn Fn(usize, usize) + Sync)| {
+            let unit = |unit: usize| part(unit * share, share.min(width - unit * share));
+            cpu.install(|| (0..width.div_ceil(share)).into_par_iter().with_max_len(1).for_each(unit));
+        };
+        let bias = |first: usize, count: usize| self.bias.as_deref().map(|bias| &bias[first..][..count]);
+        if let (Some(x), Some(codes), None) =
+            (x.as_integers(cpu, rows), self.weight.format().codes(), self.weight.order())
+        {
+            let stride = Quad::count(self.weight.width());
+            few(&|first, count| {
+                let (w, bias) = (w.skip(first).first(count), bias(first, count));
+                Integers { columns: Columns { x, stride, rows, w, bias, first }, codes, y: &y }.run(isa);
+            });
+            return;
+        }
         let (data, scratch) = match self.weight.order() {
             Some(order) => {
                 let (sorted, scratch) = scratch.split_at_mut(padded_rows(rows) * x.stride);
@@ -57,18 +76,14 @@ impl Linear {
             stride: x.stride,
             rows,
             w: w.skip(first).first(count),
-            bias: self.bias.as_deref().map(|bias| &bias[first..][..count]),
+            bias: bias(first, count),
             first,
         };
-        let isa = cpu.isa();
         if rows <= FEW {
-            let share = width.div_ceil(8 * cpu.threads()).next_multiple_of(FEW_ROWS).min(width);
-            let unit = |unit: usize| {
-                let first = unit * share;
-                let columns = columns(first, share.min(width - first));
+            few(&|first, count| {
+                let columns = columns(first, count);
                 with_codec!(self.weight.format(), reader => isa.run(Few { columns, reader, y: &y }));
-            };
-            cpu.install(|| (0..width.div_ceil(share)).into_par_iter().with_max_len(1).for_each(unit));
+            });
             return;
         }
         let slots = Slots::new(scratch, cpu.threads());

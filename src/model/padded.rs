@@ -2,6 +2,7 @@
 
 use super::Setup;
 use crate::device::Cpu;
+use crate::device::simd::integers::{Codes, GROUP, Integers, MOST_ROWS, Quad};
 use crate::device::simd::linear::{FEW, padded_rows};
 use crate::format::RowFormat;
 use crate::memory::{Arena, ArenaError, Buffer, Label};
@@ -17,6 +18,8 @@ pub(super) struct PaddedRows {
     pub rounds: bool,
     /// What rows are rounded to before they are multiplied.
     activations: Option<RowFormat>,
+    /// Few rows as whole numbers, [`Quad::count`] to a row; none where they are rounded to anything else, or not at all.
+    quads: Buffer<Quad>,
 }
 
 impl PaddedRows {
@@ -33,12 +36,20 @@ impl PaddedRows {
             stride,
             rounds: setup.dtype != DType::F32,
             activations: setup.activations,
+            quads: arena.alloc(Label::Activations, Self::quads(rows, width, setup))?,
         })
     }
 
     /// Bytes that [`PaddedRows::new`] takes.
-    pub fn bytes(rows: usize, width: usize) -> u64 {
-        4 * (padded_rows(rows) * Self::stride(width)) as u64
+    pub fn bytes(rows: usize, width: usize, setup: &Setup<'_>) -> u64 {
+        let quads = size_of::<Quad>() * Self::quads(rows, width, setup);
+        (size_of::<f32>() * padded_rows(rows) * Self::stride(width) + quads) as u64
+    }
+
+    /// Quads of all rows that may be multiplied as whole numbers.
+    fn quads(rows: usize, width: usize, setup: &Setup<'_>) -> usize {
+        let whole = signed_bytes(setup.activations).is_some() && width.is_multiple_of(GROUP);
+        if whole { rows.min(MOST_ROWS) * Quad::count(width) } else { 0 }
     }
 
     /// A row, without what follows it.
@@ -46,23 +57,43 @@ impl PaddedRows {
         &mut self.data[row * self.stride..][..self.width]
     }
 
+    /// The first `rows` rows as whole numbers, as they were last rounded, where products of these are faster.
+    pub fn as_integers(&self, cpu: &Cpu, rows: usize) -> Option<&[Quad]> {
+        (rows <= MOST_ROWS && !self.quads.is_empty() && Integers::are_on(cpu.isa())).then_some(&*self.quads)
+    }
+
     /// The first `rows` rows as the format of the pass's activations keeps them, one scale or more to each row: what a product in
     /// that format would read. As they are where there is none.
     pub fn round(&mut self, cpu: &Cpu, rows: usize) {
         let Some(format) = self.activations else { return };
         let (width, row_bytes) = (self.width, format.row_bytes(self.width));
-        let round = |kept: &mut Vec<u8>, row: &mut [f32]| {
+        let codes = signed_bytes(self.activations).filter(|_| self.as_integers(cpu, rows).is_some());
+        let round = |kept: &mut Vec<u8>, (row, quads): (&mut [f32], Option<&mut [Quad]>)| {
             format.encode(&row[..width], width, kept);
             format.decode(kept, 0, &mut row[..width]);
+            if let Some((codes, quads)) = codes.zip(quads) {
+                Quad::fill(codes, kept, quads);
+            }
         };
         let kept = || vec![0; row_bytes];
-        let data = &mut self.data[..rows * self.stride];
+        let rows_of_data = &mut self.data[..rows * self.stride];
+        let quads = self.quads.chunks_exact_mut(Quad::count(width)).map(Some);
+        let mut quads: Vec<_> = quads.chain(std::iter::repeat_with(|| None)).take(rows).collect();
         match rows <= FEW {
             true => {
                 let mut kept = kept();
-                data.chunks_exact_mut(self.stride).for_each(|row| round(&mut kept, row));
+                let data = rows_of_data.chunks_exact_mut(self.stride);
+                data.zip(quads).for_each(|row| round(&mut kept, row));
             }
-            false => cpu.install(|| data.par_chunks_exact_mut(self.stride).for_each_init(kept, round)),
+            false => cpu.install(|| {
+                let data = rows_of_data.par_chunks_exact_mut(self.stride);
+                data.zip(&mut quads).for_each_init(kept, |kept, (row, quads)| round(kept, (row, quads.take())));
+            }),
         }
     }
+}
+
+/// How codes of activations lie, where they are whole numbers to be multiplied.
+fn signed_bytes(activations: Option<RowFormat>) -> Option<Codes> {
+    activations.and_then(RowFormat::codes).filter(|codes| codes.are_signed_bytes())
 }

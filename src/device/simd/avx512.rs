@@ -18,6 +18,12 @@ pub fn with<R>(work: impl FnOnce(Avx512<false>) -> R) -> R {
     work(Avx512 { tiles: false })
 }
 
+/// As [`with`], with AVX512-VNNI too.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+pub fn with_vnni<R>(work: impl FnOnce(Avx512<false>) -> R) -> R {
+    work(Avx512 { tiles: false })
+}
+
 /// As [`with`], with AVX512-BF16 too, and with AMX if `tiles`.
 ///
 /// # Safety

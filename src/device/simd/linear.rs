@@ -27,7 +27,7 @@ const DEPTH: usize = 256;
 /// Rows of `x` up to which `w` is not packed.
 pub const FEW: usize = 8;
 /// Rows of `w` in a register tile of [`Few`].
-const TILE: usize = 4;
+pub(super) const TILE: usize = 4;
 
 /// Scratch elements of a [`Panel`] for so many rows of `x`.
 pub fn panel_scratch(rows: usize) -> usize {
@@ -81,10 +81,10 @@ impl<'a> Stripes<'a> {
 }
 
 /// Some columns of `y`: the products of all rows of `x` with some rows of `w`.
-pub struct Columns<'a> {
+pub struct Columns<'a, X = f32> {
     /// Rows of `x`, each followed by zeros up to whole vectors.
-    pub x: &'a [f32],
-    /// Their distance, a multiple of 16.
+    pub x: &'a [X],
+    /// Their distance; of f32 a multiple of 16.
     pub stride: usize,
     /// Their number.
     pub rows: usize,
@@ -367,11 +367,13 @@ impl Columns<'_> {
             units_along::<S, U>(simd, &row[start..end], to);
         }
     }
+}
 
+impl<X> Columns<'_, X> {
     /// Writes a register tile, given as lanes to be summed and then multiplied by the `scales` of the rows of `w`, at a row
     /// and a column of this part; returns its rows.
     #[inline(always)]
-    fn put<S: Simd, const QUERIES: usize>(
+    pub(super) fn put<S: Simd, const QUERIES: usize>(
         &self,
         simd: S,
         y: &Stripes<'_>,

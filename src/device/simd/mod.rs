@@ -6,7 +6,7 @@
 //! target's baseline, where every intrinsic is a call. On top of the trait stand `math` (exponentials), `product` (the
 //! one register-blocked matrix product that all tiled kernels share), `pack` (rows of any element type into the layout
 //! that it reads), `rows` (inner products with rows, and sums of rows, that are read once where they lie), `linear`
-//! (products with the rows of a weight matrix) and `loops`, which the compiler vectorises by itself. A result depends on
+//! (products with the rows of a weight matrix), `integers` (such products of whole numbers) and `loops`, which the compiler vectorises by itself. A result depends on
 //! the path only through the order in which lanes are summed, and for bf16 on whether products are taken in bf16 pairs.
 
 #[cfg(target_arch = "x86_64")]
@@ -16,6 +16,7 @@ mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 pub(crate) mod dense;
+pub(crate) mod integers;
 pub(crate) mod linear;
 pub(crate) mod loops;
 pub(crate) mod math;
@@ -26,6 +27,8 @@ pub mod reader;
 mod row_list;
 pub(crate) mod rows;
 mod vector;
+#[cfg(target_arch = "x86_64")]
+mod vnni;
 
 use super::probe;
 use std::sync::LazyLock;
@@ -112,6 +115,11 @@ impl Isa {
             asked,
             available: Isa::available().map(Isa::name).collect::<Vec<_>>().join(", "),
         })
+    }
+
+    /// Whether it has vectors of 16.
+    fn has_avx512(self) -> bool {
+        matches!(self.0, Path::Amx | Path::Avx512Bf16 | Path::Avx512)
     }
 
     /// Its name in records, and for `KVSIEVE_ISA`.
