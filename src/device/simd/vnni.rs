@@ -7,6 +7,10 @@ use super::linear::TILE;
 use super::vector::each;
 use std::arch::x86_64::*;
 
+/// How far ahead of what is multiplied memory is asked for: pieces of 16 bytes out of order are no stream that processors notice by
+/// themselves (on Zen 5 a token from `q8_0` takes 6.2 ms without, 5.6 at 1 KiB, 4.0 at 4 KiB and at 8, 4.6 at 16).
+const AHEAD_BYTES: usize = 4096;
+
 /// Four groups of a row of `w`: codes without a sign, as a [`Quad`] has those of `x`, with the scales of the first halves and of
 /// the second, and what is multiplied with [`Quad`]'s sums.
 struct Unpacked {
@@ -21,6 +25,8 @@ trait Unpack: Copy {
     const HALVES: bool = false;
     /// Whether an f32 scale stands in front of the row.
     const ROW: bool = false;
+    /// Bytes of a quad.
+    const BYTES: usize;
 
     /// Reads a quad; groups behind the last one are the last again.
     ///
@@ -107,6 +113,9 @@ unsafe fn tile<U: Unpack, const QUERIES: usize>(
         for quad in 0..groups.div_ceil(QUAD / GROUP) {
             // SAFETY: the caller's promise; a `Quad` is four vectors.
             unsafe {
+                for line in (0..U::BYTES).step_by(64) {
+                    simd.prefetch(row.wrapping_add(quad * U::BYTES + AHEAD_BYTES + line));
+                }
                 let w = unpack.quad(row, quad, groups - 1);
                 for query in 0..QUERIES {
                     let x = x.add(query * stride + quad).cast::<__m512i>();
@@ -138,6 +147,7 @@ struct Bytes<const ROW: bool>;
 
 impl<const ROW: bool> Unpack for Bytes<ROW> {
     const ROW: bool = ROW;
+    const BYTES: usize = 4 * if ROW { GROUP } else { 2 + GROUP };
 
     #[inline(always)]
     unsafe fn quad(self, row: *const u8, quad: usize, last: usize) -> Unpacked {
@@ -160,6 +170,8 @@ impl<const ROW: bool> Unpack for Bytes<ROW> {
 struct Nibbles<const MINIMUM: bool, const FIFTH: bool>;
 
 impl<const MINIMUM: bool, const FIFTH: bool> Unpack for Nibbles<MINIMUM, FIFTH> {
+    const BYTES: usize = 4 * (2 + GROUP / 2 + if MINIMUM { 2 } else { 0 } + if FIFTH { 4 } else { 0 });
+
     #[inline(always)]
     unsafe fn quad(self, row: *const u8, quad: usize, last: usize) -> Unpacked {
         let fifth_at = if MINIMUM { 4 } else { 2 };
@@ -197,6 +209,8 @@ impl<const MINIMUM: bool, const FIFTH: bool> Unpack for Nibbles<MINIMUM, FIFTH> 
 struct Levels(&'static [i8; 16]);
 
 impl Unpack for Levels {
+    const BYTES: usize = 4 * (2 + GROUP / 2);
+
     #[inline(always)]
     unsafe fn quad(self, row: *const u8, quad: usize, last: usize) -> Unpacked {
         // SAFETY: the caller's promise.
@@ -218,6 +232,8 @@ impl Unpack for Levels {
 struct SixBits<const FIFTH: bool>;
 
 impl<const FIFTH: bool> Unpack for SixBits<FIFTH> {
+    const BYTES: usize = if FIFTH { 88 } else { 72 };
+
     #[inline(always)]
     unsafe fn quad(self, row: *const u8, quad: usize, _last: usize) -> Unpacked {
         let codes_at = if FIFTH { 48 } else { 16 };
@@ -259,6 +275,7 @@ struct Q6K;
 
 impl Unpack for Q6K {
     const HALVES: bool = true;
+    const BYTES: usize = 105;
 
     #[inline(always)]
     unsafe fn quad(self, row: *const u8, quad: usize, _last: usize) -> Unpacked {
