@@ -1,14 +1,16 @@
 //! Linear layers: `y[T, N] = x[T, K] w[N, K]ᵀ (+ b)`, with activations in f32 and weights in their own format
 //! ([`crate::device::simd::linear`] says where activations are rounded).
 //!
-//! Threads take rows of `w`, so every element of `y` has one owner and the bits do not depend on their number.
+//! Threads take rows of `w`, so every element of `y` has one owner and the bits do not depend on their number. Layers that read the same
+//! rows of `x` are one parallel loop, because for a single token the time in which threads wait for each other counts.
 
 use super::Config;
 use super::padded::PaddedRows;
 use super::weights::Matrix;
 use crate::device::Cpu;
 use crate::device::cpu::Slots;
-use crate::device::simd::integers::{Integers, Quad};
+use crate::device::simd::Isa;
+use crate::device::simd::integers::{Codes, Integers, Quad};
 use crate::device::simd::linear::{Columns, FEW, Few, PANEL, Panel, Stripes, Widen, padded_rows, panel_scratch};
 use crate::format::with_codec;
 use crate::memory::Buffer;
@@ -42,28 +44,23 @@ impl Linear {
     /// `y = x wᵀ + b` for the first `rows` rows of `x`; rows of `y` lie `stride` apart. `scratch` holds [`scratch`]
     /// elements.
     pub fn apply(&self, cpu: &Cpu, x: &PaddedRows, rows: usize, y: &mut [f32], stride: usize, scratch: &mut [f32]) {
-        let (width, w) = (self.weight.rows(), self.weight.all());
-        assert_eq!(x.width, self.weight.width(), "inner extents of a linear layer differ");
-        let y = Stripes::new(y, stride, rows, width);
-        let isa = cpu.isa();
-        // Rows of `w` that a thread takes at a time, where there are few of `x`.
-        let share = width.div_ceil(8 * cpu.threads()).next_multiple_of(FEW_ROWS).min(width);
-        let few = |part: &(dyn Fn(usize, usize) + Sync)| {
-            let unit = |unit: usize| part(unit * share, share.min(width - unit * share));
-            cpu.install(|| (0..width.div_ceil(share)).into_par_iter().with_max_len(1).for_each(unit));
-        };
-        let bias = |first: usize, count: usize| self.bias.as_deref().map(|bias| &bias[first..][..count]);
-        if let (Some(x), Some(codes), None) =
-            (x.as_integers(cpu, rows), self.weight.format().codes(), self.weight.order())
-        {
-            let stride = Quad::count(self.weight.width());
-            few(&|first, count| {
-                let (w, bias) = (w.skip(first).first(count), bias(first, count));
-                Integers { columns: Columns { x, stride, rows, w, bias, first }, codes, y: &y }.run(isa);
-            });
+        Self::apply_all(cpu, x, rows, [(self, y, stride)], scratch);
+    }
+
+    /// As [`Linear::apply`], of layers that read the same rows: threads meet once for all of them. Each comes with its `y` and the
+    /// distance of rows in it.
+    pub fn apply_all<const N: usize>(
+        cpu: &Cpu,
+        x: &PaddedRows,
+        rows: usize,
+        layers: [(&Linear, &mut [f32], usize); N],
+        scratch: &mut [f32],
+    ) {
+        if N > 1 && layers.iter().any(|(layer, ..)| layer.weight.order().is_some()) {
+            layers.into_iter().for_each(|(layer, y, stride)| layer.apply(cpu, x, rows, y, stride, scratch));
             return;
         }
-        let (data, scratch) = match self.weight.order() {
+        let (data, scratch) = match layers[0].0.weight.order() {
             Some(order) => {
                 let (sorted, scratch) = scratch.split_at_mut(padded_rows(rows) * x.stride);
                 sort(cpu, order, x, rows, sorted);
@@ -71,34 +68,86 @@ impl Linear {
             }
             None => (&*x.data, scratch),
         };
-        let columns = |first: usize, count: usize| Columns {
-            x: data,
-            stride: x.stride,
-            rows,
-            w: w.skip(first).first(count),
-            bias: bias(first, count),
-            first,
+        let integers = x.as_integers(cpu, rows);
+        let products = layers.map(|(layer, y, stride)| {
+            assert_eq!(x.width, layer.weight.width(), "inner extents of a linear layer differ");
+            let y = Stripes::new(y, stride, rows, layer.weight.rows());
+            Product { layer, integers: integers.zip(layer.codes()), x, data, rows, y, isa: cpu.isa() }
+        });
+        // Rows of `w` that a thread takes at a time.
+        let share = match rows <= FEW || integers.is_some() {
+            true => {
+                let width: usize = products.iter().map(|product| product.width()).sum();
+                width.div_ceil(8 * cpu.threads()).next_multiple_of(FEW_ROWS)
+            }
+            false => PANEL,
         };
-        if rows <= FEW {
-            few(&|first, count| {
-                let columns = columns(first, count);
-                with_codec!(self.weight.format(), reader => isa.run(Few { columns, reader, y: &y }));
-            });
-            return;
-        }
         let slots = Slots::new(scratch, cpu.threads());
-        let unit = |unit: usize| {
-            let first = unit * PANEL;
-            slots.with(|scratch| {
-                let columns = columns(first, PANEL.min(width - first));
-                let rows = columns.w;
-                let widen = |columns: Range<usize>, dtype, to: &mut [u8]| {
-                    with_codec!(self.weight.format(), reader => isa.run(Widen { rows, reader, columns, dtype, to }));
-                };
-                isa.run_bf16(Panel { columns, widen: &widen, rounds: x.rounds, scratch, y: &y });
-            });
+        let unit = |mut unit: usize| {
+            for product in &products {
+                let units = product.width().div_ceil(share);
+                if unit < units {
+                    return product.part(unit * share..product.width().min((unit + 1) * share), &slots);
+                }
+                unit -= units;
+            }
         };
-        cpu.install(|| (0..width.div_ceil(PANEL)).into_par_iter().with_max_len(1).for_each(unit));
+        let units: usize = products.iter().map(|product| product.width().div_ceil(share)).sum();
+        cpu.install(|| (0..units).into_par_iter().with_max_len(1).for_each(unit));
+    }
+
+    /// How codes lie, where rows of weights can be multiplied as whole numbers.
+    fn codes(&self) -> Option<Codes> {
+        self.weight.format().codes().filter(|_| self.weight.order().is_none())
+    }
+}
+
+/// A product on its way.
+struct Product<'a> {
+    layer: &'a Linear,
+    /// Rows of `x` as whole numbers, where they are multiplied as such, and how those of `w` lie.
+    integers: Option<(&'a [Quad], Codes)>,
+    x: &'a PaddedRows,
+    /// Rows of `x` with columns as the layer's lie.
+    data: &'a [f32],
+    rows: usize,
+    y: Stripes<'a>,
+    isa: Isa,
+}
+
+impl Product<'_> {
+    fn width(&self) -> usize {
+        self.layer.weight.rows()
+    }
+
+    /// Some columns of `x` rows, or of what takes their place, with those of `w`.
+    fn columns<'a, X>(&'a self, x: &'a [X], stride: usize, columns: Range<usize>) -> Columns<'a, X> {
+        let w = self.layer.weight.all().skip(columns.start).first(columns.len());
+        let bias = self.layer.bias.as_deref().map(|bias| &bias[columns.clone()]);
+        Columns { x, stride, rows: self.rows, w, bias, first: columns.start }
+    }
+
+    /// Computes some columns of `y`.
+    fn part(&self, columns: Range<usize>, slots: &Slots<'_>) {
+        let (format, isa, y) = (self.layer.weight.format(), self.isa, &self.y);
+        if let Some((x, codes)) = self.integers {
+            let columns = self.columns(x, Quad::count(self.x.width), columns);
+            return Integers { columns, codes, y }.run(isa);
+        }
+        if self.rows <= FEW {
+            let columns = self.columns(self.data, self.x.stride, columns);
+            return with_codec!(format, reader => isa.run(Few { columns, reader, y }));
+        }
+        for first in columns.clone().step_by(PANEL) {
+            let columns = self.columns(self.data, self.x.stride, first..columns.end.min(first + PANEL));
+            let rows = columns.w;
+            let widen = |columns: Range<usize>, dtype, to: &mut [u8]| {
+                with_codec!(format, reader => isa.run(Widen { rows, reader, columns, dtype, to }));
+            };
+            slots.with(|scratch| {
+                isa.run_bf16(Panel { columns, widen: &widen, rounds: self.x.rounds, scratch, y });
+            });
+        }
     }
 }
 

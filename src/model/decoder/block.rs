@@ -3,6 +3,7 @@
 use super::{Buffers, Chunk, Decoder};
 use crate::device::simd::loops::add_scaled;
 use crate::model::hook::Activation;
+use crate::model::linear::Linear;
 use crate::model::{ModelError, mlp, rope};
 use crate::tensor::{DType, TensorView};
 
@@ -30,9 +31,9 @@ impl Decoder<'_> {
             (0..rows).for_each(|row| hook.rows(layer, Activation::Hidden, normed.row_mut(row)));
         }
         normed.round(cpu, rows);
-        weights.q.apply(cpu, normed, rows, q, q_width, scratch);
-        weights.k.apply(cpu, normed, rows, k, kv_width, scratch);
-        weights.v.apply(cpu, normed, rows, v, kv_width, scratch);
+        let projections: [(_, &mut [f32], _); 3] =
+            [(&weights.q, q, q_width), (&weights.k, k, kv_width), (&weights.v, v, kv_width)];
+        Linear::apply_all(cpu, normed, rows, projections, scratch);
         if let Some([q_norm, k_norm]) = qk_norm {
             q_norm.in_place(cpu, &mut q[..rows * q_width]);
             k_norm.in_place(cpu, &mut k[..rows * kv_width]);
@@ -83,8 +84,9 @@ impl Decoder<'_> {
         }
         let gate_stride = gate.stride;
         normed.round(cpu, rows);
-        weights.gate.apply(cpu, normed, rows, &mut gate.data, gate_stride, scratch);
-        weights.up.apply(cpu, normed, rows, up, config.ffn, scratch);
+        let projections: [(_, &mut [f32], _); 2] =
+            [(&weights.gate, &mut gate.data, gate_stride), (&weights.up, up, config.ffn)];
+        Linear::apply_all(cpu, normed, rows, projections, scratch);
         let up = &up[..rows * config.ffn];
         mlp::activate(cpu, config.activation, &mut gate.data, gate_stride, up, config.ffn);
         if let Some(hook) = self.hook {
