@@ -4,6 +4,7 @@ mod common;
 
 use common::models::{all, checkpoint, deviation, furthest, setup};
 use kvsieve::device::Cpu;
+use kvsieve::device::simd::Isa;
 use kvsieve::memory::Arena;
 use kvsieve::model::config::{Family, Rope, RopeScaling};
 use kvsieve::model::{self, Config, Decoder, Model, Sampler, Sampling, Setup, generate};
@@ -130,20 +131,21 @@ fn sequences_of_one_batch_do_not_meet() {
 fn the_peak_is_the_formula_for_chunks_steps_and_sequences_of_any_length() {
     let model = Model::open(&checkpoint("llama-f16").folder, &Arena::unlimited()).unwrap();
     let tokens: Vec<u32> = (0..2000).map(|index| 3 + index % 100).collect();
-    for (kernel, lens, steps, chunk_tokens, threads) in [
-        ("tiled", vec![1500], 3, 512, 1),
-        ("tiled", vec![40, 700, 1], 2, 300, 2),
-        ("tiled", vec![256, 256], 0, 64, 3),
-        ("tiled", vec![1], 5, 1, 1),
-        ("naive", vec![700, 90], 2, 300, 2),
+    for (kernel, lens, steps, chunk_tokens, threads, activations) in [
+        ("tiled", vec![1500], 3, 512, 1, None),
+        ("tiled", vec![40, 700, 1], 2, 300, 2, None),
+        ("tiled", vec![256, 256], 0, 64, 3, Some("int8")),
+        ("tiled", vec![1], 5, 1, 1, Some("int8")),
+        ("naive", vec![700, 90], 2, 300, 2, Some("f16")),
         // A short chunk takes a new slab when the long one before it is over.
-        ("tiled", vec![1100], 1, 512, 2),
-        ("tiled", vec![1030, 600], 1, 512, 2),
+        ("tiled", vec![1100], 1, 512, 2, None),
+        ("tiled", vec![1030, 600], 1, 512, 2, None),
     ] {
         let (cpu, arena) = (Cpu::new(Some(threads)).unwrap(), Arena::unlimited());
         let (batch, max_tokens) = (lens.len(), 1600);
         let kv_dtype = DType::F16;
-        let setup = Setup { kernel, batch, chunk_tokens, ..Setup::of(max_tokens, kv_dtype) };
+        let activations = activations.map(|format| format.parse().unwrap());
+        let setup = Setup { kernel, batch, chunk_tokens, activations, ..Setup::of(max_tokens, kv_dtype) };
         let mut decoder = Decoder::new(&model, setup, &cpu, &arena).unwrap();
         let prompts: Vec<&[u32]> = lens.iter().map(|&len| &tokens[..len]).collect();
         decoder.prefill(&prompts, |_, _, _| ()).unwrap();
@@ -410,6 +412,24 @@ fn activations_in_f32_change_no_bit_and_coarser_ones_change_more() {
         assert_eq!(of("f32"), *plain, "{name}");
         let off = ["f16", "int8", "fp8-e5m2"].map(|format| mean_off(&of(format), plain));
         assert!(0.0 < off[0] && off[0] < off[1] && off[1] < off[2], "{name}: {off:?}");
+    }
+}
+
+#[test]
+fn codes_of_activations_and_weights_give_the_same_on_every_path() {
+    let expected = checkpoint("llama");
+    let plain = Model::open(&expected.folder, &Arena::unlimited()).unwrap();
+    let model = Model::open_in(&expected.folder, Some("int8".parse().unwrap()), &Arena::unlimited()).unwrap();
+    let portable = Cpu::with_isa(Some(1), Isa::PORTABLE).unwrap();
+    for chunk in [1, 20, 1000] {
+        let wanted = rounded(&model, &expected.tokens, chunk, "int8", &portable);
+        let effect = mean_off(&wanted, &rounded(&plain, &expected.tokens, chunk, "f32", &portable));
+        for isa in Isa::available() {
+            let cpu = Cpu::with_isa(Some(2), isa).unwrap();
+            // A code may fall to the other side of a half.
+            let off = mean_off(&rounded(&model, &expected.tokens, chunk, "int8", &cpu), &wanted);
+            assert!(off < 0.05 * effect, "{}, chunks of {chunk}: off by {off}, rounding moves {effect}", isa.name());
+        }
     }
 }
 
