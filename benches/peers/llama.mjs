@@ -29,9 +29,9 @@ const { getLlama, LlamaLogLevel } = await import(installed.resolve("node-llama-c
 const llama = await getLlama({ gpu: false, build: "never", maxThreads: threads, logLevel: LlamaLogLevel.error });
 
 /** Milliseconds of the first token and, in the median, of those after it; and the tokens of the prompt. */
-function ours(file, prompt) {
+function ours(file, prompt, options) {
     const limits = ["--max-new-tokens", String(NEW_TOKENS), "--threads", String(threads)];
-    const args = ["generate", "--model", file, "--dtype", "bf16", "--prompt", prompt, ...limits, "--json", "-"];
+    const args = ["generate", "--model", file, "--dtype", "bf16", "--prompt", prompt, ...limits, ...options, "--json", "-"];
     const record = JSON.parse(execFileSync(binary, args, { encoding: "utf8" }));
     return { first: record.first_token_ns / 1e6, step: record.step_ns / 1e6, tokens: record.prompt_tokens };
 }
@@ -55,21 +55,25 @@ const shown = (values) =>
     `${median(values).toPrecision(3)} (${Math.min(...values).toPrecision(3)}–${Math.max(...values).toPrecision(3)})`;
 
 console.log(`${cpus()[0].model}, ${threads} threads; ms, medians of ${ROUNDS} rounds in turn (least–most).\n`);
-console.log("| file | what | kvsieve | llama.cpp | times as fast |\n|---|---|---:|---:|---:|");
+console.log("| file | what | kvsieve | `--activations q8_0` | llama.cpp | times as fast | `--activations q8_0` |");
+console.log("|---|---|---:|---:|---:|---:|---:|");
 for (const file of files) {
     const model = await llama.loadModel({ modelPath: file, gpuLayers: 0 });
     for (const characters of PROMPTS) {
         const prompt = text.slice(0, characters);
         const rounds = [];
         for (let round = 0; round <= ROUNDS; round++) {
-            const pair = { ours: ours(file, prompt), theirs: await theirs(model, prompt) };
-            if (round > 0) rounds.push(pair);
+            // llama.cpp rounds activations to bytes with a scale for each 32.
+            const rounded = ours(file, prompt, ["--activations", "q8_0"]);
+            const sample = { ours: ours(file, prompt, []), rounded, theirs: await theirs(model, prompt) };
+            if (round > 0) rounds.push(sample);
         }
         const { ours: own, theirs: other } = rounds[0];
         for (const [key, what] of [["first", `first token of ${own.tokens}, ${other.tokens}`], ["step", "a token after it"]]) {
-            const [a, b] = [rounds.map((pair) => pair.ours[key]), rounds.map((pair) => pair.theirs[key])];
-            const ratios = a.map((value, at) => b[at] / value);
-            console.log(`| ${basename(file)} | ${what} | ${shown(a)} | ${shown(b)} | ${shown(ratios)} |`);
+            const [plain, rounded, theirs] = ["ours", "rounded", "theirs"].map((side) => rounds.map((round) => round[side][key]));
+            const ratios = [plain, rounded].map((values) => values.map((value, at) => theirs[at] / value));
+            const cells = [plain, rounded, theirs, ...ratios].map(shown);
+            console.log(`| ${basename(file)} | ${what} | ${cells.join(" | ")} |`);
         }
     }
     await model.dispose();

@@ -132,7 +132,18 @@ impl CpuInfo {
             })
         };
         let flags = line("flags").or_else(|| line("Features")).unwrap_or_default();
-        let known = ["avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_bf16", "avx512_fp16", "amx_bf16", "asimd"];
+        let known = [
+            "avx2",
+            "fma",
+            "f16c",
+            "avx512f",
+            "avx512bw",
+            "avx512_vnni",
+            "avx512_bf16",
+            "avx512_fp16",
+            "amx_bf16",
+            "asimd",
+        ];
         let isa = known.iter().filter(|name| flags.split(' ').any(|flag| flag == **name));
         CpuInfo {
             model: line("model name").unwrap_or_else(|| std::env::consts::ARCH.to_string()),

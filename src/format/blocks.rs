@@ -354,11 +354,17 @@ pub fn largest(row: &[f32]) -> f32 {
     f32::from_bits(most.unwrap_or(0).cast_unsigned())
 }
 
+/// Beyond 2^23 an f32 has no fraction, and the lowest bits of its mantissa count ones.
+const SHIFT: f32 = 12_582_912.0;
+
 /// The nearest whole number, halves to even, of numbers below 2^22: what `f32::round_ties_even` gives, without a call for each.
 pub fn nearest_even(x: f32) -> f32 {
-    // Beyond 2^23 an f32 has no fraction.
-    const SHIFT: f32 = 12_582_912.0;
     (x + SHIFT) - SHIFT
+}
+
+/// A whole number from -128 to 127 as a byte: what `as` gives, without its care for all others, which become anything.
+pub fn byte(whole: f32) -> i8 {
+    ((whole + SHIFT).to_bits() as u8).cast_signed()
 }
 
 /// The nearest whole number, halves away from zero, as `f32::round` gives it, of numbers below 2^22.
@@ -422,6 +428,9 @@ fn nearest_whole_numbers_are_those_of_the_standard_library() {
     let numbers = (-1024..1024).flat_map(near).chain([f32::INFINITY, f32::NEG_INFINITY, f32::NAN, 0.0, -0.0]);
     for x in numbers.filter(|x| x.abs() < 300.0 || !x.is_finite()) {
         assert_eq!(nearest(x) as i8, x.round() as i8, "{x}");
+        if nearest(x).abs() < 128.0 {
+            assert_eq!(byte(nearest(x)), x.round() as i8, "{x}");
+        }
         assert_eq!(nearest_even(x) as i8, x.round_ties_even() as i8, "{x}");
     }
 }

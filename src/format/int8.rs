@@ -7,7 +7,7 @@
 //! whole words: 132 of 256 in bf16 at D 128. Elements that are not finite make the row's scale so, and the row NaN.
 
 use super::RowCodec;
-use super::blocks::{largest, nearest_even};
+use super::blocks::{byte, largest, nearest_even};
 use crate::device::simd::Simd;
 use crate::device::simd::integers::Codes;
 use crate::device::simd::reader::RowReader;
@@ -74,8 +74,9 @@ impl RowCodec for Int8 {
 
     fn encode(self, row: &[f32], to: &mut [u8]) {
         let scale = largest(row) / MOST;
-        // 0 / 0 is NaN, and becomes 0. Not a product with the reciprocal: that of a subnormal scale is infinite.
-        Int8::put(scale, row.iter().map(|x| nearest_even(x / scale) as i8), to);
+        // Zeros are divided by 1. Not a product with the reciprocal: that of a subnormal scale is infinite.
+        let by = if scale == 0.0 { 1.0 } else { scale };
+        Int8::put(scale, row.iter().map(|x| byte(nearest_even(x / by))), to);
     }
 
     fn decode(self, from: &[u8], first: usize, to: &mut [f32]) {

@@ -4,7 +4,7 @@
 //! by bit, what ggml keeps. An element is off by at most half a scale and what f16 rounds of it, 0.563 `d` in all. 34 bytes for 32
 //! elements: 8.5 bits.
 
-use super::blocks::{Blocks, half_at, largest, nearest, put_half};
+use super::blocks::{Blocks, byte, half_at, largest, nearest, put_half};
 use crate::device::simd::Simd;
 use crate::device::simd::integers::Codes;
 use crate::named::{Named, NamedError};
@@ -40,7 +40,7 @@ impl Blocks for Q8_0 {
         let d = largest(block) / 127.0;
         put_half(to, 0, d);
         let per = if d == 0.0 { 0.0 } else { 1.0 / d };
-        to[2..].iter_mut().zip(block).for_each(|(code, x)| *code = (nearest(x * per) as i8).cast_unsigned());
+        to[2..].iter_mut().zip(block).for_each(|(code, x)| *code = byte(nearest(x * per)).cast_unsigned());
     }
 
     fn decode(self, block: &[u8], to: &mut [f32]) {
