@@ -54,10 +54,11 @@ impl Cpu {
         if let Some(threads) = threads.filter(|threads| !(1..=1024).contains(threads)) {
             return Err(CpuError::Threads { threads });
         }
-        let wanted = threads.unwrap_or(0);
+        let wanted = threads.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from));
         let pool = ThreadPoolBuilder::new()
             .num_threads(wanted)
             .thread_name(|index| format!("kvsieve-{index}"))
+            .start_handler(move |index| pin(index, wanted))
             .build()
             .map_err(|error| CpuError::System { threads: wanted, reason: error.to_string() })?;
         Ok(Cpu { pool, isa })
@@ -88,6 +89,25 @@ impl Cpu {
         self.isa
     }
 }
+
+/// Binds a thread of a pool that has as many as the process has cores to one of these: systems that gather waking threads on few cores
+/// run the first milliseconds of a pass, all of a short prompt, on one of two otherwise. Smaller pools may run beside others and are left to
+/// the system, as is a thread that cannot be bound.
+#[cfg(target_os = "linux")]
+fn pin(index: usize, threads: usize) {
+    use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+    let Ok(allowed) = sched_getaffinity(None) else { return };
+    let mut cores = (0..CpuSet::MAX_CPU).filter(|&core| allowed.is_set(core));
+    let all = allowed.count() as usize;
+    if let Some(core) = cores.nth(index).filter(|_| all > 1 && threads == all) {
+        let mut own = CpuSet::new();
+        own.set(core);
+        let _ = sched_setaffinity(None, &own);
+    }
+}
+
+#[cfg(not(target_os = "linux"))]
+fn pin(_index: usize, _threads: usize) {}
 
 /// Scratch memory cut into one slot for each thread of a pool.
 pub(crate) struct Slots<'a>(Vec<Mutex<&'a mut [f32]>>);
