@@ -13,6 +13,7 @@
 use super::pack::{Packed, transposed, units_along};
 use super::product::{Extents, Left, ROWS, Right, product};
 use super::reader::RowReader;
+use super::row_list::LINE_BYTES;
 use super::rows::tile;
 use super::vector::each;
 use super::{Native, Simd, SimdBf16Op, SimdOp, Unit, narrow};
@@ -26,6 +27,9 @@ pub const PANEL: usize = 128;
 const DEPTH: usize = 256;
 /// Rows of `x` up to which `w` is not packed.
 pub const FEW: usize = 8;
+/// How far ahead of what is multiplied memory is asked for: on Zen 5 a token of SmolLM2 from bf16 takes 9.2 ms without, 7.6 at 1 KiB, 7.0 at
+/// 2 KiB and at 4, 7.2 at 8, 8.4 at 16.
+pub(super) const AHEAD_BYTES: usize = 4096;
 /// Rows of `w` in a register tile of [`Few`].
 pub(super) const TILE: usize = 4;
 
@@ -340,6 +344,13 @@ unsafe fn four<S: Simd, R: RowReader, const QUERIES: usize>(
         // SAFETY: the caller's promise.
         let rest = unsafe {
             for column in (0..whole).step_by(APART * S::LANES) {
+                let (at, end) = (reader.row_bytes(column), reader.row_bytes(column + APART * S::LANES));
+                // Codes are widened slowly enough for the processor to fetch ahead by itself, and f32 is read at full speed as it is.
+                if end - at == 2 * APART * S::LANES {
+                    for line in (at..end).step_by(LINE_BYTES) {
+                        simd.prefetch(row.wrapping_add(AHEAD_BYTES + line));
+                    }
+                }
                 let w: [S::Vector; APART] = reader.load_many(simd, row, column);
                 for (query, apart) in apart.iter_mut().enumerate() {
                     let x = x.add(query * stride + column);

@@ -15,7 +15,7 @@ const AHEAD_BYTES: usize = 8192;
 /// The same in rows, at most.
 const AHEAD: usize = 128;
 /// Bytes of a cache line.
-const LINE_BYTES: usize = 64;
+pub(super) const LINE_BYTES: usize = 64;
 
 /// Addresses of up to [`BLOCK`] rows, and of the rows that will be read after them.
 pub struct RowList<'a> {

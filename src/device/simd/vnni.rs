@@ -3,13 +3,10 @@
 use super::Simd;
 use super::avx512::{self, Avx512};
 use super::integers::{Codes, GROUP, Integers, QUAD, Quad};
-use super::linear::TILE;
+use super::linear::{AHEAD_BYTES, TILE};
+use super::row_list::LINE_BYTES;
 use super::vector::each;
 use std::arch::x86_64::*;
-
-/// How far ahead of what is multiplied memory is asked for: pieces of 16 bytes out of order are no stream that processors notice by
-/// themselves (on Zen 5 a token from `q8_0` takes 6.2 ms without, 5.6 at 1 KiB, 4.0 at 4 KiB and at 8, 4.6 at 16).
-const AHEAD_BYTES: usize = 4096;
 
 /// Four groups of a row of `w`: codes without a sign, as a [`Quad`] has those of `x`, with the scales of the first halves and of
 /// the second, and what is multiplied with [`Quad`]'s sums.
@@ -113,7 +110,8 @@ unsafe fn tile<U: Unpack, const QUERIES: usize>(
         for quad in 0..groups.div_ceil(QUAD / GROUP) {
             // SAFETY: the caller's promise; a `Quad` is four vectors.
             unsafe {
-                for line in (0..U::BYTES).step_by(64) {
+                // Pieces of 16 bytes out of order are no stream that processors notice by themselves.
+                for line in (0..U::BYTES).step_by(LINE_BYTES) {
                     simd.prefetch(row.wrapping_add(quad * U::BYTES + AHEAD_BYTES + line));
                 }
                 let w = unpack.quad(row, quad, groups - 1);
