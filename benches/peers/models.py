@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Compare whole models on one CPU: kvsieve and Hugging Face's transformers with PyTorch SDPA, taking turns in one run.
 
-    python3 benches/peers/models.py                      # the built-in model, and one of the shape of Llama 3.2 1B
+    python3 benches/peers/models.py                      # the built-in model, SmolLM2 if it is there, and the shape of Llama 3.2 1B
     python3 benches/peers/models.py --only builtin --out results/models
 
 README.md beside this file says what is timed and how to read the table.
@@ -25,8 +25,9 @@ sys.dont_write_bytecode = True  # the source tree stays as it is
 import compare  # noqa: E402
 from compare import ROOT, Report, Worker, shown  # noqa: E402
 
-compare.PACKAGES.append("transformers")
+compare.PACKAGES += ["transformers", "gguf", "accelerate"]
 ROUNDS = 5
+SMOLLM2 = ROOT / "models" / "smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"  # by scripts/fetch-smollm2
 LARGE = dict(hidden_size=2048, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8, head_dim=64,
              intermediate_size=8192, vocab_size=128256, max_position_embeddings=4096, rms_norm_eps=1e-5,
              tie_word_embeddings=True, bos_token_id=None, eos_token_id=None, pad_token_id=None)
@@ -34,13 +35,14 @@ LARGE = dict(hidden_size=2048, num_hidden_layers=16, num_attention_heads=32, num
 
 @dataclasses.dataclass
 class Case:
-    model: str  # "builtin", or "1B": random weights in the shape of Llama 3.2 1B
+    model: str  # "builtin", "smollm2", or "1B": random weights in the shape of Llama 3.2 1B
     dtype: str
     prompt_tokens: int
     new_tokens: int
 
 
 CASES = [Case("builtin", dtype, 2048, 128) for dtype in ("f32", "bf16")]
+CASES += [Case("smollm2", dtype, 1500, 64) for dtype in ("f32", "bf16") if SMOLLM2.exists()]
 CASES += [Case("1B", dtype, 512, 16) for dtype in ("f32", "bf16")]
 
 
@@ -59,8 +61,14 @@ class Transformers:
     def folder(self, case: Case, scratch: Path) -> Path:
         """A folder with the model in the type of the case."""
         folder, dtype = scratch / f"{case.model}-{case.dtype}", self.dtype(case)
+        load = self.transformers.AutoModelForCausalLM.from_pretrained
         if case.model == "builtin":
-            model = self.transformers.AutoModelForCausalLM.from_pretrained(ROOT / "models" / "builtin", dtype=dtype)
+            model = load(ROOT / "models" / "builtin", dtype=dtype)
+        elif case.model == "smollm2":
+            widened = load(SMOLLM2.parent, gguf_file=SMOLLM2.name, dtype=dtype)
+            del widened.config.quantization_config  # with it transformers does not save what it widened
+            model = type(widened)(widened.config).to(dtype)
+            model.load_state_dict(widened.state_dict())
         else:
             model = self.transformers.LlamaForCausalLM(self.transformers.LlamaConfig(**LARGE)).to(dtype)
         model.save_pretrained(folder)
@@ -105,7 +113,7 @@ def measure(case: Case, worker: Worker, peer: Transformers, folder: Path, thread
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=["builtin", "1B"], help="this model alone")
+    parser.add_argument("--only", choices=["builtin", "smollm2", "1B"], help="this model alone")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of both sides (default: all)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write table.md and samples.json there")
     parser.add_argument("--env", type=Path, metavar="DIR", default=ROOT / "target" / "peers-env",
