@@ -262,6 +262,8 @@ fn mistakes_in_generating_are_one_line_and_status_2() {
 fn activations_are_rounded_where_that_is_asked() {
     let (plain, report) = logits("llama", &[]);
     assert!(report.get("activations").is_none());
+    let (same, report) = logits("llama", &["--activations", "f32"]);
+    assert!(report.get("activations").is_none() && same == plain);
     let (rounded, report) = logits("llama", &["--activations", "int8"]);
     assert_eq!(report["activations"], "int8");
     let off = furthest(&rounded, &plain);
