@@ -188,7 +188,28 @@ fn perplexities_in_windows_are_those_of_transformers() {
         }
     }
     let words = run(root, &["eval", "--protocol", "llama-perplexity", "--text", "LICENSE", "--samples", "2"]);
-    assert!(text(&words.stdout).contains("(llama-perplexity, 2 windows of 512 tokens, 510 predicted; "));
+    let plain = text(&words.stdout);
+    assert!(plain.contains("(llama-perplexity, 2 windows of 512 tokens, 510 predicted; "));
+    let rounded = [
+        "--protocol",
+        "llama-perplexity",
+        "--text",
+        "LICENSE",
+        "--samples",
+        "2",
+        "--activations",
+        "f32",
+        "--activations",
+        "int8",
+    ];
+    let rounded = text(&run(root, &[&["eval"], &rounded[..]].concat()).stdout);
+    let lines: Vec<_> = rounded.lines().collect();
+    // In f32 they are as they are; in bytes all but the perplexity and the words for them stays.
+    assert!(
+        lines.len() == 2 && lines[0] == plain.trim_end() && lines[1].contains(", activations in int8, cache in "),
+        "{rounded}"
+    );
+    assert_ne!(lines[0].split(" (").next(), lines[1].split(" (").next(), "{rounded}");
     let folder = tempfile::tempdir().unwrap();
     byte_model::write(&folder.path().join("m"), 2048);
     std::fs::write(folder.path().join("t"), "short").unwrap();

@@ -113,7 +113,7 @@ impl ModelArgs {
         if let Some(format) = self.weights.filter(|format| format.dtype().is_none()) {
             return Err(Failure::usage(format!("no kernel for GPUs reads weights in {format}; use --device cpu")));
         }
-        if let Some(format) = self.rounded() {
+        if let Some(format) = self.activations.and_then(RowFormat::rounding) {
             return Err(Failure::usage(format!(
                 "activations are rounded to {format} on the CPU only; leave --device out"
             )));
@@ -153,11 +153,6 @@ impl ModelArgs {
         Ok(Text::open(&locate(&self.model)?)?)
     }
 
-    /// What activations are rounded to: in f32 they are already.
-    fn rounded(&self) -> Option<RowFormat> {
-        self.activations.filter(|format| format.dtype() != Some(DType::F32))
-    }
-
     /// How the model is run on `batch` sequences of at most `max_tokens` tokens.
     pub fn setup(
         &self,
@@ -178,7 +173,7 @@ impl ModelArgs {
             batch,
             chunk_tokens: self.chunk.min(max_tokens),
             all_logits,
-            activations: self.rounded(),
+            activations: self.activations.and_then(RowFormat::rounding),
             kv_format: self.kv_format.unwrap_or(dtype.into()),
             columns: opened.policy.as_ref().map_or(&[], Policy::columns),
             ..Setup::of(max_tokens, dtype)

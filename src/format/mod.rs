@@ -322,6 +322,11 @@ impl RowFormat {
         with_codec!(self, codec => codec.rotated())
     }
 
+    /// What rows of f32 are rounded to: to nothing where this is how they are.
+    pub fn rounding(self) -> Option<Self> {
+        Some(self).filter(|&format| format != RowFormat::plain(DType::F32))
+    }
+
     /// How codes lie, where products of whole numbers read them.
     pub(crate) fn codes(self) -> Option<Codes> {
         with_codec!(self, codec => codec.codes())

@@ -75,7 +75,7 @@ impl Linear {
             Product { layer, integers: integers.zip(layer.codes()), x, data, rows, y, isa: cpu.isa() }
         });
         // Rows of `w` that a thread takes at a time.
-        let share = match rows <= FEW || integers.is_some() {
+        let share = match rows <= FEW || products.iter().all(|product| product.integers.is_some()) {
             true => {
                 let width: usize = products.iter().map(|product| product.width()).sum();
                 width.div_ceil(8 * cpu.threads()).next_multiple_of(FEW_ROWS)

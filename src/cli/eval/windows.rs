@@ -78,7 +78,7 @@ pub fn run(args: &Args, conventions: &[Windows]) -> Result<(), Failure> {
             let formats = if args.kv_format.is_empty() { vec![dtype.into()] } else { args.kv_format.clone() };
             let rounded = match &args.activations[..] {
                 [] => vec![None],
-                formats => formats.iter().copied().map(Some).collect(),
+                formats => formats.iter().map(|format| format.rounding()).collect(),
             };
             if !args.beyond_limit {
                 model.check_length(convention.tokens())?;

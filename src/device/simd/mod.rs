@@ -2,12 +2,13 @@
 //!
 //! A kernel's inner part is a [`SimdOp`]: code written once over the trait [`Simd`]. [`Isa::run`] compiles it for each
 //! path (AVX-512, AVX2 + FMA, portable) and picks at run time; a [`SimdBf16Op`] also for AVX-512 with dot products of
-//! bf16, which with AMX leaves whole products to a matrix unit. Everything that an op calls must be `#[inline(always)]`: an ordinary function would be compiled for the
-//! target's baseline, where every intrinsic is a call. On top of the trait stand `math` (exponentials), `product` (the
-//! one register-blocked matrix product that all tiled kernels share), `pack` (rows of any element type into the layout
-//! that it reads), `rows` (inner products with rows, and sums of rows, that are read once where they lie), `linear`
-//! (products with the rows of a weight matrix), `integers` (such products of whole numbers) and `loops`, which the compiler vectorises by itself. A result depends on
-//! the path only through the order in which lanes are summed, and for bf16 on whether products are taken in bf16 pairs.
+//! bf16, which with AMX leaves whole products to a matrix unit. Everything that an op calls must be `#[inline(always)]`:
+//! an ordinary function would be compiled for the target's baseline, where every intrinsic is a call. On top of the
+//! trait stand `math` (exponentials), `product` (the one register-blocked matrix product that all tiled kernels share),
+//! `pack` (rows of any element type into the layout that it reads), `rows` (inner products with rows, and sums of rows,
+//! that are read once where they lie), `linear` (products with the rows of a weight matrix) and `loops`, which the
+//! compiler vectorises by itself; beside it `integers`, products of whole numbers. A result depends on the path only
+//! through the order in which it is summed, and for bf16 on whether products are taken in bf16 pairs.
 
 #[cfg(target_arch = "x86_64")]
 mod amx;

@@ -136,7 +136,7 @@ impl Opened {
         let mut activations = Vec::new();
         for format in grid.activations.or(RowFormat::plain(DType::F32)) {
             config.check_activations(format).map_err(|error| format!("'{model}': {error}"))?;
-            activations.push(Some(format).filter(|&format| format != RowFormat::plain(DType::F32)));
+            activations.push(format.rounding());
         }
         let hashed: Vec<_> =
             hashed.iter().flat_map(|weights| activations.iter().map(move |&rounded| (weights, rounded))).collect();
