@@ -24,6 +24,7 @@ fn settings() -> Settings {
         seed: 5,
         learning_rate: 2e-3,
         pressure: 20.0,
+        decided_by: Default::default(),
         weights: DType::F32,
     }
 }
@@ -131,4 +132,68 @@ fn settings_that_mean_nothing_are_refused() {
         command.args(["train", "--method", "dms", "--model", "builtin"]).args(more).arg("--out").arg(&out);
         command.assert().failure().code(2).stderr(contains(expected));
     }
+}
+
+/// A folder of NVIDIA's Model-Optimizer is a model, and its gates are a policy (`src/train/tests/eviction.rs` compares them with theirs).
+#[test]
+fn a_public_checkpoint_is_a_model_and_its_gates_evict_from_it() {
+    const FOLDER: &str = "tests/models/qwen3-dms";
+    let folder = tempfile::tempdir().unwrap();
+    let (tokens, out) = (folder.path().join("tokens.json"), folder.path().join("logits.safetensors"));
+    let ids: Vec<usize> = (0..60).map(|at| 3 + at * 7 % 100).collect();
+    fs::write(&tokens, json!({ "tokens": [ids] }).to_string()).unwrap();
+    let logits = |model: &Path, more: &[&str]| {
+        let mut command = kvsieve();
+        command.args(["logits", "--model"]).arg(model).arg("--tokens").arg(&tokens).arg("--output").arg(&out);
+        command.args(more).assert()
+    };
+    let read = || fs::read(&out).unwrap();
+    let policy = format!("dms:gates={FOLDER}");
+    let evicting = ["--policy", &policy, "--budget", "0.4", "--evict-after", "30", "--chunk", "7"];
+    logits(Path::new(FOLDER), &[]).success();
+    let dense = read();
+    logits(Path::new(FOLDER), &evicting).success();
+    assert_ne!(dense, read());
+
+    // What cannot be read as gates, or is another model.
+    let copy = folder.path().join("copy");
+    fs::create_dir(&copy).unwrap();
+    for entry in fs::read_dir(FOLDER).unwrap().flatten() {
+        fs::copy(entry.path(), copy.join(entry.file_name())).unwrap();
+    }
+    let config = fs::read_to_string(copy.join("config.json")).unwrap();
+    let of_copy = format!("dms:gates={}", copy.display());
+    for (from, to, expected) in [
+        ("\"dms_separate_alpha\": true", "\"dms_separate_alpha\": false", "a channel of the queries"),
+        (
+            "\"dms_alpha_per\": \"head\"",
+            "\"dms_alpha_per\": \"token\"",
+            "dms_alpha_per is 'token'; it must be head or layer",
+        ),
+        ("\"dms_window_size\": 6", "\"dms_window_size\": \"six\"", "dms_window_size is \"six\"; a count is needed"),
+        (
+            "\"num_hidden_layers\": 3",
+            "\"num_hidden_layers\": 4",
+            "no tensor 'model.layers.3.self_attn.dms_proj_alpha.weight'",
+        ),
+        ("\"hidden_size\": 32", "\"hidden_size\": 64", "is F32 [2, 32]; floating-point [2, 64] is needed"),
+        ("{", "[", "config.json is not JSON"),
+    ] {
+        fs::write(copy.join("config.json"), config.replacen(from, to, 1)).unwrap();
+        logits(Path::new(FOLDER), &["--policy", &of_copy, "--budget", "0.4", "--evict-after", "30"])
+            .failure()
+            .code(2)
+            .stderr(contains(expected));
+    }
+    fs::write(
+        copy.join("config.json"),
+        config.replace("\"dms_separate_alpha\": true", "\"dms_separate_alpha\": false"),
+    )
+    .unwrap();
+    logits(&copy, &[]).failure().code(2).stderr(contains("dms_separate_alpha is false"));
+    fs::remove_file(copy.join("model.safetensors")).unwrap();
+    fs::write(copy.join("config.json"), &config).unwrap();
+    let gone = ["--policy", &*of_copy, "--budget", "0.4", "--evict-after", "30"];
+    logits(Path::new(FOLDER), &gone).failure().code(2).stderr(contains("there is no tensor"));
+    logits(Path::new("builtin"), &evicting).failure().code(2).stderr(contains("'dms.weight'"));
 }

@@ -2,10 +2,12 @@
 
 use assert_cmd::Command;
 use kvsieve::device::Cpu;
+use kvsieve::policy::Registry;
 use kvsieve::tensor::DType;
 use kvsieve::train::kvzap::{self, Settings};
 use kvsieve::train::log::Line;
 use kvsieve::train::run::{Options, TrainError};
+use predicates::prelude::PredicateBooleanExt;
 use predicates::str::contains;
 use safetensors::SafeTensors;
 use serde_json::{Value, json};
@@ -110,4 +112,39 @@ fn settings_that_mean_nothing_are_refused() {
         command.args(["train", "--method", "kvzap", "--model", "builtin"]).args(more).arg("--out").arg(&out);
         command.assert().failure().code(2).stderr(contains(expected));
     }
+}
+
+/// Surrogates as the method's authors publish them give what their class gives (`tests/conformance/kvzap_fixtures.py`).
+#[test]
+fn published_surrogates_score_as_their_authors_class_does() {
+    for (name, bound) in [("kvzap-linear", 1e-5), ("kvzap-mlp", 1e-4)] {
+        let folder = format!("tests/fixtures/{name}");
+        let bytes = fs::read(format!("{folder}/expected.safetensors")).unwrap();
+        let expected = SafeTensors::deserialize(&bytes).unwrap();
+        let [hidden, scores] = ["hidden", "scores"].map(|name| {
+            let values = expected.tensor(name).unwrap().data().chunks_exact(4);
+            values.map(|value| f32::from_le_bytes(value.try_into().unwrap())).collect::<Vec<f32>>()
+        });
+        let policy = Registry::default().policy(&format!("kvzap:gates={folder}")).unwrap();
+        let scorer = policy.scorer.unwrap();
+        for (at, (hidden, scores)) in hidden.chunks(32).zip(scores.chunks(2)).enumerate() {
+            let mut gates = [0.0; 2];
+            scorer.gate(at % 3, hidden, &mut gates);
+            let off = gates.iter().zip(scores).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+            assert!(off < bound, "{name}, token {}, layer {}: {gates:?}, {scores:?}", at / 3, at % 3);
+        }
+    }
+    let other = tempfile::tempdir().unwrap();
+    fs::write(other.path().join("config.json"), r#"{"model_type": "llama"}"#).unwrap();
+    let of = |folder: &str| {
+        let policy = format!("kvzap:gates={folder}");
+        let mut command = kvsieve();
+        command
+            .args(["generate", "--model", "builtin", "--prompt", "a", "--budget", "0.5", "--policy", &policy])
+            .assert()
+            .code(2)
+    };
+    of(other.path().to_str().unwrap()).stderr(contains("model_type is \"llama\"; it must be \"kvzap\""));
+    // Of a model with other hidden states.
+    of("tests/fixtures/kvzap-mlp").stderr(contains("'gate.inner.weight'").and(contains("inner elements")));
 }

@@ -286,6 +286,38 @@ impl Drop for Killed {
     }
 }
 
+/// A text of one's own: its vocabulary, its sequences, and what is held out of it, with the same bits where the run is resumed.
+#[test]
+fn a_recipe_with_a_text_learns_its_tokens_and_is_resumed_with_the_same_bits() {
+    let folder = tempfile::tempdir().unwrap();
+    let text = folder.path().join("text.txt");
+    let sentence =
+        |at: usize| format!("Page {at} holds the keys of layer {} and {} values.\n\n", at % 7, at * 13 % 101);
+    fs::write(&text, (0..2000).map(sentence).collect::<String>()).unwrap();
+    let path = folder.path().join("text.toml");
+    let sources = r#"[{ source = "prose", share = 2.0 }, { source = "quotes", share = 1.0 }, { source = "needles", share = 1.0 }]"#;
+    let recipe = RECIPE
+        .replace("norm_eps = 1e-5", "norm_eps = 1e-5\nvocabulary = 290\nlook_back = false")
+        .replace("text_weight = 0.1", &format!("text_weight = 0.5\ntext = '{}'", text.display()));
+    let at = recipe.find("sources = ").unwrap();
+    let end = at + recipe[at..].find('\n').unwrap();
+    fs::write(&path, format!("{}sources = {sources}{}", &recipe[..at], &recipe[end..])).unwrap();
+
+    let (whole, parts) = (folder.path().join("whole"), folder.path().join("parts"));
+    train(&path, &whole, &[]).success();
+    train(&path, &parts, &["--steps", "5"]).success();
+    train(&path, &parts, &["--resume", "--threads", "1"]).success();
+    for file in ["model.safetensors", "tokenizer.json"] {
+        assert_eq!(fs::read(whole.join(file)).unwrap(), fs::read(parts.join(file)).unwrap(), "{file}");
+    }
+    assert_eq!(Config::read(&whole).unwrap().vocab, 290);
+    let read = Text::open(&whole).unwrap();
+    assert_eq!(read.piece(" layer").unwrap().len(), 1);
+    let held_out = fs::read_to_string(whole.join("training.jsonl")).unwrap();
+    let held_out: Vec<&str> = held_out.lines().filter(|line| line.contains("held_out")).collect();
+    assert_eq!(held_out.len(), 2, "one behind each stage");
+}
+
 #[test]
 fn mistakes_are_one_line_and_exit_status_2() {
     let folder = tempfile::tempdir().unwrap();
@@ -304,6 +336,15 @@ fn mistakes_are_one_line_and_exit_status_2() {
         ("\"needles\"", "\"cwe\"", "too few for the task 'cwe'"),
         ("seed = 3", "seed = 3\nsede = 4", "unknown field"),
         ("clip = 1.0", "clip = 0.0", "optimizer.clip is 0; it must be finite and above 0"),
+        ("\"needles\"", "\"prose\"", "prose needs data.text, the file of a text"),
+        (
+            "norm_eps = 1e-5",
+            "norm_eps = 1e-5\nvocabulary = 300",
+            "model.vocabulary needs data.text, the file of a text",
+        ),
+        ("norm_eps = 1e-5", "norm_eps = 1e-5\nvocabulary = 200", "model.vocabulary is 200; it must be 258 to 65536"),
+        ("text_weight = 0.1", "text_weight = 0.1\ntext = 'nowhere.txt'", "cannot read the text 'nowhere.txt'"),
+        ("text_weight = 0.1", "text_weight = 0.1\ntext = 'models/builtin/recipe.toml'", "at least 3860 are needed"),
     ];
     let of_a_folder = [
         ("", "from = 'nowhere'", "nowhere"),

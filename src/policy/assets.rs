@@ -57,6 +57,8 @@ pub enum Axis {
     RopePairs,
     /// Elements of a hidden state.
     Hidden,
+    /// Elements of a gate's inner layer, of which a model has none.
+    Inner,
 }
 
 impl Axis {
@@ -68,6 +70,7 @@ impl Axis {
             Axis::HeadDim => "head dim",
             Axis::RopePairs => "RoPE pairs",
             Axis::Hidden => "hidden",
+            Axis::Inner => "inner elements",
         }
     }
 }
@@ -80,6 +83,12 @@ pub struct Learned {
 }
 
 impl Learned {
+    /// `values` of this shape.
+    pub(super) fn new(shape: &[usize], values: Vec<f32>) -> Self {
+        assert_eq!(shape.iter().product::<usize>(), values.len(), "{shape:?}");
+        Learned { shape: shape.to_vec(), values }
+    }
+
     /// What lies at `outer`, indices of the first axes.
     ///
     /// # Panics
@@ -225,6 +234,27 @@ impl<'f> Assets<'f> {
         let made = read(&mut assets);
         self.parameters = assets.parameters;
         made
+    }
+
+    /// Tensors with these axes that were made of the weights of a folder.
+    ///
+    /// # Errors
+    /// When an axis differs from that of a tensor read before.
+    pub(super) fn made<const N: usize>(
+        &mut self,
+        folder: &Path,
+        tensors: [(&'static str, &[Axis], Learned); N],
+    ) -> Result<[Learned; N], PolicyError> {
+        let mut hasher = blake3::Hasher::new();
+        tensors.iter().for_each(|(.., learned)| _ = hasher.update(bytemuck::cast_slice(&learned.values)));
+        let hash = hasher.finalize().to_hex().to_string();
+        for (name, axes, learned) in &tensors {
+            let (shape, axes) = (learned.shape.clone(), axes.to_vec());
+            let read = Read { path: folder.into(), hash: hash.clone(), base: None, name, shape, axes };
+            read.check(&self.parameters.extents().collect::<Vec<_>>())?;
+            self.parameters.tensors.push(read);
+        }
+        Ok(tensors.map(|(.., learned)| learned))
     }
 
     /// A text of the file's metadata.

@@ -6,10 +6,45 @@ use super::{Context, Policy, PolicyError, Statistic};
 use crate::cache::{Column, PagedCache};
 use crate::memory::{Arena, ArenaError, Buffer, Label};
 use crate::tensor::TensorView;
+use serde::{Deserialize, Serialize};
+
+/// Whose hidden state a token's gate is worked out from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum DecidedBy {
+    /// The token's own.
+    #[default]
+    Itself,
+    /// That of the token behind it, as in NVIDIA's DMS. The newest token's gate is 0 until there is one: a policy protects it.
+    Next,
+}
+
+impl DecidedBy {
+    /// How it is spelled.
+    pub const fn name(self) -> &'static str {
+        match self {
+            DecidedBy::Itself => "itself",
+            DecidedBy::Next => "next",
+        }
+    }
+
+    /// What a name means.
+    pub fn named(name: &str) -> Option<Self> {
+        [DecidedBy::Itself, DecidedBy::Next].into_iter().find(|by| by.name() == name)
+    }
+
+    /// Tokens between the one that decides and the one that is decided on.
+    pub const fn later(self) -> usize {
+        match self {
+            DecidedBy::Itself => 0,
+            DecidedBy::Next => 1,
+        }
+    }
+}
 
 impl Policy {
-    /// Gives the latest tokens of `sequence` of a cache, one for each of `hidden`, the gates that they carry from now on;
-    /// `layer` is the model's number of the sequence's layer. Does nothing for a policy without a scorer.
+    /// Gives tokens of `sequence` of a cache, whose latest ones are those of `hidden`, the gates that they carry from now on; `layer` is
+    /// the model's number of the sequence's layer. Does nothing for a policy without a scorer.
     ///
     /// # Errors
     /// When other sequences share pages and the arena has no room for copies.
@@ -29,7 +64,9 @@ impl Policy {
             scorer.gate(layer, hidden, &mut gates);
             for (head, &gate) in gates.iter().enumerate() {
                 let list = cache.list(sequence, head);
-                cache.set_column(list, cache.lens()[list] - tokens + token, Column::Gate, gate)?;
+                if let Some(slot) = (cache.lens()[list] - tokens + token).checked_sub(self.decided_by.later()) {
+                    cache.set_column(list, slot, Column::Gate, gate)?;
+                }
             }
         }
         Ok(())
@@ -51,10 +88,11 @@ impl Policy {
         let mut all = context.arena.alloc(Label::Policy, context.lists() * kv_len)?;
         let (mut row, mut gates) = (vec![0.0; hidden.dims()[3]], vec![0.0; heads]);
         for (sequence, all) in all.chunks_mut(heads * kv_len).enumerate() {
-            for token in 0..kv_len {
+            let later = self.decided_by.later();
+            for token in later..kv_len {
                 hidden.read_rows(sequence, 0, token, &mut row);
                 scorer.gate(context.layer_number(sequence), &row, &mut gates);
-                gates.iter().enumerate().for_each(|(head, &gate)| all[head * kv_len + token] = gate);
+                gates.iter().enumerate().for_each(|(head, &gate)| all[head * kv_len + token - later] = gate);
             }
         }
         Ok(Some(all))
@@ -79,4 +117,66 @@ pub fn carried(
         gates[..len].iter_mut().enumerate().for_each(|(slot, gate)| *gate = cache.column(list, slot, Column::Gate));
     }
     Ok(all)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cache::CacheShape;
+    use crate::policy::Scorer;
+    use crate::tensor::{DType, Tensor};
+
+    /// The sum of a hidden state, and its double.
+    struct Sums;
+
+    impl Scorer for Sums {
+        fn needs(&self) -> Vec<Statistic> {
+            vec![Statistic::HiddenStates]
+        }
+
+        fn gate(&self, _layer: usize, hidden: &[f32], gates: &mut [f32]) {
+            gates.copy_from_slice(&[hidden.iter().sum(), 2.0 * hidden.iter().sum::<f32>()]);
+        }
+
+        fn score(&self, _context: &Context<'_>, _scores: &mut [f32]) -> Result<(), PolicyError> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn a_token_carries_its_own_gate_or_that_of_the_token_behind_it_whatever_the_chunks() {
+        let states: Vec<[f32; 2]> = (1..=6).map(|at| [at as f32, 0.5]).collect();
+        let own: Vec<f32> = states.iter().map(|state| state.iter().sum()).collect();
+        for (decided_by, expected) in
+            [(DecidedBy::Itself, own.clone()), (DecidedBy::Next, own[1..].iter().copied().chain([0.0]).collect())]
+        {
+            let policy = Policy { decided_by, ..Policy::after_prefill(Sums) };
+            for chunks in [vec![6], vec![1; 6], vec![2, 3, 1]] {
+                let arena = Arena::unlimited();
+                let rows = Tensor::from_f32(&arena, Label::Input, DType::F32, [1, 2, 6, 4], &[0.0; 48]).unwrap();
+                let shape = CacheShape {
+                    batch: 1,
+                    kv_heads: 2,
+                    head_dim: 4,
+                    format: DType::F32.into(),
+                    max_tokens: 6,
+                    page_tokens: 4,
+                    columns: &[Column::Gate],
+                };
+                let mut cache = PagedCache::new(&arena, shape).unwrap();
+                let mut first = 0;
+                for chunk in chunks {
+                    cache.append(rows.view(), rows.view(), first..first + chunk).unwrap();
+                    let hidden = states[first..first + chunk].iter().map(|state| &state[..]);
+                    policy.carry_gates(&mut cache, (0, 0), hidden).unwrap();
+                    first += chunk;
+                }
+                let of_head = |head: usize| {
+                    (0..6).map(|slot| cache.column(cache.list(0, head), slot, Column::Gate)).collect::<Vec<f32>>()
+                };
+                let doubled: Vec<f32> = expected.iter().map(|gate| 2.0 * gate).collect();
+                assert_eq!([of_head(0), of_head(1)], [expected.clone(), doubled], "{decided_by:?}");
+            }
+        }
+    }
 }

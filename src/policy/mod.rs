@@ -20,7 +20,9 @@ pub mod gates;
 pub(crate) mod least_squares;
 mod linear;
 mod list;
+mod network;
 mod presets;
+mod published;
 mod registry;
 mod schedule;
 mod scored;
@@ -33,6 +35,7 @@ pub use assets::{Assets, Axis, Learned, Parameters, PolicyFile};
 pub use budget::{Budget, BudgetError};
 pub use catalogue::{cost_class, describe, markdown};
 pub use context::{BeforeRope, Context, Future, Protect, Reconstruction, Statistic};
+pub use gates::DecidedBy;
 pub use list::{List, each_list};
 pub use presets::PRESETS;
 pub use registry::{ChangeScorer, Part, PartEntry, PolicyEntry, Preset, Registry};
@@ -233,6 +236,8 @@ pub struct Policy {
     pub selection: Option<Box<dyn KvSelection>>,
     /// How the model repeats its context before it is evicted from, with [`Statistic::Reconstruction`].
     pub reconstruction: Option<Reconstruction>,
+    /// Whose hidden state a token's gate comes from, for a scorer that looks at [`Statistic::HiddenStates`].
+    pub decided_by: DecidedBy,
     /// Which tensors of a policy file it was built from.
     pub parameters: Parameters,
 }
@@ -249,6 +254,7 @@ impl Policy {
             rerotates: false,
             selection: None,
             reconstruction: None,
+            decided_by: DecidedBy::Itself,
             parameters: Parameters::default(),
         }
     }

@@ -2,12 +2,14 @@
 //!
 //! A sequence begins as every text of the model. A task's context follows, then as many of its questions with
 //! their answers as there is room for: one context with many answers teaches more than many with one. The tokens of
-//! answers count in the loss, those of plain text less, those of keys and values that nothing foretells not at all.
+//! answers count in the loss, those of plain text less, those of keys and values that nothing foretells not at all. Plain
+//! text is sentences of a grammar, or pieces of the recipe's own text where it has one.
 //! What a sequence is depends on the seed and its number alone.
 
 use super::loss::Target;
 use super::network::Batch;
 use super::recipe::{DataSpec, Recipe, SourceSpec};
+use super::text::TextSource;
 use super::vocabulary::Vocabulary;
 use crate::device::Cpu;
 use crate::named::NamedError;
@@ -20,6 +22,10 @@ use std::ops::Range;
 
 /// Between the seeds of what is trained on and what is held out.
 const HELD_OUT: u64 = 0x5EED_0000_0000_0000;
+
+/// Tokens of a quoted span, and how many of its first ones are not judged: nothing says yet where they come from.
+const QUOTED_TOKENS: Range<usize> = 8..65;
+const QUOTED_UNJUDGED: usize = 2;
 
 /// Different words in all lists of `echo`, and how many a list has.
 const ECHO_WORDS: usize = 300;
@@ -34,10 +40,15 @@ pub enum DataError {
     /// A task that does not fit.
     #[error(transparent)]
     Task(#[from] TaskError),
+    /// A text that cannot be read or is too short.
+    #[error("{0}")]
+    Text(String),
 }
 
 enum Kind {
     Text,
+    Prose,
+    Quotes,
     Needles,
     Echo,
     Task(Box<dyn Task>),
@@ -52,6 +63,7 @@ struct Source {
 pub struct Data<'a> {
     vocabulary: &'a Vocabulary,
     sources: Vec<Source>,
+    text: Option<TextSource<'a>>,
     text_weight: f32,
     seed: u64,
 }
@@ -76,7 +88,11 @@ impl<'a> Sequence<'a> {
     }
 
     fn push(&mut self, text: &str, weight: f32) {
-        self.tokens.extend(self.vocabulary.encode(text).into_iter().map(|token| (token, weight)));
+        self.extend(&self.vocabulary.encode(text), weight);
+    }
+
+    fn extend(&mut self, tokens: &[u32], weight: f32) {
+        self.tokens.extend(tokens.iter().map(|&token| (token, weight)));
     }
 
     /// A question and its answer, if there is room for both; says whether there was.
@@ -98,10 +114,12 @@ impl<'a> Data<'a> {
     /// # Errors
     /// When a task is not known or does not fit into a stage in which it would be drawn.
     pub fn new(recipe: &Recipe, vocabulary: &'a Vocabulary) -> Result<Self, DataError> {
-        let DataSpec { text_weight, sources } = &recipe.data;
+        let DataSpec { text_weight, text, sources } = &recipe.data;
         let source = |spec: &SourceSpec| {
             let kind = match spec.source.as_str() {
                 "text" => Kind::Text,
+                "prose" => Kind::Prose,
+                "quotes" => Kind::Quotes,
                 "needles" => Kind::Needles,
                 "echo" => Kind::Echo,
                 name => Kind::Task(task::task(name)?),
@@ -109,7 +127,10 @@ impl<'a> Data<'a> {
             Ok(Source { spec: spec.clone(), kind })
         };
         let sources: Vec<Source> = sources.iter().map(source).collect::<Result<_, NamedError>>()?;
-        let data = Data { vocabulary, sources, text_weight: *text_weight, seed: recipe.seed };
+        let longest = recipe.stages.iter().map(|stage| stage.length).max().unwrap_or(0);
+        let open = |path| TextSource::of_documents(path, vocabulary, longest + 1, recipe.seed).map_err(DataError::Text);
+        let text = text.as_deref().map(open).transpose()?;
+        let data = Data { vocabulary, sources, text, text_weight: *text_weight, seed: recipe.seed };
         for stage in &recipe.stages {
             for source in data.sources.iter().filter(|source| source.spec.serves(stage.length)) {
                 data.sequence(source, stage.length, 0)?;
@@ -155,12 +176,17 @@ impl<'a> Data<'a> {
         let mut sequence = Sequence::begun(self.vocabulary, len);
         match &source.kind {
             Kind::Text => (),
+            Kind::Prose => self.prose(&mut sequence, &mut rng),
+            Kind::Quotes => self.quotes(&mut sequence, &mut rng),
             Kind::Needles => self.needles(&mut sequence, &mut rng),
             Kind::Echo => self.echo(&mut sequence, &mut rng),
             Kind::Task(task) => self.task(&mut sequence, &source.spec.source, task.as_ref(), number, &mut rng)?,
         }
         if sequence.tokens.len() > self.vocabulary.begin().len() && sequence.room() > 0 {
             sequence.tokens.extend(self.vocabulary.end().map(|end| (end, 1.0)));
+        }
+        if self.text.is_some() {
+            self.prose(&mut sequence, &mut rng);
         }
         while sequence.room() > 0 {
             sequence.push(&text::sentence(&mut rng), self.text_weight);
@@ -208,25 +234,14 @@ impl<'a> Data<'a> {
         let values: Vec<String> = (0..count).map(|_| text::number(rng, 7)).collect();
         let room = whole.saturating_sub(count * (NEEDLE_TOKENS + ASKED_TOKENS));
         let wanted = rng.random_range(room / 2..=room);
-        let repeated: Option<Vec<String>> =
-            rng.random_bool(0.25).then(|| (0..4).map(|_| text::sentence(rng)).collect());
-        let (mut pieces, mut tokens) = (Vec::new(), 0);
-        while tokens < wanted {
-            let sentence = match &repeated {
-                Some(cycle) => cycle[pieces.len() % cycle.len()].clone(),
-                None => text::sentence(rng),
-            };
-            tokens += self.vocabulary.encode(&sentence).len();
-            if tokens < wanted {
-                pieces.push((sentence, self.text_weight));
-            }
-        }
+        let mut pieces: Vec<(Vec<u32>, f32)> =
+            self.haystack(wanted, rng).into_iter().map(|piece| (piece, self.text_weight)).collect();
         for (key, value) in keys.iter().zip(&values) {
             let place = rng.random_range(0..=pieces.len());
-            pieces.insert(place, (text::needle(key, value), 0.0));
+            pieces.insert(place, (self.vocabulary.encode(&text::needle(key, value)), 0.0));
         }
         for (piece, weight) in &pieces {
-            sequence.push(piece, *weight);
+            sequence.extend(piece, *weight);
         }
         let mut order: Vec<usize> = (0..count).collect();
         order.shuffle(rng);
@@ -236,6 +251,64 @@ impl<'a> Data<'a> {
                 break;
             }
         }
+    }
+
+    /// About `wanted` tokens in pieces between which a needle can stand: mostly sentences of the text, if there is one.
+    fn haystack(&self, wanted: usize, rng: &mut ChaCha8Rng) -> Vec<Vec<u32>> {
+        if let Some(text) = self.text.as_ref().filter(|_| wanted > 0 && rng.random_bool(0.6)) {
+            let stop = self.vocabulary.encode("a.").pop();
+            let span = text.span(rng, wanted);
+            return span.split_inclusive(|token| Some(*token) == stop).map(<[u32]>::to_vec).collect();
+        }
+        let repeated: Option<Vec<String>> =
+            rng.random_bool(0.25).then(|| (0..4).map(|_| text::sentence(rng)).collect());
+        let (mut pieces, mut tokens) = (Vec::new(), 0);
+        while tokens < wanted {
+            let sentence = match &repeated {
+                Some(cycle) => cycle[pieces.len() % cycle.len()].clone(),
+                None => text::sentence(rng),
+            };
+            let sentence = self.vocabulary.encode(&sentence);
+            tokens += sentence.len();
+            if tokens < wanted {
+                pieces.push(sentence);
+            }
+        }
+        pieces
+    }
+
+    /// The text from a random place on, until the sequence is full.
+    fn prose(&self, sequence: &mut Sequence<'_>, rng: &mut ChaCha8Rng) {
+        let text = self.text.as_ref().expect("a checked recipe has a text for its prose");
+        sequence.extend(text.span(rng, sequence.room()), self.text_weight);
+    }
+
+    /// The text, in which spans stand once more somewhere behind: their tokens are foretold by what followed before.
+    fn quotes(&self, sequence: &mut Sequence<'_>, rng: &mut ChaCha8Rng) {
+        let text = self.text.as_ref().expect("a checked recipe has a text for its quotes");
+        let first = sequence.tokens.len();
+        while sequence.room() > 0 {
+            let fresh = rng.random_range(QUOTED_TOKENS).min(sequence.room());
+            sequence.extend(text.span(rng, fresh), self.text_weight);
+            let (written, count) = (sequence.tokens.len(), rng.random_range(QUOTED_TOKENS));
+            if written > first + count && sequence.room() > count {
+                let at = rng.random_range(first..written - count);
+                let quoted: Vec<u32> = sequence.tokens[at..at + count].iter().map(|(token, _)| *token).collect();
+                sequence.extend(&quoted[..QUOTED_UNJUDGED], 0.0);
+                sequence.extend(&quoted[QUOTED_UNJUDGED..], 1.0);
+            }
+        }
+    }
+
+    /// `count` pieces of `len` tokens of the text that no step reads, if there is one; every token is a target.
+    pub fn held_out_text(&self, count: usize, len: usize) -> Option<Batch> {
+        let text = self.text.as_ref()?;
+        let (begin, pieces) = (self.vocabulary.begin().len(), text.pieces(len + 1));
+        let piece = |index: usize| {
+            let tokens = text.piece(index * pieces / count, len + 1);
+            tokens.into_iter().enumerate().map(|(at, token)| (token, f32::from(at >= begin))).collect::<Vec<_>>()
+        };
+        (pieces >= count).then(|| batch_of(&(0..count).map(piece).collect::<Vec<_>>(), len))
     }
 
     /// Lists of words, ` oar lamp wolf;`, and pieces of earlier ones, each from some word to its list's end. What follows

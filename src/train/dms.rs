@@ -22,6 +22,7 @@ use super::{Network, Parameters};
 use crate::device::Cpu;
 use crate::memory::Arena;
 use crate::model::{Config, fingerprint, locate};
+use crate::policy::DecidedBy;
 use crate::tensor::DType;
 use crate::tensor::file::{self, Output};
 use serde::{Deserialize, Serialize};
@@ -66,8 +67,15 @@ pub struct Settings {
     pub learning_rate: f32,
     /// Weight of the term that asks for eviction.
     pub pressure: f64,
+    /// Whose hidden state decides on a token.
+    #[serde(default, skip_serializing_if = "is_itself")]
+    pub decided_by: DecidedBy,
     /// Type of the model's matrices: f32 or bf16.
     pub weights: DType,
+}
+
+fn is_itself(by: &DecidedBy) -> bool {
+    *by == DecidedBy::Itself
 }
 
 impl Settings {
@@ -207,7 +215,7 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
     let text = serde_json::to_string(&(settings, &base)).expect("settings are plain data");
     let digest = blake3::hash(text.as_bytes()).to_hex()[..16].to_string();
     let weights = Frozen::open(&model, &parameters, &arena)?;
-    let gates = Gates::new(&arena, &extents, settings.window)?;
+    let gates = Gates::new(&arena, &extents, settings.window, settings.decided_by)?;
     let mut network = Network::new(&arena, cpu, extents, recompute)?.with_gates(&arena, gates)?;
     let mut adamw = AdamW::new(&arena, Gates::count(&config))?;
     let mut progress = Progress::default();
@@ -334,6 +342,7 @@ fn write_policy(
     let metadata = [
         ("base_model", base.to_string()),
         ("window", settings.window.to_string()),
+        ("decided_by", settings.decided_by.name().to_string()),
         ("ratio", settings.stage(progress.step - 1).0.to_string()),
         ("steps", progress.step.to_string()),
         ("tokens", progress.tokens.to_string()),
@@ -359,6 +368,7 @@ mod tests {
             seed: 0,
             learning_rate: 1e-3,
             pressure: 1.0,
+            decided_by: DecidedBy::Itself,
             weights: DType::F32,
         };
         let targets: Vec<f64> = (0..100).map(|step| settings.target(step)).collect();

@@ -4,7 +4,8 @@
 //! `a = SCALE (w . n + b) - OFFSET`. In training the decision is relaxed: with logistic noise `g` (a difference of two
 //! Gumbel variables) `z = (a + g) / TAU`, `alpha = sigmoid(z)`, and the token's key gets the bias `log(1 - alpha)` for
 //! queries that lie `window` or more behind it ([`crate::attention::KeyBias`]): eviction is delayed. At inference a token
-//! is evicted if `a > 0`, once it leaves the window. Scale, offset and temperature are those of NVIDIA's Model-Optimizer;
+//! is evicted if `a > 0`, once it leaves the window. `n` is the token's own, or that of the token behind it ([`DecidedBy`]), which has none for the
+//! last token: that one is not decided on. Scale, offset and temperature are those of NVIDIA's Model-Optimizer;
 //! the offset lets no token go at first.
 //!
 //! Gradients: `d log(1 - alpha) / dz = -alpha`, and `alpha (1 - alpha)` for the term that asks for more eviction, which
@@ -21,6 +22,7 @@ use crate::device::Cpu;
 use crate::memory::{Arena, ArenaError, Buffer, Label, LabelBytes};
 use crate::model::Config;
 use crate::model::parameters::Role;
+use crate::policy::DecidedBy;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
@@ -61,6 +63,7 @@ pub struct Gates {
     heads: usize,
     len: usize,
     window: usize,
+    decided_by: DecidedBy,
     mode: Mode,
     /// `z`, or `a` where decisions are hard, `[layers, B, Hkv, L]`.
     logits: Buffer<f32>,
@@ -100,6 +103,12 @@ fn layout(config: &Config) -> (Vec<Parameter>, Vec<Linear>) {
     (weights.into_iter().chain(biases).collect(), linears)
 }
 
+/// Which of the linear functions' outputs `[B L, Hkv]` decides on a token, `index` of `[B, Hkv, L]`.
+fn decided_at(index: usize, len: usize, heads: usize, by: DecidedBy) -> Option<usize> {
+    let (list, at) = (index / len, index % len + by.later());
+    (at < len).then_some((list / heads * len + at) * heads + list % heads)
+}
+
 impl Gates {
     /// Numbers that are trained.
     pub fn count(config: &Config) -> usize {
@@ -110,7 +119,7 @@ impl Gates {
     ///
     /// # Errors
     /// When the arena has no room.
-    pub fn new(arena: &Arena, extents: &Extents<'_>, window: usize) -> Result<Self, ArenaError> {
+    pub fn new(arena: &Arena, extents: &Extents<'_>, window: usize, decided_by: DecidedBy) -> Result<Self, ArenaError> {
         let (config, rows) = (extents.config(), extents.rows());
         let (parameters, linears) = layout(config);
         let floats = |width: usize| arena.alloc::<f32>(Label::Activations, rows * width);
@@ -122,6 +131,7 @@ impl Gates {
             heads: config.kv_heads,
             len: extents.len,
             window,
+            decided_by,
             mode: Mode::Dense,
             logits: floats(config.layers * config.kv_heads)?,
             bias: floats(config.layers * config.kv_heads)?,
@@ -183,9 +193,10 @@ impl Gates {
         let of_layer = self.layer(layer);
         let to = self.logits[of_layer.clone()].iter_mut().zip(&mut self.bias[of_layer]);
         for (index, (logit, bias)) in to.enumerate() {
-            let (list, at) = (index / self.len, index % self.len);
-            let row = list / self.heads * self.len + at;
-            let a = SCALE * self.outputs[row * self.heads + list % self.heads] - OFFSET;
+            let a = match decided_at(index, self.len, self.heads, self.decided_by) {
+                Some(at) => SCALE * self.outputs[at] - OFFSET,
+                None => -OFFSET,
+            };
             match &mut rng {
                 Some(rng) => {
                     let u: f32 = rng.random_range(1e-6..1.0 - 1e-6);
@@ -250,13 +261,14 @@ impl Gates {
         scratch: &mut [f32],
     ) {
         let logits = &self.logits[self.layer(layer)];
+        // What decides on nothing, the first token of a sequence whose tokens the next ones decide on, gets no gradient.
+        self.outputs.fill(0.0);
         for (index, (&z, &dbias)) in logits.iter().zip(dbias).enumerate() {
-            let (list, at) = (index / self.len, index % self.len);
-            let row = list / self.heads * self.len + at;
+            let Some(at) = decided_at(index, self.len, self.heads, self.decided_by) else { continue };
             let alpha = 1.0 / (1.0 + (-z).exp());
-            let pressure = if self.is_mature(at) { self.pressure } else { 0.0 };
+            let pressure = if self.is_mature(index % self.len) { self.pressure } else { 0.0 };
             let dz = -alpha * (dbias + pressure * (1.0 - alpha));
-            self.outputs[row * self.heads + list % self.heads] = SCALE / TAU * dz;
+            self.outputs[at] = SCALE / TAU * dz;
         }
         let Gates { linears, weights, gradient, outputs, .. } = self;
         linears[layer].gradients(cpu, outputs, n, &mut UnitGradients { values: gradient, first: 0 });

@@ -4,12 +4,13 @@
 
 use super::Parameters;
 use super::run::TrainError;
-use super::vocabulary::{BEGIN, END, Vocabulary};
+use super::text::{documents, read};
+use super::vocabulary::{BEGIN, END, LEARNED_TOKENS, Vocabulary};
 use crate::model::{Config, files_beside, locate, widen};
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::{Value, json};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// Extents and constants of a new model, as a recipe gives them.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
@@ -33,6 +34,16 @@ pub struct Sizes {
     pub rope_theta: f64,
     /// Added to the mean square of a row before its root.
     pub norm_eps: f32,
+    /// Tokens of a vocabulary that is learned from the recipe's text; without it, the words of generated texts.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vocabulary: Option<usize>,
+    /// Whether the heads of the first block look back some tokens from the start ([`Parameters::initial`]).
+    #[serde(default = "yes", skip_serializing_if = "Clone::clone")]
+    pub look_back: bool,
+}
+
+fn yes() -> bool {
+    true
 }
 
 impl Sizes {
@@ -68,7 +79,13 @@ impl Sizes {
         if !(self.norm_eps.is_finite() && self.norm_eps > 0.0) {
             return Err(format!("model.norm_eps is {}; it must be finite and above 0", self.norm_eps));
         }
-        Ok(())
+        match self.vocabulary {
+            Some(tokens) if !LEARNED_TOKENS.contains(&tokens) => {
+                let (least, most) = (LEARNED_TOKENS.start(), LEARNED_TOKENS.end());
+                Err(format!("model.vocabulary is {tokens}; it must be {least} to {most}"))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// The `config.json` of a model with `vocab` tokens, of which `begin` begins a text and `end` ends it.
@@ -135,16 +152,18 @@ pub(super) struct Start {
     pub files: Vec<(&'static str, String)>,
     /// The folder or file that weights come from, if not from random numbers.
     pub folder: Option<PathBuf>,
+    /// Whether heads of the first block look back, of a new model.
+    look_back: bool,
 }
 
 impl Origin {
-    /// The model, without its weights.
+    /// The model, without its weights; `text` is the recipe's.
     ///
     /// # Errors
-    /// When a folder or file is not that of a model with a tokenizer.
-    pub(super) fn open(&self) -> Result<Start, TrainError> {
+    /// When a folder or file is not that of a model with a tokenizer, or a text cannot be read that a vocabulary is to be learned from.
+    pub(super) fn open(&self, text: Option<&Path>) -> Result<Start, TrainError> {
         match self {
-            Origin::New(sizes) => Ok(new(sizes)),
+            Origin::New(sizes) => new(sizes, text),
             Origin::Folder(Folder { from }) => {
                 let folder = locate(from)?;
                 let files = files_beside(&folder)?;
@@ -154,14 +173,18 @@ impl Origin {
                     false => Config::parse(&folder, &files[0].1)?,
                 };
                 let vocabulary = Vocabulary::of_folder(&folder, &config)?;
-                Ok(Start { config, vocabulary, files, folder: Some(folder) })
+                Ok(Start { config, vocabulary, files, folder: Some(folder), look_back: false })
             }
         }
     }
 }
 
-fn new(sizes: &Sizes) -> Start {
-    let vocabulary = Vocabulary::of_generated_text();
+fn new(sizes: &Sizes, text: Option<&Path>) -> Result<Start, TrainError> {
+    let written = match (sizes.vocabulary, text) {
+        (Some(count), Some(path)) => Vocabulary::json_of_text(&documents(&read(path)?), count),
+        _ => Vocabulary::json_of_generated_text(),
+    };
+    let vocabulary = Vocabulary::of_json(&written);
     let (begin, end) = (Vocabulary::BEGIN, Vocabulary::END);
     let config = sizes.config(vocabulary.len(), begin, end);
     let generation = json!({"bos_token_id": begin, "eos_token_id": end, "do_sample": false});
@@ -177,10 +200,11 @@ fn new(sizes: &Sizes) -> Start {
         ("config.json", pretty(&config)),
         ("generation_config.json", pretty(&generation)),
         ("tokenizer_config.json", pretty(&tokenizer)),
-        ("tokenizer.json", Vocabulary::json_of_generated_text()),
+        ("tokenizer.json", written),
     ];
     let config = config.as_object().map(Config::from_json).expect("it is an object");
-    Start { config: config.expect("checked sizes make a model"), vocabulary, files, folder: None }
+    let config = config.expect("checked sizes make a model");
+    Ok(Start { config, vocabulary, files, folder: None, look_back: sizes.look_back })
 }
 
 impl Start {
@@ -196,7 +220,7 @@ impl Start {
     ) -> Result<(), TrainError> {
         match &self.folder {
             Some(folder) => widen(folder, &parameters.config, &mut |_, values| take(values))?,
-            None => parameters.each_initial(seed, take),
+            None => parameters.each_initial(seed, self.look_back, take),
         }
         Ok(())
     }

@@ -225,14 +225,14 @@ impl Parameters {
     pub fn initial(&self, arena: &Arena, seed: u64) -> Result<Buffer<f32>, ArenaError> {
         let mut weights = arena.alloc(Label::Weights, self.count())?;
         let mut rest = &mut *weights;
-        self.each_initial(seed, &mut |values| {
+        self.each_initial(seed, true, &mut |values| {
             rest.split_off_mut(..values.len()).expect("room for every parameter").copy_from_slice(values);
         });
         Ok(weights)
     }
 
-    /// The same, one parameter after the other.
-    pub(super) fn each_initial(&self, seed: u64, take: &mut dyn FnMut(&[f32])) {
+    /// The same, one parameter after the other, with heads that look back or without.
+    pub(super) fn each_initial(&self, seed: u64, look_back: bool, take: &mut dyn FnMut(&[f32])) {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         let mut values = Vec::new();
         for parameter in &self.all {
@@ -253,7 +253,9 @@ impl Parameters {
                 let normal = Normal::new(0.0f32, std_dev).expect("a std_dev is finite and not negative");
                 values.iter_mut().for_each(|value| *value = normal.sample(&mut rng));
             }
-            self.look_back(parameter, &mut values);
+            if look_back {
+                self.look_back(parameter, &mut values);
+            }
             take(&values);
         }
     }

@@ -63,7 +63,7 @@ pub fn run(
     watch: &mut dyn FnMut(&Line),
 ) -> Result<(), TrainError> {
     let misfit = |reason| TrainError::Misfit { name: recipe.name.clone(), reason };
-    let start = recipe.model.open()?;
+    let start = recipe.model.open(recipe.data.text.as_deref())?;
     let out = options.out.canonicalize().ok();
     if start.folder.as_ref().is_some_and(|folder| folder.canonicalize().ok() == out) {
         return Err(misfit(format!(
@@ -286,6 +286,10 @@ impl<'a> Trainer<'a> {
                 self.results.push(serde_json::to_value(&line).expect("a line is plain data"));
                 self.tell(watch, line)?;
             }
+            if let Some(all) = self.data.held_out_text(samples, length).filter(|_| length == longest) {
+                let loss = held_out_loss(&mut network, &mut self.zero, &self.groups.data, &all)?;
+                self.tell(watch, Line::HeldOut { step: self.progress.step, loss, perplexity: loss.exp() })?;
+            }
         }
         Ok(())
     }
@@ -336,6 +340,23 @@ impl<'a> Trainer<'a> {
         });
         export::text(self.folder, RECORD, &format!("{record:#}\n"))
     }
+}
+
+/// Cross-entropy of all targets, nats; ranks take as many sequences as a network has in turns.
+fn held_out_loss(network: &mut Network<'_>, zero: &mut Zero<'_>, comm: &Comm, all: &Batch) -> Result<f64, TrainError> {
+    let Extents { len, .. } = *network.extents();
+    let parts = all.tokens.len() / network.extents().rows();
+    let mut sum = 0.0f64;
+    for first in (0..parts).step_by(comm.size()) {
+        let index = first + comm.rank();
+        let part = all.part(index.min(parts - 1), parts, len);
+        let loss = network.judge_of(zero, &part, |_, _, _| ())?;
+        sum += if index < parts { loss } else { 0.0 };
+    }
+    let mut of_ranks = vec![0f64; comm.size()];
+    of_ranks[comm.rank()] = sum;
+    comm.all_gather(&mut of_ranks.iter_mut().map(bytemuck::bytes_of_mut).collect::<Vec<_>>())?;
+    Ok(of_ranks.iter().sum::<f64>())
 }
 
 /// How many sequences have every judged token right; ranks take as many as a network has in turns.

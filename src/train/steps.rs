@@ -91,6 +91,7 @@ pub(super) fn on_text(model: &Path, [batch, length]: [usize; 2]) -> Result<Recip
         model: Origin::Folder(Folder { from: model.into() }),
         data: DataSpec {
             text_weight: 1.0,
+            text: None,
             sources: vec![SourceSpec { source: "text".into(), share: 1.0, from_length: 0 }],
         },
         stages: vec![Stage { length, batch, steps: 1 << 20 }],
@@ -135,7 +136,7 @@ impl Steps {
     pub fn open(model: &Path, [batch, length]: [usize; 2], shared: SharedOut) -> Result<Self, TrainError> {
         let recipe = on_text(model, [batch, length])?;
         let misfit = |reason| TrainError::Misfit { name: model.display().to_string(), reason };
-        let start = recipe.model.open()?;
+        let start = recipe.model.open(recipe.data.text.as_deref())?;
         recipe.check_lengths(start.config.most_tokens(), "the model's longest context").map_err(misfit)?;
         recipe.check_ranks(shared.ranks / shared.tensor_parallel).map_err(misfit)?;
         let share = tensor_parallel::share(&start.config, shared.tensor_parallel).map_err(misfit)?;

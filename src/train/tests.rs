@@ -32,6 +32,8 @@ const SMALL: Sizes = Sizes {
     max_positions: 64,
     rope_theta: 100.0,
     norm_eps: 1e-5,
+    vocabulary: None,
+    look_back: true,
 };
 
 fn config(sizes: &Sizes, vocab: usize) -> Config {

@@ -1,8 +1,9 @@
 //! Sequences of a user's text: nine tenths to learn from, from random places, and the last tenth held out.
 
+use super::error::TrainError;
 use super::vocabulary::Vocabulary;
 use crate::task::Tokens;
-use rand::{RngExt, SeedableRng};
+use rand::{Rng, RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use std::path::Path;
 
@@ -22,9 +23,22 @@ impl<'a> TextSource<'a> {
     /// # Errors
     /// When it cannot be read, or is shorter than twenty sequences.
     pub fn open(path: &Path, vocabulary: &'a Vocabulary, len: usize, seed: u64) -> Result<Self, String> {
-        let text = std::fs::read_to_string(path)
-            .map_err(|error| format!("cannot read the text '{}': {error}", path.display()))?;
-        let (begin, tokens) = (vocabulary.begin(), vocabulary.encode(&text));
+        let text = read(path).map_err(|error| error.to_string())?;
+        Self::new(path, vocabulary, vocabulary.encode(&text), len, seed)
+    }
+
+    /// The same of a text of many documents with blank lines between them, whose tokens are those of each document.
+    ///
+    /// # Errors
+    /// As [`TextSource::open`].
+    pub fn of_documents(path: &Path, vocabulary: &'a Vocabulary, len: usize, seed: u64) -> Result<Self, String> {
+        let text = read(path).map_err(|error| error.to_string())?;
+        let tokens = documents(&text).into_iter().flat_map(|document| vocabulary.encode(document)).collect();
+        Self::new(path, vocabulary, tokens, len, seed)
+    }
+
+    fn new(path: &Path, vocabulary: &'a Vocabulary, tokens: Vec<u32>, len: usize, seed: u64) -> Result<Self, String> {
+        let begin = vocabulary.begin();
         if tokens.len() < 20 * len {
             return Err(format!(
                 "'{}' has {} tokens; at least {} are needed for sequences of {len}",
@@ -41,18 +55,26 @@ impl<'a> TextSource<'a> {
         self.tokens.len() / 10 * 9
     }
 
+    /// `count` tokens that are learned from, from a random place on.
+    pub fn span(&self, rng: &mut impl Rng, count: usize) -> &[u32] {
+        let at = rng.random_range(0..self.trained() - count);
+        &self.tokens[at..at + count]
+    }
+
     /// `count` sequences of `len` tokens, from number `first` on; numbers from [`HELD_OUT`] on are of what is held out.
     pub fn drawn(&self, first: u64, [count, len]: [usize; 2]) -> Vec<u32> {
         let of_text = len - self.begin.len();
-        let trained = self.trained();
         let sequence = |number: u64| {
             let mut rng = ChaCha8Rng::seed_from_u64(self.seed);
             rng.set_stream(number);
-            let at = match number < HELD_OUT {
-                true => rng.random_range(0..trained - of_text),
-                false => rng.random_range(trained..self.tokens.len() - of_text),
+            let text = match number < HELD_OUT {
+                true => self.span(&mut rng, of_text),
+                false => {
+                    let at = rng.random_range(self.trained()..self.tokens.len() - of_text);
+                    &self.tokens[at..at + of_text]
+                }
             };
-            self.begin.iter().chain(&self.tokens[at..at + of_text]).copied().collect::<Vec<_>>()
+            self.begin.iter().chain(text).copied().collect::<Vec<_>>()
         };
         (first..first + count as u64).flat_map(sequence).collect()
     }
@@ -68,4 +90,22 @@ impl<'a> TextSource<'a> {
         let at = self.trained() + index * of_text;
         self.begin.iter().chain(&self.tokens[at..at + of_text]).copied().collect()
     }
+}
+
+/// Reads a text.
+///
+/// # Errors
+/// When it cannot be read.
+pub(super) fn read(path: &Path) -> Result<String, TrainError> {
+    let wrong = |error: std::io::Error| TrainError::System {
+        verb: "read the text",
+        path: path.into(),
+        reason: error.to_string(),
+    };
+    std::fs::read_to_string(path).map_err(wrong)
+}
+
+/// The parts of a text between blank lines, each with the one behind it.
+pub(super) fn documents(text: &str) -> Vec<&str> {
+    text.split_inclusive("\n\n").collect()
 }

@@ -59,7 +59,7 @@ impl Plan {
             }
             None => {
                 // Of a GGUF file the configuration is that of the folder that comes out.
-                let start = Origin::Folder(Folder { from: settings.model.clone() }).open();
+                let start = Origin::Folder(Folder { from: settings.model.clone() }).open(None);
                 let Start { config, files: beside, .. } = start.map_err(|error| error.to_string())?;
                 files = beside;
                 Parameters { dtype, ..Parameters::new(&config) }

@@ -1,14 +1,19 @@
-//! The tokenizer of a model that is trained: its own, where it comes from a folder or file. A new model's has every word of the
-//! generated texts as one token, with the space before it; numbers go in pairs of digits; all else falls to bytes, so that
-//! every text has tokens and none is unknown.
+//! The tokenizer of a model that is trained: its own, where it comes from a folder or file. A new model's is a byte-level BPE,
+//! so that every text has tokens and none is unknown, of one of two kinds.
 //!
-//! As a `tokenizer.json` this is a byte-level BPE without merges whose `ignore_merges` takes a whole piece of the
-//! pattern where the vocabulary holds it, as Llama 3's tokenizer does.
+//! *Of the generated texts* every word is one token, with the space before it, and numbers go in pairs of digits: there are no
+//! merges, and `ignore_merges` takes a whole piece of the pattern where the vocabulary holds it, as Llama 3's tokenizer does.
+//! *Learned from a text* its tokens are the pairs that are merged most often (Sennrich et al. 2016, arXiv 1508.07909), within
+//! GPT-2's pieces of a text, with each digit apart as in SmolLM2.
 
 use crate::model::{Config, ModelError, Text};
 use crate::task::{Tokens, text};
 use serde_json::{Value, json};
 use std::path::Path;
+use tokenizers::models::TrainerWrapper;
+use tokenizers::models::bpe::BpeTrainer;
+use tokenizers::pre_tokenizers::byte_level::ByteLevel;
+use tokenizers::{AddedToken, Tokenizer};
 
 /// What begins every text.
 pub const BEGIN: &str = "<|begin|>";
@@ -17,6 +22,10 @@ pub const END: &str = "<|end|>";
 
 /// Words with the space before them, pairs of digits, single signs, white space.
 const PATTERN: &str = r" ?[A-Za-z]+| ?[0-9]{1,2}| ?[^\sA-Za-z0-9]|\s";
+/// GPT-2's, with each digit apart.
+const LEARNED: &str = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
+/// Tokens of a learned vocabulary: at least both ends of a text and all bytes.
+pub(super) const LEARNED_TOKENS: std::ops::RangeInclusive<usize> = 258..=65_536;
 
 /// The tokenizer, and what it puts at the ends of a text.
 pub struct Vocabulary {
@@ -51,17 +60,22 @@ impl Vocabulary {
         Ok(Vocabulary { text, begin, end })
     }
 
-    /// The vocabulary of the words of [`text::words`].
+    /// What a `tokenizer.json` that is written here says.
     ///
     /// # Panics
-    /// When the file that is made here cannot be read back.
-    pub fn of_generated_text() -> Self {
-        let text = Text::parse("tokenizer.json".into(), &Self::json_of_generated_text());
-        let text = text.expect("the tokenizer that is written here can be read");
+    /// When it cannot be read back.
+    pub(super) fn of_json(json: &str) -> Self {
+        let text = Text::parse("tokenizer.json".into(), json).expect("the tokenizer that is written here can be read");
         Vocabulary { text, begin: vec![Self::BEGIN], end: Some(Self::END) }
     }
 
-    /// Its `tokenizer.json`.
+    /// The vocabulary of the words of [`text::words`].
+    #[cfg(test)]
+    pub(super) fn of_generated_text() -> Self {
+        Self::of_json(&Self::json_of_generated_text())
+    }
+
+    /// `tokenizer.json` with the words of [`text::words`].
     pub(super) fn json_of_generated_text() -> String {
         let mut entries: Vec<String> = vec![BEGIN.into(), END.into()];
         entries.extend((0..=255).map(|byte| letter(byte).to_string()));
@@ -72,31 +86,29 @@ impl Vocabulary {
         entries.extend(text::words().map(|word| format!("{space}{word}")));
         let vocab: serde_json::Map<String, Value> =
             entries.iter().enumerate().map(|(id, entry)| (entry.clone(), json!(id))).collect();
-        let special = |id: u32, content: &str| {
-            json!({"id": id, "content": content, "single_word": false, "lstrip": false, "rstrip": false,
-                   "normalized": false, "special": true})
-        };
-        let file = json!({
-            "version": "1.0",
-            "truncation": null,
-            "padding": null,
-            "added_tokens": [special(Self::BEGIN, BEGIN), special(Self::END, END)],
-            "normalizer": null,
-            "pre_tokenizer": {"type": "Sequence", "pretokenizers": [
-                {"type": "Split", "pattern": {"Regex": PATTERN}, "behavior": "Isolated", "invert": false},
-                {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false},
-            ]},
-            "post_processor": {"type": "TemplateProcessing",
-                "single": [{"SpecialToken": {"id": BEGIN, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
-                "pair": [{"SpecialToken": {"id": BEGIN, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}},
-                         {"Sequence": {"id": "B", "type_id": 1}}],
-                "special_tokens": {BEGIN: {"id": BEGIN, "ids": [0], "tokens": [BEGIN]}}},
-            "decoder": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false},
-            "model": {"type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
-                "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "ignore_merges": true,
-                "vocab": vocab, "merges": []},
-        });
-        format!("{file:#}\n")
+        format!("{:#}\n", file(PATTERN, &vocab, true))
+    }
+
+    /// `tokenizer.json` with `count` tokens learned from documents.
+    ///
+    /// # Panics
+    /// When `count` is not within [`LEARNED_TOKENS`].
+    pub(super) fn json_of_text(documents: &[&str], count: usize) -> String {
+        assert!(LEARNED_TOKENS.contains(&count), "{count} tokens");
+        let special = [BEGIN, END].map(|token| AddedToken::from(token, true));
+        let trainer = BpeTrainer::builder()
+            .vocab_size(count)
+            .show_progress(false)
+            .special_tokens(special.to_vec())
+            .initial_alphabet(ByteLevel::alphabet().into_iter().collect())
+            .build();
+        let none = serde_json::Map::from_iter([(BEGIN.into(), json!(0)), (END.into(), json!(1))]);
+        let mut tokenizer: Tokenizer =
+            file(LEARNED, &none, false).to_string().parse().expect("a tokenizer without merges can be read");
+        tokenizer
+            .train(&mut TrainerWrapper::from(trainer), documents.iter())
+            .expect("byte-level pieces of a text can be counted");
+        format!("{}\n", tokenizer.to_string(true).expect("a tokenizer is plain data"))
     }
 
     /// Number of tokens.
@@ -129,6 +141,34 @@ impl Tokens for Vocabulary {
     fn decode(&self, tokens: &[u32]) -> String {
         self.text.text(tokens).unwrap_or_default()
     }
+}
+
+/// A `tokenizer.json` without merges.
+fn file(pattern: &str, vocab: &serde_json::Map<String, Value>, ignore_merges: bool) -> Value {
+    let special = |id: u32, content: &str| {
+        json!({"id": id, "content": content, "single_word": false, "lstrip": false, "rstrip": false,
+               "normalized": false, "special": true})
+    };
+    json!({
+        "version": "1.0",
+        "truncation": null,
+        "padding": null,
+        "added_tokens": [special(Vocabulary::BEGIN, BEGIN), special(Vocabulary::END, END)],
+        "normalizer": null,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [
+            {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": false},
+            {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false},
+        ]},
+        "post_processor": {"type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": BEGIN, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [{"SpecialToken": {"id": BEGIN, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}},
+                     {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {BEGIN: {"id": BEGIN, "ids": [Vocabulary::BEGIN], "tokens": [BEGIN]}}},
+        "decoder": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false},
+        "model": {"type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
+            "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "ignore_merges": ignore_merges,
+            "vocab": vocab, "merges": []},
+    })
 }
 
 /// The letter that stands for a byte in a byte-level vocabulary (GPT-2): itself where it can be printed, else one of
@@ -169,5 +209,20 @@ mod tests {
         let pieces = [" The code of amber falcon is", " 1234567.", " What is it?", " 98;", " A bear saw the sea."];
         let apart: Vec<u32> = pieces.iter().flat_map(|piece| vocabulary.encode(piece)).collect();
         assert_eq!(apart, vocabulary.encode(&pieces.concat()));
+    }
+
+    #[test]
+    fn learned_tokens_are_the_frequent_pairs_with_digits_apart_and_every_text_comes_back() {
+        let document = "The cache holds keys and values.\nThe cache holds 12 keys.".repeat(20);
+        let json = Vocabulary::json_of_text(&[&document, "Größe"], 320);
+        assert_eq!(json, Vocabulary::json_of_text(&[&document, "Größe"], 320), "the same text, the same tokens");
+        let vocabulary = Vocabulary::of_json(&json);
+        assert!(vocabulary.len() > 280 && vocabulary.len() <= 320, "{}", vocabulary.len());
+        assert_eq!(vocabulary.encode(" cache").len(), 1);
+        assert_eq!(vocabulary.encode(" 1234").len(), 4);
+        assert_eq!(vocabulary.begin(), [0]);
+        for text in [" The code of amber falcon is 1234567.", "a\tb\n\n c", "Größe 東京 🦊"] {
+            assert_eq!(vocabulary.decode(&vocabulary.encode(text)), text);
+        }
     }
 }

@@ -7,6 +7,7 @@ use crate::device::Cpu;
 use crate::editing::Rate;
 use crate::experiment::environment;
 use crate::experiment::stats::wilson;
+use crate::policy::DecidedBy;
 use crate::report::training;
 use crate::tensor::DType;
 use crate::train::Recompute;
@@ -71,6 +72,9 @@ pub(super) struct Gates {
     /// Weight of the term of the loss that asks for eviction [default: 1]
     #[arg(long, value_name = "X", requires = "method")]
     pressure: Option<f64>,
+    /// Whose hidden state decides on a token: its own, or that of the token behind it, as in NVIDIA's DMS [default: itself]
+    #[arg(long, value_name = "TOKEN", value_parser = ["itself", "next"], requires = "method")]
+    decided_by: Option<String>,
 }
 
 /// What is asked of `--method lora`, `qlora` and `full`.
@@ -178,6 +182,7 @@ impl Args {
                     seed,
                     learning_rate,
                     pressure,
+                    decided_by: self.gates.decided_by.as_deref().and_then(DecidedBy::named).unwrap_or_default(),
                     weights,
                 };
                 return Ok(Some(OnLoaded::Gates(settings)));
@@ -239,11 +244,12 @@ impl OnLoaded {
 
 impl Gates {
     /// Options, whether each was given, and whether it is of adapters.
-    fn given(&self) -> [(&'static str, bool, bool); 3] {
+    fn given(&self) -> [(&'static str, bool, bool); 4] {
         [
             ("--ratio", !self.ratio.is_empty(), false),
             ("--window", self.window.is_some(), false),
             ("--pressure", self.pressure.is_some(), false),
+            ("--decided-by", self.decided_by.is_some(), false),
         ]
     }
 }

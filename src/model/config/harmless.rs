@@ -105,8 +105,9 @@ const ENDS: [&str; 9] = [
     "_date",
 ];
 
-/// Beginnings of names that are bookkeeping: what a program notes about its own work.
-const BEGINNINGS: [&str; 3] = ["unsloth_", "summary_", "tokenizer_"];
+/// Beginnings of names that are bookkeeping: what a program notes about its own work, and how gates decide that the model itself does
+/// not have (`dms_`, of those the ones that matter are read before).
+const BEGINNINGS: [&str; 4] = ["unsloth_", "summary_", "tokenizer_", "dms_"];
 
 /// Whether a key that nobody reads can be left out without another result.
 pub(super) fn is_harmless(key: &str, value: &Value) -> bool {

@@ -164,12 +164,30 @@ fn parsed(path: &Path, text: &str) -> Result<Map<String, Value>, ModelError> {
 
 fn family(fields: &Fields<'_>) -> Result<Family, String> {
     let known = || Family::ALL.map(Family::architecture).join(", ");
+    if is_dms(fields)? {
+        let named = fields.text("model_type")?.unwrap_or_default();
+        let family = Family::ALL.into_iter().find(|family| family.model_type() == named);
+        return family.ok_or_else(|| fields.refuse("model_type", "it is none of those that are known"));
+    }
     let named = fields.texts("architectures")?.unwrap_or_default();
     let [name] = named[..] else {
         return Err(fields.refuse("architectures", &format!("it must name one architecture; known: {}", known())));
     };
     let family = Family::ALL.into_iter().find(|family| family.architecture() == name);
     family.ok_or_else(|| format!("unknown architecture '{name}'; known: {}", known()))
+}
+
+/// Whether a folder is what NVIDIA's Model-Optimizer leaves of DMS: it names code of its own in place of an architecture, and has gates
+/// beside the weights, which change nothing until something is evicted (`dms:gates=FOLDER`).
+fn is_dms(fields: &Fields<'_>) -> Result<bool, String> {
+    if fields.count("dms_window_size")?.is_none() {
+        return Ok(false);
+    }
+    if !fields.flag("dms_separate_alpha")? {
+        let reason = "its eviction logits are a channel of the queries, which such a model attends without";
+        return Err(fields.refuse("dms_separate_alpha", reason));
+    }
+    Ok(!fields.has("architectures"))
 }
 
 fn activation(fields: &Fields<'_>, family: Family) -> Result<Activation, String> {

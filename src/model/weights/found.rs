@@ -219,8 +219,10 @@ impl<'a> Found<'a> {
         self.adapter.as_ref().map_or(Ok(()), Adapter::finish)?;
         let config = self.config;
         let harmless = |name: &str| {
-            // Frequencies that older folders hold, and an output projection that is not looked at.
-            name.ends_with("rotary_emb.inv_freq") || (config.tied && name == "lm_head.weight")
+            // Frequencies that older folders hold, an output projection that is not looked at, and gates that a policy reads.
+            name.ends_with("rotary_emb.inv_freq")
+                || (config.tied && name == "lm_head.weight")
+                || name.contains(".self_attn.dms_proj_alpha")
         };
         let unknown = match &self.source {
             Source::Folder(files, tensors) => {

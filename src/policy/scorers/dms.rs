@@ -3,14 +3,18 @@
 //! A token's eviction logit `a = weight . hidden + bias` is positive where the gate would evict it; `kvsieve train --method
 //! dms` trains it on a frozen model. The score is `-a`, which means the same in every layer and head, so that one pool of all
 //! heads is divided by it: the budget sets the threshold that training sets at 0. Eviction is delayed: a token is decided on
-//! once, when it leaves the window of recent tokens.
+//! once, when it leaves the window of recent tokens. `hidden` is the token's own, or that of the token behind it where the file
+//! says so in its metadata (`decided_by = next`).
 
-use super::gate::{GATES, Gate, from_file};
+use super::gate::{GATES, Gate, folder, from_file};
 use super::protect::Protected;
 use crate::named::Parameter;
-use crate::policy::Axis::{Hidden, KvHeads, Layers};
+use crate::policy::Axis::{self, Hidden, KvHeads, Layers};
 use crate::policy::allocation::{ada::Ada, global::Global};
-use crate::policy::{Assets, Decoding, Policy, PolicyEntry, PolicyError, Protect, Schedule};
+use crate::policy::network::Network;
+use crate::policy::published::{self, dms::CheckpointGates};
+use crate::policy::{Assets, DecidedBy, Decoding, Learned, Policy, PolicyEntry, PolicyError, Protect, Schedule};
+use std::path::Path;
 
 /// Recent tokens that stay where neither the policy nor its file says how many.
 const WINDOW: usize = 256;
@@ -19,7 +23,8 @@ const WINDOW: usize = 256;
 pub const ENTRY: PolicyEntry = PolicyEntry {
     name: "dms",
     about: "gates trained by `kvsieve train --method dms`: delayed eviction, one pool for all layers and heads; reads \
-            dms.weight [layers, Hkv, hidden] and dms.bias [layers, Hkv] of gates or --policy-file",
+            dms.weight [layers, Hkv, hidden] and dms.bias [layers, Hkv] of gates or --policy-file, or a folder of \
+            NVIDIA's Model-Optimizer",
     paper: "2506.05345",
     parameters: &[
         GATES,
@@ -34,22 +39,42 @@ pub const ENTRY: PolicyEntry = PolicyEntry {
             None | Some("auto") => None,
             Some(_) => Some(named.count("window", WINDOW, 1)?),
         };
-        from_file(named, assets, |assets| build(window, assets))
+        match folder(named) {
+            Some(folder) => of_checkpoint(folder, window, assets),
+            None => from_file(named, assets, |assets| build(window, assets)),
+        }
     },
 };
 
+const WEIGHT: (&str, &[Axis]) = ("dms.weight", &[Layers, KvHeads, Hidden]);
+const BIAS: (&str, &[Axis]) = ("dms.bias", &[Layers, KvHeads]);
+
+/// The policy of gates that NVIDIA's Model-Optimizer trained, whose decisions come one token late.
+fn of_checkpoint(folder: &Path, window: Option<usize>, assets: &mut Assets<'_>) -> Result<Policy, PolicyError> {
+    let CheckpointGates { weight, bias, window: trained } = published::dms::read(folder)?;
+    let [weight, bias] = assets.made(folder, [(WEIGHT.0, WEIGHT.1, weight), (BIAS.0, BIAS.1, bias)])?;
+    Ok(policy(Some((weight, bias)), window.unwrap_or(trained), DecidedBy::Next))
+}
+
 /// The policy of a file's gates, with the window that they were trained with unless one is given.
 fn build(window: Option<usize>, assets: &mut Assets<'_>) -> Result<Policy, PolicyError> {
-    let weight = assets.needed("dms.weight", &[Layers, KvHeads, Hidden])?;
-    let bias = assets.needed("dms.bias", &[Layers, KvHeads])?;
+    let weight = assets.needed(WEIGHT.0, WEIGHT.1)?;
+    let bias = assets.needed(BIAS.0, BIAS.1)?;
     let trained = assets.metadata("window").and_then(|text| text.parse().ok()).unwrap_or(WINDOW);
-    let gate = Gate { policy: ENTRY.name, sign: -1.0, learned: weight.zip(bias) };
-    let more = Protect { sink: 0, window: window.unwrap_or(trained) };
+    let decided_by = assets.metadata("decided_by").and_then(|text| DecidedBy::named(&text)).unwrap_or_default();
+    Ok(policy(weight.zip(bias), window.unwrap_or(trained), decided_by))
+}
+
+fn policy(learned: Option<(Learned, Learned)>, window: usize, decided_by: DecidedBy) -> Policy {
+    let network = learned.map(|(weight, bias)| Network { inner: None, weight, bias });
+    let gate = Gate { policy: ENTRY.name, sign: -1.0, network };
+    let more = Protect { sink: 0, window };
     let scorer = Protected { scorer: Box::new(gate), more, at_most_budget: true };
-    Ok(Policy {
+    Policy {
         layers: Box::new(Global { threshold: None }),
         heads: Box::new(Ada { floor: 0.0 }),
         schedule: Schedule { decoding: Decoding::Delayed, ..Schedule::default() },
+        decided_by,
         ..Policy::after_prefill(scorer)
-    })
+    }
 }

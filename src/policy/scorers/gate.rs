@@ -1,30 +1,42 @@
-//! A learned gate: the importance of a token is a linear function of its hidden state, one for each layer and KV head,
-//! `score = weight . hidden + bias`.
+//! A learned gate: the importance of a token is a function of its hidden state, one for each layer and KV head, linear,
+//! `score = weight . hidden + bias`, or with an inner layer ([`Network`]).
 //!
-//! This is what KVzap-linear (arXiv 2601.07891) computes, and, with the sign turned, what [`super::dms`] and others with a
+//! This is what KVzap (arXiv 2601.07891) computes, whose published folders are read too, and, with the sign turned, what [`super::dms`] and others with a
 //! gate beside the projections come to at inference. The hidden state is the input of the layer's attention, behind its norm, as kvpress
 //! hands it to a press. A token is scored once, as it arrives, and its score stays with it in the cache; the budget decides
 //! how many stay, where KVzap evicts below a threshold.
 
-use super::super::linear::dot;
 use crate::named::{Named, Parameter};
-use crate::policy::Axis::{Hidden, KvHeads, Layers};
-use crate::policy::{Assets, Context, Learned, Policy, PolicyEntry, PolicyError, PolicyFile, Scorer, Statistic};
+use crate::policy::Axis::{self, Hidden, Inner, KvHeads, Layers};
+use crate::policy::network::{self, Network};
+use crate::policy::published::kvzap;
+use crate::policy::{Assets, Context, Policy, PolicyEntry, PolicyError, PolicyFile, Scorer, Statistic};
 use std::path::Path;
 
 /// The registry's line.
 pub const ENTRY: PolicyEntry = PolicyEntry {
     name: "gate",
     about: "keeps what a learned linear gate on the hidden state scores highest; reads gate.weight [layers, Hkv, hidden] \
-            and gate.bias [layers, Hkv] of gates or --policy-file",
+            and gate.bias [layers, Hkv] of gates or --policy-file, or a folder of KVzap's authors",
     paper: "2601.07891",
     parameters: &[GATES],
-    build: |named, assets| from_file(named, assets, build),
+    build: |named, assets| match folder(named) {
+        Some(path) => of_folder(path, assets),
+        None => from_file(named, assets, build),
+    },
 };
+
+const WEIGHT: (&str, &[Axis]) = ("gate.weight", &[Layers, KvHeads, Hidden]);
+const BIAS: (&str, &[Axis]) = ("gate.bias", &[Layers, KvHeads]);
 
 /// The parameter of policies that read gates.
 pub const GATES: Parameter =
     Parameter { name: "gates", default: "auto", about: "file of trained gates; auto: --policy-file" };
+
+/// The folder that a policy's text names in place of a file.
+pub fn folder(named: &Named) -> Option<&Path> {
+    named.text(GATES.name).map(Path::new).filter(|path| path.is_dir())
+}
 
 /// What `build` makes of the file that a policy's text names, or else of the one that was given.
 pub fn from_file(
@@ -39,19 +51,44 @@ pub fn from_file(
 }
 
 fn build(assets: &mut Assets<'_>) -> Result<Policy, PolicyError> {
-    let weight = assets.needed("gate.weight", &[Layers, KvHeads, Hidden])?;
-    let bias = assets.needed("gate.bias", &[Layers, KvHeads])?;
-    Ok(Policy::after_prefill(Gate { policy: ENTRY.name, sign: 1.0, learned: weight.zip(bias) }))
+    let weight = assets.needed(WEIGHT.0, WEIGHT.1)?;
+    let bias = assets.needed(BIAS.0, BIAS.1)?;
+    let network = weight.zip(bias).map(|(weight, bias)| Network { inner: None, weight, bias });
+    Ok(Policy::after_prefill(Gate { policy: ENTRY.name, sign: 1.0, network }))
 }
 
-/// A learned linear gate.
+/// The policy of a surrogate that KVzap's authors fitted.
+fn of_folder(path: &Path, assets: &mut Assets<'_>) -> Result<Policy, PolicyError> {
+    let Network { inner, weight, bias } = kvzap::read(path)?;
+    let network = match inner {
+        None => {
+            let [weight, bias] = assets.made(path, [(WEIGHT.0, WEIGHT.1, weight), (BIAS.0, BIAS.1, bias)])?;
+            Network { inner: None, weight, bias }
+        }
+        Some(inner) => {
+            let [inner_weight, inner_bias, weight, bias] = assets.made(
+                path,
+                [
+                    ("gate.inner.weight", &[Layers, Inner, Hidden], inner.weight),
+                    ("gate.inner.bias", &[Layers, Inner], inner.bias),
+                    (WEIGHT.0, &[Layers, KvHeads, Inner], weight),
+                    (BIAS.0, BIAS.1, bias),
+                ],
+            )?;
+            Network { inner: Some(network::Inner { weight: inner_weight, bias: inner_bias }), weight, bias }
+        }
+    };
+    Ok(Policy::after_prefill(Gate { policy: ENTRY.name, sign: 1.0, network: Some(network) }))
+}
+
+/// A learned gate.
 pub struct Gate {
     /// Whose it is, for errors.
     pub policy: &'static str,
     /// What its values are multiplied by: higher is retained.
     pub sign: f32,
-    /// Weight and bias; `None` where there is no file, which is refused before anything is scored.
-    pub learned: Option<(Learned, Learned)>,
+    /// `None` where there is no file, which is refused before anything is scored.
+    pub network: Option<Network>,
 }
 
 impl Scorer for Gate {
@@ -60,15 +97,14 @@ impl Scorer for Gate {
     }
 
     fn gate(&self, layer: usize, hidden: &[f32], gates: &mut [f32]) {
-        let Some((weight, bias)) = &self.learned else { return };
-        for (head, (gate, bias)) in gates.iter_mut().zip(bias.at(&[layer])).enumerate() {
-            *gate = self.sign * (bias + dot(weight.at(&[layer, head]), hidden));
-        }
+        let Some(network) = &self.network else { return };
+        network.gates(layer, hidden, gates);
+        gates.iter_mut().for_each(|gate| *gate *= self.sign);
     }
 
     fn score(&self, context: &Context<'_>, scores: &mut [f32]) -> Result<(), PolicyError> {
         let what = "hidden states of a model's layers, and a policy file";
-        let gates = context.gates.filter(|_| self.learned.is_some());
+        let gates = context.gates.filter(|_| self.network.is_some());
         scores.copy_from_slice(gates.ok_or(PolicyError::Missing { policy: self.policy, what })?);
         Ok(())
     }

@@ -1,6 +1,7 @@
 //! What sequences hold, and that they depend on nothing but the seed and their number.
 
 use super::*;
+use crate::train::recipe::Stage;
 use std::collections::BTreeSet;
 use std::path::Path;
 
@@ -91,4 +92,62 @@ fn what_is_held_out_asks_one_question_whose_answer_is_judged() {
         assert!(text.contains("What is the code of"), "{text}");
     }
     assert!(data.held_out(&cpu, "niah-single-2", 1, 20).is_err());
+}
+
+/// With a text of its own a recipe's sequences are pieces of it, needles lie in it, and quotes are foretold by what stands before.
+#[test]
+fn prose_quotes_and_haystacks_come_from_the_recipes_text_and_its_end_is_held_out() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("text.txt");
+    let numbered: Vec<String> =
+        (0..400).map(|at| format!("Document {at} says that cats are {} and dogs are not.", at * 7)).collect();
+    std::fs::write(&path, numbered.join("\n\n")).unwrap();
+    let mut recipe = recipe("prose");
+    recipe.data.text = Some(path.clone());
+    recipe.stages = vec![Stage { length: 200, batch: 4, steps: 1 }];
+    let documents = numbered.join("\n\n");
+    let vocabulary = Vocabulary::of_json(&Vocabulary::json_of_text(&[&documents], 400));
+    let cpu = Cpu::new(Some(2)).unwrap();
+    let sequences = |source: &str| {
+        let sources = vec![SourceSpec { source: source.into(), share: 1.0, from_length: 0 }];
+        let recipe = Recipe { data: DataSpec { sources, ..recipe.data.clone() }, ..recipe.clone() };
+        let data = Data::new(&recipe, &vocabulary).unwrap();
+        data.batch(&cpu, 0, [4, 200]).unwrap()
+    };
+    let learned = vocabulary.decode(&vocabulary.encode(&documents));
+    let prose = sequences("prose");
+    for sequence in prose.tokens.chunks(200) {
+        let read = vocabulary.decode(&sequence[1..]);
+        assert!(learned.contains(&read) && !read.contains("Document 39"), "{read}");
+    }
+    assert_eq!(prose.targets.len(), 4 * 200, "every token of a text is a target");
+
+    let quotes = sequences("quotes");
+    let heavy = quotes.targets.iter().map(|target| target.weight).fold(0.0, f32::max);
+    let quoted: Vec<_> = targets_of(&quotes, 200)
+        .into_iter()
+        .zip(&quotes.targets)
+        .filter(|(_, target)| target.weight == heavy)
+        .collect();
+    assert!(quoted.len() > 100, "{}", quoted.len());
+    for ((before, token), _) in quoted {
+        let last = &before[before.len() - 2..];
+        assert!(before[..before.len() - 1].windows(3).any(|seen| seen[..2] == *last && seen[2] == token));
+    }
+
+    let needles = sequences("needles");
+    let text: String = needles.tokens.chunks(200).map(|sequence| vocabulary.decode(sequence)).collect();
+    assert!(text.contains("code of") && text.contains("cats are"), "{text}");
+
+    let data = Data::new(&recipe, &vocabulary).unwrap();
+    let held_out = data.held_out_text(2, 100).unwrap();
+    assert_eq!((held_out.tokens.len(), held_out.targets.len()), (200, 200));
+    assert!(vocabulary.decode(&held_out.tokens[101..]).contains("Document 3"));
+    assert!(
+        Data::new(
+            &Recipe { data: DataSpec { text: Some("nowhere.txt".into()), ..recipe.data.clone() }, ..recipe },
+            &vocabulary
+        )
+        .is_err()
+    );
 }

@@ -3,18 +3,24 @@
 
 use super::*;
 use crate::memory::Buffer;
+use crate::policy::{DecidedBy, Registry};
 use crate::tensor::DType;
 use crate::train::Weights;
-use crate::train::gates::{Gates, Mode};
+use crate::train::gates::{Gates, Mode, OFFSET, SCALE};
 use crate::train::weights::Frozen;
 use half::bf16;
+use std::path::Path;
 
 const WINDOW: usize = 5;
 const RELAXED: Mode = Mode::Relaxed { seed: 7, step: 3 };
 
 /// Gates whose decisions are divided.
 fn gated<'a>(arena: &Arena, cpu: &'a Cpu, extents: Extents<'a>, recompute: Recompute) -> Network<'a> {
-    let mut gates = Gates::new(arena, &extents, WINDOW).unwrap();
+    gated_by(arena, cpu, extents, recompute, DecidedBy::Itself)
+}
+
+fn gated_by<'a>(arena: &Arena, cpu: &'a Cpu, extents: Extents<'a>, recompute: Recompute, by: DecidedBy) -> Network<'a> {
+    let mut gates = Gates::new(arena, &extents, WINDOW, by).unwrap();
     let mut rng = ChaCha8Rng::seed_from_u64(11);
     let weights = gates.weights.len() - extents.config().layers * extents.config().kv_heads;
     gates.weights[..weights].iter_mut().for_each(|weight| *weight = rng.random_range(-0.02..0.02));
@@ -55,10 +61,11 @@ fn frozen(parameters: &Parameters, arena: &Arena) -> Frozen {
 
 #[test]
 fn gradients_equal_finite_differences() {
-    for parameters in &models(DType::F32) {
+    let both = [DecidedBy::Itself, DecidedBy::Next];
+    for (parameters, by) in models(DType::F32).iter().flat_map(|parameters| both.map(|by| (parameters, by))) {
         let extents = Extents { parameters, batch: 2, len: 24, skipped: 0 };
         let (arena, cpu) = (Arena::unlimited(), Cpu::new(Some(2)).unwrap());
-        let mut network = gated(&arena, &cpu, extents, Recompute::None);
+        let mut network = gated_by(&arena, &cpu, extents, Recompute::None, by);
         let (weights, tokens) = (weights(parameters, 3), tokens(&extents));
         let mut gradient = |weight: f64| {
             network.gates().gradient.fill(0.0);
@@ -80,7 +87,7 @@ fn gradients_equal_finite_differences() {
                 network.gates().weights.copy_from_slice(&before);
                 if of_pressure { -30.0 * relaxed } else { kl }
             };
-            let step = 2e-5;
+            let step = 2e-6;
             let found = (at(step) - at(-step)) / (2.0 * step);
             assert!((found - norm).abs() < 0.02 * norm, "pressure {of_pressure}: {found}, gradient {norm}");
         }
@@ -185,4 +192,52 @@ fn gates_evict_nothing_at_first_and_nothing_inside_the_window() {
     let extents = Extents { parameters: &windowed, ..extents };
     let mut network = gated(&arena, &cpu, extents, Recompute::None);
     assert_eq!(network.distil(Weights::F32(&weights), &tokens, Mode::Hard, None).unwrap().kl, 0.0);
+}
+
+/// A checkpoint of NVIDIA's Model-Optimizer diverges from its dense model, with decisions by the token behind, as their code says
+/// (`tests/conformance/dms_fixtures.py`).
+#[test]
+fn a_public_checkpoint_evicts_what_its_own_code_evicts() {
+    const FOLDER: &str = "tests/models/qwen3-dms";
+    let expected = std::fs::read(Path::new(FOLDER).join("expected.safetensors")).unwrap();
+    let expected = safetensors::SafeTensors::deserialize(&expected).unwrap();
+    let number = |name: &str| f32::from_le_bytes(expected.tensor(name).unwrap().data().try_into().unwrap());
+    let tokens = expected.tensor("tokens").unwrap();
+    let tokens: Vec<u32> =
+        tokens.data().chunks_exact(8).map(|token| i64::from_le_bytes(token.try_into().unwrap()) as u32).collect();
+
+    let config = Config::read(Path::new(FOLDER)).unwrap();
+    let Config { layers, kv_heads, hidden, .. } = config;
+    let policy = Registry::default().policy(&format!("dms:gates={FOLDER}")).unwrap();
+    assert_eq!(policy.decided_by, DecidedBy::Next);
+    let scorer = policy.scorer.unwrap();
+    let gate = |layer: usize, element: Option<usize>| {
+        let (mut state, mut gates) = (vec![0.0; hidden], vec![0.0; kv_heads]);
+        element.into_iter().for_each(|at| state[at] = 1.0);
+        scorer.gate(layer, &state, &mut gates);
+        gates
+    };
+
+    let parameters = Parameters::all_frozen(&config, DType::F32);
+    // The query's own token and six behind it.
+    let window = scorer.protect(usize::MAX).window;
+    assert_eq!(window, 7);
+    let extents = Extents { parameters: &parameters, batch: 1, len: tokens.len(), skipped: 0 };
+    let (arena, cpu) = (Arena::unlimited(), Cpu::new(Some(2)).unwrap());
+    let weights = Frozen::open(Path::new(FOLDER), &parameters, &arena).unwrap();
+    let mut gates = Gates::new(&arena, &extents, window, DecidedBy::Next).unwrap();
+    for layer in 0..layers {
+        let none = gate(layer, None);
+        for head in 0..kv_heads {
+            let row = (layer * kv_heads + head) * hidden;
+            for at in 0..hidden {
+                gates.weights[row + at] = (none[head] - gate(layer, Some(at))[head]) / SCALE;
+            }
+            gates.weights[layers * kv_heads * hidden + layer * kv_heads + head] = (OFFSET - none[head]) / SCALE;
+        }
+    }
+    let mut network = Network::new(&arena, &cpu, extents, Recompute::None).unwrap().with_gates(&arena, gates).unwrap();
+    let found = network.distil(weights.all(), &tokens, Mode::Hard, None).unwrap();
+    let (kl, evicted) = (f64::from(number("kl")), f64::from(number("evicted")));
+    assert!((found.kl / kl - 1.0).abs() < 1e-3 && (found.evicted - evicted).abs() < 1e-6, "{found:?}, {kl} {evicted}");
 }

@@ -1,0 +1,79 @@
+//! Learned policies as others publish them: Hugging Face folders with a `config.json` and weights of their own.
+
+pub(super) mod dms;
+pub(super) mod kvzap;
+
+use super::PolicyError;
+use crate::tensor::file::{TensorFile, read_as};
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+
+/// A folder's configuration and weights.
+struct Folder {
+    path: PathBuf,
+    config: Value,
+    files: Vec<TensorFile>,
+}
+
+impl Folder {
+    /// Reads `config.json` and maps every safetensors file.
+    ///
+    /// # Errors
+    /// When one of them cannot be read.
+    fn open(path: &Path) -> Result<Self, PolicyError> {
+        let wrong = |reason: String| wrong(path, &reason);
+        let text = std::fs::read_to_string(path.join("config.json"));
+        let text = text.map_err(|error| wrong(format!("config.json: {error}")))?;
+        let config = serde_json::from_str(&text).map_err(|error| wrong(format!("config.json is not JSON: {error}")))?;
+        let entries = std::fs::read_dir(path).map_err(|error| wrong(error.to_string()))?;
+        let mut paths: Vec<_> = entries.filter_map(|entry| Some(entry.ok()?.path())).collect();
+        paths.retain(|path| path.extension().is_some_and(|extension| extension == "safetensors"));
+        paths.sort();
+        let files = paths.iter().map(|path| TensorFile::open(path)).collect::<Result<_, _>>()?;
+        Ok(Folder { path: path.into(), config, files })
+    }
+
+    /// A count of the configuration.
+    fn count(&self, key: &str) -> Result<usize, PolicyError> {
+        let value = self.config[key].as_u64().filter(|count| (1..1 << 20).contains(count));
+        let wrong = || self.wrong(&format!("{key} is {}; a count is needed", self.config[key]));
+        value.map(|count| count as usize).ok_or_else(wrong)
+    }
+
+    /// A number of the configuration, `default` where it has none.
+    fn number(&self, key: &str, default: f64) -> Result<f32, PolicyError> {
+        let value = &self.config[key];
+        let number = if value.is_null() { Some(default) } else { value.as_f64() };
+        let number = number.filter(|number| number.is_finite()).map(|number| number as f32);
+        number.ok_or_else(|| self.wrong(&format!("{key} is {value}; a number is needed")))
+    }
+
+    /// A tensor of these extents; `None` where there is none of the name.
+    fn optional(&self, name: &str, shape: &[usize]) -> Result<Option<Vec<f32>>, PolicyError> {
+        let Some(file) = self.files.iter().find(|file| file.has(name)) else { return Ok(None) };
+        let entry = file.entries()?.into_iter().find(|entry| entry.name == name);
+        let entry = entry.expect("a file has an entry for each of its names");
+        let Some(element) = read_as(entry.dtype).filter(|_| entry.shape == shape) else {
+            let (found, dtype) = (entry.shape, entry.dtype);
+            return Err(self.wrong(&format!("'{name}' is {dtype:?} {found:?}; floating-point {shape:?} is needed")));
+        };
+        let mut values = vec![0f32; shape.iter().product()];
+        element.decode(file.bytes(entry.range), &mut values);
+        match values.iter().find(|value| !value.is_finite()) {
+            Some(value) => Err(self.wrong(&format!("'{name}' holds {value}; every element must be finite"))),
+            None => Ok(Some(values)),
+        }
+    }
+
+    fn needed(&self, name: &str, shape: &[usize]) -> Result<Vec<f32>, PolicyError> {
+        self.optional(name, shape)?.ok_or_else(|| self.wrong(&format!("there is no tensor '{name}'")))
+    }
+
+    fn wrong(&self, reason: &str) -> PolicyError {
+        wrong(&self.path, reason)
+    }
+}
+
+fn wrong(path: &Path, reason: &str) -> PolicyError {
+    PolicyError::File(format!("'{}' holds no gates that can be read: {reason}", path.display()))
+}
