@@ -178,6 +178,7 @@ fn a_public_checkpoint_is_a_model_and_its_gates_evict_from_it() {
         ),
         ("\"hidden_size\": 32", "\"hidden_size\": 64", "is F32 [2, 32]; floating-point [2, 64] is needed"),
         ("{", "[", "config.json is not JSON"),
+        ("\"num_hidden_layers\": 3", "\"num_hidden_layers\": 900000", "no tensor 'model.layers.3."),
     ] {
         fs::write(copy.join("config.json"), config.replacen(from, to, 1)).unwrap();
         logits(Path::new(FOLDER), &["--policy", &of_copy, "--budget", "0.4", "--evict-after", "30"])

@@ -185,6 +185,41 @@ fn a_folder_of_codes_runs_and_says_how_it_was_made() {
     assert_eq!(said(to), said(&format!("{to}8")), "eight bits of four bits say the same");
 }
 
+/// Folders under scales are read back as what was written: once more in the same format they lose nothing. What other programs read in
+/// them is compared by `tests/conformance/scaled_folders.py`.
+#[test]
+fn folders_of_scaled_numbers_run_and_lose_nothing_a_second_time() {
+    let folder = tempfile::tempdir().unwrap();
+    let kvsieve = |args: &[&str]| {
+        let output = Command::cargo_bin("kvsieve").unwrap().args(args).assert().success();
+        String::from_utf8(output.get_output().stdout.clone()).unwrap()
+    };
+    for (format, error, bits) in
+        [("nf4:block=64", 0.07..0.11, 4.5..4.6), ("nf4:block=32", 0.06..0.1, 5.0..5.1), ("fp8", 0.02..0.03, 8.0..8.3)]
+    {
+        let [to, again] =
+            ["to", "again"].map(|name| folder.path().join(format!("{name}-{}", format.replace(':', "-"))));
+        let (to, again) = (to.to_str().unwrap(), again.to_str().unwrap());
+        let coded = |from: &str, to: &str| -> Vec<Value> {
+            let said = kvsieve(&["quantize", "--model", from, "--format", format, "--output", to, "--json", "-"]);
+            let report: Value = serde_json::from_str(&said).unwrap();
+            let tensors = report["tensors"].as_array().unwrap().clone();
+            tensors.into_iter().filter(|tensor| tensor["format"] == format).collect()
+        };
+        let (first, second) = (coded("builtin", to), coded(to, again));
+        assert_eq!((first.len(), second.len()), (28, 28));
+        for (first, second) in first.iter().zip(&second) {
+            let [lost, more, each] =
+                [&first["rel_l2"], &second["rel_l2"], &first["bits_per_weight"]].map(|x| x.as_f64().unwrap());
+            assert!(error.contains(&lost) && more < 1e-7 && bits.contains(&each), "{first} {second}");
+        }
+        let said = |model: &str| {
+            kvsieve(&["generate", "--model", model, "--prompt", "The code of amber", "--max-new-tokens", "4"])
+        };
+        assert_eq!(said(to), said(again));
+    }
+}
+
 #[test]
 fn what_is_missing_for_codes_is_said_before_anything_is_read() {
     let folder = tempfile::tempdir().unwrap();
@@ -202,6 +237,10 @@ fn what_is_missing_for_codes_is_said_before_anything_is_read() {
         (&["--format", "int4:group=96"], "has 128 inputs, which groups of 96 do not divide; groups of 32, 64, 128 do"),
         (&["--format", "gptq:bits=3"], "bits is '3'; it must be"),
         (&["--format", "gptq:order=size"], "order is 'size'; it must be inputs or act"),
+        (&["--format", "nf4:block=96"], "block is '96'; it must be 32, 64, 128 or 256"),
+        (&["--format", "nf4:block=256"], "has 128 inputs, which blocks of 256 do not divide; 32, 64, 128 do"),
+        (&["--format", "fp8:block=64"], "'fp8' has no parameter 'block'"),
+        (&["--format", "nf4", "--text", &text], "--text is for gptq and awq; nf4 reads none"),
         (&["--format", "awq:symmetric=true"], "'awq' has no parameter 'symmetric'; it has group"),
     ] {
         let outcome = refused(builtin, &[more, &["--output", &to]].concat()).stderr(contains(said));
@@ -223,5 +262,7 @@ fn what_is_missing_for_codes_is_said_before_anything_is_read() {
     std::fs::write(source.join("model.safetensors"), bytes).unwrap();
     let said = "'model.layers.2.mlp.down_proj.weight' holds in row 127 an element that is not finite";
     refused(&source, &["--format", "int4:group=64", "--output", &to]).stderr(contains(said));
+    let said = "'model.layers.2.mlp.down_proj.weight' holds NaN in row 127";
+    refused(&source, &["--format", "nf4", "--output", &to]).stderr(contains(said));
     assert!(!Path::new(&to).join("model.safetensors").exists() && !Path::new(&to).join("config.json").exists());
 }

@@ -3,7 +3,8 @@
 use super::failure::Failure;
 use super::{Compute, output};
 use crate::memory::Arena;
-use crate::model::{Calibration, Mixture, Quantised, Recipe, Text, locate, quantise, quantise_folder};
+use crate::model::{Calibration, Mixture, Quantised, Recipe, Scaled, Text, locate};
+use crate::model::{quantise, quantise_folder, quantise_scaled};
 use crate::named::NamedError;
 use crate::units;
 use indicatif::ProgressBar;
@@ -18,8 +19,9 @@ GGUF files: which tensor gets which type is llama.cpp's choice: more bits for th
 second half in half of the layers, and a wider type where rows are no whole super-blocks. Norms and biases stay f32.\n\n\
 Folders: codes with an f16 scale for each group of inputs, as others read them: gptq, int4 and int8 in GPTQ's layout, awq in AWQ's. \
 int4 and int8 round each weight to its nearest code; gptq and awq choose codes by what matrices are multiplied with while the model \
-reads --text. All take group=128; all but awq symmetric=true; gptq bits=4, order=inputs|act and damp=0.01. Embedding, output matrix and \
-norms stay in 16 bits.\n\n\
+reads --text. All take group=128; all but awq symmetric=true; gptq bits=4, order=inputs|act and damp=0.01. nf4 is as bitsandbytes \
+has it, with an f32 scale for each block=64 inputs; fp8 is E4M3 with an f32 scale for each output (compressed-tensors). Embedding, output \
+matrix and norms stay in 16 bits.\n\n\
 The tokenizer and the configuration go along. The error of a tensor is the relative L2 distance from what the source held, that of \
 outputs the same of what the matrix makes of the text.\n\n\
 Examples:
@@ -27,6 +29,7 @@ Examples:
   kvsieve quantize --model model-f16.gguf --format q8_0 --output model-q8_0.gguf --json -
   kvsieve quantize --model DIR --format gptq:group=64 --text book.txt --output model-gptq
   kvsieve quantize --model DIR --format awq --text book.txt --samples 64 --output model-awq
+  kvsieve quantize --model DIR --format nf4 --output model-nf4
   kvsieve eval --model model-f16.gguf,model-gptq --text book.txt --protocol llama-perplexity";
 
 /// A model's weights in fewer bits, as a GGUF file or a folder of packed codes
@@ -36,8 +39,8 @@ pub struct Args {
     /// Hugging Face folder, a GGUF file of any type, or 'builtin'
     #[arg(long, value_name = "DIR")]
     model: PathBuf,
-    /// For a GGUF file q8_0, q6_k, q5_k_m, q4_k_m, q3_k_m, q2_k and others that it has, for a folder gptq, awq, int4 or int8; a wrong one
-    /// lists them
+    /// For a GGUF file q8_0, q6_k, q5_k_m, q4_k_m, q3_k_m, q2_k and others that it has, for a folder gptq, awq, int4, int8, nf4 or
+    /// fp8; a wrong one lists them
     #[arg(long, value_name = "FORMAT")]
     format: String,
     /// GGUF file or folder to write
@@ -71,6 +74,7 @@ pub struct Args {
 enum Target {
     Gguf(Mixture),
     Folder(Recipe),
+    Scaled(Scaled),
 }
 
 /// What is reported, under the names that records use.
@@ -128,6 +132,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
             let done = quantise_folder(&source, recipe, text, &args.output, (&cpu, &arena), wrote)?;
             (done, recipe.to_string())
         }
+        Target::Scaled(scaled) => (quantise_scaled(&source, scaled, &args.output, &arena, wrote)?, scaled.to_string()),
     };
     bar.finish_and_clear();
     let tensors: Vec<Tensor> = done.iter().map(Tensor::of).collect();
@@ -155,10 +160,12 @@ impl Args {
     /// What is to be written, where all that it needs is there.
     fn target(&self) -> Result<Target, Failure> {
         let name = self.format.split(':').next().unwrap_or_default();
-        let target = match Recipe::names().contains(&name) {
-            true => Target::Folder(self.format.parse().map_err(|error: NamedError| Failure::usage(error.to_string()))?),
-            false => {
-                let folders = Recipe::names().join(", ");
+        let wrong = |error: NamedError| Failure::usage(error.to_string());
+        let target = match name {
+            name if Recipe::names().contains(&name) => Target::Folder(self.format.parse().map_err(wrong)?),
+            name if Scaled::names().contains(&name) => Target::Scaled(self.format.parse().map_err(wrong)?),
+            _ => {
+                let folders = [&Recipe::names()[..], &Scaled::names()].concat().join(", ");
                 let known = |error: String| Failure::usage(format!("{error}; as a folder: {folders}"));
                 Target::Gguf(self.format.parse().map_err(known)?)
             }
@@ -166,6 +173,7 @@ impl Args {
         let (is_folder, reads_text) = match &target {
             Target::Gguf(_) => (false, false),
             Target::Folder(recipe) => (true, recipe.reads_text()),
+            Target::Scaled(_) => (true, false),
         };
         let is_gguf = self.output.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("gguf"));
         let shown = self.output.display();

@@ -60,6 +60,11 @@ impl Nf4 {
         if self.wide { 4 } else { 2 }
     }
 
+    /// The code of the level nearest to `x`, a fraction of the scale: how many midpoints of neighbouring levels lie below.
+    pub(crate) fn nearest(x: f32) -> u8 {
+        LEVELS.windows(2).filter(|pair| x > (pair[0] + pair[1]) / 2.0).count() as u8
+    }
+
     /// Reads the scale.
     ///
     /// # Safety
@@ -133,9 +138,8 @@ impl Blocks for Nf4 {
             }
             false => put_half(head, 0, scale),
         };
-        // How many midpoints of neighbouring levels lie below; of a scale of 0, zero itself.
-        let nearest = |x: f32| LEVELS.windows(2).filter(|pair| x > (pair[0] + pair[1]) / 2.0).count() as u8;
-        put_nibbles(|index| nearest(if scale == 0.0 { 0.0 } else { block[index] / scale }), codes);
+        // Of a scale of 0, zero itself.
+        put_nibbles(|index| Self::nearest(if scale == 0.0 { 0.0 } else { block[index] / scale }), codes);
     }
 
     fn decode(self, block: &[u8], to: &mut [f32]) {

@@ -177,8 +177,8 @@ fn family(fields: &Fields<'_>) -> Result<Family, String> {
     family.ok_or_else(|| format!("unknown architecture '{name}'; known: {}", known()))
 }
 
-/// Whether a folder is what NVIDIA's Model-Optimizer leaves of DMS: it names code of its own in place of an architecture, and has gates
-/// beside the weights, which change nothing until something is evicted (`dms:gates=FOLDER`).
+/// Whether a folder is what NVIDIA's Model-Optimizer leaves of DMS: it names code of its own, and no architecture that is known, and has
+/// gates beside the weights, which change nothing until something is evicted (`dms:gates=FOLDER`).
 fn is_dms(fields: &Fields<'_>) -> Result<bool, String> {
     if fields.count("dms_window_size")?.is_none() {
         return Ok(false);
@@ -187,7 +187,7 @@ fn is_dms(fields: &Fields<'_>) -> Result<bool, String> {
         let reason = "its eviction logits are a channel of the queries, which such a model attends without";
         return Err(fields.refuse("dms_separate_alpha", reason));
     }
-    Ok(!fields.has("architectures"))
+    Ok(true)
 }
 
 fn activation(fields: &Fields<'_>, family: Family) -> Result<Activation, String> {

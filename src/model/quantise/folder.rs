@@ -1,4 +1,5 @@
-//! A Hugging Face folder whose matrices are codes as GPTQ or AWQ pack them: block by block, as [`walk`] makes them.
+//! A Hugging Face folder whose matrices are codes: as GPTQ or AWQ pack them, block by block, as [`walk`] makes them, or in another
+//! [`Layout`] ([`super::scaled`]).
 //!
 //! The embedding, the output matrix, norms and biases stay in 16 bits, as in other such folders. `config.json` is the source's with a
 //! `quantization_config` that says how to read the codes; the tokenizer stands beside it.
@@ -23,7 +24,19 @@ use std::collections::HashMap;
 use std::path::Path;
 
 /// Rows that are rounded together.
-const ROWS: usize = 64;
+pub(super) const ROWS: usize = 64;
+
+/// How the matrices of a folder lie.
+pub(super) trait Layout {
+    /// The tensors that a module's weight becomes: the ends of their names, types and shapes.
+    ///
+    /// # Errors
+    /// When it cannot be laid out so.
+    fn tensors(&self, module: &str, shape: [usize; 2]) -> Result<Vec<(&'static str, Dtype, Vec<usize>)>, String>;
+
+    /// What `config.json` says of it.
+    fn packing(&self) -> Value;
+}
 
 /// Writes the model at `source`, a GGUF file or a Hugging Face folder, as a folder of codes; `wrote` is told how many of how many blocks are
 /// done. `text` is what codes are chosen by, for recipes that read one.
@@ -39,23 +52,8 @@ pub fn quantise_folder(
     (cpu, arena): (&Cpu, &Arena),
     mut wrote: impl FnMut(usize, usize),
 ) -> Result<Vec<Quantised>, ModelError> {
-    let config = Config::read(source)?;
-    let wrong = |reason: String| ModelError::Config { path: source.into(), reason };
-    let mut listing = Listing { recipe, dtype: Dtype::F32, tensors: Vec::new() };
-    let mut found = Found::open(source, &config, arena)?;
-    let kept = kept(&mut found, &config)?;
-    listing.dtype = file::stored_as(kept);
-    config.parameters(&mut listing).map_err(wrong)?;
-    let mut files = files_beside(source)?;
-    files[0].1 = with_packing(&files[0].1, recipe, kept).map_err(wrong)?;
-    let system =
-        |path: &Path, error: std::io::Error| ModelError::Config { path: path.into(), reason: error.to_string() };
-    std::fs::create_dir_all(output).map_err(|error| system(output, error))?;
-
     let mut done = Vec::new();
-    let metadata = HashMap::from([("format".to_string(), "pt".to_string())]);
-    stream::write(&output.join("model.safetensors"), listing.tensors, metadata, |sink| {
-        let mut plain = Plain { found: &mut found, kept, sink };
+    write(source, &recipe, output, arena, |plain, config| {
         done.push(plain.matrix("model.embed_tokens.weight", [config.vocab, config.hidden])?);
         let mut blocks = 0;
         walk(source, recipe, text, (cpu, arena), |made| {
@@ -75,14 +73,43 @@ pub fn quantise_folder(
         if !config.tied {
             done.push(plain.matrix("lm_head.weight", [config.vocab, config.hidden])?);
         }
-        Ok::<(), ModelError>(())
+        Ok(())
+    })?;
+    Ok(done)
+}
+
+/// Writes a folder whose weights are what `fill` puts, in the order of the model's parameters.
+///
+/// # Errors
+/// When the source cannot be read, its matrices cannot be laid out so, or the folder cannot be written; and those of `fill`.
+pub(super) fn write(
+    source: &Path,
+    layout: &dyn Layout,
+    output: &Path,
+    arena: &Arena,
+    fill: impl FnOnce(&mut Plain<'_, '_>, &Config) -> Result<(), ModelError>,
+) -> Result<(), ModelError> {
+    let config = Config::read(source)?;
+    let wrong = |reason: String| ModelError::Config { path: source.into(), reason };
+    let mut found = Found::open(source, &config, arena)?;
+    let kept = kept(&mut found, &config)?;
+    let mut listing = Listing { layout, dtype: file::stored_as(kept), tensors: Vec::new() };
+    config.parameters(&mut listing).map_err(wrong)?;
+    let mut files = files_beside(source)?;
+    files[0].1 = with_packing(&files[0].1, layout.packing(), kept).map_err(wrong)?;
+    let system =
+        |path: &Path, error: std::io::Error| ModelError::Config { path: path.into(), reason: error.to_string() };
+    std::fs::create_dir_all(output).map_err(|error| system(output, error))?;
+    let metadata = HashMap::from([("format".to_string(), "pt".to_string())]);
+    stream::write(&output.join("model.safetensors"), listing.tensors, metadata, |sink| {
+        fill(&mut Plain { found: &mut found, kept, sink }, &config)
     })?;
     // Last, so that a folder without it is one that is not whole.
     for (name, content) in files.iter().rev() {
         let fill = |path: &Path| std::fs::write(path, content).map_err(|error| error.to_string());
         file::replace(&output.join(name), fill)?;
     }
-    Ok(done)
+    Ok(())
 }
 
 /// The type of what is not coded: that of a plain embedding, and f16, which holds the scales of quantised blocks, of another.
@@ -92,23 +119,8 @@ fn kept(found: &mut Found<'_>, config: &Config) -> Result<DType, ModelError> {
 }
 
 /// A `config.json` that says how codes are packed.
-fn with_packing(text: &str, recipe: Recipe, kept: DType) -> Result<String, String> {
+fn with_packing(text: &str, packing: Value, kept: DType) -> Result<String, String> {
     let mut config: Value = serde_json::from_str(text).map_err(|error| error.to_string())?;
-    let Grid { bits, group, symmetric } = recipe.grid;
-    let packing = match recipe.method {
-        Method::Awq => json!({
-            "quant_method": "awq", "bits": bits, "group_size": group, "zero_point": true, "version": "gemm",
-            "modules_to_not_convert": ["lm_head"],
-        }),
-        Method::Gptq(method) => json!({
-            "quant_method": "gptq", "checkpoint_format": "gptq", "bits": bits, "group_size": group, "sym": symmetric,
-            "desc_act": method.by_size, "damp_percent": method.damp, "static_groups": false, "lm_head": false,
-        }),
-        Method::Nearest => json!({
-            "quant_method": "gptq", "checkpoint_format": "gptq", "bits": bits, "group_size": group, "sym": symmetric,
-            "desc_act": false, "lm_head": false,
-        }),
-    };
     let fields = config.as_object_mut().ok_or("not an object")?;
     let name = match kept {
         DType::F32 => "float32",
@@ -123,24 +135,42 @@ fn with_packing(text: &str, recipe: Recipe, kept: DType) -> Result<String, Strin
 }
 
 /// Lists the tensors of the folder in the order in which they are written.
-struct Listing {
-    recipe: Recipe,
+struct Listing<'l> {
+    layout: &'l dyn Layout,
     dtype: Dtype,
     tensors: Vec<(String, Dtype, Vec<usize>)>,
 }
 
-impl Make for Listing {
+impl Make for Listing<'_> {
     type Matrix = ();
     type Vector = ();
     type Error = String;
 
     fn matrix(&mut self, name: String, role: Role, [rows, width]: [usize; 2]) -> Result<(), String> {
-        let Grid { bits, group, .. } = self.recipe.grid;
         let Some(module) = name.strip_suffix(".weight").filter(|name| role != Role::Embedding && *name != "lm_head")
         else {
             self.tensors.push((name, self.dtype, vec![rows, width]));
             return Ok(());
         };
+        for (end, dtype, shape) in self.layout.tensors(module, [rows, width])? {
+            self.tensors.push((format!("{module}{end}"), dtype, shape));
+        }
+        Ok(())
+    }
+
+    fn vector(&mut self, name: String, _: Role, width: usize) -> Result<(), String> {
+        self.tensors.push((name, self.dtype, vec![width]));
+        Ok(())
+    }
+}
+
+impl Layout for Recipe {
+    fn tensors(
+        &self,
+        module: &str,
+        [rows, width]: [usize; 2],
+    ) -> Result<Vec<(&'static str, Dtype, Vec<usize>)>, String> {
+        let Grid { bits, group, .. } = self.grid;
         if !width.is_multiple_of(group) {
             let fits = (32..=width.min(256)).step_by(32).filter(|&group| width.is_multiple_of(group));
             let fits: Vec<String> = fits.map(|group| group.to_string()).collect();
@@ -155,36 +185,47 @@ impl Make for Listing {
             return Err(format!("'{module}' has {rows} outputs; packed zero points need a multiple of {in_word}"));
         }
         let groups = width / group;
-        let (codes, zeros) = match self.recipe.is_awq() {
+        let (codes, zeros) = match self.is_awq() {
             true => (vec![width, rows / in_word], vec![groups, rows / in_word]),
             false => (vec![width / in_word, rows], vec![groups, rows / in_word]),
         };
-        let mut add = |end: &str, dtype, shape| self.tensors.push((format!("{module}{end}"), dtype, shape));
-        add(".qweight", Dtype::I32, codes);
-        add(".qzeros", Dtype::I32, zeros);
-        add(".scales", Dtype::F16, vec![groups, rows]);
-        if !self.recipe.is_awq() {
-            add(".g_idx", Dtype::I32, vec![width]);
+        let scales = (".scales", Dtype::F16, vec![groups, rows]);
+        let mut tensors = vec![(".qweight", Dtype::I32, codes), (".qzeros", Dtype::I32, zeros), scales];
+        if !self.is_awq() {
+            tensors.push((".g_idx", Dtype::I32, vec![width]));
         }
-        Ok(())
+        Ok(tensors)
     }
 
-    fn vector(&mut self, name: String, _: Role, width: usize) -> Result<(), String> {
-        self.tensors.push((name, self.dtype, vec![width]));
-        Ok(())
+    fn packing(&self) -> Value {
+        let Grid { bits, group, symmetric } = self.grid;
+        match self.method {
+            Method::Awq => json!({
+                "quant_method": "awq", "bits": bits, "group_size": group, "zero_point": true, "version": "gemm",
+                "modules_to_not_convert": ["lm_head"],
+            }),
+            Method::Gptq(method) => json!({
+                "quant_method": "gptq", "checkpoint_format": "gptq", "bits": bits, "group_size": group, "sym": symmetric,
+                "desc_act": method.by_size, "damp_percent": method.damp, "static_groups": false, "lm_head": false,
+            }),
+            Method::Nearest => json!({
+                "quant_method": "gptq", "checkpoint_format": "gptq", "bits": bits, "group_size": group, "sym": symmetric,
+                "desc_act": false, "lm_head": false,
+            }),
+        }
     }
 }
 
 /// Writes what is not coded.
-struct Plain<'p, 'f> {
-    found: &'p mut Found<'f>,
+pub(super) struct Plain<'p, 'f> {
+    pub found: &'p mut Found<'f>,
     kept: DType,
-    sink: &'p mut Sink,
+    pub sink: &'p mut Sink,
 }
 
 impl Plain<'_, '_> {
     /// Writes elements of a tensor; what they become.
-    fn put(&mut self, name: &str, values: &[f32]) -> Result<Vec<f32>, ModelError> {
+    pub fn put(&mut self, name: &str, values: &[f32]) -> Result<Vec<f32>, ModelError> {
         let mut bytes = vec![0; values.len() * self.kept.bytes()];
         self.kept.encode(values, &mut bytes);
         let mut back = vec![0.0; values.len()];
@@ -198,7 +239,7 @@ impl Plain<'_, '_> {
     }
 
     /// Writes a matrix of the source, some rows at a time.
-    fn matrix(&mut self, name: &str, [rows, width]: [usize; 2]) -> Result<Quantised, ModelError> {
+    pub fn matrix(&mut self, name: &str, [rows, width]: [usize; 2]) -> Result<Quantised, ModelError> {
         let matrix = self.found.tensor(name, &[rows, width])?;
         let (mut values, mut lost, mut all) = (Vec::new(), 0.0, 0.0);
         for first in (0..rows).step_by(ROWS) {

@@ -42,7 +42,7 @@ pub(in crate::policy) fn read(path: &Path) -> Result<CheckpointGates, PolicyErro
     let offset = folder.number("dms_initial_alpha_offset", 5.0)?;
     let [layers, heads, hidden] =
         [folder.count("num_hidden_layers")?, folder.count("num_key_value_heads")?, folder.count("hidden_size")?];
-    let (mut weight, mut bias) = (Vec::with_capacity(layers * heads * hidden), Vec::with_capacity(layers * heads));
+    let (mut weight, mut bias) = (Vec::new(), Vec::new());
     for layer in 0..layers {
         let name = |part: &str| format!("model.layers.{layer}.{part}");
         let matrix = folder.needed(&name("self_attn.dms_proj_alpha.weight"), &[heads, hidden])?;

@@ -17,7 +17,7 @@ pub(in crate::policy) fn read(path: &Path) -> Result<Network, PolicyError> {
     }
     let [layers, heads, hidden] = [folder.count("n_modules")?, folder.count("output_dim")?, folder.count("input_dim")?];
     let all = |part: &str, shape: &[usize]| -> Result<Learned, PolicyError> {
-        let mut values = Vec::with_capacity(layers * shape.iter().product::<usize>());
+        let mut values = Vec::new();
         for layer in 0..layers {
             values.extend(folder.needed(&format!("layers.{layer}.{part}"), shape)?);
         }

@@ -1,0 +1,262 @@
+//! Folders whose matrices are small numbers under scales, each rounded by itself: NF4 as bitsandbytes has it, and 8-bit floats with a scale
+//! for each output as llm-compressor writes them (`compressed-tensors`).
+
+use super::Quantised;
+use super::folder::{Layout, Plain, ROWS, write};
+use crate::format::{NF4_LEVELS, Nf4, RowFormat};
+use crate::memory::{Arena, Label};
+use crate::model::parameters::{Make, Role};
+use crate::model::{Config, ModelError};
+use crate::named::{Named, NamedError, Parameter};
+use crate::tensor::RowCode;
+use safetensors::Dtype;
+use serde_json::{Value, json};
+use std::fmt;
+use std::path::Path;
+use std::str::FromStr;
+
+/// How a folder's matrices are scaled and rounded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Scaled {
+    /// Four bits, levels of a normal distribution, an f32 scale for each `block` of a row.
+    Nf4 {
+        /// Elements that share a scale.
+        block: usize,
+    },
+    /// `E4M3` with an f32 scale for each row.
+    Fp8,
+}
+
+const BLOCK: Parameter =
+    Parameter { name: "block", default: "64", about: "inputs that share a scale: 32, 64, 128 or 256" };
+/// Names, and what each may be asked for.
+const METHODS: [(&str, &[Parameter]); 2] = [("nf4", &[BLOCK]), ("fp8", &[])];
+/// Largest number of `E4M3`.
+const MOST: f32 = 448.0;
+
+impl Scaled {
+    /// The names of all.
+    pub fn names() -> [&'static str; 2] {
+        METHODS.map(|(name, _)| name)
+    }
+}
+
+impl FromStr for Scaled {
+    type Err = NamedError;
+
+    fn from_str(text: &str) -> Result<Self, NamedError> {
+        let named: Named = text.parse()?;
+        let (name, known) = *named.find("format", &METHODS, |(name, _)| name)?;
+        named.check(known)?;
+        match (name, named.count("block", 64, 32)?) {
+            ("fp8", _) => Ok(Scaled::Fp8),
+            (_, block @ (32 | 64 | 128 | 256)) => Ok(Scaled::Nf4 { block }),
+            _ => Err(named.wrong("block", "32, 64, 128 or 256".into())),
+        }
+    }
+}
+
+impl fmt::Display for Scaled {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Scaled::Nf4 { block } => write!(formatter, "nf4:block={block}"),
+            Scaled::Fp8 => write!(formatter, "fp8"),
+        }
+    }
+}
+
+/// What bitsandbytes reads of a matrix besides its numbers.
+fn quant_state([rows, width]: [usize; 2], block: usize) -> String {
+    json!({"quant_type": "nf4", "blocksize": block, "dtype": "bfloat16", "shape": [rows, width]}).to_string()
+}
+
+impl Layout for Scaled {
+    fn tensors(&self, module: &str, shape: [usize; 2]) -> Result<Vec<(&'static str, Dtype, Vec<usize>)>, String> {
+        let [rows, width] = shape;
+        match *self {
+            Scaled::Nf4 { block } if !width.is_multiple_of(block) => {
+                let fits: Vec<String> = [32, 64, 128, 256]
+                    .into_iter()
+                    .filter(|&block| width.is_multiple_of(block))
+                    .map(|block| block.to_string())
+                    .collect();
+                let instead = if fits.is_empty() { "none does".into() } else { format!("{} do", fits.join(", ")) };
+                Err(format!("'{module}' has {width} inputs, which blocks of {block} do not divide; {instead}"))
+            }
+            Scaled::Nf4 { block } => Ok(vec![
+                (".weight", Dtype::U8, vec![rows * width / 2, 1]),
+                (".weight.absmax", Dtype::F32, vec![rows * width / block]),
+                (".weight.quant_map", Dtype::F32, vec![NF4_LEVELS.len()]),
+                (".weight.quant_state.bitsandbytes__nf4", Dtype::U8, vec![quant_state(shape, block).len()]),
+            ]),
+            Scaled::Fp8 => {
+                Ok(vec![(".weight", Dtype::F8_E4M3, vec![rows, width]), (".weight_scale", Dtype::F32, vec![rows, 1])])
+            }
+        }
+    }
+
+    fn packing(&self) -> Value {
+        match self {
+            Scaled::Nf4 { .. } => json!({
+                "quant_method": "bitsandbytes", "load_in_4bit": true, "load_in_8bit": false, "bnb_4bit_quant_type": "nf4",
+                "bnb_4bit_compute_dtype": "bfloat16", "bnb_4bit_quant_storage": "uint8", "bnb_4bit_use_double_quant": false,
+                "llm_int8_skip_modules": ["lm_head"],
+            }),
+            Scaled::Fp8 => {
+                let number = json!({"num_bits": 8, "type": "float", "symmetric": true});
+                let with = |more: Value| {
+                    let mut all = number.clone();
+                    all.as_object_mut()
+                        .zip(more.as_object())
+                        .into_iter()
+                        .for_each(|(all, more)| all.extend(more.clone()));
+                    all
+                };
+                json!({
+                    "quant_method": "compressed-tensors", "format": "float-quantized", "quantization_status": "compressed",
+                    "config_groups": {"group_0": {
+                        "targets": ["Linear"],
+                        "weights": with(json!({"strategy": "channel", "dynamic": false})),
+                        "input_activations": with(json!({"strategy": "token", "dynamic": true})),
+                        "output_activations": null,
+                    }},
+                    "ignore": ["lm_head"], "kv_cache_scheme": null,
+                })
+            }
+        }
+    }
+}
+
+/// Writes the model at `source`, a GGUF file or a Hugging Face folder, as a folder of scaled numbers; `wrote` is told how many of how many
+/// blocks are done.
+///
+/// # Errors
+/// When the source cannot be read, blocks do not divide its matrices, an element is not finite, or the folder cannot be written.
+pub fn quantise_scaled(
+    source: &Path,
+    scaled: Scaled,
+    output: &Path,
+    arena: &Arena,
+    mut wrote: impl FnMut(usize, usize),
+) -> Result<Vec<Quantised>, ModelError> {
+    let config = Config::read(source)?;
+    let mut done = Vec::new();
+    write(source, &scaled, output, arena, |plain, config| {
+        let layers = config.layers;
+        let mut writer = Writer { plain, scaled, arena, layers, done: &mut done, wrote: &mut wrote };
+        config.parameters(&mut writer).map(|_| ())
+    })?;
+    wrote(config.layers, config.layers);
+    Ok(done)
+}
+
+/// Writes the parameters of a model in their order.
+struct Writer<'w, 'p, 'f> {
+    plain: &'w mut Plain<'p, 'f>,
+    scaled: Scaled,
+    arena: &'w Arena,
+    layers: usize,
+    done: &'w mut Vec<Quantised>,
+    wrote: &'w mut dyn FnMut(usize, usize),
+}
+
+impl Make for Writer<'_, '_, '_> {
+    type Matrix = ();
+    type Vector = ();
+    type Error = ModelError;
+
+    fn matrix(&mut self, name: String, role: Role, shape: [usize; 2]) -> Result<(), ModelError> {
+        let written = match role == Role::Embedding || name == "lm_head.weight" {
+            true => self.plain.matrix(&name, shape)?,
+            false => self.coded(name, shape)?,
+        };
+        self.done.push(written);
+        Ok(())
+    }
+
+    fn vector(&mut self, name: String, role: Role, width: usize) -> Result<(), ModelError> {
+        let mut values = vec![0.0; width];
+        self.plain.found.widened(&name, width, &mut values)?;
+        if role == Role::Norm && name.ends_with("input_layernorm.weight") {
+            let layer = name.split('.').nth(2).and_then(|layer| layer.parse().ok());
+            (self.wrote)(layer.unwrap_or(0), self.layers);
+        }
+        self.plain.put(&name, &values).map(drop)
+    }
+}
+
+impl Writer<'_, '_, '_> {
+    fn coded(&mut self, name: String, shape: [usize; 2]) -> Result<Quantised, ModelError> {
+        let ([rows, width], scaled) = (shape, self.scaled);
+        let bits = if scaled == Scaled::Fp8 { 8 } else { 4 };
+        let mut codes = self.arena.alloc::<u8>(Label::Workspace, rows * width * bits / 8)?;
+        let (mut scales, mut values, mut back) = (Vec::new(), Vec::new(), Vec::new());
+        let matrix = self.plain.found.tensor(&name, &shape)?;
+        let (mut lost, mut all) = (0.0, 0.0);
+        let chunks = codes.chunks_mut(ROWS * width * bits / 8);
+        for (first, codes) in (0..rows).step_by(ROWS).zip(chunks) {
+            values.resize(ROWS.min(rows - first) * width, 0.0);
+            matrix.widen(first, &mut values);
+            if let Some(at) = values.iter().position(|x| !x.is_finite()) {
+                let (value, row) = (values[at], first + at / width);
+                return Err(self.plain.found.refused(format!("tensor '{name}' holds {value} in row {row}")));
+            }
+            back.resize(values.len(), 0.0);
+            match scaled {
+                Scaled::Nf4 { block } => nf4(&values, block, codes, &mut scales, &mut back),
+                Scaled::Fp8 => fp8(&values, width, codes, &mut scales, &mut back),
+            }
+            for (x, y) in values.iter().zip(&back) {
+                lost += f64::from(x - y).powi(2);
+                all += f64::from(*x).powi(2);
+            }
+        }
+        let mut bytes = codes.len() + 4 * scales.len();
+        self.plain.sink.put(&codes)?;
+        self.plain.sink.put(bytemuck::cast_slice(&scales))?;
+        if let Scaled::Nf4 { block } = scaled {
+            let state = quant_state(shape, block);
+            self.plain.sink.put(bytemuck::cast_slice(&NF4_LEVELS))?;
+            self.plain.sink.put(state.as_bytes())?;
+            bytes += size_of_val(&NF4_LEVELS) + state.len();
+        }
+        Ok(Quantised {
+            name,
+            shape: vec![rows, width],
+            from: matrix.format(),
+            format: scaled.to_string(),
+            bytes,
+            rel_l2: if all > 0.0 { (lost / all).sqrt() } else { 0.0 },
+            output_rel_l2: None,
+        })
+    }
+}
+
+/// Codes of blocks behind each other, two to a byte, the first in the high bits; their scales; and what they stand for.
+fn nf4(values: &[f32], block: usize, codes: &mut [u8], scales: &mut Vec<f32>, back: &mut [f32]) {
+    let blocks = values.chunks(block).zip(codes.chunks_mut(block / 2)).zip(back.chunks_mut(block));
+    for ((values, codes), back) in blocks {
+        let scale = values.iter().fold(0.0f32, |most, x| most.max(x.abs()));
+        let code = |x: f32| Nf4::nearest(if scale == 0.0 { 0.0 } else { x / scale });
+        for ((pair, byte), back) in values.chunks(2).zip(codes).zip(back.chunks_mut(2)) {
+            let pair = [code(pair[0]), code(pair[1])];
+            *byte = pair[0] << 4 | pair[1];
+            back.iter_mut().zip(pair).for_each(|(back, code)| *back = scale * NF4_LEVELS[usize::from(code)]);
+        }
+        scales.push(scale);
+    }
+}
+
+/// Codes of rows, the scale of each, and what they stand for.
+fn fp8(values: &[f32], width: usize, codes: &mut [u8], scales: &mut Vec<f32>, back: &mut [f32]) {
+    let format: RowFormat = "fp8-e4m3".parse().expect("a format of rows");
+    let mut row = vec![0.0; width];
+    for ((values, codes), back) in values.chunks(width).zip(codes.chunks_mut(width)).zip(back.chunks_mut(width)) {
+        let scale = (values.iter().fold(0.0f32, |most, x| most.max(x.abs())) / MOST).max(f32::EPSILON);
+        row.iter_mut().zip(values).for_each(|(row, x)| *row = x / scale);
+        format.encode(&row, width, codes);
+        format.decode(codes, 0, back);
+        back.iter_mut().for_each(|x| *x *= scale);
+        scales.push(scale);
+    }
+}
