@@ -184,6 +184,9 @@ impl Args {
             (true, ..) if is_gguf || self.output.is_file() => {
                 format!("--output is '{shown}'; {name} is written as a folder, name one")
             }
+            (true, ..) if self.output.is_dir() => {
+                format!("--output '{shown}' is there already; {name} is written as a folder of its own, name a new one")
+            }
             (_, true, None) => format!("{name} chooses codes by a text; give one with --text FILE"),
             (_, false, Some(_)) => format!("--text is for gptq and awq; {name} reads none, leave it out"),
             _ => return Ok(target),

@@ -273,7 +273,9 @@ impl<'a> Trainer<'a> {
     fn evaluate(&mut self, longest: usize, watch: &mut dyn FnMut(&Line)) -> Result<(), TrainError> {
         self.results.clear();
         let evaluation = &self.recipe.evaluation;
-        for &length in evaluation.lengths.iter().filter(|length| **length <= longest) {
+        let lengths = evaluation.lengths.iter().filter(|length| **length <= longest);
+        let longest = lengths.clone().max().copied();
+        for &length in lengths {
             let at_once = JUDGED_AT_ONCE.min(evaluation.samples);
             let samples = evaluation.samples / at_once * at_once;
             let extents = self.extents(Stage { length, batch: at_once, steps: 1 });
@@ -286,7 +288,7 @@ impl<'a> Trainer<'a> {
                 self.results.push(serde_json::to_value(&line).expect("a line is plain data"));
                 self.tell(watch, line)?;
             }
-            if let Some(all) = self.data.held_out_text(samples, length).filter(|_| length == longest) {
+            if let Some(all) = self.data.held_out_text(samples, length).filter(|_| Some(length) == longest) {
                 let loss = held_out_loss(&mut network, &mut self.zero, &self.groups.data, &all)?;
                 self.tell(watch, Line::HeldOut { step: self.progress.step, loss, perplexity: loss.exp() })?;
             }
