@@ -214,9 +214,10 @@ fn folders_of_scaled_numbers_run_and_lose_nothing_a_second_time() {
                 [&first["rel_l2"], &second["rel_l2"], &first["bits_per_weight"]].map(|x| x.as_f64().unwrap());
             assert!(error.contains(&lost) && more < 1e-7 && bits.contains(&each), "{first} {second}");
         }
-        let said = |model: &str| {
-            kvsieve(&["generate", "--model", model, "--prompt", "The code of amber", "--max-new-tokens", "4"])
-        };
+        let asked =
+            "The code of amber falcon is 1234567. What is the code of amber falcon? The code of amber falcon is";
+        let said = |model| kvsieve(&["generate", "--model", model, "--prompt", asked, "--max-new-tokens", "5"]);
+        assert!(said(to).contains("1234567"), "{}", said(to));
         assert_eq!(said(to), said(again));
     }
 }

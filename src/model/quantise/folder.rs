@@ -26,13 +26,16 @@ use std::path::Path;
 /// Rows that are rounded together.
 pub(super) const ROWS: usize = 64;
 
+/// A tensor of a module: the end of its name, its type and shape.
+pub(super) type Part = (&'static str, Dtype, Vec<usize>);
+
 /// How the matrices of a folder lie.
 pub(super) trait Layout {
-    /// The tensors that a module's weight becomes: the ends of their names, types and shapes.
+    /// The tensors that a module's weight becomes.
     ///
     /// # Errors
     /// When it cannot be laid out so.
-    fn tensors(&self, module: &str, shape: [usize; 2]) -> Result<Vec<(&'static str, Dtype, Vec<usize>)>, String>;
+    fn tensors(&self, module: &str, shape: [usize; 2]) -> Result<Vec<Part>, String>;
 
     /// What `config.json` says of it.
     fn packing(&self) -> Value;
@@ -165,11 +168,7 @@ impl Make for Listing<'_> {
 }
 
 impl Layout for Recipe {
-    fn tensors(
-        &self,
-        module: &str,
-        [rows, width]: [usize; 2],
-    ) -> Result<Vec<(&'static str, Dtype, Vec<usize>)>, String> {
+    fn tensors(&self, module: &str, [rows, width]: [usize; 2]) -> Result<Vec<Part>, String> {
         let Grid { bits, group, .. } = self.grid;
         if !width.is_multiple_of(group) {
             let fits = (32..=width.min(256)).step_by(32).filter(|&group| width.is_multiple_of(group));

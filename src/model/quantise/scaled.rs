@@ -2,7 +2,7 @@
 //! for each output as llm-compressor writes them (`compressed-tensors`).
 
 use super::Quantised;
-use super::folder::{Layout, Plain, ROWS, write};
+use super::folder::{Layout, Part, Plain, ROWS, write};
 use crate::format::{NF4_LEVELS, Nf4, RowFormat};
 use crate::memory::{Arena, Label};
 use crate::model::parameters::{Make, Role};
@@ -71,7 +71,7 @@ fn quant_state([rows, width]: [usize; 2], block: usize) -> String {
 }
 
 impl Layout for Scaled {
-    fn tensors(&self, module: &str, shape: [usize; 2]) -> Result<Vec<(&'static str, Dtype, Vec<usize>)>, String> {
+    fn tensors(&self, module: &str, shape: [usize; 2]) -> Result<Vec<Part>, String> {
         let [rows, width] = shape;
         match *self {
             Scaled::Nf4 { block } if !width.is_multiple_of(block) => {

@@ -228,12 +228,12 @@ fn a_public_checkpoint_evicts_what_its_own_code_evicts() {
     let mut gates = Gates::new(&arena, &extents, window, DecidedBy::Next).unwrap();
     for layer in 0..layers {
         let none = gate(layer, None);
-        for head in 0..kv_heads {
+        for (head, none) in none.iter().enumerate() {
             let row = (layer * kv_heads + head) * hidden;
             for at in 0..hidden {
-                gates.weights[row + at] = (none[head] - gate(layer, Some(at))[head]) / SCALE;
+                gates.weights[row + at] = (none - gate(layer, Some(at))[head]) / SCALE;
             }
-            gates.weights[layers * kv_heads * hidden + layer * kv_heads + head] = (OFFSET - none[head]) / SCALE;
+            gates.weights[layers * kv_heads * hidden + layer * kv_heads + head] = (OFFSET - none) / SCALE;
         }
     }
     let mut network = Network::new(&arena, &cpu, extents, Recompute::None).unwrap().with_gates(&arena, gates).unwrap();
