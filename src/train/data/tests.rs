@@ -123,7 +123,9 @@ fn prose_quotes_and_haystacks_come_from_the_recipes_text_and_its_end_is_held_out
     assert_eq!(prose.targets.len(), 4 * 200, "every token of a text is a target");
 
     let quotes = sequences("quotes");
-    let heavy = quotes.targets.iter().map(|target| target.weight).fold(0.0, f32::max);
+    let weights = || quotes.targets.iter().map(|target| target.weight);
+    let (heavy, light) = (weights().fold(0.0, f32::max), weights().fold(1.0, f32::min));
+    assert!((heavy / light * recipe.data.text_weight - 1.0).abs() < 1e-4, "{heavy} and {light}");
     let quoted: Vec<_> = targets_of(&quotes, 200)
         .into_iter()
         .zip(&quotes.targets)
@@ -142,6 +144,7 @@ fn prose_quotes_and_haystacks_come_from_the_recipes_text_and_its_end_is_held_out
     let data = Data::new(&recipe, &vocabulary).unwrap();
     let held_out = data.held_out_text(2, 100).unwrap();
     assert_eq!((held_out.tokens.len(), held_out.targets.len()), (200, 200));
+    assert_ne!(held_out.tokens[..100], held_out.tokens[100..], "pieces from different places");
     assert!(vocabulary.decode(&held_out.tokens[101..]).contains("Document 3"));
     assert!(
         Data::new(
