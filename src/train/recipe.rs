@@ -232,8 +232,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_shipped_recipe_is_right_and_can_be_written_and_read_again() {
-        let recipe = Recipe::parse(BUILTIN, Path::new("built-in")).unwrap();
+    fn the_shipped_recipes_are_right_and_can_be_written_and_read_again() {
+        let text = include_str!("../../experiments/train-text.toml");
+        let [recipe, text] = [BUILTIN, text].map(|text| Recipe::parse(text, Path::new("shipped")).unwrap());
+        assert_eq!(Recipe::parse(&toml::to_string(&text).unwrap(), Path::new("written")).unwrap(), text);
         let written = toml::to_string(&recipe).unwrap();
         let read = Recipe::parse(&written, Path::new("written")).unwrap();
         assert_eq!((&recipe, recipe.digest()), (&read, read.digest()));
