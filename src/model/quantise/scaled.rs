@@ -260,3 +260,31 @@ fn fp8(values: &[f32], width: usize, codes: &mut [u8], scales: &mut Vec<f32>, ba
         scales.push(scale);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn codes_under_their_scales_are_what_is_said_to_be_kept() {
+        let values: Vec<f32> = (0..128).map(|at| ((at * 37 % 101) as f32 - 50.0) / 7.0).collect();
+        let near = |back: &[f32], bound: f32| values.iter().zip(back).all(|(x, y)| (x - y).abs() <= bound);
+
+        let (mut codes, mut scales, mut back) = (vec![0; 64], Vec::new(), vec![0.0; 128]);
+        nf4(&values, 32, &mut codes, &mut scales, &mut back);
+        // The first of two elements is in the high bits.
+        let level = |at: usize| NF4_LEVELS[usize::from(codes[at / 2] >> (4 * (1 - at % 2)) & 15)];
+        let read: Vec<f32> = (0..128).map(|at| scales[at / 32] * level(at)).collect();
+        assert!(read == back && scales.len() == 4 && near(&back, 0.16 * 50.0 / 7.0), "{scales:?}");
+
+        let (mut codes, mut scales, mut back) = (vec![0; 128], Vec::new(), vec![0.0; 128]);
+        fp8(&values, 64, &mut codes, &mut scales, &mut back);
+        let format: RowFormat = "fp8-e4m3".parse().unwrap();
+        let mut read = vec![0.0; 128];
+        for ((codes, read), scale) in codes.chunks(64).zip(read.chunks_mut(64)).zip(&scales) {
+            format.decode(codes, 0, read);
+            read.iter_mut().for_each(|x| *x *= scale);
+        }
+        assert!(read == back && scales.len() == 2 && near(&back, 50.0 / 7.0 / 16.0), "{scales:?}");
+    }
+}
