@@ -176,7 +176,7 @@ fn a_public_checkpoint_is_a_model_and_its_gates_evict_from_it() {
             "\"num_hidden_layers\": 4",
             "no tensor 'model.layers.3.self_attn.dms_proj_alpha.weight'",
         ),
-        ("\"hidden_size\": 32", "\"hidden_size\": 64", "is F32 [2, 32]; floating-point [2, 64] is needed"),
+        ("\"hidden_size\": 32", "\"hidden_size\": 64", "is [2, 32]; [2, 64] is needed"),
         ("{", "[", "config.json is not JSON"),
         ("\"num_hidden_layers\": 3", "\"num_hidden_layers\": 900000", "no tensor 'model.layers.3."),
     ] {

@@ -146,5 +146,5 @@ fn published_surrogates_score_as_their_authors_class_does() {
     };
     of(other.path().to_str().unwrap()).stderr(contains("model_type is \"llama\"; it must be \"kvzap\""));
     // Of a model with other hidden states.
-    of("tests/fixtures/kvzap-mlp").stderr(contains("'gate.inner.weight'").and(contains("inner elements")));
+    of("tests/fixtures/kvzap-mlp").stderr(contains("'gate.weight'").and(contains("inner elements")));
 }

@@ -295,7 +295,7 @@ fn a_recipe_with_a_text_learns_its_tokens_and_is_resumed_with_the_same_bits() {
         |at: usize| format!("Page {at} holds the keys of layer {} and {} values.\n\n", at % 7, at * 13 % 101);
     fs::write(&text, (0..2000).map(sentence).collect::<String>()).unwrap();
     let path = folder.path().join("text.toml");
-    let sources = r#"[{ source = "prose", share = 2.0 }, { source = "quotes", share = 1.0 }, { source = "needles", share = 1.0 }]"#;
+    let sources = r#"[{ source = "text", share = 2.0 }, { source = "quotes", share = 1.0 }, { source = "needles", share = 1.0 }]"#;
     let recipe = RECIPE
         .replace("norm_eps = 1e-5", "norm_eps = 1e-5\nvocabulary = 290\nlook_back = false")
         .replace("text_weight = 0.1", &format!("text_weight = 0.5\ntext = '{}'", text.display()));
@@ -336,7 +336,7 @@ fn mistakes_are_one_line_and_exit_status_2() {
         ("\"needles\"", "\"cwe\"", "too few for the task 'cwe'"),
         ("seed = 3", "seed = 3\nsede = 4", "unknown field"),
         ("clip = 1.0", "clip = 0.0", "optimizer.clip is 0; it must be finite and above 0"),
-        ("\"needles\"", "\"prose\"", "prose needs data.text, the file of a text"),
+        ("\"needles\"", "\"quotes\"", "the source 'quotes' needs data.text, the file of a text"),
         (
             "norm_eps = 1e-5",
             "norm_eps = 1e-5\nvocabulary = 300",

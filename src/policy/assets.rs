@@ -236,25 +236,25 @@ impl<'f> Assets<'f> {
         made
     }
 
-    /// Tensors with these axes that were made of the weights of a folder.
+    /// Notes tensors with these axes that were made of the weights of a folder as read.
     ///
     /// # Errors
     /// When an axis differs from that of a tensor read before.
-    pub(super) fn made<const N: usize>(
+    pub(super) fn note(
         &mut self,
         folder: &Path,
-        tensors: [(&'static str, &[Axis], Learned); N],
-    ) -> Result<[Learned; N], PolicyError> {
+        tensors: &[(&'static str, &[Axis], &Learned)],
+    ) -> Result<(), PolicyError> {
         let mut hasher = blake3::Hasher::new();
         tensors.iter().for_each(|(.., learned)| _ = hasher.update(bytemuck::cast_slice(&learned.values)));
         let hash = hasher.finalize().to_hex().to_string();
-        for (name, axes, learned) in &tensors {
+        for (name, axes, learned) in tensors {
             let (shape, axes) = (learned.shape.clone(), axes.to_vec());
             let read = Read { path: folder.into(), hash: hash.clone(), base: None, name, shape, axes };
             read.check(&self.parameters.extents().collect::<Vec<_>>())?;
             self.parameters.tensors.push(read);
         }
-        Ok(tensors.map(|(.., learned)| learned))
+        Ok(())
     }
 
     /// A text of the file's metadata.
@@ -307,27 +307,40 @@ impl<'f> Assets<'f> {
     fn load(&mut self, file: &PolicyFile, name: &'static str, axes: &[Axis]) -> Result<Learned, PolicyError> {
         let path = file.file.path();
         let entry = file.file.entries()?.into_iter().find(|entry| entry.name == name);
-        let Some(Entry { shape, dtype, range, .. }) = entry else {
+        let Some(entry) = entry else {
             let found = file.file.names()?.join(", ");
             return Err(FileError::Missing { path: path.into(), name: name.into(), found }.into());
         };
         let (hash, base) = (file.hash.clone(), file.metadata("base_model"));
+        let shape = entry.shape.clone();
         let read = Read { path: path.into(), hash, base, name, shape: shape.clone(), axes: axes.to_vec() };
         read.check(&self.parameters.extents().collect::<Vec<_>>())?;
-        let Some(element) = read_as(dtype) else {
-            let found = format!("{dtype:?}");
-            return Err(FileError::DType { path: path.into(), name: name.into(), found }.into());
-        };
-        let mut values = vec![0f32; shape.iter().product()];
-        element.decode(file.file.bytes(range), &mut values);
-        if let Some(at) = values.iter().position(|value| !value.is_finite()) {
-            let (path, value) = (path.display(), values[at]);
-            return Err(PolicyError::File(format!(
-                "tensor '{name}' in '{path}' holds {value} as element {at} of {shape:?}; every element must be finite"
-            )));
-        }
+        let values = decoded(&file.file, &entry)?;
         self.parameters.tensors.push(read);
         Ok(Learned { shape, values })
+    }
+}
+
+/// The elements of a file's tensor.
+///
+/// # Errors
+/// When they are not F32, F16 or BF16, or one is not finite.
+pub(super) fn decoded(file: &TensorFile, entry: &Entry) -> Result<Vec<f32>, PolicyError> {
+    let Entry { name, shape, dtype, range } = entry;
+    let path = file.path();
+    let Some(element) = read_as(*dtype) else {
+        let found = format!("{dtype:?}");
+        return Err(FileError::DType { path: path.into(), name: name.clone(), found }.into());
+    };
+    let mut values = vec![0f32; shape.iter().product()];
+    element.decode(file.bytes(range.clone()), &mut values);
+    match values.iter().position(|value| !value.is_finite()) {
+        None => Ok(values),
+        Some(at) => Err(PolicyError::File(format!(
+            "tensor '{name}' in '{}' holds {} as element {at} of {shape:?}; every element must be finite",
+            path.display(),
+            values[at]
+        ))),
     }
 }
 

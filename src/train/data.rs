@@ -47,7 +47,6 @@ pub enum DataError {
 
 enum Kind {
     Text,
-    Prose,
     Quotes,
     Needles,
     Echo,
@@ -118,7 +117,6 @@ impl<'a> Data<'a> {
         let source = |spec: &SourceSpec| {
             let kind = match spec.source.as_str() {
                 "text" => Kind::Text,
-                "prose" => Kind::Prose,
                 "quotes" => Kind::Quotes,
                 "needles" => Kind::Needles,
                 "echo" => Kind::Echo,
@@ -176,7 +174,6 @@ impl<'a> Data<'a> {
         let mut sequence = Sequence::begun(self.vocabulary, len);
         match &source.kind {
             Kind::Text => (),
-            Kind::Prose => self.prose(&mut sequence, &mut rng),
             Kind::Quotes => self.quotes(&mut sequence, &mut rng),
             Kind::Needles => self.needles(&mut sequence, &mut rng),
             Kind::Echo => self.echo(&mut sequence, &mut rng),
@@ -185,8 +182,8 @@ impl<'a> Data<'a> {
         if sequence.tokens.len() > self.vocabulary.begin().len() && sequence.room() > 0 {
             sequence.tokens.extend(self.vocabulary.end().map(|end| (end, 1.0)));
         }
-        if self.text.is_some() {
-            self.prose(&mut sequence, &mut rng);
+        if let Some(text) = &self.text {
+            sequence.extend(text.span(&mut rng, sequence.room()), self.text_weight);
         }
         while sequence.room() > 0 {
             sequence.push(&text::sentence(&mut rng), self.text_weight);
@@ -275,12 +272,6 @@ impl<'a> Data<'a> {
             }
         }
         pieces
-    }
-
-    /// The text from a random place on, until the sequence is full.
-    fn prose(&self, sequence: &mut Sequence<'_>, rng: &mut ChaCha8Rng) {
-        let text = self.text.as_ref().expect("a checked recipe has a text for its prose");
-        sequence.extend(text.span(rng, sequence.room()), self.text_weight);
     }
 
     /// The text, in which spans stand once more somewhere behind: their tokens are foretold by what followed before.

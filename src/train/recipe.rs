@@ -50,7 +50,7 @@ pub struct Recipe {
 pub struct DataSpec {
     /// Weight of a token of plain text in the loss; one of an answer has 1.
     pub text_weight: f32,
-    /// Documents with blank lines between them, that `prose` and `quotes` are taken from and needles are hidden in.
+    /// Documents with blank lines between them, that `text` and `quotes` are taken from and needles are hidden in.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub text: Option<PathBuf>,
     /// What a sequence can be, drawn by `share`.
@@ -61,20 +61,13 @@ pub struct DataSpec {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SourceSpec {
-    /// `text`, `needles`, `echo`, `prose`, `quotes`, or a task as `kvsieve list tasks` names them.
+    /// `text`, `quotes`, `needles`, `echo`, or a task as `kvsieve list tasks` names them.
     pub source: String,
     /// How often it is drawn, against the other shares.
     pub share: f64,
     /// Shortest sequences in which it is drawn, in tokens.
     #[serde(default)]
     pub from_length: usize,
-}
-
-impl DataSpec {
-    /// A source that cannot do without a text.
-    fn needs_text(&self) -> Option<&str> {
-        self.sources.iter().map(|source| &*source.source).find(|source| ["prose", "quotes"].contains(source))
-    }
 }
 
 impl SourceSpec {
@@ -156,8 +149,10 @@ impl Recipe {
         }
         if self.data.text.is_none() {
             let learned = matches!(&self.model, Origin::New(Sizes { vocabulary: Some(_), .. }));
-            if let Some(needs) = learned.then_some("model.vocabulary").or(self.data.needs_text()) {
-                return Err(format!("{needs} needs data.text, the file of a text"));
+            let quotes = self.data.sources.iter().any(|source| source.source == "quotes");
+            let needs = [(learned, "model.vocabulary"), (quotes, "the source 'quotes'")];
+            if let Some((_, what)) = needs.iter().find(|(needs, _)| *needs) {
+                return Err(format!("{what} needs data.text, the file of a text"));
             }
         }
         if self.stages.is_empty() {

@@ -282,14 +282,19 @@ impl<'a> Trainer<'a> {
             let mut network = self.network(extents)?;
             for task in &evaluation.tasks {
                 let all = self.data.held_out(self.place.cpu, task, samples, length)?;
-                let right = right_answers(&mut network, &mut self.zero, &self.groups.data, &all)?;
+                let (comm, zero) = (&self.groups.data, &mut self.zero);
+                let right = judged(&mut network, comm, &all, |network, part| right_answers(network, zero, part))?;
+                let right = right as usize;
                 let step = self.progress.step;
                 let line = Line::Evaluation { step, task: task.clone(), length_tokens: length, right, samples };
                 self.results.push(serde_json::to_value(&line).expect("a line is plain data"));
                 self.tell(watch, line)?;
             }
             if let Some(all) = self.data.held_out_text(samples, length).filter(|_| Some(length) == longest) {
-                let loss = held_out_loss(&mut network, &mut self.zero, &self.groups.data, &all)?;
+                let (comm, zero) = (&self.groups.data, &mut self.zero);
+                let loss = judged(&mut network, comm, &all, |network, part| {
+                    Ok(network.judge_of(zero, part, |_, _, _| ())?)
+                })?;
                 self.tell(watch, Line::HeldOut { step: self.progress.step, loss, perplexity: loss.exp() })?;
             }
         }
@@ -344,43 +349,32 @@ impl<'a> Trainer<'a> {
     }
 }
 
-/// Cross-entropy of all targets, nats; ranks take as many sequences as a network has in turns.
-fn held_out_loss(network: &mut Network<'_>, zero: &mut Zero<'_>, comm: &Comm, all: &Batch) -> Result<f64, TrainError> {
+/// What `judge` says of all sequences, added up; ranks take as many as a network has in turns.
+fn judged(
+    network: &mut Network<'_>,
+    comm: &Comm,
+    all: &Batch,
+    mut judge: impl FnMut(&mut Network<'_>, &Batch) -> Result<f64, TrainError>,
+) -> Result<f64, TrainError> {
     let Extents { len, .. } = *network.extents();
     let parts = all.tokens.len() / network.extents().rows();
-    let mut sum = 0.0f64;
+    let mut sum = 0.0;
     for first in (0..parts).step_by(comm.size()) {
         let index = first + comm.rank();
-        let part = all.part(index.min(parts - 1), parts, len);
-        let loss = network.judge_of(zero, &part, |_, _, _| ())?;
-        sum += if index < parts { loss } else { 0.0 };
+        // All ranks walk over the model together, also those for which nothing is left.
+        let found = judge(network, &all.part(index.min(parts - 1), parts, len))?;
+        sum += if index < parts { found } else { 0.0 };
     }
     let mut of_ranks = vec![0f64; comm.size()];
     of_ranks[comm.rank()] = sum;
     comm.all_gather(&mut of_ranks.iter_mut().map(bytemuck::bytes_of_mut).collect::<Vec<_>>())?;
-    Ok(of_ranks.iter().sum::<f64>())
+    Ok(of_ranks.iter().sum())
 }
 
-/// How many sequences have every judged token right; ranks take as many as a network has in turns.
-fn right_answers(
-    network: &mut Network<'_>,
-    zero: &mut Zero<'_>,
-    comm: &Comm,
-    all: &Batch,
-) -> Result<usize, TrainError> {
+/// How many sequences of a batch have every judged token right.
+fn right_answers(network: &mut Network<'_>, zero: &mut Zero<'_>, part: &Batch) -> Result<f64, TrainError> {
     let Extents { len, batch, .. } = *network.extents();
-    let parts = all.tokens.len() / network.extents().rows();
-    let mut right = 0u64;
-    for first in (0..parts).step_by(comm.size()) {
-        let index = first + comm.rank();
-        // All ranks walk over the model together, also those for which nothing is left.
-        let part = all.part(index.min(parts - 1), parts, len);
-        let mut wrong = vec![false; batch];
-        network.judge_of(zero, &part, |target, token, _| wrong[target.row / len] |= token != target.token)?;
-        right += if index < parts { wrong.iter().filter(|wrong| !**wrong).count() as u64 } else { 0 };
-    }
-    let mut of_ranks = vec![0u64; comm.size()];
-    of_ranks[comm.rank()] = right;
-    comm.all_gather(&mut of_ranks.iter_mut().map(bytemuck::bytes_of_mut).collect::<Vec<_>>())?;
-    Ok(of_ranks.iter().sum::<u64>() as usize)
+    let mut wrong = vec![false; batch];
+    network.judge_of(zero, part, |target, token, _| wrong[target.row / len] |= token != target.token)?;
+    Ok(wrong.iter().filter(|wrong| !**wrong).count() as f64)
 }

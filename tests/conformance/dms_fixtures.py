@@ -90,10 +90,9 @@ for index, layer in enumerate(model.model.layers):
     by_layer[index] = (after[0], decided[0])
 gates = torch.stack([by_layer[index][1] for index in by_layer])
 evicting = logits(False)
-# The decision on a token is the one behind it, and the last WINDOW + 1 tokens are left by no query.
-behind = [seen[index] for index in seen]
 p, q = dense.log_softmax(-1).double(), evicting.log_softmax(-1).double()
 kl = (p.exp() * (p - q)).sum(-1)[0, WINDOW + 1 :].mean()
+# The decision on a token is the one behind it, and the last WINDOW + 1 tokens are left by no query.
 decisions = []
 for index, layer in enumerate(model.model.layers):
     (before, *_), attention = seen[index], layer.self_attn

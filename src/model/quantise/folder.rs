@@ -55,9 +55,7 @@ pub fn quantise_folder(
     (cpu, arena): (&Cpu, &Arena),
     mut wrote: impl FnMut(usize, usize),
 ) -> Result<Vec<Quantised>, ModelError> {
-    let mut done = Vec::new();
-    write(source, &recipe, output, arena, |plain, config| {
-        done.push(plain.matrix("model.embed_tokens.weight", [config.vocab, config.hidden])?);
+    write(source, &recipe, output, arena, |plain, config, done| {
         let mut blocks = 0;
         walk(source, recipe, text, (cpu, arena), |made| {
             for (name, made) in made {
@@ -69,29 +67,22 @@ pub fn quantise_folder(
             blocks += 1;
             wrote(blocks, config.layers);
             Ok::<(), ModelError>(())
-        })?;
-        let mut norm = vec![0.0; config.hidden];
-        plain.found.widened("model.norm.weight", config.hidden, &mut norm)?;
-        plain.put("model.norm.weight", &norm)?;
-        if !config.tied {
-            done.push(plain.matrix("lm_head.weight", [config.vocab, config.hidden])?);
-        }
-        Ok(())
-    })?;
-    Ok(done)
+        })
+        .map(drop)
+    })
 }
 
-/// Writes a folder whose weights are what `fill` puts, in the order of the model's parameters.
+/// Writes a folder whose blocks are what `blocks` puts, in the order of the model's parameters.
 ///
 /// # Errors
-/// When the source cannot be read, its matrices cannot be laid out so, or the folder cannot be written; and those of `fill`.
+/// When the source cannot be read, its matrices cannot be laid out so, or the folder cannot be written; and those of `blocks`.
 pub(super) fn write(
     source: &Path,
     layout: &dyn Layout,
     output: &Path,
     arena: &Arena,
-    fill: impl FnOnce(&mut Plain<'_, '_>, &Config) -> Result<(), ModelError>,
-) -> Result<(), ModelError> {
+    blocks: impl FnOnce(&mut Plain<'_, '_>, &Config, &mut Vec<Quantised>) -> Result<(), ModelError>,
+) -> Result<Vec<Quantised>, ModelError> {
     let config = Config::read(source)?;
     let wrong = |reason: String| ModelError::Config { path: source.into(), reason };
     let mut found = Found::open(source, &config, arena)?;
@@ -103,16 +94,24 @@ pub(super) fn write(
     let system =
         |path: &Path, error: std::io::Error| ModelError::Config { path: path.into(), reason: error.to_string() };
     std::fs::create_dir_all(output).map_err(|error| system(output, error))?;
+    let mut done = Vec::new();
     let metadata = HashMap::from([("format".to_string(), "pt".to_string())]);
     stream::write(&output.join("model.safetensors"), listing.tensors, metadata, |sink| {
-        fill(&mut Plain { found: &mut found, kept, sink }, &config)
+        let mut plain = Plain { found: &mut found, kept, sink };
+        done.push(plain.matrix("model.embed_tokens.weight", [config.vocab, config.hidden])?);
+        blocks(&mut plain, &config, &mut done)?;
+        plain.vector("model.norm.weight", config.hidden)?;
+        if !config.tied {
+            done.push(plain.matrix("lm_head.weight", [config.vocab, config.hidden])?);
+        }
+        Ok::<(), ModelError>(())
     })?;
     // Last, so that a folder without it is one that is not whole.
     for (name, content) in files.iter().rev() {
         let fill = |path: &Path| std::fs::write(path, content).map_err(|error| error.to_string());
         file::replace(&output.join(name), fill)?;
     }
-    Ok(())
+    Ok(done)
 }
 
 /// The type of what is not coded: that of a plain embedding, and f16, which holds the scales of quantised blocks, of another.
@@ -224,7 +223,7 @@ pub(super) struct Plain<'p, 'f> {
 
 impl Plain<'_, '_> {
     /// Writes elements of a tensor; what they become.
-    pub fn put(&mut self, name: &str, values: &[f32]) -> Result<Vec<f32>, ModelError> {
+    fn put(&mut self, name: &str, values: &[f32]) -> Result<Vec<f32>, ModelError> {
         let mut bytes = vec![0; values.len() * self.kept.bytes()];
         self.kept.encode(values, &mut bytes);
         let mut back = vec![0.0; values.len()];
@@ -237,8 +236,15 @@ impl Plain<'_, '_> {
         Ok(back)
     }
 
+    /// Writes a vector of the source.
+    pub fn vector(&mut self, name: &str, width: usize) -> Result<(), ModelError> {
+        let mut values = vec![0.0; width];
+        self.found.widened(name, width, &mut values)?;
+        self.put(name, &values).map(drop)
+    }
+
     /// Writes a matrix of the source, some rows at a time.
-    pub fn matrix(&mut self, name: &str, [rows, width]: [usize; 2]) -> Result<Quantised, ModelError> {
+    fn matrix(&mut self, name: &str, [rows, width]: [usize; 2]) -> Result<Quantised, ModelError> {
         let matrix = self.found.tensor(name, &[rows, width])?;
         let (mut values, mut lost, mut all) = (Vec::new(), 0.0, 0.0);
         for first in (0..rows).step_by(ROWS) {

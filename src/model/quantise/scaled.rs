@@ -5,8 +5,8 @@ use super::Quantised;
 use super::folder::{Layout, Part, Plain, ROWS, write};
 use crate::format::{NF4_LEVELS, Nf4, RowFormat};
 use crate::memory::{Arena, Label};
+use crate::model::ModelError;
 use crate::model::parameters::{Make, Role};
-use crate::model::{Config, ModelError};
 use crate::named::{Named, NamedError, Parameter};
 use crate::tensor::RowCode;
 use safetensors::Dtype;
@@ -102,27 +102,18 @@ impl Layout for Scaled {
                 "bnb_4bit_compute_dtype": "bfloat16", "bnb_4bit_quant_storage": "uint8", "bnb_4bit_use_double_quant": false,
                 "llm_int8_skip_modules": ["lm_head"],
             }),
-            Scaled::Fp8 => {
-                let number = json!({"num_bits": 8, "type": "float", "symmetric": true});
-                let with = |more: Value| {
-                    let mut all = number.clone();
-                    all.as_object_mut()
-                        .zip(more.as_object())
-                        .into_iter()
-                        .for_each(|(all, more)| all.extend(more.clone()));
-                    all
-                };
-                json!({
-                    "quant_method": "compressed-tensors", "format": "float-quantized", "quantization_status": "compressed",
-                    "config_groups": {"group_0": {
-                        "targets": ["Linear"],
-                        "weights": with(json!({"strategy": "channel", "dynamic": false})),
-                        "input_activations": with(json!({"strategy": "token", "dynamic": true})),
-                        "output_activations": null,
-                    }},
-                    "ignore": ["lm_head"], "kv_cache_scheme": null,
-                })
-            }
+            Scaled::Fp8 => json!({
+                "quant_method": "compressed-tensors", "format": "float-quantized", "quantization_status": "compressed",
+                "config_groups": {"group_0": {
+                    "targets": ["Linear"],
+                    "weights": {"num_bits": 8, "type": "float", "symmetric": true, "strategy": "channel", "dynamic": false},
+                    "input_activations": {
+                        "num_bits": 8, "type": "float", "symmetric": true, "strategy": "token", "dynamic": true,
+                    },
+                    "output_activations": null,
+                }},
+                "ignore": ["lm_head"], "kv_cache_scheme": null,
+            }),
         }
     }
 }
@@ -139,25 +130,22 @@ pub fn quantise_scaled(
     arena: &Arena,
     mut wrote: impl FnMut(usize, usize),
 ) -> Result<Vec<Quantised>, ModelError> {
-    let config = Config::read(source)?;
-    let mut done = Vec::new();
-    write(source, &scaled, output, arena, |plain, config| {
-        let layers = config.layers;
-        let mut writer = Writer { plain, scaled, arena, layers, done: &mut done, wrote: &mut wrote };
-        config.parameters(&mut writer).map(|_| ())
-    })?;
-    wrote(config.layers, config.layers);
-    Ok(done)
+    write(source, &scaled, output, arena, |plain, config, done| {
+        let mut writer = Writer { plain, scaled, arena, done };
+        for layer in 0..config.layers {
+            config.block(layer, &mut writer)?;
+            wrote(layer + 1, config.layers);
+        }
+        Ok(())
+    })
 }
 
-/// Writes the parameters of a model in their order.
+/// Writes the parameters of blocks in their order.
 struct Writer<'w, 'p, 'f> {
     plain: &'w mut Plain<'p, 'f>,
     scaled: Scaled,
     arena: &'w Arena,
-    layers: usize,
     done: &'w mut Vec<Quantised>,
-    wrote: &'w mut dyn FnMut(usize, usize),
 }
 
 impl Make for Writer<'_, '_, '_> {
@@ -165,23 +153,14 @@ impl Make for Writer<'_, '_, '_> {
     type Vector = ();
     type Error = ModelError;
 
-    fn matrix(&mut self, name: String, role: Role, shape: [usize; 2]) -> Result<(), ModelError> {
-        let written = match role == Role::Embedding || name == "lm_head.weight" {
-            true => self.plain.matrix(&name, shape)?,
-            false => self.coded(name, shape)?,
-        };
-        self.done.push(written);
+    fn matrix(&mut self, name: String, _: Role, shape: [usize; 2]) -> Result<(), ModelError> {
+        let coded = self.coded(name, shape)?;
+        self.done.push(coded);
         Ok(())
     }
 
-    fn vector(&mut self, name: String, role: Role, width: usize) -> Result<(), ModelError> {
-        let mut values = vec![0.0; width];
-        self.plain.found.widened(&name, width, &mut values)?;
-        if role == Role::Norm && name.ends_with("input_layernorm.weight") {
-            let layer = name.split('.').nth(2).and_then(|layer| layer.parse().ok());
-            (self.wrote)(layer.unwrap_or(0), self.layers);
-        }
-        self.plain.put(&name, &values).map(drop)
+    fn vector(&mut self, name: String, _: Role, width: usize) -> Result<(), ModelError> {
+        self.plain.vector(&name, width)
     }
 }
 

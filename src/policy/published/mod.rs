@@ -4,7 +4,8 @@ pub(super) mod dms;
 pub(super) mod kvzap;
 
 use super::PolicyError;
-use crate::tensor::file::{TensorFile, read_as};
+use super::assets::decoded;
+use crate::tensor::file::TensorFile;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 
@@ -53,16 +54,10 @@ impl Folder {
         let Some(file) = self.files.iter().find(|file| file.has(name)) else { return Ok(None) };
         let entry = file.entries()?.into_iter().find(|entry| entry.name == name);
         let entry = entry.expect("a file has an entry for each of its names");
-        let Some(element) = read_as(entry.dtype).filter(|_| entry.shape == shape) else {
-            let (found, dtype) = (entry.shape, entry.dtype);
-            return Err(self.wrong(&format!("'{name}' is {dtype:?} {found:?}; floating-point {shape:?} is needed")));
-        };
-        let mut values = vec![0f32; shape.iter().product()];
-        element.decode(file.bytes(entry.range), &mut values);
-        match values.iter().find(|value| !value.is_finite()) {
-            Some(value) => Err(self.wrong(&format!("'{name}' holds {value}; every element must be finite"))),
-            None => Ok(Some(values)),
+        if entry.shape != shape {
+            return Err(self.wrong(&format!("'{name}' is {:?}; {shape:?} is needed", entry.shape)));
         }
+        decoded(file, &entry).map(Some)
     }
 
     fn needed(&self, name: &str, shape: &[usize]) -> Result<Vec<f32>, PolicyError> {

@@ -52,7 +52,7 @@ const BIAS: (&str, &[Axis]) = ("dms.bias", &[Layers, KvHeads]);
 /// The policy of gates that NVIDIA's Model-Optimizer trained, whose decisions come one token late.
 fn of_checkpoint(folder: &Path, window: Option<usize>, assets: &mut Assets<'_>) -> Result<Policy, PolicyError> {
     let CheckpointGates { weight, bias, window: trained } = published::dms::read(folder)?;
-    let [weight, bias] = assets.made(folder, [(WEIGHT.0, WEIGHT.1, weight), (BIAS.0, BIAS.1, bias)])?;
+    assets.note(folder, &[(WEIGHT.0, WEIGHT.1, &weight), (BIAS.0, BIAS.1, &bias)])?;
     Ok(policy(Some((weight, bias)), window.unwrap_or(trained), DecidedBy::Next))
 }
 
@@ -61,7 +61,11 @@ fn build(window: Option<usize>, assets: &mut Assets<'_>) -> Result<Policy, Polic
     let weight = assets.needed(WEIGHT.0, WEIGHT.1)?;
     let bias = assets.needed(BIAS.0, BIAS.1)?;
     let trained = assets.metadata("window").and_then(|text| text.parse().ok()).unwrap_or(WINDOW);
-    let decided_by = assets.metadata("decided_by").and_then(|text| DecidedBy::named(&text)).unwrap_or_default();
+    let named = |text: String| {
+        let wrong = || PolicyError::File(format!("decided_by of the gates is '{text}'; it must be itself or next"));
+        DecidedBy::named(&text).ok_or_else(wrong)
+    };
+    let decided_by = assets.metadata("decided_by").map(named).transpose()?.unwrap_or_default();
     Ok(policy(weight.zip(bias), window.unwrap_or(trained), decided_by))
 }
 

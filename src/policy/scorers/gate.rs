@@ -7,8 +7,8 @@
 //! how many stay, where KVzap evicts below a threshold.
 
 use crate::named::{Named, Parameter};
-use crate::policy::Axis::{self, Hidden, Inner, KvHeads, Layers};
-use crate::policy::network::{self, Network};
+use crate::policy::Axis::{self, Hidden, KvHeads, Layers};
+use crate::policy::network::Network;
 use crate::policy::published::kvzap;
 use crate::policy::{Assets, Context, Policy, PolicyEntry, PolicyError, PolicyFile, Scorer, Statistic};
 use std::path::Path;
@@ -30,8 +30,11 @@ const WEIGHT: (&str, &[Axis]) = ("gate.weight", &[Layers, KvHeads, Hidden]);
 const BIAS: (&str, &[Axis]) = ("gate.bias", &[Layers, KvHeads]);
 
 /// The parameter of policies that read gates.
-pub const GATES: Parameter =
-    Parameter { name: "gates", default: "auto", about: "file of trained gates; auto: --policy-file" };
+pub const GATES: Parameter = Parameter {
+    name: "gates",
+    default: "auto",
+    about: "file of trained gates, or a folder as others publish them; auto: --policy-file",
+};
 
 /// The folder that a policy's text names in place of a file.
 pub fn folder(named: &Named) -> Option<&Path> {
@@ -59,25 +62,15 @@ fn build(assets: &mut Assets<'_>) -> Result<Policy, PolicyError> {
 
 /// The policy of a surrogate that KVzap's authors fitted.
 fn of_folder(path: &Path, assets: &mut Assets<'_>) -> Result<Policy, PolicyError> {
-    let Network { inner, weight, bias } = kvzap::read(path)?;
-    let network = match inner {
-        None => {
-            let [weight, bias] = assets.made(path, [(WEIGHT.0, WEIGHT.1, weight), (BIAS.0, BIAS.1, bias)])?;
-            Network { inner: None, weight, bias }
-        }
-        Some(inner) => {
-            let [inner_weight, inner_bias, weight, bias] = assets.made(
-                path,
-                [
-                    ("gate.inner.weight", &[Layers, Inner, Hidden], inner.weight),
-                    ("gate.inner.bias", &[Layers, Inner], inner.bias),
-                    (WEIGHT.0, &[Layers, KvHeads, Inner], weight),
-                    (BIAS.0, BIAS.1, bias),
-                ],
-            )?;
-            Network { inner: Some(network::Inner { weight: inner_weight, bias: inner_bias }), weight, bias }
-        }
-    };
+    let network = kvzap::read(path)?;
+    let Network { inner, weight, bias } = &network;
+    let axes = [Layers, KvHeads, if inner.is_some() { Axis::Inner } else { Hidden }];
+    let mut tensors = vec![(WEIGHT.0, &axes[..], weight), (BIAS.0, BIAS.1, bias)];
+    if let Some(inner) = inner {
+        tensors.push(("gate.inner.weight", &[Layers, Axis::Inner, Hidden], &inner.weight));
+        tensors.push(("gate.inner.bias", &[Layers, Axis::Inner], &inner.bias));
+    }
+    assets.note(path, &tensors)?;
     Ok(Policy::after_prefill(Gate { policy: ENTRY.name, sign: 1.0, network: Some(network) }))
 }
 

@@ -96,13 +96,13 @@ fn what_is_held_out_asks_one_question_whose_answer_is_judged() {
 
 /// With a text of its own a recipe's sequences are pieces of it, needles lie in it, and quotes are foretold by what stands before.
 #[test]
-fn prose_quotes_and_haystacks_come_from_the_recipes_text_and_its_end_is_held_out() {
+fn text_quotes_and_haystacks_come_from_the_recipes_text_and_its_end_is_held_out() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("text.txt");
     let numbered: Vec<String> =
         (0..400).map(|at| format!("Document {at} says that cats are {} and dogs are not.", at * 7)).collect();
     std::fs::write(&path, numbered.join("\n\n")).unwrap();
-    let mut recipe = recipe("prose");
+    let mut recipe = recipe("text");
     recipe.data.text = Some(path.clone());
     recipe.stages = vec![Stage { length: 200, batch: 4, steps: 1 }];
     let documents = numbered.join("\n\n");
@@ -115,7 +115,7 @@ fn prose_quotes_and_haystacks_come_from_the_recipes_text_and_its_end_is_held_out
         data.batch(&cpu, 0, [4, 200]).unwrap()
     };
     let learned = vocabulary.decode(&vocabulary.encode(&documents));
-    let prose = sequences("prose");
+    let prose = sequences("text");
     for sequence in prose.tokens.chunks(200) {
         let read = vocabulary.decode(&sequence[1..]);
         assert!(learned.contains(&read) && !read.contains("Document 39"), "{read}");

@@ -218,6 +218,20 @@ fn a_public_checkpoint_evicts_what_its_own_code_evicts() {
         gates
     };
 
+    let floats = |name: &str| {
+        let values = expected.tensor(name).unwrap().data().chunks_exact(4);
+        values.map(|value| f32::from_le_bytes(value.try_into().unwrap())).collect::<Vec<f32>>()
+    };
+    let (normed, logits) = (floats("normed"), floats("logits_of_gates"));
+    for (row, state) in normed.chunks(hidden).enumerate() {
+        let (layer, at, mut gates) = (row / tokens.len(), row % tokens.len(), vec![0.0; kv_heads]);
+        scorer.gate(layer, state, &mut gates);
+        for (head, gate) in gates.iter().enumerate() {
+            let expected = logits[(layer * kv_heads + head) * tokens.len() + at];
+            assert!((gate + expected).abs() < 1e-3, "layer {layer}, head {head}, token {at}: {gate}, {expected}");
+        }
+    }
+
     let parameters = Parameters::all_frozen(&config, DType::F32);
     // The query's own token and six behind it.
     let window = scorer.protect(usize::MAX).window;
