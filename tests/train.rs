@@ -298,7 +298,8 @@ fn a_recipe_with_a_text_learns_its_tokens_and_is_resumed_with_the_same_bits() {
     let sources = r#"[{ source = "text", share = 2.0 }, { source = "quotes", share = 1.0 }, { source = "needles", share = 1.0 }]"#;
     let recipe = RECIPE
         .replace("norm_eps = 1e-5", "norm_eps = 1e-5\nvocabulary = 290\nlook_back = false")
-        .replace("text_weight = 0.1", &format!("text_weight = 0.5\ntext = '{}'", text.display()));
+        .replace("text_weight = 0.1", &format!("text_weight = 0.5\ntext = '{}'", text.display()))
+        .replace("samples = 4", "samples = 16");
     let at = recipe.find("sources = ").unwrap();
     let end = at + recipe[at..].find('\n').unwrap();
     fs::write(&path, format!("{}sources = {sources}{}", &recipe[..at], &recipe[end..])).unwrap();
@@ -313,9 +314,17 @@ fn a_recipe_with_a_text_learns_its_tokens_and_is_resumed_with_the_same_bits() {
     assert_eq!(Config::read(&whole).unwrap().vocab, 290);
     let read = Text::open(&whole).unwrap();
     assert_eq!(read.piece(" layer").unwrap().len(), 1);
-    let held_out = fs::read_to_string(whole.join("training.jsonl")).unwrap();
-    let held_out: Vec<&str> = held_out.lines().filter(|line| line.contains("held_out")).collect();
-    assert_eq!(held_out.len(), 2, "one behind each stage");
+    let held_out = |folder: &Path| -> Vec<f64> {
+        let log = fs::read_to_string(folder.join("training.jsonl")).unwrap();
+        let lines = log.lines().filter(|line| line.contains("held_out"));
+        lines.map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap()["loss"].as_f64().unwrap()).collect()
+    };
+    // Ranks judge their shares, and add them up.
+    let ranks = folder.path().join("ranks");
+    train(&path, &ranks, &["--ranks", "2"]).success();
+    let (one, two) = (held_out(&whole), held_out(&ranks));
+    assert!(one.len() == 2 && two.len() == 2, "one behind each stage: {one:?} {two:?}");
+    assert!(one.iter().zip(&two).all(|(one, two)| (one / two - 1.0).abs() < 1e-4), "{one:?} {two:?}");
 }
 
 #[test]

@@ -9,8 +9,8 @@ use super::simd::{Isa, Native, Simd, SimdBf16Op, SimdOp, Unit};
 use std::hint::black_box;
 use std::time::Instant;
 
-/// Independent accumulators, enough to hide the latency of two pipes.
-const CHAINS: usize = 16;
+/// Independent accumulators: enough to hide the latency of two pipes, and with both operands no more than the 16 registers of AVX2.
+const CHAINS: usize = 12;
 const STEPS: usize = 1_000_000;
 const RUNS: usize = 5;
 /// The same for a first look, of some 20 microseconds a run.

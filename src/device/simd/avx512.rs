@@ -18,12 +18,6 @@ pub fn with<R>(work: impl FnOnce(Avx512<false>) -> R) -> R {
     work(Avx512 { tiles: false })
 }
 
-/// As [`with`], with AVX512-VNNI too.
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
-pub fn with_vnni<R>(work: impl FnOnce(Avx512<false>) -> R) -> R {
-    work(Avx512 { tiles: false })
-}
-
 /// As [`with`], with AVX512-BF16 too, and with AMX if `tiles`.
 ///
 /// # Safety
@@ -33,6 +27,14 @@ pub unsafe fn with_bf16<R>(tiles: bool, work: impl FnOnce(Avx512<true>) -> R) ->
     // SAFETY: the caller's promise.
     let _configured = tiles.then(|| unsafe { amx::Configured::begin() });
     work(Avx512 { tiles })
+}
+
+impl Avx512<false> {
+    /// The path, within code that is compiled with AVX-512 and more.
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+    pub fn here() -> Self {
+        Avx512 { tiles: false }
+    }
 }
 
 /// An intrinsic that touches registers only.

@@ -28,8 +28,6 @@ pub mod reader;
 mod row_list;
 pub(crate) mod rows;
 mod vector;
-#[cfg(target_arch = "x86_64")]
-mod vnni;
 
 use super::probe;
 use std::sync::LazyLock;

@@ -2,12 +2,24 @@
 //!
 //! Each 32 neighbours share a scale: a weight is `scale * code + least` with a code of no sign, an activation `scale * code` with one.
 //! Of such a group `Σ w x = scale_w scale_x Σ code_w code_x + least_w scale_x Σ code_x`: the first sum is exact in 32 bits, and the second
-//! belongs to `x` alone. Processors with AVX512-VNNI multiply and add 64 pairs of codes in one instruction, so that products read
-//! weights of few bits as fast as the memory gives them, and unpacking is shared by all rows of `x`.
+//! belongs to `x` alone. A processor multiplies and adds 64 pairs of codes in one instruction (AVX512-VNNI) or 32 in two (AVX2), so that
+//! products read weights of few bits as fast as the memory gives them, and unpacking is shared by all rows of `x`.
 //!
 //! Columns go through in a [`Quad`]: four groups, a lane of 128 bits for each, the first halves of the groups in one vector and the
 //! second in another. Sums of a group then stay in its lane, and one multiplication scales all four. What lies behind the width
-//! has scales of zero. Where the processor lacks the instruction, activations that are rounded are multiplied as f32.
+//! has scales of zero. Each instruction set has [`lanes`], and layouts ([`unpack`]) and the product ([`tile`]) are written once over them.
+//! The portable path multiplies what codes stand for in f32.
+
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod lanes;
+#[cfg(target_arch = "x86_64")]
+mod tile;
+#[cfg(target_arch = "x86_64")]
+mod unpack;
+#[cfg(target_arch = "x86_64")]
+mod vnni;
 
 use super::Isa;
 use super::linear::{Columns, Stripes};
@@ -106,22 +118,35 @@ pub struct Integers<'a> {
 }
 
 impl Integers<'_> {
-    /// Whether a path has the instruction.
+    /// Whether a path multiplies whole numbers.
     pub fn are_on(isa: Isa) -> bool {
-        #[cfg(target_arch = "x86_64")]
-        return isa.has_avx512() && is_x86_feature_detected!("avx512vnni");
-        #[cfg(not(target_arch = "x86_64"))]
-        return false;
+        isa != Isa::PORTABLE
     }
 
     /// Computes them.
     ///
     /// # Panics
-    /// When the path lacks the instruction, or rows are too short.
+    /// When the path has no such products, or rows are too short.
     pub fn run(self, isa: Isa) {
-        assert!(Self::are_on(isa), "products of whole numbers need AVX512-VNNI");
+        assert!(Self::are_on(isa), "products of whole numbers need AVX2");
         #[cfg(target_arch = "x86_64")]
-        super::vnni::run(self);
+        if isa.has_avx512() && is_x86_feature_detected!("avx512vnni") {
+            // SAFETY: the processor has the instructions, of which AVX-512 is what the path has.
+            unsafe {
+                vnni::with(
+                    #[inline(always)]
+                    |lanes| self.with(lanes),
+                );
+            }
+        } else {
+            // SAFETY: every path but the portable one has AVX2.
+            unsafe {
+                super::avx2::with(
+                    #[inline(always)]
+                    |lanes| self.with(lanes),
+                );
+            }
+        }
     }
 }
 
@@ -158,7 +183,15 @@ mod tests {
         assert_eq!(weights.len(), 10);
         for isa in Isa::available().filter(|&isa| Integers::are_on(isa)) {
             for (case, weight) in weights.iter().enumerate() {
-                for (activations, width) in [("q8_0", 32), ("int8", 96), ("q8_0", 576), ("int8", 256), ("q8_0", 1536)] {
+                // Numbers of one size have the largest codes: their sums must not overflow.
+                let widths = [("q8_0", 32), ("int8", 96), ("q8_0", 576), ("int8", 256), ("q8_0", 1536)];
+                for (activations, width, one_size) in
+                    widths.into_iter().flat_map(|(a, width)| [(a, width, false), (a, width, true)])
+                {
+                    let numbers = |count, seed| {
+                        let numbers = numbers(count, seed).into_iter();
+                        numbers.map(|x| if one_size { x.signum() } else { x }).collect::<Vec<_>>()
+                    };
                     if weight.check("width", width).is_err() {
                         continue;
                     }
