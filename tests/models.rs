@@ -401,6 +401,30 @@ fn activations_in_bytes_give_what_transformers_gives_with_inputs_rounded_so() {
     }
 }
 
+/// `tests/conformance/w8a8.py` made the fixture: transformers rounds inputs of linear layers by the folder's static scales.
+#[test]
+fn a_folder_with_static_activations_gives_what_transformers_gives() {
+    let (folder, cpu) = (Path::new("tests/fixtures/w8a8"), Cpu::new(Some(2)).unwrap());
+    let file = std::fs::read(folder.join("expected.safetensors")).unwrap();
+    let file = safetensors::SafeTensors::deserialize(&file).unwrap();
+    let four = |name: &str, bytes: usize| {
+        let data = file.tensor(name).unwrap().data().chunks_exact(bytes);
+        data.map(|number| <[u8; 4]>::try_from(&number[..4]).unwrap()).collect::<Vec<_>>()
+    };
+    let tokens: Vec<u32> = four("tokens", 8).into_iter().map(u32::from_le_bytes).collect();
+    let theirs: Vec<f32> = four("logits", 4).into_iter().map(f32::from_le_bytes).collect();
+    let model = Model::open(folder, &Arena::unlimited()).unwrap();
+    let plain = &logits(&model, &[&tokens], ("tiled", 1000), &cpu)[0];
+    let effect = mean_off(&theirs, plain);
+    for chunk in [1, 1000] {
+        let off = mean_off(&rounded(&model, &tokens, chunk, "int8", &cpu), &theirs);
+        assert!(off < 0.1 * effect, "chunks of {chunk}: off by {off}, rounding itself moves {effect}");
+    }
+    // Other formats have scales of their own.
+    let q8 = mean_off(&rounded(&model, &tokens, 1000, "f16", &cpu), &theirs);
+    assert!(q8 > 0.5 * effect, "{q8} {effect}");
+}
+
 #[test]
 fn activations_in_f32_change_no_bit_and_coarser_ones_change_more() {
     let cpu = Cpu::new(Some(2)).unwrap();

@@ -195,9 +195,12 @@ fn folders_of_scaled_numbers_run_and_lose_nothing_a_second_time() {
         let output = Command::cargo_bin("kvsieve").unwrap().args(args).assert().success();
         String::from_utf8(output.get_output().stdout.clone()).unwrap()
     };
-    for (format, error, bits) in
-        [("nf4:block=64", 0.07..0.13, 4.5..4.6), ("nf4:block=32", 0.06..0.12, 5.0..5.1), ("fp8", 0.02..0.03, 8.0..8.3)]
-    {
+    for (format, error, bits) in [
+        ("nf4:block=64", 0.07..0.13, 4.5..4.6),
+        ("nf4:block=32", 0.06..0.12, 5.0..5.1),
+        ("fp8", 0.02..0.03, 8.0..8.3),
+        ("w8a8", 0.004..0.02, 8.0..8.3),
+    ] {
         let [to, again] =
             ["to", "again"].map(|name| folder.path().join(format!("{name}-{}", format.replace(':', "-"))));
         let (to, again) = (to.to_str().unwrap(), again.to_str().unwrap());
@@ -229,8 +232,11 @@ fn what_is_missing_for_codes_is_said_before_anything_is_read() {
     std::fs::write(&text, "A short text.").unwrap();
     let builtin = Path::new("builtin");
     for (more, said) in [
-        (&["--format", "gptq"][..], "gptq chooses codes by a text; give one with --text FILE"),
-        (&["--format", "int4", "--text", &text], "--text is for gptq and awq; int4 reads none"),
+        (&["--format", "gptq"][..], "gptq reads a text; give one with --text FILE"),
+        (
+            &["--format", "int4", "--text", &text],
+            "--text is for gptq, awq and w8a8:activations=static; int4 reads none",
+        ),
         (&["--format", "gptq", "--text", &text], "tokens; --samples 32 of --length 512 need 16384"),
         (&["--format", "gptq", "--text", &text, "--samples", "0"], "both must be at least 1"),
         (&["--format", "int4", "--samples", "8"], "--text <FILE>"),
@@ -242,7 +248,10 @@ fn what_is_missing_for_codes_is_said_before_anything_is_read() {
         (&["--format", "nf4:block=96"], "block is '96'; it must be 32, 64, 128 or 256"),
         (&["--format", "nf4:block=256"], "has 128 inputs, which blocks of 256 do not divide; 32, 64, 128 do"),
         (&["--format", "fp8:block=64"], "'fp8' has no parameter 'block'"),
-        (&["--format", "nf4", "--text", &text], "--text is for gptq and awq; nf4 reads none"),
+        (&["--format", "nf4", "--text", &text], "w8a8:activations=static; nf4 reads none"),
+        (&["--format", "w8a8:activations=static"], "w8a8:activations=static reads a text; give one"),
+        (&["--format", "w8a8", "--text", &text], "w8a8:activations=static; w8a8 reads none"),
+        (&["--format", "w8a8:activations=block"], "activations is 'block'; it must be token or static"),
         (&["--format", "awq:symmetric=true"], "'awq' has no parameter 'symmetric'; it has group"),
     ] {
         let outcome = refused(builtin, &[more, &["--output", &to]].concat()).stderr(contains(said));

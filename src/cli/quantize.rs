@@ -20,8 +20,9 @@ second half in half of the layers, and a wider type where rows are no whole supe
 Folders: codes with an f16 scale for each group of inputs, as others read them: gptq, int4 and int8 in GPTQ's layout, awq in AWQ's. \
 int4 and int8 round each weight to its nearest code; gptq and awq choose codes by what matrices are multiplied with while the model \
 reads --text. All take group=128; all but awq symmetric=true; gptq bits=4, order=inputs|act and damp=0.01. nf4 is as bitsandbytes \
-has it, with an f32 scale for each block=64 inputs; fp8 is E4M3 with an f32 scale for each output (compressed-tensors). Embedding, output \
-matrix and norms stay in 16 bits.\n\n\
+has it, with an f32 scale for each block=64 inputs; fp8 is E4M3 with an f32 scale for each output (compressed-tensors), and w8a8 bytes likewise, to be run \
+with --activations int8: each token has a scale of its own, or with activations=static each layer one by what it reads of --text. \
+Embedding, output matrix and norms stay in 16 bits.\n\n\
 The tokenizer and the configuration go along. The error of a tensor is the relative L2 distance from what the source held, that of \
 outputs the same of what the matrix makes of the text.\n\n\
 Examples:
@@ -30,6 +31,7 @@ Examples:
   kvsieve quantize --model DIR --format gptq:group=64 --text book.txt --output model-gptq
   kvsieve quantize --model DIR --format awq --text book.txt --samples 64 --output model-awq
   kvsieve quantize --model DIR --format nf4 --output model-nf4
+  kvsieve quantize --model DIR --format w8a8:activations=static --text book.txt --output model-w8a8
   kvsieve eval --model model-f16.gguf,model-gptq --text book.txt --protocol llama-perplexity";
 
 /// A model's weights in fewer bits, as a GGUF file or a folder of packed codes
@@ -39,14 +41,14 @@ pub struct Args {
     /// Hugging Face folder, a GGUF file of any type, or 'builtin'
     #[arg(long, value_name = "DIR")]
     model: PathBuf,
-    /// For a GGUF file q8_0, q6_k, q5_k_m, q4_k_m, q3_k_m, q2_k and others that it has, for a folder gptq, awq, int4, int8, nf4 or
-    /// fp8; a wrong one lists them
+    /// For a GGUF file q8_0, q6_k, q5_k_m, q4_k_m, q3_k_m, q2_k and others that it has, for a folder gptq, awq, int4, int8, nf4, fp8
+    /// or w8a8; a wrong one lists them
     #[arg(long, value_name = "FORMAT")]
     format: String,
     /// GGUF file or folder to write
     #[arg(long, alias = "out", value_name = "FILE.gguf|DIR")]
     output: PathBuf,
-    /// Text by which gptq and awq choose codes
+    /// Text by which gptq and awq choose codes, and static activations their scales
     #[arg(long, value_name = "FILE", help_heading = "Calibration")]
     text: Option<PathBuf>,
     /// Pieces of the text, spread evenly
@@ -123,16 +125,19 @@ pub fn run(args: &Args) -> Result<(), Failure> {
         bar.set_length(all as u64);
         bar.set_position(done as u64);
     };
+    let text = tokens.as_deref().map(|tokens| Calibration { tokens, length: args.length });
     let (done, format) = match target {
         Target::Gguf(mixture) => {
             (quantise(&source, mixture, &args.output, &cpu, &arena, wrote)?, mixture.name().to_string())
         }
         Target::Folder(recipe) => {
-            let text = tokens.as_deref().map(|tokens| Calibration { tokens, length: args.length });
             let done = quantise_folder(&source, recipe, text, &args.output, (&cpu, &arena), wrote)?;
             (done, recipe.to_string())
         }
-        Target::Scaled(scaled) => (quantise_scaled(&source, scaled, &args.output, &arena, wrote)?, scaled.to_string()),
+        Target::Scaled(scaled) => {
+            let done = quantise_scaled(&source, scaled, text, &args.output, (&cpu, &arena), wrote)?;
+            (done, scaled.to_string())
+        }
     };
     bar.finish_and_clear();
     let tensors: Vec<Tensor> = done.iter().map(Tensor::of).collect();
@@ -173,7 +178,7 @@ impl Args {
         let (is_folder, reads_text) = match &target {
             Target::Gguf(_) => (false, false),
             Target::Folder(recipe) => (true, recipe.reads_text()),
-            Target::Scaled(_) => (true, false),
+            Target::Scaled(scaled) => (true, scaled.reads_text()),
         };
         let is_gguf = self.output.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("gguf"));
         let shown = self.output.display();
@@ -187,8 +192,10 @@ impl Args {
             (true, ..) if self.output.is_dir() => {
                 format!("--output '{shown}' is there already; {name} is written as a folder of its own, name a new one")
             }
-            (_, true, None) => format!("{name} chooses codes by a text; give one with --text FILE"),
-            (_, false, Some(_)) => format!("--text is for gptq and awq; {name} reads none, leave it out"),
+            (_, true, None) => format!("{} reads a text; give one with --text FILE", self.format),
+            (_, false, Some(_)) => {
+                format!("--text is for gptq, awq and w8a8:activations=static; {} reads none, leave it out", self.format)
+            }
             _ => return Ok(target),
         };
         Err(Failure::usage(wrong))

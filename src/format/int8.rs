@@ -23,6 +23,12 @@ const SCALE_BYTES: usize = 4;
 pub struct Int8;
 
 impl Int8 {
+    /// Writes a row under a scale that is not its own: elements beyond 127 of it become 127. One that is not finite makes the row NaN.
+    pub(crate) fn encode_under(self, scale: f32, row: &[f32], to: &mut [u8]) {
+        let kept = if row.iter().all(|x| x.is_finite()) { scale } else { f32::NAN };
+        Int8::put(kept, row.iter().map(|x| byte(nearest_even((x / scale).clamp(-MOST, MOST)))), to);
+    }
+
     /// Writes a row of these codes.
     pub(crate) fn put(scale: f32, codes: impl ExactSizeIterator<Item = i8>, to: &mut [u8]) {
         let (head, bytes) = to.split_at_mut(SCALE_BYTES);
@@ -112,6 +118,21 @@ mod tests {
         assert!((tiny[0] / 1.27e-38 - 1.0).abs() < 1e-4 && (tiny[1] / -5e-39 - 1.0).abs() < 1e-4, "{tiny:?}");
         assert!(there_and_back(&[1.0, f32::NAN]).iter().all(|x| x.is_nan()));
         assert!(there_and_back(&[1.0, f32::INFINITY]).iter().any(|x| !x.is_finite()));
+    }
+
+    #[test]
+    fn a_row_under_another_scale_by_hand() {
+        let under = |scale, row: &[f32]| {
+            let (mut bytes, mut back) = (vec![0xff; Int8.row_bytes(row.len())], vec![0.0; row.len()]);
+            Int8.encode_under(scale, row, &mut bytes);
+            Int8.decode(&bytes, 0, &mut back);
+            back
+        };
+        // 0.3 is 1.2 of the scale, 0.375 a half more than 1, and ties go to the even one; 31.75 is the most that it holds.
+        assert_eq!(under(0.25, &[0.3, 0.375, -0.6, 31.75, 1e30, -40.0]), [0.25, 0.5, -0.5, 31.75, 31.75, -31.75]);
+        for x in [f32::NAN, f32::INFINITY] {
+            assert!(under(0.25, &[1.0, x]).iter().all(|x| x.is_nan()));
+        }
     }
 
     proptest! {

@@ -411,7 +411,7 @@ impl<'a> Decoder<'a> {
                 let stride = normed.stride;
                 norm.rows(self.cpu, &stream[row * hidden..][..hidden], &mut normed.data[to * stride..], stride);
             }
-            normed.round(self.cpu, wanted.len());
+            normed.round(self.cpu, wanted.len(), linear::Linear::input_scale([&weights.output]));
             weights.output.apply(self.cpu, normed, wanted.len(), logits, vocab, scratch);
             for (&(sequence, place, _), logits) in wanted.iter().zip(logits.chunks_exact_mut(vocab)) {
                 if let Some(cap) = config.final_softcap {

@@ -36,6 +36,11 @@ impl Linear {
         &self.weight
     }
 
+    /// The scale of what these layers read, of all tokens, where they have one; the largest of theirs.
+    pub fn input_scale<const N: usize>(layers: [&Linear; N]) -> Option<f32> {
+        layers.into_iter().filter_map(|layer| layer.weight.input_scale()).reduce(f32::max)
+    }
+
     /// What is added to each row.
     pub fn bias(&self) -> Option<&[f32]> {
         self.bias.as_deref()

@@ -64,12 +64,17 @@ impl PaddedRows {
 
     /// The first `rows` rows as the format of the pass's activations keeps them, one scale or more to each row: what a product in
     /// that format would read. As they are where there is none.
-    pub fn round(&mut self, cpu: &Cpu, rows: usize) {
+    ///
+    /// Signed bytes have the `scale` of the layer that reads them, if it has one for all rows (static activations).
+    pub fn round(&mut self, cpu: &Cpu, rows: usize, scale: Option<f32>) {
         let Some(format) = self.activations else { return };
         let (width, row_bytes) = (self.width, format.row_bytes(self.width));
         let codes = signed_bytes(self.activations).filter(|_| self.as_integers(cpu, rows).is_some());
         let round = |kept: &mut Vec<u8>, (row, quads): (&mut [f32], Option<&mut [Quad]>)| {
-            format.encode(&row[..width], width, kept);
+            match (format, scale) {
+                (RowFormat::Int8(format), Some(scale)) => format.encode_under(scale, &row[..width], kept),
+                _ => format.encode(&row[..width], width, kept),
+            }
             format.decode(kept, 0, &mut row[..width]);
             if let Some((codes, quads)) = codes.zip(quads) {
                 Quad::fill(codes, kept, quads);

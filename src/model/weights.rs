@@ -34,6 +34,8 @@ pub struct Matrix {
     width: usize,
     /// The input of each column, where that is not its own.
     order: Option<Arc<Buffer<u32>>>,
+    /// The scale of its inputs as signed bytes, where its folder has one for all tokens.
+    input_scale: Option<f32>,
 }
 
 /// Where a matrix lies.
@@ -53,6 +55,11 @@ impl Matrix {
     /// The input of each column, where columns lie in another order than inputs.
     pub(super) fn order(&self) -> Option<&[u32]> {
         self.order.as_ref().map(|order| &***order)
+    }
+
+    /// The scale of its inputs as signed bytes, where its folder has one for all tokens.
+    pub(super) fn input_scale(&self) -> Option<f32> {
+        self.input_scale
     }
 
     /// Widens the rows from `first` on, as many as `to` holds, with columns in the order of inputs.
@@ -128,13 +135,13 @@ impl Matrix {
             },
         );
         let (range, bytes) = (0..bytes.len(), Arc::new(Bytes::Held(bytes)));
-        Ok(Matrix { bytes, range, format, rows: self.rows, width: self.width, order: None })
+        Ok(Matrix { bytes, range, format, order: None, ..self.clone() })
     }
 
     /// A matrix of f32, whose bytes are in the arena.
     pub(super) fn held(bytes: Buffer<u8>, [rows, width]: [usize; 2]) -> Matrix {
         let (range, bytes, format) = (0..bytes.len(), Arc::new(Bytes::Held(bytes)), RowFormat::plain(DType::F32));
-        Matrix { bytes, range, format, rows, width, order: None }
+        Matrix { bytes, range, format, rows, width, order: None, input_scale: None }
     }
 
     /// Number of rows.

@@ -14,6 +14,8 @@ pub const HIDDEN: usize = 128;
 pub const FFN: usize = 256;
 pub const KV_WIDTH: usize = 64;
 pub const LAYERS: usize = 2;
+/// Of all inputs of a packed layer that has one: some of a norm's outputs are beyond 127 of it.
+pub const INPUT_SCALE: f32 = 1.0 / 64.0;
 
 /// Layers of a block: name, rows, width.
 pub const MATRICES: [(&str, usize, usize); 7] = [
@@ -62,6 +64,14 @@ pub fn layouts() -> Vec<(&'static str, &'static str, Value)> {
             json!({"quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"],
                 "config_groups": {"group_0": {"targets": ["Linear"],
                     "weights": {"type": "float", "num_bits": 8, "symmetric": true, "strategy": "channel"}}}}),
+        ),
+        (
+            "w8a8",
+            "int8",
+            json!({"quant_method": "compressed-tensors", "format": "int-quantized", "ignore": ["lm_head"],
+                "config_groups": {"group_0": {"targets": ["Linear"],
+                    "weights": {"type": "int", "num_bits": 8, "symmetric": true, "strategy": "channel"},
+                    "input_activations": {"type": "int", "num_bits": 8, "symmetric": true, "dynamic": false}}}}),
         ),
     ]
 }
@@ -182,15 +192,24 @@ fn packed(config: &Value, name: &str, [rows, width]: [usize; 2], draw: &mut Draw
         ];
         return (all, values);
     }
-    if config["load_in_8bit"] == json!(true) {
+    if config["load_in_8bit"] == json!(true) || config["format"] == json!("int-quantized") {
         let codes: Vec<i8> = (0..rows * width).map(|_| (draw.below(255) as i32 - 127) as i8).collect();
         let most: Vec<f32> = (0..rows).map(|_| 0.2 + 0.1 * draw.unit()).collect();
-        let values = codes.iter().enumerate().map(|(at, &code)| f32::from(code) * (most[at / width] / 127.0)).collect();
-        let all = vec![
-            stored("weight", Dtype::I8, &[rows, width], codes.iter().map(|&code| code as u8).collect()),
-            stored("SCB", Dtype::F32, &[rows], floats(&most)),
-            stored("weight_format", Dtype::U8, &[], vec![0]),
-        ];
+        let scales: Vec<f32> = most.iter().map(|most| most / 127.0).collect();
+        let values = codes.iter().enumerate().map(|(at, &code)| f32::from(code) * scales[at / width]).collect();
+        let weight = stored("weight", Dtype::I8, &[rows, width], codes.iter().map(|&code| code as u8).collect());
+        let all = match method {
+            "compressed-tensors" => vec![
+                weight,
+                stored("weight_scale", Dtype::F32, &[rows, 1], floats(&scales)),
+                stored("input_scale", Dtype::F32, &[1], floats(&[INPUT_SCALE])),
+            ],
+            _ => vec![
+                weight,
+                stored("SCB", Dtype::F32, &[rows], floats(&most)),
+                stored("weight_format", Dtype::U8, &[], vec![0]),
+            ],
+        };
         return (all, values);
     }
     // Codes of fp8 whose magnitude is at most 2^6, without NaN.

@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Compare folders that `kvsieve quantize --format nf4` and `fp8` wrote with what the packages that others read them with make of the source.
+"""Compare folders that `kvsieve quantize --format nf4`, `fp8` and `w8a8` wrote with what the packages that others read them with make of the source.
 
     pip install torch==2.15.0 safetensors bitsandbytes==0.50.2 compressed-tensors==0.20.0 transformers
-    kvsieve quantize --model models/builtin --format nf4 --output nf4 && kvsieve quantize --model models/builtin --format fp8 --output fp8
-    python3 tests/conformance/scaled_folders.py models/builtin nf4 fp8
+    for format in nf4 fp8 w8a8; do kvsieve quantize --model models/builtin --format $format --output $format; done
+    python3 tests/conformance/scaled_folders.py models/builtin nf4 fp8 w8a8
 
 Codes and scales of NF4 must be those of bitsandbytes (of a number between two levels either code), and what it makes of the folder's
-bytes the nearest levels; fp8 must be what compressed-tensors makes of each matrix. Says how many of how many differ.
+bytes the nearest levels; fp8 and bytes must be what compressed-tensors makes of each matrix (of bytes under the same scales, 1/127 of the
+largest: it takes 2/255). Says how many of how many differ.
 """
 
 import json
@@ -20,7 +21,7 @@ from compressed_tensors.quantization.lifecycle.forward import dequantize, quanti
 from compressed_tensors.quantization.utils import calculate_qparams
 from safetensors.torch import load_file
 
-source, nf4, fp8 = (load_file(Path(folder) / "model.safetensors") for folder in sys.argv[1:])
+source, nf4, fp8, w8a8 = (load_file(Path(folder) / "model.safetensors") for folder in sys.argv[1:])
 differ, compared, off = 0, 0, 0.0
 for name in [name for name in nf4 if name.endswith(".quant_state.bitsandbytes__nf4")]:
     module = name.removesuffix(".weight.quant_state.bitsandbytes__nf4")
@@ -35,16 +36,17 @@ for name in [name for name in nf4 if name.endswith(".quant_state.bitsandbytes__n
     off = max(off, ((read - weight).norm() / weight.norm()).item())
 print(f"nf4: {differ} of {compared} bytes differ; read by bitsandbytes, off by at most {off:.4f} of a matrix")
 
-arguments = QuantizationArgs(num_bits=8, type="float", symmetric=True, strategy="channel")
-differ, compared, off = 0, 0, 0.0
-for name in [name for name in fp8 if name.endswith(".weight_scale")]:
-    module = name.removesuffix(".weight_scale")
-    weight = source[f"{module}.weight"].float()
-    scale, zero = calculate_qparams(weight.amin(1, keepdim=True), weight.amax(1, keepdim=True), arguments)
-    assert torch.allclose(scale, fp8[name], rtol=1e-6), module
-    codes = quantize(weight, fp8[name], zero, arguments, dtype=torch.float8_e4m3fn)
-    differ += (codes.view(torch.uint8) != fp8[f"{module}.weight"].view(torch.uint8)).sum().item()
-    compared += codes.numel()
-    read = dequantize(fp8[f"{module}.weight"], fp8[name], args=arguments)
-    off = max(off, ((read.float() - weight).norm() / weight.norm()).item())
-print(f"fp8: {differ} of {compared} codes differ; read by compressed-tensors, off by at most {off:.4f} of a matrix")
+for kind, folder, dtype, factor in [("float", fp8, torch.float8_e4m3fn, 1.0), ("int", w8a8, torch.int8, 127.5 / 127)]:
+    arguments = QuantizationArgs(num_bits=8, type=kind, symmetric=True, strategy="channel")
+    differ, compared, off = 0, 0, 0.0
+    for name in [name for name in folder if name.endswith(".weight_scale")]:
+        module = name.removesuffix(".weight_scale")
+        weight = source[f"{module}.weight"].float()
+        scale, zero = calculate_qparams(weight.amin(1, keepdim=True), weight.amax(1, keepdim=True), arguments)
+        assert torch.allclose(factor * scale, folder[name], rtol=1e-6), module
+        codes = quantize(weight, folder[name], zero, arguments, dtype=dtype)
+        differ += (codes.view(torch.uint8) != folder[f"{module}.weight"].view(torch.uint8)).sum().item()
+        compared += codes.numel()
+        read = dequantize(folder[f"{module}.weight"], folder[name], args=arguments)
+        off = max(off, ((read.float() - weight).norm() / weight.norm()).item())
+    print(f"{kind}: {differ} of {compared} codes differ; read by compressed-tensors, off by at most {off:.4f} of a matrix")

@@ -33,6 +33,8 @@ pub enum Packing {
     Fp8Blocks([usize; 2]),
     /// 8-bit floats with a scale for each row, or one for all.
     Fp8,
+    /// Signed bytes with a scale for each row, or one for all: weights of W8A8.
+    Int8Rows,
 }
 
 impl fmt::Display for Packing {
@@ -42,7 +44,7 @@ impl fmt::Display for Packing {
             Packing::Awq { .. } => "awq",
             Packing::Nf4 | Packing::Int8 => "bitsandbytes",
             Packing::Fp8Blocks(_) => "fp8",
-            Packing::Fp8 => "compressed-tensors",
+            Packing::Fp8 | Packing::Int8Rows => "compressed-tensors",
         })
     }
 }
@@ -217,29 +219,35 @@ fn fp8(inner: &Fields<'_>) -> Result<Packing, String> {
 }
 
 fn compressed(inner: &Fields<'_>) -> Result<Packing, String> {
-    if inner.text("format")? != Some("float-quantized") {
-        return Err(inner.refuse("format", "of compressed-tensors float-quantized is read"));
-    }
+    let (packing, kind) = match inner.text("format")? {
+        Some("float-quantized") => (Packing::Fp8, "float"),
+        Some("int-quantized") => (Packing::Int8Rows, "int"),
+        _ => return Err(inner.refuse("format", "of compressed-tensors float-quantized and int-quantized are read")),
+    };
     if let Some(sparsity) = inner.object("sparsity_config", "quantization_config.sparsity_config.")?
         && sparsity.text("format")? != Some("dense")
     {
         return Err(sparsity.refuse("format", "it must be dense"));
     }
-    let wanted = "its groups must have weights of type float, 8 num_bits, symmetric, strategy tensor or channel";
+    let wanted = format!(
+        "its groups must have weights of type {kind}, 8 num_bits, symmetric, strategy tensor or channel, and activations \
+         that are symmetric too"
+    );
     let groups = inner.value("config_groups").and_then(serde_json::Value::as_object);
-    for group in groups.ok_or_else(|| inner.refuse("config_groups", wanted))?.values() {
+    for group in groups.ok_or_else(|| inner.refuse("config_groups", &wanted))?.values() {
         let has = |key: &str, values: &[serde_json::Value]| {
             group.pointer(&format!("/weights/{key}")).is_some_and(|found| values.contains(found))
         };
-        let is_read = has("type", &["float".into()])
+        let is_read = has("type", &[kind.into()])
             && has("num_bits", &[8.into()])
             && has("symmetric", &[true.into()])
-            && has("strategy", &["tensor".into(), "channel".into()]);
+            && has("strategy", &["tensor".into(), "channel".into()])
+            && group.pointer("/input_activations/symmetric") != Some(&false.into());
         if !is_read {
-            return Err(inner.refuse("config_groups", wanted));
+            return Err(inner.refuse("config_groups", &wanted));
         }
     }
-    Ok(Packing::Fp8)
+    Ok(packing)
 }
 
 #[cfg(test)]
@@ -293,6 +301,15 @@ mod tests {
                     "global_compression_ratio": 1.2, "quant_method": "compressed-tensors", "quantization_status": "frozen"}),
                 Packing::Fp8,
             ),
+            (
+                json!({"config_groups": {"group_0": {"input_activations": {"actorder": null, "block_structure": null,
+                    "dynamic": true, "group_size": null, "num_bits": 8, "observer": null, "strategy": "token",
+                    "symmetric": true, "type": "int"}, "output_activations": null,
+                    "weights": {"dynamic": false, "num_bits": 8, "strategy": "channel", "symmetric": true, "type": "int"},
+                    "targets": ["Linear"]}}, "format": "int-quantized", "ignore": ["lm_head"], "kv_cache_scheme": null,
+                    "quant_method": "compressed-tensors", "quantization_status": "compressed"}),
+                Packing::Int8Rows,
+            ),
         ] {
             assert_eq!(read(value.clone()), Ok(Some(expected)), "{value}");
         }
@@ -328,7 +345,16 @@ mod tests {
                 json!({"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "static"}),
                 "be dynamic",
             ),
-            (json!({"quant_method": "compressed-tensors", "format": "pack-quantized"}), "float-quantized is read"),
+            (
+                json!({"quant_method": "compressed-tensors", "format": "pack-quantized"}),
+                "float-quantized and int-quantized",
+            ),
+            (
+                json!({"quant_method": "compressed-tensors", "format": "int-quantized",
+                    "config_groups": {"a": {"input_activations": {"symmetric": false},
+                        "weights": {"type": "int", "num_bits": 8, "symmetric": true, "strategy": "channel"}}}}),
+                "and activations that are symmetric too",
+            ),
             (json!({"quant_method": "compressed-tensors", "format": "float-quantized"}), "config_groups is missing"),
             (
                 json!({"quant_method": "compressed-tensors", "format": "float-quantized",

@@ -30,7 +30,7 @@ impl Decoder<'_> {
         if let Some(hook) = self.hook {
             (0..rows).for_each(|row| hook.rows(layer, Activation::Hidden, normed.row_mut(row)));
         }
-        normed.round(cpu, rows);
+        normed.round(cpu, rows, Linear::input_scale([&weights.q, &weights.k, &weights.v]));
         let projections: [(_, &mut [f32], _); 3] =
             [(&weights.q, q, q_width), (&weights.k, k, kv_width), (&weights.v, v, kv_width)];
         Linear::apply_all(cpu, normed, rows, projections, scratch);
@@ -71,7 +71,7 @@ impl Decoder<'_> {
             (self.norm(&weights.before_mlp), weights.after_mlp.as_ref().map(|weight| self.norm(weight)));
         let Buffers { hidden: stream, projected, normed, attended, gate, up, scratch, .. } = &mut self.buffers;
         let (stream, added) = (&mut stream[..rows * hidden], rows * hidden);
-        attended.round(cpu, rows);
+        attended.round(cpu, rows, Linear::input_scale([&weights.o]));
         weights.o.apply(cpu, attended, rows, projected, hidden, scratch);
         if let Some(norm) = after_attention {
             norm.in_place(cpu, &mut projected[..added]);
@@ -83,7 +83,7 @@ impl Decoder<'_> {
             (0..rows).for_each(|row| hook.rows(layer, Activation::MlpInput, normed.row_mut(row)));
         }
         let gate_stride = gate.stride;
-        normed.round(cpu, rows);
+        normed.round(cpu, rows, Linear::input_scale([&weights.gate, &weights.up]));
         let projections: [(_, &mut [f32], _); 2] =
             [(&weights.gate, &mut gate.data, gate_stride), (&weights.up, up, config.ffn)];
         Linear::apply_all(cpu, normed, rows, projections, scratch);
@@ -92,7 +92,7 @@ impl Decoder<'_> {
         if let Some(hook) = self.hook {
             (0..rows).for_each(|row| hook.rows(layer, Activation::MlpInner, gate.row_mut(row)));
         }
-        gate.round(cpu, rows);
+        gate.round(cpu, rows, Linear::input_scale([&weights.down]));
         weights.down.apply(cpu, gate, rows, projected, hidden, scratch);
         if let Some(norm) = after_mlp {
             norm.in_place(cpu, &mut projected[..added]);

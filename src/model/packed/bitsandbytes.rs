@@ -50,7 +50,7 @@ pub fn nf4<'a>(module: &mut Module<'a>, [rows, width]: [usize; 2]) -> Result<Rep
             Nf4::put_wide(scales.at(first / per_block), code, to);
         }
     };
-    Ok(Repacked { format: RowFormat::Nf4(Nf4::wide(block)), order: None, put: Box::new(put) })
+    Ok(Repacked { format: RowFormat::Nf4(Nf4::wide(block)), order: None, input_scale: None, put: Box::new(put) })
 }
 
 /// What `weight.quant_state.bitsandbytes__nf4` says, a text of JSON.
@@ -138,5 +138,5 @@ pub fn int8<'a>(module: &mut Module<'a>, [rows, width]: [usize; 2]) -> Result<Re
         let codes = codes[row * width..][..width].iter().map(|&code| code.cast_signed());
         Int8::put(most.at(row) / 127.0, codes, to);
     };
-    Ok(Repacked { format: RowFormat::Int8(Int8), order: None, put: Box::new(put) })
+    Ok(Repacked { format: RowFormat::Int8(Int8), order: None, input_scale: None, put: Box::new(put) })
 }

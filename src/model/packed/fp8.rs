@@ -2,7 +2,7 @@
 //! of rows or the whole matrix (`weight_scale`).
 //!
 //! Blocks at the ends may be cut off. A row gets the scale of its part of each block. Activations, which the programs that write these
-//! folders round to 8 bits too, stay as they are here.
+//! folders round to 8 bits too, stay as they are here, whatever scales they have for them.
 
 use super::{Module, Repacked};
 use crate::format::{Fp8Scaled, RowFormat, most_within};
@@ -32,6 +32,9 @@ pub fn rows<'a>(module: &mut Module<'a>, shape: [usize; 2]) -> Result<Repacked<'
     let [rows, width] = shape;
     let scales = module.numbers(".weight_scale", &[&[rows, 1], &[rows], &[1], &[]])?;
     let is_one = scales.len() == 1;
+    if module.has(".input_scale") {
+        module.numbers(".input_scale", &[&[1], &[]])?;
+    }
     repacked(module, shape, width, move |row, _| scales.at(if is_one { 0 } else { row }))
 }
 
@@ -61,5 +64,10 @@ fn repacked<'a>(
             Fp8Scaled::put(scale(row, index * block), codes, to);
         }
     };
-    Ok(Repacked { format: RowFormat::Fp8Scaled(Fp8Scaled::new(block)), order: None, put: Box::new(put) })
+    Ok(Repacked {
+        format: RowFormat::Fp8Scaled(Fp8Scaled::new(block)),
+        order: None,
+        input_scale: None,
+        put: Box::new(put),
+    })
 }

@@ -7,6 +7,7 @@
 
 mod bitsandbytes;
 mod fp8;
+mod int8;
 mod pack;
 mod words;
 
@@ -28,6 +29,8 @@ pub(super) struct Repacked<'a> {
     pub format: RowFormat,
     /// The input of each column, where that is not its own.
     pub order: Option<Vec<u32>>,
+    /// The scale of its inputs as signed bytes, where the folder has one for all tokens.
+    pub input_scale: Option<f32>,
     /// Writes a row.
     pub put: PutRow<'a>,
 }
@@ -68,6 +71,7 @@ impl<'a> Module<'a> {
             Packing::Int8 => bitsandbytes::int8(self, shape),
             Packing::Fp8Blocks(block) => fp8::blocks(self, shape, block),
             Packing::Fp8 => fp8::rows(self, shape),
+            Packing::Int8Rows => int8::rows(self, shape),
         }
     }
 

@@ -49,7 +49,7 @@ fn values(
     [rows, width]: [usize; 2],
 ) -> Result<(Vec<f32>, RowFormat, Vec<String>), String> {
     let mut module = Module::new(name, files, tensors);
-    let Repacked { format, order, put } = module.repack(packing, [rows, width])?;
+    let Repacked { format, order, put, .. } = module.repack(packing, [rows, width])?;
     let (mut bytes, mut values) = (vec![0xff; format.row_bytes(width)], vec![0.0; rows * width]);
     for (row, to) in values.chunks_exact_mut(width).enumerate() {
         put(row, &mut bytes);

@@ -69,7 +69,7 @@ where
             Uint::<BITS>::put(f16::from_f32(scales.at(of * rows + row)), zero as u8, code, to);
         }
     };
-    Ok(Repacked { format: Uint::<BITS>::new(block).into(), order, put: Box::new(put) })
+    Ok(Repacked { format: Uint::<BITS>::new(block).into(), order, input_scale: None, put: Box::new(put) })
 }
 
 fn check_rows(module: &Module<'_>, rows: usize, in_word: usize) -> Result<(), String> {
@@ -137,5 +137,5 @@ pub fn awq<'a>(
             Uint::<4>::put(f16::from_f32(scales.at(of * rows + row)), zero as u8, code, to);
         }
     };
-    Ok(Repacked { format: Uint::<4>::new(block).into(), order: None, put: Box::new(put) })
+    Ok(Repacked { format: Uint::<4>::new(block).into(), order: None, input_scale: None, put: Box::new(put) })
 }

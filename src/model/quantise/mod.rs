@@ -1,5 +1,5 @@
 //! A model's weights in fewer bits, on disk: a GGUF file of llama.cpp's types ([`gguf`]), or a Hugging Face folder of codes as GPTQ and
-//! AWQ pack them ([`folder`]), or of NF4 or 8-bit floats under scales ([`scaled`]).
+//! AWQ pack them ([`folder`]), or of NF4, 8-bit floats or bytes under scales ([`scaled`]).
 //!
 //! Codes of a folder come from a [`Recipe`]: each weight rounded to its nearest code, or by what the matrix is multiplied with while the
 //! model reads a text. For that the model is walked block by block ([`walk`]): a block reads what the coded blocks below it made of the
@@ -11,6 +11,7 @@ mod coding;
 mod folder;
 mod gguf;
 mod gptq;
+mod largest;
 mod moments;
 mod recipe;
 mod scaled;

@@ -1,9 +1,15 @@
-//! Folders whose matrices are small numbers under scales, each rounded by itself: NF4 as bitsandbytes has it, and 8-bit floats with a scale
-//! for each output as llm-compressor writes them (`compressed-tensors`).
+//! Folders whose matrices are small numbers under scales, each rounded by itself: NF4 as bitsandbytes has it, and 8-bit floats or bytes with
+//! a scale for each output as llm-compressor writes them (`compressed-tensors`).
+//!
+//! Bytes are the weights of W8A8: programs that read such a folder round activations to bytes too. Each token has a scale of its own, or
+//! (static) each layer one for all, by the largest number that it read of a text ([`largest_inputs`]).
 
 use super::Quantised;
 use super::folder::{Layout, Part, Plain, ROWS, write};
-use crate::format::{NF4_LEVELS, Nf4, RowFormat};
+use super::largest::{Site, largest_inputs};
+use super::walk::Calibration;
+use crate::device::Cpu;
+use crate::format::{Int8, NF4_LEVELS, Nf4, RowFormat};
 use crate::memory::{Arena, Label};
 use crate::model::ModelError;
 use crate::model::parameters::{Make, Role};
@@ -25,19 +31,41 @@ pub enum Scaled {
     },
     /// `E4M3` with an f32 scale for each row.
     Fp8,
+    /// Bytes with an f32 scale for each row.
+    W8a8 {
+        /// Whether the inputs of a layer have one scale, of all tokens.
+        is_static: bool,
+    },
 }
 
 const BLOCK: Parameter =
     Parameter { name: "block", default: "64", about: "inputs that share a scale: 32, 64, 128 or 256" };
+const ACTIVATIONS: Parameter = Parameter {
+    name: "activations",
+    default: "token",
+    about: "whose scale activations have: token, or static, which is one for all tokens of a text",
+};
 /// Names, and what each may be asked for.
-const METHODS: [(&str, &[Parameter]); 2] = [("nf4", &[BLOCK]), ("fp8", &[])];
+const METHODS: [(&str, &[Parameter]); 3] = [("nf4", &[BLOCK]), ("fp8", &[]), ("w8a8", &[ACTIVATIONS])];
 /// Largest number of `E4M3`.
 const MOST: f32 = 448.0;
+/// Largest byte.
+const MOST_BYTE: f32 = 127.0;
 
 impl Scaled {
     /// The names of all.
-    pub fn names() -> [&'static str; 2] {
+    pub fn names() -> [&'static str; 3] {
         METHODS.map(|(name, _)| name)
+    }
+
+    /// Whether it needs a text.
+    pub fn reads_text(self) -> bool {
+        self == Scaled::W8a8 { is_static: true }
+    }
+
+    /// Bits of a code.
+    fn bits(self) -> usize {
+        if let Scaled::Nf4 { .. } = self { 4 } else { 8 }
     }
 }
 
@@ -48,10 +76,17 @@ impl FromStr for Scaled {
         let named: Named = text.parse()?;
         let (name, known) = *named.find("format", &METHODS, |(name, _)| name)?;
         named.check(known)?;
-        match (name, named.count("block", 64, 32)?) {
-            ("fp8", _) => Ok(Scaled::Fp8),
-            (_, block @ (32 | 64 | 128 | 256)) => Ok(Scaled::Nf4 { block }),
-            _ => Err(named.wrong("block", "32, 64, 128 or 256".into())),
+        match name {
+            "fp8" => Ok(Scaled::Fp8),
+            "w8a8" => match named.text("activations").unwrap_or("token") {
+                "token" => Ok(Scaled::W8a8 { is_static: false }),
+                "static" => Ok(Scaled::W8a8 { is_static: true }),
+                _ => Err(named.wrong("activations", "token or static".into())),
+            },
+            _ => match named.count("block", 64, 32)? {
+                block @ (32 | 64 | 128 | 256) => Ok(Scaled::Nf4 { block }),
+                _ => Err(named.wrong("block", "32, 64, 128 or 256".into())),
+            },
         }
     }
 }
@@ -61,6 +96,8 @@ impl fmt::Display for Scaled {
         match self {
             Scaled::Nf4 { block } => write!(formatter, "nf4:block={block}"),
             Scaled::Fp8 => write!(formatter, "fp8"),
+            Scaled::W8a8 { is_static: false } => write!(formatter, "w8a8"),
+            Scaled::W8a8 { is_static: true } => write!(formatter, "w8a8:activations=static"),
         }
     }
 }
@@ -68,6 +105,23 @@ impl fmt::Display for Scaled {
 /// What bitsandbytes reads of a matrix besides its numbers.
 fn quant_state([rows, width]: [usize; 2], block: usize) -> String {
     json!({"quant_type": "nf4", "blocksize": block, "dtype": "bfloat16", "shape": [rows, width]}).to_string()
+}
+
+/// What `config.json` says of eight bits of a type under scales of compressed-tensors.
+fn compressed(kind: &str, is_static: bool) -> Value {
+    let strategy = if is_static { "tensor" } else { "token" };
+    json!({
+        "quant_method": "compressed-tensors", "format": format!("{kind}-quantized"), "quantization_status": "compressed",
+        "config_groups": {"group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": kind, "symmetric": true, "strategy": "channel", "dynamic": false},
+            "input_activations": {
+                "num_bits": 8, "type": kind, "symmetric": true, "strategy": strategy, "dynamic": !is_static,
+            },
+            "output_activations": null,
+        }},
+        "ignore": ["lm_head"], "kv_cache_scheme": null,
+    })
 }
 
 impl Layout for Scaled {
@@ -92,6 +146,12 @@ impl Layout for Scaled {
             Scaled::Fp8 => {
                 Ok(vec![(".weight", Dtype::F8_E4M3, vec![rows, width]), (".weight_scale", Dtype::F32, vec![rows, 1])])
             }
+            Scaled::W8a8 { is_static } => {
+                let mut parts =
+                    vec![(".weight", Dtype::I8, vec![rows, width]), (".weight_scale", Dtype::F32, vec![rows, 1])];
+                parts.extend(is_static.then(|| (".input_scale", Dtype::F32, vec![1])));
+                Ok(parts)
+            }
         }
     }
 
@@ -102,37 +162,30 @@ impl Layout for Scaled {
                 "bnb_4bit_compute_dtype": "bfloat16", "bnb_4bit_quant_storage": "uint8", "bnb_4bit_use_double_quant": false,
                 "llm_int8_skip_modules": ["lm_head"],
             }),
-            Scaled::Fp8 => json!({
-                "quant_method": "compressed-tensors", "format": "float-quantized", "quantization_status": "compressed",
-                "config_groups": {"group_0": {
-                    "targets": ["Linear"],
-                    "weights": {"num_bits": 8, "type": "float", "symmetric": true, "strategy": "channel", "dynamic": false},
-                    "input_activations": {
-                        "num_bits": 8, "type": "float", "symmetric": true, "strategy": "token", "dynamic": true,
-                    },
-                    "output_activations": null,
-                }},
-                "ignore": ["lm_head"], "kv_cache_scheme": null,
-            }),
+            Scaled::Fp8 => compressed("float", false),
+            Scaled::W8a8 { is_static } => compressed("int", *is_static),
         }
     }
 }
 
 /// Writes the model at `source`, a GGUF file or a Hugging Face folder, as a folder of scaled numbers; `wrote` is told how many of how many
-/// blocks are done.
+/// blocks are done. `text` is what the scales of static activations are taken of.
 ///
 /// # Errors
 /// When the source cannot be read, blocks do not divide its matrices, an element is not finite, or the folder cannot be written.
 pub fn quantise_scaled(
     source: &Path,
     scaled: Scaled,
+    text: Option<Calibration<'_>>,
     output: &Path,
-    arena: &Arena,
+    (cpu, arena): (&Cpu, &Arena),
     mut wrote: impl FnMut(usize, usize),
 ) -> Result<Vec<Quantised>, ModelError> {
+    let largest = text.map(|text| largest_inputs(source, text, cpu, arena)).transpose()?;
     write(source, &scaled, output, arena, |plain, config, done| {
-        let mut writer = Writer { plain, scaled, arena, done };
+        let mut writer = Writer { plain, scaled, largest: None, arena, done };
         for layer in 0..config.layers {
+            writer.largest = largest.as_ref().map(|largest| largest[layer]);
             config.block(layer, &mut writer)?;
             wrote(layer + 1, config.layers);
         }
@@ -144,6 +197,8 @@ pub fn quantise_scaled(
 struct Writer<'w, 'p, 'f> {
     plain: &'w mut Plain<'p, 'f>,
     scaled: Scaled,
+    /// The largest inputs of the layers of this block, where activations are static.
+    largest: Option<[f32; Site::COUNT]>,
     arena: &'w Arena,
     done: &'w mut Vec<Quantised>,
 }
@@ -167,7 +222,7 @@ impl Make for Writer<'_, '_, '_> {
 impl Writer<'_, '_, '_> {
     fn coded(&mut self, name: String, shape: [usize; 2]) -> Result<Quantised, ModelError> {
         let ([rows, width], scaled) = (shape, self.scaled);
-        let bits = if scaled == Scaled::Fp8 { 8 } else { 4 };
+        let bits = scaled.bits();
         let mut codes = self.arena.alloc::<u8>(Label::Workspace, rows * width * bits / 8)?;
         let (mut scales, mut values, mut back) = (Vec::new(), Vec::new(), Vec::new());
         let matrix = self.plain.found.tensor(&name, &shape)?;
@@ -184,6 +239,7 @@ impl Writer<'_, '_, '_> {
             match scaled {
                 Scaled::Nf4 { block } => nf4(&values, block, codes, &mut scales, &mut back),
                 Scaled::Fp8 => fp8(&values, width, codes, &mut scales, &mut back),
+                Scaled::W8a8 { .. } => bytes_of(&values, width, codes, &mut scales, &mut back),
             }
             for (x, y) in values.iter().zip(&back) {
                 lost += f64::from(x - y).powi(2);
@@ -193,6 +249,12 @@ impl Writer<'_, '_, '_> {
         let mut bytes = codes.len() + 4 * scales.len();
         self.plain.sink.put(&codes)?;
         self.plain.sink.put(bytemuck::cast_slice(&scales))?;
+        if let Some(largest) = self.largest {
+            // Where nothing but zeros was read any scale is right.
+            let scale = (largest[Site::of(&name) as usize] / MOST_BYTE).max(f32::EPSILON);
+            self.plain.sink.put(bytemuck::bytes_of(&scale))?;
+            bytes += size_of_val(&scale);
+        }
         if let Scaled::Nf4 { block } = scaled {
             let state = quant_state(shape, block);
             self.plain.sink.put(bytemuck::cast_slice(&NF4_LEVELS))?;
@@ -240,6 +302,19 @@ fn fp8(values: &[f32], width: usize, codes: &mut [u8], scales: &mut Vec<f32>, ba
     }
 }
 
+/// As [`fp8`], of bytes.
+fn bytes_of(values: &[f32], width: usize, codes: &mut [u8], scales: &mut Vec<f32>, back: &mut [f32]) {
+    let format = RowFormat::Int8(Int8);
+    let mut row = vec![0; format.row_bytes(width)];
+    for ((values, codes), back) in values.chunks(width).zip(codes.chunks_mut(width)).zip(back.chunks_mut(width)) {
+        format.encode(values, width, &mut row);
+        format.decode(&row, 0, back);
+        let (scale, bytes) = row.split_at(size_of::<f32>());
+        scales.push(bytemuck::pod_read_unaligned(scale));
+        codes.copy_from_slice(&bytes[..width]);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -265,5 +340,10 @@ mod tests {
             read.iter_mut().for_each(|x| *x *= scale);
         }
         assert!(read == back && scales.len() == 2 && near(&back, 50.0 / 7.0 / 16.0), "{scales:?}");
+
+        let (mut codes, mut scales, mut back) = (vec![0; 128], Vec::new(), vec![0.0; 128]);
+        bytes_of(&values, 64, &mut codes, &mut scales, &mut back);
+        let read: Vec<f32> = (0..128).map(|at| scales[at / 64] * f32::from(codes[at].cast_signed())).collect();
+        assert!(read == back && scales.len() == 2 && near(&back, 50.0 / 7.0 / 255.0), "{scales:?}");
     }
 }

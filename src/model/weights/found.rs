@@ -138,7 +138,9 @@ impl<'a> Found<'a> {
 
     /// A matrix that the folder has packed, in the arena; `None` where it is plain.
     fn packed(&mut self, name: &str, shape: &[usize]) -> Result<Option<Matrix>, ModelError> {
-        let Some((Repacked { format, order, put }, taken)) = self.repacked(name, shape)? else { return Ok(None) };
+        let Some((Repacked { format, order, input_scale, put }, taken)) = self.repacked(name, shape)? else {
+            return Ok(None);
+        };
         let (rows, width) = (shape[0], shape[1]);
         let row_bytes = format.row_bytes(width);
         let mut bytes = self.arena.alloc::<u8>(Label::Weights, rows * row_bytes)?;
@@ -155,7 +157,7 @@ impl<'a> Found<'a> {
         self.held_bytes += bytes.bytes() + order.as_ref().map_or(0, |order| order.bytes());
         self.taken.extend(taken);
         let matrix = self.take(name, shape, (0..bytes.len(), Bytes::Held(bytes)), format);
-        Ok(Some(Matrix { order, ..matrix }))
+        Ok(Some(Matrix { order, input_scale, ..matrix }))
     }
 
     /// How a matrix of a folder is kept in memory, and the bytes of what is kept beside its rows; nothing is repacked.
@@ -201,7 +203,7 @@ impl<'a> Found<'a> {
     ) -> Matrix {
         let (rows, width) = (shape[..shape.len() - 1].iter().product(), shape[shape.len() - 1]);
         self.taken.insert(name.into());
-        Matrix { bytes: Arc::new(bytes), range, format, rows, width, order: None }
+        Matrix { bytes: Arc::new(bytes), range, format, rows, width, order: None, input_scale: None }
     }
 
     /// Widens a vector.
