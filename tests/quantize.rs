@@ -8,10 +8,12 @@ use common::gguf::{F32, Kind, Parts, Q8_0};
 use common::models::{checkpoint, deviation, furthest, setup};
 use kvsieve::device::Cpu;
 use kvsieve::memory::Arena;
-use kvsieve::model::{Config, Decoder, Mixture, Model, Text, quantise};
+use kvsieve::model::{Activation, Config, Decoder, Hook, Mixture, Model, Text, quantise};
 use predicates::str::contains;
 use serde_json::{Value, json};
+use std::collections::HashMap;
 use std::path::Path;
+use std::sync::Mutex;
 
 /// Bits of a parameter of Llama-3.1-8B.
 fn bits_per_weight(mixture: &str) -> f64 {
@@ -222,6 +224,59 @@ fn folders_of_scaled_numbers_run_and_lose_nothing_a_second_time() {
         let said = |model| kvsieve(&["generate", "--model", model, "--prompt", asked, "--max-new-tokens", "5"]);
         assert!(said(to).contains("1234567"), "{}", said(to));
         assert_eq!(said(to), said(again));
+    }
+}
+
+/// The largest number at a place of a layer.
+#[derive(Default)]
+struct Largest(Mutex<HashMap<(usize, &'static str), f32>>);
+
+impl Hook for Largest {
+    fn rows(&self, layer: usize, what: Activation, rows: &[f32]) {
+        let parts: &[_] = match what {
+            Activation::Hidden => &["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+            Activation::O => &["self_attn.o_proj"],
+            Activation::MlpInput => &["mlp.gate_proj", "mlp.up_proj"],
+            Activation::MlpInner => &["mlp.down_proj"],
+            _ => &[],
+        };
+        let most = rows.iter().fold(0.0f32, |most, x| most.max(x.abs()));
+        for part in parts {
+            let mut all = self.0.lock().unwrap();
+            let kept = all.entry((layer, *part)).or_default();
+            *kept = kept.max(most);
+        }
+    }
+}
+
+#[test]
+fn static_scales_are_those_of_the_largest_inputs() {
+    let folder = tempfile::tempdir().unwrap();
+    let [text, to] = ["text.txt", "coded"].map(|name| folder.path().join(name));
+    let source = Path::new("tests/models/llama");
+    let content = "The sea lies between two hills, and a road goes along it to the old town. ".repeat(4);
+    std::fs::write(&text, &content).unwrap();
+    let tokens = Text::open(source).unwrap().tokens(&content).unwrap();
+    let paths = [&text, &to].map(|path| path.to_str().unwrap());
+    let length = tokens.len().min(48).to_string();
+    let format = ["--format", "w8a8:activations=static", "--text", paths[0], "--samples", "1", "--length", &length];
+    let run = ["quantize", "--model", "tests/models/llama", "--output", paths[1]];
+    Command::cargo_bin("kvsieve").unwrap().args(run).args(format).assert().success();
+
+    let (cpu, arena) = (Cpu::new(Some(2)).unwrap(), Arena::unlimited());
+    let model = Model::open(source, &arena).unwrap();
+    let (largest, read) = (Largest::default(), tokens.len().min(48));
+    let mut decoder = Decoder::new(&model, setup(1, 80), &cpu, &arena).unwrap();
+    decoder.hook(&largest);
+    decoder.prefill(&[&tokens[..read]], |_, _, _| ()).unwrap();
+    let bytes = std::fs::read(to.join("model.safetensors")).unwrap();
+    let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    let largest = largest.0.into_inner().unwrap();
+    assert_eq!(largest.len(), 14);
+    for ((layer, part), most) in largest {
+        let scale = file.tensor(&format!("model.layers.{layer}.{part}.input_scale")).unwrap();
+        let scale = f32::from_le_bytes(scale.data().try_into().unwrap());
+        assert!((127.0 * scale / most - 1.0).abs() < 1e-5, "{layer} {part}: {scale}, and at most {most}");
     }
 }
 

@@ -123,12 +123,12 @@ pub struct Args {
     kv_format: Vec<KvFormat>,
     /// How weight matrices are kept: formats (see `kvsieve list formats`), paths of files of the same model, as quantize writes
     /// them, or file for the model's own, with which all others are compared [default: file]
-    #[arg(long, value_name = "FORMAT|PATH")]
-    weights: Vec<WeightsText>,
+    #[arg(long, value_name = "FORMAT|PATH", value_parser = named)]
+    weights: Vec<Names>,
     /// What activations are rounded to before each linear layer: formats (see `kvsieve list formats`), int8 beside --weights int8
     /// being W8A8, or f32 for as they are [default: f32]
-    #[arg(long, value_name = "FORMAT")]
-    activations: Vec<RowFormat>,
+    #[arg(long, value_name = "FORMAT", value_parser = named)]
+    activations: Vec<Names>,
     /// Run sequences that are longer than the model was made for
     #[arg(long)]
     beyond_limit: bool,
@@ -243,6 +243,14 @@ impl Args {
         }
     }
 
+    fn weights(&self) -> Result<Vec<WeightsText>, Failure> {
+        parsed("--weights", &Args::names(&self.weights, &[]))
+    }
+
+    fn activations(&self) -> Result<Vec<RowFormat>, Failure> {
+        parsed("--activations", &Args::names(&self.activations, &[]))
+    }
+
     fn spec(&self, protocols: Vec<Protocol>) -> Result<Spec, Failure> {
         let names = Args::names;
         let default = if self.model == [BUILTIN] { OF_BUILTIN } else { OF_YOURS };
@@ -270,8 +278,8 @@ impl Args {
             kernel: Many(names(&self.kernel, &[])),
             dtype: Many(self.dtype.into_iter().collect()),
             kv_format: Many(self.kv_format.clone()),
-            weights: Many(self.weights.clone()),
-            activations: Many(self.activations.clone()),
+            weights: Many(self.weights()?),
+            activations: Many(self.activations()?),
             seed: Many(vec![self.seed]),
             ..Grid::of(Measure::EVAL)
         };

@@ -63,12 +63,17 @@ pub fn run(args: &Args, conventions: &[Windows]) -> Result<(), Failure> {
         .map_err(|error| Failure::usage(format!("cannot read --text '{}': {error}", path.display())))?;
     let kernels = Args::names(&args.kernel, &["tiled"]);
     kernels.iter().try_for_each(|kernel| attention::kernel(kernel).map(drop))?;
+    let (weights, rounded) = (args.weights()?, args.activations()?);
+    let weights = if weights.is_empty() { vec![WeightsText(None)] } else { weights };
+    let rounded = match &rounded[..] {
+        [] => vec![None],
+        formats => formats.iter().map(|format| format.rounding()).collect(),
+    };
     let cpu = args.compute.cpu()?;
     for name in &args.model {
         let folder = locate(Path::new(name))?;
         let text = Text::open(&folder)?;
         let arena = Arena::with_limit(args.compute.limit_bytes());
-        let weights = if args.weights.is_empty() { vec![WeightsText(None)] } else { args.weights.clone() };
         for (&convention, WeightsText(weights)) in
             conventions.iter().flat_map(|one| weights.iter().map(move |of| (one, of)))
         {
@@ -76,10 +81,6 @@ pub fn run(args: &Args, conventions: &[Windows]) -> Result<(), Failure> {
             let model = OtherWeights::open(weights.as_ref(), &folder, &arena)?;
             let dtype = args.dtype.unwrap_or(model.weights.dtype());
             let formats = if args.kv_format.is_empty() { vec![dtype.into()] } else { args.kv_format.clone() };
-            let rounded = match &args.activations[..] {
-                [] => vec![None],
-                formats => formats.iter().map(|format| format.rounding()).collect(),
-            };
             if !args.beyond_limit {
                 model.check_length(convention.tokens())?;
             }

@@ -198,15 +198,17 @@ fn bitsandbytes(inner: &Fields<'_>, four: bool, eight: bool) -> Result<Packing, 
 }
 
 fn fp8(inner: &Fields<'_>) -> Result<Packing, String> {
-    if inner.text("activation_scheme")?.is_some_and(|name| name != "dynamic") {
-        return Err(inner.refuse("activation_scheme", "it must be dynamic"));
+    if inner.text("activation_scheme")?.is_some_and(|name| !["dynamic", "static"].contains(&name)) {
+        return Err(inner.refuse("activation_scheme", "it must be dynamic or static"));
     }
     for (key, known) in [("fmt", "e4m3"), ("scale_fmt", "float")] {
         if inner.text(key)?.is_some_and(|name| name != known) {
             return Err(inner.refuse(key, &format!("it must be {known}")));
         }
     }
-    let block = inner.value("weight_block_size").and_then(|value| {
+    // AutoFP8 has one scale for a matrix, and one for the inputs of a layer where these are static.
+    let Some(size) = inner.value("weight_block_size").filter(|size| !size.is_null()) else { return Ok(Packing::Fp8) };
+    let block = Some(size).and_then(|value| {
         let of = |at: usize| value.get(at)?.as_u64().filter(|&n| (1..=1 << 20).contains(&n)).map(|n| n as usize);
         (value.as_array()?.len() == 2).then_some([of(0)?, of(1)?])
     });
@@ -295,6 +297,10 @@ mod tests {
                 Packing::Fp8Blocks([128, 128]),
             ),
             (
+                json!({"activation_scheme": "static", "ignored_layers": ["lm_head"], "quant_method": "fp8"}),
+                Packing::Fp8,
+            ),
+            (
                 json!({"config_groups": {"group_0": {"input_activations": {"dynamic": true, "num_bits": 8, "type": "float"},
                     "weights": {"dynamic": false, "num_bits": 8, "strategy": "channel", "symmetric": true, "type": "float"},
                     "targets": ["Linear"]}}, "format": "float-quantized", "ignore": ["lm_head"], "kv_cache_scheme": null,
@@ -339,11 +345,10 @@ mod tests {
             (json!({"quant_method": "awq", "bits": 4, "zero_point": false}), "folders with zero points"),
             (json!({"quant_method": "bitsandbytes"}), "one of load_in_4bit and load_in_8bit"),
             (json!({"load_in_4bit": true}), "bnb_4bit_quant_type is missing; of four bits nf4"),
-            (json!({"quant_method": "fp8"}), "weight_block_size is missing"),
             (json!({"quant_method": "fp8", "weight_block_size": [1, 2, 3]}), "as [128, 128]"),
             (
-                json!({"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "static"}),
-                "be dynamic",
+                json!({"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "block"}),
+                "it must be dynamic or static",
             ),
             (
                 json!({"quant_method": "compressed-tensors", "format": "pack-quantized"}),
