@@ -418,11 +418,12 @@ fn a_folder_with_static_activations_gives_what_transformers_gives() {
     let effect = mean_off(&theirs, plain);
     for chunk in [1, 1000] {
         let off = mean_off(&rounded(&model, &tokens, chunk, "int8", &cpu), &theirs);
-        assert!(off < 0.1 * effect, "chunks of {chunk}: off by {off}, rounding itself moves {effect}");
+        // That -128 is a code moves this model by a tenth of it.
+        assert!(off < 0.02 * effect, "chunks of {chunk}: off by {off}, rounding itself moves {effect}");
     }
     // Other formats have scales of their own.
-    let q8 = mean_off(&rounded(&model, &tokens, 1000, "f16", &cpu), &theirs);
-    assert!(q8 > 0.5 * effect, "{q8} {effect}");
+    let off = mean_off(&rounded(&model, &tokens, 1000, "f16", &cpu), &theirs);
+    assert!(off > 0.5 * effect, "{off} {effect}");
 }
 
 #[test]

@@ -23,10 +23,11 @@ const SCALE_BYTES: usize = 4;
 pub struct Int8;
 
 impl Int8 {
-    /// Writes a row under a scale that is not its own: elements beyond 127 of it become 127. One that is not finite makes the row NaN.
+    /// Writes a row under a scale that is not its own: elements beyond -128 or 127 of it become these, as compressed-tensors has it. One that
+    /// is not finite makes the row NaN.
     pub(crate) fn encode_under(self, scale: f32, row: &[f32], to: &mut [u8]) {
         let kept = if row.iter().all(|x| x.is_finite()) { scale } else { f32::NAN };
-        Int8::put(kept, row.iter().map(|x| byte(nearest_even((x / scale).clamp(-MOST, MOST)))), to);
+        Int8::put(kept, row.iter().map(|x| byte(nearest_even((x / scale).clamp(-MOST - 1.0, MOST)))), to);
     }
 
     /// Writes a row of these codes.
@@ -128,8 +129,8 @@ mod tests {
             Int8.decode(&bytes, 0, &mut back);
             back
         };
-        // 0.3 is 1.2 of the scale, 0.375 a half more than 1, and ties go to the even one; 31.75 is the most that it holds.
-        assert_eq!(under(0.25, &[0.3, 0.375, -0.6, 31.75, 1e30, -40.0]), [0.25, 0.5, -0.5, 31.75, 31.75, -31.75]);
+        // 0.3 is 1.2 of the scale, 0.375 a half more than 1, and ties go to the even one; 31.75 is the most that it holds, -32 the least.
+        assert_eq!(under(0.25, &[0.3, 0.375, -0.6, 31.75, 1e30, -40.0]), [0.25, 0.5, -0.5, 31.75, 31.75, -32.0]);
         for x in [f32::NAN, f32::INFINITY] {
             assert!(under(0.25, &[1.0, x]).iter().all(|x| x.is_nan()));
         }

@@ -1,7 +1,8 @@
 //! AVX2: four lanes are two registers. Products of neighbours are added in 16 bits (`vpmaddubsw`), and those in 32.
 //!
 //! Of `a b + c d` 16 bits hold all where codes of `w` are at most 63, even when the sums of two halves are added. Signed codes give
-//! their signs away to those of `x`, as llama.cpp has it: `128 * 127 * 2` is still below `2^15`.
+//! their signs away to those of `x`, as llama.cpp has it: `128 * 127 * 2` is still below `2^15`. But -128 has no other sign, so that where
+//! `x` may hold it, both are widened.
 
 use super::super::Simd;
 use super::super::avx2::Avx2;
@@ -165,6 +166,31 @@ impl Lanes for Avx2 {
                 }
                 if !SIGNED {
                     sums = _mm256_madd_epi16(halves, ones);
+                }
+                _mm256_cvtepi32_ps(sums)
+            });
+        }
+        numbers
+    }
+
+    #[inline(always)]
+    fn dot_of_bytes(self, w: [[__m256i; 2]; 2], x: [[__m256i; 2]; 2]) -> [__m256; 2] {
+        let mut numbers = Lanes::splat(self, 0.0);
+        for (pair, numbers) in numbers.iter_mut().enumerate() {
+            *numbers = register!({
+                let mut sums = _mm256_setzero_si256();
+                for (w, x) in w.iter().zip(x) {
+                    let (w, x) = (w[pair], x[pair]);
+                    // Each byte in both halves of a word, and the lower one shifted out again.
+                    let low = _mm256_madd_epi16(
+                        _mm256_srai_epi16::<8>(_mm256_unpacklo_epi8(w, w)),
+                        _mm256_srai_epi16::<8>(_mm256_unpacklo_epi8(x, x)),
+                    );
+                    let high = _mm256_madd_epi16(
+                        _mm256_srai_epi16::<8>(_mm256_unpackhi_epi8(w, w)),
+                        _mm256_srai_epi16::<8>(_mm256_unpackhi_epi8(x, x)),
+                    );
+                    sums = _mm256_add_epi32(sums, _mm256_add_epi32(low, high));
                 }
                 _mm256_cvtepi32_ps(sums)
             });

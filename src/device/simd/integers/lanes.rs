@@ -62,6 +62,8 @@ pub trait Lanes: Copy {
         w: [Self::Bytes; PARTS],
         x: [Self::Bytes; PARTS],
     ) -> Self::Numbers;
+    /// The same of codes of `w` that are [`Lanes::signed`], and any signed bytes of `x`.
+    fn dot_of_bytes(self, w: [Self::Bytes; 2], x: [Self::Bytes; 2]) -> Self::Numbers;
     /// Sums that add up to those of all lanes.
     fn fold(self, a: Self::Numbers, b: Self::Numbers) -> <Self::Simd as Simd>::Vector;
     /// Codes of a [`Quad`](super::Quad).
