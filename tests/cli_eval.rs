@@ -198,17 +198,20 @@ fn perplexities_in_windows_are_those_of_transformers() {
         "--samples",
         "2",
         "--activations",
-        "f32",
-        "--activations",
-        "int8",
+        "f32,int8",
+        "--weights",
+        "file,./models/builtin",
     ];
     let rounded = text(&run(root, &[&["eval"], &rounded[..]].concat()).stdout);
     let lines: Vec<_> = rounded.lines().collect();
     // In f32 they are as they are; in bytes all but the perplexity and the words for them stays.
     assert!(
-        lines.len() == 2 && lines[0] == plain.trim_end() && lines[1].contains(", activations in int8, cache in "),
+        lines.len() == 4 && lines[0] == plain.trim_end() && lines[1].contains(", activations in int8, cache in "),
         "{rounded}"
     );
+    // A file of weights is named, and of the same weights all else is the same.
+    assert_eq!(lines[3].replace("weights of ./models/builtin in", "weights in"), lines[1]);
+    assert_ne!(lines[3], lines[1]);
     assert_ne!(lines[0].split(" (").next(), lines[1].split(" (").next(), "{rounded}");
     let folder = tempfile::tempdir().unwrap();
     byte_model::write(&folder.path().join("m"), 2048);

@@ -51,27 +51,30 @@ fn a_packed_folder_gives_what_its_model_gives_in_f32() {
     }
 }
 
-/// Few rows are multiplied as whole numbers and many as what these stand for: both under the scale that the folder has.
+/// Few rows are multiplied as whole numbers and many as what these stand for: both under the scale that the folder has, whatever its
+/// weights are kept in.
 #[test]
 fn inputs_under_a_scale_of_the_folder_are_the_same_however_they_are_multiplied() {
     let folder = tempfile::tempdir().unwrap();
     let (_, _, config) = layouts().into_iter().find(|(name, ..)| *name == "w8a8").unwrap();
     packed::write(folder.path(), &config);
     let (cpu, arena) = (Cpu::new(Some(2)).unwrap(), Arena::unlimited());
-    let model = Model::open(folder.path(), &arena).unwrap();
-    let rounded = |chunk_tokens| {
-        let setup = Setup { activations: Some("int8".parse().unwrap()), ..setup(1, chunk_tokens) };
-        let mut decoder = Decoder::new(&model, setup, &cpu, &arena).unwrap();
-        let mut all = Vec::new();
-        decoder.prefill(&[&tokens()], |_, _, row| all.extend_from_slice(row)).unwrap();
-        all
-    };
-    let (many, plain) = (rounded(80), logits(&model, &tokens(), 80));
-    let moved = furthest(&many, &plain) / deviation(&plain);
-    assert!(moved > 0.01, "rounding moves something: {moved}");
-    for chunk in [11, 3, 1] {
-        let off = furthest(&rounded(chunk), &many) / deviation(&plain);
-        assert!(off < 0.1 * moved, "{chunk} tokens at a time: off by {off}, rounding moves {moved}");
+    for weights in ["int8", "q8_0", "q4_1", "iq4_nl"] {
+        let model = Model::open_in(folder.path(), Some(weights.parse().unwrap()), &arena).unwrap();
+        let rounded = |chunk_tokens| {
+            let setup = Setup { activations: Some("int8".parse().unwrap()), ..setup(1, chunk_tokens) };
+            let mut decoder = Decoder::new(&model, setup, &cpu, &arena).unwrap();
+            let mut all = Vec::new();
+            decoder.prefill(&[&tokens()], |_, _, row| all.extend_from_slice(row)).unwrap();
+            all
+        };
+        let (many, plain) = (rounded(80), logits(&model, &tokens(), 80));
+        let moved = furthest(&many, &plain) / deviation(&plain);
+        assert!(moved > 0.01, "{weights}: rounding moves something: {moved}");
+        for chunk in [11, 3, 1] {
+            let off = furthest(&rounded(chunk), &many) / deviation(&plain);
+            assert!(off < 0.1 * moved, "{weights}, {chunk} tokens at a time: off by {off}, rounding moves {moved}");
+        }
     }
 }
 

@@ -13,8 +13,6 @@ use crate::device::simd::integers::Codes;
 use crate::device::simd::reader::RowReader;
 use crate::named::{Named, NamedError};
 
-/// Largest code.
-const MOST: f32 = 127.0;
 /// Bytes of the scale in front of the codes.
 const SCALE_BYTES: usize = 4;
 
@@ -23,11 +21,14 @@ const SCALE_BYTES: usize = 4;
 pub struct Int8;
 
 impl Int8 {
+    /// Largest code.
+    pub(crate) const MOST: f32 = 127.0;
+
     /// Writes a row under a scale that is not its own: elements beyond -128 or 127 of it become these, as compressed-tensors has it. One that
     /// is not finite makes the row NaN.
     pub(crate) fn encode_under(self, scale: f32, row: &[f32], to: &mut [u8]) {
         let kept = if row.iter().all(|x| x.is_finite()) { scale } else { f32::NAN };
-        Int8::put(kept, row.iter().map(|x| byte(nearest_even((x / scale).clamp(-MOST - 1.0, MOST)))), to);
+        Int8::put(kept, row.iter().map(|x| byte(nearest_even((x / scale).clamp(-Int8::MOST - 1.0, Int8::MOST)))), to);
     }
 
     /// Writes a row of these codes.
@@ -80,7 +81,7 @@ impl RowCodec for Int8 {
     }
 
     fn encode(self, row: &[f32], to: &mut [u8]) {
-        let scale = largest(row) / MOST;
+        let scale = largest(row) / Int8::MOST;
         // Zeros are divided by 1. Not a product with the reciprocal: that of a subnormal scale is infinite.
         let by = if scale == 0.0 { 1.0 } else { scale };
         Int8::put(scale, row.iter().map(|x| byte(nearest_even(x / by))), to);
@@ -142,7 +143,7 @@ mod tests {
             let row: Vec<f32> = row.iter().map(|x| x * 2f32.powi(power)).collect();
             let most = row.iter().fold(0.0f32, |most, x| most.max(x.abs()));
             for (x, back) in row.iter().zip(there_and_back(&row)) {
-                prop_assert!((x - back).abs() <= most / MOST * 0.501, "{x} became {back}, largest {most}");
+                prop_assert!((x - back).abs() <= most / Int8::MOST * 0.501, "{x} became {back}, largest {most}");
             }
         }
     }

@@ -30,6 +30,9 @@ struct Report<'a> {
     kernel: &'a str,
     dtype: DType,
     weights: RowFormat,
+    /// The file or folder of other weights than the model's own.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    weights_of: Option<&'a str>,
     #[serde(skip_serializing_if = "Option::is_none")]
     activations: Option<RowFormat>,
     kv_format: KvFormat,
@@ -119,6 +122,10 @@ pub fn run(args: &Args, conventions: &[Windows]) -> Result<(), Failure> {
                     kernel,
                     dtype,
                     weights: model.weights.format(),
+                    weights_of: match weights {
+                        Some(OtherWeights::Model(name)) => Some(name),
+                        _ => None,
+                    },
                     activations,
                     kv_format,
                     threads: cpu.threads(),
@@ -138,13 +145,14 @@ fn words(report: &Report<'_>) -> String {
     let Perplexity { windows, perplexity, standard_error, .. } = report.found;
     let error = standard_error.map_or(String::new(), |error| format!(" +- {error:.2}"));
     format!(
-        "{}: perplexity {perplexity:.4}{error} ({}, {windows} windows of {} tokens, {} predicted; {}, {}, weights in {}{}, cache in {})\n",
+        "{}: perplexity {perplexity:.4}{error} ({}, {windows} windows of {} tokens, {} predicted; {}, {}, weights {}in {}{}, cache in {})\n",
         report.model,
         report.protocol,
         report.window_tokens,
         report.predicted_tokens,
         report.kernel,
         report.dtype,
+        report.weights_of.map_or(String::new(), |path| format!("of {path} ")),
         report.weights,
         report.activations.map_or(String::new(), |format| format!(", activations in {format}")),
         report.kv_format

@@ -43,8 +43,8 @@ impl fmt::Display for Packing {
             Packing::Gptq { .. } => "gptq",
             Packing::Awq { .. } => "awq",
             Packing::Nf4 | Packing::Int8 => "bitsandbytes",
-            Packing::Fp8Blocks(_) => "fp8",
-            Packing::Fp8 | Packing::Int8Rows => "compressed-tensors",
+            Packing::Fp8Blocks(_) | Packing::Fp8 => "fp8",
+            Packing::Int8Rows => "w8a8",
         })
     }
 }
@@ -208,11 +208,8 @@ fn fp8(inner: &Fields<'_>) -> Result<Packing, String> {
     }
     // AutoFP8 has one scale for a matrix, and one for the inputs of a layer where these are static.
     let Some(size) = inner.value("weight_block_size").filter(|size| !size.is_null()) else { return Ok(Packing::Fp8) };
-    let block = Some(size).and_then(|value| {
-        let of = |at: usize| value.get(at)?.as_u64().filter(|&n| (1..=1 << 20).contains(&n)).map(|n| n as usize);
-        (value.as_array()?.len() == 2).then_some([of(0)?, of(1)?])
-    });
-    match block {
+    let of = |at: usize| size.get(at)?.as_u64().filter(|&n| (1..=1 << 20).contains(&n)).map(|n| n as usize);
+    match size.as_array().filter(|size| size.len() == 2).and_then(|_| Some([of(0)?, of(1)?])) {
         Some(block) if block[1].is_multiple_of(32) => Ok(Packing::Fp8Blocks(block)),
         _ => {
             Err(inner.refuse("weight_block_size", "it must be two numbers, the second a multiple of 32, as [128, 128]"))

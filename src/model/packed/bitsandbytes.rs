@@ -7,8 +7,8 @@
 //! it whenever it multiplies. `weight.quant_map` must be the levels of NF4. LLM.int8 has codes `weight` (I8) and the largest magnitude
 //! of each row, `SCB`: `x = code * SCB / 127`. Its activations, which that package rounds to bytes too, stay as they are here.
 
-use super::{Module, Repacked};
-use crate::format::{Int8, NF4_LEVELS, Nf4, RowFormat, most_within};
+use super::{Module, Repacked, int8};
+use crate::format::{NF4_LEVELS, Nf4, RowFormat, most_within};
 use safetensors::Dtype;
 use serde_json::Value;
 
@@ -124,8 +124,8 @@ impl<'a> Scales<'a> {
 ///
 /// # Errors
 /// As [`Module::repack`].
-pub fn int8<'a>(module: &mut Module<'a>, [rows, width]: [usize; 2]) -> Result<Repacked<'a>, String> {
-    let codes = module.bytes(".weight", Dtype::I8, &[rows, width])?;
+pub fn int8<'a>(module: &mut Module<'a>, shape: [usize; 2]) -> Result<Repacked<'a>, String> {
+    let [rows, _] = shape;
     let most = module.numbers(".SCB", &[&[rows]])?;
     if module.has(".weight_format") {
         let (dtype, shape, bytes) = module.entry(".weight_format")?;
@@ -134,9 +134,5 @@ pub fn int8<'a>(module: &mut Module<'a>, [rows, width]: [usize; 2]) -> Result<Re
             return Err(format!("tensor '{name}.weight_format' is {dtype:?} {shape:?} {bytes:?}; it must be 0, rows"));
         }
     }
-    let put = move |row: usize, to: &mut [u8]| {
-        let codes = codes[row * width..][..width].iter().map(|&code| code.cast_signed());
-        Int8::put(most.at(row) / 127.0, codes, to);
-    };
-    Ok(Repacked { format: RowFormat::Int8(Int8), order: None, input_scale: None, put: Box::new(put) })
+    int8::repacked(module, shape, move |row| most.at(row) / 127.0)
 }

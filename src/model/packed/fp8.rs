@@ -30,9 +30,8 @@ pub fn blocks<'a>(
 /// As [`Module::repack`].
 pub fn rows<'a>(module: &mut Module<'a>, shape: [usize; 2]) -> Result<Repacked<'a>, String> {
     let [rows, width] = shape;
-    let scales = module.numbers(".weight_scale", &[&[rows, 1], &[rows], &[1], &[]])?;
-    let is_one = scales.len() == 1;
-    repacked(module, shape, width, move |row, _| scales.at(if is_one { 0 } else { row }))
+    let scale = module.row_scales(rows)?;
+    repacked(module, shape, width, move |row, _| scale(row))
 }
 
 /// Codes under the scale that `scale` has for a row and a column; columns of a group share one.
@@ -44,9 +43,7 @@ fn repacked<'a>(
 ) -> Result<Repacked<'a>, String> {
     let name = module.name;
     let codes = module.bytes(".weight", Dtype::F8_E4M3, &[rows, width])?;
-    if module.has(".input_scale") {
-        module.numbers(".input_scale", &[&[1], &[]])?;
-    }
+    module.input_scale()?;
     if let Some(at) = codes.iter().position(|code| code & 0x7f == 0x7f) {
         return Err(format!(
             "tensor '{name}.weight' holds NaN at {:?}; every number must be finite",

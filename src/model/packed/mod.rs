@@ -75,6 +75,24 @@ impl<'a> Module<'a> {
         }
     }
 
+    /// The scale of each row, of which there may be one for all (`weight_scale`).
+    fn row_scales(&mut self, rows: usize) -> Result<impl Fn(usize) -> f32 + Sync + use<'a>, String> {
+        let scales = self.numbers(".weight_scale", &[&[rows, 1], &[rows], &[1], &[]])?;
+        let is_one = scales.len() == 1;
+        Ok(move |row| scales.at(if is_one { 0 } else { row }))
+    }
+
+    /// The scale of the layer's inputs, of all tokens, where there is one (`input_scale`).
+    fn input_scale(&mut self) -> Result<Option<f32>, String> {
+        if !self.has(".input_scale") {
+            return Ok(None);
+        }
+        match self.numbers(".input_scale", &[&[1], &[]])?.at(0) {
+            scale if scale > 0.0 => Ok(Some(scale)),
+            scale => Err(format!("tensor '{}.input_scale' holds {scale}; it must be above 0", self.name)),
+        }
+    }
+
     /// Whether there is a tensor with this end to the layer's name.
     fn has(&self, end: &str) -> bool {
         self.tensors.contains_key(&format!("{}{end}", self.name))

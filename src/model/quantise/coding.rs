@@ -44,7 +44,7 @@ fn part(name: &str) -> &str {
 }
 
 /// Which of [`INPUTS`] a matrix reads.
-fn input_of(name: &str) -> usize {
+pub(super) fn input_of(name: &str) -> usize {
     match part(name) {
         "o_proj" => 1,
         "gate_proj" | "up_proj" | "gate_up_proj" => 2,

@@ -5,8 +5,10 @@
 //! (static) each layer one for all, by the largest number that it read of a text ([`largest_inputs`]).
 
 use super::Quantised;
+use super::coding::input_of;
 use super::folder::{Layout, Part, Plain, ROWS, write};
-use super::largest::{Site, largest_inputs};
+use super::largest::largest_inputs;
+use super::moments::INPUTS;
 use super::walk::Calibration;
 use crate::device::Cpu;
 use crate::format::{Int8, NF4_LEVELS, Nf4, RowFormat};
@@ -49,8 +51,6 @@ const ACTIVATIONS: Parameter = Parameter {
 const METHODS: [(&str, &[Parameter]); 3] = [("nf4", &[BLOCK]), ("fp8", &[]), ("w8a8", &[ACTIVATIONS])];
 /// Largest number of `E4M3`.
 const MOST: f32 = 448.0;
-/// Largest byte.
-const MOST_BYTE: f32 = 127.0;
 
 impl Scaled {
     /// The names of all.
@@ -143,13 +143,11 @@ impl Layout for Scaled {
                 (".weight.quant_map", Dtype::F32, vec![NF4_LEVELS.len()]),
                 (".weight.quant_state.bitsandbytes__nf4", Dtype::U8, vec![quant_state(shape, block).len()]),
             ]),
-            Scaled::Fp8 => {
-                Ok(vec![(".weight", Dtype::F8_E4M3, vec![rows, width]), (".weight_scale", Dtype::F32, vec![rows, 1])])
-            }
-            Scaled::W8a8 { is_static } => {
+            Scaled::Fp8 | Scaled::W8a8 { .. } => {
+                let dtype = if *self == Scaled::Fp8 { Dtype::F8_E4M3 } else { Dtype::I8 };
                 let mut parts =
-                    vec![(".weight", Dtype::I8, vec![rows, width]), (".weight_scale", Dtype::F32, vec![rows, 1])];
-                parts.extend(is_static.then(|| (".input_scale", Dtype::F32, vec![1])));
+                    vec![(".weight", dtype, vec![rows, width]), (".weight_scale", Dtype::F32, vec![rows, 1])];
+                parts.extend(self.reads_text().then(|| (".input_scale", Dtype::F32, vec![1])));
                 Ok(parts)
             }
         }
@@ -197,8 +195,8 @@ pub fn quantise_scaled(
 struct Writer<'w, 'p, 'f> {
     plain: &'w mut Plain<'p, 'f>,
     scaled: Scaled,
-    /// The largest inputs of the layers of this block, where activations are static.
-    largest: Option<[f32; Site::COUNT]>,
+    /// The largest of each of [`INPUTS`] of this block, where activations are static.
+    largest: Option<[f32; INPUTS.len()]>,
     arena: &'w Arena,
     done: &'w mut Vec<Quantised>,
 }
@@ -251,7 +249,7 @@ impl Writer<'_, '_, '_> {
         self.plain.sink.put(bytemuck::cast_slice(&scales))?;
         if let Some(largest) = self.largest {
             // Where nothing but zeros was read any scale is right.
-            let scale = (largest[Site::of(&name) as usize] / MOST_BYTE).max(f32::EPSILON);
+            let scale = (largest[input_of(&name)] / Int8::MOST).max(f32::EPSILON);
             self.plain.sink.put(bytemuck::bytes_of(&scale))?;
             bytes += size_of_val(&scale);
         }

@@ -1,8 +1,7 @@
 //! AVX2: four lanes are two registers. Products of neighbours are added in 16 bits (`vpmaddubsw`), and those in 32.
 //!
-//! Of `a b + c d` 16 bits hold all where codes of `w` are at most 63, even when the sums of two halves are added. Signed codes give
-//! their signs away to those of `x`, as llama.cpp has it: `128 * 127 * 2` is still below `2^15`. But -128 has no other sign, so that where
-//! `x` may hold it, both are widened.
+//! Of `a b + c d` 16 bits hold all where codes of `w` are at most 63, even when the sums of two halves are added. Signed bytes are widened to
+//! 16 bits first: `vpmaddubsw` would need them without a sign, and -128 has no other.
 
 use super::super::Simd;
 use super::super::avx2::Avx2;
@@ -154,43 +153,25 @@ impl Lanes for Avx2 {
         for (pair, numbers) in numbers.iter_mut().enumerate() {
             *numbers = register!({
                 let (mut halves, mut sums) = (_mm256_setzero_si256(), _mm256_setzero_si256());
-                let ones = _mm256_set1_epi16(1);
                 for (w, x) in w.iter().zip(x) {
                     let (w, x) = (w[pair], x[pair]);
                     if SIGNED {
-                        let products = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
-                        sums = _mm256_add_epi32(sums, _mm256_madd_epi16(products, ones));
+                        // Each byte in both halves of a word, and the lower one shifted out again.
+                        let low = _mm256_madd_epi16(
+                            _mm256_srai_epi16::<8>(_mm256_unpacklo_epi8(w, w)),
+                            _mm256_srai_epi16::<8>(_mm256_unpacklo_epi8(x, x)),
+                        );
+                        let high = _mm256_madd_epi16(
+                            _mm256_srai_epi16::<8>(_mm256_unpackhi_epi8(w, w)),
+                            _mm256_srai_epi16::<8>(_mm256_unpackhi_epi8(x, x)),
+                        );
+                        sums = _mm256_add_epi32(sums, _mm256_add_epi32(low, high));
                     } else {
                         halves = _mm256_add_epi16(halves, _mm256_maddubs_epi16(w, x));
                     }
                 }
                 if !SIGNED {
-                    sums = _mm256_madd_epi16(halves, ones);
-                }
-                _mm256_cvtepi32_ps(sums)
-            });
-        }
-        numbers
-    }
-
-    #[inline(always)]
-    fn dot_of_bytes(self, w: [[__m256i; 2]; 2], x: [[__m256i; 2]; 2]) -> [__m256; 2] {
-        let mut numbers = Lanes::splat(self, 0.0);
-        for (pair, numbers) in numbers.iter_mut().enumerate() {
-            *numbers = register!({
-                let mut sums = _mm256_setzero_si256();
-                for (w, x) in w.iter().zip(x) {
-                    let (w, x) = (w[pair], x[pair]);
-                    // Each byte in both halves of a word, and the lower one shifted out again.
-                    let low = _mm256_madd_epi16(
-                        _mm256_srai_epi16::<8>(_mm256_unpacklo_epi8(w, w)),
-                        _mm256_srai_epi16::<8>(_mm256_unpacklo_epi8(x, x)),
-                    );
-                    let high = _mm256_madd_epi16(
-                        _mm256_srai_epi16::<8>(_mm256_unpackhi_epi8(w, w)),
-                        _mm256_srai_epi16::<8>(_mm256_unpackhi_epi8(x, x)),
-                    );
-                    sums = _mm256_add_epi32(sums, _mm256_add_epi32(low, high));
+                    sums = _mm256_madd_epi16(halves, _mm256_set1_epi16(1));
                 }
                 _mm256_cvtepi32_ps(sums)
             });

@@ -55,15 +55,13 @@ pub trait Lanes: Copy {
     /// `a b + c`.
     fn mul_add(self, a: Self::Numbers, b: Self::Numbers, c: Self::Numbers) -> Self::Numbers;
 
-    /// Sums of four products each, of codes of `w` and signed codes of `x` in `-127 ..= 127`; codes of `w` are [`Lanes::signed`], or
-    /// without a sign and at most 63.
+    /// Sums of four products each, of codes of `w` and signed bytes of `x`; codes of `w` are [`Lanes::signed`], or without a sign and at most
+    /// 63.
     fn dot<const SIGNED: bool, const PARTS: usize>(
         self,
         w: [Self::Bytes; PARTS],
         x: [Self::Bytes; PARTS],
     ) -> Self::Numbers;
-    /// The same of codes of `w` that are [`Lanes::signed`], and any signed bytes of `x`.
-    fn dot_of_bytes(self, w: [Self::Bytes; 2], x: [Self::Bytes; 2]) -> Self::Numbers;
     /// Sums that add up to those of all lanes.
     fn fold(self, a: Self::Numbers, b: Self::Numbers) -> <Self::Simd as Simd>::Vector;
     /// Codes of a [`Quad`](super::Quad).

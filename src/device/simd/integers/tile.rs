@@ -93,8 +93,7 @@ unsafe fn tile<L: Lanes, U: Unpack, const QUERIES: usize>(
             for query in 0..QUERIES {
                 // SAFETY: the caller's promise.
                 let x = unsafe { &*x.add(query * stride + quad) };
-                let sum = add::<L, U>(lanes, &w, x, sums[query]);
-                sums[query] = sum;
+                sums[query] = add::<L, U>(lanes, &w, x, sums[query]);
                 least[query] = lanes.mul_add(w.least, lanes.numbers(&x.sums), least[query]);
             }
         }
@@ -117,11 +116,9 @@ fn add<L: Lanes, U: Unpack>(lanes: L, w: &Unpacked<L>, x: &Quad, sums: L::Number
         let dot = lanes.dot::<false, 1>([w.codes[1]], [codes[1]]);
         return lanes.mul_add(dot, lanes.mul(second, scales), sums);
     }
-    let dot = match (U::SIGNED, U::ROW) {
-        // Beside such rows activations may be static, whose codes reach down to -128.
-        (true, true) => lanes.dot_of_bytes(w.codes, codes),
-        (true, false) => lanes.dot::<true, 2>(w.codes, codes),
-        (false, _) => lanes.dot::<false, 2>(w.codes, codes),
+    let dot = match U::SIGNED {
+        true => lanes.dot::<true, 2>(w.codes, codes),
+        false => lanes.dot::<false, 2>(w.codes, codes),
     };
     lanes.mul_add(dot, lanes.mul(first, scales), sums)
 }

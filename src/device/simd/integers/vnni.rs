@@ -136,11 +136,6 @@ impl Lanes for Vnni {
     }
 
     #[inline(always)]
-    fn dot_of_bytes(self, w: [__m512i; 2], x: [__m512i; 2]) -> __m512 {
-        self.dot::<true, 2>(w, x)
-    }
-
-    #[inline(always)]
     fn fold(self, a: __m512, b: __m512) -> __m512 {
         self.0.add(a, b)
     }
