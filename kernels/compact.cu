@@ -9,8 +9,10 @@
 // Versions
 //   1  16 bytes per thread and access where rows allow it. A block for each list and part: few long lists do not fill a
 //      GPU. Not timed on a GPU yet.
+//   2  Rows of codes (formats.cuh): written by a warp each as tokens arrive, and moved as they lie. A key that turns is
+//      widened and written again.
 //
-// Compile with -DELEMENT=F32|BF16|F16 -DHEAD_DIM=1..256.
+// Compile with -DELEMENT=F32|BF16|F16 -DHEAD_DIM=1..256 and the formats of formats.cuh; tokens come as elements.
 //   append_tokens   grid (ceil(count / 32), lists), 128 threads; the lists' lengths already count the new tokens
 //   keep_slots      grid (lists, 5), 256 threads: keys, values, positions, attention, origins
 //   move_pages      grid (pages, 2), 128 threads: keys, values
@@ -19,7 +21,7 @@
 //   rotate_queries    grid (ceil(count / 32), query heads), 128 threads
 //   add_columns     grid (ceil(width / 256), lists), 256 threads
 //   take_tokens     grid (ceil(count / 32), heads), 128 threads
-//   gather_tokens   grid (ceil(length / 32), lists, 2), 128 threads: keys, values
+//   gather_tokens   grid (ceil(length / 32), lists, 2), 128 threads: keys, values, as they lie
 #include "lists.cuh"
 
 // Tokens that come, `count` for each list.
@@ -81,28 +83,49 @@ struct Slice {
     int unused;
 };
 
-// The first tokens of all lists as dense tensors.
+// The first tokens of all lists as tensors.
 struct Gathering {
-    void *k, *v; // [lists, length, D]
+    void *k, *v; // [lists, length] rows; lists are as far apart as the format says
     int length;  // at most the shortest list
     int unused;
 };
 
 namespace {
 
-constexpr int UNIT_BYTES = KV_ROW_BYTES % 16 == 0 ? 16 : KV_ROW_BYTES % 8 == 0 ? 8 : KV_ROW_BYTES % 4 == 0 ? 4 : 2;
-constexpr int UNITS = KV_ROW_BYTES / UNIT_BYTES;
-
 template <int Bytes> struct Bits;
 template <> struct Bits<2> { u16 x; };
 template <> struct Bits<4> { u32 x; };
 template <> struct alignas(8) Bits<8> { u32 x[2]; };
 template <> struct alignas(16) Bits<16> { u32 x[4]; };
-using Unit = Bits<UNIT_BYTES>;
 
-DEVICE Unit *units_of_slot(const Lists &l, int list, int slot, int part) {
-    return reinterpret_cast<Unit *>(row_of_slot(l, list, slot, part));
-}
+// A row in the widest pieces that it is whole numbers of.
+template <int RowBytes> struct Units {
+    static constexpr int SIZE = RowBytes % 16 == 0 ? 16 : RowBytes % 8 == 0 ? 8 : RowBytes % 4 == 0 ? 4 : 2;
+    static constexpr int COUNT = RowBytes / SIZE; // of a row
+    using Unit = Bits<SIZE>;
+};
+using Elements = Units<ELEMENTS_BYTES>;
+
+// Keys, and values: how they lie, and where those of a slot do.
+struct Keys : Units<KeyFormat::BYTES> {
+    using Kept = KeyFormat;
+    DEVICE static unsigned char *row(const Lists &l, int list, int slot) { return key_of_slot(l, list, slot); }
+    DEVICE static Unit *of_slot(const Lists &l, int list, int slot) { return reinterpret_cast<Unit *>(row(l, list, slot)); }
+    DEVICE static Unit *of_page(const Pages &g, u32 page) {
+        const long long index = page & ((1u << g.shift) - 1);
+        return reinterpret_cast<Unit *>(g.slabs[page >> g.shift]) + index * g.page_tokens * COUNT;
+    }
+};
+struct Values : Units<ValueFormat::BYTES> {
+    using Kept = ValueFormat;
+    DEVICE static unsigned char *row(const Lists &l, int list, int slot) { return value_of_slot(l, list, slot); }
+    DEVICE static Unit *of_slot(const Lists &l, int list, int slot) { return reinterpret_cast<Unit *>(row(l, list, slot)); }
+    DEVICE static Unit *of_page(const Pages &g, u32 page) {
+        const long long index = page & ((1u << g.shift) - 1);
+        const u64 first = g.slabs[page >> g.shift] + to_values(g, g.page_tokens * KeyFormat::BYTES);
+        return reinterpret_cast<Unit *>(first) + index * g.page_tokens * COUNT;
+    }
+};
 
 // Moves `units` of each row that stays to its place: `place(slot)` is where a slot's row begins.
 template <class Bits, int Units, class Place> DEVICE void keep_rows(const u32 *slots, int count, Place place) {
@@ -124,16 +147,57 @@ template <class Bits, int Units, class Place> DEVICE void keep_rows(const u32 *s
     }
 }
 
-// Turns a row by so many positions; a lane has both channels of its pairs.
-DEVICE void turn_row(unsigned char *row, const double *turns_per_token, int by) {
+// Tokens first..end of those that come, behind the `len` that a list has.
+template <class Part> DEVICE void append_part(const Lists &l, const Arrival &a, const void *from, int list, int len, int first, int end) {
+    const long long start = (long long)list * a.length + a.first;
+    if constexpr (Part::Kept::CODED) {
+        for (int token = first + threadIdx.x / 32; token < end; token += 4)
+            Part::Kept::write(Part::row(l, list, len + token), [&](int d) { return element<ELEMENT>(from, (start + token) * HEAD_DIM + d); });
+    } else {
+        for (int at = first * Part::COUNT + threadIdx.x; at < end * Part::COUNT; at += 128) {
+            const int token = at / Part::COUNT, unit = at % Part::COUNT;
+            Part::of_slot(l, list, len + token)[unit] = static_cast<const typename Part::Unit *>(from)[(start + token) * Part::COUNT + unit];
+        }
+    }
+}
+
+template <class Part> DEVICE void keep_part(const Lists &l, int list, const u32 *slots, int count) {
+    keep_rows<typename Part::Unit, Part::COUNT>(slots, count, [&](int slot) { return Part::of_slot(l, list, slot); });
+}
+
+template <class Part> DEVICE void move_part(const Pages &g, u32 from, u32 to) {
+    for (int i = threadIdx.x; i < g.page_tokens * Part::COUNT; i += 128) Part::of_page(g, to)[i] = Part::of_page(g, from)[i];
+}
+
+template <class Part> DEVICE void gather_part(const Lists &l, int list, void *to, int length, int first, int end) {
+    auto *const rows = reinterpret_cast<typename Part::Unit *>(static_cast<unsigned char *>(to) + list * Part::Kept::list_bytes(length));
+    for (int at = first * Part::COUNT + threadIdx.x; at < end * Part::COUNT; at += 128)
+        rows[at] = Part::of_slot(l, list, at / Part::COUNT)[at % Part::COUNT];
+}
+
+// Turns a row of elements by so many positions; a lane has both channels of its pairs.
+template <int Element> DEVICE void turn_row(void *row, const double *turns_per_token, int by) {
     for (int pair = threadIdx.x % 32; pair < HEAD_DIM / 2; pair += 32) {
         // In f64, and without whole turns: in f32 the angle of a far token would be off by hundredths.
         const double exact = by * turns_per_token[pair];
         const float turns = float(exact - nearest_whole(exact));
         const float sine = sine_of_turns(turns), cosine = cosine_of_turns(turns);
-        const float x = element<ELEMENT>(row, pair), y = element<ELEMENT>(row, HEAD_DIM / 2 + pair);
-        store<ELEMENT>(row, pair, x * cosine - y * sine);
-        store<ELEMENT>(row, HEAD_DIM / 2 + pair, y * cosine + x * sine);
+        const float x = element<Element>(row, pair), y = element<Element>(row, HEAD_DIM / 2 + pair);
+        store<Element>(row, pair, x * cosine - y * sine);
+        store<Element>(row, HEAD_DIM / 2 + pair, y * cosine + x * sine);
+    }
+}
+
+// Likewise a key, by way of `wide`, which has room for a row of f32, where it is coded.
+DEVICE void turn_key(unsigned char *key, const double *turns_per_token, int by, [[maybe_unused]] float *wide) {
+    if constexpr (KeyFormat::CODED) {
+        for (int d = threadIdx.x % 32; d < HEAD_DIM; d += 32) wide[d] = KeyFormat::at(key, d);
+        warp_sync();
+        turn_row<F32>(wide, turns_per_token, by);
+        warp_sync();
+        KeyFormat::write(key, [&](int d) { return wide[d]; });
+    } else {
+        turn_row<ELEMENT>(key, turns_per_token, by);
     }
 }
 
@@ -142,12 +206,8 @@ DEVICE void turn_row(unsigned char *row, const double *turns_per_token, int by) 
 KERNEL(128) append_tokens(ARGUMENT Lists l, ARGUMENT Arrival a) {
     const int list = blockIdx.y, len = l.pages.lens[list] - a.count; // before they came
     const int first = blockIdx.x * 32, end = least(first + 32, a.count);
-    for (int at = first * UNITS + threadIdx.x; at < end * UNITS; at += 128) {
-        const int token = at / UNITS, unit = at % UNITS;
-        const long long from = ((long long)list * a.length + a.first + token) * UNITS + unit;
-        units_of_slot(l, list, len + token, 0)[unit] = static_cast<const Unit *>(a.k)[from];
-        units_of_slot(l, list, len + token, 1)[unit] = static_cast<const Unit *>(a.v)[from];
-    }
+    append_part<Keys>(l, a, a.k, list, len, first, end);
+    append_part<Values>(l, a, a.v, list, len, first, end);
     const int token = first + threadIdx.x;
     if (threadIdx.x < 32 && token < end) {
         const long long at = (long long)list * l.stride + len + token;
@@ -161,8 +221,10 @@ KERNEL(256) keep_slots(ARGUMENT Lists l, ARGUMENT Keeping k) {
     const int list = blockIdx.x, part = blockIdx.y, count = k.counts[list];
     if (count == l.pages.lens[list]) return;
     const u32 *const slots = k.slots + (long long)list * k.width;
-    if (part < 2) {
-        keep_rows<Unit, UNITS>(slots, count, [&](int slot) { return units_of_slot(l, list, slot, part); });
+    if (part == 0) {
+        keep_part<Keys>(l, list, slots, count);
+    } else if (part == 1) {
+        keep_part<Values>(l, list, slots, count);
     } else if (part == 2) {
         keep_rows<int, 1>(slots, count, [&](int slot) { return l.positions + (long long)list * l.stride + slot; });
     } else if (part == 3) {
@@ -173,14 +235,8 @@ KERNEL(256) keep_slots(ARGUMENT Lists l, ARGUMENT Keeping k) {
 }
 
 KERNEL(128) move_pages(ARGUMENT Lists l, ARGUMENT Moves m) {
-    const Pages &g = l.pages;
-    auto units_of = [&](u32 page) {
-        const long long index = (page & ((1u << g.shift) - 1)) + (blockIdx.y ? g.slab_pages : 0);
-        return reinterpret_cast<Unit *>(g.slabs[page >> g.shift]) + index * g.page_tokens * UNITS;
-    };
-    const Unit *const from = units_of(m.from[blockIdx.x]);
-    Unit *const to = units_of(m.to[blockIdx.x]);
-    for (int i = threadIdx.x; i < g.page_tokens * UNITS; i += 128) to[i] = from[i];
+    const u32 from = m.from[blockIdx.x], to = m.to[blockIdx.x];
+    blockIdx.y ? move_part<Values>(l.pages, from, to) : move_part<Keys>(l.pages, from, to);
 }
 
 KERNEL(256) change_table(ARGUMENT Lists l, ARGUMENT Changes c) {
@@ -190,11 +246,12 @@ KERNEL(256) change_table(ARGUMENT Lists l, ARGUMENT Changes c) {
 
 // A warp for each key.
 KERNEL(128) rotate_keys(ARGUMENT Lists l, ARGUMENT Rerotation t) {
+    __shared__ float wide[4][KeyFormat::CODED ? HEAD_DIM : 1];
     const int list = blockIdx.y, len = l.pages.lens[list], first = most(0, len - t.newest) + blockIdx.x * 32;
     for (int slot = first + threadIdx.x / 32; slot < least(first + 32, len); slot += 4) {
         int *const position = l.positions + (long long)list * l.stride + slot;
         const int by = slot - *position;
-        if (by != 0) turn_row(row_of_slot(l, list, slot, 0), t.turns_per_token, by);
+        if (by != 0) turn_key(key_of_slot(l, list, slot), t.turns_per_token, by, wide[threadIdx.x / 32]);
         warp_sync(); // all lanes have read the position
         if (threadIdx.x % 32 == 0) *position = slot;
     }
@@ -207,7 +264,7 @@ KERNEL(128) rotate_queries(ARGUMENT Lists l, ARGUMENT Asking a) {
     if (by == 0) return;
     for (int query = blockIdx.x * 32 + threadIdx.x / 32; query < end; query += 4) {
         const long long row = (long long)blockIdx.y * a.count + query;
-        turn_row(static_cast<unsigned char *>(a.q) + row * KV_ROW_BYTES, a.turns_per_token, by);
+        turn_row<ELEMENT>(static_cast<unsigned char *>(a.q) + row * ELEMENTS_BYTES, a.turns_per_token, by);
     }
 }
 
@@ -217,6 +274,8 @@ KERNEL(256) add_columns(ARGUMENT Lists l, ARGUMENT Received r) {
 }
 
 KERNEL(128) take_tokens(ARGUMENT Slice s) {
+    using Unit = Elements::Unit;
+    constexpr int UNITS = Elements::COUNT;
     const int first = blockIdx.x * 32 * UNITS, end = least((blockIdx.x + 1) * 32, s.count) * UNITS;
     const Unit *const from =
         static_cast<const Unit *>(s.from) + ((long long)(s.first_head + blockIdx.y) * s.length + s.first) * UNITS;
@@ -225,8 +284,6 @@ KERNEL(128) take_tokens(ARGUMENT Slice s) {
 }
 
 KERNEL(128) gather_tokens(ARGUMENT Lists l, ARGUMENT Gathering g) {
-    const int list = blockIdx.y, part = blockIdx.z, first = blockIdx.x * 32, end = least(first + 32, g.length);
-    Unit *const to = static_cast<Unit *>(part ? g.v : g.k) + (long long)list * g.length * UNITS;
-    for (int at = first * UNITS + threadIdx.x; at < end * UNITS; at += 128)
-        to[at] = units_of_slot(l, list, at / UNITS, part)[at % UNITS];
+    const int list = blockIdx.y, first = blockIdx.x * 32, end = least(first + 32, g.length);
+    blockIdx.z ? gather_part<Values>(l, list, g.v, g.length, first, end) : gather_part<Keys>(l, list, g.k, g.length, first, end);
 }

@@ -13,12 +13,15 @@
 //   3  Under a window the first split begins where the window does, so that all splits have keys. The merge has a block
 //      for each row: lanes weigh 32 splits at a time, and read their outputs four floats at a time. Keys of a step that
 //      do not lie in one page are looked up once each, a step ahead.
+//   4  Rows of codes (formats.cuh): a ring has their bytes, which a warp widens into a tile of its own before it needs them.
+//      Pages are whole steps then.
 //
 // Compile with -DELEMENT=F32|BF16|F16 -DHEAD_DIM=1..256 -DPAGE_TOKENS=tokens of a page, or 0 for contiguous tensors
-// -DWARPS -DSTAGES=of each warp's ring, 2 or more -DROWS=16 (f32: 4, 8 or 16). KEYS is 16 (f32: 8).
+// -DWARPS -DSTAGES=of each warp's ring, 2 or more -DROWS=16 (f32: 4, 8 or 16), and the formats of formats.cuh. KEYS is 16
+// (f32: 8).
 //   decode_partial  grid (splits, ceil(G Lq / ROWS), B Hkv), 32 WARPS threads, shared memory: ROWS of Q, and for each warp
-//                   STAGES times KEYS rows of K and V; behind them 8 bytes for each key of a step of all warps, where pages
-//                   are no whole number of steps
+//                   KEYS rows of K and V where these are codes, and STAGES times as many as they lie in memory; behind them
+//                   8 bytes for each key of a step of all warps, where pages are no whole number of steps
 //   decode_merge    grid (B Hq Lq), 256 threads
 // `split_keys` is a multiple of WARPS KEYS. Both it and `splits` are run-time numbers: what is compiled fits every length.
 // `partials` holds [B Hkv, splits, G Lq] rows of D outputs, then as many pairs (maximum in units of log2, sum).
@@ -34,7 +37,14 @@ namespace {
 
 constexpr int THREADS = 32 * WARPS, KEYS = ELEMENT == F32 ? 8 : 16, MERGE_WARPS = 8;
 constexpr int TILE_BYTES = KEYS * ROW_BYTES;
-constexpr int RING_BYTES = STAGES * 2 * TILE_BYTES; // of one warp
+// Rows of codes pass through a stage on their way to a tile, others have a tile in each stage.
+using KeyArrivals = Arrivals<KeyFormat, KEYS, 32>;
+using ValueArrivals = Arrivals<ValueFormat, KEYS, 32>;
+constexpr int KEY_TILE_BYTES = KeyFormat::CODED ? TILE_BYTES : 0, VALUE_TILE_BYTES = ValueFormat::CODED ? TILE_BYTES : 0;
+constexpr int STAGE_KEY_BYTES = KeyFormat::CODED ? KeyArrivals::ROOM_BYTES : TILE_BYTES;
+constexpr int STAGE_BYTES = STAGE_KEY_BYTES + (ValueFormat::CODED ? ValueArrivals::ROOM_BYTES : TILE_BYTES);
+constexpr int STAGES_FROM = KEY_TILE_BYTES + VALUE_TILE_BYTES;     // in a ring
+constexpr int RING_BYTES = STAGES_FROM + STAGES * STAGE_BYTES; // of one warp
 static_assert(ROWS * (WIDTH + 2) * 4 <= RING_BYTES, "a warp's partial result takes the place of its ring");
 constexpr bool Q_KEPT = ELEMENT != F32 && WIDTH <= 128;
 
@@ -69,8 +79,10 @@ DEVICE float sum_of_warp(float x) {
 #if PAGE_TOKENS
 #define OPERANDS ARGUMENT Problem p, [[maybe_unused]] ARGUMENT Pages pages
 
-constexpr int PAGE_BYTES = PAGE_TOKENS * HEAD_BYTES;
+constexpr int KEY_PAGE_BYTES = PAGE_TOKENS * KeyFormat::BYTES, VALUE_PAGE_BYTES = PAGE_TOKENS * ValueFormat::BYTES;
 constexpr bool WHOLE_STEPS = PAGE_TOKENS % KEYS == 0; // the keys of a step lie in one page
+constexpr bool ALIKE = KEY_PAGE_BYTES == VALUE_PAGE_BYTES;
+static_assert(WHOLE_STEPS || !(KeyFormat::CODED || ValueFormat::CODED), "pages of codes are whole steps");
 // Where they do not: each one's place, behind the rings. The host says so (src/attention/cuda/decode.rs), and the emulation.
 [[maybe_unused]] constexpr int PLACES_BYTES = WHOLE_STEPS ? 0 : WARPS * KEYS * 8;
 
@@ -78,27 +90,34 @@ struct List {
     const Pages &pages;
     long long list;
     int len, end;
-    long long behind; // values lie so far behind their keys
+    long long behind; // values lie so far behind their keys, where pages of both have the same size
     const unsigned char **places; // of a step's keys, where they do not lie in one page
-    const unsigned char *now, *next;
+    const unsigned char *now, *next, *values_now, *values_next;
 
     DEVICE List(const Problem &p, const Pages &pages, int list, unsigned char *behind_rings)
-        : pages(pages), list(list), len(most(0, least(pages.lens[list], p.kv_len))), behind(to_values(pages, PAGE_BYTES)),
-          places(reinterpret_cast<const unsigned char **>(behind_rings) + threadIdx.x / 32 * KEYS), now(nullptr), next(nullptr) {}
+        : pages(pages), list(list), len(most(0, least(pages.lens[list], p.kv_len))), behind(to_values(pages, KEY_PAGE_BYTES)),
+          places(reinterpret_cast<const unsigned char **>(behind_rings) + threadIdx.x / 32 * KEYS), now(nullptr), next(nullptr),
+          values_now(nullptr), values_next(nullptr) {}
 
     DEVICE const unsigned char *find(int key) const {
-        return page_keys(pages, list, key / PAGE_TOKENS, PAGE_BYTES) + key % PAGE_TOKENS * HEAD_BYTES;
+        return page_keys(pages, list, key / PAGE_TOKENS, KEY_PAGE_BYTES) + key % PAGE_TOKENS * KeyFormat::BYTES;
+    }
+    DEVICE const unsigned char *find_value(int key) const {
+        return page_values(pages, list, key / PAGE_TOKENS, KEY_PAGE_BYTES, VALUE_PAGE_BYTES) +
+               key % PAGE_TOKENS * ValueFormat::BYTES;
     }
 
     // Begins to look where the keys from `key` on lie, if there are any: the first, or each lane its own.
     DEVICE void look_up(int key) {
         if constexpr (!WHOLE_STEPS) key += threadIdx.x % KEYS;
         if (key < end) next = find(key);
+        if (!ALIKE && key < end) values_next = find_value(key);
     }
 
     // Goes to the keys from `key` on, which were looked up last; this warp's next ones are looked up.
     DEVICE void go_to(int key) {
         now = next;
+        values_now = ALIKE ? now + behind : values_next;
         if constexpr (!WHOLE_STEPS) {
             warp_sync(); // all lanes have read the places of the step before
             if (threadIdx.x % 32 < KEYS) places[threadIdx.x % 32] = now;
@@ -108,10 +127,13 @@ struct List {
     }
 
     DEVICE const unsigned char *key(int row) const {
-        if constexpr (WHOLE_STEPS) return row_at(now, row);
+        if constexpr (WHOLE_STEPS) return now + row * KeyFormat::BYTES;
         return places[row];
     }
-    DEVICE const unsigned char *value(int row) const { return key(row) + behind; }
+    DEVICE const unsigned char *value(int row) const {
+        if constexpr (WHOLE_STEPS) return values_now + row * ValueFormat::BYTES;
+        return key(row) + behind;
+    }
 };
 #else
 #define OPERANDS ARGUMENT Problem p
@@ -123,12 +145,13 @@ struct List {
     int len, end, key0;
 
     DEVICE List(const Problem &p, int list)
-        : k(row_at(p.k, (long long)list * p.kv_len)), v(row_at(p.v, (long long)list * p.kv_len)), len(p.kv_len) {}
+        : k(static_cast<const unsigned char *>(p.k) + list * KeyFormat::list_bytes(p.kv_len)),
+          v(static_cast<const unsigned char *>(p.v) + list * ValueFormat::list_bytes(p.kv_len)), len(p.kv_len) {}
 
     DEVICE void look_up(int) {}
     DEVICE void go_to(int key) { key0 = key; }
-    DEVICE const unsigned char *key(int row) const { return row_at(k, key0 + row); }
-    DEVICE const unsigned char *value(int row) const { return row_at(v, key0 + row); }
+    DEVICE const unsigned char *key(int row) const { return k + (long long)(key0 + row) * KeyFormat::BYTES; }
+    DEVICE const unsigned char *value(int row) const { return v + (long long)(key0 + row) * ValueFormat::BYTES; }
 };
 #endif
 
@@ -172,10 +195,16 @@ KERNEL(32 * WARPS) decode_partial(OPERANDS) {
 
     auto copy = [&](int step) {
         const int key0 = begin + step * (WARPS * KEYS);
-        const u32 target = ring + step % STAGES * (2 * TILE_BYTES);
+        const u32 keys = ring + STAGES_FROM + step % STAGES * STAGE_BYTES, values = keys + STAGE_KEY_BYTES;
         kv.go_to(key0);
-        copy_rows<KEYS, 32>(target, lane, end - key0, p.q, [&](int row) { return kv.key(row); });
-        copy_rows<KEYS, 32>(target + TILE_BYTES, lane, end - key0, p.q, [&](int row) { return kv.value(row); });
+        if constexpr (KeyFormat::CODED)
+            KeyArrivals::copy(keys, lane, end - key0, kv.key(0));
+        else
+            copy_rows<KEYS, 32>(keys, lane, end - key0, p.q, [&](int row) { return kv.key(row); });
+        if constexpr (ValueFormat::CODED)
+            ValueArrivals::copy(values, lane, end - key0, kv.value(0));
+        else
+            copy_rows<KEYS, 32>(values, lane, end - key0, p.q, [&](int row) { return kv.value(row); });
     };
     strip.clear();
     for (int step = 0; step < STAGES - 1; step++) {
@@ -188,13 +217,21 @@ KERNEL(32 * WARPS) decode_partial(OPERANDS) {
         warp_sync(); // this step's rows are there for all lanes, and all are done with the stage before
         if (step + STAGES - 1 < steps) copy(step + STAGES - 1);
         copy_async_commit();
-        const u32 stage = ring + step % STAGES * (2 * TILE_BYTES);
+        const u32 stage = ring + STAGES_FROM + step % STAGES * STAGE_BYTES;
         const int key0 = begin + step * (WARPS * KEYS);
-        strip.scores(stage, queries);
+        const u32 keys = KeyFormat::CODED ? ring : stage;
+        const u32 values = ValueFormat::CODED ? ring + KEY_TILE_BYTES : stage + STAGE_KEY_BYTES;
+        if constexpr (KeyFormat::CODED || ValueFormat::CODED) {
+            const unsigned char *const codes = memory + (stage - q_tile);
+            if constexpr (KeyFormat::CODED) KeyArrivals::widen(keys, codes, lane);
+            if constexpr (ValueFormat::CODED) ValueArrivals::widen(values, codes + STAGE_KEY_BYTES, lane);
+            warp_sync(); // the tiles are there for all lanes; all were done with them before this step's first
+        }
+        strip.scores(keys, queries);
         strip.cap(logits);
         if (key0 < of_last.first || key0 + KEYS > least(of_first.end, end)) strip.mask(seen, key0);
         strip.absorb(logits.rest());
-        strip.add_values(stage + TILE_BYTES);
+        strip.add_values(values);
     }
     strip.join_sums();
     copy_async_wait<0>();

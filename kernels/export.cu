@@ -9,7 +9,7 @@
 //   1  mma.sync for the products, the keys of a block stay in shared memory, queries in two stages. Compiled and
 //      emulated; not timed on a GPU yet.
 //
-// Compile with -DELEMENT=BF16|F16 -DHEAD_DIM=1..256 -DQUERIES=0..2 (lists.cuh). ROWS is 32 up to D 128, else 16.
+// Compile with -DELEMENT=BF16|F16 -DHEAD_DIM=1..256 -DQUERIES=0..2 (lists.cuh) and the formats of formats.cuh. ROWS is 32 up to D 128, else 16.
 //   export_columns  grid (ceil(width / 64), lists), 128 threads, shared memory: 64 rows of K, for each of 4 warps two
 //                   times ROWS rows of Q, and 4 times 64 floats
 #include "strip.cuh"
@@ -33,7 +33,12 @@ KERNEL(128) export_columns(ARGUMENT Lists l, ARGUMENT Observers o) {
     }
     const u32 tile = shared_address(memory), ring = tile + TILE_BYTES + warp * (STAGES * STAGE_BYTES);
     float *const joined = reinterpret_cast<float *>(memory + TILE_BYTES + WARPS * STAGES * STAGE_BYTES);
-    copy_rows<KEYS, THREADS>(tile, thread, len - key0, o.q, [&](int row) { return row_of_slot(l, list, key0 + row, 0); });
+    if constexpr (KeyFormat::CODED) {
+        const Share<KEYS, THREADS> share(tile, thread);
+        share.template widen<KeyFormat, false>(len - key0, [&](int i) { return key_of_slot(l, list, key0 + share.row + i * share.STEP); });
+    } else {
+        copy_rows<KEYS, THREADS>(tile, thread, len - key0, o.q, [&](int row) { return key_of_slot(l, list, key0 + row); });
+    }
     copy_async_commit();
     copy_async_wait<0>();
     block_sync();

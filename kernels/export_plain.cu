@@ -4,7 +4,7 @@
 //   1  Tiles of 64 queries and 64 keys in f32, 4x4 products per thread, the depth in slices of 16 through shared memory.
 //      Not timed on a GPU yet.
 //
-// Compile with -DELEMENT=F32 -DHEAD_DIM=1..256 -DQUERIES=0..2 (lists.cuh).
+// Compile with -DELEMENT=F32 -DHEAD_DIM=1..256 -DQUERIES=0..2 (lists.cuh) and the formats of formats.cuh.
 //   export_columns  grid (ceil(width / 64), lists), 256 threads
 #include "lists.cuh"
 
@@ -28,7 +28,7 @@ KERNEL(256) export_columns(ARGUMENT Lists l, ARGUMENT Observers o) {
     const unsigned char *of_key[EACH];
 #pragma unroll
     for (int i = 0; i < EACH; i++)
-        of_key[i] = row_of_slot(l, list, least(key0 + thread / DEPTH + THREADS / DEPTH * i, len - 1), 0);
+        of_key[i] = key_of_slot(l, list, least(key0 + thread / DEPTH + THREADS / DEPTH * i, len - 1));
     const Span rows = observers_of(o, key0, count, len);
     const int group = o.q_heads / l.heads;
     const long long head0 = (long long)(list / l.heads) * o.q_heads + list % l.heads * group;
@@ -47,7 +47,7 @@ KERNEL(256) export_columns(ARGUMENT Lists l, ARGUMENT Observers o) {
                     const bool real = d < HEAD_DIM && row0 + at < rows.end;
                     left[thread % DEPTH][at] =
                         real ? element<ELEMENT>(o.q, (row_of_head + row0 + at) * HEAD_DIM + d) : 0.0f;
-                    right[thread % DEPTH][at] = d < HEAD_DIM ? element<ELEMENT>(of_key[i], d) : 0.0f;
+                    right[thread % DEPTH][at] = d < HEAD_DIM ? KeyFormat::at(of_key[i], d) : 0.0f;
                 }
                 block_sync();
 #pragma unroll

@@ -3,6 +3,7 @@
 // src/device/cuda/lists.rs has the same structs with the same fields. A list's page `i` holds its slots from
 // `i * page_tokens` on (pages.cuh).
 #pragma once
+#include "formats.cuh"
 #include "pages.cuh"
 
 struct Lists {
@@ -28,15 +29,19 @@ struct Observers {
     float scale, softcap;
 };
 
-constexpr int KV_ROW_BYTES = HEAD_DIM * (ELEMENT == F32 ? 4 : 2);
+constexpr int ELEMENTS_BYTES = HEAD_DIM * (ELEMENT == F32 ? 4 : 2); // of a row of elements
 
-// The key (part 0) or the value (part 1) of a slot.
-DEVICE unsigned char *row_of_slot(const Lists &l, int list, int slot, int part) {
+// The key of a slot, and its value.
+DEVICE unsigned char *key_of_slot(const Lists &l, int list, int slot) {
     const Pages &g = l.pages;
-    const int page_bytes = g.page_tokens * KV_ROW_BYTES;
-    const unsigned char *keys = page_keys(g, list, slot / g.page_tokens, page_bytes);
-    const unsigned char *row = keys + part * to_values(g, page_bytes) + slot % g.page_tokens * KV_ROW_BYTES;
-    return const_cast<unsigned char *>(row); // slabs are memory that may be written
+    const unsigned char *page = page_keys(g, list, slot / g.page_tokens, g.page_tokens * KeyFormat::BYTES);
+    return const_cast<unsigned char *>(page + slot % g.page_tokens * KeyFormat::BYTES); // slabs may be written
+}
+DEVICE unsigned char *value_of_slot(const Lists &l, int list, int slot) {
+    const Pages &g = l.pages;
+    const int key_bytes = g.page_tokens * KeyFormat::BYTES, value_bytes = g.page_tokens * ValueFormat::BYTES;
+    const unsigned char *page = page_values(g, list, slot / g.page_tokens, key_bytes, value_bytes);
+    return const_cast<unsigned char *>(page + slot % g.page_tokens * ValueFormat::BYTES);
 }
 
 // Where a token stood in its sequence.

@@ -1,8 +1,8 @@
 // Keys and values in pages, one list of pages for each KV head: the layout of src/cache on a GPU.
 //
-// src/device/cuda/pages.rs has the same fields in the same order. A slab is [2 (keys, values), slab_pages, page_tokens,
-// D]. The number of a page is that of its slab above `shift` bits and its index in the slab in these, as in the cache of
-// the CPU.
+// src/device/cuda/pages.rs has the same fields in the same order. A slab is [slab_pages, page_tokens] rows of keys, and
+// behind them as many of values; rows have the bytes of their formats (formats.cuh). The number
+// of a page is that of its slab above `shift` bits and its index in the slab in these, as in the cache of the CPU.
 #pragma once
 #include "problem.cuh"
 
@@ -21,5 +21,13 @@ DEVICE const unsigned char *page_keys(const Pages &g, long long list, int index,
     return reinterpret_cast<const unsigned char *>(g.slabs[slab]) + (long long)at * page_bytes;
 }
 
-// How far behind the keys of a page its values lie, in bytes.
+// How far behind the keys of a page its values lie, in bytes, where these take as many.
 DEVICE long long to_values(const Pages &g, int page_bytes) { return (long long)g.slab_pages * page_bytes; }
+
+// Where the values of page `index` of a list begin.
+DEVICE const unsigned char *page_values(const Pages &g, long long list, int index, int key_bytes, int value_bytes) {
+    const unsigned char *const keys = page_keys(g, list, index, key_bytes);
+    if (key_bytes == value_bytes) return keys + to_values(g, key_bytes);
+    const u32 at = least(g.table[list * g.table_width + index] & ((1u << g.shift) - 1), g.slab_pages - 1);
+    return keys + to_values(g, key_bytes) + (long long)at * (value_bytes - key_bytes);
+}

@@ -4,7 +4,7 @@
 // A row lies in chunks of 16 bytes, padded with zeros to a multiple of 128 bytes. A chunk's place is its number xor
 // row % 8: chunks of the same number in eight rows lie in different banks.
 #pragma once
-#include "problem.cuh"
+#include "formats.cuh"
 
 static_assert(HEAD_DIM >= 1 && HEAD_DIM <= 256, "an output row of more elements does not fit in registers");
 constexpr int ELEMENT_BYTES = ELEMENT == F32 ? 4 : 2, CHUNK = 16 / ELEMENT_BYTES; // elements of a chunk
@@ -49,7 +49,7 @@ template <int Rows, int Threads> struct Share {
             for (int j = 0; j < CHUNKS / 8; j++) {
                 const int column = (chunk + 8 * j) * CHUNK;
                 if constexpr (HEAD_DIM % CHUNK == 0)
-                    copy_async_16(to + 128 * j, from + 128 * j, real && column < HEAD_DIM);
+                    copy_async_16(to + 128 * j, from + 128 * j, real && column < HEAD_DIM ? 16 : 0);
                 else
                     copy_elements(to + 128 * j, from + 128 * j, real ? HEAD_DIM - column : 0);
             }
@@ -69,6 +69,31 @@ template <int Rows, int Threads> struct Share {
         }
         store_chunk(to, words);
     }
+
+    // The same of rows of codes, which become elements; `source(i)` is where the thread's row `i` begins. Nothing is read
+    // of rows from `count` on, or all `Rows` are there.
+    template <class Format, bool All, class Source> DEVICE void widen(int count, Source source) const {
+#pragma unroll(Threads == 32 ? STEPS : 1) // for a block all at once spill at D 128
+        for (int i = 0; i < STEPS; i++) {
+            if (Rows % STEP != 0 && row + i * STEP >= Rows) break;
+            const bool real = All || row < count - i * STEP;
+            const u32 to = (target ^ (i * STEP % 8 << 4)) + i * STEP * ROW_BYTES;
+#pragma unroll(ELEMENT == F32 ? 2 : CHUNKS / 8) // eight at once spill at D 256
+            for (int j = 0; j < CHUNKS / 8; j++) {
+                const int column = (chunk + 8 * j) * CHUNK;
+                float x[CHUNK] = {};
+                if (real && (ROW_BYTES == HEAD_BYTES || column < HEAD_DIM)) Format::read(source(i), column, x);
+                u32 words[4];
+#pragma unroll
+                for (int e = 0; e < 4; e++)
+                    if constexpr (ELEMENT == F32)
+                        words[e] = float_to_bits(x[e]);
+                    else
+                        words[e] = pack<ELEMENT>(x[2 * e], x[2 * e + 1]);
+                store_chunk(to + 128 * j, words);
+            }
+        }
+    }
 };
 
 // Starts to copy `Rows` rows into a tile, each of `Threads` threads (this is number `thread`) its share; `source(row)` is
@@ -87,6 +112,28 @@ DEVICE void copy_rows(u32 tile, int thread, int count, const void *any, Source s
 template <int Rows, int Threads> DEVICE void copy_adjacent_rows(u32 tile, int thread, int count, const unsigned char *mine) {
     Share<Rows, Threads>(tile, thread).copy(count, [&](int i) { return mine + i * (Threads / 8 * HEAD_BYTES); });
 }
+
+// `Rows` rows of keys or of values on their way into a tile. Elements are copied there. Codes are copied beside it, one row
+// behind the other, and become elements of the tile when they are there.
+template <class Format, int Rows, int Threads> struct Arrivals {
+    static constexpr int CODE_BYTES = Format::CODED ? Rows * Format::BYTES : 0;
+    static constexpr int ROOM_BYTES = (CODE_BYTES + 127) / 128 * 128; // beside the tile
+    static_assert(CODE_BYTES % 16 == 0, "codes are copied 16 bytes at a time");
+
+    // Starts to copy codes that lie one row behind the other from `from` on, a multiple of 16 bytes; zeros, which stand for
+    // zeros in every format, in place of rows from `count` on.
+    DEVICE static void copy(u32 room, int thread, int count, const unsigned char *from) {
+        const int there = most(0, least(count, Rows)) * Format::BYTES;
+        for (int at = 16 * thread; at < CODE_BYTES; at += 16 * Threads)
+            copy_async_16(room + at, from + at, most(0, least(16, there - at)));
+    }
+
+    // Widens what is there; `codes` is `room`, as a pointer.
+    DEVICE static void widen(u32 tile, const unsigned char *codes, int thread) {
+        const Share<Rows, Threads> share(tile, thread);
+        share.template widen<Format, true>(Rows, [&](int i) { return codes + (share.row + i * share.STEP) * Format::BYTES; });
+    }
+};
 
 // The first chunk that a thread copies of rows that lie one behind the other, from `rows` on.
 DEVICE const unsigned char *own_chunk(const unsigned char *rows, int thread) {

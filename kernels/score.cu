@@ -6,7 +6,7 @@
 //   1  One read of the rows, element by element: not vectorised. Not timed on a GPU yet.
 //   2  Anchors are joined once for each list, and not by every block that compares keys with them.
 //
-// Compile with -DELEMENT=F32|BF16|F16 -DHEAD_DIM=1..256. Each has the grid (ceil(width / 32), lists) and 128 threads, but
+// Compile with -DELEMENT=F32|BF16|F16 -DHEAD_DIM=1..256 and the formats of formats.cuh. Each has the grid (ceil(width / 32), lists) and 128 threads, but
 // anchor_join: (lists), 1024.
 //   score_positions    the position
 //   score_copy         attention received so far
@@ -39,15 +39,17 @@ struct Row {
     float x[PARTS]; // elements lane, lane + 32, ...
 };
 
-DEVICE Row load(const void *row) {
+template <class Format> DEVICE Row load(const unsigned char *row) {
     Row r;
 #pragma unroll
     for (int i = 0; i < PARTS; i++) {
         const int d = threadIdx.x % 32 + 32 * i;
-        r.x[i] = d < HEAD_DIM ? element<ELEMENT>(row, d) : 0.0f;
+        r.x[i] = d < HEAD_DIM ? Format::at(row, d) : 0.0f;
     }
     return r;
 }
+
+DEVICE Row load_key(const Lists &l, int slot) { return load<KeyFormat>(key_of_slot(l, blockIdx.y, slot)); }
 
 DEVICE float across_warp(float x) {
     for (int mask = 16; mask; mask /= 2) x += shuffle_xor(x, mask);
@@ -96,12 +98,12 @@ KERNEL(128) score_age(ARGUMENT Lists l, ARGUMENT Scoring s) {
 }
 
 KERNEL(128) score_key_norm(ARGUMENT Lists l, ARGUMENT Scoring s) {
-    each_row(l, [&](int slot) { set_by_first(s, slot, -norm(load(row_of_slot(l, blockIdx.y, slot, 0)))); });
+    each_row(l, [&](int slot) { set_by_first(s, slot, -norm(load_key(l, slot))); });
 }
 
 KERNEL(128) score_value_norm(ARGUMENT Lists l, ARGUMENT Scoring s) {
     each_row(l, [&](int slot) {
-        set_by_first(s, slot, score_of(s, slot) * norm(load(row_of_slot(l, blockIdx.y, slot, 1))));
+        set_by_first(s, slot, score_of(s, slot) * norm(load<ValueFormat>(value_of_slot(l, blockIdx.y, slot))));
     });
 }
 
@@ -132,7 +134,7 @@ KERNEL(128) anchor_sum(ARGUMENT Lists l, ARGUMENT Scoring s) {
     __shared__ float sums[WARPS][HEAD_DIM];
     Row sum = {};
     each_row(l, [&](int slot) {
-        const Row key = load(row_of_slot(l, blockIdx.y, slot, 0));
+        const Row key = load_key(l, slot);
         const float length = larger(norm(key), LEAST_NORM);
 #pragma unroll
         for (int i = 0; i < PARTS; i++) sum.x[i] += key.x[i] / length;
@@ -178,7 +180,7 @@ KERNEL(128) score_unlike(ARGUMENT Lists l, ARGUMENT Scoring s) {
     }
     const float length = larger(norm(mean), LEAST_NORM);
     each_row(l, [&](int slot) {
-        const Row key = load(row_of_slot(l, blockIdx.y, slot, 0));
+        const Row key = load_key(l, slot);
         set_by_first(s, slot, -inner(key, mean) / (larger(norm(key), LEAST_NORM) * length));
     });
 }

@@ -29,7 +29,7 @@ fn error_of((runtime, cpu): (&Runtime, &Cpu), kernel: &str, dtype: DType, shape:
     let host = Arena::unlimited();
     let dims = [shape.q_dims(), shape.kv_dims(), shape.kv_dims()];
     let inputs: Vec<Tensor> = (0..3).map(|i| random(&host, dtype, dims[i], i as u64)).collect();
-    let plan = cuda_kernel(kernel).unwrap().plan(&shape, &params, dtype, device.limits()).unwrap();
+    let plan = cuda_kernel(kernel).unwrap().plan(&shape, &params, dtype.into(), device.limits()).unwrap();
     // Where cuBLAS is found, the products that stand in for it are tried as well.
     let own = plan.library.is_some() && runtime.cublas().is_some();
     let own = own.then(|| Plan { library: None, ..plan.clone() });
@@ -154,7 +154,7 @@ fn cuda_decode_reads_pages() {
             page_tokens,
             table_width: width,
         };
-        let plan = decode_paged(&shape, &params, dtype, device.limits(), page_tokens).unwrap();
+        let plan = decode_paged(&shape, &params, dtype.into(), device.limits(), page_tokens).unwrap();
         let mut scratch = plan.scratch(device, &arena).unwrap();
         let (q_there, mut o, mut lse) = (put(q.bytes()), put(q.bytes()), put(&vec![0; 4 * shape.rows()]));
         let results = Results { o: &mut o, lse: &mut lse };

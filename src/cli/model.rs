@@ -7,7 +7,7 @@ use super::policy::{Built, FileArg, Used};
 use crate::attention::{self, cuda::cuda_kernel};
 use crate::device::Cpu;
 use crate::device::cuda::Runtime;
-use crate::format::{KvFormat, RowFormat};
+use crate::format::{GpuRows, KvFormat, RowFormat};
 use crate::memories::{Memory, memory};
 use crate::memory::Arena;
 use crate::model::{Decoder, Eviction, Model, Repeat, Setup, Text, locate};
@@ -109,7 +109,6 @@ impl ModelArgs {
             return Err(Failure::usage(format!("memory '{memory}' is at work on the CPU only; leave --device out")));
         }
         cuda_kernel(&self.kernel)?;
-        self.kv_format.map_or(Ok(()), |format| format.on_gpu().map(drop)).map_err(Failure::usage)?;
         if let Some(format) = self.weights.filter(|format| format.dtype().is_none()) {
             return Err(Failure::usage(format!("no kernel for GPUs reads weights in {format}; use --device cpu")));
         }
@@ -122,6 +121,8 @@ impl ModelArgs {
         let arena = Arena::with_limit(self.compute.limit_memory.unwrap_or(runtime.device().free_bytes()));
         // The mapped files are not what is measured.
         let model = Model::open_in(&locate(&self.model)?, self.weights, &Arena::unlimited())?;
+        let dtype = self.dtype.unwrap_or(model.weights.dtype());
+        self.kv_format.map_or(Ok(()), |format| GpuRows::new(dtype, format).map(drop)).map_err(Failure::usage)?;
         let cpu = Cpu::new(self.compute.threads)?;
         Ok(OnCuda {
             runtime,

@@ -42,6 +42,11 @@ impl<const BITS: usize> Ints<BITS> {
         _ => &SIGNED,
     };
 
+    /// Elements of a group and whether it has a minimum, where rows are not rotated.
+    pub(super) fn groups(self) -> Option<(usize, bool)> {
+        (!self.hadamard).then_some((self.group, self.zero))
+    }
+
     /// Bytes of a group's codes, which stand in front of its scale and its minimum.
     #[inline(always)]
     fn codes(self) -> usize {

@@ -103,15 +103,6 @@ impl KvFormat {
         self.k.dtype().filter(|_| self.k == self.v)
     }
 
-    /// The type of the elements of a cache that kernels of a GPU read.
-    ///
-    /// # Errors
-    /// In words, when they do not read this format.
-    pub fn on_gpu(self) -> Result<DType, String> {
-        self.dtype()
-            .ok_or_else(|| format!("no kernel for GPUs reads a cache in {self}; use f32, bf16 or f16, or --device cpu"))
-    }
-
     /// The format of keys (`part` 0) or of values (`part` 1).
     pub(crate) fn of(&self, part: usize) -> &RowFormat {
         if part == 0 { &self.k } else { &self.v }

@@ -10,6 +10,7 @@ mod by_channel;
 mod fit;
 mod fp8;
 mod fp8_scaled;
+mod gpu;
 mod hadamard;
 mod int8;
 mod ints;
@@ -34,6 +35,7 @@ mod uint;
 
 pub(crate) use blocks::most_within;
 pub(crate) use fp8_scaled::Fp8Scaled;
+pub use gpu::{GPU_PAGE_TOKENS, GpuRows};
 pub(crate) use hadamard::rotate;
 pub(crate) use int8::Int8;
 pub use kv::{FULL_PARAMETERS, Full, KIVI, KvFormat};

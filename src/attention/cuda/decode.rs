@@ -1,8 +1,9 @@
 //! `decode` on a GPU: `kernels/decode.cu`, over dense tensors or pages.
 
-use super::{CudaKernel, Plan, row_bytes, strip_takes};
+use super::{CudaKernel, Plan, code_bytes, row_bytes, strip_takes};
 use crate::attention::{AttentionError, Params, Shape, WorkspaceSize};
 use crate::device::cuda::{Launch, Limits, Program, Source};
+use crate::format::GpuRows;
 use crate::tensor::DType;
 
 const SOURCE: Source = Source { name: "decode.cu", text: include_str!("../../../kernels/decode.cu") };
@@ -27,8 +28,8 @@ impl CudaKernel for Decode {
         "decode"
     }
 
-    fn plan(&self, shape: &Shape, params: &Params, dtype: DType, limits: &Limits) -> Result<Plan, AttentionError> {
-        plan(shape, params, dtype, limits, 0)
+    fn plan(&self, shape: &Shape, params: &Params, rows: GpuRows, limits: &Limits) -> Result<Plan, AttentionError> {
+        plan(shape, params, rows, limits, 0)
     }
 }
 
@@ -36,31 +37,36 @@ impl CudaKernel for Decode {
 /// list. [`Plan::forward_paged`] runs it.
 ///
 /// # Errors
-/// As [`CudaKernel::plan`]; when pages have no tokens.
+/// As [`CudaKernel::plan`]; when pages have no tokens, or pages of codes so many that a step does not lie in one.
 pub fn decode_paged(
     shape: &Shape,
     params: &Params,
-    dtype: DType,
+    rows: GpuRows,
     limits: &Limits,
     page_tokens: usize,
 ) -> Result<Plan, AttentionError> {
     if page_tokens == 0 {
         return Err(AttentionError::Option("pages of 0 tokens; pages have at least 1".into()));
     }
-    plan(shape, params, dtype, limits, page_tokens)
+    let (_, keys) = tile(1, rows.dtype());
+    if rows.is_coded() && !page_tokens.is_multiple_of(keys) {
+        let wanted = format!("codes on CUDA lie in pages of a multiple of {keys} tokens in a pass of {}", rows.dtype());
+        return Err(AttentionError::Option(format!("pages of {page_tokens} tokens; {wanted}")));
+    }
+    plan(shape, params, rows, limits, page_tokens)
 }
 
 /// The plan for pages of `page_tokens` tokens, or for dense tensors where it is 0.
 fn plan(
     shape: &Shape,
     params: &Params,
-    dtype: DType,
+    stored: GpuRows,
     limits: &Limits,
     page_tokens: usize,
 ) -> Result<Plan, AttentionError> {
-    let head_dim = shape.head_dim;
+    let (head_dim, dtype) = (shape.head_dim, stored.dtype());
     strip_takes(Decode.name(), head_dim)?;
-    let Tiling { rows, warps, stages, shared_bytes, grid } = Tiling::new(shape, dtype, limits, page_tokens);
+    let Tiling { rows, warps, stages, shared_bytes, grid } = Tiling::new(shape, stored, limits, page_tokens);
     let Splits { splits, split_keys } = grid.splits(seen(shape, params, dtype));
     let [row_tiles, lists] = grid.rest;
     let partial = Launch {
@@ -71,10 +77,11 @@ fn plan(
     };
     let merge =
         Launch { function: "decode_merge", grid: [shape.rows(), 1, 1], threads: MERGE_THREADS, shared_bytes: 0 };
-    let macros = vec![("PAGE_TOKENS", page_tokens), ("WARPS", warps), ("STAGES", stages), ("ROWS", rows)];
+    let mut macros = vec![("PAGE_TOKENS", page_tokens), ("WARPS", warps), ("STAGES", stages), ("ROWS", rows)];
+    macros.extend(stored.macros());
     let program = Program { source: SOURCE, dtype, head_dim, macros };
     let workspace = WorkspaceSize { scores: 0, scratch: splits * shape.rows() * (head_dim + 2) };
-    let mut plan = Plan::new(Decode.name(), program, vec![partial, merge], workspace, shape, params)?;
+    let mut plan = Plan::new(Decode.name(), program, vec![partial, merge], workspace, (shape, params), stored)?;
     (plan.extents.splits, plan.extents.split_keys) = (splits, split_keys);
     Ok(plan)
 }
@@ -84,11 +91,11 @@ fn plan(
 pub(crate) fn step_workspace(
     shape: &Shape,
     params: &Params,
-    dtype: DType,
+    rows: GpuRows,
     limits: &Limits,
     page_tokens: usize,
 ) -> WorkspaceSize {
-    let most = Tiling::new(shape, dtype, limits, page_tokens).grid.most_splits(seen(shape, params, dtype));
+    let most = Tiling::new(shape, rows, limits, page_tokens).grid.most_splits(seen(shape, params, rows.dtype()));
     WorkspaceSize { scores: 0, scratch: most * shape.rows() * (shape.head_dim + 2) }
 }
 
@@ -119,13 +126,18 @@ struct Tiling {
 }
 
 impl Tiling {
-    fn new(shape: &Shape, dtype: DType, limits: &Limits, page_tokens: usize) -> Self {
-        let all_rows = shape.group() * shape.q_len;
+    fn new(shape: &Shape, stored: GpuRows, limits: &Limits, page_tokens: usize) -> Self {
+        let (all_rows, dtype) = (shape.group() * shape.q_len, stored.dtype());
         let (rows, keys) = tile(all_rows, dtype);
         // Where the keys of a step do not lie in one page, each one's place is held.
         let places = if page_tokens.is_multiple_of(keys) { 0 } else { 8 * keys };
-        let bytes =
-            |(warps, stages)| (rows + warps * stages * 2 * keys) * row_bytes(shape.head_dim, dtype) + warps * places;
+        // A tile in each stage; where rows are codes, these in each stage and one tile.
+        let tile_bytes = keys * row_bytes(shape.head_dim, dtype);
+        let codes = code_bytes(stored, keys, shape.head_dim);
+        let of =
+            |codes: usize, stages: usize| if codes == 0 { stages * tile_bytes } else { tile_bytes + stages * codes };
+        let ring = |stages| codes.map(|codes| of(codes, stages)).iter().sum::<usize>();
+        let bytes = |(warps, stages)| rows * row_bytes(shape.head_dim, dtype) + warps * (ring(stages) + places);
         let (warps, stages) = limits.roomiest(&RINGS, bytes);
         let shared_bytes = bytes((warps, stages));
         let each = limits.blocks_each(shared_bytes).clamp(1, BLOCKS_EACH);
@@ -213,7 +225,7 @@ mod tests {
         /// Splits cover every key that is seen of every list, and none of the longest list's is empty.
         #[test]
         fn splits_cover_the_keys_that_are_seen((shape, params, dtype, limits) in problems(), shorter in 0usize..1000) {
-            let plan = Decode.plan(&shape, &params, dtype, &limits).unwrap();
+            let plan = Decode.plan(&shape, &params, dtype.into(), &limits).unwrap();
             let (splits, keys) = (plan.extents.splits, plan.extents.split_keys);
             let step = tile(1, dtype).1;
             let all = spanned(&shape, &params, shape.kv_len, step);
@@ -237,8 +249,8 @@ mod tests {
         fn long_lists_are_split_into_whole_waves((shape, params, dtype, limits) in problems()) {
             let params = Params { window: None, ..params };
             let shape = Shape { kv_len: shape.kv_len + 400 * limits.multiprocessors * MOST_WAVES, ..shape };
-            let plan = Decode.plan(&shape, &params, dtype, &limits).unwrap();
-            let grid = Tiling::new(&shape, dtype, &limits, 0).grid;
+            let plan = Decode.plan(&shape, &params, dtype.into(), &limits).unwrap();
+            let grid = Tiling::new(&shape, dtype.into(), &limits, 0).grid;
             let blocks: usize = plan.launches[0].grid.iter().product();
             let waves = blocks.div_ceil(grid.slots);
             let keys = shape.kv_len * grid.rest.iter().product::<usize>();
@@ -250,8 +262,8 @@ mod tests {
         #[test]
         fn scratch_for_the_longest_list_fits_every_other((shape, params, dtype, limits) in problems(), part in 0.0f64..1.0) {
             let shorter = Shape { kv_len: ((shape.kv_len as f64 * part) as usize).max(1), ..shape };
-            let needed = Decode.plan(&shorter, &params, dtype, &limits).unwrap().workspace;
-            prop_assert!(step_workspace(&shape, &params, dtype, &limits, 0).scratch >= needed.scratch);
+            let needed = Decode.plan(&shorter, &params, dtype.into(), &limits).unwrap().workspace;
+            prop_assert!(step_workspace(&shape, &params, dtype.into(), &limits, 0).scratch >= needed.scratch);
         }
     }
 
@@ -273,7 +285,7 @@ mod tests {
         ];
         for (shape, window, splits) in cases {
             let params = Params { window, ..Params::new(128, true) };
-            let plan = Decode.plan(&shape, &params, DType::Bf16, &limits).unwrap();
+            let plan = Decode.plan(&shape, &params, DType::Bf16.into(), &limits).unwrap();
             assert_eq!(plan.extents.splits, splits, "{shape:?}, window {window:?}: {:?}", plan.launches[0].grid);
         }
     }

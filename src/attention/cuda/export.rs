@@ -7,6 +7,7 @@ use crate::attention::{Params, Shape};
 use crate::device::cuda::{
     CudaError, DeviceBuffer, Launch, Lists, Observers, ObserversOperands, Program, Runtime, Source,
 };
+use crate::format::GpuRows;
 use crate::tensor::DType;
 
 const TILED: Source = Source { name: "export.cu", text: include_str!("../../../kernels/export.cu") };
@@ -31,8 +32,8 @@ pub(crate) struct Observed<'a> {
     pub first: usize,
     /// Their log-sum-exps over these lists, `[B, Hq, Lq]` in f32.
     pub lse: &'a DeviceBuffer,
-    /// Element type of queries and keys.
-    pub dtype: DType,
+    /// How queries and keys lie.
+    pub rows: GpuRows,
     /// Extents; `kv_len` is the width of the columns, at least the longest list.
     pub shape: Shape,
     /// Scale, soft-cap and mask.
@@ -40,7 +41,8 @@ pub(crate) struct Observed<'a> {
 }
 
 /// What is compiled for columns whose queries are reduced like this.
-pub(crate) fn program(dtype: DType, head_dim: usize, queries: OverQueries) -> Program {
+pub(crate) fn program(rows: GpuRows, head_dim: usize, queries: OverQueries) -> Program {
+    let dtype = rows.dtype();
     let source = if dtype == DType::F32 { PLAIN } else { TILED };
     let queries = match queries {
         OverQueries::Sum => 0,
@@ -48,7 +50,7 @@ pub(crate) fn program(dtype: DType, head_dim: usize, queries: OverQueries) -> Pr
         OverQueries::CountBelowEven => 2,
         OverQueries::SumOfSquares => unreachable!("no scoring plan asks for squares"),
     };
-    Program { source, dtype, head_dim, macros: vec![("QUERIES", queries)] }
+    Program { source, dtype, head_dim, macros: [vec![("QUERIES", queries)], rows.macros()].concat() }
 }
 
 /// Begins to reduce, for each key, the probabilities that the last `queries` give it to one number: `columns`
@@ -64,7 +66,8 @@ pub(crate) fn begin_columns(
     reduction: Reduction,
     columns: &mut DeviceBuffer,
 ) -> Result<(), CudaError> {
-    let Observed { q, length, first, lse, dtype, shape, params } = *observed;
+    let Observed { q, length, first, lse, rows, shape, params } = *observed;
+    let dtype = rows.dtype();
     let operands = ObserversOperands {
         q,
         length,
@@ -93,12 +96,12 @@ pub(crate) fn begin_columns(
         DType::F32 => (256, 0),
         DType::Bf16 | DType::F16 => {
             let row_bytes = row_bytes(shape.head_dim, dtype);
-            let rows = if row_bytes <= 2 * ROWS_FIT_DIM { ROWS } else { ROWS / 2 };
-            (32 * WARPS as u32, (KEYS + WARPS * STAGES * rows) * row_bytes + 4 * WARPS * KEYS)
+            let queries = if row_bytes <= 2 * ROWS_FIT_DIM { ROWS } else { ROWS / 2 };
+            (32 * WARPS as u32, (KEYS + WARPS * STAGES * queries) * row_bytes + 4 * WARPS * KEYS)
         }
     };
     let launch = Launch { function: "export_columns", grid, threads, shared_bytes: shared_bytes as u32 };
-    let program = program(dtype, shape.head_dim, reduction.queries);
+    let program = program(rows, shape.head_dim, reduction.queries);
     let device = runtime.device();
     device.begin(&device.ready(&*runtime.module(&program)?, &[launch])?, &[lists, &Observers::new(&operands)?])
 }

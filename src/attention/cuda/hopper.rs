@@ -3,9 +3,10 @@
 #[cfg(test)]
 mod schedule;
 
-use super::{BackwardPlan, CudaKernel, Plan, TmaTiles, hopper_backward};
+use super::{BackwardPlan, CudaKernel, Plan, TmaTiles, elements_of, hopper_backward};
 use crate::attention::{AttentionError, Params, Shape, WorkspaceSize};
 use crate::device::cuda::{Launch, Limits, Program, Source};
+use crate::format::GpuRows;
 use crate::tensor::DType;
 
 const SOURCE: Source = Source { name: "hopper.cu", text: include_str!("../../../kernels/hopper.cu") };
@@ -68,7 +69,8 @@ impl CudaKernel for Hopper {
         "hopper"
     }
 
-    fn plan(&self, shape: &Shape, params: &Params, dtype: DType, limits: &Limits) -> Result<Plan, AttentionError> {
+    fn plan(&self, shape: &Shape, params: &Params, rows: GpuRows, limits: &Limits) -> Result<Plan, AttentionError> {
+        let dtype = elements_of(self.name(), rows)?;
         let unsupported = |what, instead| AttentionError::Unsupported { kernel: self.name(), what, instead };
         takes(self.name(), dtype, limits)?;
         let (masked, capped) = (params.causal || params.window.is_some(), params.softcap.is_some());
@@ -87,7 +89,7 @@ impl CudaKernel for Hopper {
         let negative = params.scale < 0.0;
         let macros = vec![("KEYS", tiles.keys), ("CAPPED", usize::from(capped)), ("NEGATIVE", usize::from(negative))];
         let program = Program { source: SOURCE, dtype, head_dim: shape.head_dim, macros };
-        let mut plan = Plan::new(self.name(), program, launches, WorkspaceSize::default(), shape, params)?;
+        let mut plan = Plan::new(self.name(), program, launches, WorkspaceSize::default(), (shape, params), rows)?;
         plan.tma_tiles = Some(TmaTiles { q_rows: tiles.rows(), kv_rows: tiles.keys });
         Ok(plan)
     }
@@ -124,7 +126,7 @@ mod tests {
     const SHAPE: Shape = Shape { batch: 2, q_heads: 16, kv_heads: 4, q_len: 4096, kv_len: 4096, head_dim: 128 };
 
     fn plan(head_dim: usize, params: Params) -> Plan {
-        Hopper.plan(&Shape { head_dim, ..SHAPE }, &params, DType::Bf16, &H200).unwrap()
+        Hopper.plan(&Shape { head_dim, ..SHAPE }, &params, DType::Bf16.into(), &H200).unwrap()
     }
 
     /// Rows of a block, keys of a tile, threads and shared memory of every variant, as kernels/hopper.cu has them.
@@ -154,7 +156,7 @@ mod tests {
     #[test]
     fn a_small_problem_has_a_block_for_each_item() {
         let shape = Shape { batch: 1, q_heads: 3, kv_heads: 1, q_len: 129, ..SHAPE };
-        let plan = Hopper.plan(&shape, &Params::new(128, true), DType::F16, &H200).unwrap();
+        let plan = Hopper.plan(&shape, &Params::new(128, true), DType::F16.into(), &H200).unwrap();
         assert_eq!(plan.launches[0].grid, [6, 1, 1]);
     }
 
@@ -174,7 +176,7 @@ mod tests {
             let shape = Shape { head_dim, ..SHAPE };
             let params = Params::new(head_dim, false);
             let backward = Hopper.plan_backward(&shape, &params, dtype, &limits).unwrap_err().to_string();
-            let forward = Hopper.plan(&shape, &params, dtype, &limits).unwrap_err().to_string();
+            let forward = Hopper.plan(&shape, &params, dtype.into(), &limits).unwrap_err().to_string();
             assert!(backward == forward || head_dim == 96, "{backward}");
             forward
         };

@@ -46,7 +46,7 @@ pub(super) fn plan(
     let macros = vec![("CAPPED", usize::from(params.softcap.is_some()))];
     let program = Program { source: SOURCE, dtype, head_dim, macros };
     let workspace = WorkspaceSize { scores: 0, scratch: deltas(shape.rows()) + rows * head_dim };
-    let mut plan = Plan::new(kernel, program, launches, workspace, shape, params)?;
+    let mut plan = Plan::new(kernel, program, launches, workspace, (shape, params), dtype.into())?;
     plan.tma_tiles = Some(TmaTiles { q_rows: QUERIES, kv_rows: KEYS });
     Ok(BackwardPlan(plan))
 }

@@ -22,6 +22,7 @@ pub use pass::{Inputs, Results, Scratch};
 
 use super::{AttentionError, Params, Shape, WorkspaceSize};
 use crate::device::cuda::{Extents, Gemm, Launch, Limits, Program};
+use crate::format::GpuRows;
 use crate::named::{Named, NamedError, Parameter};
 use crate::tensor::DType;
 
@@ -43,11 +44,11 @@ pub trait CudaKernel: Sync {
         Ok(None)
     }
 
-    /// What runs for a problem on a GPU with `limits`.
+    /// What runs for a problem on a GPU with `limits`, whose queries, keys and values lie there as `rows` says.
     ///
     /// # Errors
     /// [`AttentionError::Unsupported`] when the kernel cannot do this problem.
-    fn plan(&self, shape: &Shape, params: &Params, dtype: DType, limits: &Limits) -> Result<Plan, AttentionError>;
+    fn plan(&self, shape: &Shape, params: &Params, rows: GpuRows, limits: &Limits) -> Result<Plan, AttentionError>;
 
     /// What runs for its backward pass.
     ///
@@ -91,6 +92,8 @@ pub struct Plan {
     pub workspace: WorkspaceSize,
     /// What kernels are told.
     pub extents: Extents,
+    /// Bytes of a key, and of a value.
+    pub row_bytes: [usize; 2],
     /// How it runs where cuBLAS is there: two products, and a kernel between them.
     pub library: Option<LibraryPass>,
     /// How the copy engine takes the inputs, where a kernel uses it.
@@ -138,8 +141,8 @@ impl Plan {
         program: Program,
         launches: Vec<Launch>,
         workspace: WorkspaceSize,
-        shape: &Shape,
-        params: &Params,
+        (shape, params): (&Shape, &Params),
+        rows: GpuRows,
     ) -> Result<Self, AttentionError> {
         if launches.iter().any(|launch| launch.grid[1].max(launch.grid[2]) > MOST_BLOCKS || launch.grid[0] >= 1 << 31) {
             let (what, instead) = ("grid on CUDA for so many heads or queries", "a smaller batch or shorter queries");
@@ -154,7 +157,8 @@ impl Plan {
             q_len,
             kv_len,
             head_dim,
-            dtype: program.dtype,
+            dtype: rows.dtype(),
+            kv_bytes: rows.lists_bytes(batch * kv_heads, kv_len, head_dim),
             causal,
             window,
             scale,
@@ -164,7 +168,8 @@ impl Plan {
             scores: workspace.scores,
             partials: workspace.scratch,
         };
-        Ok(Plan { program, launches, workspace, extents, library: None, tma_tiles: None })
+        let row_bytes = rows.row_bytes(head_dim);
+        Ok(Plan { program, launches, workspace, extents, row_bytes, library: None, tma_tiles: None })
     }
 
     /// The extents of the problem that it was made for.
@@ -172,6 +177,12 @@ impl Plan {
         let Extents { batch, q_heads, kv_heads, q_len, kv_len, head_dim, .. } = self.extents;
         Shape { batch, q_heads, kv_heads, q_len, kv_len, head_dim }
     }
+}
+
+/// The element type of rows that are nothing but elements; the name is that of the kernel which asks.
+fn elements_of(kernel: &'static str, rows: GpuRows) -> Result<DType, AttentionError> {
+    let (what, instead) = ("keys and values in codes on CUDA", "tiled, or decode over pages");
+    if rows.is_coded() { Err(AttentionError::Unsupported { kernel, what, instead }) } else { Ok(rows.dtype()) }
 }
 
 /// What the kernels with strips of query rows in registers can do; the name is that of the kernel which asks.
@@ -190,6 +201,13 @@ fn row_bytes(head_dim: usize, dtype: DType) -> usize {
     (head_dim * dtype.bytes()).next_multiple_of(128)
 }
 
+/// Bytes of shared memory in which the codes of so many keys, and of as many values, lie beside their tiles: `ROOM_BYTES` of
+/// `kernels/rows.cuh`.
+fn code_bytes(rows: GpuRows, count: usize, head_dim: usize) -> [usize; 2] {
+    let ([key, value], [keys, values]) = (rows.row_bytes(head_dim), rows.coded());
+    [(key, keys), (value, values)].map(|(row, coded)| if coded { (count * row).next_multiple_of(128) } else { 0 })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -199,7 +217,7 @@ mod tests {
     const H200: Limits = Limits { capability: (9, 0), multiprocessors: 132, block_shared_bytes: 232_448 };
 
     fn plan(kernel: &str, shape: &Shape, dtype: DType) -> Result<Plan, AttentionError> {
-        cuda_kernel(kernel).unwrap().plan(shape, &Params::new(shape.head_dim, true), dtype, &H200)
+        cuda_kernel(kernel).unwrap().plan(shape, &Params::new(shape.head_dim, true), dtype.into(), &H200)
     }
 
     #[test]
@@ -231,7 +249,7 @@ mod tests {
                 for group in [1, 5, 40] {
                     let shape = Shape { head_dim, q_heads: 2 * group, ..SHAPE };
                     for kernel in CUDA_KERNELS {
-                        let Ok(plan) = kernel.plan(&shape, &Params::new(head_dim, true), dtype, &limits) else {
+                        let Ok(plan) = kernel.plan(&shape, &Params::new(head_dim, true), dtype.into(), &limits) else {
                             assert_eq!(kernel.name(), "hopper", "{dtype} D {head_dim}");
                             continue;
                         };
@@ -256,10 +274,10 @@ mod tests {
     fn pages_are_planned_as_dense_tensors_are() {
         let params = Params::new(SHAPE.head_dim, true);
         let dense = plan("decode", &SHAPE, DType::Bf16).unwrap();
-        let paged = decode_paged(&SHAPE, &params, DType::Bf16, &H200, 16).unwrap();
+        let paged = decode_paged(&SHAPE, &params, DType::Bf16.into(), &H200, 16).unwrap();
         assert_eq!((paged.launches, paged.workspace), (dense.launches, dense.workspace));
         assert_ne!(paged.program, dense.program);
-        let none = decode_paged(&SHAPE, &params, DType::Bf16, &H200, 0).unwrap_err();
+        let none = decode_paged(&SHAPE, &params, DType::Bf16.into(), &H200, 0).unwrap_err();
         assert_eq!(none.to_string(), "pages of 0 tokens; pages have at least 1");
     }
 

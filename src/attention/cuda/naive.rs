@@ -1,8 +1,9 @@
 //! `naive` on a GPU: `kernels/naive.cu`, with the products of cuBLAS where it is there, and `kernels/naive_backward.cu`.
 
-use super::{BackwardPlan, CudaKernel, LibraryPass, Plan};
+use super::{BackwardPlan, CudaKernel, LibraryPass, Plan, elements_of};
 use crate::attention::{AttentionError, Params, Shape, WorkspaceSize};
 use crate::device::cuda::{Gemm, Launch, Limits, Program, Source, deltas};
+use crate::format::GpuRows;
 use crate::tensor::DType;
 
 const SOURCE: Source = Source { name: "naive.cu", text: include_str!("../../../kernels/naive.cu") };
@@ -18,7 +19,8 @@ impl CudaKernel for Naive {
         "naive"
     }
 
-    fn plan(&self, shape: &Shape, params: &Params, dtype: DType, _limits: &Limits) -> Result<Plan, AttentionError> {
+    fn plan(&self, shape: &Shape, params: &Params, rows: GpuRows, _limits: &Limits) -> Result<Plan, AttentionError> {
+        let dtype = elements_of(self.name(), rows)?;
         let (q_tiles, kv_tiles) = (shape.q_len.div_ceil(TILE), shape.kv_len.div_ceil(TILE));
         let heads = shape.batch * shape.q_heads;
         let launch = |function, grid| Launch { function, grid, threads: 256, shared_bytes: 0 };
@@ -35,7 +37,7 @@ impl CudaKernel for Naive {
             macros: vec![("LIBRARY_PRODUCTS", library)],
         };
         let workspace = WorkspaceSize { scores: shape.scores(), scratch: 0 };
-        let mut plan = Plan::new(self.name(), program(0), launches, workspace, shape, params)?;
+        let mut plan = Plan::new(self.name(), program(0), launches, workspace, (shape, params), rows)?;
         let [scores, output] = products(shape, params.scale, dtype);
         plan.library = Some(LibraryPass { scores, program: program(1), softmax, output });
         Ok(plan)
@@ -60,7 +62,7 @@ impl CudaKernel for Naive {
         ];
         let program = Program { source: BACKWARD, dtype, head_dim: shape.head_dim, macros: vec![] };
         let workspace = WorkspaceSize { scores: 2 * shape.scores(), scratch: deltas(shape.rows()) };
-        Ok(BackwardPlan(Plan::new(self.name(), program, launches, workspace, shape, params)?))
+        Ok(BackwardPlan(Plan::new(self.name(), program, launches, workspace, (shape, params), dtype.into())?))
     }
 }
 

@@ -14,9 +14,9 @@ use std::sync::MutexGuard;
 pub struct Inputs<'a> {
     /// `[B, Hq, Lq, D]`.
     pub q: &'a DeviceBuffer,
-    /// `[B, Hkv, Lk, D]`.
+    /// `[B, Hkv, Lk]` rows, as [`crate::format::GpuRows::lists_bytes`] has them.
     pub k: &'a DeviceBuffer,
-    /// `[B, Hkv, Lk, D]`.
+    /// Likewise.
     pub v: &'a DeviceBuffer,
 }
 
@@ -188,12 +188,12 @@ impl Plan {
         Results { o, lse }: Results<'_>,
         Scratch { scores, partials }: &mut Scratch,
     ) -> Result<(), CudaError> {
-        let Extents { batch, kv_heads, kv_len, head_dim, dtype, .. } = self.extents;
+        let Extents { batch, kv_heads, kv_len, .. } = self.extents;
         if self.program.macros.iter().all(|&(name, value)| name != "PAGE_TOKENS" || value != kv.page_tokens) {
             let tokens = kv.page_tokens;
             return Err(CudaError::Operand(format!("the pass was not planned for pages of {tokens} tokens")));
         }
-        let pages = Pages::new(kv, batch * kv_heads, kv_len, head_dim * dtype.bytes())?;
+        let pages = Pages::new(kv, batch * kv_heads, kv_len, self.row_bytes)?;
         let mut operands = Operands { q, k: None, v: None, o, lse, scores, partials };
         let problem = Problem::new(&self.extents, &mut operands)?;
         device.begin(ready, &[&problem, &pages])

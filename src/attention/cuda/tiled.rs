@@ -1,8 +1,9 @@
 //! `tiled` on a GPU: `kernels/tiled.cu`; its backward pass is planned by [`tiled_backward`].
 
-use super::{BackwardPlan, CudaKernel, Plan, row_bytes, strip_takes, tiled_backward};
+use super::{BackwardPlan, CudaKernel, Plan, code_bytes, row_bytes, strip_takes, tiled_backward};
 use crate::attention::{AttentionError, Params, Shape, WorkspaceSize};
 use crate::device::cuda::{Launch, Limits, Program, Source};
+use crate::format::GpuRows;
 use crate::named::{Named, NamedError, Parameter};
 use crate::tensor::DType;
 
@@ -32,13 +33,15 @@ impl CudaKernel for Tiled {
         Ok(named.flag("deterministic", false)?.then_some(DETERMINISTIC))
     }
 
-    fn plan(&self, shape: &Shape, params: &Params, dtype: DType, limits: &Limits) -> Result<Plan, AttentionError> {
+    fn plan(&self, shape: &Shape, params: &Params, rows: GpuRows, limits: &Limits) -> Result<Plan, AttentionError> {
+        let dtype = rows.dtype();
         strip_takes(self.name(), shape.head_dim)?;
         let row_bytes = row_bytes(shape.head_dim, dtype);
         let (block_rows, choices, q_kept) = tiles(shape.head_dim, dtype);
         // Q in registers needs no place of its own.
         let q_bytes = if q_kept { 0 } else { block_rows * row_bytes };
-        let shared_bytes = |keys| q_bytes + 2 * keys * row_bytes;
+        let shared_bytes =
+            |keys| q_bytes + 2 * keys * row_bytes + code_bytes(rows, keys, shape.head_dim).iter().sum::<usize>();
         let keys = limits.roomiest(choices, shared_bytes);
         let launches = vec![Launch {
             function: "tiled_forward",
@@ -46,9 +49,10 @@ impl CudaKernel for Tiled {
             threads: 128,
             shared_bytes: shared_bytes(keys) as u32,
         }];
-        let macros = vec![("ROWS", block_rows), ("KEYS", keys), ("Q_KEPT", usize::from(q_kept))];
+        let mut macros = vec![("ROWS", block_rows), ("KEYS", keys), ("Q_KEPT", usize::from(q_kept))];
+        macros.extend(rows.macros());
         let program = Program { source: SOURCE, dtype, head_dim: shape.head_dim, macros };
-        Plan::new(self.name(), program, launches, WorkspaceSize::default(), shape, params)
+        Plan::new(self.name(), program, launches, WorkspaceSize::default(), (shape, params), rows)
     }
 
     fn plan_backward(
@@ -98,7 +102,7 @@ mod tests {
                 let limits = Limits { capability: (8, 0), multiprocessors: 100, block_shared_bytes: kib << 10 };
                 let shape = Shape { batch: 1, q_heads: 4, kv_heads: 2, q_len: 500, kv_len: 500, head_dim };
                 let tiled = Tiled { deterministic: false };
-                let plan = tiled.plan(&shape, &Params::new(head_dim, true), dtype, &limits).unwrap();
+                let plan = tiled.plan(&shape, &Params::new(head_dim, true), dtype.into(), &limits).unwrap();
                 let value = |name| plan.program.macros.iter().find(|&&(macro_name, _)| macro_name == name).unwrap().1;
                 let launch = &plan.launches[0];
                 assert_eq!(launch.grid, [500usize.div_ceil(value("ROWS")), 4, 1]);

@@ -31,7 +31,7 @@ pub(super) fn plan(
         None => scalar(shape, dtype, limits.block_shared_bytes),
     };
     let workspace = WorkspaceSize { scores: 0, scratch: deltas(shape.rows()) + sums };
-    Ok(BackwardPlan(Plan::new(kernel, program, launches, workspace, shape, params)?))
+    Ok(BackwardPlan(Plan::new(kernel, program, launches, workspace, (shape, params), dtype.into())?))
 }
 
 /// A program, its launches, and elements of f32 for sums of `dq`.

@@ -72,12 +72,12 @@ impl DeviceCache {
         if let Some(len) = self.lens[lists.clone()].iter().find(|&&len| len < count) {
             return Err(CudaError::Operand(format!("{count} tokens at the end of a list of {len}")));
         }
-        let arrival = Arrival::new([k, v], lists.len(), count, self.row_bytes(), 0..count, position)?;
+        let arrival = Arrival::new([k, v], lists.len(), count, self.element_bytes(), 0..count, position)?;
         self.begin(runtime, lists.clone(), ("append_tokens", 128), [count.div_ceil(ROWS), lists.len(), 1], &arrival)
     }
 
-    /// Begins to copy the first `length` tokens of some lists to `k` and `v` `[lists, length, D]`: inside
-    /// [`Device::timed`].
+    /// Begins to copy the first `length` tokens of some lists to `k` and `v`, rows as they lie in lists of
+    /// [`crate::format::GpuRows::lists_bytes`]: inside [`Device::timed`].
     ///
     /// # Errors
     /// [`CudaError::Operand`] when the tensors are too small or a list too short, and as [`Runtime::module`].
@@ -91,7 +91,7 @@ impl DeviceCache {
         if let Some(len) = self.lens[lists.clone()].iter().find(|&&len| len < length) {
             return Err(CudaError::Operand(format!("{length} tokens of a list of {len}")));
         }
-        let gathering = Gathering::new(to, lists.len(), length, self.row_bytes())?;
+        let gathering = Gathering::new(to, length, self.rows.lists_bytes(lists.len(), length, self.shape.head_dim))?;
         self.begin(runtime, lists.clone(), ("gather_tokens", 128), [length.div_ceil(ROWS), lists.len(), 2], &gathering)
     }
 

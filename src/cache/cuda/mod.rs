@@ -21,6 +21,7 @@ use crate::device::cuda::{
     Arrival, CudaError, Device, DeviceBuffer, Keeping, Launch, Lists, ListsOperands, Moves, PagedKv, Program, Received,
     Runtime, Slabs, Source,
 };
+use crate::format::{GPU_PAGE_TOKENS, GpuRows};
 use crate::memory::{Arena, Label, LabelBytes};
 use crate::tensor::DType;
 use pool::{PageId, Pool};
@@ -35,6 +36,7 @@ const ROWS: usize = 32;
 /// A cache of keys and values in a GPU's memory, one list of pages per (sequence, KV head).
 pub struct DeviceCache {
     shape: CacheShape,
+    rows: GpuRows,
     pool: Pool,
     /// `[lists, table_width]`, as the GPU has them.
     table: Vec<PageId>,
@@ -53,11 +55,17 @@ pub struct DeviceCache {
 }
 
 impl DeviceCache {
-    /// An empty cache.
+    /// An empty cache for a pass in `dtype`.
     ///
     /// # Errors
-    /// When the arena or the GPU has no room, or tokens are to carry a column that is not kept on a GPU.
-    pub fn new(device: &Device, arena: &Arena, shape: CacheShape) -> Result<Self, CudaError> {
+    /// When the arena or the GPU has no room, tokens are to carry a column that is not kept on a GPU, or keys and values a
+    /// format that no kernel there reads.
+    pub fn new(device: &Device, arena: &Arena, shape: CacheShape, dtype: DType) -> Result<Self, CudaError> {
+        let rows = GpuRows::new(dtype, shape.format).map_err(CudaError::Operand)?;
+        if rows.is_coded() && !shape.page_tokens.is_multiple_of(GPU_PAGE_TOKENS) {
+            let wanted = format!("pages of codes hold a multiple of {GPU_PAGE_TOKENS} tokens on a GPU");
+            return Err(CudaError::Operand(format!("pages of {} tokens; {wanted}", shape.page_tokens)));
+        }
         if shape.columns.iter().any(|column| matches!(column, Column::Weight | Column::Gate | Column::Bias)) {
             let kept = "attention and origins, not weights, gates or biases";
             return Err(CudaError::Operand(format!("a cache in a GPU's memory keeps {kept} of tokens")));
@@ -70,6 +78,7 @@ impl DeviceCache {
         let turns = shape.columns.contains(&Column::Origin).then(|| numbers(Label::Policy, 2 * (shape.head_dim / 2)));
         Ok(DeviceCache {
             shape,
+            rows,
             pool: Pool::new(device, arena, shape)?,
             table: vec![0; lists * width],
             lens: vec![0; lists],
@@ -110,6 +119,11 @@ impl DeviceCache {
         &self.shape
     }
 
+    /// How its keys and values lie.
+    pub fn rows(&self) -> GpuRows {
+        self.rows
+    }
+
     /// Tokens in each list, `[B * Hkv]`.
     pub fn lens(&self) -> &[usize] {
         &self.lens
@@ -130,7 +144,7 @@ impl DeviceCache {
         self.pool.most_pages()
     }
 
-    /// Appends the tokens `range` of `k` and `v` `[B, Hkv, length, D]` to every list; a token's position is its index.
+    /// Appends the tokens `range` of `k` and `v` `[B, Hkv, length, D]`, elements of the pass's type, to every list; a token's position is its index.
     /// Returns the GPU's time in nanoseconds.
     ///
     /// # Errors
@@ -144,7 +158,7 @@ impl DeviceCache {
         range: Range<usize>,
     ) -> Result<u64, CudaError> {
         let (lists, count, position) = (self.shape.lists(), range.len(), range.start);
-        let arrival = Arrival::new([k, v], lists, length, self.row_bytes(), range, position)?;
+        let arrival = Arrival::new([k, v], lists, length, self.element_bytes(), range, position)?;
         self.grow(runtime, count)?;
         self.run(runtime, "append_tokens", [count.div_ceil(ROWS), lists, 1], 128, &arrival)
     }
@@ -265,13 +279,12 @@ impl DeviceCache {
         Ok(all.chunks(self.shape.max_tokens.max(1)).zip(&self.lens).map(|(row, &len)| row[..len].to_vec()).collect())
     }
 
-    /// Keys (`part` 0) or values (`part` 1) of a list, `[len, D]` in the cache's type, copied to the host: for what is
-    /// reported.
+    /// Keys (`part` 0) or values (`part` 1) of a list, `[len]` rows as they lie, copied to the host: for what is reported.
     ///
     /// # Errors
     /// [`CudaError::Driver`] when a copy fails.
     pub fn read_rows(&self, list: usize, part: usize) -> Result<Vec<u8>, CudaError> {
-        let row_bytes = self.row_bytes();
+        let row_bytes = self.rows.row_bytes(self.shape.head_dim)[part];
         let mut rows = vec![0; self.lens[list] * row_bytes];
         for (index, rows) in rows.chunks_mut(self.shape.page_tokens * row_bytes).enumerate() {
             self.pool.read(self.table[list * self.table_width() + index], part, rows)?;
@@ -300,7 +313,7 @@ impl DeviceCache {
             lists: lists.len(),
             heads: self.shape.kv_heads,
             stride: self.shape.max_tokens,
-            row_bytes: self.row_bytes(),
+            row_bytes: self.rows.row_bytes(self.shape.head_dim),
         })
     }
 
@@ -323,9 +336,9 @@ impl DeviceCache {
         }
     }
 
-    /// Bytes of a key.
-    fn row_bytes(&self) -> usize {
-        (self.shape.token_bytes() / 2) as usize
+    /// Bytes of a row of elements.
+    fn element_bytes(&self) -> usize {
+        self.shape.head_dim * self.rows.dtype().bytes()
     }
 
     fn table_width(&self) -> usize {
@@ -348,11 +361,11 @@ impl DeviceCache {
 
     /// What is compiled for the cache.
     pub(crate) fn program(&self) -> Program {
-        program(self.shape.dtype(), self.shape.head_dim)
+        program(self.rows, self.shape.head_dim)
     }
 }
 
-/// What is compiled for caches, and for tokens that are copied, of a type and head dim.
-pub(crate) fn program(dtype: DType, head_dim: usize) -> Program {
-    Program { source: SOURCE, dtype, head_dim, macros: vec![] }
+/// What is compiled for caches, and for tokens that are copied, of such rows and head dim.
+pub(crate) fn program(rows: GpuRows, head_dim: usize) -> Program {
+    Program { source: SOURCE, dtype: rows.dtype(), head_dim, macros: rows.macros() }
 }

@@ -139,8 +139,11 @@ impl Pool {
     /// When there is no such page.
     pub fn read(&self, page: PageId, part: usize, target: &mut [u8]) -> Result<(), CudaError> {
         let slab = self.slabs.get((page >> self.shift()) as usize).expect("a page in use lies in a slab that is there");
-        let index = (page & ((1 << self.shift()) - 1)) as usize + part * self.shape.slab_pages();
-        slab.read_from(index * (self.shape.page_bytes() / 2) as usize, target)
+        let CacheShape { page_tokens, head_dim, format, .. } = self.shape;
+        let [key_page, value_page] = [format.k, format.v].map(|format| page_tokens * format.row_bytes(head_dim));
+        let index = (page & ((1 << self.shift()) - 1)) as usize;
+        let from = [index * key_page, self.shape.slab_pages() * key_page + index * value_page][part];
+        slab.read_from(from, target)
     }
 
     /// Numbers of a slab's pages.

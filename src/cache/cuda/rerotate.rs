@@ -66,7 +66,7 @@ impl DeviceCache {
         seen: usize,
     ) -> Result<(), CudaError> {
         let batch = lists.len() / self.shape.kv_heads;
-        let (head_dim, row_bytes) = (self.shape.head_dim, self.row_bytes());
+        let (head_dim, row_bytes) = (self.shape.head_dim, self.element_bytes());
         let turns = self.turns.as_ref().ok_or_else(no_origins)?;
         let operands = AskingOperands { q, turns, batch, q_heads, count, head_dim, row_bytes, seen };
         let grid = [count.div_ceil(ROWS), batch * q_heads, 1];

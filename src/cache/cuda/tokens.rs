@@ -37,7 +37,7 @@ pub(super) fn begin_copy(
     [heads, count]: [usize; 2],
 ) -> Result<(), CudaError> {
     let slice = Slice::new(from, to, head_dim * dtype.bytes(), [heads, count])?;
-    let program = program(dtype, head_dim);
+    let program = program(dtype.into(), head_dim);
     let launch =
         Launch { function: "take_tokens", grid: [count.div_ceil(ROWS), heads, 1], threads: 128, shared_bytes: 0 };
     let device = runtime.device();

@@ -11,27 +11,27 @@ use crate::cli::failure::Failure;
 use crate::cli::hardware::Hardware;
 use crate::device::Cpu;
 use crate::device::cuda::{CudaError, DeviceBuffer, Runtime};
+use crate::format::GpuRows;
 use crate::memory::{Arena, Label};
 use crate::named::Named;
 use crate::tensor::file::TensorFile;
 use crate::tensor::{DType, Tensor};
 
 pub fn run(args: &Args, index: usize) -> Result<(), Failure> {
-    if let Some(format) = args.kv_format {
-        return Err(Failure::usage(format!("attend reads a cache in {format} on the CPU only; leave --device out")));
-    }
     args.check_files()?;
     let file = TensorFile::open(&args.input)?;
     let problem = args.problem(&file)?;
+    let rows =
+        GpuRows::new(problem.dtype, problem.kv_format.unwrap_or(problem.dtype.into())).map_err(Failure::usage)?;
     let name = args.kernel(&problem);
     let kernel = cuda_kernel(name)?;
     let name: Named = name.parse()?;
     let runtime = Runtime::open(index, args.compute.nvrtc.as_deref())?;
     let device = runtime.device();
     let (shape, params, dtype, limits) = (&problem.shape, &problem.params, problem.dtype, device.limits());
-    let forward = kernel.plan(shape, params, dtype, limits)?;
+    let forward = kernel.plan(shape, params, rows, limits)?;
     let backward = problem.backward.then(|| kernel.plan_backward(shape, params, dtype, limits)).transpose()?;
-    let plans = Plans { forward, backward };
+    let plans = Plans { rows, forward, backward };
     let sizes = plans.sizes(&problem);
     let limit_bytes = args.compute.limit_memory.unwrap_or(device.free_bytes());
     sizes.refuse_beyond(limit_bytes)?;
@@ -49,6 +49,7 @@ pub fn run(args: &Args, index: usize) -> Result<(), Failure> {
 
 /// What runs.
 struct Plans {
+    rows: GpuRows,
     forward: Plan,
     backward: Option<BackwardPlan>,
 }
@@ -57,7 +58,9 @@ impl Plans {
     /// The GPU memory that [`Plans::solve`] takes, to the byte.
     fn sizes(&self, problem: &Problem) -> Sizes {
         let (shape, dtype) = (&problem.shape, problem.dtype);
-        let inputs: u64 = problem.stored.iter().map(|&(_, dims, _)| Tensor::bytes_of(dtype, dims)).sum();
+        let [keys, values] = self.rows.lists_bytes(shape.batch * shape.kv_heads, shape.kv_len, shape.head_dim);
+        let others = problem.stored.iter().filter(|(name, ..)| !["k", "v"].contains(name));
+        let inputs = others.map(|&(_, dims, _)| Tensor::bytes_of(dtype, dims)).sum::<u64>() + (keys + values) as u64;
         let (forward, backward) = (self.forward.workspace, self.backward.as_ref().map(BackwardPlan::workspace));
         let passes = backward.map_or(0, |size| Gradients::bytes(shape, dtype) + size.bytes()).max(forward.bytes());
         Sizes { forward, backward, peak_bytes: inputs + Outputs::bytes(shape, dtype) + passes }
@@ -80,9 +83,14 @@ impl Plans {
         let warmups = u32::from(repeat > 1);
 
         let mut buffers = Vec::new();
-        for tensor in &inputs {
-            let mut buffer = device.alloc(arena, Label::Input, tensor.bytes().len() as u64)?;
-            buffer.write(tensor.bytes())?;
+        for (index, tensor) in inputs.iter().enumerate() {
+            let coded = match index {
+                1 | 2 => self.rows.encode(index - 1, tensor),
+                _ => None,
+            };
+            let bytes = coded.as_deref().unwrap_or(tensor.bytes());
+            let mut buffer = device.alloc(arena, Label::Input, bytes.len() as u64)?;
+            buffer.write(bytes)?;
             buffers.push(buffer);
         }
         let result = |bytes| unwritten(runtime, arena, bytes);

@@ -32,8 +32,8 @@ pub(crate) struct ListsOperands<'a> {
     pub heads: usize,
     /// Tokens that one list can hold.
     pub stride: usize,
-    /// Bytes of a key.
-    pub row_bytes: usize,
+    /// Bytes of a key, and of a value.
+    pub row_bytes: [usize; 2],
 }
 
 /// The cached tokens of each (sequence, KV head).

@@ -1,7 +1,7 @@
 //! Keys and values in pages in a GPU's memory: the slabs that hold the pages, and what a kernel is told of them.
 //!
-//! The layout is that of [`crate::cache`]: a slab is `[2 (keys, values), slab_pages, page_tokens, D]`, and the number of
-//! a page is that of its slab above some bits and its index in the slab in these. So page lists of the CPU's cache may be
+//! The layout is that of [`crate::cache`]: a slab is `[slab_pages, page_tokens]` rows of keys, and behind them as many of
+//! values, and the number of a page is that of its slab above some bits and its index in the slab in these. So page lists of the CPU's cache may be
 //! uploaded as they are, and slabs come and go one by one. The addresses of slabs lie in a table in the GPU's memory,
 //! which follows the slabs.
 
@@ -119,18 +119,19 @@ pub(crate) struct Pages<'a> {
 unsafe impl DeviceRepr for Pages<'_> {}
 
 impl<'a> Pages<'a> {
-    /// The pages of `lists` lists of at most `max_len` tokens with rows of `row_bytes`.
+    /// The pages of `lists` lists of at most `max_len` tokens with keys and values of `row_bytes`.
     ///
     /// # Errors
     /// [`CudaError::Operand`] when a buffer is smaller than that, or there is no slab.
-    pub fn new(kv: &PagedKv<'a>, lists: usize, max_len: usize, row_bytes: usize) -> Result<Self, CudaError> {
+    pub fn new(kv: &PagedKv<'a>, lists: usize, max_len: usize, row_bytes: [usize; 2]) -> Result<Self, CudaError> {
+        let token_bytes: usize = row_bytes.iter().sum();
         let needs = |what: &str, has: u64, needed: usize| match has >= needed as u64 {
             true => Ok(()),
             false => Err(CudaError::Operand(format!("{what}: {has}; {needed} are needed"))),
         };
         needs("slabs of pages", kv.slabs.count() as u64, 1)?;
         needs("tokens of a page", kv.page_tokens as u64, 1)?;
-        needs("bytes of a slab", kv.slabs.slab_bytes, 2 * kv.slab_pages * kv.page_tokens * row_bytes)?;
+        needs("bytes of a slab", kv.slabs.slab_bytes, kv.slab_pages * kv.page_tokens * token_bytes)?;
         needs("pages that the numbers in a slab tell apart", 1 << kv.shift.min(31), kv.slab_pages)?;
         needs("tokens in the pages of a list", (kv.table_width * kv.page_tokens) as u64, max_len)?;
         let end = kv.first_list + lists;

@@ -21,8 +21,10 @@ pub struct Extents {
     pub kv_len: usize,
     /// `D`.
     pub head_dim: usize,
-    /// Element type of q, k, v and o.
+    /// Element type of q and o.
     pub dtype: DType,
+    /// Bytes of k, and of v, where they are tensors.
+    pub kv_bytes: [usize; 2],
     /// Aligned at the bottom right.
     pub causal: bool,
     /// A query sees its own key and the `window - 1` before it.
@@ -45,9 +47,9 @@ pub struct Extents {
 pub struct Operands<'a> {
     /// `[B, Hq, Lq, D]`.
     pub q: &'a DeviceBuffer,
-    /// `[B, Hkv, Lk, D]`; `None` where keys lie in [`super::PagedKv`].
+    /// `[B, Hkv, Lk]` rows; `None` where keys lie in [`super::PagedKv`].
     pub k: Option<&'a DeviceBuffer>,
-    /// `[B, Hkv, Lk, D]`; `None` where values lie in [`super::PagedKv`].
+    /// `[B, Hkv, Lk]` rows; `None` where values lie in [`super::PagedKv`].
     pub v: Option<&'a DeviceBuffer>,
     /// `[B, Hq, Lq, D]`.
     pub o: &'a mut DeviceBuffer,
@@ -120,14 +122,13 @@ impl<'a> Problem<'a> {
 
     /// As [`Problem::new`]; which of the buffers are written, the caller's kernels must agree with what it borrows.
     pub(super) fn over(extents: &Extents, operands: Buffers<'a>) -> Result<Self, CudaError> {
-        let Extents { batch, q_heads, kv_heads, q_len, kv_len, head_dim, dtype, .. } = *extents;
+        let Extents { batch, q_heads, kv_heads, q_len, kv_len, head_dim, dtype, kv_bytes, .. } = *extents;
         let rows = batch * q_heads * q_len;
-        let (q_bytes, kv_bytes) =
-            (rows * head_dim * dtype.bytes(), batch * kv_heads * kv_len * head_dim * dtype.bytes());
+        let q_bytes = rows * head_dim * dtype.bytes();
         Ok(Problem {
             q: has("q", operands.q, q_bytes)?,
-            k: operands.k.map_or(Ok(0), |k| has("k", k, kv_bytes))?,
-            v: operands.v.map_or(Ok(0), |v| has("v", v, kv_bytes))?,
+            k: operands.k.map_or(Ok(0), |k| has("k", k, kv_bytes[0]))?,
+            v: operands.v.map_or(Ok(0), |v| has("v", v, kv_bytes[1]))?,
             o: has("o", operands.o, q_bytes)?,
             lse: has("lse", operands.lse, 4 * rows)?,
             scores: has("scores", operands.scores, 4 * extents.scores)?,

@@ -33,9 +33,10 @@ pub struct Program {
     pub macros: Vec<(&'static str, usize)>,
 }
 
-const HEADERS: [Source; 11] = [
+const HEADERS: [Source; 12] = [
     Source { name: "ptx.cuh", text: include_str!("../../../kernels/ptx.cuh") },
     Source { name: "problem.cuh", text: include_str!("../../../kernels/problem.cuh") },
+    Source { name: "formats.cuh", text: include_str!("../../../kernels/formats.cuh") },
     Source { name: "pages.cuh", text: include_str!("../../../kernels/pages.cuh") },
     Source { name: "rows.cuh", text: include_str!("../../../kernels/rows.cuh") },
     Source { name: "gradient.cuh", text: include_str!("../../../kernels/gradient.cuh") },

@@ -28,7 +28,7 @@ pub(crate) struct Arrival<'a> {
 unsafe impl DeviceRepr for Arrival<'_> {}
 
 impl<'a> Arrival<'a> {
-    /// The tokens `range` of `k` and `v`, `lists` times `length` rows of `row_bytes` each; the first of them stands at
+    /// The tokens `range` of `k` and `v`, `lists` times `length` rows of elements, `row_bytes` each; the first of them stands at
     /// `position`.
     ///
     /// # Errors
@@ -122,7 +122,7 @@ impl<'a> Slice<'a> {
     }
 }
 
-/// Where the first tokens of all lists go as dense tensors.
+/// Where the first tokens of all lists go as tensors.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(crate) struct Gathering<'a> {
@@ -137,18 +137,12 @@ pub(crate) struct Gathering<'a> {
 unsafe impl DeviceRepr for Gathering<'_> {}
 
 impl<'a> Gathering<'a> {
-    /// Room for `lists` times `length` rows of `row_bytes` in `k` and in `v`.
+    /// Room for `length` rows of all lists, `bytes` in `k` and in `v`.
     ///
     /// # Errors
     /// [`CudaError::Operand`] when a buffer is too small or an extent too large.
-    pub fn new(
-        [k, v]: [&'a mut DeviceBuffer; 2],
-        lists: usize,
-        length: usize,
-        row_bytes: usize,
-    ) -> Result<Self, CudaError> {
-        let bytes = lists * length * row_bytes;
-        let (k, v) = (has("k", k, bytes)?, has("v", v, bytes)?);
+    pub fn new([k, v]: [&'a mut DeviceBuffer; 2], length: usize, bytes: [usize; 2]) -> Result<Self, CudaError> {
+        let (k, v) = (has("k", k, bytes[0])?, has("v", v, bytes[1])?);
         Ok(Gathering { k, v, length: short("length", length)?, unused: 0, buffers: PhantomData })
     }
 }

@@ -201,7 +201,7 @@ impl Again {
                 kv_len: cache.max_len(),
                 head_dim: held.head_dim,
             };
-            let plan = decode_paged(&shape, &view.params, held.dtype(), device.limits(), held.page_tokens);
+            let plan = decode_paged(&shape, &view.params, cache.rows(), device.limits(), held.page_tokens);
             let plan = plan.map_err(|error: AttentionError| CudaError::Operand(error.to_string()))?;
             let scratch = match self.scratch.take() {
                 Some(scratch) if scratch.fits(&plan) => scratch,

@@ -67,7 +67,7 @@ pub fn retain(
     let accumulates = policy.looks_at(Statistic::AccumulatedAttention);
     let (columns, page_tokens) = (policy.columns(), PAGE_TOKENS);
     let held = CacheShape { batch, kv_heads, head_dim, format: dtype.into(), max_tokens: kv_len, page_tokens, columns };
-    let mut cache = DeviceCache::new(runtime.device(), arena, held)?;
+    let mut cache = DeviceCache::new(runtime.device(), arena, held, dtype)?;
     if policy.rerotates {
         cache.set_rope(rope.ok_or::<PolicyError>(NO_ROPE)?)?;
     }
@@ -107,7 +107,7 @@ fn log_sum_exps(
 ) -> Result<(u64, DeviceBuffer), DevicePolicyError> {
     let device = runtime.device();
     let tiled = cuda_kernel("tiled").expect("it is built in");
-    let plan = tiled.plan(&tensors.shape, &tensors.params, tensors.dtype, device.limits());
+    let plan = tiled.plan(&tensors.shape, &tensors.params, tensors.dtype.into(), device.limits());
     let plan = plan.map_err(|error| CudaError::Operand(error.to_string()))?;
     let mut scratch = plan.scratch(device, arena)?;
     let lse_bytes = 4 * tensors.shape.rows() as u64;

@@ -1,7 +1,7 @@
 //! Attention of one sequence on a GPU: one new token over the pages as they lie, several over a copy of their layer's.
 //!
-//! The copy is what the kernel for many queries reads: keys and values of one layer behind one another, `workspace` in
-//! the arena. A single token reads its list once, where it lies; so do several where lists differ in length, after an
+//! The copy is what the kernel for many queries reads: keys and values of one layer behind one another as they lie, `workspace`
+//! in the arena. A single token reads its list once, where it lies; so do several where lists differ in length, after an
 //! eviction.
 //!
 //! A single token's pass is planned again when the longest list of its layer is another: that is arithmetic of the host,
@@ -12,10 +12,10 @@ use crate::attention::{Params, Shape};
 use crate::cache::PAGE_TOKENS;
 use crate::cache::cuda::DeviceCache;
 use crate::device::cuda::{CudaError, Device, DeviceBuffer, Ready, Runtime};
+use crate::format::GpuRows;
 use crate::memory::{Arena, Label};
 use crate::model::decoder::params;
 use crate::model::{Config, ModelError, Setup};
-use crate::tensor::DType;
 
 /// A plan with its functions.
 type Planned = (Plan, Vec<Ready>);
@@ -62,17 +62,18 @@ impl Attend {
     /// # Errors
     /// When there is no such kernel or it cannot do what the model needs, the arena or the GPU has no room, and as [`Runtime::module`].
     pub fn new(config: &Config, setup: &Setup<'_>, runtime: &Runtime, arena: &Arena) -> Result<Self, ModelError> {
-        let (device, dtype, most) = (runtime.device(), setup.dtype, setup.max_tokens);
+        let (device, most) = (runtime.device(), setup.max_tokens);
+        let stored = GpuRows::new(setup.dtype, setup.kv_format).map_err(CudaError::Operand)?;
         let longest = attended(config, 1, most);
         let steps =
-            plans(config, runtime, |params| Ok(decode_paged(&longest, params, dtype, device.limits(), PAGE_TOKENS)?))?;
-        let room = |layer| step_workspace(&longest, &params(config, layer), dtype, device.limits(), PAGE_TOKENS);
+            plans(config, runtime, |params| Ok(decode_paged(&longest, params, stored, device.limits(), PAGE_TOKENS)?))?;
+        let room = |layer| step_workspace(&longest, &params(config, layer), stored, device.limits(), PAGE_TOKENS);
         let roomiest = (0..config.layers).map(room).max_by_key(|size| size.scratch).unwrap_or_default();
         let rows = setup.chunk_tokens.min(most);
         let kernel = cuda_kernel(setup.kernel)?;
-        let chunks = Self::plan_chunk(kernel, config, runtime, dtype, rows, most)?;
-        let copied = if rows > 1 { most * config.kv_width() * dtype.bytes() } else { 0 };
-        let room = |bytes: usize| device.alloc(arena, Label::Workspace, bytes as u64);
+        let chunks = Self::plan_chunk(kernel, config, runtime, stored, rows, most)?;
+        let copied = if rows > 1 { stored.lists_bytes(config.kv_heads, most, config.head_dim) } else { [0; 2] };
+        let room = |part: usize| device.alloc(arena, Label::Workspace, copied[part] as u64);
         Ok(Attend {
             kernel,
             step_scratch: Scratch::take(device, arena, roomiest)?,
@@ -80,7 +81,7 @@ impl Attend {
             steps,
             chunks,
             paged: false,
-            gathered: [room(copied)?, room(copied)?],
+            gathered: [room(0)?, room(1)?],
             lse: device.alloc(arena, Label::Activations, 4 * (rows * config.q_heads) as u64)?,
         })
     }
@@ -89,13 +90,13 @@ impl Attend {
         kernel: &dyn CudaKernel,
         config: &Config,
         runtime: &Runtime,
-        dtype: DType,
+        rows: GpuRows,
         q_len: usize,
         kv_len: usize,
     ) -> Result<Vec<Planned>, ModelError> {
         let shape = attended(config, q_len, kv_len);
         let limits = runtime.device().limits();
-        plans(config, runtime, |params| Ok(kernel.plan(&shape, params, dtype, limits)?))
+        plans(config, runtime, |params| Ok(kernel.plan(&shape, params, rows, limits)?))
     }
 
     /// Plans the next pass, of `count` tokens at the end of lists that hold them already; they are `ragged` once tokens
@@ -111,16 +112,16 @@ impl Attend {
         count: usize,
         ragged: bool,
     ) -> Result<(), ModelError> {
-        let (device, dtype) = (runtime.device(), cache.shape().dtype());
+        let (device, rows) = (runtime.device(), cache.rows());
         if count == 1 {
             return self.prepare_step(config, device, cache);
         }
         let longest = cache.max_len();
         self.paged = ragged;
         self.chunks = match ragged {
-            false => Self::plan_chunk(self.kernel, config, runtime, dtype, count, longest)?,
+            false => Self::plan_chunk(self.kernel, config, runtime, rows, count, longest)?,
             true => plans(config, runtime, |params| {
-                Ok(decode_paged(&attended(config, count, longest), params, dtype, device.limits(), PAGE_TOKENS)?)
+                Ok(decode_paged(&attended(config, count, longest), params, rows, device.limits(), PAGE_TOKENS)?)
             })?,
         };
         let plan = &self.chunks[0].0;
@@ -137,7 +138,7 @@ impl Attend {
             let longest = lens.iter().copied().max().unwrap_or(0);
             if longest != plan.extents.kv_len {
                 let (shape, params) = (attended(config, 1, longest), params(config, layer));
-                *plan = decode_paged(&shape, &params, cache.shape().dtype(), device.limits(), PAGE_TOKENS)?;
+                *plan = decode_paged(&shape, &params, cache.rows(), device.limits(), PAGE_TOKENS)?;
                 plan.launches.iter().zip(ready).for_each(|(launch, ready)| ready.set_grid(launch.grid));
             }
         }

@@ -43,7 +43,7 @@ impl<'a> DeviceEvictor<'a> {
     ) -> Result<Self, ModelError> {
         check(&eviction, config)?;
         let Eviction { policy, name, ref budget, seed, .. } = eviction;
-        let (shape, dtype) = (attended(config, 1, 1), cache.shape().dtype());
+        let (shape, dtype) = (attended(config, 1, 1), cache.rows().dtype());
         let (token_bytes, lists) = (cache.shape().token_bytes(), cache.shape().lists());
         let budget_tokens = policy.budget_tokens(name, budget.as_ref(), context, token_bytes, lists)?;
         let window = match (observes(policy), Span::of_decoding(policy)) {
@@ -98,9 +98,9 @@ impl<'a> DeviceEvictor<'a> {
         if self.session.accumulates() {
             let lists = layer * config.kv_heads..(layer + 1) * config.kv_heads;
             let width = cache.lens()[lists.clone()].iter().copied().max().unwrap_or(0);
-            let (shape, dtype) = (attended(config, count, width), cache.shape().dtype());
+            let (shape, rows) = (attended(config, count, width), cache.rows());
             let params = params(config, layer);
-            let observed = Observed { q, length: count, first: 0, lse, dtype, shape, params };
+            let observed = Observed { q, length: count, first: 0, lse, rows, shape, params };
             let bytes = 4 * (lists.len() * width) as u64;
             let received = self.received.of(runtime.device(), &self.arena, bytes)?;
             let these = cache.some_lists(lists.clone())?;

@@ -92,7 +92,7 @@ impl<'a> DeviceDecoder<'a> {
             page_tokens: PAGE_TOKENS,
             columns: setup.columns,
         };
-        let cache = DeviceCache::new(device, arena, shape)?;
+        let cache = DeviceCache::new(device, arena, shape, setup.dtype)?;
         of.runtime.module(&cache.program())?;
         Ok(DeviceDecoder {
             of,

@@ -35,7 +35,7 @@ pub(crate) fn divide(
     let protect = policy.scorer.as_ref().map_or_else(Protect::default, |scorer| scorer.protect(context.budget_tokens));
     let mut scored = Scored { values: there, highest_scored, protect };
     let mut ranks = host.alloc::<f32>(Label::Policy, places).map_err(PolicyError::from)?;
-    let kv = Lengths { lens: cache.lens(), heads: shape.kv_heads, dtype: cache.shape().dtype() };
+    let kv = Lengths { lens: cache.lens(), heads: shape.kv_heads, dtype: cache.rows().dtype() };
     let none = Tensor::zeros(&host, Label::Policy, kv.dtype, shape.q_dims()).map_err(PolicyError::from)?;
     let seen = Context {
         call: Forward { shape, params: context.params, q: none.view(), kv: &kv, cpu: context.cpu },

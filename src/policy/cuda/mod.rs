@@ -22,6 +22,7 @@ use crate::cache::CacheShape;
 use crate::cache::cuda::DeviceCache;
 use crate::device::Cpu;
 use crate::device::cuda::{Choice, ChoiceOperands, CudaError, DeviceBuffer, Launch, Program, Runtime, Source};
+use crate::format::GpuRows;
 use crate::memory::{Arena, Label};
 use crate::tensor::DType;
 
@@ -120,10 +121,10 @@ impl DeviceSelection {
 
 impl Policy {
     /// What evicting by it compiles, over a cache of a type and head dim; nothing where nothing is evicted on a GPU.
-    pub(crate) fn programs(&self, dtype: DType, head_dim: usize) -> Vec<Program> {
+    pub(crate) fn programs(&self, rows: GpuRows, head_dim: usize) -> Vec<Program> {
         let plan = self.scorer.as_ref().and_then(|scorer| scorer.scoring_plan());
         plan.map_or_else(Vec::new, |plan| {
-            let mut programs = scores::programs(&plan, dtype, head_dim);
+            let mut programs = scores::programs(&plan, rows, head_dim);
             programs.push(program());
             programs
         })
@@ -196,9 +197,9 @@ impl DeviceContext<'_> {
     ) -> Result<(), DevicePolicyError> {
         let what = "queries and their log-sum-exps";
         let seen = self.queries.ok_or(PolicyError::Missing { policy: "on CUDA", what })?;
-        let (dtype, shape) = (cache.shape().dtype(), self.shape(cache, seen.q_len));
+        let (rows, shape) = (cache.rows(), self.shape(cache, seen.q_len));
         let (Queries { q, length, first, lse, .. }, params) = (seen, self.params);
-        let observed = Observed { q, length, first, lse, dtype, shape, params };
+        let observed = Observed { q, length, first, lse, rows, shape, params };
         let asked = queries.unwrap_or(seen.q_len);
         Ok(export::begin_columns(self.runtime, &cache.lists()?, &observed, asked, reduction, columns)?)
     }

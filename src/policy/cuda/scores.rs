@@ -5,8 +5,8 @@ use crate::attention::cuda::export;
 use crate::attention::export::OverQueries;
 use crate::cache::cuda::DeviceCache;
 use crate::device::cuda::{CudaError, DeviceBuffer, Launch, Program, Scoring, Source};
+use crate::format::GpuRows;
 use crate::policy::{ScoringPlan, Then};
-use crate::tensor::DType;
 
 const SOURCE: Source = Source { name: "score.cu", text: include_str!("../../../kernels/score.cu") };
 /// Slots of a block.
@@ -82,21 +82,21 @@ pub(super) fn begin(
     Ok(())
 }
 
-/// What is compiled for the scores of a scoring plan over a cache of a type and head dim.
-pub(super) fn programs(plan: &ScoringPlan, dtype: DType, head_dim: usize) -> Vec<Program> {
-    let columns = |queries| export::program(dtype, head_dim, queries);
-    let mut programs = vec![program(dtype, head_dim)];
+/// What is compiled for the scores of a scoring plan over a cache of such rows and head dim.
+pub(super) fn programs(plan: &ScoringPlan, rows: GpuRows, head_dim: usize) -> Vec<Program> {
+    let columns = |queries| export::program(rows, head_dim, queries);
+    let mut programs = vec![program(rows, head_dim)];
     programs.extend(match plan {
         ScoringPlan::Positions | ScoringPlan::KeyNorm | ScoringPlan::KeyUnlike => None,
         ScoringPlan::Accumulated { .. } => Some(columns(OverQueries::Sum)),
         ScoringPlan::Recent { reduction, .. } => Some(columns(reduction.queries)),
-        ScoringPlan::TimesValueNorm(plan) => return self::programs(plan, dtype, head_dim),
+        ScoringPlan::TimesValueNorm(plan) => return self::programs(plan, rows, head_dim),
     });
     programs
 }
 
-fn program(dtype: DType, head_dim: usize) -> Program {
-    Program { source: SOURCE, dtype, head_dim, macros: vec![] }
+fn program(rows: GpuRows, head_dim: usize) -> Program {
+    Program { source: SOURCE, dtype: rows.dtype(), head_dim, macros: rows.macros() }
 }
 
 /// Begins a function of `score.cu`.
@@ -107,7 +107,7 @@ fn launch(
     scoring: &Scoring<'_>,
 ) -> Result<(), CudaError> {
     let (shape, lists) = (cache.shape(), cache.lists()?);
-    let program = program(shape.dtype(), shape.head_dim);
+    let program = program(cache.rows(), shape.head_dim);
     let (grid, threads) = match function {
         "anchor_join" => ([shape.lists(), 1, 1], 1024),
         _ => ([cache.max_len().div_ceil(ROWS), shape.lists(), 1], 128),

@@ -10,10 +10,9 @@ int compare(const char *what, Cache &cache, const Numbers &positions, const Numb
     int failed = 0;
     for (int list = 0; list < cache.count(); list++)
         for (int slot = 0; slot < cache.lens[list]; slot++) {
-            const size_t row = size_t(slot) * HEAD_DIM;
-            bool same = !memcmp(cache.row(list, slot, 0), &cache.keys[list][row], HEAD_DIM * sizeof(Element));
-            same &= !memcmp(cache.row(list, slot, 1), &cache.values[list][row], HEAD_DIM * sizeof(Element));
-            if (!same) failed += wrong(what, list, slot, widen(cache.row(list, slot, 0)[0]), cache.key(list, slot, 0));
+            for (int part : {0, 1})
+                if (memcmp(cache.row(list, slot, part), cache.wanted(list, slot, part), cache.BYTES[part]))
+                    failed += wrong(what, list, slot, plainly::decode(KeyFormat{}, cache.row(list, slot, 0), 0), cache.key(list, slot, 0));
             failed += differs(what, list, slot, cache.positions[list * cache.stride + slot], positions[list][slot], 0);
             failed += differs(what, list, slot, cache.origins[list * cache.stride + slot], origins[list][slot], 0);
         }
@@ -29,20 +28,18 @@ int failures(Cache &cache) {
     Numbers positions(count), origins(count);
     std::vector<std::vector<float>> attention(count);
     for (int list = 0; list < count; list++) {
-        std::vector<Element> keys, values;
+        std::vector<unsigned char> rows[2];
         const unsigned odds = list % 3 == 0 ? 2 : list % 3 == 1 ? 1 : 5;
         for (int slot = 0; slot < cache.lens[list]; slot++) {
             if (cache.random() % odds && slot + 4 < cache.lens[list]) continue;
             slots[list * width + counts[list]++] = slot;
-            auto row = [&](std::vector<Element> &to, const std::vector<Element> &from) {
-                to.insert(to.end(), from.begin() + size_t(slot) * HEAD_DIM, from.begin() + size_t(slot + 1) * HEAD_DIM);
-            };
-            row(keys, cache.keys[list]), row(values, cache.values[list]);
+            for (int part : {0, 1})
+                rows[part].insert(rows[part].end(), cache.wanted(list, slot, part), cache.wanted(list, slot, part) + cache.BYTES[part]);
             positions[list].push_back(cache.positions[list * cache.stride + slot]);
             origins[list].push_back(cache.origins[list * cache.stride + slot]);
             attention[list].push_back(cache.attention[list * cache.stride + slot]);
         }
-        cache.keys[list] = keys, cache.values[list] = values;
+        cache.rows[0][list] = rows[0], cache.rows[1][list] = rows[1];
     }
     Keeping keeping{slots.data(), counts.data(), width, 0};
     machine::launch({unsigned(count), 5, 1}, 256, 0, [&] { keep_slots(cache.lists, keeping); });
@@ -58,9 +55,12 @@ int failures(Cache &cache) {
     if (more) machine::launch({blocks(more, 32), unsigned(count), 1}, 128, 0, [&] { append_tokens(cache.lists, arrival); });
     for (int list = 0; list < count; list++)
         for (int token = 1; token <= more; token++) {
-            const size_t row = (size_t(list) * length + token) * HEAD_DIM;
-            cache.keys[list].insert(cache.keys[list].end(), &k[row], &k[row] + HEAD_DIM);
-            cache.values[list].insert(cache.values[list].end(), &v[row], &v[row] + HEAD_DIM);
+            float key[HEAD_DIM], value[HEAD_DIM];
+            for (int d = 0; d < HEAD_DIM; d++) {
+                const size_t at = (size_t(list) * length + token) * HEAD_DIM + d;
+                key[d] = widen(k[at]), value[d] = widen(v[at]);
+            }
+            cache.push(list, key, value);
             positions[list].push_back(76 + token), origins[list].push_back(76 + token), attention[list].push_back(0);
         }
     failed += compare("appended", cache, positions, origins);
@@ -80,15 +80,14 @@ int failures(Cache &cache) {
         if (memcmp(&taken[(size_t(head) * 4 + 1) * HEAD_DIM], &k[(size_t(head) * length + 1) * HEAD_DIM], 3 * HEAD_DIM * sizeof(Element)))
             failed += wrong("taken", head, 0, 0, 0);
 
-    // The tokens that every list has, as dense tensors.
+    // The tokens that every list has, as tensors.
     const int all = *std::min_element(cache.lens.begin(), cache.lens.end());
-    const size_t gathered = size_t(count) * all * HEAD_DIM;
-    std::vector<Element> dense_k(gathered + 1), dense_v(gathered + 1);
+    const size_t pitches[] = {size_t(KeyFormat::list_bytes(all)), size_t(ValueFormat::list_bytes(all))};
+    std::vector<unsigned char> dense_k(count * pitches[0] + 1), dense_v(count * pitches[1] + 1);
     if (all) machine::launch({blocks(all, 32), unsigned(count), 2}, 128, 0, [&] { gather_tokens(cache.lists, {dense_k.data(), dense_v.data(), all, 0}); });
     for (int list = 0; all && list < count; list++) {
-        const size_t start = size_t(list) * all * HEAD_DIM, bytes = size_t(all) * HEAD_DIM * sizeof(Element);
-        if (memcmp(&dense_k[start], cache.keys[list].data(), bytes)) failed += wrong("gathered keys", list, 0, 0, 0);
-        if (memcmp(&dense_v[start], cache.values[list].data(), bytes)) failed += wrong("gathered values", list, 0, 0, 0);
+        if (memcmp(&dense_k[list * pitches[0]], cache.wanted(list, 0, 0), size_t(all) * cache.BYTES[0])) failed += wrong("gathered keys", list, 0, 0, 0);
+        if (memcmp(&dense_v[list * pitches[1]], cache.wanted(list, 0, 1), size_t(all) * cache.BYTES[1])) failed += wrong("gathered values", list, 0, 0, 0);
     }
 
     // The first page of the first list moves to one that nobody has.
@@ -104,13 +103,15 @@ int failures(Cache &cache) {
     if (HEAD_DIM % 2 == 0) {
         std::vector<double> turns(HEAD_DIM / 2);
         for (int i = 0; i < HEAD_DIM / 2; i++) turns[i] = std::pow(10000.0, -2.0 * i / HEAD_DIM) / 6.283185307179586;
-        const double allowed = ELEMENT == F32 ? 1e-6 : ELEMENT == BF16 ? 8e-3 : 1e-3;
-        // Whether `turned` is the row of numbers `at(channel)`, turned by so many positions.
-        auto turns_to = [&](int list, int slot, const Element *turned, int by, auto at) {
+        const double of_elements = ELEMENT == F32 ? 1e-6 : ELEMENT == BF16 ? 8e-3 : 1e-3;
+        // Keys are up to about 5: a step of their codes, and a half of it again where a value was between two.
+        const double of_keys = K_FORMAT == PLAIN ? of_elements : K_FORMAT == INT8 ? 0.05 : K_FORMAT == INT4 ? 0.6 : 0.13;
+        // Whether `turned(channel)` is `at(channel)`, turned by so many positions.
+        auto turns_to = [&](int list, int slot, auto turned, int by, auto at, double allowed) {
             for (int i = 0; i < HEAD_DIM / 2; i++) {
                 const double angle = by * turns[i] * 6.283185307179586, x = at(i), y = at(i + HEAD_DIM / 2);
-                failed += differs("turned", list, slot, widen(turned[i]), x * cos(angle) - y * sin(angle), allowed);
-                failed += differs("turned", list, slot, widen(turned[i + HEAD_DIM / 2]), y * cos(angle) + x * sin(angle), allowed);
+                failed += differs("turned", list, slot, turned(i), x * cos(angle) - y * sin(angle), allowed);
+                failed += differs("turned", list, slot, turned(i + HEAD_DIM / 2), y * cos(angle) + x * sin(angle), allowed);
             }
         };
         for (int list = 0; list < count; list++)
@@ -123,7 +124,8 @@ int failures(Cache &cache) {
             for (int slot = 0; slot < cache.lens[list]; slot++) {
                 const int by = slot % 5 ? -123456 : 0, is_new = slot >= cache.lens[list] - newest;
                 failed += differs("position", list, slot, cache.positions[list * cache.stride + slot], is_new ? slot : slot - by, 0);
-                turns_to(list, slot, cache.row(list, slot, 0), is_new ? by : 0, [&](int d) { return cache.key(list, slot, d); });
+                auto turned = [&](int d) { return plainly::decode(KeyFormat{}, cache.row(list, slot, 0), d); };
+                turns_to(list, slot, turned, is_new ? by : 0, [&](int d) { return cache.key(list, slot, d); }, is_new ? of_keys : 0);
             }
 
         // Two queries of each of two heads of a list's group, behind a sequence of 70 tokens.
@@ -134,7 +136,8 @@ int failures(Cache &cache) {
         machine::launch({1, unsigned(count * group), 1}, 128, 0, [&] { rotate_queries(cache.lists, {q.data(), turns.data(), cache.heads * group, queries, seen, 0}); });
         for (int row = 0; row < rows; row++) {
             const int list = row / queries / group;
-            turns_to(list, row, &q[size_t(row) * HEAD_DIM], cache.lens[list] - seen, [&](int d) { return widen(before[size_t(row) * HEAD_DIM + d]); });
+            auto at = [&](const std::vector<Element> &of) { return [&of, row](int d) { return double(widen(of[size_t(row) * HEAD_DIM + d])); }; };
+            turns_to(list, row, at(q), cache.lens[list] - seen, at(before), of_elements);
         }
     }
     return failed;

@@ -18,8 +18,8 @@ Pages in_pages;
 // Puts every list into pages in a shuffled order; the rest of a list's last page and unused pages hold NaN.
 void into_pages(Tensors &t, const Problem &p, std::mt19937 &random) {
     const int lists = p.batch * p.kv_heads, width = (p.kv_len + PAGE_TOKENS - 1) / PAGE_TOKENS;
-    const size_t slab_count = (size_t(lists) * width + 3 + SLAB_PAGES - 1) / SLAB_PAGES, values = SLAB_PAGES * PAGE_BYTES;
-    slabs.assign(slab_count, std::vector<unsigned char>(2 * values, 0xff));
+    const size_t slab_count = (size_t(lists) * width + 3 + SLAB_PAGES - 1) / SLAB_PAGES, values = SLAB_PAGES * KEY_PAGE_BYTES;
+    slabs.assign(slab_count, std::vector<unsigned char>(values + SLAB_PAGES * VALUE_PAGE_BYTES, 0xff));
     addresses.clear(), table.assign(size_t(lists) * width, ~0u);
     for (auto &slab : slabs) addresses.push_back(reinterpret_cast<u64>(slab.data()));
     std::vector<u32> free;
@@ -29,10 +29,11 @@ void into_pages(Tensors &t, const Problem &p, std::mt19937 &random) {
         for (int token = 0; token < t.lens[list]; token++) {
             u32 &page = table[size_t(list) * width + token / PAGE_TOKENS];
             if (token % PAGE_TOKENS == 0) page = free.back(), free.pop_back();
-            const size_t to = (page & ((1 << SHIFT) - 1)) * PAGE_BYTES + token % PAGE_TOKENS * HEAD_BYTES;
-            const size_t from = (size_t(list) * p.kv_len + token) * HEAD_BYTES;
-            memcpy(&slabs[page >> SHIFT][to], static_cast<const char *>(data(t.k, t.k32)) + from, HEAD_BYTES);
-            memcpy(&slabs[page >> SHIFT][values + to], static_cast<const char *>(data(t.v, t.v32)) + from, HEAD_BYTES);
+            const size_t at = (page & ((1 << SHIFT) - 1)) * PAGE_TOKENS + token % PAGE_TOKENS;
+            const size_t key = list * KeyFormat::list_bytes(p.kv_len) + size_t(token) * KeyFormat::BYTES;
+            const size_t value = list * ValueFormat::list_bytes(p.kv_len) + size_t(token) * ValueFormat::BYTES;
+            memcpy(&slabs[page >> SHIFT][at * KeyFormat::BYTES], &t.k[key], KeyFormat::BYTES);
+            memcpy(&slabs[page >> SHIFT][values + at * ValueFormat::BYTES], &t.v[value], ValueFormat::BYTES);
         }
     in_pages = {addresses.data(), table.data(), t.lens.data(), int(slab_count), SLAB_PAGES, SHIFT, PAGE_TOKENS, width, 0};
 }

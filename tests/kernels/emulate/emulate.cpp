@@ -3,7 +3,7 @@
 // Compiled once for each variant by run.py, with the macros that NVRTC gets and FAMILY, a header beside this file: it
 // includes the kernel's source, and says how the kernel is launched and what else it needs. Prints the largest error of each case; exit status 1 when one is too large.
 #define KVSIEVE_EMULATE
-#include "problem.cuh"
+#include "formats.hpp"
 
 #include <algorithm>
 #include <random>
@@ -44,8 +44,9 @@ const Case CASES[] = {
 };
 
 struct Tensors {
-    std::vector<u16> q, k, v, o; // 16-bit elements, or
-    std::vector<float> q32, k32, v32, o32;
+    std::vector<u16> q, o; // 16-bit elements, or
+    std::vector<float> q32, o32;
+    std::vector<unsigned char> k, v; // rows of the lists
     std::vector<float> lse, scores, partials;
     std::vector<int> lens; // of each list
 };
@@ -61,6 +62,20 @@ void fill(std::vector<u16> &half, std::vector<float> &full, size_t count, float 
             full.push_back(normal(random));
         else
             half.push_back(machine::round_to<ELEMENT>(normal(random)));
+}
+
+// Rows of lists of random numbers in a format, and what is multiplied with them.
+template <class Format> void fill_rows(std::vector<unsigned char> &to, std::vector<double> &kept, size_t lists, int rows, std::mt19937 &random) {
+    std::normal_distribution<float> normal(0.0f, 1.0f);
+    to.assign(lists * Format::list_bytes(rows), 0xff);
+    for (size_t list = 0; list < lists; list++)
+        for (int i = 0; i < rows; i++) {
+            float row[HEAD_DIM];
+            for (float &x : row) x = normal(random);
+            const auto bytes = plainly::encode(Format{}, row);
+            std::copy(bytes.begin(), bytes.end(), &to[list * Format::list_bytes(rows) + size_t(i) * Format::BYTES]);
+            for (int d = 0; d < HEAD_DIM; d++) kept.push_back(plainly::in_tile(plainly::decode(Format{}, bytes.data(), d)));
+        }
 }
 
 const void *data(std::vector<u16> &half, std::vector<float> &full) {
@@ -125,14 +140,12 @@ int main() {
         p.scale = c.scale != 0 ? c.scale : 1.0f / std::sqrt(float(HEAD_DIM));
         const size_t rows = size_t(c.batch) * c.q_heads * c.q_len, lists = size_t(c.batch) * c.kv_heads;
         fill(t.q, t.q32, rows * HEAD_DIM, c.spread, random);
-        fill(t.k, t.k32, lists * c.kv_len * HEAD_DIM, 1, random);
-        fill(t.v, t.v32, lists * c.kv_len * HEAD_DIM, 1, random);
         std::vector<double> kv[2];
-        for (size_t i = 0; i < lists * c.kv_len * HEAD_DIM; i++)
-            kv[0].push_back(value_of(t.k, t.k32, i)), kv[1].push_back(value_of(t.v, t.v32, i));
+        fill_rows<KeyFormat>(t.k, kv[0], lists, c.kv_len, random);
+        fill_rows<ValueFormat>(t.v, kv[1], lists, c.kv_len, random);
         t.lens.assign(lists, c.kv_len);
         prepare(t, p, random);
-        p.q = data(t.q, t.q32), p.k = data(t.k, t.k32), p.v = data(t.v, t.v32);
+        p.q = data(t.q, t.q32), p.k = t.k.data(), p.v = t.v.data();
         p.scores = t.scores.data(), p.partials = t.partials.data();
         double error = 0, lse_error = 0;
         for (int way = 0; way < WAYS; way++) {

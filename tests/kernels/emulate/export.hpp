@@ -1,5 +1,5 @@
-// kernels/export.cu, or export_plain.cu with -DPLAIN
-#ifdef PLAIN
+// kernels/export.cu, or export_plain.cu with -DPLAINLY
+#ifdef PLAINLY
 #include "export_plain.cu"
 #else
 #include "export.cu"
@@ -36,7 +36,7 @@ int failures(Cache &cache) {
                 for (int j = seen.first; j < seen.end; j++) {
                     double x = 0;
                     for (int d = 0; d < HEAD_DIM; d++)
-                        x += widen(q[(size_t(head) * length + q_first + i) * HEAD_DIM + d]) * cache.key(list, j, d);
+                        x += widen(q[(size_t(head) * length + q_first + i) * HEAD_DIM + d]) * plainly::in_tile(cache.key(list, j, d));
                     x *= mask.scale;
                     if (mask.softcap > 0) x = mask.softcap * std::tanh(x / mask.softcap);
                     logits.push_back(x), top = std::max(top, x);
@@ -60,7 +60,7 @@ int failures(Cache &cache) {
         }
         Observers o{q.data(), lse.data(), columns.data(), q_heads, q_len, length, q_first, first, q_len, mask.causal, mask.window, width,
                     group, mask.scale, mask.softcap};
-#ifdef PLAIN
+#ifdef PLAINLY
         machine::launch({blocks(width, TILE), unsigned(cache.count()), 1}, THREADS, 0, [&] { export_columns(cache.lists, o); });
 #else
         const size_t shared = TILE_BYTES + WARPS * STAGES * STAGE_BYTES + WARPS * KEYS * 4;

@@ -5,6 +5,7 @@
 // cache below and each schedule. Pages lie in a shuffled order in slabs; the rest of every page and pages that no list
 // has hold NaN. Exit status 1 when something is wrong.
 #define KVSIEVE_EMULATE
+#include "formats.hpp"
 #include "lists.cuh"
 
 #include <algorithm>
@@ -30,14 +31,14 @@ Element narrow(float x) {
 
 // A cache with its lists as they are meant to be.
 struct Cache {
-    static constexpr int SLAB_PAGES = 5, SHIFT = 3;
+    static constexpr int SLAB_PAGES = 5, SHIFT = 3, BYTES[] = {KeyFormat::BYTES, ValueFormat::BYTES};
     int batch, heads, page_tokens, stride;
     std::vector<int> lens, positions, origins; // tokens came 1000 positions before where their keys stand
     std::vector<u32> pages, free;             // of each list, and those that no list has
-    std::vector<std::vector<Element>> slabs;
+    std::vector<std::vector<unsigned char>> slabs;
     std::vector<u64> addresses;
     std::vector<float> attention;
-    std::vector<std::vector<Element>> keys, values; // of each list
+    std::vector<std::vector<unsigned char>> rows[2]; // keys and values of each list, as they lie
     std::mt19937 random{11};
     Lists lists{};
 
@@ -48,9 +49,8 @@ struct Cache {
 
     Cache(int batch, int heads, int page_tokens, int stride, std::vector<int> lens)
         : batch(batch), heads(heads), page_tokens(page_tokens), stride(stride), lens(lens) {
-        const Element nan = ELEMENT == F32 ? Element(NAN) : Element(0x7fff);
         for (int slab = 0; slab * SLAB_PAGES < count() * width() + 2; slab++) {
-            slabs.emplace_back(size_t(2) * SLAB_PAGES * page_tokens * HEAD_DIM, nan);
+            slabs.emplace_back(size_t(SLAB_PAGES) * page_tokens * (BYTES[0] + BYTES[1]), 0xff);
             for (int page = 0; page < SLAB_PAGES; page++) free.push_back(u32(slab << SHIFT | page));
         }
         for (auto &slab : slabs) addresses.push_back(reinterpret_cast<u64>(slab.data()));
@@ -58,14 +58,14 @@ struct Cache {
         pages.assign(size_t(count()) * width(), 1u << 28);
         positions.assign(size_t(count()) * stride, -7), origins = positions, attention.assign(size_t(count()) * stride, NAN);
         for (int list = 0; list < count(); list++) {
-            keys.emplace_back(), values.emplace_back();
+            rows[0].emplace_back(), rows[1].emplace_back();
             for (int page = 0; page < width(); page++) pages[list * width() + page] = free.back(), free.pop_back();
             int position = 0;
             for (int slot = 0; slot < lens[list]; slot++) {
-                for (int d = 0; d < HEAD_DIM; d++) {
-                    keys[list].push_back(narrow(normal())), values[list].push_back(narrow(normal()));
-                    row(list, slot, 0)[d] = keys[list].back(), row(list, slot, 1)[d] = values[list].back();
-                }
+                std::vector<float> key(HEAD_DIM), value(HEAD_DIM);
+                for (int d = 0; d < HEAD_DIM; d++) key[d] = widen(narrow(normal())), value[d] = widen(narrow(normal()));
+                push(list, key.data(), value.data());
+                for (int part : {0, 1}) memcpy(row(list, slot, part), wanted(list, slot, part), BYTES[part]);
                 positions[list * stride + slot] = position + 1000, origins[list * stride + slot] = position, position += 1 + random() % 3;
                 attention[list * stride + slot] = std::fabs(normal());
             }
@@ -74,18 +74,25 @@ struct Cache {
     }
     Cache(const Cache &other) = delete;
 
+    // A key and a value that a list is meant to have behind its last.
+    void push(int list, const float *key, const float *value) {
+        const std::vector<unsigned char> both[] = {plainly::encode(KeyFormat{}, key), plainly::encode(ValueFormat{}, value)};
+        for (int part : {0, 1}) rows[part][list].insert(rows[part][list].end(), both[part].begin(), both[part].end());
+    }
+    // The row of a slot as it is meant to be.
+    const unsigned char *wanted(int list, int slot, int part) const { return &rows[part][list][size_t(slot) * BYTES[part]]; }
     // The row of a slot as it lies in its slab.
-    Element *row(int list, int slot, int part) {
+    unsigned char *row(int list, int slot, int part) {
         const u32 page = pages[list * width() + slot / page_tokens];
-        const size_t index = (page & ((1 << SHIFT) - 1)) + part * SLAB_PAGES;
-        return &slabs[page >> SHIFT][(index * page_tokens + slot % page_tokens) * HEAD_DIM];
+        const size_t index = (page & ((1 << SHIFT) - 1)) * page_tokens + slot % page_tokens;
+        return &slabs[page >> SHIFT][part * (size_t(SLAB_PAGES) * page_tokens * BYTES[0]) + index * BYTES[part]];
     }
     void tie() {
         lists.pages = {addresses.data(), pages.data(), lens.data(), int(slabs.size()), SLAB_PAGES, SHIFT, page_tokens, width(), 0};
         lists.positions = positions.data(), lists.origins = origins.data(), lists.attention = attention.data(), lists.heads = heads, lists.stride = stride;
     }
-    double key(int list, int slot, int d) const { return widen(keys[list][size_t(slot) * HEAD_DIM + d]); }
-    double value(int list, int slot, int d) const { return widen(values[list][size_t(slot) * HEAD_DIM + d]); }
+    double key(int list, int slot, int d) const { return plainly::decode(KeyFormat{}, wanted(list, slot, 0), d); }
+    double value(int list, int slot, int d) const { return plainly::decode(ValueFormat{}, wanted(list, slot, 1), d); }
 };
 
 unsigned blocks(size_t of, int size) { return unsigned((of + size - 1) / size); }
@@ -121,7 +128,8 @@ int main() {
     for (const auto &c : caches)
         for (int way = 0; way < 4; way++) {
             machine::schedule = {(way & 1) != 0, way >= 2, false};
-            Cache cache(c.batch, c.heads, c.page_tokens, c.stride, c.lens);
+            const bool coded = KeyFormat::CODED || ValueFormat::CODED; // their pages are eights of tokens
+            Cache cache(c.batch, c.heads, coded ? (c.page_tokens + 7) / 8 * 8 : c.page_tokens, c.stride, c.lens);
             failed += failures(cache), runs++;
         }
     printf("%d runs, %d numbers wrong\n", runs, failed);

@@ -65,7 +65,8 @@ inline Schedule schedule;
 
 struct Copy {
     u32 shared;
-    const void *global; // null: zeros
+    const void *global;
+    int bytes; // zeros behind them
 };
 
 struct Fiber {
@@ -218,11 +219,12 @@ template <class... Arguments, void (*Kernel)(Arguments...)> struct Export<Kernel
 
 inline void perform(const Copy &copy) {
     unsigned char *target = shared.get() + copy.shared;
-    if (copy.shared % 16 || reinterpret_cast<uintptr_t>(copy.global) % 16) {
+    if (copy.shared % 16 || (copy.bytes && reinterpret_cast<uintptr_t>(copy.global) % 16)) {
         fprintf(stderr, "cp.async: an address is no multiple of 16\n");
         stop(Fault::misaligned_address);
     }
-    copy.global ? memcpy(target, copy.global, 16) : memset(target, 0, 16);
+    memset(target, 0, 16);
+    if (copy.bytes) memcpy(target, copy.global, copy.bytes);
 }
 
 inline float from_bf16(u16 h) {
@@ -296,8 +298,8 @@ inline float shuffle(float x, int lane) {
 
 inline u32 shared_address(const void *p) { return u32(static_cast<const unsigned char *>(p) - machine::shared.get()); }
 
-inline void copy_async_16(u32 shared, const void *global, bool real) {
-    machine::Copy copy{shared, real ? global : nullptr};
+inline void copy_async_16(u32 shared, const void *global, int bytes) {
+    machine::Copy copy{shared, global, bytes};
     if (machine::schedule.copy_early)
         machine::perform(copy);
     else
@@ -380,6 +382,21 @@ inline u32 float_to_bits(float x) {
     u32 bits;
     memcpy(&bits, &x, 4);
     return bits;
+}
+template <int Mantissa> u32 bytes_to_f16(u32 both) {
+    u32 halves = 0;
+    for (int i = 0; i < 2; i++) {
+        const u32 code = both >> 8 * i & 255, sign = (code & 0x80) << 8, magnitude = code & 0x7f;
+        const u16 bits = Mantissa == 2 ? u16(code << 8) : magnitude == 0x7f ? u16(0x7fff) : machine::round_to<F16>(machine::from_f16(u16(sign | magnitude << 7)) * 256);
+        halves |= u32(bits) << 16 * i;
+    }
+    return halves;
+}
+inline u32 choose_bytes(u32 low, u32 high, u32 which) {
+    const u64 all = u64(high) << 32 | low;
+    u32 bytes = 0;
+    for (int i = 0; i < 4; i++) bytes |= u32(all >> 8 * (which >> 4 * i & 7) & 255) << 8 * i;
+    return bytes;
 }
 inline float sine_of_turns(float turns) { return float(sin(6.283185307179586 * turns)); }
 inline float cosine_of_turns(float turns) { return float(cos(6.283185307179586 * turns)); }

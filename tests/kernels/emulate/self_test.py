@@ -23,7 +23,7 @@ KERNEL(64) before_the_start(float *y) { if (threadIdx.x == 0) y[-1] = 1.0f; }
 KERNEL(64) barrier_for_some() { if (threadIdx.x < 32) block_sync(); }
 KERNEL(64) misaligned(const char *x) {
     DYNAMIC_SHARED(memory);
-    copy_async_16(shared_address(memory), x + 1, true);
+    copy_async_16(shared_address(memory), x + 1, 16);
     copy_async_commit();
     copy_async_wait<0>();
 }

@@ -16,7 +16,7 @@ struct Backward {
 
 pub(in crate::experiment::measure) fn task(cell: &Cell, kernel: &dyn CudaKernel, limits: &Limits) -> Planned {
     let (shape, params) = (cell.shape(), cell.params());
-    let forward = kernel.plan(&shape, &params, cell.dtype, limits)?;
+    let forward = kernel.plan(&shape, &params, cell.dtype.into(), limits)?;
     let backward = kernel.plan_backward(&shape, &params, cell.dtype, limits)?;
     Ok(Box::new(Backward { cell: cell.clone(), forward, backward }))
 }

@@ -4,7 +4,7 @@
 //! kernel reads the contiguous tensors.
 
 use super::pages::Pages;
-use super::{Bench, CudaTrial, Planned, Trial, TrialError, Written};
+use super::{Bench, CudaTrial, Planned, Trial, TrialError, Written, gpu_rows};
 use crate::attention::cuda::{CudaKernel, Inputs, Plan, decode_paged};
 use crate::attention::{AttentionError, Outputs};
 use crate::cache::PagedCache;
@@ -26,8 +26,8 @@ struct Decode {
 pub(in crate::experiment::measure) fn task(cell: &Cell, kernel: &dyn CudaKernel, limits: &Limits) -> Planned {
     let (shape, params) = (cell.shape(), cell.params());
     let plan = match (cell.page_tokens, kernel.name()) {
-        (Some(0), _) => kernel.plan(&shape, &params, cell.dtype, limits)?,
-        (_, "decode") => decode_paged(&shape, &params, cell.dtype, limits, cache_shape(cell).page_tokens)?,
+        (Some(0), _) => kernel.plan(&shape, &params, cell.dtype.into(), limits)?,
+        (_, "decode") => decode_paged(&shape, &params, gpu_rows(cell)?, limits, cache_shape(cell).page_tokens)?,
         _ => {
             let (what, instead) = ("decode steps over pages on CUDA", "decode, or page_tokens = \"contiguous\"");
             return Err(AttentionError::Unsupported { kernel: kernel.name(), what, instead });

@@ -12,7 +12,7 @@ struct Forward {
 }
 
 pub(in crate::experiment::measure) fn task(cell: &Cell, kernel: &dyn CudaKernel, limits: &Limits) -> Planned {
-    let plan = kernel.plan(&cell.shape(), &cell.params(), cell.dtype, limits)?;
+    let plan = kernel.plan(&cell.shape(), &cell.params(), cell.dtype.into(), limits)?;
     Ok(Box::new(Forward { cell: cell.clone(), plan }))
 }
 

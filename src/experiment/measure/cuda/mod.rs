@@ -20,6 +20,7 @@ use crate::attention::AttentionError;
 use crate::attention::cuda::cuda_kernel;
 use crate::device::cuda::{Limits, Program, Runtime};
 use crate::experiment::cell::Cell;
+use crate::format::GpuRows;
 use crate::memory::Arena;
 use crate::policy::Registry;
 
@@ -69,9 +70,14 @@ pub(in crate::experiment) fn task(
     limits: &Limits,
 ) -> Result<Box<dyn CudaTrial>, String> {
     let kernel = cuda_kernel(&cell.kernel).map_err(|error| error.to_string())?;
-    cell.kv_format().on_gpu()?;
+    gpu_rows(cell).map_err(|error| error.to_string())?;
     let trials = cell.measure.trials().ok_or_else(|| format!("{} takes no trials", cell.measure.name()))?;
     trials.task(cell, registry, kernel, limits)
+}
+
+/// How the rows of a cell lie in a GPU's memory.
+fn gpu_rows(cell: &Cell) -> Result<GpuRows, AttentionError> {
+    GpuRows::new(cell.dtype, cell.kv_format()).map_err(AttentionError::Option)
 }
 
 /// A task, or what its kernel cannot do.

@@ -10,7 +10,7 @@
 mod predict;
 mod trial;
 
-use super::{Bench, CudaTrial, Trial, TrialError};
+use super::{Bench, CudaTrial, Trial, TrialError, gpu_rows};
 use crate::attention::cuda::{CudaKernel, Plan, decode_paged};
 use crate::attention::{AttentionError, Shape};
 use crate::cache::{self, CacheShape, PAGE_TOKENS};
@@ -71,7 +71,8 @@ impl Evict {
     ) -> Result<Self, AttentionError> {
         let (params, context) = (cell.params(), cell.context_tokens);
         let lengths = Lengths { cell, evicting: Some(&policy).filter(|policy| policy.scorer.is_some()), budget_tokens };
-        let paged = |shape: &Shape| decode_paged(shape, &params, cell.dtype, limits, PAGE_TOKENS);
+        let rows = gpu_rows(cell)?;
+        let paged = |shape: &Shape| decode_paged(shape, &params, rows, limits, PAGE_TOKENS);
         let step =
             paged(&Shape { q_len: 1, kv_len: lengths.longest(lengths.late(), lengths.grown()), ..cell.shape() })?;
         let again = lengths.recent().map(|q_len| paged(&Shape { q_len, ..step.shape() })).transpose()?;
@@ -81,7 +82,7 @@ impl Evict {
             let old = lengths.before(start);
             let kv_len = if is_paged { lengths.longest(old + q_len, q_len) } else { old + q_len };
             let layer = Shape { batch: cell.batch, q_len, kv_len, ..cell.shape() };
-            let plan = if is_paged { paged(&layer)? } else { kernel.plan(&layer, &params, cell.dtype, limits)? };
+            let plan = if is_paged { paged(&layer)? } else { kernel.plan(&layer, &params, rows, limits)? };
             Ok(Chunk { tokens, plan, paged: is_paged })
         };
         let chunks = (0..context).step_by(lengths.chunk()).map(chunk).collect::<Result<_, AttentionError>>()?;
@@ -104,6 +105,14 @@ impl Evict {
     /// Whether keys and queries are rotated to positions inside the cache.
     fn rotates(&self) -> bool {
         self.evicts() && self.policy.rerotates
+    }
+
+    /// Bytes of the copies of keys and of values that a layer's attention reads, where it does not read pages.
+    fn copied_bytes(&self, chunk: &Chunk) -> [u64; 2] {
+        let Shape { batch, kv_heads, kv_len, head_dim, .. } = chunk.plan.shape();
+        let bytes =
+            gpu_rows(&self.cell).expect("checked as this was planned").lists_bytes(batch * kv_heads, kv_len, head_dim);
+        if chunk.paged { [0; 2] } else { bytes.map(|bytes| bytes as u64) }
     }
 
     /// A decode step of all layers.
@@ -136,8 +145,11 @@ impl CudaTrial for Evict {
 
     fn programs(&self) -> Vec<Program> {
         let (dtype, head_dim) = (self.cell.dtype, self.cell.head_dim);
+        let rows = gpu_rows(&self.cell).expect("checked as this was planned");
         let plans = self.chunks.iter().map(|chunk| &chunk.plan).chain([&self.step]).chain(&self.again);
-        let own = [cache::cuda::program(dtype, head_dim)].into_iter().chain(self.policy.programs(dtype, head_dim));
+        let own = [cache::cuda::program(rows, head_dim), cache::cuda::program(dtype.into(), head_dim)]
+            .into_iter()
+            .chain(self.policy.programs(rows, head_dim));
         plans.flat_map(Plan::programs).chain(own).collect()
     }
 

@@ -29,8 +29,7 @@ impl Evict {
         let (cell, layer) = (&self.cell, chunk.plan.shape());
         let is_first = chunk.tokens.start == 0;
         let tokens = self.lengths().before(chunk.tokens.start) + layer.q_len;
-        let kv_bytes = if chunk.paged { 0 } else { Tensor::bytes_of(cell.dtype, layer.kv_dims()) };
-        let copies = Tensor::bytes_of(cell.dtype, layer.q_dims()) + 2 * kv_bytes;
+        let copies = Tensor::bytes_of(cell.dtype, layer.q_dims()) + self.copied_bytes(chunk).iter().sum::<u64>();
         let attention = copies + Outputs::bytes(&layer, cell.dtype) + chunk.plan.workspace.bytes();
         let lse = if self.observes() { 4 * (cell.layers * layer.rows()) as u64 } else { 0 };
         let is_rotated = self.rotates() && tokens < chunk.tokens.end;

@@ -32,7 +32,7 @@ struct Running<'a> {
 pub(super) fn trial(evict: &Evict, bench: Bench<'_>) -> Result<Trial, TrialError> {
     let cell = &evict.cell;
     let cpu = Cpu::new(Some(1)).map_err(|error| TrialError::Failed(error.to_string()))?;
-    let mut cache = DeviceCache::new(bench.runtime.device(), bench.arena, evict.cache_shape())?;
+    let mut cache = DeviceCache::new(bench.runtime.device(), bench.arena, evict.cache_shape(), cell.dtype)?;
     if evict.rotates() {
         let stated = bench.inputs.host.as_ref().and_then(|workload| workload.rope);
         let name = cell.policy.as_deref().unwrap_or_default();
@@ -183,9 +183,9 @@ impl Running<'_> {
         let (bench, cell) = (self.bench, &self.evict.cell);
         let (device, plan, layer) = (bench.runtime.device(), &chunk.plan, chunk.plan.shape());
         let take = |bytes| device.alloc(bench.arena, Label::Workspace, bytes);
-        let copied = if chunk.paged { 0 } else { Tensor::bytes_of(cell.dtype, layer.kv_dims()) };
+        let [keys, values] = self.evict.copied_bytes(chunk);
         let (mut asked, mut k, mut v) =
-            (take(Tensor::bytes_of(cell.dtype, layer.q_dims()))?, take(copied)?, take(copied)?);
+            (take(Tensor::bytes_of(cell.dtype, layer.q_dims()))?, take(keys)?, take(values)?);
         let mut scratch = plan.scratch(device, bench.arena)?;
         let mut written = Written::allocate(bench, layer, cell.dtype)?;
         let mut total_ns = 0;
