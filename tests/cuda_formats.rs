@@ -134,7 +134,7 @@ fn cuda_cells_over_codes_drift_as_on_the_cpu() {
         ),
         format!("[[grid]]\nmeasure = \"evict\"\ncontext_tokens = 97\n{formats}{policies}{shape}"),
         format!(
-            "[[grid]]\nmeasure = \"evict\"\ndtype = \"bf16\"\ncontext_tokens = 97\nnew_tokens = 3\n{formats}{shape}"
+            "[[grid]]\nmeasure = \"evict\"\ndtype = \"bf16\"\ncontext_tokens = 97\npolicy = \"full\"\nnew_tokens = 3\n{formats}{shape}"
         ),
     ];
     let host = Cpu::new(Some(2)).unwrap();
@@ -143,7 +143,7 @@ fn cuda_cells_over_codes_drift_as_on_the_cpu() {
     assert_eq!(on_cpu.len(), on_gpu.len());
     for (cpu, gpu) in on_cpu.iter().zip(&on_gpu) {
         let label = gpu.cell.label();
-        assert_eq!((label.clone(), gpu.status, &gpu.reason), (cpu.cell.label(), Status::Ok, &None));
+        assert_eq!((label.clone(), gpu.status, &gpu.reason), (format!("{} cuda", cpu.cell.label()), Status::Ok, &None));
         let memory = gpu.memory.as_ref().unwrap();
         let ragged = label.contains("ada-");
         assert!(memory.residual_bytes == 0 || ragged && memory.residual_bytes < 0, "{label}: {memory:?}");
@@ -265,6 +265,6 @@ fn cuda_generate_takes_a_format() {
     }
     let refused = generate(&["--device", "cuda", "--kv-format", "nf4"]);
     let stderr = String::from_utf8(refused.stderr).unwrap();
-    let error = "no kernel for GPUs reads keys and values in nf4 in a pass of f32";
+    let error = "no kernel for GPUs reads keys and values in nf4:group=64 in a pass of f32";
     assert!(refused.status.code() == Some(2) && stderr.contains(error) && stderr.lines().count() == 1, "{stderr}");
 }

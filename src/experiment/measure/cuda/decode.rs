@@ -4,16 +4,18 @@
 //! kernel reads the contiguous tensors.
 
 use super::pages::Pages;
-use super::{Bench, CudaTrial, Planned, Trial, TrialError, Written, gpu_rows};
+use super::{Bench, CudaTrial, Planned, Trial, TrialError, Truth, Written, gpu_rows};
 use crate::attention::cuda::{CudaKernel, Inputs, Plan, decode_paged};
-use crate::attention::{AttentionError, Outputs};
+use crate::attention::{AttentionError, Forward, Outputs};
 use crate::cache::PagedCache;
+use crate::device::Cpu;
 use crate::device::cuda::{DeviceBuffer, Limits, Program, Runtime};
 use crate::experiment::cell::Cell;
 use crate::experiment::engine::{InputError, host_arena};
 use crate::experiment::measure::decode::{cache_shape, fill};
 use crate::memory::Label;
 use crate::tensor::Tensor;
+use crate::workload::Workload;
 
 /// Steps that make one sample; their mean is recorded.
 const STEPS: u64 = 4;
@@ -49,6 +51,14 @@ impl Decode {
             error => error,
         })?;
         Ok(Pages::upload(bench.runtime.device(), bench.arena, &cache)?)
+    }
+
+    /// What the f64 reference says of the cache as its format has it.
+    fn held(&self, bench: Bench<'_>, workload: &Workload) -> Result<Truth, TrialError> {
+        let cpu = Cpu::new(Some(1)).map_err(|error| TrialError::Failed(error.to_string()))?;
+        let (cache, cell) = (self.filled(bench)?, &self.cell);
+        let q = workload.q.view().tokens(cell.context_tokens - 1..cell.context_tokens);
+        Ok(Truth::of_call(&Forward { shape: cell.shape(), params: cell.params(), q, kv: &cache, cpu: &cpu }))
     }
 
     /// The cache on the host, whose memory is not what is measured.
@@ -108,7 +118,14 @@ impl CudaTrial for Decode {
 
         let mut trial = Trial { samples_ns: [("decode", steps_ns / STEPS)].into(), ..Trial::default() };
         if let Some(truth) = truth {
-            trial.drift = Some(written.check(truth, |_| 0)?);
+            trial.drift = Some(match (self.cell.kv_format, &inputs.host) {
+                // What the cache's format rounds is a result; the kernel is held to what the cache holds.
+                (Some(_), Some(workload)) => {
+                    written.check(&self.held(bench, workload)?, |_| 0)?;
+                    written.drift(truth, |_| 0)?
+                }
+                _ => written.check(truth, |_| 0)?,
+            });
         }
         Ok(trial)
     }

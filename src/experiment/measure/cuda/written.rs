@@ -63,10 +63,20 @@ impl Written {
     /// # Errors
     /// When the output holds a NaN or an infinity, or is further away than rounding explains.
     pub(super) fn check(&self, truth: &Truth, token: impl Fn(usize) -> usize) -> Result<Drift, TrialError> {
+        let drift = self.drift(truth, token)?;
+        accurate(&drift, self.dtype)?;
+        Ok(drift)
+    }
+
+    /// Likewise, however far away.
+    ///
+    /// # Errors
+    /// When the output holds a NaN or an infinity.
+    pub(super) fn drift(&self, truth: &Truth, token: impl Fn(usize) -> usize) -> Result<Drift, TrialError> {
         self.finite()?;
         let Shape { q_heads, q_len, head_dim, .. } = self.shape;
         let row_bytes = head_dim * self.dtype.bytes();
-        let drift = truth.drift(head_dim, |[batch, head, at], row| {
+        Ok(truth.drift(head_dim, |[batch, head, at], row| {
             let mut raw = vec![0; row_bytes];
             let index = (batch * q_heads + head) * q_len + token(at);
             match self.o.read_from(index * row_bytes, &mut raw) {
@@ -74,9 +84,7 @@ impl Written {
                 // A distance that is no number is refused.
                 Err(_) => row.fill(f32::NAN),
             }
-        });
-        accurate(&drift, self.dtype)?;
-        Ok(drift)
+        }))
     }
 
     fn finite(&self) -> Result<(), TrialError> {
