@@ -125,6 +125,7 @@ fn cuda_cells_over_codes_drift_as_on_the_cpu() {
     let shape = "heads = \"4/2\"\nhead_dim = 64\n";
     let formats =
         "kv_format = [\"int8\", \"fp8-e4m3\", \"fp8-e5m2\", \"k=int8,v=int4:zero=true\", \"int4:group=64\"]\n";
+    let few = "kv_format = [\"int8\", \"k=fp8-e4m3,v=int4:zero=true\"]\n";
     let policies = "policy = [\"knorm\", \"snapkv:window=8\", \"h2o+every:steps=2\", \"keydiff+rerotate\", \
                     \"snapkv:window=8+chunks:tokens=40\", \"ada-snapkv:window=8+chunks:tokens=40\"]\nbudget = 0.5\nnew_tokens = 5\n";
     let grids = [
@@ -132,9 +133,9 @@ fn cuda_cells_over_codes_drift_as_on_the_cpu() {
         format!(
             "[[grid]]\nmeasure = \"decode\"\ndtype = \"bf16\"\npage_tokens = 32\ncontext_tokens = 97\n{formats}{shape}"
         ),
-        format!("[[grid]]\nmeasure = \"evict\"\ncontext_tokens = 97\n{formats}{policies}{shape}"),
+        format!("[[grid]]\nmeasure = \"evict\"\ncontext_tokens = 97\n{few}{policies}{shape}"),
         format!(
-            "[[grid]]\nmeasure = \"evict\"\ndtype = \"bf16\"\ncontext_tokens = 97\npolicy = \"full\"\nnew_tokens = 3\n{formats}{shape}"
+            "[[grid]]\nmeasure = \"evict\"\ndtype = \"bf16\"\ncontext_tokens = 97\npolicy = \"full\"\nnew_tokens = 3\n{few}{shape}"
         ),
     ];
     let host = Cpu::new(Some(2)).unwrap();
@@ -148,9 +149,10 @@ fn cuda_cells_over_codes_drift_as_on_the_cpu() {
         let ragged = label.contains("ada-");
         assert!(memory.residual_bytes == 0 || ragged && memory.residual_bytes < 0, "{label}: {memory:?}");
         let drift = |record: &Record| record.drift.as_ref().unwrap().rel_l2;
-        // What a policy evicts between equals may differ, and with it the drift.
-        let (cpu, gpu, allowed) = (drift(cpu), drift(gpu), if label.contains("evict") { 0.05 } else { 0.02 });
-        assert!((gpu / cpu - 1.0).abs() < allowed, "{label}: {gpu} on the GPU, {cpu} on the CPU");
+        // What a policy evicts between equals may differ, and with it the drift. In bf16 a tile has what codes stand for rounded.
+        let (cpu, found, allowed) = (drift(cpu), drift(gpu), if label.contains("evict") { 0.05 } else { 0.01 });
+        let most = cpu.hypot(if gpu.cell.dtype == DType::F32 { 0.0 } else { 4e-3 }) * (1.0 + allowed);
+        assert!((cpu * (1.0 - allowed)..most).contains(&found), "{label}: {found} on the GPU, {cpu} on the CPU");
     }
 }
 

@@ -5,6 +5,7 @@ import json
 import os
 import sys
 
+import timing
 from steps import Step
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -26,6 +27,8 @@ MASKS = {
     "causal": {"causal": True}, "none": {}, "window": {"causal": True, "window": 50}, "softcap": {"causal": True, "softcap": 5.0},
 }  # fmt: skip
 DTYPES = ("bf16", "f16", "f32")
+# Formats of keys and values, timed beside bf16 in pages.
+CODES = tuple(timing.CODE_BYTES)
 # Two visits of each kernel and peer in turn: a slow moment of the machine falls on all of them.
 VISITS = (1, 2)
 
@@ -108,8 +111,9 @@ class Plan:
                 yield from self.timed(f"{measure} {mask}", units, PEERS if forward else PEERS[:2], cells + grouped)
         steps = [(128, 2, (4, 2))] if self.tiny else [(65536, 2, (32, 8)), (4096, 32, (32, 8))]
         cells = [cell("decode", True, *step) for step in steps]
-        pages = {"decode": "contiguous", "decode paged": 16}
-        units = {unit: [one | {"page_tokens": page} for one in cells] for unit, page in pages.items()}
+        kinds = {"decode": {"page_tokens": "contiguous"}, "decode paged": {"page_tokens": 16}}
+        kinds |= {f"decode {codes}": {"page_tokens": 16, "kv_format": codes} for codes in CODES}
+        units = {unit: [one | kind for one in cells] for unit, kind in kinds.items()}
         yield from self.timed("decode", units, PEERS, cells)
         length, heads = (128, (4, 2)) if self.tiny else (65536, (32, 8))
         prefill = cell("evict", True, length, 1, heads, new_tokens=4 if self.tiny else 32)

@@ -85,7 +85,7 @@ def measured(times, shapes):
             if not samples:
                 rows.append([shape, name, times.without[(shape.key, who)], "", "", *[""] * len(peers)])
                 continue
-            rate, unit = shape.rate(median(samples))
+            rate, unit = shape.rate(median(samples), who)
             visits = times.visits[(shape.key, who)]
             apart = f"{100 * (max(visits) / min(visits) - 1):.1f}%" if len(visits) > 1 else ""
             faster = [None if who in PEERS else times.faster(shape, who, peer) for peer in peers]

@@ -4,6 +4,8 @@ import random
 
 PEERS = {"flash": "flash", "cudnn": "cuDNN", "fa3": "FlashAttention-3"}
 RESAMPLES = 400
+# Bytes of a key in codes, by the head dim: what a decode step over them reads.
+CODE_BYTES = {"int8": lambda d: d + 4, "fp8-e4m3": lambda d: d, "int4": lambda d: d // 32 * 18}
 
 
 def median(values):
@@ -37,14 +39,15 @@ class Shape:
         pairs = self.length * (self.length + 1) // 2 if self.causal else self.length**2
         return self.batch * self.q_heads * pairs * 4 * self.head_dim * (2.5 if self.measure == "backward" else 1)
 
-    def kv_bytes(self):
-        """Keys and values in 16 bits."""
-        return self.batch * self.kv_heads * self.length * self.head_dim * 4
+    def kv_bytes(self, who="decode"):
+        """Keys and values as `who` reads them: in 16 bits, or in codes."""
+        row = CODE_BYTES.get(who.removeprefix("decode "), lambda d: 2 * d)(self.head_dim)
+        return self.batch * self.kv_heads * self.length * 2 * row
 
-    def rate(self, nanoseconds):
+    def rate(self, nanoseconds, who):
         """(units per second, unit)."""
         if self.measure == "decode":
-            return self.kv_bytes() / nanoseconds / 1e3, "TB/s"
+            return self.kv_bytes(who) / nanoseconds / 1e3, "TB/s"
         return self.flops() / nanoseconds / 1e3, "TFLOP/s"
 
 

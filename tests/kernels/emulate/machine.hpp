@@ -107,11 +107,11 @@ inline void fiber_main() {
     abort(); // a finished fiber is never resumed
 }
 
-inline void meet(Meeting &meeting, int all, const std::function<void()> &last = {}) {
+template <class Last> void meet(Meeting &meeting, int all, Last last) {
     unsigned generation = meeting.generation;
     if (++meeting.arrived == all) {
         meeting.arrived = 0;
-        if (last) last();
+        last();
         meeting.generation++;
         meetings++;
         return;
@@ -120,6 +120,10 @@ inline void meet(Meeting &meeting, int all, const std::function<void()> &last = 
         int me = current;
         switch_stack(&fibers[me].sp, scheduler);
     }
+}
+
+inline void meet(Meeting &meeting, int all) {
+    meet(meeting, all, [] {});
 }
 
 inline Warp &warp() { return warps[current / 32]; }
