@@ -166,7 +166,9 @@ template <class Part> DEVICE void keep_part(const Lists &l, int list, const u32 
 }
 
 template <class Part> DEVICE void move_part(const Pages &g, u32 from, u32 to) {
-    for (int i = threadIdx.x; i < g.page_tokens * Part::COUNT; i += 128) Part::of_page(g, to)[i] = Part::of_page(g, from)[i];
+    const auto *const old = Part::of_page(g, from);
+    auto *const now = Part::of_page(g, to);
+    for (int i = threadIdx.x; i < g.page_tokens * Part::COUNT; i += 128) now[i] = old[i];
 }
 
 template <class Part> DEVICE void gather_part(const Lists &l, int list, void *to, int length, int first, int end) {

@@ -40,7 +40,7 @@ KERNEL(256) export_columns(ARGUMENT Lists l, ARGUMENT Observers o) {
         for (int row0 = rows.first; row0 < rows.end; row0 += TILE) {
             float product[EACH][EACH] = {};
             for (int start = 0; start < HEAD_DIM; start += DEPTH) {
-                const int d = start + thread % DEPTH;
+                const int d = start + forgotten(thread) % DEPTH;
 #pragma unroll
                 for (int i = 0; i < EACH; i++) {
                     const int at = thread / DEPTH + THREADS / DEPTH * i;

@@ -34,8 +34,8 @@
 DEVICE float whole(u32 word, int i) { return bits_to_float(choose_bytes(word, 0x4b000000u, 0x7440u | i)) - 8388736.0f; }
 // The nearest whole number, halves to even, of numbers below 2^22.
 DEVICE float nearest_even(float x) { return (x + 12582912.0f) - 12582912.0f; }
-// A whole number from -128 to 127 as a byte; of what is no number, anything.
-DEVICE u32 byte_of(float whole) { return float_to_bits(whole + 12582912.0f) & 255; }
+// A whole number from -128 to 127 as a byte; 0 of what is no number.
+DEVICE u32 byte_of(float whole) { return whole == whole ? float_to_bits(whole + 12582912.0f) & 255 : 0; }
 DEVICE float between(float x, float least, float most) { return x < least ? least : x > most ? most : x; }
 
 // The larger of magnitudes over a warp; NaN if one is there, since the bits of magnitudes are ordered as these are.
@@ -64,6 +64,25 @@ template <int Code, int Group, bool Zero> struct Format {
         return CODED ? (bytes + 15) / 16 * 16 : bytes;
     }
 
+#ifdef HAS_E4M3
+    static constexpr float FACTOR = 1.0f;
+#else
+    static constexpr float FACTOR = Code == E4M3 ? 256.0f : 1.0f;
+#endif
+
+    // Two 8-bit floats, the first in the lowest byte, as two f16, but for `FACTOR`.
+    DEVICE static u32 to_f16(u32 both) {
+#ifdef HAS_E4M3
+        if constexpr (Code == E4M3) return e4m3_to_f16(u16(both));
+#endif
+        const u32 upper = choose_bytes(both, 0, 0x1404u); // each in the upper byte of a half: E5M2 is that
+        if constexpr (Code == E5M2) return upper;
+        // Shifted by the bit that an f16's exponent has more, E4M3's is 2^8 times smaller. What was NaN gets the upper bit
+        // of the exponent.
+        const u32 magnitude = upper & 0x7f007f00u, carry = magnitude + 0x01000100u;
+        return (upper & 0x80008000u) | (magnitude | (carry & 0x80008000u)) >> 1;
+    }
+
     // The code of the nearest 8-bit float.
     DEVICE static u32 to_byte(float x) {
         constexpr int MANTISSA = Code == E4M3 ? 3 : 2, LEAST = Code == E4M3 ? -6 : -14, MOST = Code == E4M3 ? 0x7e : 0x7b;
@@ -83,8 +102,8 @@ template <int Code, int Group, bool Zero> struct Format {
         } else {
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                const u32 both = bytes_to_f16<Code == E4M3 ? 3 : 2>(word >> 16 * i);
-                x[2 * i] = f16_to_float(u16(both)), x[2 * i + 1] = f16_to_float(u16(both >> 16));
+                const u32 both = to_f16(word >> 16 * i);
+                x[2 * i] = f16_to_float(u16(both)) * FACTOR, x[2 * i + 1] = f16_to_float(u16(both >> 16)) * FACTOR;
             }
         }
     }
@@ -119,12 +138,18 @@ template <int Code, int Group, bool Zero> struct Format {
 
     // One element.
     DEVICE static float at(const unsigned char *row, int d) {
-        if constexpr (!CODED) {
-            return element<ELEMENT>(row, d);
+        if constexpr (Code == INT8) {
+            return *reinterpret_cast<const float *>(row) * float(static_cast<signed char>(row[SCALE_BYTES + d]));
+        } else if constexpr (Code == INT4) {
+            const unsigned char *const block = row + d / Group * GROUP_BYTES;
+            const u16 *const behind = reinterpret_cast<const u16 *>(block + Group / 2);
+            const int code = block[d % Group / 32 * 16 + d % 16] >> d / 16 % 2 * 4 & 15;
+            const float scale = f16_to_float(behind[0]);
+            return Zero ? fused(scale, float(code), f16_to_float(behind[Zero])) : scale * float(code - 8);
+        } else if constexpr (CODED) {
+            return f16_to_float(u16(to_f16(row[d]))) * FACTOR;
         } else {
-            float x[4];
-            read(row, d / 4 * 4, x);
-            return d % 4 == 0 ? x[0] : d % 4 == 1 ? x[1] : d % 4 == 2 ? x[2] : x[3];
+            return element<ELEMENT>(row, d);
         }
     }
 
@@ -139,6 +164,7 @@ template <int Code, int Group, bool Zero> struct Format {
             float scale = 1.0f;
             if constexpr (Code == INT8) {
                 float most = 0.0f;
+#pragma unroll 4 // eight at once spill at D 256 on sm_100
                 for (int d = lane; d < HEAD_DIM; d += 32) {
                     const float x = bits_to_float(float_to_bits(of(d)) & 0x7fffffffu);
                     if (float_to_bits(x) > float_to_bits(most)) most = x;
@@ -147,6 +173,7 @@ template <int Code, int Group, bool Zero> struct Format {
                 if (lane == 0) *reinterpret_cast<float *>(row) = scale;
                 if (scale == 0.0f) scale = 1.0f;
             }
+#pragma unroll 4
             for (int d = lane; d < 4 * WORDS; d += 32) {
                 u32 code = 0;
                 if (d < HEAD_DIM) code = Code == INT8 ? byte_of(nearest_even(of(d) / scale)) : to_byte(of(d));

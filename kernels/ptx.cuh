@@ -137,25 +137,15 @@ DEVICE float square_root(float x) { return __fsqrt_rn(x); }
 
 DEVICE u32 float_to_bits(float x) { return __float_as_uint(x); }
 
-// Two 8-bit floats of 3 (E4M3) or 2 (E5M2) bits of mantissa, the first in the lower byte, as two f16, the first in the lower
-// half.
-template <int Mantissa> DEVICE u32 bytes_to_f16(u32 both) {
-    // Each in the upper byte of a half.
-    const u32 upper = __byte_perm(both, 0, 0x1404);
-    if constexpr (Mantissa == 2) return upper;
 #if __CUDA_ARCH__ >= 890
+#define HAS_E4M3
+// Two 8-bit floats of 3 bits of mantissa, the first in the lower byte, as two f16, the first in the lower half.
+DEVICE u32 e4m3_to_f16(u16 both) {
     u32 halves;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(u16(both)));
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(both));
     return halves;
-#else
-    // An f16 of the same bits is 2^8 times smaller, and a NaN a number: its exponent gets the bit that it lacks.
-    const u32 magnitude = upper & 0x7f007f00u, carry = magnitude + 0x01000100u;
-    const u32 bits = (upper & 0x80008000u) | (magnitude | (carry & 0x80008000u)) >> 1;
-    u32 halves;
-    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(halves) : "r"(bits), "r"(0x5c005c00u), "r"(0x80008000u));
-    return halves;
-#endif
 }
+#endif
 
 // Four of the eight bytes of two words, `low`'s first: nibble i of `which` says which one is byte i.
 DEVICE u32 choose_bytes(u32 low, u32 high, u32 which) { return __byte_perm(low, high, which); }

@@ -73,12 +73,12 @@ template <int Rows, int Threads> struct Share {
     // The same of rows of codes, which become elements; `source(i)` is where the thread's row `i` begins. Nothing is read
     // of rows from `count` on, or all `Rows` are there.
     template <class Format, bool All, class Source> DEVICE void widen(int count, Source source) const {
-#pragma unroll(Threads == 32 ? STEPS : 1) // for a block all at once spill at D 128
+#pragma unroll(Threads == 32 && ELEMENT != F32 ? STEPS : 1) // for a block, and in f32, all at once spill at D 128
         for (int i = 0; i < STEPS; i++) {
             if (Rows % STEP != 0 && row + i * STEP >= Rows) break;
             const bool real = All || row < count - i * STEP;
             const u32 to = (target ^ (i * STEP % 8 << 4)) + i * STEP * ROW_BYTES;
-#pragma unroll(ELEMENT == F32 ? 2 : CHUNKS / 8) // eight at once spill at D 256
+#pragma unroll(ELEMENT == F32 ? 1 : CHUNKS / 8)
             for (int j = 0; j < CHUNKS / 8; j++) {
                 const int column = (chunk + 8 * j) * CHUNK;
                 float x[CHUNK] = {};
@@ -130,7 +130,8 @@ template <class Format, int Rows, int Threads> struct Arrivals {
 
     // Widens what is there; `codes` is `room`, as a pointer.
     DEVICE static void widen(u32 tile, const unsigned char *codes, int thread) {
-        const Share<Rows, Threads> share(tile, thread);
+        // In f32 a block has no registers to keep its places in.
+        const Share<Rows, Threads> share(tile, ELEMENT == F32 && Threads > 32 ? forgotten(thread) : thread);
         share.template widen<Format, true>(Rows, [&](int i) { return codes + (share.row + i * share.STEP) * Format::BYTES; });
     }
 };

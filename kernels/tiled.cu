@@ -81,9 +81,9 @@ KERNEL(128) tiled_forward(ARGUMENT Problem p) {
 
     // What this thread copies of the next tile: its keys, and how far behind them its values lie.
     const unsigned char *next = own_chunk(row_at(k, first_key), thread);
-    const long long behind = KeyFormat::BYTES == ValueFormat::BYTES
-                                 ? static_cast<const unsigned char *>(p.v) - static_cast<const unsigned char *>(p.k)
-                                 : v - k;
+    const long long behind = KeyFormat::CODED || ValueFormat::CODED
+                                 ? v - k
+                                 : static_cast<const unsigned char *>(p.v) - static_cast<const unsigned char *>(p.k);
     const u32 key_codes = q_tile + TILES_BYTES, value_codes = key_codes + KeyArrivals::ROOM_BYTES;
     auto copy_keys = [&](int key0) {
         if constexpr (KeyFormat::CODED)

@@ -194,7 +194,7 @@ fn cuda_attend_reads_codes_as_the_cpu() {
         }
     }
     for (kernel, format, error) in [
-        ("naive", "int8", "kernel 'naive' has no keys and values in codes on CUDA; use tiled, or decode over pages"),
+        ("naive", "int8", "kernel 'naive' has no keys and values in codes on CUDA; use tiled or decode"),
         ("tiled", "q8_0", "no kernel for GPUs reads keys and values in q8_0 in a pass of f32"),
         ("tiled", "int8:recent=64", "all tokens alike and not rotated; or use --device cpu"),
     ] {
@@ -265,8 +265,13 @@ fn cuda_generate_takes_a_format() {
     for name in ["text", "prompt_kv_bytes"] {
         assert_eq!(there[name], here[name], "{name}");
     }
-    let refused = generate(&["--device", "cuda", "--kv-format", "nf4"]);
-    let stderr = String::from_utf8(refused.stderr).unwrap();
-    let error = "no kernel for GPUs reads keys and values in nf4:group=64 in a pass of f32";
-    assert!(refused.status.code() == Some(2) && stderr.contains(error) && stderr.lines().count() == 1, "{stderr}");
+    for (format, error) in [
+        ("nf4", "no kernel for GPUs reads keys and values in nf4:group=64 in a pass of f32"),
+        ("bf16", "no kernel for GPUs reads keys and values in bf16 in a pass of f32"),
+        ("int4", "the head dim is 8; int4:group=32 keeps rows whose width is a multiple of 32"),
+    ] {
+        let refused = generate(&["--device", "cuda", "--kv-format", format]);
+        let stderr = String::from_utf8(refused.stderr).unwrap();
+        assert!(refused.status.code() == Some(2) && stderr.contains(error) && stderr.lines().count() == 1, "{stderr}");
+    }
 }

@@ -13,7 +13,6 @@ mod arrival;
 pub mod cuda;
 #[cfg(test)]
 mod full_tests;
-mod layout;
 mod paged;
 mod pool;
 mod retain;
@@ -25,7 +24,6 @@ mod store;
 mod tests;
 mod token;
 
-pub use layout::Layout;
 pub use paged::PagedCache;
 pub use sequences::Sequences;
 

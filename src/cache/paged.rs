@@ -5,7 +5,7 @@
 //! where they are, and brings none back.
 
 use super::arrival::Staging;
-use super::pool::PageId;
+
 use super::shapes::Shapes;
 use super::store::Store;
 use super::{CacheShape, Column};
@@ -65,11 +65,6 @@ impl PagedCache {
     /// Number of the list of `(sequence, KV head)`.
     pub fn list(&self, sequence: usize, head: usize) -> usize {
         sequence * self.shape.kv_heads + head
-    }
-
-    /// Numbers of the pages of all lists, one behind another, and how many each has room for.
-    pub(super) fn table(&self) -> (&[PageId], usize) {
-        (self.coded.table(), self.coded.shape.table_len)
     }
 
     /// Tokens in each list, `[B * Hkv]`.

@@ -9,7 +9,7 @@ use super::slab::Slab;
 use crate::memory::{Arena, ArenaError, Label};
 use std::cmp::Reverse;
 
-/// Number of a page: its slab above [`PagePool::shift`] bits, its index in the slab in these.
+/// Number of a page: its slab above `shift` bits, its index in the slab in these.
 pub(super) type PageId = u32;
 
 const WORD_BITS: usize = u64::BITS as usize;
@@ -37,16 +37,6 @@ impl PagePool {
         let shift = shape.slab_pages.next_power_of_two().max(WORD_BITS).ilog2();
         let (slabs, free) = (Vec::new(), Vec::new());
         PagePool { shape, arena, slabs, shift, free, pages: 0, most_pages: 0, tokens: 0, told: [0; 2] }
-    }
-
-    /// Keys and values of each slab; `None` where the memory was given back.
-    pub fn slabs(&self) -> Vec<Option<&[u8]>> {
-        self.slabs.iter().map(|slab| slab.as_ref().map(Slab::kv)).collect()
-    }
-
-    /// Bits of a page's index in its slab.
-    pub fn shift(&self) -> u32 {
-        self.shift
     }
 
     /// Pages in use.

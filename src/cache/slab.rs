@@ -45,11 +45,6 @@ impl Slab {
         })
     }
 
-    /// All keys and values.
-    pub fn kv(&self) -> &[u8] {
-        &self.kv
-    }
-
     /// Raw keys (`part` 0) or values (`part` 1) of `count` tokens.
     #[inline]
     pub fn rows(&self, part: usize, token: usize, count: usize) -> &[u8] {

@@ -37,11 +37,6 @@ impl Store {
         Ok(Store { shape, pool: PagePool::new(shape, arena), groups, table, lens, skips })
     }
 
-    /// Numbers of the pages of all lists, one behind another.
-    pub fn table(&self) -> &[PageId] {
-        &self.table
-    }
-
     /// Bytes of pages in use and of groups.
     pub fn bytes(&self) -> u64 {
         self.bytes_of(PagePool::pages)

@@ -122,7 +122,10 @@ impl ModelArgs {
         // The mapped files are not what is measured.
         let model = Model::open_in(&locate(&self.model)?, self.weights, &Arena::unlimited())?;
         let dtype = self.dtype.unwrap_or(model.weights.dtype());
-        self.kv_format.map_or(Ok(()), |format| GpuRows::new(dtype, format).map(drop)).map_err(Failure::usage)?;
+        if let Some(format) = self.kv_format {
+            GpuRows::new(dtype, format).map_err(Failure::usage)?;
+            format.check(model.config.head_dim, usize::MAX)?;
+        }
         let cpu = Cpu::new(self.compute.threads)?;
         Ok(OnCuda {
             runtime,

@@ -1,8 +1,8 @@
 //! How queries, keys and values lie in a GPU's memory: what `kernels/formats.cuh` is compiled with.
 //!
 //! Queries and outputs are elements of the pass's type. Keys and values are such elements too, or codes of the formats that
-//! kernels there widen on their way to a product: the same bytes as on the CPU, so that pages may be copied as they are. A
-//! format of the registry that has no number here is for the CPU alone.
+//! kernels there widen on their way to a product: the same bytes as on the CPU. A format of the registry that has no number here
+//! is for the CPU alone.
 
 use super::{KvFormat, RowFormat};
 use crate::tensor::{DType, Tensor};

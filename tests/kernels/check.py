@@ -70,20 +70,16 @@ def variants():
     int8, fp8 = {"K_FORMAT": 1, "V_FORMAT": 1}, {"K_FORMAT": 2, "V_FORMAT": 3}
     int4 = {"K_FORMAT": 4, "K_GROUP": 64, "K_ZERO": 0, "V_FORMAT": 4, "V_GROUP": 32, "V_ZERO": 1}
     for codes in [int8, fp8, int4]:
-        for page_tokens, (head_dim, warps, stages) in itertools.product([0, 16], [(64, 4, 4), (128, 4, 4), (192, 4, 2), (256, 4, 2)]):
-            yield "decode.cu", decode("BF16", head_dim, page_tokens, warps, stages, 16) | codes
-        yield "decode.cu", decode("F16", 128, 16, 4, 4, 16) | codes
-        for rows, head_dim in itertools.product([4, 16], [64, 128, 256]):
-            yield "decode.cu", decode("F32", head_dim, 16, 4, 2, rows) | codes
-        for head_dim, keys in [(64, 64), (128, 64), (128, 32), (192, 64), (256, 64), (256, 32)]:
-            yield "tiled.cu", tiled("BF16", head_dim, keys) | codes
-        for head_dim, keys in [(64, 32), (128, 32), (256, 16)]:
-            yield "tiled.cu", tiled("F32", head_dim, keys) | codes
-        for head_dim in [64, 128, 256]:
-            yield "export.cu", {"ELEMENT": "BF16", "HEAD_DIM": head_dim, "QUERIES": 0} | codes
+        for page_tokens, head_dim, stages in [(16, 64, 4), (0, 128, 4), (16, 128, 4), (16, 256, 2)]:
+            yield "decode.cu", decode("BF16", head_dim, page_tokens, 4, stages, 16) | codes
+        for head_dim in [128, 256]:
+            yield "decode.cu", decode("F32", head_dim, 16, 4, 2, 16) | codes
+        for element, head_dim, keys in [("BF16", 64, 64), ("BF16", 128, 64), ("BF16", 192, 64), ("F32", 128, 32), ("F32", 256, 16)]:
+            yield "tiled.cu", tiled(element, head_dim, keys) | codes
+        yield "export.cu", {"ELEMENT": "BF16", "HEAD_DIM": 128, "QUERIES": 0} | codes
         yield "export_plain.cu", {"ELEMENT": "F32", "HEAD_DIM": 128, "QUERIES": 0} | codes
-        for file, element in itertools.product(["score.cu", "compact.cu"], ["F32", "BF16"]):
-            yield file, {"ELEMENT": element, "HEAD_DIM": 256} | codes
+        for file in ["score.cu", "compact.cu"]:
+            yield file, {"ELEMENT": "BF16", "HEAD_DIM": 256} | codes
     for element in ["F32", "BF16", "F16"]:
         yield "model.cu", {"ELEMENT": element, "HEAD_DIM": 1}
 

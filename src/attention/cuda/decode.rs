@@ -37,7 +37,7 @@ impl CudaKernel for Decode {
 /// list. [`Plan::forward_paged`] runs it.
 ///
 /// # Errors
-/// As [`CudaKernel::plan`]; when pages have no tokens, or pages of codes so many that a step does not lie in one.
+/// As [`CudaKernel::plan`]; when pages have no tokens, or pages of codes no whole number of steps.
 pub fn decode_paged(
     shape: &Shape,
     params: &Params,

@@ -181,7 +181,7 @@ impl Plan {
 
 /// The element type of rows that are nothing but elements; the name is that of the kernel which asks.
 fn elements_of(kernel: &'static str, rows: GpuRows) -> Result<DType, AttentionError> {
-    let (what, instead) = ("keys and values in codes on CUDA", "tiled, or decode over pages");
+    let (what, instead) = ("keys and values in codes on CUDA", "tiled or decode");
     if rows.is_coded() { Err(AttentionError::Unsupported { kernel, what, instead }) } else { Ok(rows.dtype()) }
 }
 
@@ -246,11 +246,14 @@ mod tests {
             for (head_dim, dtype) in
                 (1..=256).flat_map(|d| [DType::F32, DType::Bf16, DType::F16].map(|dtype| (d, dtype)))
             {
-                for group in [1, 5, 40] {
+                let codes = ["int8", "k=fp8-e4m3,v=int8"].map(|kv| GpuRows::new(dtype, kv.parse().unwrap()).unwrap());
+                let kinds = [dtype.into(), codes[0], codes[1]];
+                for (group, rows) in [1, 5, 40].into_iter().flat_map(|group| kinds.map(|rows| (group, rows))) {
                     let shape = Shape { head_dim, q_heads: 2 * group, ..SHAPE };
                     for kernel in CUDA_KERNELS {
-                        let Ok(plan) = kernel.plan(&shape, &Params::new(head_dim, true), dtype.into(), &limits) else {
-                            assert_eq!(kernel.name(), "hopper", "{dtype} D {head_dim}");
+                        let Ok(plan) = kernel.plan(&shape, &Params::new(head_dim, true), rows, &limits) else {
+                            let refused = kernel.name() == "hopper" || kernel.name() == "naive" && rows.is_coded();
+                            assert!(refused, "{} {dtype} D {head_dim}", kernel.name());
                             continue;
                         };
                         let most = plan.launches.iter().map(|launch| launch.shared_bytes).max().unwrap();

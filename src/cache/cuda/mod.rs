@@ -62,6 +62,8 @@ impl DeviceCache {
     /// format that no kernel there reads.
     pub fn new(device: &Device, arena: &Arena, shape: CacheShape, dtype: DType) -> Result<Self, CudaError> {
         let rows = GpuRows::new(dtype, shape.format).map_err(CudaError::Operand)?;
+        let fits = shape.format.check(shape.head_dim, shape.max_tokens);
+        fits.map_err(|error| CudaError::Operand(error.to_string()))?;
         if rows.is_coded() && !shape.page_tokens.is_multiple_of(GPU_PAGE_TOKENS) {
             let wanted = format!("pages of codes hold a multiple of {GPU_PAGE_TOKENS} tokens on a GPU");
             return Err(CudaError::Operand(format!("pages of {} tokens; {wanted}", shape.page_tokens)));

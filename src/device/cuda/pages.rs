@@ -1,9 +1,8 @@
 //! Keys and values in pages in a GPU's memory: the slabs that hold the pages, and what a kernel is told of them.
 //!
 //! The layout is that of [`crate::cache`]: a slab is `[slab_pages, page_tokens]` rows of keys, and behind them as many of
-//! values, and the number of a page is that of its slab above some bits and its index in the slab in these. So page lists of the CPU's cache may be
-//! uploaded as they are, and slabs come and go one by one. The addresses of slabs lie in a table in the GPU's memory,
-//! which follows the slabs.
+//! values, and the number of a page is that of its slab above some bits and its index in the slab in these. So slabs come and go one
+//! by one. Their addresses lie in a table in the GPU's memory, which follows them.
 
 use super::problem::short;
 use super::{CudaError, Device, DeviceBuffer};

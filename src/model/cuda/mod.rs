@@ -14,7 +14,7 @@ mod weights;
 
 use super::{Eviction, Model, ModelError, OneSequence, Setup, rope};
 use crate::cache::cuda::DeviceCache;
-use crate::cache::{CacheShape, PAGE_TOKENS};
+use crate::cache::{self, CacheShape, PAGE_TOKENS};
 use crate::device::Cpu;
 use crate::device::cuda::{CudaError, Landing, Runtime};
 use crate::eviction::cuda::landing_bytes;
@@ -94,6 +94,8 @@ impl<'a> DeviceDecoder<'a> {
         };
         let cache = DeviceCache::new(device, arena, shape, setup.dtype)?;
         of.runtime.module(&cache.program())?;
+        // What copies rows of elements, the queries of an observation window.
+        of.runtime.module(&cache::cuda::program(setup.dtype.into(), config.head_dim))?;
         Ok(DeviceDecoder {
             of,
             setup,

@@ -171,7 +171,8 @@ int main() {
             }
         }
         // Logits of f32 are rounded in proportion to their size.
-        const double allowed = ELEMENT == F32 && c.spread > 10 ? 8 * usual : usual;
+        // The elements of a short row may all be small beside what was added up for them.
+        const double allowed = (ELEMENT == F32 && c.spread > 10 ? 8 : HEAD_DIM < 8 ? 3 : 1) * usual;
         bool good = error <= allowed && lse_error <= lse_allowed;
         failed |= !good;
         worst = std::max(worst, error), worst_lse = std::max(worst_lse, lse_error);

@@ -387,15 +387,6 @@ inline u32 float_to_bits(float x) {
     memcpy(&bits, &x, 4);
     return bits;
 }
-template <int Mantissa> u32 bytes_to_f16(u32 both) {
-    u32 halves = 0;
-    for (int i = 0; i < 2; i++) {
-        const u32 code = both >> 8 * i & 255, sign = (code & 0x80) << 8, magnitude = code & 0x7f;
-        const u16 bits = Mantissa == 2 ? u16(code << 8) : magnitude == 0x7f ? u16(0x7fff) : machine::round_to<F16>(machine::from_f16(u16(sign | magnitude << 7)) * 256);
-        halves |= u32(bits) << 16 * i;
-    }
-    return halves;
-}
 inline u32 choose_bytes(u32 low, u32 high, u32 which) {
     const u64 all = u64(high) << 32 | low;
     u32 bytes = 0;

@@ -1,21 +1,20 @@
 //! `decode` on a GPU: one new query against a cache of the whole context, in pages or contiguous.
 //!
-//! The pages are those of the CPU's measure, filled on the host in the same order and copied; with `page_tokens` 0 the
+//! The cache is filled in the GPU's memory in the order in which the CPU's measure fills its own; with `page_tokens` 0 the
 //! kernel reads the contiguous tensors.
 
-use super::pages::Pages;
 use super::{Bench, CudaTrial, Planned, Trial, TrialError, Truth, Written, gpu_rows};
 use crate::attention::cuda::{CudaKernel, Inputs, Plan, decode_paged};
 use crate::attention::{AttentionError, Forward, Outputs};
-use crate::cache::PagedCache;
+use crate::cache::cuda::DeviceCache;
+use crate::cache::{self, PagedCache};
 use crate::device::Cpu;
-use crate::device::cuda::{DeviceBuffer, Limits, Program, Runtime};
+use crate::device::cuda::{Limits, Program, Runtime};
 use crate::experiment::cell::Cell;
 use crate::experiment::engine::{InputError, host_arena};
 use crate::experiment::measure::decode::{cache_shape, fill};
-use crate::memory::Label;
-use crate::tensor::Tensor;
 use crate::workload::Workload;
+use std::iter::repeat_n;
 
 /// Steps that make one sample; their mean is recorded.
 const STEPS: u64 = 4;
@@ -44,47 +43,38 @@ impl Decode {
     }
 
     /// The cache of the cell in the GPU's memory.
-    fn pages(&self, bench: Bench<'_>) -> Result<Pages, TrialError> {
-        let cache = self.filled(bench).map_err(|error| match error {
-            // Not the GPU's memory.
-            TrialError::Memory(error) => InputError::Host(error).into(),
-            error => error,
-        })?;
-        Ok(Pages::upload(bench.runtime.device(), bench.arena, &cache)?)
+    fn cache(&self, bench: Bench<'_>) -> Result<DeviceCache, TrialError> {
+        let Bench { runtime, arena, inputs, .. } = bench;
+        let tokens = self.cell.context_tokens;
+        let mut cache = DeviceCache::new(runtime.device(), arena, cache_shape(&self.cell), self.cell.dtype)?;
+        for start in (0..tokens).step_by(self.cell.page_tokens.unwrap_or(tokens)) {
+            let end = tokens.min(start + self.cell.page_tokens.unwrap_or(tokens));
+            cache.append(runtime, [&inputs.k, &inputs.v], tokens, start..end)?;
+        }
+        Ok(cache)
     }
 
     /// What the f64 reference says of the cache as its format has it.
-    fn held(&self, bench: Bench<'_>, workload: &Workload) -> Result<Truth, TrialError> {
+    fn held(&self, workload: &Workload) -> Result<Truth, TrialError> {
         let cpu = Cpu::new(Some(1)).map_err(|error| TrialError::Failed(error.to_string()))?;
-        let (cache, cell) = (self.filled(bench)?, &self.cell);
+        let (cell, arena) = (&self.cell, host_arena());
+        // Not the GPU's memory.
+        let mut cache = PagedCache::new(&arena, cache_shape(cell)).map_err(InputError::Host)?;
+        fill(&mut cache, cell, workload.k.view(), workload.v.view()).map_err(InputError::Host)?;
         let q = workload.q.view().tokens(cell.context_tokens - 1..cell.context_tokens);
         Ok(Truth::of_call(&Forward { shape: cell.shape(), params: cell.params(), q, kv: &cache, cpu: &cpu }))
-    }
-
-    /// The cache on the host, whose memory is not what is measured.
-    fn filled(&self, bench: Bench<'_>) -> Result<PagedCache, TrialError> {
-        let arena = host_arena();
-        let mut cache = PagedCache::new(&arena, cache_shape(&self.cell))?;
-        if let Some(workload) = &bench.inputs.host {
-            fill(&mut cache, &self.cell, workload.k.view(), workload.v.view())?;
-            return Ok(cache);
-        }
-        // Blank inputs are on the GPU alone.
-        let read = |there: &DeviceBuffer| -> Result<Tensor, TrialError> {
-            let mut tensor = Tensor::zeros(&arena, Label::Input, self.cell.dtype, self.cell.shape().kv_dims())?;
-            there.read(tensor.bytes_mut())?;
-            Ok(tensor)
-        };
-        let (k, v) = (read(&bench.inputs.k)?, read(&bench.inputs.v)?);
-        fill(&mut cache, &self.cell, k.view(), v.view())?;
-        Ok(cache)
     }
 }
 
 impl CudaTrial for Decode {
     fn bytes(&self) -> u64 {
-        let pages = if self.is_paged() { Pages::bytes(&cache_shape(&self.cell), self.cell.context_tokens) } else { 0 };
-        pages + Outputs::bytes(&self.cell.shape(), self.cell.dtype) + self.workspace_bytes()
+        let cache = || {
+            let shape = cache_shape(&self.cell);
+            let lens = repeat_n(self.cell.context_tokens, shape.lists());
+            DeviceCache::bytes(&shape, lens, 0).values().sum()
+        };
+        let cache = if self.is_paged() { cache() } else { 0 };
+        cache + Outputs::bytes(&self.cell.shape(), self.cell.dtype) + self.workspace_bytes()
     }
 
     fn workspace_bytes(&self) -> u64 {
@@ -92,7 +82,9 @@ impl CudaTrial for Decode {
     }
 
     fn programs(&self) -> Vec<Program> {
-        self.plan.programs()
+        let rows = gpu_rows(&self.cell).expect("checked as this was planned");
+        let own = self.is_paged().then(|| cache::cuda::program(rows, self.cell.head_dim));
+        self.plan.programs().into_iter().chain(own).collect()
     }
 
     fn gemm(&self, runtime: &Runtime) -> Option<String> {
@@ -101,14 +93,14 @@ impl CudaTrial for Decode {
 
     fn trial(&self, bench: Bench<'_>) -> Result<Trial, TrialError> {
         let Bench { runtime, arena, inputs, truth } = bench;
-        let pages = if self.is_paged() { Some(self.pages(bench)?) } else { None };
+        let cache = if self.is_paged() { Some(self.cache(bench)?) } else { None };
         let mut scratch = self.plan.scratch(runtime.device(), arena)?;
         let mut written = Written::allocate(bench, self.cell.shape(), self.cell.dtype)?;
         let mut steps_ns = 0;
         for _ in 0..STEPS {
             let (q, results) = (&inputs.last_q, written.results());
-            steps_ns += match &pages {
-                Some(pages) => self.plan.forward_paged(runtime, q, &pages.kv(), results, &mut scratch)?,
+            steps_ns += match &cache {
+                Some(cache) => self.plan.forward_paged(runtime, q, &cache.kv(), results, &mut scratch)?,
                 None => {
                     let read = Inputs { q, k: &inputs.k, v: &inputs.v };
                     self.plan.forward(runtime, read, results, &mut scratch)?
@@ -121,7 +113,7 @@ impl CudaTrial for Decode {
             trial.drift = Some(match (self.cell.kv_format, &inputs.host) {
                 // What the cache's format rounds is a result; the kernel is held to what the cache holds.
                 (Some(_), Some(workload)) => {
-                    written.check(&self.held(bench, workload)?, |_| 0)?;
+                    written.check(&self.held(workload)?, |_| 0)?;
                     written.drift(truth, |_| 0)?
                 }
                 _ => written.check(truth, |_| 0)?,

@@ -9,7 +9,6 @@ pub(super) mod decode;
 pub(super) mod evict;
 pub(super) mod forward;
 mod inputs;
-mod pages;
 mod written;
 
 pub use inputs::Inputs;
