@@ -1,6 +1,7 @@
 """Do policies and models on the GPU do what they do on the CPU? Steps of plan.py.
 
 judged.py full|tiny KVSIEVE policy POLICY          scores and kept positions
+judged.py full|tiny KVSIEVE codes FORMAT           attention over keys and values in codes
 judged.py full|tiny KVSIEVE model FOLDER KERNEL    logits beside those of transformers
 judged.py full|tiny KVSIEVE answers POLICY         the built-in model's words, and its times
 """
@@ -14,6 +15,8 @@ import tensors
 
 # Of the largest score: sums in another order. Products are exact in f32, and probabilities stay f32.
 SCORES_ALLOWED = 1e-4
+# Of the largest output: tiles of bf16 have what codes stand for rounded, and probabilities, where the CPU may have f32.
+OUTPUTS_ALLOWED = {"f32": 1e-4, "bf16": 2e-2}
 # Of the logits' standard deviation, by the type of the weights: cuBLAS rounds activations to it, and PyTorch that does so is
 # 1.3% off in f16 and 5.3% in bf16.
 LOGITS_ALLOWED = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 8e-2}
@@ -47,6 +50,22 @@ def policy(binary, tiny, name):
     print(json.dumps({"policy": name, "same": same}))
     if why:
         end("wrong", why)
+
+
+def codes(binary, tiny, name):
+    for dtype, allowed in OUTPUTS_ALLOWED.items():
+        for kernel, q_len in (("tiled", 20 if tiny else 300), ("decode", 1)):
+            tensors.write("in.safetensors", (1, 2, 1, q_len, 83, 64) if tiny else (2, 8, 2, q_len, 1999, 128))
+            words = ["--input", "in.safetensors", "--causal", "--dtype", dtype, "--kernel", kernel, "--kv-format", name]
+            found = []
+            for device in ("cpu", "cuda"):
+                kvsieve(binary, "attend", *words, "--output", f"{device}.safetensors", "--device", device)
+                found.append(tensors.arrays(f"{device}.safetensors")["o"])
+            size = max(abs(x) for x in found[0])
+            off = float("nan") if any(x != x for x in found[1]) else max(abs(a - b) for a, b in zip(*found)) / size
+            print(json.dumps({"codes": name, "dtype": dtype, "kernel": kernel, "off_cpu": off, "allowed": allowed}))
+            if not off <= allowed:
+                end("wrong", f"{kernel} {dtype}: {off:.1e} of the largest output off the CPU's, {allowed:.0e} allowed")
 
 
 def differs(cpu, gpu):
@@ -114,4 +133,4 @@ def answers(binary, tiny, name):
 
 if __name__ == "__main__":
     size, binary, what, *words = sys.argv[1:]
-    {"policy": policy, "model": model, "answers": answers}[what](binary, size == "tiny", *words)
+    {"policy": policy, "codes": codes, "model": model, "answers": answers}[what](binary, size == "tiny", *words)

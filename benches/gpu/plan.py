@@ -142,6 +142,8 @@ class Plan:
     def policies(self):
         for policy in TINY_POLICIES if self.tiny else POLICIES:
             yield Step(f"policies/{policy}", f"policy {policy}", self.judged("policy", policy), 60)
+        for codes in CODES:
+            yield Step(f"policies/codes {codes}", f"codes {codes}", self.judged("codes", codes), 60, ("tiled", "decode"))
 
     def models(self):
         for config in sorted(glob.glob(f"{MODELS}/*/config.json")):

@@ -160,12 +160,19 @@ def beside(error):
 
 def judged(records):
     policies = [line for _, line in found(records, "policies") if "same" in line]
+    codes = [line for _, line in found(records, "policies") if "codes" in line]
     models = [line for _, line in found(records, "models") if "off" in line]
     lines = []
     if policies:
         least = min(policies, key=lambda line: line["same"])
         same = f"at least {100 * least['same']:.2f}% of what is kept is the same ({least['policy']})"
         lines.append(f"- {len(policies)} policies beside the CPU's: {same}")
+    if codes:
+        most = max(codes, key=lambda line: line["off_cpu"] / line["allowed"])
+        lines.append(
+            f"- {len(codes)} passes over codes beside the CPU's: at most {most['off_cpu']:.1e} of the largest output off where "
+            f"{most['allowed']:.0e} is allowed ({most['kernel']} over {most['codes']}, {most['dtype']})"
+        )
     if models:
         most = max(models, key=lambda line: line["off"] / line["allowed"])
         off = f"at most {most['off']:.1e} deviations off ({most['model']}, {most['allowed']:.0e} allowed)"
