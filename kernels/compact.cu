@@ -104,28 +104,24 @@ template <int RowBytes> struct Units {
     static constexpr int COUNT = RowBytes / SIZE; // of a row
     using Unit = Bits<SIZE>;
 };
-using Elements = Units<ELEMENTS_BYTES>;
+using Elements = Units<HEAD_BYTES>;
 
-// Keys, and values: how they lie, and where those of a slot do.
-struct Keys : Units<KeyFormat::BYTES> {
-    using Kept = KeyFormat;
-    DEVICE static unsigned char *row(const Lists &l, int list, int slot) { return key_of_slot(l, list, slot); }
+// Keys, or values: how they lie, and where those of a slot and of a page do.
+template <class Format, bool Value> struct Part : Units<Format::BYTES> {
+    using Kept = Format;
+    using typename Units<Format::BYTES>::Unit;
+    DEVICE static unsigned char *row(const Lists &l, int list, int slot) {
+        return Value ? value_of_slot(l, list, slot) : key_of_slot(l, list, slot);
+    }
     DEVICE static Unit *of_slot(const Lists &l, int list, int slot) { return reinterpret_cast<Unit *>(row(l, list, slot)); }
     DEVICE static Unit *of_page(const Pages &g, u32 page) {
+        const u64 first = g.slabs[page >> g.shift] + (Value ? to_values(g, g.page_tokens * KeyFormat::BYTES) : 0);
         const long long index = page & ((1u << g.shift) - 1);
-        return reinterpret_cast<Unit *>(g.slabs[page >> g.shift]) + index * g.page_tokens * COUNT;
+        return reinterpret_cast<Unit *>(first + index * g.page_tokens * Format::BYTES);
     }
 };
-struct Values : Units<ValueFormat::BYTES> {
-    using Kept = ValueFormat;
-    DEVICE static unsigned char *row(const Lists &l, int list, int slot) { return value_of_slot(l, list, slot); }
-    DEVICE static Unit *of_slot(const Lists &l, int list, int slot) { return reinterpret_cast<Unit *>(row(l, list, slot)); }
-    DEVICE static Unit *of_page(const Pages &g, u32 page) {
-        const long long index = page & ((1u << g.shift) - 1);
-        const u64 first = g.slabs[page >> g.shift] + to_values(g, g.page_tokens * KeyFormat::BYTES);
-        return reinterpret_cast<Unit *>(first) + index * g.page_tokens * COUNT;
-    }
-};
+using Keys = Part<KeyFormat, false>;
+using Values = Part<ValueFormat, true>;
 
 // Moves `units` of each row that stays to its place: `place(slot)` is where a slot's row begins.
 template <class Bits, int Units, class Place> DEVICE void keep_rows(const u32 *slots, int count, Place place) {
@@ -266,7 +262,7 @@ KERNEL(128) rotate_queries(ARGUMENT Lists l, ARGUMENT Asking a) {
     if (by == 0) return;
     for (int query = blockIdx.x * 32 + threadIdx.x / 32; query < end; query += 4) {
         const long long row = (long long)blockIdx.y * a.count + query;
-        turn_row<ELEMENT>(static_cast<unsigned char *>(a.q) + row * ELEMENTS_BYTES, a.turns_per_token, by);
+        turn_row<ELEMENT>(static_cast<unsigned char *>(a.q) + row * HEAD_BYTES, a.turns_per_token, by);
     }
 }
 

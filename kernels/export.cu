@@ -9,7 +9,8 @@
 //   1  mma.sync for the products, the keys of a block stay in shared memory, queries in two stages. Compiled and
 //      emulated; not timed on a GPU yet.
 //
-// Compile with -DELEMENT=BF16|F16 -DHEAD_DIM=1..256 -DQUERIES=0..2 (lists.cuh) and the formats of formats.cuh. ROWS is 32 up to D 128, else 16.
+// Compile with -DELEMENT=BF16|F16 -DHEAD_DIM=1..256 -DQUERIES=0..2 (lists.cuh) and the formats of formats.cuh.
+// ROWS is 32 up to D 128, else 16.
 //   export_columns  grid (ceil(width / 64), lists), 128 threads, shared memory: 64 rows of K, for each of 4 warps two
 //                   times ROWS rows of Q, and 4 times 64 floats
 #include "strip.cuh"

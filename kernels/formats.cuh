@@ -30,6 +30,8 @@
 #define V_ZERO 0
 #endif
 
+constexpr int HEAD_BYTES = HEAD_DIM * (ELEMENT == F32 ? 4 : 2); // a row of elements
+
 // Byte `i` of a word as a float, less 128: it becomes the last bits of 2^23's mantissa.
 DEVICE float whole(u32 word, int i) { return bits_to_float(choose_bytes(word, 0x4b000000u, 0x7440u | i)) - 8388736.0f; }
 // The nearest whole number, halves to even, of numbers below 2^22.
@@ -38,21 +40,22 @@ DEVICE float nearest_even(float x) { return (x + 12582912.0f) - 12582912.0f; }
 DEVICE u32 byte_of(float whole) { return whole == whole ? float_to_bits(whole + 12582912.0f) & 255 : 0; }
 DEVICE float between(float x, float least, float most) { return x < least ? least : x > most ? most : x; }
 
-// The larger of magnitudes over a warp; NaN if one is there, since the bits of magnitudes are ordered as these are.
-DEVICE float largest_magnitude(float x) {
-    x = bits_to_float(float_to_bits(x) & 0x7fffffffu);
-    for (int mask = 16; mask; mask /= 2) {
-        const float other = shuffle_xor(x, mask);
-        if (float_to_bits(other) > float_to_bits(x)) x = other;
-    }
-    return x;
+// The larger of a magnitude and that of a number; NaN if one is there, since the bits of magnitudes are ordered as these are.
+DEVICE float larger_magnitude(float size, float x) {
+    const float other = bits_to_float(float_to_bits(x) & 0x7fffffffu);
+    return float_to_bits(other) > float_to_bits(size) ? other : size;
+}
+// The largest of a warp's.
+DEVICE float largest_magnitude(float size) {
+    for (int mask = 16; mask; mask /= 2) size = larger_magnitude(size, shuffle_xor(size, mask));
+    return size;
 }
 
 template <int Code, int Group, bool Zero> struct Format {
     static constexpr bool CODED = Code != PLAIN;
     static constexpr int WORDS = (HEAD_DIM + 3) / 4, SCALE_BYTES = Code == INT8 ? 4 : 0;
     static constexpr int GROUP_BYTES = Group / 2 + (Zero ? 4 : 2);
-    static constexpr int BYTES = Code == PLAIN  ? HEAD_DIM * (ELEMENT == F32 ? 4 : 2)
+    static constexpr int BYTES = Code == PLAIN  ? HEAD_BYTES
                                  : Code == INT4 ? HEAD_DIM / Group * GROUP_BYTES
                                                 : SCALE_BYTES + 4 * WORDS;
     static_assert(Code != INT4 || HEAD_DIM % Group == 0, "a row is whole groups");
@@ -155,20 +158,17 @@ template <int Code, int Group, bool Zero> struct Format {
 
     // A warp writes a row; `of(d)` is element d of it.
     template <class Of> DEVICE static void write(unsigned char *row, Of of) {
+        static_assert(CODED, "elements are copied");
         const int lane = threadIdx.x % 32;
-        if constexpr (Code == PLAIN) {
-            for (int d = lane; d < HEAD_DIM; d += 32) store<ELEMENT>(row, d, of(d));
-        } else if constexpr (Code == INT4) {
-            for (int first = 0; first < HEAD_DIM; first += Group) write_group(row + first / Group * GROUP_BYTES, [&](int i) { return of(first + i); });
+        if constexpr (Code == INT4) {
+            for (int first = 0; first < HEAD_DIM; first += Group)
+                write_group(row + first / Group * GROUP_BYTES, [&](int i) { return of(first + i); });
         } else {
             float scale = 1.0f;
             if constexpr (Code == INT8) {
                 float most = 0.0f;
 #pragma unroll 4 // eight at once spill at D 256 on sm_100
-                for (int d = lane; d < HEAD_DIM; d += 32) {
-                    const float x = bits_to_float(float_to_bits(of(d)) & 0x7fffffffu);
-                    if (float_to_bits(x) > float_to_bits(most)) most = x;
-                }
+                for (int d = lane; d < HEAD_DIM; d += 32) most = larger_magnitude(most, of(d));
                 scale = largest_magnitude(most) / 127.0f;
                 if (lane == 0) *reinterpret_cast<float *>(row) = scale;
                 if (scale == 0.0f) scale = 1.0f;
@@ -191,14 +191,14 @@ template <int Code, int Group, bool Zero> struct Format {
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
             x[i] = of(lane + 32 * i);
-            const float size = bits_to_float(float_to_bits(x[i]) & 0x7fffffffu);
-            if (float_to_bits(size) > float_to_bits(largest)) largest = size;
+            largest = larger_magnitude(largest, x[i]);
             low = -larger(-low, -x[i]), high = larger(high, x[i]);
         }
         largest = largest_magnitude(largest);
         float minimum = 0.0f, range = largest, steps = 7.0f;
         if constexpr (Zero) {
-            for (int mask = 16; mask; mask /= 2) low = -larger(-low, -shuffle_xor(low, mask)), high = larger(high, shuffle_xor(high, mask));
+            for (int mask = 16; mask; mask /= 2)
+                low = -larger(-low, -shuffle_xor(low, mask)), high = larger(high, shuffle_xor(high, mask));
             // The minimum passes a NaN on.
             minimum = rounded(float_to_bits(largest) < 0x7f800000u ? low : bits_to_float(0x7fc00000u));
             range = high - minimum, steps = 15.0f;

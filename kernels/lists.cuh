@@ -29,8 +29,6 @@ struct Observers {
     float scale, softcap;
 };
 
-constexpr int ELEMENTS_BYTES = HEAD_DIM * (ELEMENT == F32 ? 4 : 2); // of a row of elements
-
 // The key of a slot, and its value.
 DEVICE unsigned char *key_of_slot(const Lists &l, int list, int slot) {
     const Pages &g = l.pages;

@@ -8,8 +8,7 @@
 
 static_assert(HEAD_DIM >= 1 && HEAD_DIM <= 256, "an output row of more elements does not fit in registers");
 constexpr int ELEMENT_BYTES = ELEMENT == F32 ? 4 : 2, CHUNK = 16 / ELEMENT_BYTES; // elements of a chunk
-constexpr int HEAD_BYTES = HEAD_DIM * ELEMENT_BYTES;                              // a row in global memory
-constexpr int ROW_BYTES = (HEAD_BYTES + 127) / 128 * 128;                         // and in shared memory
+constexpr int ROW_BYTES = (HEAD_BYTES + 127) / 128 * 128;                         // a row in shared memory
 constexpr int WIDTH = ROW_BYTES / ELEMENT_BYTES, CHUNKS = ROW_BYTES / 16;
 
 // Where chunk `chunk` of row `row` of a tile lies, in bytes from the tile's start.

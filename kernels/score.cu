@@ -6,8 +6,8 @@
 //   1  One read of the rows, element by element: not vectorised. Not timed on a GPU yet.
 //   2  Anchors are joined once for each list, and not by every block that compares keys with them.
 //
-// Compile with -DELEMENT=F32|BF16|F16 -DHEAD_DIM=1..256 and the formats of formats.cuh. Each has the grid (ceil(width / 32), lists) and 128 threads, but
-// anchor_join: (lists), 1024.
+// Compile with -DELEMENT=F32|BF16|F16 -DHEAD_DIM=1..256 and the formats of formats.cuh. Each has the grid
+// (ceil(width / 32), lists) and 128 threads, but anchor_join: (lists), 1024.
 //   score_positions    the position
 //   score_copy         attention received so far
 //   score_age          score / queries that saw the token

@@ -21,8 +21,8 @@
 //   0, 32, 32, at D 160 nothing with NVRTC 13.0 but 0, 0, 32 with 12.8; at D 64 with 128 keys 124, 124, 0; Q in registers
 //   at D 96 0, 92, 0.
 //
-// Compile with -DELEMENT=F32|BF16|F16 -DHEAD_DIM=1..256, the formats of formats.cuh and, of four warps' rows, the keys of a tile, and whether Q is kept
-// in registers:
+// Compile with -DELEMENT=F32|BF16|F16 -DHEAD_DIM=1..256, the formats of formats.cuh and, of four warps' rows, the keys of a
+// tile, and whether Q is kept in registers:
 //   16 bits, D   -DROWS  -DKEYS     -DQ_KEPT
 //   to 64           128  64               1
 //   to 128          128  64, 32           0

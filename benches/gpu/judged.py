@@ -62,7 +62,7 @@ def codes(binary, tiny, name):
                 kvsieve(binary, "attend", *words, "--output", f"{device}.safetensors", "--device", device)
                 found.append(tensors.arrays(f"{device}.safetensors")["o"])
             size = max(abs(x) for x in found[0])
-            off = float("nan") if any(x != x for x in found[1]) else max(abs(a - b) for a, b in zip(*found)) / size
+            off = furthest(found[1], found[0]) / size
             print(json.dumps({"codes": name, "dtype": dtype, "kernel": kernel, "off_cpu": off, "allowed": allowed}))
             if not off <= allowed:
                 end("wrong", f"{kernel} {dtype}: {off:.1e} of the largest output off the CPU's, {allowed:.0e} allowed")
@@ -109,8 +109,12 @@ def deviations(found, expected):
     """The largest difference, in standard deviations of `expected`."""
     mean = sum(expected) / len(expected)
     deviation = (sum((x - mean) ** 2 for x in expected) / len(expected)) ** 0.5
-    # max() would pass over a NaN.
-    return float("nan") if any(x != x for x in found) else max(abs(a - b) for a, b in zip(found, expected)) / deviation
+    return furthest(found, expected) / deviation
+
+
+def furthest(found, expected):
+    """The largest difference; NaN where one is found, which max() would pass over."""
+    return float("nan") if any(x != x for x in found) else max(abs(a - b) for a, b in zip(found, expected))
 
 
 def answers(binary, tiny, name):

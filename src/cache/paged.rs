@@ -5,7 +5,6 @@
 //! where they are, and brings none back.
 
 use super::arrival::Staging;
-
 use super::shapes::Shapes;
 use super::store::Store;
 use super::{CacheShape, Column};

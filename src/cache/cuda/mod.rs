@@ -146,8 +146,8 @@ impl DeviceCache {
         self.pool.most_pages()
     }
 
-    /// Appends the tokens `range` of `k` and `v` `[B, Hkv, length, D]`, elements of the pass's type, to every list; a token's position is its index.
-    /// Returns the GPU's time in nanoseconds.
+    /// Appends the tokens `range` of `k` and `v` `[B, Hkv, length, D]`, elements of the pass's type, to every list; a token's
+    /// position is its index. Returns the GPU's time in nanoseconds.
     ///
     /// # Errors
     /// When there is no room, [`CudaError::Operand`] when a list would grow past `max_tokens`, and as

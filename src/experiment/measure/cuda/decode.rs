@@ -13,6 +13,7 @@ use crate::device::cuda::{Limits, Program, Runtime};
 use crate::experiment::cell::Cell;
 use crate::experiment::engine::{InputError, host_arena};
 use crate::experiment::measure::decode::{cache_shape, fill};
+use crate::format::GpuRows;
 use crate::workload::Workload;
 use std::iter::repeat_n;
 
@@ -21,20 +22,21 @@ const STEPS: u64 = 4;
 
 struct Decode {
     cell: Cell,
+    rows: GpuRows,
     plan: Plan,
 }
 
 pub(in crate::experiment::measure) fn task(cell: &Cell, kernel: &dyn CudaKernel, limits: &Limits) -> Planned {
-    let (shape, params) = (cell.shape(), cell.params());
+    let (shape, params, rows) = (cell.shape(), cell.params(), gpu_rows(cell)?);
     let plan = match (cell.page_tokens, kernel.name()) {
-        (Some(0), _) => kernel.plan(&shape, &params, cell.dtype.into(), limits)?,
-        (_, "decode") => decode_paged(&shape, &params, gpu_rows(cell)?, limits, cache_shape(cell).page_tokens)?,
+        (Some(0), _) => kernel.plan(&shape, &params, rows, limits)?,
+        (_, "decode") => decode_paged(&shape, &params, rows, limits, cache_shape(cell).page_tokens)?,
         _ => {
             let (what, instead) = ("decode steps over pages on CUDA", "decode, or page_tokens = \"contiguous\"");
             return Err(AttentionError::Unsupported { kernel: kernel.name(), what, instead });
         }
     };
-    Ok(Box::new(Decode { cell: cell.clone(), plan }))
+    Ok(Box::new(Decode { cell: cell.clone(), rows, plan }))
 }
 
 impl Decode {
@@ -47,9 +49,9 @@ impl Decode {
         let Bench { runtime, arena, inputs, .. } = bench;
         let tokens = self.cell.context_tokens;
         let mut cache = DeviceCache::new(runtime.device(), arena, cache_shape(&self.cell), self.cell.dtype)?;
-        for start in (0..tokens).step_by(self.cell.page_tokens.unwrap_or(tokens)) {
-            let end = tokens.min(start + self.cell.page_tokens.unwrap_or(tokens));
-            cache.append(runtime, [&inputs.k, &inputs.v], tokens, start..end)?;
+        let step = self.cell.page_tokens.unwrap_or(tokens);
+        for start in (0..tokens).step_by(step) {
+            cache.append(runtime, [&inputs.k, &inputs.v], tokens, start..tokens.min(start + step))?;
         }
         Ok(cache)
     }
@@ -82,8 +84,7 @@ impl CudaTrial for Decode {
     }
 
     fn programs(&self) -> Vec<Program> {
-        let rows = gpu_rows(&self.cell).expect("checked as this was planned");
-        let own = self.is_paged().then(|| cache::cuda::program(rows, self.cell.head_dim));
+        let own = self.is_paged().then(|| cache::cuda::program(self.rows, self.cell.head_dim));
         self.plan.programs().into_iter().chain(own).collect()
     }
 

@@ -18,11 +18,13 @@ use crate::device::cuda::{Limits, Program};
 use crate::experiment::cell::Cell;
 use crate::experiment::measure::evict::lengths::Lengths;
 use crate::experiment::measure::prepared::budget_tokens;
+use crate::format::GpuRows;
 use crate::policy::{Policy, Registry, Statistic};
 use std::ops::Range;
 
 struct Evict {
     cell: Cell,
+    rows: GpuRows,
     /// Keeps everything where nothing is evicted.
     policy: Policy,
     budget_tokens: usize,
@@ -86,7 +88,7 @@ impl Evict {
             Ok(Chunk { tokens, plan, paged: is_paged })
         };
         let chunks = (0..context).step_by(lengths.chunk()).map(chunk).collect::<Result<_, AttentionError>>()?;
-        Ok(Evict { cell: cell.clone(), policy, budget_tokens, chunks, step, again })
+        Ok(Evict { cell: cell.clone(), rows, policy, budget_tokens, chunks, step, again })
     }
 
     fn evicts(&self) -> bool {
@@ -110,8 +112,7 @@ impl Evict {
     /// Bytes of the copies of keys and of values that a layer's attention reads, where it does not read pages.
     fn copied_bytes(&self, chunk: &Chunk) -> [u64; 2] {
         let Shape { batch, kv_heads, kv_len, head_dim, .. } = chunk.plan.shape();
-        let bytes =
-            gpu_rows(&self.cell).expect("checked as this was planned").lists_bytes(batch * kv_heads, kv_len, head_dim);
+        let bytes = self.rows.lists_bytes(batch * kv_heads, kv_len, head_dim);
         if chunk.paged { [0; 2] } else { bytes.map(|bytes| bytes as u64) }
     }
 
@@ -145,11 +146,10 @@ impl CudaTrial for Evict {
 
     fn programs(&self) -> Vec<Program> {
         let (dtype, head_dim) = (self.cell.dtype, self.cell.head_dim);
-        let rows = gpu_rows(&self.cell).expect("checked as this was planned");
         let plans = self.chunks.iter().map(|chunk| &chunk.plan).chain([&self.step]).chain(&self.again);
-        let own = [cache::cuda::program(rows, head_dim), cache::cuda::program(dtype.into(), head_dim)]
+        let own = [cache::cuda::program(self.rows, head_dim), cache::cuda::program(dtype.into(), head_dim)]
             .into_iter()
-            .chain(self.policy.programs(rows, head_dim));
+            .chain(self.policy.programs(self.rows, head_dim));
         plans.flat_map(Plan::programs).chain(own).collect()
     }
 
