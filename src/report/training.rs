@@ -15,14 +15,14 @@ pub struct Drawn {
 }
 
 /// Draws `loss.svg`, and for each evaluated length `accuracy-<tokens>.svg`, into a run's folder; of gates `divergence.svg`
-/// and `compression.svg`, or `explained.svg`.
+/// and `compression.svg`, `distance.svg` and `gates.svg`, or `explained.svg`.
 ///
 /// # Errors
 /// When the log cannot be read or a file cannot be written.
 pub fn draw(folder: &Path) -> Result<Drawn, ReportError> {
     let lines = log::read(folder).map_err(|error| ReportError::Draw(error.to_string()))?;
-    for chart in std::iter::once(loss(&lines)).chain(accuracies(&lines)).chain(gates(&lines)).chain([surrogate(&lines)])
-    {
+    let of_gates = gates(&lines).into_iter().chain(heads(&lines)).chain([surrogate(&lines)]);
+    for chart in std::iter::once(loss(&lines)).chain(accuracies(&lines)).chain(of_gates) {
         if chart.series.iter().any(|series| !series.points.is_empty()) {
             files::replace(&folder.join(format!("{}.svg", chart.id)), &draw::svg(&chart)?)?;
         }
@@ -123,6 +123,47 @@ fn gates(lines: &[Line]) -> [Chart; 2] {
     ]
 }
 
+/// What gates of heads cost, and what is left of them.
+fn heads(lines: &[Line]) -> [Chart; 2] {
+    let (mut distance, mut left) = ([Vec::new(), Vec::new(), Vec::new()], [Vec::new(), Vec::new()]);
+    for line in lines {
+        match line {
+            Line::Heads { step, distance: of_steps, alpha, low, heads, .. } => {
+                distance[0].push(point(*step, *of_steps));
+                left[0].push(point(*step, *alpha));
+                left[1].push(point(*step, 1.0 - *low as f64 / *heads as f64));
+            }
+            Line::HeldOutHeads { step, distance: of_lowest, random } => {
+                distance[1].push(point(*step, *of_lowest));
+                distance[2].push(point(*step, *random));
+            }
+            _ => (),
+        }
+    }
+    distance.iter_mut().for_each(|points| points.retain(|point| point.y > Some(0.0)));
+    let names = ["training", "held out, lowest half near", "held out, random half near"].map(String::from);
+    let of_left = ["mean of the gates", "gates above one half"].map(String::from);
+    [
+        Chart {
+            id: "distance".into(),
+            title: "What gates of heads change of the model's last hidden state".into(),
+            subtitle: "mean square off the dense model where answers are written".into(),
+            caption: "Held out: half of the heads read only what is near, those with the lowest gates or drawn by lot."
+                .into(),
+            y: Axis { label: "mean square".into(), field: "distance", quantity: Quantity::Loss },
+            ..chart(names.into_iter().zip(distance))
+        },
+        Chart {
+            id: "gates".into(),
+            title: "Gates of heads".into(),
+            subtitle: "1: all tokens, 0: the first and the recent ones".into(),
+            caption: "Over all layers and KV heads.".into(),
+            y: Axis { label: "gates".into(), field: "alpha", quantity: Quantity::Share },
+            ..chart(of_left.into_iter().zip(left))
+        },
+    ]
+}
+
 /// How well gates foretell scores, against what they were fitted to.
 fn surrogate(lines: &[Line]) -> Chart {
     let mut curves = [Vec::new(), Vec::new()];
@@ -181,6 +222,12 @@ fn summary(lines: &[Line]) -> String {
                 let evicted = 100.0 * evicted;
                 let _ =
                     writeln!(text, "held-out text: {evicted:.1}% evicted behind the window, KL {kl:.4} nats per token");
+            }
+            Line::HeldOutHeads { step, distance, random } if Some(*step) == lines.last().map(Line::step) => {
+                let _ = writeln!(
+                    text,
+                    "half of the heads near: off by {distance:.4} with the lowest gates, {random:.4} by lot"
+                );
             }
             _ => (),
         }

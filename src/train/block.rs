@@ -2,6 +2,7 @@
 
 use super::activations::{Cheap, Extents, Inner, Recompute, Scratch};
 use super::gates::Gates;
+use super::head_gates::{HeadGates, Streaming};
 use super::heads::{self, Turns};
 use super::holder::UnitGradients;
 use super::lora::{Adapters, Site};
@@ -10,7 +11,9 @@ use super::norm::{self, Columns};
 use super::parameters::{BlockGroups, Group};
 use super::readout::Readout;
 use super::weights::Weights;
-use crate::attention::{AttentionError, Backward, DenseKv, Forward, Gradients, Kernel, Outputs, Shape, Tiled};
+use crate::attention::{
+    AttentionError, Backward, DenseKv, Forward, Gradients, Kernel, KeyBias, Outputs, Shape, Tiled, Workspace,
+};
 use crate::device::Cpu;
 use crate::memory::Buffer;
 use crate::model::norm::Norm;
@@ -55,6 +58,8 @@ pub(super) struct Shared {
     pub dense: Option<Outputs>,
     /// What decides on evicted tokens, where that is trained.
     pub gates: Option<Gates>,
+    /// How much each head reads of everything, where that is trained.
+    pub head_gates: Option<HeadGates>,
     /// What is trained beside matrices that are frozen.
     pub adapters: Option<Adapters>,
     /// What the first keys and values of each sequence are read out of, where that is trained.
@@ -119,7 +124,7 @@ impl Block<'_> {
             Recompute::None => return Ok(()),
             Recompute::Selective => {
                 self.attention_inputs(x, inner, shared);
-                self.by_tokens(&cheap.attention, inner);
+                self.by_tokens(&cheap.attention, inner, &shared.head_gates);
                 if self.groups().after_attention.is_some() {
                     self.residual(x, cheap, inner, shared)?;
                 }
@@ -161,30 +166,43 @@ impl Block<'_> {
         Forward { shape, params, q: q.view().tokens(self.first..self.extents.len), kv, cpu: self.cpu }
     }
 
-    /// Keys and values, with the biases of the keys that a gate decided on.
-    fn kv<'a>(&self, inner: &'a Inner, gates: &'a Option<Gates>) -> Result<DenseKv<'a>, AttentionError> {
+    /// Keys and values, perhaps with biases of the keys.
+    fn kv<'a>(&self, inner: &'a Inner, bias: Option<KeyBias<'a>>) -> Result<DenseKv<'a>, AttentionError> {
         let [_, k, v] = &inner.qkv;
         let kv = DenseKv::new(k.view(), v.view())?;
-        Ok(match gates.as_ref().and_then(|gates| gates.bias(self.layer)) {
+        Ok(match bias {
             Some(bias) => kv.with_bias(bias),
             None => kv,
         })
     }
 
+    /// The biases of the keys that a gate decided on.
+    fn decided<'a>(&self, gates: &'a Option<Gates>) -> Option<KeyBias<'a>> {
+        gates.as_ref().and_then(|gates| gates.bias(self.layer))
+    }
+
     fn attend(&self, cheap: &mut Cheap, inner: &mut Inner, shared: &mut Shared) -> Result<(), AttentionError> {
         let [q, ..] = &inner.qkv;
-        let kv = self.kv(inner, &shared.gates)?;
+        let kv = self.kv(inner, self.decided(&shared.gates))?;
         let outputs = match &mut shared.dense {
             Some(dense) if shared.gates.as_ref().is_some_and(Gates::is_dense) => dense,
             _ => &mut cheap.attention,
         };
         Tiled::AUTO.forward(&self.call(q, &kv), outputs, &mut shared.scratch.forward)?;
-        self.by_tokens(outputs, inner);
+        if let Some(gates) = shared.head_gates.as_mut().filter(|gates| gates.mixes()) {
+            let Streaming { bias, outputs, .. } = gates.streaming(self.layer);
+            let near = self.kv(inner, Some(bias))?;
+            Tiled::AUTO.forward(&self.call(q, &near), outputs, &mut shared.scratch.forward)?;
+        }
+        self.by_tokens(outputs, inner, &shared.head_gates);
         Ok(())
     }
 
-    fn by_tokens(&self, outputs: &Outputs, inner: &mut Inner) {
+    fn by_tokens(&self, outputs: &Outputs, inner: &mut Inner, head_gates: &Option<HeadGates>) {
         heads::side_by_side(self.cpu, &outputs.o, self.extents.len, &mut inner.o);
+        if let Some(gates) = head_gates.as_ref().filter(|gates| gates.mixes()) {
+            gates.mix(self.layer, self.cpu, self.extents.len, &mut inner.o);
+        }
     }
 
     /// Adds up what each rank that shares the block has of `values`.
@@ -214,6 +232,27 @@ impl Block<'_> {
             adapters.forward((self.layer, site), self.cpu, x, y);
         }
         self.sum(y, &mut shared.sums)
+    }
+
+    /// Gradients by q, k and v from that by attention's output by tokens, `d_o`.
+    fn attention_backward(
+        &self,
+        (q, kv): (&Tensor, &DenseKv<'_>),
+        outputs: &Outputs,
+        (d_o, rounded): (&[f32], &mut [bf16]),
+        dqkv: &mut Gradients,
+        workspace: &mut Workspace,
+    ) -> Result<(), AttentionError> {
+        let config = self.extents.config();
+        let dims = [self.extents.batch, self.extents.len - self.first, config.q_heads, config.head_dim];
+        let dtype = self.extents.dtype();
+        let grad_o: &[u8] = match dtype {
+            DType::F32 => bytemuck::cast_slice(d_o),
+            _ => bytemuck::cast_slice(heads::round(self.cpu, d_o, rounded)),
+        };
+        let grad_o = TensorView::contiguous(dtype, dims, grad_o).permuted([0, 2, 1, 3]);
+        let call = Backward { forward: self.call(q, kv), o: outputs.o.view(), lse: &outputs.lse, grad_o };
+        Tiled::AUTO.backward(&call, dqkv, workspace)
     }
 
     fn residual(&self, x: &[f32], cheap: &mut Cheap, inner: &mut Inner, shared: &mut Shared) -> Result<(), RankError> {
@@ -261,7 +300,8 @@ impl Block<'_> {
         dx: &mut [f32],
     ) -> Result<(), RankError> {
         let (config, groups, cpu, w) = (self.extents.config(), self.groups(), self.cpu, self.weights);
-        let Shared { qkv, dp, dn, d_o, rounded, dqkv, scratch, sums, gates, adapters, readout, .. } = shared;
+        let Shared { qkv, dp, dn, d_o, rounded, dqkv, scratch, sums, gates, head_gates, adapters, readout, .. } =
+            shared;
         let (hidden, ffn, q_width, qkv_width) = (config.hidden, config.ffn, config.q_width(), config.qkv_width());
         let [stream, inside, doubled] = [hidden, ffn, 2 * ffn].map(|width| self.live(width));
         let [of_q, of_qkv] = [q_width, qkv_width].map(|width| self.live(width));
@@ -312,22 +352,26 @@ impl Block<'_> {
             }
             None => layer(Site::Out, dx, o, gradients, d_o, products),
         }
-        let dims = [self.extents.batch, self.extents.len - self.first, config.q_heads, config.head_dim];
-        let dtype = self.extents.dtype();
-        let grad_o: &[u8] = match dtype {
-            DType::F32 => bytemuck::cast_slice(d_o),
-            _ => bytemuck::cast_slice(heads::round(cpu, d_o, rounded)),
+        let mut attention = |bias, outputs: &Outputs, d_o: &[f32], qkv: &mut [f32]| {
+            let [q, ..] = &inner.qkv;
+            let kv = self.kv(inner, bias)?;
+            self.attention_backward((q, &kv), outputs, (d_o, rounded), dqkv, &mut scratch.backward)?;
+            if let Some(readout) = &mut *readout {
+                readout.take(self.layer, [&mut dqkv.k, &mut dqkv.v]);
+            }
+            heads::merge(cpu, config, self.turns, [&dqkv.q, &dqkv.k, &dqkv.v], (qkv, self.first));
+            Ok::<_, AttentionError>(())
         };
-        let grad_o = TensorView::contiguous(dtype, dims, grad_o).permuted([0, 2, 1, 3]);
-        let [q, ..] = &inner.qkv;
-        let kv = self.kv(inner, gates)?;
-        let (o, lse) = (cheap.attention.o.view(), &*cheap.attention.lse);
-        let call = Backward { forward: self.call(q, &kv), o, lse, grad_o };
-        Tiled::AUTO.backward(&call, dqkv, &mut scratch.backward)?;
-        if let Some(readout) = readout {
-            readout.take(self.layer, [&mut dqkv.k, &mut dqkv.v]);
+        match head_gates {
+            Some(head_gates) => {
+                head_gates.divide(self.layer, cpu, &cheap.attention.o, d_o);
+                attention(None, &cheap.attention, d_o, qkv)?;
+                let Streaming { bias, outputs, d_o, dqkv } = head_gates.streaming(self.layer);
+                attention(Some(bias), outputs, d_o, dqkv)?;
+                norm::add(cpu, qkv, dqkv);
+            }
+            None => attention(self.decided(gates), &cheap.attention, d_o, qkv)?,
         }
-        heads::merge(cpu, config, self.turns, [&dqkv.q, &dqkv.k, &dqkv.v], (qkv, self.first));
         let qkv = &mut qkv[of_qkv.clone()];
         for (gain, range) in groups.qk_norm.iter().flatten().zip(heads::columns(config)) {
             let columns = Columns { range, stride: qkv_width };

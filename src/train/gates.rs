@@ -33,7 +33,7 @@ pub const OFFSET: f32 = 5.0;
 /// Temperature of the relaxed decision.
 pub const TAU: f32 = 0.1;
 /// Bias of a token that is evicted for good: no probability is left of it in f32.
-const GONE: f32 = -1e4;
+pub(super) const GONE: f32 = -1e4;
 
 /// How tokens are decided on.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -104,16 +104,37 @@ pub(super) fn merge(
 
 /// Puts the heads of `[B, H, Lq, D]` side by side, in the last `Lq` rows of each sequence of `rows`, `[B * len, H * D]`.
 pub(super) fn side_by_side(cpu: &Cpu, heads: &Tensor, len: usize, rows: &mut [f32]) {
-    let ([_, count, long, dim], dtype, heads) = (heads.dims(), heads.dtype(), heads.bytes());
-    let bytes = dim * dtype.bytes();
+    each_row(cpu, heads, len, rows, |_, row, to| to.copy_from_slice(row));
+}
+
+/// Hands every row of the heads `[B, H, Lq, D]` to `put`, with its head and its place in the last `Lq` rows of each sequence of `rows`,
+/// `[B * len, H * D]`.
+pub(super) fn each_row(
+    cpu: &Cpu,
+    heads: &Tensor,
+    len: usize,
+    rows: &mut [f32],
+    put: impl Fn(usize, &[f32], &mut [f32]) + Sync,
+) {
+    let [_, count, long, dim] = heads.dims();
     cpu.install(|| {
-        rows.par_chunks_mut(count * dim).enumerate().skip(len - long).for_each(|(row, to)| {
-            let (batch, at) = (row / len, row % len + long - len);
-            for (head, to) in to.chunks_exact_mut(dim).enumerate() {
-                dtype.decode(&heads[((batch * count + head) * long + at) * bytes..][..bytes], to);
-            }
-        });
+        rows.par_chunks_mut(count * dim).enumerate().skip(len - long).for_each_init(
+            || vec![0.0; dim],
+            |of_head, (row, to)| {
+                for (head, to) in to.chunks_exact_mut(dim).enumerate() {
+                    row_of(heads, (row / len, head, row % len + long - len), of_head);
+                    put(head, of_head, to);
+                }
+            },
+        );
     });
+}
+
+/// A row of heads `[B, H, L, D]`, by sequence, head and place.
+pub(super) fn row_of(heads: &Tensor, (batch, head, at): (usize, usize, usize), to: &mut [f32]) {
+    let ([_, count, long, dim], dtype) = (heads.dims(), heads.dtype());
+    let bytes = dim * dtype.bytes();
+    dtype.decode(&heads.bytes()[((batch * count + head) * long + at) * bytes..][..bytes], to);
 }
 
 /// Rounds to bf16, into the first elements of `to`.

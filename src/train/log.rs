@@ -65,6 +65,36 @@ pub enum Line {
         /// Fraction of the tokens behind a window that were evicted.
         evicted: f64,
     },
+    /// Steps of training gates of heads since the last such line.
+    Heads {
+        /// Steps that are done.
+        step: usize,
+        /// Mean square of what the last norm's output is off the dense model's; mean over the steps since the last line.
+        distance: f64,
+        /// Mean of the gates.
+        alpha: f64,
+        /// Gates below one half.
+        low: usize,
+        /// Gates.
+        heads: usize,
+        /// Learning rate of the last step.
+        rate: f32,
+        /// Tokens that were read, since the beginning.
+        tokens: u64,
+        /// Time at work, since the beginning.
+        seconds: f64,
+        /// Since the last line.
+        tokens_per_second: f64,
+    },
+    /// Sequences that no step has read, with half of the heads reading only what is near.
+    HeldOutHeads {
+        /// Steps that are done.
+        step: usize,
+        /// Mean square off the dense model, of the half with the lowest gates.
+        distance: f64,
+        /// Of a half by lot.
+        random: f64,
+    },
     /// Sequences that were read and repeated for the scores that gates are to foretell.
     Repeated {
         /// Sequences so far.
@@ -116,6 +146,8 @@ impl Line {
             Line::Step { step, .. }
             | Line::Gates { step, .. }
             | Line::HeldOutGates { step, .. }
+            | Line::Heads { step, .. }
+            | Line::HeldOutHeads { step, .. }
             | Line::Repeated { step, .. }
             | Line::Fitted { step, .. }
             | Line::HeldOut { step, .. }

@@ -3,6 +3,7 @@
 use super::activations::{Extents, Recompute, Saved, Scratch};
 use super::block::{Block, Shared};
 use super::gates::{Gates, Mode};
+use super::head_gates::{self, HeadGates};
 use super::heads::Turns;
 use super::holder::{Holder, Unit, Whole};
 use super::lora::Adapters;
@@ -101,6 +102,7 @@ impl<'a> Network<'a> {
             sums: arena.alloc(Label::Workspace, 0)?,
             dense: None,
             gates: None,
+            head_gates: None,
             adapters: None,
             readout: None,
         };
@@ -193,6 +195,20 @@ impl<'a> Network<'a> {
         self.shared.gates.as_mut().expect("a network that distils has gates")
     }
 
+    /// The same with gates of heads, for [`Network::identify`].
+    pub fn with_head_gates(mut self, gates: HeadGates) -> Self {
+        self.shared.head_gates = Some(gates);
+        self
+    }
+
+    /// The gates of heads.
+    ///
+    /// # Panics
+    /// When there are none.
+    pub fn head_gates(&mut self) -> &mut HeadGates {
+        self.shared.head_gates.as_mut().expect("a network that identifies heads has gates of them")
+    }
+
     /// The same with adapters beside matrices that are frozen.
     pub fn with_adapters(mut self, adapters: Adapters) -> Self {
         self.shared.adapters = Some(adapters);
@@ -257,6 +273,35 @@ impl<'a> Network<'a> {
             self.backward(holder, tokens, 0)?;
         }
         Ok(Distilled { kl, evicted, pressure })
+    }
+
+    /// Mean square of what the last norm's output with gates of heads is off the dense model's, over the rows of the batch's targets.
+    /// With a `pressure` on the mean of the gates, adds the gradient of both to the gates'.
+    ///
+    /// # Errors
+    /// When attention cannot be computed.
+    ///
+    /// # Panics
+    /// When there are no gates of heads, and as [`Network::step`].
+    pub fn identify(&mut self, weights: Weights<'_>, batch: &Batch, pressure: Option<f64>) -> Result<f64, RankError> {
+        let holder = &mut Whole { weights, gradients: &mut [] };
+        self.head_gates().begin(false);
+        self.forward(holder, &batch.tokens, 0)?;
+        let Network { shared, n, .. } = self;
+        shared.head_gates.as_mut().expect("head_gates() found them").dense.copy_from_slice(n);
+        self.head_gates().begin(true);
+        self.forward(holder, &batch.tokens, 0)?;
+        let Shared { head_gates, dn, .. } = &mut self.shared;
+        let gates = head_gates.as_mut().expect("head_gates() found them");
+        let judged: Vec<usize> = batch.targets.iter().map(|target| target.row).collect();
+        let dn = pressure.is_some().then_some(&mut **dn);
+        let hidden = self.extents.config().hidden;
+        let distance = head_gates::distance([&gates.dense, &self.n], hidden, &judged, dn);
+        if let Some(pressure) = pressure {
+            gates.press(pressure);
+            self.backward(holder, &batch.tokens, 0)?;
+        }
+        Ok(distance)
     }
 
     /// From the gradient by the last norm's output, in the shared `dn`, to that of every parameter, down to block `first`.

@@ -102,7 +102,7 @@ impl Sizes {
             "intermediate_size": self.ffn,
             "hidden_act": "silu",
             "max_position_embeddings": self.max_positions,
-            "rms_norm_eps": self.norm_eps,
+            "rms_norm_eps": shortest(self.norm_eps),
             "rope_theta": self.rope_theta,
             "attention_bias": false,
             "mlp_bias": false,
@@ -112,6 +112,11 @@ impl Sizes {
             "torch_dtype": "bfloat16",
         })
     }
+}
+
+/// The number that a person would write for one of f32.
+fn shortest(value: f32) -> f64 {
+    value.to_string().parse().expect("a number's text is one")
 }
 
 /// What a recipe's `[model]` says.

@@ -12,7 +12,9 @@ use crate::report::training;
 use crate::tensor::DType;
 use crate::train::Recompute;
 use crate::train::dms::{self, Settings};
+use crate::train::duo;
 use crate::train::fine_tuned::FineTuned;
+use crate::train::head_gates::Near;
 use crate::train::kvzap;
 use crate::train::larimar::{self, Found};
 use crate::train::log::Line;
@@ -31,14 +33,14 @@ const EPISODES: usize = 8;
 #[derive(clap::Args)]
 #[command(next_help_heading = "Training on a loaded model")]
 pub(super) struct Loaded {
-    /// What is trained in place of a recipe's model: gates that evict (dms) or foretell scores (kvzap), a memory of facts's maps (larimar),
+    /// What is trained in place of a recipe's model: gates that evict (dms), foretell scores (kvzap) or tell which heads retrieve (duo), a memory of facts's maps (larimar),
     /// adapters (lora; qlora beside packed matrices) or all parameters (full)
-    #[arg(long, value_name = "NAME", value_parser = ["dms", "kvzap", "larimar", "lora", "qlora", "full"], requires = "model")]
+    #[arg(long, value_name = "NAME", value_parser = ["dms", "kvzap", "duo", "larimar", "lora", "qlora", "full"], requires = "model")]
     method: Option<String>,
     /// Model to train on: a folder, a GGUF file, or builtin
     #[arg(long, value_name = "DIR|FILE.gguf", requires = "method")]
     model: Option<PathBuf>,
-    /// Text to learn from [default: for dms generated text and tasks]
+    /// Text to learn from [default: for dms generated text and tasks, for duo needles in generated sentences]
     #[arg(long, value_name = "FILE", requires = "method")]
     text: Option<PathBuf>,
     /// Tokens of a sequence [default: 1024; larimar: its longest question]
@@ -50,7 +52,7 @@ pub(super) struct Loaded {
     /// First number of everything random
     #[arg(long, value_name = "N", default_value_t = 0, requires = "method")]
     seed: u64,
-    /// Largest learning rate [default: 0.0001; larimar: 0.02]
+    /// Largest learning rate [default: 0.0001; larimar and duo: 0.02]
     #[arg(long, value_name = "X", requires = "method")]
     learning_rate: Option<f32>,
     /// Type in which matrices are multiplied and, but for qlora, kept: f32, or bf16, which takes half the memory and less time
@@ -69,7 +71,10 @@ pub(super) struct Gates {
     /// Recent tokens that are not evicted yet [default: 256]
     #[arg(long, value_name = "N", requires = "method")]
     window: Option<usize>,
-    /// Weight of the term of the loss that asks for eviction [default: 1]
+    /// First tokens that a head of duo reads besides when its gate is 0 [default: 128]
+    #[arg(long, value_name = "N", requires = "method")]
+    sink: Option<usize>,
+    /// Weight of the term of the loss that asks for eviction [default: 1; duo: 0.05]
     #[arg(long, value_name = "X", requires = "method")]
     pressure: Option<f64>,
     /// Whose hidden state decides on a token: its own, or that of the token behind it, as in NVIDIA's DMS [default: itself]
@@ -123,6 +128,7 @@ fn recompute(text: &str) -> Result<Recompute, String> {
 pub(super) enum OnLoaded {
     Gates(Settings),
     Surrogate(kvzap::Settings),
+    Heads(duo::Settings),
     Maps(larimar::Settings),
     Tuning(tune::Settings),
 }
@@ -149,6 +155,23 @@ impl Args {
                 let steps = self.steps.unwrap_or(100);
                 return Ok(Some(OnLoaded::Surrogate(kvzap::Settings { model, text, steps, length, seed, dtype })));
             }
+            "duo" => {
+                let of_dms = |given: &(&str, bool, bool)| ["--ratio", "--decided-by"].contains(&given.0);
+                let given: Vec<_> = self.gates.given().into_iter().filter(of_dms).collect();
+                self.refuse(name, &[&given[..], &self.tuning.given()].concat())?;
+                return Ok(Some(OnLoaded::Heads(duo::Settings {
+                    model,
+                    near: Near { sink: self.gates.sink.unwrap_or(128), recent: self.gates.window.unwrap_or(256) },
+                    text,
+                    steps: self.steps.unwrap_or(200),
+                    length,
+                    batch,
+                    seed,
+                    learning_rate: self.loaded.learning_rate.unwrap_or(0.02),
+                    pressure: self.gates.pressure.unwrap_or(0.05),
+                    weights: self.loaded.weights.unwrap_or(DType::F32),
+                })));
+            }
             "larimar" => {
                 let given = [("--text", text.is_some(), false), ("--length", self.loaded.length.is_some(), false)];
                 self.refuse(name, &[&given[..], &self.gates.given(), &self.tuning.given()].concat())?;
@@ -166,8 +189,8 @@ impl Args {
             "qlora" => Method::Qlora,
             "full" => Method::Full,
             _ => {
-                let Gates { window, pressure, .. } = self.gates;
-                self.refuse(name, &self.tuning.given())?;
+                let Gates { window, pressure, sink, .. } = self.gates;
+                self.refuse(name, &[&[("--sink", sink.is_some(), false)], &self.tuning.given()[..]].concat())?;
                 let ratios = if self.gates.ratio.is_empty() { vec![4.0] } else { self.gates.ratio.clone() };
                 let (window, pressure) = (window.unwrap_or(256), pressure.unwrap_or(1.0));
                 let weights = self.loaded.weights.unwrap_or(DType::F32);
@@ -236,6 +259,7 @@ impl OnLoaded {
         match self {
             OnLoaded::Gates(settings) => run_gates(args, settings),
             OnLoaded::Surrogate(settings) => run_surrogate(args, settings),
+            OnLoaded::Heads(settings) => run_heads(args, settings),
             OnLoaded::Maps(settings) => run_maps(args, settings),
             OnLoaded::Tuning(settings) => run_tuning(args, settings),
         }
@@ -244,10 +268,11 @@ impl OnLoaded {
 
 impl Gates {
     /// Options, whether each was given, and whether it is of adapters.
-    fn given(&self) -> [(&'static str, bool, bool); 4] {
+    fn given(&self) -> [(&'static str, bool, bool); 5] {
         [
             ("--ratio", !self.ratio.is_empty(), false),
             ("--window", self.window.is_some(), false),
+            ("--sink", self.sink.is_some(), false),
             ("--pressure", self.pressure.is_some(), false),
             ("--decided-by", self.decided_by.is_some(), false),
         ]
@@ -329,6 +354,28 @@ fn run_surrogate(args: &Args, settings: &kvzap::Settings) -> Result<(), Failure>
     });
     let (policy, record) = (args.out.join(kvzap::POLICY), args.out.join(RECORD));
     output::print(&format!("{summary}gates: {}\nrecord: {}\n", policy.display(), record.display()))
+}
+
+/// `--method duo`.
+fn run_heads(args: &Args, settings: &duo::Settings) -> Result<(), Failure> {
+    let cpu = args.compute.cpu()?;
+    let (options, bar) = options(args, &cpu, "duo", &settings.model, settings.steps);
+    let mut drawn = Ok(());
+    duo::run(settings, &cpu, &options, &mut |line| match line {
+        Line::Heads { step, distance, low, heads, tokens_per_second, .. } => {
+            bar.set_position(*step as u64);
+            bar.set_message(format!(
+                "off by {distance:.4}  {low} of {heads} gates below 0.5  {tokens_per_second:.0} tokens/s"
+            ));
+        }
+        Line::HeldOutHeads { .. } if drawn.is_ok() => drawn = training::draw(&args.out).map(|_| ()),
+        _ => (),
+    })?;
+    bar.finish_and_clear();
+    drawn?;
+    let figures = training::draw(&args.out)?;
+    let (policy, record) = (args.out.join(duo::POLICY), args.out.join(RECORD));
+    output::print(&format!("{}gates: {}\nrecord: {}\n", figures.summary, policy.display(), record.display()))
 }
 
 /// `--method larimar`.
