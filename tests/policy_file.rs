@@ -290,6 +290,24 @@ fn heads_of_the_lowest_gates_keep_the_first_and_the_recent_tokens() {
     let last = tokens.len();
     assert_eq!(got[3], [0, last - 3, last - 2, last - 1]);
     assert!(registry.policy("knorm+duo+delayed").is_ok() && Registry::default().policy("knorm+duo+delayed").is_err());
+
+    // The same gates as DuoAttention's authors publish them, and what is no such table.
+    let folder = tempfile::tempdir().unwrap();
+    let of = |table: &str| {
+        std::fs::write(folder.path().join("full_attention_heads.tsv"), table).unwrap();
+        let text = format!("knorm+duo:sink=1,recent=3,heads=0.75,gates={}", folder.path().display());
+        Registry::default().policy(&text).map_err(|error| error.to_string())
+    };
+    let published = of("1.0e-01\t2.0e-01\n9.0e-01\t3.0e-01\n").unwrap();
+    assert_eq!(kept(&model, &tokens, tokens.len(), (&published, "12"), &hook), got);
+    for (table, expected) in [
+        ("0.1\t0.2\n0.9\n", "row 2 has 1 gates; 2 are needed"),
+        ("0.1\thalf\n", "row 1: 'half' is no number"),
+        ("\n", "full_attention_heads.tsv is empty"),
+    ] {
+        let said = of(table).err().unwrap_or_default();
+        assert!(said.contains("holds no gates that can be read") && said.ends_with(expected), "{said}");
+    }
 }
 
 #[test]

@@ -44,6 +44,11 @@ impl Recompute {
     /// Every mode, from the most memory to the least.
     pub const ALL: [Recompute; 3] = [Recompute::None, Recompute::Selective, Recompute::Full];
 
+    /// The mode that computes least again of those that take at most so many bytes; if none does, the one that takes fewest.
+    pub fn within(limit_bytes: u64, bytes: impl Fn(Recompute) -> u64) -> Recompute {
+        Self::ALL.into_iter().find(|mode| bytes(*mode) <= limit_bytes).unwrap_or(Recompute::Full)
+    }
+
     /// Its name on the command line.
     pub fn name(self) -> &'static str {
         ["none", "selective", "full"][self as usize]

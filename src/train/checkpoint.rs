@@ -1,12 +1,14 @@
 //! The state of a run, in one file that is there whole or not at all: weights, the optimizer's averages, and how far
 //! the run is. Nothing else decides what follows.
 
-use super::run::TrainError;
+use super::run::{Options, TrainError};
 use crate::tensor::file::TensorFile;
 use crate::tensor::stream;
 use safetensors::Dtype;
+use serde::Serialize;
 use std::collections::HashMap;
 use std::path::Path;
+use std::time::Instant;
 
 /// Name of the file in a run's folder.
 pub(super) const CHECKPOINT: &str = "checkpoint.safetensors";
@@ -22,6 +24,36 @@ pub(super) struct Progress {
     pub tokens: u64,
     /// Time at work.
     pub seconds: f64,
+}
+
+impl Progress {
+    /// Counts a step that began then, and says how long it took, in seconds.
+    pub fn add(&mut self, sequences: usize, tokens: usize, began: Instant) -> f64 {
+        let seconds = began.elapsed().as_secs_f64();
+        self.step += 1;
+        self.sequences += sequences as u64;
+        self.tokens += tokens as u64;
+        self.seconds += seconds;
+        seconds
+    }
+}
+
+/// Refuses to begin where there is a run, and to go on where there is none.
+///
+/// # Errors
+/// In both cases.
+pub(super) fn check(options: &Options) -> Result<(), TrainError> {
+    match (options.out.join(CHECKPOINT).exists(), options.resume) {
+        (true, false) => Err(TrainError::Taken(options.out.clone())),
+        (false, true) => Err(TrainError::Nothing(options.out.clone())),
+        _ => Ok(()),
+    }
+}
+
+/// What a run is known by: all that decides what it does.
+pub(super) fn digest(decides: &impl Serialize) -> String {
+    let text = serde_json::to_string(decides).expect("settings are plain data");
+    blake3::hash(text.as_bytes()).to_hex()[..16].to_string()
 }
 
 /// The arrays of numbers in a checkpoint.

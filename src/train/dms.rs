@@ -8,7 +8,7 @@
 
 use super::activations::{Extents, Recompute};
 use super::adamw::{AdamW, Constants};
-use super::checkpoint::{self, CHECKPOINT, Progress};
+use super::checkpoint::{self, Progress};
 use super::data::Data;
 use super::export;
 use super::gates::{Gates, Mode, OFFSET, SCALE, TAU};
@@ -200,26 +200,20 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
     let Settings { batch, length: len, window, .. } = *settings;
     let skipped = if batch == 1 { window } else { 0 };
     let extents = Extents { parameters: &parameters, batch, len, skipped };
-    let fits = |mode: &Recompute| {
-        let bytes = extents.training_bytes(*mode, cpu.threads());
-        bytes.into_values().chain(Gates::bytes(&extents).into_values()).sum::<u64>() < options.limit_bytes
-    };
-    let recompute = Recompute::ALL.into_iter().find(fits).unwrap_or(Recompute::Full);
+    let beside: u64 = Gates::bytes(&extents).into_values().sum();
+    let bytes = |mode| beside + extents.training_bytes(mode, cpu.threads()).into_values().sum::<u64>();
+    let recompute = Recompute::within(options.limit_bytes, bytes);
 
     let folder = options.out.as_path();
-    let there = folder.join(CHECKPOINT).exists();
-    if there != options.resume {
-        return Err(if there { TrainError::Taken(folder.into()) } else { TrainError::Nothing(folder.into()) });
-    }
+    checkpoint::check(options)?;
     std::fs::create_dir_all(folder).map_err(|error| TrainError::write(folder, &error))?;
-    let text = serde_json::to_string(&(settings, &base)).expect("settings are plain data");
-    let digest = blake3::hash(text.as_bytes()).to_hex()[..16].to_string();
+    let digest = checkpoint::digest(&(settings, &base));
     let weights = Frozen::open(&model, &parameters, &arena)?;
     let gates = Gates::new(&arena, &extents, settings.window, settings.decided_by)?;
     let mut network = Network::new(&arena, cpu, extents, recompute)?.with_gates(&arena, gates)?;
     let mut adamw = AdamW::new(&arena, Gates::count(&config))?;
     let mut progress = Progress::default();
-    if there {
+    if options.resume {
         let gates = network.gates();
         progress = checkpoint::load(folder, &digest, [gates.weights.len(); 3], |array, values| {
             let AdamW { mean, square } = &mut adamw;
@@ -228,11 +222,6 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
         })?;
     }
     let log = Log::open(folder, progress.step)?;
-    let tell = |watch: &mut dyn FnMut(&Line), line: Line| -> Result<(), TrainError> {
-        log.add(&line)?;
-        watch(&line);
-        Ok(())
-    };
     let (optimizer, mut since) = (settings.optimizer(), Since::default());
     let extents = [settings.batch, settings.length];
     let end = options.stop_after.unwrap_or(usize::MAX).min(settings.steps);
@@ -249,11 +238,7 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
         let rate = optimizer.rate(step, settings.steps);
         let Gates { weights: trained, gradient, parameters, .. } = network.gates();
         since.gradient_norm += adamw.update(cpu, &optimizer, parameters, (step, rate), trained, gradient);
-        progress.step += 1;
-        progress.sequences += settings.batch as u64;
-        progress.tokens += tokens.len() as u64;
-        let seconds = began.elapsed().as_secs_f64();
-        progress.seconds += seconds;
+        let seconds = progress.add(settings.batch, tokens.len(), began);
         since.seconds += seconds;
         since.steps += 1;
         since.kl += found.kl;
@@ -262,7 +247,7 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
         let (done, steps) = (progress.step, since.steps as f64);
         if done.is_multiple_of(LOG_STEPS) || done == end {
             let evicted = since.evicted / steps;
-            tell(
+            log.tell(
                 watch,
                 Line::Gates {
                     step: done,
@@ -292,7 +277,7 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
             }
             let line = Line::HeldOutGates { step: done, kl, evicted };
             held_out = serde_json::to_value(&line).ok();
-            tell(watch, line)?;
+            log.tell(watch, line)?;
             let weights = &network.gates().weights;
             checkpoint::save(folder, &digest, &progress, [weights.len(); 3], |array, take| {
                 take([weights, &adamw.mean, &adamw.square][array as usize])

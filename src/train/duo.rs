@@ -9,7 +9,7 @@
 
 use super::activations::{Extents, Recompute};
 use super::adamw::{AdamW, Constants};
-use super::checkpoint::{self, CHECKPOINT, Progress};
+use super::checkpoint::{self, Progress};
 use super::data::Data;
 use super::export;
 use super::head_gates::{HeadGates, Near};
@@ -147,26 +147,20 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
     let parameters = Parameters::all_frozen(&config, settings.weights);
     let arena = Arena::with_limit(options.limit_bytes);
     let extents = Extents { parameters: &parameters, batch: settings.batch, len: settings.length, skipped: 0 };
-    let fits = |mode: &Recompute| {
-        let bytes = extents.training_bytes(*mode, cpu.threads());
-        bytes.into_values().chain(HeadGates::bytes(&extents).into_values()).sum::<u64>() < options.limit_bytes
-    };
-    let recompute = Recompute::ALL.into_iter().find(fits).unwrap_or(Recompute::Full);
+    let beside: u64 = HeadGates::bytes(&extents).into_values().sum();
+    let bytes = |mode| beside + extents.training_bytes(mode, cpu.threads()).into_values().sum::<u64>();
+    let recompute = Recompute::within(options.limit_bytes, bytes);
 
     let folder = options.out.as_path();
-    let there = folder.join(CHECKPOINT).exists();
-    if there != options.resume {
-        return Err(if there { TrainError::Taken(folder.into()) } else { TrainError::Nothing(folder.into()) });
-    }
+    checkpoint::check(options)?;
     std::fs::create_dir_all(folder).map_err(|error| TrainError::write(folder, &error))?;
-    let text = serde_json::to_string(&(settings, &base)).expect("settings are plain data");
-    let digest = blake3::hash(text.as_bytes()).to_hex()[..16].to_string();
+    let digest = checkpoint::digest(&(settings, &base));
     let weights = Frozen::open(&model, &parameters, &arena)?;
     let gates = HeadGates::new(&arena, &extents, settings.near)?;
     let mut network = Network::new(&arena, cpu, extents, recompute)?.with_head_gates(gates);
     let mut adamw = AdamW::new(&arena, HeadGates::count(&config))?;
     let mut progress = Progress::default();
-    if there {
+    if options.resume {
         let alpha = &mut network.head_gates().alpha;
         progress = checkpoint::load(folder, &digest, [alpha.len(); 3], |array, values| {
             let AdamW { mean, square } = &mut adamw;
@@ -175,11 +169,6 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
         })?;
     }
     let log = Log::open(folder, progress.step)?;
-    let tell = |watch: &mut dyn FnMut(&Line), line: Line| -> Result<(), TrainError> {
-        log.add(&line)?;
-        watch(&line);
-        Ok(())
-    };
     let (optimizer, mut since, mut held_out) = (settings.optimizer(), Since::default(), None);
     let of_step = [settings.batch, settings.length];
     let end = options.stop_after.unwrap_or(usize::MAX).min(settings.steps);
@@ -195,11 +184,7 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
         let HeadGates { alpha, gradient, parameters, .. } = network.head_gates();
         adamw.update(cpu, &optimizer, parameters, (step, rate), alpha, gradient);
         alpha.iter_mut().for_each(|alpha| *alpha = alpha.clamp(0.0, 1.0));
-        progress.step += 1;
-        progress.sequences += settings.batch as u64;
-        progress.tokens += batch.tokens.len() as u64;
-        let seconds = began.elapsed().as_secs_f64();
-        progress.seconds += seconds;
+        let seconds = progress.add(settings.batch, batch.tokens.len(), began);
         since = Since { steps: since.steps + 1, distance: since.distance + distance, seconds: since.seconds + seconds };
 
         let done = progress.step;
@@ -216,7 +201,7 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
                 seconds: progress.seconds,
                 tokens_per_second: (since.steps * batch.tokens.len()) as f64 / since.seconds,
             };
-            tell(watch, line)?;
+            log.tell(watch, line)?;
             since = Since::default();
         }
         if done.is_multiple_of(SAVE_STEPS) || done == end {
@@ -243,7 +228,7 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
             order.shuffle(&mut ChaCha8Rng::seed_from_u64(settings.seed));
             let line = Line::HeldOutHeads { step: done, distance, random: judge(&order)? };
             held_out = serde_json::to_value(&line).ok();
-            tell(watch, line)?;
+            log.tell(watch, line)?;
         }
     }
     let record = json!({

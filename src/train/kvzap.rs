@@ -7,7 +7,7 @@
 //! rate; what matters is how many tokens were seen, and of what text. It is written as gates that the policies `kvzap` and
 //! `gate` read, in natural logarithms: the thresholds of kvpress mean the same.
 
-use super::checkpoint::{self, Array, CHECKPOINT, Progress};
+use super::checkpoint::{self, Array, Progress};
 use super::export;
 use super::log::{Line, Log};
 use super::ridge::{Linear, Moments};
@@ -123,10 +123,7 @@ fn misfit(reason: String) -> TrainError {
 /// When settings, text, folder or memory do not allow it.
 pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn FnMut(&Line)) -> Result<(), TrainError> {
     let folder = options.out.as_path();
-    let there = folder.join(CHECKPOINT).exists();
-    if there != options.resume {
-        return Err(if there { TrainError::Taken(folder.into()) } else { TrainError::Nothing(folder.into()) });
-    }
+    checkpoint::check(options)?;
     let path = locate(&settings.model)?;
     let arena = Arena::with_limit(options.limit_bytes);
     let model = Model::open(&path, &arena)?;
@@ -147,8 +144,7 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
     let vocabulary = Vocabulary::of_folder(&path, config)?;
     let source = TextSource::open(&settings.text, &vocabulary, length, seed).map_err(misfit)?;
     std::fs::create_dir_all(folder).map_err(|error| TrainError::write(folder, &error))?;
-    let written = serde_json::to_string(&(settings, &model.fingerprint)).expect("settings are plain data");
-    let digest = blake3::hash(written.as_bytes()).to_hex()[..16].to_string();
+    let digest = checkpoint::digest(&(settings, &model.fingerprint));
 
     let heads = config.kv_heads;
     let of_layers =
@@ -159,7 +155,7 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
     // Sums of doubles are written as twice as many numbers of half the width, bit for bit.
     let lens = [2 * config.layers * width * width, 0, 0];
     let mut progress = Progress::default();
-    if there {
+    if options.resume {
         progress = checkpoint::load(folder, &digest, lens, |array, words| {
             if array == Array::Weights {
                 let parts = words.chunks_exact(2 * width * width);
@@ -175,22 +171,14 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
     for number in 0..JUDGED {
         add(&teacher, &source.drawn(HELD_OUT + number, [1, length]), &mut held_out, &mut scratch)?;
     }
-    let mut tell = |line: Line| -> Result<(), TrainError> {
-        log.add(&line)?;
-        watch(&line);
-        Ok(())
-    };
     let mut judged = Vec::new();
     let end = options.stop_after.unwrap_or(usize::MAX).min(steps);
     while progress.step < end {
         let began = Instant::now();
         add(&teacher, &source.drawn(progress.sequences, [1, length]), &mut moments, &mut scratch)?;
-        progress.step += 1;
-        progress.sequences += 1;
-        progress.tokens += length as u64;
-        progress.seconds += began.elapsed().as_secs_f64();
+        progress.add(1, length, began);
         let Progress { step, tokens, seconds, .. } = progress;
-        tell(Line::Repeated { step, tokens, seconds, tokens_per_second: tokens as f64 / seconds })?;
+        log.tell(watch, Line::Repeated { step, tokens, seconds, tokens_per_second: tokens as f64 / seconds })?;
         if step.is_multiple_of(SAVE_STEPS) || step == end {
             let fitted = fit(&moments, heads, cpu, &arena)?;
             judged = explained(&held_out, heads, &fitted);
@@ -200,7 +188,7 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
             })?;
             write_gates(&model, &fitted, &judged, &progress, &folder.join(POLICY))?;
             let learned = mean(&explained(&moments, heads, &fitted));
-            tell(Line::Fitted { step, explained: learned, held_out: mean(&judged) })?;
+            log.tell(watch, Line::Fitted { step, explained: learned, held_out: mean(&judged) })?;
         }
     }
     let record = json!({

@@ -11,7 +11,7 @@ mod fit;
 
 use super::activations::{Extents, Recompute};
 use super::adamw::{AdamW, Constants};
-use super::checkpoint::{self, CHECKPOINT, Progress};
+use super::checkpoint::{self, Progress};
 use super::export;
 use super::fine_tuned::{FineTuned, fine_tune};
 use super::holder::Whole;
@@ -139,10 +139,7 @@ pub fn run(
     let misfit = |reason| TrainError::Misfit { name: "larimar".into(), reason };
     settings.check().map_err(misfit)?;
     let folder = options.out.as_path();
-    let there = folder.join(CHECKPOINT).exists();
-    if there != options.resume {
-        return Err(if there { TrainError::Taken(folder.into()) } else { TrainError::Nothing(folder.into()) });
-    }
+    checkpoint::check(options)?;
     let located = locate(&settings.model)?;
     let (arena, text) = (Arena::with_limit(options.limit_bytes), Text::open(&located)?);
     let model = Model::open(&located, &arena)?;
@@ -158,18 +155,16 @@ pub fn run(
     let parameters = Parameters::all_frozen(&config, settings.weights);
     let extents = Extents { parameters: &parameters, batch: settings.batch, len, skipped: 0 };
     let of_training = Arena::with_limit(options.limit_bytes);
-    let fits =
-        |mode: &Recompute| bytes(&extents, *mode, cpu.threads()).into_values().sum::<u64>() < options.limit_bytes;
-    let recompute = Recompute::ALL.into_iter().find(fits).unwrap_or(Recompute::Full);
+    let bytes = |mode| bytes(&extents, mode, cpu.threads()).into_values().sum();
+    let recompute = Recompute::within(options.limit_bytes, bytes);
     std::fs::create_dir_all(folder).map_err(|error| TrainError::write(folder, &error))?;
-    let description = serde_json::to_string(&(settings, &base)).expect("settings are plain data");
-    let digest = blake3::hash(description.as_bytes()).to_hex()[..16].to_string();
+    let digest = checkpoint::digest(&(settings, &base));
     let weights = Frozen::open(&located, &parameters, &of_training)?;
     let readout = Readout::new(&of_training, &extents, shape(&config), cpu.threads(), settings.seed)?;
     let mut adamw = AdamW::new(&of_training, readout.weights.len())?;
     let mut network = Network::new(&of_training, cpu, extents, recompute)?.with_readout(readout);
     let mut progress = Progress::default();
-    if there {
+    if options.resume {
         let readout = network.readout();
         progress = checkpoint::load(folder, &digest, [readout.weights.len(); 3], |array, values| {
             let AdamW { mean, square } = &mut adamw;
@@ -178,11 +173,6 @@ pub fn run(
         })?;
     }
     let log = Log::open(folder, progress.step)?;
-    let mut tell = |line: Line| -> Result<(), TrainError> {
-        log.add(&line)?;
-        watch(&line);
-        Ok(())
-    };
     let optimizer = settings.optimizer();
     let end = options.stop_after.unwrap_or(usize::MAX).min(settings.steps);
     let (mut loss, mut since, mut seconds) = (0.0, 0, 0.0);
@@ -197,25 +187,26 @@ pub fn run(
         let rate = optimizer.rate(step, settings.steps);
         let Readout { weights: trained, gradient, parameters, .. } = network.readout();
         let gradient_norm = adamw.update(cpu, &optimizer, parameters, (step, rate), trained, gradient);
-        progress.step += 1;
-        progress.sequences += settings.batch as u64;
-        progress.tokens += batch.tokens.len() as u64;
-        let elapsed = began.elapsed().as_secs_f64();
-        progress.seconds += elapsed;
+        let elapsed = progress.add(settings.batch, batch.tokens.len(), began);
         (loss, since, seconds) = (loss + found, since + 1, seconds + elapsed);
         let done = progress.step;
         if done.is_multiple_of(LOG_STEPS) || done == end {
-            tell(Line::Step {
-                step: done,
-                length_tokens: len,
-                loss: loss / f64::from(since),
-                rate,
-                gradient_norm,
-                tokens: progress.tokens,
-                seconds: progress.seconds,
-                tokens_per_second: f64::from(since) * batch.tokens.len() as f64 / seconds,
-                gflop_per_second: f64::from(since) * network.extents().step_flop(batch.targets.len()) / seconds / 1e9,
-            })?;
+            log.tell(
+                watch,
+                Line::Step {
+                    step: done,
+                    length_tokens: len,
+                    loss: loss / f64::from(since),
+                    rate,
+                    gradient_norm,
+                    tokens: progress.tokens,
+                    seconds: progress.seconds,
+                    tokens_per_second: f64::from(since) * batch.tokens.len() as f64 / seconds,
+                    gflop_per_second: f64::from(since) * network.extents().step_flop(batch.targets.len())
+                        / seconds
+                        / 1e9,
+                },
+            )?;
             (loss, since, seconds) = (0.0, 0, 0.0);
         }
         if done.is_multiple_of(SAVE_STEPS) || done == end {

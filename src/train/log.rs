@@ -181,8 +181,15 @@ impl Log {
         Ok(Log { path })
     }
 
+    /// Adds a line, and hands it to `watch`.
+    pub fn tell(&self, watch: &mut dyn FnMut(&Line), line: Line) -> Result<(), TrainError> {
+        self.add(&line)?;
+        watch(&line);
+        Ok(())
+    }
+
     /// Adds a line.
-    pub fn add(&self, line: &Line) -> Result<(), TrainError> {
+    fn add(&self, line: &Line) -> Result<(), TrainError> {
         let file = OpenOptions::new().append(true).open(&self.path);
         file.and_then(|mut file| file.write_all(text(line).as_bytes()))
             .map_err(|error| TrainError::write(&self.path, &error))

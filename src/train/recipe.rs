@@ -2,6 +2,7 @@
 
 use super::Recompute;
 use super::adamw::Constants;
+use super::checkpoint;
 use super::origin::{Origin, Sizes};
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
@@ -217,8 +218,7 @@ impl Recipe {
 
     /// A text by which a recipe is known again.
     pub fn digest(&self) -> String {
-        let text = serde_json::to_string(self).expect("a recipe is plain data");
-        blake3::hash(text.as_bytes()).to_hex()[..16].to_string()
+        checkpoint::digest(self)
     }
 }
 

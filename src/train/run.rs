@@ -3,7 +3,7 @@
 pub use super::error::TrainError;
 
 use super::activations::Extents;
-use super::checkpoint::{CHECKPOINT, Progress};
+use super::checkpoint::{self, Progress};
 use super::data::{Data, DataError};
 use super::export;
 use super::log::{Line, Log};
@@ -135,18 +135,12 @@ impl<'a> Trainer<'a> {
         options: &'a Options,
     ) -> Result<Self, TrainError> {
         let folder = options.out.as_path();
-        let there = folder.join(CHECKPOINT).exists();
-        if there && !options.resume {
-            return Err(TrainError::Taken(folder.into()));
-        }
-        if !there && options.resume {
-            return Err(TrainError::Nothing(folder.into()));
-        }
+        checkpoint::check(options)?;
         std::fs::create_dir_all(folder).map_err(|error| TrainError::write(folder, &error))?;
         let digest = recipe.digest();
         let Place { comm, cpu, stage, offload, .. } = *place;
         let mut zero = Zero::new(arena, groups, cpu, [whole, parameters], stage, offload.then_some(folder))?;
-        let progress = if there {
+        let progress = if options.resume {
             zero.load(folder, &digest)?
         } else {
             zero.start(start, recipe.seed)?;
@@ -258,11 +252,7 @@ impl<'a> Trainer<'a> {
     }
 
     fn tell(&self, watch: &mut dyn FnMut(&Line), line: Line) -> Result<(), TrainError> {
-        if let Some(log) = &self.log {
-            log.add(&line)?;
-            watch(&line);
-        }
-        Ok(())
+        self.log.as_ref().map_or(Ok(()), |log| log.tell(watch, line))
     }
 
     fn save(&mut self) -> Result<(), TrainError> {

@@ -3,6 +3,7 @@
 
 mod eviction;
 mod families;
+mod heads;
 mod readout;
 mod tuning;
 mod zero;

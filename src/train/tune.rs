@@ -8,7 +8,7 @@
 
 use super::activations::{Extents, Recompute};
 use super::adamw::Constants;
-use super::checkpoint::{self, CHECKPOINT, Progress};
+use super::checkpoint::{self, Progress};
 use super::export;
 use super::log::{self, Line, Log};
 use super::lora::Asked;
@@ -174,29 +174,21 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
     let arena = Arena::with_limit(options.limit_bytes);
     let plan = Plan::new(settings, &config, &model).map_err(misfit)?;
     let folder = options.out.as_path();
-    let there = folder.join(CHECKPOINT).exists();
-    if there != options.resume {
-        return Err(if there { TrainError::Taken(folder.into()) } else { TrainError::Nothing(folder.into()) });
-    }
+    checkpoint::check(options)?;
     std::fs::create_dir_all(folder).map_err(|error| TrainError::write(folder, &error))?;
-    let digest = serde_json::to_string(&(settings, &base)).expect("settings are plain data");
-    let digest = blake3::hash(digest.as_bytes()).to_hex()[..16].to_string();
+    let digest = checkpoint::digest(&(settings, &base));
 
     let extents = Extents { parameters: &plan.parameters, batch: at_once, len, skipped: 0 };
     let mut tuned = Tuned::open(&plan, &arena, cpu)?;
-    let fits = |mode: &Recompute| {
-        plan.bytes(&extents, *mode, cpu.threads(), tuned.packed_bytes()).into_values().sum::<u64>()
-            <= options.limit_bytes
-    };
-    let least = || Recompute::ALL.into_iter().find(fits).unwrap_or(Recompute::Full);
-    let recompute = settings.recompute.unwrap_or_else(least);
+    let bytes = |mode| plan.bytes(&extents, mode, cpu.threads(), tuned.packed_bytes()).into_values().sum();
+    let recompute = settings.recompute.unwrap_or_else(|| Recompute::within(options.limit_bytes, bytes));
     let predicted = plan.bytes(&extents, recompute, cpu.threads(), tuned.packed_bytes());
     let mut network = Network::new(&arena, cpu, extents, recompute)?;
     if let Some(adapters) = plan.adapters(&arena, &extents, settings.seed)? {
         network = network.with_adapters(adapters);
     }
     let mut progress = Progress::default();
-    if there {
+    if options.resume {
         let lens = tuned.lens(&mut network);
         progress = checkpoint::load(folder, &digest, lens, |array, values| {
             tuned.array(&mut network, array).copy_from_slice(values);
@@ -205,14 +197,9 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
         tuned.refresh(cpu);
     }
     let log = Log::open(folder, progress.step)?;
-    let mut tell = |line: Line| -> Result<(), TrainError> {
-        log.add(&line)?;
-        watch(&line);
-        Ok(())
-    };
     let held_out = |step, loss: f64| Line::HeldOut { step, loss, perplexity: loss.exp() };
     if progress.step == 0 {
-        tell(held_out(0, judge(settings, &text, &mut network, &mut tuned)?))?;
+        log.tell(watch, held_out(0, judge(settings, &text, &mut network, &mut tuned)?))?;
     }
     let (constants, mut since) = (settings.constants(), Since::default());
     let (sequences, end) = (settings.sequences(), options.stop_after.unwrap_or(usize::MAX).min(steps));
@@ -231,30 +218,29 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
         }
         let rate = constants.rate(step, steps);
         let gradient_norm = tuned.update(cpu, &constants, (step, rate), &mut network);
-        progress.step += 1;
-        progress.sequences += sequences as u64;
-        progress.tokens += (sequences * len) as u64;
-        let seconds = began.elapsed().as_secs_f64();
-        progress.seconds += seconds;
+        let seconds = progress.add(sequences, sequences * len, began);
         since = Since { steps: since.steps + 1, loss: since.loss + loss, seconds: since.seconds + seconds };
         let done = progress.step;
         if done.is_multiple_of(LOG_STEPS) || done == end {
             let flop = (since.steps * settings.accumulate) as f64 * extents.step_flop(at_once * (len - 1));
-            tell(Line::Step {
-                step: done,
-                length_tokens: len,
-                loss: since.loss / since.steps as f64,
-                rate,
-                gradient_norm,
-                tokens: progress.tokens,
-                seconds: progress.seconds,
-                tokens_per_second: (since.steps * sequences * len) as f64 / since.seconds,
-                gflop_per_second: flop / since.seconds / 1e9,
-            })?;
+            log.tell(
+                watch,
+                Line::Step {
+                    step: done,
+                    length_tokens: len,
+                    loss: since.loss / since.steps as f64,
+                    rate,
+                    gradient_norm,
+                    tokens: progress.tokens,
+                    seconds: progress.seconds,
+                    tokens_per_second: (since.steps * sequences * len) as f64 / since.seconds,
+                    gflop_per_second: flop / since.seconds / 1e9,
+                },
+            )?;
             since = Since::default();
         }
         if done.is_multiple_of(SAVE_STEPS) || done == end {
-            tell(held_out(done, judge(settings, &text, &mut network, &mut tuned)?))?;
+            log.tell(watch, held_out(done, judge(settings, &text, &mut network, &mut tuned)?))?;
             let lens = tuned.lens(&mut network);
             checkpoint::save(folder, &digest, &progress, lens, |array, take| take(tuned.array(&mut network, array)))?;
             plan.export(folder, &settings.model, &base, &mut tuned, &mut network)?;

@@ -14,13 +14,17 @@ use super::near::{Near, attention_near, equal_share, keep_near};
 use super::{OverHeads, lens, level};
 use crate::named::Parameter;
 use crate::policy::Axis::{KvHeads, Layers};
-use crate::policy::{Context, Learned, Part, PartEntry, PolicyError, Scored, Statistic};
+use crate::policy::published::{self, GATES, folder, from_file};
+use crate::policy::{Axis, Context, Learned, Part, PartEntry, PolicyError, Scored, Statistic};
+
+/// The gates in a policy file.
+const ALPHA: (&str, &[Axis]) = ("duo.alpha", &[Layers, KvHeads]);
 
 /// The registry's line.
 pub const ENTRY: PartEntry = PartEntry {
     name: "duo",
-    about: "heads that look near, or have the lowest gates in duo.alpha [layers, Hkv] of --policy-file, keep the first and \
-            the recent tokens, the others share the rest",
+    about: "heads that look near, or have the lowest gates in duo.alpha [layers, Hkv] of gates or --policy-file, keep the first \
+            and the recent tokens, the others share the rest; gates may be a folder of DuoAttention's authors",
     paper: "2410.10819",
     parameters: &[
         Parameter { name: "sink", default: "128", about: "first tokens that a streaming head keeps" },
@@ -31,11 +35,19 @@ pub const ENTRY: PartEntry = PartEntry {
             about: "fraction of a layer's heads, by gates of the model's, that are streaming heads",
         },
         Parameter { name: "last", default: "64", about: "latest queries that tell which" },
+        GATES,
     ],
     build: |named, assets| {
         let near = Near { sink: named.count("sink", 128, 0)?, recent: named.count("recent", 256, 1)? };
         let (heads, last) = (named.number("heads", 0.5, 0.0..=1.0)?, named.count("last", 64, 1)?);
-        let alpha = assets.optional("duo.alpha", &[Layers, KvHeads])?;
+        let alpha = match folder(named) {
+            Some(path) => {
+                let alpha = published::duo::read(path)?;
+                assets.note(path, &[(ALPHA.0, ALPHA.1, &alpha)])?;
+                Some(alpha)
+            }
+            None => from_file(named, assets, |assets| assets.optional(ALPHA.0, ALPHA.1))?,
+        };
         let streaming = alpha.map(|alpha| lowest(&alpha, heads));
         Ok(Part::Heads(Box::new(Duo { near, heads, last, streaming })))
     },

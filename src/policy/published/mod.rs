@@ -1,15 +1,41 @@
-//! Learned policies as others publish them: Hugging Face folders with a `config.json` and weights of their own.
+//! Learned policies as others publish them, in folders of their own, and how a policy's text names them: in place of a file.
 
 pub(super) mod dms;
+pub(super) mod duo;
 pub(super) mod kvzap;
 
-use super::PolicyError;
 use super::assets::decoded;
+use super::{Assets, PolicyError, PolicyFile};
+use crate::named::{Named, Parameter};
 use crate::tensor::file::TensorFile;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 
-/// A folder's configuration and weights.
+/// The parameter of policies that read gates.
+pub const GATES: Parameter = Parameter {
+    name: "gates",
+    default: "auto",
+    about: "file of trained gates, or a folder as others publish them; auto: --policy-file",
+};
+
+/// The folder that a policy's text names in place of a file.
+pub fn folder(named: &Named) -> Option<&Path> {
+    named.text(GATES.name).map(Path::new).filter(|path| path.is_dir())
+}
+
+/// What `build` makes of the file that a policy's text names, or else of the one that was given.
+pub fn from_file<T>(
+    named: &Named,
+    assets: &mut Assets<'_>,
+    build: impl FnOnce(&mut Assets<'_>) -> Result<T, PolicyError>,
+) -> Result<T, PolicyError> {
+    match named.text(GATES.name) {
+        None | Some("auto") => build(assets),
+        Some(path) => assets.of_file(&PolicyFile::open(Path::new(path))?, build),
+    }
+}
+
+/// Configuration and weights of a Hugging Face folder.
 struct Folder {
     path: PathBuf,
     config: Value,

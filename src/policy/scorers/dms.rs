@@ -6,13 +6,13 @@
 //! once, when it leaves the window of recent tokens. `hidden` is the token's own, or that of the token behind it where the file
 //! says so in its metadata (`decided_by = next`).
 
-use super::gate::{GATES, Gate, folder, from_file};
+use super::gate::Gate;
 use super::protect::Protected;
 use crate::named::Parameter;
 use crate::policy::Axis::{self, Hidden, KvHeads, Layers};
 use crate::policy::allocation::{ada::Ada, global::Global};
 use crate::policy::network::Network;
-use crate::policy::published::{self, dms::CheckpointGates};
+use crate::policy::published::{self, GATES, dms::CheckpointGates, folder, from_file};
 use crate::policy::{Assets, DecidedBy, Decoding, Learned, Policy, PolicyEntry, PolicyError, Protect, Schedule};
 use std::path::Path;
 

@@ -6,11 +6,10 @@
 //! hands it to a press. A token is scored once, as it arrives, and its score stays with it in the cache; the budget decides
 //! how many stay, where KVzap evicts below a threshold.
 
-use crate::named::{Named, Parameter};
 use crate::policy::Axis::{self, Hidden, KvHeads, Layers};
 use crate::policy::network::Network;
-use crate::policy::published::kvzap;
-use crate::policy::{Assets, Context, Policy, PolicyEntry, PolicyError, PolicyFile, Scorer, Statistic};
+use crate::policy::published::{GATES, folder, from_file, kvzap};
+use crate::policy::{Assets, Context, Policy, PolicyEntry, PolicyError, Scorer, Statistic};
 use std::path::Path;
 
 /// The registry's line.
@@ -28,30 +27,6 @@ pub const ENTRY: PolicyEntry = PolicyEntry {
 
 const WEIGHT: (&str, &[Axis]) = ("gate.weight", &[Layers, KvHeads, Hidden]);
 const BIAS: (&str, &[Axis]) = ("gate.bias", &[Layers, KvHeads]);
-
-/// The parameter of policies that read gates.
-pub const GATES: Parameter = Parameter {
-    name: "gates",
-    default: "auto",
-    about: "file of trained gates, or a folder as others publish them; auto: --policy-file",
-};
-
-/// The folder that a policy's text names in place of a file.
-pub fn folder(named: &Named) -> Option<&Path> {
-    named.text(GATES.name).map(Path::new).filter(|path| path.is_dir())
-}
-
-/// What `build` makes of the file that a policy's text names, or else of the one that was given.
-pub fn from_file(
-    named: &Named,
-    assets: &mut Assets<'_>,
-    build: impl FnOnce(&mut Assets<'_>) -> Result<Policy, PolicyError>,
-) -> Result<Policy, PolicyError> {
-    match named.text(GATES.name) {
-        None | Some("auto") => build(assets),
-        Some(path) => assets.of_file(&PolicyFile::open(Path::new(path))?, build),
-    }
-}
 
 fn build(assets: &mut Assets<'_>) -> Result<Policy, PolicyError> {
     let weight = assets.needed(WEIGHT.0, WEIGHT.1)?;

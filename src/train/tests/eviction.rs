@@ -33,13 +33,13 @@ fn tokens(extents: &Extents<'_>) -> Vec<u32> {
 }
 
 /// The families whose attention differs: plain, soft-capped with sliding windows, with norms of heads.
-fn models(dtype: DType) -> [Parameters; 3] {
+pub(super) fn models(dtype: DType) -> [Parameters; 3] {
     [config(&SMALL, 50), families::config("gemma2"), families::config("qwen3")]
         .map(|config| Parameters::all_frozen(&config, dtype))
 }
 
 /// Weights of a model, in the type of its matrices.
-fn frozen(parameters: &Parameters, arena: &Arena) -> Frozen {
+pub(super) fn frozen(parameters: &Parameters, arena: &Arena) -> Frozen {
     let all = weights(parameters, 3);
     let of_kind = |is_matrix: bool| {
         let kind = parameters.all.iter().filter(move |parameter| parameter.role.decays() == is_matrix);
