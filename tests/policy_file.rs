@@ -285,9 +285,9 @@ fn heads_of_the_lowest_gates_keep_the_first_and_the_recent_tokens() {
     let hook = Recorder::new(Activation::Q, 2);
     let got = kept(&model, &tokens, tokens.len(), (&policy, "12"), &hook);
     let lens: Vec<usize> = got.iter().map(Vec::len).collect();
-    // Three of four heads of the model are streaming heads. Where all of a layer are, they share its budget.
-    assert_eq!(lens, [12, 12, 20, 4]);
+    // Three of four heads of the model are streaming heads; the fourth has what they leave of the model's budget.
     let last = tokens.len();
+    assert_eq!((lens, last >= 36), (vec![4, 4, 36, 4], true));
     assert_eq!(got[3], [0, last - 3, last - 2, last - 1]);
     assert!(registry.policy("knorm+duo+delayed").is_ok() && Registry::default().policy("knorm+duo+delayed").is_err());
 

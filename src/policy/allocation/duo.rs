@@ -4,18 +4,20 @@
 //!
 //! The paper learns which heads retrieve, over a corpus: where a policy file has its gates, `duo.alpha` `[layers, Hkv]`, the
 //! fraction `heads` of all heads of the model with the lowest gates (clipped to 0 to 1, rounded to a whole number of
-//! heads, of equal gates the first) are streaming heads, as kvpress has it. Without them it is measured on the context: of a layer's KV heads the
+//! heads, of equal gates the first) are streaming heads, as kvpress has it. They may lie in some layers and not in others, so that the retrieval
+//! heads of all layers share what is left: a layer gets what its heads do. Without gates it is measured on the context: of a layer's KV heads the
 //! fraction `heads` (rounded down) whose last `last` queries put least attention outside sinks and recent tokens are
 //! streaming heads. Between decode steps fewer queries may be at hand, as many as the scorer asks for. A streaming head
 //! never keeps more than an equal share. What retrieval heads cannot hold goes back to streaming heads, so that the
 //! budget is met.
 
-use super::near::{Near, attention_near, equal_share, keep_near};
-use super::{OverHeads, lens, level};
+use super::near::{Near, attention_near, keep_near};
+use super::{OverHeads, OverLayers, layers_of, lens, level, sequence_total};
 use crate::named::Parameter;
 use crate::policy::Axis::{KvHeads, Layers};
 use crate::policy::published::{self, GATES, folder, from_file};
 use crate::policy::{Axis, Context, Learned, Part, PartEntry, PolicyError, Scored, Statistic};
+use std::sync::Arc;
 
 /// The gates in a policy file.
 const ALPHA: (&str, &[Axis]) = ("duo.alpha", &[Layers, KvHeads]);
@@ -48,8 +50,13 @@ pub const ENTRY: PartEntry = PartEntry {
             }
             None => from_file(named, assets, |assets| assets.optional(ALPHA.0, ALPHA.1))?,
         };
-        let streaming = alpha.map(|alpha| lowest(&alpha, heads));
-        Ok(Part::Heads(Box::new(Duo { near, heads, last, streaming })))
+        let streaming: Option<Arc<[bool]>> = alpha.map(|alpha| lowest(&alpha, heads).into());
+        let by_layer = streaming.clone();
+        let of_heads = Box::new(Duo { near, heads, last, streaming });
+        Ok(match by_layer {
+            Some(streaming) => Part::Both(Box::new(Gated { near, streaming }), of_heads),
+            None => Part::Heads(of_heads),
+        })
     },
 };
 
@@ -58,7 +65,13 @@ struct Duo {
     heads: f64,
     last: usize,
     /// Whether each head of the model is a streaming head, `[layers * Hkv]`, where a file tells.
-    streaming: Option<Vec<bool>>,
+    streaming: Option<Arc<[bool]>>,
+}
+
+/// What layers get where gates tell which heads stream.
+struct Gated {
+    near: Near,
+    streaming: Arc<[bool]>,
 }
 
 /// Marks the fraction `share` of all heads that has the lowest gates.
@@ -103,16 +116,46 @@ impl OverHeads for Duo {
             }
         };
 
-        let most = (self.near.sink + self.near.recent).min(equal_share(context, sequence, total));
-        let mut counts = vec![0; caps.len()];
-        streaming.iter().for_each(|&head| counts[head] = most.min(caps[head]));
-        let rest = total.saturating_sub(counts.iter().sum());
-        let caps_of_rest: Vec<usize> = retrieval.iter().map(|&head| caps[head]).collect();
-        let mut shares = vec![0; retrieval.len()];
-        level(rest, &mut shares, &caps_of_rest);
-        retrieval.iter().zip(shares).for_each(|(&head, share)| counts[head] = share);
-        level(total, &mut counts, &caps);
+        let counts = divided(total, self.near, &streaming, &retrieval, &caps);
         streaming.iter().for_each(|&head| keep_near(context, scored, list(head), self.near, counts[head]));
         Ok(counts)
     }
+}
+
+impl OverLayers for Gated {
+    fn reads_scores(&self) -> bool {
+        false
+    }
+
+    fn totals(&self, context: &Context<'_>, _: &mut Scored, _: &mut [f32]) -> Result<Vec<usize>, PolicyError> {
+        let heads = context.call.shape.kv_heads;
+        let mut totals = vec![0; context.call.shape.batch];
+        for sequence in 0..context.sequences() {
+            let layers: Vec<usize> = layers_of(context, sequence).collect();
+            let caps: Vec<usize> = layers.iter().flat_map(|&layer| lens(context, layer)).collect();
+            let streams =
+                |&list: &usize| self.streaming[context.layer_number(layers[list / heads]) * heads + list % heads];
+            let (streaming, retrieval): (Vec<usize>, Vec<usize>) = (0..caps.len()).partition(streams);
+            let counts = divided(sequence_total(context, sequence), self.near, &streaming, &retrieval, &caps);
+            for (&layer, counts) in layers.iter().zip(counts.chunks_exact(heads)) {
+                totals[layer] = counts.iter().sum();
+            }
+        }
+        Ok(totals)
+    }
+}
+
+/// What each list keeps, `total` together: streaming ones what is near, at most an equal share, and retrieval ones the rest; what they cannot
+/// hold goes back to the others.
+fn divided(total: usize, near: Near, streaming: &[usize], retrieval: &[usize], caps: &[usize]) -> Vec<usize> {
+    let most = (near.sink + near.recent).min(total / caps.len());
+    let mut counts = vec![0; caps.len()];
+    streaming.iter().for_each(|&list| counts[list] = most.min(caps[list]));
+    let rest = total.saturating_sub(counts.iter().sum());
+    let caps_of_rest: Vec<usize> = retrieval.iter().map(|&list| caps[list]).collect();
+    let mut shares = vec![0; retrieval.len()];
+    level(rest, &mut shares, &caps_of_rest);
+    retrieval.iter().zip(shares).for_each(|(&list, share)| counts[list] = share);
+    level(total, &mut counts, caps);
+    counts
 }

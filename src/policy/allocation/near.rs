@@ -1,7 +1,6 @@
 //! How much of the latest queries' attention stays near: on the first tokens and the recent ones. A list that looks
 //! nowhere else needs no more than these.
 
-use super::lens;
 use crate::attention::few::group_logits;
 use crate::policy::{Context, Scored};
 use std::f32::consts::LOG2_E;
@@ -66,9 +65,4 @@ pub fn keep_near(context: &Context<'_>, scored: &mut Scored, list: usize, near: 
     for (slot, score) in scored.values[list * kv_len..][..len].iter_mut().enumerate() {
         *score = if (context.positions)(list, slot) < sink { first } else { -((len - slot) as f32) };
     }
-}
-
-/// What each head of a sequence would have of `total` if all had the same: the most for one that looks near.
-pub fn equal_share(context: &Context<'_>, sequence: usize, total: usize) -> usize {
-    total / lens(context, sequence).len()
 }
