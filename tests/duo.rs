@@ -2,9 +2,9 @@
 
 use assert_cmd::Command;
 use kvsieve::device::Cpu;
+use kvsieve::policy::allocation::Near;
 use kvsieve::tensor::DType;
 use kvsieve::train::duo::{self, Settings};
-use kvsieve::train::head_gates::Near;
 use kvsieve::train::log::Line;
 use kvsieve::train::run::{Options, TrainError};
 use predicates::str::contains;

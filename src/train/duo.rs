@@ -12,7 +12,7 @@ use super::adamw::{AdamW, Constants};
 use super::checkpoint::{self, Progress};
 use super::data::Data;
 use super::export;
-use super::head_gates::{HeadGates, Near};
+use super::head_gates::HeadGates;
 use super::log::{Line, Log};
 use super::recipe::{BUILTIN, DataSpec, Recipe, SourceSpec, Stage};
 use super::run::{Options, RECORD, TrainError};
@@ -23,6 +23,7 @@ use super::{Network, Parameters};
 use crate::device::Cpu;
 use crate::memory::Arena;
 use crate::model::{Config, fingerprint, locate};
+use crate::policy::allocation::Near;
 use crate::tensor::DType;
 use crate::tensor::file::{self, Output};
 use rand::SeedableRng;
@@ -175,6 +176,10 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
     while progress.step < end {
         let (step, began) = (progress.step, Instant::now());
         let batch = data.batch(cpu, progress.sequences, of_step)?;
+        if batch.targets.is_empty() {
+            let length = settings.length;
+            return Err(misfit(format!("{length} tokens have no room for a needle and its question; give more")));
+        }
         network.head_gates().gradient.fill(0.0);
         let distance = network.identify(weights.all(), &batch, Some(settings.pressure))?;
         if !distance.is_finite() {

@@ -19,18 +19,9 @@ use crate::device::Cpu;
 use crate::memory::{Arena, ArenaError, Buffer, Label, LabelBytes};
 use crate::model::Config;
 use crate::model::parameters::Role;
+use crate::policy::allocation::Near;
 use crate::tensor::Tensor;
 use rayon::prelude::*;
-use serde::{Deserialize, Serialize};
-
-/// What a streaming head reads.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Near {
-    /// First tokens.
-    pub sink: usize,
-    /// Latest tokens, the query's own among them.
-    pub recent: usize,
-}
 
 /// The gates of a model's heads, and what attention gives with them in a batch.
 pub struct HeadGates {

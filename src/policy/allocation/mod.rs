@@ -13,6 +13,8 @@ pub mod simlayer;
 pub mod table;
 pub mod uniform;
 
+pub use near::Near;
+
 use super::{Context, PolicyError, Scored, Statistic};
 
 /// Divides a budget over layers.

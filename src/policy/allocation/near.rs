@@ -3,11 +3,12 @@
 
 use crate::attention::few::group_logits;
 use crate::policy::{Context, Scored};
+use serde::{Deserialize, Serialize};
 use std::f32::consts::LOG2_E;
 use std::ops::Range;
 
 /// The first tokens of a sequence and the latest of a list.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Near {
     /// The first, by position.
     pub sink: usize,

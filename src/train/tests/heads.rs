@@ -3,9 +3,10 @@
 
 use super::eviction::{frozen, models};
 use super::*;
+use crate::policy::allocation::Near;
 use crate::tensor::DType;
 use crate::train::Weights;
-use crate::train::head_gates::{HeadGates, Near};
+use crate::train::head_gates::HeadGates;
 use crate::train::weights::Frozen;
 use std::path::Path;
 
