@@ -90,16 +90,22 @@ class Plan:
         command = [self.binary, "run", "cells.toml", "--device", "cuda", "--out", "runs", "--json", "-", *more]
         return Step(name, unit, command, limit_s, needs, {"cells.toml": text})
 
-    def timed(self, name, units, peers, cells):
+    def timed(self, visit, name, units, peers, cells):
         """The same cells by kernels and peers, in turn."""
         asked = {"cells": cells, "l2_bytes": self.l2_bytes, "samples": 15}
-        for visit in VISITS:
-            for unit, own in units.items():
-                yield self.experiment(f"times/{name}/{unit}/{visit}", unit, [grid(cell, of(unit)) for cell in own])
-            for peer in peers:
-                yield Step(f"times/{name}/{peer}/{visit}", peer, python("peers.py", "times", peer, json.dumps(asked)), 60)
+        for unit, own in units.items():
+            yield self.experiment(f"times/{name}/{unit}/{visit}", unit, [grid(cell, of(unit)) for cell in own])
+        for peer in peers:
+            yield Step(f"times/{name}/{peer}/{visit}", peer, python("peers.py", "times", peer, json.dumps(asked)), 60)
 
     def times(self):
+        """Everything once, then everything once more: a visit that ends early has times of all."""
+        for visit in VISITS:
+            yield from self.visited(visit)
+        layers = python("layers.py", "tiny" if self.tiny else "full", self.binary)
+        yield Step("times/model/32 layers", "model of 32 layers", layers, 150, ("tiled", "decode"), slow=True)
+
+    def visited(self, visit):
         lengths, total, heads = ([64, 96], 96, (2, 2)) if self.tiny else ([2048, 4096, 8192, 16384], 16384, (16, 16))
         for measure in ("forward", "backward"):
             for mask in ("causal", "full"):
@@ -108,21 +114,18 @@ class Plan:
                 forward = measure == "forward"
                 named = [unit for unit in (self.forward if forward else self.backward) if of(unit) in ("hopper", "tiled")]
                 units = {unit: cells + grouped for unit in named} | ({"naive": cells} if forward else {})
-                yield from self.timed(f"{measure} {mask}", units, PEERS if forward else PEERS[:2], cells + grouped)
+                yield from self.timed(visit, f"{measure} {mask}", units, PEERS if forward else PEERS[:2], cells + grouped)
         steps = [(128, 2, (4, 2))] if self.tiny else [(65536, 2, (32, 8)), (4096, 32, (32, 8))]
         cells = [cell("decode", True, *step) for step in steps]
         kinds = {"decode": {"page_tokens": "contiguous"}, "decode paged": {"page_tokens": 16}}
         kinds |= {f"decode {codes}": {"page_tokens": 16, "kv_format": codes} for codes in CODES}
         units = {unit: [one | kind for one in cells] for unit, kind in kinds.items()}
-        yield from self.timed("decode", units, PEERS, cells)
+        yield from self.timed(visit, "decode", units, PEERS, cells)
         length, heads = (128, (4, 2)) if self.tiny else (65536, (32, 8))
         prefill = cell("evict", True, length, 1, heads, new_tokens=4 if self.tiny else 32)
         kept = prefill | {"policy": ["knorm"] if self.tiny else ["knorm", "snapkv"], "budget": 0.25}
         grids = [grid(prefill | {"policy": "full"}, "tiled"), grid(kept, "tiled")]
-        for visit in VISITS:
-            yield self.experiment(f"times/evict/evict/{visit}", "evict", grids, needs=("tiled", "decode"))
-        layers = python("layers.py", "tiny" if self.tiny else "full", self.binary)
-        yield Step("times/model/32 layers", "model of 32 layers", layers, 150, ("tiled", "decode"), slow=True)
+        yield self.experiment(f"times/evict/evict/{visit}", "evict", grids, needs=("tiled", "decode"))
 
     def ceilings(self):
         yield Step("ceilings/ceilings", "ceilings", python("ceilings.py", "tiny" if self.tiny else "full"), 60)
