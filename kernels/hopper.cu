@@ -49,48 +49,64 @@ constexpr int FEW_REGISTERS = CONSUMERS == 3 ? 32 : 40, MANY_REGISTERS = CONSUME
 
 // Tiles lie in shared memory in slabs of 64 columns: rows of 128 bytes, as a box is copied.
 constexpr int SLABS = HEAD_DIM / 64, ROW_BYTES = 128;
-constexpr int Q_SLAB_BYTES = ROWS * ROW_BYTES, Q_BYTES = SLABS * Q_SLAB_BYTES;
+constexpr int Q_SLAB_BYTES = 64 * ROW_BYTES, Q_PART_BYTES = SLABS * Q_SLAB_BYTES, Q_BYTES = CONSUMERS * Q_PART_BYTES;
 constexpr int KV_SLAB_BYTES = KEYS * ROW_BYTES, KV_BYTES = SLABS * KV_SLAB_BYTES;
 constexpr int EIGHT_ROWS_BYTES = 8 * ROW_BYTES;
 // As many tiles of keys and of values as there is room for, at most four each.
 constexpr int MOST_BYTES = 227 * 1024, ROOM = (MOST_BYTES - Q_BYTES - 1024) / (2 * KV_BYTES), STAGES = ROOM < 4 ? ROOM : 4;
-constexpr int ITEM_AT = Q_BYTES + 2 * STAGES * KV_BYTES, BARRIERS_AT = ITEM_AT + 16, BARRIERS = 2 + 4 * STAGES;
+constexpr int ITEMS_AT = Q_BYTES + 2 * STAGES * KV_BYTES, BARRIERS_AT = ITEMS_AT + 16 * CONSUMERS;
+constexpr int BARRIERS = 2 * CONSUMERS + 4 * STAGES;
 constexpr int SHARED_BYTES = BARRIERS_AT + 8 * BARRIERS;
 static_assert(STAGES >= 2 && SHARED_BYTES <= MOST_BYTES, "what a block of Hopper may have");
 static_assert(KV_SLAB_BYTES % 1024 == 0 && Q_SLAB_BYTES % 1024 == 0, "slabs start where the swizzle's pattern does");
 
-// A ring of tiles: number n is in place n % STAGES, in round n / STAGES.
+// A place in a ring of tiles, and the parity of the round there.
+struct Place {
+    u32 stage = 0, parity = 0;
+
+    DEVICE void next() {
+        stage++;
+        if (stage == STAGES) stage = 0, parity ^= 1;
+    }
+
+    // Taken from one lane for all: otherwise descriptors, which follow from it, are worked out in each thread.
+    DEVICE void settle() { stage = u32(shuffle_from(int(stage), 0)); }
+};
+
 struct Ring {
     u32 tiles, full, empty;
 
-    DEVICE u32 tile(u32 n) const { return tiles + n % STAGES * KV_BYTES; }
-    DEVICE u32 full_at(u32 n) const { return full + 8 * (n % STAGES); }
-    DEVICE u32 empty_at(u32 n) const { return empty + 8 * (n % STAGES); }
-    DEVICE static u32 parity(u32 n) { return n / STAGES & 1; }
+    DEVICE u32 tile(const Place &at) const { return tiles + at.stage * KV_BYTES; }
+    DEVICE u32 full_at(const Place &at) const { return full + 8 * at.stage; }
+    DEVICE u32 empty_at(const Place &at) const { return empty + 8 * at.stage; }
 
-    DEVICE void wait_full(u32 n) const { barrier_wait(full_at(n), parity(n)); }
-    DEVICE void wait_empty(u32 n) const { barrier_wait(empty_at(n), parity(n) ^ 1); }
+    DEVICE void wait_full(const Place &at) const { barrier_wait(full_at(at), at.parity); }
+    DEVICE void wait_empty(const Place &at) const { barrier_wait(empty_at(at), at.parity ^ 1); }
 };
 
+// Each consumer has its own 64 queries and its own copy of an item, full and empty together: one may begin the next item
+// while the other ends this one.
 struct Block {
-    u32 q, item, q_full, q_empty; // an item is full and empty with its Q
+    u32 q, items, q_full, q_empty;
     Ring keys, values;
 
     DEVICE explicit Block(u32 shared) {
-        const u32 barriers = shared + BARRIERS_AT;
-        q = shared, item = shared + ITEM_AT, q_full = barriers, q_empty = barriers + 8;
-        keys = {shared + Q_BYTES, barriers + 16, barriers + 16 + 8 * STAGES};
-        values = {keys.tiles + STAGES * KV_BYTES, keys.full + 16 * STAGES, keys.empty + 16 * STAGES};
+        const u32 barriers = shared + BARRIERS_AT, rings = barriers + 16 * CONSUMERS;
+        q = shared, items = shared + ITEMS_AT, q_full = barriers, q_empty = barriers + 8 * CONSUMERS;
+        keys = {shared + Q_BYTES, rings, rings + 8 * STAGES};
+        values = {keys.tiles + STAGES * KV_BYTES, rings + 16 * STAGES, rings + 24 * STAGES};
     }
 
     DEVICE void make_barriers() const {
-        barrier_make(q_full, 1);
-        barrier_make(q_empty, 4 * CONSUMERS); // one thread of each warp
+        for (u32 i = 0; i < CONSUMERS; i++) {
+            barrier_make(q_full + 8 * i, 1);
+            barrier_make(q_empty + 8 * i, 4); // one thread of each warp
+        }
         for (u32 i = 0; i < STAGES; i++) {
-            barrier_make(keys.full_at(i), 1);
-            barrier_make(values.full_at(i), 1);
-            barrier_make(keys.empty_at(i), 4 * CONSUMERS);
-            barrier_make(values.empty_at(i), 4 * CONSUMERS);
+            barrier_make(keys.full + 8 * i, 1);
+            barrier_make(values.full + 8 * i, 1);
+            barrier_make(keys.empty + 8 * i, 4 * CONSUMERS);
+            barrier_make(values.empty + 8 * i, 4 * CONSUMERS);
         }
         barriers_made();
     }
@@ -133,39 +149,46 @@ DEVICE u32 claim(const Problem &p) { return count_round(&claims, u32(item_count(
 // the mask or the end of the keys cuts comes first. The next item is claimed with the last tile of this one: late, so that
 // no block holds back work that another could begin, and early enough for the answer to come while tiles are computed.
 DEVICE void produce(const Problem &p, const Block &block, const TensorMap &q, const TensorMap &k, const TensorMap &v) {
-    auto load = [&](const Ring &ring, const TensorMap &map, u32 n, int tile, int list) {
-        ring.wait_empty(n);
-        barrier_expect(ring.full_at(n), KV_BYTES);
+    auto load = [&](const Ring &ring, const TensorMap &map, const Place &at, int tile, int list) {
+        ring.wait_empty(at);
+        barrier_expect(ring.full_at(at), KV_BYTES);
 #pragma unroll 1 // else addresses take more registers than there are
         for (int slab = 0; slab < SLABS; slab++)
-            copy_box(ring.tile(n) + slab * KV_SLAB_BYTES, map, ring.full_at(n), 64 * slab, tile * KEYS, list);
+            copy_box(ring.tile(at) + slab * KV_SLAB_BYTES, map, ring.full_at(at), 64 * slab, tile * KEYS, list);
     };
-    auto tell = [&](const Item &item, u32 turn) {
-        barrier_wait(block.q_empty, (turn & 1) ^ 1);
-        store_chunk(block.item, {u32(item.row0), u32(item.q_head), u32(item.first_tile), u32(item.end_tile)});
+    // To each consumer, once it has let go of the item before: `item`, and its queries where there are keys for them.
+    auto hand_out = [&](const Item &item, u32 turn, bool seen) {
+#pragma unroll 1
+        for (u32 i = 0; i < CONSUMERS; i++) {
+            const u32 full = block.q_full + 8 * i;
+            barrier_wait(block.q_empty + 8 * i, (turn & 1) ^ 1);
+            store_chunk(block.items + 16 * i, {u32(item.row0), u32(item.q_head), u32(item.first_tile), u32(item.end_tile)});
+            if (!seen) {
+                barrier_arrive(full);
+                continue;
+            }
+            barrier_expect(full, Q_PART_BYTES);
+#pragma unroll 1
+            for (int slab = 0; slab < SLABS; slab++)
+                copy_box(block.q + i * Q_PART_BYTES + slab * Q_SLAB_BYTES, q, full, 64 * slab, item.row0 + 64 * i, item.q_head);
+        }
     };
-    u32 n = 0, claimed = blockIdx.x - gridDim.x;
+    Place at;
+    u32 claimed = blockIdx.x - gridDim.x;
     for (u32 turn = 0;; turn++) {
         const Item item = item_at(p, int(gridDim.x + claimed)); // added here: where it is claimed, the sum would be waited for
         if (item.first_tile >= item.end_tile) { // rows that see nothing, or no item
-            tell(item, turn);
-            barrier_arrive(block.q_full);
+            hand_out(item, turn, false);
             if (item.q_head < 0) return;
             claimed = claim(p);
         }
         const int list = item.q_head / (p.q_heads / p.kv_heads);
 #pragma unroll 1
-        for (int tile = item.end_tile - 1; tile >= item.first_tile; tile--, n++) {
-            load(block.keys, k, n, tile, list);
-            if (tile == item.end_tile - 1) {
-                tell(item, turn);
-                barrier_expect(block.q_full, Q_BYTES);
-#pragma unroll 1
-                for (int slab = 0; slab < SLABS; slab++)
-                    copy_box(block.q + slab * Q_SLAB_BYTES, q, block.q_full, 64 * slab, item.row0, item.q_head);
-            }
+        for (int tile = item.end_tile - 1; tile >= item.first_tile; tile--, at.next()) {
+            load(block.keys, k, at, tile, list);
+            if (tile == item.end_tile - 1) hand_out(item, turn, true);
             if (tile == item.first_tile) claimed = claim(p);
-            load(block.values, v, n, tile, list);
+            load(block.values, v, at, tile, list);
         }
     }
 }
@@ -174,16 +197,13 @@ struct Consumer {
     const Problem &p;
     const Block &block;
     const int number;          // of this consumer
-    // Tiles and items so far. Each step takes `n` from one lane for all: otherwise descriptors, which follow from it, are
-    // worked out in each thread.
-    u32 n = 0, turn = 0;
+    u32 turn = 0;              // items so far
+    Place keys_at, values_at;  // of the next product of each kind
     float factor;              // makes scores logits in units of log2; the sign of the scale is in the products
     float s[KEYS / 2];
     float o[HEAD_DIM / 2];
     u32 weights[KEYS / 16][4]; // probabilities before division, as left operand
-    // Of rows g and g + 8: the running maximum of scores, this thread's part of the sum, and the factor that `o` waits for.
-    float top[2], sum[2], shrink[2];
-    bool under_way;            // a product of values
+    float top[2], sum[2];      // of rows g and g + 8: the running maximum of scores, and this thread's part of the sum
 
     DEVICE Consumer(const Problem &problem, const Block &shared, int which) : p(problem), block(shared), number(which) {
         // A scale of 0 must leave masked scores at -inf.
@@ -195,32 +215,34 @@ struct Consumer {
         if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
     }
 
+    DEVICE void release_queries() const { release(block.q_empty + 8 * number); }
+
     // The next item, as long as there is one; its Q is there too.
     DEVICE bool take(Item &item) {
-        barrier_wait(block.q_full, turn++ & 1);
+        barrier_wait(block.q_full + 8 * number, turn++ & 1);
         u32 x[4];
-        load_chunk(x, block.item);
+        load_chunk(x, block.items + 16 * number);
         item = {int(x[0]), int(x[1]), int(x[2]), int(x[3])};
         warp_sync(); // all have read: one may give it back for them
         return item.q_head >= 0;
     }
 
-    // Sends off s = q k^T of tile `n`.
+    // Sends off s = q k^T.
     DEVICE void send_scores() {
-        const u32 rows = block.q + number * 64 * ROW_BYTES, keys = block.keys.tile(n);
+        const u64 rows = matrix_at(block.q + number * Q_PART_BYTES, 16, EIGHT_ROWS_BYTES);
+        const u64 keys = matrix_at(block.keys.tile(keys_at), 16, EIGHT_ROWS_BYTES);
 #pragma unroll
         for (int k = 0; k < HEAD_DIM / 16; k++)
-            add_product(s, matrix_at(rows + k / 4 * Q_SLAB_BYTES + k % 4 * 32, 16, EIGHT_ROWS_BYTES),
-                        matrix_at(keys + k / 4 * KV_SLAB_BYTES + k % 4 * 32, 16, EIGHT_ROWS_BYTES), k > 0);
+            add_product(s, further(rows, k / 4 * Q_SLAB_BYTES + k % 4 * 32), further(keys, k / 4 * KV_SLAB_BYTES + k % 4 * 32),
+                        k > 0);
         product_commit();
     }
 
-    // Sends off o += weights v of the tile before `n`.
+    // Sends off o += weights v.
     DEVICE void send_output() {
-        const u32 values = block.values.tile(n - 1);
+        const u64 values = matrix_at(block.values.tile(values_at), KV_SLAB_BYTES, EIGHT_ROWS_BYTES);
 #pragma unroll
-        for (int k = 0; k < KEYS / 16; k++)
-            add_product(o, weights[k], matrix_at(values + k * 16 * ROW_BYTES, KV_SLAB_BYTES, EIGHT_ROWS_BYTES));
+        for (int k = 0; k < KEYS / 16; k++) add_product(o, weights[k], further(values, k * 16 * ROW_BYTES));
         product_commit();
     }
 
@@ -249,34 +271,37 @@ struct Consumer {
         }
     }
 
-    // Raises the maxima, makes s the exponentials, and tells by how much what was summed before shrinks.
-    DEVICE void absorb() {
+    // Of every second row: raises the maximum, makes s the exponentials; by how much what was summed before shrinks.
+    DEVICE float absorb(int half) {
+        float now = top[half];
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            float now = top[half];
+        for (int i = 2 * half; i < KEYS / 2; i += 4) now = larger(now, larger(s[i], s[i + 1]));
+        now = larger(now, shuffle_xor(now, 1));
+        now = larger(now, shuffle_xor(now, 2));
+        // A row that has seen nothing keeps -inf; any finite base then gives exponentials of zero.
+        const float base = now == minus_infinity() ? 0.0f : now * factor;
+        const float shrink = exp2_fast(fused(top[half], factor, -base));
+        top[half] = now;
+        sum[half] *= shrink;
 #pragma unroll
-            for (int i = 2 * half; i < KEYS / 2; i += 4) now = larger(now, larger(s[i], s[i + 1]));
-            now = larger(now, shuffle_xor(now, 1));
-            now = larger(now, shuffle_xor(now, 2));
-            // A row that has seen nothing keeps -inf; any finite base then gives exponentials of zero.
-            const float base = now == minus_infinity() ? 0.0f : now * factor;
-            shrink[half] = exp2_fast(fused(top[half], factor, -base));
-            top[half] = now;
-            sum[half] *= shrink[half];
-#pragma unroll
-            for (int i = 2 * half; i < KEYS / 2; i += 4) {
-                s[i] = exp2_fast(fused(s[i], factor, -base));
-                s[i + 1] = exp2_fast(fused(s[i + 1], factor, -base));
-                sum[half] += s[i] + s[i + 1];
-            }
+        for (int i = 2 * half; i < KEYS / 2; i += 4) {
+            s[i] = exp2_fast(fused(s[i], factor, -base));
+            s[i + 1] = exp2_fast(fused(s[i + 1], factor, -base));
+            sum[half] += s[i] + s[i + 1];
         }
+        return shrink;
     }
 
-    DEVICE void pack_weights() {
+    DEVICE void pack_weights(int half) {
 #pragma unroll
         for (int k = 0; k < KEYS / 16; k++)
 #pragma unroll
-            for (int r = 0; r < 4; r++) weights[k][r] = pack<ELEMENT>(s[8 * k + 2 * r], s[8 * k + 2 * r + 1]);
+            for (int r = half; r < 4; r += 2) weights[k][r] = pack<ELEMENT>(s[8 * k + 2 * r], s[8 * k + 2 * r + 1]);
+    }
+
+    DEVICE void shrink_output(int half, float shrink) {
+#pragma unroll
+        for (int i = 2 * half; i < HEAD_DIM / 2; i += 4) o[i] *= shrink, o[i + 1] *= shrink;
     }
 
     DEVICE void clear() {
@@ -285,67 +310,68 @@ struct Consumer {
         top[0] = top[1] = minus_infinity(), sum[0] = sum[1] = 0.0f;
     }
 
-    // What becomes of the scores of tile `n`, which are on their way; with `Later` products that were sent off later go on.
-    template <bool Later, bool Masked> DEVICE void softmax(const Item &item, int tile) {
-        product_wait<Later>();
+    // Scores are there: their keys, and with the last of an item the queries, are given back.
+    template <bool Masked> DEVICE void receive_scores(const Item &item, int tile) {
         settle(s);
-        release(block.keys.empty_at(n));
+        release(block.keys.empty_at(keys_at));
+        keys_at.next();
+        if (tile == item.first_tile) release_queries();
         cap();
         if constexpr (Masked) mask(item, tile);
-        absorb();
-        n++;
     }
 
-    // Ends the second product that is under way, if there is one, and makes ready for the next: that of tile n - 1.
-    DEVICE void settle_output() {
+    DEVICE void receive_output() {
         product_wait<0>();
         settle(o);
         settle(weights);
-        if (under_way) release(block.values.empty_at(n - 2));
-        under_way = true;
-#pragma unroll
-        for (int i = 0; i < HEAD_DIM / 2; i++) o[i] *= shrink[i / 2 % 2];
-        pack_weights();
+        release(block.values.empty_at(values_at));
+        values_at.next();
     }
+
+    DEVICE void settle_places() { keys_at.settle(), values_at.settle(); }
 
     // The first tile of an item: nothing runs beside it.
     DEVICE void begin(const Item &item, int tile) {
-        n = shuffle_from(n, 0);
-        under_way = false;
-        block.keys.wait_full(n);
+        settle_places();
+        block.keys.wait_full(keys_at);
         product_fence();
         send_scores();
-        softmax<false, true>(item, tile);
+        product_wait<0>();
+        receive_scores<true>(item, tile);
+#pragma unroll
+        for (int half = 0; half < 2; half++) absorb(half), pack_weights(half);
     }
 
-    // A further tile: its softmax runs beside the second product of the tile before. That product is waited for in the
-    // next step, behind the wait for keys: where nothing stands between, ptxas moves the wait before the softmax.
+    // A further tile: half of its softmax runs beside the second product of the tile before, which is as long as that
+    // takes; the other half, with what has to be scaled and packed, beside the other consumer's products.
     template <bool Masked> DEVICE void step(const Item &item, int tile) {
-        n = shuffle_from(n, 0);
-        block.keys.wait_full(n);
-        block.values.wait_full(n - 1);
-        settle_output();
+        settle_places();
+        block.keys.wait_full(keys_at);
+        block.values.wait_full(values_at);
         if constexpr (IN_TURN) turn_wait(1 + number, 256);
         product_fence();
         send_scores();
         product_fence(); // else ptxas puts one here, and says so
         send_output();
         if constexpr (IN_TURN) turn_pass(1 + (number + 1) % CONSUMERS, 256);
-        softmax<true, Masked>(item, tile);
+        product_wait<1>();
+        receive_scores<Masked>(item, tile);
+        float shrink = absorb(0);
+        receive_output();
+        shrink_output(0, shrink);
+        pack_weights(0);
+        shrink = absorb(1);
+        shrink_output(1, shrink);
+        pack_weights(1);
     }
 
     // The last second product.
     DEVICE void end() {
-        n = shuffle_from(n, 0);
-        release(block.q_empty); // the last scores are there
-        block.values.wait_full(n - 1);
-        settle_output();
+        settle_places();
+        block.values.wait_full(values_at);
         product_fence();
         send_output();
-        product_wait<0>();
-        settle(o);
-        settle(weights);
-        release(block.values.empty_at(n - 1));
+        receive_output();
     }
 
     // Four lanes have pieces of 4 bytes of four chunks of a row; afterwards each has one chunk whole.
@@ -431,7 +457,7 @@ hopper_forward(ARGUMENT Problem p, ARGUMENT TensorMap q, ARGUMENT TensorMap k, A
         Item item;
         while (consumer.take(item)) {
             consumer.clear();
-            item.first_tile < item.end_tile ? consumer.consume(item) : consumer.release(block.q_empty);
+            item.first_tile < item.end_tile ? consumer.consume(item) : consumer.release_queries();
             consumer.store(item);
         }
     }

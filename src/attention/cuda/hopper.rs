@@ -59,8 +59,8 @@ impl Tiles {
     fn shared_bytes(self, head_dim: usize) -> usize {
         let (q_bytes, tile_bytes) = (self.rows() * head_dim * 2, self.keys * head_dim * 2);
         let stages = ((SHARED_BYTES - q_bytes - RESERVED_BYTES) / (2 * tile_bytes)).min(MOST_STAGES);
-        let barriers = 2 + 4 * stages;
-        q_bytes + 2 * stages * tile_bytes + ITEM_BYTES + 8 * barriers
+        let barriers = 2 * self.consumers + 4 * stages;
+        q_bytes + 2 * stages * tile_bytes + ITEM_BYTES * self.consumers + 8 * barriers
     }
 }
 
@@ -90,7 +90,7 @@ impl CudaKernel for Hopper {
         let macros = vec![("KEYS", tiles.keys), ("CAPPED", usize::from(capped)), ("NEGATIVE", usize::from(negative))];
         let program = Program { source: SOURCE, dtype, head_dim: shape.head_dim, macros };
         let mut plan = Plan::new(self.name(), program, launches, WorkspaceSize::default(), (shape, params), rows)?;
-        plan.tma_tiles = Some(TmaTiles { q_rows: tiles.rows(), kv_rows: tiles.keys });
+        plan.tma_tiles = Some(TmaTiles { q_rows: CONSUMER_ROWS, kv_rows: tiles.keys });
         Ok(plan)
     }
 

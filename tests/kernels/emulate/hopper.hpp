@@ -37,7 +37,7 @@ const bool items_are_right = [] {
 
 void run(const Problem &p) {
     const unsigned items = blocks(p.q_len, ROWS) * unsigned(p.q_heads) * unsigned(p.batch);
-    const TensorMap q = rows_of(p.q, p.batch * p.q_heads, p.q_len, ROWS);
+    const TensorMap q = rows_of(p.q, p.batch * p.q_heads, p.q_len, 64);
     const TensorMap k = rows_of(p.k, p.batch * p.kv_heads, p.kv_len, KEYS);
     const TensorMap v = rows_of(p.v, p.batch * p.kv_heads, p.kv_len, KEYS);
     machine::launch({std::min(2u, items), 1, 1}, THREADS, SHARED_BYTES, [&] { hopper_forward(p, q, k, v); });
