@@ -18,17 +18,17 @@
 //      src/attention/cuda/hopper/schedule.rs shows. Each warp worked out its items by division.
 //   2  as above; tiles at the edge of a mask have code of their own; a block that is done claims the next item, of a
 //      causal problem the heaviest first, among heads whose keys and values fit into 32 MiB of the L2; items are worked out
-//      by the producer alone. Compiled and emulated; not timed on a GPU yet. What NVRTC 13.0.88 made of it:
-//        - Every variant: 168 registers (D 64: 128) before they are moved, no spills, no local memory, no warning.
-//        - With the wait for P V at the end of a step, ptxas moved it in front of the softmax: nothing ran beside it. At
-//          the start of the next, behind the wait for keys, it stays; `nvdisasm` shows every MUFU.EX2 of a step between
-//          the waits for its scores and for P V.
+//      by the producer alone. What NVRTC 13.0.88 made of it:
 //        - With the consumer's number from threadIdx alone, descriptors were worked out in each thread: 278 R2UR and 96
 //          bytes of spills at D 256. From one lane for all: 83 and none.
-//        - How many tiles an item has comes from memory, so that `n` was no longer known to be the same for a warp: two
-//          R2UR for each descriptor, 32 in a step. Taken from one lane for all in each step: none.
 //        - A claim whose answer was added to at once was waited for, in front of the last tile of values.
 //        - Soft-cap takes registers: it has shorter tiles at D 64 and 256, and is compiled in, as is the scale's sign.
+//   3  what the first GPU showed, an H100 (results/reference/gpu-h100): 8 to 12% faster. An item cost 4.5 us besides its
+//      tiles, where FlashAttention-3's cost 2: both consumers waited for one barrier of Q, and began and ended together; now
+//      each has its own. A step waited for P V after its softmax, and only then packed P and scaled O; now it waits after
+//      half of the exponentials, and the rest of them hides that work. Descriptors are additions to a base, and places in
+//      the rings walk without divisions. Items are plain loads from shared memory: ptxas then knows that all lanes have the
+//      same, and so of trips and places; by `asm` it does not, and works descriptors out in each lane.
 //
 // Compile with -DELEMENT=BF16|F16 -DHEAD_DIM=64|128|256 -DKEYS=64|80|112|128|176 (src/attention/cuda/hopper.rs says which)
 // -DCAPPED=0|1 (whether there is a soft-cap) -DNEGATIVE=0|1 (the sign of the scale).
@@ -60,28 +60,27 @@ constexpr int SHARED_BYTES = BARRIERS_AT + 8 * BARRIERS;
 static_assert(STAGES >= 2 && SHARED_BYTES <= MOST_BYTES, "what a block of Hopper may have");
 static_assert(KV_SLAB_BYTES % 1024 == 0 && Q_SLAB_BYTES % 1024 == 0, "slabs start where the swizzle's pattern does");
 
-// A place in a ring of tiles, and the parity of the round there.
+// A place in a ring of tiles, and the parity of the round there: in one register, and without a division.
 struct Place {
-    u32 stage = 0, parity = 0;
+    u32 number = 0; // twice the stage, and the parity
 
+    DEVICE u32 stage() const { return number / 2; }
+    DEVICE u32 parity() const { return number & 1; }
     DEVICE void next() {
-        stage++;
-        if (stage == STAGES) stage = 0, parity ^= 1;
+        number += 2;
+        if (number >= 2 * STAGES) number = number & 1 ^ 1;
     }
-
-    // Taken from one lane for all: otherwise descriptors, which follow from it, are worked out in each thread.
-    DEVICE void settle() { stage = u32(shuffle_from(int(stage), 0)); }
 };
 
 struct Ring {
     u32 tiles, full, empty;
 
-    DEVICE u32 tile(const Place &at) const { return tiles + at.stage * KV_BYTES; }
-    DEVICE u32 full_at(const Place &at) const { return full + 8 * at.stage; }
-    DEVICE u32 empty_at(const Place &at) const { return empty + 8 * at.stage; }
+    DEVICE u32 tile(const Place &at) const { return tiles + at.stage() * KV_BYTES; }
+    DEVICE u32 full_at(const Place &at) const { return full + 8 * at.stage(); }
+    DEVICE u32 empty_at(const Place &at) const { return empty + 8 * at.stage(); }
 
-    DEVICE void wait_full(const Place &at) const { barrier_wait(full_at(at), at.parity); }
-    DEVICE void wait_empty(const Place &at) const { barrier_wait(empty_at(at), at.parity ^ 1); }
+    DEVICE void wait_full(const Place &at) const { barrier_wait(full_at(at), at.parity()); }
+    DEVICE void wait_empty(const Place &at) const { barrier_wait(empty_at(at), at.parity() ^ 1); }
 };
 
 // Each consumer has its own 64 queries and its own copy of an item, full and empty together: one may begin the next item
@@ -90,7 +89,11 @@ struct Block {
     u32 q, items, q_full, q_empty;
     Ring keys, values;
 
-    DEVICE explicit Block(u32 shared) {
+    const int *items_at; // the items, for plain loads
+
+    DEVICE explicit Block(unsigned char *memory) {
+        const u32 shared = shared_address(memory);
+        items_at = reinterpret_cast<const int *>(memory + ITEMS_AT);
         const u32 barriers = shared + BARRIERS_AT, rings = barriers + 16 * CONSUMERS;
         q = shared, items = shared + ITEMS_AT, q_full = barriers, q_empty = barriers + 8 * CONSUMERS;
         keys = {shared + Q_BYTES, rings, rings + 8 * STAGES};
@@ -125,8 +128,10 @@ DEVICE int item_count(const Problem &p) { return p.batch * p.q_heads * row_tiles
 DEVICE Item item_at(const Problem &p, int number) {
     if (number >= item_count(p)) return {0, -1, 0, 0};
     const int group = p.q_heads / p.kv_heads, lists = p.batch * p.kv_heads;
-    // Heads that run at the same time share the L2: as many as find room for their keys and values in 32 MiB of it.
-    const int section_lists = least(most((32 << 20) / (4 * HEAD_DIM) / p.kv_len, 1), lists);
+    // Heads that run at the same time share the L2: as many as find room for their keys and values in 32 MiB of it. Where
+    // items are alike, which no order evens out, one list after the other: fewer keys and values come at a time.
+    const int room = p.causal || p.window ? (32 << 20) / (4 * HEAD_DIM) / p.kv_len : 1;
+    const int section_lists = least(most(room, 1), lists);
     const int section_items = section_lists * group * row_tiles(p);
     const int section = number / section_items, rest = number % section_items;
     const int heads = least(section_lists, lists - section * section_lists) * group;
@@ -145,7 +150,8 @@ GLOBAL_COUNTER(claims);
 
 DEVICE u32 claim(const Problem &p) { return count_round(&claims, u32(item_count(p) - 1)); }
 
-// Sends everything that consumers need, in the order in which they need it. Tiles come from the last to the first: what
+// Sends everything that consumers need, in the order in which they need it: the keys of a tile before the values of the one
+// before. Tiles come from the last to the first: what
 // the mask or the end of the keys cuts comes first. The next item is claimed with the last tile of this one: late, so that
 // no block holds back work that another could begin, and early enough for the answer to come while tiles are computed.
 DEVICE void produce(const Problem &p, const Block &block, const TensorMap &q, const TensorMap &k, const TensorMap &v) {
@@ -173,7 +179,7 @@ DEVICE void produce(const Problem &p, const Block &block, const TensorMap &q, co
                 copy_box(block.q + i * Q_PART_BYTES + slab * Q_SLAB_BYTES, q, full, 64 * slab, item.row0 + 64 * i, item.q_head);
         }
     };
-    Place at;
+    Place keys_at, values_at;
     u32 claimed = blockIdx.x - gridDim.x;
     for (u32 turn = 0;; turn++) {
         const Item item = item_at(p, int(gridDim.x + claimed)); // added here: where it is claimed, the sum would be waited for
@@ -183,12 +189,12 @@ DEVICE void produce(const Problem &p, const Block &block, const TensorMap &q, co
             claimed = claim(p);
         }
         const int list = item.q_head / (p.q_heads / p.kv_heads);
+        auto load_keys = [&](int tile) { load(block.keys, k, keys_at, tile, list), keys_at.next(); };
 #pragma unroll 1
-        for (int tile = item.end_tile - 1; tile >= item.first_tile; tile--, at.next()) {
-            load(block.keys, k, at, tile, list);
-            if (tile == item.end_tile - 1) hand_out(item, turn, true);
-            if (tile == item.first_tile) claimed = claim(p);
-            load(block.values, v, at, tile, list);
+        for (int tile = item.end_tile - 1; tile >= item.first_tile; tile--) {
+            if (tile == item.end_tile - 1) load_keys(tile), hand_out(item, turn, true);
+            tile > item.first_tile ? load_keys(tile - 1) : void(claimed = claim(p));
+            load(block.values, v, values_at, tile, list), values_at.next();
         }
     }
 }
@@ -220,9 +226,8 @@ struct Consumer {
     // The next item, as long as there is one; its Q is there too.
     DEVICE bool take(Item &item) {
         barrier_wait(block.q_full + 8 * number, turn++ & 1);
-        u32 x[4];
-        load_chunk(x, block.items + 16 * number);
-        item = {int(x[0]), int(x[1]), int(x[2]), int(x[3])};
+        const int *x = block.items_at + 4 * number;
+        item = {x[0], x[1], x[2], x[3]};
         warp_sync(); // all have read: one may give it back for them
         return item.q_head >= 0;
     }
@@ -259,15 +264,16 @@ struct Consumer {
 
     // Hides the keys that a row does not see. What it sees is worked out anew: few tiles need it.
     DEVICE void mask(const Item &item, int tile) {
-        Span seen[2];
-#pragma unroll
-        for (int half = 0; half < 2; half++) seen[half] = visible(p, least(row_of(item, half), p.q_len - 1), p.kv_len);
         const int column0 = tile * KEYS + threadIdx.x % 4 * 2;
 #pragma unroll
-        for (int i = 0; i < KEYS / 2; i++) {
-            const int key = column0 + 8 * (i / 4) + i % 2;
-            const Span &span = seen[i / 2 % 2];
-            if (key < span.first || key >= span.end) s[i] = minus_infinity();
+        for (int half = 0; half < 2; half++) {
+            const Span seen = visible(p, least(row_of(item, half), p.q_len - 1), p.kv_len);
+            const int first = seen.first - column0, end = seen.end - column0;
+#pragma unroll
+            for (int i = 2 * half; i < KEYS / 2; i += i % 2 ? 3 : 1) {
+                const int column = 8 * (i / 4) + i % 2; // known to the compiler
+                if (column < first || column >= end) s[i] = minus_infinity();
+            }
         }
     }
 
@@ -328,11 +334,8 @@ struct Consumer {
         values_at.next();
     }
 
-    DEVICE void settle_places() { keys_at.settle(), values_at.settle(); }
-
     // The first tile of an item: nothing runs beside it.
     DEVICE void begin(const Item &item, int tile) {
-        settle_places();
         block.keys.wait_full(keys_at);
         product_fence();
         send_scores();
@@ -345,7 +348,6 @@ struct Consumer {
     // A further tile: half of its softmax runs beside the second product of the tile before, which is as long as that
     // takes; the other half, with what has to be scaled and packed, beside the other consumer's products.
     template <bool Masked> DEVICE void step(const Item &item, int tile) {
-        settle_places();
         block.keys.wait_full(keys_at);
         block.values.wait_full(values_at);
         if constexpr (IN_TURN) turn_wait(1 + number, 256);
@@ -367,7 +369,6 @@ struct Consumer {
 
     // The last second product.
     DEVICE void end() {
-        settle_places();
         block.values.wait_full(values_at);
         product_fence();
         send_output();
@@ -441,7 +442,7 @@ struct Consumer {
 KERNEL_ALONE(THREADS)
 hopper_forward(ARGUMENT Problem p, ARGUMENT TensorMap q, ARGUMENT TensorMap k, ARGUMENT TensorMap v) {
     SWIZZLED_SHARED(memory);
-    const Block block(shared_address(memory));
+    const Block block(memory);
     if (threadIdx.x == 0) block.make_barriers();
     block_sync();
     // From one lane for all: what follows from it is known to be the same for a warp.

@@ -93,14 +93,6 @@ DEVICE void turn_pass(int name, int threads) { asm volatile("bar.arrive %0, %1;"
 #define GLOBAL_COUNTER(name) __device__ u32 name
 DEVICE u32 count_round(u32 *counter, u32 last) { return atomicInc(counter, last); }
 
-// 16 bytes of shared memory.
-DEVICE void load_chunk(u32 (&x)[4], u32 shared) {
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-                 : "r"(shared)
-                 : "memory");
-}
-
 DEVICE u32 shuffle_xor(u32 x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 DEVICE int shuffle_from(int x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
 

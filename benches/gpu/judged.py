@@ -3,7 +3,7 @@
 judged.py full|tiny KVSIEVE policy POLICY          scores and kept positions
 judged.py full|tiny KVSIEVE codes FORMAT           attention over keys and values in codes
 judged.py full|tiny KVSIEVE model FOLDER KERNEL    logits beside those of transformers
-judged.py full|tiny KVSIEVE answers POLICY         the built-in model's words, and its times
+judged.py full|tiny KVSIEVE answers FOLDER POLICY  the built-in model's words, and its times
 """
 
 import json
@@ -15,6 +15,8 @@ import tensors
 
 # Of the largest score: sums in another order. Products are exact in f32, and probabilities stay f32.
 SCORES_ALLOWED = 1e-4
+# Scores that count queries whose attention passes a bar, means over two heads: some pass it in one order of sums alone.
+COUNTS_ALLOWED = {"scissorhands": 2.0}
 # Of the largest output: tiles of bf16 have what codes stand for rounded, and probabilities, where the CPU may have f32.
 OUTPUTS_ALLOWED = {"f32": 1e-4, "bf16": 2e-2}
 # Of the logits' standard deviation, by the type of the weights: cuBLAS rounds activations to it, and PyTorch that does so is
@@ -46,7 +48,7 @@ def policy(binary, tiny, name):
         words = ["--input", "in.safetensors", "--output", output, "--policy", name, "--budget", "0.25", "--device", device]
         kvsieve(binary, "evict", *words)
         found.append(tensors.arrays(output))
-    why, same = differs(*found)
+    why, same = differs(*found, COUNTS_ALLOWED.get(name))
     print(json.dumps({"policy": name, "same": same}))
     if why:
         end("wrong", why)
@@ -68,14 +70,15 @@ def codes(binary, tiny, name):
                 end("wrong", f"{kernel} {dtype}: {off:.1e} of the largest output off the CPU's, {allowed:.0e} allowed")
 
 
-def differs(cpu, gpu):
+def differs(cpu, gpu, allowed=None):
     """(what is wrong, or None; share of kept positions that are the same)."""
     if list(cpu["kept_len"]) != list(gpu["kept_len"]):
         return f"{list(gpu['kept_len'])} tokens kept, {list(cpu['kept_len'])} on the CPU", 0.0
     scores = cpu["scores"]
     size = max(abs(score) for score in scores)
     off = max(abs(a - b) for a, b in zip(scores, gpu["scores"]))
-    if not off <= SCORES_ALLOWED * size:
+    allowed = allowed or SCORES_ALLOWED * size
+    if not off <= allowed:
         return f"scores off by {off:.1e} of {size:.1e}", 0.0
     lists, same = len(cpu["kept_len"]), 0
     width, kv_len = len(cpu["kept"]) // lists, len(scores) // lists
@@ -85,7 +88,7 @@ def differs(cpu, gpu):
         bar = min(scores[index * kv_len + position] for position in here)
         # Where the two differ, scores are as good as equal.
         for position in there - here:
-            if abs(scores[index * kv_len + position] - bar) > 2 * SCORES_ALLOWED * size:
+            if abs(scores[index * kv_len + position] - bar) > 2 * allowed:
                 return f"list {index} keeps {position}, whose score is not among the best", 0.0
     return None, same / sum(cpu["kept_len"])
 
@@ -97,7 +100,8 @@ def model(binary, _, folder, kernel):
     with open(f"{folder}/config.json", encoding="utf-8") as file:
         about = json.load(file)
     words = ["--model", folder, "--tokens", "tokens.json", "--output", "logits.safetensors", "--kernel", kernel]
-    kvsieve(binary, "logits", *words, "--dtype", "f32", "--device", "cuda")
+    # One fixture is of what lies beyond its limit.
+    kvsieve(binary, "logits", *words, "--dtype", "f32", "--device", "cuda", "--beyond-limit")
     allowed = LOGITS_ALLOWED[about.get("torch_dtype") or about["dtype"]]
     off = deviations(tensors.arrays("logits.safetensors")["logits"], expected["logits"])
     print(json.dumps({"model": os.path.basename(folder), "kernel": kernel, "off": off, "allowed": allowed}))
@@ -117,10 +121,12 @@ def furthest(found, expected):
     return float("nan") if any(x != x for x in found) else max(abs(a - b) for a, b in zip(found, expected))
 
 
-def answers(binary, tiny, name):
+def answers(binary, tiny, folder, name):
     """16-bit types may part ways, so no difference of words is an error."""
+    if not os.path.isdir(folder):
+        end("absent", f"{folder} is not there")
     prompt = " ".join(["the key of amber is"] * (8 if tiny else 300))
-    words = ["--model", "builtin", "--prompt", prompt, "--max-new-tokens", "3" if tiny else "64", "--json", "-"]
+    words = ["--model", folder, "--prompt", prompt, "--max-new-tokens", "3" if tiny else "64", "--json", "-"]
     words += [] if name == "full" else ["--policy", name, "--budget", "0.25"]
     cpu, gpu = (json.loads(kvsieve(binary, "generate", *words, "--device", device)) for device in ("cpu", "cuda"))
     parted = (at for at, (a, b) in enumerate(zip(cpu["tokens"], gpu["tokens"])) if a != b)

@@ -7,6 +7,7 @@ differ by a few tokens: the difference is what these tokens' kernels take.
 """
 
 import array
+import collections
 import csv
 import json
 import os
@@ -89,7 +90,7 @@ def generate(binary, tokens, under=()):
 
 
 def kernels(ncu, binary, tokens):
-    """(how many kernels a run launches, the sum of their times in ns)."""
+    """Times of the kernels of a run in ns, by name."""
     under = [
         ncu,
         "--csv",
@@ -108,9 +109,10 @@ def kernels(ncu, binary, tokens):
     with open("ncu.csv", encoding="utf-8") as file:
         lines = [line for line in file if line.startswith('"')]
     rows = list(csv.DictReader(lines))
-    # The first row holds the units.
-    times = [float(row[METRIC].replace(",", "")) for row in rows[1:]]
-    return len(times), sum(times)
+    times = collections.defaultdict(list)
+    for row in rows[1:]:  # the first holds the units
+        times[row["Kernel Name"].split("(")[0]].append(float(row[METRIC].replace(",", "")))
+    return times
 
 
 def main(tiny, binary):
@@ -120,9 +122,14 @@ def main(tiny, binary):
     ncu = shutil.which("ncu")
     if ncu is None:
         return
-    (few, few_ns), (more, more_ns) = (kernels(ncu, binary, tokens) for tokens in (FEW, MORE))
-    tokens = MORE - FEW
-    print(json.dumps({"kernels": (more - few) / tokens, "kernels_ns": (more_ns - few_ns) / tokens}))
+    few, more = (kernels(ncu, binary, tokens) for tokens in (FEW, MORE))
+    # [launches, ns] of a token, the longest first.
+    each = {
+        name: [(f(more[name]) - f(few.get(name, []))) / (MORE - FEW) for f in (len, sum)]
+        for name in sorted(more, key=lambda name: -sum(more[name]))
+    }
+    total = [sum(part) for part in zip(*each.values())]
+    print(json.dumps({"kernels": total[0], "kernels_ns": total[1], "by_kernel": each}))
 
 
 if __name__ == "__main__":

@@ -102,8 +102,9 @@ def time_cells(peer, asked):
             else:
                 work = lambda: attend(q, k, v, causal)
             with torch.set_grad_enabled(cell["measure"] == "backward"):
-                # About 1 ms of waiting, and 10 where the host needs longer.
-                for waits in (2_000_000, 20_000_000):
+                # About 0.1 ms of waiting, and more where the host needs longer: a GPU that rests between passes has the
+                # more power for each.
+                for waits in (200_000, 2_000_000, 20_000_000):
                     samples, hidden = samples_ns(work, asked["samples"], cold, waits)
                     if hidden:
                         break

@@ -9,7 +9,8 @@ import timing
 from steps import Step
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-MODELS = os.path.normpath(os.path.join(HERE, "..", "..", "tests", "models"))
+ROOT = os.path.normpath(os.path.join(HERE, "..", ".."))
+MODELS, BUILTIN = os.path.join(ROOT, "tests", "models"), os.path.join(ROOT, "models", "builtin")
 PEERS = ("flash", "cudnn", "fa3")
 # Every kernel of kernels/score.cu, export.cu, select.cu and compact.cu is behind one of them.
 POLICIES = [
@@ -106,26 +107,29 @@ class Plan:
         yield Step("times/model/32 layers", "model of 32 layers", layers, 150, ("tiled", "decode"), slow=True)
 
     def visited(self, visit):
-        lengths, total, heads = ([64, 96], 96, (2, 2)) if self.tiny else ([2048, 4096, 8192, 16384], 16384, (16, 16))
-        for measure in ("forward", "backward"):
-            for mask in ("causal", "full"):
-                cells = [cell(measure, mask == "causal", length, max(1, total // length), heads) for length in lengths]
-                grouped = [] if self.tiny else [cell(measure, mask == "causal", 16384, 1, (64, 8))]
-                forward = measure == "forward"
-                named = [unit for unit in (self.forward if forward else self.backward) if of(unit) in ("hopper", "tiled")]
-                units = {unit: cells + grouped for unit in named} | ({"naive": cells} if forward else {})
-                yield from self.timed(visit, f"{measure} {mask}", units, PEERS if forward else PEERS[:2], cells + grouped)
+        yield from self.passes(visit, "forward")
+        length, heads = (128, (4, 2)) if self.tiny else (65536, (32, 8))
+        prefill = cell("evict", True, length, 1, heads, new_tokens=4 if self.tiny else 32)
+        kept = prefill | {"policy": ["knorm"] if self.tiny else ["knorm", "snapkv"], "budget": 0.25}
+        grids = [grid(prefill | {"policy": "full"}, "tiled"), grid(kept, "tiled")]
+        yield self.experiment(f"times/evict/evict/{visit}", "evict", grids, needs=("tiled", "decode"))
         steps = [(128, 2, (4, 2))] if self.tiny else [(65536, 2, (32, 8)), (4096, 32, (32, 8))]
         cells = [cell("decode", True, *step) for step in steps]
         kinds = {"decode": {"page_tokens": "contiguous"}, "decode paged": {"page_tokens": 16}}
         kinds |= {f"decode {codes}": {"page_tokens": 16, "kv_format": codes} for codes in CODES}
         units = {unit: [one | kind for one in cells] for unit, kind in kinds.items()}
         yield from self.timed(visit, "decode", units, PEERS, cells)
-        length, heads = (128, (4, 2)) if self.tiny else (65536, (32, 8))
-        prefill = cell("evict", True, length, 1, heads, new_tokens=4 if self.tiny else 32)
-        kept = prefill | {"policy": ["knorm"] if self.tiny else ["knorm", "snapkv"], "budget": 0.25}
-        grids = [grid(prefill | {"policy": "full"}, "tiled"), grid(kept, "tiled")]
-        yield self.experiment(f"times/evict/evict/{visit}", "evict", grids, needs=("tiled", "decode"))
+        yield from self.passes(visit, "backward")
+
+    def passes(self, visit, measure):
+        lengths, total, heads = ([64, 96], 96, (2, 2)) if self.tiny else ([2048, 4096, 8192, 16384], 16384, (16, 16))
+        for mask in ("causal", "full"):
+            cells = [cell(measure, mask == "causal", length, max(1, total // length), heads) for length in lengths]
+            grouped = [] if self.tiny else [cell(measure, mask == "causal", 16384, 1, (64, 8))]
+            forward = measure == "forward"
+            named = [unit for unit in (self.forward if forward else self.backward) if of(unit) in ("hopper", "tiled")]
+            units = {unit: cells + grouped for unit in named} | ({"naive": cells} if forward else {})
+            yield from self.timed(visit, f"{measure} {mask}", units, PEERS if forward else PEERS[:2], cells + grouped)
 
     def ceilings(self):
         yield Step("ceilings/ceilings", "ceilings", python("ceilings.py", "tiny" if self.tiny else "full"), 60)
@@ -157,7 +161,7 @@ class Plan:
                     yield Step(f"models/{name}/{kernel}", f"model {name}", command, 60, (kernel, "decode"))
         for policy in ["full", "snapkv", "h2o"]:
             yield Step(
-                f"models/builtin/{policy}", f"model builtin {policy}", self.judged("answers", policy), 120, ("tiled", "decode")
+                f"models/builtin/{policy}", f"model builtin {policy}", self.judged("answers", BUILTIN, policy), 120, ("tiled", "decode")
             )
 
     def judged(self, *words):

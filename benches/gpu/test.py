@@ -188,7 +188,7 @@ class Faults(Case):
         command = [sys.executable, os.path.join(HERE, "layers.py"), "tiny", visit.binary]
         done = subprocess.run(command, capture_output=True, text=True, cwd=self.folder, env=os.environ | {"PATH": path})
         lines = [json.loads(line) for line in done.stdout.splitlines()]
-        self.assertEqual(lines[1:], [{"kernels": 3.0, "kernels_ns": 6000.0}], done.stderr)
+        self.assertEqual(lines[1:], [{"kernels": 3.0, "kernels_ns": 6000.0, "by_kernel": {"x": [3.0, 6000.0]}}], done.stderr)
 
     def test_findings_of_the_sanitizer_are_counted(self):
         visit = Visit(self.folder, {})

@@ -7,8 +7,10 @@ use crate::format::GpuRows;
 use crate::tensor::DType;
 
 const SOURCE: Source = Source { name: "decode.cu", text: include_str!("../../../kernels/decode.cu") };
-/// Blocks of a multiprocessor that splits aim at: enough loads in flight, few partial results.
+/// Blocks of a multiprocessor that splits aim at: enough loads in flight, few partial results. Where rows are codes, as many
+/// as registers allow, since warps wait for their own widening and not for memory.
 const BLOCKS_EACH: usize = 2;
+const CODED_BLOCKS_EACH: usize = 3;
 /// Warps of a block and stages of each warp's ring, the best first.
 const RINGS: [(usize, usize); 5] = [(4, 4), (4, 3), (4, 2), (2, 3), (2, 2)];
 /// Threads of a block of the merge.
@@ -138,9 +140,10 @@ impl Tiling {
             |codes: usize, stages: usize| if codes == 0 { stages * tile_bytes } else { tile_bytes + stages * codes };
         let ring = |stages| codes.map(|codes| of(codes, stages)).iter().sum::<usize>();
         let bytes = |(warps, stages)| rows * row_bytes(shape.head_dim, dtype) + warps * (ring(stages) + places);
-        let (warps, stages) = limits.roomiest(&RINGS, bytes);
+        let most = if stored.is_coded() { CODED_BLOCKS_EACH } else { BLOCKS_EACH };
+        let (warps, stages) = limits.roomiest(most, &RINGS, bytes);
         let shared_bytes = bytes((warps, stages));
-        let each = limits.blocks_each(shared_bytes).clamp(1, BLOCKS_EACH);
+        let each = limits.blocks_each(shared_bytes).clamp(1, most);
         let rest = [all_rows.div_ceil(rows), shape.batch * shape.kv_heads];
         let grid = Grid { rest, slots: each * limits.multiprocessors, step: warps * keys };
         Tiling { rows, warps, stages, shared_bytes, grid }

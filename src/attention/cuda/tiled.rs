@@ -42,7 +42,7 @@ impl CudaKernel for Tiled {
         let q_bytes = if q_kept { 0 } else { block_rows * row_bytes };
         let shared_bytes =
             |keys| q_bytes + 2 * keys * row_bytes + code_bytes(rows, keys, shape.head_dim).iter().sum::<usize>();
-        let keys = limits.roomiest(choices, shared_bytes);
+        let keys = limits.roomiest(2, choices, shared_bytes);
         let launches = vec![Launch {
             function: "tiled_forward",
             grid: [shape.q_len.div_ceil(block_rows), shape.q_heads, shape.batch],

@@ -49,11 +49,11 @@ impl Limits {
         format!("sm_{major}{minor}{only_this}")
     }
 
-    /// The first choice of which two blocks fit on one multiprocessor, else the first of which one fits, else the last;
-    /// `bytes` is the shared memory of a block. Two blocks hide each other's waiting.
-    pub(crate) fn roomiest<T: Copy>(&self, choices: &[T], bytes: impl Fn(T) -> usize) -> T {
+    /// The first choice of which so many blocks fit on one multiprocessor, else the first of which one block less does, and so
+    /// on, else the last; `bytes` is the shared memory of a block. Blocks hide each other's waiting.
+    pub(crate) fn roomiest<T: Copy>(&self, blocks: usize, choices: &[T], bytes: impl Fn(T) -> usize) -> T {
         let first = |blocks| choices.iter().copied().find(|&choice| self.blocks_each(bytes(choice)) >= blocks);
-        first(2).or_else(|| first(1)).unwrap_or(choices[choices.len() - 1])
+        (1..=blocks).rev().find_map(first).unwrap_or(choices[choices.len() - 1])
     }
 
     /// Blocks with so much shared memory that a multiprocessor has room for.

@@ -19,7 +19,7 @@ const BLOCKS: usize = 132;
 const BEYOND_TILES: usize = 2;
 /// How long before its end a block claims the next item, in tiles: what lies in the rings, and the rest of the item.
 const AHEAD_TILES: usize = super::MOST_STAGES + BEYOND_TILES;
-/// Of the L2, what heads that run at the same time fill with keys and values.
+/// Of the L2, what heads that run at the same time fill with keys and values, where items differ.
 const SECTION_BYTES: usize = 32 << 20;
 /// Time of a tile on a multiprocessor of usual speed.
 const TILE_TIME: usize = 100;
@@ -42,9 +42,10 @@ impl Item {
 /// All items of a problem in the order of their numbers.
 fn items(shape: &Shape, params: &Params) -> Vec<Item> {
     let Shape { batch, q_heads, kv_heads, q_len, kv_len, head_dim } = *shape;
-    let tiles = Tiles::of(head_dim, params.causal || params.window.is_some(), params.softcap.is_some()).unwrap();
+    let tiles = Tiles::of(shape, params).unwrap();
     let (group, lists, row_tiles) = (q_heads / kv_heads, batch * kv_heads, q_len.div_ceil(tiles.rows()));
-    let section_lists = (SECTION_BYTES / (4 * head_dim) / kv_len).max(1).min(lists);
+    let differ = params.causal || params.window.is_some();
+    let section_lists = if differ { (SECTION_BYTES / (4 * head_dim) / kv_len).max(1).min(lists) } else { 1 };
     let section_items = section_lists * group * row_tiles;
     let item = |number: usize| {
         let (section, rest) = (number / section_items, number % section_items);
@@ -199,7 +200,7 @@ fn the_kernel_has_the_same_list() {
         };
         let shape = Shape { batch, q_heads, kv_heads, q_len, kv_len, head_dim };
         let params = Params { window: (window > 0).then_some(window), ..Params::new(head_dim, causal == 1) };
-        assert_eq!(Tiles::of(head_dim, causal == 1 || window > 0, false).unwrap().keys, keys, "{row}");
+        assert_eq!(Tiles::of(&shape, &params).unwrap().keys, keys, "{row}");
         let sum = items(&shape, &params).iter().fold(0, |sum: u32, item| {
             [item.row0, item.q_head, item.first_tile, item.end_tile]
                 .iter()
