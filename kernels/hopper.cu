@@ -68,7 +68,7 @@ struct Place {
     DEVICE u32 parity() const { return number & 1; }
     DEVICE void next() {
         number += 2;
-        if (number >= 2 * STAGES) number = number & 1 ^ 1;
+        if (number >= 2 * STAGES) number = (number & 1) ^ 1;
     }
 };
 

@@ -278,10 +278,6 @@ inline u32 count_round(u32 *counter, u32 last) {
     return before;
 }
 
-inline void load_chunk(u32 (&x)[4], u32 shared) {
-    machine::aligned_16("ld.shared.v4", shared);
-    memcpy(x, machine::shared.get() + shared, 16);
-}
 
 inline u32 shuffle_xor(u32 x, int mask) {
     u32 y;
