@@ -4,8 +4,8 @@
 // Versions
 //   1  Blocks that own keys walk over the queries that see them and sum dk and dv over the heads of the group; blocks
 //      that own queries walk over keys, compute scores again, and sum dq. Each sum has one owner and one order. Tiles of
-//      f32 in shared memory. backward_keys takes 72, 128, 254 registers at D 64, 128, 256 (sm_80). Compiled and
-//      emulated; not timed on a GPU yet.
+//      f32 in shared memory. backward_keys takes 72, 128, 254 registers at D 64, 128, 256 (sm_80). Right on an
+//      H100; not timed there.
 //
 // Compile with -DELEMENT=F32|BF16|F16 -DHEAD_DIM=1..256 -DTILE=32|16 (queries, and keys, of a tile). 128 threads:
 //   backward_delta    grid (ceil(B Hq Lq / 4))

@@ -23,17 +23,20 @@
 //          bytes of spills at D 256. From one lane for all: 83 and none.
 //        - A claim whose answer was added to at once was waited for, in front of the last tile of values.
 //        - Soft-cap takes registers: it has shorter tiles at D 64 and 256, and is compiled in, as is the scale's sign.
-//   3  what the first GPU showed, an H100 (results/reference/gpu-h100): 8 to 12% faster. An item cost 4.5 us besides its
-//      tiles, where FlashAttention-3's cost 2: both consumers waited for one barrier of Q, and began and ended together; now
-//      each has its own. A step waited for P V after its softmax, and only then packed P and scaled O; now it waits after
-//      half of the exponentials, and the rest of them hides that work. Descriptors are additions to a base, and places in
-//      the rings walk without divisions. Items are plain loads from shared memory: ptxas then knows that all lanes have the
-//      same, and so of trips and places; by `asm` it does not, and works descriptors out in each lane.
+//   3  what the first GPU showed, an H100 (README.md): 10 to 17% faster, at 742 TFLOP/s causal at 16K and 754 full at 8K.
+//        - An item cost 4.5 us besides its tiles, where FlashAttention-3's cost 2: both consumers waited for one barrier of
+//          Q, and began and ended together. Now each has its own queries and item.
+//        - P V was waited for after all of a softmax, and P packed and O scaled after that. Now half of the exponentials
+//          hide that work.
+//        - Descriptors are additions to a base, and places in the rings walk without a division. Items are plain loads from
+//          shared memory, so that ptxas knows trips and places to be the same for a warp; by `asm` it does not, and works
+//          descriptors out in each lane.
+//        - The keys of a tile are copied before the values of the tile before it: they are needed half a step earlier.
 //
 // Compile with -DELEMENT=BF16|F16 -DHEAD_DIM=64|128|256 -DKEYS=64|80|112|128|176 (src/attention/cuda/hopper.rs says which)
 // -DCAPPED=0|1 (whether there is a soft-cap) -DNEGATIVE=0|1 (the sign of the scale).
-//   hopper_forward  grid: multiprocessors, or fewer items; THREADS threads; shared memory: Q, rings of K and V, an item,
-//                   barriers. One launch of a module at a time: launches share the counter.
+//   hopper_forward  grid: multiprocessors, or fewer items; THREADS threads; shared memory: Q, rings of K and V, an item for
+//                   each consumer, barriers. One launch of a module at a time: launches share the counter.
 #include "hopper.cuh"
 #include "problem.cuh"
 

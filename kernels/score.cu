@@ -3,7 +3,7 @@
 // A warp takes a row, so that its sum has one order; a block takes 32 rows of one list.
 //
 // Versions
-//   1  One read of the rows, element by element: not vectorised. Not timed on a GPU yet.
+//   1  One read of the rows, element by element: not vectorised. Right on an H100; not timed there.
 //   2  Anchors are joined once for each list, and not by every block that compares keys with them.
 //
 // Compile with -DELEMENT=F32|BF16|F16 -DHEAD_DIM=1..256 and the formats of formats.cuh. Each has the grid
