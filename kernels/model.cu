@@ -4,7 +4,7 @@
 // Versions
 //   1  One job each, elements one by one. Products on CUDA cores: tiles of 64x64, or for a few rows a warp for each row of
 //      the weights, which is then read once.
-//      Right on an H100, where a token of 32 layers is 868 kernels: too many.
+//      Right on an H100, where a token of 32 layers was 868 kernels of 4.5 us each: too many.
 //
 // Compile with -DELEMENT=F32|BF16|F16 (of weights, or of what attention reads and writes) -DHEAD_DIM=1, which is not
 // looked at.

@@ -14,6 +14,7 @@ use kvsieve::policy::Registry;
 use kvsieve::tensor::DType;
 use safetensors::SafeTensors;
 use std::collections::BTreeMap;
+use std::path::Path;
 
 #[test]
 #[ignore = "needs a GPU, or the emulated device (tests/kernels/emulate/device.py)"]
@@ -222,18 +223,39 @@ fn cuda_commands_report_what_they_report_on_the_cpu() {
 
 /// Calls of the driver by function, and launches by kernel, of a process in which a model writes `new_tokens`: as the
 /// emulated device counts them.
-fn driver_calls(policy: &[&str], new_tokens: usize) -> BTreeMap<String, i64> {
+fn driver_calls(model: &str, policy: &[&str], new_tokens: usize) -> BTreeMap<String, i64> {
     let folder = tempfile::tempdir().unwrap();
     let (counts, most) = (folder.path().join("counts"), new_tokens.to_string());
     let prompt: Vec<String> = (0..24).map(|word| format!("w{}", 7 + 11 * word % 97)).collect();
     let mut command = Command::cargo_bin("kvsieve").unwrap();
-    command.env("KVSIEVE_EMULATED_COUNT", &counts).args(["generate", "--model", "tests/models/llama", "--prompt"]);
+    command.env("KVSIEVE_EMULATED_COUNT", &counts).args(["generate", "--model", model, "--prompt"]);
     command.arg(prompt.join(" ")).args(["--max-new-tokens", &most, "--device", "cuda", "--json", "-"]).args(policy);
     let report: serde_json::Value = serde_json::from_slice(&command.assert().success().get_output().stdout).unwrap();
     assert_eq!(report["tokens"].as_array().unwrap().len(), new_tokens, "{policy:?} ended early: {report}");
     let text = std::fs::read_to_string(counts).unwrap();
     let counted = text.lines().map(|line| line.rsplit_once(' ').unwrap());
     counted.map(|(name, count)| (name.to_string(), count.parse().unwrap())).collect()
+}
+
+/// Activations are rounded for cuBLAS once for all products that read them: queries, keys and values, then the output, gate
+/// and up, down, and the logits.
+#[test]
+#[ignore = "needs the emulated device (tests/kernels/emulate/device.py)"]
+fn cuda_activations_are_narrowed_once() {
+    let runtime = Runtime::open(0, None).unwrap();
+    if !runtime.device().name().contains("emulated") || runtime.cublas().is_none() {
+        return;
+    }
+    const LAYERS: i64 = 2;
+    // Weights of 16 bits, and the words of another model of the same size.
+    let folder = tempfile::tempdir().unwrap();
+    for file in ["llama-f16/config.json", "llama-f16/model.safetensors", "llama/tokenizer.json"] {
+        let from = Path::new("tests/models").join(file);
+        std::fs::copy(&from, folder.path().join(from.file_name().unwrap())).unwrap();
+    }
+    let model = folder.path().to_str().unwrap();
+    let narrowed = |tokens| driver_calls(model, &[], tokens)["launch narrow_each"];
+    assert_eq!(narrowed(6) - narrowed(4), 2 * (4 * LAYERS + 1));
 }
 
 /// What 16 tokens more cost. Every call of the driver is held: there are these, no memory is taken, cleared, given back or
@@ -272,8 +294,8 @@ fn cuda_tokens_take_no_memory_and_wait_once() {
         (budget("knorm+ada+every:steps=4"), [8, 4, 8, 16 * plain + 4 * (evicted + 1)]),
     ];
     for (policy, [writes, reads, scores, launches]) in cases {
-        let mut more = driver_calls(&policy, FEW + MORE);
-        for (name, count) in driver_calls(&policy, FEW) {
+        let mut more = driver_calls("tests/models/llama", &policy, FEW + MORE);
+        for (name, count) in driver_calls("tests/models/llama", &policy, FEW) {
             *more.entry(name).or_default() -= count;
         }
         let counted = more.into_iter().filter(|(name, count)| *count != 0 && name != "cuCtxGetCurrent");

@@ -78,9 +78,12 @@ impl DeviceDecoder<'_> {
         let Buffers { hidden, projected, normed, q, k, v, gate, up, asked, narrowed, heads, .. } = &mut self.buffers;
         let [q_heads, k_heads, v_heads, o_heads] = heads;
         layers.norm((hidden, 0), &weights.before_attention, normed, stream, flavour)?;
-        layers.linear(normed, &weights.q, count, q, narrowed)?;
-        layers.linear(normed, &weights.k, count, k, narrowed)?;
-        layers.linear(normed, &weights.v, count, v, narrowed)?;
+        layers.linear(
+            normed,
+            [(&weights.q, &mut *q), (&weights.k, &mut *k), (&weights.v, &mut *v)],
+            count,
+            narrowed,
+        )?;
         if let Some([q_norm, k_norm]) = &weights.qk_norm {
             layers.norm_in_place(q, q_norm, [count * config.q_heads, head_dim], flavour)?;
             layers.norm_in_place(k, k_norm, [count * config.kv_heads, head_dim], flavour)?;
@@ -109,16 +112,15 @@ impl DeviceDecoder<'_> {
         let joined = HeadsOperands { rows: q, angles: None, split: o_heads, dtype, tokens: count, heads, head_dim };
         layers.merge_heads(&joined)?;
 
-        layers.linear(q, &weights.o, count, projected, narrowed)?;
+        layers.linear(q, [(&weights.o, &mut *projected)], count, narrowed)?;
         if let Some(weight) = &weights.after_attention {
             layers.norm_in_place(projected, weight, stream, flavour)?;
         }
         layers.add(hidden, projected, count * config.hidden)?;
         layers.norm((hidden, 0), &weights.before_mlp, normed, stream, flavour)?;
-        layers.linear(normed, &weights.gate, count, gate, narrowed)?;
-        layers.linear(normed, &weights.up, count, up, narrowed)?;
+        layers.linear(normed, [(&weights.gate, &mut *gate), (&weights.up, &mut *up)], count, narrowed)?;
         layers.activate(config.activation, gate, up, count * config.ffn)?;
-        layers.linear(gate, &weights.down, count, projected, narrowed)?;
+        layers.linear(gate, [(&weights.down, &mut *projected)], count, narrowed)?;
         if let Some(weight) = &weights.after_mlp {
             layers.norm_in_place(projected, weight, stream, flavour)?;
         }
@@ -134,7 +136,7 @@ impl DeviceDecoder<'_> {
         let Buffers { hidden, normed, logits, narrowed, .. } = &mut self.buffers;
         let extents = [rows.len(), config.hidden];
         self.layers.norm((hidden, rows.start), &weights.norm, normed, extents, flavour)?;
-        self.layers.product(normed, weights.output(), rows.len(), logits, narrowed)?;
+        self.layers.product(normed, weights.output(), rows.len(), logits, (narrowed, &mut None))?;
         match config.final_softcap {
             Some(cap) => self.layers.soft_cap(logits, rows.len() * config.vocab, cap),
             None => Ok(()),

@@ -93,30 +93,34 @@ impl<'a> Layers<'a> {
         self.begin(DType::F32, "norm_rows", [extents[0], 1], &Norm::in_place(x, weight, extents, flavour)?)
     }
 
-    /// `to = x wᵀ + b`; `narrowed` has room for the elements of `x` in 16 bits, where cuBLAS wants them so.
-    pub fn linear(
+    /// `to = x wᵀ + b` of each; `narrowed` has room for the elements of `x` in 16 bits, where cuBLAS wants them so: once for
+    /// all of them.
+    pub fn linear<const N: usize>(
         &self,
         x: &DeviceBuffer,
-        linear: &DeviceLinear,
+        all: [(&DeviceLinear, &mut DeviceBuffer); N],
         rows: usize,
-        to: &mut DeviceBuffer,
         narrowed: &mut DeviceBuffer,
     ) -> Result<(), CudaError> {
-        self.product(x, &linear.weight, rows, to, narrowed)?;
-        let Some(bias) = &linear.bias else { return Ok(()) };
-        let width = linear.weight.rows;
-        let each = Each::with_row(to, bias, [rows, width])?;
-        self.begin(DType::F32, "add_bias", blocks(rows * width), &each)
+        let mut there = None;
+        for (linear, to) in all {
+            self.product(x, &linear.weight, rows, to, (narrowed, &mut there))?;
+            let Some(bias) = &linear.bias else { continue };
+            let width = linear.weight.rows;
+            let each = Each::with_row(to, bias, [rows, width])?;
+            self.begin(DType::F32, "add_bias", blocks(rows * width), &each)?;
+        }
+        Ok(())
     }
 
-    /// `to = x wᵀ`.
+    /// `to = x wᵀ`; `there` is the type in which `x` is narrowed already.
     pub fn product(
         &self,
         x: &DeviceBuffer,
         weight: &DeviceMatrix,
         rows: usize,
         to: &mut DeviceBuffer,
-        narrowed: &mut DeviceBuffer,
+        (narrowed, there): (&mut DeviceBuffer, &mut Option<DType>),
     ) -> Result<(), CudaError> {
         let DeviceMatrix { data, dtype, rows: width, width: depth } = weight;
         let (dtype, width, depth) = (*dtype, *width, *depth);
@@ -125,8 +129,11 @@ impl<'a> Layers<'a> {
             if dtype == DType::F32 {
                 return cublas.begin(&gemm, data, x, to);
             }
-            let narrowing = Narrowing::new(x, (narrowed, dtype), rows * depth)?;
-            self.begin(dtype, "narrow_each", blocks(rows * depth), &narrowing)?;
+            if *there != Some(dtype) {
+                let narrowing = Narrowing::new(x, (&mut *narrowed, dtype), rows * depth)?;
+                self.begin(dtype, "narrow_each", blocks(rows * depth), &narrowing)?;
+                *there = Some(dtype);
+            }
             return cublas.begin(&gemm, data, narrowed, to);
         }
         let linear = Linear::new(x, (data, dtype), to, [rows, depth, width])?;
