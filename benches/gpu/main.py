@@ -12,7 +12,6 @@ import tarfile
 import tempfile
 import threading
 import time
-import zipfile
 
 import plan
 import steps
@@ -40,7 +39,7 @@ def arguments(words):
     parser.add_argument("--part", action="append", choices=list(WIDTHS), help="only this part (may be repeated)")
     parser.add_argument("--minutes", type=float, default=9, help="no longer than this [%(default)s]")
     parser.add_argument("--binary", help="kvsieve [target/release/kvsieve]")
-    parser.add_argument("--bundle", metavar="DIR", help="what bundle.sh made: binary, compiled kernels, wheels")
+    parser.add_argument("--bundle", metavar="DIR", help="what bundle.sh made: binary, compiled kernels, peers")
     parser.add_argument("--tiny", action="store_true", help="sizes for the emulated device, whose times mean nothing")
     return parser.parse_args(words)
 
@@ -144,11 +143,12 @@ def unpack(bundle, scratch):
     with lzma.open(f"{folder}/kvsieve.xz") as packed, open(f"{scratch}/kvsieve", "wb") as binary:
         shutil.copyfileobj(packed, binary)
     os.chmod(f"{scratch}/kvsieve", 0o755)
-    if os.path.isdir(f"{folder}/kernels"):
-        os.environ["KVSIEVE_CACHE"] = f"{folder}/kernels"
-    for wheel in glob.glob(f"{folder}/*.whl"):
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(f"{scratch}/site")
+    for archive in glob.glob(f"{folder}/*.tar.xz"):
+        with tarfile.open(archive) as packed:
+            packed.extractall(scratch, filter="data")
+    if os.path.isdir(f"{scratch}/kernels"):
+        os.environ["KVSIEVE_CACHE"] = f"{scratch}/kernels"
+    if os.path.isdir(f"{scratch}/site"):
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [f"{scratch}/site", os.environ.get("PYTHONPATH")]))
     return f"{scratch}/kvsieve"
 

@@ -12,10 +12,10 @@ import os
 import stat
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 import unittest
-import zipfile
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, HERE)
@@ -336,18 +336,23 @@ class Calls(Case):
             self.assertEqual(done.returncode, 2)
             self.assertIn("give another folder", done.stderr)
 
-    def test_a_bundle_brings_binary_kernels_and_wheels(self):
+    def test_a_bundle_brings_binary_kernels_and_peers(self):
         visit, bundle = self.visit({}), f"{self.folder}/bundle"
-        os.makedirs(f"{bundle}/kernels")
+        os.makedirs(bundle)
         with lzma.open(f"{bundle}/kvsieve.xz", "w") as packed, open(visit.binary, "rb") as binary:
             packed.write(binary.read())
-        with zipfile.ZipFile(f"{bundle}/torch-0-any.whl", "w") as wheel:
-            wheel.writestr("torch/__init__.py", FAKE_TORCH)
-            wheel.writestr("torch/nn/__init__.py", "")
-            # A peer whose steps say where kernels are kept.
-            wheel.writestr("torch/nn/attention/__init__.py", "import os\nraise OSError(os.environ['KVSIEVE_CACHE'])")
+        torch = f"{self.folder}/site/torch"
+        write(f"{torch}/__init__.py", FAKE_TORCH)
+        write(f"{torch}/nn/__init__.py", "")
+        # A peer whose steps say which kernels are kept.
+        raises = "import os\nraise OSError(' '.join(os.listdir(os.environ['KVSIEVE_CACHE'])))"
+        write(f"{torch}/nn/attention/__init__.py", raises)
+        write(f"{self.folder}/kernels/compiled.cubin", "")
+        for part in ("kernels", "site"):
+            with tarfile.open(f"{bundle}/{part}.tar.xz", "w:xz") as packed:
+                packed.add(f"{self.folder}/{part}", part)
         done = visit.call("--bundle", bundle, "--binary", "/none", "--part", "times")
-        self.assertIn(f"flash failed in times/forward causal/flash/1 (OSError: {bundle}/kernels)", done.stdout)
+        self.assertIn("flash failed in times/forward causal/flash/1 (OSError: compiled.cubin)", done.stdout)
 
     def test_without_time_nothing_is_begun_and_the_steps_left_are_told(self):
         done = self.visit().call("--minutes", "0")

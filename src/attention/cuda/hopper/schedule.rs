@@ -130,7 +130,7 @@ fn every_row_of_every_head_is_in_one_item_and_the_heaviest_come_first() {
 #[test]
 fn a_fixed_order_left_multiprocessors_idle() {
     let evenness = |shape: Shape| there_and_back(&items(&shape, &Params::new(shape.head_dim, true)), &USUAL);
-    for (len, expected) in LENGTHS.into_iter().zip([0.82, 0.80, 0.78, 0.77]) {
+    for (len, expected) in LENGTHS.into_iter().zip([0.82, 0.80, 0.79, 0.78]) {
         let found = evenness(shape(len, 16, 16, 128));
         assert!((found - expected).abs() < 0.005, "{len}: {found}");
     }
