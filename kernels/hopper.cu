@@ -5,13 +5,14 @@
 // consumer. The producer's one thread claims items by an atomic counter, hands them to the consumers, and sends Q, K and
 // V by TMA into two rings of STAGES tiles; barriers tell what is full and what is free. A consumer has scores, output and
 // probabilities in registers. Two things hide the softmax:
-//   inside a consumer  the product Q K of the next tile and P V of this one are sent off together; the softmax of the
-//                      next tile runs while P V does
+//   inside a consumer  the product Q K of the next tile and P V of this one are sent off together; half of the softmax
+//                      of the next tile runs while P V does
 //   between consumers  they send their products off in turn (up to D 128), so that one computes exponentials while the
 //                      other's products run
-// Q stays in shared memory, which is given back before the last P V: the next item's Q arrives meanwhile. The output
+// Q stays in shared memory, which is given back with the last scores: the next item's Q arrives meanwhile. The output
 // goes from registers to global memory by plain stores of 16 bytes: a staged copy would need memory that D 256 does not
-// have or hold on to that of Q, and would need a fence; rows past the end are not stored.
+// have or hold on to that of Q, and would need a fence; rows past the end are not stored. Each consumer has its own Q, and
+// goes on to the next item by itself.
 //
 // Versions
 //   1  items went to blocks in a fixed order, there and back: in a causal problem one multiprocessor in four idled, as
@@ -90,9 +91,8 @@ struct Ring {
 // while the other ends this one.
 struct Block {
     u32 q, items, q_full, q_empty;
-    Ring keys, values;
-
     const int *items_at; // the items, for plain loads
+    Ring keys, values;
 
     DEVICE explicit Block(unsigned char *memory) {
         const u32 shared = shared_address(memory);
@@ -154,9 +154,9 @@ GLOBAL_COUNTER(claims);
 DEVICE u32 claim(const Problem &p) { return count_round(&claims, u32(item_count(p) - 1)); }
 
 // Sends everything that consumers need, in the order in which they need it: the keys of a tile before the values of the one
-// before. Tiles come from the last to the first: what
-// the mask or the end of the keys cuts comes first. The next item is claimed with the last tile of this one: late, so that
-// no block holds back work that another could begin, and early enough for the answer to come while tiles are computed.
+// before. Tiles come from the last to the first: what the mask or the end of the keys cuts comes first. The next item is
+// claimed with the last tile of this one: late, so that no block holds back work that another could begin, and early enough
+// for the answer to come while tiles are computed.
 DEVICE void produce(const Problem &p, const Block &block, const TensorMap &q, const TensorMap &k, const TensorMap &v) {
     auto load = [&](const Ring &ring, const TensorMap &map, const Place &at, int tile, int list) {
         ring.wait_empty(at);
