@@ -76,6 +76,7 @@ struct Place {
     }
 };
 
+// Tiles of keys or of values, and the barriers of each: full for consumers, empty for the producer.
 struct Ring {
     u32 tiles, full, empty;
 

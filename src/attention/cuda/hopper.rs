@@ -156,6 +156,14 @@ mod tests {
     }
 
     #[test]
+    fn many_keys_are_taken_in_long_tiles_under_a_causal_mask() {
+        for (kv_len, window, keys) in [(8191, None, 128), (8192, None, 176), (8192, Some(9), 128)] {
+            let params = Params { window, ..Params::new(128, true) };
+            assert_eq!(Tiles::of(&Shape { kv_len, ..SHAPE }, &params).unwrap().keys, keys, "{kv_len} {window:?}");
+        }
+    }
+
+    #[test]
     fn a_small_problem_has_a_block_for_each_item() {
         let shape = Shape { batch: 1, q_heads: 3, kv_heads: 1, q_len: 129, ..SHAPE };
         let plan = Hopper.plan(&shape, &Params::new(128, true), DType::F16.into(), &H200).unwrap();

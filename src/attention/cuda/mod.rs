@@ -265,12 +265,14 @@ mod tests {
     }
 
     #[test]
-    fn two_blocks_share_a_multiprocessor_where_they_fit() {
+    fn blocks_share_a_multiprocessor_where_they_fit() {
         let wide = Limits { block_shared_bytes: 227 << 10, ..H200 };
         let narrow = Limits { block_shared_bytes: 99 << 10, ..H200 };
         assert_eq!(wide.roomiest(2, &[100, 50, 20], |kib| kib << 10), 100);
         assert_eq!(narrow.roomiest(2, &[100, 50, 20], |kib| kib << 10), 20);
         assert_eq!(narrow.roomiest(2, &[100, 60, 55], |kib| kib << 10), 60);
+        assert_eq!(wide.roomiest(3, &[100, 70, 20], |kib| kib << 10), 70);
+        assert_eq!(narrow.roomiest(3, &[100, 48, 45], |kib| kib << 10), 48);
     }
 
     #[test]
