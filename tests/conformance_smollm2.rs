@@ -11,13 +11,14 @@ use kvsieve::memory::Arena;
 use kvsieve::model::{Decoder, Eviction, Model, Repeat, Setup, Text};
 use kvsieve::policy::{Budget, Context, Policy, PolicyError, Protect, Registry, Scored, Scorer, Statistic};
 use kvsieve::tensor::DType;
+use kvsieve::train::sensitivity;
 use safetensors::SafeTensors;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
 const MODEL: &str = "models/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf";
-/// With KVzip's cases in a file of their own.
+/// With the cases of KVzip and KVgrad in a file of their own.
 const FIXTURES: [&str; 2] =
     ["tests/conformance/fixtures/smollm2.safetensors", "tests/conformance/fixtures/smollm2-kvzip.safetensors"];
 
@@ -143,9 +144,9 @@ impl Bench<'_> {
     /// How many tokens have another fate than kvpress gives them; refused where their scores are no tie.
     fn swapped(&self, policy: &str, expected: &Expected, scores: &[f32]) -> Result<usize, String> {
         let (heads, length) = (self.model.config.kv_heads, self.length);
-        // KVzip compares all tokens, Ada-KV those of all heads of a layer, the others those of one head.
+        // KVzip and KVgrad compare all tokens, Ada-KV those of all heads of a layer, the others those of one head.
         let together = match policy {
-            _ if policy.contains("kvzip") => self.lists(),
+            _ if policy.starts_with("kv") => self.lists(),
             _ if policy.contains("ada") => heads,
             _ => 1,
         };
@@ -228,7 +229,8 @@ fn policies_agree_with_kvpress_on_a_real_model() {
     };
     // Without the chat template, as in the fixture.
     let text = Text::open(Path::new(MODEL)).unwrap();
-    let plain = Repeat { answer: text.piece("\n").unwrap(), ..Repeat::new(Path::new(MODEL), &text).unwrap() };
+    let repeat = Repeat::new(Path::new(MODEL), &text).unwrap().with_gradients(sensitivity);
+    let plain = Repeat { answer: text.piece("\n").unwrap(), ..repeat };
     let mut decoder = Decoder::new(&model, setup, &cpu, &arena).unwrap();
     decoder.record_queries(policies.values().map(|(policy, _)| policy));
     let following = tokens.len() - lengths.last().unwrap();

@@ -1,4 +1,4 @@
-//! KVzip in models: what is retained is what a plain computation of its scores says, and what is fed to repeat the context
+//! KVzip and KVgrad in models: what is retained is what a plain computation of its scores says, and what is fed to repeat the context
 //! leaves nothing behind.
 
 mod common;
@@ -7,9 +7,10 @@ use common::models::checkpoint;
 use kvsieve::device::Cpu;
 use kvsieve::memory::Arena;
 use kvsieve::model::{Activation, Capture, Captured, Decoder, Eviction, Model, Recall, Repeat, Setup};
-use kvsieve::policy::{Policy, PolicyFile, Registry, kvzip};
+use kvsieve::policy::{Policy, PolicyFile, Registry, Weighing, kvzip};
 use kvsieve::tensor::DType;
 use kvsieve::tensor::file::{Output, write};
+use kvsieve::train::sensitivity;
 use safetensors::SafeTensors;
 
 const CONTEXT: usize = 26;
@@ -20,7 +21,7 @@ fn setup(max_tokens: usize) -> Setup<'static> {
 }
 
 fn repeat() -> Repeat {
-    Repeat { first: vec![7, 11, 13], next: vec![17, 19], answer: vec![23] }
+    Repeat { first: vec![7, 11, 13], next: vec![17, 19], answer: vec![23], gradients: Some(sensitivity) }
 }
 
 /// Vectors of one kind, layer, head and token.
@@ -46,7 +47,9 @@ fn scores(name: &str, tokens: &[u32], policy: &Policy) -> Vec<Vec<Vec<f64>>> {
     let mut scores = vec![vec![vec![0.0f64; CONTEXT]; config.kv_heads]; config.layers];
     for number in 0..CONTEXT.div_ceil(how.chunk_tokens) {
         let chunk = number * how.chunk_tokens..CONTEXT.min((number + 1) * how.chunk_tokens);
-        let fed: Vec<u32> = [tokens, &repeat().tokens(tokens, how, number)].concat();
+        let asks = repeat().tokens(tokens, how, number);
+        let (fed, asked_tokens) = ([tokens, &asks].concat(), asks.len());
+        let sensed = sensitivity(&model, DType::F32, tokens, &[asks], &cpu, &arena).unwrap().remove(0);
         let layers: Vec<usize> = (0..config.layers).collect();
         let kinds = [Activation::Q, Activation::K, Activation::V, Activation::Hidden];
         let capture = Capture::new(&arena, config, &layers, &kinds, fed.len()).unwrap();
@@ -71,14 +74,18 @@ fn scores(name: &str, tokens: &[u32], policy: &Policy) -> Vec<Vec<Vec<f64>>> {
                 let total: f64 = seen.iter().map(|key| logit(key).exp()).sum();
                 for key in chunk.clone() {
                     let mut score = logit(&key).exp() / total;
-                    if how.weighs_outputs {
+                    if how.weighing != Weighing::Nothing {
                         let (value, state) = (row(v, layer, kv_head, key), row(hidden, layer, 0, query));
                         let wide = config.q_heads * config.head_dim;
                         let projected = o.chunks_exact(wide).map(|to| {
                             let own = &to[head * config.head_dim..][..config.head_dim];
                             own.iter().zip(&value).map(|(a, b)| f64::from(*a) * b).sum::<f64>()
                         });
-                        score *= projected.map(|x| x * x).sum::<f64>().sqrt() / dot(&state, &state).sqrt();
+                        score *= projected.map(|x| x * x).sum::<f64>().sqrt();
+                        score *= match how.weighing {
+                            Weighing::Gradients => f64::from(sensed[layer * asked_tokens + query - CONTEXT]),
+                            _ => 1.0 / dot(&state, &state).sqrt(),
+                        };
                     }
                     let most = &mut scores[layer][kv_head][key];
                     *most = most.max(score);
@@ -97,6 +104,8 @@ fn what_stays_is_what_the_model_looks_at_while_it_repeats_its_context() {
         ("qwen3", "kvzip:chunk=25,sink=0"),
         ("llama", "kvzip:plus=true"),
         ("qwen3", "kvzip:plus=true,chunk=7"),
+        ("llama", "kvgrad"),
+        ("qwen3", "kvgrad:chunk=10,sink=2"),
     ] {
         let checkpoint = checkpoint(name);
         let tokens = &checkpoint.tokens[..CONTEXT];
@@ -171,7 +180,9 @@ fn what_cannot_be_repeated_is_refused() {
         let run = put_to_work.and_then(|()| decoder.prefill(&[&checkpoint.tokens[..CONTEXT]], |_, _, _| ()));
         run.map_err(|error| error.to_string()).unwrap_err()
     };
+    let without = Repeat { gradients: None, ..repeat.clone() };
     for (text, max_tokens, asked, format, reason) in [
+        ("kvgrad", 64, Some(&without), "f32", "have a backward pass"),
         ("kvzip", 30, Some(&repeat), "f32", "takes 63 with what is fed; 30 are allowed"),
         ("kvzip", 64, None, "f32", "have the words"),
         ("kvzip+chunks:tokens=8", 64, Some(&repeat), "f32", "leave 'chunks', 'every' and 'delayed' out"),
@@ -233,5 +244,41 @@ fn whole_heads_go_by_the_best_score_of_their_tokens() {
     }
     for wrong in ["kvzip:level=heads", "kvzip:level=head,chunk=9", "kvzip:level=head,plus=true"] {
         assert!(registry.policy(wrong).err().unwrap().to_string().contains("level"), "{wrong}");
+    }
+}
+
+#[test]
+fn what_the_end_of_a_pass_depends_on_is_what_torch_says() {
+    let file = std::fs::read("tests/models/sensitivity.safetensors").unwrap();
+    let file = SafeTensors::deserialize(&file).unwrap();
+    let names: std::collections::BTreeSet<&str> =
+        file.names().into_iter().map(|name| name.split('/').next().unwrap()).collect();
+    assert!(names.len() >= 8, "{names:?}");
+    let (cpu, arena) = (Cpu::new(Some(2)).unwrap(), Arena::unlimited());
+    for name in names {
+        let checkpoint = checkpoint(name);
+        let model = Model::open(&checkpoint.folder, &arena).unwrap();
+        // As in `sensitivity.py`; of the texts the second and the third begin where the context began too.
+        let texts = [26..40, 3..12, 0..13].map(|part| checkpoint.tokens[part].to_vec());
+        let context = &checkpoint.tokens[..CONTEXT];
+        for (dtype, bound) in [(DType::F32, 1e-4), (DType::Bf16, 0.1)] {
+            let before = arena.usage().live_bytes;
+            let found = sensitivity(&model, dtype, context, &texts, &cpu, &arena).unwrap();
+            for (index, found) in found.iter().enumerate() {
+                let expected = file.tensor(&format!("{name}/{index}")).unwrap();
+                let expected: Vec<f32> = expected
+                    .data()
+                    .chunks_exact(4)
+                    .map(|bytes| f32::from_le_bytes(bytes.try_into().unwrap()))
+                    .collect();
+                assert_eq!(found.len(), expected.len());
+                for (found, expected) in found.iter().zip(expected) {
+                    let off = (found - expected).abs() / expected;
+                    assert!(off < bound, "{name}, text {index}, {dtype}: {found}, torch has {expected}");
+                }
+            }
+            drop(found);
+            assert_eq!(arena.usage().live_bytes, before);
+        }
     }
 }

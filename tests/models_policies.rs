@@ -25,7 +25,7 @@ fn run(model: &Model, tokens: &[&[u32]], after: &[usize], policy: Option<(&Polic
     let columns = policy.map_or(&[][..], |(policy, _)| policy.columns());
     let setup = Setup { batch: tokens.len(), chunk_tokens: 9, all_logits: true, columns, ..Setup::of(96, DType::F32) };
     let mut decoder = Decoder::new(model, setup, &cpu, &arena).unwrap();
-    let repeat = Repeat { first: vec![3, 1], next: vec![4], answer: vec![2] };
+    let repeat = Repeat { first: vec![3, 1], next: vec![4], answer: vec![2], gradients: None };
     if let Some((policy, budget)) = policy {
         let eviction =
             Eviction { policy, name: "policy", budget: Some(budget.parse().unwrap()), seed: 5, repeat: Some(&repeat) };

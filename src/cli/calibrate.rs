@@ -4,7 +4,7 @@ use super::capture::{Reading, ReadingArgs};
 use super::failure::Failure;
 use super::output;
 use crate::model::{Activation, Recall, Repeat, Text};
-use crate::policy::{Reconstruction, kvzip, qfilters, triattention};
+use crate::policy::{Reconstruction, Weighing, kvzip, qfilters, triattention};
 use crate::tensor::DType;
 use crate::tensor::file::{self, Output};
 use serde::Serialize;
@@ -127,7 +127,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
 /// Scores of whole heads: the model repeats the text.
 fn heads(args: &ReadingArgs, reading: &Reading) -> Result<Made, Failure> {
     let repeat = Repeat::new(&reading.folder, &Text::open(&reading.folder)?)?;
-    let how = Reconstruction { chunk_tokens: kvzip::CHUNK, sink: kvzip::SINK, weighs_outputs: false };
+    let how = Reconstruction { chunk_tokens: kvzip::CHUNK, sink: kvzip::SINK, weighing: Weighing::Nothing };
     let tokens = reading.tokens.len();
     let model = args.open(reading, tokens + repeat.most_tokens(tokens, how))?;
     let (cpu, arena) = (&reading.cpu, &reading.arena);

@@ -13,6 +13,7 @@ use crate::memory::Arena;
 use crate::model::{Decoder, Eviction, Model, Repeat, Setup, Text, locate};
 use crate::policy::{Budget, Policy, Registry};
 use crate::tensor::DType;
+use crate::train::sensitivity;
 use std::path::PathBuf;
 
 /// The options of every command that runs a model.
@@ -97,7 +98,8 @@ impl ModelArgs {
         let folder = locate(&self.model)?;
         let model = Model::open_in(&folder, self.weights, &arena)?;
         let repeats = policy.as_ref().is_some_and(|policy| policy.reconstruction.is_some());
-        let repeat = if repeats { Some(Repeat::new(&folder, &self.text()?)?) } else { None };
+        let repeat =
+            if repeats { Some(Repeat::new(&folder, &self.text()?)?.with_gradients(sensitivity)) } else { None };
         Ok(Opened { model, policy, policy_file: used.flatten(), budget, repeat, memory, cpu, arena })
     }
 

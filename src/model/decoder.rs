@@ -25,7 +25,7 @@ use crate::model::evictor::{Eviction, Evictor, QueryRecorder};
 use crate::model::hook::Hook;
 use crate::model::norm::Norm;
 use crate::named::NamedError;
-use crate::policy::PolicyError;
+use crate::policy::{PolicyError, Statistic};
 use crate::tensor::DType;
 use attend::Attend;
 pub(crate) use attend::params;
@@ -279,6 +279,11 @@ impl<'a> Decoder<'a> {
         eviction.policy.check_base(&self.model.fingerprint)?;
         if eviction.policy.reconstruction.is_some() && eviction.repeat.is_none() {
             let reason = "it has the model repeat its context, for which `eval` and `generate` have the words".into();
+            return Err(PolicyError::Combination { policy: eviction.name.into(), reason }.into());
+        }
+        let knows_gradients = eviction.repeat.is_some_and(|repeat| repeat.gradients.is_some());
+        if eviction.policy.looks_at(Statistic::Gradients) && !knows_gradients {
+            let reason = "it looks at gradients, for which `eval` and `generate` have a backward pass".into();
             return Err(PolicyError::Combination { policy: eviction.name.into(), reason }.into());
         }
         eviction.policy.check_format(eviction.name, eviction.budget.as_ref(), self.setup.kv_format)?;

@@ -45,7 +45,7 @@ pub use locate::{BUILTIN, fingerprint, locate};
 pub use quantise::{Calibration, Mixture, Planned, Quantised, Recipe, Scaled};
 pub use quantise::{quantise, quantise_folder, quantise_scaled};
 pub use recall::Recall;
-pub use repeat::Repeat;
+pub use repeat::{Gradients, Repeat};
 pub use sample::{Sampler, Sampling};
 pub use sequences::sequences;
 pub use text::Text;

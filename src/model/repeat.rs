@@ -1,7 +1,10 @@
 //! How a model is asked to repeat its context (KVzip, arXiv 2505.23416): the words around each chunk of it, as tokens.
 
-use super::{ChatTemplate, ModelError, Text};
+use super::{ChatTemplate, Model, ModelError, Text};
+use crate::device::Cpu;
+use crate::memory::{Arena, Buffer};
 use crate::policy::Reconstruction;
+use crate::tensor::DType;
 use std::path::Path;
 
 /// What asks for the first chunk, and what for another; the last tokens of the chunk before it follow. The words are those of
@@ -13,6 +16,11 @@ const OVERLAP: usize = 8;
 /// What stands before an answer where the model has no chat template.
 const PLAIN: &str = "\n";
 
+/// Norms of gradients while pieces of text are read behind a context (KVgrad): of `sum |h|^2` over a piece's tokens, with `h` what the last
+/// block puts out, by what attention adds to the residual stream at each, `[layers, tokens]` for each piece. It needs a backward pass,
+/// which a model has above this floor (`train::sensitivity`).
+pub type Gradients = fn(&Model, DType, &[u32], &[Vec<u32>], &Cpu, &Arena) -> Result<Vec<Buffer<f32>>, ModelError>;
+
 /// Tokens that ask a model to repeat its context.
 #[derive(Debug, Clone)]
 pub struct Repeat {
@@ -22,6 +30,8 @@ pub struct Repeat {
     pub next: Vec<u32>,
     /// Between what a user says and the model's answer.
     pub answer: Vec<u32>,
+    /// Who knows gradients meanwhile, for policies that look at them.
+    pub gradients: Option<Gradients>,
 }
 
 impl Repeat {
@@ -37,7 +47,12 @@ impl Repeat {
             }
             None => text.piece(PLAIN)?,
         };
-        Ok(Repeat { first: text.piece(FIRST)?, next: text.piece(NEXT)?, answer })
+        Ok(Repeat { first: text.piece(FIRST)?, next: text.piece(NEXT)?, answer, gradients: None })
+    }
+
+    /// The same where gradients are known.
+    pub fn with_gradients(self, gradients: Gradients) -> Self {
+        Repeat { gradients: Some(gradients), ..self }
     }
 
     /// What is fed to have the model repeat chunk `number` of a context, the chunk as its answer included.

@@ -53,7 +53,7 @@ impl Matrix {
     }
 
     /// The input of each column, where columns lie in another order than inputs.
-    pub(super) fn order(&self) -> Option<&[u32]> {
+    pub(crate) fn order(&self) -> Option<&[u32]> {
         self.order.as_ref().map(|order| &***order)
     }
 
@@ -144,6 +144,11 @@ impl Matrix {
         Matrix { bytes, range, format, rows, width, order: None, input_scale: None }
     }
 
+    /// Whether it is another one's memory.
+    fn is(&self, other: &Matrix) -> bool {
+        Arc::ptr_eq(&self.bytes, &other.bytes) && self.range == other.range
+    }
+
     /// Number of rows.
     pub fn rows(&self) -> usize {
         self.rows
@@ -230,6 +235,31 @@ impl Weights {
     /// Bytes of all parameters, as the arena counts them.
     pub fn bytes(&self) -> u64 {
         self.bytes
+    }
+
+    /// All matrices, in the order of [`Config::parameters`], of a stack each layer's own; norms and biases are handed to `take`.
+    pub(crate) fn each<'a>(&'a self, take: &mut dyn FnMut(&[f32])) -> Vec<&'a Matrix> {
+        let mut matrices = vec![&self.embedding];
+        let mut stack = |layers: &[&'a Linear], take: &mut dyn FnMut(&[f32])| {
+            matrices.extend(layers.iter().map(|layer| layer.weight()));
+            layers.iter().filter_map(|layer| layer.bias()).for_each(take);
+        };
+        for Layer { q, k, v, o, gate, up, down, qk_norm, before_attention, after_attention, before_mlp, after_mlp } in
+            &self.layers
+        {
+            take(before_attention);
+            stack(&[q, k, v], take);
+            qk_norm.iter().flatten().for_each(|norm| take(norm));
+            stack(&[o], take);
+            after_attention.iter().for_each(|norm| take(norm));
+            take(before_mlp);
+            stack(&[gate, up], take);
+            stack(&[down], take);
+            after_mlp.iter().for_each(|norm| take(norm));
+        }
+        take(&self.norm);
+        matrices.extend(Some(self.output.weight()).filter(|output| !output.is(&self.embedding)));
+        matrices
     }
 }
 

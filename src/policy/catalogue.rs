@@ -64,6 +64,7 @@ pub fn cost_class(needs: &[Statistic]) -> &'static str {
     let looks_at = |statistic| needs.contains(&statistic);
     match () {
         _ if looks_at(Statistic::FutureAttention) => "future",
+        _ if looks_at(Statistic::Gradients) => "gradients",
         _ if looks_at(Statistic::Reconstruction) => "another pass",
         _ if looks_at(Statistic::AccumulatedAttention) => "all queries",
         _ if looks_at(Statistic::RecentAttention) => "last queries",

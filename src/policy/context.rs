@@ -28,6 +28,8 @@ pub enum Statistic {
     AccumulatedAttention,
     /// The attention of the model while it repeats its context: another pass, which only a model can make.
     Reconstruction,
+    /// Gradients of what the model makes of its context while it repeats it.
+    Gradients,
     /// The attention of the queries that will come: no policy that one can run.
     FutureAttention,
 }
@@ -45,6 +47,7 @@ impl Statistic {
             Statistic::RecentAttention => "attention of the last queries (one thin pass)",
             Statistic::AccumulatedAttention => "attention of all queries (one tiled pass, one row per step)",
             Statistic::Reconstruction => "attention while the model repeats its context (2 to 3 times a prefill)",
+            Statistic::Gradients => "gradients while the model repeats its context (a pass forth and back)",
             Statistic::FutureAttention => "attention of future queries (known to no policy that one can run)",
         }
     }
@@ -66,9 +69,20 @@ pub struct Reconstruction {
     pub chunk_tokens: usize,
     /// First tokens of the context that each chunk's queries see besides it and themselves.
     pub sink: usize,
-    /// Whether attention is divided by the norm of the query's hidden state and multiplied by that of the value behind the
-    /// output projection (KVzip+, arXiv 2601.07891).
-    pub weighs_outputs: bool,
+    /// What a query's attention to a token is weighed by.
+    pub weighing: Weighing,
+}
+
+/// What the attention of a query that repeats a context is weighed by, before the maximum over queries.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Weighing {
+    /// Nothing (KVzip, arXiv 2505.23416).
+    Nothing,
+    /// The norm of the value behind the output projection, over that of the query's hidden state (KVzip+, arXiv 2601.07891).
+    Norms,
+    /// The norm of the value behind the output projection, times that of the gradient of what the model makes of the text by what attention
+    /// adds to the residual stream at the query (KVgrad).
+    Gradients,
 }
 
 /// What a policy sees. Layers are folded into the batch: sequence `layer * (B / layers) + b`.

@@ -34,7 +34,7 @@ pub mod sparse;
 pub use assets::{Assets, Axis, Learned, Parameters, PolicyFile};
 pub use budget::{Budget, BudgetError};
 pub use catalogue::{cost_class, describe, markdown};
-pub use context::{BeforeRope, Context, Future, Protect, Reconstruction, Statistic};
+pub use context::{BeforeRope, Context, Future, Protect, Reconstruction, Statistic, Weighing};
 pub use gates::DecidedBy;
 pub use list::{List, each_list};
 pub use presets::PRESETS;
@@ -79,6 +79,7 @@ pub const POLICIES: &[PolicyEntry] = &[
     scorers::rms_attention::ENTRY,
     scorers::r_kv::ENTRY,
     scorers::kvzip::ENTRY,
+    scorers::kvgrad::ENTRY,
     scorers::gate::ENTRY,
     scorers::dms::ENTRY,
     scorers::oracle::ENTRY,

@@ -54,7 +54,7 @@ pub(super) struct Shared {
     pub scratch: Scratch,
     /// For sums over ranks that share the block; else empty.
     pub sums: Buffer<f32>,
-    /// Attention's outputs in the dense model, where gates are trained.
+    /// Attention's outputs where rows are computed that later passes skip.
     pub dense: Option<Outputs>,
     /// What decides on evicted tokens, where that is trained.
     pub gates: Option<Gates>,
@@ -64,6 +64,8 @@ pub(super) struct Shared {
     pub adapters: Option<Adapters>,
     /// What the first keys and values of each sequence are read out of, where that is trained.
     pub readout: Option<Readout>,
+    /// Norms of the gradient by what attention adds to the residual stream, `[layers, rows]`, where those are asked for.
+    pub sensed: Option<Buffer<f32>>,
 }
 
 impl Block<'_> {
@@ -185,7 +187,7 @@ impl Block<'_> {
         let [q, ..] = &inner.qkv;
         let kv = self.kv(inner, self.decided(&shared.gates))?;
         let outputs = match &mut shared.dense {
-            Some(dense) if shared.gates.as_ref().is_some_and(Gates::is_dense) => dense,
+            Some(dense) if self.first < self.extents.skipped => dense,
             _ => &mut cheap.attention,
         };
         Tiled::AUTO.forward(&self.call(q, &kv), outputs, &mut shared.scratch.forward)?;
@@ -300,8 +302,8 @@ impl Block<'_> {
         dx: &mut [f32],
     ) -> Result<(), RankError> {
         let (config, groups, cpu, w) = (self.extents.config(), self.groups(), self.cpu, self.weights);
-        let Shared { qkv, dp, dn, d_o, rounded, dqkv, scratch, sums, gates, head_gates, adapters, readout, .. } =
-            shared;
+        let Shared { qkv, dp, dn, d_o, rounded, dqkv, scratch, sums, .. } = shared;
+        let Shared { gates, head_gates, adapters, readout, sensed, .. } = shared;
         let (hidden, ffn, q_width, qkv_width) = (config.hidden, config.ffn, config.q_width(), config.qkv_width());
         let [stream, inside, doubled] = [hidden, ffn, 2 * ffn].map(|width| self.live(width));
         let [of_q, of_qkv] = [q_width, qkv_width].map(|width| self.live(width));
@@ -351,6 +353,12 @@ impl Block<'_> {
                 layer(Site::Out, dn, o, gradients, d_o, products);
             }
             None => layer(Site::Out, dx, o, gradients, d_o, products),
+        }
+        if let Some(sensed) = sensed {
+            let added = if groups.after_attention.is_some() { &*dn } else { &*dx };
+            let to = &mut sensed[self.layer * self.extents.rows()..][..self.extents.rows()][self.first..];
+            let rows = added.chunks_exact(hidden);
+            to.iter_mut().zip(rows).for_each(|(to, row)| *to = row.iter().map(|x| x * x).sum::<f32>().sqrt());
         }
         let mut attention = |bias, outputs: &Outputs, d_o: &[f32], qkv: &mut [f32]| {
             let [q, ..] = &inner.qkv;

@@ -40,6 +40,7 @@ pub mod readout;
 pub mod recipe;
 mod ridge;
 pub mod run;
+mod sensitivity;
 pub mod steps;
 pub mod tensor_parallel;
 mod text;
@@ -53,6 +54,7 @@ pub mod zero;
 pub use activations::Recompute;
 pub use network::{Batch, Network};
 pub use parameters::Parameters;
+pub use sensitivity::sensitivity;
 pub use weights::Weights;
 
 /// Rows of a piece of work that one thread does: fixed, so that sums over pieces have one order.

@@ -105,6 +105,7 @@ impl<'a> Network<'a> {
             head_gates: None,
             adapters: None,
             readout: None,
+            sensed: None,
         };
         Ok(Network {
             recompute,
@@ -237,6 +238,43 @@ impl<'a> Network<'a> {
         self.shared.readout.as_mut().expect("a network that trains a read-out has one")
     }
 
+    /// The same with room for norms of gradients, for [`Network::sensitivity`].
+    ///
+    /// # Errors
+    /// When the arena has no room.
+    pub fn sensing(mut self, arena: &Arena) -> Result<Self, ArenaError> {
+        let elements = self.extents.config().layers * self.extents.rows();
+        self.shared.sensed = Some(arena.alloc(Label::Activations, elements)?);
+        self.shared.dense = Some(Outputs::allocate(arena, &self.extents.attention(), self.extents.dtype())?);
+        Ok(self)
+    }
+
+    /// Norms of the gradient by what attention adds to the residual stream, `[layers, rows]`, of the sum of squares of the last block's
+    /// output over the `judged` rows behind those that are skipped; of these nothing is asked, and no gradient flows into them. The first
+    /// `known` rows, none or those, are what the last pass left.
+    ///
+    /// # Errors
+    /// When attention cannot be computed.
+    ///
+    /// # Panics
+    /// When the network is not [`Network::sensing`], and as [`Network::step`].
+    pub fn sensitivity(
+        &mut self,
+        weights: Weights<'_>,
+        tokens: &[u32],
+        judged: usize,
+        known: usize,
+    ) -> Result<&[f32], RankError> {
+        let holder = &mut Whole { weights, gradients: &mut [] };
+        self.forward(holder, tokens, known)?;
+        let hidden = self.extents.config().hidden;
+        let rows = self.extents.skipped * hidden..(self.extents.skipped + judged) * hidden;
+        self.dx.fill(0.0);
+        self.dx[rows.clone()].iter_mut().zip(&self.x[rows]).for_each(|(dx, x)| *dx = 2.0 * x);
+        self.blocks_backward(holder, 0)?;
+        Ok(self.shared.sensed.as_ref().expect("a network that senses has room for it"))
+    }
+
     /// Compares the model whose gates decide in a `mode` with the dense model on `tokens` `[B, L]`. With a `target`, the
     /// fraction of tokens to be evicted, and the weight of the term that asks for it, adds to the gates' gradient.
     ///
@@ -312,7 +350,7 @@ impl<'a> Network<'a> {
         let (norm, gain) = (config.norm(weights.vector(&parameters.norm)), &parameters.norm);
         let columns = Columns { range: 0..config.hidden, stride: config.hidden };
         let scratch = &mut self.shared.scratch.norm;
-        let (skipped, live) = (self.extents.skipped, self.extents.skipped * config.hidden..);
+        let live = self.extents.skipped * config.hidden..;
         norm::backward(
             self.cpu,
             norm,
@@ -324,7 +362,21 @@ impl<'a> Network<'a> {
         );
         holder.complete(Unit::Norm)?;
         self.dx.copy_from_slice(dn);
-        for layer in (first..config.layers).rev() {
+        self.blocks_backward(holder, first)?;
+        if let Some(range) = parameters.embedding.gradient() {
+            self.embedding_gradient(tokens, holder.unit_gradients(Unit::Embedding).of(&range));
+            holder.complete(Unit::Embedding)?;
+        }
+        if let Some(readout) = &mut self.shared.readout {
+            readout.finish(self.cpu);
+        }
+        Ok(())
+    }
+
+    /// Takes the residual stream's gradient down to the input of block `first`.
+    fn blocks_backward(&mut self, holder: &mut dyn Holder, first: usize) -> Result<(), RankError> {
+        let skipped = self.extents.skipped;
+        for layer in (first..self.extents.config().layers).rev() {
             let Network { extents, recompute, cpu, turns, tensor, saved, shared, dx, .. } = self;
             let unit = Unit::Block(layer);
             let (weights, mut unit_gradients) = holder.both(unit)?;
@@ -334,13 +386,6 @@ impl<'a> Network<'a> {
             block.restore(x, cheap, inner, shared)?;
             block.backward(x, cheap, inner, shared, &mut unit_gradients, dx)?;
             holder.complete(unit)?;
-        }
-        if let Some(range) = parameters.embedding.gradient() {
-            self.embedding_gradient(tokens, holder.unit_gradients(Unit::Embedding).of(&range));
-            holder.complete(Unit::Embedding)?;
-        }
-        if let Some(readout) = &mut self.shared.readout {
-            readout.finish(self.cpu);
         }
         Ok(())
     }

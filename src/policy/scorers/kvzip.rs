@@ -18,7 +18,7 @@ use crate::named::Parameter;
 use crate::policy::Axis::{KvHeads, Layers};
 use crate::policy::allocation::{ada::Ada, global::Global};
 use crate::policy::{Context, Learned, Policy, PolicyEntry, PolicyError, Protect, Reconstruction, Scorer};
-use crate::policy::{Statistic, each_list};
+use crate::policy::{Statistic, Weighing, each_list};
 
 /// The tensor of scores of whole heads, `[layers, Hkv]`.
 pub const HEADS: &str = "kvzip.heads";
@@ -47,13 +47,12 @@ pub const ENTRY: PolicyEntry = PolicyEntry {
         let reconstruction = Reconstruction {
             chunk_tokens: named.count("chunk", CHUNK, 1)?,
             sink: named.count("sink", SINK, 0)?,
-            weighs_outputs: named.flag("plus", false)?,
+            weighing: if named.flag("plus", false)? { Weighing::Norms } else { Weighing::Nothing },
         };
         let Reconstruction { sink, .. } = reconstruction;
+        let scorer = Reconstructed { sink, needs: &[Statistic::Reconstruction] };
         let policy = match named.text("level") {
-            None | Some("pair") => {
-                Policy { reconstruction: Some(reconstruction), ..Policy::after_prefill(KvZip { sink }) }
-            }
+            None | Some("pair") => Policy { reconstruction: Some(reconstruction), ..Policy::after_prefill(scorer) },
             Some("head") => {
                 if named.text("chunk").is_some() || named.text("plus").is_some() {
                     return Err(named
@@ -69,13 +68,17 @@ pub const ENTRY: PolicyEntry = PolicyEntry {
     },
 };
 
-struct KvZip {
-    sink: usize,
+/// Scores are what the model's pass over the repeated context gave.
+pub(super) struct Reconstructed {
+    /// First tokens that are kept.
+    pub sink: usize,
+    /// What the pass looks at.
+    pub needs: &'static [Statistic],
 }
 
-impl Scorer for KvZip {
+impl Scorer for Reconstructed {
     fn needs(&self) -> Vec<Statistic> {
-        vec![Statistic::Reconstruction]
+        self.needs.to_vec()
     }
 
     fn protect(&self, _: usize) -> Protect {

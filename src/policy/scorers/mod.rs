@@ -13,6 +13,7 @@ pub mod gate;
 pub mod h2o;
 pub mod keydiff;
 pub mod knorm;
+pub mod kvgrad;
 pub mod kvzip;
 pub mod lagkv;
 pub mod leverage;

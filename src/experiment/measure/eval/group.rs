@@ -11,6 +11,7 @@ use crate::memory::Arena;
 use crate::model::{Eviction, Model, ModelError, Repeat, Text, locate};
 use crate::policy::{Policy, PolicyError, Registry};
 use crate::task;
+use crate::train::sensitivity;
 use std::path::Path;
 
 /// Samples that each cell also runs alone, for times and memory: fewer where many cells do so.
@@ -73,7 +74,7 @@ impl<'c> Group<'c> {
         let policies: Vec<Policy> =
             cells.iter().map(policy).collect::<Result<_, PolicyError>>().map_err(ModelError::from)?;
         let repeats = policies.iter().any(|policy| policy.reconstruction.is_some());
-        let repeat = if repeats { Some(Repeat::new(&folder, &text)?) } else { None };
+        let repeat = if repeats { Some(Repeat::new(&folder, &text)?.with_gradients(sensitivity)) } else { None };
         let limit = if cell.beyond_limit { usize::MAX } else { models[0].model.config.most_tokens() };
         let more = |prompt: &Prompt| -> usize {
             let how = policies.iter().filter_map(|policy| policy.reconstruction);
