@@ -18,6 +18,7 @@ fn settings() -> Settings {
         ratios: vec![2.0],
         window: 8,
         text: None,
+        written: false,
         steps: 6,
         length: 160,
         batch: 1,
@@ -132,6 +133,25 @@ fn settings_that_mean_nothing_are_refused() {
         command.args(["train", "--method", "dms", "--model", "builtin"]).args(more).arg("--out").arg(&out);
         command.assert().failure().code(2).stderr(contains(expected));
     }
+}
+
+#[test]
+fn a_model_writes_its_own_text_and_writes_it_again_when_a_run_goes_on() {
+    let folder = tempfile::tempdir().unwrap();
+    let (whole, parts) = (folder.path().join("whole"), folder.path().join("parts"));
+    let written = Settings { written: true, length: 48, batch: 3, steps: 4, ..settings() };
+    let lines = train(&written, &whole, false, None).unwrap();
+    assert!(lines.iter().any(|line| matches!(line, Line::HeldOutGates { kl, .. } if *kl > 0.0)), "{lines:?}");
+    // The third step begins within a block of sequences that the run before had begun.
+    train(&written, &parts, false, Some(2)).unwrap();
+    train(&written, &parts, true, None).unwrap();
+    let gates = |out: &Path| fs::read(out.join(dms::POLICY)).unwrap();
+    assert!(gates(&whole) == gates(&parts), "resumed gates differ");
+    let record: Value = serde_json::from_slice(&fs::read(whole.join("training.json")).unwrap()).unwrap();
+    assert_eq!((&record["settings"]["written"], &record["settings"]["text"]), (&json!(true), &Value::Null));
+    let mut command = kvsieve();
+    command.args(["train", "--method", "kvzap", "--model", "builtin", "--text", "model", "--out"]).arg(&whole);
+    command.assert().failure().code(2).stderr(contains("--text model is for --method dms; kvzap learns from a file"));
 }
 
 /// A folder of NVIDIA's Model-Optimizer is a model, and its gates are a policy (`src/train/tests/eviction.rs` compares them with theirs).

@@ -3,7 +3,7 @@
 //! The loss of a step is the divergence from the dense model plus a one-sided term, the fraction of tokens that should have
 //! been evicted and were not. That fraction is `1 - 1/ratio` with a ratio that rises linearly from 1 to the one asked for over
 //! the first 80% of the steps. Of several ratios each has the part of the steps that its rise is of the whole, and its gates are
-//! left at the end of it, as NVIDIA leaves those of every ratio on the way to the highest. What is read is the user's text, or generated text and tasks; the last tenth of a text is
+//! left at the end of it, as NVIDIA leaves those of every ratio on the way to the highest. What is read is the user's text, what the model writes itself ([`super::written`]), or generated text and tasks; the last tenth of a text is
 //! held out, and judged with decisions as they are at inference.
 
 use super::activations::{Extents, Recompute};
@@ -18,6 +18,7 @@ use super::run::{Options, RECORD, TrainError};
 use super::text::{HELD_OUT, TextSource};
 use super::vocabulary::Vocabulary;
 use super::weights::Frozen;
+use super::written::Written;
 use super::{Network, Parameters};
 use crate::device::Cpu;
 use crate::memory::Arena;
@@ -55,6 +56,9 @@ pub struct Settings {
     pub window: usize,
     /// A text to learn from; generated text and tasks without one.
     pub text: Option<PathBuf>,
+    /// Whether the model writes what it learns from itself, in place of a text.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub written: bool,
     /// Steps.
     pub steps: usize,
     /// Tokens of a sequence.
@@ -150,11 +154,21 @@ impl Settings {
 enum Source<'a> {
     Generated(Box<Data<'a>>),
     Text(TextSource<'a>),
+    Written(Box<Written<'a>>),
 }
 
 impl<'a> Source<'a> {
-    fn new(settings: &Settings, vocabulary: &'a Vocabulary) -> Result<Self, TrainError> {
+    fn new(
+        settings: &Settings,
+        model: &Path,
+        vocabulary: &'a Vocabulary,
+        arena: &'a Arena,
+    ) -> Result<Self, TrainError> {
         let Settings { length, batch, steps, seed, .. } = *settings;
+        if settings.written {
+            let numbers = [length as u64, seed ^ GENERATED];
+            return Ok(Source::Written(Box::new(Written::open(model, vocabulary, numbers, settings.weights, arena)?)));
+        }
         let Some(path) = &settings.text else {
             let mut recipe = Recipe::parse(BUILTIN, Path::new("built-in"))?;
             (recipe.stages, recipe.seed) = (vec![Stage { length, batch, steps }], seed ^ GENERATED);
@@ -165,10 +179,11 @@ impl<'a> Source<'a> {
     }
 
     /// `count` sequences of `len` tokens, from number `first` on; numbers from [`HELD_OUT`] on are of what no step reads.
-    fn tokens(&self, cpu: &Cpu, first: u64, [count, len]: [usize; 2]) -> Result<Vec<u32>, TrainError> {
+    fn tokens(&mut self, cpu: &Cpu, first: u64, [count, len]: [usize; 2]) -> Result<Vec<u32>, TrainError> {
         match self {
             Source::Generated(data) => Ok(data.batch(cpu, first, [count, len])?.tokens),
             Source::Text(text) => Ok(text.drawn(first, [count, len])),
+            Source::Written(written) => written.drawn(cpu, first, count),
         }
     }
 }
@@ -194,9 +209,9 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
     settings.check(&config).map_err(misfit)?;
     let base = fingerprint(&model)?;
     let vocabulary = Vocabulary::of_folder(&model, &config)?;
-    let source = Source::new(settings, &vocabulary)?;
     let parameters = Parameters::all_frozen(&config, settings.weights);
     let arena = Arena::with_limit(options.limit_bytes);
+    let mut source = Source::new(settings, &model, &vocabulary, &arena)?;
     let Settings { batch, length: len, window, .. } = *settings;
     let skipped = if batch == 1 { window } else { 0 };
     let extents = Extents { parameters: &parameters, batch, len, skipped };
@@ -347,6 +362,7 @@ mod tests {
             ratios: vec![4.0],
             window: 8,
             text: None,
+            written: false,
             steps: 100,
             length: 64,
             batch: 1,

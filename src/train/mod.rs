@@ -49,6 +49,7 @@ mod tuned;
 pub mod tuning;
 pub mod vocabulary;
 pub mod weights;
+mod written;
 pub mod zero;
 
 pub use activations::Recompute;

@@ -29,6 +29,9 @@ use std::path::{Path, PathBuf};
 /// Episodes of facts that `--method larimar` asks at the end.
 const EPISODES: usize = 8;
 
+/// In place of a text: what the model writes.
+const BY_MODEL: &str = "model";
+
 /// What every `--method` is asked.
 #[derive(clap::Args)]
 #[command(next_help_heading = "Training on a loaded model")]
@@ -40,8 +43,9 @@ pub(super) struct Loaded {
     /// Model to train on: a folder, a GGUF file, or builtin
     #[arg(long, value_name = "DIR|FILE.gguf", requires = "method")]
     model: Option<PathBuf>,
-    /// Text to learn from [default: for dms generated text and tasks, for duo needles in generated sentences]
-    #[arg(long, value_name = "FILE", requires = "method")]
+    /// Text to learn from; model: what the model writes itself, for dms [default: for dms generated text and tasks, for duo needles in
+    /// generated sentences]
+    #[arg(long, value_name = "FILE|model", requires = "method")]
     text: Option<PathBuf>,
     /// Tokens of a sequence [default: 1024; larimar: its longest question]
     #[arg(long, value_name = "N", requires = "method")]
@@ -140,7 +144,11 @@ impl Args {
         let (length, batch) = (self.loaded.length.unwrap_or(1024), self.loaded.batch.unwrap_or(1));
         let learning_rate = self.loaded.learning_rate.unwrap_or(1e-4);
         let (Some(name), Some(model)) = (&self.loaded.method, self.loaded.model.clone()) else { return Ok(None) };
-        let (text, steps) = (self.loaded.text.clone(), self.steps.unwrap_or(500));
+        let (mut text, steps) = (self.loaded.text.clone(), self.steps.unwrap_or(500));
+        let written = text.take_if(|text| text.as_os_str() == BY_MODEL).is_some();
+        if written && name != "dms" {
+            return Err(Failure::usage(format!("--text {BY_MODEL} is for --method dms; {name} learns from a file")));
+        }
         let needed = |text: Option<PathBuf>| {
             text.ok_or_else(|| Failure::usage(format!("--method {name} learns from a text; give --text FILE")))
         };
@@ -199,6 +207,7 @@ impl Args {
                     ratios,
                     window,
                     text,
+                    written,
                     steps,
                     length,
                     batch,
