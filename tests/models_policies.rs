@@ -8,6 +8,7 @@ use kvsieve::memory::{Arena, Label};
 use kvsieve::model::{Decoder, Eviction, Model, Repeat, Setup};
 use kvsieve::policy::{POLICIES, PRESETS, Policy, Registry};
 use kvsieve::tensor::DType;
+use kvsieve::train::sensitivity;
 
 /// What came of a run.
 struct Run {
@@ -25,7 +26,7 @@ fn run(model: &Model, tokens: &[&[u32]], after: &[usize], policy: Option<(&Polic
     let columns = policy.map_or(&[][..], |(policy, _)| policy.columns());
     let setup = Setup { batch: tokens.len(), chunk_tokens: 9, all_logits: true, columns, ..Setup::of(96, DType::F32) };
     let mut decoder = Decoder::new(model, setup, &cpu, &arena).unwrap();
-    let repeat = Repeat { first: vec![3, 1], next: vec![4], answer: vec![2], gradients: None };
+    let repeat = Repeat { first: vec![3, 1], next: vec![4], answer: vec![2], gradients: Some(sensitivity) };
     if let Some((policy, budget)) = policy {
         let eviction =
             Eviction { policy, name: "policy", budget: Some(budget.parse().unwrap()), seed: 5, repeat: Some(&repeat) };
