@@ -40,8 +40,8 @@ fn cuda_logits_are_those_of_transformers_whatever_the_chunks() {
             }
             let mut decoder = DeviceDecoder::new(&there, Setup { kernel, ..setup(1, chunk) }, &arena).unwrap();
             let mut got = Vec::new();
-            // Twice, the second time where other tokens were.
-            for _ in 0..2 {
+            // With chunks of 7 twice, the second time where other tokens were.
+            for _ in 0..if chunk == 7 { 2 } else { 1 } {
                 decoder.clear().unwrap();
                 got.clear();
                 let feed = decoder.prefill(0, &expected.tokens, |place, logits| {
@@ -122,7 +122,8 @@ fn cuda_policies_evict_in_models_as_on_the_cpu() {
         let (tokens, host) = (&expected.tokens, Arena::unlimited());
         let model = Model::open(&expected.folder, &host).unwrap();
         let bound = 1e-3 * deviation(&expected.logits);
-        for (text, after, chunk) in cases {
+        // Every policy in the first model, and in the others, which differ in heads and in their extents, each third.
+        for (text, after, chunk) in cases.into_iter().step_by(if name == "llama" { 1 } else { 3 }) {
             let policy = Registry::default().policy(text).unwrap();
             let eviction =
                 Eviction { policy: &policy, name: text, budget: Some("12".parse().unwrap()), seed: 0, repeat: None };

@@ -39,4 +39,5 @@ pub const SHIPPED: &[(&str, &str)] = &[
     ("real-tuning", include_str!("../../experiments/real-tuning.toml")),
     ("dms", include_str!("../../experiments/dms.toml")),
     ("real-dms", include_str!("../../experiments/real-dms.toml")),
+    ("real-kvgrad", include_str!("../../experiments/real-kvgrad.toml")),
 ];
