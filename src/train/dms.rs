@@ -3,7 +3,7 @@
 //! The loss of a step is the divergence from the dense model plus a one-sided term, the fraction of tokens that should have
 //! been evicted and were not. That fraction is `1 - 1/ratio` with a ratio that rises linearly from 1 to the one asked for over
 //! the first 80% of the steps. Of several ratios each has the part of the steps that its rise is of the whole, and its gates are
-//! left at the end of it, as NVIDIA leaves those of every ratio on the way to the highest. What is read is the user's text, what the model writes itself ([`super::written`]), or generated text and tasks; the last tenth of a text is
+//! left at the end of it, as NVIDIA leaves those of every ratio on the way to the highest. What is read is the user's text, what the model writes itself (`written.rs`), or generated text and tasks; the last tenth of a text is
 //! held out, and judged with decisions as they are at inference.
 
 use super::activations::{Extents, Recompute};
