@@ -87,7 +87,8 @@ impl<'a> Written<'a> {
         for at in self.begin.len()..self.len {
             let next = |(sampler, tokens, logits): &mut (Sampler, Vec<u32>, Vec<f32>)| {
                 let drawn = sampler.next(logits)?;
-                let ended = self.model.config.eos.contains(&tokens[at - 1]);
+                // A token that ends a text and begins the next is no end of its own beginning.
+                let ended = tokens[at - 1] != self.begin[0] && self.model.config.eos.contains(&tokens[at - 1]);
                 tokens.push(if ended { self.begin[0] } else { drawn });
                 Ok::<_, ModelError>(())
             };
