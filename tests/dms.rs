@@ -37,6 +37,13 @@ fn train(settings: &Settings, out: &Path, resume: bool, stop_after: Option<usize
     dms::run(settings, &cpu, &options, &mut |line| lines.push(line.clone())).map(|()| lines)
 }
 
+/// Weights and biases of a run's gates; the texts of their file come in any order.
+fn gates(out: &Path) -> [Vec<u8>; 2] {
+    let bytes = fs::read(out.join(dms::POLICY)).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    ["dms.weight", "dms.bias"].map(|name| file.tensor(name).unwrap().data().to_vec())
+}
+
 fn kvsieve() -> Command {
     Command::new(assert_cmd::cargo::cargo_bin!("kvsieve"))
 }
@@ -52,11 +59,6 @@ fn a_run_that_was_stopped_goes_on_with_the_same_bits() {
     );
     train(&settings(), &parts, false, Some(2)).unwrap();
     train(&settings(), &parts, true, None).unwrap();
-    let gates = |out: &Path| {
-        let bytes = fs::read(out.join(dms::POLICY)).unwrap();
-        let file = SafeTensors::deserialize(&bytes).unwrap();
-        ["dms.weight", "dms.bias"].map(|name| file.tensor(name).unwrap().data().to_vec())
-    };
     assert!(gates(&whole) == gates(&parts), "resumed gates differ");
 
     let other = Settings { seed: 6, ..settings() };
@@ -145,7 +147,6 @@ fn a_model_writes_its_own_text_and_writes_it_again_when_a_run_goes_on() {
     // The third step begins within a block of sequences that the run before had begun.
     train(&written, &parts, false, Some(2)).unwrap();
     train(&written, &parts, true, None).unwrap();
-    let gates = |out: &Path| fs::read(out.join(dms::POLICY)).unwrap();
     assert!(gates(&whole) == gates(&parts), "resumed gates differ");
     let record: Value = serde_json::from_slice(&fs::read(whole.join("training.json")).unwrap()).unwrap();
     assert_eq!((&record["settings"]["written"], &record["settings"]["text"]), (&json!(true), &Value::Null));
