@@ -166,7 +166,7 @@ impl<'a> Source<'a> {
     ) -> Result<Self, TrainError> {
         let Settings { length, batch, steps, seed, .. } = *settings;
         if settings.written {
-            let numbers = [length as u64, seed ^ GENERATED];
+            let numbers = (length, seed ^ GENERATED);
             return Ok(Source::Written(Box::new(Written::open(model, vocabulary, numbers, settings.weights, arena)?)));
         }
         let Some(path) = &settings.text else {

@@ -213,7 +213,7 @@ impl Gates {
     }
 
     /// Whether the forward pass is that of the dense model.
-    pub(super) fn is_dense(&self) -> bool {
+    fn is_dense(&self) -> bool {
         self.mode == Mode::Dense
     }
 

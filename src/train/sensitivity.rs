@@ -11,6 +11,7 @@ use super::weights::{Frozen, Packed};
 use crate::device::Cpu;
 use crate::memory::{Arena, Buffer, Label};
 use crate::model::{Model, ModelError};
+use crate::policy::PolicyError;
 use crate::ranks::RankError;
 use crate::tensor::DType;
 
@@ -27,6 +28,10 @@ pub fn sensitivity(
     cpu: &Cpu,
     arena: &Arena,
 ) -> Result<Vec<Buffer<f32>>, ModelError> {
+    if model.weights.each(&mut |_| ()).into_iter().any(|matrix| matrix.order().is_some()) {
+        let reason = "columns of the model's matrices are in another order (desc_act), which gradients do not know";
+        return Err(PolicyError::Combination { policy: "kvgrad".into(), reason: reason.into() }.into());
+    }
     let dtype = if dtype == DType::Bf16 { DType::Bf16 } else { DType::F32 };
     let parameters = Parameters::all_frozen(&model.config, dtype);
     let longest = texts.iter().map(Vec::len).max().unwrap_or(0);

@@ -10,8 +10,7 @@ use super::run::TrainError;
 use crate::device::Cpu;
 use crate::format::RowFormat;
 use crate::memory::{Arena, ArenaError, Buffer, Claim, Label};
-use crate::model::{Matrix, Model, ModelError, mapped, widen};
-use crate::policy::PolicyError;
+use crate::model::{Matrix, Model, mapped, widen};
 use crate::tensor::{DType, RowCode, Rows, Strided};
 use half::bf16;
 use half::slice::HalfFloatSliceExt;
@@ -114,8 +113,11 @@ impl Packed {
     /// Those of a model that is open, whose matrices stay where they are.
     ///
     /// # Errors
-    /// When columns of a matrix lie in an order of their own, or the arena has no room.
-    pub fn of_model(model: &Model, parameters: &Parameters, arena: &Arena) -> Result<Self, ModelError> {
+    /// When the arena has no room.
+    ///
+    /// # Panics
+    /// When columns of a matrix lie in an order of their own, which gradients do not know.
+    pub fn of_model(model: &Model, parameters: &Parameters, arena: &Arena) -> Result<Self, ArenaError> {
         let [_, of_vectors] = parameters.counts();
         let mut vectors = arena.alloc(Label::Weights, of_vectors)?;
         let mut rest = &mut *vectors;
@@ -123,11 +125,7 @@ impl Packed {
         let mut places = parameters.all.iter().filter(|one| one.role.decays()).map(|one| one.range.clone());
         let (mut place, mut matrices) = (0..0, Vec::with_capacity(all.len()));
         for matrix in all {
-            if matrix.order().is_some() {
-                let reason =
-                    "columns of the model's matrices are in another order (desc_act), which gradients do not know";
-                return Err(PolicyError::Combination { policy: "kvgrad".into(), reason: reason.into() }.into());
-            }
+            assert!(matrix.order().is_none(), "columns in the order of inputs");
             // A parameter is one matrix, or several below each other.
             if place.is_empty() {
                 place = places.next().expect("a model with these parameters");

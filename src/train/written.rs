@@ -37,7 +37,7 @@ impl<'a> Written<'a> {
     pub fn open(
         path: &Path,
         vocabulary: &Vocabulary,
-        [len, seed]: [u64; 2],
+        (len, seed): (usize, u64),
         dtype: DType,
         arena: &'a Arena,
     ) -> Result<Self, TrainError> {
@@ -47,7 +47,7 @@ impl<'a> Written<'a> {
             [] => vec![bos.or(eos.first().copied()).unwrap_or(0)],
             begin => begin.to_vec(),
         };
-        Ok(Written { model, dtype, begin, len: len as usize, seed, arena, blocks: [None, None] })
+        Ok(Written { model, dtype, begin, len, seed, arena, blocks: [None, None] })
     }
 
     /// `count` sequences from number `first` on, `[count, len]`; numbers from [`HELD_OUT`] on are of what no step reads.
@@ -74,31 +74,37 @@ impl<'a> Written<'a> {
         let mut decoder = Decoder::new(&self.model, setup, cpu, self.arena)?;
         // Numbers that follow each other are far apart as seeds.
         let seed = |number: u64| self.seed.wrapping_add(number.wrapping_mul(0x9E37_79B9_7F4A_7C15));
-        let sampler = |number| Sampler::new(Sampling { temperature: 1.0, top_p: 1.0, seed: seed(number) });
-        let mut writers: Vec<(Sampler, Vec<u32>, Vec<f32>)> =
-            (first..first + TOGETHER).map(|number| (sampler(number), self.begin.clone(), Vec::new())).collect();
+        let writer = |number| Writer {
+            sampler: Sampler::new(Sampling { temperature: 1.0, top_p: 1.0, seed: seed(number) }),
+            tokens: self.begin.clone(),
+            logits: vec![0.0; self.model.config.vocab],
+        };
+        let mut writers: Vec<Writer> = (first..first + TOGETHER).map(writer).collect();
         let prompts = vec![&self.begin[..]; TOGETHER as usize];
-        let last = self.begin.len() - 1;
-        decoder.prefill(&prompts, |sequence, place, row| {
-            if place == last {
-                writers[sequence].2 = row.to_vec();
-            }
-        })?;
+        decoder.prefill(&prompts, |sequence, _, row| writers[sequence].logits.copy_from_slice(row))?;
         for at in self.begin.len()..self.len {
-            let next = |(sampler, tokens, logits): &mut (Sampler, Vec<u32>, Vec<f32>)| {
-                let drawn = sampler.next(logits)?;
+            let next = |writer: &mut Writer| {
+                let (drawn, last) = (writer.sampler.next(&writer.logits)?, writer.tokens[at - 1]);
                 // A token that ends a text and begins the next is no end of its own beginning.
-                let ended = tokens[at - 1] != self.begin[0] && self.model.config.eos.contains(&tokens[at - 1]);
-                tokens.push(if ended { self.begin[0] } else { drawn });
+                let ended = last != self.begin[0] && self.model.config.eos.contains(&last);
+                writer.tokens.push(if ended { self.begin[0] } else { drawn });
                 Ok::<_, ModelError>(())
             };
             cpu.install(|| writers.par_iter_mut().try_for_each(next))?;
             if at + 1 < self.len {
-                let newest: Vec<[u32; 1]> = writers.iter().map(|(_, tokens, _)| [tokens[at]]).collect();
+                let newest: Vec<[u32; 1]> = writers.iter().map(|writer| [writer.tokens[at]]).collect();
                 let newest: Vec<&[u32]> = newest.iter().map(|token| &token[..]).collect();
-                decoder.follow(&newest, |sequence, _, row| writers[sequence].2.copy_from_slice(row))?;
+                decoder.follow(&newest, |sequence, _, row| writers[sequence].logits.copy_from_slice(row))?;
             }
         }
-        Ok(writers.into_iter().flat_map(|(_, tokens, _)| tokens).collect())
+        Ok(writers.into_iter().flat_map(|writer| writer.tokens).collect())
     }
+}
+
+/// A sequence on its way.
+struct Writer {
+    sampler: Sampler,
+    tokens: Vec<u32>,
+    /// What the model foretells behind them.
+    logits: Vec<f32>,
 }

@@ -178,6 +178,8 @@ def main():
     parser.add_argument("--markdown", metavar="FILE", help="write the table there too")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="variants at a time [default: every core]")
     arguments = parser.parse_args()
+    if arguments.every < 1:
+        parser.error(f"--every is {arguments.every}; it must be at least 1")
     nvrtc = load_nvrtc(arguments.nvrtc)
     major, minor = ctypes.c_int(), ctypes.c_int()
     nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
@@ -185,8 +187,8 @@ def main():
     todo = []
     for number, arch in enumerate(arguments.arch or ARCHITECTURES):
         # Each architecture begins with another variant, so that together they have more of them.
-        chosen = itertools.islice(variants(), *((None,) if arch == "sm_90a" else (number % arguments.every, None, arguments.every)))
-        todo += [(file, macros, arch) for file, macros in chosen]
+        step = 1 if arch == "sm_90a" else arguments.every
+        todo += [(file, macros, arch) for file, macros in list(variants())[number % step :: step]]
     todo = [variant for variant in todo if ONLY.get(variant[0], variant[2]) == variant[2] and arguments.only in (None, variant[0])]
     if not todo:
         parser.error(f"no variant of '{arguments.only}' for these architectures; files are named as tiled.cu")

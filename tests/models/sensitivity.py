@@ -24,12 +24,16 @@ def norms(model, context, text):
     cache, outputs, last = DynamicCache(), [], []
     with torch.no_grad():
         model(context, past_key_values=cache)
-    hooks = [model.model.layers[-1].register_forward_hook(lambda _, __, out: last.append(out if torch.is_tensor(out) else out[0]))]
-    for layer in model.model.layers:
-        def keep(_, __, out):
-            out[0].retain_grad()
-            outputs.append(out[0])
-        hooks.append(layer.self_attn.register_forward_hook(keep))
+
+    def end(_, __, out):
+        last.append(out if torch.is_tensor(out) else out[0])
+
+    def keep(_, __, out):
+        out[0].retain_grad()
+        outputs.append(out[0])
+
+    hooks = [model.model.layers[-1].register_forward_hook(end)]
+    hooks += [layer.self_attn.register_forward_hook(keep) for layer in model.model.layers]
     embedded = model.model.embed_tokens(text).detach().requires_grad_(True)
     model.model(inputs_embeds=embedded, past_key_values=cache)
     last[0].square().sum().backward()

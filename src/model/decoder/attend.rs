@@ -196,7 +196,7 @@ impl Decoder<'_> {
         }
         hand_on(outputs, &roomy, attended, row);
         if let Some(repeating) = &mut self.repeating {
-            return repeating.see(([layer, config.layers], &call), kernel, (normed, row), self.arena);
+            return repeating.see((layer, &call), kernel, (normed, row), self.arena);
         }
         let received = match (&mut self.evictor, &mut self.recorder) {
             (Some(evictor), _) => evictor.see(layer, config.layers, chunk.sequence, &call, &outputs.lse)?,

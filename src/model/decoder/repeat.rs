@@ -122,11 +122,11 @@ impl Decoder<'_> {
 }
 
 impl Repeating {
-    /// Looks at the attention of one of `layers` layers for a part of what is fed: `normed` holds the hidden states of its queries from row
+    /// Looks at the attention of one layer for a part of what is fed: `normed` holds the hidden states of its queries from row
     /// `first` on.
     pub fn see(
         &mut self,
-        ([layer, layers], call): ([usize; 2], &Forward<'_>),
+        (layer, call): (usize, &Forward<'_>),
         kernel: &dyn Kernel,
         (normed, first): (&PaddedRows, usize),
         arena: &Arena,
@@ -142,20 +142,22 @@ impl Repeating {
         let call = Forward { shape, kv: &kv, ..*call };
         let mut lse = recompute_lse(kernel, &call, arena)?;
         // A probability divided by a number is one with a larger log-sum-exp.
-        match (how.weighing, gradients) {
-            (Weighing::Norms, _) => {
+        match how.weighing {
+            Weighing::Nothing => {}
+            Weighing::Norms => {
                 for (index, lse) in lse.iter_mut().enumerate() {
                     let row = &normed.data[(first + index % shape.q_len) * normed.stride..][..normed.width];
                     *lse += row.iter().map(|x| x * x).sum::<f32>().sqrt().ln();
                 }
             }
-            (Weighing::Gradients, Some(gradients)) => {
+            Weighing::Gradients => {
+                let gradients = gradients.as_ref().expect("they are known before anything is fed");
+                let layers = scores.len() / (kv_heads * end);
                 let of_layer = &gradients[layer * (gradients.len() / layers)..][fed - shape.q_len..fed];
                 for (index, lse) in lse.iter_mut().enumerate() {
                     *lse -= of_layer[index % shape.q_len].max(f32::MIN_POSITIVE).ln();
                 }
             }
-            _ => {}
         }
         let mut most = arena.alloc::<f32>(Label::Policy, heads * shape.kv_len)?;
         let mut scratch = arena.alloc(Label::Workspace, export::workspace(&shape, call.cpu.threads()))?;

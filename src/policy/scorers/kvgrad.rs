@@ -11,10 +11,9 @@
 //! backward pass that trains models, which computes the block's insides again, so that little memory is taken; in all a pass over the context and
 //! three over what is fed come on top of KVzip's.
 
-use super::kvzip::{Reconstructed, SINK};
+use super::kvzip::{SINK, reconstructing};
 use crate::named::Parameter;
-use crate::policy::allocation::{ada::Ada, global::Global};
-use crate::policy::{Policy, PolicyEntry, Reconstruction, Statistic, Weighing};
+use crate::policy::{PolicyEntry, Reconstruction, Weighing};
 
 /// Tokens that are repeated at a time, where the policy's text does not say: the authors' figure.
 const CHUNK: usize = 512;
@@ -30,18 +29,11 @@ pub const ENTRY: PolicyEntry = PolicyEntry {
         Parameter { name: "sink", default: "4", about: "first tokens, which are kept, and seen beside every chunk" },
     ],
     build: |named, _| {
-        let reconstruction = Reconstruction {
+        let how = Reconstruction {
             chunk_tokens: named.count("chunk", CHUNK, 1)?,
             sink: named.count("sink", SINK, 0)?,
             weighing: Weighing::Gradients,
         };
-        let needs = &[Statistic::Reconstruction, Statistic::Gradients];
-        let scorer = Reconstructed { sink: reconstruction.sink, needs };
-        Ok(Policy {
-            reconstruction: Some(reconstruction),
-            layers: Box::new(Global { threshold: None }),
-            heads: Box::new(Ada { floor: 0.0 }),
-            ..Policy::after_prefill(scorer)
-        })
+        Ok(reconstructing(ENTRY.name, how))
     },
 };

@@ -49,10 +49,8 @@ pub const ENTRY: PolicyEntry = PolicyEntry {
             sink: named.count("sink", SINK, 0)?,
             weighing: if named.flag("plus", false)? { Weighing::Norms } else { Weighing::Nothing },
         };
-        let Reconstruction { sink, .. } = reconstruction;
-        let scorer = Reconstructed { sink, needs: &[Statistic::Reconstruction] };
-        let policy = match named.text("level") {
-            None | Some("pair") => Policy { reconstruction: Some(reconstruction), ..Policy::after_prefill(scorer) },
+        match named.text("level") {
+            None | Some("pair") => Ok(reconstructing(ENTRY.name, reconstruction)),
             Some("head") => {
                 if named.text("chunk").is_some() || named.text("plus").is_some() {
                     return Err(named
@@ -60,34 +58,42 @@ pub const ENTRY: PolicyEntry = PolicyEntry {
                         .into());
                 }
                 let heads = assets.needed(HEADS, &[Layers, KvHeads])?;
-                Policy::after_prefill(WholeHeads { sink, heads })
+                Ok(pooled(WholeHeads { sink: reconstruction.sink, heads }))
             }
-            Some(_) => return Err(named.wrong("level", "pair or head".into()).into()),
-        };
-        Ok(Policy { layers: Box::new(Global { threshold: None }), heads: Box::new(Ada { floor: 0.0 }), ..policy })
+            Some(_) => Err(named.wrong("level", "pair or head".into()).into()),
+        }
     },
 };
 
-/// Scores are what the model's pass over the repeated context gave.
-pub(super) struct Reconstructed {
-    /// First tokens that are kept.
-    pub sink: usize,
-    /// What the pass looks at.
-    pub needs: &'static [Statistic],
+/// The method `policy`, whose scores are what the model's pass over the repeated context gives.
+pub(super) fn reconstructing(policy: &'static str, how: Reconstruction) -> Policy {
+    Policy { reconstruction: Some(how), ..pooled(Reconstructed { policy, how }) }
+}
+
+/// One pool for all layers and heads, once behind the prefill.
+fn pooled(scorer: impl Scorer + 'static) -> Policy {
+    let policy = Policy::after_prefill(scorer);
+    Policy { layers: Box::new(Global { threshold: None }), heads: Box::new(Ada { floor: 0.0 }), ..policy }
+}
+
+struct Reconstructed {
+    policy: &'static str,
+    how: Reconstruction,
 }
 
 impl Scorer for Reconstructed {
     fn needs(&self) -> Vec<Statistic> {
-        self.needs.to_vec()
+        let gradients = (self.how.weighing == Weighing::Gradients).then_some(Statistic::Gradients);
+        std::iter::once(Statistic::Reconstruction).chain(gradients).collect()
     }
 
     fn protect(&self, _: usize) -> Protect {
-        Protect { sink: self.sink, window: 0 }
+        Protect { sink: self.how.sink, window: 0 }
     }
 
     fn score(&self, context: &Context<'_>, scores: &mut [f32]) -> Result<(), PolicyError> {
         let what = "a model that repeats its context: `eval` and `generate` have one";
-        scores.copy_from_slice(context.reconstructed.ok_or(PolicyError::Missing { policy: ENTRY.name, what })?);
+        scores.copy_from_slice(context.reconstructed.ok_or(PolicyError::Missing { policy: self.policy, what })?);
         Ok(())
     }
 }

@@ -119,6 +119,8 @@ def main():
     parser.add_argument("--every", type=int, default=1, metavar="N", help="of each family only each N-th variant, from its first on [default: 1]")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="variants at a time [default: every core]")
     arguments = parser.parse_args()
+    if arguments.every < 1:
+        parser.error(f"--every is {arguments.every}; it must be at least 1")
     families = {family: [variant for variant in VARIANTS if variant[0] == family] for family, *_ in VARIANTS}
     chosen = [variant for family, all in families.items() if arguments.only in (None, family) for variant in all[:: arguments.every]]
     if not chosen:
