@@ -218,6 +218,10 @@ fn packed_folders_are_trained_from() {
     };
     train("qlora", "nf4", "adapter").success();
     Model::open(Path::new(&at("adapter")), &Arena::unlimited()).unwrap();
+    let kvgrad = ["--task", "passkey", "--context", "512", "--samples", "1", "--policy", "kvgrad", "--budget", "0.5"];
+    kvsieve(&["eval", "--model", &at("nf4")]).args(kvgrad).assert().success();
+    let refused = kvsieve(&["eval", "--model", &at("gptq-ordered")]).args(kvgrad).assert().failure();
+    refused.stderr(contains("are in another order (desc_act), which gradients do not know"));
     train("lora", "gptq-ordered", "beside").success();
     train("qlora", "gptq-ordered", "none").code(2).stderr(contains("are in another order (desc_act)"));
     // What comes out is plain, and says so.
