@@ -321,7 +321,7 @@ def collect_facts(worker: Worker, peer: Torch) -> dict[str, Any]:
 
 
 def write_fixture(path: Path, facts: dict[str, Any], errors: list[dict[str, Any]]) -> None:
-    """PyTorch's errors, one case a line, for tests/attention_accuracy.rs."""
+    """PyTorch's errors, one case a line, for tests/attention/accuracy.rs."""
     about = {"torch": facts["torch"], "cpu": facts["model"], "cpu_capability": facts["torch_cpu_capability"]}
     keep = [error for error in errors if "pytorch_error" in error]
     cases = [{name: value for name, value in error.items() if name != "kvsieve_error"} for error in keep]

@@ -1,4 +1,4 @@
-//! The tiny checkpoints of `tests/models/`, and what `transformers` gave for them.
+//! The tiny checkpoints of `tests/checkpoints/`, and what `transformers` gave for them.
 
 use kvsieve::model::Setup;
 use kvsieve::tensor::DType;
@@ -17,7 +17,7 @@ pub struct Checkpoint {
 }
 
 pub fn checkpoint(name: &str) -> Checkpoint {
-    let folder = Path::new("tests/models").join(name);
+    let folder = Path::new("tests/checkpoints").join(name);
     let bytes = std::fs::read(folder.join("expected.safetensors")).unwrap();
     let file = SafeTensors::deserialize(&bytes).unwrap();
     let whole = |name| -> Vec<u32> {
@@ -39,7 +39,7 @@ pub fn checkpoint(name: &str) -> Checkpoint {
 
 /// Every checkpoint of the folder.
 pub fn all() -> Vec<String> {
-    let folders = std::fs::read_dir("tests/models").unwrap().map(|entry| entry.unwrap());
+    let folders = std::fs::read_dir("tests/checkpoints").unwrap().map(|entry| entry.unwrap());
     let folders = folders.filter(|entry| entry.path().join("config.json").exists());
     let mut names: Vec<String> = folders.map(|entry| entry.file_name().into_string().unwrap()).collect();
     names.sort();

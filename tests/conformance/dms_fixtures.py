@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write tests/models/qwen3-dms: a tiny random checkpoint as NVIDIA's Model-Optimizer leaves DMS models, and what its code says of it.
+"""Write tests/checkpoints/qwen3-dms: a tiny random checkpoint as NVIDIA's Model-Optimizer leaves DMS models, and what its code says of it.
 
     git clone https://github.com/NVIDIA/Model-Optimizer && git -C Model-Optimizer checkout a2fbac7
     pip install torch==2.15.0 transformers==4.57.3 datasets accelerate safetensors tqdm

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write tests/fixtures/duo.safetensors: what DuoAttention's own code says of gates of heads, on tests/models/llama.
+"""Write tests/fixtures/duo.safetensors: what DuoAttention's own code says of gates of heads, on tests/checkpoints/llama.
 
     git clone https://github.com/mit-han-lab/duo-attention && git -C duo-attention checkout fe93c31
     pip install torch==2.15.0 transformers==4.57.3 safetensors

@@ -1,7 +1,7 @@
 """Writes tests/fixtures/w8a8/expected.safetensors: tokens, and logits [1, L, vocab] of the folder beside it as `transformers` computes them, which rounds the
 inputs of its linear layers to bytes under their static scales; those of the output projection are rounded here, with a scale for each token.
 
-    kvsieve quantize --model tests/models/llama --format w8a8:activations=static --text TEXT --samples 8 --length 64 --output tests/fixtures/w8a8
+    kvsieve quantize --model tests/checkpoints/llama --format w8a8:activations=static --text TEXT --samples 8 --length 64 --output tests/fixtures/w8a8
     python tests/conformance/w8a8.py
 
 Made with torch 2.15.0, transformers 4.57.3 and compressed-tensors 0.20.0, and CONTRIBUTING.md for the text.

@@ -120,7 +120,7 @@ fn tensor_files() {
 
 #[test]
 fn gguf_files() {
-    let made = |name: &str, kind| gguf::Parts::of(&Path::new("tests/models").join(name), kind).bytes();
+    let made = |name: &str, kind| gguf::Parts::of(&Path::new("tests/checkpoints").join(name), kind).bytes();
     let target = Target {
         name: "gguf_files",
         corpus: vec![made("llama", gguf::F32), made("qwen2", gguf::Q8_0)],
@@ -224,7 +224,7 @@ fn packed_configurations() {
 /// The planner reads more architectures and types of tensors than can be run, and multiplies what it reads.
 #[test]
 fn planned_models() {
-    let mut corpus: Vec<Vec<u8>> = ["models/builtin", "tests/models/gemma2", "tests/models/qwen3"]
+    let mut corpus: Vec<Vec<u8>> = ["models/builtin", "tests/checkpoints/gemma2", "tests/checkpoints/qwen3"]
         .map(|folder| fs::read(Path::new(folder).join("config.json")).unwrap())
         .into();
     let deepseek = r#"{"architectures": ["DeepseekV3ForCausalLM"], "hidden_size": 7168, "num_hidden_layers": 61,
@@ -233,7 +233,7 @@ fn planned_models() {
         "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8,
         "moe_intermediate_size": 2048, "first_k_dense_replace": 3}"#;
     corpus.push(deepseek.into());
-    corpus.push(gguf::Parts::of(Path::new("tests/models/llama"), gguf::Q8_0).bytes());
+    corpus.push(gguf::Parts::of(Path::new("tests/checkpoints/llama"), gguf::Q8_0).bytes());
     let words = &[
         "Qwen3NextForCausalLM",
         "GptOssForCausalLM",

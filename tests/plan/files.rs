@@ -205,7 +205,7 @@ fn a_model_may_be_written_out() {
 fn what_is_measured_is_what_was_predicted() {
     let (cpu, folder) = (Cpu::new(Some(2)).unwrap(), TempDir::new().unwrap());
     let blocks = folder.path().join("blocks.gguf");
-    fs::write(&blocks, Parts::of(Path::new("tests/models/llama"), Q8_0).bytes()).unwrap();
+    fs::write(&blocks, Parts::of(Path::new("tests/checkpoints/llama"), Q8_0).bytes()).unwrap();
     let builtin = Path::new("models/builtin");
     for (model, weights, attention, context) in [
         (blocks.as_path(), None, Attention::Naive, 30),

@@ -254,7 +254,7 @@ mod tests {
 
     fn cells(ranks: &[&str]) -> Result<Vec<Cell>, String> {
         let text = format!(
-            "measure = \"train\"\nmodel = \"tests/models/llama\"\ncontext_tokens = 16\nbatch = 4\nsamples = 2\nranks = {ranks:?}"
+            "measure = \"train\"\nmodel = \"tests/checkpoints/llama\"\ncontext_tokens = 16\nbatch = 4\nsamples = 2\nranks = {ranks:?}"
         );
         let grid: Grid = toml::from_str(&text).unwrap();
         let registry = Registry::default();

@@ -183,7 +183,7 @@ mod tests {
 
     fn cells(tuning: &[&str]) -> Result<Vec<Cell>, String> {
         let text = format!(
-            "measure = \"tune\"\nmodel = \"tests/models/llama\"\ncontext_tokens = 16\nbatch = 2\nsamples = 2\ntuning = {tuning:?}"
+            "measure = \"tune\"\nmodel = \"tests/checkpoints/llama\"\ncontext_tokens = 16\nbatch = 2\nsamples = 2\ntuning = {tuning:?}"
         );
         let grid: Grid = toml::from_str(&text).unwrap();
         let registry = Registry::default();

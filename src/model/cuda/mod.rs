@@ -3,7 +3,7 @@
 //! [`DeviceDecoder`] runs one sequence, chunk by chunk and then token by token. Tokens, angles and changes of the page
 //! table go to the GPU, logits and what an eviction step has found come back. Kernels and copies of a pass are begun one behind
 //! another; the landing of its logits is all that is waited for. Memory is taken before: a token takes none, but for slabs
-//! of pages when lists have grown through theirs. `tests/cuda_models.rs` counts the driver's calls. What is computed is what
+//! of pages when lists have grown through theirs. `tests/cuda/models.rs` counts the driver's calls. What is computed is what
 //! [`super::Decoder`] computes.
 
 mod attend;

@@ -149,7 +149,7 @@ fn setup(batch: usize, tokens: usize) -> Setup<'static> {
 fn block_by_block_a_model_computes_what_it_does_as_a_whole() {
     let (cpu, arena) = (Cpu::new(Some(2)).unwrap(), Arena::unlimited());
     for name in ["llama", "gemma2", "phi3", "qwen3", "dynamic"] {
-        let model = Model::open(&Path::new("tests/models").join(name), &arena).unwrap();
+        let model = Model::open(&Path::new("tests/checkpoints").join(name), &arena).unwrap();
         let tokens: [&[u32]; 2] = [&[5, 17, 99, 3, 40], &[7, 7, 1, 80, 2]];
         let last = model.config.layers - 1;
         let whole = LastInput(last, Mutex::default());
@@ -261,9 +261,9 @@ impl Make for Again {
     }
 }
 
-/// `tests/models/llama` with a KV head for each query head, twice the same: it computes what that does.
+/// `tests/checkpoints/llama` with a KV head for each query head, twice the same: it computes what that does.
 fn unshared(folder: &Path) -> PathBuf {
-    let (from, to) = (Path::new("tests/models/llama"), folder.join("unshared"));
+    let (from, to) = (Path::new("tests/checkpoints/llama"), folder.join("unshared"));
     std::fs::create_dir(&to).unwrap();
     let mut config: serde_json::Value =
         serde_json::from_str(&std::fs::read_to_string(from.join("config.json")).unwrap()).unwrap();
@@ -301,7 +301,7 @@ fn what_awq_scales_is_divided_where_it_comes_from_in_every_family() {
     // Groups of 8 divide these small models.
     let recipe = Recipe { method: Method::Awq, grid: Grid { bits: 8, group: 8, symmetric: false } };
     let named = ["llama", "llama-bias-tied", "qwen2", "qwen3", "phi3", "gemma2"]
-        .map(|name| Path::new("tests/models").join(name));
+        .map(|name| Path::new("tests/checkpoints").join(name));
     let own = logits(&Model::open(&named[0], &arena).unwrap(), &tokens[..48], &cpu, &arena);
     let unshared = unshared(folder.path());
     let same = logits(&Model::open(&unshared, &arena).unwrap(), &tokens[..48], &cpu, &arena);

@@ -93,7 +93,7 @@ fn recomputation_and_threads_do_not_change_a_bit_and_bytes_are_those_of_the_form
 /// What is trained is what is used: the loss of tokens behind a prefix is that of the decoder whose cache begins with it.
 #[test]
 fn the_decoder_of_inference_answers_as_the_network_does() {
-    for name in ["models/builtin", "tests/models/qwen3", "tests/models/gemma2"] {
+    for name in ["models/builtin", "tests/checkpoints/qwen3", "tests/checkpoints/gemma2"] {
         let (arena, cpu) = (Arena::unlimited(), Cpu::new(Some(2)).unwrap());
         let model = Model::open(Path::new(name), &arena).unwrap();
         let parameters = Parameters::all_frozen(&model.config, DType::F32);

@@ -1,0 +1,297 @@
+//! Eviction in models: against `transformers` with a mask, against no eviction, and in bytes.
+
+use crate::common::models::{checkpoint, deviation, furthest};
+use kvsieve::device::Cpu;
+use kvsieve::memory::{Arena, Label};
+use kvsieve::model::{Decoder, Eviction, Model, Repeat, Setup};
+use kvsieve::policy::{POLICIES, PRESETS, Policy, Registry};
+use kvsieve::tensor::DType;
+use kvsieve::train::sensitivity;
+
+/// What came of a run.
+struct Run {
+    /// Of all tokens of each sequence.
+    logits: Vec<Vec<f32>>,
+    /// Lengths of all lists.
+    lens: Vec<usize>,
+    kv_bytes: u64,
+    live_kv_bytes: u64,
+}
+
+/// Prefill of the first `after` tokens, eviction, and the rest.
+fn run(model: &Model, tokens: &[&[u32]], after: &[usize], policy: Option<(&Policy, &str)>) -> Run {
+    let (cpu, arena) = (Cpu::new(Some(2)).unwrap(), Arena::unlimited());
+    let columns = policy.map_or(&[][..], |(policy, _)| policy.columns());
+    let setup = Setup { batch: tokens.len(), chunk_tokens: 9, all_logits: true, columns, ..Setup::of(96, DType::F32) };
+    let mut decoder = Decoder::new(model, setup, &cpu, &arena).unwrap();
+    let repeat = Repeat { first: vec![3, 1], next: vec![4], answer: vec![2], gradients: Some(sensitivity) };
+    if let Some((policy, budget)) = policy {
+        let eviction =
+            Eviction { policy, name: "policy", budget: Some(budget.parse().unwrap()), seed: 5, repeat: Some(&repeat) };
+        decoder.evict(eviction, after).unwrap();
+    }
+    let mut logits = vec![Vec::new(); tokens.len()];
+    let (first, rest): (Vec<&[u32]>, Vec<&[u32]>) =
+        tokens.iter().zip(after).map(|(tokens, &after)| tokens.split_at(after)).unzip();
+    decoder.prefill(&first, |sequence, _, row| logits[sequence].extend_from_slice(row)).unwrap();
+    decoder.follow(&rest, |sequence, _, row| logits[sequence].extend_from_slice(row)).unwrap();
+    let live_kv_bytes = arena.live_bytes(Label::Kv) + arena.live_bytes(Label::KvFragmentation);
+    Run { logits, lens: decoder.cache().lens().to_vec(), kv_bytes: decoder.kv_bytes(), live_kv_bytes }
+}
+
+fn policy(text: &str) -> Policy {
+    Registry::default().policy(text).unwrap()
+}
+
+fn open(name: &str) -> (Model, Vec<u32>) {
+    let checkpoint = checkpoint(name);
+    (Model::open(&checkpoint.folder, &Arena::unlimited()).unwrap(), checkpoint.tokens)
+}
+
+#[test]
+fn logits_behind_an_eviction_are_those_of_transformers_with_a_mask() {
+    let streaming = policy("streaming-llm:sink=4");
+    for name in ["llama", "mistral", "gemma2", "qwen3"] {
+        let checkpoint = checkpoint(name);
+        let model = Model::open(&checkpoint.folder, &Arena::unlimited()).unwrap();
+        let expected = checkpoint.evicted.expect("a checkpoint with logits behind an eviction");
+        let got = run(&model, &[&checkpoint.tokens], &[24], Some((&streaming, "12")));
+        let (off, bound) = (furthest(&got.logits[0], &expected), 1e-3 * deviation(&expected));
+        assert!(off < bound, "{name}: off by {off}, allowed {bound}");
+        assert!(furthest(&got.logits[0], &checkpoint.logits) > 100.0 * bound, "{name}: the eviction shows");
+    }
+}
+
+#[test]
+fn a_policy_that_keeps_everything_changes_nothing() {
+    for name in ["llama", "gemma2"] {
+        let (model, tokens) = open(name);
+        let dense = run(&model, &[&tokens], &[20], None);
+        for text in ["full", "snapkv", "h2o", "expected-attention", "knorm", "streaming-llm", "r-kv"] {
+            let got = run(&model, &[&tokens], &[20], Some((&policy(text), "1.0")));
+            assert!(got.logits == dense.logits, "{name}, {text}");
+            assert_eq!(got.kv_bytes, dense.kv_bytes);
+        }
+    }
+}
+
+#[test]
+fn evicted_tokens_give_their_bytes_back_under_every_policy() {
+    let (model, tokens) = open("llama");
+    let dense = run(&model, &[&tokens], &[tokens.len()], None);
+    let mut evicting = 0;
+    for name in POLICIES.iter().map(|entry| entry.name).chain(PRESETS.iter().map(|preset| preset.name)) {
+        let policy = policy(name);
+        let eviction = Eviction { policy: &policy, name, budget: None, seed: 0, repeat: None };
+        if policy.scorer.is_none() || eviction.check(&model.config).is_err() {
+            continue;
+        }
+        evicting += 1;
+        let got = run(&model, &[&tokens], &[tokens.len()], Some((&policy, "12")));
+        assert_eq!(got.lens.iter().sum::<usize>(), 12 * got.lens.len(), "{name}: {:?}", got.lens);
+        assert!(got.kv_bytes < dense.kv_bytes, "{name}: {} of {} bytes", got.kv_bytes, dense.kv_bytes);
+        assert_eq!(got.live_kv_bytes, got.kv_bytes, "{name}");
+    }
+    assert!(evicting > 25, "{evicting} policies");
+}
+
+#[test]
+fn every_schedule_holds_its_budget() {
+    let (model, tokens) = open("qwen3");
+    let lens = |text| run(&model, &[&tokens], &[24], Some((&policy(text), "12"))).lens;
+    assert!(lens("snapkv:window=4").iter().all(|&len| len == 12 + 16));
+    for text in [
+        "h2o+every",
+        "snapkv:window=4+every:steps=4",
+        "tova+every",
+        "knorm+every:steps=2",
+        "streaming-llm+every+rerotate",
+    ] {
+        assert!(lens(text).iter().all(|&len| len == 12), "{text}: {:?}", lens(text));
+    }
+    for text in ["snapkv:window=4+chunks:tokens=8", "h2o+chunks:tokens=5", "expected-attention+chunks:tokens=7"] {
+        assert!(lens(text).iter().all(|&len| len == 12 + 16), "{text}: {:?}", lens(text));
+    }
+    let delayed = lens("knorm+delayed:window=6");
+    assert!(delayed.iter().all(|len| (12..12 + 16).contains(len)), "{delayed:?}");
+    let pyramid = lens("pyramidkv:window=4");
+    let of_layers: Vec<usize> = pyramid.chunks(2).map(|heads| heads.iter().sum()).collect();
+    assert!(of_layers[0] > of_layers[1] && of_layers[1] > of_layers[2], "{pyramid:?}");
+    assert_eq!(pyramid.iter().sum::<usize>(), pyramid.len() * (12 + 16));
+}
+
+#[test]
+fn what_stays_is_what_the_scores_say() {
+    let (model, tokens) = open("llama");
+    let (cpu, arena) = (Cpu::new(Some(2)).unwrap(), Arena::unlimited());
+    let setup = Setup { chunk_tokens: 9, all_logits: true, ..Setup::of(64, DType::F32) };
+    let mut dense = Decoder::new(&model, setup, &cpu, &arena).unwrap();
+    dense.prefill(&[&tokens], |_, _, _| ()).unwrap();
+    let mut evicted = Decoder::new(&model, setup, &cpu, &arena).unwrap();
+    let knorm = policy("knorm");
+    let eviction =
+        Eviction { policy: &knorm, name: "knorm", budget: Some("10".parse().unwrap()), seed: 0, repeat: None };
+    evicted.evict(eviction, &[tokens.len()]).unwrap();
+    evicted.prefill(&[&tokens], |_, _, _| ()).unwrap();
+    for list in 0..dense.cache().lens().len() {
+        // Keys of small norm stay (arXiv 2406.11430).
+        let mut key = vec![0.0; model.config.head_dim];
+        let mut norms: Vec<(f32, usize)> = (0..tokens.len())
+            .map(|slot| {
+                dense.cache().read_key(list, slot, &mut key);
+                (key.iter().map(|x| x * x).sum(), slot)
+            })
+            .collect();
+        norms.sort_by(|a, b| a.0.total_cmp(&b.0));
+        let mut expected: Vec<usize> = norms[..10].iter().map(|(_, slot)| *slot).collect();
+        expected.sort_unstable();
+        let got: Vec<usize> = (0..10).map(|slot| evicted.cache().position(list, slot)).collect();
+        assert_eq!(got, expected, "list {list}");
+    }
+}
+
+#[test]
+fn a_question_that_is_never_evicted_stays_beside_the_budget_and_takes_nothing_of_it() {
+    let (model, tokens) = open("llama");
+    let (cpu, arena) = (Cpu::new(Some(2)).unwrap(), Arena::unlimited());
+    let (context, end) = (26, 32);
+    for text in [
+        "knorm",
+        "snapkv:window=8",
+        "snapkv:window=2+ada",
+        "keydiff+global",
+        "pyramidkv:window=2",
+        "h2o",
+        "knorm+chunks:tokens=7",
+        "knorm+every",
+        "keydiff+delayed:window=2",
+        "streaming-llm+every+rerotate",
+    ] {
+        let policy = policy(text);
+        let setup = Setup { columns: policy.columns(), ..Setup::of(64, DType::F32) };
+        let mut decoder = Decoder::new(&model, setup, &cpu, &arena).unwrap();
+        let eviction =
+            Eviction { policy: &policy, name: text, budget: Some("10".parse().unwrap()), seed: 0, repeat: None };
+        decoder.evict(eviction, &[context]).unwrap();
+        decoder.never_evict(context..end);
+        decoder.prefill(&[&tokens[..end]], |_, _, _| ()).unwrap();
+        let check = |decoder: &Decoder<'_>| {
+            let lens = decoder.cache().lens();
+            for (list, &len) in lens.iter().enumerate() {
+                let kept: Vec<usize> = (0..len).map(|slot| decoder.cache().origin(list, slot)).collect();
+                assert!((context..end).all(|position| kept.contains(&position)), "{text}, list {list}: {kept:?}");
+                assert!(kept.windows(2).all(|pair| pair[0] < pair[1]), "{text}, list {list}: {kept:?}");
+            }
+            lens.iter().sum::<usize>() - (end - context) * lens.len()
+        };
+        // What is left of the budget is the context's alone.
+        assert_eq!(check(&decoder), 10 * decoder.cache().lens().len(), "{text}");
+        decoder.follow(&[&tokens[end..]], |_, _, _| ()).unwrap();
+        check(&decoder);
+    }
+}
+
+#[test]
+fn a_sequence_keeps_in_a_batch_what_it_keeps_alone() {
+    for name in ["llama", "gemma2"] {
+        let (model, tokens) = open(name);
+        let batch: [&[u32]; 3] = [&tokens[..30], &tokens[5..], &tokens[20..39]];
+        let after = [24, 11, 19];
+        for text in ["snapkv:window=4", "h2o+every", "expected-attention"] {
+            let policy = policy(text);
+            let together = run(&model, &batch, &after, Some((&policy, "0.5")));
+            for (sequence, (tokens, &after)) in batch.iter().zip(&after).enumerate() {
+                let alone = run(&model, &[tokens], &[after], Some((&policy, "0.5")));
+                let off = furthest(&alone.logits[0], &together.logits[sequence]);
+                assert!(off < 1e-4, "{name}, {text}, sequence {sequence}: {off}");
+            }
+        }
+    }
+}
+
+#[test]
+fn steps_read_what_is_selected_in_every_layer() {
+    for name in ["llama", "qwen3"] {
+        let (model, tokens) = open(name);
+        // Until the second page is full: the context's 20 tokens and 12 more.
+        let tokens = &tokens[..32];
+        let after = |text: &str, budget: &str| run(&model, &[tokens], &[20], Some((&policy(text), budget)));
+        let dense = run(&model, &[tokens], &[20], None);
+        let spread = deviation(&dense.logits[0]);
+        let apart = |a: &Run, b: &Run| furthest(&a.logits[0], &b.logits[0]) / spread;
+        assert!(apart(&after("think", "1.0"), &dense) < 1e-5, "{name}: all channels are selected");
+        // One page, the last, is what a cache holds that has lost the first.
+        let page = after("quest", "16");
+        assert!(apart(&page, &after("streaming-llm:sink=0", "4")) < 1e-5, "{name}: one page is selected");
+        assert!(apart(&page, &dense) > 1e-3 && apart(&after("think", "0.3"), &dense) > 1e-3, "{name}: it shows");
+        assert_eq!(page.lens, dense.lens, "{name}: nothing is evicted");
+        // A sequence of a batch reads what it reads alone.
+        let both = run(&model, &[&tokens[..25], tokens], &[17, 20], Some((&policy("quest"), "16")));
+        assert!(furthest(&both.logits[1], &page.logits[0]) / spread < 1e-5, "{name}: in a batch");
+    }
+}
+
+#[test]
+fn what_is_refitted_answers_otherwise_and_in_a_batch_as_alone() {
+    let (model, tokens) = open("llama");
+    let batch: [&[u32]; 2] = [&tokens[..30], &tokens[5..]];
+    let after = [24, 11];
+    for (plain, text) in [
+        ("snapkv:window=4", "snapkv:window=4+match:queries=8"),
+        ("knorm+ada", "knorm+ada+match:of=context,queries=5,fit=bias"),
+    ] {
+        let [dropped, refitted] = [policy(plain), policy(text)];
+        let together = run(&model, &batch, &after, Some((&refitted, "0.5")));
+        for (sequence, (tokens, &after)) in batch.iter().zip(&after).enumerate() {
+            let alone = run(&model, &[tokens], &[after], Some((&refitted, "0.5")));
+            let off = furthest(&alone.logits[0], &together.logits[sequence]);
+            assert!(off < 1e-4, "{text}, sequence {sequence}: {off}");
+            let without = run(&model, &[tokens], &[after], Some((&dropped, "0.5")));
+            assert_eq!((alone.lens, alone.kv_bytes), (without.lens, without.kv_bytes), "{text}");
+            assert!(furthest(&alone.logits[0], &without.logits[0]) > 1e-4, "{text} changes what is read");
+        }
+        let dense = run(&model, &batch[..1], &after[..1], None);
+        let whole = run(&model, &batch[..1], &after[..1], Some((&refitted, "1.0")));
+        assert!(whole.logits == dense.logits, "{text}: where all stays, no bit changes");
+    }
+}
+
+#[test]
+fn a_second_prompt_goes_on_under_the_same_policy() {
+    let (model, tokens) = open("llama");
+    let (cpu, arena) = (Cpu::new(Some(2)).unwrap(), Arena::unlimited());
+    for text in ["quest", "knorm+every:steps=1"] {
+        let policy = policy(text);
+        let setup = Setup { chunk_tokens: 9, columns: policy.columns(), ..Setup::of(64, DType::F32) };
+        let mut decoder = Decoder::new(&model, setup, &cpu, &arena).unwrap();
+        let eviction =
+            Eviction { policy: &policy, name: text, budget: Some("16".parse().unwrap()), seed: 5, repeat: None };
+        decoder.evict(eviction, &[20]).unwrap();
+        let mut logits = Vec::new();
+        for tokens in [&tokens[..20], &tokens[20..26]] {
+            decoder.prefill(&[tokens], |_, _, row| logits = row.to_vec()).unwrap();
+        }
+        decoder.follow(&[&tokens[26..28]], |_, _, row| logits = row.to_vec()).unwrap();
+        assert!(logits.iter().all(|logit| logit.is_finite()) && decoder.seen() == [28], "{text}");
+    }
+}
+
+#[test]
+fn what_a_model_cannot_do_is_refused_with_the_reason() {
+    let cases = [
+        ("mistral", "quest", "this model has sliding windows"),
+        ("llama", "oracle", "it looks into the future"),
+        ("llama", "snapkv+every+rerotate", "use 'once', or leave 'rerotate' out"),
+        ("mistral", "knorm+rerotate", "sliding windows mean nothing"),
+        ("mistral", "snapkv+match", "most of which this model's sliding windows hide"),
+        ("gemma2", "pyramidkv", "this model's layers have different windows"),
+    ];
+    for (name, text, expected) in cases {
+        let (model, _) = open(name);
+        let policy = policy(text);
+        let error = Eviction { policy: &policy, name: text, budget: None, seed: 0, repeat: None }
+            .check(&model.config)
+            .unwrap_err();
+        assert!(error.to_string().contains(expected), "{text}: {error}");
+    }
+}

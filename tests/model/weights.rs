@@ -1,0 +1,68 @@
+//! Weights in a format of their own: what is multiplied is what the format keeps, in pieces of any length, and the arena holds
+//! the bytes that it says.
+
+use crate::common::models::{all, checkpoint, deviation, furthest, setup};
+use kvsieve::device::Cpu;
+use kvsieve::format::RowFormat;
+use kvsieve::memory::{Arena, Label};
+use kvsieve::model::{Decoder, Model};
+
+fn logits(model: &Model, tokens: &[u32], chunk_tokens: usize, cpu: &Cpu) -> Vec<f32> {
+    let arena = Arena::unlimited();
+    let mut decoder = Decoder::new(model, setup(1, chunk_tokens), cpu, &arena).unwrap();
+    let mut all = Vec::new();
+    decoder.prefill(&[tokens], |_, _, logits| all.extend_from_slice(logits)).unwrap();
+    all
+}
+
+fn relative_l2(got: &[f32], wanted: &[f32]) -> f64 {
+    let square = |values: &mut dyn Iterator<Item = f32>| values.map(|x| f64::from(x).powi(2)).sum::<f64>();
+    (square(&mut got.iter().zip(wanted).map(|(a, b)| a - b)) / square(&mut wanted.iter().copied())).sqrt()
+}
+
+#[test]
+fn a_model_gives_what_its_format_keeps_whether_rows_are_packed_or_read_where_they_lie() {
+    let cpu = Cpu::new(Some(2)).unwrap();
+    for name in all() {
+        let expected = checkpoint(&name);
+        // Random weights of a tiny model: an element of int8 is off by up to 1/254 of its row's largest.
+        for (format, least, most) in [("f32", 0.0, 1e-3), ("f16", 0.0, 5e-3), ("bf16", 0.0, 3e-2), ("int8", 1e-4, 1e-1)]
+        {
+            let format: RowFormat = format.parse().unwrap();
+            let arena = Arena::unlimited();
+            let model = Model::open_in(&expected.folder, Some(format), &arena).unwrap();
+            assert_eq!(model.weights.format(), format);
+            assert_eq!(arena.usage().live[&Label::Weights], model.weights.bytes(), "{name} in {format}");
+            let [whole, single] = [80, 1].map(|chunk| logits(&model, &expected.tokens, chunk, &cpu));
+            // In bf16 a long chunk rounds activations too.
+            let apart = if format == "bf16".parse().unwrap() { 2e-2 } else { 1e-3 };
+            let bound = apart * deviation(&expected.logits);
+            assert!(furthest(&whole, &single) < bound, "{name} in {format}: {}", furthest(&whole, &single));
+            let off = relative_l2(&single, &expected.logits);
+            assert!((least..=most).contains(&off), "{name} in {format}: off by {off}");
+        }
+    }
+}
+
+#[test]
+fn coded_weights_take_the_bytes_of_their_rows() {
+    let folder = checkpoint("llama").folder;
+    let bytes = |format: Option<&str>| {
+        let arena = Arena::unlimited();
+        Model::open_in(&folder, format.map(|format| format.parse().unwrap()), &arena).unwrap().weights.bytes()
+    };
+    let config = kvsieve::model::Config::read(&folder).unwrap();
+    let (hidden, ffn) = (config.hidden, config.ffn);
+    let (q, kv) = (config.q_heads * config.head_dim, config.kv_heads * config.head_dim);
+    let block = [[q + 2 * kv, hidden], [hidden, q], [2 * ffn, hidden], [hidden, ffn]];
+    let outside = [config.vocab, hidden];
+    let tables = if config.tied { 1 } else { 2 };
+    let size = |row: &dyn Fn(usize) -> usize| {
+        let matrix = |[rows, width]: [usize; 2]| rows * row(width);
+        config.layers * block.map(matrix).iter().sum::<usize>() + tables * matrix(outside)
+    };
+    // Norms are f32 in either.
+    let saved = size(&|width| 4 * width) - size(&|width| (width + 4).next_multiple_of(4));
+    assert_eq!(bytes(Some("f32")) - bytes(Some("int8")), saved as u64);
+    assert_eq!(bytes(None), bytes(Some("f32")), "this checkpoint is f32");
+}

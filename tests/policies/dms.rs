@@ -1,0 +1,221 @@
+//! Gates of evicted tokens as a user meets them: trained on a model, stopped and resumed, at work in it, and mistakes.
+
+use assert_cmd::Command;
+use kvsieve::device::Cpu;
+use kvsieve::tensor::DType;
+use kvsieve::train::dms::{self, Settings};
+use kvsieve::train::log::Line;
+use kvsieve::train::run::{Options, TrainError};
+use predicates::str::contains;
+use safetensors::SafeTensors;
+use serde_json::{Value, json};
+use std::fs;
+use std::path::Path;
+
+fn settings() -> Settings {
+    Settings {
+        model: "builtin".into(),
+        ratios: vec![2.0],
+        window: 8,
+        text: None,
+        written: false,
+        steps: 6,
+        length: 160,
+        batch: 1,
+        seed: 5,
+        learning_rate: 2e-3,
+        pressure: 20.0,
+        decided_by: Default::default(),
+        weights: DType::F32,
+    }
+}
+
+fn train(settings: &Settings, out: &Path, resume: bool, stop_after: Option<usize>) -> Result<Vec<Line>, TrainError> {
+    let cpu = Cpu::new(Some(2)).unwrap();
+    let options = Options { out: out.into(), resume, stop_after, limit_bytes: 4 << 30, environment: Value::Null };
+    let mut lines = Vec::new();
+    dms::run(settings, &cpu, &options, &mut |line| lines.push(line.clone())).map(|()| lines)
+}
+
+/// Weights and biases of a run's gates; the texts of their file come in any order.
+fn gates(out: &Path) -> [Vec<u8>; 2] {
+    let bytes = fs::read(out.join(dms::POLICY)).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    ["dms.weight", "dms.bias"].map(|name| file.tensor(name).unwrap().data().to_vec())
+}
+
+fn kvsieve() -> Command {
+    Command::new(assert_cmd::cargo::cargo_bin!("kvsieve"))
+}
+
+#[test]
+fn a_run_that_was_stopped_goes_on_with_the_same_bits() {
+    let folder = tempfile::tempdir().unwrap();
+    let (whole, parts) = (folder.path().join("whole"), folder.path().join("parts"));
+    let lines = train(&settings(), &whole, false, None).unwrap();
+    assert!(
+        lines.iter().any(|line| matches!(line, Line::HeldOutGates { step: 6, evicted, .. } if *evicted > 0.02)),
+        "{lines:?}"
+    );
+    train(&settings(), &parts, false, Some(2)).unwrap();
+    train(&settings(), &parts, true, None).unwrap();
+    assert!(gates(&whole) == gates(&parts), "resumed gates differ");
+
+    let other = Settings { seed: 6, ..settings() };
+    let error = train(&other, &parts, true, None).unwrap_err().to_string();
+    assert!(error.contains("it is of another recipe"), "{error}");
+    assert!(matches!(train(&settings(), &parts, false, None), Err(TrainError::Taken(_))));
+    assert!(matches!(train(&settings(), &folder.path().join("new"), true, None), Err(TrainError::Nothing(_))));
+}
+
+#[test]
+fn a_training_that_evicts_nothing_says_so() {
+    let folder = tempfile::tempdir().unwrap();
+    let slow = Settings { learning_rate: 1e-9, ..settings() };
+    let error = train(&slow, &folder.path().join("slow"), false, None).unwrap_err().to_string();
+    assert!(error.contains("50.0% are asked for; a larger learning rate"), "{error}");
+}
+
+#[test]
+fn trained_gates_evict_in_their_model_and_in_no_other() {
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().join("gates");
+    train(&settings(), &out, false, None).unwrap();
+    let tokens: Vec<u32> = (0..200).map(|at| 300 + at * 7 % 500).collect();
+    let input = folder.path().join("tokens.json");
+    fs::write(&input, json!({ "tokens": [tokens] }).to_string()).unwrap();
+    let logits = |model: &str, policy: &str| {
+        let mut command = kvsieve();
+        command.args(["logits", "--model", model, "--budget", "0.25", "--evict-after", "160", "--json", "-"]);
+        command.args(["--policy", policy]).arg("--tokens").arg(&input);
+        command.arg("--output").arg(folder.path().join("logits.safetensors"));
+        command.assert()
+    };
+    let gates = format!("dms:gates={}", out.join(dms::POLICY).display());
+    let said = logits("builtin", &gates).success().get_output().stdout.clone();
+    let said: Value = serde_json::from_slice(&said).unwrap();
+    // 40 of 160 tokens of each head stay on average, and of the 40 behind them those that left the window lose some.
+    let lists = 8;
+    let evicted = said["evicted_tokens"].as_u64().unwrap();
+    assert!(evicted > 120 * lists && evicted < (120 + 40) * lists, "{said}");
+    assert!(said["policy_file_hash"].is_string(), "{said}");
+
+    // Of the same extents, but other weights.
+    let copy = folder.path().join("copy");
+    fs::create_dir(&copy).unwrap();
+    for entry in fs::read_dir("models/builtin").unwrap().flatten() {
+        fs::copy(entry.path(), copy.join(entry.file_name())).unwrap();
+    }
+    let config = fs::read_to_string(copy.join("config.json")).unwrap();
+    fs::write(copy.join("config.json"), format!("{config}\n")).unwrap();
+    logits(copy.to_str().unwrap(), &gates).failure().code(2).stderr(contains("was trained on the model"));
+    logits("builtin", "dms:gates=nowhere.safetensors").failure().code(2).stderr(contains("nowhere.safetensors"));
+    logits("builtin", "dms").failure().code(2).stderr(contains("dms.weight"));
+}
+
+#[test]
+fn settings_that_mean_nothing_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().join("gates");
+    let empty = folder.path().join("empty.txt");
+    fs::write(&empty, "too short").unwrap();
+    let cases: [(&[&str], &str); 9] = [
+        (&["--ratio", "1"], "the ratio is 1; it must be finite and above 1"),
+        (&["--ratio", "4,2"], "the ratio is 2; it must be finite and above 4"),
+        (&["--weights", "int8"], "'int8' is neither f32 nor bf16"),
+        (&["--window", "64", "--length", "64"], "the window is 64; it must be 1 to less than the training context, 64"),
+        (&["--length", "100000"], "the length is 100000; it must be 16 to"),
+        (&["--steps", "0"], "0 steps of 1 sequences; both must be at least 1"),
+        (&["--text", empty.to_str().unwrap()], "at least 20480 are needed"),
+        (&["--text", "nowhere.txt"], "cannot read the text 'nowhere.txt'"),
+        (&["--pressure", "0"], "both must be finite and above 0"),
+    ];
+    for (more, expected) in cases {
+        let mut command = kvsieve();
+        command.args(["train", "--method", "dms", "--model", "builtin"]).args(more).arg("--out").arg(&out);
+        command.assert().failure().code(2).stderr(contains(expected));
+    }
+}
+
+#[test]
+fn a_model_writes_its_own_text_and_writes_it_again_when_a_run_goes_on() {
+    let folder = tempfile::tempdir().unwrap();
+    let (whole, parts) = (folder.path().join("whole"), folder.path().join("parts"));
+    let written = Settings { written: true, length: 48, batch: 3, steps: 4, ..settings() };
+    let lines = train(&written, &whole, false, None).unwrap();
+    assert!(lines.iter().any(|line| matches!(line, Line::HeldOutGates { kl, .. } if *kl > 0.0)), "{lines:?}");
+    // The third step begins within a block of sequences that the run before had begun.
+    train(&written, &parts, false, Some(2)).unwrap();
+    train(&written, &parts, true, None).unwrap();
+    assert!(gates(&whole) == gates(&parts), "resumed gates differ");
+    let record: Value = serde_json::from_slice(&fs::read(whole.join("training.json")).unwrap()).unwrap();
+    assert_eq!((&record["settings"]["written"], &record["settings"]["text"]), (&json!(true), &Value::Null));
+    let mut command = kvsieve();
+    command.args(["train", "--method", "kvzap", "--model", "builtin", "--text", "model", "--out"]).arg(&whole);
+    command.assert().failure().code(2).stderr(contains("--text model is for --method dms; kvzap learns from a file"));
+}
+
+/// A folder of NVIDIA's Model-Optimizer is a model, and its gates are a policy (`src/train/tests/eviction.rs` compares them with theirs).
+#[test]
+fn a_public_checkpoint_is_a_model_and_its_gates_evict_from_it() {
+    const FOLDER: &str = "tests/checkpoints/qwen3-dms";
+    let folder = tempfile::tempdir().unwrap();
+    let (tokens, out) = (folder.path().join("tokens.json"), folder.path().join("logits.safetensors"));
+    let ids: Vec<usize> = (0..60).map(|at| 3 + at * 7 % 100).collect();
+    fs::write(&tokens, json!({ "tokens": [ids] }).to_string()).unwrap();
+    let logits = |model: &Path, more: &[&str]| {
+        let mut command = kvsieve();
+        command.args(["logits", "--model"]).arg(model).arg("--tokens").arg(&tokens).arg("--output").arg(&out);
+        command.args(more).assert()
+    };
+    let read = || fs::read(&out).unwrap();
+    let policy = format!("dms:gates={FOLDER}");
+    let evicting = ["--policy", &policy, "--budget", "0.4", "--evict-after", "30", "--chunk", "7"];
+    logits(Path::new(FOLDER), &[]).success();
+    let dense = read();
+    logits(Path::new(FOLDER), &evicting).success();
+    assert_ne!(dense, read());
+
+    // What cannot be read as gates, or is another model.
+    let copy = folder.path().join("copy");
+    fs::create_dir(&copy).unwrap();
+    for entry in fs::read_dir(FOLDER).unwrap().flatten() {
+        fs::copy(entry.path(), copy.join(entry.file_name())).unwrap();
+    }
+    let config = fs::read_to_string(copy.join("config.json")).unwrap();
+    let of_copy = format!("dms:gates={}", copy.display());
+    for (from, to, expected) in [
+        ("\"dms_separate_alpha\": true", "\"dms_separate_alpha\": false", "a channel of the queries"),
+        (
+            "\"dms_alpha_per\": \"head\"",
+            "\"dms_alpha_per\": \"token\"",
+            "dms_alpha_per is 'token'; it must be head or layer",
+        ),
+        ("\"dms_window_size\": 6", "\"dms_window_size\": \"six\"", "dms_window_size is \"six\"; a count is needed"),
+        (
+            "\"num_hidden_layers\": 3",
+            "\"num_hidden_layers\": 4",
+            "no tensor 'model.layers.3.self_attn.dms_proj_alpha.weight'",
+        ),
+        ("\"hidden_size\": 32", "\"hidden_size\": 64", "is [2, 32]; [2, 64] is needed"),
+        ("{", "[", "config.json is not JSON"),
+        ("\"num_hidden_layers\": 3", "\"num_hidden_layers\": 900000", "no tensor 'model.layers.3."),
+    ] {
+        fs::write(copy.join("config.json"), config.replacen(from, to, 1)).unwrap();
+        logits(Path::new(FOLDER), &["--policy", &of_copy, "--budget", "0.4", "--evict-after", "30"])
+            .failure()
+            .code(2)
+            .stderr(contains(expected));
+    }
+    fs::write(
+        copy.join("config.json"),
+        config.replace("\"dms_separate_alpha\": true", "\"dms_separate_alpha\": false"),
+    )
+    .unwrap();
+    logits(&copy, &[]).failure().code(2).stderr(contains("dms_separate_alpha is false"));
+    fs::remove_file(copy.join("model.safetensors")).unwrap();
+    fs::write(copy.join("config.json"), &config).unwrap();
+    let gone = ["--policy", &*of_copy, "--budget", "0.4", "--evict-after", "30"];
+    logits(Path::new(FOLDER), &gone).failure().code(2).stderr(contains("there is no tensor"));
+    logits(Path::new("builtin"), &evicting).failure().code(2).stderr(contains("'dms.weight'"));
+}
