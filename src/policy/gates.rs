@@ -4,8 +4,10 @@
 
 use super::{Context, Policy, PolicyError, Statistic};
 use crate::cache::{Column, PagedCache};
+use crate::device::Cpu;
 use crate::memory::{Arena, ArenaError, Buffer, Label};
 use crate::tensor::TensorView;
+use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
 /// Whose hidden state a token's gate is worked out from.
@@ -51,20 +53,28 @@ impl Policy {
     ///
     /// # Panics
     /// When the cache does not keep [`Column::Gate`].
-    pub fn carry_gates<'h>(
+    pub fn carry_gates(
         &self,
+        cpu: &Cpu,
         cache: &mut PagedCache,
         (layer, sequence): (usize, usize),
-        hidden: impl ExactSizeIterator<Item = &'h [f32]>,
+        hidden: &[&[f32]],
     ) -> Result<(), ArenaError> {
         let Some(scorer) = &self.scorer else { return Ok(()) };
-        let mut gates = vec![0.0; cache.shape().kv_heads];
-        let tokens = hidden.len();
-        for (token, hidden) in hidden.enumerate() {
-            scorer.gate(layer, hidden, &mut gates);
+        let heads = cache.shape().kv_heads;
+        let mut gates = vec![0.0; hidden.len() * heads];
+        match hidden {
+            // Not worth waking a thread for.
+            [hidden] => scorer.gate(layer, hidden, &mut gates),
+            _ => cpu.install(|| {
+                let tokens = hidden.par_iter().zip(gates.par_chunks_mut(heads));
+                tokens.for_each(|(hidden, gates)| scorer.gate(layer, hidden, gates));
+            }),
+        }
+        for (token, gates) in gates.chunks_exact(heads).enumerate() {
             for (head, &gate) in gates.iter().enumerate() {
                 let list = cache.list(sequence, head);
-                if let Some(slot) = (cache.lens()[list] - tokens + token).checked_sub(self.decided_by.later()) {
+                if let Some(slot) = (cache.lens()[list] - hidden.len() + token).checked_sub(self.decided_by.later()) {
                     cache.set_column(list, slot, Column::Gate, gate)?;
                 }
             }
@@ -152,7 +162,7 @@ mod tests {
         {
             let policy = Policy { decided_by, ..Policy::after_prefill(Sums) };
             for chunks in [vec![6], vec![1; 6], vec![2, 3, 1]] {
-                let arena = Arena::unlimited();
+                let (arena, cpu) = (Arena::unlimited(), Cpu::new(Some(2)).unwrap());
                 let rows = Tensor::from_f32(&arena, Label::Input, DType::F32, [1, 2, 6, 4], &[0.0; 48]).unwrap();
                 let shape = CacheShape {
                     batch: 1,
@@ -167,8 +177,8 @@ mod tests {
                 let mut first = 0;
                 for chunk in chunks {
                     cache.append(rows.view(), rows.view(), first..first + chunk).unwrap();
-                    let hidden = states[first..first + chunk].iter().map(|state| &state[..]);
-                    policy.carry_gates(&mut cache, (0, 0), hidden).unwrap();
+                    let hidden: Vec<&[f32]> = states[first..first + chunk].iter().map(|state| &state[..]).collect();
+                    policy.carry_gates(&cpu, &mut cache, (0, 0), &hidden).unwrap();
                     first += chunk;
                 }
                 let of_head = |head: usize| {

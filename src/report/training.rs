@@ -166,20 +166,22 @@ fn heads(lines: &[Line]) -> [Chart; 2] {
 
 /// How well gates foretell scores, against what they were fitted to.
 fn surrogate(lines: &[Line]) -> Chart {
-    let mut curves = [Vec::new(), Vec::new()];
+    let mut curves = [const { Vec::new() }; 4];
     for line in lines {
-        if let Line::Fitted { step, explained, held_out } = line {
-            curves[0].push(point(*step, *explained));
-            curves[1].push(point(*step, *held_out));
+        if let Line::Fitted { step, explained, held_out, inner } = line {
+            let first = if *inner > 0 { 2 } else { 0 };
+            curves[first].push(point(*step, *explained));
+            curves[first + 1].push(point(*step, *held_out));
         }
     }
+    let names = ["fitted to", "held out", "with an inner layer", "with an inner layer, held out"].map(String::from);
     Chart {
         id: "explained".into(),
         title: "What gates foretell of KVzip+'s scores".into(),
         subtitle: "part of the variance of their logarithms, mean over layers and KV heads".into(),
         caption: "Held out: text that the gates were not fitted to. Steps are sequences.".into(),
         y: Axis { label: "explained variance".into(), field: "explained", quantity: Quantity::Share },
-        ..chart(["fitted to", "held out"].map(String::from).into_iter().zip(curves))
+        ..chart(names.into_iter().zip(curves).filter(|(_, curve)| !curve.is_empty()))
     }
 }
 

@@ -4,9 +4,15 @@
 //! The model reads sequences of a text and repeats each, as under the policy `kvzip-plus`. Each token of each layer is then a
 //! sample: its hidden state, and the logarithm of its score in each KV head. The function that fits best is known from sums
 //! over samples (`ridge.rs`), with the ridge of 1 that the authors' code has, so that there are no epochs and no learning
-//! rate; what matters is how many tokens were seen, and of what text. It is written as gates that the policies `kvzap` and
-//! `gate` read, in natural logarithms: the thresholds of kvpress mean the same.
+//! rate; what matters is how many tokens were seen, and of what text. Where an inner layer is asked for, some tokens of each sequence are
+//! kept (`samples.rs`), and a function with that layer is fitted to them at the end (`mlp.rs`), in place of the linear one. Either is written as
+//! gates that the policies `kvzap` and `gate` read, in natural logarithms: the thresholds of kvpress mean the same.
 
+mod mlp;
+mod samples;
+
+use self::mlp::Mlp;
+use self::samples::Samples;
 use super::checkpoint::{self, Array, Progress};
 use super::export;
 use super::log::{Line, Log};
@@ -16,7 +22,7 @@ use super::text::{HELD_OUT, TextSource};
 use super::vocabulary::Vocabulary;
 use crate::device::Cpu;
 use crate::memory::{Arena, ArenaError, Buffer, Label};
-use crate::model::{Activation, Hook, Model, ModelError, Recall, Repeat, Text, locate};
+use crate::model::{Activation, Config, Hook, Model, ModelError, Recall, Repeat, Text, locate};
 use crate::policy::Registry;
 use crate::tensor::DType;
 use crate::tensor::file::{self, Output};
@@ -53,6 +59,9 @@ pub struct Settings {
     pub seed: u64,
     /// Element type of the model's passes.
     pub dtype: DType,
+    /// Elements of an inner layer; without one the function is linear.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub inner: Option<usize>,
 }
 
 /// Hidden states of the first tokens of a sequence, of each layer, and how many numbers of them are there.
@@ -69,20 +78,28 @@ impl Hook for States {
     }
 }
 
-/// Reads a sequence, has it repeated, and adds its tokens to the moments of each layer.
-fn add(teacher: &Recall<'_>, tokens: &[u32], moments: &mut [Moments], scratch: &mut [f32]) -> Result<(), TrainError> {
+/// Reads sequence `number`, has it repeated, and adds its tokens to the moments of each layer, and some to the samples that are kept.
+fn add(
+    teacher: &Recall<'_>,
+    (number, tokens): (u64, &[u32]),
+    moments: &mut [Moments],
+    kept: Option<&Samples>,
+    scratch: &mut [f32],
+) -> Result<(), TrainError> {
     let Recall { model, cpu, arena, .. } = *teacher;
     let config = &model.config;
     let held = |_| Ok(Mutex::new((arena.alloc(Label::Activations, tokens.len() * config.hidden)?, 0)));
     let states = States((0..config.layers).map(held).collect::<Result<_, ArenaError>>()?);
     let heard = teacher.scores(tokens, Some(&states))?;
-    let of_layers = moments.iter_mut().zip(states.0).zip(heard.chunks_exact(config.kv_heads * tokens.len()));
-    for ((moments, hidden), scores) in of_layers {
-        let (hidden, _) = hidden.into_inner().unwrap_or_else(PoisonError::into_inner);
-        let rows = samples(&hidden, scores, tokens.len());
+    let unlocked = |one: Mutex<(Buffer<f32>, usize)>| one.into_inner().unwrap_or_else(PoisonError::into_inner).0;
+    let hidden: Vec<Buffer<f32>> = states.0.into_iter().map(unlocked).collect();
+    let scores = heard.chunks_exact(config.kv_heads * tokens.len());
+    let of_layers: Vec<(&[f32], &[f32])> = hidden.iter().map(|hidden| &**hidden).zip(scores).collect();
+    for (moments, (hidden, scores)) in moments.iter_mut().zip(&of_layers) {
+        let rows = samples(hidden, scores, tokens.len());
         cpu.install(|| moments.add(&rows, scratch, cpu.threads()));
     }
-    Ok(())
+    kept.map_or(Ok(()), |kept| kept.keep(number, &of_layers))
 }
 
 /// Rows `[hidden state | 1 | logarithms of the scores of each KV head]` of `tokens` tokens; tokens that some head never looked
@@ -107,6 +124,31 @@ fn fit(moments: &[Moments], heads: usize, cpu: &Cpu, arena: &Arena) -> Result<Ve
 /// Part of the variance of the scores of each KV head that functions explain, layer after layer.
 fn explained(moments: &[Moments], heads: usize, fitted: &[Linear]) -> Vec<f64> {
     fitted.iter().enumerate().map(|(index, linear)| moments[index / heads].explained(index % heads, linear)).collect()
+}
+
+/// Functions with `inner` inner elements, layer after layer, and the part of the variance of the scores of each KV head that they explain, of
+/// what they were fitted to and of what was held out.
+fn fit_mlps(
+    kept: &Samples,
+    settings: &Settings,
+    (layers, inner): (usize, usize),
+    cpu: &Cpu,
+    arena: &Arena,
+) -> Result<(Vec<Mlp>, [Vec<f64>; 2]), TrainError> {
+    let of_layer = |layer: usize| {
+        let fitted_to = || kept.of_layer(layer, 0..settings.steps as u64, arena);
+        if fitted_to()?.count() == 0 {
+            return Err(misfit("no token was looked at in some layer".into()));
+        }
+        let mlp = Mlp::fit(fitted_to()?, inner, settings.seed, cpu.isa());
+        let learned = mlp.explained(&fitted_to()?);
+        let held_out = mlp.explained(&kept.of_layer(layer, HELD_OUT..HELD_OUT + JUDGED, arena)?);
+        Ok((mlp, [learned, held_out]))
+    };
+    let all: Vec<_> = cpu.install(|| (0..layers).into_par_iter().map(of_layer).collect::<Result<_, TrainError>>())?;
+    let (fitted, explained): (Vec<Mlp>, Vec<[Vec<f64>; 2]>) = all.into_iter().unzip();
+    let part = |part: usize| explained.iter().flat_map(|parts| parts[part].iter().copied()).collect();
+    Ok((fitted, [part(0), part(1)]))
 }
 
 fn mean(values: &[f64]) -> f64 {
@@ -141,6 +183,9 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
             "{steps} sequences of {length} tokens; give at least 1, of 16 tokens to what the model can read and repeat"
         )));
     }
+    if settings.inner == Some(0) {
+        return Err(misfit("an inner layer of 0 elements; give at least 1, or none for a linear function".into()));
+    }
     let vocabulary = Vocabulary::of_folder(&path, config)?;
     let source = TextSource::open(&settings.text, &vocabulary, length, seed).map_err(misfit)?;
     std::fs::create_dir_all(folder).map_err(|error| TrainError::write(folder, &error))?;
@@ -168,28 +213,43 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
     }
     let log = Log::open(folder, progress.step)?;
     let teacher = Recall { model: &model, repeat: &repeat, how, dtype: settings.dtype, cpu, arena: &arena };
-    for number in 0..JUDGED {
-        add(&teacher, &source.drawn(HELD_OUT + number, [1, length]), &mut held_out, &mut scratch)?;
+    let kept = settings.inner.map(|_| Samples::new(folder, [config.layers, heads, config.hidden], seed));
+    for number in HELD_OUT..HELD_OUT + JUDGED {
+        let tokens = source.drawn(number, [1, length]);
+        add(&teacher, (number, &tokens), &mut held_out, kept.as_ref(), &mut scratch)?;
     }
-    let mut judged = Vec::new();
     let end = options.stop_after.unwrap_or(usize::MAX).min(steps);
     while progress.step < end {
         let began = Instant::now();
-        add(&teacher, &source.drawn(progress.sequences, [1, length]), &mut moments, &mut scratch)?;
+        let number = progress.sequences;
+        let tokens = source.drawn(number, [1, length]);
+        add(&teacher, (number, &tokens), &mut moments, kept.as_ref(), &mut scratch)?;
         progress.add(1, length, began);
         let Progress { step, tokens, seconds, .. } = progress;
         log.tell(watch, Line::Repeated { step, tokens, seconds, tokens_per_second: tokens as f64 / seconds })?;
         if step.is_multiple_of(SAVE_STEPS) || step == end {
             let fitted = fit(&moments, heads, cpu, &arena)?;
-            judged = explained(&held_out, heads, &fitted);
+            let judged = explained(&held_out, heads, &fitted);
             checkpoint::save(folder, &digest, &progress, lens, |array, take| match array {
                 Array::Weights => moments.iter_mut().try_for_each(|moments| take(bytemuck::cast_slice(moments.sums()))),
                 _ => Ok(()),
             })?;
-            write_gates(&model, &fitted, &judged, &progress, &folder.join(POLICY))?;
+            write_gates(&model, &Fitted::Linear(&fitted), &judged, &progress, &folder.join(POLICY))?;
             let learned = mean(&explained(&moments, heads, &fitted));
-            log.tell(watch, Line::Fitted { step, explained: learned, held_out: mean(&judged) })?;
+            log.tell(watch, Line::Fitted { step, explained: learned, held_out: mean(&judged), inner: 0 })?;
         }
+    }
+    let mut judged = explained(&held_out, heads, &fit(&moments, heads, cpu, &arena)?);
+    let of_linear = mean(&judged);
+    let mut parameters = config.layers * heads * (config.hidden + 1);
+    if let (Some(kept), Some(inner), true) = (kept, settings.inner, progress.step == steps) {
+        let (fitted, [learned, held_out]) = fit_mlps(&kept, settings, (config.layers, inner), cpu, &arena)?;
+        write_gates(&model, &Fitted::Mlp(&fitted), &held_out, &progress, &folder.join(POLICY))?;
+        let line = Line::Fitted { step: steps, explained: mean(&learned), held_out: mean(&held_out), inner };
+        log.tell(watch, line)?;
+        judged = held_out;
+        parameters = config.layers * (inner * (config.hidden + 1) + heads * (inner + 1));
+        kept.remove();
     }
     let record = json!({
         "method": "kvzap",
@@ -197,11 +257,12 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
         "base_model": model.fingerprint,
         "teacher": TEACHER,
         "ridge": RIDGE,
-        "parameters": config.layers * heads * (config.hidden + 1),
+        "parameters": parameters,
         "steps": progress.step,
         "tokens": progress.tokens,
         "seconds": progress.seconds,
         "held_out_explained": mean(&judged),
+        "held_out_explained_linear": of_linear,
         "held_out_explained_by_layer": judged.chunks(heads).map(mean).collect::<Vec<_>>(),
         "peak_bytes": arena.usage().peak,
         "environment": options.environment,
@@ -209,21 +270,51 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
     export::text(folder, RECORD, &format!("{record:#}\n"))
 }
 
+/// What was fitted, layer after layer.
+enum Fitted<'a> {
+    /// A function for each KV head.
+    Linear(&'a [Linear]),
+    /// One for the KV heads of a layer.
+    Mlp(&'a [Mlp]),
+}
+
+impl Fitted<'_> {
+    /// Tensors `[layers, ...]`: names, what lies behind the layers, and numbers.
+    fn tensors(&self, config: &Config) -> Vec<(&'static str, Vec<usize>, Vec<f32>)> {
+        let Config { hidden, kv_heads: heads, .. } = *config;
+        let (weight, bias) = ("gate.weight", "gate.bias");
+        match self {
+            Fitted::Linear(all) => {
+                let weights = all.iter().flat_map(|linear| linear.weight.iter().map(|&weight| weight as f32));
+                let biases = all.iter().map(|linear| linear.bias as f32);
+                vec![(weight, vec![heads, hidden], weights.collect()), (bias, vec![heads], biases.collect())]
+            }
+            Fitted::Mlp(all) => {
+                let whole = |of: fn(&Mlp) -> &[f32]| all.iter().flat_map(of).copied().collect::<Vec<f32>>();
+                let inner = all[0].inner_bias.len();
+                vec![
+                    ("gate.inner.weight", vec![inner, hidden], whole(|mlp| &mlp.inner_weight)),
+                    ("gate.inner.bias", vec![inner], whole(|mlp| &mlp.inner_bias)),
+                    (weight, vec![heads, inner], whole(|mlp| &mlp.weight)),
+                    (bias, vec![heads], whole(|mlp| &mlp.bias)),
+                ]
+            }
+        }
+    }
+}
+
 /// Writes gates as policies read them.
 fn write_gates(
     model: &Model,
-    fitted: &[Linear],
+    fitted: &Fitted<'_>,
     judged: &[f64],
     progress: &Progress,
     path: &Path,
 ) -> Result<(), TrainError> {
-    let config = &model.config;
-    let weight: Vec<f32> = fitted.iter().flat_map(|linear| linear.weight.iter().map(|&weight| weight as f32)).collect();
-    let bias: Vec<f32> = fitted.iter().map(|linear| linear.bias as f32).collect();
-    let outputs = [
-        Output::f32("gate.weight", vec![config.layers, config.kv_heads, config.hidden], &weight),
-        Output::f32("gate.bias", vec![config.layers, config.kv_heads], &bias),
-    ];
+    let tensors = fitted.tensors(&model.config);
+    let output = |(name, shape, values)| Output::f32(name, [&[model.config.layers][..], shape].concat(), values);
+    let outputs: Vec<Output<'_>> =
+        tensors.iter().map(|(name, shape, values)| output((*name, &shape[..], &values[..]))).collect();
     let metadata = [
         ("base_model", model.fingerprint.clone()),
         ("method", "kvzap".into()),

@@ -114,6 +114,9 @@ pub enum Line {
         explained: f64,
         /// On text that was held out.
         held_out: f64,
+        /// Elements of their inner layer; 0: they are linear.
+        #[serde(default)]
+        inner: usize,
     },
     /// Text that no step has read.
     HeldOut {

@@ -8,18 +8,28 @@
 
 use super::PIECE_ROWS;
 use super::activations::Extents;
+use super::export;
 use super::linear::weight_gradient;
 use super::parameters::{BlockGroups, Parameter, Parameters};
+use super::run::TrainError;
 use crate::device::Cpu;
 use crate::device::gemm::{Matrix, product};
 use crate::memory::{Arena, ArenaError, Buffer, Label, LabelBytes};
 use crate::model::parameters::Role;
+use crate::tensor::file::{self, Output};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
+use serde_json::json;
+use std::collections::HashMap;
 use std::ops::Range;
+use std::path::Path;
 
+/// Names of an adapter's files, which are those of `peft`.
+pub const ADAPTER: &str = "adapter_model.safetensors";
+/// Its configuration.
+pub const ADAPTER_CONFIG: &str = "adapter_config.json";
 /// Rows of a piece of a product with an adapter.
 const ROWS: usize = PIECE_ROWS / 4;
 
@@ -170,6 +180,8 @@ pub struct Adapters {
     pub weights: Buffer<f32>,
     /// Their gradient, laid out alike.
     pub gradient: Buffer<f32>,
+    /// Whether the model is read with them; without, it is the one that they stand beside.
+    pub(super) at_work: bool,
     /// `s (x Aᵀ)`, and the gradient by `x Aᵀ`, `[rows, r]` each.
     inner: [Buffer<f32>; 2],
 }
@@ -189,11 +201,46 @@ impl Adapters {
             weights[one.range.clone()].iter_mut().for_each(|a| *a = rng.random_range(-most..most));
         }
         let gradient = arena.alloc(Label::Gradients, count)?;
-        Ok(Adapters { layout, weights, gradient, inner: [scratch()?, scratch()?] })
+        Ok(Adapters { layout, weights, gradient, at_work: true, inner: [scratch()?, scratch()?] })
+    }
+
+    /// Writes them as `peft` lays them out, beside a `model` whose fingerprint is `base`.
+    ///
+    /// # Errors
+    /// When a file cannot be written.
+    pub(super) fn export(&self, folder: &Path, model: &Path, base: &str) -> Result<(), TrainError> {
+        let Layout { asked, targets, parameters, .. } = &self.layout;
+        let outputs: Vec<Output<'_>> = parameters
+            .iter()
+            .map(|one| Output::f32(&one.name, one.shape.clone(), &self.weights[one.range.clone()]))
+            .collect();
+        let metadata = [("format", "pt"), ("base_model", base)];
+        let metadata = metadata.map(|(key, value)| (key.to_string(), value.to_string())).into();
+        file::write_with(&folder.join(ADAPTER), &outputs, Some::<HashMap<_, _>>(metadata))?;
+        let config = json!({
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": model,
+            "r": asked.rank,
+            "lora_alpha": asked.alpha,
+            "target_modules": targets,
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "fan_in_fan_out": false,
+            "use_rslora": false,
+            "use_dora": false,
+            "modules_to_save": null,
+            "init_lora_weights": true,
+            "inference_mode": true,
+        });
+        export::text(folder, ADAPTER_CONFIG, &format!("{config:#}\n"))
     }
 
     /// Adds what the adapters of a layer make of `x` `[rows, in]` to its outputs `y` `[rows, out]`.
     pub(super) fn forward(&mut self, (layer, site): (usize, Site), cpu: &Cpu, x: &[f32], y: &mut [f32]) {
+        if !self.at_work {
+            return;
+        }
         let Adapters { layout, weights, inner: [inner, _], .. } = self;
         let (rank, scale) = (layout.asked.rank, layout.asked.alpha / layout.asked.rank as f32);
         for adapter in &layout.blocks[layer][site as usize] {
@@ -222,7 +269,7 @@ impl Adapters {
         (dy, x): (&[f32], &[f32]),
         dx: &mut [f32],
     ) {
-        let Adapters { layout, weights, gradient, inner: [inner, dinner] } = self;
+        let Adapters { layout, weights, gradient, inner: [inner, dinner], .. } = self;
         let (rank, scale) = (layout.asked.rank, layout.asked.alpha / layout.asked.rank as f32);
         for adapter in &layout.blocks[layer][site as usize] {
             let Adapter { inputs, column, width, .. } = *adapter;

@@ -196,6 +196,24 @@ impl<'a> Network<'a> {
         self.shared.gates.as_mut().expect("a network that distils has gates")
     }
 
+    /// What is trained beside a model that is distilled: gates, and adapters where there are some.
+    ///
+    /// # Panics
+    /// When there are no gates.
+    pub(super) fn gates_and_adapters(&mut self) -> (&mut Gates, Option<&mut Adapters>) {
+        let Shared { gates, adapters, .. } = &mut self.shared;
+        (gates.as_mut().expect("a network that distils has gates"), adapters.as_mut())
+    }
+
+    /// Begins a pass that decides on tokens in a `mode`; the dense model has no adapters.
+    fn begin(&mut self, mode: Mode) {
+        let (gates, adapters) = self.gates_and_adapters();
+        gates.begin(mode);
+        if let Some(adapters) = adapters {
+            adapters.at_work = mode != Mode::Dense;
+        }
+    }
+
     /// The same with gates of heads, for [`Network::identify`].
     pub fn with_head_gates(mut self, gates: HeadGates) -> Self {
         self.shared.head_gates = Some(gates);
@@ -276,13 +294,14 @@ impl<'a> Network<'a> {
     }
 
     /// Compares the model whose gates decide in a `mode` with the dense model on `tokens` `[B, L]`. With a `target`, the
-    /// fraction of tokens to be evicted, and the weight of the term that asks for it, adds to the gates' gradient.
+    /// fraction of tokens to be evicted, and the weight of the term that asks for it, adds to the gates' gradient. Adapters are
+    /// those of the model with gates, and get their gradient too.
     ///
     /// # Errors
     /// When attention cannot be computed.
     ///
     /// # Panics
-    /// When there are no gates, and as [`Network::step`].
+    /// When there are no gates, or there are adapters, which change every row, and rows are skipped; and as [`Network::step`].
     pub fn distil(
         &mut self,
         weights: Weights<'_>,
@@ -291,17 +310,18 @@ impl<'a> Network<'a> {
         target: Option<(f64, f64)>,
     ) -> Result<Distilled, RankError> {
         let holder = &mut Whole { weights, gradients: &mut [] };
-        self.gates().begin(Mode::Dense);
+        assert!(self.shared.adapters.is_none() || self.extents.skipped == 0, "adapters change every row");
+        self.begin(Mode::Dense);
         self.forward(holder, tokens, 0)?;
         let Network { shared, n, .. } = self;
-        shared.gates.as_mut().expect("gates() found them").dense.copy_from_slice(n);
-        self.gates().begin(mode);
+        shared.gates.as_mut().expect("begin() found them").dense.copy_from_slice(n);
+        self.begin(mode);
         self.forward(holder, tokens, self.extents.skipped)?;
         let (config, parameters) = (self.extents.config(), self.extents.parameters);
         let output = weights.matrix(&parameters.output, config.hidden);
         let head = Head { weights: output, rounds: weights.rounds(), gradient: None, softcap: config.final_softcap };
         let Shared { gates, dn, scratch, .. } = &mut self.shared;
-        let gates = gates.as_mut().expect("gates() found them");
+        let gates = gates.as_mut().expect("begin() found them");
         let judged = [self.extents.len, gates.window()];
         let (models, dn) = ([&*gates.dense, &*self.n], target.is_some().then_some(&mut **dn));
         let kl = self.loss.distil(self.cpu, models, judged, head, dn, &mut scratch.products);

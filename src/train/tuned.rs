@@ -18,15 +18,7 @@ use crate::format::RowFormat;
 use crate::memory::{Arena, ArenaError, Buffer, Label, LabelBytes};
 use crate::model::{Config, Mixture};
 use crate::tensor::DType;
-use crate::tensor::file::{self, Output};
-use serde_json::json;
-use std::collections::HashMap;
 use std::path::{Path, PathBuf};
-
-/// Names of an adapter's files, which are those of `peft`.
-pub const ADAPTER: &str = "adapter_model.safetensors";
-/// Its configuration.
-pub const ADAPTER_CONFIG: &str = "adapter_config.json";
 
 /// What is trained of a model, before anything is taken from an arena.
 pub(super) struct Plan {
@@ -143,36 +135,11 @@ impl Plan {
         tuned: &mut Tuned,
         network: &mut Network<'_>,
     ) -> Result<(), TrainError> {
-        let Some(layout) = &self.layout else {
-            let weights = tuned.array(network, Array::Weights);
-            return export::write(folder, &self.files, &self.parameters, |take| take(weights));
-        };
-        let weights = &network.adapters().weights;
-        let outputs: Vec<Output<'_>> = layout
-            .parameters
-            .iter()
-            .map(|one| Output::f32(&one.name, one.shape.clone(), &weights[one.range.clone()]))
-            .collect();
-        let metadata = [("format", "pt"), ("base_model", base)];
-        let metadata = metadata.map(|(key, value)| (key.to_string(), value.to_string())).into();
-        file::write_with(&folder.join(ADAPTER), &outputs, Some::<HashMap<_, _>>(metadata))?;
-        let config = json!({
-            "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": model,
-            "r": layout.asked.rank,
-            "lora_alpha": layout.asked.alpha,
-            "target_modules": layout.targets,
-            "lora_dropout": 0.0,
-            "bias": "none",
-            "fan_in_fan_out": false,
-            "use_rslora": false,
-            "use_dora": false,
-            "modules_to_save": null,
-            "init_lora_weights": true,
-            "inference_mode": true,
-        });
-        export::text(folder, ADAPTER_CONFIG, &format!("{config:#}\n"))
+        if self.layout.is_some() {
+            return network.adapters().export(folder, model, base);
+        }
+        let weights = tuned.array(network, Array::Weights);
+        export::write(folder, &self.files, &self.parameters, |take| take(weights))
     }
 }
 

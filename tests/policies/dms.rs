@@ -5,6 +5,7 @@ use kvsieve::device::Cpu;
 use kvsieve::tensor::DType;
 use kvsieve::train::dms::{self, Settings};
 use kvsieve::train::log::Line;
+use kvsieve::train::lora::Asked;
 use kvsieve::train::run::{Options, TrainError};
 use predicates::str::contains;
 use safetensors::SafeTensors;
@@ -26,6 +27,7 @@ fn settings() -> Settings {
         learning_rate: 2e-3,
         pressure: 20.0,
         decided_by: Default::default(),
+        adapters: None,
         weights: DType::F32,
     }
 }
@@ -113,13 +115,44 @@ fn trained_gates_evict_in_their_model_and_in_no_other() {
     logits("builtin", "dms").failure().code(2).stderr(contains("dms.weight"));
 }
 
+/// Adapters are trained from the dense model's own divergence, and the gates are those of the model with them.
+#[test]
+fn adapters_beside_gates_make_a_model_whose_gates_these_are() {
+    let folder = tempfile::tempdir().unwrap();
+    let (whole, parts) = (folder.path().join("whole"), folder.path().join("parts"));
+    let asked = Asked { rank: 2, alpha: 4.0, targets: vec!["q".into(), "v".into()] };
+    let with = Settings { adapters: Some(asked), ..settings() };
+    train(&with, &whole, false, None).unwrap();
+    train(&with, &parts, false, Some(2)).unwrap();
+    train(&with, &parts, true, None).unwrap();
+    assert!(gates(&whole) == gates(&parts), "resumed gates differ");
+    let adapter = |out: &Path| fs::read(out.join("adapter_model.safetensors")).unwrap();
+    let (own, resumed) = (adapter(&whole), adapter(&parts));
+    let numbers = |bytes: &[u8]| -> Vec<(String, Vec<u8>)> {
+        let file = SafeTensors::deserialize(bytes).unwrap();
+        file.tensors().into_iter().map(|(name, tensor)| (name, tensor.data().to_vec())).collect()
+    };
+    assert!(numbers(&own) == numbers(&resumed), "resumed adapters differ");
+    let changed = |(name, data): &(String, Vec<u8>)| name.contains("lora_B") && data.iter().any(|&byte| byte != 0);
+    assert!(numbers(&own).iter().any(changed));
+
+    let eval = |model: &Path| {
+        let mut command = kvsieve();
+        command.args(["eval", "--task", "passkey", "--context", "256", "--samples", "1", "--budget", "0.5", "--model"]);
+        command.arg(model).arg("--policy").arg(format!("dms:gates={}", whole.join(dms::POLICY).display()));
+        command.assert()
+    };
+    eval(&whole).success();
+    eval(Path::new("builtin")).failure().code(2).stderr(contains("was trained on the model"));
+}
+
 #[test]
 fn settings_that_mean_nothing_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     let out = folder.path().join("gates");
     let empty = folder.path().join("empty.txt");
     fs::write(&empty, "too short").unwrap();
-    let cases: [(&[&str], &str); 9] = [
+    let cases: [(&[&str], &str); 12] = [
         (&["--ratio", "1"], "the ratio is 1; it must be finite and above 1"),
         (&["--ratio", "4,2"], "the ratio is 2; it must be finite and above 4"),
         (&["--weights", "int8"], "'int8' is neither f32 nor bf16"),
@@ -129,6 +162,9 @@ fn settings_that_mean_nothing_are_refused() {
         (&["--text", empty.to_str().unwrap()], "at least 20480 are needed"),
         (&["--text", "nowhere.txt"], "cannot read the text 'nowhere.txt'"),
         (&["--pressure", "0"], "both must be finite and above 0"),
+        (&["--rank", "4", "--ratio", "2,4"], "2 ratios are asked for; adapters go with the gates of one"),
+        (&["--target", "nothing"], "no matrix of a block is called 'nothing'"),
+        (&["--accumulate", "2"], "--accumulate is nothing to --method dms"),
     ];
     for (more, expected) in cases {
         let mut command = kvsieve();

@@ -18,7 +18,15 @@ use std::path::Path;
 const PROSE: &str = "LICENSE";
 
 fn settings() -> Settings {
-    Settings { model: "builtin".into(), text: PROSE.into(), steps: 6, length: 96, seed: 5, dtype: DType::F32 }
+    Settings {
+        model: "builtin".into(),
+        text: PROSE.into(),
+        steps: 6,
+        length: 96,
+        seed: 5,
+        dtype: DType::F32,
+        inner: None,
+    }
 }
 
 fn train(settings: &Settings, out: &Path, resume: bool, stop_after: Option<usize>) -> Result<Vec<Line>, TrainError> {
@@ -63,6 +71,48 @@ fn a_run_that_was_stopped_goes_on_with_the_same_bits() {
 }
 
 #[test]
+fn gates_with_an_inner_layer_take_the_place_of_linear_ones_and_evict() {
+    let folder = tempfile::tempdir().unwrap();
+    let (whole, parts) = (folder.path().join("whole"), folder.path().join("parts"));
+    let with = Settings { inner: Some(16), ..settings() };
+    let lines = train(&with, &whole, false, None).unwrap();
+    assert!(matches!(lines.last(), Some(Line::Fitted { inner: 16, explained, .. }) if *explained > 0.5), "{lines:?}");
+    train(&with, &parts, false, Some(3)).unwrap();
+    assert!(parts.join("samples").exists());
+    train(&with, &parts, true, None).unwrap();
+    let read = |out: &Path| {
+        let bytes = fs::read(out.join(kvzap::POLICY)).unwrap();
+        let file = SafeTensors::deserialize(&bytes).unwrap();
+        ["gate.inner.weight", "gate.inner.bias", "gate.weight", "gate.bias"].map(|name| {
+            let tensor = file.tensor(name).unwrap();
+            (tensor.shape().to_vec(), tensor.data().to_vec())
+        })
+    };
+    assert!(read(&whole) == read(&parts), "resumed gates differ");
+    assert_eq!(read(&whole)[0].0[1], 16);
+    assert!(!parts.join("samples").exists());
+    let record: Value = serde_json::from_slice(&fs::read(whole.join("training.json")).unwrap()).unwrap();
+    assert!(record["held_out_explained_linear"].as_f64().unwrap() > 0.3, "{record}");
+
+    let mut command = kvsieve();
+    command.args([
+        "eval",
+        "--model",
+        "builtin",
+        "--task",
+        "passkey",
+        "--context",
+        "256",
+        "--samples",
+        "1",
+        "--budget",
+        "0.5",
+    ]);
+    let policy = format!("kvzap:gates={}", whole.join(kvzap::POLICY).display());
+    command.args(["--policy", &policy]).assert().success();
+}
+
+#[test]
 fn fitted_gates_evict_by_a_budget_or_a_threshold() {
     let folder = tempfile::tempdir().unwrap();
     let out = folder.path().join("gates");
@@ -98,12 +148,13 @@ fn fitted_gates_evict_by_a_budget_or_a_threshold() {
 fn settings_that_mean_nothing_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     let out = folder.path().join("gates");
-    let cases: [(&[&str], &str); 7] = [
+    let cases: [(&[&str], &str); 8] = [
         (&[], "--method kvzap learns from a text; give --text FILE"),
         (&["--text", "nowhere.txt"], "cannot read the text 'nowhere.txt'"),
         (&["--text", PROSE, "--length", "8"], "give at least 1, of 16 tokens"),
         (&["--text", PROSE, "--length", "100000"], "sequences of 100000 tokens"),
         (&["--text", PROSE, "--steps", "0"], "0 sequences of 1024 tokens"),
+        (&["--text", PROSE, "--inner", "0"], "an inner layer of 0 elements; give at least 1"),
         (&["--text", PROSE, "--window", "64"], "--window is nothing to --method kvzap"),
         (&["--text", PROSE, "--learning-rate", "0.1"], "--learning-rate is nothing to --method kvzap"),
     ];

@@ -81,16 +81,19 @@ pub(super) struct Gates {
     /// Weight of the term of the loss that asks for eviction [default: 1; duo: 0.05]
     #[arg(long, value_name = "X", requires = "method")]
     pressure: Option<f64>,
+    /// Elements of an inner layer, with GELU, of the functions of kvzap [default: none: they are linear]
+    #[arg(long, value_name = "N", requires = "method")]
+    inner: Option<usize>,
     /// Whose hidden state decides on a token: its own, or that of the token behind it, as in NVIDIA's DMS [default: itself]
     #[arg(long, value_name = "TOKEN", value_parser = ["itself", "next"], requires = "method")]
     decided_by: Option<String>,
 }
 
-/// What is asked of `--method lora`, `qlora` and `full`.
+/// What is asked of `--method lora`, `qlora` and `full`, and of adapters beside the gates of `dms`.
 #[derive(clap::Args)]
 #[command(next_help_heading = "Fine-tuning")]
 pub(super) struct Tuning {
-    /// Rank of adapters [default: 8]
+    /// Rank of adapters; dms trains them beside its gates if --rank, --alpha or --target is given [default: 8]
     #[arg(long, value_name = "R", requires = "method")]
     rank: Option<usize>,
     /// Adapters' outputs have the factor alpha / rank [default: 16]
@@ -158,13 +161,15 @@ impl Args {
                     ("--batch", self.loaded.batch.is_some(), false),
                     ("--learning-rate", self.loaded.learning_rate.is_some(), false),
                 ];
-                self.refuse(name, &[&given[..], &self.gates.given(), &self.tuning.given()].concat())?;
+                let of_others = self.gates.given().into_iter().filter(|given| given.0 != "--inner").collect::<Vec<_>>();
+                self.refuse(name, &[&given[..], &of_others, &self.tuning.given()].concat())?;
                 let (text, dtype) = (needed(text)?, self.loaded.weights.unwrap_or(DType::F32));
-                let steps = self.steps.unwrap_or(100);
-                return Ok(Some(OnLoaded::Surrogate(kvzap::Settings { model, text, steps, length, seed, dtype })));
+                let (steps, inner) = (self.steps.unwrap_or(100), self.gates.inner);
+                let settings = kvzap::Settings { model, text, steps, length, seed, dtype, inner };
+                return Ok(Some(OnLoaded::Surrogate(settings)));
             }
             "duo" => {
-                let of_dms = |given: &(&str, bool, bool)| ["--ratio", "--decided-by"].contains(&given.0);
+                let of_dms = |given: &(&str, bool, bool)| ["--ratio", "--decided-by", "--inner"].contains(&given.0);
                 let given: Vec<_> = self.gates.given().into_iter().filter(of_dms).collect();
                 self.refuse(name, &[&given[..], &self.tuning.given()].concat())?;
                 return Ok(Some(OnLoaded::Heads(duo::Settings {
@@ -197,8 +202,12 @@ impl Args {
             "qlora" => Method::Qlora,
             "full" => Method::Full,
             _ => {
-                let Gates { window, pressure, sink, .. } = self.gates;
-                self.refuse(name, &[&[("--sink", sink.is_some(), false)], &self.tuning.given()[..]].concat())?;
+                let Gates { window, pressure, sink, inner, .. } = self.gates;
+                self.refuse(name, &[("--inner", inner.is_some(), false)])?;
+                let (of_adapters, others): (Vec<_>, Vec<_>) =
+                    self.tuning.given().into_iter().partition(|given| given.2);
+                self.refuse(name, &[&[("--sink", sink.is_some(), false)], &others[..]].concat())?;
+                let adapters = of_adapters.iter().any(|(_, given, _)| *given).then(|| self.tuning.adapters());
                 let ratios = if self.gates.ratio.is_empty() { vec![4.0] } else { self.gates.ratio.clone() };
                 let (window, pressure) = (window.unwrap_or(256), pressure.unwrap_or(1.0));
                 let weights = self.loaded.weights.unwrap_or(DType::F32);
@@ -215,22 +224,21 @@ impl Args {
                     learning_rate,
                     pressure,
                     decided_by: self.gates.decided_by.as_deref().and_then(DecidedBy::named).unwrap_or_default(),
+                    adapters,
                     weights,
                 };
                 return Ok(Some(OnLoaded::Gates(settings)));
             }
         };
-        let Tuning { rank, alpha, accumulate, recompute, optimizer, .. } = self.tuning;
+        let Tuning { accumulate, recompute, optimizer, .. } = self.tuning;
         self.refuse(name, &self.gates.given())?;
         let text = needed(text)?;
         let mut adapters = None;
         if method == Method::Full {
             self.refuse(name, &self.tuning.given().into_iter().filter(|given| given.2).collect::<Vec<_>>())?;
         } else {
-            let targets = &self.tuning.target;
-            let targets = if targets.is_empty() { vec!["q".into(), "v".into()] } else { targets.clone() };
             self.refuse(name, &[("--qat", self.tuning.qat.is_some(), false)])?;
-            adapters = Some(Adapters { rank: rank.unwrap_or(8), alpha: alpha.unwrap_or(16.0), targets });
+            adapters = Some(self.tuning.adapters());
         }
         let default = if method == Method::Full { DType::F32 } else { DType::Bf16 };
         Ok(Some(OnLoaded::Tuning(tune::Settings {
@@ -277,18 +285,26 @@ impl OnLoaded {
 
 impl Gates {
     /// Options, whether each was given, and whether it is of adapters.
-    fn given(&self) -> [(&'static str, bool, bool); 5] {
+    fn given(&self) -> [(&'static str, bool, bool); 6] {
         [
             ("--ratio", !self.ratio.is_empty(), false),
             ("--window", self.window.is_some(), false),
             ("--sink", self.sink.is_some(), false),
             ("--pressure", self.pressure.is_some(), false),
+            ("--inner", self.inner.is_some(), false),
             ("--decided-by", self.decided_by.is_some(), false),
         ]
     }
 }
 
 impl Tuning {
+    /// The adapters that are asked for.
+    fn adapters(&self) -> Adapters {
+        let Tuning { rank, alpha, target, .. } = self;
+        let targets = if target.is_empty() { vec!["q".into(), "v".into()] } else { target.clone() };
+        Adapters { rank: rank.unwrap_or(8), alpha: alpha.unwrap_or(16.0), targets }
+    }
+
     /// Likewise.
     fn given(&self) -> [(&'static str, bool, bool); 7] {
         [

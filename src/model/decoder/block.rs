@@ -113,8 +113,8 @@ impl Decoder<'_> {
             self.cache.append_at(sequence, k, v, 0, 0..chunk.tokens, chunk.first)?;
             if let Some(policy) = self.evictor.as_ref().and_then(|evictor| evictor.gating(chunk.sequence)) {
                 let rows = chunk.row..chunk.row + chunk.tokens;
-                let states = rows.map(|row| &normed.data[row * normed.stride..][..hidden]);
-                policy.carry_gates(&mut self.cache, (layer, sequence), states)?;
+                let states: Vec<&[f32]> = rows.map(|row| &normed.data[row * normed.stride..][..hidden]).collect();
+                policy.carry_gates(self.cpu, &mut self.cache, (layer, sequence), &states)?;
             }
             if let Some(rope) = self.evictor.as_ref().and_then(|evictor| evictor.rotates()) {
                 for head in 0..config.kv_heads {

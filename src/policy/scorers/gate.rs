@@ -7,7 +7,7 @@
 //! how many stay, where KVzap evicts below a threshold.
 
 use crate::policy::Axis::{self, Hidden, KvHeads, Layers};
-use crate::policy::network::Network;
+use crate::policy::network::{Inner, Network};
 use crate::policy::published::{GATES, folder, from_file, kvzap};
 use crate::policy::{Assets, Context, Policy, PolicyEntry, PolicyError, Scorer, Statistic};
 use std::path::Path;
@@ -15,8 +15,8 @@ use std::path::Path;
 /// The registry's line.
 pub const ENTRY: PolicyEntry = PolicyEntry {
     name: "gate",
-    about: "keeps what a learned linear gate on the hidden state scores highest; reads gate.weight [layers, Hkv, hidden] \
-            and gate.bias [layers, Hkv] of gates or --policy-file, or a folder of KVzap's authors",
+    about: "keeps what a learned gate on the hidden state scores highest, linear or with an inner layer; reads gate.weight \
+            [layers, Hkv, hidden] and gate.bias [layers, Hkv] of gates or --policy-file, or a folder of KVzap's authors",
     paper: "2601.07891",
     parameters: &[GATES],
     build: |named, assets| match folder(named) {
@@ -25,13 +25,24 @@ pub const ENTRY: PolicyEntry = PolicyEntry {
     },
 };
 
-const WEIGHT: (&str, &[Axis]) = ("gate.weight", &[Layers, KvHeads, Hidden]);
+const WEIGHT: &str = "gate.weight";
 const BIAS: (&str, &[Axis]) = ("gate.bias", &[Layers, KvHeads]);
+const INNER_WEIGHT: (&str, &[Axis]) = ("gate.inner.weight", &[Layers, Axis::Inner, Hidden]);
+const INNER_BIAS: (&str, &[Axis]) = ("gate.inner.bias", &[Layers, Axis::Inner]);
+
+/// Axes of the weight behind an inner layer, or of the only one.
+fn axes(inner: &Option<Inner>) -> [Axis; 3] {
+    [Layers, KvHeads, if inner.is_some() { Axis::Inner } else { Hidden }]
+}
 
 fn build(assets: &mut Assets<'_>) -> Result<Policy, PolicyError> {
-    let weight = assets.needed(WEIGHT.0, WEIGHT.1)?;
+    let inner = match assets.optional(INNER_WEIGHT.0, INNER_WEIGHT.1)? {
+        Some(weight) => assets.needed(INNER_BIAS.0, INNER_BIAS.1)?.map(|bias| Inner { weight, bias }),
+        None => None,
+    };
+    let weight = assets.needed(WEIGHT, &axes(&inner))?;
     let bias = assets.needed(BIAS.0, BIAS.1)?;
-    let network = weight.zip(bias).map(|(weight, bias)| Network { inner: None, weight, bias });
+    let network = weight.zip(bias).map(|(weight, bias)| Network { inner, weight, bias });
     Ok(Policy::after_prefill(Gate { policy: ENTRY.name, sign: 1.0, network }))
 }
 
@@ -39,11 +50,11 @@ fn build(assets: &mut Assets<'_>) -> Result<Policy, PolicyError> {
 fn of_folder(path: &Path, assets: &mut Assets<'_>) -> Result<Policy, PolicyError> {
     let network = kvzap::read(path)?;
     let Network { inner, weight, bias } = &network;
-    let axes = [Layers, KvHeads, if inner.is_some() { Axis::Inner } else { Hidden }];
-    let mut tensors = vec![(WEIGHT.0, &axes[..], weight), (BIAS.0, BIAS.1, bias)];
+    let axes = axes(inner);
+    let mut tensors = vec![(WEIGHT, &axes[..], weight), (BIAS.0, BIAS.1, bias)];
     if let Some(inner) = inner {
-        tensors.push(("gate.inner.weight", &[Layers, Axis::Inner, Hidden], &inner.weight));
-        tensors.push(("gate.inner.bias", &[Layers, Axis::Inner], &inner.bias));
+        tensors.push((INNER_WEIGHT.0, INNER_WEIGHT.1, &inner.weight));
+        tensors.push((INNER_BIAS.0, INNER_BIAS.1, &inner.bias));
     }
     assets.note(path, &tensors)?;
     Ok(Policy::after_prefill(Gate { policy: ENTRY.name, sign: 1.0, network: Some(network) }))

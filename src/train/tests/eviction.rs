@@ -7,6 +7,7 @@ use crate::policy::{DecidedBy, Registry};
 use crate::tensor::DType;
 use crate::train::Weights;
 use crate::train::gates::{Gates, Mode, OFFSET, SCALE};
+use crate::train::lora::{Adapters, Asked, Layout};
 use crate::train::weights::Frozen;
 use half::bf16;
 use std::path::Path;
@@ -91,6 +92,54 @@ fn gradients_equal_finite_differences() {
             let found = (at(step) - at(-step)) / (2.0 * step);
             assert!((found - norm).abs() < 0.02 * norm, "pressure {of_pressure}: {found}, gradient {norm}");
         }
+    }
+}
+
+/// A network whose gates are divided, with adapters that change much.
+fn adapted<'a>(arena: &Arena, cpu: &'a Cpu, extents: Extents<'a>) -> Network<'a> {
+    let targets = vec!["q".into(), "v".into(), "down".into()];
+    let layout = Layout::new(extents.parameters, &Asked { rank: 2, alpha: 4.0, targets }).unwrap();
+    let mut adapters = Adapters::new(arena, layout, &extents, 5).unwrap();
+    let mut rng = ChaCha8Rng::seed_from_u64(12);
+    adapters.weights.iter_mut().for_each(|weight| *weight = rng.random_range(-0.1..0.1));
+    gated(arena, cpu, extents, Recompute::None).with_adapters(adapters)
+}
+
+#[test]
+fn adapters_beside_gates_have_the_gradients_of_finite_differences_and_the_dense_model_has_none() {
+    for parameters in &models(DType::F32) {
+        let extents = Extents { parameters, batch: 2, len: 24, skipped: 0 };
+        let (arena, cpu) = (Arena::unlimited(), Cpu::new(Some(2)).unwrap());
+        let (weights, tokens) = (weights(parameters, 3), tokens(&extents));
+        let mut network = adapted(&arena, &cpu, extents);
+        let mut plain = gated(&arena, &cpu, extents, Recompute::None);
+        let distil = |network: &mut Network<'_>, mode, target| {
+            network.distil(Weights::F32(&weights), &tokens, mode, target).unwrap()
+        };
+        // Where none is evicted, what is left is what adapters change; without adapters nothing is.
+        let without = Mode::Hard;
+        plain.gates().weights.fill(0.0);
+        assert_eq!(distil(&mut plain, without, None).kl, 0.0);
+        let gates = network.gates().weights.to_vec();
+        network.gates().weights.fill(0.0);
+        assert!(distil(&mut network, without, None).kl > 1e-3);
+        network.gates().weights.copy_from_slice(&gates);
+
+        network.gates_and_adapters().1.unwrap().gradient.fill(0.0);
+        distil(&mut network, RELAXED, Some((1.0, 0.0)));
+        let gradient = network.adapters().gradient.to_vec();
+        let norm = gradient.iter().map(|g| f64::from(*g).powi(2)).sum::<f64>().sqrt();
+        let mut at = |step: f64| {
+            let before = network.adapters().weights.to_vec();
+            let moved = network.adapters().weights.iter_mut().zip(&gradient);
+            moved.for_each(|(w, g)| *w += (step * f64::from(*g) / norm) as f32);
+            let kl = distil(&mut network, RELAXED, None).kl;
+            network.adapters().weights.copy_from_slice(&before);
+            kl
+        };
+        let step = 2e-3;
+        let found = (at(step) - at(-step)) / (2.0 * step);
+        assert!((found - norm).abs() < 0.02 * norm, "{found}, gradient {norm}");
     }
 }
 
