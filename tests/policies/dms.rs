@@ -10,6 +10,7 @@ use kvsieve::train::run::{Options, TrainError};
 use predicates::str::contains;
 use safetensors::SafeTensors;
 use serde_json::{Value, json};
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
@@ -128,13 +129,13 @@ fn adapters_beside_gates_make_a_model_whose_gates_these_are() {
     assert!(gates(&whole) == gates(&parts), "resumed gates differ");
     let adapter = |out: &Path| fs::read(out.join("adapter_model.safetensors")).unwrap();
     let (own, resumed) = (adapter(&whole), adapter(&parts));
-    let numbers = |bytes: &[u8]| -> Vec<(String, Vec<u8>)> {
+    let numbers = |bytes: &[u8]| -> BTreeMap<String, Vec<u8>> {
         let file = SafeTensors::deserialize(bytes).unwrap();
         file.tensors().into_iter().map(|(name, tensor)| (name, tensor.data().to_vec())).collect()
     };
     assert!(numbers(&own) == numbers(&resumed), "resumed adapters differ");
-    let changed = |(name, data): &(String, Vec<u8>)| name.contains("lora_B") && data.iter().any(|&byte| byte != 0);
-    assert!(numbers(&own).iter().any(changed));
+    let changed = |(name, data): (String, Vec<u8>)| name.contains("lora_B") && data.iter().any(|&byte| byte != 0);
+    assert!(numbers(&own).into_iter().any(changed));
 
     let eval = |model: &Path| {
         let mut command = kvsieve();

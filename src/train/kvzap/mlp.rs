@@ -255,8 +255,8 @@ mod tests {
     #[test]
     fn what_is_not_linear_is_fitted_and_explained() {
         let samples = |seed: u64| {
-            let mut all = OfLayer::with_room(&Arena::unlimited(), 2000, [4, 2]).unwrap();
-            for x in drawn(4 * 2000, seed).chunks_exact(4) {
+            let mut all = OfLayer::with_room(&Arena::unlimited(), 16000, [4, 2]).unwrap();
+            for x in drawn(4 * 16000, seed).chunks_exact(4) {
                 let (scaled, scores) =
                     ([300.0 * x[0] + 50.0, x[1], 0.01 * x[2], x[3]], [x[0].abs() - 6.0, x[1] * x[2] + 3.0]);
                 all.add(scaled.into_iter(), scores.into_iter());

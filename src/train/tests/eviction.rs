@@ -137,7 +137,7 @@ fn adapters_beside_gates_have_the_gradients_of_finite_differences_and_the_dense_
             network.adapters().weights.copy_from_slice(&before);
             kl
         };
-        let step = 2e-3;
+        let step = 2e-4;
         let found = (at(step) - at(-step)) / (2.0 * step);
         assert!((found - norm).abs() < 0.02 * norm, "{found}, gradient {norm}");
     }
