@@ -96,7 +96,7 @@ pub(super) struct Tuning {
     /// Rank of adapters; dms trains them beside its gates if --rank, --alpha or --target is given [default: 8]
     #[arg(long, value_name = "R", requires = "method")]
     rank: Option<usize>,
-    /// Adapters' outputs have the factor alpha / rank [default: 16]
+    /// Adapters' outputs have the factor alpha / rank, which is also how far a step of theirs moves the model [default: 16; dms: 2]
     #[arg(long, value_name = "X", requires = "method")]
     alpha: Option<f32>,
     /// Matrices of each block that get an adapter, as q,v or q_proj, or all-linear [default: q,v]
@@ -207,7 +207,7 @@ impl Args {
                 let (of_adapters, others): (Vec<_>, Vec<_>) =
                     self.tuning.given().into_iter().partition(|given| given.2);
                 self.refuse(name, &[&[("--sink", sink.is_some(), false)], &others[..]].concat())?;
-                let adapters = of_adapters.iter().any(|(_, given, _)| *given).then(|| self.tuning.adapters());
+                let adapters = of_adapters.iter().any(|(_, given, _)| *given).then(|| self.tuning.adapters(2.0));
                 let ratios = if self.gates.ratio.is_empty() { vec![4.0] } else { self.gates.ratio.clone() };
                 let (window, pressure) = (window.unwrap_or(256), pressure.unwrap_or(1.0));
                 let weights = self.loaded.weights.unwrap_or(DType::F32);
@@ -238,7 +238,7 @@ impl Args {
             self.refuse(name, &self.tuning.given().into_iter().filter(|given| given.2).collect::<Vec<_>>())?;
         } else {
             self.refuse(name, &[("--qat", self.tuning.qat.is_some(), false)])?;
-            adapters = Some(self.tuning.adapters());
+            adapters = Some(self.tuning.adapters(16.0));
         }
         let default = if method == Method::Full { DType::F32 } else { DType::Bf16 };
         Ok(Some(OnLoaded::Tuning(tune::Settings {
@@ -298,11 +298,11 @@ impl Gates {
 }
 
 impl Tuning {
-    /// The adapters that are asked for.
-    fn adapters(&self) -> Adapters {
+    /// The adapters that are asked for, with this alpha unless another is.
+    fn adapters(&self, usual: f32) -> Adapters {
         let Tuning { rank, alpha, target, .. } = self;
         let targets = if target.is_empty() { vec!["q".into(), "v".into()] } else { target.clone() };
-        Adapters { rank: rank.unwrap_or(8), alpha: alpha.unwrap_or(16.0), targets }
+        Adapters { rank: rank.unwrap_or(8), alpha: alpha.unwrap_or(usual), targets }
     }
 
     /// Likewise.
