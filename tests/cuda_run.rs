@@ -7,6 +7,7 @@ mod common;
 
 use common::cpu;
 use kvsieve::device::Cpu;
+use kvsieve::device::cuda::{CudaError, Device as CudaDevice};
 use kvsieve::experiment::record::{Record, Status};
 use kvsieve::experiment::{Device, Engine, Experiment, Gpu, Options, Spec, max_context, runner};
 use kvsieve::memory::{Arena, Label};
@@ -346,4 +347,26 @@ fn cuda_runs_the_policies_of_its_caller() {
     assert_eq!(there.len(), 3);
     assert_eq!(there[0], there[1], "the same policy by either name");
     assert_eq!(there, kept(Engine::Cpu(cpu(2))));
+}
+
+#[test]
+#[ignore = "cuda: needs a GPU"]
+fn cuda_memory_that_was_given_back_is_there_again() {
+    let _alone = alone();
+    let (device, arena) = (CudaDevice::open(0).unwrap(), Arena::unlimited());
+    let most = device.free_bytes() / 4 * 3;
+    for _ in 0..2 {
+        let buffer = device.alloc(&arena, Label::Input, most).unwrap();
+        match device.alloc(&arena, Label::Scores, most) {
+            Err(CudaError::OutOfMemory { label: Label::Scores, requested_bytes, free_bytes }) => {
+                assert_eq!(requested_bytes, most);
+                assert!(free_bytes < most);
+            }
+            other => panic!("{:?}", other.map(|buffer| buffer.bytes())),
+        }
+        let mut start = [1; 16];
+        buffer.read(&mut start).unwrap();
+        assert_eq!(start, [0; 16], "new memory is zeroed");
+        assert_eq!(arena.usage().live_bytes, most, "what failed is not counted");
+    }
 }

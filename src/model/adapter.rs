@@ -16,7 +16,7 @@ use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-pub(super) const CONFIG: &str = "adapter_config.json";
+const CONFIG: &str = "adapter_config.json";
 pub(super) const WEIGHTS: &str = "adapter_model.safetensors";
 
 /// Whether a folder holds an adapter.
@@ -44,6 +44,18 @@ pub(super) fn base(folder: &Path) -> Result<PathBuf, ModelError> {
         true => Err(wrong(format!("its base '{name}' is an adapter too; name the model that it was trained on"))),
         false => Ok(found),
     }
+}
+
+/// The configuration of an adapter's folder but for where its base lies, which changes no result.
+///
+/// # Errors
+/// When it cannot be read.
+pub(super) fn apart_from_base(folder: &Path) -> Result<String, ModelError> {
+    let mut config = config(&folder.join(CONFIG))?;
+    if let Some(config) = config.as_object_mut() {
+        config.remove("base_model_name_or_path");
+    }
+    Ok(config.to_string())
 }
 
 fn base_missing(path: &Path, name: &str) -> ModelError {

@@ -1,7 +1,7 @@
 //! Where models are found, and by what they are told apart.
 
 use super::ModelError;
-use super::adapter::{CONFIG, WEIGHTS, base, is_adapter};
+use super::adapter::{WEIGHTS, apart_from_base, base, is_adapter};
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
@@ -51,7 +51,7 @@ pub fn fingerprint(folder: &Path) -> Result<String, ModelError> {
     let counts = |path: &PathBuf| {
         let name = path.file_name().map(|name| name.to_string_lossy().to_string()).unwrap_or_default();
         if is_adapter(folder) {
-            return name == WEIGHTS || name == CONFIG;
+            return name == WEIGHTS;
         }
         name == "config.json" || name == "tokenizer.json" || name.ends_with(".safetensors")
     };
@@ -66,6 +66,7 @@ pub fn fingerprint(folder: &Path) -> Result<String, ModelError> {
     let mut hasher = blake3::Hasher::new();
     if is_adapter(folder) {
         hasher.update(fingerprint(&base(folder)?)?.as_bytes());
+        hasher.update(apart_from_base(folder)?.as_bytes());
     }
     for path in &paths {
         hash_file(path, &mut hasher).map_err(|error| wrong(path, error))?;

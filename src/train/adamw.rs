@@ -74,6 +74,11 @@ pub struct AdamW {
 }
 
 impl AdamW {
+    /// Bytes of the averages of `count` numbers.
+    pub fn bytes(count: usize) -> u64 {
+        8 * count as u64
+    }
+
     /// Averages of zero, of `count` numbers that are trained.
     ///
     /// # Errors

@@ -105,16 +105,18 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
     let base = fingerprint(&model)?;
     let vocabulary = Vocabulary::of_folder(&model, &config)?;
     let parameters = Parameters::all_frozen(&config, settings.weights);
+    let layout = settings.adapters.as_ref().map(|asked| Layout::beside(&model, &parameters, asked));
+    let layout = layout.transpose().map_err(misfit)?;
     let arena = Arena::with_limit(options.limit_bytes);
     let mut source = Source::new(settings, &model, &vocabulary, &arena)?;
     let Settings { batch, length: len, window, .. } = *settings;
-    let layout = settings.adapters.as_ref().map(|asked| Layout::new(&parameters, asked)).transpose().map_err(misfit)?;
     // Rows of the first window are those of the dense model where nothing but gates is trained.
     let skipped = if batch == 1 && layout.is_none() { window } else { 0 };
     let extents = Extents { parameters: &parameters, batch, len, skipped };
     let count = Gates::count(&config) + layout.as_ref().map_or(0, Layout::count);
     let of_adapters = layout.as_ref().map(|layout| layout.bytes(&extents)).unwrap_or_default();
-    let beside = Gates::bytes(&extents).into_values().chain(of_adapters.into_values()).sum::<u64>();
+    let of_both = Gates::bytes(&extents).into_values().chain(of_adapters.into_values()).sum::<u64>();
+    let beside = of_both + AdamW::bytes(count) + arena.usage().live_bytes;
     let bytes = |mode| beside + extents.training_bytes(mode, cpu.threads()).into_values().sum::<u64>();
     let recompute = Recompute::within(options.limit_bytes, bytes);
 
@@ -206,9 +208,6 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
             let line = Line::HeldOutGates { step: done, kl, evicted };
             held_out = serde_json::to_value(&line).ok();
             log.tell(watch, line)?;
-            checkpoint::save(folder, &digest, &progress, [count; 3], |array, take| {
-                arrays(&mut network, &mut averages, array).into_iter().try_for_each(|part| take(part))
-            })?;
             let (gates, adapters) = network.gates_and_adapters();
             // Gates belong to the model that they were trained in: with adapters, that of this folder.
             let mut of = base.clone();
@@ -221,6 +220,10 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
             if done == stage.end && done < settings.steps {
                 write(&format!("policy-{ratio}x.safetensors"))?;
             }
+            // Last: a run that is killed before it writes all of this again.
+            checkpoint::save(folder, &digest, &progress, [count; 3], |array, take| {
+                arrays(&mut network, &mut averages, array).into_iter().try_for_each(|part| take(part))
+            })?;
         }
     }
     let record = json!({

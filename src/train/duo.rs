@@ -211,10 +211,10 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
         }
         if done.is_multiple_of(SAVE_STEPS) || done == end {
             let alpha = network.head_gates().alpha.to_vec();
+            write_policy(settings, &config, &base, &alpha, &progress, &folder.join(POLICY))?;
             checkpoint::save(folder, &digest, &progress, [alpha.len(); 3], |array, take| {
                 take([&alpha, &*adamw.mean, &*adamw.square][array as usize])
             })?;
-            write_policy(settings, &config, &base, &alpha, &progress, &folder.join(POLICY))?;
             let mut judge = |order: &[usize]| -> Result<f64, TrainError> {
                 let (gates, half) = (&mut network.head_gates().alpha, order.len() / 2);
                 order.iter().enumerate().for_each(|(rank, &head)| gates[head] = if rank < half { 0.0 } else { 1.0 });

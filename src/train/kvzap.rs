@@ -26,6 +26,7 @@ use crate::model::{Activation, Config, Hook, Model, ModelError, Recall, Repeat, 
 use crate::policy::Registry;
 use crate::tensor::DType;
 use crate::tensor::file::{self, Output};
+use crate::units;
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
@@ -40,6 +41,8 @@ pub const POLICY: &str = "policy.safetensors";
 const TEACHER: &str = "kvzip-plus";
 /// Penalty of a squared weight, that of the authors' code.
 const RIDGE: f64 = 1.0;
+/// Most elements of an inner layer.
+const MOST_INNER: usize = 1 << 16;
 /// Sequences that are held out, and from one checkpoint to the next.
 const JUDGED: u64 = 8;
 const SAVE_STEPS: usize = 20;
@@ -131,22 +134,28 @@ fn explained(moments: &[Moments], heads: usize, fitted: &[Linear]) -> Vec<f64> {
 fn fit_mlps(
     kept: &Samples,
     settings: &Settings,
-    (layers, inner): (usize, usize),
+    (layers, inner, at_once): (usize, usize, usize),
     cpu: &Cpu,
     arena: &Arena,
 ) -> Result<(Vec<Mlp>, [Vec<f64>; 2]), TrainError> {
     let of_layer = |layer: usize| {
-        let fitted_to = || kept.of_layer(layer, 0..settings.steps as u64, arena);
-        if fitted_to()?.count() == 0 {
+        let fitted_to = kept.of_layer(layer, 0..settings.steps as u64, arena)?;
+        if fitted_to.count() == 0 {
             return Err(misfit("no token was looked at in some layer".into()));
         }
-        let mlp = Mlp::fit(fitted_to()?, inner, settings.seed, cpu.isa());
-        let learned = mlp.explained(&fitted_to()?);
+        let (mlp, learned) = Mlp::fit(fitted_to, inner, settings.seed, cpu.isa(), arena)?;
         let held_out = mlp.explained(&kept.of_layer(layer, HELD_OUT..HELD_OUT + JUDGED, arena)?);
         Ok((mlp, [learned, held_out]))
     };
-    let all: Vec<_> = cpu.install(|| (0..layers).into_par_iter().map(of_layer).collect::<Result<_, TrainError>>())?;
-    let (fitted, explained): (Vec<Mlp>, Vec<[Vec<f64>; 2]>) = all.into_iter().unzip();
+    let (mut fitted, mut explained) = (Vec::new(), Vec::new());
+    for first in (0..layers).step_by(at_once) {
+        let some = (first..layers.min(first + at_once)).into_par_iter().map(of_layer);
+        let some: Vec<_> = cpu.install(|| some.collect::<Result<_, TrainError>>())?;
+        some.into_iter().for_each(|(mlp, parts)| {
+            fitted.push(mlp);
+            explained.push(parts);
+        });
+    }
     let part = |part: usize| explained.iter().flat_map(|parts| parts[part].iter().copied()).collect();
     Ok((fitted, [part(0), part(1)]))
 }
@@ -183,8 +192,10 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
             "{steps} sequences of {length} tokens; give at least 1, of 16 tokens to what the model can read and repeat"
         )));
     }
-    if settings.inner == Some(0) {
-        return Err(misfit("an inner layer of 0 elements; give at least 1, or none for a linear function".into()));
+    if let Some(inner) = settings.inner.filter(|inner| !(1..=MOST_INNER).contains(inner)) {
+        return Err(misfit(format!(
+            "an inner layer of {inner} elements; give 1 to {MOST_INNER}, or none for a linear function"
+        )));
     }
     let vocabulary = Vocabulary::of_folder(&path, config)?;
     let source = TextSource::open(&settings.text, &vocabulary, length, seed).map_err(misfit)?;
@@ -211,13 +222,21 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
             Ok(())
         })?;
     }
+    if progress.step == steps && is_done(folder, steps) {
+        return Ok(());
+    }
+    let kept = settings.inner.map(|_| Samples::new(folder, [config.layers, heads, config.hidden], seed));
+    let at_once = match settings.inner {
+        Some(inner) => at_once(settings, (config, inner), options.limit_bytes - arena.usage().live_bytes, cpu)?,
+        None => 0,
+    };
     let log = Log::open(folder, progress.step)?;
     let teacher = Recall { model: &model, repeat: &repeat, how, dtype: settings.dtype, cpu, arena: &arena };
-    let kept = settings.inner.map(|_| Samples::new(folder, [config.layers, heads, config.hidden], seed));
     for number in HELD_OUT..HELD_OUT + JUDGED {
         let tokens = source.drawn(number, [1, length]);
         add(&teacher, (number, &tokens), &mut held_out, kept.as_ref(), &mut scratch)?;
     }
+    let mut judged = Vec::new();
     let end = options.stop_after.unwrap_or(usize::MAX).min(steps);
     while progress.step < end {
         let began = Instant::now();
@@ -229,27 +248,29 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
         log.tell(watch, Line::Repeated { step, tokens, seconds, tokens_per_second: tokens as f64 / seconds })?;
         if step.is_multiple_of(SAVE_STEPS) || step == end {
             let fitted = fit(&moments, heads, cpu, &arena)?;
-            let judged = explained(&held_out, heads, &fitted);
+            judged = explained(&held_out, heads, &fitted);
+            write_gates(&model, &Fitted::Linear(&fitted), &judged, &progress, &folder.join(POLICY))?;
+            let learned = mean(&explained(&moments, heads, &fitted));
+            log.tell(watch, Line::Fitted { step, explained: learned, held_out: mean(&judged), inner: 0 })?;
             checkpoint::save(folder, &digest, &progress, lens, |array, take| match array {
                 Array::Weights => moments.iter_mut().try_for_each(|moments| take(bytemuck::cast_slice(moments.sums()))),
                 _ => Ok(()),
             })?;
-            write_gates(&model, &Fitted::Linear(&fitted), &judged, &progress, &folder.join(POLICY))?;
-            let learned = mean(&explained(&moments, heads, &fitted));
-            log.tell(watch, Line::Fitted { step, explained: learned, held_out: mean(&judged), inner: 0 })?;
         }
     }
-    let mut judged = explained(&held_out, heads, &fit(&moments, heads, cpu, &arena)?);
+    if judged.is_empty() {
+        judged = explained(&held_out, heads, &fit(&moments, heads, cpu, &arena)?);
+    }
     let of_linear = mean(&judged);
     let mut parameters = config.layers * heads * (config.hidden + 1);
-    if let (Some(kept), Some(inner), true) = (kept, settings.inner, progress.step == steps) {
-        let (fitted, [learned, held_out]) = fit_mlps(&kept, settings, (config.layers, inner), cpu, &arena)?;
+    let is_last = progress.step == steps;
+    if let (Some(kept), Some(inner), true) = (&kept, settings.inner, is_last) {
+        let (fitted, [learned, held_out]) = fit_mlps(kept, settings, (config.layers, inner, at_once), cpu, &arena)?;
         write_gates(&model, &Fitted::Mlp(&fitted), &held_out, &progress, &folder.join(POLICY))?;
         let line = Line::Fitted { step: steps, explained: mean(&learned), held_out: mean(&held_out), inner };
         log.tell(watch, line)?;
         judged = held_out;
         parameters = config.layers * (inner * (config.hidden + 1) + heads * (inner + 1));
-        kept.remove();
     }
     let record = json!({
         "method": "kvzap",
@@ -267,7 +288,37 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
         "peak_bytes": arena.usage().peak,
         "environment": options.environment,
     });
-    export::text(folder, RECORD, &format!("{record:#}\n"))
+    export::text(folder, RECORD, &format!("{record:#}\n"))?;
+    if let (Some(kept), true) = (kept, is_last) {
+        kept.remove();
+    }
+    Ok(())
+}
+
+/// Whether the record of a folder says that all steps were taken, and so that everything was written before it.
+fn is_done(folder: &Path, steps: usize) -> bool {
+    let record = std::fs::read(folder.join(RECORD)).ok();
+    let record = record.and_then(|text| serde_json::from_slice::<serde_json::Value>(&text).ok());
+    record.is_some_and(|record| record["steps"] == steps)
+}
+
+/// How many layers with an inner layer can be fitted at once in so much memory, at most one for each thread.
+fn at_once(
+    settings: &Settings,
+    (config, inner): (&Config, usize),
+    free_bytes: u64,
+    cpu: &Cpu,
+) -> Result<usize, TrainError> {
+    let samples = samples::bytes(settings.steps as u64, [config.hidden, config.kv_heads]);
+    let each = samples + Mlp::bytes([config.hidden, inner, config.kv_heads]);
+    match free_bytes / each {
+        0 => Err(misfit(format!(
+            "samples and weights of a layer take {}, and {} are left; fewer --steps, a smaller --inner, or more memory",
+            units::bytes(each),
+            units::bytes(free_bytes)
+        ))),
+        fit => Ok((fit as usize).min(cpu.threads())),
+    }
 }
 
 /// What was fitted, layer after layer.

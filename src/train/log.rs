@@ -47,7 +47,7 @@ pub enum Line {
         target: f64,
         /// Learning rate of the last step.
         rate: f32,
-        /// Norm of the gradient before clipping, mean over the steps since the last line.
+        /// Norm of the gates' gradient before clipping, mean over the steps since the last line.
         gradient_norm: f64,
         /// Tokens that were read, since the beginning.
         tokens: u64,

@@ -146,6 +146,20 @@ impl Layout {
         Ok(Layout { asked: asked.clone(), targets, parameters, blocks })
     }
 
+    /// The same beside the model of a folder or file.
+    ///
+    /// # Errors
+    /// As [`Layout::new`], and when that is an adapter itself.
+    pub fn beside(path: &Path, model: &Parameters, asked: &Asked) -> Result<Self, String> {
+        if path.join(ADAPTER_CONFIG).exists() {
+            return Err(format!(
+                "'{}' is an adapter, and adapters stand beside a model; name its base",
+                path.display()
+            ));
+        }
+        Layout::new(model, asked)
+    }
+
     /// Numbers that are trained.
     pub fn count(&self) -> usize {
         self.parameters.last().map_or(0, |last| last.range.end)
@@ -217,6 +231,9 @@ impl Adapters {
         let metadata = [("format", "pt"), ("base_model", base)];
         let metadata = metadata.map(|(key, value)| (key.to_string(), value.to_string())).into();
         file::write_with(&folder.join(ADAPTER), &outputs, Some::<HashMap<_, _>>(metadata))?;
+        // What begins with a dot would be looked for from the adapter's folder.
+        let dotted = model.starts_with(".") || model.starts_with("..");
+        let model = dotted.then(|| model.canonicalize().ok()).flatten().unwrap_or_else(|| model.into());
         let config = json!({
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",

@@ -241,9 +241,9 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
         }
         if done.is_multiple_of(SAVE_STEPS) || done == end {
             log.tell(watch, held_out(done, judge(settings, &text, &mut network, &mut tuned)?))?;
+            plan.export(folder, &settings.model, &base, &mut tuned, &mut network)?;
             let lens = tuned.lens(&mut network);
             checkpoint::save(folder, &digest, &progress, lens, |array, take| take(tuned.array(&mut network, array)))?;
-            plan.export(folder, &settings.model, &base, &mut tuned, &mut network)?;
         }
     }
     let losses: Vec<f64> = log::read(folder)?

@@ -46,7 +46,7 @@ impl Plan {
         let parameters = match &settings.adapters {
             Some(asked) => {
                 let parameters = Parameters::all_frozen(config, dtype);
-                layout = Some(Layout::new(&parameters, asked)?);
+                layout = Some(Layout::beside(model, &parameters, asked)?);
                 parameters
             }
             None => {

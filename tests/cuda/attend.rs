@@ -2,7 +2,6 @@
 //! emulated one (docs/testing-kernels.md): `cargo test --release -- --ignored cuda`.
 
 use assert_cmd::Command;
-use kvsieve::device::cuda::{CudaError, Device};
 use kvsieve::memory::{Arena, Label};
 use kvsieve::tensor::file::{self, Output, TensorFile};
 use kvsieve::tensor::{DType, Tensor};
@@ -64,25 +63,4 @@ fn cuda_attend_without_room_is_one_line() {
     assert_eq!(output.status.code(), Some(1), "{stderr}");
     let asked = "out of GPU memory: 360000000000 bytes for scores requested";
     assert!(stderr.contains(asked) && stderr.lines().count() == 1, "{stderr}");
-}
-
-#[test]
-#[ignore = "cuda: needs a GPU"]
-fn cuda_memory_that_was_given_back_is_there_again() {
-    let (device, arena) = (Device::open(0).unwrap(), Arena::unlimited());
-    let most = device.free_bytes() / 4 * 3;
-    for _ in 0..2 {
-        let buffer = device.alloc(&arena, Label::Input, most).unwrap();
-        match device.alloc(&arena, Label::Scores, most) {
-            Err(CudaError::OutOfMemory { label: Label::Scores, requested_bytes, free_bytes }) => {
-                assert_eq!(requested_bytes, most);
-                assert!(free_bytes < most);
-            }
-            other => panic!("{:?}", other.map(|buffer| buffer.bytes())),
-        }
-        let mut start = [1; 16];
-        buffer.read(&mut start).unwrap();
-        assert_eq!(start, [0; 16], "new memory is zeroed");
-        assert_eq!(arena.usage().live_bytes, most, "what failed is not counted");
-    }
 }

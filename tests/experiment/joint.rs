@@ -113,7 +113,7 @@ fn four_processes_and_random_kills_leave_each_cell_once() {
     assert!(kills > 0);
 }
 
-/// As above for some minutes: `cargo test --release --test joint -- --ignored a_thousand`.
+/// As above for some minutes: `cargo test --release --test experiment -- --ignored a_thousand`.
 #[cfg(unix)]
 #[test]
 #[ignore = "takes minutes"]

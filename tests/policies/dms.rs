@@ -144,6 +144,15 @@ fn adapters_beside_gates_make_a_model_whose_gates_these_are() {
         command.assert()
     };
     eval(&whole).success();
+    // Where the base lies is no part of what the gates were trained in, and an adapter is no base.
+    let file = whole.join("adapter_config.json");
+    let config = fs::read_to_string(&file).unwrap();
+    let elsewhere = fs::canonicalize("models/builtin").unwrap();
+    fs::write(&file, config.replace("\"builtin\"", &json!(elsewhere).to_string())).unwrap();
+    eval(&whole).success();
+    let upon = Settings { model: whole.clone(), ..with };
+    let error = train(&upon, &folder.path().join("upon"), false, None).unwrap_err().to_string();
+    assert!(error.contains("is an adapter, and adapters stand beside a model; name its base"), "{error}");
     eval(Path::new("builtin")).failure().code(2).stderr(contains("was trained on the model"));
 }
 

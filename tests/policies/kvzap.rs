@@ -91,6 +91,10 @@ fn gates_with_an_inner_layer_take_the_place_of_linear_ones_and_evict() {
     assert!(read(&whole) == read(&parts), "resumed gates differ");
     assert_eq!(read(&whole)[0].0[1], 16);
     assert!(!parts.join("samples").exists());
+    // A run that is done has nothing left to do.
+    let gates = read(&parts);
+    assert!(train(&with, &parts, true, None).unwrap().is_empty());
+    assert!(read(&parts) == gates && !parts.join("samples").exists());
     let record: Value = serde_json::from_slice(&fs::read(whole.join("training.json")).unwrap()).unwrap();
     assert!(record["held_out_explained_linear"].as_f64().unwrap() > 0.3, "{record}");
 
@@ -154,7 +158,7 @@ fn settings_that_mean_nothing_are_refused() {
         (&["--text", PROSE, "--length", "8"], "give at least 1, of 16 tokens"),
         (&["--text", PROSE, "--length", "100000"], "sequences of 100000 tokens"),
         (&["--text", PROSE, "--steps", "0"], "0 sequences of 1024 tokens"),
-        (&["--text", PROSE, "--inner", "0"], "an inner layer of 0 elements; give at least 1"),
+        (&["--text", PROSE, "--inner", "0"], "an inner layer of 0 elements; give 1 to 65536"),
         (&["--text", PROSE, "--window", "64"], "--window is nothing to --method kvzap"),
         (&["--text", PROSE, "--learning-rate", "0.1"], "--learning-rate is nothing to --method kvzap"),
     ];

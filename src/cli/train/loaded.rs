@@ -65,9 +65,9 @@ pub(super) struct Loaded {
     weights: Option<DType>,
 }
 
-/// What is asked of `--method dms`.
+/// What is asked of `--method dms`, `duo` and `kvzap`.
 #[derive(clap::Args)]
-#[command(next_help_heading = "Gates of evicted tokens")]
+#[command(next_help_heading = "Gates")]
 pub(super) struct Gates {
     /// Tokens for each that stays, behind the window; of several, as 2,4,8, each is reached in turn and leaves its gates [default: 4]
     #[arg(long, value_name = "R", value_delimiter = ',', requires = "method")]
@@ -96,7 +96,7 @@ pub(super) struct Tuning {
     /// Rank of adapters; dms trains them beside its gates if --rank, --alpha or --target is given [default: 8]
     #[arg(long, value_name = "R", requires = "method")]
     rank: Option<usize>,
-    /// Adapters' outputs have the factor alpha / rank, which is also how far a step of theirs moves the model [default: 16; dms: 2]
+    /// Adapters' outputs have the factor alpha / rank; a larger one lets each step change the model more [default: 16; dms: 2]
     #[arg(long, value_name = "X", requires = "method")]
     alpha: Option<f32>,
     /// Matrices of each block that get an adapter, as q,v or q_proj, or all-linear [default: q,v]

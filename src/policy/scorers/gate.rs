@@ -16,7 +16,8 @@ use std::path::Path;
 pub const ENTRY: PolicyEntry = PolicyEntry {
     name: "gate",
     about: "keeps what a learned gate on the hidden state scores highest, linear or with an inner layer; reads gate.weight \
-            [layers, Hkv, hidden] and gate.bias [layers, Hkv] of gates or --policy-file, or a folder of KVzap's authors",
+            [layers, Hkv, hidden or inner], gate.bias [layers, Hkv] and, of an inner layer, gate.inner.weight and gate.inner.bias \
+            of gates or --policy-file, or a folder of KVzap's authors",
     paper: "2601.07891",
     parameters: &[GATES],
     build: |named, assets| match folder(named) {

@@ -8,6 +8,7 @@
 use super::samples::OfLayer;
 use crate::device::gemm::{Matrix, product};
 use crate::device::simd::Isa;
+use crate::memory::{Arena, ArenaError, Label};
 use crate::train::adamw::{Constants, Update};
 use rand::seq::SliceRandom;
 use rand::{RngExt, SeedableRng};
@@ -45,6 +46,10 @@ pub(super) struct Mlp {
 struct Layout([usize; 3]);
 
 impl Layout {
+    fn count(self) -> usize {
+        self.ranges()[3].end
+    }
+
     fn ranges(self) -> [Range<usize>; 4] {
         let [inputs, inner, outputs] = self.0;
         let mut end = 0;
@@ -87,8 +92,23 @@ impl Standard {
 }
 
 impl Mlp {
-    /// Fits `inner` inner elements to samples of a layer, by one thread.
-    pub fn fit(mut samples: OfLayer, inner: usize, seed: u64, isa: Isa) -> Self {
+    /// Bytes of weights, gradient and averages while a layer is fitted, for extents `[hidden, inner, KV heads]`.
+    pub fn bytes(extents: [usize; 3]) -> u64 {
+        4 * 4 * Layout(extents).count() as u64
+    }
+
+    /// Fits `inner` inner elements to samples of a layer, by one thread, and says which part of the variance of each KV head's scores
+    /// they explain.
+    ///
+    /// # Errors
+    /// When the arena has no room.
+    pub fn fit(
+        mut samples: OfLayer,
+        inner: usize,
+        seed: u64,
+        isa: Isa,
+        arena: &Arena,
+    ) -> Result<(Self, Vec<f64>), ArenaError> {
         let (count, [inputs, heads]) = (samples.count(), samples.widths());
         let [hidden, scores] = samples.both_mut();
         let (of_inputs, of_targets) = (Standard::of(hidden, inputs), Standard::of(scores, heads));
@@ -96,11 +116,13 @@ impl Mlp {
         of_targets.apply(scores);
         let layout = Layout([inputs, inner, heads]);
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
-        let mut weights = initial(layout, &mut rng);
-        let mut averages = [vec![0.0; weights.len()], vec![0.0; weights.len()]];
+        let numbers = |label| arena.alloc::<f32>(label, layout.count());
+        let mut weights = numbers(Label::Weights)?;
+        weights.copy_from_slice(&initial(layout, &mut rng));
+        let mut averages = [numbers(Label::Optimizer)?, numbers(Label::Optimizer)?];
+        let mut gradient = numbers(Label::Gradients)?;
         let mut order: Vec<usize> = (0..count).collect();
         let (mut step, steps) = (0, EPOCHS * count.div_ceil(BATCH));
-        let mut gradient = vec![0.0; weights.len()];
         for _ in 0..EPOCHS {
             order.shuffle(&mut rng);
             for picked in order.chunks(BATCH) {
@@ -117,25 +139,32 @@ impl Mlp {
                 step += 1;
             }
         }
-        folded(layout, &weights, &of_inputs, &of_targets)
+        // What is explained does not depend on the scale of the targets.
+        let learned = explained(layout, &weights, &samples);
+        Ok((folded(layout, &weights, &of_inputs, &of_targets), learned))
     }
 
     /// Part of the variance of each KV head's scores that is explained.
     pub fn explained(&self, samples: &OfLayer) -> Vec<f64> {
-        let ([inputs, heads], [hidden, scores]) = (samples.widths(), samples.both());
-        let layout = Layout([inputs, self.inner_bias.len(), heads]);
+        let [inputs, heads] = samples.widths();
         let weights = [&self.inner_weight[..], &self.inner_bias, &self.weight, &self.bias].concat();
-        let mut missed = vec![0.0; heads];
-        for (hidden, scores) in hidden.chunks(BATCH * inputs).zip(scores.chunks(BATCH * heads)) {
-            let found = outputs(layout, &weights, hidden).2;
-            for (index, (found, score)) in found.iter().zip(scores).enumerate() {
-                missed[index % heads] += f64::from(found - score).powi(2);
-            }
-        }
-        let whole = Standard::of(scores, heads).deviation;
-        let whole = whole.iter().map(|&deviation| samples.count() as f64 * f64::from(deviation).powi(2));
-        missed.iter().zip(whole).map(|(missed, whole)| 1.0 - missed / whole).collect()
+        explained(Layout([inputs, self.inner_bias.len(), heads]), &weights, samples)
     }
+}
+
+/// Part of the variance of each KV head's scores that weights explain.
+fn explained(layout: Layout, weights: &[f32], samples: &OfLayer) -> Vec<f64> {
+    let ([inputs, heads], [hidden, scores]) = (samples.widths(), samples.both());
+    let mut missed = vec![0.0; heads];
+    for (hidden, scores) in hidden.chunks(BATCH * inputs).zip(scores.chunks(BATCH * heads)) {
+        let found = outputs(layout, weights, hidden).2;
+        for (index, (found, score)) in found.iter().zip(scores).enumerate() {
+            missed[index % heads] += f64::from(found - score).powi(2);
+        }
+    }
+    let whole = Standard::of(scores, heads).deviation;
+    let whole = whole.iter().map(|&deviation| samples.count() as f64 * f64::from(deviation).powi(2));
+    missed.iter().zip(whole).map(|(missed, whole)| 1.0 - missed / whole).collect()
 }
 
 /// Weights and biases within one over the root of their inputs, as PyTorch draws them.
@@ -221,7 +250,6 @@ fn folded(layout: Layout, weights: &[f32], of_inputs: &Standard, of_targets: &St
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::memory::Arena;
     use rand_distr::{Distribution, StandardNormal};
 
     fn drawn(count: usize, seed: u64) -> Vec<f32> {
@@ -263,8 +291,12 @@ mod tests {
             }
             all
         };
-        let mlp = Mlp::fit(samples(4), 32, 5, Isa::fastest());
+        let arena = Arena::unlimited();
+        let (mlp, learned) = Mlp::fit(samples(4), 32, 5, Isa::fastest(), &arena).unwrap();
+        assert_eq!(arena.usage().peak.values().sum::<u64>(), Mlp::bytes([4, 32, 2]));
         let explained = mlp.explained(&samples(6));
-        assert!(explained.iter().all(|part| *part > 0.8), "{explained:?}");
+        assert!(explained.iter().chain(&learned).all(|part| *part > 0.8), "{explained:?} {learned:?}");
+        let again = mlp.explained(&samples(4));
+        assert!(learned.iter().zip(&again).all(|(a, b)| (a - b).abs() < 1e-3), "{learned:?} {again:?}");
     }
 }

@@ -14,6 +14,11 @@ use std::path::{Path, PathBuf};
 /// Most tokens of a sequence that are kept.
 const KEPT: usize = 256;
 
+/// Bytes of the samples of a layer, of as many sequences as this, of widths `[hidden, KV heads]`.
+pub(super) fn bytes(sequences: u64, widths: [usize; 2]) -> u64 {
+    sequences * (KEPT * 4 * widths.iter().sum::<usize>()) as u64
+}
+
 /// A run's samples, in a folder of their own.
 pub(super) struct Samples {
     folder: PathBuf,
