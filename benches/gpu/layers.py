@@ -18,7 +18,7 @@ import sys
 
 import tensors
 
-TOKENIZER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "tests", "models", "llama", "tokenizer.json")
+TOKENIZER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "tests", "checkpoints", "llama", "tokenizer.json")
 METRIC = "gpu__time_duration.sum"
 # Tokens of the two runs under ncu.
 FEW, MORE = 2, 4

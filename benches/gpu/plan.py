@@ -10,7 +10,7 @@ from steps import Step
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.normpath(os.path.join(HERE, "..", ".."))
-MODELS, BUILTIN = os.path.join(ROOT, "tests", "models"), os.path.join(ROOT, "models", "builtin")
+MODELS, BUILTIN = os.path.join(ROOT, "tests", "checkpoints"), os.path.join(ROOT, "models", "builtin")
 PEERS = ("flash", "cudnn", "fa3")
 # Every kernel of kernels/score.cu, export.cu, select.cu and compact.cu is behind one of them.
 POLICIES = [
