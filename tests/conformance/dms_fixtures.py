@@ -21,7 +21,7 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-TO = Path(__file__).parents[1] / "models" / "qwen3-dms"
+TO = Path(__file__).parents[1] / "checkpoints" / "qwen3-dms"
 TOKENS, GREEDY, WINDOW = 40, 24, 6
 
 parser = argparse.ArgumentParser()

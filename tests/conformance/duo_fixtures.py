@@ -38,7 +38,7 @@ def loaded(path):
 
 streaming, loss = loaded(code / "patch" / "streaming_attn.py"), loaded(code / "loss.py")
 
-folder = HERE / "models" / "llama"
+folder = HERE / "checkpoints" / "llama"
 config = json.loads((folder / "config.json").read_text())
 config["rope_theta"] = config.pop("rope_parameters")["rope_theta"]
 model = LlamaModel(LlamaConfig(**config, attn_implementation="sdpa")).float()

@@ -21,7 +21,7 @@ def rounded(x):
     return scale * torch.round(x / torch.where(scale == 0, torch.ones_like(scale), scale))
 
 
-tokens = load_file(TESTS / "models" / "llama" / "expected.safetensors")["tokens"]
+tokens = load_file(TESTS / "checkpoints" / "llama" / "expected.safetensors")["tokens"]
 model = AutoModelForCausalLM.from_pretrained(TESTS / "fixtures" / "w8a8", dtype=torch.float32, attn_implementation="eager")
 with torch.no_grad():
     model.lm_head.register_forward_pre_hook(lambda _, inputs: (rounded(inputs[0]),))
