@@ -16,11 +16,12 @@ use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-const CONFIG: &str = "adapter_config.json";
-pub(super) const WEIGHTS: &str = "adapter_model.safetensors";
+/// Names of an adapter's files, which are those of `peft`.
+pub(crate) const CONFIG: &str = "adapter_config.json";
+pub(crate) const WEIGHTS: &str = "adapter_model.safetensors";
 
 /// Whether a folder holds an adapter.
-pub(super) fn is_adapter(folder: &Path) -> bool {
+pub(crate) fn is_adapter(folder: &Path) -> bool {
     folder.join(CONFIG).exists()
 }
 

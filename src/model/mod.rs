@@ -4,7 +4,7 @@
 //! chunk, with sequences of different lengths in one batch, attention only through [`crate::attention::Kernel`] over a
 //! [`crate::cache::PagedCache`] into whose sequences layers are folded.
 
-mod adapter;
+pub(crate) mod adapter;
 mod beside;
 mod capture;
 mod chat;

@@ -20,7 +20,7 @@ pub mod gates;
 pub(crate) mod least_squares;
 mod linear;
 mod list;
-mod network;
+pub(crate) mod network;
 mod presets;
 mod published;
 mod registry;

@@ -43,6 +43,11 @@ fn apply(weight: &Learned, bias: &Learned, layer: usize, x: &[f32], y: &mut [f32
 }
 
 /// `x Phi(x)`, by the error function (arXiv 1606.08415), as PyTorch's.
-fn gelu(x: f32) -> f32 {
-    0.5 * x * (1.0 + libm::erff(x * std::f32::consts::FRAC_1_SQRT_2))
+pub(crate) fn gelu(x: f32) -> f32 {
+    x * normal_share(x)
+}
+
+/// `Phi(x)`, the normal distribution's share below `x`.
+pub(crate) fn normal_share(x: f32) -> f32 {
+    0.5 * (1.0 + libm::erff(x * std::f32::consts::FRAC_1_SQRT_2))
 }

@@ -222,10 +222,11 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
             Ok(())
         })?;
     }
+    let kept = settings.inner.map(|_| Samples::new(folder, [config.layers, heads, config.hidden], seed));
     if progress.step == steps && is_done(folder, steps) {
+        kept.iter().for_each(Samples::remove);
         return Ok(());
     }
-    let kept = settings.inner.map(|_| Samples::new(folder, [config.layers, heads, config.hidden], seed));
     let at_once = match settings.inner {
         Some(inner) => at_once(settings, (config, inner), options.limit_bytes - arena.usage().live_bytes, cpu)?,
         None => 0,
@@ -289,9 +290,7 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
         "environment": options.environment,
     });
     export::text(folder, RECORD, &format!("{record:#}\n"))?;
-    if let (Some(kept), true) = (kept, is_last) {
-        kept.remove();
-    }
+    kept.iter().filter(|_| is_last).for_each(Samples::remove);
     Ok(())
 }
 
@@ -309,7 +308,7 @@ fn at_once(
     free_bytes: u64,
     cpu: &Cpu,
 ) -> Result<usize, TrainError> {
-    let samples = samples::bytes(settings.steps as u64, [config.hidden, config.kv_heads]);
+    let samples = samples::bytes(JUDGED.max(settings.steps as u64), [config.hidden, config.kv_heads]);
     let each = samples + Mlp::bytes([config.hidden, inner, config.kv_heads]);
     match free_bytes / each {
         0 => Err(misfit(format!(
@@ -341,13 +340,13 @@ impl Fitted<'_> {
                 vec![(weight, vec![heads, hidden], weights.collect()), (bias, vec![heads], biases.collect())]
             }
             Fitted::Mlp(all) => {
-                let whole = |of: fn(&Mlp) -> &[f32]| all.iter().flat_map(of).copied().collect::<Vec<f32>>();
-                let inner = all[0].inner_bias.len();
+                let whole = |part: usize| all.iter().flat_map(|mlp| mlp.parts()[part]).copied().collect::<Vec<f32>>();
+                let inner = all[0].parts()[1].len();
                 vec![
-                    ("gate.inner.weight", vec![inner, hidden], whole(|mlp| &mlp.inner_weight)),
-                    ("gate.inner.bias", vec![inner], whole(|mlp| &mlp.inner_bias)),
-                    (weight, vec![heads, inner], whole(|mlp| &mlp.weight)),
-                    (bias, vec![heads], whole(|mlp| &mlp.bias)),
+                    ("gate.inner.weight", vec![inner, hidden], whole(0)),
+                    ("gate.inner.bias", vec![inner], whole(1)),
+                    (weight, vec![heads, inner], whole(2)),
+                    (bias, vec![heads], whole(3)),
                 ]
             }
         }

@@ -15,6 +15,7 @@ use super::run::TrainError;
 use crate::device::Cpu;
 use crate::device::gemm::{Matrix, product};
 use crate::memory::{Arena, ArenaError, Buffer, Label, LabelBytes};
+use crate::model::adapter;
 use crate::model::parameters::Role;
 use crate::tensor::file::{self, Output};
 use rand::{RngExt, SeedableRng};
@@ -26,10 +27,6 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::path::Path;
 
-/// Names of an adapter's files, which are those of `peft`.
-pub const ADAPTER: &str = "adapter_model.safetensors";
-/// Its configuration.
-pub const ADAPTER_CONFIG: &str = "adapter_config.json";
 /// Rows of a piece of a product with an adapter.
 const ROWS: usize = PIECE_ROWS / 4;
 
@@ -151,7 +148,7 @@ impl Layout {
     /// # Errors
     /// As [`Layout::new`], and when that is an adapter itself.
     pub fn beside(path: &Path, model: &Parameters, asked: &Asked) -> Result<Self, String> {
-        if path.join(ADAPTER_CONFIG).exists() {
+        if adapter::is_adapter(path) {
             return Err(format!(
                 "'{}' is an adapter, and adapters stand beside a model; name its base",
                 path.display()
@@ -230,7 +227,7 @@ impl Adapters {
             .collect();
         let metadata = [("format", "pt"), ("base_model", base)];
         let metadata = metadata.map(|(key, value)| (key.to_string(), value.to_string())).into();
-        file::write_with(&folder.join(ADAPTER), &outputs, Some::<HashMap<_, _>>(metadata))?;
+        file::write_with(&folder.join(adapter::WEIGHTS), &outputs, Some::<HashMap<_, _>>(metadata))?;
         // What begins with a dot would be looked for from the adapter's folder.
         let dotted = model.starts_with(".") || model.starts_with("..");
         let model = dotted.then(|| model.canonicalize().ok()).flatten().unwrap_or_else(|| model.into());
@@ -250,7 +247,7 @@ impl Adapters {
             "init_lora_weights": true,
             "inference_mode": true,
         });
-        export::text(folder, ADAPTER_CONFIG, &format!("{config:#}\n"))
+        export::text(folder, adapter::CONFIG, &format!("{config:#}\n"))
     }
 
     /// Adds what the adapters of a layer make of `x` `[rows, in]` to its outputs `y` `[rows, out]`.

@@ -2,6 +2,8 @@
 
 use assert_cmd::Command;
 use kvsieve::device::Cpu;
+use kvsieve::memory::Arena;
+use kvsieve::model::Model;
 use kvsieve::tensor::DType;
 use kvsieve::train::dms::{self, Settings};
 use kvsieve::train::log::Line;
@@ -150,6 +152,10 @@ fn adapters_beside_gates_make_a_model_whose_gates_these_are() {
     let elsewhere = fs::canonicalize("models/builtin").unwrap();
     fs::write(&file, config.replace("\"builtin\"", &json!(elsewhere).to_string())).unwrap();
     eval(&whole).success();
+    // A base that is named from the working folder is found from there too.
+    let near = folder.path().join("near");
+    train(&Settings { model: "./models/builtin".into(), steps: 1, ..with.clone() }, &near, false, None).unwrap();
+    Model::open(&near, &Arena::unlimited()).unwrap();
     let upon = Settings { model: whole.clone(), ..with };
     let error = train(&upon, &folder.path().join("upon"), false, None).unwrap_err().to_string();
     assert!(error.contains("is an adapter, and adapters stand beside a model; name its base"), "{error}");

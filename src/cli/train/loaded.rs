@@ -203,10 +203,10 @@ impl Args {
             "full" => Method::Full,
             _ => {
                 let Gates { window, pressure, sink, inner, .. } = self.gates;
-                self.refuse(name, &[("--inner", inner.is_some(), false)])?;
                 let (of_adapters, others): (Vec<_>, Vec<_>) =
                     self.tuning.given().into_iter().partition(|given| given.2);
-                self.refuse(name, &[&[("--sink", sink.is_some(), false)], &others[..]].concat())?;
+                let of_gates = [("--sink", sink.is_some(), false), ("--inner", inner.is_some(), false)];
+                self.refuse(name, &[&of_gates[..], &others].concat())?;
                 let adapters = of_adapters.iter().any(|(_, given, _)| *given).then(|| self.tuning.adapters(2.0));
                 let ratios = if self.gates.ratio.is_empty() { vec![4.0] } else { self.gates.ratio.clone() };
                 let (window, pressure) = (window.unwrap_or(256), pressure.unwrap_or(1.0));

@@ -9,11 +9,12 @@ use super::samples::OfLayer;
 use crate::device::gemm::{Matrix, product};
 use crate::device::simd::Isa;
 use crate::memory::{Arena, ArenaError, Label};
+use crate::policy::network::{gelu, normal_share};
 use crate::train::adamw::{Constants, Update};
 use rand::seq::SliceRandom;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
-use std::f64::consts::{FRAC_1_SQRT_2, PI};
+use std::f64::consts::PI;
 use std::ops::Range;
 
 const EPOCHS: usize = 15;
@@ -31,14 +32,8 @@ const ADAMW: Constants = Constants {
 
 /// A fitted function of a layer.
 pub(super) struct Mlp {
-    /// `[inner, hidden]`.
-    pub inner_weight: Vec<f32>,
-    /// `[inner]`.
-    pub inner_bias: Vec<f32>,
-    /// `[KV heads, inner]`.
-    pub weight: Vec<f32>,
-    /// `[KV heads]`.
-    pub bias: Vec<f32>,
+    layout: Layout,
+    weights: Vec<f32>,
 }
 
 /// Extents `[hidden, inner, KV heads]`, and where `U`, `c`, `W` and `b` lie in one array.
@@ -118,7 +113,7 @@ impl Mlp {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         let numbers = |label| arena.alloc::<f32>(label, layout.count());
         let mut weights = numbers(Label::Weights)?;
-        weights.copy_from_slice(&initial(layout, &mut rng));
+        initial(layout, &mut rng, &mut weights);
         let mut averages = [numbers(Label::Optimizer)?, numbers(Label::Optimizer)?];
         let mut gradient = numbers(Label::Gradients)?;
         let mut order: Vec<usize> = (0..count).collect();
@@ -141,14 +136,17 @@ impl Mlp {
         }
         // What is explained does not depend on the scale of the targets.
         let learned = explained(layout, &weights, &samples);
-        Ok((folded(layout, &weights, &of_inputs, &of_targets), learned))
+        Ok((folded(layout, weights.to_vec(), &of_inputs, &of_targets), learned))
+    }
+
+    /// `U` `[inner, hidden]`, `c` `[inner]`, `W` `[KV heads, inner]` and `b` `[KV heads]`.
+    pub fn parts(&self) -> [&[f32]; 4] {
+        self.layout.ranges().map(|range| &self.weights[range])
     }
 
     /// Part of the variance of each KV head's scores that is explained.
     pub fn explained(&self, samples: &OfLayer) -> Vec<f64> {
-        let [inputs, heads] = samples.widths();
-        let weights = [&self.inner_weight[..], &self.inner_bias, &self.weight, &self.bias].concat();
-        explained(Layout([inputs, self.inner_bias.len(), heads]), &weights, samples)
+        explained(self.layout, &self.weights, samples)
     }
 }
 
@@ -168,17 +166,17 @@ fn explained(layout: Layout, weights: &[f32], samples: &OfLayer) -> Vec<f64> {
 }
 
 /// Weights and biases within one over the root of their inputs, as PyTorch draws them.
-fn initial(layout: Layout, rng: &mut ChaCha8Rng) -> Vec<f32> {
+fn initial(layout: Layout, rng: &mut ChaCha8Rng, weights: &mut [f32]) {
     let [inputs, inner, _] = layout.0;
-    let most = [inputs, inputs, inner, inner].map(|inputs| 1.0 / (inputs as f32).sqrt());
-    let draw = |(range, most): (Range<usize>, f32)| range.map(move |_| most);
-    let most: Vec<f32> = layout.ranges().into_iter().zip(most).flat_map(draw).collect();
-    most.into_iter().map(|most| rng.random_range(-most..most)).collect()
+    for (range, inputs) in layout.ranges().into_iter().zip([inputs, inputs, inner, inner]) {
+        let most = 1.0 / (inputs as f32).sqrt();
+        weights[range].iter_mut().for_each(|weight| *weight = rng.random_range(-most..most));
+    }
 }
 
 /// The inner layer before and behind its activation, and what comes out, of rows `x`.
 fn outputs(layout: Layout, weights: &[f32], x: &[f32]) -> (Vec<f32>, Vec<f32>, Vec<f32>) {
-    let [inputs, inner, heads] = layout.0;
+    let [inputs, inner, _] = layout.0;
     let [u, c, w, b] = layout.ranges().map(|range| &weights[range]);
     let rows = x.len() / inputs;
     let linear = |x: &[f32], inputs: usize, weight: &[f32], bias: &[f32]| {
@@ -188,15 +186,9 @@ fn outputs(layout: Layout, weights: &[f32], x: &[f32]) -> (Vec<f32>, Vec<f32>, V
         y
     };
     let before = linear(x, inputs, u, c);
-    let behind: Vec<f32> = before.iter().map(|&z| z * normal(z)).collect();
+    let behind: Vec<f32> = before.iter().map(|&z| gelu(z)).collect();
     let out = linear(&behind, inner, w, b);
-    debug_assert_eq!(out.len(), rows * heads);
     (before, behind, out)
-}
-
-/// The normal distribution's share below `z`.
-fn normal(z: f32) -> f32 {
-    0.5 * (1.0 + libm::erff(z * FRAC_1_SQRT_2 as f32))
 }
 
 /// The gradient of the mean square over samples `[x, y]`, which is told.
@@ -214,7 +206,7 @@ fn slope(layout: Layout, weights: &[f32], [x, y]: [&[f32]; 2], gradient: &mut [f
     let mut d = vec![0.0; rows * inner];
     let out_rows = Matrix::new(&out, rows, heads);
     product(&mut d, inner, out_rows, Matrix::new(&weights[w.clone()], heads, inner), false, 1);
-    let slope_of = |z: f32| normal(z) + z * (-0.5 * z * z).exp() / (2.0 * PI).sqrt() as f32;
+    let slope_of = |z: f32| normal_share(z) + z * (-0.5 * z * z).exp() / (2.0 * PI).sqrt() as f32;
     d.iter_mut().zip(&before).for_each(|(d, &z)| *d *= slope_of(z));
     product(&mut gradient[w], inner, out_rows.transposed(), Matrix::new(&behind, rows, inner), false, 1);
     let d_rows = Matrix::new(&d, rows, inner);
@@ -230,21 +222,21 @@ fn slope(layout: Layout, weights: &[f32], [x, y]: [&[f32]; 2], gradient: &mut [f
 }
 
 /// The same function of inputs and targets as they are.
-fn folded(layout: Layout, weights: &[f32], of_inputs: &Standard, of_targets: &Standard) -> Mlp {
-    let [inputs, inner, _] = layout.0;
-    let [mut u, mut c, mut w, mut b] = layout.ranges().map(|range| weights[range].to_vec());
-    for (row, c) in u.chunks_exact_mut(inputs).zip(&mut c) {
+fn folded(layout: Layout, mut weights: Vec<f32>, of_inputs: &Standard, of_targets: &Standard) -> Mlp {
+    let ([inputs, inner, _], [u, c, w, b]) = (layout.0, layout.ranges());
+    let [u, c, w, b] = weights.get_disjoint_mut([u, c, w, b]).expect("they lie one behind another");
+    for (row, c) in u.chunks_exact_mut(inputs).zip(c) {
         for (u, (mean, by)) in row.iter_mut().zip(of_inputs.mean.iter().zip(&of_inputs.deviation)) {
             *u /= by;
             *c -= *u * mean;
         }
     }
-    let heads = w.chunks_exact_mut(inner).zip(&mut b).zip(of_targets.mean.iter().zip(&of_targets.deviation));
+    let heads = w.chunks_exact_mut(inner).zip(b).zip(of_targets.mean.iter().zip(&of_targets.deviation));
     for ((row, b), (mean, by)) in heads {
         row.iter_mut().for_each(|w| *w *= by);
         *b = *b * by + mean;
     }
-    Mlp { inner_weight: u, inner_bias: c, weight: w, bias: b }
+    Mlp { layout, weights }
 }
 
 #[cfg(test)]
@@ -261,7 +253,8 @@ mod tests {
     fn the_slope_is_that_of_finite_differences() {
         let layout = Layout([5, 7, 2]);
         let mut rng = ChaCha8Rng::seed_from_u64(1);
-        let weights = initial(layout, &mut rng);
+        let mut weights = vec![0.0; layout.count()];
+        initial(layout, &mut rng, &mut weights);
         let (x, y) = (drawn(5 * 40, 2), drawn(2 * 40, 3));
         let mut gradient = vec![0.0; weights.len()];
         slope(layout, &weights, [&x, &y], &mut gradient);
