@@ -154,7 +154,7 @@ fn adapters_beside_gates_make_a_model_whose_gates_these_are() {
     eval(&whole).success();
     // A base that is named from the working folder is found from there too.
     let near = folder.path().join("near");
-    train(&Settings { model: "./models/builtin".into(), steps: 1, ..with.clone() }, &near, false, None).unwrap();
+    train(&Settings { model: "./models/builtin".into(), ..with.clone() }, &near, false, Some(1)).unwrap();
     Model::open(&near, &Arena::unlimited()).unwrap();
     let upon = Settings { model: whole.clone(), ..with };
     let error = train(&upon, &folder.path().join("upon"), false, None).unwrap_err().to_string();
