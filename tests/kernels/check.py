@@ -173,7 +173,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", action="append", help="an architecture; may be given again [default: all]")
     parser.add_argument("--only", metavar="FILE", help="only this file, as tiled.cu")
-    parser.add_argument("--every", type=int, default=1, metavar="N", help="of architectures but sm_90a only each N-th variant [default: 1]")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="only each N-th variant [default: 1]")
+    parser.add_argument("--turn", type=int, default=0, metavar="K", help="which of these: N turns, one after the other, have all [default: 0]")
     parser.add_argument("--nvrtc", metavar="PATH", help="libnvrtc.so.N")
     parser.add_argument("--markdown", metavar="FILE", help="write the table there too")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="variants at a time [default: every core]")
@@ -187,8 +188,8 @@ def main():
     todo = []
     for number, arch in enumerate(arguments.arch or ARCHITECTURES):
         # Each architecture begins with another variant, so that together they have more of them.
-        step = 1 if arch == "sm_90a" else arguments.every
-        todo += [(file, macros, arch) for file, macros in list(variants())[number % step :: step]]
+        first = (number + arguments.turn) % arguments.every
+        todo += [(file, macros, arch) for file, macros in list(variants())[first :: arguments.every]]
     todo = [variant for variant in todo if ONLY.get(variant[0], variant[2]) == variant[2] and arguments.only in (None, variant[0])]
     if not todo:
         parser.error(f"no variant of '{arguments.only}' for these architectures; files are named as tiled.cu")

@@ -116,13 +116,17 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cxx", default="g++", help="compiler")
     parser.add_argument("--only", metavar="FAMILY", help="only this family")
-    parser.add_argument("--every", type=int, default=1, metavar="N", help="of each family only each N-th variant, from its first on [default: 1]")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="of each family only each N-th variant [default: 1]")
+    parser.add_argument("--turn", type=int, default=0, metavar="K", help="which of these: N turns, one after the other, have all [default: 0]")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="variants at a time [default: every core]")
     arguments = parser.parse_args()
     if arguments.every < 1:
         parser.error(f"--every is {arguments.every}; it must be at least 1")
     families = {family: [variant for variant in VARIANTS if variant[0] == family] for family, *_ in VARIANTS}
-    chosen = [variant for family, all in families.items() if arguments.only in (None, family) for variant in all[:: arguments.every]]
+    # At least one of a family.
+    first = {family: arguments.turn % min(arguments.every, len(all)) for family, all in families.items()}
+    wanted = [family for family in families if arguments.only in (None, family)]
+    chosen = [variant for family in wanted for variant in families[family][first[family] :: arguments.every]]
     if not chosen:
         parser.error(f"no family '{arguments.only}'; there are {', '.join(families)}")
     good = True
