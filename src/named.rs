@@ -71,8 +71,11 @@ impl NamedError {
     /// The error for a `kind` of thing that has no such name: with the names that were perhaps meant, else all that are
     /// `known`.
     pub fn unknown<'n>(kind: &'static str, name: &str, known: impl IntoIterator<Item = &'n str>) -> Self {
-        let known: Vec<&str> = known.into_iter().collect();
-        let hint = match &nearest(name, &known)[..] {
+        Self::not_among(kind, name, &known.into_iter().collect::<Vec<_>>())
+    }
+
+    fn not_among(kind: &'static str, name: &str, known: &[&str]) -> Self {
+        let hint = match &nearest(name, known)[..] {
             [] => format!("there are {}", known.join(", ")),
             near => format!("did you mean '{}'?", near.join("' or '")),
         };

@@ -30,8 +30,11 @@ pub fn note(text: &str) {
 
 /// Writes a value as JSON to standard output (`-`) or to a file.
 pub fn json(target: &Path, value: &impl Serialize) -> Result<(), Failure> {
-    let mut text = serde_json::to_string_pretty(value).expect("what is printed is plain data");
-    text.push('\n');
+    let text = serde_json::to_string_pretty(value).expect("what is printed is plain data");
+    put_json(target, text + "\n")
+}
+
+fn put_json(target: &Path, text: String) -> Result<(), Failure> {
     if is_stdout(target) {
         return print(&text);
     }

@@ -71,7 +71,14 @@ impl Cpu {
 
     /// Runs `work` inside the pool, so that its parallel iterators use these threads.
     pub fn install<R: Send>(&self, work: impl FnOnce() -> R + Send) -> R {
-        self.pool.install(work)
+        let (mut work, mut done) = (Some(work), None);
+        self.enter(&mut || done = work.take().map(|work| work()));
+        done.expect("the pool ran it")
+    }
+
+    /// The way into the pool, which is compiled once and not for each piece of work.
+    fn enter(&self, work: &mut (dyn FnMut() + Send)) {
+        self.pool.install(work);
     }
 
     /// Runs `work` inside the pool while the calling thread does something else; both results.

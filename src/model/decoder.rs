@@ -311,7 +311,7 @@ impl<'a> Decoder<'a> {
         tokens: &[&[u32]],
         horizons: &[usize],
         from: &[usize],
-        visit: &mut impl FnMut(usize, usize, &[f32]),
+        visit: &mut dyn FnMut(usize, usize, &[f32]),
     ) -> Result<(), ModelError> {
         let longest = tokens.iter().map(|tokens| tokens.len()).max().unwrap_or(0);
         for start in (0..longest).step_by(self.setup.chunk_tokens) {
@@ -393,7 +393,7 @@ impl<'a> Decoder<'a> {
         &mut self,
         chunks: &[Chunk],
         place: impl Fn(usize) -> usize,
-        visit: &mut impl FnMut(usize, usize, &[f32]),
+        visit: &mut dyn FnMut(usize, usize, &[f32]),
     ) {
         let (config, weights) = (&self.model.config, &self.model.weights);
         let norm = self.norm(&weights.norm);

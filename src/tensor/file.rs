@@ -360,6 +360,12 @@ pub fn write_with(
 /// # Errors
 /// When the folder cannot be written, the disk is full, or `fill` fails; nothing is left behind.
 pub fn replace(path: &Path, fill: impl FnOnce(&Path) -> Result<(), String>) -> Result<(), FileError> {
+    let mut fill = Some(fill);
+    replaced(path, &mut |temporary| fill.take().map_or(Ok(()), |fill| fill(temporary)))
+}
+
+/// As [`replace`], compiled once; calls `fill` once.
+fn replaced(path: &Path, fill: &mut dyn FnMut(&Path) -> Result<(), String>) -> Result<(), FileError> {
     let fail = |reason: String| FileError::Write { path: path.into(), reason };
     let system = |error: std::io::Error| fail(error.to_string());
     let folder = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));

@@ -1,8 +1,8 @@
 //! safetensors files whose tensors are never in memory as a whole.
 
 use super::file::{FileError, replace};
-use safetensors::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
+use safetensors::{Dtype, SafeTensorError};
 use std::collections::HashMap;
 use std::fs::File;
 use std::io::{BufWriter, Write};
@@ -30,6 +30,24 @@ fn failed(path: &Path, error: impl ToString) -> FileError {
     FileError::Write { path: path.into(), reason: error.to_string() }
 }
 
+/// What lies in front of the tensors, and their bytes.
+fn header(
+    tensors: Vec<(String, Dtype, Vec<usize>)>,
+    metadata: HashMap<String, String>,
+) -> Result<(Vec<u8>, usize), SafeTensorError> {
+    let mut end = 0;
+    let place = |(name, dtype, shape): (String, Dtype, Vec<usize>)| {
+        let first = end;
+        end += shape.iter().product::<usize>() * dtype.bitsize() / 8;
+        (name, TensorInfo { dtype, shape, data_offsets: (first, end) })
+    };
+    let header = Metadata::new(Some(metadata), tensors.into_iter().map(place).collect())?;
+    let mut header = serde_json::to_vec(&header).expect("names and numbers are plain data");
+    // So that numbers lie at multiples of their size.
+    header.resize(header.len().next_multiple_of(8), b' ');
+    Ok((header, end))
+}
+
 /// Writes tensors of these names, types and shapes to `path`, whole or not at all, with texts that
 /// [`super::file::TensorFile::metadata`] gives back. Their bytes are what `fill` puts.
 ///
@@ -44,17 +62,7 @@ pub fn write<E: From<FileError>>(
     metadata: HashMap<String, String>,
     fill: impl FnOnce(&mut Sink) -> Result<(), E>,
 ) -> Result<(), E> {
-    let mut end = 0;
-    let place = |(name, dtype, shape): (String, Dtype, Vec<usize>)| {
-        let first = end;
-        end += shape.iter().product::<usize>() * dtype.bitsize() / 8;
-        (name, TensorInfo { dtype, shape, data_offsets: (first, end) })
-    };
-    let header = Metadata::new(Some(metadata), tensors.into_iter().map(place).collect());
-    let header = header.map_err(|error| failed(path, error))?;
-    let mut header = serde_json::to_vec(&header).expect("names and numbers are plain data");
-    // So that numbers lie at multiples of their size.
-    header.resize(header.len().next_multiple_of(8), b' ');
+    let (header, end) = header(tensors.into_iter().collect(), metadata).map_err(|error| failed(path, error))?;
     let mut wrong = None;
     let done = replace(path, |temporary| {
         let file = File::create(temporary).map_err(|error| error.to_string())?;

@@ -73,14 +73,18 @@ impl Array {
     }
 }
 
+type Done = Result<(), TrainError>;
+/// Takes the numbers of an array, piece by piece.
+type Take<'a> = &'a mut dyn FnMut(&[f32]) -> Done;
+
 /// Writes the state: of arrays of these lengths `each` gives the numbers, from the first to the last.
 pub(super) fn save(
     folder: &Path,
     digest: &str,
     progress: &Progress,
     lens: [usize; 3],
-    mut each: impl FnMut(Array, &mut dyn FnMut(&[f32]) -> Result<(), TrainError>) -> Result<(), TrainError>,
-) -> Result<(), TrainError> {
+    each: &mut dyn FnMut(Array, Take<'_>) -> Done,
+) -> Done {
     let tensors = Array::ALL.map(|array| (array.name().to_string(), Dtype::F32, vec![1, 1, 1, lens[array as usize]]));
     let Progress { step, sequences, tokens, seconds } = *progress;
     let metadata = HashMap::from([
@@ -102,7 +106,7 @@ pub(super) fn load(
     folder: &Path,
     digest: &str,
     lens: [usize; 3],
-    mut restore: impl FnMut(Array, &[f32]) -> Result<(), TrainError>,
+    restore: &mut dyn FnMut(Array, &[f32]) -> Done,
 ) -> Result<Progress, TrainError> {
     let path = folder.join(CHECKPOINT);
     let stored = TensorFile::open(&path)?;

@@ -134,7 +134,7 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
     }
     let mut progress = Progress::default();
     if options.resume {
-        progress = checkpoint::load(folder, &digest, [count; 3], |array, mut values| {
+        progress = checkpoint::load(folder, &digest, [count; 3], &mut |array, mut values| {
             for part in arrays(&mut network, &mut averages, array) {
                 let (own, behind) = values.split_at(part.len());
                 part.copy_from_slice(own);
@@ -221,7 +221,7 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
                 write(&format!("policy-{ratio}x.safetensors"))?;
             }
             // Last: a run that is killed before it writes all of this again.
-            checkpoint::save(folder, &digest, &progress, [count; 3], |array, take| {
+            checkpoint::save(folder, &digest, &progress, [count; 3], &mut |array, take| {
                 arrays(&mut network, &mut averages, array).into_iter().try_for_each(|part| take(part))
             })?;
         }

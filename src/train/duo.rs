@@ -163,7 +163,7 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
     let mut progress = Progress::default();
     if options.resume {
         let alpha = &mut network.head_gates().alpha;
-        progress = checkpoint::load(folder, &digest, [alpha.len(); 3], |array, values| {
+        progress = checkpoint::load(folder, &digest, [alpha.len(); 3], &mut |array, values| {
             let AdamW { mean, square } = &mut adamw;
             [&mut *alpha, mean, square][array as usize].copy_from_slice(values);
             Ok(())
@@ -212,9 +212,6 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
         if done.is_multiple_of(SAVE_STEPS) || done == end {
             let alpha = network.head_gates().alpha.to_vec();
             write_policy(settings, &config, &base, &alpha, &progress, &folder.join(POLICY))?;
-            checkpoint::save(folder, &digest, &progress, [alpha.len(); 3], |array, take| {
-                take([&alpha, &*adamw.mean, &*adamw.square][array as usize])
-            })?;
             let mut judge = |order: &[usize]| -> Result<f64, TrainError> {
                 let (gates, half) = (&mut network.head_gates().alpha, order.len() / 2);
                 order.iter().enumerate().for_each(|(rank, &head)| gates[head] = if rank < half { 0.0 } else { 1.0 });
@@ -234,6 +231,10 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
             let line = Line::HeldOutHeads { step: done, distance, random: judge(&order)? };
             held_out = serde_json::to_value(&line).ok();
             log.tell(watch, line)?;
+            // Last: a run that is killed before it writes all of this again.
+            checkpoint::save(folder, &digest, &progress, [alpha.len(); 3], &mut |array, take| {
+                take([&alpha, &*adamw.mean, &*adamw.square][array as usize])
+            })?;
         }
     }
     let record = json!({

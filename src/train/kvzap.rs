@@ -212,7 +212,7 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
     let lens = [2 * config.layers * width * width, 0, 0];
     let mut progress = Progress::default();
     if options.resume {
-        progress = checkpoint::load(folder, &digest, lens, |array, words| {
+        progress = checkpoint::load(folder, &digest, lens, &mut |array, words| {
             if array == Array::Weights {
                 let parts = words.chunks_exact(2 * width * width);
                 moments.iter_mut().zip(parts).for_each(|(moments, part)| {
@@ -253,7 +253,7 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
             write_gates(&model, &Fitted::Linear(&fitted), &judged, &progress, &folder.join(POLICY))?;
             let learned = mean(&explained(&moments, heads, &fitted));
             log.tell(watch, Line::Fitted { step, explained: learned, held_out: mean(&judged), inner: 0 })?;
-            checkpoint::save(folder, &digest, &progress, lens, |array, take| match array {
+            checkpoint::save(folder, &digest, &progress, lens, &mut |array, take| match array {
                 Array::Weights => moments.iter_mut().try_for_each(|moments| take(bytemuck::cast_slice(moments.sums()))),
                 _ => Ok(()),
             })?;

@@ -166,7 +166,7 @@ pub fn run(
     let mut progress = Progress::default();
     if options.resume {
         let readout = network.readout();
-        progress = checkpoint::load(folder, &digest, [readout.weights.len(); 3], |array, values| {
+        progress = checkpoint::load(folder, &digest, [readout.weights.len(); 3], &mut |array, values| {
             let AdamW { mean, square } = &mut adamw;
             [&mut readout.weights, mean, square][array as usize].copy_from_slice(values);
             Ok(())
@@ -211,7 +211,7 @@ pub fn run(
         }
         if done.is_multiple_of(SAVE_STEPS) || done == end {
             let readout = network.readout();
-            checkpoint::save(folder, &digest, &progress, [readout.weights.len(); 3], |array, take| {
+            checkpoint::save(folder, &digest, &progress, [readout.weights.len(); 3], &mut |array, take| {
                 take([&readout.weights, &adamw.mean, &adamw.square][array as usize])
             })?;
             let (weight, bias) = readout.weights.split_at(readout.parameters[1].range.start);

@@ -190,7 +190,7 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
     let mut progress = Progress::default();
     if options.resume {
         let lens = tuned.lens(&mut network);
-        progress = checkpoint::load(folder, &digest, lens, |array, values| {
+        progress = checkpoint::load(folder, &digest, lens, &mut |array, values| {
             tuned.array(&mut network, array).copy_from_slice(values);
             Ok(())
         })?;
@@ -243,7 +243,9 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
             log.tell(watch, held_out(done, judge(settings, &text, &mut network, &mut tuned)?))?;
             plan.export(folder, &settings.model, &base, &mut tuned, &mut network)?;
             let lens = tuned.lens(&mut network);
-            checkpoint::save(folder, &digest, &progress, lens, |array, take| take(tuned.array(&mut network, array)))?;
+            checkpoint::save(folder, &digest, &progress, lens, &mut |array, take| {
+                take(tuned.array(&mut network, array))
+            })?;
         }
     }
     let losses: Vec<f64> = log::read(folder)?

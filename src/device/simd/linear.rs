@@ -299,7 +299,7 @@ impl<R: RowReader> SimdOp for Few<'_, R> {
                             scales,
                             [query, first],
                         ),
-                        _ if S::COLUMNS < 4 => part.put(
+                        _ if const { S::COLUMNS < 4 } => part.put(
                             simd,
                             y,
                             four::<S, R, 2>(simd, reader, at, width, x, stride),

@@ -79,7 +79,7 @@ impl<R: RowReader> SimdOp for Dots<'_, R> {
                             scores,
                             key,
                         ),
-                        _ if S::COLUMNS < 4 => put(
+                        _ if const { S::COLUMNS < 4 } => put(
                             simd,
                             tile::<S, R, KEYS, 2>(simd, reader, keys, 0..rows.width(), from, stride),
                             scores,
@@ -280,7 +280,7 @@ impl<R: RowReader> SimdOp for Accumulate<'_, R> {
                     match output_count - output {
                         1 => sum.panels::<S, 1>(simd),
                         2 | 3 => sum.panels::<S, 2>(simd),
-                        _ if S::COLUMNS < 4 => sum.panels::<S, 2>(simd),
+                        _ if const { S::COLUMNS < 4 } => sum.panels::<S, 2>(simd),
                         _ => sum.panels::<S, 4>(simd),
                     }
                 };
@@ -317,7 +317,9 @@ impl<R: RowReader> Sum<'_, R> {
                 match (self.rows.width() - column) / S::LANES {
                     0 => self.panel::<S, OUTPUTS, 1, true>(simd, column),
                     1..4 => self.panel::<S, OUTPUTS, 1, false>(simd, column),
-                    8.. if OUTPUTS <= 2 && S::COLUMNS == 4 => self.panel::<S, OUTPUTS, 8, false>(simd, column),
+                    8.. if const { OUTPUTS <= 2 && S::COLUMNS == 4 } => {
+                        self.panel::<S, OUTPUTS, 8, false>(simd, column)
+                    }
                     _ => self.panel::<S, OUTPUTS, 4, false>(simd, column),
                 }
             };

@@ -20,6 +20,14 @@ impl Decoder<'_> {
         tokens: &[&[u32]],
         mut visit: impl FnMut(usize, usize, &[f32]),
     ) -> Result<(), ModelError> {
+        self.prefill_with(tokens, &mut visit)
+    }
+
+    fn prefill_with(
+        &mut self,
+        tokens: &[&[u32]],
+        visit: &mut dyn FnMut(usize, usize, &[f32]),
+    ) -> Result<(), ModelError> {
         self.check(tokens)?;
         let horizons: Vec<usize> = self.seen.iter().zip(tokens).map(|(seen, tokens)| seen + tokens.len()).collect();
         let longest = tokens.iter().map(|tokens| tokens.len()).max().unwrap_or(0).max(1);
@@ -28,7 +36,7 @@ impl Decoder<'_> {
         for start in (0..longest).step_by(piece) {
             let pieces: Vec<&[u32]> =
                 tokens.iter().map(|tokens| &tokens[start.min(tokens.len())..tokens.len().min(start + piece)]).collect();
-            self.run(&pieces, &horizons, &vec![start; tokens.len()], &mut visit)?;
+            self.run(&pieces, &horizons, &vec![start; tokens.len()], visit)?;
             for (sequence, piece) in pieces.iter().enumerate().filter(|(_, piece)| !piece.is_empty()) {
                 let last = start + piece.len() == tokens[sequence].len();
                 if last {
@@ -49,6 +57,14 @@ impl Decoder<'_> {
     /// # Panics
     /// As [`Decoder::prefill`].
     pub fn follow(&mut self, tokens: &[&[u32]], mut visit: impl FnMut(usize, usize, &[f32])) -> Result<(), ModelError> {
+        self.follow_with(tokens, &mut visit)
+    }
+
+    fn follow_with(
+        &mut self,
+        tokens: &[&[u32]],
+        visit: &mut dyn FnMut(usize, usize, &[f32]),
+    ) -> Result<(), ModelError> {
         self.check(tokens)?;
         let together = self.evictor.as_ref().is_none_or(|evictor| {
             let evicts = evictor.evicting().is_some_and(|policy| policy.schedule.decoding != Decoding::Never);
@@ -62,7 +78,7 @@ impl Decoder<'_> {
             let pieces: Vec<&[u32]> =
                 tokens.iter().map(|tokens| &tokens[start.min(tokens.len())..tokens.len().min(start + piece)]).collect();
             let horizons: Vec<usize> = self.seen.iter().zip(&pieces).map(|(seen, piece)| seen + piece.len()).collect();
-            self.run(&pieces, &horizons, &vec![start; tokens.len()], &mut visit)?;
+            self.run(&pieces, &horizons, &vec![start; tokens.len()], visit)?;
             for (sequence, _) in pieces.iter().enumerate().filter(|(_, piece)| !together && !piece.is_empty()) {
                 self.eviction_step(sequence, |evictor, scene| evictor.evict_step(scene))?;
             }

@@ -292,14 +292,20 @@ impl<'a> Data<'a> {
         lead: impl Fn(&Record) -> String,
         read: impl Fn(&Record) -> I,
     ) -> Vec<Series> {
+        let mut readings = Vec::new();
+        for &record in records {
+            readings.extend(read(record).into_iter().map(|(key, reading)| (record, lead(record), key, reading)));
+        }
+        self.grouped(naming, readings)
+    }
+
+    /// Readings of records, each with what leads its series and its key, by series.
+    fn grouped(&self, naming: &Naming, readings: Vec<(&Record, String, String, Reading)>) -> Vec<Series> {
         type Cells<'r> = Vec<(&'r Record, Reading)>;
         let mut groups: BTreeMap<(String, String), BTreeMap<String, Cells>> = BTreeMap::new();
-        for &record in records {
-            for (key, reading) in read(record).into_iter().filter(|(_, reading)| reading.is_finite()) {
-                let lead = lead(record);
-                let name = format!("{lead}{}", naming.apart(record));
-                groups.entry((lead, name)).or_default().entry(key).or_default().push((record, reading));
-            }
+        for (record, lead, key, reading) in readings.into_iter().filter(|(.., reading)| reading.is_finite()) {
+            let name = format!("{lead}{}", naming.apart(record));
+            groups.entry((lead, name)).or_default().entry(key).or_default().push((record, reading));
         }
         let styles = self.styles(groups.keys());
         let series = groups.into_iter().zip(styles).map(|(((_, name), points), style)| {

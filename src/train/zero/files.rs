@@ -37,7 +37,7 @@ impl Zero<'_> {
 
     /// Goes on from a checkpoint, of any number of ranks.
     pub(in crate::train) fn load(&mut self, folder: &Path, digest: &str) -> Result<Progress, TrainError> {
-        checkpoint::load(folder, digest, lens(self.whole), |array, values| {
+        checkpoint::load(folder, digest, lens(self.whole), &mut |array, values| {
             for (whole, own) in tensor_parallel::pairs(self.whole, self.sharing.parameters) {
                 let places = if array == Array::Weights { Some((&whole.range, &own.range)) } else { None };
                 let trained = || whole.gradient.as_ref().zip(own.gradient.as_ref());
@@ -65,7 +65,7 @@ impl Zero<'_> {
             Array::ALL.into_iter().try_for_each(&mut send)?;
             return send(Array::Weights);
         }
-        checkpoint::save(folder, digest, progress, lens(self.whole), |array, take| self.each_whole(array, take))?;
+        checkpoint::save(folder, digest, progress, lens(self.whole), &mut |array, take| self.each_whole(array, take))?;
         export::write(folder, files, self.whole, |take| self.each_whole(Array::Weights, take))
     }
 
