@@ -80,20 +80,23 @@ fn cuda_kernels_agree_with_the_reference() {
         shape(1, 2, 1, 70, 200, 256),
         shape(1, 2, 2, 20, 90, 37),
     ];
-    for shape in shapes {
-        for (params, kernel, dtype, allowed) in options(shape.head_dim).into_iter().flat_map(|params| {
-            let (naive, tiled, decode) = ("naive", "tiled", "decode");
-            let kinds = [(naive, DType::F32, 3e-6), (naive, DType::Bf16, 8e-3), (tiled, DType::Bf16, 8e-3)];
-            let more = [(tiled, DType::F16, 1e-3), (decode, DType::Bf16, 8e-3), (decode, DType::F16, 1e-3)];
-            let full = [(tiled, DType::F32, 3e-6), (decode, DType::F32, 3e-6)];
-            kinds
-                .into_iter()
-                .chain(more)
-                .chain(full)
-                .map(move |(kernel, dtype, allowed)| (params, kernel, dtype, allowed))
-        }) {
-            let error = error_of((&runtime, &cpu), kernel, dtype, shape, params);
-            assert!(error <= allowed, "{kernel} {dtype} {shape:?} {params:?}: {error:e}, {allowed:e} allowed");
+    let kinds = [
+        ("naive", DType::F32, 3e-6),
+        ("naive", DType::Bf16, 8e-3),
+        ("tiled", DType::Bf16, 8e-3),
+        ("tiled", DType::F16, 1e-3),
+        ("decode", DType::Bf16, 8e-3),
+        ("decode", DType::F16, 1e-3),
+        ("tiled", DType::F32, 3e-6),
+        ("decode", DType::F32, 3e-6),
+    ];
+    for (i, shape) in shapes.into_iter().enumerate() {
+        for (j, params) in options(shape.head_dim).into_iter().enumerate() {
+            // Half of them: each two of a shape, an option and a kind meet.
+            for (kernel, dtype, allowed) in kinds.into_iter().skip((i + j) % 2).step_by(2) {
+                let error = error_of((&runtime, &cpu), kernel, dtype, shape, params);
+                assert!(error <= allowed, "{kernel} {dtype} {shape:?} {params:?}: {error:e}, {allowed:e} allowed");
+            }
         }
     }
 }
