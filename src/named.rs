@@ -74,6 +74,7 @@ impl NamedError {
         Self::not_among(kind, name, &known.into_iter().collect::<Vec<_>>())
     }
 
+    /// Compiled once, whatever the names come from.
     fn not_among(kind: &'static str, name: &str, known: &[&str]) -> Self {
         let hint = match &nearest(name, known)[..] {
             [] => format!("there are {}", known.join(", ")),

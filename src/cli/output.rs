@@ -34,6 +34,7 @@ pub fn json(target: &Path, value: &impl Serialize) -> Result<(), Failure> {
     put_json(target, text + "\n")
 }
 
+/// Compiled once, whatever was printed.
 fn put_json(target: &Path, text: String) -> Result<(), Failure> {
     if is_stdout(target) {
         return print(&text);

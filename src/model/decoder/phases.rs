@@ -23,6 +23,7 @@ impl Decoder<'_> {
         self.prefill_with(tokens, &mut visit)
     }
 
+    /// Compiled once, whatever `visit` is.
     fn prefill_with(
         &mut self,
         tokens: &[&[u32]],
@@ -60,6 +61,7 @@ impl Decoder<'_> {
         self.follow_with(tokens, &mut visit)
     }
 
+    /// As `prefill_with`.
     fn follow_with(
         &mut self,
         tokens: &[&[u32]],
