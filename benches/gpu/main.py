@@ -36,12 +36,16 @@ def arguments(words):
     parser = argparse.ArgumentParser(prog="gpu.sh", description=__doc__)
     parser.error = usage
     parser.add_argument("out", metavar="OUT", help="folder of the results; another call with it goes on")
-    parser.add_argument("--part", action="append", choices=list(WIDTHS), help="only this part (may be repeated)")
+    parser.add_argument("--part", action="append", help="only this part, or steps whose names begin so, as times/decode")
     parser.add_argument("--minutes", type=float, default=9, help="no longer than this [%(default)s]")
     parser.add_argument("--binary", help="kvsieve [target/release/kvsieve]")
     parser.add_argument("--bundle", metavar="DIR", help="what bundle.sh made: binary, compiled kernels, peers")
     parser.add_argument("--tiny", action="store_true", help="sizes for the emulated device, whose times mean nothing")
-    return parser.parse_args(words)
+    asked = parser.parse_args(words)
+    for part in asked.part or []:
+        if part.split("/")[0] not in WIDTHS:
+            usage(f"--part {part}: a part is one of {', '.join(WIDTHS)}")
+    return asked
 
 
 class Call:
@@ -118,8 +122,9 @@ class Call:
         about = self.start()
         planned = plan.Plan(self.binary, about)
         waiting = []
-        for part in self.asked.part or WIDTHS:
-            todo = list(getattr(planned, part)())
+        named = tuple(self.asked.part or WIDTHS)
+        for part in (part for part in WIDTHS if any(name.split("/")[0] == part for name in named)):
+            todo = [step for step in getattr(planned, part)() if step.name.startswith(named)]
             with concurrent.futures.ThreadPoolExecutor(min(WIDTHS[part], max(2, os.cpu_count() or 2))) as pool:
                 list(pool.map(self.step, todo))
             draw(self.asked.out)  # this process may be killed

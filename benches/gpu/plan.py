@@ -42,9 +42,9 @@ def doctor(binary):
     return Step("start", None, [binary, "doctor", "--json", "-"], 30)
 
 
-def cell(measure, causal, length, batch, heads, **more):
+def cell(measure, causal, length, batch, heads, head_dim=128, **more):
     q_heads, kv_heads = heads
-    shape = {"context_tokens": length, "batch": batch, "q_heads": q_heads, "kv_heads": kv_heads, "head_dim": 128}
+    shape = {"context_tokens": length, "batch": batch, "q_heads": q_heads, "kv_heads": kv_heads, "head_dim": head_dim}
     return {"measure": measure, "causal": causal, **shape, "dtype": "bf16", **more}
 
 
@@ -125,11 +125,12 @@ class Plan:
         lengths, total, heads = ([64, 96], 96, (2, 2)) if self.tiny else ([2048, 4096, 8192, 16384], 16384, (16, 16))
         for mask in ("causal", "full"):
             cells = [cell(measure, mask == "causal", length, max(1, total // length), heads) for length in lengths]
-            grouped = [] if self.tiny else [cell(measure, mask == "causal", 16384, 1, (64, 8))]
+            others = [(16384, 1, (64, 8)), (8192, 2, (16, 16), 64), (8192, 1, (16, 16), 256)]
+            others = [] if self.tiny else [cell(measure, mask == "causal", *other) for other in others]
             forward = measure == "forward"
             named = [unit for unit in (self.forward if forward else self.backward) if of(unit) in ("hopper", "tiled")]
-            units = {unit: cells + grouped for unit in named} | ({"naive": cells} if forward else {})
-            yield from self.timed(visit, f"{measure} {mask}", units, PEERS if forward else PEERS[:2], cells + grouped)
+            units = {unit: cells + others for unit in named} | ({"naive": cells} if forward else {})
+            yield from self.timed(visit, f"{measure} {mask}", units, PEERS if forward else PEERS[:2], cells + others)
 
     def ceilings(self):
         yield Step("ceilings/ceilings", "ceilings", python("ceilings.py", "tiny" if self.tiny else "full"), 60)

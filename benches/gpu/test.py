@@ -322,7 +322,7 @@ class Calls(Case):
         for words, text in [
             (["--bundle", self.folder], "kvsieve.xz is not there"),
             (["--binary", "/none"], "/none is not there"),
-            (["--part", "nothing"], "'nothing'"),
+            (["--part", "nothing"], "nothing: a part is one of"),
             (["--minutes", "soon"], "'soon'"),
         ]:
             done = visit.call(*words)

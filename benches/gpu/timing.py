@@ -32,7 +32,8 @@ class Shape:
 
     def __str__(self):
         mask = "" if self.measure == "decode" else " causal" if self.causal else " full"
-        return f"{self.q_heads}/{self.kv_heads} heads, B {self.batch}, {self.length} tokens{mask}"
+        depth = "" if self.head_dim == 128 else f" of {self.head_dim}"
+        return f"{self.q_heads}/{self.kv_heads} heads{depth}, B {self.batch}, {self.length} tokens{mask}"
 
     def flops(self):
         """4 D for each visible pair of query and key, backward 2.5 times that."""
