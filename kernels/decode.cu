@@ -32,23 +32,24 @@
 #if ELEMENT == F32
 #include "strip_f32.cuh"
 #else
-#include "strip.cuh"
+#include "columns.cuh"
 #endif
 
 namespace {
 
 constexpr int THREADS = 32 * WARPS, KEYS = ELEMENT == F32 ? 8 : 16, MERGE_WARPS = 8;
 constexpr int TILE_BYTES = KEYS * ROW_BYTES;
-// Rows of codes pass through a stage on their way to a tile, others have a tile in each stage.
-using KeyArrivals = Arrivals<KeyFormat, KEYS, 32>;
-using ValueArrivals = Arrivals<ValueFormat, KEYS, 32>;
-constexpr int KEY_TILE_BYTES = KeyFormat::CODED ? TILE_BYTES : 0, VALUE_TILE_BYTES = ValueFormat::CODED ? TILE_BYTES : 0;
+// Rows of codes are read in their stage, or pass through it on their way to a tile; others have a tile in each stage.
+using KeyArrivals = Arrivals<KeyFormat, KEYS, 32, KeyFormat::SWIZZLED>;
+using ValueArrivals = Arrivals<ValueFormat, KEYS, 32, ValueFormat::SWIZZLED>;
+constexpr bool WIDEN_KEYS = KeyFormat::CODED && !KeyFormat::IN_PLACE, WIDEN_VALUES = ValueFormat::CODED && !ValueFormat::IN_PLACE;
+constexpr int KEY_TILE_BYTES = WIDEN_KEYS ? TILE_BYTES : 0, VALUE_TILE_BYTES = WIDEN_VALUES ? TILE_BYTES : 0;
 constexpr int STAGE_KEY_BYTES = KeyFormat::CODED ? KeyArrivals::ROOM_BYTES : TILE_BYTES;
 constexpr int STAGE_BYTES = STAGE_KEY_BYTES + (ValueFormat::CODED ? ValueArrivals::ROOM_BYTES : TILE_BYTES);
 constexpr int STAGES_FROM = KEY_TILE_BYTES + VALUE_TILE_BYTES;     // in a ring
-constexpr int RING_BYTES = STAGES_FROM + STAGES * STAGE_BYTES; // of one warp
-static_assert(ROWS * (WIDTH + 2) * 4 <= RING_BYTES, "a warp's partial result takes the place of its ring");
-constexpr bool Q_KEPT = ELEMENT != F32 && WIDTH <= 128;
+// Of one warp, whose partial result takes the place of its ring.
+constexpr int RING_BYTES = (most(STAGES_FROM + STAGES * STAGE_BYTES, ROWS * (WIDTH + 2) * 4) + 127) / 128 * 128;
+constexpr bool Q_KEPT = ELEMENT != F32 && ROWS * WIDTH <= 2048;
 
 // What a lane of the merge has of a row: as many floats as it can read at once.
 constexpr int PART_FLOATS = HEAD_DIM % 4 == 0 && HEAD_DIM > 64 ? 4 : HEAD_DIM % 2 == 0 && HEAD_DIM > 32 ? 2 : 1;
@@ -75,6 +76,11 @@ DEVICE float largest_of_warp(float x) {
 DEVICE float sum_of_warp(float x) {
     for (int mask = 16; mask; mask /= 2) x += shuffle_xor(x, mask);
     return x;
+}
+
+template <bool Codes> DEVICE auto either(const unsigned char *codes, u32 tile) {
+    if constexpr (Codes) return codes;
+    else return tile;
 }
 
 // Where the keys and values of one list lie.
@@ -175,10 +181,6 @@ KERNEL(32 * WARPS) decode_partial(OPERANDS) {
     const unsigned char *first_query = row_at(p.q, (long long)list * rows + row0);
     copy_rows<ROWS, THREADS>(q_tile, thread, rows - row0, p.q, [&](int row) { return row_at(first_query, row); });
     copy_async_commit();
-    copy_async_wait<0>();
-    block_sync();
-    const Logits logits(p);
-    const Queries<ROWS, Q_KEPT> queries(q_tile, 0, logits);
 
     const Span of_first = visible(p, 0, kv.len), of_last = visible(p, p.q_len - 1, kv.len);
     // Splits begin at the first key that any row sees, or a step's alignment before it.
@@ -213,6 +215,10 @@ KERNEL(32 * WARPS) decode_partial(OPERANDS) {
         if (step < steps) copy(step);
         copy_async_commit();
     }
+    copy_async_wait<STAGES - 1>(); // the queries, while keys are under way
+    block_sync();
+    const Logits logits(p);
+    const Queries<ROWS, Q_KEPT> queries(q_tile, 0, logits);
 #pragma unroll 1
     for (int step = 0; step < steps; step++) {
         copy_async_wait<STAGES - 2>();
@@ -221,19 +227,17 @@ KERNEL(32 * WARPS) decode_partial(OPERANDS) {
         copy_async_commit();
         const u32 stage = ring + STAGES_FROM + step % STAGES * STAGE_BYTES;
         const int key0 = begin + step * (WARPS * KEYS);
-        const u32 keys = KeyFormat::CODED ? ring : stage;
-        const u32 values = ValueFormat::CODED ? ring + KEY_TILE_BYTES : stage + STAGE_KEY_BYTES;
-        if constexpr (KeyFormat::CODED || ValueFormat::CODED) {
-            const unsigned char *const codes = memory + (stage - q_tile);
-            if constexpr (KeyFormat::CODED) KeyArrivals::widen(keys, codes, lane);
-            if constexpr (ValueFormat::CODED) ValueArrivals::widen(values, codes + STAGE_KEY_BYTES, lane);
-            warp_sync(); // the tiles are there for all lanes; all were done with them before this step's first
-        }
-        strip.scores(keys, queries);
+        const u32 keys = WIDEN_KEYS ? ring : stage, values = WIDEN_VALUES ? ring + KEY_TILE_BYTES : stage + STAGE_KEY_BYTES;
+        const unsigned char *const key_codes = memory + (stage - q_tile), *const value_codes = key_codes + STAGE_KEY_BYTES;
+        if constexpr (WIDEN_KEYS) KeyArrivals::widen(keys, key_codes, lane);
+        if constexpr (WIDEN_VALUES) ValueArrivals::widen(values, value_codes, lane);
+        // The tiles are there for all lanes; all were done with them before this step's first.
+        if constexpr (WIDEN_KEYS || WIDEN_VALUES) warp_sync();
+        strip.scores(either<KeyFormat::IN_PLACE>(key_codes, keys), queries);
         strip.cap(logits);
         if (key0 < of_last.first || key0 + KEYS > least(of_first.end, end)) strip.mask(seen, key0);
         strip.absorb(logits.rest());
-        strip.add_values(values);
+        strip.add_values(either<ValueFormat::IN_PLACE>(value_codes, values));
     }
     strip.join_sums();
     copy_async_wait<0>();

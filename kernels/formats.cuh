@@ -52,13 +52,19 @@ DEVICE float largest_magnitude(float size) {
 }
 
 template <int Code, int Group, bool Zero> struct Format {
-    static constexpr bool CODED = Code != PLAIN;
+    static constexpr int CODE = Code, GROUP = Group;
+    static constexpr bool CODED = Code != PLAIN, ZERO = Zero;
     static constexpr int WORDS = (HEAD_DIM + 3) / 4, SCALE_BYTES = Code == INT8 ? 4 : 0;
     static constexpr int GROUP_BYTES = Group / 2 + (Zero ? 4 : 2);
     static constexpr int BYTES = Code == PLAIN  ? HEAD_BYTES
                                  : Code == INT4 ? HEAD_DIM / Group * GROUP_BYTES
                                                 : SCALE_BYTES + 4 * WORDS;
     static_assert(Code != INT4 || HEAD_DIM % Group == 0, "a row is whole groups");
+    // Whether `decode` takes the codes for operands of tensor cores as they lie (operands.cuh): each lane has whole words.
+    // Probabilities times the scale of a row of int8 need the range of bf16, which is too coarse for a pass of f16.
+    static constexpr bool IN_PLACE = CODED && ELEMENT != F32 && HEAD_DIM % 64 == 0 && !(Code == INT8 && ELEMENT == F16);
+    // Whether it then reads chunks of 16 bytes, which lie where several lanes find them in other banks.
+    static constexpr bool SWIZZLED = IN_PLACE && (Code == E4M3 || Code == E5M2);
 
     // Bytes from one list to the next of tensors of rows. Rows of codes, every eight of which begin at a multiple of 16
     // bytes, are copied 16 bytes at a time.

@@ -25,8 +25,8 @@ constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float LN_2 = 0.6931471805599453f;
 
 DEVICE float minus_infinity() { return bits_to_float(0xff800000u); }
-DEVICE int least(int a, int b) { return a < b ? a : b; }
-DEVICE int most(int a, int b) { return a > b ? a : b; }
+DEVICE constexpr int least(int a, int b) { return a < b ? a : b; }
+DEVICE constexpr int most(int a, int b) { return a > b ? a : b; }
 
 // Keys first..end.
 struct Span {

@@ -52,9 +52,17 @@ DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "mem
 // Waits until at most `Pending` of this thread's latest groups are under way.
 template <int Pending> DEVICE void copy_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory"); }
 
-// 16 bytes of shared memory, from registers and to them.
+// Shared memory, from registers and to them: 16 bytes, or as many as the type has.
 DEVICE void store_chunk(u32 shared, const u32 (&x)[4]) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
+}
+DEVICE u32 load_word(u32 shared) {
+    u32 x;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(shared) : "memory");
+    return x;
+}
+DEVICE void load_words(u32 (&x)[2], u32 shared) {
+    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(x[0]), "=r"(x[1]) : "r"(shared) : "memory");
 }
 DEVICE void load_floats(float (&x)[4], u32 shared) {
     asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
@@ -95,6 +103,23 @@ template <int Element> DEVICE void multiply_add(float (&d)[4], const u32 (&a)[4]
             "{%0, %1, %2, %3};"
             : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// An 8x8 matrix of 16-bit elements, transposed: a lane gives and gets elements (l / 4, 2 (l % 4)) and the next of its row.
+DEVICE u32 transposed(u32 matrix) {
+    u32 other;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(other) : "r"(matrix));
+    return other;
+}
+
+// a b + c of each half, rounded once.
+template <int Element> DEVICE u32 fused_pair(u32 a, u32 b, u32 c) {
+    u32 both;
+    if constexpr (Element == BF16)
+        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(both) : "r"(a), "r"(b), "r"(c));
+    else
+        asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(both) : "r"(a), "r"(b), "r"(c));
+    return both;
 }
 
 // Two floats rounded to nearest even, `low` in the lower half.

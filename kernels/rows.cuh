@@ -112,9 +112,12 @@ template <int Rows, int Threads> DEVICE void copy_adjacent_rows(u32 tile, int th
     Share<Rows, Threads>(tile, thread).copy(count, [&](int i) { return mine + i * (Threads / 8 * HEAD_BYTES); });
 }
 
+// Where a byte of swizzled codes lies: rows of 128 bytes apart have a chunk of the same number in different banks.
+DEVICE constexpr u32 swizzled(u32 at) { return at ^ (at >> 7 & 7) << 4; }
+
 // `Rows` rows of keys or of values on their way into a tile. Elements are copied there. Codes are copied beside it, one row
 // behind the other, and become elements of the tile when they are there.
-template <class Format, int Rows, int Threads> struct Arrivals {
+template <class Format, int Rows, int Threads, bool Swizzled = false> struct Arrivals {
     static constexpr int CODE_BYTES = Format::CODED ? Rows * Format::BYTES : 0;
     static constexpr int ROOM_BYTES = (CODE_BYTES + 127) / 128 * 128; // beside the tile
     static_assert(CODE_BYTES % 16 == 0, "codes are copied 16 bytes at a time");
@@ -122,9 +125,17 @@ template <class Format, int Rows, int Threads> struct Arrivals {
     // Starts to copy codes that lie one row behind the other from `from` on, a multiple of 16 bytes; zeros, which stand for
     // zeros in every format, in place of rows from `count` on.
     DEVICE static void copy(u32 room, int thread, int count, const unsigned char *from) {
-        const int there = most(0, least(count, Rows)) * Format::BYTES;
-        for (int at = 16 * thread; at < CODE_BYTES; at += 16 * Threads)
-            copy_async_16(room + at, from + at, most(0, least(16, there - at)));
+        const int there = most(0, count) * Format::BYTES;
+        if (count >= Rows)
+            copy(room, thread, from, [](int) { return 16; });
+        else
+            copy(room, thread, from, [&](int at) { return most(0, least(16, there - at)); });
+    }
+    template <class Bytes> DEVICE static void copy(u32 room, int thread, const unsigned char *from, Bytes bytes) {
+#pragma unroll
+        for (int i = 0; i < CODE_BYTES; i += 16 * Threads)
+            if (const int at = i + 16 * thread; at < CODE_BYTES)
+                copy_async_16(room + (Swizzled ? swizzled(at) : at), from + at, bytes(at));
     }
 
     // Widens what is there; `codes` is `room`, as a pointer.

@@ -63,6 +63,16 @@ impl GpuRows {
         self.coded().contains(&true)
     }
 
+    /// Whether `decode` takes the codes of keys, and of values, as they lie: `IN_PLACE` of `kernels/formats.cuh`.
+    pub fn in_place(&self, head_dim: usize) -> [bool; 2] {
+        let takes = |format: RowFormat| match self.dtype {
+            DType::F32 => false,
+            DType::F16 => !matches!(format, RowFormat::Int8(_)),
+            DType::Bf16 => true,
+        };
+        [self.kv.k, self.kv.v].map(|format| format.dtype().is_none() && takes(format) && head_dim.is_multiple_of(64))
+    }
+
     /// Bytes of a key, and of a value.
     pub fn row_bytes(&self, head_dim: usize) -> [usize; 2] {
         [self.kv.k, self.kv.v].map(|format| format.row_bytes(head_dim))

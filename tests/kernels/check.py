@@ -38,6 +38,8 @@ def variants():
     rings = [(64, 4, 4), (96, 4, 3), (100, 4, 2), (128, 4, 3), (192, 2, 3), (256, 2, 3), (256, 4, 2)]
     for page_tokens, (head_dim, warps, stages) in itertools.product([0, 16, 10], rings):
         yield "decode.cu", decode("BF16", head_dim, page_tokens, warps, stages, 16)
+    for head_dim, warps, stages in [(64, 4, 4), (128, 4, 4), (250, 4, 2), (256, 4, 3)]:
+        yield "decode.cu", decode("BF16", head_dim, 16, warps, stages, 8)
     yield "decode.cu", decode("F16", 128, 16, 4, 3, 16)
     for rows, (head_dim, warps, stages) in itertools.product([4, 16], [(64, 4, 4), (128, 4, 3), (250, 2, 2), (256, 2, 3)]):
         yield "decode.cu", decode("F32", head_dim, 16 if rows == 16 else 0, warps, stages, rows)
@@ -70,8 +72,9 @@ def variants():
     int8, fp8 = {"K_FORMAT": 1, "V_FORMAT": 1}, {"K_FORMAT": 2, "V_FORMAT": 3}
     int4 = {"K_FORMAT": 4, "K_GROUP": 64, "K_ZERO": 0, "V_FORMAT": 4, "V_GROUP": 32, "V_ZERO": 1}
     for codes in [int8, fp8, int4]:
-        for page_tokens, head_dim, stages in [(16, 64, 4), (0, 128, 4), (16, 128, 4), (16, 256, 2)]:
-            yield "decode.cu", decode("BF16", head_dim, page_tokens, 4, stages, 16) | codes
+        for page_tokens, head_dim, stages, rows in [(16, 64, 4, 8), (0, 128, 4, 16), (16, 128, 4, 8), (16, 256, 2, 16), (16, 192, 2, 8)]:
+            yield "decode.cu", decode("BF16", head_dim, page_tokens, 4, stages, rows) | codes
+        yield "decode.cu", decode("F16", 96, 16, 4, 4, 8) | codes
         for head_dim in [128, 256]:
             yield "decode.cu", decode("F32", head_dim, 16, 4, 2, 16) | codes
         for element, head_dim, keys in [("BF16", 64, 64), ("BF16", 128, 64), ("BF16", 192, 64), ("F32", 128, 32), ("F32", 256, 16)]:

@@ -101,12 +101,12 @@ pub(crate) fn step_workspace(
     WorkspaceSize { scores: 0, scratch: most * shape.rows() * (shape.head_dim + 2) }
 }
 
-/// Query rows of a block, and keys of a warp's step. Tensor cores take 16 by 16; in f32 a warp takes as few rows as there
-/// are, since those that are not there cost as much.
+/// Query rows of a block, and keys of a warp's step: as few rows as there are, since those that are not there cost as much.
+/// A product of tensor cores has 8 of them, and 16 keys.
 fn tile(rows: usize, dtype: DType) -> (usize, usize) {
     match dtype {
         DType::F32 => (rows.next_power_of_two().clamp(4, 16), 8),
-        DType::Bf16 | DType::F16 => (16, 16),
+        DType::Bf16 | DType::F16 => (rows.next_power_of_two().clamp(8, 16), 16),
     }
 }
 
@@ -133,13 +133,21 @@ impl Tiling {
         let (rows, keys) = tile(all_rows, dtype);
         // Where the keys of a step do not lie in one page, each one's place is held.
         let places = if page_tokens.is_multiple_of(keys) { 0 } else { 8 * keys };
-        // A tile in each stage; where rows are codes, these in each stage and one tile.
-        let tile_bytes = keys * row_bytes(shape.head_dim, dtype);
-        let codes = code_bytes(stored, keys, shape.head_dim);
-        let of =
-            |codes: usize, stages: usize| if codes == 0 { stages * tile_bytes } else { tile_bytes + stages * codes };
-        let ring = |stages| codes.map(|codes| of(codes, stages)).iter().sum::<usize>();
-        let bytes = |(warps, stages)| rows * row_bytes(shape.head_dim, dtype) + warps * (ring(stages) + places);
+        // A tile in each stage; where rows are codes, these in each stage, and one tile if they are not taken in place.
+        let row = row_bytes(shape.head_dim, dtype);
+        let parts = code_bytes(stored, keys, shape.head_dim).into_iter().zip(stored.in_place(shape.head_dim));
+        let parts: Vec<(usize, usize)> = parts
+            .map(|(codes, in_place)| match (codes, in_place) {
+                (0, _) => (0, keys * row),
+                (codes, true) => (0, codes),
+                (codes, false) => (keys * row, codes),
+            })
+            .collect();
+        // A warp's partial result takes the place of its ring.
+        let result = rows * (row / dtype.bytes() + 2) * 4;
+        let ring = |stages| parts.iter().map(|(once, each)| once + stages * each).sum::<usize>();
+        let ring = |stages| ring(stages).max(result).next_multiple_of(128);
+        let bytes = |(warps, stages)| rows * row + warps * (ring(stages) + places);
         let most = if stored.is_coded() { CODED_BLOCKS_EACH } else { BLOCKS_EACH };
         let (warps, stages) = limits.roomiest(most, &RINGS, bytes);
         let shared_bytes = bytes((warps, stages));

@@ -33,12 +33,14 @@ pub struct Program {
     pub macros: Vec<(&'static str, usize)>,
 }
 
-const HEADERS: [Source; 12] = [
+const HEADERS: [Source; 14] = [
     Source { name: "ptx.cuh", text: include_str!("../../../kernels/ptx.cuh") },
     Source { name: "problem.cuh", text: include_str!("../../../kernels/problem.cuh") },
     Source { name: "formats.cuh", text: include_str!("../../../kernels/formats.cuh") },
     Source { name: "pages.cuh", text: include_str!("../../../kernels/pages.cuh") },
     Source { name: "rows.cuh", text: include_str!("../../../kernels/rows.cuh") },
+    Source { name: "operands.cuh", text: include_str!("../../../kernels/operands.cuh") },
+    Source { name: "columns.cuh", text: include_str!("../../../kernels/columns.cuh") },
     Source { name: "gradient.cuh", text: include_str!("../../../kernels/gradient.cuh") },
     Source { name: "query_sums.cuh", text: include_str!("../../../kernels/query_sums.cuh") },
     Source { name: "product.cuh", text: include_str!("../../../kernels/product.cuh") },

@@ -74,7 +74,7 @@ template <class Format> void fill_rows(std::vector<unsigned char> &to, std::vect
             for (float &x : row) x = normal(random);
             const auto bytes = plainly::encode(Format{}, row);
             std::copy(bytes.begin(), bytes.end(), &to[list * Format::list_bytes(rows) + size_t(i) * Format::BYTES]);
-            for (int d = 0; d < HEAD_DIM; d++) kept.push_back(plainly::in_tile(plainly::decode(Format{}, bytes.data(), d)));
+            for (int d = 0; d < HEAD_DIM; d++) kept.push_back(plainly::multiplied<Format>(plainly::decode(Format{}, bytes.data(), d)));
         }
 }
 

@@ -36,7 +36,7 @@ int failures(Cache &cache) {
                 for (int j = seen.first; j < seen.end; j++) {
                     double x = 0;
                     for (int d = 0; d < HEAD_DIM; d++)
-                        x += widen(q[(size_t(head) * length + q_first + i) * HEAD_DIM + d]) * plainly::in_tile(cache.key(list, j, d));
+                        x += widen(q[(size_t(head) * length + q_first + i) * HEAD_DIM + d]) * plainly::multiplied<KeyFormat>(cache.key(list, j, d));
                     x *= mask.scale;
                     if (mask.softcap > 0) x = mask.softcap * std::tanh(x / mask.softcap);
                     logits.push_back(x), top = std::max(top, x);

@@ -34,8 +34,12 @@ inline int to_byte(float x, int mantissa) {
     return best | (std::signbit(x) ? 0x80 : 0);
 }
 
-// As a tile has what codes stand for.
-inline double in_tile(double x) {
+// As products have what codes stand for: elements, as they lie in tiles. `decode` may take codes in place: then it is exact,
+// or an f16 where there are groups.
+template <class Format> double multiplied(double x) {
+#ifdef DECODES
+    if constexpr (Format::IN_PLACE) return Format::CODE == INT4 ? double(half(float(x))) : x;
+#endif
     if constexpr (ELEMENT == F32) return float(x);
     else return machine::widen<ELEMENT>(machine::round_to<ELEMENT>(float(x)));
 }

@@ -324,6 +324,15 @@ inline void store_chunk(u32 shared, const u32 (&x)[4]) {
     machine::aligned_16("st.shared.v4", shared);
     memcpy(machine::shared.get() + shared, x, 16);
 }
+inline u32 load_word(u32 shared) {
+    u32 x;
+    memcpy(&x, machine::shared.get() + shared, 4);
+    return x;
+}
+inline void load_words(u32 (&x)[2], u32 shared) {
+    if (shared % 8) machine::stop(machine::Fault::misaligned_address);
+    memcpy(x, machine::shared.get() + shared, 8);
+}
 inline void load_floats(float (&x)[4], u32 shared) {
     machine::aligned_16("ld.shared.v4", shared);
     memcpy(x, machine::shared.get() + shared, 16);
@@ -357,6 +366,25 @@ template <int Element> void multiply_add(float (&d)[4], const u32 (&a)[4], u32 b
                 }
         },
         [&](Warp &w, int lane) { memcpy(d, w.d[lane], sizeof d); });
+}
+
+inline u32 transposed(u32 matrix) {
+    u32 other;
+    machine::together([&](machine::Warp &w, int lane) { w.address[lane] = matrix; }, [](machine::Warp &) {},
+                      [&](machine::Warp &w, int lane) {
+                          const auto of = [&](int row, int column) { return w.address[4 * row + column / 2] >> column % 2 * 16 & 0xffff; };
+                          other = of(lane % 4 * 2, lane / 4) | of(lane % 4 * 2 + 1, lane / 4) << 16;
+                      });
+    return other;
+}
+
+template <int Element> u32 fused_pair(u32 a, u32 b, u32 c) {
+    u32 both = 0;
+    for (int shift = 0; shift < 32; shift += 16) {
+        const auto of = [&](u32 x) { return machine::widen<Element>(u16(x >> shift)); };
+        both |= u32(machine::round_to<Element>(float(double(of(a)) * of(b) + of(c)))) << shift;
+    }
+    return both;
 }
 
 template <int Element> u32 pack(float low, float high) {

@@ -37,13 +37,13 @@ VARIANTS = [
     ("tiled", "F32", 256, "ROWS=64 KEYS=8 Q_KEPT=0"),
     ("tiled", "F32", 35, "ROWS=64 KEYS=32 Q_KEPT=0"),
     ("decode", "BF16", 64, "PAGE_TOKENS=0 WARPS=4 STAGES=4 ROWS=16"),
-    ("decode", "BF16", 128, "PAGE_TOKENS=0 WARPS=4 STAGES=3 ROWS=16"),
-    ("decode", "F16", 72, "PAGE_TOKENS=0 WARPS=4 STAGES=2 ROWS=16"),
+    ("decode", "BF16", 128, "PAGE_TOKENS=0 WARPS=4 STAGES=3 ROWS=8"),
+    ("decode", "F16", 72, "PAGE_TOKENS=0 WARPS=4 STAGES=2 ROWS=8"),
     ("decode", "F16", 256, "PAGE_TOKENS=0 WARPS=2 STAGES=3 ROWS=16"),
     ("decode", "BF16", 33, "PAGE_TOKENS=0 WARPS=4 STAGES=4 ROWS=16"),
     ("decode", "F32", 64, "PAGE_TOKENS=0 WARPS=4 STAGES=4 ROWS=4"),
     ("decode", "F32", 200, "PAGE_TOKENS=0 WARPS=2 STAGES=2 ROWS=8"),
-    ("decode", "BF16", 64, "PAGE_TOKENS=16 WARPS=4 STAGES=4 ROWS=16"),
+    ("decode", "BF16", 64, "PAGE_TOKENS=16 WARPS=4 STAGES=4 ROWS=8"),
     ("decode", "F16", 128, "PAGE_TOKENS=10 WARPS=4 STAGES=3 ROWS=16"),
     ("decode", "F32", 128, "PAGE_TOKENS=16 WARPS=4 STAGES=2 ROWS=16"),
     ("decode", "F32", 35, "PAGE_TOKENS=3 WARPS=4 STAGES=3 ROWS=8"),
@@ -52,10 +52,18 @@ VARIANTS = [
     ("tiled", "BF16", 100, "ROWS=128 KEYS=64 Q_KEPT=0 K_FORMAT=E4M3"),
     ("tiled", "F32", 35, "ROWS=64 KEYS=32 Q_KEPT=0 V_FORMAT=INT8"),
     ("tiled", "F32", 2, "ROWS=64 KEYS=32 Q_KEPT=0 K_FORMAT=INT8"),
-    ("decode", "BF16", 128, "PAGE_TOKENS=16 WARPS=4 STAGES=4 ROWS=16 K_FORMAT=INT8 V_FORMAT=INT8"),
+    ("decode", "BF16", 128, "PAGE_TOKENS=16 WARPS=4 STAGES=4 ROWS=8 K_FORMAT=INT8 V_FORMAT=INT8"),
+    ("decode", "F16", 64, "PAGE_TOKENS=16 WARPS=4 STAGES=4 ROWS=16 K_FORMAT=INT8 V_FORMAT=INT8"),
     ("decode", "BF16", 64, "PAGE_TOKENS=32 WARPS=4 STAGES=4 ROWS=16 K_FORMAT=INT4 V_FORMAT=INT4 K_GROUP=32 K_ZERO=0 V_GROUP=64 V_ZERO=1"),
+    ("decode", "BF16", 128, "PAGE_TOKENS=16 WARPS=4 STAGES=2 ROWS=8 K_FORMAT=INT4 V_FORMAT=INT4 K_GROUP=32 K_ZERO=1 V_GROUP=32 V_ZERO=0"),
+    ("decode", "BF16", 256, "PAGE_TOKENS=16 WARPS=4 STAGES=2 ROWS=16 K_FORMAT=INT4 V_FORMAT=INT4 K_GROUP=128 K_ZERO=0 V_GROUP=256 V_ZERO=0"),
+    ("decode", "BF16", 128, "PAGE_TOKENS=0 WARPS=4 STAGES=4 ROWS=8 K_FORMAT=E4M3 V_FORMAT=E4M3"),
+    ("decode", "F16", 192, "PAGE_TOKENS=16 WARPS=4 STAGES=2 ROWS=8 K_FORMAT=E5M2 V_FORMAT=E5M2"),
+    ("decode", "BF16", 64, "PAGE_TOKENS=16 WARPS=4 STAGES=4 ROWS=8 K_FORMAT=E5M2 V_FORMAT=E4M3"),
+    ("decode", "BF16", 256, "PAGE_TOKENS=16 WARPS=4 STAGES=2 ROWS=8 K_FORMAT=E4M3"),
+    ("decode", "F16", 128, "PAGE_TOKENS=16 WARPS=4 STAGES=4 ROWS=8 V_FORMAT=INT8"),
     ("decode", "F16", 96, "PAGE_TOKENS=16 WARPS=4 STAGES=3 ROWS=16 K_FORMAT=INT4 V_FORMAT=E5M2 K_GROUP=32 K_ZERO=1"),
-    ("decode", "BF16", 37, "PAGE_TOKENS=0 WARPS=4 STAGES=2 ROWS=16 K_FORMAT=E4M3 V_FORMAT=INT8"),
+    ("decode", "BF16", 37, "PAGE_TOKENS=0 WARPS=4 STAGES=2 ROWS=8 K_FORMAT=E4M3 V_FORMAT=INT8"),
     ("decode", "F32", 256, "PAGE_TOKENS=16 WARPS=2 STAGES=2 ROWS=16 K_FORMAT=INT4 V_FORMAT=INT4 K_GROUP=256 K_ZERO=0 V_GROUP=32 V_ZERO=0"),
     ("decode", "F32", 35, "PAGE_TOKENS=8 WARPS=4 STAGES=3 ROWS=8 V_FORMAT=INT8"),
     ("hopper", "BF16", 128, "KEYS=176 CAPPED=0 NEGATIVE=0"), ("hopper", "F16", 64, "KEYS=112 CAPPED=1 NEGATIVE=1"),
@@ -93,7 +101,7 @@ def run(cxx, folder, number, family, element, head_dim, extra):
     """(what to print, whether it went well) of one variant."""
     program = os.path.join(folder, str(number))
     macros = [f"-DELEMENT={element}", f"-DHEAD_DIM={head_dim}", f'-DFAMILY="{family}.hpp"']
-    macros += [f"-D{macro}" for macro in extra.split()]
+    macros += [f"-D{macro}" for macro in [*extra.split(), *["DECODES"] * (family == "decode")]]
     harness = "gradients.cpp" if family in BACKWARD else "lists.cpp" if family in LISTS else "emulate.cpp"
     flags = ["-std=c++17", "-O1", "-fsanitize=address,undefined", f"-fno-sanitize={','.join(LEFT_TO_ADDRESSES)}", "-fno-sanitize-recover=all"]
     flags += ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-psabi", "-Wno-unused-function", f"-I{KERNELS}", f"-I{HERE}"]
