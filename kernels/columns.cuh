@@ -41,42 +41,39 @@ template <int Rows, bool Kept> struct Queries {
         }
     }
 
-    DEVICE void make(int n, int k, u32 (&pairs)[2]) const {
-        stored(n, k, pairs);
+    DEVICE void scale_to(float by, u32 (&pairs)[2]) const {
         if constexpr (SCALED)
 #pragma unroll
-            for (u32 &x : pairs)
-                x = pack<F16>(bits_to_float(x << 16) * scale[n], bits_to_float(x & 0xffff0000u) * scale[n]);
+            for (u32 &x : pairs) x = pack<F16>(bits_to_float(x << 16) * by, bits_to_float(x & 0xffff0000u) * by);
     }
 
     // The rows from `row0`, a multiple of 8, on.
     DEVICE Queries(u32 tile, int row0, const Logits &logits) : tile(tile + row0 * ROW_BYTES), negative(logits.negative) {
 #pragma unroll
         for (int n = 0; n < TILES; n++) {
-            scale[n] = 1.0f;
-            if constexpr (SCALED) {
-                int largest = 0; // the exponent of the largest
-#pragma unroll
-                for (int k = 0; k < STEPS; k++) {
-                    u32 pairs[2];
-                    stored(n, k, pairs);
+            int largest = 0; // the exponent of the largest
+#pragma unroll(Kept ? STEPS : 1)
+            for (int k = 0; k < STEPS; k++) {
+                u32(&pairs)[2] = kept[Kept ? k : 0][n];
+                stored(n, k, pairs);
+                if constexpr (SCALED)
 #pragma unroll
                     for (u32 x : pairs) largest = most(largest, most(int(x >> 7 & 255), int(x >> 23 & 255)));
-                }
-                for (int mask = 1; mask < 4; mask *= 2)
-                    largest = most(largest, int(shuffle_xor(float(largest), mask)));
+            }
+            if constexpr (SCALED) {
+                for (int mask = 1; mask < 4; mask *= 2) largest = most(largest, int(shuffle_xor(float(largest), mask)));
                 // The largest is 2^8 to 2^9 then.
                 scale[n] = bits_to_float(u32(262 - least(most(largest, 9), 254)) << 23);
             }
 #pragma unroll
-            for (int j = 0; j < 2; j++)
-                if constexpr (SCALED) // 1 / 2^x
-                    back[2 * n + j] = UNIT * bits_to_float((254u << 23) - float_to_bits(shuffle(scale[n], (threadIdx.x % 4 * 2 + j) * 4)));
-                else
-                    back[2 * n + j] = UNIT;
+            for (int j = 0; j < 2; j++) {
+                back[2 * n + j] = UNIT;
+                if constexpr (SCALED) // 2^x back to 1
+                    back[2 * n + j] *= bits_to_float((254u << 23) - float_to_bits(shuffle(scale[n], (threadIdx.x % 4 * 2 + j) * 4)));
+            }
             if constexpr (Kept)
 #pragma unroll
-                for (int k = 0; k < STEPS; k++) make(n, k, kept[k][n]);
+                for (int k = 0; k < STEPS; k++) scale_to(scale[n], kept[k][n]);
         }
     }
 
@@ -84,7 +81,7 @@ template <int Rows, bool Kept> struct Queries {
         if constexpr (Kept)
             pairs[0] = kept[k][n][0], pairs[1] = kept[k][n][1];
         else
-            make(n, k, pairs);
+            stored(n, k, pairs), scale_to(scale[n], pairs);
     }
 };
 

@@ -38,6 +38,7 @@
 namespace {
 
 constexpr int THREADS = 32 * WARPS, KEYS = ELEMENT == F32 ? 8 : 16, MERGE_WARPS = 8;
+static_assert(HEAD_DIM <= 32 * MERGE_WARPS, "a thread for each column");
 constexpr int TILE_BYTES = KEYS * ROW_BYTES;
 // Rows of codes are read in their stage, or pass through it on their way to a tile; others have a tile in each stage.
 using KeyArrivals = Arrivals<KeyFormat, KEYS, 32, KeyFormat::SWIZZLED>;
@@ -59,10 +60,6 @@ struct alignas(4 * PART_FLOATS) Part {
     float x[PART_FLOATS];
 
     DEVICE static Part at(const float *row) { return *reinterpret_cast<const Part *>(row); }
-    DEVICE void scale(float factor) {
-#pragma unroll
-        for (int i = 0; i < PART_FLOATS; i++) x[i] *= factor;
-    }
     DEVICE void add(float factor, const Part &other) {
 #pragma unroll
         for (int i = 0; i < PART_FLOATS; i++) x[i] += factor * other.x[i];
@@ -73,11 +70,6 @@ DEVICE float largest_of_warp(float x) {
     for (int mask = 16; mask; mask /= 2) x = larger(x, shuffle_xor(x, mask));
     return x;
 }
-DEVICE float sum_of_warp(float x) {
-    for (int mask = 16; mask; mask /= 2) x += shuffle_xor(x, mask);
-    return x;
-}
-
 template <bool Codes> DEVICE auto either(const unsigned char *codes, u32 tile) {
     if constexpr (Codes) return codes;
     else return tile;
@@ -211,6 +203,8 @@ KERNEL(32 * WARPS) decode_partial(OPERANDS) {
             copy_rows<KEYS, 32>(values, lane, end - key0, p.q, [&](int row) { return kv.value(row); });
     };
     strip.clear();
+    // Code that is not repeated is short: it comes from memory too, and nothing else is under way until it has.
+#pragma unroll 1
     for (int step = 0; step < STAGES - 1; step++) {
         if (step < steps) copy(step);
         copy_async_commit();
@@ -260,6 +254,7 @@ KERNEL(32 * WARPS) decode_partial(OPERANDS) {
     block_sync();
     const long long first = ((long long)list * p.splits + split) * rows + row0;
     float *const states = p.partials + (long long)gridDim.z * p.splits * rows * HEAD_DIM;
+#pragma unroll 1
     for (int i = thread; i < least(ROWS, rows - row0) * HEAD_DIM; i += THREADS) {
         const int row = i / HEAD_DIM, d = i % HEAD_DIM;
         float top = minus_infinity(), sum = 0.0f, o = 0.0f;
@@ -278,62 +273,49 @@ KERNEL(32 * WARPS) decode_partial(OPERANDS) {
     }
 }
 
-// A block for each row of the output. Its warps take splits in turn: each lane weighs one of 32, then all lanes add up the
-// rows of these.
+// A block for each row of the output, whose warps take splits in turn.
 KERNEL(32 * MERGE_WARPS) decode_merge(OPERANDS) {
-    __shared__ float states_of[MERGE_WARPS][2], outputs_of[MERGE_WARPS][HEAD_DIM];
+    __shared__ float tops[MERGE_WARPS], sums[MERGE_WARPS];
+    __shared__ alignas(16) float outputs[MERGE_WARPS][HEAD_DIM];
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, row = blockIdx.x;
     const int rows = p.q_heads / p.kv_heads * p.q_len;
     const long long all_rows = (long long)p.batch * p.kv_heads * rows;
     const long long first = (long long)(row / rows) * p.splits * rows + row % rows; // its row of the first split
-    const float *const states = p.partials + all_rows * p.splits * HEAD_DIM;
-    float top = minus_infinity(), sum = 0.0f; // `sum` is this lane's share
+    const float *const partials = p.partials + first * HEAD_DIM, *const states = p.partials + all_rows * p.splits * HEAD_DIM + 2 * first;
+    float top = minus_infinity();
+    for (int split = thread; split < p.splits; split += 32 * MERGE_WARPS) top = larger(top, states[2 * (long long)split * rows]);
+    top = largest_of_warp(top);
+    if (lane == 0) tops[warp] = top;
+    block_sync();
+#pragma unroll
+    for (int w = 0; w < MERGE_WARPS; w++) top = larger(top, tops[w]);
+
+    const float base = top == minus_infinity() ? 0.0f : top;
+    float sum = 0.0f;
     Part o[PARTS] = {};
-    for (int start = warp; start < p.splits; start += 32 * MERGE_WARPS) {
-        const int split = start + lane * MERGE_WARPS;
-        const long long at = first + (long long)split * rows;
-        const bool is_there = split < p.splits;
-        const float own_top = is_there ? states[2 * at] : minus_infinity();
-        const float new_top = larger(top, largest_of_warp(own_top));
-        const float base = new_top == minus_infinity() ? 0.0f : new_top;
-        const float fade = exp2_fast(top - base), weight = exp2_fast(own_top - base);
-        top = new_top;
-        sum = sum * fade + (is_there ? weight * states[2 * at + 1] : 0.0f);
+#pragma unroll 4
+    for (int split = warp; split < p.splits; split += MERGE_WARPS) {
+        const long long at = (long long)split * rows;
+        const float weight = exp2_fast(states[2 * at] - base);
+        sum += weight * states[2 * at + 1];
 #pragma unroll
-        for (int i = 0; i < PARTS; i++) o[i].scale(fade);
-        const int count = least(32, (p.splits - start + MERGE_WARPS - 1) / MERGE_WARPS);
-#pragma unroll(HEAD_DIM == 192 ? 2 : 4) // four of them spill on sm_100
-        for (int other = 0; other < count; other++) {
-            const float factor = shuffle(weight, other);
-            const float *const partial = p.partials + (first + (long long)(start + other * MERGE_WARPS) * rows) * HEAD_DIM;
-#pragma unroll
-            for (int i = 0; i < PARTS; i++)
-                if (const int d = (lane + 32 * i) * PART_FLOATS; d < HEAD_DIM) o[i].add(factor, Part::at(partial + d));
-        }
+        for (int i = 0; i < PARTS; i++)
+            if (const int d = (lane + 32 * i) * PART_FLOATS; d < HEAD_DIM) o[i].add(weight, Part::at(partials + at * HEAD_DIM + d));
     }
-    sum = sum_of_warp(sum);
-    if (lane == 0) states_of[warp][0] = top, states_of[warp][1] = sum;
+    if (lane == 0) sums[warp] = sum;
 #pragma unroll
     for (int i = 0; i < PARTS; i++)
-#pragma unroll
-        for (int j = 0; j < PART_FLOATS; j++)
-            if (const int d = (lane + 32 * i) * PART_FLOATS + j; d < HEAD_DIM) outputs_of[warp][d] = o[i].x[j];
+        if (const int d = (lane + 32 * i) * PART_FLOATS; d < HEAD_DIM) *reinterpret_cast<Part *>(&outputs[warp][d]) = o[i];
     block_sync();
 
-    top = minus_infinity(), sum = 0.0f;
+    sum = 0.0f;
 #pragma unroll
-    for (int w = 0; w < MERGE_WARPS; w++) top = larger(top, states_of[w][0]);
-    float weights[MERGE_WARPS];
-#pragma unroll
-    for (int w = 0; w < MERGE_WARPS; w++) {
-        weights[w] = exp2_fast(states_of[w][0] - (top == minus_infinity() ? 0.0f : top));
-        sum += weights[w] * states_of[w][1];
-    }
+    for (int w = 0; w < MERGE_WARPS; w++) sum += sums[w];
     const float factor = sum > 0.0f ? 1.0f / sum : 0.0f;
-    for (int d = thread; d < HEAD_DIM; d += 32 * MERGE_WARPS) {
+    if (const int d = thread; d < HEAD_DIM) {
         float all = 0.0f;
 #pragma unroll
-        for (int w = 0; w < MERGE_WARPS; w++) all += weights[w] * outputs_of[w][d];
+        for (int w = 0; w < MERGE_WARPS; w++) all += outputs[w][d];
         store<ELEMENT>(p.o, (long long)row * HEAD_DIM + d, all * factor);
     }
     if (thread == 0) p.lse[row] = sum > 0.0f ? (top + log2_fast(sum)) * LN_2 : minus_infinity();

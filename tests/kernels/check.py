@@ -35,12 +35,13 @@ def variants():
         yield "tiled.cu", tiled(element, head_dim, keys)
     for head_dim, keys in [(64, 32), (100, 32), (128, 32), (128, 16), (192, 32), (192, 16), (224, 32), (256, 16), (256, 8)]:
         yield "tiled.cu", tiled("F32", head_dim, keys)
-    rings = [(64, 4, 4), (96, 4, 3), (100, 4, 2), (128, 4, 3), (192, 2, 3), (256, 2, 3), (256, 4, 2)]
+    # Warps and stages as src/attention/cuda/decode.rs chooses them where a block may have 100 to 227 KiB.
+    rings = [(64, 8, 4), (96, 8, 2), (100, 8, 2), (128, 8, 2), (128, 4, 2), (192, 4, 3), (192, 2, 3), (256, 4, 2), (256, 2, 2)]
     for page_tokens, (head_dim, warps, stages) in itertools.product([0, 16, 10], rings):
-        yield "decode.cu", decode("BF16", head_dim, page_tokens, warps, stages, 16)
-    for head_dim, warps, stages in [(64, 4, 4), (128, 4, 4), (250, 4, 2), (256, 4, 3)]:
+        yield "decode.cu", decode("BF16", head_dim, page_tokens, warps, stages, 16 if head_dim <= 192 else 8)
+    for head_dim, warps, stages in [(64, 8, 4), (128, 8, 2), (250, 4, 2), (256, 4, 2)]:
         yield "decode.cu", decode("BF16", head_dim, 16, warps, stages, 8)
-    yield "decode.cu", decode("F16", 128, 16, 4, 3, 16)
+    yield "decode.cu", decode("F16", 128, 16, 8, 2, 16)
     for rows, (head_dim, warps, stages) in itertools.product([4, 16], [(64, 4, 4), (128, 4, 3), (250, 2, 2), (256, 2, 3)]):
         yield "decode.cu", decode("F32", head_dim, 16 if rows == 16 else 0, warps, stages, rows)
     yield "sweep.cu", {"ELEMENT": "F32", "HEAD_DIM": 8}
@@ -72,9 +73,14 @@ def variants():
     int8, fp8 = {"K_FORMAT": 1, "V_FORMAT": 1}, {"K_FORMAT": 2, "V_FORMAT": 3}
     int4 = {"K_FORMAT": 4, "K_GROUP": 64, "K_ZERO": 0, "V_FORMAT": 4, "V_GROUP": 32, "V_ZERO": 1}
     for codes in [int8, fp8, int4]:
-        for page_tokens, head_dim, stages, rows in [(16, 64, 4, 8), (0, 128, 4, 16), (16, 128, 4, 8), (16, 256, 2, 16), (16, 192, 2, 8)]:
-            yield "decode.cu", decode("BF16", head_dim, page_tokens, 4, stages, rows) | codes
-        yield "decode.cu", decode("F16", 96, 16, 4, 4, 8) | codes
+        for head_dim, rows in [*itertools.product([64, 128, 192], [8, 16]), (256, 8)]:
+            warps = 16 if head_dim == 64 or codes == int4 and head_dim * rows == 1024 else 8
+            stages = 2 if head_dim > 128 and codes != int4 else 4
+            yield "decode.cu", decode("BF16", head_dim, 16, warps, stages, rows) | codes
+        yield "decode.cu", decode("BF16", 128, 0, 8, 4, 8) | codes
+        yield "decode.cu", decode("F16", 128, 16, 8, 2, 8) | codes
+        if codes != int4:
+            yield "decode.cu", decode("BF16", 96, 16, 8, 4, 16) | codes
         for head_dim in [128, 256]:
             yield "decode.cu", decode("F32", head_dim, 16, 4, 2, 16) | codes
         for element, head_dim, keys in [("BF16", 64, 64), ("BF16", 128, 64), ("BF16", 192, 64), ("F32", 128, 32), ("F32", 256, 16)]:

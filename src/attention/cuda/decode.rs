@@ -7,12 +7,10 @@ use crate::format::GpuRows;
 use crate::tensor::DType;
 
 const SOURCE: Source = Source { name: "decode.cu", text: include_str!("../../../kernels/decode.cu") };
-/// Blocks of a multiprocessor that splits aim at: enough loads in flight, few partial results. Where rows are codes, as many
-/// as registers allow, since warps wait for their own widening and not for memory.
-const BLOCKS_EACH: usize = 2;
-const CODED_BLOCKS_EACH: usize = 3;
 /// Warps of a block and stages of each warp's ring, the best first.
-const RINGS: [(usize, usize); 5] = [(4, 4), (4, 3), (4, 2), (2, 3), (2, 2)];
+const RINGS: [(usize, usize); 9] = [(16, 4), (8, 4), (8, 3), (8, 2), (4, 4), (4, 3), (4, 2), (2, 3), (2, 2)];
+/// Shared memory of a block whose multiprocessor is its own: more in flight made every format slower on an H100.
+const BLOCK_BYTES: usize = 152 << 10;
 /// Threads of a block of the merge.
 const MERGE_THREADS: u32 = 256;
 /// Least keys of a split: below it the merge costs more than the splits gain.
@@ -50,7 +48,7 @@ pub fn decode_paged(
     if page_tokens == 0 {
         return Err(AttentionError::Option("pages of 0 tokens; pages have at least 1".into()));
     }
-    let (_, keys) = tile(1, rows.dtype());
+    let (_, keys) = tile(1, shape.head_dim, rows.dtype());
     if rows.is_coded() && !page_tokens.is_multiple_of(keys) {
         let wanted = format!("codes on CUDA lie in pages of a multiple of {keys} tokens in a pass of {}", rows.dtype());
         return Err(AttentionError::Option(format!("pages of {page_tokens} tokens; {wanted}")));
@@ -102,18 +100,19 @@ pub(crate) fn step_workspace(
 }
 
 /// Query rows of a block, and keys of a warp's step: as few rows as there are, since those that are not there cost as much.
-/// A product of tensor cores has 8 of them, and 16 keys.
-fn tile(rows: usize, dtype: DType) -> (usize, usize) {
+/// A product of tensor cores has 8 of them, and 16 keys; above D 192 there are no registers for two.
+fn tile(rows: usize, head_dim: usize, dtype: DType) -> (usize, usize) {
+    let rows = rows.next_power_of_two();
     match dtype {
-        DType::F32 => (rows.next_power_of_two().clamp(4, 16), 8),
-        DType::Bf16 | DType::F16 => (rows.next_power_of_two().clamp(8, 16), 16),
+        DType::F32 => (rows.clamp(4, 16), 8),
+        DType::Bf16 | DType::F16 => (rows.clamp(8, if head_dim <= 192 { 16 } else { 8 }), 16),
     }
 }
 
 /// Keys of the longest list that any query sees, from where the kernel's first split begins: under a window at most a step
 /// before the first of them.
 fn seen(shape: &Shape, params: &Params, dtype: DType) -> usize {
-    let (_, keys) = tile(shape.group() * shape.q_len, dtype);
+    let (_, keys) = tile(1, shape.head_dim, dtype);
     params.window.map_or(shape.kv_len, |window| shape.kv_len.min(window.saturating_add(shape.q_len + keys - 2)))
 }
 
@@ -130,7 +129,7 @@ struct Tiling {
 impl Tiling {
     fn new(shape: &Shape, stored: GpuRows, limits: &Limits, page_tokens: usize) -> Self {
         let (all_rows, dtype) = (shape.group() * shape.q_len, stored.dtype());
-        let (rows, keys) = tile(all_rows, dtype);
+        let (rows, keys) = tile(all_rows, shape.head_dim, dtype);
         // Where the keys of a step do not lie in one page, each one's place is held.
         let places = if page_tokens.is_multiple_of(keys) { 0 } else { 8 * keys };
         // A tile in each stage; where rows are codes, these in each stage, and one tile if they are not taken in place.
@@ -148,10 +147,17 @@ impl Tiling {
         let ring = |stages| parts.iter().map(|(once, each)| once + stages * each).sum::<usize>();
         let ring = |stages| ring(stages).max(result).next_multiple_of(128);
         let bytes = |(warps, stages)| rows * row + warps * (ring(stages) + places);
-        let most = if stored.is_coded() { CODED_BLOCKS_EACH } else { BLOCKS_EACH };
-        let (warps, stages) = limits.roomiest(most, &RINGS, bytes);
+        // One block of many warps leaves fewer partial results than several of few, as long as a warp's registers suffice: 128
+        // where there are 16. On CUDA cores two small ones hide each other's waiting.
+        let (blocks, most_warps) = match dtype {
+            DType::F32 => (2, 4),
+            DType::Bf16 | DType::F16 => (1, if rows * shape.head_dim <= 1024 { 16 } else { 8 }),
+        };
+        let room = Limits { block_shared_bytes: limits.block_shared_bytes.min(BLOCK_BYTES), ..*limits };
+        let rings: Vec<_> = RINGS.into_iter().filter(|&(warps, _)| warps <= most_warps).collect();
+        let (warps, stages) = if blocks == 1 { &room } else { limits }.roomiest(blocks, &rings, bytes);
         let shared_bytes = bytes((warps, stages));
-        let each = limits.blocks_each(shared_bytes).clamp(1, most);
+        let each = limits.blocks_each(shared_bytes).clamp(1, blocks);
         let rest = [all_rows.div_ceil(rows), shape.batch * shape.kv_heads];
         let grid = Grid { rest, slots: each * limits.multiprocessors, step: warps * keys };
         Tiling { rows, warps, stages, shared_bytes, grid }
@@ -238,7 +244,7 @@ mod tests {
         fn splits_cover_the_keys_that_are_seen((shape, params, dtype, limits) in problems(), shorter in 0usize..1000) {
             let plan = Decode.plan(&shape, &params, dtype.into(), &limits).unwrap();
             let (splits, keys) = (plan.extents.splits, plan.extents.split_keys);
-            let step = tile(1, dtype).1;
+            let step = tile(1, shape.head_dim, dtype).1;
             let all = spanned(&shape, &params, shape.kv_len, step);
             prop_assert!(splits * keys >= all);
             // A window may begin with a step or in its middle.
@@ -278,20 +284,20 @@ mod tests {
         }
     }
 
-    /// Splits on an H100, two blocks of which each multiprocessor holds: 264 at a time.
+    /// Splits on an H100, a block of which each multiprocessor holds: 132 at a time.
     #[test]
     fn waves_are_whole_on_a_gpu_that_is_known() {
         let limits = Limits { capability: (9, 0), multiprocessors: 132, block_shared_bytes: 232_448 };
         let shape = |batch, kv_len| Shape { batch, q_heads: 32, kv_heads: 8, q_len: 1, kv_len, head_dim: 128 };
         let cases = [
-            // 17 splits would be 272 blocks.
-            (shape(2, 65_536), None, 16),
-            (shape(1, 131_072), None, 33),
+            // 9 splits would be 144 blocks.
+            (shape(2, 65_536), None, 8),
+            (shape(1, 131_072), None, 16),
             // A short list, whatever the maximum; a window inside a long one.
             (shape(1, 4096), None, 16),
-            (shape(1, 131_072), Some(4096), 17),
-            // More lists than run at a time: 300 blocks would leave nearly half of two waves idle.
-            (Shape { batch: 300, q_heads: 1, kv_heads: 1, ..shape(1, 8192) }, None, 5),
+            (shape(1, 131_072), Some(4096), 11),
+            // More lists than run at a time: 300 blocks would leave a quarter of three waves idle.
+            (Shape { batch: 300, q_heads: 1, kv_heads: 1, ..shape(1, 8192) }, None, 3),
             (shape(1, 1), None, 1),
         ];
         for (shape, window, splits) in cases {
