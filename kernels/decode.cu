@@ -276,7 +276,7 @@ KERNEL(32 * WARPS) decode_partial(OPERANDS) {
 // A block for each row of the output, whose warps take splits in turn.
 KERNEL(32 * MERGE_WARPS) decode_merge(OPERANDS) {
     __shared__ float tops[MERGE_WARPS], sums[MERGE_WARPS];
-    __shared__ alignas(16) float outputs[MERGE_WARPS][HEAD_DIM];
+    alignas(16) __shared__ float outputs[MERGE_WARPS][HEAD_DIM];
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, row = blockIdx.x;
     const int rows = p.q_heads / p.kv_heads * p.q_len;
     const long long all_rows = (long long)p.batch * p.kv_heads * rows;

@@ -44,7 +44,7 @@ void prepare(Tensors &t, Problem &p, std::mt19937 &random) {
     const size_t rows = size_t(p.batch) * p.q_heads * p.q_len;
     // Over the keys that any row of the longest list sees, as src/attention/cuda/decode.rs plans it.
     const int seen = p.window ? std::min(p.kv_len, p.window + p.q_len - 1 + KEYS - 1) : p.kv_len;
-    p.split_keys = p.kv_len > 8000 ? 64 : 128, p.splits = int(blocks(seen, p.split_keys));
+    p.split_keys = std::max(p.kv_len > 8000 ? 64 : 128, WARPS * KEYS), p.splits = int(blocks(seen, p.split_keys));
     t.partials.assign(p.splits * rows * (HEAD_DIM + 2), NAN);
 #if PAGE_TOKENS
     for (size_t list = 0; list < t.lens.size(); list++) t.lens[list] = std::max(0, p.kv_len - 61 * int(list));
