@@ -8,7 +8,7 @@ use crate::tensor::DType;
 
 const SOURCE: Source = Source { name: "decode.cu", text: include_str!("../../../kernels/decode.cu") };
 /// Warps of a block and stages of each warp's ring, the best first.
-const RINGS: [(usize, usize); 9] = [(16, 4), (8, 4), (8, 3), (8, 2), (4, 4), (4, 3), (4, 2), (2, 3), (2, 2)];
+const RINGS: [(usize, usize); 9] = [(16, 3), (8, 4), (8, 3), (8, 2), (4, 4), (4, 3), (4, 2), (2, 3), (2, 2)];
 /// Shared memory of a block whose multiprocessor is its own: more in flight made every format slower on an H100.
 const BLOCK_BYTES: usize = 152 << 10;
 /// Threads of a block of the merge.
