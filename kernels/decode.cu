@@ -89,41 +89,52 @@ static_assert(WHOLE_STEPS || !(KeyFormat::CODED || ValueFormat::CODED), "pages o
 struct List {
     const Pages &pages;
     long long list;
-    int len, end;
+    int len, end;     // nothing is looked up from `end` on; there may be fewer keys, how many is not waited for
     long long behind; // values lie so far behind their keys, where pages of both have the same size
     const unsigned char **places; // of a step's keys, where they do not lie in one page
-    const unsigned char *now, *next, *values_now, *values_next;
+    const unsigned char *now, *values_now;
+    // Each lane looks up the page of one of the warp's next 32 steps, all long before they are needed; or of a key of the next.
+    u32 page;
+    const unsigned char *keys_ahead, *values_ahead;
+    int turn; // the step's number of 32
 
     DEVICE List(const Problem &p, const Pages &pages, int list, unsigned char *behind_rings)
-        : pages(pages), list(list), len(most(0, least(pages.lens[list], p.kv_len))), behind(to_values(pages, KEY_PAGE_BYTES)),
-          places(reinterpret_cast<const unsigned char **>(behind_rings) + threadIdx.x / 32 * KEYS), now(nullptr), next(nullptr),
-          values_now(nullptr), values_next(nullptr) {}
+        : pages(pages), list(list), len(most(0, least(pages.lens[list], p.kv_len))),
+          end(least(p.kv_len, pages.table_width * PAGE_TOKENS)),
+          behind(to_values(pages, KEY_PAGE_BYTES)),
+          places(reinterpret_cast<const unsigned char **>(behind_rings) + threadIdx.x / 32 * KEYS), now(nullptr), values_now(nullptr),
+          page(0), keys_ahead(nullptr), values_ahead(nullptr), turn(0) {}
 
-    DEVICE const unsigned char *find(int key) const {
-        return page_keys(pages, list, key / PAGE_TOKENS, KEY_PAGE_BYTES) + key % PAGE_TOKENS * KeyFormat::BYTES;
+    // Begins to look where the keys from `key` on lie, if there are any before `last`.
+    DEVICE void look_up(int key, int last) {
+        end = least(end, last);
+        look_up(key);
     }
-    DEVICE const unsigned char *find_value(int key) const {
-        return page_values(pages, list, key / PAGE_TOKENS, KEY_PAGE_BYTES, VALUE_PAGE_BYTES) +
-               key % PAGE_TOKENS * ValueFormat::BYTES;
-    }
-
-    // Begins to look where the keys from `key` on lie, if there are any: the first, or each lane its own.
     DEVICE void look_up(int key) {
-        if constexpr (!WHOLE_STEPS) key += threadIdx.x % KEYS;
-        if (key < end) next = find(key);
-        if (!ALIKE && key < end) values_next = find_value(key);
+        key += WHOLE_STEPS ? threadIdx.x % 32 * (WARPS * KEYS) : threadIdx.x % KEYS;
+        if (key < end) page = page_of(pages, list, key / PAGE_TOKENS);
     }
 
-    // Goes to the keys from `key` on, which were looked up last; this warp's next ones are looked up.
+    // Goes to the keys from `key` on, those of the warp's next step.
     DEVICE void go_to(int key) {
-        now = next;
-        values_now = ALIKE ? now + behind : values_next;
-        if constexpr (!WHOLE_STEPS) {
+        if constexpr (WHOLE_STEPS) {
+            const int within = key % PAGE_TOKENS, step = WARPS * KEYS; // all steps of a warp begin there in whole pages
+            if (turn == 0) {
+                keys_ahead = keys_of(pages, page, KEY_PAGE_BYTES);
+                if (!ALIKE) values_ahead = values_of(pages, page, KEY_PAGE_BYTES, VALUE_PAGE_BYTES);
+                look_up(key + 32 * step);
+            }
+            now = shuffle(keys_ahead, turn) + within * KeyFormat::BYTES;
+            values_now = ALIKE ? now + behind : shuffle(values_ahead, turn) + within * ValueFormat::BYTES;
+            turn = (turn + 1) % 32;
+        } else {
             warp_sync(); // all lanes have read the places of the step before
-            if (threadIdx.x % 32 < KEYS) places[threadIdx.x % 32] = now;
+            const int at = (key + threadIdx.x % KEYS) % PAGE_TOKENS;
+            if (threadIdx.x % 32 < KEYS)
+                places[threadIdx.x % 32] = keys_of(pages, page, KEY_PAGE_BYTES) + at * KeyFormat::BYTES;
             warp_sync();
+            look_up(key + WARPS * KEYS);
         }
-        look_up(key + WARPS * KEYS);
     }
 
     DEVICE const unsigned char *key(int row) const {
@@ -142,13 +153,13 @@ struct List {
 
 struct List {
     const unsigned char *k, *v;
-    int len, end, key0;
+    int len, key0;
 
     DEVICE List(const Problem &p, int list)
         : k(static_cast<const unsigned char *>(p.k) + list * KeyFormat::list_bytes(p.kv_len)),
           v(static_cast<const unsigned char *>(p.v) + list * ValueFormat::list_bytes(p.kv_len)), len(p.kv_len) {}
 
-    DEVICE void look_up(int) {}
+    DEVICE void look_up(int, int) {}
     DEVICE void go_to(int key) { key0 = key; }
     DEVICE const unsigned char *key(int row) const { return k + (long long)(key0 + row) * KeyFormat::BYTES; }
     DEVICE const unsigned char *value(int row) const { return v + (long long)(key0 + row) * ValueFormat::BYTES; }
@@ -186,8 +197,7 @@ KERNEL(32 * WARPS) decode_partial(OPERANDS) {
         seen[slot] = visible(p, (row0 + strip.row(slot)) % p.q_len, kv.len);
         seen[slot].end = least(seen[slot].end, end);
     }
-    kv.end = end;
-    kv.look_up(begin);
+    kv.look_up(begin, start + p.split_keys);
 
     auto copy = [&](int step) {
         const int key0 = begin + step * (WARPS * KEYS);

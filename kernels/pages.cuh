@@ -14,9 +14,11 @@ struct Pages {
     int unused;        // so that no byte of the struct is padding
 };
 
-// Where the keys of page `index` of a list begin. Whatever the table holds, it is a page of some slab.
-DEVICE const unsigned char *page_keys(const Pages &g, long long list, int index, int page_bytes) {
-    const u32 page = g.table[list * g.table_width + index];
+// The number of page `index` of a list.
+DEVICE u32 page_of(const Pages &g, long long list, int index) { return g.table[list * g.table_width + index]; }
+
+// Where the keys of a page begin. Whatever the number, it is a page of some slab.
+DEVICE const unsigned char *keys_of(const Pages &g, u32 page, int page_bytes) {
     const u32 slab = least(page >> g.shift, g.slab_count - 1), at = least(page & ((1u << g.shift) - 1), g.slab_pages - 1);
     return reinterpret_cast<const unsigned char *>(g.slabs[slab]) + (long long)at * page_bytes;
 }
@@ -24,10 +26,18 @@ DEVICE const unsigned char *page_keys(const Pages &g, long long list, int index,
 // How far behind the keys of a page its values lie, in bytes, where these take as many.
 DEVICE long long to_values(const Pages &g, int page_bytes) { return (long long)g.slab_pages * page_bytes; }
 
-// Where the values of page `index` of a list begin.
-DEVICE const unsigned char *page_values(const Pages &g, long long list, int index, int key_bytes, int value_bytes) {
-    const unsigned char *const keys = page_keys(g, list, index, key_bytes);
+// Where the values of a page begin.
+DEVICE const unsigned char *values_of(const Pages &g, u32 page, int key_bytes, int value_bytes) {
+    const unsigned char *const keys = keys_of(g, page, key_bytes);
     if (key_bytes == value_bytes) return keys + to_values(g, key_bytes);
-    const u32 at = least(g.table[list * g.table_width + index] & ((1u << g.shift) - 1), g.slab_pages - 1);
+    const u32 at = least(page & ((1u << g.shift) - 1), g.slab_pages - 1);
     return keys + to_values(g, key_bytes) + (long long)at * (value_bytes - key_bytes);
+}
+
+// Where the keys, and the values, of page `index` of a list begin.
+DEVICE const unsigned char *page_keys(const Pages &g, long long list, int index, int page_bytes) {
+    return keys_of(g, page_of(g, list, index), page_bytes);
+}
+DEVICE const unsigned char *page_values(const Pages &g, long long list, int index, int key_bytes, int value_bytes) {
+    return values_of(g, page_of(g, list, index), key_bytes, value_bytes);
 }

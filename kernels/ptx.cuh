@@ -34,6 +34,10 @@ DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu
 // `x` of lane `lane`.
 DEVICE float shuffle(float x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
 
+DEVICE const unsigned char *shuffle(const unsigned char *x, int lane) {
+    return reinterpret_cast<const unsigned char *>(__shfl_sync(0xffffffffu, reinterpret_cast<u64>(x), lane));
+}
+
 // Where shared memory lies in its own address space: what ldmatrix and cp.async take.
 DEVICE u32 shared_address(const void *generic) {
     u64 wide;

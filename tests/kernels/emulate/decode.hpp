@@ -5,8 +5,10 @@ namespace {
 
 const int WAYS = 4;
 
-// How many splits are merged does not depend on how rows lie.
-bool takes(const Case &c) { return c.kv_len < 8000 || !(KeyFormat::CODED || ValueFormat::CODED); }
+// How many splits are merged does not depend on how rows lie, and pages alone are looked up 32 steps at a time.
+bool takes(const Case &c) {
+    return c.kv_len < 2000 || (c.kv_len < 8000 ? PAGE_TOKENS != 0 : !(KeyFormat::CODED || ValueFormat::CODED));
+}
 
 #if PAGE_TOKENS
 const int SLAB_PAGES = 3, SHIFT = 2;
@@ -44,7 +46,8 @@ void prepare(Tensors &t, Problem &p, std::mt19937 &random) {
     const size_t rows = size_t(p.batch) * p.q_heads * p.q_len;
     // Over the keys that any row of the longest list sees, as src/attention/cuda/decode.rs plans it.
     const int seen = p.window ? std::min(p.kv_len, p.window + p.q_len - 1 + KEYS - 1) : p.kv_len;
-    p.split_keys = std::max(p.kv_len > 8000 ? 64 : 128, WARPS * KEYS), p.splits = int(blocks(seen, p.split_keys));
+    const int wanted = p.kv_len > 8000 ? 64 : p.kv_len > 2000 ? 4608 : 128;
+    p.split_keys = std::max(wanted, WARPS * KEYS), p.splits = int(blocks(seen, p.split_keys));
     t.partials.assign(p.splits * rows * (HEAD_DIM + 2), NAN);
 #if PAGE_TOKENS
     for (size_t list = 0; list < t.lens.size(); list++) t.lens[list] = std::max(0, p.kv_len - 61 * int(list));

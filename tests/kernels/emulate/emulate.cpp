@@ -39,6 +39,7 @@ const Case CASES[] = {
     {"decode, 24 rows, window", 1, 12, 1, 2, 600, true, 100, 0, 0, 1},
     {"decode, long", 1, 2, 1, 1, 1100, true, 0, 30, 0, 1},
     {"decode, window in the middle", 2, 2, 1, 1, 1100, true, 290, 0, 0, 1},
+    {"decode, 70 steps of a warp", 1, 4, 2, 1, 4480, true, 0, 0, 0, 1},
     {"decode, 129 splits", 1, 2, 1, 1, 8200, true, 0, 0, 0, 1},
     {"decode, 265 splits", 1, 1, 1, 1, 16910, true, 0, 0, 0, 4},
 };

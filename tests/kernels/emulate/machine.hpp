@@ -84,6 +84,7 @@ struct Meeting {
 struct Warp {
     Meeting meeting;
     float x[32];
+    const unsigned char *pointer[32];
     u32 address[32], matrix[32][4], a[32][4], b[32][2];
     float d[32][4];
 };
@@ -297,6 +298,13 @@ inline float shuffle(float x, int lane) {
     float y;
     machine::together([&](machine::Warp &w, int me) { w.x[me] = x; }, [](machine::Warp &) {},
                       [&](machine::Warp &w, int) { y = w.x[lane]; });
+    return y;
+}
+
+inline const unsigned char *shuffle(const unsigned char *x, int lane) {
+    const unsigned char *y;
+    machine::together([&](machine::Warp &w, int me) { w.pointer[me] = x; }, [](machine::Warp &) {},
+                      [&](machine::Warp &w, int) { y = w.pointer[lane]; });
     return y;
 }
 
