@@ -2,21 +2,23 @@
 // merged by their log-sum-exp in a fixed order (Flash-Decoding, 2023). The time is meant to be that of reading the cache.
 //
 // Versions
-//   1  The query heads of a group are rows of one matrix product, 16 at a time, so that a key or value is read once for
-//      all of them. Each warp walks over 16 keys at a time with a cp.async ring of its own: no barrier in the loop.
-//      Contiguous tensors, or pages with a list for each KV head and its own length.
+//   1  The query heads of a group are in one matrix product, so that a key or value is read once for all of them. Each warp
+//      walks over 16 keys at a time with a cp.async ring of its own: no barrier in the loop. Contiguous tensors, or pages with
+//      a list for each KV head and its own length.
 //   2  D up to 256, D that is no multiple of 8 (copied element by element), f32 on CUDA cores. Warps and stages as the
-//      launch plans them, so that rings fit GPUs with less shared memory. The size of pages is known to the compiler,
-//      and where a warp's keys lie in one page it is looked up once, a step ahead.
-//      An H100 reads 2.9 TB/s in it, 97% of what a copy there reads and writes. Registers (sm_80, no spills): bf16 121 at D 64, 162 at 128, 206 at
-//      256; f32 with 16 rows 164 at D 128, 230 at 256, with 4 rows 78 and 114.
+//      launch plans them, so that rings fit GPUs with less shared memory. The size of pages is known to the compiler.
+//      An H100 reads 2.9 TB/s in it, 97% of what a copy there reads and writes.
 //   3  Under a window the first split begins where the window does, so that all splits have keys. The merge has a block
-//      for each row: lanes weigh 32 splits at a time, and read their outputs four floats at a time. Keys of a step that
-//      do not lie in one page are looked up once each, a step ahead.
+//      for each row. Keys of a step that do not lie in one page are looked up once each, a step ahead.
 //   4  Rows of codes (formats.cuh): a ring has their bytes, which a warp widens into a tile of its own before it needs them.
-//      Pages are whole steps then. Warps wait for their widening and not for memory: with three blocks on a multiprocessor in
-//      place of two, and shorter rings, 1.42 times as fast as bf16 in pages for int8 on an H100 (before 1.25), 1.63 for
-//      fp8-e4m3 (1.43), 1.45 for int4 (1.28).
+//      Pages are whole steps then. On an H100 1.42 times as fast as bf16 in pages for int8, 1.63 for fp8-e4m3, 1.45 for int4.
+//   5  Query rows are the columns of the products (columns.cuh), so that 8 of them fill one, and output is scaled down only
+//      where a maximum was raised: 210 instructions for 16 keys at D 128 where there were 302. Codes become operands in
+//      registers, without a tile (operands.cuh): 495 for int8 where there were 1012. One block of up to 16 warps has a
+//      multiprocessor for itself, the merge fewer partial results, and keys are under way before queries are waited for. Over
+//      one piece, on an H100, 1.71 times as fast as bf16 was for int8, 1.83 for fp8-e4m3, 2.94 for int4; bf16 1.02.
+//   6  Pages that are whole steps are looked up by a warp's lanes for 32 steps at a time: one step ahead was too late for
+//      codes, which in pages were 1.16 to 1.64 times as fast as bf16 on an H200. Not timed.
 //
 // Compile with -DELEMENT=F32|BF16|F16 -DHEAD_DIM=1..256 -DPAGE_TOKENS=tokens of a page, or 0 for contiguous tensors
 // -DWARPS -DSTAGES=of each warp's ring, 2 or more -DROWS=16 (f32: 4, 8 or 16), and the formats of formats.cuh. KEYS is 16

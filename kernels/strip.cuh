@@ -1,7 +1,7 @@
 // A strip of query rows in one warp's registers: products with tensor cores, and the online softmax between them.
 //
 // A strip is `Rows` rows, a multiple of 16; keys come `Keys` at a time from shared memory. strip_f32.cuh has the same
-// functions for f32; `tiled` and `decode` are written over either.
+// functions for f32; `tiled` is written over either.
 //
 // In the thread of lane 4 g + t the accumulators of a 16-row tile are rows g and g + 8, columns 2t and 2t + 1 of each 8
 // columns. They are, packed to 16 bits, the left operand of the second product as they stand. A thread's part of a row
