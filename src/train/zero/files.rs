@@ -52,7 +52,7 @@ impl Zero<'_> {
         })
     }
 
-    /// Writes a checkpoint and the model; on every rank, of which the first writes.
+    /// Writes the model and a checkpoint; on every rank, of which the first writes.
     pub(in crate::train) fn save(
         &mut self,
         folder: &Path,
@@ -62,11 +62,12 @@ impl Zero<'_> {
     ) -> Result<(), TrainError> {
         if self.comm.rank() > 0 || self.tensor.rank() > 0 {
             let mut send = |array| self.each_whole(array, &mut |_| Ok(()));
-            Array::ALL.into_iter().try_for_each(&mut send)?;
-            return send(Array::Weights);
+            send(Array::Weights)?;
+            return Array::ALL.into_iter().try_for_each(send);
         }
-        checkpoint::save(folder, digest, progress, lens(self.whole), &mut |array, take| self.each_whole(array, take))?;
-        export::write(folder, files, self.whole, |take| self.each_whole(Array::Weights, take))
+        // The checkpoint last: what goes on from the last step's has the model already.
+        export::write(folder, files, self.whole, |take| self.each_whole(Array::Weights, take))?;
+        checkpoint::save(folder, digest, progress, lens(self.whole), &mut |array, take| self.each_whole(array, take))
     }
 
     /// Lets the first rank `take` all numbers of an array of the whole model. Where ranks share blocks, the first of each part gathers its
