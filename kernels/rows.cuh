@@ -125,11 +125,17 @@ template <class Format, int Rows, int Threads, bool Swizzled = false> struct Arr
     // Starts to copy codes that lie one row behind the other from `from` on, a multiple of 16 bytes; zeros, which stand for
     // zeros in every format, in place of rows from `count` on.
     DEVICE static void copy(u32 room, int thread, int count, const unsigned char *from) {
-        const int there = most(0, count) * Format::BYTES;
-        if (count >= Rows)
-            copy(room, thread, from, [](int) { return 16; });
-        else
-            copy(room, thread, from, [&](int at) { return most(0, least(16, there - at)); });
+        if constexpr (Threads == 32) {
+            const int there = most(0, count) * Format::BYTES;
+            if (count >= Rows)
+                copy(room, thread, from, [](int) { return 16; });
+            else
+                copy(room, thread, from, [&](int at) { return most(0, least(16, there - at)); });
+        } else { // a block has no registers for two ways
+            const int there = most(0, least(count, Rows)) * Format::BYTES;
+            for (int at = 16 * thread; at < CODE_BYTES; at += 16 * Threads)
+                copy_async_16(room + at, from + at, most(0, least(16, there - at)));
+        }
     }
     template <class Bytes> DEVICE static void copy(u32 room, int thread, const unsigned char *from, Bytes bytes) {
 #pragma unroll
