@@ -215,7 +215,6 @@ KERNEL(32 * WARPS) decode_partial(OPERANDS) {
             copy_rows<KEYS, 32>(values, lane, end - key0, p.q, [&](int row) { return kv.value(row); });
     };
     strip.clear();
-    // Code that is not repeated is short: it comes from memory too, and nothing else is under way until it has.
 #pragma unroll 1
     for (int step = 0; step < STAGES - 1; step++) {
         if (step < steps) copy(step);

@@ -4,7 +4,7 @@
     decode_turns.py run DIR [--rounds 20] [B,Hq,Hkv,L ...]              there: needs PyTorch
 
 FORMAT is bf16, int8, fp8-e4m3 or int4. `build` compiles each form for bf16 queries of D 128 over one piece, not pages, from
-a file of its own. `run` first holds each to attention in f64 over what its codes stand for, then times them all, with a cold
+a file of its own, whose rings must lie as this tree's. `run` first holds each to attention in f64 over what its codes stand for, then times them all, with a cold
 L2 and in another order each round; ratios are beside the first.
 """
 
@@ -13,11 +13,10 @@ import ctypes
 import json
 import os
 import random
-import statistics
 import sys
 
 from timing import CODE_BYTES
-from turns import HEAD_DIM, HERE, WAIT_CYCLES, Problem, call
+from turns import HEAD_DIM, HERE, Problem, call, medians
 
 MACROS = {
     "bf16": {}, "int8": {"K_FORMAT": 1, "V_FORMAT": 1}, "fp8-e4m3": {"K_FORMAT": 2, "V_FORMAT": 2},
@@ -166,25 +165,9 @@ def error(form):
 
 def time_shape(shape, forms, rounds):
     """Medians of microseconds by name, of passes in turn."""
-    import torch
-
     q, kv = problem(forms, *shape)
     work = {form.name: form.over(q, *(codes for codes, _ in kv[form.codes]), shape[3])[0] for form in forms}
-    cold = torch.zeros(torch.cuda.get_device_properties(0).L2_cache_size // 2, device="cuda")
-    times = {name: [] for name in work}
-    for at in range(rounds + 2):
-        for name, run in random.sample(list(work.items()), len(work)):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda.synchronize()
-            torch.cuda._sleep(WAIT_CYCLES)
-            cold.sum()
-            start.record()
-            run()
-            end.record()
-            torch.cuda.synchronize()
-            if at >= 2:
-                times[name].append(1e3 * start.elapsed_time(end))
-    return {name: statistics.median(samples) for name, samples in times.items()}
+    return {name: 1e3 * ms for name, ms in medians(work, rounds).items()}
 
 
 def run(folder, rounds, shapes):
@@ -200,10 +183,10 @@ def run(folder, rounds, shapes):
     for shape in shapes:
         batch, q_heads, kv_heads, length = shape
         print(f"{q_heads}/{kv_heads} heads, B {batch}, {length} tokens")
-        medians = time_shape(shape, forms, rounds)
-        first = medians[forms[0].name]
+        times = time_shape(shape, forms, rounds)
+        first = times[forms[0].name]
         for form in forms:
-            us, read_bytes = medians[form.name], 2 * batch * kv_heads * length * row_bytes(form.codes)
+            us, read_bytes = times[form.name], 2 * batch * kv_heads * length * row_bytes(form.codes)
             print(f"  {form.name:16} {us:8.2f} us  {read_bytes / us / 1e6:5.2f} TB/s  {first / us:.3f} x {forms[0].name}", flush=True)
 
 

@@ -316,6 +316,12 @@ class Calls(Case):
     def visit(self, faults=None):
         return Visit(self.folder, faults or {}, None)
 
+    def test_a_part_may_be_steps_whose_names_begin_so(self):
+        visit = self.visit()
+        visit.call("--part", "smoke/tiled", "--part", "ceilings")
+        named = {step for step in visit.ended() if step != "start" and not step.startswith("probe/")}
+        self.assertEqual(named, {"smoke/tiled", "smoke/tiled backward", "ceilings/ceilings"})
+
     def test_wrong_usage_is_one_line_and_status_2(self):
         visit = self.visit()
         self.assertEqual(visit.call("--minutes", "0").returncode, 0)

@@ -144,11 +144,18 @@ def time_shape(shape, forms, peers, rounds):
 
     batch, q_heads, kv_heads, length, causal = shape
     q, k, v = (torch.randn(batch, h, length, HEAD_DIM, device="cuda", dtype=torch.bfloat16) for h in (q_heads, kv_heads, kv_heads))
-    cold = torch.zeros(torch.cuda.get_device_properties(0).L2_cache_size // 2, device="cuda")
     work = {form.name: form.over(q, k, v, causal)[0] for form in forms}
     for peer in peers:
         tensors = [x.transpose(1, 2).contiguous() for x in (q, k, v)] if peer == "fa3" else [q, k, v]
         work[peer] = lambda run=attention(peer), tensors=tensors: run(*tensors, causal)
+    return medians(work, rounds)
+
+
+def medians(work, rounds):
+    """Medians of ms by name, of passes in turn with a cold L2, in another order each round."""
+    import torch
+
+    cold = torch.zeros(torch.cuda.get_device_properties(0).L2_cache_size // 2, device="cuda")
     times = {name: [] for name in work}
     with torch.no_grad():
         for at in range(rounds + 2):

@@ -48,7 +48,7 @@ pub fn decode_paged(
     if page_tokens == 0 {
         return Err(AttentionError::Option("pages of 0 tokens; pages have at least 1".into()));
     }
-    let (_, keys) = tile(1, shape.head_dim, rows.dtype());
+    let keys = step_keys(rows.dtype());
     if rows.is_coded() && !page_tokens.is_multiple_of(keys) {
         let wanted = format!("codes on CUDA lie in pages of a multiple of {keys} tokens in a pass of {}", rows.dtype());
         return Err(AttentionError::Option(format!("pages of {page_tokens} tokens; {wanted}")));
@@ -99,20 +99,25 @@ pub(crate) fn step_workspace(
     WorkspaceSize { scores: 0, scratch: most * shape.rows() * (shape.head_dim + 2) }
 }
 
-/// Query rows of a block, and keys of a warp's step: as few rows as there are, since those that are not there cost as much.
-/// A product of tensor cores has 8 of them, and 16 keys; above D 192 there are no registers for two.
-fn tile(rows: usize, head_dim: usize, dtype: DType) -> (usize, usize) {
+/// Keys of a warp's step: what is the left operand of a product of tensor cores, or as many as CUDA cores have lanes for.
+fn step_keys(dtype: DType) -> usize {
+    if dtype == DType::F32 { 8 } else { 16 }
+}
+
+/// Query rows of a block: as few as there are, since those that are not there cost as much. A product of tensor cores has 8 of
+/// them; above D 192 there are no registers for two.
+fn block_rows(rows: usize, head_dim: usize, dtype: DType) -> usize {
     let rows = rows.next_power_of_two();
     match dtype {
-        DType::F32 => (rows.clamp(4, 16), 8),
-        DType::Bf16 | DType::F16 => (rows.clamp(8, if head_dim <= 192 { 16 } else { 8 }), 16),
+        DType::F32 => rows.clamp(4, 16),
+        DType::Bf16 | DType::F16 => rows.clamp(8, if head_dim <= 192 { 16 } else { 8 }),
     }
 }
 
 /// Keys of the longest list that any query sees, from where the kernel's first split begins: under a window at most a step
 /// before the first of them.
 fn seen(shape: &Shape, params: &Params, dtype: DType) -> usize {
-    let (_, keys) = tile(1, shape.head_dim, dtype);
+    let keys = step_keys(dtype);
     params.window.map_or(shape.kv_len, |window| shape.kv_len.min(window.saturating_add(shape.q_len + keys - 2)))
 }
 
@@ -129,19 +134,17 @@ struct Tiling {
 impl Tiling {
     fn new(shape: &Shape, stored: GpuRows, limits: &Limits, page_tokens: usize) -> Self {
         let (all_rows, dtype) = (shape.group() * shape.q_len, stored.dtype());
-        let (rows, keys) = tile(all_rows, shape.head_dim, dtype);
+        let (rows, keys) = (block_rows(all_rows, shape.head_dim, dtype), step_keys(dtype));
         // Where the keys of a step do not lie in one page, each one's place is held.
         let places = if page_tokens.is_multiple_of(keys) { 0 } else { 8 * keys };
         // A tile in each stage; where rows are codes, these in each stage, and one tile if they are not taken in place.
         let row = row_bytes(shape.head_dim, dtype);
-        let parts = code_bytes(stored, keys, shape.head_dim).into_iter().zip(stored.in_place(shape.head_dim));
-        let parts: Vec<(usize, usize)> = parts
-            .map(|(codes, in_place)| match (codes, in_place) {
-                (0, _) => (0, keys * row),
-                (codes, true) => (0, codes),
-                (codes, false) => (keys * row, codes),
-            })
-            .collect();
+        let (codes, in_place) = (code_bytes(stored, keys, shape.head_dim), stored.in_place(shape.head_dim));
+        let parts = [0, 1].map(|part| match (codes[part], in_place[part]) {
+            (0, _) => (0, keys * row),
+            (codes, true) => (0, codes),
+            (codes, false) => (keys * row, codes),
+        });
         // A warp's partial result takes the place of its ring.
         let result = rows * (row / dtype.bytes() + 2) * 4;
         let ring = |stages| parts.iter().map(|(once, each)| once + stages * each).sum::<usize>();
@@ -149,15 +152,15 @@ impl Tiling {
         let bytes = |(warps, stages)| rows * row + warps * (ring(stages) + places);
         // One block of many warps leaves fewer partial results than several of few, as long as a warp's registers suffice: 128
         // where there are 16. On CUDA cores two small ones hide each other's waiting.
-        let (blocks, most_warps) = match dtype {
-            DType::F32 => (2, 4),
-            DType::Bf16 | DType::F16 => (1, if rows * shape.head_dim <= 1024 { 16 } else { 8 }),
+        let (blocks, most_warps, most_bytes) = match dtype {
+            DType::F32 => (2, 4, usize::MAX),
+            DType::Bf16 | DType::F16 => (1, if rows * shape.head_dim <= 1024 { 16 } else { 8 }, BLOCK_BYTES),
         };
-        let room = Limits { block_shared_bytes: limits.block_shared_bytes.min(BLOCK_BYTES), ..*limits };
+        let room = Limits { block_shared_bytes: limits.block_shared_bytes.min(most_bytes), ..*limits };
         let rings: Vec<_> = RINGS.into_iter().filter(|&(warps, _)| warps <= most_warps).collect();
-        let (warps, stages) = if blocks == 1 { &room } else { limits }.roomiest(blocks, &rings, bytes);
+        let (warps, stages) = room.roomiest(blocks, &rings, bytes);
         let shared_bytes = bytes((warps, stages));
-        let each = limits.blocks_each(shared_bytes).clamp(1, blocks);
+        let each = room.blocks_each(shared_bytes).clamp(1, blocks);
         let rest = [all_rows.div_ceil(rows), shape.batch * shape.kv_heads];
         let grid = Grid { rest, slots: each * limits.multiprocessors, step: warps * keys };
         Tiling { rows, warps, stages, shared_bytes, grid }
@@ -244,7 +247,7 @@ mod tests {
         fn splits_cover_the_keys_that_are_seen((shape, params, dtype, limits) in problems(), shorter in 0usize..1000) {
             let plan = Decode.plan(&shape, &params, dtype.into(), &limits).unwrap();
             let (splits, keys) = (plan.extents.splits, plan.extents.split_keys);
-            let step = tile(1, shape.head_dim, dtype).1;
+            let step = step_keys(dtype);
             let all = spanned(&shape, &params, shape.kv_len, step);
             prop_assert!(splits * keys >= all);
             // A window may begin with a step or in its middle.
