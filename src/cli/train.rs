@@ -24,7 +24,8 @@ A recipe is a TOML file; without one it is that of the model that ships with kvs
 Hugging Face's transformers and kvsieve load (config.json, model.safetensors, tokenizer.json), with a checkpoint, the \
 log (training.jsonl), its figures (loss.svg, accuracy-2048.svg) and a record (training.json).\n\n\
 With --method dms a model stays as it is, and gates learn which tokens its cache can do without; the folder gets \
-policy.safetensors, which the policy 'dms' reads, a checkpoint, the log, figures and a record.\n\n\
+policy.safetensors, which the policy 'dms' reads, a checkpoint, the log, figures and a record. With --method dmc tokens are \
+accumulated into the one behind them instead of being dropped, for the policy 'dmc'.\n\n\
 With --method kvzap gates are fitted that foretell KVzip+'s scores, for the policies 'kvzap' and 'gate'; the model repeats --steps \
 sequences of the text for that. The folder gets policy.safetensors, a checkpoint, the log, a figure and a record.\n\n\
 With --method larimar maps are trained by which a model writes facts into a memory and answers from it (docs/memories.md); the \
@@ -40,6 +41,7 @@ Examples:
   kvsieve train my.toml --out model --ranks 4 --zero 3   4 threads, each with a quarter of all that is trained
   kvsieve train --method dms --model builtin --ratio 4 --window 32 --steps 300 --out gates
   kvsieve train --method dms --model SmolLM2.gguf --ratio 4 --window 256 --text book.txt --steps 500 --out gates
+  kvsieve train --method dmc --model builtin --ratio 2 --out slots
   kvsieve train --method kvzap --model SmolLM2.gguf --text book.txt --steps 200 --out surrogate
   kvsieve train --method larimar --model builtin --out editor
   kvsieve train --method lora --model SmolLM2.gguf --text book.txt --learning-rate 5e-4 --steps 200 --out adapter

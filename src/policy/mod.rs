@@ -82,6 +82,7 @@ pub const POLICIES: &[PolicyEntry] = &[
     scorers::kvgrad::ENTRY,
     scorers::gate::ENTRY,
     scorers::dms::ENTRY,
+    scorers::dmc::ENTRY,
     scorers::oracle::ENTRY,
     scorers::oracle_output::ENTRY,
     sparse::quest::ENTRY,

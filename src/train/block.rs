@@ -96,6 +96,7 @@ impl Block<'_> {
         if let Some(gates) = &mut shared.gates {
             gates.decide(self.layer, self.cpu, &inner.n1, &mut shared.scratch.products);
         }
+        self.accumulate(inner, shared);
         self.attend(cheap, inner, shared)?;
         self.residual(x, cheap, inner, shared)?;
         self.mlp_inner(cheap, inner, shared)?;
@@ -126,6 +127,7 @@ impl Block<'_> {
             Recompute::None => return Ok(()),
             Recompute::Selective => {
                 self.attention_inputs(x, inner, shared);
+                self.accumulate(inner, shared);
                 self.by_tokens(&cheap.attention, inner, &shared.head_gates);
                 if self.groups().after_attention.is_some() {
                     self.residual(x, cheap, inner, shared)?;
@@ -133,6 +135,7 @@ impl Block<'_> {
             }
             Recompute::Full => {
                 self.attention_inputs(x, inner, shared);
+                self.accumulate(inner, shared);
                 self.attend(cheap, inner, shared)?;
                 self.residual(x, cheap, inner, shared)?;
             }
@@ -159,6 +162,14 @@ impl Block<'_> {
         if let Some(readout) = &shared.readout {
             let [_, k, v] = &mut inner.qkv;
             readout.put(self.layer, [k, v]);
+        }
+    }
+
+    /// Accumulates tokens that a gate decided on, where that is what becomes of them.
+    fn accumulate(&self, inner: &mut Inner, shared: &mut Shared) {
+        if let Some(gates) = &mut shared.gates {
+            let [_, k, v] = &mut inner.qkv;
+            gates.accumulate(self.layer, self.cpu, [k, v]);
         }
     }
 
@@ -360,25 +371,35 @@ impl Block<'_> {
             let rows = added.chunks_exact(hidden);
             to.iter_mut().zip(rows).for_each(|(to, row)| *to = row.iter().map(|x| x * x).sum::<f32>().sqrt());
         }
-        let mut attention = |bias, outputs: &Outputs, d_o: &[f32], qkv: &mut [f32]| {
-            let [q, ..] = &inner.qkv;
+        let [q, k, v] = &inner.qkv;
+        let mut attention = |bias, outputs: &Outputs, d_o: &[f32], dqkv: &mut Gradients| {
             let kv = self.kv(inner, bias)?;
             self.attention_backward((q, &kv), outputs, (d_o, rounded), dqkv, &mut scratch.backward)?;
             if let Some(readout) = &mut *readout {
                 readout.take(self.layer, [&mut dqkv.k, &mut dqkv.v]);
             }
-            heads::merge(cpu, config, self.turns, [&dqkv.q, &dqkv.k, &dqkv.v], (qkv, self.first));
             Ok::<_, AttentionError>(())
+        };
+        let merge = |dqkv: &Gradients, qkv: &mut [f32]| {
+            heads::merge(cpu, config, self.turns, [&dqkv.q, &dqkv.k, &dqkv.v], (qkv, self.first));
         };
         match head_gates {
             Some(head_gates) => {
                 head_gates.divide(self.layer, cpu, &cheap.attention.o, d_o);
-                attention(None, &cheap.attention, d_o, qkv)?;
-                let Streaming { bias, outputs, d_o, dqkv } = head_gates.streaming(self.layer);
+                attention(None, &cheap.attention, d_o, dqkv)?;
+                merge(dqkv, qkv);
+                let Streaming { bias, outputs, d_o, dqkv: near } = head_gates.streaming(self.layer);
                 attention(Some(bias), outputs, d_o, dqkv)?;
-                norm::add(cpu, qkv, dqkv);
+                merge(dqkv, near);
+                norm::add(cpu, qkv, near);
             }
-            None => attention(self.decided(gates), &cheap.attention, d_o, qkv)?,
+            None => {
+                attention(self.decided(gates), &cheap.attention, d_o, dqkv)?;
+                if let Some(gates) = gates {
+                    gates.accumulate_backward(self.layer, cpu, [k, v], [&mut dqkv.k, &mut dqkv.v]);
+                }
+                merge(dqkv, qkv);
+            }
         }
         let qkv = &mut qkv[of_qkv.clone()];
         for (gain, range) in groups.qk_norm.iter().flatten().zip(heads::columns(config)) {

@@ -1,5 +1,6 @@
 //! A run of `--method dms`: gates that learn which tokens a frozen model can do without ([`super::gates`]), and beside them, where that
-//! is asked for, adapters by which the model learns to do without them ([`super::lora`]). The dense model has no adapters.
+//! is asked for, adapters by which the model learns to do without them ([`super::lora`]). The dense model has no adapters. In a run of
+//! `--method dmc` tokens are accumulated in place of being dropped ([`super::accumulation`]).
 //!
 //! The loss of a step is the divergence from the dense model plus a one-sided term, the fraction of tokens that should have
 //! been evicted and were not. That fraction is `1 - 1/ratio` with a ratio that rises linearly from 1 to the one asked for over
@@ -11,6 +12,7 @@ mod settings;
 
 pub use settings::Settings;
 
+use super::accumulation::Accumulation;
 use super::activations::{Extents, Recompute};
 use super::adamw::AdamW;
 use super::checkpoint::{self, Array, Progress};
@@ -69,7 +71,7 @@ impl<'a> Source<'a> {
             (recipe.stages, recipe.seed) = (vec![Stage { length, batch, steps }], seed ^ GENERATED);
             return Ok(Source::Generated(Box::new(Data::new(&recipe, vocabulary)?)));
         };
-        let misfit = |reason| TrainError::Misfit { name: "dms".into(), reason };
+        let misfit = |reason| TrainError::Misfit { name: settings.method().into(), reason };
         Ok(Source::Text(TextSource::open(path, vocabulary, length, seed).map_err(misfit)?))
     }
 
@@ -98,7 +100,7 @@ struct Since {
 /// # Errors
 /// When settings, text, folder or memory do not allow it, the loss stops being a number, or nothing or everything is evicted.
 pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn FnMut(&Line)) -> Result<(), TrainError> {
-    let misfit = |reason| TrainError::Misfit { name: "dms".into(), reason };
+    let misfit = |reason| TrainError::Misfit { name: settings.method().into(), reason };
     let model = locate(&settings.model)?;
     let config = Config::read(&model)?;
     settings.check(&config).map_err(misfit)?;
@@ -115,7 +117,12 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
     let extents = Extents { parameters: &parameters, batch, len, skipped };
     let count = Gates::count(&config) + layout.as_ref().map_or(0, Layout::count);
     let of_adapters = layout.as_ref().map(|layout| layout.bytes(&extents)).unwrap_or_default();
-    let of_both = Gates::bytes(&extents).into_values().chain(of_adapters.into_values()).sum::<u64>();
+    let of_slots = if settings.accumulates { Accumulation::bytes(&extents) } else { Default::default() };
+    let of_both = Gates::bytes(&extents)
+        .into_values()
+        .chain(of_slots.into_values())
+        .chain(of_adapters.into_values())
+        .sum::<u64>();
     let beside = of_both + AdamW::bytes(count) + arena.usage().live_bytes;
     let bytes = |mode| beside + extents.training_bytes(mode, cpu.threads()).into_values().sum::<u64>();
     let recompute = Recompute::within(options.limit_bytes, bytes);
@@ -125,7 +132,10 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
     std::fs::create_dir_all(folder).map_err(|error| TrainError::write(folder, &error))?;
     let digest = checkpoint::digest(&(settings, &base));
     let weights = Frozen::open(&model, &parameters, &arena)?;
-    let gates = Gates::new(&arena, &extents, settings.window, settings.decided_by)?;
+    let mut gates = Gates::new(&arena, &extents, settings.window, settings.decided_by)?;
+    if settings.accumulates {
+        gates = gates.accumulating(&arena, &extents)?;
+    }
     let mut network = Network::new(&arena, cpu, extents, recompute)?.with_gates(&arena, gates)?;
     let mut averages = vec![AdamW::new(&arena, Gates::count(&config))?];
     if let Some(layout) = layout {
@@ -227,7 +237,7 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
         }
     }
     let record = json!({
-        "method": "dms",
+        "method": settings.method(),
         "settings": settings,
         "base_model": base,
         "scale": SCALE,
@@ -267,9 +277,10 @@ fn write_policy(
     path: &Path,
 ) -> Result<(), TrainError> {
     let [weight, bias] = gates.folded();
+    let names = ["weight", "bias"].map(|what| format!("{}.{what}", settings.method()));
     let outputs = [
-        Output::f32("dms.weight", vec![config.layers, config.kv_heads, config.hidden], &weight),
-        Output::f32("dms.bias", vec![config.layers, config.kv_heads], &bias),
+        Output::f32(&names[0], vec![config.layers, config.kv_heads, config.hidden], &weight),
+        Output::f32(&names[1], vec![config.layers, config.kv_heads], &bias),
     ];
     let metadata = [
         ("base_model", base.to_string()),

@@ -11,7 +11,10 @@
 //! Gradients: `d log(1 - alpha) / dz = -alpha`, and `alpha (1 - alpha)` for the term that asks for more eviction, which
 //! counts decisions as taken (`z > 0`) and passes gradients straight through them. Only tokens that some query of the
 //! sequence has left behind the window are counted: on others nothing but that term would act.
+//!
+//! A token that goes may also be accumulated into the one behind it, as in Dynamic Memory Compression ([`super::accumulation`]).
 
+use super::accumulation::Accumulation;
 use super::activations::Extents;
 use super::holder::UnitGradients;
 use super::linear::Linear;
@@ -23,6 +26,7 @@ use crate::memory::{Arena, ArenaError, Buffer, Label, LabelBytes};
 use crate::model::Config;
 use crate::model::parameters::Role;
 use crate::policy::DecidedBy;
+use crate::tensor::Tensor;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
@@ -75,6 +79,8 @@ pub struct Gates {
     pub(super) dense: Buffer<f32>,
     /// Gradient of the loss by each decision, from the term that asks for more eviction.
     pressure: f32,
+    /// What becomes of tokens that go, unless they are dropped.
+    accumulation: Option<Accumulation>,
 }
 
 /// Where the parameters of a model's gates lie.
@@ -138,7 +144,21 @@ impl Gates {
             outputs: floats(config.kv_heads)?,
             dense: floats(config.hidden)?,
             pressure: 0.0,
+            accumulation: None,
         })
+    }
+
+    /// The same where a token that goes is accumulated into the one behind it, which decides on it.
+    ///
+    /// # Errors
+    /// When the arena has no room.
+    ///
+    /// # Panics
+    /// When another token decides, or later.
+    pub fn accumulating(mut self, arena: &Arena, extents: &Extents<'_>) -> Result<Self, ArenaError> {
+        assert_eq!((self.window, self.decided_by), (1, DecidedBy::Next), "a slot goes on with the token that decides");
+        self.accumulation = Some(Accumulation::new(arena, extents)?);
+        Ok(self)
     }
 
     /// Bytes that [`Gates::new`] takes, and [`super::Network::with_gates`]: the gradient by the bias, and the dense model's outputs
@@ -212,6 +232,39 @@ impl Gates {
         }
     }
 
+    /// How much of a token goes, by its logit.
+    fn alpha(mode: Mode, logit: f32) -> f32 {
+        match mode {
+            Mode::Relaxed { .. } => 1.0 / (1.0 + (-logit).exp()),
+            _ => f32::from(u8::from(logit > 0.0)),
+        }
+    }
+
+    /// Accumulates a layer's tokens that were decided on, keys and values `[B, Hkv, L, D]`, where that is what becomes of them.
+    pub(super) fn accumulate(&mut self, layer: usize, cpu: &Cpu, heads: [&mut Tensor; 2]) {
+        if self.is_dense() {
+            return;
+        }
+        let (layer, mode) = (self.layer(layer), self.mode);
+        let Gates { accumulation: Some(accumulation), logits, .. } = self else { return };
+        let logits = &logits[layer];
+        accumulation.forward(cpu, |index| Self::alpha(mode, logits[index]), heads);
+    }
+
+    /// The gradient of [`Gates::accumulate`]: `gradients` by its results become those by what it was given.
+    pub(super) fn accumulate_backward(
+        &mut self,
+        layer: usize,
+        cpu: &Cpu,
+        heads: [&Tensor; 2],
+        gradients: [&mut Tensor; 2],
+    ) {
+        let (layer, mode) = (self.layer(layer), self.mode);
+        let Gates { accumulation: Some(accumulation), logits, .. } = self else { return };
+        let logits = &logits[layer];
+        accumulation.backward(cpu, |index| Self::alpha(mode, logits[index]), heads, gradients);
+    }
+
     /// Whether the forward pass is that of the dense model.
     fn is_dense(&self) -> bool {
         self.mode == Mode::Dense
@@ -265,9 +318,10 @@ impl Gates {
         self.outputs.fill(0.0);
         for (index, (&z, &dbias)) in logits.iter().zip(dbias).enumerate() {
             let Some(at) = decided_at(index, self.len, self.heads, self.decided_by) else { continue };
-            let alpha = 1.0 / (1.0 + (-z).exp());
+            let alpha = Self::alpha(self.mode, z);
+            let accumulated = self.accumulation.as_ref().map_or(0.0, |accumulation| accumulation.gradient[index]);
             let pressure = if self.is_mature(index % self.len) { self.pressure } else { 0.0 };
-            let dz = -alpha * (dbias + pressure * (1.0 - alpha));
+            let dz = alpha * ((1.0 - alpha) * (accumulated - pressure) - dbias);
             self.outputs[at] = SCALE / TAU * dz;
         }
         let Gates { linears, weights, gradient, outputs, .. } = self;

@@ -7,6 +7,7 @@
 //! threads; what a step reads depends on nothing but the recipe's seed and the step's number, so that a run that was
 //! killed goes on with the same bits.
 
+mod accumulation;
 pub mod activations;
 mod adafactor;
 pub mod adamw;

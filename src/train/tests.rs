@@ -1,6 +1,7 @@
 //! Modes of recomputation against each other, memory against its formula, and learning; `families` has gradients and
 //! forward passes of every family.
 
+mod accumulation;
 mod eviction;
 mod families;
 mod heads;

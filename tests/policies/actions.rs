@@ -139,6 +139,47 @@ fn accumulate_averages_runs_and_counts_them() {
     assert_eq!(weights(&cache), [6.0]);
 }
 
+/// What is averaged are keys before RoPE, and a slot stands where its newest token does.
+#[test]
+fn accumulate_into_the_later_token_averages_keys_before_rope() {
+    let (policy, rope) = ("knorm+accumulate:into=later", Frequencies::new(4, 10_000.0));
+    let before_rope = normal(&mut rng(3), 7 * 4, 1.0);
+    let turned = |rows: &[f32], positions: &[usize]| {
+        let mut rows = rows.to_vec();
+        let turned = rows.chunks_exact_mut(4).zip(positions);
+        turned.for_each(|(row, &position)| Rotation::new(&rope, position as i64).rotate(row));
+        rows
+    };
+    let mean = |rows: &[f32]| -> Vec<f32> {
+        let count = (rows.len() / 4) as f32;
+        (0..4).map(|column| rows.iter().skip(column).step_by(4).sum::<f32>() / count).collect()
+    };
+    let arena = Arena::unlimited();
+    let keys_of = turned(&before_rope, &[0, 1, 2, 3, 4, 5, 6]);
+    let mut cache = cache(&arena, policy, DType::F32, 4, &keys_of, &before_rope);
+    shrink(&arena, policy, &mut cache, &[1, 2, 5], None, 1);
+    // What comes behind the last retained token goes into it as well.
+    let slots = [mean(&before_rope[..8]), before_rope[8..12].to_vec(), mean(&before_rope[12..])].concat();
+    assert_near(&values(&cache), &slots);
+    assert_near(&keys(&cache), &turned(&slots, &[1, 2, 5]));
+    // Again, from slots that stand for two tokens, for one and for four.
+    shrink(&arena, policy, &mut cache, &[2], None, 1);
+    assert_near(&values(&cache), &mean(&before_rope));
+    assert_near(&keys(&cache), &turned(&mean(&before_rope), &[5]));
+    assert_eq!((cache.column(0, 0, Column::Weight), cache.position(0, 0)), (7.0, 5));
+
+    let fold = Fold { arena: &arena, cpu: cpu(1), seed: 0, draws: None, rope: None, asked: None };
+    cache
+        .append(
+            tensor(DType::F32, [1, 1, 1, 4], &[1.0; 4]).view(),
+            tensor(DType::F32, [1, 1, 1, 4], &[1.0; 4]).view(),
+            0..1,
+        )
+        .unwrap();
+    let error = Registry::default().policy(policy).unwrap().shrink(&fold, &mut cache, 0, &[1]).unwrap_err();
+    assert!(error.to_string().contains("rope_theta"), "{error}");
+}
+
 #[test]
 fn turned_keys_stand_at_positions_without_gaps() {
     let arena = Arena::unlimited();
@@ -368,7 +409,8 @@ proptest! {
         let (keys_of, values_of) = (normal(&mut rng(seed), len * width, 1.0), normal(&mut rng(seed ^ 1), len * width, 1.0));
         let kept: Vec<u32> = (0..len as u32).filter(|slot| (slot + seed as u32 % 7).is_multiple_of(keep_every as u32)).collect();
         prop_assume!(!kept.is_empty() && kept.len() < len);
-        for part in ["merge", "cam:window=3", "cam:window=5000", "accumulate"] {
+        let later = width.is_multiple_of(2).then_some("accumulate:into=later");
+        for part in ["merge", "cam:window=3", "cam:window=5000", "accumulate"].into_iter().chain(later) {
             let policy = format!("knorm+{part}");
             let run = |threads: usize| {
                 let arena = Arena::unlimited();
@@ -387,7 +429,7 @@ proptest! {
             let (one_keys, one_values, weight) = run(1);
             prop_assert_eq!(&(one_keys.clone(), one_values.clone(), weight), &run(3), "{} on three threads", &policy);
             prop_assert!(one_keys.iter().chain(&one_values).all(|x| x.is_finite()));
-            if part == "accumulate" {
+            if part.starts_with("accumulate") {
                 prop_assert_eq!(weight, len as f32, "every token counts once");
             } else {
                 // Keys stay as they were.

@@ -4,6 +4,7 @@ use assert_cmd::Command;
 use kvsieve::device::Cpu;
 use kvsieve::memory::Arena;
 use kvsieve::model::Model;
+use kvsieve::policy::DecidedBy;
 use kvsieve::tensor::DType;
 use kvsieve::train::dms::{self, Settings};
 use kvsieve::train::log::Line;
@@ -30,6 +31,7 @@ fn settings() -> Settings {
         learning_rate: 2e-3,
         pressure: 20.0,
         decided_by: Default::default(),
+        accumulates: false,
         adapters: None,
         weights: DType::F32,
     }
@@ -44,9 +46,13 @@ fn train(settings: &Settings, out: &Path, resume: bool, stop_after: Option<usize
 
 /// Weights and biases of a run's gates; the texts of their file come in any order.
 fn gates(out: &Path) -> [Vec<u8>; 2] {
+    gates_of("dms", out)
+}
+
+fn gates_of(method: &str, out: &Path) -> [Vec<u8>; 2] {
     let bytes = fs::read(out.join(dms::POLICY)).unwrap();
     let file = SafeTensors::deserialize(&bytes).unwrap();
-    ["dms.weight", "dms.bias"].map(|name| file.tensor(name).unwrap().data().to_vec())
+    ["weight", "bias"].map(|what| file.tensor(&format!("{method}.{what}")).unwrap().data().to_vec())
 }
 
 fn kvsieve() -> Command {
@@ -116,6 +122,38 @@ fn trained_gates_evict_in_their_model_and_in_no_other() {
     logits(copy.to_str().unwrap(), &gates).failure().code(2).stderr(contains("was trained on the model"));
     logits("builtin", "dms:gates=nowhere.safetensors").failure().code(2).stderr(contains("nowhere.safetensors"));
     logits("builtin", "dms").failure().code(2).stderr(contains("dms.weight"));
+}
+
+/// Tokens are accumulated into those behind them: none is lost, whatever goes, in prefill, behind it and in chunks.
+#[test]
+fn gates_that_accumulate_are_trained_and_count_every_token() {
+    let folder = tempfile::tempdir().unwrap();
+    let (whole, parts) = (folder.path().join("whole"), folder.path().join("parts"));
+    let slots = Settings { window: 1, decided_by: DecidedBy::Next, accumulates: true, ..settings() };
+    let lines = train(&slots, &whole, false, None).unwrap();
+    assert!(lines.iter().any(|line| matches!(line, Line::HeldOutGates { kl, .. } if *kl > 0.0)), "{lines:?}");
+    train(&slots, &parts, false, Some(2)).unwrap();
+    train(&slots, &parts, true, None).unwrap();
+    assert!(gates_of("dmc", &whole) == gates_of("dmc", &parts), "resumed gates differ");
+
+    let gates = whole.join(dms::POLICY);
+    let eval = |policy: String| {
+        let mut command = kvsieve();
+        command.args(["eval", "--model", "builtin", "--task", "passkey", "--context", "256", "--samples", "1"]);
+        command.args(["--budget", "0.5", "--policy"]).arg(policy);
+        command.assert()
+    };
+    for part in ["", "+chunks:tokens=64", "+once"] {
+        eval(format!("dmc:gates={}{part}", gates.display())).success();
+    }
+    // Gates that drop are other gates.
+    eval(format!("dms:gates={}", gates.display())).failure().code(2).stderr(contains("dms.weight"));
+    eval("dmc:window=4".into()).failure().code(2).stderr(contains("window"));
+    for option in [["--window", "8"], ["--decided-by", "next"], ["--sink", "4"]] {
+        let mut command = kvsieve();
+        command.args(["train", "--method", "dmc", "--model", "builtin"]).args(option).arg("--out").arg(&whole);
+        command.assert().failure().code(2).stderr(contains(format!("{} is nothing to --method dmc", option[0])));
+    }
 }
 
 /// Adapters are trained from the dense model's own divergence, and the gates are those of the model with them.
@@ -204,7 +242,11 @@ fn a_model_writes_its_own_text_and_writes_it_again_when_a_run_goes_on() {
     assert_eq!((&record["settings"]["written"], &record["settings"]["text"]), (&json!(true), &Value::Null));
     let mut command = kvsieve();
     command.args(["train", "--method", "kvzap", "--model", "builtin", "--text", "model", "--out"]).arg(&whole);
-    command.assert().failure().code(2).stderr(contains("--text model is for --method dms; kvzap learns from a file"));
+    command
+        .assert()
+        .failure()
+        .code(2)
+        .stderr(contains("--text model is for --method dms and dmc; kvzap learns from a file"));
 }
 
 /// A folder of NVIDIA's Model-Optimizer is a model, and its gates are a policy (`src/train/tests/eviction.rs` compares them with theirs).

@@ -36,14 +36,14 @@ const BY_MODEL: &str = "model";
 #[derive(clap::Args)]
 #[command(next_help_heading = "Training on a loaded model")]
 pub(super) struct Loaded {
-    /// What is trained in place of a recipe's model: gates that evict (dms), foretell scores (kvzap) or tell which heads retrieve (duo), a memory of facts's maps (larimar),
+    /// What is trained in place of a recipe's model: gates that evict (dms), accumulate (dmc), foretell scores (kvzap) or tell which heads retrieve (duo), a memory of facts's maps (larimar),
     /// adapters (lora; qlora beside packed matrices) or all parameters (full)
-    #[arg(long, value_name = "NAME", value_parser = ["dms", "kvzap", "duo", "larimar", "lora", "qlora", "full"], requires = "model")]
+    #[arg(long, value_name = "NAME", value_parser = ["dms", "dmc", "kvzap", "duo", "larimar", "lora", "qlora", "full"], requires = "model")]
     method: Option<String>,
     /// Model to train on: a folder, a GGUF file, or builtin
     #[arg(long, value_name = "DIR|FILE.gguf", requires = "method")]
     model: Option<PathBuf>,
-    /// Text to learn from; model: what the model writes itself, for dms [default: for dms generated text and tasks, for duo needles in
+    /// Text to learn from; model: what the model writes itself, for dms and dmc [default: for these generated text and tasks, for duo needles in
     /// generated sentences]
     #[arg(long, value_name = "FILE|model", requires = "method")]
     text: Option<PathBuf>,
@@ -65,14 +65,14 @@ pub(super) struct Loaded {
     weights: Option<DType>,
 }
 
-/// What is asked of `--method dms`, `duo` and `kvzap`.
+/// What is asked of `--method dms`, `dmc`, `duo` and `kvzap`.
 #[derive(clap::Args)]
 #[command(next_help_heading = "Gates")]
 pub(super) struct Gates {
     /// Tokens for each that stays, behind the window; of several, as 2,4,8, each is reached in turn and leaves its gates [default: 4]
     #[arg(long, value_name = "R", value_delimiter = ',', requires = "method")]
     ratio: Vec<f64>,
-    /// Recent tokens that are not evicted yet [default: 256]
+    /// Recent tokens that are not evicted yet [default: 256; dmc: always 1]
     #[arg(long, value_name = "N", requires = "method")]
     window: Option<usize>,
     /// First tokens that a head of duo reads besides when its gate is 0 [default: 128]
@@ -84,19 +84,19 @@ pub(super) struct Gates {
     /// Elements of an inner layer, with GELU, of the functions of kvzap [default: none: they are linear]
     #[arg(long, value_name = "N", requires = "method")]
     inner: Option<usize>,
-    /// Whose hidden state decides on a token: its own, or that of the token behind it, as in NVIDIA's DMS [default: itself]
+    /// Whose hidden state decides on a token: its own, or that of the token behind it, as in NVIDIA's DMS [default: itself; dmc: always next]
     #[arg(long, value_name = "TOKEN", value_parser = ["itself", "next"], requires = "method")]
     decided_by: Option<String>,
 }
 
-/// What is asked of `--method lora`, `qlora` and `full`, and of adapters beside the gates of `dms`.
+/// What is asked of `--method lora`, `qlora` and `full`, and of adapters beside the gates of `dms` and `dmc`.
 #[derive(clap::Args)]
 #[command(next_help_heading = "Fine-tuning")]
 pub(super) struct Tuning {
-    /// Rank of adapters; dms trains them beside its gates if --rank, --alpha or --target is given [default: 8]
+    /// Rank of adapters; dms and dmc train them beside their gates if --rank, --alpha or --target is given [default: 8]
     #[arg(long, value_name = "R", requires = "method")]
     rank: Option<usize>,
-    /// Adapters' outputs have the factor alpha / rank; a larger one lets each step change the model more [default: 16; dms: 2]
+    /// Adapters' outputs have the factor alpha / rank; a larger one lets each step change the model more [default: 16; dms, dmc: 2]
     #[arg(long, value_name = "X", requires = "method")]
     alpha: Option<f32>,
     /// Matrices of each block that get an adapter, as q,v or q_proj, or all-linear [default: q,v]
@@ -149,8 +149,10 @@ impl Args {
         let (Some(name), Some(model)) = (&self.loaded.method, self.loaded.model.clone()) else { return Ok(None) };
         let (mut text, steps) = (self.loaded.text.clone(), self.steps.unwrap_or(500));
         let written = text.take_if(|text| text.as_os_str() == BY_MODEL).is_some();
-        if written && name != "dms" {
-            return Err(Failure::usage(format!("--text {BY_MODEL} is for --method dms; {name} learns from a file")));
+        if written && !["dms", "dmc"].contains(&name.as_str()) {
+            return Err(Failure::usage(format!(
+                "--text {BY_MODEL} is for --method dms and dmc; {name} learns from a file"
+            )));
         }
         let needed = |text: Option<PathBuf>| {
             text.ok_or_else(|| Failure::usage(format!("--method {name} learns from a text; give --text FILE")))
@@ -201,15 +203,24 @@ impl Args {
             "lora" => Method::Lora,
             "qlora" => Method::Qlora,
             "full" => Method::Full,
-            _ => {
+            gates => {
+                let accumulates = gates == "dmc";
                 let Gates { window, pressure, sink, inner, .. } = self.gates;
                 let (of_adapters, others): (Vec<_>, Vec<_>) =
                     self.tuning.given().into_iter().partition(|given| given.2);
-                let of_gates = [("--sink", sink.is_some(), false), ("--inner", inner.is_some(), false)];
+                let of_gates = [
+                    ("--sink", sink.is_some(), false),
+                    ("--inner", inner.is_some(), false),
+                    ("--window", accumulates && window.is_some(), false),
+                    ("--decided-by", accumulates && self.gates.decided_by.is_some(), false),
+                ];
                 self.refuse(name, &[&of_gates[..], &others].concat())?;
                 let adapters = of_adapters.iter().any(|(_, given, _)| *given).then(|| self.tuning.adapters(2.0));
                 let ratios = if self.gates.ratio.is_empty() { vec![4.0] } else { self.gates.ratio.clone() };
-                let (window, pressure) = (window.unwrap_or(256), pressure.unwrap_or(1.0));
+                let decided_by = self.gates.decided_by.as_deref().and_then(DecidedBy::named).unwrap_or_default();
+                let (window, decided_by) =
+                    if accumulates { (1, DecidedBy::Next) } else { (window.unwrap_or(256), decided_by) };
+                let pressure = pressure.unwrap_or(1.0);
                 let weights = self.loaded.weights.unwrap_or(DType::F32);
                 let settings = Settings {
                     model,
@@ -223,7 +234,8 @@ impl Args {
                     seed,
                     learning_rate,
                     pressure,
-                    decided_by: self.gates.decided_by.as_deref().and_then(DecidedBy::named).unwrap_or_default(),
+                    decided_by,
+                    accumulates,
                     adapters,
                     weights,
                 };
@@ -472,10 +484,10 @@ fn beside(found: &Found, tuned: &FineTuned) -> String {
     )
 }
 
-/// `--method dms`.
+/// `--method dms` and `dmc`.
 fn run_gates(args: &Args, settings: &Settings) -> Result<(), Failure> {
     let cpu = args.compute.cpu()?;
-    let (options, bar) = options(args, &cpu, "dms", &settings.model, settings.steps);
+    let (options, bar) = options(args, &cpu, settings.method(), &settings.model, settings.steps);
     let mut drawn = Ok(());
     dms::run(settings, &cpu, &options, &mut |line| match line {
         Line::Gates { step, kl, evicted, target, tokens_per_second, .. } => {

@@ -6,6 +6,7 @@ pub mod chunkkv;
 pub mod compactor;
 pub mod critical;
 pub mod cur;
+pub mod dmc;
 pub mod dms;
 pub mod expected_attention;
 pub mod full;

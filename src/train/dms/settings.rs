@@ -1,4 +1,4 @@
-//! What a run of `--method dms` is asked for, and what follows from it step by step.
+//! What a run of `--method dms` or `dmc` is asked for, and what follows from it step by step.
 
 use crate::model::Config;
 use crate::policy::DecidedBy;
@@ -41,6 +41,9 @@ pub struct Settings {
     /// Whose hidden state decides on a token.
     #[serde(default, skip_serializing_if = "is_itself")]
     pub decided_by: DecidedBy,
+    /// Whether tokens that go are accumulated into the one behind them (`--method dmc`), with a window of 1 and the next token deciding.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub accumulates: bool,
     /// Adapters that are trained beside the gates; none of the model itself.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub adapters: Option<Asked>,
@@ -53,6 +56,11 @@ fn is_itself(by: &DecidedBy) -> bool {
 }
 
 impl Settings {
+    /// The method, as it is named.
+    pub fn method(&self) -> &'static str {
+        if self.accumulates { "dmc" } else { "dms" }
+    }
+
     pub(super) fn check(&self, config: &Config) -> Result<(), String> {
         let Settings { window, length, steps, batch, learning_rate, pressure, .. } = *self;
         let mut least = 1.0;
@@ -145,6 +153,7 @@ mod tests {
             learning_rate: 1e-3,
             pressure: 1.0,
             decided_by: DecidedBy::Itself,
+            accumulates: false,
             adapters: None,
             weights: DType::F32,
         };

@@ -2,10 +2,11 @@
 //! against each other.
 
 use super::*;
-use crate::memory::Buffer;
+use crate::memory::{Buffer, LabelBytes};
 use crate::policy::{DecidedBy, Registry};
 use crate::tensor::DType;
 use crate::train::Weights;
+use crate::train::accumulation::Accumulation;
 use crate::train::gates::{Gates, Mode, OFFSET, SCALE};
 use crate::train::lora::{Adapters, Asked, Layout};
 use crate::train::weights::Frozen;
@@ -15,18 +16,44 @@ use std::path::Path;
 const WINDOW: usize = 5;
 const RELAXED: Mode = Mode::Relaxed { seed: 7, step: 3 };
 
-/// Gates whose decisions are divided.
-fn gated<'a>(arena: &Arena, cpu: &'a Cpu, extents: Extents<'a>, recompute: Recompute) -> Network<'a> {
-    gated_by(arena, cpu, extents, recompute, DecidedBy::Itself)
+/// What becomes of a token, and which one decides.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Kind {
+    Dropped(DecidedBy),
+    Accumulated,
 }
 
-fn gated_by<'a>(arena: &Arena, cpu: &'a Cpu, extents: Extents<'a>, recompute: Recompute, by: DecidedBy) -> Network<'a> {
-    let mut gates = Gates::new(arena, &extents, WINDOW, by).unwrap();
+const KINDS: [Kind; 3] = [Kind::Dropped(DecidedBy::Itself), Kind::Dropped(DecidedBy::Next), Kind::Accumulated];
+
+/// Gates whose decisions are divided.
+fn gated<'a>(arena: &Arena, cpu: &'a Cpu, extents: Extents<'a>, recompute: Recompute) -> Network<'a> {
+    gated_by(arena, cpu, extents, recompute, KINDS[0])
+}
+
+fn gated_by<'a>(arena: &Arena, cpu: &'a Cpu, extents: Extents<'a>, recompute: Recompute, kind: Kind) -> Network<'a> {
+    let mut gates = match kind {
+        Kind::Dropped(by) => Gates::new(arena, &extents, WINDOW, by).unwrap(),
+        Kind::Accumulated => {
+            Gates::new(arena, &extents, 1, DecidedBy::Next).unwrap().accumulating(arena, &extents).unwrap()
+        }
+    };
     let mut rng = ChaCha8Rng::seed_from_u64(11);
     let weights = gates.weights.len() - extents.config().layers * extents.config().kv_heads;
     gates.weights[..weights].iter_mut().for_each(|weight| *weight = rng.random_range(-0.02..0.02));
     gates.weights[weights..].fill(0.05);
     Network::new(arena, cpu, extents, recompute).unwrap().with_gates(arena, gates).unwrap()
+}
+
+/// Bytes of such a network.
+fn bytes(extents: &Extents<'_>, recompute: Recompute, threads: usize, kind: Kind) -> LabelBytes {
+    let mut bytes = extents.training_bytes(recompute, threads);
+    // Nothing of the model is trained.
+    bytes.retain(|label, _| ![Label::Gradients, Label::Optimizer].contains(label));
+    let of_slots = if kind == Kind::Accumulated { Accumulation::bytes(extents) } else { LabelBytes::new() };
+    for (label, more) in Gates::bytes(extents).into_iter().chain(of_slots) {
+        *bytes.entry(label).or_default() += more;
+    }
+    bytes
 }
 
 fn tokens(extents: &Extents<'_>) -> Vec<u32> {
@@ -62,11 +89,10 @@ pub(super) fn frozen(parameters: &Parameters, arena: &Arena) -> Frozen {
 
 #[test]
 fn gradients_equal_finite_differences() {
-    let both = [DecidedBy::Itself, DecidedBy::Next];
-    for (parameters, by) in models(DType::F32).iter().flat_map(|parameters| both.map(|by| (parameters, by))) {
+    for (parameters, kind) in models(DType::F32).iter().flat_map(|parameters| KINDS.map(|kind| (parameters, kind))) {
         let extents = Extents { parameters, batch: 2, len: 24, skipped: 0 };
         let (arena, cpu) = (Arena::unlimited(), Cpu::new(Some(2)).unwrap());
-        let mut network = gated_by(&arena, &cpu, extents, Recompute::None, by);
+        let mut network = gated_by(&arena, &cpu, extents, Recompute::None, kind);
         let (weights, tokens) = (weights(parameters, 3), tokens(&extents));
         let mut gradient = |weight: f64| {
             network.gates().gradient.fill(0.0);
@@ -90,7 +116,7 @@ fn gradients_equal_finite_differences() {
             };
             let step = 2e-6;
             let found = (at(step) - at(-step)) / (2.0 * step);
-            assert!((found - norm).abs() < 0.02 * norm, "pressure {of_pressure}: {found}, gradient {norm}");
+            assert!((found - norm).abs() < 0.02 * norm, "{kind:?}, pressure {of_pressure}: {found}, gradient {norm}");
         }
     }
 }
@@ -145,25 +171,20 @@ fn adapters_beside_gates_have_the_gradients_of_finite_differences_and_the_dense_
 
 #[test]
 fn recomputation_and_threads_do_not_change_a_bit_and_bytes_are_those_of_the_formula() {
-    for parameters in models(DType::F32).iter().chain(&models(DType::Bf16)) {
+    let models = [models(DType::F32), models(DType::Bf16)].concat();
+    for (parameters, kind) in models.iter().flat_map(|parameters| [KINDS[0], KINDS[2]].map(|kind| (parameters, kind))) {
         let extents = Extents { parameters, batch: 2, len: 70, skipped: 0 };
         let run = |recompute, threads| {
             let (arena, cpu) = (Arena::unlimited(), Cpu::new(Some(threads)).unwrap());
-            let mut network = gated(&arena, &cpu, extents, recompute);
-            let mut expected = extents.training_bytes(recompute, threads);
+            let mut network = gated_by(&arena, &cpu, extents, recompute, kind);
             let weights = frozen(parameters, &arena);
-            // Nothing of the model is trained.
-            expected.retain(|label, _| ![Label::Gradients, Label::Optimizer].contains(label));
-            for (label, bytes) in Gates::bytes(&extents) {
-                *expected.entry(label).or_default() += bytes;
-            }
-            assert_eq!(arena.usage().peak, expected);
+            assert_eq!(arena.usage().peak, bytes(&extents, recompute, threads, kind));
             let found = network.distil(weights.all(), &tokens(&extents), RELAXED, Some((0.9, 1.0))).unwrap();
             (found.kl.to_bits(), network.gates().gradient.to_vec())
         };
         let expected = run(Recompute::None, 1);
         for recompute in Recompute::ALL {
-            assert_eq!(run(recompute, 2), expected, "{recompute:?}");
+            assert_eq!(run(recompute, 2), expected, "{kind:?}, {recompute:?}");
         }
     }
 }
@@ -172,18 +193,19 @@ fn recomputation_and_threads_do_not_change_a_bit_and_bytes_are_those_of_the_form
 /// large as these, and gates that multiply a difference by a thousand.
 #[test]
 fn gradients_in_bf16_are_near_those_in_f32() {
-    for (wide, narrow) in models(DType::F32).iter().zip(&models(DType::Bf16)) {
-        let [wide, narrow] = [wide, narrow].map(|parameters| {
+    let pairs = models(DType::F32).into_iter().zip(models(DType::Bf16));
+    for ((wide, narrow), kind) in pairs.flat_map(|pair| [KINDS[0], KINDS[2]].map(|kind| (pair.clone(), kind))) {
+        let [wide, narrow] = [&wide, &narrow].map(|parameters| {
             let extents = Extents { parameters, batch: 2, len: 70, skipped: 0 };
             let (arena, cpu) = (Arena::unlimited(), Cpu::new(Some(2)).unwrap());
-            let mut network = gated(&arena, &cpu, extents, Recompute::None);
+            let mut network = gated_by(&arena, &cpu, extents, Recompute::None, kind);
             let weights = frozen(parameters, &arena);
             let found = network.distil(weights.all(), &tokens(&extents), RELAXED, Some((0.9, 1.0))).unwrap();
             (found.kl, network.gates().gradient.to_vec())
         });
         let of = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum::<f64>();
         let cosine = of(&wide.1, &narrow.1) / (of(&wide.1, &wide.1) * of(&narrow.1, &narrow.1)).sqrt();
-        assert!(cosine > 0.9, "cosine {cosine}");
+        assert!(cosine > 0.9, "{kind:?}: cosine {cosine}");
         assert!((narrow.0 / wide.0 - 1.0).abs() < 0.1, "divergence {} and {}", wide.0, narrow.0);
     }
 }
@@ -191,29 +213,26 @@ fn gradients_in_bf16_are_near_those_in_f32() {
 /// The first window's rows are those of the dense model, whether they are computed once more or not.
 #[test]
 fn skipped_rows_change_nothing() {
-    for parameters in models(DType::F32).iter().chain(&models(DType::Bf16)) {
+    let models = [models(DType::F32), models(DType::Bf16)].concat();
+    for (parameters, kind) in models.iter().flat_map(|parameters| [KINDS[0], KINDS[2]].map(|kind| (parameters, kind))) {
+        let window = if kind == Kind::Accumulated { 1 } else { WINDOW };
         let run = |recompute, skipped, threads| {
             let extents = Extents { parameters, batch: 1, len: 140, skipped };
             let (arena, cpu) = (Arena::unlimited(), Cpu::new(Some(threads)).unwrap());
-            let mut network = gated(&arena, &cpu, extents, recompute);
-            let mut expected = extents.training_bytes(recompute, threads);
+            let mut network = gated_by(&arena, &cpu, extents, recompute, kind);
             let weights = frozen(parameters, &arena);
-            expected.retain(|label, _| ![Label::Gradients, Label::Optimizer].contains(label));
-            for (label, bytes) in Gates::bytes(&extents) {
-                *expected.entry(label).or_default() += bytes;
-            }
-            assert_eq!(arena.usage().peak, expected);
+            assert_eq!(arena.usage().peak, bytes(&extents, recompute, threads, kind));
             let found = network.distil(weights.all(), &tokens(&extents), RELAXED, Some((0.9, 1.0))).unwrap();
             (found.kl.to_bits(), found.evicted, network.gates().gradient.to_vec())
         };
-        let (all, behind) = (run(Recompute::None, 0, 1), run(Recompute::None, WINDOW, 1));
+        let (all, behind) = (run(Recompute::None, 0, 1), run(Recompute::None, window, 1));
         assert_eq!((all.0, all.1), (behind.0, behind.1));
         let norm = |values: &[f32]| values.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt();
         let apart: Vec<f32> = all.2.iter().zip(&behind.2).map(|(a, b)| a - b).collect();
         let rounding = if parameters.dtype == DType::F32 { 1e-5 } else { 1e-2 };
         assert!(norm(&apart) < rounding * norm(&all.2), "{} of {}", norm(&apart), norm(&all.2));
         for recompute in Recompute::ALL {
-            assert_eq!(run(recompute, WINDOW, 3), behind, "{recompute:?}");
+            assert_eq!(run(recompute, window, 3), behind, "{kind:?}, {recompute:?}");
         }
     }
 }
