@@ -45,7 +45,7 @@ impl DecidedBy {
 }
 
 impl Policy {
-    /// Gives tokens of `sequence` of a cache, whose latest ones are those of `hidden`, the gates that they carry from now on; `layer` is
+    /// Gives tokens of `sequence` of a cache, whose latest ones are those of `hidden`, the gates and weights that they carry from now on; `layer` is
     /// the model's number of the sequence's layer. Does nothing for a policy without a scorer.
     ///
     /// # Errors
@@ -62,19 +62,34 @@ impl Policy {
     ) -> Result<(), ArenaError> {
         let Some(scorer) = &self.scorer else { return Ok(()) };
         let heads = cache.shape().kv_heads;
-        let mut gates = vec![0.0; hidden.len() * heads];
+        // A gate and a weight of each KV head.
+        let mut numbers = vec![0.0; 2 * heads * hidden.len()];
+        let give = |hidden: &[f32], numbers: &mut [f32]| {
+            let (gates, weights) = numbers.split_at_mut(heads);
+            weights.fill(1.0);
+            scorer.gate(layer, hidden, gates);
+            if let Some(action) = &self.action {
+                action.weigh(layer, hidden, weights);
+            }
+        };
         match hidden {
             // Not worth waking a thread for.
-            [hidden] => scorer.gate(layer, hidden, &mut gates),
+            [hidden] => give(hidden, &mut numbers),
             _ => cpu.install(|| {
-                let tokens = hidden.par_iter().zip(gates.par_chunks_mut(heads));
-                tokens.for_each(|(hidden, gates)| scorer.gate(layer, hidden, gates));
+                let tokens = hidden.par_iter().zip(numbers.par_chunks_mut(2 * heads));
+                tokens.for_each(|(hidden, numbers)| give(hidden, numbers));
             }),
         }
-        for (token, gates) in gates.chunks_exact(heads).enumerate() {
-            for (head, &gate) in gates.iter().enumerate() {
+        let carries_weights = cache.shape().columns.contains(&Column::Weight);
+        for (token, numbers) in numbers.chunks_exact(2 * heads).enumerate() {
+            let (gates, weights) = numbers.split_at(heads);
+            for (head, (&gate, &weight)) in gates.iter().zip(weights).enumerate() {
                 let list = cache.list(sequence, head);
-                if let Some(slot) = (cache.lens()[list] - hidden.len() + token).checked_sub(self.decided_by.later()) {
+                let slot = cache.lens()[list] - hidden.len() + token;
+                if carries_weights {
+                    cache.set_column(list, slot, Column::Weight, weight)?;
+                }
+                if let Some(slot) = slot.checked_sub(self.decided_by.later()) {
                     cache.set_column(list, slot, Column::Gate, gate)?;
                 }
             }

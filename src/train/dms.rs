@@ -12,7 +12,6 @@ mod settings;
 
 pub use settings::Settings;
 
-use super::accumulation::Accumulation;
 use super::activations::{Extents, Recompute};
 use super::adamw::AdamW;
 use super::checkpoint::{self, Array, Progress};
@@ -115,14 +114,10 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
     // Rows of the first window are those of the dense model where nothing but gates is trained.
     let skipped = if batch == 1 && layout.is_none() { window } else { 0 };
     let extents = Extents { parameters: &parameters, batch, len, skipped };
-    let count = Gates::count(&config) + layout.as_ref().map_or(0, Layout::count);
+    let fate = settings.fate();
+    let count = Gates::count(&config, fate) + layout.as_ref().map_or(0, Layout::count);
     let of_adapters = layout.as_ref().map(|layout| layout.bytes(&extents)).unwrap_or_default();
-    let of_slots = if settings.accumulates { Accumulation::bytes(&extents) } else { Default::default() };
-    let of_both = Gates::bytes(&extents)
-        .into_values()
-        .chain(of_slots.into_values())
-        .chain(of_adapters.into_values())
-        .sum::<u64>();
+    let of_both = Gates::bytes(&extents, fate).into_values().chain(of_adapters.into_values()).sum::<u64>();
     let beside = of_both + AdamW::bytes(count) + arena.usage().live_bytes;
     let bytes = |mode| beside + extents.training_bytes(mode, cpu.threads()).into_values().sum::<u64>();
     let recompute = Recompute::within(options.limit_bytes, bytes);
@@ -132,12 +127,9 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
     std::fs::create_dir_all(folder).map_err(|error| TrainError::write(folder, &error))?;
     let digest = checkpoint::digest(&(settings, &base));
     let weights = Frozen::open(&model, &parameters, &arena)?;
-    let mut gates = Gates::new(&arena, &extents, settings.window, settings.decided_by)?;
-    if settings.accumulates {
-        gates = gates.accumulating(&arena, &extents)?;
-    }
+    let gates = Gates::new(&arena, &extents, fate)?;
     let mut network = Network::new(&arena, cpu, extents, recompute)?.with_gates(&arena, gates)?;
-    let mut averages = vec![AdamW::new(&arena, Gates::count(&config))?];
+    let mut averages = vec![AdamW::new(&arena, Gates::count(&config, fate))?];
     if let Some(layout) = layout {
         averages.push(AdamW::new(&arena, layout.count())?);
         network = network.with_adapters(Adapters::new(&arena, layout, &extents, settings.seed)?);
@@ -276,12 +268,16 @@ fn write_policy(
     progress: &Progress,
     path: &Path,
 ) -> Result<(), TrainError> {
-    let [weight, bias] = gates.folded();
-    let names = ["weight", "bias"].map(|what| format!("{}.{what}", settings.method()));
-    let outputs = [
-        Output::f32(&names[0], vec![config.layers, config.kv_heads, config.hidden], &weight),
-        Output::f32(&names[1], vec![config.layers, config.kv_heads], &bias),
-    ];
+    let (method, folded) = (settings.method(), gates.folded());
+    let named = [method.to_string(), format!("{method}.importance")];
+    let named: Vec<_> = named.iter().map(|name| [format!("{name}.weight"), format!("{name}.bias")]).collect();
+    let shapes = [vec![config.layers, config.kv_heads, config.hidden], vec![config.layers, config.kv_heads]];
+    let outputs: Vec<Output<'_>> = named
+        .iter()
+        .zip(&folded)
+        .flat_map(|(names, values)| names.iter().zip(&shapes).zip(values))
+        .map(|((name, shape), values)| Output::f32(name, shape.clone(), values))
+        .collect();
     let metadata = [
         ("base_model", base.to_string()),
         ("window", settings.window.to_string()),

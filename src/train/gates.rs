@@ -12,7 +12,8 @@
 //! counts decisions as taken (`z > 0`) and passes gradients straight through them. Only tokens that some query of the
 //! sequence has left behind the window are counted: on others nothing but that term would act.
 //!
-//! A token that goes may also be accumulated into the one behind it, as in Dynamic Memory Compression ([`super::accumulation`]).
+//! A token that goes may also be accumulated into the one behind it, as in Dynamic Memory Compression ([`super::accumulation`]): then a
+//! second function of each head says how much a token weighs, `sigmoid(IMPORTANCE (w . n + b))`.
 
 use super::accumulation::Accumulation;
 use super::activations::Extents;
@@ -34,6 +35,8 @@ use rand_chacha::ChaCha8Rng;
 pub const SCALE: f32 = 100.0;
 /// What is taken from the logit, so that nothing is evicted at first.
 pub const OFFSET: f32 = 5.0;
+/// Factor of the function that weighs tokens; all weigh the same at first.
+pub const IMPORTANCE: f32 = 10.0;
 /// Temperature of the relaxed decision.
 pub const TAU: f32 = 0.1;
 /// Bias of a token that is evicted for good: no probability is left of it in f32.
@@ -55,9 +58,47 @@ pub enum Mode {
     Hard,
 }
 
+/// What becomes of tokens that go.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Fate {
+    /// They are dropped behind a window of tokens.
+    Dropped {
+        /// Tokens of the window.
+        window: usize,
+        /// Whose hidden state decides.
+        by: DecidedBy,
+    },
+    /// They go into the mean of the token behind them, which decides.
+    Accumulated,
+}
+
+impl Fate {
+    fn window(self) -> usize {
+        match self {
+            Fate::Dropped { window, .. } => window,
+            Fate::Accumulated => 1,
+        }
+    }
+
+    fn decided_by(self) -> DecidedBy {
+        match self {
+            Fate::Dropped { by, .. } => by,
+            Fate::Accumulated => DecidedBy::Next,
+        }
+    }
+
+    /// Linear functions of each KV head.
+    fn functions(self) -> usize {
+        match self {
+            Fate::Dropped { .. } => 1,
+            Fate::Accumulated => 2,
+        }
+    }
+}
+
 /// The gates of a model, and what they decided on in a batch.
 pub struct Gates {
-    /// Weights `[layers, Hkv, hidden]`, then biases `[layers, Hkv]`.
+    /// Weights `[layers, functions, Hkv, hidden]`, then biases `[layers, functions, Hkv]`.
     pub weights: Buffer<f32>,
     /// Their gradient, laid out alike.
     pub gradient: Buffer<f32>,
@@ -66,27 +107,27 @@ pub struct Gates {
     linears: Vec<Linear>,
     heads: usize,
     len: usize,
-    window: usize,
-    decided_by: DecidedBy,
+    fate: Fate,
     mode: Mode,
     /// `z`, or `a` where decisions are hard, `[layers, B, Hkv, L]`.
     logits: Buffer<f32>,
     /// Biases of the keys, `[layers, B, Hkv, L]`.
     bias: Buffer<f32>,
-    /// What the linear functions give or take, `[rows, Hkv]`.
+    /// What the linear functions give or take, `[rows, functions, Hkv]`.
     outputs: Buffer<f32>,
     /// The dense model's last norm's output, `[rows, hidden]`.
     pub(super) dense: Buffer<f32>,
     /// Gradient of the loss by each decision, from the term that asks for more eviction.
     pressure: f32,
-    /// What becomes of tokens that go, unless they are dropped.
+    /// Means of tokens that go, where they are accumulated.
     accumulation: Option<Accumulation>,
 }
 
 /// Where the parameters of a model's gates lie.
-fn layout(config: &Config) -> (Vec<Parameter>, Vec<Linear>) {
-    let Config { layers, kv_heads, hidden, .. } = *config;
-    let matrix = kv_heads * hidden;
+fn layout(config: &Config, fate: Fate) -> (Vec<Parameter>, Vec<Linear>) {
+    let Config { layers, hidden, .. } = *config;
+    let outputs = fate.functions() * config.kv_heads;
+    let matrix = outputs * hidden;
     let parameter = |layer: usize, what: &str, role, shape: Vec<usize>, start: usize| {
         let range = start..start + shape.iter().product::<usize>();
         Parameter {
@@ -98,85 +139,67 @@ fn layout(config: &Config) -> (Vec<Parameter>, Vec<Linear>) {
             range,
         }
     };
-    let weight = |layer| parameter(layer, "weight", Role::Matrix, vec![kv_heads, hidden], layer * matrix);
-    let bias = |layer| parameter(layer, "bias", Role::Bias, vec![kv_heads], layers * matrix + layer * kv_heads);
+    let weight = |layer| parameter(layer, "weight", Role::Matrix, vec![outputs, hidden], layer * matrix);
+    let bias = |layer| parameter(layer, "bias", Role::Bias, vec![outputs], layers * matrix + layer * outputs);
     let weights: Vec<Parameter> = (0..layers).map(weight).collect();
     let biases: Vec<Parameter> = (0..layers).map(bias).collect();
     let one = |parameter: &Parameter| Group::new(std::slice::from_ref(parameter));
-    let linear =
-        |(weight, bias)| Linear { weight: one(weight), bias: Some(one(bias)), inputs: hidden, outputs: kv_heads };
+    let linear = |(weight, bias)| Linear { weight: one(weight), bias: Some(one(bias)), inputs: hidden, outputs };
     let linears = weights.iter().zip(&biases).map(linear).collect();
     (weights.into_iter().chain(biases).collect(), linears)
 }
 
-/// Which of the linear functions' outputs `[B L, Hkv]` decides on a token, `index` of `[B, Hkv, L]`.
-fn decided_at(index: usize, len: usize, heads: usize, by: DecidedBy) -> Option<usize> {
-    let (list, at) = (index / len, index % len + by.later());
-    (at < len).then_some((list / heads * len + at) * heads + list % heads)
-}
-
 impl Gates {
     /// Numbers that are trained.
-    pub fn count(config: &Config) -> usize {
-        config.layers * config.kv_heads * (config.hidden + 1)
+    pub fn count(config: &Config, fate: Fate) -> usize {
+        config.layers * fate.functions() * config.kv_heads * (config.hidden + 1)
     }
 
-    /// Gates that evict nothing, for batches of these extents; the bias of a key counts `window` tokens behind it.
+    /// Gates that let no token go, for batches of these extents.
     ///
     /// # Errors
     /// When the arena has no room.
-    pub fn new(arena: &Arena, extents: &Extents<'_>, window: usize, decided_by: DecidedBy) -> Result<Self, ArenaError> {
+    pub fn new(arena: &Arena, extents: &Extents<'_>, fate: Fate) -> Result<Self, ArenaError> {
         let (config, rows) = (extents.config(), extents.rows());
-        let (parameters, linears) = layout(config);
+        let (parameters, linears) = layout(config, fate);
+        let accumulation = (fate == Fate::Accumulated).then(|| Accumulation::new(arena, extents)).transpose()?;
         let floats = |width: usize| arena.alloc::<f32>(Label::Activations, rows * width);
         Ok(Gates {
-            weights: arena.alloc(Label::Weights, Self::count(config))?,
-            gradient: arena.alloc(Label::Gradients, Self::count(config))?,
+            weights: arena.alloc(Label::Weights, Self::count(config, fate))?,
+            gradient: arena.alloc(Label::Gradients, Self::count(config, fate))?,
             parameters,
             linears,
             heads: config.kv_heads,
             len: extents.len,
-            window,
-            decided_by,
+            fate,
             mode: Mode::Dense,
             logits: floats(config.layers * config.kv_heads)?,
             bias: floats(config.layers * config.kv_heads)?,
-            outputs: floats(config.kv_heads)?,
+            outputs: floats(fate.functions() * config.kv_heads)?,
             dense: floats(config.hidden)?,
             pressure: 0.0,
-            accumulation: None,
+            accumulation,
         })
-    }
-
-    /// The same where a token that goes is accumulated into the one behind it, which decides on it.
-    ///
-    /// # Errors
-    /// When the arena has no room.
-    ///
-    /// # Panics
-    /// When another token decides, or later.
-    pub fn accumulating(mut self, arena: &Arena, extents: &Extents<'_>) -> Result<Self, ArenaError> {
-        assert_eq!((self.window, self.decided_by), (1, DecidedBy::Next), "a slot goes on with the token that decides");
-        self.accumulation = Some(Accumulation::new(arena, extents)?);
-        Ok(self)
     }
 
     /// Bytes that [`Gates::new`] takes, and [`super::Network::with_gates`]: the gradient by the bias, and the dense model's outputs
     /// of attention.
-    pub fn bytes(extents: &Extents<'_>) -> LabelBytes {
+    pub fn bytes(extents: &Extents<'_>, fate: Fate) -> LabelBytes {
         let (config, rows) = (extents.config(), extents.rows() as u64);
-        let (count, heads) = (4 * Self::count(config) as u64, config.kv_heads as u64);
-        let of_token = 2 * config.layers as u64 * heads + 2 * heads + config.hidden as u64;
+        let (count, heads) = (4 * Self::count(config, fate) as u64, config.kv_heads as u64);
+        let of_token = (2 * config.layers + fate.functions() + 1) as u64 * heads + config.hidden as u64;
+        let of_slots = if fate == Fate::Accumulated { Accumulation::bytes(extents) } else { 0 };
+        let of_attention = Outputs::bytes(&extents.attention(), extents.dtype());
         LabelBytes::from([
             (Label::Weights, count),
             (Label::Gradients, count),
-            (Label::Activations, 4 * rows * of_token + Outputs::bytes(&extents.attention(), extents.dtype())),
+            (Label::Activations, 4 * rows * of_token + of_attention + of_slots),
         ])
     }
 
     /// Tokens of the window.
     pub fn window(&self) -> usize {
-        self.window
+        self.fate.window()
     }
 
     /// Begins a forward pass.
@@ -186,13 +209,26 @@ impl Gates {
 
     /// Elements of a layer in the arrays over all layers.
     fn layer(&self, layer: usize) -> std::ops::Range<usize> {
-        let each = self.outputs.len();
+        let each = self.outputs.len() / self.fate.functions();
         layer * each..(layer + 1) * each
+    }
+
+    /// Where the outputs of a function that are of a token lie, `index` of `[B, Hkv, L]`, or of one `later`; `None` behind the last.
+    fn output(&self, function: usize, index: usize, later: usize) -> Option<usize> {
+        let Gates { heads, len, fate, .. } = *self;
+        let (list, at) = (index / len, index % len + later);
+        let row = list / heads * len + at;
+        (at < len).then_some((row * fate.functions() + function) * heads + list % heads)
+    }
+
+    /// Which output decides on a token.
+    fn decided_at(&self, index: usize) -> Option<usize> {
+        self.output(0, index, self.fate.decided_by().later())
     }
 
     /// Whether a token is one that some query leaves behind the window.
     fn is_mature(&self, at: usize) -> bool {
-        at + self.window < self.len
+        at + self.window() < self.len
     }
 
     /// Decides on the tokens of a layer by the normed inputs of its attention, `n` `[rows, hidden]`.
@@ -211,31 +247,37 @@ impl Gates {
             _ => None,
         };
         let of_layer = self.layer(layer);
-        let to = self.logits[of_layer.clone()].iter_mut().zip(&mut self.bias[of_layer]);
-        for (index, (logit, bias)) in to.enumerate() {
-            let a = match decided_at(index, self.len, self.heads, self.decided_by) {
+        for index in 0..of_layer.len() {
+            let a = match self.decided_at(index) {
                 Some(at) => SCALE * self.outputs[at] - OFFSET,
                 None => -OFFSET,
             };
-            match &mut rng {
+            let (logit, bias) = match &mut rng {
                 Some(rng) => {
                     let u: f32 = rng.random_range(1e-6..1.0 - 1e-6);
                     let z = (a + (u / (1.0 - u)).ln()) / TAU;
-                    *logit = z;
-                    *bias = -(z.max(0.0) + (-z.abs()).exp().ln_1p());
+                    (z, -(z.max(0.0) + (-z.abs()).exp().ln_1p()))
                 }
-                None => {
-                    *logit = a;
-                    *bias = if a > 0.0 { GONE } else { 0.0 };
-                }
-            }
+                None => (a, if a > 0.0 { GONE } else { 0.0 }),
+            };
+            (self.logits[of_layer.start + index], self.bias[of_layer.start + index]) = (logit, bias);
         }
+        if let Some(mut accumulation) = self.accumulation.take() {
+            let weights = accumulation.weights(layer).iter_mut().enumerate();
+            weights.for_each(|(index, weight)| *weight = sigmoid(IMPORTANCE * self.outputs[self.weighed_at(index)]));
+            self.accumulation = Some(accumulation);
+        }
+    }
+
+    /// Which output weighs a token.
+    fn weighed_at(&self, index: usize) -> usize {
+        self.output(1, index, 0).expect("every token is weighed")
     }
 
     /// How much of a token goes, by its logit.
     fn alpha(mode: Mode, logit: f32) -> f32 {
         match mode {
-            Mode::Relaxed { .. } => 1.0 / (1.0 + (-logit).exp()),
+            Mode::Relaxed { .. } => sigmoid(logit),
             _ => f32::from(u8::from(logit > 0.0)),
         }
     }
@@ -245,10 +287,10 @@ impl Gates {
         if self.is_dense() {
             return;
         }
-        let (layer, mode) = (self.layer(layer), self.mode);
+        let (of_layer, mode) = (self.layer(layer), self.mode);
         let Gates { accumulation: Some(accumulation), logits, .. } = self else { return };
-        let logits = &logits[layer];
-        accumulation.forward(cpu, |index| Self::alpha(mode, logits[index]), heads);
+        let logits = &logits[of_layer];
+        accumulation.forward(layer, cpu, |index| Self::alpha(mode, logits[index]), heads);
     }
 
     /// The gradient of [`Gates::accumulate`]: `gradients` by its results become those by what it was given.
@@ -259,10 +301,10 @@ impl Gates {
         heads: [&Tensor; 2],
         gradients: [&mut Tensor; 2],
     ) {
-        let (layer, mode) = (self.layer(layer), self.mode);
+        let (of_layer, mode) = (self.layer(layer), self.mode);
         let Gates { accumulation: Some(accumulation), logits, .. } = self else { return };
-        let logits = &logits[layer];
-        accumulation.backward(cpu, |index| Self::alpha(mode, logits[index]), heads, gradients);
+        let logits = &logits[of_layer];
+        accumulation.backward(layer, cpu, |index| Self::alpha(mode, logits[index]), heads, gradients);
     }
 
     /// Whether the forward pass is that of the dense model.
@@ -272,7 +314,7 @@ impl Gates {
 
     /// The biases of a layer's keys; `None` for the dense model.
     pub(super) fn bias(&self, layer: usize) -> Option<KeyBias<'_>> {
-        (!self.is_dense()).then(|| KeyBias { values: &self.bias[self.layer(layer)], window: self.window })
+        (!self.is_dense()).then(|| KeyBias { values: &self.bias[self.layer(layer)], window: self.window() })
     }
 
     /// Fraction of the tokens behind a window that the last forward pass evicted, over all layers and heads.
@@ -292,7 +334,7 @@ impl Gates {
 
     /// Decisions that count.
     fn mature(&self) -> usize {
-        self.logits.len() / self.len * self.len.saturating_sub(self.window)
+        self.logits.len() / self.len * self.len.saturating_sub(self.window())
     }
 
     /// The one-sided term `weight * max(0, target - evicted)` of the loss, which [`Gates::backward`] looks at.
@@ -313,26 +355,45 @@ impl Gates {
         (dn, first): (&mut [f32], usize),
         scratch: &mut [f32],
     ) {
-        let logits = &self.logits[self.layer(layer)];
+        let of_layer = self.layer(layer);
         // What decides on nothing, the first token of a sequence whose tokens the next ones decide on, gets no gradient.
         self.outputs.fill(0.0);
-        for (index, (&z, &dbias)) in logits.iter().zip(dbias).enumerate() {
-            let Some(at) = decided_at(index, self.len, self.heads, self.decided_by) else { continue };
-            let alpha = Self::alpha(self.mode, z);
-            let accumulated = self.accumulation.as_ref().map_or(0.0, |accumulation| accumulation.gradient[index]);
+        for (index, dbias) in dbias.iter().enumerate() {
+            let weighed = self.accumulation.as_ref().map(|sums| (sums.by_alpha[index], sums.by_importance[index]));
+            if let Some((_, by_importance)) = weighed {
+                let at = self.weighed_at(index);
+                self.outputs[at] = IMPORTANCE * by_importance;
+            }
+            let Some(at) = self.decided_at(index) else { continue };
+            let alpha = Self::alpha(self.mode, self.logits[of_layer.start + index]);
             let pressure = if self.is_mature(index % self.len) { self.pressure } else { 0.0 };
-            let dz = alpha * ((1.0 - alpha) * (accumulated - pressure) - dbias);
+            let by_alpha = weighed.map_or(0.0, |(by_alpha, _)| by_alpha);
+            let dz = alpha * ((1.0 - alpha) * (by_alpha - pressure) - dbias);
             self.outputs[at] = SCALE / TAU * dz;
         }
         let Gates { linears, weights, gradient, outputs, .. } = self;
         linears[layer].gradients(cpu, outputs, n, &mut UnitGradients { values: gradient, first: 0 });
-        let outputs = &outputs[first * self.heads..];
+        let outputs = &outputs[first * linears[layer].outputs..];
         linears[layer].backward(cpu, Weights::F32(weights), outputs, dn, true, scratch);
     }
 
-    /// Weights and biases of the eviction logits as they are used, with scale and offset: what a policy file holds.
-    pub fn folded(&self) -> [Vec<f32>; 2] {
-        let (weights, biases) = self.weights.split_at(self.weights.len() - self.linears.len() * self.heads);
-        [weights.iter().map(|w| SCALE * w).collect(), biases.iter().map(|b| SCALE * b - OFFSET).collect()]
+    /// Weights `[layers, Hkv, hidden]` and biases `[layers, Hkv]` of each function as they are used, with scale and offset: what a policy
+    /// file holds.
+    pub fn folded(&self) -> Vec<[Vec<f32>; 2]> {
+        let (functions, layers) = (self.fate.functions(), self.linears.len());
+        let (weights, biases) = self.weights.split_at(self.weights.len() - layers * functions * self.heads);
+        let scaled = |function: usize, values: &[f32], offset: f32| -> Vec<f32> {
+            let scale = [SCALE, IMPORTANCE][function];
+            let each = values.len() / (layers * functions);
+            let of_function = values.chunks_exact(each).skip(function).step_by(functions);
+            of_function.flatten().map(|value| scale * value - offset).collect()
+        };
+        let offset = |function| if function == 0 { OFFSET } else { 0.0 };
+        let folded = |function| [scaled(function, weights, 0.0), scaled(function, biases, offset(function))];
+        (0..functions).map(folded).collect()
     }
+}
+
+fn sigmoid(x: f32) -> f32 {
+    1.0 / (1.0 + (-x).exp())
 }

@@ -7,13 +7,14 @@
 //! the new token and stands where that one stands, its key turned to that position first, so that what is averaged are keys
 //! before RoPE, as in NVIDIA's code. With `into=earlier` the token that stays is the older one and keys are averaged as they are cached, after
 //! RoPE: the further apart two tokens are, the more their fast channels cancel. Evicted tokens beyond the last retained token on that
-//! side go into that one, so that the weights of a list always add up to the tokens it has seen.
+//! side go into that one, so that the weights of a list always add up to those of the tokens it has seen.
 
 use super::{Action, Fold};
 use crate::attention::Shape;
 use crate::attention::rope::Rotation;
 use crate::cache::{Column, PagedCache};
 use crate::named::Parameter;
+use crate::policy::network::Network;
 use crate::policy::{Part, PartEntry, PolicyError, Statistic};
 use std::collections::HashMap;
 use std::ops::Range;
@@ -34,7 +35,7 @@ pub const ENTRY: PartEntry = PartEntry {
             Some("later") => Into::Later,
             Some(_) => return Err(named.wrong("into", "earlier or later".into()).into()),
         };
-        Ok(Part::Action(Some(Box::new(Accumulate { into }))))
+        Ok(Part::Action(Some(Box::new(Accumulate { into, weights: None }))))
     },
 };
 
@@ -51,6 +52,8 @@ pub enum Into {
 pub struct Accumulate {
     /// Which token takes an evicted one.
     pub into: Into,
+    /// What a token weighs at first is the sigmoid of this function of its hidden state; 1 where there is none.
+    pub weights: Option<Network>,
 }
 
 impl Accumulate {
@@ -69,11 +72,19 @@ impl Accumulate {
 
 impl Action for Accumulate {
     fn needs(&self) -> Vec<Statistic> {
-        if self.into == Into::Later { vec![Statistic::BeforeRope] } else { Vec::new() }
+        let turns = (self.into == Into::Later).then_some(Statistic::BeforeRope);
+        turns.into_iter().chain(self.weights.as_ref().map(|_| Statistic::HiddenStates)).collect()
     }
 
     fn weighs(&self) -> bool {
         true
+    }
+
+    fn weigh(&self, layer: usize, hidden: &[f32], weights: &mut [f32]) {
+        if let Some(network) = &self.weights {
+            network.gates(layer, hidden, weights);
+            weights.iter_mut().for_each(|weight| *weight = 1.0 / (1.0 + (-*weight).exp()));
+        }
     }
 
     fn changes_keys(&self) -> bool {

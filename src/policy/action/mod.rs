@@ -58,6 +58,10 @@ pub trait Action: Send + Sync {
         false
     }
 
+    /// What each token weighs at first, from its hidden state in a layer as it arrives, `hidden` `[hidden]`, for an action that says so: a
+    /// number for each KV head, `weights` `[Hkv]`, which are 1.
+    fn weigh(&self, _layer: usize, _hidden: &[f32], _weights: &mut [f32]) {}
+
     /// Whether tokens of the cache carry a bias, which it gives them.
     fn biases(&self) -> bool {
         false

@@ -53,7 +53,7 @@ const BIAS: (&str, &[Axis]) = ("dms.bias", &[Layers, KvHeads]);
 fn of_checkpoint(folder: &Path, window: Option<usize>, assets: &mut Assets<'_>) -> Result<Policy, PolicyError> {
     let CheckpointGates { weight, bias, window: trained } = published::dms::read(folder)?;
     assets.note(folder, &[(WEIGHT.0, WEIGHT.1, &weight), (BIAS.0, BIAS.1, &bias)])?;
-    Ok(policy(ENTRY.name, Some((weight, bias)), window.unwrap_or(trained), DecidedBy::Next))
+    Ok(policy(gate(Some((weight, bias))), window.unwrap_or(trained), DecidedBy::Next))
 }
 
 /// The policy of a file's gates, with the window that they were trained with unless one is given.
@@ -66,18 +66,16 @@ fn build(window: Option<usize>, assets: &mut Assets<'_>) -> Result<Policy, Polic
         DecidedBy::named(&text).ok_or_else(wrong)
     };
     let decided_by = assets.metadata("decided_by").map(named).transpose()?.unwrap_or_default();
-    Ok(policy(ENTRY.name, weight.zip(bias), window.unwrap_or(trained), decided_by))
+    Ok(policy(gate(weight.zip(bias)), window.unwrap_or(trained), decided_by))
 }
 
-/// The policy `name` of gates whose logits are positive where a token is to go, behind a window of recent tokens.
-pub(super) fn policy(
-    name: &'static str,
-    learned: Option<(Learned, Learned)>,
-    window: usize,
-    decided_by: DecidedBy,
-) -> Policy {
+fn gate(learned: Option<(Learned, Learned)>) -> Gate {
     let network = learned.map(|(weight, bias)| Network { inner: None, weight, bias });
-    let gate = Gate { policy: name, sign: -1.0, network };
+    Gate { policy: ENTRY.name, sign: -1.0, network }
+}
+
+/// The policy of gates that score tokens, behind a window of recent tokens.
+pub(super) fn policy(gate: Gate, window: usize, decided_by: DecidedBy) -> Policy {
     let more = Protect { sink: 0, window };
     let scorer = Protected { scorer: Box::new(gate), more, at_most_budget: true };
     Policy {

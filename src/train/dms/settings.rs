@@ -4,6 +4,7 @@ use crate::model::Config;
 use crate::policy::DecidedBy;
 use crate::tensor::DType;
 use crate::train::adamw::Constants;
+use crate::train::gates::Fate;
 use crate::train::lora::Asked;
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
@@ -59,6 +60,11 @@ impl Settings {
     /// The method, as it is named.
     pub fn method(&self) -> &'static str {
         if self.accumulates { "dmc" } else { "dms" }
+    }
+
+    /// What becomes of tokens that go.
+    pub(super) fn fate(&self) -> Fate {
+        if self.accumulates { Fate::Accumulated } else { Fate::Dropped { window: self.window, by: self.decided_by } }
     }
 
     pub(super) fn check(&self, config: &Config) -> Result<(), String> {

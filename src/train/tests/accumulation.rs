@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::attention::rope::Frequencies;
-use crate::cache::{CacheShape, PagedCache};
+use crate::cache::{CacheShape, Column, PagedCache};
 use crate::policy::Registry;
 use crate::policy::action::Fold;
 use crate::tensor::{DType, Tensor};
@@ -33,7 +33,9 @@ fn tokens_that_were_decided_on_come_together_as_in_a_cache() {
     let decisions: Vec<bool> = (0..DIMS[0] * DIMS[1] * LEN).map(|_| rng.random_bool(0.7)).collect();
     let [mut k, mut v] = tensors(&arena, &values);
     let mut accumulation = Accumulation::new(&arena, &extents(&parameters)).unwrap();
-    accumulation.forward(&cpu, |index| f32::from(u8::from(decisions[index])), [&mut k, &mut v]);
+    let weights: Vec<f32> = decisions.iter().map(|_| rng.random_range(0.01..1.0)).collect();
+    accumulation.weights(1).copy_from_slice(&weights);
+    accumulation.forward(1, &cpu, |index| f32::from(u8::from(decisions[index])), [&mut k, &mut v]);
 
     let policy = Registry::default().policy("knorm+accumulate:into=later").unwrap();
     let shape = CacheShape {
@@ -48,6 +50,9 @@ fn tokens_that_were_decided_on_come_together_as_in_a_cache() {
     let mut cache = PagedCache::new(&arena, shape).unwrap();
     let whole = tensors(&arena, &values);
     cache.append(whole[0].view(), whole[1].view(), 0..LEN).unwrap();
+    for (index, &weight) in weights.iter().enumerate() {
+        cache.set_column(index / LEN, index % LEN, Column::Weight, weight).unwrap();
+    }
     let rope = Frequencies::new(DIMS[3], SMALL.rope_theta);
     let fold = Fold { arena: &arena, cpu: &cpu, seed: 0, draws: None, rope: Some(&rope), asked: None };
     let mut row = vec![0.0; DIMS[3]];
@@ -78,41 +83,42 @@ fn gradients_equal_finite_differences() {
     let values = [random(&mut rng), random(&mut rng)];
     // The loss: a sum of all slots' numbers, each with a weight of its own.
     let weighed = [random(&mut rng), random(&mut rng)];
-    let alphas: Vec<f32> = (0..DIMS[0] * DIMS[1] * LEN).map(|_| rng.random_range(0.05..0.95)).collect();
+    let mut drawn = |range: std::ops::Range<f32>| -> Vec<f32> {
+        (0..DIMS[0] * DIMS[1] * LEN).map(|_| rng.random_range(range.clone())).collect()
+    };
+    let inputs = [values[0].clone(), values[1].clone(), drawn(0.05..0.95), drawn(-3.0..3.0)];
     let mut accumulation = Accumulation::new(&arena, &extents(&parameters)).unwrap();
-    let mut loss = |values: &[Vec<f32>; 2], alphas: &[f32]| -> f64 {
-        let [mut k, mut v] = tensors(&arena, values);
-        accumulation.forward(&cpu, |index| alphas[index], [&mut k, &mut v]);
-        let sum = |tensor: &Tensor, weights: &[f32]| -> f64 {
-            tensor.to_f32().iter().zip(weights).map(|(x, w)| f64::from(*x) * f64::from(*w)).sum()
-        };
-        sum(&k, &weighed[0]) + sum(&v, &weighed[1])
+    // Keys, values, decisions, and what weights are sigmoids of.
+    let forward = |accumulation: &mut Accumulation, [k, v, alphas, logits]: &[Vec<f32>; 4]| -> [Tensor; 2] {
+        let weights = accumulation.weights(1).iter_mut().zip(logits);
+        weights.for_each(|(weight, logit)| *weight = 1.0 / (1.0 + (-logit).exp()));
+        let [mut k, mut v] = tensors(&arena, &[k.clone(), v.clone()]);
+        accumulation.forward(1, &cpu, |index| alphas[index], [&mut k, &mut v]);
+        [k, v]
     };
     let mut difference = |part: usize, index: usize| -> f64 {
-        let at = |by: f32, loss: &mut dyn FnMut(&[Vec<f32>; 2], &[f32]) -> f64| {
-            let (mut values, mut alphas) = (values.clone(), alphas.clone());
-            if part < 2 {
-                values[part][index] += by
-            } else {
-                alphas[index] += by
-            }
-            loss(&values, &alphas)
+        let mut at = |by: f32| -> f64 {
+            let mut moved = inputs.clone();
+            moved[part][index] += by;
+            let slots = forward(&mut accumulation, &moved);
+            let sums = slots.iter().zip(&weighed).map(|(slots, weights)| -> f64 {
+                slots.to_f32().iter().zip(weights).map(|(x, weight)| f64::from(*x) * f64::from(*weight)).sum()
+            });
+            sums.sum()
         };
-        (at(5e-3, &mut loss) - at(-5e-3, &mut loss)) / 1e-2
+        (at(5e-3) - at(-5e-3)) / 1e-2
     };
-    let expected: Vec<Vec<f64>> = [values[0].len(), values[1].len(), alphas.len()]
-        .into_iter()
-        .enumerate()
-        .map(|(part, count)| (0..count).map(|index| difference(part, index)).collect())
-        .collect();
-    let [mut k, mut v] = tensors(&arena, &values);
+    let lengths = inputs.each_ref().map(Vec::len);
+    let expected: Vec<Vec<f64>> =
+        (0..4).map(|part| (0..lengths[part]).map(|index| difference(part, index)).collect()).collect();
+    let [k, v] = forward(&mut accumulation, &inputs);
     let [mut dk, mut dv] = tensors(&arena, &weighed);
-    accumulation.forward(&cpu, |index| alphas[index], [&mut k, &mut v]);
-    accumulation.backward(&cpu, |index| alphas[index], [&k, &v], [&mut dk, &mut dv]);
-    for (found, expected) in [dk.to_f32(), dv.to_f32(), accumulation.gradient.to_vec()].iter().zip(&expected) {
+    accumulation.backward(1, &cpu, |index| inputs[2][index], [&k, &v], [&mut dk, &mut dv]);
+    let found = [dk.to_f32(), dv.to_f32(), accumulation.by_alpha.to_vec(), accumulation.by_importance.to_vec()];
+    for (part, (found, expected)) in found.iter().zip(&expected).enumerate() {
         let size = expected.iter().map(|x| x.abs()).fold(0.0, f64::max);
         for (index, (found, expected)) in found.iter().zip(expected).enumerate() {
-            assert!((f64::from(*found) - expected).abs() < 1e-3 * size, "{index}: {found}, {expected}");
+            assert!((f64::from(*found) - expected).abs() < 1e-3 * size, "{part} {index}: {found}, {expected}");
         }
     }
 }

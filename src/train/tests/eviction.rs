@@ -6,8 +6,7 @@ use crate::memory::{Buffer, LabelBytes};
 use crate::policy::{DecidedBy, Registry};
 use crate::tensor::DType;
 use crate::train::Weights;
-use crate::train::accumulation::Accumulation;
-use crate::train::gates::{Gates, Mode, OFFSET, SCALE};
+use crate::train::gates::{Fate, Gates, Mode, OFFSET, SCALE};
 use crate::train::lora::{Adapters, Asked, Layout};
 use crate::train::weights::Frozen;
 use half::bf16;
@@ -16,41 +15,32 @@ use std::path::Path;
 const WINDOW: usize = 5;
 const RELAXED: Mode = Mode::Relaxed { seed: 7, step: 3 };
 
-/// What becomes of a token, and which one decides.
-#[derive(Debug, Clone, Copy, PartialEq)]
-enum Kind {
-    Dropped(DecidedBy),
-    Accumulated,
-}
-
-const KINDS: [Kind; 3] = [Kind::Dropped(DecidedBy::Itself), Kind::Dropped(DecidedBy::Next), Kind::Accumulated];
+const KINDS: [Fate; 3] = [
+    Fate::Dropped { window: WINDOW, by: DecidedBy::Itself },
+    Fate::Dropped { window: WINDOW, by: DecidedBy::Next },
+    Fate::Accumulated,
+];
 
 /// Gates whose decisions are divided.
 fn gated<'a>(arena: &Arena, cpu: &'a Cpu, extents: Extents<'a>, recompute: Recompute) -> Network<'a> {
     gated_by(arena, cpu, extents, recompute, KINDS[0])
 }
 
-fn gated_by<'a>(arena: &Arena, cpu: &'a Cpu, extents: Extents<'a>, recompute: Recompute, kind: Kind) -> Network<'a> {
-    let mut gates = match kind {
-        Kind::Dropped(by) => Gates::new(arena, &extents, WINDOW, by).unwrap(),
-        Kind::Accumulated => {
-            Gates::new(arena, &extents, 1, DecidedBy::Next).unwrap().accumulating(arena, &extents).unwrap()
-        }
-    };
+fn gated_by<'a>(arena: &Arena, cpu: &'a Cpu, extents: Extents<'a>, recompute: Recompute, fate: Fate) -> Network<'a> {
+    let mut gates = Gates::new(arena, &extents, fate).unwrap();
     let mut rng = ChaCha8Rng::seed_from_u64(11);
-    let weights = gates.weights.len() - extents.config().layers * extents.config().kv_heads;
+    let weights = gates.weights.len() / (extents.config().hidden + 1) * extents.config().hidden;
     gates.weights[..weights].iter_mut().for_each(|weight| *weight = rng.random_range(-0.02..0.02));
     gates.weights[weights..].fill(0.05);
     Network::new(arena, cpu, extents, recompute).unwrap().with_gates(arena, gates).unwrap()
 }
 
 /// Bytes of such a network.
-fn bytes(extents: &Extents<'_>, recompute: Recompute, threads: usize, kind: Kind) -> LabelBytes {
+fn bytes(extents: &Extents<'_>, recompute: Recompute, threads: usize, fate: Fate) -> LabelBytes {
     let mut bytes = extents.training_bytes(recompute, threads);
     // Nothing of the model is trained.
     bytes.retain(|label, _| ![Label::Gradients, Label::Optimizer].contains(label));
-    let of_slots = if kind == Kind::Accumulated { Accumulation::bytes(extents) } else { LabelBytes::new() };
-    for (label, more) in Gates::bytes(extents).into_iter().chain(of_slots) {
+    for (label, more) in Gates::bytes(extents, fate) {
         *bytes.entry(label).or_default() += more;
     }
     bytes
@@ -215,7 +205,7 @@ fn gradients_in_bf16_are_near_those_in_f32() {
 fn skipped_rows_change_nothing() {
     let models = [models(DType::F32), models(DType::Bf16)].concat();
     for (parameters, kind) in models.iter().flat_map(|parameters| [KINDS[0], KINDS[2]].map(|kind| (parameters, kind))) {
-        let window = if kind == Kind::Accumulated { 1 } else { WINDOW };
+        let window = if kind == Fate::Accumulated { 1 } else { WINDOW };
         let run = |recompute, skipped, threads| {
             let extents = Extents { parameters, batch: 1, len: 140, skipped };
             let (arena, cpu) = (Arena::unlimited(), Cpu::new(Some(threads)).unwrap());
@@ -307,7 +297,7 @@ fn a_public_checkpoint_evicts_what_its_own_code_evicts() {
     let extents = Extents { parameters: &parameters, batch: 1, len: tokens.len(), skipped: 0 };
     let (arena, cpu) = (Arena::unlimited(), Cpu::new(Some(2)).unwrap());
     let weights = Frozen::open(Path::new(FOLDER), &parameters, &arena).unwrap();
-    let mut gates = Gates::new(&arena, &extents, window, DecidedBy::Next).unwrap();
+    let mut gates = Gates::new(&arena, &extents, Fate::Dropped { window, by: DecidedBy::Next }).unwrap();
     for layer in 0..layers {
         let none = gate(layer, None);
         for (head, none) in none.iter().enumerate() {
